@@ -1,0 +1,68 @@
+"""SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX."""
+
+from embed import checkpoint
+from embed.config import FeatureConfig, QuantizationConfig, TableConfig
+from embed.grads import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
+from embed.module import Report, SlotVariable, SparseEmbed, Table
+from embed.optimizer import Optimizer
+from embed.optimizers import (
+  RowOptimizer,
+  Slot,
+  adagrad,
+  adagrad_momentum,
+  adam,
+  bias_corrected,
+  custom_optimizer,
+  from_optax,
+  frozen,
+  ftrl,
+  lion,
+  momentum,
+  proximal_adagrad,
+  rmsprop,
+  rowwise_adagrad,
+  sgd,
+)
+from embed.ragged import Padded, Ragged, Sparse, to_padded, validate
+from embed.routing import value_and_grad
+
+__all__ = [
+  "FeatureConfig",
+  "Grads",
+  "Optimizer",
+  "Padded",
+  "QuantizationConfig",
+  "Ragged",
+  "Report",
+  "RowGrads",
+  "RowOptimizer",
+  "Slot",
+  "SlotVariable",
+  "Sparse",
+  "SparseEmbed",
+  "Table",
+  "TableConfig",
+  "accumulate",
+  "adagrad",
+  "adagrad_momentum",
+  "adam",
+  "bias_corrected",
+  "checkpoint",
+  "clip_by_global_norm",
+  "custom_optimizer",
+  "from_optax",
+  "frozen",
+  "ftrl",
+  "global_norm",
+  "lion",
+  "momentum",
+  "proximal_adagrad",
+  "rmsprop",
+  "rowwise_adagrad",
+  "sgd",
+  "to_padded",
+  "validate",
+  "value_and_grad",
+]
+
+__version__ = "0.1.0"

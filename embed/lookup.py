@@ -1,0 +1,200 @@
+"""Gather, combine, and the way a gradient leaves: pure arrays.
+
+A lookup's result is marked with a primitive, `mark`, that carries the ids and gains behind it and
+computes nothing. `routing.value_and_grad` finds the marks in the traced loss and attaches a **tap**
+to each: an input of zeros of the activations' shape, whose cotangent, by the custom VJP `attach`,
+is the gradient of the activations. With the ids and gains that is all of the row gradients, in
+O(batch) memory; a `[V, D]` gradient never exists.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+from embed import config as config_lib
+from embed import ragged
+
+UNROLLED_VALENCY = 16  # longer bags are gathered in a loop: compile time, at no loss of speed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Occurrences:
+  """Which rows a lookup read into which activation, and how much of each.
+
+  `ids` `[*batch, L]`, or `[N]` with `segments`: int32, `vocabulary_size` is padding.
+  `gains` float32 of the shape of `ids`, or `[*batch, 1]` (one per activation), or None (all 1).
+  `segments` int32 `[N]`: the flat activation of each id, or None.
+  """
+
+  ids: jax.Array
+  gains: jax.Array | None
+  segments: jax.Array | None
+
+
+def quantize(x: jax.Array, config: config_lib.QuantizationConfig | None) -> jax.Array:
+  """The nearest of the quantized values, halves up: `floor(x + 0.5)`, not NumPy's half-to-even."""
+  if config is None:
+    return x
+  step = (config.upper - config.lower) / (config.num_buckets - 1)
+  x = jnp.clip(x, config.lower, config.upper)
+  return jnp.floor((x - config.lower) / step + 0.5) * step + config.lower
+
+
+def occurrences(bags: ragged.Bags, combiner: str, vocabulary_size: int) -> Occurrences:
+  """Folds the combiner's normalisation into the user's weights: act = sum of gain * row.
+
+  mean divides by the sum of weights, sqrtn by the root of the sum of their squares; where that
+  is 0 the gain is 0. Weights are constants: no gradient reaches them.
+  """
+  ids, weights, segments = bags.ids, bags.weights, bags.segments
+  if weights is not None:
+    weights = jax.lax.stop_gradient(weights)
+  if combiner == "sum" or (weights is None and segments is None and ids.shape[-1] == 1):
+    return Occurrences(ids, weights, segments)
+  w = (ids < vocabulary_size).astype(jnp.float32) if weights is None else weights
+  power = w if combiner == "mean" else w * w
+  if segments is None:
+    total = jnp.sum(power, axis=-1, keepdims=True)
+  else:
+    bags_count = 1
+    for d in bags.shape:
+      bags_count *= d
+    total = jnp.zeros(bags_count, jnp.float32).at[segments].add(power, mode="drop")
+    total = total.at[segments].get(mode="fill", fill_value=0)
+  norm = total if combiner == "mean" else jnp.sqrt(total)
+  # Guarded inside: 1 / 0 under a `where` outside would still make NaN.
+  scale = jnp.where(norm == 0, 0, 1 / jnp.where(norm == 0, 1, norm))
+  return Occurrences(ids, scale if weights is None and segments is None else w * scale, segments)
+
+
+def lookup(
+  table: jax.Array,
+  occ: Occurrences,
+  shape: tuple[int, ...],
+  quantization: config_lib.QuantizationConfig | None = None,
+) -> jax.Array:
+  """Activations `[*shape, D]`: the gained sum of rows, accumulated in float32.
+
+  Args:
+    table: `[V, D]`.
+    occ: ids, gains and segments.
+    shape: of the activations without D.
+    quantization: applied to rows before they are summed.
+  """
+
+  def rows(ids):
+    # Padding is V: out of range, hence zeros. Inside JAX -1 would wrap to the last row.
+    picked = table.at[ids].get(mode="fill", fill_value=0).astype(jnp.float32)
+    if quantization is None:
+      return picked
+    return jnp.where((ids < table.shape[0])[..., None], quantize(picked, quantization), 0)
+
+  if occ.segments is not None:
+    picked = rows(occ.ids)
+    if occ.gains is not None:
+      picked = picked * occ.gains[:, None]
+    size = 1
+    for d in shape:
+      size *= d
+    act = jnp.zeros((size, table.shape[1]), jnp.float32).at[occ.segments].add(picked, mode="drop")
+    return act.reshape(*shape, -1).astype(table.dtype)
+  # A chain of plain gathers: on CPU each is a row copy, ten times faster than gather-and-reduce.
+  length = occ.ids.shape[-1]
+  per_id = occ.gains is not None and occ.gains.shape[-1] == length
+
+  def add(k, act):
+    picked = rows(jax.lax.dynamic_index_in_dim(occ.ids, k, axis=-1, keepdims=False))
+    if per_id:
+      picked = picked * jax.lax.dynamic_index_in_dim(occ.gains, k, axis=-1)
+    return picked if act is None else act + picked
+
+  if length == 0:
+    act = jnp.zeros((*shape, table.shape[1]), jnp.float32)
+  elif length <= UNROLLED_VALENCY:
+    act = None
+    for k in range(length):
+      act = add(k, act)
+  else:
+    act = jax.lax.fori_loop(1, length, add, add(0, None))
+  if occ.gains is not None and not per_id:
+    act = act * occ.gains
+  return act.astype(table.dtype)
+
+
+# --- the marks that `routing` finds --------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+  """Whose rows they are: the module's path in the model and the table's name."""
+
+  path: str | None  # None outside `value_and_grad`, or for a module that is not differentiated
+  table: str
+  vocabulary_size: int
+  accumulate: bool  # whether duplicates are summed before the update
+
+  @property
+  def key(self) -> str:
+    return f"{self.path}/{self.table}" if self.path else self.table
+
+
+mark_p = jex_core.Primitive("sparse_embed_lookup")  # act, *leaves of Occurrences -> act
+read_p = jex_core.Primitive("sparse_embed_table")  # table -> table
+
+
+def mark(act: jax.Array, occ: Occurrences, owner: Owner) -> jax.Array:
+  """`act` itself, with the occurrences behind it on record."""
+  leaves, treedef = jax.tree.flatten(occ)
+  return mark_p.bind(act, *leaves, treedef=treedef, owner=owner, batched=False)
+
+
+def read(table: jax.Array, owner: Owner) -> jax.Array:
+  """`table` itself; inside a loss this is found and refused, since no gradient comes back."""
+  return read_p.bind(table, owner=owner, batched=False)
+
+
+def _mark_jvp(primals, tangents, *, owner, **params):
+  if type(tangents[0]) is not ad.Zero:
+    raise ValueError(
+      f"Table {owner.table!r} is being differentiated by JAX directly, which would build a dense "
+      "gradient of the whole table. Write embed.value_and_grad(loss_fn)(model, ...) instead of "
+      "nnx.value_and_grad, and leave embed.Table out of `wrt` and `argnums`."
+    )
+  return mark_p.bind(*primals, owner=owner, **params), tangents[0]
+
+
+def _read_jvp(primals, tangents, **params):
+  return read_p.bind(*primals, **params), tangents[0]
+
+
+def _batched(primitive):
+  def rule(args, dims, **params):
+    params["batched"] = True
+    return primitive.bind(*args, **params), dims[0]
+
+  return rule
+
+
+for _primitive, _jvp in ((mark_p, _mark_jvp), (read_p, _read_jvp)):
+  _primitive.def_impl(lambda x, *_, **__: x)
+  _primitive.def_abstract_eval(lambda x, *_, **__: x)
+  mlir.register_lowering(
+    _primitive, mlir.lower_fun(lambda x, *_, **__: x, multiple_results=False)
+  )
+  batching.primitive_batchers[_primitive] = _batched(_primitive)
+  ad.primitive_jvps[_primitive] = _jvp
+
+
+@jax.custom_vjp
+def attach(act: jax.Array, tap: jax.Array) -> jax.Array:
+  """`act`, and the cotangent of it goes to `tap`: the row gradient's way out of the loss."""
+  del tap
+  return act
+
+
+attach.defvjp(lambda act, tap: (act, None), lambda _, cotangent: (None, cotangent))

@@ -1,0 +1,77 @@
+"""`Optimizer`: one step of a whole model, dense parameters by optax, tables by their own."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from embed import routing
+from embed.grads import Grads
+
+
+class Optimizer(nnx.Module):
+  """Applies `embed.Grads`: optax for `nnx.Param`s, each table's own optimizer for its rows.
+
+  Args:
+    model: the module to train.
+    tx: an optax transformation for the dense parameters.
+
+  The optimizer's `step` counts updates from 0 and drives the tables' learning rate schedules.
+
+  >>> import embed, jax
+  >>> table = embed.TableConfig(10, 2, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.zeros)
+  >>> model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  >>> optimizer = embed.Optimizer(model, optax.adam(1e-3))
+  >>> loss, grads = embed.value_and_grad(lambda m, ids: m(ids).sum())(model, jnp.array([3]))
+  >>> optimizer.update(model, grads)
+  >>> model.tables["table_0"][3].tolist()
+  [-0.5, -0.5]
+  """
+
+  def __init__(self, model: nnx.Module, tx: optax.GradientTransformation):
+    self.dense = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+  @property
+  def step(self) -> nnx.Variable:
+    """The number of updates so far, an `nnx.Variable` of a scalar."""
+    return self.dense.step
+
+  def update(self, model: nnx.Module, grads: Grads) -> None:
+    """One step of everything, in place.
+
+    Args:
+      model: the module given at construction.
+      grads: from `embed.value_and_grad`, clipped, scaled or accumulated at will.
+
+    Raises:
+      TypeError: if `grads` are not `embed.Grads`, as those of nnx.value_and_grad: rows would stay
+        untrained without a word.
+      ValueError: if the entry of a table is missing or unknown, or a table has no optimizer.
+    """
+    if not isinstance(grads, Grads):
+      raise TypeError(
+        f"embed.Optimizer.update takes embed.Grads, got {type(grads)}: the tables would not be "
+        "trained. Write `loss, grads = embed.value_and_grad(loss_fn)(model, ...)` instead of "
+        "nnx.value_and_grad or jax.value_and_grad."
+      )
+    tables = routing.row_keys(model)
+    if set(tables) != set(grads.rows):
+      raise ValueError(
+        f"The gradients hold rows of {sorted(grads.rows)}, but the model's tables are "
+        f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every entry."
+      )
+    step = jnp.asarray(self.step[...], jnp.int32)
+    for module in routing.sparse_embeds(model).values():
+      rows = {
+        name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module
+      }
+      module.apply_row_gradients(_trainable(module, rows), step)
+    self.dense.update(model, grads.dense)
+
+
+def _trainable(module, rows):
+  """Leaves out a table that has no optimizer and was not looked up: there is nothing to lose."""
+  return {
+    name: r for name, r in rows.items() if r.pieces or module.spec.optimizers[name] is not None
+  }

@@ -1,0 +1,594 @@
+"""Row optimizers: each one is the equation of one row's step.
+
+An optimizer here is a function of its hyperparameters that returns the equation, written on
+`g` (the row's summed gradient), `w` (the row) and its slots, all `[..., D]` in float32, slots of
+one value per row `[...]`. The decorator `row_optimizer` adds the arguments common to all, and
+`step_rows` runs the order common to all: clip the gradient, decay, slots and row, clip the row.
+Formulas, names and defaults are TensorFlow's (its SparseCore sources and training kernels).
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Schedule = Callable[[Any], Any]
+Slots = dict[str, jax.Array]
+Equation = Callable[[jax.Array, jax.Array, Slots, Any], tuple[jax.Array, Slots]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+  """An optimizer's state per row.
+
+  Args:
+    initial: the value every entry starts with.
+    per_row: one value a row, `[V]`, instead of one per element, `[V, D]`.
+    dtype: float32, or an integer type for counts.
+
+  >>> Slot(0.1, per_row=True).initial
+  0.1
+  """
+
+  initial: float = 0.0
+  per_row: bool = False
+  dtype: Any = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOptimizer:
+  """A table's optimizer. Compared by value: equal hyperparameters are equal optimizers.
+
+  Made by `embed.sgd`, `embed.adagrad` and the others; `embed.custom_optimizer` for one's own.
+  """
+
+  name: str
+  hyperparameters: tuple[tuple[str, Any], ...]
+  learning_rate: float | Schedule
+  clipvalue: tuple[float | None, float | None] | None
+  weight_decay_factor: float | None
+  multiply_weight_decay_factor_by_learning_rate: bool
+  clip_weight_min: float | None
+  clip_weight_max: float | None
+  use_gradient_accumulation: bool
+  slot_init: tuple[tuple[str, Any], ...]
+  equation: Equation | None = dataclasses.field(compare=False, repr=False)
+  slots: Callable[[int], dict[str, Slot]] = dataclasses.field(compare=False, repr=False)
+  lazy: bool = True  # False moves every row at every step
+  linear: bool = False  # the step of a sum is the sum of steps: rows need not be summed first
+
+  def learning_rate_at(self, step: Any) -> Any:
+    """The rate of the 0-based `step`, a float or a traced scalar."""
+    return self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
+
+
+def _check_common(name: str, common: dict[str, Any], slot_names: set[str] | None) -> None:
+  rate = common["learning_rate"]
+  if callable(rate):
+    try:
+      inspect.signature(rate).bind(0)
+    except TypeError:
+      raise ValueError(
+        f"{name}: learning_rate must be a number or a schedule f(step). A function without "
+        "arguments would be read once, when the step is compiled. Write `lambda step: ...`."
+      ) from None
+  elif not isinstance(rate, (int, float, np.number, jax.Array, np.ndarray)):
+    raise ValueError(f"{name}: learning_rate must be a number or f(step). Got {rate!r}.")
+  clip = common["clipvalue"]
+  if not common["use_gradient_accumulation"] and clip is not None:
+    raise ValueError(
+      f"{name}: when `use_gradient_accumulation` is False, gradient clipping cannot be used and "
+      f"`clipvalue` should be left as None. Got {clip!r}."
+    )
+  low, high = common["clip_weight_min"], common["clip_weight_max"]
+  if low is not None and high is not None and low > high:
+    raise ValueError(f"{name}: clip_weight_min={low} is greater than clip_weight_max={high}.")
+  if slot_names is not None:
+    unknown = set(common["slot_init"] or {}) - slot_names
+    if unknown:
+      raise ValueError(f"{name}: slot_init names {sorted(unknown)}; its slots are {slot_names}.")
+
+
+def _clip_pair(name: str, value: Any) -> tuple[float | None, float | None] | None:
+  if value is None:
+    return None
+  if isinstance(value, (tuple, list)):
+    if len(value) != 2:
+      raise ValueError(f"{name}: clipvalue must be a number or (min, max). Got {value!r}.")
+    return tuple(None if v is None else float(v) for v in value)  # type: ignore[return-value]
+  return (-float(value), float(value))
+
+
+def _freeze(value: Any) -> Any:
+  return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+
+
+def _common(
+  *,
+  clipvalue: float | tuple[float | None, float | None] | None = None,
+  weight_decay_factor: float | None = None,
+  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
+  clip_weight_min: float | None = None,
+  clip_weight_max: float | None = None,
+  use_gradient_accumulation: bool = True,
+  slot_init: Mapping[str, Callable[..., Any]] | None = None,
+) -> None:
+  """The arguments every optimizer takes; see `embed.sgd` for what they mean."""
+
+
+class Rule(NamedTuple):
+  """What an optimizer function returns to `row_optimizer`."""
+
+  equation: Equation | None
+  slots: Mapping[str, Slot | float] | Callable[[int], dict[str, Slot]] = {}
+  lazy: bool = True
+  linear: bool = False
+
+
+def row_optimizer(make: Callable[..., Rule]) -> Callable[..., RowOptimizer]:
+  """Adds the common arguments to a function of hyperparameters, and builds the `RowOptimizer`."""
+  own, shared = inspect.signature(make), inspect.signature(_common)
+  signature = own.replace(
+    parameters=[*own.parameters.values(), *shared.parameters.values()],
+    return_annotation=RowOptimizer,
+  )
+  name = make.__name__
+
+  @functools.wraps(make)
+  def build(*args: Any, **kwargs: Any) -> RowOptimizer:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    common = {key: bound.arguments[key] for key in shared.parameters}
+    mine = {key: bound.arguments[key] for key in own.parameters}
+    rule = make(**mine)
+    per_dim = rule.slots if callable(rule.slots) else None
+    fixed = None
+    if per_dim is None:
+      fixed = {k: s if isinstance(s, Slot) else Slot(float(s)) for k, s in rule.slots.items()}
+    common["learning_rate"] = rate = mine.pop("learning_rate", 0.0)
+    _check_common(name, common, None if fixed is None else set(fixed))
+    if not rule.lazy and not common["use_gradient_accumulation"]:
+      raise ValueError(
+        f"{name}: moving every row at every step (lazy_adam=False) needs gradient accumulation. "
+        "Leave `use_gradient_accumulation` as True."
+      )
+    return RowOptimizer(
+      name=name,
+      hyperparameters=tuple((k, _freeze(v)) for k, v in sorted(mine.items())),
+      learning_rate=rate,
+      clipvalue=_clip_pair(name, common["clipvalue"]),
+      weight_decay_factor=common["weight_decay_factor"],
+      multiply_weight_decay_factor_by_learning_rate=bool(
+        common["multiply_weight_decay_factor_by_learning_rate"]
+      ),
+      clip_weight_min=common["clip_weight_min"],
+      clip_weight_max=common["clip_weight_max"],
+      use_gradient_accumulation=common["use_gradient_accumulation"],
+      slot_init=tuple(sorted((common["slot_init"] or {}).items())),
+      equation=rule.equation,
+      slots=per_dim or (lambda dim: fixed),
+      lazy=rule.lazy,
+      linear=rule.linear,
+    )
+
+  build.__signature__ = signature  # type: ignore[attr-defined]
+  return build
+
+
+def step_rows(
+  optimizer: RowOptimizer, g: jax.Array, w: jax.Array, slots: Slots, learning_rate: Any
+) -> tuple[jax.Array, Slots]:
+  """One step of rows: the only place where a row update is defined.
+
+  Args:
+    optimizer: what to apply.
+    g: float32 `[..., D]`, the rows' gradients, summed.
+    w: float32 `[..., D]`, the rows.
+    slots: float32 `[..., D]` or `[...]` each.
+    learning_rate: this step's.
+
+  Returns:
+    The new rows and slots.
+  """
+  assert optimizer.equation is not None
+  if optimizer.clipvalue is not None:
+    g = jnp.clip(g, *optimizer.clipvalue)
+  if optimizer.weight_decay_factor:
+    decay = optimizer.weight_decay_factor
+    if optimizer.multiply_weight_decay_factor_by_learning_rate:
+      decay = decay * learning_rate
+    w = w - decay * w
+  w, slots = optimizer.equation(g, w, slots, learning_rate)
+  if optimizer.clip_weight_min is not None or optimizer.clip_weight_max is not None:
+    w = jnp.clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
+  return w, slots
+
+
+def _check(condition: bool, message: str) -> None:
+  if not condition:
+    raise ValueError(message)
+
+
+def _check_accumulator(value: float) -> None:
+  _check(
+    value > 0, f"Argument `initial_accumulator_value` must be a positive float. Got {value!r}."
+  )
+
+
+def _check_beta(name: str, value: float) -> None:
+  _check(0 <= value < 1, f"Argument `{name}` must be >= 0 and < 1. Got {value!r}.")
+
+
+# --- the optimizers ------------------------------------------------------------------------------
+
+
+@row_optimizer
+def sgd(learning_rate: float | Schedule = 0.01) -> Rule:
+  """Stochastic gradient descent: `w -= lr * g`. No slots.
+
+  Every optimizer takes, besides its own, these arguments:
+
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step (optax schedules are such).
+    clipvalue: clips the summed gradient elementwise, before the slots: `c` to `[-c, c]`, or
+      `(min, max)` with None for open.
+    weight_decay_factor: `w -= factor * w` of touched rows, before the update.
+    multiply_weight_decay_factor_by_learning_rate: decay by `factor * lr` instead.
+    clip_weight_min: touched rows are clipped to it after the update.
+    clip_weight_max: likewise.
+    use_gradient_accumulation: True sums a row's gradients over the batch and steps once; False
+      steps once per occurrence of an id, in batch order (slow, and for comparisons only).
+    slot_init: `{slot name: f(key, shape, dtype)}`, to start slots at other values.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  >>> sgd(0.1) == sgd(learning_rate=0.1)
+  True
+  """
+  return Rule(lambda g, w, s, lr: (w - lr * g, s), linear=True)
+
+
+@row_optimizer
+def adagrad(
+  learning_rate: float | Schedule = 0.001, initial_accumulator_value: float = 0.1
+) -> Rule:
+  """Adagrad: `a += g²; w -= lr * g / sqrt(a)`, with the new `a` and no epsilon.
+
+  Slot `accumulators` `[V, D]`.
+  """
+  _check_accumulator(initial_accumulator_value)
+
+  def equation(g, w, s, lr):
+    a = s["accumulators"] + g * g
+    return w - lr * g * jax.lax.rsqrt(a), {"accumulators": a}
+
+  return Rule(equation, {"accumulators": initial_accumulator_value})
+
+
+@row_optimizer
+def rowwise_adagrad(
+  learning_rate: float | Schedule = 0.001,
+  initial_accumulator_value: float = 0.1,
+  epsilon: float = 0.0,
+) -> Rule:
+  """Row-wise Adagrad: one accumulator a row, `a += mean(g²); w -= lr * g / (sqrt(a) + epsilon)`.
+
+  Slot `accumulators` `[V]`: D times less state than Adagrad.
+  """
+  _check(initial_accumulator_value >= 0, "`initial_accumulator_value` must be >= 0.")
+  _check(epsilon >= 0, f"Argument `epsilon` must be >= 0. Got {epsilon!r}.")
+  _check(
+    initial_accumulator_value > 0 or epsilon > 0,
+    "rowwise_adagrad: a zero gradient would give 0 / 0. Make `initial_accumulator_value` or "
+    "`epsilon` positive.",
+  )
+
+  def equation(g, w, s, lr):
+    a = s["accumulators"] + jnp.mean(g * g, axis=-1)
+    return w - lr * g / (jnp.sqrt(a) + epsilon)[..., None], {"accumulators": a}
+
+  return Rule(equation, {"accumulators": Slot(initial_accumulator_value, per_row=True)})
+
+
+@row_optimizer
+def adagrad_momentum(
+  learning_rate: float | Schedule = 0.001,
+  momentum: float = 0.0,
+  use_nesterov: bool = False,
+  exponent: float = 2.0,
+  beta2: float = 1.0,
+  epsilon: float = 1e-10,
+) -> Rule:
+  """Adagrad with momentum over the scaled gradient, as on SparseCore.
+
+  `a = a + g²` (`beta2 * a + (1 - beta2) * g²` for beta2 < 1); `s = (a + epsilon)^(-1/exponent) * g`;
+  `m = momentum * m + s`; `w -= lr * (momentum * m + s if use_nesterov else m)`.
+  Slots `accumulators` (from 0) and `momenta`, `[V, D]`.
+  """
+  _check(epsilon > 0, "Adagrad momentum: epsilon must be positive")
+  _check(exponent > 0, "Adagrad momentum: the exponent must be > 0")
+
+  def equation(g, w, s, lr):
+    a = s["accumulators"]
+    a = a + g * g if beta2 == 1 else beta2 * a + (1 - beta2) * g * g
+    scaled = (a + epsilon) ** (-1.0 / exponent) * g
+    m = momentum * s["momenta"] + scaled
+    return w - lr * (momentum * m + scaled if use_nesterov else m), {
+      "accumulators": a,
+      "momenta": m,
+    }
+
+  return Rule(equation, {"accumulators": 0.0, "momenta": 0.0})
+
+
+@row_optimizer
+def ftrl(
+  learning_rate: float | Schedule = 0.001,
+  learning_rate_power: float = -0.5,
+  l1_regularization_strength: float = 0.0,
+  l2_regularization_strength: float = 0.0,
+  beta: float = 0.0,
+  initial_accumulator_value: float = 0.1,
+  multiply_linear_by_learning_rate: bool = False,
+  allow_zero_accumulator: bool = False,
+) -> Rule:
+  """FTRL-proximal (McMahan et al. 2013). `w` is recomputed from the slots at every touch.
+
+  With `p = -learning_rate_power`, `a' = a + g²`, `d = a'^p - a^p`:
+  `z += g - d * w / lr`; `w = (clip(z, -l1, l1) - z) / ((a'^p + beta) / lr + 2 * l2)`.
+  With `multiply_linear_by_learning_rate`, z carries the factor lr and lr may be 0.
+  Slots `accumulators` and `linears`, `[V, D]`. A row's initial value is lost at its first touch;
+  weight decay acts on the w that z is updated with.
+  """
+  del allow_zero_accumulator  # TensorFlow refuses a zero accumulator with it as well
+  _check_accumulator(initial_accumulator_value)
+  _check(learning_rate_power <= 0, f"`learning_rate_power` must be <= 0. Got {learning_rate_power}")
+  _check(l1_regularization_strength >= 0, "Argument `l1_regularization_strength` must be >= 0.")
+  _check(l2_regularization_strength >= 0, "Argument `l2_regularization_strength` must be >= 0.")
+  p, l1, l2 = -learning_rate_power, l1_regularization_strength, l2_regularization_strength
+
+  def equation(g, w, s, lr):
+    a, z = s["accumulators"], s["linears"]
+    a_new = a + g * g
+    power = jnp.sqrt(a_new) if p == 0.5 else a_new**p
+    d = power - (jnp.sqrt(a) if p == 0.5 else a**p)
+    if multiply_linear_by_learning_rate:
+      z = z + lr * g - d * w
+      w = (jnp.clip(z, -lr * l1, lr * l1) - z) / (power + 2 * lr * l2 + beta)
+    else:
+      z = z + g - d * w / lr
+      w = (jnp.clip(z, -l1, l1) - z) / ((power + beta) / lr + 2 * l2)
+    return w, {"accumulators": a_new, "linears": z}
+
+  return Rule(equation, {"accumulators": initial_accumulator_value, "linears": 0.0})
+
+
+@row_optimizer
+def adam(
+  learning_rate: float | Schedule = 0.001,
+  beta_1: float = 0.9,
+  beta_2: float = 0.999,
+  epsilon: float = 1e-7,
+  lazy_adam: bool = True,
+  sum_inside_sqrt: bool = True,
+) -> Rule:
+  """Adam without bias correction: give `learning_rate=embed.bias_corrected(...)` for that.
+
+  `m = beta_1 * m + (1 - beta_1) * g`; `v = beta_2 * v + (1 - beta_2) * g²`;
+  `w -= lr * m / sqrt(v + epsilon²)`, or `/ (sqrt(v) + epsilon)` with `sum_inside_sqrt=False`.
+  Slots `momenta` and `velocities`, `[V, D]`. `lazy_adam=False` moves every row of the table at
+  every step, with zero gradient where it was not touched, and costs O(V * D).
+  """
+  _check_beta("beta_1", beta_1)
+  _check_beta("beta_2", beta_2)
+  _check(epsilon > 0, f"epsilon must be positive; got {epsilon}.")
+
+  def equation(g, w, s, lr):
+    m = beta_1 * s["momenta"] + (1 - beta_1) * g
+    v = beta_2 * s["velocities"] + (1 - beta_2) * g * g
+    if sum_inside_sqrt:
+      w = w - lr * m / jnp.sqrt(v + epsilon**2)
+    else:
+      w = w - lr * m / (jnp.sqrt(v) + epsilon)
+    return w, {"momenta": m, "velocities": v}
+
+  return Rule(equation, {"momenta": 0.0, "velocities": 0.0}, lazy=lazy_adam)
+
+
+@row_optimizer
+def momentum(
+  learning_rate: float | Schedule = 0.001, momentum: float = 0.9, use_nesterov: bool = False
+) -> Rule:
+  """Momentum: `m = momentum * m + g; w -= lr * (g + momentum * m if use_nesterov else m)`.
+
+  Slot `momenta` `[V, D]`.
+  """
+
+  def equation(g, w, s, lr):
+    m = momentum * s["momenta"] + g
+    return w - lr * (g + momentum * m if use_nesterov else m), {"momenta": m}
+
+  return Rule(equation, {"momenta": 0.0})
+
+
+@row_optimizer
+def rmsprop(
+  learning_rate: float | Schedule = 0.001,
+  rho: float = 0.9,
+  momentum: float = 0.0,
+  epsilon: float = 1e-7,
+) -> Rule:
+  """RMSProp: `ms += (1 - rho) * (g² - ms)`; `mom = momentum * mom + lr * g / sqrt(ms + epsilon)`;
+  `w -= mom`.
+
+  Slots `ms` and `mom`, `[V, D]`, from 0.
+  """
+  _check_beta("rho", rho)
+  _check(epsilon > 0, f"epsilon must be positive; got {epsilon}.")
+
+  def equation(g, w, s, lr):
+    ms = s["ms"] + (1 - rho) * (g * g - s["ms"])
+    mom = momentum * s["mom"] + lr * g * jax.lax.rsqrt(ms + epsilon)
+    return w - mom, {"ms": ms, "mom": mom}
+
+  return Rule(equation, {"ms": 0.0, "mom": 0.0})
+
+
+@row_optimizer
+def proximal_adagrad(
+  learning_rate: float | Schedule = 0.001,
+  initial_accumulator_value: float = 0.1,
+  l1_regularization_strength: float = 0.0,
+  l2_regularization_strength: float = 0.0,
+) -> Rule:
+  """Adagrad with a proximal step (Duchi and Singer 2009), which drives small weights to 0.
+
+  `a += g²; eta = lr / sqrt(a); u = w - eta * g;`
+  `w = sign(u) * max(|u| - eta * l1, 0) / (1 + eta * l2)`. Slot `accumulators` `[V, D]`.
+  """
+  _check_accumulator(initial_accumulator_value)
+  l1, l2 = l1_regularization_strength, l2_regularization_strength
+  _check(l1 >= 0 and l2 >= 0, "The l1 and l2 regularization strengths must be >= 0.")
+
+  def equation(g, w, s, lr):
+    a = s["accumulators"] + g * g
+    eta = lr * jax.lax.rsqrt(a)
+    u = w - eta * g
+    w = jnp.sign(u) * jnp.maximum(jnp.abs(u) - eta * l1, 0) / (1 + eta * l2)
+    return w, {"accumulators": a}
+
+  return Rule(equation, {"accumulators": initial_accumulator_value})
+
+
+@row_optimizer
+def lion(
+  learning_rate: float | Schedule = 0.001, beta1: float = 0.9, beta2: float = 0.99
+) -> Rule:
+  """Lion (Chen et al. 2023): `w -= lr * sign(beta1 * m + (1 - beta1) * g)`;
+  `m = beta2 * m + (1 - beta2) * g`.
+
+  Slot `momenta` `[V, D]`.
+  """
+  _check_beta("beta1", beta1)
+  _check_beta("beta2", beta2)
+
+  def equation(g, w, s, lr):
+    m = s["momenta"]
+    w = w - lr * jnp.sign(beta1 * m + (1 - beta1) * g)
+    return w, {"momenta": beta2 * m + (1 - beta2) * g}
+
+  return Rule(equation, {"momenta": 0.0})
+
+
+@row_optimizer
+def custom_optimizer(
+  update: Equation,
+  slots: Mapping[str, Slot | float] | None = None,
+  learning_rate: float | Schedule = 0.01,
+) -> Rule:
+  """An optimizer of one's own, with every common argument.
+
+  Args:
+    update: `f(gradients, rows, slots, learning_rate) -> (rows, slots)` on float32 `[..., D]`
+      arrays, the leading axes being rows; slots is a dict, `[..., D]`, or `[...]` if `per_row`.
+    slots: `{name: initial value}`, or `{name: embed.Slot(initial, per_row=True)}`.
+    learning_rate: a float or a schedule.
+
+  Raises:
+    ValueError: if `update` is not callable, or a slot is neither a number nor an `embed.Slot`.
+
+  >>> signed = custom_optimizer(lambda g, w, s, lr: (w - lr * jax.numpy.sign(g), s))
+  >>> signed.name
+  'custom_optimizer'
+  """
+  _check(callable(update), f"custom_optimizer: update must be callable. Got {update!r}.")
+  for name, slot in (slots or {}).items():
+    _check(
+      isinstance(slot, (Slot, int, float)),
+      f"custom_optimizer: slot {name!r} must be a number or an embed.Slot. Got {slot!r}.",
+    )
+  return Rule(update, slots or {})
+
+
+@row_optimizer
+def frozen() -> Rule:
+  """A table that does not train: no slots, no update. Its row gradients are still there to see."""
+  return Rule(None)
+
+
+@row_optimizer
+def from_optax(tx: Any, learning_rate: float | Schedule = 1.0) -> Rule:
+  """Runs an elementwise optax transformation on rows, lazily.
+
+  Each row is a parameter of its own that steps only when it is touched: the state is kept per
+  row, step counts included, so bias correction counts a row's own steps. Transformations that
+  look across rows (a global norm, say) do not belong here; see `embed.clip_by_global_norm`.
+
+  Args:
+    tx: such as `optax.adam(1e-3)`. Its `init` must not depend on the parameters.
+    learning_rate: a factor on the updates; a schedule of the global step belongs here.
+
+  Slots are named by their place in the optax state, such as `0.mu`.
+
+  Raises:
+    ValueError: if `tx` is no optax transformation, or its state does not fit a row.
+  """
+  _check(
+    hasattr(tx, "init") and hasattr(tx, "update"),
+    f"from_optax takes an optax transformation such as optax.adam(1e-3). Got {tx!r}.",
+  )
+  name_of = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+
+  def slots(dim: int) -> dict[str, Slot]:
+    zero, one = (tx.init(jnp.full((dim,), v, jnp.float32)) for v in (0, 1))
+    result = {}
+    for (path, a), b in zip(
+      jax.tree_util.tree_leaves_with_path(zero), jax.tree.leaves(one), strict=True
+    ):
+      a, b, name = np.asarray(a), np.asarray(b), name_of(path)
+      _check(
+        a.shape in ((), (dim,)) and np.array_equal(a, b) and bool((a == a.flat[0]).all()),
+        f"from_optax: state {name!r} of shape {a.shape} does not fit a row: it must be constant "
+        "and of the row's shape or a scalar.",
+      )
+      result[name] = Slot(a.flat[0].item(), per_row=a.shape == (), dtype=a.dtype)
+    return result
+
+  def equation(g, w, s, lr):
+    def one_row(g, w, leaves):
+      treedef = jax.tree.structure(tx.init(w))
+      updates, state = tx.update(g, jax.tree.unflatten(treedef, list(leaves.values())), w)
+      new = dict(zip(leaves, jax.tree.leaves(state), strict=True))
+      return w + lr * updates, {k: v.astype(leaves[k].dtype) for k, v in new.items()}
+
+    return (jax.vmap(one_row) if g.ndim > 1 else one_row)(g, w, s)
+
+  return Rule(equation, slots)
+
+
+def bias_corrected(
+  learning_rate: float | Schedule = 0.001, beta_1: float = 0.9, beta_2: float = 0.999
+) -> Schedule:
+  """The schedule that gives Adam its bias correction: `lr * sqrt(1 - beta_2^t) / (1 - beta_1^t)`.
+
+  `t` is the step plus 1. With `adam(..., lazy_adam=False, sum_inside_sqrt=False)` this is
+  `tf.raw_ops.ResourceApplyAdam` exactly; for a lazy one it corrects by the global step.
+
+  >>> adam(bias_corrected(0.1)).learning_rate_at(0) < 0.1
+  Array(True, dtype=bool)
+  """
+
+  def schedule(step):
+    t = jnp.asarray(step, jnp.float32) + 1
+    rate = learning_rate(step) if callable(learning_rate) else learning_rate
+    # expm1 keeps the digits that 1 - 0.999^t loses in float32.
+    correction = lambda beta: -jnp.expm1(t * np.log(beta)) if beta > 0 else 1.0
+    return rate * jnp.sqrt(correction(beta_2)) / correction(beta_1)
+
+  return schedule

@@ -1,0 +1,507 @@
+"""The kinds of input, their checks on the host, and the one form lookups take.
+
+Whatever the user gives becomes `Bags`: int32 ids in which `vocabulary_size` is padding. Negative
+ids mean padding on the way in only, because inside JAX `table[-1]` wraps to the last row.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from embed import config as config_lib
+
+Array = Any  # a NumPy or JAX array, or nested lists of numbers
+
+_logger = logging.getLogger("embed")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Padded:
+  """Bags of ids along the last axis; negative ids are padding.
+
+  The native form on an accelerator. `values`: `[..., L]` integers; as weights, `[..., L]` floats.
+
+  >>> Padded([[3, 7], [5, -1]]).values
+  [[3, 7], [5, -1]]
+  """
+
+  values: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+  """Bags of any length, one after another: bag `i` is `values[row_splits[i]:row_splits[i + 1]]`.
+
+  Args:
+    values: `[N]` integers (floats as weights). Whatever stands behind `row_splits[-1]` is padding,
+      so that N can be a fixed buffer size.
+    row_splits: `[batch + 1]` integers from 0, never decreasing.
+    max_valency: the longest bag there can be. With it the ids are laid out as `Padded`; without
+      it bags are combined by segments, whatever their lengths.
+
+  >>> Ragged(values=[3, 7, 5], row_splits=[0, 2, 3]).max_valency
+  """
+
+  values: Array
+  row_splits: Array
+  max_valency: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+  """Bags as coordinates: `values[n]` stands at `indices[n]` of an array of shape `dense_shape`.
+
+  Args:
+    indices: `[N, rank]` integers, rank at least 2; the last coordinate is the place in the bag.
+    values: `[N]` integers (floats as weights); negative ids are padding.
+    dense_shape: the shape, static under jit.
+
+  >>> Sparse(indices=[[0, 0], [1, 2]], values=[3, 7], dense_shape=(2, 4)).dense_shape
+  (2, 4)
+  """
+
+  indices: Array
+  values: Array
+  dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+  def __post_init__(self):
+    if isinstance(self.dense_shape, jax.core.Tracer):
+      raise ValueError("embed.Sparse: dense_shape must be static; give a tuple of Python ints.")
+    object.__setattr__(self, "dense_shape", tuple(int(d) for d in self.dense_shape))
+
+
+class Bags(NamedTuple):
+  """What a lookup reads, all on the device.
+
+  With `segments` None: `ids` and `weights` are `[*shape, L]`. Otherwise they are `[N]`, and
+  `segments` `[N]` is the flat output position of each id, `prod(shape)` for padding.
+  """
+
+  ids: jax.Array  # int32, `vocabulary_size` is padding
+  weights: jax.Array | None  # float32, 0 at padding
+  segments: jax.Array | None  # int32
+  shape: tuple[int, ...]  # of the activations, without dim
+  dropped: jax.Array  # int32 scalar: ids that were given and could not be looked up
+
+
+_KINDS = (Padded, Ragged, Sparse)
+
+
+def _kind(value: Any) -> str:
+  return f"embed.{type(value).__name__}" if isinstance(value, _KINDS) else "a dense array"
+
+
+def _is_concrete(*values: Any) -> bool:
+  return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
+def _as_array(value: Any, name: str) -> Any:
+  """Arrays as they are, lists through NumPy; an empty list has no dtype of its own."""
+  if isinstance(value, (jax.Array, np.ndarray)):
+    return value
+  try:
+    array = np.asarray(value)
+  except ValueError:
+    array = None
+  if array is None or array.dtype == object:
+    raise ValueError(
+      f"Feature {name!r}: rows of different lengths. Write embed.to_padded(rows) on the host, or "
+      "embed.Ragged(values, row_splits)."
+    )
+  return array.astype(np.int32) if array.size == 0 else array
+
+
+def _integers(value: Any, name: str, what: str = "ids") -> Any:
+  array = _as_array(value, name)
+  if not np.issubdtype(array.dtype, np.integer):
+    raise ValueError(
+      f"Feature {name!r}: {what} must be integers, got dtype {array.dtype}. Convert them with "
+      "`.astype('int32')`, or map them to 0 .. vocabulary_size - 1 first."
+    )
+  return array
+
+
+def _floats(value: Any, name: str) -> Any:
+  array = _as_array(value, name)
+  if not (jnp.issubdtype(array.dtype, jnp.floating) or np.issubdtype(array.dtype, np.integer)):
+    raise ValueError(f"Feature {name!r}: weights must be floats, got dtype {array.dtype}.")
+  return array
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+class _Parts(NamedTuple):
+  """An input taken apart: its kind, its arrays, and the static facts about them."""
+
+  kind: type | None  # Padded, Ragged, Sparse, or None for a dense array
+  ids: Any
+  weights: Any
+  layout: Any  # row_splits [batch + 1], or indices [N, rank]
+  batch: tuple[int, ...]  # shape of the batch of bags, or of the dense array less a trailing 1
+  length: int  # L of the bags; 1 for a dense array; 0 if not known (Ragged)
+
+
+def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -> _Parts:
+  """Types, dtypes and shapes: all that can be checked without looking at a value."""
+  kind = type(x) if isinstance(x, _KINDS) else None
+  if x is None:
+    raise ValueError(f"Feature {name!r} is None. Leave it out of the dict, or give empty bags.")
+  if w is not None and type(w) is not kind:
+    if kind is None:
+      raise ValueError(
+        f"Weight specified for {name!r}, but input is dense. Give the ids as embed.Padded to "
+        "weight them."
+      )
+    raise ValueError(f"Weight for {name!r} is {_kind(w)}, but its ids are {_kind(x)}.")
+  if kind is None:
+    ids = _integers(x, name)
+    batch = ids.shape[:-1] if ids.ndim > 1 and ids.shape[-1] == 1 else ids.shape
+    return _Parts(None, ids, None, None, batch, 1)
+  ids = _integers(x.values, name)
+  weights = None if w is None else _floats(w.values, name)
+  if weights is not None and weights.shape != ids.shape:
+    raise ValueError(
+      f"Feature {name!r}: weights have shape {weights.shape}, but the ids {ids.shape}."
+    )
+  if kind is Padded:
+    if ids.ndim < 2:
+      raise ValueError(
+        f"Feature {name!r}: embed.Padded takes [batch, ..., L] ids, got shape {ids.shape}. Write "
+        "a dense array for one id per example."
+      )
+    return _Parts(Padded, ids, weights, None, ids.shape[:-1], ids.shape[-1])
+  if ids.ndim != 1:
+    raise ValueError(f"Feature {name!r}: {_kind(x)} takes flat values [N], got shape {ids.shape}.")
+  if kind is Ragged:
+    splits = _integers(x.row_splits, name, "row_splits")
+    if splits.ndim != 1 or splits.shape[0] < 1:
+      raise ValueError(
+        f"Feature {name!r}: only rank 2 ragged input is supported, with row_splits [batch + 1]; "
+        f"got row_splits of shape {splits.shape}."
+      )
+    return _Parts(Ragged, ids, weights, splits, (splits.shape[0] - 1,), x.max_valency or 0)
+  rank = len(x.dense_shape)
+  if rank < 2:
+    raise ValueError(f"Feature {name!r}: only rank 2 and above is supported, got rank {rank}.")
+  indices = _integers(x.indices, name, "indices").reshape(-1, rank)
+  if indices.shape[0] != ids.shape[0]:
+    raise ValueError(
+      f"Feature {name!r}: {indices.shape[0]} indices but {ids.shape[0]} values; write "
+      f"indices [N, {rank}] and values [N]."
+    )
+  return _Parts(Sparse, ids, weights, indices, x.dense_shape[:-1], x.dense_shape[-1])
+
+
+class _Form(NamedTuple):
+  """How bags become activations: sequences keep their first `length` ids apart."""
+
+  shape: tuple[int, ...]
+  length: int = 0  # 0 combines
+
+
+def _form(name: str, feature: config_lib.FeatureConfig, parts: _Parts, weighted: bool) -> _Form:
+  """The output shape, checked against a stated one (TensorFlow's rules, but free per call)."""
+  batch, stated = parts.batch, feature.output_shape
+  if stated is None:
+    length = feature.max_sequence_length
+    if not length:
+      return _Form(batch)
+    if parts.kind is None:
+      raise ValueError(
+        f"Feature {name!r} is a sequence feature but a dense array was passed. Write "
+        "embed.Padded(ids)."
+      )
+    if len(batch) != 1:
+      _logger.info("feature %r: max_sequence_length is ignored for rank %d", name, len(batch) + 1)
+      return _Form(batch)
+    if weighted:
+      raise ValueError(f"Weight specified for {name!r}, but this is a sequence feature.")
+    return _Form((*batch, length), length)
+  same = len(stated) == len(batch) and all(
+    s in (None, 0) or s == b for s, b in zip(stated, batch, strict=True)
+  )
+  if same:
+    return _Form(batch)
+  size, bags = math.prod(s or 0 for s in stated), math.prod(batch)
+  if None not in stated and len(batch) == 1 and len(stated) > 1 and bags:
+    shape = tuple(int(s or 0) for s in stated)
+    if size == bags:
+      return _Form(shape)
+    if parts.kind is Ragged and size % bags == 0 and size:
+      length = size // bags
+      if weighted and shape[-1] == length:
+        raise ValueError(
+          f"Weight specified for {name!r}, but its output_shape {shape} makes a batch of {bags} "
+          f"a sequence feature of length {length}."
+        )
+      return _Form(shape, length)
+  raise ValueError(
+    f"Feature {name!r}: inconsistent shape. Its output_shape is {tuple(stated)}, but the input has "
+    f"a batch of {tuple(batch)}."
+  )
+
+
+def _check_values(name: str, feature: config_lib.FeatureConfig, x: Any, parts: _Parts) -> None:
+  """All that depends on values; NumPy only."""
+  splits = indices = None
+  ids = np.asarray(parts.ids)
+  if parts.kind is Ragged:
+    splits = np.asarray(parts.layout)
+    lengths = np.diff(splits)
+    if splits[0] != 0 or (lengths < 0).any() or splits[-1] > ids.shape[0]:
+      raise ValueError(
+        f"Feature {name!r}: row_splits must start at 0, never decrease and end at most at "
+        f"{ids.shape[0]}, the number of values. Got {splits.tolist()[:10]}."
+      )
+    if parts.length and not feature.max_sequence_length and lengths.max(initial=0) > parts.length:
+      raise ValueError(
+        f"Feature {name!r}: bag {int(lengths.argmax())} has {int(lengths.max())} ids, more than "
+        f"max_valency={parts.length}. Raise max_valency, or cut the bag."
+      )
+    ids = ids[: splits[-1]]
+  if parts.kind is Sparse:
+    indices = np.asarray(parts.layout)
+    bad = ((indices < 0) | (indices >= np.asarray(x.dense_shape))).any(axis=1)
+    if bad.any():
+      raise ValueError(
+        f"Feature {name!r}: index {indices[bad.argmax()].tolist()} is outside the dense_shape "
+        f"{x.dense_shape}."
+      )
+    if feature.max_sequence_length and len(np.unique(indices, axis=0)) < len(indices):
+      raise ValueError(f"Feature {name!r}: two ids stand at one index of a sequence feature.")
+  if not feature.validate_weights_and_indices:
+    return
+  size = feature.table.vocabulary_size
+  bad = ids > size - 1
+  if bad.any():
+    where = tuple(int(i) for i in np.argwhere(bad)[0])
+    raise ValueError(
+      f"Feature {name!r}: id {int(ids[where])} at position {where} is out of range for a table of "
+      f"vocabulary_size {size} ({int(bad.sum())} such ids). Ids are 0 .. {size - 1}, negative ids "
+      "are padding. Raise vocabulary_size, or map ids into the range (hash, or one row for "
+      "unknown ids)."
+    )
+
+
+def flatten(config: Any, features: Any, weights: Any = None) -> dict[config_lib.Path, Any]:
+  """The given features by path, as (feature config, input, weights or None) in config order.
+
+  Raises:
+    TypeError, ValueError: if a structure is not that of the config, see `config.match`.
+  """
+  given = dict(config_lib.match(config, features, "features"))
+  weight_of = dict(config_lib.match(config, weights, "weights"))
+  stray = [path for path, w in weight_of.items() if w is not None and path not in given]
+  if stray:
+    raise ValueError(f"weights given for {config_lib.feature_name(stray[0])!r}, which has no ids.")
+  flat = {}
+  for path, feature in config_lib.flatten_features(config):
+    if path in given:
+      flat[path] = (feature, given[path], weight_of.get(path))
+  return flat
+
+
+def check(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None) -> None:
+  """Raises ValueError if an input does not fit its feature; values are read where concrete."""
+  parts = _take_apart(name, feature, x, w)
+  _form(name, feature, parts, weighted=w is not None)
+  if _is_concrete(x):
+    _check_values(name, feature, x, parts)
+
+
+def validate(feature_config: Any, features: Any, weights: Any = None) -> None:
+  """Checks a batch on the host, in NumPy, for input pipelines.
+
+  Args:
+    feature_config: a `FeatureConfig` or any nesting of them.
+    features: the batch, of the same structure (a dict may hold a subset).
+    weights: the parallel structure, or None; entries may be None.
+
+  Raises:
+    ValueError: naming the feature and the value, for an id that is not in `0 ..
+      vocabulary_size - 1` (negative ids are padding), ids that are not integers, weights on a
+      dense or sequence feature, shapes that do not fit, or keys that are not in the config.
+    TypeError: where the kind of a container differs from the config.
+
+  >>> import embed
+  >>> movie = embed.TableConfig(vocabulary_size=10, dim=4)
+  >>> embed.validate({"watched": embed.FeatureConfig(movie)}, {"watched": embed.Padded([[3, -1]])})
+  """
+  for path, (feature, x, w) in flatten(feature_config, features, weights).items():
+    check(config_lib.feature_name(path, feature), feature, x, w)
+
+
+def to_padded(
+  bags: Ragged | Sparse | Iterable[Sequence[Any]],
+  max_valency: int | None = None,
+  *,
+  truncate: bool = False,
+) -> Padded:
+  """Lays bags out as `Padded`, in NumPy, for input pipelines.
+
+  Args:
+    bags: a `Ragged`, a `Sparse` (the place in the bag is the column index), or a list of lists:
+      int ids give int32 (int64 where they need it) padded with -1, floats give float32 padded
+      with 0 (as weights).
+    max_valency: L of the result; None takes the longest bag. A fixed one keeps shapes, and so the
+      compiled step, the same from batch to batch.
+    truncate: whether longer bags are cut to their first `max_valency` ids.
+
+  Returns:
+    `Padded` with values `[batch, L]` (for a `Sparse` of higher rank `[..., L]`).
+
+  Raises:
+    ValueError: if a bag is longer than `max_valency` and `truncate` is False.
+
+  >>> to_padded([[3, 7], [5]]).values.tolist()
+  [[3, 7], [5, -1]]
+  """
+  if isinstance(bags, Sparse):
+    values, shape = np.asarray(bags.values), bags.dense_shape[:-1]
+    indices = np.asarray(bags.indices, np.int64).reshape(-1, len(bags.dense_shape))
+    rows = np.ravel_multi_index(tuple(indices[:, :-1].T), shape) if len(values) else indices[:, 0]
+    columns, longest = indices[:, -1], bags.dense_shape[-1]
+  else:
+    if isinstance(bags, Ragged):
+      splits = np.asarray(bags.row_splits)
+      values, lengths = np.asarray(bags.values)[: splits[-1]], np.diff(splits)
+    else:
+      arrays = [np.asarray(bag) for bag in bags]
+      lengths = np.array([len(a) for a in arrays], np.int64)
+      full = [a for a in arrays if len(a)]
+      values = np.concatenate(full) if full else np.zeros(0, np.int32)
+    shape = (len(lengths),)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    columns = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    longest = int(lengths.max(initial=0))
+  length = max(longest, 1) if max_valency is None else max_valency
+  keep = columns < length
+  if not truncate and not keep.all():
+    raise ValueError(
+      f"Bag {int(rows[~keep][0])} is longer than max_valency={length}. Raise max_valency, or pass "
+      "truncate=True to cut it."
+    )
+  is_float = np.issubdtype(values.dtype, np.floating)
+  if not is_float and values.size and not np.issubdtype(values.dtype, np.integer):
+    raise ValueError(f"to_padded takes integers or floats, got dtype {values.dtype}.")
+  wide = not is_float and values.size and values.max() > np.iinfo(np.int32).max
+  dtype = np.float32 if is_float else (np.int64 if wide else np.int32)
+  out = np.full((math.prod(shape), length), 0 if is_float else -1, dtype)
+  out[rows[keep], columns[keep]] = values[keep]
+  return Padded(out.reshape(*shape, length))
+
+
+# --- to Bags -------------------------------------------------------------------------------------
+
+
+def _to_rows(ids: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  """Sanitised int32 ids (`size` is padding) and whether each was beyond the table."""
+  if isinstance(ids, np.ndarray):  # int64 would lose its high bits on the way to the device
+    ids = np.where(ids > size - 1, np.int64(size), ids.astype(np.int64))
+    ids = np.maximum(ids, -1).astype(np.int32)
+  elif ids.dtype.itemsize < 4:
+    ids = ids.astype(jnp.int32)
+  elif ids.dtype != jnp.int32:
+    ids = jnp.clip(ids, None, size).astype(jnp.int32)
+  ids = jnp.asarray(ids)
+  beyond = ids >= size
+  return jnp.where(beyond | (ids < 0), size, ids), beyond
+
+
+def _count(mask: jax.Array) -> jax.Array:
+  return jnp.sum(mask, dtype=jnp.int32)
+
+
+def to_bags(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None) -> Bags:
+  """The one form of any input; static mistakes raise, bad ids become padding and are counted."""
+  parts = _take_apart(name, feature, x, w)
+  form = _form(name, feature, parts, weighted=w is not None)
+  size = feature.table.vocabulary_size
+  ids, beyond = _to_rows(parts.ids, size)
+  weights = None
+  if parts.weights is not None and not form.length:
+    weights = jnp.asarray(parts.weights, jnp.float32)
+  if parts.kind is None:
+    return Bags(ids.reshape(*form.shape, 1), None, None, form.shape, _count(beyond))
+  if parts.kind is Padded:
+    if form.length:
+      pad = max(form.length - parts.length, 0)
+      ids = jnp.pad(ids, ((0, 0), (0, pad)), constant_values=size)[:, : form.length, None]
+      beyond = beyond[:, : form.length]
+      return Bags(ids, None, None, form.shape, _count(beyond))
+    if weights is not None:
+      weights = jnp.where(ids < size, weights, 0).reshape(*form.shape, -1)
+    return Bags(ids.reshape(*form.shape, parts.length), weights, None, form.shape, _count(beyond))
+  place = _ragged_places(parts) if parts.kind is Ragged else _sparse_places(parts)
+  if form.length or (parts.kind is Ragged and parts.length):
+    length = form.length or parts.length
+    return _lay_out(ids, beyond, weights, place, (form, math.prod(parts.batch), length), size)
+  row = jnp.where(ids < size, place.row, math.prod(form.shape))
+  lost = _count((beyond | (ids < size)) & ~place.there & ~place.behind) + _count(
+    beyond & place.there
+  )
+  ids = jnp.where(place.there, ids, size)
+  if weights is not None:
+    weights = jnp.where(ids < size, weights, 0)
+  return Bags(ids, weights, row, form.shape, lost)
+
+
+class _Places(NamedTuple):
+  """Where each of N values belongs: flat bag, place in the bag, and whether it is inside."""
+
+  row: jax.Array  # [N] int32, the number of bags where the value is outside
+  column: jax.Array  # [N] int32
+  there: jax.Array  # [N] bool
+  behind: jax.Array  # [N] bool: padding behind the last row split
+
+
+def _ragged_places(parts: _Parts) -> _Places:
+  n, bags = parts.ids.shape[0], parts.batch[0]
+  splits = jnp.asarray(parts.layout).astype(jnp.int32)
+  position = jnp.arange(n, dtype=jnp.int32)
+  behind = position >= splits[-1]
+  # Counting the splits at or before each position: empty bags repeat a split.
+  starts = jnp.zeros(n, jnp.int32).at[splits[1:]].add(1, mode="drop")
+  row = jnp.where(behind, bags, jnp.minimum(jnp.cumsum(starts), bags - 1 if bags else 0))
+  column = position - splits.at[row].get(mode="clip")
+  return _Places(row, column, ~behind, behind)
+
+
+def _sparse_places(parts: _Parts) -> _Places:
+  shape = (*parts.batch, parts.length)
+  indices = jnp.asarray(parts.layout)
+  there = jnp.all((indices >= 0) & (indices < np.asarray(shape)), axis=1)
+  indices = indices.astype(jnp.int32)
+  strides = np.cumprod([1, *parts.batch[:0:-1]])[::-1].astype(np.int32)
+  row = jnp.where(there, indices[:, :-1] @ strides, math.prod(parts.batch))
+  return _Places(row, indices[:, -1], there, jnp.zeros(there.shape, bool))
+
+
+def _lay_out(ids, beyond, weights, place: _Places, layout, size: int) -> Bags:
+  """Flat ids to `[bags, length]`; what does not fit a bag is dropped and counted."""
+  form, bags, length = layout
+  fits = place.there & (place.column < length) & (place.column >= 0)
+  row = jnp.where(fits, place.row, bags)
+  to = lambda fill, values: (
+    jnp.full((bags, length), fill, values.dtype).at[row, place.column].set(values, mode="drop")
+  )
+  laid = to(size, ids)
+  wanted = (beyond | (ids < size)) & ~place.behind
+  if form.length:  # ids past the end of a sequence are cut by definition
+    wanted &= ~(place.there & (place.column >= length))
+    dropped = _count(wanted) - _count(laid < size)
+    return Bags(laid.reshape(*form.shape, 1), None, None, form.shape, dropped)
+  dropped = _count(wanted) - _count(laid < size)
+  if weights is not None:
+    weights = to(0, jnp.where(ids < size, weights, 0)).reshape(*form.shape, length)
+  return Bags(laid.reshape(*form.shape, length), weights, None, form.shape, dropped)
