@@ -1,0 +1,316 @@
+"""Row gradients come out of a loss exactly, wherever the layer is called, or an error says why."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+
+V, D = 20, 3
+A, B = np.array([1, 2, 2, 3]), np.array([3, 3, 4, 5])
+
+
+class Model(nnx.Module):
+  """The layer two modules deep, in a container."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    table = embed.TableConfig(V, D, combiner="sum", name="t", optimizer=embed.sgd(0.1))
+    features = {"a": embed.FeatureConfig(table), "b": embed.FeatureConfig(table)}
+    self.inner = nnx.Dict(e=embed.SparseEmbed(features, rngs=rngs))
+    self.out = nnx.Linear(D, 1, rngs=rngs)
+    self.bn = nnx.BatchNorm(D, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5)
+
+  def encode(self, key, ids):
+    return self.inner["e"]({key: ids})[key]
+
+  def head(self, x):
+    return self.out(x).sum()
+
+
+def reference(model):
+  """The dense gradient of head(tanh(rows of A)) + head(sin(rows of B))."""
+
+  def loss(table):
+    return model.head(jnp.tanh(table[A])) + model.head(jnp.sin(table[B]))
+
+  return jax.grad(loss)(model.inner["e"].tables["t"])
+
+
+def dense(row_grads):
+  out = np.zeros((V + 1, D))
+  np.add.at(out, np.asarray(row_grads.ids), np.asarray(row_grads.values))
+  return out[:V]
+
+
+def twice(m):
+  return m.head(jnp.tanh(m.encode("a", A))) + m.head(jnp.sin(m.encode("b", B)))
+
+
+def one_call_of_two_features(m):
+  act = m.inner["e"]({"a": A, "b": B})
+  return m.head(jnp.tanh(act["a"])) + m.head(jnp.sin(act["b"]))
+
+
+def nested_jit_called_twice(m):
+  encode = nnx.jit(lambda m, ids: m.encode("a", ids))  # its second call is a cache hit
+  return m.head(jnp.tanh(encode(m, jnp.array(A)))) + m.head(jnp.sin(encode(m, jnp.array(B))))
+
+
+def remat(m):
+  f = nnx.remat(lambda m, ids: jnp.tanh(m.encode("a", ids)))
+  g = nnx.remat(lambda m, ids: jnp.sin(m.encode("a", ids)))
+  return m.head(f(m, jnp.array(A))) + m.head(g(m, jnp.array(B)))
+
+
+def cond_in_one_branch(m):
+  yes = jnp.sum(m.out.kernel[...]) < 1e9
+  x = nnx.cond(yes, lambda m: jnp.tanh(m.encode("a", A)), lambda m: jnp.zeros((4, D)), m)
+  y = nnx.cond(~yes, lambda m: m.encode("a", A), lambda m: jnp.sin(m.encode("b", B)), m)
+  return m.head(x) + m.head(y)
+
+
+def jit_in_remat_in_cond(m):
+  inner = nnx.jit(lambda m: jnp.tanh(m.encode("a", A)))
+  yes = jnp.sum(m.out.kernel[...]) < 1e9
+  x = nnx.cond(yes, nnx.remat(lambda m: inner(m)), lambda m: jnp.zeros((4, D)), m)
+  return m.head(x) + m.head(jnp.sin(m.encode("b", B)))
+
+
+def checkpoint_with_the_model_as_argument(m):
+  f = jax.checkpoint(lambda m, ids: jnp.tanh(m.encode("a", ids)))
+  return m.head(f(m, A)) + m.head(jnp.sin(m.encode("b", B)))
+
+
+LOSSES = [
+  twice,
+  one_call_of_two_features,
+  nested_jit_called_twice,
+  remat,
+  cond_in_one_branch,
+  jit_in_remat_in_cond,
+  checkpoint_with_the_model_as_argument,
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_row_gradients_equal_the_dense_gradient(loss, compiled):
+  model = Model()
+  f = embed.value_and_grad(loss)
+  value, grads = (nnx.jit(f) if compiled else f)(model)
+  np.testing.assert_allclose(value, loss(model), rtol=1e-6)
+  rows = grads.rows["inner/e/t"]
+  np.testing.assert_allclose(dense(rows), reference(model), atol=1e-6)
+  touched = sorted(i for i in np.asarray(rows.ids).tolist() if i < V)
+  assert touched == [1, 2, 3, 4, 5]
+  wanted = nnx.grad(loss)(model)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads.dense, wanted)
+
+
+def test_a_branch_not_taken_touches_nothing():
+  model = Model()
+
+  def loss(m, flag):
+    return nnx.cond(flag, lambda m: m.encode("a", A).sum(), lambda m: jnp.zeros(()), m)
+
+  f = nnx.jit(embed.value_and_grad(loss))
+  assert (np.asarray(f(model, False)[1].rows["inner/e/t"].ids) == V).all()
+  assert (np.asarray(f(model, True)[1].rows["inner/e/t"].ids) < V).sum() == 3
+
+
+def closed(f):
+  return lambda m: jnp.sum(f(lambda ids: m.encode("a", ids)))
+
+
+REFUSED = {
+  "checkpoint": closed(lambda encode: jax.checkpoint(encode)(A)),
+  "vmap": closed(lambda encode: jax.vmap(encode)(A[:, None])),
+  "vmap with the model as argument": lambda m: jnp.sum(
+    jax.vmap(lambda m, i: m.encode("a", i), in_axes=(None, 0))(m, A[:, None])
+  ),
+  "nnx.vmap": lambda m: jnp.sum(
+    nnx.vmap(lambda m, i: m.encode("a", i), in_axes=(None, 0))(m, A[:, None])
+  ),
+  "scan": closed(lambda encode: jax.lax.scan(lambda c, i: (c, encode(i)), 0, A[:, None])[1]),
+  "nnx.scan": lambda m: nnx.scan(
+    lambda c, i: (c[0], c[1] + c[0].encode("a", i).sum()),
+    in_axes=(nnx.Carry, 0),
+    out_axes=nnx.Carry,
+  )((m, 0.0), A[:, None])[1],
+  "fori_loop": closed(lambda encode: jax.lax.fori_loop(0, 3, lambda _, c: c + encode(A), 0.0)),
+  "jax.jit": closed(lambda encode: jax.jit(encode)(A)),
+  "capture": lambda m: nnx.capture(lambda m: m.encode("a", A).sum(), nnx.Intermediate)(m)[0],
+  "tables": lambda m: jnp.sum(m.inner["e"].tables["t"]),
+}
+CAUSE = {"tables": "attend", "capture": "capture", "nnx.vmap": "vmap"}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_lose_a_gradient_raises(name, compiled):
+  f = embed.value_and_grad(REFUSED[name])
+  with pytest.raises(ValueError, match=CAUSE.get(name, "loss")):
+    (nnx.jit(f) if compiled else f)(Model())
+
+
+def test_the_dense_way_is_refused():
+  model = Model()
+  wrt = nnx.DiffState(0, nnx.Any(nnx.Param, embed.Table))
+  with pytest.raises(ValueError, match=r"embed\.value_and_grad"):
+    nnx.value_and_grad(twice, argnums=wrt)(model)
+  _, grads = nnx.value_and_grad(twice)(model)
+  with pytest.raises(TypeError, match=r"embed\.value_and_grad"):
+    embed.Optimizer(model, optax.sgd(0.1)).update(model, grads)
+
+
+def test_a_missing_table_raises():
+  model = Model()
+  _, grads = embed.value_and_grad(twice)(model)
+  with pytest.raises(ValueError, match="inner/e/t"):
+    embed.Optimizer(model, optax.sgd(0.1)).update(model, embed.Grads(grads.dense, {}))
+
+
+def test_a_table_not_looked_up_has_an_empty_entry():
+  model = Model()
+  _, grads = embed.value_and_grad(lambda m: jnp.sum(m.out(jnp.ones((1, D)))))(model)
+  assert grads.rows["inner/e/t"].values.shape == (0, D)
+
+
+def test_other_state_survives():
+  """Batch statistics, random counters of another argument, and aux come through."""
+
+  def loss(m, ids, rngs):
+    x = m.bn(m.dropout(m.encode("a", ids), rngs=rngs))
+    return jnp.sum(x**2), {"x": x}
+
+  model, rngs = Model(), nnx.Rngs(3)
+  step = nnx.jit(embed.value_and_grad(loss, has_aux=True))
+  (_, aux), _ = step(model, A, rngs)
+  assert aux["x"].shape == (4, D)
+  assert np.abs(model.bn.mean[...]).sum() > 0
+  first = np.asarray(aux["x"])
+  (_, aux), _ = step(model, A, rngs)
+  assert not np.array_equal(first, aux["x"]), "the dropout mask did not change"
+
+
+def test_the_report_counts_through_jit_and_grad():
+  model = Model()
+  step = nnx.jit(embed.value_and_grad(lambda m, ids: m.encode("a", ids).sum()))
+  step(model, np.array([0, V, V + 5, -1]))
+  step(model, np.array([0, V, 1, -1]))
+  assert int(model.inner["e"].report["dropped_ids"]) == 3
+
+
+def test_a_shared_layer_is_one_entry():
+  class Towers(nnx.Module):
+    def __init__(self):
+      shared = Model()
+      self.query, self.candidate = shared, shared
+
+  model = Towers()
+  f = embed.value_and_grad(
+    lambda m: m.query.head(jnp.tanh(m.query.encode("a", A)))
+    + m.candidate.head(jnp.sin(m.candidate.encode("b", B)))
+  )
+  _, grads = f(model)
+  (rows,) = grads.rows.values()
+  np.testing.assert_allclose(dense(rows), reference(model.query), atol=1e-6)
+
+
+def test_attend_trains_all_rows_or_only_candidates():
+  model, query = Model(), jnp.arange(6.0).reshape(2, D) / 6
+  layer = model.inner["e"]
+  table = layer.tables["t"]
+  some = np.array([[1, 2], [2, -1]])
+
+  def every(m):
+    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t")))
+
+  def shared(m):
+    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", np.array([4, 7, -1]))))
+
+  def each(m):
+    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", some)))
+
+  wanted = {
+    every: (lambda t: jnp.sum(jnp.tanh(query @ t.T)), range(V)),
+    shared: (lambda t: jnp.sum(jnp.tanh(query @ t[jnp.array([4, 7])].T)), [4, 7]),
+    each: (
+      lambda t: jnp.sum(jnp.tanh(jnp.einsum("d,kd->k", query[0], t[jnp.array([1, 2])])))
+      + jnp.tanh(query[1] @ t[2]),
+      [1, 2],
+    ),
+  }
+  for loss, (plain, touched) in wanted.items():
+    _, grads = nnx.jit(embed.value_and_grad(loss))(model)
+    rows = grads.rows["inner/e/t"]
+    np.testing.assert_allclose(dense(rows), jax.grad(plain)(table), atol=1e-5)
+    assert sorted(i for i in np.asarray(rows.ids).tolist() if i < V) == list(touched)
+  np.testing.assert_allclose(layer.attend(query, "t")[:, 3], query @ table[3], rtol=1e-5)
+  assert layer.attend(query, "t", np.array([4, -1])).shape == (2, 2)
+  with pytest.raises(ValueError, match="no table 'x'"):
+    layer.attend(query, "x")
+  with pytest.raises(ValueError, match="dim"):
+    layer.attend(jnp.ones((2, D + 1)), "t")
+  with pytest.raises(ValueError, match="out of range"):
+    layer.attend(query, "t", np.array([V]))
+
+
+def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
+  """Two microbatches of a scaled loss, unscaled and clipped together, against plain JAX."""
+  model = Model()
+  optimizer = embed.Optimizer(model, optax.sgd(0.1))
+  table, kernel = model.inner["e"].tables["t"], model.out.kernel[...]
+
+  def plain(params, ids):
+    t, k = params
+    return jnp.sum(jnp.tanh(t[ids] @ k)) * 50
+
+  parts = [jax.grad(plain)((table, kernel), ids) for ids in (A, B)]
+  g = jax.tree.map(jnp.add, *parts)
+  norm = optax.tree.norm(g)
+  scale = jnp.minimum(1, 0.5 / norm)
+  wanted = jax.tree.map(lambda p, g: p - 0.1 * scale * g, (table, kernel), g)
+
+  scaled = embed.value_and_grad(lambda m, ids: 1024 * 50 * jnp.sum(jnp.tanh(m.out(m.encode("a", ids)))))
+  model.out.bias.set_value(jnp.zeros(1))
+
+  @nnx.jit
+  def step(model, optimizer):
+    grads = embed.accumulate([scaled(model, ids)[1] for ids in (A, B)]).map(lambda g: g / 1024)
+    bias = grads.dense["out"]["bias"]
+    bias.set_value(jnp.zeros_like(bias[...]))  # the reference has no bias
+    clipped = embed.clip_by_global_norm(grads, 0.5)
+    optimizer.update(model, clipped)
+    return embed.global_norm(grads), embed.global_norm(clipped)
+
+  before, after = step(model, optimizer)
+  np.testing.assert_allclose(before, norm, rtol=1e-5)
+  np.testing.assert_allclose(after, 0.5, rtol=1e-5)
+  np.testing.assert_allclose(model.inner["e"].tables["t"], wanted[0], atol=1e-6)
+  np.testing.assert_allclose(model.out.kernel[...], wanted[1], atol=1e-6)
+
+
+def test_row_grads_by_hand():
+  model = Model()
+  before = np.asarray(model.inner["e"].tables["t"])
+  rows = embed.RowGrads(jnp.array([4, 4, V]), jnp.ones((3, D)))  # a duplicate, and padding
+  model.inner["e"].apply_row_gradients({"t": rows}, step=0)
+  after = np.asarray(model.inner["e"].tables["t"])
+  np.testing.assert_allclose(after[4], before[4] - 0.2, rtol=1e-6)
+  np.testing.assert_array_equal(np.delete(after, 4, 0), np.delete(before, 4, 0))
+
+
+def test_an_inference_closure_needs_no_state():
+  model = Model()
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    out = jax.jit(lambda ids: model.encode("a", ids))(A)
+  np.testing.assert_array_equal(out, model.encode("a", A))
