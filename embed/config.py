@@ -79,7 +79,8 @@ class TableConfig:
     name: the key in `tables`, `variables` and checkpoints. None becomes `table_{i}`, the position
       by first use among the features.
     quantization_config: a `QuantizationConfig`, or None.
-    dtype: storage of the rows, float32 or bfloat16; sums and slots are float32.
+    dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. (On CPU, XLA
+      updates a bfloat16 table by way of a float32 copy of it.)
 
   Raises:
     ValueError: naming the argument that is wrong.

@@ -13,11 +13,7 @@ from embed import update
 from embed.lookup import Occurrences
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=["pieces"],
-  meta_fields=["vocabulary_size", "dim", "kind"],
-)
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, init=False)
 class RowGrads:
   """The gradient of a table, as rows: row `ids[i]` has gradient `values[i]`.
@@ -68,6 +64,13 @@ class RowGrads:
   ) -> "RowGrads":
     """From activation gradients; `accumulate` says whether duplicates are to be summed."""
     return cls._make(pieces, vocabulary_size, dim, "pending" if accumulate else "pending_each")
+
+  def tree_flatten(self):
+    return self.pieces, (self.vocabulary_size, self.dim, self.kind)
+
+  @classmethod
+  def tree_unflatten(cls, static, pieces) -> "RowGrads":
+    return cls._make(pieces, *static)
 
   def _arrays(self) -> tuple[jax.Array, jax.Array]:
     pieces = [p for p in self.pieces if p.occurrences.ids.size]

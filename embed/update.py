@@ -235,11 +235,39 @@ def _step_chunks(optimizer, table, slots, rows: SummedRows, rate):
 
 
 def _step_in_order(optimizer, state: State, rows: SummedRows, rate) -> State:
+  # Beside each occurrence an entry that steps nothing: a scatter of one row would become a slice
+  # that XLA fuses with its reads, and pays for with a copy of the table at every occurrence.
+  nothing = jnp.full(1, np.iinfo(np.int32).max, jnp.int32)
+
   def body(n, state):
-    one = lambda x: jax.lax.dynamic_slice_in_dim(x, n, 1)
-    return _step_at(optimizer, state, one(rows.ids), one(rows.values), rate)
+    at = jnp.concatenate([jax.lax.dynamic_slice_in_dim(rows.ids, n, 1), nothing])
+    g = jnp.pad(jax.lax.dynamic_slice_in_dim(rows.values, n, 1), ((0, 1), (0, 0)))
+    return _step_at(optimizer, state, at, g, rate)
 
   return jax.lax.fori_loop(0, rows.ids.shape[0], body, state)
+
+
+def _add_steps(optimizer, table, pieces, rate) -> jax.Array:
+  """For a linear optimizer without further ado: adds every occurrence's own step."""
+  none = jnp.zeros((), jnp.float32)
+  moves = [
+    p._replace(grads=step_rows(optimizer, p.grads.astype(jnp.float32), none, {}, rate)[0])
+    for p in pieces
+  ]
+  flat = _flat_ids(pieces, table.shape[0])
+
+  def add(table, moves, flat):
+    for move, at in zip(moves, _places(pieces, flat), strict=True):
+      table = _scatter_add(table, at, move)
+    return table
+
+  def add_in_loop(table, moves, flat):
+    # XLA:CPU ignores barriers and would fuse the lookup's reads of the table into the additions,
+    # and then copy the table. It cannot look through a loop; this one runs once, or not at all.
+    runs = jnp.any(flat < table.shape[0]).astype(jnp.int32)
+    return jax.lax.fori_loop(0, runs, lambda _, table: add(table, moves, flat), table)
+
+  return jax.lax.platform_dependent(table, moves, flat, cpu=add_in_loop, default=add)
 
 
 def _is_plain_sum(optimizer: RowOptimizer, table: jax.Array) -> bool:
@@ -289,10 +317,7 @@ def step(
   if not pieces:
     return table, slots
   if _is_plain_sum(optimizer, table):
-    for piece, at in zip(pieces, _places(pieces, _flat_ids(pieces, size)), strict=True):
-      moved = step_rows(optimizer, piece.grads, jnp.zeros((), jnp.float32), {}, rate)[0]
-      table = _scatter_add(table, at, Piece(moved, piece.occurrences))
-    return table, slots
+    return _add_steps(optimizer, table, pieces, rate), slots
   if not optimizer.use_gradient_accumulation:
     return _step_in_order(optimizer, (table, slots), expand_rows(pieces, size), rate)
   if distinct_ids:
