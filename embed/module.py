@@ -231,6 +231,11 @@ class SparseEmbed(nnx.Module):
         "apply_gradients takes the residual that `activations, residual = layer.lookup(...)` "
         f"returned. Got {type(residual)}."
       )
+    if activation_grads is None:
+      raise ValueError(
+        "apply_gradients: activation_grads is None. Give the structure of the activations; an "
+        "entry may be None for a zero gradient."
+      )
     given = dict(config_lib.match(self.spec.features, activation_grads, "activation_grads"))
     pieces: dict[str, list[update.Piece]] = {name: [] for name in self.spec.tables}
     names = {id(table): name for name, table in self.spec.tables.items()}
@@ -271,7 +276,7 @@ class SparseEmbed(nnx.Module):
       rate = jnp.asarray(optimizer.learning_rate_at(step), jnp.float32)
       given = rows.get(name)
       arrays = self.arrays[name]
-      slots = {key: arrays[key][...] for key in arrays if key != "parameters"}
+      slots = {key: arrays[key][...] for key in self._slot_names(name)}
       table, slots = update.step(
         optimizer,
         arrays["parameters"][...],
@@ -299,8 +304,8 @@ class SparseEmbed(nnx.Module):
     """`{table name: {"parameters": [vocabulary_size, dim], slot: [vocabulary_size, ...]}}`."""
     return {
       name: {
-        key: lookup_lib.read(variable[...], self._owner(name))
-        for key, variable in self.arrays[name].items()
+        key: lookup_lib.read(self.arrays[name][key][...], self._owner(name))
+        for key in ("parameters", *self._slot_names(name))
       }
       for name in self.spec.tables
     }
@@ -328,6 +333,10 @@ class SparseEmbed(nnx.Module):
     if name not in self.spec.tables:
       raise ValueError(f"There is no table {name!r}; the tables are {sorted(self.spec.tables)}.")
     return self.spec.tables[name]
+
+  def _slot_names(self, name: str) -> list[str]:
+    optimizer = self.spec.optimizers[name]
+    return [] if optimizer is None else list(optimizer.slots(self.spec.tables[name].dim))
 
   def _accumulates(self, name: str) -> bool:
     optimizer = self.spec.optimizers[name]

@@ -165,6 +165,8 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
     raise ValueError(f"Weight for {name!r} is {_kind(w)}, but its ids are {_kind(x)}.")
   if kind is None:
     ids = _integers(x, name)
+    if not ids.ndim:
+      raise ValueError(f"Feature {name!r}: a single id has no batch. Write an array such as [{x}].")
     batch = ids.shape[:-1] if ids.ndim > 1 and ids.shape[-1] == 1 else ids.shape
     return _Parts(None, ids, None, None, batch, 1)
   ids = _integers(x.values, name)
@@ -480,7 +482,7 @@ def _ragged_places(parts: _Parts) -> _Places:
 def _sparse_places(parts: _Parts) -> _Places:
   shape = (*parts.batch, parts.length)
   indices = jnp.asarray(parts.layout)
-  there = jnp.all((indices >= 0) & (indices < np.asarray(shape)), axis=1)
+  there = jnp.all((indices >= 0) & (indices < np.asarray([shape], indices.dtype)), axis=1)
   indices = indices.astype(jnp.int32)
   strides = np.cumprod([1, *parts.batch[:0:-1]])[::-1].astype(np.int32)
   row = jnp.where(there, indices[:, :-1] @ strides, math.prod(parts.batch))

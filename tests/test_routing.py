@@ -216,8 +216,10 @@ def test_a_shared_layer_is_one_entry():
 
   model = Towers()
   f = embed.value_and_grad(
-    lambda m: m.query.head(jnp.tanh(m.query.encode("a", A)))
-    + m.candidate.head(jnp.sin(m.candidate.encode("b", B)))
+    lambda m: (
+      m.query.head(jnp.tanh(m.query.encode("a", A)))
+      + m.candidate.head(jnp.sin(m.candidate.encode("b", B)))
+    )
   )
   _, grads = f(model)
   (rows,) = grads.rows.values()
@@ -243,8 +245,10 @@ def test_attend_trains_all_rows_or_only_candidates():
     every: (lambda t: jnp.sum(jnp.tanh(query @ t.T)), range(V)),
     shared: (lambda t: jnp.sum(jnp.tanh(query @ t[jnp.array([4, 7])].T)), [4, 7]),
     each: (
-      lambda t: jnp.sum(jnp.tanh(jnp.einsum("d,kd->k", query[0], t[jnp.array([1, 2])])))
-      + jnp.tanh(query[1] @ t[2]),
+      lambda t: (
+        jnp.sum(jnp.tanh(jnp.einsum("d,kd->k", query[0], t[jnp.array([1, 2])])))
+        + jnp.tanh(query[1] @ t[2])
+      ),
       [1, 2],
     ),
   }
@@ -279,7 +283,9 @@ def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
   scale = jnp.minimum(1, 0.5 / norm)
   wanted = jax.tree.map(lambda p, g: p - 0.1 * scale * g, (table, kernel), g)
 
-  scaled = embed.value_and_grad(lambda m, ids: 1024 * 50 * jnp.sum(jnp.tanh(m.out(m.encode("a", ids)))))
+  scaled = embed.value_and_grad(
+    lambda m, ids: 1024 * 50 * jnp.sum(jnp.tanh(m.out(m.encode("a", ids))))
+  )
   model.out.bias.set_value(jnp.zeros(1))
 
   @nnx.jit

@@ -1,0 +1,74 @@
+"""Loads the recorded cases of TPUEmbedding in data/, as NumPy arrays and `reference` inputs.
+
+Each file's `_about` says what its fields mean and how they were obtained.
+"""
+
+import functools
+import json
+import pathlib
+
+import numpy as np
+import reference
+
+_DATA = pathlib.Path(__file__).parent / "data"
+_DTYPES = {"f4": np.float32, "i4": np.int32}
+
+# TensorFlow's class -> the function here.
+OPTIMIZERS = {
+  "SGD": "sgd",
+  "Adagrad": "adagrad",
+  "AdagradMomentum": "adagrad_momentum",
+  "FTRL": "ftrl",
+  "Adam": "adam",
+  "Momentum": "momentum",
+  "RMSProp": "rmsprop",
+  "ProximalAdagrad": "proximal_adagrad",
+  "Lion": "lion",
+}
+
+
+@functools.cache
+def load(name):
+  """A file of data/, with every {dtype, shape, data} turned into an array."""
+  return _decode(json.loads((_DATA / f"{name}.json").read_text()))
+
+
+def _decode(x):
+  if isinstance(x, dict):
+    if set(x) == {"dtype", "shape", "data"}:
+      return np.array(x["data"], _DTYPES[x["dtype"]]).reshape(x["shape"])
+    return {key: _decode(value) for key, value in x.items()}
+  return [_decode(value) for value in x] if isinstance(x, list) else x
+
+
+def inputs(recorded):
+  """The `inputs` entry of a lookup case -> a `reference` input."""
+  values, weights = recorded["values"], recorded["weights"]
+  if recorded["kind"] == "dense":
+    return reference.Dense(values, weights)
+  if recorded["kind"] == "ragged":
+    return reference.Ragged(values, np.array(recorded["row_splits"], np.int32), weights)
+  return reference.Sparse(recorded["indices"], values, tuple(recorded["dense_shape"]), weights)
+
+
+def feature(case, name):
+  config = case["features"][name]
+  shape = config["output_shape"]
+  return reference.Feature(
+    combiner=case["tables"][config["table"]]["combiner"],
+    max_sequence_length=config["max_sequence_length"],
+    output_shape=None if shape is None else tuple(shape),
+  )
+
+
+def expected(case, name):
+  """What training gives: an array, or {"error": type name}."""
+  train = case["expected"][name]["train"]
+  if isinstance(train, str):
+    assert train == "same"
+    return case["expected"][name]["serve"]
+  return train
+
+
+def raises(case):
+  return any(isinstance(expected(case, name), dict) for name in case["features"])

@@ -1,0 +1,83 @@
+"""How the tests call the library: only what its users can see, compared as plain NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import reference
+from flax import nnx
+
+import embed
+
+
+def to_embed(inputs):
+  """A `reference` input -> the (features, weights) leaves of a call."""
+  values, weights = np.asarray(inputs.values), inputs.weights
+  if isinstance(inputs, reference.Dense):
+    return values, weights
+  if isinstance(inputs, reference.Padded):
+    wrap = embed.Padded
+  elif isinstance(inputs, reference.Ragged):
+    wrap = lambda v: embed.Ragged(v, np.asarray(inputs.row_splits))
+  else:
+    wrap = lambda v: embed.Sparse(np.asarray(inputs.indices), v, tuple(inputs.dense_shape))
+  return wrap(values), None if weights is None else wrap(np.asarray(weights, np.float32))
+
+
+class Model(nnx.Module):
+  """One embedding layer and one dense parameter, which stays 1."""
+
+  def __init__(self, features, optimizer=None):
+    self.embed = embed.SparseEmbed(features, optimizer, rngs=nnx.Rngs(0))
+    self.scale = nnx.Param(jnp.ones(()))
+
+
+def loss_fn(model, features, weights, cotangents):
+  """sum(activations * cotangents): the gradient of an activation is its cotangent."""
+  activations = model.embed(features, weights)
+  products = jax.tree.map(lambda a, c: jnp.sum(a * c), activations, cotangents)
+  loss = jax.tree.reduce(jnp.add, products, jnp.zeros(()))
+  return model.scale[...] * loss, activations
+
+
+value_and_grad = embed.value_and_grad(loss_fn, has_aux=True)
+
+
+def train_step(model, optimizer, features, weights, cotangents):
+  (_, activations), grads = value_and_grad(model, features, weights, cotangents)
+  optimizer.update(model, grads)
+  return activations, grads.rows
+
+
+def key_of(grads_rows, table):
+  """Row gradients are keyed by "<module path>/<table>"."""
+  (key,) = [key for key in grads_rows if key.split("/")[-1] == table]
+  return key
+
+
+def rows(row_grads, vocabulary_size):
+  """{row: gradient} of the used entries; a row listed twice has not been summed."""
+  ids, values = np.asarray(row_grads.ids), np.asarray(row_grads.values)
+  assert ids.ndim == 1
+  assert values.ndim == 2
+  assert len(ids) == len(values)
+  assert np.all((ids >= 0) & (ids <= vocabulary_size)), ids
+  used = ids < vocabulary_size
+  assert len(set(ids[used].tolist())) == used.sum(), f"a row is listed twice: {ids}"
+  return dict(zip(ids[used].tolist(), values[used], strict=True))
+
+
+def assert_rows(actual, wanted, *, rtol, atol):
+  """The touched rows are the same, and so are their gradients."""
+  assert sorted(actual) == sorted(wanted), "touched rows differ"
+  for row in wanted:
+    np.testing.assert_allclose(actual[row], wanted[row], rtol=rtol, atol=atol, err_msg=f"row {row}")
+
+
+def variables(model, table):
+  """{"parameters": array, slot: array} of one table."""
+  return {key: np.asarray(value) for key, value in model.embed.variables[table].items()}
+
+
+def dropped(model):
+  """Ids that a call inside jit dropped, as `report` counts them."""
+  return sum(int(np.sum(leaf)) for leaf in jax.tree.leaves(nnx.as_pure(model.embed.report)))

@@ -1,0 +1,361 @@
+"""What the library computes, in slow float64 NumPy: the specification the tests compare with.
+
+Three parts, each read from top to bottom:
+
+  inputs      -> which row lands at which output position, with which gain (`occurrences`)
+  occurrences -> activations (`lookup`) and one gradient per touched row (`row_gradients`)
+  gradients   -> the optimizers, one function each, and the rules all of them share (`apply_rows`)
+
+It knows neither JAX nor the library. To add an optimizer, write its update and its line in `RULES`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# ------------------------------------------------------------------------------ inputs
+
+
+class Dense(NamedTuple):
+  """One id per output position; a trailing axis of 1 is dropped."""
+
+  values: Any
+  weights: None = None
+
+
+class Padded(NamedTuple):
+  """[..., L]: the last axis is a bag."""
+
+  values: Any
+  weights: Any = None
+
+
+class Ragged(NamedTuple):
+  """Bag b is values[row_splits[b]:row_splits[b + 1]]; behind the last split lies padding."""
+
+  values: Any
+  row_splits: Any
+  weights: Any = None
+
+
+class Sparse(NamedTuple):
+  """indices [N, rank], values [N]; the last axis of dense_shape is the bag."""
+
+  indices: Any
+  values: Any
+  dense_shape: Any
+  weights: Any = None
+
+
+class Feature(NamedTuple):
+  """The part of a FeatureConfig and its TableConfig that a lookup depends on."""
+
+  combiner: str = "mean"
+  max_sequence_length: int = 0
+  output_shape: tuple[int, ...] | None = None
+
+
+class Occurrences(NamedTuple):
+  """activations[position[n]] += gain[n] * table[id[n]], in batch order, padding left out."""
+
+  shape: tuple[int, ...]  # of the activations, without dim
+  positions: np.ndarray
+  ids: np.ndarray
+  gains: np.ndarray
+
+
+def entries(inputs):
+  """(leading shape, [(bag, column, id, weight), ...]); negative ids are padding."""
+  weights = inputs.weights
+  if isinstance(inputs, Padded):
+    values = np.asarray(inputs.values)
+    lead, length = values.shape[:-1], values.shape[-1]
+    weights = np.ones(values.shape) if weights is None else np.asarray(weights)
+    bags = int(np.prod(lead))
+    values, weights = values.reshape(bags, length), weights.reshape(bags, length)
+    cells = [
+      (b, c, int(values[b, c]), float(weights[b, c])) for b in range(bags) for c in range(length)
+    ]
+  elif isinstance(inputs, Ragged):
+    splits = [int(s) for s in inputs.row_splits]
+    lead = (len(splits) - 1,)
+    weights = np.ones(len(inputs.values)) if weights is None else weights
+    cells = [
+      (b, k - splits[b], int(inputs.values[k]), float(weights[k]))
+      for b in range(lead[0])
+      for k in range(splits[b], splits[b + 1])
+    ]
+  elif isinstance(inputs, Sparse):
+    lead = tuple(int(d) for d in inputs.dense_shape[:-1])
+    weights = np.ones(len(inputs.values)) if weights is None else weights
+    cells = [
+      (int(np.ravel_multi_index(tuple(index[:-1]), lead)), int(index[-1]), int(i), float(w))
+      for index, i, w in zip(inputs.indices, inputs.values, weights, strict=True)
+    ]
+  else:
+    raise TypeError(f"unknown input {inputs!r}")
+  return lead, [cell for cell in cells if cell[2] >= 0]
+
+
+def occurrences(feature, inputs):
+  """Every id that is looked up: truncated positions and padding are not, weight 0 is."""
+  if isinstance(inputs, Dense):
+    return _dense_occurrences(feature, inputs)
+  lead, cells = entries(inputs)
+  shape, length = _output(feature, inputs, lead)
+  if length:  # a sequence: a position is a column, and nothing is combined
+    cells = [cell for cell in cells if cell[1] < length]
+    positions = [b * length + column for b, column, _, _ in cells]
+    gains = [1.0] * len(cells)
+  else:
+    positions = [b for b, _, _, _ in cells]
+    gains = _gains(feature.combiner, positions, [w for _, _, _, w in cells])
+  ids = [i for _, _, i, _ in cells]
+  return Occurrences(shape, np.array(positions, int), np.array(ids, int), np.array(gains, float))
+
+
+def _dense_occurrences(feature, inputs):
+  if inputs.weights is not None:
+    raise ValueError("weights given for a dense input")
+  if feature.max_sequence_length and feature.output_shape is None:
+    raise ValueError("dense input for a sequence feature")
+  ids = np.asarray(inputs.values)
+  if ids.ndim < 1:
+    raise ValueError("a dense input needs at least one axis")
+  shape = ids.shape[:-1] if ids.ndim > 1 and ids.shape[-1] == 1 else ids.shape
+  if feature.output_shape is not None and tuple(feature.output_shape) != shape:
+    raise ValueError(f"output_shape {feature.output_shape} does not fit an input of {shape}")
+  ids = ids.reshape(-1)
+  (positions,) = np.nonzero(ids >= 0)
+  return Occurrences(shape, positions, ids[positions], np.ones(len(positions)))
+
+
+def _output(feature, inputs, lead):
+  """(shape of the activations, sequence length or 0 where bags are combined)."""
+  if feature.output_shape is None:
+    if not feature.max_sequence_length or len(lead) > 1:  # ignored above rank 2
+      return lead, 0
+    if inputs.weights is not None:
+      raise ValueError("weights given for a sequence feature")
+    return (*lead, feature.max_sequence_length), feature.max_sequence_length
+  shape = tuple(feature.output_shape)  # it wins over max_sequence_length
+  if shape == lead:
+    return shape, 0
+  if not isinstance(inputs, Ragged):
+    raise ValueError(f"output_shape {shape} does not fit an input of {lead}")
+  length, rest = divmod(int(np.prod(shape)), lead[0])
+  if rest or not length:
+    raise ValueError(f"output_shape {shape} is not a multiple of the batch {lead[0]}")
+  if length == 1:
+    return shape, 0
+  # Weights are ignored where the reshape mixes bags: recorded behaviour of TPUEmbedding.
+  if inputs.weights is not None and shape[-1] == length:
+    raise ValueError("weights given for a sequence feature")
+  return shape, length
+
+
+def _gains(combiner, bags, weights):
+  """sum: w; mean: w / sum(w); sqrtn: w / sqrt(sum(w * w)). A zero denominator gives 0."""
+  bags, weights = np.array(bags, int), np.array(weights, float)
+  if combiner == "sum" or not len(bags):
+    return weights
+  total = np.zeros(bags.max() + 1)
+  np.add.at(total, bags, weights if combiner == "mean" else weights**2)
+  denominator = total[bags] if combiner == "mean" else np.sqrt(total[bags])
+  return np.divide(weights, denominator, out=np.zeros_like(weights), where=denominator != 0)
+
+
+# ------------------------------------------------------------- activations and row gradients
+
+
+def lookup(table, occ):
+  """[*shape, dim]; a position without an id is 0."""
+  table = np.asarray(table, np.float64)
+  activations = np.zeros((int(np.prod(occ.shape)), table.shape[1]))
+  for position, i, gain in zip(occ.positions, occ.ids, occ.gains, strict=True):
+    activations[position] += gain * table[i]
+  return activations.reshape(*occ.shape, table.shape[1])
+
+
+def occurrence_gradients(occ, cotangent):
+  """(ids [N], gradients [N, dim]): what one optimizer application per occurrence sees, in order."""
+  flat = np.asarray(cotangent, np.float64).reshape(int(np.prod(occ.shape)), -1)
+  return occ.ids, occ.gains[:, None] * flat[occ.positions]
+
+
+def row_gradients(ids, gradients):
+  """{row: gradient}, summed over duplicates. The keys are the touched rows, cancelled or not."""
+  rows = {}
+  for i, gradient in zip(ids, gradients, strict=True):
+    rows[int(i)] = rows.get(int(i), 0.0) + gradient
+  return rows
+
+
+# -------------------------------------------------------------------------- optimizers
+# (w, g, lr, *slots, hyperparameters) -> (new w, *new slots), of one row
+
+
+def sgd(w, g, lr):
+  return (w - lr * g,)
+
+
+def adagrad(w, g, lr, a):
+  a = a + g**2
+  return w - lr * g / np.sqrt(a), a
+
+
+def rowwise_adagrad(w, g, lr, a):
+  a = a + np.mean(g**2)
+  return w - lr * g / np.sqrt(a), a
+
+
+def adagrad_momentum(
+  w, g, lr, a, m, *, momentum=0.0, use_nesterov=False, exponent=2.0, beta2=1.0, epsilon=1e-10
+):
+  a = a + g**2 if beta2 == 1 else beta2 * a + (1 - beta2) * g**2
+  scaled = (a + epsilon) ** (-1 / exponent) * g
+  m = momentum * m + scaled
+  return w - lr * (momentum * m + scaled if use_nesterov else m), a, m
+
+
+def ftrl(
+  w,
+  g,
+  lr,
+  a,
+  z,
+  *,
+  learning_rate_power=-0.5,
+  l1_regularization_strength=0.0,
+  l2_regularization_strength=0.0,
+  beta=0.0,
+  multiply_linear_by_learning_rate=False,
+):
+  p, l1, l2 = -learning_rate_power, l1_regularization_strength, l2_regularization_strength
+  a_new = a + g**2
+  delta = a_new**p - a**p
+  if multiply_linear_by_learning_rate:
+    z = z + lr * g - delta * w
+    w = (np.clip(z, -lr * l1, lr * l1) - z) / (a_new**p + 2 * lr * l2 + beta)
+  else:
+    z = z + g - delta * w / lr
+    w = (np.clip(z, -l1, l1) - z) / ((a_new**p + beta) / lr + 2 * l2)
+  return w, a_new, z
+
+
+def adam(w, g, lr, m, v, *, beta_1=0.9, beta_2=0.999, epsilon=1e-7, sum_inside_sqrt=True):
+  m = beta_1 * m + (1 - beta_1) * g
+  v = beta_2 * v + (1 - beta_2) * g**2
+  return w - lr * m / (np.sqrt(v + epsilon**2) if sum_inside_sqrt else np.sqrt(v) + epsilon), m, v
+
+
+def momentum(w, g, lr, m, *, momentum=0.0, use_nesterov=False):
+  m = momentum * m + g
+  return w - lr * (g + momentum * m if use_nesterov else m), m
+
+
+def rmsprop(w, g, lr, ms, mom, *, rho, momentum, epsilon):
+  ms = ms + (1 - rho) * (g**2 - ms)
+  mom = momentum * mom + lr * g / np.sqrt(ms + epsilon)
+  return w - mom, ms, mom
+
+
+def proximal_adagrad(
+  w, g, lr, a, *, l1_regularization_strength=0.0, l2_regularization_strength=0.0
+):
+  a = a + g**2
+  eta = lr / np.sqrt(a)
+  u = w - eta * g
+  shrunk = np.sign(u) * np.maximum(np.abs(u) - eta * l1_regularization_strength, 0)
+  return shrunk / (1 + eta * l2_regularization_strength), a
+
+
+def lion(w, g, lr, m, *, beta1, beta2):
+  w = w - lr * np.sign(beta1 * m + (1 - beta1) * g)
+  return w, beta2 * m + (1 - beta2) * g
+
+
+class Rule(NamedTuple):
+  update: Callable
+  slots: dict[str, float]  # initial values, in checkpoint order
+  per_row: bool = False  # slots of shape [V] instead of [V, dim]
+
+
+RULES = {
+  "sgd": Rule(sgd, {}),
+  "adagrad": Rule(adagrad, {"accumulators": 0.1}),
+  "rowwise_adagrad": Rule(rowwise_adagrad, {"accumulators": 0.1}, per_row=True),
+  "adagrad_momentum": Rule(adagrad_momentum, {"accumulators": 0.0, "momenta": 0.0}),
+  "ftrl": Rule(ftrl, {"accumulators": 0.1, "linears": 0.0}),
+  "adam": Rule(adam, {"momenta": 0.0, "velocities": 0.0}),
+  "momentum": Rule(momentum, {"momenta": 0.0}),
+  "rmsprop": Rule(rmsprop, {"ms": 0.0, "mom": 0.0}),
+  "proximal_adagrad": Rule(proximal_adagrad, {"accumulators": 0.1}),
+  "lion": Rule(lion, {"momenta": 0.0}),
+}
+
+
+def initial_variables(name, table, **config):
+  """{"parameters": [V, dim], slot: ...}, as before the first step."""
+  table = np.asarray(table, np.float64)
+  variables = {"parameters": table.copy()}
+  for slot, value in RULES[name].slots.items():
+    if slot == "accumulators":
+      value = config.get("initial_accumulator_value", value)
+    variables[slot] = np.full(table.shape[:1] if RULES[name].per_row else table.shape, value)
+  return variables
+
+
+def apply_rows(
+  name,
+  variables,
+  ids,
+  gradients,
+  lr,
+  *,
+  clipvalue=None,
+  weight_decay_factor=None,
+  multiply_weight_decay_factor_by_learning_rate=None,
+  clip_weight_min=None,
+  clip_weight_max=None,
+  use_gradient_accumulation=True,
+  lazy_adam=True,
+  initial_accumulator_value=None,
+  **hyperparameters,
+):
+  """One step: sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
+
+  `ids` [N] and `gradients` [N, dim] are occurrences in batch order; a negative id is padding.
+  """
+  del initial_accumulator_value  # it acts before the first step
+  gradients = np.asarray(gradients, np.float64)
+  pairs = [(int(i), g) for i, g in zip(ids, gradients, strict=True) if i >= 0]
+  if use_gradient_accumulation:
+    rows = row_gradients([i for i, _ in pairs], [g for _, g in pairs])
+    pairs = list(rows.items())
+    if not lazy_adam:
+      zero = np.zeros(variables["parameters"].shape[1])
+      pairs += [(r, zero) for r in range(len(variables["parameters"])) if r not in rows]
+  decay = weight_decay_factor or 0.0
+  if multiply_weight_decay_factor_by_learning_rate:
+    decay = decay * lr
+  low, high = clipvalue if isinstance(clipvalue, tuple | list) else (clipvalue, clipvalue)
+  if not isinstance(clipvalue, tuple | list) and clipvalue is not None:
+    low = -clipvalue
+
+  rule = RULES[name]
+  variables = {key: value.copy() for key, value in variables.items()}
+  for row, g in pairs:
+    g = _clip(g, low, high)
+    w = variables["parameters"][row] * (1 - decay)
+    slots = [variables[slot][row] for slot in rule.slots]
+    w, *slots = rule.update(w, g, lr, *slots, **hyperparameters)
+    variables["parameters"][row] = _clip(w, clip_weight_min, clip_weight_max)
+    for slot, value in zip(rule.slots, slots, strict=True):
+      variables[slot][row] = value
+  return variables
+
+
+def _clip(x, low, high):
+  return np.clip(x, -np.inf if low is None else low, np.inf if high is None else high)

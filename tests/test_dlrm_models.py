@@ -1,0 +1,112 @@
+"""DLRM and DCN-V2: layers by hand, shapes, gradients that arrive, and learning what they can."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+from recipes import layers
+from recipes.dlrm import model as model_lib
+
+DLRM = {"bottom": (8,), "top": (16,), "concat_tables": True}
+DCNV2 = {"cross_layers": 2, "rank": 0, "deep": (16,), "structure": "parallel"}
+MODELS = [
+  (model_lib.DLRM, DLRM, 0),
+  (model_lib.DLRM, DLRM | {"concat_tables": False, "bottom": ()}, 2),
+  (model_lib.DCNV2, DCNV2, 2),
+  (model_lib.DCNV2, DCNV2 | {"structure": "stacked", "rank": 3}, 0),
+]
+
+
+def build(kind, settings, num_dense=2, dropout=0.0):
+  features = {
+    name: embed.FeatureConfig(embed.TableConfig(size, 4, name=name))
+    for name, size in {"user": 9, "tags": 7}.items()
+  }
+  return kind(
+    features, embed.adagrad(0.1), num_dense, 4, **settings, dropout=dropout, rngs=nnx.Rngs(0)
+  )
+
+
+def batch(rows=6, num_dense=2):
+  draw = np.random.default_rng(0)
+  return {
+    "dense": draw.normal(size=(rows, num_dense)).astype(np.float32),
+    "label": (np.arange(rows) % 2).astype(np.float32),
+    "features": {
+      "user": draw.integers(0, 9, rows).astype(np.int32),
+      "tags": embed.Padded(draw.integers(-1, 7, (rows, 3)).astype(np.int32)),
+    },
+  }
+
+
+def loss_fn(model, batch):
+  return optax.sigmoid_binary_cross_entropy(model(batch), batch["label"]).mean()
+
+
+def test_cross_by_hand():
+  cross = layers.Cross(2, 2, rngs=nnx.Rngs(0))
+  for layer in cross.up:
+    layer.kernel[...] = jnp.array([[1.0, 0.0], [1.0, 1.0]])  # x W = [x0 + x1, x1]
+    layer.bias[...] = jnp.array([0.0, 1.0])
+  # x1 = [1, 2] * [3, 3] + [1, 2] = [4, 8]; x2 = [1, 2] * [12, 9] + [4, 8] = [16, 26]
+  np.testing.assert_array_equal(cross(jnp.array([[1.0, 2.0]])), [[16.0, 26.0]])
+
+
+def test_low_rank_cross_is_the_product_of_its_factors():
+  low = layers.Cross(5, 1, rank=2, rngs=nnx.Rngs(1))
+  full = layers.Cross(5, 1, rngs=nnx.Rngs(2))
+  full.up[0].kernel[...] = low.down[0].kernel[...] @ low.up[0].kernel[...]
+  x = jnp.linspace(-1, 1, 15).reshape(3, 5)
+  np.testing.assert_allclose(low(x), full(x), rtol=1e-5, atol=1e-6)
+
+
+def test_dot_interaction_by_hand():
+  vectors = jnp.array([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]])
+  np.testing.assert_array_equal(layers.dot_interaction(vectors), [[11.0, 17.0, 39.0]])
+
+
+def test_mlp_without_sizes_is_the_identity():
+  x = jnp.array([[-1.0, 2.0]])
+  mlp = layers.MLP(2, (), rngs=nnx.Rngs(0))
+  assert mlp.out_features == 2
+  np.testing.assert_array_equal(mlp(x), x)
+
+
+@pytest.mark.parametrize(("kind", "settings", "num_dense"), MODELS)
+def test_gradients_reach_everything_and_six_rows_are_learned_by_heart(kind, settings, num_dense):
+  model, inputs = build(kind, settings, num_dense), batch(num_dense=num_dense)
+  optimizer = embed.Optimizer(model, optax.adam(0.02))
+
+  @nnx.jit(donate_argnames=("model", "optimizer"))
+  def step(model, optimizer, inputs):
+    loss, grads = embed.value_and_grad(loss_fn)(model, inputs)
+    optimizer.update(model, grads)
+    return loss, grads
+
+  first, grads = step(model, optimizer, inputs)
+  for path, leaf in jax.tree.leaves_with_path(grads.dense):
+    # A ReLU may be dead for all of six rows, a whole layer may not.
+    assert np.any(leaf != 0), jax.tree_util.keystr(path)
+  assert set(grads.rows) == {"embed/user", "embed/tags"}
+  for rows in grads.rows.values():
+    assert np.any(rows.values != 0)
+  for _ in range(150):
+    last, _ = step(model, optimizer, inputs)
+  assert last < 0.1 < first
+  assert model(inputs).shape == (6,)
+
+
+def test_dropout_is_off_in_evaluation():
+  model = build(model_lib.DCNV2, DCNV2, dropout=0.5)
+  assert np.any(model(batch()) != model(batch()))
+  view = nnx.view(model, deterministic=True)
+  np.testing.assert_array_equal(view(batch()), view(batch()))
+
+
+def test_unknown_structure():
+  with pytest.raises(ValueError, match="choose parallel or stacked"):
+    build(model_lib.DCNV2, DCNV2 | {"structure": "both"})

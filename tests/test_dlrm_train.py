@@ -1,0 +1,133 @@
+"""The recipe as users run it: every config in smoke mode, every key read, the result's shape."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+
+import ml_collections
+import pytest
+from small_data import write_criteo, write_movielens
+
+from recipes import results
+from recipes.dlrm import data, train
+
+CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
+RESULT = {
+  "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "baselines", "device",
+  "versions", "data_sha256",
+}  # fmt: skip
+
+
+def smoke(name, folder, **changes):
+  config = importlib.import_module(f"configs.dlrm.{name}").get_config("smoke")
+  changes["cache_dir"] = str(folder / "cache")
+  if name == "movielens1m":
+    changes["data_dir"] = str(write_movielens(folder / "raw"))
+  if name == "criteo_kaggle":
+    changes["data_dir"] = str(write_criteo(folder / "raw" / "train.txt").parent)
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+def test_there_is_a_config_per_dataset():
+  assert CONFIGS == ["criteo_kaggle", "movielens1m", "synthetic"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
+  read: set[tuple[int, str]] = set()
+  get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
+
+  def recording(self, key):
+    read.add((id(self), key))
+    return get(self, key)
+
+  def without_recording(self, *args, **kwargs):  # writing a config down is not reading it
+    before = set(read)
+    found = to_dict(self, *args, **kwargs)
+    read.clear()
+    read.update(before)
+    return found
+
+  monkeypatch.setattr(ml_collections.ConfigDict, "__getitem__", recording)
+  monkeypatch.setattr(ml_collections.ConfigDict, "to_dict", without_recording)
+  unread = None
+  for model in ("dlrm", "dcnv2"):
+    # The two vocabularies and the two models read different keys; two runs cover them all.
+    vocabulary = {"vocabulary": "hash" if model == "dlrm" else "min_count"}
+    config = smoke(name, tmp_path, model=model, **vocabulary if name == "criteo_kaggle" else {})
+    read.clear()
+    result = train.run(config, str(tmp_path / model))
+    check_result(result, config, tmp_path / model)
+    missed = {path for path, owner, key in leaves(config) if (id(owner), key) not in read}
+    unread = missed if unread is None else unread & missed
+  assert not unread, f"no code reads {sorted(unread)}"
+
+
+def leaves(config, prefix=""):
+  for key in list(config):
+    value = config._fields[key]  # past the recording
+    if isinstance(value, ml_collections.ConfigDict):
+      yield from leaves(value, f"{prefix}{key}.")
+    else:
+      yield f"{prefix}{key}", config, key
+
+
+def check_result(result, config, workdir):
+  assert set(result) == RESULT
+  assert json.loads((workdir / "result.json").read_text()) == result
+  assert result["config"] == json.loads(json.dumps(config.to_dict()))
+  assert result["recipe"] == f"dlrm/{config.model}"
+  assert (result["seed"], result["steps"]) == (config.seed, config.steps)
+  assert set(result["metrics"]) == {"test_auc", "test_logloss", "valid_auc", "valid_logloss"}
+  assert {"test_auc", "test_logloss"} <= set(result["baselines"]["logistic regression"])
+  assert all(math.isfinite(value) for value in result["metrics"].values())
+  assert all(len(value) == 64 for value in result["data_sha256"].values())
+  assert {"jax", "flax", "optax", "python", "sparse-embed"} <= set(result["versions"])
+  assert result["device"]["platform"] == "cpu"
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  logged = [line["step"] for line in lines if "loss" in line]
+  assert logged == list(range(config.log_every, config.steps + 1, config.log_every))
+  assert lines[0]["dropped_ids"] == 0
+  evaluated = [line["step"] for line in lines if "valid_auc" in line]
+  assert evaluated == list(range(config.eval_every, config.steps + 1, config.eval_every))
+  assert list((workdir / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "rowwise_adagrad", "sgd"])
+def test_table_optimizers(optimizer, tmp_path):
+  changes = {"table.optimizer": optimizer, "table.weight_decay": 0.01}
+  config = smoke("synthetic", tmp_path, **changes)
+  assert train.table_optimizer(config) is not None
+
+
+def test_unknown_names(tmp_path):
+  config = smoke("synthetic", tmp_path, **{"table.optimizer": "adamw"})
+  with pytest.raises(ValueError, match="unknown table optimizer 'adamw': choose one of"):
+    train.table_optimizer(config)
+  config.table.optimizer, config.model = "sgd", "deepfm"
+  with pytest.raises(ValueError, match="unknown model 'deepfm': choose dlrm or dcnv2"):
+    train.build_model(config, data.load(config))
+
+
+def test_report_puts_the_baselines_beside_the_run():
+  result = {
+    "recipe": "dlrm/dcnv2", "seed": 3, "steps": 9, "tested_step": 6, "seconds": 1.0,
+    "metrics": {"valid_auc": 0.1, "test_auc": 0.25}, "device": {"kind": "cpu", "count": 1},
+    "baselines": {"best possible": {"test_auc": 0.75}},
+  }  # fmt: skip
+  table = results.report(result).splitlines()
+  assert table[1].split() == ["dlrm/dcnv2", "0.2500"]
+  assert table[2].split() == ["best", "possible", "0.7500"]
+  assert "state of step 6 of 9" in table[3]
+
+
+@pytest.mark.slow
+def test_the_default_run_approaches_the_best_possible(tmp_path):
+  config = importlib.import_module("configs.dlrm.synthetic").get_config()
+  config.cache_dir = str(tmp_path / "cache")
+  result = train.run(config, str(tmp_path / "run"))
+  auc, bound = result["metrics"]["test_auc"], result["baselines"]["best possible"]["test_auc"]
+  linear = result["baselines"]["logistic regression"]["test_auc"]
+  assert linear + 0.02 < auc < bound

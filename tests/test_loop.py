@@ -1,0 +1,259 @@
+"""The loop: resumes exactly, wherever a kill falls; selects on validation; tests once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import ml_collections
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+from recipes import arrays, journal, loop, pipeline
+
+STEPS = 24
+
+
+class Toy(nnx.Module):
+  """One table, a linear layer and dropout, so that every kind of state has to survive."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    table = embed.TableConfig(20, 4, name="item")
+    self.embed = embed.SparseEmbed(
+      {"item": embed.FeatureConfig(table)}, optimizer=embed.adam(0.05), rngs=rngs
+    )
+    self.dropout = nnx.Dropout(0.3, rngs=rngs)
+    self.head = nnx.Linear(4, 1, rngs=rngs)
+
+  def __call__(self, batch):
+    return self.head(self.dropout(self.embed({"item": batch["item"]})["item"]))[:, 0]
+
+
+def loss_fn(model, batch):
+  return optax.squared_error(model(batch), batch["label"]).mean()
+
+
+def toy_config(**changes):
+  config = {
+    "seed": 0, "steps": STEPS, "batch_size": 8, "log_every": 4, "eval_every": 6,
+    "checkpoint_every": 5, "select": "valid_loss", "patience": 0,
+  }  # fmt: skip
+  return ml_collections.ConfigDict(config | changes)
+
+
+def run_toy(workdir, evaluate=None, **changes):
+  """Does what a recipe does; returns the result."""
+  config = toy_config(**changes)
+  result = loop.finished(config, workdir)
+  if result is not None:
+    return result
+  model = Toy()
+  folder = workdir.parent / "columns"
+  folder.mkdir(exist_ok=True)
+  draw = np.random.default_rng(0)
+  arrays.column(folder, "item", (50,), np.int32)[:] = draw.integers(0, 20, 50)
+  arrays.column(folder, "label", (50,), np.float32)[:] = draw.normal(size=50)
+  columns = arrays.Columns(folder)
+  source = pipeline.ShuffledBatches(
+    columns, (0, 40), batch_size=8, seed=0, num_batches=config.steps
+  )
+  held_out = {name: np.array(column[40:]) for name, column in columns.items()}
+
+  def held_out_loss(model, split):
+    del split
+    return {"loss": float(loss_fn(nnx.view(model, deterministic=True), held_out))}
+
+  return loop.train(
+    config,
+    workdir,
+    recipe="toy",
+    model=model,
+    optimizer=embed.Optimizer(model, optax.adam(0.01)),
+    loss_fn=loss_fn,
+    batches=pipeline.batches(source, dict),
+    evaluate=evaluate or held_out_loss,
+    baselines=dict,
+    data_sha256={},
+  )
+
+
+def lines(workdir):
+  """What the run logged, without how fast it was."""
+  found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  return [{k: v for k, v in line.items() if k != "examples_per_second"} for line in found]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("toy") / "whole"
+  return run_toy(workdir), lines(workdir)
+
+
+class Killed(BaseException):
+  """Not an `Exception`: nothing may catch it on the way, as nothing catches SIGKILL."""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("save", [1, 2, 4, 8])
+def test_a_kill_around_a_checkpoint_leaves_no_trace(whole, tmp_path, monkeypatch, moment, save):
+  real, saves = loop._save, []
+
+  def killing(manager, *args):
+    saves.append(None)
+    if len(saves) == save and moment == "before":
+      raise Killed
+    real(manager, *args)
+    if len(saves) == save:
+      raise Killed
+
+  monkeypatch.setattr(loop, "_save", killing)
+  with pytest.raises(Killed):
+    run_toy(tmp_path / "run")
+  monkeypatch.setattr(loop, "_save", real)
+  result = run_toy(tmp_path / "run")
+  assert result["metrics"] == whole[0]["metrics"]
+  assert result["tested_step"] == whole[0]["tested_step"]
+  assert lines(tmp_path / "run") == whole[1]
+
+
+@pytest.mark.parametrize("step", [1, 7, 13, 23])
+def test_a_kill_between_checkpoints_leaves_no_trace(whole, tmp_path, monkeypatch, step):
+  real, steps = journal.Journal.stepped, []
+
+  def killing(self):
+    real(self)
+    steps.append(None)
+    if len(steps) == step:
+      # As SIGKILL may leave it: a line cut in half at the end of the file.
+      with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "lo')
+      raise Killed
+
+  monkeypatch.setattr(journal.Journal, "stepped", killing)
+  with pytest.raises(Killed):
+    run_toy(tmp_path / "run")
+  monkeypatch.setattr(journal.Journal, "stepped", real)
+  assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
+  assert lines(tmp_path / "run") == whole[1]
+
+
+def test_log_lines_hold_every_step_once(whole):
+  logged = whole[1]
+  assert [line["step"] for line in logged if "loss" in line] == [4, 8, 12, 16, 20, 24]
+  assert [line["step"] for line in logged if "valid_loss" in line] == [6, 12, 18, 24]
+
+
+def test_a_finished_run_only_reports(whole, tmp_path, monkeypatch):
+  result = run_toy(tmp_path / "run")
+  monkeypatch.setattr(loop, "train", None)
+  assert run_toy(tmp_path / "run") == result
+
+
+def test_another_config_in_the_same_folder_is_refused(tmp_path):
+  loop.finished(toy_config(), tmp_path)
+  loop.finished(toy_config(), tmp_path)
+  with pytest.raises(ValueError, match="batch_size: 8 there, 16 now"):
+    loop.finished(toy_config(batch_size=16), tmp_path)
+
+
+def scripted(scores):
+  """An evaluation that reads its validation scores off a list, and remembers what was tested."""
+  seen = []
+
+  def evaluate(model, split):
+    values = np.asarray(model.embed.tables["item"])
+    if split == "test":
+      seen.append(values)
+      return {"auc": 0.0}
+    if len(seen) < len(scores):
+      seen.append(values)
+      return {"auc": scores[len(seen) - 1]}
+    return {"auc": 0.0}
+
+  return evaluate, seen
+
+
+@pytest.mark.parametrize(
+  ("select", "scores", "tested"),
+  [
+    ("valid_auc", [0.1, 0.9, 0.3, 0.2], 1),
+    ("valid_auc", [0.9, 0.1, 0.3, 0.9], 3),  # of equals, the later
+    ("valid_auc", [0.9, 0.1, 0.3, 0.2], 0),
+    ("", [0.9, 0.1, 0.3, 0.2], 3),
+  ],
+)
+def test_the_state_that_validation_prefers_is_tested(tmp_path, select, scores, tested):
+  evaluate, seen = scripted(scores)
+  result = run_toy(tmp_path / "run", evaluate, select=select)
+  assert result["tested_step"] == 6 * (tested + 1)
+  np.testing.assert_array_equal(seen[-1], seen[tested])
+
+
+def test_patience_ends_a_run_that_no_longer_improves(tmp_path):
+  evaluate, _ = scripted([0.5, 0.4, 0.3, 0.9])
+  result = run_toy(tmp_path / "run", evaluate, select="valid_auc", patience=2)
+  assert (result["steps"], result["tested_step"]) == (18, 6)
+  assert run_toy(tmp_path / "run", evaluate, select="valid_auc", patience=2) == result
+
+
+def test_selecting_by_an_unknown_metric_is_an_error(tmp_path):
+  with pytest.raises(ValueError, match=r"config.select is 'valid_auc'; .*\['valid_loss'\]"):
+    run_toy(tmp_path / "run", select="valid_auc")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
+  monkeypatch.setattr(
+    sys.modules[__name__], "loss_fn", lambda model, batch: model(batch).sum() * jax.numpy.nan
+  )
+  with pytest.raises(FloatingPointError, match="the loss is nan before step 4"):
+    run_toy(tmp_path / "run")
+
+
+def test_truncate(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  journal.truncate(path, 3)
+  assert not path.exists()
+  path.write_text('{"step": 2}\n{"step": 3}\n{"step": 3, "a": 1}\n{"step": 4}\n{"st')
+  journal.truncate(path, 3)
+  assert path.read_text() == '{"step": 2}\n{"step": 3}\n{"step": 3, "a": 1}\n'
+
+
+def command(workdir, cache):
+  return [
+    sys.executable, "-m", "recipes.dlrm", "--config=configs/dlrm/synthetic.py:smoke",
+    f"--workdir={workdir}", f"--config.cache_dir={cache}", "--config.steps=60",
+    "--config.log_every=1", "--config.eval_every=20", "--config.checkpoint_every=7",
+    "--config.dropout=0.2",
+  ]  # fmt: skip
+
+
+def test_sigkill_and_the_same_command_again(tmp_path):
+  killed, whole = tmp_path / "killed", tmp_path / "whole"
+  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+  process = subprocess.Popen(command(killed, tmp_path / "cache"), **options)
+  deadline = time.monotonic() + 120
+  while time.monotonic() < deadline and process.poll() is None:
+    path = killed / "metrics.jsonl"
+    if path.exists() and path.read_bytes().count(b"\n") >= 25:
+      process.send_signal(signal.SIGKILL)
+      break
+    time.sleep(0.002)
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == -signal.SIGKILL, output.decode()
+  assert not (killed / "result.json").exists()
+  again = subprocess.run(command(killed, tmp_path / "cache"), check=False, **options)
+  assert again.returncode == 0, again.stdout.decode()
+  assert b"going on from step" in again.stdout
+  once = subprocess.run(command(whole, tmp_path / "cache"), check=False, **options)
+  assert once.returncode == 0, once.stdout.decode()
+  results = [json.loads((path / "result.json").read_text()) for path in (killed, whole)]
+  assert results[0]["metrics"] == results[1]["metrics"]
+  assert lines(killed) == lines(whole)

@@ -1,0 +1,594 @@
+"""Random features, ids, weights and gradients against `reference.py`.
+
+Values are small binary fractions, so that sums are exact in float32 and what is compared is the
+arithmetic of a rule and not the order of a sum. Shapes come from a short list: each costs a
+compilation.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+import embed
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+VOCABULARY = 6
+DIM = 2
+EXACT = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def ids(shape):
+  """Every row, and padding."""
+  return arrays(np.int32, shape, elements=st.integers(-1, VOCABULARY - 1))
+
+
+def fractions(shape, low=-8, high=8, unit=8):
+  whole = arrays(np.int32, shape, elements=st.integers(low, high))
+  return whole.map(lambda x: (x / unit).astype(np.float32))
+
+
+tables = fractions((VOCABULARY, DIM), -16, 16)
+
+
+def as_kind(kind, values, weights):
+  """[B, L] ids with -1 as padding, in one of the kinds that hold the same content."""
+  if kind == "padded":
+    return reference.Padded(values, weights)
+  if kind == "sparse":
+    indices = np.argwhere(values >= 0).astype(np.int32)
+    at = tuple(indices.T)
+    return reference.Sparse(
+      indices, values[at], values.shape, None if weights is None else weights[at]
+    )
+  # Trailing padding goes, holes stay; what lies behind the last split must not matter.
+  lengths = [int(np.max(np.flatnonzero(bag >= 0), initial=-1)) + 1 for bag in values]
+  pack = lambda rows: np.concatenate(
+    [row[:n] for row, n in zip(rows, lengths, strict=True)] + [rows.reshape(-1)]
+  )[: values.size]
+  splits = np.cumsum([0, *lengths]).astype(np.int32)
+  return reference.Ragged(pack(values), splits, None if weights is None else pack(weights))
+
+
+# --------------------------------------------------------- any structure, eagerly
+
+
+class Pair(NamedTuple):
+  left: Any
+  right: Any
+
+
+class Leaf(NamedTuple):
+  """One feature: how it is configured and what it is given."""
+
+  table: int
+  kind: str
+  max_sequence_length: int
+  values: np.ndarray
+  weights: np.ndarray | None
+
+
+@st.composite
+def leaves(draw):
+  kind = draw(st.sampled_from(["dense", "padded", "ragged", "sparse"]))
+  batch, length = draw(st.sampled_from([1, 3])), draw(st.sampled_from([1, 3]))
+  if kind == "dense":
+    return Leaf(draw(st.integers(0, 1)), kind, 0, draw(ids((batch, length))), None)
+  sequence = draw(st.sampled_from([0, 0, 2]))
+  weighted = not sequence and draw(st.booleans())
+  weights = draw(fractions((batch, length), -4, 8, 4)) if weighted else None
+  return Leaf(draw(st.integers(0, 1)), kind, sequence, draw(ids((batch, length))), weights)
+
+
+structures = st.recursive(
+  leaves().map(lambda leaf: ("leaf", leaf)),
+  lambda child: st.one_of(
+    st.tuples(st.just("list"), st.lists(child, min_size=1, max_size=2)),
+    st.tuples(st.just("tuple"), st.lists(child, min_size=1, max_size=2)),
+    st.tuples(st.just("pair"), st.tuples(child, child)),
+    st.tuples(st.just("dict"), st.dictionaries(st.sampled_from("zam"), child, min_size=1)),
+  ),
+  max_leaves=3,
+)
+
+
+def build(structure, f):
+  """The nested containers, with f(leaf) at the leaves."""
+  kind, content = structure
+  if kind == "leaf":
+    return f(content)
+  if kind == "dict":
+    return {key: build(child, f) for key, child in content.items()}
+  children = [build(child, f) for child in content]
+  return {"list": list, "tuple": tuple, "pair": lambda c: Pair(*c)}[kind](children)
+
+
+def flatten(structure):
+  """Leaves in the order of the features: dict keys sorted."""
+  kind, content = structure
+  if kind == "leaf":
+    return [content]
+  children = [content[key] for key in sorted(content)] if kind == "dict" else content
+  return [leaf for child in children for leaf in flatten(child)]
+
+
+def inputs_of(leaf):
+  if leaf.kind == "dense":
+    return reference.Dense(leaf.values)
+  return as_kind(leaf.kind, leaf.values, leaf.weights)
+
+
+def cotangent_for(shape):
+  """Fixed, distinct, and exact in float32."""
+  return ((np.arange(np.prod(shape)) * 5 % 17 - 8) / 8).reshape(shape).astype(np.float32)
+
+
+@given(structures, st.tuples(tables, tables), st.sampled_from(["sum", "mean", "sqrtn"]))
+@settings(max_examples=40)
+def test_any_structure(structure, values, combiner):
+  """Activations in the structure given, one summed gradient per touched row of every table."""
+  configs = [
+    embed.TableConfig(VOCABULARY, DIM, combiner=combiner, name=name) for name in ("t0", "t1")
+  ]
+  features = build(
+    structure,
+    lambda leaf: embed.FeatureConfig(
+      table=configs[leaf.table], max_sequence_length=leaf.max_sequence_length
+    ),
+  )
+  model = harness.Model(features, embed.sgd(learning_rate=0.1))
+  used = sorted({leaf.table for leaf in flatten(structure)})
+  assert set(model.embed.tables) == {f"t{i}" for i in used}
+  model.embed.load_tables({f"t{i}": values[i] for i in used})
+
+  plan = lambda leaf: reference.occurrences(
+    reference.Feature(combiner, leaf.max_sequence_length), inputs_of(leaf)
+  )
+  given_features = build(structure, lambda leaf: harness.to_embed(inputs_of(leaf))[0])
+  given_weights = build(structure, lambda leaf: harness.to_embed(inputs_of(leaf))[1])
+  cotangents = build(structure, lambda leaf: cotangent_for((*plan(leaf).shape, DIM)))
+  (_, activations), grads = harness.value_and_grad(model, given_features, given_weights, cotangents)
+  wanted = build(structure, lambda leaf: reference.lookup(values[leaf.table], plan(leaf)))
+  assert jax.tree.structure(activations) == jax.tree.structure(wanted)
+  jax.tree.map(lambda a, w: np.testing.assert_allclose(a, w, **EXACT), activations, wanted)
+  for i in used:
+    gradients = {}
+    for leaf in flatten(structure):
+      if leaf.table == i:
+        pairs = zip(
+          *reference.occurrence_gradients(plan(leaf), cotangent_for((*plan(leaf).shape, DIM))),
+          strict=True,
+        )
+        for row, gradient in pairs:
+          gradients[int(row)] = gradients.get(int(row), 0.0) + gradient
+    actual = harness.rows(grads.rows[harness.key_of(grads.rows, f"t{i}")], VOCABULARY)
+    harness.assert_rows(actual, gradients, **EXACT)
+
+
+# ------------------------------------------------------ one world, compiled once per optimizer
+
+
+class World(NamedTuple):
+  """Two tables, four features of every kind: two share a table, one is a sequence."""
+
+  model: harness.Model
+  optimizer: embed.Optimizer
+  initial: tuple
+  step: Any
+  gradients: Any
+
+
+PLANS = {  # feature: (table, sequence length, batch, valency, weighted)
+  "bag": ("shared", 0, 3, 2, True),
+  "history": ("shared", 2, 2, 3, False),
+  "id": ("own", 0, 4, 1, False),
+  "other": ("own", 0, 2, 2, False),
+}
+SCHEDULE = np.array([0.125, 0.0625, 0.25], np.float32)
+
+
+def make_world(optimizer, combiner):
+  configs = {
+    name: embed.TableConfig(VOCABULARY, DIM, combiner=combiner, name=name)
+    for name in ("shared", "own")
+  }
+  features = {
+    name: embed.FeatureConfig(table=configs[table], max_sequence_length=sequence)
+    for name, (table, sequence, *_) in PLANS.items()
+  }
+  model = harness.Model(features, optimizer)
+  dense = embed.Optimizer(model, optax.sgd(0.0))
+  initial = jax.tree.map(jnp.copy, (nnx.state(model), nnx.state(dense)))
+  return World(model, dense, initial, nnx.jit(harness.train_step), nnx.jit(harness.value_and_grad))
+
+
+def reset(world, values):
+  """As constructed, with these tables."""
+  nnx.update(world.model, jax.tree.map(jnp.copy, world.initial[0]))
+  nnx.update(world.optimizer, jax.tree.map(jnp.copy, world.initial[1]))
+  world.model.embed.load_tables(dict(zip(("shared", "own"), values, strict=True)))
+
+
+def world_inputs(batch):
+  """{feature: `reference` input}; the shapes are the same for every batch."""
+  return {
+    "bag": reference.Padded(batch["bag"], batch["weights"]),
+    "history": as_kind("ragged", batch["history"], None),
+    "id": reference.Dense(batch["id"]),
+    "other": as_kind("padded", batch["other"], None),
+  }
+
+
+def batches():
+  shapes = {name: (b, l) for name, (_, _, b, l, _) in PLANS.items()}
+  fields = {name: ids(shape) for name, shape in shapes.items()}
+  fields["weights"] = fractions(shapes["bag"], -4, 8, 4)
+  fields |= {f"{name}_cotangent": fractions(output_shape(name)) for name in PLANS}
+  return st.fixed_dictionaries(fields)
+
+
+def output_shape(name):
+  _, sequence, batch, _, _ = PLANS[name]
+  return (batch, sequence, DIM) if sequence else (batch, DIM)
+
+
+def arguments(batch):
+  """(features, weights, cotangents) as the model takes them."""
+  pairs = {name: harness.to_embed(inputs) for name, inputs in world_inputs(batch).items()}
+  return (
+    {name: f for name, (f, _) in pairs.items()},
+    {name: w for name, (_, w) in pairs.items()},
+    {name: batch[f"{name}_cotangent"] for name in PLANS},
+  )
+
+
+def plans(batch, combiner):
+  return {
+    name: reference.occurrences(reference.Feature(combiner, PLANS[name][1]), inputs)
+    for name, inputs in world_inputs(batch).items()
+  }
+
+
+def occurrences_of(batch, table, combiner):
+  """(ids [N], gradients [N, dim]) of one table in batch order."""
+  found = [
+    reference.occurrence_gradients(occ, batch[f"{name}_cotangent"])
+    for name, occ in sorted(plans(batch, combiner).items())
+    if PLANS[name][0] == table
+  ]
+  return np.concatenate([i for i, _ in found]), np.concatenate([g for _, g in found])
+
+
+DECAY = {"weight_decay_factor": 0.125}
+LR_DECAY = {
+  "weight_decay_factor": 0.5,
+  "multiply_weight_decay_factor_by_learning_rate": True,
+}
+CLIP = {"clipvalue": (-0.25, 0.5), "clip_weight_min": -1.0, "clip_weight_max": 1.5}
+EACH = {"use_gradient_accumulation": False}
+# One line per optimizer and way to use it. lion's betas are exact, since sign() keeps no tolerance.
+OPTIMIZERS = [
+  ("sgd", {}),
+  ("sgd", {"clipvalue": 0.5} | LR_DECAY),
+  ("sgd", EACH | DECAY),
+  ("adagrad", {}),
+  ("adagrad", CLIP | DECAY),
+  ("adagrad", EACH),
+  ("rowwise_adagrad", {}),
+  ("rowwise_adagrad", {"initial_accumulator_value": 0.5} | CLIP | LR_DECAY),
+  ("rowwise_adagrad", EACH),
+  ("adagrad_momentum", {"momentum": 0.5, "epsilon": 0.01}),
+  (
+    "adagrad_momentum",
+    {"momentum": 0.5, "use_nesterov": True, "exponent": 3.0, "beta2": 0.75, "epsilon": 0.1},
+  ),
+  ("ftrl", {}),
+  (
+    "ftrl",
+    {
+      "l1_regularization_strength": 0.125,
+      "l2_regularization_strength": 0.25,
+      "beta": 0.5,
+      "learning_rate_power": -0.75,
+    },
+  ),
+  (
+    "ftrl",
+    {
+      "multiply_linear_by_learning_rate": True,
+      "l1_regularization_strength": 0.125,
+      "l2_regularization_strength": 0.25,
+      "beta": 0.5,
+    },
+  ),
+  ("adam", {"epsilon": 1e-3}),
+  ("adam", {"epsilon": 1e-3, "sum_inside_sqrt": False} | CLIP | DECAY),
+  ("adam", {"epsilon": 1e-3, "lazy_adam": False}),
+  ("adam", {"epsilon": 1e-3} | EACH),
+  ("momentum", {"momentum": 0.5}),
+  ("momentum", {"momentum": 0.5, "use_nesterov": True} | CLIP),
+  ("rmsprop", {"rho": 0.75, "momentum": 0.5, "epsilon": 1e-2}),
+  (
+    "proximal_adagrad",
+    {"l1_regularization_strength": 0.125, "l2_regularization_strength": 0.25},
+  ),
+  ("lion", {"beta1": 0.75, "beta2": 0.5}),
+]
+
+
+# The recorded cases have these tolerances too.
+TOLERANCE = {"adam": {"rtol": 1e-4, "atol": 5e-5}, "ftrl": {"rtol": 1e-4, "atol": 1e-5}}
+
+
+@functools.cache
+def optimizer_world(index):
+  name, config = OPTIMIZERS[index]
+  optimizer = getattr(embed, name)(learning_rate=lambda step: jnp.asarray(SCHEDULE)[step], **config)
+  return make_world(optimizer, "sum")
+
+
+def optimizer_id(index):
+  return "-".join([OPTIMIZERS[index][0], *(key[:12] for key in OPTIMIZERS[index][1])])
+
+
+@pytest.mark.parametrize("index", range(len(OPTIMIZERS)), ids=optimizer_id)
+def test_three_steps(index):
+  """Parameters and slots after each step; rows that were not looked up keep every bit."""
+  name, config = OPTIMIZERS[index]
+  world = optimizer_world(index)
+
+  @given(st.lists(batches(), min_size=3, max_size=3), st.tuples(tables, tables))
+  @settings(max_examples=8)
+  def check(three, values):
+    reset(world, values)
+    wanted = {
+      table: reference.initial_variables(name, value, **config)
+      for table, value in zip(("shared", "own"), values, strict=True)
+    }
+    for step, batch in enumerate(three):
+      before = {table: harness.variables(world.model, table) for table in wanted}
+      world.step(world.model, world.optimizer, *arguments(batch))
+      for table in wanted:
+        rows, gradients = occurrences_of(batch, table, "sum")
+        wanted[table] = reference.apply_rows(
+          name, wanted[table], rows, gradients, float(SCHEDULE[step]), **config
+        )
+        actual = harness.variables(world.model, table)
+        assert set(actual) == set(wanted[table])
+        for key, value in wanted[table].items():
+          np.testing.assert_allclose(
+            actual[key],
+            value,
+            **TOLERANCE.get(name, {"rtol": 1e-5, "atol": 2e-6}),
+            err_msg=f"{table} {key}, step {step}",
+          )
+        if config.get("lazy_adam", True):
+          untouched = np.setdiff1d(np.arange(VOCABULARY), rows)
+          for key, value in actual.items():
+            np.testing.assert_array_equal(value[untouched], before[table][key][untouched])
+
+  check()
+
+
+@functools.cache
+def combiner_world(combiner):
+  return make_world(embed.adagrad(learning_rate=0.125), combiner)
+
+
+combiners = st.sampled_from(["sum", "mean", "sqrtn"])
+
+
+@given(combiners, batches(), st.tuples(tables, tables))
+def test_jit_equals_eager_equals_reference(combiner, batch, values):
+  world = combiner_world(combiner)
+  reset(world, values)
+  (loss, eager), eager_grads = harness.value_and_grad(world.model, *arguments(batch))
+  (jit_loss, compiled), grads = world.gradients(world.model, *arguments(batch))
+  np.testing.assert_allclose(jit_loss, loss, rtol=1e-5, atol=1e-5)
+  parameters = dict(zip(("shared", "own"), values, strict=True))
+  for name, occ in plans(batch, combiner).items():
+    wanted = reference.lookup(parameters[PLANS[name][0]], occ)
+    np.testing.assert_allclose(eager[name], wanted, **EXACT)
+    np.testing.assert_allclose(compiled[name], wanted, **EXACT)
+  for table in parameters:
+    wanted = reference.row_gradients(*occurrences_of(batch, table, combiner))
+    for rows in (eager_grads.rows, grads.rows):
+      harness.assert_rows(harness.rows(rows[f"embed/{table}"], VOCABULARY), wanted, **EXACT)
+
+
+@given(batches(), st.tuples(tables, tables))
+def test_unsummed_rows_keep_batch_order(batch, values):
+  """Where gradients are not accumulated there is one entry per occurrence."""
+  world = optimizer_world(OPTIMIZERS.index(("adagrad", EACH)))
+  reset(world, values)
+  _, grads = world.gradients(world.model, *arguments(batch))
+  for table in ("shared", "own"):
+    rows, gradients = occurrences_of(batch, table, "sum")
+    actual = grads.rows[f"embed/{table}"]
+    used = np.asarray(actual.ids) < VOCABULARY
+    np.testing.assert_array_equal(np.asarray(actual.ids)[used], rows)
+    np.testing.assert_allclose(np.asarray(actual.values)[used], gradients, **EXACT)
+
+
+# ------------------------------------------------------------- what must not matter
+
+
+@functools.cache
+def kinds_world(combiner, sequence, weighted):
+  """The same content thrice: one feature per kind, each with a table of its own."""
+  kinds = ("padded", "ragged", "sparse")
+  features = {
+    kind: embed.FeatureConfig(
+      table=embed.TableConfig(VOCABULARY, DIM, combiner=combiner, name=kind),
+      max_sequence_length=sequence,
+    )
+    for kind in kinds
+  }
+  return harness.Model(features, embed.sgd(learning_rate=0.1))
+
+
+@given(
+  st.sampled_from([("sum", 0), ("mean", 0), ("sqrtn", 0), ("sum", 2), ("sum", 5)]),
+  st.booleans(),
+  ids((3, 3)),
+  fractions((3, 3), -4, 8, 4),
+  tables,
+)
+def test_kinds_agree(rule, weighted, values, weights, table):
+  """Padded, Ragged and Sparse of the same content are the same lookup."""
+  combiner, sequence = rule
+  weighted = weighted and not sequence
+  model = kinds_world(combiner, sequence, weighted)
+  kinds = ("padded", "ragged", "sparse")
+  model.embed.load_tables(dict.fromkeys(kinds, table))
+  pairs = {
+    kind: harness.to_embed(as_kind(kind, values, weights if weighted else None)) for kind in kinds
+  }
+  cotangent = cotangent_for((3, sequence, DIM) if sequence else (3, DIM))
+  (_, activations), grads = harness.value_and_grad(
+    model,
+    {kind: f for kind, (f, _) in pairs.items()},
+    {kind: w for kind, (_, w) in pairs.items()},
+    dict.fromkeys(kinds, cotangent),
+  )
+  rows = {kind: harness.rows(grads.rows[f"embed/{kind}"], VOCABULARY) for kind in kinds}
+  for kind in ("ragged", "sparse"):
+    np.testing.assert_allclose(activations[kind], activations["padded"], **EXACT)
+    harness.assert_rows(rows[kind], rows["padded"], **EXACT)
+
+
+@given(ids((3, 3)), fractions((3, 3), -4, 8, 4), st.booleans())
+def test_to_padded(values, weights, weighted):
+  """The host's conversion keeps the lookup, with a valency that cuts and one that fills up."""
+  weights = weights if weighted else None
+  for kind in ("ragged", "sparse"):
+    inputs = as_kind(kind, values, weights)
+    features, given_weights = harness.to_embed(inputs)
+    padded = embed.to_padded(features)
+    assert isinstance(padded, embed.Padded)
+    lead, wanted = reference.entries(inputs)
+    _, actual = reference.entries(reference.Padded(np.asarray(padded.values)))
+    assert np.asarray(padded.values).shape[0] == lead[0]
+    assert [(b, i) for b, _, i, _ in actual] == [(b, i) for b, _, i, _ in wanted]
+    if weighted:
+      weights_padded = np.asarray(embed.to_padded(given_weights).values)
+      found = [float(weights_padded[b, c]) for b, c, _, _ in actual]
+      assert found == [w for _, _, _, w in wanted]
+
+
+@given(combiners, batches(), st.tuples(tables, tables), st.randoms(use_true_random=False))
+def test_order_does_not_matter(combiner, batch, values, random):
+  """Examples permuted: activations permuted, row gradients as before. Bags permuted: no change."""
+  world = combiner_world(combiner)
+  reset(world, values)
+  order = {name: random.sample(range(PLANS[name][2]), PLANS[name][2]) for name in PLANS}
+  shuffled = dict(batch)
+  for name in PLANS:
+    for key in (name, f"{name}_cotangent"):
+      shuffled[key] = batch[key][order[name]]
+  shuffled["weights"] = batch["weights"][order["bag"]][:, ::-1]
+  shuffled["bag"] = shuffled["bag"][:, ::-1]
+  (_, before), before_grads = world.gradients(world.model, *arguments(batch))
+  (_, after), after_grads = world.gradients(world.model, *arguments(shuffled))
+  for name in PLANS:
+    np.testing.assert_allclose(after[name], np.asarray(before[name])[order[name]], **EXACT)
+  for key in before_grads.rows:
+    harness.assert_rows(
+      harness.rows(after_grads.rows[key], VOCABULARY),
+      harness.rows(before_grads.rows[key], VOCABULARY),
+      **EXACT,
+    )
+
+
+# ---------------------------------------------------------------- gradients as values
+
+
+SPLIT_SHAPES = {"bag": (4, 2), "id": (4,)}
+
+
+@functools.cache
+def split_world():
+  """A bag and dense ids over one table, a batch that splits in two."""
+  table = embed.TableConfig(VOCABULARY, DIM, combiner="mean", name="t")
+  features = {name: embed.FeatureConfig(table=table) for name in SPLIT_SHAPES}
+  model = harness.Model(features, embed.adagrad(learning_rate=0.125))
+  optimizer = embed.Optimizer(model, optax.sgd(0.0))
+  initial = jax.tree.map(jnp.copy, (nnx.state(model), nnx.state(optimizer)))
+  return World(
+    model,
+    optimizer,
+    initial,
+    nnx.jit(lambda m, o, g: o.update(m, g)),
+    nnx.jit(harness.value_and_grad),
+  )
+
+
+def split_arguments(values, cotangents, part):
+  features = {"bag": embed.Padded(values["bag"][part]), "id": values["id"][part]}
+  return features, None, {name: c[part] for name, c in cotangents.items()}
+
+
+split_batches = st.tuples(
+  st.fixed_dictionaries({name: ids(shape) for name, shape in SPLIT_SHAPES.items()}),
+  st.fixed_dictionaries({name: fractions((4, DIM)) for name in SPLIT_SHAPES}),
+)
+
+
+@given(split_batches, tables)
+def test_microbatches_add_up_to_the_batch(batch, values):
+  """Row gradients of two halves, accumulated, are those of the whole, and so is the update."""
+  world = split_world()
+  after = []
+  for parts in ([slice(0, 4)], [slice(0, 2), slice(2, 4)]):
+    nnx.update(world.model, jax.tree.map(jnp.copy, world.initial[0]))
+    nnx.update(world.optimizer, jax.tree.map(jnp.copy, world.initial[1]))
+    world.model.embed.load_tables({"t": values})
+    grads = [world.gradients(world.model, *split_arguments(*batch, part))[1] for part in parts]
+    total = grads[0] if len(grads) == 1 else embed.accumulate(grads)
+    rows = harness.rows(total.rows["embed/t"], VOCABULARY)
+    (dense,) = jax.tree.leaves(total.dense)
+    norm = float(embed.global_norm(total))
+    world.step(world.model, world.optimizer, total)
+    after.append((rows, dense, norm, harness.variables(world.model, "t")))
+  (rows, dense, norm, variables), (halves, half_dense, half_norm, half_variables) = after
+  harness.assert_rows(halves, rows, **EXACT)
+  np.testing.assert_allclose(half_dense, dense, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(half_norm, norm, rtol=1e-5, atol=1e-5)
+  for key, value in variables.items():
+    np.testing.assert_allclose(half_variables[key], value, rtol=1e-5, atol=2e-6)
+
+
+@given(split_batches, tables, st.sampled_from([0.125, 0.5, 100.0]))
+def test_norms_and_scales(batch, values, max_norm):
+  """global_norm and clipping see dense and row gradients together; map scales values, not ids."""
+  world = split_world()
+  nnx.update(world.model, jax.tree.map(jnp.copy, world.initial[0]))
+  world.model.embed.load_tables({"t": values})
+  _, grads = world.gradients(world.model, *split_arguments(*batch, slice(0, 4)))
+  rows = harness.rows(grads.rows["embed/t"], VOCABULARY)
+  (dense,) = jax.tree.leaves(grads.dense)
+  norm = np.sqrt(float(dense) ** 2 + sum(float(np.sum(np.float64(g) ** 2)) for g in rows.values()))
+  np.testing.assert_allclose(float(embed.global_norm(grads)), norm, rtol=1e-5, atol=1e-6)
+  scale = min(1.0, max_norm / norm) if norm else 1.0
+  clipped = embed.clip_by_global_norm(grads, max_norm)
+  scaled = grads.map(lambda g: g * np.float32(0.25))
+  for actual, factor in ((clipped, scale), (scaled, 0.25)):
+    harness.assert_rows(
+      harness.rows(actual.rows["embed/t"], VOCABULARY),
+      {row: g * factor for row, g in rows.items()},
+      rtol=1e-5,
+      atol=1e-6,
+    )
+    (changed,) = jax.tree.leaves(actual.dense)
+    np.testing.assert_allclose(changed, dense * factor, rtol=1e-5, atol=1e-6)

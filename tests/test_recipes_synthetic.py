@@ -1,0 +1,58 @@
+"""The teacher's clicks: what is known about them holds, and chunks do not show."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from recipes.dlrm import data, synthetic
+
+
+def config(cache_dir, **changes):
+  values = {
+    "dataset": "synthetic", "cache_dir": str(cache_dir), "rows": 20_000, "data_seed": 0,
+    "zipf_exponent": 1.05,
+  }  # fmt: skip
+  return SimpleNamespace(**values | changes)
+
+
+def test_columns_are_what_the_features_say(tmp_path):
+  loaded = data.load(config(tmp_path))
+  ids, start = loaded.columns["ids"], 0
+  for feature in loaded.features:
+    block = ids[:, start : start + feature.valency]
+    assert block.max() < feature.vocabulary_size
+    assert block.min() >= (0 if feature.valency == 1 else -1)
+    start += feature.valency
+  assert start == ids.shape[1]
+  assert loaded.features[-1].valency > 1  # a bag, with empty ones among them
+  assert (ids[:, -loaded.features[-1].valency :] == -1).all(axis=1).any()
+  assert 0.1 < loaded.columns["label"].mean() < 0.5
+
+
+def test_ids_follow_a_power_law(tmp_path):
+  counts = np.bincount(data.load(config(tmp_path)).columns["ids"][:, 0])
+  top = np.sort(counts)[::-1]
+  assert top[:100].sum() > 0.3 * counts.sum()
+  slope = np.polyfit(np.log(np.arange(1, 51)), np.log(top[:50]), 1)[0]
+  assert -1.3 < slope < -0.8
+
+
+def test_the_best_is_the_teachers_own_and_beats_the_labels_shuffled(tmp_path):
+  best = data.load(config(tmp_path)).best
+  assert 0.75 < best["test_auc"] < 0.98
+  assert best["test_logloss"] < 0.5
+
+
+def test_same_seed_same_data(tmp_path):
+  one, two = data.load(config(tmp_path / "a")), data.load(config(tmp_path / "b"))
+  other = data.load(config(tmp_path / "a", data_seed=1))
+  for name in ("ids", "dense", "label"):
+    np.testing.assert_array_equal(one.columns[name], two.columns[name])
+  assert one.sha256 == two.sha256 != other.sha256
+
+
+def test_cumulative_covers_every_draw():
+  cumulative = synthetic._cumulative(1000, 1.05)
+  assert cumulative[-1] == 1.0
+  assert np.searchsorted(cumulative, np.nextafter(1.0, 0.0)) == 999
+  assert np.searchsorted(cumulative, 0.0) == 0
