@@ -45,7 +45,9 @@ def to_tree(**nodes: Any) -> Tree:
   for name, node in nodes.items():
     # Random keys as their data: not every store knows keys.
     dense = {k: jax.random.key_data(v) if _is_key(v) else v for k, v in _dense(node)[0].items()}
-    tables = {key: module.variables[table] for key, (module, table) in routing.row_keys(node).items()}
+    tables = {
+      key: module.variables[table] for key, (module, table) in routing.row_keys(node).items()
+    }
     tree[name] = {"state": dense, "tables": tables}
   return tree
 

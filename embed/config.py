@@ -167,9 +167,7 @@ class FeatureConfig:
       raise ValueError(
         f"Argument `table` has invalid type {type(self.table)}. Expected embed.TableConfig."
       )
-    set_(
-      "max_sequence_length", _integer("max_sequence_length", self.max_sequence_length, 0)
-    )
+    set_("max_sequence_length", _integer("max_sequence_length", self.max_sequence_length, 0))
     if not isinstance(self.validate_weights_and_indices, bool):
       raise ValueError(
         "Argument `validate_weights_and_indices` must be a bool. "

@@ -1,7 +1,5 @@
 """`Optimizer`: one step of a whole model, dense parameters by optax, tables by their own."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -20,7 +18,8 @@ class Optimizer(nnx.Module):
   The optimizer's `step` counts updates from 0 and drives the tables' learning rate schedules.
 
   >>> import embed, jax
-  >>> table = embed.TableConfig(10, 2, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.zeros)
+  >>> zeros = jax.nn.initializers.zeros
+  >>> table = embed.TableConfig(10, 2, optimizer=embed.sgd(0.5), initializer=zeros)
   >>> model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   >>> optimizer = embed.Optimizer(model, optax.adam(1e-3))
   >>> loss, grads = embed.value_and_grad(lambda m, ids: m(ids).sum())(model, jnp.array([3]))
@@ -59,13 +58,11 @@ class Optimizer(nnx.Module):
     if set(tables) != set(grads.rows):
       raise ValueError(
         f"The gradients hold rows of {sorted(grads.rows)}, but the model's tables are "
-        f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every entry."
+        f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every one."
       )
     step = jnp.asarray(self.step[...], jnp.int32)
     for module in routing.sparse_embeds(model).values():
-      rows = {
-        name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module
-      }
+      rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
       module.apply_row_gradients(_trainable(module, rows), step)
     self.dense.update(model, grads.dense)
 

@@ -110,9 +110,7 @@ def _run(jaxpr: Any, consts: Any, args: Any, taps: list[jax.Array]) -> Run:
     marks = _count_marks(eqns[0])
     if not marks:
       inputs, outputs = _boundary(eqns)
-      plain = jaxpr.replace(
-        constvars=[], invars=inputs, outvars=outputs, eqns=eqns
-      )
+      plain = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=eqns)
       out = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(plain, []))(*map(read, inputs))
     else:
       (eqn,), mine, taps = eqns, taps[:marks], taps[marks:]
@@ -151,9 +149,7 @@ def _run_marked(eqn: Any, values: list[Any], taps: list[jax.Array]) -> Run:
     return _run(closed.jaxpr, closed.consts, values, taps)
   if name in _REMAT:
     run = lambda values, taps: _run(eqn.params["jaxpr"], (), values, taps)
-    again = jax.checkpoint(
-      run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
-    )
+    again = jax.checkpoint(run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
     return again(values, taps)
   index, *operands = values
   return jax.lax.switch(index, _branches(eqn.params["branches"]), operands, taps)
@@ -239,20 +235,21 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         f"an nnx.Module. Got {type(model)}."
       )
     nodes = {i: arg for i, arg in enumerate(args) if _has_node(arg)}
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, params, *others = nnx.split(model, nnx.Param, ...)
     split_nodes = {i: nnx.split(arg) for i, arg in nodes.items()}
 
     def pure(params):
-      copy = nnx.merge(graphdef, params, rest, copy=True)
+      copy = nnx.merge(graphdef, params, *others, copy=True)
       for path, module in sparse_embeds(copy).items():
         module._path = path
-      merged = {i: nnx.merge(*parts, copy=True) for i, parts in split_nodes.items()}
+      merged = {i: nnx.merge(parts[0], parts[1], copy=True) for i, parts in split_nodes.items()}
       out = loss_fn(copy, *(merged.get(i, arg) for i, arg in enumerate(args)), **kwargs)
       loss, aux = out if has_aux else (out, None)
       if jnp.shape(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(
           f"The loss must be a float scalar, got shape {jnp.shape(loss)} of "
-          f"{jnp.result_type(loss)}" + (". For (loss, aux) pass has_aux=True." * isinstance(out, tuple))
+          f"{jnp.result_type(loss)}"
+          + (". For (loss, aux) pass has_aux=True." * isinstance(out, tuple))
         )
       changed = nnx.state(copy, nnx.Not(nnx.Any(nnx.Param, Table, SlotVariable)))
       return loss, aux, changed, {i: nnx.state(arg) for i, arg in merged.items()}
@@ -263,8 +260,8 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
 
     def tapped(params, taps):
       out, records = _run(closed.jaxpr, closed.consts, jax.tree.leaves(params), taps)
-      loss, *others = jax.tree.unflatten(jax.tree.structure(shapes), out)
-      return loss, (others, records)
+      loss, *rest = jax.tree.unflatten(jax.tree.structure(shapes), out)
+      return loss, (rest, records)
 
     differentiate = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
     (loss, ((aux, changed, node_states), records)), (dense, cotangents) = differentiate(

@@ -1,8 +1,8 @@
 """Applying row gradients to a table: find the distinct rows, sum, step them in place.
 
-Cost and memory follow the batch, never the vocabulary. Two formulations of one meaning: on CPU a
-hash table names the distinct ids without sorting and rows are stepped in chunks, as many as there
-are; on accelerators, where a loop is slow and sorting fast, everything happens at once.
+Cost and memory follow the batch, never the vocabulary. Two formulations of one meaning: on CPU
+(`cpu`) a hash table names the distinct ids without sorting, and as many rows are summed and stepped
+as there are; on accelerators, where loops are slow and sorting is fast, everything happens at once.
 """
 
 import functools
@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from embed import cpu
 from embed.lookup import Occurrences
 from embed.optimizers import RowOptimizer, Slots, step_rows
-
-CHUNK = 4096  # rows stepped at a time on CPU: their temporaries stay in cache
 
 
 class Piece(NamedTuple):
@@ -26,20 +25,12 @@ class Piece(NamedTuple):
   occurrences: Occurrences
 
 
-class Distinct(NamedTuple):
-  """The distinct ids among N: `place` `[N]` is each id's index in `ids` (N for padding)."""
-
-  place: jax.Array  # int32 [N]
-  ids: jax.Array  # int32 [N]: `count` distinct ids, then padding
-  count: jax.Array  # int32 scalar
-
-
 class SummedRows(NamedTuple):
-  """One gradient per touched row; the entries from `count` on are padding."""
+  """One gradient per touched row; the entries from `number` on are padding."""
 
   ids: jax.Array  # int32 [M]
   values: jax.Array  # float32 [M, D]
-  count: jax.Array
+  number: jax.Array  # int32 scalar
 
 
 def _cumsum(x: jax.Array, block: int = 512) -> jax.Array:
@@ -51,63 +42,22 @@ def _cumsum(x: jax.Array, block: int = 512) -> jax.Array:
   return (within + before[:, None]).reshape(-1)[:n]
 
 
-def _number(first: jax.Array, ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Numbers the positions where `first` holds: each position's number, their ids, and how many."""
-  n = ids.shape[0]
-  rank = _cumsum(first.astype(jnp.int32)) - 1
-  to = jnp.where(first, rank, n)
-  distinct = jnp.full(n, fill, jnp.int32).at[to].set(ids, mode="drop", unique_indices=True)
-  return rank, distinct, rank[-1] + 1
-
-
-def _distinct_by_hash(ids: jax.Array, fill: int) -> Distinct:
-  """Every id writes its position to a bucket; who reads its own id back is settled.
-
-  The rest tries again with another hash. Of the ids in a bucket one settles per round, so it ends
-  for any ids, in two or three rounds for most.
-  """
-  n = ids.shape[0]
-  bits = max(4, (4 * n - 1).bit_length())
-  position = jnp.arange(n, dtype=jnp.int32)
-  key = ids.astype(jnp.uint32)
-
-  def round_(carry):
-    r, winner, todo = carry
-    odd = (2 * r + 1) * jnp.uint32(2654435761)
-    mixed = (key ^ (r * jnp.uint32(0x9E3779B9))) * odd
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(2246822519)
-    bucket = (mixed >> (32 - bits)).astype(jnp.int32)
-    table = jnp.zeros(1 << bits, jnp.int32)
-    table = table.at[jnp.where(todo, bucket, 1 << bits)].set(position, mode="drop")
-    candidate = table.at[bucket].get(mode="promise_in_bounds")
-    settled = todo & (ids.at[candidate].get(mode="promise_in_bounds") == ids)
-    return r + 1, jnp.where(settled, candidate, winner), todo & ~settled
-
-  carry = jnp.uint32(0), jnp.full(n, n, jnp.int32), ids != fill
-  _, winner, _ = jax.lax.while_loop(lambda c: jnp.any(c[2]), round_, carry)
-  rank, distinct, count = _number(winner == position, ids, fill)
-  place = rank.at[winner].get(mode="fill", fill_value=n)
-  return Distinct(place, distinct, count)
-
-
-def _distinct_by_sort(ids: jax.Array, fill: int) -> Distinct:
+def _distinct_by_sort(ids: jax.Array, fill: int) -> cpu.Distinct:
   n = ids.shape[0]
   ordered, order = jax.lax.sort((ids, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=False)
-  new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
-  rank, distinct, count = _number(new & (ordered != fill), ordered, fill)
-  place = jnp.zeros(n, jnp.int32).at[order].set(
-    jnp.where(ordered == fill, n, rank), unique_indices=True
-  )
-  return Distinct(place, distinct, count)
+  new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (ordered != fill)
+  rank = _cumsum(new.astype(jnp.int32)) - 1
+  found = jnp.full(n, fill, jnp.int32).at[jnp.where(new, rank, n)].set(ordered, **cpu.DROP)
+  rank_or_none = jnp.where(ordered == fill, n, rank)
+  place = jnp.zeros(n, jnp.int32).at[order].set(rank_or_none, unique_indices=True)
+  return cpu.Distinct(place, found, rank[-1] + 1)
 
 
-def distinct(ids: jax.Array, fill: int) -> Distinct:
+def distinct(ids: jax.Array, fill: int) -> cpu.Distinct:
   """The distinct ids of int32 `[N]`, in no particular order; entries equal to `fill` are none."""
-  if ids.shape[0] == 0:
-    return Distinct(ids, ids, jnp.int32(0))
   return jax.lax.platform_dependent(
     ids,
-    cpu=functools.partial(_distinct_by_hash, fill=fill),
+    cpu=functools.partial(cpu.distinct, fill=fill),
     default=functools.partial(_distinct_by_sort, fill=fill),
   )
 
@@ -121,47 +71,24 @@ def _flat_ids(pieces: Sequence[Piece], vocabulary_size: int) -> jax.Array:
   return jnp.where((ids >= 0) & (ids < vocabulary_size), ids, vocabulary_size)
 
 
-def _per_activation(piece: Piece) -> tuple[jax.Array, jax.Array | None]:
-  """Gradients float32 `[B, D]` with per-activation gains applied, and per-id gains if any."""
-  grads, occ = piece.grads.astype(jnp.float32), piece.occurrences
-  gains = occ.gains
-  if occ.segments is None and gains is not None and gains.shape[-1] != occ.ids.shape[-1]:
-    grads, gains = grads * gains, None
-  return grads.reshape(-1, grads.shape[-1]), gains
-
-
-def _scatter_add(to: jax.Array, place: jax.Array, piece: Piece) -> jax.Array:
-  """Adds gain * gradient of every occurrence at `to[place]`; out of range is dropped.
-
-  One scatter per place in the bag, so that no `[N, D]` of expanded gradients is made.
-  """
-  grads, gains = _per_activation(piece)
-  occ = piece.occurrences
-  if occ.segments is not None:
-    rows = grads.at[occ.segments].get(mode="fill", fill_value=0)
-    rows = rows if gains is None else rows * gains[:, None]
-    return to.at[place].add(rows.astype(to.dtype), mode="drop")
-  length = occ.ids.shape[-1]
-  place = place.reshape(-1, length)
-  gains = None if gains is None else gains.reshape(-1, length)
-
-  def add(k, to):
-    at = jax.lax.dynamic_index_in_dim(place, k, axis=1, keepdims=False)
-    rows = grads
-    if gains is not None:
-      rows = rows * jax.lax.dynamic_index_in_dim(gains, k, axis=1)
-    return to.at[at].add(rows.astype(to.dtype), mode="drop")
-
-  if length <= 16:
-    for k in range(length):
-      to = add(k, to)
-    return to
-  return jax.lax.fori_loop(0, length, add, to)
-
-
-def _places(pieces: Sequence[Piece], flat: jax.Array) -> list[jax.Array]:
+def _addends(pieces: Sequence[Piece], places: jax.Array) -> list[cpu.Addend]:
+  """The pieces as gradients `[B, D]` that go to `[B, L]` of the flat `places` `[N]`."""
   sizes = [p.occurrences.ids.size for p in pieces]
-  return list(jnp.split(flat, np.cumsum(sizes)[:-1]))
+  addends = []
+  for piece, place in zip(pieces, jnp.split(places, np.cumsum(sizes)[:-1]), strict=True):
+    grads, occ = piece.grads.astype(jnp.float32), piece.occurrences
+    gains, dim = occ.gains, piece.grads.shape[-1]
+    if occ.segments is not None:
+      rows = grads.reshape(-1, dim).at[occ.segments].get(mode="fill", fill_value=0)
+      rows = rows if gains is None else rows * gains[:, None]
+      addends.append(cpu.Addend(rows, place[:, None], None))
+      continue
+    length = occ.ids.shape[-1]
+    if gains is not None and gains.shape[-1] != length:
+      grads, gains = grads * gains, None  # one gain per activation
+    gains = None if gains is None else gains.reshape(-1, length)
+    addends.append(cpu.Addend(grads.reshape(-1, dim), place.reshape(-1, length), gains))
+  return addends
 
 
 def sum_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
@@ -176,22 +103,15 @@ def sum_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
   ids = _flat_ids(pieces, vocabulary_size)
   found = distinct(ids, vocabulary_size)
   sums = jnp.zeros((ids.shape[0], pieces[0].grads.shape[-1]), jnp.float32)
-  for piece, place in zip(pieces, _places(pieces, found.place), strict=True):
-    sums = _scatter_add(sums, place, piece)
-  return SummedRows(found.ids, sums, found.count)
+  return SummedRows(found.ids, cpu.add_rows(sums, _addends(pieces, found.place)), found.number)
 
 
 def expand_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
   """One entry per occurrence in batch order: what `use_gradient_accumulation=False` steps on."""
   ids = _flat_ids(pieces, vocabulary_size)
   values = []
-  for piece in pieces:
-    grads, gains = _per_activation(piece)
-    occ = piece.occurrences
-    if occ.segments is not None:
-      rows = grads.at[occ.segments].get(mode="fill", fill_value=0)
-    else:
-      rows = jnp.repeat(grads, occ.ids.shape[-1], axis=0)
+  for grads, place, gains in _addends(pieces, ids):
+    rows = jnp.repeat(grads, place.shape[1], axis=0)
     values.append(rows if gains is None else rows * gains.reshape(-1, 1))
   stacked = jnp.where((ids < vocabulary_size)[:, None], jnp.concatenate(values), 0)
   return SummedRows(ids, stacked, jnp.int32(ids.shape[0]))
@@ -218,22 +138,6 @@ def _step_at(
   return write(table, w), {k: write(s, new[k]) for k, s in slots.items()}
 
 
-def _step_chunks(optimizer, table, slots, rows: SummedRows, rate):
-  """As many chunks as there are distinct rows: time follows the distinct ids, not the batch."""
-  size = rows.ids.shape[0]
-  chunk = min(CHUNK, size)
-  pad = -size % chunk
-  ids = jnp.pad(rows.ids, (0, pad), constant_values=np.iinfo(np.int32).max)
-  values = jnp.pad(rows.values, ((0, pad), (0, 0))) if pad else rows.values
-
-  def body(i, state):
-    at = jax.lax.dynamic_slice_in_dim(ids, i * chunk, chunk)
-    g = jax.lax.dynamic_slice_in_dim(values, i * chunk, chunk)
-    return _step_at(optimizer, state, at, g, rate)
-
-  return jax.lax.fori_loop(0, (rows.count + chunk - 1) // chunk, body, (table, slots))
-
-
 def _step_in_order(optimizer, state: State, rows: SummedRows, rate) -> State:
   # Beside each occurrence an entry that steps nothing: a scatter of one row would become a slice
   # that XLA fuses with its reads, and pays for with a copy of the table at every occurrence.
@@ -254,20 +158,16 @@ def _add_steps(optimizer, table, pieces, rate) -> jax.Array:
     p._replace(grads=step_rows(optimizer, p.grads.astype(jnp.float32), none, {}, rate)[0])
     for p in pieces
   ]
-  flat = _flat_ids(pieces, table.shape[0])
+  addends = _addends(moves, _flat_ids(pieces, table.shape[0]))
 
-  def add(table, moves, flat):
-    for move, at in zip(moves, _places(pieces, flat), strict=True):
-      table = _scatter_add(table, at, move)
-    return table
-
-  def add_in_loop(table, moves, flat):
+  def add_in_loop(table, addends):
     # XLA:CPU ignores barriers and would fuse the lookup's reads of the table into the additions,
     # and then copy the table. It cannot look through a loop; this one runs once, or not at all.
-    runs = jnp.any(flat < table.shape[0]).astype(jnp.int32)
-    return jax.lax.fori_loop(0, runs, lambda _, table: add(table, moves, flat), table)
+    runs = sum(jnp.any(a.place < table.shape[0]).astype(jnp.int32) for a in addends)
+    add = lambda _, table: cpu.add_rows(table, addends)
+    return jax.lax.fori_loop(0, jnp.minimum(runs, 1), add, table)
 
-  return jax.lax.platform_dependent(table, moves, flat, cpu=add_in_loop, default=add)
+  return jax.lax.platform_dependent(table, addends, cpu=add_in_loop, default=cpu.add_rows)
 
 
 def _is_plain_sum(optimizer: RowOptimizer, table: jax.Array) -> bool:
@@ -304,33 +204,50 @@ def step(
     The new table and slots. Rows that were not looked up keep their bits.
   """
   size = table.shape[0]
+  pieces = [p for p in pieces if p.occurrences.ids.size]
   if optimizer.equation is None:
     return table, slots
   if not optimizer.lazy:
     g = jnp.zeros(table.shape, jnp.float32)
-    flat = _flat_ids(pieces, size) if pieces else None
-    for piece, at in zip(pieces, _places(pieces, flat) if pieces else (), strict=True):
-      g = _scatter_add(g, at, piece)
+    g = cpu.add_rows(g, _addends(pieces, _flat_ids(pieces, size))) if pieces else g
     w, slots = step_rows(optimizer, g, table.astype(jnp.float32), slots, rate)
     return w.astype(table.dtype), slots
-  pieces = [p for p in pieces if p.occurrences.ids.size]
   if not pieces:
     return table, slots
   if _is_plain_sum(optimizer, table):
     return _add_steps(optimizer, table, pieces, rate), slots
   if not optimizer.use_gradient_accumulation:
     return _step_in_order(optimizer, (table, slots), expand_rows(pieces, size), rate)
+  ids = _flat_ids(pieces, size)
   if distinct_ids:
-    (piece,) = pieces
-    values, ids = piece.grads.astype(jnp.float32), _flat_ids(pieces, size)
+    values = pieces[0].grads.astype(jnp.float32)
     rows = SummedRows(ids, values, jnp.int32(ids.shape[0]))
-  else:
-    rows = sum_rows(pieces, size)
-  return jax.lax.platform_dependent(
-    table,
-    slots,
-    rows,
-    rate,
-    cpu=functools.partial(_step_chunks, optimizer),
-    default=lambda t, s, r, rate: _step_at(optimizer, (t, s), r.ids, r.values, rate),
-  )
+    return _step_distinct(optimizer, (table, slots), rows, rate)
+  return _step_summed(optimizer, (table, slots), (ids, pieces), rate)
+
+
+def _step_summed(optimizer, state: State, given, rate) -> State:
+  """Sums and steps: on CPU span by span, elsewhere all at once."""
+
+  def on_cpu(state, given, rate):
+    ids, pieces = given
+    found = cpu.distinct(ids, state[0].shape[0])
+    rule = lambda g, w, s: step_rows(optimizer, g, w, s, rate)
+    return cpu.step_summed(state[0], state[1], found, _addends(pieces, found.place), rule)
+
+  def at_once(state, given, rate):
+    rows = sum_rows(given[1], state[0].shape[0])
+    return _step_at(optimizer, state, rows.ids, rows.values, rate)
+
+  return jax.lax.platform_dependent(state, given, rate, cpu=on_cpu, default=at_once)
+
+
+def _step_distinct(optimizer, state: State, rows: SummedRows, rate) -> State:
+  def on_cpu(state, rows, rate):
+    rule = lambda g, w, s: step_rows(optimizer, g, w, s, rate)
+    return cpu.step_rows(state[0], state[1], rows.ids, rows.number, rows.values, rule)
+
+  def at_once(state, rows, rate):
+    return _step_at(optimizer, state, rows.ids, rows.values, rate)
+
+  return jax.lax.platform_dependent(state, rows, rate, cpu=on_cpu, default=at_once)

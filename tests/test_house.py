@@ -11,6 +11,7 @@ ORDER = [
   "ragged",
   "optimizers",
   "lookup",
+  "cpu",
   "update",
   "grads",
   "initializers",

@@ -1,0 +1,182 @@
+"""Rows on CPU: distinct ids, sums and steps in the forms that XLA:CPU compiles well.
+
+The meaning is `update`'s; this is the formulation for one backend, where sorting is slow, loops are
+cheap, memory not touched is memory not paid for, and a fusion re-reads a table wherever it can.
+What XLA compiles to vector code and what to one scalar at a time shaped every function here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# No index here counts from the end: without these JAX emits a select per index.
+IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+DROP: Any = {"mode": "drop", "wrap_negative_indices": False}
+
+CHUNK = 1 << 15  # elements stepped at a time: with slots and temporaries, the inner caches
+SPAN = 1 << 13  # rows whose gradients are summed at a time, at least
+
+
+class Distinct(NamedTuple):
+  """The distinct ids among N: `place` `[N]` is each id's index in `ids` (N for padding)."""
+
+  place: jax.Array  # int32 [N]
+  ids: jax.Array  # int32 [N]: `number` distinct ids, then padding
+  number: jax.Array  # int32 scalar
+
+
+class Addend(NamedTuple):
+  """Gradients `[B, D]` and, `[B, L]` each, the rows they go to and their gains (None for 1)."""
+
+  grads: jax.Array
+  place: jax.Array
+  gains: jax.Array | None
+
+
+# --- distinct ids --------------------------------------------------------------------------------
+
+
+def distinct(ids: jax.Array, fill: int) -> Distinct:
+  """The distinct ids of int32 `[N]`, in no particular order; entries equal to `fill` are none.
+
+  Every occurrence writes its position to a cell and reads back who won it: if that one has the
+  same id, it is settled. Whoever lost its cell to another id tries again with another hash. Each
+  round settles an id at least, so it ends, and is exact, for any ids; two rounds are usual.
+  """
+  n = ids.shape[0]
+  bits = max(4, (4 * n - 1).bit_length())
+  position = jnp.arange(n, dtype=jnp.int32)
+  key = ids.astype(jnp.uint32)
+
+  def attempt(carry):
+    k, winner, cells, _ = carry
+    odd = (k * jnp.uint32(0x85EBCA6B) + jnp.uint32(0x9E3779B1)) | jnp.uint32(1)
+    cell = ((key * odd) >> jnp.uint32(32 - bits)).astype(jnp.int32)
+    # Cells are not cleared between rounds: a stale position has another id, or the right one.
+    cells = cells.at[jnp.where(winner < 0, cell, 1 << bits)].set(position, **DROP)
+    other = cells.at[cell].get(**IN_BOUNDS)
+    settled = (winner < 0) & (ids.at[other].get(**IN_BOUNDS) == ids)
+    winner = jnp.where(settled, other, winner)
+    return k + jnp.uint32(1), winner, cells, jnp.any(winner < 0)
+
+  padding = ids == fill
+  carry = (
+    jnp.uint32(0),
+    jnp.where(padding, 0, -1).astype(jnp.int32),
+    jnp.zeros(1 << bits, jnp.int32),
+    jnp.any(~padding),
+  )
+  winner = lax.while_loop(lambda c: c[3], attempt, carry)[1]
+  rank, count = _rank((winner == position) & ~padding)
+  place = jnp.where(padding, n, rank.at[winner].get(**IN_BOUNDS))
+  # All occurrences write, the same value: selecting one of each would cost a branch per id.
+  found = jnp.full(n, fill, jnp.int32).at[place].set(ids, **DROP)
+  return Distinct(place, found, count)
+
+
+def _rank(chosen: jax.Array, rows: int = 64) -> tuple[jax.Array, jax.Array]:
+  """Numbers the chosen positions 0, 1, ... in some order, and how many they are.
+
+  A running sum down the columns of a grid adds whole rows, eight times as fast as `cumsum` here.
+  """
+  n = chosen.shape[0]
+  columns = -(-n // rows)
+  grid = jnp.pad(chosen.astype(jnp.int32), (0, rows * columns - n)).reshape(rows, columns)
+  totals, before = lax.scan(lambda t, row: (t + row, t), jnp.zeros(columns, jnp.int32), grid)
+  starts = jnp.cumsum(totals) - totals
+  return (before + starts[None]).reshape(-1)[:n], starts[-1] + totals[-1]
+
+
+# --- sums and steps ------------------------------------------------------------------------------
+
+
+def add_rows(to: jax.Array, addends: Sequence[Addend], offset: jax.Array | int = 0) -> jax.Array:
+  """Adds gain * gradient of every occurrence to `to[place - offset]`, if there is such a row.
+
+  One scatter per column of the bags: a scatter of `[B, D]` is vector code that skips rows out of
+  range at about a nanosecond each, and no `[B, L, D]` is ever made.
+  """
+  for grads, place, gains in addends:
+    columns = place.T - offset
+    weights = None if gains is None else gains.T
+
+    def add(k, to, grads=grads, columns=columns, weights=weights):
+      rows = grads if weights is None else grads * weights[k][:, None]
+      return to.at[columns[k]].add(rows.astype(to.dtype), **DROP)
+
+    length = place.shape[1]
+    to = add(0, to) if length == 1 else lax.fori_loop(0, length, add, to)
+  return to
+
+
+Rule = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]  # g [C, D], w [C, D], slots
+
+
+def step_summed(
+  table: jax.Array, slots: Any, found: Distinct, addends: Sequence[Addend], rule: Rule
+) -> tuple[jax.Array, Any]:
+  """Sums the gradients of the distinct rows and steps them, a span of rows at a time.
+
+  A span is an eighth of the occurrences: little memory, and seldom more than one or two spans,
+  since ids repeat. The addends have their `place` from `found`; padding's place, N, is never that
+  of an id.
+  """
+  n, dim = found.ids.shape[0], table.shape[1]
+  chunk = min(max(1, CHUNK // dim), n)
+  span = -(-min(n, max(SPAN, -(-n // 8))) // chunk) * chunk
+  ids = jnp.pad(found.ids, (0, -n % span), constant_values=table.shape[0])
+
+  def step_span(i, state):
+    sums = add_rows(jnp.zeros((span, dim), jnp.float32), addends, i * span)
+    these = lax.dynamic_slice_in_dim(ids, i * span, span)
+    number = jnp.minimum(found.number - i * span, span)
+    return step_rows(state[0], state[1], these, number, sums, rule)
+
+  return lax.fori_loop(0, (found.number + span - 1) // span, step_span, (table, slots))
+
+
+def step_rows(
+  table: jax.Array, slots: Any, ids: jax.Array, number: jax.Array, sums: jax.Array, rule: Rule
+) -> tuple[jax.Array, Any]:
+  """Steps the first `number` of the distinct rows `ids` `[M]` by their gradients `[M, D]`.
+
+  In place, in chunks that stay in cache between being read, stepped and written.
+  """
+  size, dim = table.shape
+  chunk = min(max(2, CHUNK // dim), max(2, ids.shape[0]))
+  pad = -ids.shape[0] % chunk
+  if pad:
+    ids = jnp.pad(ids, (0, pad), constant_values=size)
+    sums = jnp.pad(sums, ((0, pad), (0, 0)))
+
+  def step_chunk(i, state):
+    at = lax.dynamic_slice_in_dim(ids, i * chunk, chunk)
+    g = lax.dynamic_slice_in_dim(sums, i * chunk, chunk)
+    w, s = _read(state, at, size, number)
+    new = rule(g, w.astype(jnp.float32), s)
+    write = lambda x, v: x.at[at].set(v.astype(x.dtype), unique_indices=True, **DROP)
+    return jax.tree.map(write, state, new)
+
+  return lax.fori_loop(0, (number + chunk - 1) // chunk, step_chunk, (table, slots))
+
+
+def _read(state: Any, at: jax.Array, size: int, number: jax.Array) -> Any:
+  """The rows `at` of a table and its slots, zeros for padding; `number` is positive.
+
+  Alone, XLA:CPU compiles a gather to one scalar load per element; multiplied by something, to
+  vector loads, four times as fast. And it would fuse the read into every use of it, after a write
+  too, and copy the table for that; what is inside a conditional stays there.
+  """
+  valid = at < size
+  safe = jnp.minimum(at, size - 1)
+
+  def row(x):
+    one = valid.astype(x.dtype)
+    return x.at[safe].get(**IN_BOUNDS) * one.reshape(-1, *[1] * (x.ndim - 1))
+
+  read = lambda: jax.tree.map(row, state)
+  zeros = lambda: jax.tree.map(lambda x: jnp.zeros((at.shape[0], *x.shape[1:]), x.dtype), state)
+  return lax.cond(number > 0, read, zeros)
