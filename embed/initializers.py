@@ -29,5 +29,13 @@ def truncated_normal_rows(key: jax.Array, shape: tuple[int, int], dtype: Any) ->
     values = jax.random.truncated_normal(jax.random.fold_in(key, i), -2.0, 2.0, (dim,))
     return (values / math.sqrt(dim)).astype(dtype)
 
-  # In batches of rows: the random bits of a whole table would be as large as the table.
-  return jax.lax.map(row, jnp.arange(rows), batch_size=min(rows, ROWS_AT_A_TIME))
+  # Some rows at a time: the random bits of a whole table would be as large as the table. The last
+  # ones overlap the ones before, which come out the same.
+  some = min(rows, ROWS_AT_A_TIME)
+
+  def fill(i, table):
+    start = jnp.minimum(i * some, rows - some)
+    values = jax.vmap(row)(start + jnp.arange(some))
+    return jax.lax.dynamic_update_slice_in_dim(table, values, start, axis=0)
+
+  return jax.lax.fori_loop(0, -(-rows // some), fill, jnp.zeros(shape, dtype))

@@ -1,0 +1,83 @@
+"""A checkpoint is logical tables by name and everything else by path, and comes back whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import embed
+
+
+class Model(nnx.Module):
+  def __init__(self, seed, vocabulary_size=12, dim=4):
+    rngs = nnx.Rngs(seed)
+    movie = embed.TableConfig(vocabulary_size, dim, name="movie", optimizer=embed.adam(0.1))
+    user = embed.TableConfig(7, 4, name="user", optimizer=embed.rowwise_adagrad(0.1))
+    features = {"m": embed.FeatureConfig(movie), "u": embed.FeatureConfig(user)}
+    self.embed = embed.SparseEmbed(features, rngs=rngs)
+    self.layers = nnx.List([nnx.Linear(dim, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)])
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, ids):
+    act = self.embed({"m": ids, "u": ids % 7})
+    x = self.layers[1](self.layers[0](act["m"]))
+    return jnp.mean((self.dropout(x) * act["u"]) ** 2)
+
+
+def train(model, optimizer, steps, start=0):
+  losses = []
+  step = nnx.jit(embed.value_and_grad(lambda m, ids: m(ids)))
+  for i in range(start, start + steps):
+    loss, grads = step(model, np.arange(i, i + 5) % 12)
+    optimizer.update(model, grads)
+    losses.append(float(loss))
+  return losses
+
+
+def pair(seed):
+  model = Model(seed)
+  return model, embed.Optimizer(model, optax.adam(0.01))
+
+
+def test_a_run_goes_on_from_orbax_as_if_it_had_not_stopped(tmp_path):
+  model, optimizer = pair(0)
+  train(model, optimizer, 2)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "c", embed.checkpoint.to_tree(model=model, optimizer=optimizer))
+  wanted = train(model, optimizer, 3, start=2)
+
+  model, optimizer = pair(1)  # another seed: nothing of it may remain, dropout's counter included
+  like = embed.checkpoint.to_tree(model=model, optimizer=optimizer)
+  with ocp.StandardCheckpointer() as checkpointer:
+    tree = checkpointer.restore(tmp_path / "c", jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+  embed.checkpoint.from_tree(tree, model=model, optimizer=optimizer)
+  assert train(model, optimizer, 3, start=2) == wanted
+
+
+def test_names():
+  model, _ = pair(0)
+  tables = embed.checkpoint.to_tree(model=model)["model"]["tables"]
+  assert {k: sorted(v) for k, v in tables.items()} == {
+    "embed/movie": ["momenta", "parameters", "velocities"],
+    "embed/user": ["accumulators", "parameters"],
+  }
+  assert tables["embed/user"]["accumulators"].shape == (7,)
+
+
+def test_what_does_not_fit_is_named_and_nothing_changes():
+  model, _ = pair(0)
+  tree = embed.checkpoint.to_tree(model=model)
+  other = Model(1, vocabulary_size=13)
+  before = jax.tree.map(np.asarray, embed.checkpoint.to_tree(model=other))
+  with pytest.raises(ValueError, match=r"embed/movie/parameters has shape \(12, 4\)"):
+    embed.checkpoint.from_tree(tree, model=other)
+  del tree["model"]["tables"]["embed/user"]
+  with pytest.raises(ValueError, match="embed/user/accumulators is missing"):
+    embed.checkpoint.from_tree(tree, model=Model(1))
+  with pytest.raises(ValueError, match="is missing"):
+    embed.checkpoint.from_tree({}, model=Model(1))
+  after = embed.checkpoint.to_tree(model=other)
+  jax.tree.map(np.testing.assert_array_equal, before, after)

@@ -1,0 +1,169 @@
+"""What the optimizers have beside their equations, which test_properties holds to the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+
+V, D = 6, 3
+
+
+def make(optimizer, **table):
+  config = embed.TableConfig(V, D, combiner="sum", name="t", optimizer=optimizer, **table)
+  return embed.SparseEmbed(embed.FeatureConfig(config), rngs=nnx.Rngs(0))
+
+
+def step(layer, ids, grads, number=0):
+  """One step at the mid level: `grads` `[N, D]` are the gradients of the rows `ids` `[N]`."""
+  _, residual = layer.lookup(np.asarray(ids))
+  layer.apply_gradients(jnp.asarray(grads, jnp.float32), residual, step=number)
+
+
+def gradient(seed, *shape):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def test_sgd_by_hand():
+  layer = make(embed.sgd(0.5), initializer=jax.nn.initializers.ones)
+  step(layer, [2, 2, 4], [[1, 0, 0], [1, 2, 0], [0, 0, 4]])
+  wanted = np.ones((V, D))
+  wanted[2], wanted[4] = [0, 0, 1], [1, 1, -1]
+  np.testing.assert_array_equal(layer.tables["t"], wanted)
+
+
+def test_equal_hyperparameters_are_equal_optimizers():
+  assert embed.adam(1e-3) == embed.adam(learning_rate=1e-3, beta_1=0.9)
+  assert embed.adam(1e-3) != embed.adam(1e-3, beta_1=0.8)
+  assert embed.adam(1e-3) != embed.adam(1e-3, clipvalue=1.0)
+  assert embed.sgd(0.1) != embed.momentum(0.1)
+  assert len({embed.sgd(0.1), embed.sgd(0.1), embed.frozen()}) == 2
+  f = lambda g, w, s, lr: (w, s)
+  assert hash(embed.custom_optimizer(f, {"a": 0.0})) == hash(embed.custom_optimizer(f, {"a": 0.0}))
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9), optax.adagrad(0.1)])
+def test_from_optax_is_optax_where_every_row_is_touched(tx):
+  layer = make(embed.from_optax(tx))
+  table = layer.tables["t"]
+  state = tx.init(table)
+  for i in range(3):
+    g = gradient(i, V, D)
+    updates, state = tx.update(jnp.asarray(g), state, table)
+    table = optax.apply_updates(table, updates)
+    step(layer, range(V), g, i)
+    np.testing.assert_allclose(layer.tables["t"], table, rtol=1e-5, atol=1e-6)
+
+
+def test_from_optax_is_lazy_row_by_row():
+  """A row touched at steps 0 and 2 is where optax is after those two gradients alone."""
+  tx = optax.adam(0.1)
+  layer = make(embed.from_optax(tx))
+  before = np.asarray(layer.tables["t"])
+  row, state = jnp.asarray(before[1]), tx.init(jnp.asarray(before[1]))
+  for i, ids in enumerate([[1, 3], [3, 4], [1, 1]]):
+    g = gradient(i, 2, D)
+    step(layer, ids, g, i)
+    if 1 in ids:
+      updates, state = tx.update(jnp.asarray(g[np.array(ids) == 1].sum(0)), state, row)
+      row = row + updates
+  np.testing.assert_allclose(layer.tables["t"][1], row, rtol=1e-5)
+  np.testing.assert_array_equal(layer.tables["t"][jnp.array([0, 2, 5])], before[[0, 2, 5]])
+  counts = layer.variables["t"]["0.count"]
+  assert counts.tolist() == [0, 2, 0, 2, 1, 0]
+  assert counts.dtype == jnp.int32
+
+
+def test_from_optax_refuses_what_is_not_per_row():
+  with pytest.raises(ValueError, match="optax transformation"):
+    embed.from_optax("adam")
+  keeps_params = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
+  with pytest.raises(ValueError, match="constant"):
+    make(embed.from_optax(keeps_params))
+
+
+def test_custom_optimizer_can_be_row_wise_adagrad():
+  def update(g, w, slots, lr):
+    a = slots["a"] + jnp.mean(g * g, axis=-1)
+    return w - lr * g / jnp.sqrt(a)[..., None], {"a": a}
+
+  mine = make(embed.custom_optimizer(update, {"a": embed.Slot(0.1, per_row=True)}, 0.1))
+  theirs = make(embed.rowwise_adagrad(0.1))
+  for i in range(2):
+    for layer in (mine, theirs):
+      step(layer, [0, 5, 0], gradient(i, 3, D), i)
+  np.testing.assert_allclose(mine.tables["t"], theirs.tables["t"], rtol=1e-6)
+  np.testing.assert_allclose(mine.variables["t"]["a"], theirs.variables["t"]["accumulators"])
+
+
+def test_custom_optimizer_takes_the_common_arguments():
+  plain = embed.custom_optimizer(
+    lambda g, w, s, lr: (w - lr * g, s), learning_rate=1.0, clipvalue=0.5, clip_weight_max=1.25
+  )
+  layer = make(plain, initializer=jax.nn.initializers.ones)
+  step(layer, [0], [[2.0, -2.0, 0.25]])
+  np.testing.assert_allclose(layer.tables["t"][0], [0.5, 1.25, 0.75])
+
+
+def test_frozen_tables_do_not_move_but_show_their_gradients():
+  layer = make(embed.frozen())
+  before = layer.tables["t"]
+  _, grads = embed.value_and_grad(lambda m: jnp.sum(m(np.array([1, 1]))))(layer)
+  assert grads.rows["t"].values[0].tolist() == [2.0] * D
+  embed.Optimizer(layer, optax.sgd(1.0)).update(layer, grads)
+  np.testing.assert_array_equal(layer.tables["t"], before)
+  assert list(layer.variables["t"]) == ["parameters"]
+
+
+def test_slots_start_where_slot_init_says():
+  layer = make(embed.adagrad(slot_init={"accumulators": jax.nn.initializers.constant(3.0)}))
+  assert (layer.variables["t"]["accumulators"] == 3).all()
+  with pytest.raises(ValueError, match="its slots are"):
+    embed.adagrad(slot_init={"momenta": jax.nn.initializers.zeros})
+
+
+def test_a_schedule_sees_the_step_from_zero():
+  layer = make(embed.sgd(lambda step: 1.0 + step), initializer=jax.nn.initializers.zeros)
+  optimizer = embed.Optimizer(layer, optax.sgd(0.0))
+  train = nnx.jit(
+    lambda m, o: o.update(m, embed.value_and_grad(lambda m: jnp.sum(m(np.array([0]))))(m)[1])
+  )
+  for total in (1.0, 3.0, 6.0):
+    train(layer, optimizer)
+    assert layer.tables["t"][0].tolist() == [-total] * D
+  assert int(optimizer.step[...]) == 3
+
+
+def test_a_rate_that_would_be_frozen_is_refused():
+  with pytest.raises(ValueError, match="lambda step"):
+    embed.sgd(learning_rate=lambda: 0.1)
+
+
+def test_a_schedule_needs_a_step():
+  layer = make(embed.sgd(optax.constant_schedule(0.1)))
+  act, residual = layer.lookup(np.array([1]))
+  with pytest.raises(ValueError, match="step="):
+    layer.apply_gradients(jnp.ones_like(act), residual)
+
+
+def test_bias_correction_makes_it_optax_adam():
+  rate = embed.bias_corrected(0.1)
+  layer = make(embed.adam(rate, epsilon=1e-12, lazy_adam=False, sum_inside_sqrt=False))
+  tx, table = optax.adam(0.1, eps=1e-12), layer.tables["t"]
+  state = tx.init(table)
+  for i in range(4):
+    g = np.zeros((V, D), np.float32)
+    g[:4] = gradient(i, 4, D)
+    updates, state = tx.update(jnp.asarray(g), state, table)
+    table = optax.apply_updates(table, updates)
+    step(layer, range(4), g[:4], i)
+  np.testing.assert_allclose(layer.tables["t"], table, rtol=2e-4, atol=1e-5)
+
+
+def test_the_config_is_never_written_to():
+  table = embed.TableConfig(V, D)
+  embed.SparseEmbed(embed.FeatureConfig(table), embed.sgd(), rngs=nnx.Rngs(0))
+  assert table.optimizer is None

@@ -1,0 +1,130 @@
+"""The distinct rows of a batch, in both formulations, for ids that hash badly too."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from embed import cpu, update
+from embed.lookup import Occurrences
+
+WAYS = {"hash": cpu.distinct, "sort": update._distinct_by_sort}
+SIZE = 96  # one shape, one compilation
+
+
+@functools.cache
+def compiled(way, fill):
+  return jax.jit(functools.partial(WAYS[way], fill=fill))
+
+
+def check(way, ids, fill):
+  found = compiled(way, fill)(jnp.asarray(ids, jnp.int32))
+  place, distinct, number = (np.asarray(x) for x in found)
+  wanted = np.unique(ids[ids != fill])
+  assert number == len(wanted)
+  np.testing.assert_array_equal(np.sort(distinct[:number]), wanted)
+  assert (distinct[number:] == fill).all()
+  used = ids != fill
+  np.testing.assert_array_equal(distinct[place[used]], ids[used])
+  assert (place[~used] == len(ids)).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(st.lists(st.integers(0, 2**31 - 2), min_size=SIZE, max_size=SIZE))
+def test_any_ids(way, ids):
+  check(way, np.array(ids), 2**31 - 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(st.lists(st.integers(0, 9), min_size=SIZE, max_size=SIZE))
+def test_many_duplicates_and_padding(way, ids):
+  check(way, np.array(ids), 9)
+
+
+ADVERSARIAL = {
+  "all equal": np.full(SIZE, 7),
+  "all padding": np.full(SIZE, 2**31 - 1),
+  "a range": np.arange(SIZE),
+  "multiples of 2^20": np.arange(SIZE) << 20,
+  "powers of two": 1 << (np.arange(SIZE) % 31),
+  "the largest": 2**31 - 2 - np.arange(SIZE),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_adversarial_ids(way, name):
+  check(way, ADVERSARIAL[name], 2**31 - 1)
+
+
+def test_ids_made_to_collide():
+  """Ids that share their cell in the first round are told apart in the next ones."""
+  n, bits = SIZE, (4 * SIZE - 1).bit_length()
+  every = np.arange(1 << 18, dtype=np.uint32)
+  cells = (every * np.uint32(0x9E3779B1)) >> np.uint32(32 - bits)
+  same = every[cells == cells[5]][:n].astype(np.int32)
+  assert len(same) == n
+  check("hash", same, 2**31 - 1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65])
+def test_any_length(n):
+  for way in WAYS:
+    check(way, np.arange(n) % 7, 7)
+
+
+def test_spans_and_chunks_cover_every_row(monkeypatch):
+  """More distinct rows than fit a span, and chunks that do not divide it."""
+  monkeypatch.setattr(cpu, "SPAN", 10)
+  monkeypatch.setattr(cpu, "CHUNK", 3 * 2)
+  rng = np.random.default_rng(0)
+  v, d = 200, 2
+  ids = rng.permutation(v)[:90].reshape(30, 3).astype(np.int32)
+  ids[5:9, 1] = v  # padding
+  ids[:, 2] = ids[::-1, 0]  # duplicates
+  grads = rng.normal(size=(30, d)).astype(np.float32)
+  table = rng.normal(size=(v, d)).astype(np.float32)
+  piece = update.Piece(jnp.asarray(grads), Occurrences(jnp.asarray(ids), None, None))
+  found = cpu.distinct(jnp.asarray(ids.reshape(-1)), v)
+  rule = lambda g, w, s: (w - g, {"n": s["n"] + 1})
+  slots = {"n": jnp.zeros(v)}
+  addends = update._addends([piece], found.place)
+  new, slots = cpu.step_summed(jnp.asarray(table), slots, found, addends, rule)
+  wanted, touched = table.copy(), np.zeros(v)
+  for row, g in zip(ids, grads, strict=True):
+    for i in row[row < v]:
+      wanted[i] -= g
+      touched[i] = 1
+  np.testing.assert_allclose(new, wanted, atol=1e-5)
+  np.testing.assert_array_equal(slots["n"], touched)
+  np.testing.assert_array_equal(np.asarray(new)[touched == 0], table[touched == 0])
+
+
+def test_both_formulations_step_alike():
+  """What runs on an accelerator, run here, is what runs on CPU."""
+  import embed
+
+  rng = np.random.default_rng(1)
+  v, d = 50, 4
+  ids = jnp.asarray(rng.integers(0, v + 1, (20, 5)), jnp.int32)
+  piece = update.Piece(
+    jnp.asarray(rng.normal(size=(20, d)), jnp.float32),
+    Occurrences(ids, jnp.asarray(rng.normal(size=(20, 5)), jnp.float32), None),
+  )
+  optimizer = embed.adam(0.1)
+  state = (
+    jnp.asarray(rng.normal(size=(v, d)), jnp.float32),
+    {
+      "momenta": jnp.zeros((v, d)),
+      "velocities": jnp.zeros((v, d)),
+    },
+  )
+  on_cpu = update.step(optimizer, *state, [piece], jnp.float32(0.1))
+  found = update._distinct_by_sort(update._flat_ids([piece], v), v)
+  sums = cpu.add_rows(jnp.zeros((100, d)), update._addends([piece], found.place))
+  at_once = update._step_at(optimizer, state, found.ids, sums, jnp.float32(0.1))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
