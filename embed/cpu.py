@@ -167,8 +167,8 @@ def _read(state: Any, at: jax.Array, size: int, number: jax.Array) -> Any:
   """The rows `at` of a table and its slots, zeros for padding; `number` is positive.
 
   Alone, XLA:CPU compiles a gather to one scalar load per element; multiplied by something, to
-  vector loads, four times as fast. And it would fuse the read into every use of it, after a write
-  too, and copy the table for that; what is inside a conditional stays there.
+  vector loads, four times as fast. Where a read has two uses, as in Adagrad, it leaves the gather
+  alone; what is inside a conditional it does not see.
   """
   valid = at < size
   safe = jnp.minimum(at, size - 1)

@@ -63,7 +63,8 @@ class RowGrads:
     cls, pieces: Sequence[update.Piece], vocabulary_size: int, dim: int, accumulate: bool
   ) -> "RowGrads":
     """From activation gradients; `accumulate` says whether duplicates are to be summed."""
-    return cls._make(pieces, vocabulary_size, dim, "pending" if accumulate else "pending_each")
+    some = [p for p in pieces if p.occurrences.ids.size]
+    return cls._make(some, vocabulary_size, dim, "pending" if accumulate else "pending_each")
 
   def tree_flatten(self):
     return self.pieces, (self.vocabulary_size, self.dim, self.kind)
@@ -73,12 +74,11 @@ class RowGrads:
     return cls._make(pieces, *static)
 
   def _arrays(self) -> tuple[jax.Array, jax.Array]:
-    pieces = [p for p in self.pieces if p.occurrences.ids.size]
-    if not pieces:
+    if not self.pieces:
       return jnp.zeros(0, jnp.int32), jnp.zeros((0, self.dim), jnp.float32)
     if self.kind in ("pairs", "summed"):
-      return pieces[0].occurrences.ids[:, 0], pieces[0].grads
-    return _evaluate(tuple(pieces), self.vocabulary_size, self.kind == "pending")
+      return self.pieces[0].occurrences.ids[:, 0], self.pieces[0].grads
+    return _evaluate(self.pieces, self.vocabulary_size, self.kind == "pending")
 
   @property
   def ids(self) -> jax.Array:
@@ -99,7 +99,7 @@ class RowGrads:
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squares of the summed rows."""
-    if self.kind == "summed" or not self.pieces:
+    if self.kind == "summed" or not any(p.occurrences.ids.size for p in self.pieces):
       return jnp.sum(jnp.square(self.values))
     size = self.vocabulary_size if self.vocabulary_size is not None else _INT32_MAX
     return jnp.sum(jnp.square(_evaluate(self.pieces, size, True)[1]))

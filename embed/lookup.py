@@ -99,6 +99,8 @@ def lookup(
     act = act.at[occ.segments].add(rows(occ.ids, occ.gains), mode="drop")
     return act.reshape(*shape, dim).astype(table.dtype)
   length = occ.ids.shape[-1]
+  if length == 0:
+    return jnp.zeros((*shape, dim), table.dtype)
   per_id = occ.gains is not None and occ.gains.shape[-1] == length
   # Columns of gathers added up: on CPU each is a row copy, ten times as fast as gather-and-reduce.
   ids = occ.ids.reshape(-1, length).T
@@ -111,12 +113,9 @@ def lookup(
       act = picked if act is None else act + picked
     return act
 
-  if length == 0:
-    act = jnp.zeros((math.prod(shape), dim), jnp.float32)
-  else:
-    start = length % UNROLLED or UNROLLED
-    more = lambda j, act: add(start + j * UNROLLED, UNROLLED, act)
-    act = jax.lax.fori_loop(0, (length - start) // UNROLLED, more, add(0, start, None))
+  start = length % UNROLLED or UNROLLED
+  more = lambda j, act: add(start + j * UNROLLED, UNROLLED, act)
+  act = jax.lax.fori_loop(0, (length - start) // UNROLLED, more, add(0, start, None))
   act = act.reshape(*shape, dim)
   if occ.gains is not None and not per_id:
     act = act * occ.gains

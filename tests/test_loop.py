@@ -157,8 +157,10 @@ def test_a_finished_run_only_reports(whole, tmp_path, monkeypatch):
 
 
 def test_another_config_in_the_same_folder_is_refused(tmp_path):
-  loop.finished(toy_config(), tmp_path)
-  loop.finished(toy_config(), tmp_path)
+  assert loop.finished(toy_config(), tmp_path) is None
+  assert not list(tmp_path.iterdir())  # a run that fails before it trains leaves the folder free
+  arrays.write_json(tmp_path / "config.json", toy_config().to_dict())
+  assert loop.finished(toy_config(), tmp_path) is None
   with pytest.raises(ValueError, match="batch_size: 8 there, 16 now"):
     loop.finished(toy_config(batch_size=16), tmp_path)
 

@@ -135,7 +135,7 @@ def cotangent_for(shape):
 
 
 @given(structures, st.tuples(tables, tables), st.sampled_from(["sum", "mean", "sqrtn"]))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_any_structure(structure, values, combiner):
   """Activations in the structure given, one summed gradient per touched row of every table."""
   configs = [

@@ -5,6 +5,7 @@ import pickle
 import grain
 import numpy as np
 import pytest
+from absl import flags
 
 from recipes import arrays, pipeline
 
@@ -67,7 +68,10 @@ def test_sequential_reads_once_and_fills_up(columns, hosts):
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_resumes_where_it_was(columns, num_workers):
+def test_resumes_where_it_was(columns, num_workers, request):
+  if num_workers:
+    flags.FLAGS.mark_as_parsed()  # a program that starts with app.run has done so
+    request.addfinalizer(flags.FLAGS.unparse_flags)
   dataset = pipeline.batches(shuffled(columns), double, num_workers=num_workers)
   assert isinstance(dataset, grain.IterDataset)
   whole = list(iter(dataset))
