@@ -93,23 +93,48 @@ def _rank(chosen: jax.Array, rows: int = 64) -> tuple[jax.Array, jax.Array]:
 # --- sums and steps ------------------------------------------------------------------------------
 
 
-def add_rows(to: jax.Array, addends: Sequence[Addend], offset: jax.Array | int = 0) -> jax.Array:
-  """Adds gain * gradient of every occurrence to `to[place - offset]`, if there is such a row.
+def add_rows(
+  to: jax.Array,
+  addends: Sequence[Addend],
+  offset: jax.Array | int = 0,
+  step: Callable[[jax.Array], jax.Array] = lambda g: g,
+) -> jax.Array:
+  """Adds gain * step(gradient) of every occurrence to `to[place - offset]`, if there is such a row.
 
-  One scatter per column of the bags: a scatter of `[B, D]` is vector code that skips rows out of
-  range at about a nanosecond each, and no `[B, L, D]` is ever made.
+  One scatter per column of the bags and block of the batch: a scatter of rows is vector code that
+  skips those out of range at a nanosecond each, a block of gradients stays in cache for all its
+  columns, and no `[B, L, D]` is ever made.
   """
-  for grads, place, gains in addends:
-    columns = place.T - offset
-    weights = None if gains is None else gains.T
+  for addend in addends:
+    batch = addend.grads.shape[0]
+    gains = None if addend.gains is None else addend.gains.T
+    columns = Addend(addend.grads, addend.place.T - offset, gains)
+    block = min(max(1, CHUNK // to.shape[1]), batch)
 
-    def add(k, to, grads=grads, columns=columns, weights=weights):
-      rows = grads if weights is None else grads * weights[k][:, None]
-      return to.at[columns[k]].add(rows.astype(to.dtype), **DROP)
+    def add(start, size, to, columns=columns):
+      return _add_block(to, columns, start, size, step)
 
-    length = place.shape[1]
-    to = add(0, to) if length == 1 else lax.fori_loop(0, length, add, to)
+    to = lax.fori_loop(
+      0, batch // block, lambda i, to, add=add, block=block: add(i * block, block, to), to
+    )
+    if batch % block:
+      to = add(batch - batch % block, batch % block, to)
   return to
+
+
+def _add_block(to, columns: Addend, start, size, step) -> jax.Array:
+  """`add_rows` of the activations `[start, start + size)`; `place` and `gains` are `[L, B]`."""
+  grads = step(lax.dynamic_slice_in_dim(columns.grads, start, size))
+  place = lax.dynamic_slice_in_dim(columns.place, start, size, axis=1)
+  gains = columns.gains
+  if gains is not None:
+    gains = lax.dynamic_slice_in_dim(gains, start, size, axis=1)
+
+  def add(k, to):
+    rows = grads if gains is None else grads * gains[k][:, None]
+    return to.at[place[k]].add(rows.astype(to.dtype), **DROP)
+
+  return add(0, to) if place.shape[0] == 1 else lax.fori_loop(0, place.shape[0], add, to)
 
 
 Rule = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]  # g [C, D], w [C, D], slots

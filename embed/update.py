@@ -91,6 +91,23 @@ def _addends(pieces: Sequence[Piece], places: jax.Array) -> list[cpu.Addend]:
   return addends
 
 
+def _expand(addend: cpu.Addend) -> jax.Array:
+  """One row per occurrence, `[B * L, D]`."""
+  rows = jnp.repeat(addend.grads, addend.place.shape[1], axis=0)
+  return rows if addend.gains is None else rows * addend.gains.reshape(-1, 1)
+
+
+def _add_at_once(to: jax.Array, addends: Sequence[cpu.Addend]) -> jax.Array:
+  for addend in addends:
+    to = to.at[addend.place.reshape(-1)].add(_expand(addend).astype(to.dtype), **cpu.DROP)
+  return to
+
+
+def _add_rows(to: jax.Array, addends: Sequence[cpu.Addend]) -> jax.Array:
+  """Adds gain * gradient of every occurrence at its place in `to`; out of range is dropped."""
+  return jax.lax.platform_dependent(to, addends, cpu=cpu.add_rows, default=_add_at_once)
+
+
 def sum_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
   """The sum of the gradients of every touched row, over duplicates, features and calls.
 
@@ -103,16 +120,13 @@ def sum_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
   ids = _flat_ids(pieces, vocabulary_size)
   found = distinct(ids, vocabulary_size)
   sums = jnp.zeros((ids.shape[0], pieces[0].grads.shape[-1]), jnp.float32)
-  return SummedRows(found.ids, cpu.add_rows(sums, _addends(pieces, found.place)), found.number)
+  return SummedRows(found.ids, _add_rows(sums, _addends(pieces, found.place)), found.number)
 
 
 def expand_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
   """One entry per occurrence in batch order: what `use_gradient_accumulation=False` steps on."""
   ids = _flat_ids(pieces, vocabulary_size)
-  values = []
-  for grads, place, gains in _addends(pieces, ids):
-    rows = jnp.repeat(grads, place.shape[1], axis=0)
-    values.append(rows if gains is None else rows * gains.reshape(-1, 1))
+  values = [_expand(addend) for addend in _addends(pieces, ids)]
   stacked = jnp.where((ids < vocabulary_size)[:, None], jnp.concatenate(values), 0)
   return SummedRows(ids, stacked, jnp.int32(ids.shape[0]))
 
@@ -154,20 +168,20 @@ def _step_in_order(optimizer, state: State, rows: SummedRows, rate) -> State:
 def _add_steps(optimizer, table, pieces, rate) -> jax.Array:
   """For a linear optimizer without further ado: adds every occurrence's own step."""
   none = jnp.zeros((), jnp.float32)
-  moves = [
-    p._replace(grads=step_rows(optimizer, p.grads.astype(jnp.float32), none, {}, rate)[0])
-    for p in pieces
-  ]
-  addends = _addends(moves, _flat_ids(pieces, table.shape[0]))
+  move = lambda g: step_rows(optimizer, g, none, {}, rate)[0]
+  addends = _addends(pieces, _flat_ids(pieces, table.shape[0]))
 
-  def add_in_loop(table, addends):
+  def on_cpu(table, addends):
     # XLA:CPU ignores barriers and would fuse the lookup's reads of the table into the additions,
     # and then copy the table. It cannot look through a loop; this one runs once, or not at all.
     runs = sum(jnp.any(a.place < table.shape[0]).astype(jnp.int32) for a in addends)
-    add = lambda _, table: cpu.add_rows(table, addends)
+    add = lambda _, table: cpu.add_rows(table, addends, step=move)
     return jax.lax.fori_loop(0, jnp.minimum(runs, 1), add, table)
 
-  return jax.lax.platform_dependent(table, addends, cpu=add_in_loop, default=cpu.add_rows)
+  def at_once(table, addends):
+    return _add_at_once(table, [a._replace(grads=move(a.grads)) for a in addends])
+
+  return jax.lax.platform_dependent(table, addends, cpu=on_cpu, default=at_once)
 
 
 def _is_plain_sum(optimizer: RowOptimizer, table: jax.Array) -> bool:
@@ -209,7 +223,7 @@ def step(
     return table, slots
   if not optimizer.lazy:
     g = jnp.zeros(table.shape, jnp.float32)
-    g = cpu.add_rows(g, _addends(pieces, _flat_ids(pieces, size))) if pieces else g
+    g = _add_rows(g, _addends(pieces, _flat_ids(pieces, size))) if pieces else g
     w, slots = step_rows(optimizer, g, table.astype(jnp.float32), slots, rate)
     return w.astype(table.dtype), slots
   if not pieces:
