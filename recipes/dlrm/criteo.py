@@ -1,0 +1,290 @@
+"""Criteo's display advertising logs, as of the Kaggle challenge of 2014 and the 1 TB set.
+
+A row is a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs; integers
+and categories may be blank. Rows are in the order of time and split in that order. Files are read
+in blocks, with NumPy, in constant memory; preparation goes on where a kill interrupted it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from recipes import arrays, files
+
+NUM_INTEGERS, NUM_CATEGORIES = 13, 26
+_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
+_BLOCK = 1 << 24
+_HINT = (
+  "It is not downloaded because its licence has to be accepted: get the Criteo Display Advertising "
+  "Challenge from Criteo's or Kaggle's page, unpack train.txt, and pass --config.data_dir=<folder> "
+  "(and --config.data_file=<name> where the file is called otherwise)."
+)
+
+
+class Rows(NamedTuple):
+  """A block of rows: `label` uint8 `[N]`, `integers` float32 `[N, 13]`, nan where blank, and
+  `categories` int64 `[N, 26]`, -1 where blank; `end` is the offset of the next block."""
+
+  label: np.ndarray
+  integers: np.ndarray
+  categories: np.ndarray
+  end: int
+
+
+def settings(config) -> dict[str, Any]:
+  """Returns everything the prepared columns depend on."""
+  if config.vocabulary not in ("hash", "min_count"):
+    raise ValueError(f"unknown vocabulary {config.vocabulary!r}: choose hash or min_count")
+  folder = Path(config.data_dir).expanduser()
+  path = files.require(folder, config.data_file, hint=_HINT)
+  of_vocabulary = (
+    {"hash_size": config.hash_size}
+    if config.vocabulary == "hash"
+    else {"min_count": config.min_count}
+  )
+  return {
+    "format": 1,
+    "file": files.stamp(path),
+    "valid_fraction": config.valid_fraction,
+    "test_fraction": config.test_fraction,
+    "vocabulary": config.vocabulary,
+  } | of_vocabulary
+
+
+def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+  """Writes the columns; `dense` are the integers after `squash`, `ids` the 26 categories."""
+  path = Path(settings["file"][0])
+  total = count_rows(path)
+  splits = arrays.cut(total, settings["valid_fraction"], settings["test_fraction"])
+  vocabulary: Vocabulary = (
+    HashVocabulary(settings["hash_size"])
+    if settings["vocabulary"] == "hash"
+    else CountedVocabulary.of_file(path, splits["train"][1], settings["min_count"], folder)
+  )
+  label = arrays.column(folder, "label", (total,), np.uint8)
+  dense = arrays.column(folder, "dense", (total, NUM_INTEGERS), np.float32)
+  ids = arrays.column(folder, "ids", (total, NUM_CATEGORIES), np.int32)
+
+  position = folder / "position.json"
+  at = json.loads(position.read_text()) if position.exists() else {"offset": 0, "rows": 0}
+  with files.progress(f"preparing {path.name}", total, "row") as bar:
+    bar.update(at["rows"])
+    for block in read(path, at["offset"], at["rows"]):
+      rows = slice(at["rows"], at["rows"] + len(block.label))
+      label[rows] = block.label
+      dense[rows] = squash(block.integers)
+      ids[rows] = vocabulary.ids(block.categories)
+      for written in (label, dense, ids):
+        written.flush()
+      at = {"offset": block.end, "rows": rows.stop}
+      arrays.write_json(position, at)
+      bar.update(len(block.label))
+  return {
+    "splits": splits,
+    "features": [
+      {"name": f"c{i + 1:02d}", "vocabulary_size": size} for i, size in enumerate(vocabulary.sizes)
+    ],
+    "sha256": {path.name: files.digest(path)},
+  }
+
+
+def squash(integers: np.ndarray) -> np.ndarray:
+  """Returns `sign(x) * log(1 + |x|)`, blanks as 0: counts span decades, and a few are negative."""
+  return np.nan_to_num(np.sign(integers) * np.log1p(np.abs(integers))).astype(np.float32)
+
+
+class Vocabulary:
+  """Categories to ids: `sizes` per feature and `ids(categories)`, int64 to int32 `[N, 26]`.
+
+  Id 0 is the blank.
+  """
+
+  sizes: list[int]
+
+  def ids(self, categories: np.ndarray) -> np.ndarray:
+    raise NotImplementedError
+
+
+class HashVocabulary(Vocabulary):
+  """Ids by a fixed hash of the value and the feature: the same on every machine and every day."""
+
+  def __init__(self, size: int):
+    if size < 2:
+      raise ValueError(
+        f"hash_size must be at least 2, one id for blanks and one for values: {size}"
+      )
+    self.sizes = [size] * NUM_CATEGORIES
+
+  def ids(self, categories: np.ndarray) -> np.ndarray:
+    salt = np.arange(NUM_CATEGORIES, dtype=np.uint64) << np.uint64(32)
+    buckets = _splitmix64(categories.astype(np.uint64) ^ salt) % np.uint64(self.sizes[0] - 1)
+    return np.where(categories < 0, 0, 1 + buckets.astype(np.int64)).astype(np.int32)
+
+
+class CountedVocabulary(Vocabulary):
+  """Ids of the values that occur at least `min_count` times in the training rows.
+
+  All others, and those that only later rows hold, share id 1.
+  """
+
+  def __init__(self, values: list[np.ndarray]):
+    self.values = values
+    self.sizes = [2 + len(known) for known in values]
+
+  def ids(self, categories: np.ndarray) -> np.ndarray:
+    ids = np.zeros(categories.shape, np.int32)
+    for i, known in enumerate(self.values):
+      found = np.searchsorted(known, categories[:, i])
+      hit = np.zeros(len(categories), bool)
+      if len(known):
+        hit = known[np.minimum(found, len(known) - 1)] == categories[:, i]
+      ids[:, i] = np.where(hit, 2 + found, np.where(categories[:, i] < 0, 0, 1))
+    return ids
+
+  @classmethod
+  def of_file(cls, path: Path, train_rows: int, min_count: int, folder: Path):
+    """Counts the first `train_rows` rows, or opens the counts that a killed run left behind.
+
+    Memory is 12 bytes per distinct value: some 400 MB for the whole Kaggle file.
+    """
+    saved = folder / "vocabulary.npz"
+    if not saved.exists():
+      known = count_values(path, train_rows, min_count)
+      partial = folder / "vocabulary.partial.npz"
+      np.savez(partial, *known)
+      partial.replace(saved)
+    with np.load(saved) as stored:
+      return cls([stored[f"arr_{i}"] for i in range(NUM_CATEGORIES)])
+
+
+def count_values(path: Path, rows: int, min_count: int) -> list[np.ndarray]:
+  """Returns, per feature, the sorted values that the first `rows` rows hold `min_count` times."""
+  values = [np.empty(0, np.int64)] * NUM_CATEGORIES
+  counts = [np.empty(0, np.int32)] * NUM_CATEGORIES
+  left = rows
+  with files.progress(f"counting {path.name}", rows, "row") as bar:
+    for block in read(path):
+      for i, column in enumerate(block.categories[:left].T):
+        new, new_counts = np.unique(column[column >= 0], return_counts=True)
+        merged, at = np.unique(np.concatenate([values[i], new]), return_inverse=True)
+        weights = np.concatenate([counts[i], new_counts])
+        values[i], counts[i] = merged, np.bincount(at, weights, len(merged)).astype(np.int32)
+      left -= min(left, len(block.label))
+      bar.update(len(block.label))
+      if not left:
+        break
+  return [value[count >= min_count] for value, count in zip(values, counts, strict=True)]
+
+
+def count_rows(path: Path) -> int:
+  """Returns the number of lines, a last one without its newline included."""
+  lines, last = 0, b"\n"
+  with path.open("rb") as file:
+    while block := file.read(_BLOCK):
+      lines, last = lines + block.count(b"\n"), block[-1:]
+  if lines == 0 and last == b"\n":
+    raise ValueError(f"{path} is empty")
+  return lines + (last != b"\n")
+
+
+def read(path: Path, offset: int = 0, line: int = 0, block: int = _BLOCK) -> Iterator[Rows]:
+  """Yields the file's rows in blocks of about `block` bytes, from a byte offset on.
+
+  Args:
+    path: a file of tab-separated rows.
+    offset: where a line starts.
+    line: the number of lines before it, for messages.
+    block: bytes to read at once.
+
+  Raises:
+    ValueError: a row is truncated or a field is not what it should be; names the file and the line.
+  """
+  with path.open("rb") as file:
+    file.seek(offset)
+    rest = b""
+    while data := file.read(block):
+      data = rest + data
+      end = data.rfind(b"\n") + 1
+      data, rest = data[:end], data[end:]
+      offset += len(data)
+      if data:
+        yield _parse(data, path, line)._replace(end=offset)
+        line += data.count(b"\n")
+    if rest:
+      yield _parse(rest + b"\n", path, line)._replace(end=offset + len(rest))
+
+
+def _parse(data: bytes, path: Path, line: int) -> Rows:
+  text = np.frombuffer(data, np.uint8)
+  breaks = np.flatnonzero((text == ord("\t")) | (text == ord("\n")))
+  newlines = np.flatnonzero(text[breaks] == ord("\n"))
+  fields = np.diff(newlines, prepend=-1)
+  if (wrong := np.flatnonzero(fields != _FIELDS)).size:
+    raise _error(
+      path,
+      line + wrong[0],
+      f"found {fields[wrong[0]]} fields separated by tabs, expected a label, {NUM_INTEGERS} "
+      f"integers and {NUM_CATEGORIES} categories ({_FIELDS})",
+    )
+  ends = breaks.reshape(-1, _FIELDS)
+  starts = np.concatenate([[0], breaks[:-1] + 1]).reshape(-1, _FIELDS)
+
+  def column(i: int, base: int) -> np.ndarray:
+    values, bad = _numbers(text, starts[:, i], ends[:, i], base)
+    if bad.any():
+      at = int(np.argmax(bad))
+      found = data[starts[at, i] : ends[at, i]].decode("latin-1")
+      name = "label" if i == 0 else f"integer {i}" if base == 10 else f"category {i - NUM_INTEGERS}"
+      kind = "an integer" if base == 10 else "up to 8 hexadecimal digits"
+      raise _error(path, line + at, f"{name} is {found!r}, expected {kind}")
+    return values
+
+  label = column(0, 10)
+  if (wrong := np.flatnonzero((label != 0) & (label != 1))).size:
+    raise _error(path, line + wrong[0], "the label is not 0 or 1")
+  integers = np.stack([column(1 + i, 10) for i in range(NUM_INTEGERS)], axis=1)
+  categories = np.stack([column(1 + NUM_INTEGERS + i, 16) for i in range(NUM_CATEGORIES)], axis=1)
+  return Rows(
+    label.astype(np.uint8), integers.astype(np.float32), categories.astype(np.int64), end=0
+  )
+
+
+def _numbers(
+  text: np.ndarray, starts: np.ndarray, ends: np.ndarray, base: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Reads one field of every row; returns the numbers, blanks as nan or -1, and which are bad."""
+  digits = np.full(256, 255, np.uint8)
+  digits[np.frombuffer(b"0123456789abcdef"[:base], np.uint8)] = np.arange(base)
+  digits[np.frombuffer(b"0123456789ABCDEF"[:base], np.uint8)] = np.arange(base)
+  blank = starts == ends
+  negative = (text[starts] == ord("-")) & (base == 10)
+  starts = starts + negative
+  length = ends - starts
+  bad = (length > (8 if base == 16 else 18)) | (negative & (length == 0))
+  value = np.zeros(len(starts), np.int64)
+  for k in range(int(length[~bad].max(initial=0))):
+    inside = k < length
+    digit = digits[text[np.minimum(starts + k, len(text) - 1)]]
+    bad |= inside & (digit == 255)
+    value = np.where(inside, value * base + digit, value)
+  if base == 16:
+    return np.where(blank, -1, value), bad
+  return np.where(blank, np.nan, np.where(negative, -value, value)), bad
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+  # Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", the mixing function.
+  x = x + np.uint64(0x9E3779B97F4A7C15)
+  x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+  x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+  return x ^ (x >> np.uint64(31))
+
+
+def _error(path: Path, index: int, what: str) -> ValueError:
+  return ValueError(
+    f"{path}, line {index + 1}: {what}. Is the file complete and unpacked? Repair or remove the "
+    "line."
+  )

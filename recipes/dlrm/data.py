@@ -1,0 +1,159 @@
+"""Click data sets in one form: a label, dense features and categorical ids per row.
+
+`load` prepares a data set once (see `recipes.arrays`); `train_batches` and `eval_batches` are Grain
+pipelines over it. The columns are `label` uint8 `[N]`, `dense` float32 `[N, K]` and `ids` int32
+`[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+import embed
+from recipes import arrays, baselines, pipeline
+from recipes.dlrm import criteo, movielens1m, synthetic
+
+_SETS = {"criteo": criteo, "movielens1m": movielens1m, "synthetic": synthetic}
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+  """A categorical feature: one id per row, or a bag of up to `valency` ids."""
+
+  name: str
+  vocabulary_size: int
+  valency: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ClickData:
+  """A prepared data set.
+
+  Attributes:
+    columns: the memory-mapped columns.
+    splits: `train`, `valid` and `test` as ranges of rows.
+    features: in the order of their columns in `ids`.
+    sha256: hashes of the source files by name, or of the generated columns.
+    best: metrics of the probabilities that the labels were drawn from, where they are known.
+  """
+
+  columns: arrays.Columns
+  splits: Mapping[str, tuple[int, int]]
+  features: tuple[Feature, ...]
+  sha256: Mapping[str, str]
+  best: Mapping[str, float]
+
+  @property
+  def num_dense(self) -> int:
+    return self.columns["dense"].shape[1]
+
+
+def load(config) -> ClickData:
+  """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
+
+  Raises:
+    ValueError: the name is unknown, or a file is damaged; names the file and the line.
+    FileNotFoundError: a file is missing; names it and says where it comes from.
+  """
+  if config.dataset not in _SETS:
+    raise ValueError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
+  kind = _SETS[config.dataset]
+  settings = kind.settings(config)
+  columns, meta = arrays.prepared(
+    config.cache_dir, config.dataset, settings, functools.partial(kind.build, settings)
+  )
+  return ClickData(
+    columns,
+    {name: (start, stop) for name, (start, stop) in meta["splits"].items()},
+    tuple(Feature(**feature) for feature in meta["features"]),
+    meta["sha256"],
+    meta.get("best", {}),
+  )
+
+
+def feature_configs(data: ClickData, dim: int, initializer=None) -> dict[str, embed.FeatureConfig]:
+  """Returns one table of width `dim` per feature; the optimizer is left to the module's default."""
+  return {
+    feature.name: embed.FeatureConfig(
+      table=embed.TableConfig(
+        feature.vocabulary_size, dim, initializer=initializer, name=feature.name
+      )
+    )
+    for feature in data.features
+  }
+
+
+def train_batches(data: ClickData, config) -> grain.IterDataset:
+  """Returns `config.steps` shuffled batches: `label` `[B]`, `dense` `[B, K]`, `features`."""
+  source = pipeline.ShuffledBatches(
+    data.columns,
+    data.splits["train"],
+    batch_size=config.batch_size,
+    seed=config.seed,
+    num_batches=config.steps,
+    shard=(jax.process_index(), jax.process_count()),
+  )
+  return pipeline.batches(source, _transform(data), num_workers=config.num_workers)
+
+
+def eval_batches(data: ClickData, split: str, batch_size: int) -> grain.IterDataset:
+  """Returns the split once, in order; `mask` `[B]` is False where the last batch is filled up."""
+  source = pipeline.SequentialBatches(
+    data.columns, data.splits[split], batch_size=batch_size, fill={"ids": -1}
+  )
+  return pipeline.batches(source, _transform(data))
+
+
+def _transform(data: ClickData):
+  # Validation reads names and sizes only, so the widths of the tables do not matter here.
+  return functools.partial(
+    split_features, features=data.features, configs=feature_configs(data, dim=1)
+  )
+
+
+def split_features(
+  batch: dict[str, np.ndarray],
+  *,
+  features: tuple[Feature, ...],
+  configs: Mapping[str, embed.FeatureConfig],
+) -> dict[str, Any]:
+  """Cuts `ids` into one input per feature and checks them on the host.
+
+  Raises:
+    ValueError: an id is outside its vocabulary; names the feature.
+  """
+  ids, inputs, column = batch["ids"], {}, 0
+  for feature in features:
+    block = np.ascontiguousarray(ids[:, column : column + feature.valency])
+    inputs[feature.name] = block[:, 0] if feature.valency == 1 else embed.Padded(block)
+    column += feature.valency
+  embed.validate(configs, inputs)
+  rest = {name: array for name, array in batch.items() if name != "ids"}
+  return rest | {"label": batch["label"].astype(np.float32), "features": inputs}
+
+
+def logistic_regression(data: ClickData, config) -> dict[str, float]:
+  """Returns the metrics of a linear model on the same rows; see `baselines.logistic_regression`.
+
+  At most `config.baseline.max_rows` training rows are used, the last ones, because the one-hot
+  matrix is held in memory; the `rows` in the result say how many there were.
+  """
+  blocks = [
+    size
+    for feature in data.features
+    for size in (feature.vocabulary_size, *[0] * (feature.valency - 1))
+  ]
+  matrices, labels = {}, {}
+  for split, (start, stop) in data.splits.items():
+    first = max(start, stop - config.baseline.max_rows) if split == "train" else start
+    dense = np.asarray(data.columns["dense"][first:stop])
+    matrices[split] = baselines.one_hot(data.columns["ids"][first:stop], blocks, dense)
+    labels[split] = np.asarray(data.columns["label"][first:stop])
+  return baselines.logistic_regression(
+    matrices, labels, inverse_penalties=config.baseline.inverse_penalties
+  )

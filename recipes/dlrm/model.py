@@ -1,0 +1,112 @@
+"""DLRM and DCN-V2: two ways to let categorical and dense features meet.
+
+B is the batch, F the number of categorical features, K of dense ones, D the width of the tables.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import embed
+from recipes import layers
+
+Batch = Mapping[str, jax.Array]
+
+
+class DLRM(nnx.Module):
+  """Naumov et al. 2019: a bottom MLP on the dense features, dot products of all pairs, a top MLP.
+
+  Without dense features there is no bottom MLP and the pairs are those of the tables alone.
+
+  Args:
+    features: single ids and bags, all on tables of width `dim`.
+    table_optimizer: trains the tables.
+    num_dense: K.
+    dim: D.
+    bottom: widths of the bottom MLP before its last layer, which has width D.
+    top: widths of the top MLP before the logit.
+    concat_tables: the top MLP also sees what the tables return, not only the dot products and the
+      bottom MLP's output (False is as published). Without dense features it has little else.
+    dropout: rate, after the top MLP's layers.
+  """
+
+  def __init__(
+    self,
+    features: Mapping[str, embed.FeatureConfig],
+    table_optimizer,
+    num_dense: int,
+    dim: int,
+    *,
+    bottom: Sequence[int],
+    top: Sequence[int],
+    concat_tables: bool,
+    dropout: float,
+    rngs: nnx.Rngs,
+  ):
+    self.embed = embed.SparseEmbed(features, optimizer=table_optimizer, rngs=rngs)
+    self.bottom = layers.MLP(num_dense, [*bottom, dim], rngs=rngs) if num_dense else None
+    self.names, self.concat_tables = tuple(features), concat_tables
+    vectors = len(features) + (num_dense > 0)
+    seen = vectors if concat_tables else int(num_dense > 0)
+    width = seen * dim + vectors * (vectors - 1) // 2
+    self.top = layers.MLP(width, top, dropout=dropout, rngs=rngs)
+    self.head = nnx.Linear(self.top.out_features, 1, rngs=rngs)
+
+  def __call__(self, batch: Batch) -> jax.Array:
+    """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
+    activations = self.embed(batch["features"])
+    tables = [activations[name] for name in self.names]
+    dense = [self.bottom(batch["dense"])] if self.bottom is not None else []
+    pairs = layers.dot_interaction(jnp.stack([*tables, *dense], axis=1))
+    seen = [*tables, *dense] if self.concat_tables else dense
+    return self.head(self.top(jnp.concatenate([*seen, pairs], axis=1)))[:, 0]
+
+
+class DCNV2(nnx.Module):
+  """Wang et al. 2021: a cross network and a deep network, side by side or one after the other.
+
+  Args:
+    features, table_optimizer, num_dense, dim: as for `DLRM`.
+    cross_layers: number of cross layers.
+    rank: of the cross layers' matrices; 0 for full matrices.
+    deep: widths of the deep network.
+    structure: "parallel" concatenates both outputs before the logit, "stacked" feeds the cross
+      network's output to the deep one.
+    dropout: rate, after the deep network's layers.
+  """
+
+  def __init__(
+    self,
+    features: Mapping[str, embed.FeatureConfig],
+    table_optimizer,
+    num_dense: int,
+    dim: int,
+    *,
+    cross_layers: int,
+    rank: int,
+    deep: Sequence[int],
+    structure: str,
+    dropout: float,
+    rngs: nnx.Rngs,
+  ):
+    if structure not in ("parallel", "stacked"):
+      raise ValueError(f"unknown structure {structure!r}: choose parallel or stacked")
+    self.embed = embed.SparseEmbed(features, optimizer=table_optimizer, rngs=rngs)
+    self.names = tuple(features)
+    width = len(features) * dim + num_dense
+    self.cross = layers.Cross(width, cross_layers, rank=rank or None, rngs=rngs)
+    self.deep = layers.MLP(width, deep, dropout=dropout, rngs=rngs)
+    self.structure = structure
+    both = self.deep.out_features + (width if structure == "parallel" else 0)
+    self.head = nnx.Linear(both, 1, rngs=rngs)
+
+  def __call__(self, batch: Batch) -> jax.Array:
+    """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
+    activations = self.embed(batch["features"])
+    x = jnp.concatenate([*(activations[name] for name in self.names), batch["dense"]], axis=1)
+    crossed = self.cross(x)
+    if self.structure == "stacked":
+      return self.head(self.deep(crossed))[:, 0]
+    return self.head(jnp.concatenate([crossed, self.deep(x)], axis=1))[:, 0]

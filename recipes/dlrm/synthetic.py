@@ -1,0 +1,111 @@
+"""Clicks drawn from a known teacher, so that the best AUC anybody can reach is known.
+
+Ids follow a power law, as in logs: few are seen often, most hardly ever. The teacher is a
+factorization machine over them, whose pairwise terms a linear model cannot follow, and the labels
+are drawn from its probabilities. Scoring the test rows by those probabilities themselves gives the
+bound; a model stays below it because it sees most ids too rarely to learn them.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import expit
+
+from recipes import arrays, files
+from recipes.metrics import ClickMetrics
+
+_SIZES = {"user": 10_000, "item": 5_000, "brand": 500, "category": 50, "city": 200, "hour": 24}
+_TAGS, _MAX_TAGS, _NUM_DENSE, _RANK = 300, 5, 4, 4
+_CHUNK = 1 << 16
+
+
+def settings(config) -> dict[str, Any]:
+  """Returns everything the prepared columns depend on."""
+  return {
+    "format": 1,
+    "rows": config.rows,
+    "seed": config.data_seed,
+    "zipf_exponent": config.zipf_exponent,
+  }
+
+
+def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+  """Writes the columns; `ids` are six single ids and a bag of up to five tags."""
+  rows, seed = settings["rows"], settings["seed"]
+  teacher = _Teacher(np.random.default_rng((seed, 0)), settings["zipf_exponent"])
+  splits = arrays.cut(rows, valid=0.1, test=0.1)
+  label = arrays.column(folder, "label", (rows,), np.uint8)
+  dense = arrays.column(folder, "dense", (rows, _NUM_DENSE), np.float32)
+  ids = arrays.column(folder, "ids", (rows, len(_SIZES) + _MAX_TAGS), np.int32)
+  best, digest = ClickMetrics(), hashlib.sha256()
+  with files.progress("drawing clicks", rows, "row") as bar:
+    for start in range(0, rows, _CHUNK):
+      stop = min(start + _CHUNK, rows)
+      drawn = teacher.draw(np.random.default_rng((seed, 1, start)), stop - start)
+      label[start:stop], dense[start:stop], ids[start:stop], logits = drawn
+      for array in drawn[:3]:
+        digest.update(np.ascontiguousarray(array).tobytes())
+      tested = np.arange(start, stop) >= splits["test"][0]
+      best.update(logits, drawn[0], tested)
+      bar.update(stop - start)
+  features = [{"name": name, "vocabulary_size": size} for name, size in _SIZES.items()]
+  features.append({"name": "tags", "vocabulary_size": _TAGS, "valency": _MAX_TAGS})
+  return {
+    "splits": splits,
+    "features": features,
+    "sha256": {"generated": digest.hexdigest()},
+    "best": {f"test_{name}": value for name, value in best.compute().items()},
+  }
+
+
+class _Teacher:
+  """A factorization machine (Rendle 2010) with random weights over power-law ids."""
+
+  def __init__(self, generator: np.random.Generator, exponent: float):
+    self._popularity = {
+      name: _cumulative(size, exponent) for name, size in (_SIZES | {"tags": _TAGS}).items()
+    }
+    self._weights = {
+      name: generator.normal(0.0, 0.5, size) for name, size in (_SIZES | {"tags": _TAGS}).items()
+    }
+    self._vectors = {
+      name: generator.normal(0.0, 0.4, (size, _RANK))
+      for name, size in (_SIZES | {"tags": _TAGS}).items()
+    }
+    self._dense = generator.normal(0.0, 0.3, _NUM_DENSE)
+
+  def draw(
+    self, generator: np.random.Generator, rows: int
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns labels `[N]`, dense `[N, 4]`, ids `[N, 11]` and the logits the labels came from."""
+    dense = generator.normal(size=(rows, _NUM_DENSE)).astype(np.float32)
+    logits = -1.5 + dense @ self._dense
+    columns, vectors = [], []
+    for name in _SIZES:
+      ids = np.searchsorted(self._popularity[name], generator.random(rows))
+      columns.append(ids)
+      vectors.append(self._vectors[name][ids])
+      logits += self._weights[name][ids]
+    tags = np.searchsorted(self._popularity["tags"], generator.random((rows, _MAX_TAGS)))
+    present = np.arange(_MAX_TAGS) < generator.integers(0, _MAX_TAGS + 1, (rows, 1))
+    share = present / np.maximum(present.sum(axis=1, keepdims=True), 1)
+    logits += (self._weights["tags"][tags] * share).sum(axis=1)
+    vectors.append((self._vectors["tags"][tags] * share[..., None]).sum(axis=1))
+    # The sum over pairs, by Rendle's identity: half of (square of the sum - sum of the squares).
+    stacked = np.stack(vectors, axis=1)
+    pairs = stacked.sum(axis=1) ** 2 - (stacked**2).sum(axis=1)
+    logits += 0.5 * pairs.sum(axis=1)
+    labels = generator.random(rows) < expit(logits)
+    bag = np.where(present, tags, -1)
+    ids = np.column_stack([*columns, bag]).astype(np.int32)
+    return labels.astype(np.uint8), dense, ids, logits
+
+
+def _cumulative(size: int, exponent: float) -> np.ndarray:
+  weights = np.arange(1, size + 1, dtype=np.float64) ** -exponent
+  cumulative = np.cumsum(weights)
+  # Rounding must not leave the last value below 1, or a draw beside 1 would get the id `size`.
+  cumulative /= cumulative[-1]
+  return cumulative

@@ -1,0 +1,112 @@
+"""Trains a click model: what to train, on what, and how it is measured."""
+
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+import embed
+from recipes import loop, results
+from recipes.dlrm import data as data_lib
+from recipes.dlrm import model as model_lib
+from recipes.metrics import ClickMetrics
+
+
+def run(config, workdir: str) -> dict[str, Any]:
+  """Trains as configured, or reports the run that the workdir holds; returns its result.json."""
+  result = loop.finished(config, workdir)
+  if result is None:
+    data = data_lib.load(config)
+    model = build_model(config, data)
+    result = loop.train(
+      config,
+      workdir,
+      recipe=f"dlrm/{config.model}",
+      model=model,
+      optimizer=embed.Optimizer(model, dense_optimizer(config)),
+      loss_fn=loss_fn,
+      batches=data_lib.train_batches(data, config),
+      evaluate=evaluator(data, config),
+      baselines=lambda: baselines(data, config),
+      data_sha256=data.sha256,
+    )
+  print(results.report(result))
+  return result
+
+
+def build_model(config, data: data_lib.ClickData) -> nnx.Module:
+  """Returns the model that `config.model` names, its tables with the configured optimizer."""
+  rngs = nnx.Rngs(config.seed)
+  initializer = jax.nn.initializers.normal(config.table.init_scale)
+  features = data_lib.feature_configs(data, config.embedding_dim, initializer)
+  common = (features, table_optimizer(config), data.num_dense, config.embedding_dim)
+  if config.model == "dlrm":
+    return model_lib.DLRM(*common, **config.dlrm, dropout=config.dropout, rngs=rngs)
+  if config.model == "dcnv2":
+    return model_lib.DCNV2(*common, **config.dcnv2, dropout=config.dropout, rngs=rngs)
+  raise ValueError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+
+
+def schedule(config, peak: float) -> optax.Schedule:
+  """Returns a rate that rises over `warmup_steps` and then falls as a cosine to `final_rate`."""
+  return optax.warmup_cosine_decay_schedule(
+    init_value=0.0 if config.warmup_steps else peak,
+    peak_value=peak,
+    warmup_steps=config.warmup_steps,
+    decay_steps=config.steps,
+    end_value=peak * config.final_rate,
+  )
+
+
+def dense_optimizer(config) -> optax.GradientTransformation:
+  """Returns AdamW for everything but the tables."""
+  return optax.adamw(schedule(config, config.learning_rate), weight_decay=config.weight_decay)
+
+
+def table_optimizer(config):
+  """Returns the sparse optimizer `config.table.optimizer`, one of `embed`'s by name."""
+  make = {
+    "adagrad": embed.adagrad,
+    "adam": embed.adam,
+    "rowwise_adagrad": embed.rowwise_adagrad,
+    "sgd": embed.sgd,
+  }
+  if config.table.optimizer not in make:
+    raise ValueError(
+      f"unknown table optimizer {config.table.optimizer!r}: choose one of {sorted(make)}"
+    )
+  return make[config.table.optimizer](
+    learning_rate=schedule(config, config.table.learning_rate),
+    weight_decay_factor=config.table.weight_decay or None,
+    multiply_weight_decay_factor_by_learning_rate=True,
+  )
+
+
+def loss_fn(model, batch) -> jax.Array:
+  """Returns the mean cross-entropy of a batch's labels `[B]`."""
+  return optax.sigmoid_binary_cross_entropy(model(batch), batch["label"]).mean()
+
+
+def evaluator(data: data_lib.ClickData, config):
+  """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split."""
+
+  @nnx.jit
+  def predict(model, batch):
+    return model(batch)
+
+  def evaluate(model, split: str) -> dict[str, float]:
+    metrics, view = ClickMetrics(), nnx.view(model, deterministic=True)
+    for batch in data_lib.eval_batches(data, split, config.eval_batch_size):
+      metrics.update(predict(view, batch), batch["label"], batch["mask"])
+    return metrics.compute()
+
+  return evaluate
+
+
+def baselines(data: data_lib.ClickData, config) -> dict[str, dict[str, float]]:
+  """Returns a logistic regression's metrics, and the best possible ones where they are known."""
+  found = {"logistic regression": data_lib.logistic_regression(data, config)}
+  if data.best:
+    found["best possible"] = dict(data.best)
+  return found

@@ -1,0 +1,96 @@
+"""What a run leaves behind while it trains: metrics.jsonl, TensorBoard, a bar or lines of log."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+
+class Journal:
+  """Writes the metrics of a run; a context manager.
+
+  Args:
+    workdir: where `metrics.jsonl` and `tensorboard/` are.
+    step: the step that the run resumes from. What lies behind it was written by a run that was
+      killed before its next checkpoint; it is removed here and written again, the same.
+    steps: of the whole run.
+    batch_size: examples in a step.
+  """
+
+  def __init__(self, workdir: Path, *, step: int, steps: int, batch_size: int):
+    self._path = workdir / "metrics.jsonl"
+    truncate(self._path, step)
+    self._file = self._path.open("a")
+    self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+    self._bar = tqdm(total=steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
+    self._step, self._steps, self._batch_size = step, steps, batch_size
+    self._since, self._timed = time.perf_counter(), 0
+
+  def __enter__(self) -> "Journal":
+    return self
+
+  def __exit__(self, *unused: Any) -> None:
+    self._bar.close()
+    self._board.close()
+    self._file.close()
+
+  def stepped(self) -> None:
+    """Counts one training step, for the bar and the rate."""
+    self._step += 1
+    self._timed += 1
+    self._bar.update()
+
+  def log_train(self, metrics: dict[str, float]) -> None:
+    """Logs training metrics of the current step, with the rate since the last log."""
+    seconds = time.perf_counter() - self._since
+    rate = self._timed * self._batch_size / max(seconds, 1e-9)
+    self._write({"step": self._step, **metrics, "examples_per_second": rate})
+    self._bar.set_postfix(loss=f"{metrics['loss']:.4f}", examples=f"{rate:,.0f}/s", refresh=False)
+    self._say(f"loss {metrics['loss']:.4f}  {rate:,.0f} examples/s")
+    self.restart_clock()
+
+  def log_eval(self, metrics: dict[str, float]) -> None:
+    """Logs metrics of an evaluation at the current step; its time does not count in the rate."""
+    self._write({"step": self._step, **metrics})
+    self._say("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()), keep=True)
+
+  def restart_clock(self) -> None:
+    """Leaves the time until now out of the next rate, and begins to count again."""
+    self._since, self._timed = time.perf_counter(), 0
+
+  def sync(self) -> None:
+    """Puts everything written so far on the disk; call it before a checkpoint of this step."""
+    self._file.flush()
+    os.fsync(self._file.fileno())
+    self._board.flush()
+
+  def _write(self, line: dict[str, Any]) -> None:
+    self._file.write(json.dumps(line, allow_nan=False) + "\n")
+    self._file.flush()
+    for name, value in line.items():
+      if name != "step":
+        self._board.add_scalar(name, value, line["step"])
+
+  def _say(self, text: str, keep: bool = False) -> None:
+    if self._bar.disable:
+      print(f"step {self._step}/{self._steps}  {text}", file=sys.stderr, flush=True)
+    elif keep:  # evaluations stay readable above the bar
+      self._bar.write(f"step {self._step}/{self._steps}  {text}")
+
+
+def truncate(path: Path, step: int) -> None:
+  """Removes lines behind `step` from a metrics.jsonl, and one that a kill has cut in half."""
+  if not path.exists():
+    return
+  kept = 0
+  with path.open("rb") as file:
+    for line in file:
+      if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+        break
+      kept += len(line)
+  os.truncate(path, kept)

@@ -1,0 +1,284 @@
+"""The one training loop: every recipe prepares its parts and calls `train`.
+
+A run is a folder, the workdir:
+
+    config.json      what was asked for; another config in the same folder is refused
+    metrics.jsonl    one line per log step and per evaluation
+    tensorboard/     the same for TensorBoard
+    checkpoints/     Orbax: the latest state and the best one on validation
+    result.json      written at the end; a run that has one is finished
+
+A run that is killed, at any time, and started again by the same command goes on from its latest
+checkpoint and ends as if it had never stopped: the checkpoint holds the dense parameters, the
+tables by name, both optimizers' states, the position in the data and the loop's own memory, and on
+one machine every step is deterministic.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+import embed
+import embed.checkpoint
+from recipes import arrays, results
+from recipes.journal import Journal
+
+
+@dataclasses.dataclass
+class _Progress:
+  """What the loop itself has to remember across a kill.
+
+  `losses` are those since the last log line; `best` is the best selection score so far, at
+  `best_step`, and `stale` counts the evaluations since.
+  """
+
+  step: int = 0
+  seconds: float = 0.0
+  losses: list[float] = dataclasses.field(default_factory=list)
+  best: float | None = None
+  best_step: int = 0
+  stale: int = 0
+  stopped: bool = False
+  data: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def finished(config, workdir: str | Path) -> dict[str, Any] | None:
+  """Returns the result if the workdir's run has ended already, and None if there is work to do.
+
+  Call it first: a finished run then reports without loading any data.
+
+  Raises:
+    ValueError: the workdir holds a run of another config; names the fields that differ.
+  """
+  workdir = Path(workdir)
+  wanted, path = _plain(config), workdir / "config.json"
+  if path.exists():
+    found = json.loads(path.read_text())
+    differing = [
+      f"{name}: {found.get(name)!r} there, {wanted.get(name)!r} now"
+      for name in sorted(found.keys() | wanted.keys())
+      if found.get(name) != wanted.get(name)
+    ]
+    if differing:
+      raise ValueError(
+        f"{workdir} holds a run of another config ({'; '.join(differing)}). Choose another "
+        "--workdir, or remove that one."
+      )
+  result = workdir / "result.json"
+  return json.loads(result.read_text()) if result.exists() else None
+
+
+def train(
+  config,
+  workdir: str | Path,
+  *,
+  recipe: str,
+  model: nnx.Module,
+  optimizer: embed.Optimizer,
+  loss_fn: Callable[[Any, Any], jax.Array],
+  batches: Any,
+  evaluate: Callable[[Any, str], dict[str, float]],
+  baselines: Callable[[], dict[str, dict[str, float]]],
+  data_sha256: Mapping[str, str],
+) -> dict[str, Any]:
+  """Trains, evaluates, checkpoints, and tests once at the end.
+
+  Args:
+    config: needs `seed`, `steps`, `batch_size`, `log_every`, `eval_every`, `checkpoint_every` (0:
+      at evaluations only), `select` (the validation metric whose best state is tested, as
+      "valid_auc", a name that ends in "loss" being minimised; "" tests the final state) and
+      `patience` (evaluations without improvement until training stops; 0 never).
+    workdir: the run's folder, for which `finished` has returned None.
+    recipe: its name, for the result.
+    model: trained in place.
+    optimizer: of the model's dense parameters and tables.
+    loss_fn: `(model, batch) -> scalar`.
+    batches: a Grain `IterDataset` of at least `steps` batches.
+    evaluate: `(model, split) -> {metric: value}`, for the splits `valid` and `test`.
+    baselines: computes, at the end, `{baseline: {metric: value}}`.
+    data_sha256: hashes of the data by file.
+
+  Returns:
+    The content of result.json.
+
+  Raises:
+    FloatingPointError: the loss is not finite.
+  """
+  workdir = Path(workdir).resolve()
+  workdir.mkdir(parents=True, exist_ok=True)
+  arrays.write_json(workdir / "config.json", _plain(config))
+  state = {"model": model, "optimizer": optimizer}
+  iterator = iter(batches)
+  progress = _Progress()
+  with _manager(workdir / "checkpoints", progress) as manager:
+    if (latest := manager.latest_step()) is not None:
+      vars(progress).update(_restore(manager, latest, state))
+      iterator.set_state(progress.data)
+      print(f"{workdir}: going on from step {progress.step}", file=sys.stderr)
+    with Journal(
+      workdir, step=progress.step, steps=config.steps, batch_size=config.batch_size
+    ) as journal:
+      _run(config, progress, iterator, loss_fn, evaluate, journal, manager, state)
+    if config.select and progress.best_step != progress.step:
+      _restore(manager, progress.best_step, state)
+    tested_step = progress.best_step if config.select else progress.step
+    metrics = _named("valid", evaluate(model, "valid")) | _named("test", evaluate(model, "test"))
+  result = {
+    "recipe": recipe,
+    "config": _plain(config),
+    "seed": config.seed,
+    "steps": progress.step,
+    "tested_step": tested_step,
+    "seconds": progress.seconds,
+    "metrics": metrics,
+    "baselines": baselines(),
+    "device": results.device(),
+    "versions": results.versions(),
+    "data_sha256": dict(data_sha256),
+  }
+  arrays.write_json(workdir / "result.json", result)
+  return result
+
+
+def _run(
+  config,
+  progress: _Progress,
+  iterator: Iterator,
+  loss_fn: Callable,
+  evaluate: Callable,
+  journal: Journal,
+  manager: ocp.CheckpointManager,
+  state: dict[str, Any],
+) -> None:
+  """Takes the steps that are left, up to the last one or until validation stops improving."""
+  model, optimizer = state["model"], state["optimizer"]
+
+  # Donation lets the tables be updated in their own memory; without it a step copies every table.
+  @nnx.jit(donate_argnames=("model", "optimizer"))
+  def train_step(model, optimizer, batch):
+    loss, grads = embed.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)
+    return loss
+
+  began = time.perf_counter() - progress.seconds
+  losses: list[Any] = list(progress.losses)  # on the device; fetched only where they are needed
+  while progress.step < config.steps and not progress.stopped:
+    losses.append(train_step(model, optimizer, next(iterator)))
+    progress.step += 1
+    journal.stepped()
+    last = progress.step == config.steps
+    if last or progress.step % config.log_every == 0:
+      journal.log_train({"loss": _mean(losses, progress.step)} | _reports(model))
+      losses = []
+    evaluated = last or progress.step % config.eval_every == 0
+    if evaluated:
+      scores = _named("valid", evaluate(model, "valid"))
+      journal.log_eval(scores)
+      _select(config, progress, scores)
+    due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
+    if evaluated or due:
+      progress.losses = [float(loss) for loss in losses]
+      progress.seconds = time.perf_counter() - began
+      progress.data = iterator.get_state()  # type: ignore[attr-defined]
+      journal.sync()
+      _save(manager, progress, state)
+      journal.restart_clock()
+
+
+def _select(config, progress: _Progress, scores: dict[str, float]) -> None:
+  """Remembers the best evaluation so far, the later of two equal ones, and when to give up."""
+  if not config.select:
+    return
+  if config.select not in scores:
+    raise ValueError(f"config.select is {config.select!r}; the metrics are {sorted(scores)}")
+  score = _rank(config.select, scores)
+  if progress.best is None or score >= progress.best:
+    progress.best, progress.best_step, progress.stale = score, progress.step, 0
+  else:
+    progress.stale += 1
+  progress.stopped = bool(config.patience) and progress.stale >= config.patience
+
+
+def _rank(select: str, scores: Mapping[str, float]) -> float:
+  return -scores[select] if select.endswith("loss") else scores[select]
+
+
+def _mean(losses: list[Any], step: int) -> float:
+  mean = float(np.mean([float(loss) for loss in losses], dtype=np.float64))
+  if not np.isfinite(mean):
+    raise FloatingPointError(
+      f"the loss is {mean} before step {step}: lower the learning rates, or clip the gradients"
+    )
+  return mean
+
+
+class _LatestAndBest(preservation_policy.PreservationPolicy):
+  """Keeps the latest checkpoint and the best one, which a restart knows from its progress.
+
+  Orbax's own ranking goes by metrics that it forgets when a process ends.
+  """
+
+  def __init__(self, progress: _Progress):
+    self._progress = progress
+
+  def should_preserve(self, checkpoints, *, context) -> list[bool]:
+    del context
+    latest = max((info.step for info in checkpoints), default=None)
+    return [info.step in (latest, self._progress.best_step) for info in checkpoints]
+
+
+def _manager(folder: Path, progress: _Progress) -> ocp.CheckpointManager:
+  return ocp.CheckpointManager(
+    folder,
+    options=ocp.CheckpointManagerOptions(
+      preservation_policy=_LatestAndBest(progress),
+      # On CPU an asynchronous save reads the very buffers that the next, donated, step overwrites.
+      enable_async_checkpointing=False,
+    ),
+  )
+
+
+def _save(manager: ocp.CheckpointManager, progress: _Progress, state: dict[str, Any]) -> None:
+  items = ocp.args.Composite(
+    state=ocp.args.StandardSave(embed.checkpoint.to_tree(**state)),
+    progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
+  )
+  manager.save(progress.step, args=items, force=True)
+
+
+def _restore(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -> dict[str, Any]:
+  """Loads a checkpoint into model and optimizer, and returns the progress saved with it."""
+  like = jax.tree.map(ocp.utils.to_shape_dtype_struct, embed.checkpoint.to_tree(**state))
+  items = ocp.args.Composite(state=ocp.args.StandardRestore(like), progress=ocp.args.JsonRestore())
+  restored = manager.restore(step, args=items)
+  embed.checkpoint.from_tree(restored.state, **state)
+  return restored.progress
+
+
+def _reports(model: nnx.Module) -> dict[str, float]:
+  """Returns what the model's SparseEmbeds report, as `dropped_ids`, added up."""
+  totals: dict[str, float] = {}
+  for _, module in nnx.iter_modules(model):
+    if isinstance(module, embed.SparseEmbed):
+      for name, count in module.report.get_value().items():
+        totals[name] = totals.get(name, 0) + int(count)
+  return totals
+
+
+def _named(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
+  return {f"{split}_{name}": float(value) for name, value in metrics.items()}
+
+
+def _plain(config) -> dict[str, Any]:
+  """Returns the config as JSON would give it back: tuples are lists."""
+  return json.loads(json.dumps(config.to_dict()))

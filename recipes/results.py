@@ -1,0 +1,45 @@
+"""What a result.json says about where a number comes from, and how people see it."""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+import embed
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "scikit-learn")
+
+
+def device() -> dict[str, Any]:
+  """Returns what the run computed on."""
+  first = jax.devices()[0]
+  return {
+    "platform": first.platform,
+    "kind": first.device_kind,
+    "count": jax.device_count(),
+    "host": platform.machine(),
+    "host_cores": os.cpu_count(),
+  }
+
+
+def versions() -> dict[str, str]:
+  """Returns the versions that a number depends on."""
+  found = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  return {"python": platform.python_version(), "sparse-embed": embed.__version__} | found
+
+
+def report(result: Mapping[str, Any]) -> str:
+  """Returns a result as a table for people: the run's metrics, and those of its baselines."""
+  names = [name for name in result["metrics"] if name.startswith("test_")]
+  lines = [f"{'':28}" + "".join(f"{name:>16}" for name in names)]
+  for row, metrics in [(result["recipe"], result["metrics"]), *result["baselines"].items()]:
+    values = (f"{metrics[name]:>16.4f}" if name in metrics else " " * 16 for name in names)
+    lines.append(f"{row:28}" + "".join(values))
+  lines.append(
+    f"seed {result['seed']}, state of step {result['tested_step']} of {result['steps']}, "
+    f"{result['seconds']:.0f} s on {result['device']['kind']} x {result['device']['count']}"
+  )
+  return "\n".join(lines)
