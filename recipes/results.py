@@ -35,7 +35,8 @@ def report(result: Mapping[str, Any]) -> str:
   """Returns a result as a table for people: the run's metrics, and those of its baselines."""
   names = [name for name in result["metrics"] if name.startswith("test_")]
   lines = [f"{'':28}" + "".join(f"{name:>16}" for name in names)]
-  for row, metrics in [(result["recipe"], result["metrics"]), *result["baselines"].items()]:
+  run = "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
+  for row, metrics in [(run, result["metrics"]), *result["baselines"].items()]:
     values = (f"{metrics[name]:>16.4f}" if name in metrics else " " * 16 for name in names)
     lines.append(f"{row:28}" + "".join(values))
   lines.append(

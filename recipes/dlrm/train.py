@@ -22,7 +22,7 @@ def run(config, workdir: str) -> dict[str, Any]:
     result = loop.train(
       config,
       workdir,
-      recipe=f"dlrm/{config.model}",
+      recipe="dlrm",
       model=model,
       optimizer=embed.Optimizer(model, dense_optimizer(config)),
       loss_fn=loss_fn,
