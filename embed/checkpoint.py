@@ -23,15 +23,23 @@ def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
   state = nnx.state(node, nnx.Not(nnx.Any(Table, SlotVariable)))
   leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-  return {name(path): leaf for path, leaf in leaves}, treedef
+  is_array = lambda x: hasattr(x, "dtype")
+  return {name(p): x if is_array(x) else jnp.asarray(x) for p, x in leaves}, treedef
 
 
 def _is_key(x: Any) -> bool:
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def _key_data(key: Any) -> Any:
+  abstract = isinstance(key, jax.ShapeDtypeStruct)  # under nnx.eval_shape
+  return jax.eval_shape(jax.random.key_data, key) if abstract else jax.random.key_data(key)
+
+
 def to_tree(**nodes: Any) -> Tree:
   """The state of models and optimizers as nested dicts of arrays.
+
+  They are the models' own arrays: save or copy them before a step that donates the model.
 
   Args:
     **nodes: `nnx` modules and optimizers by the name they get in the tree.
@@ -44,7 +52,7 @@ def to_tree(**nodes: Any) -> Tree:
   tree = {}
   for name, node in nodes.items():
     # Random keys as their data: not every store knows keys.
-    dense = {k: jax.random.key_data(v) if _is_key(v) else v for k, v in _dense(node)[0].items()}
+    dense = {k: _key_data(v) if _is_key(v) else v for k, v in _dense(node)[0].items()}
     tables = {
       key: module.variables[table] for key, (module, table) in routing.row_keys(node).items()
     }
@@ -68,6 +76,11 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
       for k, v in here.items()
       if k in there and np.shape(there[k]) != v.shape
     ]
+    problems += [
+      f"{name}/{k} was deleted by a step that donated its model: copy the tree before"
+      for k, v in there.items()
+      if isinstance(v, jax.Array) and v.is_deleted()
+    ]
   if problems:
     raise ValueError("The checkpoint does not fit the model: " + "; ".join(problems[:10]) + ".")
   for name, node in nodes.items():
@@ -83,13 +96,15 @@ def _restore(tree: Tree, node: Any) -> None:
   for key, (module, table) in routing.row_keys(node).items():
     for slot, value in tree["tables"][key].items():
       variable = module.arrays[table][slot]
-      variable.set_value(jnp.asarray(value, variable[...].dtype))
+      # Copied: a donated step deletes the model's arrays, which must not be the tree's.
+      variable.set_value(jnp.array(value, variable.get_value().dtype, copy=True))
   dense, treedef = _dense(node)
 
   def restored(name, old):
     value = tree["state"][name]
     if _is_key(old):
-      return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(old))
-    return jnp.asarray(value, old.dtype)
+      data = jnp.array(value, copy=True)
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
+    return jnp.array(value, old.dtype, copy=True)
 
   nnx.update(node, jax.tree.unflatten(treedef, [restored(k, v) for k, v in dense.items()]))

@@ -228,10 +228,12 @@ def feature_name(path: Path, feature: FeatureConfig | None = None) -> str:
   return (feature.name if feature is not None else None) or "/".join(path) or "<the feature>"
 
 
-def match(config: Any, values: Any, what: str, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def match(
+  config: Any, values: Any, what: str, path: Path = (), *, none_allowed: bool = True
+) -> Iterator[tuple[Path, Any]]:
   """Pairs each feature's path with its entry of `values`, which has the structure of `config`.
 
-  A dict may hold any subset of the keys. An entry may be None for a whole container.
+  A dict may hold any subset of the keys. With `none_allowed`, None may stand for a container.
 
   Raises:
     TypeError: where the kinds of containers differ.
@@ -241,7 +243,7 @@ def match(config: Any, values: Any, what: str, path: Path = ()) -> Iterator[tupl
     yield path, values
     return
   where = f" at {'/'.join(path)!r}" if path else ""
-  if values is None:
+  if values is None and none_allowed:
     return
   if isinstance(config, Mapping):
     if not isinstance(values, Mapping):
@@ -253,7 +255,8 @@ def match(config: Any, values: Any, what: str, path: Path = ()) -> Iterator[tupl
         f"{sorted(map(str, config))}."
       )
     for key in sorted(values):
-      yield from match(config[key], values[key], what, (*path, str(key)))
+      inner = (*path, str(key))
+      yield from match(config[key], values[key], what, inner, none_allowed=none_allowed)
     return
   kind = type(config)
   if type(values) is not kind:
@@ -266,7 +269,7 @@ def match(config: Any, values: Any, what: str, path: Path = ()) -> Iterator[tupl
       f"{what}{where}: expected {len(config)} entries like the feature config, got {len(values)}."
     )
   for (key, child), value in zip(_children(config), values, strict=True):
-    yield from match(child, value, what, (*path, key))
+    yield from match(child, value, what, (*path, key), none_allowed=none_allowed)
 
 
 def pack(config: Any, like: Any, flat: Mapping[Path, Any], path: Path = ()) -> Any:
@@ -288,7 +291,11 @@ def name_tables(config: Any) -> dict[str, TableConfig]:
   Raises:
     ValueError: if there is no feature, or if two tables have one name.
   """
-  tables = list(dict.fromkeys(feature.table for _, feature in flatten_features(config)))
+  features = list(flatten_features(config))
+  paths = collections.Counter("/".join(path) for path, _ in features)
+  if paths and max(paths.values()) > 1:
+    raise ValueError(f"Two features have one path, {max(paths, key=lambda p: paths[p])!r}.")
+  tables = list(dict.fromkeys(feature.table for _, feature in features))
   if not tables:
     raise ValueError("The feature config holds no embed.FeatureConfig.")
   names = [table.name or f"table_{i}" for i, table in enumerate(tables)]

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from embed import update
 from embed.lookup import Occurrences
@@ -34,29 +33,29 @@ class RowGrads:
   pieces: tuple[update.Piece, ...]
   vocabulary_size: int | None
   dim: int
-  kind: str  # "pending": sum on demand; "pending_each": expand on demand; "pairs"; "summed"
+  kind: str  # "pending": evaluated on demand; "summed": distinct rows; "pairs": any rows
+  each: bool  # one entry per occurrence: duplicates are not to be summed
 
   def __init__(self, ids: Any, values: Any):
     ids, values = jnp.asarray(ids), jnp.asarray(values)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+      raise ValueError(f"RowGrads takes integer ids, got dtype {ids.dtype}.")
     if ids.ndim != 1 or values.ndim != 2 or ids.shape[0] != values.shape[0]:
       raise ValueError(
         f"RowGrads takes ids [N] and values [N, D]; got shapes {ids.shape} and {values.shape}."
       )
     occurrences = Occurrences(ids[:, None], None, None)
-    self._set((update.Piece(values, occurrences),), None, values.shape[1], "pairs")
+    self._set((update.Piece(values, occurrences),), None, values.shape[1], "pairs", False)
 
-  def _set(self, pieces, vocabulary_size, dim, kind):
-    for name, value in zip(
-      ("pieces", "vocabulary_size", "dim", "kind"),
-      (tuple(pieces), vocabulary_size, dim, kind),
-      strict=True,
-    ):
+  def _set(self, pieces, *static):
+    names = ("pieces", "vocabulary_size", "dim", "kind", "each")
+    for name, value in zip(names, (tuple(pieces), *static), strict=True):
       object.__setattr__(self, name, value)
     return self
 
   @classmethod
-  def _make(cls, pieces, vocabulary_size, dim, kind) -> "RowGrads":
-    return object.__new__(cls)._set(pieces, vocabulary_size, dim, kind)
+  def _make(cls, pieces, *static) -> "RowGrads":
+    return object.__new__(cls)._set(pieces, *static)
 
   @classmethod
   def pending(
@@ -64,10 +63,10 @@ class RowGrads:
   ) -> "RowGrads":
     """From activation gradients; `accumulate` says whether duplicates are to be summed."""
     some = [p for p in pieces if p.occurrences.ids.size]
-    return cls._make(some, vocabulary_size, dim, "pending" if accumulate else "pending_each")
+    return cls._make(some, vocabulary_size, dim, "pending", not accumulate)
 
   def tree_flatten(self):
-    return self.pieces, (self.vocabulary_size, self.dim, self.kind)
+    return self.pieces, (self.vocabulary_size, self.dim, self.kind, self.each)
 
   @classmethod
   def tree_unflatten(cls, static, pieces) -> "RowGrads":
@@ -76,9 +75,9 @@ class RowGrads:
   def _arrays(self) -> tuple[jax.Array, jax.Array]:
     if not self.pieces:
       return jnp.zeros(0, jnp.int32), jnp.zeros((0, self.dim), jnp.float32)
-    if self.kind in ("pairs", "summed"):
+    if self.kind != "pending":
       return self.pieces[0].occurrences.ids[:, 0], self.pieces[0].grads
-    return _evaluate(self.pieces, self.vocabulary_size, self.kind == "pending")
+    return _evaluate(self.pieces, self.vocabulary_size, not self.each)
 
   @property
   def ids(self) -> jax.Array:
@@ -92,10 +91,12 @@ class RowGrads:
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "RowGrads":
     """The same rows with `f(values)`."""
+    if not self.pieces:
+      return self
     ids, values = self._arrays()
     piece = update.Piece(f(values), Occurrences(ids[:, None], None, None))
-    kind = "summed" if self.kind in ("pending", "summed") else "pairs"
-    return self._make((piece,), self.vocabulary_size, self.dim, kind)
+    kind = "pairs" if self.each or self.kind == "pairs" else "summed"
+    return self._make((piece,), self.vocabulary_size, self.dim, kind, self.each)
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squares of the summed rows."""
@@ -122,6 +123,9 @@ class Grads:
 
   `dense`: an `nnx.State` of the gradients of the `nnx.Param`s, for optax. `rows`: `RowGrads` by
   `"<module path>/<table name>"`, an entry for every table, empty where nothing was looked up.
+
+  Do not `jax.tree.map` over the whole: ids and gains are leaves too. `map`, `embed.accumulate`,
+  `embed.global_norm` and `embed.clip_by_global_norm` treat rows as the gradients they are.
   """
 
   dense: Any
@@ -137,8 +141,9 @@ class Grads:
 
 def global_norm(grads: Grads) -> jax.Array:
   """The norm of all gradients together, dense and rows: that of the equal dense gradients."""
-  squares = optax.tree.norm(grads.dense) ** 2
-  return jnp.sqrt(squares + sum(r.squared_norm() for r in grads.rows.values()))
+  square = lambda g: jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
+  squares = sum(map(square, jax.tree.leaves(grads.dense)), jnp.zeros((), jnp.float32))
+  return jnp.sqrt(sum((r.squared_norm() for r in grads.rows.values()), squares))
 
 
 def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
@@ -151,7 +156,8 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
     raise ValueError(f"max_norm must be positive. Got {max_norm!r}.")
   grads = grads.map(lambda g: g)  # sums the rows once, for the norm and for the result
   norm = global_norm(grads)
-  return grads.map(lambda g: jnp.where(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm))
+  scale = jnp.minimum(1, max_norm / jnp.maximum(norm, max_norm))
+  return grads.map(lambda g: g * scale.astype(g.dtype))
 
 
 def accumulate(grads: Sequence[Grads]) -> Grads:
@@ -173,7 +179,7 @@ def accumulate(grads: Sequence[Grads]) -> Grads:
 
 def _concatenate(rows: Sequence[RowGrads]) -> RowGrads:
   first = rows[0]
-  each = any(r.kind == "pending_each" for r in rows)
+  each = any(r.each for r in rows)
   sizes = [r.vocabulary_size for r in rows if r.vocabulary_size is not None]
   if sizes:
     return RowGrads.pending([p for r in rows for p in r.pieces], sizes[0], first.dim, not each)

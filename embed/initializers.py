@@ -26,7 +26,7 @@ def truncated_normal_rows(key: jax.Array, shape: tuple[int, int], dtype: Any) ->
   rows, dim = shape
 
   def row(i):
-    values = jax.random.truncated_normal(jax.random.fold_in(key, i), -2.0, 2.0, (dim,))
+    values = jax.random.truncated_normal(jax.random.fold_in(key, i), -2.0, 2.0, (dim,), jnp.float32)
     return (values / math.sqrt(dim)).astype(dtype)
 
   # Some rows at a time: the random bits of a whole table would be as large as the table. The last

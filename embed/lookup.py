@@ -29,11 +29,18 @@ class Occurrences:
   `ids` `[*batch, L]`, or `[N]` with `segments`: int32, `vocabulary_size` is padding.
   `gains` float32 of the shape of `ids`, or `[*batch, 1]` (one per activation), or None (all 1).
   `segments` int32 `[N]`: the flat activation of each id, or None.
+  `shape`: of the activations without dim, where segments do not tell.
   """
 
   ids: jax.Array
   gains: jax.Array | None
   segments: jax.Array | None
+  shape: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+
+  @property
+  def batch(self) -> tuple[int, ...]:
+    """The shape of the activations without dim."""
+    return self.ids.shape[:-1] if self.shape is None else self.shape
 
 
 def quantize(x: jax.Array, config: config_lib.QuantizationConfig | None) -> jax.Array:
@@ -52,10 +59,11 @@ def occurrences(bags: ragged.Bags, combiner: str, vocabulary_size: int) -> Occur
   is 0 the gain is 0. Weights are constants: no gradient reaches them.
   """
   ids, weights, segments = bags.ids, bags.weights, bags.segments
+  shape = None if segments is None else bags.shape
   if weights is not None:
     weights = jax.lax.stop_gradient(weights)
   if combiner == "sum" or (weights is None and segments is None and ids.shape[-1] == 1):
-    return Occurrences(ids, weights, segments)
+    return Occurrences(ids, weights, segments, shape)
   w = (ids < vocabulary_size).astype(jnp.float32) if weights is None else weights
   power = w if combiner == "mean" else w * w
   if segments is None:
@@ -66,7 +74,8 @@ def occurrences(bags: ragged.Bags, combiner: str, vocabulary_size: int) -> Occur
   norm = total if combiner == "mean" else jnp.sqrt(total)
   # Guarded inside: 1 / 0 under a `where` outside would still make NaN.
   scale = jnp.where(norm == 0, 0, 1 / jnp.where(norm == 0, 1, norm))
-  return Occurrences(ids, scale if weights is None and segments is None else w * scale, segments)
+  gains = scale if weights is None and segments is None else w * scale
+  return Occurrences(ids, gains, segments, shape)
 
 
 def lookup(

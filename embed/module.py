@@ -32,7 +32,9 @@ class Report(nnx.Variable):
   """What happened in the lookups so far: `{"dropped_ids": int32 scalar}`, counted since the start.
 
   A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
-  `max_valency`, or outside a `dense_shape`. Eager calls raise for these instead.
+  `max_valency`, or outside a `dense_shape`. Eager calls raise for these instead. Like all NNX state
+  it comes out of `nnx.jit` and the other nnx transformations with the module as an argument; plain
+  `jax.jit`, with the module closed over or as a pytree, counts nothing.
   """
 
 
@@ -124,7 +126,8 @@ class SparseEmbed(nnx.Module):
     Args:
       features: inputs in the structure of the feature config; a dict may hold any subset. Each is
         a dense integer array, `Padded`, `Ragged` or `Sparse`.
-      weights: the parallel structure, or None; an entry may be None.
+      weights: the parallel structure, or None; an entry may be None. They are constants: no
+        gradient comes back to them.
 
     Returns:
       The same structure of arrays of the table's dtype: `[..., dim]` for a dense array or bags,
@@ -142,10 +145,10 @@ class SparseEmbed(nnx.Module):
     The pair is for custom loops: differentiate the loss with respect to the activations, then
     hand their gradients to `apply_gradients`.
     """
-    if hasattr(self, "__captures__"):
+    if self._path is not None and hasattr(self, "__captures__"):
       raise ValueError(
-        "SparseEmbed was called inside nnx.capture. Run nnx.capture on a forward pass outside of "
-        "the loss that embed.value_and_grad differentiates."
+        "SparseEmbed was called inside nnx.capture, inside the loss that embed.value_and_grad "
+        "differentiates. Run nnx.capture on a forward pass of its own."
       )
     flat = ragged.flatten(self.spec.features, features, weights)
     names = {id(table): name for name, table in self.spec.tables.items()}
@@ -159,7 +162,7 @@ class SparseEmbed(nnx.Module):
       bags = ragged.to_bags(name, feature, x, w)
       occ = lookup_lib.occurrences(bags, table.combiner, table.vocabulary_size)
       rows = self.arrays[table_name]["parameters"][...]
-      act = lookup_lib.lookup(rows, occ, bags.shape, table.quantization_config)
+      act = _lookup(rows, occ, bags.shape, table.quantization_config)
       activations[path] = lookup_lib.mark(act, occ, self._owner(table_name))
       residual["/".join(path)] = occ
       dropped.append(bags.dropped)
@@ -203,7 +206,7 @@ class SparseEmbed(nnx.Module):
     ragged.check(name, feature, candidates)
     bags = ragged.to_bags(name, feature, candidates)
     occ = lookup_lib.occurrences(bags, "sum", table.vocabulary_size)
-    act = lookup_lib.lookup(rows, occ, bags.shape, None)
+    act = _lookup(rows, occ, bags.shape, None)
     act = lookup_lib.mark(act, occ, owner).reshape(*shape, table.dim)
     self._count_dropped([bags.dropped])
     if len(shape) == 1:
@@ -222,8 +225,9 @@ class SparseEmbed(nnx.Module):
       step: the 0-based step for learning rate schedules, a Python int or traced.
 
     Raises:
-      ValueError: for a gradient of another shape than its activations, one that is not an array,
-        a table without optimizer, or a missing `step` where a schedule needs it.
+      ValueError: for a feature that was looked up and is missing here, a gradient of another shape
+        than its activations, one that is not an array, a table without optimizer, or a missing
+        `step` where a schedule needs it.
       TypeError: where the kind of a container differs.
     """
     if not isinstance(residual, Mapping):
@@ -242,6 +246,10 @@ class SparseEmbed(nnx.Module):
     for path, feature in config_lib.flatten_features(self.spec.features):
       occ, grads = residual.get("/".join(path)), given.get(path)
       name = config_lib.feature_name(path, feature)
+      if occ is not None and path not in given:
+        raise ValueError(
+          f"No gradient given for {name!r}, which was looked up. Give None for a zero gradient."
+        )
       if occ is None:
         if grads is not None:
           raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
@@ -277,12 +285,12 @@ class SparseEmbed(nnx.Module):
       given = rows.get(name)
       arrays = self.arrays[name]
       slots = {key: arrays[key][...] for key in self._slot_names(name)}
-      table, slots = update.step(
-        optimizer,
+      table, slots = _step(
         arrays["parameters"][...],
         slots,
         given.pieces if given is not None else (),
         rate,
+        optimizer=optimizer,
         distinct_ids=given is not None and given.kind == "summed",
       )
       for key, value in {"parameters": table, **slots}.items():
@@ -294,6 +302,7 @@ class SparseEmbed(nnx.Module):
   def tables(self) -> dict[str, jax.Array]:
     """`{table name: array [vocabulary_size, dim]}`, rows in order.
 
+    They are the module's own arrays: a step that donates the module deletes them. Copy to keep.
     Inside a loss under `embed.value_and_grad` this raises: no gradient would come back. `attend`
     scores against a table there.
     """
@@ -304,7 +313,7 @@ class SparseEmbed(nnx.Module):
     """`{table name: {"parameters": [vocabulary_size, dim], slot: [vocabulary_size, ...]}}`."""
     return {
       name: {
-        key: lookup_lib.read(self.arrays[name][key][...], self._owner(name))
+        key: self._read(name, self.arrays[name][key].get_value())
         for key in ("parameters", *self._slot_names(name))
       }
       for name in self.spec.tables
@@ -333,6 +342,10 @@ class SparseEmbed(nnx.Module):
     if name not in self.spec.tables:
       raise ValueError(f"There is no table {name!r}; the tables are {sorted(self.spec.tables)}.")
     return self.spec.tables[name]
+
+  def _read(self, name: str, value: Any) -> Any:
+    abstract = isinstance(value, jax.ShapeDtypeStruct)  # under nnx.eval_shape
+    return value if abstract else lookup_lib.read(value, self._owner(name))
 
   def _slot_names(self, name: str) -> list[str]:
     optimizer = self.spec.optimizers[name]
@@ -363,6 +376,21 @@ class SparseEmbed(nnx.Module):
       # Inference with the model closed over: there is no state to count in.
 
 
+_compiled_lookup = jax.jit(lookup_lib.lookup, static_argnums=(2, 3))
+_compiled_step = jax.jit(update.step, static_argnames=("optimizer", "distinct_ids"))
+
+
+def _lookup(rows: jax.Array, *args: Any) -> jax.Array:
+  """Compiled once for all eager calls; within somebody's jit, a part of it."""
+  f = lookup_lib.lookup if isinstance(rows, jax.core.Tracer) else _compiled_lookup
+  return f(rows, *args)
+
+
+def _step(table: jax.Array, *args: Any, **kwargs: Any) -> update.State:
+  f = update.step if isinstance(table, jax.core.Tracer) else _compiled_step
+  return f(table, *args, **kwargs)
+
+
 def _make_arrays(name, table, optimizer, rngs, axis) -> dict[str, nnx.Variable]:
   """The Variables of a table: "parameters" and its slots, each with its place on a mesh."""
   shape = (table.vocabulary_size, table.dim)
@@ -371,7 +399,8 @@ def _make_arrays(name, table, optimizer, rngs, axis) -> dict[str, nnx.Variable]:
   rows = make(key, shape, table.dtype)
   if np.shape(rows) != shape:
     raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
-  rows = jnp.asarray(rows, table.dtype)
+  # A user's initializer may return an array that is kept elsewhere; a donated step deletes ours.
+  rows = jnp.array(rows, table.dtype, copy=table.initializer is not None)
   arrays: dict[str, nnx.Variable] = {"parameters": Table(rows, **sharding.row_sharding(axis, 2))}
   inits = dict(optimizer.slot_init) if optimizer is not None else {}
   slots = optimizer.slots(table.dim) if optimizer is not None else {}
@@ -384,7 +413,7 @@ def _make_arrays(name, table, optimizer, rngs, axis) -> dict[str, nnx.Variable]:
 def _make_slot(slot: Slot, shape, init, key) -> jax.Array:
   shape = shape[:1] if slot.per_row else shape
   if init is not None:
-    return jnp.asarray(init(key, shape, slot.dtype), slot.dtype)
+    return jnp.array(init(key, shape, slot.dtype), slot.dtype, copy=True)
   return jnp.full(shape, slot.initial, slot.dtype)
 
 
@@ -392,17 +421,9 @@ def _piece(name: str, grads: Any, occ: lookup_lib.Occurrences, dim: int) -> upda
   """A feature's activation gradient, checked against what was looked up; None is zero."""
   if grads is not None and not isinstance(grads, (jax.Array, np.ndarray)):
     raise ValueError(f"Gradient of {name!r}: found a non-array type {type(grads)}.")
-  if occ.segments is not None:
-    if grads is None:
-      return update.Piece(jnp.zeros((1, dim), jnp.float32), occ)  # out of range segments read 0
-    fits = grads.shape[-1:] == (dim,)
-  else:
-    if grads is None:
-      grads = jnp.zeros((*occ.ids.shape[:-1], dim), jnp.float32)
-    fits = grads.shape == (*occ.ids.shape[:-1], dim)
-  if not fits:
-    raise ValueError(
-      f"Gradient of {name!r} has shape {grads.shape}; its activations have "
-      f"{(*occ.ids.shape[:-1], dim)}."
-    )
+  shape = (*occ.batch, dim)
+  if grads is None:
+    grads = jnp.zeros(shape, jnp.float32)
+  if grads.shape != shape:
+    raise ValueError(f"Gradient of {name!r} has shape {grads.shape}; its activations have {shape}.")
   return update.Piece(jnp.asarray(grads), occ)

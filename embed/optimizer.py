@@ -1,5 +1,7 @@
 """`Optimizer`: one step of a whole model, dense parameters by optax, tables by their own."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -36,12 +38,13 @@ class Optimizer(nnx.Module):
     """The number of updates so far, an `nnx.Variable` of a scalar."""
     return self.dense.step
 
-  def update(self, model: nnx.Module, grads: Grads) -> None:
+  def update(self, model: nnx.Module, grads: Grads, **kwargs: Any) -> None:
     """One step of everything, in place.
 
     Args:
       model: the module given at construction.
       grads: from `embed.value_and_grad`, clipped, scaled or accumulated at will.
+      **kwargs: for the optax transformation, such as `value=loss`.
 
     Raises:
       TypeError: if `grads` are not `embed.Grads`, as those of nnx.value_and_grad: rows would stay
@@ -64,7 +67,7 @@ class Optimizer(nnx.Module):
     for module in routing.sparse_embeds(model).values():
       rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
       module.apply_row_gradients(_trainable(module, rows), step)
-    self.dense.update(model, grads.dense)
+    self.dense.update(model, grads.dense, **kwargs)
 
 
 def _trainable(module, rows):

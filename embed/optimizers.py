@@ -10,6 +10,7 @@ Formulas, names and defaults are TensorFlow's (its SparseCore sources and traini
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -59,12 +60,20 @@ class RowOptimizer:
   slot_init: tuple[tuple[str, Any], ...]
   equation: Equation | None = dataclasses.field(compare=False, repr=False)
   slots: Callable[[int], dict[str, Slot]] = dataclasses.field(compare=False, repr=False)
+  arguments: dict[str, Any] = dataclasses.field(compare=False, repr=False)
   lazy: bool = True  # False moves every row at every step
   linear: bool = False  # the step of a sum is the sum of steps: rows need not be summed first
+
+  def __reduce__(self):
+    return _rebuild, (self.name, self.arguments)  # closures do not pickle, their arguments do
 
   def learning_rate_at(self, step: Any) -> Any:
     """The rate of the 0-based `step`, a float or a traced scalar."""
     return self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
+
+
+def _rebuild(name: str, arguments: dict[str, Any]) -> RowOptimizer:
+  return globals()[name](**arguments)
 
 
 def _check_common(name: str, common: dict[str, Any], slot_names: set[str] | None) -> None:
@@ -100,7 +109,10 @@ def _clip_pair(name: str, value: Any) -> tuple[float | None, float | None] | Non
   if isinstance(value, (tuple, list)):
     if len(value) != 2:
       raise ValueError(f"{name}: clipvalue must be a number or (min, max). Got {value!r}.")
-    return tuple(None if v is None else float(v) for v in value)  # type: ignore[return-value]
+    low, high = (None if v is None else float(v) for v in value)
+    if low is not None and high is not None and low > high:
+      raise ValueError(f"{name}: clipvalue has min {low} greater than max {high}.")
+    return low, high
   return (-float(value), float(value))
 
 
@@ -157,6 +169,8 @@ def row_optimizer(make: Callable[..., Rule]) -> Callable[..., RowOptimizer]:
     slots, names = _slots_by_dim(rule.slots)
     common["learning_rate"] = rate = mine.pop("learning_rate", 0.0)
     _check_common(name, common, names)
+    if rule.equation is None and any(common[k] != p.default for k, p in shared.parameters.items()):
+      raise ValueError(f"{name}: a table that does not train takes no arguments.")
     if not rule.lazy and not common["use_gradient_accumulation"]:
       raise ValueError(
         f"{name}: moving every row at every step (lazy_adam=False) needs gradient accumulation. "
@@ -176,6 +190,7 @@ def row_optimizer(make: Callable[..., Rule]) -> Callable[..., RowOptimizer]:
       use_gradient_accumulation=common["use_gradient_accumulation"],
       slot_init=tuple(sorted((common["slot_init"] or {}).items())),
       equation=rule.equation,
+      arguments=dict(bound.arguments),
       slots=slots,
       lazy=rule.lazy,
       linear=rule.linear,
@@ -347,6 +362,8 @@ def ftrl(
   allow_zero_accumulator: bool = False,
 ) -> Rule:
   """FTRL-proximal (McMahan et al. 2013). `w` is recomputed from the slots at every touch.
+
+  A rate of 0, as a warm-up may start with, divides by 0 unless `multiply_linear_by_learning_rate`.
 
   With `p = -learning_rate_power`, `a' = a + g²`, `d = a'^p - a^p`:
   `z += g - d * w / lr`; `w = (clip(z, -l1, l1) - z) / ((a'^p + beta) / lr + 2 * l2)`.
@@ -568,10 +585,12 @@ def from_optax(tx: Any, learning_rate: float | Schedule = 1.0) -> Rule:
     return result
 
   def equation(g, w, s, lr):
+    names = list(slots(w.shape[-1]))  # in the order of the state; `s` may come sorted
+
     def one_row(g, w, leaves):
       treedef = jax.tree.structure(tx.init(w))
-      updates, state = tx.update(g, jax.tree.unflatten(treedef, list(leaves.values())), w)
-      new = dict(zip(leaves, jax.tree.leaves(state), strict=True))
+      updates, state = tx.update(g, jax.tree.unflatten(treedef, [leaves[n] for n in names]), w)
+      new = dict(zip(names, jax.tree.leaves(state), strict=True))
       return w + lr * updates, {k: v.astype(leaves[k].dtype) for k, v in new.items()}
 
     return (jax.vmap(one_row) if g.ndim > 1 else one_row)(g, w, s)
@@ -595,7 +614,7 @@ def bias_corrected(
     t = jnp.asarray(step, jnp.float32) + 1
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
     # expm1 keeps the digits that 1 - 0.999^t loses in float32.
-    correction = lambda beta: -jnp.expm1(t * np.log(beta)) if beta > 0 else 1.0
+    correction = lambda beta: -jnp.expm1(t * math.log(beta)) if beta > 0 else 1.0
     return rate * jnp.sqrt(correction(beta_2)) / correction(beta_1)
 
   return schedule

@@ -112,6 +112,10 @@ def _as_array(value: Any, name: str) -> Any:
     array = np.asarray(value)
   except ValueError:
     array = None
+  except jax.errors.TracerArrayConversionError:
+    raise ValueError(
+      f"Feature {name!r}: a list of traced values. Write np.asarray(...) before it enters jit."
+    ) from None
   if array is None or array.dtype == object:
     raise ValueError(
       f"Feature {name!r}: rows of different lengths. Write embed.to_padded(rows) on the host, or "
@@ -301,7 +305,7 @@ def flatten(config: Any, features: Any, weights: Any = None) -> dict[config_lib.
   Raises:
     TypeError, ValueError: if a structure is not that of the config, see `config.match`.
   """
-  given = dict(config_lib.match(config, features, "features"))
+  given = dict(config_lib.match(config, features, "features", none_allowed=False))
   weight_of = dict(config_lib.match(config, weights, "weights"))
   stray = [path for path, w in weight_of.items() if w is not None and path not in given]
   if stray:
@@ -414,7 +418,8 @@ def _to_rows(ids: Any, size: int) -> tuple[jax.Array, jax.Array]:
   elif ids.dtype.itemsize < 4:
     ids = ids.astype(jnp.int32)
   elif ids.dtype != jnp.int32:
-    ids = jnp.clip(ids, None, size).astype(jnp.int32)
+    signed = jnp.issubdtype(ids.dtype, jnp.signedinteger)
+    ids = jnp.clip(ids, -1 if signed else None, size).astype(jnp.int32)
   ids = jnp.asarray(ids)
   beyond = ids >= size
   return jnp.where(beyond | (ids < 0), size, ids), beyond

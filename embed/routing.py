@@ -202,6 +202,18 @@ def _has_node(arg: Any) -> bool:
   return any(map(_is_node, jax.tree.leaves(arg, is_leaf=_is_node)))
 
 
+def _refuse_sharing(model: nnx.Module, nodes: dict[Any, Any]) -> None:
+  """A layer that the loss gets twice would be two copies, one of them not differentiated."""
+  mine = {id(module) for module in sparse_embeds(model).values()}
+  for name, node in nodes.items():
+    for _, module in nnx.iter_modules(node):
+      if id(module) in mine:
+        raise ValueError(
+          f"Argument {name!r} of the loss holds a SparseEmbed of the model, whose row gradients "
+          "from there would be lost. Use the one inside the model."
+        )
+
+
 def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
   """The value of a loss and its gradients: dense ones for `nnx.Param`s, rows for tables.
 
@@ -212,7 +224,9 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
 
   Returns:
     `f(model, *args)` returning `(loss, Grads)`, or `((loss, aux), Grads)`. Changes that the loss
-    makes to the model's other state (batch statistics, random counters, `report`) are kept.
+    makes to the model's other state (batch statistics, random counters, `report`) are kept; changes
+    to `nnx.Param`s and to Python attributes are not. A model that the loss closes over, rather than
+    gets as its first argument, is a constant.
 
   Raises:
     ValueError: when called, if a lookup is where its gradient would be lost (scan, vmap, ...) or
@@ -234,7 +248,9 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         "embed.value_and_grad differentiates with respect to its first argument, which must be "
         f"an nnx.Module. Got {type(model)}."
       )
-    nodes = {i: arg for i, arg in enumerate(args) if _has_node(arg)}
+    inputs = dict(enumerate(args)) | kwargs
+    nodes = {i: arg for i, arg in inputs.items() if _has_node(arg)}
+    _refuse_sharing(model, nodes)
     graphdef, params, *others = nnx.split(model, nnx.Param, ...)
     split_nodes = {i: nnx.split(arg) for i, arg in nodes.items()}
 
@@ -243,13 +259,16 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
       for path, module in sparse_embeds(copy).items():
         module._path = path
       merged = {i: nnx.merge(parts[0], parts[1], copy=True) for i, parts in split_nodes.items()}
-      out = loss_fn(copy, *(merged.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+      given = inputs | merged
+      out = loss_fn(copy, *(given[i] for i in range(len(args))), **{k: given[k] for k in kwargs})
+      if isinstance(out, tuple) != has_aux:
+        wanted = "(loss, aux)" if has_aux else "a scalar; for (loss, aux) pass has_aux=True"
+        raise TypeError(f"With has_aux={has_aux} the loss must return {wanted}. Got {type(out)}.")
       loss, aux = out if has_aux else (out, None)
       if jnp.shape(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(
           f"The loss must be a float scalar, got shape {jnp.shape(loss)} of "
-          f"{jnp.result_type(loss)}"
-          + (". For (loss, aux) pass has_aux=True." * isinstance(out, tuple))
+          f"{jnp.result_type(loss)}."
         )
       changed = nnx.state(copy, nnx.Not(nnx.Any(nnx.Param, Table, SlotVariable)))
       return loss, aux, changed, {i: nnx.state(arg) for i, arg in merged.items()}
@@ -260,6 +279,7 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
 
     def tapped(params, taps):
       out, records = _run(closed.jaxpr, closed.consts, jax.tree.leaves(params), taps)
+      out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # no literals
       loss, *rest = jax.tree.unflatten(jax.tree.structure(shapes), out)
       return loss, (rest, records)
 

@@ -68,6 +68,11 @@ def distinct(ids: jax.Array, fill: int) -> cpu.Distinct:
 def _flat_ids(pieces: Sequence[Piece], vocabulary_size: int) -> jax.Array:
   """All ids `[N]` in order, whatever is not a row of the table as padding."""
   ids = jnp.concatenate([p.occurrences.ids.reshape(-1) for p in pieces])
+  if not jnp.issubdtype(ids.dtype, jnp.integer):
+    raise ValueError(
+      f"The ids of row gradients have become {ids.dtype}. jax.tree.map over embed.Grads changes "
+      "ids too: write grads.map(f), embed.accumulate or embed.clip_by_global_norm."
+    )
   return jnp.where((ids >= 0) & (ids < vocabulary_size), ids, vocabulary_size)
 
 
@@ -196,22 +201,22 @@ def _is_plain_sum(optimizer: RowOptimizer, table: jax.Array) -> bool:
 
 
 def step(
-  optimizer: RowOptimizer,
   table: jax.Array,
   slots: Slots,
   pieces: Sequence[Piece],
   rate: jax.Array,
   *,
+  optimizer: RowOptimizer,
   distinct_ids: bool = False,
 ) -> State:
   """One optimizer step of a table.
 
   Args:
-    optimizer: the table's.
     table: `[V, D]`; donate it and the slots, they are updated in place.
     slots: by name, `[V, D]` or `[V]`.
     pieces: activation gradients with what was looked up.
     rate: the learning rate, a scalar.
+    optimizer: the table's.
     distinct_ids: whether the pieces are one piece of rows already summed.
 
   Returns:

@@ -67,6 +67,24 @@ def test_names():
   assert tables["embed/user"]["accumulators"].shape == (7,)
 
 
+def test_a_tree_outlives_the_model_it_went_into():
+  source, model = Model(0), Model(1)
+  tree = embed.checkpoint.to_tree(model=source)
+  embed.checkpoint.from_tree(tree, model=model)
+  donate = nnx.jit(lambda m: m.embed.load_tables({"user": jnp.ones((7, 4))}), donate_argnums=0)
+  donate(model)
+  jax.block_until_ready(tree)  # raises if deleted
+  donate(source)
+  with pytest.raises(ValueError, match="copy the tree"):
+    embed.checkpoint.from_tree(tree, model=model)
+
+
+def test_an_abstract_model_has_a_tree():
+  tree = nnx.eval_shape(lambda: Model(0))
+  tables = embed.checkpoint.to_tree(model=tree)["model"]["tables"]
+  assert tables["embed/movie"]["momenta"].shape == (12, 4)
+
+
 def test_what_does_not_fit_is_named_and_nothing_changes():
   model, _ = pair(0)
   tree = embed.checkpoint.to_tree(model=model)

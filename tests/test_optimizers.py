@@ -1,5 +1,7 @@
 """What the optimizers have beside their equations, which test_properties holds to the reference."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +47,17 @@ def test_equal_hyperparameters_are_equal_optimizers():
   assert hash(embed.custom_optimizer(f, {"a": 0.0})) == hash(embed.custom_optimizer(f, {"a": 0.0}))
 
 
-@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9), optax.adagrad(0.1)])
+@pytest.mark.parametrize(
+  "tx",
+  [
+    optax.adam(0.1),
+    optax.sgd(0.1, momentum=0.9),
+    optax.adagrad(0.1),
+    optax.rprop(0.1),  # its state is not in alphabetical order
+    optax.adan(0.1),
+  ],
+  ids=["adam", "momentum", "adagrad", "rprop", "adan"],
+)
 def test_from_optax_is_optax_where_every_row_is_touched(tx):
   layer = make(embed.from_optax(tx))
   table = layer.tables["t"]
@@ -161,6 +173,30 @@ def test_bias_correction_makes_it_optax_adam():
     table = optax.apply_updates(table, updates)
     step(layer, range(4), g[:4], i)
   np.testing.assert_allclose(layer.tables["t"], table, rtol=2e-4, atol=1e-5)
+
+
+def test_optimizers_and_configs_pickle():
+  for optimizer in (embed.adagrad(0.1, clipvalue=1.0), embed.frozen(), embed.adam(lazy_adam=False)):
+    again = pickle.loads(pickle.dumps(embed.TableConfig(V, D, optimizer=optimizer))).optimizer
+    assert again == optimizer
+  layer = make(again)
+  step(layer, [1], np.ones((1, D)))
+
+
+def test_frozen_ignores_nothing():
+  with pytest.raises(ValueError, match="takes no arguments"):
+    embed.frozen(weight_decay_factor=0.1)
+
+
+def test_the_default_initializer_is_keyed_by_row(monkeypatch):
+  """Rows do not depend on how many there are, nor on how many are made at a time."""
+  from embed import initializers
+
+  key, make_rows = jax.random.key(0), initializers.truncated_normal_rows.__wrapped__
+  many = make_rows(key, (50, D), jnp.float32)
+  np.testing.assert_array_equal(many[:20], make_rows(key, (20, D), jnp.float32))
+  monkeypatch.setattr(initializers, "ROWS_AT_A_TIME", 16)
+  np.testing.assert_array_equal(many, make_rows(key, (50, D), jnp.float32))
 
 
 def test_the_config_is_never_written_to():

@@ -76,6 +76,13 @@ def cond_in_one_branch(m):
   return m.head(x) + m.head(y)
 
 
+def cond_in_both_branches(m):
+  yes = jnp.sum(m.out.kernel[...]) < 1e9
+  x = nnx.cond(yes, lambda m: jnp.tanh(m.encode("a", A)), lambda m: m.encode("b", A[::-1]), m)
+  y = nnx.cond(~yes, lambda m: m.encode("a", A), lambda m: jnp.sin(m.encode("b", B)), m)
+  return m.head(x) + m.head(y)
+
+
 def jit_in_remat_in_cond(m):
   inner = nnx.jit(lambda m: jnp.tanh(m.encode("a", A)))
   yes = jnp.sum(m.out.kernel[...]) < 1e9
@@ -94,6 +101,7 @@ LOSSES = [
   nested_jit_called_twice,
   remat,
   cond_in_one_branch,
+  cond_in_both_branches,
   jit_in_remat_in_cond,
   checkpoint_with_the_model_as_argument,
 ]
@@ -302,6 +310,84 @@ def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
   np.testing.assert_allclose(after, 0.5, rtol=1e-5)
   np.testing.assert_allclose(model.inner["e"].tables["t"], wanted[0], atol=1e-6)
   np.testing.assert_allclose(model.out.kernel[...], wanted[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [embed.adagrad(0.1), embed.adam(0.1), embed.sgd(0.1)])
+def test_clipped_gradients_train(optimizer):
+  """A step of clipped gradients is a step of the clipped dense gradient, for touched rows."""
+  ids, scale = np.array([1, 2, 2]), np.array([[3.0], [4.0], [-1.0]], np.float32)
+
+  def step(grads_of):
+    table = embed.TableConfig(V, D, name="t", optimizer=optimizer)
+    layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+    updater = embed.Optimizer(layer, optax.sgd(0.1))
+    nnx.jit(lambda m, o: o.update(m, grads_of(m)))(layer, updater)
+    return layer.variables["t"]
+
+  f = embed.value_and_grad(lambda m: jnp.sum(m(ids) * scale))
+  norm = np.sqrt(D * (3.0**2 + 3.0**2))
+  clipped = step(lambda m: embed.clip_by_global_norm(f(m)[1], 0.5))
+  rows = embed.RowGrads([1, 2], np.full((2, D), 3.0 * 0.5 / norm, np.float32))
+  by_hand = step(lambda m: embed.Grads(f(m)[1].dense, {"t": rows}))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), clipped, by_hand)
+
+
+def test_occurrences_stay_apart_when_mapped_and_accumulated():
+  table = embed.TableConfig(
+    V, D, name="t", optimizer=embed.adagrad(0.1, use_gradient_accumulation=False)
+  )
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  f = embed.value_and_grad(lambda m: jnp.sum(m(np.array([1, 1]))))
+  parts = [f(layer)[1], f(layer)[1].map(lambda g: 2 * g)]
+  rows = embed.accumulate(parts).rows["t"]
+  assert rows.ids.tolist() == [1, 1, 1, 1]
+  assert rows.values[:, 0].tolist() == [1, 1, 2, 2]
+
+
+def test_mapping_over_ids_is_refused():
+  model = Model()
+  _, grads = embed.value_and_grad(twice)(model)
+  with pytest.raises(ValueError, match=r"grads\.map"):
+    embed.Optimizer(model, optax.sgd(0.1)).update(model, jax.tree.map(lambda x: x / 2, grads))
+  with pytest.raises(ValueError, match="integer ids"):
+    embed.RowGrads([1.5], np.ones((1, D)))
+
+
+def test_a_layer_given_twice_is_refused():
+  model = Model()
+  f = embed.value_and_grad(lambda m, e: m.out(e({"a": A})["a"]).sum())
+  with pytest.raises(ValueError, match="inside the model"):
+    f(model, model.inner["e"])
+
+
+def test_random_state_may_come_by_keyword():
+  f = embed.value_and_grad(lambda m, *, rngs: jnp.sum(m.dropout(m.encode("a", A), rngs=rngs)))
+  rngs = nnx.Rngs(0)
+  assert f(Model(), rngs=rngs)[0] != f(Model(), rngs=rngs)[0]
+
+
+def test_what_the_loss_returns_is_checked():
+  model = Model()
+  with pytest.raises(TypeError, match="has_aux=True"):
+    embed.value_and_grad(lambda m: (twice(m), 1))(model)
+  with pytest.raises(TypeError, match=r"\(loss, aux\)"):
+    embed.value_and_grad(twice, has_aux=True)(model)
+  (_, aux), _ = embed.value_and_grad(lambda m: (twice(m), {"n": 3}), has_aux=True)(model)
+  assert isinstance(aux["n"], jax.Array)
+
+
+def test_a_feature_looked_up_needs_a_gradient():
+  layer = Model().inner["e"]
+  act, residual = layer.lookup({"a": A, "b": embed.Ragged(B, [0, 1, 4])})
+  with pytest.raises(ValueError, match="None for a zero gradient"):
+    layer.apply_gradients({"a": act["a"]}, residual)
+  with pytest.raises(ValueError, match=r"have \(2, 3\)"):
+    layer.apply_gradients({"a": act["a"], "b": jnp.ones((1, D))}, residual)
+
+
+def test_capture_outside_of_a_loss_is_free():
+  out, _ = nnx.capture(lambda m: m.encode("a", A), nnx.Intermediate)(Model())
+  assert out.shape == (4, D)
 
 
 def test_row_grads_by_hand():

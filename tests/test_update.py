@@ -71,10 +71,11 @@ def test_ids_made_to_collide():
   check("hash", same, 2**31 - 1)
 
 
-@pytest.mark.parametrize("n", [1, 2, 63, 64, 65])
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 513, 5000])
 def test_any_length(n):
   for way in WAYS:
     check(way, np.arange(n) % 7, 7)
+    check(way, np.arange(n)[::-1] * 3, 2**31 - 1)
 
 
 def test_spans_and_chunks_cover_every_row(monkeypatch):
@@ -123,7 +124,7 @@ def test_both_formulations_step_alike():
       "velocities": jnp.zeros((v, d)),
     },
   )
-  on_cpu = update.step(optimizer, *state, [piece], jnp.float32(0.1))
+  on_cpu = update.step(*state, [piece], jnp.float32(0.1), optimizer=optimizer)
   found = update._distinct_by_sort(update._flat_ids([piece], v), v)
   sums = cpu.add_rows(jnp.zeros((100, d)), update._addends([piece], found.place))
   at_once = update._step_at(optimizer, state, found.ids, sums, jnp.float32(0.1))
