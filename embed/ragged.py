@@ -323,6 +323,10 @@ def check(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None) -
   _form(name, feature, parts, weighted=w is not None)
   if _is_concrete(x):
     _check_values(name, feature, x, parts)
+  layout = {Ragged: "row_splits", Sparse: "indices"}.get(parts.kind)
+  if w is not None and layout is not None and _is_concrete(x, w):
+    if not np.array_equal(np.asarray(getattr(w, layout)), np.asarray(parts.layout)):
+      raise ValueError(f"Feature {name!r}: the weights have other {layout} than the ids.")
 
 
 def validate(feature_config: Any, features: Any, weights: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Eight CPU devices and strict JAX for every test, set before anything imports jax."""
+"""Eight CPU devices for every test, set before jax is imported, and a fixture of strict JAX."""
 
 import os
 

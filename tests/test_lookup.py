@@ -120,6 +120,16 @@ def test_bfloat16_tables_keep_float32_slots_and_sums():
   np.testing.assert_array_equal(np.delete(after, 3, 0), np.delete(before, 3, 0))
 
 
+def test_weights_have_the_layout_of_their_ids():
+  layer = make()
+  ids = embed.Ragged([1, 2, 3], [0, 1, 3])
+  with pytest.raises(ValueError, match="other row_splits"):
+    layer(ids, embed.Ragged(np.ones(3), [0, 2, 3]))
+  ids = embed.Sparse([[0, 0], [1, 1]], [1, 2], (2, 2))
+  with pytest.raises(ValueError, match="other indices"):
+    layer(ids, embed.Sparse([[0, 0], [1, 0]], np.ones(2), (2, 2)))
+
+
 def test_numpy_jax_and_lists_are_one():
   layer = make()
   ids = [[1, 2], [3, -1]]

@@ -61,11 +61,8 @@ def assert_cost_of_the_batch(optimizer):
   rows = BATCH * (VALENCY + 1)
   assert memory.temp_size_in_bytes < 16 * rows * D * 4 + 2**16
   assert memory.alias_size_in_bytes >= sum(a.nbytes for a in arrays), "a table is not in place"
-  made = re.compile(rf"= \w+\[{V}(,{D})?\]\S* (copy|broadcast|add|multiply|select|transpose)\(")
-  found = [line for line in compiled.as_text().splitlines() if made.search(line)]
-  # Inside a fusion an operation of a table's shape is never materialised; a copy always is.
-  assert not [line for line in found if " copy(" in line], found
-  assert not re.search(rf"\[{V},{D}\]\S* all-", compiled.as_text())
+  copy = re.compile(rf"= \w+\[{V}(,{D})?\]\S* copy\(")
+  assert not [line for line in compiled.as_text().splitlines() if copy.search(line)]
 
 
 @pytest.mark.parametrize("index", LAZY, ids=optimizer_id)
