@@ -323,9 +323,10 @@ def check(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None) -
   _form(name, feature, parts, weighted=w is not None)
   if _is_concrete(x):
     _check_values(name, feature, x, parts)
-  layout = {Ragged: "row_splits", Sparse: "indices"}.get(parts.kind)
-  if w is not None and layout is not None and _is_concrete(x, w):
-    if not np.array_equal(np.asarray(getattr(w, layout)), np.asarray(parts.layout)):
+  if w is not None and parts.layout is not None and _is_concrete(x, w):
+    layout = "row_splits" if parts.kind is Ragged else "indices"
+    theirs, mine = np.asarray(getattr(w, layout)), np.asarray(parts.layout)
+    if theirs.size != mine.size or (theirs.reshape(mine.shape) != mine).any():
       raise ValueError(f"Feature {name!r}: the weights have other {layout} than the ids.")
 
 
