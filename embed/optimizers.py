@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Schedule = Callable[[Any], Any]
+_NUMBER = (int, float, np.number, np.ndarray, jax.Array)
 Slots = dict[str, jax.Array]
 Equation = Callable[[jax.Array, jax.Array, Slots, Any], tuple[jax.Array, Slots]]
 
@@ -86,7 +87,7 @@ def _check_common(name: str, common: dict[str, Any], slot_names: set[str] | None
         f"{name}: learning_rate must be a number or a schedule f(step). A function without "
         "arguments would be read once, when the step is compiled. Write `lambda step: ...`."
       ) from None
-  elif not isinstance(rate, (int, float, np.number, jax.Array, np.ndarray)):
+  elif not isinstance(rate, _NUMBER) or isinstance(rate, bool) or np.shape(rate):
     raise ValueError(f"{name}: learning_rate must be a number or f(step). Got {rate!r}.")
   clip = common["clipvalue"]
   if not common["use_gradient_accumulation"] and clip is not None:
@@ -169,6 +170,8 @@ def row_optimizer(make: Callable[..., Rule]) -> Callable[..., RowOptimizer]:
     slots, names = _slots_by_dim(rule.slots)
     common["learning_rate"] = rate = mine.pop("learning_rate", 0.0)
     _check_common(name, common, names)
+    if not callable(rate):
+      rate = float(rate)
     if rule.equation is None and any(common[k] != p.default for k, p in shared.parameters.items()):
       raise ValueError(f"{name}: a table that does not train takes no arguments.")
     if not rule.lazy and not common["use_gradient_accumulation"]:

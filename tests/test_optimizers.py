@@ -154,6 +154,14 @@ def test_a_rate_that_would_be_frozen_is_refused():
     embed.sgd(learning_rate=lambda: 0.1)
 
 
+def test_a_rate_is_a_number():
+  assert embed.sgd(jnp.float32(0.5)) == embed.sgd(0.5)
+  hash(embed.sgd(jnp.float32(0.5)))
+  for rate in ("0.1", True, None, np.ones(3)):
+    with pytest.raises(ValueError, match="learning_rate must be"):
+      embed.sgd(rate)
+
+
 def test_a_schedule_needs_a_step():
   layer = make(embed.sgd(optax.constant_schedule(0.1)))
   act, residual = layer.lookup(np.array([1]))
