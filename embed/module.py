@@ -151,14 +151,13 @@ class SparseEmbed(nnx.Module):
         "differentiates. Run nnx.capture on a forward pass of its own."
       )
     flat = ragged.flatten(self.spec.features, features, weights)
-    names = {id(table): name for name, table in self.spec.tables.items()}
     activations: dict[Path, jax.Array] = {}
     residual: Residual = {}
     dropped = []
     for path, (feature, x, w) in flat.items():
       name = config_lib.feature_name(path, feature)
       ragged.check(name, feature, x, w)
-      table, table_name = feature.table, names[id(feature.table)]
+      table, table_name = feature.table, self._table_name(feature)
       bags = ragged.to_bags(name, feature, x, w)
       occ = lookup_lib.occurrences(bags, table.combiner, table.vocabulary_size)
       rows = self.arrays[table_name]["parameters"][...]
@@ -242,7 +241,6 @@ class SparseEmbed(nnx.Module):
       )
     given = dict(config_lib.match(self.spec.features, activation_grads, "activation_grads"))
     pieces: dict[str, list[update.Piece]] = {name: [] for name in self.spec.tables}
-    names = {id(table): name for name, table in self.spec.tables.items()}
     for path, feature in config_lib.flatten_features(self.spec.features):
       occ, grads = residual.get("/".join(path)), given.get(path)
       name = config_lib.feature_name(path, feature)
@@ -254,7 +252,7 @@ class SparseEmbed(nnx.Module):
         if grads is not None:
           raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
         continue
-      pieces[names[id(feature.table)]].append(_piece(name, grads, occ, feature.table.dim))
+      pieces[self._table_name(feature)].append(_piece(name, grads, occ, feature.table.dim))
     rows = {
       name: RowGrads.pending(
         pieces[name], table.vocabulary_size, table.dim, self._accumulates(name)
@@ -342,6 +340,9 @@ class SparseEmbed(nnx.Module):
     if name not in self.spec.tables:
       raise ValueError(f"There is no table {name!r}; the tables are {sorted(self.spec.tables)}.")
     return self.spec.tables[name]
+
+  def _table_name(self, feature: config_lib.FeatureConfig) -> str:
+    return next(name for name, table in self.spec.tables.items() if table is feature.table)
 
   def _read(self, name: str, value: Any) -> Any:
     abstract = isinstance(value, jax.ShapeDtypeStruct)  # under nnx.eval_shape

@@ -511,9 +511,9 @@ def _lay_out(ids, beyond, weights, place: _Places, layout, size: int) -> Bags:
   wanted = (beyond | (ids < size)) & ~place.behind
   if form.length:  # ids past the end of a sequence are cut by definition
     wanted &= ~(place.there & (place.column >= length))
-    dropped = _count(wanted) - _count(laid < size)
-    return Bags(laid.reshape(*form.shape, 1), None, None, form.shape, dropped)
   dropped = _count(wanted) - _count(laid < size)
+  if form.length:
+    return Bags(laid.reshape(*form.shape, 1), None, None, form.shape, dropped)
   if weights is not None:
     weights = to(0, jnp.where(ids < size, weights, 0)).reshape(*form.shape, length)
   return Bags(laid.reshape(*form.shape, length), weights, None, form.shape, dropped)

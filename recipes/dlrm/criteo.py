@@ -8,7 +8,7 @@ in blocks, with NumPy, in constant memory; preparation goes on where a kill inte
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -96,7 +96,7 @@ def squash(integers: np.ndarray) -> np.ndarray:
   return np.nan_to_num(np.sign(integers) * np.log1p(np.abs(integers))).astype(np.float32)
 
 
-class Vocabulary:
+class Vocabulary(Protocol):
   """Categories to ids: `sizes` per feature and `ids(categories)`, int64 to int32 `[N, 26]`.
 
   Id 0 is the blank.
@@ -104,11 +104,10 @@ class Vocabulary:
 
   sizes: list[int]
 
-  def ids(self, categories: np.ndarray) -> np.ndarray:
-    raise NotImplementedError
+  def ids(self, categories: np.ndarray) -> np.ndarray: ...
 
 
-class HashVocabulary(Vocabulary):
+class HashVocabulary:
   """Ids by a fixed hash of the value and the feature: the same on every machine and every day."""
 
   def __init__(self, size: int):
@@ -124,7 +123,7 @@ class HashVocabulary(Vocabulary):
     return np.where(categories < 0, 0, 1 + buckets.astype(np.int64)).astype(np.int32)
 
 
-class CountedVocabulary(Vocabulary):
+class CountedVocabulary:
   """Ids of the values that occur at least `min_count` times in the training rows.
 
   All others, and those that only later rows hold, share id 1.
