@@ -3,6 +3,7 @@
 from embed import checkpoint
 from embed.config import FeatureConfig, QuantizationConfig, TableConfig
 from embed.grads import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
+from embed.initializers import row_wise
 from embed.module import Report, SlotVariable, SparseEmbed, Table
 from embed.optimizer import Optimizer
 from embed.optimizers import (
@@ -20,9 +21,11 @@ from embed.optimizers import (
   momentum,
   proximal_adagrad,
   rmsprop,
+  row_mean,
   rowwise_adagrad,
   sgd,
 )
+from embed.planning import Plan, TablePlan, plan
 from embed.ragged import Padded, Ragged, Sparse, to_padded, validate
 from embed.routing import value_and_grad
 
@@ -31,6 +34,7 @@ __all__ = [
   "Grads",
   "Optimizer",
   "Padded",
+  "Plan",
   "QuantizationConfig",
   "Ragged",
   "Report",
@@ -42,6 +46,7 @@ __all__ = [
   "SparseEmbed",
   "Table",
   "TableConfig",
+  "TablePlan",
   "accumulate",
   "adagrad",
   "adagrad_momentum",
@@ -56,8 +61,11 @@ __all__ = [
   "global_norm",
   "lion",
   "momentum",
+  "plan",
   "proximal_adagrad",
   "rmsprop",
+  "row_mean",
+  "row_wise",
   "rowwise_adagrad",
   "sgd",
   "to_padded",

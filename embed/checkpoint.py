@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from embed import routing
+from embed.lookup import Owner
 from embed.module import SlotVariable, Table
 
 Tree = dict[str, Any]
@@ -53,10 +54,32 @@ def to_tree(**nodes: Any) -> Tree:
   for name, node in nodes.items():
     # Random keys as their data: not every store knows keys.
     dense = {k: _key_data(v) if _is_key(v) else v for k, v in _dense(node)[0].items()}
-    tables = {
-      key: module.variables[table] for key, (module, table) in routing.row_keys(node).items()
-    }
+    tables: Tree = {}
+    for path, module in routing.sparse_embeds(node).items():
+      tables |= {Owner(path, table).key: of for table, of in module.variables.items()}
     tree[name] = {"state": dense, "tables": tables}
+  return tree
+
+
+def like(**nodes: Any) -> Tree:
+  """What `to_tree` would return, as shapes, dtypes and shardings, for a store to restore into.
+
+  >>> import embed
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> like(model=layer)["model"]["tables"]["table_0"]["parameters"].shape
+  (4, 2)
+  """
+
+  def struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+  tree = {}
+  for name, node in nodes.items():
+    data = lambda x: struct(_key_data(x)) if _is_key(x) else struct(x)
+    tables: Tree = {}
+    for path, module in routing.sparse_embeds(node).items():
+      tables |= {Owner(path, table).key: of for table, of in module.variable_shapes.items()}
+    tree[name] = {"state": {k: data(v) for k, v in _dense(node)[0].items()}, "tables": tables}
   return tree
 
 
@@ -68,7 +91,7 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
   """
   problems = []
   for name, node in nodes.items():
-    here, there = _flat(to_tree(**{name: node})[name]), _flat(tree.get(name, {}))
+    here, there = _flat(like(**{name: node})[name]), _flat(tree.get(name, {}))
     problems += [f"{name}/{k} is missing" for k in here if k not in there]
     problems += [f"{name}/{k} is not in the model" for k in there if k not in here]
     problems += [
@@ -92,19 +115,24 @@ def _flat(tree: Tree) -> dict[str, Any]:
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
+def _placed(value: Any, old: jax.Array) -> jax.Array:
+  """A copy of a value, on the devices of the array it replaces or, like that, on any."""
+  if old.committed:
+    return jax.device_put(jnp.array(value, old.dtype, copy=True), old.sharding)
+  return jnp.array(np.asarray(value), old.dtype)
+
+
 def _restore(tree: Tree, node: Any) -> None:
-  for key, (module, table) in routing.row_keys(node).items():
-    for slot, value in tree["tables"][key].items():
-      variable = module.arrays[table][slot]
-      # Copied: a donated step deletes the model's arrays, which must not be the tree's.
-      variable.set_value(jnp.array(value, variable.get_value().dtype, copy=True))
+  for path, module in routing.sparse_embeds(node).items():
+    names = module.spec.tables
+    module.load_variables({table: tree["tables"][Owner(path, table).key] for table in names})
   dense, treedef = _dense(node)
 
   def restored(name, old):
     value = tree["state"][name]
     if _is_key(old):
-      data = jnp.array(value, copy=True)
+      data = _placed(value, jax.random.key_data(old))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
-    return jnp.array(value, old.dtype, copy=True)
+    return _placed(value, old)
 
   nnx.update(node, jax.tree.unflatten(treedef, [restored(k, v) for k, v in dense.items()]))

@@ -1,15 +1,24 @@
 """Gradients one can look at, clip, accumulate and scale: dense ones and rows side by side."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from embed import update
-from embed.lookup import Occurrences
+from embed.exchange import Call, Owned
+from embed.lookup import Occurrences, Reads
+from embed.stack import Sent, Stack, of_table
+
+
+def _only(sent: Sequence[Sent], stack: Stack, table: str) -> tuple[Sent, ...]:
+  """What was sent of one table, and nothing of the others of its stack."""
+  found = of_table(sent, table)
+  alone = len(stack.tables) == 1
+  own = lambda x: stack.own(*stack.table_rows([x], table), table)
+  return tuple(own(x) if isinstance(x, Owned) and not alone else x for x in found)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -17,10 +26,10 @@ from embed.lookup import Occurrences
 class RowGrads:
   """The gradient of a table, as rows: row `ids[i]` has gradient `values[i]`.
 
-  `ids` int32 `[N]`, `values` float32 `[N, D]`. Rows are summed over duplicates, features and
-  calls, so an id stands once, in no particular order; unused entries have id `vocabulary_size` and
-  value 0. Where the table's optimizer has `use_gradient_accumulation=False` there is one entry per
-  occurrence instead, in batch order.
+  `ids` int32 `[N]`, `values` float32 `[N, D]`. Rows are summed over duplicates, features, calls and
+  devices, so an id stands once, in no particular order; unused entries have id `vocabulary_size`
+  and value 0. Where the table's optimizer has `use_gradient_accumulation=False` there is one entry
+  per occurrence instead, in batch order. On a mesh, entries are with the owners of their rows.
 
   Made by `embed.value_and_grad`, which keeps the activations' gradients and sums them when `ids`
   or `values` is asked for (or inside the update). `RowGrads(ids, values)` makes one by hand;
@@ -30,11 +39,9 @@ class RowGrads:
   (2, 3)
   """
 
-  pieces: tuple[update.Piece, ...]
-  vocabulary_size: int | None
-  dim: int
-  kind: str  # "pending": evaluated on demand; "summed": distinct rows; "pairs": any rows
-  each: bool  # one entry per occurrence: duplicates are not to be summed
+  sent: tuple[Sent, ...]
+  stack: Stack | None  # None: made by hand, one call of one part
+  table: str
 
   def __init__(self, ids: Any, values: Any):
     ids, values = jnp.asarray(ids), jnp.asarray(values)
@@ -44,40 +51,31 @@ class RowGrads:
       raise ValueError(
         f"RowGrads takes ids [N] and values [N, D]; got shapes {ids.shape} and {values.shape}."
       )
-    occurrences = Occurrences(ids[:, None], None, None)
-    self._set((update.Piece(values, occurrences),), None, values.shape[1], "pairs", False)
+    self._set((_pairs(ids, values),), None, "")
 
-  def _set(self, pieces, *static):
-    names = ("pieces", "vocabulary_size", "dim", "kind", "each")
-    for name, value in zip(names, (tuple(pieces), *static), strict=True):
+  def _set(self, sent: Sequence[Sent], stack: Stack | None, table: str) -> "RowGrads":
+    for name, value in (("sent", tuple(sent)), ("stack", stack), ("table", table)):
       object.__setattr__(self, name, value)
     return self
 
   @classmethod
-  def _make(cls, pieces, *static) -> "RowGrads":
-    return object.__new__(cls)._set(pieces, *static)
-
-  @classmethod
-  def pending(
-    cls, pieces: Sequence[update.Piece], vocabulary_size: int, dim: int, accumulate: bool
-  ) -> "RowGrads":
-    """From activation gradients; `accumulate` says whether duplicates are to be summed."""
-    some = [p for p in pieces if p.occurrences.ids.size]
-    return cls._make(some, vocabulary_size, dim, "pending", not accumulate)
+  def of(cls, sent: Sequence[Sent], stack: Stack | None, table: str) -> "RowGrads":
+    """From what was sent of a table."""
+    return object.__new__(cls)._set(sent, stack, table)
 
   def tree_flatten(self):
-    return self.pieces, (self.vocabulary_size, self.dim, self.kind, self.each)
+    return self.sent, (self.stack, self.table)
 
   @classmethod
-  def tree_unflatten(cls, static, pieces) -> "RowGrads":
-    return cls._make(pieces, *static)
+  def tree_unflatten(cls, static, sent) -> "RowGrads":
+    return cls.of(sent, *static)
 
   def _arrays(self) -> tuple[jax.Array, jax.Array]:
-    if not self.pieces:
-      return jnp.zeros(0, jnp.int32), jnp.zeros((0, self.dim), jnp.float32)
-    if self.kind != "pending":
-      return self.pieces[0].occurrences.ids[:, 0], self.pieces[0].grads
-    return _evaluate(self.pieces, self.vocabulary_size, not self.each)
+    if self.stack is None:
+      (call,) = self.sent
+      assert isinstance(call, Call)
+      return call.reads.parts[0].ids[:, 0], call.grads[0]
+    return _table_rows(self.stack, self.sent, self.table)
 
   @property
   def ids(self) -> jax.Array:
@@ -91,29 +89,145 @@ class RowGrads:
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "RowGrads":
     """The same rows with `f(values)`."""
-    if not self.pieces:
+    if not self.sent:
       return self
     ids, values = self._arrays()
-    piece = update.Piece(f(values), Occurrences(ids[:, None], None, None))
-    kind = "pairs" if self.each or self.kind == "pairs" else "summed"
-    return self._make((piece,), self.vocabulary_size, self.dim, kind, self.each)
+    values = f(values)
+    if self.stack is None or not self.stack.accumulates:
+      return RowGrads.of([_pairs(ids, values, self.table)], self.stack, self.table)
+    size = self.stack.tables[self.table].vocabulary_size
+    values = jnp.where((ids < size)[:, None], values, 0)  # f of an unused entry is nothing
+    return RowGrads.of([self.stack.own(ids, values, self.table)], self.stack, self.table)
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squares of the summed rows."""
-    if self.kind == "summed" or not any(p.occurrences.ids.size for p in self.pieces):
-      return jnp.sum(jnp.square(self.values))
-    size = self.vocabulary_size if self.vocabulary_size is not None else _INT32_MAX
-    return jnp.sum(jnp.square(_evaluate(self.pieces, size, True)[1]))
+    if self.stack is not None:
+      return _squared_norm(self.stack, self.sent)
+    ids, values = self._arrays()
+    occ = Occurrences(ids[:, None], None, None)
+    rows = update.sum_rows([update.Piece(values, occ)], _INT32_MAX)
+    return jnp.sum(jnp.square(rows.values))
 
 
 _INT32_MAX = 2**31 - 1
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _evaluate(pieces, vocabulary_size, summed):
-  make = update.sum_rows if summed else update.expand_rows
-  rows = make(pieces, vocabulary_size)
-  return rows.ids, rows.values
+def _pairs(ids: jax.Array, values: jax.Array, table: str = "") -> Call:
+  return Call((values,), Reads((Occurrences(ids[:, None], None, None),), (table,)))
+
+
+def sent_to(stack: Stack, table: str, rows: RowGrads) -> list[Sent]:
+  """What a table's `RowGrads` sends to its stack, made by hand or not."""
+  if rows.stack is stack:
+    return list(rows.sent)
+  size, dim = stack.tables[table].vocabulary_size, stack.dim
+  if rows.sent and rows.values.shape[1] != dim:
+    raise ValueError(
+      f"The row gradients of table {table!r} have {rows.values.shape[1]} columns, its dim is {dim}."
+    )
+  ids = rows.ids
+  if not isinstance(ids, jax.core.Tracer) and ids.is_fully_addressable and (ids > size).any():
+    raise ValueError(
+      f"The row gradients of table {table!r} have id {int(ids.max())}; its ids are 0 .. "
+      f"{size - 1}, and {size} for unused entries."
+    )
+  return [_pairs(*rows._arrays(), table)] if rows.sent else []
+
+
+@jax.tree_util.register_pytree_node_class
+class Rows(Mapping[str, RowGrads]):
+  """The row gradients of a model, `{"<module path>/<table>": RowGrads}`, kept by stack.
+
+  Tables that are stored together went through one exchange, and go through one on the way back.
+  """
+
+  def __init__(self, sent: Mapping[str, Sequence[Sent]], stacks: Mapping[str, Stack]):
+    self.sent = {key: tuple(sent[key]) for key in sorted(sent)}
+    self.stacks = {key: stacks[key] for key in sorted(stacks)}  # by "<module path>/<stack>"
+
+  def tree_flatten(self):
+    return tuple(self.sent.values()), tuple(self.stacks.items())
+
+  @classmethod
+  def tree_unflatten(cls, static, sent) -> "Rows":
+    stacks = dict(static)
+    self = object.__new__(cls)
+    self.sent, self.stacks = dict(zip(stacks, sent, strict=True)), stacks
+    return self
+
+  def _keys(self) -> dict[str, tuple[str, str]]:
+    """The stack's key and the table behind each key."""
+    found = {}
+    for key, stack in self.stacks.items():
+      path = key[: len(key) - len(stack.name)]
+      found.update({path + table: (key, table) for table in stack.tables})
+    return found
+
+  def __getitem__(self, key: str) -> RowGrads:
+    stack_key, table = self._keys()[key]
+    stack = self.stacks[stack_key]
+    return RowGrads.of(_only(self.sent[stack_key], stack, table), stack, table)
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._keys())
+
+  def __len__(self) -> int:
+    return len(self._keys())
+
+  def __repr__(self) -> str:
+    return f"Rows({list(self)})"
+
+  def summed(self) -> "Rows":
+    """With the rows summed, at their owners."""
+    sent = {
+      key: ([self.stacks[key].sum_rows(sent)] if sent and self.stacks[key].accumulates else sent)
+      for key, sent in self.sent.items()
+    }
+    return Rows(sent, self.stacks)
+
+  def map(self, f: Callable[[jax.Array], jax.Array]) -> "Rows":
+    """With `f(values)` of each table, the other tables' entries of its stack being unused ones."""
+    mapped: dict[str, Sequence[Sent]] = {}
+    for key, sent in self.summed().sent.items():
+      stack = self.stacks[key]
+      if not sent:
+        mapped[key] = ()
+      elif not stack.accumulates:
+        each = [RowGrads.of(_only(sent, stack, table), stack, table) for table in stack.tables]
+        mapped[key] = [x for rows in each for x in rows.map(f).sent]
+      else:
+        mapped[key] = [_map_owned(sent[0], stack, f)]
+    return Rows(mapped, self.stacks)
+
+  def squared_norm(self) -> jax.Array:
+    norms = [_squared_norm(self.stacks[key], sent) for key, sent in self.sent.items()]
+    return sum(norms, jnp.zeros(()))
+
+  def scale(self, factor: jax.Array) -> "Rows":
+    """Times a number: before the sum or after it is the same."""
+    times = lambda x: (x * factor).astype(x.dtype)
+
+    def scaled(x: Sent) -> Sent:
+      if isinstance(x, Owned):
+        return dataclasses.replace(x, values=times(x.values))
+      return dataclasses.replace(x, grads=tuple(map(times, x.grads)))
+
+    return Rows({k: [scaled(x) for x in sent] for k, sent in self.sent.items()}, self.stacks)
+
+
+def _map_owned(owned: Sent, stack: Stack, f: Callable[[jax.Array], jax.Array]) -> Owned:
+  assert isinstance(owned, Owned)
+  total = jnp.zeros_like(owned.values)
+  for table, config in stack.tables.items():
+    ids, values = stack.table_rows([owned], table)
+    new = jnp.where((ids < config.vocabulary_size)[:, None], f(values), 0)
+    total += stack.own(ids, new, table).values
+  return Owned(owned.places, total)
+
+
+# Compiled for eager calls; within somebody's jit, a part of it.
+_table_rows = jax.jit(Stack.table_rows, static_argnums=(0, 2))
+_squared_norm = jax.jit(Stack.squared_norm, static_argnums=0)
 
 
 @jax.tree_util.register_dataclass
@@ -121,28 +235,33 @@ def _evaluate(pieces, vocabulary_size, summed):
 class Grads:
   """What `embed.value_and_grad` returns and `embed.Optimizer.update` takes.
 
-  `dense`: an `nnx.State` of the gradients of the `nnx.Param`s, for optax. `rows`: `RowGrads` by
-  `"<module path>/<table name>"`, an entry for every table, empty where nothing was looked up.
+  `dense`: an `nnx.State` of the gradients of the `nnx.Param`s, for optax. `rows`: a mapping of
+  `"<module path>/<table name>"` to `RowGrads`, an entry for every table, empty where nothing was
+  looked up.
 
   Do not `jax.tree.map` over the whole: ids and gains are leaves too. `map`, `embed.accumulate`,
   `embed.global_norm` and `embed.clip_by_global_norm` treat rows as the gradients they are.
   """
 
   dense: Any
-  rows: dict[str, RowGrads]
+  rows: Mapping[str, RowGrads]
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Grads":
-    """Applies `f` to every float array: dense gradients and row values, never ids.
+    """Applies `f` to every float array: dense gradients and each table's rows, never ids.
 
     >>> unscaled = lambda grads, scale: grads.map(lambda g: g / scale)
     """
-    return Grads(jax.tree.map(f, self.dense), {k: r.map(f) for k, r in self.rows.items()})
+    rows = self.rows
+    mapped = rows.map(f) if isinstance(rows, Rows) else {k: r.map(f) for k, r in rows.items()}
+    return Grads(jax.tree.map(f, self.dense), mapped)
 
 
 def global_norm(grads: Grads) -> jax.Array:
   """The norm of all gradients together, dense and rows: that of the equal dense gradients."""
   square = lambda g: jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
   squares = sum(map(square, jax.tree.leaves(grads.dense)), jnp.zeros((), jnp.float32))
+  if isinstance(grads.rows, Rows):
+    return jnp.sqrt(squares + grads.rows.squared_norm())
   return jnp.sqrt(sum((r.squared_norm() for r in grads.rows.values()), squares))
 
 
@@ -154,10 +273,16 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
   """
   if isinstance(max_norm, (int, float)) and not max_norm > 0:
     raise ValueError(f"max_norm must be positive. Got {max_norm!r}.")
-  grads = grads.map(lambda g: g)  # sums the rows once, for the norm and for the result
+  rows = grads.rows
+  if isinstance(rows, Rows) and not any(s.placement for s in rows.stacks.values()):
+    rows = rows.summed()  # once, for the norm and for the result
+  grads = Grads(grads.dense, rows)
   norm = global_norm(grads)
-  scale = jnp.minimum(1, max_norm / jnp.maximum(norm, max_norm))
-  return grads.map(lambda g: g * scale.astype(g.dtype))
+  factor = jnp.minimum(1, max_norm / jnp.maximum(norm, max_norm))
+  scale = lambda g: g * factor.astype(g.dtype)
+  if isinstance(rows, Rows):
+    return Grads(jax.tree.map(scale, grads.dense), rows.scale(factor))
+  return grads.map(scale)
 
 
 def accumulate(grads: Sequence[Grads]) -> Grads:
@@ -174,14 +299,18 @@ def accumulate(grads: Sequence[Grads]) -> Grads:
   if any(set(g.rows) != set(first.rows) for g in grads):
     raise ValueError("accumulate: the gradients are of different models (their tables differ).")
   dense = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *(g.dense for g in grads))
-  return Grads(dense, {key: _concatenate([g.rows[key] for g in grads]) for key in first.rows})
+  rows = [g.rows for g in grads]
+  whole = [r for r in rows if isinstance(r, Rows)]
+  if len(whole) == len(rows) and all(r.stacks == whole[0].stacks for r in whole):
+    sent = {key: [x for r in whole for x in r.sent[key]] for key in whole[0].sent}
+    return Grads(dense, Rows(sent, whole[0].stacks))
+  return Grads(dense, {key: _concatenate([r[key] for r in rows]) for key in first.rows})
 
 
 def _concatenate(rows: Sequence[RowGrads]) -> RowGrads:
-  first = rows[0]
-  each = any(r.each for r in rows)
-  sizes = [r.vocabulary_size for r in rows if r.vocabulary_size is not None]
-  if sizes:
-    return RowGrads.pending([p for r in rows for p in r.pieces], sizes[0], first.dim, not each)
-  ids, values = (jnp.concatenate(x) for x in zip(*(r._arrays() for r in rows), strict=True))
-  return RowGrads(ids, values)
+  first = next((r for r in rows if r.stack is not None), rows[0])
+  if first.stack is None:
+    ids, values = (jnp.concatenate(x) for x in zip(*(r._arrays() for r in rows), strict=True))
+    return RowGrads(ids, values)
+  sent = [x for r in rows for x in sent_to(first.stack, first.table, r)]
+  return RowGrads.of(sent, first.stack, first.table)

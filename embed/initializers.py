@@ -1,7 +1,9 @@
-"""Initial values of tables."""
+"""Initial values of tables, drawn row by row, so that a shard can make its own rows alone."""
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,32 +12,84 @@ import jax.numpy as jnp
 ROWS_AT_A_TIME = 1 << 14
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def truncated_normal_rows(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
-  """The default: a normal of standard deviation `1 / sqrt(dim)` cut at two of them, row by row.
+@dataclasses.dataclass(frozen=True)
+class RowWise:
+  """An initializer of which every row has its own key; see `row_wise`."""
 
-  No correction for the cut, as in TensorFlow: the sample deviation is 0.88 / sqrt(dim). The key of
-  a row is folded from the table's and the row's number, so that any shard can make its own rows,
-  and the values do not depend on how many shards there are.
+  initializer: Callable[..., Any]
+
+  def __call__(self, key: jax.Array, shape: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
+    """A whole table `[V, D]`, or a slot `[V]` of one value per row."""
+    rows = _rows(self, key, (shape[0], shape[1] if len(shape) > 1 else 1), jnp.dtype(dtype))
+    return rows.reshape(shape)
+
+  def rows(self, key: jax.Array, ids: jax.Array, dim: int, dtype: Any) -> jax.Array:
+    """The given rows of the table, `[N, D]`."""
+
+    def row(i):
+      value = self.initializer(jax.random.fold_in(key, i), (1, dim), jnp.float32)
+      return jnp.asarray(value, jnp.float32).reshape(dim).astype(dtype)
+
+    return jax.vmap(row)(ids)
+
+
+def row_wise(initializer: Callable[..., Any]) -> RowWise:
+  """Makes an initializer draw every row from a key of its own.
+
+  The key of a row is folded from the table's and the row's number. The values then do not depend
+  on how a table is sharded, and each device makes the rows that it owns and no others. An
+  initializer that is not marked is called once with the whole table's shape, on every host.
 
   Args:
-    key: the table's key.
-    shape: `(vocabulary_size, dim)`.
-    dtype: of the result.
+    initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, traceable; called with shape
+      `(1, dim)`. One that looks at the number of rows would see 1.
+
+  >>> row_wise(jax.nn.initializers.ones)(jax.random.key(0), (2, 3)).shape
+  (2, 3)
   """
-  rows, dim = shape
+  if not callable(initializer):
+    raise ValueError(f"row_wise takes an initializer f(key, shape, dtype). Got {initializer!r}.")
+  return initializer if isinstance(initializer, RowWise) else RowWise(initializer)
 
-  def row(i):
-    values = jax.random.truncated_normal(jax.random.fold_in(key, i), -2.0, 2.0, (dim,), jnp.float32)
-    return (values / math.sqrt(dim)).astype(dtype)
 
-  # Some rows at a time: the random bits of a whole table would be as large as the table. The last
-  # ones overlap the ones before, which come out the same.
-  some = min(rows, ROWS_AT_A_TIME)
+def _truncated_normal(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
+  values = jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype)
+  return values / math.sqrt(shape[-1])
 
-  def fill(i, table):
-    start = jnp.minimum(i * some, rows - some)
-    values = jax.vmap(row)(start + jnp.arange(some))
-    return jax.lax.dynamic_update_slice_in_dim(table, values, start, axis=0)
 
-  return jax.lax.fori_loop(0, -(-rows // some), fill, jnp.zeros(shape, dtype))
+truncated_normal_rows = RowWise(_truncated_normal)
+"""The default: a normal of standard deviation `1 / sqrt(dim)` cut at two of them, row by row.
+
+No correction for the cut, as in TensorFlow: the sample deviation is 0.88 / sqrt(dim).
+"""
+
+
+def fill(
+  rows: jax.Array,
+  start: int,
+  draw: Callable[[jax.Array], jax.Array],
+  ids: jax.Array,
+  size: int,
+) -> jax.Array:
+  """Writes `draw(ids)`, `[N, D]`, at `start` of `rows` `[M, D]`; zeros for ids >= size.
+
+  Some rows at a time: the random bits of a whole table would be as large as the table.
+  """
+  number = ids.shape[0]
+  some = min(number, ROWS_AT_A_TIME)
+
+  def step(i, rows):
+    # The last ones overlap the ones before, which come out the same.
+    first = jnp.minimum(i * some, number - some)
+    these = jax.lax.dynamic_slice_in_dim(ids, first, some)
+    values = jnp.where((these < size)[:, None], draw(these), 0)
+    return jax.lax.dynamic_update_slice_in_dim(rows, values, start + first, axis=0)
+
+  return jax.lax.fori_loop(0, -(-number // some), step, rows)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _rows(initializer: RowWise, key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
+  ids = jnp.arange(shape[0], dtype=jnp.int32)
+  draw = lambda ids: initializer.rows(key, ids, shape[1], dtype)
+  return fill(jnp.zeros(shape, dtype), 0, draw, ids, shape[0])

@@ -9,6 +9,8 @@ O(batch) memory; a `[V, D]` gradient never exists.
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,21 @@ class Occurrences:
   def batch(self) -> tuple[int, ...]:
     """The shape of the activations without dim."""
     return self.ids.shape[:-1] if self.shape is None else self.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reads:
+  """What one call read of the tables that are stored together: the unit of an exchange.
+
+  `parts`: the occurrences of each feature, ids being those of its own table.
+  `tables`: the name of each part's table.
+  `route`: how the ids went to the shards that own them (an `exchange.Route`), or None.
+  """
+
+  parts: tuple[Occurrences, ...]
+  tables: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+  route: Any = None
 
 
 def quantize(x: jax.Array, config: config_lib.QuantizationConfig | None) -> jax.Array:
@@ -83,6 +100,7 @@ def lookup(
   occ: Occurrences,
   shape: tuple[int, ...],
   quantization: config_lib.QuantizationConfig | None = None,
+  dtype: Any = None,
 ) -> jax.Array:
   """Activations `[*shape, D]`: the gained sum of rows, accumulated in float32.
 
@@ -91,7 +109,9 @@ def lookup(
     occ: ids, gains and segments.
     shape: of the activations without D.
     quantization: applied to rows before they are summed.
+    dtype: of the activations; None is the table's.
   """
+  dtype = table.dtype if dtype is None else dtype
 
   size, dim = table.shape
 
@@ -106,10 +126,10 @@ def lookup(
   if occ.segments is not None:
     act = jnp.zeros((math.prod(shape), dim), jnp.float32)
     act = act.at[occ.segments].add(rows(occ.ids, occ.gains), mode="drop")
-    return act.reshape(*shape, dim).astype(table.dtype)
+    return act.reshape(*shape, dim).astype(dtype)
   length = occ.ids.shape[-1]
   if length == 0:
-    return jnp.zeros((*shape, dim), table.dtype)
+    return jnp.zeros((*shape, dim), dtype)
   per_id = occ.gains is not None and occ.gains.shape[-1] == length
   # Columns of gathers added up: on CPU each is a row copy, ten times as fast as gather-and-reduce.
   ids = occ.ids.reshape(-1, length).T
@@ -128,7 +148,7 @@ def lookup(
   act = act.reshape(*shape, dim)
   if occ.gains is not None and not per_id:
     act = act * occ.gains
-  return act.astype(table.dtype)
+  return act.astype(dtype)
 
 
 # --- the marks that `routing` finds --------------------------------------------------------------
@@ -136,59 +156,67 @@ def lookup(
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-  """Whose rows they are: the module's path in the model and the table's name."""
+  """Whose rows they are: the module's path in the model, and the stack or table of it."""
 
   path: str | None  # None outside `value_and_grad`, or for a module that is not differentiated
-  table: str
-  vocabulary_size: int
-  accumulate: bool  # whether duplicates are summed before the update
+  name: str
 
   @property
   def key(self) -> str:
-    return f"{self.path}/{self.table}" if self.path else self.table
+    return f"{self.path}/{self.name}" if self.path else self.name
 
 
-mark_p = jex_core.Primitive("sparse_embed_lookup")  # act, *leaves of Occurrences -> act
-read_p = jex_core.Primitive("sparse_embed_table")  # table -> table
+mark_p = jex_core.Primitive("sparse_embed_lookup")  # *activations, *leaves of Reads -> activations
+mark_p.multiple_results = True
+read_p = jex_core.Primitive("sparse_embed_table")  # table -> [table]
+read_p.multiple_results = True
 
 
-def mark(act: jax.Array, occ: Occurrences, owner: Owner) -> jax.Array:
-  """`act` itself, with the occurrences behind it on record."""
-  leaves, treedef = jax.tree.flatten(occ)
-  return mark_p.bind(act, *leaves, treedef=treedef, owner=owner, batched=False)
+def mark(activations: Sequence[jax.Array], reads: Reads, owner: Owner) -> list[jax.Array]:
+  """The activations themselves, with the occurrences behind them on record."""
+  leaves, treedef = jax.tree.flatten(reads)
+  number = len(activations)
+  return mark_p.bind(
+    *activations, *leaves, treedef=treedef, number=number, owner=owner, batched=False
+  )
 
 
 def read(table: jax.Array, owner: Owner) -> jax.Array:
   """`table` itself; inside a loss this is found and refused, since no gradient comes back."""
-  return read_p.bind(table, owner=owner, batched=False)
+  return read_p.bind(table, owner=owner, number=1, batched=False)[0]
 
 
-def _mark_jvp(primals, tangents, *, owner, **params):
-  if type(tangents[0]) is not ad.Zero:
+def _mark_jvp(primals, tangents, *, number, owner, **params):
+  if any(type(t) is not ad.Zero for t in tangents[:number]):
+    reads = jax.tree.unflatten(params["treedef"], primals[number:])
     raise ValueError(
-      f"Table {owner.table!r} is being differentiated by JAX directly, which would build a dense "
-      "gradient of the whole table. Write embed.value_and_grad(loss_fn)(model, ...) instead of "
-      "nnx.value_and_grad, and leave embed.Table out of `wrt` and `argnums`."
+      f"Table {reads.tables[0]!r} is being differentiated by JAX directly, which would build a "
+      "dense gradient of the whole table. Write embed.value_and_grad(loss_fn)(model, ...) instead "
+      "of nnx.value_and_grad, and leave embed.Table out of `wrt` and `argnums`."
     )
-  return mark_p.bind(*primals, owner=owner, **params), tangents[0]
+  return mark_p.bind(*primals, number=number, owner=owner, **params), list(tangents[:number])
 
 
 def _read_jvp(primals, tangents, **params):
-  return read_p.bind(*primals, **params), tangents[0]
+  return read_p.bind(*primals, **params), list(tangents)
 
 
 def _batched(primitive):
   def rule(args, dims, **params):
     params["batched"] = True
-    return primitive.bind(*args, **params), dims[0]
+    return primitive.bind(*args, **params), dims[: params["number"]]
 
   return rule
 
 
+def _same(*args, number, **_):
+  return list(args[:number])
+
+
 for _primitive, _jvp in ((mark_p, _mark_jvp), (read_p, _read_jvp)):
-  _primitive.def_impl(lambda x, *_, **__: x)
-  _primitive.def_abstract_eval(lambda x, *_, **__: x)
-  mlir.register_lowering(_primitive, mlir.lower_fun(lambda x, *_, **__: x, multiple_results=False))
+  _primitive.def_impl(_same)
+  _primitive.def_abstract_eval(_same)
+  mlir.register_lowering(_primitive, mlir.lower_fun(_same, multiple_results=True))
   batching.primitive_batchers[_primitive] = _batched(_primitive)
   ad.primitive_jvps[_primitive] = _jvp
 

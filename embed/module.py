@@ -1,7 +1,7 @@
 """`SparseEmbed`: features over shared tables, as a Flax NNX module."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +11,33 @@ from flax import errors as flax_errors
 from flax import nnx
 
 from embed import config as config_lib
-from embed import initializers, ragged, sharding, update
+from embed import exchange, grads, planning, ragged, sharding
 from embed import lookup as lookup_lib
+from embed.exchange import Call
 from embed.grads import RowGrads
-from embed.optimizers import RowOptimizer, Slot
+from embed.lookup import Occurrences, Reads
+from embed.optimizers import RowOptimizer
+from embed.stack import Arrays, Load, Sent, Stack, read_all, store_all
 
 Path = config_lib.Path
-Residual = dict[str, lookup_lib.Occurrences]
+
+
+@jax.tree_util.register_pytree_node_class
+class Residual:
+  """What `SparseEmbed.lookup` read, by stack, and the features that each part of it is of."""
+
+  def __init__(self, reads: dict[str, Reads], paths: dict[str, tuple[Path, ...]]):
+    self.reads, self.paths = reads, paths
+
+  def tree_flatten(self):
+    names = tuple(sorted(self.reads))
+    paths = tuple((name, self.paths[name]) for name in names)
+    return tuple(self.reads[name] for name in names), paths
+
+  @classmethod
+  def tree_unflatten(cls, static, reads) -> "Residual":
+    paths = dict(static)
+    return cls(dict(zip(paths, reads, strict=True)), paths)
 
 
 class Table(nnx.Variable):
@@ -29,7 +49,12 @@ class SlotVariable(nnx.Variable):
 
 
 class Report(nnx.Variable):
-  """What happened in the lookups so far: `{"dropped_ids": int32 scalar}`, counted since the start.
+  """What happened in the lookups: a dictionary of scalars.
+
+  `dropped_ids` int32, counted since the start. Of the last call, 0 without a mesh:
+  `exchange_rounds` int32, the rounds that the exchange of ids and rows took, at most (1 where
+  buffers were large enough, 0 where nothing was exchanged), and `buffer_fill` float32, the share of
+  a buffer that was used, at most; above 1 there was more than one round.
 
   A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
   `max_valency`, or outside a `dense_shape`. Eager calls raise for these instead. Like all NNX state
@@ -44,6 +69,7 @@ class _Spec(NamedTuple):
   features: Any
   tables: dict[str, config_lib.TableConfig]
   optimizers: dict[str, RowOptimizer | None]
+  stacks: dict[str, Stack]
 
 
 class _Static:
@@ -56,21 +82,6 @@ class _Static:
     return self
 
 
-def _resolve(name: str, table: config_lib.TableConfig, default: Any) -> RowOptimizer | None:
-  """A table's own optimizer, or the default: completely, and without writing to the config."""
-  optimizer = default if table.optimizer is None else table.optimizer
-  if optimizer is not None and not isinstance(optimizer, RowOptimizer):
-    hint = "embed.adam(1e-3)"
-    if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
-      hint = "embed.from_optax(tx), which runs an optax transformation on rows"
-    raise ValueError(
-      f"Table {name!r}: {type(optimizer)} is an unsupported optimizer class. Write {hint}; the "
-      "others are embed.sgd, adagrad, rowwise_adagrad, adagrad_momentum, ftrl, momentum, rmsprop, "
-      "proximal_adagrad, lion, custom_optimizer and frozen."
-    )
-  return optimizer
-
-
 class SparseEmbed(nnx.Module):
   """Embedding lookups of many features over shared tables, with an optimizer for each table.
 
@@ -79,11 +90,15 @@ class SparseEmbed(nnx.Module):
     optimizer: of the tables that have none of their own, such as `embed.adagrad(0.05)`. None
       leaves those tables without slots: they can be looked up, and training them raises.
     rngs: draws one key per table, from its stream `params`.
-    axis: the mesh axis that rows are split over, in the Variables' metadata.
+    mesh: the devices that tables are spread over; None is the mesh of `jax.set_mesh`, and without
+      that one device. Inputs may have any sharding; activations come out split over the batch.
+    axis: the mesh axis, or axes, that tables and the batch are split over.
+    sharding: how: "mod" (row r on shard r % n), "div" (consecutive rows), "column" or "replicated".
+    plan: an `embed.plan` instead of these four, and of `features` and `optimizer` if it has them.
 
   Raises:
-    ValueError: for two tables of one name, an unsupported optimizer, or an initializer that
-      returns another shape.
+    ValueError: for two tables of one name, an unsupported optimizer, an unknown axis or sharding,
+      or an initializer that returns another shape.
 
   >>> import embed
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, combiner="sum", name="movie")
@@ -95,27 +110,49 @@ class SparseEmbed(nnx.Module):
 
   def __init__(
     self,
-    features: Any,
+    features: Any = None,
     optimizer: RowOptimizer | None = None,
     *,
     rngs: nnx.Rngs,
-    axis: str | None = "data",
+    mesh: Any = None,
+    axis: str | Sequence[str] | None = "data",
+    sharding: str = "mod",
+    plan: planning.Plan | None = None,
   ):
-    tables = config_lib.name_tables(features)
-    optimizers = {name: _resolve(name, table, optimizer) for name, table in tables.items()}
-    self._spec = _Static(_Spec(features, tables, optimizers))
+    if plan is None:
+      if features is None:
+        raise ValueError("SparseEmbed takes a feature config, or a plan.")
+      plan = planning.Plan.uniform(features, optimizer, mesh, axis, sharding)
+    else:
+      if (mesh is not None and mesh is not plan.mesh) or axis != "data" or sharding != "mod":
+        raise ValueError(
+          "A plan has its mesh, axes and strategies already: leave mesh, axis and sharding out, or "
+          'change the plan, as in plan["movie"].strategy = "div".'
+        )
+      if features is not None or optimizer is not None:
+        plan = plan.with_features(plan.features if features is None else features, optimizer)
+    stacks = plan.stacks()
+    spec = _Spec(plan.features, plan.tables, plan.optimizers, stacks)
+    self._spec = _Static(spec)
     self._path: str | None = None  # set by `value_and_grad` on the copy it differentiates
-    self.report = Report({"dropped_ids": jnp.int32(0)})
+    self.report = Report(
+      {
+        "dropped_ids": jnp.int32(0),
+        "exchange_rounds": jnp.int32(0),
+        "buffer_fill": jnp.float32(0),
+      }
+    )
+    keys = {name: rngs.params() for name in plan.tables}
     self.arrays = nnx.Dict(
       {
-        name: nnx.Dict(_make_arrays(name, table, optimizers[name], rngs, axis))
-        for name, table in tables.items()
+        name: nnx.Dict(_variables(stack, stack.make({t: keys[t] for t in stack.tables}), axis))
+        for name, stack in stacks.items()
       }
     )
 
   @property
   def spec(self) -> _Spec:
-    """The feature config, the tables by name and their optimizers by name."""
+    """The feature config, the tables and optimizers by name, and how tables are stored."""
     return self._spec.value
 
   # --- lookup ------------------------------------------------------------------------------------
@@ -152,21 +189,39 @@ class SparseEmbed(nnx.Module):
       )
     flat = ragged.flatten(self.spec.features, features, weights)
     activations: dict[Path, jax.Array] = {}
-    residual: Residual = {}
-    dropped = []
+    read: dict[str, Reads] = {}
+    paths: dict[str, tuple[Path, ...]] = {}
+    loads, dropped = [], []
+    groups: dict[str, list[tuple[Path, config_lib.FeatureConfig]]] = {}
     for path, (feature, x, w) in flat.items():
-      name = config_lib.feature_name(path, feature)
-      ragged.check(name, feature, x, w)
-      table, table_name = feature.table, self._table_name(feature)
-      bags = ragged.to_bags(name, feature, x, w)
-      occ = lookup_lib.occurrences(bags, table.combiner, table.vocabulary_size)
-      rows = self.arrays[table_name]["parameters"][...]
-      act = _lookup(rows, occ, bags.shape, table.quantization_config)
-      activations[path] = lookup_lib.mark(act, occ, self._owner(table_name))
-      residual["/".join(path)] = occ
-      dropped.append(bags.dropped)
-    self._count_dropped(dropped)
-    return config_lib.pack(self.spec.features, features, activations), residual
+      ragged.check(config_lib.feature_name(path, feature), feature, x, w)
+      stack_name = self._stack_of(self._table_name(feature)).name
+      groups.setdefault(stack_name, []).append((path, feature))
+    for stack_name, members in groups.items():
+      inputs = [(f, *flat[path][1:], config_lib.feature_name(path, f)) for path, f in members]
+      tables = [self._table_name(feature) for _, feature in members]
+      acts, reads, load, lost = self._read(self.spec.stacks[stack_name], inputs, tables)
+      activations.update({path: act for (path, _), act in zip(members, acts, strict=True)})
+      read[stack_name], paths[stack_name] = reads, tuple(path for path, _ in members)
+      loads.append(load)
+      dropped.append(lost)
+    self._count(dropped, loads)
+    packed = config_lib.pack(self.spec.features, features, activations)
+    return packed, Residual(read, paths)
+
+  def _read(self, stack: Stack, inputs, tables: list[str], combiner: str | None = None):
+    """Activations of the features of a stack, marked; what was read, the load, and ids dropped."""
+    values = [(x, w) for _, x, w, _ in inputs]
+    prepare = functools.partial(_prepare, [(f, name) for f, _, _, name in inputs], combiner)
+    placement = stack.placement
+    if placement is None:
+      for _, x, _, name in inputs:
+        sharding.check_whole(name, x)
+    parts, lost = prepare(values) if placement is None else placement.prepare(prepare, values)
+    rows = self.arrays[stack.name]["parameters"][...]
+    acts, reads, load = _look_up(rows, parts, stack, tuple(tables))
+    acts = lookup_lib.mark(acts, reads, lookup_lib.Owner(self._path, stack.name))
+    return acts, reads, load, lost
 
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
     """Scores of queries against rows: the table used as an output layer (tied weights).
@@ -189,10 +244,13 @@ class SparseEmbed(nnx.Module):
       raise ValueError(
         f"attend: the query has size {query.shape[-1]}, table {table_name!r} has dim {table.dim}."
       )
-    rows, owner = self.arrays[table_name]["parameters"][...], self._owner(table_name)
+    stack = self._stack_of(table_name)
     if candidates is None:
+      stored = self.arrays[stack.name]["parameters"].get_value()
+      rows = stack.whole(stored, table_name)
       every = jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None]
-      rows = lookup_lib.mark(rows, lookup_lib.Occurrences(every, None, None), owner)
+      reads = Reads((Occurrences(every, None, None),), (table_name,))
+      (rows,) = lookup_lib.mark([rows], reads, lookup_lib.Owner(self._path, stack.name))
       return jnp.einsum("...d,vd->...v", query, rows)
     name = f"candidates of {table_name}"
     feature = config_lib.FeatureConfig(table)
@@ -203,14 +261,13 @@ class SparseEmbed(nnx.Module):
         f"Got shape {shape}."
       )
     ragged.check(name, feature, candidates)
-    bags = ragged.to_bags(name, feature, candidates)
-    occ = lookup_lib.occurrences(bags, "sum", table.vocabulary_size)
-    act = _lookup(rows, occ, bags.shape, None)
-    act = lookup_lib.mark(act, occ, owner).reshape(*shape, table.dim)
-    self._count_dropped([bags.dropped])
+    (act,), _, load, lost = self._read(
+      stack, [(feature, candidates, None, name)], [table_name], combiner="sum"
+    )
+    self._count([lost], [load])
     if len(shape) == 1:
-      return jnp.einsum("...d,kd->...k", query, act)
-    return jnp.einsum("...d,...kd->...k", query, act)
+      return jnp.einsum("...d,kd->...k", query, stack.everywhere(act))
+    return jnp.einsum("...d,...kd->...k", query, act.reshape(*shape, table.dim))
 
   # --- update ------------------------------------------------------------------------------------
 
@@ -229,7 +286,7 @@ class SparseEmbed(nnx.Module):
         `step` where a schedule needs it.
       TypeError: where the kind of a container differs.
     """
-    if not isinstance(residual, Mapping):
+    if not isinstance(residual, Residual):
       raise ValueError(
         "apply_gradients takes the residual that `activations, residual = layer.lookup(...)` "
         f"returned. Got {type(residual)}."
@@ -240,59 +297,60 @@ class SparseEmbed(nnx.Module):
         "entry may be None for a zero gradient."
       )
     given = dict(config_lib.match(self.spec.features, activation_grads, "activation_grads"))
-    pieces: dict[str, list[update.Piece]] = {name: [] for name in self.spec.tables}
-    for path, feature in config_lib.flatten_features(self.spec.features):
-      occ, grads = residual.get("/".join(path)), given.get(path)
+    looked_up = {path for paths in residual.paths.values() for path in paths}
+    features_of = dict(config_lib.flatten_features(self.spec.features))
+    for path, feature in features_of.items():
       name = config_lib.feature_name(path, feature)
-      if occ is not None and path not in given:
+      if path in looked_up and path not in given:
         raise ValueError(
           f"No gradient given for {name!r}, which was looked up. Give None for a zero gradient."
         )
-      if occ is None:
-        if grads is not None:
-          raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
-        continue
-      pieces[self._table_name(feature)].append(_piece(name, grads, occ, feature.table.dim))
-    rows = {
-      name: RowGrads.pending(
-        pieces[name], table.vocabulary_size, table.dim, self._accumulates(name)
-      )
-      for name, table in self.spec.tables.items()
-    }
-    self.apply_row_gradients({name: r for name, r in rows.items() if r.pieces}, step)
+      if path not in looked_up and given.get(path) is not None:
+        raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
+    sent: dict[str, list[Sent]] = {}
+    for stack_name, reads in residual.reads.items():
+      calls = []
+      for path, occ in zip(residual.paths[stack_name], reads.parts, strict=True):
+        feature = features_of[path]
+        name = config_lib.feature_name(path, feature)
+        calls.append(_checked(name, given[path], (*occ.batch, feature.table.dim)))
+      sent[stack_name] = [Call(tuple(calls), reads)]
+    self._apply(sent, step)
 
   def apply_row_gradients(self, rows: Mapping[str, RowGrads], step: Any = None) -> None:
-    """Steps each named table once from its `RowGrads`, in place; `apply_gradients` ends here.
+    """Steps each named table once from its `RowGrads`, in place.
 
     A table that is not named, or whose `RowGrads` is empty, does not move, unless its optimizer
     moves every row at every step.
     """
     for name in rows:
       self._table(name)
-    for name, optimizer in self.spec.optimizers.items():
-      if name not in rows and (optimizer is None or optimizer.lazy):
+    sent: dict[str, list[Sent]] = {}
+    for stack in self.spec.stacks.values():
+      for name in stack.tables:
+        if name in rows:
+          sent.setdefault(stack.name, []).extend(grads.sent_to(stack, name, rows[name]))
+    self._apply(sent, step)
+
+  def _apply(self, sent: Mapping[str, Sequence[Sent]], step: Any) -> None:
+    """Steps each stack once."""
+    for name, stack in self.spec.stacks.items():
+      optimizer = stack.optimizer
+      if name not in sent and (optimizer is None or optimizer.lazy):
         continue
       if optimizer is None:
         raise ValueError(
-          f"Table {name!r} has no optimizer, so it cannot be trained. Give one in its TableConfig "
-          "or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
+          f"Table {stack.names[0]!r} has no optimizer, so it cannot be trained. Give one in its "
+          "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
         )
       if step is None and callable(optimizer.learning_rate):
-        raise ValueError(f"Table {name!r} has a learning rate schedule: pass step=...")
+        raise ValueError(f"Table {stack.names[0]!r} has a learning rate schedule: pass step=...")
+      if optimizer.equation is None:
+        continue
       rate = jnp.asarray(optimizer.learning_rate_at(step), jnp.float32)
-      given = rows.get(name)
-      arrays = self.arrays[name]
-      slots = {key: arrays[key][...] for key in self._slot_names(name)}
-      table, slots = _step(
-        arrays["parameters"][...],
-        slots,
-        given.pieces if given is not None else (),
-        rate,
-        optimizer=optimizer,
-        distinct_ids=given is not None and given.kind == "summed",
-      )
-      for key, value in {"parameters": table, **slots}.items():
-        arrays[key].set_value(value)
+      arrays = {key: variable[...] for key, variable in self.arrays[name].items()}
+      for key, value in _step(arrays, tuple(sent.get(name, ())), rate, stack).items():
+        self.arrays[name][key].set_value(value)
 
   # --- state -------------------------------------------------------------------------------------
 
@@ -307,15 +365,27 @@ class SparseEmbed(nnx.Module):
     return {name: arrays["parameters"] for name, arrays in self.variables.items()}
 
   @property
-  def variables(self) -> dict[str, dict[str, jax.Array]]:
+  def variables(self) -> dict[str, dict[str, Any]]:
     """`{table name: {"parameters": [vocabulary_size, dim], slot: [vocabulary_size, ...]}}`."""
-    return {
-      name: {
-        key: self._read(name, self.arrays[name][key].get_value())
-        for key in ("parameters", *self._slot_names(name))
-      }
-      for name in self.spec.tables
+    stacks = tuple(self.spec.stacks.values())
+    arrays = [{k: v.get_value() for k, v in self.arrays[s.name].items()} for s in stacks]
+    leaves = jax.tree.leaves(arrays)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):  # under nnx.eval_shape
+      return self.variable_shapes
+    found = read_all(stacks, arrays)
+    mark = lambda name, x: lookup_lib.read(x, lookup_lib.Owner(self._path, name))
+    found = {n: {k: mark(n, x) for k, x in found[n].items()} for n in found}
+    return {name: found[name] for name in self.spec.tables}
+
+  @property
+  def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """`variables` as shapes, dtypes and shardings, without computing anything."""
+    shapes = {
+      name: stack.shapes({k: v.get_value() for k, v in self.arrays[stack.name].items()}, name)
+      for stack in self.spec.stacks.values()
+      for name in stack.tables
     }
+    return {name: shapes[name] for name in self.spec.tables}
 
   def load_tables(self, tables: Mapping[str, Any]) -> None:
     """Replaces the rows of the named tables; slots stay as they are.
@@ -329,10 +399,22 @@ class SparseEmbed(nnx.Module):
         raise ValueError(
           f"Table {name!r} has shape {(table.vocabulary_size, table.dim)}, got {np.shape(value)}."
         )
-    for name, value in tables.items():
-      # A copy: a donated step must not delete the caller's array.
-      rows = jnp.array(value, dtype=self._table(name).dtype, copy=True)
-      self.arrays[name]["parameters"].set_value(rows)
+    self.load_variables({name: {"parameters": value} for name, value in tables.items()})
+
+  def load_variables(self, variables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replaces arrays of `variables`, tables or slots; the others stay as they are."""
+    stacks = tuple(self.spec.stacks.values())
+    given = [
+      {
+        key: {t: variables[t][key] for t in stack.tables if key in variables.get(t, {})}
+        for key in ("parameters", *stack.slots)
+      }
+      for stack in stacks
+    ]
+    arrays = [{k: v.get_value() for k, v in self.arrays[s.name].items()} for s in stacks]
+    for stack, stored in zip(stacks, store_all(stacks, arrays, given), strict=True):
+      for key, value in stored.items():
+        self.arrays[stack.name][key].set_value(value)
 
   # --- small parts -------------------------------------------------------------------------------
 
@@ -344,28 +426,15 @@ class SparseEmbed(nnx.Module):
   def _table_name(self, feature: config_lib.FeatureConfig) -> str:
     return next(name for name, table in self.spec.tables.items() if table is feature.table)
 
-  def _read(self, name: str, value: Any) -> Any:
-    abstract = isinstance(value, jax.ShapeDtypeStruct)  # under nnx.eval_shape
-    return value if abstract else lookup_lib.read(value, self._owner(name))
+  def _stack_of(self, table: str) -> Stack:
+    return next(stack for stack in self.spec.stacks.values() if table in stack.tables)
 
-  def _slot_names(self, name: str) -> list[str]:
-    optimizer = self.spec.optimizers[name]
-    return [] if optimizer is None else list(optimizer.slots(self.spec.tables[name].dim))
-
-  def _accumulates(self, name: str) -> bool:
-    optimizer = self.spec.optimizers[name]
-    return optimizer is None or optimizer.use_gradient_accumulation
-
-  def _owner(self, name: str) -> lookup_lib.Owner:
-    size = self.spec.tables[name].vocabulary_size
-    return lookup_lib.Owner(self._path, name, size, self._accumulates(name))
-
-  def _count_dropped(self, dropped: list[jax.Array]) -> None:
+  def _count(self, dropped: list[jax.Array], loads: list[Load | None]) -> None:
     if not dropped:
       return
     try:
       total = self.report["dropped_ids"] + functools.reduce(jnp.add, dropped)
-      self.report.set_value({"dropped_ids": total})
+      self.report.set_value(self.report.get_value() | {"dropped_ids": total} | _loads(loads))
     except flax_errors.TraceContextError:
       if self._path is not None:
         raise ValueError(
@@ -377,54 +446,66 @@ class SparseEmbed(nnx.Module):
       # Inference with the model closed over: there is no state to count in.
 
 
-_compiled_lookup = jax.jit(lookup_lib.lookup, static_argnums=(2, 3))
-_compiled_step = jax.jit(update.step, static_argnames=("optimizer", "distinct_ids"))
+def _prepare(features, combiner: str | None, values) -> tuple[tuple[Occurrences, ...], jax.Array]:
+  """The occurrences of some features, and how many ids were dropped on the way."""
+  parts, dropped = [], []
+  for (feature, name), (x, w) in zip(features, values, strict=True):
+    table = feature.table
+    bags = ragged.to_bags(name, feature, x, w)
+    parts.append(lookup_lib.occurrences(bags, combiner or table.combiner, table.vocabulary_size))
+    dropped.append(bags.dropped)
+  return tuple(parts), functools.reduce(jnp.add, dropped)
 
 
-def _lookup(rows: jax.Array, *args: Any) -> jax.Array:
-  """Compiled once for all eager calls; within somebody's jit, a part of it."""
-  f = lookup_lib.lookup if isinstance(rows, jax.core.Tracer) else _compiled_lookup
-  return f(rows, *args)
+def _loads(loads: list[Load | None]) -> dict[str, jax.Array]:
+  """The report of the fullest exchange of a call."""
+  some = [load for load in loads if load is not None]
+  if not some:
+    return {"exchange_rounds": jnp.int32(0), "buffer_fill": jnp.float32(0)}
+  rounds = [exchange.rounds(load.most[0], load.capacity) for load in some]
+  fill = [load.most[0].astype(jnp.float32) / load.capacity for load in some]
+  most = lambda values: functools.reduce(jnp.maximum, values)
+  return {"exchange_rounds": most(rounds), "buffer_fill": most(fill)}
 
 
-def _step(table: jax.Array, *args: Any, **kwargs: Any) -> update.State:
-  f = update.step if isinstance(table, jax.core.Tracer) else _compiled_step
-  return f(table, *args, **kwargs)
+# Eager calls are compiled once for each shape; within somebody's jit they are a part of it.
 
 
-def _make_arrays(name, table, optimizer, rngs, axis) -> dict[str, nnx.Variable]:
-  """The Variables of a table: "parameters" and its slots, each with its place on a mesh."""
-  shape = (table.vocabulary_size, table.dim)
-  key = rngs.params()
-  make = table.initializer or initializers.truncated_normal_rows
-  rows = make(key, shape, table.dtype)
-  if np.shape(rows) != shape:
-    raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
-  # A user's initializer may return an array that is kept elsewhere; a donated step deletes ours.
-  rows = jnp.array(rows, table.dtype, copy=table.initializer is not None)
-  arrays: dict[str, nnx.Variable] = {"parameters": Table(rows, **sharding.row_sharding(axis, 2))}
-  inits = dict(optimizer.slot_init) if optimizer is not None else {}
-  slots = optimizer.slots(table.dim) if optimizer is not None else {}
-  for i, (slot_name, slot) in enumerate(slots.items()):
-    value = _make_slot(slot, shape, inits.get(slot_name), jax.random.fold_in(key, i))
-    arrays[slot_name] = SlotVariable(value, **sharding.row_sharding(axis, value.ndim))
-  return arrays
+def _look_up(rows: jax.Array, parts: Any, stack: Stack, tables: tuple[str, ...]):
+  if isinstance(rows, jax.core.Tracer):
+    return stack.look_up(rows, parts, tables)
+  return _compiled_look_up(rows, parts, stack, tables)
 
 
-def _make_slot(slot: Slot, shape, init, key) -> jax.Array:
-  shape = shape[:1] if slot.per_row else shape
-  if init is not None:
-    return jnp.array(init(key, shape, slot.dtype), slot.dtype, copy=True)
-  return jnp.full(shape, slot.initial, slot.dtype)
+def _step(arrays: Arrays, sent: tuple[Sent, ...], rate: jax.Array, stack: Stack) -> Arrays:
+  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, sent))):
+    return stack.step(arrays, sent, rate)
+  return _compiled_step(arrays, sent, rate, stack)
 
 
-def _piece(name: str, grads: Any, occ: lookup_lib.Occurrences, dim: int) -> update.Piece:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _compiled_look_up(rows, parts, stack, tables):
+  return stack.look_up(rows, parts, tables)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _compiled_step(arrays, sent, rate, stack):
+  return stack.step(arrays, sent, rate)
+
+
+def _variables(stack: Stack, arrays: Arrays, axis: Any) -> dict[str, nnx.Variable]:
+  """The Variables of a stack, each with its place on a mesh."""
+  of = lambda x: sharding.metadata(stack.placement, sharding.as_names(axis), x.ndim)
+  make = lambda key: Table if key == "parameters" else SlotVariable
+  return {key: make(key)(value, **of(value)) for key, value in arrays.items()}
+
+
+def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
   """A feature's activation gradient, checked against what was looked up; None is zero."""
-  if grads is not None and not isinstance(grads, (jax.Array, np.ndarray)):
-    raise ValueError(f"Gradient of {name!r}: found a non-array type {type(grads)}.")
-  shape = (*occ.batch, dim)
   if grads is None:
-    grads = jnp.zeros(shape, jnp.float32)
+    return jnp.zeros(shape, jnp.float32)
+  if not isinstance(grads, (jax.Array, np.ndarray)):
+    raise ValueError(f"Gradient of {name!r}: found a non-array type {type(grads)}.")
   if grads.shape != shape:
     raise ValueError(f"Gradient of {name!r} has shape {grads.shape}; its activations have {shape}.")
-  return update.Piece(jnp.asarray(grads), occ)
+  return jnp.asarray(grads)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from embed import routing
-from embed.grads import Grads
+from embed import lookup, routing
+from embed.grads import Grads, Rows
 
 
 class Optimizer(nnx.Module):
@@ -64,14 +64,25 @@ class Optimizer(nnx.Module):
         f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every one."
       )
     step = jnp.asarray(self.step[...], jnp.int32)
-    for module in routing.sparse_embeds(model).values():
+    for path, module in routing.sparse_embeds(model).items():
+      if isinstance(grads.rows, Rows) and _is_of(grads.rows, path, module):
+        sent = {
+          stack.name: grads.rows.sent[lookup.Owner(path, stack.name).key]
+          for stack in module.spec.stacks.values()
+        }
+        module._apply({k: v for k, v in sent.items() if v or module.spec.stacks[k].optimizer}, step)
+        continue
       rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
       module.apply_row_gradients(_trainable(module, rows), step)
     self.dense.update(model, grads.dense, **kwargs)
 
 
+def _is_of(rows: Rows, path: str, module) -> bool:
+  """Whether gradients are of this very module, and not of another one like it."""
+  keys = {lookup.Owner(path, name).key: stack for name, stack in module.spec.stacks.items()}
+  return all(rows.stacks.get(key) is stack for key, stack in keys.items())
+
+
 def _trainable(module, rows):
   """Leaves out a table that has no optimizer and was not looked up: there is nothing to lose."""
-  return {
-    name: r for name, r in rows.items() if r.pieces or module.spec.optimizers[name] is not None
-  }
+  return {name: r for name, r in rows.items() if r.sent or module.spec.optimizers[name] is not None}

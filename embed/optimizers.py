@@ -7,11 +7,13 @@ one value per row `[...]`. The decorator `row_optimizer` adds the arguments comm
 Formulas, names and defaults are TensorFlow's (its SparseCore sources and training kernels).
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +66,7 @@ class RowOptimizer:
   arguments: dict[str, Any] = dataclasses.field(compare=False, repr=False)
   lazy: bool = True  # False moves every row at every step
   linear: bool = False  # the step of a sum is the sum of steps: rows need not be summed first
+  elementwise: bool = True  # the equation looks across a row by `row_mean` alone
 
   def __reduce__(self):
     return _rebuild, (self.name, self.arguments)  # closures do not pickle, their arguments do
@@ -141,6 +144,7 @@ class Rule(NamedTuple):
   slots: Mapping[str, Slot | float] | Callable[[int], dict[str, Slot]]
   lazy: bool = True
   linear: bool = False
+  elementwise: bool = True
 
 
 def _slots_by_dim(slots: Any) -> tuple[Callable[[int], dict[str, Slot]], set[str] | None]:
@@ -197,6 +201,7 @@ def row_optimizer(make: Callable[..., Rule]) -> Callable[..., RowOptimizer]:
       slots=slots,
       lazy=rule.lazy,
       linear=rule.linear,
+      elementwise=rule.elementwise,
     )
 
   build.__signature__ = signature  # type: ignore[attr-defined]
@@ -226,10 +231,68 @@ def step_rows(
     if optimizer.multiply_weight_decay_factor_by_learning_rate:
       decay = decay * learning_rate
     w = w - decay * w
-  w, slots = optimizer.equation(g, w, slots, learning_rate)
+  columns = _COLUMNS.get()
+  if columns is None or optimizer.elementwise:
+    w, slots = optimizer.equation(g, w, slots, learning_rate)
+  else:
+    w, slots = _with_whole_rows(optimizer.equation, columns, g, w, slots, learning_rate)
   if optimizer.clip_weight_min is not None or optimizer.clip_weight_max is not None:
     w = jnp.clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
   return w, slots
+
+
+# --- rows whose columns are on several devices ---------------------------------------------------
+
+
+class Columns(NamedTuple):
+  """The mesh axes that hold the columns of a row, as many on each, and D, without filling."""
+
+  axes: tuple[str, ...]
+  dim: int
+
+
+_COLUMNS: contextvars.ContextVar[Columns | None] = contextvars.ContextVar("columns", default=None)
+
+
+@contextlib.contextmanager
+def split_columns(columns: Columns | None) -> Iterator[None]:
+  """While a step is traced whose rows are some of their columns only."""
+  token = _COLUMNS.set(columns)
+  try:
+    yield
+  finally:
+    _COLUMNS.reset(token)
+
+
+def row_mean(x: jax.Array) -> jax.Array:
+  """The mean of each row, `[..., D]` to `[...]`, its columns on one device or several."""
+  columns = _COLUMNS.get()
+  if columns is None:
+    return jnp.mean(x, axis=-1)
+  return jax.lax.psum(jnp.sum(x, axis=-1), columns.axes) / columns.dim  # the filling is 0
+
+
+def _with_whole_rows(equation: Equation, columns: Columns, g, w, slots: Slots, learning_rate):
+  """For an equation that may look across a row: every device steps whole rows, and keeps its own.
+
+  A slot of one value per element is known by its shape.
+  """
+  width, axis = w.shape[-1], w.ndim - 1
+
+  def whole(x):
+    x = jax.lax.all_gather(x, columns.axes, axis=axis, tiled=True)
+    return jax.lax.slice_in_dim(x, 0, columns.dim, axis=axis)
+
+  def own(x):
+    filling = width * jax.lax.axis_size(columns.axes) - columns.dim
+    x = jnp.pad(x, [(0, 0)] * axis + [(0, filling)])
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(columns.axes) * width, width, axis)
+
+  split = {name: slot.ndim == w.ndim for name, slot in slots.items()}
+  everything = {name: whole(s) if split[name] else s for name, s in slots.items()}
+  with split_columns(None):  # these are whole
+    new_w, new = equation(whole(g), whole(w), everything, learning_rate)
+  return own(new_w), {name: own(s) if split[name] else s for name, s in new.items()}
 
 
 def _check(condition: bool, message: str) -> None:
@@ -313,7 +376,7 @@ def rowwise_adagrad(
   )
 
   def equation(g, w, s, lr):
-    a = s["accumulators"] + jnp.mean(g * g, axis=-1)
+    a = s["accumulators"] + row_mean(g * g)
     return w - lr * g / (jnp.sqrt(a) + epsilon)[..., None], {"accumulators": a}
 
   return Rule(equation, {"accumulators": Slot(initial_accumulator_value, per_row=True)})
@@ -539,7 +602,7 @@ def custom_optimizer(
       isinstance(slot, (Slot, int, float)),
       f"custom_optimizer: slot {name!r} must be a number or an embed.Slot. Got {slot!r}.",
     )
-  return Rule(update, slots or {})
+  return Rule(update, slots or {}, elementwise=False)
 
 
 @row_optimizer
@@ -598,7 +661,7 @@ def from_optax(tx: Any, learning_rate: float | Schedule = 1.0) -> Rule:
 
     return (jax.vmap(one_row) if g.ndim > 1 else one_row)(g, w, s)
 
-  return Rule(equation, slots)
+  return Rule(equation, slots, elementwise=False)
 
 
 def bias_corrected(

@@ -101,7 +101,9 @@ def _kind(value: Any) -> str:
 
 
 def _is_concrete(*values: Any) -> bool:
-  return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+  away = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
+  leaves = jax.tree.leaves(values)
+  return not any(isinstance(leaf, jax.core.Tracer) or away(leaf) for leaf in leaves)
 
 
 def _as_array(value: Any, name: str) -> Any:

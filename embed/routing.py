@@ -18,20 +18,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend import core as jex_core
 
-from embed import lookup, update
-from embed.grads import Grads, RowGrads
+from embed import lookup
+from embed.exchange import Call
+from embed.grads import Grads, Rows
 from embed.module import SlotVariable, SparseEmbed, Table
+from embed.stack import Stack
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call")  # run in place
 _REMAT = ("checkpoint", "remat", "remat2")
 
 
 class _Mark(NamedTuple):
-  """A lookup found in the loss: what it returns, and the shapes of its occurrences."""
+  """A lookup found in the loss: what it returns, and the shapes of what it read."""
 
   owner: lookup.Owner
-  activations: jax.ShapeDtypeStruct
-  occurrences: lookup.Occurrences  # of ShapeDtypeStructs
+  activations: list[Any]  # abstract values
+  reads: lookup.Reads  # of ShapeDtypeStructs
 
 
 def _sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
@@ -48,12 +50,17 @@ def _struct(var: Any) -> jax.ShapeDtypeStruct:
 
 
 def _refuse(eqn: Any, where: str) -> None:
-  table = eqn.params["owner"].table
+  table = _reads_of(eqn).tables[0]
   raise ValueError(
     f"A lookup of table {table!r} is under {where} inside the loss, where its row gradient would "
     "be lost. Look up outside of it and pass the activations in. Several calls, nnx.jit, "
     "nnx.remat and nnx.cond are fine."
   )
+
+
+def _reads_of(eqn: Any) -> lookup.Reads:
+  leaves = [_struct(v) for v in eqn.invars[eqn.params["number"] :]]
+  return jax.tree.unflatten(eqn.params["treedef"], leaves)
 
 
 def _marks(jaxpr: Any) -> list[_Mark]:
@@ -63,13 +70,13 @@ def _marks(jaxpr: Any) -> list[_Mark]:
     if eqn.primitive is lookup.mark_p and eqn.params["owner"].path is not None:
       if eqn.params["batched"]:
         _refuse(eqn, "vmap")
-      occ = jax.tree.unflatten(eqn.params["treedef"], [_struct(v) for v in eqn.invars[1:]])
-      found.append(_Mark(eqn.params["owner"], _struct(eqn.outvars[0]), occ))
+      activations = [v.aval for v in eqn.outvars]
+      found.append(_Mark(eqn.params["owner"], activations, _reads_of(eqn)))
     elif eqn.primitive is lookup.read_p and eqn.params["owner"].path is not None:
       raise ValueError(
         "sparse_embed.tables (or .variables) was read inside the loss, where no gradient comes "
-        f"back to table {eqn.params['owner'].table!r}. Write sparse_embed.attend(query, "
-        f"{eqn.params['owner'].table!r}) to score against its rows, or read it outside."
+        f"back to table {eqn.params['owner'].name!r}. Write sparse_embed.attend(query, "
+        f"{eqn.params['owner'].name!r}) to score against its rows, or read it outside."
       )
     else:
       inner = [mark for sub in _sub_jaxprs(eqn.params) for mark in _marks(sub)]
@@ -97,14 +104,15 @@ def _count_marks(eqn: Any) -> int:
   return sum(_count_marks(inner) for sub in _sub_jaxprs(eqn.params) for inner in sub.eqns)
 
 
-Run = tuple[list[Any], list[lookup.Occurrences]]
+Taps = list[list[jax.Array]]  # one for each activation of each lookup
+Run = tuple[list[Any], list[lookup.Reads]]
 
 
-def _run(jaxpr: Any, consts: Any, args: Any, taps: list[jax.Array]) -> Run:
-  """Evaluates a jaxpr with a tap at every mark; returns its outputs and the occurrences."""
+def _run(jaxpr: Any, consts: Any, args: Any, taps: Taps) -> Run:
+  """Evaluates a jaxpr with a tap at every mark; returns its outputs and what was read."""
   env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
   read = lambda v: v.val if isinstance(v, jex_core.Literal) else env[v]
-  records: list[lookup.Occurrences] = []
+  records: list[lookup.Reads] = []
   taps = list(taps)
   for eqns in _segments(jaxpr.eqns):
     marks = _count_marks(eqns[0])
@@ -138,12 +146,13 @@ def _boundary(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
   return list(dict.fromkeys(v for v in reads if v not in set(made))), made
 
 
-def _run_marked(eqn: Any, values: list[Any], taps: list[jax.Array]) -> Run:
+def _run_marked(eqn: Any, values: list[Any], taps: Taps) -> Run:
   """One equation with lookups in it."""
   name = eqn.primitive.name
   if eqn.primitive is lookup.mark_p:
-    act, *leaves = values
-    return [lookup.attach(act, taps[0])], [jax.tree.unflatten(eqn.params["treedef"], leaves)]
+    number = eqn.params["number"]
+    reads = jax.tree.unflatten(eqn.params["treedef"], values[number:])
+    return list(map(lookup.attach, values[:number], taps[0])), [reads]
   if name in _INLINED:
     closed = next(p for p in eqn.params.values() if isinstance(p, jex_core.ClosedJaxpr))
     return _run(closed.jaxpr, closed.consts, values, taps)
@@ -168,9 +177,13 @@ def _branches(closed: Any) -> list[Callable[..., Run]]:
   return [functools.partial(run, i) for i in range(len(marks))]
 
 
-def _unused(mark: _Mark) -> lookup.Occurrences:
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), mark.occurrences)
-  return dataclasses.replace(zeros, ids=jnp.full_like(zeros.ids, mark.owner.vocabulary_size))
+def _unused(mark: _Mark) -> lookup.Reads:
+  """What a lookup that was not made read: nothing."""
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), mark.reads)
+  none = lambda ids: jnp.full_like(ids, jnp.iinfo(ids.dtype).max)
+  parts = tuple(dataclasses.replace(occ, ids=none(occ.ids)) for occ in zeros.parts)
+  route = None if zeros.route is None else zeros.route.unused()
+  return dataclasses.replace(zeros, parts=parts, route=route)
 
 
 # --- the model around it -------------------------------------------------------------------------
@@ -275,7 +288,8 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
 
     closed, shapes = jax.make_jaxpr(pure, return_shape=True)(params)
     marks = _marks(closed.jaxpr)
-    taps = [jnp.zeros(m.activations.shape, m.activations.dtype) for m in marks]
+    stacks = _stacks(model)
+    taps = [_taps(stacks, mark) for mark in marks]
 
     def tapped(params, taps):
       out, records = _run(closed.jaxpr, closed.consts, jax.tree.leaves(params), taps)
@@ -284,27 +298,41 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
       return loss, (rest, records)
 
     differentiate = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
+    if any(s.placement is not None and s.placement.needs_jit() for s in stacks.values()):
+      differentiate = jax.jit(differentiate, keep_unused=True)  # for the mesh that they are on
     (loss, ((aux, changed, node_states), records)), (dense, cotangents) = differentiate(
       params, taps
     )
     nnx.update(model, changed)
     for i, arg in nodes.items():
       nnx.update(arg, node_states[i])
-    grads = Grads(dense, _rows(model, marks, cotangents, records))
+    grads = Grads(dense, _rows(stacks, marks, cotangents, records))
     return ((loss, aux), grads) if has_aux else (loss, grads)
 
   return wrapped
 
 
-def _rows(model, marks, cotangents, records) -> dict[str, RowGrads]:
+def _taps(stacks: dict[str, Stack], mark: _Mark) -> list[jax.Array]:
+  """Zeros for each activation of a lookup, with its sharding."""
+  placement = stacks[mark.owner.key].placement
+  if placement is None:
+    return [jnp.zeros(act.shape, act.dtype) for act in mark.activations]
+  return [placement.zeros(act) for act in mark.activations]
+
+
+def _stacks(model: Any) -> dict[str, Stack]:
+  """Every stack of a model, "<module path>/<stack>"."""
+  return {
+    lookup.Owner(path, stack.name).key: stack
+    for path, module in sparse_embeds(model).items()
+    for stack in module.spec.stacks.values()
+  }
+
+
+def _rows(stacks: dict[str, Stack], marks, cotangents, records) -> Rows:
   """Every table's entry, from the activation gradients of all lookups of it."""
-  pieces: dict[str, list[update.Piece]] = {key: [] for key in row_keys(model)}
-  for mark, grads, occ in zip(marks, cotangents, records, strict=True):
-    pieces[mark.owner.key].append(update.Piece(grads, occ))
-  rows = {}
-  for key, (module, name) in row_keys(model).items():
-    table = module.spec.tables[name]
-    rows[key] = RowGrads.pending(
-      pieces[key], table.vocabulary_size, table.dim, module._accumulates(name)
-    )
-  return rows
+  sent: dict[str, list[Call]] = {key: [] for key in stacks}
+  for mark, grads, reads in zip(marks, cotangents, records, strict=True):
+    if any(occ.ids.size for occ in reads.parts):
+      sent[mark.owner.key].append(Call(tuple(grads), reads))
+  return Rows(sent, stacks)

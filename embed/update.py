@@ -33,7 +33,7 @@ class SummedRows(NamedTuple):
   number: jax.Array  # int32 scalar
 
 
-def _cumsum(x: jax.Array, block: int = 512) -> jax.Array:
+def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
   """Two-level: a flat one of a million elements takes the TPU compiler half a minute."""
   n = x.shape[0]
   blocks = jnp.pad(x, (0, -n % block)).reshape(-1, block)
@@ -46,7 +46,7 @@ def _distinct_by_sort(ids: jax.Array, fill: int) -> cpu.Distinct:
   n = ids.shape[0]
   ordered, order = jax.lax.sort((ids, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=False)
   new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (ordered != fill)
-  rank = _cumsum(new.astype(jnp.int32)) - 1
+  rank = cumsum(new.astype(jnp.int32)) - 1
   found = jnp.full(n, fill, jnp.int32).at[jnp.where(new, rank, n)].set(ordered, **cpu.DROP)
   rank_or_none = jnp.where(ordered == fill, n, rank)
   place = jnp.zeros(n, jnp.int32).at[order].set(rank_or_none, unique_indices=True)
@@ -76,7 +76,7 @@ def _flat_ids(pieces: Sequence[Piece], vocabulary_size: int) -> jax.Array:
   return jnp.where((ids >= 0) & (ids < vocabulary_size), ids, vocabulary_size)
 
 
-def _addends(pieces: Sequence[Piece], places: jax.Array) -> list[cpu.Addend]:
+def addends_of(pieces: Sequence[Piece], places: jax.Array) -> list[cpu.Addend]:
   """The pieces as gradients `[B, D]` that go to `[B, L]` of the flat `places` `[N]`."""
   sizes = [p.occurrences.ids.size for p in pieces]
   addends = []
@@ -108,7 +108,7 @@ def _add_at_once(to: jax.Array, addends: Sequence[cpu.Addend]) -> jax.Array:
   return to
 
 
-def _add_rows(to: jax.Array, addends: Sequence[cpu.Addend]) -> jax.Array:
+def add_rows(to: jax.Array, addends: Sequence[cpu.Addend]) -> jax.Array:
   """Adds gain * gradient of every occurrence at its place in `to`; out of range is dropped."""
   return jax.lax.platform_dependent(to, addends, cpu=cpu.add_rows, default=_add_at_once)
 
@@ -125,13 +125,13 @@ def sum_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
   ids = _flat_ids(pieces, vocabulary_size)
   found = distinct(ids, vocabulary_size)
   sums = jnp.zeros((ids.shape[0], pieces[0].grads.shape[-1]), jnp.float32)
-  return SummedRows(found.ids, _add_rows(sums, _addends(pieces, found.place)), found.number)
+  return SummedRows(found.ids, add_rows(sums, addends_of(pieces, found.place)), found.number)
 
 
 def expand_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
   """One entry per occurrence in batch order: what `use_gradient_accumulation=False` steps on."""
   ids = _flat_ids(pieces, vocabulary_size)
-  values = [_expand(addend) for addend in _addends(pieces, ids)]
+  values = [_expand(addend) for addend in addends_of(pieces, ids)]
   stacked = jnp.where((ids < vocabulary_size)[:, None], jnp.concatenate(values), 0)
   return SummedRows(ids, stacked, jnp.int32(ids.shape[0]))
 
@@ -174,7 +174,7 @@ def _add_steps(optimizer, table, pieces, rate) -> jax.Array:
   """For a linear optimizer without further ado: adds every occurrence's own step."""
   none = jnp.zeros((), jnp.float32)
   move = lambda g: step_rows(optimizer, g, none, {}, rate)[0]
-  addends = _addends(pieces, _flat_ids(pieces, table.shape[0]))
+  addends = addends_of(pieces, _flat_ids(pieces, table.shape[0]))
 
   def on_cpu(table, addends):
     # XLA:CPU ignores barriers and would fuse the lookup's reads of the table into the additions,
@@ -228,7 +228,7 @@ def step(
     return table, slots
   if not optimizer.lazy:
     g = jnp.zeros(table.shape, jnp.float32)
-    g = _add_rows(g, _addends(pieces, _flat_ids(pieces, size))) if pieces else g
+    g = add_rows(g, addends_of(pieces, _flat_ids(pieces, size))) if pieces else g
     w, slots = step_rows(optimizer, g, table.astype(jnp.float32), slots, rate)
     return w.astype(table.dtype), slots
   if not pieces:
@@ -252,7 +252,7 @@ def _step_summed(optimizer, state: State, given, rate) -> State:
     ids, pieces = given
     found = cpu.distinct(ids, state[0].shape[0])
     rule = lambda g, w, s: step_rows(optimizer, g, w, s, rate)
-    return cpu.step_summed(state[0], state[1], found, _addends(pieces, found.place), rule)
+    return cpu.step_summed(state[0], state[1], found, addends_of(pieces, found.place), rule)
 
   def at_once(state, given, rate):
     rows = sum_rows(given[1], state[0].shape[0])

@@ -77,8 +77,7 @@ def prepared(
   cache = Path(cache_dir).expanduser()
   cache.mkdir(parents=True, exist_ok=True)
   final = cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-  with (cache / f"{final.name}.lock").open("w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
+  with locked(cache / f"{final.name}.lock"):
     if not (final / "meta.json").exists():
       partial = final.with_suffix(".partial")
       partial.mkdir(exist_ok=True)
@@ -86,6 +85,14 @@ def prepared(
       write_json(partial / "meta.json", {"settings": dict(settings)} | meta)
       partial.rename(final)
   return Columns(final), json.loads((final / "meta.json").read_text())
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+  """Makes the processes of a machine take turns; the lock file stays behind, empty."""
+  with path.open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
 
 
 def cut(rows: int, valid: float, test: float) -> dict[str, tuple[int, int]]:

@@ -83,6 +83,21 @@ class Journal:
       self._bar.write(f"step {self._step}/{self._steps}  {text}")
 
 
+class Silence:
+  """A journal that nobody reads: for the processes that do not write the run's files."""
+
+  def __enter__(self) -> "Silence":
+    return self
+
+  def __exit__(self, *unused: Any) -> None:
+    pass
+
+  def _nothing(self, *unused: Any) -> None:
+    pass
+
+  stepped = log_train = log_eval = restart_clock = sync = _nothing
+
+
 def truncate(path: Path, step: int) -> None:
   """Removes lines behind `step` from a metrics.jsonl, and one that a kill has cut in half."""
   if not path.exists():

@@ -8,10 +8,13 @@ A run is a folder, the workdir:
     checkpoints/     Orbax: the latest state and the best one on validation
     result.json      written at the end; a run that has one is finished
 
+Several processes share one workdir: the main one writes the files, all of them the checkpoints.
+
 A run that is killed, at any time, and started again by the same command goes on from its latest
 checkpoint and ends as if it had never stopped: the checkpoint holds the dense parameters, the
 tables by name, both optimizers' states, the position in the data and the loop's own memory, and on
-one machine every step is deterministic.
+one machine every step is deterministic. A checkpoint does not know how many devices or processes
+wrote it: the same command goes on from it on any other number, with the same batches.
 """
 
 import dataclasses
@@ -30,8 +33,8 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import embed
 import embed.checkpoint
-from recipes import arrays, results
-from recipes.journal import Journal
+from recipes import arrays, hosts, results
+from recipes.journal import Journal, Silence
 
 
 @dataclasses.dataclass
@@ -55,12 +58,22 @@ class _Progress:
 def finished(config, workdir: str | Path) -> dict[str, Any] | None:
   """Returns the result if the workdir's run has ended already, and None if there is work to do.
 
-  Call it first: a finished run then reports without loading any data.
+  Call it first, after `hosts.start`: a finished run then reports without loading any data. The main
+  process looks, and all take its word for it.
 
   Raises:
-    ValueError: the workdir holds a run of another config; names the fields that differ.
+    ValueError: the workdir holds a run of another config; names the fields that differ. Or it is a
+      URL.
   """
-  workdir = Path(workdir)
+  if "://" in str(workdir):
+    raise ValueError(
+      f"--workdir={workdir} is a URL, and a run writes plain files. Mount the bucket (gcsfuse) and "
+      "give the folder."
+    )
+  return hosts.from_main(lambda: _finished(config, Path(workdir)))
+
+
+def _finished(config, workdir: Path) -> dict[str, Any] | None:
   wanted, path = _plain(config), workdir / "config.json"
   if path.exists():
     found = json.loads(path.read_text())
@@ -90,6 +103,7 @@ def train(
   evaluate: Callable[[Any, str], dict[str, float]],
   baselines: Callable[[], dict[str, dict[str, float]]],
   data_sha256: Mapping[str, str],
+  mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Any]:
   """Trains, evaluates, checkpoints, and tests once at the end.
 
@@ -103,32 +117,40 @@ def train(
     model: trained in place.
     optimizer: of the model's dense parameters and tables.
     loss_fn: `(model, batch) -> scalar`.
-    batches: a Grain `IterDataset` of at least `steps` batches.
-    evaluate: `(model, split) -> {metric: value}`, for the splits `valid` and `test`.
-    baselines: computes, at the end, `{baseline: {metric: value}}`.
+    batches: a Grain `IterDataset` of at least `steps` batches, each this process's part.
+    evaluate: `(model, split) -> {metric: value}`, for the splits `valid` and `test`; the same in
+      every process.
+    baselines: computes, at the end and in the main process, `{baseline: {metric: value}}`.
     data_sha256: hashes of the data by file.
+    mesh: from `hosts.start`; everything but the tables is copied to all of its devices.
 
   Returns:
     The content of result.json.
 
   Raises:
     FloatingPointError: the loss is not finite.
+    FileNotFoundError: the processes do not share the workdir.
   """
   workdir = Path(workdir).resolve()
-  workdir.mkdir(parents=True, exist_ok=True)
-  arrays.write_json(workdir / "config.json", _plain(config))
+  hosts.from_main(lambda: _begin(config, workdir))
+  if not hosts.everywhere((workdir / "config.json").exists()):
+    raise FileNotFoundError(
+      f"not every process sees the config.json that process 0 has written to {workdir}: --workdir "
+      "must be a folder that all hosts share"
+    )
   state = {"model": model, "optimizer": optimizer}
+  hosts.replicate(mesh, *state.values())
   iterator = iter(batches)
   progress = _Progress()
   with _manager(workdir / "checkpoints", progress) as manager:
-    if (latest := manager.latest_step()) is not None:
+    # Said by one process: another may still see an older listing of the shared folder.
+    if (latest := hosts.from_main(manager.latest_step)) is not None:
       vars(progress).update(_restore(manager, latest, state))
       iterator.set_state(progress.data)
-      print(f"{workdir}: going on from step {progress.step}", file=sys.stderr)
-    with Journal(
-      workdir, step=progress.step, steps=config.steps, batch_size=config.batch_size
-    ) as journal:
-      _run(config, progress, iterator, loss_fn, evaluate, journal, manager, state)
+      if hosts.is_main():
+        print(f"{workdir}: going on from step {progress.step}", file=sys.stderr)
+    with _journal(config, workdir, progress.step) as journal:
+      _run(config, progress, iterator, mesh, loss_fn, evaluate, journal, manager, state)
     if config.select and progress.best_step != progress.step:
       _restore(manager, progress.best_step, state)
     tested_step = progress.best_step if config.select else progress.step
@@ -141,27 +163,29 @@ def train(
     "tested_step": tested_step,
     "seconds": progress.seconds,
     "metrics": metrics,
-    "baselines": baselines(),
+    "baselines": hosts.from_main(baselines),
     "device": results.device(),
     "versions": results.versions(),
     "data_sha256": dict(data_sha256),
   }
-  arrays.write_json(workdir / "result.json", result)
+  if hosts.is_main():
+    arrays.write_json(workdir / "result.json", result)
   return result
 
 
-def _run(
-  config,
-  progress: _Progress,
-  iterator: Iterator,
-  loss_fn: Callable,
-  evaluate: Callable,
-  journal: Journal,
-  manager: ocp.CheckpointManager,
-  state: dict[str, Any],
-) -> None:
-  """Takes the steps that are left, up to the last one or until validation stops improving."""
-  model, optimizer = state["model"], state["optimizer"]
+def _begin(config, workdir: Path) -> None:
+  workdir.mkdir(parents=True, exist_ok=True)
+  arrays.write_json(workdir / "config.json", _plain(config))
+
+
+def _journal(config, workdir: Path, step: int) -> Journal | Silence:
+  if not hosts.is_main():
+    return Silence()
+  return Journal(workdir, step=step, steps=config.steps, batch_size=config.batch_size)
+
+
+def make_train_step(loss_fn: Callable[[Any, Any], jax.Array]) -> Callable[..., jax.Array]:
+  """Returns the compiled `(model, optimizer, batch) -> loss`, which trains both in place."""
 
   # Donation lets the tables be updated in their own memory; without it a step copies every table.
   @nnx.jit(donate_argnames=("model", "optimizer"))
@@ -170,10 +194,27 @@ def _run(
     optimizer.update(model, grads)
     return loss
 
+  return train_step
+
+
+def _run(
+  config,
+  progress: _Progress,
+  iterator: Iterator,
+  mesh: jax.sharding.Mesh | None,
+  loss_fn: Callable,
+  evaluate: Callable,
+  journal: Journal | Silence,
+  manager: ocp.CheckpointManager,
+  state: dict[str, Any],
+) -> None:
+  """Takes the steps that are left, up to the last one or until validation stops improving."""
+  model, train_step = state["model"], make_train_step(loss_fn)
   began = time.perf_counter() - progress.seconds
   losses: list[Any] = list(progress.losses)  # on the device; fetched only where they are needed
   while progress.step < config.steps and not progress.stopped:
-    losses.append(train_step(model, optimizer, next(iterator)))
+    batch = hosts.to_global(mesh, next(iterator))
+    losses.append(train_step(model, state["optimizer"], batch))
     progress.step += 1
     journal.stepped()
     last = progress.step == config.steps
@@ -258,7 +299,7 @@ def _save(manager: ocp.CheckpointManager, progress: _Progress, state: dict[str, 
 
 def _restore(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -> dict[str, Any]:
   """Loads a checkpoint into model and optimizer, and returns the progress saved with it."""
-  like = jax.tree.map(ocp.utils.to_shape_dtype_struct, embed.checkpoint.to_tree(**state))
+  like = embed.checkpoint.like(**state)
   items = ocp.args.Composite(state=ocp.args.StandardRestore(like), progress=ocp.args.JsonRestore())
   restored = manager.restore(step, args=items)
   embed.checkpoint.from_tree(restored.state, **state)
@@ -266,13 +307,13 @@ def _restore(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -
 
 
 def _reports(model: nnx.Module) -> dict[str, float]:
-  """Returns what the model's SparseEmbeds report, as `dropped_ids`, added up."""
-  totals: dict[str, float] = {}
+  """Returns what the model's SparseEmbeds report: dropped ids added up, of all else the largest."""
+  found: dict[str, list[float]] = {}
   for _, module in nnx.iter_modules(model):
     if isinstance(module, embed.SparseEmbed):
-      for name, count in module.report.get_value().items():
-        totals[name] = totals.get(name, 0) + int(count)
-  return totals
+      for name, value in module.report.get_value().items():
+        found.setdefault(name, []).append(np.asarray(value).item())
+  return {name: sum(v) if name == "dropped_ids" else max(v) for name, v in found.items()}
 
 
 def _named(split: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recipes import files
+from recipes import arrays, files
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
 MD5 = "c4d9eecfca2ab87c1945afe126590906"
@@ -58,8 +58,11 @@ def folder(data_dir: str, cache_dir: str) -> Path:
       )
     return path
   raw = Path(cache_dir).expanduser() / "ml-1m-raw"
-  if not all((raw / name).exists() for name in ("ratings.dat", "users.dat", "movies.dat")):
-    files.unpack(files.download(URL, raw / "ml-1m.zip", md5=MD5), raw)
+  raw.mkdir(parents=True, exist_ok=True)
+  # The processes of a run share their machine's cache: one downloads, the others wait.
+  with arrays.locked(raw / "lock"):
+    if not all((raw / name).exists() for name in ("ratings.dat", "users.dat", "movies.dat")):
+      files.unpack(files.download(URL, raw / "ml-1m.zip", md5=MD5), raw)
   return raw
 
 

@@ -20,6 +20,7 @@ def device() -> dict[str, Any]:
     "platform": first.platform,
     "kind": first.device_kind,
     "count": jax.device_count(),
+    "processes": jax.process_count(),
     "host": platform.machine(),
     "host_cores": os.cpu_count(),
   }

@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, set before jax is imported, and a fixture of strict JAX."""
+"""Eight CPU devices for every test, set before jax is imported, and fixtures that set up JAX."""
 
 import os
 
@@ -32,3 +32,11 @@ def strict():
   """A user may run with these settings on; silent broadcasting and promotion become errors."""
   with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
     yield
+
+
+@pytest.fixture(scope="module")
+def quick_to_compile():
+  """For tests that mostly compile, and do not look at what LLVM makes of a loop: twice as fast."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)

@@ -26,8 +26,8 @@ def to_embed(inputs):
 class Model(nnx.Module):
   """One embedding layer and one dense parameter, which stays 1."""
 
-  def __init__(self, features, optimizer=None):
-    self.embed = embed.SparseEmbed(features, optimizer, rngs=nnx.Rngs(0))
+  def __init__(self, features, optimizer=None, **where):
+    self.embed = embed.SparseEmbed(features, optimizer, rngs=nnx.Rngs(0), **where)
     self.scale = nnx.Param(jnp.ones(()))
 
 

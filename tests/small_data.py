@@ -32,10 +32,10 @@ def write_movielens(folder: Path, *, users=60, movies=40, ratings=2_000, csv=Fal
   return folder
 
 
-def write_criteo(path: Path, *, rows=1_000) -> Path:
+def write_criteo(path: Path, *, rows=1_000, seed=11) -> Path:
   """Writes rows of a label, 13 integers and 26 categories; a tenth of the fields is blank."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  draw = np.random.default_rng(11)
+  draw = np.random.default_rng(seed)
   integers = draw.geometric(0.05, (rows, 13)) - 3
   categories = draw.geometric(0.2, (rows, 26)) * 0x01234567 % 0xFFFFFFFF
   blank = draw.random((rows, 39)) < 0.1
@@ -46,3 +46,10 @@ def write_criteo(path: Path, *, rows=1_000) -> Path:
       shown = ["" if empty else field for field, empty in zip(fields, blank[i], strict=True)]
       file.write("\t".join([str(label[i]), *shown]) + "\n")
   return path
+
+
+def write_criteo_days(folder: Path, *, rows=40, last=400) -> Path:
+  """Writes day_0 to day_23, of `rows` rows each, the last one of `last`."""
+  for day in range(24):
+    write_criteo(folder / f"day_{day}", rows=last if day == 23 else rows, seed=day)
+  return folder

@@ -18,6 +18,7 @@ MODELS = [
   (model_lib.DLRM, DLRM | {"concat_tables": False, "bottom": ()}, 2),
   (model_lib.DCNV2, DCNV2, 2),
   (model_lib.DCNV2, DCNV2 | {"structure": "stacked", "rank": 3}, 0),
+  (model_lib.DCNV2, DCNV2 | {"structure": "stacked", "rank": 3, "bottom": (8, 4)}, 2),
 ]
 
 

@@ -5,9 +5,11 @@ import json
 import math
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_collections
+import numpy as np
 import pytest
-from small_data import write_criteo, write_movielens
+from small_data import write_criteo, write_criteo_days, write_movielens
 
 from recipes import results
 from recipes.dlrm import data, train
@@ -26,12 +28,14 @@ def smoke(name, folder, **changes):
     changes["data_dir"] = str(write_movielens(folder / "raw"))
   if name == "criteo_kaggle":
     changes["data_dir"] = str(write_criteo(folder / "raw" / "train.txt").parent)
+  if name == "criteo_1tb":
+    changes["data_dir"] = str(write_criteo_days(folder / "raw"))
   config.update_from_flattened_dict(changes)
   return config
 
 
 def test_there_is_a_config_per_dataset():
-  assert CONFIGS == ["criteo_kaggle", "movielens1m", "synthetic"]
+  assert CONFIGS == ["criteo_1tb", "criteo_kaggle", "movielens1m", "synthetic"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -54,9 +58,12 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   monkeypatch.setattr(ml_collections.ConfigDict, "to_dict", without_recording)
   unread = None
   for model in ("dlrm", "dcnv2"):
-    # The two vocabularies and the two models read different keys; two runs cover them all.
-    vocabulary = {"vocabulary": "hash" if model == "dlrm" else "min_count"}
-    config = smoke(name, tmp_path, model=model, **vocabulary if name == "criteo_kaggle" else {})
+    # Vocabularies, dense optimizers and models read different keys; two runs cover them all.
+    first = model == "dlrm"
+    changes = {"dense_optimizer": "adamw" if first else "adagrad"}
+    if name == "criteo_kaggle":
+      changes["vocabulary"] = "hash" if first else "min_count"
+    config = smoke(name, tmp_path, model=model, **changes)
     read.clear()
     result = train.run(config, str(tmp_path / model))
     check_result(result, config, tmp_path / model)
@@ -102,10 +109,24 @@ def test_table_optimizers(optimizer, tmp_path):
   assert train.table_optimizer(config) is not None
 
 
+def test_the_dense_part_by_adagrad(tmp_path):
+  changes = {"learning_rate": 0.5, "warmup_steps": 0, "final_rate": 1.0}
+  tx = train.dense_optimizer(smoke("synthetic", tmp_path, dense_optimizer="adagrad", **changes))
+  weights, grads = jnp.zeros(3), jnp.array([3.0, 0.0, -1e-4])
+  updates, state = tx.update(grads, tx.init(weights), weights)
+  # From an accumulator of 0 the first step is the rate itself, however small the gradient.
+  np.testing.assert_allclose(updates, [-0.5, 0.0, 0.5], rtol=1e-6)
+  updates, _ = tx.update(grads, state, weights)
+  np.testing.assert_allclose(updates, [-0.5 / 2**0.5, 0.0, 0.5 / 2**0.5], rtol=1e-6)
+
+
 def test_unknown_names(tmp_path):
   config = smoke("synthetic", tmp_path, **{"table.optimizer": "adamw"})
   with pytest.raises(ValueError, match="unknown table optimizer 'adamw': choose one of"):
     train.table_optimizer(config)
+  config.dense_optimizer = "sgd"
+  with pytest.raises(ValueError, match="unknown dense optimizer 'sgd': choose adamw or adagrad"):
+    train.dense_optimizer(config)
   config.table.optimizer, config.model = "sgd", "deepfm"
   with pytest.raises(ValueError, match="unknown model 'deepfm': choose dlrm or dcnv2"):
     train.build_model(config, data.load(config))

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import arrays, journal, loop, pipeline
+from recipes import arrays, hosts, journal, loop, pipeline
 
 STEPS = 24
 
@@ -165,6 +165,28 @@ def test_another_config_in_the_same_folder_is_refused(tmp_path):
     loop.finished(toy_config(batch_size=16), tmp_path)
 
 
+def test_a_folder_that_the_processes_do_not_share_is_refused(tmp_path, monkeypatch):
+  # As another host sees it whose --workdir is its own disk: process 0 has written elsewhere.
+  monkeypatch.setattr(hosts, "from_main", lambda f: None)
+  with pytest.raises(FileNotFoundError, match="--workdir must be a folder that all hosts share"):
+    run_toy(tmp_path / "run")
+
+
+def test_reports_are_added_up_or_the_largest_is_taken():
+  model = nnx.Dict(a=Toy(), b=Toy())
+  for module, fill in ((model["a"], 0.25), (model["b"], 0.5)):
+    module.embed.report.set_value(
+      {
+        "dropped_ids": jax.numpy.int32(3),
+        "exchange_rounds": jax.numpy.int32(4 * fill),
+        "buffer_fill": jax.numpy.float32(fill),
+      }
+    )
+  found = loop._reports(model)
+  assert found == {"dropped_ids": 6, "exchange_rounds": 2, "buffer_fill": 0.5}
+  assert [type(found[name]) for name in ("dropped_ids", "buffer_fill")] == [int, float]
+
+
 def scripted(scores):
   """An evaluation that reads its validation scores off a list, and remembers what was tested."""
   seen = []
@@ -238,7 +260,7 @@ def command(workdir, cache):
 
 def test_sigkill_and_the_same_command_again(tmp_path):
   killed, whole = tmp_path / "killed", tmp_path / "whole"
-  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device
   options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
   process = subprocess.Popen(command(killed, tmp_path / "cache"), **options)
   undisturbed = subprocess.Popen(command(whole, tmp_path / "cache"), **options)

@@ -22,7 +22,7 @@ from hypothesis.extra.numpy import arrays
 
 import embed
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = pytest.mark.usefixtures("strict", "quick_to_compile")
 
 VOCABULARY = 6
 DIM = 2

@@ -6,13 +6,15 @@ import re
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_the_example_runs():
-  (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_the_examples_run(capsys):
   scope = {}
-  exec(compile(example, "README.md", "exec"), scope)
+  for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+    exec(compile(example, "README.md", "exec"), scope)
   assert float(scope["loss"]) > 0
   untouched = scope["model"].embed.variables["movie"]["accumulators"][0]
   assert (untouched == untouched[0]).all()
+  assert scope["layer"](scope["batch"])["watched"].shape == (2, 64)
+  assert "on each of 8 devices" in capsys.readouterr().out
 
 
 def test_paths_exist():

@@ -93,7 +93,7 @@ def test_spans_and_chunks_cover_every_row(monkeypatch):
   found = cpu.distinct(jnp.asarray(ids.reshape(-1)), v)
   rule = lambda g, w, s: (w - g, {"n": s["n"] + 1})
   slots = {"n": jnp.zeros(v)}
-  addends = update._addends([piece], found.place)
+  addends = update.addends_of([piece], found.place)
   new, slots = cpu.step_summed(jnp.asarray(table), slots, found, addends, rule)
   wanted, touched = table.copy(), np.zeros(v)
   for row, g in zip(ids, grads, strict=True):
@@ -126,6 +126,6 @@ def test_both_formulations_step_alike():
   )
   on_cpu = update.step(*state, [piece], jnp.float32(0.1), optimizer=optimizer)
   found = update._distinct_by_sort(update._flat_ids([piece], v), v)
-  sums = cpu.add_rows(jnp.zeros((100, d)), update._addends([piece], found.place))
+  sums = cpu.add_rows(jnp.zeros((100, d)), update.addends_of([piece], found.place))
   at_once = update._step_at(optimizer, state, found.ids, sums, jnp.float32(0.1))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)

@@ -1,14 +1,16 @@
 """Criteo's display advertising logs, as of the Kaggle challenge of 2014 and the 1 TB set.
 
 A row is a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs; integers
-and categories may be blank. Rows are in the order of time and split in that order. Files are read
-in blocks, with NumPy, in constant memory; preparation goes on where a kill interrupted it.
+and categories may be blank. Rows are in the order of time and split in that order. Files, plain or
+`.gz`, are read in blocks, with NumPy, in constant memory; preparation goes on where a kill
+interrupted it.
 """
 
+import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -64,24 +66,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     if settings["vocabulary"] == "hash"
     else CountedVocabulary.of_file(path, splits["train"][1], settings["min_count"], folder)
   )
-  label = arrays.column(folder, "label", (total,), np.uint8)
-  dense = arrays.column(folder, "dense", (total, NUM_INTEGERS), np.float32)
-  ids = arrays.column(folder, "ids", (total, NUM_CATEGORIES), np.int32)
-
-  position = folder / "position.json"
-  at = json.loads(position.read_text()) if position.exists() else {"offset": 0, "rows": 0}
-  with files.progress(f"preparing {path.name}", total, "row") as bar:
-    bar.update(at["rows"])
-    for block in read(path, at["offset"], at["rows"]):
-      rows = slice(at["rows"], at["rows"] + len(block.label))
-      label[rows] = block.label
-      dense[rows] = squash(block.integers)
-      ids[rows] = vocabulary.ids(block.categories)
-      for written in (label, dense, ids):
-        written.flush()
-      at = {"offset": block.end, "rows": rows.stop}
-      arrays.write_json(position, at)
-      bar.update(len(block.label))
+  write(folder, [(path, total)], vocabulary.ids)
   return {
     "splits": splits,
     "features": [
@@ -89,6 +74,43 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     ],
     "sha256": {path.name: files.digest(path)},
   }
+
+
+def write(
+  folder: Path, sources: Sequence[tuple[Path, int]], ids: Callable[[np.ndarray], np.ndarray]
+) -> None:
+  """Writes the columns of files that follow one another.
+
+  Args:
+    folder: holds the columns, and how far they are written, for a start after a kill.
+    sources: the files, each with its number of rows.
+    ids: categories to ids, int64 to int32 `[N, 26]`.
+  """
+  total = sum(rows for _, rows in sources)
+  label = arrays.column(folder, "label", (total,), np.uint8)
+  dense = arrays.column(folder, "dense", (total, NUM_INTEGERS), np.float32)
+  written = arrays.column(folder, "ids", (total, NUM_CATEGORIES), np.int32)
+
+  position = folder / "position.json"
+  at = {"file": 0, "offset": 0, "rows": 0}
+  if position.exists():
+    at |= json.loads(position.read_text())
+  with files.progress("preparing", total, "row") as bar:
+    bar.update(at["rows"])
+    for number in range(at["file"], len(sources)):
+      path, before = sources[number][0], sum(rows for _, rows in sources[:number])
+      bar.set_description(f"preparing {path.name}")
+      for block in read(path, at["offset"], at["rows"] - before):
+        rows = slice(at["rows"], at["rows"] + len(block.label))
+        label[rows] = block.label
+        dense[rows] = squash(block.integers)
+        written[rows] = ids(block.categories)
+        for column in (label, dense, written):
+          column.flush()
+        at = {"file": number, "offset": block.end, "rows": rows.stop}
+        arrays.write_json(position, at)
+        bar.update(len(block.label))
+      at |= {"file": number + 1, "offset": 0}
 
 
 def squash(integers: np.ndarray) -> np.ndarray:
@@ -119,7 +141,7 @@ class HashVocabulary:
 
   def ids(self, categories: np.ndarray) -> np.ndarray:
     salt = np.arange(NUM_CATEGORIES, dtype=np.uint64) << np.uint64(32)
-    buckets = _splitmix64(categories.astype(np.uint64) ^ salt) % np.uint64(self.sizes[0] - 1)
+    buckets = splitmix64(categories.astype(np.uint64) ^ salt) % np.uint64(self.sizes[0] - 1)
     return np.where(categories < 0, 0, 1 + buckets.astype(np.int64)).astype(np.int32)
 
 
@@ -181,7 +203,7 @@ def count_values(path: Path, rows: int, min_count: int) -> list[np.ndarray]:
 def count_rows(path: Path) -> int:
   """Returns the number of lines, a last one without its newline included."""
   lines, last = 0, b"\n"
-  with path.open("rb") as file:
+  with _open(path) as file:
     while block := file.read(_BLOCK):
       lines, last = lines + block.count(b"\n"), block[-1:]
   if lines == 0 and last == b"\n":
@@ -194,14 +216,14 @@ def read(path: Path, offset: int = 0, line: int = 0, block: int = _BLOCK) -> Ite
 
   Args:
     path: a file of tab-separated rows.
-    offset: where a line starts.
+    offset: where a line starts, in the unpacked text.
     line: the number of lines before it, for messages.
     block: bytes to read at once.
 
   Raises:
     ValueError: a row is truncated or a field is not what it should be; names the file and the line.
   """
-  with path.open("rb") as file:
+  with _open(path) as file:
     file.seek(offset)
     rest = b""
     while data := file.read(block):
@@ -214,6 +236,10 @@ def read(path: Path, offset: int = 0, line: int = 0, block: int = _BLOCK) -> Ite
         line += data.count(b"\n")
     if rest:
       yield _parse(rest + b"\n", path, line)._replace(end=offset + len(rest))
+
+
+def _open(path: Path) -> IO[bytes]:
+  return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
 def _parse(data: bytes, path: Path, line: int) -> Rows:
@@ -274,8 +300,9 @@ def _numbers(
   return np.where(blank, np.nan, np.where(negative, -value, value)), bad
 
 
-def _splitmix64(x: np.ndarray) -> np.ndarray:
-  # Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", the mixing function.
+def splitmix64(x: np.ndarray) -> np.ndarray:
+  """Mixes the bits of uint64s: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+  generators", the mixing function."""
   x = x + np.uint64(0x9E3779B97F4A7C15)
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

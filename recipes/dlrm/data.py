@@ -16,18 +16,24 @@ import numpy as np
 
 import embed
 from recipes import arrays, baselines, pipeline
-from recipes.dlrm import criteo, movielens1m, synthetic
+from recipes.dlrm import criteo, criteo1tb, movielens1m, synthetic
 
-_SETS = {"criteo": criteo, "movielens1m": movielens1m, "synthetic": synthetic}
+_SETS: dict[str, Any] = {
+  "criteo": criteo,
+  "criteo_1tb": criteo1tb,
+  "movielens1m": movielens1m,
+  "synthetic": synthetic,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-  """A categorical feature: one id per row, or a bag of up to `valency` ids."""
+  """A categorical feature: one id per row, or a bag of up to `valency` ids, and its combiner."""
 
   name: str
   vocabulary_size: int
   valency: int = 1
+  combiner: str = "mean"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +41,14 @@ class ClickData:
   """A prepared data set.
 
   Attributes:
-    columns: the memory-mapped columns.
+    columns: the memory-mapped columns, or what stands in for them.
     splits: `train`, `valid` and `test` as ranges of rows.
     features: in the order of their columns in `ids`.
     sha256: hashes of the source files by name, or of the generated columns.
     best: metrics of the probabilities that the labels were drawn from, where they are known.
   """
 
-  columns: arrays.Columns
+  columns: Mapping[str, Any]
   splits: Mapping[str, tuple[int, int]]
   features: tuple[Feature, ...]
   sha256: Mapping[str, str]
@@ -68,11 +74,31 @@ def load(config) -> ClickData:
     config.cache_dir, config.dataset, settings, functools.partial(kind.build, settings)
   )
   return ClickData(
-    columns,
+    kind.View(columns, meta["features"]) if hasattr(kind, "View") else columns,
     {name: (start, stop) for name, (start, stop) in meta["splits"].items()},
     tuple(Feature(**feature) for feature in meta["features"]),
     meta["sha256"],
     meta.get("best", {}),
+  )
+
+
+def describe(config) -> ClickData:
+  """Returns the data set without rows where the config alone tells its columns; else loads it."""
+  kind = _SETS.get(config.dataset)
+  if kind is None or not hasattr(kind, "describe"):
+    return load(config)
+  columns, features = kind.describe(config)
+  return ClickData(columns, {}, tuple(Feature(**feature) for feature in features), {}, {})
+
+
+def batch_shapes(data: ClickData, batch_size: int) -> dict[str, Any]:
+  """Returns a training batch as `jax.ShapeDtypeStruct`s."""
+  row = {
+    name: np.full((1, *column.shape[1:]), -1 if name == "ids" else 0, column.dtype)
+    for name, column in data.columns.items()
+  }
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype), _transform(data)(row)
   )
 
 
@@ -81,7 +107,11 @@ def feature_configs(data: ClickData, dim: int, initializer=None) -> dict[str, em
   return {
     feature.name: embed.FeatureConfig(
       table=embed.TableConfig(
-        feature.vocabulary_size, dim, initializer=initializer, name=feature.name
+        feature.vocabulary_size,
+        dim,
+        initializer=initializer,
+        combiner=feature.combiner,
+        name=feature.name,
       )
     )
     for feature in data.features
@@ -89,24 +119,34 @@ def feature_configs(data: ClickData, dim: int, initializer=None) -> dict[str, em
 
 
 def train_batches(data: ClickData, config) -> grain.IterDataset:
-  """Returns `config.steps` shuffled batches: `label` `[B]`, `dense` `[B, K]`, `features`."""
+  """Returns `config.steps` shuffled batches: `label` `[B]`, `dense` `[B, K]`, `features`.
+
+  B is this process's part of `config.batch_size`.
+  """
   source = pipeline.ShuffledBatches(
     data.columns,
     data.splits["train"],
     batch_size=config.batch_size,
     seed=config.seed,
     num_batches=config.steps,
-    shard=(jax.process_index(), jax.process_count()),
+    shard=_shard(),
   )
   return pipeline.batches(source, _transform(data), num_workers=config.num_workers)
 
 
 def eval_batches(data: ClickData, split: str, batch_size: int) -> grain.IterDataset:
-  """Returns the split once, in order; `mask` `[B]` is False where the last batch is filled up."""
+  """Returns the split once, in order; `mask` `[B]` is False where the last batch is filled up.
+
+  B is this process's part of `batch_size`.
+  """
   source = pipeline.SequentialBatches(
-    data.columns, data.splits[split], batch_size=batch_size, fill={"ids": -1}
+    data.columns, data.splits[split], batch_size=batch_size, fill={"ids": -1}, shard=_shard()
   )
   return pipeline.batches(source, _transform(data))
+
+
+def _shard() -> tuple[int, int]:
+  return jax.process_index(), jax.process_count()
 
 
 def _transform(data: ClickData):
@@ -141,8 +181,11 @@ def logistic_regression(data: ClickData, config) -> dict[str, float]:
   """Returns the metrics of a linear model on the same rows; see `baselines.logistic_regression`.
 
   At most `config.baseline.max_rows` training rows are used, the last ones, because the one-hot
-  matrix is held in memory; the `rows` in the result say how many there were.
+  matrix is held in memory; the `rows` in the result say how many there were. With 0 nothing is
+  fitted and nothing returned.
   """
+  if not config.baseline.max_rows:
+    return {}
   blocks = [
     size
     for feature in data.features

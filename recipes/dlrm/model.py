@@ -30,6 +30,7 @@ class DLRM(nnx.Module):
     concat_tables: the top MLP also sees what the tables return, not only the dot products and the
       bottom MLP's output (False is as published). Without dense features it has little else.
     dropout: rate, after the top MLP's layers.
+    mesh, sharding: where the tables live, as for `embed.SparseEmbed`; no mesh is one device.
   """
 
   def __init__(
@@ -44,8 +45,12 @@ class DLRM(nnx.Module):
     concat_tables: bool,
     dropout: float,
     rngs: nnx.Rngs,
+    mesh: jax.sharding.Mesh | None = None,
+    sharding: str = "mod",
   ):
-    self.embed = embed.SparseEmbed(features, optimizer=table_optimizer, rngs=rngs)
+    self.embed = embed.SparseEmbed(
+      features, optimizer=table_optimizer, rngs=rngs, mesh=mesh, sharding=sharding
+    )
     self.bottom = layers.MLP(num_dense, [*bottom, dim], rngs=rngs) if num_dense else None
     self.names, self.concat_tables = tuple(features), concat_tables
     vectors = len(features) + (num_dense > 0)
@@ -68,13 +73,15 @@ class DCNV2(nnx.Module):
   """Wang et al. 2021: a cross network and a deep network, side by side or one after the other.
 
   Args:
-    features, table_optimizer, num_dense, dim: as for `DLRM`.
+    features, table_optimizer, num_dense, dim, mesh, sharding: as for `DLRM`.
     cross_layers: number of cross layers.
     rank: of the cross layers' matrices; 0 for full matrices.
     deep: widths of the deep network.
     structure: "parallel" concatenates both outputs before the logit, "stacked" feeds the cross
       network's output to the deep one.
     dropout: rate, after the deep network's layers.
+    bottom: widths of an MLP on the dense features before they meet the others, as in MLPerf's
+      DLRM-DCNv2; none leaves them as they are.
   """
 
   def __init__(
@@ -89,13 +96,19 @@ class DCNV2(nnx.Module):
     deep: Sequence[int],
     structure: str,
     dropout: float,
+    bottom: Sequence[int] = (),
     rngs: nnx.Rngs,
+    mesh: jax.sharding.Mesh | None = None,
+    sharding: str = "mod",
   ):
     if structure not in ("parallel", "stacked"):
       raise ValueError(f"unknown structure {structure!r}: choose parallel or stacked")
-    self.embed = embed.SparseEmbed(features, optimizer=table_optimizer, rngs=rngs)
+    self.embed = embed.SparseEmbed(
+      features, optimizer=table_optimizer, rngs=rngs, mesh=mesh, sharding=sharding
+    )
+    self.bottom = layers.MLP(num_dense, bottom, rngs=rngs) if bottom else None
     self.names = tuple(features)
-    width = len(features) * dim + num_dense
+    width = len(features) * dim + (bottom[-1] if bottom else num_dense)
     self.cross = layers.Cross(width, cross_layers, rank=rank or None, rngs=rngs)
     self.deep = layers.MLP(width, deep, dropout=dropout, rngs=rngs)
     self.structure = structure
@@ -105,7 +118,8 @@ class DCNV2(nnx.Module):
   def __call__(self, batch: Batch) -> jax.Array:
     """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
     activations = self.embed(batch["features"])
-    x = jnp.concatenate([*(activations[name] for name in self.names), batch["dense"]], axis=1)
+    dense = batch["dense"] if self.bottom is None else self.bottom(batch["dense"])
+    x = jnp.concatenate([*(activations[name] for name in self.names), dense], axis=1)
     crossed = self.cross(x)
     if self.structure == "stacked":
       return self.head(self.deep(crossed))[:, 0]

@@ -7,18 +7,25 @@ import optax
 from flax import nnx
 
 import embed
-from recipes import loop, results
+from recipes import hosts, loop, results
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import model as model_lib
 from recipes.metrics import ClickMetrics
 
 
 def run(config, workdir: str) -> dict[str, Any]:
-  """Trains as configured, or reports the run that the workdir holds; returns its result.json."""
+  """Trains as configured, or reports the run that the workdir holds; returns its result.json.
+
+  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+  """
+  mesh = hosts.start()
   result = loop.finished(config, workdir)
   if result is None:
+    hosts.check_batch_sizes(
+      mesh, batch_size=config.batch_size, eval_batch_size=config.eval_batch_size
+    )
     data = data_lib.load(config)
-    model = build_model(config, data)
+    model = build_model(config, data, mesh)
     result = loop.train(
       config,
       workdir,
@@ -27,24 +34,40 @@ def run(config, workdir: str) -> dict[str, Any]:
       optimizer=embed.Optimizer(model, dense_optimizer(config)),
       loss_fn=loss_fn,
       batches=data_lib.train_batches(data, config),
-      evaluate=evaluator(data, config),
+      evaluate=evaluator(data, config, mesh),
       baselines=lambda: baselines(data, config),
       data_sha256=data.sha256,
+      mesh=mesh,
     )
-  print(results.report(result))
+  if hosts.is_main():
+    print(results.report(result))
   return result
 
 
-def build_model(config, data: data_lib.ClickData) -> nnx.Module:
-  """Returns the model that `config.model` names, its tables with the configured optimizer."""
-  rngs = nnx.Rngs(config.seed)
-  initializer = jax.nn.initializers.normal(config.table.init_scale)
+def build_model(
+  config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None
+) -> nnx.Module:
+  """Returns the model that `config.model` names, its tables with the configured optimizer.
+
+  Under a mesh the tables are split over it as `config.table.sharding` says.
+  """
+  # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
+  initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
   features = data_lib.feature_configs(data, config.embedding_dim, initializer)
-  common = (features, table_optimizer(config), data.num_dense, config.embedding_dim)
+  common: Any = {
+    "features": features,
+    "table_optimizer": table_optimizer(config),
+    "num_dense": data.num_dense,
+    "dim": config.embedding_dim,
+    "dropout": config.dropout,
+    "rngs": nnx.Rngs(config.seed),
+    "mesh": mesh,
+    "sharding": config.table.sharding,
+  }
   if config.model == "dlrm":
-    return model_lib.DLRM(*common, **config.dlrm, dropout=config.dropout, rngs=rngs)
+    return model_lib.DLRM(**common, **config.dlrm)
   if config.model == "dcnv2":
-    return model_lib.DCNV2(*common, **config.dcnv2, dropout=config.dropout, rngs=rngs)
+    return model_lib.DCNV2(**common, **config.dcnv2)
   raise ValueError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
 
 
@@ -60,8 +83,18 @@ def schedule(config, peak: float) -> optax.Schedule:
 
 
 def dense_optimizer(config) -> optax.GradientTransformation:
-  """Returns AdamW for everything but the tables."""
-  return optax.adamw(schedule(config, config.learning_rate), weight_decay=config.weight_decay)
+  """Returns `config.dense_optimizer` for everything but the tables: "adamw" or "adagrad".
+
+  Adagrad starts from 0 and takes epsilon 1e-8, the values that MLPerf fixes for DLRM-DCNv2
+  (mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py).
+  """
+  rate = schedule(config, config.learning_rate)
+  if config.dense_optimizer == "adamw":
+    return optax.adamw(rate, weight_decay=config.weight_decay)
+  if config.dense_optimizer == "adagrad":
+    # torch adds its epsilon to the root, optax under it.
+    return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8**2)
+  raise ValueError(f"unknown dense optimizer {config.dense_optimizer!r}: choose adamw or adagrad")
 
 
 def table_optimizer(config):
@@ -88,8 +121,8 @@ def loss_fn(model, batch) -> jax.Array:
   return optax.sigmoid_binary_cross_entropy(model(batch), batch["label"]).mean()
 
 
-def evaluator(data: data_lib.ClickData, config):
-  """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split."""
+def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
+  """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process."""
 
   @nnx.jit
   def predict(model, batch):
@@ -98,7 +131,9 @@ def evaluator(data: data_lib.ClickData, config):
   def evaluate(model, split: str) -> dict[str, float]:
     metrics, view = ClickMetrics(), nnx.view(model, deterministic=True)
     for batch in data_lib.eval_batches(data, split, config.eval_batch_size):
-      metrics.update(predict(view, batch), batch["label"], batch["mask"])
+      batch = hosts.to_global(mesh, batch)
+      logits = predict(view, batch)
+      metrics.update(*hosts.gather((logits, batch["label"], batch["mask"])))
     return metrics.compute()
 
   return evaluate

@@ -1,0 +1,90 @@
+"""Which row of which table stands where: arithmetic on row numbers, without any array of rows.
+
+Tables of equal width, dtype and optimizer may share one array, a **stack**, and a stack may be cut
+into shards. Shard s of a stack holds, one table after another, the rows of each table that it owns.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """How the rows of some tables are laid out over shards.
+
+  Every shard has `rows` rows; where a table's rows do not divide, the last of its places on some
+  shards hold no row. A **place** is a row's number within its shard.
+
+  Args:
+    sizes: the number of rows of each table.
+    shards: how many shards there are.
+    contiguous: False is "mod", row r on shard `r % shards`; True is "div", consecutive rows, the
+      first `size % shards` shards having one row more than the others.
+
+  >>> Layout((5, 3), shards=2).locate(0, jnp.array([0, 1, 2, 5]))[1].tolist()  # 5: padding
+  [0, 0, 1, 5]
+  """
+
+  sizes: tuple[int, ...]
+  shards: int = 1
+  contiguous: bool = False
+
+  @functools.cached_property
+  def heights(self) -> tuple[int, ...]:
+    """The places that each table takes on a shard."""
+    return tuple(-(-size // self.shards) for size in self.sizes)
+
+  @functools.cached_property
+  def offsets(self) -> tuple[int, ...]:
+    """The first place of each table on a shard."""
+    return tuple(itertools.accumulate(self.heights, initial=0))[:-1]
+
+  @functools.cached_property
+  def rows(self) -> int:
+    """The places of a shard; as a place, it stands for no row."""
+    return sum(self.heights)
+
+  def _first(self, table: int, shard: jax.Array) -> jax.Array:
+    """The first of the consecutive rows of a shard."""
+    few, more = divmod(self.sizes[table], self.shards)
+    return shard * few + jnp.minimum(shard, more)
+
+  def locate(self, table: int, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The shard and the place of each id, int32; shard 0 and place `rows` for what is no row."""
+    size, offset = self.sizes[table], self.offsets[table]
+    valid = (ids >= 0) & (ids < size)
+    if self.shards == 1:
+      return jnp.zeros_like(ids), jnp.where(valid, ids + offset, self.rows)
+    if self.contiguous:
+      few, more = divmod(size, self.shards)
+      longer = more * (few + 1)  # the rows of the shards that have one row more
+      late = more + (ids - longer) // max(few, 1)
+      shard = jnp.where(ids < longer, ids // (few + 1), late)
+      place = ids - self._first(table, shard)
+    else:
+      shard, place = ids % self.shards, ids // self.shards
+    return jnp.where(valid, shard, 0), jnp.where(valid, place + offset, self.rows)
+
+  def ids(self, table: int, shard: jax.Array | int, places: jax.Array) -> jax.Array:
+    """The id that stands at each place of a shard; the table's size where there is none of it."""
+    size, height = self.sizes[table], self.heights[table]
+    shard = jnp.asarray(shard, jnp.int32)
+    row = places - self.offsets[table]
+    inside = (row >= 0) & (row < height)
+    if self.contiguous:
+      few, more = divmod(size, self.shards)
+      inside &= row < few + (shard < more).astype(jnp.int32)
+      ids = self._first(table, shard) + row
+    else:
+      ids = row * self.shards + shard
+    return jnp.where(inside & (ids < size), ids, size)
+
+  def own_ids(self, table: int, shard: jax.Array | int) -> jax.Array:
+    """The ids of a table that a shard owns, in the order of their places: int32 `[height]`."""
+    height = self.heights[table]
+    places = self.offsets[table] + jnp.arange(height, dtype=jnp.int32)
+    return self.ids(table, shard, places)

@@ -1,0 +1,506 @@
+"""`plan`: how tables are stored and exchanged, and what that costs, before any is allocated."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from embed import config as config_lib
+from embed import exchange, ragged, sharding, traffic
+from embed import lookup as lookup_lib
+from embed.layout import Layout
+from embed.optimizers import RowOptimizer
+from embed.stack import Stack
+
+EXCHANGES = ("all_to_all", "gather")
+ALONE = 1 << 24  # bytes of a table from which it is not stacked on one device
+REPLICATED = 1 << 20  # bytes of the largest table that a plan replicates of its own accord
+LANES = 128  # columns below which a plan does not split rows of its own accord
+
+
+class TablePlan:
+  """How one table is stored and exchanged. Set the fields before the layer is built.
+
+  Tables with equal settings (and width, dtype, quantization and optimizer) are stored together.
+
+  Args:
+    strategy: "mod", "div", "column" or "replicated".
+    axis: the mesh axes that it is split over.
+    column_axis: axes that columns are split over besides.
+    exchange: "all_to_all" or "gather". A plan suggests the one that moves less for its example
+      batch; other batches choose anew, unless it is set. Used where rows are split; an optimizer
+      that steps once per occurrence, or moves every row, always gathers.
+    capacity: the rows that a pair of devices exchanges in a round of an all-to-all. A plan suggests
+      the number that follows from its example batch; other batches follow their own, unless it is
+      set. Too small a number costs rounds, never an id.
+
+  Raises:
+    ValueError: for a value that is none of these. AttributeError: for another field.
+
+  >>> entry = TablePlan(strategy="div")
+  >>> entry.capacity = 512
+  >>> entry
+  TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512)
+  """
+
+  _FIELDS = ("strategy", "axis", "column_axis", "exchange", "capacity")
+
+  def __init__(
+    self,
+    strategy: str = "mod",
+    axis: str | Sequence[str] = (),
+    column_axis: str | Sequence[str] = (),
+    exchange: str | None = None,
+    capacity: int | None = None,
+  ):
+    self.__dict__.update(set={}, suggested={})
+    for name, value in zip(
+      self._FIELDS, (strategy, axis, column_axis, exchange, capacity), strict=True
+    ):
+      setattr(self, name, value)
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name not in self._FIELDS:
+      raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
+    if name == "strategy" and value not in sharding.STRATEGIES:
+      raise ValueError(f"strategy must be one of {sharding.STRATEGIES}. Got {value!r}.")
+    if name == "exchange" and value not in (None, *EXCHANGES):
+      raise ValueError(f"exchange must be one of {EXCHANGES} or None. Got {value!r}.")
+    if name == "capacity" and value is not None:
+      if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"capacity must be a positive int or None. Got {value!r}.")
+      value = int(value)
+    if name in ("axis", "column_axis"):
+      value = sharding.as_names(value)
+    self.set[name] = value
+
+  def __getattr__(self, name: str) -> Any:
+    if name not in self._FIELDS:
+      raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
+    value = self.set[name]
+    return self.suggested.get(name) if value is None else value
+
+  def __repr__(self) -> str:
+    fields = (f"{name}={getattr(self, name)!r}" for name in self._FIELDS)
+    return f"TablePlan({', '.join(fields)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """What a stack costs a device, in bytes; `moved` is received per training step."""
+
+  stack: str
+  tables: tuple[str, ...]
+  exchange: str
+  capacity: int | None
+  rows: int
+  slots: int
+  buffers: int
+  moved: int
+
+
+class Plan:
+  """How the tables of a feature config are spread over a mesh: `plan["movie"].strategy = "div"`.
+
+  A mapping-like object of `TablePlan`s by table name. Printing it shows the costs for the example
+  batch that it was made for. Tables of equal width, dtype, quantization, optimizer and settings are
+  stacked: stored in one array and exchanged together.
+  """
+
+  def __init__(
+    self,
+    features: Any,
+    optimizer: RowOptimizer | None = None,
+    mesh: Any = None,
+    batch_axis: Sequence[str] | None = None,
+  ):
+    self.features, self.optimizer, self.mesh = features, optimizer, mesh
+    self.tables = config_lib.name_tables(features)
+    self.optimizers = {n: _resolve(n, t, optimizer) for n, t in self.tables.items()}
+    self.batch_axis = batch_axis
+    self.entries = {name: TablePlan() for name in self.tables}
+    self.hbm_bytes: int | None = None
+    self._shapes: dict[str, _Shapes] = {}  # what the example batch asks of each table
+
+  @classmethod
+  def uniform(cls, features, optimizer, mesh, axis, strategy: str) -> "Plan":
+    """Every table by one strategy, as `SparseEmbed` without a plan has it."""
+    mesh = mesh if mesh is not None else sharding.current_mesh()
+    axes = sharding.as_names(axis)
+    found = cls(features, optimizer, mesh, axes)
+    for entry in found.entries.values():
+      entry.strategy, entry.axis = strategy, axes
+    return found
+
+  def with_features(self, features: Any, optimizer: RowOptimizer | None) -> "Plan":
+    """The same decisions for another feature config of the same tables."""
+    found = Plan(features, optimizer or self.optimizer, self.mesh, self.batch_axis)
+    if set(found.tables) != set(self.tables):
+      raise ValueError(
+        f"The plan is for the tables {sorted(self.tables)}, the feature config has "
+        f"{sorted(found.tables)}."
+      )
+    found.entries, found.hbm_bytes, found._shapes = self.entries, self.hbm_bytes, self._shapes
+    return found
+
+  def __getitem__(self, table: str) -> TablePlan:
+    if table not in self.entries:
+      raise KeyError(f"There is no table {table!r}; the tables are {sorted(self.entries)}.")
+    return self.entries[table]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self.entries)
+
+  def __len__(self) -> int:
+    return len(self.entries)
+
+  # --- stacks ------------------------------------------------------------------------------------
+
+  def stacks(self) -> dict[str, Stack]:
+    """The stacks by name, in the order of their first tables."""
+    groups: dict[Any, list[str]] = {}
+    for name in self.tables:
+      groups.setdefault(self._group(name), []).append(name)
+    found: dict[str, Stack] = {}
+    for names in self._cut(groups.values()):
+      label = names[0] if len(names) == 1 else self._free_name(names, found)
+      found[label] = self._stack(label, names)
+    return found
+
+  def _group(self, name: str) -> Any:
+    """Equal for tables that are stacked; a table's own name where it stays alone."""
+    table, entry = self.tables[name], self.entries[name]
+    if self.mesh is None and table.vocabulary_size * table.dim * table.dtype.itemsize > ALONE:
+      return name
+    return (
+      table.dim,
+      table.dtype,
+      table.quantization_config,
+      self.optimizers[name],
+      tuple(entry.set.values()),
+    )
+
+  def _cut(self, groups) -> Iterator[list[str]]:
+    """Groups whose rows can be numbered."""
+    for names in groups:
+      entry = self.entries[names[0]]
+      shards = self._shards(entry)
+      most = min(exchange.largest_layout(shards), config_lib.MAX_VOCABULARY_SIZE)
+      part: list[str] = []
+      height = 0
+      for name in names:
+        rows = -(-self.tables[name].vocabulary_size // shards)
+        if part and height + rows > most:
+          yield part
+          part, height = [], 0
+        part.append(name)
+        height += rows
+      yield part
+
+  def _shards(self, entry: TablePlan) -> int:
+    placement = self._placement(entry)
+    return 1 if placement is None else placement.shards
+
+  def _placement(self, entry: TablePlan) -> sharding.Placement | None:
+    if self.mesh is None:
+      return None
+    return sharding.place(self.mesh, entry.strategy, entry.axis, entry.column_axis, self.batch_axis)
+
+  def _free_name(self, names: list[str], taken: Mapping[str, Any]) -> str:
+    label = f"{names[0]}+{len(names) - 1}"
+    while label in taken or label in self.tables:
+      label += "+"
+    return label
+
+  def _stack(self, label: str, names: list[str]) -> Stack:
+    entry = self.entries[names[0]]
+    placement = self._placement(entry)
+    sizes = tuple(self.tables[name].vocabulary_size for name in names)
+    layout = Layout(sizes, self._shards(entry), entry.strategy == "div")
+    tables = {name: self.tables[name] for name in names}
+    forced = entry.set
+    return Stack(
+      label,
+      tables,
+      self.optimizers[names[0]],
+      layout,
+      placement,
+      forced["capacity"],
+      forced["exchange"],
+    )
+
+  # --- costs -------------------------------------------------------------------------------------
+
+  def costs(self) -> list[Cost]:
+    """What each stack costs a device in the example batch."""
+    return [
+      _cost(stack, [self._shapes[name] for name in stack.tables])
+      for stack in self.stacks().values()
+    ]
+
+  @property
+  def bytes_per_device(self) -> int:
+    """Rows, slots and buffers."""
+    return sum(c.rows + c.slots + c.buffers for c in self.costs())
+
+  @property
+  def fits(self) -> bool | None:
+    """Whether they fit `hbm_bytes`; None where that is not known."""
+    return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
+
+  def __repr__(self) -> str:
+    if not self._shapes:
+      return f"Plan({self.entries})"
+    lines: list[tuple[str, ...]] = [_HEADER]
+    for cost in self.costs():
+      capacity = "" if cost.capacity is None else str(cost.capacity)
+      numbers = map(_bytes, (cost.rows, cost.slots, cost.buffers, cost.moved))
+      for i, name in enumerate(cost.tables):  # a stack's costs stand beside its last table
+        table, strategy = self.tables[name], self.entries[name].strategy
+        last = i == len(cost.tables) - 1
+        costs = (cost.exchange, capacity, *numbers) if last else ("",) * 6
+        size = (str(table.vocabulary_size), str(table.dim))
+        lines.append((name, *size, strategy, cost.stack, *costs))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    left = (0, 3, 4, 5)
+    align = lambda i, cell: cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])
+    text = "\n".join("  ".join(align(*c) for c in enumerate(line)).rstrip() for line in lines)
+    devices = 1 if self.mesh is None else self.mesh.size
+    total = f"{_bytes(self.bytes_per_device)} on each of {devices} devices"
+    moved = f"{_bytes(sum(c.moved for c in self.costs()))} received by each in a step"
+    fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
+    limit = "" if self.hbm_bytes is None else f"{fits} {_bytes(self.hbm_bytes)}"
+    return f"{text}\n{total}, {moved}{limit}{self._warning()}"
+
+  def _warning(self) -> str:
+    """Tables that no view splits, which are whole on every device while they are read or saved."""
+    whole = [
+      name
+      for stack in self.stacks().values()
+      if stack.placement is not None and stack.placement.shards > 1
+      for name in stack.tables
+      if stack.view(stack.number(name), 2).kind == "whole"
+    ]
+    size = sum(self.tables[n].vocabulary_size * self.tables[n].dim * 4 for n in whole)
+    if size <= ALONE:
+      return ""
+    return (
+      f"\nWhile read, saved or restored, {', '.join(whole)} are whole on every device "
+      f"({_bytes(size)} and their slots): neither rows nor columns divide by the shards. Round "
+      "vocabulary_size up."
+    )
+
+  # --- as text -----------------------------------------------------------------------------------
+
+  def to_json(self) -> str:
+    """The decisions as JSON; `from_json` reads them."""
+    tables = {name: entry.set for name, entry in self.entries.items()}
+    return json.dumps({"batch_axis": self.batch_axis, "tables": tables}, indent=2)
+
+  @classmethod
+  def from_json(
+    cls, text: str, features: Any, mesh: Any = None, optimizer: RowOptimizer | None = None
+  ) -> "Plan":
+    """A plan from the decisions of another, for the same tables.
+
+    Raises:
+      ValueError: if the tables differ.
+    """
+    read = json.loads(text)
+    mesh = mesh if mesh is not None else sharding.current_mesh()
+    axis = read["batch_axis"]
+    found = cls(features, optimizer, mesh, None if axis is None else tuple(axis))
+    if set(found.entries) != set(read["tables"]):
+      raise ValueError(
+        f"The plan is for the tables {sorted(read['tables'])}, the feature config has "
+        f"{sorted(found.entries)}."
+      )
+    found.entries = {name: TablePlan(**read["tables"][name]) for name in found.tables}
+    return found
+
+
+_HEADER = (
+  "table", "rows", "dim", "strategy", "stored in", "exchange", "capacity",
+  "rows, B", "slots, B", "buffers, B", "moved, B",
+)  # fmt: skip
+
+
+def _bytes(number: int) -> str:
+  for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("k", 1 << 10)):
+    if number >= size:
+      return f"{number / size:.1f}{unit}"
+  return str(number)
+
+
+def plan(
+  features: Any,
+  mesh: Any,
+  batch: Any,
+  optimizer: RowOptimizer | None = None,
+  hbm_bytes: int | None = None,
+  *,
+  axis: str | Sequence[str] | None = None,
+) -> Plan:
+  """Decides for each table how to spread it over a mesh, and counts what that costs.
+
+  Small tables are replicated where that moves fewer bytes, tables so wide that a device keeps 128
+  columns are split by columns where that does, all others by rows. Nothing is allocated.
+
+  Args:
+    features: the feature config.
+    mesh: the devices, a `jax.sharding.Mesh`; also one of devices that are not here, from
+      `jax.experimental.topologies`. None is the mesh of `jax.set_mesh`, or one device.
+    batch: example inputs of a whole batch in the structure of the feature config, or their shapes
+      (`jax.ShapeDtypeStruct` in place of arrays).
+    optimizer: of the tables that have none.
+    hbm_bytes: the memory of a device; None is what the mesh's devices say, if they do.
+    axis: the mesh axes to split over; None is all of them.
+
+  Returns:
+    A `Plan`: print it, change it (`plan["movie"].capacity = 512`), keep it (`to_json`), and pass it
+    to `SparseEmbed(plan=plan, rngs=rngs)`.
+
+  Raises:
+    ValueError: for inputs that do not fit the feature config.
+
+  >>> import embed
+  >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+  >>> ids = np.zeros(4, np.int32)
+  >>> decided = plan(embed.FeatureConfig(movie), None, ids, embed.sgd(0.1))
+  >>> decided["movie"].strategy, decided.bytes_per_device
+  ('mod', 32000)
+  """
+  mesh = sharding.current_mesh() if mesh is None else mesh
+  axes = sharding.as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
+  found = Plan(features, optimizer, mesh, axes)
+  found.hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
+  found._shapes = _shapes(found, batch)
+  for name, entry in found.entries.items():
+    entry.axis = axes
+    if mesh is not None:
+      entry.strategy = _best_strategy(found, name)
+  for stack in found.stacks().values():
+    cost = _cost(stack, [found._shapes[name] for name in stack.tables])
+    for name in stack.tables:
+      suggested = {"exchange": cost.exchange, "capacity": cost.capacity}
+      found.entries[name].suggested.update(suggested if cost.exchange in EXCHANGES else {})
+  return found
+
+
+def _memory(mesh: Any) -> int | None:
+  """The memory of a device of the mesh, as the same number in every process."""
+  try:
+    mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    stats = mine[0].memory_stats()
+  except (AttributeError, IndexError, NotImplementedError, jax.errors.JaxRuntimeError):
+    return None  # devices that are not here, or that do not say
+  return None if stats is None else stats.get("bytes_limit")
+
+
+@dataclasses.dataclass
+class _Shapes:
+  """What a batch asks of a table: how many ids, and for how many activations.
+
+  `loose`: activations of ragged features without max_valency, whose values are not with their bags.
+  """
+
+  ids: int = 0
+  activations: int = 0
+  loose: int = 0
+
+
+def _shapes(plan: Plan, batch: Any) -> dict[str, _Shapes]:
+  found = {name: _Shapes() for name in plan.tables}
+  of = {id(table): name for name, table in plan.tables.items()}
+  for path, (feature, x, _) in ragged.flatten(plan.features, batch, None).items():
+    name = config_lib.feature_name(path, feature)
+
+    def occurrences(x, name=name, feature=feature):
+      bags = ragged.to_bags(name, feature, x)
+      return lookup_lib.occurrences(bags, "sum", feature.table.vocabulary_size)
+
+    occ = jax.eval_shape(occurrences, jax.tree.map(_struct, x))
+    shapes = found[of[id(feature.table)]]
+    if occ.segments is not None:
+      shapes.loose += math.prod(occ.batch)
+    else:
+      shapes.ids += math.prod(occ.ids.shape)
+      shapes.activations += math.prod(occ.batch)
+  return found
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x
+  x = np.asarray(x) if not hasattr(x, "dtype") else x
+  dtype = np.int32 if np.issubdtype(x.dtype, np.integer) else x.dtype
+  return jax.ShapeDtypeStruct(x.shape, dtype)
+
+
+def _best_strategy(plan: Plan, name: str) -> str:
+  """The strategy that moves least, of those that suit the table."""
+  table, entry = plan.tables[name], plan.entries[name]
+  candidates = ["mod"]
+  if table.vocabulary_size * table.dim * table.dtype.itemsize <= REPLICATED:
+    candidates.append("replicated")
+  devices = math.prod(plan.mesh.shape[axis] for axis in entry.axis)
+  if table.dim % devices == 0 and table.dim // devices >= LANES:
+    candidates.append("column")
+
+  def moved(strategy: str) -> int:
+    entry.strategy = strategy
+    return _cost(plan._stack(name, [name]), [plan._shapes[name]]).moved
+
+  return min(candidates, key=moved)
+
+
+def _cost(stack: Stack, shapes: list[_Shapes]) -> Cost:
+  """The bytes of a stack on a device, for a batch."""
+  layout, placement, width = stack.layout, stack.placement, stack.width
+  per_row = sum(
+    (1 if slot.per_row else width) * np.dtype(slot.dtype).itemsize for slot in stack.slots.values()
+  )
+  rows = layout.rows * width * stack.config.dtype.itemsize
+  kind, capacity, buffers, moved = "none", None, 0, 0
+  if placement is not None:
+    demand = placement.demand([s.ids for s in shapes], sum(s.activations for s in shapes))
+    loose = sum(s.loose for s in shapes)
+    way, capacity = stack.way, stack.capacity(demand)
+    moved = traffic.columns_bytes(demand, width, placement.column_shards)
+    moved += traffic.loose_bytes(loose, stack.dim, placement.devices())
+    if capacity is not None:
+      kind = "all_to_all"
+      moved += traffic.all_to_all_bytes(capacity, way)
+      buffers = 4 * layout.shards * capacity * (2 + 2 * width)
+    elif layout.shards > 1:
+      kind = "gather"
+      moved += traffic.gather_bytes(demand, way)
+      buffers = 8 * layout.shards * way.replicas * (sum(demand.ids) + demand.activations * width)
+    elif way.replicas > 1:
+      kind = "sum" if layout.rows <= sum(demand.ids) * way.replicas else "gather"
+      whole = kind == "sum"
+      moved += traffic.sum_bytes(way) if whole else traffic.gather_bytes(demand, way)
+      buffers = 4 * layout.rows * (width + 1) if whole else traffic.gather_bytes(demand, way)
+    else:
+      kind = "columns"
+    buffers += 8 * loose * stack.dim
+  return Cost(stack.name, stack.names, kind, capacity, rows, layout.rows * per_row, buffers, moved)
+
+
+def _resolve(name: str, table: config_lib.TableConfig, default: Any) -> RowOptimizer | None:
+  """A table's own optimizer, or the default: completely, and without writing to the config."""
+  optimizer = default if table.optimizer is None else table.optimizer
+  if optimizer is not None and not isinstance(optimizer, RowOptimizer):
+    hint = "embed.adam(1e-3)"
+    if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
+      hint = "embed.from_optax(tx), which runs an optax transformation on rows"
+    raise ValueError(
+      f"Table {name!r}: {type(optimizer)} is an unsupported optimizer class. Write {hint}; the "
+      "others are embed.sgd, adagrad, rowwise_adagrad, adagrad_momentum, ftrl, momentum, rmsprop, "
+      "proximal_adagrad, lion, custom_optimizer and frozen."
+    )
+  return optimizer

@@ -1,0 +1,174 @@
+"""One program on a laptop, a GPU node or a pod: who takes part, who writes, where a batch lives.
+
+One process on one device has no mesh, and every function here hands back what it is given. All
+others get a mesh of all devices with the one axis `data`: examples are split over it, and so are
+tables (`embed.SparseEmbed(mesh=...)`). Every process runs the same program on its own part of every
+batch, and takes the same decisions.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+AXIS = "data"
+_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def start() -> Mesh | None:
+  """Joins the other processes where there are any, and returns the mesh of all their devices.
+
+  The three variables `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and
+  `JAX_PROCESS_ID` say it outright. Without them JAX asks a Cloud TPU's metadata or GKE's variables,
+  Slurm's or Open MPI's. On CPU the processes talk through gloo.
+
+  Call it before anything else uses JAX.
+
+  Returns:
+    The mesh, or None for one process on one device.
+
+  Raises:
+    ValueError: only some of the three variables are set.
+  """
+  if not jax.distributed.is_initialized():
+    _join()
+  if jax.device_count() == 1:
+    return None
+  # Auto axes: jit decides how the dense part is split. make_mesh would take Explicit ones.
+  return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _join() -> None:
+  address, count, index = given = [os.environ.get(name) for name in _VARIABLES]
+  if count == "1":
+    return
+  if count or index or (address and not _several()):
+    if not all(given):
+      missing = [name for name, value in zip(_VARIABLES, given, strict=True) if not value]
+      raise ValueError(
+        f"{', '.join(missing)} is not set. A run of several processes needs all of "
+        f"{', '.join(_VARIABLES)}; unset them all for one process."
+      )
+    # Deactivated, or under Slurm each process would see only the GPU of its own local number.
+    jax.distributed.initialize(
+      address,
+      num_processes=int(count or 1),
+      process_id=int(index or 0),
+      cluster_detection_method="deactivate",
+    )
+  elif _several():
+    jax.distributed.initialize()
+
+
+def _several() -> bool:
+  """Whether a launcher has started more processes than this one, or a TPU slice may have.
+
+  Asked first because `initialize` in a Slurm task that is alone would hide all GPUs but one, and
+  because it raises where it finds no cluster. The variables are those that JAX itself reads.
+  """
+  slurm = int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in os.environ
+  mpi = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+  # JAX sets this itself where it finds TPU chips; a slice of one host works as well.
+  platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+  tpu = "tpu" in (platforms or "").split(",")
+  return slurm or mpi or tpu
+
+
+def is_main() -> bool:
+  """Whether this process writes the run's files: one does, process 0."""
+  return jax.process_index() == 0
+
+
+def check_batch_sizes(mesh: Mesh | None, **sizes: int) -> None:
+  """Raises ValueError where a global batch cannot be split evenly over the devices; names it."""
+  count = 1 if mesh is None else mesh.size
+  for name, size in sizes.items():
+    if size % count:
+      raise ValueError(
+        f"{name} is {size}, which must be a multiple of the {count} devices: choose "
+        f"{max(size // count, 1) * count}"
+      )
+
+
+def to_global(mesh: Mesh | None, batch: Any) -> Any:
+  """Returns a batch of which every process gives its part as one batch of global arrays.
+
+  Args:
+    mesh: from `start`.
+    batch: a pytree of NumPy arrays, `[examples of this process, ...]`; the parts are equally large.
+
+  Returns:
+    The same structure of arrays `[examples of all processes, ...]`, split over the devices.
+  """
+  if mesh is None:
+    return batch
+  return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(AXIS)), batch)
+
+
+def gather(tree: Any) -> Any:
+  """Returns global arrays as NumPy arrays of all examples, the same in every process."""
+  return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def replicate(mesh: Mesh | None, *nodes: nnx.Module) -> None:
+  """Puts a copy of all state that is still on one device on every device, in place.
+
+  Tables are on the mesh already, each row where it belongs, and stay as they are.
+  """
+  if mesh is None:
+    return
+  everywhere = NamedSharding(mesh, PartitionSpec())
+
+  def place(x):
+    if not isinstance(x, jax.Array) or not isinstance(x.sharding, SingleDeviceSharding):
+      return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return jax.make_array_from_process_local_data(everywhere, np.asarray(x), x.shape)
+
+  for node in nodes:
+    nnx.update(node, jax.tree.map(place, nnx.state(node)))
+
+
+def everywhere(condition: bool) -> bool:
+  """Whether a condition holds in every process."""
+  if jax.process_count() == 1:
+    return condition
+  return bool(np.all(multihost_utils.process_allgather(np.bool_(condition))))
+
+
+def from_main(f: Callable[[], Any]) -> Any:
+  """Calls `f` in the main process alone, and returns its JSON value in every process.
+
+  For what must be decided once, as what a folder holds, and for work that need not be done twice.
+
+  Raises:
+    Exception: what `f` raised, in the main process.
+    RuntimeError: in the others, with its message; they would wait forever for a value.
+  """
+  if jax.process_count() == 1:
+    return f()
+  said: dict[str, Any] = {}
+  error = None
+  if is_main():
+    try:
+      said["value"] = f()
+    except Exception as raised:
+      error, said["error"] = raised, f"{type(raised).__name__}: {raised}"
+  text = np.frombuffer(json.dumps(said).encode(), np.uint8)
+  size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
+  if not is_main():
+    text = np.zeros(size, np.uint8)
+  said = json.loads(multihost_utils.broadcast_one_to_all(text).tobytes())
+  if error is not None:
+    raise error
+  if "error" in said:
+    raise RuntimeError(f"the main process failed: {said['error']}")
+  return said["value"]

@@ -1,0 +1,198 @@
+"""What the compiled step of eight devices sends, and what it costs: the batch, not the vocabulary.
+
+Read off the compiled program. A collective counts once for each array that it exchanges.
+"""
+
+import collections
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from meshes import make_mesh, on_mesh
+from test_properties import OPTIMIZERS
+from test_structure import EXTRA, LAZY
+
+import embed
+
+N, V, D, BATCH, VALENCY = 8, 300_000, 16, 64, 4
+IDS = BATCH // N * VALENCY  # of a device
+# Of the test's own head and loss: the loss, two gradients, the count of dropped ids.
+DENSE = {"all-reduce f32[]": 1, "all-reduce f32[1]": 1, "all-reduce f32[16,1]": 1}
+COUNTS = {"all-reduce s32[]": 1}
+
+
+class Model(nnx.Module):
+  def __init__(self, plan):
+    self.embed = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+    self.head = nnx.Linear(D, 1, rngs=nnx.Rngs(0))
+
+
+def compile_step(strategy, optimizer=None, *, rows=V, kind="auto", **settings):
+  """A training step with one table: it compiled, and a device's bytes of tables and slots."""
+  mesh = make_mesh(kind)
+  table = embed.TableConfig(rows, D, optimizer=optimizer or embed.adagrad(), name="t")
+  features = embed.FeatureConfig(table)
+  put = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+  ids = embed.Padded(put(np.zeros((BATCH, VALENCY), np.int32)))
+  plan = embed.plan(features, mesh, ids)
+  plan["t"].strategy, plan["t"].exchange = strategy, None
+  for name, value in settings.items():
+    setattr(plan["t"], name, value)
+  model = Model(plan)
+  updater = embed.Optimizer(model, optax.sgd(0.1))
+  graphdef, state = nnx.split((model, updater))
+
+  def step(state, ids):
+    model, updater = nnx.merge(graphdef, state)
+    loss = lambda model: jnp.sum(model.head(model.embed(ids)) ** 2)
+    value, grads = embed.value_and_grad(loss)(model)
+    updater.update(model, grads)
+    return nnx.state((model, updater)), value
+
+  compiled = jax.jit(step, donate_argnums=0).lower(on_mesh(mesh, state), ids).compile()
+  stored = jax.tree.leaves(nnx.state(model.embed, nnx.Any(embed.Table, embed.SlotVariable)))
+  return compiled, sum(x.addressable_shards[0].data.nbytes for x in stored)
+
+
+COLLECTIVE = re.compile(
+  r" = (.*?) (all-to-all|all-gather|all-reduce|reduce-scatter|collective-\w+)(?:-start)?\("
+)
+
+
+def sent(compiled):
+  """({collective and shape: number} of what always runs, the same of loops and branches)."""
+  found = {True: collections.Counter(), False: collections.Counter()}
+  entry = False
+  for line in compiled.as_text().splitlines():
+    if line and not line.startswith(" "):
+      entry = line.startswith("ENTRY")
+    match = COLLECTIVE.search(line)
+    if match:
+      shapes = re.findall(r"\w+\[[\d,]*\]", match[1])
+      assert match[2] == "all-reduce" or len(set(shapes)) == 1, line
+      if match[2] != "all-reduce":
+        shapes = shapes[:1]
+      found[entry].update(f"{match[2]} {sorted_shape(shape)}" for shape in shapes)
+  return dict(found[True]), dict(found[False])
+
+
+def sorted_shape(shape):
+  """A gradient's reduction may be transposed."""
+  kind, dims = shape[:-1].split("[")
+  dims = sorted(dims.split(","), key=int, reverse=True) if "," in dims else [dims]
+  return f"{kind}[{','.join(dims)}]"
+
+
+def assert_cost_of_the_batch(compiled, stored, rows=V):
+  memory = compiled.memory_analysis()
+  assert memory.alias_size_in_bytes >= stored, "a table is not in place"
+  # Sixteen buffers of one row per id of the batch; a device's tables have a hundred times that.
+  assert memory.temp_size_in_bytes < 16 * BATCH * VALENCY * D * 4 + 2**16
+  shard = f"{rows}|{-(-rows // N)}"
+  copy = re.compile(rf"= \w+\[({shard})(,\d+)?\]\S* copy\(")
+  assert not [line for line in compiled.as_text().splitlines() if copy.search(line)]
+  for counted in sent(compiled):
+    for name in counted:
+      sizes = [int(d) for d in re.findall(r"\d+", name.split("[")[1])]
+      assert math.prod(sizes) <= BATCH * VALENCY * D, name
+
+
+ROUTED = {
+  f"all-to-all s32[{IDS},1]": 1,  # which rows
+  f"all-to-all f32[{IDS},{D},1]": 2,  # the rows; their gradients
+  "all-reduce s32[]": 2,  # how many at most, and the ids that were dropped
+}
+
+
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
+def test_rows_by_all_to_all(kind):
+  """Where a round has room for all ids, there is one."""
+  compiled, stored = compile_step("mod", kind=kind, capacity=IDS)
+  assert sent(compiled) == (DENSE | ROUTED, {})
+  assert_cost_of_the_batch(compiled, stored)
+
+
+def test_more_rounds_are_in_loops():
+  """What always runs is the first round; what may follow is in loops, and looks the same."""
+  compiled, stored = compile_step("div", capacity=8)
+  always, more = sent(compiled)
+  ids, rows = "all-to-all s32[8,1]", f"all-to-all f32[{D},8,1]"
+  assert always == DENSE | {ids: 1, rows: 2, "all-reduce s32[]": 2}
+  assert more == {ids: 2, rows: 2, "all-reduce u32[8]": 2}  # lookup, update; where the rounds end
+  assert_cost_of_the_batch(compiled, stored)
+
+
+def test_a_round_has_room_for_all_rows_of_a_shard():
+  """Few rows cannot overflow a buffer, however many ids there are."""
+  compiled, _ = compile_step("mod", rows=64, capacity=8)
+  assert sent(compiled)[1] == {}
+
+
+def test_rows_by_gathering_ids():
+  compiled, stored = compile_step("mod", exchange="gather")
+  always, more = sent(compiled)
+  assert always == DENSE | COUNTS | {
+    f"all-gather s32[{BATCH},{VALENCY}]": 1,  # ids
+    f"all-gather f32[{BATCH},1]": 1,  # gains
+    f"reduce-scatter f32[{D},{BATCH // N}]": 1,  # activations
+    f"all-gather f32[{BATCH},{D}]": 1,  # their gradients
+  }
+  assert not more
+  assert_cost_of_the_batch(compiled, stored)
+
+
+def test_columns():
+  compiled, stored = compile_step("column")
+  always, more = sent(compiled)
+  assert always == DENSE | COUNTS | {
+    f"all-gather s32[{BATCH},{VALENCY}]": 1,
+    f"all-gather f32[{BATCH},1]": 1,
+    f"all-to-all f32[{BATCH // N},{D // N},1]": 2,  # pieces of activations; of their gradients
+  }
+  assert not more
+  assert_cost_of_the_batch(compiled, stored)
+
+
+def test_replicas():
+  """Looked up without asking anybody."""
+  compiled, stored = compile_step("replicated")
+  always, more = sent(compiled)
+  assert always == DENSE | COUNTS | {
+    f"all-gather s32[{BATCH},{VALENCY}]": 1,
+    f"all-gather f32[{BATCH},1]": 1,
+    f"all-gather f32[{BATCH},{D}]": 1,
+  }
+  assert not more
+  assert_cost_of_the_batch(compiled, stored)
+
+
+def test_small_replicas_are_added_up():
+  """Where a table has fewer rows than the batch has ids."""
+  compiled, _ = compile_step("replicated", rows=40)
+  always, more = sent(compiled)
+  touched = {"all-reduce s32[40]": 1, f"all-reduce f32[40,{D}]": 1}
+  assert always == DENSE | COUNTS | touched
+  assert not more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["mod", "column", "replicated"])
+@pytest.mark.parametrize("name", [*LAZY, *EXTRA])
+def test_no_cost_of_the_vocabulary(name, strategy):
+  if name in EXTRA:
+    optimizer = EXTRA[name]()
+  else:
+    kind, config = OPTIMIZERS[name]
+    optimizer = getattr(embed, kind)(**config)
+  compiled, stored = compile_step(strategy, optimizer, capacity=8)
+  assert_cost_of_the_batch(compiled, stored)
+
+
+def test_the_check_sees_a_dense_update():
+  with pytest.raises(AssertionError):
+    assert_cost_of_the_batch(*compile_step("mod", embed.adam(lazy_adam=False)))

@@ -1,0 +1,294 @@
+"""What a plan decides and what it says that costs, by hand; and that stacks cannot be seen."""
+
+import json
+
+import harness
+import jax
+import meshes
+import numpy as np
+import pytest
+from flax import nnx
+from meshes import make_mesh, make_world
+
+import embed
+
+# --- costs, in bytes -----------------------------------------------------------------------------
+
+
+def small(rows=64, dim=4, **settings):
+  """Eight devices; each has 2 bags of 2 ids, so 4 ids and 2 activations."""
+  table = embed.TableConfig(rows, dim, name="t", optimizer=embed.adagrad())
+  ids = jax.ShapeDtypeStruct((16, 2), np.int32)
+  plan = embed.plan(embed.FeatureConfig(table), make_mesh(), embed.Padded(ids))
+  plan["t"].exchange = plan["t"].capacity = None
+  for name, value in settings.items():
+    setattr(plan["t"], name, value)
+  (cost,) = plan.costs()
+  assert plan.bytes_per_device == cost.rows + cost.slots + cost.buffers
+  return cost
+
+
+def test_cost_of_an_all_to_all():
+  cost = small(strategy="mod", exchange="all_to_all")
+  assert (cost.rows, cost.slots) == (8 * 4 * 4, 8 * 4 * 4)  # a device's 8 of 64 rows, dim 4
+  # Half an id for each owner; room for six deviations more, but not for more than there are.
+  assert (cost.exchange, cost.capacity) == ("all_to_all", 4)
+  # From each of 7 others: 4 ids, 4 rows and 4 gradients of rows.
+  assert cost.moved == 7 * 4 * (1 + 4 + 4) * 4
+
+
+def test_cost_of_a_forced_capacity():
+  cost = small(strategy="div", capacity=1)
+  assert (cost.exchange, cost.capacity) == ("all_to_all", 1)
+  assert cost.moved == 7 * 1 * (1 + 4 + 4) * 4
+
+
+def test_cost_of_gathering():
+  cost = small(strategy="mod", exchange="gather")
+  assert (cost.exchange, cost.capacity) == ("gather", None)
+  # From each of 7 others: 4 ids on both ways, 2 activations and their 2 gradients.
+  assert cost.moved == 7 * (4 + 4 + 2 * 4 + 2 * 4) * 4
+
+
+def test_cost_of_replicas():
+  cost = small(strategy="replicated")
+  assert (cost.rows, cost.slots) == (64 * 4 * 4, 64 * 4 * 4)
+  assert (cost.exchange, cost.capacity) == ("gather", None)
+  assert cost.moved == 7 * (4 + 2 * 4) * 4  # ids and gradients of seven others, on the way back
+  # 16 rows are fewer than the 32 ids of the batch: all are added up, with a mark of touched ones.
+  cost = small(16, strategy="replicated")
+  assert cost.exchange == "sum"
+  assert cost.moved == 2 * 16 * (4 + 1) * 4 * 7 // 8
+
+
+def test_cost_of_columns():
+  cost = small(64, 16, strategy="column")
+  assert (cost.rows, cost.slots) == (64 * 2 * 4, 64 * 2 * 4)
+  assert cost.exchange == "columns"
+  # Of 2 own bags the other 14 columns, of 14 other bags the gradients of 2 columns; 28 ids, twice.
+  assert cost.moved == (2 * 14 + 14 * 2 + 28 + 28) * 4
+
+
+def test_cost_of_slots_and_dtypes():
+  table = embed.TableConfig(64, 4, name="t", optimizer=embed.rowwise_adagrad(), dtype="bfloat16")
+  plan = embed.plan(embed.FeatureConfig(table), make_mesh(), np.zeros(16, np.int32))
+  plan["t"].strategy = "mod"
+  (cost,) = plan.costs()
+  assert (cost.rows, cost.slots) == (8 * 4 * 2, 8 * 4)
+
+
+def test_one_device_moves_nothing():
+  table = embed.TableConfig(10, 4, name="t", optimizer=embed.adam())
+  plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(16, np.int32))
+  (cost,) = plan.costs()
+  assert (cost.rows, cost.slots, cost.buffers, cost.moved) == (160, 320, 0, 0)
+
+
+@pytest.mark.parametrize(("hbm", "fits"), [(255, False), (256, True), (None, None)])
+def test_fits(hbm, fits):
+  table = embed.TableConfig(16, 4, name="t")
+  plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(16, np.int32), hbm_bytes=hbm)
+  assert plan.bytes_per_device == 256
+  assert plan.fits is fits
+  assert ("fit" in repr(plan)) == (fits is not None)
+
+
+# --- choices -------------------------------------------------------------------------------------
+
+
+def decided(rows, dim, batch):
+  table = embed.TableConfig(rows, dim, name="t")
+  ids = embed.Padded(jax.ShapeDtypeStruct(batch, np.int32))
+  plan = embed.plan(embed.FeatureConfig(table), make_mesh(), ids)
+  return plan["t"].strategy, plan["t"].exchange, plan
+
+
+def test_a_tiny_table_is_replicated():
+  assert decided(3, 4, (1024, 1))[0] == "replicated"
+
+
+def test_short_bags_are_sent_and_long_ones_gathered():
+  assert decided(1_000_000, 64, (1024, 1))[:2] == ("mod", "all_to_all")
+  assert decided(1_000_000, 16, (64, 50))[:2] == ("mod", "gather")
+
+
+def test_a_wide_table_is_split_by_columns():
+  assert decided(10_000, 1024, (64, 50))[0] == "column"
+  assert decided(10_000, 1016, (64, 50))[0] == "mod"  # 127 columns on a device
+
+
+def test_no_other_strategy_moves_less():
+  for rows, dim, batch in ((3, 4, (1024, 1)), (40, 8, (64, 2)), (1_000_000, 64, (1024, 1))):
+    strategy, _, plan = decided(rows, dim, batch)
+    moved = {}
+    for other in ("mod", "replicated"):
+      plan["t"].strategy, plan["t"].exchange = other, None
+      moved[other] = plan.costs()[0].moved
+    assert moved[strategy] == min(moved.values())
+
+
+def test_the_axis_is_that_of_the_mesh_or_the_one_given():
+  table = embed.TableConfig(64, 4, name="t")
+  mesh = make_mesh(shape=(4, 2), names=("data", "model"))
+  ids = np.zeros(16, np.int32)
+  assert embed.plan(embed.FeatureConfig(table), mesh, ids)["t"].axis == ("data", "model")
+  assert embed.plan(embed.FeatureConfig(table), mesh, ids, axis="model")["t"].axis == ("model",)
+
+
+# --- reading and changing ------------------------------------------------------------------------
+
+
+def three_tables(optimizer=None):
+  sizes = {"a": (300, 8), "b": (21, 8), "c": (64, 4)}
+  tables = {name: embed.TableConfig(*size, name=name) for name, size in sizes.items()}
+  features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
+  return features, {name: np.zeros(24, np.int32) for name in features}
+
+
+def test_printing():
+  features, batch = three_tables()
+  plan = embed.plan(features, make_mesh(), batch, embed.adagrad(), hbm_bytes=1 << 20)
+  for name in plan:
+    plan[name].strategy, plan[name].exchange = "mod", "all_to_all"
+  text = repr(plan)
+  header, a, b, c, total = text.splitlines()
+  assert header.split()[:5] == ["table", "rows", "dim", "strategy", "stored"]
+  assert a.split() == ["a", "300", "8", "mod", "a+1"]  # what both cost stands beside the last
+  assert b.split()[:6] == ["b", "21", "8", "mod", "a+1", "all_to_all"]
+  assert c.split()[:6] == ["c", "64", "4", "mod", "c", "all_to_all"]
+  assert b.split()[7:9] == ["1.3k", "1.3k"]  # (38 + 3) rows of 8 floats, and as many accumulators
+  assert total.endswith("; fits 1.0M")
+  assert "on each of 8 devices" in total
+
+
+def test_a_plan_is_a_mapping_that_can_be_changed():
+  features, batch = three_tables()
+  plan = embed.plan(features, make_mesh(), batch)
+  assert list(plan) == ["a", "b", "c"]
+  assert len(plan) == 3
+  plan["a"].strategy = "div"
+  plan["b"].axis = "data"
+  plan["c"].strategy, plan["c"].capacity = "mod", 5
+  stacks = {table: stack for stack in plan.stacks().values() for table in stack.tables}
+  assert stacks["a"].layout.contiguous
+  assert not stacks["c"].layout.contiguous
+
+
+@pytest.mark.parametrize(
+  ("name", "value", "message"),
+  [
+    ("strategy", "rows", r"strategy must be one of .*'mod'.*Got 'rows'"),
+    ("exchange", "ring", r"exchange must be one of .*'gather'.*Got 'ring'"),
+    ("capacity", 0, "capacity must be a positive int or None. Got 0"),
+    ("capacity", 1.5, "capacity must be a positive int or None. Got 1.5"),
+  ],
+)
+def test_mistakes_are_named(name, value, message):
+  features, batch = three_tables()
+  plan = embed.plan(features, make_mesh(), batch)
+  with pytest.raises(ValueError, match=message):
+    setattr(plan["a"], name, value)
+  with pytest.raises(KeyError, match="There is no table 'z'; the tables are"):
+    plan["z"]
+
+
+def test_a_misspelt_field_is_refused():
+  with pytest.raises(AttributeError):
+    embed.TablePlan().stategy = "div"
+
+
+def test_an_axis_that_is_not_there():
+  features, batch = three_tables()
+  plan = embed.plan(features, make_mesh(), batch)
+  plan["a"].strategy, plan["a"].axis = "mod", "model"
+  with pytest.raises(ValueError, match=r"no axis 'model'; its axes are \('data',\)"):
+    embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+
+
+def test_rows_and_columns_over_one_axis():
+  features, batch = three_tables()
+  plan = embed.plan(features, make_mesh(), batch)
+  plan["a"].strategy, plan["a"].column_axis = "mod", "data"
+  with pytest.raises(ValueError, match="cannot both be split over"):
+    embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+
+
+def test_from_json():
+  """Decisions come back, for the same tables, on another mesh too."""
+  features, batch = three_tables()
+  mesh = make_mesh()
+  plan = embed.plan(features, mesh, batch, embed.adagrad())
+  plan["a"].strategy, plan["a"].capacity, plan["b"].exchange = "div", 3, "gather"
+  text = plan.to_json()
+  read = embed.Plan.from_json(text, features, mesh, embed.adagrad())
+  assert read.to_json() == text
+  assert json.loads(text)["tables"]["a"]["capacity"] == 3
+  for name in plan:
+    assert read[name].set == plan[name].set  # what a plan suggests is not decided
+  fewer = embed.Plan.from_json(text, features, make_mesh(shape=(3,)), embed.adagrad())
+  heights = lambda plan: [stack.layout.rows for stack in plan.stacks().values()]
+  assert heights(fewer)[0] == 100
+  assert heights(read)[0] == 38
+
+
+def test_a_plan_for_other_tables():
+  features, batch = three_tables()
+  mesh = make_mesh()
+  plan = embed.plan(features, mesh, batch)
+  fewer = {name: features[name] for name in ("a", "b")}
+  with pytest.raises(ValueError, match=r"for the tables \['a', 'b', 'c'\].* has \['a', 'b'\]"):
+    embed.SparseEmbed(fewer, plan=plan, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match=r"for the tables \['a', 'b', 'c'\].* has \['a', 'b'\]"):
+    embed.Plan.from_json(plan.to_json(), fewer, mesh)
+
+
+def test_neither_features_nor_plan():
+  with pytest.raises(ValueError, match="takes a feature config, or a plan"):
+    embed.SparseEmbed(rngs=nnx.Rngs(0))
+
+
+def test_a_batch_that_does_not_fit():
+  features, batch = three_tables()
+  with pytest.raises(ValueError, match="unknown features"):
+    embed.plan(features, make_mesh(), batch | {"d": batch["a"]})
+
+
+# --- stacks --------------------------------------------------------------------------------------
+
+SIZES = {"x": 21, "y": 9}
+
+
+def pair_batch(seed):
+  draw = np.random.default_rng(seed)
+  ids = {name: draw.integers(-1, size, 12).astype(np.int32) for name, size in SIZES.items()}
+  return ids, None, meshes.normal(seed, dict.fromkeys(SIZES, (12, 3)))
+
+
+@pytest.mark.parametrize("where", ["mesh", pytest.param("one device", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("quick_to_compile")
+def test_stacks_cannot_be_seen(where):
+  """Two tables in one array or in two: the same names, values, gradients and checkpoints."""
+
+  def world(stacked):
+    # A schedule is itself and no other: two of them are two optimizers.
+    rates = [lambda step: 0.5, lambda step: 0.5]
+    tables = [
+      embed.TableConfig(size, 3, name=name, optimizer=embed.adagrad(rates[0 if stacked else i]))
+      for i, (name, size) in enumerate(SIZES.items())
+    ]
+    features = {table.name: embed.FeatureConfig(table) for table in tables}
+    given = {"mesh": make_mesh()} if where == "mesh" else {}
+    found = make_world(features, rows=True, **given)
+    assert len(found.model.embed.spec.stacks) == (1 if stacked else 2)
+    return found
+
+  apart, together = world(False), world(True)
+  meshes.assert_equal(
+    jax.device_get(together.model.embed.variables), jax.device_get(apart.model.embed.variables)
+  )
+  batches = [pair_batch(seed) for seed in range(2)]
+  meshes.assert_same_outcomes(together.run(batches), apart.run(batches), SIZES)
+  trees = [embed.checkpoint.to_tree(model=world.model) for world in (together, apart)]
+  assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
+  assert sorted(trees[0]["model"]["tables"]) == ["embed/x", "embed/y"]
+  assert harness.variables(together.model, "x")["accumulators"].shape == (21, 3)

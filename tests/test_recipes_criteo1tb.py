@@ -1,0 +1,171 @@
+"""Criteo 1 TB: splits and ids by hand, bags that are functions of their id, restarts, .gz files."""
+
+import gzip
+import importlib
+import json
+import pickle
+
+import numpy as np
+import pytest
+from small_data import write_criteo_days
+
+import embed
+from recipes.dlrm import criteo, criteo1tb, data
+
+
+def config(folder, cache_dir, **changes):
+  settings = importlib.import_module("configs.dlrm.criteo_1tb").get_config("smoke")
+  settings.update_from_flattened_dict({"data_dir": str(folder), "cache_dir": str(cache_dir)})
+  settings.update_from_flattened_dict(changes)
+  return settings
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory):
+  """23 days of 11 rows and a last one of 13."""
+  return write_criteo_days(tmp_path_factory.mktemp("days"), rows=11, last=13)
+
+
+def test_the_full_config_is_mlperfs():
+  full = importlib.import_module("configs.dlrm.criteo_1tb").get_config()
+  features = criteo1tb.features(full)
+  assert sum(f["vocabulary_size"] for f in features) == 204_184_588
+  assert sum(f["valency"] for f in features) == 214
+  assert {f["combiner"] for f in features} == {"sum"}
+  full.valencies = (1, 2)
+  with pytest.raises(ValueError, match=r"26 entries each, found 26 and 2"):
+    criteo1tb.features(full)
+
+
+def test_days_follow_one_another_and_the_last_is_halved(days, tmp_path):
+  settings = config(days, tmp_path)
+  loaded = data.load(settings)
+  assert loaded.splits == {"train": (0, 253), "valid": (253, 260), "test": (260, 266)}
+  blocks = [block for i in range(24) for block in criteo.read(days / f"day_{i}")]
+  np.testing.assert_array_equal(loaded.columns["label"], np.concatenate([b.label for b in blocks]))
+  integers = criteo.squash(np.concatenate([b.integers for b in blocks]))
+  np.testing.assert_array_equal(loaded.columns["dense"], integers)
+  categories = np.concatenate([b.categories for b in blocks])
+  first = np.cumsum([0, *settings.valencies[:-1]])  # a bag's first id is the published one
+  expected = np.where(categories < 0, 0, categories % np.array(settings.vocabulary_sizes))
+  np.testing.assert_array_equal(loaded.columns["ids"][:][:, first], expected)
+  assert sorted(loaded.sha256) == sorted(f"day_{i}" for i in range(24))
+
+
+def test_bags_by_hand():
+  # Computed with Python's integers, from the definition in the docstring.
+  mask = (1 << 64) - 1
+
+  def splitmix64(x):
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+  drawn = lambda id, feature, k, size: (
+    (splitmix64(id + (feature << 32) + (k << 40)) >> 32) * size >> 32
+  )
+  bags = criteo1tb.Bags(np.array([[7, 2], [39_999_999, 0]], np.int32), (40_000_000, 3), (3, 2))
+  assert bags.shape == (2, 5)
+  expected = [
+    [
+      i,
+      *(drawn(i, 0, k, 40_000_000) for k in (1, 2)),
+      j,
+      drawn(j, 1, 1, 3),
+    ]
+    for i, j in ((7, 2), (39_999_999, 0))
+  ]
+  assert bags[:].tolist() == expected
+  assert bags[:].dtype == bags.dtype == np.int32
+  assert bags[np.array([1, 1])].tolist() == [expected[1]] * 2
+
+
+def test_bags_are_uniform():
+  bags = criteo1tb.Bags(np.arange(20_000, dtype=np.int32)[:, None], (20_000,), (11,))
+  drawn = bags[:][:, 1:]
+  distinct = len(np.unique(drawn))
+  assert distinct == pytest.approx(20_000 * (1 - np.exp(-10)), rel=1e-3)
+  # Chi-square over 100 bins: 99 expected, standard deviation 14.
+  counts = np.histogram(drawn, bins=100, range=(0, 20_000))[0]
+  assert ((counts - 2_000) ** 2 / 2_000).sum() < 170
+
+
+def test_batches_hold_bags_and_pickle_without_the_data(days, tmp_path):
+  settings = config(days, tmp_path)
+  loaded = data.load(settings)
+  batch = next(iter(data.train_batches(loaded, settings)))
+  assert isinstance(batch["features"]["c01"], embed.Padded)
+  assert batch["features"]["c01"].values.shape == (64, 3)
+  assert batch["features"]["c03"].shape == (64,)
+  last = list(data.eval_batches(loaded, "test", 4))[-1]
+  assert last["mask"].tolist() == [True, True, False, False]
+  assert (last["features"]["c01"].values[2:] == -1).all()
+  assert len(pickle.dumps(loaded.columns)) < 2_000
+  configs = data.feature_configs(loaded, 8)
+  assert {feature.table.combiner for feature in configs.values()} == {"sum"}
+
+
+def test_packed_days_are_the_same_days(days, tmp_path):
+  packed = tmp_path / "packed"
+  packed.mkdir()
+  for i in range(24):
+    (packed / f"day_{i}.gz").write_bytes(gzip.compress((days / f"day_{i}").read_bytes()))
+  plain = data.load(config(days, tmp_path / "plain"))
+  unpacked = data.load(config(packed, tmp_path / "packed_cache"))
+  for name in ("label", "dense", "ids"):
+    np.testing.assert_array_equal(unpacked.columns[name][:], plain.columns[name][:])
+  assert unpacked.splits == plain.splits
+
+
+def test_preparation_goes_on_after_kills(days, tmp_path, monkeypatch):
+  whole = data.load(config(days, tmp_path / "whole"))
+  real_read, real_count, counted, reads = criteo.read, criteo.count_rows, [], []
+
+  def killed_while_counting(path):
+    counted.append(path.name)
+    if len(counted) == 10:
+      raise KeyboardInterrupt
+    return real_count(path)
+
+  def killed(path, offset=0, line=0):
+    reads.append((path.name, line))
+    for block in real_read(path, offset, line, block=1_000):
+      yield block
+      if path.name == "day_5" and line == 0:
+        raise KeyboardInterrupt
+
+  again = config(days, tmp_path / "again")
+  monkeypatch.setattr(criteo, "count_rows", killed_while_counting)
+  with pytest.raises(KeyboardInterrupt):
+    data.load(again)
+  monkeypatch.setattr(criteo, "read", killed)
+  with pytest.raises(KeyboardInterrupt):
+    data.load(again)
+  assert len(counted) == 24 + 1  # nine files were not counted again, the tenth was
+  (position,) = (tmp_path / "again").glob("*.partial/position.json")
+  at = json.loads(position.read_text())
+  assert at["file"] == 5
+  reads.clear()
+  resumed = data.load(again)
+  assert reads[:2] == [("day_5", at["rows"] - 5 * 11), ("day_6", 0)]
+  for name in ("label", "dense", "ids"):
+    np.testing.assert_array_equal(resumed.columns[name][:], whole.columns[name][:])
+
+
+def test_damage_and_missing_days_are_named(days, tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"has no day_0 and no day_0\.gz.*--config\.data_dir"):
+    data.load(config(tmp_path, tmp_path / "cache"))
+  broken = tmp_path / "broken"
+  broken.mkdir()
+  for i in range(24):
+    (broken / f"day_{i}").write_bytes((days / f"day_{i}").read_bytes())
+  lines = (broken / "day_3").read_text().splitlines()
+  (broken / "day_3").write_text("\n".join([*lines[:4], "1\t2", *lines[5:]]) + "\n")
+  with pytest.raises(ValueError, match="day_3, line 5: found 2 fields"):
+    data.load(config(broken, tmp_path / "cache"))
+
+
+def test_no_baseline_where_none_is_asked_for(days, tmp_path):
+  settings = config(days, tmp_path, **{"baseline.max_rows": 0})
+  assert data.logistic_regression(data.load(settings), settings) == {}

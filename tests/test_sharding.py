@@ -1,0 +1,747 @@
+"""Tables over eight devices give what one device gives: lookups, gradients, three steps, values.
+
+Nothing here divides by eight unless it says so: not the rows, the columns or the batch. The whole
+matrix is behind the marker `slow`; what runs by default covers every strategy, every optimizer and
+both kinds of mesh.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import harness
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import optax
+import pytest
+import reference
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import KINDS, STRATEGIES, make_mesh, make_world
+from test_properties import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
+
+import embed
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+
+def some(cases, default):
+  """Parameters, all but the default ones `slow`."""
+  return [pytest.param(*case, marks=() if default(*case) else pytest.mark.slow) for case in cases]
+
+
+# --- every optimizer -----------------------------------------------------------------------------
+
+
+def across_the_row(g, w, s, lr):
+  """An equation that an elementwise one could not be: columns on several devices must meet."""
+  largest = jnp.max(jnp.abs(g), axis=-1, keepdims=True)
+  mean = embed.row_mean(g)
+  return w - lr * g / (1 + largest), {"n": s["n"] + 1, "mean": s["mean"] + mean, "m": s["m"] + g}
+
+
+EXTRA = {
+  "from_optax": lambda rate: embed.from_optax(optax.adam(1.0, eps=1e-2), learning_rate=rate),
+  "custom_optimizer": lambda rate: embed.custom_optimizer(
+    across_the_row,
+    {"n": embed.Slot(per_row=True), "mean": embed.Slot(per_row=True), "m": 0.0},
+    learning_rate=rate,
+    weight_decay_factor=0.125,
+  ),
+  "frozen": lambda rate: embed.frozen(),
+}
+NAMES = [*range(len(OPTIMIZERS)), *EXTRA]
+V, D = 21, 3
+BAG = (10, 3)
+
+
+def schedule(step):
+  return jnp.asarray(SCHEDULE)[step]
+
+
+def make_optimizer(name):
+  if name in EXTRA:
+    return EXTRA[name](schedule)
+  kind, config = OPTIMIZERS[name]
+  return getattr(embed, kind)(learning_rate=schedule, **config)
+
+
+@embed.row_wise
+def sixteenths(key, shape, dtype):
+  """Rows of which sums are exact."""
+  return (jax.random.randint(key, shape, -16, 17) / 16).astype(dtype)
+
+
+def one_bag(optimizer, combiner="sum"):
+  return embed.FeatureConfig(embed.TableConfig(V, D, sixteenths, optimizer, combiner, name="t"))
+
+
+def exact_batch(seed):
+  """Ids of few rows, so that most repeat; weights and gradients of which sums are exact."""
+  draw = np.random.default_rng(seed)
+  eighths = lambda *shape: (draw.integers(-8, 9, shape) / 8).astype(np.float32)
+  values = draw.choice(draw.permutation(V)[:14], BAG)
+  values = np.where(draw.random(BAG) < 0.2, -1, values).astype(np.int32)
+  return embed.Padded(values), embed.Padded(2 * eighths(*BAG)), eighths(BAG[0], D)
+
+
+def occurrences_of(ids, weights, cotangents):
+  inputs = reference.Padded(ids.values, weights.values)
+  occ = reference.occurrences(reference.Feature("sum"), inputs)
+  return reference.occurrence_gradients(occ, cotangents)
+
+
+@functools.cache
+def one_device(name):
+  return make_world(one_bag(make_optimizer(name)))
+
+
+def expected(name, initial, three):
+  """Table and slots after each step: of the reference where it has the rule, else of one device."""
+  if name in EXTRA:
+    return [o.variables["t"] for o in one_device(name).run(three)]
+  kind, config = OPTIMIZERS[name]
+  found = [reference.initial_variables(kind, initial, **config)]
+  for batch, rate in zip(three, SCHEDULE, strict=True):
+    rows, gradients = occurrences_of(*batch)
+    found.append(reference.apply_rows(kind, found[-1], rows, gradients, float(rate), **config))
+  return found[1:]
+
+
+def optimizer_cases():
+  for i, name in enumerate(NAMES):
+    for j, strategy in enumerate(STRATEGIES):
+      for k, kind in enumerate(KINDS):
+        label = name if name in EXTRA else optimizer_id(name)
+        # Those that look across a row also where it is cut.
+        first = i % 4 == j or (strategy == "column" and name in EXTRA)
+        default = first and (i // 4 + j) % 2 == k
+        yield pytest.param(
+          name, strategy, kind,
+          id=f"{label}-{strategy}-{kind}", marks=() if default else pytest.mark.slow,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "strategy", "kind"), list(optimizer_cases()))
+def test_every_optimizer(name, strategy, kind):
+  """Three steps; rows that were not looked up keep every bit."""
+  world = make_world(one_bag(make_optimizer(name)), mesh=make_mesh(kind), sharding=strategy)
+  initial = jax.tree.map(np.asarray, world.model.embed.variables["t"])
+  tolerance = TOLERANCE.get(name not in EXTRA and OPTIMIZERS[name][0], {"rtol": 1e-5, "atol": 2e-6})
+
+  three = [exact_batch(seed) for seed in range(3)]
+  outcomes = world.run(three)
+  before = initial
+  for i, wanted in enumerate(expected(name, initial["parameters"], three)):
+    after = outcomes[i].variables["t"]
+    assert set(after) == set(wanted)
+    for key in wanted:
+      np.testing.assert_allclose(after[key], wanted[key], **tolerance, err_msg=f"{key}, {i}")
+    if name in EXTRA or OPTIMIZERS[name][1].get("lazy_adam", True):
+      untouched = np.setdiff1d(np.arange(V), occurrences_of(*three[i])[0])
+      assert untouched.size
+      for key, value in after.items():
+        np.testing.assert_array_equal(value[untouched], before[key][untouched])
+    before = after
+  assert world.step._cache_size() == 1  # where a step puts its results is where it wants them
+
+
+# --- every kind of input -------------------------------------------------------------------------
+
+
+class Given(NamedTuple):
+  """A feature: its table, kind, sequence length, batch, longest bag and whether it has weights."""
+
+  table: str
+  kind: str
+  sequence: int
+  batch: int
+  length: int
+  weighted: bool = False
+
+
+FEATURES = {
+  "bag": Given("sum", "padded", 0, 10, 3, True),
+  "history": Given("mean", "padded", 2, 9, 3),
+  "id": Given("sum", "dense", 0, 13, 1),
+  "ragged": Given("sqrtn", "ragged", 0, 7, 3, True),
+  "sparse": Given("sum", "sparse", 0, 6, 4, True),
+  "valency": Given("mean", "valency", 0, 16, 3),
+}
+SIZES = {"sum": 21, "mean": 13, "sqrtn": 16}  # of three tables that share an array
+
+
+def every_kind():
+  tables = {
+    name: embed.TableConfig(size, D, combiner=name, name=name) for name, size in SIZES.items()
+  }
+  return {
+    name: embed.FeatureConfig(tables[f.table], max_sequence_length=f.sequence)
+    for name, f in FEATURES.items()
+  }
+
+
+def kinds_batches():
+  """Ids as [batch, length], some of no row; lengths of ragged bags; and a seed for the rest."""
+  fields: dict[str, Any] = {"seed": st.integers(0, 2**16)}
+  for name, f in FEATURES.items():
+    fields[name] = meshes.ids((f.batch, f.length), SIZES[f.table] + 2)
+    if f.kind in ("ragged", "valency"):
+      fields[f"{name}_lengths"] = meshes.ids((f.batch,), f.length + 1, low=0)
+  return st.fixed_dictionaries(fields)
+
+
+def kinds_arguments(batch):
+  draw = np.random.default_rng(batch["seed"])
+  normal = lambda *shape: draw.normal(size=shape).astype(np.float32)
+  features, weights, cotangents = {}, {}, {}
+  for name, f in FEATURES.items():
+    given_weights = normal(f.batch, f.length) if f.weighted else None
+    lengths = batch.get(f"{name}_lengths")
+    features[name], weights[name] = to_kind(f, batch[name], given_weights, lengths)
+    cotangents[name] = normal(f.batch, *([f.sequence] if f.sequence else []), D)
+  return features, weights, cotangents
+
+
+def to_kind(f, values, weights, lengths):
+  if f.kind == "dense":
+    return (values[:, 0] if f.length == 1 else values), None
+  if f.kind == "padded":
+    wrap = embed.Padded
+  elif f.kind == "sparse":
+    order = np.random.default_rng(0).permutation(values.size)  # in no order
+    indices = np.argwhere(np.ones(values.shape))[order].astype(np.int32)
+    wrap = lambda v: embed.Sparse(indices, v.reshape(-1)[order], values.shape)
+  else:  # what lies behind the last split must not matter
+    splits = np.cumsum([0, *lengths]).astype(np.int32)
+    wrap = lambda v: embed.Ragged(
+      v.reshape(-1), splits, max_valency=f.length if f.kind == "valency" else None
+    )
+  return wrap(values), None if weights is None else wrap(weights)
+
+
+@functools.cache
+def kinds_on_one_device():
+  return make_world(every_kind(), embed.adagrad(0.5), rows=True)
+
+
+MATRIX = [(strategy, kind) for strategy in STRATEGIES for kind in KINDS]
+
+
+def two_of_them(strategy, kind):
+  return (strategy, kind) in (("mod", "explicit"), ("column", "auto"))
+
+
+@pytest.mark.parametrize(("strategy", "kind"), some(MATRIX, two_of_them))
+def test_every_kind_of_input(strategy, kind):
+  """Activations, the row gradients of every table, and three steps."""
+  one = kinds_on_one_device()
+  world = make_world(
+    every_kind(), embed.adagrad(0.5), rows=True, mesh=make_mesh(kind), sharding=strategy
+  )
+
+  @given(st.lists(kinds_batches(), min_size=3, max_size=3))
+  @settings(max_examples=8)
+  def check(three):
+    three = list(map(kinds_arguments, three))
+    meshes.assert_same_outcomes(world.run(three), one.run(three), SIZES)
+
+  # A user may run with these settings on; silent broadcasting and promotion become errors.
+  with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    check()
+
+
+def one_of_each(strategies):
+  """A plan for tables that are spread in different ways, and its features."""
+  tables = {
+    strategy: embed.TableConfig(V, D, sixteenths, embed.adagrad(0.5), "sum", name=strategy)
+    for strategy in strategies
+  }
+  features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
+  mesh = make_mesh("explicit")
+  example = {name: embed.Padded(np.zeros(BAG, np.int32)) for name in features}
+  plan = embed.plan(features, mesh, example)
+  for name in plan:
+    plan[name].strategy = name
+  return features, {"mesh": mesh, "plan": plan}
+
+
+def test_tables_are_spread_in_different_ways():
+  """In one model, one of them also with a buffer that is too small."""
+  features, where = one_of_each(("mod", "column", "replicated"))
+  where["plan"]["mod"].capacity = 1
+  draw = np.random.default_rng(0)
+  batches = [
+    (
+      {name: embed.Padded(draw.integers(-1, V, BAG).astype(np.int32)) for name in features},
+      None,
+      meshes.normal(step, dict.fromkeys(features, (BAG[0], D))),
+    )
+    for step in range(2)
+  ]
+  found = make_world(features, **where).run(batches)
+  wanted = make_world(features).run(batches)
+  meshes.assert_same_outcomes(found, wanted, dict.fromkeys(features, V))
+  assert found[-1].report["exchange_rounds"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["bfloat16", "quantized"])
+@pytest.mark.parametrize(("strategy", "kind"), MATRIX)
+def test_other_rows(strategy, kind, what):
+  """Of half the width, or quantized as they are read."""
+  settings = {
+    "bfloat16": {"dtype": jnp.bfloat16},
+    "quantized": {"quantization_config": embed.QuantizationConfig(16, -1.0, 2.0)},
+  }[what]
+  table = embed.TableConfig(V, D, sixteenths, embed.sgd(0.25), "sum", name="t", **settings)
+  features = embed.FeatureConfig(table)
+  world = make_world(features, rows=True, mesh=make_mesh(kind), sharding=strategy)
+  batch = exact_batch(0)
+  found, wanted = world.run([batch]), make_world(features, rows=True).run([batch])
+  assert found[0].variables["t"]["parameters"].dtype == table.dtype
+  meshes.assert_same_outcomes(found, wanted, {"t": V})
+
+
+# --- bit for bit ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def even_world(strategy=None):
+  """Everything divides by eight."""
+  where = {} if strategy is None else {"mesh": make_mesh("auto"), "sharding": strategy}
+  table = embed.TableConfig(24, 8, sixteenths, embed.sgd(0.25), "sum", name="t")
+  return make_world(embed.FeatureConfig(table), rows=True, **where)
+
+
+def even_batches():
+  values, cotangents = meshes.ids((16, 2), 24), meshes.fractions((16, 8))
+  return st.tuples(values.map(embed.Padded), st.none(), cotangents)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_exact_values_are_exact(strategy):
+  """Where no sum rounds, its order is all that a mesh changes: nothing is left to tolerate."""
+  one, world = even_world(), even_world(strategy)
+
+  @given(st.lists(even_batches(), min_size=3, max_size=3))
+  @settings(max_examples=8)
+  def check(three):
+    for a, b in zip(world.run(three), one.run(three), strict=True):
+      meshes.assert_equal(a.activations, b.activations)
+      meshes.assert_equal(a.variables, b.variables)
+      meshes.assert_equal(harness.rows(a.rows["t"], 24), harness.rows(b.rows["t"], 24))
+
+  check()
+
+
+@pytest.mark.parametrize(
+  ("strategy", "kind"), some(MATRIX, lambda *case: case == ("mod", "explicit"))
+)
+def test_a_table_smaller_than_the_mesh(strategy, kind):
+  """Three rows, one column, one example: most devices have nothing."""
+
+  def features():
+    table = embed.TableConfig(3, 1, sixteenths, combiner="sum", name="t")
+    return embed.FeatureConfig(table)
+
+  batch = (embed.Padded(np.array([[2, 0, 2]], np.int32)), None, np.ones((1, 1), np.float32))
+  one = make_world(features(), embed.adagrad(0.5), rows=True)
+  world = make_world(
+    features(), embed.adagrad(0.5), rows=True, mesh=make_mesh(kind), sharding=strategy
+  )
+  wanted = one.run([batch] * 2)
+  assert harness.rows(wanted[0].rows["t"], 3) == {0: 1, 2: 2}
+  meshes.assert_same_outcomes(world.run([batch] * 2), wanted, {"t": 3})
+
+
+@pytest.mark.parametrize(("strategy", "kind"), some(MATRIX, lambda *case: case == ("mod", "auto")))
+def test_unsummed_rows_keep_batch_order(strategy, kind):
+  """Where gradients are not accumulated there is one entry per occurrence, on a mesh too."""
+  features = one_bag(embed.adagrad(0.5, **EACH))
+  world = make_world(features, rows=True, mesh=make_mesh(kind), sharding=strategy)
+  batch = exact_batch(0)
+  ids, gradients = occurrences_of(*batch)
+  (outcome,) = world.run([batch])
+  found = outcome.rows["t"]
+  used = found.ids < V
+  np.testing.assert_array_equal(found.ids[used], ids)
+  np.testing.assert_array_equal(found.values[used], gradients)
+
+
+# --- where it says it is -------------------------------------------------------------------------
+
+SPECS = {
+  "mod": P("data", None),
+  "div": P("data", None),
+  "column": P(None, "data"),
+  "replicated": P(None, None),
+}
+
+
+@pytest.mark.parametrize(
+  ("strategy", "kind"), some(MATRIX, lambda strategy, kind: kind == "explicit")
+)
+def test_metadata_is_where_the_arrays_are(strategy, kind):
+  """NNX reads the sharding of tables and slots off their Variables."""
+  mesh = make_mesh(kind)
+  features = {
+    "wide": embed.FeatureConfig(embed.TableConfig(24, 16, optimizer=embed.adam(), name="wide")),
+    "thin": embed.FeatureConfig(
+      embed.TableConfig(24, 16, optimizer=embed.rowwise_adagrad(), name="thin")
+    ),
+  }
+  layer = harness.Model(features, mesh=mesh, sharding=strategy).embed
+  named = nnx.get_named_sharding(nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable)), mesh)
+  found = dict(nnx.to_flat_state(named))
+  arrays = dict(nnx.to_flat_state(nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable))))
+  assert len(found) == 5
+  for path, variable in arrays.items():
+    value, sharding = variable.get_value(), found[path].get_value()
+    wanted = NamedSharding(mesh, P(*SPECS[strategy][: value.ndim]))
+    assert sharding.is_equivalent_to(wanted, value.ndim), path
+    assert value.sharding.is_equivalent_to(wanted, value.ndim), path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mesh_may_be_set_or_given(kind):
+  """`jax.set_mesh`, `mesh=`, or both: one layer; activations come out split over the batch."""
+  mesh = make_mesh(kind)
+  batch = (embed.Padded(np.arange(32, dtype=np.int32).reshape(16, 2) % V), None)
+
+  def layer(**where):
+    table = embed.TableConfig(V, D, sixteenths, embed.sgd(0.25), "sum", name="t")
+    return harness.Model(embed.FeatureConfig(table), **where)
+
+  def trained(model):
+    @nnx.jit
+    def step(model, optimizer, *batch):
+      (_, activations), grads = harness.value_and_grad(model, *batch)
+      optimizer.update(model, grads)
+      return activations
+
+    activations = step(model, embed.Optimizer(model, optax.sgd(0.0)), *batch, jnp.ones((16, D)))
+    stored = model.embed.arrays["t"]["parameters"].get_value()
+    assert stored.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+    assert activations.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3 - 1)
+    return np.asarray(model.embed.tables["t"])
+
+  given_ = trained(layer(mesh=mesh))
+  with jax.set_mesh(mesh):
+    set_ = trained(layer())
+    both = trained(layer(mesh=mesh))
+  np.testing.assert_array_equal(set_, given_)
+  np.testing.assert_array_equal(both, given_)
+
+
+def test_unknown_axes_and_strategies_are_named():
+  features, mesh = one_bag(embed.sgd()), make_mesh()
+  with pytest.raises(ValueError, match=r"no axis 'model'; its axes are \('data',\)"):
+    harness.Model(features, mesh=mesh, axis="model")
+  with pytest.raises(ValueError, match=r"strategy must be one of .*'mod'.* Got 'rows'"):
+    harness.Model(features, mesh=mesh, sharding="rows")
+  with pytest.raises(ValueError, match="split the batch"):
+    harness.Model(features, mesh=mesh, axis=None)
+
+
+# --- two axes ------------------------------------------------------------------------------------
+
+
+class Plane(NamedTuple):
+  """How the table is spread over a mesh "data" 4 x "model" 2; `batch` over both if not given."""
+
+  strategy: str
+  axis: Any
+  column_axis: Any = ()
+  batch: Any = ("data", "model")
+  capacity: int | None = None
+
+
+PLANES = {
+  "replicas": Plane("mod", "data"),
+  "replicas_round_by_round": Plane("mod", "data", capacity=1),
+  "rows_and_columns": Plane("mod", "data", "model"),
+  "rows_and_columns_round_by_round": Plane("div", "data", "model", capacity=1),
+  "rows_over_both": Plane("mod", ("data", "model")),
+  "rows_over_both_turned": Plane("div", ("model", "data")),
+  "columns_and_replicas": Plane("column", "model"),
+  "columns_over_both": Plane("column", ("data", "model")),
+  "copies": Plane("mod", "data", batch="data"),
+  "copies_of_columns": Plane("column", "model", batch="model"),
+  "replicated": Plane("replicated", "data"),
+}
+PLANE_OPTIMIZERS = {
+  "rowwise_adagrad": lambda: embed.rowwise_adagrad(0.5),
+  "adam": lambda: embed.adam(0.5, epsilon=1e-2),
+  "each": lambda: embed.adagrad(0.5, **EACH),
+  "dense_adam": lambda: embed.adam(0.5, epsilon=1e-2, lazy_adam=False),
+  "custom_optimizer": lambda: EXTRA["custom_optimizer"](0.5),
+}
+PLANE_DEFAULT = {
+  "replicas_round_by_round": "auto",
+  "rows_and_columns_round_by_round": "explicit",
+  "columns_and_replicas": "auto",
+}
+
+
+def plane_features(optimizer):
+  table = embed.TableConfig(V, D, sixteenths, optimizer, "mean", name="t")
+  return {name: embed.FeatureConfig(table) for name in ("bag", "ragged")}
+
+
+def plane_batch(seed):
+  draw = np.random.default_rng(seed)
+  lengths = draw.integers(0, 4, 7)
+  ragged = embed.Ragged(
+    draw.integers(0, V, 24).astype(np.int32), np.cumsum([0, *lengths]).astype(np.int32)
+  )
+  bag = embed.Padded(draw.integers(-1, V, BAG).astype(np.int32))
+  cotangents = meshes.normal(seed, {"bag": (BAG[0], D), "ragged": (7, D)})
+  return {"bag": bag, "ragged": ragged}, None, cotangents
+
+
+@functools.cache
+def plane_on_one_device(optimizer):
+  world = make_world(plane_features(PLANE_OPTIMIZERS[optimizer]()), rows=optimizer != "each")
+  return world.run(map(plane_batch, range(3)))
+
+
+@pytest.mark.parametrize(
+  ("name", "optimizer", "kind"),
+  some(
+    [(name, o, kind) for name in PLANES for o in PLANE_OPTIMIZERS for kind in KINDS],
+    lambda name, o, kind: o == "rowwise_adagrad" and PLANE_DEFAULT.get(name) == kind,
+  ),
+)
+def test_two_axes(name, optimizer, kind):
+  """Rows over one axis, columns or copies over the other, the batch over one or both."""
+  mesh, plane = make_mesh(kind, (4, 2), ("data", "model")), PLANES[name]
+  features = plane_features(PLANE_OPTIMIZERS[optimizer]())
+  plan = embed.plan(features, mesh, plane_batch(0)[0], axis=plane.batch)
+  entry = plan["t"]
+  entry.strategy, entry.axis, entry.column_axis = plane.strategy, plane.axis, plane.column_axis
+  entry.exchange, entry.capacity = None, plane.capacity
+  world = make_world(features, rows=optimizer != "each", mesh=mesh, plan=plan)
+  wanted = plane_on_one_device(optimizer)
+  found = world.run(map(plane_batch, range(3)))
+  meshes.assert_same_outcomes(found, wanted, {"t": V})
+  if plane.capacity and optimizer in ("rowwise_adagrad", "adam", "custom_optimizer"):
+    assert found[-1].report["exchange_rounds"] > 1
+
+
+# --- every way through a loss ---------------------------------------------------------------------
+
+
+def two_tables(optimizer):
+  """In one array."""
+  t = embed.TableConfig(V, D, sixteenths, optimizer, "mean", name="t")
+  u = embed.TableConfig(9, D, sixteenths, optimizer, "sum", name="u")
+  return {"bag": embed.FeatureConfig(t), "id": embed.FeatureConfig(u)}
+
+
+def ways_batch(seed):
+  draw = np.random.default_rng(seed)
+  features = {
+    "bag": embed.Padded(draw.integers(-1, V, BAG).astype(np.int32)),
+    "id": draw.integers(-1, 9, 11).astype(np.int32),
+  }
+  return features, None, meshes.normal(seed, {"bag": (BAG[0], D), "id": (11, D)})
+
+
+def two_calls(model, features, weights, cotangents):
+  loss, activations = harness.loss_fn(model, features, weights, cotangents)
+  turned = {"bag": embed.Padded(features["bag"].values[::-1])}
+  more, _ = harness.loss_fn(model, turned, None, {"bag": cotangents["bag"]})
+  return loss + jnp.sin(more), activations
+
+
+def under_remat(model, features, weights, cotangents):
+  f = lambda model: jnp.sin(harness.loss_fn(model, features, weights, cotangents)[0])
+  return nnx.remat(f)(model), None
+
+
+def in_a_branch(model, features, weights, cotangents):
+  """In two of three steps a lookup is not made."""
+  bag = {"bag": features["bag"]}
+  yes = lambda model: harness.loss_fn(model, bag, None, {"bag": cotangents["bag"]})[0]
+  no = lambda model: model.scale[...] * 2
+  loss = nnx.cond(features["id"][0] % 3 == 0, yes, no, model)
+  more, _ = harness.loss_fn(model, {"id": features["id"]}, None, {"id": cotangents["id"]})
+  return loss + more, None
+
+
+def against_every_row(model, features, weights, cotangents):
+  loss, _ = harness.loss_fn(model, features, weights, cotangents)
+  scores = model.embed.attend(cotangents["id"], "t")
+  return loss + jnp.sum(jnp.tanh(scores)), scores
+
+
+def against_candidates(model, features, weights, cotangents):
+  shared = model.embed.attend(cotangents["id"], "u", np.array([3, 0, 3, -1], np.int32))
+  each = model.embed.attend(cotangents["bag"], "t", features["bag"].values)
+  return jnp.sum(jnp.tanh(shared)) + jnp.sum(jnp.tanh(each)), (shared, each)
+
+
+def accumulated(model, features, weights, cotangents):
+  """Of two microbatches, one of them changed in between."""
+  parts = []
+  for part in (slice(0, 4), slice(4, None)):
+    cut = lambda x, part=part: x[part]
+    parts.append(harness.value_and_grad(model, *jax.tree.map(cut, (features, weights, cotangents))))
+  (loss, _), first = parts[0]
+  grads = embed.accumulate([first, parts[1][1].map(lambda g: g * jnp.abs(g))])
+  return (loss, embed.global_norm(grads)), grads
+
+
+def mapped(model, *batch):
+  """A function of the summed rows, which does not keep 0."""
+  (loss, _), grads = harness.value_and_grad(model, *batch)
+  grads = grads.map(lambda g: g * g + 0.5)
+  return (loss, embed.global_norm(grads)), grads
+
+
+def mapped_by_hand(model, *batch):
+  """Table by table, through a plain dictionary."""
+  (loss, _), grads = harness.value_and_grad(model, *batch)
+  rows = {key: rows.map(lambda g: g * g + 0.5) for key, rows in grads.rows.items()}
+  grads = embed.Grads(grads.dense, rows)
+  return (loss, embed.global_norm(grads)), grads
+
+
+def made_by_hand(model, features, weights, cotangents):
+  """Row gradients that no lookup has made, with duplicates and padding."""
+  (loss, _), grads = harness.value_and_grad(model, features, weights, cotangents)
+  rows = {
+    "embed/t": embed.RowGrads(features["bag"].values[:, 0], cotangents["bag"]),
+    "embed/u": embed.RowGrads(features["id"], cotangents["id"]),
+  }
+  return (loss, None), embed.Grads(grads.dense, rows)
+
+
+def clipped(model, *batch):
+  (loss, _), grads = harness.value_and_grad(model, *batch)
+  norm = embed.global_norm(grads)
+  grads = embed.clip_by_global_norm(grads, 0.5)
+  return (loss, (norm, embed.global_norm(grads))), grads
+
+
+def differentiated(loss):
+  return embed.value_and_grad(loss, has_aux=True)
+
+
+WAYS = {
+  "two_calls": differentiated(two_calls),
+  "remat": differentiated(under_remat),
+  "cond": differentiated(in_a_branch),
+  "attend": differentiated(against_every_row),
+  "candidates": differentiated(against_candidates),
+  "accumulate": accumulated,
+  "map": mapped,
+  "map_by_hand": mapped_by_hand,
+  "made_by_hand": made_by_hand,
+  "clip": clipped,
+}
+WAYS_DEFAULT = {
+  "cond": ("mod", "explicit"),
+  "attend": ("mod", "auto"),
+  "candidates": ("div", "explicit"),
+  "accumulate": ("mod", "auto"),
+  "map_by_hand": ("mod", "explicit"),
+  "clip": ("replicated", "auto"),
+}
+
+
+@functools.cache
+def ways_on_one_device(way):
+  rows = way != "made_by_hand"
+  world = make_world(two_tables(embed.adagrad(0.5)), rows=rows, gradients=WAYS[way])
+  return world.run(map(ways_batch, range(3)))
+
+
+@pytest.mark.parametrize(
+  ("way", "strategy", "kind"),
+  some(
+    [(way, strategy, kind) for way in WAYS for strategy, kind in MATRIX],
+    lambda way, strategy, kind: WAYS_DEFAULT.get(way) == (strategy, kind),
+  ),
+)
+def test_every_way_through_a_loss(way, strategy, kind):
+  world = make_world(
+    two_tables(embed.adagrad(0.5)),
+    rows=way != "made_by_hand",  # they are what they were made of, not summed
+    gradients=WAYS[way],
+    mesh=make_mesh(kind),
+    sharding=strategy,
+  )
+  found = world.run(map(ways_batch, range(3)))
+  meshes.assert_same_outcomes(found, ways_on_one_device(way), {"t": V, "u": 9})
+
+
+# --- without value_and_grad, without jit ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("strategy", "kind", "jit"),
+  some(
+    [(*case, jit) for case in MATRIX for jit in (False, True)],
+    lambda *case: case == ("mod", "auto", False),
+  ),
+)
+def test_mid_level(strategy, kind, jit):
+  """`lookup` and `apply_gradients`; None is a zero gradient, which moves momentum."""
+
+  def step(layer, features, cotangents):
+    activations, residual = layer.lookup(features)
+    layer.apply_gradients({"bag": cotangents["bag"], "id": None}, residual, step=0)
+    return activations
+
+  def train(**where):
+    layer = harness.Model(two_tables(embed.momentum(0.5)), **where).embed
+    activations = []
+    for seed in range(2):
+      features, _, cotangents = ways_batch(seed)
+      activations.append((nnx.jit(step) if jit else step)(layer, features, cotangents))
+    return activations, layer.variables
+
+  meshes.assert_close(train(mesh=make_mesh(kind), sharding=strategy), train())
+
+
+@pytest.mark.parametrize(
+  ("strategy", "kind"), some(MATRIX, lambda *case: case == ("mod", "explicit"))
+)
+def test_eagerly(strategy, kind):
+  """The whole step without jit; rows are there to look at."""
+
+  def train(**where):
+    model = harness.Model(one_bag(embed.adagrad(0.5)), **where)
+    optimizer = embed.Optimizer(model, optax.sgd(0.0))
+    (_, activations), grads = harness.value_and_grad(model, *exact_batch(0))
+    optimizer.update(model, grads)
+    return activations, harness.rows(grads.rows["embed/t"], V), model.embed.tables
+
+  meshes.assert_close(train(mesh=make_mesh(kind), sharding=strategy), train())
+
+
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
+def test_inputs_of_any_sharding(kind):
+  mesh = make_mesh(kind)
+  features = {"bag": embed.FeatureConfig(embed.TableConfig(V, D, sixteenths, name="t"))}
+  features["ragged"] = features["bag"]
+  splits = np.array([0, 3, 3, 9, 15, 16, 22, 23], np.int32)
+  batch = {
+    "bag": embed.Padded(np.arange(128, dtype=np.int32).reshape(16, 8) % V),
+    "ragged": embed.Ragged(np.arange(24, dtype=np.int32) % V, splits),
+  }
+  wanted = harness.Model(features).embed(batch)
+  layer = harness.Model(features, mesh=mesh).embed
+  look_up = nnx.jit(lambda layer, batch: layer(batch))
+  for bag, values in ((P("data"), P()), (P(None, "data"), P("data"))):
+    specs = {"bag": embed.Padded(bag), "ragged": embed.Ragged(values, P())}
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    found = look_up(layer, jax.tree.map(put, batch, specs))
+    meshes.assert_close(found, wanted)
+    assert found["bag"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)

@@ -1,0 +1,236 @@
+"""Tables as users and checkpoints see them: rows in order, the same from any mesh to any other."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from meshes import assert_close, assert_equal, make_mesh
+
+import embed
+from recipes import hosts
+
+PLACES = {
+  "mod": {"mesh": {}, "sharding": "mod"},
+  "div": {"mesh": {"kind": "explicit"}, "sharding": "div"},
+  "column": {"mesh": {}, "sharding": "column"},
+  "replicated": {"mesh": {}, "sharding": "replicated"},
+  "three": {"mesh": {"shape": (3,)}, "sharding": "mod"},
+  "plane": {"mesh": {"shape": (2, 4), "names": ("a", "b")}, "axis": ("b", "a")},
+}
+
+
+def at(place):
+  """Arguments of `SparseEmbed`."""
+  where = dict(PLACES[place])
+  return where | {"mesh": make_mesh(**where["mesh"])}
+
+
+def places(*default):
+  slow = lambda name: () if name in default else pytest.mark.slow
+  return [pytest.param(name, marks=slow(name)) for name in PLACES]
+
+
+def fetched(tree):
+  return jax.tree.map(np.asarray, tree)
+
+
+# --- initial values ------------------------------------------------------------------------------
+
+
+def different_initializers():
+  normal = jax.nn.initializers.normal(0.5)
+  tables = {
+    "default": embed.TableConfig(20_001, 3, name="default"),  # more rows than are made at a time
+    "row_wise": embed.TableConfig(13, 3, embed.row_wise(normal), name="row_wise"),
+    "whole": embed.TableConfig(21, 3, normal, name="whole"),
+    "half": embed.TableConfig(16, 24, name="half", dtype=jnp.bfloat16),
+  }
+  optimizer = embed.adagrad_momentum(slot_init={"momenta": normal})
+  return {name: embed.FeatureConfig(table) for name, table in tables.items()}, optimizer
+
+
+@functools.cache
+def initial_values():
+  return fetched(harness.Model(*different_initializers()).embed.variables)
+
+
+@pytest.mark.parametrize("place", places("mod", "column"))
+def test_initial_values_do_not_depend_on_the_mesh(place):
+  """Rows and slots, bit for bit, drawn per row or as a whole."""
+  model = harness.Model(*different_initializers(), **at(place))
+  found = jax.jit(lambda model: model.embed.variables)(model)
+  assert_equal(fetched(found), initial_values())
+
+
+# --- reading and loading -------------------------------------------------------------------------
+
+# Rows that divide by 8 and not by 3; that divide by neither; columns that divide.
+SIZES = {"even": (40, 3), "odd": (37, 3), "wide": (21, 16)}
+
+
+def numbered_model(**where):
+  """The tables of one width share an array; a slot of one value per element and one per row."""
+  slots = {"m": 0.0, "n": embed.Slot(per_row=True)}
+  optimizer = embed.custom_optimizer(lambda g, w, s, lr: (w, s), slots)
+  tables = [embed.TableConfig(*shape, name=name) for name, shape in SIZES.items()]
+  return harness.Model([embed.FeatureConfig(table) for table in tables], optimizer, **where)
+
+
+def numbered():
+  """Every element of every array has a value of its own."""
+  found = {}
+  for i, (name, shape) in enumerate(SIZES.items()):
+    shapes = {"parameters": shape, "m": shape, "n": shape[:1]}
+    count = lambda shape, start: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + start
+    found[name] = {
+      key: count(each, 1000 * (3 * i + j)) for j, (key, each) in enumerate(shapes.items())
+    }
+  return found
+
+
+load = nnx.jit(lambda model, variables: model.embed.load_variables(variables))
+read = jax.jit(lambda model: model.embed.variables)
+
+
+@pytest.mark.parametrize("place", places("mod", "column", "plane"))
+def test_tables_are_read_as_they_are_loaded(place):
+  model, wanted = numbered_model(**at(place)), numbered()
+  load(model, wanted)
+  assert_equal(fetched(read(model)), wanted)
+
+
+def test_load_tables_takes_any_array():
+  """And leaves slots, and the other tables of an array, as they are."""
+  mesh = make_mesh()
+  model, wanted = numbered_model(mesh=mesh), numbered()
+  load(model, wanted)
+  rows = -wanted["even"]["parameters"]
+  split = jax.device_put(rows, jax.NamedSharding(mesh, P("data")))
+  for given in (rows, jax.device_put(rows, jax.devices()[1]), split, rows.tolist()):
+    wanted["even"]["parameters"] = np.asarray(given)
+    model.embed.load_tables({"even": given})
+    assert_equal(fetched(read(model)), wanted)
+    load(model, numbered())
+
+
+@pytest.mark.parametrize(
+  ("strategy", "specs"),
+  [
+    ("mod", {"even": P("data"), "odd": P(), "wide": P(None, "data")}),
+    ("column", {"even": P(), "odd": P(), "wide": P(None, "data")}),
+  ],
+)
+def test_a_view_is_split_where_it_can_be(strategy, specs):
+  """By rows, else by columns, else not at all."""
+  mesh = make_mesh()
+  tables = numbered_model(mesh=mesh, sharding=strategy).embed.tables
+  for name, spec in specs.items():
+    assert tables[name].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2), name
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+class Ranker(nnx.Module):
+  """Two tables in one array and one of its own; dense layers with a state beside."""
+
+  def __init__(self, seed, **where):
+    rngs = nnx.Rngs(seed)
+    adam = embed.adam(0.1)
+    movie = embed.TableConfig(37, 4, name="movie", optimizer=adam)
+    genre = embed.TableConfig(8, 4, name="genre", optimizer=adam)
+    user = embed.TableConfig(11, 4, name="user", optimizer=embed.rowwise_adagrad(0.1))
+    tables = {"m": movie, "g": genre, "u": user}
+    features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
+    self.embed = embed.SparseEmbed(features, rngs=rngs, **where)
+    self.head = nnx.Linear(4, 4, rngs=rngs)
+    self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+  def __call__(self, ids):
+    act = self.embed({"m": ids, "g": ids % 8, "u": ids % 11})
+    return jnp.mean((self.norm(self.head(act["m"] + act["g"])) * act["u"]) ** 2)
+
+
+def run(devices, strategy="mod", seed=0, replicate=True):
+  mesh = make_mesh("auto", (devices,)) if devices > 1 else None
+  model = Ranker(seed, mesh=mesh, sharding=strategy if mesh else "mod")
+  optimizer = embed.Optimizer(model, optax.adam(0.01))
+  if replicate:
+    hosts.replicate(mesh, model, optimizer)
+  return model, optimizer
+
+
+def train(model, optimizer, steps, start=0):
+  @nnx.jit(donate_argnames=("model", "optimizer"))
+  def step(model, optimizer, ids):
+    loss, grads = embed.value_and_grad(lambda model, ids: model(ids))(model, ids)
+    optimizer.update(model, grads)
+    return loss
+
+  ids = [np.arange(i, i + 12) * 5 % 37 for i in range(start, start + steps)]
+  return [float(step(model, optimizer, i)) for i in ids]
+
+
+def tree_of(model, optimizer):
+  return embed.checkpoint.to_tree(model=model, optimizer=optimizer)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """A run on eight devices, saved as the recipes do; what was saved, and how it went on."""
+  model, optimizer = run(8)
+  train(model, optimizer, 2)
+  tree = fetched(tree_of(model, optimizer))
+  with ocp.CheckpointManager(tmp_path_factory.mktemp("views")) as manager:
+    items = ocp.args.Composite(state=ocp.args.StandardSave(tree_of(model, optimizer)))
+    manager.save(2, args=items)
+    manager.wait_until_finished()
+    yield manager, tree, train(model, optimizer, 3, start=2)
+
+
+@pytest.mark.parametrize(
+  ("devices", "strategy"),
+  [
+    (1, "none"),
+    (4, "div"),
+    pytest.param(8, "column", marks=pytest.mark.slow),
+    pytest.param(4, "replicated", marks=pytest.mark.slow),
+    pytest.param(3, "mod", marks=pytest.mark.slow),
+  ],
+)
+def test_a_run_goes_on_elsewhere(saved, devices, strategy):
+  """From Orbax, on other devices, by another strategy: all bits come back, and losses go on."""
+  manager, tree, losses = saved
+  model, optimizer = run(devices, strategy, seed=1)
+  like = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree_of(model, optimizer))
+  restored = manager.restore(2, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))
+  embed.checkpoint.from_tree(restored.state, model=model, optimizer=optimizer)
+  assert_equal(fetched(tree_of(model, optimizer)), tree)
+  assert_close(train(model, optimizer, 3, start=2), losses, scale=1e-5)
+
+
+def test_trees_go_from_strategy_to_strategy(saved):
+  """Without Orbax, one after another."""
+  tree = saved[1]
+  for devices, strategy in ((8, "column"), (1, "none")):
+    target = run(devices, strategy, seed=1)
+    embed.checkpoint.from_tree(tree, model=target[0], optimizer=target[1])
+    tree = tree_of(*target)
+    assert_equal(fetched(tree), saved[1])
+
+
+@pytest.mark.parametrize("source", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_tree_from_other_devices(saved, source):
+  """Committed to devices that are not those of the model, which has dense parameters on none."""
+  _, tree, losses = saved
+  tree = jax.device_put(tree, jax.NamedSharding(make_mesh(shape=(source,)), P()))
+  model, optimizer = run(4, seed=1, replicate=False)
+  embed.checkpoint.from_tree(tree, model=model, optimizer=optimizer)
+  assert_close(train(model, optimizer, 1, start=2), losses[:1], scale=1e-5)
