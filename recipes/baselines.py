@@ -1,14 +1,20 @@
 """Baselines without a neural network, so that every result has a number to be measured against."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import jax
 import numpy as np
+import scipy.linalg
 import scipy.sparse
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
-from recipes.metrics import ClickMetrics
+from recipes import files, retrieval
+from recipes.metrics import ClickMetrics, RankingMetrics
+
+# EASE inverts a dense [items, items] matrix in float64; above this it takes more than 5 GB.
+_MAX_EASE_ITEMS = 25_000
 
 
 def one_hot(
@@ -74,3 +80,155 @@ def _scores(model, matrix, labels, split: str) -> dict[str, float]:
   metrics = ClickMetrics()
   metrics.update(model.decision_function(matrix), labels)
   return {f"{split}_{name}": value for name, value in metrics.compute().items()}
+
+
+# --- rankings ------------------------------------------------------------------------------------
+
+Scores = Callable[[int, int], np.ndarray]  # (start, stop) -> [stop - start, items]
+
+
+def ranking(
+  scores: Scores,
+  relevant: scipy.sparse.csr_matrix,
+  seen: scipy.sparse.csr_matrix | None,
+  ks: Sequence[int],
+  *,
+  batch: int = 512,
+) -> dict[str, float]:
+  """Returns the metrics of full rankings; see `RankingMetrics`.
+
+  Args:
+    scores: returns the scores of all items for the examples from `start` to `stop`.
+    relevant: `[examples, items]`, nonzero where an item is right.
+    seen: `[examples, items]`, nonzero where an item is left out of the ranking; None leaves out
+      nothing.
+    ks: the cutoffs.
+    batch: examples at once; `batch * items` scores are held.
+  """
+  metrics = RankingMetrics(ks)
+  best = jax.jit(retrieval.top_k_of_scores, static_argnums=1)
+  for start in range(0, relevant.shape[0], batch):
+    stop = min(start + batch, relevant.shape[0])
+    found = np.array(scores(start, stop), np.float32)
+    if seen is not None:
+      found[seen[start:stop].nonzero()] = -np.inf
+    metrics.update(best(found, max(ks))[1], padded(relevant[start:stop]))
+  return metrics.compute()
+
+
+def padded(matrix: scipy.sparse.csr_matrix) -> np.ndarray:
+  """Returns the columns of each row's entries as int32 `[rows, most entries]`, filled with -1."""
+  counts = np.diff(matrix.indptr)
+  columns = np.full((len(counts), max(int(counts.max(initial=0)), 1)), -1, np.int32)
+  columns[np.arange(columns.shape[1]) < counts[:, None]] = matrix.indices
+  return columns
+
+
+def popularity(train: scipy.sparse.csr_matrix) -> np.ndarray:
+  """Returns how often each item stands in `train` `[users, items]`: the same scores for all."""
+  return np.asarray(train.sum(axis=0)).ravel()
+
+
+def ease(train: scipy.sparse.csr_matrix, l2: float) -> np.ndarray:
+  """Returns EASE's weights W `[items, items]`, of which `train @ W` are the scores.
+
+  Steck 2019, "Embarrassingly Shallow Autoencoders for Sparse Data": with `P` the inverse of
+  `train.T @ train + l2`, `W[i, j] = -P[i, j] / P[j, j]` and 0 on the diagonal.
+
+  Raises:
+    ValueError: there are so many items that the dense matrix would not fit into memory.
+  """
+  items = train.shape[1]
+  if items > _MAX_EASE_ITEMS:
+    raise ValueError(
+      f"EASE inverts a dense matrix of {items} x {items} items, {items**2 * 8 / 1e9:.0f} GB: it is "
+      f"made for up to {_MAX_EASE_ITEMS}. Leave it out, or take iALS."
+    )
+  gram = (train.T @ train).toarray().astype(np.float64)
+  gram[np.diag_indices(items)] += l2
+  # A positive definite matrix: by Cholesky, in place, half the work of a general inverse. LAPACK
+  # fills one triangle.
+  factor, _ = scipy.linalg.lapack.dpotrf(gram.T, lower=0, overwrite_a=1)
+  inverse, _ = scipy.linalg.lapack.dpotri(factor, lower=0, overwrite_c=1)
+  inverse = np.triu(inverse) + np.triu(inverse, 1).T
+  weights = -inverse / np.diag(inverse)
+  weights[np.diag_indices(items)] = 0.0
+  return weights
+
+
+def ials(
+  train: scipy.sparse.csr_matrix,
+  *,
+  dim: int,
+  l2: float,
+  unobserved: float,
+  sweeps: int,
+  seed: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns factors of users `[users, dim]` and items `[items, dim]`; their products are scores.
+
+  Hu, Koren and Volinsky 2008, with the weights of Rendle et al. 2022, "Revisiting the Performance
+  of iALS on Item Recommendation Benchmarks": observed pairs want 1, all pairs want 0 with weight
+  `unobserved`, and a row's penalty is `l2 * (its observed pairs + unobserved * all its pairs)`.
+  """
+  generator = np.random.default_rng(seed)
+  scale = 0.1 / np.sqrt(dim)
+  users, items = (generator.normal(0.0, scale, (size, dim)) for size in train.shape)
+  by_item = train.T.tocsr()
+  with files.progress("iALS", sweeps, "sweep") as bar:
+    for _ in range(sweeps):
+      users = _solve(train, items, l2, unobserved)
+      items = _solve(by_item, users, l2, unobserved)
+      bar.update()
+  return users, items
+
+
+def _solve(
+  matrix: scipy.sparse.csr_matrix, other: np.ndarray, l2: float, unobserved: float
+) -> np.ndarray:
+  """One half of a sweep: each row's factor given all factors of the other side."""
+  everywhere = unobserved * other.T @ other
+  solved = np.empty((matrix.shape[0], other.shape[1]))
+  for row in range(matrix.shape[0]):
+    seen = other[matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]]]
+    system = everywhere + seen.T @ seen
+    system[np.diag_indices(len(system))] += l2 * (len(seen) + unobserved * len(other))
+    solved[row] = scipy.linalg.solve(system, seen.sum(axis=0), assume_a="pos")
+  return solved
+
+
+def best_ranking(
+  candidates: Mapping[float, Callable[[], Callable[[np.ndarray], np.ndarray]]],
+  users: Mapping[str, np.ndarray],
+  relevant: Mapping[str, scipy.sparse.csr_matrix],
+  seen: Mapping[str, scipy.sparse.csr_matrix | None],
+  ks: Sequence[int],
+  *,
+  select: str,
+) -> dict[str, float]:
+  """Fits one model per hyperparameter and tests the one that validation prefers.
+
+  Args:
+    candidates: by the hyperparameter, a function that fits and returns the scores of users, `[B]`
+      to `[B, items]`.
+    users: by split, `valid` and `test`, the user of each example.
+    relevant, seen: by split, as for `ranking`.
+    ks: the cutoffs.
+    select: the metric, as "ndcg@10".
+
+  Returns:
+    `{"valid_...", "test_...", "chosen"}`; `chosen` is the hyperparameter.
+  """
+  best: dict[str, float] = {}
+  for value, fit in candidates.items():
+    scores = fit()
+
+    def ranked(split: str, scores=scores) -> dict[str, float]:
+      of = lambda start, stop: scores(users[split][start:stop])
+      metrics = ranking(of, relevant[split], seen[split], ks)
+      return {f"{split}_{name}": value for name, value in metrics.items()}
+
+    valid = ranked("valid")
+    if not best or valid[f"valid_{select}"] > best[f"valid_{select}"]:
+      best = valid | ranked("test") | {"chosen": float(value)}
+  return best

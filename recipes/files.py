@@ -3,10 +3,13 @@
 import hashlib
 import urllib.request
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from recipes import arrays
 
 _BLOCK = 1 << 20
 
@@ -33,6 +36,38 @@ def require(folder: Path, *names: str, hint: str) -> Path:
     if (folder / name).is_file():
       return folder / name
   raise FileNotFoundError(f"{folder} has no {' and no '.join(names)}. {hint}")
+
+
+def folder(
+  data_dir: str, cache_dir: str, *, name: str, url: str, md5: str, members: Sequence[str]
+) -> Path:
+  """Returns the folder with a data set's files: the user's, or a checked download.
+
+  Args:
+    data_dir: the user's folder; "" downloads the archive.
+    cache_dir: where the download goes, `~` allowed.
+    name: of the folder in there.
+    url, md5: of the archive.
+    members: the files that are needed of it.
+
+  Raises:
+    FileNotFoundError: `data_dir` is given and does not exist.
+    OSError, ValueError: as `download`.
+  """
+  if data_dir:
+    path = Path(data_dir).expanduser()
+    if not path.is_dir():
+      raise FileNotFoundError(
+        f"--config.data_dir={data_dir} is not a folder. Leave it empty to download {url}"
+      )
+    return path
+  raw = Path(cache_dir).expanduser() / name
+  raw.mkdir(parents=True, exist_ok=True)
+  # The processes of a run share their machine's cache: one downloads, the others wait.
+  with arrays.locked(raw / "lock"):
+    if not all((raw / member).exists() for member in members):
+      unpack(download(url, raw / url.rsplit("/", 1)[1], md5=md5), raw)
+  return raw
 
 
 def progress(description: str, total: int, unit: str) -> tqdm:

@@ -1,11 +1,13 @@
-"""Click metrics: exact, from scikit-learn, fed batch by batch.
+"""Metrics of clicks and of rankings: exact, fed batch by batch.
 
-Why the scores are kept and not binned: streaming AUCs with constant memory (keras and metrax with
-200 thresholds, torchmetrics with `thresholds=`) approximate the curve, and the error grows as the
-scores crowd together near 0, as click probabilities do; it can exceed the differences that papers
-report. Exact AUC needs the order of all scores. That costs 5 bytes an example on the host, 30 MB
-for the test day of Criteo Kaggle, and the log loss comes from the same scores.
+Why the scores of clicks are kept and not binned: streaming AUCs with constant memory (keras and
+metrax with 200 thresholds, torchmetrics with `thresholds=`) approximate the curve, and the error
+grows as the scores crowd together near 0, as click probabilities do; it can exceed the differences
+that papers report. Exact AUC needs the order of all scores. That costs 5 bytes an example on the
+host, 30 MB for the test day of Criteo Kaggle, and the log loss comes from the same scores.
 """
+
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from scipy.special import expit
@@ -62,3 +64,91 @@ class ClickMetrics:
       "auc": float(roc_auc_score(labels, logits)),
       "logloss": float(log_loss(labels, probabilities)),
     }
+
+
+class RankingMetrics:
+  """Collects what was recommended and what was right, and averages over the examples.
+
+  Recall@k is the hits among the first k over the number of relevant items, the definition of
+  RecBole and LightGCN; HR@k whether there was a hit; NDCG@k discounts by log2(rank + 1) and divides
+  by what min(k, relevant) hits at the top would get; MRR is 1 / rank of the first hit among all
+  recommended items, 0 without one. An example without a relevant item does not count.
+
+  Args:
+    ks: the cutoffs.
+    mrr: whether to compute it.
+  """
+
+  def __init__(self, ks: Sequence[int], *, mrr: bool = True):
+    self._ks, self._mrr = tuple(ks), mrr
+    self._sums: dict[str, float] = {}
+    self._examples = 0
+
+  def update(self, top_ids, relevant, mask=None) -> None:
+    """Adds one batch.
+
+    Args:
+      top_ids: int `[B, K]`, the best first, each id once; negative where there is none.
+      relevant: int `[B, R]`, in any order, each id once; negative where there is none.
+      mask: bool `[B]`, False for examples that only fill up the last batch; None counts all.
+
+    Raises:
+      ValueError: shapes do not fit, K is less than the largest cutoff, or an id stands twice.
+    """
+    top_ids, relevant = np.asarray(top_ids), np.asarray(relevant)
+    if top_ids.ndim != 2 or relevant.ndim != 2 or len(top_ids) != len(relevant):
+      raise ValueError(
+        f"top_ids {top_ids.shape} and relevant {relevant.shape} must be [batch, K] and [batch, R]"
+      )
+    if top_ids.shape[1] < max(self._ks):
+      raise ValueError(f"{top_ids.shape[1]} ids were given, for metrics at {max(self._ks)}")
+    counted = (relevant >= 0).any(axis=1) & (True if mask is None else np.asarray(mask))
+    top_ids, relevant = top_ids[counted], relevant[counted]
+    for name, ids in (("top_ids", top_ids), ("relevant", relevant)):
+      if _repeats(ids):
+        raise ValueError(f"an id stands twice in a row of {name}: every hit counts once")
+    hits = _member(top_ids, relevant)
+    totals = (relevant >= 0).sum(axis=1)
+    for name, values in _ranking(hits, totals, self._ks, self._mrr):
+      self._sums[name] = self._sums.get(name, 0.0) + float(values.sum(dtype=np.float64))
+    self._examples += len(hits)
+
+  def compute(self) -> dict[str, float]:
+    """Returns `{"recall@k", "ndcg@k", "hr@k" for every k, "mrr"}`.
+
+    Raises:
+      ValueError: there was no example with a relevant item.
+    """
+    if not self._examples:
+      raise ValueError("no example has a relevant item: take a larger split")
+    return {name: total / self._examples for name, total in self._sums.items()}
+
+
+def _ranking(
+  hits: np.ndarray, totals: np.ndarray, ks: Sequence[int], mrr: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields each metric's value of every example, from hits bool `[B, K]` and relevant items."""
+  discounts = 1 / np.log2(np.arange(2, hits.shape[1] + 2))
+  ideal = np.concatenate([[0.0], np.cumsum(discounts)])
+  for k in ks:
+    first = hits[:, :k]
+    yield f"recall@{k}", first.sum(axis=1) / totals
+    yield f"ndcg@{k}", (first @ discounts[:k]) / ideal[np.minimum(totals, k)]
+    yield f"hr@{k}", np.asarray(first.any(axis=1))
+  if mrr:
+    yield "mrr", np.where(hits.any(axis=1), 1 / (1 + hits.argmax(axis=1)), 0.0)
+
+
+def _repeats(ids: np.ndarray) -> bool:
+  ordered = np.sort(ids, axis=1)
+  return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any())
+
+
+def _member(ids: np.ndarray, of: np.ndarray) -> np.ndarray:
+  """Whether each id `[B, K]` stands in its row of `of` `[B, R]`; a negative one never does.
+
+  A row's ids are shifted into a range of their own, so that one sorted search answers for all.
+  """
+  size = max(ids.max(initial=0), of.max(initial=0)) + 1
+  shift = size * np.arange(len(ids), dtype=np.int64)[:, None]
+  return np.isin(ids + shift, (of + shift)[of >= 0]) & (ids >= 0)

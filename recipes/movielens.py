@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recipes import arrays, files
+from recipes import files
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
 MD5 = "c4d9eecfca2ab87c1945afe126590906"
@@ -50,20 +50,8 @@ def folder(data_dir: str, cache_dir: str) -> Path:
   Raises:
     FileNotFoundError: `data_dir` is given and does not exist.
   """
-  if data_dir:
-    path = Path(data_dir).expanduser()
-    if not path.is_dir():
-      raise FileNotFoundError(
-        f"--config.data_dir={data_dir} is not a folder. Leave it empty to download {URL}"
-      )
-    return path
-  raw = Path(cache_dir).expanduser() / "ml-1m-raw"
-  raw.mkdir(parents=True, exist_ok=True)
-  # The processes of a run share their machine's cache: one downloads, the others wait.
-  with arrays.locked(raw / "lock"):
-    if not all((raw / name).exists() for name in ("ratings.dat", "users.dat", "movies.dat")):
-      files.unpack(files.download(URL, raw / "ml-1m.zip", md5=MD5), raw)
-  return raw
+  members = ("ratings.dat", "users.dat", "movies.dat")
+  return files.folder(data_dir, cache_dir, name="ml-1m-raw", url=URL, md5=MD5, members=members)
 
 
 def sources(path: Path) -> dict[str, Path]:

@@ -6,12 +6,20 @@ in the data is one integer, and a pipeline that is moved there goes on exactly a
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
+
+
+class Source(Protocol):
+  """Batch number -> batch, as the classes here; picklable, and a function of the number alone."""
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, number: int) -> Any: ...
 
 
 class ShuffledBatches:
@@ -123,8 +131,8 @@ def _part(batch_size: int, shard: tuple[int, int]) -> tuple[int, int]:
 
 
 def batches(
-  source: ShuffledBatches | SequentialBatches,
-  transform: Callable[[dict[str, np.ndarray]], Any],
+  source: Source,
+  transform: Callable[[Any], Any],
   *,
   num_threads: int = 1,
   num_workers: int = 0,

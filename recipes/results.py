@@ -35,10 +35,11 @@ def versions() -> dict[str, str]:
 def report(result: Mapping[str, Any]) -> str:
   """Returns a result as a table for people: the run's metrics, and those of its baselines."""
   names = [name for name in result["metrics"] if name.startswith("test_")]
-  lines = [f"{'':28}" + "".join(f"{name:>16}" for name in names)]
+  width = max(16, *(len(name) + 2 for name in names))
+  lines = [f"{'':28}" + "".join(f"{name:>{width}}" for name in names)]
   run = "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
   for row, metrics in [(run, result["metrics"]), *result["baselines"].items()]:
-    values = (f"{metrics[name]:>16.4f}" if name in metrics else " " * 16 for name in names)
+    values = (f"{metrics[name]:>{width}.4f}" if name in metrics else " " * width for name in names)
     lines.append(f"{row:28}" + "".join(values))
   lines.append(
     f"seed {result['seed']}, state of step {result['tested_step']} of {result['steps']}, "

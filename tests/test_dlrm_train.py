@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small_data import write_criteo, write_criteo_days, write_movielens
 
-from recipes import results
+from recipes import optimizers, results
 from recipes.dlrm import data, train
 
 CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
@@ -106,7 +106,7 @@ def check_result(result, config, workdir):
 def test_table_optimizers(optimizer, tmp_path):
   changes = {"table.optimizer": optimizer, "table.weight_decay": 0.01}
   config = smoke("synthetic", tmp_path, **changes)
-  assert train.table_optimizer(config) is not None
+  assert optimizers.table_optimizer(config) is not None
 
 
 def test_the_dense_part_by_adagrad(tmp_path):
@@ -123,7 +123,7 @@ def test_the_dense_part_by_adagrad(tmp_path):
 def test_unknown_names(tmp_path):
   config = smoke("synthetic", tmp_path, **{"table.optimizer": "adamw"})
   with pytest.raises(ValueError, match="unknown table optimizer 'adamw': choose one of"):
-    train.table_optimizer(config)
+    optimizers.table_optimizer(config)
   config.dense_optimizer = "sgd"
   with pytest.raises(ValueError, match="unknown dense optimizer 'sgd': choose adamw or adagrad"):
     train.dense_optimizer(config)

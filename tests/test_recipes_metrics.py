@@ -1,4 +1,4 @@
-"""Click metrics equal scikit-learn's on everything at once, however the batches fall."""
+"""Metrics equal scikit-learn's, and a slow ranking, on everything at once, however batches fall."""
 
 import math
 
@@ -7,7 +7,8 @@ import pytest
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 
-from recipes.metrics import ClickMetrics
+from recipes import retrieval
+from recipes.metrics import ClickMetrics, RankingMetrics
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 1000])
@@ -57,3 +58,84 @@ def test_errors():
     diverged.compute()
   with pytest.raises(ValueError, match="0 of the 0 examples"):
     ClickMetrics().compute()
+
+
+def slow_ranking(scores, relevant, seen, ks):
+  """The metrics of one example after another, in plain Python: ties go to the lower id."""
+  sums, examples = {}, 0
+  for row, right, out in zip(scores, relevant, seen, strict=True):
+    if not right:
+      continue
+    examples += 1
+    ranked = sorted(
+      (item for item in range(len(row)) if item not in out), key=lambda i: (-row[i], i)
+    )
+    places = [place for place, item in enumerate(ranked, start=1) if item in right]
+    for k in ks:
+      hits = [place for place in places if place <= k]
+      ideal = sum(1 / math.log2(place + 1) for place in range(1, min(k, len(right)) + 1))
+      values = {
+        "recall": len(hits) / len(right),
+        "ndcg": sum(1 / math.log2(place + 1) for place in hits) / ideal,
+        "hr": float(bool(hits)),
+      }
+      for name, value in values.items():
+        sums[f"{name}@{k}"] = sums.get(f"{name}@{k}", 0) + value
+    first = places[0] if places and places[0] <= max(ks) else math.inf
+    sums["mrr"] = sums.get("mrr", 0) + 1 / first
+  return {name: value / examples for name, value in sums.items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rankings_equal_a_slow_one(tied):
+  draw, ks = np.random.default_rng(4), (1, 5, 10)
+  scores = draw.normal(size=(40, 60)).astype(np.float32)
+  if tied:
+    scores = np.round(scores)
+  relevant = [set(draw.choice(60, draw.integers(0, 15), replace=False).tolist()) for _ in scores]
+  seen = [set(draw.choice(60, 8, replace=False).tolist()) - right for right in relevant]
+  pad = lambda rows: np.array([sorted(row) + [-1] * (20 - len(row)) for row in rows])
+  _, top_ids = retrieval.top_k_of_scores(scores, 10, pad(seen))
+  metrics = RankingMetrics(ks)
+  for start in range(0, 40, 16):  # uneven batches
+    rows = slice(start, start + 16)
+    metrics.update(top_ids[rows], pad(relevant)[rows])
+  wanted = slow_ranking(scores, relevant, seen, ks)
+  assert metrics.compute() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_rankings_by_hand():
+  metrics = RankingMetrics((2,))
+  metrics.update([[5, 3], [1, 2]], [[3, 9, 4], [7, -1, -1]])
+  metrics.update([[0, 1], [4, -1]], [[0, -1], [-1, -1]])  # the last has nothing to find
+  found = metrics.compute()
+  ideal = 1 + 1 / math.log2(3)
+  assert found["recall@2"] == pytest.approx((1 / 3 + 0 + 1) / 3)
+  assert found["ndcg@2"] == pytest.approx((1 / math.log2(3) / ideal + 0 + 1) / 3)
+  assert found["hr@2"] == pytest.approx(2 / 3)
+  assert found["mrr"] == pytest.approx((1 / 2 + 0 + 1) / 3)
+
+
+def test_no_recommendation_is_never_right():
+  metrics = RankingMetrics((2,), mrr=False)
+  metrics.update([[0, 1], [0, -1]], [[0, 9], [9, 1]])  # of the ids up to 9, -1 is not the last one
+  assert metrics.compute()["recall@2"] == 0.25
+
+
+def test_rankings_skip_what_fills_up():
+  metrics = RankingMetrics((1,), mrr=False)
+  metrics.update([[5], [6]], [[5], [0]], [True, False])
+  assert metrics.compute() == {"recall@1": 1.0, "ndcg@1": 1.0, "hr@1": 1.0}
+
+
+def test_ranking_errors():
+  with pytest.raises(ValueError, match="1 ids were given, for metrics at 5"):
+    RankingMetrics((5,)).update([[1]], [[1]])
+  with pytest.raises(ValueError, match=r"must be \[batch, K\] and \[batch, R\]"):
+    RankingMetrics((1,)).update([[1]], [1])
+  with pytest.raises(ValueError, match="stands twice in a row of top_ids"):
+    RankingMetrics((2,)).update([[1, 1]], [[1]])
+  with pytest.raises(ValueError, match="stands twice in a row of relevant"):
+    RankingMetrics((1,)).update([[1]], [[3, 2, 3]])
+  with pytest.raises(ValueError, match="no example has a relevant item"):
+    RankingMetrics((1,)).compute()

@@ -7,7 +7,7 @@ import optax
 from flax import nnx
 
 import embed
-from recipes import hosts, loop, results
+from recipes import hosts, loop, optimizers, results
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import model as model_lib
 from recipes.metrics import ClickMetrics
@@ -56,7 +56,7 @@ def build_model(
   features = data_lib.feature_configs(data, config.embedding_dim, initializer)
   common: Any = {
     "features": features,
-    "table_optimizer": table_optimizer(config),
+    "table_optimizer": optimizers.table_optimizer(config),
     "num_dense": data.num_dense,
     "dim": config.embedding_dim,
     "dropout": config.dropout,
@@ -71,49 +71,19 @@ def build_model(
   raise ValueError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
 
 
-def schedule(config, peak: float) -> optax.Schedule:
-  """Returns a rate that rises over `warmup_steps` and then falls as a cosine to `final_rate`."""
-  return optax.warmup_cosine_decay_schedule(
-    init_value=0.0 if config.warmup_steps else peak,
-    peak_value=peak,
-    warmup_steps=config.warmup_steps,
-    decay_steps=config.steps,
-    end_value=peak * config.final_rate,
-  )
-
-
 def dense_optimizer(config) -> optax.GradientTransformation:
   """Returns `config.dense_optimizer` for everything but the tables: "adamw" or "adagrad".
 
   Adagrad starts from 0 and takes epsilon 1e-8, the values that MLPerf fixes for DLRM-DCNv2
   (mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py).
   """
-  rate = schedule(config, config.learning_rate)
   if config.dense_optimizer == "adamw":
-    return optax.adamw(rate, weight_decay=config.weight_decay)
+    return optimizers.dense_optimizer(config)
   if config.dense_optimizer == "adagrad":
+    rate = optimizers.schedule(config, config.learning_rate)
     # torch adds its epsilon to the root, optax under it.
     return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8**2)
   raise ValueError(f"unknown dense optimizer {config.dense_optimizer!r}: choose adamw or adagrad")
-
-
-def table_optimizer(config):
-  """Returns the sparse optimizer `config.table.optimizer`, one of `embed`'s by name."""
-  make = {
-    "adagrad": embed.adagrad,
-    "adam": embed.adam,
-    "rowwise_adagrad": embed.rowwise_adagrad,
-    "sgd": embed.sgd,
-  }
-  if config.table.optimizer not in make:
-    raise ValueError(
-      f"unknown table optimizer {config.table.optimizer!r}: choose one of {sorted(make)}"
-    )
-  return make[config.table.optimizer](
-    learning_rate=schedule(config, config.table.learning_rate),
-    weight_decay_factor=config.table.weight_decay or None,
-    multiply_weight_decay_factor_by_learning_rate=True,
-  )
 
 
 def loss_fn(model, batch) -> jax.Array:

@@ -1,0 +1,46 @@
+"""Optimizers by the names that configs give them, and the rate that they share."""
+
+from typing import Any
+
+import optax
+
+import embed
+
+
+def schedule(config, peak: float) -> optax.Schedule:
+  """Returns a rate that rises over `warmup_steps` and then falls as a cosine to `final_rate`."""
+  return optax.warmup_cosine_decay_schedule(
+    init_value=0.0 if config.warmup_steps else peak,
+    peak_value=peak,
+    warmup_steps=config.warmup_steps,
+    decay_steps=config.steps,
+    end_value=peak * config.final_rate,
+  )
+
+
+def dense_optimizer(config) -> optax.GradientTransformation:
+  """Returns AdamW, for everything but the tables."""
+  return optax.adamw(schedule(config, config.learning_rate), weight_decay=config.weight_decay)
+
+
+def table_optimizer(config) -> Any:
+  """Returns the sparse optimizer `config.table.optimizer`, one of `embed`'s by name.
+
+  Raises:
+    ValueError: the name is unknown.
+  """
+  make = {
+    "adagrad": embed.adagrad,
+    "adam": embed.adam,
+    "rowwise_adagrad": embed.rowwise_adagrad,
+    "sgd": embed.sgd,
+  }
+  if config.table.optimizer not in make:
+    raise ValueError(
+      f"unknown table optimizer {config.table.optimizer!r}: choose one of {sorted(make)}"
+    )
+  return make[config.table.optimizer](
+    learning_rate=schedule(config, config.table.learning_rate),
+    weight_decay_factor=config.table.weight_decay or None,
+    multiply_weight_decay_factor_by_learning_rate=True,
+  )

@@ -1,0 +1,196 @@
+"""The best k of many candidates: exact, over any number of devices, or approximate.
+
+B is the number of queries, N of candidates, D the width of both, E the ids to leave out per query.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+# Scores that are held at once, in all: 64 MB of float32.
+_MAX_SCORES = 1 << 24
+
+
+def top_k(
+  query: jax.Array,
+  candidates: jax.Array,
+  k: int,
+  exclude: jax.Array | None = None,
+  mesh: Mesh | None = None,
+  max_scores: int = _MAX_SCORES,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the k candidates of the largest dot products, by brute force; jittable.
+
+  Of equal scores the lower id is first, so that the order does not depend on how the candidates
+  are cut. What rounding makes of a dot product may: equal products of equal vectors stay equal.
+
+  Args:
+    query: float `[B, D]`.
+    candidates: float `[N, D]`; a candidate's id is its row.
+    k: at most N.
+    exclude: int `[B, E]`, ids that are left out for the query of this row, such as items that the
+      user has seen; a negative one is none.
+    mesh: every device scores its own N / n candidates and sends its k best, which are merged.
+    max_scores: how many scores a device holds at once, at least one candidate for every query.
+
+  Returns:
+    scores float32 `[B, k]` and ids int32 `[B, k]`, the best first. Where fewer than k candidates
+    are left, -inf and -1.
+
+  Raises:
+    ValueError: k is larger than N, or shapes do not fit.
+  """
+  _check(query.shape, candidates.shape, k, exclude)
+  if exclude is None:
+    exclude = jnp.full((query.shape[0], 1), -1, jnp.int32)
+  size = candidates.shape[0]
+  if mesh is None:
+    return _named(*_scan(query, candidates, 0, size, exclude, k, max_scores))
+  axes, shards = mesh.axis_names, mesh.size
+  own = -(-size // shards)
+  padded = jnp.pad(candidates, ((0, own * shards - size), (0, 0)))
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(P(), P(axes), P()),
+    out_specs=(P(None, axes), P(None, axes)),
+    check_vma=False,  # the scan's first carry, -inf everywhere, is the same on all devices
+  )
+  def best_of_own(query, candidates, exclude):
+    first = jax.lax.axis_index(axes) * own
+    return _scan(query, candidates, first, size, exclude, min(k, own), max_scores)
+
+  # In order of the shards, so that the first of equal scores is still the one with the lowest id.
+  scores, ids = best_of_own(query, padded, exclude)
+  return _named(*_best(scores, ids, k))
+
+
+def top_k_of_scores(
+  scores: jax.Array, k: int, exclude: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+  """As `top_k`, from scores `[B, N]` that are there already."""
+  _check((*scores.shape[:1], 1), (*scores.shape[1:], 1), k, exclude)
+  scores = jnp.asarray(scores, jnp.float32)
+  if exclude is not None:
+    scores = _without(scores, exclude, 0)
+  ids = jnp.broadcast_to(jnp.arange(scores.shape[1], dtype=jnp.int32), scores.shape)
+  return _named(*_best(scores, ids, k))
+
+
+def _scan(query, candidates, first, size, exclude, k: int, max_scores: int):
+  """The k best of some candidates, whose ids start at `first` and end before `size`, in chunks."""
+  batch, count = query.shape[0], candidates.shape[0]
+  chunks = -(-count // max(max_scores // max(batch, 1), 1))
+  width = -(-count // chunks)
+  chunked = jnp.pad(candidates, ((0, chunks * width - count), (0, 0)))
+
+  def step(best, chunk):
+    start, rows = chunk
+    ids = start + jnp.arange(width, dtype=jnp.int32)
+    scores = jnp.einsum("bd,nd->bn", query, rows, preferred_element_type=jnp.float32)
+    # Rows behind this shard's own belong to the next shard, or to nobody.
+    mine = (ids < jnp.minimum(first + count, size))[None]
+    scores = _without(jnp.where(mine, scores, -jnp.inf), exclude, start)
+    found = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, width))
+    # Earlier chunks stand first: they have the lower ids.
+    scores, ids = (jnp.concatenate(pair, axis=1) for pair in zip(best, found, strict=True))
+    return _best(scores, ids, k), None
+
+  none = (jnp.full((batch, k), -jnp.inf, jnp.float32), jnp.full((batch, k), -1, jnp.int32))
+  starts = jnp.asarray(first, jnp.int32) + width * jnp.arange(chunks, dtype=jnp.int32)
+  return jax.lax.scan(step, none, (starts, chunked.reshape(chunks, width, -1)))[0]
+
+
+def _without(scores: jax.Array, exclude: jax.Array, start) -> jax.Array:
+  """Scores of the candidates from `start` on, -inf at those to leave out."""
+  column = exclude - start
+  # Negative columns would count from the end; beyond the end they are dropped.
+  column = jnp.where((exclude >= 0) & (column >= 0), column, scores.shape[1])
+  return scores.at[jnp.arange(scores.shape[0])[:, None], column].set(-jnp.inf, mode="drop")
+
+
+def _best(scores: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """The k best, the first of equal ones first; to `top_k` -0.0 would be less than 0.0."""
+  scores, places = jax.lax.top_k(jnp.where(scores == 0, 0.0, scores), k)
+  return scores, jnp.take_along_axis(ids, places, axis=1)
+
+
+def _named(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return scores, jnp.where(scores == -jnp.inf, -1, ids)
+
+
+def _check(query: tuple[int, ...], candidates: tuple[int, ...], k: int, exclude: Any) -> None:
+  if len(query) != 2 or len(candidates) != 2 or query[1] != candidates[1]:
+    raise ValueError(
+      f"queries {query} and candidates {candidates} must be [queries, width] and "
+      "[candidates, width]"
+    )
+  if not 0 < k <= candidates[0]:
+    raise ValueError(f"k is {k}: choose 1 to {candidates[0]}, the number of candidates")
+  if exclude is not None and (exclude.ndim != 2 or exclude.shape[0] != query[0]):
+    raise ValueError(f"exclude {exclude.shape} must be [{query[0]} queries, ids to leave out]")
+
+
+class Approximate:
+  """A graph index (HNSW, Malkov and Yashunin 2018) by usearch: finds most of the best, sooner.
+
+  Args:
+    candidates: float `[N, D]`; compared by dot product.
+    connectivity: edges of a node; more find more, and cost memory.
+    expansion: candidates looked at in a search; more find more, and take longer.
+
+  Raises:
+    ImportError: usearch is not installed.
+  """
+
+  def __init__(self, candidates: np.ndarray, *, connectivity: int = 16, expansion: int = 128):
+    try:
+      from usearch.index import Index
+    except ImportError as error:
+      raise ImportError(
+        "the approximate index needs usearch: pip install 'sparse-embed[ann]'"
+      ) from error
+    self._size = len(candidates)
+    self._index = Index(
+      ndim=candidates.shape[1],
+      metric="ip",
+      dtype="f32",
+      connectivity=connectivity,
+      expansion_add=expansion,
+      expansion_search=expansion,
+    )
+    self._index.add(np.arange(self._size), np.asarray(candidates, np.float32))
+
+  def top_k(
+    self, query: np.ndarray, k: int, exclude: np.ndarray | None = None
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """As the function `top_k` on the host, except that some of the best may be missing.
+
+    As many more are searched for as there are ids to leave out in the fullest row of `exclude`.
+    """
+    _check(np.shape(query), (self._size, np.shape(query)[1]), k, exclude)
+    extra = 0 if exclude is None else int((exclude >= 0).sum(axis=1).max(initial=0))
+    found = self._index.search(np.asarray(query, np.float32), min(k + extra, self._size))
+    keys = np.asarray(found.keys).reshape(len(query), -1).astype(np.int64)
+    scores = 1.0 - np.asarray(found.distances, np.float32).reshape(keys.shape)
+    # An unfilled place has the largest key there is.
+    keep = (keys >= 0) & (keys < self._size)
+    if exclude is not None:
+      keep &= np.array([~np.isin(*row) for row in zip(keys, exclude, strict=True)])
+    scores = np.where(keep, scores, -np.inf)
+    order = np.lexsort((keys, -scores))[:, :k]
+    scores = np.take_along_axis(scores, order, axis=1)
+    ids = np.where(scores == -np.inf, -1, np.take_along_axis(keys, order, axis=1))
+    return scores, ids.astype(np.int32)
+
+
+def found(approximate: np.ndarray, exact: np.ndarray) -> float:
+  """Returns the share of the exact best ids `[B, k]` that an approximate answer `[B, k]` holds."""
+  hits = (exact[:, :, None] == approximate[:, None, :]).any(axis=2) & (exact >= 0)
+  return float(hits.sum() / max((exact >= 0).sum(), 1))

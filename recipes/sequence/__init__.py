@@ -1,0 +1,1 @@
+"""Next-item recommendation: `python -m recipes.sequence --config=... --workdir=...`."""

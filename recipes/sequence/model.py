@@ -1,0 +1,227 @@
+"""SASRec, BERT4Rec and HSTU: three encoders between the same item table and itself.
+
+B is rows, L columns of a row, D the width, H heads, N items, K samples. A row may hold several
+sequences side by side (see `recipes.sequence.packing`): `segments` int `[B, L]` says which is
+where, -1 being padding. No output depends on another segment or on padding.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import embed
+
+ITEM = "item"  # the table's name
+_NEVER = -1e9  # not -inf: padding attends to nothing, and its softmax must not be NaN
+
+
+def visible(segments: jax.Array, *, causal: bool) -> jax.Array:
+  """Returns which column may look at which, bool `[B, L, L]`: those of its own segment.
+
+  Causal: and none behind it.
+  """
+  mask = (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
+  if causal:
+    places = jnp.arange(segments.shape[1])
+    mask &= places[:, None] >= places
+  return mask
+
+
+class Attention(nnx.Module):
+  """Softmax attention with H heads: `[B, L, D]` to `[B, L, D]`."""
+
+  def __init__(self, dim: int, heads: int, *, dropout: float, rngs: nnx.Rngs):
+    self.heads = heads
+    self.qkv = _linear(dim, 3 * dim, rngs)
+    self.out = _linear(dim, dim, rngs)
+    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    query, key, value = split_heads(self.qkv(x), 3, self.heads)
+    scores = jnp.einsum("blhd,bmhd->bhlm", query, key) / math.sqrt(query.shape[-1])
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, _NEVER), axis=-1)
+    mixed = jnp.einsum("bhlm,bmhd->blhd", self.dropout(weights), value)
+    return self.out(mixed.reshape(x.shape))
+
+
+class FeedForward(nnx.Module):
+  """Two linear layers on every position, with dropout between them and behind."""
+
+  def __init__(self, dim: int, inner: int, activation, *, dropout: float, rngs: nnx.Rngs):
+    self.inner, self.out = _linear(dim, inner, rngs), _linear(inner, dim, rngs)
+    self.activation = activation
+    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.dropout(self.out(self.dropout(self.activation(self.inner(x)))))
+
+
+class SASRecBlock(nnx.Module):
+  """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D."""
+
+  causal, normed = True, True  # the encoder ends with a norm
+
+  def __init__(self, dim: int, heads: int, length: int, *, dropout: float, rngs: nnx.Rngs):
+    del length
+    self.attention = Attention(dim, heads, dropout=dropout, rngs=rngs)
+    self.forward = FeedForward(dim, dim, nnx.relu, dropout=dropout, rngs=rngs)
+    self.norms = nnx.List([nnx.LayerNorm(dim, rngs=rngs) for _ in range(2)])
+    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    x = x + self.dropout(self.attention(self.norms[0](x), mask))
+    return x + self.forward(self.norms[1](x))
+
+
+class BERT4RecBlock(nnx.Module):
+  """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D."""
+
+  causal, normed = False, False
+
+  def __init__(self, dim: int, heads: int, length: int, *, dropout: float, rngs: nnx.Rngs):
+    del length
+    self.attention = Attention(dim, heads, dropout=dropout, rngs=rngs)
+    self.forward = FeedForward(dim, 4 * dim, nnx.gelu, dropout=dropout, rngs=rngs)
+    self.norms = nnx.List([nnx.LayerNorm(dim, rngs=rngs) for _ in range(2)])
+    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    x = self.norms[0](x + self.dropout(self.attention(x, mask)))
+    return self.norms[1](x + self.forward(x))
+
+
+class HSTUBlock(nnx.Module):
+  """Zhai et al. 2024, equations 1 to 3: attention without softmax, and a gate.
+
+      U, V, Q, K = silu(W norm(x))
+      y = x + W' dropout(norm(silu(Q K^T + bias) / length V) * U)
+
+  The bias is learned per distance of columns, one for all heads. The paper's second bias, of the
+  time between items, is left out: none of the data sets here has times.
+  """
+
+  causal, normed = True, True
+
+  def __init__(self, dim: int, heads: int, length: int, *, dropout: float, rngs: nnx.Rngs):
+    self.heads, self.length = heads, length
+    self.uvqk = _linear(dim, 4 * dim, rngs)
+    self.out = _linear(dim, dim, rngs)
+    self.bias = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length,)))
+    self.norms = nnx.List([nnx.LayerNorm(dim, rngs=rngs) for _ in range(2)])
+    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    gate, value, query, key = split_heads(nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads)
+    places = jnp.arange(x.shape[1])
+    distance = jnp.maximum(places[:, None] - places, 0)  # the mask hides what is behind
+    scores = jnp.einsum("blhd,bmhd->bhlm", query, key) + self.bias[...][distance]
+    weights = jnp.where(mask[:, None], nnx.silu(scores), 0) / self.length
+    mixed = jnp.einsum("bhlm,bmhd->blhd", weights, value).reshape(x.shape)
+    return x + self.out(self.dropout(self.norms[1](mixed) * gate.reshape(x.shape)))
+
+
+BLOCKS: dict[str, Any] = {"sasrec": SASRecBlock, "bert4rec": BERT4RecBlock, "hstu": HSTUBlock}
+
+
+class Encoder(nnx.Module):
+  """A stack of blocks of one kind: `[B, L, D]` and segments `[B, L]` to `[B, L, D]`."""
+
+  def __init__(
+    self,
+    block: Any,
+    *,
+    dim: int,
+    blocks: int,
+    heads: int,
+    max_length: int,
+    dropout: float,
+    rngs: nnx.Rngs,
+  ):
+    if dim % heads:
+      raise ValueError(f"the width {dim} must be a multiple of the {heads} heads")
+    self.causal = block.causal
+    self.blocks = nnx.List(
+      [block(dim, heads, max_length, dropout=dropout, rngs=rngs) for _ in range(blocks)]
+    )
+    self.norm = nnx.LayerNorm(dim, rngs=rngs) if block.normed else None
+
+  def __call__(self, x: jax.Array, segments: jax.Array) -> jax.Array:
+    mask = visible(segments, causal=self.causal)
+    for block in self.blocks:
+      x = block(x, mask)
+    return x if self.norm is None else self.norm(x)
+
+
+class SequenceModel(nnx.Module):
+  """An encoder over the rows of the item table, scored against the rows of the same table.
+
+  Args:
+    table: the items'.
+    encoder: between lookup and scores.
+    max_length: L of the longest row, the number of learned positions.
+    dropout: rate, on the encoder's input.
+    mesh, sharding: where the table lives, as for `embed.SparseEmbed`; no mesh is one device.
+  """
+
+  def __init__(
+    self,
+    table: embed.TableConfig,
+    encoder: Encoder,
+    *,
+    max_length: int,
+    dropout: float,
+    rngs: nnx.Rngs,
+    mesh: jax.sharding.Mesh | None = None,
+    sharding: str = "mod",
+  ):
+    self.embed = embed.SparseEmbed(
+      {ITEM: embed.FeatureConfig(table)}, rngs=rngs, mesh=mesh, sharding=sharding
+    )
+    self.encoder = encoder
+    draw = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
+    self.positions = draw((max_length, table.dim))
+    self.hidden = draw((table.dim,)) if not encoder.causal else None  # stands for a hidden item
+    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+    self.scale = math.sqrt(table.dim)
+
+  def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the encoder's outputs `[B, L, D]` of `items`, `segments` and `positions` `[B, L]`.
+
+    An item of -1 within a segment is a hidden one.
+    """
+    items, segments = batch["items"], batch["segments"]
+    x = self.embed({ITEM: items})[ITEM]
+    if self.hidden is not None:
+      x = jnp.where(((items < 0) & (segments >= 0))[..., None], self.hidden[...], x)
+    x = x * self.scale + self.positions[...][batch["positions"]]
+    return self.encoder(self.dropout(x), segments)
+
+  def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
+    """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
+    return self.embed.attend(hidden, ITEM, candidates)
+
+
+def predictions(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns the outputs that `targets` are compared with: all, or those of hidden items."""
+  outputs = model(batch)
+  if "where" in batch:
+    return jnp.take_along_axis(outputs, batch["where"][..., None], axis=1)
+  return outputs
+
+
+def queries(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns `[B, D]`, the output of each row's column `last`."""
+  return jnp.take_along_axis(model(batch), batch["last"][:, None, None], axis=1)[:, 0]
+
+
+def split_heads(x: jax.Array, parts: int, heads: int) -> list[jax.Array]:
+  """Cuts `[B, L, parts * D]` into that many `[B, L, H, D / H]`."""
+  return [part.reshape(*part.shape[:-1], heads, -1) for part in jnp.split(x, parts, axis=-1)]
+
+
+def _linear(size: int, out: int, rngs: nnx.Rngs) -> nnx.Linear:
+  return nnx.Linear(size, out, kernel_init=nnx.initializers.xavier_uniform(), rngs=rngs)

@@ -1,0 +1,57 @@
+"""Short sequences side by side in rows of one width.
+
+Most people buy little: one row per person, padded to the longest, would be padding almost entirely.
+Packed rows have one static shape, so a step is compiled once, and an attention mask keeps the
+sequences of a row apart. Which sequences share a row is decided once, when the data is prepared;
+an epoch shuffles the rows.
+"""
+
+import numpy as np
+
+
+def place(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the row and the first column of each sequence: best fit, longest first.
+
+  Args:
+    lengths: int `[S]`, of 1 to `width`.
+    width: of a row.
+
+  Returns:
+    `row` and `column`, int64 `[S]`. Rows are numbered from 0 without gaps.
+  """
+  row, column = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+  by_room: list[list[int]] = [[] for _ in range(width + 1)]  # rows by the columns left in them
+  rows = 0
+  for sequence in np.argsort(-lengths, kind="stable").tolist():
+    length = int(lengths[sequence])
+    room = next((room for room in range(length, width) if by_room[room]), width)
+    if room == width:
+      found, rows = rows, rows + 1
+    else:
+      found = by_room[room].pop()
+    row[sequence], column[sequence] = found, width - room
+    by_room[room - length].append(found)
+  return row, column
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+  """Returns `start, start + 1, ...`, `length` of them for each, one after the other."""
+  before = np.cumsum(lengths) - lengths
+  return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+
+
+def positions(lengths: np.ndarray, width: int, aligned: str) -> np.ndarray:
+  """Returns the place of every item of every sequence among `width` places, one after the other.
+
+  Args:
+    lengths: int `[S]`, up to `width`.
+    width: the number of places.
+    aligned: "end" puts the last item at `width - 1` as left padding does, "start" the first at 0.
+
+  Raises:
+    ValueError: `aligned` is neither.
+  """
+  if aligned not in ("start", "end"):
+    raise ValueError(f"unknown alignment of positions {aligned!r}: choose start or end")
+  first = width - lengths if aligned == "end" else np.zeros_like(lengths)
+  return ranges(first, lengths)

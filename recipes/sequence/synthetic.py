@@ -1,0 +1,108 @@
+"""Sequences drawn from a known process, so that the best score anybody can reach is known.
+
+What follows an item is one of its eight successors, each half as likely as the one before it, or,
+with probability `noise`, any item. Nobody gets an item twice: what was drawn before is drawn again.
+Popular items are successors of many, so that popularity is worth something, but order is worth
+more. Ranking by the probabilities of the last item's successors is the bound.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes import arrays, files
+from recipes.metrics import RankingMetrics
+
+_SUCCESSORS, _SHORTEST, _LONGEST, _MEAN_MORE = 8, 4, 40, 8
+_CHUNK = 1_000
+
+
+def settings(config) -> dict[str, Any]:
+  """Returns everything the prepared columns depend on.
+
+  Raises:
+    ValueError: there are too few items to never repeat one, or the noise is not a probability.
+  """
+  if config.num_items < 2 * _LONGEST:
+    raise ValueError(f"num_items must be at least {2 * _LONGEST}, got {config.num_items}")
+  if not 0 < config.noise < 1:
+    raise ValueError(f"noise must be between 0 and 1, got {config.noise}")
+  return {
+    "format": 1,
+    "users": config.num_users,
+    "items": config.num_items,
+    "noise": config.noise,
+    "seed": config.data_seed,
+    "ks": list(config.ks),
+  }
+
+
+def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+  """Writes the columns; see `recipes.sequence.files`."""
+  process = Process(settings["items"], settings["noise"], settings["seed"])
+  sequences = []
+  with files.progress("drawing sequences", settings["users"], "user") as bar:
+    for start in range(0, settings["users"], _CHUNK):
+      number = min(_CHUNK, settings["users"] - start)
+      sequences += process.draw(np.random.default_rng((settings["seed"], 1, start)), number)
+      bar.update(number)
+  lengths = np.array([len(sequence) for sequence in sequences])
+  total = int(lengths.sum())
+  items = arrays.column(folder, "items", (total,), np.int32)
+  items[:] = np.concatenate(sequences)
+  offsets = arrays.column(folder, "offsets", (len(lengths) + 1,), np.int64)
+  offsets[:] = np.concatenate([[0], np.cumsum(lengths)])
+  best = RankingMetrics(settings["ks"])
+  for start in range(0, len(sequences), _CHUNK):
+    some = sequences[start : start + _CHUNK]
+    ranked = np.stack([process.best(sequence[:-1], max(settings["ks"])) for sequence in some])
+    best.update(ranked, np.array([sequence[-1:] for sequence in some]))
+  return {
+    "num_items": settings["items"],
+    "sha256": {"generated": hashlib.sha256(items.tobytes() + offsets.tobytes()).hexdigest()},
+    "best": {f"test_{name}": value for name, value in best.compute().items()},
+  }
+
+
+class Process:
+  """The chain: `successors` int `[N, 8]`, the likeliest first, and their probabilities `[8]`."""
+
+  def __init__(self, size: int, noise: float, seed: int):
+    generator = np.random.default_rng((seed, 0))
+    popularity = np.log(1 / np.arange(1, size + 1))[generator.permutation(size)]
+    # Gumbel noise and the largest: draws without replacement, by popularity.
+    keys = popularity + generator.gumbel(size=(size, size))
+    np.fill_diagonal(keys, -np.inf)
+    self.successors = np.argsort(-keys, axis=1)[:, :_SUCCESSORS]
+    weights = 0.5 ** np.arange(_SUCCESSORS)
+    self._cumulative = np.cumsum((1 - noise) * weights / weights.sum())
+    self._size = size
+
+  def draw(self, generator: np.random.Generator, users: int) -> list[np.ndarray]:
+    """Returns that many sequences, int32."""
+    lengths = np.minimum(_SHORTEST + generator.poisson(_MEAN_MORE, users), _LONGEST)
+    drawn = np.full((users, _LONGEST), -1, np.int32)
+    drawn[:, 0] = generator.integers(0, self._size, users)
+    for step in range(1, int(lengths.max())):
+      todo = np.flatnonzero(lengths > step)
+      while todo.size:
+        following = self._step(generator, drawn[todo, step - 1])
+        fresh = ~(drawn[todo, :step] == following[:, None]).any(axis=1)
+        drawn[todo[fresh], step] = following[fresh]
+        todo = todo[~fresh]
+    return [row[:length] for row, length in zip(drawn, lengths, strict=True)]
+
+  def _step(self, generator: np.random.Generator, last: np.ndarray) -> np.ndarray:
+    which = np.searchsorted(self._cumulative, generator.random(len(last)), side="right")
+    anything = generator.integers(0, self._size, len(last))
+    successor = self.successors[last, np.minimum(which, _SUCCESSORS - 1)]
+    return np.where(which < _SUCCESSORS, successor, anything)
+
+  def best(self, history: np.ndarray, k: int) -> np.ndarray:
+    """Returns the k likeliest items after a history, none of which is in it."""
+    likely = self.successors[history[-1]]
+    others = np.arange(k + len(likely) + len(history))  # equally likely: the lowest ids will do
+    ranked = np.concatenate([likely, others[~np.isin(others, likely)]])
+    return ranked[~np.isin(ranked, history)][:k]

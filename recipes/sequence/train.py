@@ -1,0 +1,173 @@
+"""Trains a sequence model: what to train, by which loss, and how it is measured."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+import embed
+from recipes import baselines as baselines_lib
+from recipes import hosts, loop, losses, optimizers, results, retrieval
+from recipes.metrics import RankingMetrics
+from recipes.sequence import data as data_lib
+from recipes.sequence import model as model_lib
+
+LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
+
+
+def run(config, workdir: str) -> dict[str, Any]:
+  """Trains as configured, or reports the run that the workdir holds; returns its result.json.
+
+  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+  """
+  mesh = hosts.start()
+  result = loop.finished(config, workdir)
+  if result is None:
+    check(config, mesh)
+    data = data_lib.load(config)
+    model = build_model(config, data.num_items, mesh)
+    result = loop.train(
+      config,
+      workdir,
+      recipe="sequence",
+      model=model,
+      optimizer=embed.Optimizer(model, optimizers.dense_optimizer(config)),
+      loss_fn=loss_function(config, data.num_items),
+      batches=data_lib.train_batches(data, config),
+      evaluate=evaluator(data, config, mesh),
+      baselines=lambda: baselines(data, config),
+      data_sha256=data.sha256,
+      mesh=mesh,
+    )
+  if hosts.is_main():
+    print(results.report(result))
+  return result
+
+
+def check(config, mesh: jax.sharding.Mesh | None) -> None:
+  """Raises ValueError for an unknown model or loss, or sizes that do not fit the devices."""
+  if config.model not in model_lib.BLOCKS:
+    raise ValueError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
+  if config.loss not in LOSSES:
+    raise ValueError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
+  hosts.check_batch_sizes(
+    mesh, batch_size=config.batch_size, eval_batch_size=config.eval_batch_size
+  )
+  if config.loss != "softmax" and config.negatives.shared:
+    hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
+
+
+def build_model(
+  config, num_items: int, mesh: jax.sharding.Mesh | None = None
+) -> model_lib.SequenceModel:
+  """Returns the model that `config.model` names, its table with the configured optimizer.
+
+  Under a mesh the table is split over it as `config.table.sharding` says.
+  """
+  rngs = nnx.Rngs(config.seed)
+  # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
+  initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
+  table = embed.TableConfig(
+    num_items,
+    config.dim,
+    initializer=initializer,
+    optimizer=optimizers.table_optimizer(config),
+    name=model_lib.ITEM,
+  )
+  encoder = model_lib.Encoder(
+    model_lib.BLOCKS[config.model],
+    dim=config.dim,
+    blocks=config.blocks,
+    heads=config.heads,
+    max_length=config.max_length,
+    dropout=config.dropout,
+    rngs=rngs,
+  )
+  return model_lib.SequenceModel(
+    table,
+    encoder,
+    max_length=config.max_length,
+    dropout=config.dropout,
+    rngs=rngs,
+    mesh=mesh,
+    sharding=config.table.sharding,
+  )
+
+
+def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
+  """Returns `(model, batch) -> scalar`, the mean of `config.loss` over the targets of a batch.
+
+  All but "softmax" look up the rows of the targets and the samples only.
+  """
+  beta = losses.gbce_beta(config.negatives.number, num_items, config.negatives.calibration)
+
+  def loss_fn(model, batch) -> jax.Array:
+    hidden, targets = model_lib.predictions(model, batch), batch["targets"]
+    if config.loss == "softmax":
+      each = losses.cross_entropy(model.scores(hidden), targets)
+    else:
+      each = _sampled(model, hidden, targets, batch)
+    return losses.mean(each, targets >= 0)
+
+  def _sampled(model, hidden, targets, batch) -> jax.Array:
+    positive = model.scores(hidden, targets[..., None])[..., 0]
+    negative = model.scores(hidden, batch["negatives"])
+    hits = targets[..., None] == batch["negatives"]
+    if config.loss == "sampled_softmax":
+      correction = batch["log_expected"] if config.negatives.logq else None
+      return losses.sampled_softmax(positive, negative, hits, correction)
+    if config.loss == "bce":
+      return losses.binary_cross_entropy(positive, negative, hits)
+    return losses.generalized_bce(positive, negative, hits, beta=beta)
+
+  return loss_fn
+
+
+def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | None = None):
+  """Returns `(model, split) -> metrics` over all evaluated users, in every process.
+
+  Every item of the catalogue is ranked but those that the user has had before.
+  """
+
+  @nnx.jit
+  def recommend(model, batch):
+    query = model_lib.queries(model, batch)
+    table = model.embed.tables[model_lib.ITEM]
+    return retrieval.top_k(query, table, max(config.ks), batch["seen"], mesh)[1]
+
+  def evaluate(model, split: str) -> dict[str, float]:
+    metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)
+    for batch in data_lib.eval_batches(data, split, config):
+      batch = hosts.to_global(mesh, batch)
+      metrics.update(*hosts.gather((recommend(view, batch), batch["target"])))
+    return metrics.compute()
+
+  return evaluate
+
+
+def baselines(data: data_lib.SequenceData, config) -> dict[str, dict[str, float]]:
+  """Returns the metrics of popularity and EASE, and of the best possible where it is known.
+
+  EASE learns from the training items and, like the models, is asked with all earlier items of a
+  user. `config.baseline.ease` is its penalty; 0 leaves it out.
+  """
+  users = data.evaluated
+  train = data_lib.matrix(data, np.arange(len(data.lengths)), data_lib.HELD_OUT["train"])
+  popular = baselines_lib.popularity(train)
+  scorers = {"popularity": lambda histories: np.tile(popular, (histories.shape[0], 1))}
+  if config.baseline.ease:
+    weights = baselines_lib.ease(train, config.baseline.ease)
+    scorers["EASE"] = lambda histories: histories @ weights
+  found: dict[str, dict[str, float]] = {name: {} for name in scorers}
+  for split in ("valid", "test"):
+    seen = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
+    relevant = data_lib.targets(data, users, data_lib.HELD_OUT[split])
+    for name, score in scorers.items():
+      ask = lambda start, stop, score=score, seen=seen: score(seen[start:stop])
+      metrics = baselines_lib.ranking(ask, relevant, seen, config.ks)
+      found[name] |= {f"{split}_{metric}": value for metric, value in metrics.items()}
+  if data.best:
+    found["best possible"] = dict(data.best)
+  return found

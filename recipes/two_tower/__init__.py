@@ -1,0 +1,1 @@
+"""Two-tower retrieval: queries and candidates embedded apart, compared by a dot product."""

@@ -1,0 +1,307 @@
+"""Users and the items they chose, as batches: a pair for training, a user with lists to rank.
+
+`load` prepares a data set once (see `recipes.arrays` and `recipes.two_tower.splits`). B is the
+number of examples of this process, H of items in a history, M of extra negatives.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+import scipy.sparse
+
+import embed
+from recipes import arrays, pipeline
+from recipes.two_tower import gowalla, movielens1m, movielens100k, synthetic
+
+_SETS: dict[str, Any] = {
+  "gowalla": gowalla,
+  "movielens100k": movielens100k,
+  "movielens1m": movielens1m,
+  "synthetic": synthetic,
+}
+# Larger than any history, so that a stride of them visits each of its items once.
+_PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 171, 183, 187, 193])
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+  """A feature of users or items: one id each, or a bag of up to `valency` ids."""
+
+  name: str
+  vocabulary_size: int
+  valency: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrievalData:
+  """A prepared data set; the columns are those of `splits.write`.
+
+  Attributes:
+    columns: memory-mapped.
+    splits: `train`, `valid` and `test` as ranges of rows.
+    num_users, num_items: the vocabularies.
+    user_features, item_features: beside the ids.
+    sha256: hashes of the source files by name, or of the generated pairs.
+    best: metrics of the probabilities that the pairs were drawn from, where they are known.
+  """
+
+  columns: Mapping[str, np.ndarray]
+  splits: Mapping[str, tuple[int, int]]
+  num_users: int
+  num_items: int
+  user_features: tuple[Feature, ...]
+  item_features: tuple[Feature, ...]
+  sha256: Mapping[str, str]
+  best: Mapping[str, float]
+
+  def matrix(self, *splits: str) -> scipy.sparse.csr_matrix:
+    """Returns the pairs of some splits as float32 `[users, items]` of ones."""
+    rows = np.concatenate([np.arange(*self.splits[split]) for split in splits])
+    user, item = self.columns["user"][rows], self.columns["item"][rows]
+    shape = (self.num_users, self.num_items)
+    matrix = scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (user, item)), shape)
+    matrix.data[:] = 1.0  # a pair that stands in two splits
+    return matrix
+
+
+def load(config) -> RetrievalData:
+  """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
+
+  Raises:
+    ValueError: the name is unknown, or a file is damaged; names the file and the line.
+    FileNotFoundError: a file is missing; names it and says where it comes from.
+  """
+  if config.dataset not in _SETS:
+    raise ValueError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
+  kind = _SETS[config.dataset]
+  settings = kind.settings(config)
+  columns, meta = arrays.prepared(
+    config.cache_dir,
+    f"retrieval-{config.dataset}",
+    settings,
+    functools.partial(kind.build, settings),
+  )
+  return RetrievalData(
+    columns,
+    {name: (start, stop) for name, (start, stop) in meta["splits"].items()},
+    meta["users"],
+    meta["items"],
+    tuple(Feature(**feature) for feature in meta["features"]["user"]),
+    tuple(Feature(**feature) for feature in meta["features"]["item"]),
+    meta["sha256"],
+    meta.get("best", {}),
+  )
+
+
+def train_batches(data: RetrievalData, config) -> grain.IterDataset:
+  """Returns the batches of `TrainBatches`."""
+  source = TrainBatches(data, config, shard=_shard())
+  return pipeline.batches(source, dict, num_workers=config.num_workers)
+
+
+class TrainBatches:
+  """Batch number -> pairs of the training split and extra negatives.
+
+  A batch is
+    `query`: `user` `[B]`, `history` `Padded` `[B, H]` (others of the user's training items, a new
+      random choice every time if there are more than H) and the user's features;
+    `positive`, `negative` int32 `[B]`, `[M]`: the items;
+    `positive_candidate`, `negative_candidate`: the items' features;
+    `positive_rate` float32 `[B]`, `negative_rate` `[M]`: how often this item is expected among all
+      processes' extra negatives of a batch.
+
+  Args:
+    data: the data set.
+    config: `batch_size`, `seed`, `steps`, `history`, and of `extra` the `count` of negatives,
+      their `kind`, "uniform" over the catalogue or "popularity", and the `power` of the latter.
+    shard: `(index, count)`; this process's part of every batch.
+  """
+
+  def __init__(self, data: RetrievalData, config, *, shard: tuple[int, int] = (0, 1)):
+    if config.extra.kind not in ("uniform", "popularity"):
+      raise ValueError(f"unknown extra.kind {config.extra.kind!r}: choose uniform or popularity")
+    self._data, self._seed = data, config.seed
+    self._batch_size, self._history = config.batch_size, config.history
+    self._extra = config.extra.count
+    names = ("user", "item", "place")
+    self._rows = pipeline.ShuffledBatches(
+      _Some(data.columns, names),
+      data.splits["train"],
+      batch_size=config.batch_size,
+      seed=config.seed,
+      num_batches=config.steps,
+      shard=shard,
+    )
+    self._part = _part(config.batch_size, shard)
+    self._extra_part = _part(config.extra.count, shard)
+    start, stop = data.splits["train"]
+    weights = np.bincount(data.columns["item"][start:stop], minlength=data.num_items)
+    weights = weights.astype(np.float64) ** (
+      config.extra.power if config.extra.kind == "popularity" else 0.0
+    )
+    self._probability = weights / weights.sum()
+
+  def __len__(self) -> int:
+    return len(self._rows)
+
+  def __getitem__(self, number: int) -> dict[str, Any]:
+    rows, draw = self._rows[number], np.random.default_rng((self._seed, 1, number))
+    # Drawn for the whole batch, whoever reads it, so that it does not depend on the processes.
+    turn = draw.random(self._batch_size)[self._part]
+    stride = draw.choice(_PRIMES, self._batch_size)[self._part]
+    cumulative = np.cumsum(self._probability)
+    found = np.searchsorted(cumulative / cumulative[-1], draw.random(self._extra), side="right")
+    negative = found[self._extra_part].astype(np.int32)
+    user, positive = rows["user"].astype(np.int32), rows["item"].astype(np.int32)
+    history = self._others(user, rows["place"], turn, stride)
+    rate = (self._extra * self._probability).astype(np.float32)
+    batch = {
+      "query": query_inputs(self._data, user, history),
+      "positive_candidate": candidate_inputs(self._data, positive),
+      "positive": positive,
+      "positive_rate": rate[positive],
+    }
+    if self._extra:
+      batch |= {
+        "negative_candidate": candidate_inputs(self._data, negative),
+        "negative": negative,
+        "negative_rate": rate[negative],
+      }
+    return batch
+
+  def _others(self, user, place, turn, stride) -> np.ndarray:
+    """Up to H different training items of each user without the one at `place`; -1 fills up."""
+    offsets, items = self._data.columns["train_offsets"], self._data.columns["item"]
+    first, size = offsets[user], offsets[user + 1] - offsets[user]
+    others = np.maximum(size - 1, 1)
+    steps = np.arange(self._history)
+    # The stride has no divisor in common with the number of others: no one is met twice.
+    step = ((turn * others).astype(np.int64)[:, None] + steps * stride[:, None]) % others[:, None]
+    picked = first[:, None] + (place[:, None] + 1 + step) % np.maximum(size, 1)[:, None]
+    return np.where(steps < (size - 1)[:, None], items[picked], -1).astype(np.int32)
+
+  def __repr__(self) -> str:
+    return f"TrainBatches({self._rows!r}, history={self._history}, extra={self._extra})"
+
+
+def eval_batches(data: RetrievalData, split: str, config) -> grain.IterDataset:
+  """Returns the examples of a split once, in order, as batches of `EvalBatches`."""
+  return pipeline.batches(EvalBatches(data, split, config, shard=_shard()), dict)
+
+
+class EvalBatches:
+  """Batch number -> users to rank the catalogue for.
+
+  A batch is `query` as in training, but with the whole history, evenly thinned out if it is longer
+  than `config.eval_history`; `relevant` int32 `[B, R]`, the split's items of the user; `seen` int32
+  `[B, E]`, those of the splits before it, nothing if `config.remove_seen` is False; and `mask`
+  bool `[B]`, False where the last batch is filled up. With `config.examples` "users" an example is
+  a user, with "rows" a row of the split, with one relevant item.
+  """
+
+  def __init__(self, data: RetrievalData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
+    if config.examples not in ("users", "rows"):
+      raise ValueError(f"unknown examples {config.examples!r}: choose users or rows")
+    self._data, self._split, self._batch_size = data, split, config.eval_batch_size
+    self._part, self._by_row = _part(config.eval_batch_size, shard), config.examples == "rows"
+    before = ["train"] if split == "valid" else ["train", "valid"]
+    self._before = before if config.remove_seen else []
+    longest = int(self._counts("train").max())
+    self._history = min(config.eval_history, longest)
+    self._relevant = int(self._counts(split).max())
+    # As wide for both splits, so that the ranking is compiled once.
+    self._seen = sum(int(self._counts(name).max()) for name in ("train", "valid"))
+    start, stop = data.splits[split]
+    self._users = (
+      np.asarray(data.columns["user"][start:stop])
+      if self._by_row
+      else np.flatnonzero(self._counts(split)).astype(np.int32)
+    )
+
+  def _counts(self, split: str) -> np.ndarray:
+    return np.diff(self._data.columns[f"{split}_offsets"])
+
+  def __len__(self) -> int:
+    return -(-len(self._users) // self._batch_size)
+
+  def __getitem__(self, number: int) -> dict[str, Any]:
+    examples = number * self._batch_size + np.arange(self._batch_size)[self._part]
+    mask = examples < len(self._users)
+    examples = np.minimum(examples, len(self._users) - 1)
+    user = self._users[examples]
+    if self._by_row:
+      relevant = self._data.columns["item"][self._data.splits[self._split][0] + examples][:, None]
+    else:
+      relevant = self._lists(self._split, user, self._relevant)
+    seen = [self._lists(name, user, int(self._counts(name).max())) for name in self._before]
+    none = np.full((len(user), self._seen - sum(x.shape[1] for x in seen)), -1, np.int32)
+    return {
+      "query": query_inputs(self._data, user, self._lists("train", user, self._history)),
+      "relevant": relevant.astype(np.int32),
+      "seen": np.concatenate([*seen, none], axis=1),
+      "mask": mask,
+    }
+
+  def _lists(self, split: str, user: np.ndarray, width: int) -> np.ndarray:
+    """Each user's items of a split `[B, width]`, evenly thinned out if there are more; -1 fills."""
+    offsets, items = self._data.columns[f"{split}_offsets"], self._data.columns["item"]
+    first, size = offsets[user][:, None], (offsets[user + 1] - offsets[user])[:, None]
+    steps = np.arange(width)
+    place = np.where(size > width, steps * size // width, steps)
+    last = len(items) - 1
+    return np.where(place < size, items[np.minimum(first + place, last)], -1).astype(np.int32)
+
+  def __repr__(self) -> str:
+    return f"EvalBatches({self._split!r}, batch_size={self._batch_size})"
+
+
+def query_inputs(data: RetrievalData, user: np.ndarray, history: np.ndarray) -> dict[str, Any]:
+  """Returns the query tower's features of some users and their histories `[B, H]`."""
+  return {"user": user, "history": embed.Padded(history)} | _about(
+    data.columns, "user", data.user_features, user
+  )
+
+
+def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
+  """Returns the candidate tower's features of some items."""
+  return {"item": item} | _about(data.columns, "item", data.item_features, item)
+
+
+def _about(columns, side: str, features: tuple[Feature, ...], ids: np.ndarray) -> dict[str, Any]:
+  found = {feature.name: columns[f"{side}_{feature.name}"][ids] for feature in features}
+  return {
+    feature.name: embed.Padded(found[feature.name]) if feature.valency > 1 else found[feature.name]
+    for feature in features
+  }
+
+
+class _Some(Mapping[str, np.ndarray]):
+  """Some of the columns; pickles as they do, which a dict of memory maps would not."""
+
+  def __init__(self, columns: Mapping[str, np.ndarray], names: tuple[str, ...]):
+    self._columns, self._names = columns, names
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    return self._columns[name]
+
+  def __iter__(self):
+    return iter(self._names)
+
+  def __len__(self) -> int:
+    return len(self._names)
+
+
+def _shard() -> tuple[int, int]:
+  return jax.process_index(), jax.process_count()
+
+
+def _part(size: int, shard: tuple[int, int]) -> slice:
+  index, count = shard
+  if size % count:
+    raise ValueError(f"{size} examples or negatives must be a multiple of the {count} processes")
+  return slice(index * size // count, (index + 1) * size // count)

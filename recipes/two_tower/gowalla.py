@@ -1,0 +1,88 @@
+"""Gowalla check-ins in LightGCN's split: `train.txt`, `test.txt` and, if there is one, `valid.txt`.
+
+A user a line: `user item item ...`, numbers from 0. Without `valid.txt` a tenth of each user's
+training items is held out for validation. The check-ins are SNAP's (Cho, Myers and Leskovec 2011);
+the split is the one of He et al. 2020, "LightGCN".
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes import files
+from recipes.two_tower import splits
+
+SOURCE = "https://github.com/kuandeng/LightGCN, Data/gowalla"
+
+
+def settings(config) -> dict[str, Any]:
+  """Returns everything the prepared columns depend on.
+
+  Raises:
+    FileNotFoundError: no folder is given, or it lacks a file; says where they come from.
+  """
+  hint = f"Get train.txt and test.txt from {SOURCE}, and pass --config.data_dir=<their folder>."
+  folder = Path(config.data_dir).expanduser()
+  if not config.data_dir or not folder.is_dir():
+    raise FileNotFoundError(f"--config.data_dir={config.data_dir} is not a folder. {hint}")
+  found = {name: files.require(folder, f"{name}.txt", hint=hint) for name in ("train", "test")}
+  if (folder / "valid.txt").is_file():
+    found["valid"] = folder / "valid.txt"
+  return {
+    "format": 1,
+    "files": {name: files.stamp(path) for name, path in found.items()},
+    "split_seed": config.split_seed,
+  }
+
+
+def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+  """Writes the columns; there are ids and nothing else."""
+  source = {name: Path(stamp[0]) for name, stamp in settings["files"].items()}
+  seen: dict[tuple[int, int], str] = {}
+  pairs = {name: _read(path, seen) for name, path in source.items()}
+  if "valid" not in pairs:
+    user, item = pairs["train"]
+    split = splits.per_user(user, 0.1, settings["split_seed"])
+    pairs["valid"] = user[split == 1], item[split == 1]
+    pairs["train"] = user[split != 1], item[split != 1]
+  sizes = tuple(1 + max(int(pair[side].max()) for pair in pairs.values()) for side in (0, 1))
+  return splits.write(
+    folder,
+    pairs,
+    (sizes[0], sizes[1]),
+    {},
+    {path.name: files.digest(path) for path in source.values()},
+    seed=settings["split_seed"],
+  )
+
+
+def _read(path: Path, seen: dict[tuple[int, int], str]) -> splits.Pairs:
+  """Reads a file; `seen` collects where each pair stands, through all files."""
+  user, item = [], []
+  with (
+    path.open(encoding="ascii", errors="replace") as file,
+    files.progress(f"reading {path.name}", path.stat().st_size, "B") as bar,
+  ):
+    for number, line in enumerate(file, start=1):
+      fields = line.split()
+      if not all(field.isdecimal() for field in fields):
+        wrong = next(field for field in fields if not field.isdecimal())
+        raise _error(path, number, f"{wrong!r} is not a number from 0")
+      ids = [int(field) for field in fields]
+      for name in ids[1:]:
+        if (ids[0], name) in seen:
+          there = seen[ids[0], name]
+          raise _error(path, number, f"item {name} of user {ids[0]} stands in {there} already")
+        seen[ids[0], name] = path.name
+        user.append(ids[0])
+        item.append(name)
+      bar.update(len(line))
+  return np.array(user, np.int32), np.array(item, np.int32)
+
+
+def _error(path: Path, number: int, what: str) -> ValueError:
+  return ValueError(
+    f"{path}, line {number}: {what}. A line is `user item item ...`, and a pair stands once in "
+    f"the data. Get the files again from {SOURCE}, or repair the line."
+  )

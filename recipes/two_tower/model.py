@@ -1,0 +1,171 @@
+"""Two towers over one `SparseEmbed`, and what training remembers beside them.
+
+B is the number of queries, C of candidates, D the width of tables and towers, Q of a queue.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import embed
+from recipes import layers
+from recipes.two_tower.frequency import Frequency
+
+
+class Tower(nnx.Module):
+  """What the tables return of one side, `{name: [B, D]}`, as one vector `[B, D]`.
+
+  Without hidden layers it is the sum, each feature times a learned number; with them, an MLP of the
+  concatenation and a linear layer.
+
+  Args:
+    names: of the features.
+    dim: D.
+    hidden: widths of the MLP.
+    dropout: rate, of what the tables return and after the MLP's layers.
+    normalize: whether to scale the result to length 1.
+  """
+
+  def __init__(
+    self,
+    names: Sequence[str],
+    dim: int,
+    *,
+    hidden: Sequence[int],
+    dropout: float,
+    normalize: bool,
+    rngs: nnx.Rngs,
+  ):
+    self.names, self.normalize = tuple(names), normalize
+    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+    self.gains = None if hidden else nnx.Param(jnp.ones(len(names)))
+    self.mlp = layers.MLP(len(names) * dim, hidden, dropout=dropout, rngs=rngs)
+    self.out = nnx.Linear(self.mlp.out_features, dim, rngs=rngs) if hidden else None
+
+  def __call__(self, activations: Mapping[str, jax.Array]) -> jax.Array:
+    vectors = [self.dropout(activations[name]) for name in self.names]
+    if self.gains is not None:
+      x = jnp.einsum("f,fbd->bd", self.gains[...], jnp.stack(vectors))
+    else:
+      assert self.out is not None
+      x = self.out(self.mlp(jnp.concatenate(vectors, axis=1)))
+    if self.normalize:
+      # Under the root, and not around it: a query without any feature has no direction.
+      x = x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=1, keepdims=True) + 1e-12)
+    return x
+
+
+class Past(nnx.Variable):
+  """The arrays of a `Queue`."""
+
+
+class Queue(nnx.Module):
+  """The candidates of past batches as negatives: Wang et al. 2021, "Cross-Batch Negative Sampling".
+
+  Args:
+    size: Q, a multiple of the batch.
+    dim: D.
+  """
+
+  def __init__(self, size: int, dim: int):
+    self.size = size
+    self.past = Past(
+      {
+        "ids": jnp.full(size, -1, jnp.int32),
+        "vectors": jnp.zeros((size, dim), jnp.float32),
+        "rates": jnp.zeros(size, jnp.float32),
+        "next": jnp.int32(0),
+      }
+    )
+
+  def read(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns ids `[Q]`, -1 where nothing has been put yet, vectors `[Q, D]` and rates `[Q]`."""
+    state = self.past.get_value()
+    return state["ids"], state["vectors"], state["rates"]
+
+  def put(self, ids: jax.Array, vectors: jax.Array, rates: jax.Array) -> None:
+    """Replaces the oldest entries by those of a batch; no gradient comes back to it."""
+    state: dict[str, Any] = dict(self.past.get_value())
+    start, vectors = state["next"], jax.lax.stop_gradient(vectors)
+    self.past.set_value(
+      {
+        "ids": jax.lax.dynamic_update_slice(state["ids"], ids, (start,)),
+        "vectors": jax.lax.dynamic_update_slice(state["vectors"], vectors, (start, 0)),
+        "rates": jax.lax.dynamic_update_slice(state["rates"], rates, (start,)),
+        "next": (start + ids.shape[0]) % self.size,
+      }
+    )
+
+
+class TwoTower(nnx.Module):
+  """Query and candidate tower; a score is the dot product of what they return.
+
+  Args:
+    features: `{"query": {name: FeatureConfig}, "candidate": {...}}`, all on tables of width `dim`.
+    table_optimizer: trains the tables.
+    dim: D.
+    num_items: the catalogue.
+    query_hidden, candidate_hidden: widths of the towers' MLPs; none makes a tower a sum.
+    dropout: rate in the query tower.
+    normalize: whether both towers return vectors of length 1.
+    buckets, rate: of the frequency estimate.
+    queue: past candidates kept as negatives; 0 keeps none.
+    mesh, sharding: where the tables live, as for `embed.SparseEmbed`.
+  """
+
+  def __init__(
+    self,
+    features: Mapping[str, Mapping[str, embed.FeatureConfig]],
+    table_optimizer,
+    dim: int,
+    num_items: int,
+    *,
+    query_hidden: Sequence[int],
+    candidate_hidden: Sequence[int],
+    dropout: float,
+    normalize: bool,
+    buckets: int,
+    rate: float,
+    queue: int,
+    rngs: nnx.Rngs,
+    mesh: jax.sharding.Mesh | None = None,
+    sharding: str = "mod",
+  ):
+    self.embed = embed.SparseEmbed(
+      features, optimizer=table_optimizer, rngs=rngs, mesh=mesh, sharding=sharding
+    )
+    self.query_tower = Tower(
+      tuple(features["query"]),
+      dim,
+      hidden=query_hidden,
+      dropout=dropout,
+      normalize=normalize,
+      rngs=rngs,
+    )
+    self.candidate_tower = Tower(
+      tuple(features["candidate"]),
+      dim,
+      hidden=candidate_hidden,
+      dropout=0.0,
+      normalize=normalize,
+      rngs=rngs,
+    )
+    self.frequency = Frequency(buckets or num_items, num_items, rate=rate)
+    self.queue = Queue(queue, dim) if queue else None
+
+  def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
+    activations = self.embed({"query": query, "candidate": candidate})
+    queries = self.query_tower(activations["query"])
+    return queries, self.candidate_tower(activations["candidate"])
+
+  def queries(self, query: Any) -> jax.Array:
+    """Returns `[B, D]`."""
+    return self.query_tower(self.embed({"query": query})["query"])
+
+  def candidates(self, candidate: Any) -> jax.Array:
+    """Returns `[C, D]`."""
+    return self.candidate_tower(self.embed({"candidate": candidate})["candidate"])

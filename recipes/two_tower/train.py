@@ -1,0 +1,274 @@
+"""Trains a two-tower model: what to train, on what, and how it is measured."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import embed
+from recipes import baselines as baselines_lib
+from recipes import hosts, loop, optimizers, results, retrieval
+from recipes.metrics import RankingMetrics
+from recipes.two_tower import data as data_lib
+from recipes.two_tower import losses
+from recipes.two_tower import model as model_lib
+
+
+def run(config, workdir: str) -> dict[str, Any]:
+  """Trains as configured, or reports the run that the workdir holds; returns its result.json.
+
+  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+  """
+  mesh = hosts.start()
+  result = loop.finished(config, workdir)
+  if result is None:
+    hosts.check_batch_sizes(
+      mesh,
+      batch_size=config.batch_size,
+      eval_batch_size=config.eval_batch_size,
+      **{"extra.count": config.extra.count},
+    )
+    data = data_lib.load(config)
+    model = build_model(config, data, mesh)
+    result = loop.train(
+      config,
+      workdir,
+      recipe="two_tower",
+      model=model,
+      optimizer=embed.Optimizer(model, optimizers.dense_optimizer(config)),
+      loss_fn=loss(config, mesh),
+      batches=data_lib.train_batches(data, config),
+      evaluate=evaluator(data, config, mesh),
+      baselines=lambda: baselines(data, config),
+      data_sha256=data.sha256,
+      mesh=mesh,
+    )
+  if hosts.is_main():
+    print(results.report(result))
+  return result
+
+
+def build_model(
+  config, data: data_lib.RetrievalData, mesh: Mesh | None = None
+) -> model_lib.TwoTower:
+  """Returns the model, its tables with the configured optimizer and, under a mesh, split over it.
+
+  Raises:
+    ValueError: a queue that is not a multiple of the batch, or an unknown option.
+  """
+  if config.queue % config.batch_size:
+    raise ValueError(
+      f"queue is {config.queue}: choose a multiple of the batch size {config.batch_size}"
+    )
+  return model_lib.TwoTower(
+    feature_configs(config, data),
+    optimizers.table_optimizer(config),
+    config.embedding_dim,
+    data.num_items,
+    query_hidden=config.query_hidden,
+    candidate_hidden=config.candidate_hidden,
+    dropout=config.dropout,
+    normalize=config.normalize,
+    buckets=config.frequency.buckets,
+    rate=config.frequency.rate,
+    queue=config.queue,
+    rngs=nnx.Rngs(config.seed),
+    mesh=mesh,
+    sharding=config.table.sharding,
+  )
+
+
+def feature_configs(
+  config, data: data_lib.RetrievalData
+) -> dict[str, dict[str, embed.FeatureConfig]]:
+  """Returns the features of both towers that the config names.
+
+  `config.query` may hold `user`, `history` and the user's features; `config.candidate` may hold
+  `item` and the item's features. Histories read the items' own table, or with
+  `config.share_history` False one of their own.
+
+  Raises:
+    ValueError: there is no such feature; names those that there are.
+  """
+  # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
+  initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
+  table = functools.partial(
+    embed.TableConfig, dim=config.embedding_dim, initializer=initializer, combiner="mean"
+  )
+  item = table(data.num_items, name="item")
+  history = item if config.share_history else table(data.num_items, name="history")
+  known = {
+    "query": {"user": table(data.num_users, name="user"), "history": history}
+    | {f.name: table(f.vocabulary_size, name=f"user_{f.name}") for f in data.user_features},
+    "candidate": {"item": item}
+    | {f.name: table(f.vocabulary_size, name=f"item_{f.name}") for f in data.item_features},
+  }
+  chosen: dict[str, dict[str, embed.FeatureConfig]] = {}
+  for side, names in (("query", config.query), ("candidate", config.candidate)):
+    unknown = set(names) - set(known[side])
+    if unknown or not names:
+      raise ValueError(
+        f"config.{side} is {tuple(names)}: choose some of {sorted(known[side])} of this data set"
+      )
+    chosen[side] = {name: embed.FeatureConfig(known[side][name]) for name in names}
+  return chosen
+
+
+def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
+  """Returns `(model, batch) -> scalar`: the mean sampled softmax of the whole batch.
+
+  Under a mesh every query meets the candidates of all devices, not of its own alone.
+  """
+
+  def loss_fn(model: model_lib.TwoTower, batch) -> jax.Array:
+    size = batch["positive"].shape[0]
+    ids, rate, candidate = batch["positive"], batch["positive_rate"], batch["positive_candidate"]
+    if config.extra.count:
+      both = lambda a, b: jax.tree.map(lambda x, y: jnp.concatenate([x, y]), a, b)
+      ids = both(ids, batch["negative"])
+      rate = both(rate, batch["negative_rate"])
+      candidate = both(candidate, batch["negative_candidate"])
+    queries, candidates = model(
+      {name: batch["query"][name] for name in config.query},
+      {name: candidate[name] for name in config.candidate},
+    )
+    model.frequency.update(batch["positive"])
+    batches, pool = 1.0, (ids, candidates, rate)
+    if model.queue is not None:
+      past = model.queue.read()
+      model.queue.put(ids[:size], candidates[:size], rate[:size])
+      batches += jnp.sum(past[0] >= 0) / size
+      pool = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), pool, past)
+    ids, candidates, rate = (_everywhere(x, mesh) for x in pool)
+    log_expected = None
+    if config.log_q:
+      expected = batches * model.frequency.expected(jnp.maximum(ids, 0)) + rate
+      log_expected = config.log_q * jnp.log(expected)
+    values = losses.sampled_softmax(
+      jnp.einsum("bd,cd->bc", queries, candidates) / config.temperature,
+      ids,
+      log_expected=log_expected,
+      remove_accidental_hits=config.remove_accidental_hits,
+      hard_negatives=config.hard_negatives,
+    )
+    return values.mean()
+
+  return loss_fn
+
+
+def _everywhere(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+  if mesh is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
+  """Returns `(model, split) -> {metric: value}`, full rankings of the catalogue, in every process.
+
+  With `config.ann` the test split has `ann_recall@k` as well: how many of the exact best an
+  approximate index finds.
+  """
+
+  @nnx.jit
+  def encode(model, candidate):
+    return _everywhere(model.candidates(candidate), mesh)
+
+  @nnx.jit
+  def rank(model, candidates, query, seen):
+    queries = model.queries({name: query[name] for name in config.query})
+    return queries, retrieval.top_k(queries, candidates, max(config.ks), seen, mesh)[1]
+
+  def evaluate(model, split: str) -> dict[str, float]:
+    metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)
+    vectors = [encode(view, hosts.to_global(mesh, batch)) for batch in catalogue(data, config)]
+    candidates = jnp.concatenate(vectors)[: data.num_items]
+    approximate, shares = None, []
+    if config.ann and split == "test":
+      approximate = retrieval.Approximate(hosts.gather(candidates))
+    for batch in data_lib.eval_batches(data, split, config):
+      batch = hosts.to_global(mesh, batch)
+      queries, top_ids = rank(view, candidates, batch["query"], batch["seen"])
+      queries, top_ids, relevant, seen, mask = hosts.gather(
+        (queries, top_ids, batch["relevant"], batch["seen"], batch["mask"])
+      )
+      metrics.update(top_ids, relevant, mask)
+      if approximate is not None:
+        found = approximate.top_k(queries[mask], max(config.ks), seen[mask])[1]
+        shares.append(retrieval.found(found, top_ids[mask]))
+    extra = {f"ann_recall@{max(config.ks)}": float(np.mean(shares))} if shares else {}
+    return metrics.compute() | extra
+
+  return evaluate
+
+
+def catalogue(data: data_lib.RetrievalData, config):
+  """Yields the candidate tower's features of all items in batches of `config.eval_batch_size`.
+
+  Every process yields its own part; behind the last item, the last one again.
+  """
+  index, count = jax.process_index(), jax.process_count()
+  size = config.eval_batch_size
+  for start in range(0, data.num_items, size):
+    items = np.minimum(np.arange(start, start + size), data.num_items - 1).astype(np.int32)
+    own = np.split(items, count)[index]
+    features = data_lib.candidate_inputs(data, own)
+    yield {name: features[name] for name in config.candidate}
+
+
+def examples(
+  data: data_lib.RetrievalData, split: str, config
+) -> tuple[np.ndarray, scipy.sparse.csr_matrix]:
+  """Returns the user of each of a split's examples and their relevant items `[examples, items]`."""
+  if config.examples == "users":
+    return np.arange(data.num_users), data.matrix(split)
+  start, stop = data.splits[split]
+  items = np.asarray(data.columns["item"][start:stop])
+  pairs = np.arange(stop - start), items
+  shape = (stop - start, data.num_items)
+  matrix = scipy.sparse.csr_matrix((np.ones(stop - start, np.float32), pairs), shape)
+  return np.asarray(data.columns["user"][start:stop]), matrix
+
+
+def baselines(data: data_lib.RetrievalData, config) -> dict[str, dict[str, float]]:
+  """Returns the metrics of popularity, EASE and iALS, as far as configured, by the same ranking.
+
+  Their penalties are chosen on validation, by `config.baseline.select`.
+  """
+  before = {"valid": ("train",), "test": ("train", "valid")}
+  users, relevant, seen = {}, {}, {}
+  for split, earlier in before.items():
+    users[split], relevant[split] = examples(data, split, config)
+    seen[split] = data.matrix(*earlier)[users[split]] if config.remove_seen else None
+  train = data.matrix("train")
+  best = functools.partial(
+    baselines_lib.best_ranking,
+    users=users,
+    relevant=relevant,
+    seen=seen,
+    ks=config.ks,
+    select=config.baseline.select,
+  )
+  popular = baselines_lib.popularity(train)
+  found = {"popularity": best({0.0: lambda: lambda rows: np.tile(popular, (len(rows), 1))})}
+
+  def ease(l2):
+    weights = baselines_lib.ease(train, l2)
+    return lambda rows: train[rows] @ weights
+
+  def ials(l2):
+    factors, items = baselines_lib.ials(train, l2=l2, **config.baseline.ials)
+    return lambda rows: factors[rows] @ items.T
+
+  if config.baseline.ease_l2:
+    found["EASE"] = best({l2: functools.partial(ease, l2) for l2 in config.baseline.ease_l2})
+  if config.baseline.ials_l2:
+    found["iALS"] = best({l2: functools.partial(ials, l2) for l2 in config.baseline.ials_l2})
+  if data.best:
+    found["best possible"] = dict(data.best)
+  return found

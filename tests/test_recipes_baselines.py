@@ -1,0 +1,114 @@
+"""The baselines of rankings solve the equations they name, and are scored as everything else is."""
+
+import numpy as np
+import pytest
+import scipy.sparse
+from test_recipes_metrics import slow_ranking
+
+from recipes import baselines
+
+
+@pytest.fixture(scope="module")
+def train():
+  draw = np.random.default_rng(0)
+  taste, kind = draw.integers(0, 4, 60), draw.integers(0, 4, 30)
+  likely = np.where(taste[:, None] == kind, 0.6, 0.05)
+  return scipy.sparse.csr_matrix((draw.random((60, 30)) < likely).astype(np.float32))
+
+
+def test_popularity_by_hand():
+  matrix = scipy.sparse.csr_matrix(np.array([[1, 0, 1], [0, 0, 1]], np.float32))
+  assert baselines.popularity(matrix).tolist() == [1, 0, 2]
+
+
+def test_ease_is_ridge_regression_without_the_item_itself(train):
+  x, l2 = train.toarray().astype(np.float64), 3.0
+  weights = baselines.ease(train, l2)
+  for item in (0, 13, 29):
+    others = np.delete(np.arange(30), item)
+    own = x[:, others]
+    wanted = np.linalg.solve(own.T @ own + l2 * np.eye(29), own.T @ x[:, item])
+    np.testing.assert_allclose(weights[others, item], wanted, atol=1e-9)
+    assert weights[item, item] == 0
+
+
+def test_ease_refuses_what_would_not_fit():
+  with pytest.raises(ValueError, match=r"40000 x 40000 items, 13 GB.*take iALS"):
+    baselines.ease(scipy.sparse.csr_matrix((2, 40_000), dtype=np.float32), 1.0)
+
+
+def test_ials_lowers_its_loss_to_a_minimum(train):
+  x, l2, unobserved = train.toarray().astype(np.float64), 0.05, 0.2
+
+  def loss(users, items):
+    scores = users @ items.T
+    frequency = lambda axis: x.sum(axis=axis) + unobserved * x.shape[axis]
+    penalty = (frequency(1) * (users**2).sum(axis=1)).sum()
+    penalty += (frequency(0) * (items**2).sum(axis=1)).sum()
+    return (x * (scores - 1) ** 2).sum() + unobserved * (scores**2).sum() + l2 * penalty
+
+  losses = []
+  for sweeps in (1, 2, 4, 60):
+    users, items = baselines.ials(train, dim=6, l2=l2, unobserved=unobserved, sweeps=sweeps)
+    losses.append(loss(users, items))
+  assert losses == sorted(losses, reverse=True)
+  draw = np.random.default_rng(1)
+  for _ in range(5):  # nowhere lower beside it
+    step = 1e-3 * draw.normal(size=items.shape)
+    assert loss(users, items + step) > losses[-1]
+    assert loss(users, items - step) > losses[-1]
+
+
+def test_ranking_is_a_full_one_without_what_was_seen(train):
+  draw = np.random.default_rng(2)
+  scores = np.round(draw.normal(size=(60, 30)), 1)
+  relevant = scipy.sparse.csr_matrix((draw.random((60, 30)) < 0.1) & (train.toarray() == 0))
+  found = baselines.ranking(lambda a, b: scores[a:b], relevant, train, (3, 5), batch=7)
+  sets = lambda matrix: [set(row.indices.tolist()) for row in matrix]
+  scores = scores.astype(np.float32)
+  wanted = slow_ranking(scores, sets(relevant), sets(train), (3, 5))
+  assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_the_hyperparameter_is_chosen_on_validation(train):
+  draw = np.random.default_rng(3)
+  free = train.toarray() == 0
+  relevant = {
+    split: scipy.sparse.csr_matrix((draw.random((60, 30)) < 0.1) & free)
+    for split in ("valid", "test")
+  }
+  # One candidate knows the validation split, the other the test split.
+  known = {0.5: relevant["test"], 2.0: relevant["valid"]}
+  candidates = {
+    value: lambda matrix=matrix: lambda users: matrix[users].toarray()
+    for value, matrix in known.items()
+  }
+  everybody = dict.fromkeys(relevant, np.arange(60))
+  found = baselines.best_ranking(
+    candidates, everybody, relevant, {"valid": train, "test": train}, (5,), select="ndcg@5"
+  )
+  assert found["chosen"] == 2.0
+  assert found["valid_ndcg@5"] == 1.0
+  assert found["test_ndcg@5"] < 0.9
+
+
+def test_an_example_may_be_a_row_of_its_user(train):
+  """Users 3 and 5 have one example for each of their items."""
+  users, items = np.array([3, 3, 5]), np.array([1, 2, 0])
+  relevant = scipy.sparse.csr_matrix((np.ones(3), (np.arange(3), items)), (3, 30))
+  scores = np.zeros((60, 30))
+  scores[3, 1], scores[5, 7] = 1, 1
+  found = baselines.best_ranking(
+    {0.0: lambda: lambda rows: scores[rows]},
+    {"valid": users, "test": users},
+    {"valid": relevant, "test": relevant},
+    {"valid": None, "test": None},
+    (1,),
+    select="hr@1",
+  )
+  assert found["test_hr@1"] == pytest.approx(1 / 3)
+
+
+def test_padded():
+  matrix = scipy.sparse.csr_matrix(np.array([[0, 1, 1], [0, 0, 0], [1, 0, 0]]))
+  assert baselines.padded(matrix).tolist() == [[1, 2], [-1, -1], [0, -1]]

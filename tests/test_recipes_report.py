@@ -1,0 +1,98 @@
+"""The page of results: means and spreads by hand, what is one row, and curves against time."""
+
+import json
+import re
+
+import pytest
+
+from recipes import report
+
+
+def write_run(folder, *, recipe="two_tower", seed=0, recall=0.2, seconds=10.0, **config):
+  folder.mkdir(parents=True)
+  config = {
+    "dataset": "gowalla",
+    "batch_size": 100,
+    "select": "valid_ndcg@10",
+    "seed": seed,
+  } | config
+  result = {
+    "recipe": recipe, "config": config, "seed": seed, "steps": 40, "tested_step": 40,
+    "seconds": seconds,
+    "metrics": {"valid_recall@10": 0.5, "test_recall@10": recall, "test_mrr": 0.25},
+    "baselines": {"popularity": {"test_recall@10": 0.0416, "test_mrr": 0.125}},
+    "device": {"kind": "cpu", "count": 1, "host_cores": 2, "platform": "cpu"},
+    "versions": {"jax": "0.10", "flax": "0.12", "sparse-embed": "0.1"},
+    "data_sha256": {"train.txt": "ab" * 32},
+  }  # fmt: skip
+  lines = [
+    {"step": 10, "loss": 3.0, "examples_per_second": 500.0},
+    {"step": 20, "loss": 2.0, "examples_per_second": 250.0},
+    {"step": 20, "valid_ndcg@10": 0.3},
+    {"step": 40, "loss": 1.0, "examples_per_second": 1000.0},
+    {"step": 40, "valid_ndcg@10": 0.4},
+  ]
+  (folder / "result.json").write_text(json.dumps(result))
+  (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  return str(folder)
+
+
+def rows(page):
+  cells = [
+    [c.strip() for c in line[1:-1].split("|")] for line in page.splitlines() if line[:1] == "|"
+  ]
+  return {row[0]: row[1:] for row in cells}
+
+
+def test_seeds_of_one_config_are_one_row(tmp_path):
+  runs = [
+    write_run(
+      tmp_path / f"r{seed}", seed=seed, recall=recall, seconds=seconds, data_dir=f"/d{seed}"
+    )
+    for seed, recall, seconds in ((0, 0.1, 10), (1, 0.2, 20), (2, 0.3, 30))
+  ]
+  report.main([*runs, f"--out={tmp_path / 'page' / 'all'}"])
+  page = (tmp_path / "page" / "all.md").read_text()
+  found = rows(page)
+  assert found[""] == ["seeds", "recall@10", "mrr", "seconds"]
+  assert found["two_tower"] == ["0, 1, 2", "0.2000 ± 0.1000", "0.2500", "20 ± 10"]
+  assert found["popularity"] == ["", "0.0416", "0.1250", ""]
+  assert "`train.txt` " + "ab" * 32 in page
+  assert "1 x cpu (2 host cores)" in page
+  assert "![" in page
+  image = tmp_path / "page" / re.search(r"\((\S+\.png)\)", page).group(1)
+  assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
+  runs = [
+    write_run(tmp_path / "a", extra={"count": 5}),
+    write_run(tmp_path / "b", extra={"count": 7}, recall=0.4),
+    write_run(tmp_path / "c", recipe="sequence", dataset="beauty", model="sasrec"),
+  ]
+  groups = report.grouped([report.load(run) for run in runs])
+  assert report.names(groups) == [
+    "two_tower extra.count=5", "two_tower extra.count=7", "sequence/sasrec"
+  ]  # fmt: skip
+  page = report.markdown(groups, "x.png")
+  assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [
+    "sequence on beauty",
+    "two_tower on gowalla",
+  ]
+  assert rows(page)["two_tower extra.count=7"][1] == "0.4000"
+  assert len(report.draw(groups).axes) == 4
+
+
+def test_curves_are_against_seconds_of_training(tmp_path):
+  run = report.load(write_run(tmp_path / "a"))
+  assert run.curve("loss") == ([2.0, 6.0, 8.0], [3.0, 2.0, 1.0])
+  assert run.curve("valid_ndcg@10") == ([6.0, 8.0], [0.3, 0.4])
+
+
+def test_mistakes_are_named(tmp_path):
+  first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+  with pytest.raises(ValueError, match=r"a and .*b are runs of one config and one seed"):
+    report.main([first, again, f"--out={tmp_path / 'x'}"])
+  (tmp_path / "b" / "result.json").unlink()
+  with pytest.raises(FileNotFoundError, match=r"b has no result\.json: .* runs that have ended"):
+    report.load(again)

@@ -1,0 +1,135 @@
+"""The best k equal a slow ranking, ties included, however candidates are cut and spread."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import pytest
+
+from recipes import retrieval
+
+K = 7
+
+
+def slow(scores, k, exclude=None):
+  """By sorting Python pairs: larger scores first, then lower ids; what is left out is gone."""
+  best_scores, best_ids = [], []
+  for row, all_scores in enumerate(scores):
+    out = set() if exclude is None else set(exclude[row].tolist())
+    ranked = sorted((-float(s), i) for i, s in enumerate(all_scores) if i not in out)[:k]
+    ranked += [(np.inf, -1)] * (k - len(ranked))
+    best_scores.append([-s for s, _ in ranked])
+    best_ids.append([i for _, i in ranked])
+  return np.array(best_scores, np.float32), np.array(best_ids)
+
+
+def draw(seed, batch=5, size=83, dim=4):
+  """Small whole numbers: products are exact, and most scores are tied."""
+  generator = np.random.default_rng(seed)
+  query = generator.integers(-2, 3, (batch, dim)).astype(np.float32)
+  candidates = generator.integers(-1, 2, (size, dim)).astype(np.float32)
+  exclude = generator.integers(-1, size, (batch, 9)).astype(np.int32)
+  return query, candidates, exclude
+
+
+def check(found, wanted):
+  scores, ids = (np.asarray(x) for x in found)
+  np.testing.assert_array_equal(ids, wanted[1])
+  np.testing.assert_array_equal(scores, wanted[0])
+  assert ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("max_scores", [1, 5 * 10, 5 * 83, 1 << 20])
+@pytest.mark.parametrize("excluding", [False, True])
+def test_ties_and_chunks(max_scores, excluding):
+  query, candidates, exclude = draw(0)
+  exclude = exclude if excluding else None
+  wanted = slow(query @ candidates.T, K, exclude)
+  assert len(np.unique(wanted[0])) < wanted[0].size / 2  # the test is about ties
+  check(retrieval.top_k(query, candidates, K, exclude, max_scores=max_scores), wanted)
+  check(retrieval.top_k_of_scores(query @ candidates.T, K, exclude), wanted)
+
+
+@pytest.mark.parametrize("size", [8, 83, 96])
+def test_over_a_mesh_is_the_same(size):
+  mesh = meshes.make_mesh()
+  query, candidates, exclude = draw(1, size=size)
+  best = jax.jit(functools.partial(retrieval.top_k, mesh=mesh, max_scores=5 * 4), static_argnums=2)
+  spread = jax.device_put(query, jax.NamedSharding(mesh, jax.P())), candidates
+  check(best(*spread, K, exclude), slow(query @ candidates.T, K, exclude))
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_what_fills_up_chunks_and_shards_never_wins(spread):
+  """All scores are negative; a row of zeros would be the best."""
+  query, candidates = np.ones((2, 3), np.float32), -np.ones((21, 3), np.float32)
+  mesh = meshes.make_mesh() if spread else None
+  best = functools.partial(retrieval.top_k, mesh=mesh, max_scores=2 * (2 if spread else 5))
+  scores, ids = jax.jit(best, static_argnums=2)(query, candidates, 21)
+  assert ids.tolist() == [list(range(21))] * 2
+  assert (scores == -3).all()
+
+
+def test_over_a_mesh_nothing_as_large_as_all_scores_is_made():
+  mesh, batch, size = meshes.make_mesh(), 16, 4096
+  best = jax.jit(functools.partial(retrieval.top_k, mesh=mesh), static_argnums=2)
+  text = best.lower(jnp.ones((batch, 8)), jnp.ones((size, 8)), K).compile().as_text()
+  assert f"f32[{batch},{size // 8}]" in text
+  assert f"f32[{batch},{size}]" not in text
+
+
+def test_real_scores_and_equal_vectors():
+  generator = np.random.default_rng(2)
+  query = generator.normal(size=(6, 16)).astype(np.float32)
+  candidates = generator.normal(size=(50, 16)).astype(np.float32)
+  candidates[31], candidates[44] = candidates[12], candidates[12]
+  _, ids = retrieval.top_k(query, candidates, 50)
+  _, cut = retrieval.top_k(query, candidates, 50, max_scores=6 * 8)
+  for row in np.asarray(ids).tolist():
+    place = row.index(12)
+    assert row[place : place + 3] == [12, 31, 44]
+  np.testing.assert_array_equal(ids, cut)
+  wanted = slow(query.astype(np.float64) @ candidates.T.astype(np.float64), 50)[1]
+  distinct = ~np.isin(wanted, [12, 31, 44])
+  np.testing.assert_array_equal(np.asarray(ids)[distinct], wanted[distinct])
+
+
+def test_few_are_left():
+  scores = jnp.array([[3.0, -0.0, 0.0, -1.0]])
+  exclude = jnp.array([[0, -1, 3]])
+  found, ids = retrieval.top_k_of_scores(scores, 4, exclude)
+  assert ids.tolist() == [[1, 2, -1, -1]]  # -0.0 equals 0.0
+  assert found.tolist() == [[0.0, 0.0, -np.inf, -np.inf]]
+
+
+def test_errors():
+  query, candidates, exclude = draw(0)
+  with pytest.raises(ValueError, match="k is 84: choose 1 to 83"):
+    retrieval.top_k(query, candidates, 84)
+  with pytest.raises(ValueError, match=r"must be \[queries, width\] and \[candidates, width\]"):
+    retrieval.top_k(query[:, :2], candidates, 2)
+  with pytest.raises(ValueError, match=r"exclude \(4, 9\) must be \[5 queries"):
+    retrieval.top_k(query, candidates, 2, exclude[:4])
+
+
+def test_the_approximate_index():
+  pytest.importorskip("usearch", reason="the extra `ann` is not installed")
+  generator = np.random.default_rng(3)
+  candidates = generator.normal(size=(2_000, 16)).astype(np.float32)
+  query = generator.normal(size=(64, 16)).astype(np.float32)
+  exclude = np.asarray(retrieval.top_k(query, candidates, 5)[1])  # the very best are left out
+  exclude = np.concatenate([exclude, np.full((64, 1), -1)], axis=1)
+  exact = [np.asarray(x) for x in retrieval.top_k(query, candidates, 10, exclude)]
+  index = retrieval.Approximate(candidates)
+  scores, ids = index.top_k(query, 10, exclude)
+  assert 0.9 < retrieval.found(ids, exact[1]) <= 1.0
+  assert not (ids[:, :, None] == exclude[:, None, :]).any()
+  np.testing.assert_allclose(scores, np.take_along_axis(query @ candidates.T, ids, 1), atol=1e-4)
+  assert (np.diff(scores, axis=1) <= 0).all()
+
+
+def test_found_by_hand():
+  exact = np.array([[4, 2], [7, -1]])
+  assert retrieval.found(np.array([[2, 9], [7, 3]]), exact) == pytest.approx(2 / 3)

@@ -1,0 +1,316 @@
+"""Files, splits, packed rows, batches: by hand, every user once, a function of the number alone."""
+
+import hashlib
+import importlib
+import pickle
+
+import numpy as np
+import pytest
+from small_data import write_sequences
+
+from recipes import pipeline
+from recipes.sequence import batches, data, files, packing, synthetic
+
+SEQUENCES = {1: [5, 3, 9, 2, 7, 4], 2: [3, 5, 2], 4: [9, 4], 7: [8, 2, 3, 5, 9]}
+
+
+def config(tmp_path, name="beauty", **changes):
+  made = importlib.import_module(f"configs.sequence.{name}").get_config("smoke")
+  defaults = {"cache_dir": str(tmp_path / "cache"), "max_length": 4}
+  if name != "synthetic":
+    defaults |= {"data_dir": str(tmp_path), "counts": ()}
+  made.update_from_flattened_dict(defaults | changes)
+  return made
+
+
+def write(tmp_path, layout="lines", sequences=SEQUENCES):
+  name = "Beauty.txt" if layout == "lines" else "beauty.txt"
+  return write_sequences(tmp_path / name, sequences, layout)
+
+
+def sequences_of(columns):
+  return [s.tolist() for s in np.split(columns["items"], columns["offsets"][1:-1])]
+
+
+def test_both_layouts_are_the_same_data(tmp_path):
+  path = write(tmp_path)
+  loaded = data.load(config(tmp_path))
+  assert loaded.num_items == 7  # 2, 3, 4, 5, 7, 8, 9 become 0 to 6
+  expected = [[3, 1, 6, 0, 4, 2], [1, 3, 0], [6, 2], [5, 0, 1, 3, 6]]
+  assert sequences_of(loaded.columns) == expected
+  assert loaded.sha256 == {"Beauty.txt": hashlib.sha256(path.read_bytes()).hexdigest()}
+  write(tmp_path, "pairs")
+  other = data.load(config(tmp_path, "beauty_bert4rec"))
+  assert sequences_of(other.columns) == expected
+
+
+def test_users_may_take_turns_in_a_file_of_pairs(tmp_path):
+  (tmp_path / "beauty.txt").write_text("7 3\n2 5\n7 1\n2 9\n2 3\n7 9\n")
+  loaded = data.load(config(tmp_path, "beauty_bert4rec"))
+  assert sequences_of(loaded.columns) == [[2, 3, 1], [1, 0, 3]]
+
+
+@pytest.mark.parametrize(
+  ("layout", "content", "message"),
+  [
+    ("pairs", "1 2\n1 3 4\n", r"beauty.txt, line 2: found 3 fields, expected `user item`"),
+    ("pairs", "1 2\n1 x\n", r"beauty.txt, line 2: found '1 x', expected whole numbers"),
+    ("pairs", "1 2\n\n1 3\n", r"beauty.txt, line 2: found '', expected whole numbers"),
+    ("pairs", "1 -2\n", r"beauty.txt, line 1: found '1 -2', expected whole numbers"),
+    ("lines", "1 2 3\n4\n", r"Beauty.txt, line 2: found no item"),
+    ("lines", "1 2 3\n1 4 5\n", r"Beauty.txt, line 2: user 1 appears a second time"),
+  ],
+)
+def test_damage_is_named(tmp_path, layout, content, message):
+  write(tmp_path, layout).write_text(content)
+  with pytest.raises(ValueError, match=message):
+    data.load(config(tmp_path, "beauty" if layout == "lines" else "beauty_bert4rec"))
+
+
+def test_other_counts_than_the_published_are_refused(tmp_path):
+  write(tmp_path)
+  assert data.load(config(tmp_path, counts=(4, 7, 16))).num_items == 7
+  with pytest.raises(ValueError, match=r"4 users, 7 items and 16 .* has 4, 7, 17.*counts='\(\)'"):
+    data.load(config(tmp_path, counts=(4, 7, 17)))
+
+
+def test_a_missing_file_says_where_it_comes_from(tmp_path):
+  with pytest.raises(
+    FileNotFoundError, match=r"no Beauty\.txt.*CIKM2020-S3Rec.*--config\.data_dir"
+  ):
+    data.load(config(tmp_path))
+  with pytest.raises(ValueError, match="unknown layout 'csv': choose pairs or lines"):
+    files.settings(config(tmp_path, layout="csv"))
+  with pytest.raises(
+    ValueError, match=r"unknown dataset 'x': choose one of \['file', 'synthetic'\]"
+  ):
+    data.load(config(tmp_path, dataset="x"))
+
+
+def test_the_split_by_hand(tmp_path):
+  write(tmp_path)
+  loaded = data.load(config(tmp_path))
+  assert loaded.evaluated.tolist() == [0, 1, 3]  # user 4 has two items, which train
+  dense = lambda matrix: [np.flatnonzero(row).tolist() for row in matrix.toarray()]
+  everyone = np.arange(4)
+  assert dense(data.matrix(loaded, everyone, 2)) == [[0, 1, 3, 6], [1], [2, 6], [0, 1, 5]]
+  assert dense(data.targets(loaded, loaded.evaluated, 2)) == [[4], [3], [3]]
+  assert dense(data.targets(loaded, loaded.evaluated, 1)) == [[2], [0], [6]]
+  assert data.train_counts(loaded).tolist() == [2, 3, 1, 1, 0, 1, 2]
+
+
+def test_packed_rows_by_hand():
+  """Users train on 1 to 5, of which the last four fit, on [6], [7, 8, 9] and [0, 1]."""
+  items = np.array([1, 2, 3, 4, 5, 90, 91, 6, 90, 91, 7, 8, 9, 90, 91, 0, 1], np.int32)
+  offsets = np.array([0, 7, 10, 15, 17])
+  rows = data.pack(items, offsets, 3, positions="end", next_item=True)
+  assert rows["items"].tolist() == [[2, 3, 4], [7, 8, 0]]
+  assert rows["targets"].tolist() == [[3, 4, 5], [8, 9, 1]]
+  assert rows["segments"].tolist() == [[0, 0, 0], [0, 0, 1]]
+  assert rows["positions"].tolist() == [[0, 1, 2], [1, 2, 2]]
+  rows = data.pack(items, offsets, 3, positions="start", next_item=False)
+  assert rows["items"].tolist() == rows["targets"].tolist()
+  assert rows["items"].tolist() == [[3, 4, 5], [7, 8, 9], [0, 1, 6]]
+  assert rows["segments"].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 1]]
+  assert rows["positions"].tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 0]]
+
+
+def test_packing_fits_and_wastes_little():
+  lengths = np.minimum(np.random.default_rng(0).geometric(0.15, 2_000), 50)
+  row, column = packing.place(lengths, 50)
+  used = np.zeros((row.max() + 1, 50), int)
+  for r, c, length in zip(row, column, lengths, strict=True):
+    used[r, c : c + length] += 1
+  assert used.max() == 1
+  assert used.sum() == lengths.sum()
+  assert used.mean() > 0.98
+  with pytest.raises(ValueError, match="unknown alignment of positions 'left'"):
+    packing.positions(lengths, 50, "left")
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec"])
+def test_an_epoch_holds_every_user_once(tmp_path, model):
+  made = config(tmp_path, "synthetic", max_length=40, model=model)
+  loaded = data.load(made)
+  rows = len(loaded.packed["items"])
+  made.batch_size, made.steps = 4, -(-rows // 4)
+  source = pipeline.ShuffledBatches(
+    loaded.packed, (0, rows), batch_size=4, seed=0, num_batches=made.steps
+  )
+  batch = [source[i] for i in range(made.steps)]
+  flat = {name: np.concatenate([b[name] for b in batch])[:rows] for name in batch[0]}
+  next_item = model != "bert4rec"
+  found = []
+  for items, targets, segments in zip(
+    flat["items"], flat["targets"], flat["segments"], strict=True
+  ):
+    for segment in range(segments.max() + 1):
+      here = segments == segment
+      assert next_item is False or (items[here][1:] == targets[here][:-1]).all()
+      found.append(tuple(targets[here]))
+  wanted = [tuple(s[next_item:-2]) for s in sequences_of(loaded.columns)]
+  assert sorted(found) == sorted(wanted)
+  assert (flat["items"][flat["segments"] < 0] == -1).all()
+
+
+def drawn(made, loaded, shard=(0, 1)):
+  rows = pipeline.ShuffledBatches(
+    loaded.packed, (0, len(loaded.packed["items"])), batch_size=made.batch_size, seed=made.seed,
+    num_batches=made.steps, shard=shard,
+  )  # fmt: skip
+  draws = batches.draws(made, loaded.num_items, data.train_counts(loaded))
+  return batches.DrawnBatches(rows, draws, batch_size=made.batch_size, seed=made.seed, shard=shard)
+
+
+CASES = [
+  {"model": "bert4rec", "loss": "softmax"},
+  {"model": "bert4rec", "loss": "sampled_softmax", "negatives.distribution": "popularity"},
+  {"model": "sasrec", "loss": "bce", "negatives.shared": False, "negatives.number": 3},
+]
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_draws_are_a_function_of_seed_and_number(tmp_path, changes):
+  made = config(tmp_path, "synthetic", max_length=40, **changes)
+  loaded = data.load(made)
+  forwards, backwards = drawn(made, loaded), pickle.loads(pickle.dumps(drawn(made, loaded)))
+  late = {i: backwards[i] for i in reversed(range(made.steps))}
+  for i in range(made.steps):
+    assert sorted(forwards[i]) == sorted(late[i])
+    for name, array in forwards[i].items():
+      np.testing.assert_array_equal(array, late[i][name])
+  made.seed = 1
+  other = drawn(made, loaded)
+  name = "negatives" if "negatives" in late[0] else "where"
+  assert (forwards[0][name] != other[0][name]).any()
+  assert (forwards[0][name] != forwards[1][name]).any()
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_hosts_share_a_global_batch(tmp_path, changes):
+  made = config(tmp_path, "synthetic", max_length=40, **changes)
+  loaded = data.load(made)
+  whole, parts = drawn(made, loaded), [drawn(made, loaded, (host, 2)) for host in range(2)]
+  for i in (0, 3):
+    both = [part[i] for part in parts]
+    for name, array in whole[i].items():
+      np.testing.assert_array_equal(np.concatenate([b[name] for b in both]), array)
+
+
+def test_masks_by_hand():
+  mask = batches.Mask(0.5)
+  segments = np.array([[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]], np.int32)
+  items = np.where(segments >= 0, np.arange(12).reshape(2, 6), -1).astype(np.int32)
+  batch = {"items": items, "targets": items.copy(), "segments": segments}
+  chosen = set()
+  for seed in range(50):
+    found = mask(batch, np.random.default_rng(seed), (0, 2), 2)
+    hidden = (found["items"] < 0) & (segments >= 0)
+    assert hidden.sum(axis=1).tolist() == [2, 1]  # round(2.5) and at least one
+    assert found["where"].shape == (2, 3)
+    for row in range(2):
+      real = found["targets"][row] >= 0
+      assert sorted(found["where"][row][real]) == np.flatnonzero(hidden[row]).tolist()
+      assert (items[row][found["where"][row][real]] == found["targets"][row][real]).all()
+    chosen |= set(np.flatnonzero(hidden[0]).tolist())
+  assert chosen == {0, 1, 2, 3, 4}
+  np.testing.assert_array_equal(batch["items"], items)
+  with pytest.raises(ValueError, match="mask_rate must be between 0 and 1, got 1"):
+    batches.Mask(1)
+
+
+def test_negatives_follow_their_distribution():
+  counts = np.array([0, 6, 3, 1])
+  probabilities = batches.item_probabilities("popularity", 4, counts)
+  draw = batches.Negatives(1_000, probabilities, shared=True)
+  found = draw({}, np.random.default_rng(0), (0, 8), 8)
+  shares = np.bincount(found["negatives"], minlength=4) / 1_000
+  np.testing.assert_allclose(shares, [0, 0.6, 0.3, 0.1], atol=0.05)
+  expected = np.log(1_000 * probabilities[found["negatives"]])
+  np.testing.assert_allclose(found["log_expected"], expected, rtol=1e-5)
+  with pytest.raises(ValueError, match="unknown distribution 'zipf': choose uniform or popularity"):
+    batches.item_probabilities("zipf", 4, counts)
+  with pytest.raises(ValueError, match=r"negatives\.number must be at least 1, got 0"):
+    batches.Negatives(0, probabilities, shared=True)
+
+
+def test_own_negatives_are_not_in_the_row():
+  items = np.array([[0, 1, 2, -1], [3, 4, 5, 6]], np.int32)
+  batch = {"items": items, "targets": items}
+  draw = batches.Negatives(5, batches.item_probabilities("uniform", 10, np.ones(10)), shared=False)
+  found = draw(batch, np.random.default_rng(0), (0, 2), 2)["negatives"]
+  assert found.shape == (2, 4, 5)
+  for row in range(2):
+    assert not set(found[row].ravel().tolist()) & set(items[row].tolist())
+
+
+def histories(loaded, split, **changes):
+  options = {
+    "held_out": data.HELD_OUT[split], "batch_size": 2, "max_length": 4, "positions": "end",
+    "ask": False,
+  }  # fmt: skip
+  return batches.Histories(loaded.columns, loaded.evaluated, **options | changes)
+
+
+def test_histories_by_hand(tmp_path):
+  write(tmp_path)
+  loaded = data.load(config(tmp_path))
+  first, last = (histories(loaded, "test")[i] for i in range(2))
+  assert first["user"].tolist() == [1, 3]  # the shortest first
+  assert first["items"].tolist() == [[1, 3, -1, -1], [5, 0, 1, 3]]
+  assert first["segments"].tolist() == [[0, 0, -1, -1], [0, 0, 0, 0]]
+  assert first["positions"].tolist() == [[2, 3, 0, 0], [0, 1, 2, 3]]
+  assert first["last"].tolist() == [1, 3]
+  assert first["target"].tolist() == [[0], [6]]
+  assert last["items"].tolist() == [[1, 6, 0, 4], [-1] * 4]  # the last four of five, then filling
+  assert sorted(last["seen"][0].tolist()) == [-1] * 11 + [0, 1, 3, 4, 6]
+  assert last["target"].tolist() == [[2], [-1]]
+  asked = histories(loaded, "valid", ask=True)[1]
+  assert asked["items"].tolist() == [[1, 6, 0, -1], [-1] * 4]
+  assert asked["segments"].tolist() == [[0, 0, 0, 0], [-1] * 4]
+  assert asked["last"][0] == 3
+  parts = [histories(loaded, "test", shard=(host, 2))[0] for host in range(2)]
+  for name, array in first.items():
+    np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
+  with pytest.raises(ValueError, match="eval_batch_size 2 must be a multiple of the 3 hosts"):
+    histories(loaded, "test", shard=(0, 3))
+
+
+def test_few_shapes_of_histories(tmp_path):
+  generator = np.random.default_rng(0)
+  many = {
+    user: generator.integers(1, 500, 3 + user * user // 40).tolist() for user in range(1, 200)
+  }
+  write(tmp_path, sequences=many)
+  loaded = data.load(config(tmp_path, max_length=50))
+  source = histories(loaded, "valid", batch_size=16, max_length=50)
+  shapes = {
+    (b["items"].shape[1], b["seen"].shape[1]) for b in (source[i] for i in range(len(source)))
+  }
+  assert shapes == {(16, 16), (50, 64), (50, 256), (50, 1024)}
+  users = np.concatenate([source[i]["user"] for i in range(len(source))])
+  assert sorted(users[users >= 0]) == loaded.evaluated.tolist()
+
+
+def test_synthetic_sequences_and_their_best(tmp_path):
+  made = config(tmp_path, "synthetic", num_users=2_000, num_items=100, max_length=40)
+  loaded = data.load(made)
+  sequences = sequences_of(loaded.columns)
+  assert len(sequences) == 2_000
+  assert all(len(set(s)) == len(s) >= 4 for s in sequences)
+  process = synthetic.Process(100, made.noise, made.data_seed)
+  likeliest = np.mean([process.successors[s[-2]][0] == s[-1] for s in sequences])
+  assert 0.25 < likeliest < 0.45  # 0.7 * 128 / 255 where it had not been drawn before
+  hits = [s[-1] in process.best(np.array(s[:-1]), 10) for s in sequences]
+  assert loaded.best["test_hr@10"] == pytest.approx(np.mean(hits))
+  assert loaded.best["test_ndcg@10"] < loaded.best["test_hr@10"] < 0.85
+  assert (
+    process.best(np.array([0, int(process.successors[3][0]), 3]), 3).tolist()[:2]
+    == [i for i in process.successors[3] if i != 0 and i != process.successors[3][0]][:2]
+  )
+  again = data.load(
+    config(tmp_path / "b", "synthetic", num_users=2_000, num_items=100, max_length=40)
+  )
+  assert again.sha256 == loaded.sha256
+  with pytest.raises(ValueError, match="num_items must be at least 80, got 40"):
+    synthetic.settings(config(tmp_path, "synthetic", num_items=40))

@@ -1,0 +1,220 @@
+"""The encoders: causality, nothing leaks from padding or neighbours, HSTU against slow NumPy."""
+
+import functools
+import importlib
+from itertools import chain
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+from recipes import loop, losses
+from recipes.sequence import model as model_lib
+from recipes.sequence import train
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+ITEMS, LENGTH = 50, 12
+
+
+def smoke(**changes):
+  config = importlib.import_module("configs.sequence.synthetic").get_config("smoke")
+  defaults = {"max_length": LENGTH, "blocks": 2, "heads": 2, "dropout": 0.0}
+  config.update_from_flattened_dict(defaults | changes)
+  return config
+
+
+@functools.cache
+def build(name, **changes):
+  return train.build_model(smoke(model=name, **changes), ITEMS)
+
+
+def batch(*sequences, width=LENGTH):
+  """One row of sequences side by side; positions count from 0 in each."""
+  flat = lambda parts, fill: np.array([[*chain(*parts), *[fill] * width][:width]], np.int32)
+  return {
+    "items": flat([list(s) for s in sequences], -1),
+    "segments": flat([[i] * len(s) for i, s in enumerate(sequences)], -1),
+    "positions": flat([list(range(len(s))) for s in sequences], 0),
+  }
+
+
+@nnx.jit
+def call(model, inputs):
+  return model(inputs)
+
+
+def outputs(model, inputs):
+  return np.asarray(call(model, inputs))[0]
+
+
+@functools.partial(nnx.jit, static_argnums=2)
+def differentiate(model, inputs, loss_fn):
+  return embed.value_and_grad(loss_fn)(model, inputs)
+
+
+@pytest.mark.parametrize("name", ["sasrec", "hstu"])
+def test_a_later_item_never_changes_an_earlier_output(name):
+  model = build(name)
+  one = outputs(model, batch([3, 7, 11, 2, 9, 4]))
+  two = outputs(model, batch([3, 7, 11, 5, 9, 4]))
+  np.testing.assert_array_equal(one[:3], two[:3])
+  assert (np.abs(one[3:6] - two[3:6]).max(axis=1) > 1e-3).all()
+
+
+def test_bert4rec_looks_both_ways():
+  model = build("bert4rec")
+  one = outputs(model, batch([3, 7, -1, 2]))
+  two = outputs(model, batch([3, 7, -1, 5]))
+  assert (np.abs(one[:4] - two[:4]).max(axis=1) > 1e-3).all()
+
+
+@pytest.mark.parametrize("name", sorted(model_lib.BLOCKS))
+def test_padding_and_neighbours_never_leak(name):
+  model = build(name)
+  alone = outputs(model, batch([3, 7, 11], width=3))
+  padded = outputs(model, batch([3, 7, 11]))
+  first = outputs(model, batch([3, 7, 11], [8, 1, 6, 4]))
+  second = outputs(model, batch([8, 1, 6, 4], [3, 7, 11]))
+  for found in (padded[:3], first[:3], second[4:7]):
+    np.testing.assert_allclose(found, alone, rtol=1e-4, atol=1e-5)
+  assert np.isfinite(padded).all()
+
+
+@pytest.mark.parametrize("name", sorted(model_lib.BLOCKS))
+def test_order_matters(name):
+  model = build(name)
+  one, two = outputs(model, batch([3, 7, 11])), outputs(model, batch([7, 3, 11]))
+  assert np.abs(one[2] - two[2]).max() > 1e-4
+
+
+def test_a_hidden_item_is_not_padding():
+  model = build("bert4rec")
+  hidden, gone = batch([3, -1, 11]), batch([3, -1, 11])
+  gone["segments"][0, 1] = -1
+  assert np.abs(outputs(model, hidden)[0] - outputs(model, gone)[0]).max() > 1e-3
+  assert build("sasrec").hidden is None
+
+
+def layer_norm(x):
+  return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+
+
+def silu(x):
+  return x / (1 + np.exp(-x))
+
+
+def test_hstu_against_slow_numpy():
+  block = model_lib.HSTUBlock(8, 2, LENGTH, dropout=0.0, rngs=nnx.Rngs(3))
+  x = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+  weights, out = np.asarray(block.uvqk.kernel[...]), np.asarray(block.out.kernel[...])
+  bias = np.asarray(block.bias[...])
+  u, v, q, k = np.split(silu(layer_norm(x) @ weights), 4, axis=1)
+  mixed = np.zeros((5, 8))
+  for head in (slice(0, 4), slice(4, 8)):
+    for i in range(5):
+      for j in range(i + 1):
+        mixed[i, head] += silu(q[i, head] @ k[j, head] + bias[i - j]) / LENGTH * v[j, head]
+  expected = x + (layer_norm(mixed) * u) @ out
+  mask = model_lib.visible(jnp.zeros((1, 5), jnp.int32), causal=True)
+  np.testing.assert_allclose(block(x[None], mask)[0], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_who_sees_whom_by_hand():
+  segments = jnp.array([[0, 0, 1, -1]])
+  both = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+  np.testing.assert_array_equal(model_lib.visible(segments, causal=False)[0], both)
+  np.testing.assert_array_equal(model_lib.visible(segments, causal=True)[0], np.tril(both))
+
+
+def train_batch(**more):
+  inputs = batch([3, 7, 11, 2], [8, 1, 6])
+  return inputs | {"targets": batch([7, 11, 2, 9], [1, 6, 5])["items"]} | more
+
+
+def sampled_batch(shared):
+  """Samples for all positions, or different ones for each; 11 and 6 are right somewhere."""
+  negatives = np.array([20, 21, 11, 6, 24], np.int32)
+  if not shared:
+    negatives = (negatives + 10 * (np.arange(LENGTH) % 2)[:, None])[None].astype(np.int32)
+  return train_batch(negatives=negatives, log_expected=np.full(negatives.shape, -1.0, np.float32))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("loss", ["sampled_softmax", "bce", "gbce"])
+def test_sampled_losses_touch_the_sampled_rows_only(loss, shared):
+  # With weight decay, a row that was touched by a gradient of zero would move as well.
+  changes = {"negatives.number": 5, "warmup_steps": 0, "table.weight_decay": 0.1}
+  config = smoke(loss=loss, **changes)
+  model = train.build_model(config, ITEMS)
+  before = {key: np.array(x) for key, x in model.embed.variables["item"].items()}
+  inputs, optimizer = sampled_batch(shared), embed.Optimizer(model, optax.adamw(1e-2))
+  loop.make_train_step(train.loss_function(config, ITEMS))(model, optimizer, inputs)
+  touched = {3, 7, 11, 2, 8, 1, 6, 9, 5} | set(inputs["negatives"].ravel().tolist())
+  untouched = [i for i in range(ITEMS) if i not in touched]
+  assert len(untouched) > 25
+  for key, x in model.embed.variables["item"].items():
+    np.testing.assert_array_equal(np.asarray(x)[untouched], before[key][untouched])
+  moved = (np.asarray(model.embed.tables["item"]) != before["parameters"]).any(axis=1)
+  assert set(np.flatnonzero(moved)) == touched
+
+
+def test_sampled_softmax_of_all_items_is_the_full_one():
+  config = smoke(loss="sampled_softmax")
+  model = train.build_model(config, ITEMS)
+  every = np.arange(ITEMS, dtype=np.int32)
+  inputs = train_batch(negatives=every, log_expected=np.zeros(ITEMS, np.float32))
+  sampled, grads = differentiate(model, inputs, train.loss_function(config, ITEMS))
+  full, wanted = differentiate(model, inputs, train.loss_function(smoke(loss="softmax"), ITEMS))
+  assert sampled == pytest.approx(float(full), rel=1e-5)
+  rows = lambda g: np.zeros((ITEMS + 1, 8)) + _dense(g.rows["embed/item"])
+  np.testing.assert_allclose(rows(grads), rows(wanted), rtol=1e-3, atol=1e-6)
+
+
+def _dense(rows):
+  table = np.zeros((ITEMS + 1, 8), np.float32)
+  np.add.at(table, np.asarray(rows.ids), np.asarray(rows.values))
+  table[ITEMS] = 0
+  return table
+
+
+def test_only_hidden_items_are_predicted():
+  model = build("bert4rec")
+  inputs = train_batch(
+    where=np.array([[2, 5, 0]], np.int32), targets=np.array([[11, 1, -1]], np.int32)
+  )
+  found = nnx.jit(model_lib.predictions)(model, inputs)
+  np.testing.assert_allclose(found[0], outputs(model, inputs)[[2, 5, 0]], rtol=1e-5)
+  loss, _ = differentiate(model, inputs, train.loss_function(smoke(loss="softmax"), ITEMS))
+  scores = np.asarray(model.scores(found))[0]
+  expected = losses.cross_entropy(jnp.asarray(scores[:2]), jnp.array([11, 1])).mean()
+  assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(model_lib.BLOCKS))
+def test_gradients_reach_everything(name):
+  model = build(name)
+  inputs = train_batch()
+  if name == "bert4rec":
+    inputs["items"][0, 2] = -1
+  loss_fn = train.loss_function(smoke(loss="softmax"), ITEMS)
+  _, grads = differentiate(model, inputs, loss_fn)
+  for path, leaf in jax.tree.leaves_with_path(grads.dense):
+    assert np.any(leaf != 0), jax.tree_util.keystr(path)
+    assert np.isfinite(leaf).all(), jax.tree_util.keystr(path)
+
+
+def test_dropout_is_off_in_evaluation():
+  model = build("sasrec", dropout=0.5)
+  inputs = batch([3, 7, 11])
+  assert np.any(outputs(model, inputs) != outputs(model, inputs))
+  view = nnx.view(model, deterministic=True)
+  np.testing.assert_array_equal(outputs(view, inputs), outputs(view, inputs))
+
+
+def test_heads_that_do_not_divide():
+  with pytest.raises(ValueError, match="the width 8 must be a multiple of the 3 heads"):
+    build("sasrec", heads=3)

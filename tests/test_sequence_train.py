@@ -1,0 +1,221 @@
+"""The recipe as users run it: every config in smoke mode, every key read, one device and eight."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+
+import ml_collections
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from small_data import draw_sequences, write_sequences
+
+import embed
+from recipes import hosts, loop
+from recipes.sequence import data, train
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+CONFIGS = sorted(path.stem for path in Path("configs/sequence").glob("*.py"))
+METRICS = {
+  f"{split}_{name}"
+  for split in ("valid", "test")
+  for name in ("hr@5", "hr@10", "ndcg@5", "ndcg@10", "recall@5", "recall@10", "mrr")
+}
+
+
+def smoke(name, folder, **changes):
+  config = importlib.import_module(f"configs.sequence.{name}").get_config("smoke")
+  changes = {"cache_dir": str(folder / "cache")} | changes
+  if config.dataset == "file":
+    write_sequences(folder / "raw" / config.data_file, draw_sequences(), config.layout)
+    changes = {"data_dir": str(folder / "raw"), "counts": ()} | changes
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+  monkeypatch.setattr(hosts, "start", lambda: None)
+
+
+def test_there_is_a_config_per_dataset():
+  assert CONFIGS == ["beauty", "beauty_bert4rec", "movielens1m", "synthetic"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
+  read: set[tuple[int, str]] = set()
+  get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
+
+  def recording(self, key):
+    read.add((id(self), key))
+    return get(self, key)
+
+  def without_recording(self, *args, **kwargs):  # writing a config down is not reading it
+    before = set(read)
+    found = to_dict(self, *args, **kwargs)
+    read.clear()
+    read.update(before)
+    return found
+
+  monkeypatch.setattr(ml_collections.ConfigDict, "__getitem__", recording)
+  monkeypatch.setattr(ml_collections.ConfigDict, "to_dict", without_recording)
+  if name != "synthetic":
+    monkeypatch.setattr(hosts, "start", lambda: None)  # one run on eight devices will do
+  # The model that masks and a loss that samples read what the others leave alone.
+  config = smoke(name, tmp_path, model="bert4rec", loss="sampled_softmax")
+  read.clear()
+  result = train.run(config, str(tmp_path / "run"))
+  unread = {path for path, owner, key in leaves(config) if (id(owner), key) not in read}
+  assert not unread, f"no code reads {sorted(unread)}"
+  check_result(result, config, tmp_path / "run")
+
+
+def leaves(config, prefix=""):
+  for key in list(config):
+    value = config._fields[key]  # past the recording
+    if isinstance(value, ml_collections.ConfigDict):
+      yield from leaves(value, f"{prefix}{key}.")
+    else:
+      yield f"{prefix}{key}", config, key
+
+
+def check_result(result, config, workdir):
+  assert json.loads((workdir / "result.json").read_text()) == result
+  assert result["recipe"] == "sequence"
+  assert set(result["metrics"]) == METRICS
+  baselines = set(result["baselines"])
+  fitted = {"popularity", "EASE"} if config.baseline.ease else {"popularity"}
+  assert baselines - {"best possible"} == fitted
+  assert all(set(result["baselines"][name]) == METRICS for name in fitted)
+  assert ("best possible" in baselines) == (config.dataset == "synthetic")
+  assert all(math.isfinite(value) for value in result["metrics"].values())
+  assert all(len(value) == 64 for value in result["data_sha256"].values())
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6]
+  assert lines[0]["dropped_ids"] == 0
+
+
+SETTINGS = [
+  {"model": "sasrec", "loss": "sampled_softmax"},
+  {"model": "bert4rec", "loss": "softmax", "negatives.shared": False},
+  {"model": "hstu", "loss": "gbce", "negatives.shared": False},
+]
+
+
+@pytest.mark.parametrize("changes", SETTINGS)
+def test_eight_devices_follow_one(changes, tmp_path):
+  config = smoke("synthetic", tmp_path, steps=50, dropout=0.1, **changes)
+  mesh = hosts.start()
+  assert mesh.size == 8
+  one, eight = losses(config, None), losses(config, mesh)
+  np.testing.assert_allclose(one, eight, rtol=1e-3)
+  assert one[-5:].mean() < one[:5].mean()
+
+
+def losses(config, mesh):
+  loaded = data.load(config)
+  model = train.build_model(config, loaded.num_items, mesh)
+  optimizer = embed.Optimizer(model, optax.adamw(config.learning_rate))
+  hosts.replicate(mesh, model, optimizer)
+  table = model.embed.arrays["item"]["parameters"].get_value()
+  assert table.sharding.is_fully_replicated == (mesh is None)
+  step = loop.make_train_step(train.loss_function(config, loaded.num_items))
+  found = [
+    step(model, optimizer, hosts.to_global(mesh, batch))
+    for batch in data.train_batches(loaded, config)
+  ]
+  return np.array([float(loss) for loss in found])
+
+
+def test_one_device_and_eight_rank_alike(tmp_path):
+  config = smoke("synthetic", tmp_path)
+  loaded, mesh = data.load(config), hosts.start()
+  found = []
+  for where in (None, mesh):
+    model = train.build_model(config, loaded.num_items, where)
+    hosts.replicate(where, model)
+    found.append(train.evaluator(loaded, config, where)(model, "test"))
+  assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_evaluation_against_slow_numpy(split, tmp_path):
+  config = smoke("beauty", tmp_path)
+  loaded = data.load(config)
+  model = train.build_model(config, loaded.num_items)
+  found = train.evaluator(loaded, config)(model, split)
+  table, ranks = np.asarray(model.embed.tables["item"]), []
+  encode = nnx.jit(lambda model, batch: model(batch))
+  view = nnx.view(model, deterministic=True)
+  sequences = np.split(loaded.columns["items"], loaded.columns["offsets"][1:-1])
+  for sequence in sequences:
+    history = sequence[: len(sequence) - data.HELD_OUT[split]]
+    target = sequence[len(history)]
+    width = config.max_length
+    batch = {"items": np.full((1, width), -1), "segments": np.full((1, width), -1)}
+    batch["positions"] = np.zeros((1, width), np.int32)
+    batch["items"][0, : len(history)] = history
+    batch["segments"][0, : len(history)] = 0
+    batch["positions"][0, : len(history)] = np.arange(width - len(history), width)
+    scores = table @ np.asarray(encode(view, batch))[0, len(history) - 1]
+    scores[history] = -np.inf
+    ranks.append(1 + int(np.sum(scores > scores[target])) if target not in history else 1_000)
+  ranks = np.array(ranks)
+  assert found["hr@10"] == pytest.approx(np.mean(ranks <= 10))
+  ndcg = np.where(ranks <= 10, 1 / np.log2(ranks + 1), 0).mean()
+  assert found["ndcg@10"] == pytest.approx(ndcg)
+  assert 0 < found["hr@5"] < found["hr@10"]
+
+
+class Killed(BaseException):
+  """Not an `Exception`: nothing may catch it on the way, as nothing catches SIGKILL."""
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_killed_run_ends_as_if_it_had_never_stopped(tmp_path, monkeypatch):
+  changes = {"model": "bert4rec", "loss": "sampled_softmax", "dropout": 0.2}
+  config = smoke("synthetic", tmp_path, **changes)
+  whole = train.run(config, str(tmp_path / "whole"))
+  real, saves = loop._save, []
+
+  def killing(*args):
+    real(*args)
+    saves.append(None)
+    if len(saves) == 1:
+      raise Killed
+
+  monkeypatch.setattr(loop, "_save", killing)
+  with pytest.raises(Killed):
+    train.run(config, str(tmp_path / "killed"))
+  monkeypatch.setattr(loop, "_save", real)
+  assert train.run(config, str(tmp_path / "killed"))["metrics"] == whole["metrics"]
+
+
+def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):
+  config, mesh = smoke("synthetic", tmp_path), hosts.start()
+  config.negatives.number = 17
+  with pytest.raises(ValueError, match=r"negatives\.number is 17.*multiple of the 8 devices.* 16"):
+    train.check(config, mesh)
+  train.check(config, None)
+  config.loss = "hinge"
+  with pytest.raises(ValueError, match="unknown loss 'hinge': choose one of"):
+    train.check(config, None)
+  config.model = "gru4rec"
+  with pytest.raises(ValueError, match="unknown model 'gru4rec': choose one of"):
+    train.check(config, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["sasrec", "hstu", "bert4rec"])
+def test_the_default_run_approaches_the_best_possible(model, tmp_path):
+  config = importlib.import_module("configs.sequence.synthetic").get_config()
+  config.cache_dir, config.model = str(tmp_path / "cache"), model
+  result = train.run(config, str(tmp_path / "run"))
+  found, best = (
+    m["test_ndcg@10"] for m in (result["metrics"], result["baselines"]["best possible"])
+  )
+  assert 0.8 * best < found < best
+  assert found > 1.1 * result["baselines"]["EASE"]["test_ndcg@10"]

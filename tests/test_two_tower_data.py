@@ -1,0 +1,405 @@
+"""Protocols, splits and batches: what is kept, who sees what, and errors that name the line."""
+
+import importlib
+import pickle
+import zipfile
+
+import jax
+import numpy as np
+import pytest
+from small_data import write_gowalla, write_movielens, write_movielens100k
+
+from recipes import arrays, baselines, files, pipeline
+from recipes.two_tower import data, gowalla, movielens100k, splits, synthetic
+
+DATASETS = ["gowalla", "movielens100k", "movielens1m", "synthetic"]
+WRITERS = {
+  "gowalla": write_gowalla,
+  "movielens100k": write_movielens100k,
+  "movielens1m": write_movielens,
+}
+
+
+def smoke(name, folder, **changes):
+  config = importlib.import_module(f"configs.two_tower.{name}").get_config("smoke")
+  changes["cache_dir"] = str(folder / "cache")
+  if name in WRITERS and "data_dir" not in changes:
+    changes["data_dir"] = str(WRITERS[name](folder / f"{name}-raw"))
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+@pytest.fixture(scope="module", params=DATASETS)
+def loaded(request, tmp_path_factory):
+  config = smoke(request.param, tmp_path_factory.mktemp("data"))
+  return config, data.load(config)
+
+
+# --- protocols ------------------------------------------------------------------------------------
+
+
+def test_k_core_by_hand():
+  # User 2 falls with item 9, which leaves user 1 one row short, and then item 8.
+  user = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3])
+  item = np.array([5, 6, 7, 5, 6, 8, 9, 8, 5, 5, 6, 7])
+  assert splits.k_core(user, item, 2).tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
+  assert splits.k_core(user, item, 3).tolist() == []
+  assert splits.k_core(user[:0], item[:0], 3).tolist() == []
+
+
+def test_k_core_leaves_a_core():
+  draw = np.random.default_rng(0)
+  user, item = draw.integers(0, 60, 600), draw.zipf(1.6, 600) % 80
+  kept = splits.k_core(user, item, 4)
+  assert 0 < len(kept) < 600
+  for ids in (user[kept], item[kept]):
+    assert np.unique(ids, return_counts=True)[1].min() >= 4
+
+
+@pytest.mark.parametrize(
+  ("rows", "valid", "test"),
+  [(10, 1, 1), (19, 1, 1), (20, 2, 2), (834, 83, 83), (9, 1, 1), (3, 1, 1), (2, 0, 1), (1, 0, 0)],
+)
+def test_rounding_is_recboles(rows, valid, test):
+  user = np.concatenate([np.full(rows, 4), np.full(30, 1)])
+  split = splits.per_user(user, 0.1, seed=0)
+  assert np.bincount(split[:rows], minlength=3).tolist() == [rows - valid - test, valid, test]
+  assert np.bincount(split[rows:]).tolist() == [24, 3, 3]
+
+
+def test_the_split_is_random_within_a_user_and_repeatable():
+  user = np.repeat(np.arange(300), 20)
+  split = splits.per_user(user, 0.1, seed=0)
+  np.testing.assert_array_equal(split, splits.per_user(user, 0.1, seed=0))
+  assert (split != splits.per_user(user, 0.1, seed=1)).any()
+  place = np.tile(np.arange(20), 300)
+  tested = np.bincount(place[split == 2], minlength=20)
+  assert tested.min() > 10  # 30 expected of every place
+
+
+def test_movielens1m_by_hand(tmp_path):
+  folder = tmp_path / "raw"
+  folder.mkdir()
+  (folder / "users.dat").write_text("1::F::1::10::48067\n7::M::56::16::70072\n8::M::56::16::7\n")
+  (folder / "movies.dat").write_text("20::A (1995)::Drama|Comedy\n30::B::Comedy\n40::C::War\n")
+  rows = [(1, 20, 3), (1, 30, 5), (1, 40, 2), (7, 20, 4), (7, 30, 5), (7, 40, 4), (8, 20, 5)]
+  lines = "".join(f"{u}::{m}::{r}::9\n" for u, m, r in rows)
+  (folder / "ratings.dat").write_text(lines)
+  config = smoke("movielens1m", tmp_path, data_dir=str(folder), core=2)
+  with pytest.raises(ValueError, match="the valid split is empty"):  # two rows a user
+    data.load(config)
+  many = [(u, m, 3) for u in (1, 7, 8) for m in (20, 30, 40)]
+  (folder / "ratings.dat").write_text("".join(f"{u}::{m}::{r}::9\n" for u, m, r in many))
+  found = data.load(config)
+  assert (found.num_users, found.num_items) == (3, 3)
+  assert found.splits == {"train": (0, 3), "valid": (3, 6), "test": (6, 9)}
+  sizes = {f.name: f.vocabulary_size for f in (*found.user_features, *found.item_features)}
+  assert sizes == {"gender": 2, "age": 2, "occupation": 2, "genres": 3, "year": 2}
+  assert found.columns["item_genres"].tolist() == [[1, 0], [0, -1], [2, -1]]  # Comedy, Drama, War
+
+
+def test_a_pair_twice_is_refused(tmp_path):
+  pair = np.array([3, 3]), np.array([5, 5])
+  pairs = dict.fromkeys(splits.SPLITS, pair)
+  with pytest.raises(ValueError, match="user 3 has item 5 twice in the train split"):
+    splits.write(tmp_path, pairs, (4, 6), {}, {}, seed=0)
+
+
+@pytest.mark.slow
+def test_movielens1m_has_the_published_counts(tmp_path):
+  """Downloads the published archive: 6,033 users, 3,123 items and 834,449 rows."""
+  config = importlib.import_module("configs.two_tower.movielens1m").get_config()
+  config.cache_dir = str(tmp_path)
+  found = data.load(config)
+  assert (found.num_users, found.num_items, len(found.columns["user"])) == (6033, 3123, 834449)
+
+
+def test_gowalla_is_as_given(tmp_path):
+  folder = write_gowalla(tmp_path / "raw")
+  found = data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
+  for split in splits.SPLITS:
+    given = set()
+    for line in (folder / f"{split}.txt").read_text().splitlines():
+      user, *items = map(int, line.split())
+      given |= {(user, item) for item in items}
+    start, stop = found.splits[split]
+    pairs = zip(found.columns["user"][start:stop], found.columns["item"][start:stop], strict=True)
+    assert set(pairs) == given
+    assert stop - start == len(given)
+
+
+def test_gowalla_without_a_validation_file(tmp_path):
+  folder = write_gowalla(tmp_path / "raw", valid=False)
+  found = data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
+  sizes = {name: stop - start for name, (start, stop) in found.splits.items()}
+  assert sizes == {"train": 80 * 13, "valid": 80, "test": 80 * 4}
+
+
+def test_movielens100k_is_eighty_twenty(tmp_path):
+  found = data.load(smoke("movielens100k", tmp_path))
+  sizes = {name: stop - start for name, (start, stop) in found.splits.items()}
+  assert sizes == {"train": 720, "valid": 80, "test": 200}
+
+
+def test_the_best_of_the_synthetic_catalogue_is_above_popularity(tmp_path):
+  found = data.load(smoke("synthetic", tmp_path))
+  popular = baselines.popularity(found.matrix("train"))
+  scores = baselines.ranking(
+    lambda a, b: np.broadcast_to(popular, (b - a, len(popular))),
+    found.matrix("test"),
+    found.matrix("train", "valid"),
+    (10,),
+  )
+  assert scores["ndcg@10"] + 0.05 < found.best["test_ndcg@10"] < 1
+
+
+# --- every data set -------------------------------------------------------------------------------
+
+
+def test_splits_are_disjoint_and_ordered(loaded):
+  _, found = loaded
+  user, item, place = (np.asarray(found.columns[name]) for name in ("user", "item", "place"))
+  assert len(set(zip(user.tolist(), item.tolist(), strict=True))) == len(user)
+  assert found.splits["train"][0] == 0
+  for split, (start, stop) in found.splits.items():
+    assert (np.diff(user[start:stop]) >= 0).all()
+    offsets = found.columns[f"{split}_offsets"]
+    assert (offsets[0], offsets[-1]) == (start, stop)
+    np.testing.assert_array_equal(
+      np.arange(start, stop), offsets[user[start:stop]] + place[start:stop]
+    )
+  assert user.max() < found.num_users
+  assert item.max() < found.num_items
+  assert all(len(digest) == 64 for digest in found.sha256.values())
+
+
+def test_training_batches(loaded):
+  config, found = loaded
+  source = data.TrainBatches(found, config)
+  train = found.matrix("train")
+  assert len(source) == config.steps
+  for number in range(len(source)):
+    batch = source[number]
+    user, positive = batch["query"]["user"], batch["positive"]
+    history = batch["query"]["history"].values
+    assert history.shape == (config.batch_size, config.history)
+    assert (train[user, positive] == 1).all()
+    for row in range(config.batch_size):
+      items = history[row][history[row] >= 0].tolist()
+      others = set(train[user[row]].indices.tolist()) - {positive[row]}
+      assert len(items) == len(set(items)) == min(config.history, len(others))
+      assert set(items) <= others
+    np.testing.assert_array_equal(batch["positive_candidate"]["item"], positive)
+    assert batch["negative"].shape == (config.extra.count,)
+    rate = config.extra.count / found.num_items
+    np.testing.assert_allclose(batch["negative_rate"], rate, rtol=1e-6)
+
+
+def test_a_long_history_is_sampled_evenly(tmp_path):
+  config = smoke("synthetic", tmp_path, history=4, steps=400, mean_items=40)
+  found = data.load(config)
+  source, counts = data.TrainBatches(found, config), {}
+  user = int(np.argmax(np.diff(found.columns["train_offsets"])))
+  for number in range(400):
+    batch = source[number]
+    for row in np.flatnonzero(batch["query"]["user"] == user):
+      for item in batch["query"]["history"].values[row]:
+        counts[item] = counts.get(item, 0) + 1
+  own = found.matrix("train")[user].indices
+  assert set(counts) == set(own)
+  drawn = np.array([counts[item] for item in own])
+  assert drawn.max() < 2.5 * drawn.mean()
+
+
+def test_batches_do_not_depend_on_who_reads_them(loaded):
+  config, found = loaded
+  config = config.copy_and_resolve_references()
+  whole = data.TrainBatches(found, config)[4]
+  parts = [data.TrainBatches(found, config, shard=(i, 4))[4] for i in range(4)]
+  joined = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  jax.tree.map(np.testing.assert_array_equal, joined, whole)
+  split = data.EvalBatches(found, "test", config)[0]
+  parts = [data.EvalBatches(found, "test", config, shard=(i, 4))[0] for i in range(4)]
+  joined = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  jax.tree.map(np.testing.assert_array_equal, joined, split)
+
+
+def test_batches_go_to_workers(loaded):
+  config, found = loaded
+  source = data.TrainBatches(found, config)
+  text = pickle.dumps(source)
+  jax.tree.map(np.testing.assert_array_equal, pickle.loads(text)[3], source[3])
+  assert len(text) < 20_000 + 8 * found.num_items  # no columns within
+
+
+def test_evaluation_sees_everybody_once(loaded):
+  config, found = loaded
+  for split, before in (("valid", ("train",)), ("test", ("train", "valid"))):
+    relevant, seen, train = found.matrix(split), found.matrix(*before), found.matrix("train")
+    source, users, pairs = data.EvalBatches(found, split, config), [], []
+    for number in range(len(source)):
+      batch = source[number]
+      for row in np.flatnonzero(batch["mask"]):
+        user = batch["query"]["user"][row]
+        users.append(user)
+        own = lambda name: sorted(batch[name][row][batch[name][row] >= 0].tolist())  # noqa: B023
+        pairs += [(user, item) for item in own("relevant")]
+        assert own("seen") == sorted(seen[user].indices.tolist())
+        history = batch["query"]["history"].values[row]
+        assert set(history[history >= 0]) <= set(train[user].indices.tolist())
+    assert sorted(pairs) == sorted(zip(*map(np.ndarray.tolist, relevant.nonzero()), strict=True))
+    if config.examples == "users":
+      assert len(users) == len(set(users)) == np.count_nonzero(np.diff(relevant.indptr))
+
+
+def test_a_long_history_is_thinned_out_evenly_for_evaluation(tmp_path):
+  config = smoke("synthetic", tmp_path, eval_history=3)
+  found = data.load(config)
+  batch = data.EvalBatches(found, "test", config)[0]
+  for user, history in zip(batch["query"]["user"], batch["query"]["history"].values, strict=True):
+    start, stop = found.columns["train_offsets"][user : user + 2]
+    own = found.columns["item"][start:stop]
+    assert history.tolist() == [own[len(own) * i // 3] for i in range(3)]
+
+
+def test_seen_items_may_stay(loaded):
+  config, found = loaded
+  changed = config.copy_and_resolve_references()
+  changed.remove_seen = False
+  assert (data.EvalBatches(found, "test", changed)[0]["seen"] == -1).all()
+
+
+def test_popular_negatives(tmp_path):
+  changes = {"extra.kind": "popularity", "extra.power": 1.0, "extra.count": 512, "steps": 40}
+  config = smoke("synthetic", tmp_path, **changes)
+  found = data.load(config)
+  source, counts = data.TrainBatches(found, config), np.zeros(found.num_items)
+  for number in range(40):
+    np.add.at(counts, source[number]["negative"], 1)
+  popularity = np.asarray(found.matrix("train").sum(axis=0)).ravel()
+  expected = 512 * popularity / popularity.sum()
+  batch = source[0]
+  np.testing.assert_allclose(batch["negative_rate"], expected[batch["negative"]], rtol=1e-5)
+  np.testing.assert_allclose(batch["positive_rate"], expected[batch["positive"]], rtol=1e-5)
+  often = expected > 5
+  np.testing.assert_allclose(counts[often] / 40, expected[often], rtol=0.3)
+  assert counts[popularity == 0].sum() == 0
+
+
+def test_unknown_names(tmp_path):
+  config = smoke("synthetic", tmp_path, dataset="movielens")
+  with pytest.raises(ValueError, match=r"choose one of .*gowalla.*synthetic"):
+    data.load(config)
+  config.dataset = "synthetic"
+  found = data.load(config)
+  config.extra.kind = "zipf"
+  with pytest.raises(ValueError, match=r"unknown extra\.kind 'zipf': choose uniform or popularity"):
+    data.TrainBatches(found, config)
+  config.examples = "items"
+  with pytest.raises(ValueError, match="unknown examples 'items': choose users or rows"):
+    data.EvalBatches(found, "test", config)
+  config.extra.kind = "uniform"
+  with pytest.raises(ValueError, match="must be a multiple of the 5 hosts"):
+    data.TrainBatches(found, config, shard=(0, 5))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("name", "line", "text", "message"),
+  [
+    ("train.txt", 2, "1 3 x", r"train\.txt, line 2: 'x' is not a number from 0"),
+    ("valid.txt", 3, "2 -4", r"valid\.txt, line 3: '-4' is not a number"),
+    ("test.txt", 1, "0 7 7", r"test\.txt, line 1: item 7 of user 0 stands in .*txt already"),
+  ],
+)
+def test_damage_to_gowalla_is_named(tmp_path, name, line, text, message):
+  folder = write_gowalla(tmp_path / "raw")
+  lines = (folder / name).read_text().splitlines()
+  lines[line - 1] = text
+  (folder / name).write_text("\n".join(lines) + "\n")
+  with pytest.raises(ValueError, match=message):
+    data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
+
+
+@pytest.mark.parametrize(
+  ("name", "text", "message"),
+  [
+    ("u.data", "1\t1\t5\n", r"u\.data, line 1: found 3 fields .* expected 4"),
+    ("u.data", "1\t1\t6\t9\n", r"u\.data, line 1: the rating is '6', expected 1 to 5"),
+    ("u.data", "999\t1\t5\t9\n", r"u\.data, line 1: user '999' or movie '1' is in no other file"),
+    ("u.user", "1|x|M|writer|8\n", r"u\.user, line 1: 'x' is not a number"),
+    ("u.user", "1|9|M|writer|8\n1|9|M|writer|8\n", r"u\.user, line 2: '1' appears a second time"),
+    ("u.item", "1|A|01-Jan-1995||http://x|0\n", r"u\.item, line 1: found 6 fields"),
+  ],
+)
+def test_damage_to_movielens100k_is_named(tmp_path, name, text, message):
+  folder = write_movielens100k(tmp_path / "raw")
+  (folder / name).write_text(text)
+  with pytest.raises(ValueError, match=message):
+    data.load(smoke("movielens100k", tmp_path, data_dir=str(folder)))
+
+
+def test_missing_files_are_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"LightGCN.*--config\.data_dir"):
+    data.load(smoke("gowalla", tmp_path, data_dir=""))
+  folder = write_gowalla(tmp_path / "raw")
+  (folder / "test.txt").unlink()
+  with pytest.raises(FileNotFoundError, match=r"has no test\.txt.*LightGCN"):
+    data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
+  folder = write_movielens100k(tmp_path / "ml")
+  (folder / "u.genre").unlink()
+  with pytest.raises(FileNotFoundError, match=r"has no u\.genre.*ml-100k\.zip"):
+    data.load(smoke("movielens100k", tmp_path, data_dir=str(folder)))
+
+
+def test_movielens100k_is_downloaded_and_checked(tmp_path, monkeypatch):
+  raw, archive = write_movielens100k(tmp_path / "raw"), tmp_path / "ml-100k.zip"
+  with zipfile.ZipFile(archive, "w") as packed:
+    for path in raw.iterdir():
+      packed.write(path, f"ml-100k/{path.name}")
+  monkeypatch.setattr(movielens100k, "URL", archive.as_uri())
+  monkeypatch.setattr(movielens100k, "MD5", "0" * 32)
+  config = smoke("movielens100k", tmp_path, data_dir="")
+  with pytest.raises(ValueError, match="the download is damaged"):
+    data.load(config)
+  monkeypatch.setattr(movielens100k, "MD5", files.digest(archive, "md5"))
+  assert len(data.load(config).columns["user"]) == 1_000
+
+
+@pytest.mark.parametrize("name", ["gowalla", "synthetic"])
+@pytest.mark.parametrize("column", ["item", "valid_offsets"])
+def test_a_killed_preparation_is_restarted(name, column, tmp_path, monkeypatch):
+  real, wanted = arrays.column, data.load(smoke(name, tmp_path / "whole"))
+
+  def killing(folder, of, *args):
+    if of == column:
+      raise KeyboardInterrupt
+    return real(folder, of, *args)
+
+  monkeypatch.setattr(arrays, "column", killing)
+  changes = {} if name == "synthetic" else {"data_dir": str(tmp_path / "whole" / "gowalla-raw")}
+  config = smoke(name, tmp_path / "killed", **changes)
+  with pytest.raises(KeyboardInterrupt):
+    data.load(config)
+  monkeypatch.setattr(arrays, "column", real)
+  found = data.load(config)
+  assert set(found.columns) == set(wanted.columns)
+  for name, values in wanted.columns.items():
+    np.testing.assert_array_equal(found.columns[name], values)
+  # And what is prepared is not prepared again.
+  kind = {"gowalla": gowalla, "synthetic": synthetic}[config.dataset]
+  monkeypatch.setattr(kind, "build", lambda *args: pytest.fail("prepared a second time"))
+  assert data.load(config).splits == found.splits
+
+
+def test_pipelines_resume_at_a_batch_number(loaded):
+  config, found = loaded
+  iterator = iter(data.train_batches(found, config))
+  for _ in range(3):
+    next(iterator)
+  state, wanted = iterator.get_state(), next(iterator)
+  again = iter(pipeline.batches(data.TrainBatches(found, config), dict))
+  again.set_state(state)
+  jax.tree.map(np.testing.assert_array_equal, next(again), wanted)

@@ -1,0 +1,240 @@
+"""The recipe as users run it: every config in smoke mode, every key read, one device or eight."""
+
+import functools
+import importlib
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import meshes
+import ml_collections
+import numpy as np
+import pytest
+from flax import nnx
+from test_dlrm_train import RESULT, leaves
+from test_two_tower_data import DATASETS, smoke
+
+import embed
+from recipes import baselines, hosts, loop, optimizers, retrieval
+from recipes.two_tower import data, losses, train
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+# Everything that can be switched on.
+RICH = {
+  "queue": 128, "extra.count": 16, "extra.kind": "popularity", "hard_negatives": 20,
+  "query_hidden": (16,), "candidate_hidden": (16,), "dropout": 0.2, "frequency.buckets": 7,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch, request):
+  """The runs here are on one device unless they ask for all."""
+  if "mesh" not in request.node.name:
+    monkeypatch.setattr(hosts, "start", lambda: None)
+
+
+def test_there_is_a_config_per_dataset():
+  assert sorted(path.stem for path in Path("configs/two_tower").glob("*.py")) == DATASETS
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
+  read: set[tuple[int, str]] = set()
+  get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
+
+  def recording(self, key):
+    read.add((id(self), key))
+    return get(self, key)
+
+  def without_recording(self, *args, **kwargs):  # writing a config down is not reading it
+    before = set(read)
+    found = to_dict(self, *args, **kwargs)
+    read.clear()
+    read.update(before)
+    return found
+
+  monkeypatch.setattr(ml_collections.ConfigDict, "__getitem__", recording)
+  monkeypatch.setattr(ml_collections.ConfigDict, "to_dict", without_recording)
+  config = smoke(name, tmp_path, **RICH, **{"baseline.ials_l2": (0.1,), "baseline.ials.sweeps": 2})
+  read.clear()
+  result = train.run(config, str(tmp_path / "run"))
+  check_result(result, config, tmp_path / "run")
+  unread = [path for path, owner, key in leaves(config) if (id(owner), key) not in read]
+  assert not unread, f"no code reads {unread}"
+  assert {"popularity", "iALS"} <= set(result["baselines"])
+  for metrics in result["baselines"].values():
+    assert f"test_ndcg@{config.ks[0]}" in metrics
+
+
+def check_result(result, config, workdir):
+  assert set(result) == RESULT
+  assert json.loads((workdir / "result.json").read_text()) == result
+  assert result["recipe"] == "two_tower"
+  names = {f"{name}@{k}" for name in ("recall", "ndcg", "hr") for k in config.ks} | {"mrr"}
+  assert set(result["metrics"]) == {f"{split}_{n}" for split in ("valid", "test") for n in names}
+  assert all(math.isfinite(value) for value in result["metrics"].values())
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  assert lines[0]["dropped_ids"] == 0
+  assert any(config.select in line for line in lines)
+
+
+@functools.cache
+def _losses(folder, on_mesh, steps=50, **changes):
+  config = smoke("synthetic", Path(folder), **dict(changes) | {"steps": steps})
+  mesh = meshes.make_mesh() if on_mesh else None
+  found = data.load(config)
+  model = train.build_model(config, found, mesh)
+  optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
+  hosts.replicate(mesh, model, optimizer)
+  step = loop.make_train_step(train.loss(config, mesh))
+  values = []
+  for batch in data.train_batches(found, config):
+    values.append(float(step(model, optimizer, hosts.to_global(mesh, batch))))
+  metrics = train.evaluator(found, config, mesh)(model, "test")
+  return np.array(values), metrics, model
+
+
+@pytest.mark.parametrize("rich", [False, True])
+def test_on_a_mesh_the_losses_are_those_of_one_device(rich, tmp_path):
+  """Sharded tables, and negatives from all devices: with those of its own alone a device would
+  have an eighth of them, and another loss."""
+  changes = {name: value for name, value in (RICH if rich else {}).items() if name != "dropout"}
+  changes |= {"table.sharding": "mod" if rich else "div", "table.learning_rate": 0.03}
+  changes |= {"dropout": 0.0}  # its masks are drawn for the layout they are drawn in
+  one, one_metrics, _ = _losses(str(tmp_path), False, **changes)
+  spread, metrics, model = _losses(str(tmp_path), True, **changes)
+  np.testing.assert_allclose(spread, one, rtol=1e-3)
+  assert one[-1] < one[0] - 0.05
+  assert {len(x.sharding.device_set) for x in model.embed.tables.values()} == {8}
+  for name, value in one_metrics.items():
+    assert metrics[name] == pytest.approx(value, abs=0.02), name
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
+  """The frequency estimate and the queue are part of it."""
+  config = smoke("synthetic", tmp_path, **RICH)
+  wanted = train.run(config, str(tmp_path / "whole"))
+  real, saves = loop._save, []
+
+  def killing(*args):
+    real(*args)
+    saves.append(None)
+    if len(saves) == 1:
+      raise KeyboardInterrupt
+
+  monkeypatch.setattr(loop, "_save", killing)
+  with pytest.raises(KeyboardInterrupt):
+    train.run(config, str(tmp_path / "killed"))
+  result = train.run(config, str(tmp_path / "killed"))
+  assert result["metrics"] == wanted["metrics"]
+  losses_of = lambda name: [
+    line["loss"]
+    for line in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+    if "loss" in line
+  ]
+  assert losses_of("killed") == losses_of("whole")
+
+
+def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
+  config = smoke("synthetic", tmp_path, log_q=0.5, queue=64, temperature=0.3, dropout=0.0)
+  found = data.load(config)
+  model = train.build_model(config, found)
+  first, second = (data.TrainBatches(found, config)[number] for number in (0, 1))
+  loss_fn = nnx.jit(train.loss(config))
+  loss_fn(model, first)
+  _, past = model(
+    {name: first["query"][name] for name in config.query}, first["positive_candidate"]
+  )
+  value = loss_fn(model, second)
+  rates = model.frequency.expected
+  query, positive = model(second["query"], second["positive_candidate"])
+  _, negative = model(second["query"], second["negative_candidate"])
+  ids = np.concatenate([second["positive"], second["negative"], first["positive"]])
+  extra = [second["positive_rate"], second["negative_rate"], first["positive_rate"]]
+  wanted = losses.sampled_softmax(
+    query @ jnp.concatenate([positive, negative, past]).T / 0.3,
+    jnp.asarray(ids),
+    log_expected=0.5 * jnp.log(2 * rates(jnp.asarray(ids)) + np.concatenate(extra)),
+  )
+  assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
+
+
+def test_evaluation_is_a_full_ranking(tmp_path):
+  config = smoke("synthetic", tmp_path, ks=(5,), query=("user",), candidate=("item",))
+  found = data.load(config)
+  model = train.build_model(config, found)
+  tables = {name: np.asarray(table, np.float64) for name, table in model.embed.tables.items()}
+  scores = tables["user"] @ (tables["item"] / np.linalg.norm(tables["item"], axis=1)[:, None]).T
+  metrics = train.evaluator(found, config)(model, "test")
+  wanted = baselines.ranking(
+    lambda start, stop: scores[start:stop],
+    found.matrix("test"),
+    found.matrix("train", "valid"),
+    (5,),
+  )
+  assert metrics == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("examples", ["users", "rows"])
+def test_baselines_are_ranked_on_the_models_examples(examples, tmp_path):
+  """A model that scores as popularity does must get its very numbers."""
+  changes = {"candidate": ("item",), "query": ("favourite",), "normalize": False}
+  config = smoke("synthetic", tmp_path, examples=examples, **changes)
+  found = data.load(config)
+  model = train.build_model(config, found)
+  popular = np.asarray(found.matrix("train").sum(axis=0)).ravel()
+  tables = {name: np.zeros(table.shape, np.float32) for name, table in model.embed.tables.items()}
+  tables["item"][:, 0], tables["user_favourite"][:, 0] = popular, 1.0
+  model.embed.load_tables(tables)
+  metrics = train.evaluator(found, config)(model, "test")
+  wanted = train.baselines(found, config)["popularity"]
+  assert metrics == pytest.approx({name: wanted[f"test_{name}"] for name in metrics}, rel=1e-9)
+
+
+def test_an_approximate_index_is_measured(tmp_path):
+  pytest.importorskip("usearch", reason="the extra `ann` is not installed")
+  config = smoke("synthetic", tmp_path, ann=True)
+  found = data.load(config)
+  metrics = train.evaluator(found, config)(train.build_model(config, found), "test")
+  assert 0.8 < metrics["ann_recall@20"] <= 1
+  assert retrieval.found(np.array([[1]]), np.array([[2]])) == 0
+
+
+def test_histories_share_the_items_table_or_have_their_own(tmp_path):
+  found = data.load(smoke("synthetic", tmp_path))
+  shared = train.build_model(smoke("synthetic", tmp_path, share_history=True), found)
+  apart = train.build_model(smoke("synthetic", tmp_path, share_history=False), found)
+  assert set(apart.embed.tables) - set(shared.embed.tables) == {"history"}
+
+
+def test_queries_without_history_are_finite(tmp_path):
+  config = smoke("synthetic", tmp_path, query=("history",))
+  model = train.build_model(config, data.load(config))
+  empty = {"history": embed.Padded(np.full((2, 3), -1, np.int32))}
+  value, grads = embed.value_and_grad(lambda model, query: model.queries(query).sum())(model, empty)
+  assert float(value) == 0
+  assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(nnx.as_pure(grads.dense)))
+
+
+def test_mistakes_are_named(tmp_path):
+  config = smoke("synthetic", tmp_path, queue=100)
+  found = data.load(config)
+  with pytest.raises(ValueError, match="queue is 100: choose a multiple of the batch size 64"):
+    train.build_model(config, found)
+  config.queue, config.query = 0, ("user", "age")
+  with pytest.raises(
+    ValueError, match=r"config\.query is .* choose some of .*'favourite', 'history'"
+  ):
+    train.build_model(config, found)
+
+
+@pytest.mark.slow
+def test_the_default_run_approaches_the_best_possible(tmp_path):
+  config = importlib.import_module("configs.two_tower.synthetic").get_config()
+  config.cache_dir = str(tmp_path / "cache")
+  result = train.run(config, str(tmp_path / "run"))
+  score = lambda name: result["baselines"][name]["test_ndcg@10"]
+  assert 1.8 * score("popularity") < result["metrics"]["test_ndcg@10"] < score("best possible")
