@@ -277,19 +277,19 @@ class Plan:
     return f"{text}\n{total}, {moved}{limit}{self._warning()}"
 
   def _warning(self) -> str:
-    """Tables that no view splits, which are whole on every device while they are read or saved."""
+    """Tables that no view splits, which are whole on every device while saved or restored."""
     whole = [
       name
       for stack in self.stacks().values()
       if stack.placement is not None and stack.placement.shards > 1
       for name in stack.tables
-      if stack.view(stack.number(name), 2).kind == "whole"
+      if stack.view(stack.number(name), 2, compact=True).kind == "whole"
     ]
     size = sum(self.tables[n].vocabulary_size * self.tables[n].dim * 4 for n in whole)
     if size <= ALONE:
       return ""
     return (
-      f"\nWhile read, saved or restored, {', '.join(whole)} are whole on every device "
+      f"\nWhile saved or restored, {', '.join(whole)} are whole on every device "
       f"({_bytes(size)} and their slots): neither rows nor columns divide by the shards. Round "
       "vocabulary_size up."
     )
