@@ -7,6 +7,7 @@ into shards. Shard s of a stack holds, one table after another, the rows of each
 import dataclasses
 import functools
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,3 +89,29 @@ class Layout:
     height = self.heights[table]
     places = self.offsets[table] + jnp.arange(height, dtype=jnp.int32)
     return self.ids(table, shard, places)
+
+
+class Columns(NamedTuple):
+  """Columns over mesh axes, as many on each device: D of them, filled up with zeros.
+
+  Both functions are for use inside `jax.shard_map`; without axes they change nothing.
+  """
+
+  axes: tuple[str, ...]
+  dim: int
+
+  def own(self, x: jax.Array) -> jax.Array:
+    """This device's columns of `[..., D]`."""
+    if not self.axes:
+      return x
+    count, last = jax.lax.axis_size(self.axes), x.ndim - 1
+    width = -(-self.dim // count)
+    x = jnp.pad(x, [(0, 0)] * last + [(0, width * count - self.dim)])
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * width, width, last)
+
+  def whole(self, x: jax.Array) -> jax.Array:
+    """`[..., D]` from every device's own columns."""
+    if not self.axes:
+      return x
+    x = jax.lax.all_gather(x, self.axes, axis=x.ndim - 1, tiled=True)
+    return jax.lax.slice_in_dim(x, 0, self.dim, axis=x.ndim - 1)

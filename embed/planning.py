@@ -289,9 +289,9 @@ class Plan:
     if size <= ALONE:
       return ""
     return (
-      f"\nWhile saved or restored, {', '.join(whole)} are whole on every device "
-      f"({_bytes(size)} and their slots): neither rows nor columns divide by the shards. Round "
-      "vocabulary_size up."
+      f"\nWhole on every device while saved or restored: {', '.join(whole)} "
+      f"({_bytes(size)} and their slots), because neither rows nor columns divide by the shards. "
+      "Round vocabulary_size up."
     )
 
   # --- as text -----------------------------------------------------------------------------------

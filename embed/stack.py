@@ -19,9 +19,9 @@ from embed import config as config_lib
 from embed import exchange, initializers, traffic, update, views
 from embed import lookup as lookup_lib
 from embed.exchange import Call, Owned
-from embed.layout import Layout
+from embed.layout import Columns, Layout
 from embed.lookup import Occurrences, Reads
-from embed.optimizers import Columns, RowOptimizer, Slot, split_columns
+from embed.optimizers import RowOptimizer, Slot, split_columns
 from embed.sharding import Placement
 
 Arrays = dict[str, jax.Array]  # "parameters" and the slots, as stored
@@ -111,7 +111,7 @@ class Stack:
     for name, maker in makers.items():
       number, table = self.number(name), self.tables[name]
       ids = self.layout.own_ids(number, self._shard())
-      draw = lambda ids, maker=maker, key=keys[name]: self._own_columns(
+      draw = lambda ids, maker=maker, key=keys[name]: self.columns.own(
         maker.rows(key, ids, self.dim, dtype)
       )
       start = self.layout.offsets[number]
@@ -319,7 +319,7 @@ class Stack:
         table, slots = state
         return update.step(table, slots, pieces, rate, optimizer=optimizer, distinct_ids=distinct)
 
-      with split_columns(self._columns()):
+      with split_columns(self.columns if self.columns.axes else None):
         return self._fold(sent, body, (table, slots))
 
     if self.placement is not None:
@@ -433,7 +433,7 @@ class Stack:
     pieces = []
     for call in sent:
       if isinstance(call, Owned):
-        pieces.append(update.Piece(call.values, Occurrences(call.places[:, None], None, None)))
+        pieces.append(exchange.owned_piece(call))
         continue
       for grads, occ, name in zip(call.grads, call.reads.parts, call.reads.tables, strict=True):
         pieces.append(update.Piece(grads, self._in_stack(occ, self.number(name))))
@@ -532,18 +532,10 @@ class Stack:
     """The columns on a device."""
     return self.dim if self.placement is None else -(-self.dim // self.placement.column_shards)
 
-  def _columns(self) -> Columns | None:
-    columns = self.placement.columns if self.placement is not None else ()
-    return Columns(columns, self.dim) if columns else None
-
-  def _own_columns(self, rows: jax.Array) -> jax.Array:
-    columns = self.placement.columns if self.placement is not None else ()
-    if not columns:
-      return rows
-    assert self.placement is not None
-    width = self.width
-    rows = jnp.pad(rows, ((0, 0), (0, width * self.placement.column_shards - self.dim)))
-    return jax.lax.dynamic_slice_in_dim(rows, jax.lax.axis_index(columns) * width, width, axis=1)
+  @property
+  def columns(self) -> Columns:
+    """The columns of a row on several devices, if they are."""
+    return Columns(() if self.placement is None else self.placement.columns, self.dim)
 
 
 def _summed(pieces: list[update.Piece], rows: int, distinct: bool) -> update.SummedRows:

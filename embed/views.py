@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.layout import Layout
+from embed.layout import Columns, Layout
 from embed.sharding import Placement
 
 
@@ -64,7 +64,7 @@ def read(layout: Layout, table: int, dim: int, view: View, stored: jax.Array) ->
   start, height = layout.offsets[table], layout.heights[table]
   block = lax.slice_in_dim(stored, start, start + height)
   if view.columns != view.kept:
-    block = lax.all_gather(block, view.columns, axis=1, tiled=True)[:, :dim]
+    block = Columns(view.columns, dim).whole(block)
   if not view.rows:
     return block[: layout.sizes[table]]
   if view.kind == "rows":
@@ -98,10 +98,7 @@ def write(
     me = lax.axis_index(view.rows) if view.rows else 0
     block = value.at[layout.own_ids(table, me)].get(mode="fill", fill_value=0)
   if view.columns != view.kept:
-    width = stored.shape[1]
-    count = lax.axis_size(view.columns)
-    block = jnp.pad(block, ((0, 0), (0, width * count - dim)))
-    block = lax.dynamic_slice_in_dim(block, lax.axis_index(view.columns) * width, width, axis=1)
+    block = Columns(view.columns, dim).own(block)
   return lax.dynamic_update_slice_in_dim(stored, block.astype(stored.dtype), start, 0)
 
 
