@@ -147,6 +147,44 @@ class Plan:
     found.entries, found.hbm_bytes, found._shapes = self.entries, self.hbm_bytes, self._shapes
     return found
 
+  def adopt(self, profile: Any, headroom: float = 1.25) -> "Plan":
+    """Sizes the buffers of the exchange by what a sample of batches needed; returns the plan.
+
+    Each stack whose rows are split gets the capacity of the fullest pair of devices in the sample
+    times `headroom`, rounded up to a multiple of 8, unless gathering still moves less. A batch that
+    needs more takes another round.
+
+    Args:
+      profile: `embed.profile(features, batches, plan=self)`.
+      headroom: factor, at least 1.
+
+    Raises:
+      ValueError: the profile is of other stacks.
+    """
+    if headroom < 1:
+      raise ValueError(f"headroom must be at least 1. Got {headroom}.")
+    split = {n: s for n, s in self.stacks().items() if s.layout.shards > 1}
+    if {n: s.names for n, s in split.items()} != {n: s.tables for n, s in profile.stacks.items()}:
+      raise ValueError(
+        f"The profile is of the stacks {sorted(profile.stacks)}, the plan has {sorted(split)}. "
+        "Write embed.profile(features, batches, plan=plan) with this plan."
+      )
+    for name, stack in split.items():
+      most = int(profile.stacks[name].pairs.max())
+      for table in stack.names:
+        self[table].capacity = max(8, -(-math.ceil(headroom * most) // 8) * 8)
+      if self._shapes and not self._is_worth(stack):
+        for table in stack.names:
+          self[table].capacity = None
+    return self
+
+  def _is_worth(self, stack: Stack) -> bool:
+    """Whether a stack's capacity makes an all-to-all that moves less than gathering."""
+    shapes = [self._shapes[name] for name in stack.tables]
+    cost = _cost(self._stack(stack.name, list(stack.names)), shapes)
+    gathered = dataclasses.replace(stack, capacity_given=None, exchange="gather")
+    return cost.exchange == "all_to_all" and cost.moved <= _cost(gathered, shapes).moved
+
   def __getitem__(self, table: str) -> TablePlan:
     if table not in self.entries:
       raise KeyError(f"There is no table {table!r}; the tables are {sorted(self.entries)}.")

@@ -103,6 +103,17 @@ class Placement:
     """How many parts the batch is split into."""
     return math.prod(self.mesh.shape[name] for name in self.axes.order)
 
+  def askers(self) -> np.ndarray:
+    """int64 `[devices]`: which group of devices that look up together each part of a batch is of.
+
+    Those hold different columns of the same rows.
+    """
+    names = self.axes.order
+    index = np.indices([self.mesh.shape[name] for name in names]).reshape(len(names), -1)
+    apart = [i for i, name in enumerate(names) if name not in self.columns]
+    sizes = [self.mesh.shape[names[i]] for i in apart]
+    return np.ravel_multi_index(tuple(index[apart]), sizes) if apart else index[0] * 0
+
   def array(self, ndim: int) -> P:
     """A table `[rows, columns]`, or a slot of one value per row."""
     return P(self.rows or None, self.columns or None) if ndim == 2 else P(self.rows or None)

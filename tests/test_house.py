@@ -23,6 +23,7 @@ ORDER = [
   "stack",
   "grads",
   "planning",
+  "profiling",
   "module",
   "routing",
   "optimizer",
