@@ -26,6 +26,7 @@ from embed.optimizers import (
   sgd,
 )
 from embed.planning import Plan, TablePlan, plan
+from embed.profiling import Profile, StackProfile, TableProfile, profile
 from embed.ragged import Padded, Ragged, Sparse, to_padded, validate
 from embed.routing import value_and_grad
 
@@ -35,6 +36,7 @@ __all__ = [
   "Optimizer",
   "Padded",
   "Plan",
+  "Profile",
   "QuantizationConfig",
   "Ragged",
   "Report",
@@ -44,9 +46,11 @@ __all__ = [
   "SlotVariable",
   "Sparse",
   "SparseEmbed",
+  "StackProfile",
   "Table",
   "TableConfig",
   "TablePlan",
+  "TableProfile",
   "accumulate",
   "adagrad",
   "adagrad_momentum",
@@ -62,6 +66,7 @@ __all__ = [
   "lion",
   "momentum",
   "plan",
+  "profile",
   "proximal_adagrad",
   "rmsprop",
   "row_mean",

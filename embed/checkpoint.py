@@ -56,7 +56,9 @@ def to_tree(**nodes: Any) -> Tree:
     dense = {k: _key_data(v) if _is_key(v) else v for k, v in _dense(node)[0].items()}
     tables: Tree = {}
     for path, module in routing.sparse_embeds(node).items():
-      tables |= {Owner(path, table).key: of for table, of in module.variables.items()}
+      tables |= {
+        Owner(path, table).key: of for table, of in module._read_variables(compact=True).items()
+      }
     tree[name] = {"state": dense, "tables": tables}
   return tree
 
@@ -78,7 +80,7 @@ def like(**nodes: Any) -> Tree:
     data = lambda x: struct(_key_data(x)) if _is_key(x) else struct(x)
     tables: Tree = {}
     for path, module in routing.sparse_embeds(node).items():
-      tables |= {Owner(path, table).key: of for table, of in module.variable_shapes.items()}
+      tables |= {Owner(path, table).key: of for table, of in module._shapes(compact=True).items()}
     tree[name] = {"state": {k: data(v) for k, v in _dense(node)[0].items()}, "tables": tables}
   return tree
 

@@ -28,7 +28,7 @@ from jax import lax
 
 from embed import lookup as lookup_lib
 from embed import update
-from embed.layout import Layout
+from embed.layout import Columns, Layout
 from embed.lookup import Occurrences, Reads
 
 Names = tuple[str, ...]
@@ -388,7 +388,7 @@ def fold(
       every round, in each of which there are other rows.
     carry: what it starts from.
   """
-  owned = [_owned_piece(x) for x in sent if isinstance(x, Owned)]
+  owned = [owned_piece(x) for x in sent if isinstance(x, Owned)]
   routed, others = [], []
   for call, tables in zip(sent, numbers, strict=True):
     if isinstance(call, Owned):
@@ -409,7 +409,8 @@ def fold(
   return body(carry, owned + [_gathered(*other, way) for other in others], False)
 
 
-def _owned_piece(owned: Owned) -> update.Piece:
+def owned_piece(owned: Owned) -> update.Piece:
+  """Gradients as a step takes them."""
   return update.Piece(owned.values, Occurrences(owned.places[:, None], None, None))
 
 
@@ -430,20 +431,13 @@ def _width(dim: int, axes: Axes) -> int:
   return -(-dim // Axes.number(axes.columns))
 
 
-def _own_columns(x: jax.Array, axes: Axes) -> jax.Array:
-  if not axes.columns:
-    return x
-  width = _width(x.shape[-1], axes)
-  x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width * Axes.number(axes.columns) - x.shape[-1])])
-  return lax.dynamic_slice_in_dim(x, _index(axes.columns) * width, width, axis=x.ndim - 1)
-
-
 def _gathered(grads: jax.Array, occ: Occurrences, table: int, way: Way) -> update.Piece:
   """A part as every owner gets it: of all devices, the ids of other owners as padding."""
   axes = way.axes
   if occ.segments is not None or way.in_order:  # segments are whole everywhere
     every = lambda x: lax.all_gather(x, axes.order, tiled=True)
-    grads = _own_columns(every(grads.astype(jnp.float32)), axes)
+    columns = Columns(Axes.names(axes.columns), grads.shape[-1])
+    grads = columns.own(every(grads.astype(jnp.float32)))
     occ = occ if occ.segments is not None else jax.tree.map(every, occ)
   else:
     beyond = lambda x: _gather(_gather(x, axes.rows), axes.replicas)

@@ -7,6 +7,7 @@ into shards. Shard s of a stack holds, one table after another, the rows of each
 import dataclasses
 import functools
 import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,26 +49,30 @@ class Layout:
     """The places of a shard; as a place, it stands for no row."""
     return sum(self.heights)
 
-  def _first(self, table: int, shard: jax.Array) -> jax.Array:
+  def _first(self, table: int, shard: Any) -> Any:
     """The first of the consecutive rows of a shard."""
     few, more = divmod(self.sizes[table], self.shards)
-    return shard * few + jnp.minimum(shard, more)
+    return shard * few + shard.__array_namespace__().minimum(shard, more)
 
-  def locate(self, table: int, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The shard and the place of each id, int32; shard 0 and place `rows` for what is no row."""
+  def locate(self, table: int, ids: Any) -> tuple[Any, Any]:
+    """The shard and the place of each id; shard 0 and place `rows` for what is no row.
+
+    They have the ids' dtype. NumPy arrays stay such.
+    """
+    xp = ids.__array_namespace__()
     size, offset = self.sizes[table], self.offsets[table]
     valid = (ids >= 0) & (ids < size)
     if self.shards == 1:
-      return jnp.zeros_like(ids), jnp.where(valid, ids + offset, self.rows)
+      return xp.zeros_like(ids), xp.where(valid, ids + offset, self.rows)
     if self.contiguous:
       few, more = divmod(size, self.shards)
       longer = more * (few + 1)  # the rows of the shards that have one row more
       late = more + (ids - longer) // max(few, 1)
-      shard = jnp.where(ids < longer, ids // (few + 1), late)
+      shard = xp.where(ids < longer, ids // (few + 1), late)
       place = ids - self._first(table, shard)
     else:
       shard, place = ids % self.shards, ids // self.shards
-    return jnp.where(valid, shard, 0), jnp.where(valid, place + offset, self.rows)
+    return xp.where(valid, shard, 0), xp.where(valid, place + offset, self.rows)
 
   def ids(self, table: int, shard: jax.Array | int, places: jax.Array) -> jax.Array:
     """The id that stands at each place of a shard; the table's size where there is none of it."""
@@ -88,3 +93,29 @@ class Layout:
     height = self.heights[table]
     places = self.offsets[table] + jnp.arange(height, dtype=jnp.int32)
     return self.ids(table, shard, places)
+
+
+class Columns(NamedTuple):
+  """Columns over mesh axes, as many on each device: D of them, filled up with zeros.
+
+  Both functions are for use inside `jax.shard_map`; without axes they change nothing.
+  """
+
+  axes: tuple[str, ...]
+  dim: int
+
+  def own(self, x: jax.Array) -> jax.Array:
+    """This device's columns of `[..., D]`."""
+    if not self.axes:
+      return x
+    count, last = jax.lax.axis_size(self.axes), x.ndim - 1
+    width = -(-self.dim // count)
+    x = jnp.pad(x, [(0, 0)] * last + [(0, width * count - self.dim)])
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * width, width, last)
+
+  def whole(self, x: jax.Array) -> jax.Array:
+    """`[..., D]` from every device's own columns."""
+    if not self.axes:
+      return x
+    x = jax.lax.all_gather(x, self.axes, axis=x.ndim - 1, tiled=True)
+    return jax.lax.slice_in_dim(x, 0, self.dim, axis=x.ndim - 1)

@@ -367,12 +367,16 @@ class SparseEmbed(nnx.Module):
   @property
   def variables(self) -> dict[str, dict[str, Any]]:
     """`{table name: {"parameters": [vocabulary_size, dim], slot: [vocabulary_size, ...]}}`."""
+    return self._read_variables()
+
+  def _read_variables(self, compact: bool = False) -> dict[str, dict[str, Any]]:
+    """`variables`, or `compact`: see `views`."""
     stacks = tuple(self.spec.stacks.values())
     arrays = [{k: v.get_value() for k, v in self.arrays[s.name].items()} for s in stacks]
     leaves = jax.tree.leaves(arrays)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):  # under nnx.eval_shape
-      return self.variable_shapes
-    found = read_all(stacks, arrays)
+      return self._shapes(compact)
+    found = read_all(stacks, arrays, compact)
     mark = lambda name, x: lookup_lib.read(x, lookup_lib.Owner(self._path, name))
     found = {n: {k: mark(n, x) for k, x in found[n].items()} for n in found}
     return {name: found[name] for name in self.spec.tables}
@@ -380,8 +384,12 @@ class SparseEmbed(nnx.Module):
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """`variables` as shapes, dtypes and shardings, without computing anything."""
+    return self._shapes()
+
+  def _shapes(self, compact: bool = False) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    arrays = lambda stack: {k: v.get_value() for k, v in self.arrays[stack.name].items()}
     shapes = {
-      name: stack.shapes({k: v.get_value() for k, v in self.arrays[stack.name].items()}, name)
+      name: stack.shapes(arrays(stack), name, compact)
       for stack in self.spec.stacks.values()
       for name in stack.tables
     }

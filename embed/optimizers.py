@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from embed.layout import Columns
+
 Schedule = Callable[[Any], Any]
 _NUMBER = (int, float, np.number, np.ndarray, jax.Array)
 Slots = dict[str, jax.Array]
@@ -243,14 +245,6 @@ def step_rows(
 
 # --- rows whose columns are on several devices ---------------------------------------------------
 
-
-class Columns(NamedTuple):
-  """The mesh axes that hold the columns of a row, as many on each, and D, without filling."""
-
-  axes: tuple[str, ...]
-  dim: int
-
-
 _COLUMNS: contextvars.ContextVar[Columns | None] = contextvars.ContextVar("columns", default=None)
 
 
@@ -277,18 +271,8 @@ def _with_whole_rows(equation: Equation, columns: Columns, g, w, slots: Slots, l
 
   A slot of one value per element is known by its shape.
   """
-  width, axis = w.shape[-1], w.ndim - 1
-
-  def whole(x):
-    x = jax.lax.all_gather(x, columns.axes, axis=axis, tiled=True)
-    return jax.lax.slice_in_dim(x, 0, columns.dim, axis=axis)
-
-  def own(x):
-    filling = width * jax.lax.axis_size(columns.axes) - columns.dim
-    x = jnp.pad(x, [(0, 0)] * axis + [(0, filling)])
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(columns.axes) * width, width, axis)
-
   split = {name: slot.ndim == w.ndim for name, slot in slots.items()}
+  whole, own = columns.whole, columns.own
   everything = {name: whole(s) if split[name] else s for name, s in slots.items()}
   with split_columns(None):  # these are whole
     new_w, new = equation(whole(g), whole(w), everything, learning_rate)

@@ -147,6 +147,44 @@ class Plan:
     found.entries, found.hbm_bytes, found._shapes = self.entries, self.hbm_bytes, self._shapes
     return found
 
+  def adopt(self, profile: Any, headroom: float = 1.25) -> "Plan":
+    """Sizes the buffers of the exchange by what a sample of batches needed; returns the plan.
+
+    Each stack whose rows are split gets the capacity of the fullest pair of devices in the sample
+    times `headroom`, rounded up to a multiple of 8, unless gathering still moves less. A batch that
+    needs more takes another round.
+
+    Args:
+      profile: `embed.profile(features, batches, plan=self)`.
+      headroom: factor, at least 1.
+
+    Raises:
+      ValueError: the profile is of other stacks.
+    """
+    if headroom < 1:
+      raise ValueError(f"headroom must be at least 1. Got {headroom}.")
+    split = {n: s for n, s in self.stacks().items() if s.layout.shards > 1}
+    if {n: s.names for n, s in split.items()} != {n: s.tables for n, s in profile.stacks.items()}:
+      raise ValueError(
+        f"The profile is of the stacks {sorted(profile.stacks)}, the plan has {sorted(split)}. "
+        "Write embed.profile(features, batches, plan=plan) with this plan."
+      )
+    for name, stack in split.items():
+      most = int(profile.stacks[name].pairs.max())
+      for table in stack.names:
+        self[table].capacity = max(8, -(-math.ceil(headroom * most) // 8) * 8)
+      if self._shapes and not self._is_worth(stack):
+        for table in stack.names:
+          self[table].capacity = None
+    return self
+
+  def _is_worth(self, stack: Stack) -> bool:
+    """Whether a stack's capacity makes an all-to-all that moves less than gathering."""
+    shapes = [self._shapes[name] for name in stack.tables]
+    cost = _cost(self._stack(stack.name, list(stack.names)), shapes)
+    gathered = dataclasses.replace(stack, capacity_given=None, exchange="gather")
+    return cost.exchange == "all_to_all" and cost.moved <= _cost(gathered, shapes).moved
+
   def __getitem__(self, table: str) -> TablePlan:
     if table not in self.entries:
       raise KeyError(f"There is no table {table!r}; the tables are {sorted(self.entries)}.")
@@ -277,21 +315,21 @@ class Plan:
     return f"{text}\n{total}, {moved}{limit}{self._warning()}"
 
   def _warning(self) -> str:
-    """Tables that no view splits, which are whole on every device while they are read or saved."""
+    """Tables that no view splits, which are whole on every device while saved or restored."""
     whole = [
       name
       for stack in self.stacks().values()
       if stack.placement is not None and stack.placement.shards > 1
       for name in stack.tables
-      if stack.view(stack.number(name), 2).kind == "whole"
+      if stack.view(stack.number(name), 2, compact=True).kind == "whole"
     ]
     size = sum(self.tables[n].vocabulary_size * self.tables[n].dim * 4 for n in whole)
     if size <= ALONE:
       return ""
     return (
-      f"\nWhile read, saved or restored, {', '.join(whole)} are whole on every device "
-      f"({_bytes(size)} and their slots): neither rows nor columns divide by the shards. Round "
-      "vocabulary_size up."
+      f"\nWhole on every device while saved or restored: {', '.join(whole)} "
+      f"({_bytes(size)} and their slots), because neither rows nor columns divide by the shards. "
+      "Round vocabulary_size up."
     )
 
   # --- as text -----------------------------------------------------------------------------------

@@ -103,6 +103,17 @@ class Placement:
     """How many parts the batch is split into."""
     return math.prod(self.mesh.shape[name] for name in self.axes.order)
 
+  def askers(self) -> np.ndarray:
+    """int64 `[devices]`: which group of devices that look up together each part of a batch is of.
+
+    Those hold different columns of the same rows.
+    """
+    names = self.axes.order
+    index = np.indices([self.mesh.shape[name] for name in names]).reshape(len(names), -1)
+    apart = [i for i, name in enumerate(names) if name not in self.columns]
+    sizes = [self.mesh.shape[names[i]] for i in apart]
+    return np.ravel_multi_index(tuple(index[apart]), sizes) if apart else index[0] * 0
+
   def array(self, ndim: int) -> P:
     """A table `[rows, columns]`, or a slot of one value per row."""
     return P(self.rows or None, self.columns or None) if ndim == 2 else P(self.rows or None)
@@ -110,7 +121,7 @@ class Placement:
   def sharding(self, spec: P) -> NamedSharding:
     return NamedSharding(self.mesh, spec)
 
-  def _on_devices(self, spec: P) -> NamedSharding:
+  def _devices_mesh(self) -> Mesh:
     """Outside of jitted functions, where a layer made inside of one only knows an abstract mesh."""
     mesh = current_mesh() if isinstance(self.mesh, AbstractMesh) else self.mesh
     if mesh is None:
@@ -118,7 +129,24 @@ class Placement:
         "This SparseEmbed was made inside a jitted function, under jax.set_mesh. Use it under "
         "jax.set_mesh too, or pass mesh=... where it is made."
       )
-    return NamedSharding(mesh, spec)
+    return mesh
+
+  def _on_devices(self, spec: P) -> NamedSharding:
+    return NamedSharding(self._devices_mesh(), spec)
+
+  def compact(self, columns: Names, parts: int) -> NamedSharding:
+    """Columns over `columns` and `parts`, of which shard r of the rows has number `r % parts`.
+
+    That is no sharding of this mesh, but of its devices in another shape.
+    """
+    mesh = self._devices_mesh()
+    others = tuple(name for name in mesh.axis_names if name not in self.rows)
+    order = [mesh.axis_names.index(name) for name in (*others, *self.rows)]
+    shape = [mesh.shape[name] for name in others]
+    devices = mesh.devices.transpose(order).reshape(*shape, self.shards // parts, parts)
+    # Named after the axes they are cut from, so that they differ from all others.
+    copies, cut = (f"{kind} of {', '.join(self.rows)}" for kind in ("copies", "parts"))
+    return NamedSharding(Mesh(devices, (*others, copies, cut)), P(None, (*columns, cut)))
 
   def put(self, x: jax.Array, spec: P) -> jax.Array:
     """An array inside a jitted function, with another sharding."""
@@ -126,15 +154,23 @@ class Placement:
       return jax.sharding.reshard(x, self.sharding(spec))
     return jax.lax.with_sharding_constraint(x, self.sharding(spec))
 
-  def place_whole(self, x: Any, dtype: Any, spec: P) -> jax.Array:
+  def place_whole(self, x: Any, dtype: Any, where: P | NamedSharding) -> jax.Array:
     """A whole array, the same on every host, split over devices without a copy of it on any."""
     if isinstance(x, jax.core.Tracer):
-      return self.put(x.astype(dtype), spec)
+      assert isinstance(where, P)
+      return self.put(x.astype(dtype), where)
+    sharding = where if isinstance(where, NamedSharding) else self._on_devices(where)
     if isinstance(x, jax.Array) and (jax.process_count() == 1 or not x.is_fully_addressable):
-      return jax.device_put(x.astype(dtype), self._on_devices(spec))
+      return jax.device_put(x.astype(dtype), sharding)
     host = np.asarray(x)
     part = lambda index: host[index].astype(dtype)
-    return jax.make_array_from_callback(host.shape, self._on_devices(spec), part)
+    return jax.make_array_from_callback(host.shape, sharding, part)
+
+  def same_parts(self, x: jax.Array, columns: int, where: P | NamedSharding) -> jax.Array:
+    """An array `[V, columns]` of which each device has the part that it has of `x`."""
+    sharding = where if isinstance(where, NamedSharding) else self._on_devices(where)
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays((x.shape[0], columns), sharding, parts)
 
   def needs_jit(self) -> bool:
     """Whether eager JAX does not know the mesh: an Explicit one, and not that of `jax.set_mesh`."""

@@ -19,9 +19,9 @@ from embed import config as config_lib
 from embed import exchange, initializers, traffic, update, views
 from embed import lookup as lookup_lib
 from embed.exchange import Call, Owned
-from embed.layout import Layout
+from embed.layout import Columns, Layout
 from embed.lookup import Occurrences, Reads
-from embed.optimizers import Columns, RowOptimizer, Slot, split_columns
+from embed.optimizers import RowOptimizer, Slot, split_columns
 from embed.sharding import Placement
 
 Arrays = dict[str, jax.Array]  # "parameters" and the slots, as stored
@@ -111,7 +111,7 @@ class Stack:
     for name, maker in makers.items():
       number, table = self.number(name), self.tables[name]
       ids = self.layout.own_ids(number, self._shard())
-      draw = lambda ids, maker=maker, key=keys[name]: self._own_columns(
+      draw = lambda ids, maker=maker, key=keys[name]: self.columns.own(
         maker.rows(key, ids, self.dim, dtype)
       )
       start = self.layout.offsets[number]
@@ -143,20 +143,21 @@ class Stack:
     make = lambda: jnp.full(shape, slot.initial, slot.dtype)
     return self._per_device(make, (), self._spec(len(shape)))()
 
-  def read(self, stored: jax.Array, table: str) -> jax.Array:
+  def read(self, stored: jax.Array, table: str, compact: bool = False) -> jax.Array:
     """A table or slot as users see it, its rows in order: `[V, D]` or `[V]`.
 
-    On a mesh the result is split over devices as evenly as its shape allows; see `views`.
+    On a mesh the result is split over devices as evenly as its shape allows; see `views`. In a
+    compact view the columns stand as often as there are copies of them: see `reshaped`.
     """
     number, size = self.number(table), self.tables[table].vocabulary_size
     if self.placement is None:
       start = self.layout.offsets[number]
       return stored if len(self.tables) == 1 else stored[start : start + size]
-    view = self.view(number, stored.ndim)
+    view = self.view(number, stored.ndim, compact)
     f = functools.partial(views.read, self.layout, number, self.dim, view)
     return self.placement.run(f, (self._spec(stored.ndim),), view.spec)(stored)
 
-  def store(self, stored: jax.Array, tables: Mapping[str, Any]) -> jax.Array:
+  def store(self, stored: jax.Array, tables: Mapping[str, Any], compact: bool = False) -> jax.Array:
     """The stored array with some tables replaced by arrays in the form of `read`."""
     for name, value in tables.items():
       number = self.number(name)
@@ -166,19 +167,22 @@ class Stack:
         whole = len(self.tables) == 1
         stored = value if whole else jax.lax.dynamic_update_slice_in_dim(stored, value, start, 0)
       else:
-        view, spec = self.view(number, stored.ndim), self._spec(stored.ndim)
+        view, spec = self.view(number, stored.ndim, compact), self._spec(stored.ndim)
         f = functools.partial(views.write, self.layout, number, self.dim, view)
         stored = self.placement.run(f, (spec, view.spec), spec)(stored, value)
     return stored
 
-  def shapes(self, arrays: Arrays, table: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `read` gives of a table and its slots, as shapes with shardings."""
+  def shapes(
+    self, arrays: Arrays, table: str, compact: bool = False
+  ) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `read_all` gives of a table and its slots, as shapes with shardings."""
     number, size = self.number(table), self.tables[table].vocabulary_size
 
     def shape(stored: Any) -> jax.ShapeDtypeStruct:
       where: Any
       if self.placement is not None:
-        where = self.placement.sharding(self.view(number, stored.ndim).spec)
+        where = self._where(self.view(number, stored.ndim, compact))
+        where = self.placement.sharding(where) if isinstance(where, P) else where
       else:
         where = getattr(stored, "sharding", None)
       dims = (size, self.dim)[: stored.ndim]
@@ -186,10 +190,34 @@ class Stack:
 
     return {key: shape(arrays[key]) for key in ("parameters", *self.slots)}
 
-  def view(self, number: int, ndim: int) -> views.View:
+  def view(self, number: int, ndim: int, compact: bool = False) -> views.View:
     """How a table, or a slot of one value per row, is split where users see it."""
     assert self.placement is not None
-    return views.choose(self.layout, number, self.dim, ndim, self.placement)
+    return views.choose(self.layout, number, self.dim, ndim, self.placement, compact)
+
+  def _where(self, view: views.View) -> Any:
+    """A view's spec, or its sharding where the mesh of the storage has none for it."""
+    assert self.placement is not None
+    if view.kind != "columns" or view.parts == self.layout.shards:
+      return view.spec
+    return self.placement.compact(view.kept, view.parts)
+
+  def reshaped(self, x: jax.Array, table: str) -> jax.Array:
+    """`[V, D]` or `[V]` of what `read` gives of a compact view; outside of jitted functions."""
+    assert self.placement is not None
+    where = self._where(self.view(self.number(table), x.ndim, compact=True))
+    return x if isinstance(where, P) else self.placement.same_parts(x, self.dim, where)
+
+  def place(self, value: Any, table: str, stored: jax.Array, compact: bool) -> jax.Array:
+    """A table or slot as `store` takes it."""
+    assert self.placement is not None
+    view = self.view(self.number(table), stored.ndim, compact)
+    where = self._where(view)
+    value = self.placement.place_whole(value, stored.dtype, where)
+    if isinstance(where, P):
+      return value
+    columns = self.dim // view.parts * self.layout.shards
+    return self.placement.same_parts(value, columns, view.spec)
 
   def whole(self, stored: jax.Array, table: str) -> jax.Array:
     """A table on every device, for scores against all of its rows."""
@@ -291,7 +319,7 @@ class Stack:
         table, slots = state
         return update.step(table, slots, pieces, rate, optimizer=optimizer, distinct_ids=distinct)
 
-      with split_columns(self._columns()):
+      with split_columns(self.columns if self.columns.axes else None):
         return self._fold(sent, body, (table, slots))
 
     if self.placement is not None:
@@ -405,7 +433,7 @@ class Stack:
     pieces = []
     for call in sent:
       if isinstance(call, Owned):
-        pieces.append(update.Piece(call.values, Occurrences(call.places[:, None], None, None)))
+        pieces.append(exchange.owned_piece(call))
         continue
       for grads, occ, name in zip(call.grads, call.reads.parts, call.reads.tables, strict=True):
         pieces.append(update.Piece(grads, self._in_stack(occ, self.number(name))))
@@ -504,18 +532,10 @@ class Stack:
     """The columns on a device."""
     return self.dim if self.placement is None else -(-self.dim // self.placement.column_shards)
 
-  def _columns(self) -> Columns | None:
-    columns = self.placement.columns if self.placement is not None else ()
-    return Columns(columns, self.dim) if columns else None
-
-  def _own_columns(self, rows: jax.Array) -> jax.Array:
-    columns = self.placement.columns if self.placement is not None else ()
-    if not columns:
-      return rows
-    assert self.placement is not None
-    width = self.width
-    rows = jnp.pad(rows, ((0, 0), (0, width * self.placement.column_shards - self.dim)))
-    return jax.lax.dynamic_slice_in_dim(rows, jax.lax.axis_index(columns) * width, width, axis=1)
+  @property
+  def columns(self) -> Columns:
+    """The columns of a row on several devices, if they are."""
+    return Columns(() if self.placement is None else self.placement.columns, self.dim)
 
 
 def _summed(pieces: list[update.Piece], rows: int, distinct: bool) -> update.SummedRows:
@@ -554,26 +574,47 @@ def _pieces(sent: Sequence[Call]) -> list[update.Piece]:
 # so many at a time that none has threads enough to end.
 
 
-def read_all(stacks: Sequence[Stack], arrays: Sequence[Arrays]) -> dict[str, Arrays]:
-  """Every table and slot as users see it, `{table: {"parameters": array, slot: array}}`."""
+def read_all(
+  stacks: Sequence[Stack], arrays: Sequence[Arrays], compact: bool = False
+) -> dict[str, Arrays]:
+  """Every table and slot as users see it, `{table: {"parameters": array, slot: array}}`.
+
+  `compact`: in a view of less memory, where there is one, outside of jitted functions.
+  """
   found: dict[str, Arrays] = {}
   spread = [i for i, stack in enumerate(stacks) if stack.placement is not None]
+  compact = compact and not _traced(arrays)
   for stack, stored in zip(stacks, arrays, strict=True):
     if stack.placement is None:
       found |= _read_stack(stack, stored)
   if spread:
-    found |= _read_spread(tuple(stacks[i] for i in spread), [arrays[i] for i in spread])
+    mine = tuple(stacks[i] for i in spread)
+    read = _read_spread(mine, [arrays[i] for i in spread], compact)
+    if compact:
+      of = {name: stack for stack in mine for name in stack.tables}
+      read = {
+        name: {key: of[name].reshaped(x, name) for key, x in table.items()}
+        for name, table in read.items()
+      }
+    found |= read
   return found
 
 
-def _read_stack(stack: Stack, stored: Arrays) -> dict[str, Arrays]:
+def _traced(arrays: Any) -> bool:
+  return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+
+
+def _read_stack(stack: Stack, stored: Arrays, compact: bool = False) -> dict[str, Arrays]:
   keys = ("parameters", *stack.slots)
-  return {name: {k: stack.read(stored[k], name) for k in keys} for name in stack.tables}
+  return {name: {k: stack.read(stored[k], name, compact) for k in keys} for name in stack.tables}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _read_spread(stacks: tuple[Stack, ...], arrays: Sequence[Arrays]) -> dict[str, Arrays]:
-  read = [_read_stack(stack, stored) for stack, stored in zip(stacks, arrays, strict=True)]
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _read_spread(
+  stacks: tuple[Stack, ...], arrays: Sequence[Arrays], compact: bool
+) -> dict[str, Arrays]:
+  pairs = zip(stacks, arrays, strict=True)
+  read = [_read_stack(stack, stored, compact) for stack, stored in pairs]
   return {name: tables[name] for tables in read for name in tables}
 
 
@@ -585,7 +626,8 @@ def store_all(
 ) -> list[Arrays]:
   """The stored arrays with some tables and slots replaced by arrays in the form of `read_all`."""
   found = [dict(stored) for stored in arrays]
-  spread: list[tuple[Stack, str]] = []
+  compact = not _traced((arrays, given))
+  places: list[tuple[int, str]] = []
   olds, news = [], []
   for i, stack in enumerate(stacks):
     for key, tables in given[i].items():
@@ -593,21 +635,19 @@ def store_all(
       if stack.placement is None:
         found[i][key] = stack.store(old, tables)
       elif tables:
-        spread.append((stack, key))
+        places.append((i, key))
         olds.append(old)
-        news.append({name: _placed(stack, name, x, old) for name, x in tables.items()})
-  stored = _store_spread(tuple(stack for stack, _ in spread), olds, news) if spread else []
-  for (stack, key), value in zip(spread, stored, strict=True):
-    found[list(stacks).index(stack)][key] = value
+        news.append({name: stack.place(x, name, old, compact) for name, x in tables.items()})
+  if places:
+    spread = _store_spread(tuple(stacks[i] for i, _ in places), olds, news, compact)
+    for (i, key), value in zip(places, spread, strict=True):
+      found[i][key] = value
   return found
 
 
-def _placed(stack: Stack, table: str, value: Any, stored: jax.Array) -> jax.Array:
-  assert stack.placement is not None
-  spec = stack.view(stack.number(table), stored.ndim).spec
-  return stack.placement.place_whole(value, stored.dtype, spec)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _store_spread(stacks: tuple[Stack, ...], stored: Any, given: Any) -> list[jax.Array]:
-  return [stack.store(*pair) for stack, *pair in zip(stacks, stored, given, strict=True)]
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _store_spread(
+  stacks: tuple[Stack, ...], stored: Any, given: Any, compact: bool
+) -> list[jax.Array]:
+  each = zip(stacks, stored, given, strict=True)
+  return [stack.store(old, tables, compact) for stack, old, tables in each]

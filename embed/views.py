@@ -2,10 +2,17 @@
 
 A JAX array is split evenly or not at all, so a logical table `[V, D]` cannot always be split by
 rows as its storage is. Its **view** is, in this order of preference: "rows" (consecutive ones,
-where V divides by the number of shards), "columns" (where D does), or "whole" (on every device).
-The first two are one all-to-all from the storage and take no more memory than it does.
+where V divides by the number of shards), "columns" (where the D of a shard does), or "whole" (all
+rows on every shard). Columns that are split already stay so where they divide. The first two are
+one all-to-all from the storage and take as much memory as it does.
+
+A **compact** view splits columns into as many parts as they divide into, if that is fewer than
+there are shards, and shard r has part `r % parts`: 256 shards of a table of 128 columns hold two
+copies of it instead of 256. Such an array is of a mesh of another shape, which jitted functions do
+not mix with their own, so only what is saved and restored is compact.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -13,46 +20,60 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.layout import Layout
+from embed.layout import Columns, Layout
 from embed.sharding import Placement
 
 
 class View(NamedTuple):
-  """How a logical table or slot is split."""
+  """How a logical table or slot is split.
+
+  `rows`, `columns`: the axes that split the storage; `kept`: those of `columns` that split the view
+  as well; `parts`: how many parts columns are split into besides, in "columns".
+  """
 
   kind: str  # "rows", "columns" or "whole"
   spec: P
-  rows: tuple[str, ...]  # the axes that split the storage
+  rows: tuple[str, ...]
   columns: tuple[str, ...]
+  kept: tuple[str, ...]
+  parts: int = 1
 
 
-def choose(layout: Layout, table: int, dim: int, ndim: int, placement: Placement) -> View:
+def choose(
+  layout: Layout, table: int, dim: int, ndim: int, placement: Placement, compact: bool = False
+) -> View:
   """The view of a table (ndim 2) or a slot of one value per row (ndim 1)."""
   n = layout.shards
   columns = placement.columns if ndim == 2 else ()
-  make = lambda kind, spec: View(kind, spec, placement.rows, columns)
-  if not placement.rows and columns and dim % placement.column_shards == 0:
-    return make("columns", P(None, columns))
-  if placement.rows and layout.sizes[table] % n == 0:
-    return make("rows", P(placement.rows))
-  if placement.rows and not columns and ndim == 2 and dim % n == 0:
-    return make("columns", P(None, placement.rows))
-  return make("whole", P())
+  kept = columns if dim % placement.column_shards == 0 else ()
+  make = lambda kind, rows, over, parts=1: View(
+    kind, P(*(rows or None, over or None)[:ndim]), placement.rows, columns, kept, parts
+  )
+  if not placement.rows:
+    return make("whole", (), kept)
+  if layout.sizes[table] % n == 0:
+    return make("rows", placement.rows, kept)
+  parts = math.gcd(n, dim // placement.column_shards if kept else dim)
+  if ndim == 2 and (parts == n or (compact and parts > 1)):
+    return make("columns", (), (*kept, *placement.rows), parts)
+  return make("whole", (), kept)
 
 
 def read(layout: Layout, table: int, dim: int, view: View, stored: jax.Array) -> jax.Array:
   """A device's part of the view, from its shard of the storage."""
   start, height = layout.offsets[table], layout.heights[table]
   block = lax.slice_in_dim(stored, start, start + height)
-  if view.columns and not (view.kind == "columns" and not view.rows):
-    block = lax.all_gather(block, view.columns, axis=1, tiled=True)[:, :dim]
+  if view.columns != view.kept:
+    block = Columns(view.columns, dim).whole(block)
   if not view.rows:
     return block[: layout.sizes[table]]
   if view.kind == "rows":
     return _read_rows(layout, table, view, block)
   n = layout.shards
   if view.kind == "columns":
-    parts = jnp.moveaxis(block.reshape(height, n, -1), 1, 0)
+    parts = jnp.moveaxis(block.reshape(height, view.parts, -1), 1, 0)
+    # A gather: of repeats XLA:CPU makes an all-to-all with operands of two layouts, and refuses it.
+    parts = parts.at[jnp.arange(n) % view.parts].get(mode="promise_in_bounds")
     block = lax.all_to_all(parts, view.rows, 0, 0).reshape(n * height, -1)
   else:
     block = lax.all_gather(block, view.rows, tiled=True)
@@ -67,19 +88,17 @@ def write(
   n = layout.shards
   if view.kind == "rows":
     block = _write_rows(layout, table, view, value)
-  elif view.kind == "columns" and view.rows:
+  elif view.kind == "columns":
     shards = jnp.arange(n, dtype=jnp.int32)
     ids = jax.vmap(lambda s: layout.own_ids(table, s))(shards)  # [n, height]
     parts = value.at[ids].get(mode="fill", fill_value=0)
-    block = jnp.moveaxis(lax.all_to_all(parts, view.rows, 0, 0), 0, 1).reshape(height, -1)
+    parts = lax.all_to_all(parts, view.rows, 0, 0)[: view.parts]
+    block = jnp.moveaxis(parts, 0, 1).reshape(height, -1)
   else:
     me = lax.axis_index(view.rows) if view.rows else 0
     block = value.at[layout.own_ids(table, me)].get(mode="fill", fill_value=0)
-  if view.columns and not (view.kind == "columns" and not view.rows):
-    width = stored.shape[1]
-    count = lax.axis_size(view.columns)
-    block = jnp.pad(block, ((0, 0), (0, width * count - dim)))
-    block = lax.dynamic_slice_in_dim(block, lax.axis_index(view.columns) * width, width, axis=1)
+  if view.columns != view.kept:
+    block = Columns(view.columns, dim).own(block)
   return lax.dynamic_update_slice_in_dim(stored, block.astype(stored.dtype), start, 0)
 
 

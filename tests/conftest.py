@@ -27,6 +27,16 @@ hypothesis.settings.load_profile(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+  """XLA:CPU maps each program's code: a whole run's would exceed what Linux maps for a process.
+
+  That is 65,530 mappings (`vm.max_map_count`), past which the compiler crashes.
+  """
+  yield
+  jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def strict():
   """A user may run with these settings on; silent broadcasting and promotion become errors."""

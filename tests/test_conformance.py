@@ -21,7 +21,7 @@ from flax import nnx
 import embed
 
 pytestmark = [
-  pytest.mark.usefixtures("strict"),
+  pytest.mark.usefixtures("strict", "quick_to_compile"),
   # Two cases set an option that has no effect; saying so is allowed.
   pytest.mark.filterwarnings("ignore:.*max_sequence_length"),
 ]

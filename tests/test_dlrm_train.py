@@ -14,6 +14,8 @@ from small_data import write_criteo, write_criteo_days, write_movielens
 from recipes import optimizers, results
 from recipes.dlrm import data, train
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
 RESULT = {
   "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "baselines", "device",

@@ -5,7 +5,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# A file may import those before it. `config`, `layout` and `optimizers` stand alone; nnx starts at
+# A file may import those before it. `config` and `layout` stand alone; nnx starts at
 # `module`.
 ORDER = [
   "config",
@@ -23,6 +23,7 @@ ORDER = [
   "stack",
   "grads",
   "planning",
+  "profiling",
   "module",
   "routing",
   "optimizer",

@@ -161,6 +161,13 @@ def test_printing():
   assert "on each of 8 devices" in total
 
 
+@pytest.mark.parametrize(("rows", "dim", "warns"), [(5_000_001, 3, True), (5_000_001, 6, False)])
+def test_says_what_no_view_splits(rows, dim, warns):
+  table = embed.TableConfig(rows, dim, name="t")
+  plan = embed.plan(embed.FeatureConfig(table), make_mesh(), np.zeros(8, np.int32))
+  assert ("Whole on every device while saved or restored: t " in repr(plan)) == warns
+
+
 def test_a_plan_is_a_mapping_that_can_be_changed():
   features, batch = three_tables()
   plan = embed.plan(features, make_mesh(), batch)

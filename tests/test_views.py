@@ -71,16 +71,31 @@ def test_initial_values_do_not_depend_on_the_mesh(place):
 
 # --- reading and loading -------------------------------------------------------------------------
 
-# Rows that divide by 8 and not by 3; that divide by neither; columns that divide.
-SIZES = {"even": (40, 3), "odd": (37, 3), "wide": (21, 16)}
+# Rows that divide by 8 and not by 3; that divide by neither; columns that divide, and by 4 only.
+SIZES = {"even": (40, 3), "odd": (37, 3), "wide": (21, 16), "some": (21, 12)}
 
 
-def numbered_model(**where):
+def numbered_features():
   """The tables of one width share an array; a slot of one value per element and one per row."""
   slots = {"m": 0.0, "n": embed.Slot(per_row=True)}
   optimizer = embed.custom_optimizer(lambda g, w, s, lr: (w, s), slots)
   tables = [embed.TableConfig(*shape, name=name) for name, shape in SIZES.items()]
-  return harness.Model([embed.FeatureConfig(table) for table in tables], optimizer, **where)
+  return [embed.FeatureConfig(table) for table in tables], optimizer
+
+
+def numbered_model(**where):
+  return harness.Model(*numbered_features(), **where)
+
+
+def two_axes_model():
+  """Rows over one axis of a mesh, columns over the other."""
+  features, optimizer = numbered_features()
+  mesh = make_mesh("auto", (2, 4), ("a", "b"))
+  ids = [np.zeros(8, np.int32)] * len(features)
+  plan = embed.plan(features, mesh, ids, optimizer)
+  for entry in map(plan.__getitem__, plan):
+    entry.strategy, entry.axis, entry.column_axis = "mod", "a", "b"
+  return harness.Model(None, plan=plan)
 
 
 def numbered():
@@ -106,6 +121,12 @@ def test_tables_are_read_as_they_are_loaded(place):
   assert_equal(fetched(read(model)), wanted)
 
 
+def test_tables_split_both_ways_are_read_as_they_are_loaded():
+  model, wanted = two_axes_model(), numbered()
+  load(model, wanted)
+  assert_equal(fetched(read(model)), wanted)
+
+
 def test_load_tables_takes_any_array():
   """And leaves slots, and the other tables of an array, as they are."""
   mesh = make_mesh()
@@ -123,8 +144,8 @@ def test_load_tables_takes_any_array():
 @pytest.mark.parametrize(
   ("strategy", "specs"),
   [
-    ("mod", {"even": P("data"), "odd": P(), "wide": P(None, "data")}),
-    ("column", {"even": P(), "odd": P(), "wide": P(None, "data")}),
+    ("mod", {"even": P("data"), "odd": P(), "wide": P(None, "data"), "some": P()}),
+    ("column", {"even": P(), "odd": P(), "wide": P(None, "data"), "some": P()}),
   ],
 )
 def test_a_view_is_split_where_it_can_be(strategy, specs):
@@ -135,7 +156,40 @@ def test_a_view_is_split_where_it_can_be(strategy, specs):
     assert tables[name].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2), name
 
 
+def test_columns_that_are_split_stay_so():
+  tables = two_axes_model().embed.tables
+  parts = {name: table.addressable_shards[0].data.shape for name, table in tables.items()}
+  assert parts == {"even": (20, 3), "odd": (37, 3), "wide": (21, 2), "some": (21, 3)}
+
+
 # --- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("make", "parts"),
+  [
+    # 12 columns divide by 4, so that every second device has a copy; 3 by nothing.
+    (lambda: numbered_model(mesh=make_mesh()), {"odd": (37, 3), "wide": (21, 2), "some": (21, 3)}),
+    (lambda: numbered_model(**at("plane")), {"even": (5, 3), "some": (21, 3)}),
+    (two_axes_model, {"even": (20, 3), "wide": (21, 2), "some": (21, 3)}),
+  ],
+  ids=["mod", "plane", "two_axes"],
+)
+def test_a_tree_holds_as_few_copies_as_shapes_allow(make, parts):
+  """And `like` says where its arrays are."""
+  model, wanted = make(), numbered()
+  model.embed.load_variables(wanted)
+  tree = embed.checkpoint.to_tree(model=model)
+  like = embed.checkpoint.like(model=model)
+  tables = tree["model"]["tables"]
+  assert_equal({name: fetched(tables[f"embed/{name}"]) for name in wanted}, wanted)
+  for name, shape in parts.items():
+    for key in ("parameters", "m"):
+      assert tables[f"embed/{name}"][key].addressable_shards[0].data.shape == shape, name
+  jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim) or 1 / 0, tree, like)
+  other = make()
+  embed.checkpoint.from_tree(tree, model=other)
+  assert_equal(fetched(other.embed.variables), wanted)
 
 
 class Ranker(nnx.Module):

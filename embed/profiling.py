@@ -1,0 +1,276 @@
+"""Statistics of a sample of batches: what they ask of each table, and of each shard.
+
+On the host, before training. The original's `profile_data_directory` of the embedding config.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embed import config as config_lib
+from embed import ragged
+from embed.planning import Plan
+from embed.stack import Stack
+
+
+@dataclasses.dataclass
+class TableProfile:
+  """What a sample of batches looks up in one table.
+
+  Args:
+    vocabulary_size: rows of the table.
+    bags: int64 `[longest bag + 1]`, how many bags (or single ids) had that many ids.
+    ids: int64 `[batches]`, ids in each batch.
+    distinct: int64 `[batches]`, different ones among them.
+    rows: int64 `[M]`, the rows that were looked up at all, ascending.
+    counts: int64 `[M]`, how often.
+  """
+
+  vocabulary_size: int
+  bags: np.ndarray
+  ids: np.ndarray
+  distinct: np.ndarray
+  rows: np.ndarray
+  counts: np.ndarray
+
+  @property
+  def mean_valency(self) -> float:
+    """Ids per bag."""
+    return float(self.ids.sum() / max(self.bags.sum(), 1))
+
+  @property
+  def max_valency(self) -> int:
+    return len(self.bags) - 1
+
+  def top_share(self, share: float = 0.01) -> float:
+    """The part of all ids that falls on the most popular rows, `share` of the vocabulary."""
+    top = max(1, round(share * self.vocabulary_size))
+    return float(np.sort(self.counts)[::-1][:top].sum() / max(self.counts.sum(), 1))
+
+
+@dataclasses.dataclass
+class StackProfile:
+  """What a sample of batches asks of the shards of a stack.
+
+  Args:
+    tables: the tables that it holds.
+    pairs: int64 `[batches]`, the most distinct rows that a device asked of a shard. A capacity of
+      as many exchanges every batch of the sample in one round.
+    shards: int64 `[shards]`, distinct rows that were asked of each, added up over devices and
+      batches.
+  """
+
+  tables: tuple[str, ...]
+  pairs: np.ndarray
+  shards: np.ndarray
+
+  @property
+  def imbalance(self) -> float:
+    """The load of the busiest shard over the mean; 1 is even."""
+    return float(self.shards.max() / self.shards.mean()) if self.shards.any() else 1.0
+
+
+@dataclasses.dataclass
+class Profile:
+  """Statistics by table and, where a plan was given, by stack. Printing it shows them."""
+
+  tables: dict[str, TableProfile]
+  stacks: dict[str, StackProfile]
+
+  def save(self, path: str | Path) -> None:
+    """Writes a NumPy archive; `load` reads it. The name gets ".npz" if it has no ending."""
+    given: dict[str, Any] = {f"table/{name}": table for name, table in self.tables.items()}
+    given |= {f"stack/{name}": stack for name, stack in self.stacks.items()}
+    arrays: dict[str, Any] = {}
+    for prefix, entry in given.items():
+      for field in dataclasses.fields(entry):
+        value = getattr(entry, field.name)
+        arrays[f"{prefix}/{field.name}"] = json.dumps(value) if field.name == "tables" else value
+    np.savez_compressed(path, **arrays)
+
+  @classmethod
+  def load(cls, path: str | Path) -> "Profile":
+    """Reads what `save` wrote."""
+    found: dict[str, dict[str, dict[str, Any]]] = {"table": {}, "stack": {}}
+    with np.load(path) as archive:
+      for key, value in archive.items():
+        (kind, rest), field = key.rsplit("/", 1)[0].split("/", 1), key.rsplit("/", 1)[1]
+        found[kind].setdefault(rest, {})[field] = value
+    for table in found["table"].values():
+      table["vocabulary_size"] = int(table["vocabulary_size"])
+    for stack in found["stack"].values():
+      stack["tables"] = tuple(json.loads(str(stack["tables"])))
+    return cls(
+      {name: TableProfile(**fields) for name, fields in found["table"].items()},
+      {name: StackProfile(**fields) for name, fields in found["stack"].items()},
+    )
+
+  def __repr__(self) -> str:
+    header = ("table", "rows", "ids/bag", "longest", "ids/batch", "distinct", "rows seen", "top 1%")
+    lines: list[tuple[str, ...]] = [header]
+    for name, t in self.tables.items():
+      lines.append(
+        (
+          name,
+          f"{t.vocabulary_size}",
+          f"{t.mean_valency:.2f}",
+          f"{t.max_valency}",
+          f"{t.ids.mean():.0f}",
+          f"{t.distinct.mean():.0f}",
+          f"{len(t.rows)}",
+          f"{t.top_share():.0%} of ids",
+        )
+      )
+    text = _aligned(lines)
+    if self.stacks:
+      loads = [("stored in", "most rows of a pair", "busiest shard / mean")]
+      loads += [(n, f"{s.pairs.max()}", f"{s.imbalance:.2f}") for n, s in self.stacks.items()]
+      text += "\n\n" + _aligned(loads)
+    return text
+
+
+def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  cell = lambda i, text: text.rjust(widths[i]) if i else text.ljust(widths[i])
+  return "\n".join("  ".join(cell(*c) for c in enumerate(line)).rstrip() for line in lines)
+
+
+def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> Profile:
+  """Measures what a sample of batches looks up.
+
+  Args:
+    features: the feature config, or None where the plan has it.
+    batches: inputs of whole batches, each in the structure of the feature config, on the host; a
+      dict may hold a subset.
+    plan: for the load of its shards as well. `plan.adopt(profile)` then sizes buffers by it.
+
+  Returns:
+    A `Profile`. It holds two numbers for every row that was looked up.
+
+  Raises:
+    ValueError: for no batch at all, and for the inputs that `embed.validate` refuses.
+
+  >>> import embed
+  >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
+  >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
+  >>> found = profile(embed.FeatureConfig(movie), batches).tables["movie"]
+  >>> found.mean_valency, found.distinct.tolist(), found.rows.tolist(), found.counts.tolist()
+  (1.25, [2, 1], [3, 5, 7], [2, 2, 1])
+  """
+  if plan is not None:
+    plan = plan if features is None else plan.with_features(features, None)
+    features = plan.features
+  names = {id(table): name for name, table in config_lib.name_tables(features).items()}
+  sizes = {name: t.vocabulary_size for name, t in config_lib.name_tables(features).items()}
+  stacks = {} if plan is None else {n: s for n, s in plan.stacks().items() if _is_split(s)}
+  tables = {name: _TableCounts() for name in sizes}
+  loads: dict[str, list[np.ndarray]] = {name: [] for name in stacks}
+  for batch in batches:
+    seen = _bags(features, batch, names)
+    for name, counts in tables.items():
+      counts.add(seen.get(name, []))
+    for name, stack in stacks.items():
+      loads[name].append(_load(stack, seen))
+  if not next(iter(tables.values())).ids:
+    raise ValueError("embed.profile needs at least one batch.")
+  return Profile(
+    {name: counts.done(sizes[name]) for name, counts in tables.items()},
+    {
+      name: StackProfile(
+        stack.names, np.array([x.max() for x in loads[name]]), np.sum(loads[name], axis=(0, 1))
+      )
+      for name, stack in stacks.items()
+    },
+  )
+
+
+def _is_split(stack: Stack) -> bool:
+  return stack.placement is not None and stack.layout.shards > 1
+
+
+@dataclasses.dataclass
+class _Bags:
+  """The ids of one feature: int64 `[N]`, the bag of each, and the shape of the batch of bags.
+
+  `loose`: ragged without max_valency, whose ids are not exchanged with their bags.
+  """
+
+  ids: np.ndarray
+  bag: np.ndarray
+  shape: tuple[int, ...]
+  loose: bool
+
+
+def _bags(features: Any, batch: Any, names: Mapping[int, str]) -> dict[str, list[_Bags]]:
+  """A batch's ids by table."""
+  ragged.validate(features, batch)
+  found: dict[str, list[_Bags]] = {}
+  for path, (feature, x, _) in ragged.flatten(features, batch).items():
+    bags = ragged.to_bags(config_lib.feature_name(path, feature), feature, x)
+    ids = np.asarray(bags.ids, np.int64)
+    if bags.segments is None:
+      bag = np.repeat(np.arange(ids.size // ids.shape[-1]), ids.shape[-1])
+    else:
+      bag = np.asarray(bags.segments, np.int64)
+    valid = ids.reshape(-1) < feature.table.vocabulary_size
+    entry = _Bags(ids.reshape(-1)[valid], bag[valid], bags.shape, bags.segments is not None)
+    found.setdefault(names[id(feature.table)], []).append(entry)
+  return found
+
+
+class _TableCounts:
+  """The counts of a table so far."""
+
+  def __init__(self) -> None:
+    self.bags = np.zeros(1, np.int64)
+    self.ids: list[int] = []
+    self.distinct: list[int] = []
+    self.rows = self.counts = np.zeros(0, np.int64)
+
+  def add(self, bags: list[_Bags]) -> None:
+    """Adds a batch."""
+    for entry in bags:
+      number = int(np.prod(entry.shape))
+      valencies = np.bincount(np.bincount(entry.bag, minlength=number))
+      longer = max(len(self.bags), len(valencies))
+      self.bags = np.pad(self.bags, (0, longer - len(self.bags)))
+      self.bags[: len(valencies)] += valencies
+    ids = np.concatenate([np.zeros(0, np.int64), *(entry.ids for entry in bags)])
+    rows, counts = np.unique(ids, return_counts=True)
+    self.ids.append(len(ids))
+    self.distinct.append(len(rows))
+    merged, place = np.unique(np.concatenate([self.rows, rows]), return_inverse=True)
+    every = np.concatenate([self.counts, counts])
+    self.rows, self.counts = merged, np.zeros(len(merged), np.int64)
+    np.add.at(self.counts, place, every)
+
+  def done(self, vocabulary_size: int) -> TableProfile:
+    ids, distinct = np.array(self.ids, np.int64), np.array(self.distinct, np.int64)
+    return TableProfile(vocabulary_size, self.bags, ids, distinct, self.rows, self.counts)
+
+
+def _load(stack: Stack, seen: Mapping[str, list[_Bags]]) -> np.ndarray:
+  """The distinct rows that each device asked of each shard in a batch, int64 `[devices, shards]`.
+
+  Devices that hold other columns of the same rows ask together, and count as one.
+  """
+  placement, layout = stack.placement, stack.layout
+  assert placement is not None
+  askers, shards = placement.askers(), layout.shards
+  keys = [np.zeros(0, np.int64)]
+  for number, name in enumerate(stack.names):
+    for entry in seen.get(name, []):
+      if entry.loose or not entry.ids.size:
+        continue
+      batch = entry.shape[0] if entry.shape else 1
+      inner = int(np.prod(entry.shape[1:]))
+      each = -(-batch // len(askers))  # the batch is padded to all devices
+      asker = askers[entry.bag // inner // each]
+      shard, place = (np.asarray(x, np.int64) for x in layout.locate(number, entry.ids))
+      keys.append((asker * shards + shard) * layout.rows + place)
+  pair = np.unique(np.concatenate(keys)) // layout.rows
+  return np.bincount(pair, minlength=(max(askers) + 1) * shards).reshape(-1, shards)

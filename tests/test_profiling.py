@@ -1,0 +1,176 @@
+"""What a sample of batches looks up, counted by hand and against what the exchange reports."""
+
+import dataclasses
+
+import harness
+import numpy as np
+import pytest
+from flax import nnx
+from meshes import make_mesh
+
+import embed
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+
+def two_tables():
+  movie = embed.TableConfig(50, 8, embed.row_wise(nnx.initializers.normal()), name="movie")
+  user = embed.TableConfig(9, 8, name="user")
+  return {
+    "watched": embed.FeatureConfig(movie),
+    "seen": embed.FeatureConfig(movie),
+    "user": embed.FeatureConfig(user),
+  }
+
+
+def test_counts_of_every_kind_of_input():
+  batches = [
+    {
+      "watched": embed.Padded([[3, 7, 3], [-1, -1, -1]]),
+      "seen": embed.Ragged([7, 8, 9, 9], [0, 1, 3]),  # the last 9 is behind the splits
+      "user": np.array([4, -1]),
+    },
+    {"watched": embed.Sparse([[1, 0]], [7], (2, 3))},
+  ]
+  found = embed.profile(two_tables(), batches).tables
+  movie, user = found["movie"], found["user"]
+  # Bags: [3 7 3], [], [7], [8 9]; and in the second batch [], [7].
+  assert movie.bags.tolist() == [2, 2, 1, 1]
+  assert (movie.ids.tolist(), movie.distinct.tolist()) == ([6, 1], [4, 1])
+  assert (movie.rows.tolist(), movie.counts.tolist()) == ([3, 7, 8, 9], [2, 3, 1, 1])
+  assert (movie.mean_valency, movie.max_valency) == (7 / 6, 3)
+  assert movie.top_share(1 / 50) == 3 / 7
+  assert user.bags.tolist() == [1, 1]
+  assert (user.ids.tolist(), user.distinct.tolist()) == ([1, 0], [1, 0])
+
+
+def test_load_by_hand():
+  """Two devices, two shards: row r is on shard r % 2."""
+  table = embed.TableConfig(10, 4, name="t")
+  plan = embed.Plan.uniform(embed.FeatureConfig(table), None, make_mesh(shape=(2,)), "data", "mod")
+  batches = [
+    embed.Padded([[0, 2, 4], [4, 1, -1], [6, 6, 6]]),  # bags 0 and 1 are on device 0
+    embed.Padded([[1, 1, 1], [1, 1, 1]]),
+  ]
+  (found,) = embed.profile(None, batches, plan).stacks.values()
+  # First, device 0 asks for rows 0, 2, 4 of shard 0 and 1 of shard 1; device 1 for row 6.
+  assert found.pairs.tolist() == [3, 1]
+  assert found.shards.tolist() == [4, 3]
+  assert found.imbalance == 4 / 3.5
+
+
+PLACES = {
+  "mod": {},
+  "div": {"strategy": "div"},
+  "columns_beside": {"axis": "a", "column_axis": "b"},
+  "copies_beside": {"axis": "b"},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_load_is_what_the_exchange_reports(place):
+  """Also of a batch that does not divide, of several features and of several tables in a stack."""
+  features = two_tables()
+  draw = np.random.default_rng(0)
+  batch = {
+    "watched": embed.Padded(draw.integers(-1, 50, (37, 5))),
+    "seen": embed.Padded(draw.integers(-1, 50, (37, 3))),
+    "user": draw.integers(-1, 9, (37, 2)),
+  }
+  mesh = make_mesh("auto", (2, 4), ("a", "b"))
+  plan = embed.plan(features, mesh, batch, embed.sgd(0.1))
+  for name in plan:
+    for field, value in PLACES[place].items():
+      setattr(plan[name], field, value)
+    plan[name].strategy = PLACES[place].get("strategy", "mod")
+    plan[name].exchange = "all_to_all"
+  model = harness.Model(None, plan=plan)
+  model.embed(batch)
+  (stack,) = embed.profile(None, [batch], plan).stacks.values()
+  fill, capacity = float(model.embed.report["buffer_fill"]), capacity_of(model, batch)
+  assert stack.tables == ("movie", "user")
+  assert stack.pairs.tolist() == [round(fill * capacity)]
+
+
+def capacity_of(model, batch):
+  (stack,) = model.embed.spec.stacks.values()
+  ids = [sum(np.size(getattr(batch[f], "values", batch[f])) for f in ("watched", "seen"))]
+  rows = -(-37 // stack.placement.devices()) * stack.placement.devices()  # padded to all devices
+  ids = [ids[0] * rows // 37, batch["user"].size * rows // 37]
+  activations = 2 * rows + 2 * rows
+  return stack.capacity(stack.placement.demand(ids, activations))
+
+
+def test_a_plan_adopts_what_was_needed():
+  """Of skewed ids the same rows are asked for again and again, so that small buffers do."""
+  table = embed.TableConfig(4096, 128, name="t", optimizer=embed.sgd(0.1))
+  features, mesh = embed.FeatureConfig(table), make_mesh()
+  draw = np.random.default_rng(0)
+  batches = [embed.Padded(np.minimum(draw.zipf(2.0, (64, 8)), 4095)) for _ in range(3)]
+  plan = embed.plan(features, mesh, batches[0])
+  plan["t"].strategy, plan["t"].exchange = "mod", None
+  before = plan.costs()[0]
+  profile = embed.profile(features, batches, plan)
+  assert plan.adopt(profile) is plan
+  (after,) = plan.costs()
+  most = profile.stacks["t"].pairs.max()
+  assert most * 1.25 <= after.capacity < most * 1.25 + 8
+  assert after.exchange == "all_to_all"
+  assert after.moved <= before.moved
+  layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+  for batch in batches:
+    layer(batch)
+    assert layer.report["exchange_rounds"] == 1
+  # Sums of long bags are smaller than their rows: no buffer is worth it.
+  long = [embed.Padded(draw.integers(0, 4096, (8, 512))) for _ in range(2)]
+  plan = embed.plan(features, mesh, long[0])
+  plan["t"].strategy, plan["t"].exchange = "mod", None
+  plan.adopt(embed.profile(features, long, plan))
+  assert plan.costs()[0].exchange == "gather"
+
+
+def test_a_profile_of_something_else():
+  features, mesh = two_tables(), make_mesh()
+  batch = {"user": np.arange(8)}
+  plan = embed.plan(features, mesh, batch)
+  for name in plan:
+    plan[name].strategy = "mod"
+  profile = embed.profile(features, [batch], plan)
+  with pytest.raises(ValueError, match="headroom must be at least 1"):
+    plan.adopt(profile, headroom=0.5)
+  plan["user"].strategy = "div"
+  with pytest.raises(ValueError, match=r"The profile is of the stacks .* Write embed.profile\("):
+    plan.adopt(profile)
+  with pytest.raises(ValueError, match="needs at least one batch"):
+    embed.profile(features, [])
+  with pytest.raises(ValueError, match="'user': id 9 at position"):
+    embed.profile(features, [{"user": np.array([9])}])
+
+
+def test_saved_and_loaded(tmp_path):
+  features = two_tables()
+  plan = embed.Plan.uniform(features, None, make_mesh(), "data", "mod")
+  batch = {"watched": embed.Padded([[3, 7, 3]]), "user": np.arange(9)}
+  profile = embed.profile(features, [batch, batch], plan)
+  profile.save(tmp_path / "sample.npz")
+  loaded = embed.Profile.load(tmp_path / "sample.npz")
+  assert repr(loaded) == repr(profile)
+  for kind in ("tables", "stacks"):
+    for name, wanted in getattr(profile, kind).items():
+      found = getattr(loaded, kind)[name]
+      for field in dataclasses.fields(wanted):
+        np.testing.assert_array_equal(getattr(found, field.name), getattr(wanted, field.name))
+
+
+def test_printed():
+  features = two_tables()
+  plan = embed.Plan.uniform(features, None, make_mesh(), "data", "mod")
+  batch = {"watched": embed.Padded([[3, 7, 3], [11, -1, -1]]), "user": np.arange(2)}
+  assert repr(embed.profile(features, [batch], plan)).splitlines() == [
+    "table  rows  ids/bag  longest  ids/batch  distinct  rows seen      top 1%",
+    "movie    50     2.00        3          4         3          3  50% of ids",
+    "user      9     1.00        1          2         2          2  50% of ids",
+    "",
+    "stored in  most rows of a pair  busiest shard / mean",
+    "movie+1                      1                  3.20",
+  ]
