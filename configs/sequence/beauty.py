@@ -2,9 +2,7 @@
 
 Reproduces: HR@10 / NDCG@10 of SASRec .0605 / .0318 (BCE, as published with S3-Rec's file), and
   .0921 / .0531 with sampled softmax; HSTU .0704 / .0389, .0788 / .0439 recomputed.
-Cost: 262 s a seed on 2 CPU cores shared with other work.
-Number: test HR@10 / NDCG@10 .0899 / .0555 (SASRec, seed 0); EASE .0699 / .0386, popularity .0115 /
-  .0055. Chosen on validation, where it is .1111 / .0683.
+Cost and number: not run.
 Command: python -m recipes.sequence --config=configs/sequence/beauty.py --config.data_dir=<folder> \
            --workdir=runs/beauty --config.model=sasrec --config.seed=0
 """
