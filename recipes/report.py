@@ -134,8 +134,14 @@ def _section(table: tuple[str, str, str], pairs: list[tuple[str, list[Run]]]) ->
     rows.append([label, seeds, *values, seconds])
   everyone = [run for _, group in pairs for run in group]
   for baseline in dict.fromkeys(name for run in everyone for name in run.result["baselines"]):
-    found = [run.result["baselines"].get(baseline, {}) for run in everyone]
-    rows.append([baseline, "", *(_cell(found, name) for name in metrics), ""])
+    cells: dict[tuple[str, ...], str] = {}
+    for label, group in pairs:
+      found = [run.result["baselines"].get(baseline, {}) for run in group]
+      cells.setdefault(tuple(_cell(found, name) for name in metrics), label)
+    # Groups that are measured otherwise have another baseline; a group without it has no cells.
+    cells = {values: label for values, label in cells.items() if any(values)}
+    for scores, label in cells.items():
+      rows.append([baseline if len(cells) == 1 else f"{baseline} ({label})", "", *scores, ""])
   header = ["", "seeds", *(name.removeprefix("test_") for name in metrics), "seconds"]
   lines = [
     f"## {' on '.join(filter(None, table[:2]))}",

@@ -8,7 +8,9 @@ import pytest
 from recipes import report
 
 
-def write_run(folder, *, recipe="two_tower", seed=0, recall=0.2, seconds=10.0, **config):
+def write_run(
+  folder, *, recipe="two_tower", seed=0, recall=0.2, seconds=10.0, popular=0.0416, **config
+):
   folder.mkdir(parents=True)
   config = {
     "dataset": "gowalla",
@@ -20,7 +22,7 @@ def write_run(folder, *, recipe="two_tower", seed=0, recall=0.2, seconds=10.0, *
     "recipe": recipe, "config": config, "seed": seed, "steps": 40, "tested_step": 40,
     "seconds": seconds,
     "metrics": {"valid_recall@10": 0.5, "test_recall@10": recall, "test_mrr": 0.25},
-    "baselines": {"popularity": {"test_recall@10": 0.0416, "test_mrr": 0.125}},
+    "baselines": {"popularity": {"test_recall@10": popular, "test_mrr": 0.125}},
     "device": {"kind": "cpu", "count": 1, "host_cores": 2, "platform": "cpu"},
     "versions": {"jax": "0.10", "flax": "0.12", "sparse-embed": "0.1"},
     "data_sha256": {"train.txt": "ab" * 32},
@@ -81,6 +83,16 @@ def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   ]
   assert rows(page)["two_tower extra.count=7"][1] == "0.4000"
   assert len(report.draw(groups).axes) == 4
+
+
+def test_a_baseline_is_a_row_of_its_own_where_it_was_measured_otherwise(tmp_path):
+  runs = [
+    write_run(tmp_path / "a", remove_seen=True),
+    write_run(tmp_path / "b", remove_seen=False, popular=0.01),
+  ]
+  found = rows(report.markdown(report.grouped([report.load(run) for run in runs]), "x.png"))
+  assert found["popularity (two_tower remove_seen=True)"][1] == "0.0416"
+  assert found["popularity (two_tower remove_seen=False)"][1] == "0.0100"
 
 
 def test_curves_are_against_seconds_of_training(tmp_path):
