@@ -4,8 +4,8 @@ Reproduces: Recall@20 / NDCG@20 on this split, full ranking without what was see
   towers) .1754 / .1473, MF-BPR .1627 / .1378, EASE .1765 / .1467, LightGCN .1820 / .1547, SimpleX
   .1872 / .1557.
 Cost: 319 s a seed on 2 shared CPU cores.
-Number: test Recall@20 / NDCG@20 .1494 / .1151 (seed 0), popularity .0416 / .0317: hyperparameters
-  were not searched for on this data, and the references are not reached.
+Number: test Recall@20 / NDCG@20 .1494 / .1151 (seed 0), popularity .0416 / .0317: few settings
+  were tried on this data, and the references are not reached.
 Command: python -m recipes.two_tower --config=configs/two_tower/gowalla.py \
            --config.data_dir=FOLDER --workdir=runs/two_tower_gowalla_0 --config.seed=0
 """
