@@ -163,7 +163,7 @@ class Plan:
     """
     if headroom < 1:
       raise ValueError(f"headroom must be at least 1. Got {headroom}.")
-    split = {n: s for n, s in self.stacks().items() if s.layout.shards > 1}
+    split = {n: s for n, s in self.stacks().items() if s.is_split}
     if {n: s.names for n, s in split.items()} != {n: s.tables for n, s in profile.stacks.items()}:
       raise ValueError(
         f"The profile is of the stacks {sorted(profile.stacks)}, the plan has {sorted(split)}. "
@@ -319,7 +319,7 @@ class Plan:
     whole = [
       name
       for stack in self.stacks().values()
-      if stack.placement is not None and stack.placement.shards > 1
+      if stack.is_split
       for name in stack.tables
       if stack.view(stack.number(name), 2, compact=True).kind == "whole"
     ]

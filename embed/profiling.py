@@ -164,9 +164,10 @@ def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> 
   if plan is not None:
     plan = plan if features is None else plan.with_features(features, None)
     features = plan.features
-  names = {id(table): name for name, table in config_lib.name_tables(features).items()}
-  sizes = {name: t.vocabulary_size for name, t in config_lib.name_tables(features).items()}
-  stacks = {} if plan is None else {n: s for n, s in plan.stacks().items() if _is_split(s)}
+  configs = config_lib.name_tables(features)
+  names = {id(table): name for name, table in configs.items()}
+  sizes = {name: table.vocabulary_size for name, table in configs.items()}
+  stacks = {} if plan is None else {n: s for n, s in plan.stacks().items() if s.is_split}
   tables = {name: _TableCounts() for name in sizes}
   loads: dict[str, list[np.ndarray]] = {name: [] for name in stacks}
   for batch in batches:
@@ -186,10 +187,6 @@ def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> 
       for name, stack in stacks.items()
     },
   )
-
-
-def _is_split(stack: Stack) -> bool:
-  return stack.placement is not None and stack.layout.shards > 1
 
 
 @dataclasses.dataclass

@@ -70,6 +70,11 @@ class Stack:
     return self.optimizer is None or self.optimizer.use_gradient_accumulation
 
   @property
+  def is_split(self) -> bool:
+    """Whether rows are on several devices, and have to be exchanged."""
+    return self.layout.shards > 1
+
+  @property
   def slots(self) -> dict[str, Slot]:
     return {} if self.optimizer is None else self.optimizer.slots(self.dim)
 

@@ -86,6 +86,11 @@ def is_main() -> bool:
   return jax.process_index() == 0
 
 
+def shard() -> tuple[int, int]:
+  """Returns `(index, count)`: which part of every batch this process reads, of how many."""
+  return jax.process_index(), jax.process_count()
+
+
 def check_batch_sizes(mesh: Mesh | None, **sizes: int) -> None:
   """Raises ValueError where a global batch cannot be split evenly over the devices; names it."""
   count = 1 if mesh is None else mesh.size

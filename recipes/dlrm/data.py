@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import embed
-from recipes import arrays, baselines, pipeline
+from recipes import arrays, baselines, hosts, pipeline
 from recipes.dlrm import criteo, criteo1tb, movielens1m, synthetic
 
 _SETS: dict[str, Any] = {
@@ -129,7 +129,7 @@ def train_batches(data: ClickData, config) -> grain.IterDataset:
     batch_size=config.batch_size,
     seed=config.seed,
     num_batches=config.steps,
-    shard=_shard(),
+    shard=hosts.shard(),
   )
   return pipeline.batches(source, _transform(data), num_workers=config.num_workers)
 
@@ -140,13 +140,9 @@ def eval_batches(data: ClickData, split: str, batch_size: int) -> grain.IterData
   B is this process's part of `batch_size`.
   """
   source = pipeline.SequentialBatches(
-    data.columns, data.splits[split], batch_size=batch_size, fill={"ids": -1}, shard=_shard()
+    data.columns, data.splits[split], batch_size=batch_size, fill={"ids": -1}, shard=hosts.shard()
   )
   return pipeline.batches(source, _transform(data))
-
-
-def _shard() -> tuple[int, int]:
-  return jax.process_index(), jax.process_count()
 
 
 def _transform(data: ClickData):

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 import scipy.sparse
 
-from recipes import arrays, pipeline
+from recipes import arrays, hosts, pipeline
 from recipes.sequence import batches, files, packing, synthetic
 
 _SETS: dict[str, Any] = {"file": files, "synthetic": synthetic}
@@ -79,9 +78,9 @@ def load(config) -> SequenceData:
   return SequenceData(columns, packed, meta["num_items"], meta["sha256"], meta.get("best", {}))
 
 
-def train_lengths(lengths: np.ndarray) -> np.ndarray:
-  """Returns how many items of each user train, of how many there are."""
-  return np.where(lengths >= 3, lengths - HELD_OUT["train"], lengths)
+def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.ndarray:
+  """Returns how many items of each user train, of how many there are; few hold nothing out."""
+  return np.where(lengths >= 3, lengths - held_out, lengths)
 
 
 def _build_packed(columns, layout: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -143,8 +142,7 @@ def matrix(data: SequenceData, users: np.ndarray, held_out: int) -> scipy.sparse
 
   Of users with fewer than three items, who hold nothing out, all items.
   """
-  lengths = data.lengths[users]
-  lengths = np.where(lengths >= 3, lengths - held_out, lengths)
+  lengths = train_lengths(data.lengths[users], held_out)
   items = data.columns["items"][packing.ranges(data.columns["offsets"][users], lengths)]
   return _ones(np.repeat(np.arange(len(users)), lengths), items, len(users), data.num_items)
 
@@ -179,11 +177,11 @@ def train_batches(data: SequenceData, config) -> grain.IterDataset:
     batch_size=config.batch_size,
     seed=config.seed,
     num_batches=config.steps,
-    shard=_shard(),
+    shard=hosts.shard(),
   )
   draws = batches.draws(config, data.num_items, train_counts(data))
   source = batches.DrawnBatches(
-    rows, draws, batch_size=config.batch_size, seed=config.seed, shard=_shard()
+    rows, draws, batch_size=config.batch_size, seed=config.seed, shard=hosts.shard()
   )
   return pipeline.batches(source, dict, num_workers=config.num_workers)
 
@@ -198,14 +196,10 @@ def histories(data: SequenceData, split: str, config) -> batches.Histories:
     max_length=config.max_length,
     positions=config.positions,
     ask=config.model == "bert4rec",
-    shard=_shard(),
+    shard=hosts.shard(),
   )
 
 
 def eval_batches(data: SequenceData, split: str, config) -> grain.IterDataset:
   """Returns the evaluated users once; see `batches.Histories`."""
   return pipeline.batches(histories(data, split, config), dict)
-
-
-def _shard() -> tuple[int, int]:
-  return jax.process_index(), jax.process_count()

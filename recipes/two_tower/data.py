@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 import scipy.sparse
 
 import embed
-from recipes import arrays, pipeline
+from recipes import arrays, hosts, pipeline
 from recipes.two_tower import gowalla, movielens1m, movielens100k, synthetic
 
 _SETS: dict[str, Any] = {
@@ -100,7 +99,7 @@ def load(config) -> RetrievalData:
 
 def train_batches(data: RetrievalData, config) -> grain.IterDataset:
   """Returns the batches of `TrainBatches`."""
-  source = TrainBatches(data, config, shard=_shard())
+  source = TrainBatches(data, config, shard=hosts.shard())
   return pipeline.batches(source, dict, num_workers=config.num_workers)
 
 
@@ -144,7 +143,10 @@ class TrainBatches:
     weights = weights.astype(np.float64) ** (
       config.extra.power if config.extra.kind == "popularity" else 0.0
     )
-    self._probability = weights / weights.sum()
+    probability = weights / weights.sum()
+    self._rate = (self._extra * probability).astype(np.float32)
+    cumulative = np.cumsum(probability)
+    self._cumulative = cumulative / cumulative[-1]
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -154,23 +156,21 @@ class TrainBatches:
     # Drawn for the whole batch, whoever reads it, so that it does not depend on the processes.
     turn = draw.random(self._batch_size)[self._part]
     stride = draw.choice(_PRIMES, self._batch_size)[self._part]
-    cumulative = np.cumsum(self._probability)
-    found = np.searchsorted(cumulative / cumulative[-1], draw.random(self._extra), side="right")
+    found = np.searchsorted(self._cumulative, draw.random(self._extra), side="right")
     negative = found[self._extra_part].astype(np.int32)
     user, positive = rows["user"].astype(np.int32), rows["item"].astype(np.int32)
     history = self._others(user, rows["place"], turn, stride)
-    rate = (self._extra * self._probability).astype(np.float32)
     batch = {
       "query": query_inputs(self._data, user, history),
       "positive_candidate": candidate_inputs(self._data, positive),
       "positive": positive,
-      "positive_rate": rate[positive],
+      "positive_rate": self._rate[positive],
     }
     if self._extra:
       batch |= {
         "negative_candidate": candidate_inputs(self._data, negative),
         "negative": negative,
-        "negative_rate": rate[negative],
+        "negative_rate": self._rate[negative],
       }
     return batch
 
@@ -191,7 +191,7 @@ class TrainBatches:
 
 def eval_batches(data: RetrievalData, split: str, config) -> grain.IterDataset:
   """Returns the examples of a split once, in order, as batches of `EvalBatches`."""
-  return pipeline.batches(EvalBatches(data, split, config, shard=_shard()), dict)
+  return pipeline.batches(EvalBatches(data, split, config, shard=hosts.shard()), dict)
 
 
 class EvalBatches:
@@ -294,10 +294,6 @@ class _Some(Mapping[str, np.ndarray]):
 
   def __len__(self) -> int:
     return len(self._names)
-
-
-def _shard() -> tuple[int, int]:
-  return jax.process_index(), jax.process_count()
 
 
 def _part(size: int, shard: tuple[int, int]) -> slice:

@@ -212,7 +212,7 @@ def catalogue(data: data_lib.RetrievalData, config):
 
   Every process yields its own part; behind the last item, the last one again.
   """
-  index, count = jax.process_index(), jax.process_count()
+  index, count = hosts.shard()
   size = config.eval_batch_size
   for start in range(0, data.num_items, size):
     items = np.minimum(np.arange(start, start + size), data.num_items - 1).astype(np.int32)
