@@ -28,9 +28,10 @@ from embed.optimizers import (
 from embed.planning import Plan, TablePlan, plan
 from embed.profiling import Profile, StackProfile, TableProfile, profile
 from embed.ragged import Padded, Ragged, Sparse, to_padded, validate
-from embed.routing import value_and_grad
+from embed.routing import Ahead, look_ahead, value_and_grad
 
 __all__ = [
+  "Ahead",
   "FeatureConfig",
   "Grads",
   "Optimizer",
@@ -64,6 +65,7 @@ __all__ = [
   "ftrl",
   "global_norm",
   "lion",
+  "look_ahead",
   "momentum",
   "plan",
   "profile",

@@ -229,3 +229,33 @@ def attach(act: jax.Array, tap: jax.Array) -> jax.Array:
 
 
 attach.defvjp(lambda act, tap: (act, None), lambda _, cotangent: (None, cotangent))
+
+
+# --- the order of a lookup and an update ---------------------------------------------------------
+
+
+def in_order(
+  activations: Sequence[jax.Array], table: jax.Array, reads: Reads
+) -> tuple[list[jax.Array], jax.Array]:
+  """The same arrays, in such a way that an update of the table comes after the activations.
+
+  Where nothing else orders the two, the compiler may update first, and pays for the reads that
+  come after with a copy of the whole table.
+  """
+  ids = [occ.ids for occ in reads.parts if occ.ids.size]
+  if not isinstance(table, jax.core.Tracer) or not ids:
+    return list(activations), table
+
+  def on_cpu(activations, table, ids):
+    # XLA:CPU drops barriers early. It cannot look into how often a loop runs: never, ids being
+    # rows or padding.
+    runs = (jnp.min(ids) < 0).astype(jnp.int32)
+    return jax.lax.fori_loop(
+      0, runs, lambda _, x: jax.tree.map(jnp.negative, x), (activations, table)
+    )
+
+  def elsewhere(activations, table, ids):
+    del ids
+    return jax.lax.optimization_barrier((activations, table))
+
+  return jax.lax.platform_dependent(list(activations), table, ids[0], cpu=on_cpu, default=elsewhere)

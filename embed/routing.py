@@ -104,16 +104,31 @@ def _count_marks(eqn: Any) -> int:
   return sum(_count_marks(inner) for sub in _sub_jaxprs(eqn.params) for inner in sub.eqns)
 
 
-Taps = list[list[jax.Array]]  # one for each activation of each lookup
-Run = tuple[list[Any], list[lookup.Reads]]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Feed:
+  """What a lookup is given: a tap for each of its activations, and these where they were made
+  ahead. None for taps: they are not needed."""
+
+  taps: list[jax.Array] | None
+  ahead: list[jax.Array] | None = None
 
 
-def _run(jaxpr: Any, consts: Any, args: Any, taps: Taps) -> Run:
-  """Evaluates a jaxpr with a tap at every mark; returns its outputs and what was read."""
+class _Lookup(NamedTuple):
+  """A lookup that was run: what it returned, for one without taps, and what it read."""
+
+  activations: list[jax.Array] | None
+  reads: lookup.Reads
+
+
+Run = tuple[list[Any], list[_Lookup]]
+
+
+def _run(jaxpr: Any, consts: Any, args: Any, feeds: list[_Feed]) -> Run:
+  """Evaluates a jaxpr with a feed for every mark; returns its outputs and the lookups."""
   env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
   read = lambda v: v.val if isinstance(v, jex_core.Literal) else env[v]
-  records: list[lookup.Reads] = []
-  taps = list(taps)
+  records: list[_Lookup] = []
   for eqns in _segments(jaxpr.eqns):
     marks = _count_marks(eqns[0])
     if not marks:
@@ -121,7 +136,7 @@ def _run(jaxpr: Any, consts: Any, args: Any, taps: Taps) -> Run:
       plain = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=eqns)
       out = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(plain, []))(*map(read, inputs))
     else:
-      (eqn,), mine, taps = eqns, taps[:marks], taps[marks:]
+      (eqn,), mine, feeds = eqns, feeds[:marks], feeds[marks:]
       outputs = eqn.outvars
       with eqn.ctx.manager:
         out, new = _run_marked(eqn, [read(v) for v in eqn.invars], mine)
@@ -146,32 +161,42 @@ def _boundary(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
   return list(dict.fromkeys(v for v in reads if v not in set(made))), made
 
 
-def _run_marked(eqn: Any, values: list[Any], taps: Taps) -> Run:
+def _run_marked(eqn: Any, values: list[Any], feeds: list[_Feed]) -> Run:
   """One equation with lookups in it."""
   name = eqn.primitive.name
   if eqn.primitive is lookup.mark_p:
-    number = eqn.params["number"]
+    number, feed = eqn.params["number"], feeds[0]
     reads = jax.tree.unflatten(eqn.params["treedef"], values[number:])
-    return list(map(lookup.attach, values[:number], taps[0])), [reads]
+    activations = list(values[:number]) if feed.ahead is None else feed.ahead
+    if feed.taps is None:
+      return activations, [_Lookup(activations, reads)]
+    return list(map(lookup.attach, activations, feed.taps)), [_Lookup(None, reads)]
   if name in _INLINED:
     closed = next(p for p in eqn.params.values() if isinstance(p, jex_core.ClosedJaxpr))
-    return _run(closed.jaxpr, closed.consts, values, taps)
+    return _run(closed.jaxpr, closed.consts, values, feeds)
   if name in _REMAT:
-    run = lambda values, taps: _run(eqn.params["jaxpr"], (), values, taps)
+    run = lambda values, feeds: _run(eqn.params["jaxpr"], (), values, feeds)
     again = jax.checkpoint(run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-    return again(values, taps)
+    return again(values, feeds)
+  if feeds[0].taps is None or feeds[0].ahead is not None:
+    table = _reads_of(_first_mark(eqn)).tables[0]
+    raise ValueError(
+      f"A lookup of table {table!r} is in one branch of a conditional: which one is not known "
+      "ahead. Look up outside of it, or train without embed.look_ahead."
+    )
   index, *operands = values
-  return jax.lax.switch(index, _branches(eqn.params["branches"]), operands, taps)
+  return jax.lax.switch(index, _branches(eqn.params["branches"]), operands, feeds)
 
 
 def _branches(closed: Any) -> list[Callable[..., Run]]:
   """The branches of a conditional, each recording the others' lookups as not made."""
   marks = [_marks(branch.jaxpr) for branch in closed]
 
-  def run(i, operands, taps):
+  def run(i, operands, feeds):
     start = sum(map(len, marks[:i]))
-    out, mine = _run(closed[i].jaxpr, closed[i].consts, operands, taps[start:][: len(marks[i])])
-    records = [mine if j == i else [_unused(m) for m in marks[j]] for j in range(len(marks))]
+    out, mine = _run(closed[i].jaxpr, closed[i].consts, operands, feeds[start:][: len(marks[i])])
+    unused = lambda mark: _Lookup(None, _unused(mark))
+    records = [mine if j == i else [unused(m) for m in marks[j]] for j in range(len(marks))]
     return out, [record for branch in records for record in branch]
 
   return [functools.partial(run, i) for i in range(len(marks))]
@@ -227,39 +252,14 @@ def _refuse_sharing(model: nnx.Module, nodes: dict[Any, Any]) -> None:
         )
 
 
-def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
-  """The value of a loss and its gradients: dense ones for `nnx.Param`s, rows for tables.
+class _Loss:
+  """A loss traced at a model and arguments: a program of the model's parameters."""
 
-  Args:
-    loss_fn: `f(model, *args)` returning a scalar, or `(scalar, aux)`. It is traced, as under jit:
-      `aux` must be arrays, and values cannot be branched on in Python.
-    has_aux: whether it returns `(scalar, aux)`.
-
-  Returns:
-    `f(model, *args)` returning `(loss, Grads)`, or `((loss, aux), Grads)`. Changes that the loss
-    makes to the model's other state (batch statistics, random counters, `report`) are kept; changes
-    to `nnx.Param`s and to Python attributes are not. A model that the loss closes over, rather than
-    gets as its first argument, is a constant.
-
-  Raises:
-    ValueError: when called, if a lookup is where its gradient would be lost (scan, vmap, ...) or
-      if `tables` is read inside. TypeError: if the first argument is no `nnx.Module`, or the loss
-      is not a float scalar.
-
-  >>> import embed, optax
-  >>> table = embed.TableConfig(vocabulary_size=10, dim=2, optimizer=embed.sgd(0.1), name="t")
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  >>> loss, grads = value_and_grad(lambda m, ids: m(ids).sum())(layer, jnp.array([3, 3]))
-  >>> grads.rows["t"].ids.tolist(), grads.rows["t"].values.tolist()
-  ([3, 10], [[2.0, 2.0], [0.0, 0.0]])
-  """
-
-  @functools.wraps(loss_fn)
-  def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+  def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, model: Any, args, kwargs):
     if not isinstance(model, nnx.Module):
       raise TypeError(
-        "embed.value_and_grad differentiates with respect to its first argument, which must be "
-        f"an nnx.Module. Got {type(model)}."
+        "The loss is differentiated with respect to its first argument, which must be an "
+        f"nnx.Module. Got {type(model)}."
       )
     inputs = dict(enumerate(args)) | kwargs
     nodes = {i: arg for i, arg in inputs.items() if _has_node(arg)}
@@ -274,39 +274,99 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
       merged = {i: nnx.merge(parts[0], parts[1], copy=True) for i, parts in split_nodes.items()}
       given = inputs | merged
       out = loss_fn(copy, *(given[i] for i in range(len(args))), **{k: given[k] for k in kwargs})
-      if isinstance(out, tuple) != has_aux:
-        wanted = "(loss, aux)" if has_aux else "a scalar; for (loss, aux) pass has_aux=True"
-        raise TypeError(f"With has_aux={has_aux} the loss must return {wanted}. Got {type(out)}.")
-      loss, aux = out if has_aux else (out, None)
-      if jnp.shape(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise TypeError(
-          f"The loss must be a float scalar, got shape {jnp.shape(loss)} of "
-          f"{jnp.result_type(loss)}."
-        )
+      loss, aux = _checked(out, has_aux)
       changed = nnx.state(copy, nnx.Not(nnx.Any(nnx.Param, Table, SlotVariable)))
       return loss, aux, changed, {i: nnx.state(arg) for i, arg in merged.items()}
 
-    closed, shapes = jax.make_jaxpr(pure, return_shape=True)(params)
-    marks = _marks(closed.jaxpr)
-    stacks = _stacks(model)
+    self._closed, self._shapes = jax.make_jaxpr(pure, return_shape=True)(params)
+    self.model, self.params, self.nodes = model, params, nodes
+    self.marks = _marks(self._closed.jaxpr)
+    self.stacks = _stacks(model)
+
+  def run(self, params: Any, feeds: list[_Feed]) -> tuple[Any, list[_Lookup]]:
+    """`(loss, aux, state of the model, state of other nodes)`, and the lookups."""
+    out, found = _run(self._closed.jaxpr, self._closed.consts, jax.tree.leaves(params), feeds)
+    out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # no literals
+    return jax.tree.unflatten(jax.tree.structure(self._shapes), out), found
+
+  def compiled(self, f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`, under jit where eager JAX would not know the mesh."""
+    placements = [s.placement for s in self.stacks.values()]
+    needed = any(p is not None and p.needs_jit() for p in placements)
+    return jax.jit(f, keep_unused=True) if needed else f
+
+  def update(self, changed: Any, node_states: dict[Any, Any]) -> None:
+    """Keeps what the loss changed."""
+    nnx.update(self.model, changed)
+    for i, node in self.nodes.items():
+      nnx.update(node, node_states[i])
+
+
+def _checked(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+  """The loss and aux that a loss function returned."""
+  if isinstance(out, tuple) != has_aux:
+    wanted = "(loss, aux)" if has_aux else "a scalar; for (loss, aux) pass has_aux=True"
+    raise TypeError(f"With has_aux={has_aux} the loss must return {wanted}. Got {type(out)}.")
+  loss, aux = out if has_aux else (out, None)
+  dtype = jnp.result_type(loss)
+  if jnp.shape(loss) or not jnp.issubdtype(dtype, jnp.floating):
+    raise TypeError(f"The loss must be a float scalar, got shape {jnp.shape(loss)} of {dtype}.")
+  return loss, aux
+
+
+def value_and_grad(
+  loss_fn: Callable[..., Any], has_aux: bool = False, *, ahead: "Ahead | None" = None
+) -> Callable[..., Any]:
+  """The value of a loss and its gradients: dense ones for `nnx.Param`s, rows for tables.
+
+  Args:
+    loss_fn: `f(model, *args)` returning a scalar, or `(scalar, aux)`. It is traced, as under jit:
+      `aux` must be arrays, and values cannot be branched on in Python.
+    has_aux: whether it returns `(scalar, aux)`.
+    ahead: the lookups of this call, if `look_ahead` has made them already.
+
+  Returns:
+    `f(model, *args)` returning `(loss, Grads)`, or `((loss, aux), Grads)`. Changes that the loss
+    makes to the model's other state (batch statistics, random counters, `report`) are kept; changes
+    to `nnx.Param`s and to Python attributes are not. A model that the loss closes over, rather than
+    gets as its first argument, is a constant. Where `ahead` is of other ids than those of this
+    call, the loss is NaN and all gradients are 0.
+
+  Raises:
+    ValueError: when called, if a lookup is where its gradient would be lost (scan, vmap, ...), if
+      `tables` is read inside, or if `ahead` is of another loss or of inputs of another shape.
+      TypeError: if the first argument is no `nnx.Module`, or the loss is not a float scalar.
+
+  >>> import embed, optax
+  >>> table = embed.TableConfig(vocabulary_size=10, dim=2, optimizer=embed.sgd(0.1), name="t")
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  >>> loss, grads = value_and_grad(lambda m, ids: m(ids).sum())(layer, jnp.array([3, 3]))
+  >>> grads.rows["t"].ids.tolist(), grads.rows["t"].values.tolist()
+  ([3, 10], [[2.0, 2.0], [0.0, 0.0]])
+  """
+
+  @functools.wraps(loss_fn)
+  def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    traced = _Loss(loss_fn, has_aux, model, args, kwargs)
+    stacks, marks = traced.stacks, traced.marks
+    early = [None] * len(marks) if ahead is None else ahead._of(marks)
     taps = [_taps(stacks, mark) for mark in marks]
 
-    def tapped(params, taps):
-      out, records = _run(closed.jaxpr, closed.consts, jax.tree.leaves(params), taps)
-      out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # no literals
-      loss, *rest = jax.tree.unflatten(jax.tree.structure(shapes), out)
-      return loss, (rest, records)
+    def tapped(params, taps, early):
+      feeds = [
+        _Feed(tap, None if made is None else made.activations)
+        for tap, made in zip(taps, early, strict=True)
+      ]
+      (loss, *rest), found = traced.run(params, feeds)
+      if ahead is not None:
+        loss = jnp.where(_same_ids(found, early), loss, jnp.nan)
+        found = early
+      return loss, (rest, [x.reads for x in found])
 
-    differentiate = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-    if any(s.placement is not None and s.placement.needs_jit() for s in stacks.values()):
-      differentiate = jax.jit(differentiate, keep_unused=True)  # for the mesh that they are on
-    (loss, ((aux, changed, node_states), records)), (dense, cotangents) = differentiate(
-      params, taps
-    )
-    nnx.update(model, changed)
-    for i, arg in nodes.items():
-      nnx.update(arg, node_states[i])
-    grads = Grads(dense, _rows(stacks, marks, cotangents, records))
+    differentiate = traced.compiled(jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True))
+    (loss, ((aux, *states), reads)), (dense, cotangents) = differentiate(traced.params, taps, early)
+    traced.update(*states)
+    grads = Grads(dense, _rows(stacks, marks, cotangents, reads))
     return ((loss, aux), grads) if has_aux else (loss, grads)
 
   return wrapped
@@ -329,10 +389,102 @@ def _stacks(model: Any) -> dict[str, Stack]:
   }
 
 
-def _rows(stacks: dict[str, Stack], marks, cotangents, records) -> Rows:
+def _rows(stacks: dict[str, Stack], marks, cotangents, all_reads) -> Rows:
   """Every table's entry, from the activation gradients of all lookups of it."""
   sent: dict[str, list[Call]] = {key: [] for key in stacks}
-  for mark, grads, reads in zip(marks, cotangents, records, strict=True):
+  for mark, grads, reads in zip(marks, cotangents, all_reads, strict=True):
     if any(occ.ids.size for occ in reads.parts):
       sent[mark.owner.key].append(Call(tuple(grads), reads))
   return Rows(sent, stacks)
+
+
+# --- lookups ahead of their step -----------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+  """The lookups of a loss, made ahead of its step by `look_ahead`: a pytree, to carry along."""
+
+  lookups: tuple[_Lookup, ...]
+
+  def _of(self, marks: list[_Mark]) -> list[_Lookup]:
+    """The lookups, checked against those of the loss that they are given to."""
+    shapes = lambda tree: jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+    wanted = [_Lookup(mark.activations, mark.reads) for mark in marks]
+    if shapes(list(self.lookups)) != shapes(wanted):
+      raise ValueError(
+        "`ahead` is of another loss, or of inputs of another shape. Write embed.look_ahead("
+        "loss_fn)(model, *args) with the loss and the arguments of the step that it is for; a last "
+        "batch of another size needs a look ahead of its own."
+      )
+    return list(self.lookups)
+
+
+def _same_ids(found: list[_Lookup], early: list[_Lookup]) -> jax.Array:
+  same = jnp.bool_(True)
+  for mine, theirs in zip(found, early, strict=True):
+    for a, b in zip(mine.reads.parts, theirs.reads.parts, strict=True):
+      same &= jnp.all(a.ids == b.ids)
+  return same
+
+
+def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Ahead]:
+  """Makes the lookups of a loss ahead of the step that needs them, to overlap with another step.
+
+  A step of pipelined training computes the gradients of this batch, looks up the next batch, and
+  updates: the lookup needs nothing of the gradients, so it runs beside them, and the exchange of
+  rows between devices hides behind dense work. It sees the tables without this step's update:
+  activations of step t are those after the updates 0 .. t - 2. Updates are all applied, once each,
+  in order, to the newest tables (TensorFlow's `pipeline_execution_with_tensor_core`).
+
+  The first look ahead has no step to hide behind, the last step looks no further ahead; a step
+  without `ahead` is an ordinary one. Before a checkpoint or an evaluation take a step that does not
+  look further, and begin again after it: then nothing is pending.
+
+  Args:
+    loss_fn: as of `value_and_grad`, with the same inputs for the same lookups.
+    has_aux: likewise.
+
+  Returns:
+    `f(model, *args)` returning the `Ahead` for `value_and_grad(loss_fn, ahead=...)(model, *args)`.
+    Nothing of the model changes. Under jit, what the lookups do not need is not computed.
+
+  Raises:
+    ValueError: as `value_and_grad`, and for lookups in a branch of a conditional.
+
+  >>> import embed, optax
+  >>> table = embed.TableConfig(vocabulary_size=10, dim=2, optimizer=embed.sgd(0.1), name="t")
+  >>> model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  >>> optimizer = embed.Optimizer(model, optax.sgd(0.1))
+  >>> loss_fn = lambda model, ids: jnp.sum(model(ids) ** 2)
+  >>> @nnx.jit(donate_argnames=("model", "optimizer"))
+  ... def train_step(model, optimizer, ahead, ids, next_ids):
+  ...   loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(model, ids)
+  ...   ahead = embed.look_ahead(loss_fn)(model, next_ids)  # before the update
+  ...   optimizer.update(model, grads)
+  ...   return loss, ahead
+  >>> batches = jnp.array([[3, 3], [3, 4], [5, 5]])
+  >>> ahead = embed.look_ahead(loss_fn)(model, batches[0])
+  >>> for ids, next_ids in zip(batches[:-1], batches[1:]):
+  ...   loss, ahead = train_step(model, optimizer, ahead, ids, next_ids)
+  >>> loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(model, batches[-1])
+  >>> optimizer.update(model, grads)
+  """
+
+  @functools.wraps(loss_fn)
+  def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Ahead:
+    traced = _Loss(loss_fn, has_aux, model, args, kwargs)
+    run = lambda params: traced.run(params, [_Feed(None)] * len(traced.marks))[1]
+    found = traced.compiled(run)(traced.params)
+    modules = sparse_embeds(model)
+    ordered = []
+    for mark, (activations, reads) in zip(traced.marks, found, strict=True):
+      assert mark.owner.path is not None
+      rows = modules[mark.owner.path].arrays[mark.owner.name]["parameters"]
+      activations, table = lookup.in_order(activations, rows.get_value(), reads)
+      rows.set_value(table)
+      ordered.append(_Lookup(activations, reads))
+    return Ahead(tuple(ordered))
+
+  return wrapped

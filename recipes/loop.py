@@ -111,7 +111,9 @@ def train(
     config: needs `seed`, `steps`, `batch_size`, `log_every`, `eval_every`, `checkpoint_every` (0:
       at evaluations only), `select` (the validation metric whose best state is tested, as
       "valid_auc", a name that ends in "loss" being minimised; "" tests the final state) and
-      `patience` (evaluations without improvement until training stops; 0 never).
+      `patience` (evaluations without improvement until training stops; 0 never). `pipelined`, if
+      it is there and True, looks up each batch beside the step before it: see `embed.look_ahead`.
+      Evaluations and checkpoints come between two steps of which neither waits for the other.
     workdir: the run's folder, for which `finished` has returned None.
     recipe: its name, for the result.
     model: trained in place.
@@ -197,6 +199,43 @@ def make_train_step(loss_fn: Callable[[Any, Any], jax.Array]) -> Callable[..., j
   return train_step
 
 
+def make_pipelined_step(loss_fn: Callable[[Any, Any], jax.Array]) -> Callable[..., Any]:
+  """Returns the compiled `(model, optimizer, ahead, batch, next_batch) -> (loss, ahead)`.
+
+  It trains on `batch`, whose lookups are `ahead` (None: not made yet), and beside that looks up
+  `next_batch` (None: no further), without this step's update; see `embed.look_ahead`.
+  """
+
+  @nnx.jit(donate_argnames=("model", "optimizer"))
+  def train_step(model, optimizer, ahead, batch, next_batch):
+    loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(model, batch)
+    ahead = None if next_batch is None else embed.look_ahead(loss_fn)(model, next_batch)
+    optimizer.update(model, grads)
+    return loss, ahead
+
+  return train_step
+
+
+class _Steps:
+  """Takes one step after another, pipelined or not."""
+
+  def __init__(self, loss_fn: Callable, batches: Iterator[Any], pipelined: bool):
+    make = make_pipelined_step if pipelined else make_train_step
+    self._step, self._batches, self._pipelined = make(loss_fn), batches, pipelined
+    self._pending: Any = None  # the batch that was looked up ahead
+    self._ahead: embed.Ahead | None = None
+
+  def take(self, state: Mapping[str, Any], pause: bool) -> jax.Array:
+    """Trains on the next batch; returns its loss. At a pause nothing is left pending."""
+    args = state["model"], state["optimizer"]
+    if not self._pipelined:
+      return self._step(*args, next(self._batches))
+    batch = next(self._batches) if self._ahead is None else self._pending
+    self._pending = None if pause else next(self._batches)
+    loss, self._ahead = self._step(*args, self._ahead, batch, self._pending)
+    return loss
+
+
 def _run(
   config,
   progress: _Progress,
@@ -209,25 +248,27 @@ def _run(
   state: dict[str, Any],
 ) -> None:
   """Takes the steps that are left, up to the last one or until validation stops improving."""
-  model, train_step = state["model"], make_train_step(loss_fn)
+  model = state["model"]
+  batches = (hosts.to_global(mesh, batch) for batch in iterator)
+  steps = _Steps(loss_fn, batches, config.get("pipelined", False))
+  every = lambda period, step: bool(period) and step % period == 0
   began = time.perf_counter() - progress.seconds
   losses: list[Any] = list(progress.losses)  # on the device; fetched only where they are needed
   while progress.step < config.steps and not progress.stopped:
-    batch = hosts.to_global(mesh, next(iterator))
-    losses.append(train_step(model, state["optimizer"], batch))
     progress.step += 1
-    journal.stepped()
     last = progress.step == config.steps
-    if last or progress.step % config.log_every == 0:
+    evaluated = last or every(config.eval_every, progress.step)
+    saved = evaluated or every(config.checkpoint_every, progress.step)
+    losses.append(steps.take(state, pause=saved))
+    journal.stepped()
+    if last or every(config.log_every, progress.step):
       journal.log_train({"loss": _mean(losses, progress.step)} | _reports(model))
       losses = []
-    evaluated = last or progress.step % config.eval_every == 0
     if evaluated:
       scores = _named("valid", evaluate(model, "valid"))
       journal.log_eval(scores)
       _select(config, progress, scores)
-    due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
-    if evaluated or due:
+    if saved:
       progress.losses = [float(loss) for loss in losses]
       progress.seconds = time.perf_counter() - began
       progress.data = iterator.get_state()  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ def loss_fn(model, batch):
 def toy_config(**changes):
   config = {
     "seed": 0, "steps": STEPS, "batch_size": 8, "log_every": 4, "eval_every": 6,
-    "checkpoint_every": 5, "select": "valid_loss", "patience": 0,
+    "checkpoint_every": 5, "select": "valid_loss", "patience": 0, "pipelined": False,
   }  # fmt: skip
   return ml_collections.ConfigDict(config | changes)
 
@@ -142,6 +142,26 @@ def test_a_kill_between_checkpoints_leaves_no_trace(whole, tmp_path, monkeypatch
   monkeypatch.setattr(journal.Journal, "stepped", real)
   assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
   assert lines(tmp_path / "run") == whole[1]
+
+
+def test_a_pipelined_run_resumes_and_is_another_run(whole, tmp_path, monkeypatch):
+  """Nothing is pending at a checkpoint, so a kill leaves no trace; what is learnt differs."""
+  wanted = run_toy(tmp_path / "whole", pipelined=True)
+  assert wanted["metrics"] != whole[0]["metrics"]
+  real, saves = loop._save, []
+
+  def killing(*args):
+    real(*args)
+    saves.append(None)
+    if len(saves) == 3:
+      raise Killed
+
+  monkeypatch.setattr(loop, "_save", killing)
+  with pytest.raises(Killed):
+    run_toy(tmp_path / "run", pipelined=True)
+  monkeypatch.setattr(loop, "_save", real)
+  assert run_toy(tmp_path / "run", pipelined=True)["metrics"] == wanted["metrics"]
+  assert lines(tmp_path / "run") == lines(tmp_path / "whole")
 
 
 def test_log_lines_hold_every_step_once(whole):

@@ -1,0 +1,283 @@
+"""Pipelined steps: activations one update behind, every update applied once, nothing copied."""
+
+import re
+
+import conformance
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+from recipes import loop
+
+CASES = {case["id"]: case for case in conformance.load("pipeline")["cases"]}
+V, D = 12, 3
+
+
+class Model(nnx.Module):
+  """Rows beside a linear layer, and scores of candidates."""
+
+  def __init__(self, optimizer, **where):
+    rngs = nnx.Rngs(0)
+    table = embed.TableConfig(V, D, combiner="sum", name="t")
+    features = {"bag": embed.FeatureConfig(table), "one": embed.FeatureConfig(table)}
+    self.embed = embed.SparseEmbed(features, optimizer, rngs=rngs, **where)
+    self.out = nnx.Linear(D, D, rngs=rngs)
+
+  def __call__(self, batch):
+    bag = self.embed({"bag": embed.Padded(batch["bag"])})["bag"]
+    query = self.out(bag) + self.embed({"one": batch["one"]})["one"]
+    return self.embed.attend(query, "t", candidates=batch["one"][:4])
+
+
+def loss_fn(model, batch):
+  return jnp.mean((model(batch) - 1.0) ** 2)
+
+
+def batches(number, seed=0):
+  draw = np.random.default_rng(seed)
+  ids = lambda *shape: draw.integers(-1, V, shape).astype(np.int32)
+  return [{"bag": jnp.asarray(ids(8, 4)), "one": jnp.asarray(ids(8))} for _ in range(number)]
+
+
+def train(model, optimizer, data, pipelined=True):
+  """The losses of one pass."""
+  steps = loop._Steps(loss_fn, iter(data), pipelined)
+  state = {"model": model, "optimizer": optimizer}
+  return [float(steps.take(state, pause=i == len(data) - 1)) for i in range(len(data))]
+
+
+# --- the recorded cases ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_cases(name, compiled):
+  case = CASES[name]
+  make = getattr(embed, conformance.OPTIMIZERS[case["optimizer"]])
+  size, dim = case["table"].shape
+  table = embed.TableConfig(
+    size, dim, combiner="sum", name="t", optimizer=make(case["lr"], **case["config"])
+  )
+  model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  model.load_tables({"t": case["table"]})
+  optimizer = embed.Optimizer(model, optax.sgd(0.0))
+
+  def loss(model, ids, target):
+    act = model(embed.Padded(ids))
+    return 0.5 * jnp.sum((act - target) ** 2), act
+
+  def step(model, optimizer, ahead, now, then):
+    (_, act), grads = embed.value_and_grad(loss, has_aux=True, ahead=ahead)(model, *now)
+    ahead = then and embed.look_ahead(loss, has_aux=True)(model, *then)
+    optimizer.update(model, grads)
+    return act, ahead
+
+  step = nnx.jit(step) if compiled else step
+  data = [(jnp.array(i), jnp.array(t)) for i, t in zip(case["ids"], case["targets"], strict=True)]
+  ahead = None
+  for i, now in enumerate(data):
+    then = data[i + 1] if case["pipelined"] and i + 1 < len(data) else None
+    act, ahead = step(model, optimizer, ahead, now, then)
+    np.testing.assert_allclose(act, case["activations"][i], **case["tol"])
+  for key, value in case["final"].items():
+    np.testing.assert_allclose(model.variables["t"][key], value, **case["tol"], err_msg=key)
+
+
+def test_recorded_cases_by_hand():
+  """The mid level: a look-up before the update of the step before it."""
+  case = CASES["adam/pipelined=1"]
+  table = embed.TableConfig(
+    *case["table"].shape, combiner="sum", name="t", optimizer=embed.adam(0.1, **case["config"])
+  )
+  model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  model.load_tables({"t": case["table"]})
+  bags = [embed.Padded(np.array(ids)) for ids in case["ids"]]
+  act, residual = model.lookup(bags[0])
+  for i, target in enumerate(case["targets"]):
+    np.testing.assert_allclose(act, case["activations"][i], **case["tol"])
+    ahead = model.lookup(bags[i + 1]) if i + 1 < len(bags) else (None, None)
+    model.apply_gradients(act - target, residual)
+    act, residual = ahead
+  np.testing.assert_allclose(
+    model.variables["t"]["parameters"], case["final"]["parameters"], **case["tol"]
+  )
+
+
+# --- what it means --------------------------------------------------------------------------------
+
+
+def test_activations_are_one_update_behind():
+  """A row of ones under w -= 1: looked up as 1, 1, 0, -1 where 1, 0, -1, -2 would be in order."""
+  table = embed.TableConfig(
+    3, 1, combiner="sum", optimizer=embed.sgd(1.0), initializer=jax.nn.initializers.ones
+  )
+  model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  optimizer = embed.Optimizer(model, optax.sgd(0.0))
+  steps = loop._Steps(lambda m, ids: jnp.sum(m(ids)), iter([jnp.array([1])] * 4), True)
+  state = {"model": model, "optimizer": optimizer}
+  assert [float(steps.take(state, pause=i == 3)) for i in range(4)] == [1.0, 1.0, 0.0, -1.0]
+  assert model.tables["table_0"][:, 0].tolist() == [1.0, -3.0, 1.0]
+
+
+def test_a_pause_before_every_step_is_no_pipeline():
+  """Drained each time, a pipelined run is the ordinary one, bit for bit."""
+  found = []
+  for pipelined in (False, True):
+    model = Model(embed.adam(0.1))
+    optimizer = embed.Optimizer(model, optax.adam(0.1))
+    steps = loop._Steps(loss_fn, iter(batches(4)), pipelined)
+    state = {"model": model, "optimizer": optimizer}
+    losses = [float(steps.take(state, pause=True)) for _ in range(4)]
+    found.append((losses, jax.tree.map(np.asarray, model.embed.variables)))
+  meshes.assert_equal(*found)
+
+
+def stale(model, optimizer, data):
+  """The same by keeping old tables: step t differentiates at the tables of two updates ago."""
+  losses, before = [], model.embed.tables["t"]
+  for batch in data:
+    table = model.embed.tables["t"]
+    old = nnx.clone(model)
+    old.embed.load_tables({"t": before})
+    loss, grads = embed.value_and_grad(loss_fn)(old, batch)
+    optimizer.update(model, grads)
+    before = table
+    losses.append(float(loss))
+  return losses
+
+
+@pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "adam", "ftrl"])
+def test_equals_training_on_kept_old_tables(name):
+  model, other = Model(getattr(embed, name)(0.1)), Model(getattr(embed, name)(0.1))
+  losses = train(model, embed.Optimizer(model, optax.adam(0.1)), batches(5))
+  wanted = stale(other, embed.Optimizer(other, optax.adam(0.1)), batches(5))
+  np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+  meshes.assert_close(model.embed.variables, other.embed.variables)
+
+
+@pytest.mark.parametrize("kind", meshes.KINDS)
+def test_sharded_equals_unsharded(kind):
+  where = {"mesh": meshes.make_mesh(kind), "axis": "data"}
+  model, other = Model(embed.adagrad(0.1), **where), Model(embed.adagrad(0.1))
+  optimizer = embed.Optimizer(model, optax.adam(0.1))
+  with jax.set_mesh(where["mesh"]):
+    losses = train(model, optimizer, batches(4))
+  wanted = train(other, embed.Optimizer(other, optax.adam(0.1)), batches(4))
+  np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+  meshes.assert_close(model.embed.variables, other.embed.variables)
+
+
+def test_dropped_ids_are_counted_once():
+  data = [{"bag": b["bag"].at[0, 0].set(V), "one": b["one"]} for b in batches(3)]
+  model = Model(embed.adam(0.1))
+  train(model, embed.Optimizer(model, optax.adam(0.1)), data)
+  assert int(model.embed.report["dropped_ids"]) == 3
+
+
+def test_candidates_drawn_in_the_loss_are_those_looked_up():
+  """Random counters at the look ahead are those of the step that it is for."""
+
+  class Drawing(nnx.Module):
+    def __init__(self):
+      self.embed = Model(embed.sgd(0.1)).embed
+      self.draw = nnx.Rngs(5)
+
+  def loss(model, query):
+    candidates = jax.random.randint(model.draw(), (6,), 0, V)
+    return jnp.sum(model.embed.attend(query, "t", candidates=candidates) ** 2)
+
+  model = Drawing()
+  optimizer = embed.Optimizer(model, optax.sgd(0.1))
+  steps = loop._Steps(loss, iter([jnp.ones((2, D))] * 3), True)
+  state = {"model": model, "optimizer": optimizer}
+  assert np.isfinite([float(steps.take(state, pause=i == 2)) for i in range(3)]).all()
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+def test_the_lookups_of_another_batch_give_nan_and_train_nothing():
+  model = Model(embed.sgd(0.1))
+  one, other = batches(2)
+  ahead = embed.look_ahead(loss_fn)(model, one)
+  loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(model, other)
+  assert np.isnan(loss)
+  assert float(embed.global_norm(grads)) == 0.0
+
+
+def test_another_shape_or_loss_is_refused():
+  model = Model(embed.sgd(0.1))
+  ahead = embed.look_ahead(loss_fn)(model, batches(1)[0])
+  short = jax.tree.map(lambda x: x[:4], batches(1)[0])
+  with pytest.raises(
+    ValueError, match="a last batch of another size needs a look ahead of its own"
+  ):
+    embed.value_and_grad(loss_fn, ahead=ahead)(model, short)
+  once = lambda model, batch: jnp.sum(model.embed({"one": batch["one"]})["one"])
+  with pytest.raises(ValueError, match="`ahead` is of another loss"):
+    embed.value_and_grad(once, ahead=ahead)(model, batches(1)[0])
+
+
+def test_a_lookup_in_a_branch_is_refused():
+  def loss(model, ids):
+    yes = lambda m: jnp.sum(m.embed({"one": ids})["one"])
+    return nnx.cond(ids[0] > 3, yes, lambda m: jnp.float32(0), model)
+
+  with pytest.raises(ValueError, match="in one branch of a conditional"):
+    embed.look_ahead(loss)(Model(embed.sgd(0.1)), jnp.array([1, 2]))
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [jnp.sum, lambda a: jnp.sum(a**2)], ids=["constant", "square"])
+@pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "adam"])
+def test_no_table_is_copied(name, loss):
+  """The look-ahead reads the table that the same step updates in place."""
+  size, dim = 300_000, 16
+  table = embed.TableConfig(size, dim, name="t", initializer=jax.nn.initializers.zeros)
+  model = embed.SparseEmbed(embed.FeatureConfig(table), getattr(embed, name)(0.1), rngs=nnx.Rngs(0))
+  optimizer = embed.Optimizer(model, optax.sgd(0.1))
+  of_batch = lambda model, ids: loss(model(embed.Padded(ids)))
+  ids = jnp.zeros((64, 4), jnp.int32)
+  ahead = embed.look_ahead(of_batch)(model, ids)
+  graphdef, state = nnx.split((model, optimizer))
+
+  def step(state, ahead, ids, next_ids):
+    model, optimizer = nnx.merge(graphdef, state)
+    value, grads = embed.value_and_grad(of_batch, ahead=ahead)(model, ids)
+    ahead = embed.look_ahead(of_batch)(model, next_ids)
+    optimizer.update(model, grads)
+    return nnx.state((model, optimizer)), value, ahead
+
+  compiled = jax.jit(step, donate_argnums=0).lower(state, ahead, ids, ids).compile()
+  memory = compiled.memory_analysis()
+  assert memory.temp_size_in_bytes < 16 * ids.size * dim * 4 + 2**16
+  assert memory.alias_size_in_bytes >= sum(x.nbytes for x in model.variables["t"].values())
+  copy = re.compile(rf"= \w+\[{size}(,{dim})?\]\S* copy\(")
+  assert not [line for line in compiled.as_text().splitlines() if copy.search(line)]
+
+
+def test_the_lookup_waits_for_nothing_of_its_own_step():
+  """Neither the loss nor any gradient is among what the look-ahead of the next batch needs."""
+  model = Model(embed.adam(0.1))
+  now, then = batches(2)
+  ahead = embed.look_ahead(loss_fn)(model, now)
+  graphdef, state = nnx.split(model)
+
+  def step(state, ahead, now, then):
+    model = nnx.merge(graphdef, state)
+    loss, _ = embed.value_and_grad(loss_fn, ahead=ahead)(model, now)
+    return embed.look_ahead(loss_fn)(model, then), loss
+
+  poison = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, ahead)
+  clean, loss = step(state, ahead, now, then)
+  poisoned, nan = step(state, poison, now, then)
+  assert np.isfinite(loss)
+  assert np.isnan(nan)
+  meshes.assert_equal(poisoned, clean)
