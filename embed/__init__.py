@@ -1,10 +1,10 @@
 """SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX."""
 
 from embed import checkpoint
-from embed.config import FeatureConfig, QuantizationConfig, TableConfig
+from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
 from embed.grads import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
-from embed.module import Report, SlotVariable, SparseEmbed, Table
+from embed.module import CombinerWeights, Report, SlotVariable, SparseEmbed, Table
 from embed.optimizer import Optimizer
 from embed.optimizers import (
   RowOptimizer,
@@ -32,6 +32,8 @@ from embed.routing import Ahead, look_ahead, value_and_grad
 
 __all__ = [
   "Ahead",
+  "CombinerWeights",
+  "CustomCombiner",
   "FeatureConfig",
   "Grads",
   "Optimizer",

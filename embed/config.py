@@ -64,6 +64,62 @@ class QuantizationConfig:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class CustomCombiner:
+  """A combiner of one's own, with weights that it learns if it wants some.
+
+  Args:
+    computation: `f(valency, vectors, weights)` of one bag: the number of its ids, an int32 scalar;
+      their rows float32 `[max_valency, dim]` in the order given, times the user's weights if there
+      are some, zeros from `valency` on; and the learned weights float32 `[num_weights]`. Returns
+      `[dim]`. In JAX operations: it is differentiated, and mapped over the batch.
+    max_valency: the longest bag. Eager calls raise for a longer one; under jit the ids that do not
+      fit are dropped and counted.
+    num_weights: how many learned weights there are.
+    initializer: of these, `f(key, shape, dtype)`.
+    combiner_weights_learning_rate: they are trained by gradient descent at this rate, whatever the
+      dense optimizer is. None makes them ordinary `nnx.Param`s, for the dense optimizer.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  Learned weights by position in the bag:
+
+  >>> import jax
+  >>> by_position = CustomCombiner(
+  ...   lambda valency, vectors, weights: weights @ vectors,
+  ...   max_valency=8, num_weights=8, initializer=jax.nn.initializers.ones)
+  >>> TableConfig(vocabulary_size=100, dim=4, combiner=by_position).combiner.max_valency
+  8
+  """
+
+  computation: Callable[..., Any]
+  max_valency: int
+  num_weights: int = 0
+  initializer: Callable[..., Any] | None = None
+  combiner_weights_learning_rate: float | None = 0.01
+
+  def __post_init__(self):
+    set_ = lambda name, value: object.__setattr__(self, name, value)
+    if not callable(self.computation):
+      raise ValueError(
+        "Argument `computation` must be a callable f(valency, vectors, weights). "
+        f"Got {self.computation!r}."
+      )
+    set_("max_valency", _integer("max_valency", self.max_valency, 1))
+    set_("num_weights", _integer("num_weights", self.num_weights, 0))
+    if self.num_weights and not callable(self.initializer):
+      raise ValueError(
+        f"num_weights is {self.num_weights}, so `initializer` must be a callable "
+        f"f(key, shape, dtype). Got {self.initializer!r}."
+      )
+    rate = self.combiner_weights_learning_rate
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float))):
+      raise ValueError(
+        f"Argument `combiner_weights_learning_rate` must be a number or None. Got {rate!r}."
+      )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class TableConfig:
   """One embedding table. Compared by identity: share a table by passing the same object.
 
@@ -75,12 +131,14 @@ class TableConfig:
     optimizer: this table's optimizer, such as `embed.adagrad(0.05)`; replaces the default given
       to `SparseEmbed` completely. None takes that default.
     combiner: how a bag becomes one vector: "mean" (weighted, divides by the sum of weights),
-      "sum", or "sqrtn" (divides by the root of the sum of squared weights).
+      "sum", "sqrtn" (divides by the root of the sum of squared weights), or a `CustomCombiner`.
     name: the key in `tables`, `variables` and checkpoints. None becomes `table_{i}`, the position
       by first use among the features.
     quantization_config: a `QuantizationConfig`, or None.
     dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. (On CPU, XLA
       updates a bfloat16 table by way of a float32 copy of it.)
+    stochastic_rounding: whether new bfloat16 rows are rounded up or down at random, right on
+      average, rather than to the nearest, which loses small steps. See `embed.rounding`.
 
   Raises:
     ValueError: naming the argument that is wrong.
@@ -93,10 +151,11 @@ class TableConfig:
   dim: int
   initializer: Callable[..., Any] | None = None
   optimizer: Any = None
-  combiner: str = "mean"
+  combiner: str | CustomCombiner = "mean"
   name: str | None = None
   quantization_config: QuantizationConfig | None = None
   dtype: Any = np.float32
+  stochastic_rounding: bool = True
 
   def __post_init__(self):
     set_ = lambda name, value: object.__setattr__(self, name, value)
@@ -112,8 +171,11 @@ class TableConfig:
         "Argument `initializer` must be a callable f(key, shape, dtype) (or None). "
         f"Got {self.initializer!r}."
       )
-    if self.combiner not in COMBINERS:
-      raise ValueError(f"Argument `combiner` must be one of {COMBINERS}. Got {self.combiner!r}.")
+    if not isinstance(self.combiner, CustomCombiner) and self.combiner not in COMBINERS:
+      raise ValueError(
+        f"Argument `combiner` must be one of {COMBINERS}, or an embed.CustomCombiner. "
+        f"Got {self.combiner!r}."
+      )
     if self.name is not None and (not isinstance(self.name, str) or not self.name):
       raise ValueError(f"Argument `name` must be a non-empty str or None. Got {self.name!r}.")
     if self.quantization_config is not None and not isinstance(
@@ -130,6 +192,10 @@ class TableConfig:
     if dtype not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
       raise ValueError(f"Argument `dtype` must be float32 or bfloat16. Got {self.dtype!r}.")
     set_("dtype", dtype)
+    if not isinstance(self.stochastic_rounding, bool):
+      raise ValueError(
+        f"Argument `stochastic_rounding` must be a bool. Got {self.stochastic_rounding!r}."
+      )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,6 +212,9 @@ class FeatureConfig:
     output_shape: the shape of the activations without `dim`; entries may be None. It is checked,
       and a flat batch of bags is reshaped to it.
     name: a label used in error messages.
+    differentiate_weights: whether the user's weights get a gradient. It costs a vector per id
+      instead of one per bag, and wants bags of known length: anything but a `Ragged` without
+      max_valency. Without it weights are constants.
 
   Raises:
     ValueError: naming the argument that is wrong. TypeError: if `output_shape` is not a shape.
@@ -160,6 +229,7 @@ class FeatureConfig:
   validate_weights_and_indices: bool = True
   output_shape: Sequence[int | None] | None = None
   name: str | None = None
+  differentiate_weights: bool = False
 
   def __post_init__(self):
     set_ = lambda name, value: object.__setattr__(self, name, value)
@@ -168,11 +238,9 @@ class FeatureConfig:
         f"Argument `table` has invalid type {type(self.table)}. Expected embed.TableConfig."
       )
     set_("max_sequence_length", _integer("max_sequence_length", self.max_sequence_length, 0))
-    if not isinstance(self.validate_weights_and_indices, bool):
-      raise ValueError(
-        "Argument `validate_weights_and_indices` must be a bool. "
-        f"Got {self.validate_weights_and_indices!r}."
-      )
+    for name in ("validate_weights_and_indices", "differentiate_weights"):
+      if not isinstance(getattr(self, name), bool):
+        raise ValueError(f"Argument `{name}` must be a bool. Got {getattr(self, name)!r}.")
     if self.output_shape is not None:
       set_("output_shape", _shape(self.output_shape))
       if self.max_sequence_length:

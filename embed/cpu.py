@@ -137,7 +137,8 @@ def _add_block(to, columns: Addend, start, size, step) -> jax.Array:
   return add(0, to) if place.shape[0] == 1 else lax.fori_loop(0, place.shape[0], add, to)
 
 
-Rule = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]  # g [C, D], w [C, D], slots
+# Of rows: their ids [C], their gradients [C, D], the rows as stored [C, D], their slots.
+Rule = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def step_summed(
@@ -181,7 +182,7 @@ def step_rows(
     at = lax.dynamic_slice_in_dim(ids, i * chunk, chunk)
     g = lax.dynamic_slice_in_dim(sums, i * chunk, chunk)
     w, s = _read(state, at, size, number)
-    new = rule(g, w.astype(jnp.float32), s)
+    new = rule(at, g, w, s)
     write = lambda x, v: x.at[at].set(v.astype(x.dtype), unique_indices=True, **DROP)
     return jax.tree.map(write, state, new)
 

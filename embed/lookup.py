@@ -69,6 +69,21 @@ def quantize(x: jax.Array, config: config_lib.QuantizationConfig | None) -> jax.
   return jnp.floor((x - config.lower) / step + 0.5) * step + config.lower
 
 
+def gains(weights: jax.Array, combiner: str) -> jax.Array:
+  """Weights `[..., L]` with the combiner's normalisation over the last axis."""
+  if combiner == "sum":
+    return weights
+  power = weights if combiner == "mean" else weights * weights
+  return weights * _scale(jnp.sum(power, axis=-1, keepdims=True), combiner)
+
+
+def _scale(total: jax.Array, combiner: str) -> jax.Array:
+  """1 / total, or 1 / sqrt(total); 0 where that is 0."""
+  # Guarded inside: 1 / 0 under a `where` outside would still make NaN of a gradient.
+  safe = jnp.where(total == 0, 1, total)
+  return jnp.where(total == 0, 0, 1 / (safe if combiner == "mean" else jnp.sqrt(safe)))
+
+
 def occurrences(bags: ragged.Bags, combiner: str, vocabulary_size: int) -> Occurrences:
   """Folds the combiner's normalisation into the user's weights: act = sum of gain * row.
 
@@ -88,11 +103,9 @@ def occurrences(bags: ragged.Bags, combiner: str, vocabulary_size: int) -> Occur
   else:
     total = jnp.zeros(math.prod(bags.shape), jnp.float32).at[segments].add(power, mode="drop")
     total = total.at[segments].get(mode="fill", fill_value=0)
-  norm = total if combiner == "mean" else jnp.sqrt(total)
-  # Guarded inside: 1 / 0 under a `where` outside would still make NaN.
-  scale = jnp.where(norm == 0, 0, 1 / jnp.where(norm == 0, 1, norm))
-  gains = scale if weights is None and segments is None else w * scale
-  return Occurrences(ids, gains, segments, shape)
+  scale = _scale(total, combiner)
+  found = scale if weights is None and segments is None else w * scale
+  return Occurrences(ids, found, segments, shape)
 
 
 def lookup(

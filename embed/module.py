@@ -10,8 +10,8 @@ import numpy as np
 from flax import errors as flax_errors
 from flax import nnx
 
+from embed import combining, exchange, grads, planning, ragged, sharding
 from embed import config as config_lib
-from embed import exchange, grads, planning, ragged, sharding
 from embed import lookup as lookup_lib
 from embed.exchange import Call
 from embed.grads import RowGrads
@@ -22,22 +22,38 @@ from embed.stack import Arrays, Load, Sent, Stack, read_all, store_all
 Path = config_lib.Path
 
 
+class Apart(NamedTuple):
+  """The bags of a feature whose rows were looked up one by one, for `combining.combine`."""
+
+  rows: jax.Array  # [..., L, D]
+  ids: jax.Array  # int32 [..., L]
+  weights: jax.Array | None  # float32 [..., L]
+
+
 @jax.tree_util.register_pytree_node_class
 class Residual:
-  """What `SparseEmbed.lookup` read, by stack, and the features that each part of it is of."""
+  """What `SparseEmbed.lookup` read, by stack, the features that each part of it is of, and by
+  feature the rows that were combined after the lookup."""
 
-  def __init__(self, reads: dict[str, Reads], paths: dict[str, tuple[Path, ...]]):
-    self.reads, self.paths = reads, paths
+  def __init__(
+    self,
+    reads: dict[str, Reads],
+    paths: dict[str, tuple[Path, ...]],
+    apart: dict[Path, Apart],
+  ):
+    self.reads, self.paths, self.apart = reads, paths, apart
 
   def tree_flatten(self):
     names = tuple(sorted(self.reads))
     paths = tuple((name, self.paths[name]) for name in names)
-    return tuple(self.reads[name] for name in names), paths
+    reads, apart = tuple(self.reads[name] for name in names), tuple(self.apart.values())
+    return (reads, apart), (paths, tuple(self.apart))
 
   @classmethod
-  def tree_unflatten(cls, static, reads) -> "Residual":
-    paths = dict(static)
-    return cls(dict(zip(paths, reads, strict=True)), paths)
+  def tree_unflatten(cls, static, leaves) -> "Residual":
+    (paths, apart), (all_reads, all_apart) = static, leaves
+    reads = dict(zip(dict(paths), all_reads, strict=True))
+    return cls(reads, dict(paths), dict(zip(apart, all_apart, strict=True)))
 
 
 class Table(nnx.Variable):
@@ -46,6 +62,13 @@ class Table(nnx.Variable):
 
 class SlotVariable(nnx.Variable):
   """An optimizer's state per row of a table."""
+
+
+class CombinerWeights(nnx.Param):
+  """The learned weights of an `embed.CustomCombiner`, trained at its own rate.
+
+  `embed.value_and_grad` gives their gradient among the dense ones.
+  """
 
 
 class Report(nnx.Variable):
@@ -143,6 +166,13 @@ class SparseEmbed(nnx.Module):
       }
     )
     keys = {name: rngs.params() for name in plan.tables}
+    self.combiner_weights = nnx.Dict(
+      {
+        name: _combiner_weights(table.combiner, jax.random.fold_in(keys[name], 2**31 - 1))
+        for name, table in plan.tables.items()
+        if isinstance(table.combiner, config_lib.CustomCombiner) and table.combiner.num_weights
+      }
+    )
     self.arrays = nnx.Dict(
       {
         name: nnx.Dict(_variables(stack, stack.make({t: keys[t] for t in stack.tables}), axis))
@@ -163,8 +193,8 @@ class SparseEmbed(nnx.Module):
     Args:
       features: inputs in the structure of the feature config; a dict may hold any subset. Each is
         a dense integer array, `Padded`, `Ragged` or `Sparse`.
-      weights: the parallel structure, or None; an entry may be None. They are constants: no
-        gradient comes back to them.
+      weights: the parallel structure, or None; an entry may be None. They are constants, no
+        gradient comes back to them, unless the feature has `differentiate_weights`.
 
     Returns:
       The same structure of arrays of the table's dtype: `[..., dim]` for a dense array or bags,
@@ -189,6 +219,7 @@ class SparseEmbed(nnx.Module):
       )
     flat = ragged.flatten(self.spec.features, features, weights)
     activations: dict[Path, jax.Array] = {}
+    apart: dict[Path, Apart] = {}
     read: dict[str, Reads] = {}
     paths: dict[str, tuple[Path, ...]] = {}
     loads, dropped = [], []
@@ -200,28 +231,42 @@ class SparseEmbed(nnx.Module):
     for stack_name, members in groups.items():
       inputs = [(f, *flat[path][1:], config_lib.feature_name(path, f)) for path, f in members]
       tables = [self._table_name(feature) for _, feature in members]
-      acts, reads, load, lost = self._read(self.spec.stacks[stack_name], inputs, tables)
+      acts, reads, load, lost, bags = self._read(self.spec.stacks[stack_name], inputs, tables)
       activations.update({path: act for (path, _), act in zip(members, acts, strict=True)})
+      for (path, _), act, table, bag in zip(members, acts, tables, bags, strict=True):
+        if bag is not None:
+          apart[path] = self.spec.stacks[stack_name].beside(Apart(act, *bag))
+          activations[path] = self._combine(table, apart[path])
       read[stack_name], paths[stack_name] = reads, tuple(path for path, _ in members)
       loads.append(load)
       dropped.append(lost)
     self._count(dropped, loads)
     packed = config_lib.pack(self.spec.features, features, activations)
-    return packed, Residual(read, paths)
+    return packed, Residual(read, paths, apart)
+
+  def _combine(self, table: str, bags: Apart, learned: Any = None) -> jax.Array:
+    """Rows that were looked up one by one, combined; by `learned` instead of the table's own."""
+    if learned is None and table in self.combiner_weights:
+      learned = self.combiner_weights[table][...]
+    return combining.combine(self._table(table), *bags, learned)
 
   def _read(self, stack: Stack, inputs, tables: list[str], combiner: str | None = None):
-    """Activations of the features of a stack, marked; what was read, the load, and ids dropped."""
+    """Activations of the features of a stack, marked; what was read, the load, and ids dropped.
+
+    And of each feature None, or the ids and weights of the bags that are still to be combined.
+    """
     values = [(x, w) for _, x, w, _ in inputs]
     prepare = functools.partial(_prepare, [(f, name) for f, _, _, name in inputs], combiner)
     placement = stack.placement
     if placement is None:
       for _, x, _, name in inputs:
         sharding.check_whole(name, x)
-    parts, lost = prepare(values) if placement is None else placement.prepare(prepare, values)
+    prepared = prepare(values) if placement is None else placement.prepare(prepare, values)
+    parts, lost, bags = prepared
     rows = self.arrays[stack.name]["parameters"][...]
     acts, reads, load = _look_up(rows, parts, stack, tuple(tables))
     acts = lookup_lib.mark(acts, reads, lookup_lib.Owner(self._path, stack.name))
-    return acts, reads, load, lost
+    return acts, reads, load, lost, bags
 
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
     """Scores of queries against rows: the table used as an output layer (tied weights).
@@ -261,7 +306,7 @@ class SparseEmbed(nnx.Module):
         f"Got shape {shape}."
       )
     ragged.check(name, feature, candidates)
-    (act,), _, load, lost = self._read(
+    (act,), _, load, lost, _ = self._read(
       stack, [(feature, candidates, None, name)], [table_name], combiner="sum"
     )
     self._count([lost], [load])
@@ -283,7 +328,7 @@ class SparseEmbed(nnx.Module):
     Raises:
       ValueError: for a feature that was looked up and is missing here, a gradient of another shape
         than its activations, one that is not an array, a table without optimizer, or a missing
-        `step` where a schedule needs it.
+        `step` where a schedule or stochastic rounding needs it.
       TypeError: where the kind of a container differs.
     """
     if not isinstance(residual, Residual):
@@ -308,14 +353,47 @@ class SparseEmbed(nnx.Module):
       if path not in looked_up and given.get(path) is not None:
         raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
     sent: dict[str, list[Sent]] = {}
+    learned: dict[str, list[jax.Array]] = {}
     for stack_name, reads in residual.reads.items():
       calls = []
       for path, occ in zip(residual.paths[stack_name], reads.parts, strict=True):
-        feature = features_of[path]
+        feature, bags = features_of[path], residual.apart.get(path)
         name = config_lib.feature_name(path, feature)
-        calls.append(_checked(name, given[path], (*occ.batch, feature.table.dim)))
+        batch = occ.batch if bags is None else bags.ids.shape[:-1]
+        grad = _checked(name, given[path], (*batch, feature.table.dim))
+        if bags is not None:
+          table = self._table_name(feature)
+          grad, of_learned = self._uncombine(table, bags, grad)
+          learned.setdefault(table, []).append(of_learned)
+        calls.append(grad)
       sent[stack_name] = [Call(tuple(calls), reads)]
     self._apply(sent, step)
+    for table, parts in learned.items():
+      self._descend(table, functools.reduce(jnp.add, parts))
+
+  def _uncombine(self, table: str, bags: Apart, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradients of rows, and of the learned weights, from that of the combined ones."""
+    own = self.combiner_weights.get(table)
+    learned = jnp.zeros(0, jnp.float32) if own is None else own[...]
+    combine = lambda rows, learned: self._combine(table, bags._replace(rows=rows), learned)
+    out, vjp = jax.vjp(combine, bags.rows, learned)
+    return vjp(grad.astype(out.dtype))
+
+  def _descend(self, table: str, grad: jax.Array) -> None:
+    """Trains the learned weights of a table's combiner, if there are any."""
+    variable = self.combiner_weights.get(table)
+    if variable is None:
+      return
+    combiner = self._table(table).combiner
+    assert isinstance(combiner, config_lib.CustomCombiner)
+    rate = combiner.combiner_weights_learning_rate
+    if rate is None:
+      raise ValueError(
+        f"Table {table!r}: the weights of its combiner are trained by the dense optimizer, since "
+        "combiner_weights_learning_rate is None. Use embed.value_and_grad and embed.Optimizer, or "
+        "give a rate."
+      )
+    variable.set_value(variable[...] - rate * grad)
 
   def apply_row_gradients(self, rows: Mapping[str, RowGrads], step: Any = None) -> None:
     """Steps each named table once from its `RowGrads`, in place.
@@ -345,11 +423,17 @@ class SparseEmbed(nnx.Module):
         )
       if step is None and callable(optimizer.learning_rate):
         raise ValueError(f"Table {stack.names[0]!r} has a learning rate schedule: pass step=...")
+      if step is None and stack.rounds:
+        raise ValueError(
+          f"Table {stack.names[0]!r} rounds its {stack.config.dtype} rows at random, by the number "
+          "of the step: pass step=..., or set stochastic_rounding=False in its TableConfig."
+        )
       if optimizer.equation is None:
         continue
       rate = jnp.asarray(optimizer.learning_rate_at(step), jnp.float32)
       arrays = {key: variable[...] for key, variable in self.arrays[name].items()}
-      for key, value in _step(arrays, tuple(sent.get(name, ())), rate, stack).items():
+      number = jnp.asarray(step, jnp.int32) if stack.rounds else None
+      for key, value in _step(arrays, tuple(sent.get(name, ())), rate, number, stack).items():
         self.arrays[name][key].set_value(value)
 
   # --- state -------------------------------------------------------------------------------------
@@ -454,15 +538,52 @@ class SparseEmbed(nnx.Module):
       # Inference with the model closed over: there is no state to count in.
 
 
-def _prepare(features, combiner: str | None, values) -> tuple[tuple[Occurrences, ...], jax.Array]:
-  """The occurrences of some features, and how many ids were dropped on the way."""
-  parts, dropped = [], []
+def _prepare(features, combiner: str | None, values):
+  """The occurrences of some features, how many ids were dropped on the way, and the bags that are
+  to be combined after the lookup: ids and weights, or None."""
+  parts: list[Occurrences] = []
+  dropped: list[jax.Array] = []
+  apart: list[tuple[jax.Array, jax.Array | None] | None] = []
   for (feature, name), (x, w) in zip(features, values, strict=True):
-    table = feature.table
+    table, size = feature.table, feature.table.vocabulary_size
     bags = ragged.to_bags(name, feature, x, w)
-    parts.append(lookup_lib.occurrences(bags, combiner or table.combiner, table.vocabulary_size))
+    custom = isinstance(table.combiner, config_lib.CustomCombiner)
+    wanted = custom or (feature.differentiate_weights and w is not None)
+    if wanted and combiner is None and ragged.combines(name, feature, x, w):
+      bags = ragged.in_places(bags, size, _places(name, feature, x, bags))
+      parts.append(Occurrences(bags.ids[..., None], None, None))
+      apart.append((bags.ids, bags.weights))
+    else:
+      how = combiner or ("sum" if custom else table.combiner)  # a sequence has bags of one id
+      parts.append(lookup_lib.occurrences(bags, how, size))
+      apart.append(None)
     dropped.append(bags.dropped)
-  return tuple(parts), functools.reduce(jnp.add, dropped)
+  return tuple(parts), functools.reduce(jnp.add, dropped), tuple(apart)
+
+
+def _places(name: str, feature: config_lib.FeatureConfig, x: Any, bags: ragged.Bags) -> int | None:
+  """The places of a bag that is combined after the lookup; None for those that it has."""
+  if isinstance(feature.table.combiner, config_lib.CustomCombiner):
+    return feature.table.combiner.max_valency
+  if bags.segments is None:
+    return None
+  if isinstance(x, ragged.Sparse):
+    return x.dense_shape[-1]
+  raise ValueError(
+    f"Feature {name!r}: differentiate_weights needs bags of known length. Give "
+    "embed.Ragged(..., max_valency=...), or embed.to_padded(...)."
+  )
+
+
+def _combiner_weights(combiner: config_lib.CustomCombiner, key: jax.Array) -> nnx.Param:
+  """The learned weights of a combiner."""
+  assert combiner.initializer is not None
+  shape = (combiner.num_weights,)
+  value = combiner.initializer(key, shape, jnp.float32)
+  if np.shape(value) != shape:
+    raise ValueError(f"A combiner's initializer returned {np.shape(value)}, not {shape}.")
+  ordinary = combiner.combiner_weights_learning_rate is None
+  return (nnx.Param if ordinary else CombinerWeights)(jnp.asarray(value, jnp.float32))
 
 
 def _loads(loads: list[Load | None]) -> dict[str, jax.Array]:
@@ -485,10 +606,10 @@ def _look_up(rows: jax.Array, parts: Any, stack: Stack, tables: tuple[str, ...])
   return _compiled_look_up(rows, parts, stack, tables)
 
 
-def _step(arrays: Arrays, sent: tuple[Sent, ...], rate: jax.Array, stack: Stack) -> Arrays:
+def _step(arrays: Arrays, sent: tuple[Sent, ...], rate, number, stack: Stack) -> Arrays:
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, sent))):
-    return stack.step(arrays, sent, rate)
-  return _compiled_step(arrays, sent, rate, stack)
+    return stack.step(arrays, sent, rate, number)
+  return _compiled_step(arrays, sent, rate, number, stack)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -496,9 +617,9 @@ def _compiled_look_up(rows, parts, stack, tables):
   return stack.look_up(rows, parts, tables)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _compiled_step(arrays, sent, rate, stack):
-  return stack.step(arrays, sent, rate)
+@functools.partial(jax.jit, static_argnums=4)
+def _compiled_step(arrays, sent, rate, number, stack):
+  return stack.step(arrays, sent, rate, number)
 
 
 def _variables(stack: Stack, arrays: Arrays, axis: Any) -> dict[str, nnx.Variable]:

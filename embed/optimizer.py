@@ -8,6 +8,9 @@ from flax import nnx
 
 from embed import lookup, routing
 from embed.grads import Grads, Rows
+from embed.module import CombinerWeights, SparseEmbed
+
+_BY_OPTAX = nnx.All(nnx.Param, nnx.Not(CombinerWeights))
 
 
 class Optimizer(nnx.Module):
@@ -31,7 +34,7 @@ class Optimizer(nnx.Module):
   """
 
   def __init__(self, model: nnx.Module, tx: optax.GradientTransformation):
-    self.dense = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    self.dense = nnx.Optimizer(model, tx, wrt=_BY_OPTAX)
 
   @property
   def step(self) -> nnx.Variable:
@@ -74,7 +77,19 @@ class Optimizer(nnx.Module):
         continue
       rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
       module.apply_row_gradients(_trainable(module, rows), step)
-    self.dense.update(model, grads.dense, **kwargs)
+    _descend(model, grads.dense)
+    self.dense.update(model, nnx.filter_state(grads.dense, _BY_OPTAX), **kwargs)
+
+
+def _descend(model: nnx.Module, dense: Any) -> None:
+  """Trains the combiners' own weights, at their own rates."""
+  found = dict(nnx.to_flat_state(nnx.filter_state(dense, CombinerWeights)))
+  for path, module in nnx.iter_modules(model):
+    if isinstance(module, SparseEmbed):
+      for table in module.combiner_weights:
+        grad = found.get((*path, "combiner_weights", table))
+        if grad is not None:
+          module._descend(table, grad[...])
 
 
 def _is_of(rows: Rows, path: str, module) -> bool:

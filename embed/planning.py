@@ -218,6 +218,7 @@ class Plan:
       table.dim,
       table.dtype,
       table.quantization_config,
+      table.stochastic_rounding,
       self.optimizers[name],
       tuple(entry.set.values()),
     )

@@ -287,6 +287,15 @@ def _check_values(name: str, feature: config_lib.FeatureConfig, x: Any, parts: _
       )
     if feature.max_sequence_length and len(np.unique(indices, axis=0)) < len(indices):
       raise ValueError(f"Feature {name!r}: two ids stand at one index of a sequence feature.")
+  custom = feature.table.combiner
+  if isinstance(custom, config_lib.CustomCombiner) and parts.kind is not None:
+    valencies = _valencies(parts, ids, splits, indices)
+    if valencies.max(initial=0) > custom.max_valency and combines(name, feature, x):
+      raise ValueError(
+        f"Feature {name!r}: bag {int(valencies.argmax())} has {int(valencies.max())} ids, more "
+        f"than the max_valency={custom.max_valency} of its table's CustomCombiner. Raise that, or "
+        "cut the bag."
+      )
   if not feature.validate_weights_and_indices:
     return
   size = feature.table.vocabulary_size
@@ -299,6 +308,17 @@ def _check_values(name: str, feature: config_lib.FeatureConfig, x: Any, parts: _
       "are padding. Raise vocabulary_size, or map ids into the range (hash, or one row for "
       "unknown ids)."
     )
+
+
+def _valencies(parts: _Parts, ids: np.ndarray, splits, indices) -> np.ndarray:
+  """How many ids each bag has: int64 `[bags]`."""
+  if parts.kind is Padded:
+    return (ids >= 0).sum(axis=-1).reshape(-1)
+  if parts.kind is Ragged:
+    row = np.repeat(np.arange(len(splits) - 1), np.diff(splits))
+  else:
+    row = np.ravel_multi_index(tuple(indices[:, :-1].T), parts.batch) if len(ids) else ids
+  return np.bincount(row[ids >= 0], minlength=math.prod(parts.batch))
 
 
 def flatten(config: Any, features: Any, weights: Any = None) -> dict[config_lib.Path, Any]:
@@ -468,6 +488,43 @@ def to_bags(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None)
   if weights is not None:
     weights = jnp.where(ids < size, weights, 0)
   return Bags(ids, weights, row, form.shape, lost)
+
+
+def combines(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None) -> bool:
+  """Whether an input's bags become one vector each: no sequence."""
+  return not _form(name, feature, _take_apart(name, feature, x, w), weighted=w is not None).length
+
+
+def in_places(bags: Bags, size: int, length: int | None) -> Bags:
+  """Bags whose ids stand in places `[*shape, L]`, in the order given.
+
+  Args:
+    bags: of a table of vocabulary_size `size`.
+    length: L, with the ids of a bag in its first places; None leaves places as they are.
+  """
+  ids, weights, segments, shape, dropped = bags
+  if length is None:
+    assert segments is None
+    return bags
+  number, flat = math.prod(shape), ids.reshape(-1)
+  if segments is None:
+    row = jnp.repeat(jnp.arange(number, dtype=jnp.int32), ids.shape[-1])
+  else:
+    row = segments
+  row = jnp.where(flat < size, row, number)
+  order = jnp.argsort(row, stable=True)
+  ordered = row[order]
+  first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
+  column = jnp.arange(len(flat), dtype=jnp.int32) - first
+  lay = lambda fill, x: (
+    jnp.full((number, length), fill, x.dtype)
+    .at[ordered, column]
+    .set(x.reshape(-1)[order], mode="drop")
+    .reshape(*shape, length)
+  )
+  laid = lay(size, ids)
+  lost = dropped + _count(flat < size) - _count(laid < size)
+  return Bags(laid, None if weights is None else lay(0, weights), None, shape, lost)
 
 
 class _Places(NamedTuple):

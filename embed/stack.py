@@ -7,6 +7,7 @@ and gradients to the rows. Without a mesh the same operations work on the one sh
 import dataclasses
 import functools
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from embed import config as config_lib
-from embed import exchange, initializers, traffic, update, views
+from embed import exchange, initializers, rounding, traffic, update, views
 from embed import lookup as lookup_lib
 from embed.exchange import Call, Owned
 from embed.layout import Columns, Layout
@@ -282,6 +283,12 @@ class Stack:
         acts[i] = act
     return acts, reads, load
 
+  def beside(self, arrays: Any) -> Any:
+    """Arrays `[batch, ...]` that are computed with activations, split over devices as these."""
+    if self.placement is None:
+      return arrays
+    return jax.tree.map(lambda x: self._cut(x, x.shape[:1]), arrays)
+
   def _in_stack(self, occ: Occurrences, table: int) -> Occurrences:
     if len(self.tables) == 1:
       return occ
@@ -312,17 +319,30 @@ class Stack:
 
   # --- update ----------------------------------------------------------------------------------
 
-  def step(self, arrays: Arrays, sent: Sequence[Sent], rate: jax.Array) -> Arrays:
-    """One optimizer step from gradients; rows that were not looked up keep their bits."""
+  @property
+  def rounds(self) -> bool:
+    """Whether new rows are rounded at random."""
+    return self.config.stochastic_rounding and self.config.dtype != np.float32
+
+  def step(
+    self, arrays: Arrays, sent: Sequence[Sent], rate: jax.Array, number: jax.Array | None = None
+  ) -> Arrays:
+    """One optimizer step from gradients; rows that were not looked up keep their bits.
+
+    `number`: of the step, where the stack `rounds`.
+    """
     assert self.optimizer is not None
     optimizer = self.optimizer
     slots = {k: v for k, v in arrays.items() if k != "parameters"}
     sent = _not_empty(sent)
 
-    def step(table, slots, rate, *sent):
+    def step(table, slots, rate, number, *sent):
+      write = functools.partial(self._round, number) if self.rounds else None
+      rule = update.Rule(optimizer, rate, write)
+
       def body(state, pieces, distinct):
         table, slots = state
-        return update.step(table, slots, pieces, rate, optimizer=optimizer, distinct_ids=distinct)
+        return update.step(table, slots, pieces, rule, distinct_ids=distinct)
 
       with split_columns(self.columns if self.columns.axes else None):
         return self._fold(sent, body, (table, slots))
@@ -330,9 +350,21 @@ class Stack:
     if self.placement is not None:
       sent, specs = self._inputs(sent)
       state = (self._spec(2), {k: self._spec(v.ndim) for k, v in slots.items()})
-      step = self.placement.run(step, (*state, P(), *specs), state)
-    table, slots = step(arrays["parameters"], slots, rate, *sent)
+      step = self.placement.run(step, (*state, P(), P(), *specs), state)
+    table, slots = step(arrays["parameters"], slots, rate, number, *sent)
     return {"parameters": table, **slots}
+
+  def _round(self, number, rows: jax.Array, places: jax.Array, time: jax.Array | int) -> jax.Array:
+    """New rows float32 `[n, width]` as they are stored at some places of this device."""
+    keys = jnp.zeros(places.shape, jnp.uint32)
+    for i, (name, table) in enumerate(self.tables.items()):
+      ids = self.layout.ids(i, self._shard(), places)
+      mine = rounding.key(ids, zlib.crc32(name.encode()), number, time)
+      keys = jnp.where(ids < table.vocabulary_size, mine, keys)
+    columns = jnp.arange(self.width, dtype=jnp.uint32)
+    if self.columns.axes:
+      columns += jax.lax.axis_index(self.columns.axes).astype(jnp.uint32) * self.width
+    return rounding.to_bfloat16(rows, rounding.noise(keys, columns))
 
   def squared_norm(self, sent: Sequence[Sent]) -> jax.Array:
     """The sum of the squares of the summed rows."""

@@ -5,9 +5,10 @@ Cost and memory follow the batch, never the vocabulary. Two formulations of one 
 as there are; on accelerators, where loops are slow and sorting is fast, everything happens at once.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,10 +140,32 @@ def expand_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
 # --- stepping ------------------------------------------------------------------------------------
 
 State = tuple[jax.Array, Slots]
+Write = Callable[[jax.Array, jax.Array, jax.Array | int], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """How rows step.
+
+  `optimizer`: the table's. `rate`: the learning rate, a scalar. `write`: of new rows float32
+  `[n, D]`, where they are in the table `[n]`, and how often they have stepped in this step, the
+  rows as they are stored; None rounds to the nearest.
+  """
+
+  optimizer: RowOptimizer
+  rate: jax.Array
+  write: Write | None = None
+
+  def __call__(
+    self, at: jax.Array, g: jax.Array, w: jax.Array, slots: Any, time: jax.Array | int = 0
+  ) -> State:
+    """The rows `at`, of gradients `g` `[n, D]`, as they are stored after the step."""
+    new, slots = step_rows(self.optimizer, g, w.astype(jnp.float32), slots, self.rate)
+    return new.astype(w.dtype) if self.write is None else self.write(new, at, time), slots
 
 
 def _step_at(
-  optimizer: RowOptimizer, state: State, at: jax.Array, g: jax.Array, rate: jax.Array
+  rule: Rule, state: State, at: jax.Array, g: jax.Array, time: jax.Array | int = 0
 ) -> State:
   """Steps the distinct rows `at` of the table and its slots; out of range steps nothing.
 
@@ -151,13 +174,12 @@ def _step_at(
   table, slots = state
   read = lambda x: x.at[at].get(mode="clip")
   rows, old = jax.lax.optimization_barrier((read(table), {k: read(s) for k, s in slots.items()}))
-  w, new = step_rows(optimizer, g, rows.astype(jnp.float32), old, rate)
-  w, new = jax.lax.optimization_barrier((w.astype(table.dtype), new))
+  w, new = jax.lax.optimization_barrier(rule(at, g, rows, old, time))
   write = lambda x, v: x.at[at].set(v.astype(x.dtype), mode="drop", unique_indices=True)
   return write(table, w), {k: write(s, new[k]) for k, s in slots.items()}
 
 
-def _step_in_order(optimizer, state: State, rows: SummedRows, rate) -> State:
+def _step_in_order(rule: Rule, state: State, rows: SummedRows) -> State:
   # Beside each occurrence an entry that steps nothing: a scatter of one row would become a slice
   # that XLA fuses with its reads, and pays for with a copy of the table at every occurrence.
   nothing = jnp.full(1, np.iinfo(np.int32).max, jnp.int32)
@@ -165,15 +187,15 @@ def _step_in_order(optimizer, state: State, rows: SummedRows, rate) -> State:
   def body(n, state):
     at = jnp.concatenate([jax.lax.dynamic_slice_in_dim(rows.ids, n, 1), nothing])
     g = jnp.pad(jax.lax.dynamic_slice_in_dim(rows.values, n, 1), ((0, 1), (0, 0)))
-    return _step_at(optimizer, state, at, g, rate)
+    return _step_at(rule, state, at, g, n)
 
   return jax.lax.fori_loop(0, rows.ids.shape[0], body, state)
 
 
-def _add_steps(optimizer, table, pieces, rate) -> jax.Array:
+def _add_steps(rule: Rule, table, pieces) -> jax.Array:
   """For a linear optimizer without further ado: adds every occurrence's own step."""
   none = jnp.zeros((), jnp.float32)
-  move = lambda g: step_rows(optimizer, g, none, {}, rate)[0]
+  move = lambda g: step_rows(rule.optimizer, g, none, {}, rule.rate)[0]
   addends = addends_of(pieces, _flat_ids(pieces, table.shape[0]))
 
   def on_cpu(table, addends):
@@ -204,9 +226,8 @@ def step(
   table: jax.Array,
   slots: Slots,
   pieces: Sequence[Piece],
-  rate: jax.Array,
+  rule: Rule,
   *,
-  optimizer: RowOptimizer,
   distinct_ids: bool = False,
 ) -> State:
   """One optimizer step of a table.
@@ -215,58 +236,54 @@ def step(
     table: `[V, D]`; donate it and the slots, they are updated in place.
     slots: by name, `[V, D]` or `[V]`.
     pieces: activation gradients with what was looked up.
-    rate: the learning rate, a scalar.
-    optimizer: the table's.
+    rule: how its rows step.
     distinct_ids: whether the pieces are one piece of rows already summed.
 
   Returns:
     The new table and slots. Rows that were not looked up keep their bits.
   """
-  size = table.shape[0]
+  size, optimizer = table.shape[0], rule.optimizer
   pieces = [p for p in pieces if p.occurrences.ids.size]
   if optimizer.equation is None:
     return table, slots
   if not optimizer.lazy:
     g = jnp.zeros(table.shape, jnp.float32)
     g = add_rows(g, addends_of(pieces, _flat_ids(pieces, size))) if pieces else g
-    w, slots = step_rows(optimizer, g, table.astype(jnp.float32), slots, rate)
-    return w.astype(table.dtype), slots
+    return rule(jnp.arange(size, dtype=jnp.int32), g, table, slots)
   if not pieces:
     return table, slots
   if _is_plain_sum(optimizer, table):
-    return _add_steps(optimizer, table, pieces, rate), slots
+    return _add_steps(rule, table, pieces), slots
   if not optimizer.use_gradient_accumulation:
-    return _step_in_order(optimizer, (table, slots), expand_rows(pieces, size), rate)
+    return _step_in_order(rule, (table, slots), expand_rows(pieces, size))
   ids = _flat_ids(pieces, size)
   if distinct_ids:
     values = pieces[0].grads.astype(jnp.float32)
     rows = SummedRows(ids, values, jnp.int32(ids.shape[0]))
-    return _step_distinct(optimizer, (table, slots), rows, rate)
-  return _step_summed(optimizer, (table, slots), (ids, pieces), rate)
+    return _step_distinct(rule, (table, slots), rows)
+  return _step_summed(rule, (table, slots), (ids, pieces))
 
 
-def _step_summed(optimizer, state: State, given, rate) -> State:
+def _step_summed(rule: Rule, state: State, given) -> State:
   """Sums and steps: on CPU span by span, elsewhere all at once."""
 
-  def on_cpu(state, given, rate):
+  def on_cpu(state, given):
     ids, pieces = given
     found = cpu.distinct(ids, state[0].shape[0])
-    rule = lambda g, w, s: step_rows(optimizer, g, w, s, rate)
     return cpu.step_summed(state[0], state[1], found, addends_of(pieces, found.place), rule)
 
-  def at_once(state, given, rate):
+  def at_once(state, given):
     rows = sum_rows(given[1], state[0].shape[0])
-    return _step_at(optimizer, state, rows.ids, rows.values, rate)
+    return _step_at(rule, state, rows.ids, rows.values)
 
-  return jax.lax.platform_dependent(state, given, rate, cpu=on_cpu, default=at_once)
+  return jax.lax.platform_dependent(state, given, cpu=on_cpu, default=at_once)
 
 
-def _step_distinct(optimizer, state: State, rows: SummedRows, rate) -> State:
-  def on_cpu(state, rows, rate):
-    rule = lambda g, w, s: step_rows(optimizer, g, w, s, rate)
+def _step_distinct(rule: Rule, state: State, rows: SummedRows) -> State:
+  def on_cpu(state, rows):
     return cpu.step_rows(state[0], state[1], rows.ids, rows.number, rows.values, rule)
 
-  def at_once(state, rows, rate):
-    return _step_at(optimizer, state, rows.ids, rows.values, rate)
+  def at_once(state, rows):
+    return _step_at(rule, state, rows.ids, rows.values)
 
-  return jax.lax.platform_dependent(state, rows, rate, cpu=on_cpu, default=at_once)
+  return jax.lax.platform_dependent(state, rows, cpu=on_cpu, default=at_once)

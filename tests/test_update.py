@@ -91,7 +91,7 @@ def test_spans_and_chunks_cover_every_row(monkeypatch):
   table = rng.normal(size=(v, d)).astype(np.float32)
   piece = update.Piece(jnp.asarray(grads), Occurrences(jnp.asarray(ids), None, None))
   found = cpu.distinct(jnp.asarray(ids.reshape(-1)), v)
-  rule = lambda g, w, s: (w - g, {"n": s["n"] + 1})
+  rule = lambda at, g, w, s: (w - g, {"n": s["n"] + 1})
   slots = {"n": jnp.zeros(v)}
   addends = update.addends_of([piece], found.place)
   new, slots = cpu.step_summed(jnp.asarray(table), slots, found, addends, rule)
@@ -116,7 +116,7 @@ def test_both_formulations_step_alike():
     jnp.asarray(rng.normal(size=(20, d)), jnp.float32),
     Occurrences(ids, jnp.asarray(rng.normal(size=(20, 5)), jnp.float32), None),
   )
-  optimizer = embed.adam(0.1)
+  rule = update.Rule(embed.adam(0.1), jnp.float32(0.1))
   state = (
     jnp.asarray(rng.normal(size=(v, d)), jnp.float32),
     {
@@ -124,8 +124,8 @@ def test_both_formulations_step_alike():
       "velocities": jnp.zeros((v, d)),
     },
   )
-  on_cpu = update.step(*state, [piece], jnp.float32(0.1), optimizer=optimizer)
+  on_cpu = update.step(*state, [piece], rule)
   found = update._distinct_by_sort(update._flat_ids([piece], v), v)
   sums = cpu.add_rows(jnp.zeros((100, d)), update.addends_of([piece], found.place))
-  at_once = update._step_at(optimizer, state, found.ids, sums, jnp.float32(0.1))
+  at_once = update._step_at(rule, state, found.ids, sums)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
