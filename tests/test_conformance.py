@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
 from flax import nnx
 
 import embed
+from embed import reference
 
 pytestmark = [
   pytest.mark.usefixtures("strict", "quick_to_compile"),

@@ -29,6 +29,7 @@ ORDER = [
   "optimizer",
   "checkpoint",
   "__init__",
+  "reference",
 ]
 
 

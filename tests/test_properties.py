@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import embed
+from embed import reference
 
 pytestmark = pytest.mark.usefixtures("strict", "quick_to_compile")
 

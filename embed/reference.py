@@ -1,4 +1,4 @@
-"""What the library computes, in slow float64 NumPy: the specification the tests compare with.
+"""What the library computes, in slow float64 NumPy: what the tests and `embed.check` compare with.
 
 Three parts, each read from top to bottom:
 
@@ -6,7 +6,8 @@ Three parts, each read from top to bottom:
   occurrences -> activations (`lookup`) and one gradient per touched row (`row_gradients`)
   gradients   -> the optimizers, one function each, and the rules all of them share (`apply_rows`)
 
-It knows neither JAX nor the library. To add an optimizer, write its update and its line in `RULES`.
+It knows neither JAX nor the rest of the library. To add an optimizer, write its update and its line
+in `RULES`.
 """
 
 from collections.abc import Callable
@@ -186,7 +187,7 @@ def occurrence_gradients(occ, cotangent):
 
 def row_gradients(ids, gradients):
   """{row: gradient}, summed over duplicates. The keys are the touched rows, cancelled or not."""
-  rows = {}
+  rows: dict[int, Any] = {}
   for i, gradient in zip(ids, gradients, strict=True):
     rows[int(i)] = rows.get(int(i), 0.0) + gradient
   return rows
