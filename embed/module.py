@@ -343,13 +343,18 @@ class SparseEmbed(nnx.Module):
           f"Table {stack.names[0]!r} has no optimizer, so it cannot be trained. Give one in its "
           "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
         )
-      if step is None and callable(optimizer.learning_rate):
-        raise ValueError(f"Table {stack.names[0]!r} has a learning rate schedule: pass step=...")
+      if step is None and optimizer.has_schedule:
+        raise ValueError(
+          f"Table {stack.names[0]!r} has a schedule, of its learning rate or gradient multiplier: "
+          "pass step=..."
+        )
       if optimizer.equation is None:
         continue
       rate = jnp.asarray(optimizer.learning_rate_at(step), jnp.float32)
+      factor = optimizer.gradient_multiplier_at(step)
+      factor = None if factor is None else jnp.asarray(factor, jnp.float32)
       arrays = {key: variable[...] for key, variable in self.arrays[name].items()}
-      for key, value in _step(arrays, tuple(sent.get(name, ())), rate, stack).items():
+      for key, value in _step(arrays, tuple(sent.get(name, ())), rate, factor, stack).items():
         self.arrays[name][key].set_value(value)
 
   # --- state -------------------------------------------------------------------------------------
@@ -485,10 +490,12 @@ def _look_up(rows: jax.Array, parts: Any, stack: Stack, tables: tuple[str, ...])
   return _compiled_look_up(rows, parts, stack, tables)
 
 
-def _step(arrays: Arrays, sent: tuple[Sent, ...], rate: jax.Array, stack: Stack) -> Arrays:
+def _step(
+  arrays: Arrays, sent: tuple[Sent, ...], rate: jax.Array, factor: jax.Array | None, stack: Stack
+) -> Arrays:
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, sent))):
-    return stack.step(arrays, sent, rate)
-  return _compiled_step(arrays, sent, rate, stack)
+    return stack.step(arrays, sent, rate, factor)
+  return _compiled_step(arrays, sent, rate, factor, stack)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -496,9 +503,9 @@ def _compiled_look_up(rows, parts, stack, tables):
   return stack.look_up(rows, parts, tables)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _compiled_step(arrays, sent, rate, stack):
-  return stack.step(arrays, sent, rate)
+@functools.partial(jax.jit, static_argnums=4)
+def _compiled_step(arrays, sent, rate, factor, stack):
+  return stack.step(arrays, sent, rate, factor)
 
 
 def _variables(stack: Stack, arrays: Arrays, axis: Any) -> dict[str, nnx.Variable]:

@@ -315,6 +315,7 @@ def apply_rows(
   gradients,
   lr,
   *,
+  gradient_multiplier=None,
   clipvalue=None,
   weight_decay_factor=None,
   multiply_weight_decay_factor_by_learning_rate=None,
@@ -325,12 +326,14 @@ def apply_rows(
   initial_accumulator_value=None,
   **hyperparameters,
 ):
-  """One step: sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
+  """One step: scale -> sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
 
   `ids` [N] and `gradients` [N, dim] are occurrences in batch order; a negative id is padding.
   """
   del initial_accumulator_value  # it acts before the first step
   gradients = np.asarray(gradients, np.float64)
+  if gradient_multiplier is not None:
+    gradients = gradients * gradient_multiplier
   pairs = [(int(i), g) for i, g in zip(ids, gradients, strict=True) if i >= 0]
   if use_gradient_accumulation:
     rows = row_gradients([i for i, _ in pairs], [g for _, g in pairs])

@@ -312,12 +312,15 @@ class Stack:
 
   # --- update ----------------------------------------------------------------------------------
 
-  def step(self, arrays: Arrays, sent: Sequence[Sent], rate: jax.Array) -> Arrays:
+  def step(
+    self, arrays: Arrays, sent: Sequence[Sent], rate: jax.Array, multiplier: jax.Array | None = None
+  ) -> Arrays:
     """One optimizer step from gradients; rows that were not looked up keep their bits."""
     assert self.optimizer is not None
     optimizer = self.optimizer
     slots = {k: v for k, v in arrays.items() if k != "parameters"}
     sent = _not_empty(sent)
+    sent = sent if multiplier is None else scaled(sent, multiplier)
 
     def step(table, slots, rate, *sent):
       def body(state, pieces, distinct):
@@ -562,6 +565,18 @@ def of_table(sent: Sequence[Sent], table: str) -> list[Sent]:
       reads = Reads(tuple(x.reads.parts[i] for i in mine), (table,) * len(mine))
       found.append(Call(tuple(x.grads[i] for i in mine), reads))
   return found
+
+
+def scaled(sent: Sequence[Sent], factor: jax.Array) -> list[Sent]:
+  """Gradients times a number, in float32: before the sum or after it is the same."""
+  times = lambda x: x.astype(jnp.float32) * factor
+
+  def one(x: Sent) -> Sent:
+    if isinstance(x, Owned):
+      return dataclasses.replace(x, values=times(x.values))
+    return dataclasses.replace(x, grads=tuple(map(times, x.grads)))
+
+  return [one(x) for x in sent]
 
 
 def _not_empty(sent: Sequence[Sent]) -> list[Sent]:

@@ -603,6 +603,7 @@ def test_defaults(name):
 
 COMMON = [
   "learning_rate",
+  "gradient_multiplier",
   "clipvalue",
   "weight_decay_factor",
   "multiply_weight_decay_factor_by_learning_rate",
