@@ -29,8 +29,10 @@ from embed.planning import Plan, TablePlan, plan
 from embed.profiling import Profile, StackProfile, TableProfile, profile
 from embed.ragged import Padded, Ragged, Sparse, to_padded, validate
 from embed.routing import value_and_grad
+from embed.spec import EmbeddingConfigSpec
 
 __all__ = [
+  "EmbeddingConfigSpec",
   "FeatureConfig",
   "Grads",
   "Optimizer",

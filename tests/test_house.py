@@ -28,6 +28,7 @@ ORDER = [
   "routing",
   "optimizer",
   "checkpoint",
+  "spec",
   "__init__",
   "reference",
 ]
