@@ -29,11 +29,13 @@ from embed.planning import Plan, TablePlan, plan
 from embed.profiling import Profile, StackProfile, TableProfile, profile
 from embed.ragged import Padded, Ragged, Sparse, to_padded, validate
 from embed.routing import Ahead, look_ahead, value_and_grad
+from embed.spec import EmbeddingConfigSpec
 
 __all__ = [
   "Ahead",
   "CombinerWeights",
   "CustomCombiner",
+  "EmbeddingConfigSpec",
   "FeatureConfig",
   "Grads",
   "Optimizer",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from embed import update
 from embed.exchange import Call, Owned
 from embed.lookup import Occurrences, Reads
-from embed.stack import Sent, Stack, of_table
+from embed.stack import Sent, Stack, of_table, scaled
 
 
 def _only(sent: Sequence[Sent], stack: Stack, table: str) -> tuple[Sent, ...]:
@@ -204,15 +204,8 @@ class Rows(Mapping[str, RowGrads]):
     return sum(norms, jnp.zeros(()))
 
   def scale(self, factor: jax.Array) -> "Rows":
-    """Times a number: before the sum or after it is the same."""
-    times = lambda x: (x * factor).astype(x.dtype)
-
-    def scaled(x: Sent) -> Sent:
-      if isinstance(x, Owned):
-        return dataclasses.replace(x, values=times(x.values))
-      return dataclasses.replace(x, grads=tuple(map(times, x.grads)))
-
-    return Rows({k: [scaled(x) for x in sent] for k, sent in self.sent.items()}, self.stacks)
+    """Times a number."""
+    return Rows({k: scaled(sent, factor) for k, sent in self.sent.items()}, self.stacks)
 
 
 def _map_owned(owned: Sent, stack: Stack, f: Callable[[jax.Array], jax.Array]) -> Owned:

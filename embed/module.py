@@ -17,7 +17,7 @@ from embed.exchange import Call
 from embed.grads import RowGrads
 from embed.lookup import Occurrences, Reads
 from embed.optimizers import RowOptimizer
-from embed.stack import Arrays, Load, Sent, Stack, read_all, store_all
+from embed.stack import Arrays, Load, Moment, Sent, Stack, read_all, store_all
 
 Path = config_lib.Path
 
@@ -421,8 +421,11 @@ class SparseEmbed(nnx.Module):
           f"Table {stack.names[0]!r} has no optimizer, so it cannot be trained. Give one in its "
           "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
         )
-      if step is None and callable(optimizer.learning_rate):
-        raise ValueError(f"Table {stack.names[0]!r} has a learning rate schedule: pass step=...")
+      if step is None and optimizer.has_schedule:
+        raise ValueError(
+          f"Table {stack.names[0]!r} has a schedule, of its learning rate or gradient multiplier: "
+          "pass step=..."
+        )
       if step is None and stack.rounds:
         raise ValueError(
           f"Table {stack.names[0]!r} rounds its {stack.config.dtype} rows at random, by the number "
@@ -430,10 +433,8 @@ class SparseEmbed(nnx.Module):
         )
       if optimizer.equation is None:
         continue
-      rate = jnp.asarray(optimizer.learning_rate_at(step), jnp.float32)
       arrays = {key: variable[...] for key, variable in self.arrays[name].items()}
-      number = jnp.asarray(step, jnp.int32) if stack.rounds else None
-      for key, value in _step(arrays, tuple(sent.get(name, ())), rate, number, stack).items():
+      for key, value in _step(arrays, tuple(sent.get(name, ())), stack.at(step), stack).items():
         self.arrays[name][key].set_value(value)
 
   # --- state -------------------------------------------------------------------------------------
@@ -606,10 +607,10 @@ def _look_up(rows: jax.Array, parts: Any, stack: Stack, tables: tuple[str, ...])
   return _compiled_look_up(rows, parts, stack, tables)
 
 
-def _step(arrays: Arrays, sent: tuple[Sent, ...], rate, number, stack: Stack) -> Arrays:
+def _step(arrays: Arrays, sent: tuple[Sent, ...], moment: Moment, stack: Stack) -> Arrays:
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, sent))):
-    return stack.step(arrays, sent, rate, number)
-  return _compiled_step(arrays, sent, rate, number, stack)
+    return stack.step(arrays, sent, moment)
+  return _compiled_step(arrays, sent, moment, stack)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -617,9 +618,9 @@ def _compiled_look_up(rows, parts, stack, tables):
   return stack.look_up(rows, parts, tables)
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def _compiled_step(arrays, sent, rate, number, stack):
-  return stack.step(arrays, sent, rate, number)
+@functools.partial(jax.jit, static_argnums=3)
+def _compiled_step(arrays, sent, moment, stack):
+  return stack.step(arrays, sent, moment)
 
 
 def _variables(stack: Stack, arrays: Arrays, axis: Any) -> dict[str, nnx.Variable]:

@@ -56,6 +56,7 @@ class RowOptimizer:
   name: str
   hyperparameters: tuple[tuple[str, Any], ...]
   learning_rate: float | Schedule
+  gradient_multiplier: float | Schedule | None
   clipvalue: tuple[float | None, float | None] | None
   weight_decay_factor: float | None
   multiply_weight_decay_factor_by_learning_rate: bool
@@ -75,7 +76,24 @@ class RowOptimizer:
 
   def learning_rate_at(self, step: Any) -> Any:
     """The rate of the 0-based `step`, a float or a traced scalar."""
-    return self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
+    return _at(self.learning_rate, step)
+
+  def gradient_multiplier_at(self, step: Any) -> Any:
+    """The factor on the gradients of the 0-based `step`, as `learning_rate_at`; None for none."""
+    return _at(self.gradient_multiplier, step)
+
+  @property
+  def has_schedule(self) -> bool:
+    """Whether a step depends on its number."""
+    return callable(self.learning_rate) or callable(self.gradient_multiplier)
+
+  def replace(self, **arguments: Any) -> "RowOptimizer":
+    """The same optimizer with other arguments: `embed.sgd(0.1).replace(clipvalue=1.0)`."""
+    return _rebuild(self.name, self.arguments | arguments)
+
+
+def _at(value: Any, step: Any) -> Any:
+  return value(step) if callable(value) else value
 
 
 def _rebuild(name: str, arguments: dict[str, Any]) -> RowOptimizer:
@@ -83,17 +101,9 @@ def _rebuild(name: str, arguments: dict[str, Any]) -> RowOptimizer:
 
 
 def _check_common(name: str, common: dict[str, Any], slot_names: set[str] | None) -> None:
-  rate = common["learning_rate"]
-  if callable(rate):
-    try:
-      inspect.signature(rate).bind(0)
-    except TypeError:
-      raise ValueError(
-        f"{name}: learning_rate must be a number or a schedule f(step). A function without "
-        "arguments would be read once, when the step is compiled. Write `lambda step: ...`."
-      ) from None
-  elif not isinstance(rate, _NUMBER) or isinstance(rate, bool) or np.shape(rate):
-    raise ValueError(f"{name}: learning_rate must be a number or f(step). Got {rate!r}.")
+  _check_schedule(name, "learning_rate", common["learning_rate"])
+  if common["gradient_multiplier"] is not None:
+    _check_schedule(name, "gradient_multiplier", common["gradient_multiplier"])
   clip = common["clipvalue"]
   if not common["use_gradient_accumulation"] and clip is not None:
     raise ValueError(
@@ -107,6 +117,24 @@ def _check_common(name: str, common: dict[str, Any], slot_names: set[str] | None
     unknown = set(common["slot_init"] or {}) - slot_names
     if unknown:
       raise ValueError(f"{name}: slot_init names {sorted(unknown)}; its slots are {slot_names}.")
+
+
+def _check_schedule(name: str, argument: str, value: Any) -> None:
+  if callable(value):
+    try:
+      inspect.signature(value).bind(0)
+    except TypeError:
+      raise ValueError(
+        f"{name}: {argument} must be a number or a schedule f(step). A function without "
+        "arguments would be read once, when the step is compiled. Write `lambda step: ...`."
+      ) from None
+  elif not isinstance(value, _NUMBER) or isinstance(value, bool) or np.shape(value):
+    raise ValueError(f"{name}: {argument} must be a number or f(step). Got {value!r}.")
+
+
+def _number(value: Any) -> Any:
+  """A number as a float, which compares by value; a schedule or None as it is."""
+  return value if value is None or callable(value) else float(value)
 
 
 def _clip_pair(name: str, value: Any) -> tuple[float | None, float | None] | None:
@@ -128,6 +156,7 @@ def _freeze(value: Any) -> Any:
 
 def _common(
   *,
+  gradient_multiplier: float | Schedule | None = None,
   clipvalue: float | tuple[float | None, float | None] | None = None,
   weight_decay_factor: float | None = None,
   multiply_weight_decay_factor_by_learning_rate: bool | None = None,
@@ -176,8 +205,6 @@ def row_optimizer(make: Callable[..., Rule]) -> Callable[..., RowOptimizer]:
     slots, names = _slots_by_dim(rule.slots)
     common["learning_rate"] = rate = mine.pop("learning_rate", 0.0)
     _check_common(name, common, names)
-    if not callable(rate):
-      rate = float(rate)
     if rule.equation is None and any(common[k] != p.default for k, p in shared.parameters.items()):
       raise ValueError(f"{name}: a table that does not train takes no arguments.")
     if not rule.lazy and not common["use_gradient_accumulation"]:
@@ -188,7 +215,8 @@ def row_optimizer(make: Callable[..., Rule]) -> Callable[..., RowOptimizer]:
     return RowOptimizer(
       name=name,
       hyperparameters=tuple((k, _freeze(v)) for k, v in sorted(mine.items())),
-      learning_rate=rate,
+      learning_rate=_number(rate),
+      gradient_multiplier=_number(common["gradient_multiplier"]),
       clipvalue=_clip_pair(name, common["clipvalue"]),
       weight_decay_factor=common["weight_decay_factor"],
       multiply_weight_decay_factor_by_learning_rate=bool(
@@ -305,6 +333,7 @@ def sgd(learning_rate: float | Schedule = 0.01) -> Rule:
 
   Args:
     learning_rate: a float, or a schedule of the 0-based step (optax schedules are such).
+    gradient_multiplier: a float or a schedule too; gradients are scaled by it before all else.
     clipvalue: clips the summed gradient elementwise, before the slots: `c` to `[-c, c]`, or
       `(min, max)` with None for open.
     weight_decay_factor: `w -= factor * w` of touched rows, before the update.

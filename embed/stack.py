@@ -36,6 +36,15 @@ class Load(NamedTuple):
   capacity: int
 
 
+class Moment(NamedTuple):
+  """What the number of a step decides: the learning rate, the multiplier of gradients or None, and
+  the number itself for a stack that `rounds`, or None."""
+
+  rate: jax.Array
+  multiplier: jax.Array | None
+  number: jax.Array | None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
   """Tables of one width, dtype and optimizer in one array. Compared by identity.
@@ -324,21 +333,28 @@ class Stack:
     """Whether new rows are rounded at random."""
     return self.config.stochastic_rounding and self.config.dtype != np.float32
 
-  def step(
-    self, arrays: Arrays, sent: Sequence[Sent], rate: jax.Array, number: jax.Array | None = None
-  ) -> Arrays:
-    """One optimizer step from gradients; rows that were not looked up keep their bits.
+  def at(self, step: Any) -> Moment:
+    """What the number of a step decides; None where nothing depends on it."""
+    assert self.optimizer is not None
+    rate = jnp.asarray(self.optimizer.learning_rate_at(step), jnp.float32)
+    multiplier = self.optimizer.gradient_multiplier_at(step)
+    return Moment(
+      rate,
+      None if multiplier is None else jnp.asarray(multiplier, jnp.float32),
+      jnp.asarray(step, jnp.int32) if self.rounds else None,
+    )
 
-    `number`: of the step, where the stack `rounds`.
-    """
+  def step(self, arrays: Arrays, sent: Sequence[Sent], moment: Moment) -> Arrays:
+    """One optimizer step from gradients; rows that were not looked up keep their bits."""
     assert self.optimizer is not None
     optimizer = self.optimizer
     slots = {k: v for k, v in arrays.items() if k != "parameters"}
     sent = _not_empty(sent)
+    sent = sent if moment.multiplier is None else scaled(sent, moment.multiplier)
 
-    def step(table, slots, rate, number, *sent):
-      write = functools.partial(self._round, number) if self.rounds else None
-      rule = update.Rule(optimizer, rate, write)
+    def step(table, slots, moment, *sent):
+      write = functools.partial(self._round, moment.number) if self.rounds else None
+      rule = update.Rule(optimizer, moment.rate, write)
 
       def body(state, pieces, distinct):
         table, slots = state
@@ -350,8 +366,8 @@ class Stack:
     if self.placement is not None:
       sent, specs = self._inputs(sent)
       state = (self._spec(2), {k: self._spec(v.ndim) for k, v in slots.items()})
-      step = self.placement.run(step, (*state, P(), P(), *specs), state)
-    table, slots = step(arrays["parameters"], slots, rate, number, *sent)
+      step = self.placement.run(step, (*state, P(), *specs), state)
+    table, slots = step(arrays["parameters"], slots, moment, *sent)
     return {"parameters": table, **slots}
 
   def _round(self, number, rows: jax.Array, places: jax.Array, time: jax.Array | int) -> jax.Array:
@@ -594,6 +610,18 @@ def of_table(sent: Sequence[Sent], table: str) -> list[Sent]:
       reads = Reads(tuple(x.reads.parts[i] for i in mine), (table,) * len(mine))
       found.append(Call(tuple(x.grads[i] for i in mine), reads))
   return found
+
+
+def scaled(sent: Sequence[Sent], factor: jax.Array) -> list[Sent]:
+  """Gradients times a number, in float32: before the sum or after it is the same."""
+  times = lambda x: x.astype(jnp.float32) * factor
+
+  def one(x: Sent) -> Sent:
+    if isinstance(x, Owned):
+      return dataclasses.replace(x, values=times(x.values))
+    return dataclasses.replace(x, grads=tuple(map(times, x.grads)))
+
+  return [one(x) for x in sent]
 
 
 def _not_empty(sent: Sequence[Sent]) -> list[Sent]:

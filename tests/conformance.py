@@ -8,7 +8,8 @@ import json
 import pathlib
 
 import numpy as np
-import reference
+
+from embed import reference
 
 _DATA = pathlib.Path(__file__).parent / "data"
 _DTYPES = {"f4": np.float32, "i4": np.int32}

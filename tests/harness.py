@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import reference
 from flax import nnx
 
 import embed
+from embed import reference
 
 
 def to_embed(inputs):

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
 from flax import nnx
 
 import embed
+from embed import reference
 
 pytestmark = [
   pytest.mark.usefixtures("strict", "quick_to_compile"),
@@ -603,6 +603,7 @@ def test_defaults(name):
 
 COMMON = [
   "learning_rate",
+  "gradient_multiplier",
   "clipvalue",
   "weight_decay_factor",
   "multiply_weight_decay_factor_by_learning_rate",

@@ -30,7 +30,9 @@ ORDER = [
   "routing",
   "optimizer",
   "checkpoint",
+  "spec",
   "__init__",
+  "reference",
 ]
 
 

@@ -155,6 +155,46 @@ def test_a_rate_that_would_be_frozen_is_refused():
     embed.sgd(learning_rate=lambda: 0.1)
 
 
+def test_gradients_are_multiplied_first():
+  """Before they are clipped, by the multiplier of this step; rows stay touched where it is 0."""
+  optimizer = embed.momentum(
+    1.0, momentum=0.5, clipvalue=2.0, gradient_multiplier=lambda step: 0.5 * step
+  )
+  layer = make(optimizer, initializer=jax.nn.initializers.zeros)
+  wanted = 0.0
+  for number, momenta in enumerate([0.0, 1.0, 0.5 + 2.0, 1.25 + 2.0]):  # of 0, 1, 2 and 3 clipped
+    step(layer, [3, 3], np.ones((2, D)), number)
+    wanted -= momenta
+    assert layer.tables["t"][3].tolist() == [wanted] * D
+    assert layer.variables["t"]["momenta"][3].tolist() == [momenta] * D
+  assert not layer.tables["t"][:3].any()
+  zero = make(embed.sgd(1.0, gradient_multiplier=0, weight_decay_factor=0.5))
+  before = layer.tables["t"]
+  zero.load_tables({"t": before})
+  step(zero, [3], np.ones((1, D)))
+  np.testing.assert_array_equal(
+    zero.tables["t"], before * np.where(np.arange(V) == 3, 0.5, 1)[:, None]
+  )
+
+
+def test_a_multiplier_is_a_number_or_a_schedule():
+  assert embed.sgd(gradient_multiplier=2) == embed.sgd(gradient_multiplier=2.0)
+  assert embed.sgd(gradient_multiplier=2) != embed.sgd()
+  with pytest.raises(ValueError, match=r"gradient_multiplier must be .*lambda step"):
+    embed.sgd(gradient_multiplier=lambda: 0.1)
+  with pytest.raises(ValueError, match="gradient_multiplier must be a number"):
+    embed.sgd(gradient_multiplier="2")
+  layer = make(embed.sgd(gradient_multiplier=lambda step: 1.0))
+  with pytest.raises(ValueError, match="has a schedule"):
+    step(layer, [0], np.ones((1, D)), None)
+
+
+def test_an_optimizer_with_other_arguments():
+  assert embed.adam(0.1).replace(clipvalue=1.0) == embed.adam(0.1, clipvalue=1.0)
+  with pytest.raises(TypeError, match="speed"):
+    embed.adam(0.1).replace(speed=1)
+
+
 def test_a_rate_is_a_number():
   assert embed.sgd(jnp.float32(0.5)) == embed.sgd(0.5)
   hash(embed.sgd(jnp.float32(0.5)))

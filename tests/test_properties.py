@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import embed
+from embed import reference
 
 pytestmark = pytest.mark.usefixtures("strict", "quick_to_compile")
 
@@ -282,8 +282,10 @@ OPTIMIZERS = [
   ("sgd", {}),
   ("sgd", {"clipvalue": 0.5} | LR_DECAY),
   ("sgd", EACH | DECAY),
+  ("sgd", {"gradient_multiplier": 0.25}),
   ("adagrad", {}),
   ("adagrad", CLIP | DECAY),
+  ("adagrad", {"gradient_multiplier": -2.0} | CLIP),
   ("adagrad", EACH),
   ("rowwise_adagrad", {}),
   ("rowwise_adagrad", {"initial_accumulator_value": 0.5} | CLIP | LR_DECAY),

@@ -15,7 +15,6 @@ import meshes
 import numpy as np
 import optax
 import pytest
-import reference
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +24,7 @@ from meshes import KINDS, STRATEGIES, make_mesh, make_world
 from test_properties import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
 
 import embed
+from embed import reference
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 

@@ -1,4 +1,4 @@
-"""What the library computes, in slow float64 NumPy: the specification the tests compare with.
+"""What the library computes, in slow float64 NumPy: what the tests and `embed.check` compare with.
 
 Three parts, each read from top to bottom:
 
@@ -6,7 +6,8 @@ Three parts, each read from top to bottom:
   occurrences -> activations (`lookup`) and one gradient per touched row (`row_gradients`)
   gradients   -> the optimizers, one function each, and the rules all of them share (`apply_rows`)
 
-It knows neither JAX nor the library. To add an optimizer, write its update and its line in `RULES`.
+It knows neither JAX nor the rest of the library. To add an optimizer, write its update and its line
+in `RULES`.
 """
 
 from collections.abc import Callable
@@ -186,7 +187,7 @@ def occurrence_gradients(occ, cotangent):
 
 def row_gradients(ids, gradients):
   """{row: gradient}, summed over duplicates. The keys are the touched rows, cancelled or not."""
-  rows = {}
+  rows: dict[int, Any] = {}
   for i, gradient in zip(ids, gradients, strict=True):
     rows[int(i)] = rows.get(int(i), 0.0) + gradient
   return rows
@@ -314,6 +315,7 @@ def apply_rows(
   gradients,
   lr,
   *,
+  gradient_multiplier=None,
   clipvalue=None,
   weight_decay_factor=None,
   multiply_weight_decay_factor_by_learning_rate=None,
@@ -324,12 +326,14 @@ def apply_rows(
   initial_accumulator_value=None,
   **hyperparameters,
 ):
-  """One step: sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
+  """One step: scale -> sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
 
   `ids` [N] and `gradients` [N, dim] are occurrences in batch order; a negative id is padding.
   """
   del initial_accumulator_value  # it acts before the first step
   gradients = np.asarray(gradients, np.float64)
+  if gradient_multiplier is not None:
+    gradients = gradients * gradient_multiplier
   pairs = [(int(i), g) for i, g in zip(ids, gradients, strict=True) if i >= 0]
   if use_gradient_accumulation:
     rows = row_gradients([i for i, _ in pairs], [g for _, g in pairs])

@@ -1,0 +1,300 @@
+"""`EmbeddingConfigSpec`: tables, features and their optimizer, out of one nested mapping."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from embed import initializers, optimizers
+from embed.config import FeatureConfig, TableConfig
+from embed.module import SparseEmbed
+from embed.optimizers import RowOptimizer, Schedule
+from embed.planning import Plan
+from embed.profiling import Profile, profile
+
+OPTIMIZERS = {
+  make.__name__: make
+  for make in (
+    optimizers.sgd,
+    optimizers.adagrad,
+    optimizers.rowwise_adagrad,
+    optimizers.adagrad_momentum,
+    optimizers.ftrl,
+    optimizers.adam,
+    optimizers.momentum,
+    optimizers.rmsprop,
+    optimizers.proximal_adagrad,
+    optimizers.lion,
+    optimizers.frozen,
+  )
+}
+INITIALIZERS = {
+  "constant": jax.nn.initializers.constant,
+  "normal": jax.nn.initializers.normal,
+  "truncated_normal": jax.nn.initializers.truncated_normal,
+  "uniform": jax.nn.initializers.uniform,
+}
+_FEATURE = ("table_id", "max_sequence_length", "weight_key")
+_FEATURE_HERE = ("validate_weights_and_indices", "output_shape")
+_TABLE = (
+  "vocabulary_size", "dimension", "initializer", "combiner", "hot_id_replication", "learning_rate",
+  "learning_rate_fn", "optimization_parameters", "layout",
+)  # fmt: skip
+_TABLE_HERE = ("dim", "optimizer", "quantization_config", "dtype")
+
+
+class EmbeddingConfigSpec:
+  """The embedding of a model, declared as TPUEstimator's `EmbeddingConfigSpec` declares it.
+
+  Argument names are TensorFlow's; entries are plain mappings. Everything may come from one nested
+  dictionary or `ml_collections.ConfigDict`: `EmbeddingConfigSpec(**config)`. Feature columns are
+  not taken: say what they say in the two dictionaries.
+
+  Args:
+    feature_to_config_dict: `{feature: entry}`. An entry has `table_id`, the name of its table, and
+      may have `max_sequence_length`, `weight_key` (the column that has the weights of its ids),
+      `validate_weights_and_indices` and `output_shape`, as in `FeatureConfig`.
+    table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension` (or
+      `dim`), and may have `combiner`, `initializer` (a callable, or `{"name": "normal", "stddev":
+      0.01}`, one of constant, normal, truncated_normal and uniform), `optimization_parameters` (or
+      `optimizer`) instead of the one for all tables, `quantization_config`, `dtype`, and either
+      `learning_rate` or `learning_rate_fn`, a function of the step, instead of the optimizer's own
+      rate. TensorFlow's `hot_id_replication` and `layout` have no effect.
+    optimization_parameters: the optimizer of every table without one: `embed.adagrad(0.1)`, or
+      `{"name": "adagrad", "learning_rate": 0.1}`. None leaves tables that can be looked up only.
+    clipping_limit: every table's summed row gradient is clipped to `[-c, c]`, elementwise: the
+      `clipvalue` of each optimizer that has none. (TensorFlow stores it and never looks at it.)
+    gradient_multiplier_fn: `f(step)`, 0 at the first one, by which all gradients of tables are
+      multiplied, before they are summed and clipped: the `gradient_multiplier` of each optimizer
+      that has none. TensorFlow's `experimental_gradient_multiplier_fn`.
+    pipeline_execution_with_tensor_core: kept as an attribute, for the program that makes the step.
+    partition_strategy: "div" or "mod", how rows are spread over the mesh.
+    profile_data_directory: where `profile` saves statistics.
+
+  Attributes:
+    features: `{feature: FeatureConfig}`.
+    tables: `{table: TableConfig}`, each with its optimizer.
+    optimizer: for all tables, with clipping and multiplier.
+    weight_keys: `{feature: column}`, of the features that have one.
+
+  Raises:
+    ValueError: naming the table or feature, for an unknown key or table, a table that no feature
+      uses, two learning rates, a rate without an optimizer, a value that its argument cannot have,
+      what is no optimizer, or an invalid partition strategy.
+    TypeError: for what is not a mapping, keys that are not strings, or a multiplier that is not a
+      function.
+
+  >>> spec = EmbeddingConfigSpec(
+  ...   feature_to_config_dict={"watched": {"table_id": "movie", "weight_key": "seconds"}},
+  ...   table_to_config_dict={"movie": {"vocabulary_size": 100, "dimension": 4, "combiner": "sum"}},
+  ...   optimization_parameters={"name": "adagrad", "learning_rate": 0.1},
+  ...   clipping_limit=1.0,
+  ... )
+  >>> layer = spec.make(rngs=nnx.Rngs(0))
+  >>> import embed
+  >>> batch = {"watched": embed.Padded([[3, 7]]), "seconds": embed.Padded([[0.5, 2]]), "label": [1]}
+  >>> layer(*spec.inputs(batch))["watched"].shape
+  (1, 4)
+  """
+
+  def __init__(
+    self,
+    feature_to_config_dict: Mapping[str, Any],
+    table_to_config_dict: Mapping[str, Any],
+    optimization_parameters: RowOptimizer | Mapping[str, Any] | None = None,
+    clipping_limit: float | None = None,
+    pipeline_execution_with_tensor_core: bool = False,
+    gradient_multiplier_fn: Schedule | None = None,
+    partition_strategy: str = "div",
+    profile_data_directory: str | Path | None = None,
+  ):
+    if partition_strategy not in ("div", "mod"):
+      raise ValueError(
+        f"Invalid partition_strategy {partition_strategy!r}: choose 'div' or 'mod'. The other ways "
+        "to spread a table, by columns or not at all, are those of embed.plan."
+      )
+    if clipping_limit is not None and not clipping_limit > 0:
+      raise ValueError(f"clipping_limit must be positive or None. Got {clipping_limit!r}.")
+    if gradient_multiplier_fn is not None and not callable(gradient_multiplier_fn):
+      raise TypeError(f"gradient_multiplier_fn must be f(step). Got {gradient_multiplier_fn!r}.")
+    common = {
+      "clipvalue": clipping_limit,
+      "gradient_multiplier": gradient_multiplier_fn,
+    }
+    self.optimizer = _optimizer("optimization_parameters", optimization_parameters, common)
+    self.tables = {
+      name: _table(name, _mapping(f"Table {name!r}", entry), self.optimizer, common)
+      for name, entry in _mapping("table_to_config_dict", table_to_config_dict).items()
+    }
+    entries = {
+      name: _mapping(f"Feature {name!r}", entry)
+      for name, entry in _mapping("feature_to_config_dict", feature_to_config_dict).items()
+    }
+    self.features = {name: _feature(name, entry, self.tables) for name, entry in entries.items()}
+    keys = {name: entry.get("weight_key") for name, entry in entries.items()}
+    self.weight_keys = {name: key for name, key in keys.items() if key is not None}
+    _check_columns(self.features, self.tables, self.weight_keys)
+    self.pipeline_execution_with_tensor_core = pipeline_execution_with_tensor_core
+    self.partition_strategy = partition_strategy
+    self.profile_data_directory = profile_data_directory
+
+  def make(self, *, rngs: nnx.Rngs, mesh: Any = None, axis: Any = "data") -> SparseEmbed:
+    """The layer; arguments as those of `SparseEmbed`."""
+    return SparseEmbed(
+      self.features,
+      self.optimizer,
+      rngs=rngs,
+      mesh=mesh,
+      axis=axis,
+      sharding=self.partition_strategy,
+    )
+
+  def inputs(self, columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What the layer is called with, out of a batch by column: `layer(*spec.inputs(batch))`.
+
+    Args:
+      columns: the features' ids and, under their `weight_key`, the weights, in the kind of the ids.
+        Other columns, such as labels, are left out.
+
+    Returns:
+      `(features, weights)`, weights being None where no feature has any.
+
+    Raises:
+      ValueError: for a column that is not there.
+    """
+    missing = [key for key in (*self.features, *self.weight_keys.values()) if key not in columns]
+    if missing:
+      raise ValueError(f"The batch has no column {missing[0]!r}; it has {sorted(columns)}.")
+    weights = {name: columns[key] for name, key in self.weight_keys.items()}
+    return {name: columns[name] for name in self.features}, weights or None
+
+  def profile(self, batches: Iterable[Mapping[str, Any]], plan: Plan | None = None) -> Profile:
+    """Statistics of batches by column, saved as `profile.npz` in `profile_data_directory`, if any.
+
+    Arguments and errors as those of `embed.profile`. TensorFlow samples 3 % of what is trained on;
+    here the batches given are the sample.
+    """
+    found = profile(self.features, (self.inputs(batch)[0] for batch in batches), plan)
+    if self.profile_data_directory is not None:
+      folder = Path(self.profile_data_directory)
+      folder.mkdir(parents=True, exist_ok=True)
+      found.save(folder / "profile.npz")
+    return found
+
+
+def _mapping(what: str, value: Any) -> dict[str, Any]:
+  """A dict or an `ml_collections.ConfigDict`, which is no `Mapping`, as a dict with string keys."""
+  if not hasattr(value, "items"):
+    raise TypeError(f"{what} must be a mapping. Got {type(value)}.")
+  found = dict(value.items())
+  for key in found:
+    if not isinstance(key, str):
+      raise TypeError(f"{what}: keys must be strings. Got {key!r}.")
+  return found
+
+
+def _check_keys(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
+  for key in given:
+    if key not in known:
+      close = difflib.get_close_matches(key, known, 1)
+      hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
+      raise ValueError(f"{what}: unknown key {key!r}. {hint}")
+
+
+def _named(what: str, value: Any, known: Mapping[str, Any]) -> Any:
+  """`{"name": "adagrad", **arguments}` as the call of what has that name."""
+  arguments = _mapping(what, value)
+  name = arguments.pop("name", None)
+  if name not in known:
+    raise ValueError(f"{what}: unknown name {name!r}. There are {', '.join(sorted(known))}.")
+  try:
+    return known[name](**arguments)
+  except TypeError as error:  # an argument that it does not have
+    raise ValueError(f"{what}: {name}: {error}.") from None
+
+
+def _optimizer(what: str, value: Any, common: Mapping[str, Any]) -> RowOptimizer | None:
+  """An optimizer with those of the common arguments that it does not set itself."""
+  if value is None:
+    return None
+  found = _named(what, value, OPTIMIZERS) if hasattr(value, "items") else value
+  if not isinstance(found, RowOptimizer):
+    raise ValueError(
+      f'{what} must be an optimizer such as embed.adagrad(0.1), or {{"name": "adagrad", '
+      f'"learning_rate": 0.1}}. Got {value!r}.'
+    )
+  if found.equation is None:  # frozen: nothing to clip
+    return found
+  return found.replace(**{k: v for k, v in common.items() if found.arguments[k] is None})
+
+
+def _table(
+  name: str, entry: dict[str, Any], default: RowOptimizer | None, common: Mapping[str, Any]
+) -> TableConfig:
+  """The config of a table; its optimizer is its own, if only by the rate, or the default."""
+  what = f"Table {name!r}"
+  _check_keys(what, entry, (*_TABLE, *_TABLE_HERE))
+  for ours, theirs in (("dim", "dimension"), ("optimizer", "optimization_parameters")):
+    if theirs in entry:
+      if ours in entry:
+        raise ValueError(f"{what}: {ours!r} and {theirs!r} are the same thing; give one of them.")
+      entry[ours] = entry.pop(theirs)
+  for key in ("vocabulary_size", "dim"):
+    if key not in entry:
+      raise ValueError(f"{what} has no {key!r}.")
+  rates = {
+    k: v for k in ("learning_rate", "learning_rate_fn") if (v := entry.pop(k, None)) is not None
+  }
+  if len(rates) > 1:
+    raise ValueError(f"{what}: only one of learning_rate and learning_rate_fn can be set.")
+  for key in ("hot_id_replication", "layout"):  # where TPUs store the table; no effect here
+    entry.pop(key, None)
+  optimizer = _optimizer(f"{what}: optimizer", entry.pop("optimizer", None), common) or default
+  if rates:
+    if optimizer is None or optimizer.equation is None:
+      raise ValueError(f"{what} has a learning rate, but no optimizer that takes one.")
+    optimizer = optimizer.replace(learning_rate=next(iter(rates.values())))
+  initializer = entry.pop("initializer", None)
+  if hasattr(initializer, "items"):
+    initializer = _named(f"{what}: initializer", initializer, INITIALIZERS)
+    initializer = initializers.row_wise(initializer)
+  try:
+    return TableConfig(name=name, optimizer=optimizer, initializer=initializer, **entry)
+  except ValueError as error:
+    raise ValueError(f"{what}: {error}") from None
+
+
+def _feature(
+  name: str, entry: Mapping[str, Any], tables: Mapping[str, TableConfig]
+) -> FeatureConfig:
+  what = f"Feature {name!r}"
+  _check_keys(what, entry, (*_FEATURE, *_FEATURE_HERE))
+  table = tables.get(entry.get("table_id", ""))
+  if table is None:
+    raise ValueError(
+      f"{what} has table_id {entry.get('table_id')!r}, which is not in table_to_config_dict: {sorted(tables)}."
+    )
+  given = {k: v for k, v in entry.items() if k not in ("table_id", "weight_key")}
+  try:
+    return FeatureConfig(table, **given)
+  except (TypeError, ValueError) as error:
+    raise type(error)(f"{what}: {error}") from None
+
+
+def _check_columns(
+  features: Mapping[str, FeatureConfig],
+  tables: Mapping[str, TableConfig],
+  weight_keys: Mapping[str, str],
+) -> None:
+  used = [feature.table for feature in features.values()]
+  for name, table in tables.items():
+    if table not in used:
+      raise ValueError(f"Table {name!r} is used by no feature; leave it out.")
+  for name, key in weight_keys.items():
+    if not isinstance(key, str):
+      raise TypeError(f"Feature {name!r}: weight_key must be a string. Got {key!r}.")
+    if key in features:
+      raise ValueError(f"Feature {name!r}: its weight_key {key!r} is a feature, which has ids.")

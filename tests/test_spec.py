@@ -1,0 +1,381 @@
+"""The embedding of a model out of one mapping, as in TPUEstimator's EmbeddingConfigSpec."""
+
+import inspect
+
+import conformance
+import harness
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from meshes import make_mesh
+
+import embed
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+
+def plain():
+  """Two tables, three features, all that an entry can say; nothing but numbers and strings."""
+  return {
+    "feature_to_config_dict": {
+      "watched": {"table_id": "movie", "weight_key": "seconds"},
+      "history": {"table_id": "movie", "max_sequence_length": 3},
+      "user": {"table_id": "user", "validate_weights_and_indices": False},
+    },
+    "table_to_config_dict": {
+      "movie": {
+        "vocabulary_size": 20,
+        "dimension": 4,
+        "combiner": "sum",
+        "initializer": {"name": "constant", "value": 1.0},
+        "hot_id_replication": True,
+      },
+      "user": {"vocabulary_size": 9, "dim": 2, "learning_rate": 0.5},
+    },
+    "optimization_parameters": {"name": "adagrad", "learning_rate": 0.1},
+  }
+
+
+def batch():
+  return {
+    "watched": embed.Padded([[3, 7], [5, -1]]),
+    "seconds": embed.Padded([[0.5, 2.0], [1.0, 0.0]]),
+    "history": embed.Padded([[1, 2, 3, 4], [5, -1, -1, -1]]),
+    "user": np.array([0, 8]),
+    "label": np.array([1.0, 0.0]),
+  }
+
+
+def changed(**changes):
+  """`plain()` with arguments replaced, or entries by "table/movie" or "feature/user"."""
+  found = plain()
+  for name, value in changes.items():
+    kind, _, entry = name.partition("__")
+    if entry:
+      found[f"{kind}_to_config_dict"].setdefault(entry, {}).update(value)
+    else:
+      found[name] = value
+  return found
+
+
+@pytest.mark.parametrize("make", [dict, ml_collections.ConfigDict, ml_collections.FrozenConfigDict])
+def test_one_mapping_is_a_model(make):
+  spec = embed.EmbeddingConfigSpec(**make(plain()))
+  movie, user = spec.tables["movie"], spec.tables["user"]
+  assert (movie.vocabulary_size, movie.dim, movie.combiner, movie.name) == (20, 4, "sum", "movie")
+  assert (user.vocabulary_size, user.dim, user.combiner) == (9, 2, "mean")
+  assert movie.optimizer == spec.optimizer == embed.adagrad(0.1)
+  assert user.optimizer == embed.adagrad(0.5)  # another rate and nothing else
+  assert spec.features["watched"].table is spec.features["history"].table is movie
+  assert spec.features["history"].max_sequence_length == 3
+  assert not spec.features["user"].validate_weights_and_indices
+  layer = spec.make(rngs=nnx.Rngs(0))
+  activations = layer(*spec.inputs(batch()))
+  assert {name: a.shape for name, a in activations.items()} == {
+    "watched": (2, 4),
+    "history": (2, 3, 4),
+    "user": (2, 2),
+  }
+  np.testing.assert_array_equal(activations["watched"], [[2.5] * 4, [1.0] * 4])
+  assert list(layer.variables["movie"]) == ["parameters", "accumulators"]
+
+
+def test_arguments_and_defaults_are_tensorflows():
+  parameters = inspect.signature(embed.EmbeddingConfigSpec).parameters
+  assert {name: p.default for name, p in parameters.items() if p.default is not p.empty} == {
+    "optimization_parameters": None,
+    "clipping_limit": None,
+    "pipeline_execution_with_tensor_core": False,
+    "gradient_multiplier_fn": None,
+    "partition_strategy": "div",
+    "profile_data_directory": None,
+  }
+  spec = embed.EmbeddingConfigSpec(**plain())
+  assert spec.partition_strategy == "div"
+  assert not spec.pipeline_execution_with_tensor_core
+  assert embed.EmbeddingConfigSpec(
+    **plain(), pipeline_execution_with_tensor_core=True
+  ).pipeline_execution_with_tensor_core
+
+
+def test_initializers_by_name():
+  """Row by row, so that a table's values do not depend on the mesh."""
+  entry = {"initializer": {"name": "uniform", "scale": 0.25}}
+  spec = embed.EmbeddingConfigSpec(**changed(table__movie=entry))
+  rows = np.asarray(spec.make(rngs=nnx.Rngs(0)).tables["movie"])
+  assert rows.min() >= 0
+  assert 0.2 < rows.max() < 0.25
+  sharded = spec.make(rngs=nnx.Rngs(0), mesh=make_mesh()).tables["movie"]
+  np.testing.assert_array_equal(rows, sharded)
+  given = embed.row_wise(nnx.initializers.zeros)
+  spec = embed.EmbeddingConfigSpec(**changed(table__movie={"initializer": given}))
+  assert spec.tables["movie"].initializer is given
+
+
+# ------------------------------------------------------------------------------ optimizers
+
+
+def test_a_table_has_its_own_optimizer_or_its_own_rate():
+  rate = lambda step: 0.5 / (1 + step)
+  own = {"optimization_parameters": embed.sgd(0.3)}
+  spec = embed.EmbeddingConfigSpec(
+    **changed(table__movie=own, table__user={"learning_rate": None, "learning_rate_fn": rate})
+  )
+  assert spec.tables["movie"].optimizer == embed.sgd(0.3)
+  assert spec.tables["user"].optimizer == embed.adagrad(rate)
+  own = {"optimizer": {"name": "adam", "beta_1": 0.5}, "learning_rate": 0.25}
+  spec = embed.EmbeddingConfigSpec(**changed(table__movie=own))
+  assert spec.tables["movie"].optimizer == embed.adam(0.25, beta_1=0.5)
+
+
+def test_without_an_optimizer_tables_can_only_be_looked_up():
+  config = changed(optimization_parameters=None, table__user={"learning_rate": None})
+  layer = embed.EmbeddingConfigSpec(**config).make(rngs=nnx.Rngs(0))
+  assert list(layer.variables["movie"]) == ["parameters"]
+
+
+def trained(gradients, **arguments):
+  """A row of zeros after SGD steps of rate 1 from the gradients of two ids that are both it."""
+  table = {"vocabulary_size": 4, "dim": 2, "initializer": {"name": "constant", "value": 0.0}}
+  spec = embed.EmbeddingConfigSpec(
+    {"f": {"table_id": "t"}},
+    {"t": table | {"combiner": "sum"}},
+    embed.sgd(1.0),
+    **arguments,
+  )
+  model = harness.Model(spec.features, spec.optimizer)
+  optimizer = embed.Optimizer(model, optax.sgd(0.0))
+  step = nnx.jit(harness.train_step)
+  found = []
+  for g in gradients:
+    step(model, optimizer, {"f": np.array([2, 2])}, None, {"f": np.array(g, np.float32)})
+    found.append(model.embed.tables["t"][2].tolist())
+  np.testing.assert_array_equal(model.embed.tables["t"][jnp.array([0, 1, 3])], 0)
+  return found
+
+
+def test_clipping_limit_clips_the_summed_gradient():
+  """TensorFlow stores the limit and never uses it."""
+  gradients = [[[1.0, -1.0], [1.0, 0.25]]]  # 2 and -0.75 in all
+  assert trained(gradients) == [[-2.0, 0.75]]
+  assert trained(gradients, clipping_limit=1.5) == [[-1.5, 0.75]]
+  assert trained(gradients, clipping_limit=0.5) == [[-0.5, 0.5]]
+
+
+def test_gradient_multiplier_starts_at_step_zero_and_comes_before_clipping():
+  ones = [[[1.0, 2.0], [1.0, 2.0]]] * 3
+  double = lambda step: 2.0 * step
+  assert trained(ones, gradient_multiplier_fn=double) == [[0, 0], [-4, -8], [-12, -24]]
+  clipped = trained(ones, gradient_multiplier_fn=double, clipping_limit=5.0)
+  assert clipped == [[0, 0], [-4, -5], [-9, -10]]
+
+
+def test_an_optimizer_keeps_what_it_says_itself():
+  multiplier = lambda step: 0.5
+  config = changed(
+    table__movie={"optimizer": embed.sgd(0.1, clipvalue=3.0)},
+    table__user={"optimizer": {"name": "frozen"}, "learning_rate": None},
+    clipping_limit=1.0,
+    gradient_multiplier_fn=multiplier,
+  )
+  spec = embed.EmbeddingConfigSpec(**config)
+  wanted = embed.sgd(0.1, clipvalue=3.0, gradient_multiplier=multiplier)
+  assert spec.tables["movie"].optimizer == wanted
+  assert spec.tables["user"].optimizer == embed.frozen()
+  assert spec.optimizer == embed.adagrad(0.1, clipvalue=1.0, gradient_multiplier=multiplier)
+
+
+# -------------------------------------------------------------------------------- partition
+
+
+SHARDING = conformance.load("sharding")["div_mod"]
+
+
+@pytest.mark.parametrize(
+  "case", SHARDING, ids=lambda c: f"{c['vocabulary_size']}/{c['num_shards']}"
+)
+@pytest.mark.parametrize("strategy", ["div", "mod"])
+def test_partition_strategy(strategy, case):
+  """Rows are where TensorFlow's partitions have them."""
+  size, shards = case["vocabulary_size"], case["num_shards"]
+  spec = embed.EmbeddingConfigSpec(
+    {"f": {"table_id": "t"}},
+    {"t": {"vocabulary_size": size, "dim": 2}},
+    partition_strategy=strategy,
+  )
+  layer = spec.make(rngs=nnx.Rngs(0), mesh=make_mesh(shape=(shards,)))
+  (stack,) = layer.spec.stacks.values()
+  for shard, wanted in enumerate(case[strategy]):
+    own = np.asarray(stack.layout.own_ids(0, shard))
+    assert own[own < size].tolist() == wanted
+
+
+# ---------------------------------------------------------------------- columns and profile
+
+
+def test_columns_become_inputs():
+  spec = embed.EmbeddingConfigSpec(**plain())
+  features, weights = spec.inputs(batch())
+  assert list(features) == ["watched", "history", "user"]
+  assert list(weights) == ["watched"]
+  assert weights["watched"].values == [[0.5, 2.0], [1.0, 0.0]]
+  unweighted = embed.EmbeddingConfigSpec(**changed(feature__watched={"weight_key": None}))
+  assert unweighted.inputs(batch())[1] is None
+  for column in ("user", "seconds"):
+    left = {name: value for name, value in batch().items() if name != column}
+    with pytest.raises(ValueError, match=f"The batch has no column '{column}'"):
+      spec.inputs(left)
+
+
+def test_weights_are_for_bags_and_become_float32():
+  spec = embed.EmbeddingConfigSpec(**plain())
+  layer = spec.make(rngs=nnx.Rngs(0))
+  whole = batch() | {"seconds": embed.Padded(np.array([[1, 2], [3, 4]]))}
+  assert layer(*spec.inputs(whole))["watched"].tolist() == [[3.0] * 4, [3.0] * 4]
+  for name, message in (("user", "input is dense"), ("history", "this is a sequence feature")):
+    weighted = embed.EmbeddingConfigSpec(
+      **changed(**{f"feature__{name}": {"weight_key": "seconds"}})
+    )
+    columns = batch() | {"seconds": embed.Padded(np.ones((2, 4 if name == "history" else 2)))}
+    columns |= {"watched": embed.Padded(np.ones(np.shape(columns["seconds"].values), int))}
+    with pytest.raises(ValueError, match=message):
+      layer(*weighted.inputs(columns))
+
+
+def test_id_zero_is_an_id():
+  """TensorFlow's columns drop it from dense inputs, as if it were padding."""
+  spec = embed.EmbeddingConfigSpec(**plain())
+  layer = spec.make(rngs=nnx.Rngs(0))
+  activation = layer(*spec.inputs(batch()))["user"][0]
+  assert activation.tolist() == layer.tables["user"][0].tolist()
+  assert activation.any()
+
+
+def test_profile_is_saved_where_the_spec_says(tmp_path):
+  folder = tmp_path / "profiles" / "run"
+  spec = embed.EmbeddingConfigSpec(**plain(), profile_data_directory=folder)
+  found = spec.profile([batch(), batch()])
+  assert found.tables["user"].ids.tolist() == [2, 2]
+  assert repr(embed.Profile.load(folder / "profile.npz")) == repr(found)
+  plan = embed.Plan.uniform(spec.features, spec.optimizer, make_mesh(), "data", "mod")
+  spec = embed.EmbeddingConfigSpec(**plain())
+  assert set(spec.profile([batch()], plan).stacks) == set(plan.stacks())
+
+
+# ----------------------------------------------------------------------------------- errors
+
+
+ERRORS = {
+  "not a mapping": (
+    {"table_to_config_dict": [3]},
+    TypeError,
+    r"table_to_config_dict must be a mapping\. Got <class 'list'>",
+  ),
+  "entry": (
+    {"feature_to_config_dict": {"a": embed.FeatureConfig(embed.TableConfig(4, 2))}},
+    TypeError,
+    "Feature 'a' must be a mapping",
+  ),
+  "key type": ({"feature_to_config_dict": {1: {}}}, TypeError, "keys must be strings. Got 1"),
+  "unknown table": (
+    {"feature__user": {"table_id": "users"}},
+    ValueError,
+    r"Feature 'user' has table_id 'users', .* \['movie', 'user'\]",
+  ),
+  "no table": (
+    {"feature__more": {"max_sequence_length": 2}},
+    ValueError,
+    "'more' has table_id None",
+  ),
+  "unused table": (
+    {"table__item": {"vocabulary_size": 3, "dim": 2}},
+    ValueError,
+    "'item' is used by no feature",
+  ),
+  "feature key": (
+    {"feature__user": {"max_sequence_lenght": 3}},
+    ValueError,
+    "unknown key 'max_sequence_lenght'. Did you mean 'max_sequence_length'",
+  ),
+  "table key": ({"table__user": {"x": 3}}, ValueError, "unknown key 'x'. There are combiner, dim"),
+  "two dims": ({"table__user": {"dimension": 3}}, ValueError, "'dim' and 'dimension' are the same"),
+  "no dim": ({"table__x": {"vocabulary_size": 3}}, ValueError, "Table 'x' has no 'dim'"),
+  "bad dim": ({"table__user": {"dim": 0}}, ValueError, "Table 'user': Argument `dim` must be"),
+  "bad length": (
+    {"feature__user": {"max_sequence_length": -1}},
+    ValueError,
+    "Feature 'user': Argument `max_sequence_length`",
+  ),
+  "two rates": (
+    {"table__user": {"learning_rate_fn": lambda step: 0.1}},
+    ValueError,
+    "only one of learning_rate and learning_rate_fn",
+  ),
+  "rate alone": (
+    {"optimization_parameters": None},
+    ValueError,
+    "Table 'user' has a learning rate, but no optimizer",
+  ),
+  "rate of a frozen table": (
+    {"table__user": {"optimizer": {"name": "frozen"}}},
+    ValueError,
+    "no optimizer that takes one",
+  ),
+  "rate of nothing": (
+    {"table__movie": {"learning_rate_fn": lambda: 0.1}},
+    ValueError,
+    "lambda step",
+  ),
+  "optimizer": (
+    {"optimization_parameters": "adagrad"},
+    ValueError,
+    "optimization_parameters must be an optimizer such as",
+  ),
+  "optimizer name": (
+    {"table__movie": {"optimizer": {"name": "adagrd"}}},
+    ValueError,
+    "Table 'movie': optimizer: unknown name 'adagrd'. There are adagrad, adagrad_momentum",
+  ),
+  "optimizer argument": (
+    {"optimization_parameters": {"name": "sgd", "rate": 3}},
+    ValueError,
+    "optimization_parameters: sgd: .*'rate'",
+  ),
+  "initializer": (
+    {"table__movie": {"initializer": {"name": "glorot"}}},
+    ValueError,
+    "initializer: unknown name 'glorot'",
+  ),
+  "clipping": ({"clipping_limit": 0.0}, ValueError, "clipping_limit must be positive"),
+  "clipping each": (
+    {
+      "clipping_limit": 1.0,
+      "optimization_parameters": embed.sgd(use_gradient_accumulation=False),
+    },
+    ValueError,
+    "gradient clipping cannot be used",
+  ),
+  "multiplier": ({"gradient_multiplier_fn": 0.5}, TypeError, r"must be f\(step\)"),
+  "strategy": ({"partition_strategy": "hash"}, ValueError, "Invalid partition_strategy 'hash'"),
+  "weight key": ({"feature__user": {"weight_key": 3}}, TypeError, "weight_key must be a string"),
+  "weight of ids": (
+    {"feature__user": {"weight_key": "watched"}},
+    ValueError,
+    "its weight_key 'watched' is a feature",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_what_is_wrong(name):
+  changes, kind, message = ERRORS[name]
+  with pytest.raises(kind, match=message):
+    embed.EmbeddingConfigSpec(**changed(**changes))
+
+
+def test_feature_columns_are_not_taken():
+  with pytest.raises(TypeError, match="feature_columns"):
+    embed.EmbeddingConfigSpec(feature_columns=[])
