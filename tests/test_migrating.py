@@ -1,0 +1,52 @@
+"""The page on migration: its code runs, no promise of the original is missing, its tests exist."""
+
+import ast
+import pathlib
+import re
+
+TESTS = pathlib.Path(__file__).parent
+PAGE = (TESTS.parent / "docs" / "migrating.md").read_text()
+ROWS = re.findall(r"^\| (\S+) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
+
+# The original's promises: how many there are of each subject.
+NUMBERED = {
+  "T": 12, "F": 5, "O": 12, "5.": 9, "C": 11, "Q": 7, "N": 7, "L": 11, "P": 5, "K": 7, "V": 7, "E": 12
+}  # fmt: skip
+OTHERS = ["§8", "§10.1", "§11", "§12", "§15"]
+
+
+def test_every_promise_is_there():
+  wanted = [f"{key}{i + 1}" for key, count in NUMBERED.items() for i in range(count)]
+  found = [row[0] for row in ROWS if row[0] != "id" and not row[0].startswith("-")]
+  assert sorted(set(found)) == sorted([*wanted, *OTHERS])
+  for key, promise, here, _ in ROWS:
+    assert promise.strip(), key
+    assert here.strip(), key
+
+
+def functions(name):
+  tree = ast.parse((TESTS / name).read_text())
+  return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_row_names_tests_that_exist():
+  for key, _, _, tests in ROWS:
+    if key == "id" or key.startswith("-"):
+      continue
+    named = re.findall(r"`(\w+\.py)::(\w+)`", tests)
+    assert named, f"{key} names no test"
+    assert len(named) == tests.count("`") // 2, key
+  for name, function in re.findall(r"`(\w+\.py)::(\w+)`", PAGE):
+    assert function in functions(name), f"{name}::{function}"
+
+
+def test_the_example_runs():
+  scope = {}
+  for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+    exec(compile(block, "migrating.md", "exec"), scope)
+  assert 0 < float(scope["loss"]) < 10
+  model, tree = scope["model"], scope["tree"]["model"]["tables"]
+  assert tree["embed/movie"]["parameters"].shape == (1000, 8)
+  trained = scope["act"]["watched"]
+  assert trained.shape == (16, 8)
+  assert abs(trained - model.embed(scope["batch"])["watched"]).max() < 1e-6
