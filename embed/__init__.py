@@ -29,6 +29,7 @@ from embed.planning import Plan, TablePlan, plan
 from embed.profiling import Profile, StackProfile, TableProfile, profile
 from embed.ragged import Padded, Ragged, Sparse, to_padded, validate
 from embed.routing import value_and_grad
+from embed.serving import serving_lookup
 
 __all__ = [
   "FeatureConfig",
@@ -72,6 +73,7 @@ __all__ = [
   "row_mean",
   "row_wise",
   "rowwise_adagrad",
+  "serving_lookup",
   "sgd",
   "to_padded",
   "validate",

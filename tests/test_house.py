@@ -14,6 +14,7 @@ ORDER = [
   "ragged",
   "optimizers",
   "lookup",
+  "serving",
   "cpu",
   "update",
   "exchange",
