@@ -2,6 +2,7 @@
 
 from embed import checkpoint
 from embed.config import FeatureConfig, QuantizationConfig, TableConfig
+from embed.exporting import Exported, export
 from embed.grads import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
 from embed.module import Report, SlotVariable, SparseEmbed, Table
@@ -32,6 +33,7 @@ from embed.routing import value_and_grad
 from embed.serving import serving_lookup
 
 __all__ = [
+  "Exported",
   "FeatureConfig",
   "Grads",
   "Optimizer",
@@ -60,6 +62,7 @@ __all__ = [
   "checkpoint",
   "clip_by_global_norm",
   "custom_optimizer",
+  "export",
   "from_optax",
   "frozen",
   "ftrl",

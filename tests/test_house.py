@@ -29,6 +29,7 @@ ORDER = [
   "routing",
   "optimizer",
   "checkpoint",
+  "exporting",
   "__init__",
 ]
 
