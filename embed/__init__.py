@@ -4,6 +4,7 @@ from embed import checkpoint
 from embed.config import FeatureConfig, QuantizationConfig, TableConfig
 from embed.exporting import Exported, export
 from embed.grads import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
+from embed.importers import Imported, from_tpu_embedding, import_variables
 from embed.initializers import row_wise
 from embed.module import Report, SlotVariable, SparseEmbed, Table
 from embed.optimizer import Optimizer
@@ -36,6 +37,7 @@ __all__ = [
   "Exported",
   "FeatureConfig",
   "Grads",
+  "Imported",
   "Optimizer",
   "Padded",
   "Plan",
@@ -64,9 +66,11 @@ __all__ = [
   "custom_optimizer",
   "export",
   "from_optax",
+  "from_tpu_embedding",
   "frozen",
   "ftrl",
   "global_norm",
+  "import_variables",
   "lion",
   "momentum",
   "plan",

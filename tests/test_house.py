@@ -30,6 +30,7 @@ ORDER = [
   "optimizer",
   "checkpoint",
   "exporting",
+  "importers",
   "__init__",
 ]
 
