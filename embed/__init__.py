@@ -2,7 +2,9 @@
 
 from embed import checkpoint
 from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
+from embed.exporting import Exported, export
 from embed.grads import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
+from embed.importers import Imported, from_tpu_embedding, import_variables
 from embed.initializers import row_wise
 from embed.module import CombinerWeights, Report, SlotVariable, SparseEmbed, Table
 from embed.optimizer import Optimizer
@@ -29,6 +31,7 @@ from embed.planning import Plan, TablePlan, plan
 from embed.profiling import Profile, StackProfile, TableProfile, profile
 from embed.ragged import Padded, Ragged, Sparse, to_padded, validate
 from embed.routing import Ahead, look_ahead, value_and_grad
+from embed.serving import serving_lookup
 from embed.spec import EmbeddingConfigSpec
 
 __all__ = [
@@ -36,8 +39,10 @@ __all__ = [
   "CombinerWeights",
   "CustomCombiner",
   "EmbeddingConfigSpec",
+  "Exported",
   "FeatureConfig",
   "Grads",
+  "Imported",
   "Optimizer",
   "Padded",
   "Plan",
@@ -64,10 +69,13 @@ __all__ = [
   "checkpoint",
   "clip_by_global_norm",
   "custom_optimizer",
+  "export",
   "from_optax",
+  "from_tpu_embedding",
   "frozen",
   "ftrl",
   "global_norm",
+  "import_variables",
   "lion",
   "look_ahead",
   "momentum",
@@ -78,6 +86,7 @@ __all__ = [
   "row_mean",
   "row_wise",
   "rowwise_adagrad",
+  "serving_lookup",
   "sgd",
   "to_padded",
   "validate",

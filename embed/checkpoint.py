@@ -88,14 +88,19 @@ def like(**nodes: Any) -> Tree:
 def from_tree(tree: Tree, **nodes: Any) -> None:
   """Puts a tree made by `to_tree` back into models and optimizers of the same configuration.
 
+  A table without an optimizer, or with `embed.frozen()`, takes the rows and leaves slots that the
+  tree has: so a model for serving, without optimizer, restores what was trained with one.
+
   Raises:
     ValueError: before anything is changed, naming what is missing, unknown or of another shape.
   """
   problems = []
   for name, node in nodes.items():
     here, there = _flat(like(**{name: node})[name]), _flat(tree.get(name, {}))
+    rows_alone = {f"tables/{table}" for table in _not_trained(node)}
+    unknown = [k for k in there if k not in here and k.rpartition("/")[0] not in rows_alone]
     problems += [f"{name}/{k} is missing" for k in here if k not in there]
-    problems += [f"{name}/{k} is not in the model" for k in there if k not in here]
+    problems += [f"{name}/{k} is not in the model" for k in unknown]
     problems += [
       f"{name}/{k} has shape {np.shape(there[k])}, the model's has {v.shape}"
       for k, v in here.items()
@@ -110,6 +115,16 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
     raise ValueError("The checkpoint does not fit the model: " + "; ".join(problems[:10]) + ".")
   for name, node in nodes.items():
     _restore(tree[name], node)
+
+
+def _not_trained(node: Any) -> list[str]:
+  """The names in the tree of the tables that have no slots because they are not trained."""
+  return [
+    Owner(path, table).key
+    for path, module in routing.sparse_embeds(node).items()
+    for table, optimizer in module.spec.optimizers.items()
+    if optimizer is None or optimizer.equation is None
+  ]
 
 
 def _flat(tree: Tree) -> dict[str, Any]:

@@ -38,12 +38,12 @@ INITIALIZERS = {
   "uniform": jax.nn.initializers.uniform,
 }
 _FEATURE = ("table_id", "max_sequence_length", "weight_key")
-_FEATURE_HERE = ("validate_weights_and_indices", "output_shape")
+_FEATURE_HERE = ("validate_weights_and_indices", "output_shape", "differentiate_weights")
 _TABLE = (
   "vocabulary_size", "dimension", "initializer", "combiner", "hot_id_replication", "learning_rate",
   "learning_rate_fn", "optimization_parameters", "layout",
 )  # fmt: skip
-_TABLE_HERE = ("dim", "optimizer", "quantization_config", "dtype")
+_TABLE_HERE = ("dim", "optimizer", "quantization_config", "dtype", "stochastic_rounding")
 
 
 class EmbeddingConfigSpec:
@@ -56,11 +56,13 @@ class EmbeddingConfigSpec:
   Args:
     feature_to_config_dict: `{feature: entry}`. An entry has `table_id`, the name of its table, and
       may have `max_sequence_length`, `weight_key` (the column that has the weights of its ids),
-      `validate_weights_and_indices` and `output_shape`, as in `FeatureConfig`.
+      `validate_weights_and_indices`, `output_shape` and `differentiate_weights`, as in
+      `FeatureConfig`.
     table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension` (or
       `dim`), and may have `combiner`, `initializer` (a callable, or `{"name": "normal", "stddev":
       0.01}`, one of constant, normal, truncated_normal and uniform), `optimization_parameters` (or
-      `optimizer`) instead of the one for all tables, `quantization_config`, `dtype`, and either
+      `optimizer`) instead of the one for all tables, `quantization_config`, `dtype`,
+      `stochastic_rounding`, and either
       `learning_rate` or `learning_rate_fn`, a function of the step, instead of the optimizer's own
       rate. TensorFlow's `hot_id_replication` and `layout` have no effect.
     optimization_parameters: the optimizer of every table without one: `embed.adagrad(0.1)`, or
@@ -275,7 +277,8 @@ def _feature(
   table = tables.get(entry.get("table_id", ""))
   if table is None:
     raise ValueError(
-      f"{what} has table_id {entry.get('table_id')!r}, which is not in table_to_config_dict: {sorted(tables)}."
+      f"{what} has table_id {entry.get('table_id')!r}, which is not in table_to_config_dict: "
+      f"{sorted(tables)}."
     )
   given = {k: v for k, v in entry.items() if k not in ("table_id", "weight_key")}
   try:

@@ -99,3 +99,53 @@ def test_what_does_not_fit_is_named_and_nothing_changes():
     embed.checkpoint.from_tree({}, model=Model(1))
   after = embed.checkpoint.to_tree(model=other)
   jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+class Rows(nnx.Module):
+  """Two tables whose keys in the tree begin alike."""
+
+  def __init__(self, optimizer=None, inner=None):
+    a = embed.TableConfig(3, 2, name="a", initializer=jax.nn.initializers.ones)
+    b = embed.TableConfig(3, 2, name="a/b", optimizer=inner)
+    self.embed = embed.SparseEmbed(
+      [embed.FeatureConfig(a), embed.FeatureConfig(b)], optimizer, rngs=nnx.Rngs(0)
+    )
+
+
+@pytest.mark.parametrize("optimizer", [None, embed.frozen()])
+def test_a_model_without_optimizer_restores_what_was_trained(optimizer):
+  trained, serving = Rows(embed.adam(), embed.adam()), Rows(optimizer)
+  trained.embed.load_tables({"a": np.full((3, 2), 7.0)})
+  tree = embed.checkpoint.to_tree(model=trained)
+  assert sorted(tree["model"]["tables"]["embed/a"]) == ["momenta", "parameters", "velocities"]
+  embed.checkpoint.from_tree(tree, model=serving)
+  assert list(serving.embed.variables["a"]) == ["parameters"]
+  assert (serving.embed.tables["a"] == 7).all()
+  activations, residual = serving.embed.lookup([jnp.array([0]), jnp.array([1])])
+  assert (activations[0] == 7).all()
+  if optimizer is None:
+    with pytest.raises(ValueError, match="'a' has no optimizer, so it cannot be trained"):
+      serving.embed.apply_gradients(activations, residual, step=0)
+  with pytest.raises(ValueError, match="embed/a/momenta is missing"):
+    embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=serving), model=trained)
+
+
+def test_slots_are_left_out_for_tables_that_are_not_trained_alone():
+  tree = embed.checkpoint.to_tree(model=Rows(embed.adam(), embed.adam()))
+  with pytest.raises(ValueError, match=r"embed/a/b/momenta is not in the model.*") as error:
+    embed.checkpoint.from_tree(tree, model=Rows(None, embed.sgd()))
+  assert "embed/a/momenta" not in str(error.value)
+
+
+def test_orbax_does_not_read_the_slots_that_are_left_out(tmp_path):
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "c", embed.checkpoint.to_tree(model=Rows(embed.adam())))
+  serving = Rows()
+  like = embed.checkpoint.like(model=serving)
+  restore_args = ocp.checkpoint_utils.construct_restore_args(like)
+  restore = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    tree = checkpointer.restore(tmp_path / "c", args=restore)
+  assert list(tree["model"]["tables"]["embed/a"]) == ["parameters"]
+  embed.checkpoint.from_tree(tree, model=serving)
+  assert (serving.embed.tables["a"] == 1).all()

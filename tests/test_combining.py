@@ -312,3 +312,15 @@ def test_constant_weights_get_none():
     lambda w: jnp.sum(model({"x": embed.Padded([[1, 2]])}, {"x": embed.Padded(w)})["x"])
   )
   np.testing.assert_array_equal(of_weights(w), 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_serving_combines_alike(kind):
+  model = make(learnt())
+  wanted = model({"x": KINDS[kind]})["x"]
+  weights = {"t": model.combiner_weights["t"][...]}
+  serve = functools.partial(embed.serving_lookup, {"x": KINDS[kind]}, None, model.tables)
+  found = serve(model.spec.features, combiner_weights=weights)["x"]
+  np.testing.assert_array_equal(found, wanted)
+  with pytest.raises(ValueError, match=r"combiner_weights=\{'t': sparse_embed"):
+    serve(model.spec.features)

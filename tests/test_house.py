@@ -16,6 +16,7 @@ ORDER = [
   "optimizers",
   "lookup",
   "combining",
+  "serving",
   "cpu",
   "update",
   "exchange",
@@ -31,6 +32,8 @@ ORDER = [
   "optimizer",
   "checkpoint",
   "spec",
+  "exporting",
+  "importers",
   "__init__",
   "reference",
 ]

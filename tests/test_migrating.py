@@ -10,7 +10,8 @@ ROWS = re.findall(r"^\| (\S+) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE, re.MULTILIN
 
 # The original's promises: how many there are of each subject.
 NUMBERED = {
-  "T": 12, "F": 5, "O": 12, "5.": 9, "C": 11, "Q": 7, "N": 7, "L": 11, "P": 5, "K": 7, "V": 7, "E": 12
+  "T": 12, "F": 5, "O": 12, "5.": 9, "C": 11, "Q": 7, "N": 7, "L": 11, "P": 5, "K": 7, "V": 7,
+  "E": 12,
 }  # fmt: skip
 OTHERS = ["§8", "§10.1", "§11", "§12", "§15"]
 

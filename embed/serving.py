@@ -1,0 +1,145 @@
+"""Serving: lookups in plain arrays, by the rules of TensorFlow's `serving_embedding_lookup`."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from embed import config as config_lib
+from embed import lookup as lookup_lib
+from embed import ragged
+
+
+def serving_lookup(
+  inputs: Any,
+  weights: Any,
+  tables: Mapping[Any, Any],
+  feature_config: Any,
+  *,
+  quantize: bool = False,
+) -> Any:
+  """Activations of a batch, from tables that are plain arrays: no module, no state, no mesh.
+
+  It can be jitted and exported, `feature_config` being bound beforehand. What it does differently
+  from a call of `SparseEmbed` is what TensorFlow's `serving_embedding_lookup` does on CPU:
+
+  - A dense array keeps its shape: `[batch, 1]` gives `[batch, 1, dim]`.
+  - In a weighted `Sparse`, "mean" and "sqrtn" leave out ids whose weight is not positive, unless
+    `validate_weights_and_indices` is False and the rank is 2.
+  - `output_shape` matters to `Ragged` alone. As many entries as bags reshape the combined bags;
+    k times as many make sequences of length k, weights and combiner ignored.
+  - `QuantizationConfig` is ignored, unless `quantize`.
+
+  `Padded`, which TensorFlow has not, is looked up as in training. Negative ids are padding.
+
+  Args:
+    inputs: in the structure of `feature_config`, a dict may hold any subset. Each is a dense
+      integer array, `Padded`, `Ragged` or `Sparse`.
+    weights: the parallel structure of floats, or None; an entry may be None.
+    tables: the rows of each table, float `[vocabulary_size, dim]`, NumPy or JAX, by the table's
+      name, as in `sparse_embed.tables`, or by its `TableConfig`.
+    feature_config: a `FeatureConfig` or any nesting of them.
+    quantize: whether rows are quantized as the table's `QuantizationConfig` says.
+
+  Returns:
+    The structure of `inputs`, arrays of the table's dtype: `[..., dim]`, or
+    `[batch, max_sequence_length, dim]`. Empty bags, padding and the end of sequences are zeros.
+
+  Raises:
+    ValueError: naming the feature, for an id that is not below `vocabulary_size` (whatever
+      `validate_weights_and_indices`; under jit such ids are dropped), for weights on a dense or
+      sequence feature or of another kind than the ids, for an `output_shape` that does not fit, and
+      for features that are not in the config. Naming the table, if it is missing or has another
+      shape.
+    TypeError: where the kind of a container differs from the config.
+
+  >>> import embed, functools
+  >>> movie = embed.TableConfig(vocabulary_size=3, dim=1, combiner="sum", name="movie")
+  >>> features = {"watched": embed.FeatureConfig(movie)}
+  >>> lookup = jax.jit(functools.partial(serving_lookup, feature_config=features))
+  >>> rows = np.array([[1.0], [10.0], [100.0]], np.float32)
+  >>> batch = {"watched": embed.Padded(np.array([[0, 2], [1, -1]]))}
+  >>> lookup(batch, None, {"movie": rows})["watched"].tolist()
+  [[101.0], [10.0]]
+  """
+  names = {table: name for name, table in config_lib.name_tables(feature_config).items()}
+  found = {}
+  for path, (feature, x, w) in ragged.flatten(feature_config, inputs, weights).items():
+    rows = _rows(tables, feature.table, names[feature.table])
+    found[path] = _serve(config_lib.feature_name(path, feature), feature, x, w, rows, quantize)
+  return config_lib.pack(feature_config, inputs, found)
+
+
+def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -> jax.Array:
+  """The rows of a table, found by its config or by its name."""
+  key = table if table in tables else name
+  if key not in tables:
+    given = sorted(k.name or "?" if isinstance(k, config_lib.TableConfig) else k for k in tables)
+    raise ValueError(f"There is no table {name!r} in `tables`, which has {given}.")
+  rows, shape = jnp.asarray(tables[key]), (table.vocabulary_size, table.dim)
+  if rows.shape != shape or not jnp.issubdtype(rows.dtype, jnp.floating):
+    raise ValueError(
+      f"Table {name!r} must be floats {shape}, [vocabulary_size, dim]. "
+      f"Got {rows.dtype} {rows.shape}."
+    )
+  return rows
+
+
+def _serve(
+  name: str, feature: config_lib.FeatureConfig, x: Any, w: Any, rows: jax.Array, quantize: bool
+) -> jax.Array:
+  """Activations of a feature: serving's rules, put in terms of training's."""
+  table, stated = feature.table, feature.output_shape
+  reshapes = isinstance(x, ragged.Ragged) and stated is not None and None not in stated
+  rules = dataclasses.replace(
+    feature,
+    max_sequence_length=0 if stated is not None else feature.max_sequence_length,
+    output_shape=stated if isinstance(x, (ragged.Padded, ragged.Ragged)) and not reshapes else None,
+    validate_weights_and_indices=True,  # here it says what is pruned; no id is dropped unseen
+  )
+  ragged.check(name, rules, x, w)
+  shape = None
+  if reshapes:
+    shape = stated
+    length = _length(name, shape, np.shape(x.row_splits)[0] - 1)
+    if length > 1:
+      rules, w = dataclasses.replace(rules, max_sequence_length=length), None
+  elif not isinstance(x, (ragged.Padded, ragged.Ragged, ragged.Sparse)):
+    shape = np.shape(x)
+  bags = ragged.to_bags(name, rules, x, w)
+  if isinstance(x, ragged.Sparse) and w is not None and table.combiner != "sum":
+    is_safe = feature.validate_weights_and_indices or len(x.dense_shape) > 2
+    bags = _positive(bags, table.vocabulary_size) if is_safe else bags
+  occ = lookup_lib.occurrences(bags, table.combiner, table.vocabulary_size)
+  act = _look_up(rows, occ, bags.shape, table.quantization_config if quantize else None)
+  return act if shape is None else act.reshape(*shape, table.dim)
+
+
+def _length(name: str, stated: Any, bags: int) -> int:
+  """How many ids of each ragged bag an `output_shape` has places for; 1 combines them."""
+  size = math.prod(stated)
+  if size == bags:
+    return 1
+  if not bags or not size or size % bags:
+    raise ValueError(
+      f"Feature {name!r}: its output_shape {stated} is not a multiple of the input's batch of "
+      f"{bags}, nor has it as many entries."
+    )
+  return size // bags
+
+
+def _positive(bags: ragged.Bags, vocabulary_size: int) -> ragged.Bags:
+  """Without the ids whose weight is not positive."""
+  assert bags.weights is not None
+  keep = bags.weights > 0
+  return bags._replace(
+    ids=jnp.where(keep, bags.ids, vocabulary_size), weights=jnp.where(keep, bags.weights, 0)
+  )
+
+
+# Compiled once per shape in eager calls; within somebody's jit it is a part of that.
+_look_up = jax.jit(lookup_lib.lookup, static_argnames=("shape", "quantization"))

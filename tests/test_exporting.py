@@ -1,0 +1,373 @@
+"""Exported models: the same bits in a process that has only JAX, for any batch."""
+
+import collections
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+
+# In place of what serving does without: `import embed` there raises.
+ALONE = """
+import sys
+for name in ("embed", "flax", "optax", "orbax"):
+  sys.modules[name] = None
+"""
+
+
+def run_alone(script, folder):
+  """Runs a script where neither this library nor Flax can be imported."""
+  python = [sys.executable, "-c", ALONE + script]
+  environment = os.environ | {"PYTHONPATH": ""}
+  done = subprocess.run(python, cwd=folder, env=environment, capture_output=True, text=True)
+  assert not done.returncode, done.stderr
+  return done.stdout
+
+
+def small(combiner="sum", vocabulary_size=4, dim=1, **feature):
+  """A layer with one table, whose row i is 10 ** i."""
+  table = embed.TableConfig(vocabulary_size, dim, combiner=combiner, name="t")
+  layer = embed.SparseEmbed({"f": embed.FeatureConfig(table, **feature)}, rngs=nnx.Rngs(0))
+  layer.load_tables({"t": 10.0 ** np.arange(vocabulary_size)[:, None] * np.ones(dim)})
+  return layer
+
+
+def call(model, *args):
+  return model(*args)
+
+
+# ------------------------------------------------------------------------------ by hand
+
+
+def test_numbers():
+  exported = embed.export(call, small(), {"f": embed.Padded([[1, 2]])})
+  assert list(exported.arrays) == ["t"]
+  assert exported.arrays["t"].tolist() == [[1], [10], [100], [1000]]
+  act = exported.program.call(exported.arrays, {"f": np.array([[0, 3]])})
+  assert act["f"].tolist() == [[1001]]
+
+
+def test_any_batch():
+  layer = small(max_sequence_length=3)
+  exported = embed.export(call, layer, {"f": embed.Padded([[1, 2]])}, any_batch=True)
+  for batch in (1, 3):
+    act = exported.program.call(exported.arrays, {"f": np.full((batch, 2), 2)})["f"]
+    assert act[..., 0].tolist() == [[100, 100, 0]] * batch
+  with pytest.raises(ValueError, match="shape"):
+    exported.program.call(exported.arrays, {"f": np.full((1, 3), 2)})
+
+
+def test_ids_out_of_range_are_dropped():
+  exported = embed.export(call, small(), {"f": embed.Padded([[1, 2]])})
+  assert exported.program.call(exported.arrays, {"f": np.array([[9, -9]])})["f"].tolist() == [[0]]
+
+
+@pytest.mark.parametrize("max_valency", [None, 2])
+def test_ragged(max_valency):
+  """Any batch, the values being a buffer; or any number of values as well."""
+  ragged = lambda values, row_splits: embed.Ragged(values, row_splits, max_valency)
+  layer = small("mean")
+  exported = embed.export(call, layer, {"f": ragged([1, 2, 3], [0, 1, 3])}, any_batch=True)
+  plain = {"values": np.array([2, 1, 0]), "row_splits": np.array([0, 0, 2, 2, 2])}
+  act = exported.program.call(exported.arrays, {"f": plain})["f"]
+  assert act.tolist() == [[0], [55], [0], [0]]
+
+  batch, number = jax.export.symbolic_shape("batch, number")
+  struct = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
+  exported = embed.export(call, layer, {"f": ragged(struct(number), struct(batch + 1))})
+  plain = {"values": np.array([2, 1, 0, 0, 3]), "row_splits": np.array([0, 2, 4])}
+  assert exported.program.call(exported.arrays, {"f": plain})["f"].tolist() == [[55], [1]]
+
+
+def test_sparse_and_weights():
+  ids = embed.Sparse([[0, 0], [1, 0], [1, 1]], [1, 2, 3], (2, 2))
+  weights = embed.Sparse(ids.indices, [1.0, 1.0, 1.0], (2, 2))
+  exported = embed.export(call, small("mean"), {"f": ids}, {"f": weights})
+  plain = {"indices": np.array([[0, 0], [0, 1], [1, 1]]), "values": np.array([0, 1, 2])}
+  halves = plain | {"values": np.array([0.5, 0.5, 2], np.float32)}
+  act = exported.program.call(exported.arrays, {"f": plain}, {"f": halves})["f"]
+  assert act.tolist() == [[5.5], [100]]
+
+
+def test_structures_are_plain():
+  Pair = collections.namedtuple("Pair", "ids weights")
+
+  def function(layer, inputs):
+    act = layer({"f": inputs["z"][0].ids}, {"f": inputs["z"][0].weights})["f"]
+    return Pair(
+      act, (collections.OrderedDict(z=act + inputs["scalar"], a=None), [embed.Padded(act)])
+    )
+
+  pair = Pair(embed.Padded([[1, 2]]), embed.Padded([[1.0, 2.0]]))
+  inputs = collections.OrderedDict(z=(pair,), scalar=np.float32(1), a=np.zeros(1))
+  exported = embed.export(function, small(), inputs, any_batch=True)
+  plain = {"ids": np.array([[0, 1]]), "weights": np.array([[2, 3]], np.float32)}
+  out = exported.program.call(
+    exported.arrays, {"a": np.zeros(1, np.float32), "z": (plain,), "scalar": np.float32(5)}
+  )
+  assert type(out) is dict
+  assert out["ids"].tolist() == [[32]]
+  assert out["weights"][0]["z"].tolist() == [[37]]
+  assert out["weights"][0]["a"] is None
+  assert out["weights"][1][0].tolist() == [[32]]
+  exported.program.serialize()  # JAX refuses structures that it could not read back
+
+
+def test_rows_trained_later_go_with_the_program_of_before():
+  layer = small()
+  exported = embed.export(call, layer, {"f": np.array([1])})
+  act = exported.program.call({"t": 2 * exported.arrays["t"]}, {"f": np.array([1])})
+  assert act["f"].tolist() == [[20]]
+
+
+def test_lookups_in_plain_arrays():
+  config = {"f": embed.FeatureConfig(embed.TableConfig(4, 1, combiner="sum", name="t"))}
+  lookup = lambda tables, inputs: embed.serving_lookup(inputs, None, tables, config)
+  tables = {"t": np.array([[1], [10], [100], [1000]], np.float32)}
+  exported = embed.export(lookup, tables, {"f": np.array([[1]])}, any_batch=True)
+  act = exported.program.call(exported.arrays, {"f": np.array([[0], [3]])})["f"]
+  assert act.tolist() == [[[1]], [[1000]]]
+
+
+# ------------------------------------------------------------------------ what is in it
+
+
+class Towers(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    user, item = embed.TableConfig(8, 4, name="user"), embed.TableConfig(8, 4, name="item")
+    self.query = embed.SparseEmbed({"user": embed.FeatureConfig(user)}, embed.adam(), rngs=rngs)
+    self.items = embed.SparseEmbed({"item": embed.FeatureConfig(item)}, embed.adam(), rngs=rngs)
+    self.head = nnx.Linear(4, 4, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def user(self, batch):
+    return self.dropout(self.head(self.query(batch)["user"]))
+
+  def __call__(self, batch):
+    return self.user({"user": batch["user"]}) @ self.items({"item": batch["item"]})["item"].T
+
+
+def test_only_what_is_read_is_there():
+  model = Towers()
+  model.eval()
+  ids = np.array([1, 2])
+  one = embed.export(Towers.user, model, {"user": ids})
+  assert sorted(one.arrays) == ["head/bias", "head/kernel", "query/user"]
+  both = embed.export(Towers.__call__, model, {"user": ids, "item": ids})
+  assert sorted(both.arrays) == ["head/bias", "head/kernel", "items/item", "query/user"]
+  scores = embed.export(lambda m, q: m.items.attend(q, "item"), model, np.ones((2, 4), np.float32))
+  assert list(scores.arrays) == ["items/item"]
+
+
+def test_the_program_does_not_grow_with_the_tables():
+  make = lambda size: embed.export(call, small(vocabulary_size=size), {"f": np.array([1])})
+  sizes = [len(make(size).program.serialize()) for size in (4, 30)]
+  assert abs(sizes[0] - sizes[1]) < 100
+  assert sizes[0] < 20_000
+
+
+def test_a_bfloat16_table_is_not_copied():
+  """It is stored as uint16, and the gather reads it as such."""
+  table = embed.TableConfig(100_000, 8, name="t", dtype=jnp.bfloat16)
+  layer = embed.SparseEmbed({"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0))
+  exported = embed.export(call, layer, {"f": np.array([7])})
+  assert exported.arrays["t"].dtype == np.uint16
+  inputs = {"f": np.array([9])}
+  act = exported.program.call(exported.arrays, inputs)["f"]
+  assert act.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(act, layer(inputs)["f"])
+  compiled = jax.jit(exported.program.call).lower(exported.arrays, inputs).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < 10_000
+
+
+def test_names_that_numpy_savez_would_refuse(tmp_path):
+  table = embed.TableConfig(2, 1, name="file")
+  layer = embed.SparseEmbed({"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0))
+  exported = embed.export(call, layer, {"f": np.array([1])})
+  exported.save(tmp_path / "a" / "b")
+  loaded = dict(np.load(tmp_path / "a" / "b" / "arrays.npz"))
+  np.testing.assert_array_equal(loaded["file"], layer.tables["file"])
+
+
+@pytest.mark.parametrize("sharding", ["mod", "div", "column", "replicated"])
+def test_a_model_on_a_mesh_is_exported_as_on_one_device(sharding):
+  """Five rows and three columns: nothing divides by eight."""
+  table = embed.TableConfig(5, 3, name="t", optimizer=embed.adam())
+  make = lambda **where: embed.SparseEmbed(
+    {"f": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0), **where
+  )
+  mesh = jax.make_mesh((8,), ("data",))
+  one, spread = make(), make(mesh=mesh, sharding=sharding)
+  batch = {"f": embed.Padded([[1, 4, -1], [0, 2, 2]])}
+  a, b = (embed.export(call, layer, batch, any_batch=True) for layer in (one, spread))
+  np.testing.assert_array_equal(a.arrays["t"], b.arrays["t"])
+  assert b.program.nr_devices == 1
+  assert a.program.mlir_module() == b.program.mlir_module()
+
+
+def test_the_model_is_left_as_it_was():
+  layer = embed.SparseEmbed(
+    {"f": embed.FeatureConfig(embed.TableConfig(4, 2, name="t"))}, embed.adam(), rngs=nnx.Rngs(0)
+  )
+  before = jax.tree.map(np.asarray, layer.variables)
+  embed.export(call, layer, {"f": np.array([1])})
+  assert list(layer.variables["t"]) == ["parameters", "momenta", "velocities"]
+  jax.tree.map(np.testing.assert_array_equal, before, layer.variables)
+
+
+def test_platforms():
+  layer = small("mean")
+  exported = embed.export(
+    call, layer, {"f": embed.Padded([[1, 2]])}, any_batch=True, platforms=("cpu", "cuda", "tpu")
+  )
+  assert exported.program.platforms == ("cpu", "cuda", "tpu")
+  assert exported.program.call(exported.arrays, {"f": np.array([[0, 1]])})["f"].tolist() == [[5.5]]
+
+
+# ------------------------------------------------------------------------------- errors
+
+
+def test_errors_say_what_to_write():
+  layer, ids = small(), np.array([1, 2])
+  model = Towers()
+  sparse = embed.Sparse([[0, 0]], [1], (2, 2))
+  with pytest.raises(ValueError, match=r"random numbers, by 'dropout/rngs/key': call model.eval"):
+    embed.export(Towers.user, model, {"user": ids})
+  with pytest.raises(ValueError, match=r"batches \[2, 3\].*symbolic_shape"):
+    embed.export(lambda m, f, x: m(f), layer, {"f": ids}, np.ones(3), any_batch=True)
+  with pytest.raises(ValueError, match="dense_shape, which is static"):
+    embed.export(call, layer, {"f": sparse}, any_batch=True)
+  with pytest.raises(ValueError, match=r"arrays. Got <class 'embed.grads.RowGrads'>"):
+    embed.export(lambda m, ids: embed.RowGrads(ids, m({"f": ids})["f"]), layer, ids)
+  with (
+    jax.set_mesh(jax.make_mesh((8,), ("data",))),
+    pytest.raises(ValueError, match=r"leave jax\.set_mesh"),
+  ):
+    embed.export(call, layer, {"f": ids})
+
+
+# ------------------------------------------------------------------------ a fresh process
+
+
+class Ranker(nnx.Module):
+  """Bags, a sequence, a ragged and a weighted feature, one table of them in bfloat16."""
+
+  def __init__(self, rngs):
+    movie = embed.TableConfig(50, 8, name="movie", optimizer=embed.adam(0.1))
+    user = embed.TableConfig(9, 8, combiner="sqrtn", name="user", dtype=jnp.bfloat16)
+    self.embed = embed.SparseEmbed(
+      {
+        "watched": embed.FeatureConfig(movie),
+        "history": embed.FeatureConfig(movie, max_sequence_length=3),
+        "tags": embed.FeatureConfig(user),
+        "user": embed.FeatureConfig(user),
+      },
+      embed.adagrad(0.1),
+      rngs=rngs,
+    )
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.head = nnx.Linear(8, 1, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, batch, weights):
+    act = self.embed(batch, weights)
+    x = act["watched"] + act["history"].sum(1) + act["user"].astype(jnp.float32)
+    x = self.norm(x + act["tags"].astype(jnp.float32))
+    return {"score": self.head(self.dropout(jax.nn.relu(x)))[:, 0], "bags": act["watched"]}
+
+
+def ranker_batch(batch, seed):
+  random = np.random.default_rng(seed)
+  ids = lambda *shape: random.integers(-1, 50, shape).astype(np.int32)
+  weights = random.uniform(0.5, 2, (batch, 4)).astype(np.float32)
+  tags = {"values": random.integers(0, 9, 12), "row_splits": np.arange(batch + 1) * (12 // batch)}
+  return (
+    {
+      "watched": ids(batch, 4),
+      "history": ids(batch, 5),
+      "tags": jax.tree.map(np.int32, tags),
+      "user": random.integers(0, 9, batch).astype(np.int32),
+    },
+    {"watched": weights},
+  )
+
+
+def as_given(batch, weights):
+  kinds = {
+    "watched": embed.Padded(batch["watched"]),
+    "history": embed.Padded(batch["history"]),
+    "tags": embed.Ragged(**batch["tags"]),
+  }
+  return batch | kinds, {"watched": embed.Padded(weights["watched"])}
+
+
+SERVE = """
+import pathlib, sys
+import jax, numpy as np
+
+program = jax.export.deserialize(bytearray(pathlib.Path("program.bin").read_bytes()))
+arrays = dict(np.load("arrays.npz"))
+for size in (2, 4):
+  given = dict(np.load(f"batch_{size}.npz"))
+  tags = {"values": given["tags_values"], "row_splits": given["tags_row_splits"]}
+  batch = {name: given[name] for name in ("watched", "history", "user")} | {"tags": tags}
+  out = program.call(arrays, batch, {"watched": given["weights"]})
+  np.savez(f"out_{size}.npz", **out)
+assert not [name for name in ("embed", "flax") if sys.modules[name]]
+"""
+
+
+def test_a_fresh_process_gives_the_same_bits(tmp_path):
+  """A trained model, exported for batches of any size, against the model itself under jit."""
+  model = Ranker(nnx.Rngs(0))
+  optimizer = embed.Optimizer(model, optax.adam(0.01))
+
+  @nnx.jit
+  def train_step(model, optimizer, batch, weights):
+    loss = lambda m, *inputs: jnp.mean(m(*inputs)["score"] ** 2)
+    optimizer.update(model, embed.value_and_grad(loss)(model, batch, weights)[1])
+
+  for step in range(2):
+    train_step(model, optimizer, *as_given(*ranker_batch(2, step)))
+  model.eval()
+  exported = embed.export(call, model, *as_given(*ranker_batch(2, 0)), any_batch=True)
+  exported.save(tmp_path)
+  assert not [name for name in exported.arrays if "moment" in name or "accum" in name]
+  for size in (2, 4):
+    batch, weights = ranker_batch(size, 10 + size)
+    flat = {"tags_" + k: v for k, v in batch.pop("tags").items()} | {"weights": weights["watched"]}
+    np.savez(tmp_path / f"batch_{size}.npz", **batch, **flat)
+  run_alone(SERVE, tmp_path)
+  for size in (2, 4):
+    wanted = nnx.jit(call)(model, *as_given(*ranker_batch(size, 10 + size)))
+    out = dict(np.load(tmp_path / f"out_{size}.npz"))
+    assert set(out) == set(wanted)
+    for name, value in wanted.items():
+      np.testing.assert_array_equal(out[name], value)
+
+
+def test_the_examples_of_the_documentation_run(tmp_path, monkeypatch):
+  text = (pathlib.Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+  blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+  monkeypatch.chdir(tmp_path)
+  scope = {}
+  for block in blocks:
+    if block.startswith("# serve.py"):
+      alone = run_alone(block + "print(*np.asarray(scores).view(np.uint32))", tmp_path)
+    else:
+      exec(compile(block, "docs/serving.md", "exec"), scope)
+  ids = np.full((3, 20), -1, np.int32)
+  ids[:, 0] = [7, 8, 9]
+  batch = {"watched": embed.Padded(ids), "user": np.array([3, 4, 5], np.int32)}
+  wanted = np.asarray(nnx.jit(call)(scope["model"], batch))
+  assert [int(bits) for bits in alone.split()] == wanted.view(np.uint32).tolist()

@@ -1,0 +1,335 @@
+"""Serving's lookup: numbers by hand, the recorded cases, and where it equals training's."""
+
+import functools
+
+import conformance
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_config_errors
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from test_conformance import LOOKUPS, lookup_config, lookup_group, lookup_inputs
+from test_properties import as_kind, fractions, ids
+
+import embed
+
+pytestmark = [
+  pytest.mark.usefixtures("strict", "quick_to_compile"),
+  pytest.mark.filterwarnings("ignore:.*max_sequence_length"),
+]
+
+ROWS = np.array([[1.0], [10.0], [100.0], [1000.0]], np.float32)
+
+
+def serve(inputs, weights=None, combiner="sum", quantize=False, **feature):
+  """One feature of a table whose row i is 10 ** i."""
+  table = embed.TableConfig(4, 1, combiner=combiner, name="t")
+  config = embed.FeatureConfig(table, name="clicks", **feature)
+  return embed.serving_lookup(inputs, weights, {"t": ROWS}, config, quantize=quantize)
+
+
+def sparse(rows, shape=None, dtype=np.int32):
+  """Lists of one bag each, None being a gap."""
+  cells = [(b, c, v) for b, row in enumerate(rows) for c, v in enumerate(row) if v is not None]
+  shape = shape or (len(rows), max(map(len, rows)))
+  indices = np.array([cell[:2] for cell in cells], np.int32).reshape(-1, 2)
+  return embed.Sparse(indices, np.array([cell[2] for cell in cells], dtype), shape)
+
+
+def ragged(rows, dtype=np.int32):
+  values = np.array([v for row in rows for v in row], dtype)
+  return embed.Ragged(values, np.cumsum([0] + [len(row) for row in rows]).astype(np.int32))
+
+
+floats = functools.partial(sparse, dtype=np.float32)
+ragged_floats = functools.partial(ragged, dtype=np.float32)
+
+
+# ------------------------------------------------------------------------------ by hand
+
+
+@pytest.mark.parametrize(
+  ("shape", "wanted"), [((2,), (2, 1)), ((2, 1), (2, 1, 1)), ((2, 3), (2, 3, 1))]
+)
+def test_dense_arrays_keep_their_shape(shape, wanted):
+  act = serve(np.full(shape, 2))
+  assert act.shape == wanted
+  assert (act == 100).all()
+
+
+def test_combiners():
+  bags, weights = sparse([[0, 1], [2]]), floats([[3.0, 1.0], [2.0]])
+  assert serve(bags, weights).tolist() == [[13], [200]]
+  assert serve(bags, weights, "mean").tolist() == [[13 / 4], [100]]
+  wanted = [[13 / np.sqrt(10)], [100]]
+  np.testing.assert_allclose(serve(bags, weights, "sqrtn"), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_validation_leaves_out_weights_that_are_not_positive(combiner):
+  bags, weights = sparse([[0, 1], [2, 3]]), floats([[4.0, -4.0], [0.0, -1.0]])
+  assert serve(bags, weights, combiner).tolist() == [[1], [0]]
+
+
+def test_other_inputs_keep_all_weights():
+  """(-1 * 1 + 3 * 10) / (-1 + 3), and the sum as it is."""
+  bags, weights = [[0, 1]], [[-1.0, 3.0]]
+  assert serve(sparse(bags), floats(weights)).tolist() == [[29]]
+  keep = {"combiner": "mean", "validate_weights_and_indices": False}
+  assert serve(sparse(bags), floats(weights), **keep).tolist() == [[14.5]]
+  assert serve(ragged(bags), ragged_floats(weights), "mean").tolist() == [[14.5]]
+  padded = embed.Padded(bags), embed.Padded(weights)
+  assert serve(*padded, "mean").tolist() == [[14.5]]
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_higher_ranks_are_always_pruned(validate):
+  indices = [[0, 0, 0], [0, 0, 1], [0, 1, 0]]
+  bags = embed.Sparse(indices, [0, 1, 2], (1, 3, 2))
+  weights = embed.Sparse(indices, [2.0, -1.0, -1.0], (1, 3, 2))
+  act = serve(bags, weights, "mean", validate_weights_and_indices=validate)
+  assert act.tolist() == [[[1], [0], [0]]]
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_negative_ids_are_padding_and_empty_bags_zeros(validate):
+  bags = sparse([[1, -1], [], [-5]], (4, 2))
+  act = serve(bags, None, "mean", validate_weights_and_indices=validate)
+  assert act.tolist() == [[10], [0], [0], [0]]
+  assert serve(np.array([-1, 3])).tolist() == [[0], [1000]]
+
+
+def test_sequences():
+  """A gap of a Sparse stays; a Ragged has none; both are cut and filled with zeros."""
+  gaps, bags = sparse([[0, None, 2, 3], [1]]), ragged([[0, 2, 3], [1]])
+  assert serve(gaps, max_sequence_length=3)[..., 0].tolist() == [[1, 0, 100], [10, 0, 0]]
+  assert serve(bags, max_sequence_length=2)[..., 0].tolist() == [[1, 100], [10, 0]]
+  assert serve(gaps, max_sequence_length=3, output_shape=[2]).tolist() == [[1101], [10]]
+
+
+def test_output_shape_of_a_ragged_input():
+  bags, weights = ragged([[0, 1], [], [2], [3]]), ragged_floats([[2.0, 1.0], [], [1.0], [1.0]])
+  at = lambda shape, *w: serve(bags, *w, combiner="mean", output_shape=shape)[..., 0].tolist()
+  assert at([4], weights) == [4, 0, 100, 1000]
+  assert at([2, 2], weights) == [[4, 0], [100, 1000]]
+  assert at([4, 1], weights) == [[4], [0], [100], [1000]]
+  assert at([None], weights) == [4, 0, 100, 1000]
+  # Twice as many entries as bags: the first two ids of each; weights and combiner do not count.
+  assert at([4, 2], weights) == at([4, 2]) == [[1, 10], [0, 0], [100, 0], [1000, 0]]
+  assert at([8], weights) == [1, 10, 0, 0, 100, 0, 1000, 0]
+  for shape in ([3], [6], [2], [0], [5, 1]):
+    with pytest.raises(ValueError, match=r"'clicks'.*not a multiple"):
+      at(shape)
+  with pytest.raises(ValueError, match="'clicks': weights have shape"):
+    at([4, 2], ragged_floats([[1.0]]))
+
+
+def test_output_shape_matters_to_ragged_inputs_alone():
+  """So that a model trained with a fixed batch is served with any."""
+  fixed = functools.partial(serve, output_shape=[8])
+  assert fixed(sparse([[0, 1]])).tolist() == [[11]]
+  assert fixed(np.array([[2]])).tolist() == [[[100]]]
+  with pytest.raises(ValueError, match="inconsistent shape"):
+    fixed(embed.Padded([[0, 1]]))  # as in training
+
+
+def test_quantization_is_on_request():
+  table = embed.TableConfig(
+    4, 1, combiner="sum", name="t", quantization_config=embed.QuantizationConfig(3, 0.0, 50.0)
+  )
+  lookup = functools.partial(embed.serving_lookup, feature_config=embed.FeatureConfig(table))
+  bags = embed.Padded([[1, 3]])
+  assert lookup(bags, None, {"t": ROWS}).tolist() == [[1010]]
+  assert lookup(bags, None, {"t": ROWS}, quantize=True).tolist() == [[0 + 50]]
+
+
+def test_tables_by_name_or_by_config():
+  """Two tables of equal fields are two tables; unnamed ones are table_0, table_1."""
+  a, b = embed.TableConfig(4, 1, combiner="sum"), embed.TableConfig(4, 1, combiner="sum")
+  config = {"x": embed.FeatureConfig(a), "y": [embed.FeatureConfig(b), embed.FeatureConfig(a)]}
+  inputs = {"x": [1], "y": [[1], [0]]}
+  wanted = {"x": [[10]], "y": [[[20]], [[1]]]}
+  both = ({"table_0": ROWS, "table_1": 2 * ROWS}, {a: ROWS, b: jnp.asarray(2 * ROWS)})
+  for tables in both:
+    act = embed.serving_lookup(inputs, None, tables, config)
+    assert jax.tree.map(lambda x: x.tolist(), act, is_leaf=lambda x: hasattr(x, "ndim")) == wanted
+  assert list(embed.serving_lookup({"y": [[2], [2]]}, None, both[0], config)) == ["y"]
+
+
+def test_the_tables_dtype():
+  table = embed.TableConfig(4, 1, name="t", dtype=jnp.bfloat16)
+  rows = jnp.asarray(ROWS, jnp.bfloat16)
+  bags, weights = embed.Padded([[0, 0, 0]]), embed.Padded([[256.0, 1.0, 1.0]])
+  act = embed.serving_lookup(bags, weights, {"t": rows}, embed.FeatureConfig(table))
+  assert act.dtype == jnp.bfloat16
+  assert act.tolist() == [[1]]  # 258 / 258: in bfloat16 256 + 1 would be 256
+
+
+# ------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize(
+  "bags", [np.array([2**33]), embed.Padded([[2**33]]), ragged([[2**33]], np.int64), [4]]
+)
+def test_ids_out_of_range_raise_eagerly_and_are_dropped_under_jit(bags, validate):
+  config = {"validate_weights_and_indices": validate}
+  with pytest.raises(ValueError, match=r"'clicks': id (8589934592|4) at"):
+    serve(bags, **config)
+  closed = jax.jit(lambda: serve(bags, **config))  # ids are constants: still to be seen
+  with pytest.raises(ValueError, match="'clicks': id"):
+    closed()
+  assert jax.jit(lambda x: serve(x, **config))(np.array([4, 1])).tolist() == [[0], [10]]
+
+
+def test_errors_name_the_feature():
+  dense, bags, weights = np.array([1, 2]), sparse([[1], [2]]), floats([[1.0], [1.0]])
+  length = {"max_sequence_length": 2}
+  for arguments, feature, says in [
+    ((dense, np.ones(2, np.float32)), {}, "Weight specified for 'clicks', but input is dense"),
+    ((bags, ragged_floats([[1], [1]])), {}, "Weight for 'clicks' is embed.Ragged"),
+    ((ragged([[1], [2]]), weights), {}, "Weight for 'clicks' is embed.Sparse"),
+    ((bags, weights), length, "Weight specified for 'clicks', but this is a sequence"),
+    ((dense,), length, "'clicks' is a sequence feature but a dense array"),
+    ((np.ones(2, np.float32),), {}, "'clicks': ids must be integers"),
+  ]:
+    with pytest.raises(ValueError, match=says):
+      serve(*arguments, **feature)
+
+
+def test_errors_of_structure():
+  table = embed.TableConfig(4, 1, name="t")
+  config = {"a": embed.FeatureConfig(table), "b": [embed.FeatureConfig(table)]}
+  lookup = lambda inputs, weights=None, t=ROWS, name="t": embed.serving_lookup(
+    inputs, weights, {name: t}, config
+  )
+  with pytest.raises(ValueError, match=r"unknown features \['c'\]"):
+    lookup({"c": [1]})
+  with pytest.raises(TypeError, match="expected a list"):
+    lookup({"b": ([1],)})
+  with pytest.raises(ValueError, match="'a', which has no ids"):
+    lookup({"b": [[1]]}, {"a": floats([[1.0]])})
+  with pytest.raises(ValueError, match=r"no table 't' in `tables`, which has \['u'\]"):
+    lookup({"a": [1]}, name="u")
+  with pytest.raises(ValueError, match=r"'t' must be floats \(4, 1\).*Got float32 \(3, 1\)"):
+    lookup({"a": [1]}, t=ROWS[:3])
+  with pytest.raises(ValueError, match=r"'t' must be floats.*Got int32"):
+    lookup({"a": [1]}, t=ROWS.astype(np.int32))
+
+
+@pytest.mark.parametrize("call", test_config_errors.SERVE)
+def test_recorded_calls(call, monkeypatch):
+  """Those that the layer is held to as well, and where it differs from TensorFlow, so do we."""
+
+  def serve(features, weights, config):
+    tables = {name: np.zeros((4, 2), np.float32) for name in ("t", "u")}
+    return embed.serving_lookup(features, weights, tables, config)
+
+  monkeypatch.setattr(test_config_errors, "serve", serve)
+  ours, error = test_config_errors.SERVE[call]
+  if error is None:
+    ours()
+  else:
+    with pytest.raises(error):
+      ours()
+
+
+# ---------------------------------------------------------------------- the recorded cases
+
+
+def expected(case, name):
+  """What TensorFlow serves, but for two choices of ours.
+
+  A negative id is padding everywhere (TensorFlow's gather refuses it where it was not pruned), and
+  trailing empty bags are zeros (TensorFlow's unsafe lookup leaves them out).
+  """
+  wanted, train = case["expected"][name]["serve"], conformance.expected(case, name)
+  if isinstance(wanted, dict):
+    return train if wanted["error"] == "InvalidArgumentError" else wanted
+  if case["id"].startswith("novalidate") and len(wanted) < len(train):
+    return np.pad(wanted, ((0, len(train) - len(wanted)), (0, 0)))
+  return wanted
+
+
+def is_error(name):
+  return any(isinstance(expected(LOOKUPS[name], f), dict) for f in LOOKUPS[name]["features"])
+
+
+VALID = [name for name in LOOKUPS if not is_error(name)]
+
+
+def served(names, jit):
+  """Cases as features of one lookup, each under its own prefix."""
+  features, tables, inputs, weights = {}, {}, {}, {}
+  for name in names:
+    config, rows = lookup_config(LOOKUPS[name], f"{name}:")
+    x, w = lookup_inputs(LOOKUPS[name], f"{name}:")
+    features, tables, inputs, weights = features | config, tables | rows, inputs | x, weights | w
+  lookup = functools.partial(embed.serving_lookup, feature_config=features)
+  return (jax.jit(lookup) if jit else lookup)(inputs, weights, tables)
+
+
+@functools.cache
+def served_together(group):
+  return served([name for name in VALID if lookup_group(name) == group], jit=True)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", VALID)
+def test_recorded(name, jit):
+  case = LOOKUPS[name]
+  activations = served_together(lookup_group(name)) if jit else served([name], jit=False)
+  for feature in case["features"]:
+    wanted, actual = expected(case, feature), activations[f"{name}:{feature}"]
+    assert actual.shape == wanted.shape
+    np.testing.assert_allclose(actual, wanted, **case["tol"])
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", [name for name in LOOKUPS if is_error(name)])
+def test_recorded_errors(name, jit):
+  assert {expected(LOOKUPS[name], f)["error"] for f in LOOKUPS[name]["features"]} == {"ValueError"}
+  with pytest.raises(ValueError, match=f"Weight specified for '{name}:f'"):
+    served([name], jit)
+
+
+def test_the_recorded_cases_are_not_all_as_in_training():
+  def differs(case, name):
+    train, serve = conformance.expected(case, name), expected(case, name)
+    if isinstance(train, dict) or isinstance(serve, dict):
+      return isinstance(train, dict) != isinstance(serve, dict)
+    return train.shape != serve.shape or not np.allclose(train, serve)
+
+  different = {n.split("/")[0] for n, c in LOOKUPS.items() for f in c["features"] if differs(c, f)}
+  assert different >= {"grid", "dense", "ragged_output_shape"}
+
+
+# ------------------------------------------------------------------------- beside training
+
+
+@functools.cache
+def trained(combiner, length):
+  table = embed.TableConfig(6, 2, combiner=combiner, name="t")
+  config = {"f": embed.FeatureConfig(table, max_sequence_length=length)}
+  return embed.SparseEmbed(config, rngs=nnx.Rngs(0))
+
+
+@given(
+  st.sampled_from(["padded", "ragged", "sparse"]),
+  st.sampled_from(["sum", "mean", "sqrtn"]),
+  st.sampled_from([0, 2]),
+  ids((3, 3)),
+  fractions((3, 3), 1, 8, 4),
+  st.booleans(),
+)
+def test_equals_training_bit_for_bit(kind, combiner, length, values, weights, weighted):
+  """Where no rule of serving's own applies: bags and sequences, weights that are positive."""
+  layer = trained(combiner, length)
+  recorded = as_kind(kind, values, weights if weighted and not length else None)
+  x, w = harness.to_embed(recorded)
+  served = embed.serving_lookup({"f": x}, {"f": w}, layer.tables, layer.spec.features)["f"]
+  np.testing.assert_array_equal(served, layer({"f": x}, {"f": w})["f"])
