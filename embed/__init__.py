@@ -1,6 +1,6 @@
 """SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX."""
 
-from embed import checkpoint
+from embed import checkpoint, transforms
 from embed.config import FeatureConfig, QuantizationConfig, TableConfig
 from embed.grads import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
@@ -74,6 +74,7 @@ __all__ = [
   "rowwise_adagrad",
   "sgd",
   "to_padded",
+  "transforms",
   "validate",
   "value_and_grad",
 ]

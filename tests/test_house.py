@@ -12,6 +12,8 @@ ORDER = [
   "layout",
   "traffic",
   "ragged",
+  "keys",
+  "transforms",
   "optimizers",
   "lookup",
   "cpu",
