@@ -28,7 +28,9 @@ def to_keys(values: np.ndarray) -> np.ndarray:
   """
   if values.dtype.kind in "iu":
     return values
-  if values.dtype.kind in "UST":
+  if values.dtype.kind == "U":
+    return values.astype(object)
+  if values.dtype.kind in "ST":
     values = values.astype(object)
   if values.dtype != object:
     raise ValueError(

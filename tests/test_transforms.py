@@ -84,6 +84,9 @@ def test_vocabulary():
   assert Vocabulary(["drama"], default_value=0)(["war"]).tolist() == [0]
   assert Vocabulary(["drama"], default_value=-1)(["war"]).tolist() == [-1]
   assert Vocabulary([2**62, 7])(np.array([7, 2**62, -1])).tolist() == [1, 0, -1]
+  largest = Vocabulary([2**64 - 1, 7], num_oov_buckets=1)
+  assert largest(np.array([2**64 - 1, 8], np.uint64)).tolist() == [0, 2]
+  assert largest(np.array([-1, 8])).tolist() == [-1, 2]
   buckets = Vocabulary(["drama", "comedy"], num_oov_buckets=3)
   assert buckets.vocabulary_size == 5
   assert buckets(["comedy", "war", ""]).tolist() == [1, 2 + xxh64("war") % 3, -1]
@@ -594,10 +597,15 @@ def test_every_kind_of_bags_gives_the_same(column, values):
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 
 
-@given(st.lists(TEXT, min_size=1, unique=True), st.data())
+@given(
+  st.lists(TEXT, min_size=1, unique=True)
+  | st.lists(st.integers(0, 2**64 - 1), min_size=1, unique=True),
+  st.data(),
+)
 def test_tokens_are_the_inverse_of_ids(tokens, data):
   column = Vocabulary(tokens)
   values = data.draw(st.lists(st.sampled_from(tokens)))
+  assert pickle.loads(pickle.dumps(column)) == column
   assert [column.tokens[i] for i in column(values)] == values
 
 
