@@ -434,7 +434,7 @@ class Crossed:
     batches = {name: bag.batch for name, bag in zip(self._names, bags, strict=True)}
     if len(set(batches.values())) > 1:
       raise ValueError(f"the keys have batches of different shapes: {batches}.")
-    # Per key and example: how many tuples follow each choice of a value, and how many there are.
+    # sizes[k]: how many tuples the values of keys k, k + 1, ... of an example make.
     lengths = np.stack([bag.lengths for bag in bags])
     sizes = np.cumprod(lengths[::-1], axis=0)[::-1]
     row = np.repeat(np.arange(sizes.shape[1]), sizes[0])
