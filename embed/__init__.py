@@ -1,6 +1,6 @@
 """SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX."""
 
-from embed import checkpoint
+from embed import checkpoint, transforms
 from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
 from embed.exporting import Exported, export
 from embed.grads import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
@@ -89,6 +89,7 @@ __all__ = [
   "serving_lookup",
   "sgd",
   "to_padded",
+  "transforms",
   "validate",
   "value_and_grad",
 ]

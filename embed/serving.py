@@ -1,6 +1,7 @@
 """Serving: lookups in plain arrays, by the rules of TensorFlow's `serving_embedding_lookup`."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from embed import combining, ragged
 from embed import config as config_lib
 from embed import lookup as lookup_lib
-from embed import ragged
 
 
 def serving_lookup(
@@ -21,6 +22,7 @@ def serving_lookup(
   feature_config: Any,
   *,
   quantize: bool = False,
+  combiner_weights: Mapping[str, Any] | None = None,
 ) -> Any:
   """Activations of a batch, from tables that are plain arrays: no module, no state, no mesh.
 
@@ -44,6 +46,8 @@ def serving_lookup(
       name, as in `sparse_embed.tables`, or by its `TableConfig`.
     feature_config: a `FeatureConfig` or any nesting of them.
     quantize: whether rows are quantized as the table's `QuantizationConfig` says.
+    combiner_weights: what each `CustomCombiner` has learned, float32 `[num_weights]` by the name of
+      its table, as in `sparse_embed.combiner_weights`.
 
   Returns:
     The structure of `inputs`, arrays of the table's dtype: `[..., dim]`, or
@@ -54,7 +58,7 @@ def serving_lookup(
       `validate_weights_and_indices`; under jit such ids are dropped), for weights on a dense or
       sequence feature or of another kind than the ids, for an `output_shape` that does not fit, and
       for features that are not in the config. Naming the table, if it is missing or has another
-      shape.
+      shape, or if the weights of its combiner are missing.
     TypeError: where the kind of a container differs from the config.
 
   >>> import embed, functools
@@ -70,7 +74,9 @@ def serving_lookup(
   found = {}
   for path, (feature, x, w) in ragged.flatten(feature_config, inputs, weights).items():
     rows = _rows(tables, feature.table, names[feature.table])
-    found[path] = _serve(config_lib.feature_name(path, feature), feature, x, w, rows, quantize)
+    learned = _learned(combiner_weights or {}, feature.table, names[feature.table])
+    name = config_lib.feature_name(path, feature)
+    found[path] = _serve(name, feature, (x, w), (rows, learned), quantize)
   return config_lib.pack(feature_config, inputs, found)
 
 
@@ -89,10 +95,24 @@ def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -
   return rows
 
 
+def _learned(weights: Mapping[str, Any], table: config_lib.TableConfig, name: str) -> Any:
+  """The learned weights of a table's custom combiner, None if it has none."""
+  number = getattr(table.combiner, "num_weights", 0)
+  if not number:
+    return None
+  if name not in weights or np.shape(weights[name]) != (number,):
+    raise ValueError(
+      f"Table {name!r} has a CustomCombiner with {number} learned weights: give "
+      f"combiner_weights={{{name!r}: sparse_embed.combiner_weights[{name!r}][...]}}."
+    )
+  return jnp.asarray(weights[name], jnp.float32)
+
+
 def _serve(
-  name: str, feature: config_lib.FeatureConfig, x: Any, w: Any, rows: jax.Array, quantize: bool
+  name: str, feature: config_lib.FeatureConfig, given: Any, table_arrays: Any, quantize: bool
 ) -> jax.Array:
   """Activations of a feature: serving's rules, put in terms of training's."""
+  (x, w), (rows, learned) = given, table_arrays
   table, stated = feature.table, feature.output_shape
   reshapes = isinstance(x, ragged.Ragged) and stated is not None and None not in stated
   rules = dataclasses.replace(
@@ -114,8 +134,20 @@ def _serve(
   if isinstance(x, ragged.Sparse) and w is not None and table.combiner != "sum":
     is_safe = feature.validate_weights_and_indices or len(x.dense_shape) > 2
     bags = _positive(bags, table.vocabulary_size) if is_safe else bags
-  occ = lookup_lib.occurrences(bags, table.combiner, table.vocabulary_size)
-  act = _look_up(rows, occ, bags.shape, table.quantization_config if quantize else None)
+  look_up = functools.partial(
+    _look_up, rows, quantization=table.quantization_config if quantize else None
+  )
+  custom = table.combiner if isinstance(table.combiner, config_lib.CustomCombiner) else None
+  if custom and ragged.combines(name, rules, x, w):
+    bags = ragged.in_places(bags, table.vocabulary_size, custom.max_valency)
+    apart = look_up(lookup_lib.Occurrences(bags.ids[..., None], None, None), shape=bags.ids.shape)
+    act = combining.combine(table, apart, bags.ids, bags.weights, learned)
+  else:
+    how = (
+      table.combiner if isinstance(table.combiner, str) else "sum"
+    )  # a sequence has bags of one id
+    occ = lookup_lib.occurrences(bags, how, table.vocabulary_size)
+    act = look_up(occ, shape=bags.shape)
   return act if shape is None else act.reshape(*shape, table.dim)
 
 

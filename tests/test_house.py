@@ -13,6 +13,8 @@ ORDER = [
   "traffic",
   "ragged",
   "rounding",
+  "keys",
+  "transforms",
   "optimizers",
   "lookup",
   "combining",

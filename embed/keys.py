@@ -1,0 +1,164 @@
+"""Raw categories and numbers on the host: what they may be, which are padding, and their hashes.
+
+Keys are one array `[N]`: integers of any dtype, or str objects. NumPy and xxhash only.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import xxhash
+
+_TYPES = "strings, bytes and integers"
+
+
+def to_array(values: Any) -> np.ndarray:
+  """Arrays as they are; lists and scalars as objects, so that [1, "a"] does not become strings."""
+  return np.asarray(values) if hasattr(values, "__array__") else np.asarray(values, object)
+
+
+def to_keys(values: np.ndarray) -> np.ndarray:
+  """Values `[N]` to keys `[N]`: None becomes '' or -1, and bytes become str.
+
+  Raises:
+    ValueError: for anything but strings, bytes and integers, or where some are mixed.
+
+  >>> to_keys(np.array([b"drama", "comedy", None], object)).tolist()
+  ['drama', 'comedy', '']
+  """
+  if values.dtype.kind in "iu":
+    return values
+  if values.dtype.kind == "U":
+    return values.astype(object)
+  if values.dtype.kind in "ST":
+    values = values.astype(object)
+  if values.dtype != object:
+    raise ValueError(
+      f"{values.dtype} values are no categories, which are {_TYPES}. Convert them with "
+      ".astype('int64') or .astype(str), or put numbers in buckets by Bucketized(boundaries)."
+    )
+  items = values.tolist()
+  types = set(map(type, items))
+  if types <= {str}:
+    return values
+  given = types - {type(None)}
+  if all(issubclass(t, (str, bytes)) for t in given):
+    return np.array([_text(item) for item in items], object)
+  if all(issubclass(t, (int, np.integer)) and t is not bool for t in given):
+    return _to_integers([-1 if item is None else int(item) for item in items])
+  names = sorted(t.__name__ for t in given)
+  raise ValueError(f"a column holds {_TYPES}, and not strings with integers. Found {names}.")
+
+
+def _text(item: str | bytes | None) -> str:
+  # Bytes that are no UTF-8 survive: `hashes` encodes them back.
+  return item.decode("utf-8", "surrogateescape") if isinstance(item, bytes) else item or ""
+
+
+def _to_integers(items: list[int]) -> np.ndarray:
+  try:
+    return np.array(items, np.int64)
+  except OverflowError:
+    pass
+  try:
+    return np.array(items, np.uint64)
+  except OverflowError:
+    raise ValueError(
+      f"integers must all fit int64, or all uint64, which has no padding. Found {min(items)} and "
+      f"{max(items)}; hash them as strings if they are longer."
+    ) from None
+
+
+def is_padding(keys: np.ndarray) -> np.ndarray:
+  """Which keys are '' or -1, bool `[N]`.
+
+  Raises:
+    ValueError: for integers below -1.
+  """
+  if keys.dtype == object:
+    return keys == ""
+  if keys.dtype.kind == "i" and (keys < -1).any():
+    raise ValueError(
+      f"{int(keys.min())} is neither a key nor padding, which is -1. Give signed 64-bit hashes as "
+      "x.view(np.uint64)."
+    )
+  return keys == -1
+
+
+def to_numbers(values: np.ndarray) -> np.ndarray:
+  """Values `[N]` to integers or floats `[N]`; None becomes NaN.
+
+  Raises:
+    ValueError: for anything but numbers.
+
+  >>> to_numbers(np.array([1.5, None], object)).tolist()
+  [1.5, nan]
+  """
+  if values.dtype == object:
+    items = [math.nan if item is None else item for item in values.tolist()]
+    values = np.asarray(items, None if items else np.float64)
+  if values.dtype.kind not in "iuf":
+    raise ValueError(f"numbers must be integers or floats. Got values of dtype {values.dtype}.")
+  return values
+
+
+# --- hashes --------------------------------------------------------------------------------------
+
+# The primes of XXH64.
+_P1 = np.uint64(0x9E3779B185EBCA87)
+_P2 = np.uint64(0xC2B2AE3D27D4EB4F)
+_P3 = np.uint64(0x165667B19E3779F9)
+_P4 = np.uint64(0x85EBCA77C2B2AE63)
+_P5 = np.uint64(0x27D4EB2F165667C5)
+
+
+def hashes(keys: np.ndarray, seed: int) -> np.ndarray:
+  """XXH64 of the UTF-8 of strings, or of the 8 little-endian bytes of integers, uint64 `[N]`.
+
+  >>> hashes(np.array(["drama"], object), 0).tolist() == [xxhash.xxh64_intdigest(b"drama")]
+  True
+  """
+  if keys.dtype != object:
+    return xxh64(keys.astype(np.uint64), np.array([seed], np.uint64))
+  encoded = (key.encode("utf-8", "surrogateescape") for key in keys.tolist())
+  return np.fromiter((xxhash.xxh64_intdigest(key, seed) for key in encoded), np.uint64, len(keys))
+
+
+def xxh64(words: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+  """XXH64 of the 8 little-endian bytes of each word, all at once.
+
+  The specification's short input of one 8-byte lane: https://github.com/Cyan4973/xxHash,
+  doc/xxhash_spec.md, XXH64, steps 1 (special case), 5 and 6.
+
+  Args:
+    words: uint64 `[N]`.
+    seeds: uint64 `[N]` or `[1]`.
+
+  >>> word = 2**40 + 7
+  >>> expected = xxhash.xxh64_intdigest(word.to_bytes(8, "little"), 3)
+  >>> xxh64(np.array([word], np.uint64), np.array([3], np.uint64)).tolist() == [expected]
+  True
+  """
+  lane = words * _P2
+  lane = _rotated(lane, 31)
+  lane *= _P1
+  h = lane ^ (seeds + (_P5 + np.uint64(8)))
+  h = _rotated(h, 27)
+  h *= _P1
+  h += _P4
+  h ^= h >> np.uint64(33)
+  h *= _P2
+  h ^= h >> np.uint64(29)
+  h *= _P3
+  h ^= h >> np.uint64(32)
+  return h
+
+
+def _rotated(x: np.ndarray, by: int) -> np.ndarray:
+  return (x << np.uint64(by)) | (x >> np.uint64(64 - by))
+
+
+def buckets(hashed: np.ndarray, number: int) -> np.ndarray:
+  """`hashed % number`, int32 `[N]`."""
+  n = np.uint64(number)
+  return (hashed - hashed // n * n).astype(np.int32)  # NumPy vectorises division, not remainders
