@@ -43,7 +43,8 @@ def serving_lookup(
       integer array, `Padded`, `Ragged` or `Sparse`.
     weights: the parallel structure of floats, or None; an entry may be None.
     tables: the rows of each table, float `[vocabulary_size, dim]`, NumPy or JAX, by the table's
-      name, as in `sparse_embed.tables`, or by its `TableConfig`.
+      name, as in `sparse_embed.tables`, or by its `TableConfig`. In eager calls a table that is
+      spread over devices is brought to one.
     feature_config: a `FeatureConfig` or any nesting of them.
     quantize: whether rows are quantized as the table's `QuantizationConfig` says.
     combiner_weights: what each `CustomCombiner` has learned, float32 `[num_weights]` by the name of
@@ -87,6 +88,8 @@ def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -
     given = sorted(k.name or "?" if isinstance(k, config_lib.TableConfig) else k for k in tables)
     raise ValueError(f"There is no table {name!r} in `tables`, which has {given}.")
   rows, shape = jnp.asarray(tables[key]), (table.vocabulary_size, table.dim)
+  if not isinstance(rows, jax.core.Tracer) and len(rows.devices()) > 1:
+    rows = jax.device_put(rows, jax.local_devices()[0])
   if rows.shape != shape or not jnp.issubdtype(rows.dtype, jnp.floating):
     raise ValueError(
       f"Table {name!r} must be floats {shape}, [vocabulary_size, dim]. "
