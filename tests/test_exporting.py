@@ -167,6 +167,8 @@ def test_only_what_is_read_is_there():
   assert sorted(both.arrays) == ["head/bias", "head/kernel", "items/item", "query/user"]
   scores = embed.export(lambda m, q: m.items.attend(q, "item"), model, np.ones((2, 4), np.float32))
   assert list(scores.arrays) == ["items/item"]
+  tied = embed.export(lambda m, q: q @ m.items.tables["item"].T, model, np.ones((2, 4), np.float32))
+  assert list(tied.arrays) == ["items/item"]
 
 
 def test_the_program_does_not_grow_with_the_tables():

@@ -75,6 +75,16 @@ def test_validation_leaves_out_weights_that_are_not_positive(combiner):
   assert serve(bags, weights, combiner).tolist() == [[1], [0]]
 
 
+def test_what_is_left_out_is_not_read():
+  """A row that is not a number counts with weight 0 where the weight counts, and only there."""
+  table = embed.TableConfig(4, 1, name="t")
+  tables, config = {"t": np.where(ROWS == 1, np.nan, ROWS)}, embed.FeatureConfig(table)
+  bags, weights = [[0, 1]], [[0.0, 2.0]]
+  lookup = lambda *inputs: embed.serving_lookup(*inputs, tables, config).tolist()
+  assert lookup(sparse(bags), floats(weights)) == [[10]]
+  assert np.isnan(lookup(ragged(bags), ragged_floats(weights)))
+
+
 def test_other_inputs_keep_all_weights():
   """(-1 * 1 + 3 * 10) / (-1 + 3), and the sum as it is."""
   bags, weights = [[0, 1]], [[-1.0, 3.0]]
