@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from embed import config as config_lib
-from embed import exchange, ragged, sharding, traffic
+from embed import exchange, ragged, sharding, text, traffic
 from embed import lookup as lookup_lib
 from embed.layout import Layout
 from embed.optimizers import RowOptimizer
@@ -297,23 +297,19 @@ class Plan:
     lines: list[tuple[str, ...]] = [_HEADER]
     for cost in self.costs():
       capacity = "" if cost.capacity is None else str(cost.capacity)
-      numbers = map(_bytes, (cost.rows, cost.slots, cost.buffers, cost.moved))
+      numbers = map(text.size, (cost.rows, cost.slots, cost.buffers, cost.moved))
       for i, name in enumerate(cost.tables):  # a stack's costs stand beside its last table
         table, strategy = self.tables[name], self.entries[name].strategy
         last = i == len(cost.tables) - 1
         costs = (cost.exchange, capacity, *numbers) if last else ("",) * 6
         size = (str(table.vocabulary_size), str(table.dim))
         lines.append((name, *size, strategy, cost.stack, *costs))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = (0, 3, 4, 5)
-    align = lambda i, cell: cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])
-    text = "\n".join("  ".join(align(*c) for c in enumerate(line)).rstrip() for line in lines)
     devices = 1 if self.mesh is None else self.mesh.size
-    total = f"{_bytes(self.bytes_per_device)} on each of {devices} devices"
-    moved = f"{_bytes(sum(c.moved for c in self.costs()))} received by each in a step"
+    total = f"{text.size(self.bytes_per_device)} on each of {devices} devices"
+    moved = f"{text.size(sum(c.moved for c in self.costs()))} received by each in a step"
     fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
-    limit = "" if self.hbm_bytes is None else f"{fits} {_bytes(self.hbm_bytes)}"
-    return f"{text}\n{total}, {moved}{limit}{self._warning()}"
+    limit = "" if self.hbm_bytes is None else f"{fits} {text.size(self.hbm_bytes)}"
+    return f"{text.aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{self._warning()}"
 
   def _warning(self) -> str:
     """Tables that no view splits, which are whole on every device while saved or restored."""
@@ -324,13 +320,13 @@ class Plan:
       for name in stack.tables
       if stack.view(stack.number(name), 2, compact=True).kind == "whole"
     ]
-    size = sum(self.tables[n].vocabulary_size * self.tables[n].dim * 4 for n in whole)
-    if size <= ALONE:
+    number = sum(self.tables[n].vocabulary_size * self.tables[n].dim * 4 for n in whole)
+    if number <= ALONE:
       return ""
     return (
       f"\nWhole on every device while saved or restored: {', '.join(whole)} "
-      f"({_bytes(size)} and their slots), because neither rows nor columns divide by the shards. "
-      "Round vocabulary_size up."
+      f"({text.size(number)} and their slots), because neither rows nor columns divide by the "
+      "shards. Round vocabulary_size up."
     )
 
   # --- as text -----------------------------------------------------------------------------------
@@ -366,13 +362,6 @@ _HEADER = (
   "table", "rows", "dim", "strategy", "stored in", "exchange", "capacity",
   "rows, B", "slots, B", "buffers, B", "moved, B",
 )  # fmt: skip
-
-
-def _bytes(number: int) -> str:
-  for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("k", 1 << 10)):
-    if number >= size:
-      return f"{number / size:.1f}{unit}"
-  return str(number)
 
 
 def plan(

@@ -5,14 +5,15 @@ On the host, before training. The original's `profile_data_directory` of the emb
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from embed import config as config_lib
-from embed import ragged
+from embed import ragged, text
 from embed.planning import Plan
 from embed.stack import Stack
 
@@ -94,12 +95,24 @@ class Profile:
 
   @classmethod
   def load(cls, path: str | Path) -> "Profile":
-    """Reads what `save` wrote."""
+    """Reads what `save` wrote.
+
+    Raises:
+      ValueError: for any other file.
+    """
+    try:
+      with np.load(path) as archive:
+        return cls._of(dict(archive))
+    except (IndexError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
+      raise ValueError(f"{path} was not written by embed.Profile.save.") from None
+
+  @classmethod
+  def _of(cls, arrays: Mapping[str, np.ndarray]) -> "Profile":
     found: dict[str, dict[str, dict[str, Any]]] = {"table": {}, "stack": {}}
-    with np.load(path) as archive:
-      for key, value in archive.items():
-        (kind, rest), field = key.rsplit("/", 1)[0].split("/", 1), key.rsplit("/", 1)[1]
-        found[kind].setdefault(rest, {})[field] = value
+    for key, value in arrays.items():
+      kind, rest = key.split("/", 1)
+      name, field = rest.rsplit("/", 1)
+      found[kind].setdefault(name, {})[field] = value
     for table in found["table"].values():
       table["vocabulary_size"] = int(table["vocabulary_size"])
     for stack in found["stack"].values():
@@ -108,6 +121,40 @@ class Profile:
       {name: TableProfile(**fields) for name, fields in found["table"].items()},
       {name: StackProfile(**fields) for name, fields in found["stack"].items()},
     )
+
+  def plot(self, path: str | Path | None = None) -> Any:
+    """A figure: ids per bag, popularity of rows, distinct rows per batch, load per shard.
+
+    Popularity is the share of all ids that falls on the r-th most popular row, against r, on
+    logarithmic axes: a straight line is a power law, and its slope the skew. Where it ends is the
+    number of rows seen. Load is that of each shard over the mean, where the profile has a plan.
+
+    Args:
+      path: where to write the figure as well, in the format of its ending.
+
+    Returns:
+      The `matplotlib.figure.Figure`, which a notebook shows.
+
+    Raises:
+      ImportError: Matplotlib is not installed.
+    """
+    try:
+      from matplotlib.figure import Figure
+    except ImportError:
+      raise ImportError(
+        "Figures are drawn by Matplotlib: pip install 'sparse-embed[recipes]', or matplotlib."
+      ) from None
+    panels = [_draw_bags, _draw_popularity, _draw_distinct] + [_draw_load] * bool(self.stacks)
+    shape = (2, 2) if self.stacks else (1, 3)
+    figure = Figure(figsize=(4.6 * shape[1] + 1.4, 3.6 * shape[0]), layout="constrained")
+    for draw, axes in zip(panels, figure.subplots(*shape).flat, strict=True):
+      draw(self, axes)
+      axes.grid(alpha=0.3)
+      axes.spines[["top", "right"]].set_visible(False)
+    _legend(figure, self.tables, figure.axes[0], loc="outside right upper")
+    if path is not None:
+      figure.savefig(path, dpi=120)
+    return figure
 
   def __repr__(self) -> str:
     header = ("table", "rows", "ids/bag", "longest", "ids/batch", "distinct", "rows seen", "top 1%")
@@ -125,18 +172,65 @@ class Profile:
           f"{t.top_share():.0%} of ids",
         )
       )
-    text = _aligned(lines)
+    found = text.aligned(lines)
     if self.stacks:
       loads = [("stored in", "most rows of a pair", "busiest shard / mean")]
       loads += [(n, f"{s.pairs.max()}", f"{s.imbalance:.2f}") for n, s in self.stacks.items()]
-      text += "\n\n" + _aligned(loads)
-    return text
+      found += "\n\n" + text.aligned(loads)
+    return found
 
 
-def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
-  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-  cell = lambda i, text: text.rjust(widths[i]) if i else text.ljust(widths[i])
-  return "\n".join("  ".join(cell(*c) for c in enumerate(line)).rstrip() for line in lines)
+# --- the panels of the figure --------------------------------------------------------------------
+
+_NAMED = 20  # lines beyond these have no name in a legend
+
+
+def _style(names: Mapping[str, Any], i: int) -> dict[str, Any]:
+  """The look of the i-th table or stack, the same in every panel."""
+  style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3], "linewidth": 1.2}
+  return style | ({"label": list(names)[i]} if i < _NAMED else {})
+
+
+def _legend(where: Any, names: Mapping[str, Any], axes: Any, **place: Any) -> None:
+  title = f"and {len(names) - _NAMED} more" if len(names) > _NAMED else None
+  handles, labels = axes.get_legend_handles_labels()
+  where.legend(handles, labels, title=title, fontsize="small", frameon=False, **place)
+
+
+def _draw_bags(profile: Profile, axes: Any) -> None:
+  for i, table in enumerate(profile.tables.values()):
+    share = np.where(table.bags > 0, table.bags / max(table.bags.sum(), 1), np.nan)
+    axes.plot(share, marker="o", markersize=4, **_style(profile.tables, i))
+  axes.set(title="Ids per bag", xlabel="ids in a bag", ylabel="share of bags", ylim=(0, None))
+  axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _draw_popularity(profile: Profile, axes: Any) -> None:
+  for i, table in enumerate(profile.tables.values()):
+    counts = np.sort(table.counts)[::-1]
+    share = counts / max(counts.sum(), 1)
+    # A few hundred points draw the line of millions of rows.
+    rank = np.unique(np.geomspace(1, max(len(share), 1), 300).astype(int))[: len(share)]
+    axes.loglog(rank, share[rank - 1], **_style(profile.tables, i))
+  axes.set(title="Popularity of rows", xlabel="rank of a row", ylabel="share of the table's ids")
+
+
+def _draw_distinct(profile: Profile, axes: Any) -> None:
+  for i, table in enumerate(profile.tables.values()):
+    rows = np.where(table.distinct > 0, table.distinct, np.nan)
+    axes.plot(rows, marker=".", **_style(profile.tables, i))
+  axes.set(title="Distinct rows per batch", xlabel="batch", ylabel="rows", yscale="log")
+  axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _draw_load(profile: Profile, axes: Any) -> None:
+  for i, stack in enumerate(profile.stacks.values()):
+    load = stack.shards / (stack.shards.mean() or 1)
+    axes.plot(load, marker="o", markersize=3, **_style(profile.stacks, i))
+  axes.axhline(1, color="black", linewidth=0.8, alpha=0.5)
+  axes.set(title="Load per shard", xlabel="shard", ylabel="rows asked of it / mean", ylim=(0, None))
+  axes.xaxis.get_major_locator().set_params(integer=True)
+  _legend(axes, profile.stacks, axes)
 
 
 def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> Profile:

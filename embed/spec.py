@@ -135,7 +135,9 @@ class EmbeddingConfigSpec:
       name: _mapping(f"Feature {name!r}", entry)
       for name, entry in _mapping("feature_to_config_dict", feature_to_config_dict).items()
     }
-    self.features = {name: _feature(name, entry, self.tables) for name, entry in entries.items()}
+    self.features = {
+      name: _feature(f"Feature {name!r}", entry, self.tables) for name, entry in entries.items()
+    }
     keys = {name: entry.get("weight_key") for name, entry in entries.items()}
     self.weight_keys = {name: key for name, key in keys.items() if key is not None}
     _check_columns(self.features, self.tables, self.weight_keys)
@@ -269,20 +271,16 @@ def _table(
     raise ValueError(f"{what}: {error}") from None
 
 
-def _feature(
-  name: str, entry: Mapping[str, Any], tables: Mapping[str, TableConfig]
-) -> FeatureConfig:
-  what = f"Feature {name!r}"
+def _feature(what: str, entry: dict[str, Any], tables: Mapping[str, TableConfig]) -> FeatureConfig:
   _check_keys(what, entry, (*_FEATURE, *_FEATURE_HERE))
-  table = tables.get(entry.get("table_id", ""))
-  if table is None:
+  name: Any = entry.get("table_id")
+  if name not in tables:
     raise ValueError(
-      f"{what} has table_id {entry.get('table_id')!r}, which is not in table_to_config_dict: "
-      f"{sorted(tables)}."
+      f"{what} has table_id {name!r}, which is not in table_to_config_dict: {sorted(tables)}."
     )
   given = {k: v for k, v in entry.items() if k not in ("table_id", "weight_key")}
   try:
-    return FeatureConfig(table, **given)
+    return FeatureConfig(tables[name], **given)
   except (TypeError, ValueError) as error:
     raise type(error)(f"{what}: {error}") from None
 

@@ -8,6 +8,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A file may import those before it. `config` and `layout` stand alone; nnx starts at
 # `module`.
 ORDER = [
+  "text",
   "config",
   "layout",
   "traffic",
@@ -38,6 +39,9 @@ ORDER = [
   "importers",
   "__init__",
   "reference",
+  "check",
+  "inspection",
+  "__main__",
 ]
 
 

@@ -1,0 +1,39 @@
+"""The library's own commands: a self-test of this installation, and a look at what is on disk."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs a command; returns its exit status."""
+  parser = argparse.ArgumentParser("python -m embed", description=__doc__)
+  commands = parser.add_subparsers(dest="command", required=True, metavar="{check,inspect}")
+  commands.add_parser(
+    "check", help="compare lookups, row gradients and optimizers with NumPy, on these devices"
+  )
+  inspecting = commands.add_parser("inspect", help="print the tables of a checkpoint, or a profile")
+  inspecting.add_argument(
+    "path", help="a run's workdir, a folder that Orbax wrote, or the .npz of embed.profile"
+  )
+  inspecting.add_argument(
+    "--shapes", action="store_true", help="of a checkpoint only shapes and bytes: reads no array"
+  )
+  known = list(commands.choices)
+  if argv and not argv[0].startswith("-") and argv[0] not in known:
+    close = difflib.get_close_matches(argv[0], known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {' and '.join(known)}."
+    parser.error(f"unknown command {argv[0]!r}: {hint}")
+  arguments = parser.parse_args(argv)
+  if arguments.command == "check":
+    from embed import check  # what a command needs is imported by that command
+
+    return check.main()
+  from embed import inspection
+
+  return inspection.main(arguments.path, arguments.shapes)
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

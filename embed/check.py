@@ -1,0 +1,353 @@
+"""`python -m embed check`: this installation on these devices, held to the NumPy reference.
+
+Lookups, row gradients and every optimizer, compiled as a training step has them, on one device and
+on all local devices: by "mod" all of it, by the other strategies what goes another way there.
+
+Ids, weights and gradients are multiples of 1/8, so that products and sums of them are exact in any
+order: what remains is the rounding of divisions, roots and powers, not the order of a sum. An
+error is the largest difference in an array over the largest value in it, and may be
+
+- 2^-16 in float32. A division or a root is off by 2^-24 to 2^-22, on accelerators too; three steps
+  of an optimizer have some ten of them, and their results are subtracted. A wrong constant or order
+  is off by more.
+- 2^-8 in bfloat16, which keeps 8 bits: rounding once is off by up to 2^-9.
+"""
+
+import dataclasses
+import importlib.metadata
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import embed
+from embed import config as config_lib
+from embed import reference
+
+TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-8}
+ROWS, DIM = 37, 8  # rows that no number of devices divides
+BATCH, VALENCY, LENGTH = 13, 5, 3
+RATES = (0.125, 0.0625, 0.25)
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+  "sgd": ("sgd", {}),
+  "adagrad": ("adagrad", {}),
+  "rowwise_adagrad": ("rowwise_adagrad", {}),
+  "adagrad_momentum": ("adagrad_momentum", {"momentum": 0.5, "epsilon": 0.01, "exponent": 3.0}),
+  "ftrl": ("ftrl", {"l1_regularization_strength": 0.125, "beta": 0.5}),
+  "adam": ("adam", {"epsilon": 1e-3}),
+  "momentum": ("momentum", {"momentum": 0.5, "use_nesterov": True}),
+  "rmsprop": ("rmsprop", {"rho": 0.75, "momentum": 0.5, "epsilon": 0.01}),
+  "proximal_adagrad": ("proximal_adagrad", {"l1_regularization_strength": 0.125}),
+  "lion": ("lion", {"beta1": 0.75, "beta2": 0.5}),
+  "adam, every row": ("adam", {"epsilon": 1e-3, "lazy_adam": False}),
+  "adagrad, per occurrence": ("adagrad", {"use_gradient_accumulation": False}),
+  "common arguments": (
+    "adagrad",
+    {
+      "gradient_multiplier": 0.5,
+      "clipvalue": 0.5,
+      "weight_decay_factor": 0.125,
+      "clip_weight_min": -0.5,
+      "clip_weight_max": 1.0,
+    },
+  ),
+}
+
+
+OTHER_WAYS = ("sgd", "rowwise_adagrad", "adam, every row", "adagrad, per occurrence")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """What was compared, where, and how far apart it was.
+
+  Args:
+    what: such as "lookup, mean" or "adagrad".
+    where: such as "one device".
+    error: the largest difference over the largest value, infinite where they cannot be compared.
+    tolerance: the largest error that passes.
+    note: what is wrong, where a number does not tell.
+
+  >>> Result("adagrad", "one device", error=1e-7, tolerance=1e-5).ok
+  True
+  """
+
+  what: str
+  where: str
+  error: float
+  tolerance: float = TOLERANCE["float32"]
+  note: str = ""
+
+  @property
+  def ok(self) -> bool:
+    return self.error <= self.tolerance
+
+
+def main() -> int:
+  """Prints a table of everything that is checked; returns the exit status, 1 if any of it fails."""
+  print(header(), flush=True)
+  start, results = time.time(), []
+  for result in run():
+    results.append(result)
+    verdict = "ok" if result.ok else f"FAILED {result.note}".rstrip()
+    print(f"{result.what:<25}  {result.where:<22}  {result.error:8.1e}  {verdict}", flush=True)
+  failed = [result for result in results if not result.ok]
+  seconds = f"{time.time() - start:.0f} s"
+  if not failed:
+    print(f"\nAll {len(results)} checks passed in {seconds}.")
+    return 0
+  print(
+    f"\n{len(failed)} of {len(results)} checks FAILED in {seconds}. What is computed here is not "
+    "what this library promises: do not train with it. A report should have all of this output."
+  )
+  return 1
+
+
+def header() -> str:
+  """What a report of a failure needs: versions, backend and devices."""
+  packages = ("sparse-embed", "jax", "jaxlib", "flax", "optax", "numpy")
+  versions = ", ".join(f"{name} {_version(name)}" for name in packages)
+  devices = jax.local_devices()
+  return (
+    f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {versions}\n"
+    f"backend {jax.default_backend()}: {len(devices)} x {devices[0].device_kind}\n\n"
+    f"{'what':<25}  {'where':<22}  {'error':>8}"
+  )
+
+
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return embed.__version__ if package == "sparse-embed" else "?"
+
+
+def run() -> Iterator[Result]:
+  """Checks everything everywhere, one result after the other.
+
+  What raises is a failed result, with the error as its note.
+  """
+  for where, place in places().items():
+    yield from _guarded("lookups", where, _check_lookups, place)
+    yield from _guarded("optimizers", where, _check_optimizers, place)
+
+
+def places() -> dict[str, dict[str, Any]]:
+  """Arguments of `SparseEmbed` by name: one device, then all local ones by every strategy."""
+  found: dict[str, dict[str, Any]] = {"one device": {}}
+  devices = jax.local_devices()
+  if len(devices) > 1:
+    mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
+    for strategy in ("mod", "div", "column", "replicated"):
+      found[f"{len(devices)} devices, {strategy}"] = {"mesh": mesh, "sharding": strategy}
+  return found
+
+
+Check = Callable[[dict[str, Any]], Iterator[Result]]
+
+
+def _is_brief(place: Mapping[str, Any]) -> bool:
+  return place.get("sharding", "mod") != "mod"
+
+
+def _guarded(what: str, where: str, check: Check, place: dict[str, Any]) -> Iterator[Result]:
+  try:
+    for result in check(place):
+      yield dataclasses.replace(result, where=where)
+  except Exception as error:  # whatever it is, the rest is still to be checked
+    message = str(error).split("\n")[0]
+    yield Result(what, where, math.inf, note=f"{type(error).__name__}: {message}")
+
+
+def _error(found: Any, wanted: Any) -> float:
+  """The largest difference over the largest value; infinite for other shapes and for NaN."""
+  found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+  if found.shape != wanted.shape:
+    return math.inf
+  largest = np.max(np.abs(wanted), initial=0.0)
+  error = np.max(np.abs(found - wanted), initial=0.0) / (largest or 1.0)
+  return float(error) if np.isfinite(error) else math.inf
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+
+def _eighths(draw: np.random.Generator, shape: tuple[int, ...], most: int = 8) -> np.ndarray:
+  return (draw.integers(-most, most + 1, shape) / 8).astype(np.float32)
+
+
+def _bags(draw: np.random.Generator) -> np.ndarray:
+  """Ids `[BATCH, VALENCY]`: few rows often, many rarely, some not at all; padding; an empty bag."""
+  ids = np.minimum(draw.zipf(1.3, (BATCH, VALENCY)) - 1, ROWS - 3)
+  ids[draw.random(ids.shape) < 0.25] = -1
+  ids[0] = -1
+  return ids.astype(np.int32)
+
+
+def _kinds(ids: np.ndarray, weights: np.ndarray | None) -> dict[str, Any]:
+  """The same bags as every kind of input: the reference's, but for "max_valency"."""
+  given = ids >= 0
+  splits = np.cumsum([0, *given.sum(1)]).astype(np.int32)
+  flat = None if weights is None else weights[given]
+  ragged = reference.Ragged(ids[given], splits, flat)
+  indices = np.argwhere(given).astype(np.int32)
+  return {
+    "padded": reference.Padded(ids, weights),
+    "ragged": ragged,
+    "max_valency": ragged,
+    "sparse": reference.Sparse(indices, ids[given], ids.shape, flat),
+  }
+
+
+def _call(kind: str, given: Any) -> tuple[Any, Any]:
+  """Ids and weights as a layer takes them."""
+
+  def wrap(values):
+    if kind == "dense":
+      return values
+    if kind == "padded":
+      return embed.Padded(values)
+    if kind == "sparse":
+      return embed.Sparse(given.indices, values, given.dense_shape)
+    return embed.Ragged(values, given.row_splits, VALENCY if kind == "max_valency" else None)
+
+  return wrap(given.values), None if given.weights is None else wrap(given.weights)
+
+
+# --- lookups and row gradients -------------------------------------------------------------------
+
+
+Inputs = dict[str, dict[str, Any]]  # by table and kind
+
+
+def _lookup_inputs(draw: np.random.Generator, brief: bool) -> Inputs:
+  found: Inputs = {}
+  for combiner in config_lib.COMBINERS:
+    kinds = _kinds(_bags(draw), None)
+    found[combiner] = kinds if combiner == "mean" and not brief else {"padded": kinds["padded"]}
+    weights = np.abs(_eighths(draw, (BATCH, VALENCY)))  # some are 0
+    found[f"{combiner}, weights"] = _kinds(_bags(draw), weights)
+  found["mean, bfloat16"] = {"padded": reference.Padded(_bags(draw))}
+  found["sequences"] = _kinds(_bags(draw), None)
+  found["single ids"] = {"dense": reference.Dense(_bags(draw)[:, 1])}
+  return found
+
+
+def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
+  draw = np.random.default_rng(0)
+  features: dict[str, Any] = {}
+  inputs: dict[str, Any] = {}
+  weights: dict[str, Any] = {}
+  cotangents: dict[str, np.ndarray] = {}
+  wanted: dict[str, dict[str, reference.Occurrences]] = {}  # by table and feature
+  tables: dict[str, np.ndarray] = {}
+  for name, given in _lookup_inputs(draw, _is_brief(place)).items():
+    combiner = next((c for c in config_lib.COMBINERS if name.startswith(c)), "mean")
+    length = LENGTH if name == "sequences" else 0
+    dtype = jnp.bfloat16 if "bfloat16" in name else np.float32
+    table = embed.TableConfig(ROWS, DIM, combiner=combiner, name=name, dtype=dtype)
+    tables[name], wanted[name] = _eighths(draw, (ROWS, DIM), 16), {}
+    for kind, x in given.items():
+      feature = f"{name}, {kind}"
+      features[feature] = embed.FeatureConfig(table, max_sequence_length=length)
+      inputs[feature], weights[feature] = _call(kind, x)
+      occ = reference.occurrences(reference.Feature(combiner, length), x)
+      wanted[name][feature] = occ
+      cotangents[feature] = _eighths(draw, (*occ.shape, DIM))
+  layer = embed.SparseEmbed(features, embed.sgd(0.1), rngs=nnx.Rngs(0), **place)
+  layer.load_tables(tables)
+
+  def loss(layer, inputs, weights, cotangents):
+    activations = layer(inputs, weights)
+    product = lambda a, c: jnp.sum(a.astype(jnp.float32) * c)
+    products = jax.tree.map(product, activations, cotangents)
+    return sum(products.values(), jnp.zeros(())), activations
+
+  gradients = nnx.jit(embed.value_and_grad(loss, has_aux=True))
+  (_, activations), grads = gradients(layer, inputs, weights, cotangents)
+  for name, occurrences in wanted.items():
+    tolerance = TOLERANCE["bfloat16" if "bfloat16" in name else "float32"]
+    errors = [
+      _error(activations[feature], reference.lookup(tables[name], occ))
+      for feature, occ in occurrences.items()
+    ]
+    yield Result(f"lookup, {name}", "", max(errors), tolerance)
+  for name, occurrences in wanted.items():
+    pairs = [reference.occurrence_gradients(o, cotangents[f]) for f, o in occurrences.items()]
+    ids, values = (np.concatenate(x) for x in zip(*pairs, strict=True))
+    yield _compare_rows(f"rows, {name}", grads.rows[name], reference.row_gradients(ids, values))
+
+
+def _compare_rows(what: str, rows: embed.RowGrads, wanted: Mapping[int, np.ndarray]) -> Result:
+  ids, values = np.asarray(rows.ids), np.asarray(rows.values)
+  order = np.argsort(ids)[: np.sum(ids < ROWS)]
+  if ids[order].tolist() != sorted(wanted):
+    return Result(what, "", math.inf, note="other rows were touched")
+  return Result(what, "", _error(values[order], [wanted[row] for row in sorted(wanted)]))
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
+  rules = {name: OPTIMIZERS[name] for name in (OTHER_WAYS if _is_brief(place) else OPTIMIZERS)}
+  draw = np.random.default_rng(1)
+  rates = np.array(RATES, np.float32)
+  schedule = lambda step: jnp.asarray(rates)[step]
+  features, tables = {}, {}
+  for name, (kind, config) in rules.items():
+    rule = getattr(embed, kind)(learning_rate=schedule, **config)
+    table = embed.TableConfig(ROWS, DIM, optimizer=rule, combiner="sum", name=name)
+    features[name], tables[name] = embed.FeatureConfig(table), _eighths(draw, (ROWS, DIM), 16)
+  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0), **place)
+  layer.load_tables(tables)
+  optimizer = embed.Optimizer(layer, optax.identity())
+
+  def loss(layer, inputs, cotangents):
+    products = jax.tree.map(lambda a, c: jnp.sum(a * c), layer(inputs), cotangents)
+    return sum(products.values(), jnp.zeros(()))
+
+  @nnx.jit
+  def step(layer, optimizer, inputs, cotangents):
+    optimizer.update(layer, embed.value_and_grad(loss)(layer, inputs, cotangents)[1])
+
+  wanted = {
+    name: reference.initial_variables(kind, tables[name], **config)
+    for name, (kind, config) in rules.items()
+  }
+  looked_up = np.zeros(ROWS, bool)
+  for rate in RATES:
+    ids = _bags(draw)
+    looked_up[ids[ids >= 0]] = True
+    cotangents = {name: _eighths(draw, (BATCH, DIM)) for name in rules}
+    step(layer, optimizer, dict.fromkeys(rules, embed.Padded(ids)), cotangents)
+    occ = reference.occurrences(reference.Feature("sum"), reference.Padded(ids))
+    for name, (kind, config) in rules.items():
+      rows, gradients = reference.occurrence_gradients(occ, cotangents[name])
+      wanted[name] = reference.apply_rows(kind, wanted[name], rows, gradients, rate, **config)
+  found = layer.variables
+  for name, (_, config) in rules.items():
+    yield _compare_variables(name, found[name], wanted[name], tables[name], looked_up, config)
+
+
+def _compare_variables(
+  name: str,
+  found: Mapping[str, Any],
+  wanted: Mapping[str, np.ndarray],
+  initial: np.ndarray,
+  looked_up: np.ndarray,
+  config: Mapping[str, Any],
+) -> Result:
+  if set(found) != set(wanted):
+    return Result(name, "", math.inf, note=f"its slots are {sorted(set(found) - {'parameters'})}")
+  moved = (np.asarray(found["parameters"]) != initial).any(axis=1)
+  if config.get("lazy_adam", True) and moved[~looked_up].any():
+    return Result(name, "", math.inf, note="a row moved that was not looked up")
+  return Result(name, "", max(_error(found[key], wanted[key]) for key in wanted))

@@ -1,0 +1,137 @@
+"""`python -m embed inspect`: what a checkpoint or a profile holds, without the model it is of."""
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from embed import text
+from embed.profiling import Profile
+
+
+def main(path: str, shapes_only: bool = False) -> int:
+  """Prints what stands at a path; returns the exit status."""
+  logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells a lot
+  try:
+    print(describe(path, shapes_only))
+  except (ImportError, OSError, ValueError) as error:
+    print(error, file=sys.stderr)
+    return 1
+  return 0
+
+
+def describe(path: str | Path, shapes_only: bool = False) -> str:
+  """A table of the tables of a checkpoint, or a profile as it prints itself.
+
+  Of a table: rows, dim, dtype, bytes with slots, the names of its slots, the mean norm of its rows,
+  and the share of rows that were never touched, which are those whose slots have the commonest
+  value of each slot. Tables are read one after another.
+
+  Args:
+    path: the `.npz` of a profile; or a folder written by Orbax from `embed.checkpoint.to_tree`: a
+      run's workdir, a manager's folder, of which the latest step is taken, a step, or its state.
+    shapes_only: of a checkpoint, read no array.
+
+  Raises:
+    FileNotFoundError: there is neither at this path.
+    ValueError: it was not written by `embed`.
+    ImportError: Orbax is not installed, which reads checkpoints.
+  """
+  path = Path(path)
+  if path.suffix == ".npz":
+    return repr(Profile.load(path))
+  return _checkpoint(find(path.resolve()), shapes_only)
+
+
+def find(path: Path) -> Path:
+  """The folder of a tree of arrays: this one, or that of the latest step in it."""
+  if (path / "_METADATA").is_file():
+    return path
+  for name in ("state", "checkpoints"):
+    if (path / name).is_dir():
+      return find(path / name)
+  steps = [int(p.name) for p in path.iterdir() if p.name.isdigit()] if path.is_dir() else []
+  if steps:
+    return find(path / str(max(steps)))
+  raise FileNotFoundError(
+    f"{path} holds no checkpoint: give a run's workdir, a folder that Orbax wrote, or the .npz of "
+    "embed.profile."
+  )
+
+
+def _checkpoint(path: Path, shapes_only: bool) -> str:
+  try:
+    import orbax.checkpoint as ocp
+  except ImportError:
+    raise ImportError(
+      "Checkpoints are read by Orbax: pip install 'sparse-embed[recipes]', or orbax-checkpoint."
+    ) from None
+  with ocp.PyTreeCheckpointer() as reader:
+    tree = reader.metadata(path).item_metadata.tree
+    nodes = {name: node["tables"] for name, node in tree.items() if _has_tables(node)}
+    if not nodes:
+      raise ValueError(f"{path} has no tables: it was not written from embed.checkpoint.to_tree.")
+
+    def read(node: str, table: str) -> dict[str, np.ndarray]:
+      wanted = {node: {"tables": {table: dict.fromkeys(nodes[node][table], 0)}}}
+      as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+      args = ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True)
+      return reader.restore(path, args=args)[node]["tables"][table]
+
+    lines: list[tuple[str, ...]] = [_HEADER]
+    for node, tables in nodes.items():
+      for name, arrays in tables.items():
+        label = name if len(nodes) == 1 else f"{node}/{name}"
+        seen = ("", "") if shapes_only else statistics(read(node, name))
+        lines.append((label, *_shapes(arrays), *seen))
+  mine = [x for tables in nodes.values() for arrays in tables.values() for x in arrays.values()]
+  others = sum(map(_bytes, jax.tree.leaves(tree))) - sum(map(_bytes, mine))
+  total = (
+    f"tables: {len(lines) - 1}, {text.size(sum(map(_bytes, mine)))} with their slots; "
+    f"other arrays: {len(jax.tree.leaves(tree)) - len(mine)}, {text.size(others)}"
+  )
+  return f"{path}\n\n{text.aligned(lines, left=(0, 5))}\n\n{total}"
+
+
+_HEADER = ("table", "rows", "dim", "dtype", "bytes", "slots", "row norm", "untouched")
+
+
+def _has_tables(node: Any) -> bool:
+  tables = node.get("tables", {}) if isinstance(node, Mapping) else {}
+  return bool(tables) and all("parameters" in arrays for arrays in tables.values())
+
+
+def _bytes(x: Any) -> int:
+  return math.prod(x.shape) * np.dtype(x.dtype).itemsize
+
+
+def _shapes(arrays: Mapping[str, Any]) -> tuple[str, ...]:
+  rows, dim = arrays["parameters"].shape
+  slots = ", ".join(name for name in arrays if name != "parameters")
+  total = text.size(sum(map(_bytes, arrays.values())))
+  return str(rows), str(dim), str(arrays["parameters"].dtype), total, slots
+
+
+def statistics(arrays: Mapping[str, np.ndarray]) -> tuple[str, str]:
+  """The mean norm of the rows, and the share that was not touched; "" without slots to tell.
+
+  >>> statistics({"parameters": np.array([[3.0, 4.0], [0.0, 1.0]])})
+  ('3', '')
+  >>> statistics({"parameters": np.eye(4), "momenta": np.diag([0.0, 0.0, 0.0, 0.5])})
+  ('1', '75%')
+  """
+  rows = arrays["parameters"].astype(np.float32)
+  norm = f"{np.linalg.norm(rows, axis=1).mean(dtype=np.float64):.4g}"
+  slots = [x.reshape(len(rows), -1) for name, x in arrays.items() if name != "parameters"]
+  if not slots:
+    return norm, ""
+  untouched = np.ones(len(rows), bool)
+  for slot in slots:
+    values, counts = np.unique(slot[:, 0], return_counts=True)
+    untouched &= (slot == values[counts.argmax()]).all(axis=1)
+  return norm, f"{untouched.mean():.0%}"

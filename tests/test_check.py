@@ -1,0 +1,184 @@
+"""The self-test passes, and does not where something is wrong."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from meshes import make_mesh
+
+import embed
+from embed import __main__ as program
+from embed import check, reference
+from embed import lookup as lookup_lib
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+  monkeypatch.setattr(check, "places", lambda: {"one device": {}})
+
+
+@pytest.fixture
+def small(one_device, monkeypatch):
+  """A single kind of lookup, and two optimizers."""
+  inputs = check._lookup_inputs
+  some = lambda draw, brief: {"mean, weights": inputs(draw, brief)["mean, weights"]}
+  monkeypatch.setattr(check, "_lookup_inputs", some)
+  monkeypatch.setattr(
+    check, "OPTIMIZERS", {name: check.OPTIMIZERS[name] for name in ("sgd", "adagrad")}
+  )
+  monkeypatch.setattr(check, "OTHER_WAYS", ("sgd",))
+
+
+def test_an_error_is_relative_to_the_largest_value():
+  assert check._error([1.0, 4.0], [1.0, 4.5]) == 0.5 / 4.5
+  assert check._error([0.5], [0.0]) == 0.5
+  assert check._error(np.zeros((0, 2)), np.zeros((0, 2))) == 0
+  assert check._error([1.0], [1.0, 1.0]) == math.inf
+  assert check._error([np.nan], [1.0]) == math.inf
+
+
+def test_nothing_is_left_out():
+  assert {kind for kind, _ in check.OPTIMIZERS.values()} == set(reference.RULES)
+  assert set(check.OTHER_WAYS) < set(check.OPTIMIZERS)
+  kinds = check._lookup_inputs(np.random.default_rng(0), False)
+  assert {kind for given in kinds.values() for kind in given} == {
+    "padded",
+    "ragged",
+    "max_valency",
+    "sparse",
+    "dense",
+  }
+  assert list(check.places()) == [
+    "one device",
+    "8 devices, mod",
+    "8 devices, div",
+    "8 devices, column",
+    "8 devices, replicated",
+  ]
+
+
+def test_everything_passes_here(one_device, capsys):
+  assert program.main(["check"]) == 0
+  out = capsys.readouterr().out
+  names = len(check.OPTIMIZERS) + 2 * 9
+  assert f"All {names} checks passed" in out
+  assert "FAILED" not in out
+  assert f"numpy {np.__version__}" in out
+  assert "backend cpu: 8 x cpu" in out
+  lines = out.splitlines()
+  assert lines[3].split() == ["what", "where", "error"]
+  (line,) = (line for line in lines if line.startswith("adagrad "))
+  assert line.split()[1:3] == ["one", "device"]
+  assert 0 < float(line.split()[3]) < 1e-6
+  assert line.endswith("  ok")
+
+
+def test_everything_passes_on_a_mesh(small, monkeypatch):
+  mesh = make_mesh("explicit")
+  monkeypatch.setattr(check, "places", lambda: {"a mesh": {"mesh": mesh, "sharding": "column"}})
+  results = list(check.run())
+  assert [r.what for r in results] == ["lookup, mean, weights", "rows, mean, weights", "sgd"]
+  assert all(r.ok and r.where == "a mesh" for r in results), results
+
+
+@pytest.mark.slow
+def test_every_strategy_passes(capsys):
+  assert program.main(["check"]) == 0
+  assert "8 devices, replicated" in capsys.readouterr().out
+
+
+def failing(capsys):
+  """What a failing check says, but for the table."""
+  assert program.main(["check"]) == 1
+  out = capsys.readouterr().out
+  lines = [line for line in out.splitlines() if "FAILED" in line]
+  assert "do not train with it" in lines[-1]
+  return lines
+
+
+def test_a_wrong_optimizer_fails(small, monkeypatch, capsys):
+  right = embed.adagrad
+  wrong = lambda **kwargs: right(initial_accumulator_value=0.1001, **kwargs)
+  monkeypatch.setattr(embed, "adagrad", wrong)
+  line, last = failing(capsys)
+  assert line.startswith("adagrad  ")
+  assert check.TOLERANCE["float32"] < float(line.split()[3]) < 1e-2
+  assert last.startswith("1 of 4 checks FAILED")
+
+
+def test_variables_are_compared():
+  """Slots by name, values, and rows that were not looked up."""
+  initial, looked_up = np.ones((2, 1)), np.array([True, False])
+  moved = np.array([[2.0], [1.0]])
+  both = np.array([[2.0], [3.0]])
+
+  def compare(found, wanted, **config):
+    return check._compare_variables("adam", found, wanted, initial, looked_up, config)
+
+  found = {"parameters": moved, "momenta": moved}
+  assert compare(found, found).ok
+  assert compare(found, found | {"momenta": both}).error == 2 / 3
+  assert compare(found, {"parameters": moved}).note == "its slots are ['momenta']"
+  found = {"parameters": both}
+  assert compare(found, found).note == "a row moved that was not looked up"
+  assert not compare(found, found).ok
+  assert compare(found, found, lazy_adam=False).ok
+
+
+def test_a_wrong_combiner_fails(small, monkeypatch, capsys):
+  """mean must divide by the sum of weights."""
+  right = lookup_lib.occurrences
+  wrong = lambda bags, combiner, size: right(bags, combiner.replace("mean", "sqrtn"), size)
+  monkeypatch.setattr(lookup_lib, "occurrences", wrong)
+  assert [line.split("  ")[0] for line in failing(capsys)[:-1]] == [
+    "lookup, mean, weights",
+    "rows, mean, weights",
+  ]
+
+
+def test_other_rows_fail():
+  """A row that was looked up and is not among the gradients, or the other way round."""
+  rows = embed.RowGrads(np.array([4, 2, check.ROWS]), np.ones((3, 2), np.float32))
+  one = np.ones(2)
+  assert check._compare_rows("rows", rows, {2: one, 4: one}).ok
+  for wanted in ({2: one}, {2: one, 4: one, 5: one}):
+    result = check._compare_rows("rows", rows, wanted)
+    assert (result.ok, result.note) == (False, "other rows were touched")
+
+
+def test_an_error_is_a_failure_and_the_rest_goes_on(small, monkeypatch, capsys):
+  def broken(*args, **kwargs):
+    raise NotImplementedError("no such instruction\nand more")
+
+  monkeypatch.setattr(lookup_lib, "occurrences", broken)
+  lines = failing(capsys)
+  assert [line.split("  ")[0] for line in lines[:-1]] == ["lookups", "optimizers"]
+  assert lines[0].endswith("FAILED NotImplementedError: no such instruction")
+
+
+# -------------------------------------------------------------------------------- commands
+
+
+def test_commands(capsys):
+  for argv, message in (
+    (["chekc"], "unknown command 'chekc': did you mean 'check'?"),
+    (["train"], "unknown command 'train': there are check and inspect."),
+    ([], "required: {check,inspect}"),
+    (["inspect"], "required: path"),
+  ):
+    with pytest.raises(SystemExit) as error:
+      program.main(argv)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_of_the_module():
+  result = subprocess.run(
+    [sys.executable, "-m", "embed", "--help"], capture_output=True, text=True, check=True
+  )
+  assert "usage: python -m embed" in result.stdout
+  assert "print the tables of a checkpoint" in result.stdout

@@ -1,0 +1,114 @@
+"""What `python -m embed inspect` says of checkpoints and profiles."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import embed
+from embed import __main__ as program
+from embed import inspection
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+
+class Model(nnx.Module):
+  """Two tables, one of which is trained: rows 1 and 3 of four move."""
+
+  def __init__(self):
+    ones = jax.nn.initializers.ones
+    movie = embed.TableConfig(4, 4, ones, name="movie", optimizer=embed.adam(0.0))
+    user = embed.TableConfig(3, 2, ones, name="user", optimizer=embed.sgd(), dtype=jnp.bfloat16)
+    features = {"m": embed.FeatureConfig(movie), "u": embed.FeatureConfig(user)}
+    self.embed = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+    self.scale = nnx.Param(jnp.ones(()))
+
+
+def trained():
+  model = Model()
+  optimizer = embed.Optimizer(model, optax.sgd(0.0))
+  loss = lambda model, ids: model.embed({"m": ids})["m"].sum() * model.scale[...]
+  optimizer.update(model, embed.value_and_grad(loss)(model, np.array([1, 3]))[1])
+  return embed.checkpoint.to_tree(model=model, optimizer=optimizer)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """A workdir as recipes write it: checkpoints of two steps, of which the last is trained."""
+  folder = tmp_path_factory.mktemp("run")
+  trees = {1: embed.checkpoint.to_tree(model=Model()), 12: trained()}
+  with ocp.CheckpointManager(folder / "checkpoints") as manager:
+    for step, tree in trees.items():
+      items = {"state": ocp.args.StandardSave(tree), "progress": ocp.args.JsonSave({"step": step})}
+      manager.save(step, args=ocp.args.Composite(**items))
+  return folder
+
+
+TABLES = [
+  "table        rows  dim     dtype  bytes  slots                row norm  untouched",
+  "embed/movie     4    4   float32    192  momenta, velocities         2        50%",
+  "embed/user      3    2  bfloat16     12                          1.414",
+]
+
+
+def test_a_checkpoint(run, capsys):
+  assert program.main(["inspect", str(run)]) == 0
+  path, _, *table, _, total = capsys.readouterr().out.splitlines()
+  assert path == str(run / "checkpoints" / "12" / "state")
+  assert table == TABLES
+  assert total.startswith("tables: 2, 204 with their slots; other arrays: ")
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "checkpoints/12", "checkpoints/12/state"])
+def test_any_folder_of_a_run(run, part):
+  assert inspection.describe(run / part) == inspection.describe(run)
+
+
+def test_shapes_alone_read_nothing(run, monkeypatch, capsys):
+  monkeypatch.setattr(inspection, "statistics", None)
+  assert program.main(["inspect", "--shapes", str(run / "checkpoints" / "1")]) == 0
+  out = capsys.readouterr().out
+  assert "embed/movie" in out
+  assert "50%" not in out
+
+
+def test_untouched_rows_have_the_commonest_slots():
+  """Also of a slot of one value per row; every slot has to have it."""
+  rows = np.ones((4, 2))
+  accumulators, counts = np.array([0.1, 0.1, 0.1, 0.5]), np.array([0, 1, 0, 2])
+  assert inspection.statistics({"parameters": rows, "a": accumulators}) == ("1.414", "75%")
+  assert inspection.statistics({"parameters": rows, "a": accumulators, "n": counts})[1] == "50%"
+
+
+def test_a_profile(tmp_path, capsys):
+  table = embed.TableConfig(10, 2, name="movie")
+  profile = embed.profile(embed.FeatureConfig(table), [embed.Padded([[3, 7], [3, -1]])])
+  profile.save(tmp_path / "sample.npz")
+  assert program.main(["inspect", str(tmp_path / "sample.npz")]) == 0
+  assert capsys.readouterr().out == f"{profile!r}\n"
+
+
+def test_what_is_neither(tmp_path, monkeypatch, run, capsys):
+  np.savez(tmp_path / "other.npz", x=np.ones(3))
+  (tmp_path / "text.npz").write_text("not an archive")
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "dense", {"w": np.ones(3)})
+  (tmp_path / "empty").mkdir()
+  for name, message in (
+    ("other.npz", "was not written by embed.Profile.save"),
+    ("text.npz", "was not written by embed.Profile.save"),
+    ("none.npz", "No such file"),
+    ("none", "holds no checkpoint: give a run's workdir"),
+    ("empty", "holds no checkpoint"),
+    ("dense", "has no tables: it was not written from embed.checkpoint.to_tree"),
+  ):
+    assert program.main(["inspect", str(tmp_path / name)]) == 1
+    assert message in capsys.readouterr().err
+  monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+  assert program.main(["inspect", str(run)]) == 1
+  assert "pip install 'sparse-embed[recipes]'" in capsys.readouterr().err
