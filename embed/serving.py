@@ -89,7 +89,7 @@ def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -
     raise ValueError(f"There is no table {name!r} in `tables`, which has {given}.")
   rows, shape = jnp.asarray(tables[key]), (table.vocabulary_size, table.dim)
   if not isinstance(rows, jax.core.Tracer) and len(rows.devices()) > 1:
-    rows = jax.device_put(rows, jax.local_devices()[0])
+    rows = jnp.asarray(np.asarray(rows))  # device_put would keep an Explicit mesh in its type
   if rows.shape != shape or not jnp.issubdtype(rows.dtype, jnp.floating):
     raise ValueError(
       f"Table {name!r} must be floats {shape}, [vocabulary_size, dim]. "
