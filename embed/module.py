@@ -463,8 +463,8 @@ class SparseEmbed(nnx.Module):
       return self._shapes(compact)
     found = read_all(stacks, arrays, compact)
     mark = lambda name, x: lookup_lib.read(x, lookup_lib.Owner(self._path, name))
-    found = {n: {k: mark(n, x) for k, x in found[n].items()} for n in found}
-    return {name: found[name] for name in self.spec.tables}
+    keys = lambda name: ("parameters", *self._stack_of(name).slots)  # jit has sorted them
+    return {n: {k: mark(n, found[n][k]) for k in keys(n)} for n in self.spec.tables}
 
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:

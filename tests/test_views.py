@@ -119,6 +119,8 @@ def test_tables_are_read_as_they_are_loaded(place):
   model, wanted = numbered_model(**at(place)), numbered()
   load(model, wanted)
   assert_equal(fetched(read(model)), wanted)
+  order = {name: list(arrays) for name, arrays in numbered_model().embed.variables.items()}
+  assert {name: list(arrays) for name, arrays in model.embed.variables.items()} == order
 
 
 def test_tables_split_both_ways_are_read_as_they_are_loaded():
