@@ -88,7 +88,11 @@ class RowOptimizer:
     return callable(self.learning_rate) or callable(self.gradient_multiplier)
 
   def replace(self, **arguments: Any) -> "RowOptimizer":
-    """The same optimizer with other arguments: `embed.sgd(0.1).replace(clipvalue=1.0)`."""
+    """The same optimizer with other arguments.
+
+    >>> sgd(0.1).replace(clipvalue=1.0) == sgd(0.1, clipvalue=1.0)
+    True
+    """
     return _rebuild(self.name, self.arguments | arguments)
 
 

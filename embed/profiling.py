@@ -137,6 +137,11 @@ class Profile:
 
     Raises:
       ImportError: Matplotlib is not installed.
+
+    >>> import embed
+    >>> found = profile(embed.FeatureConfig(embed.TableConfig(9, 2)), [np.array([1, 2, 2])])
+    >>> [axes.get_title() for axes in found.plot().axes]
+    ['Ids per bag', 'Popularity of rows', 'Distinct rows per batch']
     """
     try:
       from matplotlib.figure import Figure

@@ -83,6 +83,8 @@ def test_untouched_rows_have_the_commonest_slots():
   accumulators, counts = np.array([0.1, 0.1, 0.1, 0.5]), np.array([0, 1, 0, 2])
   assert inspection.statistics({"parameters": rows, "a": accumulators}) == ("1.414", "75%")
   assert inspection.statistics({"parameters": rows, "a": accumulators, "n": counts})[1] == "50%"
+  momenta = np.array([[0, 0], [0, 0], [0, 1], [2, 2]])  # a row whole, or not
+  assert inspection.statistics({"parameters": rows, "m": momenta})[1] == "50%"
 
 
 def test_a_profile(tmp_path, capsys):
