@@ -134,8 +134,8 @@ def _combiner(theirs: Any, where: str, instead: str) -> str:
     return theirs
   raise ValueError(
     f"The combiner of {where}, {theirs!r}, has no counterpart: {instead}"
-    f'{{"combiner": ...}}}} with one of {config_lib.COMBINERS}, or an embed.CustomCombiner with the '
-    "same computation in JAX."
+    f'{{"combiner": ...}}}} with one of {config_lib.COMBINERS}, or an embed.CustomCombiner with '
+    "the same computation in JAX."
   )
 
 
