@@ -46,6 +46,10 @@ def combine(
 def _custom(combiner, valency: jax.Array, vectors: jax.Array, learned) -> jax.Array:
   """`computation` of every bag."""
   learned = jnp.zeros(0, jnp.float32) if learned is None else learned
+  # A computation may divide by the valency. Guarded inside: where only the result is left out, the
+  # gradient of what went into it is NaN.
+  empty = valency == 0
+  valency = jnp.where(empty, 1, valency)
   of_bag = lambda valency, vectors: combiner.computation(valency, vectors, learned)
   for _ in range(valency.ndim):
     of_bag = jax.vmap(of_bag)
@@ -56,4 +60,4 @@ def _custom(combiner, valency: jax.Array, vectors: jax.Array, learned) -> jax.Ar
       f"A custom combiner returned shape {jnp.shape(out)[valency.ndim :]} for a bag; it must "
       f"return [dim], {wanted[-1:]}."
     )
-  return out
+  return jnp.where(empty[..., None], 0, out)

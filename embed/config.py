@@ -7,6 +7,7 @@ names and defaults are those of ``tf.tpu.experimental.embedding``.
 import collections
 import dataclasses
 import logging
+import numbers
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ class QuantizationConfig:
     upper: the largest of them.
 
   Raises:
-    ValueError: for fewer than 2 buckets.
+    ValueError: for fewer than 2 buckets, or bounds that are not in order.
 
   >>> QuantizationConfig(num_buckets=256, lower=-1.0, upper=1.0).num_buckets
   256
@@ -61,6 +62,8 @@ class QuantizationConfig:
       raise ValueError(
         f"num_buckets is {self.num_buckets}, must be at least 2 for simulated quantization."
       )
+    if not self.lower < self.upper:
+      raise ValueError(f"lower is {self.lower}, which must be less than upper, {self.upper}.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +74,8 @@ class CustomCombiner:
     computation: `f(valency, vectors, weights)` of one bag: the number of its ids, an int32 scalar;
       their rows float32 `[max_valency, dim]` in the order given, times the user's weights if there
       are some, zeros from `valency` on; and the learned weights float32 `[num_weights]`. Returns
-      `[dim]`. In JAX operations: it is differentiated, and mapped over the batch.
+      `[dim]`. In JAX operations: it is differentiated, and mapped over the batch. It never sees an
+      empty bag, which gives zeros; a dense array is bags of one id; sequences are not combined.
     max_valency: the longest bag. Eager calls raise for a longer one; under jit the ids that do not
       fit are dropped and counted.
     num_weights: how many learned weights there are.
@@ -113,7 +117,7 @@ class CustomCombiner:
         f"f(key, shape, dtype). Got {self.initializer!r}."
       )
     rate = self.combiner_weights_learning_rate
-    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float))):
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, numbers.Real)):
       raise ValueError(
         f"Argument `combiner_weights_learning_rate` must be a number or None. Got {rate!r}."
       )
@@ -138,7 +142,8 @@ class TableConfig:
     dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. (On CPU, XLA
       updates a bfloat16 table by way of a float32 copy of it.)
     stochastic_rounding: whether new bfloat16 rows are rounded up or down at random, right on
-      average, rather than to the nearest, which loses small steps. See `embed.rounding`.
+      average, rather than to the nearest, which loses small steps. See `embed.rounding`. A row
+      may pass `clip_weight_max` by as much as it was rounded.
 
   Raises:
     ValueError: naming the argument that is wrong.

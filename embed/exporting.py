@@ -66,7 +66,8 @@ def export(
   Inputs and outputs of the program are dicts, lists and tuples of arrays: a `Padded` is spelled as
   its `values`, a `Ragged` as `{"values": ..., "row_splits": ...}`, a `Sparse` as
   `{"indices": ..., "values": ...}` (`max_valency` and `dense_shape` are those of the example), a
-  named tuple as a dict. Ids are int32 (JAX cuts int64 to that); those out of range are dropped.
+  named tuple as a dict. Ids are int32: JAX cuts wider ones, silently, so check them before. Those
+  out of range are dropped. The rules are those of the model's calls, not of `serving_lookup`.
 
   Args:
     function: `f(model, *args)`, traceable.
@@ -111,6 +112,9 @@ def export(
     return _plain(function(nnx.merge(graphdef, jax.tree.unflatten(treedef, values)), *args))
 
   everything = dict(zip(names, map(_stored, leaves), strict=True))
+  if len(everything) < len(names):
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"export: two arrays of the model are called {twice!r}; rename the table.")
   plain = jax.tree.map(lambda i: inputs[i], numbers)
   arrays = {name: everything[name] for name in _used(call, everything, plain)}
   for name, x in arrays.items():

@@ -374,10 +374,14 @@ def _find(
 def _in_order(given: Any, shape: tuple[int, ...], strategy: str, shards: int | None) -> np.ndarray:
   """All rows of a table or slot, in order."""
   size, row = shape[0], shape[1:]
+  if shards is not None and shards < 1:
+    raise ValueError(f"cannot be on shards={shards}; write at least 1")
   if isinstance(given, (list, tuple)):
     parts = [np.atleast_1d(np.asarray(part)) for part in given]
     if not parts:
       raise ValueError("has no shards")
+    if shards not in (None, len(parts)):
+      raise ValueError(f"is a list of {len(parts)} shards, and shards={shards} is given")
   elif shards is None:
     if np.shape(given) != shape:
       raise ValueError(f"has shape {np.shape(given)}, the layer's has {shape}")

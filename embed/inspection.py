@@ -29,8 +29,8 @@ def describe(path: str | Path, shapes_only: bool = False) -> str:
   """A table of the tables of a checkpoint, or a profile as it prints itself.
 
   Of a table: rows, dim, dtype, bytes with slots, the names of its slots, the mean norm of its rows,
-  and the share of rows that were never touched, which are those whose slots have the commonest
-  value of each slot. Tables are read one after another.
+  and the share of rows that seem not to have been touched, which are those whose slots have the
+  commonest value of each slot. Tables are read one after another.
 
   Args:
     path: the `.npz` of a profile; or a folder written by Orbax from `embed.checkpoint.to_tree`: a
@@ -43,6 +43,8 @@ def describe(path: str | Path, shapes_only: bool = False) -> str:
     ImportError: Orbax is not installed, which reads checkpoints.
   """
   path = Path(path)
+  if not path.exists() and Path(f"{path}.npz").exists():
+    path = Path(f"{path}.npz")
   if path.suffix == ".npz":
     return repr(Profile.load(path))
   return _checkpoint(find(path.resolve()), shapes_only)
@@ -73,6 +75,7 @@ def _checkpoint(path: Path, shapes_only: bool) -> str:
     ) from None
   with ocp.PyTreeCheckpointer() as reader:
     tree = reader.metadata(path).item_metadata.tree
+    tree = tree if isinstance(tree, Mapping) else {}
     nodes = {name: node["tables"] for name, node in tree.items() if _has_tables(node)}
     if not nodes:
       raise ValueError(f"{path} has no tables: it was not written from embed.checkpoint.to_tree.")
@@ -102,8 +105,11 @@ _HEADER = ("table", "rows", "dim", "dtype", "bytes", "slots", "row norm", "untou
 
 
 def _has_tables(node: Any) -> bool:
-  tables = node.get("tables", {}) if isinstance(node, Mapping) else {}
-  return bool(tables) and all("parameters" in arrays for arrays in tables.values())
+  tables = node.get("tables") if isinstance(node, Mapping) else None
+  is_table = lambda x: (
+    isinstance(x, Mapping) and len(getattr(x.get("parameters"), "shape", ())) == 2
+  )
+  return isinstance(tables, Mapping) and bool(tables) and all(map(is_table, tables.values()))
 
 
 def _bytes(x: Any) -> int:
@@ -133,5 +139,6 @@ def statistics(arrays: Mapping[str, np.ndarray]) -> tuple[str, str]:
   untouched = np.ones(len(rows), bool)
   for slot in slots:
     values, counts = np.unique(slot[:, 0], return_counts=True)
-    untouched &= (slot == values[counts.argmax()]).all(axis=1)
+    common = values[counts.argmax()] if counts.max() > 1 else np.nan  # each its own: all touched
+    untouched &= (slot == common).all(axis=1)
   return norm, f"{untouched.mean():.0%}"

@@ -47,7 +47,10 @@ def to_keys(values: np.ndarray) -> np.ndarray:
   if all(issubclass(t, (int, np.integer)) and t is not bool for t in given):
     return _to_integers([-1 if item is None else int(item) for item in items])
   names = sorted(t.__name__ for t in given)
-  raise ValueError(f"a column holds {_TYPES}, and not strings with integers. Found {names}.")
+  raise ValueError(
+    f"a column holds {_TYPES}, and not strings with integers. Found {names}. What is "
+    "missing is None or '', not NaN."
+  )
 
 
 def _text(item: str | bytes | None) -> str:

@@ -256,7 +256,9 @@ def in_order(
   come after with a copy of the whole table.
   """
   ids = [occ.ids for occ in reads.parts if occ.ids.size]
-  if not isinstance(table, jax.core.Tracer) or not ids:
+  if not isinstance(table, jax.core.Tracer):
+    return [jnp.copy(act) for act in activations], table  # the table itself may be among them
+  if not ids:
     return list(activations), table
 
   def on_cpu(activations, table, ids):

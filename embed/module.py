@@ -28,6 +28,7 @@ class Apart(NamedTuple):
   rows: jax.Array  # [..., L, D]
   ids: jax.Array  # int32 [..., L]
   weights: jax.Array | None  # float32 [..., L]
+  learned: jax.Array | None  # float32 [num_weights], as they were at the lookup
 
 
 @jax.tree_util.register_pytree_node_class
@@ -235,7 +236,7 @@ class SparseEmbed(nnx.Module):
       activations.update({path: act for (path, _), act in zip(members, acts, strict=True)})
       for (path, _), act, table, bag in zip(members, acts, tables, bags, strict=True):
         if bag is not None:
-          apart[path] = self.spec.stacks[stack_name].beside(Apart(act, *bag))
+          apart[path] = self._apart(table, act, *bag)
           activations[path] = self._combine(table, apart[path])
       read[stack_name], paths[stack_name] = reads, tuple(path for path, _ in members)
       loads.append(load)
@@ -244,11 +245,18 @@ class SparseEmbed(nnx.Module):
     packed = config_lib.pack(self.spec.features, features, activations)
     return packed, Residual(read, paths, apart)
 
-  def _combine(self, table: str, bags: Apart, learned: Any = None) -> jax.Array:
-    """Rows that were looked up one by one, combined; by `learned` instead of the table's own."""
-    if learned is None and table in self.combiner_weights:
-      learned = self.combiner_weights[table][...]
-    return combining.combine(self._table(table), *bags, learned)
+  def _apart(self, table: str, rows: jax.Array, ids: jax.Array, weights: Any) -> Apart:
+    rows, ids, weights = self._stack_of(table).beside((rows, ids, weights))
+    own = self.combiner_weights
+    return Apart(rows, ids, weights, own[table][...] if table in own else None)
+
+  def _combine(self, table: str, bags: Apart) -> jax.Array:
+    """Rows that were looked up one by one, combined."""
+    combine = lambda bags: combining.combine(self._table(table), *bags)
+    stack = self._stack_of(table)
+    if stack.placement is None:
+      return combine(bags)
+    return stack.beside(stack.placement.prepare(combine, bags))
 
   def _read(self, stack: Stack, inputs, tables: list[str], combiner: str | None = None):
     """Activations of the features of a stack, marked; what was read, the load, and ids dropped.
@@ -354,6 +362,10 @@ class SparseEmbed(nnx.Module):
         raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
     sent: dict[str, list[Sent]] = {}
     learned: dict[str, list[jax.Array]] = {}
+    for path in residual.apart:
+      table = self._table_name(features_of[path])
+      if table in self.combiner_weights:
+        self._combiner_rate(table)  # says what is wrong before anything is trained
     for stack_name, reads in residual.reads.items():
       calls = []
       for path, occ in zip(residual.paths[stack_name], reads.parts, strict=True):
@@ -364,26 +376,31 @@ class SparseEmbed(nnx.Module):
         if bags is not None:
           table = self._table_name(feature)
           grad, of_learned = self._uncombine(table, bags, grad)
-          learned.setdefault(table, []).append(of_learned)
+          if of_learned is not None:
+            learned.setdefault(table, []).append(of_learned)
         calls.append(grad)
       sent[stack_name] = [Call(tuple(calls), reads)]
     self._apply(sent, step)
     for table, parts in learned.items():
       self._descend(table, functools.reduce(jnp.add, parts))
 
-  def _uncombine(self, table: str, bags: Apart, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def _uncombine(self, table: str, bags: Apart, grad: jax.Array) -> tuple[jax.Array, Any]:
     """The gradients of rows, and of the learned weights, from that of the combined ones."""
-    own = self.combiner_weights.get(table)
-    learned = jnp.zeros(0, jnp.float32) if own is None else own[...]
-    combine = lambda rows, learned: self._combine(table, bags._replace(rows=rows), learned)
-    out, vjp = jax.vjp(combine, bags.rows, learned)
-    return vjp(grad.astype(out.dtype))
 
-  def _descend(self, table: str, grad: jax.Array) -> None:
-    """Trains the learned weights of a table's combiner, if there are any."""
-    variable = self.combiner_weights.get(table)
-    if variable is None:
-      return
+    def back(bags: Apart, grad: jax.Array):
+      combine = lambda rows, learned: self._combine(
+        table, bags._replace(rows=rows, learned=learned)
+      )
+      out, vjp = jax.vjp(combine, bags.rows, bags.learned)
+      return vjp(grad.astype(out.dtype))
+
+    stack = self._stack_of(table)
+    eager = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((bags, grad)))
+    back = jax.jit(back) if stack.placement is not None and eager else back
+    return back(bags, stack.beside(grad))
+
+  def _combiner_rate(self, table: str) -> float:
+    """The rate of a table's learned weights."""
     combiner = self._table(table).combiner
     assert isinstance(combiner, config_lib.CustomCombiner)
     rate = combiner.combiner_weights_learning_rate
@@ -393,7 +410,12 @@ class SparseEmbed(nnx.Module):
         "combiner_weights_learning_rate is None. Use embed.value_and_grad and embed.Optimizer, or "
         "give a rate."
       )
-    variable.set_value(variable[...] - rate * grad)
+    return rate
+
+  def _descend(self, table: str, grad: jax.Array) -> None:
+    """Trains the learned weights of a table's combiner."""
+    variable = self.combiner_weights[table]
+    variable.set_value(variable[...] - self._combiner_rate(table) * grad)
 
   def apply_row_gradients(self, rows: Mapping[str, RowGrads], step: Any = None) -> None:
     """Steps each named table once from its `RowGrads`, in place.
@@ -411,31 +433,37 @@ class SparseEmbed(nnx.Module):
     self._apply(sent, step)
 
   def _apply(self, sent: Mapping[str, Sequence[Sent]], step: Any) -> None:
-    """Steps each stack once."""
-    for name, stack in self.spec.stacks.items():
-      optimizer = stack.optimizer
-      if name not in sent and (optimizer is None or optimizer.lazy):
-        continue
-      if optimizer is None:
-        raise ValueError(
-          f"Table {stack.names[0]!r} has no optimizer, so it cannot be trained. Give one in its "
-          "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
-        )
-      if step is None and optimizer.has_schedule:
-        raise ValueError(
-          f"Table {stack.names[0]!r} has a schedule, of its learning rate or gradient multiplier: "
-          "pass step=..."
-        )
-      if step is None and stack.rounds:
-        raise ValueError(
-          f"Table {stack.names[0]!r} rounds its {stack.config.dtype} rows at random, by the number "
-          "of the step: pass step=..., or set stochastic_rounding=False in its TableConfig."
-        )
-      if optimizer.equation is None:
-        continue
-      arrays = {key: variable[...] for key, variable in self.arrays[name].items()}
-      for key, value in _step(arrays, tuple(sent.get(name, ())), stack.at(step), stack).items():
-        self.arrays[name][key].set_value(value)
+    """Steps each stack once, or, where something is missing, none."""
+    moving = [stack for stack in self.spec.stacks.values() if self._trains(stack, sent, step)]
+    for stack in moving:
+      variables, mine = self.arrays[stack.name], tuple(sent.get(stack.name, ()))
+      arrays = {key: variable[...] for key, variable in variables.items()}
+      for key, value in _step(arrays, mine, stack.at(step), stack).items():
+        variables[key].set_value(value)
+
+  def _trains(self, stack: Stack, sent: Mapping[str, Sequence[Sent]], step: Any) -> bool:
+    """Whether a stack moves; raises for what is missing."""
+    optimizer = stack.optimizer
+    if stack.name not in sent and (optimizer is None or optimizer.lazy):
+      return False
+    if optimizer is None:
+      raise ValueError(
+        f"Table {stack.names[0]!r} has no optimizer, so it cannot be trained. Give one in its "
+        "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
+      )
+    if optimizer.equation is None:
+      return False
+    if step is None and optimizer.has_schedule:
+      raise ValueError(
+        f"Table {stack.names[0]!r} has a schedule, of its learning rate or gradient multiplier: "
+        "pass step=..."
+      )
+    if step is None and stack.rounds:
+      raise ValueError(
+        f"Table {stack.names[0]!r} rounds its {stack.config.dtype} rows at random, by the number "
+        "of the step: pass step=..., or set stochastic_rounding=False in its TableConfig."
+      )
+    return True
 
   # --- state -------------------------------------------------------------------------------------
 
@@ -553,7 +581,10 @@ def _prepare(features, combiner: str | None, values):
     if wanted and combiner is None and ragged.combines(name, feature, x, w):
       bags = ragged.in_places(bags, size, _places(name, feature, x, bags))
       parts.append(Occurrences(bags.ids[..., None], None, None))
-      apart.append((bags.ids, bags.weights))
+      weights = (
+        bags.weights if feature.differentiate_weights else jax.lax.stop_gradient(bags.weights)
+      )
+      apart.append((bags.ids, weights))
     else:
       how = combiner or ("sum" if custom else table.combiner)  # a sequence has bags of one id
       parts.append(lookup_lib.occurrences(bags, how, size))
@@ -569,7 +600,7 @@ def _places(name: str, feature: config_lib.FeatureConfig, x: Any, bags: ragged.B
   if bags.segments is None:
     return None
   if isinstance(x, ragged.Sparse):
-    return x.dense_shape[-1]
+    return min(x.dense_shape[-1], max(bags.ids.shape[0], 1))
   raise ValueError(
     f"Feature {name!r}: differentiate_weights needs bags of known length. Give "
     "embed.Ragged(..., max_valency=...), or embed.to_padded(...)."

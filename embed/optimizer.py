@@ -87,9 +87,14 @@ def _descend(model: nnx.Module, dense: Any) -> None:
   for path, module in nnx.iter_modules(model):
     if isinstance(module, SparseEmbed):
       for table in module.combiner_weights:
-        grad = found.get((*path, "combiner_weights", table))
-        if grad is not None:
-          module._descend(table, grad[...])
+        if isinstance(module.combiner_weights[table], CombinerWeights):
+          where = (*path, "combiner_weights", table)
+          if where not in found:
+            raise ValueError(
+              f"The dense gradients have none for {'/'.join(map(str, where))}. Take them with "
+              "embed.value_and_grad of this model, and keep every one."
+            )
+          module._descend(table, found[where][...])
 
 
 def _is_of(rows: Rows, path: str, module) -> bool:

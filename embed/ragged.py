@@ -506,25 +506,28 @@ def in_places(bags: Bags, size: int, length: int | None) -> Bags:
   if length is None:
     assert segments is None
     return bags
-  number, flat = math.prod(shape), ids.reshape(-1)
   if segments is None:
-    row = jnp.repeat(jnp.arange(number, dtype=jnp.int32), ids.shape[-1])
+    order = jnp.argsort(ids >= size, axis=-1, stable=True)  # padding behind the ids
+    missing = [(0, 0)] * (ids.ndim - 1) + [(0, max(length - ids.shape[-1], 0))]
+    move = lambda fill, x: jnp.pad(
+      jnp.take_along_axis(x, order, axis=-1)[..., :length], missing, constant_values=fill
+    )
   else:
-    row = segments
-  row = jnp.where(flat < size, row, number)
-  order = jnp.argsort(row, stable=True)
-  ordered = row[order]
-  first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
-  column = jnp.arange(len(flat), dtype=jnp.int32) - first
-  lay = lambda fill, x: (
-    jnp.full((number, length), fill, x.dtype)
-    .at[ordered, column]
-    .set(x.reshape(-1)[order], mode="drop")
-    .reshape(*shape, length)
-  )
-  laid = lay(size, ids)
-  lost = dropped + _count(flat < size) - _count(laid < size)
-  return Bags(laid, None if weights is None else lay(0, weights), None, shape, lost)
+    number = math.prod(shape)
+    row = jnp.where(ids < size, segments, number)
+    by_bag = jnp.argsort(row, stable=True)
+    ordered = row[by_bag]
+    first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
+    column = jnp.arange(ids.shape[0], dtype=jnp.int32) - first
+    move = lambda fill, x: (
+      jnp.full((number, length), fill, x.dtype)
+      .at[ordered, column]
+      .set(x[by_bag], mode="drop")
+      .reshape(*shape, length)
+    )
+  laid = move(size, ids)
+  lost = dropped + _count(ids < size) - _count(laid < size)
+  return Bags(laid, None if weights is None else move(0, weights), None, shape, lost)
 
 
 class _Places(NamedTuple):

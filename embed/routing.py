@@ -114,11 +114,14 @@ class _Feed:
   ahead: list[jax.Array] | None = None
 
 
-class _Lookup(NamedTuple):
-  """A lookup that was run: what it returned, for one without taps, and what it read."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Lookup:
+  """A lookup that was run: what it returned, for one without taps, what it read, and of what."""
 
   activations: list[jax.Array] | None
   reads: lookup.Reads
+  owner: lookup.Owner = dataclasses.field(metadata={"static": True})
 
 
 Run = tuple[list[Any], list[_Lookup]]
@@ -157,8 +160,9 @@ def _segments(eqns: Any) -> Iterator[list[Any]]:
 def _boundary(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
   """The variables that a run of equations reads from outside, and those that it defines."""
   made = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex_core.DropVar)]
+  known = set(made)
   reads = [v for eqn in eqns for v in eqn.invars if not isinstance(v, jex_core.Literal)]
-  return list(dict.fromkeys(v for v in reads if v not in set(made))), made
+  return list(dict.fromkeys(v for v in reads if v not in known)), made
 
 
 def _run_marked(eqn: Any, values: list[Any], feeds: list[_Feed]) -> Run:
@@ -169,8 +173,9 @@ def _run_marked(eqn: Any, values: list[Any], feeds: list[_Feed]) -> Run:
     reads = jax.tree.unflatten(eqn.params["treedef"], values[number:])
     activations = list(values[:number]) if feed.ahead is None else feed.ahead
     if feed.taps is None:
-      return activations, [_Lookup(activations, reads)]
-    return list(map(lookup.attach, activations, feed.taps)), [_Lookup(None, reads)]
+      return activations, [_Lookup(activations, reads, eqn.params["owner"])]
+    record = _Lookup(None, reads, eqn.params["owner"])
+    return list(map(lookup.attach, activations, feed.taps)), [record]
   if name in _INLINED:
     closed = next(p for p in eqn.params.values() if isinstance(p, jex_core.ClosedJaxpr))
     return _run(closed.jaxpr, closed.consts, values, feeds)
@@ -195,7 +200,7 @@ def _branches(closed: Any) -> list[Callable[..., Run]]:
   def run(i, operands, feeds):
     start = sum(map(len, marks[:i]))
     out, mine = _run(closed[i].jaxpr, closed[i].consts, operands, feeds[start:][: len(marks[i])])
-    unused = lambda mark: _Lookup(None, _unused(mark))
+    unused = lambda mark: _Lookup(None, _unused(mark), mark.owner)
     records = [mine if j == i else [unused(m) for m in marks[j]] for j in range(len(marks))]
     return out, [record for branch in records for record in branch]
 
@@ -335,7 +340,7 @@ def value_and_grad(
   Raises:
     ValueError: when called, if a lookup is where its gradient would be lost (scan, vmap, ...), if
       `tables` is read inside, or if `ahead` is of another loss or of inputs of another shape.
-      TypeError: if the first argument is no `nnx.Module`, or the loss is not a float scalar.
+    TypeError: if the first argument is no `nnx.Module`, or the loss is not a float scalar.
 
   >>> import embed, optax
   >>> table = embed.TableConfig(vocabulary_size=10, dim=2, optimizer=embed.sgd(0.1), name="t")
@@ -411,7 +416,7 @@ class Ahead:
   def _of(self, marks: list[_Mark]) -> list[_Lookup]:
     """The lookups, checked against those of the loss that they are given to."""
     shapes = lambda tree: jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
-    wanted = [_Lookup(mark.activations, mark.reads) for mark in marks]
+    wanted = [_Lookup(mark.activations, mark.reads, mark.owner) for mark in marks]
     if shapes(list(self.lookups)) != shapes(wanted):
       raise ValueError(
         "`ahead` is of another loss, or of inputs of another shape. Write embed.look_ahead("
@@ -426,6 +431,8 @@ def _same_ids(found: list[_Lookup], early: list[_Lookup]) -> jax.Array:
   for mine, theirs in zip(found, early, strict=True):
     for a, b in zip(mine.reads.parts, theirs.reads.parts, strict=True):
       same &= jnp.all(a.ids == b.ids)
+      if a.segments is not None:
+        same &= jnp.all(a.segments == b.segments)
   return same
 
 
@@ -448,7 +455,9 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
 
   Returns:
     `f(model, *args)` returning the `Ahead` for `value_and_grad(loss_fn, ahead=...)(model, *args)`.
-    Nothing of the model changes. Under jit, what the lookups do not need is not computed.
+    Nothing of the model changes. Under jit, what the lookups do not need is not computed. The
+    user's weights are those of the look ahead, as the ids are. Where a lookup depends on random
+    state, look ahead once for each step, after the step before it has drawn.
 
   Raises:
     ValueError: as `value_and_grad`, and for lookups in a branch of a conditional.
@@ -479,12 +488,13 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
     found = traced.compiled(run)(traced.params)
     modules = sparse_embeds(model)
     ordered = []
-    for mark, (activations, reads) in zip(traced.marks, found, strict=True):
-      assert mark.owner.path is not None
-      rows = modules[mark.owner.path].arrays[mark.owner.name]["parameters"]
-      activations, table = lookup.in_order(activations, rows.get_value(), reads)
+    for made in found:
+      assert made.owner.path is not None
+      assert made.activations is not None
+      rows = modules[made.owner.path].arrays[made.owner.name]["parameters"]
+      activations, table = lookup.in_order(made.activations, rows.get_value(), made.reads)
       rows.set_value(table)
-      ordered.append(_Lookup(activations, reads))
+      ordered.append(dataclasses.replace(made, activations=activations))
     return Ahead(tuple(ordered))
 
   return wrapped

@@ -43,8 +43,8 @@ def serving_lookup(
       integer array, `Padded`, `Ragged` or `Sparse`.
     weights: the parallel structure of floats, or None; an entry may be None.
     tables: the rows of each table, float `[vocabulary_size, dim]`, NumPy or JAX, by the table's
-      name, as in `sparse_embed.tables`, or by its `TableConfig`. In eager calls a table that is
-      spread over devices is brought to one.
+      name, as in `sparse_embed.tables`, or, outside of jit, by its `TableConfig`. An eager call
+      brings NumPy tables, and those on a mesh, to one device: keep them there for many calls.
     feature_config: a `FeatureConfig` or any nesting of them.
     quantize: whether rows are quantized as the table's `QuantizationConfig` says.
     combiner_weights: what each `CustomCombiner` has learned, float32 `[num_weights]` by the name of
@@ -56,7 +56,8 @@ def serving_lookup(
 
   Raises:
     ValueError: naming the feature, for an id that is not below `vocabulary_size` (whatever
-      `validate_weights_and_indices`; under jit such ids are dropped), for weights on a dense or
+      `validate_weights_and_indices`; under jit such ids are dropped, but JAX cuts the arguments of
+      a jitted function to 32 bits before: check wider ones on the host), for weights on a dense or
       sequence feature or of another kind than the ids, for an `output_shape` that does not fit, and
       for features that are not in the config. Naming the table, if it is missing or has another
       shape, or if the weights of its combiner are missing.
@@ -88,7 +89,13 @@ def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -
     given = sorted(k.name or "?" if isinstance(k, config_lib.TableConfig) else k for k in tables)
     raise ValueError(f"There is no table {name!r} in `tables`, which has {given}.")
   rows, shape = jnp.asarray(tables[key]), (table.vocabulary_size, table.dim)
-  if not isinstance(rows, jax.core.Tracer) and len(rows.devices()) > 1:
+  if isinstance(rows, jax.core.Tracer):
+    if any(jax.typeof(rows).sharding.spec):
+      raise ValueError(
+        f"Table {name!r} is split over an Explicit mesh. Bring it to one device before jit, "
+        "with np.asarray, or export the model with embed.export."
+      )
+  elif not isinstance(rows.sharding, jax.sharding.SingleDeviceSharding):
     rows = jnp.asarray(np.asarray(rows))  # device_put would keep an Explicit mesh in its type
   if rows.shape != shape or not jnp.issubdtype(rows.dtype, jnp.floating):
     raise ValueError(
@@ -134,7 +141,7 @@ def _serve(
   elif not isinstance(x, (ragged.Padded, ragged.Ragged, ragged.Sparse)):
     shape = np.shape(x)
   bags = ragged.to_bags(name, rules, x, w)
-  if isinstance(x, ragged.Sparse) and w is not None and table.combiner != "sum":
+  if isinstance(x, ragged.Sparse) and w is not None and table.combiner in ("mean", "sqrtn"):
     is_safe = feature.validate_weights_and_indices or len(x.dense_shape) > 2
     bags = _positive(bags, table.vocabulary_size) if is_safe else bags
   look_up = functools.partial(

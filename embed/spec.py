@@ -72,7 +72,8 @@ class EmbeddingConfigSpec:
     gradient_multiplier_fn: `f(step)`, 0 at the first one, by which all gradients of tables are
       multiplied, before they are summed and clipped: the `gradient_multiplier` of each optimizer
       that has none. TensorFlow's `experimental_gradient_multiplier_fn`.
-    pipeline_execution_with_tensor_core: kept as an attribute, for the program that makes the step.
+    pipeline_execution_with_tensor_core: an attribute, no more: a layer cannot pipeline, a training
+      step does. Make that with `embed.look_ahead` where this is True.
     partition_strategy: "div" or "mod", how rows are spread over the mesh.
     profile_data_directory: where `profile` saves statistics.
 

@@ -1,5 +1,6 @@
 """Custom combiners, and gradients of the user's weights."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -203,6 +204,83 @@ def test_sharded_equals_unsharded(strategy, kind):
   meshes.assert_close(*outcomes)
 
 
+@pytest.mark.parametrize("level", ["lookup", "value_and_grad"])
+@pytest.mark.parametrize("is_set", [False, True], ids=["given", "set"])
+@pytest.mark.parametrize("kind", meshes.KINDS)
+def test_eagerly_on_a_mesh(kind, is_set, level):
+  """Any operation may be in a combiner, also on a mesh whose types have to agree."""
+  middle = lambda valency, vectors, weights: jnp.sort(vectors, axis=0)[valency // 2] + weights[1]
+  bags = embed.Padded(np.arange(24).reshape(8, 3) % 11 - 1)
+  found = []
+  for mesh in (None, meshes.make_mesh(kind)):
+    one, two = learnt(), dataclasses.replace(learnt(), computation=middle)
+    features = {
+      name: embed.FeatureConfig(embed.TableConfig(V, D, None, embed.sgd(0.25), combiner, name))
+      for name, combiner in (("x", one), ("y", two))
+    }
+    with jax.set_mesh(mesh) if mesh is not None and is_set else contextlib.nullcontext():
+      model = embed.SparseEmbed(features, rngs=nnx.Rngs(0), mesh=mesh)
+      if level == "lookup":
+        act, residual = model.lookup({"x": bags, "y": bags})
+        model.apply_gradients({"x": jnp.ones((8, D)), "y": None}, residual)
+      else:
+        optimizer = embed.Optimizer(model, optax.sgd(0.1))
+        loss = lambda m: sum(jnp.sum(a**2) for a in m({"x": bags, "y": bags}).values())
+        act, grads = embed.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+      learned = {name: model.combiner_weights[name][...] for name in features}
+      found.append(jax.tree.map(np.asarray, (act, model.tables, learned)))
+  meshes.assert_close(*found)
+
+
+def test_an_empty_bag_gives_zeros_and_no_nan():
+  """A mean as one would write it, 0 / 0 for an empty bag."""
+  mean = lambda valency, vectors, weights: weights[0] * vectors.sum(0) / valency
+  model = make(embed.CustomCombiner(mean, K, 1, jax.nn.initializers.ones))
+  bags = {"x": embed.Padded(np.array([[1, 3], [-1, -1]]))}
+  loss = lambda m: jnp.sum(m(bags)["x"])
+  value, grads = embed.value_and_grad(loss)(model)
+  assert float(value) == 4 + 5
+  assert grads.dense["combiner_weights"]["t"][...].tolist() == [9]
+
+
+def test_weights_in_a_custom_combiner_are_constants_unless_asked():
+  bags = {"x": embed.Padded(np.array([[1, 2]]))}
+  for asked, wanted in ((False, [[0, 0]]), (True, [[2 + 3, 2 * (4 + 5)]])):
+    model = make(learnt(), differentiate_weights=asked)
+    of = lambda w, model=model: jnp.sum(model(bags, {"x": embed.Padded(w)})["x"])
+    assert jax.grad(of)(jnp.ones((1, 2))).tolist() == wanted
+
+
+def test_the_mid_level_differentiates_at_the_weights_of_the_lookup():
+  model = make(learnt())
+  act, residual = model.lookup({"x": KINDS["padded"]})
+  model.combiner_weights["t"].set_value(jnp.full(K, 100.0))
+  model.apply_gradients(jax.tree.map(jnp.ones_like, act), residual)
+  np.testing.assert_array_equal(model.tables["t"][7], ROWS[7] - 0.25)
+
+
+def test_nothing_is_trained_where_something_is_missing():
+  model = make(learnt(rate=None))
+  act, residual = model.lookup({"x": KINDS["padded"]})
+  with pytest.raises(ValueError, match="trained by the dense optimizer"):
+    model.apply_gradients(act, residual)
+  np.testing.assert_array_equal(model.tables["t"], ROWS)
+  model = make(learnt())
+  optimizer = embed.Optimizer(model, optax.sgd(0.1))
+  _, grads = embed.value_and_grad(lambda m: jnp.sum(m({"x": KINDS["padded"]})["x"]))(model)
+  with pytest.raises(ValueError, match="The dense gradients have none for combiner_weights/t"):
+    optimizer.update(model, embed.Grads(nnx.State({}), grads.rows))
+
+
+def test_a_wide_sparse_input_costs_what_it_holds():
+  model = make("sum", differentiate_weights=True)
+  at, shape = np.array([[0, 5], [1, 999_999]]), (2, 10**6)
+  weights = embed.Sparse(at, np.array([2.0, 3.0], np.float32), shape)
+  _, residual = model.lookup({"x": embed.Sparse(at, np.array([1, 2]), shape)}, {"x": weights})
+  assert residual.apart[("x",)].rows.shape == (2, 2, D)
+
+
 # --- gradients of the user's weights --------------------------------------------------------------
 
 LOOKUPS = {case["id"]: case for case in conformance.load("lookups")["cases"]}
@@ -324,3 +402,16 @@ def test_serving_combines_alike(kind):
   np.testing.assert_array_equal(found, wanted)
   with pytest.raises(ValueError, match=r"combiner_weights=\{'t': sparse_embed"):
     serve(model.spec.features)
+
+
+def test_serving_counts_positions_as_training():
+  """Ids of weight 0 are pruned from means, and keep their place where positions count."""
+  at, shape = np.array([[0, 0], [0, 1]]), (1, 2)
+  ids = {"x": embed.Sparse(at, np.array([1, 2]), shape)}
+  weights = {"x": embed.Sparse(at, np.array([0.0, 1.0], np.float32), shape)}
+  model = make(learnt())
+  learned = {"t": model.combiner_weights["t"][...]}
+  found = embed.serving_lookup(
+    ids, weights, model.tables, model.spec.features, combiner_weights=learned
+  )
+  np.testing.assert_array_equal(found["x"], model(ids, weights)["x"])

@@ -66,6 +66,17 @@ def test_any_batch():
     exported.program.call(exported.arrays, {"f": np.full((1, 3), 2)})
 
 
+def test_any_batch_of_a_custom_combiner():
+  last = lambda valency, vectors, weights: vectors[jnp.maximum(valency - 1, 0)]
+  table = embed.TableConfig(5, 2, combiner=embed.CustomCombiner(last, 3), name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  example = embed.Padded(np.array([[1, 2]]))
+  exported = embed.export(lambda layer, x: layer(x), layer, example, any_batch=True)
+  ids = np.array([[3, 4], [-1, 2], [1, -1]], np.int32)
+  found = exported.program.call(exported.arrays, ids)
+  np.testing.assert_array_equal(found, exported.arrays["t"][[4, 2, 1]])
+
+
 def test_ids_out_of_range_are_dropped():
   exported = embed.export(call, small(), {"f": embed.Padded([[1, 2]])})
   assert exported.program.call(exported.arrays, {"f": np.array([[9, -9]])})["f"].tolist() == [[0]]

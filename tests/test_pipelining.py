@@ -201,13 +201,46 @@ def test_candidates_drawn_in_the_loss_are_those_looked_up():
 # --- mistakes -------------------------------------------------------------------------------------
 
 
-def test_the_lookups_of_another_batch_give_nan_and_train_nothing():
+def test_the_lookups_of_another_batch_give_nan_and_no_gradient():
   model = Model(embed.sgd(0.1))
   one, other = batches(2)
   ahead = embed.look_ahead(loss_fn)(model, one)
   loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(model, other)
   assert np.isnan(loss)
   assert float(embed.global_norm(grads)) == 0.0
+
+
+def test_other_bags_of_the_same_ids_are_another_batch():
+  model = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(V, D)), rngs=nnx.Rngs(0))
+  loss = lambda m, splits: jnp.sum(m(embed.Ragged(jnp.array([1, 2, 3]), splits)) ** 2)
+  ahead = embed.look_ahead(loss)(model, jnp.array([0, 1, 3]))
+  same, _ = embed.value_and_grad(loss, ahead=ahead)(model, jnp.array([0, 1, 3]))
+  other, _ = embed.value_and_grad(loss, ahead=ahead)(model, jnp.array([0, 2, 3]))
+  assert np.isfinite(same)
+  assert np.isnan(other)
+
+
+def test_lookups_of_another_layer_are_refused():
+  class Two(nnx.Module):
+    def __init__(self):
+      self.a, self.b = Model(embed.sgd(0.1)).embed, Model(embed.sgd(0.1)).embed
+
+  of = lambda name: lambda m, ids: jnp.sum(getattr(m, name)({"one": ids})["one"])
+  model, ids = Two(), jnp.array([1, 2])
+  ahead = embed.look_ahead(of("a"))(model, ids)
+  with pytest.raises(ValueError, match="`ahead` is of another loss"):
+    embed.value_and_grad(of("b"), ahead=ahead)(model, ids)
+
+
+def test_an_eager_look_ahead_shares_nothing_with_the_model():
+  """The scores of all rows are made of the table itself, which the step then takes away."""
+  model = Model(embed.sgd(0.1))
+  loss = lambda m, q: jnp.sum(m.embed.attend(q, "t") ** 2)
+  query = jnp.ones((2, D))
+  ahead = embed.look_ahead(loss)(model, query)
+  step = loop.make_pipelined_step(loss)
+  value, _ = step(model, embed.Optimizer(model, optax.sgd(0.1)), ahead, query, None)
+  assert np.isfinite(value)
 
 
 def test_another_shape_or_loss_is_refused():

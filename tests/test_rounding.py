@@ -184,6 +184,12 @@ def test_the_step_is_asked_for():
   model.apply_gradients(jnp.ones(act.shape), residual, step=0)
 
 
+def test_a_frozen_table_rounds_nothing():
+  model = make(embed.frozen())
+  act, residual = model.lookup(np.array([1, 2]))
+  model.apply_gradients(jnp.ones(act.shape), residual)
+
+
 def test_a_short_training_run_matches_float32():
   """Factorizing a matrix: float32, and bfloat16 at random, over two seeds; nearest is worse."""
 

@@ -193,6 +193,20 @@ def test_a_table_not_looked_up_has_an_empty_entry():
   assert grads.rows["inner/e/t"].values.shape == (0, D)
 
 
+def test_the_dense_optimizer_never_sees_a_table():
+  """No state of optax is of a table's size, and its update moves none."""
+  model = Model()
+  optimizer = embed.Optimizer(model, optax.adam(1.0))
+  shapes = [x.shape for x in jax.tree.leaves(nnx.state(optimizer.dense))]
+  assert (V, D) not in shapes
+  assert (D, 1) in shapes
+  before = np.asarray(model.inner["e"].tables["t"])
+  _, grads = embed.value_and_grad(twice)(model)
+  optimizer.dense.update(model, grads.dense)
+  np.testing.assert_array_equal(model.inner["e"].tables["t"], before)
+  assert not any(isinstance(v, nnx.Param) for v in model.inner["e"].arrays["t"].values())
+
+
 def test_other_state_survives():
   """Batch statistics, random counters of another argument, and aux come through."""
 

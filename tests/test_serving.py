@@ -157,6 +157,20 @@ def test_quantization_is_on_request():
   assert lookup(bags, None, {"t": ROWS}, quantize=True).tolist() == [[0 + 50]]
 
 
+def test_tables_on_a_mesh():
+  """Eagerly they are brought to one device; under jit an Explicit mesh is refused by name."""
+  table = embed.TableConfig(16, 2, name="t")
+  config = {"f": embed.FeatureConfig(table)}
+  batch = {"f": np.array([[1], [3]])}
+  for devices in (1, 8):
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    layer = embed.SparseEmbed(config, rngs=nnx.Rngs(0), mesh=mesh)
+    found = embed.serving_lookup(batch, None, layer.tables, config)["f"]
+    np.testing.assert_array_equal(found[:, 0], np.asarray(layer.tables["t"])[[1, 3]])
+    with pytest.raises(ValueError, match="Table 't' is split over an Explicit mesh"):
+      jax.jit(lambda t: embed.serving_lookup(batch, None, t, config))(layer.tables)
+
+
 def test_tables_by_name_or_by_config():
   """Two tables of equal fields are two tables; unnamed ones are table_0, table_1."""
   a, b = embed.TableConfig(4, 1, combiner="sum"), embed.TableConfig(4, 1, combiner="sum")
