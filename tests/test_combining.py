@@ -168,8 +168,15 @@ def test_a_mean_of_ones_own_is_the_mean(ids, cotangents):
   meshes.assert_close(*found)
 
 
-@pytest.mark.parametrize("kind", meshes.KINDS)
-@pytest.mark.parametrize("strategy", ["mod", "column"])
+@pytest.mark.parametrize(
+  ("strategy", "kind"),
+  [
+    ("mod", "explicit"),
+    ("column", "auto"),
+    pytest.param("mod", "auto", marks=pytest.mark.slow),
+    pytest.param("column", "explicit", marks=pytest.mark.slow),
+  ],
+)
 def test_sharded_equals_unsharded(strategy, kind):
   draw = np.random.default_rng(0)
   ids = embed.Padded(draw.integers(-1, V, (16, K)))
@@ -205,8 +212,15 @@ def test_sharded_equals_unsharded(strategy, kind):
 
 
 @pytest.mark.parametrize("level", ["lookup", "value_and_grad"])
-@pytest.mark.parametrize("is_set", [False, True], ids=["given", "set"])
-@pytest.mark.parametrize("kind", meshes.KINDS)
+@pytest.mark.parametrize(
+  ("kind", "is_set"),
+  [
+    ("explicit", False),
+    pytest.param("explicit", True, marks=pytest.mark.slow),
+    pytest.param("auto", False, marks=pytest.mark.slow),
+    pytest.param("auto", True, marks=pytest.mark.slow),
+  ],
+)
 def test_eagerly_on_a_mesh(kind, is_set, level):
   """Any operation may be in a combiner, also on a mesh whose types have to agree."""
   middle = lambda valency, vectors, weights: jnp.sort(vectors, axis=0)[valency // 2] + weights[1]

@@ -268,7 +268,13 @@ def test_a_lookup_in_a_branch_is_refused():
 # --- what it costs --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [jnp.sum, lambda a: jnp.sum(a**2)], ids=["constant", "square"])
+@pytest.mark.parametrize(
+  "loss",
+  [
+    pytest.param(jnp.sum, id="constant"),
+    pytest.param(lambda a: jnp.sum(a**2), id="square", marks=pytest.mark.slow),
+  ],
+)
 @pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "adam"])
 def test_no_table_is_copied(name, loss):
   """The look-ahead reads the table that the same step updates in place."""
