@@ -197,7 +197,7 @@ def draw(groups: Sequence[list[Run]]) -> Figure:
         left.plot(*run.curve("loss"), **style)
         right.plot(*run.curve(_selected(run)), marker=".", **style)
     left.set(title=" on ".join(filter(None, table[:2])), ylabel="training loss")
-    right.set(ylabel=_selected(own[0][1][0]))
+    right.set(ylabel=next(filter(None, (_selected(group[0]) for _, group in own)), ""))
     right.legend(fontsize="small")
     for axis in (left, right):
       axis.set(xlabel="seconds of training")
@@ -206,10 +206,10 @@ def draw(groups: Sequence[list[Run]]) -> Figure:
 
 
 def _selected(run: Run) -> str:
-  """The metric that chooses the state, or the first one that was validated."""
+  """The metric that chooses the state, or the first one that was validated; "" if none was."""
   if run.result["config"]["select"]:
     return run.result["config"]["select"]
-  return next(name for line in run.lines for name in line if name.startswith("valid_"))
+  return next((name for line in run.lines for name in line if name.startswith("valid_")), "")
 
 
 def _flat(config: Mapping[str, Any], prefix: str = ""):

@@ -101,6 +101,17 @@ def test_curves_are_against_seconds_of_training(tmp_path):
   assert run.curve("valid_ndcg@10") == ([6.0, 8.0], [0.3, 0.4])
 
 
+def test_a_run_without_validation_has_no_curve_of_it(tmp_path):
+  folder = write_run(tmp_path / "a", select="", refit=True)
+  path = tmp_path / "a" / "metrics.jsonl"
+  lines = [line for line in path.read_text().splitlines() if "valid" not in line]
+  path.write_text("\n".join(lines) + "\n")
+  runs = [report.load(folder), report.load(write_run(tmp_path / "b", refit=False))]
+  figure = report.draw(report.grouped(runs))
+  assert figure.axes[1].get_ylabel() == "valid_ndcg@10"
+  assert [len(line.get_xdata()) for line in figure.axes[1].lines] == [0, 2]
+
+
 def test_mistakes_are_named(tmp_path):
   first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b")
   with pytest.raises(ValueError, match=r"a and .*b are runs of one config and one seed"):
