@@ -70,7 +70,9 @@ def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   runs = [
     write_run(tmp_path / "a", extra={"count": 5}),
     write_run(tmp_path / "b", extra={"count": 7}, recall=0.4),
-    write_run(tmp_path / "c", recipe="sequence", dataset="beauty", model="sasrec"),
+    write_run(
+      tmp_path / "c", recipe="sequence", dataset="file", data_file="Beauty.txt", model="sasrec"
+    ),
   ]
   groups = report.grouped([report.load(run) for run in runs])
   assert report.names(groups) == [
@@ -78,7 +80,7 @@ def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   ]  # fmt: skip
   page = report.markdown(groups, "x.png")
   assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [
-    "sequence on beauty",
+    "sequence on Beauty.txt",
     "two_tower on gowalla",
   ]
   assert rows(page)["two_tower extra.count=7"][1] == "0.4000"
