@@ -217,13 +217,21 @@ def best_ranking(
     select: the metric, as "ndcg@10".
 
   Returns:
-    `{"valid_...", "test_...", "chosen"}`; `chosen` is the hyperparameter.
+    `{"valid_...", "test_...", "chosen"}`; `chosen` is the hyperparameter. A split without a
+    relevant item has no metrics.
+
+  Raises:
+    ValueError: there are several hyperparameters and no validation to choose by.
   """
+  if len(candidates) > 1 and not relevant["valid"].nnz:
+    raise ValueError(f"nothing is held out to choose one of {list(candidates)} on: give one value")
   best: dict[str, float] = {}
   for value, fit in candidates.items():
     scores = fit()
 
     def ranked(split: str, scores=scores) -> dict[str, float]:
+      if not relevant[split].nnz:
+        return {}
       of = lambda start, stop: scores(users[split][start:stop])
       metrics = ranking(of, relevant[split], seen[split], ks)
       return {f"{split}_{name}": value for name, value in metrics.items()}

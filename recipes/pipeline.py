@@ -53,7 +53,7 @@ class ShuffledBatches:
       raise ValueError(f"the training split is empty: rows {rows[0]} to {rows[1]}")
     self._columns, self._rows, self._seed = columns, rows, seed
     self._batch_size, self._num_batches = batch_size, num_batches
-    self._start, self._stop = _part(batch_size, shard)
+    self._start, self._stop = part(batch_size, shard)
     self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
   def __len__(self) -> int:
@@ -102,7 +102,7 @@ class SequentialBatches:
   ):
     self._columns, self._rows, self._batch_size = columns, rows, batch_size
     self._fill = dict(fill or {})
-    self._start, self._stop = _part(batch_size, shard)
+    self._start, self._stop = part(batch_size, shard)
 
   def __len__(self) -> int:
     return -(-(self._rows[1] - self._rows[0]) // self._batch_size)
@@ -122,12 +122,16 @@ class SequentialBatches:
     return f"SequentialBatches({self._rows}, batch_size={self._batch_size})"
 
 
-def _part(batch_size: int, shard: tuple[int, int]) -> tuple[int, int]:
+def part(size: int, shard: tuple[int, int], name: str = "batch_size") -> tuple[int, int]:
+  """Returns the first and last place, exclusive, of a global batch that `(index, count)` reads.
+
+  Raises:
+    ValueError: the hosts cannot share it evenly; says so of `name`.
+  """
   index, count = shard
-  if batch_size % count:
-    raise ValueError(f"batch_size {batch_size} must be a multiple of the {count} hosts")
-  size = batch_size // count
-  return index * size, (index + 1) * size
+  if size % count:
+    raise ValueError(f"{name} {size} must be a multiple of the {count} hosts")
+  return index * size // count, (index + 1) * size // count
 
 
 def batches(

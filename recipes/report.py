@@ -117,7 +117,8 @@ def markdown(groups: Sequence[list[Run]], plot: str) -> str:
 def _table(group: list[Run]) -> tuple[str, str, str]:
   result = group[0].result
   hashes = json.dumps(result["data_sha256"], sort_keys=True)
-  return result["recipe"], str(result["config"].get("dataset", "")), hashes
+  data = result["config"].get("dataset", "")
+  return result["recipe"], result["config"]["data_file"] if data == "file" else data, hashes
 
 
 def _section(table: tuple[str, str, str], pairs: list[tuple[str, list[Run]]]) -> str:
@@ -197,7 +198,7 @@ def draw(groups: Sequence[list[Run]]) -> Figure:
         left.plot(*run.curve("loss"), **style)
         right.plot(*run.curve(_selected(run)), marker=".", **style)
     left.set(title=" on ".join(filter(None, table[:2])), ylabel="training loss")
-    right.set(ylabel=_selected(own[0][1][0]))
+    right.set(ylabel=next(filter(None, (_selected(group[0]) for _, group in own)), ""))
     right.legend(fontsize="small")
     for axis in (left, right):
       axis.set(xlabel="seconds of training")
@@ -206,10 +207,10 @@ def draw(groups: Sequence[list[Run]]) -> Figure:
 
 
 def _selected(run: Run) -> str:
-  """The metric that chooses the state, or the first one that was validated."""
+  """The metric that chooses the state, or the first one that was validated; "" if none was."""
   if run.result["config"]["select"]:
     return run.result["config"]["select"]
-  return next(name for line in run.lines for name in line if name.startswith("valid_"))
+  return next((name for line in run.lines for name in line if name.startswith("valid_")), "")
 
 
 def _flat(config: Mapping[str, Any], prefix: str = ""):
@@ -227,7 +228,7 @@ def main(argv: Sequence[str]) -> None:
   arguments = parser.parse_args(argv)
   groups, out = grouped([load(folder) for folder in arguments.runs]), Path(arguments.out)
   out.parent.mkdir(parents=True, exist_ok=True)
-  draw(groups).savefig(out.with_suffix(".png"), dpi=120)
+  draw(groups).savefig(out.with_suffix(".png"), dpi=80)
   out.with_suffix(".md").write_text(markdown(groups, out.with_suffix(".png").name))
   print(f"{out.with_suffix('.md')}, {out.with_suffix('.png')}: {len(arguments.runs)} runs")
 

@@ -1,5 +1,7 @@
 """The baselines of rankings solve the equations they name, and are scored as everything else is."""
 
+import functools
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -90,6 +92,20 @@ def test_the_hyperparameter_is_chosen_on_validation(train):
   assert found["chosen"] == 2.0
   assert found["valid_ndcg@5"] == 1.0
   assert found["test_ndcg@5"] < 0.9
+  relevant["valid"] = scipy.sparse.csr_matrix(relevant["valid"].shape)
+  rank = functools.partial(
+    baselines.best_ranking,
+    users=everybody,
+    relevant=relevant,
+    seen={"valid": train, "test": train},
+    ks=(5,),
+    select="ndcg@5",
+  )
+  with pytest.raises(ValueError, match=r"nothing is held out .* \[0.5, 2.0\] on: give one value"):
+    rank(candidates)
+  only = rank({0.5: candidates[0.5]})
+  assert (only["chosen"], only["test_ndcg@5"]) == (0.5, 1.0)
+  assert not any(name.startswith("valid_") for name in only)
 
 
 def test_an_example_may_be_a_row_of_its_user(train):

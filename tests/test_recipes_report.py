@@ -70,7 +70,9 @@ def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   runs = [
     write_run(tmp_path / "a", extra={"count": 5}),
     write_run(tmp_path / "b", extra={"count": 7}, recall=0.4),
-    write_run(tmp_path / "c", recipe="sequence", dataset="beauty", model="sasrec"),
+    write_run(
+      tmp_path / "c", recipe="sequence", dataset="file", data_file="Beauty.txt", model="sasrec"
+    ),
   ]
   groups = report.grouped([report.load(run) for run in runs])
   assert report.names(groups) == [
@@ -78,7 +80,7 @@ def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   ]  # fmt: skip
   page = report.markdown(groups, "x.png")
   assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [
-    "sequence on beauty",
+    "sequence on Beauty.txt",
     "two_tower on gowalla",
   ]
   assert rows(page)["two_tower extra.count=7"][1] == "0.4000"
@@ -99,6 +101,17 @@ def test_curves_are_against_seconds_of_training(tmp_path):
   run = report.load(write_run(tmp_path / "a"))
   assert run.curve("loss") == ([2.0, 6.0, 8.0], [3.0, 2.0, 1.0])
   assert run.curve("valid_ndcg@10") == ([6.0, 8.0], [0.3, 0.4])
+
+
+def test_a_run_without_validation_has_no_curve_of_it(tmp_path):
+  folder = write_run(tmp_path / "a", select="", refit=True)
+  path = tmp_path / "a" / "metrics.jsonl"
+  lines = [line for line in path.read_text().splitlines() if "valid" not in line]
+  path.write_text("\n".join(lines) + "\n")
+  runs = [report.load(folder), report.load(write_run(tmp_path / "b", refit=False))]
+  figure = report.draw(report.grouped(runs))
+  assert figure.axes[1].get_ylabel() == "valid_ndcg@10"
+  assert [len(line.get_xdata()) for line in figure.axes[1].lines] == [0, 2]
 
 
 def test_mistakes_are_named(tmp_path):

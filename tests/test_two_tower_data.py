@@ -135,6 +135,19 @@ def test_gowalla_without_a_validation_file(tmp_path):
   assert sizes == {"train": 80 * 13, "valid": 80, "test": 80 * 4}
 
 
+def test_gowalla_refit_trains_on_all_that_is_not_tested(tmp_path):
+  folder = write_gowalla(tmp_path / "raw")
+  held = data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
+  refit = smoke("gowalla", tmp_path, data_dir=str(folder), refit=True)
+  with pytest.raises(ValueError, match=r"'valid_ndcg@20' has nothing left .* --config.select="):
+    data.load(refit)
+  refit.select = ""
+  found = data.load(refit)
+  assert (found.matrix("train") != held.matrix("train", "valid")).nnz == 0
+  assert (found.matrix("test") != held.matrix("test")).nnz == 0
+  assert found.splits["valid"][0] == found.splits["valid"][1]
+
+
 def test_movielens100k_is_eighty_twenty(tmp_path):
   found = data.load(smoke("movielens100k", tmp_path))
   sizes = {name: stop - start for name, (start, stop) in found.splits.items()}

@@ -81,6 +81,14 @@ def check_result(result, config, workdir):
   assert any(config.select in line for line in lines)
 
 
+def test_refit_tests_what_has_learned_from_the_validation_pairs_too(tmp_path):
+  config = smoke("gowalla", tmp_path, refit=True, select="")
+  result = train.run(config, str(tmp_path / "run"))
+  assert set(result["metrics"]) == {f"test_{n}" for n in ("recall@20", "ndcg@20", "hr@20", "mrr")}
+  assert set(result["baselines"]["popularity"]) == set(result["metrics"]) | {"chosen"}
+  assert result["tested_step"] == config.steps
+
+
 @functools.cache
 def _losses(folder, on_mesh, steps=50, **changes):
   config = smoke("synthetic", Path(folder), **dict(changes) | {"steps": steps})

@@ -4,14 +4,11 @@ import functools
 import sys
 from pathlib import Path
 
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import app, flags
 
-from recipes import aot
+from recipes import aot, main
 from recipes.dlrm import shapes, train
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/dlrm/synthetic.py", "The settings.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/dlrm", "The run's folder.")
 _AOT = flags.DEFINE_list(
   "aot",
   [],
@@ -22,17 +19,15 @@ _AOT_JSON = flags.DEFINE_string("aot_json", None, "--aot's report; default: <wor
 _AOT_TIMEOUT = flags.DEFINE_float("aot_timeout", 1200.0, "Seconds that --aot may take a topology.")
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  if not flags.FLAGS["verbosity"].present:
-    logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint
+def _run(config, workdir: str) -> None:
   if _AOT.value:
-    path = Path(_AOT_JSON.value or Path(_WORKDIR.value) / "aot.json")
-    parts = functools.partial(shapes.parts, _CONFIG.value)
+    path = Path(_AOT_JSON.value or Path(workdir) / "aot.json")
+    parts = functools.partial(shapes.parts, config)
     sys.exit(aot.main("recipes.dlrm", _AOT.value, parts, path, timeout=_AOT_TIMEOUT.value))
-  train.run(_CONFIG.value, _WORKDIR.value)
+  train.run(config, workdir)
 
+
+_main = main.program("dlrm", _run)
 
 if __name__ == "__main__":
-  app.run(main)
+  app.run(_main)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from recipes import pipeline
 from recipes.sequence import packing
 
 _SMALLEST, _FACTOR = 16, 4  # widths of histories: 16, 64, 256, ...: few, since each is compiled
@@ -32,8 +33,7 @@ class DrawnBatches:
     self, rows, draws: list[Draw], *, batch_size: int, seed: int, shard: tuple[int, int] = (0, 1)
   ):
     self._rows, self._draws, self._seed, self._batch_size = rows, draws, seed, batch_size
-    size = batch_size // shard[1]
-    self._part = (shard[0] * size, (shard[0] + 1) * size)
+    self._part = pipeline.part(batch_size, shard)
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -194,9 +194,8 @@ class Histories:
     ask: bool,
     shard: tuple[int, int] = (0, 1),
   ):
-    if batch_size % shard[1]:
-      raise ValueError(f"eval_batch_size {batch_size} must be a multiple of the {shard[1]} hosts")
-    self._columns, self._batch_size, self._shard = columns, batch_size, shard
+    self._columns, self._batch_size = columns, batch_size
+    self._part = pipeline.part(batch_size, shard, "eval_batch_size")
     self._max_length, self._positions, self._ask = max_length, positions, ask
     start, stop = columns["offsets"][users], columns["offsets"][users + 1] - held_out
     order = np.argsort(stop - start, kind="stable")
@@ -208,11 +207,10 @@ class Histories:
   def __getitem__(self, number: int) -> Batch:
     every = slice(number * self._batch_size, (number + 1) * self._batch_size)
     longest = int((self._stop[every] - self._start[every]).max())  # of all hosts: one shape
-    size = self._batch_size // self._shard[1]
-    first = every.start + self._shard[0] * size
-    mine = slice(first, min(first + size, every.stop))
+    first, last = self._part
+    mine = slice(every.start + first, every.start + last)
     users, start, stop = self._users[mine], self._start[mine], self._stop[mine]
-    filled = size - len(users)
+    filled = last - first - len(users)
     seen = self._cut(start, stop, _width(longest))
     kept = np.minimum(stop - start, self._max_length - self._ask)
     width = min(_width(min(longest + self._ask, self._max_length)), self._max_length)

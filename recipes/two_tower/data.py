@@ -136,8 +136,8 @@ class TrainBatches:
       num_batches=config.steps,
       shard=shard,
     )
-    self._part = _part(config.batch_size, shard)
-    self._extra_part = _part(config.extra.count, shard)
+    self._part = slice(*pipeline.part(config.batch_size, shard))
+    self._extra_part = slice(*pipeline.part(config.extra.count, shard, "extra.count"))
     start, stop = data.splits["train"]
     weights = np.bincount(data.columns["item"][start:stop], minlength=data.num_items)
     weights = weights.astype(np.float64) ** (
@@ -208,7 +208,8 @@ class EvalBatches:
     if config.examples not in ("users", "rows"):
       raise ValueError(f"unknown examples {config.examples!r}: choose users or rows")
     self._data, self._split, self._batch_size = data, split, config.eval_batch_size
-    self._part, self._by_row = _part(config.eval_batch_size, shard), config.examples == "rows"
+    self._part = slice(*pipeline.part(config.eval_batch_size, shard, "eval_batch_size"))
+    self._by_row = config.examples == "rows"
     before = ["train"] if split == "valid" else ["train", "valid"]
     self._before = before if config.remove_seen else []
     longest = int(self._counts("train").max())
@@ -294,10 +295,3 @@ class _Some(Mapping[str, np.ndarray]):
 
   def __len__(self) -> int:
     return len(self._names)
-
-
-def _part(size: int, shard: tuple[int, int]) -> slice:
-  index, count = shard
-  if size % count:
-    raise ValueError(f"{size} examples or negatives must be a multiple of the {count} processes")
-  return slice(index * size // count, (index + 1) * size // count)

@@ -1,8 +1,10 @@
 """Gowalla check-ins in LightGCN's split: `train.txt`, `test.txt` and, if there is one, `valid.txt`.
 
 A user a line: `user item item ...`, numbers from 0. Without `valid.txt` a tenth of each user's
-training items is held out for validation. The check-ins are SNAP's (Cho, Myers and Leskovec 2011);
-the split is the one of He et al. 2020, "LightGCN".
+training items is held out for validation. The published split has no validation, and published
+figures are of models that have learned from all that is not tested: `config.refit` does the same,
+for a last run with settings and steps that were chosen on validation before. The check-ins are
+SNAP's (Cho, Myers and Leskovec 2011); the split is the one of He et al. 2020, "LightGCN".
 """
 
 from pathlib import Path
@@ -21,7 +23,13 @@ def settings(config) -> dict[str, Any]:
 
   Raises:
     FileNotFoundError: no folder is given, or it lacks a file; says where they come from.
+    ValueError: a state is to be selected where nothing is held out to select it on.
   """
+  if config.refit and config.select:
+    raise ValueError(
+      f"config.refit trains on the validation pairs too, and config.select={config.select!r} has "
+      "nothing left to look at: pass --config.select= to test the state of the last step"
+    )
   hint = f"Get train.txt and test.txt from {SOURCE}, and pass --config.data_dir=<their folder>."
   folder = Path(config.data_dir).expanduser()
   if not config.data_dir or not folder.is_dir():
@@ -33,6 +41,7 @@ def settings(config) -> dict[str, Any]:
     "format": 1,
     "files": {name: files.stamp(path) for name, path in found.items()},
     "split_seed": config.split_seed,
+    "refit": config.refit,
   }
 
 
@@ -47,6 +56,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     pairs["valid"] = user[split == 1], item[split == 1]
     pairs["train"] = user[split != 1], item[split != 1]
   sizes = tuple(1 + max(int(pair[side].max()) for pair in pairs.values()) for side in (0, 1))
+  if settings["refit"]:
+    (user, item), (more_users, more_items) = pairs["train"], pairs["valid"]
+    pairs["train"] = np.concatenate([user, more_users]), np.concatenate([item, more_items])
+    pairs["valid"] = more_users[:0], more_items[:0]
   return splits.write(
     folder,
     pairs,
@@ -54,6 +67,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     {},
     {path.name: files.digest(path) for path in source.values()},
     seed=settings["split_seed"],
+    may_be_empty=("valid",) if settings["refit"] else (),
   )
 
 

@@ -73,6 +73,7 @@ def write(
   sha256: Mapping[str, str],
   *,
   seed: int,
+  may_be_empty: Sequence[str] = (),
 ) -> dict[str, Any]:
   """Writes a data set's columns and returns its meta.
 
@@ -88,6 +89,7 @@ def write(
     features: `{"user" or "item": {name: (ids, vocabulary size)}}`.
     sha256: hashes of the sources by name.
     seed: of the order of a user's rows.
+    may_be_empty: splits that need no pairs.
 
   Raises:
     ValueError: a split is empty, or holds a pair twice.
@@ -99,7 +101,7 @@ def write(
   generator, start, splits = np.random.default_rng(seed), 0, {}
   for split in SPLITS:
     user, item = pairs[split]
-    if not len(user):
+    if not len(user) and split not in may_be_empty:
       raise ValueError(f"the {split} split is empty: the data set is too small for it")
     keys = np.sort(user.astype(np.int64) * sizes[1] + item)
     if (again := keys[1:][keys[1:] == keys[:-1]]).size:

@@ -171,6 +171,7 @@ def _everywhere(x: jax.Array, mesh: Mesh | None) -> jax.Array:
 def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   """Returns `(model, split) -> {metric: value}`, full rankings of the catalogue, in every process.
 
+  A split in which nothing is held out has no metrics.
   With `config.ann` the test split has `ann_recall@k` as well: how many of the exact best an
   approximate index finds.
   """
@@ -185,6 +186,8 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
     return queries, retrieval.top_k(queries, candidates, max(config.ks), seen, mesh)[1]
 
   def evaluate(model, split: str) -> dict[str, float]:
+    if len(range(*data.splits[split])) == 0:
+      return {}
     metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)
     vectors = [encode(view, hosts.to_global(mesh, batch)) for batch in catalogue(data, config)]
     candidates = jnp.concatenate(vectors)[: data.num_items]
