@@ -56,6 +56,8 @@ class Journal:
 
   def log_eval(self, metrics: dict[str, float]) -> None:
     """Logs metrics of an evaluation at the current step; its time does not count in the rate."""
+    if not metrics:  # nothing is held out to evaluate on
+      return
     self._write({"step": self._step, **metrics})
     self._say("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()), keep=True)
 

@@ -209,13 +209,14 @@ def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["sasrec", "hstu", "bert4rec"])
+@pytest.mark.parametrize("model", ["sasrec", "hstu"])
 def test_the_default_run_approaches_the_best_possible(model, tmp_path):
+  """Seen: 0.870 (SASRec) and 0.875 (HSTU) of the best possible, and twice EASE."""
   config = importlib.import_module("configs.sequence.synthetic").get_config()
   config.cache_dir, config.model = str(tmp_path / "cache"), model
   result = train.run(config, str(tmp_path / "run"))
   found, best = (
     m["test_ndcg@10"] for m in (result["metrics"], result["baselines"]["best possible"])
   )
-  assert 0.8 * best < found < best
-  assert found > 1.1 * result["baselines"]["EASE"]["test_ndcg@10"]
+  assert 0.84 * best < found < best
+  assert found > 1.8 * result["baselines"]["EASE"]["test_ndcg@10"]

@@ -87,6 +87,8 @@ def test_refit_tests_what_has_learned_from_the_validation_pairs_too(tmp_path):
   assert set(result["metrics"]) == {f"test_{n}" for n in ("recall@20", "ndcg@20", "hr@20", "mrr")}
   assert set(result["baselines"]["popularity"]) == set(result["metrics"]) | {"chosen"}
   assert result["tested_step"] == config.steps
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  assert all("loss" in json.loads(line) for line in lines)
 
 
 @functools.cache

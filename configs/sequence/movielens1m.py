@@ -2,7 +2,7 @@
 
 Reproduces: HR@10 / NDCG@10 of SASRec .3152 / .1821 (63 epochs), of BERT4Rec .2843 / .1537 (197
   epochs), of HSTU .3037 / .1719 (recomputed).
-Cost and number: not run.
+Cost and number: not run to the end.
 Command: python -m recipes.sequence --config=configs/sequence/movielens1m.py \
            --config.data_dir=<folder> --workdir=runs/movielens1m
          For BERT4Rec add --config.model=bert4rec --config.heads=2 --config.steps=20_000. A run that
