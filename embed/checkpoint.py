@@ -28,7 +28,8 @@ def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
   return {name(p): x if is_array(x) else jnp.asarray(x) for p, x in leaves}, treedef
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
+  """Whether an array holds random keys."""
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -53,7 +54,7 @@ def to_tree(**nodes: Any) -> Tree:
   tree = {}
   for name, node in nodes.items():
     # Random keys as their data: not every store knows keys.
-    dense = {k: _key_data(v) if _is_key(v) else v for k, v in _dense(node)[0].items()}
+    dense = {k: _key_data(v) if is_key(v) else v for k, v in _dense(node)[0].items()}
     tables: Tree = {}
     for path, module in routing.sparse_embeds(node).items():
       tables |= {
@@ -77,7 +78,7 @@ def like(**nodes: Any) -> Tree:
 
   tree = {}
   for name, node in nodes.items():
-    data = lambda x: struct(_key_data(x)) if _is_key(x) else struct(x)
+    data = lambda x: struct(_key_data(x)) if is_key(x) else struct(x)
     tables: Tree = {}
     for path, module in routing.sparse_embeds(node).items():
       tables |= {Owner(path, table).key: of for table, of in module._shapes(compact=True).items()}
@@ -147,7 +148,7 @@ def _restore(tree: Tree, node: Any) -> None:
 
   def restored(name, old):
     value = tree["state"][name]
-    if _is_key(old):
+    if is_key(old):
       data = _placed(value, jax.random.key_data(old))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
     return _placed(value, old)

@@ -17,8 +17,8 @@ import numpy as np
 from flax import nnx
 from jax.interpreters import partial_eval as pe
 
+from embed import checkpoint, ragged, routing, sharding
 from embed import config as config_lib
-from embed import ragged, routing, sharding
 from embed.layout import Layout
 from embed.lookup import Owner
 from embed.module import Table, _Static
@@ -118,7 +118,7 @@ def export(
   plain = jax.tree.map(lambda i: inputs[i], numbers)
   arrays = {name: everything[name] for name in _used(call, everything, plain)}
   for name, x in arrays.items():
-    if _is_key(x):
+    if checkpoint.is_key(x):
       raise ValueError(
         f"export: the function draws random numbers, by {name!r}: call model.eval()."
       )
@@ -169,13 +169,9 @@ def _names(model: Any, state: Any) -> list[str]:
   return names
 
 
-def _is_key(x: Any) -> bool:
-  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _stored(x: Any) -> Any:
   """A leaf as the program takes it: a NumPy array of a dtype that every NumPy has."""
-  if _is_key(x):
+  if checkpoint.is_key(x):
     return x  # they do not come so far as to be stored
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     raise ValueError(

@@ -16,6 +16,7 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import initializers, optimizers
+from embed.layout import Layout
 from embed.module import SparseEmbed
 
 # --- configurations -------------------------------------------------------------------------------
@@ -390,26 +391,24 @@ def _in_order(given: Any, shape: tuple[int, ...], strategy: str, shards: int | N
     whole = np.asarray(given)
     if whole.shape != shape:
       raise ValueError(f"has shape {whole.shape}, the layer's has {shape}")
-    heights = [len(range(size)[_rows_of(size, shards, s, strategy)]) for s in range(shards)]
+    heights = [len(_rows_of(size, shards, s, strategy)) for s in range(shards)]
     parts = np.split(whole, np.cumsum(heights)[:-1])
   result = np.empty(shape, parts[0].dtype)
   for shard, part in enumerate(parts):
-    rows = result[_rows_of(size, len(parts), shard, strategy)]
+    rows = _rows_of(size, len(parts), shard, strategy)
     # Padded to a row per shard, TensorFlow's tables have one on each.
     height = len(rows) if strategy == "div" and len(parts) <= size else max(len(rows), len(part))
     if part.shape != (height, *row):
       raise ValueError(
         f"has shape {part.shape} on shard {shard} of {len(parts)}, by {strategy!r} it would have "
-        f"{rows.shape}"
+        f"{(len(rows), *row)}"
       )
-    rows[...] = part[: len(rows)]
+    result[rows] = part[: len(rows)]
   return result
 
 
-def _rows_of(size: int, shards: int, shard: int, strategy: str) -> slice:
-  """The rows of a shard."""
-  if strategy == "mod":
-    return slice(shard, size, shards)
-  few, more = divmod(size, shards)
-  first = shard * few + min(shard, more)
-  return slice(first, first + few + (shard < more))
+def _rows_of(size: int, shards: int, shard: int, strategy: str) -> np.ndarray:
+  """The rows of a shard, in the order in which they stand there."""
+  layout = Layout((size,), shards, contiguous=strategy == "div")
+  ids = np.asarray(layout.own_ids(0, shard))
+  return ids[ids < size]
