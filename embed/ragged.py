@@ -259,6 +259,15 @@ def _form(name: str, feature: config_lib.FeatureConfig, parts: _Parts, weighted:
   )
 
 
+def check_row_splits(splits: np.ndarray, number: int, where: str = "") -> None:
+  """Raises ValueError if row splits are none of `number` values; `where` begins its message."""
+  if splits[0] != 0 or (np.diff(splits) < 0).any() or splits[-1] > number:
+    raise ValueError(
+      f"{where}row_splits must start at 0, never decrease and end at most at {number}, the number "
+      f"of values. Got {splits.tolist()[:10]}."
+    )
+
+
 def _check_values(name: str, feature: config_lib.FeatureConfig, x: Any, parts: _Parts) -> None:
   """All that depends on values; NumPy only."""
   splits = indices = None
@@ -266,11 +275,7 @@ def _check_values(name: str, feature: config_lib.FeatureConfig, x: Any, parts: _
   if parts.kind is Ragged:
     splits = np.asarray(parts.layout)
     lengths = np.diff(splits)
-    if splits[0] != 0 or (lengths < 0).any() or splits[-1] > ids.shape[0]:
-      raise ValueError(
-        f"Feature {name!r}: row_splits must start at 0, never decrease and end at most at "
-        f"{ids.shape[0]}, the number of values. Got {splits.tolist()[:10]}."
-      )
+    check_row_splits(splits, ids.shape[0], f"Feature {name!r}: ")
     if parts.length and not feature.max_sequence_length and lengths.max(initial=0) > parts.length:
       raise ValueError(
         f"Feature {name!r}: bag {int(lengths.argmax())} has {int(lengths.max())} ids, more than "

@@ -675,11 +675,7 @@ def _join(column: Iterable[Any]) -> ragged.Ragged:
 
 def _used(row_splits: Any, values: np.ndarray) -> int:
   splits = np.asarray(row_splits)
-  if splits[0] != 0 or (np.diff(splits) < 0).any() or splits[-1] > len(values):
-    raise ValueError(
-      f"row_splits must start at 0, never decrease and end at most at {len(values)}, the number of "
-      f"values. Got {splits.tolist()[:10]}."
-    )
+  ragged.check_row_splits(splits, len(values))
   return int(splits[-1])
 
 
