@@ -1,0 +1,42 @@
+"""The documentation site: `python -m sphinx -W --keep-going -n -b html docs docs/_build/html`."""
+
+import importlib.metadata
+import pathlib
+import shutil
+
+_HERE = pathlib.Path(__file__).parent
+
+project = "SparseEmbed"
+copyright = "The SparseEmbed authors"
+release = importlib.metadata.version("sparse-embed")
+
+extensions = [
+  "myst_nb",
+  "sphinx.ext.autodoc",
+  "sphinx.ext.napoleon",
+  "sphinx.ext.mathjax",
+  "sphinx_copybutton",
+  "sphinx_design",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "SparseEmbed"
+
+myst_enable_extensions = ["colon_fence", "dollarmath", "attrs_inline"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # the notebooks hold the outputs of a run; the tests execute them
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+napoleon_numpy_docstring = False
+
+
+def _copy_notebooks(app) -> None:
+  """Sphinx reads nothing outside its source folder."""
+  target = _HERE / "colabs"
+  shutil.rmtree(target, ignore_errors=True)
+  shutil.copytree(_HERE.parent / "colabs", target)
+
+
+def setup(app) -> None:
+  app.connect("builder-inited", _copy_notebooks)
