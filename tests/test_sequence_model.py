@@ -91,6 +91,16 @@ def test_order_matters(name):
   assert np.abs(one[2] - two[2]).max() > 1e-4
 
 
+def test_a_position_weighs_as_much_as_an_item_in_bert4rec():
+  """All that a hidden item knows is where it is: it must be able to tell its neighbours apart."""
+  model = build("bert4rec", dim=32)
+  one = batch([-1, 7, 11, 2, 9, 4])
+  moved = one | {"positions": one["positions"] + np.r_[0, 1, np.zeros(LENGTH - 2)].astype(np.int32)}
+  changed = one | {"items": one["items"] + np.r_[0, 1, np.zeros(LENGTH - 2)].astype(np.int32)}
+  change = lambda other: np.linalg.norm((outputs(model, other) - outputs(model, one))[0])
+  assert 0.5 < change(moved) / change(changed) < 2
+
+
 def test_a_hidden_item_is_not_padding():
   model = build("bert4rec")
   hidden, gone = batch([3, -1, 11]), batch([3, -1, 11])

@@ -13,7 +13,7 @@ import ml_collections
 
 
 def get_config(mode: str = "") -> ml_collections.ConfigDict:
-  """Returns the settings; mode "smoke" is a run of seconds."""
+  """Returns the settings; mode "bert4rec" is that model, mode "smoke" a run of seconds."""
   config = ml_collections.ConfigDict()
 
   config.dataset = "file"
@@ -67,6 +67,10 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
 
   config.baseline = ml_collections.ConfigDict()
   config.baseline.ease = 50.0  # its penalty; 0 leaves it out
+
+  if mode == "bert4rec":
+    config.model = "bert4rec"
+    config.heads = 2
 
   if mode == "smoke":
     config.dim = 8

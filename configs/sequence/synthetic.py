@@ -12,7 +12,7 @@ import ml_collections
 
 
 def get_config(mode: str = "") -> ml_collections.ConfigDict:
-  """Returns the settings; mode "smoke" is a run of seconds."""
+  """Returns the settings; mode "bert4rec" is that model, mode "smoke" a run of seconds."""
   config = ml_collections.ConfigDict()
 
   config.dataset = "synthetic"
@@ -65,6 +65,15 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
 
   config.baseline = ml_collections.ConfigDict()
   config.baseline.ease = 50.0  # its penalty; 0 leaves it out
+
+  if mode == "bert4rec":
+    config.model = "bert4rec"
+    config.heads = 2
+    config.loss = "softmax"
+    config.table.learning_rate = 1e-3
+    config.learning_rate = 1e-3
+    config.steps = 3_000
+    config.eval_every = 500
 
   if mode == "smoke":
     config.num_users = 200

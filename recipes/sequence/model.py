@@ -78,7 +78,10 @@ class SASRecBlock(nnx.Module):
 
 
 class BERT4RecBlock(nnx.Module):
-  """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D."""
+  """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D.
+
+  The paper's projection of the output (equation 7) and its bias per item are left out.
+  """
 
   causal, normed = False, False
 
@@ -186,7 +189,9 @@ class SequenceModel(nnx.Module):
     self.positions = draw((max_length, table.dim))
     self.hidden = draw((table.dim,)) if not encoder.causal else None  # stands for a hidden item
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
-    self.scale = math.sqrt(table.dim)
+    # A hidden item can ask for its neighbours by position only, which a scaled item would drown.
+    self.scale = math.sqrt(table.dim) if encoder.causal else 1.0
+    self.norm = None if encoder.causal else nnx.LayerNorm(table.dim, rngs=rngs)
 
   def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the encoder's outputs `[B, L, D]` of `items`, `segments` and `positions` `[B, L]`.
@@ -198,6 +203,8 @@ class SequenceModel(nnx.Module):
     if self.hidden is not None:
       x = jnp.where(((items < 0) & (segments >= 0))[..., None], self.hidden[...], x)
     x = x * self.scale + self.positions[...][batch["positions"]]
+    if self.norm is not None:
+      x = self.norm(x)
     return self.encoder(self.dropout(x), segments)
 
   def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
