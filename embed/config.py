@@ -85,7 +85,7 @@ class CustomCombiner:
     num_weights: how many learned weights there are.
     initializer: of these, `f(key, shape, dtype)`.
     combiner_weights_learning_rate: they are trained by gradient descent at this rate, whatever the
-      dense optimizer is. None makes them ordinary `nnx.Param`s, for the dense optimizer.
+      dense optimizer is. None makes each an ordinary `nnx.Param`, for the dense optimizer.
 
   Raises:
     ValueError: naming the argument that is wrong.

@@ -223,10 +223,11 @@ class SparseEmbed(nnx.Module):
 
   @property
   def spec(self) -> _Spec:
-    """What was decided at construction: `features`, the feature config; `tables`, `{table name:
-    TableConfig}`; `optimizers`, `{table name: RowOptimizer or None}`, defaults filled in.
+    """What was decided at construction, by attribute.
 
-    Its `stacks` say how tables are stored, and are internal.
+    `features` is the feature config; `tables` the `TableConfig` by table name; `optimizers` the
+    `RowOptimizer` (or None) by table name, the default filled in. Its `stacks` say how tables are
+    stored, and are internal.
 
     >>> movie = embed.TableConfig(100, 4, name="movie")
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), embed.sgd(0.1), rngs=nnx.Rngs(0))
@@ -577,7 +578,7 @@ class SparseEmbed(nnx.Module):
 
   @property
   def tables(self) -> dict[str, jax.Array]:
-    """The rows of each table in order, `{table name: [vocabulary_size, dim]}`.
+    """The rows of each table in order, arrays `[vocabulary_size, dim]` by table name.
 
     They are the module's own arrays: a step that donates the module deletes them. Copy to keep.
     Inside a loss under `embed.value_and_grad` this raises ValueError: no gradient would come back.
@@ -593,7 +594,7 @@ class SparseEmbed(nnx.Module):
 
   @property
   def variables(self) -> dict[str, dict[str, Any]]:
-    """Rows and slots, `{table name: {"parameters": [vocabulary_size, dim], slot: ...}}`.
+    """Rows and slots, by table name a dict of "parameters", `[vocabulary_size, dim]`, and slots.
 
     Slots are `[vocabulary_size, dim]` or `[vocabulary_size]`, named as in the docstrings of the
     optimizers. Otherwise as `tables`.
