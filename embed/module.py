@@ -170,6 +170,8 @@ class SparseEmbed(nnx.Module):
   >>> layer = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=nnx.Rngs(0))
   >>> layer({"watched": embed.Padded([[3, 7], [5, -1]])})["watched"].shape
   (2, 4)
+  >>> layer.tables["movie"].shape, layer.spec.optimizers["movie"] == embed.adagrad(0.1)
+  ((100, 4), True)
   """
 
   def __init__(
@@ -228,11 +230,6 @@ class SparseEmbed(nnx.Module):
     `features` is the feature config; `tables` the `TableConfig` by table name; `optimizers` the
     `RowOptimizer` (or None) by table name, the default filled in. Its `stacks` say how tables are
     stored, and are internal.
-
-    >>> movie = embed.TableConfig(100, 4, name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), embed.sgd(0.1), rngs=nnx.Rngs(0))
-    >>> layer.spec.optimizers["movie"] == embed.sgd(0.1)
-    True
     """
     return self._spec.value
 
@@ -584,11 +581,6 @@ class SparseEmbed(nnx.Module):
     Inside a loss under `embed.value_and_grad` this raises ValueError: no gradient would come back.
     `attend` scores against a table there. On a mesh, a table whose rows do not divide by the shards
     may come whole on every device.
-
-    >>> movie = embed.TableConfig(100, 4, name="movie")
-    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> layer.tables["movie"].shape
-    (100, 4)
     """
     return {name: arrays["parameters"] for name, arrays in self.variables.items()}
 

@@ -30,8 +30,8 @@ class Optimizer(nnx.Module):
   >>> optimizer = embed.Optimizer(model, optax.adam(1e-3))
   >>> loss, grads = embed.value_and_grad(lambda m, ids: m(ids).sum())(model, jnp.array([3]))
   >>> optimizer.update(model, grads)
-  >>> model.tables["table_0"][3].tolist()
-  [-0.5, -0.5]
+  >>> model.tables["table_0"][3].tolist(), int(optimizer.step[...])
+  ([-0.5, -0.5], 1)
   """
 
   def __init__(self, model: nnx.Module, tx: optax.GradientTransformation):
@@ -39,13 +39,7 @@ class Optimizer(nnx.Module):
 
   @property
   def step(self) -> nnx.Variable:
-    """The number of updates so far, an `nnx.Variable` of an unsigned scalar.
-
-    >>> movie = embed.TableConfig(100, 4, optimizer=embed.sgd(0.1), name="movie")
-    >>> model = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-    >>> int(embed.Optimizer(model, optax.sgd(0.1)).step[...])
-    0
-    """
+    """The number of updates so far, an `nnx.Variable` of an unsigned scalar."""
     return self.dense.step
 
   def update(self, model: nnx.Module, grads: Grads, **kwargs: Any) -> None:
