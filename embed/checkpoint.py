@@ -167,8 +167,9 @@ def _placed(value: Any, old: jax.Array) -> jax.Array:
 
 def _restore(tree: Tree, node: Any) -> None:
   for path, module in routing.sparse_embeds(node).items():
-    names = module.spec.tables
-    module.load_variables({table: tree["tables"][Owner(path, table).key] for table in names})
+    saved = {table: tree["tables"][Owner(path, table).key] for table in module.spec.tables}
+    wanted = module.variable_shapes  # of a table that is not trained, the rows alone
+    module.load_variables({t: {key: saved[t][key] for key in wanted[t]} for t in saved})
   dense, treedef = _dense(node)
 
   def restored(name, old):

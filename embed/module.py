@@ -646,12 +646,6 @@ class SparseEmbed(nnx.Module):
     >>> layer(np.array([1])).tolist()
     [[3.0, 4.0]]
     """
-    for name, value in tables.items():
-      table = self._table(name)
-      if np.shape(value) != (table.vocabulary_size, table.dim):
-        raise ValueError(
-          f"Table {name!r} has shape {(table.vocabulary_size, table.dim)}, got {np.shape(value)}."
-        )
     self.load_variables({name: {"parameters": value} for name, value in tables.items()})
 
   def load_variables(self, variables: Mapping[str, Mapping[str, Any]]) -> None:
@@ -661,12 +655,21 @@ class SparseEmbed(nnx.Module):
       variables: `{table name: {"parameters" or slot name: array}}`, of the shapes in
         `variable_shapes`. `embed.import_variables` makes such.
 
+    Raises:
+      ValueError: before anything is replaced, for an unknown table or slot, or another shape.
+
     >>> movie = embed.TableConfig(2, 1, optimizer=embed.adagrad(0.1), name="movie")
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
     >>> layer.load_variables({"movie": {"accumulators": np.array([[1.0], [2.0]])}})
     >>> layer.variables["movie"]["accumulators"].tolist()
     [[1.0], [2.0]]
+    >>> layer.load_variables({"movie": {"accumulator": np.array([[1.0], [2.0]])}})
+    Traceback (most recent call last):
+    ValueError: Table 'movie' has no slot 'accumulator'; its slots are ['accumulators'].
     """
+    for name, arrays in variables.items():
+      for key, value in arrays.items():
+        self._check_shape(name, key, np.shape(value))
     stacks = tuple(self.spec.stacks.values())
     given = [
       {
@@ -686,6 +689,17 @@ class SparseEmbed(nnx.Module):
     if name not in self.spec.tables:
       raise ValueError(f"There is no table {name!r}; the tables are {sorted(self.spec.tables)}.")
     return self.spec.tables[name]
+
+  def _check_shape(self, name: str, key: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless a table has this array, "parameters" or a slot, of this shape."""
+    table, slots = self._table(name), self._stack_of(name).slots
+    if key != "parameters" and key not in slots:
+      raise ValueError(f"Table {name!r} has no slot {key!r}; its slots are {list(slots)}.")
+    per_row = key != "parameters" and slots[key].per_row
+    wanted = (table.vocabulary_size,) if per_row else (table.vocabulary_size, table.dim)
+    if shape != wanted:
+      what = f"Table {name!r}" if key == "parameters" else f"Slot {key!r} of table {name!r}"
+      raise ValueError(f"{what} has shape {wanted}, got {shape}.")
 
   def _table_name(self, feature: config_lib.FeatureConfig) -> str:
     return next(name for name, table in self.spec.tables.items() if table is feature.table)
