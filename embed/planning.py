@@ -473,8 +473,8 @@ def plan(
     axis: the mesh axes to split over; None is all of them.
 
   Returns:
-    A `Plan`: print it, change it (`plan["movie"].capacity = 512`), keep it (`to_json`), and pass it
-    to `SparseEmbed(plan=plan, rngs=rngs)`.
+    A `Plan`, to print, to change (`plan["movie"].capacity = 512`), to keep (`to_json`), and to
+    pass to `SparseEmbed(plan=plan, rngs=rngs)`.
 
   Raises:
     ValueError: for inputs that do not fit the feature config.

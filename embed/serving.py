@@ -51,7 +51,7 @@ def serving_lookup(
       its table, as in `sparse_embed.combiner_weights`.
 
   Returns:
-    The structure of `inputs`, arrays of the table's dtype: `[..., dim]`, or
+    The structure of `inputs`, arrays of the table's dtype, `[..., dim]` or
     `[batch, max_sequence_length, dim]`. Empty bags, padding and the end of sequences are zeros.
 
   Raises:
