@@ -667,8 +667,8 @@ class SparseEmbed(nnx.Module):
     Traceback (most recent call last):
     ValueError: Table 'movie' has no slot 'accumulator'; its slots are ['accumulators'].
     """
-    for name, arrays in variables.items():
-      for key, value in arrays.items():
+    for name, replaced in variables.items():
+      for key, value in replaced.items():
         self._check_shape(name, key, np.shape(value))
     stacks = tuple(self.spec.stacks.values())
     given = [

@@ -9,7 +9,7 @@ scalars, has one value per output and gives a dense int32 array of its shape. Ba
 lists (or of arrays; None is an empty one) and give `embed.Padded`, whatever their lengths; or they
 come as `embed.Padded`, `embed.Ragged` or `embed.Sparse` of strings or numbers, and keep their kind.
 
-**Padding.** The empty string, None and -1 are padding, as '' and -1 are in TensorFlow, and become
+**Padding.** The empty string, None and -1 are padding, as `''` and -1 are in TensorFlow, and become
 -1. Id 0 is an id like any other. Other negative keys raise: taken for padding, signed 64-bit hashes
 would lose half of their values; give them as `x.view(np.uint64)`. Nothing is dropped unasked: what
 has no id raises, unless `default_value` says what becomes of it.
