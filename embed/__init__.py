@@ -1,4 +1,8 @@
-"""SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX."""
+"""SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX.
+
+The public API is `__all__`, with `__all__` of the two modules in it, `checkpoint` and `transforms`.
+Everything else may change from one version to the next.
+"""
 
 from embed import checkpoint, transforms
 from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
@@ -6,7 +10,7 @@ from embed.exporting import Exported, export
 from embed.grads import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.importers import Imported, from_tpu_embedding, import_variables
 from embed.initializers import row_wise
-from embed.module import CombinerWeights, Report, SlotVariable, SparseEmbed, Table
+from embed.module import CombinerWeights, Report, Residual, SlotVariable, SparseEmbed, Table
 from embed.optimizer import Optimizer
 from embed.optimizers import (
   RowOptimizer,
@@ -27,7 +31,7 @@ from embed.optimizers import (
   rowwise_adagrad,
   sgd,
 )
-from embed.planning import Plan, TablePlan, plan
+from embed.planning import Plan, StackCost, TablePlan, plan
 from embed.profiling import Profile, StackProfile, TableProfile, profile
 from embed.ragged import Padded, Ragged, Sparse, to_padded, validate
 from embed.routing import Ahead, look_ahead, value_and_grad
@@ -50,12 +54,14 @@ __all__ = [
   "QuantizationConfig",
   "Ragged",
   "Report",
+  "Residual",
   "RowGrads",
   "RowOptimizer",
   "Slot",
   "SlotVariable",
   "Sparse",
   "SparseEmbed",
+  "StackCost",
   "StackProfile",
   "Table",
   "TableConfig",

@@ -16,6 +16,8 @@ from embed import routing
 from embed.lookup import Owner
 from embed.module import SlotVariable, Table
 
+__all__ = ["from_tree", "like", "to_tree"]
+
 Tree = dict[str, Any]
 
 
@@ -41,14 +43,20 @@ def _key_data(key: Any) -> Any:
 def to_tree(**nodes: Any) -> Tree:
   """The state of models and optimizers as nested dicts of arrays.
 
-  They are the models' own arrays: save or copy them before a step that donates the model.
+  They are the models' own arrays: save or copy them before a step that donates the model. On a mesh
+  tables come split over its devices, or, where neither rows nor columns divide by the shards, whole
+  on each, of which a printed `embed.plan` warns. Random keys are in it as their data, since not
+  every store knows keys.
 
   Args:
     **nodes: `nnx` modules and optimizers by the name they get in the tree.
 
-  >>> import embed
+  Returns:
+    A dict by name, of dicts of two parts. "state" holds arrays by path, "tables" holds
+    `{"<module path>/<table>": {"parameters": array, slot: array}}`, rows in order.
+
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-  >>> to_tree(model=layer)["model"]["tables"]["table_0"]["parameters"].shape
+  >>> embed.checkpoint.to_tree(model=layer)["model"]["tables"]["table_0"]["parameters"].shape
   (4, 2)
   """
   tree = {}
@@ -67,9 +75,14 @@ def to_tree(**nodes: Any) -> Tree:
 def like(**nodes: Any) -> Tree:
   """What `to_tree` would return, as shapes, dtypes and shardings, for a store to restore into.
 
-  >>> import embed
+  Args:
+    **nodes: as of `to_tree`; also of a model made under `nnx.eval_shape`, which allocates nothing.
+
+  Returns:
+    The same nested dicts, of `jax.ShapeDtypeStruct`.
+
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-  >>> like(model=layer)["model"]["tables"]["table_0"]["parameters"].shape
+  >>> embed.checkpoint.like(model=layer)["model"]["tables"]["table_0"]["parameters"].shape
   (4, 2)
   """
 
@@ -89,11 +102,23 @@ def like(**nodes: Any) -> Tree:
 def from_tree(tree: Tree, **nodes: Any) -> None:
   """Puts a tree made by `to_tree` back into models and optimizers of the same configuration.
 
-  A table without an optimizer, or with `embed.frozen()`, takes the rows and leaves slots that the
-  tree has: so a model for serving, without optimizer, restores what was trained with one.
+  The mesh may be another one, or none: the tree holds logical tables. A table without an optimizer,
+  or with `embed.frozen()`, takes the rows and leaves slots that the tree has: so a model for
+  serving, without optimizer, restores what was trained with one.
+
+  Args:
+    tree: from `to_tree`, or NumPy or JAX arrays in that structure, as a store restored them. They
+      are copied.
+    **nodes: the modules and optimizers to change, by their names in the tree.
 
   Raises:
     ValueError: before anything is changed, naming what is missing, unknown or of another shape.
+
+  >>> config = embed.FeatureConfig(embed.TableConfig(4, 2, name="movie"))
+  >>> trained, fresh = (embed.SparseEmbed(config, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+  >>> embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=trained), model=fresh)
+  >>> bool((fresh.tables["movie"] == trained.tables["movie"]).all())
+  True
   """
   problems = []
   for name, node in nodes.items():
@@ -142,8 +167,9 @@ def _placed(value: Any, old: jax.Array) -> jax.Array:
 
 def _restore(tree: Tree, node: Any) -> None:
   for path, module in routing.sparse_embeds(node).items():
-    names = module.spec.tables
-    module.load_variables({table: tree["tables"][Owner(path, table).key] for table in names})
+    saved = {table: tree["tables"][Owner(path, table).key] for table in module.spec.tables}
+    wanted = module.variable_shapes  # of a table that is not trained, the rows alone
+    module.load_variables({t: {key: saved[t][key] for key in wanted[t]} for t in saved})
   dense, treedef = _dense(node)
 
   def restored(name, old):

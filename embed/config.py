@@ -49,8 +49,12 @@ class QuantizationConfig:
   Raises:
     ValueError: for fewer than 2 buckets, or bounds that are not in order.
 
-  >>> QuantizationConfig(num_buckets=256, lower=-1.0, upper=1.0).num_buckets
-  256
+  >>> coarse = embed.QuantizationConfig(num_buckets=3, lower=-1.0, upper=1.0)  # -1, 0 or 1
+  >>> config = embed.FeatureConfig(embed.TableConfig(1, 3, name="t", quantization_config=coarse))
+  >>> layer = embed.SparseEmbed(config, rngs=nnx.Rngs(0))
+  >>> layer.load_tables({"t": np.array([[0.2, 0.6, 7.0]])})
+  >>> layer(np.array([0])).tolist()
+  [[0.0, 1.0, 1.0]]
   """
 
   num_buckets: int
@@ -81,19 +85,20 @@ class CustomCombiner:
     num_weights: how many learned weights there are.
     initializer: of these, `f(key, shape, dtype)`.
     combiner_weights_learning_rate: they are trained by gradient descent at this rate, whatever the
-      dense optimizer is. None makes them ordinary `nnx.Param`s, for the dense optimizer.
+      dense optimizer is. None makes each an ordinary `nnx.Param`, for the dense optimizer.
 
   Raises:
     ValueError: naming the argument that is wrong.
 
   Learned weights by position in the bag:
 
-  >>> import jax
-  >>> by_position = CustomCombiner(
+  >>> by_position = embed.CustomCombiner(
   ...   lambda valency, vectors, weights: weights @ vectors,
   ...   max_valency=8, num_weights=8, initializer=jax.nn.initializers.ones)
-  >>> TableConfig(vocabulary_size=100, dim=4, combiner=by_position).combiner.max_valency
-  8
+  >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, combiner=by_position, name="movie")
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  >>> layer(embed.Padded([[3, 7, 7], [5, -1, -1]])).shape
+  (2, 4)
   """
 
   computation: Callable[..., Any]
@@ -127,6 +132,8 @@ class CustomCombiner:
 class TableConfig:
   """One embedding table. Compared by identity: share a table by passing the same object.
 
+  It takes `vocabulary_size * dim` times 4 bytes, 2 in bfloat16, and its optimizer's slots besides.
+
   Args:
     vocabulary_size: number of rows, V. Ids are 0 .. V - 1.
     dim: length of a row, D.
@@ -142,14 +149,16 @@ class TableConfig:
     dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. (On CPU, XLA
       updates a bfloat16 table by way of a float32 copy of it.)
     stochastic_rounding: whether new bfloat16 rows are rounded up or down at random, right on
-      average, rather than to the nearest, which loses small steps. See `embed.rounding`. A row
-      may pass `clip_weight_max` by as much as it was rounded.
+      average, rather than to the nearest, which loses small steps (Gupta et al. 2015,
+      arXiv:1502.02551). A row may pass `clip_weight_max` by as much as it was rounded.
 
   Raises:
     ValueError: naming the argument that is wrong.
 
-  >>> TableConfig(vocabulary_size=60_000, dim=64, name="movie").combiner
-  'mean'
+  >>> movie = embed.TableConfig(
+  ...   vocabulary_size=60_000, dim=64, optimizer=embed.adagrad(0.05), name="movie")
+  >>> movie.combiner, movie.dtype
+  ('mean', dtype('float32'))
   """
 
   vocabulary_size: int
@@ -222,11 +231,17 @@ class FeatureConfig:
       max_valency. Without it weights are constants.
 
   Raises:
-    ValueError: naming the argument that is wrong. TypeError: if `output_shape` is not a shape.
+    ValueError: naming the argument that is wrong.
+    TypeError: if `output_shape` is not a shape.
 
-  >>> movie = TableConfig(60_000, 64)
-  >>> FeatureConfig(movie, max_sequence_length=50).table is movie
-  True
+  >>> movie = embed.TableConfig(100, 4, name="movie")
+  >>> features = {
+  ...   "watched": embed.FeatureConfig(movie),
+  ...   "history": embed.FeatureConfig(movie, max_sequence_length=5),
+  ... }
+  >>> layer, ids = embed.SparseEmbed(features, rngs=nnx.Rngs(0)), embed.Padded([[3, 7]])
+  >>> {name: x.shape for name, x in layer({"watched": ids, "history": ids}).items()}
+  {'watched': (1, 4), 'history': (1, 5, 4)}
   """
 
   table: TableConfig

@@ -30,17 +30,35 @@ _KINDS = (ragged.Padded, ragged.Ragged, ragged.Sparse)
 class Exported(NamedTuple):
   """What `embed.export` returns: `program.call(arrays, *args)` is the model's function.
 
-  `program`: a `jax.export.Exported`; `serialize()` gives its bytes.
-  `arrays`: what it reads of the model, NumPy by name. Tables are `<module path>/<table>`, whole and
-    in row order; everything else has its path, such as `head/kernel`. Bfloat16 is held as uint16,
-    which every NumPy can store; the program knows.
+  Attributes:
+    program: a `jax.export.Exported`; `serialize()` gives its bytes.
+    arrays: what it reads of the model, NumPy by name. Tables are `<module path>/<table>`, whole
+      and in row order; everything else has its path, such as `head/kernel`. Bfloat16 is held as
+      uint16, which every NumPy can store; the program knows.
+
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> exported = embed.export(lambda layer, ids: layer(ids), layer, np.array([0, 1]))
+  >>> exported.program.call(exported.arrays, np.array([2, 3])).shape, list(exported.arrays)
+  ((2, 2), ['table_0'])
   """
 
   program: jax.export.Exported
   arrays: dict[str, np.ndarray]
 
   def save(self, folder: str | os.PathLike[str]) -> None:
-    """Writes `program.bin` and `arrays.npz`, for `jax.export.deserialize` and `numpy.load`."""
+    """Writes `program.bin` and `arrays.npz`, for `jax.export.deserialize` and `numpy.load`.
+
+    Args:
+      folder: made if it is not there.
+
+    >>> import pathlib, tempfile
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> embed.export(lambda layer, ids: layer(ids), layer, np.array([0, 1])).save(folder)
+    >>> program = jax.export.deserialize(bytearray((folder / "program.bin").read_bytes()))
+    >>> program.call(dict(np.load(folder / "arrays.npz")), np.array([2, 3])).shape
+    (2, 2)
+    """
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / "program.bin").write_bytes(self.program.serialize())
@@ -83,12 +101,11 @@ def export(
       different sizes with `any_batch`, a function that draws random numbers, a mesh that is set,
       and arrays that are not all on this host.
 
-  >>> import embed
   >>> table = embed.TableConfig(vocabulary_size=3, dim=1, combiner="sum", name="movie")
   >>> layer = embed.SparseEmbed({"watched": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0))
   >>> layer.load_tables({"movie": np.array([[1.0], [10.0], [100.0]])})
   >>> batch = {"watched": embed.Padded(np.array([[0, 2]]))}
-  >>> exported = export(lambda layer, batch: layer(batch), layer, batch, any_batch=True)
+  >>> exported = embed.export(lambda layer, batch: layer(batch), layer, batch, any_batch=True)
   >>> sorted(exported.arrays)
   ['movie']
   >>> ids = np.array([[0, 1], [2, -1]])

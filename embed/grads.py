@@ -26,17 +26,25 @@ def _only(sent: Sequence[Sent], stack: Stack, table: str) -> tuple[Sent, ...]:
 class RowGrads:
   """The gradient of a table, as rows: row `ids[i]` has gradient `values[i]`.
 
-  `ids` int32 `[N]`, `values` float32 `[N, D]`. Rows are summed over duplicates, features, calls and
-  devices, so an id stands once, in no particular order; unused entries have id `vocabulary_size`
-  and value 0. Where the table's optimizer has `use_gradient_accumulation=False` there is one entry
-  per occurrence instead, in batch order. On a mesh, entries are with the owners of their rows.
+  Rows are summed over duplicates, features, calls and devices, so an id stands once, in no
+  particular order; unused entries have id `vocabulary_size` and value 0. Where the table's
+  optimizer has `use_gradient_accumulation=False` there is one entry per occurrence instead, in
+  batch order. On a mesh, entries are with the owners of their rows.
 
   Made by `embed.value_and_grad`, which keeps the activations' gradients and sums them when `ids`
-  or `values` is asked for (or inside the update). `RowGrads(ids, values)` makes one by hand;
-  duplicates are allowed and summed by the update.
+  or `values` is asked for (or inside the update). By hand, duplicates are allowed and summed by the
+  update. A pytree.
 
-  >>> RowGrads(jnp.array([4, 2]), jnp.ones((2, 3))).values.shape
-  (2, 3)
+  Args:
+    ids: integers `[N]`.
+    values: floats `[N, D]`.
+
+  Raises:
+    ValueError: for ids that are not integers, or other shapes.
+
+  >>> rows = embed.RowGrads(jnp.array([4, 2]), jnp.ones((2, 3)))
+  >>> rows.ids.tolist(), rows.values.shape
+  ([4, 2], (2, 3))
   """
 
   sent: tuple[Sent, ...]
@@ -79,16 +87,21 @@ class RowGrads:
 
   @property
   def ids(self) -> jax.Array:
-    """int32 `[N]`."""
+    """int32 `[N]`; `vocabulary_size` marks an unused entry."""
     return self._arrays()[0]
 
   @property
   def values(self) -> jax.Array:
-    """float32 `[N, D]`."""
+    """float32 `[N, D]`, the gradients of these rows."""
     return self._arrays()[1]
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "RowGrads":
-    """The same rows with `f(values)`."""
+    """The same rows with `f(values)`, `[N, D]` to `[N, D]`.
+
+    >>> rows = embed.RowGrads(jnp.array([4]), jnp.array([[3.0, -4.0]]))
+    >>> rows.map(lambda g: jnp.clip(g, -1, 1)).values.tolist()
+    [[1.0, -1.0]]
+    """
     if not self.sent:
       return self
     ids, values = self._arrays()
@@ -100,7 +113,11 @@ class RowGrads:
     return RowGrads.of([self.stack.own(ids, values, self.table)], self.stack, self.table)
 
   def squared_norm(self) -> jax.Array:
-    """The sum of the squares of the summed rows."""
+    """The sum of the squares of the summed rows, a float32 scalar: of one table alone.
+
+    >>> float(embed.RowGrads(jnp.array([4, 4]), jnp.array([[1.0], [2.0]])).squared_norm())
+    9.0
+    """
     if self.stack is not None:
       return _squared_norm(self.stack, self.sent)
     ids, values = self._arrays()
@@ -228,12 +245,22 @@ _squared_norm = jax.jit(Stack.squared_norm, static_argnums=0)
 class Grads:
   """What `embed.value_and_grad` returns and `embed.Optimizer.update` takes.
 
-  `dense`: an `nnx.State` of the gradients of the `nnx.Param`s, for optax. `rows`: a mapping of
-  `"<module path>/<table name>"` to `RowGrads`, an entry for every table, empty where nothing was
-  looked up.
-
   Do not `jax.tree.map` over the whole: ids and gains are leaves too. `map`, `embed.accumulate`,
-  `embed.global_norm` and `embed.clip_by_global_norm` treat rows as the gradients they are.
+  `embed.global_norm` and `embed.clip_by_global_norm` treat rows as the gradients they are. A
+  pytree, so it goes through jit.
+
+  Attributes:
+    dense: an `nnx.State` of the gradients of every `nnx.Param`, for optax.
+    rows: a mapping of `"<module path>/<table name>"` (of the model itself, `"<table name>"`) to
+      `RowGrads`, an entry for every table, empty where nothing was looked up.
+
+  >>> movie = embed.TableConfig(100, 2, combiner="sum", name="movie")
+  >>> model = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  >>> loss_fn = lambda model, ids: model(ids).sum()
+  >>> loss, grads = embed.value_and_grad(loss_fn)(model, embed.Padded([[3, 7], [3, -1]]))
+  >>> rows = grads.rows["movie"]
+  >>> rows.values[rows.ids == 3].tolist()  # looked up twice
+  [[2.0, 2.0]]
   """
 
   dense: Any
@@ -242,7 +269,13 @@ class Grads:
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Grads":
     """Applies `f` to every float array: dense gradients and each table's rows, never ids.
 
-    >>> unscaled = lambda grads, scale: grads.map(lambda g: g / scale)
+    Args:
+      f: keeps the shape; it gets dense gradients as they are, and rows `[N, D]`.
+
+    >>> rows = {"movie": embed.RowGrads(jnp.array([3]), jnp.array([[8.0]]))}
+    >>> grads = embed.Grads({"bias": jnp.array([4.0])}, rows).map(lambda g: g / 2)
+    >>> grads.dense["bias"].tolist(), grads.rows["movie"].values.tolist()
+    ([2.0], [[4.0]])
     """
     rows = self.rows
     mapped = rows.map(f) if isinstance(rows, Rows) else {k: r.map(f) for k, r in rows.items()}
@@ -250,7 +283,21 @@ class Grads:
 
 
 def global_norm(grads: Grads) -> jax.Array:
-  """The norm of all gradients together, dense and rows: that of the equal dense gradients."""
+  """The norm of all gradients together, dense and rows: that of the equal dense gradients.
+
+  `sqrt(sum of g²)` over all dense gradients and all rows, which are summed over duplicates before
+  they are squared.
+
+  Args:
+    grads: an `embed.Grads`.
+
+  Returns:
+    A float32 scalar.
+
+  >>> rows = {"movie": embed.RowGrads(jnp.array([3, 3]), jnp.array([[1.0], [2.0]]))}
+  >>> float(embed.global_norm(embed.Grads({"bias": jnp.array([4.0])}, rows)))  # 1 + 2 and 4
+  5.0
+  """
   square = lambda g: jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
   squares = sum(map(square, jax.tree.leaves(grads.dense)), jnp.zeros((), jnp.float32))
   if isinstance(grads.rows, Rows):
@@ -261,8 +308,20 @@ def global_norm(grads: Grads) -> jax.Array:
 def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
   """Scales all gradients by `min(1, max_norm / global_norm(grads))`, as optax does for dense ones.
 
+  Args:
+    grads: an `embed.Grads`.
+    max_norm: a positive number, or a traced scalar.
+
+  Returns:
+    The scaled `embed.Grads`. NaN in any of them makes all of them NaN.
+
   Raises:
     ValueError: if `max_norm` is a number that is not positive.
+
+  >>> rows = {"movie": embed.RowGrads(jnp.array([3]), jnp.array([[3.0]]))}
+  >>> grads = embed.clip_by_global_norm(embed.Grads({"bias": jnp.array([4.0])}, rows), 2.5)
+  >>> grads.dense["bias"].tolist(), grads.rows["movie"].values.tolist()
+  ([2.0], [[1.5]])
   """
   if isinstance(max_norm, (int, float)) and not max_norm > 0:
     raise ValueError(f"max_norm must be positive. Got {max_norm!r}.")
@@ -283,8 +342,19 @@ def accumulate(grads: Sequence[Grads]) -> Grads:
 
   For the mean, divide the losses by their number, or `.map(lambda g: g / n)`.
 
+  Args:
+    grads: a sequence of `embed.Grads` of one model.
+
+  Returns:
+    One `embed.Grads`. An optimizer steps once from it, as from one large batch.
+
   Raises:
     ValueError: for an empty list, or gradients of different models.
+
+  >>> one = embed.Grads({}, {"movie": embed.RowGrads(jnp.array([3]), jnp.array([[1.0]]))})
+  >>> rows = embed.accumulate([one, one]).rows["movie"]  # summed by the update
+  >>> rows.ids.tolist(), rows.values.tolist()
+  ([3, 3], [[1.0], [1.0]])
   """
   if not grads:
     raise ValueError("accumulate takes at least one embed.Grads.")

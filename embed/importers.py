@@ -23,7 +23,12 @@ from embed.module import SparseEmbed
 
 
 class Imported(NamedTuple):
-  """What `from_tpu_embedding` returns: the first two arguments of `SparseEmbed`."""
+  """What `from_tpu_embedding` returns: the first two arguments of `SparseEmbed`.
+
+  Attributes:
+    features: the containers of TensorFlow with `embed.FeatureConfig` in them.
+    optimizer: an `embed.RowOptimizer`, or None.
+  """
 
   features: Any
   optimizer: optimizers.RowOptimizer | None
@@ -48,6 +53,9 @@ def from_tpu_embedding(
     replace: by the name of a TensorFlow table, arguments of our `TableConfig` to be used instead of
       what that table has: for what has no counterpart here.
 
+  Returns:
+    An `embed.Imported`, for `embed.SparseEmbed(*imported, rngs=rngs)`.
+
   Raises:
     ValueError: naming the table and saying what to write instead, for what has no counterpart
       (custom optimizers and combiners, initializers that are functions, learning rates without
@@ -61,7 +69,7 @@ def from_tpu_embedding(
   ...   output_shape = name = None
   >>> class Adagrad:
   ...   learning_rate, initial_accumulator_value, use_gradient_accumulation = 0.05, 0.1, True
-  >>> features, optimizer = from_tpu_embedding({"watched": FeatureConfig()}, Adagrad())
+  >>> features, optimizer = embed.from_tpu_embedding({"watched": FeatureConfig()}, Adagrad())
   >>> features["watched"].table.combiner, optimizer.name, optimizer.learning_rate
   ('sum', 'adagrad', 0.05)
   """
@@ -307,18 +315,16 @@ def import_variables(
     slots: whether slots are wanted. They never are for tables that are not trained.
 
   Returns:
-    `{table: {"parameters": [V, dim], slot: [V, dim]}}`, NumPy arrays, rows in order.
+    NumPy arrays, rows in order, by table name and then by "parameters" or the name of a slot.
 
   Raises:
     ValueError: naming what is missing, what no table or slot of the layer is, what there is twice,
       what has another shape, and for another `partition_strategy`.
 
-  >>> import embed
-  >>> from flax import nnx
   >>> config = embed.FeatureConfig(embed.TableConfig(3, 1, name="movie"))
   >>> layer = embed.SparseEmbed(config, embed.sgd(), rngs=nnx.Rngs(0))
   >>> halves = [np.array([[0.0], [2.0]]), np.array([[1.0]])]
-  >>> found = import_variables({"movie": halves}, layer, partition_strategy="mod")
+  >>> found = embed.import_variables({"movie": halves}, layer, partition_strategy="mod")
   >>> found["movie"]["parameters"].tolist()
   [[0.0], [1.0], [2.0]]
   >>> layer.load_variables(found)

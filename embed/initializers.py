@@ -33,7 +33,7 @@ class RowWise:
     return jax.vmap(row)(ids)
 
 
-def row_wise(initializer: Callable[..., Any]) -> RowWise:
+def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
   """Makes an initializer draw every row from a key of its own.
 
   The key of a row is folded from the table's and the row's number. The values then do not depend
@@ -44,7 +44,15 @@ def row_wise(initializer: Callable[..., Any]) -> RowWise:
     initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, traceable; called with shape
       `(1, dim)`. One that looks at the number of rows would see 1.
 
-  >>> row_wise(jax.nn.initializers.ones)(jax.random.key(0), (2, 3)).shape
+  Returns:
+    An initializer, for `TableConfig(initializer=...)`.
+
+  Raises:
+    ValueError: if `initializer` is not callable.
+
+  >>> small = embed.row_wise(jax.nn.initializers.normal(0.01))
+  >>> movie = embed.TableConfig(100, 4, initializer=small, name="movie")
+  >>> small(jax.random.key(0), (2, 3)).shape
   (2, 3)
   """
   if not callable(initializer):

@@ -33,8 +33,11 @@ class Apart(NamedTuple):
 
 @jax.tree_util.register_pytree_node_class
 class Residual:
-  """What `SparseEmbed.lookup` read, by stack, the features that each part of it is of, and by
-  feature the rows that were combined after the lookup."""
+  """What `SparseEmbed.lookup` read, for `apply_gradients`: a pytree, with nothing in it for users.
+
+  It holds ids and, on a mesh, the route of the exchange; of the features whose rows were combined
+  after the lookup, the rows.
+  """
 
   def __init__(
     self,
@@ -58,32 +61,64 @@ class Residual:
 
 
 class Table(nnx.Variable):
-  """The rows of a table. Not an `nnx.Param`: no dense optimizer ever sees it."""
+  """The rows of a table. Not an `nnx.Param`: no dense optimizer ever sees it.
+
+  An `nnx.Variable` type, for filters. What it holds is the storage, several tables in one array
+  and in another order where that is cheaper; `SparseEmbed.tables` has the tables.
+
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> len(jax.tree.leaves(nnx.state(layer, embed.Table))), nnx.state(layer, nnx.Param)
+  (1, State({}))
+  """
 
 
 class SlotVariable(nnx.Variable):
-  """An optimizer's state per row of a table."""
+  """An optimizer's state per row of a table.
+
+  An `nnx.Variable` type, for filters, that holds the storage as `Table` does;
+  `SparseEmbed.variables` has the slots.
+
+  >>> features = embed.FeatureConfig(embed.TableConfig(4, 2, optimizer=embed.adam(1e-3)))
+  >>> layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  >>> len(jax.tree.leaves(nnx.state(layer, embed.SlotVariable)))  # momenta and velocities
+  2
+  """
 
 
 class CombinerWeights(nnx.Param):
   """The learned weights of an `embed.CustomCombiner`, trained at its own rate.
 
-  `embed.value_and_grad` gives their gradient among the dense ones.
+  An `nnx.Param` type, float32 `[num_weights]`, so `embed.value_and_grad` gives their gradient among
+  the dense ones. `sparse_embed.combiner_weights` has them by table name.
+
+  >>> average = embed.CustomCombiner(
+  ...   lambda valency, vectors, weights: weights @ vectors,
+  ...   max_valency=2, num_weights=2, initializer=jax.nn.initializers.constant(0.5))
+  >>> table = embed.TableConfig(4, 2, combiner=average, name="movie")
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  >>> layer.combiner_weights["movie"][...].tolist()
+  [0.5, 0.5]
   """
 
 
 class Report(nnx.Variable):
-  """What happened in the lookups: a dictionary of scalars.
+  """What happened in the lookups: an `nnx.Variable` that holds a dictionary of scalars.
 
-  `dropped_ids` int32, counted since the start. Of the last call, 0 without a mesh:
-  `exchange_rounds` int32, the rounds that the exchange of ids and rows took, at most (1 where
-  buffers were large enough, 0 where nothing was exchanged), and `buffer_fill` float32, the share of
-  a buffer that was used, at most; above 1 there was more than one round.
+  - `dropped_ids`, int32: counted since the start.
+  - `exchange_rounds`, int32: the rounds that the exchange of ids and rows took in the last call, at
+    most; 1 where buffers were large enough, 0 where nothing was exchanged, as without a mesh.
+  - `buffer_fill`, float32: the share of a buffer that was used in the last call, at most; above 1
+    there was more than one round. 0 without a mesh.
 
   A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
   `max_valency`, or outside a `dense_shape`. Eager calls raise for these instead. Like all NNX state
   it comes out of `nnx.jit` and the other nnx transformations with the module as an argument; plain
   `jax.jit`, with the module closed over or as a pytree, counts nothing.
+
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> activations = nnx.jit(lambda layer, ids: layer(ids))(layer, np.array([3, 4, 5]))
+  >>> int(layer.report["dropped_ids"])
+  2
   """
 
 
@@ -118,18 +153,25 @@ class SparseEmbed(nnx.Module):
       that one device. Inputs may have any sharding; activations come out split over the batch.
     axis: the mesh axis, or axes, that tables and the batch are split over.
     sharding: how: "mod" (row r on shard r % n), "div" (consecutive rows), "column" or "replicated".
-    plan: an `embed.plan` instead of these four, and of `features` and `optimizer` if it has them.
+    plan: an `embed.plan` instead of these three, and of `features` and `optimizer`, which it has;
+      other features of the same tables, or another optimizer, may be given beside it.
+
+  Attributes:
+    report: an `embed.Report`, the ids that were dropped and the load of the exchange.
+    combiner_weights: `{table name: nnx.Variable}`, of the tables whose `embed.CustomCombiner`
+      learns; see `embed.CombinerWeights`.
 
   Raises:
     ValueError: for two tables of one name, an unsupported optimizer, an unknown axis or sharding,
       or an initializer that returns another shape.
 
-  >>> import embed
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, combiner="sum", name="movie")
   >>> features = {"watched": embed.FeatureConfig(movie)}
   >>> layer = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=nnx.Rngs(0))
   >>> layer({"watched": embed.Padded([[3, 7], [5, -1]])})["watched"].shape
   (2, 4)
+  >>> layer.tables["movie"].shape, layer.spec.optimizers["movie"] == embed.adagrad(0.1)
+  ((100, 4), True)
   """
 
   def __init__(
@@ -183,7 +225,12 @@ class SparseEmbed(nnx.Module):
 
   @property
   def spec(self) -> _Spec:
-    """The feature config, the tables and optimizers by name, and how tables are stored."""
+    """What was decided at construction, by attribute.
+
+    `features` is the feature config; `tables` the `TableConfig` by table name; `optimizers` the
+    `RowOptimizer` (or None) by table name, the default filled in. Its `stacks` say how tables are
+    stored, and are internal.
+    """
     return self._spec.value
 
   # --- lookup ------------------------------------------------------------------------------------
@@ -198,20 +245,48 @@ class SparseEmbed(nnx.Module):
         gradient comes back to them, unless the feature has `differentiate_weights`.
 
     Returns:
-      The same structure of arrays of the table's dtype: `[..., dim]` for a dense array or bags,
-      `[batch, max_sequence_length, dim]` for sequences. Empty bags and padding give zeros.
+      Arrays of the table's dtype in the structure of `features`, `[..., dim]` for a dense array or
+      bags, `[batch, max_sequence_length, dim]` for sequences. Empty bags and padding give zeros.
 
     Raises:
-      ValueError, TypeError: as `embed.validate`, in eager calls. Under jit ids out of range are
-        dropped and counted in `report`; types, dtypes and shapes are always checked.
+      ValueError: as `embed.validate`, in eager calls. Under jit ids out of range are dropped and
+        counted in `report`; types, dtypes and shapes are always checked.
+      TypeError: likewise.
+
+    >>> movie = embed.TableConfig(100, 4, combiner="sum", name="movie")
+    >>> features = {"watched": embed.FeatureConfig(movie), "next": embed.FeatureConfig(movie)}
+    >>> layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+    >>> layer({"watched": embed.Padded([[3, 7], [5, -1]])})["watched"].shape  # bags of ids
+    (2, 4)
+    >>> layer({"next": np.array([9, 9, 1])})["next"].shape  # one id each
+    (3, 4)
     """
     return self.lookup(features, weights)[0]
 
   def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Residual]:
-    """As `__call__`, and the residual that `apply_gradients` needs, a pytree.
+    """As `__call__`, and the residual that `apply_gradients` needs.
 
     The pair is for custom loops: differentiate the loss with respect to the activations, then
     hand their gradients to `apply_gradients`.
+
+    Args:
+      features: as of `__call__`.
+      weights: as of `__call__`.
+
+    Returns:
+      `(activations, residual)`, the second an `embed.Residual`, a pytree.
+
+    Raises:
+      ValueError: as `__call__`, and inside `nnx.capture` inside a loss.
+      TypeError: as `__call__`.
+
+    >>> movie = embed.TableConfig(
+    ...   100, 4, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.ones, name="movie")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+    >>> activations, residual = layer.lookup(np.array([3]))
+    >>> layer.apply_gradients(jax.grad(lambda x: x.sum())(activations), residual)
+    >>> layer.tables["movie"][3].tolist()
+    [0.5, 0.5, 0.5, 0.5]
     """
     if self._path is not None and hasattr(self, "__captures__"):
       raise ValueError(
@@ -286,11 +361,18 @@ class SparseEmbed(nnx.Module):
         padding and score 0. None scores against every row.
 
     Returns:
-      `[..., K]`, or `[..., vocabulary_size]`. Inside `embed.value_and_grad` gradients reach the
-      query and the rows: only the candidates, or every row of the table.
+      `[..., K]`, or `[..., vocabulary_size]`, the dot products. Inside `embed.value_and_grad`
+      gradients reach the query and the rows, those of the candidates alone or all of the table.
 
     Raises:
       ValueError: for an unknown table, a query of another size, or ids out of range (eagerly).
+
+    >>> movie = embed.TableConfig(3, 2, name="movie")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+    >>> layer.load_tables({"movie": np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])})
+    >>> query = jnp.array([[1.0, 3.0]])
+    >>> layer.attend(query, "movie").tolist(), layer.attend(query, "movie", np.array([2])).tolist()
+    ([[1.0, 3.0, 8.0]], [[8.0]])
     """
     table = self._table(table_name)
     if query.shape[-1] != table.dim:
@@ -338,6 +420,14 @@ class SparseEmbed(nnx.Module):
         than its activations, one that is not an array, a table without optimizer, or a missing
         `step` where a schedule or stochastic rounding needs it.
       TypeError: where the kind of a container differs.
+
+    >>> movie = embed.TableConfig(
+    ...   100, 4, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.ones, name="movie")
+    >>> layer = embed.SparseEmbed({"next": embed.FeatureConfig(movie)}, rngs=nnx.Rngs(0))
+    >>> activations, residual = layer.lookup({"next": np.array([3])})
+    >>> layer.apply_gradients({"next": jnp.ones((1, 4))}, residual)
+    >>> layer.tables["movie"][3].tolist()
+    [0.5, 0.5, 0.5, 0.5]
     """
     if not isinstance(residual, Residual):
       raise ValueError(
@@ -422,6 +512,22 @@ class SparseEmbed(nnx.Module):
 
     A table that is not named, or whose `RowGrads` is empty, does not move, unless its optimizer
     moves every row at every step.
+
+    Args:
+      rows: `{table name: RowGrads}`. Ids `vocabulary_size` are unused entries.
+      step: as of `apply_gradients`.
+
+    Raises:
+      ValueError: for an unknown table, other columns than `dim`, an id beyond the table (eagerly),
+        a table without optimizer, or a missing `step` where a schedule or stochastic rounding needs
+        it.
+
+    >>> zeros = jax.nn.initializers.zeros
+    >>> movie = embed.TableConfig(4, 2, optimizer=embed.sgd(0.5), initializer=zeros, name="movie")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+    >>> layer.apply_row_gradients({"movie": embed.RowGrads(jnp.array([1, 1]), jnp.ones((2, 2)))})
+    >>> layer.tables["movie"].tolist()
+    [[0.0, 0.0], [-1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
     """
     for name in rows:
       self._table(name)
@@ -469,17 +575,27 @@ class SparseEmbed(nnx.Module):
 
   @property
   def tables(self) -> dict[str, jax.Array]:
-    """`{table name: array [vocabulary_size, dim]}`, rows in order.
+    """The rows of each table in order, arrays `[vocabulary_size, dim]` by table name.
 
     They are the module's own arrays: a step that donates the module deletes them. Copy to keep.
-    Inside a loss under `embed.value_and_grad` this raises: no gradient would come back. `attend`
-    scores against a table there.
+    Inside a loss under `embed.value_and_grad` this raises ValueError: no gradient would come back.
+    `attend` scores against a table there. On a mesh, a table whose rows do not divide by the shards
+    may come whole on every device.
     """
     return {name: arrays["parameters"] for name, arrays in self.variables.items()}
 
   @property
   def variables(self) -> dict[str, dict[str, Any]]:
-    """`{table name: {"parameters": [vocabulary_size, dim], slot: [vocabulary_size, ...]}}`."""
+    """Rows and slots, by table name a dict of "parameters", `[vocabulary_size, dim]`, and slots.
+
+    Slots are `[vocabulary_size, dim]` or `[vocabulary_size]`, named as in the docstrings of the
+    optimizers. Otherwise as `tables`.
+
+    >>> movie = embed.TableConfig(100, 4, optimizer=embed.rowwise_adagrad(0.1), name="movie")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+    >>> {name: x.shape for name, x in layer.variables["movie"].items()}
+    {'parameters': (100, 4), 'accumulators': (100,)}
+    """
     return self._read_variables()
 
   def _read_variables(self, compact: bool = False) -> dict[str, dict[str, Any]]:
@@ -496,7 +612,13 @@ class SparseEmbed(nnx.Module):
 
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """`variables` as shapes, dtypes and shardings, without computing anything."""
+    """`variables` as `jax.ShapeDtypeStruct`, shardings included, without computing anything.
+
+    >>> movie = embed.TableConfig(100, 4, optimizer=embed.adam(1e-3), name="movie")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+    >>> sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer.variable_shapes))  # bytes
+    4800
+    """
     return self._shapes()
 
   def _shapes(self, compact: bool = False) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
@@ -511,19 +633,43 @@ class SparseEmbed(nnx.Module):
   def load_tables(self, tables: Mapping[str, Any]) -> None:
     """Replaces the rows of the named tables; slots stay as they are.
 
+    Args:
+      tables: `{table name: [vocabulary_size, dim]}`, NumPy or JAX arrays, copied to where the table
+        is. Other tables stay as they are.
+
     Raises:
       ValueError: for an unknown table or another shape than `[vocabulary_size, dim]`.
+
+    >>> movie = embed.TableConfig(2, 2, name="movie")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+    >>> layer.load_tables({"movie": np.array([[1.0, 2.0], [3.0, 4.0]])})
+    >>> layer(np.array([1])).tolist()
+    [[3.0, 4.0]]
     """
-    for name, value in tables.items():
-      table = self._table(name)
-      if np.shape(value) != (table.vocabulary_size, table.dim):
-        raise ValueError(
-          f"Table {name!r} has shape {(table.vocabulary_size, table.dim)}, got {np.shape(value)}."
-        )
     self.load_variables({name: {"parameters": value} for name, value in tables.items()})
 
   def load_variables(self, variables: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replaces arrays of `variables`, tables or slots; the others stay as they are."""
+    """Replaces arrays of `variables`, tables or slots; the others stay as they are.
+
+    Args:
+      variables: `{table name: {"parameters" or slot name: array}}`, of the shapes in
+        `variable_shapes`. `embed.import_variables` makes such.
+
+    Raises:
+      ValueError: before anything is replaced, for an unknown table or slot, or another shape.
+
+    >>> movie = embed.TableConfig(2, 1, optimizer=embed.adagrad(0.1), name="movie")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+    >>> layer.load_variables({"movie": {"accumulators": np.array([[1.0], [2.0]])}})
+    >>> layer.variables["movie"]["accumulators"].tolist()
+    [[1.0], [2.0]]
+    >>> layer.load_variables({"movie": {"accumulator": np.array([[1.0], [2.0]])}})
+    Traceback (most recent call last):
+    ValueError: Table 'movie' has no slot 'accumulator'; its slots are ['accumulators'].
+    """
+    for name, replaced in variables.items():
+      for key, value in replaced.items():
+        self._check_shape(name, key, np.shape(value))
     stacks = tuple(self.spec.stacks.values())
     given = [
       {
@@ -543,6 +689,17 @@ class SparseEmbed(nnx.Module):
     if name not in self.spec.tables:
       raise ValueError(f"There is no table {name!r}; the tables are {sorted(self.spec.tables)}.")
     return self.spec.tables[name]
+
+  def _check_shape(self, name: str, key: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless a table has this array, "parameters" or a slot, of this shape."""
+    table, slots = self._table(name), self._stack_of(name).slots
+    if key != "parameters" and key not in slots:
+      raise ValueError(f"Table {name!r} has no slot {key!r}; its slots are {list(slots)}.")
+    per_row = key != "parameters" and slots[key].per_row
+    wanted = (table.vocabulary_size,) if per_row else (table.vocabulary_size, table.dim)
+    if shape != wanted:
+      what = f"Table {name!r}" if key == "parameters" else f"Slot {key!r} of table {name!r}"
+      raise ValueError(f"{what} has shape {wanted}, got {shape}.")
 
   def _table_name(self, feature: config_lib.FeatureConfig) -> str:
     return next(name for name, table in self.spec.tables.items() if table is feature.table)

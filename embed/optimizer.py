@@ -14,23 +14,24 @@ _BY_OPTAX = nnx.All(nnx.Param, nnx.Not(CombinerWeights))
 
 
 class Optimizer(nnx.Module):
-  """Applies `embed.Grads`: optax for `nnx.Param`s, each table's own optimizer for its rows.
+  """Applies `embed.Grads`: optax to every `nnx.Param`, each table's own optimizer to its rows.
 
   Args:
     model: the module to train.
     tx: an optax transformation for the dense parameters.
 
-  The optimizer's `step` counts updates from 0 and drives the tables' learning rate schedules.
+  Its `step` counts updates from 0 and drives the tables' learning rate schedules. The state of the
+  tables is in the model, that of the dense parameters here, in the attribute `dense`, an
+  `nnx.Optimizer`; `embed.checkpoint` saves both.
 
-  >>> import embed, jax
   >>> zeros = jax.nn.initializers.zeros
   >>> table = embed.TableConfig(10, 2, optimizer=embed.sgd(0.5), initializer=zeros)
   >>> model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   >>> optimizer = embed.Optimizer(model, optax.adam(1e-3))
   >>> loss, grads = embed.value_and_grad(lambda m, ids: m(ids).sum())(model, jnp.array([3]))
   >>> optimizer.update(model, grads)
-  >>> model.tables["table_0"][3].tolist()
-  [-0.5, -0.5]
+  >>> model.tables["table_0"][3].tolist(), int(optimizer.step[...])
+  ([-0.5, -0.5], 1)
   """
 
   def __init__(self, model: nnx.Module, tx: optax.GradientTransformation):
@@ -38,7 +39,7 @@ class Optimizer(nnx.Module):
 
   @property
   def step(self) -> nnx.Variable:
-    """The number of updates so far, an `nnx.Variable` of a scalar."""
+    """The number of updates so far, an `nnx.Variable` of an unsigned scalar."""
     return self.dense.step
 
   def update(self, model: nnx.Module, grads: Grads, **kwargs: Any) -> None:
@@ -53,6 +54,12 @@ class Optimizer(nnx.Module):
       TypeError: if `grads` are not `embed.Grads`, as those of nnx.value_and_grad: rows would stay
         untrained without a word.
       ValueError: if the entry of a table is missing or unknown, or a table has no optimizer.
+
+    >>> movie = embed.TableConfig(100, 4, optimizer=embed.sgd(0.1), name="movie")
+    >>> model = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+    >>> optimizer = embed.Optimizer(model, optax.sgd(0.1))
+    >>> loss, grads = embed.value_and_grad(lambda m, x: m(x).sum())(model, np.array([3]))
+    >>> optimizer.update(model, embed.clip_by_global_norm(grads, 1.0))
     """
     if not isinstance(grads, Grads):
       raise TypeError(

@@ -30,15 +30,17 @@ Equation = Callable[[jax.Array, jax.Array, Slots, Any], tuple[jax.Array, Slots]]
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-  """An optimizer's state per row.
+  """An optimizer's state per row, for `embed.custom_optimizer`.
 
   Args:
     initial: the value every entry starts with.
     per_row: one value a row, `[V]`, instead of one per element, `[V, D]`.
     dtype: float32, or an integer type for counts.
 
-  >>> Slot(0.1, per_row=True).initial
-  0.1
+  >>> embed.adam(1e-3).slots(64)["momenta"]  # what an optimizer keeps of rows of 64 columns
+  Slot(initial=0.0, per_row=False, dtype='float32')
+  >>> embed.rowwise_adagrad(1e-3).slots(64)["accumulators"].per_row
+  True
   """
 
   initial: float = 0.0
@@ -50,7 +52,28 @@ class Slot:
 class RowOptimizer:
   """A table's optimizer. Compared by value: equal hyperparameters are equal optimizers.
 
-  Made by `embed.sgd`, `embed.adagrad` and the others; `embed.custom_optimizer` for one's own.
+  Made by `embed.sgd`, `embed.adagrad` and the others; `embed.custom_optimizer` for one's own. It
+  holds no state, so one object may serve many tables, and it pickles. Every row that was looked up
+  in a step is stepped once, in this order: gradients times `gradient_multiplier`, summed over the
+  row's occurrences, clipped to `clipvalue`; weight decay; `equation`; the row clipped to
+  `clip_weight_min` and `clip_weight_max`. All in float32, whatever the dtype of the table.
+
+  Attributes:
+    name: of the function that made it, such as "adagrad".
+    learning_rate: a float, or a schedule of the 0-based step.
+    equation: `f(gradients, rows, slots, learning_rate) -> (rows, slots)`, float32 `[..., D]` each;
+      None for `embed.frozen`.
+    slots: `f(dim) -> {name: embed.Slot}`, the state that it keeps per row.
+    lazy: whether it moves touched rows alone; False for `embed.adam(lazy_adam=False)`.
+
+  The other arguments of `embed.sgd` are attributes by their names.
+
+  >>> embed.adagrad(0.1) == embed.adagrad(learning_rate=0.1)
+  True
+  >>> g, w, slots = jnp.array([3.0]), jnp.array([1.0]), {"accumulators": jnp.array([7.0])}
+  >>> w, slots = embed.adagrad(0.5).equation(g, w, slots, 0.5)
+  >>> w.tolist(), slots["accumulators"].tolist()  # 7 + 3 * 3; 1 - 0.5 * 3 / sqrt(16)
+  ([0.625], [16.0])
   """
 
   name: str
@@ -75,22 +98,38 @@ class RowOptimizer:
     return _rebuild, (self.name, self.arguments)  # closures do not pickle, their arguments do
 
   def learning_rate_at(self, step: Any) -> Any:
-    """The rate of the 0-based `step`, a float or a traced scalar."""
+    """The rate of the 0-based `step`, a float or a traced scalar.
+
+    >>> embed.sgd(lambda step: 0.1 / (step + 1)).learning_rate_at(1)
+    0.05
+    """
     return _at(self.learning_rate, step)
 
   def gradient_multiplier_at(self, step: Any) -> Any:
-    """The factor on the gradients of the 0-based `step`, as `learning_rate_at`; None for none."""
+    """The factor on the gradients of the 0-based `step`, as `learning_rate_at`; None for none.
+
+    >>> embed.sgd(0.1, gradient_multiplier=0.5).gradient_multiplier_at(0)
+    0.5
+    """
     return _at(self.gradient_multiplier, step)
 
   @property
   def has_schedule(self) -> bool:
-    """Whether a step depends on its number."""
+    """Whether a step depends on its number, which `apply_gradients` then wants.
+
+    >>> embed.sgd(0.1).has_schedule, embed.sgd(optax.linear_schedule(0.1, 0, 100)).has_schedule
+    (False, True)
+    """
     return callable(self.learning_rate) or callable(self.gradient_multiplier)
 
   def replace(self, **arguments: Any) -> "RowOptimizer":
     """The same optimizer with other arguments.
 
-    >>> sgd(0.1).replace(clipvalue=1.0) == sgd(0.1, clipvalue=1.0)
+    Raises:
+      TypeError: for an argument that it does not have.
+      ValueError: naming an argument that is wrong.
+
+    >>> embed.sgd(0.1).replace(clipvalue=1.0) == embed.sgd(0.1, clipvalue=1.0)
     True
     """
     return _rebuild(self.name, self.arguments | arguments)
@@ -291,7 +330,11 @@ def split_columns(columns: Columns | None) -> Iterator[None]:
 
 
 def row_mean(x: jax.Array) -> jax.Array:
-  """The mean of each row, `[..., D]` to `[...]`, its columns on one device or several."""
+  """The mean of each row, `[..., D]` to `[...]`, its columns on one device or several.
+
+  >>> embed.row_mean(jnp.array([[1.0, 3.0]])).tolist()
+  [2.0]
+  """
   columns = _COLUMNS.get()
   if columns is None:
     return jnp.mean(x, axis=-1)
@@ -331,7 +374,11 @@ def _check_beta(name: str, value: float) -> None:
 
 @row_optimizer
 def sgd(learning_rate: float | Schedule = 0.01) -> Rule:
-  """Stochastic gradient descent: `w -= lr * g`. No slots.
+  """Stochastic gradient descent. No slots.
+
+  The step of a row::
+
+    w -= lr * g
 
   Every optimizer takes, besides its own, these arguments:
 
@@ -346,13 +393,17 @@ def sgd(learning_rate: float | Schedule = 0.01) -> Rule:
     clip_weight_max: likewise.
     use_gradient_accumulation: True sums a row's gradients over the batch and steps once; False
       steps once per occurrence of an id, in batch order (slow, and for comparisons only).
-    slot_init: `{slot name: f(key, shape, dtype)}`, to start slots at other values.
+    slot_init: `{slot name: f(key, shape, dtype)}`, to start slots at other values; `shape` is that
+      of the whole slot, `[V, D]` or `[V]`.
 
   Raises:
     ValueError: naming the argument that is wrong.
 
-  >>> sgd(0.1) == sgd(learning_rate=0.1)
-  True
+  >>> embed.sgd(0.5).equation(jnp.array([1.0]), jnp.array([2.0]), {}, 0.5)[0].tolist()
+  [1.5]
+  >>> careful = embed.sgd(optax.cosine_decay_schedule(0.1, 1000), clipvalue=(-1.0, None))
+  >>> careful.clipvalue
+  (-1.0, None)
   """
   return Rule(lambda g, w, s, lr: (w - lr * g, s), {}, linear=True)
 
@@ -361,9 +412,27 @@ def sgd(learning_rate: float | Schedule = 0.01) -> Rule:
 def adagrad(
   learning_rate: float | Schedule = 0.001, initial_accumulator_value: float = 0.1
 ) -> Rule:
-  """Adagrad: `a += g²; w -= lr * g / sqrt(a)`, with the new `a` and no epsilon.
+  """Adagrad (Duchi et al. 2011): what an element has seen lowers its rate.
 
-  Slot `accumulators` `[V, D]`.
+  The step of a row, with the new `a` and no epsilon, as TensorFlow's::
+
+    a += g²
+    w -= lr * g / sqrt(a)
+
+  Slot `accumulators`, float32 `[V, D]`.
+
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step.
+    initial_accumulator_value: of `a`, positive.
+    **common: the arguments of every optimizer, see `embed.sgd`.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  >>> g, w, slots = jnp.array([3.0]), jnp.array([1.0]), {"accumulators": jnp.array([7.0])}
+  >>> w, slots = embed.adagrad(0.5).equation(g, w, slots, 0.5)
+  >>> w.tolist(), slots["accumulators"].tolist()  # 7 + 3 * 3; 1 - 0.5 * 3 / sqrt(16)
+  ([0.625], [16.0])
   """
   _check_accumulator(initial_accumulator_value)
 
@@ -380,9 +449,28 @@ def rowwise_adagrad(
   initial_accumulator_value: float = 0.1,
   epsilon: float = 0.0,
 ) -> Rule:
-  """Row-wise Adagrad: one accumulator a row, `a += mean(g²); w -= lr * g / (sqrt(a) + epsilon)`.
+  """Row-wise Adagrad: one accumulator a row, `D` times less state than Adagrad.
 
-  Slot `accumulators` `[V]`: D times less state than Adagrad.
+  The step of a row, FBGEMM's EXACT_ROWWISE_ADAGRAD::
+
+    a += mean(g²)  # over the row
+    w -= lr * g / (sqrt(a) + epsilon)
+
+  Slot `accumulators`, float32 `[V]`.
+
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step.
+    initial_accumulator_value: of `a`, at least 0.
+    epsilon: at least 0; one of the two must be positive.
+    **common: the arguments of every optimizer, see `embed.sgd`.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  >>> g, w, slots = jnp.array([[1.0, 7.0]]), jnp.zeros((1, 2)), {"accumulators": jnp.zeros(1)}
+  >>> w, slots = embed.rowwise_adagrad(5.0).equation(g, w, slots, 5.0)
+  >>> w.tolist(), slots["accumulators"].tolist()  # (1 * 1 + 7 * 7) / 2; -5 * g / sqrt(25)
+  ([[-1.0, -7.0]], [25.0])
   """
   _check(initial_accumulator_value >= 0, "`initial_accumulator_value` must be >= 0.")
   _check(epsilon >= 0, f"Argument `epsilon` must be >= 0. Got {epsilon!r}.")
@@ -408,12 +496,34 @@ def adagrad_momentum(
   beta2: float = 1.0,
   epsilon: float = 1e-10,
 ) -> Rule:
-  """Adagrad with momentum over the scaled gradient, as on SparseCore.
+  """Adagrad with momentum over the scaled gradient, as TensorFlow's on SparseCore.
 
-  `a = a + g²` (`beta2 * a + (1 - beta2) * g²` for beta2 < 1);
-  `s = (a + epsilon)^(-1/exponent) * g`; `m = momentum * m + s`;
-  `w -= lr * (momentum * m + s if use_nesterov else m)`.
-  Slots `accumulators` (from 0) and `momenta`, `[V, D]`.
+  The step of a row::
+
+    a = a + g²  # beta2 * a + (1 - beta2) * g² for beta2 < 1
+    s = (a + epsilon)^(-1 / exponent) * g
+    m = momentum * m + s
+    w -= lr * m  # lr * (momentum * m + s) with use_nesterov
+
+  Slots `accumulators` and `momenta`, float32 `[V, D]`, both from 0.
+
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step.
+    momentum: the decay of `m`.
+    use_nesterov: whether to look ahead.
+    exponent: positive; 2 is Adagrad's square root.
+    beta2: the decay of `a`; 1 adds up.
+    epsilon: positive.
+    **common: the arguments of every optimizer, see `embed.sgd`.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  >>> zero = {"accumulators": jnp.array([0.0]), "momenta": jnp.array([2.0])}
+  >>> optimizer = embed.adagrad_momentum(0.5, momentum=0.5)
+  >>> w, slots = optimizer.equation(jnp.array([4.0]), jnp.array([1.0]), zero, 0.5)
+  >>> w.tolist(), slots["momenta"].tolist()  # 0.5 * 2 + 4 / sqrt(16); 1 - 0.5 * 2
+  ([0.0], [2.0])
   """
   _check(epsilon > 0, "Adagrad momentum: epsilon must be positive")
   _check(exponent > 0, "Adagrad momentum: the exponent must be > 0")
@@ -446,13 +556,36 @@ def ftrl(
 ) -> Rule:
   """FTRL-proximal (McMahan et al. 2013). `w` is recomputed from the slots at every touch.
 
-  A rate of 0, as a warm-up may start with, divides by 0 unless `multiply_linear_by_learning_rate`.
+  The step of a row, with `p = -learning_rate_power`::
 
-  With `p = -learning_rate_power`, `a' = a + g²`, `d = a'^p - a^p`:
-  `z += g - d * w / lr`; `w = (clip(z, -l1, l1) - z) / ((a'^p + beta) / lr + 2 * l2)`.
-  With `multiply_linear_by_learning_rate`, z carries the factor lr and lr may be 0.
-  Slots `accumulators` and `linears`, `[V, D]`. A row's initial value is lost at its first touch;
-  weight decay acts on the w that z is updated with.
+    a' = a + g²;  d = a'^p - a^p
+    z += g - d * w / lr
+    w = (clip(z, -l1, l1) - z) / ((a'^p + beta) / lr + 2 * l2)
+
+  Slots `accumulators` and `linears` (`z`, from 0), float32 `[V, D]`. With `l1` small weights become
+  exactly 0. A row's initial value is lost at its first touch; weight decay acts on the `w` that `z`
+  is updated with.
+
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step. A rate of 0, as a warm-up may start
+      with, divides by 0 unless `multiply_linear_by_learning_rate`.
+    learning_rate_power: at most 0; -0.5 is Adagrad's square root.
+    l1_regularization_strength: `l1`, at least 0.
+    l2_regularization_strength: `l2`, at least 0.
+    beta: added to the root of the accumulator.
+    initial_accumulator_value: of `a`, positive.
+    multiply_linear_by_learning_rate: `z` carries the factor `lr`, which may then be 0.
+    allow_zero_accumulator: has no effect; TensorFlow refuses a zero accumulator with it as well.
+    **common: the arguments of every optimizer, see `embed.sgd`.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  >>> slots = {"accumulators": jnp.array([7.0]), "linears": jnp.array([0.0])}
+  >>> optimizer = embed.ftrl(1.0, l1_regularization_strength=5.0)
+  >>> w, slots = optimizer.equation(jnp.array([3.0]), jnp.array([0.0]), slots, 1.0)
+  >>> w.tolist(), slots["linears"].tolist()  # |z| is below l1
+  ([0.0], [3.0])
   """
   del allow_zero_accumulator  # TensorFlow refuses a zero accumulator with it as well
   _check_accumulator(initial_accumulator_value)
@@ -486,12 +619,37 @@ def adam(
   lazy_adam: bool = True,
   sum_inside_sqrt: bool = True,
 ) -> Rule:
-  """Adam without bias correction: give `learning_rate=embed.bias_corrected(...)` for that.
+  """Adam (Kingma and Ba 2015) as TensorFlow has it for embeddings: without bias correction.
 
-  `m = beta_1 * m + (1 - beta_1) * g`; `v = beta_2 * v + (1 - beta_2) * g²`;
-  `w -= lr * m / sqrt(v + epsilon²)`, or `/ (sqrt(v) + epsilon)` with `sum_inside_sqrt=False`.
-  Slots `momenta` and `velocities`, `[V, D]`. `lazy_adam=False` moves every row of the table at
-  every step, with zero gradient where it was not touched, and costs O(V * D).
+  The step of a row::
+
+    m = beta_1 * m + (1 - beta_1) * g
+    v = beta_2 * v + (1 - beta_2) * g²
+    w -= lr * m / sqrt(v + epsilon²)  # lr * m / (sqrt(v) + epsilon) without sum_inside_sqrt
+
+  Slots `momenta` and `velocities`, float32 `[V, D]`, from 0. That makes the first step of a row
+  `(1 - beta_1) / sqrt(1 - beta_2)` times `lr`, 3.2 times with the defaults;
+  `learning_rate=embed.bias_corrected(...)` corrects for it.
+
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step.
+    beta_1: the decay of `m`, in [0, 1).
+    beta_2: the decay of `v`, in [0, 1).
+    epsilon: positive.
+    lazy_adam: True moves touched rows alone, and decays the slots of those alone. False moves every
+      row of the table at every step, with zero gradient where it was not touched, and costs
+      O(V * D).
+    sum_inside_sqrt: where epsilon stands.
+    **common: the arguments of every optimizer, see `embed.sgd`.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  >>> zero = {"momenta": jnp.zeros(1), "velocities": jnp.zeros(1)}
+  >>> optimizer = embed.adam(1.0, beta_1=0.5, beta_2=0.75)
+  >>> w, slots = optimizer.equation(jnp.array([8.0]), jnp.array([0.0]), zero, 1.0)
+  >>> w.tolist(), slots["momenta"].tolist(), slots["velocities"].tolist()  # -4 / sqrt(16)
+  ([-1.0], [4.0], [16.0])
   """
   _check_beta("beta_1", beta_1)
   _check_beta("beta_2", beta_2)
@@ -513,9 +671,28 @@ def adam(
 def momentum(
   learning_rate: float | Schedule = 0.001, momentum: float = 0.9, use_nesterov: bool = False
 ) -> Rule:
-  """Momentum: `m = momentum * m + g; w -= lr * (g + momentum * m if use_nesterov else m)`.
+  """Momentum, TensorFlow's.
 
-  Slot `momenta` `[V, D]`.
+  The step of a row::
+
+    m = momentum * m + g
+    w -= lr * m  # lr * (g + momentum * m) with use_nesterov
+
+  Slot `momenta`, float32 `[V, D]`, from 0. It decays only when its row is touched.
+
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step.
+    momentum: the decay of `m`.
+    use_nesterov: whether to look ahead.
+    **common: the arguments of every optimizer, see `embed.sgd`.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  >>> optimizer = embed.momentum(0.5, momentum=0.5)
+  >>> w, slots = optimizer.equation(jnp.ones(1), jnp.ones(1), {"momenta": jnp.array([2.0])}, 0.5)
+  >>> w.tolist(), slots["momenta"].tolist()
+  ([0.0], [2.0])
   """
 
   def equation(g, w, s, lr):
@@ -532,10 +709,31 @@ def rmsprop(
   momentum: float = 0.0,
   epsilon: float = 1e-7,
 ) -> Rule:
-  """RMSProp: `ms += (1 - rho) * (g² - ms)`; `mom = momentum * mom + lr * g / sqrt(ms + epsilon)`;
-  `w -= mom`.
+  """RMSProp (Tieleman and Hinton 2012), TensorFlow's.
 
-  Slots `ms` and `mom`, `[V, D]`, from 0.
+  The step of a row::
+
+    ms += (1 - rho) * (g² - ms)
+    mom = momentum * mom + lr * g / sqrt(ms + epsilon)
+    w -= mom
+
+  Slots `ms` and `mom`, float32 `[V, D]`, both from 0.
+
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step.
+    rho: the decay of `ms`, in [0, 1).
+    momentum: the decay of `mom`.
+    epsilon: positive.
+    **common: the arguments of every optimizer, see `embed.sgd`.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  >>> zero = {"ms": jnp.zeros(1), "mom": jnp.zeros(1)}
+  >>> optimizer = embed.rmsprop(1.0, rho=0.75)
+  >>> w, slots = optimizer.equation(jnp.array([8.0]), jnp.array([2.0]), zero, 1.0)
+  >>> w.tolist(), slots["ms"].tolist()  # 0.25 * 64; 2 - 8 / sqrt(16)
+  ([0.0], [16.0])
   """
   _check_beta("rho", rho)
   _check(epsilon > 0, f"epsilon must be positive; got {epsilon}.")
@@ -557,8 +755,29 @@ def proximal_adagrad(
 ) -> Rule:
   """Adagrad with a proximal step (Duchi and Singer 2009), which drives small weights to 0.
 
-  `a += g²; eta = lr / sqrt(a); u = w - eta * g;`
-  `w = sign(u) * max(|u| - eta * l1, 0) / (1 + eta * l2)`. Slot `accumulators` `[V, D]`.
+  The step of a row::
+
+    a += g²
+    eta = lr / sqrt(a)
+    u = w - eta * g
+    w = sign(u) * max(|u| - eta * l1, 0) / (1 + eta * l2)
+
+  Slot `accumulators`, float32 `[V, D]`.
+
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step.
+    initial_accumulator_value: of `a`, positive.
+    l1_regularization_strength: `l1`, at least 0.
+    l2_regularization_strength: `l2`, at least 0.
+    **common: the arguments of every optimizer, see `embed.sgd`.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  >>> slots = {"accumulators": jnp.array([7.0])}
+  >>> optimizer = embed.proximal_adagrad(1.0, l1_regularization_strength=2.0)
+  >>> optimizer.equation(jnp.array([3.0]), jnp.array([1.0]), slots, 1.0)[0].tolist()  # |u| is 0.25
+  [0.0]
   """
   _check_accumulator(initial_accumulator_value)
   l1, l2 = l1_regularization_strength, l2_regularization_strength
@@ -576,10 +795,28 @@ def proximal_adagrad(
 
 @row_optimizer
 def lion(learning_rate: float | Schedule = 0.001, beta1: float = 0.9, beta2: float = 0.99) -> Rule:
-  """Lion (Chen et al. 2023): `w -= lr * sign(beta1 * m + (1 - beta1) * g)`;
-  `m = beta2 * m + (1 - beta2) * g`.
+  """Lion (Chen et al. 2023): steps of one size, by the sign of the smoothed gradient.
 
-  Slot `momenta` `[V, D]`.
+  The step of a row::
+
+    w -= lr * sign(beta1 * m + (1 - beta1) * g)
+    m = beta2 * m + (1 - beta2) * g
+
+  Slot `momenta`, float32 `[V, D]`, from 0.
+
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step.
+    beta1: the share of `m` in the step, in [0, 1).
+    beta2: the decay of `m`, in [0, 1).
+    **common: the arguments of every optimizer, see `embed.sgd`.
+
+  Raises:
+    ValueError: naming the argument that is wrong.
+
+  >>> optimizer = embed.lion(0.5, beta2=0.5)
+  >>> w, slots = optimizer.equation(jnp.array([3.0]), jnp.ones(1), {"momenta": jnp.zeros(1)}, 0.5)
+  >>> w.tolist(), slots["momenta"].tolist()
+  ([0.5], [1.5])
   """
   _check_beta("beta1", beta1)
   _check_beta("beta2", beta2)
@@ -602,16 +839,23 @@ def custom_optimizer(
 
   Args:
     update: `f(gradients, rows, slots, learning_rate) -> (rows, slots)` on float32 `[..., D]`
-      arrays, the leading axes being rows; slots is a dict, `[..., D]`, or `[...]` if `per_row`.
+      arrays, the leading axes being rows; slots is a dict, `[..., D]`, or `[...]` if `per_row`. In
+      JAX operations. It gets whole rows, wherever their columns are, and may look across a row.
     slots: `{name: initial value}`, or `{name: embed.Slot(initial, per_row=True)}`.
     learning_rate: a float or a schedule.
+    **common: the arguments of every optimizer, see `embed.sgd`.
 
   Raises:
     ValueError: if `update` is not callable, or a slot is neither a number nor an `embed.Slot`.
 
-  >>> signed = custom_optimizer(lambda g, w, s, lr: (w - lr * jax.numpy.sign(g), s))
-  >>> signed.name
-  'custom_optimizer'
+  Two such optimizers are equal if their functions are the same object: define them once.
+
+  >>> def signed(g, w, slots, lr):
+  ...   return w - lr * jnp.sign(g), {"steps": slots["steps"] + 1}
+  >>> optimizer = embed.custom_optimizer(signed, {"steps": embed.Slot(0, per_row=True)}, 0.5)
+  >>> g, w = jnp.array([[4.0, -1.0]]), jnp.zeros((1, 2))
+  >>> optimizer.equation(g, w, {"steps": jnp.zeros(1)}, 0.5)[0].tolist()
+  [[-0.5, 0.5]]
   """
   _check(callable(update), f"custom_optimizer: update must be callable. Got {update!r}.")
   for name, slot in (slots or {}).items():
@@ -624,7 +868,18 @@ def custom_optimizer(
 
 @row_optimizer
 def frozen() -> Rule:
-  """A table that does not train: no slots, no update. Its row gradients are still there to see."""
+  """A table that does not train: no slots, no update. Its row gradients are still there to see.
+
+  It takes no arguments.
+
+  Raises:
+    ValueError: for any argument.
+
+  >>> movie = embed.TableConfig(100, 4, optimizer=embed.frozen(), name="movie")
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), embed.adam(1e-3), rngs=nnx.Rngs(0))
+  >>> list(layer.variables["movie"])
+  ['parameters']
+  """
   return Rule(None, {})
 
 
@@ -639,11 +894,17 @@ def from_optax(tx: Any, learning_rate: float | Schedule = 1.0) -> Rule:
   Args:
     tx: such as `optax.adam(1e-3)`. Its `init` must not depend on the parameters.
     learning_rate: a factor on the updates; a schedule of the global step belongs here.
+    **common: the arguments of every optimizer, see `embed.sgd`.
 
-  Slots are named by their place in the optax state, such as `0.mu`.
+  Slots are the leaves of the optax state, `[V, D]`, or `[V]` for its scalars, named by their place
+  in it.
 
   Raises:
     ValueError: if `tx` is no optax transformation, or its state does not fit a row.
+
+  >>> optimizer = embed.from_optax(optax.adam(1e-3))
+  >>> {name: slot.per_row for name, slot in optimizer.slots(64).items()}
+  {'0.count': True, '0.mu': False, '0.nu': False}
   """
   _check(
     hasattr(tx, "init") and hasattr(tx, "update"),
@@ -689,8 +950,17 @@ def bias_corrected(
   `t` is the step plus 1. With `adam(..., lazy_adam=False, sum_inside_sqrt=False)` this is
   `tf.raw_ops.ResourceApplyAdam` exactly; for a lazy one it corrects by the global step.
 
-  >>> adam(bias_corrected(0.1)).learning_rate_at(0) < 0.1
-  Array(True, dtype=bool)
+  Args:
+    learning_rate: a float, or a schedule of the 0-based step.
+    beta_1: that of the Adam it is for.
+    beta_2: likewise.
+
+  Returns:
+    The schedule, a function of the 0-based step.
+
+  >>> optimizer = embed.adam(embed.bias_corrected(0.1))
+  >>> [round(float(optimizer.learning_rate_at(step)), 4) for step in (0, 100_000)]
+  [0.0316, 0.1]
   """
 
   def schedule(step):

@@ -39,9 +39,10 @@ class TablePlan:
       set. Too small a number costs rounds, never an id.
 
   Raises:
-    ValueError: for a value that is none of these. AttributeError: for another field.
+    ValueError: for a value that is none of these.
+    AttributeError: for another field.
 
-  >>> entry = TablePlan(strategy="div")
+  >>> entry = embed.TablePlan(strategy="div")
   >>> entry.capacity = 512
   >>> entry
   TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512)
@@ -90,8 +91,26 @@ class TablePlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-  """What a stack costs a device, in bytes; `moved` is received per training step."""
+class StackCost:
+  """What a stack costs a device in a training step, an entry of `Plan.costs()`.
+
+  Attributes:
+    stack: its name.
+    tables: the tables that it holds.
+    exchange: "all_to_all", "gather", "sum" (of whole replicated tables), "columns" or "none".
+    capacity: rows that a pair of devices exchanges in a round of an all-to-all, or None.
+    rows: bytes of the tables.
+    slots: bytes of the optimizer's state.
+    buffers: bytes of the exchange's buffers.
+    moved: bytes that are received per step.
+
+  >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
+  >>> plan["movie"].strategy = "mod"
+  >>> plan.costs()[0].rows  # 125 of the 1000 rows, 8 columns of 4 bytes
+  4000
+  """
 
   stack: str
   tables: tuple[str, ...]
@@ -106,9 +125,25 @@ class Cost:
 class Plan:
   """How the tables of a feature config are spread over a mesh: `plan["movie"].strategy = "div"`.
 
-  A mapping-like object of `TablePlan`s by table name. Printing it shows the costs for the example
-  batch that it was made for. Tables of equal width, dtype, quantization, optimizer and settings are
-  stacked: stored in one array and exchanged together.
+  Made by `embed.plan`, or by `Plan.from_json`. A mapping-like object, a `TablePlan` by table name.
+  Printing it shows the costs for the example batch that it was made for. Tables of equal width,
+  dtype, quantization, optimizer and settings are stacked: stored in one array, exchanged together.
+
+  Attributes:
+    features: the feature config.
+    optimizer: of the tables that have none.
+    mesh: the devices, or None.
+    tables: `{table name: TableConfig}`.
+    optimizers: `{table name: RowOptimizer or None}`.
+    batch_axis: the mesh axes that the batch is split over.
+    hbm_bytes: the memory of a device, or None.
+
+  >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
+  >>> plan["movie"].strategy = "mod"
+  >>> list(plan), len(plan), plan["movie"].axis
+  (['movie'], 1, ('data',))
   """
 
   def __init__(
@@ -159,7 +194,14 @@ class Plan:
       headroom: factor, at least 1.
 
     Raises:
-      ValueError: the profile is of other stacks.
+      ValueError: the profile is of other stacks, or the headroom is below 1.
+
+    >>> movie = embed.TableConfig(vocabulary_size=100_000, dim=8, name="movie")
+    >>> features, mesh = embed.FeatureConfig(movie), jax.sharding.AbstractMesh((8,), ("data",))
+    >>> batch = embed.Padded(np.arange(8192).reshape(1024, 8))
+    >>> plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), hbm_bytes=16 << 30)
+    >>> plan.adopt(embed.profile(features, [batch], plan))["movie"].capacity  # 1.25 * 128
+    160
     """
     if headroom < 1:
       raise ValueError(f"headroom must be at least 1. Got {headroom}.")
@@ -274,8 +316,18 @@ class Plan:
 
   # --- costs -------------------------------------------------------------------------------------
 
-  def costs(self) -> list[Cost]:
-    """What each stack costs a device in the example batch."""
+  def costs(self) -> list[StackCost]:
+    """What each stack costs a device in the example batch, a list of `embed.StackCost`.
+
+    Raises:
+      KeyError: for a plan without an example batch, as one from `from_json`.
+
+    >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
+    >>> [cost.tables for cost in plan.costs()]
+    [('movie',)]
+    """
     return [
       _cost(stack, [self._shapes[name] for name in stack.tables])
       for stack in self.stacks().values()
@@ -283,12 +335,26 @@ class Plan:
 
   @property
   def bytes_per_device(self) -> int:
-    """Rows, slots and buffers."""
+    """Bytes of rows, slots and buffers on each device, for the example batch.
+
+    >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
+    >>> plan.bytes_per_device == sum(c.rows + c.slots + c.buffers for c in plan.costs())
+    True
+    """
     return sum(c.rows + c.slots + c.buffers for c in self.costs())
 
   @property
   def fits(self) -> bool | None:
-    """Whether they fit `hbm_bytes`; None where that is not known."""
+    """Whether `bytes_per_device` fit `hbm_bytes`; None where that is not known.
+
+    >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
+    >>> plan.fits
+    True
+    """
     return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
 
   def __repr__(self) -> str:
@@ -332,7 +398,18 @@ class Plan:
   # --- as text -----------------------------------------------------------------------------------
 
   def to_json(self) -> str:
-    """The decisions as JSON; `from_json` reads them."""
+    """The decisions as JSON; `from_json` reads them.
+
+    Neither the feature config nor the mesh is in it, nor what the example batch suggested.
+
+    >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
+    >>> plan["movie"].strategy = "div"
+    >>> again = embed.Plan.from_json(plan.to_json(), plan.features, mesh, embed.adagrad(0.1))
+    >>> again["movie"].strategy
+    'div'
+    """
     tables = {name: entry.set for name, entry in self.entries.items()}
     return json.dumps({"batch_axis": self.batch_axis, "tables": tables}, indent=2)
 
@@ -340,7 +417,13 @@ class Plan:
   def from_json(
     cls, text: str, features: Any, mesh: Any = None, optimizer: RowOptimizer | None = None
   ) -> "Plan":
-    """A plan from the decisions of another, for the same tables.
+    """A plan from the decisions of another, for the same tables. It has no example batch.
+
+    Args:
+      text: what `to_json` returned.
+      features: the feature config.
+      mesh: the devices; None is the mesh of `jax.set_mesh`, or one device.
+      optimizer: of the tables that have none.
 
     Raises:
       ValueError: if the tables differ.
@@ -381,7 +464,8 @@ def plan(
   Args:
     features: the feature config.
     mesh: the devices, a `jax.sharding.Mesh`; also one of devices that are not here, from
-      `jax.experimental.topologies`. None is the mesh of `jax.set_mesh`, or one device.
+      `jax.experimental.topologies` or, with `hbm_bytes`, as a `jax.sharding.AbstractMesh`. None
+      is the mesh of `jax.set_mesh`, or one device.
     batch: example inputs of a whole batch in the structure of the feature config, or their shapes
       (`jax.ShapeDtypeStruct` in place of arrays).
     optimizer: of the tables that have none.
@@ -389,18 +473,17 @@ def plan(
     axis: the mesh axes to split over; None is all of them.
 
   Returns:
-    A `Plan`: print it, change it (`plan["movie"].capacity = 512`), keep it (`to_json`), and pass it
-    to `SparseEmbed(plan=plan, rngs=rngs)`.
+    A `Plan`, to print, to change (`plan["movie"].capacity = 512`), to keep (`to_json`), and to
+    pass to `SparseEmbed(plan=plan, rngs=rngs)`.
 
   Raises:
     ValueError: for inputs that do not fit the feature config.
 
-  >>> import embed
-  >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-  >>> ids = np.zeros(4, np.int32)
-  >>> decided = plan(embed.FeatureConfig(movie), None, ids, embed.sgd(0.1))
-  >>> decided["movie"].strategy, decided.bytes_per_device
-  ('mod', 32000)
+  >>> movie = embed.TableConfig(vocabulary_size=1_000_000, dim=64, name="movie")
+  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
+  >>> plan["movie"].strategy, plan.costs()[0].rows, plan.costs()[0].slots  # bytes on each device
+  ('mod', 32000000, 32000000)
   """
   mesh = sharding.current_mesh() if mesh is None else mesh
   axes = sharding.as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
@@ -486,7 +569,7 @@ def _best_strategy(plan: Plan, name: str) -> str:
   return min(candidates, key=moved)
 
 
-def _cost(stack: Stack, shapes: list[_Shapes]) -> Cost:
+def _cost(stack: Stack, shapes: list[_Shapes]) -> StackCost:
   """The bytes of a stack on a device, for a batch."""
   layout, placement, width = stack.layout, stack.placement, stack.width
   per_row = sum(
@@ -516,7 +599,9 @@ def _cost(stack: Stack, shapes: list[_Shapes]) -> Cost:
     else:
       kind = "columns"
     buffers += 8 * loose * stack.dim
-  return Cost(stack.name, stack.names, kind, capacity, rows, layout.rows * per_row, buffers, moved)
+  return StackCost(
+    stack.name, stack.names, kind, capacity, rows, layout.rows * per_row, buffers, moved
+  )
 
 
 def _resolve(name: str, table: config_lib.TableConfig, default: Any) -> RowOptimizer | None:

@@ -20,15 +20,24 @@ from embed.stack import Stack
 
 @dataclasses.dataclass
 class TableProfile:
-  """What a sample of batches looks up in one table.
+  """What a sample of batches looks up in one table, an entry of `Profile.tables`.
 
-  Args:
+  Attributes:
     vocabulary_size: rows of the table.
     bags: int64 `[longest bag + 1]`, how many bags (or single ids) had that many ids.
     ids: int64 `[batches]`, ids in each batch.
     distinct: int64 `[batches]`, different ones among them.
     rows: int64 `[M]`, the rows that were looked up at all, ascending.
     counts: int64 `[M]`, how often.
+
+  >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
+  >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
+  >>> found = embed.profile(embed.FeatureConfig(movie), batches)
+  >>> seen = found.tables["movie"]
+  >>> seen.bags.tolist(), seen.rows.tolist(), seen.counts.tolist()
+  ([1, 1, 2], [3, 5, 7], [2, 2, 1])
+  >>> seen.mean_valency, seen.max_valency, seen.top_share(0.01)
+  (1.25, 2, 0.4)
   """
 
   vocabulary_size: int
@@ -40,29 +49,42 @@ class TableProfile:
 
   @property
   def mean_valency(self) -> float:
-    """Ids per bag."""
+    """Ids per bag, empty bags included."""
     return float(self.ids.sum() / max(self.bags.sum(), 1))
 
   @property
   def max_valency(self) -> int:
+    """The ids of the longest bag."""
     return len(self.bags) - 1
 
   def top_share(self, share: float = 0.01) -> float:
-    """The part of all ids that falls on the most popular rows, `share` of the vocabulary."""
+    """The part of all ids that falls on the most popular rows.
+
+    Args:
+      share: how many these are, of the vocabulary; at least one row.
+    """
     top = max(1, round(share * self.vocabulary_size))
     return float(np.sort(self.counts)[::-1][:top].sum() / max(self.counts.sum(), 1))
 
 
 @dataclasses.dataclass
 class StackProfile:
-  """What a sample of batches asks of the shards of a stack.
+  """What a sample of batches asks of the shards of a stack, an entry of `Profile.stacks`.
 
-  Args:
+  Attributes:
     tables: the tables that it holds.
     pairs: int64 `[batches]`, the most distinct rows that a device asked of a shard. A capacity of
       as many exchanges every batch of the sample in one round.
     shards: int64 `[shards]`, distinct rows that were asked of each, added up over devices and
       batches.
+
+  >>> movie = embed.TableConfig(vocabulary_size=1000, dim=4, name="movie")
+  >>> features, mesh = embed.FeatureConfig(movie), jax.sharding.AbstractMesh((8,), ("data",))
+  >>> batch = np.arange(64) * 8  # multiples of 8 are all on the first of 8 shards
+  >>> plan = embed.plan(features, mesh, batch, embed.sgd(0.1), hbm_bytes=16 << 30)
+  >>> plan["movie"].strategy = "mod"
+  >>> embed.profile(features, [batch], plan).stacks["movie"].imbalance
+  8.0
   """
 
   tables: tuple[str, ...]
@@ -77,13 +99,38 @@ class StackProfile:
 
 @dataclasses.dataclass
 class Profile:
-  """Statistics by table and, where a plan was given, by stack. Printing it shows them."""
+  """Statistics of a sample of batches, made by `embed.profile`. Printing it shows them.
+
+  Attributes:
+    tables: `{table name: TableProfile}`.
+    stacks: `{stack name: StackProfile}`, empty where no plan was given.
+
+  >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
+  >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
+  >>> found = embed.profile(embed.FeatureConfig(movie), batches)
+  >>> print(found)
+  table  rows  ids/bag  longest  ids/batch  distinct  rows seen      top 1%
+  movie   100     1.25        2          2         2          3  40% of ids
+  """
 
   tables: dict[str, TableProfile]
   stacks: dict[str, StackProfile]
 
   def save(self, path: str | Path) -> None:
-    """Writes a NumPy archive; `load` reads it. The name gets ".npz" if it has no ending."""
+    """Writes a NumPy archive; `load` reads it, and `python -m embed inspect` prints it.
+
+    Args:
+      path: of the file; it gets ".npz" if it has no ending.
+
+    >>> import pathlib, tempfile
+    >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
+    >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
+    >>> found = embed.profile(embed.FeatureConfig(movie), batches)
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "profile.npz"
+    >>> found.save(path)
+    >>> embed.Profile.load(path).tables["movie"].ids.tolist()
+    [3, 2]
+    """
     given: dict[str, Any] = {f"table/{name}": table for name, table in self.tables.items()}
     given |= {f"stack/{name}": stack for name, stack in self.stacks.items()}
     arrays: dict[str, Any] = {}
@@ -96,6 +143,9 @@ class Profile:
   @classmethod
   def load(cls, path: str | Path) -> "Profile":
     """Reads what `save` wrote.
+
+    Args:
+      path: of the file.
 
     Raises:
       ValueError: for any other file.
@@ -138,8 +188,7 @@ class Profile:
     Raises:
       ImportError: Matplotlib is not installed.
 
-    >>> import embed
-    >>> found = profile(embed.FeatureConfig(embed.TableConfig(9, 2)), [np.array([1, 2, 2])])
+    >>> found = embed.profile(embed.FeatureConfig(embed.TableConfig(9, 2)), [np.array([1, 2, 2])])
     >>> [axes.get_title() for axes in found.plot().axes]
     ['Ids per bag', 'Popularity of rows', 'Distinct rows per batch']
     """
@@ -253,10 +302,9 @@ def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> 
   Raises:
     ValueError: for no batch at all, and for the inputs that `embed.validate` refuses.
 
-  >>> import embed
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
   >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
-  >>> found = profile(embed.FeatureConfig(movie), batches).tables["movie"]
+  >>> found = embed.profile(embed.FeatureConfig(movie), batches).tables["movie"]
   >>> found.mean_valency, found.distinct.tolist(), found.rows.tolist(), found.counts.tolist()
   (1.25, [2, 1], [3, 5, 7], [2, 2, 1])
   """

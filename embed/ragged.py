@@ -26,10 +26,19 @@ _logger = logging.getLogger("embed")
 class Padded:
   """Bags of ids along the last axis; negative ids are padding.
 
-  The native form on an accelerator. `values`: `[..., L]` integers; as weights, `[..., L]` floats.
+  The native form on an accelerator. Nothing is checked before it is looked up, or given to
+  `embed.validate`. A pytree, as `Ragged` and `Sparse` are.
 
-  >>> Padded([[3, 7], [5, -1]]).values
-  [[3, 7], [5, -1]]
+  Args:
+    values: `[batch, ..., L]` integers, NumPy, JAX or nested lists; as weights, floats of the same
+      shape. Ids of 64 bits are checked on the host and become int32.
+
+  >>> movie = embed.TableConfig(100, 4, combiner="sum", name="movie")
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  >>> layer(embed.Padded([[3, 7], [5, -1]])).shape
+  (2, 4)
+  >>> layer(embed.Padded([[3, 7]]), embed.Padded([[0.5, 2.0]])).shape  # weighted
+  (1, 4)
   """
 
   values: Array
@@ -47,7 +56,9 @@ class Ragged:
     max_valency: the longest bag there can be. With it the ids are laid out as `Padded`; without
       it bags are combined by segments, whatever their lengths.
 
-  >>> Ragged(values=[3, 7, 5], row_splits=[0, 2, 3]).max_valency
+  >>> bags = embed.Ragged(values=[3, 7, 5], row_splits=[0, 2, 2, 3])  # [3, 7], [] and [5]
+  >>> embed.to_padded(bags).values.tolist()
+  [[3, 7], [-1, -1], [5, -1]]
   """
 
   values: Array
@@ -65,8 +76,12 @@ class Sparse:
     values: `[N]` integers (floats as weights); negative ids are padding.
     dense_shape: the shape, static under jit.
 
-  >>> Sparse(indices=[[0, 0], [1, 2]], values=[3, 7], dense_shape=(2, 4)).dense_shape
-  (2, 4)
+  Raises:
+    ValueError: if `dense_shape` is traced.
+
+  >>> bags = embed.Sparse(indices=[[0, 0], [1, 2]], values=[3, 7], dense_shape=(2, 4))
+  >>> embed.to_padded(bags).values.tolist()
+  [[3, -1, -1, -1], [-1, -1, 7, -1]]
   """
 
   indices: Array
@@ -371,9 +386,11 @@ def validate(feature_config: Any, features: Any, weights: Any = None) -> None:
       dense or sequence feature, shapes that do not fit, or keys that are not in the config.
     TypeError: where the kind of a container differs from the config.
 
-  >>> import embed
   >>> movie = embed.TableConfig(vocabulary_size=10, dim=4)
   >>> embed.validate({"watched": embed.FeatureConfig(movie)}, {"watched": embed.Padded([[3, -1]])})
+  >>> embed.validate({"watched": embed.FeatureConfig(movie)}, {"watched": np.array([3, 10])})
+  Traceback (most recent call last):
+  ValueError: Feature 'watched': id 10 at position (1,) is out of range for a table of ...
   """
   for path, (feature, x, w) in flatten(feature_config, features, weights).items():
     check(config_lib.feature_name(path, feature), feature, x, w)
@@ -399,10 +416,13 @@ def to_padded(
     `Padded` with values `[batch, L]` (for a `Sparse` of higher rank `[..., L]`).
 
   Raises:
-    ValueError: if a bag is longer than `max_valency` and `truncate` is False.
+    ValueError: if a bag is longer than `max_valency` and `truncate` is False, or values are
+      neither integers nor floats.
 
-  >>> to_padded([[3, 7], [5]]).values.tolist()
+  >>> embed.to_padded([[3, 7], [5]]).values.tolist()
   [[3, 7], [5, -1]]
+  >>> embed.to_padded([[0.5, 2.0], [1.0]], max_valency=3).values.tolist()  # weights
+  [[0.5, 2.0, 0.0], [1.0, 0.0, 0.0]]
   """
   if isinstance(bags, Sparse):
     values, shape = np.asarray(bags.values), bags.dense_shape[:-1]

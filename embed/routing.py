@@ -322,7 +322,7 @@ def _checked(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 def value_and_grad(
   loss_fn: Callable[..., Any], has_aux: bool = False, *, ahead: "Ahead | None" = None
 ) -> Callable[..., Any]:
-  """The value of a loss and its gradients: dense ones for `nnx.Param`s, rows for tables.
+  """The value of a loss and its gradients: dense ones of every `nnx.Param`, rows of tables.
 
   Args:
     loss_fn: `f(model, *args)` returning a scalar, or `(scalar, aux)`. It is traced, as under jit:
@@ -333,8 +333,8 @@ def value_and_grad(
   Returns:
     `f(model, *args)` returning `(loss, Grads)`, or `((loss, aux), Grads)`. Changes that the loss
     makes to the model's other state (batch statistics, random counters, `report`) are kept; changes
-    to `nnx.Param`s and to Python attributes are not. A model that the loss closes over, rather than
-    gets as its first argument, is a constant. Where `ahead` is of other ids than those of this
+    to any `nnx.Param` and to Python attributes are not. A model that the loss closes over, rather
+    than gets as its first argument, is a constant. Where `ahead` is of other ids than those of this
     call, the loss is NaN and all gradients are 0.
 
   Raises:
@@ -342,10 +342,9 @@ def value_and_grad(
       `tables` is read inside, or if `ahead` is of another loss or of inputs of another shape.
     TypeError: if the first argument is no `nnx.Module`, or the loss is not a float scalar.
 
-  >>> import embed, optax
   >>> table = embed.TableConfig(vocabulary_size=10, dim=2, optimizer=embed.sgd(0.1), name="t")
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  >>> loss, grads = value_and_grad(lambda m, ids: m(ids).sum())(layer, jnp.array([3, 3]))
+  >>> loss, grads = embed.value_and_grad(lambda m, ids: m(ids).sum())(layer, jnp.array([3, 3]))
   >>> grads.rows["t"].ids.tolist(), grads.rows["t"].values.tolist()
   ([3, 10], [[2.0, 2.0], [0.0, 0.0]])
   """
@@ -409,7 +408,10 @@ def _rows(stacks: dict[str, Stack], marks, cotangents, all_reads) -> Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-  """The lookups of a loss, made ahead of its step by `look_ahead`: a pytree, to carry along."""
+  """The lookups of a loss, made ahead of its step by `look_ahead`: a pytree, to carry along.
+
+  It goes in and out of `nnx.jit`; `value_and_grad(..., ahead=...)` takes it.
+  """
 
   lookups: tuple[_Lookup, ...]
 
@@ -462,7 +464,6 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
   Raises:
     ValueError: as `value_and_grad`, and for lookups in a branch of a conditional.
 
-  >>> import embed, optax
   >>> table = embed.TableConfig(vocabulary_size=10, dim=2, optimizer=embed.sgd(0.1), name="t")
   >>> model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   >>> optimizer = embed.Optimizer(model, optax.sgd(0.1))

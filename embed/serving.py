@@ -51,7 +51,7 @@ def serving_lookup(
       its table, as in `sparse_embed.combiner_weights`.
 
   Returns:
-    The structure of `inputs`, arrays of the table's dtype: `[..., dim]`, or
+    The structure of `inputs`, arrays of the table's dtype, `[..., dim]` or
     `[batch, max_sequence_length, dim]`. Empty bags, padding and the end of sequences are zeros.
 
   Raises:
@@ -63,10 +63,10 @@ def serving_lookup(
       shape, or if the weights of its combiner are missing.
     TypeError: where the kind of a container differs from the config.
 
-  >>> import embed, functools
+  >>> import functools
   >>> movie = embed.TableConfig(vocabulary_size=3, dim=1, combiner="sum", name="movie")
   >>> features = {"watched": embed.FeatureConfig(movie)}
-  >>> lookup = jax.jit(functools.partial(serving_lookup, feature_config=features))
+  >>> lookup = jax.jit(functools.partial(embed.serving_lookup, feature_config=features))
   >>> rows = np.array([[1.0], [10.0], [100.0]], np.float32)
   >>> batch = {"watched": embed.Padded(np.array([[0, 2], [1, -1]]))}
   >>> lookup(batch, None, {"movie": rows})["watched"].tolist()

@@ -90,14 +90,13 @@ class EmbeddingConfigSpec:
     TypeError: for what is not a mapping, keys that are not strings, or a multiplier that is not a
       function.
 
-  >>> spec = EmbeddingConfigSpec(
+  >>> spec = embed.EmbeddingConfigSpec(
   ...   feature_to_config_dict={"watched": {"table_id": "movie", "weight_key": "seconds"}},
   ...   table_to_config_dict={"movie": {"vocabulary_size": 100, "dimension": 4, "combiner": "sum"}},
   ...   optimization_parameters={"name": "adagrad", "learning_rate": 0.1},
   ...   clipping_limit=1.0,
   ... )
   >>> layer = spec.make(rngs=nnx.Rngs(0))
-  >>> import embed
   >>> batch = {"watched": embed.Padded([[3, 7]]), "seconds": embed.Padded([[0.5, 2]]), "label": [1]}
   >>> layer(*spec.inputs(batch))["watched"].shape
   (1, 4)
@@ -147,7 +146,16 @@ class EmbeddingConfigSpec:
     self.profile_data_directory = profile_data_directory
 
   def make(self, *, rngs: nnx.Rngs, mesh: Any = None, axis: Any = "data") -> SparseEmbed:
-    """The layer; arguments as those of `SparseEmbed`."""
+    """The layer, tables split by `partition_strategy`.
+
+    Args:
+      rngs: as of `SparseEmbed`.
+      mesh: as of `SparseEmbed`.
+      axis: as of `SparseEmbed`.
+
+    Raises:
+      ValueError: as `SparseEmbed`.
+    """
     return SparseEmbed(
       self.features,
       self.optimizer,
@@ -169,6 +177,11 @@ class EmbeddingConfigSpec:
 
     Raises:
       ValueError: for a column that is not there.
+
+    >>> spec = embed.EmbeddingConfigSpec(
+    ...   {"user": {"table_id": "user"}}, {"user": {"vocabulary_size": 9, "dimension": 2}})
+    >>> spec.inputs({"user": [3, 7], "label": [0, 1]})
+    ({'user': [3, 7]}, None)
     """
     missing = [key for key in (*self.features, *self.weight_keys.values()) if key not in columns]
     if missing:
@@ -179,8 +192,22 @@ class EmbeddingConfigSpec:
   def profile(self, batches: Iterable[Mapping[str, Any]], plan: Plan | None = None) -> Profile:
     """Statistics of batches by column, saved as `profile.npz` in `profile_data_directory`, if any.
 
-    Arguments and errors as those of `embed.profile`. TensorFlow samples 3 % of what is trained on;
-    here the batches given are the sample.
+    TensorFlow samples 3 % of what is trained on; here the batches given are the sample.
+
+    Args:
+      batches: by column, as of `inputs`.
+      plan: as of `embed.profile`.
+
+    Returns:
+      An `embed.Profile`.
+
+    Raises:
+      ValueError: as `inputs` and `embed.profile`.
+
+    >>> spec = embed.EmbeddingConfigSpec(
+    ...   {"user": {"table_id": "user"}}, {"user": {"vocabulary_size": 9, "dimension": 2}})
+    >>> spec.profile([{"user": np.array([3, 3, 7])}]).tables["user"].distinct.tolist()
+    [2]
     """
     found = profile(self.features, (self.inputs(batch)[0] for batch in batches), plan)
     if self.profile_data_directory is not None:

@@ -9,7 +9,7 @@ scalars, has one value per output and gives a dense int32 array of its shape. Ba
 lists (or of arrays; None is an empty one) and give `embed.Padded`, whatever their lengths; or they
 come as `embed.Padded`, `embed.Ragged` or `embed.Sparse` of strings or numbers, and keep their kind.
 
-**Padding.** The empty string, None and -1 are padding, as '' and -1 are in TensorFlow, and become
+**Padding.** The empty string, None and -1 are padding, as `''` and -1 are in TensorFlow, and become
 -1. Id 0 is an id like any other. Other negative keys raise: taken for padding, signed 64-bit hashes
 would lose half of their values; give them as `x.view(np.uint64)`. Nothing is dropped unasked: what
 has no id raises, unless `default_value` says what becomes of it.
@@ -36,14 +36,32 @@ from embed import config as config_lib
 from embed import keys as keys_lib
 from embed import ragged
 
+__all__ = [
+  "Bucketized",
+  "Column",
+  "Crossed",
+  "HashBucket",
+  "Identity",
+  "Inputs",
+  "Transforms",
+  "Vocabulary",
+  "Weighted",
+]
+
 _MAX = config_lib.MAX_VOCABULARY_SIZE
 _OPTIONAL = ("default_value", "max_valency")
 
 
 class Inputs(NamedTuple):
-  """What `Transforms` returns; `sparse_embed(*inputs)` looks it up.
+  """What `Transforms` returns: `sparse_embed(*inputs)` looks it up.
 
-  `features`: ids by name. `weights`: those of the `Weighted` ones, by name.
+  Attributes:
+    features: ids by the name of their feature, in NumPy.
+    weights: those of the `Weighted` ones, by name.
+
+  >>> inputs = Transforms({"tag": Weighted(Identity(10), "score")})({"tag": [[3]], "score": [[2]]})
+  >>> inputs.features["tag"].values.tolist(), inputs.weights["tag"].values.tolist()
+  ([[3]], [[2.0]])
   """
 
   features: dict[str, Any]
@@ -80,7 +98,7 @@ class Column:
 
   @property
   def vocabulary_size(self) -> int:
-    """Ids are 0 .. vocabulary_size - 1: the rows of their `TableConfig`."""
+    """The number of ids, 0 .. vocabulary_size - 1, and so the rows of their `TableConfig`."""
     raise NotImplementedError
 
   def ids(self, values: np.ndarray) -> np.ndarray:
@@ -97,7 +115,14 @@ class Column:
     return parts.place(self.ids(parts.values))
 
   def read(self, batch: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """The ids of the feature `name` of a batch, and its weights: None."""
+    """The ids of the feature `name` of a batch, and its weights, None: how `Transforms` calls it.
+
+    Raises:
+      ValueError: as a call, or if the batch has no such raw feature.
+
+    >>> Identity(10).read({"user": [3, 7]}, "user")
+    (array([3, 7], dtype=int32), None)
+    """
     return self(_get(batch, self.key or name)), None
 
 
@@ -251,6 +276,12 @@ class Vocabulary(Column):
     Raises:
       ValueError: naming the file and the line, where a token is empty, there already, no UTF-8 or
         no integer.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "genres.txt"
+    >>> size = path.write_text("drama\\ncomedy\\n")
+    >>> Vocabulary.from_file(path)(["comedy", "drama"]).tolist()
+    [1, 0]
     """
     with open(path, "rb") as file:
       lines = file.read().removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
@@ -399,6 +430,8 @@ class Crossed:
   [97, 89]
   >>> cross([["Rome", "Oslo"], []], [17.5, 40.0]).values.tolist()
   [[97, 95], [-1, -1]]
+  >>> cross.vocabulary_size
+  100
   """
 
   keys: Sequence[str | Column]
@@ -422,6 +455,7 @@ class Crossed:
 
   @property
   def vocabulary_size(self) -> int:
+    """`num_buckets`, the rows of the table."""
     return self.num_buckets
 
   @property
@@ -429,7 +463,11 @@ class Crossed:
     return [str(key if isinstance(key, str) else key.key) for key in self.keys]
 
   def __call__(self, *columns: Any) -> Any:
-    """The columns of the keys, in their order, to ids: dense where all of them are, else bags."""
+    """The columns of the keys, in their order, to ids: dense where all of them are, else bags.
+
+    Raises:
+      ValueError: naming the key whose value has no id, or the batches that differ.
+    """
     bags = [_bags(*each) for each in zip(self._names, self.keys, columns, strict=True)]
     batches = {name: bag.batch for name, bag in zip(self._names, bags, strict=True)}
     if len(set(batches.values())) > 1:
@@ -459,7 +497,7 @@ class Crossed:
     return ragged.Padded(padded.values.reshape(*batch, width))
 
   def read(self, batch: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """The ids of a batch, and their weights: None."""
+    """The ids of a batch and their weights, None: how `Transforms` calls it."""
     return self(*(_get(batch, key) for key in self._names)), None
 
 
@@ -480,6 +518,8 @@ class Weighted:
   >>> ids, weights = Weighted(Identity(10), "score")([[3, 7], [5]], [[0.5, 2], [1]])
   >>> ids.values.tolist(), weights.values.tolist()
   ([[3, 7], [5, -1]], [[0.5, 2.0], [1.0, 0.0]])
+  >>> Weighted(Identity(10), "score").vocabulary_size
+  10
   """
 
   column: Column
@@ -494,12 +534,16 @@ class Weighted:
 
   @property
   def vocabulary_size(self) -> int:
+    """That of the column, the rows of the table."""
     return self.column.vocabulary_size
 
   def __call__(self, column: Any, weights: Any) -> tuple[Any, Any]:
     """Two columns to ids and float32 weights, of one kind; weights of padding are 0.
 
     An array `[batch, L]` holds bags, as does `Padded`; one of `[batch]` holds bags of one value.
+
+    Raises:
+      ValueError: where weights do not stand where the values stand, or are not finite.
     """
     layout = self.column.max_valency, self.column.truncate
     values, given = _take_apart(column, *layout), _take_apart(weights, *layout)
@@ -515,7 +559,7 @@ class Weighted:
     return _as_bags(values.place(ids)), _as_bags(values.place(numbers))
 
   def read(self, batch: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """The ids of the feature `name` of a batch, and its weights."""
+    """The ids of the feature `name` of a batch and its weights: how `Transforms` calls it."""
     return self(_get(batch, self.column.key or name), _get(batch, self.weights))
 
 
@@ -533,7 +577,6 @@ class Transforms:
     ValueError: for what is no transform; in a call, naming the feature, where a raw feature is
       missing or a transform raises.
 
-  >>> import embed
   >>> transforms = Transforms({
   ...   "genre": Vocabulary(["drama", "comedy"], num_oov_buckets=1),
   ...   "age": Bucketized([18, 65]),
@@ -560,7 +603,17 @@ class Transforms:
         )
 
   def __call__(self, batch: Mapping[str, Any]) -> Inputs:
-    """The ids of every feature, and the weights of the weighted ones; other keys are not read."""
+    """The ids of every feature, and the weights of the weighted ones; other keys are not read.
+
+    Args:
+      batch: raw features by name.
+
+    Returns:
+      An `Inputs`, on the host.
+
+    Raises:
+      ValueError: naming the feature, where a raw feature is missing or a transform raises.
+    """
     inputs = Inputs({}, {})
     for name, column in self.columns.items():
       try:

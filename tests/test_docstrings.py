@@ -1,17 +1,41 @@
-"""The examples in the library's docstrings run and print what they say."""
+"""The examples in the library's docstrings run and print what they say.
+
+Those of the public API run as a reader would paste them: after the imports that the pages of
+`docs/api` begin with, and with nothing else in scope.
+"""
 
 import doctest
 import importlib
 import pathlib
+import re
 
 import pytest
 
-MODULES = sorted(
-  path.stem for path in (pathlib.Path(__file__).parents[1] / "embed").glob("[!_]*.py")
-)
+import embed
+from embed import checkpoint, transforms
+
+ROOT = pathlib.Path(__file__).parents[1]
+MODULES = sorted(path.stem for path in (ROOT / "embed").glob("[!_]*.py"))
+PUBLIC = {*embed.__all__, *checkpoint.__all__, *transforms.__all__}
+
+
+@pytest.fixture(scope="module")
+def scope():
+  """What a reader has imported."""
+  names = {}
+  for page in ("index.md", "transforms.md"):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api" / page).read_text(), re.S)
+    exec(block, names)
+  return names
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
-  result = doctest.testmod(importlib.import_module(f"embed.{name}"), optionflags=doctest.ELLIPSIS)
-  assert not result.failed
+def test_examples(name, scope):
+  module = importlib.import_module(f"embed.{name}")
+  runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+  for example in doctest.DocTestFinder().find(module):
+    first = example.name.removeprefix(f"embed.{name}").split(".")[1:2]
+    if PUBLIC.intersection(first):
+      example.globs = dict(scope)
+    runner.run(example)
+  assert not runner.summarize(verbose=False).failed
