@@ -21,6 +21,8 @@ extensions = [
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "SparseEmbed"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "attrs_inline"]
 myst_heading_anchors = 3
@@ -29,6 +31,12 @@ nb_execution_mode = "off"  # the notebooks hold the outputs of a run; the tests 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_numpy_docstring = False
+
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+linkcheck_timeout = 20
+linkcheck_allowed_redirects = {r"https://.*": r"https://.*"}  # readthedocs and doi forward
 
 
 def _copy_notebooks(app) -> None:
