@@ -4,6 +4,8 @@ import importlib.metadata
 import pathlib
 import shutil
 
+from ipython_pygments_lexers import IPython3Lexer
+
 _HERE = pathlib.Path(__file__).parent
 
 project = "SparseEmbed"
@@ -23,6 +25,7 @@ html_theme = "furo"
 html_title = "SparseEmbed"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+pygments_dark_style = "github-dark"
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "attrs_inline"]
 myst_heading_anchors = 3
@@ -47,4 +50,5 @@ def _copy_notebooks(app) -> None:
 
 
 def setup(app) -> None:
+  app.add_lexer("python", IPython3Lexer)  # first cells of notebooks have `!` and `%`
   app.connect("builder-inited", _copy_notebooks)
