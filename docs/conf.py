@@ -20,7 +20,7 @@ extensions = [
   "sphinx_copybutton",
   "sphinx_design",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "colabs/README.md"]
 html_theme = "furo"
 html_title = "SparseEmbed"
 html_static_path = ["_static"]
@@ -31,9 +31,14 @@ myst_enable_extensions = ["colon_fence", "dollarmath", "attrs_inline"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks hold the outputs of a run; the tests execute them
 
+default_role = "code"  # docstrings write code in single backticks
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+autodoc_typehints = "none"  # docstrings say types; those of other projects would want inventories
+maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
+napoleon_attr_annotations = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # "Variables" are nnx's here
+toc_object_entries_show_parents = "hide"
 
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
