@@ -4,6 +4,8 @@ import importlib.metadata
 import pathlib
 import shutil
 
+from ipython_pygments_lexers import IPython3Lexer
+
 _HERE = pathlib.Path(__file__).parent
 
 project = "SparseEmbed"
@@ -18,17 +20,31 @@ extensions = [
   "sphinx_copybutton",
   "sphinx_design",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "colabs/README.md"]
 html_theme = "furo"
 html_title = "SparseEmbed"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+pygments_dark_style = "github-dark"
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "attrs_inline"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks hold the outputs of a run; the tests execute them
 
+default_role = "code"  # docstrings write code in single backticks
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+autodoc_typehints = "none"  # docstrings say types; those of other projects would want inventories
+maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
+napoleon_attr_annotations = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # "Variables" are nnx's here
+toc_object_entries_show_parents = "hide"
+
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+linkcheck_timeout = 20
+linkcheck_allowed_redirects = {r"https://.*": r"https://.*"}  # readthedocs and doi forward
 
 
 def _copy_notebooks(app) -> None:
@@ -39,4 +55,5 @@ def _copy_notebooks(app) -> None:
 
 
 def setup(app) -> None:
+  app.add_lexer("python", IPython3Lexer)  # first cells of notebooks have `!` and `%`
   app.connect("builder-inited", _copy_notebooks)

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import test_pages
+
 TESTS = pathlib.Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "migrating.md").read_text()
 ROWS = re.findall(r"^\| (\S+) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
@@ -44,22 +46,15 @@ def test_every_row_names_tests_that_exist():
     assert function in functions(name), f"{name}::{function}"
 
 
-def run():
-  scope = {}
-  for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-    exec(compile(block, "migrating.md", "exec"), scope)
-  return scope
-
-
 def test_the_example_runs_on_one_device():
   """As most machines have it."""
   environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-  code = "import test_migrating; assert test_migrating.run()['loss'] > 0"
+  code = "import test_pages; assert test_pages.run('migrating.md')['loss'] > 0"
   subprocess.run([sys.executable, "-c", code], check=True, cwd=TESTS, env=environment)
 
 
 def test_the_example_runs():
-  scope = run()
+  scope = test_pages.run("migrating.md")
   assert 0 < float(scope["loss"]) < 10
   model, tree = scope["model"], scope["tree"]["model"]["tables"]
   assert tree["embed/movie"]["parameters"].shape == (1000, 8)

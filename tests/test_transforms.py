@@ -6,12 +6,10 @@ import json
 import os
 import pathlib
 import pickle
-import re
 import subprocess
 import sys
 
 import grain
-import jax
 import numpy as np
 import pytest
 import xxhash
@@ -529,15 +527,6 @@ def test_single_examples_can_be_batched_by_grain():
   inputs = next(iter(grain.MapDataset.source(examples).map(transforms).batch(2)))
   assert inputs.features["genre"].values.tolist() == [[0, -1], [1, 0]]
   assert inputs.features["age"].tolist() == [0, 1]
-
-
-def test_the_guide_runs(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  scope = {}
-  guide = (ROOT / "docs" / "transforms.md").read_text()
-  for example in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
-    exec(compile(example, "transforms.md", "exec"), scope)
-  assert jax.tree.leaves(scope["activations"])
 
 
 # --- properties ----------------------------------------------------------------------------------

@@ -1,0 +1,195 @@
+"""The pages of the documentation: their code runs, their links lead somewhere, their figures are
+those of the files they name."""
+
+import doctest
+import json
+import pathlib
+import re
+import urllib.parse
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [  # not what a build puts there
+  page.relative_to(DOCS).as_posix()
+  for page in sorted(DOCS.rglob("*.md"))
+  if page.relative_to(DOCS).parts[0] not in ("_build", "colabs")
+]
+LINKING = [
+  *(DOCS / page for page in PAGES),
+  ROOT / "README.md",
+  ROOT / "CONTRIBUTING.md",
+  *sorted(ROOT.glob("recipes/*/README.md")),
+]
+
+
+def blocks(page):
+  """The Python code of a page: line numbers and sources."""
+  text = (DOCS / page).read_text()
+  for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+    yield text[: found.start(1)].count("\n"), found.group(1)
+
+
+def run(page):
+  """Runs a page from top to bottom, as one program; returns its names."""
+  scope = {"__name__": "__main__"}
+  for line, code in blocks(page):
+    if code.startswith(">>> "):
+      test = doctest.DocTestParser().get_doctest(code, scope, page, str(DOCS / page), line)
+      assert not doctest.DocTestRunner().run(test, clear_globs=False).failed, f"{page}:{line + 1}"
+      scope = test.globs
+    else:
+      exec(compile("\n" * line + code, DOCS / page, "exec"), scope)
+  return scope
+
+
+# Run there, with more to say about the outcome.
+ELSEWHERE = {"migrating.md": "test_migrating.py", "serving.md": "test_exporting.py"}
+HERE = [page for page in PAGES if any(blocks(page)) and page not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("page", HERE)
+@pytest.mark.usefixtures("quick_to_compile")
+def test_the_code_runs(page, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  run(page)
+
+
+# ------------------------------------------------------------------------------------- links
+
+
+def prose(path):
+  return re.sub(r"^( *)(```|~~~|:::).*?^\1\2", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path):
+  """What the headings of a page are called in links, on GitHub and on the site."""
+  found = []
+  for heading in re.findall(r"^#+ +(.*)$", prose(path), re.MULTILINE):
+    heading = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)
+    name = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+    found.append(f"{name}-{found.count(name)}" if name in found else name)
+  return found
+
+
+def contents(path):
+  """What the tables of contents of a page list."""
+  trees = re.findall(r"^```{toctree}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+  return [line for tree in trees for line in tree.split("\n") if line and line[0] != ":"]
+
+
+def links(path):
+  """Links, images, cards and contents of a page that lead to other files, or within this one."""
+  found = re.findall(r"\]\(([^)\s]+)\)", prose(path))
+  found += re.findall(r"(?:src|href)=\"([^\"]+)\"", prose(path))
+  found += re.findall(r"^:link: (\S+)$", path.read_text(), re.MULTILINE)
+  return [link for link in found + contents(path) if not re.match(r"[a-z]+:", link)]
+
+
+def target(path, link):
+  """The file behind a link; the site takes documents by name, and a copy of the notebooks."""
+  name = urllib.parse.unquote(link.partition("#")[0])
+  where = (path.parent / name).resolve() if name else path
+  if where.is_relative_to(DOCS / "colabs"):
+    where = ROOT / where.relative_to(DOCS)
+  candidates = [where, *(where.with_name(where.name + end) for end in (".md", ".rst", ".ipynb"))]
+  return next((candidate for candidate in candidates if candidate.exists()), None)
+
+
+@pytest.mark.parametrize("path", LINKING, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+  broken = []
+  for link in links(path):
+    found, anchor = target(path, link), link.partition("#")[2]
+    if found is None or (anchor and found.suffix == ".md" and anchor not in anchors(found)):
+      broken.append(link)
+  assert not broken
+
+
+def test_every_page_is_in_the_contents():
+  index = DOCS / "index.md"
+  listed = {target(index, name) for name in contents(index)} | {index}
+  missing = [page for page in PAGES if DOCS / page not in listed and not page.startswith("api/")]
+  assert not missing
+
+
+# ----------------------------------------------------------------------------------- figures
+
+
+def result(name):
+  return json.loads((DOCS / "results" / name).read_text())
+
+
+def short(x):
+  """Three digits of a time in milliseconds."""
+  return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
+
+
+def table(title):
+  """The rows of the table under a heading of the page on speed, as lists of cells."""
+  section = (DOCS / "performance.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+  rows = [line.split("|")[1:-1] for line in section.split("\n") if line.startswith("| ")]
+  return [[cell.strip() for cell in row] for row in rows[1:]]
+
+
+def test_step():
+  def cell(of):
+    ratio = of["ratio_to_ours"]
+    return f"{short(of['best_ms'])} ({ratio:.{1 if ratio < 10 else 0}f} x)"
+
+  wanted, models = [], []
+  for name, of in result("step.json")["results"].items():
+    peers = [of[peer] for peer in ("torch", "fbgemm", "dense jax")]
+    cells = ["" if "missing" in peer else cell(peer) for peer in peers]
+    wanted.append([name, short(of["ours"]["best_ms"]), *cells])
+    models.append(of["ours, whole model"]["ratio_to_ours"])
+  assert table("One step of one table on CPU") == wanted
+  assert [round(100 * (ratio - 1)) for ratio in (min(models), max(models))] == [3, 21]
+
+
+def test_vocabulary():
+  wanted = [
+    [
+      name,
+      *map(short, of["best_ms"]),
+      f"{of['ratio_of_best']:.1f}",
+      f"{of['table_and_slots_mib']:,.0f}",
+      f"{of['peak_beyond_mib']:.0f}",
+    ]
+    for name, of in result("vocabulary.json")["results"].items()
+  ]
+  assert table("A larger vocabulary") == wanted
+
+
+def test_compiled_ahead_of_time():
+  mib = lambda x, form=",.0f": f"{x / 2**20:{form}}"
+  rows = {
+    "chips": lambda of: str(of["devices"]),
+    "tables and slots, MiB": lambda of: mib(of["tables"]["sharded"], ",.1f"),
+    "against rows x (dim + slots) x 4 bytes / chips": (
+      lambda of: f"{of['tables']['deviation_percent']:+.4f} %"
+    ),
+    "arguments, MiB": lambda of: mib(of["memory"]["arguments"]),
+    "of them written in place, MiB": lambda of: mib(of["memory"]["aliased"]),
+    "temporaries, MiB": lambda of: mib(of["memory"]["temporaries"]),
+    "needed of the available memory": (
+      lambda of: f"{100 * of['memory']['needed'] / of['memory']['available']:.1f} %"
+    ),
+    "compiled in, s": lambda of: f"{of['compile_seconds']:.0f}",
+  }
+  found = result("aot_criteo_1tb.json").values()
+  assert table("Compiled for TPU pods") == [[n, *map(f, found)] for n, f in rows.items()]
+
+
+def test_weak_scaling():
+  wanted = [
+    [
+      str(of["chips"]),
+      f"{(of['sent_bytes']['ids'] + of['sent_bytes']['rows']) / 2**20:.0f}",
+      f"{of['rows_over_least']:.2f}",
+      f"{of['extra_rounds_bytes'] / 2**20:.0f}",
+    ]
+    for of in result("weak_scaling.json")["results"]
+  ]
+  assert table("More chips, the same batch for each") == wanted
