@@ -50,7 +50,8 @@ def test_its_outputs_are_of_one_run(path):
   assert counts == list(range(1, len(counts) + 1))
   for output in outputs(notebook):
     assert output.output_type != "error"
-    assert output.get("name") != "stderr", output.text
+    warned = re.search(r".*(Warning|WARNING|Traceback).*", output.get("text", ""))
+    assert not warned, warned[0]
 
 
 @each
