@@ -70,9 +70,10 @@ def test_the_file_is_as_the_script_writes_it(path, tmp_path):
 
 @each
 def test_it_names_no_folder_of_ours_and_no_host_of_packages(path):
-  text = path.read_text()
+  text = re.sub(r'"image/png": "[^"]*"', "", path.read_text())  # letters that may spell anything
   for pattern in (r"(?<![\w.])/(work|tmp|home|root|Users)/", r"pypi|pythonhosted|conda\.anaconda"):
-    assert not re.search(pattern, text), re.search(pattern, text)
+    found = re.search(f".*({pattern}).*", text)
+    assert not found, found[0]
 
 
 @each
