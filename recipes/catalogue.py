@@ -31,6 +31,6 @@ def modes(path: Path) -> list[str]:
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name) and node.left.id == "mode":
       for known in ast.walk(node.comparators[0]):
-        if isinstance(known, ast.Constant) and known.value:
+        if isinstance(known, ast.Constant) and isinstance(known.value, str) and known.value:
           found.add(known.value)
   return sorted(found)

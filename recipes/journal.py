@@ -36,6 +36,7 @@ class Journal:
     return self
 
   def __exit__(self, *unused: Any) -> None:
+    self.doing("")
     self._bar.close()
     self._board.close()
     self._file.close()
@@ -48,10 +49,12 @@ class Journal:
     self._bar.update()
 
   def doing(self, what: str) -> None:
-    """Says before the bar what takes the time now; "" is a step."""
+    """Says before the bar what takes the time now; "" are steps, and the bar's rate is theirs."""
     if what != self._doing:
       self._doing = what
       self._bar.set_description(what, refresh=bool(what))
+      if not what:
+        self._bar.unpause()
 
   def log_train(self, metrics: dict[str, float]) -> None:
     """Logs training metrics of the current step, with the rate since the last log."""

@@ -25,7 +25,7 @@ def program(recipe: str, run: Callable[[Any, str], Any]) -> Callable[[], None]:
   """
   default = f"configs/{recipe}/synthetic.py"
   config = config_flags.DEFINE_config_file("config", None, "The settings.")
-  flag = flags.FLAGS["config"]
+  flag: Any = flags.FLAGS["config"]
   flag.parser, flag.default_as_str = _ConfigFile(recipe, flag.parser), repr(default)
   workdir = flags.DEFINE_string("workdir", f"runs/{recipe}", "The run's folder.")
 

@@ -71,8 +71,9 @@ def load(folder: str | Path) -> Run:
       f"the run in {folder} has not ended; the command that started it goes on with it"
     )
   if missing:
-    ended = [str(p.parent) for at in (folder.parent, folder) for p in at.glob("*/result.json")]
-    close = difflib.get_close_matches(str(folder), ended, 1, 0.5)
+    ended = {path.parent.name: path.parent for path in folder.parent.glob("*/result.json")}
+    close = [ended[name] for name in difflib.get_close_matches(folder.name, ended, 1)]
+    close += [path.parent for path in folder.glob("*/result.json")]  # one folder up
     hint = f"did you mean {close[0]}?" if close else "give the workdirs of runs that have ended"
     raise FileNotFoundError(f"{folder} has no {missing[0]}: {hint}")
   lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
