@@ -1,1 +1,1 @@
-"""Programs that train recommenders on `embed`: run one as `python -m recipes.<name>`."""
+"""Programs that train recommenders on `embed`; `python -m recipes` lists them."""

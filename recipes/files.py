@@ -16,8 +16,12 @@ _BLOCK = 1 << 20
 
 def digest(path: Path, algorithm: str = "sha256") -> str:
   """Returns a file's hash in hexadecimal, reading it in constant memory."""
-  with path.open("rb") as file:
-    return hashlib.file_digest(file, algorithm).hexdigest()
+  found = hashlib.new(algorithm)
+  with path.open("rb") as file, progress(f"hashing {path.name}", path.stat().st_size, "B") as bar:
+    while block := file.read(_BLOCK):
+      found.update(block)
+      bar.update(len(block))
+  return found.hexdigest()
 
 
 def stamp(path: Path) -> list[Any]:

@@ -28,6 +28,7 @@ class Journal:
     self._file = self._path.open("a")
     self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
     self._bar = tqdm(total=steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
+    self._doing = ""
     self._step, self._steps, self._batch_size = step, steps, batch_size
     self._since, self._timed = time.perf_counter(), 0
 
@@ -35,6 +36,7 @@ class Journal:
     return self
 
   def __exit__(self, *unused: Any) -> None:
+    self.doing("")
     self._bar.close()
     self._board.close()
     self._file.close()
@@ -43,7 +45,16 @@ class Journal:
     """Counts one training step, for the bar and the rate."""
     self._step += 1
     self._timed += 1
+    self.doing("")
     self._bar.update()
+
+  def doing(self, what: str) -> None:
+    """Says before the bar what takes the time now; "" are steps, and the bar's rate is theirs."""
+    if what != self._doing:
+      self._doing = what
+      self._bar.set_description(what, refresh=bool(what))
+      if not what:
+        self._bar.unpause()
 
   def log_train(self, metrics: dict[str, float]) -> None:
     """Logs training metrics of the current step, with the rate since the last log."""
@@ -97,7 +108,7 @@ class Silence:
   def _nothing(self, *unused: Any) -> None:
     pass
 
-  stepped = log_train = log_eval = restart_clock = sync = _nothing
+  stepped = doing = log_train = log_eval = restart_clock = sync = _nothing
 
 
 def truncate(path: Path, step: int) -> None:

@@ -88,7 +88,10 @@ def _finished(config, workdir: Path) -> dict[str, Any] | None:
         "--workdir, or remove that one."
       )
   result = workdir / "result.json"
-  return json.loads(result.read_text()) if result.exists() else None
+  if not result.exists():
+    return None
+  _say(f"{workdir} holds a run that has ended. To train anew, choose another --workdir.")
+  return json.loads(result.read_text())
 
 
 def train(
@@ -147,16 +150,17 @@ def train(
   with _manager(workdir / "checkpoints", progress) as manager:
     # Said by one process: another may still see an older listing of the shared folder.
     if (latest := hosts.from_main(manager.latest_step)) is not None:
+      _say(f"{workdir}: going on from step {latest}")
       vars(progress).update(_restore(manager, latest, state))
       iterator.set_state(progress.data)
-      if hosts.is_main():
-        print(f"{workdir}: going on from step {progress.step}", file=sys.stderr)
     with _journal(config, workdir, progress.step) as journal:
       _run(config, progress, iterator, mesh, loss_fn, evaluate, journal, manager, state)
-    if config.select and progress.best_step != progress.step:
-      _restore(manager, progress.best_step, state)
     tested_step = progress.best_step if config.select else progress.step
+    _say(f"testing the state of step {tested_step}")
+    if tested_step != progress.step:
+      _restore(manager, tested_step, state)
     metrics = _named("valid", evaluate(model, "valid")) | _named("test", evaluate(model, "test"))
+  _say("fitting the baselines")
   result = {
     "recipe": recipe,
     "config": _plain(config),
@@ -173,6 +177,11 @@ def train(
   if hosts.is_main():
     arrays.write_json(workdir / "result.json", result)
   return result
+
+
+def _say(text: str) -> None:
+  if hosts.is_main():
+    print(text, file=sys.stderr, flush=True)
 
 
 def _begin(config, workdir: Path) -> None:
@@ -254,6 +263,7 @@ def _run(
   every = lambda period, step: bool(period) and step % period == 0
   began = time.perf_counter() - progress.seconds
   losses: list[Any] = list(progress.losses)  # on the device; fetched only where they are needed
+  journal.doing("compiling")
   while progress.step < config.steps and not progress.stopped:
     progress.step += 1
     last = progress.step == config.steps
@@ -265,6 +275,7 @@ def _run(
       journal.log_train({"loss": _mean(losses, progress.step)} | _reports(model))
       losses = []
     if evaluated:
+      journal.doing("evaluating")
       scores = _named("valid", evaluate(model, "valid"))
       journal.log_eval(scores)
       _select(config, progress, scores)
@@ -273,6 +284,7 @@ def _run(
       progress.seconds = time.perf_counter() - began
       progress.data = iterator.get_state()  # type: ignore[attr-defined]
       journal.sync()
+      journal.doing("saving")
       _save(manager, progress, state)
       journal.restart_clock()
 

@@ -1,30 +1,119 @@
-"""The command line that all recipes share: `--config`, `--workdir`, and quiet logs."""
+"""The command line that all recipes share: `--config`, `--workdir`, and mistakes in one line."""
 
+import difflib
+import re
+import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
+
+from recipes import catalogue
 
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
 
 
-def program(recipe: str, run: Callable[[Any, str], Any]) -> Callable[[list[str]], None]:
-  """Defines the flags and returns what `app.run` wants, which calls `run(config, workdir)`.
+def program(recipe: str, run: Callable[[Any, str], Any]) -> Callable[[], None]:
+  """Defines the flags and returns the program, which calls `run(config, workdir)`.
 
-  Call it where the recipe's `__main__` is imported: worker processes import it and parse the flags
-  as well.
+  Call it where the recipe's `__main__` is imported: worker processes import it and want the flags
+  defined as well. What takes long to import is best imported by `run`, so that a wrong flag is
+  answered at once.
   """
-  config = config_flags.DEFINE_config_file(
-    "config", f"configs/{recipe}/synthetic.py", "The settings."
-  )
+  default = f"configs/{recipe}/synthetic.py"
+  config = config_flags.DEFINE_config_file("config", None, "The settings.")
+  flag: Any = flags.FLAGS["config"]
+  flag.parser, flag.default_as_str = _ConfigFile(recipe, flag.parser), repr(default)
   workdir = flags.DEFINE_string("workdir", f"runs/{recipe}", "The run's folder.")
 
+  def parse(argv: list[str]) -> list[str]:
+    argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
+    # Not by DEFINE_config_file, which would load it, and fail, before there are flags to report.
+    if not any(re.match("--?config(=|$)", arg) for arg in argv):
+      argv = [argv[0], f"--config={default}", *argv[1:]]
+    try:
+      rest = flags.FLAGS(argv)[1:]
+    except flags.Error as error:
+      sys.exit(f"error: {error}")
+    if rest:
+      sys.exit(f"error: unexpected {rest}: settings are given as --config.steps=100")
+    return argv
+
   def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-      raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    del argv
     if not flags.FLAGS["verbosity"].present:
       logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint
-    run(config.value, workdir.value)
+    # Importing JAX takes seconds; say first what they are for.
+    print(f"{flag.config_filename} -> {workdir.value}", file=sys.stderr)
+    try:
+      run(config.value, workdir.value)
+    except (ValueError, OSError, FloatingPointError) as error:
+      if logging.level_debug() or not _is_ours(error):
+        raise
+      sys.exit(f"error: {error} (--verbosity=1 shows the traceback)")
+    _show(Path(workdir.value))
 
-  return main
+  return lambda: app.run(main, flags_parser=parse)
+
+
+class _ConfigFile(flags.ArgumentParser):
+  """Loads a config, from any working directory, and names what is nearest to a mistake."""
+
+  def __init__(self, recipe: str, plain: flags.ArgumentParser):
+    self._recipe, self._plain = recipe, plain
+
+  def parse(self, path: str) -> Any:
+    """Returns the config; absl reports a ValueError as the flag's."""
+    name, _, mode = path.partition(":")
+    file = next((p for p in (Path(name), catalogue.ROOT / name) if p.is_file()), None)
+    if file is None:
+      found = {p.stem: p for recipe in catalogue.recipes() for p in catalogue.configs(recipe)}
+      found |= {p.stem: p for p in catalogue.configs(self._recipe)}
+      close = difflib.get_close_matches(Path(name).stem, found, 1)
+      hint = f"did you mean {found[close[0]]}?" if close else "`python -m recipes` lists them"
+      raise ValueError(f"there is no such file; {hint}")
+    for other in catalogue.recipes().keys() - {self._recipe}:
+      if file.resolve().parent == catalogue.ROOT / "configs" / other:
+        raise ValueError(f"that is a config for `python -m recipes.{other}`")
+    modes = catalogue.modes(file)
+    if mode and modes and mode not in modes:
+      raise ValueError(f"it has no mode {mode!r}; {_nearest(mode, modes)}")
+    config = self._plain.parse(f"{file}:{mode}" if mode else str(file))
+    for arg in sys.argv:  # as ml_collections does
+      if setting := re.match(r"--?(?:no)?config\.([^=\[]+)", arg):
+        _check(config, setting[1])
+    return config
+
+
+def _check(config: ConfigDict, setting: str) -> None:
+  path, node = "config", config
+  for part in setting.split("."):
+    known = list(node) if isinstance(node, ConfigDict) else []
+    if part not in known:
+      raise ValueError(f"{path} has no setting {part!r}; {_nearest(part, known)}")
+    path, node = f"{path}.{part}", node[part]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+  close = difflib.get_close_matches(name, known, 1)
+  return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"
+
+
+def _is_ours(error: Exception) -> bool:
+  """Whether our own code raised it: then its message says what to change. Others' show a bug."""
+  raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+  return any(raised_in.is_relative_to(catalogue.ROOT / ours) for ours in ("recipes", "embed"))
+
+
+def _show(workdir: Path) -> None:
+  """Says where a finished run's results are; on a terminal, with its curves."""
+  from recipes import hosts, report  # hosts imports JAX
+
+  if hosts.is_main():
+    if sys.stdout.isatty():
+      print(f"\n{report.sketch(report.load(workdir))}")
+    print(f"\nresults: {workdir / 'result.json'}")
+    print(f"curves:  python -m recipes.report {workdir}")

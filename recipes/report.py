@@ -1,22 +1,28 @@
-"""A page of results from finished runs.
+"""Tables and curves of finished runs, on the terminal and as a page.
 
     python -m recipes.report runs/a runs/b --out=docs/results/x
 
-writes `x.md`, a table for every data set, and `x.png`, the loss and the selected metric against
-time. Everything in them comes from the runs' `result.json` and `metrics.jsonl`.
+prints a table for every data set and writes it as `x.md`, beside `x.png`, the loss and the selected
+metric against time. Everything in them comes from the runs' `result.json` and `metrics.jsonl`.
 """
 
 import argparse
 import dataclasses
+import difflib
 import itertools
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
+import uniplot
+
+from embed.text import aligned
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
 
 # Runs that differ in nothing else are one row: what is the same work on the same data.
 _INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers")
@@ -59,9 +65,17 @@ def load(folder: str | Path) -> Run:
     FileNotFoundError: it holds no result, because the run has not ended or the folder is another.
   """
   folder = Path(folder)
-  for name in ("result.json", "metrics.jsonl"):
-    if not (folder / name).is_file():
-      raise FileNotFoundError(f"{folder} has no {name}: give the workdirs of runs that have ended")
+  missing = [n for n in ("result.json", "metrics.jsonl") if not (folder / n).is_file()]
+  if missing and (folder / "config.json").is_file():
+    raise FileNotFoundError(
+      f"the run in {folder} has not ended; the command that started it goes on with it"
+    )
+  if missing:
+    ended = {path.parent.name: path.parent for path in folder.parent.glob("*/result.json")}
+    close = [ended[name] for name in difflib.get_close_matches(folder.name, ended, 1)]
+    close += [path.parent for path in folder.glob("*/result.json")]  # one folder up
+    hint = f"did you mean {close[0]}?" if close else "give the workdirs of runs that have ended"
+    raise FileNotFoundError(f"{folder} has no {missing[0]}: {hint}")
   lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
   return Run(folder, json.loads((folder / "result.json").read_text()), lines)
 
@@ -101,17 +115,36 @@ def names(groups: Sequence[list[Run]]) -> list[str]:
   return found
 
 
-def markdown(groups: Sequence[list[Run]], plot: str) -> str:
+def markdown(groups: Sequence[list[Run]], title: str, plot: str) -> str:
   """Returns the page: a table for each data set of each recipe, and where its numbers are from.
 
   A value is the mean over seeds, `±` the standard deviation (of n - 1) where there are several.
   """
-  parts = [f"![Loss and selected metric against seconds of training]({plot})"]
-  labelled = list(zip(names(groups), groups, strict=True))
-  by_table = lambda pair: _table(pair[1])
-  for table, pairs in itertools.groupby(sorted(labelled, key=by_table), key=by_table):
-    parts.append(_section(table, list(pairs)))
+  parts = [f"# {title}", f"![Loss and selected metric against seconds of training]({plot})"]
+  for table, pairs in _tables(groups):
+    parts.append(_section(table, pairs))
   return "\n\n".join(parts) + "\n"
+
+
+def text(groups: Sequence[list[Run]]) -> str:
+  """Returns the page's tables for a terminal."""
+  parts = [f"{_title(table)}\n{aligned(_rows(pairs))}" for table, pairs in _tables(groups)]
+  return "\n\n".join(parts)
+
+
+def sketch(run: Run) -> str:
+  """Returns the run's curves for a terminal: the loss, and the metric that selects beside it."""
+  curves = {name: run.curve(name) for name in ("loss", _selected(run))}
+  plots = [
+    uniplot.plot_to_string(
+      ys, xs, title=f"{name} / seconds of training", lines=True, width=30, height=9
+    ).splitlines()
+    for name, (xs, ys) in curves.items()
+    if ys
+  ]
+  width = max(len(line) for plot in plots for line in plot)
+  rows = itertools.zip_longest(*plots, fillvalue="")
+  return "\n".join("  ".join(half.ljust(width) for half in row).rstrip() for row in rows)
 
 
 def _table(group: list[Run]) -> tuple[str, str, str]:
@@ -121,7 +154,22 @@ def _table(group: list[Run]) -> tuple[str, str, str]:
   return result["recipe"], result["config"]["data_file"] if data == "file" else data, hashes
 
 
-def _section(table: tuple[str, str, str], pairs: list[tuple[str, list[Run]]]) -> str:
+_Pairs = list[tuple[str, list[Run]]]  # a group's name, and its runs
+
+
+def _tables(groups: Sequence[list[Run]]) -> Iterator[tuple[tuple[str, str, str], _Pairs]]:
+  labelled = list(zip(names(groups), groups, strict=True))
+  by_table = lambda pair: _table(pair[1])
+  for table, pairs in itertools.groupby(sorted(labelled, key=by_table), key=by_table):
+    yield table, list(pairs)
+
+
+def _title(table: tuple[str, str, str]) -> str:
+  return " on ".join(filter(None, table[:2]))
+
+
+def _rows(pairs: _Pairs) -> list[list[str]]:
+  """The cells of a table, the header first."""
   metrics = list(
     dict.fromkeys(
       name for _, group in pairs for name in group[0].result["metrics"] if name.startswith("test_")
@@ -143,14 +191,14 @@ def _section(table: tuple[str, str, str], pairs: list[tuple[str, list[Run]]]) ->
     cells = {values: label for values, label in cells.items() if any(values)}
     for scores, label in cells.items():
       rows.append([baseline if len(cells) == 1 else f"{baseline} ({label})", "", *scores, ""])
-  header = ["", "seeds", *(name.removeprefix("test_") for name in metrics), "seconds"]
-  lines = [
-    f"## {' on '.join(filter(None, table[:2]))}",
-    "",
-    _row(header),
-    _row(["---"] * len(header)),
-  ]
+  return [["", "seeds", *(name.removeprefix("test_") for name in metrics), "seconds"], *rows]
+
+
+def _section(table: tuple[str, str, str], pairs: _Pairs) -> str:
+  header, *rows = _rows(pairs)
+  lines = [f"## {_title(table)}", "", _row(header), _row(["---"] * len(header))]
   lines += [_row(row) for row in rows]
+  everyone = [run for _, group in pairs for run in group]
   devices = {_device(run.result["device"]) for run in everyone}
   versions = {
     ", ".join(f"{name} {run.result['versions'][name]}" for name in ("jax", "flax", "sparse-embed"))
@@ -182,8 +230,10 @@ def _device(device: Mapping[str, Any]) -> str:
   return f"{device['count']} x {device['kind']} ({device['host_cores']} host cores)"
 
 
-def draw(groups: Sequence[list[Run]]) -> Figure:
+def draw(groups: Sequence[list[Run]]) -> "Figure":
   """Returns a figure: on the left the loss, on the right the metric that selects, by data set."""
+  from matplotlib.figure import Figure  # a run's end needs `sketch` alone, and at once
+
   tables = list(dict.fromkeys(_table(group) for group in groups))
   figure = Figure(figsize=(10, 3.5 * len(tables)), layout="constrained")
   axes = figure.subplots(len(tables), 2, squeeze=False)
@@ -197,7 +247,7 @@ def draw(groups: Sequence[list[Run]]) -> Figure:
         style = {"color": color, "alpha": 0.8, "label": None if number else label}
         left.plot(*run.curve("loss"), **style)
         right.plot(*run.curve(_selected(run)), marker=".", **style)
-    left.set(title=" on ".join(filter(None, table[:2])), ylabel="training loss")
+    left.set(title=_title(table), ylabel="training loss")
     right.set(ylabel=next(filter(None, (_selected(group[0]) for _, group in own)), ""))
     right.legend(fontsize="small")
     for axis in (left, right):
@@ -224,13 +274,25 @@ def _flat(config: Mapping[str, Any], prefix: str = ""):
 def main(argv: Sequence[str]) -> None:
   parser = argparse.ArgumentParser("python -m recipes.report", description=__doc__)
   parser.add_argument("runs", nargs="+", help="workdirs of runs that have ended")
-  parser.add_argument("--out", required=True, help="where to write, without suffix")
+  parser.add_argument("--out", help="where to write, without suffix; default: <first run>/report")
+  parser.add_argument("--title", help="of the page; default: the name of --out, or of the run")
   arguments = parser.parse_args(argv)
-  groups, out = grouped([load(folder) for folder in arguments.runs]), Path(arguments.out)
+  first = Path(arguments.runs[0])
+  out = Path(arguments.out or first / "report")
+  title = arguments.title or (out if arguments.out else first).name
+  try:
+    runs = [load(folder) for folder in arguments.runs]
+    groups = grouped(runs)
+  except (FileNotFoundError, ValueError) as error:
+    parser.exit(2, f"error: {error}\n")
+  page, image = out.with_suffix(".md"), out.with_suffix(".png")
   out.parent.mkdir(parents=True, exist_ok=True)
-  draw(groups).savefig(out.with_suffix(".png"), dpi=80)
-  out.with_suffix(".md").write_text(markdown(groups, out.with_suffix(".png").name))
-  print(f"{out.with_suffix('.md')}, {out.with_suffix('.png')}: {len(arguments.runs)} runs")
+  draw(groups).savefig(image, dpi=80)
+  page.write_text(markdown(groups, title, image.name))
+  print(text(groups))
+  if len(runs) == 1 and sys.stdout.isatty():
+    print(f"\n{sketch(runs[0])}")
+  print(f"\n{page}\n{image}")
 
 
 if __name__ == "__main__":

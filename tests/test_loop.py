@@ -1,7 +1,10 @@
 """The loop: resumes exactly, wherever a kill falls; selects on validation; tests once."""
 
+import io
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -170,10 +173,37 @@ def test_log_lines_hold_every_step_once(whole):
   assert [line["step"] for line in logged if "valid_loss" in line] == [6, 12, 18, 24]
 
 
-def test_a_finished_run_only_reports(whole, tmp_path, monkeypatch):
+def test_a_finished_run_only_reports(whole, tmp_path, monkeypatch, capsys):
   result = run_toy(tmp_path / "run")
+  assert "has ended" not in capsys.readouterr().err
   monkeypatch.setattr(loop, "train", None)
   assert run_toy(tmp_path / "run") == result
+  assert f"{tmp_path / 'run'} holds a run that has ended" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def test_what_takes_long_is_said_on_a_terminal(tmp_path, monkeypatch):
+  monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+  run_toy(tmp_path / "run", steps=6)
+  shown = re.split(r"[\r\n]+", terminal.getvalue())
+  said = [name for line in shown if (name := line.split(":")[0].strip()).isalpha()]
+  assert [name for name, _ in itertools.groupby(said)] == [
+    "compiling", "saving", "evaluating", "saving"
+  ]  # fmt: skip
+  assert "testing the state of step 6" in shown
+  assert "fitting the baselines" in shown
+
+
+def test_a_log_has_no_bar(tmp_path, capsys):
+  run_toy(tmp_path / "run", steps=6)
+  said = capsys.readouterr().err
+  assert "\r" not in said
+  assert "it/s" not in said
+  assert "step 6/6  valid_loss" in said
 
 
 def test_another_config_in_the_same_folder_is_refused(tmp_path):

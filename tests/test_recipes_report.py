@@ -53,12 +53,13 @@ def test_seeds_of_one_config_are_one_row(tmp_path):
     )
     for seed, recall, seconds in ((0, 0.1, 10), (1, 0.2, 20), (2, 0.3, 30))
   ]
-  report.main([*runs, f"--out={tmp_path / 'page' / 'all'}"])
+  report.main([*runs, f"--out={tmp_path / 'page' / 'all'}", "--title=Three seeds"])
   page = (tmp_path / "page" / "all.md").read_text()
   found = rows(page)
   assert found[""] == ["seeds", "recall@10", "mrr", "seconds"]
   assert found["two_tower"] == ["0, 1, 2", "0.2000 ± 0.1000", "0.2500", "20 ± 10"]
   assert found["popularity"] == ["", "0.0416", "0.1250", ""]
+  assert re.findall(r"^#+ .*", page, re.MULTILINE) == ["# Three seeds", "## two_tower on gowalla"]
   assert "`train.txt` " + "ab" * 32 in page
   assert "1 x cpu (2 host cores)" in page
   assert "![" in page
@@ -78,7 +79,7 @@ def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   assert report.names(groups) == [
     "two_tower extra.count=5", "two_tower extra.count=7", "sequence/sasrec"
   ]  # fmt: skip
-  page = report.markdown(groups, "x.png")
+  page = report.markdown(groups, "X", "x.png")
   assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [
     "sequence on Beauty.txt",
     "two_tower on gowalla",
@@ -92,7 +93,7 @@ def test_a_baseline_is_a_row_of_its_own_where_it_was_measured_otherwise(tmp_path
     write_run(tmp_path / "a", remove_seen=True),
     write_run(tmp_path / "b", remove_seen=False, popular=0.01),
   ]
-  found = rows(report.markdown(report.grouped([report.load(run) for run in runs]), "x.png"))
+  found = rows(report.markdown(report.grouped([report.load(run) for run in runs]), "X", "x.png"))
   assert found["popularity (two_tower remove_seen=True)"][1] == "0.0416"
   assert found["popularity (two_tower remove_seen=False)"][1] == "0.0100"
 
@@ -114,10 +115,48 @@ def test_a_run_without_validation_has_no_curve_of_it(tmp_path):
   assert [len(line.get_xdata()) for line in figure.axes[1].lines] == [0, 2]
 
 
-def test_mistakes_are_named(tmp_path):
+def test_one_run_is_shown_and_its_page_lies_in_its_folder(tmp_path, capsys, monkeypatch):
+  folder = write_run(tmp_path / "a")
+  report.main([folder])
+  shown = capsys.readouterr().out.splitlines()
+  assert [line.split() for line in shown[:4]] == [
+    ["two_tower", "on", "gowalla"],
+    ["seeds", "recall@10", "mrr", "seconds"],
+    ["two_tower", "0", "0.2000", "0.2500", "10"],
+    ["popularity", "0.0416", "0.1250"],
+  ]
+  assert shown[-2:] == [f"{folder}/report.md", f"{folder}/report.png"]
+  assert (tmp_path / "a" / "report.md").read_text().startswith("# a\n\n![")
+  assert "┌" not in "".join(shown)
+  monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+  report.main([folder])
+  assert capsys.readouterr().out.count("┌") == 2
+
+
+def test_a_sketch_fits_a_terminal_and_rises_and_falls_as_the_curves_do(tmp_path):
+  drawn = report.sketch(report.load(write_run(tmp_path / "a"))).splitlines()
+  assert max(map(len, drawn)) <= 80
+  assert "loss" in drawn[0]
+  assert "valid_ndcg@10" in drawn[0]
+  first, last = drawn[2], drawn[-3]
+  split = first.index("│", first.index("│") + 1)  # where the left frame ends
+  ink = lambda line: [at for at, cell in enumerate(line) if "▀" <= cell <= "▟" or cell == "▁"]
+  assert min(ink(first)) < 3  # the loss starts at the top left
+  assert max(ink(first)) > split  # the metric ends at the top right
+  assert any(3 < at < split for at in ink(last))
+
+
+def test_mistakes_are_named(tmp_path, capsys):
+  def said(*argv):
+    with pytest.raises(SystemExit, match="2"):
+      report.main(argv)
+    return capsys.readouterr().err
+
   first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b")
-  with pytest.raises(ValueError, match=r"a and .*b are runs of one config and one seed"):
-    report.main([first, again, f"--out={tmp_path / 'x'}"])
+  assert re.search(r"a and .*b are runs of one config and one seed", said(first, again))
   (tmp_path / "b" / "result.json").unlink()
-  with pytest.raises(FileNotFoundError, match=r"b has no result\.json: .* runs that have ended"):
-    report.load(again)
+  assert re.search(r"b has no result\.json: .* runs that have ended", said(str(tmp_path / "b")))
+  assert f"did you mean {first}?" in said(first + "a")
+  assert f"did you mean {first}?" in said(str(tmp_path))
+  (tmp_path / "b" / "config.json").write_text("{}")
+  assert "the run in " + again + " has not ended" in said(again)

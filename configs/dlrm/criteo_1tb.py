@@ -1,4 +1,6 @@
-"""MLPerf's DLRM-DCNv2 on Criteo's 1 TB click logs: 204 million rows of width 128, 214 ids a row.
+"""MLPerf's DLRM-DCNv2 on Criteo's 1 TB of click logs, your own copy.
+
+204 million rows of width 128, 214 ids a row.
 
 Reproduces: the recommendation benchmark of MLPerf Training since 3.0 (mlcommons/training,
   recommendation_v2/torchrec_dlrm): its tables, bags, layers, batch and splits, days 0 to 22 to

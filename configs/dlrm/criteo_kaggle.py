@@ -1,4 +1,4 @@
-"""DCN-V2 on Criteo's display advertising logs, the Kaggle challenge of 2014.
+"""DCN-V2 on Criteo's click logs of the Kaggle challenge of 2014, your own copy.
 
 Reproduces: the setting of Naumov et al. 2019 (arXiv 1906.00091): seven days in the order of time,
   six to train, half of the last to validate and half to test. Not run: the full file is under a

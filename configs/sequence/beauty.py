@@ -1,4 +1,6 @@
-"""SASRec and HSTU on Amazon Beauty (5-core, S3-Rec's file), leave one out, full ranking.
+"""SASRec and HSTU on Amazon Beauty, S3-Rec's file, your own copy.
+
+5-core, leave one out, full ranking.
 
 Reproduces: HR@10 / NDCG@10 of SASRec .0605 / .0318 (BCE, as published with S3-Rec's file), and
   .0921 / .0531 with sampled softmax; HSTU .0704 / .0389, .0788 / .0439 recomputed.

@@ -1,4 +1,6 @@
-"""SASRec on Amazon Beauty (5-core, BERT4Rec's file of 54,542 items), leave one out, full ranking.
+"""SASRec on Amazon Beauty, BERT4Rec's file, your own copy.
+
+5-core, 54,542 items, leave one out, full ranking.
 
 Reproduces: HR@10 / NDCG@10 of SASRec .0533 / .0327 with cross-entropy over all items, .0490 / .0295
   with 3,000 negatives, .0246 / .0126 with BCE.

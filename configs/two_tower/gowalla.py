@@ -1,4 +1,4 @@
-"""Two towers on Gowalla check-ins, LightGCN's split.
+"""Two towers on Gowalla check-ins, LightGCN's split, your own copy.
 
 Reproduces: Recall@20 / NDCG@20 on this split, full ranking without what was seen: YoutubeDNN (two
   towers) .1754 / .1473, MF-BPR .1627 / .1378, EASE .1765 / .1467, LightGCN .1820 / .1547, SimpleX

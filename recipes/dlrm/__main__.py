@@ -4,10 +4,9 @@ import functools
 import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
-from recipes import aot, main
-from recipes.dlrm import shapes, train
+from recipes import main
 
 _AOT = flags.DEFINE_list(
   "aot",
@@ -20,6 +19,9 @@ _AOT_TIMEOUT = flags.DEFINE_float("aot_timeout", 1200.0, "Seconds that --aot may
 
 
 def _run(config, workdir: str) -> None:
+  from recipes import aot
+  from recipes.dlrm import shapes, train
+
   if _AOT.value:
     path = Path(_AOT_JSON.value or Path(workdir) / "aot.json")
     parts = functools.partial(shapes.parts, config)
@@ -27,7 +29,7 @@ def _run(config, workdir: str) -> None:
   train.run(config, workdir)
 
 
-_main = main.program("dlrm", _run)
+_program = main.program("dlrm", _run)
 
 if __name__ == "__main__":
-  app.run(_main)
+  _program()

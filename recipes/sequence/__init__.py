@@ -1,1 +1,1 @@
-"""Next-item recommendation: `python -m recipes.sequence --config=... --workdir=...`."""
+"""Next-item recommendation with SASRec, BERT4Rec and HSTU."""

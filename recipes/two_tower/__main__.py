@@ -1,11 +1,15 @@
 """Command line of the recipe; `--helpfull` lists the flags."""
 
-from absl import app
-
 from recipes import main
-from recipes.two_tower import train
 
-_main = main.program("two_tower", train.run)
+
+def _run(config, workdir: str) -> None:
+  from recipes.two_tower import train
+
+  train.run(config, workdir)
+
+
+_program = main.program("two_tower", _run)
 
 if __name__ == "__main__":
-  app.run(_main)
+  _program()
