@@ -27,7 +27,6 @@ from embed.optimizers import (
   momentum,
   proximal_adagrad,
   rmsprop,
-  row_mean,
   rowwise_adagrad,
   sgd,
 )
@@ -89,7 +88,6 @@ __all__ = [
   "profile",
   "proximal_adagrad",
   "rmsprop",
-  "row_mean",
   "row_wise",
   "rowwise_adagrad",
   "serving_lookup",

@@ -330,11 +330,7 @@ def split_columns(columns: Columns | None) -> Iterator[None]:
 
 
 def row_mean(x: jax.Array) -> jax.Array:
-  """The mean of each row, `[..., D]` to `[...]`, its columns on one device or several.
-
-  >>> embed.row_mean(jnp.array([[1.0, 3.0]])).tolist()
-  [2.0]
-  """
+  """The mean of each row, `[..., D]` to `[...]`, its columns on one device or several."""
   columns = _COLUMNS.get()
   if columns is None:
     return jnp.mean(x, axis=-1)

@@ -62,6 +62,7 @@ def logistic_regression(
     `{"valid_auc", "valid_logloss", "test_auc", "test_logloss", "c", "rows"}` of the chosen fit.
   """
   best: dict[str, float] = {}
+  bar = files.progress("logistic regression", len(inverse_penalties), "fit")
   for c in inverse_penalties:
     # scikit-learn's default tolerance is on the gradient of the mean loss, in which an id seen once
     # in ten thousand rows hardly shows: rare ids would stay untrained.
@@ -73,6 +74,8 @@ def logistic_regression(
     scores = _scores(model, matrices["valid"], labels["valid"], "valid")
     if not best or scores["valid_auc"] > best["valid_auc"]:
       best = scores | _scores(model, matrices["test"], labels["test"], "test") | {"c": float(c)}
+    bar.update()
+  bar.close()
   return best | {"rows": int(matrices["train"].shape[0])}
 
 
@@ -107,12 +110,14 @@ def ranking(
   """
   metrics = RankingMetrics(ks)
   best = jax.jit(retrieval.top_k_of_scores, static_argnums=1)
-  for start in range(0, relevant.shape[0], batch):
-    stop = min(start + batch, relevant.shape[0])
-    found = np.array(scores(start, stop), np.float32)
-    if seen is not None:
-      found[seen[start:stop].nonzero()] = -np.inf
-    metrics.update(best(found, max(ks))[1], padded(relevant[start:stop]))
+  with files.progress("ranking", relevant.shape[0], "row") as bar:
+    for start in range(0, relevant.shape[0], batch):
+      stop = min(start + batch, relevant.shape[0])
+      found = np.array(scores(start, stop), np.float32)
+      if seen is not None:
+        found[seen[start:stop].nonzero()] = -np.inf
+      metrics.update(best(found, max(ks))[1], padded(relevant[start:stop]))
+      bar.update(stop - start)
   return metrics.compute()
 
 

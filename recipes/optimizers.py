@@ -8,7 +8,15 @@ import embed
 
 
 def schedule(config, peak: float) -> optax.Schedule:
-  """Returns a rate that rises over `warmup_steps` and then falls as a cosine to `final_rate`."""
+  """Returns a rate that rises over `warmup_steps` and then falls as a cosine to `final_rate`.
+
+  Raises:
+    ValueError: training ends before the rate has risen.
+  """
+  if config.warmup_steps >= config.steps:
+    raise ValueError(
+      f"config.warmup_steps is {config.warmup_steps}, of {config.steps} steps: choose fewer"
+    )
   return optax.warmup_cosine_decay_schedule(
     init_value=0.0 if config.warmup_steps else peak,
     peak_value=peak,

@@ -253,6 +253,8 @@ def draw(groups: Sequence[list[Run]]) -> "Figure":
     for axis in (left, right):
       axis.set(xlabel="seconds of training")
       axis.grid(alpha=0.3)
+    if not any(_selected(group[0]) for _, group in own):
+      right.set_axis_off()  # trained on the validation data as well; the legend stays
   return figure
 
 

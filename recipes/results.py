@@ -35,12 +35,12 @@ def versions() -> dict[str, str]:
 def report(result: Mapping[str, Any]) -> str:
   """Returns a result as a table for people: the run's metrics, and those of its baselines."""
   names = [name for name in result["metrics"] if name.startswith("test_")]
-  width = max(16, *(len(name) + 2 for name in names))
-  lines = [f"{'':28}" + "".join(f"{name:>{width}}" for name in names)]
+  width = max(len(name.removeprefix("test_")) for name in names) + 2
+  lines = [f"{'test':24}" + "".join(f"{name.removeprefix('test_'):>{width}}" for name in names)]
   run = "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
   for row, metrics in [(run, result["metrics"]), *result["baselines"].items()]:
     values = (f"{metrics[name]:>{width}.4f}" if name in metrics else " " * width for name in names)
-    lines.append(f"{row:28}" + "".join(values))
+    lines.append(f"{row:24}" + "".join(values))
   lines.append(
     f"seed {result['seed']}, state of step {result['tested_step']} of {result['steps']}, "
     f"{result['seconds']:.0f} s on {result['device']['kind']} x {result['device']['count']}"

@@ -230,8 +230,8 @@ def test_two_processes_train_as_one(alone, pair):
   result, lines, output = pair
   assert (result["device"]["count"], result["device"]["processes"]) == (2, 2)
   assert_same((result, lines), alone)
-  assert "test_auc" in output[0]
-  assert "test_auc" not in output[1]
+  assert "logloss" in output[0]
+  assert "logloss" not in output[1]
   assert {"exchange_rounds", "buffer_fill"} <= lines[0].keys()
 
 

@@ -14,6 +14,7 @@ def test_the_examples_run(capsys):
   untouched = scope["model"].embed.variables["movie"]["accumulators"][0]
   assert (untouched == untouched[0]).all()
   assert scope["layer"](scope["batch"])["watched"].shape == (2, 64)
+  assert scope["plan"]["movie"].strategy == "div"
   assert "on each of 8 devices" in capsys.readouterr().out
 
 
