@@ -65,7 +65,7 @@ def line(report: dict[str, Any], per_chip: int) -> dict[str, Any]:
       kind = rows if c["op"] == "all-to-all" else "dense and control"
       sent[kind] += c["count"] * c["sent"]
   others, u = (n - 1) / n, distinct_rows(per_chip)
-  least = {"ids": u * others * 4, "rows": u * others * 2 * 4 * CONFIG.embedding_dim}
+  least = {"ids": u * others * 4, "rows": u * others * 2 * 4 * CONFIG.dim}
   return {
     "topology": report["topology"],
     "chips": n,

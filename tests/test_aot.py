@@ -193,7 +193,7 @@ def test_the_training_step_compiles_for_tpus(tmp_path):
   topology = "v6e:2x2"
   command = [
     sys.executable, "-m", "recipes.dlrm", "--config=configs/dlrm/criteo_1tb.py:smoke",
-    "--config.embedding_dim=128", f"--aot={topology}", f"--workdir={tmp_path}",
+    "--config.dim=128", f"--aot={topology}", f"--workdir={tmp_path}",
   ]  # fmt: skip
   done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=900)
   assert done.returncode == 0, done.stdout + done.stderr

@@ -77,14 +77,14 @@ def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   ]
   groups = report.grouped([report.load(run) for run in runs])
   assert report.names(groups) == [
-    "two_tower extra.count=5", "two_tower extra.count=7", "sequence/sasrec"
+    "two_tower negatives.number=5", "two_tower negatives.number=7", "sequence/sasrec"
   ]  # fmt: skip
   page = report.markdown(groups, "X", "x.png")
   assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [
     "sequence on Beauty.txt",
     "two_tower on gowalla",
   ]
-  assert rows(page)["two_tower extra.count=7"][1] == "0.4000"
+  assert rows(page)["two_tower negatives.number=7"][1] == "0.4000"
   assert len(report.draw(groups).axes) == 4
 
 

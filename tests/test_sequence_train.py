@@ -87,7 +87,7 @@ def check_result(result, config, workdir):
   assert result["recipe"] == "sequence"
   assert set(result["metrics"]) == METRICS
   baselines = set(result["baselines"])
-  fitted = {"popularity", "EASE"} if config.baseline.ease else {"popularity"}
+  fitted = {"popularity", "EASE"} if config.baseline.ease_l2 else {"popularity"}
   assert baselines - {"best possible"} == fitted
   assert all(set(result["baselines"][name]) == METRICS for name in fitted)
   assert ("best possible" in baselines) == (config.dataset == "synthetic")

@@ -203,8 +203,8 @@ def test_training_batches(loaded):
       assert len(items) == len(set(items)) == min(config.history, len(others))
       assert set(items) <= others
     np.testing.assert_array_equal(batch["positive_candidate"]["item"], positive)
-    assert batch["negative"].shape == (config.extra.count,)
-    rate = config.extra.count / found.num_items
+    assert batch["negative"].shape == (config.negatives.number,)
+    rate = config.negatives.number / found.num_items
     np.testing.assert_allclose(batch["negative_rate"], rate, rtol=1e-6)
 
 
@@ -283,7 +283,7 @@ def test_seen_items_may_stay(loaded):
 
 
 def test_popular_negatives(tmp_path):
-  changes = {"extra.kind": "popularity", "extra.power": 1.0, "extra.count": 512, "steps": 40}
+  changes = {"negatives.distribution": "popularity", "negatives.power": 1.0, "negatives.number": 512, "steps": 40}
   config = smoke("synthetic", tmp_path, **changes)
   found = data.load(config)
   source, counts = data.TrainBatches(found, config), np.zeros(found.num_items)
@@ -305,13 +305,13 @@ def test_unknown_names(tmp_path):
     data.load(config)
   config.dataset = "synthetic"
   found = data.load(config)
-  config.extra.kind = "zipf"
-  with pytest.raises(ValueError, match=r"unknown extra\.kind 'zipf': choose uniform or popularity"):
+  config.negatives.distribution = "zipf"
+  with pytest.raises(ValueError, match=r"unknown negatives\.distribution 'zipf': choose uniform or popularity"):
     data.TrainBatches(found, config)
   config.examples = "items"
   with pytest.raises(ValueError, match="unknown examples 'items': choose users or rows"):
     data.EvalBatches(found, "test", config)
-  config.extra.kind = "uniform"
+  config.negatives.distribution = "uniform"
   with pytest.raises(ValueError, match="must be a multiple of the 5 hosts"):
     data.TrainBatches(found, config, shard=(0, 5))
 

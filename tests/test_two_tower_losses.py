@@ -42,7 +42,7 @@ def test_two_queries_of_one_item_are_not_each_others_negatives():
   assert grads.tolist() == [[0, 0], [0, 0]]
 
 
-def test_log_q_by_hand():
+def test_logq_by_hand():
   log_expected = jnp.log(jnp.array([1.0, 2.0, 0.5, 4.0]))
   found = losses.sampled_softmax(LOGITS, jnp.arange(4), log_expected=log_expected)
   logs = [math.log(x) for x in (1.0, 2.0, 0.5, 4.0)]
@@ -71,7 +71,7 @@ def test_shapes_are_checked():
     losses.sampled_softmax(LOGITS.T, jnp.arange(2))
 
 
-def test_with_log_q_the_samples_estimate_the_whole_softmax():
+def test_with_logq_the_samples_estimate_the_whole_softmax():
   """The gradient at the scores of 12 items, averaged over batches, is that of the full softmax.
 
   The popularity of items spans a factor of 12, and without the correction the estimate is far off.

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 # Everything that can be switched on.
 RICH = {
-  "queue": 128, "extra.count": 16, "extra.kind": "popularity", "hard_negatives": 20,
+  "queue": 128, "negatives.number": 16, "negatives.distribution": "popularity", "hard_negatives": 20,
   "query_hidden": (16,), "candidate_hidden": (16,), "dropout": 0.2, "frequency.buckets": 7,
 }  # fmt: skip
 
@@ -149,7 +149,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
-  config = smoke("synthetic", tmp_path, log_q=0.5, queue=64, temperature=0.3, dropout=0.0)
+  config = smoke("synthetic", tmp_path, logq=0.5, queue=64, temperature=0.3, dropout=0.0)
   found = data.load(config)
   model = train.build_model(config, found)
   first, second = (data.TrainBatches(found, config)[number] for number in (0, 1))

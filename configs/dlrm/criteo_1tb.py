@@ -40,7 +40,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   )  # fmt: skip
 
   config.model = "dcnv2"
-  config.embedding_dim = 128
+  config.dim = 128
   config.dlrm = ml_collections.ConfigDict()
   config.dlrm.bottom = (512, 256)
   config.dlrm.top = (1024, 1024, 512, 256)
@@ -84,7 +84,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
     config.num_workers = 0
     config.vocabulary_sizes = (1000, 50, *(20,) * 24)
     config.valencies = (3, 2, *(1,) * 22, 5, 1)
-    config.embedding_dim = 8
+    config.dim = 8
     config.dlrm.bottom = (16,)
     config.dlrm.top = (16,)
     config.dcnv2.bottom = (16, 8)

@@ -33,7 +33,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.num_workers = 0
 
   config.model = "dcnv2"
-  config.embedding_dim = 16
+  config.dim = 16
   config.dlrm = ml_collections.ConfigDict()
   config.dlrm.bottom = (512, 256, 64)
   config.dlrm.top = (512, 256)
@@ -76,7 +76,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   if mode in ("sample", "smoke"):
     config.valid_fraction = 0.1
     config.test_fraction = 0.2
-    config.embedding_dim = 4
+    config.dim = 4
     config.dlrm.bottom = (32,)
     config.dlrm.top = (32,)
     config.dcnv2.cross_layers = 1

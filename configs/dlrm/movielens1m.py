@@ -25,7 +25,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.num_workers = 0
 
   config.model = "dcnv2"
-  config.embedding_dim = 16
+  config.dim = 16
   config.dlrm = ml_collections.ConfigDict()
   config.dlrm.bottom = ()
   config.dlrm.top = (256, 256)

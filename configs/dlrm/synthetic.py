@@ -22,7 +22,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.num_workers = 0
 
   config.model = "dlrm"
-  config.embedding_dim = 16
+  config.dim = 16
   config.dlrm = ml_collections.ConfigDict()
   config.dlrm.bottom = (64,)
   config.dlrm.top = (256, 128)

@@ -70,7 +70,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.ks = (5, 10)
 
   config.baseline = ml_collections.ConfigDict()
-  config.baseline.ease = 50.0  # its penalty; 0 leaves it out
+  config.baseline.ease_l2 = 50.0  # its penalty; 0 leaves it out
 
   if mode == "smoke":
     config.dim = 8

@@ -53,12 +53,12 @@ def build_model(
   """
   # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
   initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
-  features = data_lib.feature_configs(data, config.embedding_dim, initializer)
+  features = data_lib.feature_configs(data, config.dim, initializer)
   common: Any = {
     "features": features,
     "table_optimizer": optimizers.table_optimizer(config),
     "num_dense": data.num_dense,
-    "dim": config.embedding_dim,
+    "dim": config.dim,
     "dropout": config.dropout,
     "rngs": nnx.Rngs(config.seed),
     "mesh": mesh,

@@ -151,14 +151,14 @@ def baselines(data: data_lib.SequenceData, config) -> dict[str, dict[str, float]
   """Returns the metrics of popularity and EASE, and of the best possible where it is known.
 
   EASE learns from the training items and, like the models, is asked with all earlier items of a
-  user. `config.baseline.ease` is its penalty; 0 leaves it out.
+  user. `config.baseline.ease_l2` is its penalty; 0 leaves it out.
   """
   users = data.evaluated
   train = data_lib.matrix(data, np.arange(len(data.lengths)), data_lib.HELD_OUT["train"])
   popular = baselines_lib.popularity(train)
   scorers = {"popularity": lambda histories: np.tile(popular, (histories.shape[0], 1))}
-  if config.baseline.ease:
-    weights = baselines_lib.ease(train, config.baseline.ease)
+  if config.baseline.ease_l2:
+    weights = baselines_lib.ease(train, config.baseline.ease_l2)
     scorers["EASE"] = lambda histories: histories @ weights
   found: dict[str, dict[str, float]] = {name: {} for name in scorers}
   for split in ("valid", "test"):

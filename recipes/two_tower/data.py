@@ -116,17 +116,17 @@ class TrainBatches:
 
   Args:
     data: the data set.
-    config: `batch_size`, `seed`, `steps`, `history`, and of `extra` the `count` of negatives,
-      their `kind`, "uniform" over the catalogue or "popularity", and the `power` of the latter.
+    config: `batch_size`, `seed`, `steps`, `history`, and of `negatives` their `number`,
+      their `distribution`, "uniform" over the catalogue or "popularity", and the `power` of the latter.
     shard: `(index, count)`; this process's part of every batch.
   """
 
   def __init__(self, data: RetrievalData, config, *, shard: tuple[int, int] = (0, 1)):
-    if config.extra.kind not in ("uniform", "popularity"):
-      raise ValueError(f"unknown extra.kind {config.extra.kind!r}: choose uniform or popularity")
+    if config.negatives.distribution not in ("uniform", "popularity"):
+      raise ValueError(f"unknown negatives.distribution {config.negatives.distribution!r}: choose uniform or popularity")
     self._data, self._seed = data, config.seed
     self._batch_size, self._history = config.batch_size, config.history
-    self._extra = config.extra.count
+    self._extra = config.negatives.number
     names = ("user", "item", "place")
     self._rows = pipeline.ShuffledBatches(
       _Some(data.columns, names),
@@ -137,11 +137,11 @@ class TrainBatches:
       shard=shard,
     )
     self._part = slice(*pipeline.part(config.batch_size, shard))
-    self._extra_part = slice(*pipeline.part(config.extra.count, shard, "extra.count"))
+    self._extra_part = slice(*pipeline.part(config.negatives.number, shard, "negatives.number"))
     start, stop = data.splits["train"]
     weights = np.bincount(data.columns["item"][start:stop], minlength=data.num_items)
     weights = weights.astype(np.float64) ** (
-      config.extra.power if config.extra.kind == "popularity" else 0.0
+      config.negatives.power if config.negatives.distribution == "popularity" else 0.0
     )
     probability = weights / weights.sum()
     self._rate = (self._extra * probability).astype(np.float32)

@@ -32,7 +32,7 @@ def run(config, workdir: str) -> dict[str, Any]:
       mesh,
       batch_size=config.batch_size,
       eval_batch_size=config.eval_batch_size,
-      **{"extra.count": config.extra.count},
+      **{"negatives.number": config.negatives.number},
     )
     data = data_lib.load(config)
     model = build_model(config, data, mesh)
@@ -69,7 +69,7 @@ def build_model(
   return model_lib.TwoTower(
     feature_configs(config, data),
     optimizers.table_optimizer(config),
-    config.embedding_dim,
+    config.dim,
     data.num_items,
     query_hidden=config.query_hidden,
     candidate_hidden=config.candidate_hidden,
@@ -99,7 +99,7 @@ def feature_configs(
   # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
   initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
   table = functools.partial(
-    embed.TableConfig, dim=config.embedding_dim, initializer=initializer, combiner="mean"
+    embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean"
   )
   item = table(data.num_items, name="item")
   history = item if config.share_history else table(data.num_items, name="history")
@@ -129,7 +129,7 @@ def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
   def loss_fn(model: model_lib.TwoTower, batch) -> jax.Array:
     size = batch["positive"].shape[0]
     ids, rate, candidate = batch["positive"], batch["positive_rate"], batch["positive_candidate"]
-    if config.extra.count:
+    if config.negatives.number:
       both = lambda a, b: jax.tree.map(lambda x, y: jnp.concatenate([x, y]), a, b)
       ids = both(ids, batch["negative"])
       rate = both(rate, batch["negative_rate"])
@@ -147,9 +147,9 @@ def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
       pool = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), pool, past)
     ids, candidates, rate = (_everywhere(x, mesh) for x in pool)
     log_expected = None
-    if config.log_q:
+    if config.logq:
       expected = batches * model.frequency.expected(jnp.maximum(ids, 0)) + rate
-      log_expected = config.log_q * jnp.log(expected)
+      log_expected = config.logq * jnp.log(expected)
     values = losses.sampled_softmax(
       jnp.einsum("bd,cd->bc", queries, candidates) / config.temperature,
       ids,
