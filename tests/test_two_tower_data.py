@@ -283,8 +283,9 @@ def test_seen_items_may_stay(loaded):
 
 
 def test_popular_negatives(tmp_path):
-  changes = {"negatives.distribution": "popularity", "negatives.power": 1.0, "negatives.number": 512, "steps": 40}
-  config = smoke("synthetic", tmp_path, **changes)
+  changes = {"distribution": "popularity", "power": 1.0, "number": 512}
+  changes = {f"negatives.{name}": value for name, value in changes.items()}
+  config = smoke("synthetic", tmp_path, steps=40, **changes)
   found = data.load(config)
   source, counts = data.TrainBatches(found, config), np.zeros(found.num_items)
   for number in range(40):
@@ -306,7 +307,7 @@ def test_unknown_names(tmp_path):
   config.dataset = "synthetic"
   found = data.load(config)
   config.negatives.distribution = "zipf"
-  with pytest.raises(ValueError, match=r"unknown negatives\.distribution 'zipf': choose uniform or popularity"):
+  with pytest.raises(ValueError, match=r"negatives\.distribution 'zipf': choose uniform or pop"):
     data.TrainBatches(found, config)
   config.examples = "items"
   with pytest.raises(ValueError, match="unknown examples 'items': choose users or rows"):

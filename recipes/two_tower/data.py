@@ -117,13 +117,16 @@ class TrainBatches:
   Args:
     data: the data set.
     config: `batch_size`, `seed`, `steps`, `history`, and of `negatives` their `number`,
-      their `distribution`, "uniform" over the catalogue or "popularity", and the `power` of the latter.
+      their `distribution`, "uniform" over the catalogue or "popularity", and the `power` of that.
     shard: `(index, count)`; this process's part of every batch.
   """
 
   def __init__(self, data: RetrievalData, config, *, shard: tuple[int, int] = (0, 1)):
-    if config.negatives.distribution not in ("uniform", "popularity"):
-      raise ValueError(f"unknown negatives.distribution {config.negatives.distribution!r}: choose uniform or popularity")
+    distribution = config.negatives.distribution
+    if distribution not in ("uniform", "popularity"):
+      raise ValueError(
+        f"unknown negatives.distribution {distribution!r}: choose uniform or popularity"
+      )
     self._data, self._seed = data, config.seed
     self._batch_size, self._history = config.batch_size, config.history
     self._extra = config.negatives.number
@@ -141,7 +144,7 @@ class TrainBatches:
     start, stop = data.splits["train"]
     weights = np.bincount(data.columns["item"][start:stop], minlength=data.num_items)
     weights = weights.astype(np.float64) ** (
-      config.negatives.power if config.negatives.distribution == "popularity" else 0.0
+      config.negatives.power if distribution == "popularity" else 0.0
     )
     probability = weights / weights.sum()
     self._rate = (self._extra * probability).astype(np.float32)
