@@ -24,8 +24,9 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 # Everything that can be switched on.
 RICH = {
-  "negatives.number": 16, "negatives.distribution": "popularity", "hard_negatives": 20, "queue": 128,
-  "query_hidden": (16,), "candidate_hidden": (16,), "dropout": 0.2, "frequency.buckets": 7,
+  "negatives.number": 16, "negatives.distribution": "popularity", "hard_negatives": 20,
+  "queue": 128, "dropout": 0.2, "frequency.buckets": 7,
+  "query_hidden": (16,), "candidate_hidden": (16,),
 }  # fmt: skip
 
 
