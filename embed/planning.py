@@ -320,7 +320,7 @@ class Plan:
     """What each stack costs a device in the example batch, a list of `embed.StackCost`.
 
     Raises:
-      KeyError: for a plan without an example batch, as one from `from_json`.
+      ValueError: for a plan without an example batch, as one from `from_json`.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
     >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
@@ -328,6 +328,8 @@ class Plan:
     >>> [cost.tables for cost in plan.costs()]
     [('movie',)]
     """
+    if not self._shapes:
+      raise ValueError("this plan has no example batch to cost: make one with embed.plan(...)")
     return [
       _cost(stack, [self._shapes[name] for name in stack.tables])
       for stack in self.stacks().values()
@@ -464,7 +466,7 @@ def plan(
   Args:
     features: the feature config.
     mesh: the devices, a `jax.sharding.Mesh`; also one of devices that are not here, from
-      `jax.experimental.topologies` or, with `hbm_bytes`, as a `jax.sharding.AbstractMesh`. None
+      `jax.experimental.topologies`, or as a `jax.sharding.AbstractMesh`. None
       is the mesh of `jax.set_mesh`, or one device.
     batch: example inputs of a whole batch in the structure of the feature config, or their shapes
       (`jax.ShapeDtypeStruct` in place of arrays).
@@ -507,8 +509,8 @@ def _memory(mesh: Any) -> int | None:
   try:
     mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     stats = mine[0].memory_stats()
-  except (AttributeError, IndexError, NotImplementedError, jax.errors.JaxRuntimeError):
-    return None  # devices that are not here, or that do not say
+  except (AttributeError, ValueError, IndexError, NotImplementedError, jax.errors.JaxRuntimeError):
+    return None  # no mesh, an AbstractMesh, devices that are not here, or that do not say
   return None if stats is None else stats.get("bytes_limit")
 
 

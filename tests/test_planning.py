@@ -220,6 +220,17 @@ def test_rows_and_columns_over_one_axis():
     embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
 
 
+def test_an_abstract_mesh_is_enough():
+  features = embed.FeatureConfig(embed.TableConfig(1000, 8, name="t"))
+  ids = embed.Padded(np.zeros((64, 4), np.int32))
+  mesh = jax.sharding.AbstractMesh((8,), ("data",))
+  there = embed.plan(features, mesh, ids, embed.adagrad())
+  here = embed.plan(features, make_mesh(), ids, embed.adagrad())
+  assert there.hbm_bytes is None
+  assert there.bytes_per_device == here.bytes_per_device
+  assert there["t"].strategy == here["t"].strategy
+
+
 def test_from_json():
   """Decisions come back, for the same tables, on another mesh too."""
   features, batch = three_tables()
@@ -232,6 +243,8 @@ def test_from_json():
   assert json.loads(text)["tables"]["a"]["capacity"] == 3
   for name in plan:
     assert read[name].set == plan[name].set  # what a plan suggests is not decided
+  with pytest.raises(ValueError, match="this plan has no example batch"):
+    read.costs()
   fewer = embed.Plan.from_json(text, features, make_mesh(shape=(3,)), embed.adagrad())
   heights = lambda plan: [stack.layout.rows for stack in plan.stacks().values()]
   assert heights(fewer)[0] == 100
