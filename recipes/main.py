@@ -47,7 +47,7 @@ def program(recipe: str, run: Callable[[Any, str], Any]) -> Callable[[], None]:
     if not flags.FLAGS["verbosity"].present:
       logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint
     # Importing JAX takes seconds; say first what they are for.
-    print(f"{flag.config_filename} -> {workdir.value}", file=sys.stderr)
+    print(f"{config_flags.get_config_filename(flag)} -> {workdir.value}", file=sys.stderr)
     try:
       run(config.value, workdir.value)
     except (ValueError, OSError, FloatingPointError) as error:
@@ -103,9 +103,14 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def _is_ours(error: Exception) -> bool:
-  """Whether our own code raised it: then its message says what to change. Others' show a bug."""
-  raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-  return any(raised_in.is_relative_to(catalogue.ROOT / ours) for ours in ("recipes", "embed"))
+  """Whether a `raise` of our own is its origin: then its message says what to change.
+
+  What an expression of ours raises, as `int("x")`, is a bug like anybody else's.
+  """
+  last = traceback.extract_tb(error.__traceback__)[-1]
+  path = Path(last.filename).resolve()
+  ours = any(path.is_relative_to(catalogue.ROOT / folder) for folder in ("recipes", "embed"))
+  return ours and (last.line or "").startswith("raise")
 
 
 def _show(workdir: Path) -> None:

@@ -108,7 +108,7 @@ def names(groups: Sequence[list[Run]]) -> list[str]:
     differing = [
       f"{name}={mine[name]}"
       for name in sorted(mine)
-      if name != "model" and any(rival.get(name) != mine[name] for rival in rivals)
+      if name != "model" and any(rival.get(name, mine[name]) != mine[name] for rival in rivals)
     ]
     title = "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
     found.append(" ".join([title, *differing]))
@@ -287,7 +287,7 @@ def main(argv: Sequence[str]) -> None:
     groups = grouped(runs)
   except (FileNotFoundError, ValueError) as error:
     parser.exit(2, f"error: {error}\n")
-  page, image = out.with_suffix(".md"), out.with_suffix(".png")
+  page, image = out.with_name(f"{out.name}.md"), out.with_name(f"{out.name}.png")
   out.parent.mkdir(parents=True, exist_ok=True)
   draw(groups).savefig(image, dpi=80)
   page.write_text(markdown(groups, title, image.name))

@@ -118,7 +118,8 @@ def test_our_errors_are_one_line_and_bugs_keep_their_traceback():
   assert len(err) == 2
   assert err[0] == "configs/sequence/synthetic.py -> runs/sequence"
   assert err[1].startswith("error: none has no x.csv. Fetch it.")
-  for body, argv in ((ours, ["--verbosity=1"]), ("int('x')", []), ("{}['x']", [])):
+  slip = f"exec(compile('a, b = 1,', {str(main.__file__)!r}, 'exec'))"  # in a file of ours
+  for body, argv in ((ours, ["--verbosity=1"]), ("int('x')", []), ("{}['x']", []), (slip, [])):
     status, _, err = python("-c", PROGRAM.format(body=body, argv=argv))
     assert status == 1
     assert any(line.startswith("Traceback") for line in err)

@@ -69,8 +69,8 @@ def test_seeds_of_one_config_are_one_row(tmp_path):
 
 def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   runs = [
-    write_run(tmp_path / "a", extra={"count": 5}),
-    write_run(tmp_path / "b", extra={"count": 7}, recall=0.4),
+    write_run(tmp_path / "a", negatives={"number": 5}),
+    write_run(tmp_path / "b", negatives={"number": 7}, recall=0.4),
     write_run(
       tmp_path / "c", recipe="sequence", dataset="file", data_file="Beauty.txt", model="sasrec"
     ),

@@ -93,3 +93,22 @@ def test_row_gradients_are_no_larger_than_the_batch():
   sizes = [leaf.size for leaf in jax.tree.leaves(grads.rows)]
   assert sum(sizes) <= BATCH * D + BATCH * (VALENCY + 1)
   assert grads.rows["t"].values.shape == (BATCH * VALENCY, D)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
+def test_a_training_step_lowers(platform):
+  """For platforms that are not here: nothing in a step is written for the CPU alone."""
+  tables = [embed.TableConfig(40, 8, name=name) for name in ("a", "b")]
+  layer = embed.SparseEmbed(
+    [embed.FeatureConfig(t) for t in tables], embed.adam(), rngs=nnx.Rngs(0)
+  )
+  optimizer = embed.Optimizer(layer, optax.identity())
+
+  @nnx.jit
+  def step(layer, optimizer, ids):
+    _, grads = embed.value_and_grad(lambda layer, ids: sum(x.sum() for x in layer(ids)))(layer, ids)
+    optimizer.update(layer, embed.clip_by_global_norm(grads, 1.0))
+
+  inputs = [embed.to_padded([[1, 2], [3]]), np.array([4, 5])]
+  lowered = step.trace(layer, optimizer, inputs).lower(lowering_platforms=(platform,))
+  assert "gather" in lowered.as_text()

@@ -8,7 +8,7 @@ Reproduces: the recommendation benchmark of MLPerf Training since 3.0 (mlcommons
   What differs: the tables' Adagrad starts at 0.1 and has no epsilon (MLPerf: 0 and 1e-8, as the
   dense part has here); the learning rate is .004 (the README there says .005); ids are hash
   values modulo the table's size, see recipes/dlrm/criteo1tb.py; tables start normal(0, 0.01)
-  instead of uniform(+-1/sqrt(rows)); integers are squashed by sign(x) log(1 + |x|).
+  instead of uniform(±1/sqrt(rows)); integers are squashed by sign(x) log(1 + |x|).
 Cost: not run. Tables and slots are 195 GiB over all chips. Preparing reads 1.3 TB, about nine hours
   on one core, and writes 0.7 TB; the order of the rows takes 34 GB of host memory.
 Number: not run: the data's licence has to be accepted, and there was no pod. The second command

@@ -5,7 +5,7 @@ Reproduces: RecBole's table of context-aware models on ml-1m: ratings of 3 dropp
   of DCNV2 .8998 / .3119. The split is drawn anew (`split_seed`), so rows differ from RecBole's.
 Cost: 65 s (DCN-V2) and 44 s (DLRM) a seed on 2 CPU cores, baseline included; 6 MB to download.
 Number: test AUC / log loss, mean of seeds 0, 1, 2 with the standard deviation of the AUC:
-  DCN-V2 .8977 +- .0002 / .3212, DLRM .8966 +- .0008 / .3202, logistic regression .8712 / .3478.
+  DCN-V2 .8977 ± .0002 / .3212, DLRM .8966 ± .0008 / .3202, logistic regression .8712 / .3478.
   One set of hyperparameters for both models, chosen on validation AUC; the epoch likewise.
 Command: python -m recipes.dlrm --config=configs/dlrm/movielens1m.py --workdir=runs/movielens1m \
            --config.model=dcnv2 --config.seed=0

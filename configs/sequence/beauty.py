@@ -5,8 +5,8 @@
 Reproduces: HR@10 / NDCG@10 of SASRec .0605 / .0318 (BCE, as published with S3-Rec's file), and
   .0921 / .0531 with sampled softmax; HSTU .0704 / .0389, .0788 / .0439 recomputed.
 Cost: SASRec 102 to 105 s a seed on 2 CPU cores, HSTU 150 to 174 s on 2 shared ones, 2026-11-21.
-Number: test HR@10 / NDCG@10 of SASRec .0892 +- .0010 / .0552 +- .0006, of HSTU .0866 +- .0006 /
-  .0535 +- .0001, mean of seeds 0, 1, 2 with the standard deviation; EASE .0699 / .0386, popularity
+Number: test HR@10 / NDCG@10 of SASRec .0892 ± .0010 / .0552 ± .0006, of HSTU .0866 ± .0006 /
+  .0535 ± .0001, mean of seeds 0, 1, 2 with the standard deviation; EASE .0699 / .0386, popularity
   .0115 / .0055. The epoch and the settings were chosen on validation NDCG@10, the settings with
   SASRec, among ten for the two Beauty files, test scores being printed beside.
 Command: python -m recipes.sequence --config=configs/sequence/beauty.py --config.data_dir=<folder> \

@@ -5,7 +5,7 @@
 Reproduces: HR@10 / NDCG@10 of SASRec .0533 / .0327 with cross-entropy over all items, .0490 / .0295
   with 3,000 negatives, .0246 / .0126 with BCE.
 Cost: 399 to 982 s a seed on 2 CPU cores shared with other work, 2026-11-21.
-Number: test HR@10 / NDCG@10 .0494 +- .0005 / .0308 +- .0002, mean of seeds 0, 1, 2 with the
+Number: test HR@10 / NDCG@10 .0494 ± .0005 / .0308 ± .0002, mean of seeds 0, 1, 2 with the
   standard deviation; popularity .0078 / .0035. EASE's matrix of all pairs of items would not fit.
   The epoch and the settings were chosen on validation NDCG@10, the settings among ten for the two
   Beauty files, test scores being printed beside.

@@ -1,4 +1,4 @@
-"""SASRec on MovieLens 1M (SASRec's file), cross-entropy over all items, leave one out.
+"""SASRec and BERT4Rec on MovieLens 1M, SASRec's file, your own copy.
 
 Reproduces: HR@10 / NDCG@10 of SASRec .3152 / .1821 (63 epochs), of BERT4Rec .2843 / .1537 (197
   epochs), of HSTU .3037 / .1719 (recomputed).
@@ -7,8 +7,8 @@ Number: test HR@10 / NDCG@10 of SASRec .3010 / .1732 (seed 0, the state of step 
   6,400, the best on validation NDCG@10); EASE .1017 / .0511, popularity .0369 / .0180.
 Command: python -m recipes.sequence --config=configs/sequence/movielens1m.py \
            --config.data_dir=<folder> --workdir=runs/movielens1m
-         For BERT4Rec add --config.model=bert4rec --config.heads=2 --config.steps=20_000. A run that
-         is stopped goes on from its last checkpoint by the same command.
+         BERT4Rec is movielens1m.py:bert4rec. A run that is stopped goes on from its last checkpoint
+         by the same command.
 """
 
 import ml_collections

@@ -4,7 +4,7 @@ Reproduces: Recall@20 / NDCG@20 on this split, full ranking without what was see
   towers) .1754 / .1473, MF-BPR .1627 / .1378, EASE .1765 / .1467, LightGCN .1820 / .1547, SimpleX
   .1872 / .1557.
 Cost: 130 to 718 s a seed on 2 CPU cores shared with other work, 2026-11-21.
-Number: test Recall@20 / NDCG@20 .1787 +- .0003 / .1456 +- .0003,
+Number: test Recall@20 / NDCG@20 .1787 ± .0003 / .1456 ± .0003,
   mean of seeds 0, 1, 2 with the standard deviation; popularity .0416 / .0317. EASE's
   matrix of all pairs of items would not fit. Settings and epochs were chosen on validation
   NDCG@20, where they reach .2151 / .1210, among the thirteen that the recipe's README lists; then

@@ -189,7 +189,8 @@ class SequenceModel(nnx.Module):
     self.positions = draw((max_length, table.dim))
     self.hidden = draw((table.dim,)) if not encoder.causal else None  # stands for a hidden item
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
-    # A hidden item can ask for its neighbours by position only, which a scaled item would drown.
+    # A hidden item can ask for its neighbours by position only, which a scaled item would drown:
+    # the paper adds both as they are, and the authors' code, which is BERT's, normalises the sum.
     self.scale = math.sqrt(table.dim) if encoder.causal else 1.0
     self.norm = None if encoder.causal else nnx.LayerNorm(table.dim, rngs=rngs)
 
