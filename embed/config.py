@@ -340,7 +340,7 @@ def match(
     if unknown:
       raise ValueError(
         f"{what}{where}: unknown features {unknown}; the feature config has "
-        f"{sorted(map(str, config))}."
+        f"{sorted(map(str, config))}. Pass those alone."
       )
     for key in sorted(values):
       inner = (*path, str(key))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from embed import update
 from embed.exchange import Call, Owned
@@ -70,6 +71,11 @@ class RowGrads:
   def of(cls, sent: Sequence[Sent], stack: Stack | None, table: str) -> "RowGrads":
     """From what was sent of a table."""
     return object.__new__(cls)._set(sent, stack, table)
+
+  def __repr__(self) -> str:
+    if not all(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(self.sent)):
+      return f"RowGrads({self.sent})"  # shapes, or whatever else a tree was mapped to
+    return f"RowGrads(ids={self.ids}, values={self.values})"
 
   def tree_flatten(self):
     return self.sent, (self.stack, self.table)

@@ -9,6 +9,7 @@ from flax import nnx
 from embed import lookup, routing
 from embed.grads import Grads, Rows
 from embed.module import CombinerWeights, SparseEmbed
+from embed.optimizers import RowOptimizer
 
 _BY_OPTAX = nnx.All(nnx.Param, nnx.Not(CombinerWeights))
 
@@ -19,6 +20,9 @@ class Optimizer(nnx.Module):
   Args:
     model: the module to train.
     tx: an optax transformation for the dense parameters.
+
+  Raises:
+    TypeError: if `tx` is a table's optimizer.
 
   Its `step` counts updates from 0 and drives the tables' learning rate schedules. The state of the
   tables is in the model, that of the dense parameters here, in the attribute `dense`, an
@@ -35,6 +39,11 @@ class Optimizer(nnx.Module):
   """
 
   def __init__(self, model: nnx.Module, tx: optax.GradientTransformation):
+    if isinstance(tx, RowOptimizer):
+      raise TypeError(
+        "embed.Optimizer takes an optax transformation for the dense parameters, such as "
+        f"optax.adam(1e-3), got embed.{tx.name}. Give that to embed.TableConfig or SparseEmbed."
+      )
     self.dense = nnx.Optimizer(model, tx, wrt=_BY_OPTAX)
 
   @property

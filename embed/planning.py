@@ -68,7 +68,7 @@ class TablePlan:
     if name not in self._FIELDS:
       raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
     if name == "strategy" and value not in sharding.STRATEGIES:
-      raise ValueError(f"strategy must be one of {sharding.STRATEGIES}. Got {value!r}.")
+      raise ValueError(f"Sharding: strategy must be one of {sharding.STRATEGIES}. Got {value!r}.")
     if name == "exchange" and value not in (None, *EXCHANGES):
       raise ValueError(f"exchange must be one of {EXCHANGES} or None. Got {value!r}.")
     if name == "capacity" and value is not None:

@@ -183,18 +183,25 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
         f"Weight specified for {name!r}, but input is dense. Give the ids as embed.Padded to "
         "weight them."
       )
-    raise ValueError(f"Weight for {name!r} is {_kind(w)}, but its ids are {_kind(x)}.")
+    raise ValueError(
+      f"Weight for {name!r} is {_kind(w)}, but its ids are {_kind(x)}. Give weights in the kind of "
+      "their ids."
+    )
   if kind is None:
     ids = _integers(x, name)
     if not ids.ndim:
-      raise ValueError(f"Feature {name!r}: a single id has no batch. Write an array such as [{x}].")
+      raise ValueError(
+        f"Feature {name!r}: a single id has no batch. Write an array such as [{x}]; under vmap, "
+        "look up the whole batch outside."
+      )
     batch = ids.shape[:-1] if ids.ndim > 1 and ids.shape[-1] == 1 else ids.shape
     return _Parts(None, ids, None, None, batch, 1)
   ids = _integers(x.values, name)
   weights = None if w is None else _floats(w.values, name)
   if weights is not None and weights.shape != ids.shape:
     raise ValueError(
-      f"Feature {name!r}: weights have shape {weights.shape}, but the ids {ids.shape}."
+      f"Feature {name!r}: weights have shape {weights.shape}, but the ids {ids.shape}. Give each "
+      "id one weight; embed.to_padded makes both alike with the same max_valency."
     )
   if kind is Padded:
     if ids.ndim < 2:
@@ -248,7 +255,10 @@ def _form(name: str, feature: config_lib.FeatureConfig, parts: _Parts, weighted:
       _logger.info("feature %r: max_sequence_length is ignored for rank %d", name, len(batch) + 1)
       return _Form(batch)
     if weighted:
-      raise ValueError(f"Weight specified for {name!r}, but this is a sequence feature.")
+      raise ValueError(
+        f"Weight specified for {name!r}, but this is a sequence feature. Leave it out, and "
+        "multiply the activations."
+      )
     return _Form((*batch, length), length)
   same = len(stated) == len(batch) and all(
     s in (None, 0) or s == b for s, b in zip(stated, batch, strict=True)

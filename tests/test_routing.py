@@ -422,3 +422,21 @@ def test_an_inference_closure_needs_no_state():
     warnings.simplefilter("error")
     out = jax.jit(lambda ids: model.encode("a", ids))(A)
   np.testing.assert_array_equal(out, model.encode("a", A))
+
+
+def test_a_tables_optimizer_is_none_for_the_dense_parameters():
+  layer = embed.SparseEmbed(
+    embed.FeatureConfig(embed.TableConfig(4, 2)), embed.adam(), rngs=nnx.Rngs(0)
+  )
+  with pytest.raises(TypeError, match=r"got embed\.adam\. Give that to embed\.TableConfig"):
+    embed.Optimizer(layer, embed.adam())
+
+
+def test_row_gradients_can_be_looked_at():
+  layer = embed.SparseEmbed(
+    embed.FeatureConfig(embed.TableConfig(9, 1, name="t")), embed.sgd(), rngs=nnx.Rngs(0)
+  )
+  _, grads = embed.value_and_grad(lambda layer: layer(np.array([4, 4])).sum())(layer)
+  assert repr(grads.rows["t"]) == "RowGrads(ids=[4 9], values=[[2.]\n [0.]])"
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads.rows["t"])
+  assert "ShapeDtypeStruct" in repr(shapes)
