@@ -1,9 +1,11 @@
 """The notebooks: each runs from top to bottom, and what is committed is what a run left."""
 
 import builtins
+import os
 import pathlib
 import re
 import sys
+import types
 
 import nbformat
 import pytest
@@ -35,11 +37,32 @@ def kinds(notebook):
   ]
 
 
+def texts(notebook):
+  """What each output says, without what differs between runs and machines.
+
+  Those are numbers, how wide they are printed, and the stars beside suggestions that were right.
+  """
+  number = r"[-+]?\d+([.,]\d+)*\.?(e[-+]?\d+)?[kMG%]?|\b(nan|inf)\b"
+  said = [out.get("text") or out.get("data", {}).get("text/plain", "") for out in outputs(notebook)]
+  return [re.sub(r"[\s*]+", " ", re.sub(number, " # ", text)).strip() for text in said]
+
+
 @each
 def test_it_runs(path, tmp_path):
-  """On a machine with one device, as most are. Its outputs are of the kinds committed."""
-  ran = execute.execute(path, tmp_path)
-  assert kinds(ran) == kinds(read(path))
+  """On a machine with one device, as most are. It shows and says what is committed."""
+  ran, committed = execute.execute(path, tmp_path), read(path)
+  assert kinds(ran) == kinds(committed)
+  assert texts(ran) == texts(committed)
+
+
+def test_text_that_went_stale_is_found_and_other_numbers_are_not():
+  def says(text):
+    stream = nbformat.v4.new_output("stream", text=text)
+    return texts(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[stream])]))
+
+  assert says("loss 0.7, 1,004.6k B, [ 8 nan]\n") == says("loss -1.25e-3,  2.0M B, [71  -3.]\n")
+  assert says("loss 0.7 in 3 steps") != says("error 0.7 in 3 steps")
+  assert says("ids [1 2]") != says("ids [1 2 3]")
 
 
 @each
@@ -88,16 +111,20 @@ def test_it_has_a_title_and_says_where_to_go_on(path):
 
 
 class Shell:
-  """What a cell does to the shell, written down."""
+  """What a cell does to the shell, written down; of it all, only folders and `cd` are real."""
 
   def __init__(self):
     self.lines = []
 
   def run_line_magic(self, name, line, *_):
     self.lines.append(f"{name} {line}")
+    if name == "cd":
+      os.chdir(line.split()[-1])
 
   def system(self, line):
     self.lines.append(line)
+    if line.startswith("git clone"):
+      make_checkout(pathlib.Path(line.split()[-1]))
 
   getoutput = system
 
@@ -106,26 +133,92 @@ class Shell:
     return [line for line in self.lines if re.match(r"pip .*install", line)]
 
 
-@pytest.mark.parametrize("place", ["missing", "there"])
+def make_checkout(folder):
+  (folder / "colabs").mkdir(parents=True)
+  (folder / "pyproject.toml").touch()
+
+
+@pytest.fixture
+def run_first_cell(monkeypatch, tmp_path):
+  """Runs a notebook's first cell, `import embed` failing, if so asked, until it is installed."""
+
+  def run(path, folder, missing, repository=""):
+    shell, really_import = Shell(), builtins.__import__
+
+    def fake_import(name, *args, **kwargs):
+      if name.split(".")[0] == "embed" and missing and not shell.installs:
+        raise ModuleNotFoundError("No module named 'embed'", name="embed")
+      return really_import(name, *args, **kwargs)
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XLA_FLAGS", "")  # to be put back: a notebook may set it
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(builtins, "__import__", fake_import)
+    empty = 'REPOSITORY = ""'
+    source = code(read(path))[0].source
+    assert source.count(empty) == 1
+    source = source.replace(empty, f'REPOSITORY = "{repository}"')
+    source = TransformerManager().transform_cell(source)
+    exec(compile(source, path.name, "exec"), {"get_ipython": lambda: shell})
+    return shell
+
+  return run
+
+
+@pytest.mark.parametrize("missing", [True, False], ids=["missing", "there"])
 @each
-def test_the_first_cell_installs_what_is_missing(path, place, tmp_path, monkeypatch):
-  """In a checkout, `import embed` failing until there was an installation, and as it is here."""
-  shell, really_import = Shell(), builtins.__import__
-
-  def fake_import(name, *args, **kwargs):
-    if name.split(".")[0] == "embed" and place == "missing" and not shell.installs:
-      raise ModuleNotFoundError("No module named 'embed'", name="embed")
-    return really_import(name, *args, **kwargs)
-
-  (tmp_path / "colabs").mkdir()
-  (tmp_path / "pyproject.toml").touch()
-  monkeypatch.chdir(tmp_path / "colabs")
-  monkeypatch.setenv("XLA_FLAGS", "")  # to be put back: a notebook may set it
-  monkeypatch.setattr(sys, "path", list(sys.path))
-  monkeypatch.setattr(builtins, "__import__", fake_import)
-  source = TransformerManager().transform_cell(code(read(path))[0].source)
-  exec(compile(source, path.name, "exec"), {"get_ipython": lambda: shell})
-  assert len(shell.installs) == (place == "missing")
+def test_the_first_cell_installs_what_is_missing(path, missing, tmp_path, run_first_cell):
+  """In a checkout."""
+  make_checkout(tmp_path)
+  shell = run_first_cell(path, tmp_path / "colabs", missing)
+  assert len(shell.lines) == len(shell.installs) == missing
   for line in shell.installs:
     target = re.search(r"([^\s\"'\[]+)(\[\w+\])?[\"']?$", line)[1]
     assert (pathlib.Path(target) / "pyproject.toml").exists(), line
+
+
+@each
+def test_the_first_cell_clones_where_there_is_no_checkout(path, tmp_path, run_first_cell):
+  """As on Colab: a notebook by itself in a folder."""
+  (tmp_path / "content").mkdir()
+  shell = run_first_cell(path, tmp_path / "content", missing=True, repository="an-address")
+  assert shell.lines == [
+    "git clone --quiet {REPOSITORY} sparse-embed",  # the real shell puts the variable in
+    "cd -q sparse-embed/colabs",
+    'pip install --quiet --editable "..[recipes]"',
+  ]
+  assert pathlib.Path("../pyproject.toml").exists()
+
+
+@each
+def test_the_first_cell_asks_for_the_repository_to_clone(path, tmp_path, run_first_cell):
+  (tmp_path / "content").mkdir()
+  with pytest.raises(AssertionError, match="Set REPOSITORY"):
+    run_first_cell(path, tmp_path / "content", missing=True)
+
+
+RECIPES = [path for path in PATHS if "from recipes import" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+def test_a_notebook_about_a_recipe_says_where_recipes_are(path, tmp_path, monkeypatch):
+  """An `embed` by itself, as from a wheel, has no recipes beside it."""
+  monkeypatch.setattr(sys, "path", list(sys.path))
+  (cell,) = (cell for cell in code(read(path)) if "sys.path.append" in cell.source)
+  namespace = {"embed": types.SimpleNamespace(__file__=str(tmp_path / "embed" / "__init__.py"))}
+  with pytest.raises(ModuleNotFoundError, match=r"Recipes are imported from a checkout"):
+    exec(cell.source, namespace)
+  assert str(tmp_path) not in sys.path
+
+  (tmp_path / "recipes").mkdir()
+  exec(cell.source, namespace)
+  assert sys.path[-1] == str(tmp_path)
+
+
+def test_the_pictures_are_of_one_style():
+  """Transparent, in a grey for light and for dark pages: by the same lines everywhere."""
+  sources = ["\n".join(cell.source for cell in code(read(path))) for path in PATHS]
+  block = re.compile(r"GREY = .*?axes\.spines\.right[^\n]*", re.DOTALL)
+  assert len({block.search(source)[0] for source in sources}) == 1
+  for source in sources:
+    assert "facecolor=" not in source
