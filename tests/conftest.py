@@ -27,6 +27,19 @@ hypothesis.settings.load_profile(
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def keep_compiled(tmp_path_factory):
+  """Programs that were compiled before are read from a folder: half of all, and most of the time.
+
+  Every test makes its own functions, and code outside jit makes new ones whenever it branches or
+  loops, so that JAX compiles the same program again and again. The folder is new in every run and
+  of one process alone, since JAX does not write its files in one piece. What is read back has the
+  text, the memory and the aliases of what was compiled.
+  """
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
   """XLA:CPU maps each program's code: a whole run's would exceed what Linux maps for a process.
