@@ -28,14 +28,17 @@ hypothesis.settings.load_profile(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def keep_compiled(tmp_path_factory):
-  """Programs that were compiled before are read from a folder: half of all, and most of the time.
+def quick_to_compile(tmp_path_factory):
+  """Compiling is most of the work here: do it quickly, and what was compiled before not again.
 
-  Every test makes its own functions, and code outside jit makes new ones whenever it branches or
-  loops, so that JAX compiles the same program again and again. The folder is new in every run and
-  of one process alone, since JAX does not write its files in one piece. What is read back has the
-  text, the memory and the aliases of what was compiled.
+  LLVM optimizes little, in half the time. The HLO is what users get, with its copies and memory.
+
+  Every test makes its own functions, and code outside jit makes new ones wherever it branches or
+  loops, so that half of all programs were compiled before. They are read from a folder, new in
+  every run and of one process alone, since JAX does not write its files in one piece. What is read
+  back has the text, the memory and the aliases of what was compiled.
   """
+  jax.config.update("jax_disable_most_optimizations", True)
   jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
@@ -55,11 +58,3 @@ def strict():
   """A user may run with these settings on; silent broadcasting and promotion become errors."""
   with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
     yield
-
-
-@pytest.fixture(scope="module")
-def quick_to_compile():
-  """For tests that mostly compile, and do not look at what LLVM makes of a loop: twice as fast."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)

@@ -22,7 +22,7 @@ from hypothesis.extra.numpy import arrays
 import embed
 from embed import reference
 
-pytestmark = pytest.mark.usefixtures("strict", "quick_to_compile")
+pytestmark = pytest.mark.usefixtures("strict")
 
 VOCABULARY = 6
 DIM = 2
