@@ -27,6 +27,22 @@ hypothesis.settings.load_profile(
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_to_compile(tmp_path_factory):
+  """Compiling is most of the work here: do it quickly, and what was compiled before not again.
+
+  LLVM optimizes little, in half the time. The HLO is what users get, with its copies and memory.
+
+  Every test makes its own functions, and code outside jit makes new ones wherever it branches or
+  loops, so that half of all programs were compiled before. They are read from a folder, new in
+  every run and of one process alone, since JAX does not write its files in one piece. What is read
+  back has the text, the memory and the aliases of what was compiled.
+  """
+  jax.config.update("jax_disable_most_optimizations", True)
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
   """XLA:CPU maps each program's code: a whole run's would exceed what Linux maps for a process.
@@ -42,11 +58,3 @@ def strict():
   """A user may run with these settings on; silent broadcasting and promotion become errors."""
   with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
     yield
-
-
-@pytest.fixture(scope="module")
-def quick_to_compile():
-  """For tests that mostly compile, and do not look at what LLVM makes of a loop: twice as fast."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)

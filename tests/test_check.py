@@ -13,8 +13,6 @@ from embed import __main__ as program
 from embed import check, reference
 from embed import lookup as lookup_lib
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 
 @pytest.fixture
 def one_device(monkeypatch):

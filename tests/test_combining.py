@@ -17,8 +17,6 @@ from hypothesis import given
 
 import embed
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 V, D, K = 10, 2, 3
 ROWS = np.arange(V * D, dtype=np.float32).reshape(V, D)
 

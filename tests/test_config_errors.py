@@ -16,7 +16,7 @@ from flax import nnx
 
 import embed
 
-pytestmark = pytest.mark.usefixtures("strict", "quick_to_compile")
+pytestmark = pytest.mark.usefixtures("strict")
 
 RECORDED = {case["call"]: case["error"] for case in conformance.load("errors")["cases"]}
 

@@ -21,7 +21,7 @@ import embed
 from embed import reference
 
 pytestmark = [
-  pytest.mark.usefixtures("strict", "quick_to_compile"),
+  pytest.mark.usefixtures("strict"),
   # Two cases set an option that has no effect; saying so is allowed.
   pytest.mark.filterwarnings("ignore:.*max_sequence_length"),
 ]
@@ -137,58 +137,83 @@ def test_reference_lookup(name):
       harness.assert_rows(actual[table], wanted, **case["tol"])
 
 
-@pytest.mark.parametrize("name", VALID)
-def test_lookup(name):
-  case = LOOKUPS[name]
-  features, tables = lookup_config(case)
-  model = harness.Model(features, embed.sgd(learning_rate=0.1))
-  model.embed.load_tables(tables)
-  (loss, activations), grads = harness.value_and_grad(model, *lookup_inputs(case), cotangents(case))
-  check_lookup(case, activations, grads.rows)
-  assert set(grads.rows) == {f"embed/{table}" for table in case["tables"]}
-  (scale,) = jax.tree.leaves(grads.dense)
-  np.testing.assert_allclose(scale, loss, rtol=1e-6)
-  assert harness.dropped(model) == 0
-
-  alone = model.embed(*lookup_inputs(case))
-  middle, _ = model.embed.lookup(*lookup_inputs(case))
-  for feature in features:
-    np.testing.assert_array_equal(alone[feature], activations[feature])
-    np.testing.assert_array_equal(middle[feature], activations[feature])
-
-
-@functools.cache
-def jitted_lookups(group):
-  """All cases of a group through one layer and one compiled program."""
-  names = [name for name in VALID if lookup_group(name) == group]
-  merged = {"features": {}, "tables": {}, "inputs": {}, "weights": {}, "cotangents": {}}
-  for index, name in enumerate(names):
-    prefix = f"case{index:03d}_"
-    features, tables = lookup_config(LOOKUPS[name], prefix)
-    inputs, weights = lookup_inputs(LOOKUPS[name], prefix)
-    merged["features"] |= features
-    merged["tables"] |= tables
-    merged["inputs"] |= inputs
-    merged["weights"] |= weights
-    merged["cotangents"] |= cotangents(LOOKUPS[name], prefix)
-  model = harness.Model(merged["features"], embed.sgd(learning_rate=0.1))
-  model.embed.load_tables(merged["tables"])
-  (_, activations), grads = nnx.jit(harness.value_and_grad)(
-    model, merged["inputs"], merged["weights"], merged["cotangents"]
-  )
-  assert harness.dropped(model) == 0
-  return {name: f"case{index:03d}_" for index, name in enumerate(names)}, activations, grads.rows
-
-
 def lookup_group(name):
   head, second = name.split("/")[:2]
   return f"{head}/{second}" if head == "grid" else head
 
 
+def prefix_of(name):
+  """Before the names of a case's features and tables, where it shares a layer."""
+  return name.replace("/", "_") + "_"  # a slash would end the module's path
+
+
+def merged_lookups(names):
+  """Cases as features of one layer: what is compiled is compiled for all."""
+  merged = {"features": {}, "tables": {}, "inputs": {}, "weights": {}, "cotangents": {}}
+  for name in names:
+    features, tables = lookup_config(LOOKUPS[name], prefix_of(name))
+    inputs, weights = lookup_inputs(LOOKUPS[name], prefix_of(name))
+    merged["features"] |= features
+    merged["tables"] |= tables
+    merged["inputs"] |= inputs
+    merged["weights"] |= weights
+    merged["cotangents"] |= cotangents(LOOKUPS[name], prefix_of(name))
+  model = harness.Model(merged["features"], embed.sgd(learning_rate=0.1))
+  model.embed.load_tables(merged["tables"])
+  return model, (merged["inputs"], merged["weights"], merged["cotangents"])
+
+
+@jax.jit
+def added_up(rows):
+  """Row gradients, which are summed where one looks at them: here in one program."""
+  return {key: embed.RowGrads(found.ids, found.values) for key, found in rows.items()}
+
+
+def looked_up(names, compiled):
+  """(activations, row gradients) of cases; asserts that every way to look up gives the same."""
+  model, arguments = merged_lookups(names)
+  differentiate = nnx.jit(harness.value_and_grad) if compiled else harness.value_and_grad
+  (loss, activations), grads = differentiate(model, *arguments)
+  assert harness.dropped(model) == 0
+  tables = {prefix_of(name) + table for name in names for table in LOOKUPS[name]["tables"]}
+  assert {key.removeprefix("embed/") for key in grads.rows} == tables
+  (scale,) = jax.tree.leaves(grads.dense)
+  np.testing.assert_allclose(scale, loss, rtol=1e-6)
+  if not compiled:
+    alone, (middle, _) = model.embed(*arguments[:2]), model.embed.lookup(*arguments[:2])
+    for feature, act in activations.items():
+      np.testing.assert_array_equal(alone[feature], act)
+      np.testing.assert_array_equal(middle[feature], act)
+  return activations, grads.rows
+
+
+@functools.cache
+def looked_up_together(group, compiled):
+  names = [name for name in VALID if lookup_group(name) == group]
+  activations, rows = looked_up(names, compiled)
+  return jax.device_get((activations, added_up(rows)))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", VALID)
-def test_lookup_jit(name):
-  prefixes, activations, rows = jitted_lookups(lookup_group(name))
-  check_lookup(LOOKUPS[name], activations, rows, prefixes[name])
+def test_lookup(name, compiled):
+  check_lookup(LOOKUPS[name], *looked_up_together(lookup_group(name), compiled), prefix_of(name))
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "grid/mean/sparse/empty/w=neg",
+    "grid/sqrtn/ragged/allempty/w=none",
+    "negid/sum/ragged",
+    "dense/4x1",
+    "seq/sparse/gaps",
+    "shared/mixed_kinds",
+  ],
+)
+def test_lookup_alone(name):
+  """As a layer of its own, where no other feature of the array has ids."""
+  check_lookup(LOOKUPS[name], *looked_up([name], compiled=False), prefix_of(name))
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -295,15 +320,28 @@ def test_optimizer_mid_level(name):
     check_optimizer(case, step, {k: np.asarray(v) for k, v in layer.variables["t"].items()})
 
 
+# The mid level hands the same update its gradients: eagerly above, and compiled for one case of
+# each optimizer, and without accumulation. The others are `slow`.
+MID_LEVEL = (
+  "sgd/default",
+  "sgd/no_accumulation",
+  "adagrad/everything",
+  "adagrad_momentum/clip_weight_dynamic_lr",
+  "ftrl/l1_l2_beta",
+  "adam/dynamic_lr",
+)
+
+
 @functools.cache
-def jitted_optimizers(path):
+def jitted_optimizers(path, names):
   """Every case is a table of one layer, all trained by one compiled step.
 
   Ids are padded to one length with -1 and garbage gradients, so that five steps share a program.
   Returns {case: [variables after each step]}.
   """
   features, tables = {}, {}
-  for index, (name, case) in enumerate(OPTIMIZERS.items()):
+  cases = {name: OPTIMIZERS[name] for name in names}
+  for index, (name, case) in enumerate(cases.items()):
     constant = case["lr"][0] if len(set(case["lr"])) == 1 else schedule(case)
     table = optimizer_table(case, f"table{index:03d}", constant)
     tables[table.name] = case["table"]
@@ -319,10 +357,10 @@ def jitted_optimizers(path):
     model.embed.apply_gradients(grads, residual, step=step)
 
   train_step = nnx.jit(harness.train_step)
-  history = {name: [] for name in OPTIMIZERS}
+  history = {name: [] for name in cases}
   for step in range(5):
     ids, grads = {}, {}
-    for name, case in OPTIMIZERS.items():
+    for name, case in cases.items():
       for part, (i, g) in enumerate(
         zip(
           split(case, step, np.array(case["ids"][step], np.int32)),
@@ -338,18 +376,31 @@ def jitted_optimizers(path):
       mid_level(model, ids, grads, jnp.asarray(step))
     else:
       train_step(model, optimizer, ids, None, grads)
-    for index, name in enumerate(OPTIMIZERS):
+    for index, name in enumerate(cases):
       history[name].append(harness.variables(model, f"table{index:03d}"))
   np.testing.assert_array_equal(model.scale[...], 1.0)
   return history
 
 
-@pytest.mark.parametrize("path", ["value_and_grad", "mid_level"])
+def check_steps(name, history):
+  for step, variables in enumerate(history):
+    check_optimizer(OPTIMIZERS[name], step, variables)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_jit(name, path):
-  case = OPTIMIZERS[name]
-  for step, variables in enumerate(jitted_optimizers(path)[name]):
-    check_optimizer(case, step, variables)
+def test_optimizer_jit(name):
+  check_steps(name, jitted_optimizers("value_and_grad", tuple(OPTIMIZERS))[name])
+
+
+@pytest.mark.parametrize("name", MID_LEVEL)
+def test_optimizer_mid_level_jit(name):
+  check_steps(name, jitted_optimizers("mid_level", MID_LEVEL)[name])
+
+
+@pytest.mark.slow
+def test_every_optimizer_mid_level_jit():
+  for name, history in jitted_optimizers("mid_level", tuple(OPTIMIZERS)).items():
+    check_steps(name, history)
 
 
 @pytest.mark.parametrize("name", ["none_gradient/adam", "none_gradient/ftrl"])

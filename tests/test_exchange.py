@@ -19,7 +19,7 @@ from test_sharding import sixteenths, some
 
 import embed
 
-pytestmark = pytest.mark.usefixtures("strict", "quick_to_compile")
+pytestmark = pytest.mark.usefixtures("strict")
 
 N = 8  # devices
 V, D = 61, 3  # eight rows on each of the first five devices, seven on the others

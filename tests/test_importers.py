@@ -19,9 +19,6 @@ from hypothesis import strategies as st
 import embed
 from embed.layout import Layout
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
-
 # ------------------------------------------------------------- what stands for TensorFlow
 
 

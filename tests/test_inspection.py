@@ -14,8 +14,6 @@ import embed
 from embed import __main__ as program
 from embed import inspection
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 
 class Model(nnx.Module):
   """Two tables, one of which is trained: rows 1 and 3 of four move."""

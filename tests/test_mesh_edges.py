@@ -10,8 +10,6 @@ from flax import nnx
 
 import embed
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 FEATURES = {
   name: embed.FeatureConfig(embed.TableConfig(size, 4, name=name))
   for name, size in (("t", 10), ("u", 12))

@@ -285,7 +285,6 @@ def pair_batch(seed):
 
 
 @pytest.mark.parametrize("where", ["mesh", pytest.param("one device", marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("quick_to_compile")
 def test_stacks_cannot_be_seen(where):
   """Two tables in one array or in two: the same names, values, gradients and checkpoints."""
 

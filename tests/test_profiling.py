@@ -11,8 +11,6 @@ from meshes import make_mesh
 
 import embed
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 
 def two_tables():
   movie = embed.TableConfig(50, 8, embed.row_wise(nnx.initializers.normal()), name="movie")

@@ -22,7 +22,7 @@ from hypothesis.extra.numpy import arrays
 import embed
 from embed import reference
 
-pytestmark = pytest.mark.usefixtures("strict", "quick_to_compile")
+pytestmark = pytest.mark.usefixtures("strict")
 
 VOCABULARY = 6
 DIM = 2
@@ -47,7 +47,11 @@ def as_kind(kind, values, weights):
   if kind == "padded":
     return reference.Padded(values, weights)
   if kind == "sparse":
-    indices = np.argwhere(values >= 0).astype(np.int32)
+    # Some cells of padding stay, as ids of -1: three shapes, each of which is compiled.
+    used, padding = np.argwhere(values >= 0), np.argwhere(values < 0)
+    number = next(n for n in (0, values.size // 2, values.size) if n >= len(used))
+    indices = np.concatenate([used, padding[: number - len(used)]]).astype(np.int32)
+    indices = indices[np.lexsort(indices.T[::-1])]
     at = tuple(indices.T)
     return reference.Sparse(
       indices, values[at], values.shape, None if weights is None else weights[at]
@@ -82,7 +86,7 @@ class Leaf(NamedTuple):
 @st.composite
 def leaves(draw):
   kind = draw(st.sampled_from(["dense", "padded", "ragged", "sparse"]))
-  batch, length = draw(st.sampled_from([1, 3])), draw(st.sampled_from([1, 3]))
+  batch, length = draw(st.sampled_from([(1, 1), (3, 2)]))
   if kind == "dense":
     return Leaf(draw(st.integers(0, 1)), kind, 0, draw(ids((batch, length))), None)
   sequence = draw(st.sampled_from([0, 0, 2]))

@@ -208,22 +208,27 @@ def test_a_short_training_run_matches_float32():
     model = embed.SparseEmbed(features, rngs=nnx.Rngs(seed))
     optimizer = embed.Optimizer(model, optax.sgd(0.0))
 
-    def loss_fn(model, a, b):
+    def loss_fn(model, a, b, target):
       act = model({"a": a, "b": b})
       score = jnp.sum(act["a"].astype(jnp.float32) * act["b"].astype(jnp.float32), -1)
       return jnp.mean((score - target[a, b]) ** 2)
 
-    @nnx.jit
-    def step(model, optimizer, a, b):
-      loss, grads = embed.value_and_grad(loss_fn)(model, a, b)
-      optimizer.update(model, grads.map(lambda g: g * 16))
-      return loss
+    graphdef, state = nnx.split((model, optimizer))
 
-    for _ in range(1000):
-      a, b = draw.integers(0, 40, (2, 256))
-      step(model, optimizer, a, b)
+    @jax.jit
+    def train(state, pairs, target):
+      def step(state, pair):
+        model, optimizer = nnx.merge(graphdef, state)
+        _, grads = embed.value_and_grad(loss_fn)(model, *pair, target)
+        optimizer.update(model, grads.map(lambda g: g * 16))
+        return nnx.state((model, optimizer)), None
+
+      return jax.lax.scan(step, state, pairs)[0]
+
+    pairs = draw.integers(0, 40, (1000, 2, 256)).astype(np.int32)
+    model, _ = nnx.merge(graphdef, train(state, pairs, target))
     a, b = np.divmod(np.arange(1600), 40)
-    return float(loss_fn(model, a, b))
+    return float(loss_fn(model, a, b, target))
 
   of = lambda **settings: np.mean([final_loss(seed, **settings) for seed in range(2)])
   exact = of()

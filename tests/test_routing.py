@@ -11,8 +11,6 @@ from flax import nnx
 
 import embed
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 V, D = 20, 3
 A, B = np.array([1, 2, 2, 3]), np.array([3, 3, 4, 5])
 

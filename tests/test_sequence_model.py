@@ -16,7 +16,6 @@ from recipes import loop, losses
 from recipes.sequence import model as model_lib
 from recipes.sequence import train
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
 ITEMS, LENGTH = 50, 12
 
 

@@ -16,7 +16,6 @@ import embed
 from recipes import hosts, loop
 from recipes.sequence import data, train
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
 CONFIGS = sorted(path.stem for path in Path("configs/sequence").glob("*.py"))
 METRICS = {
   f"{split}_{name}"

@@ -18,7 +18,7 @@ from test_properties import as_kind, fractions, ids
 import embed
 
 pytestmark = [
-  pytest.mark.usefixtures("strict", "quick_to_compile"),
+  pytest.mark.usefixtures("strict"),
   pytest.mark.filterwarnings("ignore:.*max_sequence_length"),
 ]
 
@@ -298,15 +298,15 @@ def served(names, jit):
 
 
 @functools.cache
-def served_together(group):
-  return served([name for name in VALID if lookup_group(name) == group], jit=True)
+def served_together(group, jit):
+  return served([name for name in VALID if lookup_group(name) == group], jit)
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", VALID)
 def test_recorded(name, jit):
   case = LOOKUPS[name]
-  activations = served_together(lookup_group(name)) if jit else served([name], jit=False)
+  activations = served_together(lookup_group(name), jit)
   for feature in case["features"]:
     wanted, actual = expected(case, feature), activations[f"{name}:{feature}"]
     assert actual.shape == wanted.shape

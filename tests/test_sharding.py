@@ -26,8 +26,6 @@ from test_properties import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
 import embed
 from embed import reference
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 
 def some(cases, default):
   """Parameters, all but the default ones `slow`."""

@@ -14,8 +14,6 @@ from meshes import make_mesh
 
 import embed
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 
 def plain():
   """Two tables, three features, all that an entry can say; nothing but numbers and strings."""

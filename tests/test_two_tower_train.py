@@ -20,8 +20,6 @@ import embed
 from recipes import baselines, hosts, loop, optimizers, retrieval
 from recipes.two_tower import data, losses, train
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 # Everything that can be switched on.
 RICH = {
   "negatives.number": 16, "negatives.distribution": "popularity", "hard_negatives": 20,
