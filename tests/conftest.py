@@ -54,6 +54,14 @@ def forget_programs():
 
 
 @pytest.fixture(scope="module")
+def fully_compiled():
+  """For numbers that are compared with a recording: the machine code is what users get as well."""
+  jax.config.update("jax_disable_most_optimizations", False)
+  yield
+  jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
 def strict():
   """A user may run with these settings on; silent broadcasting and promotion become errors."""
   with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):

@@ -21,7 +21,7 @@ import embed
 from embed import reference
 
 pytestmark = [
-  pytest.mark.usefixtures("strict"),
+  pytest.mark.usefixtures("strict", "fully_compiled"),
   # Two cases set an option that has no effect; saying so is allowed.
   pytest.mark.filterwarnings("ignore:.*max_sequence_length"),
 ]

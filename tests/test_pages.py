@@ -50,7 +50,6 @@ HERE = [page for page in PAGES if any(blocks(page)) and page not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("page", HERE)
-@pytest.mark.usefixtures("quick_to_compile")
 def test_the_code_runs(page, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   run(page)
