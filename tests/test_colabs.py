@@ -30,20 +30,28 @@ def outputs(notebook):
 
 
 def kinds(notebook):
-  """What each cell shows: the kinds of its outputs, and of which formats they are."""
+  """What each cell shows: the kinds of its outputs, and of which formats they are.
+
+  Both streams of a cell are first: which of them comes before the other is a race.
+  """
   return [
-    [(output.output_type, *sorted(output.get("data", ()))) for output in cell.outputs]
+    sorted({out.name for out in cell.outputs if out.output_type == "stream"})
+    + [sorted(out.data) for out in cell.outputs if "data" in out]
     for cell in code(notebook)
   ]
 
 
 def texts(notebook):
-  """What each output says, without what differs between runs and machines.
+  """What each cell says, without what differs between runs and machines.
 
   Those are numbers, how wide they are printed, and the stars beside suggestions that were right.
   """
   number = r"[-+]?\d+([.,]\d+)*\.?(e[-+]?\d+)?[kMG%]?|\b(nan|inf)\b"
-  said = [out.get("text") or out.get("data", {}).get("text/plain", "") for out in outputs(notebook)]
+  said = []
+  for cell in code(notebook):
+    for name in ("stdout", "stderr"):
+      said.append("".join(out.text for out in cell.outputs if out.get("name") == name))
+    said += [out.data.get("text/plain", "") for out in cell.outputs if "data" in out]
   return [re.sub(r"[\s*]+", " ", re.sub(number, " # ", text)).strip() for text in said]
 
 
