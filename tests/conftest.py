@@ -55,7 +55,10 @@ def forget_programs():
 
 @pytest.fixture(scope="module")
 def fully_compiled():
-  """For numbers that are compared with a recording: the machine code is what users get as well."""
+  """The machine code that users get: for numbers that are compared with a recording, and for bits.
+
+  Two programs that mean the same agree to the bit less often where LLVM optimizes little.
+  """
   jax.config.update("jax_disable_most_optimizations", False)
   yield
   jax.config.update("jax_disable_most_optimizations", True)
