@@ -466,8 +466,8 @@ def plan(
   Args:
     features: the feature config.
     mesh: the devices, a `jax.sharding.Mesh`; also one of devices that are not here, from
-      `jax.experimental.topologies`, or as a `jax.sharding.AbstractMesh`. None
-      is the mesh of `jax.set_mesh`, or one device.
+      `jax.experimental.topologies`, or as a `jax.sharding.AbstractMesh`. None is the mesh of
+      `jax.set_mesh`, or one device.
     batch: example inputs of a whole batch in the structure of the feature config, or their shapes
       (`jax.ShapeDtypeStruct` in place of arrays).
     optimizer: of the tables that have none.
@@ -506,11 +506,13 @@ def plan(
 
 def _memory(mesh: Any) -> int | None:
   """The memory of a device of the mesh, as the same number in every process."""
+  if not isinstance(mesh, jax.sharding.Mesh):
+    return None  # no mesh, or an AbstractMesh, which has no devices
   try:
     mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     stats = mine[0].memory_stats()
-  except (AttributeError, ValueError, IndexError, NotImplementedError, jax.errors.JaxRuntimeError):
-    return None  # no mesh, an AbstractMesh, devices that are not here, or that do not say
+  except (AttributeError, IndexError, NotImplementedError, jax.errors.JaxRuntimeError):
+    return None  # devices that are not here, or that do not say
   return None if stats is None else stats.get("bytes_limit")
 
 
