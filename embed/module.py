@@ -667,9 +667,11 @@ class SparseEmbed(nnx.Module):
     Traceback (most recent call last):
     ValueError: Table 'movie' has no slot 'accumulator'; its slots are ['accumulators'].
     """
+    shapes = self.variable_shapes
     for name, replaced in variables.items():
+      self._table(name)
       for key, value in replaced.items():
-        self._check_shape(name, key, np.shape(value))
+        _check_shape(name, key, np.shape(value), shapes[name])
     stacks = tuple(self.spec.stacks.values())
     given = [
       {
@@ -689,17 +691,6 @@ class SparseEmbed(nnx.Module):
     if name not in self.spec.tables:
       raise ValueError(f"There is no table {name!r}; the tables are {sorted(self.spec.tables)}.")
     return self.spec.tables[name]
-
-  def _check_shape(self, name: str, key: str, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless a table has this array, "parameters" or a slot, of this shape."""
-    table, slots = self._table(name), self._stack_of(name).slots
-    if key != "parameters" and key not in slots:
-      raise ValueError(f"Table {name!r} has no slot {key!r}; its slots are {list(slots)}.")
-    per_row = key != "parameters" and slots[key].per_row
-    wanted = (table.vocabulary_size,) if per_row else (table.vocabulary_size, table.dim)
-    if shape != wanted:
-      what = f"Table {name!r}" if key == "parameters" else f"Slot {key!r} of table {name!r}"
-      raise ValueError(f"{what} has shape {wanted}, got {shape}.")
 
   def _table_name(self, feature: config_lib.FeatureConfig) -> str:
     return next(name for name, table in self.spec.tables.items() if table is feature.table)
@@ -816,6 +807,16 @@ def _variables(stack: Stack, arrays: Arrays, axis: Any) -> dict[str, nnx.Variabl
   of = lambda x: sharding.metadata(stack.placement, sharding.as_names(axis), x.ndim)
   make = lambda key: Table if key == "parameters" else SlotVariable
   return {key: make(key)(value, **of(value)) for key, value in arrays.items()}
+
+
+def _check_shape(name: str, key: str, shape: tuple[int, ...], wanted: Mapping[str, Any]) -> None:
+  """Raises ValueError unless `wanted`, what a table keeps, has such an array."""
+  if key not in wanted:
+    slots = [kept for kept in wanted if kept != "parameters"]
+    raise ValueError(f"Table {name!r} has no slot {key!r}; its slots are {slots}.")
+  if shape != wanted[key].shape:
+    what = f"Table {name!r}" if key == "parameters" else f"Slot {key!r} of table {name!r}"
+    raise ValueError(f"{what} has shape {wanted[key].shape}, got {shape}.")
 
 
 def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
