@@ -62,20 +62,19 @@ def logistic_regression(
     `{"valid_auc", "valid_logloss", "test_auc", "test_logloss", "c", "rows"}` of the chosen fit.
   """
   best: dict[str, float] = {}
-  bar = files.progress("logistic regression", len(inverse_penalties), "fit")
-  for c in inverse_penalties:
-    # scikit-learn's default tolerance is on the gradient of the mean loss, in which an id seen once
-    # in ten thousand rows hardly shows: rare ids would stay untrained.
-    model = LogisticRegression(C=c, solver="lbfgs", max_iter=200, tol=1e-7)
-    with warnings.catch_warnings():
-      # A weak penalty may not converge in 200 rounds; validation decides whether that matters.
-      warnings.simplefilter("ignore", ConvergenceWarning)
-      model.fit(matrices["train"], labels["train"])
-    scores = _scores(model, matrices["valid"], labels["valid"], "valid")
-    if not best or scores["valid_auc"] > best["valid_auc"]:
-      best = scores | _scores(model, matrices["test"], labels["test"], "test") | {"c": float(c)}
-    bar.update()
-  bar.close()
+  with files.progress("logistic regression", len(inverse_penalties), "fit") as bar:
+    for c in inverse_penalties:
+      # scikit-learn's default tolerance is on the gradient of the mean loss, in which an id seen
+      # once in ten thousand rows hardly shows: rare ids would stay untrained.
+      model = LogisticRegression(C=c, solver="lbfgs", max_iter=200, tol=1e-7)
+      with warnings.catch_warnings():
+        # A weak penalty may not converge in 200 rounds; validation decides whether that matters.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model.fit(matrices["train"], labels["train"])
+      scores = _scores(model, matrices["valid"], labels["valid"], "valid")
+      if not best or scores["valid_auc"] > best["valid_auc"]:
+        best = scores | _scores(model, matrices["test"], labels["test"], "test") | {"c": float(c)}
+      bar.update()
   return best | {"rows": int(matrices["train"].shape[0])}
 
 
