@@ -10,7 +10,7 @@ import numpy as np
 
 from embed import update
 from embed.exchange import Call, Owned
-from embed.lookup import Occurrences, Reads
+from embed.lookup import Occurrences, Owner, Reads
 from embed.stack import Sent, Stack, of_table, scaled
 
 
@@ -164,9 +164,9 @@ class Rows(Mapping[str, RowGrads]):
   Tables that are stored together went through one exchange, and go through one on the way back.
   """
 
-  def __init__(self, sent: Mapping[str, Sequence[Sent]], stacks: Mapping[str, Stack]):
+  def __init__(self, sent: Mapping[Owner, Sequence[Sent]], stacks: Mapping[Owner, Stack]):
     self.sent = {key: tuple(sent[key]) for key in sorted(sent)}
-    self.stacks = {key: stacks[key] for key in sorted(stacks)}  # by "<module path>/<stack>"
+    self.stacks = {key: stacks[key] for key in sorted(stacks)}
 
   def tree_flatten(self):
     return tuple(self.sent.values()), tuple(self.stacks.items())
@@ -178,13 +178,13 @@ class Rows(Mapping[str, RowGrads]):
     self.sent, self.stacks = dict(zip(stacks, sent, strict=True)), stacks
     return self
 
-  def _keys(self) -> dict[str, tuple[str, str]]:
-    """The stack's key and the table behind each key."""
-    found = {}
-    for key, stack in self.stacks.items():
-      path = key[: len(key) - len(stack.name)]
-      found.update({path + table: (key, table) for table in stack.tables})
-    return found
+  def _keys(self) -> dict[str, tuple[Owner, str]]:
+    """The stack and the table behind each key."""
+    return {
+      Owner(owner.path, table).key: (owner, table)
+      for owner, stack in self.stacks.items()
+      for table in stack.tables
+    }
 
   def __getitem__(self, key: str) -> RowGrads:
     stack_key, table = self._keys()[key]
@@ -210,7 +210,7 @@ class Rows(Mapping[str, RowGrads]):
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Rows":
     """With `f(values)` of each table, the other tables' entries of its stack being unused ones."""
-    mapped: dict[str, Sequence[Sent]] = {}
+    mapped: dict[Owner, Sequence[Sent]] = {}
     for key, sent in self.summed().sent.items():
       stack = self.stacks[key]
       if not sent:

@@ -86,7 +86,7 @@ class Optimizer(nnx.Module):
     for path, module in routing.sparse_embeds(model).items():
       if isinstance(grads.rows, Rows) and _is_of(grads.rows, path, module):
         sent = {
-          stack.name: grads.rows.sent[lookup.Owner(path, stack.name).key]
+          stack.name: grads.rows.sent[lookup.Owner(path, stack.name)]
           for stack in module.spec.stacks.values()
         }
         module._apply({k: v for k, v in sent.items() if v or module.spec.stacks[k].optimizer}, step)
@@ -115,7 +115,7 @@ def _descend(model: nnx.Module, dense: Any) -> None:
 
 def _is_of(rows: Rows, path: str, module) -> bool:
   """Whether gradients are of this very module, and not of another one like it."""
-  keys = {lookup.Owner(path, name).key: stack for name, stack in module.spec.stacks.items()}
+  keys = {lookup.Owner(path, name): stack for name, stack in module.spec.stacks.items()}
   return all(rows.stacks.get(key) is stack for key, stack in keys.items())
 
 
