@@ -786,24 +786,19 @@ def _loads(loads: list[Load | None]) -> dict[str, jax.Array]:
   return {"exchange_rounds": most(rounds), "buffer_fill": most(fill)}
 
 
-# Eager calls are compiled once for each shape; within somebody's jit they are a part of it.
+# Compiled once for each shape, also where `value_and_grad` runs a loss eagerly: a lookup that was
+# traced into the loss would have its loops compiled again at every step.
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _look_up(rows: jax.Array, parts: Any, stack: Stack, tables: tuple[str, ...]):
-  if isinstance(rows, jax.core.Tracer):
-    return stack.look_up(rows, parts, tables)
-  return _compiled_look_up(rows, parts, stack, tables)
+  return stack.look_up(rows, parts, tables)
 
 
 def _step(arrays: Arrays, sent: tuple[Sent, ...], moment: Moment, stack: Stack) -> Arrays:
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, sent))):
     return stack.step(arrays, sent, moment)
   return _compiled_step(arrays, sent, moment, stack)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _compiled_look_up(rows, parts, stack, tables):
-  return stack.look_up(rows, parts, tables)
 
 
 @functools.partial(jax.jit, static_argnums=3)

@@ -446,6 +446,10 @@ class _Loss:
     out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # no literals
     return jax.tree.unflatten(jax.tree.structure(self._shapes), out)[:-1], records
 
+  def specs(self, lookups: Sequence[Any]) -> tuple[Any, ...]:
+    """Of each lookup's layer: the same object in all copies of the layer, and in no other layer."""
+    return tuple(self.layers[made.owner.path]._spec for made in lookups)
+
   def update(self, changed: Any, node_states: dict[Any, Any]) -> None:
     """Keeps what the loss changed."""
     nnx.update(self.model, changed)
@@ -521,7 +525,7 @@ def value_and_grad(
   def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
     stacks, marks = traced.stacks, traced.marks
-    early = [None] * len(marks) if ahead is None else ahead._of(marks)
+    early = [None] * len(marks) if ahead is None else ahead._of(traced)
     taps = [_taps(stacks, mark) for mark in marks]
 
     def tapped(params, taps, early):
@@ -582,14 +586,16 @@ class Ahead:
   """
 
   lookups: tuple[_Lookup, ...]
+  specs: tuple[Any, ...] = dataclasses.field(metadata={"static": True})  # of each one's layer
 
-  def _of(self, marks: list[_Mark]) -> list[_Lookup]:
+  def _of(self, traced: _Loss) -> list[_Lookup]:
     """The lookups, checked against those of the loss that they are given to."""
+    marks = traced.marks
     shapes = lambda tree: jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
     wanted = [_Lookup(mark.activations, mark.reads, mark.owner) for mark in marks]
-    if shapes(list(self.lookups)) != shapes(wanted):
+    if shapes(list(self.lookups)) != shapes(wanted) or self.specs != traced.specs(marks):
       raise ValueError(
-        "`ahead` is of another loss, or of inputs of another shape. Write embed.look_ahead("
+        "`ahead` is of another loss or model, or of inputs of another shape. Write embed.look_ahead("
         "loss_fn)(model, *args) with the loss and the arguments of the step that it is for; a last "
         "batch of another size needs a look ahead of its own."
       )
@@ -663,6 +669,6 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
       activations, table = lookup.in_order(made.activations, rows.get_value(), made.reads)
       rows.set_value(table)
       ordered.append(dataclasses.replace(made, activations=activations))
-    return Ahead(tuple(ordered))
+    return Ahead(tuple(ordered), traced.specs(ordered))
 
   return wrapped

@@ -192,7 +192,9 @@ REFUSED = {
     in_axes=(nnx.Carry, 0),
     out_axes=nnx.Carry,
   )((m, 0.0), A[:, None])[1],
-  "fori_loop": closed(lambda encode: jax.lax.fori_loop(0, 3, lambda _, c: c + encode(A), 0.0)),
+  "fori_loop": closed(
+    lambda encode: jax.lax.fori_loop(0, 3, lambda _, c: c + encode(A).sum(), 0.0)
+  ),
   "tables": lambda m: jnp.sum(m.inner["e"].tables["t"]),
   "stored rows": lambda m: sum(jnp.sum(x) for x in jax.tree.leaves(nnx.state(m, embed.Table))),
   "load_tables": lambda m: m.inner["e"].load_tables({"t": jnp.zeros((V, D))}) or twice(m),
@@ -220,9 +222,12 @@ def test_what_would_lose_a_gradient_raises(name, compiled):
 def test_the_dense_way_is_refused():
   model = Model()
   wrt = nnx.DiffState(0, nnx.Any(nnx.Param, embed.Table))
-  with pytest.raises(ValueError, match=r"embed\.value_and_grad"), pytest.warns(UserWarning):
+  with (
+    pytest.raises(ValueError, match=r"embed\.value_and_grad"),
+    pytest.warns(UserWarning, match="no gradient"),
+  ):
     nnx.value_and_grad(twice, argnums=wrt)(model)
-  with pytest.warns(UserWarning):
+  with pytest.warns(UserWarning, match="no gradient"):
     _, grads = nnx.value_and_grad(twice)(model)
   with pytest.raises(TypeError, match=r"embed\.value_and_grad"):
     embed.Optimizer(model, optax.sgd(0.1)).update(model, grads)
@@ -479,13 +484,44 @@ def test_occurrences_stay_apart_when_mapped_and_accumulated():
   assert rows.values[:, 0].tolist() == [1, 1, 2, 2]
 
 
-def test_mapping_over_ids_is_refused():
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_arithmetic_on_the_whole_tree_is_refused(compiled):
+  """It would change ids: the wrong rows would be trained."""
   model = Model()
-  _, grads = embed.value_and_grad(twice)(model)
-  with pytest.raises(ValueError, match=r"grads\.map"):
-    embed.Optimizer(model, optax.sgd(0.1)).update(model, jax.tree.map(lambda x: x / 2, grads))
+  take = embed.value_and_grad(twice)
+  _, grads = (nnx.jit(take) if compiled else take)(model)
+  for wrong in (
+    lambda g: jax.tree.map(lambda x: x * 2, g),
+    lambda g: jax.tree.map(lambda x: x / 2, g.rows["inner/e/t"]),
+    lambda g: jax.tree.map(jnp.add, g, g),
+    lambda g: optax.tree.add(g, g),
+    lambda g: optax.tree.norm(g),
+    lambda g: optax.tree.norm(g.rows),
+  ):
+    with pytest.raises((TypeError, NotImplementedError)):
+      wrong(grads)
+    with pytest.raises((TypeError, NotImplementedError)):
+      jax.jit(wrong)(grads)
+  with pytest.raises(TypeError, match=r"grads\.map\(f\) or embed\.accumulate"):
+    jax.tree.map(lambda x: x * 2, grads)
   with pytest.raises(ValueError, match="integer ids"):
     embed.RowGrads([1.5], np.ones((1, D)))
+
+
+def test_gradients_are_a_tree_that_goes_anywhere():
+  """Through jit, conditionals, loops and copies of its structure, the same to the bit."""
+  model = Model()
+  _, grads = embed.value_and_grad(twice)(model)
+  same = lambda g: jax.lax.cond(True, lambda g: g, lambda g: g, g)
+  loop = lambda g: jax.lax.fori_loop(0, 2, lambda _, g: g, g)
+  for f in (jax.jit(lambda g: g), jax.jit(same), jax.jit(loop), lambda g: jax.device_put(g)):
+    rows, wanted = f(grads).rows["inner/e/t"], grads.rows["inner/e/t"]
+    np.testing.assert_array_equal(rows.ids, wanted.ids)
+    np.testing.assert_array_equal(rows.values, wanted.values)
+  zeros = jax.tree.map(jnp.zeros_like, grads).rows["inner/e/t"]
+  assert set(zeros.ids.tolist()) == {V}, "no row is touched"
+  shapes = jax.eval_shape(lambda m: embed.value_and_grad(twice)(m)[1], model)
+  assert jax.tree.structure(shapes) == jax.tree.structure(grads)
 
 
 def test_a_layer_given_twice_is_refused():
