@@ -220,21 +220,43 @@ def _unused(mark: _Mark) -> lookup.Reads:
 
 
 def sparse_embeds(model: Any) -> dict[str, SparseEmbed]:
-  """Every `SparseEmbed` of a model by its path, "a/b"; a shared one under its first path."""
-  return {
-    "/".join(map(str, path)): module
-    for path, module in nnx.iter_modules(model)
-    if isinstance(module, SparseEmbed)
-  }
+  """Every `SparseEmbed` of a model by its path, "a/b"; a shared one under its first path.
+
+  Raises:
+    ValueError: if two have one path, a key of an `nnx.Dict` having a "/" in it.
+  """
+  layers: dict[str, SparseEmbed] = {}
+  for path, module in nnx.iter_modules(model):
+    if isinstance(module, SparseEmbed):
+      name = "/".join(map(str, path))
+      if name in layers:
+        raise ValueError(
+          f"Two SparseEmbed layers of the model have the path {name!r}. Rename one of the keys "
+          'that have a "/" in them.'
+        )
+      layers[name] = module
+  return layers
 
 
 def row_keys(model: Any) -> dict[str, tuple[SparseEmbed, str]]:
-  """The module and table behind each key of `Grads.rows`."""
-  return {
-    f"{path}/{name}" if path else name: (module, name)
-    for path, module in sparse_embeds(model).items()
-    for name in module.spec.tables
-  }
+  """The module and table of each key of `Grads.rows` and of checkpoints.
+
+  Raises:
+    ValueError: if two tables of the model have one key.
+  """
+  keys: dict[str, tuple[SparseEmbed, str]] = {}
+  paths: dict[str, str] = {}
+  for path, module in sparse_embeds(model).items():
+    for name in module.spec.tables:
+      key = lookup.Owner(path, name).key
+      if key in keys:
+        raise ValueError(
+          f"Two tables of the model have the key {key!r} of gradients and checkpoints: table "
+          f"{keys[key][1]!r} of the layer at {paths[key]!r}, and table {name!r} of the layer at "
+          f"{path!r}. Rename one of the tables, in its TableConfig."
+        )
+      keys[key], paths[key] = (module, name), path
+  return keys
 
 
 def _is_node(value: Any) -> bool:
