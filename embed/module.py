@@ -132,10 +132,17 @@ class _Spec(NamedTuple):
 
 
 class _Static:
-  """Holds a value as static metadata, compared by identity: a config need not be hashable."""
+  """Holds a layer's `_Spec` as static metadata: layers of the same configs, which compare by
+  identity, and equal stacks run the same compiled programs."""
 
-  def __init__(self, value: Any):
+  def __init__(self, value: _Spec):
     self.value = value
+
+  def __eq__(self, other: object) -> bool:
+    return self is other or (isinstance(other, _Static) and self.value == other.value)
+
+  def __hash__(self) -> int:
+    return hash(tuple(self.value.stacks.values()))
 
   def __deepcopy__(self, memo):
     return self
