@@ -141,7 +141,7 @@ def _pairs(ids: jax.Array, values: jax.Array, table: str = "") -> Call:
 
 def sent_to(stack: Stack, table: str, rows: RowGrads) -> list[Sent]:
   """What a table's `RowGrads` sends to its stack, made by hand or not."""
-  if rows.stack is stack:
+  if rows.stack == stack:
     return list(rows.sent)
   size, dim = stack.tables[table].vocabulary_size, stack.dim
   if rows.sent and rows.values.shape[1] != dim:

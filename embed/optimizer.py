@@ -114,9 +114,9 @@ def _descend(model: nnx.Module, dense: Any) -> None:
 
 
 def _is_of(rows: Rows, path: str, module) -> bool:
-  """Whether gradients are of this very module, and not of another one like it."""
+  """Whether gradients are kept by the stacks that this module has."""
   keys = {lookup.Owner(path, name).key: stack for name, stack in module.spec.stacks.items()}
-  return all(rows.stacks.get(key) is stack for key, stack in keys.items())
+  return all(rows.stacks.get(key) == stack for key, stack in keys.items())
 
 
 def _trainable(module, rows):

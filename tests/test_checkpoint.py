@@ -171,12 +171,12 @@ def two_layers(path, table, other_path, other_table):
 def test_two_tables_of_one_key_are_refused():
   model = two_layers(["tower/user"], "geo/id", ["tower/user/geo"], "id")
   for f in (embed.checkpoint.to_tree, embed.checkpoint.like):
-    with pytest.raises(ValueError, match="key 'tower/user/geo/id'.*'geo/id'.*'id'.*Rename"):
+    with pytest.raises(ValueError, match=r"key 'tower/user/geo/id'.*'geo/id'.*'id'.*Rename"):
       f(model=model)
-  with pytest.raises(ValueError, match="Two SparseEmbed layers.*'a/b'.*Rename"):
+  with pytest.raises(ValueError, match=r"Two SparseEmbed layers.*'a/b'.*Rename"):
     routing.sparse_embeds(two_layers(["a/b"], "t", ["a", "b"], "s"))
   arrays = nnx.Dict({"a/b": nnx.Param(jnp.ones(1)), "a": nnx.Dict({"b": nnx.Param(jnp.zeros(1))})})
-  with pytest.raises(ValueError, match="Two arrays.*'a/b/value'.*Rename"):
+  with pytest.raises(ValueError, match=r"Two arrays.*'a/b/value'.*Rename"):
     embed.checkpoint.to_tree(model=arrays)
   # The slash alone is no fault.
   model = two_layers(["tower/user"], "geo/id", ["tower/user/geo"], "name")
