@@ -247,7 +247,7 @@ class SparseEmbed(nnx.Module):
 
     Args:
       features: inputs in the structure of the feature config; a dict may hold any subset. Each is
-        a dense integer array, `Padded`, `Ragged` or `Sparse`.
+        a dense integer array, `Padded`, `Ragged` or `Sparse`, of a batch size of its own.
       weights: the parallel structure, or None; an entry may be None. They are constants, no
         gradient comes back to them, unless the feature has `differentiate_weights`.
 
