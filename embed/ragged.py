@@ -121,9 +121,13 @@ def _is_concrete(*values: Any) -> bool:
   return not any(isinstance(leaf, jax.core.Tracer) or away(leaf) for leaf in leaves)
 
 
+def _is_array(value: Any) -> bool:
+  return isinstance(value, (jax.Array, np.ndarray))
+
+
 def _as_array(value: Any, name: str) -> Any:
   """Arrays as they are, lists through NumPy; an empty list has no dtype of its own."""
-  if isinstance(value, (jax.Array, np.ndarray)):
+  if _is_array(value):
     return value
   try:
     array = np.asarray(value)
@@ -133,10 +137,20 @@ def _as_array(value: Any, name: str) -> Any:
     raise ValueError(
       f"Feature {name!r}: a list of traced values. Write np.asarray(...) before it enters jit."
     ) from None
-  if array is None or array.dtype == object:
+  if array is None:
     raise ValueError(
       f"Feature {name!r}: rows of different lengths. Write embed.to_padded(rows) on the host, or "
       "embed.Ragged(values, row_splits)."
+    )
+  if array.dtype == object:
+    raise TypeError(
+      f"Feature {name!r}: expected an array of integers, embed.Padded, embed.Ragged or "
+      f"embed.Sparse, got {type(value).__name__}. A batch has the structure of the feature config."
+    )
+  if isinstance(value, (list, tuple)) and any(np.ndim(row) for row in value if _is_array(row)):
+    raise TypeError(
+      f"Feature {name!r}: got a {type(value).__name__} of arrays for one feature. Write np.stack if "
+      "they are one batch; a batch of several has the structure of the feature config."
     )
   return array.astype(np.int32) if array.size == 0 else array
 

@@ -328,3 +328,30 @@ def test_to_padded_checks_indices_and_keeps_the_kind_of_no_values():
     padded = embed.to_padded(bags)
     assert padded.values.dtype == np.int32
     assert (padded.values == -1).all()
+
+
+IDS = np.arange(4)
+WRONG = {
+  "a dict for a feature": (
+    None,
+    {"a": IDS},
+    TypeError,
+    "got dict.*structure of the feature config",
+  ),
+  "a tuple for a feature": (None, (IDS, IDS), TypeError, "tuple of arrays for one feature"),
+  "a list for a feature": (["a"], [[IDS, IDS]], TypeError, "list of arrays for one feature"),
+  "one of two": (["a", "b"], [IDS], ValueError, "expected 2 entries"),
+  "a dict below a padded": (None, embed.Padded({"a": IDS}), TypeError, "got dict"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_another_structure_is_refused(name):
+  names, batch, error, message = WRONG[name]
+  feature = embed.FeatureConfig(embed.TableConfig(V, D, name="t"))
+  features = feature if names is None else [feature for _ in names]
+  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  with pytest.raises(error, match=message):
+    layer(batch)
+  with pytest.raises(error, match=message):
+    embed.validate(features, batch)
