@@ -29,9 +29,9 @@ class RowGrads:
 
   Rows are summed over duplicates, features, calls and devices, so an id stands once, in no
   particular order; unused entries have id `vocabulary_size` and value 0. Sums are float32, one
-  occurrence after another: of 100,000 equal gradients it is off by 0.01 %, of a million by 1 %. Where the table's
-  optimizer has `use_gradient_accumulation=False` there is one entry per occurrence instead, in
-  batch order. On a mesh, entries are with the owners of their rows.
+  occurrence after another: of 100,000 equal gradients it is off by 0.01 %, of a million by 1 %.
+  Where the table's optimizer has `use_gradient_accumulation=False` there is one entry per
+  occurrence instead, in batch order. On a mesh, entries are with the owners of their rows.
 
   Made by `embed.value_and_grad`, which keeps the activations' gradients and sums them when `ids`
   or `values` is asked for (or inside the update). By hand, duplicates are allowed and summed by the

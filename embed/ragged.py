@@ -149,8 +149,8 @@ def _as_array(value: Any, name: str) -> Any:
     )
   if isinstance(value, (list, tuple)) and any(np.ndim(row) for row in value if _is_array(row)):
     raise TypeError(
-      f"Feature {name!r}: got a {type(value).__name__} of arrays for one feature. Write np.stack if "
-      "they are one batch; a batch of several has the structure of the feature config."
+      f"Feature {name!r}: got a {type(value).__name__} of arrays for one feature. Write np.stack "
+      "if they are one batch; a batch of several has the structure of the feature config."
     )
   return array.astype(np.int32) if array.size == 0 else array
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from embed import config as config_lib
-from embed import exchange, initializers, rounding, traffic, update, views
+from embed import exchange, initializers, rounding, text, traffic, update, views
 from embed import lookup as lookup_lib
 from embed.exchange import Call, Owned
 from embed.layout import Columns, Layout
@@ -117,8 +117,32 @@ class Stack:
   # --- arrays --------------------------------------------------------------------------------
 
   def make(self, keys: Mapping[str, jax.Array]) -> Arrays:
-    """Initial rows and slots, each device's own rows made by it; `keys` by table."""
-    return {"parameters": self._make_rows(keys), **self._make_slots(keys)}
+    """Initial rows and slots, each device's own rows made by it; `keys` by table.
+
+    Raises:
+      MemoryError: if they do not fit.
+    """
+    try:
+      return {"parameters": self._make_rows(keys), **self._make_slots(keys)}
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      raise MemoryError(self._does_not_fit()) from error
+
+  def _does_not_fit(self) -> str:
+    rows = self.layout.rows * self.width * self.config.dtype.itemsize
+    places = [self.layout.rows * (1 if s.per_row else self.width) for s in self.slots.values()]
+    itemsizes = [np.dtype(slot.dtype).itemsize for slot in self.slots.values()]
+    total = rows + sum(n * size for n, size in zip(places, itemsizes, strict=True))
+    slots = f", {text.size(total)} with slots ({', '.join(self.slots)})" if self.slots else ""
+    tables = ", ".join(map(repr, self.names[:3])) + (", ..." if len(self.names) > 3 else "")
+    return (
+      f"Out of memory while making {'tables' if len(self.names) > 1 else 'table'} {tables}: rows "
+      f"take {text.size(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
+      "optimizer, hbm_bytes=...) to see what every table takes, and SparseEmbed(plan=...) spreads "
+      "them over the mesh so that they fit. Rows of bfloat16, or an optimizer of fewer slots, such "
+      "as embed.rowwise_adagrad, take less."
+    )
 
   def _make_rows(self, keys: Mapping[str, jax.Array]) -> jax.Array:
     row_wise: dict[str, initializers.RowWise] = {}
