@@ -1,7 +1,8 @@
 """`SparseEmbed`: features over shared tables, as a Flax NNX module."""
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -148,6 +149,19 @@ class _Static:
     return self
 
 
+@contextlib.contextmanager
+def changing(what: str) -> Iterator[None]:
+  """Says what to write where a model has to change that a JAX transformation closes over."""
+  try:
+    yield
+  except flax_errors.TraceContextError:
+    raise ValueError(
+      f"{what} changes the model, which jax.jit or another JAX transformation closes over, so that "
+      "the change would be lost. Pass the model as an argument to nnx.jit: "
+      "`step = nnx.jit(lambda model, batch: ...)`, then `step(model, batch)`."
+    ) from None
+
+
 class SparseEmbed(nnx.Module):
   """Embedding lookups of many features over shared tables, with an optimizer for each table.
 
@@ -268,7 +282,7 @@ class SparseEmbed(nnx.Module):
     >>> layer({"next": np.array([9, 9, 1])})["next"].shape  # one id each
     (3, 4)
     """
-    return self.lookup(features, weights)[0]
+    return self._look_up(features, weights)[0]  # nnx.tabulate wraps public methods
 
   def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Residual]:
     """As `__call__`, and the residual that `apply_gradients` needs.
@@ -295,6 +309,9 @@ class SparseEmbed(nnx.Module):
     >>> layer.tables["movie"][3].tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
+    return self._look_up(features, weights)
+
+  def _look_up(self, features: Any, weights: Any) -> tuple[Any, Residual]:
     if self._path is not None and hasattr(self, "__captures__"):
       raise ValueError(
         "SparseEmbed was called inside nnx.capture, inside the loss that embed.value_and_grad "
@@ -512,7 +529,8 @@ class SparseEmbed(nnx.Module):
   def _descend(self, table: str, grad: jax.Array) -> None:
     """Trains the learned weights of a table's combiner."""
     variable = self.combiner_weights[table]
-    variable.set_value(variable[...] - self._combiner_rate(table) * grad)
+    with changing("An update of a combiner's weights"):
+      variable.set_value(variable[...] - self._combiner_rate(table) * grad)
 
   def apply_row_gradients(self, rows: Mapping[str, RowGrads], step: Any = None) -> None:
     """Steps each named table once from its `RowGrads`, in place.
@@ -551,8 +569,10 @@ class SparseEmbed(nnx.Module):
     for stack in moving:
       variables, mine = self.arrays[stack.name], tuple(sent.get(stack.name, ()))
       arrays = {key: variable[...] for key, variable in variables.items()}
-      for key, value in _step(arrays, mine, stack.at(step), stack).items():
-        variables[key].set_value(value)
+      new = _step(arrays, mine, stack.at(step), stack)
+      with changing("An update of tables"):
+        for key, value in new.items():
+          variables[key].set_value(value)
 
   def _trains(self, stack: Stack, sent: Mapping[str, Sequence[Sent]], step: Any) -> bool:
     """Whether a stack moves; raises for what is missing."""
@@ -688,9 +708,11 @@ class SparseEmbed(nnx.Module):
       for stack in stacks
     ]
     arrays = [{k: v.get_value() for k, v in self.arrays[s.name].items()} for s in stacks]
-    for stack, stored in zip(stacks, store_all(stacks, arrays, given), strict=True):
-      for key, value in stored.items():
-        self.arrays[stack.name][key].set_value(value)
+    new = store_all(stacks, arrays, given)
+    with changing("Loading tables"):
+      for stack, stored in zip(stacks, new, strict=True):
+        for key, value in stored.items():
+          self.arrays[stack.name][key].set_value(value)
 
   # --- small parts -------------------------------------------------------------------------------
 
@@ -714,10 +736,10 @@ class SparseEmbed(nnx.Module):
     except flax_errors.TraceContextError:
       if self._path is not None:
         raise ValueError(
-          "SparseEmbed was called under jax.checkpoint, jax.vmap, jax.lax.scan or another JAX "
-          "transformation that closes over the model, inside a loss of embed.value_and_grad. "
-          "Write nnx.remat, nnx.jit or nnx.cond and pass the model as an argument; look up "
-          "outside of scan and vmap."
+          "SparseEmbed was called under jax.checkpoint, jax.vmap, jax.lax.scan, jax.eval_shape or "
+          "another JAX transformation that closes over the model, inside a loss of "
+          "embed.value_and_grad. Write nnx.remat, nnx.jit, nnx.cond or nnx.eval_shape and pass the "
+          "model as an argument; look up outside of scan and vmap."
         ) from None
       # Inference with the model closed over: there is no state to count in.
 

@@ -21,7 +21,7 @@ from jax.extend import core as jex_core
 from embed import lookup
 from embed.exchange import Call
 from embed.grads import Grads, Rows
-from embed.module import SlotVariable, SparseEmbed, Table
+from embed.module import SlotVariable, SparseEmbed, Table, changing
 from embed.stack import Stack
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call")  # run in place
@@ -324,9 +324,10 @@ class _Loss:
 
   def update(self, changed: Any, node_states: dict[Any, Any]) -> None:
     """Keeps what the loss changed."""
-    nnx.update(self.model, changed)
-    for i, node in self.nodes.items():
-      nnx.update(node, node_states[i])
+    with changing("embed.value_and_grad, which keeps what the loss changes,"):
+      nnx.update(self.model, changed)
+      for i, node in self.nodes.items():
+        nnx.update(node, node_states[i])
 
 
 def _checked(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
@@ -516,7 +517,8 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
       assert made.activations is not None
       rows = modules[made.owner.path].arrays[made.owner.name]["parameters"]
       activations, table = lookup.in_order(made.activations, rows.get_value(), made.reads)
-      rows.set_value(table)
+      with changing("embed.look_ahead"):
+        rows.set_value(table)
       ordered.append(dataclasses.replace(made, activations=activations))
     return Ahead(tuple(ordered))
 
