@@ -155,7 +155,8 @@ def check(tree: Tree, **nodes: Any) -> None:
   Traceback (most recent call last):
   ValueError: The checkpoint does not fit the model: model/tables/movie/parameters has shape ...
   """
-  problems, tables = [], {}
+  problems: list[str] = []
+  tables: dict[str, tuple[int, ...]] = {}
   for name, node in nodes.items():
     here, there = _flat(like(**{name: node})[name]), _flat(tree.get(name, {}))
     rows_alone = {f"tables/{table}" for table in _not_trained(node)}

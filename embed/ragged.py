@@ -344,11 +344,12 @@ def _check_values(
       )
     ids = ids[: splits[-1]]
   if parts.kind is Sparse:
-    where, kept = f"Feature {name!r}: ", ids >= 0  # padding has no index
+    kept = ids >= 0  # padding has no index
     indices = np.asarray(parts.layout)[kept]
-    _check_indices(indices, x.dense_shape, where)
+    _check_indices(indices, x.dense_shape, f"Feature {name!r}: ")
     if form.length:  # ids beyond the table are dropped before they take a place
-      _check_one_id_each(indices[ids[kept] < feature.table.vocabulary_size], where)
+      in_table = ids[kept] < feature.table.vocabulary_size
+      _check_one_id_each(indices[in_table], f"Feature {name!r}: ")
   custom = feature.table.combiner
   if isinstance(custom, config_lib.CustomCombiner) and parts.kind is not None:
     valencies = _valencies(parts, ids, splits, indices)
@@ -558,8 +559,8 @@ def to_bags(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None)
   )
   ids = jnp.where(place.there, ids, size)
   if 0 in form.shape:  # JAX gathers nothing from an array without elements
-    none = lambda x: None if x is None else x[:0]
-    return Bags(none(ids), none(weights), none(row), form.shape, lost)
+    weights = None if weights is None else weights[:0]
+    return Bags(ids[:0], weights, row[:0], form.shape, lost)
   if weights is not None:
     weights = jnp.where(ids < size, weights, 0)
   return Bags(ids, weights, row, form.shape, lost)
