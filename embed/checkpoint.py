@@ -170,8 +170,10 @@ def check(tree: Tree, **nodes: Any) -> None:
       f"{name}/{k} has shape {shape}, the model's has {here[k].shape}"
       for k, shape in differing.items()
     ]
-    rows = {k: shape for k, shape in differing.items() if k.endswith("/parameters")}
-    tables |= {k: shape for k, shape in rows.items() if k.startswith("tables/")}
+    is_table = lambda k, shape: (
+      k.startswith("tables/") and k.endswith("/parameters") and len(shape) == 2
+    )
+    tables |= {k: shape for k, shape in differing.items() if is_table(k, shape)}
     problems += [
       f"{name}/{k} was deleted by a step that donated its model: copy the tree before"
       for k, v in there.items()
@@ -233,7 +235,8 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-  return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+  shape = getattr(x, "shape", None)
+  return np.shape(x) if shape is None else tuple(shape)
 
 
 def _not_trained(node: Any) -> list[str]:

@@ -212,3 +212,11 @@ def test_restore_leaves_slots_that_the_model_has_not(tmp_path):
   serving = embed.SparseEmbed(table(None), rngs=nnx.Rngs(1))
   embed.checkpoint.restore(tmp_path / "c", model=serving)
   np.testing.assert_array_equal(serving.tables["table_0"], trained.tables["table_0"])
+
+
+def test_a_table_of_another_rank_is_named():
+  model = Model(0)
+  tree = embed.checkpoint.to_tree(model=model)
+  tree["model"]["tables"]["embed/movie"]["parameters"] = np.zeros(3)
+  with pytest.raises(ValueError, match=r"embed/movie/parameters has shape \(3,\)"):
+    embed.checkpoint.from_tree(tree, model=model)
