@@ -5,6 +5,9 @@ stand in it as `tables/<module path>/<table>/<slot>`, unpadded; everything else 
 the optimizer by its path.
 """
 
+import os
+import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +17,9 @@ from flax import nnx
 
 from embed import routing
 from embed.lookup import Owner
-from embed.module import SlotVariable, Table
+from embed.module import SlotVariable, SparseEmbed, Table
 
-__all__ = ["from_tree", "like", "to_tree"]
+__all__ = ["check", "from_tree", "like", "restore", "to_tree"]
 
 Tree = dict[str, Any]
 
@@ -25,9 +28,22 @@ def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
   """All other state by path, and the treedef that puts it back together."""
   state = nnx.state(node, nnx.Not(nnx.Any(Table, SlotVariable)))
   leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
-  name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-  is_array = lambda x: hasattr(x, "dtype")
-  return {name(p): x if is_array(x) else jnp.asarray(x) for p, x in leaves}, treedef
+  arrays: dict[str, jax.Array] = {}
+  for path, x in leaves:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if name in arrays:
+      raise ValueError(
+        f"Two arrays of the model have the path {name!r} of checkpoints. Rename one of the keys "
+        'that have a "/" in them.'
+      )
+    arrays[name] = x if hasattr(x, "dtype") else jnp.asarray(x)
+  return arrays, treedef
+
+
+def _by_layer(node: Any, of: Callable[[SparseEmbed], Tree]) -> Tree:
+  """`of` every layer, a dict by table name, as one by the tables' keys in a checkpoint."""
+  values = {id(module): of(module) for module in routing.sparse_embeds(node).values()}
+  return {key: values[id(module)][name] for key, (module, name) in routing.row_keys(node).items()}
 
 
 def is_key(x: Any) -> bool:
@@ -63,11 +79,7 @@ def to_tree(**nodes: Any) -> Tree:
   for name, node in nodes.items():
     # Random keys as their data: not every store knows keys.
     dense = {k: _key_data(v) if is_key(v) else v for k, v in _dense(node)[0].items()}
-    tables: Tree = {}
-    for path, module in routing.sparse_embeds(node).items():
-      tables |= {
-        Owner(path, table).key: of for table, of in module._read_variables(compact=True).items()
-      }
+    tables = _by_layer(node, lambda layer: layer._read_variables(compact=True))
     tree[name] = {"state": dense, "tables": tables}
   return tree
 
@@ -92,9 +104,7 @@ def like(**nodes: Any) -> Tree:
   tree = {}
   for name, node in nodes.items():
     data = lambda x: struct(_key_data(x)) if is_key(x) else struct(x)
-    tables: Tree = {}
-    for path, module in routing.sparse_embeds(node).items():
-      tables |= {Owner(path, table).key: of for table, of in module._shapes(compact=True).items()}
+    tables = _by_layer(node, lambda layer: layer._shapes(compact=True))
     tree[name] = {"state": {k: data(v) for k, v in _dense(node)[0].items()}, "tables": tables}
   return tree
 
@@ -120,37 +130,119 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
   >>> bool((fresh.tables["movie"] == trained.tables["movie"]).all())
   True
   """
-  problems = []
+  check(tree, **nodes)
+  for name, node in nodes.items():
+    _restore(tree[name], node)
+
+
+def check(tree: Tree, **nodes: Any) -> None:
+  """Raises ValueError unless a tree, or what a store knows of one before it is read, fits.
+
+  Orbax, asked for arrays of other shapes than it has, advises `strict=False`, which pads or cuts
+  tables. `restore` asks here first.
+
+  Args:
+    tree: as of `from_tree`; its leaves may be anything with a shape, such as the metadata
+      `checkpointer.metadata(folder).item_metadata.tree` of Orbax.
+    **nodes: as of `from_tree`.
+
+  Raises:
+    ValueError: naming what is missing, unknown or of another shape, and what to do about it.
+
+  >>> table = lambda size: embed.FeatureConfig(embed.TableConfig(size, 2, name="movie"))
+  >>> saved, other = (embed.SparseEmbed(table(size), rngs=nnx.Rngs(0)) for size in (4, 5))
+  >>> embed.checkpoint.check(embed.checkpoint.like(model=saved), model=other)
+  Traceback (most recent call last):
+  ValueError: The checkpoint does not fit the model: model/tables/movie/parameters has shape ...
+  """
+  problems: list[str] = []
+  tables: dict[str, tuple[int, ...]] = {}
   for name, node in nodes.items():
     here, there = _flat(like(**{name: node})[name]), _flat(tree.get(name, {}))
     rows_alone = {f"tables/{table}" for table in _not_trained(node)}
     unknown = [k for k in there if k not in here and k.rpartition("/")[0] not in rows_alone]
     problems += [f"{name}/{k} is missing" for k in here if k not in there]
     problems += [f"{name}/{k} is not in the model" for k in unknown]
+    differing = {
+      k: _shape(there[k]) for k in here if k in there if _shape(there[k]) != here[k].shape
+    }
     problems += [
-      f"{name}/{k} has shape {np.shape(there[k])}, the model's has {v.shape}"
-      for k, v in here.items()
-      if k in there and np.shape(there[k]) != v.shape
+      f"{name}/{k} has shape {shape}, the model's has {here[k].shape}"
+      for k, shape in differing.items()
     ]
+    is_table = lambda k, shape: (
+      k.startswith("tables/") and k.endswith("/parameters") and len(shape) == 2
+    )
+    tables |= {k: shape for k, shape in differing.items() if is_table(k, shape)}
     problems += [
       f"{name}/{k} was deleted by a step that donated its model: copy the tree before"
       for k, v in there.items()
       if isinstance(v, jax.Array) and v.is_deleted()
     ]
-  if problems:
-    raise ValueError("The checkpoint does not fit the model: " + "; ".join(problems[:10]) + ".")
-  for name, node in nodes.items():
-    _restore(tree[name], node)
+  if not problems:
+    return
+  advice = ""
+  if tables:
+    key, (size, dim) = next(iter(tables.items()))
+    advice = (
+      f" Make table {key.split('/', 1)[1].removesuffix('/parameters')!r} with "
+      f"vocabulary_size={size} and dim={dim}, as it was saved. For another vocabulary, restore "
+      "that model, and copy its rows and slots to the new one with `load_variables`."
+    )
+  raise ValueError(
+    "The checkpoint does not fit the model: " + "; ".join(problems[:10]) + "." + advice
+  )
+
+
+def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
+  """Reads a checkpoint that Orbax wrote of `to_tree` into models and optimizers.
+
+  What fits is checked before anything is read. Each device reads its own part; of a model without
+  optimizer, slots are not read. Otherwise it is `like`, Orbax's restore and `from_tree`.
+
+  Args:
+    folder: that Orbax wrote.
+    **nodes: as of `from_tree`.
+
+  Raises:
+    ValueError: as `check`.
+    ImportError: Orbax is not installed.
+
+  >>> import pathlib, tempfile
+  >>> import orbax.checkpoint as ocp
+  >>> config = embed.FeatureConfig(embed.TableConfig(4, 2, name="movie"))
+  >>> trained, fresh = (embed.SparseEmbed(config, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+  >>> folder = pathlib.Path(tempfile.mkdtemp()) / "1"
+  >>> with ocp.StandardCheckpointer() as checkpointer:
+  ...   checkpointer.save(folder, embed.checkpoint.to_tree(model=trained))
+  >>> embed.checkpoint.restore(folder, model=fresh)
+  >>> bool((fresh.tables["movie"] == trained.tables["movie"]).all())
+  True
+  """
+  try:
+    import orbax.checkpoint as ocp
+  except ImportError:
+    raise ImportError(
+      "Checkpoints are read by Orbax: pip install 'sparse-embed[recipes]', or orbax-checkpoint."
+    ) from None
+  path, wanted = pathlib.Path(folder).absolute(), like(**nodes)
+  restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+  with ocp.PyTreeCheckpointer() as reader:
+    check(reader.metadata(path).item_metadata.tree, **nodes)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+    tree = reader.restore(path, args=args)
+  from_tree(tree, **nodes)
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+  shape = getattr(x, "shape", None)
+  return np.shape(x) if shape is None else tuple(shape)
 
 
 def _not_trained(node: Any) -> list[str]:
   """The names in the tree of the tables that have no slots because they are not trained."""
-  return [
-    Owner(path, table).key
-    for path, module in routing.sparse_embeds(node).items()
-    for table, optimizer in module.spec.optimizers.items()
-    if optimizer is None or optimizer.equation is None
-  ]
+  optimizers = _by_layer(node, lambda layer: layer.spec.optimizers)
+  return [key for key, opt in optimizers.items() if opt is None or opt.equation is None]
 
 
 def _flat(tree: Tree) -> dict[str, Any]:

@@ -106,6 +106,8 @@ def add_rows(
   columns, and no `[B, L, D]` is ever made.
   """
   for addend in addends:
+    if not addend.place.size:
+      continue
     batch = addend.grads.shape[0]
     gains = None if addend.gains is None else addend.gains.T
     columns = Addend(addend.grads, addend.place.T - offset, gains)

@@ -28,9 +28,10 @@ class RowGrads:
   """The gradient of a table, as rows: row `ids[i]` has gradient `values[i]`.
 
   Rows are summed over duplicates, features, calls and devices, so an id stands once, in no
-  particular order; unused entries have id `vocabulary_size` and value 0. Where the table's
-  optimizer has `use_gradient_accumulation=False` there is one entry per occurrence instead, in
-  batch order. On a mesh, entries are with the owners of their rows.
+  particular order; unused entries have id `vocabulary_size` and value 0. Sums are float32, one
+  occurrence after another: of 100,000 equal gradients it is off by 0.01 %, of a million by 1 %.
+  Where the table's optimizer has `use_gradient_accumulation=False` there is one entry per
+  occurrence instead, in batch order. On a mesh, entries are with the owners of their rows.
 
   Made by `embed.value_and_grad`, which keeps the activations' gradients and sums them when `ids`
   or `values` is asked for (or inside the update). By hand, duplicates are allowed and summed by the
@@ -138,7 +139,7 @@ def _pairs(ids: jax.Array, values: jax.Array, table: str = "") -> Call:
 
 def sent_to(stack: Stack, table: str, rows: RowGrads) -> list[Sent]:
   """What a table's `RowGrads` sends to its stack, made by hand or not."""
-  if rows.stack is stack:
+  if rows.stack == stack:
     return list(rows.sent)
   size, dim = stack.tables[table].vocabulary_size, stack.dim
   size_of_rows = size if rows.stack is None else rows.stack.tables[rows.table].vocabulary_size

@@ -12,11 +12,20 @@ import jax.numpy as jnp
 ROWS_AT_A_TIME = 1 << 14
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RowWise:
-  """An initializer of which every row has its own key; see `row_wise`."""
+  """An initializer of which every row has its own key; see `row_wise`.
+
+  Equal to another of the very same function, which need not be hashable.
+  """
 
   initializer: Callable[..., Any]
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, RowWise) and self.initializer is other.initializer
+
+  def __hash__(self) -> int:
+    return id(self.initializer)
 
   def __call__(self, key: jax.Array, shape: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
     """A whole table `[V, D]`, or a slot `[V]` of one value per row."""

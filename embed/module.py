@@ -1,8 +1,9 @@
 """`SparseEmbed`: features over shared tables, as a Flax NNX module."""
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -140,13 +141,33 @@ class _Spec(NamedTuple):
 
 
 class _Static:
-  """Holds a value as static metadata, compared by identity: a config need not be hashable."""
+  """Holds a layer's `_Spec` as static metadata: layers of the same configs, which compare by
+  identity, and equal stacks run the same compiled programs."""
 
-  def __init__(self, value: Any):
+  def __init__(self, value: _Spec):
     self.value = value
+
+  def __eq__(self, other: object) -> bool:
+    return self is other or (isinstance(other, _Static) and self.value == other.value)
+
+  def __hash__(self) -> int:
+    return hash(tuple(self.value.stacks.values()))
 
   def __deepcopy__(self, memo):
     return self
+
+
+@contextlib.contextmanager
+def changing(what: str) -> Iterator[None]:
+  """Says what to write where a model has to change that a JAX transformation closes over."""
+  try:
+    yield
+  except flax_errors.TraceContextError:
+    raise ValueError(
+      f"{what} changes the model, which jax.jit or another JAX transformation closes over, so that "
+      "the change would be lost. Pass the model as an argument to nnx.jit: "
+      "`step = nnx.jit(lambda model, batch: ...)`, then `step(model, batch)`."
+    ) from None
 
 
 class SparseEmbed(nnx.Module):
@@ -247,7 +268,7 @@ class SparseEmbed(nnx.Module):
 
     Args:
       features: inputs in the structure of the feature config; a dict may hold any subset. Each is
-        a dense integer array, `Padded`, `Ragged` or `Sparse`.
+        a dense integer array, `Padded`, `Ragged` or `Sparse`, of a batch size of its own.
       weights: the parallel structure, or None; an entry may be None. They are constants, no
         gradient comes back to them, unless the feature has `differentiate_weights`.
 
@@ -268,7 +289,7 @@ class SparseEmbed(nnx.Module):
     >>> layer({"next": np.array([9, 9, 1])})["next"].shape  # one id each
     (3, 4)
     """
-    return self.lookup(features, weights)[0]
+    return self._look_up(features, weights)[0]  # nnx.tabulate wraps public methods
 
   def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Residual]:
     """As `__call__`, and the residual that `apply_gradients` needs.
@@ -295,6 +316,9 @@ class SparseEmbed(nnx.Module):
     >>> layer.tables["movie"][3].tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
+    return self._look_up(features, weights)
+
+  def _look_up(self, features: Any, weights: Any) -> tuple[Any, Residual]:
     flat = ragged.flatten(self.spec.features, features, weights)
     activations: dict[Path, jax.Array] = {}
     apart: dict[Path, Apart] = {}
@@ -521,7 +545,8 @@ class SparseEmbed(nnx.Module):
   def _descend(self, table: str, grad: jax.Array) -> None:
     """Trains the learned weights of a table's combiner."""
     variable = self.combiner_weights[table]
-    variable.set_value(variable[...] - self._combiner_rate(table) * grad)
+    with changing("An update of a combiner's weights"):
+      variable.set_value(variable[...] - self._combiner_rate(table) * grad)
 
   def apply_row_gradients(self, rows: Mapping[str, RowGrads], step: Any = None) -> None:
     """Steps each named table once from its `RowGrads`, in place.
@@ -560,8 +585,10 @@ class SparseEmbed(nnx.Module):
     for stack in moving:
       variables, mine = self.arrays[stack.name], tuple(sent.get(stack.name, ()))
       arrays = {k: lookup_lib.read(v.get_value(), "update") for k, v in variables.items()}
-      for key, value in _step(arrays, mine, stack.at(step), stack).items():
-        variables[key].set_value(sharding.with_types_of(value, arrays[key]))
+      new = _step(arrays, mine, stack.at(step), stack)
+      with changing("An update of tables"):
+        for key, value in new.items():
+          variables[key].set_value(sharding.with_types_of(value, arrays[key]))
 
   def _trains(self, stack: Stack, sent: Mapping[str, Sequence[Sent]], step: Any) -> bool:
     """Whether a stack moves; raises for what is missing."""
@@ -697,9 +724,11 @@ class SparseEmbed(nnx.Module):
       for stack in stacks
     ]
     arrays = [{k: v.get_value() for k, v in self.arrays[s.name].items()} for s in stacks]
-    for stack, stored in zip(stacks, store_all(stacks, arrays, given), strict=True):
-      for key, value in stored.items():
-        self.arrays[stack.name][key].set_value(value)
+    new = store_all(stacks, arrays, given)
+    with changing("Loading tables"):
+      for stack, stored in zip(stacks, new, strict=True):
+        for key, value in stored.items():
+          self.arrays[stack.name][key].set_value(value)
 
   # --- small parts -------------------------------------------------------------------------------
 

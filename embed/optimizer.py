@@ -17,8 +17,8 @@ from embed.optimizers import RowOptimizer
 _HOLDING_BACK = {
   "MultiStepsState": "sum the gradients of the microbatches with embed.accumulate and update once",
   "ApplyIfFiniteState": (
-    "map the gradients of a step that is not finite to 0: ok = jnp.isfinite(embed.global_norm(grads)"
-    "); grads = grads.map(lambda g: jnp.where(ok, g, 0))"
+    "map the gradients of a step that is not finite to 0: ok = jnp.isfinite("
+    "embed.global_norm(grads)); grads = grads.map(lambda g: jnp.where(ok, g, 0))"
   ),
 }
 _BY_OPTAX = nnx.All(nnx.Param, nnx.Not(CombinerWeights))
@@ -141,9 +141,9 @@ def _descend(model: nnx.Module, dense: Any) -> None:
 
 
 def _is_of(rows: Rows, path: str, module) -> bool:
-  """Whether gradients are of this very module, and not of another one like it."""
+  """Whether gradients are kept by the stacks that this module has."""
   keys = {lookup.Owner(path, name): stack for name, stack in module.spec.stacks.items()}
-  return all(rows.stacks.get(key) is stack for key, stack in keys.items())
+  return all(rows.stacks.get(key) == stack for key, stack in keys.items())
 
 
 def _trainable(module, rows):

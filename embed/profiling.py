@@ -5,6 +5,7 @@ On the host, before training. The original's `profile_data_directory` of the emb
 
 import dataclasses
 import json
+import math
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -357,7 +358,7 @@ def _bags(features: Any, batch: Any, names: Mapping[int, str]) -> dict[str, list
     bags = ragged.to_bags(config_lib.feature_name(path, feature), feature, x)
     ids = np.asarray(bags.ids, np.int64)
     if bags.segments is None:
-      bag = np.repeat(np.arange(ids.size // ids.shape[-1]), ids.shape[-1])
+      bag = np.repeat(np.arange(math.prod(ids.shape[:-1])), ids.shape[-1])
     else:
       bag = np.asarray(bags.segments, np.int64)
     valid = ids.reshape(-1) < feature.table.vocabulary_size

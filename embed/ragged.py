@@ -121,9 +121,13 @@ def _is_concrete(*values: Any) -> bool:
   return not any(isinstance(leaf, jax.core.Tracer) or away(leaf) for leaf in leaves)
 
 
+def _is_array(value: Any) -> bool:
+  return isinstance(value, (jax.Array, np.ndarray))
+
+
 def _as_array(value: Any, name: str) -> Any:
   """Arrays as they are, lists through NumPy; an empty list has no dtype of its own."""
-  if isinstance(value, (jax.Array, np.ndarray)):
+  if _is_array(value):
     return value
   try:
     array = np.asarray(value)
@@ -133,10 +137,20 @@ def _as_array(value: Any, name: str) -> Any:
     raise ValueError(
       f"Feature {name!r}: a list of traced values. Write np.asarray(...) before it enters jit."
     ) from None
-  if array is None or array.dtype == object:
+  if array is None:
     raise ValueError(
       f"Feature {name!r}: rows of different lengths. Write embed.to_padded(rows) on the host, or "
       "embed.Ragged(values, row_splits)."
+    )
+  if array.dtype == object:
+    raise TypeError(
+      f"Feature {name!r}: expected an array of integers, embed.Padded, embed.Ragged or "
+      f"embed.Sparse, got {type(value).__name__}. A batch has the structure of the feature config."
+    )
+  if isinstance(value, (list, tuple)) and any(np.ndim(row) for row in value if _is_array(row)):
+    raise TypeError(
+      f"Feature {name!r}: got a {type(value).__name__} of arrays for one feature. Write np.stack "
+      "if they are one batch; a batch of several has the structure of the feature config."
     )
   return array.astype(np.int32) if array.size == 0 else array
 
@@ -293,7 +307,29 @@ def check_row_splits(splits: np.ndarray, number: int, where: str = "") -> None:
     )
 
 
-def _check_values(name: str, feature: config_lib.FeatureConfig, x: Any, parts: _Parts) -> None:
+def _check_indices(indices: np.ndarray, shape: tuple[int, ...], where: str) -> None:
+  """Raises ValueError if an index of a `Sparse` is outside its dense_shape."""
+  bad = ((indices < 0) | (indices >= np.asarray(shape))).any(axis=1)
+  if bad.any():
+    raise ValueError(
+      f"{where}index {indices[bad.argmax()].tolist()} is outside the dense_shape {shape}."
+    )
+
+
+def _check_one_id_each(indices: np.ndarray, where: str) -> None:
+  """Raises ValueError if two ids of a `Sparse` have one index, where each needs its own place."""
+  distinct, counts = np.unique(indices, axis=0, return_counts=True)
+  if (counts > 1).any():
+    index = distinct[counts.argmax()].tolist()
+    raise ValueError(
+      f"{where}{counts.max()} ids have the index {index}, which holds one. Give each id of a bag a "
+      "column of its own."
+    )
+
+
+def _check_values(
+  name: str, feature: config_lib.FeatureConfig, x: Any, parts: _Parts, form: _Form
+) -> None:
   """All that depends on values; NumPy only."""
   splits = indices = None
   ids = np.asarray(parts.ids)
@@ -308,19 +344,16 @@ def _check_values(name: str, feature: config_lib.FeatureConfig, x: Any, parts: _
       )
     ids = ids[: splits[-1]]
   if parts.kind is Sparse:
-    indices = np.asarray(parts.layout)
-    bad = ((indices < 0) | (indices >= np.asarray(x.dense_shape))).any(axis=1)
-    if bad.any():
-      raise ValueError(
-        f"Feature {name!r}: index {indices[bad.argmax()].tolist()} is outside the dense_shape "
-        f"{x.dense_shape}."
-      )
-    if feature.max_sequence_length and len(np.unique(indices, axis=0)) < len(indices):
-      raise ValueError(f"Feature {name!r}: two ids stand at one index of a sequence feature.")
+    kept = ids >= 0  # padding has no index
+    indices = np.asarray(parts.layout)[kept]
+    _check_indices(indices, x.dense_shape, f"Feature {name!r}: ")
+    if form.length:  # ids beyond the table are dropped before they take a place
+      in_table = ids[kept] < feature.table.vocabulary_size
+      _check_one_id_each(indices[in_table], f"Feature {name!r}: ")
   custom = feature.table.combiner
   if isinstance(custom, config_lib.CustomCombiner) and parts.kind is not None:
     valencies = _valencies(parts, ids, splits, indices)
-    if valencies.max(initial=0) > custom.max_valency and combines(name, feature, x):
+    if valencies.max(initial=0) > custom.max_valency and not form.length:
       raise ValueError(
         f"Feature {name!r}: bag {int(valencies.argmax())} has {int(valencies.max())} ids, more "
         f"than the max_valency={custom.max_valency} of its table's CustomCombiner. Raise that, or "
@@ -341,14 +374,14 @@ def _check_values(name: str, feature: config_lib.FeatureConfig, x: Any, parts: _
 
 
 def _valencies(parts: _Parts, ids: np.ndarray, splits, indices) -> np.ndarray:
-  """How many ids each bag has: int64 `[bags]`."""
+  """How many ids each bag has: int64 `[bags]`. `indices` are those of the ids without padding."""
   if parts.kind is Padded:
     return (ids >= 0).sum(axis=-1).reshape(-1)
   if parts.kind is Ragged:
-    row = np.repeat(np.arange(len(splits) - 1), np.diff(splits))
+    row = np.repeat(np.arange(len(splits) - 1), np.diff(splits))[ids >= 0]
   else:
-    row = np.ravel_multi_index(tuple(indices[:, :-1].T), parts.batch) if len(ids) else ids
-  return np.bincount(row[ids >= 0], minlength=math.prod(parts.batch))
+    row = np.ravel_multi_index(tuple(indices[:, :-1].T), parts.batch) if len(indices) else ids[:0]
+  return np.bincount(row, minlength=math.prod(parts.batch))
 
 
 def flatten(config: Any, features: Any, weights: Any = None) -> dict[config_lib.Path, Any]:
@@ -372,9 +405,9 @@ def flatten(config: Any, features: Any, weights: Any = None) -> dict[config_lib.
 def check(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None) -> None:
   """Raises ValueError if an input does not fit its feature; values are read where concrete."""
   parts = _take_apart(name, feature, x, w)
-  _form(name, feature, parts, weighted=w is not None)
+  form = _form(name, feature, parts, weighted=w is not None)
   if _is_concrete(x):
-    _check_values(name, feature, x, parts)
+    _check_values(name, feature, x, parts, form)
   if w is not None and parts.layout is not None and _is_concrete(x, w):
     layout = "row_splits" if parts.kind is Ragged else "indices"
     theirs, mine = np.asarray(getattr(w, layout)), np.asarray(parts.layout)
@@ -435,14 +468,19 @@ def to_padded(
   [[0.5, 2.0, 0.0], [1.0, 0.0, 0.0]]
   """
   if isinstance(bags, Sparse):
-    values, shape = np.asarray(bags.values), bags.dense_shape[:-1]
+    values, shape = np.asarray(_as_array(bags.values, "to_padded")), bags.dense_shape[:-1]
     indices = np.asarray(bags.indices, np.int64).reshape(-1, len(bags.dense_shape))
+    if not np.issubdtype(values.dtype, np.floating):  # of weights, none is padding
+      values, indices = values[values >= 0], indices[values >= 0]
+    _check_indices(indices, bags.dense_shape, "to_padded: ")
+    _check_one_id_each(indices, "to_padded: ")
     rows = np.ravel_multi_index(tuple(indices[:, :-1].T), shape) if len(values) else indices[:, 0]
     columns, longest = indices[:, -1], bags.dense_shape[-1]
   else:
     if isinstance(bags, Ragged):
       splits = np.asarray(bags.row_splits)
-      values, lengths = np.asarray(bags.values)[: splits[-1]], np.diff(splits)
+      values = np.asarray(_as_array(bags.values, "to_padded"))[: splits[-1]]
+      lengths = np.diff(splits)
     else:
       arrays = [np.asarray(bag) for bag in bags]
       lengths = np.array([len(a) for a in arrays], np.int64)
@@ -509,7 +547,7 @@ def to_bags(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None)
       beyond = beyond[:, : form.length]
       return Bags(ids, None, None, form.shape, _count(beyond))
     if weights is not None:
-      weights = jnp.where(ids < size, weights, 0).reshape(*form.shape, -1)
+      weights = jnp.where(ids < size, weights, 0).reshape(*form.shape, parts.length)
     return Bags(ids.reshape(*form.shape, parts.length), weights, None, form.shape, _count(beyond))
   place = _ragged_places(parts) if parts.kind is Ragged else _sparse_places(parts)
   if form.length or (parts.kind is Ragged and parts.length):
@@ -520,6 +558,9 @@ def to_bags(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None)
     beyond & place.there
   )
   ids = jnp.where(place.there, ids, size)
+  if 0 in form.shape:  # JAX gathers nothing from an array without elements
+    weights = None if weights is None else weights[:0]
+    return Bags(ids[:0], weights, row[:0], form.shape, lost)
   if weights is not None:
     weights = jnp.where(ids < size, weights, 0)
   return Bags(ids, weights, row, form.shape, lost)
@@ -583,7 +624,7 @@ def _ragged_places(parts: _Parts) -> _Places:
   starts = jnp.zeros(n, jnp.int32).at[splits[1:]].add(1, mode="drop")
   row = jnp.where(behind, bags, jnp.minimum(jnp.cumsum(starts), bags - 1 if bags else 0))
   column = position - splits.at[row].get(mode="clip")
-  return _Places(row, column, ~behind, behind)
+  return _Places(row, column, ~behind if bags else jnp.zeros(n, bool), behind)
 
 
 def _sparse_places(parts: _Parts) -> _Places:
@@ -600,7 +641,7 @@ def _lay_out(ids, beyond, weights, place: _Places, layout, size: int) -> Bags:
   """Flat ids to `[bags, length]`; what does not fit a bag is dropped and counted."""
   form, bags, length = layout
   fits = place.there & (place.column < length) & (place.column >= 0)
-  row = jnp.where(fits, place.row, bags)
+  row = jnp.where(fits & (ids < size), place.row, bags)  # no place for padding: it may be an id's
   to = lambda fill, values: (
     jnp.full((bags, length), fill, values.dtype).at[row, place.column].set(values, mode="drop")
   )

@@ -24,7 +24,7 @@ from embed import lookup, sharding
 from embed.exchange import Call
 from embed.grads import Grads, Rows
 from embed.lookup import Owner
-from embed.module import SlotVariable, SparseEmbed, Table
+from embed.module import SlotVariable, SparseEmbed, Table, changing
 from embed.stack import Stack
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call")  # run in place
@@ -314,21 +314,43 @@ def _unused(mark: _Mark) -> lookup.Reads:
 
 
 def sparse_embeds(model: Any) -> dict[str, SparseEmbed]:
-  """Every `SparseEmbed` of a model by its path, "a/b"; a shared one under its first path."""
-  return {
-    "/".join(map(str, path)): module
-    for path, module in nnx.iter_modules(model)
-    if isinstance(module, SparseEmbed)
-  }
+  """Every `SparseEmbed` of a model by its path, "a/b"; a shared one under its first path.
+
+  Raises:
+    ValueError: if two have one path, a key of an `nnx.Dict` having a "/" in it.
+  """
+  layers: dict[str, SparseEmbed] = {}
+  for path, module in nnx.iter_modules(model):
+    if isinstance(module, SparseEmbed):
+      name = "/".join(map(str, path))
+      if name in layers:
+        raise ValueError(
+          f"Two SparseEmbed layers of the model have the path {name!r}. Rename one of the keys "
+          'that have a "/" in them.'
+        )
+      layers[name] = module
+  return layers
 
 
 def row_keys(model: Any) -> dict[str, tuple[SparseEmbed, str]]:
-  """The module and table behind each key of `Grads.rows`."""
-  return {
-    Owner(path, name).key: (module, name)
-    for path, module in sparse_embeds(model).items()
-    for name in module.spec.tables
-  }
+  """The module and table of each key of `Grads.rows` and of checkpoints.
+
+  Raises:
+    ValueError: if two tables of the model have one key.
+  """
+  keys: dict[str, tuple[SparseEmbed, str]] = {}
+  paths: dict[str, str] = {}
+  for path, module in sparse_embeds(model).items():
+    for name in module.spec.tables:
+      key = Owner(path, name).key
+      if key in keys:
+        raise ValueError(
+          f"Two tables of the model have the key {key!r} of gradients and checkpoints: table "
+          f"{keys[key][1]!r} of the layer at {paths[key]!r}, and table {name!r} of the layer at "
+          f"{path!r}. Rename one of the tables, in its TableConfig."
+        )
+      keys[key], paths[key] = (module, name), path
+  return keys
 
 
 def _is_node(value: Any) -> bool:
@@ -452,9 +474,10 @@ class _Loss:
 
   def update(self, changed: Any, node_states: dict[Any, Any]) -> None:
     """Keeps what the loss changed."""
-    nnx.update(self.model, changed)
-    for i, node in self.nodes.items():
-      nnx.update(node, node_states[i])
+    with changing("embed.value_and_grad, which keeps what the loss changes,"):
+      nnx.update(self.model, changed)
+      for i, node in self.nodes.items():
+        nnx.update(node, node_states[i])
 
 
 def _tell_of_foreign(eqns: Sequence[Any], layers: dict[str, SparseEmbed]) -> None:
@@ -595,8 +618,8 @@ class Ahead:
     wanted = [_Lookup(mark.activations, mark.reads, mark.owner) for mark in marks]
     if shapes(list(self.lookups)) != shapes(wanted) or self.specs != traced.specs(marks):
       raise ValueError(
-        "`ahead` is of another loss or model, or of inputs of another shape. Write embed.look_ahead("
-        "loss_fn)(model, *args) with the loss and the arguments of the step that it is for; a last "
+        "`ahead` is of another loss or model, or of inputs of another shape. Write "
+        "embed.look_ahead(loss_fn)(model, *args) with the loss and the arguments of the step that it is for; a last "
         "batch of another size needs a look ahead of its own."
       )
     return list(self.lookups)
@@ -667,7 +690,8 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
       assert made.activations is not None
       rows = modules[made.owner.path].arrays[made.owner.name]["parameters"]
       activations, table = lookup.in_order(made.activations, rows.get_value(), made.reads)
-      rows.set_value(table)
+      with changing("embed.look_ahead"):
+        rows.set_value(table)
       ordered.append(dataclasses.replace(made, activations=activations))
     return Ahead(tuple(ordered), traced.specs(ordered))
 

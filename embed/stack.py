@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from embed import config as config_lib
-from embed import exchange, initializers, rounding, traffic, update, views
+from embed import exchange, initializers, rounding, text, traffic, update, views
 from embed import lookup as lookup_lib
 from embed.exchange import Call, Owned
 from embed.layout import Columns, Layout
@@ -27,6 +27,7 @@ from embed.sharding import Placement
 
 Arrays = dict[str, jax.Array]  # "parameters" and the slots, as stored
 Sent = Call | Owned
+Makers = tuple[tuple[str, initializers.RowWise], ...]  # of rows, by table
 
 
 class Load(NamedTuple):
@@ -47,7 +48,10 @@ class Moment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-  """Tables of one width, dtype and optimizer in one array. Compared by identity.
+  """Tables of one width, dtype and optimizer in one array.
+
+  A value: stacks whose compiled programs would be the same are equal, and share them, though their
+  `TableConfig`s, which compare by identity, are others. Initial values are no part of it.
 
   `capacity_given`: the rows that a pair of devices exchanges in a round, None for a number that
   follows from the shapes of each call. `exchange`: "all_to_all", "gather", or None for the one that
@@ -61,6 +65,24 @@ class Stack:
   placement: Placement | None = None
   capacity_given: int | None = None
   exchange: str | None = None
+
+  @functools.cached_property
+  def _value(self) -> tuple[Any, ...]:
+    tables = tuple((name, table.vocabulary_size) for name, table in self.tables.items())
+    config = self.config
+    rows = (config.dim, config.dtype, config.quantization_config, config.stochastic_rounding)
+    where = (self.layout, self.placement, self.capacity_given, self.exchange)
+    return (self.name, tables, rows, self.optimizer, where)
+
+  @functools.cached_property
+  def _hash(self) -> int:  # asked for at every call of a compiled function
+    return hash(self._value)
+
+  def __eq__(self, other: object) -> bool:
+    return self is other or (isinstance(other, Stack) and self._value == other._value)
+
+  def __hash__(self) -> int:
+    return self._hash
 
   @functools.cached_property
   def names(self) -> tuple[str, ...]:
@@ -95,11 +117,35 @@ class Stack:
   # --- arrays --------------------------------------------------------------------------------
 
   def make(self, keys: Mapping[str, jax.Array]) -> Arrays:
-    """Initial rows and slots, each device's own rows made by it; `keys` by table."""
-    return {"parameters": self._make_rows(keys), **self._make_slots(keys)}
+    """Initial rows and slots, each device's own rows made by it; `keys` by table.
+
+    Raises:
+      MemoryError: if they do not fit.
+    """
+    try:
+      return {"parameters": self._make_rows(keys), **self._make_slots(keys)}
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      raise MemoryError(self._does_not_fit()) from error
+
+  def _does_not_fit(self) -> str:
+    rows = self.layout.rows * self.width * self.config.dtype.itemsize
+    places = [self.layout.rows * (1 if s.per_row else self.width) for s in self.slots.values()]
+    itemsizes = [np.dtype(slot.dtype).itemsize for slot in self.slots.values()]
+    total = rows + sum(n * size for n, size in zip(places, itemsizes, strict=True))
+    slots = f", {text.size(total)} with slots ({', '.join(self.slots)})" if self.slots else ""
+    tables = ", ".join(map(repr, self.names[:3])) + (", ..." if len(self.names) > 3 else "")
+    return (
+      f"Out of memory while making {'tables' if len(self.names) > 1 else 'table'} {tables}: rows "
+      f"take {text.size(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
+      "optimizer, hbm_bytes=...) to see what every table takes, and SparseEmbed(plan=...) spreads "
+      "them over the mesh so that they fit. Rows of bfloat16, or an optimizer of fewer slots, such "
+      "as embed.rowwise_adagrad, take less."
+    )
 
   def _make_rows(self, keys: Mapping[str, jax.Array]) -> jax.Array:
-    row_wise: dict[str, Any] = {}
+    row_wise: dict[str, initializers.RowWise] = {}
     whole = {}
     for name, table in self.tables.items():
       if table.initializer is None:
@@ -114,16 +160,14 @@ class Stack:
             f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}."
           )
         whole[name] = rows
-    make = lambda keys: self._per_device(
-      functools.partial(self._own_rows, row_wise, self.config.dtype), (P(),), self._spec(2)
-    )(keys)
-    rows = jax.jit(make)({name: keys[name] for name in row_wise})
+    makers = tuple(row_wise.items())
+    rows = _drawing(self, makers, self.config.dtype)({name: keys[name] for name in row_wise})
     return store_all([self], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
 
-  def _own_rows(self, makers, dtype, keys) -> jax.Array:
+  def _own_rows(self, makers: Makers, dtype: Any, keys: Mapping[str, jax.Array]) -> jax.Array:
     """This device's rows, of the tables that are made row by row."""
     rows = jnp.zeros((self.layout.rows, self.width), dtype)
-    for name, maker in makers.items():
+    for name, maker in makers:
       number, table = self.number(name), self.tables[name]
       ids = self.layout.own_ids(number, self._shard())
       draw = lambda ids, maker=maker, key=keys[name]: self.columns.own(
@@ -140,10 +184,10 @@ class Stack:
       init = inits.get(slot_name)
       seeds = {name: jax.random.fold_in(key, i) for name, key in keys.items()}
       if isinstance(init, initializers.RowWise) and not slot.per_row:
-        own = functools.partial(self._own_rows, dict.fromkeys(self.tables, init), slot.dtype)
-        made[slot_name] = jax.jit(self._per_device(own, (P(),), self._spec(2)))(seeds)
+        makers = tuple((name, init) for name in self.tables)
+        made[slot_name] = _drawing(self, makers, slot.dtype)(seeds)
         continue
-      value = jax.jit(functools.partial(self._constant_slot, slot))()
+      value = _filling(self, slot)()
       if init is not None:
         whole = {}
         for name, table in self.tables.items():
@@ -152,11 +196,6 @@ class Stack:
         value = store_all([self], [{"slot": value}], [{"slot": whole}])[0]["slot"]
       made[slot_name] = value
     return made
-
-  def _constant_slot(self, slot: Slot) -> jax.Array:
-    shape = (self.layout.rows,) if slot.per_row else (self.layout.rows, self.width)
-    make = lambda: jnp.full(shape, slot.initial, slot.dtype)
-    return self._per_device(make, (), self._spec(len(shape)))()
 
   def read(self, stored: jax.Array, table: str, compact: bool = False) -> jax.Array:
     """A table or slot as users see it, its rows in order: `[V, D]` or `[V]`.
@@ -589,6 +628,27 @@ class Stack:
   def columns(self) -> Columns:
     """The columns of a row on several devices, if they are."""
     return Columns(() if self.placement is None else self.placement.columns, self.dim)
+
+
+# Compiled once for equal stacks. Initializers are often made with their config, for one layer: only
+# the last few programs are kept.
+
+
+@functools.lru_cache(maxsize=16)
+def _drawing(
+  stack: Stack, makers: Makers, dtype: Any
+) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
+  """A function of keys by table: stored rows that are made row by row, zeros of other tables."""
+  own = functools.partial(stack._own_rows, makers, dtype)
+  return jax.jit(stack._per_device(own, (P(),), stack._spec(2)))
+
+
+@functools.lru_cache(maxsize=16)
+def _filling(stack: Stack, slot: Slot) -> Callable[[], jax.Array]:
+  """A function that returns a slot as it is stored, full of its initial value."""
+  shape = (stack.layout.rows,) if slot.per_row else (stack.layout.rows, stack.width)
+  make = lambda: jnp.full(shape, slot.initial, slot.dtype)
+  return jax.jit(stack._per_device(make, (), stack._spec(len(shape))))
 
 
 def _summed(pieces: list[update.Piece], rows: int, distinct: bool) -> update.SummedRows:

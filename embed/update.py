@@ -7,6 +7,7 @@ as there are; on accelerators, where loops are slow and sorting is fast, everyth
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -84,11 +85,11 @@ def addends_of(pieces: Sequence[Piece], places: jax.Array) -> list[cpu.Addend]:
       rows = rows if gains is None else rows * gains[:, None]
       addends.append(cpu.Addend(rows, place[:, None], None))
       continue
-    length = occ.ids.shape[-1]
+    bags, length = math.prod(occ.batch), occ.ids.shape[-1]
     if gains is not None and gains.shape[-1] != length:
       grads, gains = grads * gains, None  # one gain per activation
-    gains = None if gains is None else gains.reshape(-1, length)
-    addends.append(cpu.Addend(grads.reshape(-1, dim), place.reshape(-1, length), gains))
+    gains = None if gains is None else gains.reshape(bags, length)
+    addends.append(cpu.Addend(grads.reshape(bags, dim), place.reshape(bags, length), gains))
   return addends
 
 

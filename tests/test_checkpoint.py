@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import embed
+from embed import routing
 
 
 class Model(nnx.Module):
@@ -149,3 +150,73 @@ def test_orbax_does_not_read_the_slots_that_are_left_out(tmp_path):
   assert list(tree["model"]["tables"]["embed/a"]) == ["parameters"]
   embed.checkpoint.from_tree(tree, model=serving)
   assert (serving.embed.tables["a"] == 1).all()
+
+
+def two_layers(path, table, other_path, other_table):
+  """A model of two layers of one table each."""
+  layer = lambda name, seed: embed.SparseEmbed(
+    embed.FeatureConfig(embed.TableConfig(4, 2, name=name)), rngs=nnx.Rngs(seed)
+  )
+  model = nnx.Dict({})
+  for i, (keys, name) in enumerate([(path, table), (other_path, other_table)]):
+    node = model
+    for key in keys[:-1]:
+      if key not in node:
+        node[key] = nnx.Dict({})
+      node = node[key]
+    node[keys[-1]] = layer(name, i)
+  return model
+
+
+def test_two_tables_of_one_key_are_refused():
+  model = two_layers(["tower/user"], "geo/id", ["tower/user/geo"], "id")
+  for f in (embed.checkpoint.to_tree, embed.checkpoint.like):
+    with pytest.raises(ValueError, match=r"key 'tower/user/geo/id'.*'geo/id'.*'id'.*Rename"):
+      f(model=model)
+  with pytest.raises(ValueError, match=r"Two SparseEmbed layers.*'a/b'.*Rename"):
+    routing.sparse_embeds(two_layers(["a/b"], "t", ["a", "b"], "s"))
+  arrays = nnx.Dict({"a/b": nnx.Param(jnp.ones(1)), "a": nnx.Dict({"b": nnx.Param(jnp.zeros(1))})})
+  with pytest.raises(ValueError, match=r"Two arrays.*'a/b/value'.*Rename"):
+    embed.checkpoint.to_tree(model=arrays)
+  # The slash alone is no fault.
+  model = two_layers(["tower/user"], "geo/id", ["tower/user/geo"], "name")
+  tables = embed.checkpoint.to_tree(model=model)["model"]["tables"]
+  assert set(tables) == {"tower/user/geo/id", "tower/user/geo/name"}
+
+
+def test_restore_checks_before_it_reads(tmp_path):
+  source = Model(0)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "c", embed.checkpoint.to_tree(model=source))
+  model = Model(1)
+  embed.checkpoint.restore(tmp_path / "c", model=model)
+  for a, b in zip(
+    jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(source)), strict=True
+  ):
+    is_key = jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+    np.testing.assert_array_equal(*map(jax.random.key_data, (a, b)) if is_key else (a, b))
+  other = Model(1, vocabulary_size=13)
+  message = (
+    r"embed/movie/parameters has shape \(12, 4\), the model's has \(13, 4\).*Make table "
+    r"'embed/movie' with vocabulary_size=12 and dim=4.*load_variables"
+  )
+  with pytest.raises(ValueError, match=message):
+    embed.checkpoint.restore(tmp_path / "c", model=other)
+
+
+def test_restore_leaves_slots_that_the_model_has_not(tmp_path):
+  table = lambda optimizer: embed.FeatureConfig(embed.TableConfig(4, 2, optimizer=optimizer))
+  trained = embed.SparseEmbed(table(embed.adagrad(0.1)), rngs=nnx.Rngs(0))
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "c", embed.checkpoint.to_tree(model=trained))
+  serving = embed.SparseEmbed(table(None), rngs=nnx.Rngs(1))
+  embed.checkpoint.restore(tmp_path / "c", model=serving)
+  np.testing.assert_array_equal(serving.tables["table_0"], trained.tables["table_0"])
+
+
+def test_a_table_of_another_rank_is_named():
+  model = Model(0)
+  tree = embed.checkpoint.to_tree(model=model)
+  tree["model"]["tables"]["embed/movie"]["parameters"] = np.zeros(3)
+  with pytest.raises(ValueError, match=r"embed/movie/parameters has shape \(3,\)"):
+    embed.checkpoint.from_tree(tree, model=model)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import conformance
 import harness
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -519,3 +520,13 @@ def test_plain_value_and_grad_is_refused():
   grads = nnx.grad(lambda model: model.scale[...] * 2.0)(model)
   with pytest.raises((TypeError, ValueError), match="value_and_grad"):
     optimizer.update(model, grads)
+
+
+@pytest.mark.parametrize(
+  "where", [{}, {"mesh": jax.make_mesh((1,), ("data",))}], ids=["one", "mesh"]
+)
+def test_tables_that_do_not_fit_are_named(where):
+  movie = embed.TableConfig(2_000_000_000, 1 << 14, name="movie", optimizer=embed.adam(0.1))
+  with pytest.raises(MemoryError, match=r"'movie'.*122070\.3G, 366210\.9G.*hbm_bytes") as caught:
+    embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0), **where)
+  assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)

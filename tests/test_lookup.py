@@ -1,6 +1,9 @@
 """Corners of the lookup that the recorded cases do not reach."""
 
+import functools
+
 import conformance
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +70,78 @@ def test_nothing_to_look_up_trains_nothing(name):
   optimizer.update(layer, embed.clip_by_global_norm(grads, 1.0))
   optimizer.update(layer, grads)
   jax.tree.map(np.testing.assert_array_equal, before, dict(layer.variables))
+
+
+def custom_mean(valency, vectors, weights):
+  del weights
+  return vectors.sum(0) / valency
+
+
+@pytest.mark.parametrize(
+  ("combiner", "settings"),
+  [
+    ("mean", {}),
+    ("sqrtn", {"use_gradient_accumulation": False}),
+    (embed.CustomCombiner(custom_mean, max_valency=3), {}),
+  ],
+  ids=["mean", "sqrtn", "custom"],
+)
+def test_features_without_ids_beside_one_that_has_some(combiner, settings):
+  table = embed.TableConfig(
+    V, D, optimizer=embed.adagrad(0.1, **settings), combiner=combiner, name="t"
+  )
+  inputs = harness.without_ids()
+  features = {name: embed.FeatureConfig(table, **kw) for name, (_, _, kw) in inputs.items()}
+  features["some"] = embed.FeatureConfig(table)
+  some = {"some": embed.Padded(np.arange(16).reshape(8, 2) % V)}
+  batch = {name: x for name, (x, _, _) in inputs.items()} | some
+  weights = {name: w for name, (_, w, _) in inputs.items()}
+  make = lambda: embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  loss_fn = lambda layer, batch, weights: sum(
+    jnp.sum(act**2) for act in layer(batch, weights).values()
+  )
+
+  @nnx.jit
+  def step(layer, batch, weights):
+    ahead = embed.look_ahead(loss_fn)(layer, batch, weights)
+    loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(layer, batch, weights)
+    grads = embed.accumulate([embed.clip_by_global_norm(grads, 1.0)] * 2).map(lambda g: g / 2)
+    embed.Optimizer(layer, optax.sgd(0.1)).update(layer, grads)
+    activations, residual = layer.lookup(batch, weights)
+    layer.apply_gradients(jax.tree.map(jnp.ones_like, activations), residual)
+    return loss, activations, grads.rows["t"].values
+
+  embed.validate(features, batch, weights)
+  layer, alone = make(), make()
+  loss, activations, _ = step(layer, batch, weights)
+  wanted, found, _ = step(alone, some, None)
+  assert loss == wanted != 0
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  close(activations["some"], found["some"])
+  for name, act in activations.items():
+    assert name == "some" or not np.any(act), name
+  jax.tree.map(close, layer.variables, alone.variables)
+  assert layer.report["dropped_ids"] == 0
+  served = embed.serving_lookup(batch, weights, layer.tables, features)
+  close(served["some"], layer(some)["some"])
+  exported = embed.export(lambda layer, batch: layer(batch), layer, batch)
+  shapes = [act.shape for act in jax.tree.leaves(activations)]
+  assert [aval.shape for aval in exported.program.out_avals] == shapes
+
+
+def test_scores_of_no_candidates():
+  layer, query = make("sum"), jnp.ones((2, D))
+
+  def loss_fn(layer):
+    shared = layer.attend(query, "t", np.zeros(0, np.int32))
+    own = layer.attend(query, "t", np.zeros((2, 0), np.int32))
+    nobody = layer.attend(query[:0], "t", np.zeros((0, 3), np.int32))
+    assert (shared.shape, own.shape, nobody.shape) == ((2, 0), (2, 0), (0, 3))
+    rest = layer.attend(query[:0], "t")
+    return shared.sum() + own.sum() + nobody.sum() + rest.sum() + layer(np.array([3])).sum()
+
+  _, grads = embed.value_and_grad(loss_fn)(layer)
+  assert embed.global_norm(grads) == np.float32(np.sqrt(D))
 
 
 QUANTIZED = conformance.load("quantization")["cases"]
@@ -170,3 +245,113 @@ def test_load_tables_copies():
   )
   train(layer)
   assert (rows == 1).all(), "the caller's array was donated"
+
+
+def sparse_by_hand(x, combiner, length):
+  """What a `Sparse` means, entry by entry: (rows summed or apart, `to_padded`); None is refused.
+
+  A negative id is no entry, whatever its index; a sequence and `to_padded` have one place for each
+  index.
+  """
+  entries = [(tuple(i), v) for i, v in zip(x.indices.tolist(), x.values.tolist(), strict=True)]
+  entries = [(index, v) for index, v in entries if v >= 0]
+  table, batch = np.eye(V, D, dtype=np.float32) + np.arange(V)[:, None], x.dense_shape[0]
+  padded = np.full(x.dense_shape, -1)
+  for index, v in entries:
+    padded[index] = v
+  padded = padded if len({index for index, _ in entries}) == len(entries) else None
+  if length:
+    rows = np.where(padded[..., None] >= 0, table[padded], 0) if padded is not None else None
+    return table, rows if rows is None else rows[:, :length], padded
+  sums, number = np.zeros((batch, D)), np.zeros((batch, 1))
+  for (bag, _), v in entries:
+    sums[bag] += table[v]
+    number[bag] += 1
+  return table, sums / np.maximum(number, 1) if combiner == "mean" else sums, padded
+
+
+def refusal(f):
+  """The result of `f`, None if it is refused."""
+  try:
+    return f()
+  except ValueError as e:
+    assert "holds one" in str(e)  # noqa: PT017
+    return None
+
+
+@pytest.mark.parametrize("length", [0, 3])
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_a_sparse_means_the_same_everywhere(combiner, length):
+  """Eagerly, under jit, to_padded, validate and served; padding at the place of an id included."""
+  rng = np.random.default_rng(0)
+  table = embed.TableConfig(V, D, combiner=combiner, name="t")
+  features = embed.FeatureConfig(table, max_sequence_length=length)
+  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  jitted = nnx.jit(lambda layer, x: layer(x))
+  refused = 0
+  for trial in range(24):
+    cells = rng.permutation(20)[:9]
+    cells[-1] = cells[0]  # two values of one index
+    values = rng.integers(-1, V, 9)
+    if trial % 3:
+      values[(0, -1)[trial % 2]] = -1
+    x = embed.Sparse(np.argwhere(np.ones((5, 4)))[cells], values, (5, 4))
+    if trial % 4 == 0:
+      x.values[4], x.indices[4] = -1, (-1, 99)
+    rows, wanted, padded = sparse_by_hand(x, combiner, length)
+    layer.load_tables({"t": rows})
+    before = int(layer.report["dropped_ids"])
+    found = np.asarray(jitted(layer, x))
+    dropped = int(layer.report["dropped_ids"]) - before
+    eager = refusal(lambda x=x: layer(x))
+    served = refusal(lambda x=x: embed.serving_lookup(x, None, layer.tables, features))
+    valid = refusal(lambda x=x: embed.validate(features, x) or True)
+    laid_out = refusal(lambda x=x: embed.to_padded(x).values)
+    assert (laid_out is None) == (padded is None)
+    if padded is not None:
+      np.testing.assert_array_equal(laid_out, padded)
+    assert (eager is None) == (served is None) == (valid is None) == (wanted is None)
+    if wanted is None:
+      refused += 1
+      assert dropped == (x.indices[0, 1] < length)  # beyond it, both are cut
+    else:
+      assert dropped == 0
+      for act in (found, eager, served):
+        np.testing.assert_allclose(act, wanted, rtol=1e-5)
+  assert (refused > 0) == (length > 0)
+
+
+def test_to_padded_checks_indices_and_keeps_the_kind_of_no_values():
+  with pytest.raises(ValueError, match=r"index \[0, -1\] is outside"):
+    embed.to_padded(embed.Sparse([[0, -1]], [3], (2, 2)))
+  for bags in (embed.Sparse([], [], (2, 3)), embed.Ragged([], [0, 0, 0])):
+    padded = embed.to_padded(bags)
+    assert padded.values.dtype == np.int32
+    assert (padded.values == -1).all()
+
+
+IDS = np.arange(4)
+WRONG = {
+  "a dict for a feature": (
+    None,
+    {"a": IDS},
+    TypeError,
+    "got dict.*structure of the feature config",
+  ),
+  "a tuple for a feature": (None, (IDS, IDS), TypeError, "tuple of arrays for one feature"),
+  "a list for a feature": (["a"], [[IDS, IDS]], TypeError, "list of arrays for one feature"),
+  "one of two": (["a", "b"], [IDS], ValueError, "expected 2 entries"),
+  "a dict below a padded": (None, embed.Padded({"a": IDS}), TypeError, "got dict"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_another_structure_is_refused(name):
+  names, batch, error, message = WRONG[name]
+  feature = embed.FeatureConfig(embed.TableConfig(V, D, name="t"))
+  features = feature if names is None else [feature for _ in names]
+  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  with pytest.raises(error, match=message):
+    layer(batch)
+  with pytest.raises(error, match=message):
+    embed.validate(features, batch)

@@ -228,7 +228,7 @@ def test_lookups_of_another_layer_are_refused():
   of = lambda name: lambda m, ids: jnp.sum(getattr(m, name)({"one": ids})["one"])
   model, ids = Two(), jnp.array([1, 2])
   ahead = embed.look_ahead(of("a"))(model, ids)
-  with pytest.raises(ValueError, match="`ahead` is of another loss"):
+  with pytest.raises(ValueError, match="`ahead` is of another loss or model"):
     embed.value_and_grad(of("b"), ahead=ahead)(model, ids)
 
 
@@ -252,7 +252,7 @@ def test_another_shape_or_loss_is_refused():
   ):
     embed.value_and_grad(loss_fn, ahead=ahead)(model, short)
   once = lambda model, batch: jnp.sum(model.embed({"one": batch["one"]})["one"])
-  with pytest.raises(ValueError, match="`ahead` is of another loss"):
+  with pytest.raises(ValueError, match="`ahead` is of another loss or model"):
     embed.value_and_grad(once, ahead=ahead)(model, batches(1)[0])
 
 

@@ -579,6 +579,33 @@ def test_an_inference_closure_needs_no_state():
   np.testing.assert_array_equal(out, model.encode("a", A))
 
 
+@pytest.mark.parametrize(
+  ("tx", "instead"),
+  [
+    (optax.MultiSteps(optax.sgd(0.1), 2), r"embed\.accumulate"),
+    (
+      optax.chain(optax.clip(1.0), optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()),
+      r"embed\.accumulate",
+    ),
+    (optax.apply_if_finite(optax.sgd(0.1), 3), "isfinite"),
+  ],
+)
+def test_an_optimizer_that_holds_updates_back_is_refused(tx, instead):
+  with pytest.raises(ValueError, match=instead):
+    embed.Optimizer(Model(), tx)
+
+
+def test_row_gradients_of_a_table_of_another_size_are_refused():
+  def layer(size):
+    table = embed.TableConfig(size, D, name="t", optimizer=embed.sgd(0.1))
+    return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+
+  large, small = layer(V), layer(5)
+  take = lambda m: embed.value_and_grad(lambda m: m(np.array([1, 2])).sum())(m)[1]
+  with pytest.raises(ValueError, match="of a table of 20 rows, it has 5"):
+    embed.Optimizer(small, optax.sgd(0.1)).update(small, take(large))
+
+
 def test_a_tables_optimizer_is_none_for_the_dense_parameters():
   layer = embed.SparseEmbed(
     embed.FeatureConfig(embed.TableConfig(4, 2)), embed.adam(), rngs=nnx.Rngs(0)
@@ -595,3 +622,53 @@ def test_row_gradients_can_be_looked_at():
   assert repr(grads.rows["t"]) == "RowGrads(ids=[4 9], values=[[2.]\n [0.]])"
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads.rows["t"])
   assert "ShapeDtypeStruct" in repr(shapes)
+
+
+def test_a_model_that_jit_closes_over_cannot_change():
+  """Lookups are fine there; for all else the error says what to write."""
+  movie = embed.TableConfig(5, 2, optimizer=embed.sgd(0.1), name="movie")
+  model = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  optimizer, ids = embed.Optimizer(model, optax.sgd(0.1)), np.array([1, 2])
+  loss_fn = lambda model, ids: model(ids).sum()
+  _, grads = embed.value_and_grad(loss_fn)(model, ids)
+
+  def mid_level(ids):
+    activations, residual = model.lookup(ids)
+    model.apply_gradients(jnp.ones_like(activations), residual)
+
+  changes = [
+    lambda ids: embed.value_and_grad(loss_fn)(model, ids)[0],
+    lambda ids: optimizer.update(model, grads),
+    lambda ids: embed.look_ahead(loss_fn)(model, ids),
+    lambda ids: model.load_tables({"movie": jnp.ones((5, 2)) * ids[0]}),
+    mid_level,
+  ]
+  before = np.asarray(model.tables["movie"])
+  for change in changes:
+    with pytest.raises(ValueError, match=r"closes over.*as an argument to nnx\.jit"):
+      jax.jit(change)(ids)
+  np.testing.assert_array_equal(jax.jit(lambda ids: model(ids))(ids), before[ids])
+  np.testing.assert_array_equal(model.tables["movie"], before)
+
+
+def test_shapes_inside_a_loss():
+  movie = embed.TableConfig(5, 2, optimizer=embed.sgd(0.1), name="movie")
+  model = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  ids, call = np.array([1, 2]), lambda model, ids: model(ids)
+
+  def loss_fn(model, ids):
+    shapes = nnx.eval_shape(call, model, ids), jax.eval_shape(model, ids)
+    return model(ids).sum() / (shapes[0].shape[0] * shapes[1].shape[0] / 2)
+
+  _, grads = embed.value_and_grad(loss_fn)(model, ids)
+  assert embed.global_norm(grads) == 1
+
+
+def test_tabulate():
+  movie = embed.TableConfig(5, 2, optimizer=embed.adam(0.1), name="movie")
+  layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  text = nnx.tabulate(
+    layer, np.array([1, 2]), console_kwargs={"force_terminal": False, "width": 200}
+  )
+  assert "SparseEmbed" in text
+  assert "float32[2,2]" in text

@@ -253,6 +253,30 @@ def test_every_kind_of_input(strategy, kind):
     check()
 
 
+@pytest.mark.parametrize(
+  ("strategy", "kind"), some(MATRIX, lambda *case: case in (("mod", "explicit"), ("div", "auto")))
+)
+def test_features_without_ids(strategy, kind):
+  """They neither fail nor move a row, beside a feature that has ids."""
+  inputs = harness.without_ids()
+  table = embed.TableConfig(20, D, optimizer=embed.adagrad(0.5), name="t")
+  features = {name: embed.FeatureConfig(table, **kw) for name, (_, _, kw) in inputs.items()}
+  features["some"] = embed.FeatureConfig(table)
+  batch = {name: x for name, (x, _, _) in inputs.items()}
+  batch["some"] = embed.Padded(np.arange(16).reshape(8, 2))
+  weights = {name: w for name, (_, w, _) in inputs.items()}
+
+  def train(**where):
+    model = harness.Model(features, **where)
+    cotangents = jax.eval_shape(lambda: model.embed(batch, weights))
+    cotangents = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), cotangents)
+    world = make_world(features, rows=True, **where)
+    return world.run([(batch, weights, cotangents)] * 2)
+
+  mesh = make_mesh(kind)
+  meshes.assert_same_outcomes(train(mesh=mesh, sharding=strategy), train(), {"t": 20})
+
+
 def one_of_each(strategies):
   """A plan for tables that are spread in different ways, and its features."""
   tables = {

@@ -3,6 +3,8 @@
 Read off the compiled program, so that it holds on any machine and needs no clock.
 """
 
+import functools
+import pathlib
 import re
 
 import jax
@@ -14,6 +16,9 @@ from flax import nnx
 from test_properties import OPTIMIZERS, optimizer_id
 
 import embed
+from embed import grads as grads_lib
+from embed import module
+from embed import optimizer as optimizer_lib
 
 V, D, BATCH, VALENCY = 300_000, 16, 64, 4
 LAZY = [i for i, (_, config) in enumerate(OPTIMIZERS) if config.get("lazy_adam", True)]
@@ -112,3 +117,74 @@ def test_a_training_step_lowers(platform):
   inputs = [embed.to_padded([[1, 2], [3]]), np.array([4, 5])]
   lowered = step.trace(layer, optimizer, inputs).lower(lowering_platforms=(platform,))
   assert "gather" in lowered.as_text()
+
+
+def layer_with(seed=0, size=8, optimizer=None, name="t", features=None):
+  if features is None:
+    optimizer = optimizer or embed.adagrad(0.1)
+    features = embed.FeatureConfig(embed.TableConfig(size, 4, optimizer=optimizer, name=name))
+  return embed.SparseEmbed(features, rngs=nnx.Rngs(seed))
+
+
+def train_eagerly(layer):
+  activations, residual = layer.lookup(np.array([1, 2]))
+  layer.apply_gradients(jnp.ones_like(activations), residual)
+
+
+def test_equal_layers_share_their_programs():
+  """Whatever holds the rows, and though their configs are others."""
+  programs = (module._compiled_look_up, module._compiled_step)
+  before = [f._cache_size() for f in programs]
+  layers = [layer_with(seed, size=9) for seed in range(3)]
+  for layer in layers:
+    train_eagerly(layer)
+  assert [f._cache_size() for f in programs] == [n + 1 for n in before]
+  assert not np.array_equal(layers[0].tables["t"], layers[1].tables["t"])
+
+
+@pytest.mark.parametrize(
+  "other", [{"size": 9}, {"optimizer": embed.adagrad(0.2)}, {"name": "s"}], ids=str
+)
+def test_other_layers_do_not(other):
+  (stack,), (same,), (different,) = (
+    layer_with(**settings).spec.stacks.values() for settings in ({}, {"seed": 1}, other)
+  )
+  assert stack == same
+  assert hash(stack) == hash(same)
+  assert stack != different
+
+
+def test_layers_of_one_config_share_a_compiled_step():
+  """Gradients from the program of another layer step as many rows, and as fast, as their own."""
+  features = layer_with().spec.features
+  traced = []
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def gradients(graphdef, state):
+    layer = nnx.merge(graphdef, state)
+    traced.append(layer)
+    return embed.value_and_grad(lambda layer: jnp.sum(layer(np.array([1, 1, 2]))))(layer)[1]
+
+  for seed in range(2):
+    layer = layer_with(seed, features=features)
+    before = np.asarray(layer.tables["t"])
+    grads = gradients(*nnx.split(layer))
+    updater = embed.Optimizer(layer, optax.sgd(0.1))
+    (calls,) = grads.rows.sent.values()
+    assert optimizer_lib._is_of(grads.rows, "", layer)
+    assert grads_lib.sent_to(layer.spec.stacks["t"], "t", grads.rows["t"]) == list(calls)
+    updater.update(layer, grads)
+    moved = np.flatnonzero((np.asarray(layer.tables["t"]) != before).any(axis=1))
+    assert moved.tolist() == [1, 2]
+  assert len(traced) == 1
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="Linux has it")
+def test_new_layers_take_no_memory_maps():
+  """Each compiled program holds some, and Linux allows a process 65,530."""
+  maps = lambda: len(pathlib.Path("/proc/self/maps").read_text().splitlines())
+  counts = []
+  for seed in range(50):
+    train_eagerly(layer_with(seed))
+    counts.append(maps())
+  assert counts[-1] < counts[2] + 40

@@ -129,3 +129,12 @@ def test_both_formulations_step_alike():
   sums = cpu.add_rows(jnp.zeros((100, d)), update.addends_of([piece], found.place))
   at_once = update._step_at(rule, state, found.ids, sums)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
+
+
+@pytest.mark.parametrize(("number", "error"), [(100_000, 2e-4), (1_000_000, 1e-2)])
+def test_what_many_occurrences_of_a_row_sum_to(number, error):
+  """What is written at `embed.RowGrads` of sums in float32."""
+  ids, grads = jnp.zeros((number, 1), jnp.int32), jnp.full((number, 1), 0.1)
+  rows = update.sum_rows([update.Piece(grads, Occurrences(ids, None, None))], 2)
+  assert rows.ids[0] == 0
+  np.testing.assert_allclose(rows.values[0, 0], number * np.float32(0.1), rtol=error)
