@@ -1,6 +1,7 @@
 """Uses of private JAX: the version each was seen in, and the public API that would replace it."""
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -17,6 +18,20 @@ def is_differentiating() -> bool:
   """
   context = getattr(core, "trace_ctx", None)
   return type(getattr(context, "trace", None)).__name__ in ("JVPTrace", "LinearizeTrace")
+
+
+def is_in_transformation() -> bool:
+  """Whether the code is called by one of Flax's transformations, and not by `nnx.update`.
+
+  Seen in Flax 0.12.8, whose transformations are the modules of `flax.nnx.transforms`; Flax has no
+  way to ask.
+  """
+  frame = inspect.currentframe()
+  while frame is not None:
+    if frame.f_globals.get("__name__", "").startswith("flax.nnx.transforms."):
+      return True
+    frame = frame.f_back
+  return False
 
 
 # --- integers that arithmetic cannot reach --------------------------------------------------------

@@ -69,6 +69,17 @@ class Residual:
     return cls(reads, dict(paths), dict(zip(apart, all_apart, strict=True)))
 
 
+_WORTH_TELLING = 16 << 20  # bytes of a copy
+
+
+def _is_copied(before: Any, after: Any) -> bool:
+  """Whether a large array was replaced and is still alive: it was not donated."""
+  arrays = (before, after)
+  if any(not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) for x in arrays):
+    return False
+  return before is not after and before.nbytes >= _WORTH_TELLING and not before.is_deleted()
+
+
 class Table(nnx.Variable):
   """The rows of a table. Not an `nnx.Param`: no dense optimizer ever sees it.
 
@@ -79,6 +90,19 @@ class Table(nnx.Variable):
   >>> len(jax.tree.leaves(nnx.state(layer, embed.Table))), nnx.state(layer, nnx.Param)
   (1, State({}))
   """
+
+  def update_from_state(self, variable_state: nnx.Variable) -> None:
+    """Takes over what a Flax transformation returned, and tells if that was a copy."""
+    before = self.get_raw_value()
+    super().update_from_state(variable_state)
+    if _is_copied(before, self.get_raw_value()) and internals.is_in_transformation():
+      warnings.warn(
+        f"A table of {before.nbytes >> 20} MiB was copied: nnx.jit and Flax's other "
+        "transformations return the models that they are given. Write nnx.jit(graph=False) for a "
+        "function that does not train (graph_updates=False if the model shares a module), and "
+        'nnx.jit(donate_argnames=("model", "optimizer")) for one that does.',
+        stacklevel=2,
+      )
 
 
 class SlotVariable(nnx.Variable):

@@ -619,8 +619,8 @@ class Ahead:
     if shapes(list(self.lookups)) != shapes(wanted) or self.specs != traced.specs(marks):
       raise ValueError(
         "`ahead` is of another loss or model, or of inputs of another shape. Write "
-        "embed.look_ahead(loss_fn)(model, *args) with the loss and the arguments of the step that it is for; a last "
-        "batch of another size needs a look ahead of its own."
+        "embed.look_ahead(loss_fn)(model, *args) with the loss and the arguments of the step that "
+        "it is for; a last batch of another size needs a look ahead of its own."
       )
     return list(self.lookups)
 

@@ -4,6 +4,7 @@ B is the number of queries, N of candidates, D the width of both, E the ids to l
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,7 +54,8 @@ def top_k(
     return _named(*_scan(query, candidates, 0, size, exclude, k, max_scores))
   axes, shards = mesh.axis_names, mesh.size
   own = -(-size // shards)
-  padded = jnp.pad(candidates, ((0, own * shards - size), (0, 0)))
+  missing = own * shards - size
+  padded = jnp.pad(candidates, ((0, missing), (0, 0))) if missing else candidates
 
   @functools.partial(
     jax.shard_map,
@@ -83,28 +85,92 @@ def top_k_of_scores(
   return _named(*_best(scores, ids, k))
 
 
+def top_k_of_rows(
+  query: jax.Array,
+  rows: Callable[[jax.Array], jax.Array],
+  size: int,
+  k: int,
+  exclude: jax.Array,
+  mesh: Mesh,
+  max_scores: int = _MAX_SCORES,
+) -> tuple[jax.Array, jax.Array]:
+  """As `top_k`, of candidates that are looked up in chunks: no device ever holds all of them.
+
+  Args:
+    query: float `[B, D]`.
+    rows: the candidates `[W, D]` of ids int32 `[W]`, such as a lookup in a sharded table.
+    size: N, the number of candidates.
+    k: at most N.
+    exclude: int `[B, E]`, as in `top_k`.
+    mesh: every device scores its part of a chunk, and keeps its own k best until the end.
+    max_scores: how many scores a device holds at once.
+
+  Returns:
+    scores float32 `[B, k]` and ids int32 `[B, k]`, as `top_k`.
+  """
+  _check(query.shape, (size, query.shape[1]), k, exclude)
+  axes, shards, batch = mesh.axis_names, mesh.size, query.shape[0]
+  width = max(min(max_scores // max(batch, 1), -(-size // shards)), 1) * shards
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=((P(axes), P(axes)), P(), P(axes), P(axes), P()),
+    out_specs=(P(axes), P(axes)),
+    check_vma=False,
+  )
+  def add(best, query, ids, chunk, exclude):
+    scores = _scores(query, chunk, ids, ids < size, exclude)
+    found = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, len(ids)))
+    scores, ids = (
+      jnp.concatenate(x, axis=1) for x in zip((b[0] for b in best), found, strict=True)
+    )
+    return tuple(x[None] for x in _best(scores, ids, k))
+
+  def step(best, start):
+    ids = start + jnp.arange(width, dtype=jnp.int32)
+    return add(best, query, ids, rows(jnp.minimum(ids, size - 1)), exclude), None
+
+  none = (
+    jnp.full((shards, batch, k), -jnp.inf, jnp.float32),
+    jnp.full((shards, batch, k), -1, jnp.int32),
+  )
+  scores, ids = jax.lax.scan(step, none, jnp.arange(0, size, width, dtype=jnp.int32))[0]
+  flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1)
+  # A device's ids are not consecutive: of equal scores the lower id is put first here.
+  scores, ids = jax.lax.sort((-flat(scores), flat(ids)), num_keys=2)
+  return _named(-scores[:, :k], ids[:, :k])
+
+
 def _scan(query, candidates, first, size, exclude, k: int, max_scores: int):
   """The k best of some candidates, whose ids start at `first` and end before `size`, in chunks."""
   batch, count = query.shape[0], candidates.shape[0]
   chunks = -(-count // max(max_scores // max(batch, 1), 1))
   width = -(-count // chunks)
-  chunked = jnp.pad(candidates, ((0, chunks * width - count), (0, 0)))
 
-  def step(best, chunk):
-    start, rows = chunk
-    ids = start + jnp.arange(width, dtype=jnp.int32)
-    scores = jnp.einsum("bd,nd->bn", query, rows, preferred_element_type=jnp.float32)
-    # Rows behind this shard's own belong to the next shard, or to nobody.
-    mine = (ids < jnp.minimum(first + count, size))[None]
-    scores = _without(jnp.where(mine, scores, -jnp.inf), exclude, start)
+  def step(best, start):
+    # Cut out where it is, the last chunk over the one before it: padding would copy all of them.
+    begin = jnp.minimum(start, count - width)
+    rows = jax.lax.dynamic_slice_in_dim(candidates, begin, width)
+    place = begin + jnp.arange(width, dtype=jnp.int32)
+    # Rows past this shard's own belong to the next shard, or to nobody.
+    is_own = (place >= start) & (first + place < jnp.minimum(first + count, size))
+    ids = first + place
+    scores = _scores(query, rows, ids, is_own, exclude)
     found = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, width))
-    # Earlier chunks stand first: they have the lower ids.
+    # Those of earlier chunks come first: they have the lower ids.
     scores, ids = (jnp.concatenate(pair, axis=1) for pair in zip(best, found, strict=True))
     return _best(scores, ids, k), None
 
   none = (jnp.full((batch, k), -jnp.inf, jnp.float32), jnp.full((batch, k), -1, jnp.int32))
-  starts = jnp.asarray(first, jnp.int32) + width * jnp.arange(chunks, dtype=jnp.int32)
-  return jax.lax.scan(step, none, (starts, chunked.reshape(chunks, width, -1)))[0]
+  starts = width * jnp.arange(chunks, dtype=jnp.int32)
+  return jax.lax.scan(step, none, starts)[0]
+
+
+def _scores(query, rows, ids, keep, exclude) -> jax.Array:
+  """Scores `[B, W]` of rows `[W, D]` with consecutive ids, -inf at those not to keep."""
+  scores = jnp.einsum("bd,nd->bn", query, rows, preferred_element_type=jnp.float32)
+  return _without(jnp.where(keep[None], scores, -jnp.inf), exclude, ids[0])
 
 
 def _without(scores: jax.Array, exclude: jax.Array, start) -> jax.Array:

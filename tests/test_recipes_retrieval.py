@@ -61,6 +61,18 @@ def test_over_a_mesh_is_the_same(size):
   check(best(*spread, K, exclude), slow(query @ candidates.T, K, exclude))
 
 
+@pytest.mark.parametrize("size", [8, 83, 96])
+@pytest.mark.parametrize("max_scores", [5 * 4, 1 << 20])
+def test_rows_looked_up_in_chunks_are_the_same(size, max_scores):
+  mesh = meshes.make_mesh()
+  query, candidates, exclude = draw(1, size=size)
+  rows = lambda ids: jnp.asarray(candidates)[ids]
+  best = lambda query, exclude: retrieval.top_k_of_rows(
+    query, rows, size, K, exclude, mesh, max_scores
+  )
+  check(jax.jit(best)(query, exclude), slow(query @ candidates.T, K, exclude))
+
+
 @pytest.mark.parametrize("spread", [False, True])
 def test_what_fills_up_chunks_and_shards_never_wins(spread):
   """All scores are negative; a row of zeros would be the best."""

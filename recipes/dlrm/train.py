@@ -94,7 +94,7 @@ def loss_fn(model, batch) -> jax.Array:
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process."""
 
-  @nnx.jit
+  @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
   def predict(model, batch):
     return model(batch)
 

@@ -131,11 +131,14 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   Every item of the catalogue is ranked but those that the user has had before.
   """
 
-  @nnx.jit
+  @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
   def recommend(model, batch):
-    query = model_lib.queries(model, batch)
-    table = model.embed.tables[model_lib.ITEM]
-    return retrieval.top_k(query, table, max(config.ks), batch["seen"], mesh)[1]
+    query, k = model_lib.queries(model, batch), max(config.ks)
+    if mesh is None:
+      table = model.embed.tables[model_lib.ITEM]
+      return retrieval.top_k(query, table, k, batch["seen"])[1]
+    rows = lambda ids: model.embed({model_lib.ITEM: ids})[model_lib.ITEM]
+    return retrieval.top_k_of_rows(query, rows, data.num_items, k, batch["seen"], mesh)[1]
 
   def evaluate(model, split: str) -> dict[str, float]:
     metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)

@@ -176,11 +176,11 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   approximate index finds.
   """
 
-  @nnx.jit
+  @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
   def encode(model, candidate):
     return _everywhere(model.candidates(candidate), mesh)
 
-  @nnx.jit
+  @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
   def rank(model, candidates, query, seen):
     queries = model.queries({name: query[name] for name in config.query})
     return queries, retrieval.top_k(queries, candidates, max(config.ks), seen, mesh)[1]
