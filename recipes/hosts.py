@@ -18,6 +18,8 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from recipes.errors import UserError
+
 AXIS = "data"
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -52,7 +54,7 @@ def _join() -> None:
   if count or index or (address and not _several()):
     if not all(given):
       missing = [name for name, value in zip(_VARIABLES, given, strict=True) if not value]
-      raise ValueError(
+      raise UserError(
         f"{', '.join(missing)} is not set. A run of several processes needs all of "
         f"{', '.join(_VARIABLES)}; unset them all for one process."
       )
@@ -96,7 +98,7 @@ def check_batch_sizes(mesh: Mesh | None, **sizes: int) -> None:
   count = 1 if mesh is None else mesh.size
   for name, size in sizes.items():
     if size % count:
-      raise ValueError(
+      raise UserError(
         f"{name} is {size}, which must be a multiple of the {count} devices: choose "
         f"{max(size // count, 1) * count}"
       )

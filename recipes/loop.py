@@ -34,6 +34,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 import embed
 import embed.checkpoint
 from recipes import arrays, hosts, results
+from recipes.errors import MissingFileError, UserError
 from recipes.journal import Journal, Silence
 
 
@@ -66,7 +67,7 @@ def finished(config, workdir: str | Path) -> dict[str, Any] | None:
       URL.
   """
   if "://" in str(workdir):
-    raise ValueError(
+    raise UserError(
       f"--workdir={workdir} is a URL, and a run writes plain files. Mount the bucket (gcsfuse) and "
       "give the folder."
     )
@@ -83,7 +84,7 @@ def _finished(config, workdir: Path) -> dict[str, Any] | None:
       if found.get(name) != wanted.get(name)
     ]
     if differing:
-      raise ValueError(
+      raise UserError(
         f"{workdir} holds a run of another config ({'; '.join(differing)}). Choose another "
         "--workdir, or remove that one."
       )
@@ -139,7 +140,7 @@ def train(
   workdir = Path(workdir).resolve()
   hosts.from_main(lambda: _begin(config, workdir))
   if not hosts.everywhere((workdir / "config.json").exists()):
-    raise FileNotFoundError(
+    raise MissingFileError(
       f"not every process sees the config.json that process 0 has written to {workdir}: --workdir "
       "must be a folder that all hosts share"
     )
@@ -294,7 +295,7 @@ def _select(config, progress: _Progress, scores: dict[str, float]) -> None:
   if not config.select:
     return
   if config.select not in scores:
-    raise ValueError(f"config.select is {config.select!r}; the metrics are {sorted(scores)}")
+    raise UserError(f"config.select is {config.select!r}; the metrics are {sorted(scores)}")
   score = _rank(config.select, scores)
   if progress.best is None or score >= progress.best:
     progress.best, progress.best_step, progress.stale = score, progress.step, 0

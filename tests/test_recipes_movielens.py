@@ -104,7 +104,7 @@ def publish(tmp_path, monkeypatch):
     for path in raw.iterdir():
       packed.write(path, f"ml-1m/{path.name}")
   monkeypatch.setattr(movielens, "URL", archive.as_uri())
-  monkeypatch.setattr(movielens, "MD5", files.digest(archive, "md5"))
+  monkeypatch.setattr(movielens, "SHA256", files.digest(archive))
   return archive
 
 
@@ -117,7 +117,7 @@ def test_download(tmp_path, monkeypatch):
 
 def test_a_download_with_another_hash_is_refused(tmp_path, monkeypatch):
   publish(tmp_path, monkeypatch)
-  monkeypatch.setattr(movielens, "MD5", "0" * 32)
+  monkeypatch.setattr(movielens, "SHA256", "0" * 64)
   with pytest.raises(ValueError, match="the download is damaged or the archive has changed"):
     data.load(config("", tmp_path / "cache"))
   assert not list((tmp_path / "cache").rglob("*.zip*"))

@@ -10,7 +10,7 @@ import pytest
 from small_data import write_gowalla, write_movielens, write_movielens100k
 
 from recipes import arrays, baselines, files, pipeline
-from recipes.two_tower import data, gowalla, movielens100k, splits, synthetic
+from recipes.two_tower import data, movielens100k, splits
 
 DATASETS = ["gowalla", "movielens100k", "movielens1m", "synthetic"]
 WRITERS = {
@@ -374,11 +374,11 @@ def test_movielens100k_is_downloaded_and_checked(tmp_path, monkeypatch):
     for path in raw.iterdir():
       packed.write(path, f"ml-100k/{path.name}")
   monkeypatch.setattr(movielens100k, "URL", archive.as_uri())
-  monkeypatch.setattr(movielens100k, "MD5", "0" * 32)
+  monkeypatch.setattr(movielens100k, "SHA256", "0" * 64)
   config = smoke("movielens100k", tmp_path, data_dir="")
   with pytest.raises(ValueError, match="the download is damaged"):
     data.load(config)
-  monkeypatch.setattr(movielens100k, "MD5", files.digest(archive, "md5"))
+  monkeypatch.setattr(movielens100k, "SHA256", files.digest(archive))
   assert len(data.load(config).columns["user"]) == 1_000
 
 
@@ -403,8 +403,7 @@ def test_a_killed_preparation_is_restarted(name, column, tmp_path, monkeypatch):
   for name, values in wanted.columns.items():
     np.testing.assert_array_equal(found.columns[name], values)
   # And what is prepared is not prepared again.
-  kind = {"gowalla": gowalla, "synthetic": synthetic}[config.dataset]
-  monkeypatch.setattr(kind, "build", lambda *args: pytest.fail("prepared a second time"))
+  monkeypatch.setattr(splits, "write", lambda *args, **kwargs: pytest.fail("prepared twice"))
   assert data.load(config).splits == found.splits
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from recipes import arrays, files
 from recipes.dlrm import criteo
+from recipes.errors import UserError
 
 _DAYS = 24
 _CHUNK = 512  # rows whose intermediate values stay in the inner caches: four times as fast
@@ -36,7 +37,7 @@ _HINT = (
 
 def settings(config) -> dict[str, Any]:
   """Returns everything the prepared columns depend on."""
-  folder = Path(config.data_dir).expanduser()
+  folder = files.given(config.data_dir, _HINT)
   days = [files.require(folder, f"day_{i}", f"day_{i}.gz", hint=_HINT) for i in range(_DAYS)]
   return {
     "format": 1,
@@ -53,7 +54,7 @@ def features(config) -> list[dict[str, Any]]:
   """
   sizes, valencies = config.vocabulary_sizes, config.valencies
   if not len(sizes) == len(valencies) == criteo.NUM_CATEGORIES:
-    raise ValueError(
+    raise UserError(
       f"vocabulary_sizes and valencies must have {criteo.NUM_CATEGORIES} entries each, found "
       f"{len(sizes)} and {len(valencies)}"
     )

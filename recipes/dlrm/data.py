@@ -17,6 +17,7 @@ import numpy as np
 import embed
 from recipes import arrays, baselines, hosts, pipeline
 from recipes.dlrm import criteo, criteo1tb, movielens1m, synthetic
+from recipes.errors import UserError
 
 _SETS: dict[str, Any] = {
   "criteo": criteo,
@@ -67,7 +68,7 @@ def load(config) -> ClickData:
     FileNotFoundError: a file is missing; names it and says where it comes from.
   """
   if config.dataset not in _SETS:
-    raise ValueError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
+    raise UserError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
   kind = _SETS[config.dataset]
   settings = kind.settings(config)
   columns, meta = arrays.prepared(

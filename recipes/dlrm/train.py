@@ -10,6 +10,7 @@ import embed
 from recipes import hosts, loop, optimizers, results
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import model as model_lib
+from recipes.errors import UserError
 from recipes.metrics import ClickMetrics
 
 
@@ -68,7 +69,7 @@ def build_model(
     return model_lib.DLRM(**common, **config.dlrm)
   if config.model == "dcnv2":
     return model_lib.DCNV2(**common, **config.dcnv2)
-  raise ValueError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+  raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
 
 
 def dense_optimizer(config) -> optax.GradientTransformation:
@@ -83,7 +84,7 @@ def dense_optimizer(config) -> optax.GradientTransformation:
     rate = optimizers.schedule(config, config.learning_rate)
     # torch adds its epsilon to the root, optax under it.
     return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8**2)
-  raise ValueError(f"unknown dense optimizer {config.dense_optimizer!r}: choose adamw or adagrad")
+  raise UserError(f"unknown dense optimizer {config.dense_optimizer!r}: choose adamw or adagrad")
 
 
 def loss_fn(model, batch) -> jax.Array:

@@ -10,6 +10,7 @@ from flax import nnx
 import embed
 from recipes import baselines as baselines_lib
 from recipes import hosts, loop, losses, optimizers, results, retrieval
+from recipes.errors import UserError
 from recipes.metrics import RankingMetrics
 from recipes.sequence import data as data_lib
 from recipes.sequence import model as model_lib
@@ -49,9 +50,9 @@ def run(config, workdir: str) -> dict[str, Any]:
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises ValueError for an unknown model or loss, or sizes that do not fit the devices."""
   if config.model not in model_lib.BLOCKS:
-    raise ValueError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
+    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
   if config.loss not in LOSSES:
-    raise ValueError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
+    raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
   hosts.check_batch_sizes(
     mesh, batch_size=config.batch_size, eval_batch_size=config.eval_batch_size
   )

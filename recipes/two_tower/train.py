@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import embed
 from recipes import baselines as baselines_lib
 from recipes import hosts, loop, optimizers, results, retrieval
+from recipes.errors import UserError
 from recipes.metrics import RankingMetrics
 from recipes.two_tower import data as data_lib
 from recipes.two_tower import losses
@@ -63,7 +64,7 @@ def build_model(
     ValueError: a queue that is not a multiple of the batch, or an unknown option.
   """
   if config.queue % config.batch_size:
-    raise ValueError(
+    raise UserError(
       f"queue is {config.queue}: choose a multiple of the batch size {config.batch_size}"
     )
   return model_lib.TwoTower(
@@ -113,7 +114,7 @@ def feature_configs(
   for side, names in (("query", config.query), ("candidate", config.candidate)):
     unknown = set(names) - set(known[side])
     if unknown or not names:
-      raise ValueError(
+      raise UserError(
         f"config.{side} is {tuple(names)}: choose some of {sorted(known[side])} of this data set"
       )
     chosen[side] = {name: embed.FeatureConfig(known[side][name]) for name in names}
