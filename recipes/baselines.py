@@ -264,4 +264,5 @@ def best_ranking(
     valid = ranked("valid")
     if not best or valid[f"valid_{select}"] > best[f"valid_{select}"]:
       best = valid | ranked("test") | {"chosen": float(value)}
+    del scores, ranked  # EASE's weights take gigabytes, and the next fit as much
   return best

@@ -158,7 +158,8 @@ def from_main(f: Callable[[], Any]) -> Any:
 
   Raises:
     Exception: what `f` raised, in the main process.
-    RuntimeError: in the others, with its message; they would wait forever for a value.
+    RuntimeError: in the others, with its message; they would wait forever for a value. A UserError
+      is one there too.
   """
   if jax.process_count() == 1:
     return f()
@@ -169,6 +170,7 @@ def from_main(f: Callable[[], Any]) -> Any:
       said["value"] = f()
     except Exception as raised:
       error, said["error"] = raised, f"{type(raised).__name__}: {raised}"
+      said["user"] = isinstance(raised, UserError)
   text = np.frombuffer(json.dumps(said).encode(), np.uint8)
   size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
   if not is_main():
@@ -177,5 +179,6 @@ def from_main(f: Callable[[], Any]) -> Any:
   if error is not None:
     raise error
   if "error" in said:
-    raise RuntimeError(f"the main process failed: {said['error']}")
+    kind = UserError if said["user"] else RuntimeError
+    raise kind(f"the main process failed: {said['error']}")
   return said["value"]

@@ -1,5 +1,6 @@
 """Trains a sequence model: what to train, by which loss, and how it is measured."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from flax import nnx
 import embed
 from recipes import baselines as baselines_lib
 from recipes import hosts, loop, losses, optimizers, results, retrieval
-from recipes.errors import UserError
+from recipes.errors import UserError, from_settings
 from recipes.metrics import RankingMetrics
 from recipes.sequence import data as data_lib
 from recipes.sequence import model as model_lib
@@ -28,17 +29,19 @@ def run(config, workdir: str) -> dict[str, Any]:
   if result is None:
     check(config, mesh)
     data = data_lib.load(config)
-    model = build_model(config, data.num_items, mesh)
+    with from_settings():
+      model = build_model(config, data.num_items, mesh)
+      optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
     result = loop.train(
       config,
       workdir,
       recipe="sequence",
       model=model,
-      optimizer=embed.Optimizer(model, optimizers.dense_optimizer(config)),
+      optimizer=optimizer,
       loss_fn=loss_function(config, data.num_items),
       batches=data_lib.train_batches(data, config),
       evaluate=evaluator(data, config, mesh),
-      baselines=lambda: baselines(data, config),
+      baselines=functools.partial(baselines, data, config),
       data_sha256=data.sha256,
       mesh=mesh,
     )
@@ -148,27 +151,38 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   return evaluate
 
 
-def baselines(data: data_lib.SequenceData, config) -> dict[str, dict[str, float]]:
-  """Returns the metrics of popularity and EASE, and of the best possible where it is known.
+def baselines(data: data_lib.SequenceData, config) -> dict[str, loop.Baseline]:
+  """Returns what fits popularity and EASE, and the best possible metrics where they are known.
 
-  EASE learns from the training items and, like the models, is asked with all earlier items of a
-  user. `config.baseline.ease_l2` is its penalty; 0 leaves it out.
+  `config.baseline.ease_l2` is EASE's penalty; 0 leaves it out.
+  """
+  names = ["popularity", *(["EASE"] if config.baseline.ease_l2 else [])]
+  found: dict[str, loop.Baseline] = {
+    name: functools.partial(fit_baseline, name, data, config) for name in names
+  }
+  if data.best:
+    found["best possible"] = dict(data.best)
+  return found
+
+
+def fit_baseline(name: str, data: data_lib.SequenceData, config) -> dict[str, float]:
+  """Returns the metrics of "popularity" or "EASE".
+
+  They learn from the training items and, like the models, are asked with all earlier items of a
+  user.
   """
   users = data.evaluated
   train = data_lib.matrix(data, np.arange(len(data.lengths)), data_lib.HELD_OUT["train"])
   popular = baselines_lib.popularity(train)
-  scorers = {"popularity": lambda histories: np.tile(popular, (histories.shape[0], 1))}
-  if config.baseline.ease_l2:
+  score = lambda histories: np.tile(popular, (histories.shape[0], 1))
+  if name == "EASE":
     weights = baselines_lib.ease(train, config.baseline.ease_l2)
-    scorers["EASE"] = lambda histories: histories @ weights
-  found: dict[str, dict[str, float]] = {name: {} for name in scorers}
+    score = lambda histories: histories @ weights
+  found: dict[str, float] = {}
   for split in ("valid", "test"):
     seen = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
     relevant = data_lib.targets(data, users, data_lib.HELD_OUT[split])
-    for name, score in scorers.items():
-      ask = lambda start, stop, score=score, seen=seen: score(seen[start:stop])
-      metrics = baselines_lib.ranking(ask, relevant, seen, config.ks)
-      found[name] |= {f"{split}_{metric}": value for metric, value in metrics.items()}
-  if data.best:
-    found["best possible"] = dict(data.best)
+    ask = lambda start, stop, seen=seen: score(seen[start:stop])
+    metrics = baselines_lib.ranking(ask, relevant, seen, config.ks)
+    found |= {f"{split}_{metric}": value for metric, value in metrics.items()}
   return found

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import embed
 from recipes import baselines as baselines_lib
 from recipes import hosts, loop, optimizers, results, retrieval
-from recipes.errors import UserError
+from recipes.errors import UserError, from_settings
 from recipes.metrics import RankingMetrics
 from recipes.two_tower import data as data_lib
 from recipes.two_tower import losses
@@ -36,17 +36,19 @@ def run(config, workdir: str) -> dict[str, Any]:
       **{"negatives.number": config.negatives.number},
     )
     data = data_lib.load(config)
-    model = build_model(config, data, mesh)
+    with from_settings():
+      model = build_model(config, data, mesh)
+      optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
     result = loop.train(
       config,
       workdir,
       recipe="two_tower",
       model=model,
-      optimizer=embed.Optimizer(model, optimizers.dense_optimizer(config)),
+      optimizer=optimizer,
       loss_fn=loss(config, mesh),
       batches=data_lib.train_batches(data, config),
       evaluate=evaluator(data, config, mesh),
-      baselines=lambda: baselines(data, config),
+      baselines=functools.partial(baselines, data, config),
       data_sha256=data.sha256,
       mesh=mesh,
     )
@@ -239,10 +241,23 @@ def examples(
   return np.asarray(data.columns["user"][start:stop]), matrix
 
 
-def baselines(data: data_lib.RetrievalData, config) -> dict[str, dict[str, float]]:
-  """Returns the metrics of popularity, EASE and iALS, as far as configured, by the same ranking.
+def baselines(data: data_lib.RetrievalData, config) -> dict[str, loop.Baseline]:
+  """Returns what fits popularity, EASE and iALS, as far as configured, and the best possible."""
+  names = ["popularity"]
+  names += ["EASE"] if config.baseline.ease_l2 else []
+  names += ["iALS"] if config.baseline.ials_l2 else []
+  found: dict[str, loop.Baseline] = {
+    name: functools.partial(fit_baseline, name, data, config) for name in names
+  }
+  if data.best:
+    found["best possible"] = dict(data.best)
+  return found
 
-  Their penalties are chosen on validation, by `config.baseline.select`.
+
+def fit_baseline(name: str, data: data_lib.RetrievalData, config) -> dict[str, float]:
+  """Returns the metrics of "popularity", "EASE" or "iALS", by the models' own ranking.
+
+  Penalties are chosen on validation, by `config.baseline.select`.
   """
   before = {"valid": ("train",), "test": ("train", "valid")}
   users, relevant, seen = {}, {}, {}
@@ -250,16 +265,10 @@ def baselines(data: data_lib.RetrievalData, config) -> dict[str, dict[str, float
     users[split], relevant[split] = examples(data, split, config)
     seen[split] = data.matrix(*earlier)[users[split]] if config.remove_seen else None
   train = data.matrix("train")
-  best = functools.partial(
-    baselines_lib.best_ranking,
-    users=users,
-    relevant=relevant,
-    seen=seen,
-    ks=config.ks,
-    select=config.baseline.select,
-  )
-  popular = baselines_lib.popularity(train)
-  found = {"popularity": best({0.0: lambda: lambda rows: np.tile(popular, (len(rows), 1))})}
+
+  def popularity():
+    popular = baselines_lib.popularity(train)
+    return lambda rows: np.tile(popular, (len(rows), 1))
 
   def ease(l2):
     weights = baselines_lib.ease(train, l2)
@@ -269,10 +278,11 @@ def baselines(data: data_lib.RetrievalData, config) -> dict[str, dict[str, float
     factors, items = baselines_lib.ials(train, l2=l2, **config.baseline.ials)
     return lambda rows: factors[rows] @ items.T
 
-  if config.baseline.ease_l2:
-    found["EASE"] = best({l2: functools.partial(ease, l2) for l2 in config.baseline.ease_l2})
-  if config.baseline.ials_l2:
-    found["iALS"] = best({l2: functools.partial(ials, l2) for l2 in config.baseline.ials_l2})
-  if data.best:
-    found["best possible"] = dict(data.best)
-  return found
+  candidates: dict[str, dict[float, Callable]] = {
+    "popularity": {0.0: popularity},
+    "EASE": {l2: functools.partial(ease, l2) for l2 in config.baseline.ease_l2},
+    "iALS": {l2: functools.partial(ials, l2) for l2 in config.baseline.ials_l2},
+  }
+  return baselines_lib.best_ranking(
+    candidates[name], users, relevant, seen, config.ks, select=config.baseline.select
+  )
