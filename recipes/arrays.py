@@ -68,8 +68,11 @@ def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.me
         return found
   array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
   if hasattr(os, "posix_fallocate"):  # else a full disk is a bus error at some later write
-    with path.open("r+b") as file:
-      os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    try:
+      with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError as error:
+      raise OSError(error.errno, error.strerror, str(path)) from error
   return array
 
 

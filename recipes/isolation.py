@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
@@ -41,6 +42,8 @@ def outcomes(tasks: Mapping[str, Callable[[], Any]]) -> Iterator[Outcome]:
     process, answers = _start(payload)
     try:
       for line in answers:
+        if not line.endswith(b"\n"):
+          break
         left.pop(0)
         yield Outcome(**json.loads(line))
       status = process.wait()
@@ -56,21 +59,17 @@ def outcomes(tasks: Mapping[str, Callable[[], Any]]) -> Iterator[Outcome]:
 def _start(payload: bytes) -> tuple[subprocess.Popen, BinaryIO]:
   reading, writing = os.pipe()
   path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-  process = subprocess.Popen(
-    [sys.executable, "-m", __name__, str(writing)],
-    stdin=subprocess.PIPE,
-    pass_fds=(writing,),
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
-  )
+  with tempfile.TemporaryFile() as asked:
+    asked.write(payload)
+    asked.seek(0)
+    process = subprocess.Popen(
+      [sys.executable, "-m", __name__, str(writing)],
+      stdin=asked,
+      pass_fds=(writing,),
+      env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+    )
   os.close(writing)
-  answers = os.fdopen(reading, "rb")
-  assert process.stdin is not None
-  try:
-    process.stdin.write(payload)
-    process.stdin.close()
-  except BrokenPipeError:  # it has died already; its end says why
-    pass
-  return process, answers
+  return process, os.fdopen(reading, "rb")
 
 
 def _ended(status: int) -> str:

@@ -86,7 +86,7 @@ def finished(config, workdir: str | Path) -> dict[str, Any] | None:
 def _finished(config, workdir: Path) -> dict[str, Any] | None:
   _check_config(config, workdir)
   result = _result(workdir)
-  if result is None or "pending_baselines" in result:
+  if result is None or not _is_complete(result):
     parent = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
       raise UserError(
@@ -121,6 +121,10 @@ def _check_config(config, workdir: Path) -> None:
 def _result(workdir: Path) -> dict[str, Any] | None:
   path = workdir / "result.json"
   return arrays.read_json(path) if path.exists() else None
+
+
+def _is_complete(result: Mapping[str, Any]) -> bool:
+  return "pending_baselines" not in result
 
 
 def _acquire(workdir: Path) -> filelock.BaseFileLock:
@@ -198,6 +202,8 @@ def train(
         "--workdir must be a folder that all hosts share"
       )
     result = hosts.from_main(lambda: _result(workdir))
+    if result is not None and _is_complete(result):  # another run has ended since
+      return result
     if result is None:
       state = {"model": model, "optimizer": optimizer}
       hosts.replicate(mesh, *state.values())

@@ -50,7 +50,8 @@ def program(recipe: str, run: Callable[[Any, str], Any]) -> Callable[[], None]:
     try:
       run(config.value, workdir.value)
     except KeyboardInterrupt as stop:
-      print(f"\n{stop or 'stopped before the first step'}", file=sys.stderr)
+      said = str(stop) or "stopped before the first step; the same command begins again"
+      print(f"\n{said}", file=sys.stderr)
       sys.exit(130)
     except (ValueError, OSError) as error:
       text = errors.explain(error)

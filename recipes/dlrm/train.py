@@ -115,8 +115,13 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
 
 def baselines(data: data_lib.ClickData, config) -> dict[str, loop.Baseline]:
   """Returns what fits a logistic regression, and the best possible metrics where they are known."""
-  fit = functools.partial(data_lib.logistic_regression, data, config)
-  found: dict[str, loop.Baseline] = {"logistic regression": fit}
+  fit = functools.partial(
+    data_lib.logistic_regression,
+    data,
+    max_rows=config.baseline.max_rows,
+    inverse_penalties=tuple(config.baseline.inverse_penalties),
+  )
+  found: dict[str, loop.Baseline] = {"logistic regression": fit if config.baseline.max_rows else {}}
   if data.best:
     found["best possible"] = dict(data.best)
   return found

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import scipy.sparse
 from flax import nnx
 
 import embed
@@ -156,33 +157,40 @@ def baselines(data: data_lib.SequenceData, config) -> dict[str, loop.Baseline]:
 
   `config.baseline.ease_l2` is EASE's penalty; 0 leaves it out.
   """
-  names = ["popularity", *(["EASE"] if config.baseline.ease_l2 else [])]
-  found: dict[str, loop.Baseline] = {
-    name: functools.partial(fit_baseline, name, data, config) for name in names
-  }
+  ks, l2 = tuple(config.ks), config.baseline.ease_l2
+  found: dict[str, loop.Baseline] = {"popularity": functools.partial(fit_popularity, data, ks)}
+  if l2:
+    found["EASE"] = functools.partial(fit_ease, data, ks, l2)
   if data.best:
     found["best possible"] = dict(data.best)
   return found
 
 
-def fit_baseline(name: str, data: data_lib.SequenceData, config) -> dict[str, float]:
-  """Returns the metrics of "popularity" or "EASE".
+def fit_popularity(data: data_lib.SequenceData, ks: tuple[int, ...]) -> dict[str, float]:
+  """Returns the metrics of recommending what is frequent among the training items."""
+  popular = baselines_lib.popularity(_training(data))
+  return _ranking(data, ks, lambda histories: np.tile(popular, (histories.shape[0], 1)))
 
-  They learn from the training items and, like the models, are asked with all earlier items of a
-  user.
-  """
-  users = data.evaluated
-  train = data_lib.matrix(data, np.arange(len(data.lengths)), data_lib.HELD_OUT["train"])
-  popular = baselines_lib.popularity(train)
-  score = lambda histories: np.tile(popular, (histories.shape[0], 1))
-  if name == "EASE":
-    weights = baselines_lib.ease(train, config.baseline.ease_l2)
-    score = lambda histories: histories @ weights
-  found: dict[str, float] = {}
+
+def fit_ease(data: data_lib.SequenceData, ks: tuple[int, ...], l2: float) -> dict[str, float]:
+  """Returns the metrics of EASE, which learns from the training items."""
+  weights = baselines_lib.ease(_training(data), l2)
+  return _ranking(data, ks, lambda histories: histories @ weights)
+
+
+def _training(data: data_lib.SequenceData) -> scipy.sparse.csr_matrix:
+  return data_lib.matrix(data, np.arange(len(data.lengths)), data_lib.HELD_OUT["train"])
+
+
+def _ranking(
+  data: data_lib.SequenceData, ks: tuple[int, ...], score: Callable[[Any], np.ndarray]
+) -> dict[str, float]:
+  """Returns the metrics of scores that are asked with all earlier items, as the models are."""
+  users, found = data.evaluated, {}
   for split in ("valid", "test"):
     seen = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
     relevant = data_lib.targets(data, users, data_lib.HELD_OUT[split])
     ask = lambda start, stop, seen=seen: score(seen[start:stop])
-    metrics = baselines_lib.ranking(ask, relevant, seen, config.ks)
+    metrics = baselines_lib.ranking(ask, relevant, seen, ks)
     found |= {f"{split}_{metric}": value for metric, value in metrics.items()}
   return found

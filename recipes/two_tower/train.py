@@ -1,7 +1,7 @@
 """Trains a two-tower model: what to train, on what, and how it is measured."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -228,10 +228,13 @@ def catalogue(data: data_lib.RetrievalData, config):
 
 
 def examples(
-  data: data_lib.RetrievalData, split: str, config
+  data: data_lib.RetrievalData, split: str, by: str
 ) -> tuple[np.ndarray, scipy.sparse.csr_matrix]:
-  """Returns the user of each of a split's examples and their relevant items `[examples, items]`."""
-  if config.examples == "users":
+  """Returns the user of each of a split's examples and their relevant items `[examples, items]`.
+
+  `by` is the config's `examples`: "users" or "rows".
+  """
+  if by == "users":
     return np.arange(data.num_users), data.matrix(split)
   start, stop = data.splits[split]
   items = np.asarray(data.columns["item"][start:stop])
@@ -243,30 +246,55 @@ def examples(
 
 def baselines(data: data_lib.RetrievalData, config) -> dict[str, loop.Baseline]:
   """Returns what fits popularity, EASE and iALS, as far as configured, and the best possible."""
-  names = ["popularity"]
-  names += ["EASE"] if config.baseline.ease_l2 else []
-  names += ["iALS"] if config.baseline.ials_l2 else []
+  settings = config.baseline
+  fit = functools.partial(
+    fit_baseline,
+    data,
+    examples_by=config.examples,
+    remove_seen=config.remove_seen,
+    ks=tuple(config.ks),
+    select=settings.select,
+    ials=dict(settings.ials),
+  )
+  penalties = {"popularity": (0.0,), "EASE": settings.ease_l2, "iALS": settings.ials_l2}
   found: dict[str, loop.Baseline] = {
-    name: functools.partial(fit_baseline, name, data, config) for name in names
+    name: functools.partial(fit, name, tuple(values))
+    for name, values in penalties.items()
+    if values
   }
   if data.best:
     found["best possible"] = dict(data.best)
   return found
 
 
-def fit_baseline(name: str, data: data_lib.RetrievalData, config) -> dict[str, float]:
-  """Returns the metrics of "popularity", "EASE" or "iALS", by the models' own ranking.
+def fit_baseline(
+  data: data_lib.RetrievalData,
+  name: str,
+  penalties: tuple[float, ...],
+  *,
+  examples_by: str,
+  remove_seen: bool,
+  ks: tuple[int, ...],
+  select: str,
+  ials: Mapping[str, Any],
+) -> dict[str, float]:
+  """Returns the metrics of a baseline, by the models' own ranking.
 
-  Penalties are chosen on validation, by `config.baseline.select`.
+  Args:
+    data: the data set.
+    name: "popularity", which takes no penalty, "EASE" or "iALS".
+    penalties: of which the one is tested that validation prefers by the metric `select`.
+    examples_by, remove_seen, ks: as in the config.
+    ials: its other arguments.
   """
   before = {"valid": ("train",), "test": ("train", "valid")}
   users, relevant, seen = {}, {}, {}
   for split, earlier in before.items():
-    users[split], relevant[split] = examples(data, split, config)
-    seen[split] = data.matrix(*earlier)[users[split]] if config.remove_seen else None
+    users[split], relevant[split] = examples(data, split, examples_by)
+    seen[split] = data.matrix(*earlier)[users[split]] if remove_seen else None
   train = data.matrix("train")
 
-  def popularity():
+  def popularity(_):
     popular = baselines_lib.popularity(train)
     return lambda rows: np.tile(popular, (len(rows), 1))
 
@@ -274,15 +302,10 @@ def fit_baseline(name: str, data: data_lib.RetrievalData, config) -> dict[str, f
     weights = baselines_lib.ease(train, l2)
     return lambda rows: train[rows] @ weights
 
-  def ials(l2):
-    factors, items = baselines_lib.ials(train, l2=l2, **config.baseline.ials)
+  def implicit(l2):
+    factors, items = baselines_lib.ials(train, l2=l2, **ials)
     return lambda rows: factors[rows] @ items.T
 
-  candidates: dict[str, dict[float, Callable]] = {
-    "popularity": {0.0: popularity},
-    "EASE": {l2: functools.partial(ease, l2) for l2 in config.baseline.ease_l2},
-    "iALS": {l2: functools.partial(ials, l2) for l2 in config.baseline.ials_l2},
-  }
-  return baselines_lib.best_ranking(
-    candidates[name], users, relevant, seen, config.ks, select=config.baseline.select
-  )
+  fit = {"popularity": popularity, "EASE": ease, "iALS": implicit}[name]
+  candidates = {l2: functools.partial(fit, l2) for l2 in penalties}
+  return baselines_lib.best_ranking(candidates, users, relevant, seen, ks, select=select)
