@@ -193,13 +193,13 @@ def write_json(path: Path, value: Any) -> None:
     file.write(text.encode() + b"\n")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, hint: str = "") -> Any:
   """Returns the content of a JSON file.
 
   Raises:
-    DamagedFileError: it is not JSON; names it.
+    DamagedFileError: it is not JSON; names it, and says what to do by `hint`.
   """
   try:
     return json.loads(path.read_bytes())
   except ValueError as error:
-    raise DamagedFileError(f"{path} is damaged ({error})") from error
+    raise DamagedFileError(f"{path} is damaged ({error}){hint}") from error

@@ -85,9 +85,9 @@ def _parsed(source: Path, changed: int) -> dict[str, list[ast.stmt]]:
   del changed  # only a part of the cache's key
   tree = ast.parse(source.read_text())
   for node in ast.walk(tree):
-    documented = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    if documented and ast.get_docstring(node) is not None:
-      node.body = node.body[1:] or [ast.Pass()]
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+      has_docstring = ast.get_docstring(node) is not None
+      node.body = node.body[has_docstring:] or [ast.Pass()]
   definitions: dict[str, list[ast.stmt]] = {}
   for statement in _top_level(tree.body):
     for name in _defined(statement):

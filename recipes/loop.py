@@ -43,6 +43,7 @@ from recipes.errors import DivergedError, MissingFileError, Stopped, UserError
 from recipes.journal import Journal, Silence
 
 _LOCK = "run.lock"
+_REMOVE = ": remove it, and the same command writes it again"
 Baseline = Mapping[str, float] | Callable[[], Mapping[str, float]]  # its metrics, or what fits it
 _MAX_ATTEMPTS = 2  # at a baseline during which the whole run ended
 
@@ -105,7 +106,7 @@ def _check_config(config, workdir: Path) -> None:
   wanted, path = _plain(config), workdir / "config.json"
   if not path.exists():
     return
-  found = arrays.read_json(path)
+  found = arrays.read_json(path, _REMOVE)
   differing = [
     f"{name}: {found.get(name)!r} there, {wanted.get(name)!r} now"
     for name in sorted(found.keys() | wanted.keys())
@@ -120,7 +121,7 @@ def _check_config(config, workdir: Path) -> None:
 
 def _result(workdir: Path) -> dict[str, Any] | None:
   path = workdir / "result.json"
-  return arrays.read_json(path) if path.exists() else None
+  return arrays.read_json(path, _REMOVE) if path.exists() else None
 
 
 def _is_complete(result: Mapping[str, Any]) -> bool:

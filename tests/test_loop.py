@@ -350,7 +350,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(tmp_path, m
 
 def test_a_damaged_result_is_named(tmp_path):
   (tmp_path / "result.json").write_text("{")
-  with pytest.raises(errors.DamagedFileError, match=r"result\.json is damaged"):
+  with pytest.raises(errors.DamagedFileError, match=r"result\.json is damaged .*: remove it, and"):
     loop.finished(toy_config(), tmp_path)
 
 

@@ -7,7 +7,6 @@ interrupted it.
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -96,7 +95,7 @@ def write(
   position = folder / "position.json"
   at = {"file": 0, "offset": 0, "rows": 0}
   if position.exists():
-    at |= json.loads(position.read_text())
+    at |= arrays.read_json(position)
   with files.progress("preparing", total, "row") as bar:
     bar.update(at["rows"])
     for number in range(at["file"], len(sources)):

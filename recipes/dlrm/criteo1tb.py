@@ -15,7 +15,6 @@ where u are the upper 32 bits of splitmix64(id + feature * 2^32 + k * 2^40), fea
 made when rows are read: stored, they would take 3.7 TB.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _survey(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
   """Returns rows and hash of every file, saved file by file: reading them all takes hours."""
   saved = folder / "days.json"
-  days = json.loads(saved.read_text()) if saved.exists() else []
+  days = arrays.read_json(saved) if saved.exists() else []
   with files.progress("counting rows", len(paths), "file") as bar:
     bar.update(len(days))
     for path in paths[len(days) :]:

@@ -186,7 +186,8 @@ def _ranking(
   data: data_lib.SequenceData, ks: tuple[int, ...], score: Callable[[Any], np.ndarray]
 ) -> dict[str, float]:
   """Returns the metrics of scores that are asked with all earlier items, as the models are."""
-  users, found = data.evaluated, {}
+  users = data.evaluated
+  found: dict[str, float] = {}
   for split in ("valid", "test"):
     seen = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
     relevant = data_lib.targets(data, users, data_lib.HELD_OUT[split])

@@ -51,8 +51,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   read = {name: _read(path, seen) for name, path in source.items()}
   # Numbered in their order, so that nobody takes an id for a size.
   users, items = (np.unique(np.concatenate([pair[i] for pair in read.values()])) for i in (0, 1))
-  number = lambda names, ids: np.searchsorted(names, ids).astype(np.int32)
-  pairs = {name: (number(users, user), number(items, item)) for name, (user, item) in read.items()}
+  pairs = {
+    name: (_positions(users, user), _positions(items, item)) for name, (user, item) in read.items()
+  }
   if "valid" not in pairs:
     user, item = pairs["train"]
     split = splits.per_user(user, 0.1, settings["split_seed"])
@@ -71,6 +72,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     seed=settings["split_seed"],
     may_be_empty=("valid",) if settings["refit"] else (),
   )
+
+
+def _positions(names: np.ndarray, ids: np.ndarray) -> np.ndarray:
+  return np.searchsorted(names, ids).astype(np.int32)
 
 
 def _read(path: Path, seen: dict[tuple[int, int], str]) -> splits.Pairs:
