@@ -6,6 +6,7 @@ one of itself. Splits are ranges of rows.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -59,21 +60,32 @@ class Columns(Mapping[str, np.ndarray]):
 
 
 def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.memmap:
-  """Opens a column for writing; one that exists already with this shape keeps what it holds."""
+  """Opens a column for writing; one that exists already with this shape keeps what it holds.
+
+  Raises:
+    OSError: the disk is too full for it; names the file.
+  """
   path = folder / f"{name}.npy"
+  found = None
   if path.exists():
     with contextlib.suppress(ValueError):  # a header cut off by a kill: start this column again
       found = np.load(path, mmap_mode="r+")
-      if found.shape == shape and found.dtype == np.dtype(dtype):
-        return found
-  array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-  if hasattr(os, "posix_fallocate"):  # else a full disk is a bus error at some later write
-    try:
-      with path.open("r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    except OSError as error:
+  if found is None or found.shape != shape or found.dtype != np.dtype(dtype):
+    found = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+  _allocate(path)
+  return found
+
+
+def _allocate(path: Path) -> None:
+  """Takes the blocks of a file from the disk, which at a later write would be a bus error."""
+  if not hasattr(os, "posix_fallocate"):
+    return
+  try:
+    with path.open("r+b") as file:
+      os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+  except OSError as error:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # others: it cannot be asked
       raise OSError(error.errno, error.strerror, str(path)) from error
-  return array
 
 
 def prepared(

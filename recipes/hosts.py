@@ -94,9 +94,11 @@ def shard() -> tuple[int, int]:
 
 
 def check_batch_sizes(mesh: Mesh | None, **sizes: int) -> None:
-  """Raises ValueError where a global batch cannot be split evenly over the devices; names it."""
+  """Raises UserError where a global batch cannot be split evenly over the devices; names it."""
   count = 1 if mesh is None else mesh.size
   for name, size in sizes.items():
+    if name.endswith("batch_size") and size < 1:
+      raise UserError(f"{name} is {size}: choose {count} or more")
     if size % count:
       raise UserError(
         f"{name} is {size}, which must be a multiple of the {count} devices: choose "
