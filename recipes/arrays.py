@@ -67,6 +67,8 @@ def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.me
   """
   path = folder / f"{name}.npy"
   found = None
+  if path.is_symlink():  # in a cache that others can write to, to a file that they cannot
+    path.unlink()
   if path.exists():
     with contextlib.suppress(ValueError):  # a header cut off by a kill: start this column again
       found = np.load(path, mmap_mode="r+")

@@ -273,6 +273,8 @@ def test_links_at_the_names_of_locks_and_new_files_are_not_followed(tmp_path):
   arrays.write_json(tmp_path / "x.json", {"a": 1})
   assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
   assert not (tmp_path / "x.json").is_symlink()
+  (tmp_path / "x.npy").symlink_to(victim)
+  arrays.column(tmp_path, "x", (4,), np.int32)
   assert victim.read_text() == "precious"
 
 

@@ -173,9 +173,8 @@ class CountedVocabulary:
     saved = folder / "vocabulary.npz"
     if not saved.exists():
       known = count_values(path, train_rows, min_count)
-      partial = folder / "vocabulary.partial.npz"
-      np.savez(partial, *known)
-      partial.replace(saved)
+      with files.replacing(saved) as file:
+        np.savez(file, *known)
     with np.load(saved) as stored:
       return cls([stored[f"arr_{i}"] for i in range(NUM_CATEGORIES)])
 
