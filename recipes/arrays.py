@@ -1,19 +1,30 @@
 """Folders of memory-mapped columns: what every dataset is turned into once, before training.
 
 A prepared dataset is one folder of `.npy` files with equally many rows and a `meta.json`, which is
-written last: a folder without it was interrupted. Splits are ranges of rows.
+written last: a folder without it was interrupted. It holds the sizes and hashes of the files, and
+one of itself. Splits are ranges of rows.
 """
 
 import contextlib
-import fcntl
+import errno
 import hashlib
 import json
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from recipes import files
+from recipes.errors import DamagedFileError, UserError
+from recipes.fingerprint import fingerprint
+
+# A file up to this size is hashed whenever it is opened; that takes a second. A larger one is
+# hashed where it has been written to since.
+_HASHED = 1 << 30
 
 
 class Columns(Mapping[str, np.ndarray]):
@@ -49,20 +60,43 @@ class Columns(Mapping[str, np.ndarray]):
 
 
 def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.memmap:
-  """Opens a column for writing; one that exists already with this shape keeps what it holds."""
+  """Opens a column for writing; one that exists already with this shape keeps what it holds.
+
+  Raises:
+    OSError: the disk is too full for it; names the file.
+  """
   path = folder / f"{name}.npy"
+  found = None
+  if path.is_symlink():  # in a cache that others can write to, to a file that they cannot
+    path.unlink()
   if path.exists():
     with contextlib.suppress(ValueError):  # a header cut off by a kill: start this column again
       found = np.load(path, mmap_mode="r+")
-      if found.shape == shape and found.dtype == np.dtype(dtype):
-        return found
-  return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+  if found is None or found.shape != shape or found.dtype != np.dtype(dtype):
+    found = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+  _allocate(path)
+  return found
+
+
+def _allocate(path: Path) -> None:
+  """Takes the blocks of a file from the disk, which at a later write would be a bus error."""
+  if not hasattr(os, "posix_fallocate"):
+    return
+  try:
+    with path.open("r+b") as file:
+      os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+  except OSError as error:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # others: it cannot be asked
+      raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def prepared(
   cache_dir: str | Path, name: str, settings: Mapping[str, Any], build: Callable[[Path], dict]
 ) -> tuple[Columns, dict[str, Any]]:
   """Returns the prepared dataset for these settings, building it first where it is missing.
+
+  It is built again when `build`, or code of this package that it uses, has been edited (see
+  `recipes.fingerprint`), and when a file is not the one that was built.
 
   Args:
     cache_dir: where prepared datasets live, `~` allowed.
@@ -72,27 +106,88 @@ def prepared(
       a kill it is called again on the same folder and may go on from what it finds there.
 
   Two processes that want the same dataset at once are fine: the second waits for the first.
+
+  Raises:
+    UserError: as `build`, which begins from nothing the next time.
   """
-  text = json.dumps(settings, sort_keys=True)
+  about = {"settings": dict(settings), "code": fingerprint(build)}
+  text = json.dumps(about, sort_keys=True)
   cache = Path(cache_dir).expanduser()
   cache.mkdir(parents=True, exist_ok=True)
   final = cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-  with locked(cache / f"{final.name}.lock"):
-    if not (final / "meta.json").exists():
-      partial = final.with_suffix(".partial")
-      partial.mkdir(exist_ok=True)
-      meta = build(partial)
-      write_json(partial / "meta.json", {"settings": dict(settings)} | meta)
-      partial.rename(final)
-  return Columns(final), json.loads((final / "meta.json").read_text())
+  with files.locked(cache / f"{final.name}.lock"):
+    try:
+      meta = _opened(final)
+      _check(final, meta["columns"])
+      return Columns(final), meta
+    except FileNotFoundError:
+      pass
+    except DamagedFileError as error:
+      print(f"{error}: preparing the data set again", file=sys.stderr, flush=True)
+      shutil.rmtree(final)
+    partial = final.with_suffix(".partial")
+    if partial.is_symlink():
+      partial.unlink()
+    partial.mkdir(exist_ok=True)
+    try:
+      built = build(partial)
+    except UserError:  # of a source or a setting; mended, it is another data set
+      shutil.rmtree(partial)
+      raise
+    _seal(partial, about | built)
+    partial.rename(final)
+    return Columns(final), _opened(final)
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-  """Makes the processes of a machine take turns; the lock file stays behind, empty."""
-  with path.open("w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    yield
+def _seal(folder: Path, meta: dict[str, Any]) -> None:
+  """Writes `meta.json`: the meta, what the files of the folder are, and a hash of all that."""
+  stats = {path.name: path.stat() for path in sorted(folder.glob("*.npy"))}
+  meta["columns"] = {
+    name: {
+      "size": stat.st_size,
+      "mtime_ns": stat.st_mtime_ns,
+      "sha256": files.digest(folder / name),
+    }
+    for name, stat in stats.items()
+  }
+  write_json(folder / "meta.json", meta | {"sha256_of_meta": _digest_of(meta)})
+
+
+def _digest_of(meta: Mapping[str, Any]) -> str:
+  return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def _opened(folder: Path) -> dict[str, Any]:
+  """Returns the meta of a prepared folder.
+
+  Raises:
+    FileNotFoundError: the folder has not been built.
+    DamagedFileError: the meta is not what was written.
+  """
+  if not folder.exists():
+    raise FileNotFoundError(folder)
+  path = folder / "meta.json"
+  if not path.exists():
+    raise DamagedFileError(f"{path} is missing")
+  meta = read_json(path)
+  if not isinstance(meta, dict) or meta.pop("sha256_of_meta", None) != _digest_of(meta):
+    raise DamagedFileError(f"{path} is not what was written")
+  return meta
+
+
+def _check(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
+  """Raises DamagedFileError where a file is not the one that was built; names the first."""
+  for name, wanted in columns.items():
+    path = folder / name
+    if not path.exists():
+      raise DamagedFileError(f"{path} is missing")
+    stat = path.stat()
+    if stat.st_size != wanted["size"]:
+      raise DamagedFileError(f"{path} has {stat.st_size} bytes instead of {wanted['size']}")
+    if stat.st_size > _HASHED and stat.st_mtime_ns == wanted["mtime_ns"]:
+      continue
+    if files.digest(path) != wanted["sha256"]:
+      raise DamagedFileError(f"{path} does not have the SHA-256 that was recorded")
 
 
 def cut(rows: int, valid: float, test: float) -> dict[str, tuple[int, int]]:
@@ -107,10 +202,18 @@ def cut(rows: int, valid: float, test: float) -> dict[str, tuple[int, int]]:
 
 def write_json(path: Path, value: Any) -> None:
   """Writes a JSON file so that a reader sees the old content or all of the new, never a part."""
-  temporary = path.with_name(path.name + ".tmp")
-  with temporary.open("w") as file:
-    json.dump(value, file, indent=2, allow_nan=False)
-    file.write("\n")
-    file.flush()
-    os.fsync(file.fileno())
-  temporary.replace(path)
+  text = json.dumps(value, indent=2, allow_nan=False)
+  with files.replacing(path) as file:
+    file.write(text.encode() + b"\n")
+
+
+def read_json(path: Path, hint: str = "") -> Any:
+  """Returns the content of a JSON file.
+
+  Raises:
+    DamagedFileError: it is not JSON; names it, and says what to do by `hint`.
+  """
+  try:
+    return json.loads(path.read_bytes())
+  except ValueError as error:
+    raise DamagedFileError(f"{path} is damaged ({error}){hint}") from error

@@ -1,20 +1,23 @@
 """Baselines without a neural network, so that every result has a number to be measured against."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 import scipy.linalg
 import scipy.sparse
+import threadpoolctl
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 from recipes import files, retrieval
+from recipes.errors import UserError
 from recipes.metrics import ClickMetrics, RankingMetrics
 
-# EASE inverts a dense [items, items] matrix in float64; above this it takes more than 5 GB.
+# EASE inverts a dense [items, items] matrix in float64, in place: 5 GB of this many items.
 _MAX_EASE_ITEMS = 25_000
+_EASE_BLOCK = 1_024
 
 
 def one_hot(
@@ -144,20 +147,38 @@ def ease(train: scipy.sparse.csr_matrix, l2: float) -> np.ndarray:
   """
   items = train.shape[1]
   if items > _MAX_EASE_ITEMS:
-    raise ValueError(
+    raise UserError(
       f"EASE inverts a dense matrix of {items} x {items} items, {items**2 * 8 / 1e9:.0f} GB: it is "
       f"made for up to {_MAX_EASE_ITEMS}. Leave it out, or take iALS."
     )
-  gram = (train.T @ train).toarray().astype(np.float64)
+  gram, by_item = np.empty((items, items)), train.T.astype(np.float64).tocsr()
+  for rows in _blocks(items):  # the sparse product as a whole may be larger than the dense one
+    gram[rows] = (by_item[rows] @ train).toarray()
   gram[np.diag_indices(items)] += l2
   # A positive definite matrix: by Cholesky, in place, half the work of a general inverse. LAPACK
-  # fills one triangle.
-  factor, _ = scipy.linalg.lapack.dpotrf(gram.T, lower=0, overwrite_a=1)
-  inverse, _ = scipy.linalg.lapack.dpotri(factor, lower=0, overwrite_c=1)
-  inverse = np.triu(inverse) + np.triu(inverse, 1).T
-  weights = -inverse / np.diag(inverse)
+  # counts columns first, so that its upper triangle is the lower one here.
+  # One thread: OpenBLAS 0.3.30 ends in a segmentation fault when several factorize 16,000 columns.
+  with threadpoolctl.threadpool_limits(1, user_api="blas"):
+    factor, failed = scipy.linalg.lapack.dpotrf(gram.T, lower=0, overwrite_a=1)
+    if not failed:
+      factor, failed = scipy.linalg.lapack.dpotri(factor, lower=0, overwrite_c=1)
+  if failed:
+    raise UserError(
+      f"EASE's matrix of {items} items is not positive definite with a penalty of {l2}: raise it"
+    )
+  weights = factor.T  # rows first again: a product with a sparse matrix would copy it otherwise
+  for rows in _blocks(items):
+    weights[: rows.start, rows] = weights[rows, : rows.start].T
+    square = np.tril(weights[rows, rows])
+    weights[rows, rows] = square + np.tril(square, -1).T
+  weights /= -np.diag(weights).copy()
   weights[np.diag_indices(items)] = 0.0
   return weights
+
+
+def _blocks(size: int) -> Iterator[slice]:
+  for start in range(0, size, _EASE_BLOCK):
+    yield slice(start, min(start + _EASE_BLOCK, size))
 
 
 def ials(
@@ -228,7 +249,7 @@ def best_ranking(
     ValueError: there are several hyperparameters and no validation to choose by.
   """
   if len(candidates) > 1 and not relevant["valid"].nnz:
-    raise ValueError(f"nothing is held out to choose one of {list(candidates)} on: give one value")
+    raise UserError(f"nothing is held out to choose one of {list(candidates)} on: give one value")
   best: dict[str, float] = {}
   for value, fit in candidates.items():
     scores = fit()
@@ -243,4 +264,5 @@ def best_ranking(
     valid = ranked("valid")
     if not best or valid[f"valid_{select}"] > best[f"valid_{select}"]:
       best = valid | ranked("test") | {"chosen": float(value)}
+    del scores, ranked  # EASE's weights take gigabytes, and the next fit as much
   return best

@@ -1,22 +1,29 @@
 """Source files of datasets: where they are, whether they are the right ones, how to get them."""
 
+import contextlib
+import errno
 import hashlib
+import http.client
+import os
+import shutil
+import sys
 import urllib.request
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import filelock
 from tqdm import tqdm
 
-from recipes import arrays
+from recipes.errors import DownloadError, MissingFileError, UserError
 
 _BLOCK = 1 << 20
 
 
-def digest(path: Path, algorithm: str = "sha256") -> str:
-  """Returns a file's hash in hexadecimal, reading it in constant memory."""
-  found = hashlib.new(algorithm)
+def digest(path: Path) -> str:
+  """Returns a file's SHA-256 in hexadecimal, reading it in constant memory."""
+  found = hashlib.sha256()
   with path.open("rb") as file, progress(f"hashing {path.name}", path.stat().st_size, "B") as bar:
     while block := file.read(_BLOCK):
       found.update(block)
@@ -39,11 +46,33 @@ def require(folder: Path, *names: str, hint: str) -> Path:
   for name in names:
     if (folder / name).is_file():
       return folder / name
-  raise FileNotFoundError(f"{folder} has no {' and no '.join(names)}. {hint}")
+  raise MissingFileError(f"{folder} has no {' and no '.join(names)}. {hint}")
+
+
+def given(data_dir: str, hint: str) -> Path:
+  """Returns the user's folder, `~` allowed.
+
+  Raises:
+    MissingFileError: none is given, or it does not exist; `hint` says what to do.
+  """
+  if not data_dir:
+    raise MissingFileError(f"--config.data_dir is empty. {hint}")
+  path = Path(data_dir).expanduser()
+  if not path.is_dir():
+    raise MissingFileError(f"--config.data_dir={data_dir} is not a folder. {hint}")
+  return path
+
+
+def whole(text: str) -> int | None:
+  """Returns the whole number from 0 that a text is; None if it is none, or beyond int64."""
+  if not (text.isascii() and text.isdecimal()) or len(text) > 19:
+    return None
+  number = int(text)
+  return number if number < 1 << 63 else None
 
 
 def folder(
-  data_dir: str, cache_dir: str, *, name: str, url: str, md5: str, members: Sequence[str]
+  data_dir: str, cache_dir: str, *, name: str, url: str, sha256: str, members: Sequence[str]
 ) -> Path:
   """Returns the folder with a data set's files: the user's, or a checked download.
 
@@ -51,26 +80,21 @@ def folder(
     data_dir: the user's folder; "" downloads the archive.
     cache_dir: where the download goes, `~` allowed.
     name: of the folder in there.
-    url, md5: of the archive.
+    url, sha256: of the archive.
     members: the files that are needed of it.
 
   Raises:
-    FileNotFoundError: `data_dir` is given and does not exist.
-    OSError, ValueError: as `download`.
+    MissingFileError: `data_dir` is given and does not exist.
+    DownloadError: as `download`.
   """
   if data_dir:
-    path = Path(data_dir).expanduser()
-    if not path.is_dir():
-      raise FileNotFoundError(
-        f"--config.data_dir={data_dir} is not a folder. Leave it empty to download {url}"
-      )
-    return path
+    return given(data_dir, f"Leave it empty to download {url}")
   raw = Path(cache_dir).expanduser() / name
   raw.mkdir(parents=True, exist_ok=True)
   # The processes of a run share their machine's cache: one downloads, the others wait.
-  with arrays.locked(raw / "lock"):
+  with locked(raw / "lock"):
     if not all((raw / member).exists() for member in members):
-      unpack(download(url, raw / url.rsplit("/", 1)[1], md5=md5), raw)
+      unpack(download(url, raw / url.rsplit("/", 1)[1], sha256=sha256), raw, members)
   return raw
 
 
@@ -81,48 +105,95 @@ def progress(description: str, total: int, unit: str) -> tqdm:
   )
 
 
-def download(url: str, path: Path, *, md5: str) -> Path:
+def download(url: str, path: Path, *, sha256: str) -> Path:
   """Downloads `url` to `path` unless a file with the right hash is already there.
 
   Raises:
-    ValueError: what came back has another hash; the file is removed.
-    OSError: the server cannot be reached; names the url.
+    DownloadError: the server cannot be reached, or what came back has another hash; names the url.
   """
-  if path.exists() and digest(path, "md5") == md5:
+  if path.exists() and digest(path) == sha256:
     return path
   path.parent.mkdir(parents=True, exist_ok=True)
-  partial = path.with_name(path.name + ".part")
   try:
-    with urllib.request.urlopen(url, timeout=60) as response, partial.open("wb") as file:
-      total = int(response.headers.get("Content-Length", 0))
-      with progress(f"downloading {path.name}", total, "B") as bar:
-        while block := response.read(_BLOCK):
-          file.write(block)
-          bar.update(len(block))
+    response = urllib.request.urlopen(url, timeout=60)
   except OSError as error:
-    raise OSError(
-      f"Could not download {url} ({error}). Download it by other means, unpack it, and pass the "
-      "folder as --config.data_dir=<folder>."
-    ) from error
-  found = digest(partial, "md5")
-  if found != md5:
-    partial.unlink()
-    raise ValueError(
-      f"{url} has md5 {found}, expected {md5}: the download is damaged or the archive has changed. "
-      "Try again; if it persists, check the publisher's page."
-    )
-  partial.replace(path)
+    raise _unreachable(url, error) from error
+  with response, replacing(path) as file:
+    total, found = int(response.headers.get("Content-Length", 0)), hashlib.sha256()
+    with progress(f"downloading {path.name}", total, "B") as bar:
+      while block := _received(response, url):
+        file.write(block)
+        found.update(block)
+        bar.update(len(block))
+    if found.hexdigest() != sha256:
+      raise DownloadError(
+        f"{url} has the SHA-256 {found.hexdigest()}, expected {sha256}: the download is damaged or "
+        "the archive has changed. Try again; if it persists, check the publisher's page."
+      )
   return path
 
 
-def unpack(archive: Path, folder: Path) -> None:
-  """Unpacks a zip archive's files, without their folders, into `folder`; each appears whole."""
-  folder.mkdir(parents=True, exist_ok=True)
+def _received(response: IO[bytes], url: str) -> bytes:
+  try:
+    return response.read(_BLOCK)
+  except (OSError, http.client.HTTPException) as error:
+    raise _unreachable(url, error) from error
+
+
+def _unreachable(url: str, error: Exception) -> DownloadError:
+  return DownloadError(
+    f"Could not download {url} ({error}). Download it by other means, unpack it, and pass the "
+    "folder as --config.data_dir=<folder>."
+  )
+
+
+def unpack(archive: Path, folder: Path, members: Sequence[str]) -> None:
+  """Unpacks the named files of a zip archive, without their folders; each appears whole."""
   with zipfile.ZipFile(archive) as packed:
     for member in packed.infolist():
-      if member.is_dir():
-        continue
-      target = folder / Path(member.filename).name
-      partial = target.with_name(target.name + ".part")
-      partial.write_bytes(packed.read(member))
-      partial.replace(target)
+      if (name := Path(member.filename).name) in members:
+        with packed.open(member) as source, replacing(folder / name) as target:
+          shutil.copyfileobj(source, target)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+  """Makes the processes of a machine take turns; the lock file stays there, empty.
+
+  Raises:
+    UserError: the path is a symbolic link, which is not followed.
+  """
+  lock = filelock.FileLock(path)
+  try:
+    try:
+      lock.acquire(blocking=False)
+    except filelock.Timeout:
+      print(f"waiting for another process, which holds {path}", file=sys.stderr, flush=True)
+      lock.acquire()
+  except OSError as error:
+    if error.errno != errno.ELOOP:
+      raise
+    raise UserError(f"the lock file {path} is a symbolic link: remove it") from error
+  try:
+    yield
+  finally:
+    lock.release()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+  """Opens a new file that takes the place of `path` when all of it is on the disk.
+
+  A link that has the name of the new file is removed, not followed.
+  """
+  partial = path.with_name(path.name + ".part")
+  partial.unlink(missing_ok=True)
+  try:
+    with partial.open("xb") as file:
+      yield file
+      file.flush()
+      os.fsync(file.fileno())
+    partial.replace(path)
+  except BaseException:
+    partial.unlink(missing_ok=True)
+    raise

@@ -18,6 +18,8 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from recipes.errors import UserError
+
 AXIS = "data"
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
@@ -52,7 +54,7 @@ def _join() -> None:
   if count or index or (address and not _several()):
     if not all(given):
       missing = [name for name, value in zip(_VARIABLES, given, strict=True) if not value]
-      raise ValueError(
+      raise UserError(
         f"{', '.join(missing)} is not set. A run of several processes needs all of "
         f"{', '.join(_VARIABLES)}; unset them all for one process."
       )
@@ -92,11 +94,13 @@ def shard() -> tuple[int, int]:
 
 
 def check_batch_sizes(mesh: Mesh | None, **sizes: int) -> None:
-  """Raises ValueError where a global batch cannot be split evenly over the devices; names it."""
+  """Raises UserError where a global batch cannot be split evenly over the devices; names it."""
   count = 1 if mesh is None else mesh.size
   for name, size in sizes.items():
+    if name.endswith("batch_size") and size < 1:
+      raise UserError(f"{name} is {size}: choose {count} or more")
     if size % count:
-      raise ValueError(
+      raise UserError(
         f"{name} is {size}, which must be a multiple of the {count} devices: choose "
         f"{max(size // count, 1) * count}"
       )
@@ -156,7 +160,8 @@ def from_main(f: Callable[[], Any]) -> Any:
 
   Raises:
     Exception: what `f` raised, in the main process.
-    RuntimeError: in the others, with its message; they would wait forever for a value.
+    RuntimeError: in the others, with its message; they would wait forever for a value. A UserError
+      is one there too.
   """
   if jax.process_count() == 1:
     return f()
@@ -167,6 +172,7 @@ def from_main(f: Callable[[], Any]) -> Any:
       said["value"] = f()
     except Exception as raised:
       error, said["error"] = raised, f"{type(raised).__name__}: {raised}"
+      said["user"] = isinstance(raised, UserError)
   text = np.frombuffer(json.dumps(said).encode(), np.uint8)
   size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
   if not is_main():
@@ -175,5 +181,6 @@ def from_main(f: Callable[[], Any]) -> Any:
   if error is not None:
     raise error
   if "error" in said:
-    raise RuntimeError(f"the main process failed: {said['error']}")
+    kind = UserError if said["user"] else RuntimeError
+    raise kind(f"the main process failed: {said['error']}")
   return said["value"]

@@ -6,7 +6,8 @@ A run is a folder, the workdir:
     metrics.jsonl    one line per log step and per evaluation
     tensorboard/     the same for TensorBoard
     checkpoints/     Orbax: the latest state and the best one on validation
-    result.json      written at the end; a run that has one is finished
+    result.json      written when the state has been tested; complete when the baselines are in it
+    run.lock         held by the process that writes; a second run in the folder is refused
 
 Several processes share one workdir: the main one writes the files, all of them the checkpoints.
 
@@ -17,14 +18,18 @@ one machine every step is deterministic. A checkpoint does not know how many dev
 wrote it: the same command goes on from it on any other number, with the same batches.
 """
 
+import contextlib
 import dataclasses
+import errno
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -33,8 +38,14 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import embed
 import embed.checkpoint
-from recipes import arrays, hosts, results
+from recipes import arrays, hosts, isolation, results
+from recipes.errors import DivergedError, MissingFileError, Stopped, UserError
 from recipes.journal import Journal, Silence
+
+_LOCK = "run.lock"
+_REMOVE = ": remove it, and the same command writes it again"
+Baseline = Mapping[str, float] | Callable[[], Mapping[str, float]]  # its metrics, or what fits it
+_MAX_ATTEMPTS = 2  # at a baseline during which the whole run ended
 
 
 @dataclasses.dataclass
@@ -58,15 +69,15 @@ class _Progress:
 def finished(config, workdir: str | Path) -> dict[str, Any] | None:
   """Returns the result if the workdir's run has ended already, and None if there is work to do.
 
-  Call it first, after `hosts.start`: a finished run then reports without loading any data. The main
-  process looks, and all take its word for it.
+  Call it first, after `hosts.start`: a finished run then reports without loading any data, and what
+  `train` would refuse is refused at once. The main process looks, and all take its word for it.
 
   Raises:
-    ValueError: the workdir holds a run of another config; names the fields that differ. Or it is a
-      URL.
+    UserError: the workdir holds a run of another config; names the fields that differ. Or another
+      process trains in it, or it cannot be written to, or it is a URL.
   """
   if "://" in str(workdir):
-    raise ValueError(
+    raise UserError(
       f"--workdir={workdir} is a URL, and a run writes plain files. Mount the bucket (gcsfuse) and "
       "give the folder."
     )
@@ -74,24 +85,67 @@ def finished(config, workdir: str | Path) -> dict[str, Any] | None:
 
 
 def _finished(config, workdir: Path) -> dict[str, Any] | None:
-  wanted, path = _plain(config), workdir / "config.json"
-  if path.exists():
-    found = json.loads(path.read_text())
-    differing = [
-      f"{name}: {found.get(name)!r} there, {wanted.get(name)!r} now"
-      for name in sorted(found.keys() | wanted.keys())
-      if found.get(name) != wanted.get(name)
-    ]
-    if differing:
-      raise ValueError(
-        f"{workdir} holds a run of another config ({'; '.join(differing)}). Choose another "
-        "--workdir, or remove that one."
+  _check_config(config, workdir)
+  result = _result(workdir)
+  if result is None or not _is_complete(result):
+    parent = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+      raise UserError(
+        f"--workdir={workdir} cannot be written to, because {parent} cannot: choose another one"
       )
-  result = workdir / "result.json"
-  if not result.exists():
+    if (workdir / _LOCK).exists():
+      _acquire(workdir).release()
     return None
-  _say(f"{workdir} holds a run that has ended. To train anew, choose another --workdir.")
-  return json.loads(result.read_text())
+  _say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
+  for name, failure in result.get("failed_baselines", {}).items():
+    _say(f"its baseline {name} failed: {failure}. To fit it again, remove its result.json.")
+  return result
+
+
+def _check_config(config, workdir: Path) -> None:
+  wanted, path = _plain(config), workdir / "config.json"
+  if not path.exists():
+    return
+  found = arrays.read_json(path, _REMOVE)
+  differing = [
+    f"{name}: {found.get(name)!r} there, {wanted.get(name)!r} now"
+    for name in sorted(found.keys() | wanted.keys())
+    if found.get(name) != wanted.get(name)
+  ]
+  if differing:
+    raise UserError(
+      f"{workdir} holds a run of another config ({'; '.join(differing)}). Choose another "
+      "--workdir, or remove that one."
+    )
+
+
+def _result(workdir: Path) -> dict[str, Any] | None:
+  path = workdir / "result.json"
+  return arrays.read_json(path, _REMOVE) if path.exists() else None
+
+
+def _is_complete(result: Mapping[str, Any]) -> bool:
+  return "pending_baselines" not in result
+
+
+def _acquire(workdir: Path) -> filelock.BaseFileLock:
+  """Takes the lock of a workdir, which its process loses in whatever way it ends.
+
+  Raises:
+    UserError: another process holds it, or it is a link, which is not followed.
+  """
+  lock = filelock.FileLock(workdir / _LOCK)
+  try:
+    lock.acquire(blocking=False)
+  except filelock.Timeout:
+    raise UserError(
+      f"another process trains in {workdir}: wait for it to end, or choose another --workdir"
+    ) from None
+  except OSError as error:
+    if error.errno != errno.ELOOP:
+      raise
+    raise UserError(f"{workdir / _LOCK} is a symbolic link: remove it") from error
+  return lock
 
 
 def train(
@@ -104,7 +158,7 @@ def train(
   loss_fn: Callable[[Any, Any], jax.Array],
   batches: Any,
   evaluate: Callable[[Any, str], dict[str, float]],
-  baselines: Callable[[], dict[str, dict[str, float]]],
+  baselines: Callable[[], Mapping[str, Baseline]],
   data_sha256: Mapping[str, str],
   mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Any]:
@@ -125,7 +179,9 @@ def train(
     batches: a Grain `IterDataset` of at least `steps` batches, each this process's part.
     evaluate: `(model, split) -> {metric: value}`, for the splits `valid` and `test`; the same in
       every process.
-    baselines: computes, at the end and in the main process, `{baseline: {metric: value}}`.
+    baselines: returns, in the main process, each baseline's metrics or a function that fits it.
+      The functions run after `result.json` is written, in a process of their own; see
+      `isolation.outcomes`. One that fails is named in the result and costs nothing else.
     data_sha256: hashes of the data by file.
     mesh: from `hosts.start`; everything but the tables is copied to all of its devices.
 
@@ -135,18 +191,55 @@ def train(
   Raises:
     FloatingPointError: the loss is not finite.
     FileNotFoundError: the processes do not share the workdir.
+    UserError: another process trains in the workdir.
+    Stopped: Ctrl-C; says at which step, and how to go on.
   """
   workdir = Path(workdir).resolve()
-  hosts.from_main(lambda: _begin(config, workdir))
-  if not hosts.everywhere((workdir / "config.json").exists()):
-    raise FileNotFoundError(
-      f"not every process sees the config.json that process 0 has written to {workdir}: --workdir "
-      "must be a folder that all hosts share"
-    )
-  state = {"model": model, "optimizer": optimizer}
-  hosts.replicate(mesh, *state.values())
-  iterator = iter(batches)
   progress = _Progress()
+  with _held(config, workdir), _stoppable(config, workdir, progress):
+    if not hosts.everywhere((workdir / "config.json").exists()):
+      raise MissingFileError(
+        f"not every process sees the config.json that process 0 has written to {workdir}: "
+        "--workdir must be a folder that all hosts share"
+      )
+    result = hosts.from_main(lambda: _result(workdir))
+    if result is not None and _is_complete(result):  # another run has ended since
+      return result
+    if result is None:
+      state = {"model": model, "optimizer": optimizer}
+      hosts.replicate(mesh, *state.values())
+      tested_step, metrics = _train(
+        config, workdir, progress, iter(batches), mesh, loss_fn, evaluate, state
+      )
+      result = {
+        "recipe": recipe,
+        "config": _plain(config),
+        "seed": config.seed,
+        "steps": progress.step,
+        "tested_step": tested_step,
+        "seconds": progress.seconds,
+        "metrics": metrics,
+        "baselines": {},
+        "failed_baselines": {},
+        "device": results.device(),
+        "versions": results.versions(),
+        "data_sha256": dict(data_sha256),
+        "pending_baselines": {},
+      }
+    return hosts.from_main(lambda: _with_baselines(workdir, result, baselines))
+
+
+def _train(
+  config,
+  workdir: Path,
+  progress: _Progress,
+  iterator: Any,
+  mesh: jax.sharding.Mesh | None,
+  loss_fn: Callable,
+  evaluate: Callable,
+  state: dict[str, Any],
+) -> tuple[int, dict[str, float]]:
+  """Trains from the latest checkpoint on; returns the step of the tested state and its metrics."""
   with _manager(workdir / "checkpoints", progress) as manager:
     # Said by one process: another may still see an older listing of the shared folder.
     if (latest := hosts.from_main(manager.latest_step)) is not None:
@@ -159,34 +252,85 @@ def train(
     _say(f"testing the state of step {tested_step}")
     if tested_step != progress.step:
       _restore(manager, tested_step, state)
+    model = state["model"]
     metrics = _named("valid", evaluate(model, "valid")) | _named("test", evaluate(model, "test"))
+  return tested_step, metrics
+
+
+def _with_baselines(
+  workdir: Path, result: dict[str, Any], baselines: Callable[[], Mapping[str, Baseline]]
+) -> dict[str, Any]:
+  """Writes the result, then once more after every baseline; returns it complete.
+
+  While `pending_baselines` is there it is not: the same command fits those that are missing. Its
+  values count how often each was begun.
+  """
+  path = workdir / "result.json"
+  arrays.write_json(path, result)
   _say("fitting the baselines")
-  result = {
-    "recipe": recipe,
-    "config": _plain(config),
-    "seed": config.seed,
-    "steps": progress.step,
-    "tested_step": tested_step,
-    "seconds": progress.seconds,
-    "metrics": metrics,
-    "baselines": hosts.from_main(baselines),
-    "device": results.device(),
-    "versions": results.versions(),
-    "data_sha256": dict(data_sha256),
-  }
-  if hosts.is_main():
-    arrays.write_json(workdir / "result.json", result)
+  asked, known, failed = baselines(), result["baselines"], result["failed_baselines"]
+  known |= {name: dict(each) for name, each in asked.items() if not callable(each)}
+  begun = result["pending_baselines"]
+  for name in [name for name, attempts in begun.items() if attempts >= _MAX_ATTEMPTS]:
+    failed[name] = f"the run ended {_MAX_ATTEMPTS} times while it was fitted"
+  tasks: dict[str, Any] = {n: f for n, f in asked.items() if n not in known and n not in failed}
+  outcomes = isolation.outcomes(tasks)
+  for name in tasks:
+    begun[name] = begun.get(name, 0) + 1
+    arrays.write_json(path, result)
+    value, failure = next(outcomes)
+    if failure is None:
+      known[name] = value
+    else:
+      _say(f"baseline {name} failed: {failure}")
+      failed[name] = failure
+    begun.pop(name)
+  result["baselines"] = {name: known[name] for name in asked if name in known}
+  del result["pending_baselines"]
+  if not failed:
+    del result["failed_baselines"]
+  arrays.write_json(path, result)
   return result
+
+
+@contextlib.contextmanager
+def _held(config, workdir: Path) -> Iterator[None]:
+  """Holds the workdir, in the main process for all of them, and notes the config in it."""
+  locks = []
+
+  def begin() -> None:
+    workdir.mkdir(parents=True, exist_ok=True)
+    locks.append(_acquire(workdir))
+    _check_config(config, workdir)  # again: another run may have begun, and ended, since
+    arrays.write_json(workdir / "config.json", _plain(config))
+
+  try:
+    hosts.from_main(begin)
+    yield
+  finally:
+    for lock in locks:
+      lock.release()
+
+
+@contextlib.contextmanager
+def _stoppable(config, workdir: Path, progress: _Progress) -> Iterator[None]:
+  """Says where Ctrl-C has stopped a run, and from where it goes on."""
+  try:
+    yield
+  except KeyboardInterrupt:
+    if (workdir / "result.json").exists():
+      text = "stopped while fitting the baselines; the same command fits those that are missing"
+    else:
+      names = (path.name for path in (workdir / "checkpoints").glob("*"))
+      latest = max((int(name) for name in names if name.isdecimal()), default=0)
+      text = f"stopped at step {progress.step} of {config.steps}; the same command goes on from "
+      text += f"step {latest}"
+    raise Stopped(text) from None
 
 
 def _say(text: str) -> None:
   if hosts.is_main():
     print(text, file=sys.stderr, flush=True)
-
-
-def _begin(config, workdir: Path) -> None:
-  workdir.mkdir(parents=True, exist_ok=True)
-  arrays.write_json(workdir / "config.json", _plain(config))
 
 
 def _journal(config, workdir: Path, step: int) -> Journal | Silence:
@@ -295,7 +439,7 @@ def _select(config, progress: _Progress, scores: dict[str, float]) -> None:
   if not config.select:
     return
   if config.select not in scores:
-    raise ValueError(f"config.select is {config.select!r}; the metrics are {sorted(scores)}")
+    raise UserError(f"config.select is {config.select!r}; the metrics are {sorted(scores)}")
   score = _rank(config.select, scores)
   if progress.best is None or score >= progress.best:
     progress.best, progress.best_step, progress.stale = score, progress.step, 0
@@ -311,7 +455,7 @@ def _rank(select: str, scores: Mapping[str, float]) -> float:
 def _mean(losses: list[Any], step: int) -> float:
   mean = float(np.mean([float(loss) for loss in losses], dtype=np.float64))
   if not np.isfinite(mean):
-    raise FloatingPointError(
+    raise DivergedError(
       f"the loss is {mean} before step {step}: lower the learning rates, or clip the gradients"
     )
   return mean
@@ -348,7 +492,13 @@ def _save(manager: ocp.CheckpointManager, progress: _Progress, state: dict[str, 
     state=ocp.args.StandardSave(embed.checkpoint.to_tree(**state)),
     progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
   )
-  manager.save(progress.step, args=items, force=True)
+  try:
+    manager.save(progress.step, args=items, force=True)
+  except Exception as error:
+    if os.strerror(errno.ENOSPC) not in str(error):
+      raise
+    # Of the libraries below each has an exception of its own for a full disk.
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(manager.directory)) from error
 
 
 def _restore(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -> dict[str, Any]:

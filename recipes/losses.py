@@ -8,6 +8,8 @@ as wrong. Every loss is one value per position, `[...]`; `mean` puts them togeth
 import jax
 import jax.numpy as jnp
 
+from recipes.errors import UserError
+
 _NEVER = -1e9  # not -inf: a position whose samples are all hits would get NaN gradients
 
 
@@ -74,6 +76,6 @@ def gbce_beta(num_negatives: int, num_items: int, calibration: float) -> float:
     ValueError: the calibration is not in [0, 1].
   """
   if not 0 <= calibration <= 1:
-    raise ValueError(f"the calibration of gBCE must be in [0, 1], got {calibration}")
+    raise UserError(f"the calibration of gBCE must be in [0, 1], got {calibration}")
   rate = num_negatives / (num_items - 1)
   return rate * (calibration * (1 - 1 / rate) + 1 / rate)

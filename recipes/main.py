@@ -3,7 +3,6 @@
 import difflib
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from recipes import catalogue
+from recipes import catalogue, errors
 
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
 
@@ -50,10 +49,15 @@ def program(recipe: str, run: Callable[[Any, str], Any]) -> Callable[[], None]:
     print(f"{config_flags.get_config_filename(flag)} -> {workdir.value}", file=sys.stderr)
     try:
       run(config.value, workdir.value)
-    except (ValueError, OSError, FloatingPointError) as error:
-      if logging.level_debug() or not _is_ours(error):
+    except KeyboardInterrupt as stop:
+      said = str(stop) or "stopped before the first step; the same command begins again"
+      print(f"\n{said}", file=sys.stderr)
+      sys.exit(130)
+    except (ValueError, OSError) as error:
+      text = errors.explain(error)
+      if logging.level_debug() or text is None:
         raise
-      sys.exit(f"error: {error} (--verbosity=1 shows the traceback)")
+      sys.exit(f"error: {text} (--verbosity=1 shows the traceback)")
     _show(Path(workdir.value))
 
   return lambda: app.run(main, flags_parser=parse)
@@ -100,17 +104,6 @@ def _check(config: ConfigDict, setting: str) -> None:
 def _nearest(name: str, known: list[str]) -> str:
   close = difflib.get_close_matches(name, known, 1)
   return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"
-
-
-def _is_ours(error: Exception) -> bool:
-  """Whether a `raise` of our own is its origin: then its message says what to change.
-
-  What an expression of ours raises, as `int("x")`, is a bug like anybody else's.
-  """
-  last = traceback.extract_tb(error.__traceback__)[-1]
-  path = Path(last.filename).resolve()
-  ours = any(path.is_relative_to(catalogue.ROOT / folder) for folder in ("recipes", "embed"))
-  return ours and (last.line or "").startswith("raise")
 
 
 def _show(workdir: Path) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 
+from recipes.errors import UserError
+
 
 class ClickMetrics:
   """Collects logits and labels, and computes AUC (ROC) and log loss over all of them."""
@@ -51,10 +53,10 @@ class ClickMetrics:
     logits = np.concatenate([np.empty(0, np.float32), *self._logits])
     labels = np.concatenate([np.empty(0, np.uint8), *self._labels])
     if not np.isfinite(logits).all():
-      raise ValueError("the model's logits are not finite: lower the learning rates")
+      raise UserError("the model's logits are not finite: lower the learning rates")
     clicks = int(labels.sum())
     if clicks in (0, labels.size):
-      raise ValueError(
+      raise UserError(
         f"AUC needs both outcomes, but {clicks} of the {labels.size} examples are clicks: "
         "take a larger split"
       )
@@ -120,7 +122,7 @@ class RankingMetrics:
       ValueError: there was no example with a relevant item.
     """
     if not self._examples:
-      raise ValueError("no example has a relevant item: take a larger split")
+      raise UserError("no example has a relevant item: take a larger split")
     return {name: total / self._examples for name, total in self._sums.items()}
 
 

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from recipes import files
+from recipes.errors import DamagedFileError
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
-MD5 = "c4d9eecfca2ab87c1945afe126590906"
+SHA256 = "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"
 RATINGS = ("ratings.dat", "ratings_no_timestamp.csv")
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
 
@@ -45,13 +46,15 @@ class Movies(NamedTuple):
 
 
 def folder(data_dir: str, cache_dir: str) -> Path:
-  """Returns the folder with the files: the user's, or a download checked against the published md5.
+  """Returns the folder with the files: the user's, or a download whose hash is checked.
 
   Raises:
     FileNotFoundError: `data_dir` is given and does not exist.
   """
   members = ("ratings.dat", "users.dat", "movies.dat")
-  return files.folder(data_dir, cache_dir, name="ml-1m-raw", url=URL, md5=MD5, members=members)
+  return files.folder(
+    data_dir, cache_dir, name="ml-1m-raw", url=URL, sha256=SHA256, members=members
+  )
 
 
 def sources(path: Path) -> dict[str, Path]:
@@ -73,6 +76,10 @@ def read_users(path: Path) -> Users:
   users = Users({}, [], [], [])
   for number, (user, gender, age, occupation, _) in _records(path, "::", 5):
     _new(users.key, user, path, number)
+    if gender not in ("F", "M"):
+      raise _error(path, number, f"the gender is {gender!r}, expected F or M")
+    for name, value in (("age", age), ("occupation", occupation)):
+      _number(value, name, path, number)
     users.gender.append(gender)
     users.age.append(age)
     users.occupation.append(occupation)
@@ -84,6 +91,8 @@ def read_movies(path: Path) -> Movies:
   movies = Movies({}, [], [])
   for number, (movie, title, genres) in _records(path, "::", 3):
     _new(movies.key, movie, path, number)
+    if not title:
+      raise _error(path, number, "the title is empty")
     year = _YEAR.search(title)
     movies.year.append(year.group(1) if year else "")
     movies.genres.append(genres.split("|") if genres else [])
@@ -94,10 +103,12 @@ def read_ratings(path: Path, users: dict[str, int], movies: dict[str, int]) -> R
   """Reads `ratings.dat` (`user::movie::rating::timestamp`) or a CSV headed `user,movie,rating`.
 
   Raises:
-    ValueError: a truncated row, a rating that is not 1 to 5, a user or movie that the other files
-      do not know; names the file and the line.
+    DamagedFileError: a truncated row, a rating that is not 1 to 5, a time that is not a number, a
+      user or movie that the other files do not know, or a movie that a user rates twice; names the
+      file and the line.
   """
   user, movie, rating = [], [], []
+  lines: dict[int, int] = {}
   csv = path.suffix == ".csv"
   with files.progress(f"reading {path.name}", 1_000_209, "row") as bar:
     for number, fields in _records(path, "," if csv else "::", 3 if csv else 4):
@@ -105,15 +116,24 @@ def read_ratings(path: Path, users: dict[str, int], movies: dict[str, int]) -> R
         continue
       if fields[2] not in ("1", "2", "3", "4", "5"):
         raise _error(path, number, f"the rating is {fields[2]!r}, expected 1 to 5")
+      if not csv:
+        _number(fields[3], "time", path, number)
       user.append(_known(users, fields[0], "user", "users.dat", path, number))
       movie.append(_known(movies, fields[1], "movie", "movies.dat", path, number))
       rating.append(int(fields[2]))
+      line = lines.setdefault(user[-1] * len(movies) + movie[-1], number)
+      if line != number:
+        what = f"user {fields[0]} rates movie {fields[1]}, which line {line} does already"
+        raise _error(path, number, what)
       bar.update()
+  if not user:
+    raise _error(path, 1, "there is no rating")
   return Ratings(np.array(user, np.int32), np.array(movie, np.int32), np.array(rating, np.int8))
 
 
 def _records(path: Path, separator: str, count: int) -> Iterator[tuple[int, list[str]]]:
   # GroupLens publishes latin-1; as UTF-8 the accents in the titles fail to decode.
+  number = 0
   with path.open(encoding="latin-1", newline="\n") as file:
     for number, line in enumerate(file, start=1):
       fields = line.rstrip("\r\n").split(separator)
@@ -122,9 +142,17 @@ def _records(path: Path, separator: str, count: int) -> Iterator[tuple[int, list
           path, number, f"found {len(fields)} fields separated by {separator!r}, expected {count}"
         )
       yield number, fields
+  if number == 0:
+    raise _error(path, 1, "the file is empty")
+
+
+def _number(text: str, name: str, path: Path, number: int) -> None:
+  if files.whole(text) is None:
+    raise _error(path, number, f"the {name} is {text!r}, expected a whole number")
 
 
 def _new(key: dict[str, int], name: str, path: Path, number: int) -> None:
+  _number(name, "id", path, number)
   if name in key:
     raise _error(path, number, f"{name!r} appears a second time")
   key[name] = len(key)
@@ -136,8 +164,8 @@ def _known(key: dict[str, int], name: str, kind: str, other: str, path: Path, nu
   return key[name]
 
 
-def _error(path: Path, number: int, what: str) -> ValueError:
-  return ValueError(
+def _error(path: Path, number: int, what: str) -> DamagedFileError:
+  return DamagedFileError(
     f"{path}, line {number}: {what}. Is the file complete? Unpack the archive again, or repair the "
     "line."
   )

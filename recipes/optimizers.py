@@ -5,6 +5,7 @@ from typing import Any
 import optax
 
 import embed
+from recipes.errors import UserError
 
 
 def schedule(config, peak: float) -> optax.Schedule:
@@ -14,7 +15,7 @@ def schedule(config, peak: float) -> optax.Schedule:
     ValueError: training ends before the rate has risen.
   """
   if config.warmup_steps >= config.steps:
-    raise ValueError(
+    raise UserError(
       f"config.warmup_steps is {config.warmup_steps}, of {config.steps} steps: choose fewer"
     )
   return optax.warmup_cosine_decay_schedule(
@@ -44,7 +45,7 @@ def table_optimizer(config) -> Any:
     "sgd": embed.sgd,
   }
   if config.table.optimizer not in make:
-    raise ValueError(
+    raise UserError(
       f"unknown table optimizer {config.table.optimizer!r}: choose one of {sorted(make)}"
     )
   return make[config.table.optimizer](

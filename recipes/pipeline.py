@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import grain
 import numpy as np
 
+from recipes.errors import UserError
+
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -50,7 +52,7 @@ class ShuffledBatches:
     shard: tuple[int, int] = (0, 1),
   ):
     if rows[1] <= rows[0]:
-      raise ValueError(f"the training split is empty: rows {rows[0]} to {rows[1]}")
+      raise UserError(f"the training split is empty: rows {rows[0]} to {rows[1]}")
     self._columns, self._rows, self._seed = columns, rows, seed
     self._batch_size, self._num_batches = batch_size, num_batches
     self._start, self._stop = part(batch_size, shard)
@@ -130,7 +132,7 @@ def part(size: int, shard: tuple[int, int], name: str = "batch_size") -> tuple[i
   """
   index, count = shard
   if size % count:
-    raise ValueError(f"{name} {size} must be a multiple of the {count} hosts")
+    raise UserError(f"{name} {size} must be a multiple of the {count} hosts")
   return index * size // count, (index + 1) * size // count
 
 

@@ -41,6 +41,8 @@ def report(result: Mapping[str, Any]) -> str:
   for row, metrics in [(run, result["metrics"]), *result["baselines"].items()]:
     values = (f"{metrics[name]:>{width}.4f}" if name in metrics else " " * width for name in names)
     lines.append(f"{row:24}" + "".join(values))
+  for name, failure in result.get("failed_baselines", {}).items():
+    lines.append(f"{name:24}failed: {failure}")
   lines.append(
     f"seed {result['seed']}, state of step {result['tested_step']} of {result['steps']}, "
     f"{result['seconds']:.0f} s on {result['device']['kind']} x {result['device']['count']}"

@@ -13,6 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from recipes.errors import UserError
+
 # Scores that are held at once, in all: 64 MB of float32.
 _MAX_SCORES = 1 << 24
 
@@ -193,14 +195,14 @@ def _named(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _check(query: tuple[int, ...], candidates: tuple[int, ...], k: int, exclude: Any) -> None:
   if len(query) != 2 or len(candidates) != 2 or query[1] != candidates[1]:
-    raise ValueError(
+    raise UserError(
       f"queries {query} and candidates {candidates} must be [queries, width] and "
       "[candidates, width]"
     )
   if not 0 < k <= candidates[0]:
-    raise ValueError(f"k is {k}: choose 1 to {candidates[0]}, the number of candidates")
+    raise UserError(f"k is {k}: choose 1 to {candidates[0]}, the number of candidates")
   if exclude is not None and (exclude.ndim != 2 or exclude.shape[0] != query[0]):
-    raise ValueError(f"exclude {exclude.shape} must be [{query[0]} queries, ids to leave out]")
+    raise UserError(f"exclude {exclude.shape} must be [{query[0]} queries, ids to leave out]")
 
 
 class Approximate:

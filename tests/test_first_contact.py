@@ -125,6 +125,31 @@ def test_our_errors_are_one_line_and_bugs_keep_their_traceback():
     assert any(line.startswith("Traceback") for line in err)
 
 
+def test_ctrl_c_is_no_traceback():
+  for raised, said in (
+    ("KeyboardInterrupt", "stopped before the first step; the same command begins again"),
+    ("errors.Stopped('stopped at step 3')", "stopped at step 3"),
+  ):
+    body = f"from recipes import errors; raise {raised}"
+    status, _, err = python("-c", PROGRAM.format(body=body, argv=[]))
+    assert (status, err[1:]) == (130, ["", said])
+
+
+def test_what_the_machine_refuses_is_one_line():
+  body = "import errno; raise OSError(errno.{}, 'Refused', 'x/y')"
+  for code, hint in (("ENOSPC", "Free some space; the same command"), ("EROFS", "--workdir and")):
+    status, _, err = python("-c", PROGRAM.format(body=body.format(code), argv=[]))
+    assert (status, len(err)) == (1, 2)
+    assert err[1].startswith(f"error: Refused: x/y. {hint}")
+
+
+def test_a_librarys_error_about_a_setting_is_one_line():
+  body = "exec('from recipes import errors\\nwith errors.from_settings(): embed.adam(\"x\")')"
+  status, _, err = python("-c", PROGRAM.format(body="import embed; " + body, argv=[]))
+  assert status == 1
+  assert err[1].startswith("error: "), err
+
+
 def test_a_run_ends_with_where_its_results_are(tmp_path, capsys, monkeypatch):
   folder = write_run(tmp_path / "a")
   main._show(pathlib.Path(folder))

@@ -56,6 +56,8 @@ def test_batches_are_split_over_all_devices():
 def test_a_batch_that_does_not_divide_is_named():
   with pytest.raises(ValueError, match="eval_batch_size is 100, which must be a multiple of the 8"):
     hosts.check_batch_sizes(hosts.start(), batch_size=64, eval_batch_size=100)
+  with pytest.raises(ValueError, match="eval_batch_size is 0: choose 1 or more"):
+    hosts.check_batch_sizes(None, batch_size=64, eval_batch_size=0)
 
 
 def test_replicate_leaves_what_is_on_the_mesh_alone():

@@ -1,8 +1,11 @@
 """The loop: resumes exactly, wherever a kill falls; selects on validation; tests once."""
 
+import functools
 import io
 import itertools
 import json
+import math
+import operator
 import os
 import re
 import signal
@@ -18,7 +21,7 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import arrays, hosts, journal, loop, pipeline
+from recipes import arrays, errors, hosts, isolation, journal, loop, pipeline
 
 STEPS = 24
 
@@ -51,7 +54,7 @@ def toy_config(**changes):
   return ml_collections.ConfigDict(config | changes)
 
 
-def run_toy(workdir, evaluate=None, **changes):
+def run_toy(workdir, evaluate=None, baselines=dict, **changes):
   """Does what a recipe does; returns the result."""
   config = toy_config(**changes)
   result = loop.finished(config, workdir)
@@ -82,7 +85,7 @@ def run_toy(workdir, evaluate=None, **changes):
     loss_fn=loss_fn,
     batches=pipeline.batches(source, dict),
     evaluate=evaluate or held_out_loss,
-    baselines=dict,
+    baselines=baselines,
     data_sha256={},
   )
 
@@ -288,6 +291,184 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
   )
   with pytest.raises(FloatingPointError, match="the loss is nan before step 4"):
     run_toy(tmp_path / "run")
+
+
+# --- one run in a folder -------------------------------------------------------------------------
+
+HOLD = """
+import sys, filelock
+with filelock.FileLock(sys.argv[1]):
+  print("held", flush=True)
+  sys.stdin.read()
+"""
+
+
+def test_a_second_process_in_a_folder_is_refused_until_the_first_has_ended(tmp_path):
+  workdir = tmp_path / "run"
+  workdir.mkdir()
+  arguments = [sys.executable, "-c", HOLD, str(workdir / "run.lock")]
+  with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    assert other.stdout.readline() == b"held\n"
+    with pytest.raises(errors.UserError, match=r"another process trains in .*run: wait for it"):
+      run_toy(workdir)
+    other.kill()  # as a crash does, without letting go of anything
+    other.wait()
+  assert not (workdir / "config.json").exists()
+  assert run_toy(workdir, steps=6)["steps"] == 6
+
+
+def test_a_second_process_that_came_while_the_first_made_ready_is_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr(loop, "finished", lambda *args: None)
+  with loop._held(toy_config(), tmp_path / "run"):
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(errors.UserError, match="another process trains in"):
+      run_toy(tmp_path / "run")
+  assert [path for path in sorted(tmp_path.rglob("*")) if path.parent.name == "run"] == [
+    path for path in before if path.parent.name == "run"
+  ]
+  with pytest.raises(errors.UserError, match="holds a run of another config"):
+    run_toy(tmp_path / "run", batch_size=16)
+
+
+def test_a_link_at_the_name_of_the_lock_is_not_followed(tmp_path):
+  (tmp_path / "victim").write_text("precious")
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "victim")
+  with pytest.raises(errors.UserError, match=r"run\.lock is a symbolic link: remove it"):
+    run_toy(tmp_path / "run")
+  assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(tmp_path, monkeypatch):
+  (tmp_path / "file").touch()
+  with pytest.raises(errors.UserError, match=r"workdir=.*file/run cannot be written to, because"):
+    loop.finished(toy_config(), tmp_path / "file" / "run")
+  monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+  with pytest.raises(errors.UserError, match="choose another one"):
+    loop.finished(toy_config(), tmp_path / "run")
+
+
+def test_a_damaged_result_is_named(tmp_path):
+  (tmp_path / "result.json").write_text("{")
+  with pytest.raises(errors.DamagedFileError, match=r"result\.json is damaged .*: remove it, and"):
+    loop.finished(toy_config(), tmp_path)
+
+
+def test_ctrl_c_says_where_it_stopped_and_where_it_goes_on(whole, tmp_path, monkeypatch):
+  real, steps = journal.Journal.stepped, []
+
+  def stopping(self):
+    real(self)
+    steps.append(None)
+    if len(steps) == 13:
+      raise KeyboardInterrupt
+
+  monkeypatch.setattr(journal.Journal, "stepped", stopping)
+  with pytest.raises(errors.Stopped) as error:
+    run_toy(tmp_path / "run")
+  assert str(error.value) == "stopped at step 13 of 24; the same command goes on from step 12"
+  monkeypatch.setattr(journal.Journal, "stepped", real)
+  assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_is_named(tmp_path, monkeypatch):
+  def full(*args, **kwargs):
+    raise ValueError("RESOURCE_EXHAUSTED: Failed to write 9 bytes: No space left on device [28]")
+
+  monkeypatch.setattr(loop.ocp.CheckpointManager, "save", full)
+  with pytest.raises(OSError, match=r"No space left on device: .*checkpoints"):
+    run_toy(tmp_path / "run")
+
+
+# --- baselines -----------------------------------------------------------------------------------
+
+GOOD = functools.partial(dict, test_loss=0.5)
+
+
+def tasks(**chosen):
+  return functools.partial(dict, chosen)
+
+
+def test_a_baseline_that_crashes_costs_itself_alone(whole, tmp_path, capfd):
+  asked = tasks(
+    first=GOOD,
+    crash=functools.partial(signal.raise_signal, signal.SIGSEGV),
+    bug=functools.partial(operator.truediv, 1, 0),
+    nan=functools.partial(dict, test_loss=math.nan),
+    known={"test_loss": 0.25},
+    last=GOOD,
+  )
+  result = run_toy(tmp_path / "run", baselines=asked)
+  assert result["metrics"] == whole[0]["metrics"]
+  assert result["baselines"] == {
+    "first": {"test_loss": 0.5}, "known": {"test_loss": 0.25}, "last": {"test_loss": 0.5}
+  }  # fmt: skip
+  assert result["failed_baselines"].pop("nan").startswith("ValueError: Out of range float")
+  assert result["failed_baselines"] == {
+    "crash": "its process was ended by SIGSEGV",
+    "bug": "ZeroDivisionError: division by zero",
+  }
+  said = capfd.readouterr().err
+  assert "baseline crash failed: its process was ended by SIGSEGV" in said
+  again = run_toy(tmp_path / "run", baselines=None)  # it is not asked again
+  again["failed_baselines"].pop("nan")
+  assert again == result
+  assert "its baseline crash failed" in capfd.readouterr().err
+
+
+def test_the_result_is_there_before_a_baseline_and_the_rest_is_fitted_later(tmp_path, monkeypatch):
+  asked = tasks(first=GOOD, second=GOOD, third=GOOD)
+  real, seen = isolation.outcomes, []
+
+  def killing(tasks):
+    seen.append(list(tasks))
+    yield next(real(tasks))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["baselines"] == {"first": {"test_loss": 0.5}}
+    assert result["metrics"]
+    raise Killed
+
+  monkeypatch.setattr(isolation, "outcomes", killing)
+  with pytest.raises(Killed):
+    run_toy(tmp_path / "run", baselines=asked)
+  monkeypatch.setattr(loop, "_train", None)  # it does not train or test again
+  monkeypatch.setattr(isolation, "outcomes", lambda tasks: seen.append(list(tasks)) or real(tasks))
+  result = run_toy(tmp_path / "run", baselines=asked)
+  assert seen == [["first", "second", "third"], ["second", "third"]]
+  assert list(result["baselines"]) == ["first", "second", "third"]
+  assert not {"failed_baselines", "pending_baselines"} & set(result)
+
+
+def test_a_baseline_that_takes_the_machine_along_is_given_up(tmp_path, monkeypatch):
+  real = isolation.outcomes
+
+  def killing(tasks):
+    raise Killed
+    yield
+
+  monkeypatch.setattr(isolation, "outcomes", killing)
+  for _ in range(2):
+    with pytest.raises(Killed):
+      run_toy(tmp_path / "run", steps=6, baselines=tasks(deadly=GOOD, good=GOOD))
+  monkeypatch.setattr(isolation, "outcomes", real)
+  result = run_toy(tmp_path / "run", steps=6, baselines=tasks(deadly=GOOD, good=GOOD))
+  assert result["baselines"] == {"good": {"test_loss": 0.5}}
+  assert result["failed_baselines"] == {"deadly": "the run ended 2 times while it was fitted"}
+
+
+def test_ctrl_c_in_a_baseline_says_that_the_same_command_fits_it(tmp_path, monkeypatch):
+  def stopping(tasks):
+    raise KeyboardInterrupt
+    yield
+
+  monkeypatch.setattr(isolation, "outcomes", stopping)
+  with pytest.raises(errors.Stopped, match="while fitting the baselines; the same command fits"):
+    run_toy(tmp_path / "run", steps=6, baselines=tasks(one=GOOD))
+
+
+def test_what_cannot_be_sent_to_a_process_is_a_failure():
+  (outcome,) = isolation.outcomes({"a": lambda: {"test_loss": 1.0}})
+  assert "it cannot be sent to another process" in outcome.failure
 
 
 def test_truncate(tmp_path):

@@ -4,7 +4,9 @@ import functools
 
 import numpy as np
 import pytest
+import scipy.linalg
 import scipy.sparse
+import threadpoolctl
 from test_recipes_metrics import slow_ranking
 
 from recipes import baselines
@@ -23,7 +25,9 @@ def test_popularity_by_hand():
   assert baselines.popularity(matrix).tolist() == [1, 0, 2]
 
 
-def test_ease_is_ridge_regression_without_the_item_itself(train):
+@pytest.mark.parametrize("block", [7, 1_024])
+def test_ease_is_ridge_regression_without_the_item_itself(train, block, monkeypatch):
+  monkeypatch.setattr(baselines, "_EASE_BLOCK", block)
   x, l2 = train.toarray().astype(np.float64), 3.0
   weights = baselines.ease(train, l2)
   for item in (0, 13, 29):
@@ -32,6 +36,46 @@ def test_ease_is_ridge_regression_without_the_item_itself(train):
     wanted = np.linalg.solve(own.T @ own + l2 * np.eye(29), own.T @ x[:, item])
     np.testing.assert_allclose(weights[others, item], wanted, atol=1e-9)
     assert weights[item, item] == 0
+
+
+def test_ease_factorizes_on_one_thread(train, monkeypatch):
+  """OpenBLAS 0.3.30 crashes with several of them and 16,000 columns."""
+  threads = []
+  for name in ("dpotrf", "dpotri"):
+    real = getattr(scipy.linalg.lapack, name)
+
+    def spy(*args, real=real, **kwargs):
+      libraries = threadpoolctl.threadpool_info()
+      threads.extend(lib["num_threads"] for lib in libraries if lib["user_api"] == "blas")
+      return real(*args, **kwargs)
+
+    monkeypatch.setattr(scipy.linalg.lapack, name, spy)
+  with threadpoolctl.threadpool_limits(2, user_api="blas"):
+    weights = baselines.ease(train, 3.0)
+  assert set(threads) == {1}
+  assert weights.flags.c_contiguous  # or every product with a sparse matrix copies it
+
+
+@pytest.mark.slow
+def test_ease_of_as_many_items_as_crash_on_two_threads():
+  items, draw = 18_357, np.random.default_rng(0)
+  rows, columns = draw.integers(0, 20_000, 200_000), draw.integers(0, items, 200_000)
+  shape = (20_000, items)
+  train = scipy.sparse.csr_matrix((np.ones(200_000, np.float32), (rows, columns)), shape)
+  train.data[:] = 1
+  weights = baselines.ease(train, 500.0)
+  for item in (0, 9_000, items - 1):  # the normal equations of this column
+    left = -weights[:, item]
+    left[item] = 1
+    right = train.T @ (train @ left) + 500.0 * left
+    right[item] = 0
+    np.testing.assert_allclose(right, 0, atol=1e-8)
+
+
+def test_ease_without_a_penalty_says_so(train):
+  empty = scipy.sparse.csr_matrix(train.shape, dtype=np.float32)
+  with pytest.raises(ValueError, match=r"not positive definite with a penalty of 0\.0: raise it"):
+    baselines.ease(empty, 0.0)
 
 
 def test_ease_refuses_what_would_not_fit():

@@ -1,5 +1,6 @@
 """Criteo: fields by hand, both vocabularies, blocks, restarts, and errors that name the line."""
 
+import gzip
 import json
 from types import SimpleNamespace
 
@@ -89,6 +90,21 @@ def test_a_missing_or_empty_file_is_named(tmp_path):
   (tmp_path / "train.txt").touch()
   with pytest.raises(ValueError, match=r"train\.txt is empty"):
     data.load(config(tmp_path / "train.txt", tmp_path / "cache"))
+
+
+def test_an_empty_data_dir_is_named(tmp_path):
+  settings = config(tmp_path / "train.txt", tmp_path / "cache", data_dir="")
+  with pytest.raises(FileNotFoundError, match=r"--config\.data_dir is empty\. .*Kaggle's page"):
+    data.load(settings)
+
+
+@pytest.mark.parametrize("damage", [lambda packed: packed[:-40], lambda packed: b"no" + packed])
+def test_a_gzip_file_that_is_cut_off_or_another_is_named(tmp_path, damage):
+  path = tmp_path / "train.txt.gz"
+  path.write_bytes(damage(gzip.compress(write_criteo(tmp_path / "train.txt").read_bytes())))
+  with pytest.raises(ValueError, match=r"train\.txt\.gz is damaged or cut off .* Get the file"):
+    data.load(config(path, tmp_path / "cache"))
+  assert not list((tmp_path / "cache").rglob("meta.json"))
 
 
 def test_the_hash_is_the_same_everywhere():

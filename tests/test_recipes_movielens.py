@@ -78,13 +78,27 @@ def test_a_changed_file_is_prepared_again(tmp_path):
     ("users.dat", "1::F::1::10::4\n7::M\n", "users.dat, line 2: found 2 fields"),
     ("users.dat", "1::F::1::10::4\n1::F::1::10::4\n", "line 2: '1' appears a second time"),
     ("movies.dat", "20::Heat (1995)\n", "movies.dat, line 1: found 2 fields"),
+    ("ratings.dat", "", "ratings.dat, line 1: the file is empty"),
+    ("users.dat", "", "users.dat, line 1: the file is empty"),
+    ("movies.dat", "", "movies.dat, line 1: the file is empty"),
+    (
+      "ratings.dat",
+      "1::20::5::9\n1::30::5::9\n1::20::4::9\n",
+      "line 3: user 1 rates movie 20, which line 1 does already",
+    ),
+    ("ratings.dat", "1::20::5::never\n", "line 1: the time is 'never', expected a whole number"),
+    ("ratings.dat", f"1::20::5::{2**63}\n", "line 1: the time is '9223372036854775808'"),
+    ("users.dat", "::F::1::10::4\n", "users.dat, line 1: the id is '', expected a whole number"),
+    ("users.dat", "1::F::old::10::4\n", "users.dat, line 1: the age is 'old'"),
+    ("users.dat", "1::::1::10::4\n", "users.dat, line 1: the gender is ''"),
   ],
 )
 def test_damage_is_named(tmp_path, name, content, message):
   raw = write_by_hand(tmp_path / "raw")
   (raw / name).write_text(content)
-  with pytest.raises(ValueError, match=message):
-    data.load(config(raw, tmp_path / "cache"))
+  for _ in range(2):  # it is not taken for prepared after the first time
+    with pytest.raises(ValueError, match=message):
+      data.load(config(raw, tmp_path / "cache"))
 
 
 def test_missing_files_are_named(tmp_path):
@@ -104,8 +118,15 @@ def publish(tmp_path, monkeypatch):
     for path in raw.iterdir():
       packed.write(path, f"ml-1m/{path.name}")
   monkeypatch.setattr(movielens, "URL", archive.as_uri())
-  monkeypatch.setattr(movielens, "MD5", files.digest(archive, "md5"))
+  monkeypatch.setattr(movielens, "SHA256", files.digest(archive))
   return archive
+
+
+def test_a_csv_of_nothing_but_its_head_is_refused(tmp_path):
+  raw = write_movielens(tmp_path / "csv", csv=True)
+  (raw / "ratings_no_timestamp.csv").write_text("user,movie,rating\n")
+  with pytest.raises(ValueError, match="there is no rating"):
+    data.load(config(raw, tmp_path / "cache"))
 
 
 def test_download(tmp_path, monkeypatch):
@@ -117,7 +138,7 @@ def test_download(tmp_path, monkeypatch):
 
 def test_a_download_with_another_hash_is_refused(tmp_path, monkeypatch):
   publish(tmp_path, monkeypatch)
-  monkeypatch.setattr(movielens, "MD5", "0" * 32)
+  monkeypatch.setattr(movielens, "SHA256", "0" * 64)
   with pytest.raises(ValueError, match="the download is damaged or the archive has changed"):
     data.load(config("", tmp_path / "cache"))
   assert not list((tmp_path / "cache").rglob("*.zip*"))

@@ -1,13 +1,18 @@
 """Batches: every row once per epoch, the same after a resume, one shape, split over hosts."""
 
+import errno
+import importlib
+import json
+import os
 import pickle
+import sys
 
 import grain
 import numpy as np
 import pytest
 from absl import flags
 
-from recipes import arrays, pipeline
+from recipes import arrays, errors, files, fingerprint, pipeline
 
 ROWS = (5, 28)  # 23 rows: no batch size below divides it
 
@@ -125,3 +130,161 @@ def test_preparation_goes_on_after_a_kill(tmp_path):
   assert len(calls) == 2
   arrays.prepared(tmp_path, "toy", {"a": 2}, build)
   assert len(calls) == 3
+
+
+MODULE = """
+import numpy as np
+from recipes import arrays
+
+FACTOR = 2
+
+def values():
+  return np.arange(4) * FACTOR
+
+def build(folder):
+  arrays.column(folder, "x", (4,), np.int64)[:] = values()
+  return {"rows": 4}
+"""
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+  """Writes a module with a `build`, in place of an earlier text, and returns it."""
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a second edit may be of the same second
+
+  def edit(old="", new=""):
+    (tmp_path / "made.py").write_text(MODULE.replace(old, new))
+    importlib.invalidate_caches()
+    sys.modules.pop("made", None)
+    return importlib.import_module("made")
+
+  yield edit
+  sys.modules.pop("made", None)
+
+
+@pytest.mark.parametrize(
+  ("old", "new", "wanted"),
+  [
+    ("FACTOR = 2", "FACTOR = 3", [0, 3, 6, 9]),  # a constant that a function of build's reads
+    ("values()\n  return", "values() + 1\n  return", [1, 3, 5, 7]),
+  ],
+)
+def test_what_edited_code_builds_is_built_again(edited, tmp_path, old, new, wanted):
+  prepare = lambda module: arrays.prepared(tmp_path / "cache", "toy", {}, module.build)[0]["x"]
+  assert prepare(edited()).tolist() == [0, 2, 4, 6]
+  assert prepare(edited(old, new)).tolist() == wanted
+  assert prepare(edited()).tolist() == [0, 2, 4, 6]
+
+
+def test_comments_and_docstrings_build_nothing_again(edited):
+  before = fingerprint.fingerprint(edited().build)
+  after = edited("def values():", 'def values():\n  """Says more."""\n  # and more')
+  assert fingerprint.fingerprint(after.build) == before
+
+
+def prepare(cache):
+  """Prepares eight numbers; returns them and whether they were built by this call."""
+  built = []
+
+  def build(folder):
+    built.append(True)
+    arrays.column(folder, "x", (8,), np.int64)[:] = np.arange(8)
+    arrays.column(folder, "y", (8,), np.int64)[:] = 0
+    return {"rows": 8}
+
+  columns, meta = arrays.prepared(cache, "toy", {}, build)
+  assert meta["rows"] == 8
+  return columns["x"].tolist(), bool(built)
+
+
+def flip(path):
+  """Changes one byte of a file and leaves its size and its times."""
+  stat, data = path.stat(), bytearray(path.read_bytes())
+  data[-3] ^= 1
+  path.write_bytes(data)
+  os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+DAMAGE = {
+  "a byte": ("x.npy", flip, "does not have the SHA-256"),
+  "the end": ("y.npy", lambda path: os.truncate(path, 100), "has 100 bytes instead of 192"),
+  "a file": ("x.npy", lambda path: path.unlink(), "is missing"),
+  "no meta": ("meta.json", lambda path: path.unlink(), "is missing"),
+  "half the meta": ("meta.json", lambda path: os.truncate(path, 30), "is damaged"),
+  "another meta": (
+    "meta.json",
+    lambda path: path.write_text(path.read_text().replace('"rows": 8', '"rows": 9')),
+    "is not what was written",
+  ),
+  "no meta at all": ("meta.json", lambda path: path.write_text("[]"), "is not what was written"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_in_the_cache_is_named_and_mended(case, tmp_path, capsys):
+  name, damage, message = DAMAGE[case]
+  assert prepare(tmp_path) == (list(range(8)), True)
+  assert prepare(tmp_path) == (list(range(8)), False)
+  damage(next(tmp_path.glob("toy-*/meta.json")).with_name(name))
+  assert prepare(tmp_path) == (list(range(8)), True)
+  said = capsys.readouterr().err
+  assert f"{name} {message}" in said
+  assert "preparing the data set again" in said
+  assert prepare(tmp_path) == (list(range(8)), False)
+
+
+def test_a_large_file_is_hashed_where_it_was_written_to(tmp_path, monkeypatch):
+  monkeypatch.setattr(arrays, "_HASHED", 0)
+  prepare(tmp_path)
+  path = next(tmp_path.glob("toy-*/x.npy"))
+  hashed = []
+  real = files.digest
+  monkeypatch.setattr(files, "digest", lambda path: hashed.append(path.name) or real(path))
+  assert prepare(tmp_path) == (list(range(8)), False)
+  assert not hashed
+  data = bytearray(path.read_bytes())
+  data[-3] ^= 1
+  path.write_bytes(data)
+  assert prepare(tmp_path) == (list(range(8)), True)
+  assert "x.npy" in hashed
+
+
+def test_what_a_damaged_source_has_left_is_removed(tmp_path):
+  def build(folder):
+    arrays.column(folder, "x", (4,), np.int32)
+    raise errors.DamagedFileError("line 3")
+
+  with pytest.raises(errors.DamagedFileError, match="line 3"):
+    arrays.prepared(tmp_path, "toy", {}, build)
+  assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_links_at_the_names_of_locks_and_new_files_are_not_followed(tmp_path):
+  victim, cache = tmp_path / "victim", tmp_path / "cache"
+  victim.write_text("precious")
+  prepare(cache)
+  lock = next(cache.glob("*.lock"))
+  lock.unlink()
+  lock.symlink_to(victim)
+  with pytest.raises(errors.UserError, match=r"the lock file .*\.lock is a symbolic link: remove"):
+    prepare(cache)
+  (tmp_path / "x.json.part").symlink_to(victim)
+  arrays.write_json(tmp_path / "x.json", {"a": 1})
+  assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
+  assert not (tmp_path / "x.json").is_symlink()
+  (tmp_path / "x.npy").symlink_to(victim)
+  arrays.column(tmp_path, "x", (4,), np.int32)
+  assert victim.read_text() == "precious"
+
+
+def test_a_full_disk_is_an_error_when_a_column_is_made(tmp_path, monkeypatch):
+  """And no bus error when it is written to."""
+
+  def full(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(os, "posix_fallocate", full)
+  with pytest.raises(OSError, match=r"No space left on device.*x\.npy") as error:
+    arrays.column(tmp_path, "x", (4,), np.int32)
+  assert "Free some space; the same command then goes on" in errors.explain(error.value)

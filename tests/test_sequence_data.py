@@ -59,6 +59,10 @@ def test_users_may_take_turns_in_a_file_of_pairs(tmp_path):
     ("pairs", "1 -2\n", r"beauty.txt, line 1: found '1 -2', expected whole numbers"),
     ("lines", "1 2 3\n4\n", r"Beauty.txt, line 2: found no item"),
     ("lines", "1 2 3\n1 4 5\n", r"Beauty.txt, line 2: user 1 appears a second time"),
+    ("lines", "", r"Beauty.txt, line 1: the file is empty"),
+    ("pairs", "", r"beauty.txt, line 1: the file is empty"),
+    ("pairs", f"1 2\n1 {2**63}\n", r"beauty.txt, line 2: .* expected whole numbers up to 2\*\*63"),
+    ("lines", f"{10**30} 2\n", r"Beauty.txt, line 1: .* expected whole numbers up to 2\*\*63"),
   ],
 )
 def test_damage_is_named(tmp_path, layout, content, message):
@@ -75,6 +79,8 @@ def test_other_counts_than_the_published_are_refused(tmp_path):
 
 
 def test_a_missing_file_says_where_it_comes_from(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"--config\.data_dir is empty\. .*CIKM2020-S3Rec"):
+    data.load(config(tmp_path, data_dir=""))
   with pytest.raises(
     FileNotFoundError, match=r"no Beauty\.txt.*CIKM2020-S3Rec.*--config\.data_dir"
   ):

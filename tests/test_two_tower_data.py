@@ -10,7 +10,7 @@ import pytest
 from small_data import write_gowalla, write_movielens, write_movielens100k
 
 from recipes import arrays, baselines, files, pipeline
-from recipes.two_tower import data, gowalla, movielens100k, splits, synthetic
+from recipes.two_tower import data, movielens100k, splits
 
 DATASETS = ["gowalla", "movielens100k", "movielens1m", "synthetic"]
 WRITERS = {
@@ -326,13 +326,16 @@ def test_unknown_names(tmp_path):
     ("train.txt", 2, "1 3 x", r"train\.txt, line 2: 'x' is not a number from 0"),
     ("valid.txt", 3, "2 -4", r"valid\.txt, line 3: '-4' is not a number"),
     ("test.txt", 1, "0 7 7", r"test\.txt, line 1: item 7 of user 0 stands in .*txt already"),
+    ("train.txt", 1, f"0 {2**63}", r"train\.txt, line 1: '9223372036854775808' is not a number"),
+    ("test.txt", None, "", r"test\.txt, line 1: the file has no pair"),
   ],
 )
 def test_damage_to_gowalla_is_named(tmp_path, name, line, text, message):
   folder = write_gowalla(tmp_path / "raw")
   lines = (folder / name).read_text().splitlines()
-  lines[line - 1] = text
-  (folder / name).write_text("\n".join(lines) + "\n")
+  if line is not None:
+    lines[line - 1] = text
+  (folder / name).write_text("\n".join(lines) + "\n" if line is not None else text)
   with pytest.raises(ValueError, match=message):
     data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
 
@@ -346,6 +349,15 @@ def test_damage_to_gowalla_is_named(tmp_path, name, line, text, message):
     ("u.user", "1|x|M|writer|8\n", r"u\.user, line 1: 'x' is not a number"),
     ("u.user", "1|9|M|writer|8\n1|9|M|writer|8\n", r"u\.user, line 2: '1' appears a second time"),
     ("u.item", "1|A|01-Jan-1995||http://x|0\n", r"u\.item, line 1: found 6 fields"),
+    ("u.item", "1|A|1995||http://x|0|0|0|0|1\n", r"u\.item, line 1: the date is '1995'"),
+    ("u.item", "1|A|01-Jan-1995||http://x|0|0|0|0|yes\n", r"line 1: a genre is 'yes', expected 0"),
+    ("u.data", "", r"u\.data, line 1: the file is empty"),
+    ("u.user", "", r"u\.user, line 1: the file is empty"),
+    ("u.genre", "", r"u\.genre, line 1: the file is empty"),
+    ("u.data", "1\t1\t5\tnow\n", r"u\.data, line 1: 'now' is not a number"),
+    ("u.data", "1\t1\t5\t9\n1\t1\t4\t9\n", r"line 2: user 1 rates movie 1, which line 1 does"),
+    ("u.user", "|20|M|writer|8\n", r"u\.user, line 1: '' is not a number"),
+    ("u.user", "1|20|M||8\n", r"u\.user, line 1: the occupation is empty"),
   ],
 )
 def test_damage_to_movielens100k_is_named(tmp_path, name, text, message):
@@ -353,6 +365,22 @@ def test_damage_to_movielens100k_is_named(tmp_path, name, text, message):
   (folder / name).write_text(text)
   with pytest.raises(ValueError, match=message):
     data.load(smoke("movielens100k", tmp_path, data_dir=str(folder)))
+
+
+def test_an_id_of_gowalla_is_no_size(tmp_path):
+  plain = data.load(smoke("gowalla", tmp_path))
+  for name in ("train", "valid", "test"):
+    path = tmp_path / "gowalla-raw" / f"{name}.txt"
+    lines = [line.split() for line in path.read_text().splitlines()]
+    lines[-1][0] = str(2**31 - 2)  # instead of 79: as a size it would be 16 GB of counts
+    for fields in lines:
+      fields[1:] = [str(2**40 + int(item)) for item in fields[1:]]
+    path.write_text("".join(" ".join(fields) + "\n" for fields in lines))
+  folder = str(tmp_path / "gowalla-raw")
+  found = data.load(smoke("gowalla", tmp_path, data_dir=folder))
+  assert (found.num_users, found.num_items) == (plain.num_users, plain.num_items) == (80, 60)
+  for name, column in plain.columns.items():
+    np.testing.assert_array_equal(found.columns[name], column)
 
 
 def test_missing_files_are_named(tmp_path):
@@ -374,11 +402,11 @@ def test_movielens100k_is_downloaded_and_checked(tmp_path, monkeypatch):
     for path in raw.iterdir():
       packed.write(path, f"ml-100k/{path.name}")
   monkeypatch.setattr(movielens100k, "URL", archive.as_uri())
-  monkeypatch.setattr(movielens100k, "MD5", "0" * 32)
+  monkeypatch.setattr(movielens100k, "SHA256", "0" * 64)
   config = smoke("movielens100k", tmp_path, data_dir="")
   with pytest.raises(ValueError, match="the download is damaged"):
     data.load(config)
-  monkeypatch.setattr(movielens100k, "MD5", files.digest(archive, "md5"))
+  monkeypatch.setattr(movielens100k, "SHA256", files.digest(archive))
   assert len(data.load(config).columns["user"]) == 1_000
 
 
@@ -403,8 +431,7 @@ def test_a_killed_preparation_is_restarted(name, column, tmp_path, monkeypatch):
   for name, values in wanted.columns.items():
     np.testing.assert_array_equal(found.columns[name], values)
   # And what is prepared is not prepared again.
-  kind = {"gowalla": gowalla, "synthetic": synthetic}[config.dataset]
-  monkeypatch.setattr(kind, "build", lambda *args: pytest.fail("prepared a second time"))
+  monkeypatch.setattr(splits, "write", lambda *args, **kwargs: pytest.fail("prepared twice"))
   assert data.load(config).splits == found.splits
 
 

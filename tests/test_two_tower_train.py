@@ -199,7 +199,7 @@ def test_baselines_are_ranked_on_the_models_examples(examples, tmp_path):
   tables["item"][:, 0], tables["user_favourite"][:, 0] = popular, 1.0
   model.embed.load_tables(tables)
   metrics = train.evaluator(found, config)(model, "test")
-  wanted = train.baselines(found, config)["popularity"]
+  wanted = train.baselines(found, config)["popularity"]()
   assert metrics == pytest.approx({name: wanted[f"test_{name}"] for name in metrics}, rel=1e-9)
 
 

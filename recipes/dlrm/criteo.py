@@ -7,7 +7,7 @@ interrupted it.
 """
 
 import gzip
-import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 
 from recipes import arrays, files
+from recipes.errors import DamagedFileError, UserError
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 _FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
@@ -39,8 +40,8 @@ class Rows(NamedTuple):
 def settings(config) -> dict[str, Any]:
   """Returns everything the prepared columns depend on."""
   if config.vocabulary not in ("hash", "min_count"):
-    raise ValueError(f"unknown vocabulary {config.vocabulary!r}: choose hash or min_count")
-  folder = Path(config.data_dir).expanduser()
+    raise UserError(f"unknown vocabulary {config.vocabulary!r}: choose hash or min_count")
+  folder = files.given(config.data_dir, _HINT)
   path = files.require(folder, config.data_file, hint=_HINT)
   of_vocabulary = (
     {"hash_size": config.hash_size}
@@ -94,7 +95,7 @@ def write(
   position = folder / "position.json"
   at = {"file": 0, "offset": 0, "rows": 0}
   if position.exists():
-    at |= json.loads(position.read_text())
+    at |= arrays.read_json(position)
   with files.progress("preparing", total, "row") as bar:
     bar.update(at["rows"])
     for number in range(at["file"], len(sources)):
@@ -134,9 +135,7 @@ class HashVocabulary:
 
   def __init__(self, size: int):
     if size < 2:
-      raise ValueError(
-        f"hash_size must be at least 2, one id for blanks and one for values: {size}"
-      )
+      raise UserError(f"hash_size must be at least 2, one id for blanks and one for values: {size}")
     self.sizes = [size] * NUM_CATEGORIES
 
   def ids(self, categories: np.ndarray) -> np.ndarray:
@@ -174,9 +173,8 @@ class CountedVocabulary:
     saved = folder / "vocabulary.npz"
     if not saved.exists():
       known = count_values(path, train_rows, min_count)
-      partial = folder / "vocabulary.partial.npz"
-      np.savez(partial, *known)
-      partial.replace(saved)
+      with files.replacing(saved) as file:
+        np.savez(file, *known)
     with np.load(saved) as stored:
       return cls([stored[f"arr_{i}"] for i in range(NUM_CATEGORIES)])
 
@@ -203,11 +201,10 @@ def count_values(path: Path, rows: int, min_count: int) -> list[np.ndarray]:
 def count_rows(path: Path) -> int:
   """Returns the number of lines, a last one without its newline included."""
   lines, last = 0, b"\n"
-  with _open(path) as file:
-    while block := file.read(_BLOCK):
-      lines, last = lines + block.count(b"\n"), block[-1:]
+  for block in _blocks(path, _BLOCK):
+    lines, last = lines + block.count(b"\n"), block[-1:]
   if lines == 0 and last == b"\n":
-    raise ValueError(f"{path} is empty")
+    raise DamagedFileError(f"{path} is empty. Is it complete? Get it again.")
   return lines + (last != b"\n")
 
 
@@ -223,19 +220,30 @@ def read(path: Path, offset: int = 0, line: int = 0, block: int = _BLOCK) -> Ite
   Raises:
     ValueError: a row is truncated or a field is not what it should be; names the file and the line.
   """
-  with _open(path) as file:
-    file.seek(offset)
-    rest = b""
-    while data := file.read(block):
-      data = rest + data
-      end = data.rfind(b"\n") + 1
-      data, rest = data[:end], data[end:]
-      offset += len(data)
-      if data:
-        yield _parse(data, path, line)._replace(end=offset)
-        line += data.count(b"\n")
-    if rest:
-      yield _parse(rest + b"\n", path, line)._replace(end=offset + len(rest))
+  rest = b""
+  for data in _blocks(path, block, offset):
+    data = rest + data
+    end = data.rfind(b"\n") + 1
+    data, rest = data[:end], data[end:]
+    offset += len(data)
+    if data:
+      yield _parse(data, path, line)._replace(end=offset)
+      line += data.count(b"\n")
+  if rest:
+    yield _parse(rest + b"\n", path, line)._replace(end=offset + len(rest))
+
+
+def _blocks(path: Path, size: int, offset: int = 0) -> Iterator[bytes]:
+  """Yields the unpacked text from an offset on; raises DamagedFileError where it is cut off."""
+  try:
+    with _open(path) as file:
+      file.seek(offset)
+      while block := file.read(size):
+        yield block
+  except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    raise DamagedFileError(
+      f"{path} is damaged or cut off ({error}). Get the file again; `gzip -t` tests it."
+    ) from error
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -309,8 +317,8 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
   return x ^ (x >> np.uint64(31))
 
 
-def _error(path: Path, index: int, what: str) -> ValueError:
-  return ValueError(
+def _error(path: Path, index: int, what: str) -> DamagedFileError:
+  return DamagedFileError(
     f"{path}, line {index + 1}: {what}. Is the file complete and unpacked? Repair or remove the "
     "line."
   )

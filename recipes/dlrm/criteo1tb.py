@@ -15,7 +15,6 @@ where u are the upper 32 bits of splitmix64(id + feature * 2^32 + k * 2^40), fea
 made when rows are read: stored, they would take 3.7 TB.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 
 from recipes import arrays, files
 from recipes.dlrm import criteo
+from recipes.errors import UserError
 
 _DAYS = 24
 _CHUNK = 512  # rows whose intermediate values stay in the inner caches: four times as fast
@@ -36,7 +36,7 @@ _HINT = (
 
 def settings(config) -> dict[str, Any]:
   """Returns everything the prepared columns depend on."""
-  folder = Path(config.data_dir).expanduser()
+  folder = files.given(config.data_dir, _HINT)
   days = [files.require(folder, f"day_{i}", f"day_{i}.gz", hint=_HINT) for i in range(_DAYS)]
   return {
     "format": 1,
@@ -53,7 +53,7 @@ def features(config) -> list[dict[str, Any]]:
   """
   sizes, valencies = config.vocabulary_sizes, config.valencies
   if not len(sizes) == len(valencies) == criteo.NUM_CATEGORIES:
-    raise ValueError(
+    raise UserError(
       f"vocabulary_sizes and valencies must have {criteo.NUM_CATEGORIES} entries each, found "
       f"{len(sizes)} and {len(valencies)}"
     )
@@ -95,7 +95,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _survey(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
   """Returns rows and hash of every file, saved file by file: reading them all takes hours."""
   saved = folder / "days.json"
-  days = json.loads(saved.read_text()) if saved.exists() else []
+  days = arrays.read_json(saved) if saved.exists() else []
   with files.progress("counting rows", len(paths), "file") as bar:
     bar.update(len(days))
     for path in paths[len(days) :]:

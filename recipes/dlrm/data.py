@@ -7,7 +7,7 @@ pipelines over it. The columns are `label` uint8 `[N]`, `dense` float32 `[N, K]`
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grain
@@ -17,6 +17,7 @@ import numpy as np
 import embed
 from recipes import arrays, baselines, hosts, pipeline
 from recipes.dlrm import criteo, criteo1tb, movielens1m, synthetic
+from recipes.errors import UserError
 
 _SETS: dict[str, Any] = {
   "criteo": criteo,
@@ -67,7 +68,7 @@ def load(config) -> ClickData:
     FileNotFoundError: a file is missing; names it and says where it comes from.
   """
   if config.dataset not in _SETS:
-    raise ValueError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
+    raise UserError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
   kind = _SETS[config.dataset]
   settings = kind.settings(config)
   columns, meta = arrays.prepared(
@@ -173,15 +174,14 @@ def split_features(
   return rest | {"label": batch["label"].astype(np.float32), "features": inputs}
 
 
-def logistic_regression(data: ClickData, config) -> dict[str, float]:
+def logistic_regression(
+  data: ClickData, *, max_rows: int, inverse_penalties: Sequence[float]
+) -> dict[str, float]:
   """Returns the metrics of a linear model on the same rows; see `baselines.logistic_regression`.
 
-  At most `config.baseline.max_rows` training rows are used, the last ones, because the one-hot
-  matrix is held in memory; the `rows` in the result say how many there were. With 0 nothing is
-  fitted and nothing returned.
+  At most `max_rows` training rows are used, the last ones, because the one-hot matrix is held in
+  memory; the `rows` in the result say how many there were.
   """
-  if not config.baseline.max_rows:
-    return {}
   blocks = [
     size
     for feature in data.features
@@ -189,10 +189,8 @@ def logistic_regression(data: ClickData, config) -> dict[str, float]:
   ]
   matrices, labels = {}, {}
   for split, (start, stop) in data.splits.items():
-    first = max(start, stop - config.baseline.max_rows) if split == "train" else start
+    first = max(start, stop - max_rows) if split == "train" else start
     dense = np.asarray(data.columns["dense"][first:stop])
     matrices[split] = baselines.one_hot(data.columns["ids"][first:stop], blocks, dense)
     labels[split] = np.asarray(data.columns["label"][first:stop])
-  return baselines.logistic_regression(
-    matrices, labels, inverse_penalties=config.baseline.inverse_penalties
-  )
+  return baselines.logistic_regression(matrices, labels, inverse_penalties=inverse_penalties)

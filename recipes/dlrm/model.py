@@ -11,6 +11,7 @@ from flax import nnx
 
 import embed
 from recipes import layers
+from recipes.errors import UserError
 
 Batch = Mapping[str, jax.Array]
 
@@ -102,7 +103,7 @@ class DCNV2(nnx.Module):
     sharding: str = "mod",
   ):
     if structure not in ("parallel", "stacked"):
-      raise ValueError(f"unknown structure {structure!r}: choose parallel or stacked")
+      raise UserError(f"unknown structure {structure!r}: choose parallel or stacked")
     self.embed = embed.SparseEmbed(
       features, optimizer=table_optimizer, rngs=rngs, mesh=mesh, sharding=sharding
     )

@@ -7,13 +7,15 @@ import embed
 from recipes import aot, hosts
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import train
+from recipes.errors import from_settings
 
 
 def parts(config, mesh: jax.sharding.Mesh) -> aot.Parts:
   """Returns what `train.run` would train under `config` on the mesh."""
   hosts.check_batch_sizes(mesh, batch_size=config.batch_size)
   data = data_lib.describe(config)
-  model = nnx.eval_shape(lambda: train.build_model(config, data, mesh))
-  optimizer = nnx.eval_shape(lambda m: embed.Optimizer(m, train.dense_optimizer(config)), model)
+  with from_settings():
+    model = nnx.eval_shape(lambda: train.build_model(config, data, mesh))
+    optimizer = nnx.eval_shape(lambda m: embed.Optimizer(m, train.dense_optimizer(config)), model)
   batch = data_lib.batch_shapes(data, config.batch_size)
   return aot.Parts(model, optimizer, train.loss_fn, batch)

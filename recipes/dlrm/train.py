@@ -1,5 +1,6 @@
 """Trains a click model: what to train, on what, and how it is measured."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import embed
 from recipes import hosts, loop, optimizers, results
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import model as model_lib
+from recipes.errors import UserError, from_settings
 from recipes.metrics import ClickMetrics
 
 
@@ -25,17 +27,19 @@ def run(config, workdir: str) -> dict[str, Any]:
       mesh, batch_size=config.batch_size, eval_batch_size=config.eval_batch_size
     )
     data = data_lib.load(config)
-    model = build_model(config, data, mesh)
+    with from_settings():
+      model = build_model(config, data, mesh)
+      optimizer = embed.Optimizer(model, dense_optimizer(config))
     result = loop.train(
       config,
       workdir,
       recipe="dlrm",
       model=model,
-      optimizer=embed.Optimizer(model, dense_optimizer(config)),
+      optimizer=optimizer,
       loss_fn=loss_fn,
       batches=data_lib.train_batches(data, config),
       evaluate=evaluator(data, config, mesh),
-      baselines=lambda: baselines(data, config),
+      baselines=functools.partial(baselines, data, config),
       data_sha256=data.sha256,
       mesh=mesh,
     )
@@ -68,7 +72,7 @@ def build_model(
     return model_lib.DLRM(**common, **config.dlrm)
   if config.model == "dcnv2":
     return model_lib.DCNV2(**common, **config.dcnv2)
-  raise ValueError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+  raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
 
 
 def dense_optimizer(config) -> optax.GradientTransformation:
@@ -83,7 +87,7 @@ def dense_optimizer(config) -> optax.GradientTransformation:
     rate = optimizers.schedule(config, config.learning_rate)
     # torch adds its epsilon to the root, optax under it.
     return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8**2)
-  raise ValueError(f"unknown dense optimizer {config.dense_optimizer!r}: choose adamw or adagrad")
+  raise UserError(f"unknown dense optimizer {config.dense_optimizer!r}: choose adamw or adagrad")
 
 
 def loss_fn(model, batch) -> jax.Array:
@@ -109,9 +113,15 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
   return evaluate
 
 
-def baselines(data: data_lib.ClickData, config) -> dict[str, dict[str, float]]:
-  """Returns a logistic regression's metrics, and the best possible ones where they are known."""
-  found = {"logistic regression": data_lib.logistic_regression(data, config)}
+def baselines(data: data_lib.ClickData, config) -> dict[str, loop.Baseline]:
+  """Returns what fits a logistic regression, and the best possible metrics where they are known."""
+  fit = functools.partial(
+    data_lib.logistic_regression,
+    data,
+    max_rows=config.baseline.max_rows,
+    inverse_penalties=tuple(config.baseline.inverse_penalties),
+  )
+  found: dict[str, loop.Baseline] = {"logistic regression": fit if config.baseline.max_rows else {}}
   if data.best:
     found["best possible"] = dict(data.best)
   return found

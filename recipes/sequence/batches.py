@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from recipes import pipeline
+from recipes.errors import UserError
 from recipes.sequence import packing
 
 _SMALLEST, _FACTOR = 16, 4  # widths of histories: 16, 64, 256, ...: few, since each is compiled
@@ -79,7 +80,7 @@ def item_probabilities(distribution: str, num_items: int, counts: np.ndarray) ->
     return np.full(num_items, 1 / num_items)
   if distribution == "popularity":
     return counts / counts.sum()
-  raise ValueError(f"unknown distribution {distribution!r}: choose uniform or popularity")
+  raise UserError(f"unknown distribution {distribution!r}: choose uniform or popularity")
 
 
 class Mask:
@@ -91,7 +92,7 @@ class Mask:
 
   def __init__(self, rate: float):
     if not 0 < rate < 1:
-      raise ValueError(f"mask_rate must be between 0 and 1, got {rate}")
+      raise UserError(f"mask_rate must be between 0 and 1, got {rate}")
     self._rate = rate
 
   def __call__(self, batch, generator, part, batch_size) -> Batch:
@@ -126,7 +127,7 @@ class Negatives:
 
   def __init__(self, number: int, probabilities: np.ndarray, *, shared: bool):
     if number < 1:
-      raise ValueError(f"negatives.number must be at least 1, got {number}")
+      raise UserError(f"negatives.number must be at least 1, got {number}")
     self._number, self._shared = number, shared
     self._log_expected = np.log(np.maximum(number * probabilities, 1e-30)).astype(np.float32)
     cumulative = np.cumsum(probabilities)

@@ -16,6 +16,7 @@ import numpy as np
 import scipy.sparse
 
 from recipes import arrays, hosts, pipeline
+from recipes.errors import UserError
 from recipes.sequence import batches, files, packing, synthetic
 
 _SETS: dict[str, Any] = {"file": files, "synthetic": synthetic}
@@ -59,7 +60,7 @@ def load(config) -> SequenceData:
     FileNotFoundError: a file is missing; names it and says where it comes from.
   """
   if config.dataset not in _SETS:
-    raise ValueError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
+    raise UserError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
   kind = _SETS[config.dataset]
   settings = kind.settings(config)
   columns, meta = arrays.prepared(

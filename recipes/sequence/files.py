@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from recipes import arrays, files
+from recipes.errors import DamagedFileError, UserError
 
 
 def settings(config) -> dict[str, Any]:
@@ -24,12 +25,12 @@ def settings(config) -> dict[str, Any]:
     FileNotFoundError: the file is missing; says where it comes from.
   """
   if config.layout not in ("pairs", "lines"):
-    raise ValueError(f"unknown layout {config.layout!r}: choose pairs or lines")
+    raise UserError(f"unknown layout {config.layout!r}: choose pairs or lines")
   hint = (
     f"It is not downloaded because the data's licence does not allow it to be passed on: get it "
     f"from {config.source}, and pass --config.data_dir=<folder>."
   )
-  path = files.require(Path(config.data_dir).expanduser(), config.data_file, hint=hint)
+  path = files.require(files.given(config.data_dir, hint), config.data_file, hint=hint)
   return {
     "format": 1,
     "file": files.stamp(path),
@@ -51,7 +52,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   lengths = np.bincount(user)
   counts = [len(lengths), len(names), len(items)]
   if settings["counts"] and counts != settings["counts"]:
-    raise ValueError(
+    raise UserError(
       f"{path} has {counts[0]:,} users, {counts[1]:,} items and {counts[2]:,} interactions; the "
       f"published file has {', '.join(f'{n:,}' for n in settings['counts'])}. Get the file again, "
       "or pass --config.counts='()' for another one."
@@ -98,15 +99,19 @@ def read_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _records(path: Path) -> Iterator[tuple[int, list[int]]]:
-  bar = files.progress(f"reading {path.name}", path.stat().st_size, "B")
+  number, bar = 0, files.progress(f"reading {path.name}", path.stat().st_size, "B")
   with path.open(encoding="ascii", errors="replace") as file, bar:
     for number, line in enumerate(file, start=1):
       fields = line.split()
-      if not fields or not all(map(str.isdecimal, fields)):
-        raise _error(path, number, f"found {line.strip()[:40]!r}, expected whole numbers")
-      yield number, [int(field) for field in fields]
+      numbers = [value for field in fields if (value := files.whole(field)) is not None]
+      if not fields or len(numbers) < len(fields):
+        found = line.strip()[:40]
+        raise _error(path, number, f"found {found!r}, expected whole numbers up to 2**63 - 1")
+      yield number, numbers
       bar.update(len(line))
+  if number == 0:
+    raise _error(path, 1, "the file is empty")
 
 
-def _error(path: Path, number: int, what: str) -> ValueError:
-  return ValueError(f"{path}, line {number}: {what}. Is the file complete? Get it again.")
+def _error(path: Path, number: int, what: str) -> DamagedFileError:
+  return DamagedFileError(f"{path}, line {number}: {what}. Is the file complete? Get it again.")

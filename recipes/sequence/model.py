@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import embed
+from recipes.errors import UserError
 
 ITEM = "item"  # the table's name
 _NEVER = -1e9  # not -inf: padding attends to nothing, and its softmax must not be NaN
@@ -145,7 +146,7 @@ class Encoder(nnx.Module):
     rngs: nnx.Rngs,
   ):
     if dim % heads:
-      raise ValueError(f"the width {dim} must be a multiple of the {heads} heads")
+      raise UserError(f"the width {dim} must be a multiple of the {heads} heads")
     self.causal = block.causal
     self.blocks = nnx.List(
       [block(dim, heads, max_length, dropout=dropout, rngs=rngs) for _ in range(blocks)]

@@ -8,6 +8,8 @@ an epoch shuffles the rows.
 
 import numpy as np
 
+from recipes.errors import UserError
+
 
 def place(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns the row and the first column of each sequence: best fit, longest first.
@@ -52,6 +54,6 @@ def positions(lengths: np.ndarray, width: int, aligned: str) -> np.ndarray:
     ValueError: `aligned` is neither.
   """
   if aligned not in ("start", "end"):
-    raise ValueError(f"unknown alignment of positions {aligned!r}: choose start or end")
+    raise UserError(f"unknown alignment of positions {aligned!r}: choose start or end")
   first = width - lengths if aligned == "end" else np.zeros_like(lengths)
   return ranges(first, lengths)

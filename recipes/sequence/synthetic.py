@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from recipes import arrays, files
+from recipes.errors import UserError
 from recipes.metrics import RankingMetrics
 
 _SUCCESSORS, _SHORTEST, _LONGEST, _MEAN_MORE = 8, 4, 40, 8
@@ -26,9 +27,9 @@ def settings(config) -> dict[str, Any]:
     ValueError: there are too few items to never repeat one, or the noise is not a probability.
   """
   if config.num_items < 2 * _LONGEST:
-    raise ValueError(f"num_items must be at least {2 * _LONGEST}, got {config.num_items}")
+    raise UserError(f"num_items must be at least {2 * _LONGEST}, got {config.num_items}")
   if not 0 < config.noise < 1:
-    raise ValueError(f"noise must be between 0 and 1, got {config.noise}")
+    raise UserError(f"noise must be between 0 and 1, got {config.noise}")
   return {
     "format": 1,
     "users": config.num_users,

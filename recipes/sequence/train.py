@@ -1,15 +1,18 @@
 """Trains a sequence model: what to train, by which loss, and how it is measured."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+import scipy.sparse
 from flax import nnx
 
 import embed
 from recipes import baselines as baselines_lib
 from recipes import hosts, loop, losses, optimizers, results, retrieval
+from recipes.errors import UserError, from_settings
 from recipes.metrics import RankingMetrics
 from recipes.sequence import data as data_lib
 from recipes.sequence import model as model_lib
@@ -27,17 +30,19 @@ def run(config, workdir: str) -> dict[str, Any]:
   if result is None:
     check(config, mesh)
     data = data_lib.load(config)
-    model = build_model(config, data.num_items, mesh)
+    with from_settings():
+      model = build_model(config, data.num_items, mesh)
+      optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
     result = loop.train(
       config,
       workdir,
       recipe="sequence",
       model=model,
-      optimizer=embed.Optimizer(model, optimizers.dense_optimizer(config)),
+      optimizer=optimizer,
       loss_fn=loss_function(config, data.num_items),
       batches=data_lib.train_batches(data, config),
       evaluate=evaluator(data, config, mesh),
-      baselines=lambda: baselines(data, config),
+      baselines=functools.partial(baselines, data, config),
       data_sha256=data.sha256,
       mesh=mesh,
     )
@@ -49,9 +54,9 @@ def run(config, workdir: str) -> dict[str, Any]:
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises ValueError for an unknown model or loss, or sizes that do not fit the devices."""
   if config.model not in model_lib.BLOCKS:
-    raise ValueError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
+    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
   if config.loss not in LOSSES:
-    raise ValueError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
+    raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
   hosts.check_batch_sizes(
     mesh, batch_size=config.batch_size, eval_batch_size=config.eval_batch_size
   )
@@ -150,27 +155,46 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   return evaluate
 
 
-def baselines(data: data_lib.SequenceData, config) -> dict[str, dict[str, float]]:
-  """Returns the metrics of popularity and EASE, and of the best possible where it is known.
+def baselines(data: data_lib.SequenceData, config) -> dict[str, loop.Baseline]:
+  """Returns what fits popularity and EASE, and the best possible metrics where they are known.
 
-  EASE learns from the training items and, like the models, is asked with all earlier items of a
-  user. `config.baseline.ease_l2` is its penalty; 0 leaves it out.
+  `config.baseline.ease_l2` is EASE's penalty; 0 leaves it out.
   """
+  ks, l2 = tuple(config.ks), config.baseline.ease_l2
+  found: dict[str, loop.Baseline] = {"popularity": functools.partial(fit_popularity, data, ks)}
+  if l2:
+    found["EASE"] = functools.partial(fit_ease, data, ks, l2)
+  if data.best:
+    found["best possible"] = dict(data.best)
+  return found
+
+
+def fit_popularity(data: data_lib.SequenceData, ks: tuple[int, ...]) -> dict[str, float]:
+  """Returns the metrics of recommending what is frequent among the training items."""
+  popular = baselines_lib.popularity(_training(data))
+  return _ranking(data, ks, lambda histories: np.tile(popular, (histories.shape[0], 1)))
+
+
+def fit_ease(data: data_lib.SequenceData, ks: tuple[int, ...], l2: float) -> dict[str, float]:
+  """Returns the metrics of EASE, which learns from the training items."""
+  weights = baselines_lib.ease(_training(data), l2)
+  return _ranking(data, ks, lambda histories: histories @ weights)
+
+
+def _training(data: data_lib.SequenceData) -> scipy.sparse.csr_matrix:
+  return data_lib.matrix(data, np.arange(len(data.lengths)), data_lib.HELD_OUT["train"])
+
+
+def _ranking(
+  data: data_lib.SequenceData, ks: tuple[int, ...], score: Callable[[Any], np.ndarray]
+) -> dict[str, float]:
+  """Returns the metrics of scores that are asked with all earlier items, as the models are."""
   users = data.evaluated
-  train = data_lib.matrix(data, np.arange(len(data.lengths)), data_lib.HELD_OUT["train"])
-  popular = baselines_lib.popularity(train)
-  scorers = {"popularity": lambda histories: np.tile(popular, (histories.shape[0], 1))}
-  if config.baseline.ease_l2:
-    weights = baselines_lib.ease(train, config.baseline.ease_l2)
-    scorers["EASE"] = lambda histories: histories @ weights
-  found: dict[str, dict[str, float]] = {name: {} for name in scorers}
+  found: dict[str, float] = {}
   for split in ("valid", "test"):
     seen = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
     relevant = data_lib.targets(data, users, data_lib.HELD_OUT[split])
-    for name, score in scorers.items():
-      ask = lambda start, stop, score=score, seen=seen: score(seen[start:stop])
-      metrics = baselines_lib.ranking(ask, relevant, seen, config.ks)
-      found[name] |= {f"{split}_{metric}": value for metric, value in metrics.items()}
-  if data.best:
-    found["best possible"] = dict(data.best)
+    ask = lambda start, stop, seen=seen: score(seen[start:stop])
+    metrics = baselines_lib.ranking(ask, relevant, seen, ks)
+    found |= {f"{split}_{metric}": value for metric, value in metrics.items()}
   return found

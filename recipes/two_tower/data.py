@@ -15,6 +15,7 @@ import scipy.sparse
 
 import embed
 from recipes import arrays, hosts, pipeline
+from recipes.errors import UserError
 from recipes.two_tower import gowalla, movielens1m, movielens100k, synthetic
 
 _SETS: dict[str, Any] = {
@@ -76,7 +77,7 @@ def load(config) -> RetrievalData:
     FileNotFoundError: a file is missing; names it and says where it comes from.
   """
   if config.dataset not in _SETS:
-    raise ValueError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
+    raise UserError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
   kind = _SETS[config.dataset]
   settings = kind.settings(config)
   columns, meta = arrays.prepared(
@@ -124,7 +125,7 @@ class TrainBatches:
   def __init__(self, data: RetrievalData, config, *, shard: tuple[int, int] = (0, 1)):
     distribution = config.negatives.distribution
     if distribution not in ("uniform", "popularity"):
-      raise ValueError(
+      raise UserError(
         f"unknown negatives.distribution {distribution!r}: choose uniform or popularity"
       )
     self._data, self._seed = data, config.seed
@@ -209,7 +210,7 @@ class EvalBatches:
 
   def __init__(self, data: RetrievalData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
     if config.examples not in ("users", "rows"):
-      raise ValueError(f"unknown examples {config.examples!r}: choose users or rows")
+      raise UserError(f"unknown examples {config.examples!r}: choose users or rows")
     self._data, self._split, self._batch_size = data, split, config.eval_batch_size
     self._part = slice(*pipeline.part(config.eval_batch_size, shard, "eval_batch_size"))
     self._by_row = config.examples == "rows"

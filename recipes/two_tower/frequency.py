@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from recipes.errors import UserError
+
 
 class Estimate(nnx.Variable):
   """The arrays of a `Frequency`, by name."""
@@ -32,7 +34,7 @@ class Frequency(nnx.Module):
 
   def __init__(self, buckets: int, vocabulary_size: int, *, rate: float):
     if buckets < 1 or not 0 < rate <= 1:
-      raise ValueError(f"buckets must be positive and rate in (0, 1], got {buckets} and {rate}")
+      raise UserError(f"buckets must be positive and rate in (0, 1], got {buckets} and {rate}")
     self._buckets, self._direct, self._rate = buckets, buckets >= vocabulary_size, rate
     self.estimate = Estimate(
       {

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from recipes import files
+from recipes.errors import DamagedFileError, UserError
 from recipes.two_tower import splits
 
 SOURCE = "https://github.com/kuandeng/LightGCN, Data/gowalla"
@@ -26,14 +27,12 @@ def settings(config) -> dict[str, Any]:
     ValueError: a state is to be selected where nothing is held out to select it on.
   """
   if config.refit and config.select:
-    raise ValueError(
+    raise UserError(
       f"config.refit trains on the validation pairs too, and config.select={config.select!r} has "
       "nothing left to look at: pass --config.select= to test the state of the last step"
     )
   hint = f"Get train.txt and test.txt from {SOURCE}, and pass --config.data_dir=<their folder>."
-  folder = Path(config.data_dir).expanduser()
-  if not config.data_dir or not folder.is_dir():
-    raise FileNotFoundError(f"--config.data_dir={config.data_dir} is not a folder. {hint}")
+  folder = files.given(config.data_dir, hint)
   found = {name: files.require(folder, f"{name}.txt", hint=hint) for name in ("train", "test")}
   if (folder / "valid.txt").is_file():
     found["valid"] = folder / "valid.txt"
@@ -49,13 +48,17 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes the columns; there are ids and nothing else."""
   source = {name: Path(stamp[0]) for name, stamp in settings["files"].items()}
   seen: dict[tuple[int, int], str] = {}
-  pairs = {name: _read(path, seen) for name, path in source.items()}
+  read = {name: _read(path, seen) for name, path in source.items()}
+  # Numbered in their order, so that nobody takes an id for a size.
+  users, items = (np.unique(np.concatenate([pair[i] for pair in read.values()])) for i in (0, 1))
+  pairs = {
+    name: (_positions(users, user), _positions(items, item)) for name, (user, item) in read.items()
+  }
   if "valid" not in pairs:
     user, item = pairs["train"]
     split = splits.per_user(user, 0.1, settings["split_seed"])
     pairs["valid"] = user[split == 1], item[split == 1]
     pairs["train"] = user[split != 1], item[split != 1]
-  sizes = tuple(1 + max(int(pair[side].max()) for pair in pairs.values()) for side in (0, 1))
   if settings["refit"]:
     (user, item), (more_users, more_items) = pairs["train"], pairs["valid"]
     pairs["train"] = np.concatenate([user, more_users]), np.concatenate([item, more_items])
@@ -63,7 +66,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   return splits.write(
     folder,
     pairs,
-    (sizes[0], sizes[1]),
+    (len(users), len(items)),
     {},
     {path.name: files.digest(path) for path in source.values()},
     seed=settings["split_seed"],
@@ -71,8 +74,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   )
 
 
+def _positions(names: np.ndarray, ids: np.ndarray) -> np.ndarray:
+  return np.searchsorted(names, ids).astype(np.int32)
+
+
 def _read(path: Path, seen: dict[tuple[int, int], str]) -> splits.Pairs:
-  """Reads a file; `seen` collects where each pair stands, through all files."""
+  """Reads a file's pairs as int64; `seen` collects where each pair stands, through all files."""
   user, item = [], []
   with (
     path.open(encoding="ascii", errors="replace") as file,
@@ -80,23 +87,27 @@ def _read(path: Path, seen: dict[tuple[int, int], str]) -> splits.Pairs:
   ):
     for number, line in enumerate(file, start=1):
       fields = line.split()
-      if not all(field.isdecimal() for field in fields):
-        wrong = next(field for field in fields if not field.isdecimal())
-        raise _error(path, number, f"{wrong!r} is not a number from 0")
-      ids = [int(field) for field in fields]
+      ids, where = [], f"line {number} of {path.name}"
+      for field in fields:
+        value = files.whole(field)
+        if value is None:
+          raise _error(path, number, f"{field[:40]!r} is not a number from 0 to 2**63 - 1")
+        ids.append(value)
       for name in ids[1:]:
         if (ids[0], name) in seen:
           there = seen[ids[0], name]
           raise _error(path, number, f"item {name} of user {ids[0]} stands in {there} already")
-        seen[ids[0], name] = path.name
+        seen[ids[0], name] = where
         user.append(ids[0])
         item.append(name)
       bar.update(len(line))
-  return np.array(user, np.int32), np.array(item, np.int32)
+  if not user:
+    raise _error(path, 1, "the file has no pair")
+  return np.array(user, np.int64), np.array(item, np.int64)
 
 
-def _error(path: Path, number: int, what: str) -> ValueError:
-  return ValueError(
+def _error(path: Path, number: int, what: str) -> DamagedFileError:
+  return DamagedFileError(
     f"{path}, line {number}: {what}. A line is `user item item ...`, and a pair stands once in "
     f"the data. Get the files again from {SOURCE}, or repair the line."
   )

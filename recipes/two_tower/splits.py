@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from recipes import arrays
+from recipes.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 Pairs = tuple[np.ndarray, np.ndarray]  # users and items of the same length
@@ -102,11 +103,11 @@ def write(
   for split in SPLITS:
     user, item = pairs[split]
     if not len(user) and split not in may_be_empty:
-      raise ValueError(f"the {split} split is empty: the data set is too small for it")
+      raise UserError(f"the {split} split is empty: the data set is too small for it")
     keys = np.sort(user.astype(np.int64) * sizes[1] + item)
     if (again := keys[1:][keys[1:] == keys[:-1]]).size:
       who, what = divmod(int(again[0]), sizes[1])
-      raise ValueError(f"user {who} has item {what} twice in the {split} split: keep it once")
+      raise UserError(f"user {who} has item {what} twice in the {split} split: keep it once")
     order = generator.permutation(len(user))
     order = order[np.argsort(user[order], kind="stable")]
     counts = np.bincount(user, minlength=sizes[0])

@@ -13,6 +13,7 @@ import numpy as np
 import scipy.sparse
 
 from recipes import baselines, files
+from recipes.errors import UserError
 from recipes.two_tower import splits
 
 _CHUNK = 256
@@ -40,7 +41,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   users, items, groups = settings["users"], settings["items"], settings["groups"]
   if items < groups:
-    raise ValueError(f"{items} items cannot fill {groups} groups: lower --config.num_groups")
+    raise UserError(f"{items} items cannot fill {groups} groups: lower --config.num_groups")
   draw = np.random.default_rng(settings["seed"])
   group = np.concatenate([np.arange(groups), draw.integers(0, groups, items - groups)])
   share = draw.permutation(np.arange(1.0, items + 1) ** -settings["zipf_exponent"])

@@ -1,7 +1,7 @@
 """Trains a two-tower model: what to train, on what, and how it is measured."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import embed
 from recipes import baselines as baselines_lib
 from recipes import hosts, loop, optimizers, results, retrieval
+from recipes.errors import UserError, from_settings
 from recipes.metrics import RankingMetrics
 from recipes.two_tower import data as data_lib
 from recipes.two_tower import losses
@@ -35,17 +36,19 @@ def run(config, workdir: str) -> dict[str, Any]:
       **{"negatives.number": config.negatives.number},
     )
     data = data_lib.load(config)
-    model = build_model(config, data, mesh)
+    with from_settings():
+      model = build_model(config, data, mesh)
+      optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
     result = loop.train(
       config,
       workdir,
       recipe="two_tower",
       model=model,
-      optimizer=embed.Optimizer(model, optimizers.dense_optimizer(config)),
+      optimizer=optimizer,
       loss_fn=loss(config, mesh),
       batches=data_lib.train_batches(data, config),
       evaluate=evaluator(data, config, mesh),
-      baselines=lambda: baselines(data, config),
+      baselines=functools.partial(baselines, data, config),
       data_sha256=data.sha256,
       mesh=mesh,
     )
@@ -63,7 +66,7 @@ def build_model(
     ValueError: a queue that is not a multiple of the batch, or an unknown option.
   """
   if config.queue % config.batch_size:
-    raise ValueError(
+    raise UserError(
       f"queue is {config.queue}: choose a multiple of the batch size {config.batch_size}"
     )
   return model_lib.TwoTower(
@@ -113,7 +116,7 @@ def feature_configs(
   for side, names in (("query", config.query), ("candidate", config.candidate)):
     unknown = set(names) - set(known[side])
     if unknown or not names:
-      raise ValueError(
+      raise UserError(
         f"config.{side} is {tuple(names)}: choose some of {sorted(known[side])} of this data set"
       )
     chosen[side] = {name: embed.FeatureConfig(known[side][name]) for name in names}
@@ -225,10 +228,13 @@ def catalogue(data: data_lib.RetrievalData, config):
 
 
 def examples(
-  data: data_lib.RetrievalData, split: str, config
+  data: data_lib.RetrievalData, split: str, by: str
 ) -> tuple[np.ndarray, scipy.sparse.csr_matrix]:
-  """Returns the user of each of a split's examples and their relevant items `[examples, items]`."""
-  if config.examples == "users":
+  """Returns the user of each of a split's examples and their relevant items `[examples, items]`.
+
+  `by` is the config's `examples`: "users" or "rows".
+  """
+  if by == "users":
     return np.arange(data.num_users), data.matrix(split)
   start, stop = data.splits[split]
   items = np.asarray(data.columns["item"][start:stop])
@@ -238,40 +244,68 @@ def examples(
   return np.asarray(data.columns["user"][start:stop]), matrix
 
 
-def baselines(data: data_lib.RetrievalData, config) -> dict[str, dict[str, float]]:
-  """Returns the metrics of popularity, EASE and iALS, as far as configured, by the same ranking.
+def baselines(data: data_lib.RetrievalData, config) -> dict[str, loop.Baseline]:
+  """Returns what fits popularity, EASE and iALS, as far as configured, and the best possible."""
+  settings = config.baseline
+  fit = functools.partial(
+    fit_baseline,
+    data,
+    examples_by=config.examples,
+    remove_seen=config.remove_seen,
+    ks=tuple(config.ks),
+    select=settings.select,
+    ials=dict(settings.ials),
+  )
+  penalties = {"popularity": (0.0,), "EASE": settings.ease_l2, "iALS": settings.ials_l2}
+  found: dict[str, loop.Baseline] = {
+    name: functools.partial(fit, name, tuple(values))
+    for name, values in penalties.items()
+    if values
+  }
+  if data.best:
+    found["best possible"] = dict(data.best)
+  return found
 
-  Their penalties are chosen on validation, by `config.baseline.select`.
+
+def fit_baseline(
+  data: data_lib.RetrievalData,
+  name: str,
+  penalties: tuple[float, ...],
+  *,
+  examples_by: str,
+  remove_seen: bool,
+  ks: tuple[int, ...],
+  select: str,
+  ials: Mapping[str, Any],
+) -> dict[str, float]:
+  """Returns the metrics of a baseline, by the models' own ranking.
+
+  Args:
+    data: the data set.
+    name: "popularity", which takes no penalty, "EASE" or "iALS".
+    penalties: of which the one is tested that validation prefers by the metric `select`.
+    examples_by, remove_seen, ks: as in the config.
+    ials: its other arguments.
   """
   before = {"valid": ("train",), "test": ("train", "valid")}
   users, relevant, seen = {}, {}, {}
   for split, earlier in before.items():
-    users[split], relevant[split] = examples(data, split, config)
-    seen[split] = data.matrix(*earlier)[users[split]] if config.remove_seen else None
+    users[split], relevant[split] = examples(data, split, examples_by)
+    seen[split] = data.matrix(*earlier)[users[split]] if remove_seen else None
   train = data.matrix("train")
-  best = functools.partial(
-    baselines_lib.best_ranking,
-    users=users,
-    relevant=relevant,
-    seen=seen,
-    ks=config.ks,
-    select=config.baseline.select,
-  )
-  popular = baselines_lib.popularity(train)
-  found = {"popularity": best({0.0: lambda: lambda rows: np.tile(popular, (len(rows), 1))})}
+
+  def popularity(_):
+    popular = baselines_lib.popularity(train)
+    return lambda rows: np.tile(popular, (len(rows), 1))
 
   def ease(l2):
     weights = baselines_lib.ease(train, l2)
     return lambda rows: train[rows] @ weights
 
-  def ials(l2):
-    factors, items = baselines_lib.ials(train, l2=l2, **config.baseline.ials)
+  def implicit(l2):
+    factors, items = baselines_lib.ials(train, l2=l2, **ials)
     return lambda rows: factors[rows] @ items.T
 
-  if config.baseline.ease_l2:
-    found["EASE"] = best({l2: functools.partial(ease, l2) for l2 in config.baseline.ease_l2})
-  if config.baseline.ials_l2:
-    found["iALS"] = best({l2: functools.partial(ials, l2) for l2 in config.baseline.ials_l2})
-  if data.best:
-    found["best possible"] = dict(data.best)
-  return found
+  fit = {"popularity": popularity, "EASE": ease, "iALS": implicit}[name]
+  candidates = {l2: functools.partial(fit, l2) for l2 in penalties}
+  return baselines_lib.best_ranking(candidates, users, relevant, seen, ks, select=select)
