@@ -292,7 +292,7 @@ def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
   everyone = [run for _, group in pairs for run in group]
   selected = sorted({run.result["config"]["select"] for run in everyone})
   state = [
-    f"of the state that was best on `{name}`" if name else "of the last" for name in selected
+    f"of the state that was best on `{name}`" if name else "of the last state" for name in selected
   ]
   box = [
     f"Test metrics {' or '.join(state)}; mean and, with `±`, standard deviation over seeds."
