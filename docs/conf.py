@@ -25,6 +25,7 @@ html_theme = "furo"
 html_title = "SparseEmbed"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 pygments_dark_style = "github-dark"
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "attrs_inline"]
