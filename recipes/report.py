@@ -206,7 +206,8 @@ def _tables(groups: Sequence[list[Run]]) -> Iterator[tuple[tuple[str, str, str],
   labelled = list(zip(names(groups), groups, strict=True))
   by_table = lambda pair: _table(pair[1])
   for table, pairs in itertools.groupby(sorted(labelled, key=by_table), key=by_table):
-    yield table, list(pairs)
+    # The title names the recipe.
+    yield table, [(label.removeprefix(f"{table[0]}/"), group) for label, group in pairs]
 
 
 def _title(table: tuple[str, str, str]) -> str:
@@ -251,6 +252,7 @@ def _entries(pairs: _Pairs) -> tuple[list[str], list[_Entry]]:
       scored = scores([run.result["baselines"].get(baseline, {}) for run in group])
       if scored:
         key = tuple(_number(scored.get(name, []), "{:.4f}") for name in tested)
+        label = label.removeprefix(f"{_subject(group)} ")  # the settings alone, if there are any
         distinct.setdefault(key, _Entry(f"{baseline} ({label})", "", scored, []))
     only = len(distinct) == 1
     entries += [each._replace(label=baseline) if only else each for each in distinct.values()]
@@ -267,7 +269,8 @@ def _section(table: tuple[str, str, str], pairs: _Pairs) -> str:
       f"**{cell}**" if entry.label in best[name] else cell
       for name, cell in zip(metrics, cells, strict=True)
     ]
-    columns.append([entry.label, entry.seeds, *bold, _number(entry.seconds, "{:.0f}", "\u00a0")])
+    name = entry.label.replace("=", "=<wbr>")
+    columns.append([name, entry.seeds, *bold, _number(entry.seconds, "{:.0f}", "\u00a0")])
   # The longer side goes down the page.
   across = len(entries) <= len(metrics) + 2
   header, *rows = zip(*columns, strict=True) if across else columns
@@ -323,13 +326,16 @@ def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
 
 def _caption(groups: Sequence[list[Run]]) -> str:
   lines = ["One line for each run; lines of one colour are seeds."]
-  without = {
-    _title(table): [run for _, group in pairs for run in group if not run.lines]
-    for table, pairs in _tables(groups)
-  }
-  if any(without.values()):
-    absent = ", ".join(title for title, runs in without.items() if runs)
-    lines.append(f"The curves of {absent} are missing: only the results of these runs were kept.")
+  missing = []
+  for table, pairs in _tables(groups):
+    labels = [label for label, group in pairs if not all(run.lines for run in group)]
+    if labels:
+      part = f" ({', '.join(labels)})" if len(labels) < len(pairs) else ""
+      missing.append(f"{_title(table)}{part}")
+  if missing:
+    lines.append(
+      f"Missing, because only the results of these runs were kept: {', '.join(missing)}."
+    )
   return " ".join(lines)
 
 
@@ -355,9 +361,9 @@ def _device(device: Mapping[str, Any]) -> str:
   return f"{device['count']} x {device['kind']} ({device['host_cores']} host cores)"
 
 
-_WIDTH = 7.0  # inches: on a page, and still readable on a phone
-_PANEL, _TITLE, _ENTRY, _LINE = 2.6, 0.3, 0.04, 0.157  # heights in inches
-_WRAP, _WRAP_TITLE = 84, 66  # characters in a line of the legend and of a title
+_WIDTH = 6.0  # inches: readable on a page, and on a phone
+_PANEL, _TITLE, _ENTRY, _LINE = 2.3, 0.3, 0.04, 0.157  # heights in inches
+_WRAP, _WRAP_TITLE = 70, 54  # characters in a line of the legend and of a title
 
 
 def draw(groups: Sequence[list[Run]]) -> "Figure | None":
