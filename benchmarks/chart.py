@@ -29,7 +29,7 @@ NOTE = (
   "With fresh ids on a quiet machine FBGEMM was ahead on row-wise\n"
   "Adagrad and about level on sgd and Adagrad (no file of it yet)."
 )
-STYLE = {
+STYLE: dict[Any, Any] = {
   f"{part}color": GREY for part in ("text.", "axes.label", "axes.edge", "xtick.", "ytick.", "grid.")
 } | {
   "figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False, "font.size": 10,

@@ -14,10 +14,8 @@ import dataclasses
 import difflib
 import itertools
 import json
-import math
 import statistics
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 # Runs that differ only in these do the same work on the same data, and are averaged.
 _INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers")
 _BOUND = "best possible"  # the baseline that no model can beat
-_GREY = "#777777"  # readable on white and on black
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,96 +358,11 @@ def _device(device: Mapping[str, Any]) -> str:
   return f"{device['count']} x {device['kind']} ({device['host_cores']} host cores)"
 
 
-_WIDTH = 6.0  # inches: readable on a page, and on a phone
-_PANEL, _TITLE, _ENTRY, _LINE = 2.3, 0.3, 0.04, 0.157  # heights in inches
-_WRAP, _WRAP_TITLE = 70, 54  # characters in a line of the legend and of a title
-
-
 def draw(groups: Sequence[list[Run]]) -> "Figure | None":
-  """Returns a figure over steps: for each data set the loss and the metrics that select.
+  """Returns the curves of each data set, or None where no run has any."""
+  from recipes import curves  # a run's end needs `sketch` alone, and at once
 
-  A metric that no run of a data set has logged gets no panel, a data set without any no place. None
-  if that leaves nothing to draw.
-  """
-  from matplotlib import rc_context  # a run's end needs `sketch` alone, and at once
-  from matplotlib.figure import Figure
-
-  blocks = [(_title(table), pairs, _logged(pairs)) for table, pairs in _tables(groups)]
-  blocks = [block for block in blocks if block[2]]
-  if not blocks:
-    return None
-  heights = [
-    0.2
-    + _TITLE * len(_wrapped(title, _WRAP_TITLE))
-    + _PANEL * ((len(panels) + 1) // 2)
-    + _legend_height(pairs)
-    for title, pairs, panels in blocks
-  ]
-  parts = ("text.", "axes.label", "axes.edge", "axes.title", "xtick.", "ytick.", "grid.")
-  style = {f"{part}color": _GREY for part in parts} | {
-    "figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False,
-    "axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.3, "font.size": 10,
-  }  # fmt: skip
-  with rc_context(style):
-    figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08, w_pad=0.08)
-    places = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for place, (title, pairs, panels) in zip(places, blocks, strict=True):
-      place.suptitle("\n".join(_wrapped(title, _WRAP_TITLE)), x=0.01, ha="left", weight="bold")
-      _draw_panels(place, pairs, panels)
-  return figure
-
-
-def _draw_panels(place: Any, pairs: _Pairs, panels: Sequence[str]) -> None:
-  """Draws the panels of one data set, two in a row and a last one alone, above their legend."""
-  mosaic = [list(panels[i : i + 2]) for i in range(0, len(panels), 2)]
-  mosaic[-1] *= 2 // len(mosaic[-1])
-  axes = place.subplot_mosaic(mosaic)
-  handles = {}
-  for i, (label, group) in enumerate(pairs):
-    for run, name in itertools.product(group, panels):
-      steps, values = run.curve(name)
-      if steps:
-        few = len(steps) <= 30
-        (handles[label],) = axes[name].plot(
-          steps, values, color=f"C{i % 10}", linestyle=("-", "--", ":")[i // 10 % 3], alpha=0.85,
-          linewidth=1.4, marker="o" if few else None, markersize=3,
-        )  # fmt: skip
-  for name, axis in axes.items():
-    axis.set_title("training loss" if name == "loss" else name, loc="left", fontsize="medium")
-    axis.set(xlabel="steps")
-    axis.set_xlim(left=0)
-    axis.xaxis.get_major_locator().set_params(nbins=5, integer=True)
-    axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.grid()
-  labels = ["\n".join(_wrapped(label, _WRAP)) for label in handles]
-  place.legend(
-    handles.values(), labels, loc="outside lower left", ncols=_columns(pairs), fontsize="small",
-    labelspacing=0.3,
-  )  # fmt: skip
-
-
-def _logged(pairs: _Pairs) -> list[str]:
-  """The loss and the selected metrics, as far as a run has logged them."""
-  runs = [run for _, group in pairs for run in group]
-  wanted = dict.fromkeys(["loss", *(run.selected for run in runs)])
-  return [name for name in wanted if any(run.curve(name)[0] for run in runs)]
-
-
-def _columns(pairs: _Pairs) -> int:
-  longest = max(len(label) for label, _ in pairs)
-  return min(len(pairs), max(1, _WRAP // (longest + 8)))
-
-
-def _legend_height(pairs: _Pairs) -> float:
-  lines = sum(len(_wrapped(label, _WRAP)) for label, _ in pairs)
-  return _LINE * math.ceil(lines / _columns(pairs)) + _ENTRY * math.ceil(
-    len(pairs) / _columns(pairs)
-  )
-
-
-def _wrapped(label: str, width: int) -> list[str]:
-  return textwrap.wrap(label, width) or [""]
+  return curves.draw([(_title(table), pairs) for table, pairs in _tables(groups)])
 
 
 def _flat(config: Mapping[str, Any], prefix: str = ""):
