@@ -313,6 +313,14 @@ def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
     for run in everyone
   }
   box.append(f"On {'; '.join(sorted(devices))}; {'; '.join(sorted(versions))}.")
+  failed = {
+    name: failure
+    for run in everyone
+    for name, failure in run.result.get("failed_baselines", {}).items()
+  }
+  if failed:
+    failures = "; ".join(f"{name}: {failure}" for name, failure in failed.items())
+    box.append(f"Baselines that failed: {failures}.")
   sources = sorted({run.result["config"].get("source", "") for run in everyone} - {""})
   if sources:
     box.append(f"Data from {', '.join(sources)}.")
