@@ -3,6 +3,7 @@
 import importlib.metadata
 import pathlib
 import shutil
+import tomllib
 
 from ipython_pygments_lexers import IPython3Lexer
 
@@ -22,9 +23,15 @@ extensions = [
 ]
 exclude_patterns = ["_build", "colabs/README.md"]
 html_theme = "furo"
+# The address is set there; `python colabs/address.py` writes it into the notebooks.
+_URLS = tomllib.loads((_HERE.parent / "pyproject.toml").read_text())["project"].get("urls", {})
+if "Repository" in _URLS:
+  _LINK = {"name": "Source", "url": _URLS["Repository"], "html": "source", "class": ""}
+  html_theme_options = {"footer_icons": [_LINK]}
 html_title = "SparseEmbed"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 pygments_dark_style = "github-dark"
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "attrs_inline"]

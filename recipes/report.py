@@ -2,8 +2,11 @@
 
     python -m recipes.report runs/a runs/b --out=docs/results/x
 
-prints a table for every data set and writes it as `x.md`, beside `x.png`, the loss and the selected
-metric against time. Everything in them comes from the runs' `result.json` and `metrics.jsonl`.
+prints a table for every data set and writes it as `x.md`, with `x.png`: the loss and the selected
+metric over steps. Everything in them comes from the runs' `result.json` and `metrics.jsonl`, or
+from copies of these called `NAME.json` and `NAME.jsonl`:
+
+    python -m recipes.report docs/results/sequence_*_[0-9].json --out=docs/results/sequence
 """
 
 import argparse
@@ -15,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uniplot
 
@@ -24,15 +27,16 @@ from embed.text import aligned
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-# Runs that differ in nothing else are one row: what is the same work on the same data.
+# Runs that differ only in these do the same work on the same data, and are averaged.
 _INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers")
+_BOUND = "best possible"  # the baseline that no model can beat
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
   """A finished run: its result.json, and the lines of its metrics.jsonl."""
 
-  folder: Path
+  path: Path
   result: dict[str, Any]
   lines: list[dict[str, Any]]
 
@@ -42,42 +46,46 @@ class Run:
     flat = dict(_flat(self.result["config"]))
     return {name: value for name, value in flat.items() if name not in _INCIDENTAL}
 
-  def curve(self, name: str) -> tuple[list[float], list[float]]:
-    """Returns seconds of training and values of a metric, wherever it was logged.
+  @property
+  def selected(self) -> str:
+    """The metric that chooses the state, or the first one that was validated; "" if none was."""
+    if self.result["config"]["select"]:
+      return self.result["config"]["select"]
+    return next((name for line in self.lines for name in line if name.startswith("valid_")), "")
 
-    Evaluations and checkpoints do not count as training; the journal leaves them out of its rates.
-    """
-    seconds, step, times, values = 0.0, 0, [], []
-    for line in self.lines:
-      if "examples_per_second" in line:
-        examples = (line["step"] - step) * self.result["config"]["batch_size"]
-        seconds, step = seconds + examples / line["examples_per_second"], line["step"]
-      if name in line:
-        times.append(seconds)
-        values.append(line[name])
-    return times, values
+  def curve(self, name: str) -> tuple[list[int], list[float]]:
+    """Returns the steps at which a metric was logged, and its values."""
+    points = [(line["step"], line[name]) for line in self.lines if name in line]
+    return [step for step, _ in points], [value for _, value in points]
 
 
-def load(folder: str | Path) -> Run:
-  """Reads a run's folder.
+def load(path: str | Path) -> Run:
+  """Reads a run's folder, or a copy of its result.json with the journal next to it, if any.
 
   Raises:
-    FileNotFoundError: it holds no result, because the run has not ended or the folder is another.
+    FileNotFoundError: the folder holds no result: the run has not ended, or it is another folder.
   """
-  folder = Path(folder)
-  missing = [n for n in ("result.json", "metrics.jsonl") if not (folder / n).is_file()]
-  if missing and (folder / "config.json").is_file():
+  path = Path(path)
+  if path.suffix == ".json" and path.is_file():
+    journal = path.with_suffix(".jsonl")
+    return _read(path, path, journal if journal.is_file() else None)
+  missing = [n for n in ("result.json", "metrics.jsonl") if not (path / n).is_file()]
+  if missing and (path / "config.json").is_file():
     raise FileNotFoundError(
-      f"the run in {folder} has not ended; the command that started it goes on with it"
+      f"the run in {path} has not ended; the command that started it goes on with it"
     )
   if missing:
-    ended = {path.parent.name: path.parent for path in folder.parent.glob("*/result.json")}
-    close = [ended[name] for name in difflib.get_close_matches(folder.name, ended, 1)]
-    close += [path.parent for path in folder.glob("*/result.json")]  # one folder up
+    ended = {result.parent.name: result.parent for result in path.parent.glob("*/result.json")}
+    close = [ended[name] for name in difflib.get_close_matches(path.name, ended, 1)]
+    close += [result.parent for result in path.glob("*/result.json")]  # one folder up
     hint = f"did you mean {close[0]}?" if close else "give the workdirs of runs that have ended"
-    raise FileNotFoundError(f"{folder} has no {missing[0]}: {hint}")
-  lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-  return Run(folder, json.loads((folder / "result.json").read_text()), lines)
+    raise FileNotFoundError(f"{path} has no {missing[0]}: {hint}")
+  return _read(path, path / "result.json", path / "metrics.jsonl")
+
+
+def _read(path: Path, result: Path, journal: Path | None) -> Run:
+  lines = journal.read_text().splitlines() if journal else []
+  return Run(path, json.loads(result.read_text()), [json.loads(line) for line in lines])
 
 
 def grouped(runs: Sequence[Run]) -> list[list[Run]]:
@@ -93,7 +101,7 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
     for other in group:
       if other.result["seed"] == run.result["seed"]:
         raise ValueError(
-          f"{other.folder} and {run.folder} are runs of one config and one seed: give one of them"
+          f"{other.path} and {run.path} are runs of one config and one seed: give one of them"
         )
     group.append(run)
   return list(groups.values())
@@ -101,26 +109,34 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
 
 def names(groups: Sequence[list[Run]]) -> list[str]:
   """Returns what to call each group: recipe, model, and the settings that tell it apart."""
-  found = []
+  labels = []
   for group in groups:
-    result, mine = group[0].result, group[0].settings
-    rivals = [other[0].settings for other in groups if _table(other) == _table(group)]
-    differing = [
-      f"{name}={mine[name]}"
-      for name in sorted(mine)
-      if name != "model" and any(rival.get(name, mine[name]) != mine[name] for rival in rivals)
+    title, settings = _subject(group), group[0].settings
+    rivals = [
+      other[0].settings
+      for other in groups
+      if _subject(other) == title and _table(other) == _table(group)
     ]
-    title = "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
-    found.append(" ".join([title, *differing]))
-  return found
+    differing = [
+      f"{name}={_short(settings[name])}" for name in _differing(rivals) if name in settings
+    ]
+    labels.append(" ".join([title, *differing]))
+  return labels
 
 
-def markdown(groups: Sequence[list[Run]], title: str, plot: str) -> str:
-  """Returns the page: a table for each data set of each recipe, and where its numbers are from.
+def markdown(groups: Sequence[list[Run]], title: str, plot: str | None) -> str:
+  """Returns the page: the curves, and a table for each data set of each recipe.
 
   A value is the mean over seeds, `±` the standard deviation (of n - 1) where there are several.
+
+  Args:
+    groups: as `grouped` returns them.
+    title: the page's.
+    plot: the picture's file, or None where there are no curves.
   """
-  parts = [f"# {title}", f"![Loss and selected metric against seconds of training]({plot})"]
+  parts = [f"# {title}"]
+  if plot:
+    parts += [f"![Training loss and validation metric over steps]({plot})", _caption(groups)]
   for table, pairs in _tables(groups):
     parts.append(_section(table, pairs))
   return "\n\n".join(parts) + "\n"
@@ -128,23 +144,49 @@ def markdown(groups: Sequence[list[Run]], title: str, plot: str) -> str:
 
 def text(groups: Sequence[list[Run]]) -> str:
   """Returns the page's tables for a terminal."""
-  parts = [f"{_title(table)}\n{aligned(_rows(pairs))}" for table, pairs in _tables(groups)]
+  parts = []
+  for table, pairs in _tables(groups):
+    metrics, entries = _entries(pairs)
+    header = ["", "seeds", *(name.removeprefix("test_") for name in metrics), "seconds"]
+    rows = [
+      [
+        entry.label,
+        entry.seeds,
+        *(_number(entry.scores.get(name, []), "{:.4f}") for name in metrics),
+        _number(entry.seconds, "{:.0f}"),
+      ]
+      for entry in entries
+    ]
+    parts.append(f"{_title(table)}\n{aligned([header, *rows])}")
   return "\n\n".join(parts)
 
 
 def sketch(run: Run) -> str:
-  """Returns the run's curves for a terminal: the loss, and the metric that selects beside it."""
-  curves = {name: run.curve(name) for name in ("loss", _selected(run))}
+  """Returns the run's curves for a terminal: the loss and, to its right, the selected metric."""
+  curves = {name: run.curve(name) for name in ("loss", run.selected)}
   plots = [
     uniplot.plot_to_string(
-      ys, xs, title=f"{name} / seconds of training", lines=True, width=30, height=9
+      ys, xs, title=f"{name} / steps", lines=True, width=30, height=9
     ).splitlines()
     for name, (xs, ys) in curves.items()
     if ys
   ]
-  width = max(len(line) for plot in plots for line in plot)
+  width = max((len(line) for plot in plots for line in plot), default=0)
   rows = itertools.zip_longest(*plots, fillvalue="")
   return "\n".join("  ".join(half.ljust(width) for half in row).rstrip() for row in rows)
+
+
+def _subject(group: list[Run]) -> str:
+  result = group[0].result
+  return "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Names of the settings that are not the same in all of them."""
+  everything = sorted({name for each in settings for name in each} - {"model"})
+  return [
+    name for name in everything if any(each.get(name) != settings[0].get(name) for each in settings)
+  ]
 
 
 def _table(group: list[Run]) -> tuple[str, str, str]:
@@ -161,65 +203,159 @@ def _tables(groups: Sequence[list[Run]]) -> Iterator[tuple[tuple[str, str, str],
   labelled = list(zip(names(groups), groups, strict=True))
   by_table = lambda pair: _table(pair[1])
   for table, pairs in itertools.groupby(sorted(labelled, key=by_table), key=by_table):
-    yield table, list(pairs)
+    # The title names the recipe.
+    yield table, [(label.removeprefix(f"{table[0]}/"), group) for label, group in pairs]
 
 
 def _title(table: tuple[str, str, str]) -> str:
   return " on ".join(filter(None, table[:2]))
 
 
-def _rows(pairs: _Pairs) -> list[list[str]]:
-  """The cells of a table, the header first."""
-  metrics = list(
-    dict.fromkeys(
-      name for _, group in pairs for name in group[0].result["metrics"] if name.startswith("test_")
-    )
-  )
-  rows = []
-  for label, group in pairs:
-    seeds = ", ".join(str(run.result["seed"]) for run in group)
-    seconds = _number([run.result["seconds"] for run in group], "{:.0f}")
-    values = [_cell([run.result["metrics"] for run in group], name) for name in metrics]
-    rows.append([label, seeds, *values, seconds])
+class _Entry(NamedTuple):
+  """What a table compares: a group of runs, or a baseline. `scores` are by metric, one a seed."""
+
+  label: str
+  seeds: str
+  scores: dict[str, list[float]]
+  seconds: list[float]
+
+
+def _entries(pairs: _Pairs) -> tuple[list[str], list[_Entry]]:
+  """The test metrics of a table, and what it compares: the runs first."""
   everyone = [run for _, group in pairs for run in group]
+  metrics = dict.fromkeys(name for run in everyone for name in run.result["metrics"])
+  tested = [name for name in metrics if name.startswith("test_")]
+
+  def scores(results: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    return {
+      name: [result[name] for result in results if name in result]
+      for name in tested
+      if any(name in result for result in results)
+    }
+
+  entries = [
+    _Entry(
+      label,
+      ", ".join(str(run.result["seed"]) for run in group),
+      scores([run.result["metrics"] for run in group]),
+      [run.result["seconds"] for run in group],
+    )
+    for label, group in pairs
+  ]
   for baseline in dict.fromkeys(name for run in everyone for name in run.result["baselines"]):
-    cells: dict[tuple[str, ...], str] = {}
+    # Groups that are measured otherwise have another baseline; a group without it has no scores.
+    distinct: dict[tuple[str, ...], _Entry] = {}
     for label, group in pairs:
-      found = [run.result["baselines"].get(baseline, {}) for run in group]
-      cells.setdefault(tuple(_cell(found, name) for name in metrics), label)
-    # Groups that are measured otherwise have another baseline; a group without it has no cells.
-    cells = {values: label for values, label in cells.items() if any(values)}
-    for scores, label in cells.items():
-      rows.append([baseline if len(cells) == 1 else f"{baseline} ({label})", "", *scores, ""])
-  return [["", "seeds", *(name.removeprefix("test_") for name in metrics), "seconds"], *rows]
+      scored = scores([run.result["baselines"].get(baseline, {}) for run in group])
+      if scored:
+        key = tuple(_number(scored.get(name, []), "{:.4f}") for name in tested)
+        label = label.removeprefix(f"{_subject(group)} ")  # the settings alone, if there are any
+        distinct.setdefault(key, _Entry(f"{baseline} ({label})", "", scored, []))
+    only = len(distinct) == 1
+    entries += [each._replace(label=baseline) if only else each for each in distinct.values()]
+  return tested, entries
 
 
 def _section(table: tuple[str, str, str], pairs: _Pairs) -> str:
-  header, *rows = _rows(pairs)
-  lines = [f"## {_title(table)}", "", _row(header), _row(["---"] * len(header))]
+  metrics, entries = _entries(pairs)
+  columns = [["", "seeds", *(name.removeprefix("test_") for name in metrics), "seconds"]]
+  best = {name: _best(name, entries) for name in metrics}
+  for entry in entries:
+    cells = [_number(entry.scores.get(name, []), "{:.4f}", "\u00a0") for name in metrics]
+    bold = [
+      f"**{cell}**" if entry.label in best[name] else cell
+      for name, cell in zip(metrics, cells, strict=True)
+    ]
+    name = entry.label.replace("=", "=<wbr>")
+    columns.append([name, entry.seeds, *bold, _number(entry.seconds, "{:.0f}", "\u00a0")])
+  # The longer side goes down the page.
+  across = len(entries) <= len(metrics) + 2
+  header, *rows = zip(*columns, strict=True) if across else columns
+  lines = [f"## {_title(table)}", "", _row(header), _row([":--", *["--:"] * (len(header) - 1)])]
   lines += [_row(row) for row in rows]
+  return "\n".join([*lines, "", *_box(table, pairs)])
+
+
+def _best(name: str, entries: Sequence[_Entry]) -> list[str]:
+  """Labels of the best entries by a metric, as far as the digits that are shown tell."""
+  sign = -1 if name.endswith("loss") else 1
+  means = {
+    entry.label: round(sign * statistics.fmean(entry.scores[name]), 4)
+    for entry in entries
+    if name in entry.scores and entry.label.partition(" (")[0] != _BOUND
+  }
+  return [label for label, mean in means.items() if len(means) > 1 and mean == max(means.values())]
+
+
+def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
+  """What to know of a table's figures: a quotation, which sites and editors set apart."""
   everyone = [run for _, group in pairs for run in group]
+  selected = sorted({run.result["config"]["select"] for run in everyone})
+  state = [
+    f"of the state that was best on `{name}`" if name else "of the last state" for name in selected
+  ]
+  box = [
+    f"Test metrics {' or '.join(state)}; mean and, with `±`, standard deviation over seeds."
+    " Bold: the best figure of a metric. Seconds are those of the whole run, on a machine that may"
+    " have had other work too."
+  ]
+  settings = [group[0].settings for _, group in pairs]
+  differing = [
+    f"`{name}` {', '.join(_short(each.get(name, 'none')) for each in settings)}"
+    for name in _differing(settings)
+    if not any(f" {name}=" in label for label, _ in pairs)
+  ]
+  if differing:
+    box.append(f"Settings that differ, in the order of the models: {'; '.join(differing)}.")
   devices = {_device(run.result["device"]) for run in everyone}
   versions = {
     ", ".join(f"{name} {run.result['versions'][name]}" for name in ("jax", "flax", "sparse-embed"))
     for run in everyone
   }
-  lines += ["", f"Test metrics; on {'; '.join(sorted(devices))}; {'; '.join(sorted(versions))}."]
+  box.append(f"On {'; '.join(sorted(devices))}; {'; '.join(sorted(versions))}.")
+  failed = {
+    name: failure
+    for run in everyone
+    for name, failure in run.result.get("failed_baselines", {}).items()
+  }
+  if failed:
+    failures = "; ".join(f"{name}: {failure}" for name, failure in failed.items())
+    box.append(f"Baselines that failed: {failures}.")
+  sources = sorted({run.result["config"].get("source", "") for run in everyone} - {""})
+  if sources:
+    box.append(f"Data from {', '.join(sources)}.")
   hashes = (f"`{name}` {digest}" for name, digest in sorted(json.loads(table[2]).items()))
-  return "\n".join([*lines, "", "Data (SHA-256): " + ", ".join(hashes) + "."])
+  box.append(f"Data (SHA-256): {', '.join(hashes)}.")
+  return [f"> {line}" if line else ">" for line in "\n\n".join(box).split("\n")]
 
 
-def _cell(found: Sequence[Mapping[str, float]], name: str) -> str:
-  values = [metrics[name] for metrics in found if name in metrics]
-  # The same rows give a baseline the same value with every seed.
-  return _number(values, "{:.4f}") if len(set(values)) > 1 else _number(values[:1], "{:.4f}")
+def _caption(groups: Sequence[list[Run]]) -> str:
+  lines = ["One line for each run; lines of one colour are seeds."]
+  missing = []
+  for table, pairs in _tables(groups):
+    labels = [label for label, group in pairs if not all(run.lines for run in group)]
+    if labels:
+      part = f" ({', '.join(labels)})" if len(labels) < len(pairs) else ""
+      missing.append(f"{_title(table)}{part}")
+  if missing:
+    lines.append(
+      f"Missing, because only the results of these runs were kept: {', '.join(missing)}."
+    )
+  return " ".join(lines)
 
 
-def _number(values: Sequence[float], form: str) -> str:
+def _number(values: Sequence[float], form: str, space: str = " ") -> str:
   if not values:
     return ""
   mean = form.format(statistics.fmean(values))
-  return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
+  # The same rows give a baseline the same value with every seed.
+  if len(set(values)) == 1:
+    return mean
+  return f"{mean}{space}±{space}{form.format(statistics.stdev(values))}"
+
+
+def _short(value: Any) -> str:
+  return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -230,39 +366,11 @@ def _device(device: Mapping[str, Any]) -> str:
   return f"{device['count']} x {device['kind']} ({device['host_cores']} host cores)"
 
 
-def draw(groups: Sequence[list[Run]]) -> "Figure":
-  """Returns a figure: on the left the loss, on the right the metric that selects, by data set."""
-  from matplotlib.figure import Figure  # a run's end needs `sketch` alone, and at once
+def draw(groups: Sequence[list[Run]]) -> "Figure | None":
+  """Returns the curves of each data set, or None where no run has any."""
+  from recipes import curves  # a run's end needs `sketch` alone, and at once
 
-  tables = list(dict.fromkeys(_table(group) for group in groups))
-  figure = Figure(figsize=(10, 3.5 * len(tables)), layout="constrained")
-  axes = figure.subplots(len(tables), 2, squeeze=False)
-  labelled = list(zip(names(groups), groups, strict=True))
-  for (left, right), table in zip(axes, tables, strict=True):
-    own = [(label, group) for label, group in labelled if _table(group) == table]
-    for color, (label, group) in zip(
-      itertools.cycle(f"C{i}" for i in range(10)), own, strict=False
-    ):
-      for number, run in enumerate(group):
-        style = {"color": color, "alpha": 0.8, "label": None if number else label}
-        left.plot(*run.curve("loss"), **style)
-        right.plot(*run.curve(_selected(run)), marker=".", **style)
-    left.set(title=_title(table), ylabel="training loss")
-    right.set(ylabel=next(filter(None, (_selected(group[0]) for _, group in own)), ""))
-    right.legend(fontsize="small")
-    for axis in (left, right):
-      axis.set(xlabel="seconds of training")
-      axis.grid(alpha=0.3)
-    if not any(_selected(group[0]) for _, group in own):
-      right.set_axis_off()  # trained on the validation data as well; the legend stays
-  return figure
-
-
-def _selected(run: Run) -> str:
-  """The metric that chooses the state, or the first one that was validated; "" if none was."""
-  if run.result["config"]["select"]:
-    return run.result["config"]["select"]
-  return next((name for line in run.lines for name in line if name.startswith("valid_")), "")
+  return curves.draw([(_title(table), pairs) for table, pairs in _tables(groups)])
 
 
 def _flat(config: Mapping[str, Any], prefix: str = ""):
@@ -275,12 +383,13 @@ def _flat(config: Mapping[str, Any], prefix: str = ""):
 
 def main(argv: Sequence[str]) -> None:
   parser = argparse.ArgumentParser("python -m recipes.report", description=__doc__)
-  parser.add_argument("runs", nargs="+", help="workdirs of runs that have ended")
+  parser.add_argument("runs", nargs="+", help="workdirs of runs that have ended, or NAME.json")
   parser.add_argument("--out", help="where to write, without suffix; default: <first run>/report")
   parser.add_argument("--title", help="of the page; default: the name of --out, or of the run")
   arguments = parser.parse_args(argv)
   first = Path(arguments.runs[0])
-  out = Path(arguments.out or first / "report")
+  default = first.with_suffix("") if first.is_file() else first / "report"
+  out = Path(arguments.out or default)
   title = arguments.title or (out if arguments.out else first).name
   try:
     runs = [load(folder) for folder in arguments.runs]
@@ -289,12 +398,14 @@ def main(argv: Sequence[str]) -> None:
     parser.exit(2, f"error: {error}\n")
   page, image = out.with_name(f"{out.name}.md"), out.with_name(f"{out.name}.png")
   out.parent.mkdir(parents=True, exist_ok=True)
-  draw(groups).savefig(image, dpi=80)
-  page.write_text(markdown(groups, title, image.name))
+  figure = draw(groups)
+  if figure:
+    figure.savefig(image, dpi=160)
+  page.write_text(markdown(groups, title, image.name if figure else None))
   print(text(groups))
-  if len(runs) == 1 and sys.stdout.isatty():
+  if len(runs) == 1 and runs[0].lines and sys.stdout.isatty():
     print(f"\n{sketch(runs[0])}")
-  print(f"\n{page}\n{image}")
+  print("", page, *([image] if figure else []), sep="\n")
 
 
 if __name__ == "__main__":

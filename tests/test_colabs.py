@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from colabs import execute
+from colabs import address, execute
 
 PATHS = sorted(execute.HERE.glob("*.ipynb"))
 each = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
@@ -162,11 +162,9 @@ def run_first_cell(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "")  # to be put back: a notebook may set it
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(builtins, "__import__", fake_import)
-    empty = 'REPOSITORY = ""'
-    source = code(read(path))[0].source
-    assert source.count(empty) == 1
-    source = source.replace(empty, f'REPOSITORY = "{repository}"')
-    source = TransformerManager().transform_cell(source)
+    notebook = read(path)
+    address.stamp_notebook(notebook, repository, path.name)
+    source = TransformerManager().transform_cell(code(notebook)[0].source)
     exec(compile(source, path.name, "exec"), {"get_ipython": lambda: shell})
     return shell
 
@@ -203,6 +201,54 @@ def test_the_first_cell_asks_for_the_repository_to_clone(path, tmp_path, run_fir
   (tmp_path / "content").mkdir()
   with pytest.raises(AssertionError, match="Set REPOSITORY"):
     run_first_cell(path, tmp_path / "content", missing=True)
+
+
+@each
+def test_the_address_is_that_of_pyproject(path):
+  notebook = read(path)
+  address.stamp_notebook(notebook, address.repository(), path.name)
+  assert notebook == read(path), "run python colabs/address.py"
+
+
+@each
+def test_an_address_is_written_once_and_taken_out_again(path):
+  notebook, before = read(path), read(path)
+  address.stamp_notebook(before, "", path.name)
+  for _ in range(2):
+    address.stamp_notebook(notebook, "https://github.com/someone/a-fork", path.name)
+  title, cell = notebook.cells[0].source.split("\n\n"), code(notebook)[0].source
+  link = f"https://colab.research.google.com/github/someone/a-fork/blob/main/colabs/{path.name}"
+  assert title[1].endswith(f"]({link})")
+  assert sum("colab-badge" in part for part in title) == 1
+  assert cell.count('REPOSITORY = "https://github.com/someone/a-fork"  # for Colab') == 1
+  nbformat.validate(notebook)
+  address.stamp_notebook(notebook, "https://git.example.org/x", path.name)
+  assert "colab-badge" not in notebook.cells[0].source  # Colab opens notebooks of GitHub alone
+  address.stamp_notebook(notebook, "", path.name)
+  assert notebook == before
+
+
+def test_pages_have_the_address_of_pyproject():
+  for page in ("colabs/README.md", "docs/tpu_pods.md"):
+    text = (address.ROOT / page).read_text()
+    assert address.stamp_text(text, address.repository()) == text, "run python colabs/address.py"
+    with_it = address.stamp_text(text, "https://github.com/someone/a-fork")
+    assert address.stamp_text(with_it, "https://github.com/someone/a-fork") == with_it
+    assert with_it.count("colab-badge") == (len(PATHS) if "colabs" in page else 0)
+    assert ("git clone https://github.com/someone/a-fork sparse_embed" in with_it) == (
+      "tpu_pods" in page
+    )
+    assert address.stamp_text(with_it, address.repository()) == text
+
+
+def test_the_address_is_read_from_one_place(tmp_path):
+  pyproject = tmp_path / "pyproject.toml"
+  for text, wanted in (
+    ("", ""),
+    ('Repository = "https://github.com/a/b.git"', "https://github.com/a/b"),
+  ):
+    pyproject.write_text(f"[project]\nname = 'x'\n[project.urls]\n{text}\n")
+    assert address.repository(pyproject) == wanted
 
 
 RECIPES = [path for path in PATHS if "from recipes import" in path.read_text()]

@@ -158,7 +158,7 @@ def test_a_run_ends_with_where_its_results_are(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr("sys.stdout.isatty", lambda: True)
   main._show(pathlib.Path(folder))
   shown = capsys.readouterr().out.splitlines()
-  assert "loss / seconds of training" in shown[1]
+  assert "loss / steps" in shown[1]
   assert shown[-2:] == wanted
 
 

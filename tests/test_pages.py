@@ -133,18 +133,34 @@ def table(title):
 
 
 def test_step():
-  def cell(of):
-    ratio = of["ratio_to_ours"]
-    return f"{short(of['best_ms'])} ({ratio:.{1 if ratio < 10 else 0}f} x)"
-
-  wanted, models = [], []
+  wanted, models, ratios = [], [], {"torch": [], "dense jax": []}
   for name, of in result("step.json")["results"].items():
     peers = [of[peer] for peer in ("torch", "fbgemm", "dense jax")]
-    cells = ["" if "missing" in peer else cell(peer) for peer in peers]
+    cells = ["" if "missing" in peer else short(peer["best_ms"]) for peer in peers]
     wanted.append([name, short(of["ours"]["best_ms"]), *cells])
     models.append(of["ours, whole model"]["ratio_to_ours"])
+    for peer, values in ratios.items():
+      values += [of[peer]["ratio_to_ours"]] if "missing" not in of[peer] else []
   assert table("One step of one table on CPU") == wanted
   assert [round(100 * (ratio - 1)) for ratio in (min(models), max(models))] == [3, 21]
+  bounds = {peer: f"{min(values):.2g} to {max(values):.2g}" for peer, values in ratios.items()}
+  prose = " ".join((DOCS / "performance.md").read_text().split())
+  assert f"It takes {bounds['dense jax']} times as long as ours, torch's" in prose
+  assert f"sparse gradients {bounds['torch']} times." in prose
+
+
+def test_the_chart_has_every_contender():
+  """The slower and the faster ones, by the figures of the table."""
+  drawn = re.findall(r">([^<>]+)</text>", (DOCS / "images" / "speed.svg").read_text())
+  for of in result("step.json")["results"].values():
+    for contender in ("ours", "torch", "fbgemm", "dense jax"):
+      if "missing" in of[contender]:
+        assert any("no such optimizer" in text for text in drawn)
+      else:
+        assert short(of[contender]["best_ms"]) in drawn
+  assert sum("no such optimizer" in text for text in drawn) == sum(
+    "missing" in each for of in result("step.json")["results"].values() for each in of.values()
+  )
 
 
 def test_vocabulary():

@@ -1,11 +1,14 @@
-"""The page of results: means and spreads by hand, what is one row, and curves against time."""
+"""The page of results: means and spreads by hand, what is one entry, and curves over steps."""
 
 import json
+import pathlib
 import re
 
 import pytest
 
 from recipes import report
+
+RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 
 
 def write_run(
@@ -39,11 +42,22 @@ def write_run(
   return str(folder)
 
 
+def tables(page):
+  """The tables of a page, a list of lines of cells each; a model or baseline is a line."""
+  found = []
+  for block in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
+    lines = [[c.strip() for c in line[1:-1].split("|")] for line in block.splitlines()]
+    del lines[1]  # the rule under the header
+    found.append(
+      lines if lines[0][1] == "seeds" else [list(line) for line in zip(*lines, strict=True)]
+    )
+  return found
+
+
 def rows(page):
-  cells = [
-    [c.strip() for c in line[1:-1].split("|")] for line in page.splitlines() if line[:1] == "|"
-  ]
-  return {row[0]: row[1:] for row in cells}
+  """What the tables say of each model or baseline, without how it is set."""
+  plain = lambda cell: cell.replace("\u00a0", " ").replace("**", "").replace("<wbr>", "")
+  return {plain(line[0]): [plain(c) for c in line[1:]] for lines in tables(page) for line in lines}
 
 
 def test_seeds_of_one_config_are_one_row(tmp_path):
@@ -65,6 +79,56 @@ def test_seeds_of_one_config_are_one_row(tmp_path):
   assert "![" in page
   image = tmp_path / "page" / re.search(r"\((\S+\.png)\)", page).group(1)
   assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_best_of_a_metric_is_bold_and_a_figure_is_in_one_piece(tmp_path):
+  recalls = {"a": (0.3, 0.1), "b": (0.2, 0.19), "c": (0.2, 0.2)}
+  runs = [
+    write_run(tmp_path / f"{name}{seed}", seed=seed, recall=recall, dim=name)
+    for name, seeds in recalls.items()
+    for seed, recall in enumerate(seeds)
+  ]
+  for run in runs:
+    path = pathlib.Path(run) / "result.json"
+    result = json.loads(path.read_text())
+    result["metrics"] |= {"test_logloss": result["metrics"]["test_recall@10"], "test_one": 0.5}
+    result["baselines"]["popularity"] |= {"test_logloss": 0.9}
+    result["baselines"]["best possible"] = {"test_recall@10": 0.99, "test_logloss": 0.01}
+    path.write_text(json.dumps(result))
+  page = report.markdown(report.grouped([report.load(run) for run in runs]), "X", "x.png")
+  ((header, *lines),) = tables(page)
+  bold = {
+    name: [line[0].replace("<wbr>", "") for line in lines if line[i].startswith("**")]
+    for i, name in enumerate(header)
+  }
+  assert bold == {
+    "": [], "seeds": [], "seconds": [],
+    "recall@10": ["two_tower dim=a", "two_tower dim=c"],  # both .2000
+    "mrr": ["two_tower dim=a", "two_tower dim=b", "two_tower dim=c"],
+    "logloss": ["two_tower dim=b"],
+    "one": ["two_tower dim=a", "two_tower dim=b", "two_tower dim=c"],
+  }  # fmt: skip
+  assert "**0.2000\u00a0±\u00a00.1414**" in page
+  assert " ±" not in "".join(line for line in page.splitlines() if line.startswith("|"))
+
+
+def test_a_table_is_longer_than_wide(tmp_path):
+  runs = [write_run(tmp_path / f"{dim}", dim=dim) for dim in range(6)]
+  for number in (1, 6):
+    page = report.markdown(report.grouped(list(map(report.load, runs[:number]))), "X", None)
+    widths = {line.count("|") - 1 for line in page.splitlines() if line.startswith("|")}
+    assert widths == {3 if number == 1 else 5}
+    assert len(rows(page)) == 1 + number + 1
+
+
+def test_settings_that_no_label_names_are_listed(tmp_path):
+  runs = [
+    write_run(tmp_path / "a", model="sasrec", heads=1, rate=0.1 + 0.2),
+    write_run(tmp_path / "b", model="bert4rec", heads=2, rate=0.5),
+  ]
+  page = report.markdown(report.grouped(list(map(report.load, runs))), "X", None)
+  assert {"sasrec", "bert4rec"} <= set(rows(page))
+  assert "Settings that differ, in the order of the models: `heads` 1, 2; `rate` 0.3, 0.5." in page
 
 
 def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
@@ -94,25 +158,124 @@ def test_a_baseline_is_a_row_of_its_own_where_it_was_measured_otherwise(tmp_path
     write_run(tmp_path / "b", remove_seen=False, popular=0.01),
   ]
   found = rows(report.markdown(report.grouped([report.load(run) for run in runs]), "X", "x.png"))
-  assert found["popularity (two_tower remove_seen=True)"][1] == "0.0416"
-  assert found["popularity (two_tower remove_seen=False)"][1] == "0.0100"
+  assert found["popularity (remove_seen=True)"][1] == "0.0416"
+  assert found["popularity (remove_seen=False)"][1] == "0.0100"
 
 
-def test_curves_are_against_seconds_of_training(tmp_path):
+def test_a_baseline_that_failed_is_named(tmp_path):
+  folder = pathlib.Path(write_run(tmp_path / "a"))
+  result = json.loads((folder / "result.json").read_text())
+  result["failed_baselines"] = {"EASE": "not enough memory"}
+  (folder / "result.json").write_text(json.dumps(result))
+  page = report.markdown(report.grouped([report.load(folder)]), "X", None)
+  assert "> Baselines that failed: EASE: not enough memory." in page
+
+
+def test_curves_are_over_steps(tmp_path):
   run = report.load(write_run(tmp_path / "a"))
-  assert run.curve("loss") == ([2.0, 6.0, 8.0], [3.0, 2.0, 1.0])
-  assert run.curve("valid_ndcg@10") == ([6.0, 8.0], [0.3, 0.4])
+  assert run.curve("loss") == ([10, 20, 40], [3.0, 2.0, 1.0])
+  assert run.curve("valid_ndcg@10") == ([20, 40], [0.3, 0.4])
 
 
-def test_a_run_without_validation_has_no_curve_of_it(tmp_path):
-  folder = write_run(tmp_path / "a", select="", refit=True)
-  path = tmp_path / "a" / "metrics.jsonl"
+def without_validation(folder):
+  path = pathlib.Path(folder) / "metrics.jsonl"
   lines = [line for line in path.read_text().splitlines() if "valid" not in line]
   path.write_text("\n".join(lines) + "\n")
-  runs = [report.load(folder), report.load(write_run(tmp_path / "b", refit=False))]
+  return folder
+
+
+def test_a_run_without_validation_has_no_curve_of_it_and_no_panel(tmp_path):
+  without = without_validation(write_run(tmp_path / "a", select="", refit=True))
+  runs = [report.load(without), report.load(write_run(tmp_path / "b", refit=False))]
+  lines = lambda runs: {
+    axis.get_title(loc="left"): len(axis.lines) for axis in report.draw(report.grouped(runs)).axes
+  }
+  assert lines(runs) == {"training loss": 2, "valid_ndcg@10": 1}
+  assert lines(runs[:1]) == {"training loss": 1}
+
+
+def test_a_run_without_a_journal_is_in_the_table_and_the_page_says_what_is_missing(tmp_path):
+  with_it, without = (
+    write_run(tmp_path / "a"), write_run(tmp_path / "b", dataset="movielens1m", recall=0.4)
+  )  # fmt: skip
+  copies = [tmp_path / "x_0.json", tmp_path / "y_0.json"]
+  for copy, folder in zip(copies, (with_it, without), strict=True):
+    copy.write_text((pathlib.Path(folder) / "result.json").read_text())
+  copies[0].with_suffix(".jsonl").write_text((tmp_path / "a" / "metrics.jsonl").read_text())
+  report.main([*map(str, copies), f"--out={tmp_path / 'page'}"])
+  page = (tmp_path / "page.md").read_text()
+  assert (tmp_path / "page.png").exists()
+  assert "only the results of these runs were kept: two_tower on movielens1m." in page
+  assert [rows(section)["two_tower"][1] for section in page.split("\n## ")[1:]] == [
+    "0.2000",
+    "0.4000",
+  ]
+  report.main([str(copies[1]), f"--out={tmp_path / 'other'}"])
+  assert not (tmp_path / "other.png").exists()
+  assert "![" not in (tmp_path / "other.md").read_text()
+
+
+LONG = {f"a_setting_with_a_long_name_{i}": "a value that has spaces" for i in range(8)}
+SETS = {
+  "one run": [{}],
+  "no validation": [{"select": "", "silent": True}],
+  "seeds": [{"seed": seed} for seed in range(3)],
+  "twelve runs, long names": [LONG | {"a_setting_with_a_long_name_3": i} for i in range(12)]
+  + [dict.fromkeys(LONG, "another value that has spaces")],
+  "six metrics": [{"model": f"m{i}", "select": f"valid_{i}"} for i in range(6)],
+  "several recipes": [
+    {"recipe": "dlrm", "model": "dcnv2"},
+    {"recipe": "sequence", "model": "sasrec", "dataset": "file", "data_file": "folder/" * 20},
+    {"silent": True, "select": ""},
+  ],
+}
+
+
+@pytest.mark.parametrize("settings", SETS.values(), ids=SETS)
+def test_a_picture_is_readable(settings, tmp_path):
+  runs = []
+  for i, config in enumerate(settings):
+    config = dict(config)
+    silent = config.pop("silent", False)
+    folder = write_run(tmp_path / str(i), **config)
+    runs.append(report.load(without_validation(folder) if silent else folder))
+    select = runs[-1].result["config"]["select"]
+    runs[-1].lines.extend([{"step": step, select: 0.1} for step in (20, 30) if select])
   figure = report.draw(report.grouped(runs))
-  assert figure.axes[1].get_ylabel() == "valid_ndcg@10"
-  assert [len(line.get_xdata()) for line in figure.axes[1].lines] == [0, 2]
+  figure.savefig(tmp_path / "x.png", dpi=100)  # which lays it out
+  width, height = figure.bbox.size
+  legends = [legend for place in figure.subfigs for legend in place.legends]
+  assert len(legends) == len(figure.subfigs)
+  boxes = [legend.get_window_extent() for legend in legends]
+  for axis in figure.axes:
+    assert any(len(line.get_xdata()) for line in axis.lines)
+    assert 1 < axis.bbox.width / axis.bbox.height < 4
+    assert axis.bbox.width > 0.35 * width
+    boxes.append(axis.get_tightbbox())
+  titles = [place._suptitle.get_window_extent() for place in figure.subfigs]
+  for box in [*boxes, *titles]:
+    assert (box.x0, box.y0) >= (-1, -1)
+    assert box.x1 <= width + 1
+    assert box.y1 <= height + 1
+  for i, box in enumerate(boxes):
+    assert not any(box.overlaps(other) for other in boxes[:i])
+  labels = {text.get_text() for legend in legends for text in legend.get_texts()}
+  names = {name.split("/")[-1] for name in report.names(report.grouped(runs))}
+  assert {label.replace("\n", " ") for label in labels} == names
+
+
+PAGES = {
+  "two_tower": "Results: two towers",
+  "sequence": "Results: next items",
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_pages_are_those_of_the_committed_runs(name):
+  page = (RESULTS / f"{name}.md").read_text()
+  paths = [p for p in RESULTS.glob(f"{name}_*.json") if not p.stem.endswith("search")]
+  groups = report.grouped([report.load(path) for path in sorted(paths)])
+  assert report.markdown(groups, PAGES[name], f"{name}.png") == page
 
 
 def test_one_run_is_shown_and_its_page_lies_in_its_folder(tmp_path, capsys, monkeypatch):
