@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed import update
+from embed import internals, update
 from embed.exchange import Call, Owned
-from embed.lookup import Occurrences, Reads
+from embed.lookup import Occurrences, Owner, Reads
 from embed.stack import Sent, Stack, of_table, scaled
 
 
@@ -18,7 +18,7 @@ def _only(sent: Sequence[Sent], stack: Stack, table: str) -> tuple[Sent, ...]:
   """What was sent of one table, and nothing of the others of its stack."""
   found = of_table(sent, table)
   alone = len(stack.tables) == 1
-  own = lambda x: stack.own(*stack.table_rows([x], table), table)
+  own = lambda x: _own(stack, *_table_rows(stack, [x], table), table)
   return tuple(own(x) if isinstance(x, Owned) and not alone else x for x in found)
 
 
@@ -79,11 +79,11 @@ class RowGrads:
     return f"RowGrads(ids={self.ids}, values={self.values})"
 
   def tree_flatten(self):
-    return self.sent, (self.stack, self.table)
+    return internals.hide(self.sent), (self.stack, self.table)
 
   @classmethod
   def tree_unflatten(cls, static, sent) -> "RowGrads":
-    return cls.of(sent, *static)
+    return cls.of(internals.show(sent), *static)
 
   def _arrays(self) -> tuple[jax.Array, jax.Array]:
     if self.stack is None:
@@ -117,7 +117,7 @@ class RowGrads:
       return RowGrads.of([_pairs(ids, values, self.table)], self.stack, self.table)
     size = self.stack.tables[self.table].vocabulary_size
     values = jnp.where((ids < size)[:, None], values, 0)  # f of an unused entry is nothing
-    return RowGrads.of([self.stack.own(ids, values, self.table)], self.stack, self.table)
+    return RowGrads.of([_own(self.stack, ids, values, self.table)], self.stack, self.table)
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squares of the summed rows, a float32 scalar: of one table alone.
@@ -127,10 +127,7 @@ class RowGrads:
     """
     if self.stack is not None:
       return _squared_norm(self.stack, self.sent)
-    ids, values = self._arrays()
-    occ = Occurrences(ids[:, None], None, None)
-    rows = update.sum_rows([update.Piece(values, occ)], _INT32_MAX)
-    return jnp.sum(jnp.square(rows.values))
+    return _squared_norm_of_pairs(*self._arrays())
 
 
 _INT32_MAX = 2**31 - 1
@@ -145,6 +142,12 @@ def sent_to(stack: Stack, table: str, rows: RowGrads) -> list[Sent]:
   if rows.stack == stack:
     return list(rows.sent)
   size, dim = stack.tables[table].vocabulary_size, stack.dim
+  size_of_rows = size if rows.stack is None else rows.stack.tables[rows.table].vocabulary_size
+  if size_of_rows != size:
+    raise ValueError(
+      f"The row gradients of table {table!r} are of a table of {size_of_rows} rows, it has {size}. "
+      "Take them with embed.value_and_grad of this model."
+    )
   if rows.sent and rows.values.shape[1] != dim:
     raise ValueError(
       f"The row gradients of table {table!r} have {rows.values.shape[1]} columns, its dim is {dim}."
@@ -165,27 +168,27 @@ class Rows(Mapping[str, RowGrads]):
   Tables that are stored together went through one exchange, and go through one on the way back.
   """
 
-  def __init__(self, sent: Mapping[str, Sequence[Sent]], stacks: Mapping[str, Stack]):
+  def __init__(self, sent: Mapping[Owner, Sequence[Sent]], stacks: Mapping[Owner, Stack]):
     self.sent = {key: tuple(sent[key]) for key in sorted(sent)}
-    self.stacks = {key: stacks[key] for key in sorted(stacks)}  # by "<module path>/<stack>"
+    self.stacks = {key: stacks[key] for key in sorted(stacks)}
 
   def tree_flatten(self):
-    return tuple(self.sent.values()), tuple(self.stacks.items())
+    return internals.hide(tuple(self.sent.values())), tuple(self.stacks.items())
 
   @classmethod
   def tree_unflatten(cls, static, sent) -> "Rows":
     stacks = dict(static)
     self = object.__new__(cls)
-    self.sent, self.stacks = dict(zip(stacks, sent, strict=True)), stacks
+    self.sent, self.stacks = dict(zip(stacks, internals.show(sent), strict=True)), stacks
     return self
 
-  def _keys(self) -> dict[str, tuple[str, str]]:
-    """The stack's key and the table behind each key."""
-    found = {}
-    for key, stack in self.stacks.items():
-      path = key[: len(key) - len(stack.name)]
-      found.update({path + table: (key, table) for table in stack.tables})
-    return found
+  def _keys(self) -> dict[str, tuple[Owner, str]]:
+    """The stack and the table behind each key."""
+    return {
+      Owner(owner.path, table).key: (owner, table)
+      for owner, stack in self.stacks.items()
+      for table in stack.tables
+    }
 
   def __getitem__(self, key: str) -> RowGrads:
     stack_key, table = self._keys()[key]
@@ -204,14 +207,14 @@ class Rows(Mapping[str, RowGrads]):
   def summed(self) -> "Rows":
     """With the rows summed, at their owners."""
     sent = {
-      key: ([self.stacks[key].sum_rows(sent)] if sent and self.stacks[key].accumulates else sent)
+      key: ([_sum_rows(self.stacks[key], sent)] if sent and self.stacks[key].accumulates else sent)
       for key, sent in self.sent.items()
     }
     return Rows(sent, self.stacks)
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Rows":
     """With `f(values)` of each table, the other tables' entries of its stack being unused ones."""
-    mapped: dict[str, Sequence[Sent]] = {}
+    mapped: dict[Owner, Sequence[Sent]] = {}
     for key, sent in self.summed().sent.items():
       stack = self.stacks[key]
       if not sent:
@@ -236,15 +239,24 @@ def _map_owned(owned: Sent, stack: Stack, f: Callable[[jax.Array], jax.Array]) -
   assert isinstance(owned, Owned)
   total = jnp.zeros_like(owned.values)
   for table, config in stack.tables.items():
-    ids, values = stack.table_rows([owned], table)
+    ids, values = _table_rows(stack, [owned], table)
     new = jnp.where((ids < config.vocabulary_size)[:, None], f(values), 0)
-    total += stack.own(ids, new, table).values
+    total += _own(stack, ids, new, table).values
   return Owned(owned.places, total)
 
 
-# Compiled for eager calls; within somebody's jit, a part of it.
+# Compiled once for eager calls, which would otherwise compile their loops at every call; within
+# somebody's jit, a part of it.
 _table_rows = jax.jit(Stack.table_rows, static_argnums=(0, 2))
+_sum_rows = jax.jit(Stack.sum_rows, static_argnums=0)
+_own = jax.jit(Stack.own, static_argnums=(0, 3))
 _squared_norm = jax.jit(Stack.squared_norm, static_argnums=0)
+
+
+@jax.jit
+def _squared_norm_of_pairs(ids: jax.Array, values: jax.Array) -> jax.Array:
+  occ = Occurrences(ids[:, None], None, None)
+  return jnp.sum(jnp.square(update.sum_rows([update.Piece(values, occ)], _INT32_MAX).values))
 
 
 @jax.tree_util.register_dataclass
@@ -252,9 +264,10 @@ _squared_norm = jax.jit(Stack.squared_norm, static_argnums=0)
 class Grads:
   """What `embed.value_and_grad` returns and `embed.Optimizer.update` takes.
 
-  Do not `jax.tree.map` over the whole: ids and gains are leaves too. `map`, `embed.accumulate`,
-  `embed.global_norm` and `embed.clip_by_global_norm` treat rows as the gradients they are. A
-  pytree, so it goes through jit.
+  A pytree, so it goes through jit. Its ids are leaves without arithmetic: `jax.tree.map(jnp.add,
+  g1, g2)`, `2 * x` and `optax.tree.norm` raise a TypeError instead of changing them. Write `map`,
+  `embed.accumulate`, `embed.global_norm` and `embed.clip_by_global_norm`, which treat rows as the
+  gradients they are.
 
   Attributes:
     dense: an `nnx.State` of the gradients of every `nnx.Param`, for optax.

@@ -1,16 +1,17 @@
 """Gather, combine, and the way a gradient leaves: pure arrays.
 
-A lookup's result is marked with a primitive, `mark`, that carries the ids and gains behind it and
-computes nothing. `routing.value_and_grad` finds the marks in the traced loss and attaches a **tap**
-to each: an input of zeros of the activations' shape, whose cotangent, by the custom VJP `attach`,
-is the gradient of the activations. With the ids and gains that is all of the row gradients, in
-O(batch) memory; a `[V, D]` gradient never exists.
+A lookup's result is marked with a primitive, `mark`, that carries the table, ids and gains that
+made it and computes nothing. `routing.value_and_grad` finds the marks in the traced loss and
+attaches a **tap** to each: an input of zeros of the activations' shape, whose cotangent, by the
+custom VJP `attach`, is the gradient of the activations. With the ids and gains that is all of the
+row gradients, in O(batch) memory; a `[V, D]` gradient never exists.
 """
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,11 +168,10 @@ def lookup(
 # --- the marks that `routing` finds --------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Owner:
-  """Whose rows they are: the module's path in the model, and the stack or table of it."""
+class Owner(NamedTuple):
+  """A stack or a table of a model: the path of its module, "a/b", and its own name."""
 
-  path: str | None  # None outside `value_and_grad`, or for a module that is not differentiated
+  path: str
   name: str
 
   @property
@@ -179,35 +179,47 @@ class Owner:
     return f"{self.path}/{self.name}" if self.path else self.name
 
 
-mark_p = jex_core.Primitive("sparse_embed_lookup")  # *activations, *leaves of Reads -> activations
+class Layer:
+  """The SparseEmbed of a lookup: a weak reference, and whether it has tables to train."""
+
+  __slots__ = ("ref", "trains")
+
+  def __init__(self, layer: Any, trains: bool):
+    self.ref, self.trains = weakref.ref(layer), trains
+
+
+# *activations, table, *leaves of Reads -> activations
+mark_p = jex_core.Primitive("sparse_embed_lookup")
 mark_p.multiple_results = True
 read_p = jex_core.Primitive("sparse_embed_table")  # table -> [table]
 read_p.multiple_results = True
 
 
-def mark(activations: Sequence[jax.Array], reads: Reads, owner: Owner) -> list[jax.Array]:
-  """The activations themselves, with the occurrences behind them on record."""
+def mark(
+  activations: Sequence[jax.Array], reads: Reads, table: jax.Array, layer: Layer
+) -> list[jax.Array]:
+  """The activations themselves, with the table and the occurrences behind them on record."""
   leaves, treedef = jax.tree.flatten(reads)
   number = len(activations)
   return mark_p.bind(
-    *activations, *leaves, treedef=treedef, number=number, owner=owner, batched=False
+    *activations, table, *leaves, treedef=treedef, number=number, layer=layer, batched=False
   )
 
 
-def read(table: jax.Array, owner: Owner) -> jax.Array:
-  """`table` itself; inside a loss this is found and refused, since no gradient comes back."""
-  return read_p.bind(table, owner=owner, number=1, batched=False)[0]
+def read(table: jax.Array, purpose: str) -> jax.Array:
+  """A table or slot itself, with the purpose on record: "lookup", "tables" or "update"."""
+  return read_p.bind(table, purpose=purpose, number=1, batched=False)[0]
 
 
-def _mark_jvp(primals, tangents, *, number, owner, **params):
-  if any(type(t) is not ad.Zero for t in tangents[:number]):
-    reads = jax.tree.unflatten(params["treedef"], primals[number:])
+def _mark_jvp(primals, tangents, *, number, **params):
+  if any(type(t) is not ad.Zero for t in tangents[: number + 1]):
+    reads = jax.tree.unflatten(params["treedef"], primals[number + 1 :])
     raise ValueError(
       f"Table {reads.tables[0]!r} is being differentiated by JAX directly, which would build a "
       "dense gradient of the whole table. Write embed.value_and_grad(loss_fn)(model, ...) instead "
       "of nnx.value_and_grad, and leave embed.Table out of `wrt` and `argnums`."
     )
-  return mark_p.bind(*primals, number=number, owner=owner, **params), list(tangents[:number])
+  return mark_p.bind(*primals, number=number, **params), list(tangents[:number])
 
 
 def _read_jvp(primals, tangents, **params):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 from flax import errors as flax_errors
 from flax import nnx
 
-from embed import combining, exchange, grads, planning, ragged, sharding
+from embed import combining, exchange, grads, internals, planning, ragged, sharding
 from embed import config as config_lib
 from embed import lookup as lookup_lib
 from embed.exchange import Call
@@ -21,6 +22,13 @@ from embed.optimizers import RowOptimizer
 from embed.stack import Arrays, Load, Moment, Sent, Stack, read_all, store_all
 
 Path = config_lib.Path
+
+
+_UNTRAINED = (
+  "Table {!r} is looked up under JAX's own differentiation, as in nnx.value_and_grad: its rows get "
+  "no gradient, and nothing trains them. Write embed.value_and_grad and embed.Optimizer, or give "
+  "the table optimizer=embed.frozen() if it shall stay as it is."
+)
 
 
 class Apart(NamedTuple):
@@ -221,7 +229,6 @@ class SparseEmbed(nnx.Module):
     stacks = plan.stacks()
     spec = _Spec(plan.features, plan.tables, plan.optimizers, stacks)
     self._spec = _Static(spec)
-    self._path: str | None = None  # set by `value_and_grad` on the copy it differentiates
     self.report = Report(
       {
         "dropped_ids": jnp.int32(0),
@@ -312,11 +319,6 @@ class SparseEmbed(nnx.Module):
     return self._look_up(features, weights)
 
   def _look_up(self, features: Any, weights: Any) -> tuple[Any, Residual]:
-    if self._path is not None and hasattr(self, "__captures__"):
-      raise ValueError(
-        "SparseEmbed was called inside nnx.capture, inside the loss that embed.value_and_grad "
-        "differentiates. Run nnx.capture on a forward pass of its own."
-      )
     flat = ragged.flatten(self.spec.features, features, weights)
     activations: dict[Path, jax.Array] = {}
     apart: dict[Path, Apart] = {}
@@ -370,10 +372,24 @@ class SparseEmbed(nnx.Module):
         sharding.check_whole(name, x)
     prepared = prepare(values) if placement is None else placement.prepare(prepare, values)
     parts, lost, bags = prepared
-    rows = self.arrays[stack.name]["parameters"][...]
+    table, rows = self._rows(stack)
     acts, reads, load = _look_up(rows, parts, stack, tuple(tables))
-    acts = lookup_lib.mark(acts, reads, lookup_lib.Owner(self._path, stack.name))
-    return acts, reads, load, lost, bags
+    if placement is not None and sharding.is_explicit(rows):
+      acts = [placement.typed(act) for act in acts]
+    return self._mark(acts, reads, table), reads, load, lost, bags
+
+  def _rows(self, stack: Stack) -> tuple[jax.Array, jax.Array]:
+    """The stored rows of a stack: to mark lookups with, and to look them up in."""
+    table = self.arrays[stack.name]["parameters"].get_value()
+    return table, lookup_lib.read(table, "lookup")
+
+  def _mark(self, activations: Sequence[jax.Array], reads: Reads, table: jax.Array):
+    """Activations with what they were looked up in on record, for `value_and_grad`."""
+    optimizers = [self.spec.optimizers[name] for name in reads.tables]
+    trains = any(optimizer is None or optimizer.equation is not None for optimizer in optimizers)
+    if trains and internals.is_differentiating():
+      warnings.warn(_UNTRAINED.format(reads.tables[0]), stacklevel=5)
+    return lookup_lib.mark(activations, reads, table, lookup_lib.Layer(self, trains))
 
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
     """Scores of queries against rows: the table used as an output layer (tied weights).
@@ -405,11 +421,11 @@ class SparseEmbed(nnx.Module):
       )
     stack = self._stack_of(table_name)
     if candidates is None:
-      stored = self.arrays[stack.name]["parameters"].get_value()
-      rows = stack.whole(stored, table_name)
+      stored, rows = self._rows(stack)
+      rows = stack.whole(rows, table_name)
       every = jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None]
       reads = Reads((Occurrences(every, None, None),), (table_name,))
-      (rows,) = lookup_lib.mark([rows], reads, lookup_lib.Owner(self._path, stack.name))
+      (rows,) = self._mark([rows], reads, stored)
       return jnp.einsum("...d,vd->...v", query, rows)
     name = f"candidates of {table_name}"
     feature = config_lib.FeatureConfig(table)
@@ -568,11 +584,11 @@ class SparseEmbed(nnx.Module):
     moving = [stack for stack in self.spec.stacks.values() if self._trains(stack, sent, step)]
     for stack in moving:
       variables, mine = self.arrays[stack.name], tuple(sent.get(stack.name, ()))
-      arrays = {key: variable[...] for key, variable in variables.items()}
+      arrays = {k: lookup_lib.read(v.get_value(), "update") for k, v in variables.items()}
       new = _step(arrays, mine, stack.at(step), stack)
       with changing("An update of tables"):
         for key, value in new.items():
-          variables[key].set_value(value)
+          variables[key].set_value(sharding.with_types_of(value, arrays[key]))
 
   def _trains(self, stack: Stack, sent: Mapping[str, Sequence[Sent]], step: Any) -> bool:
     """Whether a stack moves; raises for what is missing."""
@@ -632,10 +648,10 @@ class SparseEmbed(nnx.Module):
     leaves = jax.tree.leaves(arrays)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):  # under nnx.eval_shape
       return self._shapes(compact)
+    arrays = jax.tree.map(lambda x: lookup_lib.read(x, "tables"), arrays)
     found = read_all(stacks, arrays, compact)
-    mark = lambda name, x: lookup_lib.read(x, lookup_lib.Owner(self._path, name))
     keys = lambda name: ("parameters", *self._stack_of(name).slots)  # jit has sorted them
-    return {n: {k: mark(n, found[n][k]) for k in keys(n)} for n in self.spec.tables}
+    return {n: {k: found[n][k] for k in keys(n)} for n in self.spec.tables}
 
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
@@ -734,14 +750,7 @@ class SparseEmbed(nnx.Module):
       total = self.report["dropped_ids"] + functools.reduce(jnp.add, dropped)
       self.report.set_value(self.report.get_value() | {"dropped_ids": total} | _loads(loads))
     except flax_errors.TraceContextError:
-      if self._path is not None:
-        raise ValueError(
-          "SparseEmbed was called under jax.checkpoint, jax.vmap, jax.lax.scan, jax.eval_shape or "
-          "another JAX transformation that closes over the model, inside a loss of "
-          "embed.value_and_grad. Write nnx.remat, nnx.jit, nnx.cond or nnx.eval_shape and pass the "
-          "model as an argument; look up outside of scan and vmap."
-        ) from None
-      # Inference with the model closed over: there is no state to count in.
+      pass  # a model that a function closes over, as under jax.jit: no state comes out of it
 
 
 def _prepare(features, combiner: str | None, values):
@@ -806,24 +815,19 @@ def _loads(loads: list[Load | None]) -> dict[str, jax.Array]:
   return {"exchange_rounds": most(rounds), "buffer_fill": most(fill)}
 
 
-# Eager calls are compiled once for each shape; within somebody's jit they are a part of it.
+# Compiled once for each shape, also where `value_and_grad` runs a loss eagerly: a lookup that was
+# traced into the loss would have its loops compiled again at every step.
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _look_up(rows: jax.Array, parts: Any, stack: Stack, tables: tuple[str, ...]):
-  if isinstance(rows, jax.core.Tracer):
-    return stack.look_up(rows, parts, tables)
-  return _compiled_look_up(rows, parts, stack, tables)
+  return stack.look_up(rows, parts, tables)
 
 
 def _step(arrays: Arrays, sent: tuple[Sent, ...], moment: Moment, stack: Stack) -> Arrays:
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, sent))):
     return stack.step(arrays, sent, moment)
   return _compiled_step(arrays, sent, moment, stack)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _compiled_look_up(rows, parts, stack, tables):
-  return stack.look_up(rows, parts, tables)
 
 
 @functools.partial(jax.jit, static_argnums=3)

@@ -1,7 +1,9 @@
 """`Optimizer`: one step of a whole model, dense parameters by optax, tables by their own."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -11,6 +13,14 @@ from embed.grads import Grads, Rows
 from embed.module import CombinerWeights, SparseEmbed
 from embed.optimizers import RowOptimizer
 
+# Transformations that keep updates back, by the name of their state: rows would step without them.
+_HOLDING_BACK = {
+  "MultiStepsState": "sum the gradients of the microbatches with embed.accumulate and update once",
+  "ApplyIfFiniteState": (
+    "map the gradients of a step that is not finite to 0: ok = jnp.isfinite(embed.global_norm(grads)"
+    "); grads = grads.map(lambda g: jnp.where(ok, g, 0))"
+  ),
+}
 _BY_OPTAX = nnx.All(nnx.Param, nnx.Not(CombinerWeights))
 
 
@@ -23,6 +33,8 @@ class Optimizer(nnx.Module):
 
   Raises:
     TypeError: if `tx` is a table's optimizer.
+    ValueError: if `tx` holds updates back (`optax.MultiSteps`, `optax.apply_if_finite`): the tables
+      would step at every call, the dense parameters only at some.
 
   Its `step` counts updates from 0 and drives the tables' learning rate schedules. The state of the
   tables is in the model, that of the dense parameters here, in the attribute `dense`, an
@@ -45,6 +57,7 @@ class Optimizer(nnx.Module):
         f"optax.adam(1e-3), got embed.{tx.name}. Give that to embed.TableConfig or SparseEmbed."
       )
     self.dense = nnx.Optimizer(model, tx, wrt=_BY_OPTAX)
+    _refuse_holding_back(self.dense.opt_state)
 
   @property
   def step(self) -> nnx.Variable:
@@ -86,7 +99,7 @@ class Optimizer(nnx.Module):
     for path, module in routing.sparse_embeds(model).items():
       if isinstance(grads.rows, Rows) and _is_of(grads.rows, path, module):
         sent = {
-          stack.name: grads.rows.sent[lookup.Owner(path, stack.name).key]
+          stack.name: grads.rows.sent[lookup.Owner(path, stack.name)]
           for stack in module.spec.stacks.values()
         }
         module._apply({k: v for k, v in sent.items() if v or module.spec.stacks[k].optimizer}, step)
@@ -95,6 +108,20 @@ class Optimizer(nnx.Module):
       module.apply_row_gradients(_trainable(module, rows), step)
     _descend(model, grads.dense)
     self.dense.update(model, nnx.filter_state(grads.dense, _BY_OPTAX), **kwargs)
+
+
+def _refuse_holding_back(state: Any) -> None:
+  """Raises ValueError for an optax state that does not step at every update."""
+  name = type(state).__name__
+  if name in _HOLDING_BACK:
+    raise ValueError(
+      f"embed.Optimizer steps tables at every update, and optax's {name.removesuffix('State')} "
+      f"would hold the dense parameters back. Instead, {_HOLDING_BACK[name]}."
+    )
+  inner = state.values() if isinstance(state, Mapping) else state
+  if isinstance(inner, Iterable) and not isinstance(inner, (jax.Array, nnx.Variable)):
+    for part in inner:
+      _refuse_holding_back(part)
 
 
 def _descend(model: nnx.Module, dense: Any) -> None:
@@ -115,7 +142,7 @@ def _descend(model: nnx.Module, dense: Any) -> None:
 
 def _is_of(rows: Rows, path: str, module) -> bool:
   """Whether gradients are kept by the stacks that this module has."""
-  keys = {lookup.Owner(path, name).key: stack for name, stack in module.spec.stacks.items()}
+  keys = {lookup.Owner(path, name): stack for name, stack in module.spec.stacks.items()}
   return all(rows.stacks.get(key) == stack for key, stack in keys.items())
 
 

@@ -1,16 +1,18 @@
 """`value_and_grad`: the loss traced once, then run with a tap at every lookup.
 
-The traced loss is a program (a jaxpr) in which every lookup is marked. Running it with the marks
-replaced by taps, and differentiating with respect to the parameters and the taps, gives dense
-gradients and the gradients of all activations; the ids behind them come out beside. A mark cannot
-be missed, wherever the module was called from, so a lookup where taps cannot work is an error and
-never a gradient lost. This file is the only one that reads jaxprs.
+The traced loss is a program (a jaxpr) whose inputs are the parameters and the tables of the model,
+and in which every lookup is marked. A lookup belongs to the model if the table it reads is one of
+those inputs, by whatever way it got there: nested modules, `nnx.jit`, a model that was rebuilt from
+its state. Running the program with a tap at each of these lookups, and differentiating with respect
+to the parameters and the taps, gives dense gradients and the gradients of all activations; the ids
+behind them come out too. Every other use of a table is an error, as is a lookup where a tap cannot
+work, so that no gradient is lost. This file is the only one that reads jaxprs.
 """
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,22 +20,49 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend import core as jex_core
 
-from embed import lookup
+from embed import lookup, sharding
 from embed.exchange import Call
 from embed.grads import Grads, Rows
+from embed.lookup import Owner
 from embed.module import SlotVariable, SparseEmbed, Table, changing
 from embed.stack import Stack
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call")  # run in place
 _REMAT = ("checkpoint", "remat", "remat2")
+_UNCHANGED = ("sharding_constraint", "reshard", "copy", "copy_p")  # the table itself comes out
+_STORED = nnx.Any(Table, SlotVariable)
+
+
+class _Source(NamedTuple):
+  """The Variable that an input of the traced loss comes from."""
+
+  owner: Owner | None  # None: of another argument than the model
+  name: str  # "parameters" or a slot
 
 
 class _Mark(NamedTuple):
-  """A lookup found in the loss: what it returns, and the shapes of what it read."""
+  """A lookup in the model's tables: what it returned, and the shapes of what it read."""
 
-  owner: lookup.Owner
+  owner: Owner
   activations: list[Any]  # abstract values
   reads: lookup.Reads  # of ShapeDtypeStructs
+
+
+class _Part(NamedTuple):
+  """One equation with lookups of the model in it, or a run of equations without."""
+
+  eqns: list[Any]
+  marks: list[_Mark]
+  inner: list["_Scope"]
+
+
+class _Scope(NamedTuple):
+  """A jaxpr, annotated: its equations in parts, its lookups, and where its outputs come from."""
+
+  jaxpr: Any
+  parts: list[_Part]
+  marks: list[_Mark]
+  outputs: list[_Source | None]
 
 
 def _sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
@@ -45,46 +74,123 @@ def _sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
         yield item
 
 
-def _struct(var: Any) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-
-
-def _refuse(eqn: Any, where: str) -> None:
-  table = _reads_of(eqn).tables[0]
-  raise ValueError(
-    f"A lookup of table {table!r} is under {where} inside the loss, where its row gradient would "
-    "be lost. Look up outside of it and pass the activations in. Several calls, nnx.jit, "
-    "nnx.remat and nnx.cond are fine."
-  )
-
-
 def _reads_of(eqn: Any) -> lookup.Reads:
-  leaves = [_struct(v) for v in eqn.invars[eqn.params["number"] :]]
+  struct = lambda v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=v.aval.sharding)
+  leaves = [struct(v) for v in eqn.invars[eqn.params["number"] + 1 :]]
   return jax.tree.unflatten(eqn.params["treedef"], leaves)
 
 
-def _marks(jaxpr: Any) -> list[_Mark]:
-  """The differentiated lookups of a jaxpr in the order in which `_run` meets them."""
-  found = []
-  for eqn in jaxpr.eqns:
-    if eqn.primitive is lookup.mark_p and eqn.params["owner"].path is not None:
-      if eqn.params["batched"]:
-        _refuse(eqn, "vmap")
-      activations = [v.aval for v in eqn.outvars]
-      found.append(_Mark(eqn.params["owner"], activations, _reads_of(eqn)))
-    elif eqn.primitive is lookup.read_p and eqn.params["owner"].path is not None:
-      raise ValueError(
-        "sparse_embed.tables (or .variables) was read inside the loss, where no gradient comes "
-        f"back to table {eqn.params['owner'].name!r}. Write sparse_embed.attend(query, "
-        f"{eqn.params['owner'].name!r}) to score against its rows, or read it outside."
-      )
-    else:
-      inner = [mark for sub in _sub_jaxprs(eqn.params) for mark in _marks(sub)]
-      name = eqn.primitive.name
-      if inner and name not in (*_INLINED, *_REMAT, "cond"):
+def _refuse(eqn: Any, where: str) -> None:
+  raise ValueError(
+    f"A lookup of table {_reads_of(eqn).tables[0]!r} is under {where} inside the loss, where its "
+    "row gradient would be lost. Look up outside of it and pass the activations in. Several calls, "
+    "nnx.jit, nnx.remat and nnx.cond are fine."
+  )
+
+
+_READ = {
+  "tables": (
+    "sparse_embed.tables (or .variables) was read inside the loss, where no gradient comes back to "
+    "{name}. Write sparse_embed.attend(query, table_name) to score against its rows, or read it "
+    "outside."
+  ),
+  "update": (
+    "Rows of {name} were updated inside the loss, where the update would be lost. Return the "
+    "gradients, and call embed.Optimizer.update, apply_gradients or apply_row_gradients outside."
+  ),
+}
+_COMPUTED_WITH = (
+  "The stored rows of {name} were used inside the loss other than by a lookup, as "
+  "nnx.state(model, embed.Table) gives them: no gradient comes back from there. To regularise the "
+  "rows of a batch, use the activations of a lookup, or weight_decay_factor of the table's "
+  "optimizer; to score against rows, sparse_embed.attend(query, table_name)."
+)
+_CHANGED = (
+  "The rows of {name} were replaced inside the loss, as by load_tables: that would be lost. "
+  "Replace them outside."
+)
+
+
+def _say(source: _Source, message: str) -> ValueError:
+  owner = source.owner
+  assert owner is not None
+  layer = f"the SparseEmbed at {owner.path!r}" if owner.path else "the SparseEmbed"
+  return ValueError(message.format(name=f"{owner.name!r} in {layer}"))
+
+
+class _Annotator:
+  """Follows tables from the inputs of a jaxpr to the lookups that read them."""
+
+  def __init__(self):
+    self.foreign: list[Any] = []  # lookups in tables that are not inputs
+
+  def scope(self, jaxpr: Any, sources: Sequence[_Source | None]) -> _Scope:
+    known = {v: s for v, s in zip(jaxpr.invars, sources, strict=True) if s is not None}
+    of = lambda v: None if isinstance(v, jex_core.Literal) else known.get(v)
+    parts: list[_Part] = []
+    for eqn in jaxpr.eqns:
+      part, outputs = self._equation(eqn, [of(v) for v in eqn.invars])
+      known.update({v: s for v, s in zip(eqn.outvars, outputs, strict=False) if s is not None})
+      if not part.marks and parts and not parts[-1].marks:
+        parts[-1].eqns.append(eqn)
+      else:
+        parts.append(part)
+    marks = [mark for part in parts for mark in part.marks]
+    return _Scope(jaxpr, parts, marks, [of(v) for v in jaxpr.outvars])
+
+  def _equation(self, eqn: Any, sources: list[_Source | None]):
+    """The part of one equation, and where its outputs come from."""
+    primitive, name = eqn.primitive, eqn.primitive.name
+    if primitive is lookup.mark_p:
+      return _Part([eqn], self._lookup(eqn, sources[eqn.params["number"]]), []), []
+    if primitive is lookup.read_p:
+      source, purpose = sources[0], eqn.params["purpose"]
+      if source is not None and source.owner is not None and purpose in _READ:
+        raise _say(source, _READ[purpose])
+      return _Part([eqn], [], []), []
+    own = [s for s in sources if s is not None and s.owner is not None]
+    inner, outputs = self._inner(eqn, sources)
+    marks = [mark for scope in inner for mark in scope.marks]
+    if marks and name not in (*_INLINED, *_REMAT, "cond"):
+      _refuse(_first_mark(eqn), f"a JAX transformation ({name})")
+    if inner:
+      return _Part([eqn], marks, inner), outputs
+    if name in _UNCHANGED:
+      return _Part([eqn], [], []), sources[:1]
+    if own and any(True for _ in _sub_jaxprs(eqn.params)):
+      if _first_mark(eqn) is not None:
         _refuse(_first_mark(eqn), f"a JAX transformation ({name})")
-      found += inner
-  return found
+    elif own:
+      raise _say(own[0], _COMPUTED_WITH)
+    return _Part([eqn], [], []), []
+
+  def _lookup(self, eqn: Any, source: _Source | None) -> list[_Mark]:
+    if source is None:
+      self.foreign.append(eqn)
+    if source is None or source.owner is None:
+      return []
+    if eqn.params["batched"]:
+      _refuse(eqn, "vmap")
+    return [_Mark(source.owner, [v.aval for v in eqn.outvars], _reads_of(eqn))]
+
+  def _inner(self, eqn: Any, sources: list[_Source | None]):
+    """The jaxprs of an equation whose inputs and outputs are known to be theirs."""
+    name, subs = eqn.primitive.name, list(_sub_jaxprs(eqn.params))
+    if name == "cond":
+      scopes = [self.scope(sub, sources[1:]) for sub in subs]
+    elif name in (*_INLINED, *_REMAT):
+      scopes = [self.scope(subs[0], sources)]
+    elif name == "scan":
+      steady = eqn.params["num_consts"] + eqn.params["num_carry"]  # what is scanned over is sliced
+      rest = [None] * (len(sources) - steady)
+      scopes = [self.scope(subs[0], [*sources[:steady], *rest])]
+    else:
+      return [], []
+    outputs = [
+      same[0] if len(set(same)) == 1 else None
+      for same in zip(*(s.outputs for s in scopes), strict=True)
+    ]
+    return scopes, outputs
 
 
 def _first_mark(eqn: Any) -> Any:
@@ -96,12 +202,6 @@ def _first_mark(eqn: Any) -> Any:
       if deeper is not None:
         return deeper
   return None
-
-
-def _count_marks(eqn: Any) -> int:
-  if eqn.primitive is lookup.mark_p:
-    return int(eqn.params["owner"].path is not None)
-  return sum(_count_marks(inner) for sub in _sub_jaxprs(eqn.params) for inner in sub.eqns)
 
 
 @jax.tree_util.register_dataclass
@@ -121,40 +221,32 @@ class _Lookup:
 
   activations: list[jax.Array] | None
   reads: lookup.Reads
-  owner: lookup.Owner = dataclasses.field(metadata={"static": True})
+  owner: Owner = dataclasses.field(metadata={"static": True})
 
 
 Run = tuple[list[Any], list[_Lookup]]
 
 
-def _run(jaxpr: Any, consts: Any, args: Any, feeds: list[_Feed]) -> Run:
-  """Evaluates a jaxpr with a feed for every mark; returns its outputs and the lookups."""
+def _run(scope: _Scope, consts: Any, args: Any, feeds: list[_Feed]) -> Run:
+  """Evaluates a jaxpr with a feed for every lookup; returns its outputs and the lookups."""
+  jaxpr = scope.jaxpr
   env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
   read = lambda v: v.val if isinstance(v, jex_core.Literal) else env[v]
   records: list[_Lookup] = []
-  for eqns in _segments(jaxpr.eqns):
-    marks = _count_marks(eqns[0])
-    if not marks:
-      inputs, outputs = _boundary(eqns)
-      plain = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=eqns)
+  for part in scope.parts:
+    if not part.marks:
+      inputs, outputs = _boundary(part.eqns)
+      plain = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=part.eqns)
       out = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(plain, []))(*map(read, inputs))
     else:
-      (eqn,), mine, feeds = eqns, feeds[:marks], feeds[marks:]
+      (eqn,), number = part.eqns, len(part.marks)
       outputs = eqn.outvars
       with eqn.ctx.manager:
-        out, new = _run_marked(eqn, [read(v) for v in eqn.invars], mine)
-      records += new
+        out, made = _run_marked(part, [read(v) for v in eqn.invars], feeds[:number])
+      feeds = feeds[number:]
+      records += made
     env.update(zip(outputs, out, strict=True))
   return [read(v) for v in jaxpr.outvars], records
-
-
-def _segments(eqns: Any) -> Iterator[list[Any]]:
-  """Equations with lookups in them one by one, and the runs of others between them."""
-  for marked, group in itertools.groupby(eqns, key=lambda eqn: bool(_count_marks(eqn))):
-    if marked:
-      yield from ([eqn] for eqn in group)
-    else:
-      yield list(group)
 
 
 def _boundary(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -165,51 +257,53 @@ def _boundary(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
   return list(dict.fromkeys(v for v in reads if v not in known)), made
 
 
-def _run_marked(eqn: Any, values: list[Any], feeds: list[_Feed]) -> Run:
+def _run_marked(part: _Part, values: list[Any], feeds: list[_Feed]) -> Run:
   """One equation with lookups in it."""
-  name = eqn.primitive.name
+  eqn, name = part.eqns[0], part.eqns[0].primitive.name
   if eqn.primitive is lookup.mark_p:
-    number, feed = eqn.params["number"], feeds[0]
-    reads = jax.tree.unflatten(eqn.params["treedef"], values[number:])
+    number, feed, owner = eqn.params["number"], feeds[0], part.marks[0].owner
+    reads = jax.tree.unflatten(eqn.params["treedef"], values[number + 1 :])
     activations = list(values[:number]) if feed.ahead is None else feed.ahead
     if feed.taps is None:
-      return activations, [_Lookup(activations, reads, eqn.params["owner"])]
-    record = _Lookup(None, reads, eqn.params["owner"])
-    return list(map(lookup.attach, activations, feed.taps)), [record]
+      return activations, [_Lookup(activations, reads, owner)]
+    # Marked again, for a loss around this one that is differentiated as well.
+    activations = lookup.mark_p.bind(*activations, *values[number:], **eqn.params)
+    return list(map(lookup.attach, activations, feed.taps)), [_Lookup(None, reads, owner)]
   if name in _INLINED:
     closed = next(p for p in eqn.params.values() if isinstance(p, jex_core.ClosedJaxpr))
-    return _run(closed.jaxpr, closed.consts, values, feeds)
+    return _run(part.inner[0], closed.consts, values, feeds)
   if name in _REMAT:
-    run = lambda values, feeds: _run(eqn.params["jaxpr"], (), values, feeds)
+    run = lambda values, feeds: _run(part.inner[0], (), values, feeds)
     again = jax.checkpoint(run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
     return again(values, feeds)
   if feeds[0].taps is None or feeds[0].ahead is not None:
-    table = _reads_of(_first_mark(eqn)).tables[0]
+    table = part.marks[0].reads.tables[0]
     raise ValueError(
       f"A lookup of table {table!r} is in one branch of a conditional: which one is not known "
       "ahead. Look up outside of it, or train without embed.look_ahead."
     )
   index, *operands = values
-  return jax.lax.switch(index, _branches(eqn.params["branches"]), operands, feeds)
+  branches = _branches(part.inner, [closed.consts for closed in eqn.params["branches"]])
+  return jax.lax.switch(index, branches, operands, feeds)
 
 
-def _branches(closed: Any) -> list[Callable[..., Run]]:
+def _branches(scopes: list[_Scope], consts: list[Any]) -> list[Callable[..., Run]]:
   """The branches of a conditional, each recording the others' lookups as not made."""
-  marks = [_marks(branch.jaxpr) for branch in closed]
 
   def run(i, operands, feeds):
-    start = sum(map(len, marks[:i]))
-    out, mine = _run(closed[i].jaxpr, closed[i].consts, operands, feeds[start:][: len(marks[i])])
+    start = sum(len(scope.marks) for scope in scopes[:i])
+    own = feeds[start:][: len(scopes[i].marks)]
+    out, made = _run(scopes[i], consts[i], operands, own)
     unused = lambda mark: _Lookup(None, _unused(mark), mark.owner)
-    records = [mine if j == i else [unused(m) for m in marks[j]] for j in range(len(marks))]
+    records = [made if s is scopes[i] else [unused(m) for m in s.marks] for s in scopes]
     return out, [record for branch in records for record in branch]
 
-  return [functools.partial(run, i) for i in range(len(marks))]
+  return [functools.partial(run, i) for i in range(len(scopes))]
 
 
 def _unused(mark: _Mark) -> lookup.Reads:
   """What a lookup that was not made read: nothing."""
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), mark.reads)
+  zeros = jax.tree.map(sharding.zeros_like_type, mark.reads)
   none = lambda ids: jnp.full_like(ids, jnp.iinfo(ids.dtype).max)
   parts = tuple(dataclasses.replace(occ, ids=none(occ.ids)) for occ in zeros.parts)
   route = None if zeros.route is None else zeros.route.unused()
@@ -248,7 +342,7 @@ def row_keys(model: Any) -> dict[str, tuple[SparseEmbed, str]]:
   paths: dict[str, str] = {}
   for path, module in sparse_embeds(model).items():
     for name in module.spec.tables:
-      key = lookup.Owner(path, name).key
+      key = Owner(path, name).key
       if key in keys:
         raise ValueError(
           f"Two tables of the model have the key {key!r} of gradients and checkpoints: table "
@@ -269,14 +363,46 @@ def _has_node(arg: Any) -> bool:
 
 def _refuse_sharing(model: nnx.Module, nodes: dict[Any, Any]) -> None:
   """A layer that the loss gets twice would be two copies, one of them not differentiated."""
-  mine = {id(module) for module in sparse_embeds(model).values()}
+  own = {id(module) for module in sparse_embeds(model).values()}
   for name, node in nodes.items():
     for _, module in nnx.iter_modules(node):
-      if id(module) in mine:
+      if id(module) in own:
         raise ValueError(
           f"Argument {name!r} of the loss holds a SparseEmbed of the model, whose row gradients "
           "from there would be lost. Use the one inside the model."
         )
+
+
+class _Split(NamedTuple):
+  """An NNX object taken apart, its tables and slots as a list of arrays."""
+
+  graphdef: Any
+  states: tuple[Any, ...]
+  stored: list[tuple[Any, nnx.Variable]]  # (path, Variable)
+
+  @classmethod
+  def of(cls, node: Any, *filters: Any) -> "_Split":
+    graphdef, stored, *states = nnx.split(node, _STORED, *filters, ...)
+    return cls(graphdef, tuple(states), list(nnx.to_flat_state(stored)))
+
+  @property
+  def arrays(self) -> list[jax.Array]:
+    return [variable.get_value() for _, variable in self.stored]
+
+  def merge(self, arrays: Sequence[jax.Array], *states: Any) -> Any:
+    """A copy with other arrays and, first of the states, others."""
+    pairs = zip(self.stored, arrays, strict=True)
+    stored = nnx.from_flat_state([(path, v.replace(array)) for (path, v), array in pairs])
+    return nnx.merge(self.graphdef, stored, *states, *self.states[len(states) :], copy=True)
+
+  def sources(self, layers: Any) -> list[_Source]:
+    """Where each array comes from; layers are those of the model by path, none for others."""
+    sources = []
+    for path, _ in self.stored:
+      *where, _, stack, name = path
+      owner = Owner("/".join(map(str, where)), stack)
+      sources.append(_Source(owner if owner.path in layers else None, name))
+    return sources
 
 
 class _Loss:
@@ -291,36 +417,60 @@ class _Loss:
     inputs = dict(enumerate(args)) | kwargs
     nodes = {i: arg for i, arg in inputs.items() if _has_node(arg)}
     _refuse_sharing(model, nodes)
-    graphdef, params, *others = nnx.split(model, nnx.Param, ...)
-    split_nodes = {i: nnx.split(arg) for i, arg in nodes.items()}
+    self.model, self.nodes = model, nodes
+    self.layers, self.stacks = sparse_embeds(model), _stacks(model)
+    whole = _Split.of(model, nnx.Param)
+    split_nodes = {i: _Split.of(arg) for i, arg in nodes.items()}
+    self.params, self.stored = whole.states[0], whole.arrays
+    self.stored_of_nodes = {i: split.arrays for i, split in split_nodes.items()}
+    inputs = self._without_types({i: x for i, x in inputs.items() if i not in nodes})
 
-    def pure(params):
-      copy = nnx.merge(graphdef, params, *others, copy=True)
-      for path, module in sparse_embeds(copy).items():
-        module._path = path
-      merged = {i: nnx.merge(parts[0], parts[1], copy=True) for i, parts in split_nodes.items()}
+    def pure(params, stored, stored_of_nodes):
+      copy = whole.merge(stored, params)
+      merged = {i: split.merge(stored_of_nodes[i]) for i, split in split_nodes.items()}
       given = inputs | merged
       out = loss_fn(copy, *(given[i] for i in range(len(args))), **{k: given[k] for k in kwargs})
       loss, aux = _checked(out, has_aux)
-      changed = nnx.state(copy, nnx.Not(nnx.Any(nnx.Param, Table, SlotVariable)))
-      return loss, aux, changed, {i: nnx.state(arg) for i, arg in merged.items()}
+      changed = nnx.state(copy, nnx.Not(nnx.Any(nnx.Param, _STORED)))
+      after = [v.get_value() for _, v in nnx.to_flat_state(nnx.state(copy, _STORED))]
+      return loss, aux, changed, {i: nnx.state(arg) for i, arg in merged.items()}, after
 
-    self._closed, self._shapes = jax.make_jaxpr(pure, return_shape=True)(params)
-    self.model, self.params, self.nodes = model, params, nodes
-    self.marks = _marks(self._closed.jaxpr)
-    self.stacks = _stacks(model)
+    self._closed, self._shapes = jax.make_jaxpr(pure, return_shape=True)(*self._inputs(self.params))
+    self._annotate(
+      whole.sources(self.layers), [s for x in split_nodes.values() for s in x.sources(())]
+    )
+
+  def _inputs(self, params: Any) -> tuple[Any, ...]:
+    return params, self.stored, self.stored_of_nodes
+
+  def _without_types(self, inputs: Any) -> Any:
+    """Inputs on Explicit axes as inputs on Auto ones, if the model is not on Explicit axes."""
+    spread = any(stack.placement is not None for stack in self.stacks.values())
+    typed = sharding.current_mesh() is not None or sharding.is_explicit((self.params, self.stored))
+    return sharding.without_types(inputs) if spread and not typed else inputs
+
+  def _annotate(self, own: list[_Source], of_nodes: list[_Source]) -> None:
+    """Finds the lookups; raises for what would lose a gradient."""
+    annotator = _Annotator()
+    params = [None] * len(jax.tree.leaves(self.params))
+    self.scope = annotator.scope(self._closed.jaxpr, [*params, *own, *of_nodes])
+    self.marks = self.scope.marks
+    if own:
+      for source, after in zip(own, self.scope.outputs[-len(own) :], strict=True):
+        if source != after:
+          raise _say(source, _CHANGED)
+    _tell_of_foreign(annotator.foreign, self.layers)
 
   def run(self, params: Any, feeds: list[_Feed]) -> tuple[Any, list[_Lookup]]:
     """`(loss, aux, state of the model, state of other nodes)`, and the lookups."""
-    out, found = _run(self._closed.jaxpr, self._closed.consts, jax.tree.leaves(params), feeds)
+    leaves = jax.tree.leaves(self._inputs(params))
+    out, records = _run(self.scope, self._closed.consts, leaves, feeds)
     out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # no literals
-    return jax.tree.unflatten(jax.tree.structure(self._shapes), out), found
+    return jax.tree.unflatten(jax.tree.structure(self._shapes), out)[:-1], records
 
-  def compiled(self, f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, under jit where eager JAX would not know the mesh."""
-    placements = [s.placement for s in self.stacks.values()]
-    needed = any(p is not None and p.needs_jit() for p in placements)
-    return jax.jit(f, keep_unused=True) if needed else f
+  def specs(self, lookups: Sequence[Any]) -> tuple[Any, ...]:
+    """Of each lookup's layer: the same object in all copies of the layer, and in no other layer."""
+    return tuple(self.layers[made.owner.path]._spec for made in lookups)
 
   def update(self, changed: Any, node_states: dict[Any, Any]) -> None:
     """Keeps what the loss changed."""
@@ -328,6 +478,28 @@ class _Loss:
       nnx.update(self.model, changed)
       for i, node in self.nodes.items():
         nnx.update(node, node_states[i])
+
+
+def _tell_of_foreign(eqns: Sequence[Any], layers: dict[str, SparseEmbed]) -> None:
+  """Says that lookups in the loss, of layers that the loss was not given, train nothing."""
+  names: dict[Any, list[str]] = {}
+  for eqn in eqns:
+    names.setdefault(eqn.params["layer"], []).extend(_reads_of(eqn).tables)
+  for layer, tables in names.items():
+    table = ", ".join(map(repr, dict.fromkeys(tables)))
+    if any(layer.ref() is module for module in layers.values()):
+      raise ValueError(
+        f"The loss looks up table {table} in the model around it, not in the one that it gets as "
+        "its first argument, so no gradient would come back. Use the argument."
+      )
+    if layer.trains:
+      warnings.warn(
+        f"The loss looks up table {table} in a SparseEmbed that is not in its first argument: the "
+        "rows are constants here and get no gradient. Use the layer in the model that the loss "
+        "gets. If it shall stay as it is, give its tables optimizer=embed.frozen(), or pass it to "
+        "the loss as another argument.",
+        stacklevel=5,
+      )
 
 
 def _checked(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
@@ -376,7 +548,7 @@ def value_and_grad(
   def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
     stacks, marks = traced.stacks, traced.marks
-    early = [None] * len(marks) if ahead is None else ahead._of(marks)
+    early = [None] * len(marks) if ahead is None else ahead._of(traced)
     taps = [_taps(stacks, mark) for mark in marks]
 
     def tapped(params, taps, early):
@@ -390,7 +562,7 @@ def value_and_grad(
         found = early
       return loss, (rest, [x.reads for x in found])
 
-    differentiate = traced.compiled(jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True))
+    differentiate = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
     (loss, ((aux, *states), reads)), (dense, cotangents) = differentiate(traced.params, taps, early)
     traced.update(*states)
     grads = Grads(dense, _rows(stacks, marks, cotangents, reads))
@@ -401,27 +573,27 @@ def value_and_grad(
 
 def _taps(stacks: dict[str, Stack], mark: _Mark) -> list[jax.Array]:
   """Zeros for each activation of a lookup, with its sharding."""
-  placement = stacks[mark.owner.key].placement
+  placement = stacks[mark.owner].placement
   if placement is None:
     return [jnp.zeros(act.shape, act.dtype) for act in mark.activations]
   return [placement.zeros(act) for act in mark.activations]
 
 
-def _stacks(model: Any) -> dict[str, Stack]:
-  """Every stack of a model, "<module path>/<stack>"."""
+def _stacks(model: Any) -> dict[Owner, Stack]:
+  """Every stack of a model."""
   return {
-    lookup.Owner(path, stack.name).key: stack
+    Owner(path, stack.name): stack
     for path, module in sparse_embeds(model).items()
     for stack in module.spec.stacks.values()
   }
 
 
-def _rows(stacks: dict[str, Stack], marks, cotangents, all_reads) -> Rows:
+def _rows(stacks: dict[Owner, Stack], marks, cotangents, all_reads) -> Rows:
   """Every table's entry, from the activation gradients of all lookups of it."""
-  sent: dict[str, list[Call]] = {key: [] for key in stacks}
+  sent: dict[Owner, list[Call]] = {owner: [] for owner in stacks}
   for mark, grads, reads in zip(marks, cotangents, all_reads, strict=True):
     if any(occ.ids.size for occ in reads.parts):
-      sent[mark.owner.key].append(Call(tuple(grads), reads))
+      sent[mark.owner].append(Call(tuple(grads), reads))
   return Rows(sent, stacks)
 
 
@@ -437,14 +609,16 @@ class Ahead:
   """
 
   lookups: tuple[_Lookup, ...]
+  specs: tuple[Any, ...] = dataclasses.field(metadata={"static": True})  # of each one's layer
 
-  def _of(self, marks: list[_Mark]) -> list[_Lookup]:
+  def _of(self, traced: _Loss) -> list[_Lookup]:
     """The lookups, checked against those of the loss that they are given to."""
+    marks = traced.marks
     shapes = lambda tree: jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
     wanted = [_Lookup(mark.activations, mark.reads, mark.owner) for mark in marks]
-    if shapes(list(self.lookups)) != shapes(wanted):
+    if shapes(list(self.lookups)) != shapes(wanted) or self.specs != traced.specs(marks):
       raise ValueError(
-        "`ahead` is of another loss, or of inputs of another shape. Write embed.look_ahead("
+        "`ahead` is of another loss or model, or of inputs of another shape. Write embed.look_ahead("
         "loss_fn)(model, *args) with the loss and the arguments of the step that it is for; a last "
         "batch of another size needs a look ahead of its own."
       )
@@ -509,17 +683,16 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
   def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Ahead:
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
     run = lambda params: traced.run(params, [_Feed(None)] * len(traced.marks))[1]
-    found = traced.compiled(run)(traced.params)
+    found = run(traced.params)
     modules = sparse_embeds(model)
     ordered = []
     for made in found:
-      assert made.owner.path is not None
       assert made.activations is not None
       rows = modules[made.owner.path].arrays[made.owner.name]["parameters"]
       activations, table = lookup.in_order(made.activations, rows.get_value(), made.reads)
       with changing("embed.look_ahead"):
         rows.set_value(table)
       ordered.append(dataclasses.replace(made, activations=activations))
-    return Ahead(tuple(ordered))
+    return Ahead(tuple(ordered), traced.specs(ordered))
 
   return wrapped

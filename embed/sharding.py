@@ -5,6 +5,7 @@ its columns, "replicated" nothing. The batch is split over all axes involved, in
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,8 +41,63 @@ def current_mesh() -> Any:
   return None if mesh.empty else mesh
 
 
-def _is_traced() -> bool:
-  return isinstance(jnp.zeros(()), jax.core.Tracer)
+@functools.lru_cache
+def _retyped(mesh: Any, types: tuple[AxisType, ...]) -> Any:
+  """The same mesh with other axis types."""
+  if isinstance(mesh, AbstractMesh):
+    return mesh.update_axis_types(dict(zip(mesh.axis_names, types, strict=True)))
+  return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def explicit_sharding(x: Any) -> NamedSharding | None:
+  """The sharding in an array's type, if it is on a mesh with Explicit axes."""
+  where = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+  return where if where is not None and AxisType.Explicit in where.mesh.axis_types else None
+
+
+def is_explicit(tree: Any) -> bool:
+  """Whether any array of a tree has a sharding in its type."""
+  return any(explicit_sharding(x) is not None for x in jax.tree.leaves(tree))
+
+
+def _move(x: Any, where: NamedSharding) -> Any:
+  """An array with another sharding, traced or not."""
+  if not isinstance(x, jax.core.Tracer):
+    return jax.device_put(x, where)
+  if AxisType.Explicit in where.mesh.axis_types:
+    return jax.sharding.reshard(x, where)
+  return jax.lax.with_sharding_constraint(x, where)
+
+
+def without_types(tree: Any) -> Any:
+  """The same arrays on Auto axes: outside of `jax.set_mesh` the compiler shards what follows.
+
+  JAX has no rule for the sharding of many operations on Explicit axes, such as the gradient of a
+  matrix product over a batch that is split, and asks for it.
+  """
+
+  def auto(x):
+    where = explicit_sharding(x)
+    if where is None:
+      return x
+    mesh = _retyped(where.mesh, (AxisType.Auto,) * len(where.mesh.axis_names))
+    if not isinstance(x, jax.core.Tracer):  # the mesh of the type is abstract
+      mesh = _retyped(x.sharding.mesh, mesh.axis_types)
+    return _move(x, NamedSharding(mesh, where.spec))
+
+  return jax.tree.map(auto, tree)
+
+
+def zeros_like_type(x: Any) -> jax.Array:
+  """Zeros like a ShapeDtypeStruct, inside a jitted function, with the sharding in its type."""
+  zeros, where = jnp.zeros(x.shape, x.dtype), x.sharding
+  return _move(zeros, where) if AxisType.Explicit in where.mesh.axis_types else zeros
+
+
+def with_types_of(x: Any, other: Any) -> Any:
+  """An array with the type of another one of its shape, where that has a sharding in it."""
+  where = explicit_sharding(other)
+  return x if where is None or explicit_sharding(x) is not None else _move(x, where)
 
 
 def check_whole(name: str, x: Any) -> None:
@@ -118,12 +174,25 @@ class Placement:
     """A table `[rows, columns]`, or a slot of one value per row."""
     return P(self.rows or None, self.columns or None) if ndim == 2 else P(self.rows or None)
 
+  @property
+  def active_mesh(self) -> Mesh | AbstractMesh:
+    """The mesh with the axis types of `jax.set_mesh`, or Auto axes without it.
+
+    Explicit axes put shardings into the types of arrays, which the rest of a model has only under
+    `jax.set_mesh`.
+    """
+    current = current_mesh()
+    if current is None:
+      return _retyped(self.mesh, (AxisType.Auto,) * len(self.mesh.axis_names))
+    alike = current.axis_names == self.mesh.axis_names and current.shape == self.mesh.shape
+    return _retyped(self.mesh, current.axis_types) if alike else self.mesh
+
   def sharding(self, spec: P) -> NamedSharding:
-    return NamedSharding(self.mesh, spec)
+    return NamedSharding(self.active_mesh, spec)
 
   def _devices_mesh(self) -> Mesh:
     """Outside of jitted functions, where a layer made inside of one only knows an abstract mesh."""
-    mesh = current_mesh() if isinstance(self.mesh, AbstractMesh) else self.mesh
+    mesh = current_mesh() if isinstance(self.mesh, AbstractMesh) else self.active_mesh
     if mesh is None:
       raise ValueError(
         "This SparseEmbed was made inside a jitted function, under jax.set_mesh. Use it under "
@@ -149,10 +218,8 @@ class Placement:
     return NamedSharding(Mesh(devices, (*others, copies, cut)), P(None, (*columns, cut)))
 
   def put(self, x: jax.Array, spec: P) -> jax.Array:
-    """An array inside a jitted function, with another sharding."""
-    if self._is_explicit():
-      return jax.sharding.reshard(x, self.sharding(spec))
-    return jax.lax.with_sharding_constraint(x, self.sharding(spec))
+    """An array with another sharding."""
+    return _move(x, self.sharding(spec))
 
   def place_whole(self, x: Any, dtype: Any, where: P | NamedSharding) -> jax.Array:
     """A whole array, the same on every host, split over devices without a copy of it on any."""
@@ -172,21 +239,27 @@ class Placement:
     parts = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays((x.shape[0], columns), sharding, parts)
 
-  def needs_jit(self) -> bool:
-    """Whether eager JAX does not know the mesh: an Explicit one, and not that of `jax.set_mesh`."""
-    return self._is_explicit() and not _is_traced() and current_mesh() is None
-
   def zeros(self, aval: Any) -> jax.Array:
-    """Zeros like an abstract value, on an Explicit mesh with its sharding."""
-    spec = aval.sharding.spec if self._is_explicit() else P()
-    traced = aval.sharding if self._is_explicit() else self.sharding(spec)  # of an abstract mesh
-    sharding = traced if _is_traced() else self._on_devices(spec)
-    return jnp.zeros(aval.shape, aval.dtype, device=sharding)
+    """Zeros like an abstract value, with the sharding in its type."""
+    is_typed = AxisType.Explicit in aval.sharding.mesh.axis_types
+    where = aval.sharding if is_typed else self.sharding(P())
+    mesh = self.mesh if isinstance(self.mesh, Mesh) else current_mesh() or self.mesh
+    where = NamedSharding(_retyped(mesh, where.mesh.axis_types), where.spec)
+    return _move(jnp.zeros(aval.shape, aval.dtype), where)
+
+  def typed(self, act: jax.Array) -> jax.Array:
+    """Activations with their sharding in the type, also outside of `jax.set_mesh`."""
+    if is_explicit(act) or not act.ndim:
+      return act
+    parts = math.prod(self.mesh.shape[name] for name in self.batch)
+    spec = P(self.batch) if act.shape[0] % parts == 0 else P()
+    mesh = _retyped(self.mesh, (AxisType.Explicit,) * len(self.mesh.axis_names))
+    return _move(act, NamedSharding(mesh, spec))
 
   def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`f` per device, on arrays that are put where `in_specs` says, a tree of specs or prefixes."""
     mapped = jax.shard_map(
-      f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+      f, mesh=self.active_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
     def placed(*args):
@@ -202,6 +275,8 @@ class Placement:
     An Explicit mesh wants to be told the sharding of each reshape and gather in between; here the
     compiler chooses, as on an Auto mesh. Results are split by their first dimension if it divides.
     """
+    if current_mesh() is None:
+      x = without_types(x)
     leaves, treedef = jax.tree.flatten(x)
     on_device = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     if not self._is_explicit() or not on_device:
@@ -218,7 +293,8 @@ class Placement:
     return jax.sharding.auto_axes(of, axes=self._explicit(), out_sharding=specs)(arrays)
 
   def _explicit(self) -> Names:
-    kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+    mesh = self.active_mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
   def _is_explicit(self) -> bool:

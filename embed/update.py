@@ -70,11 +70,6 @@ def distinct(ids: jax.Array, fill: int) -> cpu.Distinct:
 def _flat_ids(pieces: Sequence[Piece], vocabulary_size: int) -> jax.Array:
   """All ids `[N]` in order, whatever is not a row of the table as padding."""
   ids = jnp.concatenate([p.occurrences.ids.reshape(-1) for p in pieces])
-  if not jnp.issubdtype(ids.dtype, jnp.integer):
-    raise ValueError(
-      f"The ids of row gradients have become {ids.dtype}. jax.tree.map over embed.Grads changes "
-      "ids too: write grads.map(f), embed.accumulate or embed.clip_by_global_norm."
-    )
   return jnp.where((ids >= 0) & (ids < vocabulary_size), ids, vocabulary_size)
 
 

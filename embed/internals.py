@@ -1,0 +1,95 @@
+"""Uses of private JAX: the version each was seen in, and the public API that would replace it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import core
+from jax.extend import random as jex_random
+
+
+def is_differentiating() -> bool:
+  """Whether the code runs right under `jax.grad`, `jax.jvp` or the like, not under a jit in it.
+
+  Seen in JAX 0.10.2; `jax.extend.core.get_opaque_trace_state` could say so in public. False where
+  JAX has no such thing any more.
+  """
+  context = getattr(core, "trace_ctx", None)
+  return type(getattr(context, "trace", None)).__name__ in ("JVPTrace", "LinearizeTrace")
+
+
+# --- integers that arithmetic cannot reach --------------------------------------------------------
+
+
+def _opaque(name: str) -> Any:
+  def refuse(*args, **kwargs):
+    raise TypeError("The ids of row gradients are not random keys.")
+
+  return jex_random.define_prng_impl(
+    key_shape=(1,),
+    seed=refuse,
+    split=refuse,
+    random_bits=refuse,
+    fold_in=refuse,
+    name=f"sparse_embed_{name}",
+    tag=f"{name} of rows: write grads.map(f) or embed.accumulate",
+  )
+
+
+# JAX has no dtype without arithmetic but that of random keys (seen in 0.10.2); it awaits a public
+# way to define extended dtypes.
+_OPAQUE = {jnp.dtype(jnp.int32): _opaque("ids"), jnp.dtype(jnp.uint32): _opaque("keys")}
+
+
+@jax.jit
+def _hide(x: jax.Array) -> jax.Array:
+  bits = ~jax.lax.bitcast_convert_type(x, jnp.uint32)  # zeros_like makes -1 of ids: padding
+  return jax.random.wrap_key_data(bits[..., None], impl=_OPAQUE[x.dtype])
+
+
+@jax.jit
+def _show(x: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(~jax.random.key_data(x)[..., 0], _dtype(x))
+
+
+@functools.cache
+def _integers() -> dict[Any, Any]:
+  """The dtype of the integers behind each opaque dtype."""
+  bits = jax.ShapeDtypeStruct((1,), jnp.uint32)
+  wrap = lambda impl: jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=impl), bits)
+  return {wrap(impl).dtype: dtype for dtype, impl in _OPAQUE.items()}
+
+
+def _dtype(x: Any) -> Any:
+  """The dtype of the integers in an opaque array; None for any other array."""
+  dtype = getattr(x, "dtype", None)
+  is_opaque = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+  return _integers().get(dtype) if is_opaque else None
+
+
+def hide(tree: Any) -> Any:
+  """A tree with its integers in a dtype without arithmetic, of the same shapes and shardings.
+
+  `jax.tree.map(jnp.add, a, b)` or `lambda x: 2 * x` then raise a TypeError.
+
+  >>> hidden = hide(jnp.array([3, 4]))
+  >>> show(hidden).tolist(), show(jnp.zeros_like(hidden)).tolist()
+  ([3, 4], [-1, -1])
+  """
+  is_integer = lambda x: isinstance(x, jax.Array) and x.dtype in _OPAQUE
+  return jax.tree.map(lambda x: _hide(x) if is_integer(x) else x, tree)
+
+
+def show(tree: Any) -> Any:
+  """The inverse of `hide`; abstract arrays become abstract integers, others stay as they are."""
+
+  def integers(x):
+    dtype = _dtype(x)
+    if dtype is None:
+      return x
+    if isinstance(x, jax.Array):
+      return _show(x)
+    return jax.ShapeDtypeStruct(x.shape, dtype)
+
+  return jax.tree.map(integers, tree)
