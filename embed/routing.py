@@ -571,7 +571,7 @@ def value_and_grad(
   return wrapped
 
 
-def _taps(stacks: dict[str, Stack], mark: _Mark) -> list[jax.Array]:
+def _taps(stacks: dict[Owner, Stack], mark: _Mark) -> list[jax.Array]:
   """Zeros for each activation of a lookup, with its sharding."""
   placement = stacks[mark.owner].placement
   if placement is None:

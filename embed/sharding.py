@@ -190,7 +190,7 @@ class Placement:
   def sharding(self, spec: P) -> NamedSharding:
     return NamedSharding(self.active_mesh, spec)
 
-  def _devices_mesh(self) -> Mesh:
+  def _devices_mesh(self) -> Any:
     """Outside of jitted functions, where a layer made inside of one only knows an abstract mesh."""
     mesh = current_mesh() if isinstance(self.mesh, AbstractMesh) else self.active_mesh
     if mesh is None:

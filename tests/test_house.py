@@ -8,6 +8,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A file may import those before it. `config` and `layout` stand alone; nnx starts at
 # `module`.
 ORDER = [
+  "internals",
   "text",
   "config",
   "layout",
@@ -69,6 +70,7 @@ def test_each_file_knows_only_its_own():
     assert not packages & {"recipes", "configs", "grain", "absl", "ml_collections"}, path
     if path.stem in ORDER[: ORDER.index("module")]:
       assert "flax" not in packages, f"{path}: pure arrays, no nnx"
+    assert path.stem == "internals" or not any(m.startswith("jax._src") for m in imports(path))
     if path.stem == "config":
       assert "jax" not in packages
     meshes = {name for name in imports(path) if name.startswith("jax.sharding.")}

@@ -133,7 +133,7 @@ def train_eagerly(layer):
 
 def test_equal_layers_share_their_programs():
   """Whatever holds the rows, and though their configs are others."""
-  programs = (module._compiled_look_up, module._compiled_step)
+  programs = (module._look_up, module._compiled_step)
   before = [f._cache_size() for f in programs]
   layers = [layer_with(seed, size=9) for seed in range(3)]
   for layer in layers:
