@@ -223,7 +223,9 @@ def gradients(loss, wanted):
 def _sum_to(g, shape):
   """Undoes broadcasting."""
   g = g.sum(axis=tuple(range(g.ndim - len(shape))))
-  return g.sum(axis=tuple(i for i, d in enumerate(shape) if d == 1 and g.shape[i] != 1), keepdims=True)
+  return g.sum(
+    axis=tuple(i for i, d in enumerate(shape) if d == 1 and g.shape[i] != 1), keepdims=True
+  )
 
 
 def add(a, b):

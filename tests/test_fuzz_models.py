@@ -474,9 +474,7 @@ def make_case(seed, devices):
   same = chance(rng, 0.5)
   if not same:
     sizes = [int(rng.choice([8, 16, 5, 1, 0])) for _ in range(STEPS)]
-  drawn = [
-    [make_batch(rng, features, config, size, bad) for _ in range(micro)] for size in sizes
-  ]
+  drawn = [[make_batch(rng, features, config, size, bad) for _ in range(micro)] for size in sizes]
   if same:
     drawn[2] = drawn[1]  # compiled once
   none = {name for name in features if level == "mid" and chance(rng, 0.15)}
@@ -584,9 +582,7 @@ def make_step(case):
     loss, (grads, dense) = nnx.value_and_grad(head_loss, argnums=(0, 1))(activations, model.head)
     flat = unpack(case.config, grads)
     none = {id(case.features[name].config) for name in case.none_gradients}
-    grads = pack(
-      case.config, {key: None if key in none else g for key, g in flat.items()}
-    )
+    grads = pack(case.config, {key: None if key in none else g for key, g in flat.items()})
     model.embed.apply_gradients(grads, residual, optimizer.step[...])
     optimizer.update(model.head, dense)
     return loss
@@ -657,7 +653,9 @@ def train(case):
   with jax.set_mesh(mesh) if sets else contextlib.nullcontext():
     model = make_model(case, mesh)
     trained = model if case.level == "high" else model.head
-    make = embed.Optimizer if case.level == "high" else lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param)
+    make = (
+      embed.Optimizer if case.level == "high" else lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param)
+    )
     optimizer, step = make(trained, optax.sgd(DENSE_RATE)), make_step(case)
     outcomes = [observe(model, 0.0)]
     for batches in case.batches:
@@ -704,7 +702,9 @@ def tower(kind, p, x):
 def head(case, params, activations, label):
   """As `Head`, on nodes."""
   inner = lambda prefix: {k[len(prefix) :]: v for k, v in params.items() if k.startswith(prefix)}
-  hidden = {n: tower(case.features[n].tower, inner(f"towers/{n}/"), x) for n, x in activations.items()}
+  hidden = {
+    n: tower(case.features[n].tower, inner(f"towers/{n}/"), x) for n, x in activations.items()
+  }
   loss = oracle.Node(0.0)
   for h in hidden.values():
     if len(h.value) != len(label):
@@ -720,7 +720,9 @@ def head(case, params, activations, label):
   if case.norm:
     x = oracle.layer_norm(x, params["norm/scale"], params["norm/bias"], EPSILON)
   logits = oracle.total(oracle.linear(x, params["out/kernel"], params["out/bias"]), axis=1)
-  losses = oracle.add(oracle.softplus(logits), oracle.scale(oracle.mul(logits, oracle.Node(label)), -1))
+  losses = oracle.add(
+    oracle.softplus(logits), oracle.scale(oracle.mul(logits, oracle.Node(label)), -1)
+  )
   return oracle.add(loss, oracle.scale(oracle.total(losses), 1 / 8))
 
 
@@ -842,7 +844,9 @@ def untouched_moved(case, reference, initial, last):
     if optimizer == "adam" and not arguments.get("lazy_adam", True):
       continue
     size = case.tables[name].vocabulary_size
-    rest = sorted(set(range(size)) - reference.touched[name]) if optimizer != "frozen" else range(size)
+    rest = (
+      sorted(set(range(size)) - reference.touched[name]) if optimizer != "frozen" else range(size)
+    )
     for key, value in last.tables[name].items():
       if not np.array_equal(value[list(rest)], initial.tables[name][key][list(rest)]):
         yield f"{name}.{key}: a row that was not looked up moved"
