@@ -6,7 +6,7 @@ every row is stepped by the equation in its docstring, so that each function can
 
 import numpy as np
 
-# --- lookups -------------------------------------------------------------------------------------
+# --- lookups --------------------------------------------------------------------------------------
 
 
 class Lookup:
@@ -46,7 +46,7 @@ class Lookup:
     return self.gains(combiner)[:, None] * flat[self.position]
 
 
-# --- row optimizers ------------------------------------------------------------------------------
+# --- row optimizers -------------------------------------------------------------------------------
 
 SLOTS = {
   "sgd": {},
@@ -190,7 +190,7 @@ def shifted(g, noise):
   return g + noise * np.max(np.abs(g)) * (g != 0)
 
 
-# --- dense heads: reverse-mode differentiation of arrays -------------------------------------------
+# --- dense heads: reverse-mode differentiation of arrays ------------------------------------------
 
 
 class Node:

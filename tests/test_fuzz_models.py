@@ -21,24 +21,24 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "jax" not in sys.modules:  # pytest's conftest has done so; a script has not
   os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
-import fuzz_oracle as oracle  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-import pytest  # noqa: E402
-from flax import nnx  # noqa: E402
-from jax.sharding import AxisType, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import fuzz_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-import embed  # noqa: E402
+import embed
 
 STEPS = 3
 HIDDEN = 4
 DENSE_RATE = 0.1
 EPSILON = 0.1  # of layer norms: a norm over two columns has next to no gradient otherwise
 
-# --- what a seed decides ---------------------------------------------------------------------------
+# --- what a seed decides --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -280,7 +280,7 @@ def nested_names(config, features):
   return pack(config, names)
 
 
-# --- inputs ----------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def draw_ids(rng, shape, size, absent=0.25):
@@ -484,7 +484,7 @@ def make_case(seed, devices):
   )  # fmt: skip
 
 
-# --- the model -------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 class Tower(nnx.Module):
@@ -667,7 +667,7 @@ def train(case):
   return outcomes
 
 
-# --- the same in NumPy -----------------------------------------------------------------------------
+# --- the same in NumPy ----------------------------------------------------------------------------
 
 
 def tower(kind, p, x):
@@ -794,7 +794,7 @@ class Reference:
     return Outcome(loss, tables, dict(self.dense), self.dropped)
 
 
-# --- the comparison --------------------------------------------------------------------------------
+# --- the comparison -------------------------------------------------------------------------------
 
 NOISE = 2e-6  # some 16 units in the last place of float32: the depth of a head
 
@@ -865,7 +865,53 @@ def problems_of(case):
   return list(untouched_moved(case, exact, outcomes[0], outcomes[-1]))
 
 
-# --- tests -----------------------------------------------------------------------------------------
+# --- tests ----------------------------------------------------------------------------------------
+
+
+def from_numpy(seed):
+  """A case and a random initial state for its reference, without a model."""
+  case, rng = make_case(seed, 1), np.random.default_rng(seed)
+  shapes = nnx.eval_shape(lambda: nnx.state(Head(case, nnx.Rngs(0)), nnx.Param))
+  dense = {
+    "/".join(map(str, path)): rng.normal(size=x.shape) for path, x in nnx.to_flat_state(shapes)
+  }
+  rows = lambda table: rng.normal(size=(table.vocabulary_size, table.dim))
+  return case, Outcome(0.0, {n: {"parameters": rows(t)} for n, t in case.tables.items()}, dense, 0)
+
+
+def test_a_small_fault_is_seen():
+  """The reference agrees with itself, and no longer where one row of a table is off by 1e-3."""
+  case, initial = from_numpy(5)
+  references = [Reference(case, initial, s * NOISE) for s in (0, -1, 1)]
+  exact, low, high = (r.outcome(r.step(case.batches[0], 0)) for r in references)
+  assert not compare(exact, exact, low, high)
+  for name, arrays in exact.tables.items():
+    for key in arrays:
+      tables = {n: {k: v.copy() for k, v in a.items()} for n, a in exact.tables.items()}
+      tables[name][key][0] += 1e-3 * np.max(np.abs(arrays[key])) + 1e-6
+      assert compare(dataclasses.replace(exact, tables=tables), exact, low, high)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_reference_differentiates_rightly(seed):
+  """Its gradients, of rows and of dense parameters, are the slope of its loss in any direction."""
+  case, initial = from_numpy(seed)
+  rng, batch = np.random.default_rng(seed), case.batches[0][0]
+  _, dense, rows = Reference(case, initial).gradients(batch)
+  turn = lambda tree: jax.tree.map(lambda x: rng.normal(size=x.shape), tree)
+  ways, row_ways = turn(initial.dense), turn(initial.tables)
+
+  def along(t):
+    move = lambda x, way: x + t * way
+    tables = jax.tree.map(move, initial.tables, row_ways)
+    moved = Outcome(0.0, tables, jax.tree.map(move, initial.dense, ways), 0)
+    return Reference(case, moved).gradients(batch)[0]
+
+  wanted = sum(np.sum(dense[n] * ways[n]) for n in dense)
+  for name, parts in rows.items():
+    wanted += sum(np.sum(g * row_ways[name]["parameters"][ids]) for ids, g in parts)
+  slope = (along(1e-6) - along(-1e-6)) / 2e-6
+  np.testing.assert_allclose(slope, wanted, rtol=1e-5, atol=1e-7)
 
 
 def check(seed, devices):
@@ -874,24 +920,24 @@ def check(seed, devices):
   assert not problems, "\n".join([*problems, str(case)])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_random_model_on_one_device(seed):
   check(seed, 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_random_model_on_eight_devices(seed):
   check(seed, 8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4, 300))
+@pytest.mark.parametrize("seed", range(3, 300))
 def test_many_random_models_on_one_device(seed):
   check(seed, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 300))
+@pytest.mark.parametrize("seed", range(2, 300))
 def test_many_random_models_on_eight_devices(seed):
   check(seed, 8)
 
