@@ -1644,11 +1644,18 @@ COMPOSED = 30
 
 # --- running --------------------------------------------------------------------------------------
 
-# What an error says to write, or to be wrong; Python's own words will do for an operator.
+# What an error of `embed` says to write, or to be wrong.
 INSTEAD = (
-  r"embed\.|[Ww]rite|[Uu]se |[Pp]ass|[Ll]ook up|[Gg]ive|[Tt]ake|must|outside|expected|its dim|"
-  "unsupported operand"
+  r"embed\.|[Ww]rite|[Uu]se |[Pp]ass|[Ll]ook up|[Gg]ive|[Tt]ake|must|outside|expected|its dim"
 )
+
+
+def says_what_to_write(way, error):
+  """Whether an error is raised by `embed` and helps; Python's own words will do for an operator."""
+  *_, last = traceback.extract_tb(error.__traceback__)
+  if os.path.dirname(embed.__file__) not in last.filename:
+    return "unsupported operand" in str(error)
+  return re.search(INSTEAD, str(error)) and re.search(way.says, str(error))
 
 
 def observe(model):
@@ -1713,7 +1720,7 @@ def outcome(way, mesh=None):
 
 def refusal(way, error, model, before):
   message = str(error)
-  if not re.search(INSTEAD, message) or not re.search(way.says, message):
+  if not says_what_to_write(way, error):
     return (
       f"wrong: an error that does not say what to write: {type(error).__name__}: {message[:200]!r}"
     )
