@@ -63,8 +63,11 @@ SLOTS = {
 }
 
 
-def equation(name, h, g, w, s, lr):
-  """One step of rows `[N, D]`; `h` holds hyperparameters, defaults where one is missing."""
+def equation(name, h, g, w, s, lr, noise=0.0):
+  """One step of rows `[N, D]`; `h` holds hyperparameters, defaults where one is missing.
+
+  `noise` perturbs, relatively, what a difference of two nearly equal numbers is taken of.
+  """
   if name == "sgd":  # w -= lr g
     return w - lr * g, {}
   if name == "adagrad":  # a += g²; w -= lr g / sqrt(a)
@@ -87,7 +90,7 @@ def equation(name, h, g, w, s, lr):
     l1, l2 = h.get("l1_regularization_strength", 0.0), h.get("l2_regularization_strength", 0.0)
     a, z, beta = s["accumulators"], s["linears"], h.get("beta", 0.0)
     new = a + g * g
-    d = new**p - a**p
+    d = new**p * (1 + noise) - a**p
     if h.get("multiply_linear_by_learning_rate", False):
       z = z + lr * g - d * w
       w = (np.clip(z, -lr * l1, lr * l1) - z) / (new**p + 2 * lr * l2 + beta)
@@ -154,15 +157,15 @@ class Table:
       grads = grads * at(multiplier, number)
     if not self.arguments.get("use_gradient_accumulation", True):
       for id_, g in zip(ids, grads, strict=True):
-        self._move(np.array([id_]), shifted(g[None], noise), number)
+        self._move(np.array([id_]), shifted(g[None], noise), number, noise)
       return
     every = self.name == "adam" and not self.arguments.get("lazy_adam", True)
     touched = np.arange(len(self.rows)) if every else np.unique(ids)
     total = np.zeros_like(self.rows)
     np.add.at(total, ids, grads)
-    self._move(touched, shifted(total, noise)[touched], number)
+    self._move(touched, shifted(total, noise)[touched], number, noise)
 
-  def _move(self, touched, g, number):
+  def _move(self, touched, g, number, noise):
     h = self.arguments
     lr = at(h["learning_rate"], number)
     clip = h.get("clipvalue")
@@ -175,7 +178,7 @@ class Table:
       by_rate = h.get("multiply_weight_decay_factor_by_learning_rate", False)
       w = w - (decay * lr if by_rate else decay) * w
     slots = {name: slot[touched] for name, slot in self.slots.items()}
-    w, slots = equation(self.name, h, g, w, slots, lr)
+    w, slots = equation(self.name, h, g, w, slots, lr, noise / 10)
     low, high = h.get("clip_weight_min"), h.get("clip_weight_max")
     w = np.clip(w, -np.inf if low is None else low, np.inf if high is None else high)
     self.rows[touched] = w
