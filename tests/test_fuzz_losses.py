@@ -1651,11 +1651,12 @@ INSTEAD = (
 
 
 def says_what_to_write(way, error):
-  """Whether an error is raised by `embed` and helps; Python's own words will do for an operator."""
+  """Whether an error helps: one of `embed`, one that names it, or Python's own of an operator."""
   *_, last = traceback.extract_tb(error.__traceback__)
-  if os.path.dirname(embed.__file__) not in last.filename:
-    return "unsupported operand" in str(error)
-  return re.search(INSTEAD, str(error)) and re.search(way.says, str(error))
+  ours = os.path.dirname(embed.__file__) in last.filename
+  if not ours and not re.search(r"embed\.|unsupported operand", str(error)):
+    return False
+  return not ours or (re.search(INSTEAD, str(error)) and re.search(way.says, str(error)))
 
 
 def observe(model):
