@@ -1,0 +1,1828 @@
+"""A hundred ways of writing a loss or a training step: right, refused, or at least warned about.
+
+Each way is trained for three steps and compared with float64: gradients of a dense-table loss by
+JAX in float64, rows and slots by `fuzz_oracle`. Its decorator declares what may come out:
+
+    right     the same numbers as the reference
+    refused   a TypeError or ValueError that says what to write instead, before anything has moved
+    either    right or refused
+    told      right, refused, or a warning that names the layer
+
+    python tests/test_fuzz_losses.py [--only NAME] [--mesh]     # prints what comes of each way
+"""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "jax" not in sys.modules:  # pytest's conftest has done so; a script has not
+  os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import fuzz_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+
+B, D, RATE = 8, 3, 0.1
+SIZES = {"t": 20, "u": 10}
+OPTIMIZERS = {
+  "t": ("momentum", {"learning_rate": 0.1, "momentum": 0.5}),  # moves touched rows without gradient
+  "u": ("adagrad", {"learning_rate": 0.1}),
+}
+
+
+def make_batch(seed):
+  """Bags for "a" and "c", single ids for "b"; duplicates and padding among them."""
+  rng = np.random.default_rng(seed)
+  bags = lambda size: rng.integers(-1, size, (B, 3)).astype(np.int32)
+  return {"a": bags(20), "b": rng.integers(0, 20, B).astype(np.int32), "c": bags(10)}
+
+
+BATCHES = [make_batch(seed) for seed in range(3)]
+
+
+def features_of(sizes=SIZES, **config):
+  tables = {
+    name: embed.TableConfig(size, D, combiner="sum", name=name,
+                            optimizer=getattr(embed, OPTIMIZERS[name][0])(**OPTIMIZERS[name][1]))
+    for name, size in sizes.items()
+  }  # fmt: skip
+  return {
+    "a": embed.FeatureConfig(tables["t"], **config),
+    "b": embed.FeatureConfig(tables["t"]),
+    "c": embed.FeatureConfig(tables["u"]),
+  }
+
+
+class Model(nnx.Module):
+  """The layer two modules deep, in a container."""
+
+  def __init__(self, sizes=SIZES, config=None, **where):
+    rngs = nnx.Rngs(0)
+    self.inner = nnx.Dict(
+      e=embed.SparseEmbed(features_of(sizes, **(config or {})), rngs=rngs, **where)
+    )
+    self.out = nnx.Linear(D, 1, rngs=rngs)
+    self.scale = nnx.Param(jnp.ones(D))
+    self.dropout = nnx.Dropout(0.0)
+    self.calls = nnx.Variable(jnp.int32(0))
+
+  def encode(self, key, ids, weights=None):
+    ids = embed.Padded(ids) if ids.ndim == 2 else ids
+    weights = None if weights is None else {key: embed.Padded(weights)}
+    return self.inner["e"]({key: ids}, weights)[key]
+
+  def head(self, x):
+    return jnp.sum(jnp.tanh(self.out(x * self.scale[...])))
+
+  def loss(self, batch):
+    return canonical(self, batch)
+
+
+def canonical(m, batch, encode=None):
+  """The loss that most ways compute: two bags and one id, of two tables."""
+  encode = encode or (lambda m, key, ids: m.encode(key, ids))
+  a, b, c = (encode(m, key, jnp.asarray(batch[key])) for key in "abc")
+  return m.head(jnp.tanh(a)) + m.head(jnp.sin(b) * c)
+
+
+def only_a(m, batch, encode):
+  """Of one feature alone."""
+  return m.head(jnp.tanh(encode(m, jnp.asarray(batch["a"]))))
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+def rows_of(table, ids):
+  """Sums of rows along the last axis of bags, or single rows; negative ids are padding."""
+  ids = jnp.asarray(ids)
+  rows = jnp.where((ids >= 0)[..., None], table[jnp.maximum(ids, 0)], 0)
+  return rows.sum(axis=1) if ids.ndim == 2 else rows
+
+
+def plain_head(p, x):
+  return jnp.sum(jnp.tanh((x * p["scale"]) @ p["kernel"] + p["bias"]))
+
+
+def plain(p, batch):
+  a, b, c = rows_of(p["t"], batch["a"]), rows_of(p["t"], batch["b"]), rows_of(p["u"], batch["c"])
+  return plain_head(p, jnp.tanh(a)) + plain_head(p, jnp.sin(b) * c)
+
+
+def plain_a(p, batch):
+  return plain_head(p, jnp.tanh(rows_of(p["t"], batch["a"])))
+
+
+def plain_a_twice(p, batch):
+  return 2 * plain_a(p, batch)
+
+
+def plain_ab(p, batch):
+  return plain_a(p, batch) + plain_head(p, rows_of(p["t"], batch["b"]))
+
+
+def touch(*keys):
+  """The ids that a batch looks up through some features."""
+
+  def touched(batch):
+    found = {"t": [], "u": []}
+    for key in keys:
+      ids = np.asarray(batch[key]).ravel()
+      found["u" if key == "c" else "t"] += ids[ids >= 0].tolist()
+    return {name: np.unique(np.array(ids, np.int64)) for name, ids in found.items()}
+
+  return touched
+
+
+TOUCHED = {
+  plain: touch(*"abc"),
+  plain_a: touch("a"),
+  plain_a_twice: touch("a"),
+  plain_ab: touch(*"ab"),
+}
+
+
+@functools.cache
+def derivative(f):
+  return jax.jit(jax.value_and_grad(f))
+
+
+class Reference:
+  """The model in float64."""
+
+  def __init__(self, model):
+    tables = model.inner["e"].tables
+    self.tables = {n: oracle.Table(np.asarray(tables[n]), OPTIMIZERS[n]) for n in SIZES}
+    dense = {"kernel": model.out.kernel, "bias": model.out.bias, "scale": model.scale}
+    self.dense = {name: np.asarray(v[...], np.float64) for name, v in dense.items()}
+
+  def params(self):
+    return {n: t.rows.copy() for n, t in self.tables.items()} | dict(self.dense)
+
+  def gradients(self, f, batch, params=None):
+    with jax.enable_x64(True):
+      value, grads = derivative(f)(self.params() if params is None else params, batch)
+      return float(value), {name: np.asarray(g, np.float64) for name, g in grads.items()}
+
+  def apply(self, grads, touched, number):
+    for name, table in self.tables.items():
+      table.step(touched[name], grads[name][touched[name]], number)
+    self.dense = {name: v - RATE * grads[name] for name, v in self.dense.items()}
+
+  def step(self, f, batch, number, touched=None, factor=1.0):
+    """One ordinary step, its gradients times a factor."""
+    value, grads = self.gradients(f, batch)
+    touched = (touched or TOUCHED[f])(batch)
+    self.apply({name: factor * g for name, g in grads.items()}, touched, number)
+    return value
+
+
+def expected_steps(f=plain, touched=None, factor=1.0):
+  """The reference of a way that is an ordinary step of the loss `f`."""
+  return lambda ref, batch, n: ref.step(f, batch, n, touched, factor)
+
+
+# --- declaring ways -------------------------------------------------------------------------------
+
+ALLOWED = {
+  "right": {"right"},
+  "refused": {"refused"},
+  "either": {"right", "refused"},
+  "told": {"right", "refused", "warned"},
+}
+
+
+@dataclasses.dataclass
+class Way:
+  name: str
+  allowed: str
+  run: Callable[..., Any]  # (model, optimizer, batch) -> loss
+  reference: Callable[..., Any]  # (Reference, batch, step number) -> loss or None
+  jit: bool = True
+  says: str = ""  # what the error has to name
+  make_model: Callable[..., Any] = Model
+  tx: Callable[[], Any] = lambda: optax.sgd(RATE)
+  last_only: bool = False  # compared after the last step alone
+  make_optimizer: Callable[..., Any] = embed.Optimizer
+  setup: Callable[..., Any] | None = None  # a model to the `run` that is used with it
+  on_mesh: bool = True  # False where JAX itself cannot on Explicit axes
+
+
+WAYS: dict[str, Way] = {}
+
+
+def step(allowed, f=plain, *, touched=None, factor=1.0, reference=None, **more):
+  """Declares a training step `(model, optimizer, batch) -> loss`."""
+
+  def add(run):
+    ref = reference or expected_steps(f, touched, factor)
+    assert run.__name__ not in WAYS
+    WAYS[run.__name__] = Way(run.__name__, allowed, run, ref, **more)
+    return run
+
+  return add
+
+
+def train_on(loss, has_aux=False):
+  """README's training step of a loss."""
+
+  def run(model, optimizer, batch):
+    value, grads = embed.value_and_grad(loss, has_aux)(model, batch)
+    optimizer.update(model, grads)
+    return value[0] if has_aux else value
+
+  return run
+
+
+def loss(allowed, f=plain, **more):
+  """Declares a loss `(m, batch)`, trained by README's step."""
+
+  def add(function):
+    run = train_on(function)
+    run.__name__ = function.__name__
+    step(allowed, f, **more)(run)
+    return function
+
+  return add
+
+
+# --- lookups where they belong --------------------------------------------------------------------
+
+
+@loss("right")
+def three_calls(m, batch):
+  return canonical(m, batch)
+
+
+@loss("right")
+def one_call(m, batch):
+  act = m.inner["e"](
+    {"a": embed.Padded(batch["a"]), "b": batch["b"], "c": embed.Padded(batch["c"])}
+  )
+  return m.head(jnp.tanh(act["a"])) + m.head(jnp.sin(act["b"]) * act["c"])
+
+
+@loss("right", plain_a_twice)
+def one_feature_twice(m, batch):
+  one = lambda: m.head(jnp.tanh(m.encode("a", batch["a"])))
+  return one() + one()
+
+
+@loss("right", plain_a)
+def one_feature_only(m, batch):
+  return only_a(m, batch, lambda m, ids: m.encode("a", ids))
+
+
+@loss("right")
+def halves_of_the_batch(m, batch):
+  halves = lambda m, key, ids: jnp.concatenate([m.encode(key, ids[:3]), m.encode(key, ids[3:])])
+  return canonical(m, batch, halves)
+
+
+@loss("right")
+def a_python_loop(m, batch):
+  acts = {key: m.encode(key, batch[key]) for key in batch}
+  return m.head(jnp.tanh(acts["a"])) + m.head(jnp.sin(acts["b"]) * acts["c"])
+
+
+@loss("right", plain_ab)
+def a_lookup_not_used(m, batch):
+  m.encode("b", batch["b"])
+  a = m.head(jnp.tanh(m.encode("a", batch["a"])))
+  return a + m.head(m.encode("b", batch["b"]))
+
+
+@loss("right", plain_a, touched=touch("a", "c"))
+def a_lookup_whose_result_is_dropped(m, batch):
+  m.encode("c", batch["c"])  # touched, with a gradient of 0
+  return m.head(jnp.tanh(m.encode("a", batch["a"])))
+
+
+def _plain_stopped(p, batch):
+  return plain(p | {"u": jax.lax.stop_gradient(p["u"])}, batch)
+
+
+@loss("right", _plain_stopped, touched=touch(*"abc"))
+def stop_gradient_of_activations(m, batch):
+  stop = lambda m, key, ids: (jax.lax.stop_gradient if key == "c" else lambda x: x)(
+    m.encode(key, ids)
+  )
+  return canonical(m, batch, stop)
+
+
+@loss("right")
+def the_method_of_the_model(m, batch):
+  return Model.loss(m, batch)
+
+
+@loss("right")
+def lookup_of_the_mid_level(m, batch):
+  def encode(m, key, ids):
+    acts, _ = m.inner["e"].lookup({key: embed.Padded(ids) if ids.ndim == 2 else ids})
+    return acts[key]
+
+  return canonical(m, batch, encode)
+
+
+@loss("right")
+def state_changes_in_the_loss(m, batch):
+  m.calls.set_value(m.calls[...] + 1)
+  return canonical(m, batch)
+
+
+# --- under transformations ------------------------------------------------------------------------
+
+
+@loss("right")
+def nnx_jit_inside(m, batch):
+  return nnx.jit(canonical)(m, batch)
+
+
+@loss("right")
+def nnx_jit_of_each_lookup(m, batch):
+  f = nnx.jit(lambda m, key, ids: m.encode(key, ids), static_argnums=1)
+  return canonical(m, batch, f)
+
+
+@loss("right", plain_ab)
+def nnx_jit_called_for_two_features(m, batch):
+  f = nnx.jit(lambda m, ids: m.encode("b", ids))
+  bags = batch["a"]
+  a = sum(jnp.where((bags[:, i] >= 0)[:, None], f(m, bags[:, i]), 0) for i in range(3))
+  return m.head(jnp.tanh(a)) + m.head(f(m, batch["b"]))
+
+
+@loss("right")
+def nnx_remat_of_the_model(m, batch):
+  return nnx.remat(canonical)(m, batch)
+
+
+@loss("right", plain_a)
+def nnx_remat_with_a_policy(m, batch):
+  f = nnx.remat(
+    lambda m, ids: jnp.tanh(m.encode("a", ids)), policy=jax.checkpoint_policies.dots_saveable
+  )
+  return m.head(f(m, batch["a"]))
+
+
+@loss("right")
+def nnx_jit_of_remat_of_jit(m, batch):
+  return nnx.jit(nnx.remat(nnx.jit(canonical)))(m, batch)
+
+
+def _yes(m):
+  return jnp.sum(m.scale[...]) < 1e9
+
+
+@loss("right", plain_a)
+def nnx_cond_with_a_constant_branch(m, batch):
+  f = lambda m, ids: nnx.cond(
+    _yes(m), lambda m, i: m.encode("a", i), lambda m, i: jnp.zeros((B, D)), m, ids
+  )
+  return only_a(m, batch, f)
+
+
+@loss("right", plain_a)
+def nnx_cond_with_a_lookup_in_both(m, batch):
+  f = lambda m, ids: nnx.cond(
+    _yes(m), lambda m, i: m.encode("a", i), lambda m, i: m.encode("b", i[:, 0]), m, ids
+  )
+  return only_a(m, batch, f)
+
+
+@loss("right", plain_a)
+def nnx_cond_of_the_whole_loss(m, batch):
+  f = lambda m, batch: m.head(jnp.tanh(m.encode("a", batch["a"])))
+  return nnx.cond(_yes(m), f, lambda m, batch: jnp.float32(0), m, batch)
+
+
+@loss("right", plain_a)
+def nnx_switch(m, batch):
+  branches = [
+    lambda m, i: jnp.zeros((B, D)),
+    lambda m, i: m.encode("a", i),
+    lambda m, i: m.encode("b", i[:, 0]),
+  ]
+  return only_a(m, batch, lambda m, ids: nnx.switch(jnp.int32(_yes(m)), branches, m, ids))
+
+
+@loss("right", plain_a)
+def nnx_cond_in_nnx_cond(m, batch):
+  inner = lambda m, i: nnx.cond(
+    _yes(m), lambda m, i: m.encode("a", i), lambda m, i: jnp.ones((B, D)), m, i
+  )
+  f = lambda m, ids: nnx.cond(~_yes(m), lambda m, i: jnp.zeros((B, D)), inner, m, ids)
+  return only_a(m, batch, f)
+
+
+@loss("right", plain_a)
+def nnx_cond_in_nnx_remat(m, batch):
+  f = nnx.remat(lambda m, ids: nnx.cond(
+    _yes(m), lambda m, i: jnp.tanh(m.encode("a", i)), lambda m, i: jnp.ones((B, D)), m, ids
+  ))  # fmt: skip
+  return m.head(f(m, batch["a"]))
+
+
+@loss("either", plain_a)
+def nnx_cond_over_a_closure(m, batch):
+  f = lambda m, ids: nnx.cond(_yes(m), lambda: m.encode("a", ids), lambda: jnp.zeros((B, D)))
+  return only_a(m, batch, f)
+
+
+@loss("either", plain_a)
+def lax_cond_over_a_closure(m, batch):
+  f = lambda m, ids: jax.lax.cond(_yes(m), lambda: m.encode("a", ids), lambda: jnp.zeros((B, D)))
+  return only_a(m, batch, f)
+
+
+@loss("right")
+def jax_jit_of_activations(m, batch):
+  return canonical(m, batch, lambda m, k, i: jax.jit(lambda x: x * 1.0)(m.encode(k, i)))
+
+
+@loss("right")
+def jax_checkpoint_of_activations(m, batch):
+  return canonical(m, batch, lambda m, k, i: jax.checkpoint(lambda x: x * 1.0)(m.encode(k, i)))
+
+
+@loss("right")
+def jax_vmap_of_activations(m, batch):
+  return canonical(m, batch, lambda m, k, i: jax.vmap(lambda x: x * 1.0)(m.encode(k, i)))
+
+
+@loss("right", on_mesh=False)  # lax.scan takes no axis that is split
+def lax_scan_over_activations(m, batch):
+  copy_rows = lambda x: jax.lax.scan(lambda c, row: (c, row * 1.0), 0, x)[1]
+  return canonical(m, batch, lambda m, k, i: copy_rows(m.encode(k, i)))
+
+
+@loss("right")
+def custom_vjp_of_activations(m, batch):
+  @jax.custom_vjp
+  def same(x):
+    return x
+
+  same.defvjp(lambda x: (x, None), lambda _, g: (g,))
+  return canonical(m, batch, lambda m, k, i: same(m.encode(k, i)))
+
+
+@loss("right", plain_a)
+def jax_checkpoint_with_the_model_as_argument(m, batch):
+  f = jax.checkpoint(lambda m, ids: jnp.tanh(m.encode("a", ids)))
+  return m.head(f(m, batch["a"]))
+
+
+@loss("right", plain_a, on_mesh=False)  # vmap takes keys and rows that are split alike
+def nnx_vmap_of_the_head_with_split_rngs(m, batch):
+  drop = nnx.Dropout(0.0, rngs=nnx.Rngs(0))
+  x = jnp.tanh(m.encode("a", batch["a"]))
+
+  @nnx.split_rngs(splits=B)
+  @nnx.vmap(in_axes=(nnx.StateAxes({nnx.RngState: 0, ...: None}), 0))
+  def each(drop, row):
+    return drop(row)
+
+  return m.head(each(drop, x))
+
+
+@loss("right")
+def eval_shape_before_the_lookup(m, batch):
+  shape = jax.eval_shape(lambda x: x * 1.0, m.encode("b", batch["b"])).shape
+  assert shape == (B, D)
+  return canonical(m, batch)
+
+
+@loss("either")
+def nnx_eval_shape_of_the_lookup(m, batch):
+  shape = nnx.eval_shape(lambda m: m.encode("b", batch["b"]), m).shape
+  assert shape == (B, D)
+  return canonical(m, batch)
+
+
+# --- transformations under which a gradient would be lost -----------------------------------------
+
+
+@loss("refused", plain_a, says="vmap")
+def jax_vmap_over_a_lookup(m, batch):
+  return only_a(m, batch, lambda m, ids: jax.vmap(lambda i: m.encode("a", i[None])[0])(ids))
+
+
+@loss("refused", plain_a, says="vmap")
+def nnx_vmap_over_a_lookup(m, batch):
+  f = nnx.vmap(lambda m, i: m.encode("a", i[None])[0], in_axes=(None, 0))
+  return only_a(m, batch, f)
+
+
+@loss("refused", plain_a, says="scan")
+def lax_scan_over_a_lookup(m, batch):
+  f = lambda m, ids: jax.lax.scan(lambda c, i: (c, m.encode("a", i[None])[0]), 0, ids)[1]
+  return only_a(m, batch, f)
+
+
+@loss("refused", plain_a, says="scan")
+def nnx_scan_over_a_lookup(m, batch):
+  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+  def f(m, i):
+    return m, m.encode("a", i[None])[0]
+
+  return only_a(m, batch, lambda m, ids: f(m, ids)[1])
+
+
+@loss("either", plain_a)
+def nnx_fori_loop_over_a_lookup(m, batch):
+  def body(i, carry):
+    m, x = carry
+    return m, x + m.encode("a", batch["a"]) / 2
+
+  return m.head(jnp.tanh(nnx.fori_loop(0, 2, body, (m, jnp.zeros((B, D))))[1]))
+
+
+@loss("refused", plain_a, says="loss")
+def lax_fori_loop_over_a_lookup(m, batch):
+  body = lambda _, x: x + m.encode("a", batch["a"]) / 2
+  return m.head(jnp.tanh(jax.lax.fori_loop(0, 2, body, jnp.zeros((B, D)))))
+
+
+@loss("either", plain_a)
+def jax_checkpoint_over_a_closure(m, batch):
+  return only_a(m, batch, lambda m, ids: jax.checkpoint(lambda i: m.encode("a", i))(ids))
+
+
+@loss("either", plain_a)
+def jax_jit_over_a_closure(m, batch):
+  return only_a(m, batch, lambda m, ids: jax.jit(lambda i: m.encode("a", i))(ids))
+
+
+@loss("either", plain_a)
+def nnx_jit_over_a_closure(m, batch):
+  return only_a(m, batch, lambda m, ids: nnx.jit(lambda i: m.encode("a", i))(ids))
+
+
+@loss("either", plain_a)
+def nnx_remat_over_a_closure(m, batch):
+  return only_a(m, batch, lambda m, ids: nnx.remat(lambda i: m.encode("a", i))(ids))
+
+
+@loss("either", plain_a)
+def jax_vjp_of_a_lookup(m, batch):
+  return only_a(m, batch, lambda m, ids: jax.vjp(lambda s: m.encode("a", ids) * s, 1.0)[0])
+
+
+@loss("either", plain_a)
+def jax_linearize_of_a_lookup(m, batch):
+  return only_a(m, batch, lambda m, ids: jax.linearize(lambda s: m.encode("a", ids) * s, 1.0)[0])
+
+
+@loss("refused", plain_a, says="capture")
+def nnx_capture_inside(m, batch):
+  f = nnx.capture(lambda m: m.head(jnp.tanh(m.encode("a", batch["a"]))), nnx.Intermediate)
+  return f(m)[0]
+
+
+@loss("either", plain_a)
+def lax_map_over_a_lookup(m, batch):
+  return only_a(m, batch, lambda m, ids: jax.lax.map(lambda i: m.encode("a", i[None])[0], ids))
+
+
+@loss("either", plain_a)
+def custom_vjp_around_a_lookup(m, batch):
+  @jax.custom_vjp
+  def f(ids):
+    return m.encode("a", ids)
+
+  f.defvjp(lambda ids: (f(ids), None), lambda _, g: (None,))
+  return only_a(m, batch, lambda m, ids: f(ids))
+
+
+# --- models that are not the one that is differentiated -------------------------------------------
+
+
+@step("told")
+def a_closure_over_the_model(model, optimizer, batch):
+  value, grads = embed.value_and_grad(lambda m, batch: canonical(model, batch))(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("told")
+def a_closure_over_the_layer(model, optimizer, batch):
+  layer = model.inner["e"]
+
+  def encode(m, key, ids):
+    return layer({key: embed.Padded(ids) if ids.ndim == 2 else ids})[key]
+
+  value, grads = embed.value_and_grad(lambda m, batch: canonical(m, batch, encode))(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("told", jit=False)
+def an_eager_closure_over_the_layer(model, optimizer, batch):
+  return a_closure_over_the_layer(model, optimizer, batch)
+
+
+@step("told")
+def merged_inside_from_a_split_outside(model, optimizer, batch):
+  tables_and_slots = nnx.Any(embed.Table, embed.SlotVariable)
+  graphdef, tables, _ = nnx.split(model, tables_and_slots, ...)
+
+  def loss_fn(m, batch):
+    whole = nnx.merge(graphdef, tables, nnx.state(m, nnx.Not(tables_and_slots)))
+    return canonical(whole, batch)
+
+  value, grads = embed.value_and_grad(loss_fn)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("told")
+def merged_inside_from_a_graphdef_outside(model, optimizer, batch):
+  graphdef = nnx.graphdef(model)
+  loss_fn = lambda m, batch: canonical(nnx.merge(graphdef, nnx.state(m)), batch)
+  value, grads = embed.value_and_grad(loss_fn)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@loss("told")
+def split_and_merged_inside(m, batch):
+  return canonical(nnx.merge(*nnx.split(m)), batch)
+
+
+@loss("told")
+def a_clone_inside(m, batch):
+  return canonical(nnx.clone(m), batch)
+
+
+@loss("told")
+def a_deepcopy_inside(m, batch):
+  return canonical(copy.deepcopy(m), batch)
+
+
+@loss("told")
+def a_view_inside(m, batch):
+  return canonical(nnx.view(m, deterministic=True), batch)
+
+
+@loss("told")
+def another_layer_put_into_the_model(m, batch):
+  m.inner["e"] = embed.SparseEmbed(features_of(), rngs=nnx.Rngs(0))
+  return canonical(m, batch)
+
+
+@loss("told")
+def a_layer_made_inside(m, batch):
+  layer = embed.SparseEmbed(features_of(), rngs=nnx.Rngs(0))
+
+  def encode(m, key, ids):
+    return layer({key: embed.Padded(ids) if ids.ndim == 2 else ids})[key]
+
+  return canonical(m, batch, encode)
+
+
+@loss("told", plain_a)
+def nnx_cached_partial_inside(m, batch):
+  f = nnx.cached_partial(nnx.jit(lambda m, ids: m.encode("a", ids)), m)
+  return only_a(m, batch, lambda m, ids: f(ids))
+
+
+@step("either", jit=False, setup=lambda model, optimizer: nnx.cached_partial(
+  nnx.jit(train_on(canonical)), model, optimizer
+))  # fmt: skip
+def nnx_cached_partial_of_the_step(model, optimizer, batch):
+  raise NotImplementedError  # replaced by `setup`
+
+
+@step("refused", says="Module")
+def the_functional_idiom(model, optimizer, batch):
+  graphdef, state = nnx.split(model)
+  loss_fn = lambda graphdef, state, batch: canonical(nnx.merge(graphdef, state), batch)
+  value, grads = embed.value_and_grad(loss_fn)(graphdef, state, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("right", jit=False)
+def jax_jit_of_a_step_that_merges(model, optimizer, batch):
+  graphdef, state = nnx.split((model, optimizer))
+
+  @jax.jit
+  def run(state, batch):
+    model, optimizer = nnx.merge(graphdef, state)
+    value = train_on(canonical)(model, optimizer, batch)
+    return value, nnx.state((model, optimizer))
+
+  value, new = run(state, batch)
+  nnx.update((model, optimizer), new)
+  return value
+
+
+@step(
+  "told", jit=False, reference=lambda ref, batch, number: None
+)  # plain NNX keeps nothing either
+def jax_jit_of_the_step(model, optimizer, batch):
+  return jax.jit(train_on(canonical))(model, optimizer, batch)
+
+
+@step("either", jit=False)
+def nnx_jit_of_the_gradient_alone(model, optimizer, batch):
+  value, grads = nnx.jit(embed.value_and_grad(canonical))(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("right", jit=False)
+def an_eager_step(model, optimizer, batch):
+  return train_on(canonical)(model, optimizer, batch)
+
+
+@step("told")
+def a_teacher_beside_the_model(model, optimizer, batch):
+  teacher = Model()
+
+  def loss_fn(m, teacher, batch):
+    return canonical(m, batch) + 0 * canonical(teacher, batch)
+
+  value, grads = embed.value_and_grad(loss_fn)(model, teacher, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("refused", says="inside the model")
+def the_layer_given_beside_the_model(model, optimizer, batch):
+  loss_fn = lambda m, e, batch: canonical(m, batch) + e({"b": batch["b"]})["b"].sum()
+  value, grads = embed.value_and_grad(loss_fn)(model, model.inner["e"], batch)
+  optimizer.update(model, grads)
+  return value
+
+
+class WithFunction(Model):
+  """Keeps a function that refers to the layer itself."""
+
+  def __init__(self, **where):
+    super().__init__(**where)
+    layer = self.inner["e"]
+    self.look = nnx.static(
+      lambda key, ids: layer({key: embed.Padded(ids) if ids.ndim == 2 else ids})[key]
+    )
+
+
+@loss("told", make_model=WithFunction)
+def a_function_kept_in_the_model(m, batch):
+  return canonical(m, batch, lambda m, key, ids: m.look(key, ids))
+
+
+class Shared(Model):
+  def __init__(self, **where):
+    super().__init__(**where)
+    self.again = nnx.List([self.inner["e"], self.inner])
+
+
+@loss("right", make_model=Shared)
+def a_layer_under_two_names(m, batch):
+  def encode(m, key, ids):
+    layer = m.again[0] if key == "b" else m.again[1]["e"]
+    return layer({key: embed.Padded(ids) if ids.ndim == 2 else ids})[key]
+
+  return canonical(m, batch, encode)
+
+
+# --- derivatives of derivatives -------------------------------------------------------------------
+
+
+def _plain_penalty(p, batch):
+  x = jnp.tanh(rows_of(p["t"], batch["a"]))
+  slope = jax.grad(lambda x: plain_head(p, x))(x)
+  return plain_head(p, x) + jnp.sum(slope**2)
+
+
+@loss("right", _plain_penalty, touched=touch("a"))
+def a_penalty_on_the_gradient_of_activations(m, batch):
+  x = jnp.tanh(m.encode("a", batch["a"]))
+  slope = jax.grad(lambda x: m.head(x))(x)
+  return m.head(x) + jnp.sum(slope**2)
+
+
+def _plain_dense_penalty(p, batch):
+  slope = jax.grad(lambda s: plain_a(p | {"scale": s}, batch))(p["scale"])
+  return plain_a(p, batch) + jnp.sum(slope**2)
+
+
+@loss("told", _plain_dense_penalty, touched=touch("a"))
+def a_penalty_by_nnx_value_and_grad(m, batch):
+  inner = lambda m: m.head(jnp.tanh(m.encode("a", batch["a"])))
+  value, grads = nnx.value_and_grad(inner)(m)
+  return value + jnp.sum(grads["scale"][...] ** 2)
+
+
+@loss("either", _plain_dense_penalty, touched=touch("a"))
+def a_penalty_by_nested_value_and_grad(m, batch):
+  inner = lambda m: m.head(jnp.tanh(m.encode("a", batch["a"])))
+  value, grads = embed.value_and_grad(inner)(m)
+  return value + jnp.sum(grads.dense["scale"][...] ** 2)
+
+
+def _plain_row_penalty(p, batch):
+  slope = jax.grad(lambda t: plain_a(p | {"t": t}, batch))(p["t"])
+  return plain_a(p, batch) + jnp.sum(slope**2)
+
+
+@loss("either", _plain_row_penalty, touched=touch("a"))
+def a_penalty_on_row_gradients(m, batch):
+  inner = lambda m: m.head(jnp.tanh(m.encode("a", batch["a"])))
+  value, grads = embed.value_and_grad(inner)(m)
+  return value + jnp.sum(grads.rows["inner/e/t"].values ** 2)
+
+
+def _plain_maml(p, batch):
+  slope = jax.grad(lambda s: plain_a(p | {"scale": s}, batch))(p["scale"])
+  return plain(p | {"scale": p["scale"] - 0.1 * slope}, batch)
+
+
+@loss("told", _plain_maml, touched=touch(*"abc"))
+def maml(m, batch):
+  inner = lambda m: m.head(jnp.tanh(m.encode("a", batch["a"])))
+  _, grads = embed.value_and_grad(inner)(m)
+  m.scale.set_value(m.scale[...] - 0.1 * grads.dense["scale"][...])
+  return canonical(m, batch)
+
+
+@step("told")
+def nnx_value_and_grad_of_embed_value_and_grad(model, optimizer, batch):
+  inner = lambda m, batch: embed.value_and_grad(canonical)(m, batch)
+  (value, _), grads = nnx.value_and_grad(inner, has_aux=True)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("refused", says=r"embed\.value_and_grad")
+def nnx_value_and_grad_and_our_optimizer(model, optimizer, batch):
+  value, grads = nnx.value_and_grad(canonical)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("told", make_optimizer=lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param))
+def nnx_value_and_grad_and_nnx_optimizer(model, optimizer, batch):
+  value, grads = nnx.value_and_grad(canonical)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("told", make_optimizer=lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param), jit=False)
+def an_eager_nnx_value_and_grad_and_nnx_optimizer(model, optimizer, batch):
+  return nnx_value_and_grad_and_nnx_optimizer(model, optimizer, batch)
+
+
+@step("refused", make_optimizer=lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param), says="embed")
+def our_gradients_and_nnx_optimizer(model, optimizer, batch):
+  value, grads = embed.value_and_grad(canonical)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("told")
+def jax_grad_of_the_parameters(model, optimizer, batch):
+  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+  f = lambda params: canonical(nnx.merge(graphdef, params, rest), batch)
+  value, grads = jax.value_and_grad(f)(params)
+  optimizer.dense.update(model, grads)
+  return value
+
+
+@step("refused", says=r"embed\.value_and_grad")
+def nnx_grad_of_tables(model, optimizer, batch):
+  wrt = nnx.DiffState(0, nnx.Any(nnx.Param, embed.Table))
+  value, grads = nnx.value_and_grad(canonical, argnums=wrt)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+# --- how the loss is called -----------------------------------------------------------------------
+
+
+@step("right")
+def has_aux(model, optimizer, batch):
+  f = lambda m, batch: (canonical(m, batch), {"n": jnp.float32(3), "x": m.encode("b", batch["b"])})
+  (value, aux), grads = embed.value_and_grad(f, has_aux=True)(model, batch)
+  assert aux["x"].shape == (B, D)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("right")
+def keyword_arguments(model, optimizer, batch):
+  f = lambda m, *, batch, scale=1.0: scale * canonical(m, batch)
+  value, grads = embed.value_and_grad(f)(model, batch=batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("either")
+def the_model_by_keyword(model, optimizer, batch):
+  value, grads = embed.value_and_grad(lambda model, batch: canonical(model, batch))(
+    model=model, batch=batch
+  )
+  optimizer.update(model, grads)
+  return value
+
+
+@step("right")
+def functools_partial(model, optimizer, batch):
+  f = functools.partial(lambda scale, m, batch: scale * canonical(m, batch), 1.0)
+  value, grads = embed.value_and_grad(f)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+class _Callable:
+  def __call__(self, m, batch):
+    return canonical(m, batch)
+
+
+@step("right")
+def a_callable_object(model, optimizer, batch):
+  return train_on(_Callable())(model, optimizer, batch)
+
+
+@step("right")
+def an_unbound_method(model, optimizer, batch):
+  return train_on(Model.loss)(model, optimizer, batch)
+
+
+@step("told")
+def a_bound_method(model, optimizer, batch):
+  value, grads = embed.value_and_grad(lambda m, batch: model.loss(batch))(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@loss("refused", says="scalar")
+def a_loss_that_is_no_scalar(m, batch):
+  return canonical(m, batch)[None]
+
+
+@loss("refused", says="scalar")
+def a_loss_that_is_a_number(m, batch):
+  canonical(m, batch)
+  return 3
+
+
+# --- whole tables ---------------------------------------------------------------------------------
+
+
+def _plain_attend(p, batch):
+  query = rows_of(p["t"], batch["a"])
+  return jnp.sum(jnp.tanh(query @ p["u"].T))
+
+
+def _attend_touched(batch):
+  return touch("a")(batch) | {"u": np.arange(SIZES["u"])}
+
+
+@loss("right", _plain_attend, touched=_attend_touched)
+def attend(m, batch):
+  return jnp.sum(jnp.tanh(m.inner["e"].attend(m.encode("a", batch["a"]), "u")))
+
+
+@loss("right", _plain_attend, touched=_attend_touched)
+def attend_in_nnx_jit_and_remat(m, batch):
+  f = nnx.jit(nnx.remat(lambda m, q: jnp.tanh(m.inner["e"].attend(q, "u"))))
+  return jnp.sum(f(m, m.encode("a", batch["a"])))
+
+
+@loss("right", _plain_attend, touched=_attend_touched)
+def attend_in_nnx_cond(m, batch):
+  f = lambda m, q: nnx.cond(
+    _yes(m), lambda m, q: m.inner["e"].attend(q, "u"), lambda m, q: jnp.zeros((B, SIZES["u"])), m, q
+  )
+  return jnp.sum(jnp.tanh(f(m, m.encode("a", batch["a"]))))
+
+
+def _plain_tied(p, batch):
+  query = rows_of(p["t"], batch["a"])
+  return jnp.sum(jnp.tanh(query @ p["t"].T)) / 10
+
+
+@loss("right", _plain_tied, touched=lambda batch: {"t": np.arange(20), "u": np.arange(0)})
+def attend_to_the_table_of_the_query(m, batch):
+  return jnp.sum(jnp.tanh(m.inner["e"].attend(m.encode("a", batch["a"]), "t"))) / 10
+
+
+def _plain_candidates(p, batch):
+  query = rows_of(p["t"], batch["a"])
+  return jnp.sum(jnp.tanh(query @ p["t"][batch["b"]].T))
+
+
+@loss("right", _plain_candidates, touched=touch(*"ab"))
+def attend_to_candidates(m, batch):
+  return jnp.sum(jnp.tanh(m.inner["e"].attend(m.encode("a", batch["a"]), "t", batch["b"])))
+
+
+def _plain_own_candidates(p, batch):
+  ids = batch["c"]
+  rows = jnp.where((ids >= 0)[..., None], p["u"][jnp.maximum(ids, 0)], 0)
+  return jnp.sum(jnp.tanh(jnp.einsum("bd,bkd->bk", rows_of(p["t"], batch["a"]), rows)))
+
+
+@loss("right", _plain_own_candidates, touched=touch(*"ac"))
+def attend_to_candidates_of_each_query(m, batch):
+  return jnp.sum(jnp.tanh(m.inner["e"].attend(m.encode("a", batch["a"]), "u", batch["c"])))
+
+
+@loss("either", _plain_attend, touched=_attend_touched)
+def attend_under_vmap(m, batch):
+  f = jax.vmap(lambda q: m.inner["e"].attend(q, "u"))
+  return jnp.sum(jnp.tanh(f(m.encode("a", batch["a"]))))
+
+
+@loss("refused", says="attend")
+def tables_read_inside(m, batch):
+  return canonical(m, batch) + jnp.sum(m.inner["e"].tables["t"] ** 2)
+
+
+@loss("refused", says="attend")
+def variables_read_inside(m, batch):
+  return canonical(m, batch) + jnp.sum(m.inner["e"].variables["u"]["parameters"] ** 2)
+
+
+@loss("refused", says="attend")
+def tables_read_inside_nnx_jit(m, batch):
+  return canonical(m, batch) + nnx.jit(lambda m: jnp.sum(m.inner["e"].tables["t"] ** 2))(m)
+
+
+def _plain_decay(p, batch):
+  return plain(p, batch) + jnp.sum(p["t"] ** 2) + jnp.sum(p["u"] ** 2)
+
+
+def _all_rows(batch):
+  return {name: np.arange(size) for name, size in SIZES.items()}
+
+
+@loss("told", _plain_decay, touched=_all_rows)
+def regularising_the_state_of_tables(m, batch):
+  squares = sum(jnp.sum(x**2) for x in jax.tree.leaves(nnx.state(m, embed.Table)))
+  return canonical(m, batch) + squares
+
+
+@loss("told", _plain_decay, touched=_all_rows)
+def regularising_the_arrays_of_tables(m, batch):
+  arrays = [stack["parameters"][...] for stack in m.inner["e"].arrays.values()]
+  return canonical(m, batch) + sum(jnp.sum(x**2) for x in arrays)
+
+
+@loss("refused")
+def load_tables_inside(m, batch):
+  m.inner["e"].load_tables({"t": jnp.zeros((SIZES["t"], D))})
+  return canonical(m, batch)
+
+
+@loss("refused")
+def apply_gradients_inside(m, batch):
+  acts, residual = m.inner["e"].lookup({"b": batch["b"]})
+  m.inner["e"].apply_gradients({"b": acts["b"]}, residual, step=0)
+  return canonical(m, batch)
+
+
+@loss("refused")
+def apply_row_gradients_inside(m, batch):
+  rows = embed.RowGrads(jnp.array([1, 2]), jnp.ones((2, D)))
+  m.inner["e"].apply_row_gradients({"t": rows}, step=0)
+  return canonical(m, batch)
+
+
+@step("refused")
+def the_optimizer_inside(model, optimizer, batch):
+  def loss_fn(m, o, batch):
+    _, grads = embed.value_and_grad(canonical)(m, batch)
+    o.update(m, grads)
+    return canonical(m, batch)
+
+  value, grads = embed.value_and_grad(loss_fn)(model, optimizer, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+# --- looking ahead --------------------------------------------------------------------------------
+
+
+@step("right")
+def look_ahead_just_before(model, optimizer, batch):
+  ahead = embed.look_ahead(canonical)(model, batch)
+  value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("refused")
+def look_ahead_of_another_model(model, optimizer, batch):
+  ahead = embed.look_ahead(canonical)(Model(sizes={"t": 20, "u": 11}), batch)
+  value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("refused")
+def look_ahead_of_a_twin_model(model, optimizer, batch):
+  ahead = embed.look_ahead(canonical)(Model(), batch)
+  value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("refused")
+def look_ahead_of_another_loss(model, optimizer, batch):
+  f = lambda m, batch: m.head(m.encode("a", batch["a"]))
+  ahead = embed.look_ahead(f)(model, batch)
+  value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
+  optimizer.update(model, grads)
+  return value
+
+
+def _pipelined(ref, batch, number):
+  """Rows as they were before the last update, dense parameters as they are."""
+  now = ref.params()
+  stale = getattr(ref, "before", None)
+  rows = {n: now[n] if stale is None else stale[n] for n in SIZES}
+  value, grads = ref.gradients(plain, batch, now | rows)
+  ref.before = {n: now[n] for n in SIZES}
+  ref.apply(grads, TOUCHED[plain](batch), number)
+  return value
+
+
+def _pipeline(model, optimizer):
+  """Three batches, each looked up before the update of the one ahead of it."""
+  state = {"ahead": None, "number": 0}
+
+  def run(batch):
+    number = state["number"]
+    ahead = state["ahead"] or embed.look_ahead(canonical)(model, batch)
+    value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
+    if number + 1 < len(BATCHES):
+      state["ahead"] = embed.look_ahead(canonical)(model, BATCHES[number + 1])
+    optimizer.update(model, grads)
+    state["number"] += 1
+    return value
+
+  return run
+
+
+@step("right", reference=_pipelined, jit=False, setup=_pipeline)
+def look_ahead_as_a_pipeline(model, optimizer, batch):
+  raise NotImplementedError  # replaced by `setup`
+
+
+# --- arithmetic with gradients --------------------------------------------------------------------
+
+
+def scaled_step(change):
+  """A step whose gradients go through `change`."""
+
+  def run(model, optimizer, batch):
+    value, grads = embed.value_and_grad(canonical)(model, batch)
+    optimizer.update(model, change(grads))
+    return value
+
+  return run
+
+
+def change(allowed, factor=1.0, **more):
+  def add(function):
+    run = scaled_step(function)
+    run.__name__ = function.__name__
+    return step(allowed, factor=factor, **more)(run)
+
+  return add
+
+
+@change("either", 2.0)
+def tree_map_times_two(grads):
+  return jax.tree.map(lambda g: g * 2, grads)
+
+
+@change("either", 2.0)
+def tree_map_add(grads):
+  return jax.tree.map(jnp.add, grads, grads)
+
+
+@change("either", 0.5)
+def tree_map_over_rows_alone(grads):
+  return embed.Grads(
+    jax.tree.map(lambda g: g / 2, grads.dense), jax.tree.map(lambda g: g / 2, grads.rows)
+  )
+
+
+@change("either", 2.0)
+def the_operator_plus(grads):
+  return grads + grads
+
+
+@change("either", 2.0)
+def the_operator_times(grads):
+  return 2.0 * grads
+
+
+@change("either")
+def where_of_each_leaf(grads):
+  return jax.tree.map(lambda g: jnp.where(jnp.bool_(True), g, jnp.zeros_like(g)), grads)
+
+
+@change("either", 0.0)
+def zeros_like_each_leaf(grads):
+  return jax.tree.map(jnp.zeros_like, grads)
+
+
+@change("either", 2.0)
+def optax_tree_add(grads):
+  return optax.tree.add(grads, grads)
+
+
+@change("either", 0.5)
+def optax_tree_scale(grads):
+  return optax.tree.scale(0.5, grads)
+
+
+@change("right")
+def tree_map_identity(grads):
+  return jax.tree.map(lambda g: g, grads)
+
+
+@change("right")
+def flatten_and_unflatten(grads):
+  leaves, treedef = jax.tree.flatten(grads)
+  return jax.tree.unflatten(treedef, leaves)
+
+
+@change("right", 2.0)
+def grads_map(grads):
+  return grads.map(lambda g: g * 2)
+
+
+@change("right", 2.0)
+def embed_accumulate(grads):
+  return embed.accumulate([grads, grads])
+
+
+@change("right", 1.0)
+def accumulate_and_mean(grads):
+  return embed.accumulate([grads, grads, grads]).map(lambda g: g / 3)
+
+
+@change("right")
+def replace_dense(grads):
+  return dataclasses.replace(grads, dense=jax.tree.map(lambda g: g, grads.dense))
+
+
+@change("right", 3.0)
+def rows_mapped_by_hand(grads):
+  rows = {key: r.map(lambda g: 3 * g) for key, r in grads.rows.items()}
+  return embed.Grads(jax.tree.map(lambda g: 3 * g, grads.dense), rows)
+
+
+@change("right")
+def rows_made_by_hand(grads):
+  rows = {key: embed.RowGrads(r.ids, r.values) for key, r in grads.rows.items()}
+  return embed.Grads(grads.dense, rows)
+
+
+def _true_norm(ref, batch):
+  _, grads = ref.gradients(plain, batch)
+  return np.sqrt(sum(np.sum(g * g) for g in grads.values()))
+
+
+def _clipped(ref, batch, number):
+  return ref.step(plain, batch, number, factor=min(1.0, 0.1 / _true_norm(ref, batch)))
+
+
+@step("right", reference=_clipped)
+def clip_by_global_norm(model, optimizer, batch):
+  value, grads = embed.value_and_grad(canonical)(model, batch)
+  optimizer.update(model, embed.clip_by_global_norm(grads, 0.1))
+  return value
+
+
+@step("either", reference=_clipped)
+def clip_by_the_norm_of_optax(model, optimizer, batch):
+  value, grads = embed.value_and_grad(canonical)(model, batch)
+  factor = jnp.minimum(1.0, 0.1 / optax.global_norm(grads))
+  optimizer.update(model, grads.map(lambda g: g * factor))
+  return value
+
+
+@step("either", reference=_clipped)
+def clip_by_a_transformation_of_optax(model, optimizer, batch):
+  value, grads = embed.value_and_grad(canonical)(model, batch)
+  clip = optax.clip_by_global_norm(0.1)
+  grads, _ = clip.update(grads, clip.init(grads))
+  optimizer.update(model, grads)
+  return value
+
+
+@step("either", jit=False)
+def gradients_through_the_host(model, optimizer, batch):
+  value, grads = embed.value_and_grad(canonical)(model, batch)
+  optimizer.update(model, jax.device_put(jax.device_get(grads)))
+  return value
+
+
+def _two_batches(ref, batch, number):
+  other = make_batch(100)
+  value, first = ref.gradients(plain, batch)
+  _, second = ref.gradients(plain, other)
+  touched = [TOUCHED[plain](b) for b in (batch, other)]
+  both = {n: np.union1d(touched[0][n], touched[1][n]) for n in SIZES}
+  ref.apply({n: first[n] + second[n] for n in first}, both, number)
+  return value
+
+
+@step("right", reference=_two_batches)
+def two_microbatches_accumulated(model, optimizer, batch):
+  f = embed.value_and_grad(canonical)
+  (value, first), (_, second) = f(model, batch), f(model, make_batch(100))
+  optimizer.update(model, embed.accumulate([first, second]))
+  return value
+
+
+@step("either", reference=_two_batches)
+def two_microbatches_by_tree_map(model, optimizer, batch):
+  f = embed.value_and_grad(canonical)
+  (value, first), (_, second) = f(model, batch), f(model, make_batch(100))
+  optimizer.update(model, jax.tree.map(jnp.add, first, second))
+  return value
+
+
+@step("told", reference=_two_batches)
+def two_microbatches_by_scan(model, optimizer, batch):
+  graphdef, state = nnx.split(model)
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), batch, make_batch(100))
+
+  def body(total, microbatch):
+    value, grads = embed.value_and_grad(canonical)(nnx.merge(graphdef, state), microbatch)
+    return jax.tree.map(jnp.add, total, grads), value
+
+  shapes = jax.eval_shape(lambda: body_grads(graphdef, state, batch))
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  total, values = jax.lax.scan(body, zeros, stacked)
+  optimizer.update(model, total)
+  return values[0]
+
+
+def body_grads(graphdef, state, batch):
+  return embed.value_and_grad(canonical)(nnx.merge(graphdef, state), batch)[1]
+
+
+def _every_third(ref, batch, number):
+  """The mean gradient of three batches, at the third."""
+  value, grads = ref.gradients(plain, batch)
+  ref.held = [*getattr(ref, "held", []), (grads, TOUCHED[plain](batch))]
+  if number == 2:
+    mean = {n: sum(g[n] for g, _ in ref.held) / 3 for n in grads}
+    touched = {n: functools.reduce(np.union1d, [t[n] for _, t in ref.held]) for n in SIZES}
+    ref.apply(mean, touched, 0)
+  return value
+
+
+@step("either", reference=_every_third, tx=lambda: optax.MultiSteps(optax.sgd(RATE), 3))
+def optax_multi_steps(model, optimizer, batch):
+  return train_on(canonical)(model, optimizer, batch)
+
+
+@step("either", reference=_every_third,
+      tx=lambda: optax.MultiSteps(optax.sgd(RATE), 3).gradient_transformation())  # fmt: skip
+def optax_multi_steps_as_a_transformation(model, optimizer, batch):
+  return train_on(canonical)(model, optimizer, batch)
+
+
+@step("right", tx=lambda: optax.chain(optax.identity(), optax.sgd(RATE)))
+def optax_chain(model, optimizer, batch):
+  return train_on(canonical)(model, optimizer, batch)
+
+
+@step("either")
+def a_step_if_finite_by_nnx_cond(model, optimizer, batch):
+  value, grads = embed.value_and_grad(canonical)(model, batch)
+  nnx.cond(
+    jnp.isfinite(value),
+    lambda m, o, g: o.update(m, g),
+    lambda m, o, g: None,
+    model,
+    optimizer,
+    grads,
+  )
+  return value
+
+
+@step("refused")
+def gradients_of_a_larger_model(model, optimizer, batch):
+  value, grads = embed.value_and_grad(canonical)(Model(sizes={"t": 40, "u": 10}), batch)
+  optimizer.update(model, grads)
+  return value
+
+
+@step("refused")
+def a_missing_table(model, optimizer, batch):
+  value, grads = embed.value_and_grad(canonical)(model, batch)
+  rows = {key: r for key, r in grads.rows.items() if key.endswith("t")}
+  optimizer.update(model, embed.Grads(grads.dense, rows))
+  return value
+
+
+@step("refused")
+def rows_of_unknown_size_by_hand(model, optimizer, batch):
+  value, grads = embed.value_and_grad(canonical)(model, batch)
+  rows = {key: embed.RowGrads(r.ids, r.values[:, :2]) for key, r in grads.rows.items()}
+  optimizer.update(model, embed.Grads(grads.dense, rows))
+  return value
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+@loss("either", plain_a)
+def a_batch_without_features(m, batch):
+  return m.head(jnp.tanh(m.inner["e"]({"a": embed.Padded(batch["a"])})["a"]))
+
+
+@loss("either", lambda p, b: plain_head(p, jnp.tanh(rows_of(p["t"], b["a"])))
+      + plain_head(p, rows_of(p["t"], b["b"][:3])),
+      touched=lambda b: touch(*"ab")({"a": b["a"], "b": b["b"][:3]}))  # fmt: skip
+def features_of_different_batch_sizes(m, batch):
+  act = m.inner["e"]({"a": embed.Padded(batch["a"]), "b": batch["b"][:3]})
+  return m.head(jnp.tanh(act["a"])) + m.head(act["b"])
+
+
+@loss("refused")
+def an_unknown_feature(m, batch):
+  m.inner["e"]({"z": batch["b"]})
+  return canonical(m, batch)
+
+
+@loss("refused")
+def another_structure(m, batch):
+  m.inner["e"]([embed.Padded(batch["a"]), batch["b"], embed.Padded(batch["c"])])
+  return canonical(m, batch)
+
+
+@loss("refused")
+def a_feature_that_is_none(m, batch):
+  m.inner["e"]({"a": None, "b": batch["b"]})
+  return canonical(m, batch)
+
+
+def _plain_weighted(p, batch):
+  ids, w = batch["a"], jax.lax.stop_gradient(jnp.tanh(p["scale"]))
+  rows = jnp.where((ids >= 0)[..., None], p["t"][jnp.maximum(ids, 0)], 0)
+  return plain_head(p, jnp.einsum("bld,l->bd", rows, w))
+
+
+@loss("right", _plain_weighted, touched=touch("a"))
+def weights_are_constants(m, batch):
+  weights = jnp.broadcast_to(jnp.tanh(m.scale[...]), (B, 3))
+  return m.head(m.encode("a", batch["a"], weights))
+
+
+def _plain_learned_weights(p, batch):
+  ids, w = batch["a"], jnp.tanh(p["scale"])
+  rows = jnp.where((ids >= 0)[..., None], p["t"][jnp.maximum(ids, 0)], 0)
+  return plain_head(p, jnp.einsum("bld,l->bd", rows, w))
+
+
+@loss("right", _plain_learned_weights, touched=touch("a"),
+      make_model=functools.partial(Model, config={"differentiate_weights": True}))  # fmt: skip
+def weights_are_differentiated(m, batch):
+  weights = jnp.broadcast_to(jnp.tanh(m.scale[...]), (B, 3))
+  return m.head(m.encode("a", batch["a"], weights))
+
+
+# --- whole loops ----------------------------------------------------------------------------------
+
+
+@step("right")
+def the_mid_level(model, optimizer, batch):
+  given = {"a": embed.Padded(batch["a"]), "b": batch["b"], "c": embed.Padded(batch["c"])}
+  acts, residual = model.inner["e"].lookup(given)
+
+  def head(acts, model):
+    return model.head(jnp.tanh(acts["a"])) + model.head(jnp.sin(acts["b"]) * acts["c"])
+
+  value, (grads, dense) = nnx.value_and_grad(head, argnums=(0, 1))(acts, model)
+  model.inner["e"].apply_gradients(grads, residual, step=optimizer.step[...])
+  optimizer.dense.update(model, dense)
+  return value
+
+
+def _scan_of_steps(model, optimizer):
+  """All three steps in one nnx.scan, at the first call."""
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), *BATCHES)
+  values = []
+
+  @nnx.jit
+  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+  def steps(carry, batch):
+    return carry, train_on(canonical)(*carry, batch)
+
+  def run(batch):
+    if not values:
+      values.extend(np.asarray(steps((model, optimizer), stacked)[1]).tolist())
+    return values.pop(0) if len(values) > 1 else values[0]
+
+  return run
+
+
+@step("either", jit=False, setup=_scan_of_steps, last_only=True)
+def nnx_scan_over_steps(model, optimizer, batch):
+  raise NotImplementedError  # replaced by `setup`
+
+
+# --- a grammar of wrappers ------------------------------------------------------------------------
+# Each takes `f(m, ids)` and returns one that means the same.
+
+
+def _w_jit(f):
+  return lambda m, ids: nnx.jit(f)(m, ids)
+
+
+def _w_remat(f):
+  return lambda m, ids: nnx.remat(f)(m, ids)
+
+
+def _w_cond(f):
+  return lambda m, ids: nnx.cond(_yes(m), f, lambda m, ids: jnp.zeros((len(ids), D)), m, ids)
+
+
+def _w_cond_other(f):
+  return lambda m, ids: nnx.cond(
+    ~_yes(m), lambda m, ids: m.encode("b", jnp.zeros(len(ids), int)), f, m, ids
+  )
+
+
+def _w_switch(f):
+  zeros = lambda m, ids: jnp.zeros((len(ids), D))
+  return lambda m, ids: nnx.switch(2 * jnp.int32(_yes(m)), [zeros, zeros, f], m, ids)
+
+
+def _w_halves(f):
+  return lambda m, ids: (
+    jnp.concatenate([f(m, ids[:4]), f(m, ids[4:])]) if len(ids) > 4 else f(m, ids)
+  )
+
+
+def _w_mean_of_two(f):
+  return lambda m, ids: (f(m, ids) + f(m, ids)) / 2
+
+
+def _w_checkpoint(f):
+  return lambda m, ids: jax.checkpoint(f)(m, ids)
+
+
+def _w_after_vmap(f):
+  return lambda m, ids: jax.vmap(lambda x: x * 1.0)(f(m, ids))
+
+
+def _w_after_checkpoint(f):
+  return lambda m, ids: jax.checkpoint(jnp.sinh)(jnp.arcsinh(f(m, ids)))
+
+
+def _w_scope(f):
+  def scoped(m, ids):
+    with jax.named_scope("inner"):
+      return f(m, ids)
+
+  return scoped
+
+
+def _w_method(f):
+  return lambda m, ids: (lambda self: f(self, ids))(m)
+
+
+WRAPPERS = [
+  _w_jit, _w_remat, _w_cond, _w_cond_other, _w_switch, _w_halves, _w_mean_of_two, _w_checkpoint,
+  _w_after_vmap, _w_after_checkpoint, _w_scope, _w_method,
+]  # fmt: skip
+
+
+def composed(seed):
+  """A loss with each lookup under one to three wrappers."""
+  rng = np.random.default_rng(seed)
+  chosen = {
+    key: [WRAPPERS[i] for i in rng.integers(0, len(WRAPPERS), rng.integers(1, 4))] for key in "abc"
+  }
+
+  def loss_fn(m, batch):
+    def encode(m, key, ids):
+      f = lambda m, ids: m.encode(key, ids)
+      for wrapper in chosen[key]:
+        f = wrapper(f)
+      return f(m, ids)
+
+    return canonical(m, batch, encode)
+
+  names = " ".join(f"{k}:" + ">".join(w.__name__[3:] for w in ws) for k, ws in chosen.items())
+  run = train_on(loss_fn)
+  run.__name__ = f"composed_{seed}"
+  return Way(f"composed_{seed} ({names})", "right", run, expected_steps(plain))
+
+
+COMPOSED = 30
+
+
+# --- running --------------------------------------------------------------------------------------
+
+# What an error of `embed` says to write, or to be wrong.
+INSTEAD = (
+  r"embed\.|[Ww]rite|[Uu]se |[Pp]ass|[Ll]ook up|[Gg]ive|[Tt]ake|must|outside|expected|its dim"
+)
+
+
+def says_what_to_write(way, error):
+  """Whether an error helps: one of `embed`, one that names it, or Python's own of an operator."""
+  *_, last = traceback.extract_tb(error.__traceback__)
+  ours = os.path.dirname(embed.__file__) in last.filename
+  if not ours and not re.search(r"embed\.|unsupported operand", str(error)):
+    return False
+  return not ours or (re.search(INSTEAD, str(error)) and re.search(way.says, str(error)))
+
+
+def observe(model):
+  variables = {n: dict(v) for n, v in model.inner["e"].variables.items()}
+  dense = {"kernel": model.out.kernel, "bias": model.out.bias, "scale": model.scale}
+  return jax.tree.map(np.array, variables | {name: v[...] for name, v in dense.items()})
+
+
+def difference(model, ref):
+  """None, or what differs, to float32's precision of a step of size 0.1."""
+  found = observe(model)
+  wanted = {n: t.arrays() for n, t in ref.tables.items()} | ref.dense
+  for path, x in jax.tree_util.tree_leaves_with_path(wanted):
+    y = functools.reduce(lambda d, k: d[k.key], path, found)
+    error = np.max(np.abs(np.asarray(y, np.float64) - x))
+    if not error <= 2e-5 * max(1.0, np.max(np.abs(x))):
+      return f"{jax.tree_util.keystr(path)} differs by {error:.2e}"
+  return None
+
+
+def outcome(way, mesh=None):
+  """ "right", "refused", "warned", or "wrong: ..."."""
+  with (
+    warnings.catch_warnings(record=True) as caught,
+    jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext(),
+  ):
+    warnings.simplefilter("always")
+    model = way.make_model()
+    optimizer = way.make_optimizer(model, way.tx())
+    ref, before = Reference(model), observe(model)
+    if way.setup is not None:
+      ready = way.setup(model, optimizer)
+      run = lambda model, optimizer, batch: ready(batch)
+    else:
+      run = nnx.jit(way.run, donate_argnums=(0, 1)) if way.jit else way.run
+    problem = None
+    for number, batch in enumerate(BATCHES):
+      try:
+        value = run(model, optimizer, batch)
+      except (TypeError, ValueError) as error:
+        return refusal(way, error, model, before if number == 0 else None)
+      except Exception as error:
+        return f"wrong: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+      wanted = way.reference(ref, batch, number)
+      if way.last_only and number < len(BATCHES) - 1:
+        continue
+      problem = difference(model, ref)
+      if (
+        problem is None
+        and wanted is not None
+        and not np.isclose(value, wanted, rtol=1e-4, atol=1e-5)
+      ):
+        problem = f"the loss is {float(value)}, not {wanted}"
+      if problem:
+        problem = f"wrong: step {number}: {problem}"
+        break
+  if problem is None:
+    return "right"
+  named = [w for w in caught if re.search("inner/e|SparseEmbed|table 't'|'t'", str(w.message))]
+  return "warned" if named else problem
+
+
+def refusal(way, error, model, before):
+  message = str(error)
+  if not says_what_to_write(way, error):
+    return (
+      f"wrong: an error that does not say what to write: {type(error).__name__}: {message[:200]!r}"
+    )
+  if before is not None and not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(model))):
+    for a, b in zip(jax.tree.leaves(observe(model)), jax.tree.leaves(before), strict=True):
+      if not np.array_equal(a, b):
+        return f"wrong: refused after something had moved: {message[:200]!r}"
+  return "refused"
+
+
+def check(way, mesh=None):
+  found = outcome(way, mesh)
+  assert found in ALLOWED[way.allowed], f"{way.name}: {found}; allowed: {way.allowed}"
+
+
+def explicit_mesh():
+  return jax.make_mesh((8,), ("data",))
+
+
+# Where lookups, gradients and updates differ most, in seconds.
+FEW = (
+  "three_calls", "nnx_switch", "jax_vmap_over_a_lookup", "a_closure_over_the_layer",
+  "tree_map_times_two", "attend_to_candidates",
+)  # fmt: skip
+ON_A_MESH = ("nnx_switch",)
+
+
+def test_there_are_a_hundred_ways():
+  assert len(WAYS) + COMPOSED >= 100
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_way(name):
+  check(WAYS[name])
+
+
+@pytest.mark.parametrize("name", ON_A_MESH)
+def test_a_way_on_an_explicit_mesh(name):
+  check(WAYS[name], explicit_mesh())
+
+
+@pytest.mark.parametrize("name", ["three_calls", "jax_vmap_over_a_lookup"])
+def test_the_runner_tells_right_from_wrong(name):
+  way = WAYS[name]
+  wrong = dataclasses.replace(
+    way, reference=expected_steps(plain, factor=1.01), says="no such word"
+  )
+  assert outcome(wrong).startswith("wrong")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in FEW])
+def test_every_way(name):
+  check(WAYS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, w in WAYS.items() if w.on_mesh and n not in ON_A_MESH])
+def test_every_way_on_an_explicit_mesh(name):
+  check(WAYS[name], explicit_mesh())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(COMPOSED))
+def test_composed_wrappers(seed):
+  check(composed(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(COMPOSED))
+def test_composed_wrappers_on_an_explicit_mesh(seed):
+  check(composed(seed), explicit_mesh())
+
+
+def main(arguments=None):
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--only", default="", help="names that contain this")
+  parser.add_argument("--mesh", action="store_true", help="on eight devices with Explicit axes")
+  parser.add_argument("--composed", type=int, default=COMPOSED)
+  args = parser.parse_args(arguments)
+  jax.config.update("jax_disable_most_optimizations", True)
+  ways = [
+    *(w for w in WAYS.values() if w.on_mesh or not args.mesh),
+    *(composed(seed) for seed in range(args.composed)),
+  ]
+  failed = 0
+  for i, way in enumerate(w for w in ways if args.only in w.name):
+    if i % 10 == 9:
+      jax.clear_caches()
+    try:
+      found = outcome(way, explicit_mesh() if args.mesh else None)
+    except Exception as error:
+      found = f"wrong: outside of a step: {type(error).__name__}: {str(error)[:200]}"
+      if args.only:
+        traceback.print_exc()
+    ok = found in ALLOWED[way.allowed]
+    failed += not ok
+    print(f"{'ok  ' if ok else 'FAIL'} {way.name}: {found} (allowed: {way.allowed})", flush=True)
+  print(f"{failed} failed")
+  return 1 if failed else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
