@@ -398,7 +398,7 @@ class SparseEmbed(nnx.Module):
     parts, lost, bags = prepared
     table, rows = self._rows(stack)
     acts, reads, load = _look_up(rows, parts, stack, tuple(tables))
-    if placement is not None and sharding.is_explicit(rows):
+    if placement is not None and sharding.is_explicit((rows, self.report.get_value())):
       acts = [placement.typed(act) for act in acts]
     return self._mark(acts, reads, table), reads, load, lost, bags
 
@@ -771,8 +771,11 @@ class SparseEmbed(nnx.Module):
     if not dropped:
       return
     try:
-      total = self.report["dropped_ids"] + functools.reduce(jnp.add, dropped)
-      self.report.set_value(self.report.get_value() | {"dropped_ids": total} | _loads(loads))
+      before = self.report.get_value()
+      counted = {"dropped_ids": functools.reduce(jnp.add, dropped), **_loads(loads)}
+      report = {key: sharding.with_types_of(counted[key], before[key]) for key in before}
+      report["dropped_ids"] += before["dropped_ids"]
+      self.report.set_value(report)
     except flax_errors.TraceContextError:
       pass  # a model that a function closes over, as under jax.jit: no state comes out of it
 

@@ -258,11 +258,11 @@ class Placement:
 
   def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`f` per device, on arrays that are put where `in_specs` says, a tree of specs or prefixes."""
-    mapped = jax.shard_map(
-      f, mesh=self.active_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
 
     def placed(*args):
+      mapped = jax.shard_map(
+        f, mesh=self.active_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+      )
       is_spec = lambda x: isinstance(x, P)
       put = lambda spec, tree: jax.tree.map(lambda x: self.put(x, spec), tree)
       return mapped(*jax.tree.map(put, in_specs, args, is_leaf=is_spec))
