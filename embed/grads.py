@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed import internals, update
+from embed import internals, sharding, update
 from embed.exchange import Call, Owned
 from embed.lookup import Occurrences, Owner, Reads
 from embed.stack import Sent, Stack, of_table, scaled
@@ -320,9 +320,10 @@ def global_norm(grads: Grads) -> jax.Array:
   """
   square = lambda g: jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
   squares = sum(map(square, jax.tree.leaves(grads.dense)), jnp.zeros((), jnp.float32))
-  if isinstance(grads.rows, Rows):
-    return jnp.sqrt(squares + grads.rows.squared_norm())
-  return jnp.sqrt(sum((r.squared_norm() for r in grads.rows.values()), squares))
+  rows = grads.rows
+  each = [rows] if isinstance(rows, Rows) else list(rows.values())
+  of_rows = sum((r.squared_norm() for r in each), jnp.zeros(()))
+  return jnp.sqrt(squares + sharding.scalar_for(squares, of_rows))
 
 
 def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
@@ -351,7 +352,7 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
   grads = Grads(grads.dense, rows)
   norm = global_norm(grads)
   factor = jnp.minimum(1, max_norm / jnp.maximum(norm, max_norm))
-  scale = lambda g: g * factor.astype(g.dtype)
+  scale = lambda g: g * sharding.scalar_for(g, factor).astype(g.dtype)
   if isinstance(rows, Rows):
     return Grads(jax.tree.map(scale, grads.dense), rows.scale(factor))
   return grads.map(scale)

@@ -110,6 +110,14 @@ def check_whole(name: str, x: Any) -> None:
       )
 
 
+def scalar_for(x: jax.Array, scalar: jax.Array) -> jax.Array:
+  """A scalar for arithmetic with an array, which may have a sharding in its type or not."""
+  where = explicit_sharding(x)
+  if where is None:
+    return without_types(scalar) if current_mesh() is None else scalar
+  return scalar if is_explicit(scalar) else _move(scalar, NamedSharding(where.mesh, P()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
   """Where the arrays of some tables are: rows over some axes of a mesh, columns over others.
@@ -218,8 +226,9 @@ class Placement:
     return NamedSharding(Mesh(devices, (*others, copies, cut)), P(None, (*columns, cut)))
 
   def put(self, x: jax.Array, spec: P) -> jax.Array:
-    """An array with another sharding."""
-    return _move(x, self.sharding(spec))
+    """An array with another sharding, in its type if that had one before."""
+    where = explicit_sharding(x)
+    return _move(x, self.sharding(spec) if where is None else NamedSharding(where.mesh, spec))
 
   def place_whole(self, x: Any, dtype: Any, where: P | NamedSharding) -> jax.Array:
     """A whole array, the same on every host, split over devices without a copy of it on any."""
@@ -264,7 +273,7 @@ class Placement:
         f, mesh=self.active_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
       )
       is_spec = lambda x: isinstance(x, P)
-      put = lambda spec, tree: jax.tree.map(lambda x: self.put(x, spec), tree)
+      put = lambda spec, tree: jax.tree.map(lambda x: _move(x, self.sharding(spec)), tree)
       return mapped(*jax.tree.map(put, in_specs, args, is_leaf=is_spec))
 
     return placed

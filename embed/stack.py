@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from embed import config as config_lib
-from embed import exchange, initializers, rounding, text, traffic, update, views
+from embed import exchange, initializers, rounding, sharding, text, traffic, update, views
 from embed import lookup as lookup_lib
 from embed.exchange import Call, Owned
 from embed.layout import Columns, Layout
@@ -674,7 +674,7 @@ def of_table(sent: Sequence[Sent], table: str) -> list[Sent]:
 
 def scaled(sent: Sequence[Sent], factor: jax.Array) -> list[Sent]:
   """Gradients times a number, in float32: before the sum or after it is the same."""
-  times = lambda x: x.astype(jnp.float32) * factor
+  times = lambda x: x.astype(jnp.float32) * sharding.scalar_for(x, factor)
 
   def one(x: Sent) -> Sent:
     if isinstance(x, Owned):

@@ -1,8 +1,9 @@
-"""Compiles a training step for TPUs that are not there, and reports what the compiler made of it.
+"""Compiles a training step, and the evaluation of a batch, for TPUs that are not there.
 
-The compiler is the real one, out of libtpu, and needs no chip; model and optimizer are shapes, so
-that nothing is allocated and no data is read. The step is `loop.make_train_step`'s, the one that
-training calls. What compiles here and fits has still not run: no time comes out of this.
+The report says what the compiler made of them. It is the real one, out of libtpu, and needs no
+chip; model and optimizer are shapes, so that nothing is allocated and no data is read. The step is
+`loop.make_train_step`'s, the one that training calls. What compiles here and fits has still not
+run: no time comes out of this.
 
 A child process per topology compiles, because the compiler reads its environment once, has been
 seen to bring its process down, and may take longer than anybody wants to wait.
@@ -55,12 +56,14 @@ class Parts:
     model: built on the mesh it is given.
     optimizer: of the model.
     loss_fn: `(model, batch) -> scalar`.
+    predict: the compiled `(model, batch) -> outputs` that evaluation calls.
     batch: a pytree of `jax.ShapeDtypeStruct`, global, `[examples, ...]`.
   """
 
   model: nnx.Module
   optimizer: embed.Optimizer
   loss_fn: Callable[[Any, Any], jax.Array]
+  predict: Any
   batch: Any
 
 
@@ -188,7 +191,18 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
     "offloads": program.offloads(),
     "cost_model": cost(compiled.cost_analysis()),
   }
+  report["evaluation"] = evaluation(part.predict, model, batch, mesh)
   return report | {"problems": problems(report, program, lowered.as_text(), state)}
+
+
+def evaluation(predict: Any, model: nnx.Module, batch: Any, mesh: Mesh) -> dict[str, Any]:
+  """Compiles what evaluation calls; returns its memory, and what it makes in a table's size."""
+  view = nnx.view(model, deterministic=True)
+  compiled = predict.trace(view, batch).lower(lowering_platforms=("tpu",)).compile()
+  return {
+    "memory": memory(compiled.memory_analysis(), mesh),
+    "copies": copies(hlo.Program(compiled.as_text()), {"model": model}),
+  }
 
 
 def place(node: nnx.Module, mesh: Mesh) -> nnx.Module:
@@ -316,6 +330,12 @@ def problems(
     found.append(f"needs {need['needed']:,} bytes of a device that has {need['available']:,}")
   if need["aliased"] < report["tables"]["sharded"] + report["tables"]["replicated"]:
     found.append("tables and slots are not updated in place: less is aliased than they take")
+  evaluated = report["evaluation"]
+  largest = max((_array(leaf).nbytes for leaf in table_leaves(state)), default=math.inf)
+  if evaluated["memory"]["output"] >= largest:
+    found.append("evaluation returns as much as a table: it returns the model")
+  made = "evaluation makes an array of a table's size"
+  found += [f"{made}: {what}" for what in evaluated["copies"]]
   narrow = hlo.narrowed(program.collectives(), stablehlo)
   found += [f"a float32 exchange has become narrower: {what}" for what in narrow]
   return found + [f"an array of a table's size is made: {what}" for what in copies(program, state)]
@@ -385,6 +405,11 @@ def _body(report: dict[str, Any]) -> list[str]:
   if extra := [c for c in report["collectives"] if c["count"] is None]:
     lines.append("  only in extra exchange rounds (loops whose length the data decides):")
     lines += [f"    {_exchange(c)}" for c in extra]
+  evaluated = {name: mib(value) for name, value in report["evaluation"]["memory"].items()}
+  lines.append(
+    f"  evaluation of a batch, MiB per device: temporaries {evaluated['temporaries']}, output "
+    f"{evaluated['output']}"
+  )
   offloads = ", ".join(f"{k} x {v}" for k, v in report["offloads"].items()) or "none"
   lines.append(f"  SparseCore offloads: {offloads}")
   estimates = ", ".join(f"{name} {value:.4g}" for name, value in model.items())

@@ -17,6 +17,8 @@ from recipes.errors import UserError
 
 # Scores that are held at once, in all: 64 MB of float32.
 _MAX_SCORES = 1 << 24
+# Rows that a device looks up at once.
+_MAX_ROWS = 1 << 12
 
 
 def top_k(
@@ -112,7 +114,7 @@ def top_k_of_rows(
   """
   _check(query.shape, (size, query.shape[1]), k, exclude)
   axes, shards, batch = mesh.axis_names, mesh.size, query.shape[0]
-  width = max(min(max_scores // max(batch, 1), -(-size // shards)), 1) * shards
+  width = max(min(max_scores // max(batch, 1), -(-size // shards), _MAX_ROWS), 1) * shards
 
   @functools.partial(
     jax.shard_map,

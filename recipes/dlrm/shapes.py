@@ -18,4 +18,4 @@ def parts(config, mesh: jax.sharding.Mesh) -> aot.Parts:
     model = nnx.eval_shape(lambda: train.build_model(config, data, mesh))
     optimizer = nnx.eval_shape(lambda m: embed.Optimizer(m, train.dense_optimizer(config)), model)
   batch = data_lib.batch_shapes(data, config.batch_size)
-  return aot.Parts(model, optimizer, train.loss_fn, batch)
+  return aot.Parts(model, optimizer, train.loss_fn, train.predict, batch)

@@ -95,12 +95,14 @@ def loss_fn(model, batch) -> jax.Array:
   return optax.sigmoid_binary_cross_entropy(model(batch), batch["label"]).mean()
 
 
+@nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
+def predict(model, batch) -> jax.Array:
+  """Returns a batch's logits `[B]`; compiled."""
+  return model(batch)
+
+
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process."""
-
-  @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
-  def predict(model, batch):
-    return model(batch)
 
   def evaluate(model, split: str) -> dict[str, float]:
     metrics, view = ClickMetrics(), nnx.view(model, deterministic=True)

@@ -130,20 +130,26 @@ def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
   return loss_fn
 
 
+def make_recommend(num_items: int, k: int, mesh: jax.sharding.Mesh | None):
+  """Returns the compiled `(model, batch) -> ids [B, k]` of the best items not in its `seen`."""
+
+  @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
+  def recommend(model, batch):
+    query = model_lib.queries(model, batch)
+    if mesh is None:
+      return retrieval.top_k(query, model.embed.tables[model_lib.ITEM], k, batch["seen"])[1]
+    rows = lambda ids: model.embed({model_lib.ITEM: ids})[model_lib.ITEM]
+    return retrieval.top_k_of_rows(query, rows, num_items, k, batch["seen"], mesh)[1]
+
+  return recommend
+
+
 def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> metrics` over all evaluated users, in every process.
 
   Every item of the catalogue is ranked but those that the user has had before.
   """
-
-  @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
-  def recommend(model, batch):
-    query, k = model_lib.queries(model, batch), max(config.ks)
-    if mesh is None:
-      table = model.embed.tables[model_lib.ITEM]
-      return retrieval.top_k(query, table, k, batch["seen"])[1]
-    rows = lambda ids: model.embed({model_lib.ITEM: ids})[model_lib.ITEM]
-    return retrieval.top_k_of_rows(query, rows, data.num_items, k, batch["seen"], mesh)[1]
+  recommend = make_recommend(data.num_items, max(config.ks), mesh)
 
   def evaluate(model, split: str) -> dict[str, float]:
     metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)

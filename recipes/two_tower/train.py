@@ -171,6 +171,27 @@ def _everywhere(x: jax.Array, mesh: Mesh | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
+def make_encode(mesh: Mesh | None):
+  """Returns the compiled `(model, candidate) -> vectors [B, D]`, on every device."""
+
+  @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
+  def encode(model, candidate):
+    return _everywhere(model.candidates(candidate), mesh)
+
+  return encode
+
+
+def make_rank(config, mesh: Mesh | None):
+  """Returns the compiled `(model, candidates, query, seen) -> (queries [B, D], ids [B, k])`."""
+
+  @nnx.jit(graph=False)
+  def rank(model, candidates, query, seen):
+    queries = model.queries({name: query[name] for name in config.query})
+    return queries, retrieval.top_k(queries, candidates, max(config.ks), seen, mesh)[1]
+
+  return rank
+
+
 def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   """Returns `(model, split) -> {metric: value}`, full rankings of the catalogue, in every process.
 
@@ -179,14 +200,7 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   approximate index finds.
   """
 
-  @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
-  def encode(model, candidate):
-    return _everywhere(model.candidates(candidate), mesh)
-
-  @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
-  def rank(model, candidates, query, seen):
-    queries = model.queries({name: query[name] for name in config.query})
-    return queries, retrieval.top_k(queries, candidates, max(config.ks), seen, mesh)[1]
+  encode, rank = make_encode(mesh), make_rank(config, mesh)
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:

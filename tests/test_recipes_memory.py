@@ -1,0 +1,91 @@
+"""Evaluation in the recipes costs the batch: it makes and returns nothing of a table's size."""
+
+import dataclasses
+import importlib
+import re
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import pytest
+from flax import nnx
+
+import embed
+from recipes.dlrm import data as clicks
+from recipes.dlrm import train as dlrm
+from recipes.sequence import train as sequence
+from recipes.two_tower import data as pairs
+from recipes.two_tower import train as two_tower
+
+ROWS, DIM, BATCH = 80_000, 8, 16
+# What hands an array on without making a new one.
+PASSED_ON = "parameter|tuple|get-tuple-element|while|bitcast|call|conditional|opt-barrier"
+
+
+def config(name):
+  settings = importlib.import_module(f"configs.{name}").get_config("smoke")
+  settings.dim = DIM
+  return settings
+
+
+def tables(model):
+  return [x for x in jax.tree.leaves(nnx.state(model, embed.Table)) if x.size >= ROWS * DIM]
+
+
+def made(compiled, model):
+  """The instructions of a compiled program that make an array of a table's or a shard's shape."""
+  shapes = {x.shape for x in tables(model)}
+  shapes |= {x.sharding.shard_shape(x.shape) for x in tables(model)}
+  assert shapes, "the check is about large tables"
+  either = "|".join(f"{rows},{dim}" for rows, dim in shapes)
+  line = re.compile(rf"= f32\[({either})\]\S* (?!({PASSED_ON})\()[\w\-]+\(")
+  return [text for text in compiled.as_text().splitlines() if line.search(text)]
+
+
+def assert_no_table(function, model, *args):
+  compiled = function.trace(nnx.view(model, deterministic=True), *args).lower().compile()
+  assert made(compiled, model) == []
+  smallest = min(x.addressable_shards[0].data.nbytes for x in tables(model))
+  assert compiled.memory_analysis().output_size_in_bytes < smallest
+
+
+@pytest.fixture(params=[False, True], ids=["one device", "eight"])
+def mesh(request):
+  return meshes.make_mesh() if request.param else None
+
+
+def test_clicks(mesh):
+  settings = config("dlrm.criteo_1tb")
+  data = clicks.describe(settings)
+  features = tuple(dataclasses.replace(f, vocabulary_size=ROWS // 8) for f in data.features)
+  data = dataclasses.replace(data, features=features)
+  model = dlrm.build_model(settings, data, mesh)
+  assert_no_table(dlrm.predict, model, clicks.batch_shapes(data, BATCH))
+
+
+def test_next_items(mesh):
+  settings = config("sequence.synthetic")
+  model = sequence.build_model(settings, ROWS, mesh)
+  tokens = jnp.zeros((BATCH, settings.max_length), jnp.int32)
+  batch = {"items": tokens, "segments": tokens, "positions": tokens}
+  batch |= {"last": jnp.zeros(BATCH, jnp.int32), "seen": jnp.zeros((BATCH, 3), jnp.int32)}
+  assert_no_table(sequence.make_recommend(ROWS, 10, mesh), model, batch)
+
+
+def test_candidates(mesh):
+  settings = config("two_tower.synthetic")
+  data = pairs.RetrievalData({}, {}, ROWS, ROWS, (), (), {}, {})
+  settings.query, settings.candidate = ("user",), ("item",)
+  model, ids = two_tower.build_model(settings, data, mesh), jnp.zeros(BATCH, jnp.int32)
+  assert_no_table(two_tower.make_encode(mesh), model, {"item": ids})
+  if mesh is None:
+    vectors, seen = jnp.zeros((ROWS, DIM)), jnp.zeros((BATCH, 3), jnp.int32)
+    assert_no_table(two_tower.make_rank(settings, None), model, vectors, {"user": ids}, seen)
+
+
+def test_the_check_sees_what_flax_does_by_default():
+  model = sequence.build_model(config("sequence.synthetic"), ROWS)
+  look_up = nnx.jit(lambda model, ids: model.embed({"item": ids}))
+  compiled = look_up.trace(model, np.zeros(3, np.int32)).lower().compile()
+  assert compiled.memory_analysis().output_size_in_bytes > ROWS * DIM * 4
