@@ -97,7 +97,7 @@ class Route:
 
   def unused(self) -> "Route":
     """The route of no ids, from the shapes of another."""
-    full = lambda value: lambda x: jnp.full(x.shape, value, x.dtype)
+    full = lambda value: lambda x: jnp.full_like(x, value)
     last = full(np.iinfo(np.int32).max)
     return Route(
       full(NONE)(self.keys),

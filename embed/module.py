@@ -149,7 +149,8 @@ class Report(nnx.Variable):
   `jax.jit`, with the module closed over or as a pytree, counts nothing.
 
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-  >>> activations = nnx.jit(lambda layer, ids: layer(ids))(layer, np.array([3, 4, 5]))
+  >>> look_up = nnx.jit(lambda layer, ids: layer(ids), graph=False)
+  >>> activations = look_up(layer, np.array([3, 4, 5]))
   >>> int(layer.report["dropped_ids"])
   2
   """
@@ -204,6 +205,8 @@ class SparseEmbed(nnx.Module):
     rngs: draws one key per table, from its stream `params`.
     mesh: the devices that tables are spread over; None is the mesh of `jax.set_mesh`, and without
       that one device. Inputs may have any sharding; activations come out split over the batch.
+      Outside of `jax.set_mesh` its axes count as Auto ones, so that the compiler shards the rest of
+      the model.
     axis: the mesh axis, or axes, that tables and the batch are split over.
     sharding: how: "mod" (row r on shard r % n), "div" (consecutive rows), "column" or "replicated".
     plan: an `embed.plan` instead of these three, and of `features` and `optimizer`, which it has;
@@ -329,7 +332,7 @@ class SparseEmbed(nnx.Module):
       `(activations, residual)`, the second an `embed.Residual`, a pytree.
 
     Raises:
-      ValueError: as `__call__`, and inside `nnx.capture` inside a loss.
+      ValueError: as `__call__`.
       TypeError: as `__call__`.
 
     >>> movie = embed.TableConfig(

@@ -528,14 +528,18 @@ def value_and_grad(
   Returns:
     `f(model, *args)` returning `(loss, Grads)`, or `((loss, aux), Grads)`. Changes that the loss
     makes to the model's other state (batch statistics, random counters, `report`) are kept; changes
-    to any `nnx.Param` and to Python attributes are not. A model that the loss closes over, rather
-    than gets as its first argument, is a constant. Where `ahead` is of other ids than those of this
-    call, the loss is NaN and all gradients are 0.
+    to any `nnx.Param` and to Python attributes are not. Where `ahead` is of other ids than those of
+    this call, the loss is NaN and all gradients are 0.
 
   Raises:
     ValueError: when called, if a lookup is where its gradient would be lost (scan, vmap, ...), if
-      `tables` is read inside, or if `ahead` is of another loss or of inputs of another shape.
+      rows are read, replaced or updated inside other than by a lookup, if the loss looks up in the
+      model outside rather than in its first argument, or if `ahead` is of another loss or model or
+      of inputs of another shape.
     TypeError: if the first argument is no `nnx.Module`, or the loss is not a float scalar.
+
+  Warns:
+    UserWarning: if the loss looks up in a layer that it was not given: its rows are constants.
 
   >>> table = embed.TableConfig(vocabulary_size=10, dim=2, optimizer=embed.sgd(0.1), name="t")
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))

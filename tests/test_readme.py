@@ -23,7 +23,7 @@ def test_the_examples_run(capsys):
   assert float(scope["loss"]) > 0
   untouched = scope["model"].embed.variables["movie"]["accumulators"][0]
   assert (untouched == untouched[0]).all()
-  assert scope["layer"](scope["batch"])["watched"].shape == (2, 64)
+  assert scope["model"].embed(scope["batch"])["watched"].shape == (2, 64)
   assert scope["plan"]["movie"].strategy == "div"
   assert "on each of 8 devices" in capsys.readouterr().out
 

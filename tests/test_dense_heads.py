@@ -1,0 +1,143 @@
+"""A model around the layer trains on any mesh as on one device, with nothing written for it."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+
+V, D, L = 40, 8, 3
+
+
+class Ranker(nnx.Module):
+  """What models are made of: attention, einsum, norm, dropout, linear layers, a plain parameter."""
+
+  def __init__(self, **where):
+    rngs = nnx.Rngs(0)
+    movie = embed.TableConfig(V, D, combiner="mean", name="movie", optimizer=embed.adagrad(0.1))
+    user = embed.TableConfig(V, D, name="user")
+    features = {
+      "watched": embed.FeatureConfig(movie),
+      "history": embed.FeatureConfig(movie, max_sequence_length=L),
+      "user": embed.FeatureConfig(user),
+    }
+    self.embed = embed.SparseEmbed(features, embed.adam(0.01), rngs=rngs, **where)
+    self.attention = nnx.MultiHeadAttention(2, D, decode=False, rngs=rngs)
+    self.norm = nnx.LayerNorm(3 * D, rngs=rngs)
+    self.dropout = nnx.Dropout(0.0, rngs=rngs)
+    self.scale = nnx.Param(jnp.ones(D))
+    self.mlp = nnx.Sequential(nnx.Linear(3 * D, 4, rngs=rngs), jax.nn.relu)
+    self.head = nnx.Linear(4, 1, rngs=rngs)
+
+  def __call__(self, batch):
+    act = self.embed(batch)
+    history = self.attention(act["history"])
+    history = jnp.einsum("bld,bd->bd", history, act["watched"] * self.scale[...])
+    x = jnp.concatenate([act["user"], act["watched"], history], axis=-1)
+    return self.head(self.mlp(self.dropout(self.norm(x))))[:, 0]
+
+
+def loss_fn(model, batch, label):
+  return optax.sigmoid_binary_cross_entropy(model(batch), label).mean()
+
+
+@nnx.jit(donate_argnames=("model", "optimizer"))
+def train_step(model, optimizer, batch, label):
+  loss, grads = embed.value_and_grad(loss_fn)(model, batch, label)
+  optimizer.update(model, embed.clip_by_global_norm(grads, 1.0))
+  return loss
+
+
+@nnx.jit(graph=False)
+def predict(model, batch):
+  return model(batch)
+
+
+def batch(step, size):
+  draw = np.random.default_rng(step)
+  ids = {name: draw.integers(-1, V, (size, L)) for name in ("watched", "history")}
+  inputs = {name: embed.Padded(x) for name, x in ids.items()}
+  return inputs | {"user": draw.integers(0, V, size)}, draw.integers(0, 2, size).astype(np.float32)
+
+
+def train(put=lambda x: x, **where):
+  """Losses, tables, dense parameters and predictions after two steps of different sizes."""
+  model = Ranker(**where)
+  optimizer = embed.Optimizer(model, optax.sgd(0.1))
+  steps = [put(batch(step, size)) for step, size in enumerate((16, 6))]
+  losses = [float(train_step(model, optimizer, *inputs)) for inputs in steps]
+  scores = predict(model, steps[0][0])
+  dense = jax.tree.leaves(nnx.state(model, nnx.Param))
+  return jax.tree.map(np.asarray, (losses, model.embed.variables, dense, scores))
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+  return train()
+
+
+DEFAULT = [
+  ("mesh", "explicit", 1),
+  ("mesh", "explicit", 8),
+  ("mesh", "auto", 2),
+  ("set_mesh", "explicit", 2),
+  ("plan", "explicit", 8),
+]
+EVERY = list(itertools.product(["mesh", "set_mesh", "plan"], meshes.KINDS, [1, 2, 8]))
+
+
+@pytest.mark.parametrize(
+  ("way", "kind", "devices"),
+  [pytest.param(*x, marks=() if x in DEFAULT else pytest.mark.slow) for x in EVERY],
+)
+def test_trains_as_on_one_device(on_one_device, way, kind, devices):
+  mesh = meshes.make_mesh(kind, (devices,))
+  if way == "mesh":
+    outcome = train(mesh=mesh)
+  elif way == "set_mesh":
+    with jax.set_mesh(mesh):
+      outcome = train()
+  else:
+    features = Ranker().embed.spec.features
+    plan = embed.plan(features, mesh, batch(0, 16)[0], embed.adam(0.01))
+    outcome = train(plan=plan)
+  meshes.assert_close(outcome, on_one_device, scale=1e-5)
+
+
+def test_inputs_may_be_on_the_mesh(on_one_device):
+  mesh = meshes.make_mesh("explicit", (2,))
+  put = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+  meshes.assert_close(train(put, mesh=mesh), on_one_device, scale=1e-5)
+
+
+def test_conditionals_on_explicit_axes():
+  """The branch not taken returns arrays of the same types as the one that is."""
+  mesh = meshes.make_mesh("explicit")
+  ids = np.arange(16) % V
+
+  def loss(model, flag):
+    look_up = lambda model: model.embed({"user": ids})["user"]
+    nothing = lambda model: jnp.float32(0)
+    x = nnx.cond(flag, look_up, lambda model: look_up(model) * 2, model)
+    y = nnx.switch(jnp.int32(1), [look_up, lambda model: -look_up(model)], model)
+    some = nnx.switch(jnp.int32(2), [nothing, nothing, lambda model: look_up(model).sum()], model)
+    return some + jnp.sum(x**2) + jnp.sum(model.head(jnp.tanh(y)[:, :4]))
+
+  def rows(**where):
+    model = Ranker(**where)
+    _, grads = nnx.jit(embed.value_and_grad(loss))(model, False)
+    found = grads.rows["embed/user"]
+    dense = np.zeros((V + 1, D), np.float32)
+    np.add.at(dense, np.asarray(found.ids), np.asarray(found.values))
+    return dense[:V]
+
+  wanted = rows()
+  with jax.set_mesh(mesh):
+    np.testing.assert_allclose(rows(), wanted, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(rows(mesh=mesh), wanted, rtol=1e-5, atol=1e-6)
