@@ -91,11 +91,11 @@ class Table(nnx.Variable):
   (1, State({}))
   """
 
-  def update_from_state(self, variable_state: nnx.Variable) -> None:
-    """Takes over what a Flax transformation returned, and tells if that was a copy."""
+  def set_raw_value(self, value: Any, **kwargs: Any) -> None:
+    """Takes over an array, and tells if a Flax transformation made it as a copy."""
     before = self.get_raw_value()
-    super().update_from_state(variable_state)
-    if _is_copied(before, self.get_raw_value()) and internals.is_in_transformation():
+    super().set_raw_value(value, **kwargs)
+    if _is_copied(before, value) and internals.is_in_transformation():
       warnings.warn(
         f"A table of {before.nbytes >> 20} MiB was copied: nnx.jit and Flax's other "
         "transformations return the models that they are given. Write nnx.jit(graph=False) for a "

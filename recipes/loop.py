@@ -39,7 +39,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 import embed
 import embed.checkpoint
 from recipes import arrays, hosts, isolation, results
-from recipes.errors import DivergedError, MissingFileError, Stopped, UserError
+from recipes.errors import DivergedError, MissingFileError, Stopped, UserError, from_settings
 from recipes.journal import Journal, Silence
 
 _LOCK = "run.lock"
@@ -484,6 +484,11 @@ def _manager(folder: Path, progress: _Progress) -> ocp.CheckpointManager:
       # On CPU an asynchronous save reads the very buffers that the next, donated, step overwrites.
       enable_async_checkpointing=False,
     ),
+    # Given here, since what a checkpoint holds is asked for before it is restored.
+    item_handlers={
+      "state": ocp.StandardCheckpointHandler(),
+      "progress": ocp.JsonCheckpointHandler(),
+    },
   )
 
 
@@ -502,7 +507,13 @@ def _save(manager: ocp.CheckpointManager, progress: _Progress, state: dict[str, 
 
 
 def _restore(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -> dict[str, Any]:
-  """Loads a checkpoint into model and optimizer, and returns the progress saved with it."""
+  """Loads a checkpoint into model and optimizer, and returns the progress saved with it.
+
+  Raises:
+    UserError: it is of other tables or parameters; names them, with both shapes.
+  """
+  with from_settings():  # before Orbax, which would advise to pad or cut tables
+    embed.checkpoint.check(manager.item_metadata(step).state.tree, **state)
   like = embed.checkpoint.like(**state)
   items = ocp.args.Composite(state=ocp.args.StandardRestore(like), progress=ocp.args.JsonRestore())
   restored = manager.restore(step, args=items)

@@ -29,9 +29,11 @@ STEPS = 24
 class Toy(nnx.Module):
   """One table, a linear layer and dropout, so that every kind of state has to survive."""
 
+  rows = 20
+
   def __init__(self):
     rngs = nnx.Rngs(0)
-    table = embed.TableConfig(20, 4, name="item")
+    table = embed.TableConfig(self.rows, 4, name="item")
     self.embed = embed.SparseEmbed(
       {"item": embed.FeatureConfig(table)}, optimizer=embed.adam(0.05), rngs=rngs
     )
@@ -127,6 +129,23 @@ def test_a_kill_around_a_checkpoint_leaves_no_trace(whole, tmp_path, monkeypatch
   assert result["metrics"] == whole[0]["metrics"]
   assert result["tested_step"] == whole[0]["tested_step"]
   assert lines(tmp_path / "run") == whole[1]
+
+
+def test_a_checkpoint_of_another_vocabulary_is_named(tmp_path, monkeypatch):
+  """Its tables, with both sizes, and not Orbax's advice to pad or cut them."""
+  real = loop._save
+
+  def killing(*args):
+    real(*args)
+    raise Killed
+
+  monkeypatch.setattr(loop, "_save", killing)
+  with pytest.raises(Killed):
+    run_toy(tmp_path / "run")
+  monkeypatch.undo()
+  monkeypatch.setattr(Toy, "rows", 21)
+  with pytest.raises(errors.UserError, match=r"item/parameters has shape \(20, 4\).* \(21, 4\)"):
+    run_toy(tmp_path / "run")
 
 
 @pytest.mark.parametrize("step", [1, 7, 13, 23])

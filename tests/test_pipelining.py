@@ -256,6 +256,19 @@ def test_another_shape_or_loss_is_refused():
     embed.value_and_grad(once, ahead=ahead)(model, batches(1)[0])
 
 
+def test_a_look_ahead_of_another_model_is_refused():
+  """Also where only the number of rows differs, which no activation shows."""
+
+  def layer(size):
+    table = embed.TableConfig(size, 2, optimizer=embed.sgd(0.1), name="t")
+    return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+
+  loss, ids = (lambda m, ids: m(ids).sum()), np.array([1, 2])
+  ahead = embed.look_ahead(loss)(layer(9), ids)
+  with pytest.raises(ValueError, match="another loss or model"):
+    embed.value_and_grad(loss, ahead=ahead)(layer(5), ids)
+
+
 def test_a_lookup_in_a_branch_is_refused():
   def loss(model, ids):
     yes = lambda m: jnp.sum(m.embed({"one": ids})["one"])

@@ -154,6 +154,19 @@ def test_other_layers_do_not(other):
   assert stack != different
 
 
+def test_a_copy_of_a_table_is_told():
+  """nnx.jit returns the modules it is given; the forms that the pages show return no table."""
+  table = embed.TableConfig(1 << 17, 32, name="t", optimizer=embed.sgd())
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  look_up, ids = lambda layer, ids: layer(ids), np.array([1])
+  with pytest.warns(UserWarning, match=r"16 MiB was copied.*nnx\.jit\(graph=False\)"):
+    nnx.jit(look_up)(layer, ids)
+  nnx.jit(look_up, graph=False)(layer, ids)  # a warning would be an error here
+  nnx.jit(look_up, graph_updates=False)(layer, ids)
+  nnx.jit(look_up, donate_argnums=0)(layer, ids)
+  nnx.update(layer, jax.tree.map(jnp.copy, nnx.state(layer)))
+
+
 def test_layers_of_one_config_share_a_compiled_step():
   """Gradients from the program of another layer step as many rows, and as fast, as their own."""
   features = layer_with().spec.features
