@@ -173,6 +173,11 @@ class Rows(Mapping[str, RowGrads]):
     self.stacks = {key: stacks[key] for key in sorted(stacks)}
 
   def tree_flatten(self):
+    if internals.is_called_by(internals.OPTIMIZER):
+      raise TypeError(
+        "nnx.Optimizer.update got embed.Grads, whose rows it cannot apply. Write embed.Optimizer("
+        "model, tx) instead of nnx.Optimizer(model, tx, wrt=nnx.Param)."
+      )
     return internals.hide(tuple(self.sent.values())), tuple(self.stacks.items())
 
   @classmethod

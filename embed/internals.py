@@ -20,15 +20,28 @@ def is_differentiating() -> bool:
   return type(getattr(context, "trace", None)).__name__ in ("JVPTrace", "LinearizeTrace")
 
 
-def is_in_transformation() -> bool:
-  """Whether the code is called by one of Flax's transformations, and not by `nnx.update`.
+def is_batched(tree: Any) -> bool:
+  """Whether any array of a tree has a batch dimension of `jax.vmap` around it.
 
-  Seen in Flax 0.12.8, whose transformations are the modules of `flax.nnx.transforms`; Flax has no
-  way to ask.
+  Seen in JAX 0.10.2; JAX has no public way to ask.
+  """
+  return any(type(x).__name__ == "BatchTracer" for x in jax.tree.leaves(tree))
+
+
+TRANSFORMATIONS = "flax.nnx.transforms."
+VMAP = "flax.nnx.transforms.iteration"  # nnx.vmap and nnx.scan
+OPTIMIZER = "flax.nnx.training.optimizer"
+
+
+def is_called_by(module: str) -> bool:
+  """Whether a module of Flax, or one whose name starts so, is on the call stack.
+
+  Seen in Flax 0.12.8, whose transformations and optimizer are in the modules above; Flax has no way
+  to ask.
   """
   frame = inspect.currentframe()
   while frame is not None:
-    if frame.f_globals.get("__name__", "").startswith("flax.nnx.transforms."):
+    if frame.f_globals.get("__name__", "").startswith(module):
       return True
     frame = frame.f_back
   return False

@@ -95,7 +95,7 @@ class Table(nnx.Variable):
     """Takes over an array, and tells if a Flax transformation made it as a copy."""
     before = self.get_raw_value()
     super().set_raw_value(value, **kwargs)
-    if _is_copied(before, value) and internals.is_in_transformation():
+    if _is_copied(before, value) and internals.is_called_by(internals.TRANSFORMATIONS):
       warnings.warn(
         f"A table of {before.nbytes >> 20} MiB was copied: nnx.jit and Flax's other "
         "transformations return the models that they are given. Write nnx.jit(graph=False) for a "
@@ -779,6 +779,12 @@ class SparseEmbed(nnx.Module):
       report = {key: sharding.with_types_of(counted[key], before[key]) for key in before}
       report["dropped_ids"] += before["dropped_ids"]
       self.report.set_value(report)
+      is_lost = internals.is_batched(report) and not internals.is_batched(before)
+      if is_lost and internals.is_called_by(internals.VMAP):
+        raise ValueError(
+          "SparseEmbed was called under nnx.vmap, which has no place for the counts in its report. "
+          "Look up the whole batch at once, outside, and pass the activations in."
+        )
     except flax_errors.TraceContextError:
       pass  # a model that a function closes over, as under jax.jit: no state comes out of it
 

@@ -589,7 +589,7 @@ def jax_linearize_of_a_lookup(m, batch):
   return only_a(m, batch, lambda m, ids: jax.linearize(lambda s: m.encode("a", ids) * s, 1.0)[0])
 
 
-@loss("refused", plain_a, says="capture")
+@loss("right", plain_a)
 def nnx_capture_inside(m, batch):
   f = nnx.capture(lambda m: m.head(jnp.tanh(m.encode("a", batch["a"]))), nnx.Intermediate)
   return f(m)[0]
@@ -1685,7 +1685,10 @@ def outcome(way, mesh=None):
   ):
     warnings.simplefilter("always")
     model = way.make_model()
-    optimizer = way.make_optimizer(model, way.tx())
+    try:
+      optimizer = way.make_optimizer(model, way.tx())
+    except (TypeError, ValueError) as error:
+      return refusal(way, error, model, None)
     ref, before = Reference(model), observe(model)
     if way.setup is not None:
       ready = way.setup(model, optimizer)
