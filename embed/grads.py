@@ -252,10 +252,15 @@ def _map_owned(owned: Sent, stack: Stack, f: Callable[[jax.Array], jax.Array]) -
 
 # Compiled once for eager calls, which would otherwise compile their loops at every call; within
 # somebody's jit, a part of it.
-_table_rows = jax.jit(Stack.table_rows, static_argnums=(0, 2))
-_sum_rows = jax.jit(Stack.sum_rows, static_argnums=0)
-_own = jax.jit(Stack.own, static_argnums=(0, 3))
-_squared_norm = jax.jit(Stack.squared_norm, static_argnums=0)
+def _compiled(f: Callable[..., Any], *static: int) -> Callable[..., Any]:
+  jitted = jax.jit(f, static_argnums=(0, *static))
+  return lambda *args: sharding.settled(jitted(*args))
+
+
+_table_rows = _compiled(Stack.table_rows, 2)
+_sum_rows = _compiled(Stack.sum_rows)
+_own = _compiled(Stack.own, 3)
+_squared_norm = _compiled(Stack.squared_norm)
 
 
 @jax.jit

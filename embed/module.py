@@ -400,7 +400,7 @@ class SparseEmbed(nnx.Module):
     prepared = prepare(values) if placement is None else placement.prepare(prepare, values)
     parts, lost, bags = prepared
     table, rows = self._rows(stack)
-    acts, reads, load = _look_up(rows, parts, stack, tuple(tables))
+    acts, reads, load = sharding.settled(_look_up(rows, parts, stack, tuple(tables)))
     if placement is not None and sharding.is_explicit((rows, self.report.get_value())):
       acts = [placement.typed(act) for act in acts]
     return self._mark(acts, reads, table), reads, load, lost, bags
@@ -863,7 +863,7 @@ def _look_up(rows: jax.Array, parts: Any, stack: Stack, tables: tuple[str, ...])
 def _step(arrays: Arrays, sent: tuple[Sent, ...], moment: Moment, stack: Stack) -> Arrays:
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, sent))):
     return stack.step(arrays, sent, moment)
-  return _compiled_step(arrays, sent, moment, stack)
+  return sharding.settled(_compiled_step(arrays, sent, moment, stack))
 
 
 @functools.partial(jax.jit, static_argnums=3)

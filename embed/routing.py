@@ -263,7 +263,7 @@ def _run_marked(part: _Part, values: list[Any], feeds: list[_Feed]) -> Run:
   if eqn.primitive is lookup.mark_p:
     number, feed, owner = eqn.params["number"], feeds[0], part.marks[0].owner
     reads = jax.tree.unflatten(eqn.params["treedef"], values[number + 1 :])
-    activations = list(values[:number]) if feed.ahead is None else feed.ahead
+    activations = sharding.settled(list(values[:number]) if feed.ahead is None else feed.ahead)
     if feed.taps is None:
       return activations, [_Lookup(activations, reads, owner)]
     # Marked again, for a loss around this one that is differentiated as well.

@@ -88,6 +88,20 @@ def without_types(tree: Any) -> Any:
   return jax.tree.map(auto, tree)
 
 
+def settled(tree: Any) -> Any:
+  """The same arrays, once they are ready if they are on several CPU devices.
+
+  XLA:CPU has one pool of threads for all devices of a process: of programs that communicate and are
+  started one after another, as eager code does, none may have threads enough to end.
+  """
+  for x in jax.tree.leaves(tree):
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+      devices = x.sharding.device_set
+      if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+        x.block_until_ready()
+  return tree
+
+
 def zeros_like_type(x: Any) -> jax.Array:
   """Zeros like a ShapeDtypeStruct, inside a jitted function, with the sharding in its type."""
   zeros, where = jnp.zeros(x.shape, x.dtype), x.sharding
