@@ -52,7 +52,10 @@ def _retyped(mesh: Any, types: tuple[AxisType, ...]) -> Any:
 def explicit_sharding(x: Any) -> NamedSharding | None:
   """The sharding in an array's type, if it is on a mesh with Explicit axes."""
   where = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
-  return where if where is not None and AxisType.Explicit in where.mesh.axis_types else None
+  if where is None or AxisType.Explicit not in where.mesh.axis_types:
+    return None
+  # The mesh of a type is abstract; outside of jitted functions arrays are moved to a concrete one.
+  return where if isinstance(x, jax.core.Tracer) else x.sharding
 
 
 def is_explicit(tree: Any) -> bool:
@@ -81,8 +84,6 @@ def without_types(tree: Any) -> Any:
     if where is None:
       return x
     mesh = _retyped(where.mesh, (AxisType.Auto,) * len(where.mesh.axis_names))
-    if not isinstance(x, jax.core.Tracer):  # the mesh of the type is abstract
-      mesh = _retyped(x.sharding.mesh, mesh.axis_types)
     return _move(x, NamedSharding(mesh, where.spec))
 
   return jax.tree.map(auto, tree)
@@ -109,9 +110,11 @@ def zeros_like_type(x: Any) -> jax.Array:
 
 
 def with_types_of(x: Any, other: Any) -> Any:
-  """An array with the type of another one of its shape, where that has a sharding in it."""
+  """An array with the type of another one of its shape: with a sharding in it, or without."""
   where = explicit_sharding(other)
-  return x if where is None or explicit_sharding(x) is not None else _move(x, where)
+  if where is None:
+    return without_types(x) if current_mesh() is None else x
+  return x if is_explicit(x) else _move(x, where)
 
 
 def check_whole(name: str, x: Any) -> None:
@@ -280,15 +283,21 @@ class Placement:
     return _move(act, NamedSharding(mesh, spec))
 
   def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`f` per device, on arrays that are put where `in_specs` says, a tree of specs or prefixes."""
+    """`f` per device, on arrays that are put where `in_specs` says, a tree of specs or prefixes.
+
+    If any of them has a sharding in its type, so do the results.
+    """
 
     def placed(*args):
-      mapped = jax.shard_map(
-        f, mesh=self.active_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-      )
+      mesh = self.active_mesh
+      if current_mesh() is None and is_explicit(args):
+        mesh = _retyped(self.mesh, (AxisType.Explicit,) * len(self.mesh.axis_names))
       is_spec = lambda x: isinstance(x, P)
-      put = lambda spec, tree: jax.tree.map(lambda x: _move(x, self.sharding(spec)), tree)
-      return mapped(*jax.tree.map(put, in_specs, args, is_leaf=is_spec))
+      put = lambda spec, tree: jax.tree.map(lambda x: _move(x, NamedSharding(mesh, spec)), tree)
+      args = jax.tree.map(put, in_specs, args, is_leaf=is_spec)
+      return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+        *args
+      )
 
     return placed
 
