@@ -435,7 +435,9 @@ class _Loss:
       after = [v.get_value() for _, v in nnx.to_flat_state(nnx.state(copy, _STORED))]
       return loss, aux, changed, {i: nnx.state(arg) for i, arg in merged.items()}, after
 
-    self._closed, self._shapes = jax.make_jaxpr(pure, return_shape=True)(*self._inputs(self.params))
+    trace = jax.make_jaxpr(pure, return_shape=True)
+    with sharding.explained():
+      self._closed, self._shapes = trace(*self._inputs(self.params))
     self._annotate(
       whole.sources(self.layers), [s for x in split_nodes.values() for s in x.sources(())]
     )
@@ -567,7 +569,9 @@ def value_and_grad(
       return loss, (rest, [x.reads for x in found])
 
     differentiate = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-    (loss, ((aux, *states), reads)), (dense, cotangents) = differentiate(traced.params, taps, early)
+    with sharding.explained():
+      value, (dense, cotangents) = differentiate(traced.params, taps, early)
+    loss, ((aux, *states), reads) = value
     traced.update(*states)
     grads = Grads(dense, _rows(stacks, marks, cotangents, reads))
     return ((loss, aux), grads) if has_aux else (loss, grads)

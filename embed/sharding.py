@@ -4,10 +4,11 @@ A **strategy** says how a table is spread over mesh axes: "mod" and "div" split 
 its columns, "replicated" nothing. The batch is split over all axes involved, inside the lookup.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -87,6 +88,23 @@ def without_types(tree: Any) -> Any:
     return _move(x, NamedSharding(mesh, where.spec))
 
   return jax.tree.map(auto, tree)
+
+
+_MISFIT = ("Mesh for all inputs should be equal", "context mesh", "are sharded and it is ambiguous")
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+  """Adds what to write to JAX's errors about arrays that are on Explicit axes and others not."""
+  try:
+    yield
+  except (TypeError, ValueError) as error:
+    if any(text in str(error) for text in _MISFIT):
+      error.add_note(
+        "Some arrays are on a mesh with Explicit axes and others are not: make the model and call "
+        "the step under `with jax.set_mesh(mesh):`."
+      )
+    raise
 
 
 def settled(tree: Any) -> Any:

@@ -116,6 +116,16 @@ def test_inputs_may_be_on_the_mesh(on_one_device):
   meshes.assert_close(train(put, mesh=mesh), on_one_device, scale=1e-5)
 
 
+def test_where_jax_needs_a_mesh_the_error_says_what_to_write():
+  """A constant of the loss on Explicit axes, of which the layer cannot know."""
+  mesh = meshes.make_mesh("explicit", (2,))
+  model = Ranker(mesh=mesh)
+  labels = jax.device_put(np.ones(16, np.float32), jax.NamedSharding(mesh, jax.P("data")))
+  with pytest.raises(ValueError, match="Mesh for all inputs") as raised:
+    embed.value_and_grad(lambda m, x: (m(x) * labels).sum())(model, batch(0, 16)[0])
+  assert "with jax.set_mesh(mesh):" in raised.value.__notes__[0]
+
+
 def test_conditionals_on_explicit_axes():
   """The branch not taken returns arrays of the same types as the one that is."""
   mesh = meshes.make_mesh("explicit")

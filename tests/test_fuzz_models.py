@@ -650,6 +650,8 @@ def train(case):
   """The outcomes of `embed`: before the first step, and after each."""
   mesh = make_mesh(case.where) if case.where else None
   sets = mesh is not None and case.where["how"] in ("set_mesh", "both", "plan_set_mesh")
+  if mesh is not None and case.level == "mid" and case.where["split_inputs"]:
+    sets = True  # JAX differentiates, so labels on Explicit axes need it
   with jax.set_mesh(mesh) if sets else contextlib.nullcontext():
     model = make_model(case, mesh)
     trained = model if case.level == "high" else model.head
