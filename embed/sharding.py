@@ -115,7 +115,7 @@ def settled(tree: Any) -> Any:
   """
   for x in jax.tree.leaves(tree):
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-      devices = x.sharding.device_set
+      devices: Any = x.sharding.device_set
       if len(devices) > 1 and next(iter(devices)).platform == "cpu":
         x.block_until_ready()
   return tree
