@@ -61,7 +61,7 @@ class RowGrads:
       raise ValueError(
         f"RowGrads takes ids [N] and values [N, D]; got shapes {ids.shape} and {values.shape}."
       )
-    self._set((_pairs(ids, values),), None, "")
+    self._set((_pairs(ids.astype(jnp.int32), values),), None, "")
 
   def _set(self, sent: Sequence[Sent], stack: Stack | None, table: str) -> "RowGrads":
     for name, value in (("sent", tuple(sent)), ("stack", stack), ("table", table)):
@@ -275,7 +275,7 @@ class Grads:
   """What `embed.value_and_grad` returns and `embed.Optimizer.update` takes.
 
   A pytree, so it goes through jit. Its ids are leaves without arithmetic: `jax.tree.map(jnp.add,
-  g1, g2)`, `2 * x` and `optax.tree.norm` raise a TypeError instead of changing them. Write `map`,
+  g1, g2)`, `2 * x` and `optax.tree.norm` raise an error instead of changing them. Write `map`,
   `embed.accumulate`, `embed.global_norm` and `embed.clip_by_global_norm`, which treat rows as the
   gradients they are.
 

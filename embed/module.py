@@ -384,7 +384,7 @@ class SparseEmbed(nnx.Module):
     stack = self._stack_of(table)
     if stack.placement is None:
       return combine(bags)
-    return stack.beside(stack.placement.prepare(combine, bags))
+    return stack.beside(stack.placement.prepare(combine, bags, like=bags.rows))
 
   def _read(self, stack: Stack, inputs, tables: list[str], combiner: str | None = None):
     """Activations of the features of a stack, marked; what was read, the load, and ids dropped.

@@ -1,6 +1,5 @@
 """`Optimizer`: one step of a whole model, dense parameters by optax, tables by their own."""
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,8 +13,11 @@ from embed.module import CombinerWeights, SparseEmbed
 from embed.optimizers import RowOptimizer
 
 # Transformations that keep updates back, by the name of their state: rows would step without them.
+_ACCUMULATE = "sum the gradients of the microbatches with embed.accumulate and update once"
 _HOLDING_BACK = {
-  "MultiStepsState": "sum the gradients of the microbatches with embed.accumulate and update once",
+  "MultiStepsState": _ACCUMULATE,
+  "ApplyEvery": _ACCUMULATE,
+  "ConditionallyMaskState": "decide on the host whether to call update",
   "ApplyIfFiniteState": (
     "map the gradients of a step that is not finite to 0: ok = jnp.isfinite("
     "embed.global_norm(grads)); grads = grads.map(lambda g: jnp.where(ok, g, 0))"
@@ -112,16 +114,13 @@ class Optimizer(nnx.Module):
 
 def _refuse_holding_back(state: Any) -> None:
   """Raises ValueError for an optax state that does not step at every update."""
-  name = type(state).__name__
-  if name in _HOLDING_BACK:
+  name_of = lambda x: type(x).__name__
+  parts = jax.tree.leaves(state, is_leaf=lambda x: name_of(x) in _HOLDING_BACK)
+  for name in filter(_HOLDING_BACK.get, map(name_of, parts)):
     raise ValueError(
       f"embed.Optimizer steps tables at every update, and optax's {name.removesuffix('State')} "
       f"would hold the dense parameters back. Instead, {_HOLDING_BACK[name]}."
     )
-  inner = state.values() if isinstance(state, Mapping) else state
-  if isinstance(inner, Iterable) and not isinstance(inner, (jax.Array, nnx.Variable)):
-    for part in inner:
-      _refuse_holding_back(part)
 
 
 def _descend(model: nnx.Module, dense: Any) -> None:

@@ -29,6 +29,7 @@ from embed.stack import Stack
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call")  # run in place
 _REMAT = ("checkpoint", "remat", "remat2")
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _UNCHANGED = ("sharding_constraint", "reshard", "copy", "copy_p")  # the table itself comes out
 _STORED = nnx.Any(Table, SlotVariable)
 
@@ -157,10 +158,9 @@ class _Annotator:
       return _Part([eqn], marks, inner), outputs
     if name in _UNCHANGED:
       return _Part([eqn], [], []), sources[:1]
-    if own and any(True for _ in _sub_jaxprs(eqn.params)):
+    if own:
       if _first_mark(eqn) is not None:
         _refuse(_first_mark(eqn), f"a JAX transformation ({name})")
-    elif own:
       raise _say(own[0], _COMPUTED_WITH)
     return _Part([eqn], [], []), []
 
@@ -174,23 +174,35 @@ class _Annotator:
     return [_Mark(source.owner, [v.aval for v in eqn.outvars], _reads_of(eqn))]
 
   def _inner(self, eqn: Any, sources: list[_Source | None]):
-    """The jaxprs of an equation whose inputs and outputs are known to be theirs."""
-    name, subs = eqn.primitive.name, list(_sub_jaxprs(eqn.params))
+    """Sub-jaxprs whose inputs map to the equation's, and the sources of its outputs."""
+    name, params, subs = eqn.primitive.name, eqn.params, list(_sub_jaxprs(eqn.params))
     if name == "cond":
       scopes = [self.scope(sub, sources[1:]) for sub in subs]
-    elif name in (*_INLINED, *_REMAT):
-      scopes = [self.scope(subs[0], sources)]
-    elif name == "scan":
-      steady = eqn.params["num_consts"] + eqn.params["num_carry"]  # what is scanned over is sliced
-      rest = [None] * (len(sources) - steady)
-      scopes = [self.scope(subs[0], [*sources[:steady], *rest])]
-    else:
-      return [], []
-    outputs = [
-      same[0] if len(set(same)) == 1 else None
-      for same in zip(*(s.outputs for s in scopes), strict=True)
-    ]
-    return scopes, outputs
+      every = zip(*(scope.outputs for scope in scopes), strict=True)
+      return scopes, [branch[0] if len(set(branch)) == 1 else None for branch in every]
+    if name in (*_INLINED, *_REMAT, *_CUSTOM) and subs:
+      scope = self.scope(subs[0], sources)
+      return [scope], scope.outputs
+    if name == "scan":
+      consts, carry = params["num_consts"], params["num_carry"]
+      if any(source is not None for source in sources[consts + carry :]):
+        return [], []  # scanned over, row by row: refused
+      scope = self.scope(subs[0], sources)
+      return [scope], _carried(sources[consts : consts + carry], scope)
+    if name == "while":
+      of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+      carried = sources[of_cond + of_body :]
+      self.scope(params["cond_jaxpr"].jaxpr, [*sources[:of_cond], *carried])
+      between = sources[of_cond : of_cond + of_body]
+      scope = self.scope(params["body_jaxpr"].jaxpr, [*between, *carried])
+      return [scope], _carried(carried, scope)
+    return [], []
+
+
+def _carried(before: Sequence[_Source | None], body: _Scope) -> list[_Source | None]:
+  """Where the carry of a loop comes from, if a round of it leaves it as it was."""
+  pairs = zip(before, body.outputs, strict=False)
+  return [source if source == after else None for source, after in pairs]
 
 
 def _first_mark(eqn: Any) -> Any:
@@ -395,14 +407,22 @@ class _Split(NamedTuple):
     stored = nnx.from_flat_state([(path, v.replace(array)) for (path, v), array in pairs])
     return nnx.merge(self.graphdef, stored, *states, *self.states[len(states) :], copy=True)
 
-  def sources(self, layers: Any) -> list[_Source]:
+  def sources(self, layers: dict[str, SparseEmbed]) -> list[_Source]:
     """Where each array comes from; layers are those of the model by path, none for others."""
-    sources = []
-    for path, _ in self.stored:
-      *where, _, stack, name = path
-      owner = Owner("/".join(map(str, where)), stack)
-      sources.append(_Source(owner if owner.path in layers else None, name))
-    return sources
+    of_layers = {
+      (path, stack, name): _Source(Owner(path, stack), name)
+      for path, layer in layers.items()
+      for stack, variables in layer.arrays.items()
+      for name in variables
+    }
+    # What is in no layer, such as an average of a table that a module keeps, is an ordinary array.
+    return [of_layers.get(_array_key(path), _Source(None, "")) for path, _ in self.stored]
+
+
+def _array_key(path: tuple[Any, ...]) -> tuple[str, str, str]:
+  """Path of the layer, stack and name of an array, from its path in the model's state."""
+  names = list(map(str, path))
+  return "/".join(names[:-3]), "".join(names[-2:-1]), names[-1]
 
 
 class _Loss:
@@ -439,7 +459,7 @@ class _Loss:
     with sharding.explained():
       self._closed, self._shapes = trace(*self._inputs(self.params))
     self._annotate(
-      whole.sources(self.layers), [s for x in split_nodes.values() for s in x.sources(())]
+      whole.sources(self.layers), [s for x in split_nodes.values() for s in x.sources({})]
     )
 
   def _inputs(self, params: Any) -> tuple[Any, ...]:
@@ -471,7 +491,7 @@ class _Loss:
     return jax.tree.unflatten(jax.tree.structure(self._shapes), out)[:-1], records
 
   def specs(self, lookups: Sequence[Any]) -> tuple[Any, ...]:
-    """Of each lookup's layer: the same object in all copies of the layer, and in no other layer."""
+    """What each lookup's layer is: the same for copies of a layer, and for layers of one config."""
     return tuple(self.layers[made.owner.path]._spec for made in lookups)
 
   def update(self, changed: Any, node_states: dict[Any, Any]) -> None:
@@ -697,7 +717,10 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
     for made in found:
       assert made.activations is not None
       rows = modules[made.owner.path].arrays[made.owner.name]["parameters"]
-      activations, table = lookup.in_order(made.activations, rows.get_value(), made.reads)
+      table, placement = rows.get_value(), traced.stacks[made.owner].placement
+      if placement is not None:
+        table = placement.put(table, placement.array(2))
+      activations, table = lookup.in_order(made.activations, table, made.reads)
       with changing("embed.look_ahead"):
         rows.set_value(table)
       ordered.append(dataclasses.replace(made, activations=activations))

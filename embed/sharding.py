@@ -230,6 +230,12 @@ class Placement:
     alike = current.axis_names == self.mesh.axis_names and current.shape == self.mesh.shape
     return _retyped(self.mesh, current.axis_types) if alike else self.mesh
 
+  def _mesh_for(self, arrays: Any) -> Mesh | AbstractMesh:
+    """The active mesh; outside of `jax.set_mesh` an Explicit one for arrays on Explicit axes."""
+    if current_mesh() is None and is_explicit(arrays):
+      return _retyped(self.mesh, (AxisType.Explicit,) * len(self.mesh.axis_names))
+    return self.active_mesh
+
   def sharding(self, spec: P) -> NamedSharding:
     return NamedSharding(self.active_mesh, spec)
 
@@ -307,9 +313,7 @@ class Placement:
     """
 
     def placed(*args):
-      mesh = self.active_mesh
-      if current_mesh() is None and is_explicit(args):
-        mesh = _retyped(self.mesh, (AxisType.Explicit,) * len(self.mesh.axis_names))
+      mesh = self._mesh_for(args)
       is_spec = lambda x: isinstance(x, P)
       put = lambda spec, tree: jax.tree.map(lambda x: _move(x, NamedSharding(mesh, spec)), tree)
       args = jax.tree.map(put, in_specs, args, is_leaf=is_spec)
@@ -319,17 +323,21 @@ class Placement:
 
     return placed
 
-  def prepare(self, f: Callable[[Any], Any], x: Any) -> Any:
+  def prepare(self, f: Callable[[Any], Any], x: Any, like: Any = None) -> Any:
     """`f(x)` for any operations and any sharding of x.
 
-    An Explicit mesh wants to be told the sharding of each reshape and gather in between; here the
-    compiler chooses, as on an Auto mesh. Results are split by their first dimension if it divides.
+    An Explicit mesh requires the sharding of each reshape and gather in between; here the compiler
+    chooses, as on an Auto mesh. Results are split by their first dimension if it divides. They have
+    shardings in their types under `jax.set_mesh`, or if the arrays `like` have.
     """
-    if current_mesh() is None:
+    mesh = self._mesh_for(like)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    if current_mesh() is None and not explicit:
       x = without_types(x)
     leaves, treedef = jax.tree.flatten(x)
     on_device = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    if not self._is_explicit() or not on_device:
+    if not explicit or not on_device:
       return f(x)
 
     def of(arrays):  # the others stay what they are: NumPy integers may have 64 bits
@@ -339,16 +347,10 @@ class Placement:
     arrays = [leaves[i] for i in on_device]
     shapes = jax.eval_shape(of, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays])
     even = lambda s: s.ndim and s.shape[0] % self.devices() == 0
-    specs = jax.tree.map(lambda s: self.sharding(self.work if even(s) else P()), shapes)
-    return jax.sharding.auto_axes(of, axes=self._explicit(), out_sharding=specs)(arrays)
-
-  def _explicit(self) -> Names:
-    mesh = self.active_mesh
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
-
-  def _is_explicit(self) -> bool:
-    return bool(self._explicit())
+    spec = lambda s: NamedSharding(mesh, self.work if even(s) else P())
+    return jax.sharding.auto_axes(of, axes=explicit, out_sharding=jax.tree.map(spec, shapes))(
+      arrays
+    )
 
 
 def place(

@@ -76,8 +76,8 @@ def load(path: str | Path) -> Run:
     )
   if missing:
     ended = {result.parent.name: result.parent for result in path.parent.glob("*/result.json")}
-    close = [ended[name] for name in difflib.get_close_matches(path.name, ended, 1)]
-    close += [result.parent for result in path.glob("*/result.json")]  # one folder up
+    close = [result.parent for result in path.glob("*/result.json")]  # one folder up
+    close += [ended[name] for name in difflib.get_close_matches(path.name, ended, 1)]
     hint = f"did you mean {close[0]}?" if close else "give the workdirs of runs that have ended"
     raise FileNotFoundError(f"{path} has no {missing[0]}: {hint}")
   return _read(path, path / "result.json", path / "metrics.jsonl")

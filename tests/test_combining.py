@@ -17,6 +17,8 @@ from hypothesis import given
 
 import embed
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*JAX's own differentiation")
+
 V, D, K = 10, 2, 3
 ROWS = np.arange(V * D, dtype=np.float32).reshape(V, D)
 

@@ -39,6 +39,14 @@ from flax import nnx
 import embed
 
 B, D, RATE = 8, 3, 0.1
+
+
+def blank(value=0.0):
+  """What a branch without a lookup returns; under `jax.set_mesh` JAX wants one type of them all."""
+  x, mesh = jnp.full((B, D), value), jax.sharding.get_abstract_mesh()
+  return x if mesh.empty else jax.sharding.reshard(x, jax.P("data"))
+
+
 SIZES = {"t": 20, "u": 10}
 OPTIMIZERS = {
   "t": ("momentum", {"learning_rate": 0.1, "momentum": 0.5}),  # moves touched rows without gradient
@@ -392,9 +400,7 @@ def _yes(m):
 
 @loss("right", plain_a)
 def nnx_cond_with_a_constant_branch(m, batch):
-  f = lambda m, ids: nnx.cond(
-    _yes(m), lambda m, i: m.encode("a", i), lambda m, i: jnp.zeros((B, D)), m, ids
-  )
+  f = lambda m, ids: nnx.cond(_yes(m), lambda m, i: m.encode("a", i), lambda m, i: blank(), m, ids)
   return only_a(m, batch, f)
 
 
@@ -415,7 +421,7 @@ def nnx_cond_of_the_whole_loss(m, batch):
 @loss("right", plain_a)
 def nnx_switch(m, batch):
   branches = [
-    lambda m, i: jnp.zeros((B, D)),
+    lambda m, i: blank(),
     lambda m, i: m.encode("a", i),
     lambda m, i: m.encode("b", i[:, 0]),
   ]
@@ -425,29 +431,29 @@ def nnx_switch(m, batch):
 @loss("right", plain_a)
 def nnx_cond_in_nnx_cond(m, batch):
   inner = lambda m, i: nnx.cond(
-    _yes(m), lambda m, i: m.encode("a", i), lambda m, i: jnp.ones((B, D)), m, i
+    _yes(m), lambda m, i: m.encode("a", i), lambda m, i: blank(1.0), m, i
   )
-  f = lambda m, ids: nnx.cond(~_yes(m), lambda m, i: jnp.zeros((B, D)), inner, m, ids)
+  f = lambda m, ids: nnx.cond(~_yes(m), lambda m, i: blank(), inner, m, ids)
   return only_a(m, batch, f)
 
 
 @loss("right", plain_a)
 def nnx_cond_in_nnx_remat(m, batch):
   f = nnx.remat(lambda m, ids: nnx.cond(
-    _yes(m), lambda m, i: jnp.tanh(m.encode("a", i)), lambda m, i: jnp.ones((B, D)), m, ids
+    _yes(m), lambda m, i: jnp.tanh(m.encode("a", i)), lambda m, i: blank(1.0), m, ids
   ))  # fmt: skip
   return m.head(f(m, batch["a"]))
 
 
 @loss("either", plain_a)
 def nnx_cond_over_a_closure(m, batch):
-  f = lambda m, ids: nnx.cond(_yes(m), lambda: m.encode("a", ids), lambda: jnp.zeros((B, D)))
+  f = lambda m, ids: nnx.cond(_yes(m), lambda: m.encode("a", ids), lambda: blank())
   return only_a(m, batch, f)
 
 
 @loss("either", plain_a)
 def lax_cond_over_a_closure(m, batch):
-  f = lambda m, ids: jax.lax.cond(_yes(m), lambda: m.encode("a", ids), lambda: jnp.zeros((B, D)))
+  f = lambda m, ids: jax.lax.cond(_yes(m), lambda: m.encode("a", ids), lambda: blank())
   return only_a(m, batch, f)
 
 

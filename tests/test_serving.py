@@ -167,8 +167,11 @@ def test_tables_on_a_mesh():
     layer = embed.SparseEmbed(config, rngs=nnx.Rngs(0), mesh=mesh)
     found = embed.serving_lookup(batch, None, layer.tables, config)["f"]
     np.testing.assert_array_equal(found[:, 0], np.asarray(layer.tables["t"])[[1, 3]])
+    look_up = jax.jit(lambda t: embed.serving_lookup(batch, None, t, config)["f"])
+    np.testing.assert_array_equal(look_up(layer.tables), found)  # as on Auto axes
+    explicit = jax.device_put(layer.tables, jax.NamedSharding(mesh, jax.P("data")))
     with pytest.raises(ValueError, match="Table 't' is split over an Explicit mesh"):
-      jax.jit(lambda t: embed.serving_lookup(batch, None, t, config))(layer.tables)
+      look_up(explicit)
 
 
 def test_tables_by_name_or_by_config():
