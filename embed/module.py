@@ -27,7 +27,7 @@ Path = config_lib.Path
 _UNTRAINED = (
   "Table {!r} is looked up under JAX's own differentiation, as in nnx.value_and_grad: its rows get "
   "no gradient, and nothing trains them. Write embed.value_and_grad and embed.Optimizer, or give "
-  "the table optimizer=embed.frozen() if it shall stay as it is."
+  "the table optimizer=embed.frozen() to keep it fixed."
 )
 
 
@@ -69,7 +69,7 @@ class Residual:
     return cls(reads, dict(paths), dict(zip(apart, all_apart, strict=True)))
 
 
-_WORTH_TELLING = 16 << 20  # bytes of a copy
+_LARGE_COPY = 16 << 20  # bytes of a copy
 
 
 def _is_copied(before: Any, after: Any) -> bool:
@@ -77,7 +77,7 @@ def _is_copied(before: Any, after: Any) -> bool:
   arrays = (before, after)
   if any(not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) for x in arrays):
     return False
-  return before is not after and before.nbytes >= _WORTH_TELLING and not before.is_deleted()
+  return before is not after and before.nbytes >= _LARGE_COPY and not before.is_deleted()
 
 
 class Table(nnx.Variable):

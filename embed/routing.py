@@ -104,26 +104,29 @@ _COMPUTED_WITH = (
   "The stored rows of {name} were used inside the loss other than by a lookup, as "
   "nnx.state(model, embed.Table) gives them: no gradient comes back from there. To regularise the "
   "rows of a batch, use the activations of a lookup, or weight_decay_factor of the table's "
-  "optimizer; to score against rows, sparse_embed.attend(query, table_name)."
+  "optimizer; to score against rows, sparse_embed.attend(query, table_name); to keep a copy of the "
+  "model constant, jax.lax.stop_gradient of what it returns."
 )
 _CHANGED = (
-  "The rows of {name} were replaced inside the loss, as by load_tables: that would be lost. "
-  "Replace them outside."
+  "The rows of {name} were replaced inside the loss, as by load_tables, or their layer was: that "
+  "would be lost. Replace them outside."
 )
-
-
-def _say(source: _Source, message: str) -> ValueError:
-  owner = source.owner
-  assert owner is not None
-  layer = f"the SparseEmbed at {owner.path!r}" if owner.path else "the SparseEmbed"
-  return ValueError(message.format(name=f"{owner.name!r} in {layer}"))
 
 
 class _Annotator:
   """Follows tables from the inputs of a jaxpr to the lookups that read them."""
 
-  def __init__(self):
-    self.foreign: list[Any] = []  # lookups in tables that are not inputs
+  def __init__(self, stacks: dict[Owner, Stack]):
+    self.stacks = stacks
+    self.outside: list[Any] = []  # lookups in tables that are not inputs
+
+  def error(self, source: _Source, message: str) -> ValueError:
+    """With the tables and the layer of a source in place of `name`."""
+    owner = source.owner
+    assert owner is not None
+    layer = f"the SparseEmbed at {owner.path!r}" if owner.path else "the SparseEmbed"
+    tables = ", ".join(map(repr, self.stacks[owner].names))
+    return ValueError(message.format(name=f"{tables} in {layer}"))
 
   def scope(self, jaxpr: Any, sources: Sequence[_Source | None]) -> _Scope:
     known = {v: s for v, s in zip(jaxpr.invars, sources, strict=True) if s is not None}
@@ -147,7 +150,7 @@ class _Annotator:
     if primitive is lookup.read_p:
       source, purpose = sources[0], eqn.params["purpose"]
       if source is not None and source.owner is not None and purpose in _READ:
-        raise _say(source, _READ[purpose])
+        raise self.error(source, _READ[purpose])
       return _Part([eqn], [], []), []
     own = [s for s in sources if s is not None and s.owner is not None]
     inner, outputs = self._inner(eqn, sources)
@@ -161,12 +164,12 @@ class _Annotator:
     if own:
       if _first_mark(eqn) is not None:
         _refuse(_first_mark(eqn), f"a JAX transformation ({name})")
-      raise _say(own[0], _COMPUTED_WITH)
+      raise self.error(own[0], _COMPUTED_WITH)
     return _Part([eqn], [], []), []
 
   def _lookup(self, eqn: Any, source: _Source | None) -> list[_Mark]:
     if source is None:
-      self.foreign.append(eqn)
+      self.outside.append(eqn)
     if source is None or source.owner is None:
       return []
     if eqn.params["batched"]:
@@ -473,15 +476,15 @@ class _Loss:
 
   def _annotate(self, own: list[_Source], of_nodes: list[_Source]) -> None:
     """Finds the lookups; raises for what would lose a gradient."""
-    annotator = _Annotator()
+    annotator = _Annotator(self.stacks)
     params = [None] * len(jax.tree.leaves(self.params))
     self.scope = annotator.scope(self._closed.jaxpr, [*params, *own, *of_nodes])
     self.marks = self.scope.marks
     if own:
       for source, after in zip(own, self.scope.outputs[-len(own) :], strict=True):
         if source != after:
-          raise _say(source, _CHANGED)
-    _tell_of_foreign(annotator.foreign, self.layers)
+          raise annotator.error(source, _CHANGED)
+    _warn_about_outside_layers(annotator.outside, self.layers)
 
   def run(self, params: Any, feeds: list[_Feed]) -> tuple[Any, list[_Lookup]]:
     """`(loss, aux, state of the model, state of other nodes)`, and the lookups."""
@@ -502,8 +505,12 @@ class _Loss:
         nnx.update(node, node_states[i])
 
 
-def _tell_of_foreign(eqns: Sequence[Any], layers: dict[str, SparseEmbed]) -> None:
-  """Says that lookups in the loss, of layers that the loss was not given, train nothing."""
+def _warn_about_outside_layers(eqns: Sequence[Any], layers: dict[str, SparseEmbed]) -> None:
+  """Warns of lookups in layers that the loss was not given.
+
+  Raises:
+    ValueError: for the model around the loss, which is a mistake in any case.
+  """
   names: dict[Any, list[str]] = {}
   for eqn in eqns:
     names.setdefault(eqn.params["layer"], []).extend(_reads_of(eqn).tables)
@@ -518,7 +525,7 @@ def _tell_of_foreign(eqns: Sequence[Any], layers: dict[str, SparseEmbed]) -> Non
       warnings.warn(
         f"The loss looks up table {table} in a SparseEmbed that is not in its first argument: the "
         "rows are constants here and get no gradient. Use the layer in the model that the loss "
-        "gets. If it shall stay as it is, give its tables optimizer=embed.frozen(), or pass it to "
+        "gets. To keep the layer fixed, give its tables optimizer=embed.frozen(), or pass it to "
         "the loss as another argument.",
         stacklevel=5,
       )

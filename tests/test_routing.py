@@ -178,6 +178,10 @@ def closed(f):
   return lambda m: jnp.sum(f(lambda ids: m.encode("a", ids)))
 
 
+def stored(m):
+  return m.inner["e"].arrays["t"]["parameters"].get_value()
+
+
 REFUSED = {
   "vmap": closed(lambda encode: jax.vmap(encode)(A[:, None])),
   "vmap with the model as argument": lambda m: jnp.sum(
@@ -197,6 +201,14 @@ REFUSED = {
   ),
   "tables": lambda m: jnp.sum(m.inner["e"].tables["t"]),
   "stored rows": lambda m: sum(jnp.sum(x) for x in jax.tree.leaves(nnx.state(m, embed.Table))),
+  "a function with a rule of its own": lambda m: twice(m) + jax.nn.relu(stored(m)).sum(),
+  "rows scanned over": lambda m: twice(m) + jax.lax.map(jnp.sum, stored(m)).sum(),
+  "rows in a loop": lambda m: (
+    twice(m)
+    + jax.lax.while_loop(
+      lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + stored(m).sum()), (0, 0.0)
+    )[1]
+  ),
   "load_tables": lambda m: m.inner["e"].load_tables({"t": jnp.zeros((V, D))}) or twice(m),
   "update": lambda m: (
     m.inner["e"].apply_row_gradients({"t": embed.RowGrads([1], jnp.ones((1, D)))}) or twice(m)
@@ -206,6 +218,9 @@ CAUSE = {
   "tables": "attend",
   "nnx.vmap": "vmap",
   "stored rows": "regularise",
+  "a function with a rule of its own": "regularise",
+  "rows scanned over": "regularise",
+  "rows in a loop": "regularise",
   "load_tables": "load_tables",
   "update": "updated inside the loss",
 }
@@ -588,6 +603,7 @@ def test_an_inference_closure_needs_no_state():
       r"embed\.accumulate",
     ),
     (optax.apply_if_finite(optax.sgd(0.1), 3), "isfinite"),
+    (optax.chain(optax.apply_every(4), optax.sgd(0.1)), r"embed\.accumulate"),
   ],
 )
 def test_an_optimizer_that_holds_updates_back_is_refused(tx, instead):
@@ -604,6 +620,25 @@ def test_row_gradients_of_a_table_of_another_size_are_refused():
   take = lambda m: embed.value_and_grad(lambda m: m(np.array([1, 2])).sum())(m)[1]
   with pytest.raises(ValueError, match="of a table of 20 rows, it has 5"):
     embed.Optimizer(small, optax.sgd(0.1)).update(small, take(large))
+
+
+def test_row_gradients_by_hand_may_have_narrow_ids():
+  """And are as much out of the reach of arithmetic as any."""
+  rows = embed.RowGrads(np.array([1, 2], np.int16), np.ones((2, D)))
+  assert rows.ids.dtype == jnp.int32
+  with pytest.raises(TypeError, match=r"grads\.map"):
+    jax.tree.map(lambda x: 2 * x, rows)
+
+
+def test_a_table_variable_of_the_users_own_is_an_ordinary_array():
+  class Averaged(nnx.Module):
+    def __init__(self):
+      self.model = Model()
+      self.average = embed.Table(jnp.ones((V, D)))
+
+  loss = lambda m: twice(m.model) + jnp.sum(m.average[...])
+  _, grads = embed.value_and_grad(loss)(Averaged())
+  assert sorted(grads.rows) == ["model/inner/e/t"]
 
 
 def test_a_tables_optimizer_is_none_for_the_dense_parameters():
