@@ -54,6 +54,10 @@ class RowGrads:
   table: str
 
   def __init__(self, ids: Any, values: Any):
+    ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    wide = ids.dtype.itemsize > 4 and ids.size and not isinstance(ids, jax.core.Tracer)
+    if wide and ids.max() > _INT32_MAX:  # int32 would make another row of it
+      raise ValueError(f"RowGrads takes ids up to {_INT32_MAX}, got {ids.max()}.")
     ids, values = jnp.asarray(ids), jnp.asarray(values)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
       raise ValueError(f"RowGrads takes integer ids, got dtype {ids.dtype}.")

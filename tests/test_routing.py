@@ -628,6 +628,8 @@ def test_row_gradients_by_hand_may_have_narrow_ids():
   assert rows.ids.dtype == jnp.int32
   with pytest.raises(TypeError, match=r"grads\.map"):
     jax.tree.map(lambda x: 2 * x, rows)
+  with pytest.raises(ValueError, match="up to 2147483647, got 4294967301"):
+    embed.RowGrads(np.array([2**32 + 5]), np.ones((1, D)))
 
 
 def test_a_table_variable_of_the_users_own_is_an_ordinary_array():
