@@ -1,6 +1,7 @@
 """`SparseEmbed`: features over shared tables, as a Flax NNX module."""
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -391,9 +392,9 @@ class SparseEmbed(nnx.Module):
 
     And of each feature None, or the ids and weights of the bags that are still to be combined.
     """
-    values = [(x, w) for _, x, w, _ in inputs]
-    prepare = functools.partial(_prepare, [(f, name) for f, _, _, name in inputs], combiner)
     placement = stack.placement
+    values = [(x if placement is None else _whole_splits(placement, x), w) for _, x, w, _ in inputs]
+    prepare = functools.partial(_prepare, [(f, name) for f, _, _, name in inputs], combiner)
     if placement is None:
       for _, x, _, name in inputs:
         sharding.check_whole(name, x)
@@ -787,6 +788,13 @@ class SparseEmbed(nnx.Module):
         )
     except flax_errors.TraceContextError:
       pass  # a model that a function closes over, as under jax.jit: no state comes out of it
+
+
+def _whole_splits(placement: sharding.Placement, x: Any) -> Any:
+  """An input whose row splits, if it has any, every device has whole."""
+  if not isinstance(x, ragged.Ragged):
+    return x
+  return dataclasses.replace(x, row_splits=placement.replicate(x.row_splits))
 
 
 def _prepare(features, combiner: str | None, values):

@@ -620,9 +620,10 @@ def _ragged_places(parts: _Parts) -> _Places:
   splits = jnp.asarray(parts.layout).astype(jnp.int32)
   position = jnp.arange(n, dtype=jnp.int32)
   behind = position >= splits[-1]
-  # Counting the splits at or before each position: empty bags repeat a split.
-  starts = jnp.zeros(n, jnp.int32).at[splits[1:]].add(1, mode="drop")
-  row = jnp.where(behind, bags, jnp.minimum(jnp.cumsum(starts), bags - 1 if bags else 0))
+  # Counting the splits at or before each position: empty bags repeat a split. All are counted, the
+  # first as well: see Placement.replicate.
+  splits_at = jnp.zeros(n, jnp.int32).at[splits].add(1, mode="drop")
+  row = jnp.where(behind, bags, jnp.clip(jnp.cumsum(splits_at) - 1, 0, max(bags - 1, 0)))
   column = position - splits.at[row].get(mode="clip")
   return _Places(row, column, ~behind if bags else jnp.zeros(n, bool), behind)
 

@@ -271,6 +271,17 @@ class Placement:
     where = explicit_sharding(x)
     return _move(x, self.sharding(spec) if where is None else NamedSharding(where.mesh, spec))
 
+  def replicate(self, x: Any) -> Any:
+    """An array for a scatter that adds: whole on every device if it is split over the mesh.
+
+    XLA's partitioner adds wrong elements where the indices are split unevenly over some of several
+    mesh axes (seen with jaxlib 0.10.2 in a `scatter-add` by a slice of sharded indices).
+    """
+    if not isinstance(x, jax.Array):
+      return x
+    is_traced = isinstance(x, jax.core.Tracer)
+    return self.put(x, P()) if is_traced or len(x.sharding.device_set) > 1 else x
+
   def place_whole(self, x: Any, dtype: Any, where: P | NamedSharding) -> jax.Array:
     """A whole array, the same on every host, split over devices without a copy of it on any."""
     if isinstance(x, jax.core.Tracer):

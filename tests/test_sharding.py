@@ -767,3 +767,21 @@ def test_inputs_of_any_sharding(kind):
     found = look_up(layer, jax.tree.map(put, batch, specs))
     meshes.assert_close(found, wanted)
     assert found["bag"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["segments", "max_valency", "sequence"])
+def test_row_splits_on_some_of_the_axes(form, kind):
+  """XLA's partitioner adds wrong elements where splits are split over one of two axes."""
+  features = embed.FeatureConfig(
+    embed.TableConfig(V, D, sixteenths, name="t"), max_sequence_length=3 * (form == "sequence")
+  )
+  max_valency = 9 if form == "max_valency" else None
+  batch = embed.Ragged(
+    np.arange(16, dtype=np.int32), np.array([0, 0, 3, 3, 9, 14, 15, 16], np.int32), max_valency
+  )
+  mesh = make_mesh(kind, (4, 2), ("data", "model"))
+  layer = harness.Model(features, mesh=mesh, axis="data").embed
+  look_up = nnx.jit(lambda layer, batch: layer(batch), graph=False)
+  activations = look_up(layer, jax.device_put(batch, NamedSharding(mesh, P("data"))))
+  meshes.assert_close(activations, harness.Model(features).embed(batch))
