@@ -5,12 +5,12 @@ Everything else may change from one version to the next.
 """
 
 from embed import checkpoint, transforms
+from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
-from embed.exporting import Exported, export
-from embed.grads import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
-from embed.importers import Imported, from_tpu_embedding, import_variables
+from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
-from embed.module import CombinerWeights, Report, Residual, SlotVariable, SparseEmbed, Table
+from embed.inputs import Padded, Ragged, Sparse, to_padded, validate
+from embed.layer import CombinerWeights, Report, Residual, SlotVariable, SparseEmbed, Table
 from embed.optimizer import Optimizer
 from embed.optimizers import (
   RowOptimizer,
@@ -31,11 +31,11 @@ from embed.optimizers import (
   sgd,
 )
 from embed.planning import Plan, StackCost, TablePlan, plan
-from embed.profiling import Profile, StackProfile, TableProfile, profile
-from embed.ragged import Padded, Ragged, Sparse, to_padded, validate
-from embed.routing import Ahead, look_ahead, value_and_grad
-from embed.serving import serving_lookup
-from embed.spec import EmbeddingConfigSpec
+from embed.serving.export import Exported, export
+from embed.serving.lookup import serving_lookup
+from embed.tools.profiling import Profile, StackProfile, TableProfile, profile
+from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
+from embed.tpu_embedding.importers import Imported, from_tpu_embedding, import_variables
 
 __all__ = [
   "Ahead",

@@ -31,10 +31,10 @@ def main(argv: Sequence[str]) -> int:
     parser.error(f"unknown command {argv[0]!r}: {hint}")
   arguments = parser.parse_args(argv)
   if arguments.command == "check":
-    from embed import check  # what a command needs is imported by that command
+    from embed.tools import check  # what a command needs is imported by that command
 
     return check.main()
-  from embed import inspection
+  from embed.tools import inspection
 
   return inspection.main(arguments.path, arguments.shapes)
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from embed import routing
-from embed.lookup import Owner
-from embed.module import SlotVariable, SparseEmbed, Table
+from embed import autodiff as routing
+from embed.engine.lookup import Owner
+from embed.layer import SlotVariable, SparseEmbed, Table
 
 __all__ = ["check", "from_tree", "like", "restore", "to_tree"]
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from embed import lookup, routing
-from embed.grads import Grads, Rows
-from embed.module import CombinerWeights, SparseEmbed
+from embed import autodiff as routing
+from embed.engine import lookup
+from embed.gradients import Grads, Rows
+from embed.layer import CombinerWeights, SparseEmbed
 from embed.optimizers import RowOptimizer
 
 # Transformations that keep updates back, by the name of their state: rows would step without them.

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed.layout import Columns
+from embed.engine.layout import Columns
 
 Schedule = Callable[[Any], Any]
 _NUMBER = (int, float, np.number, np.ndarray, jax.Array)

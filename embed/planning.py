@@ -10,11 +10,15 @@ import jax
 import numpy as np
 
 from embed import config as config_lib
-from embed import exchange, ragged, sharding, text, traffic
-from embed import lookup as lookup_lib
-from embed.layout import Layout
+from embed import inputs as ragged
+from embed.engine import cost as traffic
+from embed.engine import exchange
+from embed.engine import lookup as lookup_lib
+from embed.engine import mesh as sharding
+from embed.engine.layout import Layout
+from embed.engine.stack import Stack
 from embed.optimizers import RowOptimizer
-from embed.stack import Stack
+from embed.tools import text
 
 EXCHANGES = ("all_to_all", "gather")
 ALONE = 1 << 24  # bytes of a table from which it is not stacked on one device

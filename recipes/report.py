@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uniplot
 
-from embed.text import aligned
+from embed.tools.text import aligned
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ import pathlib
 
 import numpy as np
 
-from embed import reference
+from embed.tools import reference
 
 _DATA = pathlib.Path(__file__).parent / "data"
 _DTYPES = {"f4": np.float32, "i4": np.int32}

@@ -1,7 +1,8 @@
 """A float64 NumPy model of lookups, row optimizers and dense heads, for the fuzzers.
 
-Written from the formulas alone and independent of `embed.reference`. Every quantity is float64 and
-every row is stepped by the equation in its docstring, so that each function can be checked by eye.
+Written from the formulas alone and independent of `embed.tools.reference`. Every quantity is
+float64 and every row is stepped by the equation in its docstring, so that each function can be
+checked by eye.
 """
 
 import numpy as np

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 import embed
-from embed import reference
+from embed.tools import reference
 
 
 def to_embed(inputs):

@@ -10,8 +10,8 @@ from meshes import make_mesh
 
 import embed
 from embed import __main__ as program
-from embed import check, reference
-from embed import lookup as lookup_lib
+from embed.engine import lookup as lookup_lib
+from embed.tools import check, reference
 
 
 @pytest.fixture

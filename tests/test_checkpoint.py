@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import embed
-from embed import routing
+from embed import autodiff as routing
 
 
 class Model(nnx.Module):

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import embed
-from embed import reference
+from embed.tools import reference
 
 pytestmark = [
   pytest.mark.usefixtures("strict", "fully_compiled"),

@@ -15,7 +15,11 @@ import embed
 from embed import checkpoint, transforms
 
 ROOT = pathlib.Path(__file__).parents[1]
-MODULES = sorted(path.stem for path in (ROOT / "embed").glob("[!_]*.py"))
+MODULES = sorted(
+  ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+  for path in (ROOT / "embed").rglob("*.py")
+  if path.stem != "__main__"
+)
 PUBLIC = {*embed.__all__, *checkpoint.__all__, *transforms.__all__}
 
 
@@ -31,10 +35,10 @@ def scope():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name, scope):
-  module = importlib.import_module(f"embed.{name}")
+  module = importlib.import_module(name)
   runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
   for example in doctest.DocTestFinder().find(module):
-    first = example.name.removeprefix(f"embed.{name}").split(".")[1:2]
+    first = example.name.removeprefix(name).split(".")[1:2]
     if PUBLIC.intersection(first):
       example.globs = dict(scope)
     runner.run(example)

@@ -263,7 +263,7 @@ def test_errors_say_what_to_write():
     embed.export(lambda m, f, x: m(f), layer, {"f": ids}, np.ones(3), any_batch=True)
   with pytest.raises(ValueError, match="dense_shape, which is static"):
     embed.export(call, layer, {"f": sparse}, any_batch=True)
-  with pytest.raises(ValueError, match=r"arrays. Got <class 'embed.grads.RowGrads'>"):
+  with pytest.raises(ValueError, match=r"arrays. Got <class 'embed.gradients.RowGrads'>"):
     embed.export(lambda m, ids: embed.RowGrads(ids, m({"f": ids})["f"]), layer, ids)
   with (
     jax.set_mesh(jax.make_mesh((8,), ("data",))),

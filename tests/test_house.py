@@ -5,78 +5,95 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# A file may import those before it. `config` and `layout` stand alone; nnx starts at
-# `module`.
+# A file may import those before it.
 ORDER = [
-  "internals",
-  "text",
+  "tools.text",
   "config",
-  "layout",
-  "traffic",
-  "ragged",
-  "rounding",
-  "keys",
+  "engine.jax_internals",
+  "engine.layout",
+  "engine.cost",
+  "inputs",
+  "engine.rounding",
+  "transforms.hashing",
   "transforms",
   "optimizers",
-  "lookup",
-  "combining",
-  "serving",
-  "cpu",
-  "update",
-  "exchange",
-  "sharding",
-  "views",
+  "engine.lookup",
+  "engine.combining",
+  "serving.lookup",
+  "engine.update_cpu",
+  "engine.update",
+  "engine.exchange",
+  "engine.mesh",
+  "engine.storage",
   "initializers",
-  "stack",
-  "grads",
+  "engine.stack",
+  "engine",
+  "gradients",
   "planning",
-  "profiling",
-  "module",
-  "routing",
+  "tools.profiling",
+  "layer",
+  "autodiff",
   "optimizer",
   "checkpoint",
-  "spec",
-  "exporting",
-  "importers",
-  "__init__",
-  "reference",
-  "check",
-  "inspection",
+  "tpu_embedding.config_spec",
+  "serving.export",
+  "serving",
+  "tpu_embedding.importers",
+  "tpu_embedding",
+  "",
+  "tools.reference",
+  "tools.check",
+  "tools.inspection",
+  "tools",
   "__main__",
 ]
 
 
+def files():
+  """The files of the library by dotted name: "" for the package itself."""
+  root = ROOT / "embed"
+  dotted = lambda path: ".".join(path.relative_to(root).with_suffix("").parts)
+  return {dotted(path).removesuffix("__init__").rstrip("."): path for path in root.rglob("*.py")}
+
+
 def imports(path):
-  found = set()
+  names = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
-      found |= {alias.name for alias in node.names}
+      names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
-      found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-  return found
+      names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+  return names
+
+
+def imported_files(path):
+  """The library's files that a file imports: of `embed.engine.mesh` only that, not its package."""
+  names = {name.removeprefix("embed").lstrip(".") for name in imports(path) if name[:5] == "embed"}
+  names &= set(ORDER)
+  return {name for name in names if not any(other.startswith(f"{name}.") for other in names)} - {""}
 
 
 def test_imports_point_one_way():
-  files = {path.stem: path for path in (ROOT / "embed").glob("*.py")}
-  assert set(files) == set(ORDER)
-  for i, name in enumerate(ORDER):
-    mine = {m.split(".")[1] for m in imports(files[name]) if m.startswith("embed.")}
-    assert not (mine & set(ORDER)) - set(ORDER[:i]), name
+  assert set(files()) == set(ORDER)
+  for name, path in files().items():
+    before = set(ORDER[: ORDER.index(name)])
+    assert not imported_files(path) - before, name
 
 
 def test_each_file_knows_only_its_own():
-  for path in (ROOT / "embed").glob("*.py"):
-    packages = {name.split(".")[0] for name in imports(path)}
+  for name, path in files().items():
+    packages = {module.split(".")[0] for module in imports(path)}
     assert not packages & {"recipes", "configs", "grain", "absl", "ml_collections"}, path
-    if path.stem in ORDER[: ORDER.index("module")]:
+    if name.startswith("engine") and name != "engine.jax_internals":
       assert "flax" not in packages, f"{path}: pure arrays, no nnx"
-    assert path.stem == "internals" or not any(m.startswith("jax._src") for m in imports(path))
-    if path.stem == "config":
+    private = {module for module in imports(path) if "._" in module and module[:5] != "embed"}
+    assert name == "engine.jax_internals" or not private, path
+    if name == "config":
       assert "jax" not in packages
-    meshes = {name for name in imports(path) if name.startswith("jax.sharding.")}
-    if path.stem in ("views", "stack"):
+    meshes = {module for module in imports(path) if module.startswith("jax.sharding.")}
+    if name in ("engine.storage", "engine.stack"):
       meshes -= {"jax.sharding.PartitionSpec"}
-    assert path.stem == "sharding" or not meshes, path
+    assert name == "engine.mesh" or not meshes, path
 
 
 def test_recipes_do_not_import_each_other():

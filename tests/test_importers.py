@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import embed
-from embed.layout import Layout
+from embed.engine.layout import Layout
 
 # ------------------------------------------------------------- what stands for TensorFlow
 

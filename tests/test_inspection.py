@@ -12,7 +12,7 @@ from flax import nnx
 
 import embed
 from embed import __main__ as program
-from embed import inspection
+from embed.tools import inspection
 
 
 class Model(nnx.Module):

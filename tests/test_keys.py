@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embed import keys
+from embed.transforms import hashing as keys
 
 UINT64 = st.integers(0, 2**64 - 1)
 

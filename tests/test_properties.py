@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import embed
-from embed import reference
+from embed.tools import reference
 
 pytestmark = pytest.mark.usefixtures("strict")
 

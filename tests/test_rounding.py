@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import embed
-from embed import rounding
+from embed.engine import rounding
 
 ULP = 2.0**-7  # of bfloat16 from 1 to 2
 

@@ -24,7 +24,7 @@ from meshes import KINDS, STRATEGIES, make_mesh, make_world
 from test_properties import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
 
 import embed
-from embed import reference
+from embed.tools import reference
 
 
 def some(cases, default):

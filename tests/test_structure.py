@@ -16,8 +16,8 @@ from flax import nnx
 from test_properties import OPTIMIZERS, optimizer_id
 
 import embed
-from embed import grads as grads_lib
-from embed import module
+from embed import gradients as grads_lib
+from embed import layer as module
 from embed import optimizer as optimizer_lib
 
 V, D, BATCH, VALENCY = 300_000, 16, 64, 4

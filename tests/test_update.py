@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from embed import cpu, update
-from embed.lookup import Occurrences
+from embed.engine import update
+from embed.engine import update_cpu as cpu
+from embed.engine.lookup import Occurrences
 
 WAYS = {"hash": cpu.distinct, "sort": update._distinct_by_sort}
 SIZE = 96  # one shape, one compilation

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed import combining, ragged
 from embed import config as config_lib
-from embed import lookup as lookup_lib
+from embed import inputs as ragged
+from embed.engine import combining
+from embed.engine import lookup as lookup_lib
 
 
 def serving_lookup(

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed import cpu
-from embed.lookup import Occurrences
+from embed.engine import update_cpu as cpu
+from embed.engine.lookup import Occurrences
 from embed.optimizers import RowOptimizer, Slots, step_rows
 
 

@@ -19,7 +19,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from embed import config as config_lib
-from embed import ragged
+from embed import inputs as ragged
 
 UNROLLED = 8  # places of a bag gathered in one fused loop; longer bags loop over them
 

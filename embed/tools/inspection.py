@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from embed import text
-from embed.profiling import Profile
+from embed.tools import text
+from embed.tools.profiling import Profile
 
 
 def main(path: str, shapes_only: bool = False) -> int:

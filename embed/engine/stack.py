@@ -17,13 +17,18 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from embed import config as config_lib
-from embed import exchange, initializers, rounding, sharding, text, traffic, update, views
-from embed import lookup as lookup_lib
-from embed.exchange import Call, Owned
-from embed.layout import Columns, Layout
-from embed.lookup import Occurrences, Reads
+from embed import initializers
+from embed.engine import cost as traffic
+from embed.engine import exchange, rounding, update
+from embed.engine import lookup as lookup_lib
+from embed.engine import mesh as sharding
+from embed.engine import storage as views
+from embed.engine.exchange import Call, Owned
+from embed.engine.layout import Columns, Layout
+from embed.engine.lookup import Occurrences, Reads
+from embed.engine.mesh import Placement
 from embed.optimizers import RowOptimizer, Slot, split_columns
-from embed.sharding import Placement
+from embed.tools import text
 
 Arrays = dict[str, jax.Array]  # "parameters" and the slots, as stored
 Sent = Call | Owned

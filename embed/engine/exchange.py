@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from embed import lookup as lookup_lib
-from embed import update
-from embed.layout import Columns, Layout
-from embed.lookup import Occurrences, Reads
+from embed.engine import lookup as lookup_lib
+from embed.engine import update
+from embed.engine.layout import Columns, Layout
+from embed.engine.lookup import Occurrences, Reads
 
 Names = tuple[str, ...]
 NONE = np.uint32(2**32 - 1)  # a key behind all others

@@ -10,10 +10,10 @@ from flax import nnx
 
 from embed import initializers, optimizers
 from embed.config import FeatureConfig, TableConfig
-from embed.module import SparseEmbed
+from embed.layer import SparseEmbed
 from embed.optimizers import RowOptimizer, Schedule
 from embed.planning import Plan
-from embed.profiling import Profile, profile
+from embed.tools.profiling import Profile, profile
 
 OPTIMIZERS = {
   make.__name__: make

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from embed import config as config_lib
-from embed import ragged, text
+from embed import inputs as ragged
+from embed.engine.stack import Stack
 from embed.planning import Plan
-from embed.stack import Stack
+from embed.tools import text
 
 
 @dataclasses.dataclass

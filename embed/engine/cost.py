@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from embed.layout import Layout
+from embed.engine.layout import Layout
 
 
 class Demand(NamedTuple):

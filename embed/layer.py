@@ -13,14 +13,19 @@ import numpy as np
 from flax import errors as flax_errors
 from flax import nnx
 
-from embed import combining, exchange, grads, internals, planning, ragged, sharding
 from embed import config as config_lib
-from embed import lookup as lookup_lib
-from embed.exchange import Call
-from embed.grads import RowGrads
-from embed.lookup import Occurrences, Reads
+from embed import gradients as grads
+from embed import inputs as ragged
+from embed import planning
+from embed.engine import combining, exchange
+from embed.engine import jax_internals as internals
+from embed.engine import lookup as lookup_lib
+from embed.engine import mesh as sharding
+from embed.engine.exchange import Call
+from embed.engine.lookup import Occurrences, Reads
+from embed.engine.stack import Arrays, Load, Moment, Sent, Stack, read_all, store_all
+from embed.gradients import RowGrads
 from embed.optimizers import RowOptimizer
-from embed.stack import Arrays, Load, Moment, Sent, Stack, read_all, store_all
 
 Path = config_lib.Path
 

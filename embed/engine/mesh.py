@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from embed.exchange import Axes
-from embed.traffic import Demand
+from embed.engine.cost import Demand
+from embed.engine.exchange import Axes
 
 STRATEGIES = ("mod", "div", "column", "replicated")
 

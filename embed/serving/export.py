@@ -17,12 +17,15 @@ import numpy as np
 from flax import nnx
 from jax.interpreters import partial_eval as pe
 
-from embed import checkpoint, ragged, routing, sharding
+from embed import autodiff as routing
+from embed import checkpoint
 from embed import config as config_lib
-from embed.layout import Layout
-from embed.lookup import Owner
-from embed.module import Table, _Static
-from embed.stack import Stack
+from embed import inputs as ragged
+from embed.engine import mesh as sharding
+from embed.engine.layout import Layout
+from embed.engine.lookup import Owner
+from embed.engine.stack import Stack
+from embed.layer import Table, _Static
 
 _KINDS = (ragged.Padded, ragged.Ragged, ragged.Sparse)
 

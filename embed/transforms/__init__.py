@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embed import config as config_lib
-from embed import keys as keys_lib
-from embed import ragged
+from embed import inputs as ragged
+from embed.transforms import hashing as keys_lib
 
 __all__ = [
   "Bucketized",

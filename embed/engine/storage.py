@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.layout import Columns, Layout
-from embed.sharding import Placement
+from embed.engine.layout import Columns, Layout
+from embed.engine.mesh import Placement
 
 
 class View(NamedTuple):

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend import core as jex_core
 
-from embed import lookup, sharding
-from embed.exchange import Call
-from embed.grads import Grads, Rows
-from embed.lookup import Owner
-from embed.module import SlotVariable, SparseEmbed, Table, changing
-from embed.stack import Stack
+from embed.engine import lookup
+from embed.engine import mesh as sharding
+from embed.engine.exchange import Call
+from embed.engine.lookup import Owner
+from embed.engine.stack import Stack
+from embed.gradients import Grads, Rows
+from embed.layer import SlotVariable, SparseEmbed, Table, changing
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call")  # run in place
 _REMAT = ("checkpoint", "remat", "remat2")

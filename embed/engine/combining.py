@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from embed import config as config_lib
-from embed import lookup
+from embed.engine import lookup
 
 
 def combine(

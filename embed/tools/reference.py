@@ -1,4 +1,4 @@
-"""What the library computes, in slow float64 NumPy: what the tests and `embed.check` compare with.
+"""What the library computes, in slow float64 NumPy: the truth for the tests and the self-test.
 
 Three parts, each read from top to bottom:
 

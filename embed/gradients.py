@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed import internals, sharding, update
-from embed.exchange import Call, Owned
-from embed.lookup import Occurrences, Owner, Reads
-from embed.stack import Sent, Stack, of_table, scaled
+from embed.engine import jax_internals as internals
+from embed.engine import mesh as sharding
+from embed.engine import update
+from embed.engine.exchange import Call, Owned
+from embed.engine.lookup import Occurrences, Owner, Reads
+from embed.engine.stack import Sent, Stack, of_table, scaled
 
 
 def _only(sent: Sequence[Sent], stack: Stack, table: str) -> tuple[Sent, ...]:

@@ -16,8 +16,8 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import initializers, optimizers
-from embed.layout import Layout
-from embed.module import SparseEmbed
+from embed.engine.layout import Layout
+from embed.layer import SparseEmbed
 
 # --- configurations -------------------------------------------------------------------------------
 

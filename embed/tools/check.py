@@ -29,7 +29,7 @@ from flax import nnx
 
 import embed
 from embed import config as config_lib
-from embed import reference
+from embed.tools import reference
 
 TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-8}
 ROWS, DIM = 37, 8  # rows that no number of devices divides
