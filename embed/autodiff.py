@@ -1,329 +1,30 @@
-"""`value_and_grad`: the loss traced once, then run with a tap at every lookup.
+"""`value_and_grad` and `look_ahead`: a loss traced once, then run with a tap at every lookup.
 
-The traced loss is a program (a jaxpr) whose inputs are the parameters and the tables of the model,
-and in which every lookup is marked. A lookup belongs to the model if the table it reads is one of
-those inputs, by whatever way it got there: nested modules, `nnx.jit`, a model that was rebuilt from
-its state. Running the program with a tap at each of these lookups, and differentiating with respect
-to the parameters and the taps, gives dense gradients and the gradients of all activations; the ids
-behind them come out too. Every other use of a table is an error, as is a lookup where a tap cannot
-work, so that no gradient is lost. This file is the only one that reads jaxprs.
+The traced loss is a program whose inputs are the parameters and the tables of the model;
+`engine.taps` finds the lookups of the model in it. Running it with a tap at each, and
+differentiating with respect to the parameters and the taps, gives dense gradients and the gradients
+of all activations; the records of the lookups come out too.
 """
 
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend import core as jex_core
 
-from embed.engine import lookup
-from embed.engine import mesh as sharding
-from embed.engine.exchange import Call
-from embed.engine.lookup import Owner
-from embed.engine.stack import Stack
+from embed.engine import mesh, taps
+from embed.engine.lookup import in_order
+from embed.engine.rows import ActivationGrads
+from embed.engine.stack import StackSpec
+from embed.engine.taps import Feed, Lookup, Mark, Owner, Source
 from embed.gradients import Grads, Rows
 from embed.layer import SlotVariable, SparseEmbed, Table, changing
 
-_INLINED = ("jit", "pjit", "closed_call", "core_call")  # run in place
-_REMAT = ("checkpoint", "remat", "remat2")
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
-_UNCHANGED = ("sharding_constraint", "reshard", "copy", "copy_p")  # the table itself comes out
 _STORED = nnx.Any(Table, SlotVariable)
-
-
-class _Source(NamedTuple):
-  """The Variable that an input of the traced loss comes from."""
-
-  owner: Owner | None  # None: of another argument than the model
-  name: str  # "parameters" or a slot
-
-
-class _Mark(NamedTuple):
-  """A lookup in the model's tables: what it returned, and the shapes of what it read."""
-
-  owner: Owner
-  activations: list[Any]  # abstract values
-  reads: lookup.Reads  # of ShapeDtypeStructs
-
-
-class _Part(NamedTuple):
-  """One equation with lookups of the model in it, or a run of equations without."""
-
-  eqns: list[Any]
-  marks: list[_Mark]
-  inner: list["_Scope"]
-
-
-class _Scope(NamedTuple):
-  """A jaxpr, annotated: its equations in parts, its lookups, and where its outputs come from."""
-
-  jaxpr: Any
-  parts: list[_Part]
-  marks: list[_Mark]
-  outputs: list[_Source | None]
-
-
-def _sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-  for value in params.values():
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-      if isinstance(item, jex_core.ClosedJaxpr):
-        yield item.jaxpr
-      elif isinstance(item, jex_core.Jaxpr):
-        yield item
-
-
-def _reads_of(eqn: Any) -> lookup.Reads:
-  struct = lambda v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=v.aval.sharding)
-  leaves = [struct(v) for v in eqn.invars[eqn.params["number"] + 1 :]]
-  return jax.tree.unflatten(eqn.params["treedef"], leaves)
-
-
-def _refuse(eqn: Any, where: str) -> None:
-  raise ValueError(
-    f"A lookup of table {_reads_of(eqn).tables[0]!r} is under {where} inside the loss, where its "
-    "row gradient would be lost. Look up outside of it and pass the activations in. Several calls, "
-    "nnx.jit, nnx.remat and nnx.cond are fine."
-  )
-
-
-_READ = {
-  "tables": (
-    "sparse_embed.tables (or .variables) was read inside the loss, where no gradient comes back to "
-    "{name}. Write sparse_embed.attend(query, table_name) to score against its rows, or read it "
-    "outside."
-  ),
-  "update": (
-    "Rows of {name} were updated inside the loss, where the update would be lost. Return the "
-    "gradients, and call embed.Optimizer.update, apply_gradients or apply_row_gradients outside."
-  ),
-}
-_COMPUTED_WITH = (
-  "The stored rows of {name} were used inside the loss other than by a lookup, as "
-  "nnx.state(model, embed.Table) gives them: no gradient comes back from there. To regularise the "
-  "rows of a batch, use the activations of a lookup, or weight_decay_factor of the table's "
-  "optimizer; to score against rows, sparse_embed.attend(query, table_name); to keep a copy of the "
-  "model constant, jax.lax.stop_gradient of what it returns."
-)
-_CHANGED = (
-  "The rows of {name} were replaced inside the loss, as by load_tables, or their layer was: that "
-  "would be lost. Replace them outside."
-)
-
-
-class _Annotator:
-  """Follows tables from the inputs of a jaxpr to the lookups that read them."""
-
-  def __init__(self, stacks: dict[Owner, Stack]):
-    self.stacks = stacks
-    self.outside: list[Any] = []  # lookups in tables that are not inputs
-
-  def error(self, source: _Source, message: str) -> ValueError:
-    """With the tables and the layer of a source in place of `name`."""
-    owner = source.owner
-    assert owner is not None
-    layer = f"the SparseEmbed at {owner.path!r}" if owner.path else "the SparseEmbed"
-    tables = ", ".join(map(repr, self.stacks[owner].names))
-    return ValueError(message.format(name=f"{tables} in {layer}"))
-
-  def scope(self, jaxpr: Any, sources: Sequence[_Source | None]) -> _Scope:
-    known = {v: s for v, s in zip(jaxpr.invars, sources, strict=True) if s is not None}
-    of = lambda v: None if isinstance(v, jex_core.Literal) else known.get(v)
-    parts: list[_Part] = []
-    for eqn in jaxpr.eqns:
-      part, outputs = self._equation(eqn, [of(v) for v in eqn.invars])
-      known.update({v: s for v, s in zip(eqn.outvars, outputs, strict=False) if s is not None})
-      if not part.marks and parts and not parts[-1].marks:
-        parts[-1].eqns.append(eqn)
-      else:
-        parts.append(part)
-    marks = [mark for part in parts for mark in part.marks]
-    return _Scope(jaxpr, parts, marks, [of(v) for v in jaxpr.outvars])
-
-  def _equation(self, eqn: Any, sources: list[_Source | None]):
-    """The part of one equation, and where its outputs come from."""
-    primitive, name = eqn.primitive, eqn.primitive.name
-    if primitive is lookup.mark_p:
-      return _Part([eqn], self._lookup(eqn, sources[eqn.params["number"]]), []), []
-    if primitive is lookup.read_p:
-      source, purpose = sources[0], eqn.params["purpose"]
-      if source is not None and source.owner is not None and purpose in _READ:
-        raise self.error(source, _READ[purpose])
-      return _Part([eqn], [], []), []
-    own = [s for s in sources if s is not None and s.owner is not None]
-    inner, outputs = self._inner(eqn, sources)
-    marks = [mark for scope in inner for mark in scope.marks]
-    if marks and name not in (*_INLINED, *_REMAT, "cond"):
-      _refuse(_first_mark(eqn), f"a JAX transformation ({name})")
-    if inner:
-      return _Part([eqn], marks, inner), outputs
-    if name in _UNCHANGED:
-      return _Part([eqn], [], []), sources[:1]
-    if own:
-      if _first_mark(eqn) is not None:
-        _refuse(_first_mark(eqn), f"a JAX transformation ({name})")
-      raise self.error(own[0], _COMPUTED_WITH)
-    return _Part([eqn], [], []), []
-
-  def _lookup(self, eqn: Any, source: _Source | None) -> list[_Mark]:
-    if source is None:
-      self.outside.append(eqn)
-    if source is None or source.owner is None:
-      return []
-    if eqn.params["batched"]:
-      _refuse(eqn, "vmap")
-    return [_Mark(source.owner, [v.aval for v in eqn.outvars], _reads_of(eqn))]
-
-  def _inner(self, eqn: Any, sources: list[_Source | None]):
-    """Sub-jaxprs whose inputs map to the equation's, and the sources of its outputs."""
-    name, params, subs = eqn.primitive.name, eqn.params, list(_sub_jaxprs(eqn.params))
-    if name == "cond":
-      scopes = [self.scope(sub, sources[1:]) for sub in subs]
-      every = zip(*(scope.outputs for scope in scopes), strict=True)
-      return scopes, [branch[0] if len(set(branch)) == 1 else None for branch in every]
-    if name in (*_INLINED, *_REMAT, *_CUSTOM) and subs:
-      scope = self.scope(subs[0], sources)
-      return [scope], scope.outputs
-    if name == "scan":
-      consts, carry = params["num_consts"], params["num_carry"]
-      if any(source is not None for source in sources[consts + carry :]):
-        return [], []  # scanned over, row by row: refused
-      scope = self.scope(subs[0], sources)
-      return [scope], _carried(sources[consts : consts + carry], scope)
-    if name == "while":
-      of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-      carried = sources[of_cond + of_body :]
-      self.scope(params["cond_jaxpr"].jaxpr, [*sources[:of_cond], *carried])
-      between = sources[of_cond : of_cond + of_body]
-      scope = self.scope(params["body_jaxpr"].jaxpr, [*between, *carried])
-      return [scope], _carried(carried, scope)
-    return [], []
-
-
-def _carried(before: Sequence[_Source | None], body: _Scope) -> list[_Source | None]:
-  """Where the carry of a loop comes from, if a round of it leaves it as it was."""
-  pairs = zip(before, body.outputs, strict=False)
-  return [source if source == after else None for source, after in pairs]
-
-
-def _first_mark(eqn: Any) -> Any:
-  for sub in _sub_jaxprs(eqn.params):
-    for inner in sub.eqns:
-      if inner.primitive is lookup.mark_p:
-        return inner
-      deeper = _first_mark(inner)
-      if deeper is not None:
-        return deeper
-  return None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Feed:
-  """What a lookup is given: a tap for each of its activations, and these where they were made
-  ahead. None for taps: they are not needed."""
-
-  taps: list[jax.Array] | None
-  ahead: list[jax.Array] | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Lookup:
-  """A lookup that was run: what it returned, for one without taps, what it read, and of what."""
-
-  activations: list[jax.Array] | None
-  reads: lookup.Reads
-  owner: Owner = dataclasses.field(metadata={"static": True})
-
-
-Run = tuple[list[Any], list[_Lookup]]
-
-
-def _run(scope: _Scope, consts: Any, args: Any, feeds: list[_Feed]) -> Run:
-  """Evaluates a jaxpr with a feed for every lookup; returns its outputs and the lookups."""
-  jaxpr = scope.jaxpr
-  env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-  read = lambda v: v.val if isinstance(v, jex_core.Literal) else env[v]
-  records: list[_Lookup] = []
-  for part in scope.parts:
-    if not part.marks:
-      inputs, outputs = _boundary(part.eqns)
-      plain = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=part.eqns)
-      out = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(plain, []))(*map(read, inputs))
-    else:
-      (eqn,), number = part.eqns, len(part.marks)
-      outputs = eqn.outvars
-      with eqn.ctx.manager:
-        out, made = _run_marked(part, [read(v) for v in eqn.invars], feeds[:number])
-      feeds = feeds[number:]
-      records += made
-    env.update(zip(outputs, out, strict=True))
-  return [read(v) for v in jaxpr.outvars], records
-
-
-def _boundary(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
-  """The variables that a run of equations reads from outside, and those that it defines."""
-  made = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex_core.DropVar)]
-  known = set(made)
-  reads = [v for eqn in eqns for v in eqn.invars if not isinstance(v, jex_core.Literal)]
-  return list(dict.fromkeys(v for v in reads if v not in known)), made
-
-
-def _run_marked(part: _Part, values: list[Any], feeds: list[_Feed]) -> Run:
-  """One equation with lookups in it."""
-  eqn, name = part.eqns[0], part.eqns[0].primitive.name
-  if eqn.primitive is lookup.mark_p:
-    number, feed, owner = eqn.params["number"], feeds[0], part.marks[0].owner
-    reads = jax.tree.unflatten(eqn.params["treedef"], values[number + 1 :])
-    activations = sharding.settled(list(values[:number]) if feed.ahead is None else feed.ahead)
-    if feed.taps is None:
-      return activations, [_Lookup(activations, reads, owner)]
-    # Marked again, for a loss around this one that is differentiated as well.
-    activations = lookup.mark_p.bind(*activations, *values[number:], **eqn.params)
-    return list(map(lookup.attach, activations, feed.taps)), [_Lookup(None, reads, owner)]
-  if name in _INLINED:
-    closed = next(p for p in eqn.params.values() if isinstance(p, jex_core.ClosedJaxpr))
-    return _run(part.inner[0], closed.consts, values, feeds)
-  if name in _REMAT:
-    run = lambda values, feeds: _run(part.inner[0], (), values, feeds)
-    again = jax.checkpoint(run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-    return again(values, feeds)
-  if feeds[0].taps is None or feeds[0].ahead is not None:
-    table = part.marks[0].reads.tables[0]
-    raise ValueError(
-      f"A lookup of table {table!r} is in one branch of a conditional: which one is not known "
-      "ahead. Look up outside of it, or train without embed.look_ahead."
-    )
-  index, *operands = values
-  branches = _branches(part.inner, [closed.consts for closed in eqn.params["branches"]])
-  return jax.lax.switch(index, branches, operands, feeds)
-
-
-def _branches(scopes: list[_Scope], consts: list[Any]) -> list[Callable[..., Run]]:
-  """The branches of a conditional, each recording the others' lookups as not made."""
-
-  def run(i, operands, feeds):
-    start = sum(len(scope.marks) for scope in scopes[:i])
-    own = feeds[start:][: len(scopes[i].marks)]
-    out, made = _run(scopes[i], consts[i], operands, own)
-    unused = lambda mark: _Lookup(None, _unused(mark), mark.owner)
-    records = [made if s is scopes[i] else [unused(m) for m in s.marks] for s in scopes]
-    return out, [record for branch in records for record in branch]
-
-  return [functools.partial(run, i) for i in range(len(scopes))]
-
-
-def _unused(mark: _Mark) -> lookup.Reads:
-  """What a lookup that was not made read: nothing."""
-  zeros = jax.tree.map(sharding.zeros_like_type, mark.reads)
-  none = lambda ids: jnp.full_like(ids, jnp.iinfo(ids.dtype).max)
-  parts = tuple(dataclasses.replace(occ, ids=none(occ.ids)) for occ in zeros.parts)
-  route = None if zeros.route is None else zeros.route.unused()
-  return dataclasses.replace(zeros, parts=parts, route=route)
 
 
 # --- the model around it -------------------------------------------------------------------------
@@ -411,16 +112,16 @@ class _Split(NamedTuple):
     stored = nnx.from_flat_state([(path, v.replace(array)) for (path, v), array in pairs])
     return nnx.merge(self.graphdef, stored, *states, *self.states[len(states) :], copy=True)
 
-  def sources(self, layers: dict[str, SparseEmbed]) -> list[_Source]:
+  def sources(self, layers: dict[str, SparseEmbed]) -> list[Source]:
     """Where each array comes from; layers are those of the model by path, none for others."""
     of_layers = {
-      (path, stack, name): _Source(Owner(path, stack), name)
+      (path, stack, name): Source(Owner(path, stack), name)
       for path, layer in layers.items()
       for stack, variables in layer.arrays.items()
       for name in variables
     }
     # What is in no layer, such as an average of a table that a module keeps, is an ordinary array.
-    return [of_layers.get(_array_key(path), _Source(None, "")) for path, _ in self.stored]
+    return [of_layers.get(_array_key(path), Source(None, "")) for path, _ in self.stored]
 
 
 def _array_key(path: tuple[Any, ...]) -> tuple[str, str, str]:
@@ -460,7 +161,7 @@ class _Loss:
       return loss, aux, changed, {i: nnx.state(arg) for i, arg in merged.items()}, after
 
     trace = jax.make_jaxpr(pure, return_shape=True)
-    with sharding.explained():
+    with mesh.explained():
       self._closed, self._shapes = trace(*self._inputs(self.params))
     self._annotate(
       whole.sources(self.layers), [s for x in split_nodes.values() for s in x.sources({})]
@@ -471,32 +172,32 @@ class _Loss:
 
   def _without_types(self, inputs: Any) -> Any:
     """Inputs on Explicit axes as inputs on Auto ones, if the model is not on Explicit axes."""
-    spread = any(stack.placement is not None for stack in self.stacks.values())
-    typed = sharding.current_mesh() is not None or sharding.is_explicit((self.params, self.stored))
-    return sharding.without_types(inputs) if spread and not typed else inputs
+    spread = any(not stack.placement.is_local for stack in self.stacks.values())
+    typed = mesh.current_mesh() is not None or mesh.is_explicit((self.params, self.stored))
+    return mesh.without_types(inputs) if spread and not typed else inputs
 
-  def _annotate(self, own: list[_Source], of_nodes: list[_Source]) -> None:
+  def _annotate(self, own: list[Source], of_nodes: list[Source]) -> None:
     """Finds the lookups; raises for what would lose a gradient."""
-    annotator = _Annotator(self.stacks)
+    annotator = taps.Annotator(self.stacks)
     params = [None] * len(jax.tree.leaves(self.params))
     self.scope = annotator.scope(self._closed.jaxpr, [*params, *own, *of_nodes])
     self.marks = self.scope.marks
     if own:
       for source, after in zip(own, self.scope.outputs[-len(own) :], strict=True):
         if source != after:
-          raise annotator.error(source, _CHANGED)
+          raise annotator.error(source, taps.CHANGED)
     _warn_about_outside_layers(annotator.outside, self.layers)
 
-  def run(self, params: Any, feeds: list[_Feed]) -> tuple[Any, list[_Lookup]]:
+  def run(self, params: Any, feeds: list[Feed]) -> tuple[Any, list[Lookup]]:
     """`(loss, aux, state of the model, state of other nodes)`, and the lookups."""
     leaves = jax.tree.leaves(self._inputs(params))
-    out, records = _run(self.scope, self._closed.consts, leaves, feeds)
+    out, records = taps.run(self.scope, self._closed.consts, leaves, feeds)
     out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # no literals
     return jax.tree.unflatten(jax.tree.structure(self._shapes), out)[:-1], records
 
   def specs(self, lookups: Sequence[Any]) -> tuple[Any, ...]:
     """What each lookup's layer is: the same for copies of a layer, and for layers of one config."""
-    return tuple(self.layers[made.owner.path]._spec for made in lookups)
+    return tuple(self.layers[made.owner.path].static for made in lookups)
 
   def update(self, changed: Any, node_states: dict[Any, Any]) -> None:
     """Keeps what the loss changed."""
@@ -514,7 +215,7 @@ def _warn_about_outside_layers(eqns: Sequence[Any], layers: dict[str, SparseEmbe
   """
   names: dict[Any, list[str]] = {}
   for eqn in eqns:
-    names.setdefault(eqn.params["layer"], []).extend(_reads_of(eqn).tables)
+    names.setdefault(eqn.params["layer"], []).extend(taps.record_of(eqn).tables)
   for layer, tables in names.items():
     table = ", ".join(map(repr, dict.fromkeys(tables)))
     if any(layer.ref() is module for module in layers.values()):
@@ -587,35 +288,33 @@ def value_and_grad(
 
     def tapped(params, taps, early):
       feeds = [
-        _Feed(tap, None if made is None else made.activations)
+        Feed(tap, None if made is None else made.activations)
         for tap, made in zip(taps, early, strict=True)
       ]
-      (loss, *rest), found = traced.run(params, feeds)
+      (loss, *rest), lookups = traced.run(params, feeds)
       if ahead is not None:
-        loss = jnp.where(_same_ids(found, early), loss, jnp.nan)
-        found = early
-      return loss, (rest, [x.reads for x in found])
+        loss = jnp.where(_same_ids(lookups, early), loss, jnp.nan)
+        lookups = early
+      return loss, (rest, [x.record for x in lookups])
 
     differentiate = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-    with sharding.explained():
+    with mesh.explained():
       value, (dense, cotangents) = differentiate(traced.params, taps, early)
-    loss, ((aux, *states), reads) = value
+    loss, ((aux, *states), records) = value
     traced.update(*states)
-    grads = Grads(dense, _rows(stacks, marks, cotangents, reads))
+    grads = Grads(dense, _rows(stacks, marks, cotangents, records))
     return ((loss, aux), grads) if has_aux else (loss, grads)
 
   return wrapped
 
 
-def _taps(stacks: dict[Owner, Stack], mark: _Mark) -> list[jax.Array]:
-  """Zeros for each activation of a lookup, with its sharding."""
+def _taps(stacks: dict[Owner, StackSpec], mark: Mark) -> list[jax.Array]:
+  """Zeros for each activation of a lookup, with its mesh."""
   placement = stacks[mark.owner].placement
-  if placement is None:
-    return [jnp.zeros(act.shape, act.dtype) for act in mark.activations]
   return [placement.zeros(act) for act in mark.activations]
 
 
-def _stacks(model: Any) -> dict[Owner, Stack]:
+def _stacks(model: Any) -> dict[Owner, StackSpec]:
   """Every stack of a model."""
   return {
     Owner(path, stack.name): stack
@@ -624,13 +323,13 @@ def _stacks(model: Any) -> dict[Owner, Stack]:
   }
 
 
-def _rows(stacks: dict[Owner, Stack], marks, cotangents, all_reads) -> Rows:
+def _rows(stacks: dict[Owner, StackSpec], marks, cotangents, records) -> Rows:
   """Every table's entry, from the activation gradients of all lookups of it."""
-  sent: dict[Owner, list[Call]] = {owner: [] for owner in stacks}
-  for mark, grads, reads in zip(marks, cotangents, all_reads, strict=True):
-    if any(occ.ids.size for occ in reads.parts):
-      sent[mark.owner].append(Call(tuple(grads), reads))
-  return Rows(sent, stacks)
+  by_stack: dict[Owner, list[ActivationGrads]] = {owner: [] for owner in stacks}
+  for mark, grads, record in zip(marks, cotangents, records, strict=True):
+    if not record.is_empty:
+      by_stack[mark.owner].append(ActivationGrads(tuple(grads), record))
+  return Rows(by_stack, stacks)
 
 
 # --- lookups ahead of their step -----------------------------------------------------------------
@@ -644,14 +343,14 @@ class Ahead:
   It goes in and out of `nnx.jit`; `value_and_grad(..., ahead=...)` takes it.
   """
 
-  lookups: tuple[_Lookup, ...]
+  lookups: tuple[Lookup, ...]
   specs: tuple[Any, ...] = dataclasses.field(metadata={"static": True})  # of each one's layer
 
-  def _of(self, traced: _Loss) -> list[_Lookup]:
+  def _of(self, traced: _Loss) -> list[Lookup]:
     """The lookups, checked against those of the loss that they are given to."""
     marks = traced.marks
     shapes = lambda tree: jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
-    wanted = [_Lookup(mark.activations, mark.reads, mark.owner) for mark in marks]
+    wanted = [Lookup(mark.activations, mark.record, mark.owner) for mark in marks]
     if shapes(list(self.lookups)) != shapes(wanted) or self.specs != traced.specs(marks):
       raise ValueError(
         "`ahead` is of another loss or model, or of inputs of another shape. Write "
@@ -661,13 +360,12 @@ class Ahead:
     return list(self.lookups)
 
 
-def _same_ids(found: list[_Lookup], early: list[_Lookup]) -> jax.Array:
+def _same_ids(lookups: list[Lookup], early: list[Lookup]) -> jax.Array:
+  """Whether lookups are of the same ids as those made ahead: a bool scalar."""
   same = jnp.bool_(True)
-  for mine, theirs in zip(found, early, strict=True):
-    for a, b in zip(mine.reads.parts, theirs.reads.parts, strict=True):
-      same &= jnp.all(a.ids == b.ids)
-      if a.segments is not None:
-        same &= jnp.all(a.segments == b.segments)
+  for now, ahead in zip(lookups, early, strict=True):
+    for bags, bags_ahead in zip(now.record.bags, ahead.record.bags, strict=True):
+      same &= bags.equal(bags_ahead)
   return same
 
 
@@ -718,17 +416,16 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
   @functools.wraps(loss_fn)
   def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Ahead:
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
-    run = lambda params: traced.run(params, [_Feed(None)] * len(traced.marks))[1]
-    found = run(traced.params)
+    run = lambda params: traced.run(params, [Feed(None)] * len(traced.marks))[1]
+    lookups = run(traced.params)
     modules = sparse_embeds(model)
     ordered = []
-    for made in found:
+    for made in lookups:
       assert made.activations is not None
       rows = modules[made.owner.path].arrays[made.owner.name]["parameters"]
-      table, placement = rows.get_value(), traced.stacks[made.owner].placement
-      if placement is not None:
-        table = placement.put(table, placement.array(2))
-      activations, table = lookup.in_order(made.activations, table, made.reads)
+      stack = traced.stacks[made.owner]
+      table = stack.placement.put(rows.get_value(), stack.spec(2))
+      activations, table = in_order(made.activations, table, made.record)
       with changing("embed.look_ahead"):
         rows.set_value(table)
       ordered.append(dataclasses.replace(made, activations=activations))

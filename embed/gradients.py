@@ -8,20 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed.engine import jax_internals as internals
-from embed.engine import mesh as sharding
-from embed.engine import update
-from embed.engine.exchange import Call, Owned
-from embed.engine.lookup import Occurrences, Owner, Reads
-from embed.engine.stack import Sent, Stack, of_table, scaled
+from embed.engine import jax_internals, mesh, update
+from embed.engine.bags import Bags
+from embed.engine.lookup import LookupRecord
+from embed.engine.rows import ActivationGrads, DistinctRows, GradRows, sum_rows
+from embed.engine.stack import StackSpec
+from embed.engine.taps import Owner
+from embed.engine.update import StackGrads
 
 
-def _only(sent: Sequence[Sent], stack: Stack, table: str) -> tuple[Sent, ...]:
-  """What was sent of one table, and nothing of the others of its stack."""
-  found = of_table(sent, table)
+def _only(grads: Sequence[StackGrads], stack: StackSpec, table: str) -> tuple[StackGrads, ...]:
+  """The gradients of one table, and nothing of the other tables of its stack."""
   alone = len(stack.tables) == 1
-  own = lambda x: _own(stack, *_table_rows(stack, [x], table), table)
-  return tuple(own(x) if isinstance(x, Owned) and not alone else x for x in found)
+  own = lambda x: _from_table_rows(stack, *_table_rows(stack, [x], table), table)
+  picked = update.of_table(grads, table)
+  return tuple(own(x) if isinstance(x, DistinctRows) and not alone else x for x in picked)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -51,8 +52,8 @@ class RowGrads:
   ([4, 2], (2, 3))
   """
 
-  sent: tuple[Sent, ...]
-  stack: Stack | None  # None: made by hand, one call of one part
+  grads: tuple[StackGrads, ...]
+  stack: StackSpec | None  # None: made by hand, one call of one feature
   table: str
 
   def __init__(self, ids: Any, values: Any):
@@ -69,34 +70,34 @@ class RowGrads:
       )
     self._set((_pairs(ids.astype(jnp.int32), values),), None, "")
 
-  def _set(self, sent: Sequence[Sent], stack: Stack | None, table: str) -> "RowGrads":
-    for name, value in (("sent", tuple(sent)), ("stack", stack), ("table", table)):
+  def _set(self, grads: Sequence[StackGrads], stack: StackSpec | None, table: str) -> "RowGrads":
+    for name, value in (("grads", tuple(grads)), ("stack", stack), ("table", table)):
       object.__setattr__(self, name, value)
     return self
 
   @classmethod
-  def of(cls, sent: Sequence[Sent], stack: Stack | None, table: str) -> "RowGrads":
-    """From what was sent of a table."""
-    return object.__new__(cls)._set(sent, stack, table)
+  def of(cls, grads: Sequence[StackGrads], stack: StackSpec | None, table: str) -> "RowGrads":
+    """From the gradients of a table in its stack."""
+    return object.__new__(cls)._set(grads, stack, table)
 
   def __repr__(self) -> str:
-    if not all(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(self.sent)):
-      return f"RowGrads({self.sent})"  # shapes, or whatever else a tree was mapped to
+    if not all(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(self.grads)):
+      return f"RowGrads({self.grads})"  # shapes, or whatever else a tree was mapped to
     return f"RowGrads(ids={self.ids}, values={self.values})"
 
   def tree_flatten(self):
-    return internals.hide(self.sent), (self.stack, self.table)
+    return jax_internals.hide(self.grads), (self.stack, self.table)
 
   @classmethod
-  def tree_unflatten(cls, static, sent) -> "RowGrads":
-    return cls.of(internals.show(sent), *static)
+  def tree_unflatten(cls, static, grads) -> "RowGrads":
+    return cls.of(jax_internals.show(grads), *static)
 
   def _arrays(self) -> tuple[jax.Array, jax.Array]:
     if self.stack is None:
-      (call,) = self.sent
-      assert isinstance(call, Call)
-      return call.reads.parts[0].ids[:, 0], call.grads[0]
-    return _table_rows(self.stack, self.sent, self.table)
+      (call,) = self.grads
+      assert isinstance(call, ActivationGrads)
+      return call.record.bags[0].ids[:, 0], call.grads[0]
+    return _table_rows(self.stack, self.grads, self.table)
 
   @property
   def ids(self) -> jax.Array:
@@ -115,15 +116,16 @@ class RowGrads:
     >>> rows.map(lambda g: jnp.clip(g, -1, 1)).values.tolist()
     [[1.0, -1.0]]
     """
-    if not self.sent:
+    if not self.grads:
       return self
     ids, values = self._arrays()
     values = f(values)
     if self.stack is None or not self.stack.accumulates:
       return RowGrads.of([_pairs(ids, values, self.table)], self.stack, self.table)
-    size = self.stack.tables[self.table].vocabulary_size
+    size = self.stack.size(self.table)
     values = jnp.where((ids < size)[:, None], values, 0)  # f of an unused entry is nothing
-    return RowGrads.of([_own(self.stack, ids, values, self.table)], self.stack, self.table)
+    new = _from_table_rows(self.stack, ids, values, self.table)
+    return RowGrads.of([new], self.stack, self.table)
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squares of the summed rows, a float32 scalar: of one table alone.
@@ -132,29 +134,33 @@ class RowGrads:
     9.0
     """
     if self.stack is not None:
-      return _squared_norm(self.stack, self.sent)
+      return _squared_norm(self.stack, self.grads)
     return _squared_norm_of_pairs(*self._arrays())
 
 
 _INT32_MAX = 2**31 - 1
 
 
-def _pairs(ids: jax.Array, values: jax.Array, table: str = "") -> Call:
-  return Call((values,), Reads((Occurrences(ids[:, None], None, None),), (table,)))
+def _pairs(ids: jax.Array, values: jax.Array, table: str = "") -> ActivationGrads:
+  return ActivationGrads((values,), LookupRecord((Bags(ids[:, None]),), (table,)))
 
 
-def sent_to(stack: Stack, table: str, rows: RowGrads) -> list[Sent]:
-  """What a table's `RowGrads` sends to its stack, made by hand or not."""
+def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> list[StackGrads]:
+  """The gradients that a table's `RowGrads`, made by hand or not, is for its stack.
+
+  Raises:
+    ValueError: if they are of a table of another size or width.
+  """
   if rows.stack == stack:
-    return list(rows.sent)
-  size, dim = stack.tables[table].vocabulary_size, stack.dim
-  size_of_rows = size if rows.stack is None else rows.stack.tables[rows.table].vocabulary_size
+    return list(rows.grads)
+  size, dim = stack.size(table), stack.dim
+  size_of_rows = size if rows.stack is None else rows.stack.size(rows.table)
   if size_of_rows != size:
     raise ValueError(
       f"The row gradients of table {table!r} are of a table of {size_of_rows} rows, it has {size}. "
       "Take them with embed.value_and_grad of this model."
     )
-  if rows.sent and rows.values.shape[1] != dim:
+  if rows.grads and rows.values.shape[1] != dim:
     raise ValueError(
       f"The row gradients of table {table!r} have {rows.values.shape[1]} columns, its dim is {dim}."
     )
@@ -164,7 +170,7 @@ def sent_to(stack: Stack, table: str, rows: RowGrads) -> list[Sent]:
       f"The row gradients of table {table!r} have id {int(ids.max())}; its ids are 0 .. "
       f"{size - 1}, and {size} for unused entries."
     )
-  return [_pairs(*rows._arrays(), table)] if rows.sent else []
+  return [_pairs(*rows._arrays(), table)] if rows.grads else []
 
 
 @jax.tree_util.register_pytree_node_class
@@ -174,23 +180,25 @@ class Rows(Mapping[str, RowGrads]):
   Tables that are stored together went through one exchange, and go through one on the way back.
   """
 
-  def __init__(self, sent: Mapping[Owner, Sequence[Sent]], stacks: Mapping[Owner, Stack]):
-    self.sent = {key: tuple(sent[key]) for key in sorted(sent)}
+  def __init__(
+    self, grads: Mapping[Owner, Sequence[StackGrads]], stacks: Mapping[Owner, StackSpec]
+  ):
+    self.grads = {key: tuple(grads[key]) for key in sorted(grads)}
     self.stacks = {key: stacks[key] for key in sorted(stacks)}
 
   def tree_flatten(self):
-    if internals.is_called_by(internals.OPTIMIZER):
+    if jax_internals.is_called_by(jax_internals.OPTIMIZER):
       raise TypeError(
         "nnx.Optimizer.update got embed.Grads, whose rows it cannot apply. Write embed.Optimizer("
         "model, tx) instead of nnx.Optimizer(model, tx, wrt=nnx.Param)."
       )
-    return internals.hide(tuple(self.sent.values())), tuple(self.stacks.items())
+    return jax_internals.hide(tuple(self.grads.values())), tuple(self.stacks.items())
 
   @classmethod
-  def tree_unflatten(cls, static, sent) -> "Rows":
+  def tree_unflatten(cls, static, grads) -> "Rows":
     stacks = dict(static)
     self = object.__new__(cls)
-    self.sent, self.stacks = dict(zip(stacks, internals.show(sent), strict=True)), stacks
+    self.grads, self.stacks = dict(zip(stacks, jax_internals.show(grads), strict=True)), stacks
     return self
 
   def _keys(self) -> dict[str, tuple[Owner, str]]:
@@ -204,7 +212,7 @@ class Rows(Mapping[str, RowGrads]):
   def __getitem__(self, key: str) -> RowGrads:
     stack_key, table = self._keys()[key]
     stack = self.stacks[stack_key]
-    return RowGrads.of(_only(self.sent[stack_key], stack, table), stack, table)
+    return RowGrads.of(_only(self.grads[stack_key], stack, table), stack, table)
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._keys())
@@ -217,62 +225,64 @@ class Rows(Mapping[str, RowGrads]):
 
   def summed(self) -> "Rows":
     """With the rows summed, at their owners."""
-    sent = {
-      key: ([_sum_rows(self.stacks[key], sent)] if sent and self.stacks[key].accumulates else sent)
-      for key, sent in self.sent.items()
-    }
-    return Rows(sent, self.stacks)
+    summed: dict[Owner, Sequence[StackGrads]] = {}
+    for key, grads in self.grads.items():
+      stack = self.stacks[key]
+      summed[key] = [_sum_rows(stack, grads)] if grads and stack.accumulates else grads
+    return Rows(summed, self.stacks)
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Rows":
     """With `f(values)` of each table, the other tables' entries of its stack being unused ones."""
-    mapped: dict[Owner, Sequence[Sent]] = {}
-    for key, sent in self.summed().sent.items():
+    mapped: dict[Owner, Sequence[StackGrads]] = {}
+    for key, grads in self.summed().grads.items():
       stack = self.stacks[key]
-      if not sent:
+      if not grads:
         mapped[key] = ()
       elif not stack.accumulates:
-        each = [RowGrads.of(_only(sent, stack, table), stack, table) for table in stack.tables]
-        mapped[key] = [x for rows in each for x in rows.map(f).sent]
+        each = [RowGrads.of(_only(grads, stack, table), stack, table) for table in stack.tables]
+        mapped[key] = [x for rows in each for x in rows.map(f).grads]
       else:
-        mapped[key] = [_map_owned(sent[0], stack, f)]
+        mapped[key] = [_map_distinct(grads[0], stack, f)]
     return Rows(mapped, self.stacks)
 
   def squared_norm(self) -> jax.Array:
-    norms = [_squared_norm(self.stacks[key], sent) for key, sent in self.sent.items()]
+    norms = [_squared_norm(self.stacks[key], grads) for key, grads in self.grads.items()]
     return sum(norms, jnp.zeros(()))
 
   def scale(self, factor: jax.Array) -> "Rows":
     """Times a number."""
-    return Rows({k: scaled(sent, factor) for k, sent in self.sent.items()}, self.stacks)
+    return Rows({k: update.scaled(x, factor) for k, x in self.grads.items()}, self.stacks)
 
 
-def _map_owned(owned: Sent, stack: Stack, f: Callable[[jax.Array], jax.Array]) -> Owned:
-  assert isinstance(owned, Owned)
-  total = jnp.zeros_like(owned.values)
-  for table, config in stack.tables.items():
-    ids, values = _table_rows(stack, [owned], table)
-    new = jnp.where((ids < config.vocabulary_size)[:, None], f(values), 0)
-    total += _own(stack, ids, new, table).values
-  return Owned(owned.places, total)
+def _map_distinct(
+  grads: StackGrads, stack: StackSpec, f: Callable[[jax.Array], jax.Array]
+) -> DistinctRows:
+  assert isinstance(grads, DistinctRows)
+  total = jnp.zeros_like(grads.values)
+  for table, size in zip(stack.tables, stack.layout.sizes, strict=True):
+    ids, values = _table_rows(stack, [grads], table)
+    new = jnp.where((ids < size)[:, None], f(values), 0)
+    total += _from_table_rows(stack, ids, new, table).values
+  return DistinctRows(grads.ids, total)
 
 
 # Compiled once for eager calls, which would otherwise compile their loops at every call; within
 # somebody's jit, a part of it.
 def _compiled(f: Callable[..., Any], *static: int) -> Callable[..., Any]:
   jitted = jax.jit(f, static_argnums=(0, *static))
-  return lambda *args: sharding.settled(jitted(*args))
+  return lambda *args: mesh.settled(jitted(*args))
 
 
-_table_rows = _compiled(Stack.table_rows, 2)
-_sum_rows = _compiled(Stack.sum_rows)
-_own = _compiled(Stack.own, 3)
-_squared_norm = _compiled(Stack.squared_norm)
+_table_rows = _compiled(update.table_rows, 2)
+_sum_rows = _compiled(update.sum_rows)
+_from_table_rows = _compiled(update.from_table_rows, 3)
+_squared_norm = _compiled(update.squared_norm)
 
 
 @jax.jit
 def _squared_norm_of_pairs(ids: jax.Array, values: jax.Array) -> jax.Array:
-  occ = Occurrences(ids[:, None], None, None)
-  return jnp.sum(jnp.square(update.sum_rows([update.Piece(values, occ)], _INT32_MAX).values))
+  grads = GradRows(values.astype(jnp.float32), ids[:, None])
+  return jnp.sum(jnp.square(sum_rows([grads], _INT32_MAX).values))
 
 
 @jax.tree_util.register_dataclass
@@ -339,7 +349,7 @@ def global_norm(grads: Grads) -> jax.Array:
   rows = grads.rows
   each = [rows] if isinstance(rows, Rows) else list(rows.values())
   of_rows = sum((r.squared_norm() for r in each), jnp.zeros(()))
-  return jnp.sqrt(squares + sharding.scalar_for(squares, of_rows))
+  return jnp.sqrt(squares + mesh.scalar_for(squares, of_rows))
 
 
 def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
@@ -363,12 +373,12 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
   if isinstance(max_norm, (int, float)) and not max_norm > 0:
     raise ValueError(f"max_norm must be positive. Got {max_norm!r}.")
   rows = grads.rows
-  if isinstance(rows, Rows) and not any(s.placement for s in rows.stacks.values()):
+  if isinstance(rows, Rows) and all(s.placement.is_local for s in rows.stacks.values()):
     rows = rows.summed()  # once, for the norm and for the result
   grads = Grads(grads.dense, rows)
   norm = global_norm(grads)
   factor = jnp.minimum(1, max_norm / jnp.maximum(norm, max_norm))
-  scale = lambda g: g * sharding.scalar_for(g, factor).astype(g.dtype)
+  scale = lambda g: g * mesh.scalar_for(g, factor).astype(g.dtype)
   if isinstance(rows, Rows):
     return Grads(jax.tree.map(scale, grads.dense), rows.scale(factor))
   return grads.map(scale)
@@ -402,8 +412,8 @@ def accumulate(grads: Sequence[Grads]) -> Grads:
   rows = [g.rows for g in grads]
   whole = [r for r in rows if isinstance(r, Rows)]
   if len(whole) == len(rows) and all(r.stacks == whole[0].stacks for r in whole):
-    sent = {key: [x for r in whole for x in r.sent[key]] for key in whole[0].sent}
-    return Grads(dense, Rows(sent, whole[0].stacks))
+    together = {key: [x for r in whole for x in r.grads[key]] for key in whole[0].grads}
+    return Grads(dense, Rows(together, whole[0].stacks))
   return Grads(dense, {key: _concatenate([r[key] for r in rows]) for key in first.rows})
 
 
@@ -412,5 +422,5 @@ def _concatenate(rows: Sequence[RowGrads]) -> RowGrads:
   if first.stack is None:
     ids, values = (jnp.concatenate(x) for x in zip(*(r._arrays() for r in rows), strict=True))
     return RowGrads(ids, values)
-  sent = [x for r in rows for x in sent_to(first.stack, first.table, r)]
-  return RowGrads.of(sent, first.stack, first.table)
+  grads = [x for r in rows for x in for_stack(first.stack, first.table, r)]
+  return RowGrads.of(grads, first.stack, first.table)

@@ -1,7 +1,7 @@
-"""The kinds of input, their checks on the host, and the one form lookups take.
+"""The kinds of input and their checks on the host.
 
-Whatever the user gives becomes `Bags`: int32 ids in which `vocabulary_size` is padding. Negative
-ids mean padding on the way in only, because inside JAX `table[-1]` wraps to the last row.
+Every input becomes `engine.bags.Bags`: int32 ids in which `vocabulary_size` is padding. Negative
+ids are padding in inputs only, because inside JAX `table[-1]` wraps to the last row.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed import config as config_lib
+from embed.engine.bags import Bags, from_input
 
 Array = Any  # a NumPy or JAX array, or nested lists of numbers
 
@@ -94,18 +95,8 @@ class Sparse:
     object.__setattr__(self, "dense_shape", tuple(int(d) for d in self.dense_shape))
 
 
-class Bags(NamedTuple):
-  """What a lookup reads, all on the device.
-
-  With `segments` None: `ids` and `weights` are `[*shape, L]`. Otherwise they are `[N]`, and
-  `segments` `[N]` is the flat output position of each id, `prod(shape)` for padding.
-  """
-
-  ids: jax.Array  # int32, `vocabulary_size` is padding
-  weights: jax.Array | None  # float32, 0 at padding
-  segments: jax.Array | None  # int32
-  shape: tuple[int, ...]  # of the activations, without dim
-  dropped: jax.Array  # int32 scalar: ids that were given and could not be looked up
+def _static() -> Any:
+  return dataclasses.field(metadata={"static": True})
 
 
 _KINDS = (Padded, Ragged, Sparse)
@@ -175,18 +166,29 @@ def _floats(value: Any, name: str) -> Any:
 # --- checks --------------------------------------------------------------------------------------
 
 
-class _Parts(NamedTuple):
-  """An input taken apart: its kind, its arrays, and the static facts about them."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """The arrays of an input and the static facts about them.
 
-  kind: type | None  # Padded, Ragged, Sparse, or None for a dense array
+  Attributes:
+    ids: integers, `[*batch]` or `[*batch, 1]` (dense), `[*batch, L]` (padded) or `[N]`.
+    weights: floats of the shape of `ids`, or None.
+    layout: row_splits `[batch + 1]`, indices `[N, rank]`, or None.
+    kind: "dense", "padded", "ragged" or "sparse".
+    batch: the shape of the batch of bags, or of the dense array less a trailing 1.
+    length: the positions of a bag; 1 for a dense array, 0 if not known (ragged).
+  """
+
   ids: Any
   weights: Any
-  layout: Any  # row_splits [batch + 1], or indices [N, rank]
-  batch: tuple[int, ...]  # shape of the batch of bags, or of the dense array less a trailing 1
-  length: int  # L of the bags; 1 for a dense array; 0 if not known (Ragged)
+  layout: Any
+  kind: str = _static()
+  batch: tuple[int, ...] = _static()
+  length: int = _static()
 
 
-def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -> _Parts:
+def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -> Parts:
   """Types, dtypes and shapes: all that can be checked without looking at a value."""
   kind = type(x) if isinstance(x, _KINDS) else None
   if x is None:
@@ -209,7 +211,7 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
         "look up the whole batch outside."
       )
     batch = ids.shape[:-1] if ids.ndim > 1 and ids.shape[-1] == 1 else ids.shape
-    return _Parts(None, ids, None, None, batch, 1)
+    return Parts(ids, None, None, "dense", batch, 1)
   ids = _integers(x.values, name)
   weights = None if w is None else _floats(w.values, name)
   if weights is not None and weights.shape != ids.shape:
@@ -223,7 +225,7 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
         f"Feature {name!r}: embed.Padded takes [batch, ..., L] ids, got shape {ids.shape}. Write "
         "a dense array for one id per example."
       )
-    return _Parts(Padded, ids, weights, None, ids.shape[:-1], ids.shape[-1])
+    return Parts(ids, weights, None, "padded", ids.shape[:-1], ids.shape[-1])
   if ids.ndim != 1:
     raise ValueError(f"Feature {name!r}: {_kind(x)} takes flat values [N], got shape {ids.shape}.")
   if kind is Ragged:
@@ -233,7 +235,7 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
         f"Feature {name!r}: only rank 2 ragged input is supported, with row_splits [batch + 1]; "
         f"got row_splits of shape {splits.shape}."
       )
-    return _Parts(Ragged, ids, weights, splits, (splits.shape[0] - 1,), x.max_valency or 0)
+    return Parts(ids, weights, splits, "ragged", (splits.shape[0] - 1,), x.max_valency or 0)
   rank = len(x.dense_shape)
   if rank < 2:
     raise ValueError(f"Feature {name!r}: only rank 2 and above is supported, got rank {rank}.")
@@ -243,55 +245,59 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
       f"Feature {name!r}: {indices.shape[0]} indices but {ids.shape[0]} values; write "
       f"indices [N, {rank}] and values [N]."
     )
-  return _Parts(Sparse, ids, weights, indices, x.dense_shape[:-1], x.dense_shape[-1])
+  return Parts(ids, weights, indices, "sparse", x.dense_shape[:-1], x.dense_shape[-1])
 
 
-class _Form(NamedTuple):
-  """How bags become activations: sequences keep their first `length` ids apart."""
+class Form(NamedTuple):
+  """How bags become activations.
+
+  `shape` is that of the activations without dim. Sequences keep their first `length` ids apart; 0
+  combines the ids of a bag.
+  """
 
   shape: tuple[int, ...]
-  length: int = 0  # 0 combines
+  length: int = 0
 
 
-def _form(name: str, feature: config_lib.FeatureConfig, parts: _Parts, weighted: bool) -> _Form:
+def _form(name: str, feature: config_lib.FeatureConfig, parts: Parts, weighted: bool) -> Form:
   """The output shape, checked against a stated one (TensorFlow's rules, but free per call)."""
   batch, stated = parts.batch, feature.output_shape
   if stated is None:
     length = feature.max_sequence_length
     if not length:
-      return _Form(batch)
-    if parts.kind is None:
+      return Form(batch)
+    if parts.kind == "dense":
       raise ValueError(
         f"Feature {name!r} is a sequence feature but a dense array was passed. Write "
         "embed.Padded(ids)."
       )
     if len(batch) != 1:
       _logger.info("feature %r: max_sequence_length is ignored for rank %d", name, len(batch) + 1)
-      return _Form(batch)
+      return Form(batch)
     if weighted:
       raise ValueError(
         f"Weight specified for {name!r}, but this is a sequence feature. Leave it out, and "
         "multiply the activations."
       )
-    return _Form((*batch, length), length)
+    return Form((*batch, length), length)
   same = len(stated) == len(batch) and all(
     s in (None, 0) or s == b for s, b in zip(stated, batch, strict=True)
   )
   if same:
-    return _Form(batch)
+    return Form(batch)
   size, bags = math.prod(s or 0 for s in stated), math.prod(batch)
   if None not in stated and len(batch) == 1 and len(stated) > 1 and bags:
     shape = tuple(int(s or 0) for s in stated)
     if size == bags:
-      return _Form(shape)
-    if parts.kind is Ragged and size % bags == 0 and size:
+      return Form(shape)
+    if parts.kind == "ragged" and size % bags == 0 and size:
       length = size // bags
       if weighted and shape[-1] == length:
         raise ValueError(
           f"Weight specified for {name!r}, but its output_shape {shape} makes a batch of {bags} "
           f"a sequence feature of length {length}."
         )
-      return _Form(shape, length)
+      return Form(shape, length)
   raise ValueError(
     f"Feature {name!r}: inconsistent shape. Its output_shape is {tuple(stated)}, but the input has "
     f"a batch of {tuple(batch)}."
@@ -328,12 +334,12 @@ def _check_one_id_each(indices: np.ndarray, where: str) -> None:
 
 
 def _check_values(
-  name: str, feature: config_lib.FeatureConfig, x: Any, parts: _Parts, form: _Form
+  name: str, feature: config_lib.FeatureConfig, x: Any, parts: Parts, form: Form
 ) -> None:
   """All that depends on values; NumPy only."""
   splits = indices = None
   ids = np.asarray(parts.ids)
-  if parts.kind is Ragged:
+  if parts.kind == "ragged":
     splits = np.asarray(parts.layout)
     lengths = np.diff(splits)
     check_row_splits(splits, ids.shape[0], f"Feature {name!r}: ")
@@ -343,7 +349,7 @@ def _check_values(
         f"max_valency={parts.length}. Raise max_valency, or cut the bag."
       )
     ids = ids[: splits[-1]]
-  if parts.kind is Sparse:
+  if parts.kind == "sparse":
     kept = ids >= 0  # padding has no index
     indices = np.asarray(parts.layout)[kept]
     _check_indices(indices, x.dense_shape, f"Feature {name!r}: ")
@@ -351,7 +357,7 @@ def _check_values(
       in_table = ids[kept] < feature.table.vocabulary_size
       _check_one_id_each(indices[in_table], f"Feature {name!r}: ")
   custom = feature.table.combiner
-  if isinstance(custom, config_lib.CustomCombiner) and parts.kind is not None:
+  if isinstance(custom, config_lib.CustomCombiner) and parts.kind != "dense":
     valencies = _valencies(parts, ids, splits, indices)
     if valencies.max(initial=0) > custom.max_valency and not form.length:
       raise ValueError(
@@ -373,46 +379,75 @@ def _check_values(
     )
 
 
-def _valencies(parts: _Parts, ids: np.ndarray, splits, indices) -> np.ndarray:
+def _valencies(parts: Parts, ids: np.ndarray, splits, indices) -> np.ndarray:
   """How many ids each bag has: int64 `[bags]`. `indices` are those of the ids without padding."""
-  if parts.kind is Padded:
+  if parts.kind == "padded":
     return (ids >= 0).sum(axis=-1).reshape(-1)
-  if parts.kind is Ragged:
+  if parts.kind == "ragged":
     row = np.repeat(np.arange(len(splits) - 1), np.diff(splits))[ids >= 0]
   else:
     row = np.ravel_multi_index(tuple(indices[:, :-1].T), parts.batch) if len(indices) else ids[:0]
   return np.bincount(row, minlength=math.prod(parts.batch))
 
 
-def flatten(config: Any, features: Any, weights: Any = None) -> dict[config_lib.Path, Any]:
-  """The given features by path, as (feature config, input, weights or None) in config order.
+class Input(NamedTuple):
+  """One feature of a batch, checked."""
+
+  path: config_lib.Path
+  name: str
+  feature: config_lib.FeatureConfig
+  parts: Parts
+  form: Form
+
+
+def read(config: Any, features: Any, weights: Any = None) -> list[Input]:
+  """The features of a batch in the order of the config, checked; values where they are concrete.
 
   Raises:
-    TypeError, ValueError: if a structure is not that of the config, see `config.match`.
+    TypeError, ValueError: if a structure is not that of the config, see `config.match`, or an input
+      does not fit its feature.
   """
-  given = dict(config_lib.match(config, features, "features", none_allowed=False))
+  inputs = dict(config_lib.match(config, features, "features", none_allowed=False))
   weight_of = dict(config_lib.match(config, weights, "weights"))
-  stray = [path for path, w in weight_of.items() if w is not None and path not in given]
+  stray = [path for path, w in weight_of.items() if w is not None and path not in inputs]
   if stray:
     raise ValueError(f"weights given for {config_lib.feature_name(stray[0])!r}, which has no ids.")
-  flat = {}
-  for path, feature in config_lib.flatten_features(config):
-    if path in given:
-      flat[path] = (feature, given[path], weight_of.get(path))
-  return flat
+  flat = config_lib.flatten_features(config)
+  return [
+    check(path, config_lib.feature_name(path, feature), feature, inputs[path], weight_of.get(path))
+    for path, feature in flat
+    if path in inputs
+  ]
 
 
-def check(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None) -> None:
-  """Raises ValueError if an input does not fit its feature; values are read where concrete."""
+def check(
+  path: config_lib.Path, name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None
+) -> Input:
+  """An input of a feature, taken apart.
+
+  Raises:
+    ValueError: if it does not fit the feature; values are read where they are concrete.
+  """
   parts = _take_apart(name, feature, x, w)
   form = _form(name, feature, parts, weighted=w is not None)
   if _is_concrete(x):
     _check_values(name, feature, x, parts, form)
   if w is not None and parts.layout is not None and _is_concrete(x, w):
-    layout = "row_splits" if parts.kind is Ragged else "indices"
-    theirs, mine = np.asarray(getattr(w, layout)), np.asarray(parts.layout)
-    if theirs.size != mine.size or (theirs.reshape(mine.shape) != mine).any():
+    layout = "row_splits" if parts.kind == "ragged" else "indices"
+    of_weights, of_ids = np.asarray(getattr(w, layout)), np.asarray(parts.layout)
+    same = of_weights.size == of_ids.size and (of_weights.reshape(of_ids.shape) == of_ids).all()
+    if not same:
       raise ValueError(f"Feature {name!r}: the weights have other {layout} than the ids.")
+  return Input(path, name, feature, parts, form)
+
+
+def to_bags(
+  name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None
+) -> tuple[Bags, jax.Array]:
+  """The bags of one input, and how many ids were dropped; only static mistakes raise."""
+  parts = _take_apart(name, feature, x, w)
+  form = _form(name, feature, parts, weighted=w is not None)
+  return from_input(parts, form, feature.table.vocabulary_size)
 
 
 def validate(feature_config: Any, features: Any, weights: Any = None) -> None:
@@ -435,8 +470,7 @@ def validate(feature_config: Any, features: Any, weights: Any = None) -> None:
   Traceback (most recent call last):
   ValueError: Feature 'watched': id 10 at position (1,) is out of range for a table of ...
   """
-  for path, (feature, x, w) in flatten(feature_config, features, weights).items():
-    check(config_lib.feature_name(path, feature), feature, x, w)
+  read(feature_config, features, weights)
 
 
 def to_padded(
@@ -505,154 +539,3 @@ def to_padded(
   out = np.full((math.prod(shape), length), 0 if is_float else -1, dtype)
   out[rows[keep], columns[keep]] = values[keep]
   return Padded(out.reshape(*shape, length))
-
-
-# --- to Bags -------------------------------------------------------------------------------------
-
-
-def _to_rows(ids: Any, size: int) -> tuple[jax.Array, jax.Array]:
-  """Sanitised int32 ids (`size` is padding) and whether each was beyond the table."""
-  if isinstance(ids, np.ndarray):  # int64 would lose its high bits on the way to the device
-    ids = np.where(ids > size - 1, np.int64(size), ids.astype(np.int64))
-    ids = np.maximum(ids, -1).astype(np.int32)
-  elif ids.dtype.itemsize < 4:
-    ids = ids.astype(jnp.int32)
-  elif ids.dtype != jnp.int32:
-    signed = jnp.issubdtype(ids.dtype, jnp.signedinteger)
-    ids = jnp.clip(ids, -1 if signed else None, size).astype(jnp.int32)
-  ids = jnp.asarray(ids)
-  beyond = ids >= size
-  return jnp.where(beyond | (ids < 0), size, ids), beyond
-
-
-def _count(mask: jax.Array) -> jax.Array:
-  return jnp.sum(mask, dtype=jnp.int32)
-
-
-def to_bags(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None) -> Bags:
-  """The one form of any input; static mistakes raise, bad ids become padding and are counted."""
-  parts = _take_apart(name, feature, x, w)
-  form = _form(name, feature, parts, weighted=w is not None)
-  size = feature.table.vocabulary_size
-  ids, beyond = _to_rows(parts.ids, size)
-  weights = None
-  if parts.weights is not None and not form.length:
-    weights = jnp.asarray(parts.weights, jnp.float32)
-  if parts.kind is None:
-    return Bags(ids.reshape(*form.shape, 1), None, None, form.shape, _count(beyond))
-  if parts.kind is Padded:
-    if form.length:
-      pad = max(form.length - parts.length, 0)
-      ids = jnp.pad(ids, ((0, 0), (0, pad)), constant_values=size)[:, : form.length, None]
-      beyond = beyond[:, : form.length]
-      return Bags(ids, None, None, form.shape, _count(beyond))
-    if weights is not None:
-      weights = jnp.where(ids < size, weights, 0).reshape(*form.shape, parts.length)
-    return Bags(ids.reshape(*form.shape, parts.length), weights, None, form.shape, _count(beyond))
-  place = _ragged_places(parts) if parts.kind is Ragged else _sparse_places(parts)
-  if form.length or (parts.kind is Ragged and parts.length):
-    length = form.length or parts.length
-    return _lay_out(ids, beyond, weights, place, (form, math.prod(parts.batch), length), size)
-  row = jnp.where(ids < size, place.row, math.prod(form.shape))
-  lost = _count((beyond | (ids < size)) & ~place.there & ~place.behind) + _count(
-    beyond & place.there
-  )
-  ids = jnp.where(place.there, ids, size)
-  if 0 in form.shape:  # JAX gathers nothing from an array without elements
-    weights = None if weights is None else weights[:0]
-    return Bags(ids[:0], weights, row[:0], form.shape, lost)
-  if weights is not None:
-    weights = jnp.where(ids < size, weights, 0)
-  return Bags(ids, weights, row, form.shape, lost)
-
-
-def combines(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None) -> bool:
-  """Whether an input's bags become one vector each: no sequence."""
-  return not _form(name, feature, _take_apart(name, feature, x, w), weighted=w is not None).length
-
-
-def in_places(bags: Bags, size: int, length: int | None) -> Bags:
-  """Bags whose ids stand in places `[*shape, L]`, in the order given.
-
-  Args:
-    bags: of a table of vocabulary_size `size`.
-    length: L, with the ids of a bag in its first places; None leaves places as they are.
-  """
-  ids, weights, segments, shape, dropped = bags
-  if length is None:
-    assert segments is None
-    return bags
-  if segments is None:
-    order = jnp.argsort(ids >= size, axis=-1, stable=True)  # padding behind the ids
-    missing = [(0, 0)] * (ids.ndim - 1) + [(0, max(length - ids.shape[-1], 0))]
-    move = lambda fill, x: jnp.pad(
-      jnp.take_along_axis(x, order, axis=-1)[..., :length], missing, constant_values=fill
-    )
-  else:
-    number = math.prod(shape)
-    row = jnp.where(ids < size, segments, number)
-    by_bag = jnp.argsort(row, stable=True)
-    ordered = row[by_bag]
-    first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
-    column = jnp.arange(ids.shape[0], dtype=jnp.int32) - first
-    move = lambda fill, x: (
-      jnp.full((number, length), fill, x.dtype)
-      .at[ordered, column]
-      .set(x[by_bag], mode="drop")
-      .reshape(*shape, length)
-    )
-  laid = move(size, ids)
-  lost = dropped + _count(ids < size) - _count(laid < size)
-  return Bags(laid, None if weights is None else move(0, weights), None, shape, lost)
-
-
-class _Places(NamedTuple):
-  """Where each of N values belongs: flat bag, place in the bag, and whether it is inside."""
-
-  row: jax.Array  # [N] int32, the number of bags where the value is outside
-  column: jax.Array  # [N] int32
-  there: jax.Array  # [N] bool
-  behind: jax.Array  # [N] bool: padding behind the last row split
-
-
-def _ragged_places(parts: _Parts) -> _Places:
-  n, bags = parts.ids.shape[0], parts.batch[0]
-  splits = jnp.asarray(parts.layout).astype(jnp.int32)
-  position = jnp.arange(n, dtype=jnp.int32)
-  behind = position >= splits[-1]
-  # Counting the splits at or before each position: empty bags repeat a split. All are counted, the
-  # first as well: see Placement.replicate.
-  splits_at = jnp.zeros(n, jnp.int32).at[splits].add(1, mode="drop")
-  row = jnp.where(behind, bags, jnp.clip(jnp.cumsum(splits_at) - 1, 0, max(bags - 1, 0)))
-  column = position - splits.at[row].get(mode="clip")
-  return _Places(row, column, ~behind if bags else jnp.zeros(n, bool), behind)
-
-
-def _sparse_places(parts: _Parts) -> _Places:
-  shape = (*parts.batch, parts.length)
-  indices = jnp.asarray(parts.layout)
-  there = jnp.all((indices >= 0) & (indices < np.asarray([shape], indices.dtype)), axis=1)
-  indices = indices.astype(jnp.int32)
-  strides = np.cumprod([1, *parts.batch[:0:-1]])[::-1].astype(np.int32)
-  row = jnp.where(there, indices[:, :-1] @ strides, math.prod(parts.batch))
-  return _Places(row, indices[:, -1], there, jnp.zeros(there.shape, bool))
-
-
-def _lay_out(ids, beyond, weights, place: _Places, layout, size: int) -> Bags:
-  """Flat ids to `[bags, length]`; what does not fit a bag is dropped and counted."""
-  form, bags, length = layout
-  fits = place.there & (place.column < length) & (place.column >= 0)
-  row = jnp.where(fits & (ids < size), place.row, bags)  # no place for padding: it may be an id's
-  to = lambda fill, values: (
-    jnp.full((bags, length), fill, values.dtype).at[row, place.column].set(values, mode="drop")
-  )
-  laid = to(size, ids)
-  wanted = (beyond | (ids < size)) & ~place.behind
-  if form.length:  # ids past the end of a sequence are cut by definition
-    wanted &= ~(place.there & (place.column >= length))
-  dropped = _count(wanted) - _count(laid < size)
-  if form.length:
-    return Bags(laid.reshape(*form.shape, 1), None, None, form.shape, dropped)
-  if weights is not None:
-    weights = to(0, jnp.where(ids < size, weights, 0)).reshape(*form.shape, length)
-  return Bags(laid.reshape(*form.shape, length), weights, None, form.shape, dropped)

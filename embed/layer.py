@@ -1,7 +1,6 @@
 """`SparseEmbed`: features over shared tables, as a Flax NNX module."""
 
 import contextlib
-import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,19 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import errors as flax_errors
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+from embed import combiners, gradients, planning
 from embed import config as config_lib
-from embed import gradients as grads
-from embed import inputs as ragged
-from embed import planning
-from embed.engine import combining, exchange
-from embed.engine import jax_internals as internals
-from embed.engine import lookup as lookup_lib
-from embed.engine import mesh as sharding
-from embed.engine.exchange import Call
-from embed.engine.lookup import Occurrences, Reads
-from embed.engine.stack import Arrays, Load, Moment, Sent, Stack, read_all, store_all
+from embed.combiners import Uncombined
+from embed.engine import exchange, jax_internals, route, storage, taps, update
+from embed.engine import mesh as mesh_lib
+from embed.engine.bags import Bags
+from embed.engine.lookup import LookupRecord
+from embed.engine.rows import ActivationGrads
+from embed.engine.stack import Arrays, StackSpec
 from embed.gradients import RowGrads
+from embed.inputs import Input, check, read
 from embed.optimizers import RowOptimizer
 
 Path = config_lib.Path
@@ -37,18 +36,9 @@ _UNTRAINED = (
 )
 
 
-class Apart(NamedTuple):
-  """The bags of a feature whose rows were looked up one by one, for `combining.combine`."""
-
-  rows: jax.Array  # [..., L, D]
-  ids: jax.Array  # int32 [..., L]
-  weights: jax.Array | None  # float32 [..., L]
-  learned: jax.Array | None  # float32 [num_weights], as they were at the lookup
-
-
 @jax.tree_util.register_pytree_node_class
 class Residual:
-  """What `SparseEmbed.lookup` read, for `apply_gradients`: a pytree, with nothing in it for users.
+  """What `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree that users need not read.
 
   It holds ids and, on a mesh, the route of the exchange; of the features whose rows were combined
   after the lookup, the rows.
@@ -56,23 +46,23 @@ class Residual:
 
   def __init__(
     self,
-    reads: dict[str, Reads],
+    records: dict[str, LookupRecord],
     paths: dict[str, tuple[Path, ...]],
-    apart: dict[Path, Apart],
+    uncombined: dict[Path, Uncombined],
   ):
-    self.reads, self.paths, self.apart = reads, paths, apart
+    self.records, self.paths, self.uncombined = records, paths, uncombined
 
   def tree_flatten(self):
-    names = tuple(sorted(self.reads))
+    names = tuple(sorted(self.records))
     paths = tuple((name, self.paths[name]) for name in names)
-    reads, apart = tuple(self.reads[name] for name in names), tuple(self.apart.values())
-    return (reads, apart), (paths, tuple(self.apart))
+    records = tuple(self.records[name] for name in names)
+    return (records, tuple(self.uncombined.values())), (paths, tuple(self.uncombined))
 
   @classmethod
   def tree_unflatten(cls, static, leaves) -> "Residual":
-    (paths, apart), (all_reads, all_apart) = static, leaves
-    reads = dict(zip(dict(paths), all_reads, strict=True))
-    return cls(reads, dict(paths), dict(zip(apart, all_apart, strict=True)))
+    (paths, features), (records, uncombined) = static, leaves
+    by_stack = dict(zip(dict(paths), records, strict=True))
+    return cls(by_stack, dict(paths), dict(zip(features, uncombined, strict=True)))
 
 
 _LARGE_COPY = 16 << 20  # bytes of a copy
@@ -101,7 +91,7 @@ class Table(nnx.Variable):
     """Takes over an array, and tells if a Flax transformation made it as a copy."""
     before = self.get_raw_value()
     super().set_raw_value(value, **kwargs)
-    if _is_copied(before, value) and internals.is_called_by(internals.TRANSFORMATIONS):
+    if _is_copied(before, value) and jax_internals.is_called_by(jax_internals.TRANSFORMATIONS):
       warnings.warn(
         f"A table of {before.nbytes >> 20} MiB was copied: nnx.jit and Flax's other "
         "transformations return the models that they are given. Write nnx.jit(graph=False) for a "
@@ -121,22 +111,6 @@ class SlotVariable(nnx.Variable):
   >>> layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
   >>> len(jax.tree.leaves(nnx.state(layer, embed.SlotVariable)))  # momenta and velocities
   2
-  """
-
-
-class CombinerWeights(nnx.Param):
-  """The learned weights of an `embed.CustomCombiner`, trained at its own rate.
-
-  An `nnx.Param` type, float32 `[num_weights]`, so `embed.value_and_grad` gives their gradient among
-  the dense ones. `sparse_embed.combiner_weights` has them by table name.
-
-  >>> average = embed.CustomCombiner(
-  ...   lambda valency, vectors, weights: weights @ vectors,
-  ...   max_valency=2, num_weights=2, initializer=jax.nn.initializers.constant(0.5))
-  >>> table = embed.TableConfig(4, 2, combiner=average, name="movie")
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  >>> layer.combiner_weights["movie"][...].tolist()
-  [0.5, 0.5]
   """
 
 
@@ -162,24 +136,30 @@ class Report(nnx.Variable):
   """
 
 
-class _Spec(NamedTuple):
-  """What a `SparseEmbed` is, decided at construction and never traced."""
+class Spec(NamedTuple):
+  """What a `SparseEmbed` is, decided at construction and never traced.
+
+  `tables` and `optimizers` by table name, `stacks` by stack name. `table_of` has the table of each
+  feature, `stack_of` the stack of each table.
+  """
 
   features: Any
   tables: dict[str, config_lib.TableConfig]
   optimizers: dict[str, RowOptimizer | None]
-  stacks: dict[str, Stack]
+  stacks: dict[str, StackSpec]
+  table_of: dict[Path, str]
+  stack_of: dict[str, StackSpec]
 
 
-class _Static:
-  """Holds a layer's `_Spec` as static metadata: layers of the same configs, which compare by
+class StaticSpec:
+  """Holds a layer's `Spec` as static metadata: layers of the same configs, which compare by
   identity, and equal stacks run the same compiled programs."""
 
-  def __init__(self, value: _Spec):
+  def __init__(self, value: Spec):
     self.value = value
 
   def __eq__(self, other: object) -> bool:
-    return self is other or (isinstance(other, _Static) and self.value == other.value)
+    return self is other or (isinstance(other, StaticSpec) and self.value == other.value)
 
   def __hash__(self) -> int:
     return hash(tuple(self.value.stacks.values()))
@@ -259,9 +239,8 @@ class SparseEmbed(nnx.Module):
         )
       if features is not None or optimizer is not None:
         plan = plan.with_features(plan.features if features is None else features, optimizer)
-    stacks = plan.stacks()
-    spec = _Spec(plan.features, plan.tables, plan.optimizers, stacks)
-    self._spec = _Static(spec)
+    spec = _spec(plan)
+    self.static = StaticSpec(spec)
     self.report = Report(
       {
         "dropped_ids": jnp.int32(0),
@@ -272,27 +251,24 @@ class SparseEmbed(nnx.Module):
     keys = {name: rngs.params() for name in plan.tables}
     self.combiner_weights = nnx.Dict(
       {
-        name: _combiner_weights(table.combiner, jax.random.fold_in(keys[name], 2**31 - 1))
+        name: combiners.make_weights(table.combiner, jax.random.fold_in(keys[name], 2**31 - 1))
         for name, table in plan.tables.items()
         if isinstance(table.combiner, config_lib.CustomCombiner) and table.combiner.num_weights
       }
     )
     self.arrays = nnx.Dict(
-      {
-        name: nnx.Dict(_variables(stack, stack.make({t: keys[t] for t in stack.tables}), axis))
-        for name, stack in stacks.items()
-      }
+      {name: _variables(stack, plan.tables, keys, axis) for name, stack in spec.stacks.items()}
     )
 
   @property
-  def spec(self) -> _Spec:
+  def spec(self) -> Spec:
     """What was decided at construction, by attribute.
 
     `features` is the feature config; `tables` the `TableConfig` by table name; `optimizers` the
     `RowOptimizer` (or None) by table name, the default filled in. Its `stacks` say how tables are
     stored, and are internal.
     """
-    return self._spec.value
+    return self.static.value
 
   # --- lookup ------------------------------------------------------------------------------------
 
@@ -322,7 +298,7 @@ class SparseEmbed(nnx.Module):
     >>> layer({"next": np.array([9, 9, 1])})["next"].shape  # one id each
     (3, 4)
     """
-    return self._look_up(features, weights)[0]  # nnx.tabulate wraps public methods
+    return _look_up(self, features, weights)[0]  # nnx.tabulate wraps public methods
 
   def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Residual]:
     """As `__call__`, and the residual that `apply_gradients` needs.
@@ -349,80 +325,7 @@ class SparseEmbed(nnx.Module):
     >>> layer.tables["movie"][3].tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
-    return self._look_up(features, weights)
-
-  def _look_up(self, features: Any, weights: Any) -> tuple[Any, Residual]:
-    flat = ragged.flatten(self.spec.features, features, weights)
-    activations: dict[Path, jax.Array] = {}
-    apart: dict[Path, Apart] = {}
-    read: dict[str, Reads] = {}
-    paths: dict[str, tuple[Path, ...]] = {}
-    loads, dropped = [], []
-    groups: dict[str, list[tuple[Path, config_lib.FeatureConfig]]] = {}
-    for path, (feature, x, w) in flat.items():
-      ragged.check(config_lib.feature_name(path, feature), feature, x, w)
-      stack_name = self._stack_of(self._table_name(feature)).name
-      groups.setdefault(stack_name, []).append((path, feature))
-    for stack_name, members in groups.items():
-      inputs = [(f, *flat[path][1:], config_lib.feature_name(path, f)) for path, f in members]
-      tables = [self._table_name(feature) for _, feature in members]
-      acts, reads, load, lost, bags = self._read(self.spec.stacks[stack_name], inputs, tables)
-      activations.update({path: act for (path, _), act in zip(members, acts, strict=True)})
-      for (path, _), act, table, bag in zip(members, acts, tables, bags, strict=True):
-        if bag is not None:
-          apart[path] = self._apart(table, act, *bag)
-          activations[path] = self._combine(table, apart[path])
-      read[stack_name], paths[stack_name] = reads, tuple(path for path, _ in members)
-      loads.append(load)
-      dropped.append(lost)
-    self._count(dropped, loads)
-    packed = config_lib.pack(self.spec.features, features, activations)
-    return packed, Residual(read, paths, apart)
-
-  def _apart(self, table: str, rows: jax.Array, ids: jax.Array, weights: Any) -> Apart:
-    rows, ids, weights = self._stack_of(table).beside((rows, ids, weights))
-    own = self.combiner_weights
-    return Apart(rows, ids, weights, own[table][...] if table in own else None)
-
-  def _combine(self, table: str, bags: Apart) -> jax.Array:
-    """Rows that were looked up one by one, combined."""
-    combine = lambda bags: combining.combine(self._table(table), *bags)
-    stack = self._stack_of(table)
-    if stack.placement is None:
-      return combine(bags)
-    return stack.beside(stack.placement.prepare(combine, bags, like=bags.rows))
-
-  def _read(self, stack: Stack, inputs, tables: list[str], combiner: str | None = None):
-    """Activations of the features of a stack, marked; what was read, the load, and ids dropped.
-
-    And of each feature None, or the ids and weights of the bags that are still to be combined.
-    """
-    placement = stack.placement
-    values = [(x if placement is None else _whole_splits(placement, x), w) for _, x, w, _ in inputs]
-    prepare = functools.partial(_prepare, [(f, name) for f, _, _, name in inputs], combiner)
-    if placement is None:
-      for _, x, _, name in inputs:
-        sharding.check_whole(name, x)
-    prepared = prepare(values) if placement is None else placement.prepare(prepare, values)
-    parts, lost, bags = prepared
-    table, rows = self._rows(stack)
-    acts, reads, load = sharding.settled(_look_up(rows, parts, stack, tuple(tables)))
-    if placement is not None and sharding.is_explicit((rows, self.report.get_value())):
-      acts = [placement.typed(act) for act in acts]
-    return self._mark(acts, reads, table), reads, load, lost, bags
-
-  def _rows(self, stack: Stack) -> tuple[jax.Array, jax.Array]:
-    """The stored rows of a stack: to mark lookups with, and to look them up in."""
-    table = self.arrays[stack.name]["parameters"].get_value()
-    return table, lookup_lib.read(table, "lookup")
-
-  def _mark(self, activations: Sequence[jax.Array], reads: Reads, table: jax.Array):
-    """Activations with what they were looked up in on record, for `value_and_grad`."""
-    optimizers = [self.spec.optimizers[name] for name in reads.tables]
-    trains = any(optimizer is None or optimizer.equation is not None for optimizer in optimizers)
-    if trains and internals.is_differentiating():
-      warnings.warn(_UNTRAINED.format(reads.tables[0]), stacklevel=5)
-    return lookup_lib.mark(activations, reads, table, lookup_lib.Layer(self, trains))
+    return _look_up(self, features, weights)
 
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
     """Scores of queries against rows: the table used as an output layer (tied weights).
@@ -447,37 +350,33 @@ class SparseEmbed(nnx.Module):
     >>> layer.attend(query, "movie").tolist(), layer.attend(query, "movie", np.array([2])).tolist()
     ([[1.0, 3.0, 8.0]], [[8.0]])
     """
-    table = self._table(table_name)
+    table = _table(self, table_name)
     if query.shape[-1] != table.dim:
       raise ValueError(
         f"attend: the query has size {query.shape[-1]}, table {table_name!r} has dim {table.dim}."
       )
-    stack = self._stack_of(table_name)
+    stack = self.spec.stack_of[table_name]
     if candidates is None:
-      stored, rows = self._rows(stack)
-      rows = stack.whole(rows, table_name)
-      every = jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None]
-      reads = Reads((Occurrences(every, None, None),), (table_name,))
-      (rows,) = self._mark([rows], reads, stored)
+      stored = self.arrays[stack.name]["parameters"].get_value()
+      rows = storage.read_whole(stack, taps.read_table(stored, "lookup"), table_name)
+      every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
+      (rows,) = _tap(self, [rows], LookupRecord((every,), (table_name,)), stored)
       return jnp.einsum("...d,vd->...v", query, rows)
-    name = f"candidates of {table_name}"
-    feature = config_lib.FeatureConfig(table)
     shape = np.shape(candidates)
     if not shape or len(shape) not in (1, query.ndim):
       raise ValueError(
         f"attend: candidates must be [K], or [..., K] beside the query {query.shape}. "
         f"Got shape {shape}."
       )
-    ragged.check(name, feature, candidates)
-    (act,), _, load, lost, _ = self._read(
-      stack, [(feature, candidates, None, name)], [table_name], combiner="sum"
-    )
-    self._count([lost], [load])
+    name, feature = f"candidates of {table_name}", config_lib.FeatureConfig(table)
+    inputs = [check((), name, feature, candidates)]
+    (act,), record, prepared = _look_up_stack(self, stack, inputs, (table_name,), combiner="sum")
+    _count(self, [prepared.dropped], [record])
     if len(shape) == 1:
-      return jnp.einsum("...d,kd->...k", query, stack.everywhere(act))
+      return jnp.einsum("...d,kd->...k", query, stack.placement.put(act, P()))
     return jnp.einsum("...d,...kd->...k", query, act.reshape(*shape, table.dim))
 
-  # --- update ------------------------------------------------------------------------------------
+  # --- update -----------------------------------------------------------------------------------
 
   def apply_gradients(self, activation_grads: Any, residual: Residual, step: Any = None) -> None:
     """Steps the tables' optimizers once, in place, from gradients of activations.
@@ -512,74 +411,10 @@ class SparseEmbed(nnx.Module):
         "apply_gradients: activation_grads is None. Give the structure of the activations; an "
         "entry may be None for a zero gradient."
       )
-    given = dict(config_lib.match(self.spec.features, activation_grads, "activation_grads"))
-    looked_up = {path for paths in residual.paths.values() for path in paths}
-    features_of = dict(config_lib.flatten_features(self.spec.features))
-    for path, feature in features_of.items():
-      name = config_lib.feature_name(path, feature)
-      if path in looked_up and path not in given:
-        raise ValueError(
-          f"No gradient given for {name!r}, which was looked up. Give None for a zero gradient."
-        )
-      if path not in looked_up and given.get(path) is not None:
-        raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
-    sent: dict[str, list[Sent]] = {}
-    learned: dict[str, list[jax.Array]] = {}
-    for path in residual.apart:
-      table = self._table_name(features_of[path])
-      if table in self.combiner_weights:
-        self._combiner_rate(table)  # says what is wrong before anything is trained
-    for stack_name, reads in residual.reads.items():
-      calls = []
-      for path, occ in zip(residual.paths[stack_name], reads.parts, strict=True):
-        feature, bags = features_of[path], residual.apart.get(path)
-        name = config_lib.feature_name(path, feature)
-        batch = occ.batch if bags is None else bags.ids.shape[:-1]
-        grad = _checked(name, given[path], (*batch, feature.table.dim))
-        if bags is not None:
-          table = self._table_name(feature)
-          grad, of_learned = self._uncombine(table, bags, grad)
-          if of_learned is not None:
-            learned.setdefault(table, []).append(of_learned)
-        calls.append(grad)
-      sent[stack_name] = [Call(tuple(calls), reads)]
-    self._apply(sent, step)
-    for table, parts in learned.items():
-      self._descend(table, functools.reduce(jnp.add, parts))
-
-  def _uncombine(self, table: str, bags: Apart, grad: jax.Array) -> tuple[jax.Array, Any]:
-    """The gradients of rows, and of the learned weights, from that of the combined ones."""
-
-    def back(bags: Apart, grad: jax.Array):
-      combine = lambda rows, learned: self._combine(
-        table, bags._replace(rows=rows, learned=learned)
-      )
-      out, vjp = jax.vjp(combine, bags.rows, bags.learned)
-      return vjp(grad.astype(out.dtype))
-
-    stack = self._stack_of(table)
-    eager = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((bags, grad)))
-    back = jax.jit(back) if stack.placement is not None and eager else back
-    return back(bags, stack.beside(grad))
-
-  def _combiner_rate(self, table: str) -> float:
-    """The rate of a table's learned weights."""
-    combiner = self._table(table).combiner
-    assert isinstance(combiner, config_lib.CustomCombiner)
-    rate = combiner.combiner_weights_learning_rate
-    if rate is None:
-      raise ValueError(
-        f"Table {table!r}: the weights of its combiner are trained by the dense optimizer, since "
-        "combiner_weights_learning_rate is None. Use embed.value_and_grad and embed.Optimizer, or "
-        "give a rate."
-      )
-    return rate
-
-  def _descend(self, table: str, grad: jax.Array) -> None:
-    """Trains the learned weights of a table's combiner."""
-    variable = self.combiner_weights[table]
-    with changing("An update of a combiner's weights"):
-      variable.set_value(variable[...] - self._combiner_rate(table) * grad)
+    grads, learned = _by_stack(self.spec, activation_grads, residual)
+    step_stacks(self, grads, step)
+    for table, grad in learned.items():
+      step_combiner_weights(self, table, grad)
 
   def apply_row_gradients(self, rows: Mapping[str, RowGrads], step: Any = None) -> None:
     """Steps each named table once from its `RowGrads`, in place.
@@ -603,49 +438,13 @@ class SparseEmbed(nnx.Module):
     >>> layer.tables["movie"].tolist()
     [[0.0, 0.0], [-1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
     """
+    grads: dict[str, list[update.StackGrads]] = {}
     for name in rows:
-      self._table(name)
-    sent: dict[str, list[Sent]] = {}
-    for stack in self.spec.stacks.values():
-      for name in stack.tables:
-        if name in rows:
-          sent.setdefault(stack.name, []).extend(grads.sent_to(stack, name, rows[name]))
-    self._apply(sent, step)
-
-  def _apply(self, sent: Mapping[str, Sequence[Sent]], step: Any) -> None:
-    """Steps each stack once, or, where something is missing, none."""
-    moving = [stack for stack in self.spec.stacks.values() if self._trains(stack, sent, step)]
-    for stack in moving:
-      variables, mine = self.arrays[stack.name], tuple(sent.get(stack.name, ()))
-      arrays = {k: lookup_lib.read(v.get_value(), "update") for k, v in variables.items()}
-      new = _step(arrays, mine, stack.at(step), stack)
-      with changing("An update of tables"):
-        for key, value in new.items():
-          variables[key].set_value(sharding.with_types_of(value, arrays[key]))
-
-  def _trains(self, stack: Stack, sent: Mapping[str, Sequence[Sent]], step: Any) -> bool:
-    """Whether a stack moves; raises for what is missing."""
-    optimizer = stack.optimizer
-    if stack.name not in sent and (optimizer is None or optimizer.lazy):
-      return False
-    if optimizer is None:
-      raise ValueError(
-        f"Table {stack.names[0]!r} has no optimizer, so it cannot be trained. Give one in its "
-        "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
-      )
-    if optimizer.equation is None:
-      return False
-    if step is None and optimizer.has_schedule:
-      raise ValueError(
-        f"Table {stack.names[0]!r} has a schedule, of its learning rate or gradient multiplier: "
-        "pass step=..."
-      )
-    if step is None and stack.rounds:
-      raise ValueError(
-        f"Table {stack.names[0]!r} rounds its {stack.config.dtype} rows at random, by the number "
-        "of the step: pass step=..., or set stochastic_rounding=False in its TableConfig."
-      )
-    return True
+      _table(self, name)
+    for name, stack in self.spec.stack_of.items():
+      if name in rows:
+        grads.setdefault(stack.name, []).extend(gradients.for_stack(stack, name, rows[name]))
+    step_stacks(self, grads, step)
 
   # --- state -------------------------------------------------------------------------------------
 
@@ -672,19 +471,7 @@ class SparseEmbed(nnx.Module):
     >>> {name: x.shape for name, x in layer.variables["movie"].items()}
     {'parameters': (100, 4), 'accumulators': (100,)}
     """
-    return self._read_variables()
-
-  def _read_variables(self, compact: bool = False) -> dict[str, dict[str, Any]]:
-    """`variables`, or `compact`: see `views`."""
-    stacks = tuple(self.spec.stacks.values())
-    arrays = [{k: v.get_value() for k, v in self.arrays[s.name].items()} for s in stacks]
-    leaves = jax.tree.leaves(arrays)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):  # under nnx.eval_shape
-      return self._shapes(compact)
-    arrays = jax.tree.map(lambda x: lookup_lib.read(x, "tables"), arrays)
-    found = read_all(stacks, arrays, compact)
-    keys = lambda name: ("parameters", *self._stack_of(name).slots)  # jit has sorted them
-    return {n: {k: found[n][k] for k in keys(n)} for n in self.spec.tables}
+    return read_variables(self)
 
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
@@ -695,16 +482,7 @@ class SparseEmbed(nnx.Module):
     >>> sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer.variable_shapes))  # bytes
     4800
     """
-    return self._shapes()
-
-  def _shapes(self, compact: bool = False) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    arrays = lambda stack: {k: v.get_value() for k, v in self.arrays[stack.name].items()}
-    shapes = {
-      name: stack.shapes(arrays(stack), name, compact)
-      for stack in self.spec.stacks.values()
-      for name in stack.tables
-    }
-    return {name: shapes[name] for name in self.spec.tables}
+    return variable_shapes(self)
 
   def load_tables(self, tables: Mapping[str, Any]) -> None:
     """Replaces the rows of the named tables; slots stay as they are.
@@ -743,152 +521,273 @@ class SparseEmbed(nnx.Module):
     Traceback (most recent call last):
     ValueError: Table 'movie' has no slot 'accumulator'; its slots are ['accumulators'].
     """
-    shapes = self.variable_shapes
+    shapes = variable_shapes(self)
     for name, replaced in variables.items():
-      self._table(name)
+      _table(self, name)
       for key, value in replaced.items():
         _check_shape(name, key, np.shape(value), shapes[name])
     stacks = tuple(self.spec.stacks.values())
-    given = [
+    replacements = [
       {
         key: {t: variables[t][key] for t in stack.tables if key in variables.get(t, {})}
         for key in ("parameters", *stack.slots)
       }
       for stack in stacks
     ]
-    arrays = [{k: v.get_value() for k, v in self.arrays[s.name].items()} for s in stacks]
-    new = store_all(stacks, arrays, given)
+    new = storage.store_all(stacks, [_arrays(self, stack) for stack in stacks], replacements)
     with changing("Loading tables"):
       for stack, stored in zip(stacks, new, strict=True):
         for key, value in stored.items():
           self.arrays[stack.name][key].set_value(value)
 
-  # --- small parts -------------------------------------------------------------------------------
 
-  def _table(self, name: str) -> config_lib.TableConfig:
-    if name not in self.spec.tables:
-      raise ValueError(f"There is no table {name!r}; the tables are {sorted(self.spec.tables)}.")
-    return self.spec.tables[name]
-
-  def _table_name(self, feature: config_lib.FeatureConfig) -> str:
-    return next(name for name, table in self.spec.tables.items() if table is feature.table)
-
-  def _stack_of(self, table: str) -> Stack:
-    return next(stack for stack in self.spec.stacks.values() if table in stack.tables)
-
-  def _count(self, dropped: list[jax.Array], loads: list[Load | None]) -> None:
-    if not dropped:
-      return
-    try:
-      before = self.report.get_value()
-      counted = {"dropped_ids": functools.reduce(jnp.add, dropped), **_loads(loads)}
-      report = {key: sharding.with_types_of(counted[key], before[key]) for key in before}
-      report["dropped_ids"] += before["dropped_ids"]
-      self.report.set_value(report)
-      is_lost = internals.is_batched(report) and not internals.is_batched(before)
-      if is_lost and internals.is_called_by(internals.VMAP):
-        raise ValueError(
-          "SparseEmbed was called under nnx.vmap, which has no place for the counts in its report. "
-          "Look up the whole batch at once, outside, and pass the activations in."
-        )
-    except flax_errors.TraceContextError:
-      pass  # a model that a function closes over, as under jax.jit: no state comes out of it
-
-
-def _whole_splits(placement: sharding.Placement, x: Any) -> Any:
-  """An input whose row splits, if it has any, every device has whole."""
-  if not isinstance(x, ragged.Ragged):
-    return x
-  return dataclasses.replace(x, row_splits=placement.replicate(x.row_splits))
-
-
-def _prepare(features, combiner: str | None, values):
-  """The occurrences of some features, how many ids were dropped on the way, and the bags that are
-  to be combined after the lookup: ids and weights, or None."""
-  parts: list[Occurrences] = []
-  dropped: list[jax.Array] = []
-  apart: list[tuple[jax.Array, jax.Array | None] | None] = []
-  for (feature, name), (x, w) in zip(features, values, strict=True):
-    table, size = feature.table, feature.table.vocabulary_size
-    bags = ragged.to_bags(name, feature, x, w)
-    custom = isinstance(table.combiner, config_lib.CustomCombiner)
-    wanted = custom or (feature.differentiate_weights and w is not None)
-    if wanted and combiner is None and ragged.combines(name, feature, x, w):
-      bags = ragged.in_places(bags, size, _places(name, feature, x, bags))
-      parts.append(Occurrences(bags.ids[..., None], None, None))
-      weights = (
-        bags.weights if feature.differentiate_weights else jax.lax.stop_gradient(bags.weights)
-      )
-      apart.append((bags.ids, weights))
-    else:
-      how = combiner or ("sum" if custom else table.combiner)  # a sequence has bags of one id
-      parts.append(lookup_lib.occurrences(bags, how, size))
-      apart.append(None)
-    dropped.append(bags.dropped)
-  return tuple(parts), functools.reduce(jnp.add, dropped), tuple(apart)
-
-
-def _places(name: str, feature: config_lib.FeatureConfig, x: Any, bags: ragged.Bags) -> int | None:
-  """The places of a bag that is combined after the lookup; None for those that it has."""
-  if isinstance(feature.table.combiner, config_lib.CustomCombiner):
-    return feature.table.combiner.max_valency
-  if bags.segments is None:
-    return None
-  if isinstance(x, ragged.Sparse):
-    return min(x.dense_shape[-1], max(bags.ids.shape[0], 1))
-  raise ValueError(
-    f"Feature {name!r}: differentiate_weights needs bags of known length. Give "
-    "embed.Ragged(..., max_valency=...), or embed.to_padded(...)."
+def _spec(plan: planning.Plan) -> Spec:
+  names = {id(table): name for name, table in plan.tables.items()}
+  flat = config_lib.flatten_features(plan.features)
+  stacks = plan.stacks()
+  return Spec(
+    plan.features,
+    plan.tables,
+    plan.optimizers,
+    stacks,
+    {path: names[id(feature.table)] for path, feature in flat},
+    {table: stack for stack in stacks.values() for table in stack.tables},
   )
 
 
-def _combiner_weights(combiner: config_lib.CustomCombiner, key: jax.Array) -> nnx.Param:
-  """The learned weights of a combiner."""
-  assert combiner.initializer is not None
-  shape = (combiner.num_weights,)
-  value = combiner.initializer(key, shape, jnp.float32)
-  if np.shape(value) != shape:
-    raise ValueError(f"A combiner's initializer returned {np.shape(value)}, not {shape}.")
-  ordinary = combiner.combiner_weights_learning_rate is None
-  return (nnx.Param if ordinary else CombinerWeights)(jnp.asarray(value, jnp.float32))
+def _variables(stack: StackSpec, tables, keys, axis: Any) -> nnx.Dict:
+  """The Variables of a stack, each with its place on a mesh."""
+  of = lambda x: mesh_lib.metadata(stack.placement, mesh_lib.as_names(axis), x.ndim)
+  kind = lambda key: Table if key == "parameters" else SlotVariable
+  arrays = storage.make(stack, tables, {name: keys[name] for name in stack.tables})
+  return nnx.Dict({key: kind(key)(value, **of(value)) for key, value in arrays.items()})
 
 
-def _loads(loads: list[Load | None]) -> dict[str, jax.Array]:
-  """The report of the fullest exchange of a call."""
-  some = [load for load in loads if load is not None]
-  if not some:
-    return {"exchange_rounds": jnp.int32(0), "buffer_fill": jnp.float32(0)}
-  rounds = [exchange.rounds(load.most[0], load.capacity) for load in some]
-  fill = [load.most[0].astype(jnp.float32) / load.capacity for load in some]
-  most = lambda values: functools.reduce(jnp.maximum, values)
-  return {"exchange_rounds": most(rounds), "buffer_fill": most(fill)}
+def _table(layer: SparseEmbed, name: str) -> config_lib.TableConfig:
+  tables = layer.spec.tables
+  if name not in tables:
+    raise ValueError(f"There is no table {name!r}; the tables are {sorted(tables)}.")
+  return tables[name]
+
+
+def _arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
+  return {key: variable.get_value() for key, variable in layer.arrays[stack.name].items()}
+
+
+# --- lookup --------------------------------------------------------------------------------------
+
+
+def _look_up(layer: SparseEmbed, features: Any, weights: Any) -> tuple[Any, Residual]:
+  """Activations in the structure of the features, and the residual."""
+  spec = layer.spec
+  members: dict[str, list[Input]] = {}
+  for x in read(spec.features, features, weights):
+    members.setdefault(spec.stack_of[spec.table_of[x.path]].name, []).append(x)
+  activations: dict[Path, jax.Array] = {}
+  residual = Residual({}, {}, {})
+  dropped: list[jax.Array] = []
+  for stack_name, inputs in members.items():
+    stack, tables = spec.stacks[stack_name], tuple(spec.table_of[x.path] for x in inputs)
+    acts, record, prepared = _look_up_stack(layer, stack, inputs, tables)
+    for x, table, act, later in zip(inputs, tables, acts, prepared.uncombined, strict=True):
+      if later is not None:
+        learned = layer.combiner_weights.get(table)
+        looked_up = Uncombined(act, *later, None if learned is None else learned[...])
+        residual.uncombined[x.path] = looked_up
+        act = combiners.combine(spec.tables[table], stack, looked_up)
+      activations[x.path] = act
+    residual.records[stack_name] = record
+    residual.paths[stack_name] = tuple(x.path for x in inputs)
+    dropped.append(prepared.dropped)
+  _count(layer, dropped, list(residual.records.values()))
+  return config_lib.pack(spec.features, features, activations), residual
+
+
+def _look_up_stack(
+  layer: SparseEmbed,
+  stack: StackSpec,
+  inputs: Sequence[Input],
+  tables: tuple[str, ...],
+  combiner: str | None = None,
+) -> tuple[list[jax.Array], LookupRecord, combiners.Prepared]:
+  """Tapped activations of the features of a stack, what was looked up, and its bags."""
+  placement = stack.placement
+  arrays = [placement.accept(x.name, x.parts) for x in inputs]
+  prepared = placement.prepare(functools.partial(combiners.prepare, inputs, combiner), arrays)
+  stored = layer.arrays[stack.name]["parameters"].get_value()
+  rows = taps.read_table(stored, "lookup")
+  acts, record = mesh_lib.settled(_compiled_look_up(stack, rows, prepared.bags, tables))
+  if mesh_lib.is_explicit((rows, layer.report.get_value())):
+    acts = [placement.typed(act) for act in acts]
+  return _tap(layer, acts, record, stored), record, prepared
 
 
 # Compiled once for each shape, also where `value_and_grad` runs a loss eagerly: a lookup that was
 # traced into the loss would have its loops compiled again at every step.
+_compiled_look_up = jax.jit(exchange.look_up, static_argnums=(0, 3))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _look_up(rows: jax.Array, parts: Any, stack: Stack, tables: tuple[str, ...]):
-  return stack.look_up(rows, parts, tables)
+def _tap(
+  layer: SparseEmbed, activations: Sequence[jax.Array], record: LookupRecord, stored: jax.Array
+) -> list[jax.Array]:
+  """Activations with the record of their lookup, for `value_and_grad`."""
+  optimizers = [layer.spec.optimizers[name] for name in record.tables]
+  trains = any(optimizer is None or optimizer.equation is not None for optimizer in optimizers)
+  if trains and jax_internals.is_differentiating():
+    warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=5)
+  return taps.tap(activations, record, stored, taps.Layer(layer, trains))
 
 
-def _step(arrays: Arrays, sent: tuple[Sent, ...], moment: Moment, stack: Stack) -> Arrays:
-  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, sent))):
-    return stack.step(arrays, sent, moment)
-  return sharding.settled(_compiled_step(arrays, sent, moment, stack))
+def _count(
+  layer: SparseEmbed, dropped: Sequence[jax.Array], records: Sequence[LookupRecord]
+) -> None:
+  """Adds a call to the layer's report."""
+  if not dropped:
+    return
+  routes = [record.route for record in records if record.route is not None]
+  counted = {
+    "dropped_ids": functools.reduce(jnp.add, dropped),
+    "exchange_rounds": jnp.int32(0),
+    "buffer_fill": jnp.float32(0),
+  }
+  for found in routes:
+    most = found.max_rows_per_pair[0]
+    of = {
+      "exchange_rounds": route.rounds(most, found.capacity),
+      "buffer_fill": most.astype(jnp.float32) / found.capacity,
+    }
+    counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
+  try:
+    before = layer.report.get_value()
+    report = {key: mesh_lib.with_types_of(counted[key], before[key]) for key in before}
+    report["dropped_ids"] += before["dropped_ids"]
+    layer.report.set_value(report)
+    is_lost = jax_internals.is_batched(report) and not jax_internals.is_batched(before)
+    if is_lost and jax_internals.is_called_by(jax_internals.VMAP):
+      raise ValueError(
+        "SparseEmbed was called under nnx.vmap, which has no place for the counts in its report. "
+        "Look up the whole batch at once, outside, and pass the activations in."
+      )
+  except flax_errors.TraceContextError:
+    pass  # a model that a function closes over, as under jax.jit: no state comes out of it
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _compiled_step(arrays, sent, moment, stack):
-  return stack.step(arrays, sent, moment)
+# --- update --------------------------------------------------------------------------------------
 
 
-def _variables(stack: Stack, arrays: Arrays, axis: Any) -> dict[str, nnx.Variable]:
-  """The Variables of a stack, each with its place on a mesh."""
-  of = lambda x: sharding.metadata(stack.placement, sharding.as_names(axis), x.ndim)
-  make = lambda key: Table if key == "parameters" else SlotVariable
-  return {key: make(key)(value, **of(value)) for key, value in arrays.items()}
+def _by_stack(
+  spec: Spec, activation_grads: Any, residual: Residual
+) -> tuple[dict[str, list[update.StackGrads]], dict[str, jax.Array]]:
+  """Gradients by stack, and those of combiners' learned weights by table, all checked."""
+  by_path = dict(config_lib.match(spec.features, activation_grads, "activation_grads"))
+  looked_up = {path for paths in residual.paths.values() for path in paths}
+  features = dict(config_lib.flatten_features(spec.features))
+  for path, feature in features.items():
+    name = config_lib.feature_name(path, feature)
+    if path in looked_up and path not in by_path:
+      raise ValueError(
+        f"No gradient given for {name!r}, which was looked up. Give None for a zero gradient."
+      )
+    if path not in looked_up and by_path.get(path) is not None:
+      raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
+  for path, rows in residual.uncombined.items():
+    if rows.learned is not None:  # says what is wrong before anything is trained
+      combiners.learning_rate(spec.table_of[path], features[path].table)
+  grads: dict[str, list[update.StackGrads]] = {}
+  learned: dict[str, jax.Array] = {}
+  for stack_name, record in residual.records.items():
+    of_features = []
+    for path, bags in zip(residual.paths[stack_name], record.bags, strict=True):
+      feature, rows = features[path], residual.uncombined.get(path)
+      batch = bags.batch if rows is None else rows.ids.shape[:-1]
+      name = config_lib.feature_name(path, feature)
+      grad = _checked(name, by_path[path], (*batch, feature.table.dim))
+      if rows is not None:
+        stack, table = spec.stacks[stack_name], spec.table_of[path]
+        grad, of_learned = combiners.split_gradient(feature.table, stack, rows, grad)
+        if of_learned is not None:
+          learned[table] = learned[table] + of_learned if table in learned else of_learned
+      of_features.append(grad)
+    grads[stack_name] = [ActivationGrads(tuple(of_features), record)]
+  return grads, learned
+
+
+def step_combiner_weights(layer: SparseEmbed, table: str, grad: jax.Array) -> None:
+  """Trains the learned weights of a table's combiner, at its own rate."""
+  variable, rate = (
+    layer.combiner_weights[table],
+    combiners.learning_rate(table, _table(layer, table)),
+  )
+  with changing("An update of a combiner's weights"):
+    variable.set_value(variable[...] - rate * grad)
+
+
+def step_stacks(
+  layer: SparseEmbed, grads: Mapping[str, Sequence[update.StackGrads]], step: Any
+) -> None:
+  """Steps each stack once, or, where something is missing, none."""
+  moving = [stack for stack in layer.spec.stacks.values() if _moves(stack, grads, step)]
+  for stack in moving:
+    variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
+    arrays = {k: taps.read_table(x, "update") for k, x in _arrays(layer, stack).items()}
+    scalars = update.StepScalars.at(stack, step)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, of_stack)))
+    run = update.step if traced else _compiled_step
+    new = mesh_lib.settled(run(stack, arrays, of_stack, scalars))
+    with changing("An update of tables"):
+      for key, value in new.items():
+        variables[key].set_value(mesh_lib.with_types_of(value, arrays[key]))
+
+
+_compiled_step = jax.jit(update.step, static_argnums=0)
+
+
+def _moves(stack: StackSpec, grads: Mapping[str, Any], step: Any) -> bool:
+  """Whether a stack moves; raises for what is missing."""
+  optimizer = stack.optimizer
+  if stack.name not in grads and (optimizer is None or optimizer.lazy):
+    return False
+  if optimizer is None:
+    raise ValueError(
+      f"Table {stack.tables[0]!r} has no optimizer, so it cannot be trained. Give one in its "
+      "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
+    )
+  if optimizer.equation is None:
+    return False
+  if step is None and optimizer.has_schedule:
+    raise ValueError(
+      f"Table {stack.tables[0]!r} has a schedule, of its learning rate or gradient multiplier: "
+      "pass step=..."
+    )
+  if step is None and stack.uses_stochastic_rounding:
+    raise ValueError(
+      f"Table {stack.tables[0]!r} rounds its {stack.dtype} rows at random, by the number "
+      "of the step: pass step=..., or set stochastic_rounding=False in its TableConfig."
+    )
+  return True
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+
+def read_variables(layer: SparseEmbed, compact: bool = False) -> dict[str, dict[str, Any]]:
+  """`SparseEmbed.variables`, or its `compact` views: see `engine.storage`."""
+  stacks = tuple(layer.spec.stacks.values())
+  arrays = [_arrays(layer, stack) for stack in stacks]
+  if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
+    return variable_shapes(layer, compact)  # under nnx.eval_shape
+  arrays = jax.tree.map(lambda x: taps.read_table(x, "tables"), arrays)
+  tables = storage.read_all(stacks, arrays, compact)
+  keys = lambda name: ("parameters", *layer.spec.stack_of[name].slots)  # jit has sorted them
+  return {name: {key: tables[name][key] for key in keys(name)} for name in layer.spec.tables}
+
+
+def variable_shapes(
+  layer: SparseEmbed, compact: bool = False
+) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+  """The shapes of `read_variables`."""
+  of = lambda name, stack: storage.shapes(stack, _arrays(layer, stack), name, compact)
+  return {name: of(name, layer.spec.stack_of[name]) for name in layer.spec.tables}
 
 
 def _check_shape(name: str, key: str, shape: tuple[int, ...], wanted: Mapping[str, Any]) -> None:

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from embed import autodiff as routing
-from embed.engine import lookup
+from embed import autodiff
+from embed.combiners import CombinerWeights
+from embed.engine.taps import Owner
 from embed.gradients import Grads, Rows
-from embed.layer import CombinerWeights, SparseEmbed
+from embed.layer import SparseEmbed, step_combiner_weights, step_stacks
 from embed.optimizers import RowOptimizer
 
 # Transformations that keep updates back, by the name of their state: rows would step without them.
@@ -92,20 +93,19 @@ class Optimizer(nnx.Module):
         "trained. Write `loss, grads = embed.value_and_grad(loss_fn)(model, ...)` instead of "
         "nnx.value_and_grad or jax.value_and_grad."
       )
-    tables = routing.row_keys(model)
+    tables = autodiff.row_keys(model)
     if set(tables) != set(grads.rows):
       raise ValueError(
         f"The gradients hold rows of {sorted(grads.rows)}, but the model's tables are "
         f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every one."
       )
     step = jnp.asarray(self.step[...], jnp.int32)
-    for path, module in routing.sparse_embeds(model).items():
+    for path, module in autodiff.sparse_embeds(model).items():
       if isinstance(grads.rows, Rows) and _is_of(grads.rows, path, module):
-        sent = {
-          stack.name: grads.rows.sent[lookup.Owner(path, stack.name)]
-          for stack in module.spec.stacks.values()
-        }
-        module._apply({k: v for k, v in sent.items() if v or module.spec.stacks[k].optimizer}, step)
+        stacks = module.spec.stacks
+        by_stack = {name: grads.rows.grads[Owner(path, name)] for name in stacks}
+        by_stack = {name: x for name, x in by_stack.items() if x or stacks[name].optimizer}
+        step_stacks(module, by_stack, step)
         continue
       rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
       module.apply_row_gradients(_trainable(module, rows), step)
@@ -126,26 +126,28 @@ def _refuse_holding_back(state: Any) -> None:
 
 def _descend(model: nnx.Module, dense: Any) -> None:
   """Trains the combiners' own weights, at their own rates."""
-  found = dict(nnx.to_flat_state(nnx.filter_state(dense, CombinerWeights)))
+  grads = dict(nnx.to_flat_state(nnx.filter_state(dense, CombinerWeights)))
   for path, module in nnx.iter_modules(model):
     if isinstance(module, SparseEmbed):
       for table in module.combiner_weights:
         if isinstance(module.combiner_weights[table], CombinerWeights):
           where = (*path, "combiner_weights", table)
-          if where not in found:
+          if where not in grads:
             raise ValueError(
               f"The dense gradients have none for {'/'.join(map(str, where))}. Take them with "
               "embed.value_and_grad of this model, and keep every one."
             )
-          module._descend(table, found[where][...])
+          step_combiner_weights(module, table, grads[where][...])
 
 
 def _is_of(rows: Rows, path: str, module) -> bool:
   """Whether gradients are kept by the stacks that this module has."""
-  keys = {lookup.Owner(path, name): stack for name, stack in module.spec.stacks.items()}
+  keys = {Owner(path, name): stack for name, stack in module.spec.stacks.items()}
   return all(rows.stacks.get(key) == stack for key, stack in keys.items())
 
 
 def _trainable(module, rows):
   """Leaves out a table that has no optimizer and was not looked up: there is nothing to lose."""
-  return {name: r for name, r in rows.items() if r.sent or module.spec.optimizers[name] is not None}
+  return {
+    name: r for name, r in rows.items() if r.grads or module.spec.optimizers[name] is not None
+  }

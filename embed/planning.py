@@ -1,6 +1,7 @@
 """`plan`: how tables are stored and exchanged, and what that costs, before any is allocated."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,17 +11,17 @@ import jax
 import numpy as np
 
 from embed import config as config_lib
-from embed import inputs as ragged
-from embed.engine import cost as traffic
-from embed.engine import exchange
-from embed.engine import lookup as lookup_lib
-from embed.engine import mesh as sharding
+from embed import inputs
+from embed.engine import cost, route, storage
+from embed.engine import mesh as mesh_lib
+from embed.engine.bags import Bags, from_input
+from embed.engine.cost import EXCHANGES
 from embed.engine.layout import Layout
-from embed.engine.stack import Stack
+from embed.engine.mesh import LOCAL, Placement
+from embed.engine.stack import StackSpec
 from embed.optimizers import RowOptimizer
 from embed.tools import text
 
-EXCHANGES = ("all_to_all", "gather")
 ALONE = 1 << 24  # bytes of a table from which it is not stacked on one device
 REPLICATED = 1 << 20  # bytes of the largest table that a plan replicates of its own accord
 LANES = 128  # columns below which a plan does not split rows of its own accord
@@ -52,6 +53,9 @@ class TablePlan:
   TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512)
   """
 
+  set: dict[str, Any]  # what was decided, and goes into JSON
+  suggested: dict[str, Any]  # what the example batch asks for
+
   _FIELDS = ("strategy", "axis", "column_axis", "exchange", "capacity")
 
   def __init__(
@@ -71,8 +75,8 @@ class TablePlan:
   def __setattr__(self, name: str, value: Any) -> None:
     if name not in self._FIELDS:
       raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
-    if name == "strategy" and value not in sharding.STRATEGIES:
-      raise ValueError(f"Sharding: strategy must be one of {sharding.STRATEGIES}. Got {value!r}.")
+    if name == "strategy" and value not in mesh_lib.STRATEGIES:
+      raise ValueError(f"Sharding: strategy must be one of {mesh_lib.STRATEGIES}. Got {value!r}.")
     if name == "exchange" and value not in (None, *EXCHANGES):
       raise ValueError(f"exchange must be one of {EXCHANGES} or None. Got {value!r}.")
     if name == "capacity" and value is not None:
@@ -80,7 +84,7 @@ class TablePlan:
         raise ValueError(f"capacity must be a positive int or None. Got {value!r}.")
       value = int(value)
     if name in ("axis", "column_axis"):
-      value = sharding.as_names(value)
+      value = mesh_lib.as_names(value)
     self.set[name] = value
 
   def __getattr__(self, name: str) -> Any:
@@ -88,6 +92,12 @@ class TablePlan:
       raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
     value = self.set[name]
     return self.suggested.get(name) if value is None else value
+
+  def copy(self) -> "TablePlan":
+    """The same decisions and suggestions."""
+    new = TablePlan(**self.set)
+    new.suggested.update(self.suggested)
+    return new
 
   def __repr__(self) -> str:
     fields = (f"{name}={getattr(self, name)!r}" for name in self._FIELDS)
@@ -109,7 +119,7 @@ class StackCost:
     moved: bytes that are received per step.
 
   >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
   >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
   >>> plan["movie"].strategy = "mod"
   >>> plan.costs()[0].rows  # 125 of the 1000 rows, 8 columns of 4 bytes
@@ -143,7 +153,7 @@ class Plan:
     hbm_bytes: the memory of a device, or None.
 
   >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
   >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
   >>> plan["movie"].strategy = "mod"
   >>> list(plan), len(plan), plan["movie"].axis
@@ -163,13 +173,13 @@ class Plan:
     self.batch_axis = batch_axis
     self.entries = {name: TablePlan() for name in self.tables}
     self.hbm_bytes: int | None = None
-    self._shapes: dict[str, _Shapes] = {}  # what the example batch asks of each table
+    self._bags: dict[str, list[Bags]] = {}  # of each table in the example batch, as shapes
 
   @classmethod
   def uniform(cls, features, optimizer, mesh, axis, strategy: str) -> "Plan":
     """Every table by one strategy, as `SparseEmbed` without a plan has it."""
-    mesh = mesh if mesh is not None else sharding.current_mesh()
-    axes = sharding.as_names(axis)
+    mesh = mesh if mesh is not None else mesh_lib.current_mesh()
+    axes = mesh_lib.as_names(axis)
     found = cls(features, optimizer, mesh, axes)
     for entry in found.entries.values():
       entry.strategy, entry.axis = strategy, axes
@@ -183,7 +193,8 @@ class Plan:
         f"The plan is for the tables {sorted(self.tables)}, the feature config has "
         f"{sorted(found.tables)}."
       )
-    found.entries, found.hbm_bytes, found._shapes = self.entries, self.hbm_bytes, self._shapes
+    found.entries = {name: entry.copy() for name, entry in self.entries.items()}
+    found.hbm_bytes, found._bags = self.hbm_bytes, self._bags
     return found
 
   def adopt(self, profile: Any, headroom: float = 1.25) -> "Plan":
@@ -201,7 +212,7 @@ class Plan:
       ValueError: the profile is of other stacks, or the headroom is below 1.
 
     >>> movie = embed.TableConfig(vocabulary_size=100_000, dim=8, name="movie")
-    >>> features, mesh = embed.FeatureConfig(movie), jax.sharding.AbstractMesh((8,), ("data",))
+    >>> features, mesh = embed.FeatureConfig(movie), jax.mesh_lib.AbstractMesh((8,), ("data",))
     >>> batch = embed.Padded(np.arange(8192).reshape(1024, 8))
     >>> plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), hbm_bytes=16 << 30)
     >>> plan.adopt(embed.profile(features, [batch], plan))["movie"].capacity  # 1.25 * 128
@@ -210,26 +221,25 @@ class Plan:
     if headroom < 1:
       raise ValueError(f"headroom must be at least 1. Got {headroom}.")
     split = {n: s for n, s in self.stacks().items() if s.is_split}
-    if {n: s.names for n, s in split.items()} != {n: s.tables for n, s in profile.stacks.items()}:
+    if {n: s.tables for n, s in split.items()} != {n: s.tables for n, s in profile.stacks.items()}:
       raise ValueError(
         f"The profile is of the stacks {sorted(profile.stacks)}, the plan has {sorted(split)}. "
         "Write embed.profile(features, batches, plan=plan) with this plan."
       )
     for name, stack in split.items():
       most = int(profile.stacks[name].pairs.max())
-      for table in stack.names:
+      for table in stack.tables:
         self[table].capacity = max(8, -(-math.ceil(headroom * most) // 8) * 8)
-      if self._shapes and not self._is_worth(stack):
-        for table in stack.names:
+      if self._bags and not self._is_worth(stack):
+        for table in stack.tables:
           self[table].capacity = None
     return self
 
-  def _is_worth(self, stack: Stack) -> bool:
-    """Whether a stack's capacity makes an all-to-all that moves less than gathering."""
-    shapes = [self._shapes[name] for name in stack.tables]
-    cost = _cost(self._stack(stack.name, list(stack.names)), shapes)
-    gathered = dataclasses.replace(stack, capacity_given=None, exchange="gather")
-    return cost.exchange == "all_to_all" and cost.moved <= _cost(gathered, shapes).moved
+  def _is_worth(self, stack: StackSpec) -> bool:
+    """Whether the capacity of a stack makes an all-to-all that moves less than gathering."""
+    sized = _cost(self._stack(stack.name, list(stack.tables), self.entries), self._bags)
+    gathered = dataclasses.replace(stack, capacity=None, exchange="gather")
+    return sized.exchange == "all_to_all" and sized.moved <= _cost(gathered, self._bags).moved
 
   def __getitem__(self, table: str) -> TablePlan:
     if table not in self.entries:
@@ -244,56 +254,52 @@ class Plan:
 
   # --- stacks ------------------------------------------------------------------------------------
 
-  def stacks(self) -> dict[str, Stack]:
+  def stacks(self) -> dict[str, StackSpec]:
     """The stacks by name, in the order of their first tables."""
-    groups: dict[Any, list[str]] = {}
-    for name in self.tables:
-      groups.setdefault(self._group(name), []).append(name)
-    found: dict[str, Stack] = {}
-    for names in self._cut(groups.values()):
-      label = names[0] if len(names) == 1 else self._free_name(names, found)
-      found[label] = self._stack(label, names)
-    return found
+    return self._stacks(list(self.tables), self.entries)
 
-  def _group(self, name: str) -> Any:
-    """Equal for tables that are stacked; a table's own name where it stays alone."""
-    table, entry = self.tables[name], self.entries[name]
+  def _stacks(
+    self, tables: Sequence[str], entries: Mapping[str, TablePlan]
+  ) -> dict[str, StackSpec]:
+    """The stacks of some tables, if they were stored as the entries say."""
+    groups: dict[Any, list[str]] = {}
+    for name in tables:
+      decided = tuple(entries[name].set.values())
+      groups.setdefault((self._kind(name), decided), []).append(name)
+    stacks: dict[str, StackSpec] = {}
+    for names in groups.values():
+      for part in self._numbered(names, entries[names[0]]):
+        label = part[0] if len(part) == 1 else self._free_name(part, stacks)
+        stacks[label] = self._stack(label, part, entries)
+    return stacks
+
+  def _kind(self, name: str) -> Any:
+    """Equal for tables that can be stacked; a table's own name where it stays alone."""
+    table = self.tables[name]
     if self.mesh is None and table.vocabulary_size * table.dim * table.dtype.itemsize > ALONE:
       return name
-    return (
-      table.dim,
-      table.dtype,
-      table.quantization_config,
-      table.stochastic_rounding,
-      self.optimizers[name],
-      tuple(entry.set.values()),
-    )
+    rows = (table.dim, table.dtype, table.quantization_config, table.stochastic_rounding)
+    return (*rows, self.optimizers[name])
 
-  def _cut(self, groups) -> Iterator[list[str]]:
-    """Groups whose rows can be numbered."""
-    for names in groups:
-      entry = self.entries[names[0]]
-      shards = self._shards(entry)
-      most = min(exchange.largest_layout(shards), config_lib.MAX_VOCABULARY_SIZE)
-      part: list[str] = []
-      height = 0
-      for name in names:
-        rows = -(-self.tables[name].vocabulary_size // shards)
-        if part and height + rows > most:
-          yield part
-          part, height = [], 0
-        part.append(name)
-        height += rows
-      yield part
+  def _numbered(self, names: Sequence[str], entry: TablePlan) -> Iterator[list[str]]:
+    """Tables cut into groups whose rows can be numbered."""
+    shards = self._placement(entry).shards
+    most = min(route.most_rows(shards), config_lib.MAX_VOCABULARY_SIZE)
+    part: list[str] = []
+    height = 0
+    for name in names:
+      rows = -(-self.tables[name].vocabulary_size // shards)
+      if part and height + rows > most:
+        yield part
+        part, height = [], 0
+      part.append(name)
+      height += rows
+    yield part
 
-  def _shards(self, entry: TablePlan) -> int:
-    placement = self._placement(entry)
-    return 1 if placement is None else placement.shards
-
-  def _placement(self, entry: TablePlan) -> sharding.Placement | None:
+  def _placement(self, entry: TablePlan) -> Placement:
     if self.mesh is None:
-      return None
-    return sharding.place(self.mesh, entry.strategy, entry.axis, entry.column_axis, self.batch_axis)
+      return LOCAL
+    return mesh_lib.place(self.mesh, entry.strategy, entry.axis, entry.column_axis, self.batch_axis)
 
   def _free_name(self, names: list[str], taken: Mapping[str, Any]) -> str:
     label = f"{names[0]}+{len(names) - 1}"
@@ -301,21 +307,22 @@ class Plan:
       label += "+"
     return label
 
-  def _stack(self, label: str, names: list[str]) -> Stack:
-    entry = self.entries[names[0]]
+  def _stack(self, label: str, names: Sequence[str], entries: Mapping[str, TablePlan]) -> StackSpec:
+    entry, table = entries[names[0]], self.tables[names[0]]
     placement = self._placement(entry)
     sizes = tuple(self.tables[name].vocabulary_size for name in names)
-    layout = Layout(sizes, self._shards(entry), entry.strategy == "div")
-    tables = {name: self.tables[name] for name in names}
-    forced = entry.set
-    return Stack(
+    return StackSpec(
       label,
-      tables,
+      tuple(names),
+      Layout(sizes, placement.shards, entry.strategy == "div"),
+      table.dim,
+      table.dtype,
       self.optimizers[names[0]],
-      layout,
       placement,
-      forced["capacity"],
-      forced["exchange"],
+      table.quantization_config,
+      table.stochastic_rounding,
+      entry.set["exchange"],
+      entry.set["capacity"],
     )
 
   # --- costs -------------------------------------------------------------------------------------
@@ -327,24 +334,21 @@ class Plan:
       ValueError: for a plan without an example batch, as one from `from_json`.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
     >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
     >>> [cost.tables for cost in plan.costs()]
     [('movie',)]
     """
-    if not self._shapes:
+    if not self._bags:
       raise ValueError("this plan has no example batch to cost: make one with embed.plan(...)")
-    return [
-      _cost(stack, [self._shapes[name] for name in stack.tables])
-      for stack in self.stacks().values()
-    ]
+    return [_cost(stack, self._bags) for stack in self.stacks().values()]
 
   @property
   def bytes_per_device(self) -> int:
     """Bytes of rows, slots and buffers on each device, for the example batch.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
     >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
     >>> plan.bytes_per_device == sum(c.rows + c.slots + c.buffers for c in plan.costs())
     True
@@ -356,7 +360,7 @@ class Plan:
     """Whether `bytes_per_device` fit `hbm_bytes`; None where that is not known.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
     >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
     >>> plan.fits
     True
@@ -364,18 +368,18 @@ class Plan:
     return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
 
   def __repr__(self) -> str:
-    if not self._shapes:
+    if not self._bags:
       return f"Plan({self.entries})"
     lines: list[tuple[str, ...]] = [_HEADER]
-    for cost in self.costs():
-      capacity = "" if cost.capacity is None else str(cost.capacity)
-      numbers = map(text.size, (cost.rows, cost.slots, cost.buffers, cost.moved))
-      for i, name in enumerate(cost.tables):  # a stack's costs stand beside its last table
+    for of_stack in self.costs():
+      capacity = "" if of_stack.capacity is None else str(of_stack.capacity)
+      numbers = map(text.size, (of_stack.rows, of_stack.slots, of_stack.buffers, of_stack.moved))
+      for i, name in enumerate(of_stack.tables):  # the last table's line has the stack's costs
         table, strategy = self.tables[name], self.entries[name].strategy
-        last = i == len(cost.tables) - 1
-        costs = (cost.exchange, capacity, *numbers) if last else ("",) * 6
+        last = i == len(of_stack.tables) - 1
+        costs = (of_stack.exchange, capacity, *numbers) if last else ("",) * 6
         size = (str(table.vocabulary_size), str(table.dim))
-        lines.append((name, *size, strategy, cost.stack, *costs))
+        lines.append((name, *size, strategy, of_stack.stack, *costs))
     devices = 1 if self.mesh is None else self.mesh.size
     total = f"{text.size(self.bytes_per_device)} on each of {devices} devices"
     moved = f"{text.size(sum(c.moved for c in self.costs()))} received by each in a step"
@@ -390,7 +394,7 @@ class Plan:
       for stack in self.stacks().values()
       if stack.is_split
       for name in stack.tables
-      if stack.view(stack.number(name), 2, compact=True).kind == "whole"
+      if storage.view(stack, name, 2, compact=True).kind == "whole"
     ]
     number = sum(self.tables[n].vocabulary_size * self.tables[n].dim * 4 for n in whole)
     if number <= ALONE:
@@ -409,7 +413,7 @@ class Plan:
     Neither the feature config nor the mesh is in it, nor what the example batch suggested.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
     >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
     >>> plan["movie"].strategy = "div"
     >>> again = embed.Plan.from_json(plan.to_json(), plan.features, mesh, embed.adagrad(0.1))
@@ -435,7 +439,7 @@ class Plan:
       ValueError: if the tables differ.
     """
     read = json.loads(text)
-    mesh = mesh if mesh is not None else sharding.current_mesh()
+    mesh = mesh if mesh is not None else mesh_lib.current_mesh()
     axis = read["batch_axis"]
     found = cls(features, optimizer, mesh, None if axis is None else tuple(axis))
     if set(found.entries) != set(read["tables"]):
@@ -469,8 +473,8 @@ def plan(
 
   Args:
     features: the feature config.
-    mesh: the devices, a `jax.sharding.Mesh`; also one of devices that are not here, from
-      `jax.experimental.topologies`, or as a `jax.sharding.AbstractMesh`. None is the mesh of
+    mesh: the devices, a `jax.mesh_lib.Mesh`; also one of devices that are not here, from
+      `jax.experimental.topologies`, or as a `jax.mesh_lib.AbstractMesh`. None is the mesh of
       `jax.set_mesh`, or one device.
     batch: example inputs of a whole batch in the structure of the feature config, or their shapes
       (`jax.ShapeDtypeStruct` in place of arrays).
@@ -486,31 +490,32 @@ def plan(
     ValueError: for inputs that do not fit the feature config.
 
   >>> movie = embed.TableConfig(vocabulary_size=1_000_000, dim=64, name="movie")
-  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
   >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
   >>> plan["movie"].strategy, plan.costs()[0].rows, plan.costs()[0].slots  # bytes on each device
   ('mod', 32000000, 32000000)
   """
-  mesh = sharding.current_mesh() if mesh is None else mesh
-  axes = sharding.as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
+  mesh = mesh_lib.current_mesh() if mesh is None else mesh
+  axes = mesh_lib.as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
   found = Plan(features, optimizer, mesh, axes)
   found.hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
-  found._shapes = _shapes(found, batch)
-  for name, entry in found.entries.items():
+  found._bags = _bags(found, batch)
+  for entry in found.entries.values():
     entry.axis = axes
-    if mesh is not None:
-      entry.strategy = _best_strategy(found, name)
+  if mesh is not None:
+    for names in _stackable(found):
+      for name, strategy in _best_strategies(found, names).items():
+        found.entries[name].strategy = strategy
   for stack in found.stacks().values():
-    cost = _cost(stack, [found._shapes[name] for name in stack.tables])
-    for name in stack.tables:
-      suggested = {"exchange": cost.exchange, "capacity": cost.capacity}
-      found.entries[name].suggested.update(suggested if cost.exchange in EXCHANGES else {})
+    chosen = _cost(stack, found._bags)
+    for name in stack.tables if chosen.exchange in EXCHANGES else ():
+      found.entries[name].suggested.update(exchange=chosen.exchange, capacity=chosen.capacity)
   return found
 
 
 def _memory(mesh: Any) -> int | None:
   """The memory of a device of the mesh, as the same number in every process."""
-  if not isinstance(mesh, jax.sharding.Mesh):
+  if not isinstance(mesh, jax.mesh_lib.Mesh):
     return None  # no mesh, or an AbstractMesh, which has no devices
   try:
     mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
@@ -520,36 +525,16 @@ def _memory(mesh: Any) -> int | None:
   return None if stats is None else stats.get("bytes_limit")
 
 
-@dataclasses.dataclass
-class _Shapes:
-  """What a batch asks of a table: how many ids, and for how many activations.
-
-  `loose`: activations of ragged features without max_valency, whose values are not with their bags.
-  """
-
-  ids: int = 0
-  activations: int = 0
-  loose: int = 0
-
-
-def _shapes(plan: Plan, batch: Any) -> dict[str, _Shapes]:
-  found = {name: _Shapes() for name in plan.tables}
-  of = {id(table): name for name, table in plan.tables.items()}
-  for path, (feature, x, _) in ragged.flatten(plan.features, batch, None).items():
-    name = config_lib.feature_name(path, feature)
-
-    def occurrences(x, name=name, feature=feature):
-      bags = ragged.to_bags(name, feature, x)
-      return lookup_lib.occurrences(bags, "sum", feature.table.vocabulary_size)
-
-    occ = jax.eval_shape(occurrences, jax.tree.map(_struct, x))
-    shapes = found[of[id(feature.table)]]
-    if occ.segments is not None:
-      shapes.loose += math.prod(occ.batch)
-    else:
-      shapes.ids += math.prod(occ.ids.shape)
-      shapes.activations += math.prod(occ.batch)
-  return found
+def _bags(plan: Plan, batch: Any) -> dict[str, list[Bags]]:
+  """The bags of a batch by table, as shapes."""
+  by_table: dict[str, list[Bags]] = {name: [] for name in plan.tables}
+  names = {id(table): name for name, table in plan.tables.items()}
+  structs = jax.tree.map(_struct, batch)
+  for x in inputs.read(plan.features, structs):
+    size = x.feature.table.vocabulary_size
+    bags, _ = jax.eval_shape(lambda parts, x=x, size=size: from_input(parts, x.form, size), x.parts)
+    by_table[names[id(x.feature.table)]].append(bags)
+  return by_table
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
@@ -560,55 +545,60 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
-def _best_strategy(plan: Plan, name: str) -> str:
-  """The strategy that moves least, of those that suit the table."""
-  table, entry = plan.tables[name], plan.entries[name]
-  candidates = ["mod"]
-  if table.vocabulary_size * table.dim * table.dtype.itemsize <= REPLICATED:
-    candidates.append("replicated")
-  devices = math.prod(plan.mesh.shape[axis] for axis in entry.axis)
-  if table.dim % devices == 0 and table.dim // devices >= LANES:
-    candidates.append("column")
-
-  def moved(strategy: str) -> int:
-    entry.strategy = strategy
-    return _cost(plan._stack(name, [name]), [plan._shapes[name]]).moved
-
-  return min(candidates, key=moved)
+def _stackable(plan: Plan) -> list[list[str]]:
+  """Groups of tables that can be stacked."""
+  groups: dict[Any, list[str]] = {}
+  for name in plan.tables:
+    groups.setdefault(plan._kind(name), []).append(name)
+  return list(groups.values())
 
 
-def _cost(stack: Stack, shapes: list[_Shapes]) -> StackCost:
-  """The bytes of a stack on a device, for a batch."""
-  layout, placement, width = stack.layout, stack.placement, stack.width
+def _best_strategies(plan: Plan, names: Sequence[str]) -> dict[str, str]:
+  """The strategies of tables that can be stacked, by name, whose stacks move least together.
+
+  Candidates split all tables by rows, or by columns if they are wide enough, but for the k smallest
+  that are replicated.
+  """
+  table = plan.tables[names[0]]
+  devices = math.prod(plan.mesh.shape[axis] for axis in plan.entries[names[0]].axis)
+  is_wide = table.dim % devices == 0 and table.dim // devices >= LANES
+  bytes_of = lambda name: plan.tables[name].vocabulary_size * table.dim * table.dtype.itemsize
+  small = sorted((name for name in names if bytes_of(name) <= REPLICATED), key=bytes_of)
+  tried = {round(i * len(small) / 32) for i in range(33)}  # of many tables not every number
+  candidates = [
+    {name: "replicated" if name in small[:k] else strategy for name in names}
+    for strategy in (("mod", "column") if is_wide else ("mod",))
+    for k in sorted(tried)
+  ]
+  return min(candidates, key=functools.partial(_moved, plan, names))
+
+
+def _moved(plan: Plan, names: Sequence[str], strategies: Mapping[str, str]) -> int:
+  """What a device receives in a step if tables are stored by these strategies."""
+  entries = {name: plan.entries[name].copy() for name in names}
+  for name, strategy in strategies.items():
+    entries[name].strategy = strategy
+  return sum(_cost(stack, plan._bags).moved for stack in plan._stacks(names, entries).values())
+
+
+def _cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCost:
+  """The bytes of a stack on a device, for the bags of a batch by table."""
+  tables = [name for name in stack.tables for _ in bags[name]]
+  demand = cost.batch_demand(stack, [b for name in stack.tables for b in bags[name]], tables)
+  chosen = cost.choose_exchange(stack, demand)
   per_row = sum(
-    (1 if slot.per_row else width) * np.dtype(slot.dtype).itemsize for slot in stack.slots.values()
+    (1 if slot.per_row else stack.width) * np.dtype(slot.dtype).itemsize
+    for slot in stack.slots.values()
   )
-  rows = layout.rows * width * stack.config.dtype.itemsize
-  kind, capacity, buffers, moved = "none", None, 0, 0
-  if placement is not None:
-    demand = placement.demand([s.ids for s in shapes], sum(s.activations for s in shapes))
-    loose = sum(s.loose for s in shapes)
-    way, capacity = stack.way, stack.capacity(demand)
-    moved = traffic.columns_bytes(demand, width, placement.column_shards)
-    moved += traffic.loose_bytes(loose, stack.dim, placement.devices())
-    if capacity is not None:
-      kind = "all_to_all"
-      moved += traffic.all_to_all_bytes(capacity, way)
-      buffers = 4 * layout.shards * capacity * (2 + 2 * width)
-    elif layout.shards > 1:
-      kind = "gather"
-      moved += traffic.gather_bytes(demand, way)
-      buffers = 8 * layout.shards * way.replicas * (sum(demand.ids) + demand.activations * width)
-    elif way.replicas > 1:
-      kind = "sum" if layout.rows <= sum(demand.ids) * way.replicas else "gather"
-      whole = kind == "sum"
-      moved += traffic.sum_bytes(way) if whole else traffic.gather_bytes(demand, way)
-      buffers = 4 * layout.rows * (width + 1) if whole else traffic.gather_bytes(demand, way)
-    else:
-      kind = "columns"
-    buffers += 8 * loose * stack.dim
   return StackCost(
-    stack.name, stack.names, kind, capacity, rows, layout.rows * per_row, buffers, moved
+    stack.name,
+    stack.tables,
+    chosen.kind,
+    chosen.capacity,
+    stack.layout.rows * stack.width * stack.dtype.itemsize,
+    stack.layout.rows * per_row,
+    cost.buffer_bytes(stack, demand, chosen),
+    cost.moved_bytes(stack, demand, chosen),
   )
 
 

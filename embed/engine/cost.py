@@ -1,91 +1,175 @@
-"""How many bytes the ways of an exchange move, and which one to take: plain arithmetic."""
+"""The bytes that each kind of exchange moves, and the choice of one: plain arithmetic.
 
+`choose_exchange` is the only place that chooses, for a plan and at run time alike.
+"""
+
+import dataclasses
 import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from embed.engine.layout import Layout
+import numpy as np
+
+from embed.engine.bags import Bags
+from embed.engine.stack import StackSpec
+
+EXCHANGES = ("all_to_all", "gather")  # that a user may choose
 
 
-class Demand(NamedTuple):
-  """What a device asks of a stack in one call: ids of each table, and activations in all.
+@dataclasses.dataclass(frozen=True)
+class BatchDemand:
+  """What a device, with those that hold other columns of the same rows, asks of a stack in a call.
 
-  Devices that hold other columns of the same rows ask together.
+  Attributes:
+    ids: of each table of the stack, of bags with positions.
+    activations: of all tables, of bags with positions.
+    ragged_ids: of all tables, of ragged bags; they are whole on every device.
+    ragged_activations: of the whole batch.
   """
 
   ids: tuple[int, ...]
   activations: int
+  ragged_ids: int = 0
+  ragged_activations: int = 0
 
 
-class Way(NamedTuple):
-  """What the bytes of an exchange depend on beside the demand.
+class Exchange(NamedTuple):
+  """How ids, rows and gradients get from device to device.
 
-  `width`: the columns on a device; `itemsize`: bytes of an element of a row, gradients having 4;
-  `replicas`: devices with the same rows and columns.
+  `kind` is "all_to_all" (of distinct rows), "gather" (of ids and activations), "sum" (gathers
+  nothing and adds up whole replicated tables in an update), "columns" (slices of activations) or
+  "none". `capacity` is the rows that a pair of devices exchanges in a round of an all-to-all.
   """
 
-  layout: Layout
-  width: int
-  itemsize: int
-  replicas: int
+  kind: str
+  capacity: int | None = None
 
 
-def capacity(demand: Demand, layout: Layout) -> int:
+def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) -> BatchDemand:
+  """The demand of a call, from the shapes of its bags, each padded to all devices.
+
+  Args:
+    stack: the tables.
+    bags: arrays or `jax.ShapeDtypeStruct`s, of the whole batch.
+    tables: the name of each one's table.
+  """
+  placement = stack.placement
+  share = lambda x: -(-x * placement.column_shards // placement.devices)
+  ids, activations, ragged_ids, ragged_activations = [0] * len(stack.tables), 0, 0, 0
+  for bag, table in zip(bags, tables, strict=True):
+    batch = bag.batch or (1,)
+    batch = (batch[0] + -batch[0] % placement.devices, *batch[1:])
+    if bag.is_ragged:
+      ragged_ids += math.prod(bag.ids.shape)
+      ragged_activations += math.prod(batch)
+    else:
+      ids[stack.index(table)] += math.prod(batch) * bag.ids.shape[-1]
+      activations += math.prod(batch)
+  return BatchDemand(tuple(map(share, ids)), share(activations), ragged_ids, ragged_activations)
+
+
+def total(demands: Iterable[BatchDemand]) -> BatchDemand:
+  """The demand of several calls together."""
+  ids, *others = zip(*(dataclasses.astuple(demand) for demand in demands), strict=True)
+  return BatchDemand(tuple(map(sum, zip(*ids, strict=True))), *map(sum, others))
+
+
+def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
+  """The exchange of a stack for the demand of a call.
+
+  An optimizer that steps once per occurrence of an id, in batch order, or moves every row, always
+  gathers. Otherwise the stack's own `exchange` and `capacity` decide, or, without them, bytes.
+  """
+  layout, placement, ids = stack.layout, stack.placement, sum(demand.ids)
+  if layout.shards == 1:
+    if placement.replicas == 1:
+      return Exchange("columns" if placement.column_shards > 1 else "none")
+    # A device with some of the columns has the gradients of ragged bags in all columns.
+    can_sum = stack.accumulates and not (placement.columns and demand.ragged_ids)
+    is_small = layout.rows <= (ids + demand.ragged_ids) * placement.replicas
+    return Exchange("sum" if can_sum and is_small else "gather")
+  keeps_order = stack.optimizer is not None and not (stack.optimizer.lazy and stack.accumulates)
+  if not ids or keeps_order or stack.exchange == "gather":
+    return Exchange("gather")
+  room = min(stack.capacity or capacity(demand, stack), ids, layout.rows)
+  is_free = stack.exchange is None and stack.capacity is None
+  if is_free and gather_bytes(demand, stack) < all_to_all_bytes(room, stack):
+    return Exchange("gather")
+  return Exchange("all_to_all", room)
+
+
+def capacity(demand: BatchDemand, stack: StackSpec) -> int:
   """The rows for a pair of devices that a round has room for.
 
   Six standard deviations above the mean of ids that fall on shards at random, in eights. An id
   that repeats is sent once, so a table cannot ask for more rows than it has.
   """
+  layout = stack.layout
   distinct = sum(map(min, demand.ids, layout.sizes))
   mean = distinct / layout.shards
   return min(-(-math.ceil(mean + 6 * math.sqrt(mean)) // 8) * 8, sum(demand.ids), layout.rows)
 
 
-def all_to_all_bytes(capacity: int, way: Way) -> int:
-  """What a device receives in a step of one round: ids, rows, and gradients of rows.
+# --- bytes that a device receives in a step ------------------------------------------------------
+
+
+def moved_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> int:
+  """What a device receives in a step: forward, backward and update."""
+  moved = columns_bytes(demand, stack)
+  # Ragged bags: sums of the whole batch, and their gradients.
+  devices = stack.placement.devices
+  moved += 3 * 4 * demand.ragged_activations * stack.dim * (devices - 1) // devices
+  if exchange.capacity is not None:
+    moved += all_to_all_bytes(exchange.capacity, stack)
+  elif exchange.kind == "gather":
+    moved += gather_bytes(demand, stack)
+  elif exchange.kind == "sum":
+    moved += sum_bytes(stack)
+  return moved
+
+
+def buffer_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> int:
+  """What the buffers of an exchange take on a device."""
+  layout, width, ids = stack.layout, stack.width, sum(demand.ids)
+  buffers = 8 * demand.ragged_activations * stack.dim if stack.placement.devices > 1 else 0
+  if exchange.capacity is not None:
+    buffers += 4 * layout.shards * exchange.capacity * (2 + 2 * width)
+  elif exchange.kind == "sum":
+    buffers += 4 * layout.rows * (width + 1)
+  elif exchange.kind == "gather" and layout.shards > 1:
+    everybody = layout.shards * stack.placement.replicas
+    buffers += 8 * everybody * (ids + demand.activations * width)
+  elif exchange.kind == "gather":
+    buffers += gather_bytes(demand, stack)
+  return buffers
+
+
+def all_to_all_bytes(capacity: int, stack: StackSpec) -> int:
+  """Of one round: ids, rows, and gradients of rows.
 
   Replicas receive the gradients of each other as well, and the ids that they belong to.
   """
-  shards = way.layout.shards
-  row, grads = way.width * way.itemsize, 4 * way.width
-  beside = (way.replicas - 1) * shards * capacity * (4 + grads)
-  return (shards - 1) * capacity * (4 + row + grads) + beside
+  shards = stack.layout.shards
+  row, grads = stack.width * np.dtype(stack.dtype).itemsize, 4 * stack.width
+  replicas = (stack.placement.replicas - 1) * shards * capacity * (4 + grads)
+  return (shards - 1) * capacity * (4 + row + grads) + replicas
 
 
-def gather_bytes(demand: Demand, way: Way) -> int:
-  """What a device receives in a step: ids and activations, then ids and gradients of them."""
-  others = way.layout.shards - 1
-  everybody = way.layout.shards * way.replicas - 1
-  return 4 * (others + everybody) * (sum(demand.ids) + demand.activations * way.width)
+def gather_bytes(demand: BatchDemand, stack: StackSpec) -> int:
+  """Of ids and activations, then of ids and gradients of activations."""
+  others = stack.layout.shards - 1
+  everybody = stack.layout.shards * stack.placement.replicas - 1
+  return 4 * (others + everybody) * (sum(demand.ids) + demand.activations * stack.width)
 
 
-def sum_bytes(way: Way) -> int:
-  """What a device receives where whole tables, and which rows were touched, are added up."""
-  return 2 * 4 * way.layout.rows * (way.width + 1) * (way.replicas - 1) // way.replicas
+def sum_bytes(stack: StackSpec) -> int:
+  """Of whole tables, and of which rows were touched, added up over replicas."""
+  replicas = stack.placement.replicas
+  return 2 * 4 * stack.layout.rows * (stack.width + 1) * (replicas - 1) // replicas
 
 
-def columns_bytes(demand: Demand, width: int, columns: int) -> int:
-  """What a device receives of others with the same rows: ids and slices of activations, twice."""
-  return 2 * 4 * (sum(demand.ids) + demand.activations * width) * (columns - 1) // columns
-
-
-def loose_bytes(activations: int, dim: int, devices: int) -> int:
-  """What a device receives for ragged bags whose values are anywhere: their sums and gradients."""
-  return 3 * 4 * activations * dim * (devices - 1) // devices
-
-
-def choose(demand: Demand, way: Way, exchange: str | None, forced: int | None) -> int | None:
-  """The capacity of an all-to-all, or None where gathering is asked for or moves less.
-
-  Args:
-    demand: of a device.
-    way: of the tables.
-    exchange: "all_to_all", "gather", or None for the one that moves less.
-    forced: the capacity, or None for `capacity`.
-  """
-  layout = way.layout
-  if layout.shards == 1 or not sum(demand.ids) or exchange == "gather":
-    return None
-  room = min(forced or capacity(demand, layout), sum(demand.ids), layout.rows)
-  if exchange is None and forced is None:
-    return None if gather_bytes(demand, way) < all_to_all_bytes(room, way) else room
-  return room
+def columns_bytes(demand: BatchDemand, stack: StackSpec) -> int:
+  """From devices with the same rows: ids and slices of activations, twice."""
+  columns = stack.placement.column_shards
+  asked = sum(demand.ids) + demand.activations * stack.width
+  return 2 * 4 * asked * (columns - 1) // columns

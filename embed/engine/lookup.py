@@ -1,64 +1,41 @@
-"""Gather, combine, and the way a gradient leaves: pure arrays.
-
-A lookup's result is marked with a primitive, `mark`, that carries the table, ids and gains that
-made it and computes nothing. `routing.value_and_grad` finds the marks in the traced loss and
-attaches a **tap** to each: an input of zeros of the activations' shape, whose cotangent, by the
-custom VJP `attach`, is the gradient of the activations. With the ids and gains that is all of the
-row gradients, in O(batch) memory; a `[V, D]` gradient never exists.
-"""
+"""Gathering rows and combining them: pure arrays."""
 
 import dataclasses
-import math
-import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
 
 from embed import config as config_lib
-from embed import inputs as ragged
+from embed.engine.bags import Bags, inverse_norm
 
-UNROLLED = 8  # places of a bag gathered in one fused loop; longer bags loop over them
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Occurrences:
-  """Which rows a lookup read into which activation, and how much of each.
-
-  `ids` `[*batch, L]`, or `[N]` with `segments`: int32, `vocabulary_size` is padding.
-  `gains` float32 of the shape of `ids`, or `[*batch, 1]` (one per activation), or None (all 1).
-  `segments` int32 `[N]`: the flat activation of each id, or None.
-  `shape`: of the activations without dim, where segments do not tell.
-  """
-
-  ids: jax.Array
-  gains: jax.Array | None
-  segments: jax.Array | None
-  shape: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
-
-  @property
-  def batch(self) -> tuple[int, ...]:
-    """The shape of the activations without dim."""
-    return self.ids.shape[:-1] if self.shape is None else self.shape
+UNROLLED = 8  # positions of a bag gathered in one fused loop; longer bags loop over them
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Reads:
-  """What one call read of the tables that are stored together: the unit of an exchange.
+class LookupRecord:
+  """What one call looked up in a stack: the unit of an exchange.
 
-  `parts`: the occurrences of each feature, ids being those of its own table.
-  `tables`: the name of each part's table.
-  `route`: how the ids went to the shards that own them (an `exchange.Route`), or None.
+  Attributes:
+    bags: of each feature, ids being those of its own table.
+    tables: the name of each feature's table.
+    route: how the ids went to the shards that store their rows (an `exchange.Route`), or None.
   """
 
-  parts: tuple[Occurrences, ...]
+  bags: tuple[Bags, ...]
   tables: tuple[str, ...] = dataclasses.field(metadata={"static": True})
   route: Any = None
+
+  @property
+  def is_empty(self) -> bool:
+    return not any(bags.ids.size for bags in self.bags)
+
+  def unused(self) -> "LookupRecord":
+    """A record of the same shapes in which nothing was looked up."""
+    route = None if self.route is None else self.route.unused()
+    return dataclasses.replace(self, bags=tuple(b.unused() for b in self.bags), route=route)
 
 
 def quantize(x: jax.Array, config: config_lib.QuantizationConfig | None) -> jax.Array:
@@ -70,84 +47,41 @@ def quantize(x: jax.Array, config: config_lib.QuantizationConfig | None) -> jax.
   return jnp.floor((x - config.lower) / step + 0.5) * step + config.lower
 
 
-def gains(weights: jax.Array, combiner: str) -> jax.Array:
-  """Weights `[..., L]` with the combiner's normalisation over the last axis."""
-  if combiner == "sum":
-    return weights
-  power = weights if combiner == "mean" else weights * weights
-  return weights * _scale(jnp.sum(power, axis=-1, keepdims=True), combiner)
-
-
-def _scale(total: jax.Array, combiner: str) -> jax.Array:
-  """1 / total, or 1 / sqrt(total); 0 where that is 0."""
-  # Guarded inside: 1 / 0 under a `where` outside would still make NaN of a gradient.
-  safe = jnp.where(total == 0, 1, total)
-  return jnp.where(total == 0, 0, 1 / (safe if combiner == "mean" else jnp.sqrt(safe)))
-
-
-def occurrences(bags: ragged.Bags, combiner: str, vocabulary_size: int) -> Occurrences:
-  """Folds the combiner's normalisation into the user's weights: act = sum of gain * row.
-
-  mean divides by the sum of weights, sqrtn by the root of the sum of their squares; where that
-  is 0 the gain is 0. Weights are constants: no gradient reaches them.
-  """
-  ids, weights, segments = bags.ids, bags.weights, bags.segments
-  shape = None if segments is None else bags.shape
-  if weights is not None:
-    weights = jax.lax.stop_gradient(weights)
-  if combiner == "sum" or (weights is None and segments is None and ids.shape[-1] == 1):
-    return Occurrences(ids, weights, segments, shape)
-  w = (ids < vocabulary_size).astype(jnp.float32) if weights is None else weights
-  power = w if combiner == "mean" else w * w
-  if segments is None:
-    total = jnp.sum(power, axis=-1, keepdims=True)
-  else:
-    total = jnp.zeros(math.prod(bags.shape), jnp.float32).at[segments].add(power, mode="drop")
-    total = total.at[segments].get(mode="fill", fill_value=0)
-  scale = _scale(total, combiner)
-  found = scale if weights is None and segments is None else w * scale
-  return Occurrences(ids, found, segments, shape)
-
-
-def lookup(
+def gather_and_combine(
   table: jax.Array,
-  occ: Occurrences,
-  shape: tuple[int, ...],
+  bags: Bags,
   quantization: config_lib.QuantizationConfig | None = None,
   dtype: Any = None,
 ) -> jax.Array:
-  """Activations `[*shape, D]`: the gained sum of rows, accumulated in float32.
+  """Activations `[*batch, D]`: the sum of gain * row of each bag, accumulated in float32.
 
   Args:
-    table: `[V, D]`.
-    occ: ids, gains and segments.
-    shape: of the activations without D.
+    table: `[V, D]`; ids from V on are padding.
+    bags: normalized.
     quantization: applied to rows before they are summed.
     dtype: of the activations; None is the table's.
   """
   dtype = table.dtype if dtype is None else dtype
-
   size, dim = table.shape
+  batch = bags.batch
 
   def rows(ids, gains=None):
-    """Rows `[n, D]` times their gains; padding is V, out of range, hence zeros."""
+    """Rows `[n, D]` times their gains; zeros for padding."""
     # Multiplied in any case: on its own, XLA:CPU makes a gather one scalar load per element.
     one = (ids < size).astype(jnp.float32)
     picked = table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     picked = quantize(picked.astype(jnp.float32), quantization)
     return picked * (one if gains is None else one * gains)[:, None]
 
-  if occ.segments is not None:
-    act = jnp.zeros((math.prod(shape), dim), jnp.float32)
-    act = act.at[occ.segments].add(rows(occ.ids, occ.gains), mode="drop")
-    return act.reshape(*shape, dim).astype(dtype)
-  length = occ.ids.shape[-1]
+  if bags.is_ragged:
+    return bags.sum_segments(rows(bags.ids, bags.gains)).reshape(*batch, dim).astype(dtype)
+  length = bags.ids.shape[-1]
   if length == 0:
-    return jnp.zeros((*shape, dim), dtype)
-  per_id = occ.gains is not None and occ.gains.shape[-1] == length
+    return jnp.zeros((*batch, dim), dtype)
+  per_id = bags.gains is not None and bags.gains.shape[-1] == length
   # Columns of gathers added up: on CPU each is a row copy, ten times as fast as gather-and-reduce.
-  ids = occ.ids.reshape(-1, length).T
-  gains = occ.gains.reshape(-1, length).T if occ.gains is not None and per_id else None
+  ids = bags.ids.reshape(-1, length).T
+  gains = bags.gains.reshape(-1, length).T if bags.gains is not None and per_id else None
 
   def add(first, columns, act):
     for k in range(columns):
@@ -159,115 +93,84 @@ def lookup(
   start = length % UNROLLED or UNROLLED
   more = lambda j, act: add(start + j * UNROLLED, UNROLLED, act)
   act = jax.lax.fori_loop(0, (length - start) // UNROLLED, more, add(0, start, None))
-  act = act.reshape(*shape, dim)
-  if occ.gains is not None and not per_id:
-    act = act * occ.gains
+  act = act.reshape(*batch, dim)
+  if bags.gains is not None and not per_id:
+    act = act * bags.gains
   return act.astype(dtype)
 
 
-# --- the marks that `routing` finds --------------------------------------------------------------
+# --- rows that are combined after they were looked up one by one ---------------------------------
+
+# The built-in combiners are folded into the gains, and a gradient leaves as one vector per bag. A
+# custom combiner, or a gradient with respect to the user's weights, needs the rows themselves:
+# every id has an activation of its own, `[..., L, D]`, and what follows is differentiable.
 
 
-class Owner(NamedTuple):
-  """A stack or a table of a model: the path of its module, "a/b", and its own name."""
+def combine_rows(
+  table: config_lib.TableConfig,
+  rows: jax.Array,
+  ids: jax.Array,
+  weights: jax.Array | None,
+  learned: jax.Array | None,
+) -> jax.Array:
+  """One vector for each bag.
 
-  path: str
-  name: str
+  Args:
+    table: whose combiner it is.
+    rows: float `[..., L, D]`, zeros at padding.
+    ids: int32 `[..., L]`, `vocabulary_size` being padding.
+    weights: the user's, float32 `[..., L]`, or None.
+    learned: the weights of a custom combiner, float32 `[num_weights]`.
 
-  @property
-  def key(self) -> str:
-    return f"{self.path}/{self.name}" if self.path else self.name
-
-
-class Layer:
-  """The SparseEmbed of a lookup: a weak reference, and whether it has tables to train."""
-
-  __slots__ = ("ref", "trains")
-
-  def __init__(self, layer: Any, trains: bool):
-    self.ref, self.trains = weakref.ref(layer), trains
-
-
-# *activations, table, *leaves of Reads -> activations
-mark_p = jex_core.Primitive("sparse_embed_lookup")
-mark_p.multiple_results = True
-read_p = jex_core.Primitive("sparse_embed_table")  # table -> [table]
-read_p.multiple_results = True
-
-
-def mark(
-  activations: Sequence[jax.Array], reads: Reads, table: jax.Array, layer: Layer
-) -> list[jax.Array]:
-  """The activations themselves, with the table and the occurrences behind them on record."""
-  leaves, treedef = jax.tree.flatten(reads)
-  number = len(activations)
-  return mark_p.bind(
-    *activations, table, *leaves, treedef=treedef, number=number, layer=layer, batched=False
-  )
+  Returns:
+    `[..., D]` of the rows' dtype, computed in float32.
+  """
+  valid, vectors = ids < table.vocabulary_size, rows.astype(jnp.float32)
+  if isinstance(table.combiner, config_lib.CustomCombiner):
+    if weights is not None:
+      vectors = vectors * weights[..., None]
+    out = _custom(table.combiner, jnp.sum(valid, -1, dtype=jnp.int32), vectors, learned)
+  else:
+    gains = valid.astype(jnp.float32) if weights is None else weights
+    if table.combiner != "sum":
+      power = gains if table.combiner == "mean" else gains * gains
+      gains = gains * inverse_norm(jnp.sum(power, axis=-1, keepdims=True), table.combiner)
+    out = jnp.sum(vectors * gains[..., None], axis=-2)
+  return out.astype(rows.dtype)
 
 
-def read(table: jax.Array, purpose: str) -> jax.Array:
-  """A table or slot itself, with the purpose on record: "lookup", "tables" or "update"."""
-  return read_p.bind(table, purpose=purpose, number=1, batched=False)[0]
-
-
-def _mark_jvp(primals, tangents, *, number, **params):
-  if any(type(t) is not ad.Zero for t in tangents[: number + 1]):
-    reads = jax.tree.unflatten(params["treedef"], primals[number + 1 :])
+def _custom(combiner, valency: jax.Array, vectors: jax.Array, learned) -> jax.Array:
+  """`computation` of every bag."""
+  learned = jnp.zeros(0, jnp.float32) if learned is None else learned
+  # A computation may divide by the valency. Guarded inside: where only the result is left out, the
+  # gradient of what went into it is NaN.
+  empty = valency == 0
+  valency = jnp.where(empty, 1, valency)
+  of_bag = lambda valency, vectors: combiner.computation(valency, vectors, learned)
+  for _ in range(valency.ndim):
+    of_bag = jax.vmap(of_bag)
+  out = of_bag(valency, vectors)
+  expected = (*valency.shape, vectors.shape[-1])
+  if jnp.shape(out) != expected:
     raise ValueError(
-      f"Table {reads.tables[0]!r} is being differentiated by JAX directly, which would build a "
-      "dense gradient of the whole table. Write embed.value_and_grad(loss_fn)(model, ...) instead "
-      "of nnx.value_and_grad, and leave embed.Table out of `wrt` and `argnums`."
+      f"A custom combiner returned shape {jnp.shape(out)[valency.ndim :]} for a bag; it must "
+      f"return [dim], {expected[-1:]}."
     )
-  return mark_p.bind(*primals, number=number, **params), list(tangents[:number])
-
-
-def _read_jvp(primals, tangents, **params):
-  return read_p.bind(*primals, **params), list(tangents)
-
-
-def _batched(primitive):
-  def rule(args, dims, **params):
-    params["batched"] = True
-    return primitive.bind(*args, **params), dims[: params["number"]]
-
-  return rule
-
-
-def _same(*args, number, **_):
-  return list(args[:number])
-
-
-for _primitive, _jvp in ((mark_p, _mark_jvp), (read_p, _read_jvp)):
-  _primitive.def_impl(_same)
-  _primitive.def_abstract_eval(_same)
-  mlir.register_lowering(_primitive, mlir.lower_fun(_same, multiple_results=True))
-  batching.primitive_batchers[_primitive] = _batched(_primitive)
-  ad.primitive_jvps[_primitive] = _jvp
-
-
-@jax.custom_vjp
-def attach(act: jax.Array, tap: jax.Array) -> jax.Array:
-  """`act`, and the cotangent of it goes to `tap`: the row gradient's way out of the loss."""
-  del tap
-  return act
-
-
-attach.defvjp(lambda act, tap: (act, None), lambda _, cotangent: (None, cotangent))
+  return jnp.where(empty[..., None], 0, out)
 
 
 # --- the order of a lookup and an update ---------------------------------------------------------
 
 
 def in_order(
-  activations: Sequence[jax.Array], table: jax.Array, reads: Reads
+  activations: Sequence[jax.Array], table: jax.Array, record: LookupRecord
 ) -> tuple[list[jax.Array], jax.Array]:
   """The same arrays, in such a way that an update of the table comes after the activations.
 
   Where nothing else orders the two, the compiler may update first, and pays for the reads that
   come after with a copy of the whole table.
   """
-  ids = [occ.ids for occ in reads.parts if occ.ids.size]
+  ids = [bags.ids for bags in record.bags if bags.ids.size]
   if not isinstance(table, jax.core.Tracer):
     return [jnp.copy(act) for act in activations], table  # the table itself may be among them
   if not ids:

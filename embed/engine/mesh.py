@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from embed.engine.cost import Demand
-from embed.engine.exchange import Axes
 
 STRATEGIES = ("mod", "div", "column", "replicated")
 
@@ -155,67 +152,58 @@ def scalar_for(x: jax.Array, scalar: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """Where the arrays of some tables are: rows over some axes of a mesh, columns over others.
+  """Which devices hold a stack's rows and columns; `LOCAL` is one device.
 
-  `batch`: the axes that activations come out split over. Other axes of the mesh hold copies.
+  `rows` and `columns` name the mesh axes that the storage is split over, `batch` the axes that
+  activations are split over. Other axes of the mesh hold copies. Inside a lookup the batch is split
+  over all of these axes, in the mesh's order: `axes`. Methods whose docstring says "per device" run
+  inside `jax.shard_map`; on `LOCAL` they return their argument.
   """
 
-  mesh: Mesh | AbstractMesh
-  rows: Names
-  columns: Names
-  batch: Names
+  mesh: Mesh | AbstractMesh | None
+  rows: Names = ()
+  columns: Names = ()
+  batch: Names = ()
+  is_local: bool = dataclasses.field(init=False, compare=False)
+  axes: Names = dataclasses.field(init=False, compare=False)
+  replica_axes: Names = dataclasses.field(init=False, compare=False)  # they split only the batch
+  shards: int = dataclasses.field(init=False, compare=False)  # parts that rows are split into
+  column_shards: int = dataclasses.field(init=False, compare=False)
+  replicas: int = dataclasses.field(init=False, compare=False)  # devices with the same storage
+  devices: int = dataclasses.field(init=False, compare=False)  # parts that the batch is split into
+  work: P = dataclasses.field(init=False, compare=False)  # spec of the batch inside a lookup
 
-  @property
-  def axes(self) -> Axes:
-    """The axes for the exchange; the batch is split over all of them, in the mesh's order."""
-    involved = {*self.rows, *self.columns, *self.batch}
-    order = tuple(name for name in self.mesh.axis_names if name in involved)
-    sized = lambda names: tuple((name, self.mesh.shape[name]) for name in names)
-    others = [name for name in order if name not in (*self.rows, *self.columns)]
-    return Axes(sized(self.rows), sized(self.columns), sized(others), order)
+  def __post_init__(self) -> None:
+    sizes: Mapping[str, int] = {} if self.mesh is None else self.mesh.shape
+    axes = tuple(name for name in sizes if name in {*self.rows, *self.columns, *self.batch})
+    number = lambda names: math.prod(sizes[name] for name in names)
+    split = (*self.rows, *self.columns)
+    derived = {
+      "is_local": self.mesh is None,
+      "axes": axes,
+      "replica_axes": tuple(name for name in axes if name not in split),
+      "shards": number(self.rows),
+      "column_shards": number(self.columns),
+      "replicas": number(axes) // number(split),
+      "devices": number(axes),
+      "work": P(axes),
+    }
+    for name, value in derived.items():
+      object.__setattr__(self, name, value)
 
-  @property
-  def shards(self) -> int:
-    """The number of shards that rows are split into."""
-    return math.prod(self.mesh.shape[name] for name in self.rows)
+  def lookup_groups(self) -> np.ndarray:
+    """int64 `[devices]`: which group of devices looks up each part of a batch together.
 
-  @property
-  def column_shards(self) -> int:
-    return math.prod(self.mesh.shape[name] for name in self.columns)
-
-  @property
-  def work(self) -> P:
-    """The batch inside a lookup."""
-    return P(self.axes.order)
-
-  @property
-  def replicas(self) -> int:
-    """How many devices have the same rows and columns, and a part of the batch of their own."""
-    return self.devices() // (self.shards * self.column_shards)
-
-  def demand(self, ids: Sequence[int], activations: int) -> Demand:
-    """What a device asks for, with those that have other columns, of what the batch asks for."""
-    share = lambda x: -(-x * self.column_shards // self.devices())
-    return Demand(tuple(map(share, ids)), share(activations))
-
-  def devices(self) -> int:
-    """How many parts the batch is split into."""
-    return math.prod(self.mesh.shape[name] for name in self.axes.order)
-
-  def askers(self) -> np.ndarray:
-    """int64 `[devices]`: which group of devices that look up together each part of a batch is of.
-
-    Those hold different columns of the same rows.
+    The devices of a group hold different columns of the same rows.
     """
-    names = self.axes.order
-    index = np.indices([self.mesh.shape[name] for name in names]).reshape(len(names), -1)
-    apart = [i for i, name in enumerate(names) if name not in self.columns]
-    sizes = [self.mesh.shape[names[i]] for i in apart]
-    return np.ravel_multi_index(tuple(index[apart]), sizes) if apart else index[0] * 0
+    if self.mesh is None:
+      return np.zeros(1, np.int64)
+    index = np.indices([self.mesh.shape[name] for name in self.axes]).reshape(len(self.axes), -1)
+    others = [i for i, name in enumerate(self.axes) if name not in self.columns]
+    sizes = [self.mesh.shape[self.axes[i]] for i in others]
+    return np.ravel_multi_index(tuple(index[others]), sizes) if others else index[0] * 0
 
-  def array(self, ndim: int) -> P:
-    """A table `[rows, columns]`, or a slot of one value per row."""
-    return P(self.rows or None, self.columns or None) if ndim == 2 else P(self.rows or None)
+  # --- meshes and shardings --------------------------------------------------------------------
 
   @property
   def active_mesh(self) -> Mesh | AbstractMesh:
@@ -224,17 +212,26 @@ class Placement:
     Explicit axes put shardings into the types of arrays, which the rest of a model has only under
     `jax.set_mesh`.
     """
+    assert self.mesh is not None
     current = current_mesh()
     if current is None:
       return _retyped(self.mesh, (AxisType.Auto,) * len(self.mesh.axis_names))
     alike = current.axis_names == self.mesh.axis_names and current.shape == self.mesh.shape
     return _retyped(self.mesh, current.axis_types) if alike else self.mesh
 
+  def _explicit_mesh(self) -> Mesh | AbstractMesh:
+    assert self.mesh is not None
+    return _retyped(self.mesh, (AxisType.Explicit,) * len(self.mesh.axis_names))
+
   def _mesh_for(self, arrays: Any) -> Mesh | AbstractMesh:
     """The active mesh; outside of `jax.set_mesh` an Explicit one for arrays on Explicit axes."""
     if current_mesh() is None and is_explicit(arrays):
-      return _retyped(self.mesh, (AxisType.Explicit,) * len(self.mesh.axis_names))
+      return self._explicit_mesh()
     return self.active_mesh
+
+  def array(self, ndim: int) -> P:
+    """The spec of a table `[rows, columns]`, or of a slot of one value per row."""
+    return P(self.rows or None, self.columns or None) if ndim == 2 else P(self.rows or None)
 
   def sharding(self, spec: P) -> NamedSharding:
     return NamedSharding(self.active_mesh, spec)
@@ -248,9 +245,6 @@ class Placement:
         "jax.set_mesh too, or pass mesh=... where it is made."
       )
     return mesh
-
-  def _on_devices(self, spec: P) -> NamedSharding:
-    return NamedSharding(self._devices_mesh(), spec)
 
   def compact(self, columns: Names, parts: int) -> NamedSharding:
     """Columns over `columns` and `parts`, of which shard r of the rows has number `r % parts`.
@@ -266,8 +260,12 @@ class Placement:
     copies, cut = (f"{kind} of {', '.join(self.rows)}" for kind in ("copies", "parts"))
     return NamedSharding(Mesh(devices, (*others, copies, cut)), P(None, (*columns, cut)))
 
+  # --- placing arrays ----------------------------------------------------------------------------
+
   def put(self, x: jax.Array, spec: P) -> jax.Array:
     """An array with another sharding, in its type if that had one before."""
+    if self.mesh is None:
+      return x
     where = explicit_sharding(x)
     return _move(x, self.sharding(spec) if where is None else NamedSharding(where.mesh, spec))
 
@@ -281,6 +279,36 @@ class Placement:
       return x
     is_traced = isinstance(x, jax.core.Tracer)
     return self.put(x, P()) if is_traced or len(x.sharding.device_set) > 1 else x
+
+  def accept(self, name: str, parts: Any) -> Any:
+    """The `inputs.Parts` of a feature as a lookup takes them.
+
+    Raises:
+      ValueError: on one device, if an array is split over an Explicit mesh.
+    """
+    if self.mesh is None:
+      check_whole(name, parts)
+      return parts
+    is_ragged = parts.kind == "ragged"
+    return dataclasses.replace(parts, layout=self.replicate(parts.layout)) if is_ragged else parts
+
+  def pad_batch(self, x: jax.Array, value: float) -> jax.Array:
+    """An array `[batch, ...]` with a batch that divides by the devices, filled up with `value`."""
+    missing = -x.shape[0] % self.devices
+    if not missing:
+      return x
+    return jnp.pad(
+      self.put(x, P()), [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value
+    )
+
+  def split_batch(self, x: jax.Array, batch: int) -> jax.Array:
+    """The first `batch` of `[n, ...]`, split over the batch's axes if they divide it."""
+    if x.shape[0] != batch:
+      x = self.put(x, P())[:batch]
+    if self.mesh is None:
+      return x
+    parts = math.prod(self.mesh.shape[name] for name in self.batch)
+    return self.put(x, P(self.batch) if batch % parts == 0 else P())
 
   def place_whole(self, x: Any, dtype: Any, where: P | NamedSharding) -> jax.Array:
     """A whole array, the same on every host, split over devices without a copy of it on any."""
@@ -300,8 +328,13 @@ class Placement:
     parts = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays((x.shape[0], columns), sharding, parts)
 
+  def _on_devices(self, spec: P) -> NamedSharding:
+    return NamedSharding(self._devices_mesh(), spec)
+
   def zeros(self, aval: Any) -> jax.Array:
     """Zeros like an abstract value, with the sharding in its type."""
+    if self.mesh is None:
+      return jnp.zeros(aval.shape, aval.dtype)
     is_typed = AxisType.Explicit in aval.sharding.mesh.axis_types
     where = aval.sharding if is_typed else self.sharding(P())
     mesh = self.mesh if isinstance(self.mesh, Mesh) else current_mesh() or self.mesh
@@ -310,18 +343,21 @@ class Placement:
 
   def typed(self, act: jax.Array) -> jax.Array:
     """Activations with their sharding in the type, also outside of `jax.set_mesh`."""
-    if is_explicit(act) or not act.ndim:
+    if self.mesh is None or is_explicit(act) or not act.ndim:
       return act
     parts = math.prod(self.mesh.shape[name] for name in self.batch)
     spec = P(self.batch) if act.shape[0] % parts == 0 else P()
-    mesh = _retyped(self.mesh, (AxisType.Explicit,) * len(self.mesh.axis_names))
-    return _move(act, NamedSharding(mesh, spec))
+    return _move(act, NamedSharding(self._explicit_mesh(), spec))
+
+  # --- running functions -------------------------------------------------------------------------
 
   def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`f` per device, on arrays that are put where `in_specs` says, a tree of specs or prefixes.
 
     If any of them has a sharding in its type, so do the results.
     """
+    if self.mesh is None:
+      return f
 
     def placed(*args):
       mesh = self._mesh_for(args)
@@ -341,6 +377,8 @@ class Placement:
     chooses, as on an Auto mesh. Results are split by their first dimension if it divides. They have
     shardings in their types under `jax.set_mesh`, or if the arrays `like` have.
     """
+    if self.mesh is None:
+      return f(x)
     mesh = self._mesh_for(like)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
@@ -352,16 +390,33 @@ class Placement:
       return f(x)
 
     def of(arrays):  # the others stay what they are: NumPy integers may have 64 bits
-      given = dict(zip(on_device, arrays, strict=True))
-      return f(jax.tree.unflatten(treedef, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+      by_index = dict(zip(on_device, arrays, strict=True))
+      return f(jax.tree.unflatten(treedef, [by_index.get(i, x) for i, x in enumerate(leaves)]))
 
     arrays = [leaves[i] for i in on_device]
     shapes = jax.eval_shape(of, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays])
-    even = lambda s: s.ndim and s.shape[0] % self.devices() == 0
+    even = lambda s: s.ndim and s.shape[0] % self.devices == 0
     spec = lambda s: NamedSharding(mesh, self.work if even(s) else P())
     return jax.sharding.auto_axes(of, axes=explicit, out_sharding=jax.tree.map(spec, shapes))(
       arrays
     )
+
+  # --- collectives, per device -------------------------------------------------------------------
+
+  def index(self, axes: Names) -> jax.Array:
+    """int32 scalar: this device's position along some axes."""
+    return jax.lax.axis_index(axes) if axes else jnp.int32(0)
+
+  def gather(self, x: jax.Array, axes: Names) -> jax.Array:
+    """`[n, ...]` of every device along some axes, one after another."""
+    return jax.lax.all_gather(x, axes, tiled=True) if axes else x
+
+  def swap(self, x: jax.Array, axes: Names) -> jax.Array:
+    """`[n, ...]`, an entry for each device, to the entries that the devices had for this one."""
+    return jax.lax.all_to_all(x, axes, 0, 0) if axes else x
+
+
+LOCAL = Placement(None)
 
 
 def place(
@@ -403,13 +458,14 @@ def place(
   return Placement(mesh, axes, columns, batch)
 
 
-def metadata(placement: Placement | None, axis: Names, ndim: int) -> dict[str, Any]:
+def metadata(placement: Placement, axis: Names, ndim: int) -> dict[str, Any]:
   """Variable metadata of a table `[V, D]` (ndim 2) or of a slot `[V]`, for NNX to read.
 
-  >>> metadata(None, ("data",), 2)["out_sharding"]
+  >>> metadata(LOCAL, ("data",), 2)["out_sharding"]
   ('data', None)
   """
-  rows, columns = (axis, ()) if placement is None else (placement.rows, placement.columns)
+  local = placement.mesh is None  # an annotation of one device says how to split it elsewhere
+  rows, columns = (axis, ()) if local else (placement.rows, placement.columns)
   short = lambda names: (names[0] if len(names) == 1 else names) or None
   # Not eager: the array is placed where it is made, not when it is wrapped.
   return {"out_sharding": (short(rows), short(columns))[:ndim], "eager_sharding": False}

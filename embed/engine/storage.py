@@ -1,4 +1,4 @@
-"""Tables as users and checkpoints see them: rows in order, unpadded, whatever the sharding.
+"""The stored arrays of stacks: made, read as tables, and written.
 
 A JAX array is split evenly or not at all, so a logical table `[V, D]` cannot always be split by
 rows as its storage is. Its **view** is, in this order of preference: "rows" (consecutive ones,
@@ -12,140 +12,306 @@ copies of it instead of 256. Such an array is of a mesh of another shape, which 
 not mix with their own, so only what is saved and restored is compact.
 """
 
-import math
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from embed.engine.layout import Columns, Layout
-from embed.engine.mesh import Placement
+from embed import initializers
+from embed.config import TableConfig
+from embed.engine import views
+from embed.engine.stack import Arrays, StackSpec
+from embed.engine.views import View
+from embed.optimizers import Slot
+from embed.tools import text
+
+Makers = tuple[tuple[str, initializers.RowWise], ...]  # of rows, by table
+Replacements = Mapping[str, Mapping[str, Any]]  # of "parameters" and each slot, arrays by table
+
+# --- initial values ------------------------------------------------------------------------------
 
 
-class View(NamedTuple):
-  """How a logical table or slot is split.
+def make(
+  stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array]
+) -> Arrays:
+  """Initial rows and slots, each device's own rows made by it.
 
-  `rows`, `columns`: the axes that split the storage; `kept`: those of `columns` that split the view
-  as well; `parts`: how many parts columns are split into besides, in "columns".
+  Args:
+    stack: what to make.
+    tables: the config of each table, for its initializer.
+    keys: a random key for each table.
+
+  Raises:
+    MemoryError: if they do not fit.
+    ValueError: if an initializer returns another shape than the table's.
   """
+  try:
+    return {"parameters": _make_rows(stack, tables, keys), **_make_slots(stack, keys)}
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    raise MemoryError(_does_not_fit(stack)) from error
 
-  kind: str  # "rows", "columns" or "whole"
-  spec: P
-  rows: tuple[str, ...]
-  columns: tuple[str, ...]
-  kept: tuple[str, ...]
-  parts: int = 1
 
-
-def choose(
-  layout: Layout, table: int, dim: int, ndim: int, placement: Placement, compact: bool = False
-) -> View:
-  """The view of a table (ndim 2) or a slot of one value per row (ndim 1)."""
-  n = layout.shards
-  columns = placement.columns if ndim == 2 else ()
-  kept = columns if dim % placement.column_shards == 0 else ()
-  make = lambda kind, rows, over, parts=1: View(
-    kind, P(*(rows or None, over or None)[:ndim]), placement.rows, columns, kept, parts
+def _does_not_fit(stack: StackSpec) -> str:
+  rows = stack.layout.rows * stack.width * np.dtype(stack.dtype).itemsize
+  columns = [1 if slot.per_row else stack.width for slot in stack.slots.values()]
+  itemsizes = [np.dtype(slot.dtype).itemsize for slot in stack.slots.values()]
+  per_row = sum(n * size for n, size in zip(columns, itemsizes, strict=True))
+  total = rows + stack.layout.rows * per_row
+  slots = f", {text.size(total)} with slots ({', '.join(stack.slots)})" if stack.slots else ""
+  tables = ", ".join(map(repr, stack.tables[:3])) + (", ..." if len(stack.tables) > 3 else "")
+  return (
+    f"Out of memory while making {'tables' if len(stack.tables) > 1 else 'table'} {tables}: rows "
+    f"take {text.size(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
+    "optimizer, hbm_bytes=...) to see what every table takes, and SparseEmbed(plan=...) spreads "
+    "them over the mesh so that they fit. Rows of bfloat16, or an optimizer of fewer slots, such "
+    "as embed.rowwise_adagrad, take less."
   )
-  if not placement.rows:
-    return make("whole", (), kept)
-  if layout.sizes[table] % n == 0:
-    return make("rows", placement.rows, kept)
-  parts = math.gcd(n, dim // placement.column_shards if kept else dim)
-  if ndim == 2 and (parts == n or (compact and parts > 1)):
-    return make("columns", (), (*kept, *placement.rows), parts)
-  return make("whole", (), kept)
 
 
-def read(layout: Layout, table: int, dim: int, view: View, stored: jax.Array) -> jax.Array:
-  """A device's part of the view, from its shard of the storage."""
-  start, height = layout.offsets[table], layout.heights[table]
-  block = lax.slice_in_dim(stored, start, start + height)
-  if view.columns != view.kept:
-    block = Columns(view.columns, dim).whole(block)
-  if not view.rows:
-    return block[: layout.sizes[table]]
-  if view.kind == "rows":
-    return _read_rows(layout, table, view, block)
-  n = layout.shards
-  if view.kind == "columns":
-    parts = jnp.moveaxis(block.reshape(height, view.parts, -1), 1, 0)
-    # A gather: of repeats XLA:CPU makes an all-to-all with operands of two layouts, and refuses it.
-    parts = parts.at[jnp.arange(n) % view.parts].get(mode="promise_in_bounds")
-    block = lax.all_to_all(parts, view.rows, 0, 0).reshape(n * height, -1)
-  else:
-    block = lax.all_gather(block, view.rows, tiled=True)
-  return block.at[_order(layout, table)].get(mode="promise_in_bounds")
-
-
-def write(
-  layout: Layout, table: int, dim: int, view: View, stored: jax.Array, value: jax.Array
+def _make_rows(
+  stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array]
 ) -> jax.Array:
-  """A device's shard of the storage, from its part of the view."""
-  start, height = layout.offsets[table], layout.heights[table]
-  n = layout.shards
-  if view.kind == "rows":
-    block = _write_rows(layout, table, view, value)
-  elif view.kind == "columns":
-    shards = jnp.arange(n, dtype=jnp.int32)
-    ids = jax.vmap(lambda s: layout.own_ids(table, s))(shards)  # [n, height]
-    parts = value.at[ids].get(mode="fill", fill_value=0)
-    parts = lax.all_to_all(parts, view.rows, 0, 0)[: view.parts]
-    block = jnp.moveaxis(parts, 0, 1).reshape(height, -1)
-  else:
-    me = lax.axis_index(view.rows) if view.rows else 0
-    block = value.at[layout.own_ids(table, me)].get(mode="fill", fill_value=0)
-  if view.columns != view.kept:
-    block = Columns(view.columns, dim).own(block)
-  return lax.dynamic_update_slice_in_dim(stored, block.astype(stored.dtype), start, 0)
+  row_wise: dict[str, initializers.RowWise] = {}
+  whole = {}
+  for name in stack.tables:
+    table = tables[name]
+    if table.initializer is None:
+      row_wise[name] = initializers.truncated_normal_rows
+    elif isinstance(table.initializer, initializers.RowWise):
+      row_wise[name] = table.initializer
+    else:
+      shape = (table.vocabulary_size, table.dim)
+      rows = table.initializer(keys[name], shape, table.dtype)
+      if np.shape(rows) != shape:
+        raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
+      whole[name] = rows
+  makers = tuple(row_wise.items())
+  rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
+  return store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
 
 
-def _order(layout: Layout, table: int) -> jax.Array:
-  """Where each row of a table is among the shards' blocks, one after another."""
-  ids = jnp.arange(layout.sizes[table], dtype=jnp.int32)
-  shard, place = layout.locate(table, ids)
-  return shard * layout.heights[table] + place - layout.offsets[table]
+def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
+  made = {}
+  inits = dict(stack.optimizer.slot_init) if stack.optimizer is not None else {}
+  for i, (slot_name, slot) in enumerate(stack.slots.items()):
+    init = inits.get(slot_name)
+    seeds = {name: jax.random.fold_in(key, i) for name, key in keys.items()}
+    if isinstance(init, initializers.RowWise) and not slot.per_row:
+      makers = tuple((name, init) for name in stack.tables)
+      made[slot_name] = _drawing(stack, makers, slot.dtype)(seeds)
+      continue
+    value = _filling(stack, slot)()
+    if init is not None:
+      whole = {}
+      for name, size in zip(stack.tables, stack.layout.sizes, strict=True):
+        shape = (size,) if slot.per_row else (size, stack.dim)
+        whole[name] = jnp.asarray(init(seeds[name], shape, slot.dtype), slot.dtype)
+      value = store_all([stack], [{"slot": value}], [{"slot": whole}])[0]["slot"]
+    made[slot_name] = value
+  return made
 
 
-# Rows: every device has `each` consecutive rows of the view, and of the storage as many, which are
-# the view's in "div", and every n-th of the table in "mod". Of those that shard s stores, device d
-# sees the places from ceil((d * each - s) / n) on; there are at most each // n + 1 of them.
+# Compiled once for equal stacks. Initializers are often made with their config, for one layer: only
+# the last few programs are kept.
 
 
-def _first_place(device, shard, each: int, n: int):
-  return -(-(device * each - shard) // n)
+@functools.lru_cache(maxsize=16)
+def _drawing(
+  stack: StackSpec, makers: Makers, dtype: Any
+) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
+  """A function of keys by table: stored rows that are made row by row, zeros of other tables."""
+
+  def per_device(keys):
+    shard = stack.placement.index(stack.placement.rows)
+    rows = jnp.zeros((stack.layout.rows, stack.width), dtype)
+    for name, maker in makers:
+      index = stack.index(name)
+      ids = stack.layout.own_ids(index, shard)
+      draw = lambda ids, maker=maker, key=keys[name]: stack.columns.own(
+        maker.rows(key, ids, stack.dim, dtype)
+      )
+      rows = initializers.fill(rows, stack.layout.offsets[index], draw, ids, stack.size(name))
+    return rows
+
+  return jax.jit(stack.placement.run(per_device, (P(),), stack.spec(2)))
 
 
-def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.Array:
-  if layout.contiguous:
-    return block
-  n, each = layout.shards, layout.heights[table]
-  me = lax.axis_index(view.rows)
-  others = jnp.arange(n, dtype=jnp.int32)
-  steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
-  mine = _first_place(others, me, each, n)[:, None] + steps
-  parts = block.at[mine].get(mode="fill", fill_value=0)
-  parts = lax.all_to_all(parts, view.rows, 0, 0)
-  rows = (_first_place(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
-  rows = jnp.where(rows < each, rows, each)
-  flat = parts.reshape(-1, *block.shape[1:])
-  return jnp.zeros_like(block).at[rows.reshape(-1)].set(flat, mode="drop")
+@functools.lru_cache(maxsize=16)
+def _filling(stack: StackSpec, slot: Slot) -> Callable[[], jax.Array]:
+  """A function that returns a slot as it is stored, full of its initial value."""
+  shape = (stack.layout.rows,) if slot.per_row else (stack.layout.rows, stack.width)
+  make = lambda: jnp.full(shape, slot.initial, slot.dtype)
+  return jax.jit(stack.placement.run(make, (), stack.spec(len(shape))))
 
 
-def _write_rows(layout: Layout, table: int, view: View, value: jax.Array) -> jax.Array:
-  if layout.contiguous:
+# --- tables and slots as users see them ----------------------------------------------------------
+
+
+def read(stack: StackSpec, stored: jax.Array, table: str, compact: bool = False) -> jax.Array:
+  """A table or slot with its rows in order: `[V, D]` or `[V]`.
+
+  On a mesh the result is split over devices as evenly as its shape allows. The columns of a compact
+  view occur as often as there are copies of them: see `_reshaped`.
+  """
+  index = stack.index(table)
+  if stack.placement.is_local:
+    start = stack.layout.offsets[index]
+    alone = len(stack.tables) == 1
+    return stored if alone else stored[start : start + stack.layout.sizes[index]]
+  chosen = view(stack, table, stored.ndim, compact)
+  f = functools.partial(views.read, stack.layout, index, stack.dim, chosen)
+  return stack.placement.run(f, (stack.spec(stored.ndim),), chosen.spec)(stored)
+
+
+def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
+  """A table on every device, for scores against all of its rows."""
+  return stack.placement.put(read(stack, stored, table), P())
+
+
+def _store(
+  stack: StackSpec, stored: jax.Array, tables: Mapping[str, Any], compact: bool = False
+) -> jax.Array:
+  """The stored array with some tables replaced by arrays in the form of `read`."""
+  for name, value in tables.items():
+    index = stack.index(name)
+    if stack.placement.is_local:
+      value = jnp.array(value, stored.dtype, copy=True)  # a donated step deletes what we store
+      start, alone = stack.layout.offsets[index], len(stack.tables) == 1
+      stored = value if alone else jax.lax.dynamic_update_slice_in_dim(stored, value, start, 0)
+    else:
+      chosen, spec = view(stack, name, stored.ndim, compact), stack.spec(stored.ndim)
+      f = functools.partial(views.write, stack.layout, index, stack.dim, chosen)
+      stored = stack.placement.run(f, (spec, chosen.spec), spec)(stored, value)
+  return stored
+
+
+def shapes(
+  stack: StackSpec, arrays: Arrays, table: str, compact: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """A table and its slots as `read_all` returns them, as shapes with shardings."""
+
+  def shape(stored: Any) -> jax.ShapeDtypeStruct:
+    where: Any = getattr(stored, "sharding", None)
+    if not stack.placement.is_local:
+      where = _where(stack, view(stack, table, stored.ndim, compact))
+      where = stack.placement.sharding(where) if isinstance(where, P) else where
+    dims = (stack.size(table), stack.dim)[: stored.ndim]
+    return jax.ShapeDtypeStruct(dims, stored.dtype, sharding=where)
+
+  return {key: shape(arrays[key]) for key in ("parameters", *stack.slots)}
+
+
+def view(stack: StackSpec, table: str, ndim: int, compact: bool = False) -> View:
+  """How a table, or a slot of one value per row, is split where users see it."""
+  return views.choose(stack.layout, stack.index(table), stack.dim, ndim, stack.placement, compact)
+
+
+def _where(stack: StackSpec, chosen: View) -> Any:
+  """A view's spec, or its sharding where the mesh of the storage has none for it."""
+  if chosen.kind != "columns" or chosen.parts == stack.layout.shards:
+    return chosen.spec
+  return stack.placement.compact(chosen.kept, chosen.parts)
+
+
+def _reshaped(stack: StackSpec, x: jax.Array, table: str) -> jax.Array:
+  """`[V, D]` or `[V]` of what `read` returns of a compact view; outside of jitted functions."""
+  where = _where(stack, view(stack, table, x.ndim, compact=True))
+  return x if isinstance(where, P) else stack.placement.same_parts(x, stack.dim, where)
+
+
+def _place(stack: StackSpec, value: Any, table: str, stored: jax.Array, compact: bool) -> jax.Array:
+  """A table or slot as `_store` takes it."""
+  chosen = view(stack, table, stored.ndim, compact)
+  where = _where(stack, chosen)
+  value = stack.placement.place_whole(value, stored.dtype, where)
+  if isinstance(where, P):
     return value
-  n, each = layout.shards, layout.heights[table]
-  me = lax.axis_index(view.rows)
-  others = jnp.arange(n, dtype=jnp.int32)
-  steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
-  rows = (_first_place(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
-  parts = value.at[jnp.where(rows < each, rows, each)].get(mode="fill", fill_value=0)
-  parts = lax.all_to_all(parts, view.rows, 0, 0)
-  places = _first_place(others, me, each, n)[:, None] + steps
-  inside = places * n + me < (others[:, None] + 1) * each
-  places = jnp.where(inside, places, each)
-  flat = parts.reshape(-1, *value.shape[1:])
-  return jnp.zeros_like(value).at[places.reshape(-1)].set(flat, mode="drop")
+  columns = stack.dim // chosen.parts * stack.layout.shards
+  return stack.placement.same_parts(value, columns, chosen.spec)
+
+
+# All tables in one program: of many that communicate, started one after another, XLA:CPU may run
+# so many at a time that none has threads enough to end.
+
+
+def read_all(
+  stacks: Sequence[StackSpec], arrays: Sequence[Arrays], compact: bool = False
+) -> dict[str, Arrays]:
+  """Every table and slot as users see it, `{table: {"parameters": array, slot: array}}`.
+
+  `compact`: in a view of less memory, where there is one, outside of jitted functions.
+  """
+  tables: dict[str, Arrays] = {}
+  spread = [i for i, stack in enumerate(stacks) if not stack.placement.is_local]
+  compact = compact and not _traced(arrays)
+  for stack, stored in zip(stacks, arrays, strict=True):
+    if stack.placement.is_local:
+      tables |= _read_stack(stack, stored)
+  if spread:
+    of_mesh = tuple(stacks[i] for i in spread)
+    views_of = _read_spread(of_mesh, [arrays[i] for i in spread], compact)
+    if compact:
+      of = {name: stack for stack in of_mesh for name in stack.tables}
+      views_of = {
+        name: {key: _reshaped(of[name], x, name) for key, x in table.items()}
+        for name, table in views_of.items()
+      }
+    tables |= views_of
+  return tables
+
+
+def _traced(arrays: Any) -> bool:
+  return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+
+
+def _read_stack(stack: StackSpec, stored: Arrays, compact: bool = False) -> dict[str, Arrays]:
+  keys = ("parameters", *stack.slots)
+  of = lambda name: {k: read(stack, stored[k], name, compact) for k in keys}
+  return {name: of(name) for name in stack.tables}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _read_spread(
+  stacks: tuple[StackSpec, ...], arrays: Sequence[Arrays], compact: bool
+) -> dict[str, Arrays]:
+  pairs = zip(stacks, arrays, strict=True)
+  each = [_read_stack(stack, stored, compact) for stack, stored in pairs]
+  return {name: tables[name] for tables in each for name in tables}
+
+
+def store_all(
+  stacks: Sequence[StackSpec], arrays: Sequence[Arrays], replacements: Sequence[Replacements]
+) -> list[Arrays]:
+  """The stored arrays with some tables and slots replaced by arrays in the form of `read_all`."""
+  new = [dict(stored) for stored in arrays]
+  compact = not _traced((arrays, replacements))
+  where: list[tuple[int, str]] = []
+  olds, values = [], []
+  for i, stack in enumerate(stacks):
+    for key, tables in replacements[i].items():
+      old = arrays[i][key]
+      if stack.placement.is_local:
+        new[i][key] = _store(stack, old, tables)
+      elif tables:
+        where.append((i, key))
+        olds.append(old)
+        values.append({name: _place(stack, x, name, old, compact) for name, x in tables.items()})
+  if where:
+    spread = _store_spread(tuple(stacks[i] for i, _ in where), olds, values, compact)
+    for (i, key), value in zip(where, spread, strict=True):
+      new[i][key] = value
+  return new
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _store_spread(
+  stacks: tuple[StackSpec, ...], stored: Any, values: Any, compact: bool
+) -> list[jax.Array]:
+  each = zip(stacks, stored, values, strict=True)
+  return [_store(stack, old, tables, compact) for stack, old, tables in each]

@@ -1,210 +1,362 @@
-"""Applying row gradients to a table: find the distinct rows, sum, step them in place.
+"""Row gradients to new rows: sums them at the shards that store the rows, and steps those.
 
-Cost and memory follow the batch, never the vocabulary. Two formulations of one meaning: on CPU
-(`cpu`) a hash table names the distinct ids without sorting, and as many rows are summed and stepped
-as there are; on accelerators, where loops are slow and sorting is fast, everything happens at once.
+Cost and memory follow the batch, never the vocabulary. Two formulations have one meaning: on CPU
+(`update_cpu`) a hash table names the distinct ids without sorting, and as many rows are summed and
+stepped as there are; on accelerators everything happens at once.
 """
 
 import dataclasses
 import functools
-import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from embed.engine import update_cpu as cpu
-from embed.engine.lookup import Occurrences
-from embed.optimizers import RowOptimizer, Slots, step_rows
+from embed.engine import cost, exchange, mesh, rounding, rows, update_cpu
+from embed.engine.lookup import LookupRecord
+from embed.engine.rows import ActivationGrads, DistinctRows, GradRows
+from embed.engine.stack import Arrays, StackSpec
+from embed.optimizers import RowOptimizer, Slots, split_columns, step_rows
 
-
-class Piece(NamedTuple):
-  """The gradient of one lookup's activations, float `[*batch, D]`, and what they were made of."""
-
-  grads: jax.Array
-  occurrences: Occurrences
-
-
-class SummedRows(NamedTuple):
-  """One gradient per touched row; the entries from `number` on are padding."""
-
-  ids: jax.Array  # int32 [M]
-  values: jax.Array  # float32 [M, D]
-  number: jax.Array  # int32 scalar
+StackGrads = ActivationGrads | DistinctRows
+State = tuple[jax.Array, Slots]
 
 
-def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
-  """Two-level: a flat one of a million elements takes the TPU compiler half a minute."""
-  n = x.shape[0]
-  blocks = jnp.pad(x, (0, -n % block)).reshape(-1, block)
-  within = jnp.cumsum(blocks, axis=1)
-  before = jnp.cumsum(within[:, -1]) - within[:, -1]
-  return (within + before[:, None]).reshape(-1)[:n]
+class StepScalars(NamedTuple):
+  """Per-step scalars: learning rate, optional gradient multiplier, and the step index.
+
+  The index is None unless rows are stochastically rounded.
+  """
+
+  rate: jax.Array
+  multiplier: jax.Array | None
+  index: jax.Array | None
+
+  @classmethod
+  def at(cls, stack: StackSpec, step: Any) -> "StepScalars":
+    """The scalars of the 0-based step of a stack that has an optimizer."""
+    assert stack.optimizer is not None
+    multiplier = stack.optimizer.gradient_multiplier_at(step)
+    return cls(
+      jnp.asarray(stack.optimizer.learning_rate_at(step), jnp.float32),
+      None if multiplier is None else jnp.asarray(multiplier, jnp.float32),
+      jnp.asarray(step, jnp.int32) if stack.uses_stochastic_rounding else None,
+    )
 
 
-def _distinct_by_sort(ids: jax.Array, fill: int) -> cpu.Distinct:
-  n = ids.shape[0]
-  ordered, order = jax.lax.sort((ids, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=False)
-  new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (ordered != fill)
-  rank = cumsum(new.astype(jnp.int32)) - 1
-  found = jnp.full(n, fill, jnp.int32).at[jnp.where(new, rank, n)].set(ordered, **cpu.DROP)
-  rank_or_none = jnp.where(ordered == fill, n, rank)
-  place = jnp.zeros(n, jnp.int32).at[order].set(rank_or_none, unique_indices=True)
-  return cpu.Distinct(place, found, rank[-1] + 1)
+# --- all devices ---------------------------------------------------------------------------------
 
 
-def distinct(ids: jax.Array, fill: int) -> cpu.Distinct:
-  """The distinct ids of int32 `[N]`, in no particular order; entries equal to `fill` are none."""
-  return jax.lax.platform_dependent(
-    ids,
-    cpu=functools.partial(cpu.distinct, fill=fill),
-    default=functools.partial(_distinct_by_sort, fill=fill),
+def step(
+  stack: StackSpec, arrays: Arrays, grads: Sequence[StackGrads], scalars: StepScalars
+) -> Arrays:
+  """Steps a stack's optimizer once; rows that were not looked up keep their bits."""
+  slots = {k: v for k, v in arrays.items() if k != "parameters"}
+  if scalars.multiplier is not None:
+    grads = scaled(grads, scalars.multiplier)
+
+  def per_device(table, slots, scalars, *grads):
+    body = lambda state, parts, distinct: step_table(stack, scalars, state, parts, distinct)
+    with split_columns(stack.columns if stack.columns.axes else None):
+      return fold(stack, kind, grads, body, (table, slots))
+
+  grads, specs, kind = _split(stack, grads)
+  state = (stack.spec(2), {k: stack.spec(v.ndim) for k, v in slots.items()})
+  run = stack.placement.run(per_device, (*state, P(), *specs), state)
+  table, slots = run(arrays["parameters"], slots, scalars, *grads)
+  return {"parameters": table, **slots}
+
+
+def squared_norm(stack: StackSpec, grads: Sequence[StackGrads]) -> jax.Array:
+  """The sum of the squares of the summed rows."""
+
+  def per_device(*grads):
+    def body(total, parts, distinct):
+      return total + jnp.sum(jnp.square(_sum(parts, stack, distinct).values))
+
+    total = fold(stack, kind, grads, body, jnp.zeros(()))
+    names = (*stack.placement.rows, *stack.placement.columns)
+    return jax.lax.psum(total, names) if names else total
+
+  grads, specs, kind = _split(stack, grads, in_order=False)
+  return stack.placement.run(per_device, specs, P())(*grads) if grads else jnp.zeros(())
+
+
+def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
+  """The summed gradients of all rows that were looked up, at the shards that store them."""
+  grads, specs, kind = _split(stack, grads, in_order=False)
+  if not grads:
+    return DistinctRows(jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.width), jnp.float32))
+  ids_of = lambda x: (
+    x.ids.size if isinstance(x, DistinctRows) else sum(bags.ids.size for bags in x.record.bags)
   )
+  size = min(stack.layout.rows, sum(map(ids_of, grads)))
+
+  def put(to, x, start):
+    pad = [(0, x.shape[0])] + [(0, 0)] * (x.ndim - 1)
+    return jax.lax.dynamic_update_slice_in_dim(jnp.pad(to, pad), x, start, 0)[:size]
+
+  def body(carry, parts, distinct):
+    sums, count = carry
+    new = _sum(parts, stack, distinct)
+    if distinct or stack.placement.devices == 1:  # in one call: there is nothing to add to
+      return dataclasses.replace(new, count=None), count
+    values = jnp.where((new.ids < stack.layout.rows)[:, None], new.values, 0)
+    # Of a round's entries the first ones are used; those behind are overwritten by the next.
+    sums = DistinctRows(put(sums.ids, new.ids, count), put(sums.values, values, count))
+    return sums, count + new.count
+
+  def per_device(*grads):
+    none = jnp.full(size, stack.layout.rows, jnp.int32)
+    empty = DistinctRows(none, jnp.zeros((size, stack.width), jnp.float32))
+    return fold(stack, kind, grads, body, (empty, jnp.int32(0)))[0]
+
+  return stack.placement.run(per_device, specs, _spec(stack))(*grads)
 
 
-# --- expanding activation gradients to rows ------------------------------------------------------
+def table_rows(
+  stack: StackSpec, grads: Sequence[StackGrads], table: str
+) -> tuple[jax.Array, jax.Array]:
+  """A table's row gradients as users see them: ids `[N]` and values `[N, D]`."""
+  index, size = stack.index(table), stack.size(table)
+  grads = not_empty(of_table(grads, table))
+  if not grads:
+    return jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32)
+  calls = [x for x in grads if isinstance(x, ActivationGrads)]
+  if len(calls) == len(grads) and not stack.accumulates:
+    expand = lambda calls: rows.expand_rows(_grad_rows(calls), size)
+    return stack.placement.run(expand, (P(),), P())(calls)
+  is_summed = len(grads) == 1 and isinstance(grads[0], DistinctRows)
+  summed = grads[0] if is_summed else sum_rows(stack, grads)
+  assert isinstance(summed, DistinctRows)
+
+  def pick(summed):
+    ids = stack.layout.ids(index, shard(stack), summed.ids)
+    return ids, jnp.where((ids < size)[:, None], summed.values, 0)
+
+  spec = _spec(stack)
+  ids, values = stack.placement.run(pick, (spec,), (spec.ids, spec.values))(summed)
+  if values.shape[1] != stack.dim:  # columns that fill up the last device's
+    values = stack.placement.put(values, spec.ids)[:, : stack.dim]
+  return ids, values
 
 
-def _flat_ids(pieces: Sequence[Piece], vocabulary_size: int) -> jax.Array:
-  """All ids `[N]` in order, whatever is not a row of the table as padding."""
-  ids = jnp.concatenate([p.occurrences.ids.reshape(-1) for p in pieces])
-  return jnp.where((ids >= 0) & (ids < vocabulary_size), ids, vocabulary_size)
+def from_table_rows(
+  stack: StackSpec, ids: jax.Array, values: jax.Array, table: str
+) -> DistinctRows:
+  """The inverse of `table_rows`, for values that were changed and ids that were not."""
+  index, spec = stack.index(table), _spec(stack)
+  locate = lambda ids, values: DistinctRows(stack.layout.locate(index, ids)[1], values)
+  filling = stack.width * stack.placement.column_shards - stack.dim
+  if filling:
+    values = jnp.pad(stack.placement.put(values, spec.ids), ((0, 0), (0, filling)))
+  return stack.placement.run(locate, (spec.ids, spec.values), spec)(ids, values)
 
 
-def addends_of(pieces: Sequence[Piece], places: jax.Array) -> list[cpu.Addend]:
-  """The pieces as gradients `[B, D]` that go to `[B, L]` of the flat `places` `[N]`."""
-  sizes = [p.occurrences.ids.size for p in pieces]
-  addends = []
-  for piece, place in zip(pieces, jnp.split(places, np.cumsum(sizes)[:-1]), strict=True):
-    grads, occ = piece.grads.astype(jnp.float32), piece.occurrences
-    gains, dim = occ.gains, piece.grads.shape[-1]
-    if occ.segments is not None:
-      rows = grads.reshape(-1, dim).at[occ.segments].get(mode="fill", fill_value=0)
-      rows = rows if gains is None else rows * gains[:, None]
-      addends.append(cpu.Addend(rows, place[:, None], None))
+def of_table(grads: Sequence[StackGrads], table: str) -> list[StackGrads]:
+  """The gradients of one table; distinct rows of a stack stay together."""
+  picked: list[StackGrads] = []
+  for x in grads:
+    if isinstance(x, DistinctRows) or set(x.record.tables) == {table}:
+      picked.append(x)
+    elif table in x.record.tables:
+      indices = [i for i, name in enumerate(x.record.tables) if name == table]
+      # Without the route, which is that of all tables together.
+      record = LookupRecord(tuple(x.record.bags[i] for i in indices), (table,) * len(indices))
+      picked.append(ActivationGrads(tuple(x.grads[i] for i in indices), record))
+  return picked
+
+
+def scaled(grads: Sequence[StackGrads], factor: jax.Array) -> list[StackGrads]:
+  """Gradients times a number, in float32: before the sum or after it is the same."""
+  times = lambda x: x.astype(jnp.float32) * mesh.scalar_for(x, factor)
+
+  def scale(x: StackGrads) -> StackGrads:
+    if isinstance(x, DistinctRows):
+      return dataclasses.replace(x, values=times(x.values))
+    return dataclasses.replace(x, grads=tuple(map(times, x.grads)))
+
+  return [scale(x) for x in grads]
+
+
+def not_empty(grads: Sequence[StackGrads]) -> list[StackGrads]:
+  """Without calls that looked up nothing at all."""
+  return [x for x in grads if isinstance(x, DistinctRows) or not x.record.is_empty]
+
+
+def _grad_rows(calls: Sequence[ActivationGrads]) -> list[GradRows]:
+  pairs = [pair for x in calls for pair in zip(x.grads, x.record.bags, strict=True)]
+  return rows.any_row([rows.from_activations(grads, bags) for grads, bags in pairs])
+
+
+def _split(stack: StackSpec, grads: Sequence[StackGrads], in_order: bool | None = None):
+  """Gradients padded to all devices, the specs of their arrays, and the kind of exchange."""
+  placement = stack.placement
+  padded: list[StackGrads] = []
+  specs: list[Any] = []
+  demands = []
+  for x in not_empty(grads):
+    if isinstance(x, DistinctRows):
+      padded.append(x)
+      specs.append(_spec(stack))
       continue
-    bags, length = math.prod(occ.batch), occ.ids.shape[-1]
-    if gains is not None and gains.shape[-1] != length:
-      grads, gains = grads * gains, None  # one gain per activation
-    gains = None if gains is None else gains.reshape(bags, length)
-    addends.append(cpu.Addend(grads.reshape(bags, dim), place.reshape(bags, length), gains))
-  return addends
+    used = [i for i, bags in enumerate(x.record.bags) if bags.ids.size]
+    bags = tuple(x.record.bags[i].padded(placement) for i in used)
+    tables = tuple(x.record.tables[i] for i in used)
+    lead = lambda g: g[None] if g.ndim == 1 else g
+    values = tuple(placement.pad_batch(lead(x.grads[i]), 0) for i in used)
+    padded.append(ActivationGrads(values, LookupRecord(bags, tables, x.record.route)))
+    route_spec = None if x.record.route is None else exchange.route_spec(stack)
+    bag_specs = tuple(bag.spec(placement.work) for bag in bags)
+    record_spec = LookupRecord(bag_specs, tables, route_spec)  # type: ignore[arg-type]
+    specs.append(ActivationGrads(placement.work, record_spec))  # type: ignore[arg-type]
+    demands.append(cost.batch_demand(stack, bags, tables))
+  kind = cost.choose_exchange(stack, cost.total(demands)).kind if demands else "none"
+  in_order = not stack.accumulates if in_order is None else in_order
+  return padded, tuple(specs), "ordered" if in_order else kind
 
 
-def _expand(addend: cpu.Addend) -> jax.Array:
-  """One row per occurrence, `[B * L, D]`."""
-  rows = jnp.repeat(addend.grads, addend.place.shape[1], axis=0)
-  return rows if addend.gains is None else rows * addend.gains.reshape(-1, 1)
+def _spec(stack: StackSpec) -> Any:
+  return DistinctRows(stack.spec(1), stack.spec(2))
 
 
-def _add_at_once(to: jax.Array, addends: Sequence[cpu.Addend]) -> jax.Array:
-  for addend in addends:
-    to = to.at[addend.place.reshape(-1)].add(_expand(addend).astype(to.dtype), **cpu.DROP)
-  return to
+# --- per device ----------------------------------------------------------------------------------
 
 
-def add_rows(to: jax.Array, addends: Sequence[cpu.Addend]) -> jax.Array:
-  """Adds gain * gradient of every occurrence at its place in `to`; out of range is dropped."""
-  return jax.lax.platform_dependent(to, addends, cpu=cpu.add_rows, default=_add_at_once)
+def fold(stack: StackSpec, kind: str, grads: Sequence[StackGrads], body: Any, carry: Any) -> Any:
+  """`exchange.for_each_round`."""
+  return exchange.for_each_round(grads, stack, kind, body, carry)
 
 
-def sum_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
-  """The sum of the gradients of every touched row, over duplicates, features and calls.
+def shard(stack: StackSpec) -> jax.Array:
+  """int32 scalar: which shard of the rows this device has."""
+  return stack.placement.index(stack.placement.rows)
 
-  Touched is an id that was looked up, even with weight 0 or a gradient that cancels.
+
+def _sum(parts: list[GradRows], stack: StackSpec, distinct: bool) -> DistinctRows:
+  if not distinct:
+    return rows.sum_rows(parts, stack.layout.rows)
+  ids = parts[0].ids[:, 0]
+  return DistinctRows(ids, parts[0].grads, jnp.int32(ids.shape[0]))
+
+
+def step_table(
+  stack: StackSpec, scalars: StepScalars, state: State, parts: Sequence[GradRows], distinct: bool
+) -> State:
+  """One optimizer step of a device's rows.
+
+  Args:
+    stack: whose optimizer steps.
+    scalars: of the step.
+    state: the table `[V, D]`, and slots by name, `[V, D]` or `[V]`; donated, they are updated in
+      place.
+    parts: gradients of local rows.
+    distinct: whether they are one part in which no row occurs twice.
 
   Returns:
-    ids `[N]` with `vocabulary_size` in unused entries, values `[N, D]` with 0 there, N being the
-    number of ids given.
+    The new table and slots. Rows that were not looked up keep their bits.
   """
-  ids = _flat_ids(pieces, vocabulary_size)
-  found = distinct(ids, vocabulary_size)
-  sums = jnp.zeros((ids.shape[0], pieces[0].grads.shape[-1]), jnp.float32)
-  return SummedRows(found.ids, add_rows(sums, addends_of(pieces, found.place)), found.number)
+  optimizer, (table, slots), parts = stack.optimizer, state, rows.any_row(parts)
+  assert optimizer is not None
+  size, row_step = table.shape[0], _row_step(stack, scalars)
+  if optimizer.equation is None:
+    return state
+  if not optimizer.lazy:
+    g = rows.add_rows(jnp.zeros(table.shape, jnp.float32), parts)
+    return row_step(jnp.arange(size, dtype=jnp.int32), g, table, slots)
+  if not parts:
+    return state
+  if _is_plain_sum(optimizer, table):
+    return _add_steps(optimizer, scalars.rate, table, parts), slots
+  if not optimizer.use_gradient_accumulation:
+    return _step_in_order(row_step, state, *rows.expand_rows(parts, size))
+  if distinct:
+    return _step_distinct(row_step, state, rows.flat_ids(parts, size), parts[0].grads)
+  return _step_summed(row_step, state, parts)
 
 
-def expand_rows(pieces: Sequence[Piece], vocabulary_size: int) -> SummedRows:
-  """One entry per occurrence in batch order: what `use_gradient_accumulation=False` steps on."""
-  ids = _flat_ids(pieces, vocabulary_size)
-  values = [_expand(addend) for addend in addends_of(pieces, ids)]
-  stacked = jnp.where((ids < vocabulary_size)[:, None], jnp.concatenate(values), 0)
-  return SummedRows(ids, stacked, jnp.int32(ids.shape[0]))
+RowStep = Callable[..., State]
 
 
-# --- stepping ------------------------------------------------------------------------------------
+def _row_step(stack: StackSpec, scalars: StepScalars) -> RowStep:
+  """A function of local rows `[n]`, their gradients, rows and slots `[n, D]`: as they are stored.
 
-State = tuple[jax.Array, Slots]
-Write = Callable[[jax.Array, jax.Array, jax.Array | int], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-  """How rows step.
-
-  `optimizer`: the table's. `rate`: the learning rate, a scalar. `write`: of new rows float32
-  `[n, D]`, where they are in the table `[n]`, and how often they have stepped in this step, the
-  rows as they are stored; None rounds to the nearest.
+  Its last argument says how often the rows have stepped in this step.
   """
+  optimizer = stack.optimizer
+  assert optimizer is not None
 
-  optimizer: RowOptimizer
-  rate: jax.Array
-  write: Write | None = None
+  def row_step(at, g, w, slots, time=0):
+    new, slots = step_rows(optimizer, g, w.astype(jnp.float32), slots, scalars.rate)
+    if not stack.uses_stochastic_rounding:
+      return new.astype(w.dtype), slots
+    return _round(stack, scalars.index, new, at, time), slots
 
-  def __call__(
-    self, at: jax.Array, g: jax.Array, w: jax.Array, slots: Any, time: jax.Array | int = 0
-  ) -> State:
-    """The rows `at`, of gradients `g` `[n, D]`, as they are stored after the step."""
-    new, slots = step_rows(self.optimizer, g, w.astype(jnp.float32), slots, self.rate)
-    return new.astype(w.dtype) if self.write is None else self.write(new, at, time), slots
+  return row_step
 
 
-def _step_at(
-  rule: Rule, state: State, at: jax.Array, g: jax.Array, time: jax.Array | int = 0
-) -> State:
+def _round(stack: StackSpec, index, new: jax.Array, at: jax.Array, time) -> jax.Array:
+  """New rows float32 `[n, width]`, stochastically rounded, of the local rows `at`."""
+  keys = jnp.zeros(at.shape, jnp.uint32)
+  for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
+    ids = stack.layout.ids(i, shard(stack), at)
+    keys = jnp.where(ids < size, rounding.key(ids, zlib.crc32(name.encode()), index, time), keys)
+  columns = jnp.arange(stack.width, dtype=jnp.uint32)
+  if stack.placement.columns:
+    first = stack.placement.index(stack.placement.columns) * stack.width
+    columns += first.astype(jnp.uint32)
+  return rounding.to_bfloat16(new, rounding.noise(keys, columns))
+
+
+def _step_at(row_step: RowStep, state: State, at: jax.Array, g: jax.Array, time=0) -> State:
   """Steps the distinct rows `at` of the table and its slots; out of range steps nothing.
 
   Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
   """
   table, slots = state
   read = lambda x: x.at[at].get(mode="clip")
-  rows, old = jax.lax.optimization_barrier((read(table), {k: read(s) for k, s in slots.items()}))
-  w, new = jax.lax.optimization_barrier(rule(at, g, rows, old, time))
+  old = jax.lax.optimization_barrier((read(table), {k: read(s) for k, s in slots.items()}))
+  w, new = jax.lax.optimization_barrier(row_step(at, g, *old, time))
   write = lambda x, v: x.at[at].set(v.astype(x.dtype), mode="drop", unique_indices=True)
   return write(table, w), {k: write(s, new[k]) for k, s in slots.items()}
 
 
-def _step_in_order(rule: Rule, state: State, rows: SummedRows) -> State:
-  # Beside each occurrence an entry that steps nothing: a scatter of one row would become a slice
-  # that XLA fuses with its reads, and pays for with a copy of the table at every occurrence.
+def _step_in_order(row_step: RowStep, state: State, ids: jax.Array, values: jax.Array) -> State:
+  # After each id an entry that steps nothing: a scatter of one row would become a slice that XLA
+  # fuses with its reads, and pays for with a copy of the table at every occurrence.
   nothing = jnp.full(1, np.iinfo(np.int32).max, jnp.int32)
 
   def body(n, state):
-    at = jnp.concatenate([jax.lax.dynamic_slice_in_dim(rows.ids, n, 1), nothing])
-    g = jnp.pad(jax.lax.dynamic_slice_in_dim(rows.values, n, 1), ((0, 1), (0, 0)))
-    return _step_at(rule, state, at, g, n)
+    at = jnp.concatenate([jax.lax.dynamic_slice_in_dim(ids, n, 1), nothing])
+    g = jnp.pad(jax.lax.dynamic_slice_in_dim(values, n, 1), ((0, 1), (0, 0)))
+    return _step_at(row_step, state, at, g, n)
 
-  return jax.lax.fori_loop(0, rows.ids.shape[0], body, state)
+  return jax.lax.fori_loop(0, ids.shape[0], body, state)
 
 
-def _add_steps(rule: Rule, table, pieces) -> jax.Array:
-  """For a linear optimizer without further ado: adds every occurrence's own step."""
+def _add_steps(
+  optimizer: RowOptimizer, rate: jax.Array, table: jax.Array, parts: Sequence[GradRows]
+) -> jax.Array:
+  """Adds every id's own step, for a linear optimizer."""
   none = jnp.zeros((), jnp.float32)
-  move = lambda g: step_rows(rule.optimizer, g, none, {}, rule.rate)[0]
-  addends = addends_of(pieces, _flat_ids(pieces, table.shape[0]))
+  move = lambda g: step_rows(optimizer, g, none, {}, rate)[0]
+  parts = rows.with_ids(parts, rows.flat_ids(parts, table.shape[0]))
 
-  def on_cpu(table, addends):
+  def on_cpu(table, parts):
     # XLA:CPU ignores barriers and would fuse the lookup's reads of the table into the additions,
     # and then copy the table. It cannot look through a loop; this one runs once, or not at all.
-    runs = sum(jnp.any(a.place < table.shape[0]).astype(jnp.int32) for a in addends)
-    add = lambda _, table: cpu.add_rows(table, addends, step=move)
+    runs = sum(jnp.any(part.ids < table.shape[0]).astype(jnp.int32) for part in parts)
+    add = lambda _, table: update_cpu.add_rows(table, parts, step=move)
     return jax.lax.fori_loop(0, jnp.minimum(runs, 1), add, table)
 
-  def at_once(table, addends):
-    return _add_at_once(table, [a._replace(grads=move(a.grads)) for a in addends])
+  def at_once(table, parts):
+    return rows.add_at_once(table, [part._replace(grads=move(part.grads)) for part in parts])
 
-  return jax.lax.platform_dependent(table, addends, cpu=on_cpu, default=at_once)
+  return jax.lax.platform_dependent(table, parts, cpu=on_cpu, default=at_once)
 
 
 def _is_plain_sum(optimizer: RowOptimizer, table: jax.Array) -> bool:
@@ -218,68 +370,23 @@ def _is_plain_sum(optimizer: RowOptimizer, table: jax.Array) -> bool:
   return plain and table.dtype == jnp.float32  # a narrower table would round at every addition
 
 
-def step(
-  table: jax.Array,
-  slots: Slots,
-  pieces: Sequence[Piece],
-  rule: Rule,
-  *,
-  distinct_ids: bool = False,
-) -> State:
-  """One optimizer step of a table.
-
-  Args:
-    table: `[V, D]`; donate it and the slots, they are updated in place.
-    slots: by name, `[V, D]` or `[V]`.
-    pieces: activation gradients with what was looked up.
-    rule: how its rows step.
-    distinct_ids: whether the pieces are one piece of rows already summed.
-
-  Returns:
-    The new table and slots. Rows that were not looked up keep their bits.
-  """
-  size, optimizer = table.shape[0], rule.optimizer
-  pieces = [p for p in pieces if p.occurrences.ids.size]
-  if optimizer.equation is None:
-    return table, slots
-  if not optimizer.lazy:
-    g = jnp.zeros(table.shape, jnp.float32)
-    g = add_rows(g, addends_of(pieces, _flat_ids(pieces, size))) if pieces else g
-    return rule(jnp.arange(size, dtype=jnp.int32), g, table, slots)
-  if not pieces:
-    return table, slots
-  if _is_plain_sum(optimizer, table):
-    return _add_steps(rule, table, pieces), slots
-  if not optimizer.use_gradient_accumulation:
-    return _step_in_order(rule, (table, slots), expand_rows(pieces, size))
-  ids = _flat_ids(pieces, size)
-  if distinct_ids:
-    values = pieces[0].grads.astype(jnp.float32)
-    rows = SummedRows(ids, values, jnp.int32(ids.shape[0]))
-    return _step_distinct(rule, (table, slots), rows)
-  return _step_summed(rule, (table, slots), (ids, pieces))
-
-
-def _step_summed(rule: Rule, state: State, given) -> State:
+def _step_summed(row_step: RowStep, state: State, parts: Sequence[GradRows]) -> State:
   """Sums and steps: on CPU span by span, elsewhere all at once."""
+  size = state[0].shape[0]
 
-  def on_cpu(state, given):
-    ids, pieces = given
-    found = cpu.distinct(ids, state[0].shape[0])
-    return cpu.step_summed(state[0], state[1], found, addends_of(pieces, found.place), rule)
+  def on_cpu(state, parts):
+    return update_cpu.step_summed(*state, rows.flat_ids(parts, size), parts, row_step)
 
-  def at_once(state, given):
-    rows = sum_rows(given[1], state[0].shape[0])
-    return _step_at(rule, state, rows.ids, rows.values)
+  def at_once(state, parts):
+    summed = rows.sum_rows(parts, size)
+    return _step_at(row_step, state, summed.ids, summed.values)
 
-  return jax.lax.platform_dependent(state, given, cpu=on_cpu, default=at_once)
+  return jax.lax.platform_dependent(state, list(parts), cpu=on_cpu, default=at_once)
 
 
-def _step_distinct(rule: Rule, state: State, rows: SummedRows) -> State:
-  def on_cpu(state, rows):
-    return cpu.step_rows(state[0], state[1], rows.ids, rows.number, rows.values, rule)
+def _step_distinct(row_step: RowStep, state: State, ids: jax.Array, values: jax.Array) -> State:
+  def on_cpu(state, ids, values):
+    return update_cpu.step_rows(*state, ids, jnp.int32(ids.shape[0]), values, row_step)
 
-  def at_once(state, rows):
-    return _step_at(rule, state, rows.ids, rows.values)
-
-  return jax.lax.platform_dependent(state, rows, cpu=on_cpu, default=at_once)
+  at_once = functools.partial(_step_at, row_step)
+  return jax.lax.platform_dependent(state, ids, values, cpu=on_cpu, default=at_once)

@@ -1,16 +1,20 @@
 """Rows on CPU: distinct ids, sums and steps in the forms that XLA:CPU compiles well.
 
-The meaning is `update`'s; this is the formulation for one backend, where sorting is slow, loops are
-cheap, memory not touched is memory not paid for, and a fusion re-reads a table wherever it can.
-What XLA compiles to vector code and what to one scalar at a time shaped every function here.
+The meaning is defined by `rows` and `update`; this is the formulation for one backend, where sorting
+is slow, loops are cheap, memory not touched is memory not paid for, and a fusion re-reads a table
+wherever it can. What XLA compiles to vector code and what to one scalar at a time shaped every
+function here.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+if TYPE_CHECKING:
+  from embed.engine.rows import GradRows
 
 # No index here counts from the end: without these JAX emits a select per index.
 IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
@@ -20,27 +24,11 @@ CHUNK = 1 << 15  # elements stepped at a time: with slots and temporaries, the i
 SPAN = 1 << 13  # rows whose gradients are summed at a time, at least
 
 
-class Distinct(NamedTuple):
-  """The distinct ids among N: `place` `[N]` is each id's index in `ids` (N for padding)."""
-
-  place: jax.Array  # int32 [N]
-  ids: jax.Array  # int32 [N]: `number` distinct ids, then padding
-  number: jax.Array  # int32 scalar
-
-
-class Addend(NamedTuple):
-  """Gradients `[B, D]` and, `[B, L]` each, the rows they go to and their gains (None for 1)."""
-
-  grads: jax.Array
-  place: jax.Array
-  gains: jax.Array | None
-
-
 # --- distinct ids --------------------------------------------------------------------------------
 
 
-def distinct(ids: jax.Array, fill: int) -> Distinct:
-  """The distinct ids of int32 `[N]`, in no particular order; entries equal to `fill` are none.
+def distinct(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """`rows.distinct` for CPU.
 
   Every occurrence writes its position to a cell and reads back who won it: if that one has the
   same id, it is settled. Whoever lost its cell to another id tries again with another hash. Each
@@ -71,10 +59,10 @@ def distinct(ids: jax.Array, fill: int) -> Distinct:
   )
   winner = lax.while_loop(lambda c: c[3], attempt, carry)[1]
   rank, count = _rank((winner == position) & ~padding)
-  place = jnp.where(padding, n, rank.at[winner].get(**IN_BOUNDS))
+  where = jnp.where(padding, n, rank.at[winner].get(**IN_BOUNDS))
   # All occurrences write, the same value: selecting one of each would cost a branch per id.
-  found = jnp.full(n, fill, jnp.int32).at[place].set(ids, **DROP)
-  return Distinct(place, found, count)
+  unique = jnp.full(n, fill, jnp.int32).at[where].set(ids, **DROP)
+  return where, unique, count
 
 
 def _rank(chosen: jax.Array, rows: int = 64) -> tuple[jax.Array, jax.Array]:
@@ -95,22 +83,22 @@ def _rank(chosen: jax.Array, rows: int = 64) -> tuple[jax.Array, jax.Array]:
 
 def add_rows(
   to: jax.Array,
-  addends: Sequence[Addend],
+  parts: "Sequence[GradRows]",
   offset: jax.Array | int = 0,
   step: Callable[[jax.Array], jax.Array] = lambda g: g,
 ) -> jax.Array:
-  """Adds gain * step(gradient) of every occurrence to `to[place - offset]`, if there is such a row.
+  """Adds gain * step(gradient) of every id to `to[id - offset]`, if there is such a row.
 
   One scatter per column of the bags and block of the batch: a scatter of rows is vector code that
   skips those out of range at a nanosecond each, a block of gradients stays in cache for all its
   columns, and no `[B, L, D]` is ever made.
   """
-  for addend in addends:
-    if not addend.place.size:
+  for part in parts:
+    if not part.ids.size:
       continue
-    batch = addend.grads.shape[0]
-    gains = None if addend.gains is None else addend.gains.T
-    columns = Addend(addend.grads, addend.place.T - offset, gains)
+    batch = part.grads.shape[0]
+    gains = None if part.gains is None else part.gains.T
+    columns = part._replace(ids=part.ids.T - offset, gains=gains)
     block = min(max(1, CHUNK // to.shape[1]), batch)
 
     def add(start, size, to, columns=columns):
@@ -124,50 +112,60 @@ def add_rows(
   return to
 
 
-def _add_block(to, columns: Addend, start, size, step) -> jax.Array:
-  """`add_rows` of the activations `[start, start + size)`; `place` and `gains` are `[L, B]`."""
+def _add_block(to, columns: "GradRows", start, size, step) -> jax.Array:
+  """`add_rows` of the activations `[start, start + size)`; `ids` and `gains` are `[L, B]`."""
   grads = step(lax.dynamic_slice_in_dim(columns.grads, start, size))
-  place = lax.dynamic_slice_in_dim(columns.place, start, size, axis=1)
+  ids = lax.dynamic_slice_in_dim(columns.ids, start, size, axis=1)
   gains = columns.gains
   if gains is not None:
     gains = lax.dynamic_slice_in_dim(gains, start, size, axis=1)
 
   def add(k, to):
     rows = grads if gains is None else grads * gains[k][:, None]
-    return to.at[place[k]].add(rows.astype(to.dtype), **DROP)
+    return to.at[ids[k]].add(rows.astype(to.dtype), **DROP)
 
-  return add(0, to) if place.shape[0] == 1 else lax.fori_loop(0, place.shape[0], add, to)
+  return add(0, to) if ids.shape[0] == 1 else lax.fori_loop(0, ids.shape[0], add, to)
 
 
 # Of rows: their ids [C], their gradients [C, D], the rows as stored [C, D], their slots.
-Rule = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+RowStep = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def step_summed(
-  table: jax.Array, slots: Any, found: Distinct, addends: Sequence[Addend], rule: Rule
+  table: jax.Array, slots: Any, ids: jax.Array, parts: "Sequence[GradRows]", row_step: RowStep
 ) -> tuple[jax.Array, Any]:
   """Sums the gradients of the distinct rows and steps them, a span of rows at a time.
 
-  A span is an eighth of the occurrences: little memory, and seldom more than one or two spans,
-  since ids repeat. The addends have their `place` from `found`; padding's place, N, is never that
-  of an id.
+  A span is an eighth of the ids: little memory, and seldom more than one or two spans, since ids
+  repeat. `ids` `[N]` are those of `parts`, sanitised to V for padding.
   """
-  n, dim = found.ids.shape[0], table.shape[1]
+  position, unique, count = distinct(ids, table.shape[0])
+  ends = [sum(p.ids.size for p in parts[: i + 1]) for i in range(len(parts) - 1)]
+  parts = [  # padding's position, N, is never that of an id
+    part._replace(ids=p.reshape(part.ids.shape))
+    for part, p in zip(parts, jnp.split(position, ends), strict=True)
+  ]
+  n, dim = ids.shape[0], table.shape[1]
   chunk = min(max(1, CHUNK // dim), n)
   span = -(-min(n, max(SPAN, -(-n // 8))) // chunk) * chunk
-  ids = jnp.pad(found.ids, (0, -n % span), constant_values=table.shape[0])
+  unique = jnp.pad(unique, (0, -n % span), constant_values=table.shape[0])
 
   def step_span(i, state):
-    sums = add_rows(jnp.zeros((span, dim), jnp.float32), addends, i * span)
-    these = lax.dynamic_slice_in_dim(ids, i * span, span)
-    number = jnp.minimum(found.number - i * span, span)
-    return step_rows(state[0], state[1], these, number, sums, rule)
+    sums = add_rows(jnp.zeros((span, dim), jnp.float32), parts, i * span)
+    of_span = lax.dynamic_slice_in_dim(unique, i * span, span)
+    number = jnp.minimum(count - i * span, span)
+    return step_rows(state[0], state[1], of_span, number, sums, row_step)
 
-  return lax.fori_loop(0, (found.number + span - 1) // span, step_span, (table, slots))
+  return lax.fori_loop(0, (count + span - 1) // span, step_span, (table, slots))
 
 
 def step_rows(
-  table: jax.Array, slots: Any, ids: jax.Array, number: jax.Array, sums: jax.Array, rule: Rule
+  table: jax.Array,
+  slots: Any,
+  ids: jax.Array,
+  number: jax.Array,
+  sums: jax.Array,
+  row_step: RowStep,
 ) -> tuple[jax.Array, Any]:
   """Steps the first `number` of the distinct rows `ids` `[M]` by their gradients `[M, D]`.
 
@@ -184,7 +182,7 @@ def step_rows(
     at = lax.dynamic_slice_in_dim(ids, i * chunk, chunk)
     g = lax.dynamic_slice_in_dim(sums, i * chunk, chunk)
     w, s = _read(state, at, size, number)
-    new = rule(at, g, w, s)
+    new = row_step(at, g, w, s)
     write = lambda x, v: x.at[at].set(v.astype(x.dtype), unique_indices=True, **DROP)
     return jax.tree.map(write, state, new)
 

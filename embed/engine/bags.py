@@ -1,0 +1,271 @@
+"""Bags of ids on a device: the one form of every input, and the only reader of `segments`."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+UNUSED = np.iinfo(np.int32).max  # an id, or a row, that is in no table
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bags:
+  """Which rows are summed into each activation, and how much of each.
+
+  Either every bag has L positions, `[*batch, L]`, or bags have any length, one id after another,
+  `[N]`; then `segments` says which bag an id belongs to.
+
+  Attributes:
+    ids: int32 `[*batch, L]` or `[N]`; `vocabulary_size` (or anything beyond it) is padding.
+    gains: what a row is multiplied by, float32 of the shape of `ids`, or `[*batch, 1]`, one for
+      each bag; None is 1. Until `normalized`, the user's weights.
+    segments: int32 `[N]`, the flat index of each id's bag, `prod(batch)` for padding; or None.
+    shape: the batch of bags with segments; None without.
+  """
+
+  ids: jax.Array
+  gains: jax.Array | None = None
+  segments: jax.Array | None = None
+  shape: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+
+  @property
+  def batch(self) -> tuple[int, ...]:
+    """The shape of the activations without their last dimension."""
+    return self.ids.shape[:-1] if self.shape is None else self.shape
+
+  @property
+  def is_ragged(self) -> bool:
+    """Whether bags have any length."""
+    return self.segments is not None
+
+  def with_ids(self, ids: jax.Array) -> "Bags":
+    return dataclasses.replace(self, ids=ids)
+
+  def spec(self, work: P) -> P:
+    """How the arrays are split inside a lookup; ragged ones are whole on every device."""
+    return P() if self.is_ragged else work
+
+  def flat(self) -> "Bags":
+    """The bags one after another: ids `[B, L]`."""
+    if self.is_ragged:
+      return self
+    bags = math.prod(self.batch)
+    return jax.tree.map(lambda x: x.reshape(bags, x.shape[-1]), self)
+
+  def padded(self, placement: Any) -> "Bags":
+    """The same bags and empty ones, so that every device of a placement gets as many."""
+    if placement.devices == 1:
+      return self
+    if self.is_ragged:
+      batch, *rest = self.batch
+      return dataclasses.replace(self, shape=(batch + -batch % placement.devices, *rest))
+    lead = lambda x: x[None] if x.ndim == 1 else x
+    gains = None if self.gains is None else placement.pad_batch(lead(self.gains), 0)
+    return Bags(placement.pad_batch(lead(self.ids), UNUSED), gains)
+
+  def normalized(self, combiner: str, vocabulary_size: int) -> "Bags":
+    """Folds the combiner into the weights, so that an activation is the sum of gain * row.
+
+    "mean" divides by the sum of the weights, "sqrtn" by the root of the sum of their squares; where
+    that is 0 the gain is 0. Weights are constants: no gradient reaches them.
+    """
+    weights = None if self.gains is None else jax.lax.stop_gradient(self.gains)
+    if combiner == "sum" or (weights is None and not self.is_ragged and self.ids.shape[-1] == 1):
+      return dataclasses.replace(self, gains=weights)
+    w = (self.ids < vocabulary_size).astype(jnp.float32) if weights is None else weights
+    power = w if combiner == "mean" else w * w
+    if self.segments is None:
+      scale = inverse_norm(jnp.sum(power, axis=-1, keepdims=True), combiner)
+      return dataclasses.replace(self, gains=scale if weights is None else w * scale)
+    total = jnp.zeros(math.prod(self.batch), jnp.float32).at[self.segments].add(power, mode="drop")
+    total = total.at[self.segments].get(mode="fill", fill_value=0)
+    return dataclasses.replace(self, gains=w * inverse_norm(total, combiner))
+
+  def sum_segments(self, rows: jax.Array) -> jax.Array:
+    """The sum of each bag's rows, `[N, D]` to `[prod(batch), D]`; of ragged bags."""
+    sums = jnp.zeros((math.prod(self.batch), rows.shape[-1]), rows.dtype)
+    return sums.at[self.segments].add(rows, mode="drop")
+
+  def per_id(self, grads: jax.Array) -> jax.Array:
+    """The gradient of each id's bag, `[*batch, D]` to `[N, D]`; of ragged bags."""
+    grads = grads.reshape(-1, grads.shape[-1])
+    return grads.at[self.segments].get(mode="fill", fill_value=0)
+
+  def part(self, start: jax.Array, batch: tuple[int, ...], padding: int) -> "Bags":
+    """Of ragged bags those from the flat index `start` on, `prod(batch)` of them."""
+    count = math.prod(batch)
+    segments = self.segments - start
+    inside = (segments >= 0) & (segments < count)
+    ids = jnp.where(inside, self.ids, padding)
+    return Bags(ids, self.gains, jnp.where(inside, segments, count), batch)
+
+  def unused(self) -> "Bags":
+    """Bags of the same shapes without an id."""
+    return self.with_ids(jnp.full_like(self.ids, UNUSED))
+
+  def equal(self, other: "Bags") -> jax.Array:
+    """Whether other bags of these shapes have the same ids; a bool scalar."""
+    same = jnp.all(self.ids == other.ids)
+    if self.segments is not None:
+      same &= jnp.all(self.segments == other.segments)
+    return same
+
+
+def inverse_norm(total: jax.Array, combiner: str) -> jax.Array:
+  """1 / total, or 1 / sqrt(total) for "sqrtn"; 0 where that is 0."""
+  # Guarded inside: 1 / 0 under a `where` outside would still make NaN of a gradient.
+  safe = jnp.where(total == 0, 1, total)
+  return jnp.where(total == 0, 0, 1 / (safe if combiner == "mean" else jnp.sqrt(safe)))
+
+
+# --- from inputs ---------------------------------------------------------------------------------
+
+
+def to_rows(ids: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  """Sanitised int32 ids (`size` is padding) and whether each was beyond the table."""
+  if isinstance(ids, np.ndarray):  # int64 would lose its high bits on the way to the device
+    ids = np.where(ids > size - 1, np.int64(size), ids.astype(np.int64))
+    ids = np.maximum(ids, -1).astype(np.int32)
+  elif ids.dtype.itemsize < 4:
+    ids = ids.astype(jnp.int32)
+  elif ids.dtype != jnp.int32:
+    signed = jnp.issubdtype(ids.dtype, jnp.signedinteger)
+    ids = jnp.clip(ids, -1 if signed else None, size).astype(jnp.int32)
+  ids = jnp.asarray(ids)
+  beyond = ids >= size
+  return jnp.where(beyond | (ids < 0), size, ids), beyond
+
+
+def _count(mask: jax.Array) -> jax.Array:
+  return jnp.sum(mask, dtype=jnp.int32)
+
+
+def from_input(parts: Any, form: Any, size: int) -> tuple[Bags, jax.Array]:
+  """The bags of an input, and how many of its ids were dropped, an int32 scalar.
+
+  Args:
+    parts: an `inputs.Parts`.
+    form: an `inputs.Form`.
+    size: the vocabulary_size of the table.
+
+  Returns:
+    Bags whose gains are the user's weights, 0 at padding. Sequences have bags of one id,
+    `[batch, length, 1]`.
+  """
+  ids, beyond = to_rows(parts.ids, size)
+  weights = None
+  if parts.weights is not None and not form.length:
+    weights = jnp.where(ids < size, jnp.asarray(parts.weights, jnp.float32), 0)
+  if parts.kind == "dense":
+    return Bags(ids.reshape(*form.shape, 1)), _count(beyond)
+  if parts.kind == "padded":
+    if form.length:
+      pad = max(form.length - parts.length, 0)
+      ids = jnp.pad(ids, ((0, 0), (0, pad)), constant_values=size)[:, : form.length, None]
+      return Bags(ids), _count(beyond[:, : form.length])
+    shape = (*form.shape, parts.length)
+    weights = None if weights is None else weights.reshape(shape)
+    return Bags(ids.reshape(shape), weights), _count(beyond)
+  positions = _ragged_positions if parts.kind == "ragged" else _sparse_positions
+  bag, column, inside, behind = positions(parts)
+  given = (beyond | (ids < size)) & ~behind
+  length = form.length or (parts.length if parts.kind == "ragged" else 0)
+  if length:
+    where = (jnp.where(inside, bag, math.prod(parts.batch)), column)
+    kept, laid, weights = _lay_out(ids, weights, where, (math.prod(parts.batch), length), size)
+    if form.length:  # ids past the end of a sequence are cut by definition
+      given &= ~(inside & (column >= length))
+      return Bags(laid.reshape(*form.shape, 1)), _count(given) - kept
+    laid = laid.reshape(*form.shape, length)
+    weights = None if weights is None else weights.reshape(laid.shape)
+    return Bags(laid, weights), _count(given) - kept
+  dropped = _count(given & ~(inside & (ids < size)))
+  segments = jnp.where(ids < size, bag, math.prod(form.shape))
+  ids = jnp.where(inside, ids, size)
+  weights = None if weights is None else jnp.where(inside, weights, 0)
+  if 0 in form.shape:  # JAX gathers nothing from an array without elements
+    weights = None if weights is None else weights[:0]
+    return Bags(ids[:0], weights, segments[:0], form.shape), dropped
+  return Bags(ids, weights, segments, form.shape), dropped
+
+
+# Of each of N flat values: the flat index of its bag, int32, the number of bags for a value outside
+# of all; its position in the bag, int32; whether it is inside; and whether it is padding behind the
+# last bag.
+_Positions = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def _ragged_positions(parts: Any) -> _Positions:
+  n, bags = parts.ids.shape[0], parts.batch[0]
+  splits = jnp.asarray(parts.layout).astype(jnp.int32)
+  index = jnp.arange(n, dtype=jnp.int32)
+  behind = index >= splits[-1]
+  # Counting the splits at or before each index: empty bags repeat a split. All are counted, the
+  # first as well: see Placement.replicate.
+  splits_at = jnp.zeros(n, jnp.int32).at[splits].add(1, mode="drop")
+  bag = jnp.where(behind, bags, jnp.clip(jnp.cumsum(splits_at) - 1, 0, max(bags - 1, 0)))
+  column = index - splits.at[bag].get(mode="clip")
+  return bag, column, ~behind if bags else jnp.zeros(n, bool), behind
+
+
+def _sparse_positions(parts: Any) -> _Positions:
+  shape = (*parts.batch, parts.length)
+  indices = jnp.asarray(parts.layout)
+  inside = jnp.all((indices >= 0) & (indices < np.asarray([shape], indices.dtype)), axis=1)
+  indices = indices.astype(jnp.int32)
+  strides = np.cumprod([1, *parts.batch[:0:-1]])[::-1].astype(np.int32)
+  bag = jnp.where(inside, indices[:, :-1] @ strides, math.prod(parts.batch))
+  return bag, indices[:, -1], inside, jnp.zeros(inside.shape, bool)
+
+
+def _lay_out(ids, weights, where, shape: tuple[int, int], size: int):
+  """Flat ids and weights in positions `[bags, length]`, and how many ids found theirs."""
+  bag, column = where
+  bags, length = shape
+  fits = (ids < size) & (column < length) & (column >= 0)
+  bag = jnp.where(fits, bag, bags)  # no position for padding: it may be an id's
+  to = lambda fill, values: (
+    jnp.full(shape, fill, values.dtype).at[bag, column].set(values, mode="drop")
+  )
+  laid = to(size, ids)
+  return _count(laid < size), laid, None if weights is None else to(0, weights)
+
+
+def in_positions(bags: Bags, size: int, length: int | None) -> tuple[Bags, jax.Array]:
+  """Bags whose ids have positions `[*batch, length]`, in the order given, and how many did not fit.
+
+  Args:
+    bags: of a table of vocabulary_size `size`.
+    length: moves ids to the first positions; None leaves bags of equal length as they are.
+  """
+  if length is None:
+    assert not bags.is_ragged
+    return bags, jnp.int32(0)
+  batch = bags.batch
+  if bags.segments is None:
+    order = jnp.argsort(bags.ids >= size, axis=-1, stable=True)  # padding behind the ids
+    missing = [(0, 0)] * (bags.ids.ndim - 1) + [(0, max(length - bags.ids.shape[-1], 0))]
+    move = lambda fill, x: jnp.pad(
+      jnp.take_along_axis(x, order, axis=-1)[..., :length], missing, constant_values=fill
+    )
+  else:
+    count = math.prod(batch)
+    bag = jnp.where(bags.ids < size, bags.segments, count)
+    by_bag = jnp.argsort(bag, stable=True)
+    ordered = bag[by_bag]
+    first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
+    column = jnp.arange(bags.ids.shape[0], dtype=jnp.int32) - first
+    move = lambda fill, x: (
+      jnp.full((count, length), fill, x.dtype)
+      .at[ordered, column]
+      .set(x[by_bag], mode="drop")
+      .reshape(*batch, length)
+    )
+  laid = move(size, bags.ids)
+  lost = _count(bags.ids < size) - _count(laid < size)
+  return Bags(laid, None if bags.gains is None else move(0, bags.gains)), lost

@@ -1,0 +1,139 @@
+"""From a device's shard of the storage to its part of a table's view, and back; see `storage`."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from embed.engine.layout import Columns, Layout
+from embed.engine.mesh import Placement
+
+
+class View(NamedTuple):
+  """How a logical table or slot is split.
+
+  `rows`, `columns`: the axes that split the storage; `kept`: those of `columns` that split the view
+  as well; `parts`: how many parts columns are split into besides, in "columns".
+  """
+
+  kind: str  # "rows", "columns" or "whole"
+  spec: P
+  rows: tuple[str, ...]
+  columns: tuple[str, ...]
+  kept: tuple[str, ...]
+  parts: int = 1
+
+
+def choose(
+  layout: Layout, table: int, dim: int, ndim: int, placement: Placement, compact: bool = False
+) -> View:
+  """The view of a table (ndim 2) or a slot of one value per row (ndim 1)."""
+  n = layout.shards
+  columns = placement.columns if ndim == 2 else ()
+  kept = columns if dim % placement.column_shards == 0 else ()
+  make = lambda kind, rows, over, parts=1: View(
+    kind, P(*(rows or None, over or None)[:ndim]), placement.rows, columns, kept, parts
+  )
+  if not placement.rows:
+    return make("whole", (), kept)
+  if layout.sizes[table] % n == 0:
+    return make("rows", placement.rows, kept)
+  parts = math.gcd(n, dim // placement.column_shards if kept else dim)
+  if ndim == 2 and (parts == n or (compact and parts > 1)):
+    return make("columns", (), (*kept, *placement.rows), parts)
+  return make("whole", (), kept)
+
+
+def read(layout: Layout, table: int, dim: int, view: View, stored: jax.Array) -> jax.Array:
+  """A device's part of the view, from its shard of the storage."""
+  start, height = layout.offsets[table], layout.heights[table]
+  block = lax.slice_in_dim(stored, start, start + height)
+  if view.columns != view.kept:
+    block = Columns(view.columns, dim).whole(block)
+  if not view.rows:
+    return block[: layout.sizes[table]]
+  if view.kind == "rows":
+    return _read_rows(layout, table, view, block)
+  n = layout.shards
+  if view.kind == "columns":
+    parts = jnp.moveaxis(block.reshape(height, view.parts, -1), 1, 0)
+    # A gather: of repeats XLA:CPU makes an all-to-all with operands of two layouts, and refuses it.
+    parts = parts.at[jnp.arange(n) % view.parts].get(mode="promise_in_bounds")
+    block = lax.all_to_all(parts, view.rows, 0, 0).reshape(n * height, -1)
+  else:
+    block = lax.all_gather(block, view.rows, tiled=True)
+  return block.at[_order(layout, table)].get(mode="promise_in_bounds")
+
+
+def write(
+  layout: Layout, table: int, dim: int, view: View, stored: jax.Array, value: jax.Array
+) -> jax.Array:
+  """A device's shard of the storage, from its part of the view."""
+  start, height = layout.offsets[table], layout.heights[table]
+  n = layout.shards
+  if view.kind == "rows":
+    block = _write_rows(layout, table, view, value)
+  elif view.kind == "columns":
+    shards = jnp.arange(n, dtype=jnp.int32)
+    ids = jax.vmap(lambda s: layout.own_ids(table, s))(shards)  # [n, height]
+    parts = value.at[ids].get(mode="fill", fill_value=0)
+    parts = lax.all_to_all(parts, view.rows, 0, 0)[: view.parts]
+    block = jnp.moveaxis(parts, 0, 1).reshape(height, -1)
+  else:
+    me = lax.axis_index(view.rows) if view.rows else 0
+    block = value.at[layout.own_ids(table, me)].get(mode="fill", fill_value=0)
+  if view.columns != view.kept:
+    block = Columns(view.columns, dim).own(block)
+  return lax.dynamic_update_slice_in_dim(stored, block.astype(stored.dtype), start, 0)
+
+
+def _order(layout: Layout, table: int) -> jax.Array:
+  """Where each row of a table is among the shards' blocks, one after another."""
+  ids = jnp.arange(layout.sizes[table], dtype=jnp.int32)
+  shard, place = layout.locate(table, ids)
+  return shard * layout.heights[table] + place - layout.offsets[table]
+
+
+# Rows: every device has `each` consecutive rows of the view, and of the storage as many, which are
+# the view's in "div", and every n-th of the table in "mod". Of those that shard s stores, device d
+# sees the places from ceil((d * each - s) / n) on; there are at most each // n + 1 of them.
+
+
+def _first_place(device, shard, each: int, n: int):
+  return -(-(device * each - shard) // n)
+
+
+def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.Array:
+  if layout.contiguous:
+    return block
+  n, each = layout.shards, layout.heights[table]
+  me = lax.axis_index(view.rows)
+  others = jnp.arange(n, dtype=jnp.int32)
+  steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
+  mine = _first_place(others, me, each, n)[:, None] + steps
+  parts = block.at[mine].get(mode="fill", fill_value=0)
+  parts = lax.all_to_all(parts, view.rows, 0, 0)
+  rows = (_first_place(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
+  rows = jnp.where(rows < each, rows, each)
+  flat = parts.reshape(-1, *block.shape[1:])
+  return jnp.zeros_like(block).at[rows.reshape(-1)].set(flat, mode="drop")
+
+
+def _write_rows(layout: Layout, table: int, view: View, value: jax.Array) -> jax.Array:
+  if layout.contiguous:
+    return value
+  n, each = layout.shards, layout.heights[table]
+  me = lax.axis_index(view.rows)
+  others = jnp.arange(n, dtype=jnp.int32)
+  steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
+  rows = (_first_place(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
+  parts = value.at[jnp.where(rows < each, rows, each)].get(mode="fill", fill_value=0)
+  parts = lax.all_to_all(parts, view.rows, 0, 0)
+  places = _first_place(others, me, each, n)[:, None] + steps
+  inside = places * n + me < (others[:, None] + 1) * each
+  places = jnp.where(inside, places, each)
+  flat = parts.reshape(-1, *value.shape[1:])
+  return jnp.zeros_like(value).at[places.reshape(-1)].set(flat, mode="drop")
