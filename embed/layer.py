@@ -25,7 +25,7 @@ from embed.engine.exchange import Call
 from embed.engine.lookup import Occurrences, Reads
 from embed.engine.stack import Arrays, Load, Moment, Sent, Stack, read_all, store_all
 from embed.gradients import RowGrads
-from embed.optimizers import RowOptimizer
+from embed.row_optimizer import RowOptimizer
 
 Path = config_lib.Path
 

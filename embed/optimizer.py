@@ -11,7 +11,7 @@ from embed import autodiff as routing
 from embed.engine import lookup
 from embed.gradients import Grads, Rows
 from embed.layer import CombinerWeights, SparseEmbed
-from embed.optimizers import RowOptimizer
+from embed.row_optimizer import RowOptimizer
 
 # Transformations that keep updates back, by the name of their state: rows would step without them.
 _ACCUMULATE = "sum the gradients of the microbatches with embed.accumulate and update once"

@@ -17,7 +17,7 @@ from embed.engine import lookup as lookup_lib
 from embed.engine import mesh as sharding
 from embed.engine.layout import Layout
 from embed.engine.stack import Stack
-from embed.optimizers import RowOptimizer
+from embed.row_optimizer import OPTIMIZERS, RowOptimizer
 from embed.tools import text
 
 EXCHANGES = ("all_to_all", "gather")
@@ -620,8 +620,7 @@ def _resolve(name: str, table: config_lib.TableConfig, default: Any) -> RowOptim
     if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
       hint = "embed.from_optax(tx), which runs an optax transformation on rows"
     raise ValueError(
-      f"Table {name!r}: {type(optimizer)} is an unsupported optimizer class. Write {hint}; the "
-      "others are embed.sgd, adagrad, rowwise_adagrad, adagrad_momentum, ftrl, momentum, rmsprop, "
-      "proximal_adagrad, lion, custom_optimizer and frozen."
+      f"Table {name!r}: {type(optimizer)} is an unsupported optimizer class. Write {hint}; embed "
+      f"has {', '.join(sorted(OPTIMIZERS))}."
     )
   return optimizer

@@ -27,7 +27,7 @@ from embed.engine.exchange import Call, Owned
 from embed.engine.layout import Columns, Layout
 from embed.engine.lookup import Occurrences, Reads
 from embed.engine.mesh import Placement
-from embed.optimizers import RowOptimizer, Slot, split_columns
+from embed.row_optimizer import RowOptimizer, Slot
 from embed.tools import text
 
 Arrays = dict[str, jax.Array]  # "parameters" and the slots, as stored
@@ -398,14 +398,13 @@ class Stack:
 
     def step(table, slots, moment, *sent):
       write = functools.partial(self._round, moment.number) if self.rounds else None
-      rule = update.Rule(optimizer, moment.rate, write)
+      rule = update.Rule(optimizer, moment.rate, write, self.columns)
 
       def body(state, pieces, distinct):
         table, slots = state
         return update.step(table, slots, pieces, rule, distinct_ids=distinct)
 
-      with split_columns(self.columns if self.columns.axes else None):
-        return self._fold(sent, body, (table, slots))
+      return self._fold(sent, body, (table, slots))
 
     if self.placement is not None:
       sent, specs = self._inputs(sent)

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed.engine import update_cpu as cpu
+from embed.engine.layout import Columns
 from embed.engine.lookup import Occurrences
-from embed.optimizers import RowOptimizer, Slots, step_rows
+from embed.row_optimizer import WHOLE_ROWS, RowOptimizer, Slots
 
 
 class Piece(NamedTuple):
@@ -139,24 +140,63 @@ State = tuple[jax.Array, Slots]
 Write = Callable[[jax.Array, jax.Array, jax.Array | int], jax.Array]
 
 
+def step_rows(
+  optimizer: RowOptimizer,
+  g: jax.Array,
+  w: jax.Array,
+  slots: Slots,
+  learning_rate: Any,
+  columns: Columns = WHOLE_ROWS,
+) -> tuple[jax.Array, Slots]:
+  """One step of rows: the only place where a row update is defined.
+
+  Args:
+    optimizer: the table's.
+    g: float32 `[..., D]`, the rows' gradients, summed.
+    w: float32 `[..., D]`, the rows.
+    slots: float32 `[..., D]` or `[...]` each.
+    learning_rate: this step's, a scalar.
+    columns: which of their columns `g`, `w` and `slots` hold on this device; by default all.
+
+  Returns:
+    The new rows and slots.
+  """
+  assert optimizer.equation is not None
+  if optimizer.clipvalue is not None:
+    g = jnp.clip(g, *optimizer.clipvalue)
+  if optimizer.weight_decay_factor:
+    decay = optimizer.weight_decay_factor
+    if optimizer.multiply_weight_decay_factor_by_learning_rate:
+      decay = decay * learning_rate
+    w = w - decay * w
+  split = (columns,) if optimizer.across_row else ()
+  w, slots = optimizer.equation(g, w, slots, learning_rate, *split)
+  if optimizer.clip_weight_min is not None or optimizer.clip_weight_max is not None:
+    w = jnp.clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
+  return w, slots
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
   """How rows step.
 
   `optimizer`: the table's. `rate`: the learning rate, a scalar. `write`: of new rows float32
   `[n, D]`, where they are in the table `[n]`, and how often they have stepped in this step, the
-  rows as they are stored; None rounds to the nearest.
+  rows as they are stored; None rounds to the nearest. `columns`: which columns of the rows are on
+  this device.
   """
 
   optimizer: RowOptimizer
   rate: jax.Array
   write: Write | None = None
+  columns: Columns = WHOLE_ROWS
 
   def __call__(
     self, at: jax.Array, g: jax.Array, w: jax.Array, slots: Any, time: jax.Array | int = 0
   ) -> State:
     """The rows `at`, of gradients `g` `[n, D]`, as they are stored after the step."""
-    new, slots = step_rows(self.optimizer, g, w.astype(jnp.float32), slots, self.rate)
+    w32 = w.astype(jnp.float32)
+    new, slots = step_rows(self.optimizer, g, w32, slots, self.rate, self.columns)
     return new.astype(w.dtype) if self.write is None else self.write(new, at, time), slots
 
 
