@@ -95,7 +95,7 @@ class RowOptimizer:
   slot_init: tuple[tuple[str, Any], ...] = ()
   equation: Equation | None = dataclasses.field(default=None, compare=False, repr=False)
   slots: Callable[[int], dict[str, Slot]] = dataclasses.field(
-    default=lambda dim: {}, compare=False, repr=False
+    default_factory=lambda: lambda dim: {}, compare=False, repr=False
   )
   arguments: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
   lazy: bool = True  # False moves every row at every step
