@@ -13,14 +13,10 @@ from embed.inputs import Padded, Ragged, Sparse, to_padded, validate
 from embed.layer import CombinerWeights, Report, Residual, SlotVariable, SparseEmbed, Table
 from embed.optimizer import Optimizer
 from embed.optimizers import (
-  RowOptimizer,
-  Slot,
   adagrad,
   adagrad_momentum,
   adam,
   bias_corrected,
-  custom_optimizer,
-  from_optax,
   frozen,
   ftrl,
   lion,
@@ -31,6 +27,7 @@ from embed.optimizers import (
   sgd,
 )
 from embed.planning import Plan, StackCost, TablePlan, plan
+from embed.row_optimizer import RowOptimizer, Slot, custom_optimizer, from_optax
 from embed.serving.export import Exported, export
 from embed.serving.lookup import serving_lookup
 from embed.tools.profiling import Profile, StackProfile, TableProfile, profile

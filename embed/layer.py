@@ -24,7 +24,7 @@ from embed.engine.rows import ActivationGrads
 from embed.engine.stack import Arrays, StackSpec
 from embed.gradients import RowGrads
 from embed.inputs import Input, check, read
-from embed.optimizers import RowOptimizer
+from embed.row_optimizer import RowOptimizer
 
 Path = config_lib.Path
 

@@ -12,7 +12,7 @@ from embed.combiners import CombinerWeights
 from embed.engine.taps import Owner
 from embed.gradients import Grads, Rows
 from embed.layer import SparseEmbed, step_combiner_weights, step_stacks
-from embed.optimizers import RowOptimizer
+from embed.row_optimizer import RowOptimizer
 
 # Transformations that keep updates back, by the name of their state: rows would step without them.
 _ACCUMULATE = "sum the gradients of the microbatches with embed.accumulate and update once"

@@ -19,7 +19,7 @@ from embed.engine.cost import EXCHANGES
 from embed.engine.layout import Layout
 from embed.engine.mesh import LOCAL, Placement
 from embed.engine.stack import StackSpec
-from embed.optimizers import RowOptimizer
+from embed.row_optimizer import OPTIMIZERS, RowOptimizer
 from embed.tools import text
 
 ALONE = 1 << 24  # bytes of a table from which it is not stacked on one device
@@ -610,8 +610,7 @@ def _resolve(name: str, table: config_lib.TableConfig, default: Any) -> RowOptim
     if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
       hint = "embed.from_optax(tx), which runs an optax transformation on rows"
     raise ValueError(
-      f"Table {name!r}: {type(optimizer)} is an unsupported optimizer class. Write {hint}; the "
-      "others are embed.sgd, adagrad, rowwise_adagrad, adagrad_momentum, ftrl, momentum, rmsprop, "
-      "proximal_adagrad, lion, custom_optimizer and frozen."
+      f"Table {name!r}: {type(optimizer)} is an unsupported optimizer class. Write {hint}; embed "
+      f"has {', '.join(sorted(OPTIMIZERS))}."
     )
   return optimizer

@@ -1,5 +1,6 @@
 """Optimizers by the names that configs give them, and the rate that they share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -38,7 +39,7 @@ def table_optimizer(config) -> Any:
   Raises:
     ValueError: the name is unknown.
   """
-  make = {
+  make: dict[str, Callable[..., embed.RowOptimizer]] = {
     "adagrad": embed.adagrad,
     "adam": embed.adam,
     "rowwise_adagrad": embed.rowwise_adagrad,

@@ -16,6 +16,7 @@ ORDER = [
   "engine.rounding",
   "transforms.hashing",
   "transforms",
+  "row_optimizer",
   "optimizers",
   "engine.lookup",
   "engine.combining",

@@ -1,7 +1,9 @@
 """What the optimizers have beside their equations, which test_properties holds to the reference."""
 
 import functools
+import inspect
 import pickle
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ import pytest
 from flax import nnx
 
 import embed
+from embed import row_optimizer
+from embed.tools import check, reference
 
 V, D = 6, 3
 
@@ -230,6 +234,102 @@ def test_optimizers_and_configs_pickle():
     assert again == optimizer
   layer = make(again)
   step(layer, [1], np.ones((1, D)))
+
+
+def halving(
+  learning_rate=0.5, *, gradient_multiplier=None, clipvalue=None, weight_decay_factor=None,
+  multiply_weight_decay_factor_by_learning_rate=None, clip_weight_min=None, clip_weight_max=None,
+  use_gradient_accumulation=True, slot_init=None,
+):  # fmt: skip
+  """A made-up optimizer: half the rate at every step of a row."""
+  arguments = dict(locals())
+
+  def equation(g, w, s, lr):
+    return w - lr * g / s["scale"], {"scale": 2 * s["scale"]}
+
+  return row_optimizer.make("halving", arguments, equation, {"scale": 1.0})
+
+
+def halving_reference(w, g, lr, scale):
+  return w - lr * g / scale, 2 * scale
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+  """An optimizer in the registry and in the reference, and nowhere else."""
+  monkeypatch.setitem(row_optimizer.OPTIMIZERS, "halving", halving)
+  rule = reference.ReferenceRule(halving_reference, {"scale": 1.0}, {})
+  monkeypatch.setitem(reference.RULES, "halving", rule)
+
+
+def in_spec(entry):
+  tables = {"t": {"vocabulary_size": V, "dim": D, "optimizer": entry}}
+  return embed.EmbeddingConfigSpec({"f": {"table_id": "t"}}, tables).tables["t"].optimizer
+
+
+def test_a_new_optimizer_is_known_by_name(made_up):
+  """To the config spec, the importer, pickles and error texts."""
+  assert in_spec({"name": "halving", "learning_rate": 0.25}) == halving(0.25)
+  of_tensorflow = type("Halving", (types.SimpleNamespace,), {})(
+    learning_rate=0.25, use_gradient_accumulation=True
+  )
+  assert embed.from_tpu_embedding({}, of_tensorflow).optimizer == halving(0.25)
+  assert pickle.loads(pickle.dumps(halving(0.25, clipvalue=1.0))) == halving(0.25, clipvalue=1.0)
+  assert halving().replace(learning_rate=0.25) == halving(0.25)
+  with pytest.raises(ValueError, match=r"unknown name 'halve'. There are .*, ftrl, halving, lion"):
+    in_spec({"name": "halve"})
+  with pytest.raises(
+    ValueError, match=r"halving\(\) .*'rate'.* It takes learning_rate, .*, slot_init"
+  ):
+    in_spec({"name": "halving", "rate": 0.1})
+  with pytest.raises(ValueError, match=r"unsupported optimizer class.* ftrl, halving, lion"):
+    make("halving")
+
+
+def test_a_new_optimizer_is_checked(made_up, monkeypatch):
+  """By `python -m embed check`, against its line in the reference; without one it fails."""
+  assert check.optimizers()["halving"] == ("halving", {})
+  monkeypatch.setattr(check, "optimizers", lambda: {"halving": ("halving", {})})
+  (result,) = check._check_optimizers({})
+  assert (result.what, result.ok) == ("halving", True)
+  wrong = lambda w, g, lr, scale: (w - lr * g / scale, 4 * scale)
+  monkeypatch.setitem(reference.RULES, "halving", reference.RULES["halving"]._replace(update=wrong))
+  (result,) = check._check_optimizers({})
+  assert not result.ok
+  monkeypatch.undo()
+  monkeypatch.setitem(row_optimizer.OPTIMIZERS, "halving", halving)
+  with pytest.raises(LookupError, match="halving: no line in RULES"):
+    check.optimizers()
+
+
+def test_every_optimizer_is_registered_and_in_the_reference():
+  returns = lambda f: inspect.isfunction(f) and inspect.signature(f).return_annotation
+  exported = {name for name in embed.__all__ if returns(getattr(embed, name)) is embed.RowOptimizer}
+  assert exported == set(row_optimizer.OPTIMIZERS)
+  for name in exported:
+    assert getattr(embed, name) is row_optimizer.OPTIMIZERS[name]
+  named = row_optimizer.named()
+  assert exported - set(named) == {"custom_optimizer", "from_optax"}
+  assert {name for name in named if named[name]().equation is not None} == set(reference.RULES)
+
+
+@pytest.mark.parametrize("name", row_optimizer.OPTIMIZERS)
+def test_an_optimizer_keeps_its_arguments(name):
+  """All of its signature, under its own name, so that it pickles and can be changed."""
+  function = row_optimizer.OPTIMIZERS[name]
+  required = {"custom_optimizer": (plain_step,), "from_optax": (optax.sgd(0.1),)}.get(name, ())
+  optimizer = function(*required)
+  parameters = inspect.signature(function).parameters.values()
+  assert optimizer.name == name
+  assert list(optimizer.arguments) == [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+  assert optimizer.replace() == optimizer
+  assert hash(optimizer.replace()) == hash(optimizer)
+  if name != "from_optax":  # optax's closures do not pickle
+    assert pickle.loads(pickle.dumps(optimizer)) == optimizer
+
+
+def plain_step(g, w, slots, lr):
+  return w - lr * g, slots
 
 
 def test_frozen_ignores_nothing():

@@ -8,7 +8,7 @@ import numpy as np
 from embed.config import QuantizationConfig
 from embed.engine.layout import Columns, Layout
 from embed.engine.mesh import LOCAL, Placement
-from embed.optimizers import RowOptimizer, Slot
+from embed.row_optimizer import RowOptimizer, Slot
 
 Arrays = dict[str, Any]  # "parameters" `[rows, width]`, and slots `[rows, width]` or `[rows]`
 

@@ -26,7 +26,7 @@ from embed.config import TableConfig
 from embed.engine import views
 from embed.engine.stack import Arrays, StackSpec
 from embed.engine.views import View
-from embed.optimizers import Slot
+from embed.row_optimizer import Slot
 from embed.tools import text
 
 Makers = tuple[tuple[str, initializers.RowWise], ...]  # of rows, by table

@@ -17,10 +17,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from embed.engine import cost, exchange, mesh, rounding, rows, update_cpu
+from embed.engine.layout import Columns
 from embed.engine.lookup import LookupRecord
 from embed.engine.rows import ActivationGrads, DistinctRows, GradRows
 from embed.engine.stack import Arrays, StackSpec
-from embed.optimizers import RowOptimizer, Slots, split_columns, step_rows
+from embed.row_optimizer import WHOLE_ROWS, RowOptimizer, Slots
 
 StackGrads = ActivationGrads | DistinctRows
 State = tuple[jax.Array, Slots]
@@ -61,8 +62,7 @@ def step(
 
   def per_device(table, slots, scalars, *grads):
     body = lambda state, parts, distinct: step_table(stack, scalars, state, parts, distinct)
-    with split_columns(stack.columns if stack.columns.axes else None):
-      return fold(stack, kind, grads, body, (table, slots))
+    return fold(stack, kind, grads, body, (table, slots))
 
   grads, specs, kind = _split(stack, grads)
   state = (stack.spec(2), {k: stack.spec(v.ndim) for k, v in slots.items()})
@@ -279,6 +279,42 @@ def step_table(
   return _step_summed(row_step, state, parts)
 
 
+def step_rows(
+  optimizer: RowOptimizer,
+  g: jax.Array,
+  w: jax.Array,
+  slots: Slots,
+  learning_rate: Any,
+  columns: Columns = WHOLE_ROWS,
+) -> tuple[jax.Array, Slots]:
+  """One step of rows: the only place where a row update is defined.
+
+  Args:
+    optimizer: the table's.
+    g: float32 `[..., D]`, the rows' gradients, summed.
+    w: float32 `[..., D]`, the rows.
+    slots: float32 `[..., D]` or `[...]` each.
+    learning_rate: this step's, a scalar.
+    columns: which of their columns `g`, `w` and `slots` hold on this device; by default all.
+
+  Returns:
+    The new rows and slots.
+  """
+  assert optimizer.equation is not None
+  if optimizer.clipvalue is not None:
+    g = jnp.clip(g, *optimizer.clipvalue)
+  if optimizer.weight_decay_factor:
+    decay = optimizer.weight_decay_factor
+    if optimizer.multiply_weight_decay_factor_by_learning_rate:
+      decay = decay * learning_rate
+    w = w - decay * w
+  split = (columns,) if optimizer.across_row else ()
+  w, slots = optimizer.equation(g, w, slots, learning_rate, *split)
+  if optimizer.clip_weight_min is not None or optimizer.clip_weight_max is not None:
+    w = jnp.clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
+  return w, slots
+
+
 RowStep = Callable[..., State]
 
 
@@ -291,7 +327,8 @@ def _row_step(stack: StackSpec, scalars: StepScalars) -> RowStep:
   assert optimizer is not None
 
   def row_step(at, g, w, slots, time=0):
-    new, slots = step_rows(optimizer, g, w.astype(jnp.float32), slots, scalars.rate)
+    w32 = w.astype(jnp.float32)
+    new, slots = step_rows(optimizer, g, w32, slots, scalars.rate, stack.columns)
     if not stack.uses_stochastic_rounding:
       return new.astype(w.dtype), slots
     return _round(stack, scalars.index, new, at, time), slots

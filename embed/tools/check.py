@@ -1,11 +1,11 @@
-"""`python -m embed check`: this installation on these devices, held to the NumPy reference.
+"""`python -m embed check`: compares this installation on these devices with the NumPy reference.
 
-Lookups, row gradients and every optimizer, compiled as a training step has them, on one device and
-on all local devices: by "mod" all of it, by the other strategies what goes another way there.
+Lookups, row gradients and every registered optimizer, compiled as in a training step, on one device
+and on all local devices: everything by "mod", and by the other strategies what differs there.
 
-Ids, weights and gradients are multiples of 1/8, so that products and sums of them are exact in any
-order: what remains is the rounding of divisions, roots and powers, not the order of a sum. An
-error is the largest difference in an array over the largest value in it, and may be
+Ids, weights and gradients are multiples of 1/8, so that their products and sums are exact in any
+order: only divisions, roots and powers are rounded. An error is the largest difference in an array
+over the largest value in it, and may be
 
 - 2^-16 in float32. A division or a root is off by 2^-24 to 2^-22, on accelerators too; three steps
   of an optimizer have some ten of them, and their results are subtracted. A wrong constant or order
@@ -29,23 +29,15 @@ from flax import nnx
 
 import embed
 from embed import config as config_lib
+from embed import row_optimizer
 from embed.tools import reference
 
 TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-8}
 ROWS, DIM = 37, 8  # rows that no number of devices divides
 BATCH, VALENCY, LENGTH = 13, 5, 3
 RATES = (0.125, 0.0625, 0.25)
-OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-  "sgd": ("sgd", {}),
-  "adagrad": ("adagrad", {}),
-  "rowwise_adagrad": ("rowwise_adagrad", {}),
-  "adagrad_momentum": ("adagrad_momentum", {"momentum": 0.5, "epsilon": 0.01, "exponent": 3.0}),
-  "ftrl": ("ftrl", {"l1_regularization_strength": 0.125, "beta": 0.5}),
-  "adam": ("adam", {"epsilon": 1e-3}),
-  "momentum": ("momentum", {"momentum": 0.5, "use_nesterov": True}),
-  "rmsprop": ("rmsprop", {"rho": 0.75, "momentum": 0.5, "epsilon": 0.01}),
-  "proximal_adagrad": ("proximal_adagrad", {"l1_regularization_strength": 0.125}),
-  "lion": ("lion", {"beta1": 0.75, "beta2": 0.5}),
+# Ways to step that all optimizers share, each with one that takes it.
+WAYS_TO_STEP: dict[str, tuple[str, dict[str, Any]]] = {
   "adam, every row": ("adam", {"epsilon": 1e-3, "lazy_adam": False}),
   "adagrad, per occurrence": ("adagrad", {"use_gradient_accumulation": False}),
   "common arguments": (
@@ -59,21 +51,35 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     },
   ),
 }
-
-
 OTHER_WAYS = ("sgd", "rowwise_adagrad", "adam, every row", "adagrad, per occurrence")
+
+
+def optimizers() -> dict[str, tuple[str, dict[str, Any]]]:
+  """The optimizers to check, by what is printed: their names and arguments.
+
+  All registered ones that train, with the arguments of their line in the reference, and
+  `WAYS_TO_STEP`.
+
+  Raises:
+    LookupError: naming an optimizer that the reference does not have.
+  """
+  names = [name for name, make in row_optimizer.named().items() if make().equation is not None]
+  unknown = [name for name in names if name not in reference.RULES]
+  if unknown:
+    raise LookupError(f"{', '.join(unknown)}: no line in RULES of embed/tools/reference.py")
+  return {name: (name, reference.RULES[name].example) for name in names} | WAYS_TO_STEP
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What was compared, where, and how far apart it was.
+  """One comparison: its subject, its place and its error.
 
   Args:
     what: such as "lookup, mean" or "adagrad".
     where: such as "one device".
-    error: the largest difference over the largest value, infinite where they cannot be compared.
+    error: the largest difference over the largest value, infinite if they cannot be compared.
     tolerance: the largest error that passes.
-    note: what is wrong, where a number does not tell.
+    note: the reason of a failure that the error does not tell.
 
   >>> Result("adagrad", "one device", error=1e-7, tolerance=1e-5).ok
   True
@@ -111,7 +117,7 @@ def main() -> int:
 
 
 def header() -> str:
-  """What a report of a failure needs: versions, backend and devices."""
+  """The head of a report: versions, backend and devices."""
   packages = ("sparse-embed", "jax", "jaxlib", "flax", "optax", "numpy")
   versions = ", ".join(f"{name} {_version(name)}" for name in packages)
   devices = jax.local_devices()
@@ -132,7 +138,7 @@ def _version(package: str) -> str:
 def run() -> Iterator[Result]:
   """Checks everything everywhere, one result after the other.
 
-  What raises is a failed result, with the error as its note.
+  A check that raises is a failed result, with the error as its note.
   """
   for where, place in places().items():
     yield from _guarded("lookups", where, _check_lookups, place)
@@ -141,13 +147,13 @@ def run() -> Iterator[Result]:
 
 def places() -> dict[str, dict[str, Any]]:
   """Arguments of `SparseEmbed` by name: one device, then all local ones by every strategy."""
-  found: dict[str, dict[str, Any]] = {"one device": {}}
+  arguments: dict[str, dict[str, Any]] = {"one device": {}}
   devices = jax.local_devices()
   if len(devices) > 1:
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     for strategy in ("mod", "div", "column", "replicated"):
-      found[f"{len(devices)} devices, {strategy}"] = {"mesh": mesh, "sharding": strategy}
-  return found
+      arguments[f"{len(devices)} devices, {strategy}"] = {"mesh": mesh, "sharding": strategy}
+  return arguments
 
 
 Check = Callable[[dict[str, Any]], Iterator[Result]]
@@ -161,18 +167,18 @@ def _guarded(what: str, where: str, check: Check, place: dict[str, Any]) -> Iter
   try:
     for result in check(place):
       yield dataclasses.replace(result, where=where)
-  except Exception as error:  # whatever it is, the rest is still to be checked
+  except Exception as error:  # the other checks still run
     message = str(error).split("\n")[0]
     yield Result(what, where, math.inf, note=f"{type(error).__name__}: {message}")
 
 
-def _error(found: Any, wanted: Any) -> float:
+def _error(actual: Any, expected: Any) -> float:
   """The largest difference over the largest value; infinite for other shapes and for NaN."""
-  found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-  if found.shape != wanted.shape:
+  actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+  if actual.shape != expected.shape:
     return math.inf
-  largest = np.max(np.abs(wanted), initial=0.0)
-  error = np.max(np.abs(found - wanted), initial=0.0) / (largest or 1.0)
+  largest = np.max(np.abs(expected), initial=0.0)
+  error = np.max(np.abs(actual - expected), initial=0.0) / (largest or 1.0)
   return float(error) if np.isfinite(error) else math.inf
 
 
@@ -192,21 +198,21 @@ def _bags(draw: np.random.Generator) -> np.ndarray:
 
 
 def _kinds(ids: np.ndarray, weights: np.ndarray | None) -> dict[str, Any]:
-  """The same bags as every kind of input: the reference's, but for "max_valency"."""
-  given = ids >= 0
-  splits = np.cumsum([0, *given.sum(1)]).astype(np.int32)
-  flat = None if weights is None else weights[given]
-  ragged = reference.Ragged(ids[given], splits, flat)
-  indices = np.argwhere(given).astype(np.int32)
+  """The same bags as each kind of input of the reference; "max_valency" is ragged there."""
+  valid = ids >= 0
+  splits = np.cumsum([0, *valid.sum(1)]).astype(np.int32)
+  flat = None if weights is None else weights[valid]
+  ragged = reference.Ragged(ids[valid], splits, flat)
+  indices = np.argwhere(valid).astype(np.int32)
   return {
     "padded": reference.Padded(ids, weights),
     "ragged": ragged,
     "max_valency": ragged,
-    "sparse": reference.Sparse(indices, ids[given], ids.shape, flat),
+    "sparse": reference.Sparse(indices, ids[valid], ids.shape, flat),
   }
 
 
-def _call(kind: str, given: Any) -> tuple[Any, Any]:
+def _call(kind: str, bags: Any) -> tuple[Any, Any]:
   """Ids and weights as a layer takes them."""
 
   def wrap(values):
@@ -215,10 +221,10 @@ def _call(kind: str, given: Any) -> tuple[Any, Any]:
     if kind == "padded":
       return embed.Padded(values)
     if kind == "sparse":
-      return embed.Sparse(given.indices, values, given.dense_shape)
-    return embed.Ragged(values, given.row_splits, VALENCY if kind == "max_valency" else None)
+      return embed.Sparse(bags.indices, values, bags.dense_shape)
+    return embed.Ragged(values, bags.row_splits, VALENCY if kind == "max_valency" else None)
 
-  return wrap(given.values), None if given.weights is None else wrap(given.weights)
+  return wrap(bags.values), None if bags.weights is None else wrap(bags.weights)
 
 
 # --- lookups and row gradients -------------------------------------------------------------------
@@ -228,16 +234,16 @@ Inputs = dict[str, dict[str, Any]]  # by table and kind
 
 
 def _lookup_inputs(draw: np.random.Generator, brief: bool) -> Inputs:
-  found: Inputs = {}
+  inputs: Inputs = {}
   for combiner in config_lib.COMBINERS:
     kinds = _kinds(_bags(draw), None)
-    found[combiner] = kinds if combiner == "mean" and not brief else {"padded": kinds["padded"]}
+    inputs[combiner] = kinds if combiner == "mean" and not brief else {"padded": kinds["padded"]}
     weights = np.abs(_eighths(draw, (BATCH, VALENCY)))  # some are 0
-    found[f"{combiner}, weights"] = _kinds(_bags(draw), weights)
-  found["mean, bfloat16"] = {"padded": reference.Padded(_bags(draw))}
-  found["sequences"] = _kinds(_bags(draw), None)
-  found["single ids"] = {"dense": reference.Dense(_bags(draw)[:, 1])}
-  return found
+    inputs[f"{combiner}, weights"] = _kinds(_bags(draw), weights)
+  inputs["mean, bfloat16"] = {"padded": reference.Padded(_bags(draw))}
+  inputs["sequences"] = _kinds(_bags(draw), None)
+  inputs["single ids"] = {"dense": reference.Dense(_bags(draw)[:, 1])}
+  return inputs
 
 
 def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
@@ -246,20 +252,20 @@ def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
   inputs: dict[str, Any] = {}
   weights: dict[str, Any] = {}
   cotangents: dict[str, np.ndarray] = {}
-  wanted: dict[str, dict[str, reference.Occurrences]] = {}  # by table and feature
+  expected: dict[str, dict[str, reference.Occurrences]] = {}  # by table and feature
   tables: dict[str, np.ndarray] = {}
-  for name, given in _lookup_inputs(draw, _is_brief(place)).items():
+  for name, kinds in _lookup_inputs(draw, _is_brief(place)).items():
     combiner = next((c for c in config_lib.COMBINERS if name.startswith(c)), "mean")
     length = LENGTH if name == "sequences" else 0
     dtype = jnp.bfloat16 if "bfloat16" in name else np.float32
     table = embed.TableConfig(ROWS, DIM, combiner=combiner, name=name, dtype=dtype)
-    tables[name], wanted[name] = _eighths(draw, (ROWS, DIM), 16), {}
-    for kind, x in given.items():
+    tables[name], expected[name] = _eighths(draw, (ROWS, DIM), 16), {}
+    for kind, x in kinds.items():
       feature = f"{name}, {kind}"
       features[feature] = embed.FeatureConfig(table, max_sequence_length=length)
       inputs[feature], weights[feature] = _call(kind, x)
       occ = reference.occurrences(reference.Feature(combiner, length), x)
-      wanted[name][feature] = occ
+      expected[name][feature] = occ
       cotangents[feature] = _eighths(draw, (*occ.shape, DIM))
   layer = embed.SparseEmbed(features, embed.sgd(0.1), rngs=nnx.Rngs(0), **place)
   layer.load_tables(tables)
@@ -272,38 +278,41 @@ def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
 
   gradients = nnx.jit(embed.value_and_grad(loss, has_aux=True))
   (_, activations), grads = gradients(layer, inputs, weights, cotangents)
-  for name, occurrences in wanted.items():
+  for name, occurrences in expected.items():
     tolerance = TOLERANCE["bfloat16" if "bfloat16" in name else "float32"]
     errors = [
       _error(activations[feature], reference.lookup(tables[name], occ))
       for feature, occ in occurrences.items()
     ]
     yield Result(f"lookup, {name}", "", max(errors), tolerance)
-  for name, occurrences in wanted.items():
+  for name, occurrences in expected.items():
     pairs = [reference.occurrence_gradients(o, cotangents[f]) for f, o in occurrences.items()]
     ids, values = (np.concatenate(x) for x in zip(*pairs, strict=True))
     yield _compare_rows(f"rows, {name}", grads.rows[name], reference.row_gradients(ids, values))
 
 
-def _compare_rows(what: str, rows: embed.RowGrads, wanted: Mapping[int, np.ndarray]) -> Result:
+def _compare_rows(what: str, rows: embed.RowGrads, expected: Mapping[int, np.ndarray]) -> Result:
   ids, values = np.asarray(rows.ids), np.asarray(rows.values)
   order = np.argsort(ids)[: np.sum(ids < ROWS)]
-  if ids[order].tolist() != sorted(wanted):
+  if ids[order].tolist() != sorted(expected):
     return Result(what, "", math.inf, note="other rows were touched")
-  return Result(what, "", _error(values[order], [wanted[row] for row in sorted(wanted)]))
+  return Result(what, "", _error(values[order], [expected[row] for row in sorted(expected)]))
 
 
 # --- optimizers ----------------------------------------------------------------------------------
 
 
 def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
-  rules = {name: OPTIMIZERS[name] for name in (OTHER_WAYS if _is_brief(place) else OPTIMIZERS)}
+  cases = optimizers()
+  if _is_brief(place):
+    cases = {name: cases[name] for name in OTHER_WAYS}
   draw = np.random.default_rng(1)
   rates = np.array(RATES, np.float32)
   schedule = lambda step: jnp.asarray(rates)[step]
   features, tables = {}, {}
-  for name, (kind, config) in rules.items():
-    rule = getattr(embed, kind)(learning_rate=schedule, **config)
+  for name, (kind, config) in cases.items():
+    make = row_optimizer.OPTIMIZERS[kind]
+    rule = make(learning_rate=schedule, **config)
     table = embed.TableConfig(ROWS, DIM, optimizer=rule, combiner="sum", name=name)
     features[name], tables[name] = embed.FeatureConfig(table), _eighths(draw, (ROWS, DIM), 16)
   layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0), **place)
@@ -318,36 +327,36 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
   def step(layer, optimizer, inputs, cotangents):
     optimizer.update(layer, embed.value_and_grad(loss)(layer, inputs, cotangents)[1])
 
-  wanted = {
+  expected = {
     name: reference.initial_variables(kind, tables[name], **config)
-    for name, (kind, config) in rules.items()
+    for name, (kind, config) in cases.items()
   }
   looked_up = np.zeros(ROWS, bool)
   for rate in RATES:
     ids = _bags(draw)
     looked_up[ids[ids >= 0]] = True
-    cotangents = {name: _eighths(draw, (BATCH, DIM)) for name in rules}
-    step(layer, optimizer, dict.fromkeys(rules, embed.Padded(ids)), cotangents)
+    cotangents = {name: _eighths(draw, (BATCH, DIM)) for name in cases}
+    step(layer, optimizer, dict.fromkeys(cases, embed.Padded(ids)), cotangents)
     occ = reference.occurrences(reference.Feature("sum"), reference.Padded(ids))
-    for name, (kind, config) in rules.items():
+    for name, (kind, config) in cases.items():
       rows, gradients = reference.occurrence_gradients(occ, cotangents[name])
-      wanted[name] = reference.apply_rows(kind, wanted[name], rows, gradients, rate, **config)
-  found = layer.variables
-  for name, (_, config) in rules.items():
-    yield _compare_variables(name, found[name], wanted[name], tables[name], looked_up, config)
+      expected[name] = reference.apply_rows(kind, expected[name], rows, gradients, rate, **config)
+  actual = layer.variables
+  for name, (_, config) in cases.items():
+    yield _compare_variables(name, actual[name], expected[name], tables[name], looked_up, config)
 
 
 def _compare_variables(
   name: str,
-  found: Mapping[str, Any],
-  wanted: Mapping[str, np.ndarray],
+  actual: Mapping[str, Any],
+  expected: Mapping[str, np.ndarray],
   initial: np.ndarray,
   looked_up: np.ndarray,
   config: Mapping[str, Any],
 ) -> Result:
-  if set(found) != set(wanted):
-    return Result(name, "", math.inf, note=f"its slots are {sorted(set(found) - {'parameters'})}")
-  moved = (np.asarray(found["parameters"]) != initial).any(axis=1)
+  if set(actual) != set(expected):
+    return Result(name, "", math.inf, note=f"its slots are {sorted(set(actual) - {'parameters'})}")
+  moved = (np.asarray(actual["parameters"]) != initial).any(axis=1)
   if config.get("lazy_adam", True) and moved[~looked_up].any():
     return Result(name, "", math.inf, note="a row moved that was not looked up")
-  return Result(name, "", max(_error(found[key], wanted[key]) for key in wanted))
+  return Result(name, "", max(_error(actual[key], expected[key]) for key in expected))

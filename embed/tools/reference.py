@@ -7,7 +7,7 @@ Three parts, each read from top to bottom:
   gradients   -> the optimizers, one function each, and the rules all of them share (`apply_rows`)
 
 It knows neither JAX nor the rest of the library. To add an optimizer, write its update and its line
-in `RULES`.
+in `RULES`; the tests and `python -m embed check` then hold the library's optimizer to it.
 """
 
 from collections.abc import Callable
@@ -277,23 +277,34 @@ def lion(w, g, lr, m, *, beta1, beta2):
   return w, beta2 * m + (1 - beta2) * g
 
 
-class Rule(NamedTuple):
+class ReferenceRule(NamedTuple):
   update: Callable
   slots: dict[str, float]  # initial values, in checkpoint order
+  example: dict[str, Any]  # arguments that show every term of the update
   per_row: bool = False  # slots of shape [V] instead of [V, dim]
 
 
 RULES = {
-  "sgd": Rule(sgd, {}),
-  "adagrad": Rule(adagrad, {"accumulators": 0.1}),
-  "rowwise_adagrad": Rule(rowwise_adagrad, {"accumulators": 0.1}, per_row=True),
-  "adagrad_momentum": Rule(adagrad_momentum, {"accumulators": 0.0, "momenta": 0.0}),
-  "ftrl": Rule(ftrl, {"accumulators": 0.1, "linears": 0.0}),
-  "adam": Rule(adam, {"momenta": 0.0, "velocities": 0.0}),
-  "momentum": Rule(momentum, {"momenta": 0.0}),
-  "rmsprop": Rule(rmsprop, {"ms": 0.0, "mom": 0.0}),
-  "proximal_adagrad": Rule(proximal_adagrad, {"accumulators": 0.1}),
-  "lion": Rule(lion, {"momenta": 0.0}),
+  "sgd": ReferenceRule(sgd, {}, {}),
+  "adagrad": ReferenceRule(adagrad, {"accumulators": 0.1}, {}),
+  "rowwise_adagrad": ReferenceRule(rowwise_adagrad, {"accumulators": 0.1}, {}, per_row=True),
+  "adagrad_momentum": ReferenceRule(
+    adagrad_momentum,
+    {"accumulators": 0.0, "momenta": 0.0},
+    {"momentum": 0.5, "epsilon": 0.01, "exponent": 3.0},
+  ),
+  "ftrl": ReferenceRule(
+    ftrl, {"accumulators": 0.1, "linears": 0.0}, {"l1_regularization_strength": 0.125, "beta": 0.5}
+  ),
+  "adam": ReferenceRule(adam, {"momenta": 0.0, "velocities": 0.0}, {"epsilon": 1e-3}),
+  "momentum": ReferenceRule(momentum, {"momenta": 0.0}, {"momentum": 0.5, "use_nesterov": True}),
+  "rmsprop": ReferenceRule(
+    rmsprop, {"ms": 0.0, "mom": 0.0}, {"rho": 0.75, "momentum": 0.5, "epsilon": 0.01}
+  ),
+  "proximal_adagrad": ReferenceRule(
+    proximal_adagrad, {"accumulators": 0.1}, {"l1_regularization_strength": 0.125}
+  ),
+  "lion": ReferenceRule(lion, {"momenta": 0.0}, {"beta1": 0.75, "beta2": 0.5}),
 }
 
 

@@ -1,6 +1,7 @@
-"""`EmbeddingConfigSpec`: tables, features and their optimizer, out of one nested mapping."""
+"""`EmbeddingConfigSpec`: tables, features and their optimizers, from one nested mapping."""
 
 import difflib
+import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,54 +9,40 @@ from typing import Any
 import jax
 from flax import nnx
 
-from embed import initializers, optimizers
+from embed import initializers
 from embed.config import FeatureConfig, TableConfig
 from embed.layer import SparseEmbed
-from embed.optimizers import RowOptimizer, Schedule
 from embed.planning import Plan
+from embed.row_optimizer import RowOptimizer, Schedule, named
 from embed.tools.profiling import Profile, profile
 
-OPTIMIZERS = {
-  make.__name__: make
-  for make in (
-    optimizers.sgd,
-    optimizers.adagrad,
-    optimizers.rowwise_adagrad,
-    optimizers.adagrad_momentum,
-    optimizers.ftrl,
-    optimizers.adam,
-    optimizers.momentum,
-    optimizers.rmsprop,
-    optimizers.proximal_adagrad,
-    optimizers.lion,
-    optimizers.frozen,
-  )
-}
 INITIALIZERS = {
   "constant": jax.nn.initializers.constant,
   "normal": jax.nn.initializers.normal,
   "truncated_normal": jax.nn.initializers.truncated_normal,
   "uniform": jax.nn.initializers.uniform,
 }
-_FEATURE = ("table_id", "max_sequence_length", "weight_key")
-_FEATURE_HERE = ("validate_weights_and_indices", "output_shape", "differentiate_weights")
-_TABLE = (
-  "vocabulary_size", "dimension", "initializer", "combiner", "hot_id_replication", "learning_rate",
-  "learning_rate_fn", "optimization_parameters", "layout",
+_FEATURE_KEYS = (
+  "table_id", "max_sequence_length", "weight_key",  # TensorFlow's
+  "validate_weights_and_indices", "output_shape", "differentiate_weights",
 )  # fmt: skip
-_TABLE_HERE = ("dim", "optimizer", "quantization_config", "dtype", "stochastic_rounding")
+_TABLE_KEYS = (
+  "vocabulary_size", "dimension", "initializer", "combiner", "hot_id_replication", "learning_rate",
+  "learning_rate_fn", "optimization_parameters", "layout",  # TensorFlow's
+  "dim", "optimizer", "quantization_config", "dtype", "stochastic_rounding",
+)  # fmt: skip
 
 
 class EmbeddingConfigSpec:
-  """The embedding of a model, declared as TPUEstimator's `EmbeddingConfigSpec` declares it.
+  """The embedding of a model, declared as in TPUEstimator's `EmbeddingConfigSpec`.
 
   Argument names are TensorFlow's; entries are plain mappings. Everything may come from one nested
-  dictionary or `ml_collections.ConfigDict`: `EmbeddingConfigSpec(**config)`. Feature columns are
-  not taken: say what they say in the two dictionaries.
+  dictionary or `ml_collections.ConfigDict`: `EmbeddingConfigSpec(**config)`. There are no feature
+  columns: write their content in the two dictionaries.
 
   Args:
     feature_to_config_dict: `{feature: entry}`. An entry has `table_id`, the name of its table, and
-      may have `max_sequence_length`, `weight_key` (the column that has the weights of its ids),
+      may have `max_sequence_length`, `weight_key` (the column with the weights of its ids),
       `validate_weights_and_indices`, `output_shape` and `differentiate_weights`, as in
       `FeatureConfig`.
     table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension` (or
@@ -68,12 +55,12 @@ class EmbeddingConfigSpec:
     optimization_parameters: the optimizer of every table without one: `embed.adagrad(0.1)`, or
       `{"name": "adagrad", "learning_rate": 0.1}`. None leaves tables that can be looked up only.
     clipping_limit: every table's summed row gradient is clipped to `[-c, c]`, elementwise: the
-      `clipvalue` of each optimizer that has none. (TensorFlow stores it and never looks at it.)
+      `clipvalue` of each optimizer that has none. (TensorFlow stores it and never reads it.)
     gradient_multiplier_fn: `f(step)`, 0 at the first one, by which all gradients of tables are
       multiplied, before they are summed and clipped: the `gradient_multiplier` of each optimizer
       that has none. TensorFlow's `experimental_gradient_multiplier_fn`.
-    pipeline_execution_with_tensor_core: an attribute, no more: a layer cannot pipeline, a training
-      step does. Make that with `embed.look_ahead` where this is True.
+    pipeline_execution_with_tensor_core: kept as an attribute, without effect: a training step
+      pipelines, a layer cannot. Write the step with `embed.look_ahead` if this is True.
     partition_strategy: "div" or "mod", how rows are spread over the mesh.
     profile_data_directory: where `profile` saves statistics.
 
@@ -86,9 +73,9 @@ class EmbeddingConfigSpec:
   Raises:
     ValueError: naming the table or feature, for an unknown key or table, a table that no feature
       uses, two learning rates, a rate without an optimizer, a value that its argument cannot have,
-      what is no optimizer, or an invalid partition strategy.
-    TypeError: for what is not a mapping, keys that are not strings, or a multiplier that is not a
-      function.
+      an optimizer that is not one, or an invalid partition strategy.
+    TypeError: for an entry that is not a mapping, keys that are not strings, or a multiplier that
+      is not a function.
 
   >>> spec = embed.EmbeddingConfigSpec(
   ...   feature_to_config_dict={"watched": {"table_id": "movie", "weight_key": "seconds"}},
@@ -166,7 +153,7 @@ class EmbeddingConfigSpec:
     )
 
   def inputs(self, columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What the layer is called with, out of a batch by column: `layer(*spec.inputs(batch))`.
+    """The layer's arguments, from a batch by column: `layer(*spec.inputs(batch))`.
 
     Args:
       columns: the features' ids and, under their `weight_key`, the weights, in the kind of the ids.
@@ -192,7 +179,7 @@ class EmbeddingConfigSpec:
   def profile(self, batches: Iterable[Mapping[str, Any]], plan: Plan | None = None) -> Profile:
     """Statistics of batches by column, saved as `profile.npz` in `profile_data_directory`, if any.
 
-    TensorFlow samples 3 % of what is trained on; here the batches given are the sample.
+    TensorFlow samples 3 % of the training data; here `batches` are the sample.
 
     Args:
       batches: by column, as of `inputs`.
@@ -209,58 +196,60 @@ class EmbeddingConfigSpec:
     >>> spec.profile([{"user": np.array([3, 3, 7])}]).tables["user"].distinct.tolist()
     [2]
     """
-    found = profile(self.features, (self.inputs(batch)[0] for batch in batches), plan)
+    statistics = profile(self.features, (self.inputs(batch)[0] for batch in batches), plan)
     if self.profile_data_directory is not None:
       folder = Path(self.profile_data_directory)
       folder.mkdir(parents=True, exist_ok=True)
-      found.save(folder / "profile.npz")
-    return found
+      statistics.save(folder / "profile.npz")
+    return statistics
 
 
 def _mapping(what: str, value: Any) -> dict[str, Any]:
-  """A dict or an `ml_collections.ConfigDict`, which is no `Mapping`, as a dict with string keys."""
+  """A dict with string keys, from a dict or an `ml_collections.ConfigDict` (not a `Mapping`)."""
   if not hasattr(value, "items"):
     raise TypeError(f"{what} must be a mapping. Got {type(value)}.")
-  found = dict(value.items())
-  for key in found:
+  mapping = dict(value.items())
+  for key in mapping:
     if not isinstance(key, str):
       raise TypeError(f"{what}: keys must be strings. Got {key!r}.")
-  return found
+  return mapping
 
 
-def _check_keys(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
-  for key in given:
+def _check_keys(what: str, keys: Iterable[str], known: tuple[str, ...]) -> None:
+  for key in keys:
     if key not in known:
       close = difflib.get_close_matches(key, known, 1)
       hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
       raise ValueError(f"{what}: unknown key {key!r}. {hint}")
 
 
-def _named(what: str, value: Any, known: Mapping[str, Any]) -> Any:
-  """`{"name": "adagrad", **arguments}` as the call of what has that name."""
+def _call_named(what: str, value: Any, functions: Mapping[str, Any]) -> Any:
+  """Calls the function that `{"name": "adagrad", **arguments}` names."""
   arguments = _mapping(what, value)
   name = arguments.pop("name", None)
-  if name not in known:
-    raise ValueError(f"{what}: unknown name {name!r}. There are {', '.join(sorted(known))}.")
+  if name not in functions:
+    raise ValueError(f"{what}: unknown name {name!r}. There are {', '.join(sorted(functions))}.")
   try:
-    return known[name](**arguments)
-  except TypeError as error:  # an argument that it does not have
-    raise ValueError(f"{what}: {name}: {error}.") from None
+    return functions[name](**arguments)
+  except TypeError as error:  # most likely an argument that it does not have
+    takes = ", ".join(inspect.signature(functions[name]).parameters)
+    raise ValueError(f"{what}: {name}: {error}. It takes {takes}.") from None
 
 
 def _optimizer(what: str, value: Any, common: Mapping[str, Any]) -> RowOptimizer | None:
   """An optimizer with those of the common arguments that it does not set itself."""
   if value is None:
     return None
-  found = _named(what, value, OPTIMIZERS) if hasattr(value, "items") else value
-  if not isinstance(found, RowOptimizer):
+  optimizer = _call_named(what, value, named()) if hasattr(value, "items") else value
+  if not isinstance(optimizer, RowOptimizer):
     raise ValueError(
       f'{what} must be an optimizer such as embed.adagrad(0.1), or {{"name": "adagrad", '
       f'"learning_rate": 0.1}}. Got {value!r}.'
     )
-  if found.equation is None:  # frozen: nothing to clip
-    return found
-  return found.replace(**{k: v for k, v in common.items() if found.arguments[k] is None})
+  if optimizer.equation is None:  # frozen: nothing to clip
+    return optimizer
+  unset = {key: value for key, value in common.items() if optimizer.arguments[key] is None}
+  return optimizer.replace(**unset)
 
 
 def _table(
@@ -268,12 +257,12 @@ def _table(
 ) -> TableConfig:
   """The config of a table; its optimizer is its own, if only by the rate, or the default."""
   what = f"Table {name!r}"
-  _check_keys(what, entry, (*_TABLE, *_TABLE_HERE))
-  for ours, theirs in (("dim", "dimension"), ("optimizer", "optimization_parameters")):
-    if theirs in entry:
-      if ours in entry:
-        raise ValueError(f"{what}: {ours!r} and {theirs!r} are the same thing; give one of them.")
-      entry[ours] = entry.pop(theirs)
+  _check_keys(what, entry, _TABLE_KEYS)
+  for key, alias in (("dim", "dimension"), ("optimizer", "optimization_parameters")):
+    if alias in entry:
+      if key in entry:
+        raise ValueError(f"{what}: {key!r} and {alias!r} are the same thing; give one of them.")
+      entry[key] = entry.pop(alias)
   for key in ("vocabulary_size", "dim"):
     if key not in entry:
       raise ValueError(f"{what} has no {key!r}.")
@@ -291,7 +280,7 @@ def _table(
     optimizer = optimizer.replace(learning_rate=next(iter(rates.values())))
   initializer = entry.pop("initializer", None)
   if hasattr(initializer, "items"):
-    initializer = _named(f"{what}: initializer", initializer, INITIALIZERS)
+    initializer = _call_named(f"{what}: initializer", initializer, INITIALIZERS)
     initializer = initializers.row_wise(initializer)
   try:
     return TableConfig(name=name, optimizer=optimizer, initializer=initializer, **entry)
@@ -300,15 +289,15 @@ def _table(
 
 
 def _feature(what: str, entry: dict[str, Any], tables: Mapping[str, TableConfig]) -> FeatureConfig:
-  _check_keys(what, entry, (*_FEATURE, *_FEATURE_HERE))
+  _check_keys(what, entry, _FEATURE_KEYS)
   name: Any = entry.get("table_id")
   if name not in tables:
     raise ValueError(
       f"{what} has table_id {name!r}, which is not in table_to_config_dict: {sorted(tables)}."
     )
-  given = {k: v for k, v in entry.items() if k not in ("table_id", "weight_key")}
+  arguments = {k: v for k, v in entry.items() if k not in ("table_id", "weight_key")}
   try:
-    return FeatureConfig(tables[name], **given)
+    return FeatureConfig(tables[name], **arguments)
   except (TypeError, ValueError) as error:
     raise type(error)(f"{what}: {error}") from None
 

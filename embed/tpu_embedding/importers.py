@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from embed import config as config_lib
-from embed import initializers, optimizers
+from embed import initializers
 from embed.engine.layout import Layout
 from embed.layer import SparseEmbed
+from embed.row_optimizer import OPTIMIZERS, RowOptimizer, named
 
 # --- configurations -------------------------------------------------------------------------------
 
@@ -31,7 +32,7 @@ class Imported(NamedTuple):
   """
 
   features: Any
-  optimizer: optimizers.RowOptimizer | None
+  optimizer: RowOptimizer | None
 
 
 def from_tpu_embedding(
@@ -231,19 +232,7 @@ _SCALED = {
 
 # --- optimizers -----------------------------------------------------------------------------------
 
-# By TensorFlow's names, those of V1 being `*Parameters`. Arguments have the names of attributes.
-_OPTIMIZERS: dict[str, Callable[..., optimizers.RowOptimizer]] = {
-  "SGD": optimizers.sgd,
-  "StochasticGradientDescent": optimizers.sgd,
-  "Adagrad": optimizers.adagrad,
-  "AdagradMomentum": optimizers.adagrad_momentum,
-  "FTRL": optimizers.ftrl,
-  "Ftrl": optimizers.ftrl,
-  "Adam": optimizers.adam,
-  "Momentum": optimizers.momentum,
-  "RMSProp": optimizers.rmsprop,
-  "ProximalAdagrad": optimizers.proximal_adagrad,
-}
+_ALIASES = {"StochasticGradientDescent": "SGD"}  # of V1, whose classes are named `*Parameters`
 _NAMES_IN_V1 = {
   "initial_accumulator_value": "initial_accumulator",
   "beta_1": "beta1",
@@ -251,15 +240,20 @@ _NAMES_IN_V1 = {
 }
 
 
-def _optimizer(theirs: Any, where: str, instead: str) -> optimizers.RowOptimizer | None:
-  if theirs is None or isinstance(theirs, optimizers.RowOptimizer):
+def _registered_name(kind: str) -> str | None:
+  """The name of our optimizer for a class of TensorFlow's: "rmsprop" for "RMSProp"."""
+  by_class = {name.replace("_", ""): name for name in named()}
+  return by_class.get(_ALIASES.get(kind, kind).lower())
+
+
+def _optimizer(theirs: Any, where: str, instead: str) -> RowOptimizer | None:
+  if theirs is None or isinstance(theirs, RowOptimizer):
     return theirs
   kind = type(theirs).__name__
-  make = _OPTIMIZERS.get(kind.removesuffix("Parameters"))
-  name = getattr(make, "__name__", "")
+  name = _registered_name(kind.removesuffix("Parameters"))
   refuse = lambda what, write: ValueError(f"{what} of {where}, a {kind}: {instead}{write}.")
-  # Keras has optimizers of the same names and other formulas.
-  if make is None or not hasattr(theirs, "use_gradient_accumulation"):
+  # Keras has optimizers of the same names with other formulas, without this attribute.
+  if name is None or not hasattr(theirs, "use_gradient_accumulation"):
     raise refuse(
       "There is no counterpart",
       "embed.custom_optimizer(update, slots) and the same equation, or one of embed's others",
@@ -279,7 +273,7 @@ def _optimizer(theirs: Any, where: str, instead: str) -> optimizers.RowOptimizer
       "initial_linear_value is not 0",
       "embed.ftrl(slot_init={'linears': jax.nn.initializers.constant(...)})",
     )
-  arguments = {}
+  make, arguments = OPTIMIZERS[name], {}
   for argument in inspect.signature(make).parameters:
     attribute = argument if hasattr(theirs, argument) else _NAMES_IN_V1.get(argument, argument)
     if hasattr(theirs, attribute):
