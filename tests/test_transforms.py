@@ -70,14 +70,14 @@ def test_hash_bucket():
   assert HashBucket(1000, salt=9)(["drama", b"drama"]).tolist() == [xxh64("drama", 9) % 1000] * 2
   assert HashBucket(1000)([42, 2**64 - 1]).tolist() == [xxh64(42) % 1000, xxh64(2**64 - 1) % 1000]
   assert HashBucket(1 << 30)(42) != HashBucket(1 << 30)("42")
-  with pytest.raises(ValueError, match="float64 values are no categories"):
+  with pytest.raises(ValueError, match="float64 values cannot be categories"):
     HashBucket(1000)(np.array([1.0]))
 
 
 def test_vocabulary():
   column = Vocabulary(["drama", "comedy"])
   assert column([b"comedy", "", "drama"]).tolist() == [1, -1, 0]
-  with pytest.raises(ValueError, match=r"'war' is none of the 2 tokens: give num_oov_buckets, or"):
+  with pytest.raises(ValueError, match=r"'war' is not among the 2 tokens: give num_oov_buckets, or"):
     column(["drama", "war", "war"])
   assert Vocabulary(["drama"], default_value=0)(["war"]).tolist() == [0]
   assert Vocabulary(["drama"], default_value=-1)(["war"]).tolist() == [-1]
@@ -302,10 +302,10 @@ def test_max_valency_keeps_shapes():
     (lambda: Identity(5, max_valency=0), "`max_valency` must be an int in 1"),
     (lambda: Vocabulary([]), "at least one token"),
     (lambda: Vocabulary("genres.txt"), r"write Vocabulary.from_file\('genres.txt'\)"),
-    (lambda: Vocabulary(["a", "b", "a"]), "Token 'a' is there twice, at 0 and 2"),
+    (lambda: Vocabulary(["a", "b", "a"]), "Token 'a' is repeated, at 0 and 2"),
     (lambda: Vocabulary(["a", ""]), "Token 1 is padding"),
     (lambda: Vocabulary([5, -1]), "Token 1 is padding"),
-    (lambda: Vocabulary(["a", 1]), "not strings with integers"),
+    (lambda: Vocabulary(["a", 1]), "not strings mixed with integers"),
     (lambda: Vocabulary(["a"], num_oov_buckets=1, default_value=0), "not both"),
     (lambda: Vocabulary(["a"], default_value=1), "`default_value` must be an int in -1 .. 0"),
     (lambda: Vocabulary(["a"], num_oov_buckets=-1), "`num_oov_buckets` must be an int in 0"),
@@ -348,7 +348,7 @@ def test_a_file_has_a_token_on_each_line(tmp_path, content, tokens):
 @pytest.mark.parametrize(
   ("content", "message"),
   [
-    (b"a\nb\na\n", "genres.txt, line 3: 'a' stands on line 1 already"),
+    (b"a\nb\na\n", "genres.txt, line 3: 'a' is already on line 1"),
     (b"a\n\nb\n", "genres.txt, line 2: '' is padding"),
     (b"", "genres.txt, line 1: '' is padding"),
     (b"a\n\xff\n", "genres.txt, line 2: 'utf-8' codec can't decode"),
@@ -465,7 +465,7 @@ def test_a_layer_reads_it():
   [
     ({"store": [1, 4, 2]}, r"Feature 'store': 4 is not in 0 .. 3"),
     ({"age": [1, None, 3]}, "Feature 'age': nan lies in no bucket"),
-    ({"user": np.ones(3)}, "Feature 'user': float64 values are no categories"),
+    ({"user": np.ones(3)}, "Feature 'user': float64 values cannot be categories"),
     ({"genre": [["a"] * 4, [], []]}, "Feature 'genre': Bag 0 is longer than max_valency=3"),
     ({"city": [1.5, 2, 3]}, "Feature 'city_x_age': key 'city': a column holds strings"),
     ({"tag_score": [[1], [1], []]}, "Feature 'tag': 'tag_score' must have a weight where"),
