@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed import config as config_lib
+from embed import structure
 
 Array = Any  # a NumPy or JAX array, or nested lists of numbers
 
@@ -384,19 +385,19 @@ def _valencies(parts: _Parts, ids: np.ndarray, splits, indices) -> np.ndarray:
   return np.bincount(row, minlength=math.prod(parts.batch))
 
 
-def flatten(config: Any, features: Any, weights: Any = None) -> dict[config_lib.Path, Any]:
+def flatten(config: Any, features: Any, weights: Any = None) -> dict[structure.Path, Any]:
   """The given features by path, as (feature config, input, weights or None) in config order.
 
   Raises:
     TypeError, ValueError: if a structure is not that of the config, see `config.match`.
   """
-  given = dict(config_lib.match(config, features, "features", none_allowed=False))
-  weight_of = dict(config_lib.match(config, weights, "weights"))
+  given = dict(structure.match(config, features, "features", none_allowed=False))
+  weight_of = dict(structure.match(config, weights, "weights"))
   stray = [path for path, w in weight_of.items() if w is not None and path not in given]
   if stray:
-    raise ValueError(f"weights given for {config_lib.feature_name(stray[0])!r}, which has no ids.")
+    raise ValueError(f"weights given for {structure.feature_name(stray[0])!r}, which has no ids.")
   flat = {}
-  for path, feature in config_lib.flatten_features(config):
+  for path, feature in structure.flatten_features(config):
     if path in given:
       flat[path] = (feature, given[path], weight_of.get(path))
   return flat
@@ -436,7 +437,7 @@ def validate(feature_config: Any, features: Any, weights: Any = None) -> None:
   ValueError: Feature 'watched': id 10 at position (1,) is out of range for a table of ...
   """
   for path, (feature, x, w) in flatten(feature_config, features, weights).items():
-    check(config_lib.feature_name(path, feature), feature, x, w)
+    check(structure.feature_name(path, feature), feature, x, w)
 
 
 def to_padded(

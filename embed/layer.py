@@ -16,7 +16,7 @@ from flax import nnx
 from embed import config as config_lib
 from embed import gradients as grads
 from embed import inputs as ragged
-from embed import planning
+from embed import planning, structure
 from embed.engine import combining, exchange
 from embed.engine import jax_internals as internals
 from embed.engine import lookup as lookup_lib
@@ -27,7 +27,7 @@ from embed.engine.stack import Arrays, Load, Moment, Sent, Stack, read_all, stor
 from embed.gradients import RowGrads
 from embed.optimizers import RowOptimizer
 
-Path = config_lib.Path
+Path = structure.Path
 
 
 _UNTRAINED = (
@@ -360,11 +360,11 @@ class SparseEmbed(nnx.Module):
     loads, dropped = [], []
     groups: dict[str, list[tuple[Path, config_lib.FeatureConfig]]] = {}
     for path, (feature, x, w) in flat.items():
-      ragged.check(config_lib.feature_name(path, feature), feature, x, w)
+      ragged.check(structure.feature_name(path, feature), feature, x, w)
       stack_name = self._stack_of(self._table_name(feature)).name
       groups.setdefault(stack_name, []).append((path, feature))
     for stack_name, members in groups.items():
-      inputs = [(f, *flat[path][1:], config_lib.feature_name(path, f)) for path, f in members]
+      inputs = [(f, *flat[path][1:], structure.feature_name(path, f)) for path, f in members]
       tables = [self._table_name(feature) for _, feature in members]
       acts, reads, load, lost, bags = self._read(self.spec.stacks[stack_name], inputs, tables)
       activations.update({path: act for (path, _), act in zip(members, acts, strict=True)})
@@ -376,7 +376,7 @@ class SparseEmbed(nnx.Module):
       loads.append(load)
       dropped.append(lost)
     self._count(dropped, loads)
-    packed = config_lib.pack(self.spec.features, features, activations)
+    packed = structure.pack(self.spec.features, features, activations)
     return packed, Residual(read, paths, apart)
 
   def _apart(self, table: str, rows: jax.Array, ids: jax.Array, weights: Any) -> Apart:
@@ -512,11 +512,11 @@ class SparseEmbed(nnx.Module):
         "apply_gradients: activation_grads is None. Give the structure of the activations; an "
         "entry may be None for a zero gradient."
       )
-    given = dict(config_lib.match(self.spec.features, activation_grads, "activation_grads"))
+    given = dict(structure.match(self.spec.features, activation_grads, "activation_grads"))
     looked_up = {path for paths in residual.paths.values() for path in paths}
-    features_of = dict(config_lib.flatten_features(self.spec.features))
+    features_of = dict(structure.flatten_features(self.spec.features))
     for path, feature in features_of.items():
-      name = config_lib.feature_name(path, feature)
+      name = structure.feature_name(path, feature)
       if path in looked_up and path not in given:
         raise ValueError(
           f"No gradient given for {name!r}, which was looked up. Give None for a zero gradient."
@@ -533,7 +533,7 @@ class SparseEmbed(nnx.Module):
       calls = []
       for path, occ in zip(residual.paths[stack_name], reads.parts, strict=True):
         feature, bags = features_of[path], residual.apart.get(path)
-        name = config_lib.feature_name(path, feature)
+        name = structure.feature_name(path, feature)
         batch = occ.batch if bags is None else bags.ids.shape[:-1]
         grad = _checked(name, given[path], (*batch, feature.table.dim))
         if bags is not None:

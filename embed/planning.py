@@ -11,6 +11,7 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import inputs as ragged
+from embed import structure
 from embed.engine import cost as traffic
 from embed.engine import exchange
 from embed.engine import lookup as lookup_lib
@@ -158,7 +159,7 @@ class Plan:
     batch_axis: Sequence[str] | None = None,
   ):
     self.features, self.optimizer, self.mesh = features, optimizer, mesh
-    self.tables = config_lib.name_tables(features)
+    self.tables = structure.name_tables(features)
     self.optimizers = {n: _resolve(n, t, optimizer) for n, t in self.tables.items()}
     self.batch_axis = batch_axis
     self.entries = {name: TablePlan() for name in self.tables}
@@ -536,7 +537,7 @@ def _shapes(plan: Plan, batch: Any) -> dict[str, _Shapes]:
   found = {name: _Shapes() for name in plan.tables}
   of = {id(table): name for name, table in plan.tables.items()}
   for path, (feature, x, _) in ragged.flatten(plan.features, batch, None).items():
-    name = config_lib.feature_name(path, feature)
+    name = structure.feature_name(path, feature)
 
     def occurrences(x, name=name, feature=feature):
       bags = ragged.to_bags(name, feature, x)

@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ORDER = [
   "tools.text",
   "config",
+  "structure",
   "engine.jax_internals",
   "engine.layout",
   "engine.cost",
@@ -93,7 +94,7 @@ def test_each_file_knows_only_its_own():
       assert "flax" not in packages, f"{path}: pure arrays, no nnx"
     private = {module for module in imports(path) if "._" in module and module[:5] != "embed"}
     assert name == "engine.jax_internals" or not private, path
-    if name == "config":
+    if name in ("config", "structure"):
       assert "jax" not in packages
     meshes = {module for module in imports(path) if module.startswith("jax.sharding.")}
     if name in ("engine.storage", "engine.stack"):

@@ -18,8 +18,7 @@ from flax import nnx
 from jax.interpreters import partial_eval as pe
 
 from embed import autodiff as routing
-from embed import checkpoint
-from embed import config as config_lib
+from embed import checkpoint, structure
 from embed import inputs as ragged
 from embed.engine import mesh as sharding
 from embed.engine.layout import Layout
@@ -238,7 +237,7 @@ def _plain(x: Any) -> Any:
     return parts["values"] if len(parts) == 1 else parts
   if isinstance(x, Mapping):
     return {str(key): _plain(value) for key, value in x.items()}
-  if config_lib.is_namedtuple(x):
+  if structure.is_namedtuple(x):
     return {key: _plain(value) for key, value in zip(x._fields, x, strict=True)}
   if isinstance(x, (list, tuple)):
     return type(x)(_plain(value) for value in x)

@@ -12,6 +12,7 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import inputs as ragged
+from embed import structure
 from embed.engine import combining
 from embed.engine import lookup as lookup_lib
 
@@ -73,14 +74,14 @@ def serving_lookup(
   >>> lookup(batch, None, {"movie": rows})["watched"].tolist()
   [[101.0], [10.0]]
   """
-  names = {table: name for name, table in config_lib.name_tables(feature_config).items()}
+  names = {table: name for name, table in structure.name_tables(feature_config).items()}
   found = {}
   for path, (feature, x, w) in ragged.flatten(feature_config, inputs, weights).items():
     rows = _rows(tables, feature.table, names[feature.table])
     learned = _learned(combiner_weights or {}, feature.table, names[feature.table])
-    name = config_lib.feature_name(path, feature)
+    name = structure.feature_name(path, feature)
     found[path] = _serve(name, feature, (x, w), (rows, learned), quantize)
-  return config_lib.pack(feature_config, inputs, found)
+  return structure.pack(feature_config, inputs, found)
 
 
 def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -> jax.Array:

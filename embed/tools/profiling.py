@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from embed import config as config_lib
 from embed import inputs as ragged
+from embed import structure
 from embed.engine.stack import Stack
 from embed.planning import Plan
 from embed.tools import text
@@ -313,7 +313,7 @@ def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> 
   if plan is not None:
     plan = plan if features is None else plan.with_features(features, None)
     features = plan.features
-  configs = config_lib.name_tables(features)
+  configs = structure.name_tables(features)
   names = {id(table): name for name, table in configs.items()}
   sizes = {name: table.vocabulary_size for name, table in configs.items()}
   stacks = {} if plan is None else {n: s for n, s in plan.stacks().items() if s.is_split}
@@ -356,7 +356,7 @@ def _bags(features: Any, batch: Any, names: Mapping[int, str]) -> dict[str, list
   ragged.validate(features, batch)
   found: dict[str, list[_Bags]] = {}
   for path, (feature, x, _) in ragged.flatten(features, batch).items():
-    bags = ragged.to_bags(config_lib.feature_name(path, feature), feature, x)
+    bags = ragged.to_bags(structure.feature_name(path, feature), feature, x)
     ids = np.asarray(bags.ids, np.int64)
     if bags.segments is None:
       bag = np.repeat(np.arange(math.prod(ids.shape[:-1])), ids.shape[-1])

@@ -45,8 +45,9 @@ def flatten(column: Any, max_valency: int | None = None, truncate: bool = False)
     values = hashing.to_array(column.values)
     if values.ndim != 1:
       raise ValueError(f"the values of bags must be flat, [N]. Got shape {values.shape}.")
-    is_sparse = isinstance(column, inputs_lib.Sparse)
-    used = len(values) if is_sparse else _last_split(column.row_splits, values)
+    used = len(values)
+    if isinstance(column, inputs_lib.Ragged):
+      used = _last_split(column.row_splits, values)
 
     def rebuild(x):
       unused = np.full(len(values) - used, 0 if x.dtype.kind == "f" else -1, x.dtype)
