@@ -6,11 +6,12 @@ Everything else may change from one version to the next.
 
 from embed import checkpoint, transforms
 from embed.autodiff import Ahead, look_ahead, value_and_grad
+from embed.combiners import CombinerWeights
 from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, to_padded, validate
-from embed.layer import CombinerWeights, Report, Residual, SlotVariable, SparseEmbed, Table
+from embed.layer import Report, Residual, SlotVariable, SparseEmbed, Table
 from embed.optimizer import Optimizer
 from embed.optimizers import (
   adagrad,

@@ -5,6 +5,7 @@ stand in it as `tables/<module path>/<table>/<slot>`, unpadded; everything else 
 the optimizer by its path.
 """
 
+import functools
 import os
 import pathlib
 from collections.abc import Callable
@@ -16,8 +17,8 @@ import numpy as np
 from flax import nnx
 
 from embed import autodiff as routing
-from embed.engine.lookup import Owner
-from embed.layer import SlotVariable, SparseEmbed, Table
+from embed.engine.taps import Owner
+from embed.layer import SlotVariable, SparseEmbed, Table, read_variables, variable_shapes
 
 __all__ = ["check", "from_tree", "like", "restore", "to_tree"]
 
@@ -79,7 +80,7 @@ def to_tree(**nodes: Any) -> Tree:
   for name, node in nodes.items():
     # Random keys as their data: not every store knows keys.
     dense = {k: _key_data(v) if is_key(v) else v for k, v in _dense(node)[0].items()}
-    tables = _by_layer(node, lambda layer: layer._read_variables(compact=True))
+    tables = _by_layer(node, functools.partial(read_variables, compact=True))
     tree[name] = {"state": dense, "tables": tables}
   return tree
 
@@ -104,7 +105,7 @@ def like(**nodes: Any) -> Tree:
   tree = {}
   for name, node in nodes.items():
     data = lambda x: struct(_key_data(x)) if is_key(x) else struct(x)
-    tables = _by_layer(node, lambda layer: layer._shapes(compact=True))
+    tables = _by_layer(node, functools.partial(variable_shapes, compact=True))
     tree[name] = {"state": {k: data(v) for k, v in _dense(node)[0].items()}, "tables": tables}
   return tree
 

@@ -1,15 +1,14 @@
-"""What a user declares: tables, features, and any nesting of features.
+"""Configs of tables and features.
 
-Plain Python, no JAX: a config can be built, pickled and validated in an input worker. Argument
-names and defaults are those of ``tf.tpu.experimental.embedding``.
+Plain Python without JAX, so that an input worker can build, pickle and validate them. Argument
+names and defaults follow ``tf.tpu.experimental.embedding``.
 """
 
-import collections
 import dataclasses
 import logging
 import numbers
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -22,7 +21,7 @@ _logger = logging.getLogger("embed")
 
 
 def _integer(name: str, value: Any, minimum: int) -> int:
-  """`value` as an int; anything with `__index__` is accepted (NumPy integers too), bool is not."""
+  """Returns an int for anything with `__index__`, such as NumPy integers, but not for a bool."""
   try:
     if isinstance(value, (bool, np.bool_)):
       raise TypeError
@@ -36,15 +35,15 @@ def _integer(name: str, value: Any, minimum: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig:
-  """Simulated quantization of looked-up rows, before the combiner; the gradient passes straight.
+  """Simulated quantization of looked-up rows, before the combiner.
 
-  `x = clip(x, lower, upper)`, then the nearest of `num_buckets` evenly spaced values, halves
-  rounding up. Tables, slots and checkpoints stay in float.
+  `clip(x, lower, upper)` is rounded, halves up, to the nearest of `num_buckets` evenly spaced
+  values; the gradient passes straight through. Tables, slots and checkpoints stay in float.
 
   Args:
-    num_buckets: how many values a quantized element can take, at least 2.
-    lower: the smallest of them.
-    upper: the largest of them.
+    num_buckets: the number of values that a quantized element can take, at least 2.
+    lower: the smallest value.
+    upper: the largest value.
 
   Raises:
     ValueError: for fewer than 2 buckets, or bounds that are not in order.
@@ -72,23 +71,25 @@ class QuantizationConfig:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomCombiner:
-  """A combiner of one's own, with weights that it learns if it wants some.
+  """A user-defined combiner, optionally with learned weights.
 
   Args:
-    computation: `f(valency, vectors, weights)` of one bag: the number of its ids, an int32 scalar;
-      their rows float32 `[max_valency, dim]` in the order given, times the user's weights if there
-      are some, zeros from `valency` on; and the learned weights float32 `[num_weights]`. Returns
-      `[dim]`. In JAX operations: it is differentiated, and mapped over the batch. It never sees an
-      empty bag, which gives zeros; a dense array is bags of one id; sequences are not combined.
-    max_valency: the longest bag. Eager calls raise for a longer one; under jit the ids that do not
-      fit are dropped and counted.
-    num_weights: how many learned weights there are.
-    initializer: of these, `f(key, shape, dtype)`.
-    combiner_weights_learning_rate: they are trained by gradient descent at this rate, whatever the
-      dense optimizer is. None makes each an ordinary `nnx.Param`, for the dense optimizer.
+    computation: `f(valency, vectors, weights)` combines one bag: the number of its ids, an int32
+      scalar; their rows, float32 `[max_valency, dim]` in the order of the ids, times the user's
+      weights if any, zeros from `valency` on; and the learned weights, float32 `[num_weights]`. It
+      returns `[dim]`, and is made of JAX operations, which are differentiated and mapped over the
+      batch. It is not called for empty bags, which give zeros. A dense array holds bags of one id.
+      Sequences are not combined.
+    max_valency: the length of the longest bag. Eager calls raise for a longer one; under jit, ids
+      beyond it are dropped and counted.
+    num_weights: the number of learned weights.
+    initializer: `f(key, shape, dtype)` of the learned weights.
+    combiner_weights_learning_rate: the rate at which gradient descent trains the learned weights,
+      independent of the dense optimizer. None makes them an ordinary `nnx.Param`, which the dense
+      optimizer trains.
 
   Raises:
-    ValueError: naming the argument that is wrong.
+    ValueError: naming the invalid argument.
 
   Learned weights by position in the bag:
 
@@ -130,30 +131,32 @@ class CustomCombiner:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableConfig:
-  """One embedding table. Compared by identity: share a table by passing the same object.
+  """One embedding table. Compared by identity: features that get the same object share a table.
 
-  It takes `vocabulary_size * dim` times 4 bytes, 2 in bfloat16, and its optimizer's slots besides.
+  A table takes `vocabulary_size * dim` times 4 bytes, or 2 in bfloat16, plus the slots of its
+  optimizer.
 
   Args:
     vocabulary_size: number of rows, V. Ids are 0 .. V - 1.
     dim: length of a row, D.
     initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, called with `(V, D)`. None is
-      a normal of standard deviation `1 / sqrt(dim)` cut at two standard deviations, drawn per row.
-    optimizer: this table's optimizer, such as `embed.adagrad(0.05)`; replaces the default given
-      to `SparseEmbed` completely. None takes that default.
-    combiner: how a bag becomes one vector: "mean" (weighted, divides by the sum of weights),
-      "sum", "sqrtn" (divides by the root of the sum of squared weights), or a `CustomCombiner`.
-    name: the key in `tables`, `variables` and checkpoints. None becomes `table_{i}`, the position
-      by first use among the features.
+      a normal of standard deviation `1 / sqrt(dim)`, truncated at two standard deviations and drawn
+      per row.
+    optimizer: the table's optimizer, such as `embed.adagrad(0.05)`, instead of the default given to
+      `SparseEmbed`. None takes that default.
+    combiner: turns a bag into one vector: "mean" (weighted, divides by the sum of weights), "sum",
+      "sqrtn" (divides by the root of the sum of squared weights), or a `CustomCombiner`.
+    name: the key in `tables`, `variables` and checkpoints. None becomes `table_{i}`, i being the
+      table's position in the order of first use among the features.
     quantization_config: a `QuantizationConfig`, or None.
     dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. (On CPU, XLA
-      updates a bfloat16 table by way of a float32 copy of it.)
-    stochastic_rounding: whether new bfloat16 rows are rounded up or down at random, right on
-      average, rather than to the nearest, which loses small steps (Gupta et al. 2015,
-      arXiv:1502.02551). A row may pass `clip_weight_max` by as much as it was rounded.
+      updates a bfloat16 table through a float32 copy of it.)
+    stochastic_rounding: whether new bfloat16 rows are rounded up or down at random, correct on
+      average. Rounding to nearest loses small steps (Gupta et al. 2015, arXiv:1502.02551). A row
+      may exceed `clip_weight_max` by the rounding.
 
   Raises:
-    ValueError: naming the argument that is wrong.
+    ValueError: naming the invalid argument.
 
   >>> movie = embed.TableConfig(
   ...   vocabulary_size=60_000, dim=64, optimizer=embed.adagrad(0.05), name="movie")
@@ -218,20 +221,20 @@ class FeatureConfig:
 
   Args:
     table: the `TableConfig`; several features may share one.
-    max_sequence_length: 0 combines the ids of an example into one vector. L > 0 keeps the first L
-      ids apart, output `[batch, L, dim]`, zeros where there is no id; it applies to bags of rank
-      2 and is ignored (with a log message) for higher ranks or where `output_shape` is given.
+    max_sequence_length: 0 combines the ids of an example into one vector. L > 0 gives a sequence of
+      the rows of the first L ids, `[batch, L, dim]`, padded with zeros. It applies to bags of rank
+      2, and is ignored (with a log message) for higher ranks or with an `output_shape`.
     validate_weights_and_indices: whether eager calls and `embed.validate` raise for ids out of
-      range; without it, such ids are dropped and counted, as they are under jit.
+      range; otherwise such ids are dropped and counted, as they are under jit.
     output_shape: the shape of the activations without `dim`; entries may be None. It is checked,
       and a flat batch of bags is reshaped to it.
     name: a label used in error messages.
-    differentiate_weights: whether the user's weights get a gradient. It costs a vector per id
-      instead of one per bag, and wants bags of known length: anything but a `Ragged` without
-      max_valency. Without it weights are constants.
+    differentiate_weights: whether the user's weights get a gradient; otherwise they are constants.
+      It stores one vector per id instead of one per bag, and requires bags of a static length: any
+      kind but a `Ragged` without max_valency.
 
   Raises:
-    ValueError: naming the argument that is wrong.
+    ValueError: naming the invalid argument.
     TypeError: if `output_shape` is not a shape.
 
   >>> movie = embed.TableConfig(100, 4, name="movie")
@@ -264,10 +267,11 @@ class FeatureConfig:
     if self.output_shape is not None:
       set_("output_shape", _shape(self.output_shape))
       if self.max_sequence_length:
-        _logger.warning("max_sequence_length is ignored where output_shape is given: %r", self)
+        _logger.warning("max_sequence_length is ignored because of output_shape: %r", self)
 
 
 def _shape(value: Any) -> tuple[int | None, ...]:
+  """Returns the entries of an `output_shape` as ints or None."""
   try:
     dims = [value] if isinstance(value, int) else list(value)
     return tuple(None if d is None else operator.index(d) for d in dims)
@@ -275,119 +279,3 @@ def _shape(value: Any) -> tuple[int | None, ...]:
     raise TypeError(
       f"Argument `output_shape` must be a sequence of ints (or None entries). Got {value!r}."
     ) from None
-
-
-# --- nested structures ---------------------------------------------------------------------------
-# The structure is that of the feature config, walked explicitly: `jax.tree` would keep an
-# OrderedDict's insertion order, lose None leaves, and raise one error type for two mistakes.
-
-Path = tuple[str, ...]
-
-
-def is_namedtuple(value: Any) -> bool:
-  return isinstance(value, tuple) and hasattr(value, "_fields")
-
-
-def _children(config: Any) -> list[tuple[str, Any]]:
-  """The (key, child) pairs of a container, dict keys sorted."""
-  if isinstance(config, Mapping):
-    return [(str(key), config[key]) for key in sorted(config)]
-  if is_namedtuple(config):
-    return list(zip(config._fields, config, strict=True))
-  if isinstance(config, (list, tuple)):
-    return [(str(i), child) for i, child in enumerate(config)]
-  raise ValueError(
-    "A feature config is any nesting of dicts, lists, tuples and named tuples of "
-    f"embed.FeatureConfig. Found {config!r}."
-  )
-
-
-def flatten_features(config: Any, path: Path = ()) -> Iterator[tuple[Path, FeatureConfig]]:
-  """The features of a nested config in order: dict keys sorted, sequences as they stand."""
-  if isinstance(config, FeatureConfig):
-    yield path, config
-    return
-  for key, child in _children(config):
-    yield from flatten_features(child, (*path, key))
-
-
-def feature_name(path: Path, feature: FeatureConfig | None = None) -> str:
-  """How errors name a feature: its own name, or its path in the config ("a/0")."""
-  return (feature.name if feature is not None else None) or "/".join(path) or "<the feature>"
-
-
-def match(
-  config: Any, values: Any, what: str, path: Path = (), *, none_allowed: bool = True
-) -> Iterator[tuple[Path, Any]]:
-  """Pairs each feature's path with its entry of `values`, which has the structure of `config`.
-
-  A dict may hold any subset of the keys. With `none_allowed`, None may stand for a container.
-
-  Raises:
-    TypeError: where the kinds of containers differ.
-    ValueError: where their sizes or keys differ.
-  """
-  if isinstance(config, FeatureConfig):
-    yield path, values
-    return
-  where = f" at {'/'.join(path)!r}" if path else ""
-  if values is None and none_allowed:
-    return
-  if isinstance(config, Mapping):
-    if not isinstance(values, Mapping):
-      raise TypeError(f"{what}{where}: expected a dict like the feature config, got {type(values)}")
-    unknown = sorted(str(key) for key in values if key not in config)
-    if unknown:
-      raise ValueError(
-        f"{what}{where}: unknown features {unknown}; the feature config has "
-        f"{sorted(map(str, config))}. Pass those alone."
-      )
-    for key in sorted(values):
-      inner = (*path, str(key))
-      yield from match(config[key], values[key], what, inner, none_allowed=none_allowed)
-    return
-  kind = type(config)
-  if type(values) is not kind:
-    raise TypeError(
-      f"{what}{where}: expected a {kind.__name__} like the feature config, got "
-      f"{type(values).__name__}."
-    )
-  if len(values) != len(config):
-    raise ValueError(
-      f"{what}{where}: expected {len(config)} entries like the feature config, got {len(values)}."
-    )
-  for (key, child), value in zip(_children(config), values, strict=True):
-    yield from match(child, value, what, (*path, key), none_allowed=none_allowed)
-
-
-def pack(config: Any, like: Any, flat: Mapping[Path, Any], path: Path = ()) -> Any:
-  """The entries of `flat`, by feature path, in the containers of `like` (those the user gave)."""
-  if isinstance(config, FeatureConfig):
-    return flat[path]
-  if isinstance(config, Mapping):
-    return {key: pack(config[key], like[key], flat, (*path, str(key))) for key in like}
-  packed = [
-    pack(child, value, flat, (*path, key))
-    for (key, child), value in zip(_children(config), like, strict=True)
-  ]
-  return type(config)(*packed) if is_namedtuple(config) else type(config)(packed)
-
-
-def name_tables(config: Any) -> dict[str, TableConfig]:
-  """Every table by name, in the order of first use; unnamed ones become `table_{position}`.
-
-  Raises:
-    ValueError: if there is no feature, or if two tables have one name.
-  """
-  features = list(flatten_features(config))
-  paths = collections.Counter("/".join(path) for path, _ in features)
-  if paths and max(paths.values()) > 1:
-    raise ValueError(f"Two features have one path, {max(paths, key=lambda p: paths[p])!r}.")
-  tables = list(dict.fromkeys(feature.table for _, feature in features))
-  if not tables:
-    raise ValueError("The feature config holds no embed.FeatureConfig.")
-  names = [table.name or f"table_{i}" for i, table in enumerate(tables)]
-  for name, count in collections.Counter(names).items():
-    if count > 1:
-      raise ValueError(f"Tables must have a unique name. Multiple tables with name {name} found.")
-  return dict(zip(names, tables, strict=True))

@@ -7,7 +7,7 @@ ids are padding in inputs only, because inside JAX `table[-1]` wraps to the last
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed import config as config_lib
+from embed import structure
 from embed.engine.bags import Bags, from_input
 
 Array = Any  # a NumPy or JAX array, or nested lists of numbers
@@ -393,35 +394,45 @@ def _valencies(parts: Parts, ids: np.ndarray, splits, indices) -> np.ndarray:
 class Input(NamedTuple):
   """One feature of a batch, checked."""
 
-  path: config_lib.Path
+  path: structure.Path
   name: str
   feature: config_lib.FeatureConfig
   parts: Parts
   form: Form
 
 
+def matched(
+  config: Any, features: Any, weights: Any = None
+) -> Iterator[tuple[structure.Path, config_lib.FeatureConfig, Any, Any]]:
+  """The path, config, input and weights (or None) of each feature, in the order of the config.
+
+  Raises:
+    TypeError, ValueError: if a structure is not that of the config, see `structure.match`.
+  """
+  inputs = dict(structure.match(config, features, "features", none_allowed=False))
+  weight_of = dict(structure.match(config, weights, "weights"))
+  stray = [path for path, w in weight_of.items() if w is not None and path not in inputs]
+  if stray:
+    raise ValueError(f"weights given for {structure.feature_name(stray[0])!r}, which has no ids.")
+  for path, feature in structure.flatten_features(config):
+    if path in inputs:
+      yield path, feature, inputs[path], weight_of.get(path)
+
+
 def read(config: Any, features: Any, weights: Any = None) -> list[Input]:
   """The features of a batch in the order of the config, checked; values where they are concrete.
 
   Raises:
-    TypeError, ValueError: if a structure is not that of the config, see `config.match`, or an input
-      does not fit its feature.
+    TypeError, ValueError: as `matched`, or if an input does not fit its feature.
   """
-  inputs = dict(config_lib.match(config, features, "features", none_allowed=False))
-  weight_of = dict(config_lib.match(config, weights, "weights"))
-  stray = [path for path, w in weight_of.items() if w is not None and path not in inputs]
-  if stray:
-    raise ValueError(f"weights given for {config_lib.feature_name(stray[0])!r}, which has no ids.")
-  flat = config_lib.flatten_features(config)
   return [
-    check(path, config_lib.feature_name(path, feature), feature, inputs[path], weight_of.get(path))
-    for path, feature in flat
-    if path in inputs
+    check(path, structure.feature_name(path, feature), feature, x, w)
+    for path, feature, x, w in matched(config, features, weights)
   ]
 
 
 def check(
-  path: config_lib.Path, name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None
+  path: structure.Path, name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None
 ) -> Input:
   """An input of a feature, taken apart.
 

@@ -13,12 +13,13 @@ from flax import errors as flax_errors
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from embed import combiners, gradients, planning
+from embed import combiners, gradients, planning, structure
 from embed import config as config_lib
 from embed.combiners import Uncombined
 from embed.engine import exchange, jax_internals, route, storage, taps, update
 from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags
+from embed.engine.layout import Layout
 from embed.engine.lookup import LookupRecord
 from embed.engine.rows import ActivationGrads
 from embed.engine.stack import Arrays, StackSpec
@@ -26,7 +27,7 @@ from embed.gradients import RowGrads
 from embed.inputs import Input, check, read
 from embed.row_optimizer import RowOptimizer
 
-Path = config_lib.Path
+Path = structure.Path
 
 
 _UNTRAINED = (
@@ -543,7 +544,7 @@ class SparseEmbed(nnx.Module):
 
 def _spec(plan: planning.Plan) -> Spec:
   names = {id(table): name for name, table in plan.tables.items()}
-  flat = config_lib.flatten_features(plan.features)
+  flat = structure.flatten_features(plan.features)
   stacks = plan.stacks()
   return Spec(
     plan.features,
@@ -600,7 +601,7 @@ def _look_up(layer: SparseEmbed, features: Any, weights: Any) -> tuple[Any, Resi
     residual.paths[stack_name] = tuple(x.path for x in inputs)
     dropped.append(prepared.dropped)
   _count(layer, dropped, list(residual.records.values()))
-  return config_lib.pack(spec.features, features, activations), residual
+  return structure.pack(spec.features, features, activations), residual
 
 
 def _look_up_stack(
@@ -679,11 +680,11 @@ def _by_stack(
   spec: Spec, activation_grads: Any, residual: Residual
 ) -> tuple[dict[str, list[update.StackGrads]], dict[str, jax.Array]]:
   """Gradients by stack, and those of combiners' learned weights by table, all checked."""
-  by_path = dict(config_lib.match(spec.features, activation_grads, "activation_grads"))
+  by_path = dict(structure.match(spec.features, activation_grads, "activation_grads"))
   looked_up = {path for paths in residual.paths.values() for path in paths}
-  features = dict(config_lib.flatten_features(spec.features))
+  features = dict(structure.flatten_features(spec.features))
   for path, feature in features.items():
-    name = config_lib.feature_name(path, feature)
+    name = structure.feature_name(path, feature)
     if path in looked_up and path not in by_path:
       raise ValueError(
         f"No gradient given for {name!r}, which was looked up. Give None for a zero gradient."
@@ -700,7 +701,7 @@ def _by_stack(
     for path, bags in zip(residual.paths[stack_name], record.bags, strict=True):
       feature, rows = features[path], residual.uncombined.get(path)
       batch = bags.batch if rows is None else rows.ids.shape[:-1]
-      name = config_lib.feature_name(path, feature)
+      name = structure.feature_name(path, feature)
       grad = _checked(name, by_path[path], (*batch, feature.table.dim))
       if rows is not None:
         stack, table = spec.stacks[stack_name], spec.table_of[path]
@@ -788,6 +789,21 @@ def variable_shapes(
   """The shapes of `read_variables`."""
   of = lambda name, stack: storage.shapes(stack, _arrays(layer, stack), name, compact)
   return {name: of(name, layer.spec.stack_of[name]) for name in layer.spec.tables}
+
+
+def store_apart(layer: SparseEmbed) -> None:
+  """Stores each table of a layer in an array of its own, whole and without slots, for serving."""
+  spec, rows = layer.spec, layer.tables
+  stacks = {
+    name: StackSpec(
+      name, (name,), Layout((table.vocabulary_size,)), table.dim, table.dtype,
+      quantization=table.quantization_config,
+    )
+    for name, table in spec.tables.items()
+  }  # fmt: skip
+  optimizers: dict[str, RowOptimizer | None] = dict.fromkeys(spec.tables)
+  layer.static = StaticSpec(spec._replace(optimizers=optimizers, stacks=stacks, stack_of=stacks))
+  layer.arrays = nnx.Dict({t: nnx.Dict({"parameters": Table(rows[t])}) for t in spec.tables})
 
 
 def _check_shape(name: str, key: str, shape: tuple[int, ...], wanted: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from embed import config as config_lib
-from embed import inputs
+from embed import inputs, structure
 from embed.engine import cost, route, storage
 from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags, from_input
@@ -168,7 +168,7 @@ class Plan:
     batch_axis: Sequence[str] | None = None,
   ):
     self.features, self.optimizer, self.mesh = features, optimizer, mesh
-    self.tables = config_lib.name_tables(features)
+    self.tables = structure.name_tables(features)
     self.optimizers = {n: _resolve(n, t, optimizer) for n, t in self.tables.items()}
     self.batch_axis = batch_axis
     self.entries = {name: TablePlan() for name in self.tables}

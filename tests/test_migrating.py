@@ -39,10 +39,10 @@ def test_every_row_names_tests_that_exist():
   for key, _, _, tests in ROWS:
     if key == "id" or key.startswith("-"):
       continue
-    named = re.findall(r"`(\w+\.py)::(\w+)`", tests)
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", tests)
     assert named, f"{key} names no test"
     assert len(named) == tests.count("`") // 2, key
-  for name, function in re.findall(r"`(\w+\.py)::(\w+)`", PAGE):
+  for name, function in re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE):
     assert function in functions(name), f"{name}::{function}"
 
 

@@ -43,6 +43,12 @@ class Bags:
     """Whether bags have any length."""
     return self.segments is not None
 
+  def bag_indices(self) -> jax.Array:
+    """The flat index of each id's bag, int32 `[N]` for the ids one after another."""
+    if self.segments is not None:
+      return self.segments
+    return jnp.repeat(jnp.arange(math.prod(self.batch), dtype=jnp.int32), self.ids.shape[-1])
+
   def with_ids(self, ids: jax.Array) -> "Bags":
     return dataclasses.replace(self, ids=ids)
 

@@ -18,14 +18,11 @@ from flax import nnx
 from jax.interpreters import partial_eval as pe
 
 from embed import autodiff as routing
-from embed import checkpoint
-from embed import config as config_lib
+from embed import checkpoint, structure
 from embed import inputs as ragged
 from embed.engine import mesh as sharding
-from embed.engine.layout import Layout
-from embed.engine.lookup import Owner
-from embed.engine.stack import Stack
-from embed.layer import Table, _Static
+from embed.engine.taps import Owner
+from embed.layer import store_apart
 
 _KINDS = (ragged.Padded, ragged.Ragged, ragged.Sparse)
 
@@ -164,13 +161,7 @@ def _on_one_device(model: Any) -> Any:
   """A copy of a model in which every table is an array of its own, whole, and has no slots."""
   model = nnx.merge(*nnx.split(model))
   for layer in routing.sparse_embeds(model).values():
-    spec, rows = layer.spec, layer.tables
-    stacks = {
-      name: Stack(name, {name: table}, None, Layout((table.vocabulary_size,)))
-      for name, table in spec.tables.items()
-    }
-    layer._spec = _Static(spec._replace(optimizers=dict.fromkeys(spec.tables), stacks=stacks))
-    layer.arrays = nnx.Dict({t: nnx.Dict({"parameters": Table(rows[t])}) for t in spec.tables})
+    store_apart(layer)
   return model
 
 
@@ -238,7 +229,7 @@ def _plain(x: Any) -> Any:
     return parts["values"] if len(parts) == 1 else parts
   if isinstance(x, Mapping):
     return {str(key): _plain(value) for key, value in x.items()}
-  if config_lib.is_namedtuple(x):
+  if structure.is_namedtuple(x):
     return {key: _plain(value) for key, value in zip(x._fields, x, strict=True)}
   if isinstance(x, (list, tuple)):
     return type(x)(_plain(value) for value in x)

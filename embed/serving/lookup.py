@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed import config as config_lib
-from embed import inputs as ragged
-from embed.engine import combining
+from embed import inputs as inputs_lib
+from embed import structure
+from embed.engine import bags as bags_lib
 from embed.engine import lookup as lookup_lib
+from embed.engine.bags import Bags
 
 
 def serving_lookup(
@@ -73,14 +75,14 @@ def serving_lookup(
   >>> lookup(batch, None, {"movie": rows})["watched"].tolist()
   [[101.0], [10.0]]
   """
-  names = {table: name for name, table in config_lib.name_tables(feature_config).items()}
-  found = {}
-  for path, (feature, x, w) in ragged.flatten(feature_config, inputs, weights).items():
+  names = {table: name for name, table in structure.name_tables(feature_config).items()}
+  activations = {}
+  for path, feature, x, w in inputs_lib.matched(feature_config, inputs, weights):
     rows = _rows(tables, feature.table, names[feature.table])
     learned = _learned(combiner_weights or {}, feature.table, names[feature.table])
-    name = config_lib.feature_name(path, feature)
-    found[path] = _serve(name, feature, (x, w), (rows, learned), quantize)
-  return config_lib.pack(feature_config, inputs, found)
+    name = structure.feature_name(path, feature)
+    activations[path] = _serve(name, feature, (x, w), (rows, learned), quantize)
+  return structure.pack(feature_config, inputs, activations)
 
 
 def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -> jax.Array:
@@ -125,40 +127,40 @@ def _serve(
   """Activations of a feature: serving's rules, put in terms of training's."""
   (x, w), (rows, learned) = given, table_arrays
   table, stated = feature.table, feature.output_shape
-  reshapes = isinstance(x, ragged.Ragged) and stated is not None and None not in stated
+  reshapes = isinstance(x, inputs_lib.Ragged) and stated is not None and None not in stated
   rules = dataclasses.replace(
     feature,
     max_sequence_length=0 if stated is not None else feature.max_sequence_length,
-    output_shape=stated if isinstance(x, (ragged.Padded, ragged.Ragged)) and not reshapes else None,
+    output_shape=stated
+    if isinstance(x, (inputs_lib.Padded, inputs_lib.Ragged)) and not reshapes
+    else None,
     validate_weights_and_indices=True,  # here it says what is pruned; no id is dropped unseen
   )
-  ragged.check(name, rules, x, w)
+  checked = inputs_lib.check((), name, rules, x, w)
   shape = None
   if reshapes:
     shape = stated
     length = _length(name, shape, np.shape(x.row_splits)[0] - 1)
     if length > 1:
-      rules, w = dataclasses.replace(rules, max_sequence_length=length), None
-  elif not isinstance(x, (ragged.Padded, ragged.Ragged, ragged.Sparse)):
+      rules = dataclasses.replace(rules, max_sequence_length=length)
+      checked = inputs_lib.check((), name, rules, x)
+  elif not isinstance(x, (inputs_lib.Padded, inputs_lib.Ragged, inputs_lib.Sparse)):
     shape = np.shape(x)
-  bags = ragged.to_bags(name, rules, x, w)
-  if isinstance(x, ragged.Sparse) and w is not None and table.combiner in ("mean", "sqrtn"):
+  bags, _ = bags_lib.from_input(checked.parts, checked.form, table.vocabulary_size)
+  if isinstance(x, inputs_lib.Sparse) and w is not None and table.combiner in ("mean", "sqrtn"):
     is_safe = feature.validate_weights_and_indices or len(x.dense_shape) > 2
     bags = _positive(bags, table.vocabulary_size) if is_safe else bags
   look_up = functools.partial(
     _look_up, rows, quantization=table.quantization_config if quantize else None
   )
   custom = table.combiner if isinstance(table.combiner, config_lib.CustomCombiner) else None
-  if custom and ragged.combines(name, rules, x, w):
-    bags = ragged.in_places(bags, table.vocabulary_size, custom.max_valency)
-    apart = look_up(lookup_lib.Occurrences(bags.ids[..., None], None, None), shape=bags.ids.shape)
-    act = combining.combine(table, apart, bags.ids, bags.weights, learned)
+  if custom and not checked.form.length:
+    bags, _ = bags_lib.in_positions(bags, table.vocabulary_size, custom.max_valency)
+    each = look_up(Bags(bags.ids[..., None]))
+    act = lookup_lib.combine_rows(table, each, bags.ids, bags.gains, learned)
   else:
-    how = (
-      table.combiner if isinstance(table.combiner, str) else "sum"
-    )  # a sequence has bags of one id
-    occ = lookup_lib.occurrences(bags, how, table.vocabulary_size)
-    act = look_up(occ, shape=bags.shape)
+    how = "sum" if custom else str(table.combiner)  # a sequence has bags of one id
+    act = look_up(bags.normalized(how, table.vocabulary_size))
   return act if shape is None else act.reshape(*shape, table.dim)
 
 
@@ -175,14 +177,13 @@ def _length(name: str, stated: Any, bags: int) -> int:
   return size // bags
 
 
-def _positive(bags: ragged.Bags, vocabulary_size: int) -> ragged.Bags:
+def _positive(bags: Bags, vocabulary_size: int) -> Bags:
   """Without the ids whose weight is not positive."""
-  assert bags.weights is not None
-  keep = bags.weights > 0
-  return bags._replace(
-    ids=jnp.where(keep, bags.ids, vocabulary_size), weights=jnp.where(keep, bags.weights, 0)
-  )
+  assert bags.gains is not None
+  keep = bags.gains > 0
+  ids = jnp.where(keep, bags.ids, vocabulary_size)
+  return dataclasses.replace(bags, ids=ids, gains=jnp.where(keep, bags.gains, 0))
 
 
 # Compiled once per shape in eager calls; within somebody's jit it is a part of that.
-_look_up = jax.jit(lookup_lib.lookup, static_argnames=("shape", "quantization"))
+_look_up = jax.jit(lookup_lib.gather_and_combine, static_argnames=("quantization",))

@@ -5,7 +5,6 @@ On the host, before training. The original's `profile_data_directory` of the emb
 
 import dataclasses
 import json
-import math
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from embed import config as config_lib
-from embed import inputs as ragged
-from embed.engine.stack import Stack
+from embed import inputs, structure
+from embed.engine import bags as bags_lib
+from embed.engine.stack import StackSpec
 from embed.planning import Plan
 from embed.tools import text
 
@@ -313,7 +312,7 @@ def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> 
   if plan is not None:
     plan = plan if features is None else plan.with_features(features, None)
     features = plan.features
-  configs = config_lib.name_tables(features)
+  configs = structure.name_tables(features)
   names = {id(table): name for name, table in configs.items()}
   sizes = {name: table.vocabulary_size for name, table in configs.items()}
   stacks = {} if plan is None else {n: s for n, s in plan.stacks().items() if s.is_split}
@@ -353,19 +352,15 @@ class _Bags:
 
 def _bags(features: Any, batch: Any, names: Mapping[int, str]) -> dict[str, list[_Bags]]:
   """A batch's ids by table."""
-  ragged.validate(features, batch)
-  found: dict[str, list[_Bags]] = {}
-  for path, (feature, x, _) in ragged.flatten(features, batch).items():
-    bags = ragged.to_bags(config_lib.feature_name(path, feature), feature, x)
-    ids = np.asarray(bags.ids, np.int64)
-    if bags.segments is None:
-      bag = np.repeat(np.arange(math.prod(ids.shape[:-1])), ids.shape[-1])
-    else:
-      bag = np.asarray(bags.segments, np.int64)
-    valid = ids.reshape(-1) < feature.table.vocabulary_size
-    entry = _Bags(ids.reshape(-1)[valid], bag[valid], bags.shape, bags.segments is not None)
-    found.setdefault(names[id(feature.table)], []).append(entry)
-  return found
+  by_table: dict[str, list[_Bags]] = {}
+  for x in inputs.read(features, batch):
+    table = x.feature.table
+    bags, _ = bags_lib.from_input(x.parts, x.form, table.vocabulary_size)
+    ids = np.asarray(bags.ids, np.int64).reshape(-1)
+    bag, valid = np.asarray(bags.bag_indices(), np.int64), ids < table.vocabulary_size
+    entry = _Bags(ids[valid], bag[valid], bags.batch, bags.is_ragged)
+    by_table.setdefault(names[id(table)], []).append(entry)
+  return by_table
 
 
 class _TableCounts:
@@ -399,24 +394,23 @@ class _TableCounts:
     return TableProfile(vocabulary_size, self.bags, ids, distinct, self.rows, self.counts)
 
 
-def _load(stack: Stack, seen: Mapping[str, list[_Bags]]) -> np.ndarray:
+def _load(stack: StackSpec, seen: Mapping[str, list[_Bags]]) -> np.ndarray:
   """The distinct rows that each device asked of each shard in a batch, int64 `[devices, shards]`.
 
   Devices that hold other columns of the same rows ask together, and count as one.
   """
-  placement, layout = stack.placement, stack.layout
-  assert placement is not None
-  askers, shards = placement.askers(), layout.shards
+  layout = stack.layout
+  groups, shards = stack.placement.lookup_groups(), layout.shards
   keys = [np.zeros(0, np.int64)]
-  for number, name in enumerate(stack.names):
+  for number, name in enumerate(stack.tables):
     for entry in seen.get(name, []):
       if entry.loose or not entry.ids.size:
         continue
       batch = entry.shape[0] if entry.shape else 1
       inner = int(np.prod(entry.shape[1:]))
-      each = -(-batch // len(askers))  # the batch is padded to all devices
-      asker = askers[entry.bag // inner // each]
+      each = -(-batch // len(groups))  # the batch is padded to all devices
+      group = groups[entry.bag // inner // each]
       shard, place = (np.asarray(x, np.int64) for x in layout.locate(number, entry.ids))
-      keys.append((asker * shards + shard) * layout.rows + place)
+      keys.append((group * shards + shard) * layout.rows + place)
   pair = np.unique(np.concatenate(keys)) // layout.rows
-  return np.bincount(pair, minlength=(max(askers) + 1) * shards).reshape(-1, shards)
+  return np.bincount(pair, minlength=(max(groups) + 1) * shards).reshape(-1, shards)

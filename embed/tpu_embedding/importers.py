@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from embed import config as config_lib
-from embed import initializers
+from embed import initializers, structure
 from embed.engine.layout import Layout
 from embed.layer import SparseEmbed
 from embed.row_optimizer import OPTIMIZERS, RowOptimizer, named
@@ -98,7 +98,7 @@ def _features(theirs: Any, table_of: Callable[[Any], config_lib.TableConfig]) ->
   inner = functools.partial(_features, table_of=table_of)
   if isinstance(theirs, Mapping):
     return {key: inner(value) for key, value in theirs.items()}
-  if config_lib.is_namedtuple(theirs):
+  if structure.is_namedtuple(theirs):
     return type(theirs)(*map(inner, theirs))
   if isinstance(theirs, (list, tuple)):
     return (tuple if isinstance(theirs, tuple) else list)(map(inner, theirs))

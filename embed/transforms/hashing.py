@@ -1,4 +1,4 @@
-"""Raw categories and numbers on the host: what they may be, which are padding, and their hashes.
+"""Keys and numbers of raw features: their types, which of them are padding, and hashes of keys.
 
 Keys are one array `[N]`: integers of any dtype, or str objects. NumPy and xxhash only.
 """
@@ -13,15 +13,15 @@ _TYPES = "strings, bytes and integers"
 
 
 def to_array(values: Any) -> np.ndarray:
-  """Arrays as they are; lists and scalars as objects, so that [1, "a"] does not become strings."""
+  """Makes arrays of lists and scalars, of dtype object, so that [1, "a"] keeps its integer."""
   return np.asarray(values) if hasattr(values, "__array__") else np.asarray(values, object)
 
 
 def to_keys(values: np.ndarray) -> np.ndarray:
-  """Values `[N]` to keys `[N]`: None becomes '' or -1, and bytes become str.
+  """Converts values `[N]` to keys `[N]`: None becomes '' or -1, and bytes become str.
 
   Raises:
-    ValueError: for anything but strings, bytes and integers, or where some are mixed.
+    ValueError: for anything but strings, bytes and integers, or for strings mixed with integers.
 
   >>> to_keys(np.array([b"drama", "comedy", None], object)).tolist()
   ['drama', 'comedy', '']
@@ -34,27 +34,27 @@ def to_keys(values: np.ndarray) -> np.ndarray:
     values = values.astype(object)
   if values.dtype != object:
     raise ValueError(
-      f"{values.dtype} values are no categories, which are {_TYPES}. Convert them with "
-      ".astype('int64') or .astype(str), or put numbers in buckets by Bucketized(boundaries)."
+      f"{values.dtype} values cannot be categories, which are {_TYPES}. Convert them with "
+      ".astype('int64') or .astype(str), or put numbers in buckets with Bucketized(boundaries)."
     )
   items = values.tolist()
   types = set(map(type, items))
   if types <= {str}:
     return values
-  given = types - {type(None)}
-  if all(issubclass(t, (str, bytes)) for t in given):
+  key_types = types - {type(None)}
+  if all(issubclass(t, (str, bytes)) for t in key_types):
     return np.array([_text(item) for item in items], object)
-  if all(issubclass(t, (int, np.integer)) and t is not bool for t in given):
+  if all(issubclass(t, (int, np.integer)) and t is not bool for t in key_types):
     return _to_integers([-1 if item is None else int(item) for item in items])
-  names = sorted(t.__name__ for t in given)
+  names = sorted(t.__name__ for t in key_types)
   raise ValueError(
-    f"a column holds {_TYPES}, and not strings with integers. Found {names}. What is "
-    "missing is None or '', not NaN."
+    f"a column holds {_TYPES}, and not strings mixed with integers. Got {names}. A missing value "
+    "is None or '', not NaN."
   )
 
 
 def _text(item: str | bytes | None) -> str:
-  # Bytes that are no UTF-8 survive: `hashes` encodes them back.
+  # Invalid UTF-8 survives: `hashes` encodes it back to the same bytes.
   return item.decode("utf-8", "surrogateescape") if isinstance(item, bytes) else item or ""
 
 
@@ -67,13 +67,13 @@ def _to_integers(items: list[int]) -> np.ndarray:
     return np.array(items, np.uint64)
   except OverflowError:
     raise ValueError(
-      f"integers must all fit int64, or all uint64, which has no padding. Found {min(items)} and "
+      f"integers must all fit int64, or all uint64, which has no padding. Got {min(items)} and "
       f"{max(items)}; hash them as strings if they are longer."
     ) from None
 
 
 def is_padding(keys: np.ndarray) -> np.ndarray:
-  """Which keys are '' or -1, bool `[N]`.
+  """Marks the keys that are '' or -1, bool `[N]`.
 
   Raises:
     ValueError: for integers below -1.
@@ -82,14 +82,14 @@ def is_padding(keys: np.ndarray) -> np.ndarray:
     return keys == ""
   if keys.dtype.kind == "i" and (keys < -1).any():
     raise ValueError(
-      f"{int(keys.min())} is neither a key nor padding, which is -1. Give signed 64-bit hashes as "
+      f"{int(keys.min())} is neither a key nor padding (-1). Give signed 64-bit hashes as "
       "x.view(np.uint64)."
     )
   return keys == -1
 
 
 def to_numbers(values: np.ndarray) -> np.ndarray:
-  """Values `[N]` to integers or floats `[N]`; None becomes NaN.
+  """Converts values `[N]` to integers or floats `[N]`; None becomes NaN.
 
   Raises:
     ValueError: for anything but numbers.
@@ -116,7 +116,7 @@ _P5 = np.uint64(0x27D4EB2F165667C5)
 
 
 def hashes(keys: np.ndarray, seed: int) -> np.ndarray:
-  """XXH64 of the UTF-8 of strings, or of the 8 little-endian bytes of integers, uint64 `[N]`.
+  """Hashes the UTF-8 of strings, or the 8 little-endian bytes of integers, by XXH64: uint64 `[N]`.
 
   >>> hashes(np.array(["drama"], object), 0).tolist() == [xxhash.xxh64_intdigest(b"drama")]
   True
@@ -128,10 +128,10 @@ def hashes(keys: np.ndarray, seed: int) -> np.ndarray:
 
 
 def xxh64(words: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-  """XXH64 of the 8 little-endian bytes of each word, all at once.
+  """Hashes the 8 little-endian bytes of each word by XXH64, vectorized.
 
-  The specification's short input of one 8-byte lane: https://github.com/Cyan4973/xxHash,
-  doc/xxhash_spec.md, XXH64, steps 1 (special case), 5 and 6.
+  A word is an input of one 8-byte lane: https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md,
+  XXH64, steps 1 (special case), 5 and 6.
 
   Args:
     words: uint64 `[N]`.
@@ -161,7 +161,7 @@ def _rotated(x: np.ndarray, by: int) -> np.ndarray:
   return (x << np.uint64(by)) | (x >> np.uint64(64 - by))
 
 
-def buckets(hashed: np.ndarray, number: int) -> np.ndarray:
-  """`hashed % number`, int32 `[N]`."""
-  n = np.uint64(number)
-  return (hashed - hashed // n * n).astype(np.int32)  # NumPy vectorises division, not remainders
+def buckets(hashes: np.ndarray, num_buckets: int) -> np.ndarray:
+  """Returns `hashes % num_buckets`, int32 `[N]`."""
+  n = np.uint64(num_buckets)
+  return (hashes - hashes // n * n).astype(np.int32)  # NumPy vectorizes division, not remainders

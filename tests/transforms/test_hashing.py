@@ -68,12 +68,12 @@ def test_lists_of_64_bit_integers_stay_exact():
 @pytest.mark.parametrize(
   ("values", "message"),
   [
-    (np.array([1.5]), "float64 values are no categories.*Bucketized"),
-    (np.array([True]), "bool values are no categories"),
-    (objects(1, "1"), r"not strings with integers. Found \['int', 'str'\]"),
-    (objects("a", float("nan")), r"Found \['float', 'str'\]"),
-    (objects(True, 1), r"Found \['bool', 'int'\]"),
-    (objects(["a"], "b"), r"Found \['list', 'str'\]"),
+    (np.array([1.5]), "float64 values cannot be categories.*Bucketized"),
+    (np.array([True]), "bool values cannot be categories"),
+    (objects(1, "1"), r"not strings mixed with integers. Got \['int', 'str'\]"),
+    (objects("a", float("nan")), r"Got \['float', 'str'\]"),
+    (objects(True, 1), r"Got \['bool', 'int'\]"),
+    (objects(["a"], "b"), r"Got \['list', 'str'\]"),
   ],
 )
 def test_what_is_no_category_raises(values, message):

@@ -373,7 +373,7 @@ def test_a_fresh_process_gives_the_same_bits(tmp_path):
 
 
 def test_the_examples_of_the_documentation_run(tmp_path, monkeypatch):
-  text = (pathlib.Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+  text = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text()
   blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
   monkeypatch.chdir(tmp_path)
   scope = {}

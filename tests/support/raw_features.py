@@ -1,0 +1,24 @@
+"""Hashes and ids of raw features, written for the tests without the library."""
+
+import functools
+
+import xxhash
+
+import embed
+
+
+def xxh64(word, seed=0):
+  data = word.to_bytes(8, "little") if isinstance(word, int) else word.encode()
+  return xxhash.xxh64_intdigest(data, seed)
+
+
+def cross(*values, salt=0):
+  words = [value if isinstance(value, int) else xxh64(value) for value in values]
+  return functools.reduce(lambda seed, word: xxh64(word, seed), words, salt)
+
+
+def bags(column):
+  """Ids of any kind as lists without padding."""
+  if not isinstance(column, embed.Padded):
+    column = embed.to_padded(column)
+  return [[i for i in bag if i >= 0] for bag in column.values.tolist()]

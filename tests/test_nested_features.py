@@ -1,0 +1,86 @@
+"""`embed.structure`: nested features flattened, matched with values, packed again, and named."""
+
+import collections
+import subprocess
+import sys
+
+import pytest
+
+import embed
+from embed import structure
+
+TABLE = embed.TableConfig(4, 2, name="t")
+FEATURE = embed.FeatureConfig(TABLE)
+Pair = collections.namedtuple("Pair", ["left", "right"])
+NESTED = {"b": [FEATURE, FEATURE], "a": Pair(FEATURE, {"x": FEATURE})}
+PATHS = [("a", "left"), ("a", "right", "x"), ("b", "0"), ("b", "1")]
+
+
+def test_dict_keys_are_sorted_and_sequences_keep_their_order():
+  assert [path for path, _ in structure.flatten_features(NESTED)] == PATHS
+  assert list(structure.flatten_features(FEATURE)) == [((), FEATURE)]
+
+
+def test_packing_undoes_matching():
+  values = {"b": [1, 2], "a": Pair(3, {"x": None})}
+  flat = dict(structure.match(NESTED, values, "values"))
+  assert flat == dict(zip(PATHS, [3, None, 1, 2], strict=True))
+  assert structure.pack(NESTED, values, flat) == values
+  part = {"a": Pair(3, {})}
+  flat = dict(structure.match(NESTED, part, "values"))
+  assert flat == {("a", "left"): 3}
+  assert structure.pack(NESTED, part, flat) == part
+
+
+def test_none_replaces_a_container_only_if_allowed():
+  assert list(structure.match(NESTED, {"a": None}, "weights")) == []
+  with pytest.raises(TypeError, match="features at 'a': expected a Pair like the feature config"):
+    list(structure.match(NESTED, {"a": None}, "features", none_allowed=False))
+
+
+@pytest.mark.parametrize(
+  ("values", "error", "message"),
+  [
+    ([1], TypeError, "values: expected a dict like the feature config"),
+    ({"c": 1}, ValueError, r"values: unknown features \['c'\]; .* \['a', 'b'\]"),
+    ({"b": (1, 2)}, TypeError, "values at 'b': expected a list like the feature config, got tuple"),
+    ({"b": [1]}, ValueError, "values at 'b': expected 2 entries like the feature config, got 1"),
+  ],
+)
+def test_another_structure_is_refused(values, error, message):
+  with pytest.raises(error, match=message):
+    list(structure.match(NESTED, values, "values"))
+
+
+def test_names_in_errors():
+  assert structure.feature_name(("a", "0")) == "a/0"
+  assert structure.feature_name(()) == "<the feature>"
+  assert structure.feature_name(("a",), embed.FeatureConfig(TABLE, name="clicks")) == "clicks"
+
+
+def test_tables_are_named_in_the_order_of_first_use():
+  other = embed.TableConfig(4, 2)
+  config = {"b": FEATURE, "a": embed.FeatureConfig(other), "c": FEATURE}
+  assert structure.name_tables(config) == {"table_0": other, "t": TABLE}
+  with pytest.raises(ValueError, match=r"holds no embed\.FeatureConfig"):
+    structure.name_tables({})
+  with pytest.raises(ValueError, match="Multiple tables with name t found"):
+    structure.name_tables([FEATURE, embed.FeatureConfig(embed.TableConfig(4, 2, name="t"))])
+  with pytest.raises(ValueError, match="Two features have the same path, 'a/b'"):
+    structure.name_tables({"a": {"b": FEATURE}, "a/b": FEATURE})
+  with pytest.raises(ValueError, match=r"any nesting of dicts.*Got 3"):
+    structure.name_tables({"a": 3})
+
+
+def test_configs_need_no_jax():
+  """An input worker builds and matches configs without the import time of JAX, or a device."""
+  code = """
+import sys, types
+package = types.ModuleType("embed")  # without its __init__, which imports everything
+package.__path__ = [sys.argv[1]]
+sys.modules["embed"] = package
+import embed.structure
+assert "jax" not in sys.modules
+"""
+  folder = structure.__file__.rpartition("/")[0]
+  subprocess.run([sys.executable, "-c", code, folder], check=True)
