@@ -14,7 +14,7 @@ from embed import config as config_lib
 from embed import inputs, structure
 from embed.engine import cost, route, storage
 from embed.engine import mesh as mesh_lib
-from embed.engine.bags import Bags, from_input
+from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
 from embed.engine.layout import Layout
 from embed.engine.mesh import LOCAL, Placement
@@ -119,7 +119,7 @@ class StackCost:
     moved: bytes that are received per step.
 
   >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-  >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
   >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
   >>> plan["movie"].strategy = "mod"
   >>> plan.costs()[0].rows  # 125 of the 1000 rows, 8 columns of 4 bytes
@@ -153,7 +153,7 @@ class Plan:
     hbm_bytes: the memory of a device, or None.
 
   >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-  >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
   >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
   >>> plan["movie"].strategy = "mod"
   >>> list(plan), len(plan), plan["movie"].axis
@@ -212,7 +212,7 @@ class Plan:
       ValueError: the profile is of other stacks, or the headroom is below 1.
 
     >>> movie = embed.TableConfig(vocabulary_size=100_000, dim=8, name="movie")
-    >>> features, mesh = embed.FeatureConfig(movie), jax.mesh_lib.AbstractMesh((8,), ("data",))
+    >>> features, mesh = embed.FeatureConfig(movie), jax.sharding.AbstractMesh((8,), ("data",))
     >>> batch = embed.Padded(np.arange(8192).reshape(1024, 8))
     >>> plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), hbm_bytes=16 << 30)
     >>> plan.adopt(embed.profile(features, [batch], plan))["movie"].capacity  # 1.25 * 128
@@ -334,7 +334,7 @@ class Plan:
       ValueError: for a plan without an example batch, as one from `from_json`.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
     >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
     >>> [cost.tables for cost in plan.costs()]
     [('movie',)]
@@ -348,7 +348,7 @@ class Plan:
     """Bytes of rows, slots and buffers on each device, for the example batch.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
     >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
     >>> plan.bytes_per_device == sum(c.rows + c.slots + c.buffers for c in plan.costs())
     True
@@ -360,7 +360,7 @@ class Plan:
     """Whether `bytes_per_device` fit `hbm_bytes`; None where that is not known.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
     >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
     >>> plan.fits
     True
@@ -413,7 +413,7 @@ class Plan:
     Neither the feature config nor the mesh is in it, nor what the example batch suggested.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
     >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
     >>> plan["movie"].strategy = "div"
     >>> again = embed.Plan.from_json(plan.to_json(), plan.features, mesh, embed.adagrad(0.1))
@@ -473,8 +473,8 @@ def plan(
 
   Args:
     features: the feature config.
-    mesh: the devices, a `jax.mesh_lib.Mesh`; also one of devices that are not here, from
-      `jax.experimental.topologies`, or as a `jax.mesh_lib.AbstractMesh`. None is the mesh of
+    mesh: the devices, a `jax.sharding.Mesh`; also one of devices that are not here, from
+      `jax.experimental.topologies`, or as a `jax.sharding.AbstractMesh`. None is the mesh of
       `jax.set_mesh`, or one device.
     batch: example inputs of a whole batch in the structure of the feature config, or their shapes
       (`jax.ShapeDtypeStruct` in place of arrays).
@@ -490,7 +490,7 @@ def plan(
     ValueError: for inputs that do not fit the feature config.
 
   >>> movie = embed.TableConfig(vocabulary_size=1_000_000, dim=64, name="movie")
-  >>> mesh, ids = jax.mesh_lib.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
   >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
   >>> plan["movie"].strategy, plan.costs()[0].rows, plan.costs()[0].slots  # bytes on each device
   ('mod', 32000000, 32000000)
@@ -515,7 +515,7 @@ def plan(
 
 def _memory(mesh: Any) -> int | None:
   """The memory of a device of the mesh, as the same number in every process."""
-  if not isinstance(mesh, jax.mesh_lib.Mesh):
+  if not isinstance(mesh, jax.sharding.Mesh):
     return None  # no mesh, or an AbstractMesh, which has no devices
   try:
     mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
@@ -529,11 +529,10 @@ def _bags(plan: Plan, batch: Any) -> dict[str, list[Bags]]:
   """The bags of a batch by table, as shapes."""
   by_table: dict[str, list[Bags]] = {name: [] for name in plan.tables}
   names = {id(table): name for name, table in plan.tables.items()}
-  structs = jax.tree.map(_struct, batch)
-  for x in inputs.read(plan.features, structs):
-    size = x.feature.table.vocabulary_size
-    bags, _ = jax.eval_shape(lambda parts, x=x, size=size: from_input(parts, x.form, size), x.parts)
-    by_table[names[id(x.feature.table)]].append(bags)
+  for path, feature, x, _ in inputs.matched(plan.features, batch):
+    to_bags = functools.partial(inputs.to_bags, structure.feature_name(path, feature), feature)
+    bags, _ = jax.eval_shape(to_bags, jax.tree.map(_struct, x))
+    by_table[names[id(feature.table)]].append(bags)
   return by_table
 
 

@@ -134,7 +134,7 @@ def train_eagerly(layer):
 
 def test_equal_layers_share_their_programs():
   """Whatever holds the rows, and though their configs are others."""
-  programs = (module._look_up, module._compiled_step)
+  programs = (module._compiled_look_up, module._compiled_step)
   before = [f._cache_size() for f in programs]
   layers = [layer_with(seed, size=9) for seed in range(3)]
   for layer in layers:
@@ -184,9 +184,9 @@ def test_layers_of_one_config_share_a_compiled_step():
     before = np.asarray(layer.tables["t"])
     grads = gradients(*nnx.split(layer))
     updater = embed.Optimizer(layer, optax.sgd(0.1))
-    (calls,) = grads.rows.sent.values()
+    (calls,) = grads.rows.grads.values()
     assert optimizer_lib._is_of(grads.rows, "", layer)
-    assert grads_lib.sent_to(layer.spec.stacks["t"], "t", grads.rows["t"]) == list(calls)
+    assert grads_lib.for_stack(layer.spec.stacks["t"], "t", grads.rows["t"]) == list(calls)
     updater.update(layer, grads)
     moved = np.flatnonzero((np.asarray(layer.tables["t"]) != before).any(axis=1))
     assert moved.tolist() == [1, 2]

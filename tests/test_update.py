@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from embed.engine import update
+from embed.engine import rows, update
 from embed.engine import update_cpu as cpu
-from embed.engine.lookup import Occurrences
+from embed.engine.bags import Bags
+from embed.engine.layout import Layout
+from embed.engine.rows import GradRows
+from embed.engine.stack import StackSpec
 
-WAYS = {"hash": cpu.distinct, "sort": update._distinct_by_sort}
+WAYS = {"hash": cpu.distinct, "sort": rows.distinct_by_sort}
 SIZE = 96  # one shape, one compilation
 
 
@@ -90,12 +93,10 @@ def test_spans_and_chunks_cover_every_row(monkeypatch):
   ids[:, 2] = ids[::-1, 0]  # duplicates
   grads = rng.normal(size=(30, d)).astype(np.float32)
   table = rng.normal(size=(v, d)).astype(np.float32)
-  piece = update.Piece(jnp.asarray(grads), Occurrences(jnp.asarray(ids), None, None))
-  found = cpu.distinct(jnp.asarray(ids.reshape(-1)), v)
-  rule = lambda at, g, w, s: (w - g, {"n": s["n"] + 1})
-  slots = {"n": jnp.zeros(v)}
-  addends = update.addends_of([piece], found.place)
-  new, slots = cpu.step_summed(jnp.asarray(table), slots, found, addends, rule)
+  part = GradRows(jnp.asarray(grads), jnp.asarray(ids))
+  row_step = lambda at, g, w, s: (w - g, {"n": s["n"] + 1})
+  slots, flat = {"n": jnp.zeros(v)}, jnp.asarray(ids.reshape(-1))
+  new, slots = cpu.step_summed(jnp.asarray(table), slots, flat, [part], row_step)
   wanted, touched = table.copy(), np.zeros(v)
   for row, g in zip(ids, grads, strict=True):
     for i in row[row < v]:
@@ -113,11 +114,12 @@ def test_both_formulations_step_alike():
   rng = np.random.default_rng(1)
   v, d = 50, 4
   ids = jnp.asarray(rng.integers(0, v + 1, (20, 5)), jnp.int32)
-  piece = update.Piece(
-    jnp.asarray(rng.normal(size=(20, d)), jnp.float32),
-    Occurrences(ids, jnp.asarray(rng.normal(size=(20, 5)), jnp.float32), None),
+  grads, gains = rng.normal(size=(20, d)), rng.normal(size=(20, 5))
+  part = rows.from_activations(
+    jnp.asarray(grads, jnp.float32), Bags(ids, jnp.asarray(gains, jnp.float32))
   )
-  rule = update.Rule(embed.adam(0.1), jnp.float32(0.1))
+  stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adam(0.1))
+  scalars = update.StepScalars.at(stack, 0)
   state = (
     jnp.asarray(rng.normal(size=(v, d)), jnp.float32),
     {
@@ -125,10 +127,10 @@ def test_both_formulations_step_alike():
       "velocities": jnp.zeros((v, d)),
     },
   )
-  on_cpu = update.step(*state, [piece], rule)
-  found = update._distinct_by_sort(update._flat_ids([piece], v), v)
-  sums = cpu.add_rows(jnp.zeros((100, d)), update.addends_of([piece], found.place))
-  at_once = update._step_at(rule, state, found.ids, sums)
+  on_cpu = update.step_table(stack, scalars, state, [part], distinct=False)
+  position, unique, _ = rows.distinct_by_sort(rows.flat_ids([part], v), v)
+  sums = rows.add_at_once(jnp.zeros((100, d)), rows.with_ids([part], position))
+  at_once = update.step_at_once(update.row_step_of(stack, scalars), state, unique, sums)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
 
 
@@ -136,6 +138,6 @@ def test_both_formulations_step_alike():
 def test_what_many_occurrences_of_a_row_sum_to(number, error):
   """What is written at `embed.RowGrads` of sums in float32."""
   ids, grads = jnp.zeros((number, 1), jnp.int32), jnp.full((number, 1), 0.1)
-  rows = update.sum_rows([update.Piece(grads, Occurrences(ids, None, None))], 2)
-  assert rows.ids[0] == 0
-  np.testing.assert_allclose(rows.values[0, 0], number * np.float32(0.1), rtol=error)
+  summed = rows.sum_rows([GradRows(grads, ids)], 2)
+  assert summed.ids[0] == 0
+  np.testing.assert_allclose(summed.values[0, 0], number * np.float32(0.1), rtol=error)

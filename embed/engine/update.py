@@ -262,7 +262,7 @@ def step_table(
   """
   optimizer, (table, slots), parts = stack.optimizer, state, rows.any_row(parts)
   assert optimizer is not None
-  size, row_step = table.shape[0], _row_step(stack, scalars)
+  size, row_step = table.shape[0], row_step_of(stack, scalars)
   if optimizer.equation is None:
     return state
   if not optimizer.lazy:
@@ -318,7 +318,7 @@ def step_rows(
 RowStep = Callable[..., State]
 
 
-def _row_step(stack: StackSpec, scalars: StepScalars) -> RowStep:
+def row_step_of(stack: StackSpec, scalars: StepScalars) -> RowStep:
   """A function of local rows `[n]`, their gradients, rows and slots `[n, D]`: as they are stored.
 
   Its last argument says how often the rows have stepped in this step.
@@ -349,7 +349,7 @@ def _round(stack: StackSpec, index, new: jax.Array, at: jax.Array, time) -> jax.
   return rounding.to_bfloat16(new, rounding.noise(keys, columns))
 
 
-def _step_at(row_step: RowStep, state: State, at: jax.Array, g: jax.Array, time=0) -> State:
+def step_at_once(row_step: RowStep, state: State, at: jax.Array, g: jax.Array, time=0) -> State:
   """Steps the distinct rows `at` of the table and its slots; out of range steps nothing.
 
   Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
@@ -370,7 +370,7 @@ def _step_in_order(row_step: RowStep, state: State, ids: jax.Array, values: jax.
   def body(n, state):
     at = jnp.concatenate([jax.lax.dynamic_slice_in_dim(ids, n, 1), nothing])
     g = jnp.pad(jax.lax.dynamic_slice_in_dim(values, n, 1), ((0, 1), (0, 0)))
-    return _step_at(row_step, state, at, g, n)
+    return step_at_once(row_step, state, at, g, n)
 
   return jax.lax.fori_loop(0, ids.shape[0], body, state)
 
@@ -416,7 +416,7 @@ def _step_summed(row_step: RowStep, state: State, parts: Sequence[GradRows]) -> 
 
   def at_once(state, parts):
     summed = rows.sum_rows(parts, size)
-    return _step_at(row_step, state, summed.ids, summed.values)
+    return step_at_once(row_step, state, summed.ids, summed.values)
 
   return jax.lax.platform_dependent(state, list(parts), cpu=on_cpu, default=at_once)
 
@@ -425,5 +425,5 @@ def _step_distinct(row_step: RowStep, state: State, ids: jax.Array, values: jax.
   def on_cpu(state, ids, values):
     return update_cpu.step_rows(*state, ids, jnp.int32(ids.shape[0]), values, row_step)
 
-  at_once = functools.partial(_step_at, row_step)
+  at_once = functools.partial(step_at_once, row_step)
   return jax.lax.platform_dependent(state, ids, values, cpu=on_cpu, default=at_once)

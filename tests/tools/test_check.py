@@ -11,7 +11,7 @@ from meshes import make_mesh
 import embed
 from embed import __main__ as program
 from embed import row_optimizer
-from embed.engine import lookup as lookup_lib
+from embed.engine.bags import Bags
 from embed.tools import check, reference
 
 
@@ -131,9 +131,9 @@ def test_variables_are_compared():
 
 def test_a_wrong_combiner_fails(small, monkeypatch, capsys):
   """mean must divide by the sum of weights."""
-  right = lookup_lib.occurrences
+  right = Bags.normalized
   wrong = lambda bags, combiner, size: right(bags, combiner.replace("mean", "sqrtn"), size)
-  monkeypatch.setattr(lookup_lib, "occurrences", wrong)
+  monkeypatch.setattr(Bags, "normalized", wrong)
   assert [line.split("  ")[0] for line in failing(capsys)[:-1]] == [
     "lookup, mean, weights",
     "rows, mean, weights",
@@ -154,7 +154,7 @@ def test_an_error_is_a_failure_and_the_rest_goes_on(small, monkeypatch, capsys):
   def broken(*args, **kwargs):
     raise NotImplementedError("no such instruction\nand more")
 
-  monkeypatch.setattr(lookup_lib, "occurrences", broken)
+  monkeypatch.setattr(Bags, "normalized", broken)
   lines = failing(capsys)
   assert [line.split("  ")[0] for line in lines[:-1]] == ["lookups", "optimizers"]
   assert lines[0].endswith("FAILED NotImplementedError: no such instruction")

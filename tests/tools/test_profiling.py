@@ -10,6 +10,8 @@ from flax import nnx
 from meshes import make_mesh
 
 import embed
+from embed.engine import cost
+from embed.engine.bags import Bags
 
 
 def two_tables():
@@ -93,11 +95,9 @@ def test_load_is_what_the_exchange_reports(place):
 
 def capacity_of(model, batch):
   (stack,) = model.embed.spec.stacks.values()
-  ids = [sum(np.size(getattr(batch[f], "values", batch[f])) for f in ("watched", "seen"))]
-  rows = -(-37 // stack.placement.devices()) * stack.placement.devices()  # padded to all devices
-  ids = [ids[0] * rows // 37, batch["user"].size * rows // 37]
-  activations = 2 * rows + 2 * rows
-  return stack.capacity(stack.placement.demand(ids, activations))
+  bags = [Bags(batch[f].values) for f in ("watched", "seen")] + [Bags(batch["user"][..., None])]
+  demand = cost.batch_demand(stack, bags, ["movie", "movie", "user"])
+  return cost.choose_exchange(stack, demand).capacity
 
 
 def test_a_plan_adopts_what_was_needed():
