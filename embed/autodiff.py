@@ -22,7 +22,8 @@ from embed.engine.rows import ActivationGrads
 from embed.engine.stack import StackSpec
 from embed.engine.taps import Feed, Lookup, Mark, Owner, Source
 from embed.gradients import Grads, Rows
-from embed.layer import SlotVariable, SparseEmbed, Table, changing
+from embed.layer import SparseEmbed
+from embed.variables import SlotVariable, Table, changing
 
 _STORED = nnx.Any(Table, SlotVariable)
 

@@ -18,7 +18,8 @@ from flax import nnx
 
 from embed import autodiff as routing
 from embed.engine.taps import Owner
-from embed.layer import SlotVariable, SparseEmbed, Table, read_variables, variable_shapes
+from embed.layer import SparseEmbed, read_variables, variable_shapes
+from embed.variables import SlotVariable, Table
 
 __all__ = ["check", "from_tree", "like", "restore", "to_tree"]
 

@@ -16,9 +16,9 @@ from flax import nnx
 from embed.config import CustomCombiner, FeatureConfig, TableConfig
 from embed.engine import bags as bags_lib
 from embed.engine import lookup
-from embed.engine.bags import Bags
+from embed.engine.bags import Bags, Parts
 from embed.engine.stack import StackSpec
-from embed.inputs import Input, Parts
+from embed.inputs import Input
 
 
 class CombinerWeights(nnx.Param):
@@ -116,10 +116,10 @@ def prepare(inputs: Sequence[Input], combiner: str | None, arrays: Sequence[Part
         weights = jax.lax.stop_gradient(weights)
       prepared.append((Bags(bags.ids[..., None]), dropped + lost, (bags.ids, weights)))
     else:
-      how = combiner or ("sum" if custom else table.combiner)  # a sequence has bags of one id
+      how = combiner or ("sum" if custom else str(table.combiner))  # a sequence has bags of one id
       prepared.append((bags.normalized(how, size), dropped, None))
-  bags, dropped, uncombined = zip(*prepared, strict=True)
-  return Prepared(bags, functools.reduce(jnp.add, dropped), uncombined)
+  all_bags, all_dropped, uncombined = zip(*prepared, strict=True)
+  return Prepared(all_bags, functools.reduce(jnp.add, all_dropped), uncombined)
 
 
 def positions(name: str, feature: FeatureConfig, parts: Parts) -> int | None:

@@ -7,7 +7,7 @@ ids are padding in inputs only, because inside JAX `table[-1]` wraps to the last
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import structure
-from embed.engine.bags import Bags, from_input
+from embed.engine.bags import Bags, Form, Parts, from_input
 
 Array = Any  # a NumPy or JAX array, or nested lists of numbers
 
@@ -96,10 +96,6 @@ class Sparse:
     object.__setattr__(self, "dense_shape", tuple(int(d) for d in self.dense_shape))
 
 
-def _static() -> Any:
-  return dataclasses.field(metadata={"static": True})
-
-
 _KINDS = (Padded, Ragged, Sparse)
 
 
@@ -117,7 +113,7 @@ def _is_array(value: Any) -> bool:
   return isinstance(value, (jax.Array, np.ndarray))
 
 
-def _as_array(value: Any, name: str) -> Any:
+def as_array(value: Any, name: str) -> Any:
   """Arrays as they are, lists through NumPy; an empty list has no dtype of its own."""
   if _is_array(value):
     return value
@@ -148,7 +144,7 @@ def _as_array(value: Any, name: str) -> Any:
 
 
 def _integers(value: Any, name: str, what: str = "ids") -> Any:
-  array = _as_array(value, name)
+  array = as_array(value, name)
   if not np.issubdtype(array.dtype, np.integer):
     raise ValueError(
       f"Feature {name!r}: {what} must be integers, got dtype {array.dtype}. Convert them with "
@@ -158,35 +154,13 @@ def _integers(value: Any, name: str, what: str = "ids") -> Any:
 
 
 def _floats(value: Any, name: str) -> Any:
-  array = _as_array(value, name)
+  array = as_array(value, name)
   if not (jnp.issubdtype(array.dtype, jnp.floating) or np.issubdtype(array.dtype, np.integer)):
     raise ValueError(f"Feature {name!r}: weights must be floats, got dtype {array.dtype}.")
   return array
 
 
 # --- checks --------------------------------------------------------------------------------------
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Parts:
-  """The arrays of an input and the static facts about them.
-
-  Attributes:
-    ids: integers, `[*batch]` or `[*batch, 1]` (dense), `[*batch, L]` (padded) or `[N]`.
-    weights: floats of the shape of `ids`, or None.
-    layout: row_splits `[batch + 1]`, indices `[N, rank]`, or None.
-    kind: "dense", "padded", "ragged" or "sparse".
-    batch: the shape of the batch of bags, or of the dense array less a trailing 1.
-    length: the positions of a bag; 1 for a dense array, 0 if not known (ragged).
-  """
-
-  ids: Any
-  weights: Any
-  layout: Any
-  kind: str = _static()
-  batch: tuple[int, ...] = _static()
-  length: int = _static()
 
 
 def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -> Parts:
@@ -249,17 +223,6 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
   return Parts(ids, weights, indices, "sparse", x.dense_shape[:-1], x.dense_shape[-1])
 
 
-class Form(NamedTuple):
-  """How bags become activations.
-
-  `shape` is that of the activations without dim. Sequences keep their first `length` ids apart; 0
-  combines the ids of a bag.
-  """
-
-  shape: tuple[int, ...]
-  length: int = 0
-
-
 def _form(name: str, feature: config_lib.FeatureConfig, parts: Parts, weighted: bool) -> Form:
   """The output shape, checked against a stated one (TensorFlow's rules, but free per call)."""
   batch, stated = parts.batch, feature.output_shape
@@ -314,7 +277,7 @@ def check_row_splits(splits: np.ndarray, number: int, where: str = "") -> None:
     )
 
 
-def _check_indices(indices: np.ndarray, shape: tuple[int, ...], where: str) -> None:
+def check_indices(indices: np.ndarray, shape: tuple[int, ...], where: str) -> None:
   """Raises ValueError if an index of a `Sparse` is outside its dense_shape."""
   bad = ((indices < 0) | (indices >= np.asarray(shape))).any(axis=1)
   if bad.any():
@@ -323,7 +286,7 @@ def _check_indices(indices: np.ndarray, shape: tuple[int, ...], where: str) -> N
     )
 
 
-def _check_one_id_each(indices: np.ndarray, where: str) -> None:
+def check_one_id_each(indices: np.ndarray, where: str) -> None:
   """Raises ValueError if two ids of a `Sparse` have one index, where each needs its own place."""
   distinct, counts = np.unique(indices, axis=0, return_counts=True)
   if (counts > 1).any():
@@ -353,10 +316,10 @@ def _check_values(
   if parts.kind == "sparse":
     kept = ids >= 0  # padding has no index
     indices = np.asarray(parts.layout)[kept]
-    _check_indices(indices, x.dense_shape, f"Feature {name!r}: ")
+    check_indices(indices, x.dense_shape, f"Feature {name!r}: ")
     if form.length:  # ids beyond the table are dropped before they take a place
       in_table = ids[kept] < feature.table.vocabulary_size
-      _check_one_id_each(indices[in_table], f"Feature {name!r}: ")
+      check_one_id_each(indices[in_table], f"Feature {name!r}: ")
   custom = feature.table.combiner
   if isinstance(custom, config_lib.CustomCombiner) and parts.kind != "dense":
     valencies = _valencies(parts, ids, splits, indices)
@@ -482,71 +445,3 @@ def validate(feature_config: Any, features: Any, weights: Any = None) -> None:
   ValueError: Feature 'watched': id 10 at position (1,) is out of range for a table of ...
   """
   read(feature_config, features, weights)
-
-
-def to_padded(
-  bags: Ragged | Sparse | Iterable[Sequence[Any]],
-  max_valency: int | None = None,
-  *,
-  truncate: bool = False,
-) -> Padded:
-  """Lays bags out as `Padded`, in NumPy, for input pipelines.
-
-  Args:
-    bags: a `Ragged`, a `Sparse` (the place in the bag is the column index), or a list of lists:
-      int ids give int32 (int64 where they need it) padded with -1, floats give float32 padded
-      with 0 (as weights).
-    max_valency: L of the result; None takes the longest bag. A fixed one keeps shapes, and so the
-      compiled step, the same from batch to batch.
-    truncate: whether longer bags are cut to their first `max_valency` ids.
-
-  Returns:
-    `Padded` with values `[batch, L]` (for a `Sparse` of higher rank `[..., L]`).
-
-  Raises:
-    ValueError: if a bag is longer than `max_valency` and `truncate` is False, or values are
-      neither integers nor floats.
-
-  >>> embed.to_padded([[3, 7], [5]]).values.tolist()
-  [[3, 7], [5, -1]]
-  >>> embed.to_padded([[0.5, 2.0], [1.0]], max_valency=3).values.tolist()  # weights
-  [[0.5, 2.0, 0.0], [1.0, 0.0, 0.0]]
-  """
-  if isinstance(bags, Sparse):
-    values, shape = np.asarray(_as_array(bags.values, "to_padded")), bags.dense_shape[:-1]
-    indices = np.asarray(bags.indices, np.int64).reshape(-1, len(bags.dense_shape))
-    if not np.issubdtype(values.dtype, np.floating):  # of weights, none is padding
-      values, indices = values[values >= 0], indices[values >= 0]
-    _check_indices(indices, bags.dense_shape, "to_padded: ")
-    _check_one_id_each(indices, "to_padded: ")
-    rows = np.ravel_multi_index(tuple(indices[:, :-1].T), shape) if len(values) else indices[:, 0]
-    columns, longest = indices[:, -1], bags.dense_shape[-1]
-  else:
-    if isinstance(bags, Ragged):
-      splits = np.asarray(bags.row_splits)
-      values = np.asarray(_as_array(bags.values, "to_padded"))[: splits[-1]]
-      lengths = np.diff(splits)
-    else:
-      arrays = [np.asarray(bag) for bag in bags]
-      lengths = np.array([len(a) for a in arrays], np.int64)
-      full = [a for a in arrays if len(a)]
-      values = np.concatenate(full) if full else np.zeros(0, np.int32)
-    shape = (len(lengths),)
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    columns = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    longest = int(lengths.max(initial=0))
-  length = max(longest, 1) if max_valency is None else max_valency
-  keep = columns < length
-  if not truncate and not keep.all():
-    raise ValueError(
-      f"Bag {int(rows[~keep][0])} is longer than max_valency={length}. Raise max_valency, or pass "
-      "truncate=True to cut it."
-    )
-  is_float = np.issubdtype(values.dtype, np.floating)
-  if not is_float and values.size and not np.issubdtype(values.dtype, np.integer):
-    raise ValueError(f"to_padded takes integers or floats, got dtype {values.dtype}.")
-  wide = not is_float and values.size and values.max() > np.iinfo(np.int32).max
-  dtype = np.float32 if is_float else (np.int64 if wide else np.int32)
-  out = np.full((math.prod(shape), length), 0 if is_float else -1, dtype)
-  out[rows[keep], columns[keep]] = values[keep]
-  return Padded(out.reshape(*shape, length))

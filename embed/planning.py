@@ -1,139 +1,31 @@
 """`plan`: how tables are stored and exchanged, and what that costs, before any is allocated."""
 
 import dataclasses
-import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from embed import config as config_lib
-from embed import inputs, structure
-from embed.engine import cost, route, storage
+from embed import structure
 from embed.engine import mesh as mesh_lib
+from embed.engine import storage
 from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
-from embed.engine.layout import Layout
-from embed.engine.mesh import LOCAL, Placement
 from embed.engine.stack import StackSpec
 from embed.row_optimizer import OPTIMIZERS, RowOptimizer
+from embed.stacking import (
+  ALONE,
+  StackCost,
+  TablePlan,
+  Tables,
+  best_strategies,
+  example_bags,
+  stack_cost,
+)
 from embed.tools import text
-
-ALONE = 1 << 24  # bytes of a table from which it is not stacked on one device
-REPLICATED = 1 << 20  # bytes of the largest table that a plan replicates of its own accord
-LANES = 128  # columns below which a plan does not split rows of its own accord
-
-
-class TablePlan:
-  """How one table is stored and exchanged. Set the fields before the layer is built.
-
-  Tables with equal settings (and width, dtype, quantization and optimizer) are stored together.
-
-  Args:
-    strategy: "mod", "div", "column" or "replicated".
-    axis: the mesh axes that it is split over.
-    column_axis: axes that columns are split over besides.
-    exchange: "all_to_all" or "gather". A plan suggests the one that moves less for its example
-      batch; other batches choose anew, unless it is set. Used where rows are split; an optimizer
-      that steps once per occurrence, or moves every row, always gathers.
-    capacity: the rows that a pair of devices exchanges in a round of an all-to-all. A plan suggests
-      the number that follows from its example batch; other batches follow their own, unless it is
-      set. Too small a number costs rounds, never an id.
-
-  Raises:
-    ValueError: for a value that is none of these.
-    AttributeError: for another field.
-
-  >>> entry = embed.TablePlan(strategy="div")
-  >>> entry.capacity = 512
-  >>> entry
-  TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512)
-  """
-
-  set: dict[str, Any]  # what was decided, and goes into JSON
-  suggested: dict[str, Any]  # what the example batch asks for
-
-  _FIELDS = ("strategy", "axis", "column_axis", "exchange", "capacity")
-
-  def __init__(
-    self,
-    strategy: str = "mod",
-    axis: str | Sequence[str] = (),
-    column_axis: str | Sequence[str] = (),
-    exchange: str | None = None,
-    capacity: int | None = None,
-  ):
-    self.__dict__.update(set={}, suggested={})
-    for name, value in zip(
-      self._FIELDS, (strategy, axis, column_axis, exchange, capacity), strict=True
-    ):
-      setattr(self, name, value)
-
-  def __setattr__(self, name: str, value: Any) -> None:
-    if name not in self._FIELDS:
-      raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
-    if name == "strategy" and value not in mesh_lib.STRATEGIES:
-      raise ValueError(f"Sharding: strategy must be one of {mesh_lib.STRATEGIES}. Got {value!r}.")
-    if name == "exchange" and value not in (None, *EXCHANGES):
-      raise ValueError(f"exchange must be one of {EXCHANGES} or None. Got {value!r}.")
-    if name == "capacity" and value is not None:
-      if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"capacity must be a positive int or None. Got {value!r}.")
-      value = int(value)
-    if name in ("axis", "column_axis"):
-      value = mesh_lib.as_names(value)
-    self.set[name] = value
-
-  def __getattr__(self, name: str) -> Any:
-    if name not in self._FIELDS:
-      raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
-    value = self.set[name]
-    return self.suggested.get(name) if value is None else value
-
-  def copy(self) -> "TablePlan":
-    """The same decisions and suggestions."""
-    new = TablePlan(**self.set)
-    new.suggested.update(self.suggested)
-    return new
-
-  def __repr__(self) -> str:
-    fields = (f"{name}={getattr(self, name)!r}" for name in self._FIELDS)
-    return f"TablePlan({', '.join(fields)})"
-
-
-@dataclasses.dataclass(frozen=True)
-class StackCost:
-  """What a stack costs a device in a training step, an entry of `Plan.costs()`.
-
-  Attributes:
-    stack: its name.
-    tables: the tables that it holds.
-    exchange: "all_to_all", "gather", "sum" (of whole replicated tables), "columns" or "none".
-    capacity: rows that a pair of devices exchanges in a round of an all-to-all, or None.
-    rows: bytes of the tables.
-    slots: bytes of the optimizer's state.
-    buffers: bytes of the exchange's buffers.
-    moved: bytes that are received per step.
-
-  >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
-  >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
-  >>> plan["movie"].strategy = "mod"
-  >>> plan.costs()[0].rows  # 125 of the 1000 rows, 8 columns of 4 bytes
-  4000
-  """
-
-  stack: str
-  tables: tuple[str, ...]
-  exchange: str
-  capacity: int | None
-  rows: int
-  slots: int
-  buffers: int
-  moved: int
 
 
 class Plan:
@@ -173,6 +65,7 @@ class Plan:
     self.batch_axis = batch_axis
     self.entries = {name: TablePlan() for name in self.tables}
     self.hbm_bytes: int | None = None
+    self._stored = Tables(self.tables, self.optimizers, mesh, batch_axis)
     self._bags: dict[str, list[Bags]] = {}  # of each table in the example batch, as shapes
 
   @classmethod
@@ -237,9 +130,11 @@ class Plan:
 
   def _is_worth(self, stack: StackSpec) -> bool:
     """Whether the capacity of a stack makes an all-to-all that moves less than gathering."""
-    sized = _cost(self._stack(stack.name, list(stack.tables), self.entries), self._bags)
+    sized = stack_cost(
+      self._stored.stack(stack.name, stack.tables, self[stack.tables[0]]), self._bags
+    )
     gathered = dataclasses.replace(stack, capacity=None, exchange="gather")
-    return sized.exchange == "all_to_all" and sized.moved <= _cost(gathered, self._bags).moved
+    return sized.exchange == "all_to_all" and sized.moved <= stack_cost(gathered, self._bags).moved
 
   def __getitem__(self, table: str) -> TablePlan:
     if table not in self.entries:
@@ -256,74 +151,7 @@ class Plan:
 
   def stacks(self) -> dict[str, StackSpec]:
     """The stacks by name, in the order of their first tables."""
-    return self._stacks(list(self.tables), self.entries)
-
-  def _stacks(
-    self, tables: Sequence[str], entries: Mapping[str, TablePlan]
-  ) -> dict[str, StackSpec]:
-    """The stacks of some tables, if they were stored as the entries say."""
-    groups: dict[Any, list[str]] = {}
-    for name in tables:
-      decided = tuple(entries[name].set.values())
-      groups.setdefault((self._kind(name), decided), []).append(name)
-    stacks: dict[str, StackSpec] = {}
-    for names in groups.values():
-      for part in self._numbered(names, entries[names[0]]):
-        label = part[0] if len(part) == 1 else self._free_name(part, stacks)
-        stacks[label] = self._stack(label, part, entries)
-    return stacks
-
-  def _kind(self, name: str) -> Any:
-    """Equal for tables that can be stacked; a table's own name where it stays alone."""
-    table = self.tables[name]
-    if self.mesh is None and table.vocabulary_size * table.dim * table.dtype.itemsize > ALONE:
-      return name
-    rows = (table.dim, table.dtype, table.quantization_config, table.stochastic_rounding)
-    return (*rows, self.optimizers[name])
-
-  def _numbered(self, names: Sequence[str], entry: TablePlan) -> Iterator[list[str]]:
-    """Tables cut into groups whose rows can be numbered."""
-    shards = self._placement(entry).shards
-    most = min(route.most_rows(shards), config_lib.MAX_VOCABULARY_SIZE)
-    part: list[str] = []
-    height = 0
-    for name in names:
-      rows = -(-self.tables[name].vocabulary_size // shards)
-      if part and height + rows > most:
-        yield part
-        part, height = [], 0
-      part.append(name)
-      height += rows
-    yield part
-
-  def _placement(self, entry: TablePlan) -> Placement:
-    if self.mesh is None:
-      return LOCAL
-    return mesh_lib.place(self.mesh, entry.strategy, entry.axis, entry.column_axis, self.batch_axis)
-
-  def _free_name(self, names: list[str], taken: Mapping[str, Any]) -> str:
-    label = f"{names[0]}+{len(names) - 1}"
-    while label in taken or label in self.tables:
-      label += "+"
-    return label
-
-  def _stack(self, label: str, names: Sequence[str], entries: Mapping[str, TablePlan]) -> StackSpec:
-    entry, table = entries[names[0]], self.tables[names[0]]
-    placement = self._placement(entry)
-    sizes = tuple(self.tables[name].vocabulary_size for name in names)
-    return StackSpec(
-      label,
-      tuple(names),
-      Layout(sizes, placement.shards, entry.strategy == "div"),
-      table.dim,
-      table.dtype,
-      self.optimizers[names[0]],
-      placement,
-      table.quantization_config,
-      table.stochastic_rounding,
-      entry.set["exchange"],
-      entry.set["capacity"],
-    )
+    return self._stored.stacks(list(self.tables), self.entries)
 
   # --- costs -------------------------------------------------------------------------------------
 
@@ -341,7 +169,7 @@ class Plan:
     """
     if not self._bags:
       raise ValueError("this plan has no example batch to cost: make one with embed.plan(...)")
-    return [_cost(stack, self._bags) for stack in self.stacks().values()]
+    return [stack_cost(stack, self._bags) for stack in self.stacks().values()]
 
   @property
   def bytes_per_device(self) -> int:
@@ -499,15 +327,14 @@ def plan(
   axes = mesh_lib.as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
   found = Plan(features, optimizer, mesh, axes)
   found.hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
-  found._bags = _bags(found, batch)
+  found._bags = example_bags(features, found.tables, batch)
   for entry in found.entries.values():
     entry.axis = axes
   if mesh is not None:
-    for names in _stackable(found):
-      for name, strategy in _best_strategies(found, names).items():
-        found.entries[name].strategy = strategy
+    for name, strategy in best_strategies(found._stored, found.entries, found._bags).items():
+      found.entries[name].strategy = strategy
   for stack in found.stacks().values():
-    chosen = _cost(stack, found._bags)
+    chosen = stack_cost(stack, found._bags)
     for name in stack.tables if chosen.exchange in EXCHANGES else ():
       found.entries[name].suggested.update(exchange=chosen.exchange, capacity=chosen.capacity)
   return found
@@ -523,82 +350,6 @@ def _memory(mesh: Any) -> int | None:
   except (AttributeError, IndexError, NotImplementedError, jax.errors.JaxRuntimeError):
     return None  # devices that are not here, or that do not say
   return None if stats is None else stats.get("bytes_limit")
-
-
-def _bags(plan: Plan, batch: Any) -> dict[str, list[Bags]]:
-  """The bags of a batch by table, as shapes."""
-  by_table: dict[str, list[Bags]] = {name: [] for name in plan.tables}
-  names = {id(table): name for name, table in plan.tables.items()}
-  for path, feature, x, _ in inputs.matched(plan.features, batch):
-    to_bags = functools.partial(inputs.to_bags, structure.feature_name(path, feature), feature)
-    bags, _ = jax.eval_shape(to_bags, jax.tree.map(_struct, x))
-    by_table[names[id(feature.table)]].append(bags)
-  return by_table
-
-
-def _struct(x: Any) -> jax.ShapeDtypeStruct:
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return x
-  x = np.asarray(x) if not hasattr(x, "dtype") else x
-  dtype = np.int32 if np.issubdtype(x.dtype, np.integer) else x.dtype
-  return jax.ShapeDtypeStruct(x.shape, dtype)
-
-
-def _stackable(plan: Plan) -> list[list[str]]:
-  """Groups of tables that can be stacked."""
-  groups: dict[Any, list[str]] = {}
-  for name in plan.tables:
-    groups.setdefault(plan._kind(name), []).append(name)
-  return list(groups.values())
-
-
-def _best_strategies(plan: Plan, names: Sequence[str]) -> dict[str, str]:
-  """The strategies of tables that can be stacked, by name, whose stacks move least together.
-
-  Candidates split all tables by rows, or by columns if they are wide enough, but for the k smallest
-  that are replicated.
-  """
-  table = plan.tables[names[0]]
-  devices = math.prod(plan.mesh.shape[axis] for axis in plan.entries[names[0]].axis)
-  is_wide = table.dim % devices == 0 and table.dim // devices >= LANES
-  bytes_of = lambda name: plan.tables[name].vocabulary_size * table.dim * table.dtype.itemsize
-  small = sorted((name for name in names if bytes_of(name) <= REPLICATED), key=bytes_of)
-  tried = {round(i * len(small) / 32) for i in range(33)}  # of many tables not every number
-  candidates = [
-    {name: "replicated" if name in small[:k] else strategy for name in names}
-    for strategy in (("mod", "column") if is_wide else ("mod",))
-    for k in sorted(tried)
-  ]
-  return min(candidates, key=functools.partial(_moved, plan, names))
-
-
-def _moved(plan: Plan, names: Sequence[str], strategies: Mapping[str, str]) -> int:
-  """What a device receives in a step if tables are stored by these strategies."""
-  entries = {name: plan.entries[name].copy() for name in names}
-  for name, strategy in strategies.items():
-    entries[name].strategy = strategy
-  return sum(_cost(stack, plan._bags).moved for stack in plan._stacks(names, entries).values())
-
-
-def _cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCost:
-  """The bytes of a stack on a device, for the bags of a batch by table."""
-  tables = [name for name in stack.tables for _ in bags[name]]
-  demand = cost.batch_demand(stack, [b for name in stack.tables for b in bags[name]], tables)
-  chosen = cost.choose_exchange(stack, demand)
-  per_row = sum(
-    (1 if slot.per_row else stack.width) * np.dtype(slot.dtype).itemsize
-    for slot in stack.slots.values()
-  )
-  return StackCost(
-    stack.name,
-    stack.tables,
-    chosen.kind,
-    chosen.capacity,
-    stack.layout.rows * stack.width * stack.dtype.itemsize,
-    stack.layout.rows * per_row,
-    cost.buffer_bytes(stack, demand, chosen),
-    cost.moved_bytes(stack, demand, chosen),
-  )
 
 
 def _resolve(name: str, table: config_lib.TableConfig, default: Any) -> RowOptimizer | None:

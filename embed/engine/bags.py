@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,7 @@ class Bags:
 
   def part(self, start: jax.Array, batch: tuple[int, ...], padding: int) -> "Bags":
     """Of ragged bags those from the flat index `start` on, `prod(batch)` of them."""
+    assert self.segments is not None
     count = math.prod(batch)
     segments = self.segments - start
     inside = (segments >= 0) & (segments < count)
@@ -132,6 +133,43 @@ def inverse_norm(total: jax.Array, combiner: str) -> jax.Array:
 # --- from inputs ---------------------------------------------------------------------------------
 
 
+def _static() -> Any:
+  return dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """The arrays of an input and the static facts about them.
+
+  Attributes:
+    ids: integers, `[*batch]` or `[*batch, 1]` (dense), `[*batch, L]` (padded) or `[N]`.
+    weights: floats of the shape of `ids`, or None.
+    layout: row_splits `[batch + 1]`, indices `[N, rank]`, or None.
+    kind: "dense", "padded", "ragged" or "sparse".
+    batch: the shape of the batch of bags, or of the dense array less a trailing 1.
+    length: the positions of a bag; 1 for a dense array, 0 if not known (ragged).
+  """
+
+  ids: Any
+  weights: Any
+  layout: Any
+  kind: str = _static()
+  batch: tuple[int, ...] = _static()
+  length: int = _static()
+
+
+class Form(NamedTuple):
+  """How bags become activations.
+
+  `shape` is that of the activations without dim. Sequences keep their first `length` ids apart; 0
+  combines the ids of a bag.
+  """
+
+  shape: tuple[int, ...]
+  length: int = 0
+
+
 def to_rows(ids: Any, size: int) -> tuple[jax.Array, jax.Array]:
   """Sanitised int32 ids (`size` is padding) and whether each was beyond the table."""
   if isinstance(ids, np.ndarray):  # int64 would lose its high bits on the way to the device
@@ -151,12 +189,12 @@ def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(mask, dtype=jnp.int32)
 
 
-def from_input(parts: Any, form: Any, size: int) -> tuple[Bags, jax.Array]:
+def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
   """The bags of an input, and how many of its ids were dropped, an int32 scalar.
 
   Args:
-    parts: an `inputs.Parts`.
-    form: an `inputs.Form`.
+    parts: the arrays of the input.
+    form: how its bags become activations.
     size: the vocabulary_size of the table.
 
   Returns:
@@ -206,7 +244,7 @@ def from_input(parts: Any, form: Any, size: int) -> tuple[Bags, jax.Array]:
 _Positions = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-def _ragged_positions(parts: Any) -> _Positions:
+def _ragged_positions(parts: Parts) -> _Positions:
   n, bags = parts.ids.shape[0], parts.batch[0]
   splits = jnp.asarray(parts.layout).astype(jnp.int32)
   index = jnp.arange(n, dtype=jnp.int32)
@@ -219,7 +257,7 @@ def _ragged_positions(parts: Any) -> _Positions:
   return bag, column, ~behind if bags else jnp.zeros(n, bool), behind
 
 
-def _sparse_positions(parts: Any) -> _Positions:
+def _sparse_positions(parts: Parts) -> _Positions:
   shape = (*parts.batch, parts.length)
   indices = jnp.asarray(parts.layout)
   inside = jnp.all((indices >= 0) & (indices < np.asarray([shape], indices.dtype)), axis=1)

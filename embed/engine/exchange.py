@@ -202,7 +202,8 @@ def for_each_round(
     carry: what it starts from.
   """
   local = [x.as_grad_rows() for x in grads if isinstance(x, DistinctRows)]
-  routed, others = [], []
+  routed: list[ActivationGrads] = []
+  others: list[tuple[jax.Array, Bags, str]] = []
   for call in grads:
     if isinstance(call, DistinctRows):
       continue

@@ -17,8 +17,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-STRATEGIES = ("mod", "div", "column", "replicated")
-
 Names = tuple[str, ...]
 
 
@@ -417,55 +415,3 @@ class Placement:
 
 
 LOCAL = Placement(None)
-
-
-def place(
-  mesh: Mesh,
-  strategy: str,
-  axis: str | Sequence[str] | None,
-  column_axis: str | Sequence[str] | None = None,
-  batch_axis: str | Sequence[str] | None = None,
-) -> Placement:
-  """The placement of a strategy.
-
-  Args:
-    mesh: of devices.
-    strategy: one of `STRATEGIES`.
-    axis: the axes that the strategy splits over.
-    column_axis: besides, with rows over `axis`, the axes that columns are split over.
-    batch_axis: the axes of the batch; None is `axis`.
-
-  Raises:
-    ValueError: for an unknown strategy or axis.
-  """
-  if strategy not in STRATEGIES:
-    raise ValueError(f"Invalid sharding strategy {strategy!r}: choose one of {STRATEGIES}.")
-  axes, columns = as_names(axis), as_names(column_axis)
-  batch = axes if batch_axis is None else as_names(batch_axis)
-  for name in (*axes, *columns, *batch):
-    if name not in mesh.axis_names:
-      raise ValueError(
-        f"The mesh has no axis {name!r}; its axes are {mesh.axis_names}. Pass axis=..."
-      )
-  if strategy == "column":
-    axes, columns = (), tuple(dict.fromkeys((*axes, *columns)))
-  elif strategy == "replicated":
-    axes = columns = ()
-  if set(axes) & set(columns):
-    raise ValueError(f"Rows and columns cannot both be split over {set(axes) & set(columns)}.")
-  if not (axes or columns or batch):
-    raise ValueError("No mesh axis to split the batch over: pass axis=... or batch_axis=...")
-  return Placement(mesh, axes, columns, batch)
-
-
-def metadata(placement: Placement, axis: Names, ndim: int) -> dict[str, Any]:
-  """Variable metadata of a table `[V, D]` (ndim 2) or of a slot `[V]`, for NNX to read.
-
-  >>> metadata(LOCAL, ("data",), 2)["out_sharding"]
-  ('data', None)
-  """
-  local = placement.mesh is None  # an annotation of one device says how to split it elsewhere
-  rows, columns = (axis, ()) if local else (placement.rows, placement.columns)
-  short = lambda names: (names[0] if len(names) == 1 else names) or None
-  # Not eager: the array is placed where it is made, not when it is wrapped.
-  return {"out_sharding": (short(rows), short(columns))[:ndim], "eager_sharding": False}

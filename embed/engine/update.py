@@ -28,14 +28,14 @@ State = tuple[jax.Array, Slots]
 
 
 class StepScalars(NamedTuple):
-  """Per-step scalars: learning rate, optional gradient multiplier, and the step index.
+  """Per-step scalars: learning rate, optional gradient multiplier, and the step's index.
 
-  The index is None unless rows are stochastically rounded.
+  The step is None unless rows are stochastically rounded.
   """
 
   rate: jax.Array
   multiplier: jax.Array | None
-  index: jax.Array | None
+  step: jax.Array | None
 
   @classmethod
   def at(cls, stack: StackSpec, step: Any) -> "StepScalars":
@@ -331,7 +331,7 @@ def row_step_of(stack: StackSpec, scalars: StepScalars) -> RowStep:
     new, slots = step_rows(optimizer, g, w32, slots, scalars.rate, stack.columns)
     if not stack.uses_stochastic_rounding:
       return new.astype(w.dtype), slots
-    return _round(stack, scalars.index, new, at, time), slots
+    return _round(stack, scalars.step, new, at, time), slots
 
   return row_step
 
@@ -412,7 +412,7 @@ def _step_summed(row_step: RowStep, state: State, parts: Sequence[GradRows]) -> 
   size = state[0].shape[0]
 
   def on_cpu(state, parts):
-    return update_cpu.step_summed(*state, rows.flat_ids(parts, size), parts, row_step)
+    return update_cpu.step_summed(state[0], state[1], rows.flat_ids(parts, size), parts, row_step)
 
   def at_once(state, parts):
     summed = rows.sum_rows(parts, size)
@@ -423,7 +423,7 @@ def _step_summed(row_step: RowStep, state: State, parts: Sequence[GradRows]) -> 
 
 def _step_distinct(row_step: RowStep, state: State, ids: jax.Array, values: jax.Array) -> State:
   def on_cpu(state, ids, values):
-    return update_cpu.step_rows(*state, ids, jnp.int32(ids.shape[0]), values, row_step)
+    return update_cpu.step_rows(state[0], state[1], ids, jnp.int32(ids.shape[0]), values, row_step)
 
   at_once = functools.partial(step_at_once, row_step)
   return jax.lax.platform_dependent(state, ids, values, cpu=on_cpu, default=at_once)

@@ -1,7 +1,7 @@
 """Rows on CPU: distinct ids, sums and steps in the forms that XLA:CPU compiles well.
 
-The meaning is defined by `rows` and `update`; this is the formulation for one backend, where sorting
-is slow, loops are cheap, memory not touched is memory not paid for, and a fusion re-reads a table
+`rows` and `update` define the meaning; this is the formulation for one backend, where sorting is
+slow, loops are cheap, memory not touched is memory not paid for, and a fusion re-reads a table
 wherever it can. What XLA compiles to vector code and what to one scalar at a time shaped every
 function here.
 """

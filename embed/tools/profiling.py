@@ -330,7 +330,7 @@ def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> 
     {name: counts.done(sizes[name]) for name, counts in tables.items()},
     {
       name: StackProfile(
-        stack.names, np.array([x.max() for x in loads[name]]), np.sum(loads[name], axis=(0, 1))
+        stack.tables, np.array([x.max() for x in loads[name]]), np.sum(loads[name], axis=(0, 1))
       )
       for name, stack in stacks.items()
     },

@@ -1,0 +1,339 @@
+"""How tables are stored together and spread over a mesh, and what that costs.
+
+A **strategy** says how a table is spread over mesh axes: "mod" and "div" split its rows, "column"
+its columns, "replicated" nothing. Tables of equal width, dtype, quantization, optimizer and
+settings are stacked.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from embed import inputs, structure
+from embed.config import MAX_VOCABULARY_SIZE, TableConfig
+from embed.engine import cost, route
+from embed.engine.bags import Bags
+from embed.engine.cost import EXCHANGES
+from embed.engine.layout import Layout
+from embed.engine.mesh import LOCAL, Placement, as_names
+from embed.engine.stack import StackSpec
+from embed.row_optimizer import RowOptimizer
+
+STRATEGIES = ("mod", "div", "column", "replicated")
+ALONE = 1 << 24  # bytes of a table from which it is not stacked on one device
+REPLICATED = 1 << 20  # bytes of the largest table that a plan replicates of its own accord
+LANES = 128  # columns below which a plan does not split rows of its own accord
+
+
+class TablePlan:
+  """How one table is stored and exchanged. Set the fields before the layer is built.
+
+  Tables with equal settings (and width, dtype, quantization and optimizer) are stored together.
+
+  Args:
+    strategy: "mod", "div", "column" or "replicated".
+    axis: the mesh axes that it is split over.
+    column_axis: axes that columns are split over besides.
+    exchange: "all_to_all" or "gather". A plan suggests the one that moves less for its example
+      batch; other batches choose anew, unless it is set. Used where rows are split; an optimizer
+      that steps once per occurrence, or moves every row, always gathers.
+    capacity: the rows that a pair of devices exchanges in a round of an all-to-all. A plan suggests
+      the number that follows from its example batch; other batches follow their own, unless it is
+      set. Too small a number costs rounds, never an id.
+
+  Raises:
+    ValueError: for a value that is none of these.
+    AttributeError: for another field.
+
+  >>> entry = embed.TablePlan(strategy="div")
+  >>> entry.capacity = 512
+  >>> entry
+  TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512)
+  """
+
+  set: dict[str, Any]  # what was decided, and goes into JSON
+  suggested: dict[str, Any]  # what the example batch asks for
+
+  _FIELDS = ("strategy", "axis", "column_axis", "exchange", "capacity")
+
+  def __init__(
+    self,
+    strategy: str = "mod",
+    axis: str | Sequence[str] = (),
+    column_axis: str | Sequence[str] = (),
+    exchange: str | None = None,
+    capacity: int | None = None,
+  ):
+    self.__dict__.update(set={}, suggested={})
+    for name, value in zip(
+      self._FIELDS, (strategy, axis, column_axis, exchange, capacity), strict=True
+    ):
+      setattr(self, name, value)
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name not in self._FIELDS:
+      raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
+    if name == "strategy" and value not in STRATEGIES:
+      raise ValueError(f"Sharding: strategy must be one of {STRATEGIES}. Got {value!r}.")
+    if name == "exchange" and value not in (None, *EXCHANGES):
+      raise ValueError(f"exchange must be one of {EXCHANGES} or None. Got {value!r}.")
+    if name == "capacity" and value is not None:
+      if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"capacity must be a positive int or None. Got {value!r}.")
+      value = int(value)
+    if name in ("axis", "column_axis"):
+      value = as_names(value)
+    self.set[name] = value
+
+  def __getattr__(self, name: str) -> Any:
+    if name not in self._FIELDS:
+      raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
+    value = self.set[name]
+    return self.suggested.get(name) if value is None else value
+
+  def copy(self) -> "TablePlan":
+    """The same decisions and suggestions."""
+    new = TablePlan(**self.set)
+    new.suggested.update(self.suggested)
+    return new
+
+  def __repr__(self) -> str:
+    fields = (f"{name}={getattr(self, name)!r}" for name in self._FIELDS)
+    return f"TablePlan({', '.join(fields)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class StackCost:
+  """What a stack costs a device in a training step, an entry of `Plan.costs()`.
+
+  Attributes:
+    stack: its name.
+    tables: the tables that it holds.
+    exchange: "all_to_all", "gather", "sum" (of whole replicated tables), "columns" or "none".
+    capacity: rows that a pair of devices exchanges in a round of an all-to-all, or None.
+    rows: bytes of the tables.
+    slots: bytes of the optimizer's state.
+    buffers: bytes of the exchange's buffers.
+    moved: bytes that are received per step.
+
+  >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
+  >>> plan["movie"].strategy = "mod"
+  >>> plan.costs()[0].rows  # 125 of the 1000 rows, 8 columns of 4 bytes
+  4000
+  """
+
+  stack: str
+  tables: tuple[str, ...]
+  exchange: str
+  capacity: int | None
+  rows: int
+  slots: int
+  buffers: int
+  moved: int
+
+
+class Tables(NamedTuple):
+  """What is to be stored: configs and optimizers by table name, and the mesh (None: one device)."""
+
+  configs: Mapping[str, TableConfig]
+  optimizers: Mapping[str, RowOptimizer | None]
+  mesh: Any
+  batch_axis: Sequence[str] | None
+
+  def kind(self, name: str) -> Any:
+    """Equal for tables that can be stacked; a table's own name where it stays alone."""
+    table = self.configs[name]
+    if self.mesh is None and table.vocabulary_size * table.dim * table.dtype.itemsize > ALONE:
+      return name
+    rows = (table.dim, table.dtype, table.quantization_config, table.stochastic_rounding)
+    return (*rows, self.optimizers[name])
+
+  def placement(self, entry: TablePlan) -> Placement:
+    """The devices of a table, as its entry says."""
+    if self.mesh is None:
+      return LOCAL
+    return place(self.mesh, entry.strategy, entry.axis, entry.column_axis, self.batch_axis)
+
+  def stack(self, label: str, names: Sequence[str], entry: TablePlan) -> StackSpec:
+    """Some tables as one stack."""
+    table, placement = self.configs[names[0]], self.placement(entry)
+    sizes = tuple(self.configs[name].vocabulary_size for name in names)
+    return StackSpec(
+      label,
+      tuple(names),
+      Layout(sizes, placement.shards, entry.strategy == "div"),
+      table.dim,
+      table.dtype,
+      self.optimizers[names[0]],
+      placement,
+      table.quantization_config,
+      table.stochastic_rounding,
+      entry.set["exchange"],
+      entry.set["capacity"],
+    )
+
+  def stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
+    """The stacks of some tables by name, in the order of their first tables."""
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+      decided = tuple(entries[name].set.values())
+      groups.setdefault((self.kind(name), decided), []).append(name)
+    stacks: dict[str, StackSpec] = {}
+    for group in groups.values():
+      entry = entries[group[0]]
+      for part in self._numbered(group, entry):
+        label = part[0] if len(part) == 1 else f"{part[0]}+{len(part) - 1}"
+        while label in stacks or (len(part) > 1 and label in self.configs):
+          label += "+"
+        stacks[label] = self.stack(label, part, entry)
+    return stacks
+
+  def _numbered(self, names: Sequence[str], entry: TablePlan) -> Iterator[list[str]]:
+    """Tables cut into groups whose rows can be numbered."""
+    shards = self.placement(entry).shards
+    most = min(route.most_rows(shards), MAX_VOCABULARY_SIZE)
+    part: list[str] = []
+    height = 0
+    for name in names:
+      rows = -(-self.configs[name].vocabulary_size // shards)
+      if part and height + rows > most:
+        yield part
+        part, height = [], 0
+      part.append(name)
+      height += rows
+    yield part
+
+
+def place(
+  mesh: Any,
+  strategy: str,
+  axis: str | Sequence[str] | None,
+  column_axis: str | Sequence[str] | None = None,
+  batch_axis: str | Sequence[str] | None = None,
+) -> Placement:
+  """The placement of a strategy.
+
+  Args:
+    mesh: of devices.
+    strategy: one of `STRATEGIES`.
+    axis: the axes that the strategy splits over.
+    column_axis: besides, with rows over `axis`, the axes that columns are split over.
+    batch_axis: the axes of the batch; None is `axis`.
+
+  Raises:
+    ValueError: for an unknown strategy or axis.
+  """
+  if strategy not in STRATEGIES:
+    raise ValueError(f"Invalid sharding strategy {strategy!r}: choose one of {STRATEGIES}.")
+  axes, columns = as_names(axis), as_names(column_axis)
+  batch = axes if batch_axis is None else as_names(batch_axis)
+  for name in (*axes, *columns, *batch):
+    if name not in mesh.axis_names:
+      raise ValueError(
+        f"The mesh has no axis {name!r}; its axes are {mesh.axis_names}. Pass axis=..."
+      )
+  if strategy == "column":
+    axes, columns = (), tuple(dict.fromkeys((*axes, *columns)))
+  elif strategy == "replicated":
+    axes = columns = ()
+  if set(axes) & set(columns):
+    raise ValueError(f"Rows and columns cannot both be split over {set(axes) & set(columns)}.")
+  if not (axes or columns or batch):
+    raise ValueError("No mesh axis to split the batch over: pass axis=... or batch_axis=...")
+  return Placement(mesh, axes, columns, batch)
+
+
+# --- costs ---------------------------------------------------------------------------------------
+
+
+def example_bags(features: Any, configs: Mapping[str, TableConfig], batch: Any):
+  """The bags of a batch by table, as shapes: `{table name: [Bags]}`."""
+  by_table: dict[str, list[Bags]] = {name: [] for name in configs}
+  names = {id(table): name for name, table in configs.items()}
+  for path, feature, x, _ in inputs.matched(features, batch):
+    to_bags = functools.partial(inputs.to_bags, structure.feature_name(path, feature), feature)
+    bags, _ = jax.eval_shape(to_bags, jax.tree.map(_struct, x))
+    by_table[names[id(feature.table)]].append(bags)
+  return by_table
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x
+  x = np.asarray(x) if not hasattr(x, "dtype") else x
+  dtype = np.int32 if np.issubdtype(x.dtype, np.integer) else x.dtype
+  return jax.ShapeDtypeStruct(x.shape, dtype)
+
+
+def stack_cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCost:
+  """The bytes of a stack on a device, for the bags of a batch by table."""
+  tables = [name for name in stack.tables for _ in bags[name]]
+  demand = cost.batch_demand(stack, [b for name in stack.tables for b in bags[name]], tables)
+  chosen = cost.choose_exchange(stack, demand)
+  per_row = sum(
+    (1 if slot.per_row else stack.width) * np.dtype(slot.dtype).itemsize
+    for slot in stack.slots.values()
+  )
+  return StackCost(
+    stack.name,
+    stack.tables,
+    chosen.kind,
+    chosen.capacity,
+    stack.layout.rows * stack.width * stack.dtype.itemsize,
+    stack.layout.rows * per_row,
+    cost.buffer_bytes(stack, demand, chosen),
+    cost.moved_bytes(stack, demand, chosen),
+  )
+
+
+def best_strategies(
+  tables: Tables, entries: Mapping[str, TablePlan], bags: Mapping[str, Sequence[Bags]]
+) -> dict[str, str]:
+  """The strategy of each table, so that the stacks that result move least.
+
+  Candidates split all tables that can be stacked by rows, or by columns if they are wide enough,
+  but for some of the smallest, which are replicated.
+  """
+  groups: dict[Any, list[str]] = {}
+  for name in tables.configs:
+    groups.setdefault(tables.kind(name), []).append(name)
+  best: dict[str, str] = {}
+  for names in groups.values():
+    moved = functools.partial(_moved, tables, entries, bags)
+    best |= min(_candidates(tables, names, entries[names[0]]), key=moved)
+  return best
+
+
+def _candidates(tables: Tables, names: Sequence[str], entry: TablePlan) -> list[dict[str, str]]:
+  table = tables.configs[names[0]]
+  devices = math.prod(tables.mesh.shape[axis] for axis in entry.axis)
+  is_wide = table.dim % devices == 0 and table.dim // devices >= LANES
+  bytes_of = lambda name: tables.configs[name].vocabulary_size * table.dim * table.dtype.itemsize
+  small = sorted((name for name in names if bytes_of(name) <= REPLICATED), key=bytes_of)
+  tried = sorted({round(i * len(small) / 32) for i in range(33)})  # of many tables not every number
+  return [
+    {name: "replicated" if name in small[:k] else strategy for name in names}
+    for strategy in (("mod", "column") if is_wide else ("mod",))
+    for k in tried
+  ]
+
+
+def _moved(
+  tables: Tables,
+  entries: Mapping[str, TablePlan],
+  bags: Mapping[str, Sequence[Bags]],
+  strategies: Mapping[str, str],
+) -> int:
+  """What a device receives in a step if tables are stored by these strategies."""
+  tried = {name: entries[name].copy() for name in strategies}
+  for name, strategy in strategies.items():
+    tried[name].strategy = strategy
+  stacks = tables.stacks(list(strategies), tried)
+  return sum(stack_cost(stack, bags).moved for stack in stacks.values())

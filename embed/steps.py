@@ -1,0 +1,302 @@
+"""What a `SparseEmbed` does in a lookup and in an update, for all of its stacks."""
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import errors as flax_errors
+
+from embed import combiners, structure
+from embed.combiners import Uncombined
+from embed.config import TableConfig
+from embed.engine import exchange, jax_internals, route, taps, update
+from embed.engine import mesh as mesh_lib
+from embed.engine.lookup import LookupRecord
+from embed.engine.rows import ActivationGrads
+from embed.engine.stack import Arrays, StackSpec
+from embed.inputs import Input, read
+from embed.row_optimizer import RowOptimizer
+from embed.structure import Path
+from embed.variables import changing
+
+_UNTRAINED = (
+  "Table {!r} is looked up under JAX's own differentiation, as in nnx.value_and_grad: its rows get "
+  "no gradient, and nothing trains them. Write embed.value_and_grad and embed.Optimizer, or give "
+  "the table optimizer=embed.frozen() to keep it fixed."
+)
+
+
+class Spec(NamedTuple):
+  """What a `SparseEmbed` is, decided at construction and never traced.
+
+  `tables` and `optimizers` by table name, `stacks` by stack name. `table_of` has the table of each
+  feature, `stack_of` the stack of each table.
+  """
+
+  features: Any
+  tables: dict[str, TableConfig]
+  optimizers: dict[str, RowOptimizer | None]
+  stacks: dict[str, StackSpec]
+  table_of: dict[Path, str]
+  stack_of: dict[str, StackSpec]
+
+
+class StaticSpec:
+  """Holds a layer's `Spec` as static metadata: layers of the same configs, which compare by
+  identity, and equal stacks run the same compiled programs."""
+
+  def __init__(self, value: Spec):
+    self.value = value
+
+  def __eq__(self, other: object) -> bool:
+    return self is other or (isinstance(other, StaticSpec) and self.value == other.value)
+
+  def __hash__(self) -> int:
+    return hash(tuple(self.value.stacks.values()))
+
+  def __deepcopy__(self, memo):
+    return self
+
+
+@jax.tree_util.register_pytree_node_class
+class Residual:
+  """What `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree that users need not read.
+
+  It holds ids and, on a mesh, the route of the exchange; of the features whose rows were combined
+  after the lookup, the rows.
+  """
+
+  def __init__(
+    self,
+    records: dict[str, LookupRecord],
+    paths: dict[str, tuple[Path, ...]],
+    uncombined: dict[Path, Uncombined],
+  ):
+    self.records, self.paths, self.uncombined = records, paths, uncombined
+
+  def tree_flatten(self):
+    names = tuple(sorted(self.records))
+    paths = tuple((name, self.paths[name]) for name in names)
+    records = tuple(self.records[name] for name in names)
+    return (records, tuple(self.uncombined.values())), (paths, tuple(self.uncombined))
+
+  @classmethod
+  def tree_unflatten(cls, static, leaves) -> "Residual":
+    (paths, features), (records, uncombined) = static, leaves
+    by_stack = dict(zip(dict(paths), records, strict=True))
+    return cls(by_stack, dict(paths), dict(zip(features, uncombined, strict=True)))
+
+
+def table_config(layer: Any, name: str) -> TableConfig:
+  tables = layer.spec.tables
+  if name not in tables:
+    raise ValueError(f"There is no table {name!r}; the tables are {sorted(tables)}.")
+  return tables[name]
+
+
+def stored_arrays(layer: Any, stack: StackSpec) -> Arrays:
+  return {key: variable.get_value() for key, variable in layer.arrays[stack.name].items()}
+
+
+# --- lookup --------------------------------------------------------------------------------------
+
+
+def look_up(layer: Any, features: Any, weights: Any) -> tuple[Any, Residual]:
+  """Activations in the structure of the features, and the residual."""
+  spec = layer.spec
+  members: dict[str, list[Input]] = {}
+  for x in read(spec.features, features, weights):
+    members.setdefault(spec.stack_of[spec.table_of[x.path]].name, []).append(x)
+  activations: dict[Path, jax.Array] = {}
+  residual = Residual({}, {}, {})
+  dropped: list[jax.Array] = []
+  for stack_name, inputs in members.items():
+    stack, tables = spec.stacks[stack_name], tuple(spec.table_of[x.path] for x in inputs)
+    acts, record, prepared = look_up_stack(layer, stack, inputs, tables)
+    for x, table, act, later in zip(inputs, tables, acts, prepared.uncombined, strict=True):
+      if later is not None:
+        learned = layer.combiner_weights.get(table)
+        looked_up = Uncombined(act, *later, None if learned is None else learned[...])
+        residual.uncombined[x.path] = looked_up
+        act = combiners.combine(spec.tables[table], stack, looked_up)
+      activations[x.path] = act
+    residual.records[stack_name] = record
+    residual.paths[stack_name] = tuple(x.path for x in inputs)
+    dropped.append(prepared.dropped)
+  count(layer, dropped, list(residual.records.values()))
+  return structure.pack(spec.features, features, activations), residual
+
+
+def look_up_stack(
+  layer: Any,
+  stack: StackSpec,
+  inputs: Sequence[Input],
+  tables: tuple[str, ...],
+  combiner: str | None = None,
+) -> tuple[list[jax.Array], LookupRecord, combiners.Prepared]:
+  """Tapped activations of the features of a stack, what was looked up, and its bags."""
+  placement = stack.placement
+  arrays = [placement.accept(x.name, x.parts) for x in inputs]
+  prepared = placement.prepare(functools.partial(combiners.prepare, inputs, combiner), arrays)
+  stored = layer.arrays[stack.name]["parameters"].get_value()
+  rows = taps.read_table(stored, "lookup")
+  acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
+  if mesh_lib.is_explicit((rows, layer.report.get_value())):
+    acts = [placement.typed(act) for act in acts]
+  return tap(layer, acts, record, stored), record, prepared
+
+
+# Compiled once for each shape, also where `value_and_grad` runs a loss eagerly: a lookup that was
+# traced into the loss would have its loops compiled again at every step.
+compiled_look_up = jax.jit(exchange.look_up, static_argnums=(0, 3))
+
+
+def tap(
+  layer: Any, activations: Sequence[jax.Array], record: LookupRecord, stored: jax.Array
+) -> list[jax.Array]:
+  """Activations with the record of their lookup, for `value_and_grad`."""
+  optimizers = [layer.spec.optimizers[name] for name in record.tables]
+  trains = any(optimizer is None or optimizer.equation is not None for optimizer in optimizers)
+  if trains and jax_internals.is_differentiating():
+    warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=5)
+  return taps.tap(activations, record, stored, taps.Layer(layer, trains))
+
+
+def count(layer: Any, dropped: Sequence[jax.Array], records: Sequence[LookupRecord]) -> None:
+  """Adds a call to the layer's report."""
+  if not dropped:
+    return
+  routes = [record.route for record in records if record.route is not None]
+  counted = {
+    "dropped_ids": functools.reduce(jnp.add, dropped),
+    "exchange_rounds": jnp.int32(0),
+    "buffer_fill": jnp.float32(0),
+  }
+  for found in routes:
+    most = found.max_rows_per_pair[0]
+    of = {
+      "exchange_rounds": route.rounds(most, found.capacity),
+      "buffer_fill": most.astype(jnp.float32) / found.capacity,
+    }
+    counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
+  try:
+    before = layer.report.get_value()
+    report = {key: mesh_lib.with_types_of(counted[key], before[key]) for key in before}
+    report["dropped_ids"] += before["dropped_ids"]
+    layer.report.set_value(report)
+    is_lost = jax_internals.is_batched(report) and not jax_internals.is_batched(before)
+    if is_lost and jax_internals.is_called_by(jax_internals.VMAP):
+      raise ValueError(
+        "SparseEmbed was called under nnx.vmap, which has no place for the counts in its report. "
+        "Look up the whole batch at once, outside, and pass the activations in."
+      )
+  except flax_errors.TraceContextError:
+    pass  # a model that a function closes over, as under jax.jit: no state comes out of it
+
+
+# --- update --------------------------------------------------------------------------------------
+
+
+def by_stack(
+  spec: Spec, activation_grads: Any, residual: Residual
+) -> tuple[dict[str, list[update.StackGrads]], dict[str, jax.Array]]:
+  """Gradients by stack, and those of combiners' learned weights by table, all checked."""
+  by_path = dict(structure.match(spec.features, activation_grads, "activation_grads"))
+  looked_up = {path for paths in residual.paths.values() for path in paths}
+  features = dict(structure.flatten_features(spec.features))
+  for path, feature in features.items():
+    name = structure.feature_name(path, feature)
+    if path in looked_up and path not in by_path:
+      raise ValueError(
+        f"No gradient given for {name!r}, which was looked up. Give None for a zero gradient."
+      )
+    if path not in looked_up and by_path.get(path) is not None:
+      raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
+  for path, later in residual.uncombined.items():
+    if later.learned is not None:  # says what is wrong before anything is trained
+      combiners.learning_rate(spec.table_of[path], features[path].table)
+  grads: dict[str, list[update.StackGrads]] = {}
+  learned: dict[str, jax.Array] = {}
+  for stack_name, record in residual.records.items():
+    of_features = []
+    for path, bags in zip(residual.paths[stack_name], record.bags, strict=True):
+      feature, rows = features[path], residual.uncombined.get(path)
+      batch = bags.batch if rows is None else rows.ids.shape[:-1]
+      name = structure.feature_name(path, feature)
+      grad = _checked(name, by_path[path], (*batch, feature.table.dim))
+      if rows is not None:
+        stack, table = spec.stacks[stack_name], spec.table_of[path]
+        grad, of_learned = combiners.split_gradient(feature.table, stack, rows, grad)
+        if of_learned is not None:
+          learned[table] = learned[table] + of_learned if table in learned else of_learned
+      of_features.append(grad)
+    grads[stack_name] = [ActivationGrads(tuple(of_features), record)]
+  return grads, learned
+
+
+def step_combiner_weights(layer: Any, table: str, grad: jax.Array) -> None:
+  """Trains the learned weights of a table's combiner, at its own rate."""
+  variable, rate = (
+    layer.combiner_weights[table],
+    combiners.learning_rate(table, table_config(layer, table)),
+  )
+  with changing("An update of a combiner's weights"):
+    variable.set_value(variable[...] - rate * grad)
+
+
+def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], step: Any) -> None:
+  """Steps each stack once, or, where something is missing, none."""
+  moving = [stack for stack in layer.spec.stacks.values() if _moves(stack, grads, step)]
+  for stack in moving:
+    variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
+    arrays = {k: taps.read_table(x, "update") for k, x in stored_arrays(layer, stack).items()}
+    scalars = update.StepScalars.at(stack, step)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, of_stack)))
+    run = update.step if traced else compiled_step
+    new = mesh_lib.settled(run(stack, arrays, of_stack, scalars))
+    with changing("An update of tables"):
+      for key, value in new.items():
+        variables[key].set_value(mesh_lib.with_types_of(value, arrays[key]))
+
+
+compiled_step = jax.jit(update.step, static_argnums=0)
+
+
+def _moves(stack: StackSpec, grads: Mapping[str, Any], step: Any) -> bool:
+  """Whether a stack moves; raises for what is missing."""
+  optimizer = stack.optimizer
+  if stack.name not in grads and (optimizer is None or optimizer.lazy):
+    return False
+  if optimizer is None:
+    raise ValueError(
+      f"Table {stack.tables[0]!r} has no optimizer, so it cannot be trained. Give one in its "
+      "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
+    )
+  if optimizer.equation is None:
+    return False
+  if step is None and optimizer.has_schedule:
+    raise ValueError(
+      f"Table {stack.tables[0]!r} has a schedule, of its learning rate or gradient multiplier: "
+      "pass step=..."
+    )
+  if step is None and stack.uses_stochastic_rounding:
+    raise ValueError(
+      f"Table {stack.tables[0]!r} rounds its {stack.dtype} rows at random, by the number "
+      "of the step: pass step=..., or set stochastic_rounding=False in its TableConfig."
+    )
+  return True
+
+
+def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
+  """A feature's activation gradient, checked against what was looked up; None is zero."""
+  if grads is None:
+    return jnp.zeros(shape, jnp.float32)
+  if not isinstance(grads, (jax.Array, np.ndarray)):
+    raise ValueError(f"Gradient of {name!r}: found a non-array type {type(grads)}.")
+  if grads.shape != shape:
+    raise ValueError(f"Gradient of {name!r} has shape {grads.shape}; its activations have {shape}.")
+  return jnp.asarray(grads)

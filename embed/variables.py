@@ -1,0 +1,120 @@
+"""The Variables of a `SparseEmbed`: tables, slots and the report."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import errors as flax_errors
+from flax import nnx
+
+from embed.config import TableConfig
+from embed.engine import jax_internals, mesh, storage
+from embed.engine.stack import StackSpec
+
+_LARGE_COPY = 16 << 20  # bytes of a copy
+
+
+def _is_copied(before: Any, after: Any) -> bool:
+  """Whether a large array was replaced and is still alive: it was not donated."""
+  arrays = (before, after)
+  if any(not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) for x in arrays):
+    return False
+  return before is not after and before.nbytes >= _LARGE_COPY and not before.is_deleted()
+
+
+class Table(nnx.Variable):
+  """The rows of a table. Not an `nnx.Param`: no dense optimizer ever sees it.
+
+  An `nnx.Variable` type, for filters. What it holds is the storage, several tables in one array
+  and in another order where that is cheaper; `SparseEmbed.tables` has the tables.
+
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> len(jax.tree.leaves(nnx.state(layer, embed.Table))), nnx.state(layer, nnx.Param)
+  (1, State({}))
+  """
+
+  def set_raw_value(self, value: Any, **kwargs: Any) -> None:
+    """Takes over an array, and tells if a Flax transformation made it as a copy."""
+    before = self.get_raw_value()
+    super().set_raw_value(value, **kwargs)
+    if _is_copied(before, value) and jax_internals.is_called_by(jax_internals.TRANSFORMATIONS):
+      warnings.warn(
+        f"A table of {before.nbytes >> 20} MiB was copied: nnx.jit and Flax's other "
+        "transformations return the models that they are given. Write nnx.jit(graph=False) for a "
+        "function that does not train (graph_updates=False if the model shares a module), and "
+        'nnx.jit(donate_argnames=("model", "optimizer")) for one that does.',
+        stacklevel=2,
+      )
+
+
+class SlotVariable(nnx.Variable):
+  """An optimizer's state per row of a table.
+
+  An `nnx.Variable` type, for filters, that holds the storage as `Table` does;
+  `SparseEmbed.variables` has the slots.
+
+  >>> features = embed.FeatureConfig(embed.TableConfig(4, 2, optimizer=embed.adam(1e-3)))
+  >>> layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  >>> len(jax.tree.leaves(nnx.state(layer, embed.SlotVariable)))  # momenta and velocities
+  2
+  """
+
+
+class Report(nnx.Variable):
+  """What happened in the lookups: an `nnx.Variable` that holds a dictionary of scalars.
+
+  - `dropped_ids`, int32: counted since the start.
+  - `exchange_rounds`, int32: the rounds that the exchange of ids and rows took in the last call, at
+    most; 1 where buffers were large enough, 0 where nothing was exchanged, as without a mesh.
+  - `buffer_fill`, float32: the share of a buffer that was used in the last call, at most; above 1
+    there was more than one round. 0 without a mesh.
+
+  A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
+  `max_valency`, or outside a `dense_shape`. Eager calls raise for these instead. Like all NNX state
+  it comes out of `nnx.jit` and the other nnx transformations with the module as an argument; plain
+  `jax.jit`, with the module closed over or as a pytree, counts nothing.
+
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> look_up = nnx.jit(lambda layer, ids: layer(ids), graph=False)
+  >>> activations = look_up(layer, np.array([3, 4, 5]))
+  >>> int(layer.report["dropped_ids"])
+  2
+  """
+
+
+def make_variables(
+  stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array], axis: Any
+) -> nnx.Dict:
+  """The Variables of a stack, each with its place on a mesh."""
+  of = lambda x: metadata(stack.placement, mesh.as_names(axis), x.ndim)
+  kind = lambda key: Table if key == "parameters" else SlotVariable
+  arrays = storage.make(stack, tables, {name: keys[name] for name in stack.tables})
+  return nnx.Dict({key: kind(key)(value, **of(value)) for key, value in arrays.items()})
+
+
+def metadata(placement: mesh.Placement, axis: mesh.Names, ndim: int) -> dict[str, Any]:
+  """Variable metadata of a table `[V, D]` (ndim 2) or of a slot `[V]`, for NNX to read.
+
+  >>> metadata(mesh.LOCAL, ("data",), 2)["out_sharding"]
+  ('data', None)
+  """
+  local = placement.mesh is None  # an annotation of one device says how to split it elsewhere
+  rows, columns = (axis, ()) if local else (placement.rows, placement.columns)
+  short = lambda names: (names[0] if len(names) == 1 else names) or None
+  # Not eager: the array is placed where it is made, not when it is wrapped.
+  return {"out_sharding": (short(rows), short(columns))[:ndim], "eager_sharding": False}
+
+
+@contextlib.contextmanager
+def changing(what: str) -> Iterator[None]:
+  """Says what to write where a model has to change that a JAX transformation closes over."""
+  try:
+    yield
+  except flax_errors.TraceContextError:
+    raise ValueError(
+      f"{what} changes the model, which jax.jit or another JAX transformation closes over, so that "
+      "the change would be lost. Pass the model as an argument to nnx.jit: "
+      "`step = nnx.jit(lambda model, batch: ...)`, then `step(model, batch)`."
+    ) from None
