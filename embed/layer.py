@@ -22,6 +22,7 @@ from embed.engine import jax_internals as internals
 from embed.engine import lookup as lookup_lib
 from embed.engine import mesh as sharding
 from embed.engine.exchange import Call
+from embed.engine.layout import Layout
 from embed.engine.lookup import Occurrences, Reads
 from embed.engine.stack import Arrays, Load, Moment, Sent, Stack, read_all, store_all
 from embed.gradients import RowGrads
@@ -910,3 +911,14 @@ def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
   if grads.shape != shape:
     raise ValueError(f"Gradient of {name!r} has shape {grads.shape}; its activations have {shape}.")
   return jnp.asarray(grads)
+
+
+def store_on_one_device(layer: SparseEmbed) -> None:
+  """Stores each table of a layer in one array without a mesh or slots, rows in order; in place."""
+  spec, rows = layer.spec, layer.tables
+  stacks = {
+    name: Stack(name, {name: table}, None, Layout((table.vocabulary_size,)))
+    for name, table in spec.tables.items()
+  }
+  layer._spec = _Static(spec._replace(optimizers=dict.fromkeys(spec.tables), stacks=stacks))
+  layer.arrays = nnx.Dict({t: nnx.Dict({"parameters": Table(rows[t])}) for t in spec.tables})

@@ -2,12 +2,14 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax._src import core
 from jax.extend import random as jex_random
+from jax.interpreters import partial_eval
 
 
 def is_differentiating() -> bool:
@@ -45,6 +47,25 @@ def is_called_by(module: str) -> bool:
       return True
     frame = frame.f_back
   return False
+
+
+def used_arguments(function: Callable[..., Any], *args: Any) -> Any:
+  """Whether each array of the arguments influences a result of a function: `args` of bools.
+
+  Seen in JAX 0.10.2: `dce_jaxpr` is semi-private. `jax.export` tells it in public
+  (`Exported.module_kept_var_idx`), though not for shapes with symbolic dimensions.
+
+  >>> used_arguments(lambda x, y: x["a"] + 0 * y, {"a": 1.0, "b": 2.0}, 3.0)
+  ({'a': True, 'b': False}, True)
+  """
+  jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+  _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  return jax.tree.unflatten(jax.tree.structure(args), used)
+
+
+# The file in every folder of a tree that Orbax wrote. Seen in Orbax 0.12; no public API tells such
+# folders from others.
+ORBAX_METADATA = "_METADATA"
 
 
 # --- integers that arithmetic cannot reach --------------------------------------------------------
