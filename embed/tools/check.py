@@ -1,16 +1,17 @@
-"""`python -m embed check`: this installation on these devices, held to the NumPy reference.
+"""`python -m embed check`: compares this installation, on these devices, with the NumPy reference.
 
-Lookups, row gradients and every optimizer, compiled as a training step has them, on one device and
-on all local devices: by "mod" all of it, by the other strategies what goes another way there.
+It compiles lookups, row gradients and every optimizer, as a training step does, for one device and
+for all local devices: all of them with "mod", and with the other strategies those that they compute
+differently.
 
-Ids, weights and gradients are multiples of 1/8, so that products and sums of them are exact in any
-order: what remains is the rounding of divisions, roots and powers, not the order of a sum. An
-error is the largest difference in an array over the largest value in it, and may be
+Ids, weights and gradients are multiples of 1/8, so that their products and sums are exact in any
+order: only divisions, roots and powers round. An error is the largest difference in an array
+divided by the largest value in it, and may be
 
-- 2^-16 in float32. A division or a root is off by 2^-24 to 2^-22, on accelerators too; three steps
-  of an optimizer have some ten of them, and their results are subtracted. A wrong constant or order
-  is off by more.
-- 2^-8 in bfloat16, which keeps 8 bits: rounding once is off by up to 2^-9.
+- 2^-16 in float32. A division or a root has an error of 2^-24 to 2^-22, on accelerators too; three
+  steps of an optimizer have about ten of them, and subtract their results. A wrong constant or
+  order has a larger error.
+- 2^-8 in bfloat16, which keeps 8 bits: one rounding has an error of up to 2^-9.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from embed import config as config_lib
 from embed.tools import reference
 
 TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-8}
-ROWS, DIM = 37, 8  # rows that no number of devices divides
+ROWS, DIM = 37, 8  # a prime number of rows: no number of devices divides it
 BATCH, VALENCY, LENGTH = 13, 5, 3
 RATES = (0.125, 0.0625, 0.25)
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,14 +67,15 @@ OTHER_WAYS = ("sgd", "rowwise_adagrad", "adam, every row", "adagrad, per occurre
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What was compared, where, and how far apart it was.
+  """One comparison with the reference.
 
   Args:
-    what: such as "lookup, mean" or "adagrad".
-    where: such as "one device".
-    error: the largest difference over the largest value, infinite where they cannot be compared.
+    what: the computation, such as "lookup, mean" or "adagrad".
+    where: the devices, such as "one device".
+    error: the largest difference divided by the largest value; infinite if there is nothing to
+      compare.
     tolerance: the largest error that passes.
-    note: what is wrong, where a number does not tell.
+    note: the problem, if the error does not tell it.
 
   >>> Result("adagrad", "one device", error=1e-7, tolerance=1e-5).ok
   True
@@ -91,7 +93,7 @@ class Result:
 
 
 def main() -> int:
-  """Prints a table of everything that is checked; returns the exit status, 1 if any of it fails."""
+  """Prints a line for each check; returns the exit status, 1 if any of them fails."""
   print(header(), flush=True)
   start, results = time.time(), []
   for result in run():
@@ -104,14 +106,15 @@ def main() -> int:
     print(f"\nAll {len(results)} checks passed in {seconds}.")
     return 0
   print(
-    f"\n{len(failed)} of {len(results)} checks FAILED in {seconds}. What is computed here is not "
-    "what this library promises: do not train with it. A report should have all of this output."
+    f"\n{len(failed)} of {len(results)} checks FAILED in {seconds}. This installation computes "
+    "wrong results on these devices: do not train with it. A report should include all of this "
+    "output."
   )
   return 1
 
 
 def header() -> str:
-  """What a report of a failure needs: versions, backend and devices."""
+  """The versions, backend and devices, for reports of failures."""
   packages = ("sparse-embed", "jax", "jaxlib", "flax", "optax", "numpy")
   versions = ", ".join(f"{name} {_version(name)}" for name in packages)
   devices = jax.local_devices()
@@ -130,24 +133,21 @@ def _version(package: str) -> str:
 
 
 def run() -> Iterator[Result]:
-  """Checks everything everywhere, one result after the other.
-
-  What raises is a failed result, with the error as its note.
-  """
+  """Yields the results of all checks on all devices; one that raises is a failed result."""
   for where, place in places().items():
     yield from _guarded("lookups", where, _check_lookups, place)
     yield from _guarded("optimizers", where, _check_optimizers, place)
 
 
 def places() -> dict[str, dict[str, Any]]:
-  """Arguments of `SparseEmbed` by name: one device, then all local ones by every strategy."""
-  found: dict[str, dict[str, Any]] = {"one device": {}}
+  """Arguments of `SparseEmbed` by name: one device, then all local ones with every strategy."""
+  places: dict[str, dict[str, Any]] = {"one device": {}}
   devices = jax.local_devices()
   if len(devices) > 1:
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     for strategy in ("mod", "div", "column", "replicated"):
-      found[f"{len(devices)} devices, {strategy}"] = {"mesh": mesh, "sharding": strategy}
-  return found
+      places[f"{len(devices)} devices, {strategy}"] = {"mesh": mesh, "sharding": strategy}
+  return places
 
 
 Check = Callable[[dict[str, Any]], Iterator[Result]]
@@ -161,18 +161,18 @@ def _guarded(what: str, where: str, check: Check, place: dict[str, Any]) -> Iter
   try:
     for result in check(place):
       yield dataclasses.replace(result, where=where)
-  except Exception as error:  # whatever it is, the rest is still to be checked
+  except Exception as error:  # the checks after it still run
     message = str(error).split("\n")[0]
     yield Result(what, where, math.inf, note=f"{type(error).__name__}: {message}")
 
 
-def _error(found: Any, wanted: Any) -> float:
-  """The largest difference over the largest value; infinite for other shapes and for NaN."""
-  found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-  if found.shape != wanted.shape:
+def relative_error(actual: Any, expected: Any) -> float:
+  """The largest difference divided by the largest value; infinite for another shape and for NaN."""
+  actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+  if actual.shape != expected.shape:
     return math.inf
-  largest = np.max(np.abs(wanted), initial=0.0)
-  error = np.max(np.abs(found - wanted), initial=0.0) / (largest or 1.0)
+  largest = np.max(np.abs(expected), initial=0.0)
+  error = np.max(np.abs(actual - expected), initial=0.0) / (largest or 1.0)
   return float(error) if np.isfinite(error) else math.inf
 
 
@@ -184,7 +184,7 @@ def _eighths(draw: np.random.Generator, shape: tuple[int, ...], most: int = 8) -
 
 
 def _bags(draw: np.random.Generator) -> np.ndarray:
-  """Ids `[BATCH, VALENCY]`: few rows often, many rarely, some not at all; padding; an empty bag."""
+  """Draws ids `[BATCH, VALENCY]` of Zipf's law, with padding, an empty bag and unused rows."""
   ids = np.minimum(draw.zipf(1.3, (BATCH, VALENCY)) - 1, ROWS - 3)
   ids[draw.random(ids.shape) < 0.25] = -1
   ids[0] = -1
@@ -192,22 +192,22 @@ def _bags(draw: np.random.Generator) -> np.ndarray:
 
 
 def _kinds(ids: np.ndarray, weights: np.ndarray | None) -> dict[str, Any]:
-  """The same bags as every kind of input: the reference's, but for "max_valency"."""
-  given = ids >= 0
-  splits = np.cumsum([0, *given.sum(1)]).astype(np.int32)
-  flat = None if weights is None else weights[given]
-  ragged = reference.Ragged(ids[given], splits, flat)
-  indices = np.argwhere(given).astype(np.int32)
+  """The same bags as every kind of input of the reference; "max_valency" is a `Ragged` too."""
+  valid = ids >= 0
+  splits = np.cumsum([0, *valid.sum(1)]).astype(np.int32)
+  flat_weights = None if weights is None else weights[valid]
+  ragged = reference.Ragged(ids[valid], splits, flat_weights)
+  indices = np.argwhere(valid).astype(np.int32)
   return {
     "padded": reference.Padded(ids, weights),
     "ragged": ragged,
     "max_valency": ragged,
-    "sparse": reference.Sparse(indices, ids[given], ids.shape, flat),
+    "sparse": reference.Sparse(indices, ids[valid], ids.shape, flat_weights),
   }
 
 
-def _call(kind: str, given: Any) -> tuple[Any, Any]:
-  """Ids and weights as a layer takes them."""
+def _to_embed(kind: str, x: Any) -> tuple[Any, Any]:
+  """Converts an input of the reference to ids and weights for a layer."""
 
   def wrap(values):
     if kind == "dense":
@@ -215,10 +215,10 @@ def _call(kind: str, given: Any) -> tuple[Any, Any]:
     if kind == "padded":
       return embed.Padded(values)
     if kind == "sparse":
-      return embed.Sparse(given.indices, values, given.dense_shape)
-    return embed.Ragged(values, given.row_splits, VALENCY if kind == "max_valency" else None)
+      return embed.Sparse(x.indices, values, x.dense_shape)
+    return embed.Ragged(values, x.row_splits, VALENCY if kind == "max_valency" else None)
 
-  return wrap(given.values), None if given.weights is None else wrap(given.weights)
+  return wrap(x.values), None if x.weights is None else wrap(x.weights)
 
 
 # --- lookups and row gradients -------------------------------------------------------------------
@@ -227,39 +227,41 @@ def _call(kind: str, given: Any) -> tuple[Any, Any]:
 Inputs = dict[str, dict[str, Any]]  # by table and kind
 
 
-def _lookup_inputs(draw: np.random.Generator, brief: bool) -> Inputs:
-  found: Inputs = {}
+def lookup_inputs(draw: np.random.Generator, brief: bool) -> Inputs:
+  """Draws the inputs of every lookup that is checked."""
+  inputs: Inputs = {}
   for combiner in config_lib.COMBINERS:
     kinds = _kinds(_bags(draw), None)
-    found[combiner] = kinds if combiner == "mean" and not brief else {"padded": kinds["padded"]}
-    weights = np.abs(_eighths(draw, (BATCH, VALENCY)))  # some are 0
-    found[f"{combiner}, weights"] = _kinds(_bags(draw), weights)
-  found["mean, bfloat16"] = {"padded": reference.Padded(_bags(draw))}
-  found["sequences"] = _kinds(_bags(draw), None)
-  found["single ids"] = {"dense": reference.Dense(_bags(draw)[:, 1])}
-  return found
+    inputs[combiner] = kinds if combiner == "mean" and not brief else {"padded": kinds["padded"]}
+    weights = np.abs(_eighths(draw, (BATCH, VALENCY)))  # including zeros
+    inputs[f"{combiner}, weights"] = _kinds(_bags(draw), weights)
+  inputs["mean, bfloat16"] = {"padded": reference.Padded(_bags(draw))}
+  inputs["sequences"] = _kinds(_bags(draw), None)
+  inputs["single ids"] = {"dense": reference.Dense(_bags(draw)[:, 1])}
+  return inputs
 
 
 def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
+  """Compares lookups and row gradients, all from one compiled function."""
   draw = np.random.default_rng(0)
   features: dict[str, Any] = {}
   inputs: dict[str, Any] = {}
   weights: dict[str, Any] = {}
   cotangents: dict[str, np.ndarray] = {}
-  wanted: dict[str, dict[str, reference.Occurrences]] = {}  # by table and feature
+  expected: dict[str, dict[str, reference.Occurrences]] = {}  # by table and feature
   tables: dict[str, np.ndarray] = {}
-  for name, given in _lookup_inputs(draw, _is_brief(place)).items():
+  for name, kinds in lookup_inputs(draw, _is_brief(place)).items():
     combiner = next((c for c in config_lib.COMBINERS if name.startswith(c)), "mean")
     length = LENGTH if name == "sequences" else 0
     dtype = jnp.bfloat16 if "bfloat16" in name else np.float32
     table = embed.TableConfig(ROWS, DIM, combiner=combiner, name=name, dtype=dtype)
-    tables[name], wanted[name] = _eighths(draw, (ROWS, DIM), 16), {}
-    for kind, x in given.items():
+    tables[name], expected[name] = _eighths(draw, (ROWS, DIM), 16), {}
+    for kind, x in kinds.items():
       feature = f"{name}, {kind}"
       features[feature] = embed.FeatureConfig(table, max_sequence_length=length)
-      inputs[feature], weights[feature] = _call(kind, x)
+      inputs[feature], weights[feature] = _to_embed(kind, x)
       occ = reference.occurrences(reference.Feature(combiner, length), x)
-      wanted[name][feature] = occ
+      expected[name][feature] = occ
       cotangents[feature] = _eighths(draw, (*occ.shape, DIM))
   layer = embed.SparseEmbed(features, embed.sgd(0.1), rngs=nnx.Rngs(0), **place)
   layer.load_tables(tables)
@@ -272,31 +274,35 @@ def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
 
   gradients = nnx.jit(embed.value_and_grad(loss, has_aux=True))
   (_, activations), grads = gradients(layer, inputs, weights, cotangents)
-  for name, occurrences in wanted.items():
+  for name, occurrences in expected.items():
     tolerance = TOLERANCE["bfloat16" if "bfloat16" in name else "float32"]
     errors = [
-      _error(activations[feature], reference.lookup(tables[name], occ))
+      relative_error(activations[feature], reference.lookup(tables[name], occ))
       for feature, occ in occurrences.items()
     ]
     yield Result(f"lookup, {name}", "", max(errors), tolerance)
-  for name, occurrences in wanted.items():
+  for name, occurrences in expected.items():
     pairs = [reference.occurrence_gradients(o, cotangents[f]) for f, o in occurrences.items()]
     ids, values = (np.concatenate(x) for x in zip(*pairs, strict=True))
-    yield _compare_rows(f"rows, {name}", grads.rows[name], reference.row_gradients(ids, values))
+    yield compare_rows(f"rows, {name}", grads.rows[name], reference.row_gradients(ids, values))
 
 
-def _compare_rows(what: str, rows: embed.RowGrads, wanted: Mapping[int, np.ndarray]) -> Result:
+def compare_rows(what: str, rows: embed.RowGrads, expected: Mapping[int, np.ndarray]) -> Result:
+  """Compares row gradients with those of the reference, by row."""
   ids, values = np.asarray(rows.ids), np.asarray(rows.values)
   order = np.argsort(ids)[: np.sum(ids < ROWS)]
-  if ids[order].tolist() != sorted(wanted):
+  if ids[order].tolist() != sorted(expected):
     return Result(what, "", math.inf, note="other rows were touched")
-  return Result(what, "", _error(values[order], [wanted[row] for row in sorted(wanted)]))
+  return Result(
+    what, "", relative_error(values[order], [expected[row] for row in sorted(expected)])
+  )
 
 
 # --- optimizers ----------------------------------------------------------------------------------
 
 
 def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
+  """Compares tables and slots after three steps of every optimizer, all in one layer."""
   rules = {name: OPTIMIZERS[name] for name in (OTHER_WAYS if _is_brief(place) else OPTIMIZERS)}
   draw = np.random.default_rng(1)
   rates = np.array(RATES, np.float32)
@@ -318,7 +324,7 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
   def step(layer, optimizer, inputs, cotangents):
     optimizer.update(layer, embed.value_and_grad(loss)(layer, inputs, cotangents)[1])
 
-  wanted = {
+  expected = {
     name: reference.initial_variables(kind, tables[name], **config)
     for name, (kind, config) in rules.items()
   }
@@ -331,23 +337,24 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
     occ = reference.occurrences(reference.Feature("sum"), reference.Padded(ids))
     for name, (kind, config) in rules.items():
       rows, gradients = reference.occurrence_gradients(occ, cotangents[name])
-      wanted[name] = reference.apply_rows(kind, wanted[name], rows, gradients, rate, **config)
-  found = layer.variables
+      expected[name] = reference.apply_rows(kind, expected[name], rows, gradients, rate, **config)
+  actual = layer.variables
   for name, (_, config) in rules.items():
-    yield _compare_variables(name, found[name], wanted[name], tables[name], looked_up, config)
+    yield compare_variables(name, actual[name], expected[name], tables[name], looked_up, config)
 
 
-def _compare_variables(
+def compare_variables(
   name: str,
-  found: Mapping[str, Any],
-  wanted: Mapping[str, np.ndarray],
+  actual: Mapping[str, Any],
+  expected: Mapping[str, np.ndarray],
   initial: np.ndarray,
   looked_up: np.ndarray,
   config: Mapping[str, Any],
 ) -> Result:
-  if set(found) != set(wanted):
-    return Result(name, "", math.inf, note=f"its slots are {sorted(set(found) - {'parameters'})}")
-  moved = (np.asarray(found["parameters"]) != initial).any(axis=1)
+  """Compares a table and its slots; rows that were not looked up must not have moved."""
+  if set(actual) != set(expected):
+    return Result(name, "", math.inf, note=f"its slots are {sorted(set(actual) - {'parameters'})}")
+  moved = (np.asarray(actual["parameters"]) != initial).any(axis=1)
   if config.get("lazy_adam", True) and moved[~looked_up].any():
     return Result(name, "", math.inf, note="a row moved that was not looked up")
-  return Result(name, "", max(_error(found[key], wanted[key]) for key in wanted))
+  return Result(name, "", max(relative_error(actual[key], expected[key]) for key in expected))
