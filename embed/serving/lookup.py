@@ -1,4 +1,4 @@
-"""Serving: lookups in plain arrays, by the rules of TensorFlow's `serving_embedding_lookup`."""
+"""Lookups in plain arrays, by the rules of TensorFlow's `serving_embedding_lookup`."""
 
 import dataclasses
 import functools
@@ -26,44 +26,46 @@ def serving_lookup(
   quantize: bool = False,
   combiner_weights: Mapping[str, Any] | None = None,
 ) -> Any:
-  """Activations of a batch, from tables that are plain arrays: no module, no state, no mesh.
+  """Looks up activations in tables that are plain arrays, without module, state or mesh.
 
-  It can be jitted and exported, `feature_config` being bound beforehand. What it does differently
-  from a call of `SparseEmbed` is what TensorFlow's `serving_embedding_lookup` does on CPU:
+  It can be jitted and exported, with `feature_config` bound beforehand. It follows TensorFlow's
+  `serving_embedding_lookup` on CPU where that differs from training, and so from a call of
+  `SparseEmbed`:
 
   - A dense array keeps its shape: `[batch, 1]` gives `[batch, 1, dim]`.
-  - In a weighted `Sparse`, "mean" and "sqrtn" leave out ids whose weight is not positive, unless
+  - In a weighted `Sparse`, "mean" and "sqrtn" ignore ids whose weight is not positive, unless
     `validate_weights_and_indices` is False and the rank is 2.
-  - `output_shape` matters to `Ragged` alone. As many entries as bags reshape the combined bags;
-    k times as many make sequences of length k, weights and combiner ignored.
+  - `output_shape` applies only to `Ragged`. With as many entries as bags, it is the shape of the
+    combined bags; with k times as many, bags become sequences of length k, and weights and combiner
+    are ignored.
   - `QuantizationConfig` is ignored, unless `quantize`.
 
-  `Padded`, which TensorFlow has not, is looked up as in training. Negative ids are padding.
+  TensorFlow has no `Padded`, which is looked up as in training. Negative ids are padding.
 
   Args:
-    inputs: in the structure of `feature_config`, a dict may hold any subset. Each is a dense
+    inputs: in the structure of `feature_config`; a dict may hold any subset. Each is a dense
       integer array, `Padded`, `Ragged` or `Sparse`.
     weights: the parallel structure of floats, or None; an entry may be None.
-    tables: the rows of each table, float `[vocabulary_size, dim]`, NumPy or JAX, by the table's
-      name, as in `sparse_embed.tables`, or, outside of jit, by its `TableConfig`. An eager call
-      brings NumPy tables, and those on a mesh, to one device: keep them there for many calls.
+    tables: the rows of each table, float `[vocabulary_size, dim]`, NumPy or JAX, by table name, as
+      in `sparse_embed.tables`, or, outside of jit, by `TableConfig`. An eager call copies NumPy
+      tables, and tables on a mesh, to one device: copy them once before many calls.
     feature_config: a `FeatureConfig` or any nesting of them.
-    quantize: whether rows are quantized as the table's `QuantizationConfig` says.
-    combiner_weights: what each `CustomCombiner` has learned, float32 `[num_weights]` by the name of
-      its table, as in `sparse_embed.combiner_weights`.
+    quantize: whether to apply the table's `QuantizationConfig` to rows.
+    combiner_weights: the learned weights of each `CustomCombiner`, float32 `[num_weights]` by table
+      name, as in `sparse_embed.combiner_weights`.
 
   Returns:
     The structure of `inputs`, arrays of the table's dtype, `[..., dim]` or
     `[batch, max_sequence_length, dim]`. Empty bags, padding and the end of sequences are zeros.
 
   Raises:
-    ValueError: naming the feature, for an id that is not below `vocabulary_size` (whatever
-      `validate_weights_and_indices`; under jit such ids are dropped, but JAX cuts the arguments of
-      a jitted function to 32 bits before: check wider ones on the host), for weights on a dense or
-      sequence feature or of another kind than the ids, for an `output_shape` that does not fit, and
-      for features that are not in the config. Naming the table, if it is missing or has another
-      shape, or if the weights of its combiner are missing.
-    TypeError: where the kind of a container differs from the config.
+    ValueError: naming the feature, for an id that is not below `vocabulary_size`, also without
+      `validate_weights_and_indices`; for weights of a dense or sequence feature, or of another kind
+      than the ids; for an `output_shape` that does not fit; and for features that are not in the
+      config. Naming the table, if it is missing or has another shape, or if the weights of its
+      combiner are missing. Under jit, ids out of range are dropped; JAX cuts arguments of a jitted
+      function to 32 bits before that, so check wider ids on the host.
+    TypeError: for another kind of container than in the config.
 
   >>> import functools
   >>> movie = embed.TableConfig(vocabulary_size=3, dim=1, combiner="sum", name="movie")
@@ -75,21 +77,21 @@ def serving_lookup(
   [[101.0], [10.0]]
   """
   names = {table: name for name, table in structure.name_tables(feature_config).items()}
-  found = {}
+  activations = {}
   for path, (feature, x, w) in ragged.flatten(feature_config, inputs, weights).items():
     rows = _rows(tables, feature.table, names[feature.table])
     learned = _learned(combiner_weights or {}, feature.table, names[feature.table])
     name = structure.feature_name(path, feature)
-    found[path] = _serve(name, feature, (x, w), (rows, learned), quantize)
-  return structure.pack(feature_config, inputs, found)
+    activations[path] = _serve(name, feature, (x, w), (rows, learned), quantize)
+  return structure.pack(feature_config, inputs, activations)
 
 
 def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -> jax.Array:
-  """The rows of a table, found by its config or by its name."""
+  """The rows of a table, by its config or its name, checked and on one device."""
   key = table if table in tables else name
   if key not in tables:
-    given = sorted(k.name or "?" if isinstance(k, config_lib.TableConfig) else k for k in tables)
-    raise ValueError(f"There is no table {name!r} in `tables`, which has {given}.")
+    keys = sorted(k.name or "?" if isinstance(k, config_lib.TableConfig) else k for k in tables)
+    raise ValueError(f"There is no table {name!r} in `tables`, which has {keys}.")
   rows, shape = jnp.asarray(tables[key]), (table.vocabulary_size, table.dim)
   if isinstance(rows, jax.core.Tracer):
     if any(jax.typeof(rows).sharding.spec):
@@ -109,75 +111,84 @@ def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -
 
 def _learned(weights: Mapping[str, Any], table: config_lib.TableConfig, name: str) -> Any:
   """The learned weights of a table's custom combiner, None if it has none."""
-  number = getattr(table.combiner, "num_weights", 0)
-  if not number:
+  num_weights = getattr(table.combiner, "num_weights", 0)
+  if not num_weights:
     return None
-  if name not in weights or np.shape(weights[name]) != (number,):
+  if name not in weights or np.shape(weights[name]) != (num_weights,):
     raise ValueError(
-      f"Table {name!r} has a CustomCombiner with {number} learned weights: give "
+      f"Table {name!r} has a CustomCombiner with {num_weights} learned weights: give "
       f"combiner_weights={{{name!r}: sparse_embed.combiner_weights[{name!r}][...]}}."
     )
   return jnp.asarray(weights[name], jnp.float32)
 
 
 def _serve(
-  name: str, feature: config_lib.FeatureConfig, given: Any, table_arrays: Any, quantize: bool
+  name: str, feature: config_lib.FeatureConfig, inputs: Any, table_arrays: Any, quantize: bool
 ) -> jax.Array:
-  """Activations of a feature: serving's rules, put in terms of training's."""
-  (x, w), (rows, learned) = given, table_arrays
-  table, stated = feature.table, feature.output_shape
-  reshapes = isinstance(x, ragged.Ragged) and stated is not None and None not in stated
+  """Activations of a feature: its config is changed so that training's rules give serving's.
+
+  Args:
+    name: of the feature, in errors.
+    feature: its config.
+    inputs: ids and weights.
+    table_arrays: rows and learned weights of the table.
+    quantize: as in `serving_lookup`.
+  """
+  (x, w), (rows, learned) = inputs, table_arrays
+  table, output_shape = feature.table, feature.output_shape
+  is_padded, is_ragged = isinstance(x, ragged.Padded), isinstance(x, ragged.Ragged)
+  reshapes = is_ragged and output_shape is not None and None not in output_shape
   rules = dataclasses.replace(
     feature,
-    max_sequence_length=0 if stated is not None else feature.max_sequence_length,
-    output_shape=stated if isinstance(x, (ragged.Padded, ragged.Ragged)) and not reshapes else None,
-    validate_weights_and_indices=True,  # here it says what is pruned; no id is dropped unseen
+    max_sequence_length=0 if output_shape is not None else feature.max_sequence_length,
+    output_shape=output_shape if (is_padded or is_ragged) and not reshapes else None,
+    validate_weights_and_indices=True,  # in serving it decides only whether weights are pruned
   )
   ragged.check(name, rules, x, w)
   shape = None
   if reshapes:
-    shape = stated
+    shape = output_shape
     length = _length(name, shape, np.shape(x.row_splits)[0] - 1)
     if length > 1:
       rules, w = dataclasses.replace(rules, max_sequence_length=length), None
-  elif not isinstance(x, (ragged.Padded, ragged.Ragged, ragged.Sparse)):
+  elif not (is_padded or is_ragged or isinstance(x, ragged.Sparse)):
     shape = np.shape(x)
   bags = ragged.to_bags(name, rules, x, w)
   if isinstance(x, ragged.Sparse) and w is not None and table.combiner in ("mean", "sqrtn"):
-    is_safe = feature.validate_weights_and_indices or len(x.dense_shape) > 2
-    bags = _positive(bags, table.vocabulary_size) if is_safe else bags
+    prunes = feature.validate_weights_and_indices or len(x.dense_shape) > 2
+    bags = _prune(bags, table.vocabulary_size) if prunes else bags
   look_up = functools.partial(
     _look_up, rows, quantization=table.quantization_config if quantize else None
   )
   custom = table.combiner if isinstance(table.combiner, config_lib.CustomCombiner) else None
   if custom and ragged.combines(name, rules, x, w):
     bags = ragged.in_places(bags, table.vocabulary_size, custom.max_valency)
-    apart = look_up(lookup_lib.Occurrences(bags.ids[..., None], None, None), shape=bags.ids.shape)
-    act = combining.combine(table, apart, bags.ids, bags.weights, learned)
+    one_by_one = lookup_lib.Occurrences(bags.ids[..., None], None, None)
+    vectors = look_up(one_by_one, shape=bags.ids.shape)
+    act = combining.combine(table, vectors, bags.ids, bags.weights, learned)
   else:
-    how = (
-      table.combiner if isinstance(table.combiner, str) else "sum"
-    )  # a sequence has bags of one id
-    occ = lookup_lib.occurrences(bags, how, table.vocabulary_size)
+    # The bags of a sequence hold one id each, so that any combiner would do.
+    combiner = table.combiner if isinstance(table.combiner, str) else "sum"
+    occ = lookup_lib.occurrences(bags, combiner, table.vocabulary_size)
     act = look_up(occ, shape=bags.shape)
   return act if shape is None else act.reshape(*shape, table.dim)
 
 
-def _length(name: str, stated: Any, bags: int) -> int:
-  """How many ids of each ragged bag an `output_shape` has places for; 1 combines them."""
-  size = math.prod(stated)
-  if size == bags:
+def _length(name: str, output_shape: Any, num_bags: int) -> int:
+  """The length of the sequences that an `output_shape` makes of ragged bags; 1 combines them."""
+  size = math.prod(output_shape)
+  if size == num_bags:
     return 1
-  if not bags or not size or size % bags:
+  if not num_bags or not size or size % num_bags:
     raise ValueError(
-      f"Feature {name!r}: its output_shape {stated} is not a multiple of the input's batch of "
-      f"{bags}, nor has it as many entries."
+      f"Feature {name!r}: its output_shape {output_shape} has {size} entries, not a multiple of the "
+      f"{num_bags} bags of the input."
     )
-  return size // bags
+  return size // num_bags
 
 
-def _positive(bags: ragged.Bags, vocabulary_size: int) -> ragged.Bags:
-  """Without the ids whose weight is not positive."""
+def _prune(bags: ragged.Bags, vocabulary_size: int) -> ragged.Bags:
+  """Turns ids whose weight is not positive into padding."""
   assert bags.weights is not None
   keep = bags.weights > 0
   return bags._replace(
@@ -185,5 +196,5 @@ def _positive(bags: ragged.Bags, vocabulary_size: int) -> ragged.Bags:
   )
 
 
-# Compiled once per shape in eager calls; within somebody's jit it is a part of that.
+# Eager calls compile it once per shape; within an outer jit it is inlined.
 _look_up = jax.jit(lookup_lib.lookup, static_argnames=("shape", "quantization"))
