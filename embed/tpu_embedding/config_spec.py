@@ -1,4 +1,4 @@
-"""`EmbeddingConfigSpec`: tables, features and their optimizer, out of one nested mapping."""
+"""`EmbeddingConfigSpec`: tables, features and optimizers from one nested mapping."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -47,48 +47,49 @@ _TABLE_HERE = ("dim", "optimizer", "quantization_config", "dtype", "stochastic_r
 
 
 class EmbeddingConfigSpec:
-  """The embedding of a model, declared as TPUEstimator's `EmbeddingConfigSpec` declares it.
+  """The embeddings of a model, declared like TPUEstimator's `EmbeddingConfigSpec`.
 
-  Argument names are TensorFlow's; entries are plain mappings. Everything may come from one nested
-  dictionary or `ml_collections.ConfigDict`: `EmbeddingConfigSpec(**config)`. Feature columns are
-  not taken: say what they say in the two dictionaries.
+  Argument names are TensorFlow's; entries are plain mappings. All arguments may come from one
+  nested dictionary or `ml_collections.ConfigDict`: `EmbeddingConfigSpec(**config)`. There is no
+  argument for feature columns; write the two dictionaries instead.
 
   Args:
     feature_to_config_dict: `{feature: entry}`. An entry has `table_id`, the name of its table, and
-      may have `max_sequence_length`, `weight_key` (the column that has the weights of its ids),
+      may have `max_sequence_length`, `weight_key` (the column that holds the weights of its ids),
       `validate_weights_and_indices`, `output_shape` and `differentiate_weights`, as in
       `FeatureConfig`.
     table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension` (or
       `dim`), and may have `combiner`, `initializer` (a callable, or `{"name": "normal", "stddev":
       0.01}`, one of constant, normal, truncated_normal and uniform), `optimization_parameters` (or
-      `optimizer`) instead of the one for all tables, `quantization_config`, `dtype`,
-      `stochastic_rounding`, and either
-      `learning_rate` or `learning_rate_fn`, a function of the step, instead of the optimizer's own
-      rate. TensorFlow's `hot_id_replication` and `layout` have no effect.
+      `optimizer`) instead of the common one, `quantization_config`, `dtype`,
+      `stochastic_rounding`, and either `learning_rate` or `learning_rate_fn`, a function of the
+      step, instead of the optimizer's own rate. TensorFlow's `hot_id_replication` and `layout` have
+      no effect.
     optimization_parameters: the optimizer of every table without one: `embed.adagrad(0.1)`, or
-      `{"name": "adagrad", "learning_rate": 0.1}`. None leaves tables that can be looked up only.
-    clipping_limit: every table's summed row gradient is clipped to `[-c, c]`, elementwise: the
-      `clipvalue` of each optimizer that has none. (TensorFlow stores it and never looks at it.)
-    gradient_multiplier_fn: `f(step)`, 0 at the first one, by which all gradients of tables are
-      multiplied, before they are summed and clipped: the `gradient_multiplier` of each optimizer
-      that has none. TensorFlow's `experimental_gradient_multiplier_fn`.
-    pipeline_execution_with_tensor_core: an attribute, no more: a layer cannot pipeline, a training
-      step does. Make that with `embed.look_ahead` where this is True.
-    partition_strategy: "div" or "mod", how rows are spread over the mesh.
-    profile_data_directory: where `profile` saves statistics.
+      `{"name": "adagrad", "learning_rate": 0.1}`. With None, tables without one can be looked up,
+      but not trained.
+    clipping_limit: the `clipvalue` of each optimizer without one: the summed gradient of a row is
+      clipped to `[-c, c]`, elementwise. (TensorFlow stores the limit and never reads it.)
+    gradient_multiplier_fn: the `gradient_multiplier` of each optimizer without one: `f(step)`, the
+      first step being 0, multiplies all gradients of tables before they are summed and clipped.
+      TensorFlow's `experimental_gradient_multiplier_fn`.
+    pipeline_execution_with_tensor_core: only stored as an attribute. Pipelining is part of the
+      training step: write it with `embed.look_ahead` if this is True.
+    partition_strategy: "div" or "mod", which rows each device of the mesh stores.
+    profile_data_directory: the folder that `profile` saves statistics in.
 
   Attributes:
     features: `{feature: FeatureConfig}`.
     tables: `{table: TableConfig}`, each with its optimizer.
-    optimizer: for all tables, with clipping and multiplier.
-    weight_keys: `{feature: column}`, of the features that have one.
+    optimizer: the common optimizer, with clipping and multiplier.
+    weight_keys: `{feature: column}`, of the features with weights.
 
   Raises:
     ValueError: naming the table or feature, for an unknown key or table, a table that no feature
-      uses, two learning rates, a rate without an optimizer, a value that its argument cannot have,
-      what is no optimizer, or an invalid partition strategy.
-    TypeError: for what is not a mapping, keys that are not strings, or a multiplier that is not a
-      function.
+      uses, two learning rates, a rate without an optimizer, an invalid value, an optimizer of
+      another type, or an invalid partition strategy.
+    TypeError: for an entry that is not a mapping, keys that are not strings, or a multiplier that
+      is not a function.
 
   >>> spec = embed.EmbeddingConfigSpec(
   ...   feature_to_config_dict={"watched": {"table_id": "movie", "weight_key": "seconds"}},
@@ -115,8 +116,8 @@ class EmbeddingConfigSpec:
   ):
     if partition_strategy not in ("div", "mod"):
       raise ValueError(
-        f"Invalid partition_strategy {partition_strategy!r}: choose 'div' or 'mod'. The other ways "
-        "to spread a table, by columns or not at all, are those of embed.plan."
+        f"Invalid partition_strategy {partition_strategy!r}: choose 'div' or 'mod'. To split a "
+        "table by columns, or to replicate it, use embed.plan."
       )
     if clipping_limit is not None and not clipping_limit > 0:
       raise ValueError(f"clipping_limit must be positive or None. Got {clipping_limit!r}.")
@@ -146,15 +147,15 @@ class EmbeddingConfigSpec:
     self.profile_data_directory = profile_data_directory
 
   def make(self, *, rngs: nnx.Rngs, mesh: Any = None, axis: Any = "data") -> SparseEmbed:
-    """The layer, tables split by `partition_strategy`.
+    """Makes the layer, with tables split by `partition_strategy`.
 
     Args:
-      rngs: as of `SparseEmbed`.
-      mesh: as of `SparseEmbed`.
-      axis: as of `SparseEmbed`.
+      rngs: as in `SparseEmbed`.
+      mesh: as in `SparseEmbed`.
+      axis: as in `SparseEmbed`.
 
     Raises:
-      ValueError: as `SparseEmbed`.
+      ValueError: as in `SparseEmbed`.
     """
     return SparseEmbed(
       self.features,
@@ -166,17 +167,17 @@ class EmbeddingConfigSpec:
     )
 
   def inputs(self, columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What the layer is called with, out of a batch by column: `layer(*spec.inputs(batch))`.
+    """Returns the inputs of the layer from a batch by column: `layer(*spec.inputs(batch))`.
 
     Args:
-      columns: the features' ids and, under their `weight_key`, the weights, in the kind of the ids.
-        Other columns, such as labels, are left out.
+      columns: the ids of each feature and, under its `weight_key`, the weights, in the same kind of
+        input. Other columns, such as labels, are ignored.
 
     Returns:
-      `(features, weights)`, weights being None where no feature has any.
+      `(features, weights)`, weights being None if no feature has any.
 
     Raises:
-      ValueError: for a column that is not there.
+      ValueError: for a missing column.
 
     >>> spec = embed.EmbeddingConfigSpec(
     ...   {"user": {"table_id": "user"}}, {"user": {"vocabulary_size": 9, "dimension": 2}})
@@ -190,46 +191,47 @@ class EmbeddingConfigSpec:
     return {name: columns[name] for name in self.features}, weights or None
 
   def profile(self, batches: Iterable[Mapping[str, Any]], plan: Plan | None = None) -> Profile:
-    """Statistics of batches by column, saved as `profile.npz` in `profile_data_directory`, if any.
+    """Counts the lookups of batches; saves `profile.npz` in `profile_data_directory`, if any.
 
-    TensorFlow samples 3 % of what is trained on; here the batches given are the sample.
+    TensorFlow samples 3 % of the training batches; here `batches` are the sample.
 
     Args:
-      batches: by column, as of `inputs`.
-      plan: as of `embed.profile`.
+      batches: by column, as in `inputs`.
+      plan: as in `embed.profile`.
 
     Returns:
       An `embed.Profile`.
 
     Raises:
-      ValueError: as `inputs` and `embed.profile`.
+      ValueError: as in `inputs` and `embed.profile`.
 
     >>> spec = embed.EmbeddingConfigSpec(
     ...   {"user": {"table_id": "user"}}, {"user": {"vocabulary_size": 9, "dimension": 2}})
     >>> spec.profile([{"user": np.array([3, 3, 7])}]).tables["user"].distinct.tolist()
     [2]
     """
-    found = profile(self.features, (self.inputs(batch)[0] for batch in batches), plan)
+    statistics = profile(self.features, (self.inputs(batch)[0] for batch in batches), plan)
     if self.profile_data_directory is not None:
       folder = Path(self.profile_data_directory)
       folder.mkdir(parents=True, exist_ok=True)
-      found.save(folder / "profile.npz")
-    return found
+      statistics.save(folder / "profile.npz")
+    return statistics
 
 
 def _mapping(what: str, value: Any) -> dict[str, Any]:
-  """A dict or an `ml_collections.ConfigDict`, which is no `Mapping`, as a dict with string keys."""
+  """Copies a dict or an `ml_collections.ConfigDict` (not a `Mapping`) and checks its keys."""
   if not hasattr(value, "items"):
     raise TypeError(f"{what} must be a mapping. Got {type(value)}.")
-  found = dict(value.items())
-  for key in found:
+  entries = dict(value.items())
+  for key in entries:
     if not isinstance(key, str):
       raise TypeError(f"{what}: keys must be strings. Got {key!r}.")
-  return found
+  return entries
 
 
-def _check_keys(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
-  for key in given:
+def _check_keys(what: str, keys: Iterable[str], known: tuple[str, ...]) -> None:
+  """Raises ValueError for an unknown key, with the closest known one."""
+  for key in keys:
     if key not in known:
       close = difflib.get_close_matches(key, known, 1)
       hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
@@ -266,14 +268,16 @@ def _optimizer(what: str, value: Any, common: Mapping[str, Any]) -> RowOptimizer
 def _table(
   name: str, entry: dict[str, Any], default: RowOptimizer | None, common: Mapping[str, Any]
 ) -> TableConfig:
-  """The config of a table; its optimizer is its own, if only by the rate, or the default."""
+  """Makes the config of a table, with its own optimizer or rate, or with the default optimizer."""
   what = f"Table {name!r}"
   _check_keys(what, entry, (*_TABLE, *_TABLE_HERE))
-  for ours, theirs in (("dim", "dimension"), ("optimizer", "optimization_parameters")):
-    if theirs in entry:
-      if ours in entry:
-        raise ValueError(f"{what}: {ours!r} and {theirs!r} are the same thing; give one of them.")
-      entry[ours] = entry.pop(theirs)
+  for name_here, name_in_tf in (("dim", "dimension"), ("optimizer", "optimization_parameters")):
+    if name_in_tf in entry:
+      if name_here in entry:
+        raise ValueError(
+          f"{what}: {name_here!r} and {name_in_tf!r} have the same meaning; give one of them."
+        )
+      entry[name_here] = entry.pop(name_in_tf)
   for key in ("vocabulary_size", "dim"):
     if key not in entry:
       raise ValueError(f"{what} has no {key!r}.")
@@ -282,7 +286,7 @@ def _table(
   }
   if len(rates) > 1:
     raise ValueError(f"{what}: only one of learning_rate and learning_rate_fn can be set.")
-  for key in ("hot_id_replication", "layout"):  # where TPUs store the table; no effect here
+  for key in ("hot_id_replication", "layout"):  # the placement on TPUs; no effect here
     entry.pop(key, None)
   optimizer = _optimizer(f"{what}: optimizer", entry.pop("optimizer", None), common) or default
   if rates:
@@ -300,15 +304,16 @@ def _table(
 
 
 def _feature(what: str, entry: dict[str, Any], tables: Mapping[str, TableConfig]) -> FeatureConfig:
+  """Makes the config of a feature."""
   _check_keys(what, entry, (*_FEATURE, *_FEATURE_HERE))
   name: Any = entry.get("table_id")
   if name not in tables:
     raise ValueError(
       f"{what} has table_id {name!r}, which is not in table_to_config_dict: {sorted(tables)}."
     )
-  given = {k: v for k, v in entry.items() if k not in ("table_id", "weight_key")}
+  arguments = {k: v for k, v in entry.items() if k not in ("table_id", "weight_key")}
   try:
-    return FeatureConfig(tables[name], **given)
+    return FeatureConfig(tables[name], **arguments)
   except (TypeError, ValueError) as error:
     raise type(error)(f"{what}: {error}") from None
 
@@ -318,10 +323,11 @@ def _check_columns(
   tables: Mapping[str, TableConfig],
   weight_keys: Mapping[str, str],
 ) -> None:
+  """Raises for a table without features, and for weights that no column can hold."""
   used = [feature.table for feature in features.values()]
   for name, table in tables.items():
     if table not in used:
-      raise ValueError(f"Table {name!r} is used by no feature; leave it out.")
+      raise ValueError(f"Table {name!r} is used by no feature; remove it.")
   for name, key in weight_keys.items():
     if not isinstance(key, str):
       raise TypeError(f"Feature {name!r}: weight_key must be a string. Got {key!r}.")
