@@ -84,8 +84,8 @@ def export(
   `values`, `Ragged` becomes `{"values": ..., "row_splits": ...}`, `Sparse` becomes
   `{"indices": ..., "values": ...}` (`max_valency` and `dense_shape` are taken from the example),
   and a named tuple becomes a dict. Ids are int32: JAX silently cuts wider ones, so check them
-  before. Ids out of range are dropped. Inputs follow the rules of the model's calls, not those of
-  `serving_lookup`.
+  before. Ids out of range are dropped. Inputs follow the rules of the model's calls, which differ
+  from `serving_lookup`.
 
   Args:
     function: `f(model, *args)`, traceable.

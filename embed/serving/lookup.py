@@ -181,8 +181,8 @@ def _length(name: str, output_shape: Any, num_bags: int) -> int:
     return 1
   if not num_bags or not size or size % num_bags:
     raise ValueError(
-      f"Feature {name!r}: its output_shape {output_shape} has {size} entries, not a multiple of the "
-      f"{num_bags} bags of the input."
+      f"Feature {name!r}: its output_shape {output_shape} has {size} entries, not a multiple of "
+      f"the {num_bags} bags of the input."
     )
   return size // num_bags
 

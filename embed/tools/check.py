@@ -288,7 +288,7 @@ def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
 
 
 def compare_rows(what: str, rows: embed.RowGrads, expected: Mapping[int, np.ndarray]) -> Result:
-  """Compares row gradients with those of the reference, by row."""
+  """Compares row gradients with the reference, by row."""
   ids, values = np.asarray(rows.ids), np.asarray(rows.values)
   order = np.argsort(ids)[: np.sum(ids < ROWS)]
   if ids[order].tolist() != sorted(expected):

@@ -1,8 +1,6 @@
 """The self-test passes, and does not where something is wrong."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -156,27 +154,3 @@ def test_an_error_is_a_failure_and_the_rest_goes_on(small, monkeypatch, capsys):
   lines = failing(capsys)
   assert [line.split("  ")[0] for line in lines[:-1]] == ["lookups", "optimizers"]
   assert lines[0].endswith("FAILED NotImplementedError: no such instruction")
-
-
-# -------------------------------------------------------------------------------- commands
-
-
-def test_commands(capsys):
-  for argv, message in (
-    (["chekc"], "unknown command 'chekc': did you mean 'check'?"),
-    (["train"], "unknown command 'train': there are check and inspect."),
-    ([], "required: {check,inspect}"),
-    (["inspect"], "required: path"),
-  ):
-    with pytest.raises(SystemExit) as error:
-      program.main(argv)
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_of_the_module():
-  result = subprocess.run(
-    [sys.executable, "-m", "embed", "--help"], capture_output=True, text=True, check=True
-  )
-  assert "usage: python -m embed" in result.stdout
-  assert "print the tables of a checkpoint" in result.stdout
