@@ -102,6 +102,35 @@ def test_each_file_knows_only_its_own():
     assert name == "engine.mesh" or not meshes, path
 
 
+NAMED_TUPLES = {"_replace", "_fields", "_asdict", "_make"}  # public in spite of the underscore
+
+
+def foreign_private_names(path):
+  """Names with an underscore that a file reads and does not define."""
+  tree = ast.parse(path.read_text())
+  own, used = set(), set()
+  for node in ast.walk(tree):
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+      own.add(node.name)
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+      own.add(node.id)
+    elif isinstance(node, ast.Attribute):
+      is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+      (own if is_own else used).add(node.attr)
+    elif isinstance(node, ast.ImportFrom) and node.module.startswith("embed"):
+      used |= {alias.name for alias in node.names}
+  private = {name for name in used if name.startswith("_") and not name.endswith("__")}
+  return private - own - NAMED_TUPLES
+
+
+def test_no_file_reads_private_names_of_another():
+  # These members of a layer wait for public names.
+  awaited = {"optimizer": {"_apply", "_descend"}, "autodiff": {"_spec"}}
+  for name, path in files().items():
+    if name != "engine.jax_internals":
+      assert not foreign_private_names(path) - awaited.get(name, set()), name
+
+
 def test_recipes_do_not_import_each_other():
   recipes = [p for p in (ROOT / "recipes").iterdir() if (p / "__main__.py").exists()]
   assert recipes
