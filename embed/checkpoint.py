@@ -100,7 +100,7 @@ def to_tree(**nodes: Any) -> Tree:
     **nodes: `nnx` modules and optimizers, by their names in the tree.
 
   Returns:
-    A dict by name of `{"state": ..., "tables": ...}`. "state" holds arrays by path, "tables" holds
+    A dict by name, of dicts with two keys. "state" holds arrays by path, "tables" holds
     `{"<module path>/<table>": {"parameters": array, slot: array}}`, rows in order.
 
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
