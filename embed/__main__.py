@@ -1,4 +1,4 @@
-"""The library's own commands: a self-test of this installation, and a look at what is on disk."""
+"""Commands of the library: test this installation, or inspect a checkpoint or a profile."""
 
 import argparse
 import difflib
@@ -14,15 +14,15 @@ def main(argv: Sequence[str]) -> int:
     "check",
     help="compare lookups, row gradients and optimizers with NumPy, on these devices",
     description="Compares lookups, row gradients and every optimizer with NumPy, on one device and "
-    "on all local ones, and prints a line for each. Half a minute on one device, some minutes on "
-    "many, mostly compilation. Exits with 1 if anything differs.",
+    "on all local ones, and prints a line for each. Takes half a minute on one device and some "
+    "minutes on many, mostly for compilation. Exits with 1 if any result differs.",
   )
   inspecting = commands.add_parser("inspect", help="print the tables of a checkpoint, or a profile")
   inspecting.add_argument(
     "path", help="a run's workdir, a folder that Orbax wrote, or the .npz of embed.profile"
   )
   inspecting.add_argument(
-    "--shapes", action="store_true", help="of a checkpoint only shapes and bytes: reads no array"
+    "--shapes", action="store_true", help="print shapes and bytes of a checkpoint; read no array"
   )
   known = list(commands.choices)
   if argv and not argv[0].startswith("-") and argv[0] not in known:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     parser.error(f"unknown command {argv[0]!r}: {hint}")
   arguments = parser.parse_args(argv)
   if arguments.command == "check":
-    from embed.tools import check  # what a command needs is imported by that command
+    from embed.tools import check  # Optax and Orbax are imported only by the command that uses them
 
     return check.main()
   from embed.tools import inspection

@@ -1,14 +1,14 @@
-"""Checkpoints free of topology: logical tables in row order by name, whatever the mesh.
+"""Checkpoints that do not depend on the mesh: tables by name, rows in order.
 
-A checkpoint is a tree of plain arrays, for Orbax or anything that stores arrays. Tables and slots
-stand in it as `tables/<module path>/<table>/<slot>`, unpadded; everything else of the model and
-the optimizer by its path.
+A checkpoint is a tree of plain arrays, for Orbax or any other store of arrays. Tables and slots are
+at `tables/<module path>/<table>/<slot>`, without padding; all other arrays of the model and the
+optimizer are at their paths.
 """
 
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ import numpy as np
 from flax import nnx
 
 from embed import autodiff as routing
-from embed.engine.taps import Owner
 from embed.layer import SparseEmbed, read_variables, variable_shapes
 from embed.variables import SlotVariable, Table
 
@@ -27,7 +26,7 @@ Tree = dict[str, Any]
 
 
 def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
-  """All other state by path, and the treedef that puts it back together."""
+  """The arrays outside tables by path, and the treedef that makes a state of them."""
   state = nnx.state(node, nnx.Not(nnx.Any(Table, SlotVariable)))
   leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
   arrays: dict[str, jax.Array] = {}
@@ -42,35 +41,36 @@ def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
   return arrays, treedef
 
 
-def _by_layer(node: Any, of: Callable[[SparseEmbed], Tree]) -> Tree:
-  """`of` every layer, a dict by table name, as one by the tables' keys in a checkpoint."""
-  values = {id(module): of(module) for module in routing.sparse_embeds(node).values()}
-  return {key: values[id(module)][name] for key, (module, name) in routing.row_keys(node).items()}
+def _by_key(node: Any, by_table: Callable[[SparseEmbed], Mapping[str, Any]]) -> Tree:
+  """The values that a function returns for the tables of each layer, by key in a checkpoint."""
+  values = {id(layer): by_table(layer) for layer in routing.sparse_embeds(node).values()}
+  return {key: values[id(layer)][name] for key, (layer, name) in routing.row_keys(node).items()}
 
 
 def is_key(x: Any) -> bool:
-  """Whether an array holds random keys."""
+  """Whether an array, which may be abstract, holds random keys."""
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _key_data(key: Any) -> Any:
-  abstract = isinstance(key, jax.ShapeDtypeStruct)  # under nnx.eval_shape
-  return jax.eval_shape(jax.random.key_data, key) if abstract else jax.random.key_data(key)
+  """The integers of random keys: not every store knows keys."""
+  is_abstract = isinstance(key, jax.ShapeDtypeStruct)  # under nnx.eval_shape
+  return jax.eval_shape(jax.random.key_data, key) if is_abstract else jax.random.key_data(key)
 
 
 def to_tree(**nodes: Any) -> Tree:
-  """The state of models and optimizers as nested dicts of arrays.
+  """Returns the state of models and optimizers as nested dicts of arrays.
 
-  They are the models' own arrays: save or copy them before a step that donates the model. On a mesh
-  tables come split over its devices, or, where neither rows nor columns divide by the shards, whole
-  on each, of which a printed `embed.plan` warns. Random keys are in it as their data, since not
-  every store knows keys.
+  They are the models' own arrays: save or copy them before a step that donates the model. On a
+  mesh, tables are split over its devices; a table of which neither the rows nor the columns divide
+  by the shards is whole on each device, and a printed `embed.plan` warns of it. Random keys are
+  converted to their data, since not every store knows keys.
 
   Args:
-    **nodes: `nnx` modules and optimizers by the name they get in the tree.
+    **nodes: `nnx` modules and optimizers, by their names in the tree.
 
   Returns:
-    A dict by name, of dicts of two parts. "state" holds arrays by path, "tables" holds
+    A dict by name, of dicts with two keys. "state" holds arrays by path, "tables" holds
     `{"<module path>/<table>": {"parameters": array, slot: array}}`, rows in order.
 
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
@@ -79,18 +79,19 @@ def to_tree(**nodes: Any) -> Tree:
   """
   tree = {}
   for name, node in nodes.items():
-    # Random keys as their data: not every store knows keys.
     dense = {k: _key_data(v) if is_key(v) else v for k, v in _dense(node)[0].items()}
-    tables = _by_layer(node, functools.partial(read_variables, compact=True))
-    tree[name] = {"state": dense, "tables": tables}
+    tree[name] = {
+      "state": dense,
+      "tables": _by_key(node, functools.partial(read_variables, compact=True)),
+    }
   return tree
 
 
 def like(**nodes: Any) -> Tree:
-  """What `to_tree` would return, as shapes, dtypes and shardings, for a store to restore into.
+  """Returns the shapes, dtypes and shardings of `to_tree`, for a store to restore into.
 
   Args:
-    **nodes: as of `to_tree`; also of a model made under `nnx.eval_shape`, which allocates nothing.
+    **nodes: as in `to_tree`. Models may be made under `nnx.eval_shape`, which allocates nothing.
 
   Returns:
     The same nested dicts, of `jax.ShapeDtypeStruct`.
@@ -106,25 +107,29 @@ def like(**nodes: Any) -> Tree:
   tree = {}
   for name, node in nodes.items():
     data = lambda x: struct(_key_data(x)) if is_key(x) else struct(x)
-    tables = _by_layer(node, functools.partial(variable_shapes, compact=True))
-    tree[name] = {"state": {k: data(v) for k, v in _dense(node)[0].items()}, "tables": tables}
+    dense = {k: data(v) for k, v in _dense(node)[0].items()}
+    tree[name] = {
+      "state": dense,
+      "tables": _by_key(node, functools.partial(variable_shapes, compact=True)),
+    }
   return tree
 
 
 def from_tree(tree: Tree, **nodes: Any) -> None:
-  """Puts a tree made by `to_tree` back into models and optimizers of the same configuration.
+  """Puts a tree made by `to_tree` into models and optimizers of the same configuration.
 
-  The mesh may be another one, or none: the tree holds logical tables. A table without an optimizer,
-  or with `embed.frozen()`, takes the rows and leaves slots that the tree has: so a model for
-  serving, without optimizer, restores what was trained with one.
+  The mesh may be another one, or none: tables in the tree do not depend on it. A table without an
+  optimizer, or with `embed.frozen()`, takes the rows of the tree and ignores its slots, so that a
+  model for serving, made without optimizers, restores a trained one.
 
   Args:
-    tree: from `to_tree`, or NumPy or JAX arrays in that structure, as a store restored them. They
-      are copied.
+    tree: from `to_tree`, or NumPy or JAX arrays in the same structure, as a store restores them.
+      They are copied.
     **nodes: the modules and optimizers to change, by their names in the tree.
 
   Raises:
-    ValueError: before anything is changed, naming what is missing, unknown or of another shape.
+    ValueError: before anything is changed, naming each array that is missing, unknown or of another
+      shape.
 
   >>> config = embed.FeatureConfig(embed.TableConfig(4, 2, name="movie"))
   >>> trained, fresh = (embed.SparseEmbed(config, rngs=nnx.Rngs(seed)) for seed in (0, 1))
@@ -138,18 +143,18 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
 
 
 def check(tree: Tree, **nodes: Any) -> None:
-  """Raises ValueError unless a tree, or what a store knows of one before it is read, fits.
+  """Raises ValueError unless a tree, or the metadata of a stored one, fits models and optimizers.
 
-  Orbax, asked for arrays of other shapes than it has, advises `strict=False`, which pads or cuts
-  tables. `restore` asks here first.
+  `restore` calls it before it reads anything. Orbax's own advice for arrays of another shape is
+  `strict=False`, which would pad or cut tables.
 
   Args:
-    tree: as of `from_tree`; its leaves may be anything with a shape, such as the metadata
+    tree: as in `from_tree`; its leaves may be anything with a shape, such as the metadata
       `checkpointer.metadata(folder).item_metadata.tree` of Orbax.
-    **nodes: as of `from_tree`.
+    **nodes: as in `from_tree`.
 
   Raises:
-    ValueError: naming what is missing, unknown or of another shape, and what to do about it.
+    ValueError: naming each array that is missing, unknown or of another shape, and the remedy.
 
   >>> table = lambda size: embed.FeatureConfig(embed.TableConfig(size, 2, name="movie"))
   >>> saved, other = (embed.SparseEmbed(table(size), rngs=nnx.Rngs(0)) for size in (4, 5))
@@ -160,16 +165,15 @@ def check(tree: Tree, **nodes: Any) -> None:
   problems: list[str] = []
   tables: dict[str, tuple[int, ...]] = {}
   for name, node in nodes.items():
-    here, there = _flat(like(**{name: node})[name]), _flat(tree.get(name, {}))
-    rows_alone = {f"tables/{table}" for table in _not_trained(node)}
-    unknown = [k for k in there if k not in here and k.rpartition("/")[0] not in rows_alone]
-    problems += [f"{name}/{k} is missing" for k in here if k not in there]
+    expected, saved = _flat(like(**{name: node})[name]), _flat(tree.get(name, {}))
+    without_slots = {f"tables/{table}" for table in _untrained(node)}
+    unknown = [k for k in saved if k not in expected and k.rpartition("/")[0] not in without_slots]
+    problems += [f"{name}/{k} is missing" for k in expected if k not in saved]
     problems += [f"{name}/{k} is not in the model" for k in unknown]
-    differing = {
-      k: _shape(there[k]) for k in here if k in there if _shape(there[k]) != here[k].shape
-    }
+    shapes = {k: _shape(saved[k]) for k in expected if k in saved}
+    differing = {k: shape for k, shape in shapes.items() if shape != expected[k].shape}
     problems += [
-      f"{name}/{k} has shape {shape}, the model's has {here[k].shape}"
+      f"{name}/{k} has shape {shape}, the model's has {expected[k].shape}"
       for k, shape in differing.items()
     ]
     is_table = lambda k, shape: (
@@ -178,7 +182,7 @@ def check(tree: Tree, **nodes: Any) -> None:
     tables |= {k: shape for k, shape in differing.items() if is_table(k, shape)}
     problems += [
       f"{name}/{k} was deleted by a step that donated its model: copy the tree before"
-      for k, v in there.items()
+      for k, v in saved.items()
       if isinstance(v, jax.Array) and v.is_deleted()
     ]
   if not problems:
@@ -197,18 +201,18 @@ def check(tree: Tree, **nodes: Any) -> None:
 
 
 def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
-  """Reads a checkpoint that Orbax wrote of `to_tree` into models and optimizers.
+  """Reads a tree of `to_tree` that Orbax saved into models and optimizers.
 
-  What fits is checked before anything is read. Each device reads its own part; of a model without
-  optimizer, slots are not read. Otherwise it is `like`, Orbax's restore and `from_tree`.
+  `check` runs before anything is read, and `from_tree` afterwards. Each device reads its own part.
+  Slots are not read for a model without optimizers.
 
   Args:
-    folder: that Orbax wrote.
-    **nodes: as of `from_tree`.
+    folder: the folder that Orbax wrote.
+    **nodes: as in `from_tree`.
 
   Raises:
-    ValueError: as `check`.
-    ImportError: Orbax is not installed.
+    ValueError: as in `check`.
+    ImportError: if Orbax is not installed.
 
   >>> import pathlib, tempfile
   >>> import orbax.checkpoint as ocp
@@ -227,43 +231,49 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
     raise ImportError(
       "Checkpoints are read by Orbax: pip install 'sparse-embed[recipes]', or orbax-checkpoint."
     ) from None
-  path, wanted = pathlib.Path(folder).absolute(), like(**nodes)
-  restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+  path, expected = pathlib.Path(folder).absolute(), like(**nodes)
+  restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
   with ocp.PyTreeCheckpointer() as reader:
     check(reader.metadata(path).item_metadata.tree, **nodes)
-    args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+    args = ocp.args.PyTreeRestore(expected, restore_args=restore_args, partial_restore=True)
     tree = reader.restore(path, args=args)
   from_tree(tree, **nodes)
 
 
 def _shape(x: Any) -> tuple[int, ...]:
+  """The shape of an array, of nested lists, or of the metadata of a stored array."""
   shape = getattr(x, "shape", None)
   return np.shape(x) if shape is None else tuple(shape)
 
 
-def _not_trained(node: Any) -> list[str]:
-  """The names in the tree of the tables that have no slots because they are not trained."""
-  optimizers = _by_layer(node, lambda layer: layer.spec.optimizers)
+def _untrained(node: Any) -> list[str]:
+  """The keys of tables without slots: they have no optimizer, or are frozen."""
+  optimizers = _by_key(node, lambda layer: layer.spec.optimizers)
   return [key for key, opt in optimizers.items() if opt is None or opt.equation is None]
 
 
 def _flat(tree: Tree) -> dict[str, Any]:
+  """The leaves of a tree by path, "a/b"."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def _placed(value: Any, old: jax.Array) -> jax.Array:
-  """A copy of a value, on the devices of the array it replaces or, like that, on any."""
+  """A copy of a value, on the devices that the array it replaces is committed to, if any."""
   if old.committed:
     return jax.device_put(jnp.array(value, old.dtype, copy=True), old.sharding)
   return jnp.array(np.asarray(value), old.dtype)
 
 
 def _restore(tree: Tree, node: Any) -> None:
-  for path, module in routing.sparse_embeds(node).items():
-    saved = {table: tree["tables"][Owner(path, table).key] for table in module.spec.tables}
-    wanted = module.variable_shapes  # of a table that is not trained, the rows alone
-    module.load_variables({t: {key: saved[t][key] for key in wanted[t]} for t in saved})
+  """Puts the tree of one node into it; the tree has been checked."""
+  saved: dict[int, Tree] = {}
+  for key, (layer, table) in routing.row_keys(node).items():
+    saved.setdefault(id(layer), {})[table] = tree["tables"][key]
+  for layer in routing.sparse_embeds(node).values():
+    arrays = saved[id(layer)]
+    kept = layer.variable_shapes  # only the rows of an untrained table
+    layer.load_variables({t: {key: arrays[t][key] for key in kept[t]} for t in arrays})
   dense, treedef = _dense(node)
 
   def restored(name, old):

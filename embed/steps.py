@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import errors as flax_errors
 
 from embed import combiners, structure
 from embed.combiners import Uncombined
@@ -194,7 +193,7 @@ def count(layer: Any, dropped: Sequence[jax.Array], records: Sequence[LookupReco
         "SparseEmbed was called under nnx.vmap, which has no place for the counts in its report. "
         "Look up the whole batch at once, outside, and pass the activations in."
       )
-  except flax_errors.TraceContextError:
+  except jax_internals.TraceContextError:
     pass  # a model that a function closes over, as under jax.jit: no state comes out of it
 
 

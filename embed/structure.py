@@ -108,7 +108,7 @@ def match(
 
 
 def pack(config: Any, like: Any, flat: Mapping[Path, Any], path: Path = ()) -> Any:
-  """Puts the entries of `flat`, by feature path, into containers like those of `like`.
+  """Puts the entries of `flat`, by feature path, into the containers of `like`.
 
   >>> watched = FeatureConfig(TableConfig(9, 2))
   >>> pack({"a": [watched], "b": watched}, {"a": [1]}, {("a", "0"): 10})

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from flax import errors as flax_errors
 from flax import nnx
 
 from embed.config import TableConfig
@@ -112,7 +111,7 @@ def changing(what: str) -> Iterator[None]:
   """Says what to write where a model has to change that a JAX transformation closes over."""
   try:
     yield
-  except flax_errors.TraceContextError:
+  except jax_internals.TraceContextError:
     raise ValueError(
       f"{what} changes the model, which jax.jit or another JAX transformation closes over, so that "
       "the change would be lost. Pass the model as an argument to nnx.jit: "

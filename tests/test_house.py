@@ -12,8 +12,9 @@ ORDER = [
   "structure",
   "engine.jax_internals",
   "engine.layout",
-  "engine.cost",
+  "engine.bags",
   "inputs",
+  "padding",
   "engine.rounding",
   "transforms.hashing",
   "transforms.kinds",
@@ -24,20 +25,28 @@ ORDER = [
   "transforms",
   "row_optimizer",
   "optimizers",
-  "engine.lookup",
-  "engine.combining",
-  "serving.lookup",
-  "engine.update_cpu",
-  "engine.update",
-  "engine.exchange",
-  "engine.mesh",
-  "engine.storage",
   "initializers",
+  "engine.lookup",
+  "serving.lookup",
+  "engine.mesh",
   "engine.stack",
+  "engine.views",
+  "engine.storage",
+  "engine.cost",
+  "engine.update_cpu",
+  "engine.rows",
+  "engine.route",
+  "engine.exchange",
+  "engine.update",
+  "engine.taps",
   "engine",
   "gradients",
+  "stacking",
   "planning",
   "tools.profiling",
+  "combiners",
+  "variables",
+  "steps",
   "layer",
   "autodiff",
   "optimizer",
@@ -101,6 +110,33 @@ def test_each_file_knows_only_its_own():
     if name in ("engine.storage", "engine.stack"):
       meshes -= {"jax.sharding.PartitionSpec"}
     assert name == "engine.mesh" or not meshes, path
+
+
+NAMED_TUPLES = {"_replace", "_fields", "_asdict", "_make"}  # public in spite of the underscore
+
+
+def foreign_private_names(path):
+  """Names with an underscore that a file reads and does not define."""
+  tree = ast.parse(path.read_text())
+  own, used = set(), set()
+  for node in ast.walk(tree):
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+      own.add(node.name)
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+      own.add(node.id)
+    elif isinstance(node, ast.Attribute):
+      is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+      (own if is_own else used).add(node.attr)
+    elif isinstance(node, ast.ImportFrom) and node.module.startswith("embed"):
+      used |= {alias.name for alias in node.names}
+  private = {name for name in used if name.startswith("_") and not name.endswith("__")}
+  return private - own - NAMED_TUPLES
+
+
+def test_no_file_reads_private_names_of_another():
+  for name, path in files().items():
+    if name != "engine.jax_internals":
+      assert not foreign_private_names(path), name
 
 
 def test_recipes_do_not_import_each_other():

@@ -250,7 +250,7 @@ def halving(
   return row_optimizer.make("halving", arguments, equation, {"scale": 1.0})
 
 
-def halving_reference(w, g, lr, scale):
+def halving_reference(w, g, lr, scale, h):
   return w - lr * g / scale, 2 * scale
 
 
@@ -258,7 +258,7 @@ def halving_reference(w, g, lr, scale):
 def made_up(monkeypatch):
   """An optimizer in the registry and in the reference, and nowhere else."""
   monkeypatch.setitem(row_optimizer.OPTIMIZERS, "halving", halving)
-  rule = reference.ReferenceRule(halving_reference, {"scale": 1.0}, {})
+  rule = reference.Equation(halving_reference, {"scale": 1.0})
   monkeypatch.setitem(reference.RULES, "halving", rule)
 
 

@@ -45,7 +45,7 @@ def run(page):
 
 
 # Run there, with more to say about the outcome.
-ELSEWHERE = {"migrating.md": "test_migrating.py", "serving.md": "test_exporting.py"}
+ELSEWHERE = {"migrating.md": "test_migrating.py", "serving.md": "serving/test_export.py"}
 HERE = [page for page in PAGES if any(blocks(page)) and page not in ELSEWHERE]
 
 

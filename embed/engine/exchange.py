@@ -203,7 +203,7 @@ def for_each_round(
   """
   local = [x.as_grad_rows() for x in grads if isinstance(x, DistinctRows)]
   routed: list[ActivationGrads] = []
-  others: list[tuple[jax.Array, Bags, str]] = []
+  others: list[tuple[jax.Array, Bags, str]] = []  # gradients, bags and table of a feature
   for call in grads:
     if isinstance(call, DistinctRows):
       continue
@@ -218,7 +218,7 @@ def for_each_round(
     return body(carry, local, len(local) == 1)
   if others and not routed and kind == "sum":
     return body(carry, [_summed_over_replicas(others, local, stack)], True)
-  gathered = [_gathered(*other, stack, kind == "ordered") for other in others]
+  gathered = [_gathered(g, bags, t, stack, kind == "ordered") for g, bags, t in others]
   if not routed:
     return body(carry, local + gathered, False)
   return _rounds(routed, local + gathered, stack, body, carry)
@@ -253,10 +253,10 @@ def _gathered(
   return rows.from_activations(grads, bags.with_ids(ids))
 
 
-def _summed_over_replicas(others, local: list[GradRows], stack: StackSpec) -> GradRows:
+def _summed_over_replicas(others: Any, local: list[GradRows], stack: StackSpec) -> GradRows:
   """The gradients of a small table, row by row, added up over the replicas."""
   size, axes = stack.layout.rows, stack.placement.replica_axes
-  sums, touched = _dense([_own_part(*other, stack) for other in others], size)
+  sums, touched = _dense([_own_part(g, bags, table, stack) for g, bags, table in others], size)
   sums, touched = lax.psum(sums, axes), lax.pmax(touched, axes)
   if local:
     more, touched_too = _dense(local, size)

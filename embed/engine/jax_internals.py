@@ -1,13 +1,68 @@
-"""Uses of private JAX: the version each was seen in, and the public API that would replace it."""
+"""Private and semi-private JAX, Flax and Orbax: where each was seen, and what would replace it.
+
+The rest of the library uses only documented names of these packages.
+"""
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import errors as flax_errors
 from jax._src import core
+from jax.extend import core as jex_core
 from jax.extend import random as jex_random
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+# Raised where a transformation closes over a Variable that has to change. Seen in Flax 0.12.8, whose
+# pages do not name it.
+TraceContextError = flax_errors.TraceContextError
+
+# To read the traced loss. Seen in JAX 0.10.2; `jax.extend.core` promises less than `jax` does.
+Jaxpr, ClosedJaxpr, Literal, DropVar = (
+  jex_core.Jaxpr,
+  jex_core.ClosedJaxpr,
+  jex_core.Literal,
+  jex_core.DropVar,
+)
+jaxpr_as_fun = jex_core.jaxpr_as_fun
+
+
+def identity_primitive(name: str, jvp: Callable[..., Any]) -> Any:
+  """A primitive that returns its first `number` arguments, and notes a batch in `batched`.
+
+  Seen in JAX 0.10.2: `jax.extend.core.Primitive` and the registries of `jax.interpreters`. A public
+  way to name an equation of a jaxpr with operands (as `jax.ad_checkpoint.checkpoint_name` does
+  without) would replace it.
+
+  Args:
+    name: of the primitive.
+    jvp: its rule, `jvp(primals, tangents, **params)`.
+  """
+  primitive = jex_core.Primitive(name)
+  primitive.multiple_results = True
+  same = lambda *args, number, **_: list(args[:number])
+
+  def batch(args, dims, **params):
+    params["batched"] = True
+    return primitive.bind(*args, **params), dims[: params["number"]]
+
+  primitive.def_impl(same)
+  primitive.def_abstract_eval(same)
+  mlir.register_lowering(primitive, mlir.lower_fun(same, multiple_results=True))
+  batching.primitive_batchers[primitive] = batch
+  ad.primitive_jvps[primitive] = jvp
+  return primitive
+
+
+def is_zero_tangent(tangent: Any) -> bool:
+  """Whether a tangent is a symbolic zero: nothing differentiates with respect to its primal.
+
+  Seen in JAX 0.10.2; `jax.custom_derivatives.SymbolicZero` is the public one, for custom rules.
+  """
+  return type(tangent) is ad.Zero
 
 
 def is_differentiating() -> bool:
@@ -45,6 +100,25 @@ def is_called_by(module: str) -> bool:
       return True
     frame = frame.f_back
   return False
+
+
+def used_arguments(function: Callable[..., Any], *args: Any) -> Any:
+  """Whether each array of the arguments influences a result of a function: `args` of bools.
+
+  Seen in JAX 0.10.2: `dce_jaxpr` is semi-private. `jax.export` tells it in public
+  (`Exported.module_kept_var_idx`), though not for shapes with symbolic dimensions.
+
+  >>> used_arguments(lambda x, y: x["a"] + 0 * y, {"a": 1.0, "b": 2.0}, 3.0)
+  ({'a': True, 'b': False}, True)
+  """
+  jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+  _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  return jax.tree.unflatten(jax.tree.structure(args), used)
+
+
+# The file in every folder of a tree that Orbax wrote. Seen in Orbax 0.12; no public API tells such
+# folders from others.
+ORBAX_METADATA = "_METADATA"
 
 
 # --- integers that arithmetic cannot reach --------------------------------------------------------

@@ -18,10 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
 
-from embed.engine import mesh
+from embed.engine import jax_internals, mesh
 from embed.engine.lookup import LookupRecord
 from embed.engine.stack import StackSpec
 
@@ -48,13 +46,6 @@ class Layer:
     self.ref, self.trains = weakref.ref(layer), trains
 
 
-# *activations, table, *leaves of the record -> activations
-lookup_tap_p = jex_core.Primitive("sparse_embed_lookup")
-lookup_tap_p.multiple_results = True
-table_read_p = jex_core.Primitive("sparse_embed_table")  # table -> [table]
-table_read_p.multiple_results = True
-
-
 def tap(
   activations: Sequence[jax.Array], record: LookupRecord, table: jax.Array, layer: Layer
 ) -> list[jax.Array]:
@@ -75,7 +66,7 @@ def read_table(table: jax.Array, purpose: str) -> jax.Array:
 
 
 def _tap_jvp(primals, tangents, *, number, **params):
-  if any(type(t) is not ad.Zero for t in tangents[: number + 1]):
+  if any(not jax_internals.is_zero_tangent(t) for t in tangents[: number + 1]):
     record = jax.tree.unflatten(params["treedef"], primals[number + 1 :])
     raise ValueError(
       f"Table {record.tables[0]!r} is being differentiated by JAX directly, which would build a "
@@ -89,24 +80,10 @@ def _read_jvp(primals, tangents, **params):
   return table_read_p.bind(*primals, **params), list(tangents)
 
 
-def _batched(primitive):
-  def rule(args, dims, **params):
-    params["batched"] = True
-    return primitive.bind(*args, **params), dims[: params["number"]]
-
-  return rule
-
-
-def _same(*args, number, **_):
-  return list(args[:number])
-
-
-for _primitive, _jvp in ((lookup_tap_p, _tap_jvp), (table_read_p, _read_jvp)):
-  _primitive.def_impl(_same)
-  _primitive.def_abstract_eval(_same)
-  mlir.register_lowering(_primitive, mlir.lower_fun(_same, multiple_results=True))
-  batching.primitive_batchers[_primitive] = _batched(_primitive)
-  ad.primitive_jvps[_primitive] = _jvp
+# *activations, table, *leaves of the record -> activations
+lookup_tap_p = jax_internals.identity_primitive("sparse_embed_lookup", _tap_jvp)
+# table -> [table]
+table_read_p = jax_internals.identity_primitive("sparse_embed_table", _read_jvp)
 
 
 @jax.custom_vjp
@@ -162,9 +139,9 @@ class Scope(NamedTuple):
 def _sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
   for value in params.values():
     for item in value if isinstance(value, (tuple, list)) else (value,):
-      if isinstance(item, jex_core.ClosedJaxpr):
+      if isinstance(item, jax_internals.ClosedJaxpr):
         yield item.jaxpr
-      elif isinstance(item, jex_core.Jaxpr):
+      elif isinstance(item, jax_internals.Jaxpr):
         yield item
 
 
@@ -223,7 +200,7 @@ class Annotator:
 
   def scope(self, jaxpr: Any, sources: Sequence[Source | None]) -> Scope:
     known = {v: s for v, s in zip(jaxpr.invars, sources, strict=True) if s is not None}
-    of = lambda v: None if isinstance(v, jex_core.Literal) else known.get(v)
+    of = lambda v: None if isinstance(v, jax_internals.Literal) else known.get(v)
     parts: list[_Part] = []
     for eqn in jaxpr.eqns:
       part, outputs = self._equation(eqn, [of(v) for v in eqn.invars])
@@ -338,13 +315,13 @@ def run(scope: Scope, consts: Any, args: Any, feeds: list[Feed]) -> Run:
   """Evaluates a jaxpr with a feed for every lookup; returns its outputs and the lookups."""
   jaxpr = scope.jaxpr
   env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-  read = lambda v: v.val if isinstance(v, jex_core.Literal) else env[v]
+  read = lambda v: v.val if isinstance(v, jax_internals.Literal) else env[v]
   records: list[Lookup] = []
   for part in scope.parts:
     if not part.marks:
       inputs, outputs = _boundary(part.eqns)
       plain = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=part.eqns)
-      out = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(plain, []))(*map(read, inputs))
+      out = jax_internals.jaxpr_as_fun(jax_internals.ClosedJaxpr(plain, []))(*map(read, inputs))
     else:
       (eqn,), number = part.eqns, len(part.marks)
       outputs = eqn.outvars
@@ -358,9 +335,9 @@ def run(scope: Scope, consts: Any, args: Any, feeds: list[Feed]) -> Run:
 
 def _boundary(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
   """The variables that a run of equations reads from outside, and those that it defines."""
-  made = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex_core.DropVar)]
+  made = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, jax_internals.DropVar)]
   known = set(made)
-  reads = [v for eqn in eqns for v in eqn.invars if not isinstance(v, jex_core.Literal)]
+  reads = [v for eqn in eqns for v in eqn.invars if not isinstance(v, jax_internals.Literal)]
   return list(dict.fromkeys(v for v in reads if v not in known)), made
 
 
@@ -377,7 +354,7 @@ def _run_marked(part: _Part, values: list[Any], feeds: list[Feed]) -> Run:
     activations = lookup_tap_p.bind(*activations, *values[number:], **eqn.params)
     return list(map(attach, activations, feed.taps)), [Lookup(None, record, owner)]
   if name in _INLINED:
-    closed = next(p for p in eqn.params.values() if isinstance(p, jex_core.ClosedJaxpr))
+    closed = next(p for p in eqn.params.values() if isinstance(p, jax_internals.ClosedJaxpr))
     return run(part.inner[0], closed.consts, values, feeds)
   if name in _REMAT:
     inner = functools.partial(run, part.inner[0], ())

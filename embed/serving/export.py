@@ -1,7 +1,7 @@
-"""Whole models as files that need only JAX: a program, and beside it the arrays it reads.
+"""Models exported to files that need only JAX: a program, and the arrays that it reads.
 
-The program takes the arrays as an argument, so it stays small whatever the tables, and rows trained
-later can be served by the program of before.
+The program takes the arrays as an argument, so that its size does not depend on the tables, and an
+older program can serve rows that were trained later.
 """
 
 import dataclasses
@@ -15,26 +15,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.interpreters import partial_eval as pe
 
 from embed import autodiff as routing
 from embed import checkpoint, structure
 from embed import inputs as ragged
+from embed.engine import jax_internals
 from embed.engine import mesh as sharding
-from embed.engine.taps import Owner
 from embed.layer import store_apart
 
 _KINDS = (ragged.Padded, ragged.Ragged, ragged.Sparse)
 
 
 class Exported(NamedTuple):
-  """What `embed.export` returns: `program.call(arrays, *args)` is the model's function.
+  """An exported model: `program.call(arrays, *args)` calls its function.
 
   Attributes:
-    program: a `jax.export.Exported`; `serialize()` gives its bytes.
-    arrays: what it reads of the model, NumPy by name. Tables are `<module path>/<table>`, whole
-      and in row order; everything else has its path, such as `head/kernel`. Bfloat16 is held as
-      uint16, which every NumPy can store; the program knows.
+    program: a `jax.export.Exported`; `serialize()` returns its bytes.
+    arrays: the arrays of the model that the program reads, NumPy by name. Tables are
+      `<module path>/<table>`, whole and in row order; other arrays have their paths, such as
+      `head/kernel`. Bfloat16 is stored as uint16, which every NumPy has; the program converts it.
 
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
   >>> exported = embed.export(lambda layer, ids: layer(ids), layer, np.array([0, 1]))
@@ -49,7 +48,7 @@ class Exported(NamedTuple):
     """Writes `program.bin` and `arrays.npz`, for `jax.export.deserialize` and `numpy.load`.
 
     Args:
-      folder: made if it is not there.
+      folder: made if it does not exist.
 
     >>> import pathlib, tempfile
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
@@ -62,7 +61,7 @@ class Exported(NamedTuple):
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / "program.bin").write_bytes(self.program.serialize())
-    # As numpy.savez, whose own arguments some names would clash with.
+    # `numpy.savez` writes the same, but refuses the names of its own arguments, such as "file".
     with zipfile.ZipFile(path / "arrays.npz", "w") as archive:
       for name, array in self.arrays.items():
         with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
@@ -76,30 +75,32 @@ def export(
   any_batch: bool = False,
   platforms: Sequence[str] | None = None,
 ) -> Exported:
-  """A function of a model, compiled as far as StableHLO, for processes that have only JAX.
+  """Exports a function of a model, as StableHLO, for processes that have only JAX.
 
-  Optimizer slots, and whatever else the function does not read, stay behind. A model on a mesh is
-  exported as on one device, its tables whole. Call `model.eval()` first where layers know it.
+  Optimizer slots, and all arrays that the function does not read, are left out. A model on a mesh
+  is exported with whole tables, for one device. Call `model.eval()` first if its layers have it.
 
-  Inputs and outputs of the program are dicts, lists and tuples of arrays: a `Padded` is spelled as
-  its `values`, a `Ragged` as `{"values": ..., "row_splits": ...}`, a `Sparse` as
-  `{"indices": ..., "values": ...}` (`max_valency` and `dense_shape` are those of the example), a
-  named tuple as a dict. Ids are int32: JAX cuts wider ones, silently, so check them before. Those
-  out of range are dropped. The rules are those of the model's calls, not of `serving_lookup`.
+  Inputs and outputs of the program are dicts, lists and tuples of arrays: `Padded` becomes its
+  `values`, `Ragged` becomes `{"values": ..., "row_splits": ...}`, `Sparse` becomes
+  `{"indices": ..., "values": ...}` (`max_valency` and `dense_shape` are taken from the example),
+  and a named tuple becomes a dict. Ids are int32: JAX silently cuts wider ones, so check them
+  before. Ids out of range are dropped. Inputs follow the rules of the model's calls, which differ
+  from `serving_lookup`.
 
   Args:
     function: `f(model, *args)`, traceable.
     model: an `nnx.Module`, or a dict of arrays.
     *args: examples of the inputs, arrays or `jax.ShapeDtypeStruct`, as `function` takes them. Their
-      dimensions may be those of `jax.export.symbolic_shape`.
-    any_batch: leaves the first dimension of all arrays free, the same for all. The values of a
-      `Ragged` keep their number, as a buffer that a batch need not fill.
-    platforms: of "cpu", "cuda", "rocm" and "tpu", those to compile for; None is the current one.
+      dimensions may come from `jax.export.symbolic_shape`.
+    any_batch: whether the first dimension of all arrays, the same for all, may vary. The `values`
+      of a `Ragged` keep their length, as a buffer that a batch need not fill.
+    platforms: the platforms to compile for, of "cpu", "cuda", "rocm" and "tpu"; None is the current
+      one.
 
   Raises:
-    ValueError: for an input or output that cannot be spelled so, a `Sparse` or examples of
-      different sizes with `any_batch`, a function that draws random numbers, a mesh that is set,
-      and arrays that are not all on this host.
+    ValueError: for an input or output that has no such form, a `Sparse` or examples of different
+      sizes with `any_batch`, a function that draws random numbers, a mesh that is set, and arrays
+      that are not all on this host.
 
   >>> table = embed.TableConfig(vocabulary_size=3, dim=1, combiner="sum", name="movie")
   >>> layer = embed.SparseEmbed({"watched": embed.FeatureConfig(table)}, rngs=nnx.Rngs(0))
@@ -119,21 +120,22 @@ def export(
   names = _names(model, state)
   args = _specs(jax.tree.map(_with_arrays, args, is_leaf=_is_input), any_batch)
   inputs, input_tree = jax.tree.flatten(args)
-  # The number of each input where it stands in the plain arguments.
-  numbers = _plain(jax.tree.unflatten(input_tree, range(len(inputs))))
+  # The index of each input, at its position in the plain arguments.
+  indices = _plain(jax.tree.unflatten(input_tree, range(len(inputs))))
 
   def call(arrays, *plain):
-    given = dict(zip(jax.tree.leaves(numbers), jax.tree.leaves(plain), strict=True))
-    args = jax.tree.unflatten(input_tree, [given[i] for i in range(len(inputs))])
+    by_index = dict(zip(jax.tree.leaves(indices), jax.tree.leaves(plain), strict=True))
+    args = jax.tree.unflatten(input_tree, [by_index[i] for i in range(len(inputs))])
     values = [_read(arrays, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     return _plain(function(nnx.merge(graphdef, jax.tree.unflatten(treedef, values)), *args))
 
-  everything = dict(zip(names, map(_stored, leaves), strict=True))
-  if len(everything) < len(names):
-    twice = next(name for name in names if names.count(name) > 1)
-    raise ValueError(f"export: two arrays of the model are called {twice!r}; rename the table.")
-  plain = jax.tree.map(lambda i: inputs[i], numbers)
-  arrays = {name: everything[name] for name in _used(call, everything, plain)}
+  stored = dict(zip(names, map(_stored, leaves), strict=True))
+  if len(stored) < len(names):
+    repeated = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"export: two arrays of the model are called {repeated!r}; rename the table.")
+  plain = jax.tree.map(lambda i: inputs[i], indices)
+  is_used, *_ = jax_internals.used_arguments(call, _shapes(stored), *plain)
+  arrays = {name: stored[name] for name in sorted(stored) if is_used[name]}
   for name, x in arrays.items():
     if checkpoint.is_key(x):
       raise ValueError(
@@ -147,18 +149,11 @@ def _shapes(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
   return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
 
 
-def _used(call: Callable[..., Any], arrays: Mapping[str, Any], plain: Any) -> list[str]:
-  """The names of the arrays that a result depends on."""
-  jaxpr = jax.make_jaxpr(call)(_shapes(arrays), *plain).jaxpr
-  _, used = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-  return [name for name, is_used in zip(sorted(arrays), used, strict=False) if is_used]
-
-
 # --- the model ------------------------------------------------------------------------------------
 
 
 def _on_one_device(model: Any) -> Any:
-  """A copy of a model in which every table is an array of its own, whole, and has no slots."""
+  """A copy of a model in which each table is one whole array, without slots."""
   model = nnx.merge(*nnx.split(model))
   for layer in routing.sparse_embeds(model).values():
     store_apart(layer)
@@ -166,12 +161,12 @@ def _on_one_device(model: Any) -> Any:
 
 
 def _names(model: Any, state: Any) -> list[str]:
-  """What the leaves of a state are called."""
+  """The name of each leaf of a state: the key of a table, or a path."""
   tables = {}
-  for where, layer in routing.sparse_embeds(model).items():
+  for layer_path, layer in routing.sparse_embeds(model).items():
+    prefix = f"{layer_path}/" if layer_path else ""
     for table in layer.spec.tables:
-      inside = f"{where}/arrays" if where else "arrays"
-      tables[f"{inside}/{table}/parameters"] = Owner(where, table).key
+      tables[f"{prefix}arrays/{table}/parameters"] = f"{prefix}{table}"
   names = []
   for path, _ in jax.tree_util.tree_leaves_with_path(state):
     keys = tuple(k for k in path if not isinstance(k, jax.tree_util.GetAttrKey))  # of a Variable
@@ -181,12 +176,12 @@ def _names(model: Any, state: Any) -> list[str]:
 
 
 def _stored(x: Any) -> Any:
-  """A leaf as the program takes it: a NumPy array of a dtype that every NumPy has."""
+  """A leaf as a NumPy array, of a dtype that every NumPy has."""
   if checkpoint.is_key(x):
-    return x  # they do not come so far as to be stored
+    return x  # `export` refuses programs that read keys
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     raise ValueError(
-      "export: an array of the model is spread over several hosts. Restore the checkpoint into a "
+      "export: an array of the model is split over several hosts. Restore the checkpoint into a "
       "model without a mesh, on one host, and export that."
     )
   x = np.asarray(x)
@@ -194,7 +189,7 @@ def _stored(x: Any) -> Any:
 
 
 def _read(arrays: Mapping[str, Any], name: str, leaf: Any) -> Any:
-  """The leaf from the program's arrays; what the program does not read is not among them."""
+  """A leaf of the model from the program's arrays, which lack those that it does not read."""
   if name not in arrays:
     return leaf
   x = arrays[name]
@@ -215,7 +210,7 @@ def _parts(x: Any) -> dict[str, Any]:
 
 
 def _with_arrays(x: Any) -> Any:
-  """An input without lists of numbers, which would look like a structure."""
+  """Converts lists of numbers in an input to arrays: `jax.tree` would take them as containers."""
   if not _is_input(x):
     return x
   array = lambda v: np.asarray(v) if isinstance(v, (list, tuple)) else v
@@ -223,7 +218,7 @@ def _with_arrays(x: Any) -> Any:
 
 
 def _plain(x: Any) -> Any:
-  """Any structure in dicts, lists and tuples, which JAX can read back on its own."""
+  """Converts a structure to dicts, lists and tuples, which `jax.export` can serialize."""
   if isinstance(x, _KINDS):
     parts = _parts(x)
     return parts["values"] if len(parts) == 1 else parts
@@ -242,7 +237,7 @@ def _plain(x: Any) -> Any:
 
 
 def _specs(args: Any, any_batch: bool) -> Any:
-  """The inputs as shapes and dtypes, their first dimensions free with `any_batch`."""
+  """The shapes and dtypes of the inputs, with symbolic first dimensions if `any_batch`."""
   sizes = set()
 
   def spec(x: Any) -> jax.ShapeDtypeStruct:

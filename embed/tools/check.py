@@ -7,10 +7,10 @@ Ids, weights and gradients are multiples of 1/8, so that their products and sums
 order: only divisions, roots and powers are rounded. An error is the largest difference in an array
 over the largest value in it, and may be
 
-- 2^-16 in float32. A division or a root is off by 2^-24 to 2^-22, on accelerators too; three steps
-  of an optimizer have some ten of them, and their results are subtracted. A wrong constant or order
-  is off by more.
-- 2^-8 in bfloat16, which keeps 8 bits: rounding once is off by up to 2^-9.
+- 2^-16 in float32. A division or a root has an error of 2^-24 to 2^-22, on accelerators too; three
+  steps of an optimizer have about ten of them, and subtract their results. A wrong constant or
+  order has a larger error.
+- 2^-8 in bfloat16, which keeps 8 bits: one rounding has an error of up to 2^-9.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from embed import row_optimizer
 from embed.tools import reference
 
 TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-8}
-ROWS, DIM = 37, 8  # rows that no number of devices divides
+ROWS, DIM = 37, 8  # a prime number of rows: no number of devices divides it
 BATCH, VALENCY, LENGTH = 13, 5, 3
 RATES = (0.125, 0.0625, 0.25)
 # Ways to step that all optimizers share, each with one that takes it.
@@ -67,7 +67,7 @@ def optimizers() -> dict[str, tuple[str, dict[str, Any]]]:
   unknown = [name for name in names if name not in reference.RULES]
   if unknown:
     raise LookupError(f"{', '.join(unknown)}: no line in RULES of embed/tools/reference.py")
-  return {name: (name, reference.RULES[name].example) for name in names} | WAYS_TO_STEP
+  return {name: (name, dict(reference.RULES[name].example)) for name in names} | WAYS_TO_STEP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Result:
 
 
 def main() -> int:
-  """Prints a table of everything that is checked; returns the exit status, 1 if any of it fails."""
+  """Prints a line for each check; returns the exit status, 1 if any of them fails."""
   print(header(), flush=True)
   start, results = time.time(), []
   for result in run():
@@ -110,8 +110,9 @@ def main() -> int:
     print(f"\nAll {len(results)} checks passed in {seconds}.")
     return 0
   print(
-    f"\n{len(failed)} of {len(results)} checks FAILED in {seconds}. What is computed here is not "
-    "what this library promises: do not train with it. A report should have all of this output."
+    f"\n{len(failed)} of {len(results)} checks FAILED in {seconds}. This installation computes "
+    "wrong results on these devices: do not train with it. A report should include all of this "
+    "output."
   )
   return 1
 
@@ -172,7 +173,7 @@ def _guarded(what: str, where: str, check: Check, place: dict[str, Any]) -> Iter
     yield Result(what, where, math.inf, note=f"{type(error).__name__}: {message}")
 
 
-def _error(actual: Any, expected: Any) -> float:
+def relative_error(actual: Any, expected: Any) -> float:
   """The largest difference over the largest value; infinite for other shapes and for NaN."""
   actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
   if actual.shape != expected.shape:
@@ -190,7 +191,7 @@ def _eighths(draw: np.random.Generator, shape: tuple[int, ...], most: int = 8) -
 
 
 def _bags(draw: np.random.Generator) -> np.ndarray:
-  """Ids `[BATCH, VALENCY]`: few rows often, many rarely, some not at all; padding; an empty bag."""
+  """Draws ids `[BATCH, VALENCY]` of Zipf's law, with padding, an empty bag and unused rows."""
   ids = np.minimum(draw.zipf(1.3, (BATCH, VALENCY)) - 1, ROWS - 3)
   ids[draw.random(ids.shape) < 0.25] = -1
   ids[0] = -1
@@ -233,7 +234,7 @@ def _call(kind: str, bags: Any) -> tuple[Any, Any]:
 Inputs = dict[str, dict[str, Any]]  # by table and kind
 
 
-def _lookup_inputs(draw: np.random.Generator, brief: bool) -> Inputs:
+def lookup_inputs(draw: np.random.Generator, brief: bool) -> Inputs:
   inputs: Inputs = {}
   for combiner in config_lib.COMBINERS:
     kinds = _kinds(_bags(draw), None)
@@ -247,6 +248,7 @@ def _lookup_inputs(draw: np.random.Generator, brief: bool) -> Inputs:
 
 
 def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
+  """Compares lookups and row gradients, all from one compiled function."""
   draw = np.random.default_rng(0)
   features: dict[str, Any] = {}
   inputs: dict[str, Any] = {}
@@ -254,7 +256,7 @@ def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
   cotangents: dict[str, np.ndarray] = {}
   expected: dict[str, dict[str, reference.Occurrences]] = {}  # by table and feature
   tables: dict[str, np.ndarray] = {}
-  for name, kinds in _lookup_inputs(draw, _is_brief(place)).items():
+  for name, kinds in lookup_inputs(draw, _is_brief(place)).items():
     combiner = next((c for c in config_lib.COMBINERS if name.startswith(c)), "mean")
     length = LENGTH if name == "sequences" else 0
     dtype = jnp.bfloat16 if "bfloat16" in name else np.float32
@@ -281,22 +283,24 @@ def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
   for name, occurrences in expected.items():
     tolerance = TOLERANCE["bfloat16" if "bfloat16" in name else "float32"]
     errors = [
-      _error(activations[feature], reference.lookup(tables[name], occ))
+      relative_error(activations[feature], reference.lookup(tables[name], occ))
       for feature, occ in occurrences.items()
     ]
     yield Result(f"lookup, {name}", "", max(errors), tolerance)
   for name, occurrences in expected.items():
     pairs = [reference.occurrence_gradients(o, cotangents[f]) for f, o in occurrences.items()]
     ids, values = (np.concatenate(x) for x in zip(*pairs, strict=True))
-    yield _compare_rows(f"rows, {name}", grads.rows[name], reference.row_gradients(ids, values))
+    yield compare_rows(f"rows, {name}", grads.rows[name], reference.row_gradients(ids, values))
 
 
-def _compare_rows(what: str, rows: embed.RowGrads, expected: Mapping[int, np.ndarray]) -> Result:
+def compare_rows(what: str, rows: embed.RowGrads, expected: Mapping[int, np.ndarray]) -> Result:
   ids, values = np.asarray(rows.ids), np.asarray(rows.values)
   order = np.argsort(ids)[: np.sum(ids < ROWS)]
   if ids[order].tolist() != sorted(expected):
     return Result(what, "", math.inf, note="other rows were touched")
-  return Result(what, "", _error(values[order], [expected[row] for row in sorted(expected)]))
+  return Result(
+    what, "", relative_error(values[order], [expected[row] for row in sorted(expected)])
+  )
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -343,10 +347,10 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
       expected[name] = reference.apply_rows(kind, expected[name], rows, gradients, rate, **config)
   actual = layer.variables
   for name, (_, config) in cases.items():
-    yield _compare_variables(name, actual[name], expected[name], tables[name], looked_up, config)
+    yield compare_variables(name, actual[name], expected[name], tables[name], looked_up, config)
 
 
-def _compare_variables(
+def compare_variables(
   name: str,
   actual: Mapping[str, Any],
   expected: Mapping[str, np.ndarray],
@@ -359,4 +363,4 @@ def _compare_variables(
   moved = (np.asarray(actual["parameters"]) != initial).any(axis=1)
   if config.get("lazy_adam", True) and moved[~looked_up].any():
     return Result(name, "", math.inf, note="a row moved that was not looked up")
-  return Result(name, "", max(_error(actual[key], expected[key]) for key in expected))
+  return Result(name, "", max(relative_error(actual[key], expected[key]) for key in expected))

@@ -1,4 +1,4 @@
-"""`python -m embed inspect`: what a checkpoint or a profile holds, without the model it is of."""
+"""`python -m embed inspect`: the tables of a checkpoint or a profile, without its model."""
 
 import logging
 import math
@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from embed.engine import jax_internals
 from embed.tools import text
 from embed.tools.profiling import Profile
 
 
 def main(path: str, shapes_only: bool = False) -> int:
-  """Prints what stands at a path; returns the exit status."""
-  logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells a lot
+  """Prints the description of a path; returns the exit status."""
+  logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs each step of a restore
   try:
     print(describe(path, shapes_only))
   except (ImportError, OSError, ValueError) as error:
@@ -26,21 +27,22 @@ def main(path: str, shapes_only: bool = False) -> int:
 
 
 def describe(path: str | Path, shapes_only: bool = False) -> str:
-  """A table of the tables of a checkpoint, or a profile as it prints itself.
+  """Describes a checkpoint, one line per table, or a profile.
 
-  Of a table: rows, dim, dtype, bytes with slots, the names of its slots, the mean norm of its rows,
-  and the share of rows that seem not to have been touched, which are those whose slots have the
-  commonest value of each slot. Tables are read one after another.
+  A line has the rows, dim, dtype, bytes including slots, names of the slots, mean norm of the rows,
+  and the fraction of rows that seem untouched: those that have the most common value in every slot.
+  Tables are read one at a time.
 
   Args:
-    path: the `.npz` of a profile; or a folder written by Orbax from `embed.checkpoint.to_tree`: a
-      run's workdir, a manager's folder, of which the latest step is taken, a step, or its state.
-    shapes_only: of a checkpoint, read no array.
+    path: the `.npz` of a profile; or a folder written by Orbax from `embed.checkpoint.to_tree`: the
+      workdir of a run, the folder of a checkpoint manager, whose latest step is taken, a step, or
+      its state.
+    shapes_only: whether to read only the metadata of a checkpoint, and no array.
 
   Raises:
-    FileNotFoundError: there is neither at this path.
-    ValueError: it was not written by `embed`.
-    ImportError: Orbax is not installed, which reads checkpoints.
+    FileNotFoundError: if there is neither at this path.
+    ValueError: if it was not written by `embed`.
+    ImportError: if Orbax, which reads checkpoints, is not installed.
   """
   path = Path(path)
   if not path.exists() and Path(f"{path}.npz").exists():
@@ -51,8 +53,8 @@ def describe(path: str | Path, shapes_only: bool = False) -> str:
 
 
 def find(path: Path) -> Path:
-  """The folder of a tree of arrays: this one, or that of the latest step in it."""
-  if (path / "_METADATA").is_file():
+  """The folder of a tree of arrays: this one, or the one of the latest step in it."""
+  if (path / jax_internals.ORBAX_METADATA).is_file():
     return path
   for name in ("state", "checkpoints"):
     if (path / name).is_dir():
@@ -67,6 +69,7 @@ def find(path: Path) -> Path:
 
 
 def _checkpoint(path: Path, shapes_only: bool) -> str:
+  """Describes the tree of arrays in a folder."""
   try:
     import orbax.checkpoint as ocp
   except ImportError:
@@ -81,22 +84,25 @@ def _checkpoint(path: Path, shapes_only: bool) -> str:
       raise ValueError(f"{path} has no tables: it was not written from embed.checkpoint.to_tree.")
 
     def read(node: str, table: str) -> dict[str, np.ndarray]:
-      wanted = {node: {"tables": {table: dict.fromkeys(nodes[node][table], 0)}}}
-      as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
-      args = ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True)
+      item = {node: {"tables": {table: dict.fromkeys(nodes[node][table], 0)}}}
+      as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+      args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
       return reader.restore(path, args=args)[node]["tables"][table]
 
     lines: list[tuple[str, ...]] = [_HEADER]
     for node, tables in nodes.items():
       for name, arrays in tables.items():
         label = name if len(nodes) == 1 else f"{node}/{name}"
-        seen = ("", "") if shapes_only else statistics(read(node, name))
-        lines.append((label, *_shapes(arrays), *seen))
-  mine = [x for tables in nodes.values() for arrays in tables.values() for x in arrays.values()]
-  others = sum(map(_bytes, jax.tree.leaves(tree))) - sum(map(_bytes, mine))
+        columns = ("", "") if shapes_only else statistics(read(node, name))
+        lines.append((label, *_shapes(arrays), *columns))
+  leaves = jax.tree.leaves(tree)
+  of_tables = [
+    x for tables in nodes.values() for arrays in tables.values() for x in arrays.values()
+  ]
   total = (
-    f"tables: {len(lines) - 1}, {text.size(sum(map(_bytes, mine)))} with their slots; "
-    f"other arrays: {len(jax.tree.leaves(tree)) - len(mine)}, {text.size(others)}"
+    f"tables: {len(lines) - 1}, {text.size(sum(map(_bytes, of_tables)))} with their slots; "
+    f"other arrays: {len(leaves) - len(of_tables)}, "
+    f"{text.size(sum(map(_bytes, leaves)) - sum(map(_bytes, of_tables)))}"
   )
   return f"{path}\n\n{text.aligned(lines, left=(0, 5))}\n\n{total}"
 
@@ -105,6 +111,7 @@ _HEADER = ("table", "rows", "dim", "dtype", "bytes", "slots", "row norm", "untou
 
 
 def _has_tables(node: Any) -> bool:
+  """Whether the metadata of a node has the tables of `to_tree`."""
   tables = node.get("tables") if isinstance(node, Mapping) else None
   is_table = lambda x: (
     isinstance(x, Mapping) and len(getattr(x.get("parameters"), "shape", ())) == 2
@@ -117,6 +124,7 @@ def _bytes(x: Any) -> int:
 
 
 def _shapes(arrays: Mapping[str, Any]) -> tuple[str, ...]:
+  """The cells of a table that its metadata tells: rows, dim, dtype, bytes and slots."""
   rows, dim = arrays["parameters"].shape
   slots = ", ".join(name for name in arrays if name != "parameters")
   total = text.size(sum(map(_bytes, arrays.values())))
@@ -124,7 +132,7 @@ def _shapes(arrays: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def statistics(arrays: Mapping[str, np.ndarray]) -> tuple[str, str]:
-  """The mean norm of the rows, and the share that was not touched; "" without slots to tell.
+  """The mean norm of the rows, and the fraction of untouched rows; "" without slots.
 
   >>> statistics({"parameters": np.array([[3.0, 4.0], [0.0, 1.0]])})
   ('3', '')
@@ -139,6 +147,7 @@ def statistics(arrays: Mapping[str, np.ndarray]) -> tuple[str, str]:
   untouched = np.ones(len(rows), bool)
   for slot in slots:
     values, counts = np.unique(slot[:, 0], return_counts=True)
-    common = values[counts.argmax()] if counts.max() > 1 else np.nan  # each its own: all touched
+    # Rows that all differ in a slot are all touched: no value is common.
+    common = values[counts.argmax()] if counts.max() > 1 else np.nan
     untouched &= (slot == common).all(axis=1)
   return norm, f"{untouched.mean():.0%}"

@@ -1,6 +1,7 @@
-"""Statistics of a sample of batches: what they ask of each table, and of each shard.
+"""Statistics of a sample of batches: the ids of each table, and the load of each shard.
 
-On the host, before training. The original's `profile_data_directory` of the embedding config.
+They are computed on the host, before training. TensorFlow's embedding config collects its own
+during training, in `profile_data_directory`.
 """
 
 import dataclasses
@@ -21,23 +22,23 @@ from embed.tools import text
 
 @dataclasses.dataclass
 class TableProfile:
-  """What a sample of batches looks up in one table, an entry of `Profile.tables`.
+  """Statistics of the lookups in one table, an entry of `Profile.tables`.
 
   Attributes:
-    vocabulary_size: rows of the table.
-    bags: int64 `[longest bag + 1]`, how many bags (or single ids) had that many ids.
-    ids: int64 `[batches]`, ids in each batch.
-    distinct: int64 `[batches]`, different ones among them.
-    rows: int64 `[M]`, the rows that were looked up at all, ascending.
-    counts: int64 `[M]`, how often.
+    vocabulary_size: number of rows of the table.
+    bags: int64 `[longest bag + 1]`, `bags[n]` is the number of bags (or single ids) with n ids.
+    ids: int64 `[batches]`, the number of ids in each batch.
+    distinct: int64 `[batches]`, the number of distinct ids in each batch.
+    rows: int64 `[M]`, the rows that were looked up, ascending.
+    counts: int64 `[M]`, the number of lookups of each of these rows.
 
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
   >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
-  >>> found = embed.profile(embed.FeatureConfig(movie), batches)
-  >>> seen = found.tables["movie"]
-  >>> seen.bags.tolist(), seen.rows.tolist(), seen.counts.tolist()
+  >>> profile = embed.profile(embed.FeatureConfig(movie), batches)
+  >>> table = profile.tables["movie"]
+  >>> table.bags.tolist(), table.rows.tolist(), table.counts.tolist()
   ([1, 1, 2], [3, 5, 7], [2, 2, 1])
-  >>> seen.mean_valency, seen.max_valency, seen.top_share(0.01)
+  >>> table.mean_valency, table.max_valency, table.top_share(0.01)
   (1.25, 2, 0.4)
   """
 
@@ -50,34 +51,34 @@ class TableProfile:
 
   @property
   def mean_valency(self) -> float:
-    """Ids per bag, empty bags included."""
+    """Mean number of ids per bag, empty bags included."""
     return float(self.ids.sum() / max(self.bags.sum(), 1))
 
   @property
   def max_valency(self) -> int:
-    """The ids of the longest bag."""
+    """Number of ids in the longest bag."""
     return len(self.bags) - 1
 
   def top_share(self, share: float = 0.01) -> float:
-    """The part of all ids that falls on the most popular rows.
+    """Returns the fraction of all ids that are among the most popular rows.
 
     Args:
-      share: how many these are, of the vocabulary; at least one row.
+      share: the fraction of the vocabulary that counts as most popular; at least one row.
     """
-    top = max(1, round(share * self.vocabulary_size))
-    return float(np.sort(self.counts)[::-1][:top].sum() / max(self.counts.sum(), 1))
+    num_rows = max(1, round(share * self.vocabulary_size))
+    return float(np.sort(self.counts)[::-1][:num_rows].sum() / max(self.counts.sum(), 1))
 
 
 @dataclasses.dataclass
 class StackProfile:
-  """What a sample of batches asks of the shards of a stack, an entry of `Profile.stacks`.
+  """Load of the shards of a stack, an entry of `Profile.stacks`.
 
   Attributes:
-    tables: the tables that it holds.
-    pairs: int64 `[batches]`, the most distinct rows that a device asked of a shard. A capacity of
-      as many exchanges every batch of the sample in one round.
-    shards: int64 `[shards]`, distinct rows that were asked of each, added up over devices and
-      batches.
+    tables: the tables that the stack holds.
+    pairs: int64 `[batches]`, the largest number of distinct rows that one device requested from one
+      shard. With a capacity of their maximum, each batch of the sample is exchanged in one round.
+    shards: int64 `[shards]`, the number of distinct rows requested from each shard, summed over
+      devices and batches.
 
   >>> movie = embed.TableConfig(vocabulary_size=1000, dim=4, name="movie")
   >>> features, mesh = embed.FeatureConfig(movie), jax.sharding.AbstractMesh((8,), ("data",))
@@ -94,22 +95,21 @@ class StackProfile:
 
   @property
   def imbalance(self) -> float:
-    """The load of the busiest shard over the mean; 1 is even."""
+    """The load of the busiest shard divided by the mean; 1 if the load is even."""
     return float(self.shards.max() / self.shards.mean()) if self.shards.any() else 1.0
 
 
 @dataclasses.dataclass
 class Profile:
-  """Statistics of a sample of batches, made by `embed.profile`. Printing it shows them.
+  """Statistics of a sample of batches, made by `embed.profile`; `print` shows them as a table.
 
   Attributes:
     tables: `{table name: TableProfile}`.
-    stacks: `{stack name: StackProfile}`, empty where no plan was given.
+    stacks: `{stack name: StackProfile}`, empty without a plan.
 
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
   >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
-  >>> found = embed.profile(embed.FeatureConfig(movie), batches)
-  >>> print(found)
+  >>> print(embed.profile(embed.FeatureConfig(movie), batches))
   table  rows  ids/bag  longest  ids/batch  distinct  rows seen      top 1%
   movie   100     1.25        2          2         2          3  40% of ids
   """
@@ -121,21 +121,20 @@ class Profile:
     """Writes a NumPy archive; `load` reads it, and `python -m embed inspect` prints it.
 
     Args:
-      path: of the file; it gets ".npz" if it has no ending.
+      path: the file; ".npz" is appended if it has no such ending.
 
     >>> import pathlib, tempfile
     >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
     >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
-    >>> found = embed.profile(embed.FeatureConfig(movie), batches)
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "profile.npz"
-    >>> found.save(path)
+    >>> embed.profile(embed.FeatureConfig(movie), batches).save(path)
     >>> embed.Profile.load(path).tables["movie"].ids.tolist()
     [3, 2]
     """
-    given: dict[str, Any] = {f"table/{name}": table for name, table in self.tables.items()}
-    given |= {f"stack/{name}": stack for name, stack in self.stacks.items()}
+    entries: dict[str, Any] = {f"table/{name}": table for name, table in self.tables.items()}
+    entries |= {f"stack/{name}": stack for name, stack in self.stacks.items()}
     arrays: dict[str, Any] = {}
-    for prefix, entry in given.items():
+    for prefix, entry in entries.items():
       for field in dataclasses.fields(entry):
         value = getattr(entry, field.name)
         arrays[f"{prefix}/{field.name}"] = json.dumps(value) if field.name == "tables" else value
@@ -143,54 +142,56 @@ class Profile:
 
   @classmethod
   def load(cls, path: str | Path) -> "Profile":
-    """Reads what `save` wrote.
+    """Reads a profile that `save` wrote.
 
     Args:
-      path: of the file.
+      path: the file.
 
     Raises:
-      ValueError: for any other file.
+      ValueError: if the file is not a profile.
     """
     try:
       with np.load(path) as archive:
-        return cls._of(dict(archive))
+        return cls._from_arrays(dict(archive))
     except (IndexError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
       raise ValueError(f"{path} was not written by embed.Profile.save.") from None
 
   @classmethod
-  def _of(cls, arrays: Mapping[str, np.ndarray]) -> "Profile":
-    found: dict[str, dict[str, dict[str, Any]]] = {"table": {}, "stack": {}}
+  def _from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "Profile":
+    entries: dict[str, dict[str, dict[str, Any]]] = {"table": {}, "stack": {}}
     for key, value in arrays.items():
       kind, rest = key.split("/", 1)
       name, field = rest.rsplit("/", 1)
-      found[kind].setdefault(name, {})[field] = value
-    for table in found["table"].values():
+      entries[kind].setdefault(name, {})[field] = value
+    for table in entries["table"].values():
       table["vocabulary_size"] = int(table["vocabulary_size"])
-    for stack in found["stack"].values():
+    for stack in entries["stack"].values():
       stack["tables"] = tuple(json.loads(str(stack["tables"])))
     return cls(
-      {name: TableProfile(**fields) for name, fields in found["table"].items()},
-      {name: StackProfile(**fields) for name, fields in found["stack"].items()},
+      {name: TableProfile(**fields) for name, fields in entries["table"].items()},
+      {name: StackProfile(**fields) for name, fields in entries["stack"].items()},
     )
 
   def plot(self, path: str | Path | None = None) -> Any:
-    """A figure: ids per bag, popularity of rows, distinct rows per batch, load per shard.
+    """Draws ids per bag, popularity of rows, distinct rows per batch, and load per shard.
 
-    Popularity is the share of all ids that falls on the r-th most popular row, against r, on
-    logarithmic axes: a straight line is a power law, and its slope the skew. Where it ends is the
-    number of rows seen. Load is that of each shard over the mean, where the profile has a plan.
+    Popularity is the fraction of all ids that are the r-th most popular row, against r, on
+    logarithmic axes: a straight line is a power law, and its slope the skew. The line ends at the
+    number of rows that were looked up. The load of each shard, divided by the mean, is drawn if the
+    profile was made with a plan.
 
     Args:
-      path: where to write the figure as well, in the format of its ending.
+      path: a file to write the figure to as well, in the format of its ending.
 
     Returns:
       The `matplotlib.figure.Figure`, which a notebook shows.
 
     Raises:
-      ImportError: Matplotlib is not installed.
+      ImportError: if Matplotlib is not installed.
 
-    >>> found = embed.profile(embed.FeatureConfig(embed.TableConfig(9, 2)), [np.array([1, 2, 2])])
-    >>> [axes.get_title() for axes in found.plot().axes]
+    >>> features = embed.FeatureConfig(embed.TableConfig(9, 2))
+    >>> figure = embed.profile(features, [np.array([1, 2, 2])]).plot()
+    >>> [axes.get_title() for axes in figure.axes]
     ['Ids per bag', 'Popularity of rows', 'Distinct rows per batch']
     """
     try:
@@ -227,29 +228,30 @@ class Profile:
           f"{t.top_share():.0%} of ids",
         )
       )
-    found = text.aligned(lines)
-    if self.stacks:
-      loads = [("stored in", "most rows of a pair", "busiest shard / mean")]
-      loads += [(n, f"{s.pairs.max()}", f"{s.imbalance:.2f}") for n, s in self.stacks.items()]
-      found += "\n\n" + text.aligned(loads)
-    return found
+    tables = text.aligned(lines)
+    if not self.stacks:
+      return tables
+    loads = [("stored in", "most rows of a pair", "busiest shard / mean")]
+    loads += [(n, f"{s.pairs.max()}", f"{s.imbalance:.2f}") for n, s in self.stacks.items()]
+    return tables + "\n\n" + text.aligned(loads)
 
 
 # --- the panels of the figure --------------------------------------------------------------------
 
-_NAMED = 20  # lines beyond these have no name in a legend
+_NAMED = 20  # the most lines that a legend names
 
 
 def _style(names: Mapping[str, Any], i: int) -> dict[str, Any]:
-  """The look of the i-th table or stack, the same in every panel."""
+  """The line style of the i-th table or stack, the same in every panel."""
   style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3], "linewidth": 1.2}
   return style | ({"label": list(names)[i]} if i < _NAMED else {})
 
 
-def _legend(where: Any, names: Mapping[str, Any], axes: Any, **place: Any) -> None:
+def _legend(target: Any, names: Mapping[str, Any], axes: Any, **location: Any) -> None:
+  """Adds a legend of the lines of `axes` to a figure or to axes."""
   title = f"and {len(names) - _NAMED} more" if len(names) > _NAMED else None
   handles, labels = axes.get_legend_handles_labels()
-  where.legend(handles, labels, title=title, fontsize="small", frameon=False, **place)
+  target.legend(handles, labels, title=title, fontsize="small", frameon=False, **location)
 
 
 def _draw_bags(profile: Profile, axes: Any) -> None:
@@ -264,7 +266,7 @@ def _draw_popularity(profile: Profile, axes: Any) -> None:
   for i, table in enumerate(profile.tables.values()):
     counts = np.sort(table.counts)[::-1]
     share = counts / max(counts.sum(), 1)
-    # A few hundred points draw the line of millions of rows.
+    # 300 points are enough for the line of millions of rows.
     rank = np.unique(np.geomspace(1, max(len(share), 1), 300).astype(int))[: len(share)]
     axes.loglog(rank, share[rank - 1], **_style(profile.tables, i))
   axes.set(title="Popularity of rows", xlabel="rank of a row", ylabel="share of the table's ids")
@@ -283,30 +285,30 @@ def _draw_load(profile: Profile, axes: Any) -> None:
     load = stack.shards / (stack.shards.mean() or 1)
     axes.plot(load, marker="o", markersize=3, **_style(profile.stacks, i))
   axes.axhline(1, color="black", linewidth=0.8, alpha=0.5)
-  axes.set(title="Load per shard", xlabel="shard", ylabel="rows asked of it / mean", ylim=(0, None))
+  axes.set(title="Load per shard", xlabel="shard", ylabel="rows requested / mean", ylim=(0, None))
   axes.xaxis.get_major_locator().set_params(integer=True)
   _legend(axes, profile.stacks, axes)
 
 
 def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> Profile:
-  """Measures what a sample of batches looks up.
+  """Counts the lookups of a sample of batches.
 
   Args:
-    features: the feature config, or None where the plan has it.
+    features: the feature config; None takes the plan's.
     batches: inputs of whole batches, each in the structure of the feature config, on the host; a
       dict may hold a subset.
-    plan: for the load of its shards as well. `plan.adopt(profile)` then sizes buffers by it.
+    plan: adds the load of its shards. `plan.adopt(profile)` then sizes the exchange buffers by it.
 
   Returns:
     A `Profile`. It holds two numbers for every row that was looked up.
 
   Raises:
-    ValueError: for no batch at all, and for the inputs that `embed.validate` refuses.
+    ValueError: if there is no batch, and for inputs that `embed.validate` refuses.
 
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
   >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
-  >>> found = embed.profile(embed.FeatureConfig(movie), batches).tables["movie"]
-  >>> found.mean_valency, found.distinct.tolist(), found.rows.tolist(), found.counts.tolist()
+  >>> table = embed.profile(embed.FeatureConfig(movie), batches).tables["movie"]
+  >>> table.mean_valency, table.distinct.tolist(), table.rows.tolist(), table.counts.tolist()
   (1.25, [2, 1], [3, 5, 7], [2, 2, 1])
   """
   if plan is not None:
@@ -319,15 +321,15 @@ def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> 
   tables = {name: _TableCounts() for name in sizes}
   loads: dict[str, list[np.ndarray]] = {name: [] for name in stacks}
   for batch in batches:
-    seen = _bags(features, batch, names)
+    ids = _ids_by_table(features, batch, names)
     for name, counts in tables.items():
-      counts.add(seen.get(name, []))
+      counts.add(ids.get(name, []))
     for name, stack in stacks.items():
-      loads[name].append(_load(stack, seen))
+      loads[name].append(_requested_rows(stack, ids))
   if not next(iter(tables.values())).ids:
     raise ValueError("embed.profile needs at least one batch.")
   return Profile(
-    {name: counts.done(sizes[name]) for name, counts in tables.items()},
+    {name: counts.to_profile(sizes[name]) for name, counts in tables.items()},
     {
       name: StackProfile(
         stack.tables, np.array([x.max() for x in loads[name]]), np.sum(loads[name], axis=(0, 1))
@@ -338,33 +340,36 @@ def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> 
 
 
 @dataclasses.dataclass
-class _Bags:
-  """The ids of one feature: int64 `[N]`, the bag of each, and the shape of the batch of bags.
+class _FeatureIds:
+  """The valid ids of one feature in a batch.
 
-  `loose`: ragged without max_valency, whose ids are not exchanged with their bags.
+  Ids without a static bag length, of a `Ragged` without max_valency, are not exchanged with their
+  bags.
   """
 
-  ids: np.ndarray
-  bag: np.ndarray
-  shape: tuple[int, ...]
-  loose: bool
+  ids: np.ndarray  # int64 [N]
+  bag: np.ndarray  # int64 [N], the bag of each id
+  batch_shape: tuple[int, ...]
+  has_static_length: bool
 
 
-def _bags(features: Any, batch: Any, names: Mapping[int, str]) -> dict[str, list[_Bags]]:
-  """A batch's ids by table."""
-  by_table: dict[str, list[_Bags]] = {}
+def _ids_by_table(
+  features: Any, batch: Any, names: Mapping[int, str]
+) -> dict[str, list[_FeatureIds]]:
+  """The ids of a batch by table; `names` are by the identity of the table configs."""
+  by_table: dict[str, list[_FeatureIds]] = {}
   for x in inputs.read(features, batch):
     table = x.feature.table
     bags, _ = bags_lib.from_input(x.parts, x.form, table.vocabulary_size)
     ids = np.asarray(bags.ids, np.int64).reshape(-1)
     bag, valid = np.asarray(bags.bag_indices(), np.int64), ids < table.vocabulary_size
-    entry = _Bags(ids[valid], bag[valid], bags.batch, bags.is_ragged)
+    entry = _FeatureIds(ids[valid], bag[valid], bags.batch, not bags.is_ragged)
     by_table.setdefault(names[id(table)], []).append(entry)
   return by_table
 
 
 class _TableCounts:
-  """The counts of a table so far."""
+  """Statistics of a table over the batches added so far."""
 
   def __init__(self) -> None:
     self.bags = np.zeros(1, np.int64)
@@ -372,45 +377,46 @@ class _TableCounts:
     self.distinct: list[int] = []
     self.rows = self.counts = np.zeros(0, np.int64)
 
-  def add(self, bags: list[_Bags]) -> None:
-    """Adds a batch."""
-    for entry in bags:
-      number = int(np.prod(entry.shape))
-      valencies = np.bincount(np.bincount(entry.bag, minlength=number))
+  def add(self, features: list[_FeatureIds]) -> None:
+    """Adds the ids of all features of a batch."""
+    for entry in features:
+      num_bags = int(np.prod(entry.batch_shape))
+      valencies = np.bincount(np.bincount(entry.bag, minlength=num_bags))
       longer = max(len(self.bags), len(valencies))
       self.bags = np.pad(self.bags, (0, longer - len(self.bags)))
       self.bags[: len(valencies)] += valencies
-    ids = np.concatenate([np.zeros(0, np.int64), *(entry.ids for entry in bags)])
+    ids = np.concatenate([np.zeros(0, np.int64), *(entry.ids for entry in features)])
     rows, counts = np.unique(ids, return_counts=True)
     self.ids.append(len(ids))
     self.distinct.append(len(rows))
-    merged, place = np.unique(np.concatenate([self.rows, rows]), return_inverse=True)
-    every = np.concatenate([self.counts, counts])
+    merged, position = np.unique(np.concatenate([self.rows, rows]), return_inverse=True)
+    all_counts = np.concatenate([self.counts, counts])
     self.rows, self.counts = merged, np.zeros(len(merged), np.int64)
-    np.add.at(self.counts, place, every)
+    np.add.at(self.counts, position, all_counts)
 
-  def done(self, vocabulary_size: int) -> TableProfile:
+  def to_profile(self, vocabulary_size: int) -> TableProfile:
+    """The statistics of all batches."""
     ids, distinct = np.array(self.ids, np.int64), np.array(self.distinct, np.int64)
     return TableProfile(vocabulary_size, self.bags, ids, distinct, self.rows, self.counts)
 
 
-def _load(stack: StackSpec, seen: Mapping[str, list[_Bags]]) -> np.ndarray:
-  """The distinct rows that each device asked of each shard in a batch, int64 `[devices, shards]`.
+def _requested_rows(stack: StackSpec, by_table: Mapping[str, list[_FeatureIds]]) -> np.ndarray:
+  """The distinct rows that each device requests from each shard, int64 `[devices, shards]`.
 
-  Devices that hold other columns of the same rows ask together, and count as one.
+  Devices that hold other columns of the same rows request them together, and count as one.
   """
   layout = stack.layout
-  groups, shards = stack.placement.lookup_groups(), layout.shards
+  devices, shards = stack.placement.lookup_groups(), layout.shards
   keys = [np.zeros(0, np.int64)]
-  for number, name in enumerate(stack.tables):
-    for entry in seen.get(name, []):
-      if entry.loose or not entry.ids.size:
+  for table_index, name in enumerate(stack.tables):
+    for entry in by_table.get(name, []):
+      if not entry.has_static_length or not entry.ids.size:
         continue
-      batch = entry.shape[0] if entry.shape else 1
-      inner = int(np.prod(entry.shape[1:]))
-      each = -(-batch // len(groups))  # the batch is padded to all devices
-      group = groups[entry.bag // inner // each]
-      shard, place = (np.asarray(x, np.int64) for x in layout.locate(number, entry.ids))
-      keys.append((group * shards + shard) * layout.rows + place)
+      batch_size = entry.batch_shape[0] if entry.batch_shape else 1
+      bags_per_example = int(np.prod(entry.batch_shape[1:]))
+      per_device = -(-batch_size // len(devices))  # the batch is padded to all devices
+      device = devices[entry.bag // bags_per_example // per_device]
+      shard, row = (np.asarray(x, np.int64) for x in layout.locate(table_index, entry.ids))
+      keys.append((device * shards + shard) * layout.rows + row)
   pair = np.unique(np.concatenate(keys)) // layout.rows
-  return np.bincount(pair, minlength=(max(groups) + 1) * shards).reshape(-1, shards)
+  return np.bincount(pair, minlength=(max(devices) + 1) * shards).reshape(-1, shards)

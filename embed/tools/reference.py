@@ -1,16 +1,17 @@
-"""What the library computes, in slow float64 NumPy: the truth for the tests and the self-test.
+"""Reference for the tests and the self-test: the library's computations in slow float64 NumPy.
 
-Three parts, each read from top to bottom:
+Three parts, each to be read from top to bottom:
 
-  inputs      -> which row lands at which output position, with which gain (`occurrences`)
+  inputs      -> the row, gain and output position of each id (`occurrences`)
   occurrences -> activations (`lookup`) and one gradient per touched row (`row_gradients`)
-  gradients   -> the optimizers, one function each, and the rules all of them share (`apply_rows`)
+  gradients   -> optimizers, one function each, and the arguments they share (`apply_rows`)
 
-It knows neither JAX nor the rest of the library. To add an optimizer, write its update and its line
-in `RULES`; the tests and `python -m embed check` then hold the library's optimizer to it.
+It uses neither JAX nor the rest of the library. To add an optimizer, write its update and its line
+in `RULES`.
 """
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class Padded(NamedTuple):
 
 
 class Ragged(NamedTuple):
-  """Bag b is values[row_splits[b]:row_splits[b + 1]]; behind the last split lies padding."""
+  """Bag b is values[row_splits[b]:row_splits[b + 1]]; values after the last split are padding."""
 
   values: Any
   row_splits: Any
@@ -58,7 +59,7 @@ class Feature(NamedTuple):
 
 
 class Occurrences(NamedTuple):
-  """activations[position[n]] += gain[n] * table[id[n]], in batch order, padding left out."""
+  """activations[position[n]] += gain[n] * table[id[n]], in batch order, without padding."""
 
   shape: tuple[int, ...]  # of the activations, without dim
   positions: np.ndarray
@@ -100,7 +101,7 @@ def entries(inputs):
 
 
 def occurrences(feature, inputs):
-  """Every id that is looked up: truncated positions and padding are not, weight 0 is."""
+  """The ids that are looked up: also with weight 0, but neither truncated ones nor padding."""
   if isinstance(inputs, Dense):
     return _dense_occurrences(feature, inputs)
   lead, cells = entries(inputs)
@@ -133,7 +134,7 @@ def _dense_occurrences(feature, inputs):
 
 
 def _output(feature, inputs, lead):
-  """(shape of the activations, sequence length or 0 where bags are combined)."""
+  """(shape of the activations, sequence length or 0 if bags are combined)."""
   if feature.output_shape is None:
     if not feature.max_sequence_length or len(lead) > 1:  # ignored above rank 2
       return lead, 0
@@ -150,14 +151,14 @@ def _output(feature, inputs, lead):
     raise ValueError(f"output_shape {shape} is not a multiple of the batch {lead[0]}")
   if length == 1:
     return shape, 0
-  # Weights are ignored where the reshape mixes bags: recorded behaviour of TPUEmbedding.
+  # Weights are ignored if the reshape mixes bags, as recorded from TPUEmbedding.
   if inputs.weights is not None and shape[-1] == length:
     raise ValueError("weights given for a sequence feature")
   return shape, length
 
 
 def _gains(combiner, bags, weights):
-  """sum: w; mean: w / sum(w); sqrtn: w / sqrt(sum(w * w)). A zero denominator gives 0."""
+  """sum: w; mean: w / sum(w); sqrtn: w / sqrt(sum(w * w)); 0 if the denominator is 0."""
   bags, weights = np.array(bags, int), np.array(weights, float)
   if combiner == "sum" or not len(bags):
     return weights
@@ -180,13 +181,13 @@ def lookup(table, occ):
 
 
 def occurrence_gradients(occ, cotangent):
-  """(ids [N], gradients [N, dim]): what one optimizer application per occurrence sees, in order."""
+  """(ids [N], gradients [N, dim]) of all occurrences in batch order, not summed."""
   flat = np.asarray(cotangent, np.float64).reshape(int(np.prod(occ.shape)), -1)
   return occ.ids, occ.gains[:, None] * flat[occ.positions]
 
 
 def row_gradients(ids, gradients):
-  """{row: gradient}, summed over duplicates. The keys are the touched rows, cancelled or not."""
+  """{row: gradient}, summed over duplicates. The keys are all touched rows, even if a sum is 0."""
   rows: dict[int, Any] = {}
   for i, gradient in zip(ids, gradients, strict=True):
     rows[int(i)] = rows.get(int(i), 0.0) + gradient
@@ -194,122 +195,134 @@ def row_gradients(ids, gradients):
 
 
 # -------------------------------------------------------------------------- optimizers
-# (w, g, lr, *slots, hyperparameters) -> (new w, *new slots), of one row
+# update(w, g, lr, *slots, h) -> (new w, *new slots), of one row; h has the hyperparameters
 
 
-def sgd(w, g, lr):
+def sgd(w, g, lr, h):
   return (w - lr * g,)
 
 
-def adagrad(w, g, lr, a):
+def adagrad(w, g, lr, a, h):
   a = a + g**2
   return w - lr * g / np.sqrt(a), a
 
 
-def rowwise_adagrad(w, g, lr, a):
+def rowwise_adagrad(w, g, lr, a, h):
   a = a + np.mean(g**2)
   return w - lr * g / np.sqrt(a), a
 
 
-def adagrad_momentum(
-  w, g, lr, a, m, *, momentum=0.0, use_nesterov=False, exponent=2.0, beta2=1.0, epsilon=1e-10
-):
-  a = a + g**2 if beta2 == 1 else beta2 * a + (1 - beta2) * g**2
-  scaled = (a + epsilon) ** (-1 / exponent) * g
-  m = momentum * m + scaled
-  return w - lr * (momentum * m + scaled if use_nesterov else m), a, m
+def adagrad_momentum(w, g, lr, a, m, h):
+  a = a + g**2 if h.beta2 == 1 else h.beta2 * a + (1 - h.beta2) * g**2
+  scaled = (a + h.epsilon) ** (-1 / h.exponent) * g
+  m = h.momentum * m + scaled
+  return w - lr * (h.momentum * m + scaled if h.use_nesterov else m), a, m
 
 
-def ftrl(
-  w,
-  g,
-  lr,
-  a,
-  z,
-  *,
-  learning_rate_power=-0.5,
-  l1_regularization_strength=0.0,
-  l2_regularization_strength=0.0,
-  beta=0.0,
-  multiply_linear_by_learning_rate=False,
-):
-  p, l1, l2 = -learning_rate_power, l1_regularization_strength, l2_regularization_strength
+def ftrl(w, g, lr, a, z, h):
+  p, l1, l2 = -h.learning_rate_power, h.l1_regularization_strength, h.l2_regularization_strength
   a_new = a + g**2
   delta = a_new**p - a**p
-  if multiply_linear_by_learning_rate:
+  if h.multiply_linear_by_learning_rate:
     z = z + lr * g - delta * w
-    w = (np.clip(z, -lr * l1, lr * l1) - z) / (a_new**p + 2 * lr * l2 + beta)
+    w = (np.clip(z, -lr * l1, lr * l1) - z) / (a_new**p + 2 * lr * l2 + h.beta)
   else:
     z = z + g - delta * w / lr
-    w = (np.clip(z, -l1, l1) - z) / ((a_new**p + beta) / lr + 2 * l2)
+    w = (np.clip(z, -l1, l1) - z) / ((a_new**p + h.beta) / lr + 2 * l2)
   return w, a_new, z
 
 
-def adam(w, g, lr, m, v, *, beta_1=0.9, beta_2=0.999, epsilon=1e-7, sum_inside_sqrt=True):
-  m = beta_1 * m + (1 - beta_1) * g
-  v = beta_2 * v + (1 - beta_2) * g**2
-  return w - lr * m / (np.sqrt(v + epsilon**2) if sum_inside_sqrt else np.sqrt(v) + epsilon), m, v
+def adam(w, g, lr, m, v, h):
+  m = h.beta_1 * m + (1 - h.beta_1) * g
+  v = h.beta_2 * v + (1 - h.beta_2) * g**2
+  root = np.sqrt(v + h.epsilon**2) if h.sum_inside_sqrt else np.sqrt(v) + h.epsilon
+  return w - lr * m / root, m, v
 
 
-def momentum(w, g, lr, m, *, momentum=0.0, use_nesterov=False):
-  m = momentum * m + g
-  return w - lr * (g + momentum * m if use_nesterov else m), m
+def momentum(w, g, lr, m, h):
+  m = h.momentum * m + g
+  return w - lr * (g + h.momentum * m if h.use_nesterov else m), m
 
 
-def rmsprop(w, g, lr, ms, mom, *, rho, momentum, epsilon):
-  ms = ms + (1 - rho) * (g**2 - ms)
-  mom = momentum * mom + lr * g / np.sqrt(ms + epsilon)
+def rmsprop(w, g, lr, ms, mom, h):
+  ms = ms + (1 - h.rho) * (g**2 - ms)
+  mom = h.momentum * mom + lr * g / np.sqrt(ms + h.epsilon)
   return w - mom, ms, mom
 
 
-def proximal_adagrad(
-  w, g, lr, a, *, l1_regularization_strength=0.0, l2_regularization_strength=0.0
-):
+def proximal_adagrad(w, g, lr, a, h):
   a = a + g**2
   eta = lr / np.sqrt(a)
   u = w - eta * g
-  shrunk = np.sign(u) * np.maximum(np.abs(u) - eta * l1_regularization_strength, 0)
-  return shrunk / (1 + eta * l2_regularization_strength), a
+  shrunk = np.sign(u) * np.maximum(np.abs(u) - eta * h.l1_regularization_strength, 0)
+  return shrunk / (1 + eta * h.l2_regularization_strength), a
 
 
-def lion(w, g, lr, m, *, beta1, beta2):
-  w = w - lr * np.sign(beta1 * m + (1 - beta1) * g)
-  return w, beta2 * m + (1 - beta2) * g
+def lion(w, g, lr, m, h):
+  w = w - lr * np.sign(h.beta1 * m + (1 - h.beta1) * g)
+  return w, h.beta2 * m + (1 - h.beta2) * g
 
 
-class ReferenceRule(NamedTuple):
+class Equation(NamedTuple):
+  """An optimizer: its update of a row, slots and hyperparameters."""
+
   update: Callable
   slots: dict[str, float]  # initial values, in checkpoint order
-  example: dict[str, Any]  # arguments that show every term of the update
+  hyperparameters: Mapping[str, Any] = types.MappingProxyType({})  # defaults; None is required
+  example: Mapping[str, Any] = types.MappingProxyType({})  # that show every term of the update
   per_row: bool = False  # slots of shape [V] instead of [V, dim]
 
 
+_ADAGRAD_MOMENTUM = {
+  "momentum": 0.0, "use_nesterov": False, "exponent": 2.0, "beta2": 1.0, "epsilon": 1e-10,
+}  # fmt: skip
+_FTRL = {
+  "learning_rate_power": -0.5, "l1_regularization_strength": 0.0,
+  "l2_regularization_strength": 0.0, "beta": 0.0, "multiply_linear_by_learning_rate": False,
+}  # fmt: skip
+_ADAM = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "sum_inside_sqrt": True}
+_RMSPROP = {"rho": None, "momentum": None, "epsilon": None}
+_PROXIMAL_ADAGRAD = {"l1_regularization_strength": 0.0, "l2_regularization_strength": 0.0}
 RULES = {
-  "sgd": ReferenceRule(sgd, {}, {}),
-  "adagrad": ReferenceRule(adagrad, {"accumulators": 0.1}, {}),
-  "rowwise_adagrad": ReferenceRule(rowwise_adagrad, {"accumulators": 0.1}, {}, per_row=True),
-  "adagrad_momentum": ReferenceRule(
+  "sgd": Equation(sgd, {}),
+  "adagrad": Equation(adagrad, {"accumulators": 0.1}),
+  "rowwise_adagrad": Equation(rowwise_adagrad, {"accumulators": 0.1}, per_row=True),
+  "adagrad_momentum": Equation(
     adagrad_momentum,
     {"accumulators": 0.0, "momenta": 0.0},
+    _ADAGRAD_MOMENTUM,
     {"momentum": 0.5, "epsilon": 0.01, "exponent": 3.0},
   ),
-  "ftrl": ReferenceRule(
-    ftrl, {"accumulators": 0.1, "linears": 0.0}, {"l1_regularization_strength": 0.125, "beta": 0.5}
+  "ftrl": Equation(
+    ftrl,
+    {"accumulators": 0.1, "linears": 0.0},
+    _FTRL,
+    {"l1_regularization_strength": 0.125, "beta": 0.5},
   ),
-  "adam": ReferenceRule(adam, {"momenta": 0.0, "velocities": 0.0}, {"epsilon": 1e-3}),
-  "momentum": ReferenceRule(momentum, {"momenta": 0.0}, {"momentum": 0.5, "use_nesterov": True}),
-  "rmsprop": ReferenceRule(
-    rmsprop, {"ms": 0.0, "mom": 0.0}, {"rho": 0.75, "momentum": 0.5, "epsilon": 0.01}
+  "adam": Equation(adam, {"momenta": 0.0, "velocities": 0.0}, _ADAM, {"epsilon": 1e-3}),
+  "momentum": Equation(
+    momentum,
+    {"momenta": 0.0},
+    {"momentum": 0.0, "use_nesterov": False},
+    {"momentum": 0.5, "use_nesterov": True},
   ),
-  "proximal_adagrad": ReferenceRule(
-    proximal_adagrad, {"accumulators": 0.1}, {"l1_regularization_strength": 0.125}
+  "rmsprop": Equation(
+    rmsprop, {"ms": 0.0, "mom": 0.0}, _RMSPROP, {"rho": 0.75, "momentum": 0.5, "epsilon": 0.01}
   ),
-  "lion": ReferenceRule(lion, {"momenta": 0.0}, {"beta1": 0.75, "beta2": 0.5}),
+  "proximal_adagrad": Equation(
+    proximal_adagrad,
+    {"accumulators": 0.1},
+    _PROXIMAL_ADAGRAD,
+    {"l1_regularization_strength": 0.125},
+  ),
+  "lion": Equation(
+    lion, {"momenta": 0.0}, {"beta1": None, "beta2": None}, {"beta1": 0.75, "beta2": 0.5}
+  ),
 }
 
 
 def initial_variables(name, table, **config):
-  """{"parameters": [V, dim], slot: ...}, as before the first step."""
+  """{"parameters": [V, dim], slot: ...} before the first step."""
   table = np.asarray(table, np.float64)
   variables = {"parameters": table.copy()}
   for slot, value in RULES[name].slots.items():
@@ -319,57 +332,70 @@ def initial_variables(name, table, **config):
   return variables
 
 
-def apply_rows(
-  name,
-  variables,
-  ids,
-  gradients,
-  lr,
-  *,
-  gradient_multiplier=None,
-  clipvalue=None,
-  weight_decay_factor=None,
-  multiply_weight_decay_factor_by_learning_rate=None,
-  clip_weight_min=None,
-  clip_weight_max=None,
-  use_gradient_accumulation=True,
-  lazy_adam=True,
-  initial_accumulator_value=None,
-  **hyperparameters,
-):
-  """One step: scale -> sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
+class Common(NamedTuple):
+  """The arguments that all optimizers share."""
+
+  gradient_multiplier: float | None = None
+  clipvalue: Any = None  # a number, or (low, high)
+  weight_decay_factor: float | None = None
+  multiply_weight_decay_factor_by_learning_rate: bool | None = None
+  clip_weight_min: float | None = None
+  clip_weight_max: float | None = None
+  use_gradient_accumulation: bool = True
+  lazy_adam: bool = True
+  initial_accumulator_value: float | None = None  # only `initial_variables` uses it
+
+
+def _hyperparameters(rule: Equation, config: dict[str, Any]) -> types.SimpleNamespace:
+  """The hyperparameters of a config as attributes, with defaults."""
+  values = {**rule.hyperparameters, **config}
+  missing = [name for name, value in values.items() if value is None]
+  if missing or set(values) != set(rule.hyperparameters):
+    raise TypeError(f"{config}, and the hyperparameters are {rule.hyperparameters}")
+  return types.SimpleNamespace(**values)
+
+
+def apply_rows(name, variables, ids, gradients, lr, **config):
+  """Steps once: scale -> sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
 
   `ids` [N] and `gradients` [N, dim] are occurrences in batch order; a negative id is padding.
+  `config` has fields of `Common` and the optimizer's own hyperparameters.
   """
-  del initial_accumulator_value  # it acts before the first step
+  common = Common(**{key: config.pop(key) for key in Common._fields if key in config})
+  rule = RULES[name]
+  hyperparameters = _hyperparameters(rule, config)
   gradients = np.asarray(gradients, np.float64)
-  if gradient_multiplier is not None:
-    gradients = gradients * gradient_multiplier
+  if common.gradient_multiplier is not None:
+    gradients = gradients * common.gradient_multiplier
   pairs = [(int(i), g) for i, g in zip(ids, gradients, strict=True) if i >= 0]
-  if use_gradient_accumulation:
+  if common.use_gradient_accumulation:
     rows = row_gradients([i for i, _ in pairs], [g for _, g in pairs])
     pairs = list(rows.items())
-    if not lazy_adam:
+    if not common.lazy_adam:
       zero = np.zeros(variables["parameters"].shape[1])
       pairs += [(r, zero) for r in range(len(variables["parameters"])) if r not in rows]
-  decay = weight_decay_factor or 0.0
-  if multiply_weight_decay_factor_by_learning_rate:
+  decay = common.weight_decay_factor or 0.0
+  if common.multiply_weight_decay_factor_by_learning_rate:
     decay = decay * lr
-  low, high = clipvalue if isinstance(clipvalue, tuple | list) else (clipvalue, clipvalue)
-  if not isinstance(clipvalue, tuple | list) and clipvalue is not None:
-    low = -clipvalue
+  low, high = _bounds(common.clipvalue)
 
-  rule = RULES[name]
   variables = {key: value.copy() for key, value in variables.items()}
   for row, g in pairs:
     g = _clip(g, low, high)
     w = variables["parameters"][row] * (1 - decay)
     slots = [variables[slot][row] for slot in rule.slots]
-    w, *slots = rule.update(w, g, lr, *slots, **hyperparameters)
-    variables["parameters"][row] = _clip(w, clip_weight_min, clip_weight_max)
+    w, *slots = rule.update(w, g, lr, *slots, hyperparameters)
+    variables["parameters"][row] = _clip(w, common.clip_weight_min, common.clip_weight_max)
     for slot, value in zip(rule.slots, slots, strict=True):
       variables[slot][row] = value
   return variables
+
+
+def _bounds(clipvalue):
+  """(low, high) of a clipvalue; None is unbounded."""
+  if isinstance(clipvalue, tuple | list):
+    return clipvalue
+  return (None, None) if clipvalue is None else (-clipvalue, clipvalue)
 
 
 def _clip(x, low, high):

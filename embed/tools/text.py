@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Text output: aligned columns and sizes in bytes."""
 
 from collections.abc import Collection, Sequence
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-  """Lines of cells as columns, to the right but for those in `left`.
+  """Aligns the cells of lines in columns, to the right except for the columns in `left`.
 
   >>> print(aligned([("table", "rows"), ("movie", "60000")]))
   table   rows
@@ -15,13 +15,13 @@ def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str
   return "\n".join("  ".join(align(*c) for c in enumerate(line)).rstrip() for line in lines)
 
 
-def size(number: int) -> str:
-  """A number of bytes.
+def size(num_bytes: int) -> str:
+  """Writes a number of bytes with a unit.
 
   >>> size(1536)
   '1.5k'
   """
-  for unit, bytes_ in (("G", 1 << 30), ("M", 1 << 20), ("k", 1 << 10)):
-    if number >= bytes_:
-      return f"{number / bytes_:.1f}{unit}"
-  return str(number)
+  for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("k", 1 << 10)):
+    if num_bytes >= factor:
+      return f"{num_bytes / factor:.1f}{unit}"
+  return str(num_bytes)

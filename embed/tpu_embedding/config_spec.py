@@ -48,10 +48,10 @@ class EmbeddingConfigSpec:
     table_to_config_dict: `{table: entry}`. An entry has `vocabulary_size` and `dimension` (or
       `dim`), and may have `combiner`, `initializer` (a callable, or `{"name": "normal", "stddev":
       0.01}`, one of constant, normal, truncated_normal and uniform), `optimization_parameters` (or
-      `optimizer`) instead of the one for all tables, `quantization_config`, `dtype`,
-      `stochastic_rounding`, and either
-      `learning_rate` or `learning_rate_fn`, a function of the step, instead of the optimizer's own
-      rate. TensorFlow's `hot_id_replication` and `layout` have no effect.
+      `optimizer`) instead of the common one, `quantization_config`, `dtype`,
+      `stochastic_rounding`, and either `learning_rate` or `learning_rate_fn`, a function of the
+      step, instead of the optimizer's own rate. TensorFlow's `hot_id_replication` and `layout` have
+      no effect.
     optimization_parameters: the optimizer of every table without one: `embed.adagrad(0.1)`, or
       `{"name": "adagrad", "learning_rate": 0.1}`. None leaves tables that can be looked up only.
     clipping_limit: every table's summed row gradient is clipped to `[-c, c]`, elementwise: the
@@ -67,8 +67,8 @@ class EmbeddingConfigSpec:
   Attributes:
     features: `{feature: FeatureConfig}`.
     tables: `{table: TableConfig}`, each with its optimizer.
-    optimizer: for all tables, with clipping and multiplier.
-    weight_keys: `{feature: column}`, of the features that have one.
+    optimizer: the common optimizer, with clipping and multiplier.
+    weight_keys: `{feature: column}`, of the features with weights.
 
   Raises:
     ValueError: naming the table or feature, for an unknown key or table, a table that no feature
@@ -102,8 +102,8 @@ class EmbeddingConfigSpec:
   ):
     if partition_strategy not in ("div", "mod"):
       raise ValueError(
-        f"Invalid partition_strategy {partition_strategy!r}: choose 'div' or 'mod'. The other ways "
-        "to spread a table, by columns or not at all, are those of embed.plan."
+        f"Invalid partition_strategy {partition_strategy!r}: choose 'div' or 'mod'. To split a "
+        "table by columns, or to replicate it, use embed.plan."
       )
     if clipping_limit is not None and not clipping_limit > 0:
       raise ValueError(f"clipping_limit must be positive or None. Got {clipping_limit!r}.")
@@ -133,15 +133,15 @@ class EmbeddingConfigSpec:
     self.profile_data_directory = profile_data_directory
 
   def make(self, *, rngs: nnx.Rngs, mesh: Any = None, axis: Any = "data") -> SparseEmbed:
-    """The layer, tables split by `partition_strategy`.
+    """Makes the layer, with tables split by `partition_strategy`.
 
     Args:
-      rngs: as of `SparseEmbed`.
-      mesh: as of `SparseEmbed`.
-      axis: as of `SparseEmbed`.
+      rngs: as in `SparseEmbed`.
+      mesh: as in `SparseEmbed`.
+      axis: as in `SparseEmbed`.
 
     Raises:
-      ValueError: as `SparseEmbed`.
+      ValueError: as in `SparseEmbed`.
     """
     return SparseEmbed(
       self.features,
@@ -156,14 +156,14 @@ class EmbeddingConfigSpec:
     """The layer's arguments, from a batch by column: `layer(*spec.inputs(batch))`.
 
     Args:
-      columns: the features' ids and, under their `weight_key`, the weights, in the kind of the ids.
-        Other columns, such as labels, are left out.
+      columns: the ids of each feature and, under its `weight_key`, the weights, in the same kind of
+        input. Other columns, such as labels, are ignored.
 
     Returns:
-      `(features, weights)`, weights being None where no feature has any.
+      `(features, weights)`, weights being None if no feature has any.
 
     Raises:
-      ValueError: for a column that is not there.
+      ValueError: for a missing column.
 
     >>> spec = embed.EmbeddingConfigSpec(
     ...   {"user": {"table_id": "user"}}, {"user": {"vocabulary_size": 9, "dimension": 2}})
@@ -177,19 +177,19 @@ class EmbeddingConfigSpec:
     return {name: columns[name] for name in self.features}, weights or None
 
   def profile(self, batches: Iterable[Mapping[str, Any]], plan: Plan | None = None) -> Profile:
-    """Statistics of batches by column, saved as `profile.npz` in `profile_data_directory`, if any.
+    """Counts the lookups of batches; saves `profile.npz` in `profile_data_directory`, if any.
 
     TensorFlow samples 3 % of the training data; here `batches` are the sample.
 
     Args:
-      batches: by column, as of `inputs`.
-      plan: as of `embed.profile`.
+      batches: by column, as in `inputs`.
+      plan: as in `embed.profile`.
 
     Returns:
       An `embed.Profile`.
 
     Raises:
-      ValueError: as `inputs` and `embed.profile`.
+      ValueError: as in `inputs` and `embed.profile`.
 
     >>> spec = embed.EmbeddingConfigSpec(
     ...   {"user": {"table_id": "user"}}, {"user": {"vocabulary_size": 9, "dimension": 2}})
@@ -255,7 +255,7 @@ def _optimizer(what: str, value: Any, common: Mapping[str, Any]) -> RowOptimizer
 def _table(
   name: str, entry: dict[str, Any], default: RowOptimizer | None, common: Mapping[str, Any]
 ) -> TableConfig:
-  """The config of a table; its optimizer is its own, if only by the rate, or the default."""
+  """Makes the config of a table, with its own optimizer or rate, or with the default optimizer."""
   what = f"Table {name!r}"
   _check_keys(what, entry, _TABLE_KEYS)
   for key, alias in (("dim", "dimension"), ("optimizer", "optimization_parameters")):
@@ -271,7 +271,7 @@ def _table(
   }
   if len(rates) > 1:
     raise ValueError(f"{what}: only one of learning_rate and learning_rate_fn can be set.")
-  for key in ("hot_id_replication", "layout"):  # where TPUs store the table; no effect here
+  for key in ("hot_id_replication", "layout"):  # the placement on TPUs; no effect here
     entry.pop(key, None)
   optimizer = _optimizer(f"{what}: optimizer", entry.pop("optimizer", None), common) or default
   if rates:
@@ -307,10 +307,11 @@ def _check_columns(
   tables: Mapping[str, TableConfig],
   weight_keys: Mapping[str, str],
 ) -> None:
+  """Raises for a table without features, and for weights that no column can hold."""
   used = [feature.table for feature in features.values()]
   for name, table in tables.items():
     if table not in used:
-      raise ValueError(f"Table {name!r} is used by no feature; leave it out.")
+      raise ValueError(f"Table {name!r} is used by no feature; remove it.")
   for name, key in weight_keys.items():
     if not isinstance(key, str):
       raise TypeError(f"Feature {name!r}: weight_key must be a string. Got {key!r}.")

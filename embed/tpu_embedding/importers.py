@@ -1,7 +1,7 @@
-"""From TensorFlow's TPUEmbedding: its configuration objects, and its tables and slots as arrays.
+"""Importers of TensorFlow's TPUEmbedding: its configuration objects, tables and slots.
 
-TensorFlow is not imported: its objects are known by the names of their classes and attributes,
-those of `tf.tpu.experimental.embedding` and of the parameter classes of `tf.compat.v1.tpu`.
+TensorFlow is not imported: objects of `tf.tpu.experimental.embedding`, and the parameter classes of
+`tf.compat.v1.tpu`, are recognized by the names of their classes and attributes.
 """
 
 import functools
@@ -24,10 +24,10 @@ from embed.row_optimizer import OPTIMIZERS, RowOptimizer, named
 
 
 class Imported(NamedTuple):
-  """What `from_tpu_embedding` returns: the first two arguments of `SparseEmbed`.
+  """The result of `from_tpu_embedding`: the first two arguments of `SparseEmbed`.
 
   Attributes:
-    features: the containers of TensorFlow with `embed.FeatureConfig` in them.
+    features: TensorFlow's containers, holding `embed.FeatureConfig`.
     optimizer: an `embed.RowOptimizer`, or None.
   """
 
@@ -41,28 +41,28 @@ def from_tpu_embedding(
   *,
   replace: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Imported:
-  """The arguments of a TPUEmbedding as those of `SparseEmbed`.
+  """Converts the arguments of a TPUEmbedding to those of `SparseEmbed`.
 
-  Tables shared by identity stay shared, names and structure stay. Options that TPUEmbeddingV2
-  ignores, such as clipping, take effect here. TensorFlow draws initial values per host, so they are
-  of the same distribution and not the same.
+  Shared tables stay shared; names and structure are kept. Options that TPUEmbeddingV2 ignores, such
+  as clipping, take effect here. Initial values have the same distribution as in TensorFlow, which
+  draws them per host, but are other numbers.
 
   Args:
     feature_config: any nesting of `tf.tpu.experimental.embedding.FeatureConfig`.
-    optimizer: of `tf.tpu.experimental.embedding`, such as `Adagrad`, or one of the `*Parameters` of
-      `tf.compat.v1.tpu.experimental`. One of ours is taken as it is.
-    replace: by the name of a TensorFlow table, arguments of our `TableConfig` to be used instead of
-      what that table has: for what has no counterpart here.
+    optimizer: one of `tf.tpu.experimental.embedding`, such as `Adagrad`, or one of the
+      `*Parameters` of `tf.compat.v1.tpu.experimental`. An `embed.RowOptimizer` is kept.
+    replace: by the name of a TensorFlow table, arguments of `embed.TableConfig` that replace its
+      own, for those without a counterpart here.
 
   Returns:
     An `embed.Imported`, for `embed.SparseEmbed(*imported, rngs=rngs)`.
 
   Raises:
-    ValueError: naming the table and saying what to write instead, for what has no counterpart
+    ValueError: naming the table and what to write instead, for objects without a counterpart
       (custom optimizers and combiners, initializers that are functions, learning rates without
-      argument) and for tables in `replace` that there are not.
+      argument), and for unknown tables in `replace`.
 
-  >>> class TableConfig:  # stands for TensorFlow's
+  >>> class TableConfig:  # in place of TensorFlow's
   ...   vocabulary_size, dim, combiner, name, optimizer = 10, 4, "sum", "movie", None
   ...   initializer = quantization_config = None
   >>> class FeatureConfig:
@@ -74,18 +74,18 @@ def from_tpu_embedding(
   >>> features["watched"].table.combiner, optimizer.name, optimizer.learning_rate
   ('sum', 'adagrad', 0.05)
   """
-  given = dict(replace or {})
+  replacements = dict(replace or {})
   tables: dict[int, config_lib.TableConfig] = {}
   names = set()
 
-  def table_of(theirs: Any) -> config_lib.TableConfig:
-    if id(theirs) not in tables:
-      names.add(theirs.name)
-      tables[id(theirs)] = _table(theirs, dict(given.get(theirs.name, {})))
-    return tables[id(theirs)]
+  def table_of(tf_table: Any) -> config_lib.TableConfig:
+    if id(tf_table) not in tables:
+      names.add(tf_table.name)
+      tables[id(tf_table)] = _table(tf_table, dict(replacements.get(tf_table.name, {})))
+    return tables[id(tf_table)]
 
   features = _features(feature_config, table_of)
-  unknown = sorted(set(given) - names)
+  unknown = sorted(set(replacements) - names)
   if unknown:
     raise ValueError(
       f"replace: there are no tables {unknown}; there are {sorted(map(str, names))}."
@@ -93,69 +93,73 @@ def from_tpu_embedding(
   return Imported(features, _optimizer(optimizer, "the default optimizer", "pass optimizer="))
 
 
-def _features(theirs: Any, table_of: Callable[[Any], config_lib.TableConfig]) -> Any:
-  """The containers of TensorFlow, which wraps some of them, with our features in them."""
-  inner = functools.partial(_features, table_of=table_of)
-  if isinstance(theirs, Mapping):
-    return {key: inner(value) for key, value in theirs.items()}
-  if structure.is_namedtuple(theirs):
-    return type(theirs)(*map(inner, theirs))
-  if isinstance(theirs, (list, tuple)):
-    return (tuple if isinstance(theirs, tuple) else list)(map(inner, theirs))
-  if hasattr(theirs, "table"):
+def _features(tf_config: Any, table_of: Callable[[Any], config_lib.TableConfig]) -> Any:
+  """Converts the features in TensorFlow's containers, some of which are wrappers."""
+  convert = functools.partial(_features, table_of=table_of)
+  if isinstance(tf_config, Mapping):
+    return {key: convert(value) for key, value in tf_config.items()}
+  if structure.is_namedtuple(tf_config):
+    return type(tf_config)(*map(convert, tf_config))
+  if isinstance(tf_config, (list, tuple)):
+    return (tuple if isinstance(tf_config, tuple) else list)(map(convert, tf_config))
+  if hasattr(tf_config, "table"):
     return config_lib.FeatureConfig(
-      table=table_of(theirs.table),
-      max_sequence_length=theirs.max_sequence_length,
-      validate_weights_and_indices=theirs.validate_weights_and_indices,
-      output_shape=_shape(theirs.output_shape),
-      name=theirs.name,
+      table=table_of(tf_config.table),
+      max_sequence_length=tf_config.max_sequence_length,
+      validate_weights_and_indices=tf_config.validate_weights_and_indices,
+      output_shape=_shape(tf_config.output_shape),
+      name=tf_config.name,
     )
   raise ValueError(
     "from_tpu_embedding takes any nesting of dicts, lists, tuples and named tuples of "
-    f"tf.tpu.experimental.embedding.FeatureConfig. Found {theirs!r}."
+    f"tf.tpu.experimental.embedding.FeatureConfig. Got {tf_config!r}."
   )
 
 
-def _shape(theirs: Any) -> list[int | None] | None:
-  """A TensorShape as a list; one of unknown rank is None."""
-  if theirs is None or getattr(theirs, "rank", 0) is None:
+def _shape(tf_shape: Any) -> list[int | None] | None:
+  """Converts a TensorShape to a list, or to None if its rank is unknown."""
+  if tf_shape is None or getattr(tf_shape, "rank", 0) is None:
     return None
-  return theirs.as_list() if hasattr(theirs, "as_list") else list(theirs)
+  return tf_shape.as_list() if hasattr(tf_shape, "as_list") else list(tf_shape)
 
 
-def _table(theirs: Any, given: dict[str, Any]) -> config_lib.TableConfig:
-  where, instead = f"table {theirs.name!r}", f"pass replace={{{theirs.name!r}: "
+def _table(tf_table: Any, replacements: dict[str, Any]) -> config_lib.TableConfig:
+  """Converts a table, except for the arguments that are replaced."""
+  where, instead = f"table {tf_table.name!r}", f"pass replace={{{tf_table.name!r}: "
+  size, dim = tf_table.vocabulary_size, tf_table.dim
   convert = {
     "optimizer": lambda x: _optimizer(x, where, instead + '{"optimizer": ...}} with '),
-    "initializer": lambda x: _initializer(x, theirs.vocabulary_size, theirs.dim, where, instead),
+    "initializer": lambda x: _initializer(x, size, dim, where, instead),
     "combiner": lambda x: _combiner(x, where, instead),
     "quantization_config": _quantization,
   }
-  arguments = {
-    key: given[key] if key in given else f(getattr(theirs, key, None)) for key, f in convert.items()
+  converted = {
+    key: f(getattr(tf_table, key, None)) for key, f in convert.items() if key not in replacements
   }
-  mine = {"vocabulary_size": theirs.vocabulary_size, "dim": theirs.dim, "name": theirs.name}
-  dtype = getattr(getattr(theirs, "dtype", None), "as_numpy_dtype", np.float32)
-  return config_lib.TableConfig(**mine | {"dtype": dtype} | arguments | given)
+  dtype = getattr(getattr(tf_table, "dtype", None), "as_numpy_dtype", np.float32)
+  arguments = {"vocabulary_size": size, "dim": dim, "name": tf_table.name, "dtype": dtype}
+  return config_lib.TableConfig(**arguments | converted | replacements)
 
 
-def _combiner(theirs: Any, where: str, instead: str) -> str:
-  if theirs in config_lib.COMBINERS:
-    return theirs
+def _combiner(combiner: Any, where: str, instead: str) -> str:
+  """Returns a combiner that exists here under the same name."""
+  if combiner in config_lib.COMBINERS:
+    return combiner
   raise ValueError(
-    f"The combiner of {where}, {theirs!r}, has no counterpart: {instead}"
+    f"The combiner of {where}, {combiner!r}, has no counterpart: {instead}"
     f'{{"combiner": ...}}}} with one of {config_lib.COMBINERS}, or an embed.CustomCombiner with '
     "the same computation in JAX."
   )
 
 
-def _quantization(theirs: Any) -> config_lib.QuantizationConfig | None:
-  if theirs is None:
+def _quantization(tf_config: Any) -> config_lib.QuantizationConfig | None:
+  """Converts a quantization config."""
+  if tf_config is None:
     return None
-  return config_lib.QuantizationConfig(theirs.num_buckets, theirs.lower, theirs.upper)
+  return config_lib.QuantizationConfig(tf_config.num_buckets, tf_config.lower, tf_config.upper)
 
 
-# --- initializers: an element's distribution, so that rows can be drawn one by one ----------------
+# --- initializers: of single elements, so that rows can be drawn one by one -----------------------
 
 
 def _uniform(key, shape, dtype, *, low, high):
@@ -167,7 +171,7 @@ def _normal(key, shape, dtype, *, mean, stddev):
 
 
 def _truncated_normal(key, shape, dtype, *, mean, stddev):
-  """Cut at two standard deviations of the normal before the cut, as TensorFlow's."""
+  """A normal truncated at two of its standard deviations, as in TensorFlow."""
   return mean + stddev * jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype)
 
 
@@ -176,39 +180,39 @@ def _constant(key, shape, dtype, *, value):
   return jax.numpy.full(shape, value, dtype)
 
 
-def _scaled(theirs: Any, vocabulary_size: int, dim: int) -> Callable[..., Any]:
-  """VarianceScaling, whose fans are the rows and columns of the whole table."""
+def _scaled(initializer: Any, vocabulary_size: int, dim: int) -> Callable[..., Any]:
+  """Converts VarianceScaling, whose fans are the rows and columns of the whole table."""
   fans = {"fan_in": vocabulary_size, "fan_out": dim, "fan_avg": (vocabulary_size + dim) / 2}
-  variance = theirs.scale / max(1.0, fans[theirs.mode])
-  if theirs.distribution == "uniform":
+  variance = initializer.scale / max(1.0, fans[initializer.mode])
+  if initializer.distribution == "uniform":
     limit = math.sqrt(3 * variance)
     return functools.partial(_uniform, low=-limit, high=limit)
-  if theirs.distribution == "untruncated_normal":
+  if initializer.distribution == "untruncated_normal":
     return functools.partial(_normal, mean=0.0, stddev=math.sqrt(variance))
-  # The deviation of a standard normal cut at two.
+  # The standard deviation of a standard normal truncated at 2.
   stddev = math.sqrt(variance) / 0.87962566103423978
   return functools.partial(_truncated_normal, mean=0.0, stddev=stddev)
 
 
 def _initializer(
-  theirs: Any, vocabulary_size: int, dim: int, where: str, instead: str
+  initializer: Any, vocabulary_size: int, dim: int, where: str, instead: str
 ) -> Callable[..., Any] | None:
-  """Ours of TensorFlow's or Keras' initializer object; None is the default of both."""
-  if theirs is None:
+  """Converts an initializer of TensorFlow or Keras; None is the same default there and here."""
+  if initializer is None:
     return None
-  kind = type(theirs).__name__
+  kind = type(initializer).__name__
   make: Callable[..., Any]
   if kind == "TruncatedNormal":
-    if theirs.mean == 0 and math.isclose(theirs.stddev, 1 / math.sqrt(dim)):
+    if initializer.mean == 0 and math.isclose(initializer.stddev, 1 / math.sqrt(dim)):
       return None
-    make = functools.partial(_truncated_normal, mean=theirs.mean, stddev=theirs.stddev)
+    make = functools.partial(_truncated_normal, mean=initializer.mean, stddev=initializer.stddev)
   elif kind == "RandomNormal":
-    make = functools.partial(_normal, mean=theirs.mean, stddev=theirs.stddev)
+    make = functools.partial(_normal, mean=initializer.mean, stddev=initializer.stddev)
   elif kind == "RandomUniform":
-    high = 1.0 if theirs.maxval is None else theirs.maxval
-    make = functools.partial(_uniform, low=theirs.minval, high=high)
+    high = 1.0 if initializer.maxval is None else initializer.maxval
+    make = functools.partial(_uniform, low=initializer.minval, high=high)
   elif kind in ("Zeros", "Ones", "Constant"):
-    value = {"Zeros": 0.0, "Ones": 1.0}.get(kind, getattr(theirs, "value", None))
+    value = {"Zeros": 0.0, "Ones": 1.0}.get(kind, getattr(initializer, "value", None))
     if not isinstance(value, numbers.Real):
       raise ValueError(
         f"The initializer of {where} is a constant array: load it with `load_tables`, and "
@@ -216,10 +220,10 @@ def _initializer(
       )
     make = functools.partial(_constant, value=float(value))
   elif kind in _SCALED:
-    make = _scaled(theirs, vocabulary_size, dim)
+    make = _scaled(initializer, vocabulary_size, dim)
   else:
     raise ValueError(
-      f"The initializer of {where}, {theirs!r}, has no counterpart: {instead}"
+      f"The initializer of {where}, {initializer!r}, has no counterpart: {instead}"
       '{"initializer": f}} with f(key, shape, dtype) as in jax.nn.initializers.'
     )
   return initializers.row_wise(make)
@@ -295,112 +299,112 @@ def import_variables(
   shards: int | None = None,
   slots: bool = True,
 ) -> dict[str, dict[str, Any]]:
-  """Tables and slots of a TPUEmbedding, read as arrays, as `layer.load_variables` takes them.
+  """Converts tables and slots of a TPUEmbedding to arrays for `layer.load_variables`.
 
   Args:
-    arrays: the rows by table, named `table` or `table/parameters`, and its slots, named
-      `table/slot`. Each is an array of all rows, or a list of the arrays of the shards.
-    layer: the `SparseEmbed` they are for, which knows tables, slots and shapes.
-    partition_strategy: which rows a shard has. "div": consecutive ones, the first `V % n` shards
-      one more than the others. "mod": row r is on shard `r % n`. Rows of padding, which TensorFlow
-      adds where there are fewer rows than shards, and in "mod" at the end of any shard, are cut.
-    shards: None means that the rows of a single array are in order. A number means that it is the
-      shards in a row, that many, without padding.
-    slots: whether slots are wanted. They never are for tables that are not trained.
+    arrays: the rows of each table, named `table` or `table/parameters`, and of its slots, named
+      `table/slot`. Each is one array of all rows, or a list with the array of each shard.
+    layer: the `SparseEmbed` to load; it determines tables, slots and shapes.
+    partition_strategy: the rows of a shard. "div": consecutive rows, one more on each of the first
+      `V % n` shards. "mod": row r is on shard `r % n`. Rows of padding are cut; TensorFlow adds
+      them if there are fewer rows than shards, and with "mod" at the end of any shard.
+    shards: None if the rows of a single array are in order; else the number of shards that are
+      concatenated in it, without padding.
+    slots: whether to convert slots. Slots of untrained tables are never converted.
 
   Returns:
     NumPy arrays, rows in order, by table name and then by "parameters" or the name of a slot.
 
   Raises:
-    ValueError: naming what is missing, what no table or slot of the layer is, what there is twice,
-      what has another shape, and for another `partition_strategy`.
+    ValueError: naming each array that is missing, unknown, ambiguous or of another shape, and for
+      an invalid `partition_strategy`.
 
   >>> config = embed.FeatureConfig(embed.TableConfig(3, 1, name="movie"))
   >>> layer = embed.SparseEmbed(config, embed.sgd(), rngs=nnx.Rngs(0))
   >>> halves = [np.array([[0.0], [2.0]]), np.array([[1.0]])]
-  >>> found = embed.import_variables({"movie": halves}, layer, partition_strategy="mod")
-  >>> found["movie"]["parameters"].tolist()
+  >>> variables = embed.import_variables({"movie": halves}, layer, partition_strategy="mod")
+  >>> variables["movie"]["parameters"].tolist()
   [[0.0], [1.0], [2.0]]
-  >>> layer.load_variables(found)
+  >>> layer.load_variables(variables)
   """
   if partition_strategy not in ("div", "mod"):
     raise ValueError(f"Invalid partition_strategy {partition_strategy!r}: write 'div' or 'mod'.")
-  wanted = {
-    (table, key): shape
-    for table, shapes in layer.variable_shapes.items()
-    for key, shape in shapes.items()
+  structs = {
+    (table, key): struct
+    for table, by_key in layer.variable_shapes.items()
+    for key, struct in by_key.items()
     if slots or key == "parameters"
   }
-  names, problems = _find(arrays, layer, list(wanted), slots)
-  found: dict[str, dict[str, Any]] = {}
+  names, problems = _find(arrays, layer, list(structs), slots)
+  variables: dict[str, dict[str, Any]] = {}
   for (table, key), name in names.items():
     try:
-      rows = _in_order(arrays[name], wanted[table, key].shape, partition_strategy, shards)
-      found.setdefault(table, {})[key] = rows
+      rows = _in_order(arrays[name], structs[table, key].shape, partition_strategy, shards)
+      variables.setdefault(table, {})[key] = rows
     except ValueError as error:
       problems.append(f"{name!r} {error}")
   if problems:
     raise ValueError("These arrays do not fit the layer: " + "; ".join(problems[:10]) + ".")
-  return found
+  return variables
 
 
 def _find(
-  arrays: Mapping[str, Any], layer: SparseEmbed, wanted: Sequence[tuple[str, str]], slots: bool
+  arrays: Mapping[str, Any], layer: SparseEmbed, variables: Sequence[tuple[str, str]], slots: bool
 ) -> tuple[dict[tuple[str, str], str], list[str]]:
-  """The array of each table and slot that is wanted, and what is wrong with the names."""
-  found, problems = {}, []
-  left = set(arrays)
-  for table, key in wanted:
+  """The name of the array of each (table, slot), and the problems with other names."""
+  name_of, problems = {}, []
+  unused = set(arrays)
+  for table, key in variables:
     names = [f"{table}/{key}"] + [table] * (key == "parameters")
-    there = [name for name in names if name in arrays]
-    if not there:
+    present = [name for name in names if name in arrays]
+    if not present:
       problems.append(f"{' or '.join(map(repr, names))} is missing")
-    elif len(there) > 1:
-      problems.append(f"{there[0]!r} and {there[1]!r} are the same table")
+    elif len(present) > 1:
+      problems.append(f"{present[0]!r} and {present[1]!r} are the same table")
     else:
-      found[table, key] = there[0]
-    left.difference_update(there)
-  idle = layer.spec.optimizers
-  trained = {t for t, o in idle.items() if slots and o is not None and o.equation is not None}
-  for name in sorted(left):
+      name_of[table, key] = present[0]
+    unused.difference_update(present)
+  optimizers_of = layer.spec.optimizers
+  is_trained = lambda optimizer: optimizer is not None and optimizer.equation is not None
+  for name in sorted(unused):
     table = name.rpartition("/")[0]
-    if table not in idle:
-      problems.append(f"{name!r} is of no table of the layer, {sorted(idle)}")
-    elif table in trained:
-      known = [key for t, key in wanted if t == table and key != "parameters"]
-      problems.append(f"{name!r} is no slot of table {table!r}, whose slots are {known}")
-  return found, problems
+    if table not in optimizers_of:
+      problems.append(f"{name!r} is not of a table of the layer, {sorted(optimizers_of)}")
+    elif slots and is_trained(optimizers_of[table]):
+      known = [key for t, key in variables if t == table and key != "parameters"]
+      problems.append(f"{name!r} is not a slot of table {table!r}, whose slots are {known}")
+  return name_of, problems
 
 
-def _in_order(given: Any, shape: tuple[int, ...], strategy: str, shards: int | None) -> np.ndarray:
+def _in_order(array: Any, shape: tuple[int, ...], strategy: str, shards: int | None) -> np.ndarray:
   """All rows of a table or slot, in order."""
   size, row = shape[0], shape[1:]
   if shards is not None and shards < 1:
     raise ValueError(f"cannot be on shards={shards}; write at least 1")
-  if isinstance(given, (list, tuple)):
-    parts = [np.atleast_1d(np.asarray(part)) for part in given]
+  if isinstance(array, (list, tuple)):
+    parts = [np.atleast_1d(np.asarray(part)) for part in array]
     if not parts:
       raise ValueError("has no shards")
     if shards not in (None, len(parts)):
       raise ValueError(f"is a list of {len(parts)} shards, and shards={shards} is given")
   elif shards is None:
-    if np.shape(given) != shape:
-      raise ValueError(f"has shape {np.shape(given)}, the layer's has {shape}")
-    return np.asarray(given)
+    if np.shape(array) != shape:
+      raise ValueError(f"has shape {np.shape(array)}, the layer's has {shape}")
+    return np.asarray(array)
   else:
-    whole = np.asarray(given)
-    if whole.shape != shape:
-      raise ValueError(f"has shape {whole.shape}, the layer's has {shape}")
+    joined = np.asarray(array)
+    if joined.shape != shape:
+      raise ValueError(f"has shape {joined.shape}, the layer's has {shape}")
     heights = [len(_rows_of(size, shards, s, strategy)) for s in range(shards)]
-    parts = np.split(whole, np.cumsum(heights)[:-1])
+    parts = np.split(joined, np.cumsum(heights)[:-1])
   result = np.empty(shape, parts[0].dtype)
   for shard, part in enumerate(parts):
     rows = _rows_of(size, len(parts), shard, strategy)
-    # Padded to a row per shard, TensorFlow's tables have one on each.
+    # TensorFlow pads a table with fewer rows than shards to one row per shard.
     height = len(rows) if strategy == "div" and len(parts) <= size else max(len(rows), len(part))
     if part.shape != (height, *row):
       raise ValueError(
-        f"has shape {part.shape} on shard {shard} of {len(parts)}, by {strategy!r} it would have "
+        f"has shape {part.shape} on shard {shard} of {len(parts)}; with {strategy!r} it would be "
         f"{(len(rows), *row)}"
       )
     result[rows] = part[: len(rows)]
@@ -408,7 +412,7 @@ def _in_order(given: Any, shape: tuple[int, ...], strategy: str, shards: int | N
 
 
 def _rows_of(size: int, shards: int, shard: int, strategy: str) -> np.ndarray:
-  """The rows of a shard, in the order in which they stand there."""
+  """The rows of a shard, in its order."""
   layout = Layout((size,), shards, contiguous=strategy == "div")
   ids = np.asarray(layout.own_ids(0, shard))
   return ids[ids < size]

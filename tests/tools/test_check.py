@@ -1,8 +1,6 @@
 """The self-test passes, and does not where something is wrong."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -23,9 +21,9 @@ def one_device(monkeypatch):
 @pytest.fixture
 def small(one_device, monkeypatch):
   """A single kind of lookup, and two optimizers."""
-  inputs = check._lookup_inputs
+  inputs = check.lookup_inputs
   some = lambda draw, brief: {"mean, weights": inputs(draw, brief)["mean, weights"]}
-  monkeypatch.setattr(check, "_lookup_inputs", some)
+  monkeypatch.setattr(check, "lookup_inputs", some)
   cases = check.optimizers
   monkeypatch.setattr(
     check, "optimizers", lambda: {name: cases()[name] for name in ("sgd", "adagrad")}
@@ -34,17 +32,17 @@ def small(one_device, monkeypatch):
 
 
 def test_an_error_is_relative_to_the_largest_value():
-  assert check._error([1.0, 4.0], [1.0, 4.5]) == 0.5 / 4.5
-  assert check._error([0.5], [0.0]) == 0.5
-  assert check._error(np.zeros((0, 2)), np.zeros((0, 2))) == 0
-  assert check._error([1.0], [1.0, 1.0]) == math.inf
-  assert check._error([np.nan], [1.0]) == math.inf
+  assert check.relative_error([1.0, 4.0], [1.0, 4.5]) == 0.5 / 4.5
+  assert check.relative_error([0.5], [0.0]) == 0.5
+  assert check.relative_error(np.zeros((0, 2)), np.zeros((0, 2))) == 0
+  assert check.relative_error([1.0], [1.0, 1.0]) == math.inf
+  assert check.relative_error([np.nan], [1.0]) == math.inf
 
 
 def test_nothing_is_left_out():
   assert {kind for kind, _ in check.optimizers().values()} == set(reference.RULES)
   assert set(check.OTHER_WAYS) < set(check.optimizers())
-  kinds = check._lookup_inputs(np.random.default_rng(0), False)
+  kinds = check.lookup_inputs(np.random.default_rng(0), False)
   assert {kind for given in kinds.values() for kind in given} == {
     "padded",
     "ragged",
@@ -117,7 +115,7 @@ def test_variables_are_compared():
   both = np.array([[2.0], [3.0]])
 
   def compare(found, wanted, **config):
-    return check._compare_variables("adam", found, wanted, initial, looked_up, config)
+    return check.compare_variables("adam", found, wanted, initial, looked_up, config)
 
   found = {"parameters": moved, "momenta": moved}
   assert compare(found, found).ok
@@ -144,9 +142,9 @@ def test_other_rows_fail():
   """A row that was looked up and is not among the gradients, or the other way round."""
   rows = embed.RowGrads(np.array([4, 2, check.ROWS]), np.ones((3, 2), np.float32))
   one = np.ones(2)
-  assert check._compare_rows("rows", rows, {2: one, 4: one}).ok
+  assert check.compare_rows("rows", rows, {2: one, 4: one}).ok
   for wanted in ({2: one}, {2: one, 4: one, 5: one}):
-    result = check._compare_rows("rows", rows, wanted)
+    result = check.compare_rows("rows", rows, wanted)
     assert (result.ok, result.note) == (False, "other rows were touched")
 
 
@@ -158,27 +156,3 @@ def test_an_error_is_a_failure_and_the_rest_goes_on(small, monkeypatch, capsys):
   lines = failing(capsys)
   assert [line.split("  ")[0] for line in lines[:-1]] == ["lookups", "optimizers"]
   assert lines[0].endswith("FAILED NotImplementedError: no such instruction")
-
-
-# -------------------------------------------------------------------------------- commands
-
-
-def test_commands(capsys):
-  for argv, message in (
-    (["chekc"], "unknown command 'chekc': did you mean 'check'?"),
-    (["train"], "unknown command 'train': there are check and inspect."),
-    ([], "required: {check,inspect}"),
-    (["inspect"], "required: path"),
-  ):
-    with pytest.raises(SystemExit) as error:
-      program.main(argv)
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_of_the_module():
-  result = subprocess.run(
-    [sys.executable, "-m", "embed", "--help"], capture_output=True, text=True, check=True
-  )
-  assert "usage: python -m embed" in result.stdout
-  assert "print the tables of a checkpoint" in result.stdout

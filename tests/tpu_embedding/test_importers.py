@@ -378,7 +378,7 @@ def test_replacements():
     ValueError, match=r"the default optimizer, a Adam: pass optimizer=embed\.adam"
   ):
     embed.from_tpu_embedding(TFFeature(TFTable(4, 2)), tf_optimizer("Adam", learning_rate=rate))
-  with pytest.raises(ValueError, match="Found 3"):
+  with pytest.raises(ValueError, match="Got 3"):
     embed.from_tpu_embedding({"a": 3})
 
 
@@ -495,13 +495,17 @@ def test_slots_that_are_not_wanted():
     ({"a/b": None}, {}, "'a/b/parameters' or 'a/b' is missing"),
     ({"a/b/accumulators": None}, {}, "'a/b/accumulators' is missing"),
     ({"a": rows(3, 2)}, {}, "'a/parameters' and 'a' are the same table"),
-    ({"a/b/momenta": rows(5)}, {}, r"'a/b/momenta' is no slot of table 'a/b'.*\['accumulators'\]"),
-    ({"b/x": rows(5)}, {}, r"'b/x' is of no table of the layer, \['a', 'a/b'\]"),
+    (
+      {"a/b/momenta": rows(5)},
+      {},
+      r"'a/b/momenta' is not a slot of table 'a/b'.*\['accumulators'\]",
+    ),
+    ({"b/x": rows(5)}, {}, r"'b/x' is not of a table of the layer, \['a', 'a/b'\]"),
     ({"a/b": rows(4, 2)}, {}, r"'a/b' has shape \(4, 2\), the layer's has \(5, 2\)"),
     ({"a/b": rows(4, 2)}, {"shards": 2}, r"'a/b' has shape \(4, 2\), the layer's has \(5, 2\)"),
     ({"a/b": [rows(2, 2), rows(3, 2)]}, {}, r"'a/b' has shape \(2, 2\) on shard 0 of 2.*\(3, 2\)"),
     ({"a/b": [rows(3, 3), rows(2, 3)]}, {}, r"has shape \(3, 3\) on shard 0"),
-    ({"a/b": [rows(3, 2), rows(3, 2)]}, {}, r"has shape \(3, 2\) on shard 1 of 2, by 'div'"),
+    ({"a/b": [rows(3, 2), rows(3, 2)]}, {}, r"has shape \(3, 2\) on shard 1 of 2; with 'div'"),
     ({"a/b": []}, {}, "'a/b' has no shards"),
     ({}, {"partition_strategy": "Div"}, "Invalid partition_strategy 'Div': write 'div' or 'mod'"),
   ],

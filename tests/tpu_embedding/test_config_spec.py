@@ -299,7 +299,11 @@ ERRORS = {
     "unknown key 'max_sequence_lenght'. Did you mean 'max_sequence_length'",
   ),
   "table key": ({"table__user": {"x": 3}}, ValueError, "unknown key 'x'. There are combiner, dim"),
-  "two dims": ({"table__user": {"dimension": 3}}, ValueError, "'dim' and 'dimension' are the same"),
+  "two dims": (
+    {"table__user": {"dimension": 3}},
+    ValueError,
+    "'dim' and 'dimension' have the same meaning",
+  ),
   "no dim": ({"table__x": {"vocabulary_size": 3}}, ValueError, "Table 'x' has no 'dim'"),
   "bad dim": ({"table__user": {"dim": 0}}, ValueError, "Table 'user': Argument `dim` must be"),
   "bad length": (

@@ -1,0 +1,29 @@
+"""The commands of `python -m embed`: what they take; the tests of each are in tests/tools."""
+
+import subprocess
+import sys
+
+import pytest
+
+from embed import __main__ as program
+
+
+def test_commands(capsys):
+  for argv, message in (
+    (["chekc"], "unknown command 'chekc': did you mean 'check'?"),
+    (["train"], "unknown command 'train': there are check and inspect."),
+    ([], "required: {check,inspect}"),
+    (["inspect"], "required: path"),
+  ):
+    with pytest.raises(SystemExit) as error:
+      program.main(argv)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_of_the_module():
+  result = subprocess.run(
+    [sys.executable, "-m", "embed", "--help"], capture_output=True, text=True, check=True
+  )
+  assert "usage: python -m embed" in result.stdout
+  assert "print the tables of a checkpoint" in result.stdout
