@@ -1,11 +1,10 @@
 """Users and the items they chose, as batches: a pair for training, a user with lists to rank.
 
-`load` prepares a data set once (see `recipes.arrays` and `recipes.two_tower.splits`). B is the
+`load` prepares a data set once (see `recipes.datasets` and `recipes.two_tower.splits`). B is the
 number of examples of this process, H of items in a history, M of extra negatives.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,16 +13,20 @@ import numpy as np
 import scipy.sparse
 
 import embed
-from recipes import arrays, hosts, pipeline
+from recipes import hosts, pipeline
+from recipes.datasets import DataSet, Registry
 from recipes.errors import UserError
 from recipes.two_tower import gowalla, movielens1m, movielens100k, synthetic
 
-_SETS: dict[str, Any] = {
-  "gowalla": gowalla,
-  "movielens100k": movielens100k,
-  "movielens1m": movielens1m,
-  "synthetic": synthetic,
-}
+DATA_SETS = Registry(
+  {
+    "gowalla": DataSet(gowalla.settings, gowalla.build),
+    "movielens100k": DataSet(movielens100k.settings, movielens100k.build),
+    "movielens1m": DataSet(movielens1m.settings, movielens1m.build),
+    "synthetic": DataSet(synthetic.settings, synthetic.build),
+  },
+  prefix="retrieval-",
+)
 # Larger than any history, so that a stride of them visits each of its items once.
 _PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 171, 183, 187, 193])
 
@@ -73,28 +76,22 @@ def load(config) -> RetrievalData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
 
   Raises:
-    ValueError: the name is unknown, or a file is damaged; names the file and the line.
-    FileNotFoundError: a file is missing; names it and says where it comes from.
+    UserError: as `Registry.load`.
   """
-  if config.dataset not in _SETS:
-    raise UserError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
-  kind = _SETS[config.dataset]
-  settings = kind.settings(config)
-  columns, meta = arrays.prepared(
-    config.cache_dir,
-    f"retrieval-{config.dataset}",
-    settings,
-    functools.partial(kind.build, settings),
-  )
+  prepared = DATA_SETS.load(config)
+  features = {
+    side: tuple(Feature(**feature) for feature in prepared.meta["features"][side])
+    for side in ("user", "item")
+  }
   return RetrievalData(
-    columns,
-    {name: (start, stop) for name, (start, stop) in meta["splits"].items()},
-    meta["users"],
-    meta["items"],
-    tuple(Feature(**feature) for feature in meta["features"]["user"]),
-    tuple(Feature(**feature) for feature in meta["features"]["item"]),
-    meta["sha256"],
-    meta.get("best", {}),
+    prepared.columns,
+    prepared.splits,
+    prepared.meta["users"],
+    prepared.meta["items"],
+    features["user"],
+    features["item"],
+    prepared.sha256,
+    prepared.best,
   )
 
 
