@@ -38,7 +38,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import embed
 import embed.checkpoint
-from recipes import arrays, hosts, isolation, results
+from recipes import arrays, files, hosts, isolation, results
 from recipes.errors import DivergedError, MissingFileError, Stopped, UserError, from_settings
 from recipes.journal import Journal, Silence
 
@@ -134,18 +134,12 @@ def _acquire(workdir: Path) -> filelock.BaseFileLock:
   Raises:
     UserError: another process holds it, or it is a link, which is not followed.
   """
-  lock = filelock.FileLock(workdir / _LOCK)
   try:
-    lock.acquire(blocking=False)
+    return files.acquire(workdir / _LOCK, wait=False)
   except filelock.Timeout:
     raise UserError(
       f"another process trains in {workdir}: wait for it to end, or choose another --workdir"
     ) from None
-  except OSError as error:
-    if error.errno != errno.ELOOP:
-      raise
-    raise UserError(f"{workdir / _LOCK} is a symbolic link: remove it") from error
-  return lock
 
 
 def train(

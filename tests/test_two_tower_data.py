@@ -4,6 +4,7 @@ import importlib
 import pickle
 import zipfile
 
+import http_server
 import jax
 import numpy as np
 import pytest
@@ -397,17 +398,19 @@ def test_missing_files_are_named(tmp_path):
 
 
 def test_movielens100k_is_downloaded_and_checked(tmp_path, monkeypatch):
-  raw, archive = write_movielens100k(tmp_path / "raw"), tmp_path / "ml-100k.zip"
+  raw, archive = write_movielens100k(tmp_path / "raw"), tmp_path / "published" / "ml-100k.zip"
+  archive.parent.mkdir()
   with zipfile.ZipFile(archive, "w") as packed:
     for path in raw.iterdir():
       packed.write(path, f"ml-100k/{path.name}")
-  monkeypatch.setattr(movielens100k, "URL", archive.as_uri())
-  monkeypatch.setattr(movielens100k, "SHA256", "0" * 64)
   config = smoke("movielens100k", tmp_path, data_dir="")
-  with pytest.raises(ValueError, match="the download is damaged"):
-    data.load(config)
-  monkeypatch.setattr(movielens100k, "SHA256", files.digest(archive))
-  assert len(data.load(config).columns["user"]) == 1_000
+  monkeypatch.setattr(movielens100k, "SHA256", "0" * 64)
+  with http_server.serving(archive.parent) as address:
+    monkeypatch.setattr(movielens100k, "URL", f"{address}/ml-100k.zip")
+    with pytest.raises(ValueError, match="the download is damaged"):
+      data.load(config)
+    monkeypatch.setattr(movielens100k, "SHA256", files.digest(archive))
+    assert len(data.load(config).columns["user"]) == 1_000
 
 
 @pytest.mark.parametrize("name", ["gowalla", "synthetic"])
