@@ -35,6 +35,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import embed
 from recipes import arrays, hlo, hosts, loop
+from recipes.errors import MissingPackageError
 
 MIB = 1 << 20
 _HLO = "SPARSE_EMBED_AOT_HLO"
@@ -86,12 +87,15 @@ def main(
 
   Returns:
     The exit status: 0 if every step compiled and no report names a problem.
+
+  Raises:
+    MissingPackageError: libtpu is not installed.
   """
   if _REPORT in os.environ:
     arrays.write_json(Path(os.environ[_REPORT]), inspect(wanted[-1], parts))
     return 0
   if importlib.util.find_spec("libtpu") is None:
-    raise SystemExit(
+    raise MissingPackageError(
       "--aot needs libtpu, which holds the TPU compiler: pip install -e '.[tpu]'. No TPU is needed."
     )
   reports = {}

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from recipes.errors import UserError
+from recipes.errors import MissingPackageError, UserError
 
 # Scores that are held at once, in all: 64 MB of float32.
 _MAX_SCORES = 1 << 24
@@ -48,7 +48,8 @@ def top_k(
     are left, -inf and -1.
 
   Raises:
-    ValueError: k is larger than N, or shapes do not fit.
+    UserError: k is larger than N.
+    ValueError: shapes do not fit.
   """
   _check(query.shape, candidates.shape, k, exclude)
   if exclude is None:
@@ -197,14 +198,14 @@ def _named(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _check(query: tuple[int, ...], candidates: tuple[int, ...], k: int, exclude: Any) -> None:
   if len(query) != 2 or len(candidates) != 2 or query[1] != candidates[1]:
-    raise UserError(
+    raise ValueError(
       f"queries {query} and candidates {candidates} must be [queries, width] and "
       "[candidates, width]"
     )
   if not 0 < k <= candidates[0]:
     raise UserError(f"k is {k}: choose 1 to {candidates[0]}, the number of candidates")
   if exclude is not None and (exclude.ndim != 2 or exclude.shape[0] != query[0]):
-    raise UserError(f"exclude {exclude.shape} must be [{query[0]} queries, ids to leave out]")
+    raise ValueError(f"exclude {exclude.shape} must be [{query[0]} queries, ids to leave out]")
 
 
 class Approximate:
@@ -216,14 +217,14 @@ class Approximate:
     expansion: candidates looked at in a search; more find more, and take longer.
 
   Raises:
-    ImportError: usearch is not installed.
+    MissingPackageError: usearch is not installed.
   """
 
   def __init__(self, candidates: np.ndarray, *, connectivity: int = 16, expansion: int = 128):
     try:
       from usearch.index import Index
     except ImportError as error:
-      raise ImportError(
+      raise MissingPackageError(
         "the approximate index needs usearch: pip install 'sparse-embed[ann]'"
       ) from error
     self._size = len(candidates)

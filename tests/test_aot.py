@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import aot, hlo
+from recipes import aot, errors, hlo
 
 # A table of 1000 rows on two devices, as XLA for TPUs writes programs, cut to what matters.
 PROGRAM = """\
@@ -169,7 +169,7 @@ def test_offloads():
 
 def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, tmp_path):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(SystemExit, match=r"pip install -e '\.\[tpu\]'"):
+  with pytest.raises(errors.UserError, match=r"pip install -e '\.\[tpu\]'"):
     aot.main("recipes.dlrm", ["v5e:2x2"], None, tmp_path / "aot.json", timeout=1)
 
 

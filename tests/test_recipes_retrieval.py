@@ -1,6 +1,7 @@
 """The best k equal a slow ranking, ties included, however candidates are cut and spread."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import meshes
 import numpy as np
 import pytest
 
-from recipes import retrieval
+from recipes import errors, retrieval
 
 K = 7
 
@@ -124,6 +125,12 @@ def test_errors():
     retrieval.top_k(query[:, :2], candidates, 2)
   with pytest.raises(ValueError, match=r"exclude \(4, 9\) must be \[5 queries"):
     retrieval.top_k(query, candidates, 2, exclude[:4])
+
+
+def test_without_usearch_the_message_says_what_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, "usearch.index", None)
+  with pytest.raises(errors.MissingPackageError, match=r"pip install 'sparse-embed\[ann\]'"):
+    retrieval.Approximate(np.zeros((3, 2), np.float32))
 
 
 def test_the_approximate_index():

@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from recipes.errors import UserError
-
 _NEVER = -1e9  # not -inf: where everything else is left out, gradients would not be numbers
 
 
@@ -34,7 +32,7 @@ def sampled_softmax(
   """
   batch = logits.shape[0]
   if logits.ndim != 2 or ids.shape != logits.shape[1:] or batch > logits.shape[1]:
-    raise UserError(
+    raise ValueError(
       f"logits {logits.shape} must be [queries, candidates] and ids {ids.shape} [candidates], with "
       "each query's positive among them"
     )
