@@ -8,6 +8,7 @@ batch, and takes the same decisions.
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,12 @@ def _several() -> bool:
 def is_main() -> bool:
   """Whether this process writes the run's files: one does, process 0."""
   return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+  """Prints a line on stderr, in the main process."""
+  if is_main():
+    print(text, file=sys.stderr, flush=True)
 
 
 def shard() -> tuple[int, int]:

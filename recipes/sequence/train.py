@@ -11,7 +11,7 @@ from flax import nnx
 
 import embed
 from recipes import baselines as baselines_lib
-from recipes import hosts, loop, losses, optimizers, results, retrieval
+from recipes import hosts, loop, losses, optimizers, retrieval
 from recipes.errors import UserError, from_settings
 from recipes.metrics import RankingMetrics
 from recipes.sequence import data as data_lib
@@ -21,34 +21,30 @@ LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
 def run(config, workdir: str) -> dict[str, Any]:
-  """Trains as configured, or reports the run that the workdir holds; returns its result.json.
+  """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
+  return loop.run("sequence", config, workdir, prepare)
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+
+def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
+  """Returns the parts of a run: loads the data, builds the model and its optimizer.
+
+  Raises:
+    UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  mesh = hosts.start()
-  result = loop.finished(config, workdir)
-  if result is None:
-    check(config, mesh)
-    data = data_lib.load(config)
-    with from_settings():
-      model = build_model(config, data.num_items, mesh)
-      optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
-    result = loop.train(
-      config,
-      workdir,
-      recipe="sequence",
-      model=model,
-      optimizer=optimizer,
-      loss_fn=loss_function(config, data.num_items),
-      batches=data_lib.train_batches(data, config),
-      evaluate=evaluator(data, config, mesh),
-      baselines=functools.partial(baselines, data, config),
-      data_sha256=data.sha256,
-      mesh=mesh,
-    )
-  if hosts.is_main():
-    print(results.report(result))
-  return result
+  check(config, mesh)
+  data = data_lib.load(config)
+  with from_settings():
+    model = build_model(config, data.num_items, mesh)
+    optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
+  return loop.Training(
+    model=model,
+    optimizer=optimizer,
+    loss_fn=loss_function(config, data.num_items),
+    batches=data_lib.train_batches(data, config),
+    evaluate=evaluator(data, config, mesh),
+    baselines=functools.partial(baselines, data, config),
+    data_sha256=data.sha256,
+  )
 
 
 def check(config, mesh: jax.sharding.Mesh | None) -> None:

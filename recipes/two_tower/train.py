@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import embed
 from recipes import baselines as baselines_lib
-from recipes import hosts, loop, optimizers, results, retrieval
+from recipes import hosts, loop, optimizers, retrieval
 from recipes.errors import UserError, from_settings
 from recipes.metrics import RankingMetrics
 from recipes.two_tower import data as data_lib
@@ -22,39 +22,35 @@ from recipes.two_tower import model as model_lib
 
 
 def run(config, workdir: str) -> dict[str, Any]:
-  """Trains as configured, or reports the run that the workdir holds; returns its result.json.
+  """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
+  return loop.run("two_tower", config, workdir, prepare)
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+
+def prepare(config, mesh: Mesh | None) -> loop.Training:
+  """Returns the parts of a run: loads the data, builds the model and its optimizer.
+
+  Raises:
+    UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  mesh = hosts.start()
-  result = loop.finished(config, workdir)
-  if result is None:
-    hosts.check_batch_sizes(
-      mesh,
-      batch_size=config.batch_size,
-      eval_batch_size=config.eval_batch_size,
-      **{"negatives.number": config.negatives.number},
-    )
-    data = data_lib.load(config)
-    with from_settings():
-      model = build_model(config, data, mesh)
-      optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
-    result = loop.train(
-      config,
-      workdir,
-      recipe="two_tower",
-      model=model,
-      optimizer=optimizer,
-      loss_fn=loss(config, mesh),
-      batches=data_lib.train_batches(data, config),
-      evaluate=evaluator(data, config, mesh),
-      baselines=functools.partial(baselines, data, config),
-      data_sha256=data.sha256,
-      mesh=mesh,
-    )
-  if hosts.is_main():
-    print(results.report(result))
-  return result
+  hosts.check_batch_sizes(
+    mesh,
+    batch_size=config.batch_size,
+    eval_batch_size=config.eval_batch_size,
+    **{"negatives.number": config.negatives.number},
+  )
+  data = data_lib.load(config)
+  with from_settings():
+    model = build_model(config, data, mesh)
+    optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
+  return loop.Training(
+    model=model,
+    optimizer=optimizer,
+    loss_fn=loss(config, mesh),
+    batches=data_lib.train_batches(data, config),
+    evaluate=evaluator(data, config, mesh),
+    baselines=functools.partial(baselines, data, config),
+    data_sha256=data.sha256,
+  )
 
 
 def build_model(
