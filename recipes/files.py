@@ -49,7 +49,7 @@ def require(folder: Path, *names: str, hint: str) -> Path:
   raise MissingFileError(f"{folder} has no {' and no '.join(names)}. {hint}")
 
 
-def given(data_dir: str, hint: str) -> Path:
+def data_folder(data_dir: str, hint: str) -> Path:
   """Returns the user's folder, `~` allowed.
 
   Raises:
@@ -61,14 +61,6 @@ def given(data_dir: str, hint: str) -> Path:
   if not path.is_dir():
     raise MissingFileError(f"--config.data_dir={data_dir} is not a folder. {hint}")
   return path
-
-
-def whole(text: str) -> int | None:
-  """Returns the whole number from 0 that a text is; None if it is none, or beyond int64."""
-  if not (text.isascii() and text.isdecimal()) or len(text) > 19:
-    return None
-  number = int(text)
-  return number if number < 1 << 63 else None
 
 
 def folder(
@@ -88,7 +80,7 @@ def folder(
     DownloadError: as `download`.
   """
   if data_dir:
-    return given(data_dir, f"Leave it empty to download {url}")
+    return data_folder(data_dir, f"Leave it empty to download {url}")
   raw = Path(cache_dir).expanduser() / name
   raw.mkdir(parents=True, exist_ok=True)
   # The processes of a run share their machine's cache: one downloads, the others wait.

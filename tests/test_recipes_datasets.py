@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes import arrays, datasets, errors
+from recipes import arrays, categories, datasets, errors, sampling, textfile
 from recipes.dlrm import data as clicks
 from recipes.sequence import data as sequences
 from recipes.two_tower import data as pairs
@@ -43,8 +43,11 @@ def config(name, folder):
   return SimpleNamespace(dataset=name, rows=4, cache_dir=str(folder))
 
 
-def test_docstrings():
-  assert not doctest.testmod(datasets).failed
+@pytest.mark.parametrize("module", [categories, datasets, sampling, textfile])
+def test_docstrings(module):
+  tested = doctest.testmod(module)
+  assert tested.attempted
+  assert not tested.failed
 
 
 def test_a_data_set_is_prepared_once_and_read_through_its_view(tmp_path):

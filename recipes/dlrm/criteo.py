@@ -41,7 +41,7 @@ def settings(config) -> dict[str, Any]:
   """Returns everything the prepared columns depend on."""
   if config.vocabulary not in ("hash", "min_count"):
     raise UserError(f"unknown vocabulary {config.vocabulary!r}: choose hash or min_count")
-  folder = files.given(config.data_dir, _HINT)
+  folder = files.data_folder(config.data_dir, _HINT)
   path = files.require(folder, config.data_file, hint=_HINT)
   of_vocabulary = (
     {"hash_size": config.hash_size}

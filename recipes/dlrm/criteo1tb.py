@@ -38,7 +38,7 @@ _HINT = (
 
 def settings(config) -> dict[str, Any]:
   """Returns everything the prepared columns depend on."""
-  folder = files.given(config.data_dir, _HINT)
+  folder = files.data_folder(config.data_dir, _HINT)
   days = [files.require(folder, f"day_{i}", f"day_{i}.gz", hint=_HINT) for i in range(_DAYS)]
   return {
     "format": 1,

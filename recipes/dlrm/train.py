@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 
 import embed
-from recipes import hosts, loop, optimizers
+from recipes import hosts, layers, loop, optimizers
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import model as model_lib
 from recipes.errors import UserError, from_settings
@@ -51,8 +51,7 @@ def build_model(
 
   Under a mesh the tables are split over it as `config.table.sharding` says.
   """
-  # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
-  initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
+  initializer = layers.table_initializer(config)
   features = data_lib.feature_configs(data, config.dim, initializer)
   common: Any = {
     "features": features,

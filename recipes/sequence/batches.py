@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from recipes import pipeline
+from recipes import pipeline, sampling
 from recipes.errors import UserError
 from recipes.sequence import packing
 
@@ -130,36 +130,31 @@ class Negatives:
       raise UserError(f"negatives.number must be at least 1, got {number}")
     self._number, self._shared = number, shared
     self._log_expected = np.log(np.maximum(number * probabilities, 1e-30)).astype(np.float32)
-    cumulative = np.cumsum(probabilities)
-    # Rounding must not leave the last value below 1, or a draw beside 1 would get no item.
-    self._cumulative = cumulative / cumulative[-1]
+    self._cumulative = sampling.cumulative(probabilities)
 
   def __call__(self, batch, generator, part, batch_size) -> Batch:
     if self._shared:
       first, last = (self._number * end // batch_size for end in part)
-      negatives = self._draw(generator, (self._number,))[first:last]
+      negatives = sampling.draw(generator, self._cumulative, self._number)[first:last]
     else:
       shape = (batch_size, batch["targets"].shape[1], self._number)
       negatives = self._unseen(batch, generator, shape, part)
     return {"negatives": negatives, "log_expected": self._log_expected[negatives]}
-
-  def _draw(self, generator, shape) -> np.ndarray:
-    found = np.searchsorted(self._cumulative, generator.random(shape), side="right")
-    return found.astype(np.int32)
 
   def _unseen(self, batch, generator, shape, part) -> np.ndarray:
     size = len(self._cumulative)
     row = np.arange(part[1] - part[0]) * size
     seen = np.concatenate([batch["items"], batch["targets"]], axis=1)
     seen = np.unique((row[:, None] + seen)[seen >= 0])
-    found = self._draw(generator, shape)[part[0] : part[1]]
+    # Drawn for all hosts every time, so that the draws of one do not depend on another's.
+    draw = lambda: sampling.draw(generator, self._cumulative, shape)[part[0] : part[1]]
+    negatives = draw()
     for _ in range(self._TRIES):
-      bad = np.isin(row[:, None, None] + found, seen)
+      bad = np.isin(row[:, None, None] + negatives, seen)
       if not bad.any():
         break
-      # Drawn whole again, so that the draws of one host do not depend on another's.
-      found = np.where(bad, self._draw(generator, shape)[part[0] : part[1]], found)
-    return found
+      negatives = np.where(bad, draw(), negatives)
+    return negatives
 
 
 class Histories:

@@ -11,7 +11,7 @@ from flax import nnx
 
 import embed
 from recipes import baselines as baselines_lib
-from recipes import hosts, loop, losses, optimizers, retrieval
+from recipes import hosts, layers, loop, losses, optimizers, retrieval
 from recipes.errors import UserError, from_settings
 from recipes.metrics import RankingMetrics
 from recipes.sequence import data as data_lib
@@ -68,8 +68,7 @@ def build_model(
   Under a mesh the table is split over it as `config.table.sharding` says.
   """
   rngs = nnx.Rngs(config.seed)
-  # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
-  initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
+  initializer = layers.table_initializer(config)
   table = embed.TableConfig(
     num_items,
     config.dim,

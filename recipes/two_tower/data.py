@@ -13,7 +13,7 @@ import numpy as np
 import scipy.sparse
 
 import embed
-from recipes import hosts, pipeline
+from recipes import hosts, pipeline, sampling
 from recipes.datasets import DataSet, Registry
 from recipes.errors import UserError
 from recipes.two_tower import gowalla, movielens1m, movielens100k, synthetic
@@ -146,8 +146,7 @@ class TrainBatches:
     )
     probability = weights / weights.sum()
     self._rate = (self._extra * probability).astype(np.float32)
-    cumulative = np.cumsum(probability)
-    self._cumulative = cumulative / cumulative[-1]
+    self._cumulative = sampling.cumulative(probability)
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -157,8 +156,7 @@ class TrainBatches:
     # Drawn for the whole batch, whoever reads it, so that it does not depend on the processes.
     turn = draw.random(self._batch_size)[self._part]
     stride = draw.choice(_PRIMES, self._batch_size)[self._part]
-    found = np.searchsorted(self._cumulative, draw.random(self._extra), side="right")
-    negative = found[self._extra_part].astype(np.int32)
+    negative = sampling.draw(draw, self._cumulative, self._extra)[self._extra_part]
     user, positive = rows["user"].astype(np.int32), rows["item"].astype(np.int32)
     history = self._others(user, rows["place"], turn, stride)
     batch = {

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import embed
 from recipes import baselines as baselines_lib
-from recipes import hosts, loop, optimizers, retrieval
+from recipes import hosts, layers, loop, optimizers, retrieval
 from recipes.errors import UserError, from_settings
 from recipes.metrics import RankingMetrics
 from recipes.two_tower import data as data_lib
@@ -95,8 +95,7 @@ def feature_configs(
   Raises:
     ValueError: there is no such feature; names those that there are.
   """
-  # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
-  initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
+  initializer = layers.table_initializer(config)
   table = functools.partial(
     embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean"
   )
