@@ -19,7 +19,7 @@ from recipes.errors import from_settings
 
 @dataclasses.dataclass
 class Progress:
-  """What the loop itself has to remember across a kill.
+  """The state of the loop itself that has to survive a kill.
 
   Attributes:
     step: how many were taken.

@@ -52,7 +52,7 @@ def _as_stored(prepared: Prepared) -> Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-  """How a data set is prepared and read.
+  """The functions that prepare and read a data set.
 
   Attributes:
     settings: `(config) -> JSON values`, everything that the columns depend on, the stamps of the

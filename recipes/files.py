@@ -1,4 +1,4 @@
-"""Source files of datasets: where they are, whether they are the right ones, how to get them."""
+"""Source files of data sets: their folders, hashes, downloads, locks and replacement."""
 
 import contextlib
 import errno
@@ -23,16 +23,16 @@ _BLOCK = 1 << 20
 
 def digest(path: Path) -> str:
   """Returns a file's SHA-256 in hexadecimal, reading it in constant memory."""
-  found = hashlib.sha256()
+  sha256 = hashlib.sha256()
   with path.open("rb") as file, progress(f"hashing {path.name}", path.stat().st_size, "B") as bar:
     while block := file.read(_BLOCK):
-      found.update(block)
+      sha256.update(block)
       bar.update(len(block))
-  return found.hexdigest()
+  return sha256.hexdigest()
 
 
 def stamp(path: Path) -> list[Any]:
-  """Returns what tells a changed file apart without reading it: path, size, modification time."""
+  """Returns path, size and modification time, which tell a changed file without reading it."""
   stat = path.stat()
   return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
@@ -53,7 +53,7 @@ def data_folder(data_dir: str, hint: str) -> Path:
   """Returns the user's folder, `~` allowed.
 
   Raises:
-    MissingFileError: none is given, or it does not exist; `hint` says what to do.
+    MissingFileError: `data_dir` is empty, or does not exist; `hint` says what to do.
   """
   if not data_dir:
     raise MissingFileError(f"--config.data_dir is empty. {hint}")
@@ -76,7 +76,7 @@ def folder(
     members: the files that are needed of it.
 
   Raises:
-    MissingFileError: `data_dir` is given and does not exist.
+    MissingFileError: `data_dir` is not empty and does not exist.
     DownloadError: as `download`.
   """
   if data_dir:

@@ -76,7 +76,7 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-  """One line of a program, `text`, in the computation of the given name."""
+  """One line of a program, `text`, in the computation `computation`."""
 
   name: str
   opcode: str
@@ -97,7 +97,7 @@ class Instruction(NamedTuple):
 
   @property
   def trip_count(self) -> int | None:
-    """How often it runs the computations that it calls; None for a loop of unknown length."""
+    """Runs of the computations that it calls; None for a loop of unknown length."""
     if self.opcode != "while":
       return 1
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.text)
@@ -105,7 +105,7 @@ class Instruction(NamedTuple):
 
   @property
   def group_size(self) -> int:
-    """How many devices exchange with one another."""
+    """Number of devices that exchange with one another."""
     if m := re.search(r"replica_groups=\{\{([\d,]*)\}", self.text):
       return len(m[1].split(","))
     if m := re.search(r"replica_groups=\[(\d+),(\d+)\]", self.text):
@@ -185,7 +185,7 @@ class Program:
 
   @functools.cached_property
   def runs(self) -> dict[str, int | None]:
-    """How often a step runs each computation that it reaches; None inside a loop of unknown length.
+    """Runs per step of each computation that is reached; None inside a loop of unknown length.
 
     Of a computation that is called in several places, the first count that is known.
     """

@@ -57,7 +57,7 @@ class Training:
 
   @property
   def state(self) -> dict[str, Any]:
-    """What training changes: `model` and `optimizer`."""
+    """The parts that training changes: `model` and `optimizer`."""
     return {"model": self.model, "optimizer": self.optimizer}
 
 

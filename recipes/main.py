@@ -88,10 +88,10 @@ class _ConfigFile(flags.ArgumentParser):
     name, _, mode = path.partition(":")
     file = next((p for p in (Path(name), catalogue.ROOT / name) if p.is_file()), None)
     if file is None:
-      found = {p.stem: p for recipe in catalogue.recipes() for p in catalogue.configs(recipe)}
-      found |= {p.stem: p for p in catalogue.configs(self._recipe)}
-      close = difflib.get_close_matches(Path(name).stem, found, 1)
-      hint = f"did you mean {found[close[0]]}?" if close else "`python -m recipes` lists them"
+      configs = {p.stem: p for recipe in catalogue.recipes() for p in catalogue.configs(recipe)}
+      configs |= {p.stem: p for p in catalogue.configs(self._recipe)}
+      close = difflib.get_close_matches(Path(name).stem, configs, 1)
+      hint = f"did you mean {configs[close[0]]}?" if close else "`python -m recipes` lists them"
       raise ValueError(f"there is no such file; {hint}")
     for other in catalogue.recipes().keys() - {self._recipe}:
       if file.resolve().parent == catalogue.ROOT / "configs" / other:

@@ -218,7 +218,7 @@ def _title(table: tuple[str, str, str]) -> str:
 
 
 class _Entry(NamedTuple):
-  """What a table compares: a group of runs, or a baseline. `scores` are by metric, one a seed."""
+  """A row of a table: a group of runs, or a baseline. `scores` are by metric, one a seed."""
 
   label: str
   seeds: str
@@ -294,7 +294,7 @@ def _best(name: str, entries: Sequence[_Entry]) -> list[str]:
 
 
 def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
-  """What to know of a table's figures: a quotation, which sites and editors set apart."""
+  """Returns notes on a table's figures, as a quotation, which sites and editors set apart."""
   everyone = [run for _, group in pairs for run in group]
   selected = sorted({run.result["config"]["select"] for run in everyone})
   state = [

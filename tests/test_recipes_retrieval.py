@@ -143,7 +143,7 @@ def test_the_approximate_index():
   exact = [np.asarray(x) for x in retrieval.top_k(query, candidates, 10, exclude)]
   index = retrieval.Approximate(candidates)
   scores, ids = index.top_k(query, 10, exclude)
-  assert 0.9 < retrieval.found(ids, exact[1]) <= 1.0
+  assert 0.9 < retrieval.recall(ids, exact[1]) <= 1.0
   assert not (ids[:, :, None] == exclude[:, None, :]).any()
   np.testing.assert_allclose(scores, np.take_along_axis(query @ candidates.T, ids, 1), atol=1e-4)
   assert (np.diff(scores, axis=1) <= 0).all()
@@ -151,4 +151,4 @@ def test_the_approximate_index():
 
 def test_found_by_hand():
   exact = np.array([[4, 2], [7, -1]])
-  assert retrieval.found(np.array([[2, 9], [7, 3]]), exact) == pytest.approx(2 / 3)
+  assert retrieval.recall(np.array([[2, 9], [7, 3]]), exact) == pytest.approx(2 / 3)

@@ -5,8 +5,8 @@ to 22 train; the first half of day 23 validates and the second tests. The id of 
 bits modulo the size of its table, and 0 where it is blank. (MLPerf numbers the values of a feature
 by first appearance and takes that modulo the size, so its small tables have no collisions.)
 
-Only one id per feature is published. MLPerf draws the others of a bag at random, once for each id
-of a table, which makes its multi-hot data synthetic; so are these. Here a bag of valency L is
+Only one id per feature is published. MLPerf draws the other ids of a bag at random, once for each
+id of a table, which makes its multi-hot data synthetic; so are these. Here a bag of valency L is
 
     id, h(1), ..., h(L - 1)    with h(k) = floor(size * u / 2^32)
 

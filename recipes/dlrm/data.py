@@ -46,7 +46,7 @@ class ClickData:
   """A prepared data set.
 
   Attributes:
-    columns: the memory-mapped columns, or what stands in for them.
+    columns: memory-mapped, or computed when they are indexed.
     splits: `train`, `valid` and `test` as ranges of rows.
     features: in the order of their columns in `ids`.
     sha256: hashes of the source files by name, or of the generated columns.

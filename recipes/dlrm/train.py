@@ -118,7 +118,9 @@ def baselines(data: data_lib.ClickData, config) -> dict[str, loop.Baseline]:
     max_rows=config.baseline.max_rows,
     inverse_penalties=tuple(config.baseline.inverse_penalties),
   )
-  found: dict[str, loop.Baseline] = {"logistic regression": fit if config.baseline.max_rows else {}}
+  chosen: dict[str, loop.Baseline] = {
+    "logistic regression": fit if config.baseline.max_rows else {}
+  }
   if data.best:
-    found["best possible"] = dict(data.best)
-  return found
+    chosen["best possible"] = dict(data.best)
+  return chosen

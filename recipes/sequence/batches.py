@@ -56,18 +56,18 @@ def draws(config, num_items: int, counts: np.ndarray) -> list[Draw]:
   Raises:
     ValueError: an unknown loss or way to draw negatives, or numbers that make no sense.
   """
-  found: list[Draw] = []
+  chosen: list[Draw] = []
   if config.model == "bert4rec":
-    found.append(Mask(config.mask_rate))
+    chosen.append(Mask(config.mask_rate))
   if config.loss != "softmax":
-    found.append(
+    chosen.append(
       Negatives(
         config.negatives.number,
         item_probabilities(config.negatives.distribution, num_items, counts),
         shared=config.negatives.shared,
       )
     )
-  return found
+  return chosen
 
 
 def item_probabilities(distribution: str, num_items: int, counts: np.ndarray) -> np.ndarray:
@@ -158,9 +158,9 @@ class Negatives:
 
 
 class Histories:
-  """Batch number -> users with what they had before, those of similar length together.
+  """Batch number -> users with their histories, of similar length within a batch.
 
-  A batch holds, for B users, `items` int32 `[B, W]` (the last ones, from column 0 on, -1 behind
+  A batch holds, for B users, `items` int32 `[B, W]` (the last ones, from column 0 on, -1 after
   them), `segments` `[B, W]` (0, or -1 for none), `positions` `[B, W]`, `last` `[B]`, the column
   whose output is the prediction, `seen` `[B, E]`, all items of the history (-1 for none), `target`
   `[B, 1]`, the held-out item (-1 where the row fills up the last batch), and `user` `[B]`.
@@ -204,8 +204,8 @@ class Histories:
     every = slice(number * self._batch_size, (number + 1) * self._batch_size)
     longest = int((self._stop[every] - self._start[every]).max())  # of all hosts: one shape
     first, last = self._part
-    mine = slice(every.start + first, every.start + last)
-    users, start, stop = self._users[mine], self._start[mine], self._stop[mine]
+    own = slice(every.start + first, every.start + last)
+    users, start, stop = self._users[own], self._start[own], self._stop[own]
     filled = last - first - len(users)
     seen = self._cut(start, stop, _width(longest))
     kept = np.minimum(stop - start, self._max_length - self._ask)
@@ -243,9 +243,9 @@ class Histories:
 
 def _rows(values: np.ndarray, lengths: np.ndarray, width: int, fill: int) -> np.ndarray:
   """Returns flat values as int32 rows, `[len(lengths), width]`, filled up at the end."""
-  found = np.full((len(lengths), width), fill, np.int32)
-  found[np.arange(width) < lengths[:, None]] = values
-  return found
+  rows = np.full((len(lengths), width), fill, np.int32)
+  rows[np.arange(width) < lengths[:, None]] = values
+  return rows
 
 
 def _width(length: int) -> int:

@@ -107,8 +107,8 @@ def pack(
     items, offsets: the columns of a data set.
     width: of a row; of longer sequences the last items are kept.
     positions: see `packing.positions`.
-    next_item: every item is a target beside the one before it. Otherwise `targets` are the items
-      themselves, from which a masked model hides some.
+    next_item: every item but the first is the target of the one before it. Otherwise `targets` are
+      the items themselves, of which a masked model hides a part.
 
   Returns:
     `items` and `targets`, -1 where there is none; `segments`, which of the row's sequences it is,
@@ -156,9 +156,9 @@ def targets(data: SequenceData, users: np.ndarray, held_out: int) -> scipy.spars
 
 
 def _ones(rows, columns, *shape: int) -> scipy.sparse.csr_matrix:
-  found = scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=shape)
-  found.data[:] = 1  # an item that came twice was added up
-  return found
+  matrix = scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=shape)
+  matrix.data[:] = 1  # an item that came twice was added up
+  return matrix
 
 
 def train_counts(data: SequenceData) -> np.ndarray:

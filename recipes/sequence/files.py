@@ -82,7 +82,7 @@ def read_pairs(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
-  """As `read_pairs`, of a file with a line per user.
+  """Does the same as `read_pairs` for a file with a line per user.
 
   Raises:
     DamagedFileError: a line has no item, or a user has two lines; names the file and the line.

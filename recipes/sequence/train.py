@@ -162,12 +162,12 @@ def baselines(data: data_lib.SequenceData, config) -> dict[str, loop.Baseline]:
   `config.baseline.ease_l2` is EASE's penalty; 0 leaves it out.
   """
   ks, l2 = tuple(config.ks), config.baseline.ease_l2
-  found: dict[str, loop.Baseline] = {"popularity": functools.partial(fit_popularity, data, ks)}
+  chosen: dict[str, loop.Baseline] = {"popularity": functools.partial(fit_popularity, data, ks)}
   if l2:
-    found["EASE"] = functools.partial(fit_ease, data, ks, l2)
+    chosen["EASE"] = functools.partial(fit_ease, data, ks, l2)
   if data.best:
-    found["best possible"] = dict(data.best)
-  return found
+    chosen["best possible"] = dict(data.best)
+  return chosen
 
 
 def fit_popularity(data: data_lib.SequenceData, ks: tuple[int, ...]) -> dict[str, float]:
@@ -191,11 +191,11 @@ def _ranking(
 ) -> dict[str, float]:
   """Returns the metrics of scores that are asked with all earlier items, as the models are."""
   users = data.evaluated
-  found: dict[str, float] = {}
+  scores: dict[str, float] = {}
   for split in ("valid", "test"):
     seen = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
     relevant = data_lib.targets(data, users, data_lib.HELD_OUT[split])
     ask = lambda start, stop, seen=seen: score(seen[start:stop])
     metrics = baselines_lib.ranking(ask, relevant, seen, ks)
-    found |= {f"{split}_{metric}": value for metric, value in metrics.items()}
-  return found
+    scores |= {f"{split}_{metric}": value for metric, value in metrics.items()}
+  return scores

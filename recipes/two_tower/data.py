@@ -42,13 +42,13 @@ class Feature:
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalData:
-  """A prepared data set; the columns are those of `splits.write`.
+  """A prepared data set, with the columns that `splits.write` writes.
 
   Attributes:
     columns: memory-mapped.
     splits: `train`, `valid` and `test` as ranges of rows.
     num_users, num_items: the vocabularies.
-    user_features, item_features: beside the ids.
+    user_features, item_features: in addition to the ids.
     sha256: hashes of the source files by name, or of the generated pairs.
     best: metrics of the probabilities that the pairs were drawn from, where they are known.
   """
@@ -63,12 +63,12 @@ class RetrievalData:
   best: Mapping[str, float]
 
   def matrix(self, *splits: str) -> scipy.sparse.csr_matrix:
-    """Returns the pairs of some splits as float32 `[users, items]` of ones."""
+    """Returns the pairs of the named splits as float32 `[users, items]` of ones."""
     rows = np.concatenate([np.arange(*self.splits[split]) for split in splits])
     user, item = self.columns["user"][rows], self.columns["item"][rows]
     shape = (self.num_users, self.num_items)
     matrix = scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (user, item)), shape)
-    matrix.data[:] = 1.0  # a pair that stands in two splits
+    matrix.data[:] = 1.0  # a pair that is in two splits
     return matrix
 
 
@@ -105,7 +105,7 @@ class TrainBatches:
   """Batch number -> pairs of the training split and extra negatives.
 
   A batch is
-    `query`: `user` `[B]`, `history` `Padded` `[B, H]` (others of the user's training items, a new
+    `query`: `user` `[B]`, `history` `Padded` `[B, H]` (the user's other training items, a new
       random choice every time if there are more than H) and the user's features;
     `positive`, `negative` int32 `[B]`, `[M]`: the items;
     `positive_candidate`, `negative_candidate`: the items' features;
@@ -130,7 +130,7 @@ class TrainBatches:
     self._extra = config.negatives.number
     names = ("user", "item", "place")
     self._rows = pipeline.ShuffledBatches(
-      _Some(data.columns, names),
+      _Chosen(data.columns, names),
       data.splits["train"],
       batch_size=config.batch_size,
       seed=config.seed,
@@ -158,7 +158,7 @@ class TrainBatches:
     stride = draw.choice(_PRIMES, self._batch_size)[self._part]
     negative = sampling.draw(draw, self._cumulative, self._extra)[self._extra_part]
     user, positive = rows["user"].astype(np.int32), rows["item"].astype(np.int32)
-    history = self._others(user, rows["place"], turn, stride)
+    history = self._history_without(user, rows["place"], turn, stride)
     batch = {
       "query": query_inputs(self._data, user, history),
       "positive_candidate": candidate_inputs(self._data, positive),
@@ -173,14 +173,14 @@ class TrainBatches:
       }
     return batch
 
-  def _others(self, user, place, turn, stride) -> np.ndarray:
+  def _history_without(self, user, place, turn, stride) -> np.ndarray:
     """Up to H different training items of each user without the one at `place`; -1 fills up."""
     offsets, items = self._data.columns["train_offsets"], self._data.columns["item"]
     first, size = offsets[user], offsets[user + 1] - offsets[user]
-    others = np.maximum(size - 1, 1)
+    rest = np.maximum(size - 1, 1)
     steps = np.arange(self._history)
-    # The stride has no divisor in common with the number of others: no one is met twice.
-    step = ((turn * others).astype(np.int64)[:, None] + steps * stride[:, None]) % others[:, None]
+    # The stride has no divisor in common with their number: no item is met twice.
+    step = ((turn * rest).astype(np.int64)[:, None] + steps * stride[:, None]) % rest[:, None]
     picked = first[:, None] + (place[:, None] + 1 + step) % np.maximum(size, 1)[:, None]
     return np.where(steps < (size - 1)[:, None], items[picked], -1).astype(np.int32)
 
@@ -198,7 +198,7 @@ class EvalBatches:
 
   A batch is `query` as in training, but with the whole history, evenly thinned out if it is longer
   than `config.eval_history`; `relevant` int32 `[B, R]`, the split's items of the user; `seen` int32
-  `[B, E]`, those of the splits before it, nothing if `config.remove_seen` is False; and `mask`
+  `[B, E]`, the items of the splits before it, nothing if `config.remove_seen` is False; and `mask`
   bool `[B]`, False where the last batch is filled up. With `config.examples` "users" an example is
   a user, with "rows" a row of the split, with one relevant item.
   """
@@ -261,27 +261,29 @@ class EvalBatches:
 
 
 def query_inputs(data: RetrievalData, user: np.ndarray, history: np.ndarray) -> dict[str, Any]:
-  """Returns the query tower's features of some users and their histories `[B, H]`."""
+  """Returns the query tower's features of users and their histories `[B, H]`."""
   return {"user": user, "history": embed.Padded(history)} | _about(
     data.columns, "user", data.user_features, user
   )
 
 
 def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
-  """Returns the candidate tower's features of some items."""
+  """Returns the candidate tower's features of items."""
   return {"item": item} | _about(data.columns, "item", data.item_features, item)
 
 
 def _about(columns, side: str, features: tuple[Feature, ...], ids: np.ndarray) -> dict[str, Any]:
-  found = {feature.name: columns[f"{side}_{feature.name}"][ids] for feature in features}
+  values = {feature.name: columns[f"{side}_{feature.name}"][ids] for feature in features}
   return {
-    feature.name: embed.Padded(found[feature.name]) if feature.valency > 1 else found[feature.name]
+    feature.name: embed.Padded(values[feature.name])
+    if feature.valency > 1
+    else values[feature.name]
     for feature in features
   }
 
 
-class _Some(Mapping[str, np.ndarray]):
-  """Some of the columns; pickles as they do, which a dict of memory maps would not."""
+class _Chosen(Mapping[str, np.ndarray]):
+  """The named columns; pickles as all of them do, which a dict of memory maps would not."""
 
   def __init__(self, columns: Mapping[str, np.ndarray], names: tuple[str, ...]):
     self._columns, self._names = columns, names

@@ -38,12 +38,12 @@ def settings(config) -> dict[str, Any]:
     )
   hint = f"Get train.txt and test.txt from {SOURCE}, and pass --config.data_dir=<their folder>."
   folder = files.data_folder(config.data_dir, hint)
-  found = {name: files.require(folder, f"{name}.txt", hint=hint) for name in ("train", "test")}
+  sources = {name: files.require(folder, f"{name}.txt", hint=hint) for name in ("train", "test")}
   if (folder / "valid.txt").is_file():
-    found["valid"] = folder / "valid.txt"
+    sources["valid"] = folder / "valid.txt"
   return {
     "format": 1,
-    "files": {name: files.stamp(path) for name, path in found.items()},
+    "files": {name: files.stamp(path) for name, path in sources.items()},
     "split_seed": config.split_seed,
     "refit": config.refit,
   }

@@ -1,4 +1,4 @@
-"""Who is trained, validated and tested on what, and the folder that a data set becomes."""
+"""The protocols that split users' items, and the columns that a data set becomes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -214,8 +214,8 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
       )
       metrics.update(top_ids, relevant, mask)
       if approximate is not None:
-        found = approximate.top_k(queries[mask], max(config.ks), seen[mask])[1]
-        shares.append(retrieval.found(found, top_ids[mask]))
+        approximate_ids = approximate.top_k(queries[mask], max(config.ks), seen[mask])[1]
+        shares.append(retrieval.recall(approximate_ids, top_ids[mask]))
     extra = {f"ann_recall@{max(config.ks)}": float(np.mean(shares))} if shares else {}
     return metrics.compute() | extra
 
@@ -225,7 +225,7 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
 def catalogue(data: data_lib.RetrievalData, config):
   """Yields the candidate tower's features of all items in batches of `config.eval_batch_size`.
 
-  Every process yields its own part; behind the last item, the last one again.
+  Every process yields its own part; the last item fills up the last batch.
   """
   index, count = hosts.shard()
   size = config.eval_batch_size
@@ -266,14 +266,14 @@ def baselines(data: data_lib.RetrievalData, config) -> dict[str, loop.Baseline]:
     ials=dict(settings.ials),
   )
   penalties = {"popularity": (0.0,), "EASE": settings.ease_l2, "iALS": settings.ials_l2}
-  found: dict[str, loop.Baseline] = {
+  chosen: dict[str, loop.Baseline] = {
     name: functools.partial(fit, name, tuple(values))
     for name, values in penalties.items()
     if values
   }
   if data.best:
-    found["best possible"] = dict(data.best)
-  return found
+    chosen["best possible"] = dict(data.best)
+  return chosen
 
 
 def fit_baseline(
