@@ -209,7 +209,7 @@ def test_an_approximate_index_is_measured(tmp_path):
   found = data.load(config)
   metrics = train.evaluator(found, config)(train.build_model(config, found), "test")
   assert 0.8 < metrics["ann_recall@20"] <= 1
-  assert retrieval.found(np.array([[1]]), np.array([[2]])) == 0
+  assert retrieval.recall(np.array([[1]]), np.array([[2]])) == 0
 
 
 def test_histories_share_the_items_table_or_have_their_own(tmp_path):
