@@ -1,4 +1,4 @@
-"""Folders of memory-mapped columns: what every dataset is turned into once, before training.
+"""Folders of memory-mapped columns, into which every data set is turned once, before training.
 
 A prepared dataset is one folder of `.npy` files with equally many rows and a `meta.json`, which is
 written last: a folder without it was interrupted. It holds the sizes and hashes of the files, and
@@ -66,27 +66,34 @@ def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.me
     OSError: the disk is too full for it; names the file.
   """
   path = folder / f"{name}.npy"
-  found = None
+  array = None
   if path.is_symlink():  # in a cache that others can write to, to a file that they cannot
     path.unlink()
   if path.exists():
     with contextlib.suppress(ValueError):  # a header cut off by a kill: start this column again
-      found = np.load(path, mmap_mode="r+")
-  if found is None or found.shape != shape or found.dtype != np.dtype(dtype):
-    found = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+      array = np.load(path, mmap_mode="r+")
+  if array is None or array.shape != shape or array.dtype != np.dtype(dtype):
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
   _allocate(path)
-  return found
+  return array
 
 
 def _allocate(path: Path) -> None:
-  """Takes the blocks of a file from the disk, which at a later write would be a bus error."""
+  """Takes the blocks of a file from the disk: a full disk would be a bus error at a later write.
+
+  A file system that cannot allocate takes them when they are written.
+  """
   if not hasattr(os, "posix_fallocate"):
     return
   try:
     with path.open("r+b") as file:
       os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
   except OSError as error:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # others: it cannot be asked
+    if error.errno in (
+      errno.ENOSPC,
+      errno.EDQUOT,
+      errno.EFBIG,
+    ):
       raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -102,10 +109,10 @@ def prepared(
     cache_dir: where prepared datasets live, `~` allowed.
     name: readable prefix of the folder's name.
     settings: JSON values; everything that the arrays depend on, the source files' `stamp` included.
-    build: writes the columns into the folder it is given and returns the `meta.json` content. After
+    build: writes the columns into the folder and returns the `meta.json` content. After
       a kill it is called again on the same folder and may go on from what it finds there.
 
-  Two processes that want the same dataset at once are fine: the second waits for the first.
+  Two processes may prepare the same data set at once: the second waits for the first.
 
   Raises:
     UserError: as `build`, which begins from nothing the next time.

@@ -115,10 +115,10 @@ def ranking(
   with files.progress("ranking", relevant.shape[0], "row") as bar:
     for start in range(0, relevant.shape[0], batch):
       stop = min(start + batch, relevant.shape[0])
-      found = np.array(scores(start, stop), np.float32)
+      ranked = np.array(scores(start, stop), np.float32)
       if seen is not None:
-        found[seen[start:stop].nonzero()] = -np.inf
-      metrics.update(best(found, max(ks))[1], padded(relevant[start:stop]))
+        ranked[seen[start:stop].nonzero()] = -np.inf
+      metrics.update(best(ranked, max(ks))[1], padded(relevant[start:stop]))
       bar.update(stop - start)
   return metrics.compute()
 
@@ -132,7 +132,7 @@ def padded(matrix: scipy.sparse.csr_matrix) -> np.ndarray:
 
 
 def popularity(train: scipy.sparse.csr_matrix) -> np.ndarray:
-  """Returns how often each item stands in `train` `[users, items]`: the same scores for all."""
+  """Returns how often each item is in `train` `[users, items]`: the same scores for all."""
   return np.asarray(train.sum(axis=0)).ravel()
 
 
@@ -193,8 +193,8 @@ def ials(
   """Returns factors of users `[users, dim]` and items `[items, dim]`; their products are scores.
 
   Hu, Koren and Volinsky 2008, with the weights of Rendle et al. 2022, "Revisiting the Performance
-  of iALS on Item Recommendation Benchmarks": observed pairs want 1, all pairs want 0 with weight
-  `unobserved`, and a row's penalty is `l2 * (its observed pairs + unobserved * all its pairs)`.
+  of iALS on Item Recommendation Benchmarks": the target of observed pairs is 1, of all pairs 0 with
+  weight `unobserved`; a row's penalty is `l2 * (its observed pairs + unobserved * all its pairs)`.
   """
   generator = np.random.default_rng(seed)
   scale = 0.1 / np.sqrt(dim)
@@ -211,7 +211,7 @@ def ials(
 def _solve(
   matrix: scipy.sparse.csr_matrix, other: np.ndarray, l2: float, unobserved: float
 ) -> np.ndarray:
-  """One half of a sweep: each row's factor given all factors of the other side."""
+  """One half of a sweep: solves for each row's factor, with the factors of the other side fixed."""
   everywhere = unobserved * other.T @ other
   solved = np.empty((matrix.shape[0], other.shape[1]))
   for row in range(matrix.shape[0]):

@@ -1,4 +1,4 @@
-"""What there is to run: recipes, configs and their modes, read off the files without importing any.
+"""Lists recipes, configs and their modes, read off the files without importing any.
 
 So the list is there at once, and on a machine where nothing is installed.
 """
@@ -27,10 +27,10 @@ def configs(recipe: str) -> list[Path]:
 
 def modes(path: Path) -> list[str]:
   """Returns the modes of a config: what its `get_config(mode)` compares the mode with."""
-  found = set()
+  compared = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name) and node.left.id == "mode":
       for known in ast.walk(node.comparators[0]):
         if isinstance(known, ast.Constant) and isinstance(known.value, str) and known.value:
-          found.add(known.value)
-  return sorted(found)
+          compared.add(known.value)
+  return sorted(compared)

@@ -32,7 +32,7 @@ class Curves(Protocol):
   def curve(self, name: str) -> tuple[list[int], list[float]]: ...
 
 
-_Pairs = Sequence[tuple[str, Sequence[Curves]]]  # what to call some runs, and the runs
+_Pairs = Sequence[tuple[str, Sequence[Curves]]]  # labels of runs, and the runs
 
 
 def draw(data_sets: Sequence[tuple[str, _Pairs]]) -> Figure | None:

@@ -1,4 +1,4 @@
-"""The errors that a person can mend: what is wrong, and what to do about it."""
+"""Errors that the user can mend: their class says so, their message says how."""
 
 import contextlib
 import errno
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class UserError(ValueError):
-  """A setting, a file or a machine is not as it has to be; the message says what to change.
+  """A setting, a file or a machine has to be changed by the user; the message says how.
 
   The command line prints the message alone. Every other exception is a fault of the program and
   ends in its traceback.
@@ -17,12 +17,16 @@ class MissingFileError(UserError, FileNotFoundError):
   """A file or a folder that a setting names does not exist."""
 
 
+class MissingPackageError(UserError, ImportError):
+  """A setting needs a package that is not installed; the message has the command to install it."""
+
+
 class DamagedFileError(UserError):
   """A file does not hold what its format or its hash promises; names the file."""
 
 
 class DownloadError(UserError, OSError):
-  """A server cannot be reached, or what it sends is something else."""
+  """A server cannot be reached, or sends a file with another hash."""
 
 
 class DivergedError(UserError, FloatingPointError):
@@ -30,12 +34,15 @@ class DivergedError(UserError, FloatingPointError):
 
 
 class Stopped(KeyboardInterrupt):
-  """Ctrl-C in a run; the message says where it stopped and how it goes on."""
+  """Ctrl-C in a run; the message says at which step, and how to go on."""
 
 
 @contextlib.contextmanager
 def from_settings() -> Iterator[None]:
-  """Takes a ValueError of a library for one about the settings that it was called with."""
+  """Turns a ValueError of the code within into a UserError.
+
+  For calls of a library with settings as they are: what it refuses, the user can mend.
+  """
   try:
     yield
   except UserError:
@@ -49,12 +56,12 @@ _REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 def explain(error: Exception) -> str | None:
-  """Returns the line that tells a person what to do about an error, or None for a fault of ours."""
+  """Returns the line that tells the user what to do, or None if the error is a fault of ours."""
   if isinstance(error, UserError):
     return str(error)
   if not isinstance(error, OSError) or error.errno not in _FULL + _REFUSED:
     return None
-  what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+  reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
   if error.errno in _FULL:
-    return f"{what}. Free some space; the same command then goes on from the last checkpoint."
-  return f"{what}. --workdir and --config.cache_dir must be folders that this user can write to."
+    return f"{reason}. Free some space; the same command then goes on from the last checkpoint."
+  return f"{reason}. --workdir and --config.cache_dir must be folders that this user can write to."

@@ -1,19 +1,19 @@
-"""Source files of datasets: where they are, whether they are the right ones, how to get them."""
+"""Source files of data sets: their folders, hashes, downloads, locks and replacement."""
 
 import contextlib
 import errno
 import hashlib
-import http.client
 import os
 import shutil
 import sys
-import urllib.request
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import filelock
+import pooch
+import requests
 from tqdm import tqdm
 
 from recipes.errors import DownloadError, MissingFileError, UserError
@@ -23,16 +23,16 @@ _BLOCK = 1 << 20
 
 def digest(path: Path) -> str:
   """Returns a file's SHA-256 in hexadecimal, reading it in constant memory."""
-  found = hashlib.sha256()
+  sha256 = hashlib.sha256()
   with path.open("rb") as file, progress(f"hashing {path.name}", path.stat().st_size, "B") as bar:
     while block := file.read(_BLOCK):
-      found.update(block)
+      sha256.update(block)
       bar.update(len(block))
-  return found.hexdigest()
+  return sha256.hexdigest()
 
 
 def stamp(path: Path) -> list[Any]:
-  """Returns what tells a changed file apart without reading it: path, size, modification time."""
+  """Returns path, size and modification time, which tell a changed file without reading it."""
   stat = path.stat()
   return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
@@ -49,11 +49,11 @@ def require(folder: Path, *names: str, hint: str) -> Path:
   raise MissingFileError(f"{folder} has no {' and no '.join(names)}. {hint}")
 
 
-def given(data_dir: str, hint: str) -> Path:
+def data_folder(data_dir: str, hint: str) -> Path:
   """Returns the user's folder, `~` allowed.
 
   Raises:
-    MissingFileError: none is given, or it does not exist; `hint` says what to do.
+    MissingFileError: `data_dir` is empty, or does not exist; `hint` says what to do.
   """
   if not data_dir:
     raise MissingFileError(f"--config.data_dir is empty. {hint}")
@@ -61,14 +61,6 @@ def given(data_dir: str, hint: str) -> Path:
   if not path.is_dir():
     raise MissingFileError(f"--config.data_dir={data_dir} is not a folder. {hint}")
   return path
-
-
-def whole(text: str) -> int | None:
-  """Returns the whole number from 0 that a text is; None if it is none, or beyond int64."""
-  if not (text.isascii() and text.isdecimal()) or len(text) > 19:
-    return None
-  number = int(text)
-  return number if number < 1 << 63 else None
 
 
 def folder(
@@ -84,11 +76,11 @@ def folder(
     members: the files that are needed of it.
 
   Raises:
-    MissingFileError: `data_dir` is given and does not exist.
+    MissingFileError: `data_dir` is not empty and does not exist.
     DownloadError: as `download`.
   """
   if data_dir:
-    return given(data_dir, f"Leave it empty to download {url}")
+    return data_folder(data_dir, f"Leave it empty to download {url}")
   raw = Path(cache_dir).expanduser() / name
   raw.mkdir(parents=True, exist_ok=True)
   # The processes of a run share their machine's cache: one downloads, the others wait.
@@ -108,43 +100,26 @@ def progress(description: str, total: int, unit: str) -> tqdm:
 def download(url: str, path: Path, *, sha256: str) -> Path:
   """Downloads `url` to `path` unless a file with the right hash is already there.
 
+  The file appears whole or not at all.
+
   Raises:
-    DownloadError: the server cannot be reached, or what came back has another hash; names the url.
+    DownloadError: the server cannot be reached, or sends a file with another hash; names the url.
   """
-  if path.exists() and digest(path) == sha256:
-    return path
-  path.parent.mkdir(parents=True, exist_ok=True)
-  try:
-    response = urllib.request.urlopen(url, timeout=60)
-  except OSError as error:
-    raise _unreachable(url, error) from error
-  with response, replacing(path) as file:
-    total, found = int(response.headers.get("Content-Length", 0)), hashlib.sha256()
-    with progress(f"downloading {path.name}", total, "B") as bar:
-      while block := _received(response, url):
-        file.write(block)
-        found.update(block)
-        bar.update(len(block))
-    if found.hexdigest() != sha256:
+  with progress(f"downloading {path.name}", 1, "B") as bar:  # pooch sets the bar's total
+    downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=_BLOCK, timeout=60)
+    try:
+      pooch.retrieve(url, f"sha256:{sha256}", path.name, path.parent, downloader=downloader)
+    except requests.RequestException as error:
       raise DownloadError(
-        f"{url} has the SHA-256 {found.hexdigest()}, expected {sha256}: the download is damaged or "
-        "the archive has changed. Try again; if it persists, check the publisher's page."
-      )
+        f"Could not download {url} ({error}). Download it by other means, unpack it, and pass the "
+        "folder as --config.data_dir=<folder>."
+      ) from error
+    except ValueError as error:  # of pooch, with both hashes
+      raise DownloadError(
+        f"{url}: the download is damaged or the archive has changed ({error}). Try again; if it "
+        "persists, check the publisher's page."
+      ) from error
   return path
-
-
-def _received(response: IO[bytes], url: str) -> bytes:
-  try:
-    return response.read(_BLOCK)
-  except (OSError, http.client.HTTPException) as error:
-    raise _unreachable(url, error) from error
-
-
-def _unreachable(url: str, error: Exception) -> DownloadError:
-  return DownloadError(
-    f"Could not download {url} ({error}). Download it by other means, unpack it, and pass the "
-    "folder as --config.data_dir=<folder>."
-  )
 
 
 def unpack(archive: Path, folder: Path, members: Sequence[str]) -> None:
@@ -156,24 +131,37 @@ def unpack(archive: Path, folder: Path, members: Sequence[str]) -> None:
           shutil.copyfileobj(source, target)
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-  """Makes the processes of a machine take turns; the lock file stays there, empty.
+def acquire(path: Path, *, wait: bool) -> filelock.BaseFileLock:
+  """Takes a lock among the processes of a machine; a process that ends loses its locks.
+
+  The lock file stays there, empty.
 
   Raises:
+    filelock.Timeout: another process holds the lock, and `wait` is False.
     UserError: the path is a symbolic link, which is not followed.
   """
   lock = filelock.FileLock(path)
   try:
-    try:
-      lock.acquire(blocking=False)
-    except filelock.Timeout:
-      print(f"waiting for another process, which holds {path}", file=sys.stderr, flush=True)
-      lock.acquire()
+    lock.acquire(blocking=wait)
   except OSError as error:
     if error.errno != errno.ELOOP:
       raise
     raise UserError(f"the lock file {path} is a symbolic link: remove it") from error
+  return lock
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+  """Makes the processes of a machine take turns; says so on stderr if this one has to wait.
+
+  Raises:
+    UserError: the path is a symbolic link, which is not followed.
+  """
+  try:
+    lock = acquire(path, wait=False)
+  except filelock.Timeout:
+    print(f"waiting for another process, which holds {path}", file=sys.stderr, flush=True)
+    lock = acquire(path, wait=True)
   try:
     yield
   finally:

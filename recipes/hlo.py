@@ -1,7 +1,7 @@
-"""What the text of a compiled XLA program says: exchanges, copies, layouts, offloads.
+"""Reads the text of compiled XLA programs: exchanges, copies, layouts, offloads.
 
-The text is `compiled.as_text()`: computations as blocks of one instruction a line. Shapes in it are
-those of one device.
+The text is `compiled.as_text()`: computations as blocks of one instruction a line, with the shapes
+that one device holds.
 """
 
 import collections
@@ -20,8 +20,10 @@ COLLECTIVES = (
   "ragged-all-to-all",
   "reduce-scatter",
 )
-# Instructions that make an array anew; a gradient the size of a table begins with a broadcast.
-_MAKERS = ("broadcast", "concatenate", "copy", "copy-start", "pad", "transpose")
+# Instructions that make a new array. A gradient of a table's size begins with a broadcast; in a
+# compiled program a reshape that moves nothing is a bitcast.
+_MAKERS = ("broadcast", "concatenate", "copy", "copy-start", "pad", "reshape", "transpose")
+_FREE_IN_FUSIONS = ("broadcast", "reshape")
 _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "token": 0, "tuple": 0}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -33,7 +35,7 @@ _CALLED = re.compile(
 
 
 class Array(NamedTuple):
-  """An array's type: `dtype` as XLA writes it, `layout` what stands in braces behind the shape."""
+  """An array's type: `dtype` as XLA writes it, `layout` the text in braces after the shape."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -74,19 +76,44 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-  """One line of a program: `repeats` is how often it runs in a step, None if that is not fixed."""
+  """One line of a program, `text`, in the computation `computation`."""
 
   name: str
   opcode: str
   results: tuple[Array, ...]
   computation: str
-  repeats: int | None
   text: str
 
   @property
   def operands(self) -> list[str]:
+    """Names of the instructions whose results it takes."""
     arguments = self.text.partition(f" {self.opcode}(")[2].partition(")")[0]
     return re.findall(r"%([\w.\-]+)", arguments)
+
+  @property
+  def calls(self) -> list[str]:
+    """Names of the computations that it runs."""
+    return [name for m in _CALLED.finditer(self.text) for name in re.findall(r"[\w.\-]+", m[1])]
+
+  @property
+  def trip_count(self) -> int | None:
+    """Runs of the computations that it calls; None for a loop of unknown length."""
+    if self.opcode != "while":
+      return 1
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.text)
+    return int(known[1]) if known else None
+
+  @property
+  def group_size(self) -> int:
+    """Number of devices that exchange with one another."""
+    if m := re.search(r"replica_groups=\{\{([\d,]*)\}", self.text):
+      return len(m[1].split(","))
+    if m := re.search(r"replica_groups=\[(\d+),(\d+)\]", self.text):
+      return int(m[2])
+    if m := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", self.text):
+      sizes = {name: int(size) for name, size in re.findall(r"('\w+')=(\d+)", m[1])}
+      return math.prod(sizes[name] for name in re.findall(r"'\w+'", m[2]))
+    return len(re.findall(r"\{\d+,\d+\}", self.text)) or 1
 
   def __str__(self) -> str:
     return f"{self.opcode} {self.name}: {self.results[0]} in {self.computation}"
@@ -95,10 +122,7 @@ class Instruction(NamedTuple):
 class Collective(NamedTuple):
   """Equal exchanges of a program.
 
-  `times` is how often a step runs them; None where they stand in a loop whose length depends on the
-  data. `nbytes` is the size of one result, and `sent` what one device has to send for it to others:
-  of an all-to-all all but its own part, of an all-reduce twice that (a reduce-scatter and an
-  all-gather, the least there is).
+  `times` is how often a step runs them, None inside a loop whose length depends on the data.
   """
 
   opcode: str
@@ -109,13 +133,19 @@ class Collective(NamedTuple):
 
   @property
   def nbytes(self) -> int:
+    """The size of one result."""
     return sum(array.nbytes for array in self.results)
 
   @property
   def sent(self) -> int:
-    others = (self.group - 1) / self.group
-    factor = {"all-reduce": 2 * others, "reduce-scatter": self.group - 1, "collective-permute": 1}
-    return round(self.nbytes * factor.get(self.opcode, others))
+    """Bytes that one device sends at least for one result.
+
+    For an all-to-all everything but its own part, for an all-reduce twice as much (a reduce-scatter
+    and an all-gather).
+    """
+    remote = (self.group - 1) / self.group
+    factor = {"all-reduce": 2 * remote, "reduce-scatter": self.group - 1, "collective-permute": 1}
+    return round(self.nbytes * factor.get(self.opcode, remote))
 
   def to_json(self) -> dict[str, Any]:
     return {
@@ -131,56 +161,85 @@ class Collective(NamedTuple):
 
 
 class Program:
-  """A compiled program's text, taken apart."""
+  """A compiled program, read from `compiled.as_text()`.
+
+  Attributes:
+    text: the whole program.
+    instructions: of all computations, in the order of the text.
+  """
 
   def __init__(self, text: str):
     self.text = text
     self.instructions = tuple(_instructions(text))
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
+    self._entry = entry[1] if entry else ""
 
   @functools.cached_property
   def parameters(self) -> tuple[Array, ...]:
     """The arguments of one device, in the layouts that the compiler chose."""
-    entry = _entry(self.text)
     return tuple(
-      i.results[0] for i in self.instructions if i.computation == entry and i.opcode == "parameter"
+      i.results[0]
+      for i in self.instructions
+      if i.computation == self._entry and i.opcode == "parameter"
     )
 
+  @functools.cached_property
+  def runs(self) -> dict[str, int | None]:
+    """Runs per step of each computation that is reached; None inside a loop of unknown length.
+
+    Of a computation that is called in several places, the first count that is known.
+    """
+    calls: dict[str, list[tuple[str, int | None]]] = collections.defaultdict(list)
+    for i in self.instructions:
+      calls[i.computation] += [(name, i.trip_count) for name in i.calls]
+    runs: dict[str, int | None] = {self._entry: 1}
+    pending = [self._entry]
+    while pending:
+      caller = pending.pop()
+      for name, trips in calls[caller]:
+        outer = runs[caller]
+        total = None if outer is None or trips is None else outer * trips
+        if name not in runs or (total is not None and runs[name] is None):
+          runs[name] = total
+          pending.append(name)
+    return runs
+
   def collectives(self) -> list[Collective]:
-    """The exchanges between devices, equal ones added up, the largest first."""
-    found: collections.Counter[tuple] = collections.Counter()
+    """Returns the exchanges between devices, equal ones added up, the largest first."""
+    counts: collections.Counter[tuple] = collections.Counter()
     for i in self.instructions:
       opcode = i.opcode.removesuffix("-start")
       if opcode in COLLECTIVES:
         results = tuple(array._replace(layout="") for array in i.results)
         if i.opcode in ("all-gather-start", "collective-permute-start"):
           results = results[1:2]  # a started one returns its operand, too
-        found[opcode, results, _group_size(i.text), i.repeats] += 1
+        counts[opcode, results, i.group_size, self.runs.get(i.computation, 1)] += 1
     merged = [
-      Collective(op, results, group, None if repeats is None else repeats * n, n)
-      for (op, results, group, repeats), n in found.items()
+      Collective(op, results, group, None if runs is None else runs * n, n)
+      for (op, results, group, runs), n in counts.items()
     ]
     return sorted(merged, key=lambda c: (-c.nbytes, c.opcode))
 
   def made(self, fits: Callable[[Array], bool]) -> list[str]:
-    """Instructions that put a new array that `fits` into the device's large memory.
+    """Returns the instructions that put a new array that `fits` into the large memory of a device.
 
     What a fusion makes on its way is no array in memory, and what is fetched to the fast memory or
     comes back from there is the compiler's own caching.
     """
     by_name = {i.name: i for i in self.instructions}
-    found = []
+    makers = []
     for i in self.instructions:
       if i.opcode not in _MAKERS or not i.results or not fits(i.results[0]):
         continue
       sources = [by_name[name].results[0] for name in i.operands if name in by_name]
       cached = any(array.in_fast_memory for array in (i.results[0], *sources[:1]))
-      fused = i.opcode == "broadcast" and "fused" in i.computation
+      fused = i.opcode in _FREE_IN_FUSIONS and "fused" in i.computation
       if not cached and not fused:
-        found.append(str(i))
-    return found
+        makers.append(str(i))
+    return makers
 
   def offloads(self) -> dict[str, int]:
-    """What runs on SparseCores, by kind."""
+    """Returns how many operations of each kind run on SparseCores."""
     return dict(collections.Counter(re.findall(r'"offload":"(\w+)"', self.text)))
 
 
@@ -205,7 +264,7 @@ def narrowed(collectives: list[Collective], stablehlo: str) -> list[str]:
   """Returns the exchanges that run in 16 bits although the program asked for them in 32.
 
   XLA may round before an exchange what a matrix product rounds after it: the values that other
-  consumers see, and the sums of an all-reduce, lose 16 bits without a word.
+  consumers see, and the sums of an all-reduce, then lose 16 bits without a warning.
   """
   asked: dict[str, set[str]] = collections.defaultdict(set)
   for opcode, dtypes in written(stablehlo):
@@ -215,7 +274,7 @@ def narrowed(collectives: list[Collective], stablehlo: str) -> list[str]:
     f"{c.opcode} of {', '.join(str(a) for a in c.results if a.dtype in narrow)}"
     for c in collectives
     for dtype in {a.dtype for a in c.results if a.dtype in narrow}
-    # Those the compiler has added have no written counterpart: then nothing at all may be narrow.
+    # An exchange that the compiler has added was not written; it may have any written dtype.
     if dtype not in (asked[c.opcode] if c.opcode in asked else _dtypes(stablehlo))
   ]
 
@@ -238,75 +297,22 @@ def _arrays(text: str) -> tuple[Array, ...]:
   )
 
 
-def _entry(text: str) -> str:
-  found = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
-  return found[1] if found else ""
-
-
-def _lines(text: str) -> Iterator[tuple[str, str, str, str, str]]:
-  """Yields computation, name, type, opcode and the whole line of every instruction."""
+def _instructions(text: str) -> Iterator[Instruction]:
   computation = ""
   for line in text.splitlines():
     if block := _COMPUTATION.match(line):
       computation = block[1]
     elif computation and (m := _INSTRUCTION.match(line)):
-      kind, rest = _split_type(m[2])
-      opcode = re.match(r"[\w\-]+", rest)
-      if opcode:
-        yield computation, m[1], kind, opcode[0], line
+      result_type, operation = _split_type(m[2])
+      if opcode := re.match(r"[\w\-]+", operation):
+        yield Instruction(m[1], opcode[0], _arrays(result_type), computation, line)
 
 
 def _split_type(text: str) -> tuple[str, str]:
-  """Splits "type opcode(...)" behind the type, which holds balanced parentheses and spaces."""
+  """Splits "type opcode(...)" after the type, which holds balanced parentheses and spaces."""
   depth = 0
   for i, c in enumerate(text):
     depth += (c in "({") - (c in ")}")
     if c == " " and depth == 0:
       return text[:i], text[i + 1 :]
   return text, ""
-
-
-def _instructions(text: str) -> Iterator[Instruction]:
-  lines = list(_lines(text))
-  repeats = _repeats(lines, _entry(text))
-  for computation, name, kind, opcode, line in lines:
-    yield Instruction(name, opcode, _arrays(kind), computation, repeats.get(computation, 1), line)
-
-
-def _repeats(lines: list[tuple[str, str, str, str, str]], entry: str) -> dict[str, int | None]:
-  """How often each computation runs in a step; None inside a loop of unknown length."""
-  calls = collections.defaultdict(list)
-  for computation, _, _, opcode, line in lines:
-    times: int | None = 1
-    if opcode == "while":
-      known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-      times = int(known[1]) if known else None
-    for m in _CALLED.finditer(line):
-      for name in re.findall(r"[\w.\-]+", m[1]):
-        calls[computation].append((name, times))
-  repeats: dict[str, int | None] = {entry: 1}
-  todo = [entry]
-  while todo:
-    outer = todo.pop()
-    for name, times in calls[outer]:
-      total = _product(repeats[outer], times)
-      if name not in repeats or (total is not None and repeats[name] is None):
-        repeats[name] = total
-        todo.append(name)
-  return repeats
-
-
-def _product(a: int | None, b: int | None) -> int | None:
-  return None if a is None or b is None else a * b
-
-
-def _group_size(line: str) -> int:
-  """The devices that exchange with one another."""
-  if m := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
-    return len(m[1].split(","))
-  if m := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
-    return int(m[2])
-  if m := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
-    sizes = {name: int(size) for name, size in re.findall(r"('\w+')=(\d+)", m[1])}
-    return math.prod(sizes[name] for name in re.findall(r"'\w+'", m[2]))
-  return len(re.findall(r"\{\d+,\d+\}", line)) or 1

@@ -1,13 +1,14 @@
 """One program on a laptop, a GPU node or a pod: who takes part, who writes, where a batch lives.
 
-One process on one device has no mesh, and every function here hands back what it is given. All
-others get a mesh of all devices with the one axis `data`: examples are split over it, and so are
-tables (`embed.SparseEmbed(mesh=...)`). Every process runs the same program on its own part of every
-batch, and takes the same decisions.
+One process on one device has no mesh, and every function returns its argument unchanged. More
+devices or processes get a mesh of all devices with the one axis `data`: examples are split over it,
+and so are tables (`embed.SparseEmbed(mesh=...)`). Every process runs the same program on its own
+part of every batch, and takes the same decisions.
 """
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,12 +49,12 @@ def start() -> Mesh | None:
 
 
 def _join() -> None:
-  address, count, index = given = [os.environ.get(name) for name in _VARIABLES]
+  address, count, index = values = [os.environ.get(name) for name in _VARIABLES]
   if count == "1":
     return
   if count or index or (address and not _several()):
-    if not all(given):
-      missing = [name for name, value in zip(_VARIABLES, given, strict=True) if not value]
+    if not all(values):
+      missing = [name for name, value in zip(_VARIABLES, values, strict=True) if not value]
       raise UserError(
         f"{', '.join(missing)} is not set. A run of several processes needs all of "
         f"{', '.join(_VARIABLES)}; unset them all for one process."
@@ -70,7 +71,7 @@ def _join() -> None:
 
 
 def _several() -> bool:
-  """Whether a launcher has started more processes than this one, or a TPU slice may have.
+  """Returns whether a launcher, or a TPU slice, may have started more processes than this one.
 
   Asked first because `initialize` in a Slurm task that is alone would hide all GPUs but one, and
   because it raises where it finds no cluster. The variables are those that JAX itself reads.
@@ -84,8 +85,14 @@ def _several() -> bool:
 
 
 def is_main() -> bool:
-  """Whether this process writes the run's files: one does, process 0."""
+  """Returns whether this is process 0, which writes the run's files."""
   return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+  """Prints a line on stderr, in the main process."""
+  if is_main():
+    print(text, file=sys.stderr, flush=True)
 
 
 def shard() -> tuple[int, int]:
@@ -147,7 +154,7 @@ def replicate(mesh: Mesh | None, *nodes: nnx.Module) -> None:
 
 
 def everywhere(condition: bool) -> bool:
-  """Whether a condition holds in every process."""
+  """Returns whether a condition holds in every process."""
   if jax.process_count() == 1:
     return condition
   return bool(np.all(multihost_utils.process_allgather(np.bool_(condition))))

@@ -18,14 +18,14 @@ from recipes.errors import UserError
 
 
 class Outcome(NamedTuple):
-  """What became of a task: its JSON value, or why there is none."""
+  """The JSON value of a task, or why there is none."""
 
   value: Any = None
   failure: str | None = None
 
 
 def outcomes(tasks: Mapping[str, Callable[[], Any]]) -> Iterator[Outcome]:
-  """Yields what becomes of the tasks, in their order; never raises what a task raises.
+  """Yields the outcomes of the tasks, in their order; never raises an error of a task.
 
   One process runs them all. Where it dies, another one goes on with the task after.
 
@@ -76,7 +76,7 @@ def _ended(status: int) -> str:
   if status >= 0:
     return f"its process ended with status {status}"
   name = signal.Signals(-status).name
-  why = ", probably for want of memory" if name == "SIGKILL" else ""
+  why = ", probably because memory ran out" if name == "SIGKILL" else ""
   return f"its process was ended by {name}{why}"
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it trains: metrics.jsonl, TensorBoard, a bar or lines of log."""
+"""The log of a run while it trains: metrics.jsonl, TensorBoard, a progress bar or lines."""
 
 import json
 import os
@@ -16,8 +16,8 @@ class Journal:
 
   Args:
     workdir: where `metrics.jsonl` and `tensorboard/` are.
-    step: the step that the run resumes from. What lies behind it was written by a run that was
-      killed before its next checkpoint; it is removed here and written again, the same.
+    step: the step that the run resumes from. Later lines were written by a run that was killed
+      before its next checkpoint; they are removed and written again, the same.
     steps: of the whole run.
     batch_size: examples in a step.
   """
@@ -49,7 +49,7 @@ class Journal:
     self._bar.update()
 
   def doing(self, what: str) -> None:
-    """Says before the bar what takes the time now; "" are steps, and the bar's rate is theirs."""
+    """Names what takes the time, before the bar; "" are steps, which the rate of the bar counts."""
     if what != self._doing:
       self._doing = what
       self._bar.set_description(what, refresh=bool(what))
@@ -112,7 +112,7 @@ class Silence:
 
 
 def truncate(path: Path, step: int) -> None:
-  """Removes lines behind `step` from a metrics.jsonl, and one that a kill has cut in half."""
+  """Removes lines after `step` from a metrics.jsonl, and one that a kill has cut in half."""
   if not path.exists():
     return
   kept = 0

@@ -1,11 +1,22 @@
-"""Dense layers that click and retrieval models share."""
+"""Layers, and the initializer of tables, that the recipes' models share."""
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+import embed
+
+
+def table_initializer(config) -> Any:
+  """Returns the initializer of tables: normal, with the deviation `config.table.init_scale`.
+
+  Row-wise: a process draws only the rows that it keeps, and they are the same on any mesh.
+  """
+  return embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
 
 
 class MLP(nnx.Module):

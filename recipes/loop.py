@@ -1,15 +1,6 @@
-"""The one training loop: every recipe prepares its parts and calls `train`.
+"""The one training loop: every recipe prepares its parts, and `run` does the rest.
 
-A run is a folder, the workdir:
-
-    config.json      what was asked for; another config in the same folder is refused
-    metrics.jsonl    one line per log step and per evaluation
-    tensorboard/     the same for TensorBoard
-    checkpoints/     Orbax: the latest state and the best one on validation
-    result.json      written when the state has been tested; complete when the baselines are in it
-    run.lock         held by the process that writes; a second run in the folder is refused
-
-Several processes share one workdir: the main one writes the files, all of them the checkpoints.
+A run is a folder, the workdir; `recipes.runs` lists its files.
 
 A run that is killed, at any time, and started again by the same command goes on from its latest
 checkpoint and ends as if it had never stopped: the checkpoint holds the dense parameters, the
@@ -18,148 +9,92 @@ one machine every step is deterministic. A checkpoint does not know how many dev
 wrote it: the same command goes on from it on any other number, with the same batches.
 """
 
-import contextlib
 import dataclasses
-import errno
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import filelock
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
-from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import embed
-import embed.checkpoint
-from recipes import arrays, hosts, isolation, results
-from recipes.errors import DivergedError, MissingFileError, Stopped, UserError, from_settings
+from recipes import arrays, checkpoints, hosts, isolation, results, runs
+from recipes.checkpoints import Progress
+from recipes.errors import DivergedError, MissingFileError, UserError
 from recipes.journal import Journal, Silence
 
-_LOCK = "run.lock"
-_REMOVE = ": remove it, and the same command writes it again"
 Baseline = Mapping[str, float] | Callable[[], Mapping[str, float]]  # its metrics, or what fits it
 _MAX_ATTEMPTS = 2  # at a baseline during which the whole run ended
 
 
-@dataclasses.dataclass
-class _Progress:
-  """What the loop itself has to remember across a kill.
+@dataclasses.dataclass(frozen=True)
+class Training:
+  """The parts that a recipe prepares.
 
-  `losses` are those since the last log line; `best` is the best selection score so far, at
-  `best_step`, and `stale` counts the evaluations since.
+  Attributes:
+    model: trained in place.
+    optimizer: of the model's dense parameters and tables.
+    loss_fn: `(model, batch) -> scalar`.
+    batches: a Grain `IterDataset` of at least `config.steps` batches, each this process's part.
+    evaluate: `(model, split) -> {metric: value}`, for the splits `valid` and `test`; the same in
+      every process.
+    baselines: returns, in the main process, each baseline's metrics or a function that fits it.
+      The functions run after `result.json` is written, in a process of their own; see
+      `isolation.outcomes`. One that fails is named in the result and costs nothing else.
+    data_sha256: hashes of the data by file.
   """
 
-  step: int = 0
-  seconds: float = 0.0
-  losses: list[float] = dataclasses.field(default_factory=list)
-  best: float | None = None
-  best_step: int = 0
-  stale: int = 0
-  stopped: bool = False
-  data: dict[str, Any] = dataclasses.field(default_factory=dict)
+  model: nnx.Module
+  optimizer: embed.Optimizer
+  loss_fn: Callable[[Any, Any], jax.Array]
+  batches: Any
+  evaluate: Callable[[Any, str], dict[str, float]]
+  baselines: Callable[[], Mapping[str, Baseline]]
+  data_sha256: Mapping[str, str]
+
+  @property
+  def state(self) -> dict[str, Any]:
+    """The parts that training changes: `model` and `optimizer`."""
+    return {"model": self.model, "optimizer": self.optimizer}
 
 
-def finished(config, workdir: str | Path) -> dict[str, Any] | None:
-  """Returns the result if the workdir's run has ended already, and None if there is work to do.
+def run(
+  recipe: str,
+  config,
+  workdir: str,
+  prepare: Callable[[Any, jax.sharding.Mesh | None], Training],
+) -> dict[str, Any]:
+  """Trains as configured, or reports the run that the workdir holds; returns its result.json.
 
-  Call it first, after `hosts.start`: a finished run then reports without loading any data, and what
-  `train` would refuse is refused at once. The main process looks, and all take its word for it.
+  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+
+  Args:
+    recipe: its name, for the result.
+    config: as for `train`.
+    workdir: the run's folder.
+    prepare: `(config, mesh) -> Training`; called only if there is work to do.
 
   Raises:
-    UserError: the workdir holds a run of another config; names the fields that differ. Or another
-      process trains in it, or it cannot be written to, or it is a URL.
+    UserError: as `runs.finished` and `train`.
   """
-  if "://" in str(workdir):
-    raise UserError(
-      f"--workdir={workdir} is a URL, and a run writes plain files. Mount the bucket (gcsfuse) and "
-      "give the folder."
-    )
-  return hosts.from_main(lambda: _finished(config, Path(workdir)))
-
-
-def _finished(config, workdir: Path) -> dict[str, Any] | None:
-  _check_config(config, workdir)
-  result = _result(workdir)
-  if result is None or not _is_complete(result):
-    parent = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-      raise UserError(
-        f"--workdir={workdir} cannot be written to, because {parent} cannot: choose another one"
-      )
-    if (workdir / _LOCK).exists():
-      _acquire(workdir).release()
-    return None
-  _say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
-  for name, failure in result.get("failed_baselines", {}).items():
-    _say(f"its baseline {name} failed: {failure}. To fit it again, remove its result.json.")
+  mesh = hosts.start()
+  result = runs.finished(config, workdir)
+  if result is None:
+    result = train(config, workdir, prepare(config, mesh), recipe=recipe, mesh=mesh)
+  if hosts.is_main():
+    print(results.report(result))
   return result
-
-
-def _check_config(config, workdir: Path) -> None:
-  wanted, path = _plain(config), workdir / "config.json"
-  if not path.exists():
-    return
-  found = arrays.read_json(path, _REMOVE)
-  differing = [
-    f"{name}: {found.get(name)!r} there, {wanted.get(name)!r} now"
-    for name in sorted(found.keys() | wanted.keys())
-    if found.get(name) != wanted.get(name)
-  ]
-  if differing:
-    raise UserError(
-      f"{workdir} holds a run of another config ({'; '.join(differing)}). Choose another "
-      "--workdir, or remove that one."
-    )
-
-
-def _result(workdir: Path) -> dict[str, Any] | None:
-  path = workdir / "result.json"
-  return arrays.read_json(path, _REMOVE) if path.exists() else None
-
-
-def _is_complete(result: Mapping[str, Any]) -> bool:
-  return "pending_baselines" not in result
-
-
-def _acquire(workdir: Path) -> filelock.BaseFileLock:
-  """Takes the lock of a workdir, which its process loses in whatever way it ends.
-
-  Raises:
-    UserError: another process holds it, or it is a link, which is not followed.
-  """
-  lock = filelock.FileLock(workdir / _LOCK)
-  try:
-    lock.acquire(blocking=False)
-  except filelock.Timeout:
-    raise UserError(
-      f"another process trains in {workdir}: wait for it to end, or choose another --workdir"
-    ) from None
-  except OSError as error:
-    if error.errno != errno.ELOOP:
-      raise
-    raise UserError(f"{workdir / _LOCK} is a symbolic link: remove it") from error
-  return lock
 
 
 def train(
   config,
   workdir: str | Path,
+  training: Training,
   *,
   recipe: str,
-  model: nnx.Module,
-  optimizer: embed.Optimizer,
-  loss_fn: Callable[[Any, Any], jax.Array],
-  batches: Any,
-  evaluate: Callable[[Any, str], dict[str, float]],
-  baselines: Callable[[], Mapping[str, Baseline]],
-  data_sha256: Mapping[str, str],
   mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Any]:
   """Trains, evaluates, checkpoints, and tests once at the end.
@@ -169,20 +104,11 @@ def train(
       at evaluations only), `select` (the validation metric whose best state is tested, as
       "valid_auc", a name that ends in "loss" being minimised; "" tests the final state) and
       `patience` (evaluations without improvement until training stops; 0 never). `pipelined`, if
-      it is there and True, looks up each batch beside the step before it: see `embed.look_ahead`.
+      it is set and True, looks up each batch during the step before it: see `embed.look_ahead`.
       Evaluations and checkpoints come between two steps of which neither waits for the other.
-    workdir: the run's folder, for which `finished` has returned None.
+    workdir: the run's folder, for which `runs.finished` has returned None.
+    training: the parts of the recipe.
     recipe: its name, for the result.
-    model: trained in place.
-    optimizer: of the model's dense parameters and tables.
-    loss_fn: `(model, batch) -> scalar`.
-    batches: a Grain `IterDataset` of at least `steps` batches, each this process's part.
-    evaluate: `(model, split) -> {metric: value}`, for the splits `valid` and `test`; the same in
-      every process.
-    baselines: returns, in the main process, each baseline's metrics or a function that fits it.
-      The functions run after `result.json` is written, in a process of their own; see
-      `isolation.outcomes`. One that fails is named in the result and costs nothing else.
-    data_sha256: hashes of the data by file.
     mesh: from `hosts.start`; everything but the tables is copied to all of its devices.
 
   Returns:
@@ -195,25 +121,22 @@ def train(
     Stopped: Ctrl-C; says at which step, and how to go on.
   """
   workdir = Path(workdir).resolve()
-  progress = _Progress()
-  with _held(config, workdir), _stoppable(config, workdir, progress):
+  progress = Progress()
+  with runs.held(config, workdir), runs.stoppable(config, workdir, progress):
     if not hosts.everywhere((workdir / "config.json").exists()):
       raise MissingFileError(
         f"not every process sees the config.json that process 0 has written to {workdir}: "
         "--workdir must be a folder that all hosts share"
       )
-    result = hosts.from_main(lambda: _result(workdir))
-    if result is not None and _is_complete(result):  # another run has ended since
+    result = hosts.from_main(lambda: runs.result(workdir))
+    if result is not None and runs.is_complete(result):  # another run has ended since
       return result
     if result is None:
-      state = {"model": model, "optimizer": optimizer}
-      hosts.replicate(mesh, *state.values())
-      tested_step, metrics = _train(
-        config, workdir, progress, iter(batches), mesh, loss_fn, evaluate, state
-      )
+      hosts.replicate(mesh, *training.state.values())
+      tested_step, metrics = _train(config, workdir, progress, training, mesh)
       result = {
         "recipe": recipe,
-        "config": _plain(config),
+        "config": runs.plain(config),
         "seed": config.seed,
         "steps": progress.step,
         "tested_step": tested_step,
@@ -223,38 +146,35 @@ def train(
         "failed_baselines": {},
         "device": results.device(),
         "versions": results.versions(),
-        "data_sha256": dict(data_sha256),
+        "data_sha256": dict(training.data_sha256),
         "pending_baselines": {},
       }
-    return hosts.from_main(lambda: _with_baselines(workdir, result, baselines))
+    return hosts.from_main(lambda: _with_baselines(workdir, result, training.baselines))
 
 
 def _train(
   config,
   workdir: Path,
-  progress: _Progress,
-  iterator: Any,
+  progress: Progress,
+  training: Training,
   mesh: jax.sharding.Mesh | None,
-  loss_fn: Callable,
-  evaluate: Callable,
-  state: dict[str, Any],
 ) -> tuple[int, dict[str, float]]:
   """Trains from the latest checkpoint on; returns the step of the tested state and its metrics."""
-  with _manager(workdir / "checkpoints", progress) as manager:
-    # Said by one process: another may still see an older listing of the shared folder.
+  iterator = iter(training.batches)
+  with checkpoints.manager(workdir / "checkpoints", progress) as manager:
+    # One process decides: another may still see an older listing of the shared folder.
     if (latest := hosts.from_main(manager.latest_step)) is not None:
-      _say(f"{workdir}: going on from step {latest}")
-      vars(progress).update(_restore(manager, latest, state))
+      hosts.say(f"{workdir}: going on from step {latest}")
+      vars(progress).update(checkpoints.restore(manager, latest, training.state))
       iterator.set_state(progress.data)
     with _journal(config, workdir, progress.step) as journal:
-      _run(config, progress, iterator, mesh, loss_fn, evaluate, journal, manager, state)
+      _take_steps(config, progress, training, iterator, mesh, journal, manager)
     tested_step = progress.best_step if config.select else progress.step
-    _say(f"testing the state of step {tested_step}")
+    hosts.say(f"testing the state of step {tested_step}")
     if tested_step != progress.step:
-      _restore(manager, tested_step, state)
-    model = state["model"]
-    metrics = _named("valid", evaluate(model, "valid")) | _named("test", evaluate(model, "test"))
-  return tested_step, metrics
+      checkpoints.restore(manager, tested_step, training.state)
+    evaluate = lambda split: _named(split, training.evaluate(training.model, split))
+    return tested_step, evaluate("valid") | evaluate("test")
 
 
 def _with_baselines(
@@ -262,75 +182,35 @@ def _with_baselines(
 ) -> dict[str, Any]:
   """Writes the result, then once more after every baseline; returns it complete.
 
-  While `pending_baselines` is there it is not: the same command fits those that are missing. Its
-  values count how often each was begun.
+  A result with `pending_baselines`, which count the attempts at each, is not complete: the same
+  command fits the missing ones.
   """
   path = workdir / "result.json"
   arrays.write_json(path, result)
-  _say("fitting the baselines")
-  asked, known, failed = baselines(), result["baselines"], result["failed_baselines"]
-  known |= {name: dict(each) for name, each in asked.items() if not callable(each)}
-  begun = result["pending_baselines"]
-  for name in [name for name, attempts in begun.items() if attempts >= _MAX_ATTEMPTS]:
+  hosts.say("fitting the baselines")
+  wanted, known, failed = baselines(), result["baselines"], result["failed_baselines"]
+  known |= {name: dict(each) for name, each in wanted.items() if not callable(each)}
+  attempts = result["pending_baselines"]
+  for name in [name for name, count in attempts.items() if count >= _MAX_ATTEMPTS]:
     failed[name] = f"the run ended {_MAX_ATTEMPTS} times while it was fitted"
-  tasks: dict[str, Any] = {n: f for n, f in asked.items() if n not in known and n not in failed}
+  tasks: dict[str, Any] = {n: f for n, f in wanted.items() if n not in known and n not in failed}
   outcomes = isolation.outcomes(tasks)
   for name in tasks:
-    begun[name] = begun.get(name, 0) + 1
+    attempts[name] = attempts.get(name, 0) + 1
     arrays.write_json(path, result)
     value, failure = next(outcomes)
     if failure is None:
       known[name] = value
     else:
-      _say(f"baseline {name} failed: {failure}")
+      hosts.say(f"baseline {name} failed: {failure}")
       failed[name] = failure
-    begun.pop(name)
-  result["baselines"] = {name: known[name] for name in asked if name in known}
+    attempts.pop(name)
+  result["baselines"] = {name: known[name] for name in wanted if name in known}
   del result["pending_baselines"]
   if not failed:
     del result["failed_baselines"]
   arrays.write_json(path, result)
   return result
-
-
-@contextlib.contextmanager
-def _held(config, workdir: Path) -> Iterator[None]:
-  """Holds the workdir, in the main process for all of them, and notes the config in it."""
-  locks = []
-
-  def begin() -> None:
-    workdir.mkdir(parents=True, exist_ok=True)
-    locks.append(_acquire(workdir))
-    _check_config(config, workdir)  # again: another run may have begun, and ended, since
-    arrays.write_json(workdir / "config.json", _plain(config))
-
-  try:
-    hosts.from_main(begin)
-    yield
-  finally:
-    for lock in locks:
-      lock.release()
-
-
-@contextlib.contextmanager
-def _stoppable(config, workdir: Path, progress: _Progress) -> Iterator[None]:
-  """Says where Ctrl-C has stopped a run, and from where it goes on."""
-  try:
-    yield
-  except KeyboardInterrupt:
-    if (workdir / "result.json").exists():
-      text = "stopped while fitting the baselines; the same command fits those that are missing"
-    else:
-      names = (path.name for path in (workdir / "checkpoints").glob("*"))
-      latest = max((int(name) for name in names if name.isdecimal()), default=0)
-      text = f"stopped at step {progress.step} of {config.steps}; the same command goes on from "
-      text += f"step {latest}"
-    raise Stopped(text) from None
-
-
-def _say(text: str) -> None:
-  if hosts.is_main():
-    print(text, file=sys.stderr, flush=True)
 
 
 def _journal(config, workdir: Path, step: int) -> Journal | Silence:
@@ -355,8 +235,8 @@ def make_train_step(loss_fn: Callable[[Any, Any], jax.Array]) -> Callable[..., j
 def make_pipelined_step(loss_fn: Callable[[Any, Any], jax.Array]) -> Callable[..., Any]:
   """Returns the compiled `(model, optimizer, ahead, batch, next_batch) -> (loss, ahead)`.
 
-  It trains on `batch`, whose lookups are `ahead` (None: not made yet), and beside that looks up
-  `next_batch` (None: no further), without this step's update; see `embed.look_ahead`.
+  It trains on `batch`, whose lookups are `ahead` (None: not made yet), and looks up `next_batch`
+  (None: there is none) without this step's update; see `embed.look_ahead`.
   """
 
   @nnx.jit(donate_argnames=("model", "optimizer"))
@@ -389,21 +269,18 @@ class _Steps:
     return loss
 
 
-def _run(
+def _take_steps(
   config,
-  progress: _Progress,
-  iterator: Iterator,
+  progress: Progress,
+  training: Training,
+  iterator: Any,
   mesh: jax.sharding.Mesh | None,
-  loss_fn: Callable,
-  evaluate: Callable,
   journal: Journal | Silence,
   manager: ocp.CheckpointManager,
-  state: dict[str, Any],
 ) -> None:
   """Takes the steps that are left, up to the last one or until validation stops improving."""
-  model = state["model"]
   batches = (hosts.to_global(mesh, batch) for batch in iterator)
-  steps = _Steps(loss_fn, batches, config.get("pipelined", False))
+  steps = _Steps(training.loss_fn, batches, config.get("pipelined", False))
   every = lambda period, step: bool(period) and step % period == 0
   began = time.perf_counter() - progress.seconds
   losses: list[Any] = list(progress.losses)  # on the device; fetched only where they are needed
@@ -413,27 +290,27 @@ def _run(
     last = progress.step == config.steps
     evaluated = last or every(config.eval_every, progress.step)
     saved = evaluated or every(config.checkpoint_every, progress.step)
-    losses.append(steps.take(state, pause=saved))
+    losses.append(steps.take(training.state, pause=saved))
     journal.stepped()
     if last or every(config.log_every, progress.step):
-      journal.log_train({"loss": _mean(losses, progress.step)} | _reports(model))
+      journal.log_train({"loss": _mean(losses, progress.step)} | _reports(training.model))
       losses = []
     if evaluated:
       journal.doing("evaluating")
-      scores = _named("valid", evaluate(model, "valid"))
+      scores = _named("valid", training.evaluate(training.model, "valid"))
       journal.log_eval(scores)
       _select(config, progress, scores)
     if saved:
       progress.losses = [float(loss) for loss in losses]
       progress.seconds = time.perf_counter() - began
-      progress.data = iterator.get_state()  # type: ignore[attr-defined]
+      progress.data = iterator.get_state()
       journal.sync()
       journal.doing("saving")
-      _save(manager, progress, state)
+      checkpoints.save(manager, progress, training.state)
       journal.restart_clock()
 
 
-def _select(config, progress: _Progress, scores: dict[str, float]) -> None:
+def _select(config, progress: Progress, scores: dict[str, float]) -> None:
   """Remembers the best evaluation so far, the later of two equal ones, and when to give up."""
   if not config.select:
     return
@@ -460,80 +337,15 @@ def _mean(losses: list[Any], step: int) -> float:
   return mean
 
 
-class _LatestAndBest(preservation_policy.PreservationPolicy):
-  """Keeps the latest checkpoint and the best one, which a restart knows from its progress.
-
-  Orbax's own ranking goes by metrics that it forgets when a process ends.
-  """
-
-  def __init__(self, progress: _Progress):
-    self._progress = progress
-
-  def should_preserve(self, checkpoints, *, context) -> list[bool]:
-    del context
-    latest = max((info.step for info in checkpoints), default=None)
-    return [info.step in (latest, self._progress.best_step) for info in checkpoints]
-
-
-def _manager(folder: Path, progress: _Progress) -> ocp.CheckpointManager:
-  return ocp.CheckpointManager(
-    folder,
-    options=ocp.CheckpointManagerOptions(
-      preservation_policy=_LatestAndBest(progress),
-      # On CPU an asynchronous save reads the very buffers that the next, donated, step overwrites.
-      enable_async_checkpointing=False,
-    ),
-    # Given here, since what a checkpoint holds is asked for before it is restored.
-    item_handlers={
-      "state": ocp.StandardCheckpointHandler(),
-      "progress": ocp.JsonCheckpointHandler(),
-    },
-  )
-
-
-def _save(manager: ocp.CheckpointManager, progress: _Progress, state: dict[str, Any]) -> None:
-  items = ocp.args.Composite(
-    state=ocp.args.StandardSave(embed.checkpoint.to_tree(**state)),
-    progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
-  )
-  try:
-    manager.save(progress.step, args=items, force=True)
-  except Exception as error:
-    if os.strerror(errno.ENOSPC) not in str(error):
-      raise
-    # Of the libraries below each has an exception of its own for a full disk.
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(manager.directory)) from error
-
-
-def _restore(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -> dict[str, Any]:
-  """Loads a checkpoint into model and optimizer, and returns the progress saved with it.
-
-  Raises:
-    UserError: it is of other tables or parameters; names them, with both shapes.
-  """
-  with from_settings():  # before Orbax, which would advise to pad or cut tables
-    embed.checkpoint.check(manager.item_metadata(step).state.tree, **state)
-  like = embed.checkpoint.like(**state)
-  items = ocp.args.Composite(state=ocp.args.StandardRestore(like), progress=ocp.args.JsonRestore())
-  restored = manager.restore(step, args=items)
-  embed.checkpoint.from_tree(restored.state, **state)
-  return restored.progress
-
-
 def _reports(model: nnx.Module) -> dict[str, float]:
-  """Returns what the model's SparseEmbeds report: dropped ids added up, of all else the largest."""
-  found: dict[str, list[float]] = {}
+  """Returns the reports of the model's SparseEmbeds: the sum of dropped ids, else the largest."""
+  values: dict[str, list[float]] = {}
   for _, module in nnx.iter_modules(model):
     if isinstance(module, embed.SparseEmbed):
       for name, value in module.report.get_value().items():
-        found.setdefault(name, []).append(np.asarray(value).item())
-  return {name: sum(v) if name == "dropped_ids" else max(v) for name, v in found.items()}
+        values.setdefault(name, []).append(np.asarray(value).item())
+  return {name: sum(v) if name == "dropped_ids" else max(v) for name, v in values.items()}
 
 
 def _named(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
   return {f"{split}_{name}": float(value) for name, value in metrics.items()}
-
-
-def _plain(config) -> dict[str, Any]:
-  """Returns the config as JSON would give it back: tuples are lists."""
-  return json.loads(json.dumps(config.to_dict()))

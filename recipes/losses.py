@@ -1,4 +1,4 @@
-"""Losses over scores of one right item and some wrong ones.
+"""Losses over scores of one right item and sampled wrong ones.
 
 Scores are floats: `positive` `[...]` of the right item, `negative` `[..., K]` of sampled ones. A
 `hit` marks a sampled item that happens to be the right one (an accidental hit): it must not count
@@ -70,7 +70,7 @@ def gbce_beta(num_negatives: int, num_items: int, calibration: float) -> float:
   """Returns the power of gBCE: `a * (t * (1 - 1/a) + 1/a)`, `a = num_negatives / (num_items - 1)`.
 
   Petrov and Macdonald 2023 (gSASRec), equations 8 and 12. Calibration t = 0 is BCE; at 1 the
-  probabilities are those of BCE over all items.
+  probabilities equal BCE's over all items.
 
   Raises:
     ValueError: the calibration is not in [0, 1].

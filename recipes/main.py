@@ -1,6 +1,8 @@
 """The command line that all recipes share: `--config`, `--workdir`, and mistakes in one line."""
 
 import difflib
+import functools
+import importlib
 import re
 import sys
 from collections.abc import Callable
@@ -15,13 +17,25 @@ from recipes import catalogue, errors
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
 
 
-def program(recipe: str, run: Callable[[Any, str], Any]) -> Callable[[], None]:
+def train(recipe: str, config, workdir: str) -> None:
+  """Calls `run(config, workdir)` of the recipe's `train.py`.
+
+  It is imported here, which takes seconds, so that a wrong flag is answered at once.
+  """
+  importlib.import_module(f"recipes.{recipe}.train").run(config, workdir)
+
+
+def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callable[[], None]:
   """Defines the flags and returns the program, which calls `run(config, workdir)`.
 
-  Call it where the recipe's `__main__` is imported: worker processes import it and want the flags
-  defined as well. What takes long to import is best imported by `run`, so that a wrong flag is
-  answered at once.
+  Call it where the recipe's `__main__` is imported: worker processes import it and need the flags
+  defined as well.
+
+  Args:
+    recipe: the name of its folder.
+    run: imports what takes long when it is called; None trains the recipe, see `train`.
   """
+  run = run or functools.partial(train, recipe)
   default = f"configs/{recipe}/synthetic.py"
   config = config_flags.DEFINE_config_file("config", None, "The settings.")
   flag: Any = flags.FLAGS["config"]
@@ -74,10 +88,10 @@ class _ConfigFile(flags.ArgumentParser):
     name, _, mode = path.partition(":")
     file = next((p for p in (Path(name), catalogue.ROOT / name) if p.is_file()), None)
     if file is None:
-      found = {p.stem: p for recipe in catalogue.recipes() for p in catalogue.configs(recipe)}
-      found |= {p.stem: p for p in catalogue.configs(self._recipe)}
-      close = difflib.get_close_matches(Path(name).stem, found, 1)
-      hint = f"did you mean {found[close[0]]}?" if close else "`python -m recipes` lists them"
+      configs = {p.stem: p for recipe in catalogue.recipes() for p in catalogue.configs(recipe)}
+      configs |= {p.stem: p for p in catalogue.configs(self._recipe)}
+      close = difflib.get_close_matches(Path(name).stem, configs, 1)
+      hint = f"did you mean {configs[close[0]]}?" if close else "`python -m recipes` lists them"
       raise ValueError(f"there is no such file; {hint}")
     for other in catalogue.recipes().keys() - {self._recipe}:
       if file.resolve().parent == catalogue.ROOT / "configs" / other:

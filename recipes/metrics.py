@@ -1,6 +1,6 @@
 """Metrics of clicks and of rankings: exact, fed batch by batch.
 
-Why the scores of clicks are kept and not binned: streaming AUCs with constant memory (keras and
+The scores of clicks are kept and not binned, because streaming AUCs with constant memory (keras and
 metrax with 200 thresholds, torchmetrics with `thresholds=`) approximate the curve, and the error
 grows as the scores crowd together near 0, as click probabilities do; it can exceed the differences
 that papers report. Exact AUC needs the order of all scores. That costs 5 bytes an example on the
@@ -95,7 +95,7 @@ class RankingMetrics:
       mask: bool `[B]`, False for examples that only fill up the last batch; None counts all.
 
     Raises:
-      ValueError: shapes do not fit, K is less than the largest cutoff, or an id stands twice.
+      ValueError: shapes do not fit, K is less than the largest cutoff, or an id appears twice.
     """
     top_ids, relevant = np.asarray(top_ids), np.asarray(relevant)
     if top_ids.ndim != 2 or relevant.ndim != 2 or len(top_ids) != len(relevant):
@@ -103,12 +103,12 @@ class RankingMetrics:
         f"top_ids {top_ids.shape} and relevant {relevant.shape} must be [batch, K] and [batch, R]"
       )
     if top_ids.shape[1] < max(self._ks):
-      raise ValueError(f"{top_ids.shape[1]} ids were given, for metrics at {max(self._ks)}")
+      raise ValueError(f"{top_ids.shape[1]} ids a row, for metrics at {max(self._ks)}")
     counted = (relevant >= 0).any(axis=1) & (True if mask is None else np.asarray(mask))
     top_ids, relevant = top_ids[counted], relevant[counted]
     for name, ids in (("top_ids", top_ids), ("relevant", relevant)):
       if _repeats(ids):
-        raise ValueError(f"an id stands twice in a row of {name}: every hit counts once")
+        raise ValueError(f"an id appears twice in a row of {name}: every hit counts once")
     hits = _member(top_ids, relevant)
     totals = (relevant >= 0).sum(axis=1)
     for name, values in _ranking(hits, totals, self._ks, self._mrr):
@@ -147,7 +147,7 @@ def _repeats(ids: np.ndarray) -> bool:
 
 
 def _member(ids: np.ndarray, of: np.ndarray) -> np.ndarray:
-  """Whether each id `[B, K]` stands in its row of `of` `[B, R]`; a negative one never does.
+  """Returns bool `[B, K]`: whether each id is in its row of `of` `[B, R]`; a negative one never is.
 
   A row's ids are shifted into a range of their own, so that one sorted search answers for all.
   """

@@ -5,14 +5,13 @@ TiiS 5, 4: 19. The data may be used for research and not be redistributed.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from recipes import files
-from recipes.errors import DamagedFileError
+from recipes.textfile import TextFile
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
 SHA256 = "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"
@@ -72,14 +71,18 @@ def sources(path: Path) -> dict[str, Path]:
 
 
 def read_users(path: Path) -> Users:
-  """Reads `users.dat`: `user::gender::age::occupation::zip`."""
-  users = Users({}, [], [], [])
-  for number, (user, gender, age, occupation, _) in _records(path, "::", 5):
-    _new(users.key, user, path, number)
+  """Reads `users.dat`: `user::gender::age::occupation::zip`.
+
+  Raises:
+    DamagedFileError: a field does not hold what it should; names the file and the line.
+  """
+  file, users = TextFile(path), Users({}, [], [], [])
+  for line, (user, gender, age, occupation, _) in file.records("::", 5):
+    file.add_id(line, users.key, user)
     if gender not in ("F", "M"):
-      raise _error(path, number, f"the gender is {gender!r}, expected F or M")
-    for name, value in (("age", age), ("occupation", occupation)):
-      _number(value, name, path, number)
+      raise file.error(line, f"the gender is {gender!r}, expected F or M")
+    file.number(line, "age", age)
+    file.number(line, "occupation", occupation)
     users.gender.append(gender)
     users.age.append(age)
     users.occupation.append(occupation)
@@ -87,12 +90,16 @@ def read_users(path: Path) -> Users:
 
 
 def read_movies(path: Path) -> Movies:
-  """Reads `movies.dat`: `movie::title (year)::genre|genre|...`."""
-  movies = Movies({}, [], [])
-  for number, (movie, title, genres) in _records(path, "::", 3):
-    _new(movies.key, movie, path, number)
+  """Reads `movies.dat`: `movie::title (year)::genre|genre|...`.
+
+  Raises:
+    DamagedFileError: a field does not hold what it should; names the file and the line.
+  """
+  file, movies = TextFile(path), Movies({}, [], [])
+  for line, (movie, title, genres) in file.records("::", 3):
+    file.add_id(line, movies.key, movie)
     if not title:
-      raise _error(path, number, "the title is empty")
+      raise file.error(line, "the title is empty")
     year = _YEAR.search(title)
     movies.year.append(year.group(1) if year else "")
     movies.genres.append(genres.split("|") if genres else [])
@@ -109,63 +116,36 @@ def read_ratings(path: Path, users: dict[str, int], movies: dict[str, int]) -> R
   """
   user, movie, rating = [], [], []
   lines: dict[int, int] = {}
-  csv = path.suffix == ".csv"
+  file, csv = TextFile(path), path.suffix == ".csv"
   with files.progress(f"reading {path.name}", 1_000_209, "row") as bar:
-    for number, fields in _records(path, "," if csv else "::", 3 if csv else 4):
-      if csv and number == 1 and fields[0] == "user":
+    for line, fields in file.records("," if csv else "::", 3 if csv else 4):
+      if csv and line == 1 and fields[0] == "user":
         continue
-      if fields[2] not in ("1", "2", "3", "4", "5"):
-        raise _error(path, number, f"the rating is {fields[2]!r}, expected 1 to 5")
+      check_rating(file, line, fields[2])
       if not csv:
-        _number(fields[3], "time", path, number)
-      user.append(_known(users, fields[0], "user", "users.dat", path, number))
-      movie.append(_known(movies, fields[1], "movie", "movies.dat", path, number))
+        file.number(line, "time", fields[3])
+      if fields[0] not in users:
+        raise file.error(line, f"user {fields[0]!r} is not in users.dat")
+      if fields[1] not in movies:
+        raise file.error(line, f"movie {fields[1]!r} is not in movies.dat")
+      user.append(users[fields[0]])
+      movie.append(movies[fields[1]])
       rating.append(int(fields[2]))
-      line = lines.setdefault(user[-1] * len(movies) + movie[-1], number)
-      if line != number:
-        what = f"user {fields[0]} rates movie {fields[1]}, which line {line} does already"
-        raise _error(path, number, what)
+      first = lines.setdefault(user[-1] * len(movies) + movie[-1], line)
+      if first != line:
+        raise file.error(line, rated_twice(fields[0], fields[1], first))
       bar.update()
   if not user:
-    raise _error(path, 1, "there is no rating")
+    raise file.error(1, "there is no rating")
   return Ratings(np.array(user, np.int32), np.array(movie, np.int32), np.array(rating, np.int8))
 
 
-def _records(path: Path, separator: str, count: int) -> Iterator[tuple[int, list[str]]]:
-  # GroupLens publishes latin-1; as UTF-8 the accents in the titles fail to decode.
-  number = 0
-  with path.open(encoding="latin-1", newline="\n") as file:
-    for number, line in enumerate(file, start=1):
-      fields = line.rstrip("\r\n").split(separator)
-      if len(fields) != count:
-        raise _error(
-          path, number, f"found {len(fields)} fields separated by {separator!r}, expected {count}"
-        )
-      yield number, fields
-  if number == 0:
-    raise _error(path, 1, "the file is empty")
+def check_rating(file: TextFile, line: int, rating: str) -> None:
+  """Raises DamagedFileError if a rating is not 1 to 5."""
+  if rating not in ("1", "2", "3", "4", "5"):
+    raise file.error(line, f"the rating is {rating!r}, expected 1 to 5")
 
 
-def _number(text: str, name: str, path: Path, number: int) -> None:
-  if files.whole(text) is None:
-    raise _error(path, number, f"the {name} is {text!r}, expected a whole number")
-
-
-def _new(key: dict[str, int], name: str, path: Path, number: int) -> None:
-  _number(name, "id", path, number)
-  if name in key:
-    raise _error(path, number, f"{name!r} appears a second time")
-  key[name] = len(key)
-
-
-def _known(key: dict[str, int], name: str, kind: str, other: str, path: Path, number: int) -> int:
-  if name not in key:
-    raise _error(path, number, f"{kind} {name!r} is not in {other}")
-  return key[name]
-
-
-def _error(path: Path, number: int, what: str) -> DamagedFileError:
-  return DamagedFileError(
-    f"{path}, line {number}: {what}. Is the file complete? Unpack the archive again, or repair the "
-    "line."
-  )
+def rated_twice(user: str, movie: str, first: int) -> str:
+  """Returns the problem of a line whose rating the line `first` has given already."""
+  return f"user {user} rates movie {movie}, which line {first} does already"

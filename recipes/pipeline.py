@@ -27,8 +27,8 @@ class Source(Protocol):
 class ShuffledBatches:
   """Batch number -> rows of a split, in a new order every epoch.
 
-  Batches run across the end of an epoch, so that every row is seen exactly once per epoch, whatever
-  the batch size, and all batches have one shape.
+  Batches run across the end of an epoch, so that every row is seen exactly once per epoch with
+  any batch size, and all batches have one shape.
 
   Args:
     columns: arrays with equally many rows.
@@ -151,7 +151,7 @@ def batches(
       thread or a worker process, and must not touch a device.
     num_threads: threads that read ahead.
     num_workers: worker processes, each with its own threads; 0 reads in this process. Grain's
-      workers want absl's flags parsed: outside of `app.run`, call `flags.FLAGS.mark_as_parsed()`.
+      workers need absl's flags parsed: outside of `app.run`, call `flags.FLAGS.mark_as_parsed()`.
   """
   dataset = grain.MapDataset.source(source).map(transform)
   options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=4 * num_threads)

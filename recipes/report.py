@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import uniplot
 
 from embed.tools.text import aligned
+from recipes import arrays
+from recipes.errors import DamagedFileError, MissingFileError, UserError
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -63,7 +65,8 @@ def load(path: str | Path) -> Run:
   """Reads a run's folder, or a copy of its result.json with the journal next to it, if any.
 
   Raises:
-    FileNotFoundError: the folder holds no result: the run has not ended, or it is another folder.
+    MissingFileError: the folder holds no result: the run has not ended, or it is another folder.
+    DamagedFileError: a file is not JSON; names it.
   """
   path = Path(path)
   if path.suffix == ".json" and path.is_file():
@@ -71,7 +74,7 @@ def load(path: str | Path) -> Run:
     return _read(path, path, journal if journal.is_file() else None)
   missing = [n for n in ("result.json", "metrics.jsonl") if not (path / n).is_file()]
   if missing and (path / "config.json").is_file():
-    raise FileNotFoundError(
+    raise MissingFileError(
       f"the run in {path} has not ended; the command that started it goes on with it"
     )
   if missing:
@@ -79,20 +82,23 @@ def load(path: str | Path) -> Run:
     close = [result.parent for result in path.glob("*/result.json")]  # one folder up
     close += [ended[name] for name in difflib.get_close_matches(path.name, ended, 1)]
     hint = f"did you mean {close[0]}?" if close else "give the workdirs of runs that have ended"
-    raise FileNotFoundError(f"{path} has no {missing[0]}: {hint}")
+    raise MissingFileError(f"{path} has no {missing[0]}: {hint}")
   return _read(path, path / "result.json", path / "metrics.jsonl")
 
 
 def _read(path: Path, result: Path, journal: Path | None) -> Run:
-  lines = journal.read_text().splitlines() if journal else []
-  return Run(path, json.loads(result.read_text()), [json.loads(line) for line in lines])
+  try:
+    lines = journal.read_text().splitlines() if journal else []
+    return Run(path, arrays.read_json(result), [json.loads(line) for line in lines])
+  except json.JSONDecodeError as error:
+    raise DamagedFileError(f"{journal} is damaged ({error})") from error
 
 
 def grouped(runs: Sequence[Run]) -> list[list[Run]]:
   """Returns runs of one recipe, config and data together, in order of the first one.
 
   Raises:
-    ValueError: two runs of a group have one seed, which would make the spread look smaller.
+    UserError: two runs of a group have one seed, which would make the spread look smaller.
   """
   groups: dict[str, list[Run]] = {}
   for run in runs:
@@ -100,7 +106,7 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
     group = groups.setdefault(json.dumps(key, sort_keys=True), [])
     for other in group:
       if other.result["seed"] == run.result["seed"]:
-        raise ValueError(
+        raise UserError(
           f"{other.path} and {run.path} are runs of one config and one seed: give one of them"
         )
     group.append(run)
@@ -212,7 +218,7 @@ def _title(table: tuple[str, str, str]) -> str:
 
 
 class _Entry(NamedTuple):
-  """What a table compares: a group of runs, or a baseline. `scores` are by metric, one a seed."""
+  """A row of a table: a group of runs, or a baseline. `scores` are by metric, one a seed."""
 
   label: str
   seeds: str
@@ -288,7 +294,7 @@ def _best(name: str, entries: Sequence[_Entry]) -> list[str]:
 
 
 def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
-  """What to know of a table's figures: a quotation, which sites and editors set apart."""
+  """Returns notes on a table's figures, as a quotation, which sites and editors set apart."""
   everyone = [run for _, group in pairs for run in group]
   selected = sorted({run.result["config"]["select"] for run in everyone})
   state = [
@@ -394,7 +400,7 @@ def main(argv: Sequence[str]) -> None:
   try:
     runs = [load(folder) for folder in arguments.runs]
     groups = grouped(runs)
-  except (FileNotFoundError, ValueError) as error:
+  except UserError as error:
     parser.exit(2, f"error: {error}\n")
   page, image = out.with_name(f"{out.name}.md"), out.with_name(f"{out.name}.png")
   out.parent.mkdir(parents=True, exist_ok=True)

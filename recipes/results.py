@@ -1,4 +1,4 @@
-"""What a result.json says about where a number comes from, and how people see it."""
+"""The origin of a result, device and versions, and the table that shows it."""
 
 import importlib.metadata
 import os
@@ -28,12 +28,12 @@ def device() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
   """Returns the versions that a number depends on."""
-  found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-  return {"python": platform.python_version(), "sparse-embed": embed.__version__} | found
+  installed = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  return {"python": platform.python_version(), "sparse-embed": embed.__version__} | installed
 
 
 def report(result: Mapping[str, Any]) -> str:
-  """Returns a result as a table for people: the run's metrics, and those of its baselines."""
+  """Returns a result as a table for a terminal: the metrics of the run and of its baselines."""
   names = [name for name in result["metrics"] if name.startswith("test_")]
   width = max(len(name.removeprefix("test_")) for name in names) + 2
   lines = [f"{'test':24}" + "".join(f"{name.removeprefix('test_'):>{width}}" for name in names)]

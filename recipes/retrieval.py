@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from recipes.errors import UserError
+from recipes.errors import MissingPackageError, UserError
 
 # Scores that are held at once, in all: 64 MB of float32.
 _MAX_SCORES = 1 << 24
@@ -32,7 +32,7 @@ def top_k(
   """Returns the k candidates of the largest dot products, by brute force; jittable.
 
   Of equal scores the lower id is first, so that the order does not depend on how the candidates
-  are cut. What rounding makes of a dot product may: equal products of equal vectors stay equal.
+  are cut. The rounding of a dot product may depend on it; equal vectors keep equal products.
 
   Args:
     query: float `[B, D]`.
@@ -48,7 +48,8 @@ def top_k(
     are left, -inf and -1.
 
   Raises:
-    ValueError: k is larger than N, or shapes do not fit.
+    UserError: k is larger than N.
+    ValueError: shapes do not fit.
   """
   _check(query.shape, candidates.shape, k, exclude)
   if exclude is None:
@@ -80,7 +81,7 @@ def top_k(
 def top_k_of_scores(
   scores: jax.Array, k: int, exclude: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-  """As `top_k`, from scores `[B, N]` that are there already."""
+  """Returns the k best of scores `[B, N]`, as `top_k` does of vectors."""
   _check((*scores.shape[:1], 1), (*scores.shape[1:], 1), k, exclude)
   scores = jnp.asarray(scores, jnp.float32)
   if exclude is not None:
@@ -98,7 +99,7 @@ def top_k_of_rows(
   mesh: Mesh,
   max_scores: int = _MAX_SCORES,
 ) -> tuple[jax.Array, jax.Array]:
-  """As `top_k`, of candidates that are looked up in chunks: no device ever holds all of them.
+  """Does `top_k` for candidates that are looked up in chunks: no device ever holds all of them.
 
   Args:
     query: float `[B, D]`.
@@ -125,9 +126,9 @@ def top_k_of_rows(
   )
   def add(best, query, ids, chunk, exclude):
     scores = _scores(query, chunk, ids, ids < size, exclude)
-    found = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, len(ids)))
+    chunk_best = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, len(ids)))
     scores, ids = (
-      jnp.concatenate(x, axis=1) for x in zip((b[0] for b in best), found, strict=True)
+      jnp.concatenate(x, axis=1) for x in zip((b[0] for b in best), chunk_best, strict=True)
     )
     return tuple(x[None] for x in _best(scores, ids, k))
 
@@ -147,7 +148,7 @@ def top_k_of_rows(
 
 
 def _scan(query, candidates, first, size, exclude, k: int, max_scores: int):
-  """The k best of some candidates, whose ids start at `first` and end before `size`, in chunks."""
+  """The k best of candidates whose ids start at `first` and end before `size`, in chunks."""
   batch, count = query.shape[0], candidates.shape[0]
   chunks = -(-count // max(max_scores // max(batch, 1), 1))
   width = -(-count // chunks)
@@ -161,9 +162,9 @@ def _scan(query, candidates, first, size, exclude, k: int, max_scores: int):
     is_own = (place >= start) & (first + place < jnp.minimum(first + count, size))
     ids = first + place
     scores = _scores(query, rows, ids, is_own, exclude)
-    found = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, width))
-    # Those of earlier chunks come first: they have the lower ids.
-    scores, ids = (jnp.concatenate(pair, axis=1) for pair in zip(best, found, strict=True))
+    chunk_best = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, width))
+    # Earlier chunks come first: they have the lower ids.
+    scores, ids = (jnp.concatenate(pair, axis=1) for pair in zip(best, chunk_best, strict=True))
     return _best(scores, ids, k), None
 
   none = (jnp.full((batch, k), -jnp.inf, jnp.float32), jnp.full((batch, k), -1, jnp.int32))
@@ -197,14 +198,14 @@ def _named(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _check(query: tuple[int, ...], candidates: tuple[int, ...], k: int, exclude: Any) -> None:
   if len(query) != 2 or len(candidates) != 2 or query[1] != candidates[1]:
-    raise UserError(
+    raise ValueError(
       f"queries {query} and candidates {candidates} must be [queries, width] and "
       "[candidates, width]"
     )
   if not 0 < k <= candidates[0]:
     raise UserError(f"k is {k}: choose 1 to {candidates[0]}, the number of candidates")
   if exclude is not None and (exclude.ndim != 2 or exclude.shape[0] != query[0]):
-    raise UserError(f"exclude {exclude.shape} must be [{query[0]} queries, ids to leave out]")
+    raise ValueError(f"exclude {exclude.shape} must be [{query[0]} queries, ids to leave out]")
 
 
 class Approximate:
@@ -216,14 +217,14 @@ class Approximate:
     expansion: candidates looked at in a search; more find more, and take longer.
 
   Raises:
-    ImportError: usearch is not installed.
+    MissingPackageError: usearch is not installed.
   """
 
   def __init__(self, candidates: np.ndarray, *, connectivity: int = 16, expansion: int = 128):
     try:
       from usearch.index import Index
     except ImportError as error:
-      raise ImportError(
+      raise MissingPackageError(
         "the approximate index needs usearch: pip install 'sparse-embed[ann]'"
       ) from error
     self._size = len(candidates)
@@ -240,15 +241,15 @@ class Approximate:
   def top_k(
     self, query: np.ndarray, k: int, exclude: np.ndarray | None = None
   ) -> tuple[np.ndarray, np.ndarray]:
-    """As the function `top_k` on the host, except that some of the best may be missing.
+    """Does the function `top_k` on the host, except that some of the best may be missing.
 
     As many more are searched for as there are ids to leave out in the fullest row of `exclude`.
     """
     _check(np.shape(query), (self._size, np.shape(query)[1]), k, exclude)
     extra = 0 if exclude is None else int((exclude >= 0).sum(axis=1).max(initial=0))
-    found = self._index.search(np.asarray(query, np.float32), min(k + extra, self._size))
-    keys = np.asarray(found.keys).reshape(len(query), -1).astype(np.int64)
-    scores = 1.0 - np.asarray(found.distances, np.float32).reshape(keys.shape)
+    matches = self._index.search(np.asarray(query, np.float32), min(k + extra, self._size))
+    keys = np.asarray(matches.keys).reshape(len(query), -1).astype(np.int64)
+    scores = 1.0 - np.asarray(matches.distances, np.float32).reshape(keys.shape)
     # An unfilled place has the largest key there is.
     keep = (keys >= 0) & (keys < self._size)
     if exclude is not None:
@@ -260,7 +261,7 @@ class Approximate:
     return scores, ids.astype(np.int32)
 
 
-def found(approximate: np.ndarray, exact: np.ndarray) -> float:
+def recall(approximate: np.ndarray, exact: np.ndarray) -> float:
   """Returns the share of the exact best ids `[B, k]` that an approximate answer `[B, k]` holds."""
   hits = (exact[:, :, None] == approximate[:, None, :]).any(axis=2) & (exact >= 0)
   return float(hits.sum() / max((exact >= 0).sum(), 1))

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import aot, hlo
+from recipes import aot, aot_report, errors, hlo
 
 # A table of 1000 rows on two devices, as XLA for TPUs writes programs, cut to what matters.
 PROGRAM = """\
@@ -128,6 +128,8 @@ def test_layouts_are_of_the_entry_and_padded_to_tiles():
     ("%c = f32[500,128]{0,1:T(8,128)} copy(%table)", True),
     ("%c = f32[4,125,128]{2,1,0:T(8,128)} transpose(%table), dimensions={0,1,2}", True),
     ("%c = f32[500,128]{1,0:T(8,128)} broadcast(%ids), dimensions={}", True),
+    ("%c = f32[4,125,128]{2,1,0:T(8,128)} reshape(%table)", True),
+    ("%c = f32[4,125,128]{2,1,0:T(8,128)} bitcast(%table)", False),  # moves nothing
     ("%c = f32[2000,128]{1,0:T(8,128)} copy(%rows)", True),  # larger than any table
     ("%c = f32[500,128]{1,0:T(8,128)S(1)} copy(%table)", False),  # to the fast memory
     ("%c = f32[2,16,128]{2,1,0:T(8,128)} copy(%rows)", False),  # follows the batch
@@ -139,10 +141,22 @@ def test_arrays_of_a_tables_size(line, made):
   rows = jax.NamedSharding(mesh, jax.P("data", None))
   table = embed.Table(jax.ShapeDtypeStruct((1000, 128), np.float32, sharding=rows))
   state = {"model": nnx.Dict(table=table)}
-  assert aot.copies(hlo.Program(PROGRAM), state) == []
-  found = aot.copies(hlo.Program(with_entry_line(line)), state)
+  assert aot_report.copies(hlo.Program(PROGRAM), state) == []
+  found = aot_report.copies(hlo.Program(with_entry_line(line)), state)
   assert len(found) == made
-  assert all(re.match(r"(copy|transpose|broadcast) c: f32", what) for what in found)
+  assert all(re.match(r"(copy|transpose|broadcast|reshape) c: f32", what) for what in found)
+
+
+@pytest.mark.parametrize(
+  ("line", "number"),
+  [
+    ("%reshaped = f32[4,125,128]{2,1,0:T(8,128)} reshape(%zeros)", 0),
+    ("%copied = f32[500,128]{1,0:T(8,128)} copy(%zeros)", 1),
+  ],
+)
+def test_a_reshape_in_a_fusion_is_no_array_in_memory(line, number):
+  program = hlo.Program(PROGRAM.replace("  ROOT %scattered", f"  {line}\n  ROOT %scattered"))
+  assert len(program.made(lambda array: array.size == 500 * 128)) == number
 
 
 def test_exchanges_that_became_narrow():
@@ -169,7 +183,7 @@ def test_offloads():
 
 def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, tmp_path):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(SystemExit, match=r"pip install -e '\.\[tpu\]'"):
+  with pytest.raises(errors.UserError, match=r"pip install -e '\.\[tpu\]'"):
     aot.main("recipes.dlrm", ["v5e:2x2"], None, tmp_path / "aot.json", timeout=1)
 
 
@@ -179,7 +193,7 @@ def test_a_child_that_fails_is_a_report(monkeypatch):
   assert not report["compiled"]
   assert "ended with status 1" in report["problems"][0]
   assert "No module named recipes.no_such_recipe" in report["problems"][0]
-  assert "PROBLEM" in aot.text(report)
+  assert "PROBLEM" in aot_report.text(report)
   late = aot._child("recipes.no_such_recipe", "v5e:2x2", timeout=0.001)
   assert late["problems"] == ["did not end within 0 s"]
 

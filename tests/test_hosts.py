@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import hosts, loop
+from recipes import hosts, runs
 
 STEPS = 24
 # Relative, on losses: one float32 sum in another order is off by some 1e-7, which is what was seen
@@ -108,7 +108,7 @@ def test_half_an_address_is_an_error(monkeypatch):
 
 def test_a_bucket_is_not_a_folder():
   with pytest.raises(ValueError, match="gs://bucket/run is a URL"):
-    loop.finished({}, "gs://bucket/run")
+    runs.finished({}, "gs://bucket/run")
 
 
 # --- several processes ---------------------------------------------------------------------------

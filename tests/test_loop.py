@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import arrays, errors, hosts, isolation, journal, loop, pipeline
+from recipes import arrays, checkpoints, errors, hosts, isolation, journal, loop, pipeline, runs
 
 STEPS = 24
 
@@ -59,7 +59,7 @@ def toy_config(**changes):
 def run_toy(workdir, evaluate=None, baselines=dict, **changes):
   """Does what a recipe does; returns the result."""
   config = toy_config(**changes)
-  result = loop.finished(config, workdir)
+  result = runs.finished(config, workdir)
   if result is not None:
     return result
   model = Toy()
@@ -78,10 +78,7 @@ def run_toy(workdir, evaluate=None, baselines=dict, **changes):
     del split
     return {"loss": float(loss_fn(nnx.view(model, deterministic=True), held_out))}
 
-  return loop.train(
-    config,
-    workdir,
-    recipe="toy",
+  training = loop.Training(
     model=model,
     optimizer=embed.Optimizer(model, optax.adam(0.01)),
     loss_fn=loss_fn,
@@ -90,6 +87,7 @@ def run_toy(workdir, evaluate=None, baselines=dict, **changes):
     baselines=baselines,
     data_sha256={},
   )
+  return loop.train(config, workdir, training, recipe="toy")
 
 
 def lines(workdir):
@@ -111,7 +109,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("save", [1, 2, 4, 8])
 def test_a_kill_around_a_checkpoint_leaves_no_trace(whole, tmp_path, monkeypatch, moment, save):
-  real, saves = loop._save, []
+  real, saves = checkpoints.save, []
 
   def killing(manager, *args):
     saves.append(None)
@@ -121,10 +119,10 @@ def test_a_kill_around_a_checkpoint_leaves_no_trace(whole, tmp_path, monkeypatch
     if len(saves) == save:
       raise Killed
 
-  monkeypatch.setattr(loop, "_save", killing)
+  monkeypatch.setattr(checkpoints, "save", killing)
   with pytest.raises(Killed):
     run_toy(tmp_path / "run")
-  monkeypatch.setattr(loop, "_save", real)
+  monkeypatch.setattr(checkpoints, "save", real)
   result = run_toy(tmp_path / "run")
   assert result["metrics"] == whole[0]["metrics"]
   assert result["tested_step"] == whole[0]["tested_step"]
@@ -133,13 +131,13 @@ def test_a_kill_around_a_checkpoint_leaves_no_trace(whole, tmp_path, monkeypatch
 
 def test_a_checkpoint_of_another_vocabulary_is_named(tmp_path, monkeypatch):
   """Its tables, with both sizes, and not Orbax's advice to pad or cut them."""
-  real = loop._save
+  real = checkpoints.save
 
   def killing(*args):
     real(*args)
     raise Killed
 
-  monkeypatch.setattr(loop, "_save", killing)
+  monkeypatch.setattr(checkpoints, "save", killing)
   with pytest.raises(Killed):
     run_toy(tmp_path / "run")
   monkeypatch.undo()
@@ -173,7 +171,7 @@ def test_a_pipelined_run_resumes_and_is_another_run(whole, tmp_path, monkeypatch
   """Nothing is pending at a checkpoint, so a kill leaves no trace; what is learnt differs."""
   wanted = run_toy(tmp_path / "whole", pipelined=True)
   assert wanted["metrics"] != whole[0]["metrics"]
-  real, saves = loop._save, []
+  real, saves = checkpoints.save, []
 
   def killing(*args):
     real(*args)
@@ -181,10 +179,10 @@ def test_a_pipelined_run_resumes_and_is_another_run(whole, tmp_path, monkeypatch
     if len(saves) == 3:
       raise Killed
 
-  monkeypatch.setattr(loop, "_save", killing)
+  monkeypatch.setattr(checkpoints, "save", killing)
   with pytest.raises(Killed):
     run_toy(tmp_path / "run", pipelined=True)
-  monkeypatch.setattr(loop, "_save", real)
+  monkeypatch.setattr(checkpoints, "save", real)
   assert run_toy(tmp_path / "run", pipelined=True)["metrics"] == wanted["metrics"]
   assert lines(tmp_path / "run") == lines(tmp_path / "whole")
 
@@ -229,12 +227,12 @@ def test_a_log_has_no_bar(tmp_path, capsys):
 
 
 def test_another_config_in_the_same_folder_is_refused(tmp_path):
-  assert loop.finished(toy_config(), tmp_path) is None
+  assert runs.finished(toy_config(), tmp_path) is None
   assert not list(tmp_path.iterdir())  # a run that fails before it trains leaves the folder free
   arrays.write_json(tmp_path / "config.json", toy_config().to_dict())
-  assert loop.finished(toy_config(), tmp_path) is None
+  assert runs.finished(toy_config(), tmp_path) is None
   with pytest.raises(ValueError, match="batch_size: 8 there, 16 now"):
-    loop.finished(toy_config(batch_size=16), tmp_path)
+    runs.finished(toy_config(batch_size=16), tmp_path)
 
 
 def test_a_folder_that_the_processes_do_not_share_is_refused(tmp_path, monkeypatch):
@@ -337,8 +335,8 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_has_ended(tmp_p
 
 
 def test_a_second_process_that_came_while_the_first_made_ready_is_refused(tmp_path, monkeypatch):
-  monkeypatch.setattr(loop, "finished", lambda *args: None)
-  with loop._held(toy_config(), tmp_path / "run"):
+  monkeypatch.setattr(runs, "finished", lambda *args: None)
+  with runs.held(toy_config(), tmp_path / "run"):
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(errors.UserError, match="another process trains in"):
       run_toy(tmp_path / "run")
@@ -361,16 +359,16 @@ def test_a_link_at_the_name_of_the_lock_is_not_followed(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(tmp_path, monkeypatch):
   (tmp_path / "file").touch()
   with pytest.raises(errors.UserError, match=r"workdir=.*file/run cannot be written to, because"):
-    loop.finished(toy_config(), tmp_path / "file" / "run")
+    runs.finished(toy_config(), tmp_path / "file" / "run")
   monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
   with pytest.raises(errors.UserError, match="choose another one"):
-    loop.finished(toy_config(), tmp_path / "run")
+    runs.finished(toy_config(), tmp_path / "run")
 
 
 def test_a_damaged_result_is_named(tmp_path):
   (tmp_path / "result.json").write_text("{")
   with pytest.raises(errors.DamagedFileError, match=r"result\.json is damaged .*: remove it, and"):
-    loop.finished(toy_config(), tmp_path)
+    runs.finished(toy_config(), tmp_path)
 
 
 def test_ctrl_c_says_where_it_stopped_and_where_it_goes_on(whole, tmp_path, monkeypatch):
@@ -394,7 +392,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_named(tmp_path, monkeypatch):
   def full(*args, **kwargs):
     raise ValueError("RESOURCE_EXHAUSTED: Failed to write 9 bytes: No space left on device [28]")
 
-  monkeypatch.setattr(loop.ocp.CheckpointManager, "save", full)
+  monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "save", full)
   with pytest.raises(OSError, match=r"No space left on device: .*checkpoints"):
     run_toy(tmp_path / "run")
 

@@ -129,13 +129,13 @@ def test_rankings_skip_what_fills_up():
 
 
 def test_ranking_errors():
-  with pytest.raises(ValueError, match="1 ids were given, for metrics at 5"):
+  with pytest.raises(ValueError, match="1 ids a row, for metrics at 5"):
     RankingMetrics((5,)).update([[1]], [[1]])
   with pytest.raises(ValueError, match=r"must be \[batch, K\] and \[batch, R\]"):
     RankingMetrics((1,)).update([[1]], [1])
-  with pytest.raises(ValueError, match="stands twice in a row of top_ids"):
+  with pytest.raises(ValueError, match="appears twice in a row of top_ids"):
     RankingMetrics((2,)).update([[1, 1]], [[1]])
-  with pytest.raises(ValueError, match="stands twice in a row of relevant"):
+  with pytest.raises(ValueError, match="appears twice in a row of relevant"):
     RankingMetrics((1,)).update([[1]], [[3, 2, 3]])
   with pytest.raises(ValueError, match="no example has a relevant item"):
     RankingMetrics((1,)).compute()

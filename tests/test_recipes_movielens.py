@@ -4,6 +4,7 @@ import hashlib
 import zipfile
 from types import SimpleNamespace
 
+import http_server
 import numpy as np
 import pytest
 from small_data import write_movielens
@@ -110,16 +111,18 @@ def test_missing_files_are_named(tmp_path):
     data.load(config(tmp_path / "nowhere", tmp_path / "cache"))
 
 
-def publish(tmp_path, monkeypatch):
-  """Serves a small archive, laid out as the published one, from a file URL."""
-  raw = write_by_hand(tmp_path / "raw")
-  archive = tmp_path / "published.zip"
-  with zipfile.ZipFile(archive, "w") as packed:
+@pytest.fixture
+def archive(tmp_path, monkeypatch):
+  """A small archive, laid out as the published one, and served by this machine."""
+  raw, published = write_by_hand(tmp_path / "raw"), tmp_path / "published"
+  published.mkdir()
+  with zipfile.ZipFile(published / "ml-1m.zip", "w") as packed:
     for path in raw.iterdir():
       packed.write(path, f"ml-1m/{path.name}")
-  monkeypatch.setattr(movielens, "URL", archive.as_uri())
-  monkeypatch.setattr(movielens, "SHA256", files.digest(archive))
-  return archive
+  monkeypatch.setattr(movielens, "SHA256", files.digest(published / "ml-1m.zip"))
+  with http_server.serving(published) as address:
+    monkeypatch.setattr(movielens, "URL", f"{address}/ml-1m.zip")
+    yield published / "ml-1m.zip"
 
 
 def test_a_csv_of_nothing_but_its_head_is_refused(tmp_path):
@@ -129,23 +132,22 @@ def test_a_csv_of_nothing_but_its_head_is_refused(tmp_path):
     data.load(config(raw, tmp_path / "cache"))
 
 
-def test_download(tmp_path, monkeypatch):
-  archive = publish(tmp_path, monkeypatch)
+def test_download(tmp_path, archive):
   assert len(data.load(config("", tmp_path / "cache")).columns["label"]) == 3
   archive.unlink()  # what is there is not fetched again
   assert len(data.load(config("", tmp_path / "cache")).columns["label"]) == 3
 
 
+@pytest.mark.usefixtures("archive")
 def test_a_download_with_another_hash_is_refused(tmp_path, monkeypatch):
-  publish(tmp_path, monkeypatch)
   monkeypatch.setattr(movielens, "SHA256", "0" * 64)
   with pytest.raises(ValueError, match="the download is damaged or the archive has changed"):
     data.load(config("", tmp_path / "cache"))
   assert not list((tmp_path / "cache").rglob("*.zip*"))
 
 
-def test_no_network_says_what_to_do(tmp_path, monkeypatch):
-  publish(tmp_path, monkeypatch).unlink()
+def test_no_network_says_what_to_do(tmp_path, archive):
+  archive.unlink()
   with pytest.raises(OSError, match=r"--config\.data_dir"):
     data.load(config("", tmp_path / "cache"))
 

@@ -323,3 +323,7 @@ def test_mistakes_are_named(tmp_path, capsys):
   assert f"did you mean {first}?" in said(str(tmp_path))
   (tmp_path / "b" / "config.json").write_text("{}")
   assert "the run in " + again + " has not ended" in said(again)
+  (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+  assert re.search(r"error: .*a/metrics\.jsonl is damaged \(", said(first))
+  (tmp_path / "a" / "result.json").write_text("{")
+  assert re.search(r"error: .*a/result\.json is damaged \(", said(first))

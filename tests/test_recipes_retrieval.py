@@ -1,6 +1,7 @@
 """The best k equal a slow ranking, ties included, however candidates are cut and spread."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import meshes
 import numpy as np
 import pytest
 
-from recipes import retrieval
+from recipes import errors, retrieval
 
 K = 7
 
@@ -126,6 +127,12 @@ def test_errors():
     retrieval.top_k(query, candidates, 2, exclude[:4])
 
 
+def test_without_usearch_the_message_says_what_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, "usearch.index", None)
+  with pytest.raises(errors.MissingPackageError, match=r"pip install 'sparse-embed\[ann\]'"):
+    retrieval.Approximate(np.zeros((3, 2), np.float32))
+
+
 def test_the_approximate_index():
   pytest.importorskip("usearch", reason="the extra `ann` is not installed")
   generator = np.random.default_rng(3)
@@ -136,7 +143,7 @@ def test_the_approximate_index():
   exact = [np.asarray(x) for x in retrieval.top_k(query, candidates, 10, exclude)]
   index = retrieval.Approximate(candidates)
   scores, ids = index.top_k(query, 10, exclude)
-  assert 0.9 < retrieval.found(ids, exact[1]) <= 1.0
+  assert 0.9 < retrieval.recall(ids, exact[1]) <= 1.0
   assert not (ids[:, :, None] == exclude[:, None, :]).any()
   np.testing.assert_allclose(scores, np.take_along_axis(query @ candidates.T, ids, 1), atol=1e-4)
   assert (np.diff(scores, axis=1) <= 0).all()
@@ -144,4 +151,4 @@ def test_the_approximate_index():
 
 def test_found_by_hand():
   exact = np.array([[4, 2], [7, -1]])
-  assert retrieval.found(np.array([[2, 9], [7, 3]]), exact) == pytest.approx(2 / 3)
+  assert retrieval.recall(np.array([[2, 9], [7, 3]]), exact) == pytest.approx(2 / 3)

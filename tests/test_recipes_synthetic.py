@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from recipes.dlrm import data, synthetic
+from recipes import sampling
+from recipes.dlrm import data
 
 
 def config(cache_dir, **changes):
@@ -52,7 +53,7 @@ def test_same_seed_same_data(tmp_path):
 
 
 def test_cumulative_covers_every_draw():
-  cumulative = synthetic._cumulative(1000, 1.05)
+  cumulative = sampling.cumulative(np.arange(1.0, 1001) ** -1.05)
   assert cumulative[-1] == 1.0
   assert np.searchsorted(cumulative, np.nextafter(1.0, 0.0)) == 999
   assert np.searchsorted(cumulative, 0.0) == 0

@@ -13,7 +13,7 @@ from flax import nnx
 from small_data import draw_sequences, write_sequences
 
 import embed
-from recipes import hosts, loop
+from recipes import checkpoints, hosts, loop
 from recipes.sequence import data, train
 
 CONFIGS = sorted(path.stem for path in Path("configs/sequence").glob("*.py"))
@@ -178,7 +178,7 @@ def test_a_killed_run_ends_as_if_it_had_never_stopped(tmp_path, monkeypatch):
   changes = {"model": "bert4rec", "loss": "sampled_softmax", "dropout": 0.2}
   config = smoke("synthetic", tmp_path, **changes)
   whole = train.run(config, str(tmp_path / "whole"))
-  real, saves = loop._save, []
+  real, saves = checkpoints.save, []
 
   def killing(*args):
     real(*args)
@@ -186,10 +186,10 @@ def test_a_killed_run_ends_as_if_it_had_never_stopped(tmp_path, monkeypatch):
     if len(saves) == 1:
       raise Killed
 
-  monkeypatch.setattr(loop, "_save", killing)
+  monkeypatch.setattr(checkpoints, "save", killing)
   with pytest.raises(Killed):
     train.run(config, str(tmp_path / "killed"))
-  monkeypatch.setattr(loop, "_save", real)
+  monkeypatch.setattr(checkpoints, "save", real)
   assert train.run(config, str(tmp_path / "killed"))["metrics"] == whole["metrics"]
 
 

@@ -4,6 +4,7 @@ import importlib
 import pickle
 import zipfile
 
+import http_server
 import jax
 import numpy as np
 import pytest
@@ -323,11 +324,12 @@ def test_unknown_names(tmp_path):
 @pytest.mark.parametrize(
   ("name", "line", "text", "message"),
   [
-    ("train.txt", 2, "1 3 x", r"train\.txt, line 2: 'x' is not a number from 0"),
-    ("valid.txt", 3, "2 -4", r"valid\.txt, line 3: '-4' is not a number"),
-    ("test.txt", 1, "0 7 7", r"test\.txt, line 1: item 7 of user 0 stands in .*txt already"),
-    ("train.txt", 1, f"0 {2**63}", r"train\.txt, line 1: '9223372036854775808' is not a number"),
-    ("test.txt", None, "", r"test\.txt, line 1: the file has no pair"),
+    ("train.txt", 2, "1 3 x", r"train\.txt, line 2: found 'x', expected whole numbers"),
+    ("valid.txt", 3, "2 -4", r"valid\.txt, line 3: found '-4', expected whole numbers"),
+    ("test.txt", 1, "0 7 7", r"test\.txt, line 1: item 7 of user 0 is in .*txt already"),
+    ("train.txt", 1, f"0 {2**63}", r"train\.txt, line 1: found '9223372036854775808', expected"),
+    ("test.txt", None, "", r"test\.txt, line 1: the file is empty"),
+    ("test.txt", None, "7\n8\n", r"test\.txt, line 1: the file has no pair"),
   ],
 )
 def test_damage_to_gowalla_is_named(tmp_path, name, line, text, message):
@@ -346,7 +348,7 @@ def test_damage_to_gowalla_is_named(tmp_path, name, line, text, message):
     ("u.data", "1\t1\t5\n", r"u\.data, line 1: found 3 fields .* expected 4"),
     ("u.data", "1\t1\t6\t9\n", r"u\.data, line 1: the rating is '6', expected 1 to 5"),
     ("u.data", "999\t1\t5\t9\n", r"u\.data, line 1: user '999' or movie '1' is in no other file"),
-    ("u.user", "1|x|M|writer|8\n", r"u\.user, line 1: 'x' is not a number"),
+    ("u.user", "1|x|M|writer|8\n", r"u\.user, line 1: the age is 'x', expected a whole number"),
     ("u.user", "1|9|M|writer|8\n1|9|M|writer|8\n", r"u\.user, line 2: '1' appears a second time"),
     ("u.item", "1|A|01-Jan-1995||http://x|0\n", r"u\.item, line 1: found 6 fields"),
     ("u.item", "1|A|1995||http://x|0|0|0|0|1\n", r"u\.item, line 1: the date is '1995'"),
@@ -354,9 +356,9 @@ def test_damage_to_gowalla_is_named(tmp_path, name, line, text, message):
     ("u.data", "", r"u\.data, line 1: the file is empty"),
     ("u.user", "", r"u\.user, line 1: the file is empty"),
     ("u.genre", "", r"u\.genre, line 1: the file is empty"),
-    ("u.data", "1\t1\t5\tnow\n", r"u\.data, line 1: 'now' is not a number"),
+    ("u.data", "1\t1\t5\tnow\n", r"u\.data, line 1: the time is 'now', expected a whole"),
     ("u.data", "1\t1\t5\t9\n1\t1\t4\t9\n", r"line 2: user 1 rates movie 1, which line 1 does"),
-    ("u.user", "|20|M|writer|8\n", r"u\.user, line 1: '' is not a number"),
+    ("u.user", "|20|M|writer|8\n", r"u\.user, line 1: the id is '', expected a whole number"),
     ("u.user", "1|20|M||8\n", r"u\.user, line 1: the occupation is empty"),
   ],
 )
@@ -397,17 +399,19 @@ def test_missing_files_are_named(tmp_path):
 
 
 def test_movielens100k_is_downloaded_and_checked(tmp_path, monkeypatch):
-  raw, archive = write_movielens100k(tmp_path / "raw"), tmp_path / "ml-100k.zip"
+  raw, archive = write_movielens100k(tmp_path / "raw"), tmp_path / "published" / "ml-100k.zip"
+  archive.parent.mkdir()
   with zipfile.ZipFile(archive, "w") as packed:
     for path in raw.iterdir():
       packed.write(path, f"ml-100k/{path.name}")
-  monkeypatch.setattr(movielens100k, "URL", archive.as_uri())
-  monkeypatch.setattr(movielens100k, "SHA256", "0" * 64)
   config = smoke("movielens100k", tmp_path, data_dir="")
-  with pytest.raises(ValueError, match="the download is damaged"):
-    data.load(config)
-  monkeypatch.setattr(movielens100k, "SHA256", files.digest(archive))
-  assert len(data.load(config).columns["user"]) == 1_000
+  monkeypatch.setattr(movielens100k, "SHA256", "0" * 64)
+  with http_server.serving(archive.parent) as address:
+    monkeypatch.setattr(movielens100k, "URL", f"{address}/ml-100k.zip")
+    with pytest.raises(ValueError, match="the download is damaged"):
+      data.load(config)
+    monkeypatch.setattr(movielens100k, "SHA256", files.digest(archive))
+    assert len(data.load(config).columns["user"]) == 1_000
 
 
 @pytest.mark.parametrize("name", ["gowalla", "synthetic"])

@@ -17,7 +17,7 @@ from test_dlrm_train import RESULT, leaves
 from test_two_tower_data import DATASETS, smoke
 
 import embed
-from recipes import baselines, hosts, loop, optimizers, retrieval
+from recipes import baselines, checkpoints, hosts, loop, optimizers, retrieval
 from recipes.two_tower import data, losses, train
 
 # Everything that can be switched on.
@@ -126,7 +126,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
   """The frequency estimate and the queue are part of it."""
   config = smoke("synthetic", tmp_path, **RICH)
   wanted = train.run(config, str(tmp_path / "whole"))
-  real, saves = loop._save, []
+  real, saves = checkpoints.save, []
 
   def killing(*args):
     real(*args)
@@ -134,7 +134,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
     if len(saves) == 1:
       raise KeyboardInterrupt
 
-  monkeypatch.setattr(loop, "_save", killing)
+  monkeypatch.setattr(checkpoints, "save", killing)
   with pytest.raises(KeyboardInterrupt):
     train.run(config, str(tmp_path / "killed"))
   result = train.run(config, str(tmp_path / "killed"))
@@ -209,7 +209,7 @@ def test_an_approximate_index_is_measured(tmp_path):
   found = data.load(config)
   metrics = train.evaluator(found, config)(train.build_model(config, found), "test")
   assert 0.8 < metrics["ann_recall@20"] <= 1
-  assert retrieval.found(np.array([[1]]), np.array([[2]])) == 0
+  assert retrieval.recall(np.array([[1]]), np.array([[2]])) == 0
 
 
 def test_histories_share_the_items_table_or_have_their_own(tmp_path):

@@ -67,7 +67,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.checkpoint_every = 1_000
   config.select = "valid_auc"
   config.patience = 0
-  config.pipelined = False  # look up each batch beside the step before it
+  config.pipelined = False  # look up each batch during the step before it
 
   config.baseline = ml_collections.ConfigDict()
   config.baseline.inverse_penalties = (0.03, 0.1)

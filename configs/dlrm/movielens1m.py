@@ -2,11 +2,11 @@
 
 Reproduces: RecBole's table of context-aware models on ml-1m: ratings of 3 dropped, 4 and 5 are
   clicks, 739,012 rows, embedding 16, random 80/10/10; test AUC / log loss of LR .8699 / .3488 and
-  of DCNV2 .8998 / .3119. The split is drawn anew (`split_seed`), so rows differ from RecBole's.
+  of DCNV2 .8998 / .3119. The split is drawn again (`split_seed`), so rows differ from RecBole's.
 Cost: 65 s (DCN-V2) and 44 s (DLRM) a seed on 2 CPU cores, baseline included; 6 MB to download.
 Number: test AUC / log loss, mean of seeds 0, 1, 2 with the standard deviation of the AUC:
   DCN-V2 .8977 ± .0002 / .3212, DLRM .8966 ± .0008 / .3202, logistic regression .8712 / .3478.
-  One set of hyperparameters for both models, chosen on validation AUC; the epoch likewise.
+  One set of hyperparameters for both models, chosen on validation AUC, as was the epoch.
 Command: python -m recipes.dlrm --config=configs/dlrm/movielens1m.py --workdir=runs/movielens1m \
            --config.model=dcnv2 --config.seed=0
 """
@@ -59,7 +59,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.checkpoint_every = 0
   config.select = "valid_auc"
   config.patience = 2
-  config.pipelined = False  # look up each batch beside the step before it
+  config.pipelined = False  # look up each batch during the step before it
 
   config.baseline = ml_collections.ConfigDict()
   config.baseline.inverse_penalties = (1.0,)

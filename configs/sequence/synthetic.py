@@ -60,7 +60,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.checkpoint_every = 0
   config.select = "valid_ndcg@10"
   config.patience = 0
-  config.pipelined = False  # look up each batch beside the step before it
+  config.pipelined = False  # look up each batch during the step before it
   config.ks = (5, 10)
 
   config.baseline = ml_collections.ConfigDict()

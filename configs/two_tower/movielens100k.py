@@ -67,7 +67,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.checkpoint_every = 0
   config.select = "valid_recall@100"
   config.patience = 2
-  config.pipelined = False  # look up each batch beside the step before it
+  config.pipelined = False  # look up each batch during the step before it
 
   config.examples = "rows"
   config.remove_seen = True

@@ -2,7 +2,7 @@
 
 Reproduces: RecBole's table of general models on ml-1m (ratings of 3 or more, 10-core, each user's
   rows at random .8/.1/.1, full ranking without what was seen): Recall@10 / NDCG@10 of BPR .1995 /
-  .2523, SimpleX .1997 / .2700, EASE .2139 / .2865. The split is drawn anew (`split_seed`).
+  .2523, SimpleX .1997 / .2700, EASE .2139 / .2865. The split is drawn again (`split_seed`).
 Cost: 134 s a seed on 2 CPU cores, up to 385 s where they were shared; 6 MB to download.
 Number: test Recall@10 / NDCG@10 .2036 ± .0007 / .2662 ± .0013, mean of seeds 0, 1, 2 with the
   standard deviation; EASE on the same rows .2107 / .2860, popularity .0789 / .1194.
@@ -70,7 +70,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.checkpoint_every = 0
   config.select = "valid_ndcg@10"
   config.patience = 0
-  config.pipelined = False  # look up each batch beside the step before it
+  config.pipelined = False  # look up each batch during the step before it
 
   config.examples = "users"
   config.remove_seen = True

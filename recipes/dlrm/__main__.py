@@ -19,14 +19,15 @@ _AOT_TIMEOUT = flags.DEFINE_float("aot_timeout", 1200.0, "Seconds that --aot may
 
 
 def _run(config, workdir: str) -> None:
+  if not _AOT.value:
+    main.train("dlrm", config, workdir)
+    return
   from recipes import aot
-  from recipes.dlrm import shapes, train
+  from recipes.dlrm import shapes
 
-  if _AOT.value:
-    path = Path(_AOT_JSON.value or Path(workdir) / "aot.json")
-    parts = functools.partial(shapes.parts, config)
-    sys.exit(aot.main("recipes.dlrm", _AOT.value, parts, path, timeout=_AOT_TIMEOUT.value))
-  train.run(config, workdir)
+  path = Path(_AOT_JSON.value or Path(workdir) / "aot.json")
+  parts = functools.partial(shapes.parts, config)
+  sys.exit(aot.main("recipes.dlrm", _AOT.value, parts, path, timeout=_AOT_TIMEOUT.value))
 
 
 _program = main.program("dlrm", _run)

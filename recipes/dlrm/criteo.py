@@ -41,7 +41,7 @@ def settings(config) -> dict[str, Any]:
   """Returns everything the prepared columns depend on."""
   if config.vocabulary not in ("hash", "min_count"):
     raise UserError(f"unknown vocabulary {config.vocabulary!r}: choose hash or min_count")
-  folder = files.given(config.data_dir, _HINT)
+  folder = files.data_folder(config.data_dir, _HINT)
   path = files.require(folder, config.data_file, hint=_HINT)
   of_vocabulary = (
     {"hash_size": config.hash_size}
@@ -147,7 +147,7 @@ class HashVocabulary:
 class CountedVocabulary:
   """Ids of the values that occur at least `min_count` times in the training rows.
 
-  All others, and those that only later rows hold, share id 1.
+  All rarer ones, and values that only later rows hold, share id 1.
   """
 
   def __init__(self, values: list[np.ndarray]):
@@ -157,18 +157,18 @@ class CountedVocabulary:
   def ids(self, categories: np.ndarray) -> np.ndarray:
     ids = np.zeros(categories.shape, np.int32)
     for i, known in enumerate(self.values):
-      found = np.searchsorted(known, categories[:, i])
+      place = np.searchsorted(known, categories[:, i])
       hit = np.zeros(len(categories), bool)
       if len(known):
-        hit = known[np.minimum(found, len(known) - 1)] == categories[:, i]
-      ids[:, i] = np.where(hit, 2 + found, np.where(categories[:, i] < 0, 0, 1))
+        hit = known[np.minimum(place, len(known) - 1)] == categories[:, i]
+      ids[:, i] = np.where(hit, 2 + place, np.where(categories[:, i] < 0, 0, 1))
     return ids
 
   @classmethod
   def of_file(cls, path: Path, train_rows: int, min_count: int, folder: Path):
-    """Counts the first `train_rows` rows, or opens the counts that a killed run left behind.
+    """Counts the first `train_rows` rows, or opens the counts that a killed run has left.
 
-    Memory is 12 bytes per distinct value: some 400 MB for the whole Kaggle file.
+    Memory is 12 bytes per distinct value: about 400 MB for the whole Kaggle file.
     """
     saved = folder / "vocabulary.npz"
     if not saved.exists():
@@ -269,10 +269,10 @@ def _parse(data: bytes, path: Path, line: int) -> Rows:
     values, bad = _numbers(text, starts[:, i], ends[:, i], base)
     if bad.any():
       at = int(np.argmax(bad))
-      found = data[starts[at, i] : ends[at, i]].decode("latin-1")
+      field = data[starts[at, i] : ends[at, i]].decode("latin-1")
       name = "label" if i == 0 else f"integer {i}" if base == 10 else f"category {i - NUM_INTEGERS}"
       kind = "an integer" if base == 10 else "up to 8 hexadecimal digits"
-      raise _error(path, line + at, f"{name} is {found!r}, expected {kind}")
+      raise _error(path, line + at, f"{name} is {field!r}, expected {kind}")
     return values
 
   label = column(0, 10)

@@ -5,8 +5,8 @@ to 22 train; the first half of day 23 validates and the second tests. The id of 
 bits modulo the size of its table, and 0 where it is blank. (MLPerf numbers the values of a feature
 by first appearance and takes that modulo the size, so its small tables have no collisions.)
 
-Only one id per feature is published. MLPerf draws the others of a bag at random, once for each id
-of a table, which makes its multi-hot data synthetic; so are these. Here a bag of valency L is
+Only one id per feature is published. MLPerf draws the other ids of a bag at random, once for each
+id of a table, which makes its multi-hot data synthetic; so are these. Here a bag of valency L is
 
     id, h(1), ..., h(L - 1)    with h(k) = floor(size * u / 2^32)
 
@@ -15,6 +15,7 @@ where u are the upper 32 bits of splitmix64(id + feature * 2^32 + k * 2^40), fea
 made when rows are read: stored, they would take 3.7 TB.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from recipes import arrays, files
+from recipes.datasets import Prepared
 from recipes.dlrm import criteo
 from recipes.errors import UserError
 
@@ -36,7 +38,7 @@ _HINT = (
 
 def settings(config) -> dict[str, Any]:
   """Returns everything the prepared columns depend on."""
-  folder = files.given(config.data_dir, _HINT)
+  folder = files.data_folder(config.data_dir, _HINT)
   days = [files.require(folder, f"day_{i}", f"day_{i}.gz", hint=_HINT) for i in range(_DAYS)]
   return {
     "format": 1,
@@ -63,14 +65,14 @@ def features(config) -> list[dict[str, Any]]:
   ]
 
 
-def describe(config) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+def describe(config) -> Prepared:
   """Returns the columns without rows, and the features: all that a model has to know."""
   columns: dict[str, np.ndarray] = {
     "label": np.zeros(0, np.uint8),
     "dense": np.zeros((0, criteo.NUM_INTEGERS), np.float32),
     "ids": np.zeros((0, criteo.NUM_CATEGORIES), np.int32),
   }
-  return View(columns, features(config)), features(config)
+  return view(Prepared(columns, {"splits": {}, "features": features(config), "sha256": {}}))
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -105,8 +107,14 @@ def _survey(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
   return days
 
 
-class View(Mapping[str, Any]):
-  """The columns with `ids` as bags: what the pipelines read."""
+def view(prepared: Prepared) -> Prepared:
+  """Returns the data set with `ids` as bags, which are made when rows are read."""
+  columns = BagColumns(prepared.columns, prepared.meta["features"])
+  return dataclasses.replace(prepared, columns=columns)
+
+
+class BagColumns(Mapping[str, Any]):
+  """The stored columns, of which `ids` are seen as `Bags`."""
 
   def __init__(self, columns: Mapping[str, np.ndarray], features: Sequence[Mapping[str, Any]]):
     self._columns = columns

@@ -1,8 +1,8 @@
 """Click data sets in one form: a label, dense features and categorical ids per row.
 
-`load` prepares a data set once (see `recipes.arrays`); `train_batches` and `eval_batches` are Grain
-pipelines over it. The columns are `label` uint8 `[N]`, `dense` float32 `[N, K]` and `ids` int32
-`[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
+`load` prepares a data set once (see `recipes.datasets`); `train_batches` and `eval_batches` are
+Grain pipelines over it. The columns are `label` uint8 `[N]`, `dense` float32 `[N, K]` and `ids`
+int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
 """
 
 import dataclasses
@@ -15,16 +15,20 @@ import jax
 import numpy as np
 
 import embed
-from recipes import arrays, baselines, hosts, pipeline
+from recipes import baselines, hosts, pipeline
+from recipes.datasets import DataSet, Prepared, Registry
 from recipes.dlrm import criteo, criteo1tb, movielens1m, synthetic
-from recipes.errors import UserError
 
-_SETS: dict[str, Any] = {
-  "criteo": criteo,
-  "criteo_1tb": criteo1tb,
-  "movielens1m": movielens1m,
-  "synthetic": synthetic,
-}
+DATA_SETS = Registry(
+  {
+    "criteo": DataSet(criteo.settings, criteo.build),
+    "criteo_1tb": DataSet(
+      criteo1tb.settings, criteo1tb.build, view=criteo1tb.view, describe=criteo1tb.describe
+    ),
+    "movielens1m": DataSet(movielens1m.settings, movielens1m.build),
+    "synthetic": DataSet(synthetic.settings, synthetic.build),
+  }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +46,7 @@ class ClickData:
   """A prepared data set.
 
   Attributes:
-    columns: the memory-mapped columns, or what stands in for them.
+    columns: memory-mapped, or computed when they are indexed.
     splits: `train`, `valid` and `test` as ranges of rows.
     features: in the order of their columns in `ids`.
     sha256: hashes of the source files by name, or of the generated columns.
@@ -64,32 +68,19 @@ def load(config) -> ClickData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
 
   Raises:
-    ValueError: the name is unknown, or a file is damaged; names the file and the line.
-    FileNotFoundError: a file is missing; names it and says where it comes from.
+    UserError: as `Registry.load`.
   """
-  if config.dataset not in _SETS:
-    raise UserError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
-  kind = _SETS[config.dataset]
-  settings = kind.settings(config)
-  columns, meta = arrays.prepared(
-    config.cache_dir, config.dataset, settings, functools.partial(kind.build, settings)
-  )
-  return ClickData(
-    kind.View(columns, meta["features"]) if hasattr(kind, "View") else columns,
-    {name: (start, stop) for name, (start, stop) in meta["splits"].items()},
-    tuple(Feature(**feature) for feature in meta["features"]),
-    meta["sha256"],
-    meta.get("best", {}),
-  )
+  return _click_data(DATA_SETS.load(config))
 
 
 def describe(config) -> ClickData:
-  """Returns the data set without rows where the config alone tells its columns; else loads it."""
-  kind = _SETS.get(config.dataset)
-  if kind is None or not hasattr(kind, "describe"):
-    return load(config)
-  columns, features = kind.describe(config)
-  return ClickData(columns, {}, tuple(Feature(**feature) for feature in features), {}, {})
+  """Returns the data set without rows if the config alone tells its columns; else loads it."""
+  return _click_data(DATA_SETS.describe(config))
+
+
+def _click_data(prepared: Prepared) -> ClickData:
+  features = tuple(Feature(**feature) for feature in prepared.meta["features"])
+  return ClickData(prepared.columns, prepared.splits, features, prepared.sha256, prepared.best)
 
 
 def batch_shapes(data: ClickData, batch_size: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ Batch = Mapping[str, jax.Array]
 class DLRM(nnx.Module):
   """Naumov et al. 2019: a bottom MLP on the dense features, dot products of all pairs, a top MLP.
 
-  Without dense features there is no bottom MLP and the pairs are those of the tables alone.
+  Without dense features there is no bottom MLP and the pairs are of the tables alone.
 
   Args:
     features: single ids and bags, all on tables of width `dim`.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes import arrays, files, movielens
+from recipes import arrays, categories, files, movielens
 
 
 def settings(config) -> dict[str, Any]:
@@ -28,9 +28,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   users, movies = movielens.read_users(source["users"]), movielens.read_movies(source["movies"])
   ratings = movielens.read_ratings(source["ratings"], users.key, movies.key)
 
-  genres, num_genres = _bags(movies.genres)
-  by_user = [_codes(column) for column in (users.gender, users.age, users.occupation)]
-  year, num_years = _codes(movies.year)
+  genres, num_genres = categories.bags(movies.genres)
+  by_user = [categories.codes(column) for column in (users.gender, users.age, users.occupation)]
+  year, num_years = categories.codes(movies.year)
   user_ids = np.stack([np.arange(len(users.key)), *(codes for codes, _ in by_user)], axis=1)
   movie_ids = np.column_stack([np.arange(len(movies.key)), year, genres])
 
@@ -53,16 +53,3 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     "features": features,
     "sha256": {path.name: files.digest(path) for path in source.values()},
   }
-
-
-def _codes(values: list[str]) -> tuple[np.ndarray, int]:
-  names, codes = np.unique(values, return_inverse=True)
-  return codes, len(names)
-
-
-def _bags(bags: list[list[str]]) -> tuple[np.ndarray, int]:
-  names = {name: code for code, name in enumerate(sorted({name for bag in bags for name in bag}))}
-  padded = np.full((len(bags), max(map(len, bags))), -1)
-  for row, bag in enumerate(bags):
-    padded[row, : len(bag)] = [names[name] for name in bag]
-  return padded, len(names)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.special import expit
 
-from recipes import arrays, files
+from recipes import arrays, files, sampling
 from recipes.metrics import ClickMetrics
 
 _SIZES = {"user": 10_000, "item": 5_000, "brand": 500, "category": 50, "city": 200, "hour": 24}
@@ -65,7 +65,8 @@ class _Teacher:
 
   def __init__(self, generator: np.random.Generator, exponent: float):
     self._popularity = {
-      name: _cumulative(size, exponent) for name, size in (_SIZES | {"tags": _TAGS}).items()
+      name: sampling.cumulative(np.arange(1, size + 1, dtype=np.float64) ** -exponent)
+      for name, size in (_SIZES | {"tags": _TAGS}).items()
     }
     self._weights = {
       name: generator.normal(0.0, 0.5, size) for name, size in (_SIZES | {"tags": _TAGS}).items()
@@ -101,11 +102,3 @@ class _Teacher:
     bag = np.where(present, tags, -1)
     ids = np.column_stack([*columns, bag]).astype(np.int32)
     return labels.astype(np.uint8), dense, ids, logits
-
-
-def _cumulative(size: int, exponent: float) -> np.ndarray:
-  weights = np.arange(1, size + 1, dtype=np.float64) ** -exponent
-  cumulative = np.cumsum(weights)
-  # Rounding must not leave the last value below 1, or a draw beside 1 would get the id `size`.
-  cumulative /= cumulative[-1]
-  return cumulative

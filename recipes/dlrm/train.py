@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 
 import embed
-from recipes import hosts, loop, optimizers, results
+from recipes import hosts, layers, loop, optimizers
 from recipes.dlrm import data as data_lib
 from recipes.dlrm import model as model_lib
 from recipes.errors import UserError, from_settings
@@ -16,36 +16,32 @@ from recipes.metrics import ClickMetrics
 
 
 def run(config, workdir: str) -> dict[str, Any]:
-  """Trains as configured, or reports the run that the workdir holds; returns its result.json.
+  """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
+  return loop.run("dlrm", config, workdir, prepare)
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+
+def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
+  """Returns the parts of a run: loads the data, builds the model and its optimizer.
+
+  Raises:
+    UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  mesh = hosts.start()
-  result = loop.finished(config, workdir)
-  if result is None:
-    hosts.check_batch_sizes(
-      mesh, batch_size=config.batch_size, eval_batch_size=config.eval_batch_size
-    )
-    data = data_lib.load(config)
-    with from_settings():
-      model = build_model(config, data, mesh)
-      optimizer = embed.Optimizer(model, dense_optimizer(config))
-    result = loop.train(
-      config,
-      workdir,
-      recipe="dlrm",
-      model=model,
-      optimizer=optimizer,
-      loss_fn=loss_fn,
-      batches=data_lib.train_batches(data, config),
-      evaluate=evaluator(data, config, mesh),
-      baselines=functools.partial(baselines, data, config),
-      data_sha256=data.sha256,
-      mesh=mesh,
-    )
-  if hosts.is_main():
-    print(results.report(result))
-  return result
+  hosts.check_batch_sizes(
+    mesh, batch_size=config.batch_size, eval_batch_size=config.eval_batch_size
+  )
+  data = data_lib.load(config)
+  with from_settings():
+    model = build_model(config, data, mesh)
+    optimizer = embed.Optimizer(model, dense_optimizer(config))
+  return loop.Training(
+    model=model,
+    optimizer=optimizer,
+    loss_fn=loss_fn,
+    batches=data_lib.train_batches(data, config),
+    evaluate=evaluator(data, config, mesh),
+    baselines=functools.partial(baselines, data, config),
+    data_sha256=data.sha256,
+  )
 
 
 def build_model(
@@ -55,8 +51,7 @@ def build_model(
 
   Under a mesh the tables are split over it as `config.table.sharding` says.
   """
-  # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
-  initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
+  initializer = layers.table_initializer(config)
   features = data_lib.feature_configs(data, config.dim, initializer)
   common: Any = {
     "features": features,
@@ -123,7 +118,9 @@ def baselines(data: data_lib.ClickData, config) -> dict[str, loop.Baseline]:
     max_rows=config.baseline.max_rows,
     inverse_penalties=tuple(config.baseline.inverse_penalties),
   )
-  found: dict[str, loop.Baseline] = {"logistic regression": fit if config.baseline.max_rows else {}}
+  chosen: dict[str, loop.Baseline] = {
+    "logistic regression": fit if config.baseline.max_rows else {}
+  }
   if data.best:
-    found["best possible"] = dict(data.best)
-  return found
+    chosen["best possible"] = dict(data.best)
+  return chosen

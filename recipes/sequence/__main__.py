@@ -2,14 +2,7 @@
 
 from recipes import main
 
-
-def _run(config, workdir: str) -> None:
-  from recipes.sequence import train
-
-  train.run(config, workdir)
-
-
-_program = main.program("sequence", _run)
+_program = main.program("sequence")
 
 if __name__ == "__main__":
   _program()

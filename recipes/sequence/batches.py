@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from recipes import pipeline
+from recipes import pipeline, sampling
 from recipes.errors import UserError
 from recipes.sequence import packing
 
@@ -56,18 +56,18 @@ def draws(config, num_items: int, counts: np.ndarray) -> list[Draw]:
   Raises:
     ValueError: an unknown loss or way to draw negatives, or numbers that make no sense.
   """
-  found: list[Draw] = []
+  chosen: list[Draw] = []
   if config.model == "bert4rec":
-    found.append(Mask(config.mask_rate))
+    chosen.append(Mask(config.mask_rate))
   if config.loss != "softmax":
-    found.append(
+    chosen.append(
       Negatives(
         config.negatives.number,
         item_probabilities(config.negatives.distribution, num_items, counts),
         shared=config.negatives.shared,
       )
     )
-  return found
+  return chosen
 
 
 def item_probabilities(distribution: str, num_items: int, counts: np.ndarray) -> np.ndarray:
@@ -130,42 +130,37 @@ class Negatives:
       raise UserError(f"negatives.number must be at least 1, got {number}")
     self._number, self._shared = number, shared
     self._log_expected = np.log(np.maximum(number * probabilities, 1e-30)).astype(np.float32)
-    cumulative = np.cumsum(probabilities)
-    # Rounding must not leave the last value below 1, or a draw beside 1 would get no item.
-    self._cumulative = cumulative / cumulative[-1]
+    self._cumulative = sampling.cumulative(probabilities)
 
   def __call__(self, batch, generator, part, batch_size) -> Batch:
     if self._shared:
       first, last = (self._number * end // batch_size for end in part)
-      negatives = self._draw(generator, (self._number,))[first:last]
+      negatives = sampling.draw(generator, self._cumulative, self._number)[first:last]
     else:
       shape = (batch_size, batch["targets"].shape[1], self._number)
       negatives = self._unseen(batch, generator, shape, part)
     return {"negatives": negatives, "log_expected": self._log_expected[negatives]}
-
-  def _draw(self, generator, shape) -> np.ndarray:
-    found = np.searchsorted(self._cumulative, generator.random(shape), side="right")
-    return found.astype(np.int32)
 
   def _unseen(self, batch, generator, shape, part) -> np.ndarray:
     size = len(self._cumulative)
     row = np.arange(part[1] - part[0]) * size
     seen = np.concatenate([batch["items"], batch["targets"]], axis=1)
     seen = np.unique((row[:, None] + seen)[seen >= 0])
-    found = self._draw(generator, shape)[part[0] : part[1]]
+    # Drawn for all hosts every time, so that the draws of one do not depend on another's.
+    draw = lambda: sampling.draw(generator, self._cumulative, shape)[part[0] : part[1]]
+    negatives = draw()
     for _ in range(self._TRIES):
-      bad = np.isin(row[:, None, None] + found, seen)
+      bad = np.isin(row[:, None, None] + negatives, seen)
       if not bad.any():
         break
-      # Drawn whole again, so that the draws of one host do not depend on another's.
-      found = np.where(bad, self._draw(generator, shape)[part[0] : part[1]], found)
-    return found
+      negatives = np.where(bad, draw(), negatives)
+    return negatives
 
 
 class Histories:
-  """Batch number -> users with what they had before, those of similar length together.
+  """Batch number -> users with their histories, of similar length within a batch.
 
-  A batch holds, for B users, `items` int32 `[B, W]` (the last ones, from column 0 on, -1 behind
+  A batch holds, for B users, `items` int32 `[B, W]` (the last ones, from column 0 on, -1 after
   them), `segments` `[B, W]` (0, or -1 for none), `positions` `[B, W]`, `last` `[B]`, the column
   whose output is the prediction, `seen` `[B, E]`, all items of the history (-1 for none), `target`
   `[B, 1]`, the held-out item (-1 where the row fills up the last batch), and `user` `[B]`.
@@ -209,8 +204,8 @@ class Histories:
     every = slice(number * self._batch_size, (number + 1) * self._batch_size)
     longest = int((self._stop[every] - self._start[every]).max())  # of all hosts: one shape
     first, last = self._part
-    mine = slice(every.start + first, every.start + last)
-    users, start, stop = self._users[mine], self._start[mine], self._stop[mine]
+    own = slice(every.start + first, every.start + last)
+    users, start, stop = self._users[own], self._start[own], self._stop[own]
     filled = last - first - len(users)
     seen = self._cut(start, stop, _width(longest))
     kept = np.minimum(stop - start, self._max_length - self._ask)
@@ -248,9 +243,9 @@ class Histories:
 
 def _rows(values: np.ndarray, lengths: np.ndarray, width: int, fill: int) -> np.ndarray:
   """Returns flat values as int32 rows, `[len(lengths), width]`, filled up at the end."""
-  found = np.full((len(lengths), width), fill, np.int32)
-  found[np.arange(width) < lengths[:, None]] = values
-  return found
+  rows = np.full((len(lengths), width), fill, np.int32)
+  rows[np.arange(width) < lengths[:, None]] = values
+  return rows
 
 
 def _width(length: int) -> int:

@@ -1,8 +1,9 @@
 """Sequences of items: leave one out, packed for training, one history per user for evaluation.
 
-`load` prepares a data set once: `items` and `offsets` (see `recipes.sequence.files`), and from
-them the packed rows that training reads. The last item of a user is tested, the one before it
-validated, the others train; users with fewer than three items train only.
+`load` prepares a data set once (see `recipes.datasets`): `items` and `offsets` (see
+`recipes.sequence.files`), and from them the packed rows that training reads. The last item of a
+user is tested, the one before it validated, and the rest train; users with fewer than three items
+train only.
 """
 
 import dataclasses
@@ -16,10 +17,16 @@ import numpy as np
 import scipy.sparse
 
 from recipes import arrays, hosts, pipeline
-from recipes.errors import UserError
+from recipes.datasets import DataSet, Registry
 from recipes.sequence import batches, files, packing, synthetic
 
-_SETS: dict[str, Any] = {"file": files, "synthetic": synthetic}
+DATA_SETS = Registry(
+  {
+    "file": DataSet(files.settings, files.build),
+    "synthetic": DataSet(synthetic.settings, synthetic.build),
+  },
+  prefix="sequences-",
+)
 HELD_OUT = {"train": 2, "valid": 2, "test": 1}  # items at the end that a split must not see
 
 
@@ -56,19 +63,13 @@ def load(config) -> SequenceData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
 
   Raises:
-    ValueError: the name is unknown, or a file is damaged; names the file and the line.
-    FileNotFoundError: a file is missing; names it and says where it comes from.
+    UserError: as `Registry.load`.
   """
-  if config.dataset not in _SETS:
-    raise UserError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
-  kind = _SETS[config.dataset]
-  settings = kind.settings(config)
-  columns, meta = arrays.prepared(
-    config.cache_dir, "sequences", settings, functools.partial(kind.build, settings)
-  )
+  prepared = DATA_SETS.load(config)
+  columns = prepared.columns
   layout = {
     "format": 1,
-    "of": columns.folder.name,
+    "of": prepared.name,
     "max_length": config.max_length,
     "positions": config.positions,
     "next": config.model != "bert4rec",
@@ -76,7 +77,7 @@ def load(config) -> SequenceData:
   packed, _ = arrays.prepared(
     config.cache_dir, "packed", layout, functools.partial(_build_packed, columns, layout)
   )
-  return SequenceData(columns, packed, meta["num_items"], meta["sha256"], meta.get("best", {}))
+  return SequenceData(columns, packed, prepared.meta["num_items"], prepared.sha256, prepared.best)
 
 
 def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.ndarray:
@@ -106,8 +107,8 @@ def pack(
     items, offsets: the columns of a data set.
     width: of a row; of longer sequences the last items are kept.
     positions: see `packing.positions`.
-    next_item: every item is a target beside the one before it. Otherwise `targets` are the items
-      themselves, from which a masked model hides some.
+    next_item: every item but the first is the target of the one before it. Otherwise `targets` are
+      the items themselves, of which a masked model hides a part.
 
   Returns:
     `items` and `targets`, -1 where there is none; `segments`, which of the row's sequences it is,
@@ -155,9 +156,9 @@ def targets(data: SequenceData, users: np.ndarray, held_out: int) -> scipy.spars
 
 
 def _ones(rows, columns, *shape: int) -> scipy.sparse.csr_matrix:
-  found = scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=shape)
-  found.data[:] = 1  # an item that came twice was added up
-  return found
+  matrix = scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=shape)
+  matrix.data[:] = 1  # an item that came twice was added up
+  return matrix
 
 
 def train_counts(data: SequenceData) -> np.ndarray:

@@ -7,14 +7,16 @@ Both are in the order of time within a user. The columns are `items` int32 `[int
 users one after the other, and `offsets` int64 `[users + 1]`.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from recipes import arrays, files
-from recipes.errors import DamagedFileError, UserError
+from recipes.errors import UserError
+from recipes.textfile import TextFile
+
+_HINT = "Is the file complete? Get it again."
 
 
 def settings(config) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def settings(config) -> dict[str, Any]:
     f"It is not downloaded because the data's licence does not allow it to be passed on: get it "
     f"from {config.source}, and pass --config.data_dir=<folder>."
   )
-  path = files.require(files.given(config.data_dir, hint), config.data_file, hint=hint)
+  path = files.require(files.data_folder(config.data_dir, hint), config.data_file, hint=hint)
   return {
     "format": 1,
     "file": files.stamp(path),
@@ -68,50 +70,32 @@ def read_pairs(path: Path) -> tuple[np.ndarray, np.ndarray]:
   """Returns the numbers of users and items, int64 `[interactions]`, in the file's order.
 
   Raises:
-    ValueError: a line has not two whole numbers; names the file and the line.
+    DamagedFileError: a line has not two whole numbers; names the file and the line.
   """
-  users, items = [], []
-  for number, fields in _records(path):
-    if len(fields) != 2:
-      raise _error(path, number, f"found {len(fields)} fields, expected `user item`")
-    users.append(fields[0])
-    items.append(fields[1])
+  file, users, items = TextFile(path, _HINT), [], []
+  for line, numbers in file.numbers():
+    if len(numbers) != 2:
+      raise file.error(line, f"found {len(numbers)} fields, expected `user item`")
+    users.append(numbers[0])
+    items.append(numbers[1])
   return np.array(users, np.int64), np.array(items, np.int64)
 
 
 def read_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
-  """As `read_pairs`, of a file with a line per user.
+  """Does the same as `read_pairs` for a file with a line per user.
 
   Raises:
-    ValueError: a line has no item, or a user has two lines; names the file and the line.
+    DamagedFileError: a line has no item, or a user has two lines; names the file and the line.
   """
-  seen: set[int] = set()
+  file, seen = TextFile(path, _HINT), set()
   users, items = [], []
-  for number, (user, *bought) in _records(path):
-    if not bought:
-      raise _error(path, number, "found no item, expected `user item item ...`")
+  for line, numbers in file.numbers():
+    if len(numbers) < 2:
+      raise file.error(line, "found no item, expected `user item item ...`")
+    user, *chosen = numbers
     if user in seen:
-      raise _error(path, number, f"user {user} appears a second time")
+      raise file.error(line, f"user {user} appears a second time")
     seen.add(user)
-    users += [user] * len(bought)
-    items += bought
+    users += [user] * len(chosen)
+    items += chosen
   return np.array(users, np.int64), np.array(items, np.int64)
-
-
-def _records(path: Path) -> Iterator[tuple[int, list[int]]]:
-  number, bar = 0, files.progress(f"reading {path.name}", path.stat().st_size, "B")
-  with path.open(encoding="ascii", errors="replace") as file, bar:
-    for number, line in enumerate(file, start=1):
-      fields = line.split()
-      numbers = [value for field in fields if (value := files.whole(field)) is not None]
-      if not fields or len(numbers) < len(fields):
-        found = line.strip()[:40]
-        raise _error(path, number, f"found {found!r}, expected whole numbers up to 2**63 - 1")
-      yield number, numbers
-      bar.update(len(line))
-  if number == 0:
-    raise _error(path, 1, "the file is empty")
-
-
-def _error(path: Path, number: int, what: str) -> DamagedFileError:
-  return DamagedFileError(f"{path}, line {number}: {what}. Is the file complete? Get it again.")

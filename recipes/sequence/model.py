@@ -21,9 +21,9 @@ _NEVER = -1e9  # not -inf: padding attends to nothing, and its softmax must not 
 
 
 def visible(segments: jax.Array, *, causal: bool) -> jax.Array:
-  """Returns which column may look at which, bool `[B, L, L]`: those of its own segment.
+  """Returns which columns each column may look at, bool `[B, L, L]`: the ones of its own segment.
 
-  Causal: and none behind it.
+  If causal, only itself and the columns before it.
   """
   mask = (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
   if causal:
@@ -50,7 +50,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-  """Two linear layers on every position, with dropout between them and behind."""
+  """Two linear layers on every position, with dropout after each."""
 
   def __init__(self, dim: int, inner: int, activation, *, dropout: float, rngs: nnx.Rngs):
     self.inner, self.out = _linear(dim, inner, rngs), _linear(inner, dim, rngs)
@@ -121,7 +121,7 @@ class HSTUBlock(nnx.Module):
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     gate, value, query, key = split_heads(nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads)
     places = jnp.arange(x.shape[1])
-    distance = jnp.maximum(places[:, None] - places, 0)  # the mask hides what is behind
+    distance = jnp.maximum(places[:, None] - places, 0)  # the mask hides later columns
     scores = jnp.einsum("blhd,bmhd->bhlm", query, key) + self.bias[...][distance]
     weights = jnp.where(mask[:, None], nnx.silu(scores), 0) / self.length
     mixed = jnp.einsum("bhlm,bmhd->blhd", weights, value).reshape(x.shape)
@@ -188,7 +188,7 @@ class SequenceModel(nnx.Module):
     self.encoder = encoder
     draw = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
     self.positions = draw((max_length, table.dim))
-    self.hidden = draw((table.dim,)) if not encoder.causal else None  # stands for a hidden item
+    self.hidden = draw((table.dim,)) if not encoder.causal else None  # in place of a hidden item
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
     # A hidden item can ask for its neighbours by position only, which a scaled item would drown:
     # the paper adds both as they are, and the authors' code, which is BERT's, normalises the sum.
@@ -215,7 +215,7 @@ class SequenceModel(nnx.Module):
 
 
 def predictions(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns the outputs that `targets` are compared with: all, or those of hidden items."""
+  """Returns the outputs that `targets` are compared with: all, or the hidden items'."""
   outputs = model(batch)
   if "where" in batch:
     return jnp.take_along_axis(outputs, batch["where"][..., None], axis=1)

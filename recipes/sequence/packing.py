@@ -28,11 +28,11 @@ def place(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     length = int(lengths[sequence])
     room = next((room for room in range(length, width) if by_room[room]), width)
     if room == width:
-      found, rows = rows, rows + 1
+      target, rows = rows, rows + 1
     else:
-      found = by_room[room].pop()
-    row[sequence], column[sequence] = found, width - room
-    by_room[room - length].append(found)
+      target = by_room[room].pop()
+    row[sequence], column[sequence] = target, width - room
+    by_room[room - length].append(target)
   return row, column
 
 

@@ -57,9 +57,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   offsets[:] = np.concatenate([[0], np.cumsum(lengths)])
   best = RankingMetrics(settings["ks"])
   for start in range(0, len(sequences), _CHUNK):
-    some = sequences[start : start + _CHUNK]
-    ranked = np.stack([process.best(sequence[:-1], max(settings["ks"])) for sequence in some])
-    best.update(ranked, np.array([sequence[-1:] for sequence in some]))
+    chunk = sequences[start : start + _CHUNK]
+    ranked = np.stack([process.best(sequence[:-1], max(settings["ks"])) for sequence in chunk])
+    best.update(ranked, np.array([sequence[-1:] for sequence in chunk]))
   return {
     "num_items": settings["items"],
     "sha256": {"generated": hashlib.sha256(items.tobytes() + offsets.tobytes()).hexdigest()},
@@ -104,6 +104,6 @@ class Process:
   def best(self, history: np.ndarray, k: int) -> np.ndarray:
     """Returns the k likeliest items after a history, none of which is in it."""
     likely = self.successors[history[-1]]
-    others = np.arange(k + len(likely) + len(history))  # equally likely: the lowest ids will do
-    ranked = np.concatenate([likely, others[~np.isin(others, likely)]])
+    anything = np.arange(k + len(likely) + len(history))  # equally likely: the lowest ids will do
+    ranked = np.concatenate([likely, anything[~np.isin(anything, likely)]])
     return ranked[~np.isin(ranked, history)][:k]

@@ -11,7 +11,7 @@ from flax import nnx
 
 import embed
 from recipes import baselines as baselines_lib
-from recipes import hosts, loop, losses, optimizers, results, retrieval
+from recipes import hosts, layers, loop, losses, optimizers, retrieval
 from recipes.errors import UserError, from_settings
 from recipes.metrics import RankingMetrics
 from recipes.sequence import data as data_lib
@@ -21,34 +21,30 @@ LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
 def run(config, workdir: str) -> dict[str, Any]:
-  """Trains as configured, or reports the run that the workdir holds; returns its result.json.
+  """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
+  return loop.run("sequence", config, workdir, prepare)
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+
+def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
+  """Returns the parts of a run: loads the data, builds the model and its optimizer.
+
+  Raises:
+    UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  mesh = hosts.start()
-  result = loop.finished(config, workdir)
-  if result is None:
-    check(config, mesh)
-    data = data_lib.load(config)
-    with from_settings():
-      model = build_model(config, data.num_items, mesh)
-      optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
-    result = loop.train(
-      config,
-      workdir,
-      recipe="sequence",
-      model=model,
-      optimizer=optimizer,
-      loss_fn=loss_function(config, data.num_items),
-      batches=data_lib.train_batches(data, config),
-      evaluate=evaluator(data, config, mesh),
-      baselines=functools.partial(baselines, data, config),
-      data_sha256=data.sha256,
-      mesh=mesh,
-    )
-  if hosts.is_main():
-    print(results.report(result))
-  return result
+  check(config, mesh)
+  data = data_lib.load(config)
+  with from_settings():
+    model = build_model(config, data.num_items, mesh)
+    optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
+  return loop.Training(
+    model=model,
+    optimizer=optimizer,
+    loss_fn=loss_function(config, data.num_items),
+    batches=data_lib.train_batches(data, config),
+    evaluate=evaluator(data, config, mesh),
+    baselines=functools.partial(baselines, data, config),
+    data_sha256=data.sha256,
+  )
 
 
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
@@ -72,8 +68,7 @@ def build_model(
   Under a mesh the table is split over it as `config.table.sharding` says.
   """
   rngs = nnx.Rngs(config.seed)
-  # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
-  initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
+  initializer = layers.table_initializer(config)
   table = embed.TableConfig(
     num_items,
     config.dim,
@@ -167,12 +162,12 @@ def baselines(data: data_lib.SequenceData, config) -> dict[str, loop.Baseline]:
   `config.baseline.ease_l2` is EASE's penalty; 0 leaves it out.
   """
   ks, l2 = tuple(config.ks), config.baseline.ease_l2
-  found: dict[str, loop.Baseline] = {"popularity": functools.partial(fit_popularity, data, ks)}
+  chosen: dict[str, loop.Baseline] = {"popularity": functools.partial(fit_popularity, data, ks)}
   if l2:
-    found["EASE"] = functools.partial(fit_ease, data, ks, l2)
+    chosen["EASE"] = functools.partial(fit_ease, data, ks, l2)
   if data.best:
-    found["best possible"] = dict(data.best)
-  return found
+    chosen["best possible"] = dict(data.best)
+  return chosen
 
 
 def fit_popularity(data: data_lib.SequenceData, ks: tuple[int, ...]) -> dict[str, float]:
@@ -196,11 +191,11 @@ def _ranking(
 ) -> dict[str, float]:
   """Returns the metrics of scores that are asked with all earlier items, as the models are."""
   users = data.evaluated
-  found: dict[str, float] = {}
+  scores: dict[str, float] = {}
   for split in ("valid", "test"):
     seen = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
     relevant = data_lib.targets(data, users, data_lib.HELD_OUT[split])
     ask = lambda start, stop, seen=seen: score(seen[start:stop])
     metrics = baselines_lib.ranking(ask, relevant, seen, ks)
-    found |= {f"{split}_{metric}": value for metric, value in metrics.items()}
-  return found
+    scores |= {f"{split}_{metric}": value for metric, value in metrics.items()}
+  return scores

@@ -2,14 +2,7 @@
 
 from recipes import main
 
-
-def _run(config, workdir: str) -> None:
-  from recipes.two_tower import train
-
-  train.run(config, workdir)
-
-
-_program = main.program("two_tower", _run)
+_program = main.program("two_tower")
 
 if __name__ == "__main__":
   _program()

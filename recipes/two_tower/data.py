@@ -1,11 +1,10 @@
 """Users and the items they chose, as batches: a pair for training, a user with lists to rank.
 
-`load` prepares a data set once (see `recipes.arrays` and `recipes.two_tower.splits`). B is the
+`load` prepares a data set once (see `recipes.datasets` and `recipes.two_tower.splits`). B is the
 number of examples of this process, H of items in a history, M of extra negatives.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,16 +13,20 @@ import numpy as np
 import scipy.sparse
 
 import embed
-from recipes import arrays, hosts, pipeline
+from recipes import hosts, pipeline, sampling
+from recipes.datasets import DataSet, Registry
 from recipes.errors import UserError
 from recipes.two_tower import gowalla, movielens1m, movielens100k, synthetic
 
-_SETS: dict[str, Any] = {
-  "gowalla": gowalla,
-  "movielens100k": movielens100k,
-  "movielens1m": movielens1m,
-  "synthetic": synthetic,
-}
+DATA_SETS = Registry(
+  {
+    "gowalla": DataSet(gowalla.settings, gowalla.build),
+    "movielens100k": DataSet(movielens100k.settings, movielens100k.build),
+    "movielens1m": DataSet(movielens1m.settings, movielens1m.build),
+    "synthetic": DataSet(synthetic.settings, synthetic.build),
+  },
+  prefix="retrieval-",
+)
 # Larger than any history, so that a stride of them visits each of its items once.
 _PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 171, 183, 187, 193])
 
@@ -39,13 +42,13 @@ class Feature:
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalData:
-  """A prepared data set; the columns are those of `splits.write`.
+  """A prepared data set, with the columns that `splits.write` writes.
 
   Attributes:
     columns: memory-mapped.
     splits: `train`, `valid` and `test` as ranges of rows.
     num_users, num_items: the vocabularies.
-    user_features, item_features: beside the ids.
+    user_features, item_features: in addition to the ids.
     sha256: hashes of the source files by name, or of the generated pairs.
     best: metrics of the probabilities that the pairs were drawn from, where they are known.
   """
@@ -60,12 +63,12 @@ class RetrievalData:
   best: Mapping[str, float]
 
   def matrix(self, *splits: str) -> scipy.sparse.csr_matrix:
-    """Returns the pairs of some splits as float32 `[users, items]` of ones."""
+    """Returns the pairs of the named splits as float32 `[users, items]` of ones."""
     rows = np.concatenate([np.arange(*self.splits[split]) for split in splits])
     user, item = self.columns["user"][rows], self.columns["item"][rows]
     shape = (self.num_users, self.num_items)
     matrix = scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (user, item)), shape)
-    matrix.data[:] = 1.0  # a pair that stands in two splits
+    matrix.data[:] = 1.0  # a pair that is in two splits
     return matrix
 
 
@@ -73,28 +76,22 @@ def load(config) -> RetrievalData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
 
   Raises:
-    ValueError: the name is unknown, or a file is damaged; names the file and the line.
-    FileNotFoundError: a file is missing; names it and says where it comes from.
+    UserError: as `Registry.load`.
   """
-  if config.dataset not in _SETS:
-    raise UserError(f"unknown dataset {config.dataset!r}: choose one of {sorted(_SETS)}")
-  kind = _SETS[config.dataset]
-  settings = kind.settings(config)
-  columns, meta = arrays.prepared(
-    config.cache_dir,
-    f"retrieval-{config.dataset}",
-    settings,
-    functools.partial(kind.build, settings),
-  )
+  prepared = DATA_SETS.load(config)
+  features = {
+    side: tuple(Feature(**feature) for feature in prepared.meta["features"][side])
+    for side in ("user", "item")
+  }
   return RetrievalData(
-    columns,
-    {name: (start, stop) for name, (start, stop) in meta["splits"].items()},
-    meta["users"],
-    meta["items"],
-    tuple(Feature(**feature) for feature in meta["features"]["user"]),
-    tuple(Feature(**feature) for feature in meta["features"]["item"]),
-    meta["sha256"],
-    meta.get("best", {}),
+    prepared.columns,
+    prepared.splits,
+    prepared.meta["users"],
+    prepared.meta["items"],
+    features["user"],
+    features["item"],
+    prepared.sha256,
+    prepared.best,
   )
 
 
@@ -108,7 +105,7 @@ class TrainBatches:
   """Batch number -> pairs of the training split and extra negatives.
 
   A batch is
-    `query`: `user` `[B]`, `history` `Padded` `[B, H]` (others of the user's training items, a new
+    `query`: `user` `[B]`, `history` `Padded` `[B, H]` (the user's other training items, a new
       random choice every time if there are more than H) and the user's features;
     `positive`, `negative` int32 `[B]`, `[M]`: the items;
     `positive_candidate`, `negative_candidate`: the items' features;
@@ -133,7 +130,7 @@ class TrainBatches:
     self._extra = config.negatives.number
     names = ("user", "item", "place")
     self._rows = pipeline.ShuffledBatches(
-      _Some(data.columns, names),
+      _Chosen(data.columns, names),
       data.splits["train"],
       batch_size=config.batch_size,
       seed=config.seed,
@@ -149,8 +146,7 @@ class TrainBatches:
     )
     probability = weights / weights.sum()
     self._rate = (self._extra * probability).astype(np.float32)
-    cumulative = np.cumsum(probability)
-    self._cumulative = cumulative / cumulative[-1]
+    self._cumulative = sampling.cumulative(probability)
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -160,10 +156,9 @@ class TrainBatches:
     # Drawn for the whole batch, whoever reads it, so that it does not depend on the processes.
     turn = draw.random(self._batch_size)[self._part]
     stride = draw.choice(_PRIMES, self._batch_size)[self._part]
-    found = np.searchsorted(self._cumulative, draw.random(self._extra), side="right")
-    negative = found[self._extra_part].astype(np.int32)
+    negative = sampling.draw(draw, self._cumulative, self._extra)[self._extra_part]
     user, positive = rows["user"].astype(np.int32), rows["item"].astype(np.int32)
-    history = self._others(user, rows["place"], turn, stride)
+    history = self._history_without(user, rows["place"], turn, stride)
     batch = {
       "query": query_inputs(self._data, user, history),
       "positive_candidate": candidate_inputs(self._data, positive),
@@ -178,14 +173,14 @@ class TrainBatches:
       }
     return batch
 
-  def _others(self, user, place, turn, stride) -> np.ndarray:
+  def _history_without(self, user, place, turn, stride) -> np.ndarray:
     """Up to H different training items of each user without the one at `place`; -1 fills up."""
     offsets, items = self._data.columns["train_offsets"], self._data.columns["item"]
     first, size = offsets[user], offsets[user + 1] - offsets[user]
-    others = np.maximum(size - 1, 1)
+    rest = np.maximum(size - 1, 1)
     steps = np.arange(self._history)
-    # The stride has no divisor in common with the number of others: no one is met twice.
-    step = ((turn * others).astype(np.int64)[:, None] + steps * stride[:, None]) % others[:, None]
+    # The stride has no divisor in common with their number: no item is met twice.
+    step = ((turn * rest).astype(np.int64)[:, None] + steps * stride[:, None]) % rest[:, None]
     picked = first[:, None] + (place[:, None] + 1 + step) % np.maximum(size, 1)[:, None]
     return np.where(steps < (size - 1)[:, None], items[picked], -1).astype(np.int32)
 
@@ -203,7 +198,7 @@ class EvalBatches:
 
   A batch is `query` as in training, but with the whole history, evenly thinned out if it is longer
   than `config.eval_history`; `relevant` int32 `[B, R]`, the split's items of the user; `seen` int32
-  `[B, E]`, those of the splits before it, nothing if `config.remove_seen` is False; and `mask`
+  `[B, E]`, the items of the splits before it, nothing if `config.remove_seen` is False; and `mask`
   bool `[B]`, False where the last batch is filled up. With `config.examples` "users" an example is
   a user, with "rows" a row of the split, with one relevant item.
   """
@@ -266,27 +261,29 @@ class EvalBatches:
 
 
 def query_inputs(data: RetrievalData, user: np.ndarray, history: np.ndarray) -> dict[str, Any]:
-  """Returns the query tower's features of some users and their histories `[B, H]`."""
+  """Returns the query tower's features of users and their histories `[B, H]`."""
   return {"user": user, "history": embed.Padded(history)} | _about(
     data.columns, "user", data.user_features, user
   )
 
 
 def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
-  """Returns the candidate tower's features of some items."""
+  """Returns the candidate tower's features of items."""
   return {"item": item} | _about(data.columns, "item", data.item_features, item)
 
 
 def _about(columns, side: str, features: tuple[Feature, ...], ids: np.ndarray) -> dict[str, Any]:
-  found = {feature.name: columns[f"{side}_{feature.name}"][ids] for feature in features}
+  values = {feature.name: columns[f"{side}_{feature.name}"][ids] for feature in features}
   return {
-    feature.name: embed.Padded(found[feature.name]) if feature.valency > 1 else found[feature.name]
+    feature.name: embed.Padded(values[feature.name])
+    if feature.valency > 1
+    else values[feature.name]
     for feature in features
   }
 
 
-class _Some(Mapping[str, np.ndarray]):
-  """Some of the columns; pickles as they do, which a dict of memory maps would not."""
+class _Chosen(Mapping[str, np.ndarray]):
+  """The named columns; pickles as all of them do, which a dict of memory maps would not."""
 
   def __init__(self, columns: Mapping[str, np.ndarray], names: tuple[str, ...]):
     self._columns, self._names = columns, names

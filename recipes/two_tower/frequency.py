@@ -1,4 +1,4 @@
-"""How often each item comes up in a batch, estimated from the stream of batches alone."""
+"""The expected count of each item in a batch, estimated from the stream of batches alone."""
 
 from typing import Any
 

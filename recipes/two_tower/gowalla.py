@@ -13,10 +13,15 @@ from typing import Any
 import numpy as np
 
 from recipes import files
-from recipes.errors import DamagedFileError, UserError
+from recipes.errors import UserError
+from recipes.textfile import TextFile
 from recipes.two_tower import splits
 
 SOURCE = "https://github.com/kuandeng/LightGCN, Data/gowalla"
+_HINT = (
+  f"A line is `user item item ...`, and every pair is in the data once. Get the files again from "
+  f"{SOURCE}, or repair the line."
+)
 
 
 def settings(config) -> dict[str, Any]:
@@ -32,13 +37,13 @@ def settings(config) -> dict[str, Any]:
       "nothing left to look at: pass --config.select= to test the state of the last step"
     )
   hint = f"Get train.txt and test.txt from {SOURCE}, and pass --config.data_dir=<their folder>."
-  folder = files.given(config.data_dir, hint)
-  found = {name: files.require(folder, f"{name}.txt", hint=hint) for name in ("train", "test")}
+  folder = files.data_folder(config.data_dir, hint)
+  sources = {name: files.require(folder, f"{name}.txt", hint=hint) for name in ("train", "test")}
   if (folder / "valid.txt").is_file():
-    found["valid"] = folder / "valid.txt"
+    sources["valid"] = folder / "valid.txt"
   return {
     "format": 1,
-    "files": {name: files.stamp(path) for name, path in found.items()},
+    "files": {name: files.stamp(path) for name, path in sources.items()},
     "split_seed": config.split_seed,
     "refit": config.refit,
   }
@@ -79,35 +84,17 @@ def _positions(names: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def _read(path: Path, seen: dict[tuple[int, int], str]) -> splits.Pairs:
-  """Reads a file's pairs as int64; `seen` collects where each pair stands, through all files."""
-  user, item = [], []
-  with (
-    path.open(encoding="ascii", errors="replace") as file,
-    files.progress(f"reading {path.name}", path.stat().st_size, "B") as bar,
-  ):
-    for number, line in enumerate(file, start=1):
-      fields = line.split()
-      ids, where = [], f"line {number} of {path.name}"
-      for field in fields:
-        value = files.whole(field)
-        if value is None:
-          raise _error(path, number, f"{field[:40]!r} is not a number from 0 to 2**63 - 1")
-        ids.append(value)
-      for name in ids[1:]:
-        if (ids[0], name) in seen:
-          there = seen[ids[0], name]
-          raise _error(path, number, f"item {name} of user {ids[0]} stands in {there} already")
-        seen[ids[0], name] = where
-        user.append(ids[0])
-        item.append(name)
-      bar.update(len(line))
-  if not user:
-    raise _error(path, 1, "the file has no pair")
-  return np.array(user, np.int64), np.array(item, np.int64)
-
-
-def _error(path: Path, number: int, what: str) -> DamagedFileError:
-  return DamagedFileError(
-    f"{path}, line {number}: {what}. A line is `user item item ...`, and a pair stands once in "
-    f"the data. Get the files again from {SOURCE}, or repair the line."
-  )
+  """Reads a file's pairs as int64; `seen` collects the place of each pair, through all files."""
+  file, users, items = TextFile(path, _HINT), [], []
+  for line, numbers in file.numbers():
+    for item in numbers[1:]:
+      user = numbers[0]
+      if (user, item) in seen:
+        place = seen[user, item]
+        raise file.error(line, f"item {item} of user {user} is in {place} already")
+      seen[user, item] = f"line {line} of {path.name}"
+      users.append(user)
+      items.append(item)
+  if not users:
+    raise file.error(1, "the file has no pair")
+  return np.array(users, np.int64), np.array(items, np.int64)

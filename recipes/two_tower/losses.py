@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from recipes.errors import UserError
-
 _NEVER = -1e9  # not -inf: where everything else is left out, gradients would not be numbers
 
 
@@ -19,22 +17,22 @@ def sampled_softmax(
   """Returns the cross-entropy of each query's positive among all candidates, float32 `[B]`.
 
   Args:
-    logits: `[B, C]`, C at least B; the candidates behind the first B are negatives for all.
+    logits: `[B, C]`, C at least B; the candidates after the first B are negatives for all.
     ids: int `[C]`, the candidates' items; a negative one is an empty place.
     log_expected: `[C]`, the log of how often each candidate's item is expected among the
-      candidates. Subtracted, the positive's included, it makes the loss that of a softmax over the
+      candidates. Subtracted, the positive's included, it makes the loss equal a softmax over the
       whole catalogue, however unevenly items are sampled (the logQ correction: Bengio and Senecal
       2008, Yi et al. 2019). None corrects nothing.
     remove_accidental_hits: leaves out candidates that are the positive's item once more.
-    hard_negatives: how many of a query's negatives count, those of the largest corrected logits; 0
-      counts all.
+    hard_negatives: how many of a query's negatives count, the ones of the largest corrected logits;
+      0 counts all.
 
   Raises:
     ValueError: shapes do not fit.
   """
   batch = logits.shape[0]
   if logits.ndim != 2 or ids.shape != logits.shape[1:] or batch > logits.shape[1]:
-    raise UserError(
+    raise ValueError(
       f"logits {logits.shape} must be [queries, candidates] and ids {ids.shape} [candidates], with "
       "each query's positive among them"
     )

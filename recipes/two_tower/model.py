@@ -1,4 +1,4 @@
-"""Two towers over one `SparseEmbed`, and what training remembers beside them.
+"""Two towers over one `SparseEmbed`, and what training remembers of past batches.
 
 B is the number of queries, C of candidates, D the width of tables and towers, Q of a queue.
 """
@@ -16,16 +16,16 @@ from recipes.two_tower.frequency import Frequency
 
 
 class Tower(nnx.Module):
-  """What the tables return of one side, `{name: [B, D]}`, as one vector `[B, D]`.
+  """Turns the activations of one side, `{name: [B, D]}`, into one vector `[B, D]`.
 
-  Without hidden layers it is the sum, each feature times a learned number; with them, an MLP of the
-  concatenation and a linear layer.
+  Without hidden layers the vector is the sum, each feature times a learned number; with them, an
+  MLP of the concatenation and a linear layer.
 
   Args:
     names: of the features.
     dim: D.
     hidden: widths of the MLP.
-    dropout: rate, of what the tables return and after the MLP's layers.
+    dropout: rate, of the activations and after the MLP's layers.
     normalize: whether to scale the result to length 1.
   """
 
@@ -87,7 +87,7 @@ class Queue(nnx.Module):
     return state["ids"], state["vectors"], state["rates"]
 
   def put(self, ids: jax.Array, vectors: jax.Array, rates: jax.Array) -> None:
-    """Replaces the oldest entries by those of a batch; no gradient comes back to it."""
+    """Replaces the oldest entries by the ones of a batch; no gradient flows back into it."""
     state: dict[str, Any] = dict(self.past.get_value())
     start, vectors = state["next"], jax.lax.stop_gradient(vectors)
     self.past.set_value(

@@ -5,14 +5,14 @@ be redistributed (Harper and Konstan 2015, see `recipes.movielens`).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recipes import files
-from recipes.errors import DamagedFileError
+from recipes import categories, files, movielens
+from recipes.textfile import TextFile
 from recipes.two_tower import splits
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
@@ -37,32 +37,12 @@ def settings(config) -> dict[str, Any]:
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes the columns; users have gender, age and occupation, items genres and year."""
   source = {name: Path(stamp[0]) for name, stamp in settings["files"].items()}
-  genre_names = [fields[0] for _, fields in _records(source["u.genre"], 2) if fields[0]]
-  users: dict[str, int] = {}
-  about: dict[str, list[str]] = {"gender": [], "age": [], "occupation": []}
-  for number, (name, age, gender, occupation, _) in _records(source["u.user"], 5):
-    _new(users, name, source["u.user"], number)
-    # In tens: a table needs several users of an age to learn anything about it.
-    about["age"].append(str(_integer(age, source["u.user"], number) // 10))
-    if gender not in ("F", "M"):
-      raise _error(source["u.user"], number, f"the gender is {gender!r}, expected F or M")
-    if not occupation:
-      raise _error(source["u.user"], number, "the occupation is empty")
-    about["gender"].append(gender)
-    about["occupation"].append(occupation)
-  movies: dict[str, int] = {}
-  year: list[str] = []
-  genres: list[list[str]] = []
-  for number, fields in _records(source["u.item"], 5 + len(genre_names)):
-    _new(movies, fields[0], source["u.item"], number)
-    date, flags = fields[2], fields[5:]
-    if date and not _DATE.fullmatch(date):
-      raise _error(source["u.item"], number, f"the date is {date!r}, expected one as 01-Jan-1995")
-    if wrong := set(flags) - {"0", "1"}:
-      raise _error(source["u.item"], number, f"a genre is {min(wrong)!r}, expected 0 or 1")
-    year.append(date[-4:])
-    genres.append([n for n, flag in zip(genre_names, flags, strict=True) if flag == "1"])
-  user, item = _ratings(source["u.data"], users, movies)
+  genre_file = TextFile(source["u.genre"])
+  # u.genre ends with an empty line.
+  genre_names = [name for _, (name, _) in genre_file.records("|", 2, skip_empty=True) if name]
+  users, about = _users(TextFile(source["u.user"]))
+  movies, year, genres = _movies(TextFile(source["u.item"]), genre_names)
+  user, item = _ratings(TextFile(source["u.data"]), users, movies)
   order = np.random.default_rng(settings["split_seed"]).permutation(len(user))
   test, valid = np.split(order, [len(user) // 5])[0], order[len(user) // 5 :][: len(user) * 2 // 25]
   train = order[len(test) + len(valid) :]
@@ -72,66 +52,62 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     {split: (user[picked], item[picked]) for split, picked in rows.items()},
     (len(users), len(movies)),
     {
-      "user": {name: splits.codes(values) for name, values in about.items()},
-      "item": {"genres": splits.bags(genres), "year": splits.codes(year)},
+      "user": {name: categories.codes(values) for name, values in about.items()},
+      "item": {"genres": categories.bags(genres), "year": categories.codes(year)},
     },
     {name: files.digest(path) for name, path in source.items()},
     seed=settings["split_seed"],
   )
 
 
-def _ratings(path: Path, users: dict[str, int], movies: dict[str, int]) -> splits.Pairs:
-  user, item = [], []
+def _users(file: TextFile) -> tuple[dict[str, int], dict[str, list[str]]]:
+  """Returns the rows of the users by their numbers, and their features as texts."""
+  users: dict[str, int] = {}
+  about: dict[str, list[str]] = {"gender": [], "age": [], "occupation": []}
+  for line, (user, age, gender, occupation, _) in file.records("|", 5):
+    file.add_id(line, users, user)
+    # In tens: a table needs several users of an age to learn anything about it.
+    about["age"].append(str(file.number(line, "age", age) // 10))
+    if gender not in ("F", "M"):
+      raise file.error(line, f"the gender is {gender!r}, expected F or M")
+    if not occupation:
+      raise file.error(line, "the occupation is empty")
+    about["gender"].append(gender)
+    about["occupation"].append(occupation)
+  return users, about
+
+
+def _movies(
+  file: TextFile, genre_names: Sequence[str]
+) -> tuple[dict[str, int], list[str], list[list[str]]]:
+  """Returns the rows of the movies by their numbers, their years and their genres."""
+  movies: dict[str, int] = {}
+  years, genres = [], []
+  for line, fields in file.records("|", 5 + len(genre_names)):
+    file.add_id(line, movies, fields[0])
+    date, flags = fields[2], fields[5:]
+    if date and not _DATE.fullmatch(date):
+      raise file.error(line, f"the date is {date!r}, expected one as 01-Jan-1995")
+    if wrong := set(flags) - {"0", "1"}:
+      raise file.error(line, f"a genre is {min(wrong)!r}, expected 0 or 1")
+    years.append(date[-4:])
+    genres.append([name for name, flag in zip(genre_names, flags, strict=True) if flag == "1"])
+  return movies, years, genres
+
+
+def _ratings(file: TextFile, users: dict[str, int], movies: dict[str, int]) -> splits.Pairs:
+  rows, items = [], []
   lines: dict[tuple[str, str], int] = {}
-  with files.progress(f"reading {path.name}", 100_000, "row") as bar:
-    for number, (name, movie, rating, time) in _records(path, 4, "\t"):
-      if name not in users or movie not in movies:
-        raise _error(path, number, f"user {name!r} or movie {movie!r} is in no other file")
-      if rating not in ("1", "2", "3", "4", "5"):
-        raise _error(path, number, f"the rating is {rating!r}, expected 1 to 5")
-      _integer(time, path, number)
-      line = lines.setdefault((name, movie), number)
-      if line != number:
-        what = f"user {name} rates movie {movie}, which line {line} does already"
-        raise _error(path, number, what)
-      user.append(users[name])
-      item.append(movies[movie])
+  with files.progress(f"reading {file.path.name}", 100_000, "row") as bar:
+    for line, (user, movie, rating, time) in file.records("\t", 4):
+      if user not in users or movie not in movies:
+        raise file.error(line, f"user {user!r} or movie {movie!r} is in no other file")
+      movielens.check_rating(file, line, rating)
+      file.number(line, "time", time)
+      first = lines.setdefault((user, movie), line)
+      if first != line:
+        raise file.error(line, movielens.rated_twice(user, movie, first))
+      rows.append(users[user])
+      items.append(movies[movie])
       bar.update()
-  return np.array(user, np.int32), np.array(item, np.int32)
-
-
-def _records(path: Path, count: int, separator: str = "|") -> Iterator[tuple[int, list[str]]]:
-  number = 0
-  with path.open(encoding="latin-1", newline="\n") as file:
-    for number, line in enumerate(file, start=1):
-      fields = line.rstrip("\r\n").split(separator)
-      if fields == [""]:  # u.genre ends with an empty line
-        continue
-      if len(fields) != count:
-        raise _error(
-          path, number, f"found {len(fields)} fields separated by {separator!r}, expected {count}"
-        )
-      yield number, fields
-  if number == 0:
-    raise _error(path, 1, "the file is empty")
-
-
-def _new(key: dict[str, int], name: str, path: Path, number: int) -> None:
-  _integer(name, path, number)
-  if name in key:
-    raise _error(path, number, f"{name!r} appears a second time")
-  key[name] = len(key)
-
-
-def _integer(text: str, path: Path, number: int) -> int:
-  value = files.whole(text)
-  if value is None:
-    raise _error(path, number, f"{text!r} is not a number from 0 to 2**63 - 1")
-  return value
-
-
-def _error(path: Path, number: int, what: str) -> DamagedFileError:
-  return DamagedFileError(
-    f"{path}, line {number}: {what}. Is the file complete? Unpack the archive again, or repair the "
-    "line."
-  )
+  return np.array(rows, np.int32), np.array(items, np.int32)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes import files, movielens
+from recipes import categories, files, movielens
 from recipes.two_tower import splits
 
 
@@ -38,10 +38,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   at = lambda values, rows: [values[row] for row in rows]
   by_user = {"gender": users.gender, "age": users.age, "occupation": users.occupation}
   features = {
-    "user": {name: splits.codes(at(values, who)) for name, values in by_user.items()},
+    "user": {name: categories.codes(at(values, who)) for name, values in by_user.items()},
     "item": {
-      "genres": splits.bags(at(movies.genres, what)),
-      "year": splits.codes(at(movies.year, what)),
+      "genres": categories.bags(at(movies.genres, what)),
+      "year": categories.codes(at(movies.year, what)),
     },
   }
   return splits.write(

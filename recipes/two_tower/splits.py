@@ -1,4 +1,4 @@
-"""Who is trained, validated and tested on what, and the folder that a data set becomes."""
+"""The protocols that split users' items, and the columns that a data set becomes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,21 +49,6 @@ def per_user(user: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     left <= np.repeat(test, counts), 2, np.where(left <= np.repeat(test + valid, counts), 1, 0)
   )
   return split
-
-
-def codes(values: Sequence[str]) -> tuple[np.ndarray, int]:
-  """Returns the values as numbers, in sorted order, and how many different ones there are."""
-  names, numbers = np.unique(values, return_inverse=True)
-  return numbers.astype(np.int32), len(names)
-
-
-def bags(values: Sequence[Sequence[str]]) -> tuple[np.ndarray, int]:
-  """Returns lists of values as numbers `[N, longest]`, filled with -1, and how many there are."""
-  names = {name: i for i, name in enumerate(sorted({name for bag in values for name in bag}))}
-  padded = np.full((len(values), max(1, *map(len, values))), -1, np.int32)
-  for row, bag in enumerate(values):
-    padded[row, : len(bag)] = [names[name] for name in bag]
-  return padded, max(len(names), 1)
 
 
 def write(

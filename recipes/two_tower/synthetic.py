@@ -54,7 +54,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   with files.progress("drawing users", users, "user") as bar:
     for start in range(0, users, _CHUNK):
       probability = taste[start : start + _CHUNK][:, group] * share
-      # The order of Gumbel-perturbed logs is that of draws without repetition.
+      # The order of Gumbel-perturbed logs is the order of draws without repetition.
       keys = np.log(probability) + draw.gumbel(size=probability.shape)
       order = np.argsort(-keys, axis=1)
       for row, size in enumerate(count[start : start + _CHUNK]):
@@ -83,7 +83,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _tags(draw: np.random.Generator, group: np.ndarray, groups: int) -> tuple[np.ndarray, int]:
-  """A bag of one to three tags: one of the item's group, the others of any."""
+  """A bag of one to three tags: the first of the item's group, the rest of any."""
   tags = draw.integers(0, groups, (len(group), 3)).astype(np.int32)
   tags[:, 0] = group
   tags[np.arange(3) > draw.integers(0, 3, (len(group), 1))] = -1
@@ -97,10 +97,10 @@ def _best(taste, share, group, pairs) -> dict[str, float]:
     name: scipy.sparse.csr_matrix((np.ones(len(user)), (user, item)), shape)
     for name, (user, item) in pairs.items()
   }
-  found = baselines.ranking(
+  metrics = baselines.ranking(
     lambda start, stop: taste[start:stop][:, group] * share,
     matrix["test"],
     matrix["train"] + matrix["valid"],
     [k for k in _BEST_KS if k <= shape[1]],
   )
-  return {f"test_{name}": value for name, value in found.items()}
+  return {f"test_{name}": value for name, value in metrics.items()}

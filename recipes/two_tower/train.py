@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import embed
 from recipes import baselines as baselines_lib
-from recipes import hosts, loop, optimizers, results, retrieval
+from recipes import hosts, layers, loop, optimizers, retrieval
 from recipes.errors import UserError, from_settings
 from recipes.metrics import RankingMetrics
 from recipes.two_tower import data as data_lib
@@ -22,39 +22,35 @@ from recipes.two_tower import model as model_lib
 
 
 def run(config, workdir: str) -> dict[str, Any]:
-  """Trains as configured, or reports the run that the workdir holds; returns its result.json.
+  """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
+  return loop.run("two_tower", config, workdir, prepare)
 
-  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
+
+def prepare(config, mesh: Mesh | None) -> loop.Training:
+  """Returns the parts of a run: loads the data, builds the model and its optimizer.
+
+  Raises:
+    UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  mesh = hosts.start()
-  result = loop.finished(config, workdir)
-  if result is None:
-    hosts.check_batch_sizes(
-      mesh,
-      batch_size=config.batch_size,
-      eval_batch_size=config.eval_batch_size,
-      **{"negatives.number": config.negatives.number},
-    )
-    data = data_lib.load(config)
-    with from_settings():
-      model = build_model(config, data, mesh)
-      optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
-    result = loop.train(
-      config,
-      workdir,
-      recipe="two_tower",
-      model=model,
-      optimizer=optimizer,
-      loss_fn=loss(config, mesh),
-      batches=data_lib.train_batches(data, config),
-      evaluate=evaluator(data, config, mesh),
-      baselines=functools.partial(baselines, data, config),
-      data_sha256=data.sha256,
-      mesh=mesh,
-    )
-  if hosts.is_main():
-    print(results.report(result))
-  return result
+  hosts.check_batch_sizes(
+    mesh,
+    batch_size=config.batch_size,
+    eval_batch_size=config.eval_batch_size,
+    **{"negatives.number": config.negatives.number},
+  )
+  data = data_lib.load(config)
+  with from_settings():
+    model = build_model(config, data, mesh)
+    optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
+  return loop.Training(
+    model=model,
+    optimizer=optimizer,
+    loss_fn=loss(config, mesh),
+    batches=data_lib.train_batches(data, config),
+    evaluate=evaluator(data, config, mesh),
+    baselines=functools.partial(baselines, data, config),
+    data_sha256=data.sha256,
+  )
 
 
 def build_model(
@@ -99,8 +95,7 @@ def feature_configs(
   Raises:
     ValueError: there is no such feature; names those that there are.
   """
-  # Row-wise: a process draws only the rows it keeps, and they are the same on any mesh.
-  initializer = embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
+  initializer = layers.table_initializer(config)
   table = functools.partial(
     embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean"
   )
@@ -219,8 +214,8 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
       )
       metrics.update(top_ids, relevant, mask)
       if approximate is not None:
-        found = approximate.top_k(queries[mask], max(config.ks), seen[mask])[1]
-        shares.append(retrieval.found(found, top_ids[mask]))
+        approximate_ids = approximate.top_k(queries[mask], max(config.ks), seen[mask])[1]
+        shares.append(retrieval.recall(approximate_ids, top_ids[mask]))
     extra = {f"ann_recall@{max(config.ks)}": float(np.mean(shares))} if shares else {}
     return metrics.compute() | extra
 
@@ -230,7 +225,7 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
 def catalogue(data: data_lib.RetrievalData, config):
   """Yields the candidate tower's features of all items in batches of `config.eval_batch_size`.
 
-  Every process yields its own part; behind the last item, the last one again.
+  Every process yields its own part; the last item fills up the last batch.
   """
   index, count = hosts.shard()
   size = config.eval_batch_size
@@ -271,14 +266,14 @@ def baselines(data: data_lib.RetrievalData, config) -> dict[str, loop.Baseline]:
     ials=dict(settings.ials),
   )
   penalties = {"popularity": (0.0,), "EASE": settings.ease_l2, "iALS": settings.ials_l2}
-  found: dict[str, loop.Baseline] = {
+  chosen: dict[str, loop.Baseline] = {
     name: functools.partial(fit, name, tuple(values))
     for name, values in penalties.items()
     if values
   }
   if data.best:
-    found["best possible"] = dict(data.best)
-  return found
+    chosen["best possible"] = dict(data.best)
+  return chosen
 
 
 def fit_baseline(

@@ -1,0 +1,125 @@
+"""The interface of a data set, and the data sets of a recipe by name.
+
+A data set is prepared once into a folder of columns (see `recipes.arrays`); the batches of a recipe
+read them. Another data set is one more module with `settings` and `build`, and a line in the
+`DATA_SETS` of its recipe.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes import arrays
+from recipes.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """The columns of a data set, and what its `build` has returned about them.
+
+  Attributes:
+    columns: arrays by name, memory-mapped or computed when they are indexed.
+    meta: the content of `meta.json`; holds `sha256` and may hold `splits` and `best`.
+    name: of the folder, which changes with everything that the columns depend on; "" for columns
+      without rows.
+  """
+
+  columns: Mapping[str, Any]
+  meta: Mapping[str, Any]
+  name: str = ""
+
+  @property
+  def splits(self) -> dict[str, tuple[int, int]]:
+    """Ranges of rows by split."""
+    return {name: (start, stop) for name, (start, stop) in self.meta["splits"].items()}
+
+  @property
+  def sha256(self) -> Mapping[str, str]:
+    """Hashes of the source files by name, or of the generated columns."""
+    return self.meta["sha256"]
+
+  @property
+  def best(self) -> Mapping[str, float]:
+    """Metrics of the probabilities that the data were drawn from, where they are known."""
+    return self.meta.get("best", {})
+
+
+def _as_stored(prepared: Prepared) -> Prepared:
+  return prepared
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSet:
+  """The functions that prepare and read a data set.
+
+  Attributes:
+    settings: `(config) -> JSON values`, everything that the columns depend on, the stamps of the
+      source files included. Raises UserError for a wrong setting or a missing file.
+    build: `(settings, folder) -> meta`, writes the columns into the folder and returns the content
+      of `meta.json`; a function of a module, whose code is hashed. Raises UserError for a damaged
+      file.
+    view: returns the columns as batches read them; by default as they are stored.
+    describe: `(config) -> Prepared` with columns of no rows, if the config alone tells them; None
+      if they are known only from the data.
+  """
+
+  settings: Callable[[Any], dict[str, Any]]
+  build: Callable[[dict[str, Any], Path], dict[str, Any]]
+  view: Callable[[Prepared], Prepared] = _as_stored
+  describe: Callable[[Any], Prepared] | None = None
+
+
+class Registry(Mapping[str, DataSet]):
+  """The data sets of a recipe by the name that `config.dataset` gives them.
+
+  Args:
+    data_sets: by name.
+    prefix: of the names of their folders in `config.cache_dir`.
+
+  >>> Registry({"toy": DataSet(dict, lambda settings, folder: {})})["toys"]
+  Traceback (most recent call last):
+  recipes.errors.UserError: unknown dataset 'toys': choose one of ['toy']
+  """
+
+  def __init__(self, data_sets: Mapping[str, DataSet], prefix: str = ""):
+    self._data_sets, self._prefix = dict(data_sets), prefix
+
+  def __getitem__(self, name: str) -> DataSet:
+    if name not in self._data_sets:
+      raise UserError(f"unknown dataset {name!r}: choose one of {sorted(self._data_sets)}")
+    return self._data_sets[name]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._data_sets)
+
+  def __len__(self) -> int:
+    return len(self._data_sets)
+
+  def load(self, config) -> Prepared:
+    """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
+
+    Raises:
+      UserError: the name is unknown.
+      MissingFileError: a file is missing; names it and says where it comes from.
+      DamagedFileError: a file is damaged; names the file and the line.
+    """
+    data_set = self[config.dataset]
+    settings = data_set.settings(config)
+    columns, meta = arrays.prepared(
+      config.cache_dir,
+      f"{self._prefix}{config.dataset}",
+      settings,
+      functools.partial(data_set.build, settings),
+    )
+    return data_set.view(Prepared(columns, meta, columns.folder.name))
+
+  def describe(self, config) -> Prepared:
+    """Returns the data set without rows if the config alone tells its columns; else loads it.
+
+    Raises:
+      UserError: as `load`.
+    """
+    describe = self[config.dataset].describe
+    return self.load(config) if describe is None else describe(config)

@@ -1,0 +1,156 @@
+"""The folder of a run, the workdir: its config, its lock, its result, and Ctrl-C.
+
+    config.json      the settings; another config in the same folder is refused
+    metrics.jsonl    one line per log step and per evaluation
+    tensorboard/     the same for TensorBoard
+    checkpoints/     Orbax: the latest state and the best one on validation
+    result.json      written when the state has been tested; complete when the baselines are in it
+    run.lock         held by the process that writes; a second run in the folder is refused
+
+Several processes share one workdir: the main one writes the files, all of them the checkpoints.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from recipes import arrays, files, hosts
+from recipes.checkpoints import Progress
+from recipes.errors import Stopped, UserError
+
+_LOCK = "run.lock"
+_REMOVE = ": remove it, and the same command writes it again"
+
+
+def plain(config) -> dict[str, Any]:
+  """Returns the config as JSON would give it back: tuples are lists."""
+  return json.loads(json.dumps(config.to_dict()))
+
+
+def result(workdir: Path) -> dict[str, Any] | None:
+  """Returns the content of result.json, or None before it is written.
+
+  Raises:
+    DamagedFileError: it is not JSON.
+  """
+  path = workdir / "result.json"
+  return arrays.read_json(path, _REMOVE) if path.exists() else None
+
+
+def is_complete(result: Mapping[str, Any]) -> bool:
+  """Returns whether the baselines are in a result."""
+  return "pending_baselines" not in result
+
+
+def finished(config, workdir: str | Path) -> dict[str, Any] | None:
+  """Returns the result if the workdir's run has ended already, and None if there is work to do.
+
+  Call it first, after `hosts.start`: a finished run then reports without loading any data, and a
+  workdir that `held` would refuse is refused at once. The main process decides for all.
+
+  Raises:
+    UserError: the workdir holds a run of another config; names the fields that differ. Or another
+      process trains in it, or it cannot be written to, or it is a URL.
+  """
+  if "://" in str(workdir):
+    raise UserError(
+      f"--workdir={workdir} is a URL, and a run writes plain files. Mount the bucket (gcsfuse) and "
+      "give the folder."
+    )
+  return hosts.from_main(lambda: _finished(config, Path(workdir)))
+
+
+def _finished(config, workdir: Path) -> dict[str, Any] | None:
+  _check_config(config, workdir)
+  known = result(workdir)
+  if known is None or not is_complete(known):
+    _check_writable(workdir)
+    return None
+  hosts.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
+  for name, failure in known.get("failed_baselines", {}).items():
+    hosts.say(f"its baseline {name} failed: {failure}. To fit it again, remove its result.json.")
+  return known
+
+
+def _check_config(config, workdir: Path) -> None:
+  wanted, path = plain(config), workdir / "config.json"
+  if not path.exists():
+    return
+  stored = arrays.read_json(path, _REMOVE)
+  differing = [
+    f"{name}: {stored.get(name)!r} there, {wanted.get(name)!r} now"
+    for name in sorted(stored.keys() | wanted.keys())
+    if stored.get(name) != wanted.get(name)
+  ]
+  if differing:
+    raise UserError(
+      f"{workdir} holds a run of another config ({'; '.join(differing)}). Choose another "
+      "--workdir, or remove that one."
+    )
+
+
+def _check_writable(workdir: Path) -> None:
+  parent = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+  if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    raise UserError(
+      f"--workdir={workdir} cannot be written to, because {parent} cannot: choose another one"
+    )
+  if (workdir / _LOCK).exists():
+    _acquire(workdir).release()
+
+
+def _acquire(workdir: Path) -> filelock.BaseFileLock:
+  try:
+    return files.acquire(workdir / _LOCK, wait=False)
+  except filelock.Timeout:
+    raise UserError(
+      f"another process trains in {workdir}: wait for it to end, or choose another --workdir"
+    ) from None
+
+
+@contextlib.contextmanager
+def held(config, workdir: Path) -> Iterator[None]:
+  """Holds the workdir, in the main process for all of them, and writes config.json.
+
+  Raises:
+    UserError: another process trains in the workdir, or it holds a run of another config.
+  """
+  locks = []
+
+  def begin() -> None:
+    workdir.mkdir(parents=True, exist_ok=True)
+    locks.append(_acquire(workdir))
+    _check_config(config, workdir)  # a run may have begun, and ended, since `finished`
+    arrays.write_json(workdir / "config.json", plain(config))
+
+  try:
+    hosts.from_main(begin)
+    yield
+  finally:
+    for lock in locks:
+      lock.release()
+
+
+@contextlib.contextmanager
+def stoppable(config, workdir: Path, progress: Progress) -> Iterator[None]:
+  """Says after Ctrl-C at which step a run has stopped, and from which it goes on.
+
+  Raises:
+    Stopped: in place of KeyboardInterrupt.
+  """
+  try:
+    yield
+  except KeyboardInterrupt:
+    if (workdir / "result.json").exists():
+      text = "stopped while fitting the baselines; the same command fits those that are missing"
+    else:
+      names = (path.name for path in (workdir / "checkpoints").glob("*"))
+      latest = max((int(name) for name in names if name.isdecimal()), default=0)
+      text = f"stopped at step {progress.step} of {config.steps}; the same command goes on from "
+      text += f"step {latest}"
+    raise Stopped(text) from None

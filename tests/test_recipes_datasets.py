@@ -1,0 +1,80 @@
+"""Data sets by name: one error for all recipes, one way to load, and columns without rows."""
+
+import doctest
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from recipes import arrays, categories, datasets, errors, sampling, textfile
+from recipes.dlrm import data as clicks
+from recipes.sequence import data as sequences
+from recipes.two_tower import data as pairs
+
+
+def settings(config):
+  return {"rows": config.rows}
+
+
+def build(settings, folder):
+  rows = settings["rows"]
+  arrays.column(folder, "x", (rows,), np.int32)[:] = np.arange(rows)
+  return {"splits": arrays.cut(rows, 0.25, 0.25), "sha256": {"generated": "0" * 64}}
+
+
+def doubled(prepared):
+  return datasets.Prepared({"x": 2 * prepared.columns["x"]}, prepared.meta)
+
+
+def empty(config):
+  return datasets.Prepared({"x": np.zeros(0, np.int32)}, {"splits": {}, "sha256": {}})
+
+
+TOYS = datasets.Registry(
+  {
+    "plain": datasets.DataSet(settings, build),
+    "made": datasets.DataSet(settings, build, view=doubled, describe=empty),
+  },
+  prefix="toys-",
+)
+
+
+def config(name, folder):
+  return SimpleNamespace(dataset=name, rows=4, cache_dir=str(folder))
+
+
+@pytest.mark.parametrize("module", [categories, datasets, sampling, textfile])
+def test_docstrings(module):
+  tested = doctest.testmod(module)
+  assert tested.attempted
+  assert not tested.failed
+
+
+def test_a_data_set_is_prepared_once_and_read_through_its_view(tmp_path):
+  plain = TOYS.load(config("plain", tmp_path))
+  assert plain.columns["x"].tolist() == [0, 1, 2, 3]
+  assert plain.splits == {"train": (0, 2), "valid": (2, 3), "test": (3, 4)}
+  assert (plain.sha256, plain.best) == ({"generated": "0" * 64}, {})
+  assert (tmp_path / plain.name / "meta.json").exists()
+  assert plain.name.startswith("toys-plain-")
+  assert TOYS.load(config("made", tmp_path)).columns["x"].tolist() == [0, 2, 4, 6]
+
+
+def test_a_data_set_is_described_without_its_data_or_loaded(tmp_path):
+  assert TOYS.describe(config("made", tmp_path)).columns["x"].shape == (0,)
+  assert not list(tmp_path.iterdir())
+  assert TOYS.describe(config("plain", tmp_path)).columns["x"].shape == (4,)
+
+
+@pytest.mark.parametrize("recipe", [clicks, pairs, sequences])
+def test_an_unknown_name_is_the_users_error_and_lists_the_names(recipe):
+  names = sorted(recipe.DATA_SETS)
+  assert "synthetic" in names
+  with pytest.raises(errors.UserError) as error:
+    recipe.load(SimpleNamespace(dataset="movies"))
+  assert str(error.value) == f"unknown dataset 'movies': choose one of {names}"
+
+
+def test_an_unknown_name_cannot_be_described_either():
+  with pytest.raises(errors.UserError, match=r"unknown dataset 'x': choose one of .*'criteo_1tb'"):
+    clicks.describe(SimpleNamespace(dataset="x"))

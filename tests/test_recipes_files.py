@@ -1,0 +1,115 @@
+"""Downloads from a server of this machine: checked, whole or not at all, with helpful errors."""
+
+import errno
+import gc
+import hashlib
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import http_server
+import pytest
+
+from recipes import errors, files
+
+TEXT = b"twelve bytes"
+SHA256 = hashlib.sha256(TEXT).hexdigest()
+
+
+@pytest.fixture
+def published(tmp_path):
+  (tmp_path / "published").mkdir()
+  (tmp_path / "published" / "x.zip").write_bytes(TEXT)
+  return tmp_path / "published"
+
+
+def test_a_file_is_downloaded_once_and_again_where_it_is_damaged(tmp_path, published):
+  path = tmp_path / "cache" / "x.zip"
+  with http_server.serving(published) as address:
+    assert files.download(f"{address}/x.zip", path, sha256=SHA256) == path
+    assert path.read_bytes() == TEXT
+    path.write_bytes(TEXT[:5])
+    files.download(f"{address}/x.zip", path, sha256=SHA256)
+    assert path.read_bytes() == TEXT
+  # Nobody serves it any more.
+  files.download(f"{address}/x.zip", path, sha256=SHA256)
+  assert os.listdir(path.parent) == ["x.zip"]
+
+
+def test_a_file_with_another_hash_is_refused_and_both_hashes_are_named(tmp_path, published):
+  path = tmp_path / "cache" / "x.zip"
+  with (
+    http_server.serving(published) as address,
+    pytest.raises(errors.DownloadError, match="the archive has changed") as error,
+  ):
+    files.download(f"{address}/x.zip", path, sha256="0" * 64)
+  assert f"{address}/x.zip" in str(error.value)
+  assert SHA256 in str(error.value)
+  assert "0" * 64 in str(error.value)
+  assert not os.listdir(path.parent)
+
+
+# pooch leaves the socket of a connection that was cut to the garbage collector.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+@pytest.mark.parametrize("case", ["nobody serves", "no such file", "cut off"])
+def test_a_download_that_fails_says_what_to_do(case, tmp_path, published):
+  path = tmp_path / "cache" / "x.zip"
+  handler = {"handler": http_server.Cut} if case == "cut off" else {}
+  with http_server.serving(published, **handler) as address:
+    if case != "nobody serves":
+      check_failure(f"{address}/{'y' if case == 'no such file' else 'x'}.zip", path)
+  if case == "nobody serves":
+    with mock.patch.dict(os.environ, no_proxy="127.0.0.1", NO_PROXY="127.0.0.1"):
+      check_failure(f"{address}/x.zip", path)
+  gc.collect()
+
+
+def check_failure(url, path):
+  wanted = r"by other means, unpack it, and pass the folder as --config\.data_dir"
+  with pytest.raises(errors.DownloadError, match=wanted) as error:
+    files.download(url, path, sha256=SHA256)
+  assert f"Could not download {url} (" in str(error.value)
+  assert not path.parent.exists() or not os.listdir(path.parent)
+
+
+def test_a_full_disk_is_not_taken_for_a_server_that_fails(tmp_path, published, monkeypatch):
+  def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x.zip")
+
+  monkeypatch.setattr("pooch.core.stream_download", full)
+  with http_server.serving(published) as address, pytest.raises(OSError, match="No space") as error:
+    files.download(f"{address}/x.zip", tmp_path / "x.zip", sha256=SHA256)
+  assert not isinstance(error.value, errors.UserError)
+  assert "Free some space" in errors.explain(error.value)
+
+
+def test_a_link_in_the_place_of_a_download_is_replaced_and_not_followed(tmp_path, published):
+  (tmp_path / "victim").write_text("precious")
+  (tmp_path / "x.zip").symlink_to(tmp_path / "victim")
+  with http_server.serving(published) as address:
+    files.download(f"{address}/x.zip", tmp_path / "x.zip", sha256=SHA256)
+  assert not (tmp_path / "x.zip").is_symlink()
+  assert (tmp_path / "victim").read_text() == "precious"
+
+
+HOLD = """
+import pathlib, sys
+from recipes import files
+with files.locked(pathlib.Path(sys.argv[1])):
+  print("held", flush=True)
+  sys.stdin.readline()
+print("released", flush=True)
+"""
+
+
+def test_processes_take_turns_and_say_that_they_wait(tmp_path):
+  options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+  command = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
+  with subprocess.Popen(command, **options) as first:
+    assert first.stdout.readline() == b"held\n"
+    with subprocess.Popen(command, **options) as second:
+      assert second.stderr.readline().startswith(b"waiting for another process, which holds ")
+      assert b"released" in first.communicate(b"\n")[0]
+      assert second.stdout.readline() == b"held\n"
+      second.communicate(b"\n")
