@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from embed.engine import mesh, taps
+from embed.engine.grads import ActivationGrads
 from embed.engine.lookup import in_order
-from embed.engine.rows import ActivationGrads
 from embed.engine.stack import StackSpec
 from embed.engine.taps import Feed, Lookup, Mark, Owner, Source
 from embed.gradients import Grads, Rows

@@ -10,8 +10,9 @@ import numpy as np
 
 from embed.engine import jax_internals, mesh, update
 from embed.engine.bags import Bags
+from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
-from embed.engine.rows import ActivationGrads, DistinctRows, GradRows, sum_rows
+from embed.engine.rows import sum_rows
 from embed.engine.stack import StackSpec
 from embed.engine.taps import Owner
 from embed.engine.update import StackGrads

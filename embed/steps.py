@@ -14,8 +14,8 @@ from embed.combiners import Uncombined
 from embed.config import TableConfig
 from embed.engine import exchange, jax_internals, route, taps, update
 from embed.engine import mesh as mesh_lib
+from embed.engine.grads import ActivationGrads
 from embed.engine.lookup import LookupRecord
-from embed.engine.rows import ActivationGrads
 from embed.engine.stack import Arrays, StackSpec
 from embed.inputs import Input, read
 from embed.row_optimizer import RowOptimizer

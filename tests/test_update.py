@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from embed.engine import grads as grads_lib
 from embed.engine import rows, update
 from embed.engine import update_cpu as cpu
 from embed.engine.bags import Bags
+from embed.engine.grads import GradRows
 from embed.engine.layout import Layout
-from embed.engine.rows import GradRows
 from embed.engine.stack import StackSpec
 
 WAYS = {"hash": cpu.distinct, "sort": rows.distinct_by_sort}
@@ -115,7 +116,7 @@ def test_both_formulations_step_alike():
   v, d = 50, 4
   ids = jnp.asarray(rng.integers(0, v + 1, (20, 5)), jnp.int32)
   grads, gains = rng.normal(size=(20, d)), rng.normal(size=(20, 5))
-  part = rows.from_activations(
+  part = grads_lib.from_activations(
     jnp.asarray(grads, jnp.float32), Bags(ids, jnp.asarray(gains, jnp.float32))
   )
   stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adam(0.1))
@@ -128,8 +129,8 @@ def test_both_formulations_step_alike():
     },
   )
   on_cpu = update.step_table(stack, scalars, state, [part], distinct=False)
-  position, unique, _ = rows.distinct_by_sort(rows.flat_ids([part], v), v)
-  sums = rows.add_at_once(jnp.zeros((100, d)), rows.with_ids([part], position))
+  position, unique, _ = rows.distinct_by_sort(grads_lib.flat_ids([part], v), v)
+  sums = rows.add_at_once(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
   at_once = update.step_at_once(update.row_step_of(stack, scalars), state, unique, sums)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
 

@@ -25,11 +25,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from embed.engine import cost, lookup, route, rows
+from embed.engine import grads as grads_lib
 from embed.engine.bags import Bags
+from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
 from embed.engine.mesh import Placement
 from embed.engine.route import Route
-from embed.engine.rows import ActivationGrads, DistinctRows, GradRows
 from embed.engine.stack import StackSpec
 
 # --- looking up ----------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ def _gathered(
     grads = every(_own_columns(grads, stack))
     bags = jax.tree.map(every, _of_columns(bags.flat(), placement))
   ids = _own(stack.layout.locate(stack.index(table), bags.ids), stack)
-  return rows.from_activations(grads, bags.with_ids(ids))
+  return grads_lib.from_activations(grads, bags.with_ids(ids))
 
 
 def _summed_over_replicas(others: Any, local: list[GradRows], stack: StackSpec) -> GradRows:
@@ -278,11 +279,11 @@ def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> Gra
   locate = lambda bags: stack.layout.locate(stack.index(table), bags.ids)[1]
   if not bags.is_ragged:
     bags = _of_columns(bags.flat(), placement)
-    return rows.from_activations(_own_columns(grads, stack), bags.with_ids(locate(bags)))
+    return grads_lib.from_activations(_own_columns(grads, stack), bags.with_ids(locate(bags)))
   # Bags of the whole batch: those of the other devices are left out.
   start = placement.index(placement.axes) * math.prod(grads.shape[:-1])
   own = bags.with_ids(locate(bags)).part(start, grads.shape[:-1], padding)
-  return rows.from_activations(grads, own)
+  return grads_lib.from_activations(grads, own)
 
 
 # --- rounds --------------------------------------------------------------------------------------
@@ -346,14 +347,14 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
     if bags.is_ragged:
       continue
     bags = _of_columns(bags.flat(), placement)
-    parts.append(rows.from_activations(_own_columns(grads, stack), bags))
+    parts.append(grads_lib.from_activations(_own_columns(grads, stack), bags))
     shards.append(stack.layout.locate(stack.index(table), bags.ids)[0])
 
   def send(start, count, requested) -> GradRows:
     positions = record.route.buffer_positions(shards, start, count)
     flat = jnp.concatenate([p.reshape(-1) for p in positions])
     sums = jnp.zeros((requested.size, stack.width), jnp.float32)
-    sums = rows.add_rows(sums, rows.with_ids(parts, flat))
+    sums = rows.add_rows(sums, grads_lib.with_ids(parts, flat))
     sums = placement.swap(sums.reshape(*requested.shape, stack.width), placement.rows)
     ids = placement.gather(requested.reshape(-1), placement.replica_axes)
     sums = placement.gather(sums.reshape(-1, stack.width), placement.replica_axes)

@@ -16,8 +16,8 @@ from jax.extend import core as jex_core
 from jax.extend import random as jex_random
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-# Raised where a transformation closes over a Variable that has to change. Seen in Flax 0.12.8, whose
-# pages do not name it.
+# A transformation closes over a Variable that has to change. Seen in Flax 0.12.8, which does not
+# document it.
 TraceContextError = flax_errors.TraceContextError
 
 # To read the traced loss. Seen in JAX 0.10.2; `jax.extend.core` promises less than `jax` does.

@@ -1,94 +1,14 @@
-"""Gradients of rows: from activations to one gradient for each distinct row."""
+"""Sums of row gradients: one gradient for each distinct row."""
 
-import dataclasses
 import functools
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from embed.engine import update_cpu
-from embed.engine.bags import Bags
-from embed.engine.lookup import LookupRecord
+from embed.engine.grads import DistinctRows, GradRows, flat_ids, with_ids
 from embed.engine.update_cpu import DROP
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ActivationGrads:
-  """The gradients of a lookup's activations, `[*batch, D]` of each feature, and its record."""
-
-  grads: tuple[jax.Array, ...]
-  record: LookupRecord
-
-
-class GradRows(NamedTuple):
-  """Gradients and the rows that they go to: row `ids[b, l]` gets `gains[b, l] * grads[b]`.
-
-  Attributes:
-    grads: float32 `[B, D]`.
-    ids: int32 `[B, L]`; what is no row of the table is padding.
-    gains: float32 `[B, L]`, or None for 1.
-  """
-
-  grads: jax.Array
-  ids: jax.Array
-  gains: jax.Array | None = None
-
-  def expanded(self) -> jax.Array:
-    """One gradient for each id, `[B * L, D]`."""
-    rows = jnp.repeat(self.grads, self.ids.shape[1], axis=0)
-    return rows if self.gains is None else rows * self.gains.reshape(-1, 1)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DistinctRows:
-  """One gradient for each row that was looked up.
-
-  Attributes:
-    ids: int32 `[M]`, each row at most once, then padding; on a mesh, local rows of each shard.
-    values: float32 `[M, D]`, 0 at padding.
-    count: how many are used, an int32 scalar; None if used entries may be anywhere.
-  """
-
-  ids: jax.Array
-  values: jax.Array
-  count: jax.Array | None = None
-
-  def as_grad_rows(self) -> GradRows:
-    return GradRows(self.values, self.ids[:, None])
-
-
-def from_activations(grads: jax.Array, bags: Bags) -> GradRows:
-  """The gradient of one feature's activations, `[*batch, D]`, as gradients of rows."""
-  grads, gains, dim = grads.astype(jnp.float32), bags.gains, grads.shape[-1]
-  if bags.is_ragged:
-    rows = bags.per_id(grads)
-    return GradRows(rows if gains is None else rows * gains[:, None], bags.ids[:, None])
-  count, length = math.prod(bags.batch), bags.ids.shape[-1]
-  if gains is not None and gains.shape[-1] != length:
-    grads, gains = grads * gains, None  # one gain for each activation
-  gains = None if gains is None else gains.reshape(count, length)
-  return GradRows(grads.reshape(count, dim), bags.ids.reshape(count, length), gains)
-
-
-def flat_ids(parts: Sequence[GradRows], size: int) -> jax.Array:
-  """All ids `[N]` in order; `size` for those that are no row of the table."""
-  ids = jnp.concatenate([part.ids.reshape(-1) for part in parts])
-  return jnp.where((ids >= 0) & (ids < size), ids, size)
-
-
-def with_ids(parts: Sequence[GradRows], ids: jax.Array) -> list[GradRows]:
-  """The same gradients for other rows, of flat ids `[N]`."""
-  sizes = [part.ids.size for part in parts]
-  ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-  return [
-    part._replace(ids=some.reshape(part.ids.shape))
-    for part, some in zip(parts, jnp.split(ids, ends), strict=True)
-  ]
 
 
 def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
@@ -160,8 +80,3 @@ def expand_rows(parts: Sequence[GradRows], size: int) -> tuple[jax.Array, jax.Ar
   ids = flat_ids(parts, size)
   values = jnp.concatenate([part.expanded() for part in parts])
   return ids, jnp.where((ids < size)[:, None], values, 0)
-
-
-def any_row(parts: Sequence[GradRows]) -> list[GradRows]:
-  """The parts that have ids."""
-  return [part for part in parts if part.ids.size]

@@ -17,9 +17,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from embed.engine import cost, exchange, mesh, rounding, rows, update_cpu
+from embed.engine import grads as grads_lib
+from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.layout import Columns
 from embed.engine.lookup import LookupRecord
-from embed.engine.rows import ActivationGrads, DistinctRows, GradRows
 from embed.engine.stack import Arrays, StackSpec
 from embed.row_optimizer import WHOLE_ROWS, RowOptimizer, Slots
 
@@ -190,7 +191,7 @@ def not_empty(grads: Sequence[StackGrads]) -> list[StackGrads]:
 
 def _grad_rows(calls: Sequence[ActivationGrads]) -> list[GradRows]:
   pairs = [pair for x in calls for pair in zip(x.grads, x.record.bags, strict=True)]
-  return rows.any_row([rows.from_activations(grads, bags) for grads, bags in pairs])
+  return grads_lib.any_row([grads_lib.from_activations(grads, bags) for grads, bags in pairs])
 
 
 def _split(stack: StackSpec, grads: Sequence[StackGrads], in_order: bool | None = None):
@@ -260,7 +261,7 @@ def step_table(
   Returns:
     The new table and slots. Rows that were not looked up keep their bits.
   """
-  optimizer, (table, slots), parts = stack.optimizer, state, rows.any_row(parts)
+  optimizer, (table, slots), parts = stack.optimizer, state, grads_lib.any_row(parts)
   assert optimizer is not None
   size, row_step = table.shape[0], row_step_of(stack, scalars)
   if optimizer.equation is None:
@@ -275,7 +276,7 @@ def step_table(
   if not optimizer.use_gradient_accumulation:
     return _step_in_order(row_step, state, *rows.expand_rows(parts, size))
   if distinct:
-    return _step_distinct(row_step, state, rows.flat_ids(parts, size), parts[0].grads)
+    return _step_distinct(row_step, state, grads_lib.flat_ids(parts, size), parts[0].grads)
   return _step_summed(row_step, state, parts)
 
 
@@ -381,7 +382,7 @@ def _add_steps(
   """Adds every id's own step, for a linear optimizer."""
   none = jnp.zeros((), jnp.float32)
   move = lambda g: step_rows(optimizer, g, none, {}, rate)[0]
-  parts = rows.with_ids(parts, rows.flat_ids(parts, table.shape[0]))
+  parts = grads_lib.with_ids(parts, grads_lib.flat_ids(parts, table.shape[0]))
 
   def on_cpu(table, parts):
     # XLA:CPU ignores barriers and would fuse the lookup's reads of the table into the additions,
@@ -412,7 +413,9 @@ def _step_summed(row_step: RowStep, state: State, parts: Sequence[GradRows]) -> 
   size = state[0].shape[0]
 
   def on_cpu(state, parts):
-    return update_cpu.step_summed(state[0], state[1], rows.flat_ids(parts, size), parts, row_step)
+    return update_cpu.step_summed(
+      state[0], state[1], grads_lib.flat_ids(parts, size), parts, row_step
+    )
 
   def at_once(state, parts):
     summed = rows.sum_rows(parts, size)

@@ -7,14 +7,13 @@ function here.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-if TYPE_CHECKING:
-  from embed.engine.rows import GradRows
+from embed.engine.grads import GradRows, with_ids
 
 # No index here counts from the end: without these JAX emits a select per index.
 IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
@@ -83,7 +82,7 @@ def _rank(chosen: jax.Array, rows: int = 64) -> tuple[jax.Array, jax.Array]:
 
 def add_rows(
   to: jax.Array,
-  parts: "Sequence[GradRows]",
+  parts: Sequence[GradRows],
   offset: jax.Array | int = 0,
   step: Callable[[jax.Array], jax.Array] = lambda g: g,
 ) -> jax.Array:
@@ -112,7 +111,7 @@ def add_rows(
   return to
 
 
-def _add_block(to, columns: "GradRows", start, size, step) -> jax.Array:
+def _add_block(to, columns: GradRows, start, size, step) -> jax.Array:
   """`add_rows` of the activations `[start, start + size)`; `ids` and `gains` are `[L, B]`."""
   grads = step(lax.dynamic_slice_in_dim(columns.grads, start, size))
   ids = lax.dynamic_slice_in_dim(columns.ids, start, size, axis=1)
@@ -132,7 +131,7 @@ RowStep = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]
 
 
 def step_summed(
-  table: jax.Array, slots: Any, ids: jax.Array, parts: "Sequence[GradRows]", row_step: RowStep
+  table: jax.Array, slots: Any, ids: jax.Array, parts: Sequence[GradRows], row_step: RowStep
 ) -> tuple[jax.Array, Any]:
   """Sums the gradients of the distinct rows and steps them, a span of rows at a time.
 
@@ -140,11 +139,7 @@ def step_summed(
   repeat. `ids` `[N]` are those of `parts`, sanitised to V for padding.
   """
   position, unique, count = distinct(ids, table.shape[0])
-  ends = [sum(p.ids.size for p in parts[: i + 1]) for i in range(len(parts) - 1)]
-  parts = [  # padding's position, N, is never that of an id
-    part._replace(ids=p.reshape(part.ids.shape))
-    for part, p in zip(parts, jnp.split(position, ends), strict=True)
-  ]
+  parts = with_ids(parts, position)  # padding's position, N, is never that of an id
   n, dim = ids.shape[0], table.shape[1]
   chunk = min(max(1, CHUNK // dim), n)
   span = -(-min(n, max(SPAN, -(-n // 8))) // chunk) * chunk
