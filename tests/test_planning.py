@@ -1,6 +1,7 @@
 """What a plan decides and what it says that costs, by hand; and that stacks cannot be seen."""
 
 import json
+import re
 
 import harness
 import jax
@@ -11,6 +12,9 @@ from flax import nnx
 from meshes import make_mesh, make_world
 
 import embed
+from embed import inputs
+from embed.engine import exchange, update
+from embed.engine.grads import ActivationGrads
 
 # --- costs, in bytes -----------------------------------------------------------------------------
 
@@ -311,3 +315,63 @@ def test_stacks_cannot_be_seen(where):
   assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
   assert sorted(trees[0]["model"]["tables"]) == ["embed/x", "embed/y"]
   assert harness.variables(together.model, "x")["accumulators"].shape == (21, 3)
+
+
+# --- plan and run time ---------------------------------------------------------------------------
+
+KINDS_OF_INPUT = {
+  "dense": lambda ids: ids[:, 0],
+  "padded": embed.Padded,
+  "ragged": lambda ids: embed.Ragged(ids.reshape(-1), np.arange(len(ids) + 1) * ids.shape[1]),
+  "max_valency": lambda ids: embed.Ragged(
+    ids.reshape(-1), np.arange(len(ids) + 1) * ids.shape[1], max_valency=ids.shape[1]
+  ),
+  "sparse": lambda ids: embed.Sparse(np.argwhere(ids >= 0), ids.reshape(-1), ids.shape),
+}
+OPTIMIZERS = {
+  "lazy": embed.adagrad(),
+  "every_row": embed.adam(lazy_adam=False),
+  "in_order": embed.adagrad(use_gradient_accumulation=False),
+}
+WHERE = {
+  "mod": {"strategy": "mod", "axis": ("a", "b")},
+  "div beside replicas": {"strategy": "div", "axis": "a"},
+  "rows and columns": {"strategy": "mod", "axis": "a", "column_axis": "b"},
+  "column": {"strategy": "column", "axis": ("a", "b")},
+  "column beside replicas": {"strategy": "column", "axis": "a"},
+  "replicated": {"strategy": "replicated"},
+}
+
+
+@pytest.mark.parametrize("rows", [24, 4000])
+@pytest.mark.parametrize("kind", KINDS_OF_INPUT)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_plan_says_what_a_step_does(where, optimizer, kind, rows):
+  """The capacity of the lookup's route, and the collectives of the update."""
+  table = embed.TableConfig(rows, 16, name="t", optimizer=OPTIMIZERS[optimizer])
+  batch = KINDS_OF_INPUT[kind](np.arange(13 * 3, dtype=np.int32).reshape(13, 3) % rows)
+  plan = embed.plan(embed.FeatureConfig(table), make_mesh("auto", (2, 4), ("a", "b")), batch)
+  plan["t"].strategy, plan["t"].axis, plan["t"].column_axis = "mod", (), ()
+  for field, value in WHERE[where].items():
+    setattr(plan["t"], field, value)
+  (cost,) = plan.costs()
+  layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+  (stack,) = layer.spec.stacks.values()
+  shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+  bags, _ = jax.eval_shape(lambda: inputs.to_bags("f", layer.spec.features, batch))
+  arrays = {key: value.get_value() for key, value in layer.arrays["t"].items()}
+  look_up = lambda rows, bags: exchange.look_up(stack, rows, [bags], ["t"])
+  activations, record = jax.eval_shape(look_up, shapes(arrays["parameters"]), bags)
+  route = record.route
+  assert cost.capacity == (None if route is None else route.capacity)
+  assert (cost.exchange == "all_to_all") == (route is not None)
+  grads = ActivationGrads(tuple(activations), record)
+  step = lambda arrays, grads: update.step(stack, arrays, [grads], update.StepScalars.at(stack, 0))
+  program = str(jax.make_jaxpr(step)(shapes(arrays), shapes(grads)))
+  gathered = re.findall(r"all_gather\[[^\]]*?axis_name=(\([^)]*\))", program)
+  assert ("psum" in program) == (cost.exchange == "sum")
+  if cost.exchange == "sum":  # over replicas no id or gradient is gathered
+    assert str(stack.placement.replica_axes) not in gathered
+  if cost.exchange == "gather":
+    assert gathered

@@ -1,0 +1,34 @@
+'''Pure arrays behind `SparseEmbed`: no NNX, nothing public. One step, from ids to new rows:
+
+  bags, dropped = bags.from_input(parts, form, size)             # any input, as ids with padding
+  bags = bags.normalized("mean", size)                           # the combiner becomes gains
+  activations, record = exchange.look_up(stack, rows, bags, tables)
+  activations = taps.tap(activations, record, rows, layer)       # value_and_grad finds these
+  grads = grads.ActivationGrads(activation_grads, record)
+  scalars = update.StepScalars.at(stack, step)
+  arrays = update.step(stack, arrays, [grads], scalars)          # rows and slots, in place
+
+Read `layout`, `mesh`, `stack` for where rows are; `bags`, `lookup` for one device; `cost`, `route`,
+`exchange` for several; `grads`, `rows`, `update` for the way back; `storage`, `views` for tables as
+users see them; `taps` for differentiation. `jax_internals` isolates what JAX and Flax do not
+promise, `update_cpu` what one backend needs.
+
+Glossary:
+
+  stack           tables of one width, dtype and optimizer, stored in one array
+  placement       the devices of a stack; LOCAL is one device
+  shard           the rows of a stack that one device stores
+  local row       the index of a row in its shard; the number of rows there is padding
+  bag             the ids that are combined into one activation
+  segments        the bag of each id, where bags have any length (ragged)
+  gain            what a row is multiplied by: the user's weight, normalized by the combiner
+  record          what one call looked up in a stack, kept for its gradients
+  route           how a call's ids map to the shards that store their rows
+  capacity        the rows that a pair of devices exchanges in a round
+  exchange        how ids, rows and gradients get from device to device
+  distinct rows   one summed gradient for each row that was looked up
+  slot            what an optimizer keeps for each row
+  view            how a logical table is split where users and checkpoints see it
+  tap             an input of zeros whose cotangent is the gradient of an activation
+  owner           the path of a layer in its model, and a stack or table of it
+'''
