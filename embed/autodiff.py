@@ -425,7 +425,7 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
       assert made.activations is not None
       rows = modules[made.owner.path].arrays[made.owner.name]["parameters"]
       stack = traced.stacks[made.owner]
-      table = stack.placement.put(rows.get_value(), stack.spec(2))
+      table = stack.placement.put(rows.get_value(), stack.specs[2])
       activations, table = in_order(made.activations, table, made.record)
       with changing("embed.look_ahead"):
         rows.set_value(table)

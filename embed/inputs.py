@@ -377,7 +377,7 @@ def matched(
   stray = [path for path, w in weight_of.items() if w is not None and path not in inputs]
   if stray:
     raise ValueError(f"weights given for {structure.feature_name(stray[0])!r}, which has no ids.")
-  for path, feature in structure.flatten_features(config):
+  for path, feature in list(structure.flatten_features(config)):
     if path in inputs:
       yield path, feature, inputs[path], weight_of.get(path)
 

@@ -292,7 +292,7 @@ def test_a_wide_sparse_input_costs_what_it_holds():
   at, shape = np.array([[0, 5], [1, 999_999]]), (2, 10**6)
   weights = embed.Sparse(at, np.array([2.0, 3.0], np.float32), shape)
   _, residual = model.lookup({"x": embed.Sparse(at, np.array([1, 2]), shape)}, {"x": weights})
-  assert residual.apart[("x",)].rows.shape == (2, 2, D)
+  assert residual.uncombined[("x",)].rows.shape == (2, 2, D)
 
 
 # --- gradients of the user's weights --------------------------------------------------------------

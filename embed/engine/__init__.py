@@ -1,4 +1,4 @@
-'''Pure arrays behind `SparseEmbed`: no NNX, nothing public. One step, from ids to new rows:
+"""Pure arrays behind `SparseEmbed`: no NNX, nothing public. One step, from ids to new rows:
 
   bags, dropped = bags.from_input(parts, form, size)             # any input, as ids with padding
   bags = bags.normalized("mean", size)                           # the combiner becomes gains
@@ -31,4 +31,4 @@ Glossary:
   view            how a logical table is split where users and checkpoints see it
   tap             an input of zeros whose cotangent is the gradient of an activation
   owner           the path of a layer in its model, and a stack or table of it
-'''
+"""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -121,6 +122,12 @@ class Bags:
     if self.segments is not None:
       same &= jnp.all(self.segments == other.segments)
     return same
+
+
+def pad_all(bags: Sequence[Bags], placement: Any) -> tuple[tuple[Bags, ...], tuple[P, ...]]:
+  """Bags padded to all devices of a placement, and how they are split inside a lookup."""
+  padded = tuple(bag.padded(placement) for bag in bags)
+  return padded, tuple(bag.spec(placement.work) for bag in padded)
 
 
 def inverse_norm(total: jax.Array, combiner: str) -> jax.Array:

@@ -63,7 +63,7 @@ def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) 
       ragged_ids += math.prod(bag.ids.shape)
       ragged_activations += math.prod(batch)
     else:
-      ids[stack.index(table)] += math.prod(batch) * bag.ids.shape[-1]
+      ids[stack.indices[table]] += math.prod(batch) * bag.ids.shape[-1]
       activations += math.prod(batch)
   return BatchDemand(tuple(map(share, ids)), share(activations), ragged_ids, ragged_activations)
 

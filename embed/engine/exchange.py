@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from embed.engine import cost, lookup, route, rows
 from embed.engine import grads as grads_lib
-from embed.engine.bags import Bags
+from embed.engine.bags import Bags, pad_all
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
 from embed.engine.mesh import Placement
@@ -52,24 +52,29 @@ def look_up(
   """
   placement = stack.placement
   record = LookupRecord(tuple(bags), tuple(tables))
-  acts = [jnp.zeros((*bag.batch, stack.dim), table.dtype) for bag in bags]
   used = [i for i, bag in enumerate(bags) if bag.ids.size]  # collectives need at least one id
-  if not used:
-    return acts, record
-  names = tuple(tables[i] for i in used)
-  padded = tuple(bags[i].padded(placement) for i in used)
-  capacity = cost.choose_exchange(stack, cost.batch_demand(stack, padded, names)).capacity
-  in_specs = (stack.spec(2), tuple(bag.spec(placement.work) for bag in padded))
-  out_specs = (placement.work, None if capacity is None else route_spec(stack))
-  per_device = functools.partial(_look_up, tables=names, stack=stack, capacity=capacity)
-  activations, found = placement.run(per_device, in_specs, out_specs)(table, padded)
-  for i, act in zip(used, activations, strict=True):
-    batch = bags[i].batch
-    if not batch and act.ndim > 1:  # one bag, padded to all devices
-      acts[i] = placement.split_batch(act, 1)[0]
-    else:
-      acts[i] = placement.split_batch(act, batch[0]) if batch else act
-  return acts, dataclasses.replace(record, route=found)
+  acts: dict[int, jax.Array] = {}
+  if used:
+    names = tuple(tables[i] for i in used)
+    padded, specs = pad_all([bags[i] for i in used], placement)
+    capacity = cost.choose_exchange(stack, cost.batch_demand(stack, padded, names)).capacity
+    out_specs = (placement.work, None if capacity is None else route_spec(stack))
+    per_device = functools.partial(_look_up, tables=names, stack=stack, capacity=capacity)
+    run = placement.run(per_device, (stack.specs[2], specs), out_specs)
+    activations, found = run(table, padded)
+    acts = dict(zip(used, activations, strict=True))
+    record = dataclasses.replace(record, route=found)
+  if not placement.is_local:
+    acts = {i: _cut(act, bags[i].batch, placement) for i, act in acts.items()}
+  zeros = lambda bag: jnp.zeros((*bag.batch, stack.dim), table.dtype)
+  return [acts[i] if i in acts else zeros(bag) for i, bag in enumerate(bags)], record
+
+
+def _cut(act: jax.Array, batch: tuple[int, ...], placement: Placement) -> jax.Array:
+  """Activations without the padding of the batch."""
+  if batch:
+    return placement.split_batch(act, batch[0])
+  return placement.split_batch(act, 1)[0] if act.ndim > 1 else act  # one bag, padded
 
 
 def route_spec(stack: StackSpec) -> Any:
@@ -84,7 +89,7 @@ def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
   combine = functools.partial(
     lookup.gather_and_combine, quantization=stack.quantization, dtype=jnp.float32
   )
-  located = lambda bag, table: layout.locate(stack.index(table), bag.ids)
+  located = lambda bag, table: layout.locate(stack.indices[table], bag.ids)
   found, acts = None, {}
   routed = [i for i, bag in enumerate(bags) if capacity is not None and not bag.is_ragged]
   if routed:
@@ -123,6 +128,8 @@ def _own(located: tuple[jax.Array, jax.Array], stack: StackSpec) -> jax.Array:
 
 def _of_columns(bags: Bags, placement: Placement) -> Bags:
   """Bags of all devices that hold other columns of the same rows."""
+  if not placement.columns:
+    return bags
   return jax.tree.map(lambda x: placement.gather(x, placement.columns), bags)
 
 
@@ -250,7 +257,7 @@ def _gathered(
     every = lambda x: placement.gather(placement.gather(x, placement.rows), placement.replica_axes)
     grads = every(_own_columns(grads, stack))
     bags = jax.tree.map(every, _of_columns(bags.flat(), placement))
-  ids = _own(stack.layout.locate(stack.index(table), bags.ids), stack)
+  ids = _own(stack.layout.locate(stack.indices[table], bags.ids), stack)
   return grads_lib.from_activations(grads, bags.with_ids(ids))
 
 
@@ -276,7 +283,7 @@ def _dense(parts: list[GradRows], size: int) -> tuple[jax.Array, jax.Array]:
 def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
   """A feature's gradients of this device's own batch, and of those with other columns."""
   placement, padding = stack.placement, stack.layout.rows
-  locate = lambda bags: stack.layout.locate(stack.index(table), bags.ids)[1]
+  locate = lambda bags: stack.layout.locate(stack.indices[table], bags.ids)[1]
   if not bags.is_ragged:
     bags = _of_columns(bags.flat(), placement)
     return grads_lib.from_activations(_own_columns(grads, stack), bags.with_ids(locate(bags)))
@@ -348,7 +355,7 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
       continue
     bags = _of_columns(bags.flat(), placement)
     parts.append(grads_lib.from_activations(_own_columns(grads, stack), bags))
-    shards.append(stack.layout.locate(stack.index(table), bags.ids)[0])
+    shards.append(stack.layout.locate(stack.indices[table], bags.ids)[0])
 
   def send(start, count, requested) -> GradRows:
     positions = record.route.buffer_positions(shards, start, count)

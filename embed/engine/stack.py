@@ -31,7 +31,10 @@ class StackSpec:
     stochastic_rounding: whether new rows narrower than float32 are rounded at random.
     exchange: "all_to_all", "gather", or None for the one that moves less.
     capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
+    indices: the position of each table in the layout.
     width: the columns on a device.
+    columns: the columns of a row, on one device or several.
+    specs: the PartitionSpecs of stored rows (2) and of slots of one value per row (1).
     slots: what the optimizer keeps for each row, by name.
   """
 
@@ -46,7 +49,10 @@ class StackSpec:
   stochastic_rounding: bool = False
   exchange: str | None = None
   capacity: int | None = None
+  indices: dict[str, int] = dataclasses.field(init=False, compare=False)
   width: int = dataclasses.field(init=False, compare=False)
+  columns: Columns = dataclasses.field(init=False, compare=False)
+  specs: dict[int, Any] = dataclasses.field(init=False, compare=False)
   slots: dict[str, Slot] = dataclasses.field(init=False, compare=False)
   accumulates: bool = dataclasses.field(init=False, compare=False)
   uses_stochastic_rounding: bool = dataclasses.field(init=False, compare=False)
@@ -54,7 +60,10 @@ class StackSpec:
   def __post_init__(self) -> None:
     optimizer = self.optimizer
     derived = {
+      "indices": {table: i for i, table in enumerate(self.tables)},
       "width": -(-self.dim // self.placement.column_shards),
+      "columns": Columns(self.placement.columns, self.dim),
+      "specs": {ndim: self.placement.array(ndim) for ndim in (1, 2)},
       "slots": {} if optimizer is None else optimizer.slots(self.dim),
       "accumulates": optimizer is None or optimizer.use_gradient_accumulation,
       "uses_stochastic_rounding": self.stochastic_rounding and self.dtype != np.float32,
@@ -62,24 +71,11 @@ class StackSpec:
     for name, value in derived.items():
       object.__setattr__(self, name, value)
 
-  def index(self, table: str) -> int:
-    """The position of a table in the layout."""
-    return self.tables.index(table)
-
   def size(self, table: str) -> int:
     """The vocabulary_size of a table."""
-    return self.layout.sizes[self.index(table)]
+    return self.layout.sizes[self.indices[table]]
 
   @property
   def is_split(self) -> bool:
     """Whether rows are on several devices, and have to be exchanged."""
     return self.layout.shards > 1
-
-  @property
-  def columns(self) -> Columns:
-    """The columns of a row on several devices, if they are."""
-    return Columns(self.placement.columns, self.dim)
-
-  def spec(self, ndim: int) -> Any:
-    """The PartitionSpec of the stored rows (ndim 2) or of a slot of one value per row (ndim 1)."""
-    return self.placement.array(ndim)

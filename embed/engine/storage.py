@@ -131,7 +131,7 @@ def _drawing(
     shard = stack.placement.index(stack.placement.rows)
     rows = jnp.zeros((stack.layout.rows, stack.width), dtype)
     for name, maker in makers:
-      index = stack.index(name)
+      index = stack.indices[name]
       ids = stack.layout.own_ids(index, shard)
       draw = lambda ids, maker=maker, key=keys[name]: stack.columns.own(
         maker.rows(key, ids, stack.dim, dtype)
@@ -139,7 +139,7 @@ def _drawing(
       rows = initializers.fill(rows, stack.layout.offsets[index], draw, ids, stack.size(name))
     return rows
 
-  return jax.jit(stack.placement.run(per_device, (P(),), stack.spec(2)))
+  return jax.jit(stack.placement.run(per_device, (P(),), stack.specs[2]))
 
 
 @functools.lru_cache(maxsize=16)
@@ -147,7 +147,7 @@ def _filling(stack: StackSpec, slot: Slot) -> Callable[[], jax.Array]:
   """A function that returns a slot as it is stored, full of its initial value."""
   shape = (stack.layout.rows,) if slot.per_row else (stack.layout.rows, stack.width)
   make = lambda: jnp.full(shape, slot.initial, slot.dtype)
-  return jax.jit(stack.placement.run(make, (), stack.spec(len(shape))))
+  return jax.jit(stack.placement.run(make, (), stack.specs[len(shape)]))
 
 
 # --- tables and slots as users see them ----------------------------------------------------------
@@ -159,14 +159,14 @@ def read(stack: StackSpec, stored: jax.Array, table: str, compact: bool = False)
   On a mesh the result is split over devices as evenly as its shape allows. The columns of a compact
   view occur as often as there are copies of them: see `_reshaped`.
   """
-  index = stack.index(table)
+  index = stack.indices[table]
   if stack.placement.is_local:
     start = stack.layout.offsets[index]
     alone = len(stack.tables) == 1
     return stored if alone else stored[start : start + stack.layout.sizes[index]]
   chosen = view(stack, table, stored.ndim, compact)
   f = functools.partial(views.read, stack.layout, index, stack.dim, chosen)
-  return stack.placement.run(f, (stack.spec(stored.ndim),), chosen.spec)(stored)
+  return stack.placement.run(f, (stack.specs[stored.ndim],), chosen.spec)(stored)
 
 
 def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
@@ -179,13 +179,13 @@ def _store(
 ) -> jax.Array:
   """The stored array with some tables replaced by arrays in the form of `read`."""
   for name, value in tables.items():
-    index = stack.index(name)
+    index = stack.indices[name]
     if stack.placement.is_local:
       value = jnp.array(value, stored.dtype, copy=True)  # a donated step deletes what we store
       start, alone = stack.layout.offsets[index], len(stack.tables) == 1
       stored = value if alone else jax.lax.dynamic_update_slice_in_dim(stored, value, start, 0)
     else:
-      chosen, spec = view(stack, name, stored.ndim, compact), stack.spec(stored.ndim)
+      chosen, spec = view(stack, name, stored.ndim, compact), stack.specs[stored.ndim]
       f = functools.partial(views.write, stack.layout, index, stack.dim, chosen)
       stored = stack.placement.run(f, (spec, chosen.spec), spec)(stored, value)
   return stored
@@ -209,7 +209,7 @@ def shapes(
 
 def view(stack: StackSpec, table: str, ndim: int, compact: bool = False) -> View:
   """How a table, or a slot of one value per row, is split where users see it."""
-  return views.choose(stack.layout, stack.index(table), stack.dim, ndim, stack.placement, compact)
+  return views.choose(stack.layout, stack.indices[table], stack.dim, ndim, stack.placement, compact)
 
 
 def _where(stack: StackSpec, chosen: View) -> Any:

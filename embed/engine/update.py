@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from embed.engine import cost, exchange, mesh, rounding, rows, update_cpu
 from embed.engine import grads as grads_lib
+from embed.engine.bags import pad_all
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.layout import Columns
 from embed.engine.lookup import LookupRecord
@@ -66,7 +67,7 @@ def step(
     return fold(stack, kind, grads, body, (table, slots))
 
   grads, specs, kind = _split(stack, grads)
-  state = (stack.spec(2), {k: stack.spec(v.ndim) for k, v in slots.items()})
+  state = (stack.specs[2], {k: stack.specs[v.ndim] for k, v in slots.items()})
   run = stack.placement.run(per_device, (*state, P(), *specs), state)
   table, slots = run(arrays["parameters"], slots, scalars, *grads)
   return {"parameters": table, **slots}
@@ -123,7 +124,7 @@ def table_rows(
   stack: StackSpec, grads: Sequence[StackGrads], table: str
 ) -> tuple[jax.Array, jax.Array]:
   """A table's row gradients as users see them: ids `[N]` and values `[N, D]`."""
-  index, size = stack.index(table), stack.size(table)
+  index, size = stack.indices[table], stack.size(table)
   grads = not_empty(of_table(grads, table))
   if not grads:
     return jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32)
@@ -150,7 +151,7 @@ def from_table_rows(
   stack: StackSpec, ids: jax.Array, values: jax.Array, table: str
 ) -> DistinctRows:
   """The inverse of `table_rows`, for values that were changed and ids that were not."""
-  index, spec = stack.index(table), _spec(stack)
+  index, spec = stack.indices[table], _spec(stack)
   locate = lambda ids, values: DistinctRows(stack.layout.locate(index, ids)[1], values)
   filling = stack.width * stack.placement.column_shards - stack.dim
   if filling:
@@ -206,13 +207,12 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads], in_order: bool | None 
       specs.append(_spec(stack))
       continue
     used = [i for i, bags in enumerate(x.record.bags) if bags.ids.size]
-    bags = tuple(x.record.bags[i].padded(placement) for i in used)
+    bags, bag_specs = pad_all([x.record.bags[i] for i in used], placement)
     tables = tuple(x.record.tables[i] for i in used)
     lead = lambda g: g[None] if g.ndim == 1 else g
     values = tuple(placement.pad_batch(lead(x.grads[i]), 0) for i in used)
     padded.append(ActivationGrads(values, LookupRecord(bags, tables, x.record.route)))
     route_spec = None if x.record.route is None else exchange.route_spec(stack)
-    bag_specs = tuple(bag.spec(placement.work) for bag in bags)
     record_spec = LookupRecord(bag_specs, tables, route_spec)  # type: ignore[arg-type]
     specs.append(ActivationGrads(placement.work, record_spec))  # type: ignore[arg-type]
     demands.append(cost.batch_demand(stack, bags, tables))
@@ -222,7 +222,7 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads], in_order: bool | None 
 
 
 def _spec(stack: StackSpec) -> Any:
-  return DistinctRows(stack.spec(1), stack.spec(2))
+  return DistinctRows(stack.specs[1], stack.specs[2])
 
 
 # --- per device ----------------------------------------------------------------------------------
