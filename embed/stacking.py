@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from embed import inputs, structure
-from embed.config import MAX_VOCABULARY_SIZE, TableConfig
+from embed import combiners, inputs, structure
+from embed.config import MAX_VOCABULARY_SIZE, FeatureConfig, TableConfig
 from embed.engine import cost, route
 from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
@@ -258,10 +258,19 @@ def example_bags(features: Any, configs: Mapping[str, TableConfig], batch: Any):
   by_table: dict[str, list[Bags]] = {name: [] for name in configs}
   names = {id(table): name for name, table in configs.items()}
   for path, feature, x, _ in inputs.matched(features, batch):
-    to_bags = functools.partial(inputs.to_bags, structure.feature_name(path, feature), feature)
-    bags, _ = jax.eval_shape(to_bags, jax.tree.map(_struct, x))
+    looked_up = functools.partial(_looked_up, structure.feature_name(path, feature), feature)
+    bags = jax.eval_shape(looked_up, jax.tree.map(_struct, x))
     by_table[names[id(feature.table)]].append(bags)
   return by_table
+
+
+def _looked_up(name: str, feature: FeatureConfig, x: Any) -> Bags:
+  """The bags that a lookup of a feature takes, weighted if weights may have a gradient."""
+  weights = None
+  if feature.differentiate_weights and hasattr(x, "values") and not feature.max_sequence_length:
+    weights = dataclasses.replace(x, values=x.values.astype(np.float32))
+  checked = inputs.check((), name, feature, x, weights)
+  return combiners.prepare([checked], None, [checked.parts]).bags[0]
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:

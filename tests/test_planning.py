@@ -375,3 +375,20 @@ def test_a_plan_says_what_a_step_does(where, optimizer, kind, rows):
     assert str(stack.placement.replica_axes) not in gathered
   if cost.exchange == "gather":
     assert gathered
+
+
+@pytest.mark.parametrize("how", ["custom combiner", "weights with a gradient"])
+def test_a_plan_knows_what_is_combined_after_the_lookup(how):
+  """Every id is looked up on its own, so that more rows than bags are exchanged."""
+  is_custom = how == "custom combiner"
+  first = embed.CustomCombiner(lambda valency, vectors, weights: vectors[0], max_valency=16)
+  table = embed.TableConfig(2000, 16, combiner=first if is_custom else "mean", name="t")
+  feature = embed.FeatureConfig(table, differentiate_weights=not is_custom)
+  batch = embed.Padded(np.arange(64 * 16).reshape(64, 16))
+  plan = embed.plan(feature, make_mesh(), batch, embed.adagrad())
+  plan["t"].strategy = "mod"
+  weights = None if is_custom else embed.Padded(np.ones((64, 16), np.float32))
+  _, residual = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0)).lookup(batch, weights)
+  (cost,) = plan.costs()
+  assert cost.exchange == "all_to_all"
+  assert residual.records["t"].route.capacity == cost.capacity

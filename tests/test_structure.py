@@ -17,8 +17,8 @@ from test_properties import OPTIMIZERS, optimizer_id
 
 import embed
 from embed import gradients as grads_lib
-from embed import layer as module
 from embed import optimizer as optimizer_lib
+from embed import steps
 
 V, D, BATCH, VALENCY = 300_000, 16, 64, 4
 LAZY = [i for i, (_, config) in enumerate(OPTIMIZERS) if config.get("lazy_adam", True)]
@@ -134,7 +134,7 @@ def train_eagerly(layer):
 
 def test_equal_layers_share_their_programs():
   """Whatever holds the rows, and though their configs are others."""
-  programs = (module._compiled_look_up, module._compiled_step)
+  programs = (steps.compiled_look_up, steps.compiled_step)
   before = [f._cache_size() for f in programs]
   layers = [layer_with(seed, size=9) for seed in range(3)]
   for layer in layers:
