@@ -343,7 +343,7 @@ def plan(
 
 
 def _memory(mesh: Any) -> int | None:
-  """The memory of a device of the mesh; None if the devices do not report it."""
+  """The memory of a device, the same number in every process; None if devices do not report it."""
   if not isinstance(mesh, jax.sharding.Mesh):
     return None  # no mesh, or an AbstractMesh, which has no devices
   try:
