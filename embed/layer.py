@@ -318,11 +318,11 @@ class SparseEmbed(nnx.Module):
 
   @property
   def variables(self) -> dict[str, dict[str, Any]]:
-    """Rows and slots of each table: `{table name: {"parameters" or slot name: array}}`.
+    """Rows and slots, by table name a dict of arrays by "parameters" or the name of a slot.
 
     "parameters" is `[vocabulary_size, dim]`; slots are `[vocabulary_size, dim]` or
-    `[vocabulary_size]`, and the docstrings of the optimizers name them. What `tables` says about
-    its arrays applies to these too.
+    `[vocabulary_size]`, and the docstrings of the optimizers name them. The remarks on the arrays
+    of `tables` apply here too.
 
     >>> movie = embed.TableConfig(100, 4, optimizer=embed.rowwise_adagrad(0.1), name="movie")
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -333,7 +333,9 @@ class SparseEmbed(nnx.Module):
 
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """`variables` as `jax.ShapeDtypeStruct`s with shardings, without any computation.
+    """The shapes, dtypes and shardings of `variables`, without any computation.
+
+    Each is a `jax.ShapeDtypeStruct`.
 
     >>> movie = embed.TableConfig(100, 4, optimizer=embed.adam(1e-3), name="movie")
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))

@@ -31,8 +31,8 @@ from embed.tools import text
 class Plan:
   """Decisions about how the tables of a feature config are spread over a mesh.
 
-  `embed.plan` and `Plan.from_json` make plans. A plan maps table names to `TablePlan`s, which can
-  be changed: `plan["movie"].strategy = "div"`. Printing a plan shows the costs of its example
+  `embed.plan` and `Plan.from_json` make plans. A plan maps each table name to a `TablePlan`, which
+  can be changed: `plan["movie"].strategy = "div"`. Printing a plan shows the costs of its example
   batch. Tables of equal width, dtype, quantization, optimizer and settings are stacked: stored in
   one array and exchanged together.
 
