@@ -1,9 +1,9 @@
 """`value_and_grad` and `look_ahead`: a loss traced once, then run with a tap at every lookup.
 
-The traced loss is a program whose inputs are the parameters and the tables of the model;
-`engine.taps` finds the lookups of the model in it. Running it with a tap at each, and
-differentiating with respect to the parameters and the taps, gives dense gradients and the gradients
-of all activations; the records of the lookups come out too.
+The traced loss is a program whose inputs are the parameters and the tables of the model.
+`engine.taps` finds the model's lookups in it, and runs it with a tap at each of them.
+Differentiating with respect to the parameters and the taps gives dense gradients and the gradients
+of all activations; the records of the lookups are outputs of the program.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ _STORED = nnx.Any(Table, SlotVariable)
 
 
 def sparse_embeds(model: Any) -> dict[str, SparseEmbed]:
-  """Every `SparseEmbed` of a model by its path, "a/b"; a shared one under its first path.
+  """Every `SparseEmbed` of a model by its path, "a/b"; a shared layer has its first path.
 
   Raises:
-    ValueError: if two have one path, a key of an `nnx.Dict` having a "/" in it.
+    ValueError: if two layers have one path, because a key of an `nnx.Dict` contains a "/".
   """
   layers: dict[str, SparseEmbed] = {}
   for path, module in nnx.iter_modules(model):
@@ -80,7 +80,7 @@ def _has_node(arg: Any) -> bool:
 
 
 def _refuse_sharing(model: nnx.Module, nodes: dict[Any, Any]) -> None:
-  """A layer that the loss gets twice would be two copies, one of them not differentiated."""
+  """Raises ValueError if the loss gets a layer twice: one of two copies would not be trained."""
   own = {id(module) for module in sparse_embeds(model).values()}
   for name, node in nodes.items():
     for _, module in nnx.iter_modules(node):
@@ -92,7 +92,7 @@ def _refuse_sharing(model: nnx.Module, nodes: dict[Any, Any]) -> None:
 
 
 class _Split(NamedTuple):
-  """An NNX object taken apart, its tables and slots as a list of arrays."""
+  """An NNX object split into a graph, states, and its tables and slots as a list."""
 
   graphdef: Any
   states: tuple[Any, ...]
@@ -108,31 +108,31 @@ class _Split(NamedTuple):
     return [variable.get_value() for _, variable in self.stored]
 
   def merge(self, arrays: Sequence[jax.Array], *states: Any) -> Any:
-    """A copy with other arrays and, first of the states, others."""
+    """A copy of the object with other arrays, and with `states` in place of the first states."""
     pairs = zip(self.stored, arrays, strict=True)
     stored = nnx.from_flat_state([(path, v.replace(array)) for (path, v), array in pairs])
     return nnx.merge(self.graphdef, stored, *states, *self.states[len(states) :], copy=True)
 
   def sources(self, layers: dict[str, SparseEmbed]) -> list[Source]:
-    """Where each array comes from; layers are those of the model by path, none for others."""
+    """The source of each array. `layers` are the model's by path; other objects pass none."""
     of_layers = {
       (path, stack, name): Source(Owner(path, stack), name)
       for path, layer in layers.items()
       for stack, variables in layer.arrays.items()
       for name in variables
     }
-    # What is in no layer, such as an average of a table that a module keeps, is an ordinary array.
+    # An array in no layer, such as an average of a table that a module keeps, is an ordinary one.
     return [of_layers.get(_array_key(path), Source(None, "")) for path, _ in self.stored]
 
 
 def _array_key(path: tuple[Any, ...]) -> tuple[str, str, str]:
-  """Path of the layer, stack and name of an array, from its path in the model's state."""
+  """The layer's path, the stack and the name of an array, from its path in the model's state."""
   names = list(map(str, path))
   return "/".join(names[:-3]), "".join(names[-2:-1]), names[-1]
 
 
 class _Loss:
-  """A loss traced at a model and arguments: a program of the model's parameters."""
+  """A loss traced for a model and arguments, as a program of the model's parameters."""
 
   def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, model: Any, args, kwargs):
     if not isinstance(model, nnx.Module):
@@ -172,13 +172,13 @@ class _Loss:
     return params, self.stored, self.stored_of_nodes
 
   def _without_types(self, inputs: Any) -> Any:
-    """Inputs on Explicit axes as inputs on Auto ones, if the model is not on Explicit axes."""
+    """Moves inputs from Explicit to Auto axes, unless the model is on Explicit axes too."""
     spread = any(not stack.placement.is_local for stack in self.stacks.values())
     typed = mesh.current_mesh() is not None or mesh.is_explicit((self.params, self.stored))
     return mesh.without_types(inputs) if spread and not typed else inputs
 
   def _annotate(self, own: list[Source], of_nodes: list[Source]) -> None:
-    """Finds the lookups; raises for what would lose a gradient."""
+    """Finds the lookups; raises ValueError for a use of a table that would lose a gradient."""
     annotator = taps.Annotator(self.stacks)
     params = [None] * len(jax.tree.leaves(self.params))
     self.scope = annotator.scope(self._closed.jaxpr, [*params, *own, *of_nodes])
@@ -190,18 +190,18 @@ class _Loss:
     _warn_about_outside_layers(annotator.outside, self.layers)
 
   def run(self, params: Any, feeds: list[Feed]) -> tuple[Any, list[Lookup]]:
-    """`(loss, aux, state of the model, state of other nodes)`, and the lookups."""
+    """Returns `(loss, aux, state of the model, state of other nodes)`, and the lookups."""
     leaves = jax.tree.leaves(self._inputs(params))
     out, records = taps.run(self.scope, self._closed.consts, leaves, feeds)
     out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # no literals
     return jax.tree.unflatten(jax.tree.structure(self._shapes), out)[:-1], records
 
   def specs(self, lookups: Sequence[Any]) -> tuple[Any, ...]:
-    """What each lookup's layer is: the same for copies of a layer, and for layers of one config."""
+    """The static spec of each lookup's layer; equal for copies of a layer or of its config."""
     return tuple(self.layers[made.owner.path].static for made in lookups)
 
   def update(self, changed: Any, node_states: dict[Any, Any]) -> None:
-    """Keeps what the loss changed."""
+    """Writes the state that the loss changed back into the model and the other nodes."""
     with changing("embed.value_and_grad, which keeps what the loss changes,"):
       nnx.update(self.model, changed)
       for i, node in self.nodes.items():
@@ -209,10 +209,10 @@ class _Loss:
 
 
 def _warn_about_outside_layers(eqns: Sequence[Any], layers: dict[str, SparseEmbed]) -> None:
-  """Warns of lookups in layers that the loss was not given.
+  """Warns of lookups in layers that the loss does not get as an argument.
 
   Raises:
-    ValueError: for the model around the loss, which is a mistake in any case.
+    ValueError: for a lookup in the model outside the loss, which is always a mistake.
   """
   names: dict[Any, list[str]] = {}
   for eqn in eqns:
@@ -249,29 +249,30 @@ def _checked(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 def value_and_grad(
   loss_fn: Callable[..., Any], has_aux: bool = False, *, ahead: "Ahead | None" = None
 ) -> Callable[..., Any]:
-  """The value of a loss and its gradients: dense ones of every `nnx.Param`, rows of tables.
+  """The value of a loss and its gradients: of every `nnx.Param`, and of the rows of tables.
 
   Args:
     loss_fn: `f(model, *args)` returning a scalar, or `(scalar, aux)`. It is traced, as under jit:
-      `aux` must be arrays, and values cannot be branched on in Python.
-    has_aux: whether it returns `(scalar, aux)`.
+      `aux` must consist of arrays, and Python code cannot branch on values.
+    has_aux: whether `loss_fn` returns `(scalar, aux)`.
     ahead: the lookups of this call, if `look_ahead` has made them already.
 
   Returns:
     `f(model, *args)` returning `(loss, Grads)`, or `((loss, aux), Grads)`. Changes that the loss
     makes to the model's other state (batch statistics, random counters, `report`) are kept; changes
-    to any `nnx.Param` and to Python attributes are not. Where `ahead` is of other ids than those of
-    this call, the loss is NaN and all gradients are 0.
+    to any `nnx.Param` and to Python attributes are not. If `ahead` was made for other ids than
+    this call has, the loss is NaN and all gradients are 0.
 
   Raises:
-    ValueError: when called, if a lookup is where its gradient would be lost (scan, vmap, ...), if
-      rows are read, replaced or updated inside other than by a lookup, if the loss looks up in the
-      model outside rather than in its first argument, or if `ahead` is of another loss or model or
-      of inputs of another shape.
-    TypeError: if the first argument is no `nnx.Module`, or the loss is not a float scalar.
+    ValueError: when called, if the gradient of a lookup would be lost (under scan, vmap, ...), if
+      the loss reads, replaces or updates rows other than by a lookup, if it looks up in the model
+      outside instead of its first argument, or if `ahead` was made for another loss or model, or
+      for inputs of another shape.
+    TypeError: if the first argument is not an `nnx.Module`, or the loss is not a float scalar.
 
   Warns:
-    UserWarning: if the loss looks up in a layer that it was not given: its rows are constants.
+    UserWarning: if the loss looks up in a layer that it does not get as an argument: the rows of
+      that layer are constants.
 
   >>> table = embed.TableConfig(vocabulary_size=10, dim=2, optimizer=embed.sgd(0.1), name="t")
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
@@ -310,7 +311,7 @@ def value_and_grad(
 
 
 def _taps(stacks: dict[Owner, StackSpec], mark: Mark) -> list[jax.Array]:
-  """Zeros for each activation of a lookup, with its mesh."""
+  """Zeros for each activation of a lookup, on its mesh."""
   placement = stacks[mark.owner].placement
   return [placement.zeros(act) for act in mark.activations]
 
@@ -325,7 +326,7 @@ def _stacks(model: Any) -> dict[Owner, StackSpec]:
 
 
 def _rows(stacks: dict[Owner, StackSpec], marks, cotangents, records) -> Rows:
-  """Every table's entry, from the activation gradients of all lookups of it."""
+  """The row gradients of a model, from the activation gradients of all lookups."""
   by_stack: dict[Owner, list[ActivationGrads]] = {owner: [] for owner in stacks}
   for mark, grads, record in zip(marks, cotangents, records, strict=True):
     if not record.is_empty:
@@ -339,16 +340,16 @@ def _rows(stacks: dict[Owner, StackSpec], marks, cotangents, records) -> Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-  """The lookups of a loss, made ahead of its step by `look_ahead`: a pytree, to carry along.
+  """The lookups of a loss, made ahead of its step by `look_ahead`. A pytree.
 
-  It goes in and out of `nnx.jit`; `value_and_grad(..., ahead=...)` takes it.
+  It passes through `nnx.jit`, and `value_and_grad(..., ahead=...)` takes it.
   """
 
   lookups: tuple[Lookup, ...]
   specs: tuple[Any, ...] = dataclasses.field(metadata={"static": True})  # of each one's layer
 
   def _of(self, traced: _Loss) -> list[Lookup]:
-    """The lookups, checked against those of the loss that they are given to."""
+    """The lookups; raises ValueError if they do not fit the loss that gets them."""
     marks = traced.marks
     shapes = lambda tree: jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
     wanted = [Lookup(mark.activations, mark.record, mark.owner) for mark in marks]
@@ -362,7 +363,7 @@ class Ahead:
 
 
 def _same_ids(lookups: list[Lookup], early: list[Lookup]) -> jax.Array:
-  """Whether lookups are of the same ids as those made ahead: a bool scalar."""
+  """Whether lookups have the same ids as the lookups made ahead: a bool scalar."""
   same = jnp.bool_(True)
   for now, ahead in zip(lookups, early, strict=True):
     for bags, bags_ahead in zip(now.record.bags, ahead.record.bags, strict=True):
@@ -374,24 +375,25 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
   """Makes the lookups of a loss ahead of the step that needs them, to overlap with another step.
 
   A step of pipelined training computes the gradients of this batch, looks up the next batch, and
-  updates: the lookup needs nothing of the gradients, so it runs beside them, and the exchange of
-  rows between devices hides behind dense work. It sees the tables without this step's update:
-  activations of step t are those after the updates 0 .. t - 2. Updates are all applied, once each,
-  in order, to the newest tables (TensorFlow's `pipeline_execution_with_tensor_core`).
+  updates. The lookup does not depend on the gradients, so the two can run at the same time, and
+  dense work hides the exchange of rows between devices. The lookup sees the tables without this
+  step's update: the activations of step t are computed after the updates 0 .. t - 2. All updates
+  are applied, once each, in order, to the newest tables (TensorFlow's
+  `pipeline_execution_with_tensor_core`).
 
-  The first look ahead has no step to hide behind, the last step looks no further ahead; a step
-  without `ahead` is an ordinary one. Before a checkpoint or an evaluation take a step that does not
-  look further, and begin again after it: then nothing is pending.
+  The first look ahead overlaps with nothing, and the last step has nothing to look up ahead; a step
+  without `ahead` is an ordinary step. Before a checkpoint or an evaluation, take a step that does
+  not look ahead, and start again after it: then nothing is pending.
 
   Args:
-    loss_fn: as of `value_and_grad`, with the same inputs for the same lookups.
-    has_aux: likewise.
+    loss_fn: the loss, as for `value_and_grad`.
+    has_aux: whether `loss_fn` returns `(scalar, aux)`.
 
   Returns:
     `f(model, *args)` returning the `Ahead` for `value_and_grad(loss_fn, ahead=...)(model, *args)`.
-    Nothing of the model changes. Under jit, what the lookups do not need is not computed. The
-    user's weights are those of the look ahead, as the ids are. Where a lookup depends on random
-    state, look ahead once for each step, after the step before it has drawn.
+    It does not change the model. Under jit, only what the lookups need is computed. The step uses
+    the ids and the user's weights of the look ahead. If a lookup depends on random state, look
+    ahead once for each step, after the step before it has drawn.
 
   Raises:
     ValueError: as `value_and_grad`, and for lookups in a branch of a conditional.

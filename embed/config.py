@@ -21,7 +21,7 @@ _logger = logging.getLogger("embed")
 
 
 def _integer(name: str, value: Any, minimum: int) -> int:
-  """Returns an int for anything with `__index__`, such as NumPy integers, but not for a bool."""
+  """Returns the int of a value with `__index__`, such as a NumPy integer; a bool raises."""
   try:
     if isinstance(value, (bool, np.bool_)):
       raise TypeError
@@ -131,19 +131,19 @@ class CustomCombiner:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableConfig:
-  """One embedding table. Compared by identity: features that get the same object share a table.
+  """One embedding table. Compared by identity: features with the same object share a table.
 
   A table takes `vocabulary_size * dim` times 4 bytes, or 2 in bfloat16, plus the slots of its
   optimizer.
 
   Args:
-    vocabulary_size: number of rows, V. Ids are 0 .. V - 1.
-    dim: length of a row, D.
-    initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, called with `(V, D)`. None is
-      a normal of standard deviation `1 / sqrt(dim)`, truncated at two standard deviations and drawn
-      per row.
-    optimizer: the table's optimizer, such as `embed.adagrad(0.05)`, instead of the default given to
-      `SparseEmbed`. None takes that default.
+    vocabulary_size: the number of rows, V. Ids are 0 .. V - 1.
+    dim: the length of a row, D.
+    initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, called with `(V, D)`. None
+      draws each row from a normal distribution of standard deviation `1 / sqrt(dim)`, truncated at
+      two standard deviations.
+    optimizer: the table's optimizer, such as `embed.adagrad(0.05)`. None takes the default of
+      `SparseEmbed`.
     combiner: turns a bag into one vector: "mean" (weighted, divides by the sum of weights), "sum",
       "sqrtn" (divides by the root of the sum of squared weights), or a `CustomCombiner`.
     name: the key in `tables`, `variables` and checkpoints. None becomes `table_{i}`, i being the
@@ -152,8 +152,8 @@ class TableConfig:
     dtype: storage of the rows, float32 or bfloat16; sums and slots are float32. (On CPU, XLA
       updates a bfloat16 table through a float32 copy of it.)
     stochastic_rounding: whether new bfloat16 rows are rounded up or down at random, correct on
-      average. Rounding to nearest loses small steps (Gupta et al. 2015, arXiv:1502.02551). A row
-      may exceed `clip_weight_max` by the rounding.
+      average. Rounding to nearest loses small steps (Gupta et al. 2015, arXiv:1502.02551). By
+      rounding, a row may exceed `clip_weight_max`.
 
   Raises:
     ValueError: naming the invalid argument.
@@ -231,7 +231,7 @@ class FeatureConfig:
     name: a label used in error messages.
     differentiate_weights: whether the user's weights get a gradient; otherwise they are constants.
       It stores one vector per id instead of one per bag, and requires bags of a static length: any
-      kind but a `Ragged` without max_valency.
+      kind of input except a `Ragged` without max_valency.
 
   Raises:
     ValueError: naming the invalid argument.
@@ -271,7 +271,7 @@ class FeatureConfig:
 
 
 def _shape(value: Any) -> tuple[int | None, ...]:
-  """Returns the entries of an `output_shape` as ints or None."""
+  """The entries of an `output_shape`, each an int or None."""
   try:
     dims = [value] if isinstance(value, int) else list(value)
     return tuple(None if d is None else operator.index(d) for d in dims)

@@ -1,4 +1,4 @@
-"""Gradients one can look at, clip, accumulate and scale: dense ones and rows side by side."""
+"""`Grads`: dense gradients and row gradients together, to read, clip, accumulate and scale."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from embed.engine.update import StackGrads
 
 
 def _only(grads: Sequence[StackGrads], stack: StackSpec, table: str) -> tuple[StackGrads, ...]:
-  """The gradients of one table, and nothing of the other tables of its stack."""
+  """The gradients of one table, without the other tables of its stack."""
   alone = len(stack.tables) == 1
   own = lambda x: _from_table_rows(stack, *_table_rows(stack, [x], table), table)
   picked = update.of_table(grads, table)
@@ -31,22 +31,23 @@ def _only(grads: Sequence[StackGrads], stack: StackSpec, table: str) -> tuple[St
 class RowGrads:
   """The gradient of a table, as rows: row `ids[i]` has gradient `values[i]`.
 
-  Rows are summed over duplicates, features, calls and devices, so an id stands once, in no
-  particular order; unused entries have id `vocabulary_size` and value 0. Sums are float32, one
-  occurrence after another: of 100,000 equal gradients it is off by 0.01 %, of a million by 1 %.
-  Where the table's optimizer has `use_gradient_accumulation=False` there is one entry per
-  occurrence instead, in batch order. On a mesh, entries are with the owners of their rows.
+  Rows are summed over duplicates, features, calls and devices, so each id occurs once, in no
+  particular order; unused entries have id `vocabulary_size` and value 0. Gradients are added in
+  float32, one occurrence after another: the sum of 100,000 equal gradients is off by 0.01 %, the
+  sum of a million by 1 %. If the table's optimizer has `use_gradient_accumulation=False`, there is
+  one entry per occurrence instead, in batch order. On a mesh, each entry is on the devices that
+  store its row.
 
-  Made by `embed.value_and_grad`, which keeps the activations' gradients and sums them when `ids`
-  or `values` is asked for (or inside the update). By hand, duplicates are allowed and summed by the
-  update. A pytree.
+  `embed.value_and_grad` makes these; it keeps the gradients of activations, and sums them when
+  `ids` or `values` is read (or inside the update). `RowGrads` made by hand may hold duplicates,
+  which the update sums. A pytree.
 
   Args:
     ids: integers `[N]`.
     values: floats `[N, D]`.
 
   Raises:
-    ValueError: for ids that are not integers, or other shapes.
+    ValueError: for ids that are not integers or do not fit int32, or for other shapes.
 
   >>> rows = embed.RowGrads(jnp.array([4, 2]), jnp.ones((2, 3)))
   >>> rows.ids.tolist(), rows.values.shape
@@ -78,7 +79,7 @@ class RowGrads:
 
   @classmethod
   def of(cls, grads: Sequence[StackGrads], stack: StackSpec | None, table: str) -> "RowGrads":
-    """From the gradients of a table in its stack."""
+    """Row gradients from the gradients of a table in its stack."""
     return object.__new__(cls)._set(grads, stack, table)
 
   def __repr__(self) -> str:
@@ -147,10 +148,10 @@ def _pairs(ids: jax.Array, values: jax.Array, table: str = "") -> ActivationGrad
 
 
 def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> list[StackGrads]:
-  """The gradients that a table's `RowGrads`, made by hand or not, is for its stack.
+  """A table's `RowGrads` as gradients of a stack, whether they were made by hand or not.
 
   Raises:
-    ValueError: if they are of a table of another size or width.
+    ValueError: if the gradients belong to a table of another size or width.
   """
   if rows.stack == stack:
     return list(rows.grads)
@@ -178,7 +179,8 @@ def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> list[StackGrads]:
 class Rows(Mapping[str, RowGrads]):
   """The row gradients of a model, `{"<module path>/<table>": RowGrads}`, kept by stack.
 
-  Tables that are stored together went through one exchange, and go through one on the way back.
+  The gradients of tables that are stored together go through one exchange in the update, as their
+  ids did in the lookup.
   """
 
   def __init__(
@@ -203,7 +205,7 @@ class Rows(Mapping[str, RowGrads]):
     return self
 
   def _keys(self) -> dict[str, tuple[Owner, str]]:
-    """The stack and the table behind each key."""
+    """The stack and the table of each key."""
     return {
       Owner(owner.path, table).key: (owner, table)
       for owner, stack in self.stacks.items()
@@ -225,7 +227,7 @@ class Rows(Mapping[str, RowGrads]):
     return f"Rows({list(self)})"
 
   def summed(self) -> "Rows":
-    """With the rows summed, at their owners."""
+    """Sums the gradients of each row, on the devices that store the rows."""
     summed: dict[Owner, Sequence[StackGrads]] = {}
     for key, grads in self.grads.items():
       stack = self.stacks[key]
@@ -233,7 +235,7 @@ class Rows(Mapping[str, RowGrads]):
     return Rows(summed, self.stacks)
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "Rows":
-    """With `f(values)` of each table, the other tables' entries of its stack being unused ones."""
+    """Applies `f` to the values of each table; `f` sees entries of other tables as unused."""
     mapped: dict[Owner, Sequence[StackGrads]] = {}
     for key, grads in self.summed().grads.items():
       stack = self.stacks[key]
@@ -251,7 +253,7 @@ class Rows(Mapping[str, RowGrads]):
     return sum(norms, jnp.zeros(()))
 
   def scale(self, factor: jax.Array) -> "Rows":
-    """Times a number."""
+    """Multiplies all gradients by a scalar."""
     return Rows({k: update.scaled(x, factor) for k, x in self.grads.items()}, self.stacks)
 
 
@@ -267,8 +269,8 @@ def _map_distinct(
   return DistinctRows(grads.ids, total)
 
 
-# Compiled once for eager calls, which would otherwise compile their loops at every call; within
-# somebody's jit, a part of it.
+# Eager calls are compiled once, or their loops would be compiled at every call. Under a user's jit
+# these functions are part of that program.
 def _compiled(f: Callable[..., Any], *static: int) -> Callable[..., Any]:
   jitted = jax.jit(f, static_argnums=(0, *static))
   return lambda *args: mesh.settled(jitted(*args))
@@ -289,17 +291,17 @@ def _squared_norm_of_pairs(ids: jax.Array, values: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Grads:
-  """What `embed.value_and_grad` returns and `embed.Optimizer.update` takes.
+  """Gradients of a model, from `embed.value_and_grad` and for `embed.Optimizer.update`.
 
   A pytree, so it goes through jit. Its ids are leaves without arithmetic: `jax.tree.map(jnp.add,
-  g1, g2)`, `2 * x` and `optax.tree.norm` raise an error instead of changing them. Write `map`,
-  `embed.accumulate`, `embed.global_norm` and `embed.clip_by_global_norm`, which treat rows as the
-  gradients they are.
+  g1, g2)`, `2 * x` and `optax.tree.norm` raise an error instead of changing them. Use `map`,
+  `embed.accumulate`, `embed.global_norm` and `embed.clip_by_global_norm`, which change the
+  gradients of rows and never their ids.
 
   Attributes:
     dense: an `nnx.State` of the gradients of every `nnx.Param`, for optax.
-    rows: a mapping of `"<module path>/<table name>"` (of the model itself, `"<table name>"`) to
-      `RowGrads`, an entry for every table, empty where nothing was looked up.
+    rows: a mapping from `"<module path>/<table name>"` (`"<table name>"` if the model itself is
+      the layer) to `RowGrads`. Every table has an entry, empty if nothing was looked up.
 
   >>> movie = embed.TableConfig(100, 2, combiner="sum", name="movie")
   >>> model = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -317,7 +319,8 @@ class Grads:
     """Applies `f` to every float array: dense gradients and each table's rows, never ids.
 
     Args:
-      f: keeps the shape; it gets dense gradients as they are, and rows `[N, D]`.
+      f: a function that keeps the shape. It gets dense gradients as they are, and rows as
+        `[N, D]`.
 
     >>> rows = {"movie": embed.RowGrads(jnp.array([3]), jnp.array([[8.0]]))}
     >>> grads = embed.Grads({"bias": jnp.array([4.0])}, rows).map(lambda g: g / 2)
@@ -330,10 +333,10 @@ class Grads:
 
 
 def global_norm(grads: Grads) -> jax.Array:
-  """The norm of all gradients together, dense and rows: that of the equal dense gradients.
+  """The norm of all gradients together, dense and rows.
 
-  `sqrt(sum of g²)` over all dense gradients and all rows, which are summed over duplicates before
-  they are squared.
+  It is `sqrt(sum of g²)` over all dense gradients and all rows, where rows are summed over
+  duplicates before they are squared. Dense gradients of the tables would have the same norm.
 
   Args:
     grads: an `embed.Grads`.
@@ -386,9 +389,9 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
 
 
 def accumulate(grads: Sequence[Grads]) -> Grads:
-  """The sum of the gradients of microbatches: that of the losses' sum.
+  """Adds up the gradients of microbatches: the gradient of the sum of their losses.
 
-  For the mean, divide the losses by their number, or `.map(lambda g: g / n)`.
+  For the mean of n losses, write `.map(lambda g: g / n)`.
 
   Args:
     grads: a sequence of `embed.Grads` of one model.

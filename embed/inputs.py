@@ -28,12 +28,12 @@ _logger = logging.getLogger("embed")
 class Padded:
   """Bags of ids along the last axis; negative ids are padding.
 
-  The native form on an accelerator. Nothing is checked before it is looked up, or given to
-  `embed.validate`. A pytree, as `Ragged` and `Sparse` are.
+  The native form on an accelerator. Values are checked by a lookup or `embed.validate`, not when
+  the object is made. `Padded`, `Ragged` and `Sparse` are pytrees.
 
   Args:
-    values: `[batch, ..., L]` integers, NumPy, JAX or nested lists; as weights, floats of the same
-      shape. Ids of 64 bits are checked on the host and become int32.
+    values: integers `[batch, ..., L]`, a NumPy or JAX array or nested lists; for weights, floats of
+      the same shape. Ids of 64 bits are checked on the host and become int32.
 
   >>> movie = embed.TableConfig(100, 4, combiner="sum", name="movie")
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -52,11 +52,11 @@ class Ragged:
   """Bags of any length, one after another: bag `i` is `values[row_splits[i]:row_splits[i + 1]]`.
 
   Args:
-    values: `[N]` integers (floats as weights). Whatever stands behind `row_splits[-1]` is padding,
-      so that N can be a fixed buffer size.
-    row_splits: `[batch + 1]` integers from 0, never decreasing.
-    max_valency: the longest bag there can be. With it the ids are laid out as `Padded`; without
-      it bags are combined by segments, whatever their lengths.
+    values: integers `[N]` (floats for weights). Values from `row_splits[-1]` on are padding, so
+      that N can be a fixed buffer size.
+    row_splits: integers `[batch + 1]` from 0, never decreasing.
+    max_valency: the length of the longest possible bag. With it the ids are laid out as `Padded`;
+      without it bags are combined by segments and may have any length.
 
   >>> bags = embed.Ragged(values=[3, 7, 5], row_splits=[0, 2, 2, 3])  # [3, 7], [] and [5]
   >>> embed.to_padded(bags).values.tolist()
@@ -71,12 +71,12 @@ class Ragged:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sparse:
-  """Bags as coordinates: `values[n]` stands at `indices[n]` of an array of shape `dense_shape`.
+  """Bags as coordinates: `values[n]` is at `indices[n]` of an array of shape `dense_shape`.
 
   Args:
-    indices: `[N, rank]` integers, rank at least 2; the last coordinate is the place in the bag.
-    values: `[N]` integers (floats as weights); negative ids are padding.
-    dense_shape: the shape, static under jit.
+    indices: integers `[N, rank]`, rank at least 2; the last coordinate is the position in the bag.
+    values: integers `[N]` (floats for weights); negative ids are padding.
+    dense_shape: the shape of the array, static under jit.
 
   Raises:
     ValueError: if `dense_shape` is traced.
@@ -114,7 +114,7 @@ def _is_array(value: Any) -> bool:
 
 
 def as_array(value: Any, name: str) -> Any:
-  """Arrays as they are, lists through NumPy; an empty list has no dtype of its own."""
+  """Returns arrays as they are and lists as NumPy arrays; an empty list becomes int32."""
   if _is_array(value):
     return value
   try:
@@ -164,7 +164,7 @@ def _floats(value: Any, name: str) -> Any:
 
 
 def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -> Parts:
-  """Types, dtypes and shapes: all that can be checked without looking at a value."""
+  """The arrays of an input; checks types, dtypes and shapes, and reads no value."""
   kind = type(x) if isinstance(x, _KINDS) else None
   if x is None:
     raise ValueError(f"Feature {name!r} is None. Leave it out of the dict, or give empty bags.")
@@ -224,7 +224,7 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
 
 
 def _form(name: str, feature: config_lib.FeatureConfig, parts: Parts, weighted: bool) -> Form:
-  """The output shape, checked against a stated one (TensorFlow's rules, but free per call)."""
+  """The shape of the activations, checked against `output_shape` by TensorFlow's rules."""
   batch, stated = parts.batch, feature.output_shape
   if stated is None:
     length = feature.max_sequence_length
@@ -269,7 +269,7 @@ def _form(name: str, feature: config_lib.FeatureConfig, parts: Parts, weighted: 
 
 
 def check_row_splits(splits: np.ndarray, number: int, where: str = "") -> None:
-  """Raises ValueError if row splits are none of `number` values; `where` begins its message."""
+  """Raises ValueError if row splits do not fit `number` values; `where` begins the message."""
   if splits[0] != 0 or (np.diff(splits) < 0).any() or splits[-1] > number:
     raise ValueError(
       f"{where}row_splits must start at 0, never decrease and end at most at {number}, the number "
@@ -278,7 +278,7 @@ def check_row_splits(splits: np.ndarray, number: int, where: str = "") -> None:
 
 
 def check_indices(indices: np.ndarray, shape: tuple[int, ...], where: str) -> None:
-  """Raises ValueError if an index of a `Sparse` is outside its dense_shape."""
+  """Raises ValueError if an index of a `Sparse` is outside of its dense_shape."""
   bad = ((indices < 0) | (indices >= np.asarray(shape))).any(axis=1)
   if bad.any():
     raise ValueError(
@@ -287,7 +287,7 @@ def check_indices(indices: np.ndarray, shape: tuple[int, ...], where: str) -> No
 
 
 def check_one_id_each(indices: np.ndarray, where: str) -> None:
-  """Raises ValueError if two ids of a `Sparse` have one index, where each needs its own place."""
+  """Raises ValueError if two ids of a `Sparse` have the same index, for uses that allow one."""
   distinct, counts = np.unique(indices, axis=0, return_counts=True)
   if (counts > 1).any():
     index = distinct[counts.argmax()].tolist()
@@ -300,7 +300,7 @@ def check_one_id_each(indices: np.ndarray, where: str) -> None:
 def _check_values(
   name: str, feature: config_lib.FeatureConfig, x: Any, parts: Parts, form: Form
 ) -> None:
-  """All that depends on values; NumPy only."""
+  """Checks that read values, in NumPy."""
   splits = indices = None
   ids = np.asarray(parts.ids)
   if parts.kind == "ragged":
@@ -317,7 +317,7 @@ def _check_values(
     kept = ids >= 0  # padding has no index
     indices = np.asarray(parts.layout)[kept]
     check_indices(indices, x.dense_shape, f"Feature {name!r}: ")
-    if form.length:  # ids beyond the table are dropped before they take a place
+    if form.length:  # ids beyond the table are dropped and occupy no position
       in_table = ids[kept] < feature.table.vocabulary_size
       check_one_id_each(indices[in_table], f"Feature {name!r}: ")
   custom = feature.table.combiner
@@ -344,7 +344,7 @@ def _check_values(
 
 
 def _valencies(parts: Parts, ids: np.ndarray, splits, indices) -> np.ndarray:
-  """How many ids each bag has: int64 `[bags]`. `indices` are those of the ids without padding."""
+  """The number of ids of each bag, int64 `[bags]`; `indices` leave padding out."""
   if parts.kind == "padded":
     return (ids >= 0).sum(axis=-1).reshape(-1)
   if parts.kind == "ragged":
@@ -370,7 +370,7 @@ def matched(
   """The path, config, input and weights (or None) of each feature, in the order of the config.
 
   Raises:
-    TypeError, ValueError: if a structure is not that of the config, see `structure.match`.
+    TypeError, ValueError: if a structure differs from the config's, see `structure.match`.
   """
   inputs = dict(structure.match(config, features, "features", none_allowed=False))
   weight_of = dict(structure.match(config, weights, "weights"))
@@ -383,7 +383,7 @@ def matched(
 
 
 def read(config: Any, features: Any, weights: Any = None) -> list[Input]:
-  """The features of a batch in the order of the config, checked; values where they are concrete.
+  """The features of a batch in the order of the config. Values are checked if they are concrete.
 
   Raises:
     TypeError, ValueError: as `matched`, or if an input does not fit its feature.
@@ -397,10 +397,10 @@ def read(config: Any, features: Any, weights: Any = None) -> list[Input]:
 def check(
   path: structure.Path, name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None
 ) -> Input:
-  """An input of a feature, taken apart.
+  """The input of one feature. Values are checked if they are concrete.
 
   Raises:
-    ValueError: if it does not fit the feature; values are read where they are concrete.
+    ValueError: if the input does not fit the feature.
   """
   parts = _take_apart(name, feature, x, w)
   form = _form(name, feature, parts, weighted=w is not None)
@@ -418,7 +418,7 @@ def check(
 def to_bags(
   name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None
 ) -> tuple[Bags, jax.Array]:
-  """The bags of one input, and how many ids were dropped; only static mistakes raise."""
+  """The bags of one input and the number of dropped ids; checks no values."""
   parts = _take_apart(name, feature, x, w)
   form = _form(name, feature, parts, weighted=w is not None)
   return from_input(parts, form, feature.table.vocabulary_size)
@@ -429,14 +429,14 @@ def validate(feature_config: Any, features: Any, weights: Any = None) -> None:
 
   Args:
     feature_config: a `FeatureConfig` or any nesting of them.
-    features: the batch, of the same structure (a dict may hold a subset).
-    weights: the parallel structure, or None; entries may be None.
+    features: the batch, in the same structure (a dict may hold a subset).
+    weights: weights in the same structure, or None; entries may be None.
 
   Raises:
     ValueError: naming the feature and the value, for an id that is not in `0 ..
       vocabulary_size - 1` (negative ids are padding), ids that are not integers, weights on a
       dense or sequence feature, shapes that do not fit, or keys that are not in the config.
-    TypeError: where the kind of a container differs from the config.
+    TypeError: if the kind of a container differs from the config's.
 
   >>> movie = embed.TableConfig(vocabulary_size=10, dim=4)
   >>> embed.validate({"watched": embed.FeatureConfig(movie)}, {"watched": embed.Padded([[3, -1]])})

@@ -41,21 +41,23 @@ class SparseEmbed(nnx.Module):
 
   Args:
     features: a `FeatureConfig`, or any nesting of dicts, lists, tuples and named tuples of them.
-    optimizer: of the tables that have none of their own, such as `embed.adagrad(0.05)`. None
-      leaves those tables without slots: they can be looked up, and training them raises.
+    optimizer: the optimizer of tables that have none of their own, such as `embed.adagrad(0.05)`.
+      None leaves those tables without slots: they can be looked up, and training them raises.
     rngs: draws one key per table, from its stream `params`.
-    mesh: the devices that tables are spread over; None is the mesh of `jax.set_mesh`, and without
-      that one device. Inputs may have any sharding; activations come out split over the batch.
-      Outside of `jax.set_mesh` its axes count as Auto ones, so that the compiler shards the rest of
-      the model.
+    mesh: the devices that tables are spread over. None is the mesh of `jax.set_mesh`, or one device
+      if there is none. Inputs may have any sharding; activations come out split over the batch.
+      Outside of `jax.set_mesh` the axes of the mesh count as Auto axes, so that the compiler shards
+      the rest of the model.
     axis: the mesh axis, or axes, that tables and the batch are split over.
-    sharding: how: "mod" (row r on shard r % n), "div" (consecutive rows), "column" or "replicated".
-    plan: an `embed.plan` instead of these three, and of `features` and `optimizer`, which it has;
-      other features of the same tables, or another optimizer, may be given beside it.
+    sharding: the strategy: "mod" (row r on shard r % n), "div" (consecutive rows), "column" or
+      "replicated".
+    plan: an `embed.plan`, which replaces `mesh`, `axis` and `sharding`. It has `features` and
+      `optimizer` too; pass them as well to use other features of the same tables, or another
+      optimizer.
 
   Attributes:
-    report: an `embed.Report`, the ids that were dropped and the load of the exchange.
-    combiner_weights: `{table name: nnx.Variable}`, of the tables whose `embed.CustomCombiner`
+    report: an `embed.Report`: the number of dropped ids and the load of the exchange.
+    combiner_weights: `{table name: nnx.Variable}` for each table whose `embed.CustomCombiner`
       learns; see `embed.CombinerWeights`.
 
   Raises:
@@ -117,33 +119,33 @@ class SparseEmbed(nnx.Module):
 
   @property
   def spec(self) -> Spec:
-    """What was decided at construction, by attribute.
+    """The configuration of the layer, fixed at construction.
 
-    `features` is the feature config; `tables` the `TableConfig` by table name; `optimizers` the
-    `RowOptimizer` (or None) by table name, the default filled in. Its `stacks` say how tables are
-    stored, and are internal.
+    `features` is the feature config, `tables` has the `TableConfig` of each table by name, and
+    `optimizers` its `RowOptimizer` (or None), with the default filled in. The attribute `stacks`
+    describes how tables are stored, and is internal.
     """
     return self.static.value
 
   # --- lookup ------------------------------------------------------------------------------------
 
   def __call__(self, features: Any, weights: Any = None) -> Any:
-    """Activations of a batch, in the structure given.
+    """Activations of a batch, in the structure of its features.
 
     Args:
       features: inputs in the structure of the feature config; a dict may hold any subset. Each is
-        a dense integer array, `Padded`, `Ragged` or `Sparse`, of a batch size of its own.
-      weights: the parallel structure, or None; an entry may be None. They are constants, no
-        gradient comes back to them, unless the feature has `differentiate_weights`.
+        a dense integer array, `Padded`, `Ragged` or `Sparse`. Batch sizes may differ.
+      weights: weights of the ids in the same structure, or None; an entry may be None. They are
+        constants and get no gradient, unless the feature has `differentiate_weights`.
 
     Returns:
       Arrays of the table's dtype in the structure of `features`, `[..., dim]` for a dense array or
       bags, `[batch, max_sequence_length, dim]` for sequences. Empty bags and padding give zeros.
 
     Raises:
-      ValueError: as `embed.validate`, in eager calls. Under jit ids out of range are dropped and
+      ValueError: as `embed.validate`, in eager calls. Under jit, ids out of range are dropped and
         counted in `report`; types, dtypes and shapes are always checked.
-      TypeError: likewise.
+      TypeError: as `embed.validate`.
 
     >>> movie = embed.TableConfig(100, 4, combiner="sum", name="movie")
     >>> features = {"watched": embed.FeatureConfig(movie), "next": embed.FeatureConfig(movie)}
@@ -156,17 +158,17 @@ class SparseEmbed(nnx.Module):
     return look_up(self, features, weights)[0]  # nnx.tabulate wraps public methods
 
   def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Residual]:
-    """As `__call__`, and the residual that `apply_gradients` needs.
+    """Looks up a batch as `__call__` does, and keeps what `apply_gradients` needs.
 
-    The pair is for custom loops: differentiate the loss with respect to the activations, then
-    hand their gradients to `apply_gradients`.
+    For custom training loops: differentiate the loss with respect to the activations, then pass
+    their gradients to `apply_gradients`.
 
     Args:
-      features: as of `__call__`.
-      weights: as of `__call__`.
+      features: inputs, as for `__call__`.
+      weights: weights, as for `__call__`.
 
     Returns:
-      `(activations, residual)`, the second an `embed.Residual`, a pytree.
+      `(activations, residual)`. The residual is an `embed.Residual`, a pytree.
 
     Raises:
       ValueError: as `__call__`.
@@ -183,17 +185,17 @@ class SparseEmbed(nnx.Module):
     return look_up(self, features, weights)
 
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
-    """Scores of queries against rows: the table used as an output layer (tied weights).
+    """Scores of queries against rows: the table serves as an output layer (tied weights).
 
     Args:
-      query: float `[..., dim]`.
+      query: floats `[..., dim]`.
       table_name: the table to score against.
       candidates: integer ids, `[K]` for all queries or `[..., K]` per query; negative ids are
         padding and score 0. None scores against every row.
 
     Returns:
-      `[..., K]`, or `[..., vocabulary_size]`, the dot products. Inside `embed.value_and_grad`
-      gradients reach the query and the rows, those of the candidates alone or all of the table.
+      The dot products, `[..., K]` or `[..., vocabulary_size]`. Inside `embed.value_and_grad`
+      gradients reach the query and the rows: the rows of the candidates, or all rows of the table.
 
     Raises:
       ValueError: for an unknown table, a query of another size, or ids out of range (eagerly).
@@ -237,16 +239,16 @@ class SparseEmbed(nnx.Module):
     """Steps the tables' optimizers once, in place, from gradients of activations.
 
     Args:
-      activation_grads: in the structure of the activations. None for a feature is a zero gradient
-        for the rows it looked up, which is not the same as leaving it out: momentum moves them.
-      residual: from the `lookup` that made the activations.
+      activation_grads: gradients in the structure of the activations. None for a feature is a zero
+        gradient for the rows that it looked up, and momentum still moves those rows.
+      residual: the residual of the `lookup` that made the activations.
       step: the 0-based step for learning rate schedules, a Python int or traced.
 
     Raises:
-      ValueError: for a feature that was looked up and is missing here, a gradient of another shape
-        than its activations, one that is not an array, a table without optimizer, or a missing
-        `step` where a schedule or stochastic rounding needs it.
-      TypeError: where the kind of a container differs.
+      ValueError: for a feature that was looked up and has no entry, a gradient whose shape is not
+        the shape of the activations, a gradient that is not an array, a table without optimizer,
+        or a missing `step` where a schedule or stochastic rounding needs it.
+      TypeError: if the kind of a container differs.
 
     >>> movie = embed.TableConfig(
     ...   100, 4, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.ones, name="movie")
@@ -274,12 +276,12 @@ class SparseEmbed(nnx.Module):
   def apply_row_gradients(self, rows: Mapping[str, RowGrads], step: Any = None) -> None:
     """Steps each named table once from its `RowGrads`, in place.
 
-    A table that is not named, or whose `RowGrads` is empty, does not move, unless its optimizer
-    moves every row at every step.
+    A table without an entry, or with an empty one, does not move, unless its optimizer moves every
+    row at every step.
 
     Args:
-      rows: `{table name: RowGrads}`. Ids `vocabulary_size` are unused entries.
-      step: as of `apply_gradients`.
+      rows: `{table name: RowGrads}`. Entries with id `vocabulary_size` are unused.
+      step: the step, as for `apply_gradients`.
 
     Raises:
       ValueError: for an unknown table, other columns than `dim`, an id beyond the table (eagerly),
@@ -307,19 +309,20 @@ class SparseEmbed(nnx.Module):
   def tables(self) -> dict[str, jax.Array]:
     """The rows of each table in order, arrays `[vocabulary_size, dim]` by table name.
 
-    They are the module's own arrays: a step that donates the module deletes them. Copy to keep.
-    Inside a loss under `embed.value_and_grad` this raises ValueError: no gradient would come back.
-    `attend` scores against a table there. On a mesh, a table whose rows do not divide by the shards
-    may come whole on every device.
+    The arrays may be the module's own, and a step that donates the module deletes them: copy them
+    to keep them. Inside a loss under `embed.value_and_grad` this raises ValueError, because no
+    gradient would come back; use `attend` to score against a table there. On a mesh, a table whose
+    rows do not divide by the shards may be whole on every device.
     """
     return {name: arrays["parameters"] for name, arrays in self.variables.items()}
 
   @property
   def variables(self) -> dict[str, dict[str, Any]]:
-    """Rows and slots, by table name a dict of "parameters", `[vocabulary_size, dim]`, and slots.
+    """Rows and slots, by table name a dict of arrays by "parameters" or the name of a slot.
 
-    Slots are `[vocabulary_size, dim]` or `[vocabulary_size]`, named as in the docstrings of the
-    optimizers. Otherwise as `tables`.
+    "parameters" is `[vocabulary_size, dim]`; slots are `[vocabulary_size, dim]` or
+    `[vocabulary_size]`, and the docstrings of the optimizers name them. The remarks on the arrays
+    of `tables` apply here too.
 
     >>> movie = embed.TableConfig(100, 4, optimizer=embed.rowwise_adagrad(0.1), name="movie")
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -330,7 +333,9 @@ class SparseEmbed(nnx.Module):
 
   @property
   def variable_shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """`variables` as `jax.ShapeDtypeStruct`, shardings included, without computing anything.
+    """The shapes, dtypes and shardings of `variables`, without any computation.
+
+    Each is a `jax.ShapeDtypeStruct`.
 
     >>> movie = embed.TableConfig(100, 4, optimizer=embed.adam(1e-3), name="movie")
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -343,8 +348,8 @@ class SparseEmbed(nnx.Module):
     """Replaces the rows of the named tables; slots stay as they are.
 
     Args:
-      tables: `{table name: [vocabulary_size, dim]}`, NumPy or JAX arrays, copied to where the table
-        is. Other tables stay as they are.
+      tables: `{table name: [vocabulary_size, dim]}`, NumPy or JAX arrays, which are copied. Other
+        tables stay as they are.
 
     Raises:
       ValueError: for an unknown table or another shape than `[vocabulary_size, dim]`.
@@ -358,11 +363,11 @@ class SparseEmbed(nnx.Module):
     self.load_variables({name: {"parameters": value} for name, value in tables.items()})
 
   def load_variables(self, variables: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replaces arrays of `variables`, tables or slots; the others stay as they are.
+    """Replaces the named tables and slots; all others stay as they are.
 
     Args:
-      variables: `{table name: {"parameters" or slot name: array}}`, of the shapes in
-        `variable_shapes`. `embed.import_variables` makes such.
+      variables: `{table name: {"parameters" or slot name: array}}`, with the shapes of
+        `variable_shapes`. `embed.import_variables` makes such a dict.
 
     Raises:
       ValueError: before anything is replaced, for an unknown table or slot, or another shape.
@@ -434,7 +439,7 @@ def variable_shapes(
 
 
 def store_apart(layer: SparseEmbed) -> None:
-  """Stores each table of a layer in an array of its own, whole and without slots, for serving."""
+  """Stores each table of a layer as on one device, in its own array without slots, for export."""
   spec, rows = layer.spec, layer.tables
   stacks = {
     name: StackSpec(
@@ -449,7 +454,7 @@ def store_apart(layer: SparseEmbed) -> None:
 
 
 def _check_shape(name: str, key: str, shape: tuple[int, ...], wanted: Mapping[str, Any]) -> None:
-  """Raises ValueError unless `wanted`, what a table keeps, has such an array."""
+  """Raises ValueError unless `wanted`, the arrays of a table, has one of this name and shape."""
   if key not in wanted:
     slots = [kept for kept in wanted if kept != "parameters"]
     raise ValueError(f"Table {name!r} has no slot {key!r}; its slots are {slots}.")

@@ -1,4 +1,4 @@
-"""`Optimizer`: one step of a whole model, dense parameters by optax, tables by their own."""
+"""`Optimizer` steps a whole model: dense parameters by optax, each table by its own optimizer."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from embed.gradients import Grads, Rows
 from embed.layer import SparseEmbed, step_combiner_weights, step_stacks
 from embed.row_optimizer import RowOptimizer
 
-# Transformations that keep updates back, by the name of their state: rows would step without them.
+# Optax states that hold updates back, by name: tables would step while dense parameters wait.
 _ACCUMULATE = "sum the gradients of the microbatches with embed.accumulate and update once"
 _HOLDING_BACK = {
   "MultiStepsState": _ACCUMULATE,
@@ -40,9 +40,9 @@ class Optimizer(nnx.Module):
     ValueError: if `tx` holds updates back (`optax.MultiSteps`, `optax.apply_if_finite`): the tables
       would step at every call, the dense parameters only at some.
 
-  Its `step` counts updates from 0 and drives the tables' learning rate schedules. The state of the
-  tables is in the model, that of the dense parameters here, in the attribute `dense`, an
-  `nnx.Optimizer`; `embed.checkpoint` saves both.
+  The attribute `step` counts updates from 0 and drives the tables' learning rate schedules. The
+  slots of the tables are in the model. The optax state is in the attribute `dense`, an
+  `nnx.Optimizer`. `embed.checkpoint` saves both.
 
   >>> zeros = jax.nn.initializers.zeros
   >>> table = embed.TableConfig(10, 2, optimizer=embed.sgd(0.5), initializer=zeros)
@@ -69,16 +69,16 @@ class Optimizer(nnx.Module):
     return self.dense.step
 
   def update(self, model: nnx.Module, grads: Grads, **kwargs: Any) -> None:
-    """One step of everything, in place.
+    """Steps dense parameters and tables once, in place.
 
     Args:
       model: the module given at construction.
-      grads: from `embed.value_and_grad`, clipped, scaled or accumulated at will.
-      **kwargs: for the optax transformation, such as `value=loss`.
+      grads: gradients from `embed.value_and_grad`; they may be clipped, scaled or accumulated.
+      **kwargs: arguments for the optax transformation, such as `value=loss`.
 
     Raises:
-      TypeError: if `grads` are not `embed.Grads`, as those of nnx.value_and_grad: rows would stay
-        untrained without a word.
+      TypeError: if `grads` are not `embed.Grads`, such as the result of `nnx.value_and_grad`, with
+        which rows would silently stay untrained.
       ValueError: if the entry of a table is missing or unknown, or a table has no optimizer.
 
     >>> movie = embed.TableConfig(100, 4, optimizer=embed.sgd(0.1), name="movie")
@@ -125,7 +125,7 @@ def _refuse_holding_back(state: Any) -> None:
 
 
 def _descend(model: nnx.Module, dense: Any) -> None:
-  """Trains the combiners' own weights, at their own rates."""
+  """Trains the learned weights of combiners, at their own rates."""
   grads = dict(nnx.to_flat_state(nnx.filter_state(dense, CombinerWeights)))
   for path, module in nnx.iter_modules(model):
     if isinstance(module, SparseEmbed):
@@ -141,13 +141,13 @@ def _descend(model: nnx.Module, dense: Any) -> None:
 
 
 def _is_of(rows: Rows, path: str, module) -> bool:
-  """Whether gradients are kept by the stacks that this module has."""
+  """Whether gradients are kept by the same stacks as the module's."""
   keys = {Owner(path, name): stack for name, stack in module.spec.stacks.items()}
   return all(rows.stacks.get(key) == stack for key, stack in keys.items())
 
 
 def _trainable(module, rows):
-  """Leaves out a table that has no optimizer and was not looked up: there is nothing to lose."""
+  """The rows without tables that were not looked up and have no optimizer to step them."""
   return {
     name: r for name, r in rows.items() if r.grads or module.spec.optimizers[name] is not None
   }

@@ -1,4 +1,4 @@
-"""`plan`: how tables are stored and exchanged, and what that costs, before any is allocated."""
+"""`plan` decides how tables are stored and exchanged, and counts the bytes before allocation."""
 
 import dataclasses
 import json
@@ -29,15 +29,16 @@ from embed.tools import text
 
 
 class Plan:
-  """How the tables of a feature config are spread over a mesh: `plan["movie"].strategy = "div"`.
+  """Decisions about how the tables of a feature config are spread over a mesh.
 
-  Made by `embed.plan`, or by `Plan.from_json`. A mapping-like object, a `TablePlan` by table name.
-  Printing it shows the costs for the example batch that it was made for. Tables of equal width,
-  dtype, quantization, optimizer and settings are stacked: stored in one array, exchanged together.
+  `embed.plan` and `Plan.from_json` make plans. A plan maps each table name to a `TablePlan`, which
+  can be changed: `plan["movie"].strategy = "div"`. Printing a plan shows the costs of its example
+  batch. Tables of equal width, dtype, quantization, optimizer and settings are stacked: stored in
+  one array and exchanged together.
 
   Attributes:
     features: the feature config.
-    optimizer: of the tables that have none.
+    optimizer: the optimizer of tables that have none of their own.
     mesh: the devices, or None.
     tables: `{table name: TableConfig}`.
     optimizers: `{table name: RowOptimizer or None}`.
@@ -66,11 +67,11 @@ class Plan:
     self.entries = {name: TablePlan() for name in self.tables}
     self.hbm_bytes: int | None = None
     self._stored = Tables(self.tables, self.optimizers, mesh, batch_axis)
-    self._bags: dict[str, list[Bags]] = {}  # of each table in the example batch, as shapes
+    self._bags: dict[str, list[Bags]] = {}  # the example batch: shapes of bags by table
 
   @classmethod
   def uniform(cls, features, optimizer, mesh, axis, strategy: str) -> "Plan":
-    """Every table by one strategy, as `SparseEmbed` without a plan has it."""
+    """A plan with one strategy for all tables, for a `SparseEmbed` without a plan."""
     mesh = mesh if mesh is not None else mesh_lib.current_mesh()
     axes = mesh_lib.as_names(axis)
     found = cls(features, optimizer, mesh, axes)
@@ -91,18 +92,18 @@ class Plan:
     return found
 
   def adopt(self, profile: Any, headroom: float = 1.25) -> "Plan":
-    """Sizes the buffers of the exchange by what a sample of batches needed; returns the plan.
+    """Sizes the buffers of the exchange by the needs of a sample of batches; returns the plan.
 
-    Each stack whose rows are split gets the capacity of the fullest pair of devices in the sample
-    times `headroom`, rounded up to a multiple of 8, unless gathering still moves less. A batch that
-    needs more takes another round.
+    Each stack whose rows are split gets a capacity: the rows of the fullest pair of devices in the
+    sample times `headroom`, rounded up to a multiple of 8, unless gathering still moves less. A
+    batch that needs more takes another round.
 
     Args:
-      profile: `embed.profile(features, batches, plan=self)`.
-      headroom: factor, at least 1.
+      profile: the result of `embed.profile(features, batches, plan=self)`.
+      headroom: a factor of at least 1.
 
     Raises:
-      ValueError: the profile is of other stacks, or the headroom is below 1.
+      ValueError: if the profile has other stacks, or the headroom is below 1.
 
     >>> movie = embed.TableConfig(vocabulary_size=100_000, dim=8, name="movie")
     >>> features, mesh = embed.FeatureConfig(movie), jax.sharding.AbstractMesh((8,), ("data",))
@@ -129,7 +130,7 @@ class Plan:
     return self
 
   def _is_worth(self, stack: StackSpec) -> bool:
-    """Whether the capacity of a stack makes an all-to-all that moves less than gathering."""
+    """Whether an all-to-all with the capacity of a stack moves no more than gathering."""
     sized = stack_cost(
       self._stored.stack(stack.name, stack.tables, self[stack.tables[0]]), self._bags
     )
@@ -156,10 +157,10 @@ class Plan:
   # --- costs -------------------------------------------------------------------------------------
 
   def costs(self) -> list[StackCost]:
-    """What each stack costs a device in the example batch, a list of `embed.StackCost`.
+    """The cost of each stack on a device for the example batch, a list of `embed.StackCost`.
 
     Raises:
-      ValueError: for a plan without an example batch, as one from `from_json`.
+      ValueError: if the plan has no example batch, as after `from_json`.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
     >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
@@ -185,7 +186,7 @@ class Plan:
 
   @property
   def fits(self) -> bool | None:
-    """Whether `bytes_per_device` fit `hbm_bytes`; None where that is not known.
+    """Whether `bytes_per_device` fit into `hbm_bytes`; None if the memory is not known.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
     >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
@@ -216,7 +217,7 @@ class Plan:
     return f"{text.aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{self._warning()}"
 
   def _warning(self) -> str:
-    """Tables that no view splits, which are whole on every device while saved or restored."""
+    """A warning about tables that are whole on every device while saved or restored, or ""."""
     whole = [
       name
       for stack in self.stacks().values()
@@ -236,9 +237,9 @@ class Plan:
   # --- as text -----------------------------------------------------------------------------------
 
   def to_json(self) -> str:
-    """The decisions as JSON; `from_json` reads them.
+    """The decisions as JSON, for `from_json`.
 
-    Neither the feature config nor the mesh is in it, nor what the example batch suggested.
+    The feature config, the mesh and the suggestions of the example batch are left out.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
     >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
@@ -255,13 +256,13 @@ class Plan:
   def from_json(
     cls, text: str, features: Any, mesh: Any = None, optimizer: RowOptimizer | None = None
   ) -> "Plan":
-    """A plan from the decisions of another, for the same tables. It has no example batch.
+    """Reads the decisions of another plan for the same tables. The plan has no example batch.
 
     Args:
-      text: what `to_json` returned.
+      text: the result of `to_json`.
       features: the feature config.
       mesh: the devices; None is the mesh of `jax.set_mesh`, or one device.
-      optimizer: of the tables that have none.
+      optimizer: the optimizer of tables that have none of their own.
 
     Raises:
       ValueError: if the tables differ.
@@ -294,24 +295,25 @@ def plan(
   *,
   axis: str | Sequence[str] | None = None,
 ) -> Plan:
-  """Decides for each table how to spread it over a mesh, and counts what that costs.
+  """Decides how to spread tables over a mesh, and counts the bytes that this takes and moves.
 
-  Small tables are replicated where that moves fewer bytes, tables so wide that a device keeps 128
-  columns are split by columns where that does, all others by rows. Nothing is allocated.
+  Tables that can be stored together are decided together. Their rows are split, with two
+  exceptions that apply where they move fewer bytes: small tables are replicated, and tables so wide
+  that a device keeps 128 columns are split by columns. Nothing is allocated.
 
   Args:
     features: the feature config.
-    mesh: the devices, a `jax.sharding.Mesh`; also one of devices that are not here, from
-      `jax.experimental.topologies`, or as a `jax.sharding.AbstractMesh`. None is the mesh of
+    mesh: the devices, a `jax.sharding.Mesh`. It may consist of devices that are not attached, from
+      `jax.experimental.topologies`, or be a `jax.sharding.AbstractMesh`. None is the mesh of
       `jax.set_mesh`, or one device.
     batch: example inputs of a whole batch in the structure of the feature config, or their shapes
       (`jax.ShapeDtypeStruct` in place of arrays).
-    optimizer: of the tables that have none.
-    hbm_bytes: the memory of a device; None is what the mesh's devices say, if they do.
-    axis: the mesh axes to split over; None is all of them.
+    optimizer: the optimizer of tables that have none of their own.
+    hbm_bytes: the memory of a device; None asks the mesh's devices.
+    axis: the mesh axes to split over; None takes all of them.
 
   Returns:
-    A `Plan`, to print, to change (`plan["movie"].capacity = 512`), to keep (`to_json`), and to
+    A `Plan`, to print, to change (`plan["movie"].capacity = 512`), to save (`to_json`), and to
     pass to `SparseEmbed(plan=plan, rngs=rngs)`.
 
   Raises:
@@ -341,19 +343,19 @@ def plan(
 
 
 def _memory(mesh: Any) -> int | None:
-  """The memory of a device of the mesh, as the same number in every process."""
+  """The memory of a device, the same number in every process; None if devices do not report it."""
   if not isinstance(mesh, jax.sharding.Mesh):
     return None  # no mesh, or an AbstractMesh, which has no devices
   try:
     mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     stats = mine[0].memory_stats()
   except (AttributeError, IndexError, NotImplementedError, jax.errors.JaxRuntimeError):
-    return None  # devices that are not here, or that do not say
+    return None  # devices that are not attached, or that do not report their memory
   return None if stats is None else stats.get("bytes_limit")
 
 
 def _resolve(name: str, table: config_lib.TableConfig, default: Any) -> RowOptimizer | None:
-  """A table's own optimizer, or the default: completely, and without writing to the config."""
+  """A table's own optimizer, or the default; the config is not changed."""
   optimizer = default if table.optimizer is None else table.optimizer
   if optimizer is not None and not isinstance(optimizer, RowOptimizer):
     hint = "embed.adam(1e-3)"

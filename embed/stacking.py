@@ -1,4 +1,4 @@
-"""How tables are stored together and spread over a mesh, and what that costs.
+"""Storing tables together and spreading them over a mesh, and the cost of it.
 
 A **strategy** says how a table is spread over mesh axes: "mod" and "div" split its rows, "column"
 its columns, "replicated" nothing. Tables of equal width, dtype, quantization, optimizer and
@@ -25,30 +25,30 @@ from embed.engine.stack import StackSpec
 from embed.row_optimizer import RowOptimizer
 
 STRATEGIES = ("mod", "div", "column", "replicated")
-ALONE = 1 << 24  # bytes of a table from which it is not stacked on one device
-REPLICATED = 1 << 20  # bytes of the largest table that a plan replicates of its own accord
-LANES = 128  # columns below which a plan does not split rows of its own accord
+ALONE = 1 << 24  # bytes; a larger table is not stacked on one device
+REPLICATED = 1 << 20  # bytes of the largest table that `embed.plan` replicates
+LANES = 128  # columns that a device keeps at least where `embed.plan` splits columns
 
 
 class TablePlan:
-  """How one table is stored and exchanged. Set the fields before the layer is built.
+  """Storage and exchange of one table. Set the fields before the layer is built.
 
   Tables with equal settings (and width, dtype, quantization and optimizer) are stored together.
 
   Args:
     strategy: "mod", "div", "column" or "replicated".
-    axis: the mesh axes that it is split over.
-    column_axis: axes that columns are split over besides.
+    axis: the mesh axes that the table is split over.
+    column_axis: mesh axes that columns are split over in addition.
     exchange: "all_to_all" or "gather". A plan suggests the one that moves less for its example
-      batch; other batches choose anew, unless it is set. Used where rows are split; an optimizer
-      that steps once per occurrence, or moves every row, always gathers.
+      batch, and each batch chooses for itself unless the field is set. It applies where rows are
+      split. An optimizer that steps once per occurrence, or moves every row, always gathers.
     capacity: the rows that a pair of devices exchanges in a round of an all-to-all. A plan suggests
-      the number that follows from its example batch; other batches follow their own, unless it is
-      set. Too small a number costs rounds, never an id.
+      the number for its example batch, and each batch computes its own unless the field is set. A
+      number that is too small costs rounds, but never drops an id.
 
   Raises:
-    ValueError: for a value that is none of these.
-    AttributeError: for another field.
+    ValueError: for a value that a field does not accept.
+    AttributeError: for an unknown field.
 
   >>> entry = embed.TablePlan(strategy="div")
   >>> entry.capacity = 512
@@ -56,8 +56,8 @@ class TablePlan:
   TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512)
   """
 
-  set: dict[str, Any]  # what was decided, and goes into JSON
-  suggested: dict[str, Any]  # what the example batch asks for
+  set: dict[str, Any]  # decisions, which go into JSON
+  suggested: dict[str, Any]  # values for the example batch, which do not
 
   _FIELDS = ("strategy", "axis", "column_axis", "exchange", "capacity")
 
@@ -97,7 +97,7 @@ class TablePlan:
     return self.suggested.get(name) if value is None else value
 
   def copy(self) -> "TablePlan":
-    """The same decisions and suggestions."""
+    """A copy with the same decisions and suggestions."""
     new = TablePlan(**self.set)
     new.suggested.update(self.suggested)
     return new
@@ -109,17 +109,17 @@ class TablePlan:
 
 @dataclasses.dataclass(frozen=True)
 class StackCost:
-  """What a stack costs a device in a training step, an entry of `Plan.costs()`.
+  """The cost of a stack on a device in a training step, an entry of `Plan.costs()`.
 
   Attributes:
-    stack: its name.
-    tables: the tables that it holds.
+    stack: the name of the stack.
+    tables: the names of its tables.
     exchange: "all_to_all", "gather", "sum" (of whole replicated tables), "columns" or "none".
     capacity: rows that a pair of devices exchanges in a round of an all-to-all, or None.
     rows: bytes of the tables.
     slots: bytes of the optimizer's state.
     buffers: bytes of the exchange's buffers.
-    moved: bytes that are received per step.
+    moved: bytes that the device receives per step.
 
   >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
   >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
@@ -140,7 +140,7 @@ class StackCost:
 
 
 class Tables(NamedTuple):
-  """What is to be stored: configs and optimizers by table name, and the mesh (None: one device)."""
+  """The tables to store: configs and optimizers by name, and the mesh (None for one device)."""
 
   configs: Mapping[str, TableConfig]
   optimizers: Mapping[str, RowOptimizer | None]
@@ -148,7 +148,7 @@ class Tables(NamedTuple):
   batch_axis: Sequence[str] | None
 
   def kind(self, name: str) -> Any:
-    """Equal for tables that can be stacked; a table's own name where it stays alone."""
+    """A key that is equal for tables that can be stacked; a table that cannot has its own name."""
     table = self.configs[name]
     if self.mesh is None and table.vocabulary_size * table.dim * table.dtype.itemsize > ALONE:
       return name
@@ -156,13 +156,13 @@ class Tables(NamedTuple):
     return (*rows, self.optimizers[name])
 
   def placement(self, entry: TablePlan) -> Placement:
-    """The devices of a table, as its entry says."""
+    """The placement of a table that its entry decides."""
     if self.mesh is None:
       return LOCAL
     return place(self.mesh, entry.strategy, entry.axis, entry.column_axis, self.batch_axis)
 
   def stack(self, label: str, names: Sequence[str], entry: TablePlan) -> StackSpec:
-    """Some tables as one stack."""
+    """The stack of these tables, with the settings of an entry."""
     table, placement = self.configs[names[0]], self.placement(entry)
     sizes = tuple(self.configs[name].vocabulary_size for name in names)
     return StackSpec(
@@ -180,7 +180,7 @@ class Tables(NamedTuple):
     )
 
   def stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
-    """The stacks of some tables by name, in the order of their first tables."""
+    """The stacks of these tables by name, in the order of their first tables."""
     groups: dict[Any, list[str]] = {}
     for name in names:
       decided = tuple(entries[name].set.values())
@@ -196,7 +196,7 @@ class Tables(NamedTuple):
     return stacks
 
   def _numbered(self, names: Sequence[str], entry: TablePlan) -> Iterator[list[str]]:
-    """Tables cut into groups whose rows can be numbered."""
+    """Divides tables into groups whose rows fit the numbers of sort keys and ids."""
     shards = self.placement(entry).shards
     most = min(route.most_rows(shards), MAX_VOCABULARY_SIZE)
     part: list[str] = []
@@ -221,10 +221,10 @@ def place(
   """The placement of a strategy.
 
   Args:
-    mesh: of devices.
+    mesh: a mesh of devices.
     strategy: one of `STRATEGIES`.
     axis: the axes that the strategy splits over.
-    column_axis: besides, with rows over `axis`, the axes that columns are split over.
+    column_axis: the axes that columns are split over, in addition to rows over `axis`.
     batch_axis: the axes of the batch; None is `axis`.
 
   Raises:
@@ -305,10 +305,10 @@ def stack_cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCos
 def best_strategies(
   tables: Tables, entries: Mapping[str, TablePlan], bags: Mapping[str, Sequence[Bags]]
 ) -> dict[str, str]:
-  """The strategy of each table, so that the stacks that result move least.
+  """The strategies with which the resulting stacks move the fewest bytes, by table.
 
-  Candidates split all tables that can be stacked by rows, or by columns if they are wide enough,
-  but for some of the smallest, which are replicated.
+  A candidate splits all tables of a group that can be stacked by rows, or by columns if they are
+  wide enough, except for a number of its smallest tables, which it replicates.
   """
   groups: dict[Any, list[str]] = {}
   for name in tables.configs:
@@ -326,7 +326,7 @@ def _candidates(tables: Tables, names: Sequence[str], entry: TablePlan) -> list[
   is_wide = table.dim % devices == 0 and table.dim // devices >= LANES
   bytes_of = lambda name: tables.configs[name].vocabulary_size * table.dim * table.dtype.itemsize
   small = sorted((name for name in names if bytes_of(name) <= REPLICATED), key=bytes_of)
-  tried = sorted({round(i * len(small) / 32) for i in range(33)})  # of many tables not every number
+  tried = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
   return [
     {name: "replicated" if name in small[:k] else strategy for name in names}
     for strategy in (("mod", "column") if is_wide else ("mod",))
@@ -340,7 +340,7 @@ def _moved(
   bags: Mapping[str, Sequence[Bags]],
   strategies: Mapping[str, str],
 ) -> int:
-  """What a device receives in a step if tables are stored by these strategies."""
+  """The bytes that a device receives in a step if tables are stored by these strategies."""
   tried = {name: entries[name].copy() for name in strategies}
   for name, strategy in strategies.items():
     tried[name].strategy = strategy
