@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conformance import LOOKUPS, lookup_config, lookup_group, lookup_inputs
 from flax import nnx
 
 import embed
@@ -26,7 +27,6 @@ pytestmark = [
   pytest.mark.filterwarnings("ignore:.*max_sequence_length"),
 ]
 
-LOOKUPS = {case["id"]: case for case in conformance.load("lookups")["cases"]}
 VALID = [name for name, case in LOOKUPS.items() if not conformance.raises(case)]
 INVALID = [name for name, case in LOOKUPS.items() if conformance.raises(case)]
 OPTIMIZERS = {case["id"]: case for case in conformance.load("optimizers")["cases"]}
@@ -34,37 +34,6 @@ BASE = conformance.load("tf_base_case")
 
 
 # ----------------------------------------------------------------------------- lookups
-
-
-def lookup_config(case, prefix=""):
-  """Feature configs and tables of a case; the prefix lets many cases share one layer."""
-  tables = {
-    name: embed.TableConfig(
-      vocabulary_size=table["vocabulary_size"],
-      dim=table["dim"],
-      combiner=table["combiner"],
-      name=prefix + name,
-    )
-    for name, table in case["tables"].items()
-  }
-  features = {
-    prefix + name: embed.FeatureConfig(
-      table=tables[feature["table"]],
-      max_sequence_length=feature["max_sequence_length"],
-      validate_weights_and_indices=feature["validate_weights_and_indices"],
-      output_shape=feature["output_shape"],
-    )
-    for name, feature in case["features"].items()
-  }
-  return features, {prefix + name: table["params"] for name, table in case["tables"].items()}
-
-
-def lookup_inputs(case, prefix=""):
-  pairs = {
-    prefix + name: harness.to_embed(conformance.inputs(recorded))
-    for name, recorded in case["inputs"].items()
-  }
-  return {name: f for name, (f, _) in pairs.items()}, {name: w for name, (_, w) in pairs.items()}
 
 
 def cotangents(case, prefix=""):
@@ -135,11 +104,6 @@ def test_reference_lookup(name):
     actual = reference_rows(case)
     for table, wanted in expected_rows(case).items():
       harness.assert_rows(actual[table], wanted, **case["tol"])
-
-
-def lookup_group(name):
-  head, second = name.split("/")[:2]
-  return f"{head}/{second}" if head == "grid" else head
 
 
 def prefix_of(name):

@@ -9,16 +9,13 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
+from recipe_runs import RESULT, leaves
 from small_data import write_criteo, write_criteo_days, write_movielens
 
 from recipes import hosts, optimizers, results
 from recipes.dlrm import data, train
 
 CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
-RESULT = {
-  "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "baselines", "device",
-  "versions", "data_sha256",
-}  # fmt: skip
 
 
 def smoke(name, folder, **changes):
@@ -72,15 +69,6 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
     missed = {path for path, owner, key in leaves(config) if (id(owner), key) not in read}
     unread = missed if unread is None else unread & missed
   assert not unread, f"no code reads {sorted(unread)}"
-
-
-def leaves(config, prefix=""):
-  for key in list(config):
-    value = config._fields[key]  # past the recording
-    if isinstance(value, ml_collections.ConfigDict):
-      yield from leaves(value, f"{prefix}{key}.")
-    else:
-      yield f"{prefix}{key}", config, key
 
 
 def check_result(result, config, workdir):

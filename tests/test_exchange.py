@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshes import make_mesh, make_world
-from test_sharding import sixteenths, some
+from meshes import make_mesh, make_world, sixteenths, slow_unless
 
 import embed
 
@@ -105,7 +104,7 @@ def assert_exact(strategy, capacity, optimizer, three):
 
 @pytest.mark.parametrize(
   ("strategy", "capacity", "optimizer"),
-  some(CASES, lambda *case: case in (("mod", 1, "adagrad"), ("div", 2, "adam"))),
+  slow_unless(CASES, lambda *case: case in (("mod", 1, "adagrad"), ("div", 2, "adam"))),
 )
 def test_skewed_ids(strategy, capacity, optimizer):
   """All the worst cases, and any other."""

@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import functools
 import os
+import pathlib
 import re
 import sys
 import traceback
@@ -27,6 +28,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "jax" not in sys.modules:  # pytest's conftest has done so; a script has not
   os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+sys.path.append(str(pathlib.Path(__file__).parent / "support"))  # as pytest does for a test
 
 import fuzz_oracle as oracle
 import jax

@@ -149,6 +149,13 @@ def test_recipes_do_not_import_each_other():
       assert not used & others, path
 
 
+def test_no_test_imports_another():
+  """What tests share is in tests/support."""
+  for path in (ROOT / "tests").rglob("*.py"):
+    modules = {name.split(".")[0] for name in imports(path)}
+    assert not {name for name in modules if name.startswith("test")}, path
+
+
 def test_everything_public_is_exported_and_documented():
   import embed
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from recipe_runs import leaves
 from small_data import draw_sequences, write_sequences
 
 import embed
@@ -70,15 +71,6 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   unread = {path for path, owner, key in leaves(config) if (id(owner), key) not in read}
   assert not unread, f"no code reads {sorted(unread)}"
   check_result(result, config, tmp_path / "run")
-
-
-def leaves(config, prefix=""):
-  for key in list(config):
-    value = config._fields[key]  # past the recording
-    if isinstance(value, ml_collections.ConfigDict):
-      yield from leaves(value, f"{prefix}{key}.")
-    else:
-      yield f"{prefix}{key}", config, key
 
 
 def check_result(result, config, workdir):

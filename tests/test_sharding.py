@@ -20,17 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, STRATEGIES, make_mesh, make_world
-from test_properties import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
+from meshes import KINDS, STRATEGIES, make_mesh, make_world, sixteenths, slow_unless
+from optimizer_cases import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
 
 import embed
 from embed.tools import reference
-
-
-def some(cases, default):
-  """Parameters, all but the default ones `slow`."""
-  return [pytest.param(*case, marks=() if default(*case) else pytest.mark.slow) for case in cases]
-
 
 # --- every optimizer -----------------------------------------------------------------------------
 
@@ -66,12 +60,6 @@ def make_optimizer(name):
     return EXTRA[name](schedule)
   kind, config = OPTIMIZERS[name]
   return getattr(embed, kind)(learning_rate=schedule, **config)
-
-
-@embed.row_wise
-def sixteenths(key, shape, dtype):
-  """Rows of which sums are exact."""
-  return (jax.random.randint(key, shape, -16, 17) / 16).astype(dtype)
 
 
 def one_bag(optimizer, combiner="sum"):
@@ -234,7 +222,7 @@ def two_of_them(strategy, kind):
   return (strategy, kind) in (("mod", "explicit"), ("column", "auto"))
 
 
-@pytest.mark.parametrize(("strategy", "kind"), some(MATRIX, two_of_them))
+@pytest.mark.parametrize(("strategy", "kind"), slow_unless(MATRIX, two_of_them))
 def test_every_kind_of_input(strategy, kind):
   """Activations, the row gradients of every table, and three steps."""
   one = kinds_on_one_device()
@@ -254,7 +242,8 @@ def test_every_kind_of_input(strategy, kind):
 
 
 @pytest.mark.parametrize(
-  ("strategy", "kind"), some(MATRIX, lambda *case: case in (("mod", "explicit"), ("div", "auto")))
+  ("strategy", "kind"),
+  slow_unless(MATRIX, lambda *case: case in (("mod", "explicit"), ("div", "auto"))),
 )
 def test_features_without_ids(strategy, kind):
   """They neither fail nor move a row, beside a feature that has ids."""
@@ -362,7 +351,7 @@ def test_exact_values_are_exact(strategy):
 
 
 @pytest.mark.parametrize(
-  ("strategy", "kind"), some(MATRIX, lambda *case: case == ("mod", "explicit"))
+  ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )
 def test_a_table_smaller_than_the_mesh(strategy, kind):
   """Three rows, one column, one example: most devices have nothing."""
@@ -381,7 +370,9 @@ def test_a_table_smaller_than_the_mesh(strategy, kind):
   meshes.assert_same_outcomes(world.run([batch] * 2), wanted, {"t": 3})
 
 
-@pytest.mark.parametrize(("strategy", "kind"), some(MATRIX, lambda *case: case == ("mod", "auto")))
+@pytest.mark.parametrize(
+  ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "auto"))
+)
 def test_unsummed_rows_keep_batch_order(strategy, kind):
   """Where gradients are not accumulated there is one entry per occurrence, on a mesh too."""
   features = one_bag(embed.adagrad(0.5, **EACH))
@@ -406,7 +397,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize(
-  ("strategy", "kind"), some(MATRIX, lambda strategy, kind: kind == "explicit")
+  ("strategy", "kind"), slow_unless(MATRIX, lambda strategy, kind: kind == "explicit")
 )
 def test_metadata_is_where_the_arrays_are(strategy, kind):
   """NNX reads the sharding of tables and slots off their Variables."""
@@ -534,7 +525,7 @@ def plane_on_one_device(optimizer):
 
 @pytest.mark.parametrize(
   ("name", "optimizer", "kind"),
-  some(
+  slow_unless(
     [(name, o, kind) for name in PLANES for o in PLANE_OPTIMIZERS for kind in KINDS],
     lambda name, o, kind: o == "rowwise_adagrad" and PLANE_DEFAULT.get(name) == kind,
   ),
@@ -686,7 +677,7 @@ def ways_on_one_device(way):
 
 @pytest.mark.parametrize(
   ("way", "strategy", "kind"),
-  some(
+  slow_unless(
     [(way, strategy, kind) for way in WAYS for strategy, kind in MATRIX],
     lambda way, strategy, kind: WAYS_DEFAULT.get(way) == (strategy, kind),
   ),
@@ -708,7 +699,7 @@ def test_every_way_through_a_loss(way, strategy, kind):
 
 @pytest.mark.parametrize(
   ("strategy", "kind", "jit"),
-  some(
+  slow_unless(
     [(*case, jit) for case in MATRIX for jit in (False, True)],
     lambda *case: case == ("mod", "auto", False),
   ),
@@ -733,7 +724,7 @@ def test_mid_level(strategy, kind, jit):
 
 
 @pytest.mark.parametrize(
-  ("strategy", "kind"), some(MATRIX, lambda *case: case == ("mod", "explicit"))
+  ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )
 def test_eagerly(strategy, kind):
   """The whole step without jit; rows are there to look at."""

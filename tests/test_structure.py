@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from test_properties import OPTIMIZERS, optimizer_id
+from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, optimizer_id
 
 import embed
 from embed import gradients as grads_lib
@@ -21,14 +21,6 @@ from embed import layer as module
 from embed import optimizer as optimizer_lib
 
 V, D, BATCH, VALENCY = 300_000, 16, 64, 4
-LAZY = [i for i, (_, config) in enumerate(OPTIMIZERS) if config.get("lazy_adam", True)]
-EXTRA = {
-  "from_optax": lambda: embed.from_optax(optax.adam(1e-3)),
-  "custom_optimizer": lambda: embed.custom_optimizer(
-    lambda g, w, s, lr: (w - lr * g, {"n": s["n"] + 1}), {"n": embed.Slot(per_row=True)}
-  ),
-  "frozen": embed.frozen,
-}
 
 
 def compile_step(optimizer):

@@ -11,6 +11,7 @@ import harness
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -27,6 +28,17 @@ def make_mesh(kind="auto", shape=(8,), names=("data",)):
   types = ({"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind],) * len(names)
   devices = jax.devices()[: math.prod(shape)]
   return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+
+
+def slow_unless(cases, default):
+  """Parameters, all but the default ones `slow`."""
+  return [pytest.param(*case, marks=() if default(*case) else pytest.mark.slow) for case in cases]
+
+
+@embed.row_wise
+def sixteenths(key, shape, dtype):
+  """Rows of which sums are exact."""
+  return (jax.random.randint(key, shape, -16, 17) / 16).astype(dtype)
 
 
 class Rows(NamedTuple):
