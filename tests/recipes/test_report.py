@@ -9,7 +9,7 @@ from recipe_runs import write_run
 
 from recipes import report
 
-RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
+RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 
 
 def tables(page):
