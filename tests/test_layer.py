@@ -1,4 +1,4 @@
-"""What is at the edges of a mesh: nothing to look up, eager calls, settings that contradict."""
+"""A layer at its edges: nothing to look up, eager calls, settings that contradict, refusals."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from nested_model import A, B, D, Model, V, dense
+from recorded_calls import FC, SE, f32
+from recorded_calls import dense as ids_of
 
 import embed
+
+pytestmark = pytest.mark.usefixtures("strict")
 
 FEATURES = {
   name: embed.FeatureConfig(embed.TableConfig(size, 4, name=name))
@@ -79,3 +84,107 @@ def test_rows_by_hand_are_checked():
     layer.apply_row_gradients({"t": embed.RowGrads(np.array([1]), np.ones((1, 3)))})
   with pytest.raises(ValueError, match=r"'t' have id 11; its ids are 0 \.\. 9"):
     layer.apply_row_gradients({"t": embed.RowGrads(np.array([11]), np.ones((1, 4)))})
+
+
+def test_training_without_an_optimizer_raises():
+  layer = SE({"f": FC()})
+  assert list(layer.variables["t"]) == ["parameters"]
+  _, residual = layer.lookup({"f": ids_of(1)})
+  with pytest.raises((ValueError, RuntimeError), match="optimizer"):
+    layer.apply_gradients({"f": jnp.ones((1, 2))}, residual, step=0)
+
+
+def test_load_tables_checks_names_and_shapes():
+  layer = SE({"f": FC()}, embed.sgd())
+  with pytest.raises(ValueError, match="unknown"):
+    layer.load_tables({"unknown": np.zeros((4, 2), f32)})
+  with pytest.raises(ValueError, match="t"):
+    layer.load_tables({"t": np.zeros((5, 2), f32)})
+
+
+@pytest.mark.parametrize(
+  ("grads", "error"),
+  [
+    ({"f": jnp.ones((3, 2))}, ValueError),
+    ({"f": jnp.ones((2, 3))}, ValueError),
+    ({"g": jnp.ones((2, 2))}, ValueError),
+    ({"f": "ones"}, (TypeError, ValueError)),
+    ([jnp.ones((2, 2))], (TypeError, ValueError)),
+    (None, (TypeError, ValueError)),
+  ],
+)
+def test_bad_activation_gradients(grads, error):
+  layer = SE({"f": FC()}, embed.sgd())
+  _, residual = layer.lookup({"f": ids_of(1, 2)})
+  with pytest.raises(error):
+    layer.apply_gradients(grads, residual, step=0)
+
+
+@pytest.mark.parametrize(
+  "where", [{}, {"mesh": jax.make_mesh((1,), ("data",))}], ids=["one", "mesh"]
+)
+def test_tables_that_do_not_fit_are_named(where):
+  movie = embed.TableConfig(2_000_000_000, 1 << 14, name="movie", optimizer=embed.adam(0.1))
+  with pytest.raises(MemoryError, match=r"'movie'.*122070\.3G, 366210\.9G.*hbm_bytes") as caught:
+    embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0), **where)
+  assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
+
+
+def test_attend_trains_all_rows_or_only_candidates():
+  model, query = Model(), jnp.arange(6.0).reshape(2, D) / 6
+  layer = model.inner["e"]
+  table = layer.tables["t"]
+  some = np.array([[1, 2], [2, -1]])
+
+  def every(m):
+    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t")))
+
+  def shared(m):
+    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", np.array([4, 7, -1]))))
+
+  def each(m):
+    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", some)))
+
+  wanted = {
+    every: (lambda t: jnp.sum(jnp.tanh(query @ t.T)), range(V)),
+    shared: (lambda t: jnp.sum(jnp.tanh(query @ t[jnp.array([4, 7])].T)), [4, 7]),
+    each: (
+      lambda t: (
+        jnp.sum(jnp.tanh(jnp.einsum("d,kd->k", query[0], t[jnp.array([1, 2])])))
+        + jnp.tanh(query[1] @ t[2])
+      ),
+      [1, 2],
+    ),
+  }
+  for loss, (plain, touched) in wanted.items():
+    _, grads = nnx.jit(embed.value_and_grad(loss))(model)
+    rows = grads.rows["inner/e/t"]
+    np.testing.assert_allclose(dense(rows), jax.grad(plain)(table), atol=1e-5)
+    assert sorted(i for i in np.asarray(rows.ids).tolist() if i < V) == list(touched)
+  np.testing.assert_allclose(layer.attend(query, "t")[:, 3], query @ table[3], rtol=1e-5)
+  assert layer.attend(query, "t", np.array([4, -1])).shape == (2, 2)
+  with pytest.raises(ValueError, match="no table 'x'"):
+    layer.attend(query, "x")
+  with pytest.raises(ValueError, match="dim"):
+    layer.attend(jnp.ones((2, D + 1)), "t")
+  with pytest.raises(ValueError, match="out of range"):
+    layer.attend(query, "t", np.array([V]))
+
+
+def test_a_feature_looked_up_needs_a_gradient():
+  layer = Model().inner["e"]
+  act, residual = layer.lookup({"a": A, "b": embed.Ragged(B, [0, 1, 4])})
+  with pytest.raises(ValueError, match="None for a zero gradient"):
+    layer.apply_gradients({"a": act["a"]}, residual)
+  with pytest.raises(ValueError, match=r"have \(2, 3\)"):
+    layer.apply_gradients({"a": act["a"], "b": jnp.ones((1, D))}, residual)
+
+
+def test_tabulate():
+  movie = embed.TableConfig(5, 2, optimizer=embed.adam(0.1), name="movie")
+  layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  text = nnx.tabulate(
+    layer, np.array([1, 2]), console_kwargs={"force_terminal": False, "width": 200}
+  )
+  assert "SparseEmbed" in text
+  assert "float32[2,2]" in text
