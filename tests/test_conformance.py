@@ -17,6 +17,7 @@ import optax
 import pytest
 from conformance import LOOKUPS, lookup_config, lookup_group, lookup_inputs
 from flax import nnx
+from suites import full_unless
 
 import embed
 from embed.tools import reference
@@ -145,17 +146,22 @@ def looked_up(names, compiled):
   return activations, grads.rows
 
 
+# Every case is looked up in the quick suite: compiled.
+BOTH = full_unless([False, True], bool)
+
+
 @functools.cache
 def looked_up_together(group, compiled):
   return looked_up([name for name in VALID if lookup_group(name) == group], compiled)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("compiled", BOTH, ids=["eager", "jit"])
 @pytest.mark.parametrize("name", VALID)
 def test_lookup(name, compiled):
   check_lookup(LOOKUPS[name], *looked_up_together(lookup_group(name), compiled), prefix_of(name))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   "name",
   [
@@ -255,6 +261,7 @@ EAGER = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EAGER)
 def test_optimizer_mid_level(name):
   """Eager, exact shapes, a None gradient as None, the rate from a schedule of the step."""

@@ -1770,11 +1770,13 @@ def test_a_way(name):
   check(WAYS[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ON_A_MESH)
 def test_a_way_on_an_explicit_mesh(name):
   check(WAYS[name], explicit_mesh())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["three_calls", "jax_vmap_over_a_lookup"])
 def test_the_runner_tells_right_from_wrong(name):
   way = WAYS[name]

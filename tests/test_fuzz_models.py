@@ -933,6 +933,7 @@ def test_a_random_model_on_one_device(seed):
   check(seed, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", QUICK[8])
 def test_a_random_model_on_a_mesh(seed):
   check(seed, 8)

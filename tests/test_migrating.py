@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pages
+import pytest
 
 TESTS = pathlib.Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "migrating.md").read_text()
@@ -46,6 +47,7 @@ def test_every_row_names_tests_that_exist():
     assert function in functions(name), f"{name}::{function}"
 
 
+@pytest.mark.full
 def test_the_example_runs_on_one_device():
   """As most machines have it."""
   environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
@@ -53,6 +55,7 @@ def test_the_example_runs_on_one_device():
   subprocess.run([sys.executable, "-c", code], check=True, cwd=TESTS / "support", env=environment)
 
 
+@pytest.mark.full
 def test_the_example_runs():
   scope = pages.run("migrating.md")
   assert 0 < float(scope["loss"]) < 10

@@ -25,6 +25,7 @@ ELSEWHERE = {"migrating.md": "test_migrating.py", "serving.md": "serving/test_ex
 HERE = [page for page in PAGES if any(blocks(page)) and page not in ELSEWHERE]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", HERE)
 def test_the_code_runs(page, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)

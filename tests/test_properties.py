@@ -19,7 +19,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import fractions
-from optimizer_cases import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
+from optimizer_cases import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, is_plain, optimizer_id
+from suites import full_unless
 
 import embed
 from embed.tools import reference
@@ -254,7 +255,7 @@ def optimizer_world(index):
   return make_world(optimizer, "sum")
 
 
-@pytest.mark.parametrize("index", range(len(OPTIMIZERS)), ids=optimizer_id)
+@pytest.mark.parametrize("index", full_unless(range(len(OPTIMIZERS)), is_plain), ids=optimizer_id)
 def test_three_steps(index):
   """Parameters and slots after each step; rows that were not looked up keep every bit."""
   name, config = OPTIMIZERS[index]

@@ -1,8 +1,8 @@
 """Tables over eight devices give what one device gives: lookups, gradients, three steps, values.
 
 Nothing here divides by eight unless it says so: not the rows, the columns or the batch. The whole
-matrix is behind the marker `slow`; what runs by default covers every strategy, every optimizer and
-both kinds of mesh.
+matrix is behind the marker `slow`; `full` covers every strategy, every optimizer and both kinds of
+mesh, and the quick suite every strategy.
 """
 
 import functools
@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, STRATEGIES, make_mesh, make_world, sixteenths, slow_unless
+from meshes import KINDS, STRATEGIES, make_mesh, make_world, sixteenths
 from optimizer_cases import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
+from suites import full_unless, slow_unless
 
 import embed
 from embed.tools import reference
@@ -106,9 +107,10 @@ def optimizer_cases():
         # Those that look across a row also where it is cut.
         first = i % 4 == j or (strategy == "column" and name in EXTRA)
         default = first and (i // 4 + j) % 2 == k
+        quick = i < len(STRATEGIES)
         yield pytest.param(
-          name, strategy, kind,
-          id=f"{label}-{strategy}-{kind}", marks=() if default else pytest.mark.slow,
+          name, strategy, kind, id=f"{label}-{strategy}-{kind}",
+          marks=pytest.mark.slow if not default else () if quick else pytest.mark.full,
         )  # fmt: skip
 
 
@@ -222,7 +224,9 @@ def two_of_them(strategy, kind):
   return (strategy, kind) in (("mod", "explicit"), ("column", "auto"))
 
 
-@pytest.mark.parametrize(("strategy", "kind"), slow_unless(MATRIX, two_of_them))
+@pytest.mark.parametrize(
+  ("strategy", "kind"), slow_unless(MATRIX, two_of_them, lambda strategy, _: strategy == "mod")
+)
 def test_every_kind_of_input(strategy, kind):
   """Activations, the row gradients of every table, and three steps."""
   one = kinds_on_one_device()
@@ -243,7 +247,9 @@ def test_every_kind_of_input(strategy, kind):
 
 @pytest.mark.parametrize(
   ("strategy", "kind"),
-  slow_unless(MATRIX, lambda *case: case in (("mod", "explicit"), ("div", "auto"))),
+  slow_unless(
+    MATRIX, lambda *case: case in (("mod", "explicit"), ("div", "auto")), lambda *_: False
+  ),
 )
 def test_features_without_ids(strategy, kind):
   """They neither fail nor move a row, beside a feature that has ids."""
@@ -334,7 +340,7 @@ def even_batches():
   return st.tuples(values.map(embed.Padded), st.none(), cotangents)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", full_unless(STRATEGIES, lambda strategy: strategy == "mod"))
 def test_exact_values_are_exact(strategy):
   """Where no sum rounds, its order is all that a mesh changes: nothing is left to tolerate."""
   one, world = even_world(), even_world(strategy)
@@ -456,6 +462,7 @@ def plane_on_one_device(optimizer):
   slow_unless(
     [(name, o, kind) for name in PLANES for o in PLANE_OPTIMIZERS for kind in KINDS],
     lambda name, o, kind: o == "rowwise_adagrad" and PLANE_DEFAULT.get(name) == kind,
+    lambda name, *_: name == "rows_and_columns",
   ),
 )
 def test_two_axes(name, optimizer, kind):
@@ -608,6 +615,7 @@ def ways_on_one_device(way):
   slow_unless(
     [(way, strategy, kind) for way in WAYS for strategy, kind in MATRIX],
     lambda way, strategy, kind: WAYS_DEFAULT.get(way) == (strategy, kind),
+    lambda way, *_: way == "candidates",
   ),
 )
 def test_every_way_through_a_loss(way, strategy, kind):
@@ -630,6 +638,7 @@ def test_every_way_through_a_loss(way, strategy, kind):
   slow_unless(
     [(*case, jit) for case in MATRIX for jit in (False, True)],
     lambda *case: case == ("mod", "auto", False),
+    lambda *_: False,
   ),
 )
 def test_mid_level(strategy, kind, jit):
@@ -652,7 +661,8 @@ def test_mid_level(strategy, kind, jit):
 
 
 @pytest.mark.parametrize(
-  ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
+  ("strategy", "kind"),
+  slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"), lambda *_: False),
 )
 def test_eagerly(strategy, kind):
   """The whole step without jit; rows are there to look at."""
@@ -689,6 +699,7 @@ def test_inputs_of_any_sharding(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["segments", "max_valency", "sequence"])
 def test_row_splits_on_some_of_the_axes(form, kind):
   """XLA's partitioner adds wrong elements where splits are split over one of two axes."""

@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshes import make_mesh, make_world, sixteenths, slow_unless
+from meshes import make_mesh, make_world, sixteenths
+from suites import slow_unless
 
 import embed
 
@@ -196,6 +197,7 @@ def everything():
   return st.tuples(features, st.none(), st.fixed_dictionaries(cotangents))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("capacity", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_everything_at_once(capacity):
   one = make_world(one_table(embed.adagrad(0.5)), rows=True, gradients=at_once)

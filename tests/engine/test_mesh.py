@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, STRATEGIES, make_mesh, sixteenths, slow_unless
+from meshes import KINDS, STRATEGIES, make_mesh, sixteenths
+from suites import slow_unless
 
 import embed
 

@@ -11,7 +11,6 @@ import harness
 import jax
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -28,11 +27,6 @@ def make_mesh(kind="auto", shape=(8,), names=("data",)):
   types = ({"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind],) * len(names)
   devices = jax.devices()[: math.prod(shape)]
   return jax.make_mesh(shape, names, axis_types=types, devices=devices)
-
-
-def slow_unless(cases, default):
-  """Parameters, all but the default ones `slow`."""
-  return [pytest.param(*case, marks=() if default(*case) else pytest.mark.slow) for case in cases]
 
 
 @embed.row_wise

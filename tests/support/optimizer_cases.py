@@ -72,6 +72,12 @@ def optimizer_id(index):
   return "-".join([OPTIMIZERS[index][0], *(key[:12] for key in OPTIMIZERS[index][1])])
 
 
+def is_plain(index):
+  """Whether it is the first of its optimizer."""
+  names = [name for name, _ in OPTIMIZERS]
+  return names.index(names[index]) == index
+
+
 LAZY = [i for i, (_, config) in enumerate(OPTIMIZERS) if config.get("lazy_adam", True)]
 EXTRA = {
   "from_optax": lambda: embed.from_optax(optax.adam(1e-3)),

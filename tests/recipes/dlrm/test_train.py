@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from recipe_runs import RESULT, leaves
 from small_data import write_criteo, write_criteo_days, write_movielens
+from suites import full_unless
 
 from recipes import hosts, optimizers, results
 from recipes.dlrm import data, train
@@ -35,7 +36,7 @@ def test_there_is_a_config_per_dataset():
   assert CONFIGS == ["criteo_1tb", "criteo_kaggle", "movielens1m", "synthetic"]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", full_unless(CONFIGS, lambda name: name == "synthetic"))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
@@ -92,6 +93,7 @@ def check_result(result, config, workdir):
   assert list((workdir / "tensorboard").iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam", "rowwise_adagrad", "sgd"])
 def test_table_optimizers(optimizer, tmp_path):
   changes = {"table.optimizer": optimizer, "table.weight_decay": 0.01}
@@ -99,6 +101,7 @@ def test_table_optimizers(optimizer, tmp_path):
   assert optimizers.table_optimizer(config) is not None
 
 
+@pytest.mark.full
 def test_the_dense_part_by_adagrad(tmp_path):
   changes = {"learning_rate": 0.5, "warmup_steps": 0, "final_rate": 1.0}
   tx = train.dense_optimizer(smoke("synthetic", tmp_path, dense_optimizer="adagrad", **changes))

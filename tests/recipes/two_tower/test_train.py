@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from recipe_runs import RESULT, TWO_TOWER, leaves, two_tower_smoke
+from suites import full_unless
 
 import embed
 from recipes import baselines, checkpoints, hosts, loop, optimizers, retrieval
@@ -38,7 +39,7 @@ def test_there_is_a_config_per_dataset():
   assert sorted(path.stem for path in Path("configs/two_tower").glob("*.py")) == TWO_TOWER
 
 
-@pytest.mark.parametrize("name", TWO_TOWER)
+@pytest.mark.parametrize("name", full_unless(TWO_TOWER, lambda name: name == "synthetic"))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
@@ -81,6 +82,7 @@ def check_result(result, config, workdir):
   assert any(config.select in line for line in lines)
 
 
+@pytest.mark.full
 def test_refit_tests_what_has_learned_from_the_validation_pairs_too(tmp_path):
   config = two_tower_smoke("gowalla", tmp_path, refit=True, select="")
   result = train.run(config, str(tmp_path / "run"))
@@ -107,6 +109,7 @@ def _losses(folder, on_mesh, steps=50, **changes):
   return np.array(values), metrics, model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rich", [False, True])
 def test_on_a_mesh_the_losses_are_those_of_one_device(rich, tmp_path):
   """Sharded tables, and negatives from all devices: with those of its own alone a device would
@@ -123,6 +126,7 @@ def test_on_a_mesh_the_losses_are_those_of_one_device(rich, tmp_path):
     assert metrics[name] == pytest.approx(value, abs=0.02), name
 
 
+@pytest.mark.full
 def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
   """The frequency estimate and the queue are part of it."""
   config = two_tower_smoke("synthetic", tmp_path, **RICH)
@@ -172,6 +176,7 @@ def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
   assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
+@pytest.mark.full
 def test_evaluation_is_a_full_ranking(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, ks=(5,), query=("user",), candidate=("item",))
   found = data.load(config)
@@ -188,6 +193,7 @@ def test_evaluation_is_a_full_ranking(tmp_path):
   assert metrics == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("examples", ["users", "rows"])
 def test_baselines_are_ranked_on_the_models_examples(examples, tmp_path):
   """A model that scores as popularity does must get its very numbers."""
@@ -204,6 +210,7 @@ def test_baselines_are_ranked_on_the_models_examples(examples, tmp_path):
   assert metrics == pytest.approx({name: wanted[f"test_{name}"] for name in metrics}, rel=1e-9)
 
 
+@pytest.mark.full
 def test_an_approximate_index_is_measured(tmp_path):
   pytest.importorskip("usearch", reason="the extra `ann` is not installed")
   config = two_tower_smoke("synthetic", tmp_path, ann=True)
@@ -213,6 +220,7 @@ def test_an_approximate_index_is_measured(tmp_path):
   assert retrieval.recall(np.array([[1]]), np.array([[2]])) == 0
 
 
+@pytest.mark.full
 def test_histories_share_the_items_table_or_have_their_own(tmp_path):
   found = data.load(two_tower_smoke("synthetic", tmp_path))
   shared = train.build_model(two_tower_smoke("synthetic", tmp_path, share_history=True), found)
@@ -220,6 +228,7 @@ def test_histories_share_the_items_table_or_have_their_own(tmp_path):
   assert set(apart.embed.tables) - set(shared.embed.tables) == {"history"}
 
 
+@pytest.mark.full
 def test_queries_without_history_are_finite(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, query=("history",))
   model = train.build_model(config, data.load(config))
