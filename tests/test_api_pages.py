@@ -26,6 +26,7 @@ NO_EXAMPLE = {
 # For the library's other files, or for JAX.
 INTERNAL = {
   "embed.Plan": {"uniform", "with_features", "stacks"},
+  "embed.TablePlan": {"copy"},
   "embed.RowGrads": {"of", "tree_flatten", "tree_unflatten"},
   "embed.Residual": {"tree_flatten", "tree_unflatten"},
   "embed.transforms.Crossed": {"read"},  # as `Column.read`

@@ -55,6 +55,7 @@ def texts(notebook):
   return [re.sub(r"[\s*]+", " ", re.sub(number, " # ", text)).strip() for text in said]
 
 
+@pytest.mark.full
 @each
 def test_it_runs(path, tmp_path):
   """On a machine with one device, as most are. It shows and says what is committed."""

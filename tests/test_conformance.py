@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conformance import LOOKUPS, lookup_config, lookup_group, lookup_inputs
 from flax import nnx
+from suites import full_unless
 
 import embed
 from embed.tools import reference
@@ -26,7 +28,6 @@ pytestmark = [
   pytest.mark.filterwarnings("ignore:.*max_sequence_length"),
 ]
 
-LOOKUPS = {case["id"]: case for case in conformance.load("lookups")["cases"]}
 VALID = [name for name, case in LOOKUPS.items() if not conformance.raises(case)]
 INVALID = [name for name, case in LOOKUPS.items() if conformance.raises(case)]
 OPTIMIZERS = {case["id"]: case for case in conformance.load("optimizers")["cases"]}
@@ -34,37 +35,6 @@ BASE = conformance.load("tf_base_case")
 
 
 # ----------------------------------------------------------------------------- lookups
-
-
-def lookup_config(case, prefix=""):
-  """Feature configs and tables of a case; the prefix lets many cases share one layer."""
-  tables = {
-    name: embed.TableConfig(
-      vocabulary_size=table["vocabulary_size"],
-      dim=table["dim"],
-      combiner=table["combiner"],
-      name=prefix + name,
-    )
-    for name, table in case["tables"].items()
-  }
-  features = {
-    prefix + name: embed.FeatureConfig(
-      table=tables[feature["table"]],
-      max_sequence_length=feature["max_sequence_length"],
-      validate_weights_and_indices=feature["validate_weights_and_indices"],
-      output_shape=feature["output_shape"],
-    )
-    for name, feature in case["features"].items()
-  }
-  return features, {prefix + name: table["params"] for name, table in case["tables"].items()}
-
-
-def lookup_inputs(case, prefix=""):
-  pairs = {
-    prefix + name: harness.to_embed(conformance.inputs(recorded))
-    for name, recorded in case["inputs"].items()
-  }
-  return {name: f for name, (f, _) in pairs.items()}, {name: w for name, (_, w) in pairs.items()}
 
 
 def cotangents(case, prefix=""):
@@ -137,11 +107,6 @@ def test_reference_lookup(name):
       harness.assert_rows(actual[table], wanted, **case["tol"])
 
 
-def lookup_group(name):
-  head, second = name.split("/")[:2]
-  return f"{head}/{second}" if head == "grid" else head
-
-
 def prefix_of(name):
   """Before the names of a case's features and tables, where it shares a layer."""
   return name.replace("/", "_") + "_"  # a slash would end the module's path
@@ -181,17 +146,22 @@ def looked_up(names, compiled):
   return activations, grads.rows
 
 
+# Every case is looked up in the quick suite: compiled.
+BOTH = full_unless([False, True], bool)
+
+
 @functools.cache
 def looked_up_together(group, compiled):
   return looked_up([name for name in VALID if lookup_group(name) == group], compiled)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("compiled", BOTH, ids=["eager", "jit"])
 @pytest.mark.parametrize("name", VALID)
 def test_lookup(name, compiled):
   check_lookup(LOOKUPS[name], *looked_up_together(lookup_group(name), compiled), prefix_of(name))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   "name",
   [
@@ -291,6 +261,7 @@ EAGER = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EAGER)
 def test_optimizer_mid_level(name):
   """Eager, exact shapes, a None gradient as None, the rate from a schedule of the step."""

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from suites import slow_unless
 
 import embed
 
@@ -94,7 +95,7 @@ EVERY = list(itertools.product(["mesh", "set_mesh", "plan"], meshes.KINDS, [1, 2
 
 @pytest.mark.parametrize(
   ("way", "kind", "devices"),
-  [pytest.param(*x, marks=() if x in DEFAULT else pytest.mark.slow) for x in EVERY],
+  slow_unless(EVERY, lambda *case: case in DEFAULT, lambda *case: case == DEFAULT[1]),
 )
 def test_trains_as_on_one_device(on_one_device, way, kind, devices):
   mesh = meshes.make_mesh(kind, (devices,))

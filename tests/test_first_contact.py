@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from test_recipes_report import write_run
+from recipe_runs import write_run
 
 from recipes import __main__ as listing
 from recipes import catalogue, files, main

@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import functools
 import os
+import pathlib
 import re
 import sys
 import traceback
@@ -27,6 +28,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "jax" not in sys.modules:  # pytest's conftest has done so; a script has not
   os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+sys.path.append(str(pathlib.Path(__file__).parent / "support"))  # as pytest does for a test
 
 import fuzz_oracle as oracle
 import jax
@@ -1767,11 +1770,13 @@ def test_a_way(name):
   check(WAYS[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ON_A_MESH)
 def test_a_way_on_an_explicit_mesh(name):
   check(WAYS[name], explicit_mesh())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["three_calls", "jax_vmap_over_a_lookup"])
 def test_the_runner_tells_right_from_wrong(name):
   way = WAYS[name]

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import pathlib
 import string
 import sys
 import time
@@ -20,6 +21,8 @@ import warnings
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "jax" not in sys.modules:  # pytest's conftest has done so; a script has not
   os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+sys.path.append(str(pathlib.Path(__file__).parent / "support"))  # as pytest does for a test
 
 import fuzz_oracle as oracle
 import jax
@@ -930,6 +933,7 @@ def test_a_random_model_on_one_device(seed):
   check(seed, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", QUICK[8])
 def test_a_random_model_on_a_mesh(seed):
   check(seed, 8)

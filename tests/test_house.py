@@ -66,6 +66,28 @@ ORDER = [
 ]
 
 
+# The tests of a file are in the test file of its name; those of these files are elsewhere.
+TESTED_IN = {
+  "": "test_api_pages",
+  "engine.bags": "engine/test_lookup",
+  "engine.cost": "test_planning",
+  "engine.grads": "test_gradients",
+  "engine.jax_internals": "test_autodiff",
+  "engine.route": "engine/test_exchange",
+  "engine.rows": "engine/test_update",
+  "engine.stack": "test_compiled_step",
+  "engine.taps": "test_autodiff",
+  "engine.update_cpu": "engine/test_update",
+  "engine.views": "engine/test_storage",
+  "padding": "test_inputs",
+  "row_optimizer": "test_optimizers",
+  "stacking": "test_planning",
+  "steps": "test_conformance",
+  "variables": "engine/test_storage",
+}
+PACKAGES = {"engine", "serving", "tools", "tpu_embedding", "transforms"}  # a step, and names
+
+
 def files():
   """The files of the library by dotted name: "" for the package itself."""
   root = ROOT / "embed"
@@ -147,6 +169,24 @@ def test_recipes_do_not_import_each_other():
     for path in recipe.glob("*.py"):
       used = {".".join(name.split(".")[:2]) for name in imports(path)}
       assert not used & others, path
+
+
+def test_every_file_has_its_tests():
+  mirrored = set()
+  for name in files().keys() - PACKAGES:
+    folder, _, stem = name.rpartition(".")
+    mirror = f"{folder}/test_{stem.strip('_')}".removeprefix("/")
+    assert (ROOT / "tests" / f"{TESTED_IN.get(name, mirror)}.py").exists(), name
+    mirrored |= {name} if (ROOT / "tests" / f"{mirror}.py").exists() else set()
+  assert not TESTED_IN.keys() - files().keys(), "a file that is not there"
+  assert not TESTED_IN.keys() & mirrored, "a file that has its own tests"
+
+
+def test_no_test_imports_another():
+  """What tests share is in tests/support."""
+  for path in (ROOT / "tests").rglob("*.py"):
+    modules = {name.split(".")[0] for name in imports(path)}
+    assert not {name for name in modules if name.startswith("test")}, path
 
 
 def test_everything_public_is_exported_and_documented():

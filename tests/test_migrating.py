@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 
-import test_pages
+import pages
+import pytest
 
 TESTS = pathlib.Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "migrating.md").read_text()
@@ -46,15 +47,17 @@ def test_every_row_names_tests_that_exist():
     assert function in functions(name), f"{name}::{function}"
 
 
+@pytest.mark.full
 def test_the_example_runs_on_one_device():
   """As most machines have it."""
   environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-  code = "import test_pages; assert test_pages.run('migrating.md')['loss'] > 0"
-  subprocess.run([sys.executable, "-c", code], check=True, cwd=TESTS, env=environment)
+  code = "import pages; assert pages.run('migrating.md')['loss'] > 0"
+  subprocess.run([sys.executable, "-c", code], check=True, cwd=TESTS / "support", env=environment)
 
 
+@pytest.mark.full
 def test_the_example_runs():
-  scope = test_pages.run("migrating.md")
+  scope = pages.run("migrating.md")
   assert 0 < float(scope["loss"]) < 10
   model, tree = scope["model"], scope["tree"]["model"]["tables"]
   assert tree["embed/movie"]["parameters"].shape == (1000, 8)

@@ -1,6 +1,5 @@
 """What the optimizers have beside their equations, which test_properties holds to the reference."""
 
-import functools
 import inspect
 import pickle
 import types
@@ -335,18 +334,6 @@ def plain_step(g, w, slots, lr):
 def test_frozen_ignores_nothing():
   with pytest.raises(ValueError, match="takes no arguments"):
     embed.frozen(weight_decay_factor=0.1)
-
-
-def test_the_default_initializer_is_keyed_by_row(monkeypatch):
-  """Rows do not depend on how many there are, nor on how many are made at a time."""
-  from embed import initializers
-
-  key, make_rows = jax.random.key(0), initializers._rows.__wrapped__
-  make_rows = functools.partial(make_rows, initializers.truncated_normal_rows)
-  many = make_rows(key, (50, D), jnp.float32)
-  np.testing.assert_array_equal(many[:20], make_rows(key, (20, D), jnp.float32))
-  monkeypatch.setattr(initializers, "ROWS_AT_A_TIME", 16)
-  np.testing.assert_array_equal(many, make_rows(key, (50, D), jnp.float32))
 
 
 def test_the_config_is_never_written_to():

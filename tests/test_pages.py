@@ -1,16 +1,12 @@
 """The pages of the documentation: their code runs, their links lead somewhere, their figures are
 those of the files they name."""
 
-import doctest
-import json
-import pathlib
 import re
 import urllib.parse
 
 import pytest
+from pages import DOCS, ROOT, blocks, result, run, short
 
-ROOT = pathlib.Path(__file__).parents[1]
-DOCS = ROOT / "docs"
 PAGES = [  # not what a build puts there
   page.relative_to(DOCS).as_posix()
   for page in sorted(DOCS.rglob("*.md"))
@@ -24,31 +20,12 @@ LINKING = [
 ]
 
 
-def blocks(page):
-  """The Python code of a page: line numbers and sources."""
-  text = (DOCS / page).read_text()
-  for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-    yield text[: found.start(1)].count("\n"), found.group(1)
-
-
-def run(page):
-  """Runs a page from top to bottom, as one program; returns its names."""
-  scope = {"__name__": "__main__"}
-  for line, code in blocks(page):
-    if code.startswith(">>> "):
-      test = doctest.DocTestParser().get_doctest(code, scope, page, str(DOCS / page), line)
-      assert not doctest.DocTestRunner().run(test, clear_globs=False).failed, f"{page}:{line + 1}"
-      scope = test.globs
-    else:
-      exec(compile("\n" * line + code, DOCS / page, "exec"), scope)
-  return scope
-
-
 # Run there, with more to say about the outcome.
 ELSEWHERE = {"migrating.md": "test_migrating.py", "serving.md": "serving/test_export.py"}
 HERE = [page for page in PAGES if any(blocks(page)) and page not in ELSEWHERE]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", HERE)
 def test_the_code_runs(page, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
@@ -114,15 +91,6 @@ def test_every_page_is_in_the_contents():
 
 
 # ----------------------------------------------------------------------------------- figures
-
-
-def result(name):
-  return json.loads((DOCS / "results" / name).read_text())
-
-
-def short(x):
-  """Three digits of a time in milliseconds."""
-  return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
 
 
 def table(title):

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from suites import full_unless
 
 import embed
 from recipes import loop
@@ -54,7 +55,7 @@ def train(model, optimizer, data, pipelined=True):
 # --- the recorded cases ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("compiled", full_unless([False, True], bool), ids=["eager", "jit"])
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_cases(name, compiled):
   case = CASES[name]
@@ -151,7 +152,9 @@ def stale(model, optimizer, data):
   return losses
 
 
-@pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "adam", "ftrl"])
+@pytest.mark.parametrize(
+  "name", full_unless(["sgd", "rowwise_adagrad", "adam", "ftrl"], lambda name: name == "sgd")
+)
 def test_equals_training_on_kept_old_tables(name):
   model, other = Model(getattr(embed, name)(0.1)), Model(getattr(embed, name)(0.1))
   losses = train(model, embed.Optimizer(model, optax.adam(0.1)), batches(5))
@@ -160,7 +163,7 @@ def test_equals_training_on_kept_old_tables(name):
   meshes.assert_close(model.embed.variables, other.embed.variables)
 
 
-@pytest.mark.parametrize("kind", meshes.KINDS)
+@pytest.mark.parametrize("kind", full_unless(meshes.KINDS, lambda kind: kind == "explicit"))
 def test_sharded_equals_unsharded(kind):
   where = {"mesh": meshes.make_mesh(kind), "axis": "data"}
   model, other = Model(embed.adagrad(0.1), **where), Model(embed.adagrad(0.1))
@@ -288,7 +291,9 @@ def test_a_lookup_in_a_branch_is_refused():
     pytest.param(lambda a: jnp.sum(a**2), id="square", marks=pytest.mark.slow),
   ],
 )
-@pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize(
+  "name", full_unless(["sgd", "rowwise_adagrad", "adam"], lambda name: name == "adam")
+)
 def test_no_table_is_copied(name, loss):
   """The look-ahead reads the table that the same step updates in place."""
   size, dim = 300_000, 16

@@ -7,8 +7,8 @@ import pathlib
 import re
 import statistics
 
+import pages
 import pytest
-import test_pages
 
 NO_BREAK = "\u00a0"
 ROOT = pathlib.Path(__file__).parents[1]
@@ -123,7 +123,7 @@ def test_a_cell_has_one_figure_and_the_best_of_a_row_is_bold():
 
 
 def test_speed_is_that_of_the_file():
-  results = test_pages.result("step.json")["results"]
+  results = pages.result("step.json")["results"]
 
   def ratio(of):
     x = of.get("ratio_to_ours")
@@ -132,7 +132,7 @@ def test_speed_is_that_of_the_file():
   wanted = [
     [
       name,
-      f"**{test_pages.short(of['ours']['best_ms'])}**",
+      f"**{pages.short(of['ours']['best_ms'])}**",
       *map(ratio, (of["torch"], of["dense jax"])),
     ]
     for name, of in results.items()

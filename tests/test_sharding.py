@@ -1,8 +1,8 @@
 """Tables over eight devices give what one device gives: lookups, gradients, three steps, values.
 
 Nothing here divides by eight unless it says so: not the rows, the columns or the batch. The whole
-matrix is behind the marker `slow`; what runs by default covers every strategy, every optimizer and
-both kinds of mesh.
+matrix is behind the marker `slow`; `full` covers every strategy, every optimizer and both kinds of
+mesh, and the quick suite every strategy.
 """
 
 import functools
@@ -20,17 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, STRATEGIES, make_mesh, make_world
-from test_properties import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
+from meshes import KINDS, STRATEGIES, make_mesh, make_world, sixteenths
+from optimizer_cases import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, optimizer_id
+from suites import full_unless, slow_unless
 
 import embed
 from embed.tools import reference
-
-
-def some(cases, default):
-  """Parameters, all but the default ones `slow`."""
-  return [pytest.param(*case, marks=() if default(*case) else pytest.mark.slow) for case in cases]
-
 
 # --- every optimizer -----------------------------------------------------------------------------
 
@@ -66,12 +61,6 @@ def make_optimizer(name):
     return EXTRA[name](schedule)
   kind, config = OPTIMIZERS[name]
   return getattr(embed, kind)(learning_rate=schedule, **config)
-
-
-@embed.row_wise
-def sixteenths(key, shape, dtype):
-  """Rows of which sums are exact."""
-  return (jax.random.randint(key, shape, -16, 17) / 16).astype(dtype)
 
 
 def one_bag(optimizer, combiner="sum"):
@@ -118,9 +107,10 @@ def optimizer_cases():
         # Those that look across a row also where it is cut.
         first = i % 4 == j or (strategy == "column" and name in EXTRA)
         default = first and (i // 4 + j) % 2 == k
+        quick = i < len(STRATEGIES)
         yield pytest.param(
-          name, strategy, kind,
-          id=f"{label}-{strategy}-{kind}", marks=() if default else pytest.mark.slow,
+          name, strategy, kind, id=f"{label}-{strategy}-{kind}",
+          marks=pytest.mark.slow if not default else () if quick else pytest.mark.full,
         )  # fmt: skip
 
 
@@ -234,7 +224,9 @@ def two_of_them(strategy, kind):
   return (strategy, kind) in (("mod", "explicit"), ("column", "auto"))
 
 
-@pytest.mark.parametrize(("strategy", "kind"), some(MATRIX, two_of_them))
+@pytest.mark.parametrize(
+  ("strategy", "kind"), slow_unless(MATRIX, two_of_them, lambda strategy, _: strategy == "mod")
+)
 def test_every_kind_of_input(strategy, kind):
   """Activations, the row gradients of every table, and three steps."""
   one = kinds_on_one_device()
@@ -254,7 +246,10 @@ def test_every_kind_of_input(strategy, kind):
 
 
 @pytest.mark.parametrize(
-  ("strategy", "kind"), some(MATRIX, lambda *case: case in (("mod", "explicit"), ("div", "auto")))
+  ("strategy", "kind"),
+  slow_unless(
+    MATRIX, lambda *case: case in (("mod", "explicit"), ("div", "auto")), lambda *_: False
+  ),
 )
 def test_features_without_ids(strategy, kind):
   """They neither fail nor move a row, beside a feature that has ids."""
@@ -345,7 +340,7 @@ def even_batches():
   return st.tuples(values.map(embed.Padded), st.none(), cotangents)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", full_unless(STRATEGIES, lambda strategy: strategy == "mod"))
 def test_exact_values_are_exact(strategy):
   """Where no sum rounds, its order is all that a mesh changes: nothing is left to tolerate."""
   one, world = even_world(), even_world(strategy)
@@ -362,7 +357,7 @@ def test_exact_values_are_exact(strategy):
 
 
 @pytest.mark.parametrize(
-  ("strategy", "kind"), some(MATRIX, lambda *case: case == ("mod", "explicit"))
+  ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )
 def test_a_table_smaller_than_the_mesh(strategy, kind):
   """Three rows, one column, one example: most devices have nothing."""
@@ -381,7 +376,9 @@ def test_a_table_smaller_than_the_mesh(strategy, kind):
   meshes.assert_same_outcomes(world.run([batch] * 2), wanted, {"t": 3})
 
 
-@pytest.mark.parametrize(("strategy", "kind"), some(MATRIX, lambda *case: case == ("mod", "auto")))
+@pytest.mark.parametrize(
+  ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "auto"))
+)
 def test_unsummed_rows_keep_batch_order(strategy, kind):
   """Where gradients are not accumulated there is one entry per occurrence, on a mesh too."""
   features = one_bag(embed.adagrad(0.5, **EACH))
@@ -396,78 +393,6 @@ def test_unsummed_rows_keep_batch_order(strategy, kind):
 
 
 # --- where it says it is -------------------------------------------------------------------------
-
-SPECS = {
-  "mod": P("data", None),
-  "div": P("data", None),
-  "column": P(None, "data"),
-  "replicated": P(None, None),
-}
-
-
-@pytest.mark.parametrize(
-  ("strategy", "kind"), some(MATRIX, lambda strategy, kind: kind == "explicit")
-)
-def test_metadata_is_where_the_arrays_are(strategy, kind):
-  """NNX reads the sharding of tables and slots off their Variables."""
-  mesh = make_mesh(kind)
-  features = {
-    "wide": embed.FeatureConfig(embed.TableConfig(24, 16, optimizer=embed.adam(), name="wide")),
-    "thin": embed.FeatureConfig(
-      embed.TableConfig(24, 16, optimizer=embed.rowwise_adagrad(), name="thin")
-    ),
-  }
-  layer = harness.Model(features, mesh=mesh, sharding=strategy).embed
-  named = nnx.get_named_sharding(nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable)), mesh)
-  found = dict(nnx.to_flat_state(named))
-  arrays = dict(nnx.to_flat_state(nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable))))
-  assert len(found) == 5
-  for path, variable in arrays.items():
-    value, sharding = variable.get_value(), found[path].get_value()
-    wanted = NamedSharding(mesh, P(*SPECS[strategy][: value.ndim]))
-    assert sharding.is_equivalent_to(wanted, value.ndim), path
-    assert value.sharding.is_equivalent_to(wanted, value.ndim), path
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_mesh_may_be_set_or_given(kind):
-  """`jax.set_mesh`, `mesh=`, or both: one layer; activations come out split over the batch."""
-  mesh = make_mesh(kind)
-  batch = (embed.Padded(np.arange(32, dtype=np.int32).reshape(16, 2) % V), None)
-
-  def layer(**where):
-    table = embed.TableConfig(V, D, sixteenths, embed.sgd(0.25), "sum", name="t")
-    return harness.Model(embed.FeatureConfig(table), **where)
-
-  def trained(model):
-    @nnx.jit
-    def step(model, optimizer, *batch):
-      (_, activations), grads = harness.value_and_grad(model, *batch)
-      optimizer.update(model, grads)
-      return activations
-
-    activations = step(model, embed.Optimizer(model, optax.sgd(0.0)), *batch, jnp.ones((16, D)))
-    stored = model.embed.arrays["t"]["parameters"].get_value()
-    assert stored.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
-    assert activations.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3 - 1)
-    return np.asarray(model.embed.tables["t"])
-
-  given_ = trained(layer(mesh=mesh))
-  with jax.set_mesh(mesh):
-    set_ = trained(layer())
-    both = trained(layer(mesh=mesh))
-  np.testing.assert_array_equal(set_, given_)
-  np.testing.assert_array_equal(both, given_)
-
-
-def test_unknown_axes_and_strategies_are_named():
-  features, mesh = one_bag(embed.sgd()), make_mesh()
-  with pytest.raises(ValueError, match=r"no axis 'model'; its axes are \('data',\)"):
-    harness.Model(features, mesh=mesh, axis="model")
-  with pytest.raises(ValueError, match=r"strategy must be one of .*'mod'.* Got 'rows'"):
-    harness.Model(features, mesh=mesh, sharding="rows")
-  with pytest.raises(ValueError, match="split the batch"):
-    harness.Model(features, mesh=mesh, axis=None)
 
 
 # --- two axes ------------------------------------------------------------------------------------
@@ -534,9 +459,10 @@ def plane_on_one_device(optimizer):
 
 @pytest.mark.parametrize(
   ("name", "optimizer", "kind"),
-  some(
+  slow_unless(
     [(name, o, kind) for name in PLANES for o in PLANE_OPTIMIZERS for kind in KINDS],
     lambda name, o, kind: o == "rowwise_adagrad" and PLANE_DEFAULT.get(name) == kind,
+    lambda name, *_: name == "rows_and_columns",
   ),
 )
 def test_two_axes(name, optimizer, kind):
@@ -686,9 +612,10 @@ def ways_on_one_device(way):
 
 @pytest.mark.parametrize(
   ("way", "strategy", "kind"),
-  some(
+  slow_unless(
     [(way, strategy, kind) for way in WAYS for strategy, kind in MATRIX],
     lambda way, strategy, kind: WAYS_DEFAULT.get(way) == (strategy, kind),
+    lambda way, *_: way == "candidates",
   ),
 )
 def test_every_way_through_a_loss(way, strategy, kind):
@@ -708,9 +635,10 @@ def test_every_way_through_a_loss(way, strategy, kind):
 
 @pytest.mark.parametrize(
   ("strategy", "kind", "jit"),
-  some(
+  slow_unless(
     [(*case, jit) for case in MATRIX for jit in (False, True)],
     lambda *case: case == ("mod", "auto", False),
+    lambda *_: False,
   ),
 )
 def test_mid_level(strategy, kind, jit):
@@ -733,7 +661,8 @@ def test_mid_level(strategy, kind, jit):
 
 
 @pytest.mark.parametrize(
-  ("strategy", "kind"), some(MATRIX, lambda *case: case == ("mod", "explicit"))
+  ("strategy", "kind"),
+  slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"), lambda *_: False),
 )
 def test_eagerly(strategy, kind):
   """The whole step without jit; rows are there to look at."""
@@ -770,6 +699,7 @@ def test_inputs_of_any_sharding(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["segments", "max_valency", "sequence"])
 def test_row_splits_on_some_of_the_axes(form, kind):
   """XLA's partitioner adds wrong elements where splits are split over one of two axes."""

@@ -215,6 +215,7 @@ def test_names_that_numpy_savez_would_refuse(tmp_path):
   np.testing.assert_array_equal(loaded["file"], layer.tables["file"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharding", ["mod", "div", "column", "replicated"])
 def test_a_model_on_a_mesh_is_exported_as_on_one_device(sharding):
   """Five rows and three columns: nothing divides by eight."""
@@ -241,6 +242,7 @@ def test_the_model_is_left_as_it_was():
   jax.tree.map(np.testing.assert_array_equal, before, layer.variables)
 
 
+@pytest.mark.full
 def test_platforms():
   layer = small("mean")
   exported = embed.export(
@@ -343,6 +345,7 @@ assert not [name for name in ("embed", "flax") if sys.modules[name]]
 """
 
 
+@pytest.mark.full
 def test_a_fresh_process_gives_the_same_bits(tmp_path):
   """A trained model, exported for batches of any size, against the model itself under jit."""
   model = Ranker(nnx.Rngs(0))
@@ -372,6 +375,7 @@ def test_a_fresh_process_gives_the_same_bits(tmp_path):
       np.testing.assert_array_equal(out[name], value)
 
 
+@pytest.mark.full
 def test_the_examples_of_the_documentation_run(tmp_path, monkeypatch):
   text = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text()
   blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

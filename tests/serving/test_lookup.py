@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_config_errors
+import recorded_calls
+from conformance import LOOKUPS, lookup_config, lookup_group, lookup_inputs
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from test_conformance import LOOKUPS, lookup_config, lookup_group, lookup_inputs
-from test_properties import as_kind, fractions, ids
+from meshes import fractions, ids
 
 import embed
 
@@ -248,7 +248,7 @@ def test_errors_of_structure():
     lookup({"a": [1]}, t=ROWS.astype(np.int32))
 
 
-@pytest.mark.parametrize("call", test_config_errors.SERVE)
+@pytest.mark.parametrize("call", recorded_calls.SERVE)
 def test_recorded_calls(call, monkeypatch):
   """Those that the layer is held to as well, and where it differs from TensorFlow, so do we."""
 
@@ -256,8 +256,8 @@ def test_recorded_calls(call, monkeypatch):
     tables = {name: np.zeros((4, 2), np.float32) for name in ("t", "u")}
     return embed.serving_lookup(features, weights, tables, config)
 
-  monkeypatch.setattr(test_config_errors, "serve", serve)
-  ours, error = test_config_errors.SERVE[call]
+  monkeypatch.setattr(recorded_calls, "serve", serve)
+  ours, error = recorded_calls.SERVE[call]
   if error is None:
     ours()
   else:
@@ -349,14 +349,14 @@ def trained(combiner, length):
   st.sampled_from(["padded", "ragged", "sparse"]),
   st.sampled_from(["sum", "mean", "sqrtn"]),
   st.sampled_from([0, 2]),
-  ids((3, 3)),
+  ids((3, 3), 6),
   fractions((3, 3), 1, 8, 4),
   st.booleans(),
 )
 def test_equals_training_bit_for_bit(kind, combiner, length, values, weights, weighted):
   """Where no rule of serving's own applies: bags and sequences, weights that are positive."""
   layer = trained(combiner, length)
-  recorded = as_kind(kind, values, weights if weighted and not length else None)
+  recorded = harness.as_kind(kind, values, weights if weighted and not length else None)
   x, w = harness.to_embed(recorded)
   served = embed.serving_lookup({"f": x}, {"f": w}, layer.tables, layer.spec.features)["f"]
   np.testing.assert_array_equal(served, layer({"f": x}, {"f": w})["f"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from absl import flags
 from flax import nnx
-from support.raw_features import xxh64
+from raw_features import xxh64
 
 import embed
 from embed.transforms import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.raw_features import bags, cross, xxh64
+from raw_features import bags, cross, xxh64
 
 import embed
 from embed.transforms import Bucketized, Crossed, HashBucket, Identity, Vocabulary, Weighted

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.raw_features import bags, cross
+from raw_features import bags, cross
 
 import embed
 from embed.transforms import Bucketized, Crossed

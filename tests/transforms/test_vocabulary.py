@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.raw_features import xxh64
+from raw_features import xxh64
 
 from embed.transforms import Vocabulary
 

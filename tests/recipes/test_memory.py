@@ -55,6 +55,7 @@ def mesh(request):
   return meshes.make_mesh() if request.param else None
 
 
+@pytest.mark.full
 def test_clicks(mesh):
   settings = config("dlrm.criteo_1tb")
   data = clicks.describe(settings)
@@ -64,6 +65,7 @@ def test_clicks(mesh):
   assert_no_table(dlrm.predict, model, clicks.batch_shapes(data, BATCH))
 
 
+@pytest.mark.full
 def test_next_items(mesh):
   settings = config("sequence.synthetic")
   model = sequence.build_model(settings, ROWS, mesh)
@@ -73,6 +75,7 @@ def test_next_items(mesh):
   assert_no_table(sequence.make_recommend(ROWS, 10, mesh), model, batch)
 
 
+@pytest.mark.full
 def test_candidates(mesh):
   settings = config("two_tower.synthetic")
   data = pairs.RetrievalData({}, {}, ROWS, ROWS, (), (), {}, {})

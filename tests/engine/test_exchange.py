@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshes import make_mesh, make_world
-from test_sharding import sixteenths, some
+from meshes import make_mesh, make_world, sixteenths
+from suites import slow_unless
 
 import embed
 
@@ -105,7 +105,7 @@ def assert_exact(strategy, capacity, optimizer, three):
 
 @pytest.mark.parametrize(
   ("strategy", "capacity", "optimizer"),
-  some(CASES, lambda *case: case in (("mod", 1, "adagrad"), ("div", 2, "adam"))),
+  slow_unless(CASES, lambda *case: case in (("mod", 1, "adagrad"), ("div", 2, "adam"))),
 )
 def test_skewed_ids(strategy, capacity, optimizer):
   """All the worst cases, and any other."""
@@ -197,6 +197,7 @@ def everything():
   return st.tuples(features, st.none(), st.fixed_dictionaries(cotangents))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("capacity", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_everything_at_once(capacity):
   one = make_world(one_table(embed.adagrad(0.5)), rows=True, gradients=at_once)

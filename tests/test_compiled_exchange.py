@@ -14,8 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from meshes import make_mesh, on_mesh
-from test_properties import OPTIMIZERS
-from test_structure import EXTRA, LAZY
+from optimizer_cases import EXTRA, LAZY, OPTIMIZERS
 
 import embed
 

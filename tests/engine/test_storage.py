@@ -257,7 +257,7 @@ def saved(tmp_path_factory):
   ("devices", "strategy"),
   [
     (1, "none"),
-    (4, "div"),
+    pytest.param(4, "div", marks=pytest.mark.full),
     pytest.param(8, "column", marks=pytest.mark.slow),
     pytest.param(4, "replicated", marks=pytest.mark.slow),
     pytest.param(3, "mod", marks=pytest.mark.slow),

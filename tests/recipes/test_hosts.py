@@ -228,6 +228,7 @@ def assert_close(found, expected):
       np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=AUC, err_msg=name)
 
 
+@pytest.mark.full
 def test_two_processes_train_as_one(alone, pair):
   result, lines, output = pair
   assert (result["device"]["count"], result["device"]["processes"]) == (2, 2)
@@ -272,6 +273,7 @@ def killed(jobs, folder):
   return workdir
 
 
+@pytest.mark.full
 def test_a_killed_process_and_the_same_job_again(jobs, folder, killed, pair):
   workdir = shutil.copytree(killed, folder / "again")
   output = jobs.run(recipe(workdir), processes=2)
@@ -304,6 +306,7 @@ except (ZeroDivisionError if me == 0 else RuntimeError) as error:
 """
 
 
+@pytest.mark.full
 def test_processes_talk(jobs):
   main, other = jobs.run([sys.executable, "-c", TALK], processes=2)
   assert main.splitlines()[-1] == "division by zero"
@@ -336,6 +339,7 @@ print(json.dumps([build({ROWS}, mesh=mesh), build({ROWS})]))
 """
 
 
+@pytest.mark.full
 def test_a_process_makes_its_own_rows_only(jobs):
   table = ROWS * DIM * 4
   # Beside its rows a process needs the memory that compiling and drawing take, some rows at a time:

@@ -198,6 +198,7 @@ def test_a_child_that_fails_is_a_report(monkeypatch):
   assert late["problems"] == ["did not end within 0 s"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None,
   reason="libtpu is not installed: pip install -e '.[tpu]' to compile for TPUs here",

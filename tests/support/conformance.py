@@ -7,11 +7,13 @@ import functools
 import json
 import pathlib
 
+import harness
 import numpy as np
 
+import embed
 from embed.tools import reference
 
-_DATA = pathlib.Path(__file__).parent / "data"
+_DATA = pathlib.Path(__file__).parents[1] / "data"
 _DTYPES = {"f4": np.float32, "i4": np.int32}
 
 # TensorFlow's class -> the function here.
@@ -73,3 +75,41 @@ def expected(case, name):
 
 def raises(case):
   return any(isinstance(expected(case, name), dict) for name in case["features"])
+
+
+LOOKUPS = {case["id"]: case for case in load("lookups")["cases"]}
+
+
+def lookup_config(case, prefix=""):
+  """Feature configs and tables of a case; the prefix lets many cases share one layer."""
+  tables = {
+    name: embed.TableConfig(
+      vocabulary_size=table["vocabulary_size"],
+      dim=table["dim"],
+      combiner=table["combiner"],
+      name=prefix + name,
+    )
+    for name, table in case["tables"].items()
+  }
+  features = {
+    prefix + name: embed.FeatureConfig(
+      table=tables[feature["table"]],
+      max_sequence_length=feature["max_sequence_length"],
+      validate_weights_and_indices=feature["validate_weights_and_indices"],
+      output_shape=feature["output_shape"],
+    )
+    for name, feature in case["features"].items()
+  }
+  return features, {prefix + name: table["params"] for name, table in case["tables"].items()}
+
+
+def lookup_inputs(case, prefix=""):
+  pairs = {
+    prefix + name: harness.to_embed(inputs(recorded)) for name, recorded in case["inputs"].items()
+  }
+  return {name: f for name, (f, _) in pairs.items()}, {name: w for name, (_, w) in pairs.items()}
+
+
+def lookup_group(name):
+  head, second = name.split("/")[:2]
+  return f"{head}/{second}" if head == "grid" else head

@@ -13,8 +13,8 @@ import ml_collections
 import numpy as np
 import pytest
 from flax import nnx
-from test_dlrm_train import RESULT, leaves
-from test_two_tower_data import DATASETS, smoke
+from recipe_runs import RESULT, TWO_TOWER, leaves, two_tower_smoke
+from suites import full_unless
 
 import embed
 from recipes import baselines, checkpoints, hosts, loop, optimizers, retrieval
@@ -36,10 +36,10 @@ def one_device(monkeypatch, request):
 
 
 def test_there_is_a_config_per_dataset():
-  assert sorted(path.stem for path in Path("configs/two_tower").glob("*.py")) == DATASETS
+  assert sorted(path.stem for path in Path("configs/two_tower").glob("*.py")) == TWO_TOWER
 
 
-@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("name", full_unless(TWO_TOWER, lambda name: name == "synthetic"))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
@@ -57,7 +57,9 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
 
   monkeypatch.setattr(ml_collections.ConfigDict, "__getitem__", recording)
   monkeypatch.setattr(ml_collections.ConfigDict, "to_dict", without_recording)
-  config = smoke(name, tmp_path, **RICH, **{"baseline.ials_l2": (0.1,), "baseline.ials.sweeps": 2})
+  config = two_tower_smoke(
+    name, tmp_path, **RICH, **{"baseline.ials_l2": (0.1,), "baseline.ials.sweeps": 2}
+  )
   read.clear()
   result = train.run(config, str(tmp_path / "run"))
   check_result(result, config, tmp_path / "run")
@@ -80,8 +82,9 @@ def check_result(result, config, workdir):
   assert any(config.select in line for line in lines)
 
 
+@pytest.mark.full
 def test_refit_tests_what_has_learned_from_the_validation_pairs_too(tmp_path):
-  config = smoke("gowalla", tmp_path, refit=True, select="")
+  config = two_tower_smoke("gowalla", tmp_path, refit=True, select="")
   result = train.run(config, str(tmp_path / "run"))
   assert set(result["metrics"]) == {f"test_{n}" for n in ("recall@20", "ndcg@20", "hr@20", "mrr")}
   assert set(result["baselines"]["popularity"]) == set(result["metrics"]) | {"chosen"}
@@ -92,7 +95,7 @@ def test_refit_tests_what_has_learned_from_the_validation_pairs_too(tmp_path):
 
 @functools.cache
 def _losses(folder, on_mesh, steps=50, **changes):
-  config = smoke("synthetic", Path(folder), **dict(changes) | {"steps": steps})
+  config = two_tower_smoke("synthetic", Path(folder), **dict(changes) | {"steps": steps})
   mesh = meshes.make_mesh() if on_mesh else None
   found = data.load(config)
   model = train.build_model(config, found, mesh)
@@ -106,6 +109,7 @@ def _losses(folder, on_mesh, steps=50, **changes):
   return np.array(values), metrics, model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rich", [False, True])
 def test_on_a_mesh_the_losses_are_those_of_one_device(rich, tmp_path):
   """Sharded tables, and negatives from all devices: with those of its own alone a device would
@@ -122,9 +126,10 @@ def test_on_a_mesh_the_losses_are_those_of_one_device(rich, tmp_path):
     assert metrics[name] == pytest.approx(value, abs=0.02), name
 
 
+@pytest.mark.full
 def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
   """The frequency estimate and the queue are part of it."""
-  config = smoke("synthetic", tmp_path, **RICH)
+  config = two_tower_smoke("synthetic", tmp_path, **RICH)
   wanted = train.run(config, str(tmp_path / "whole"))
   real, saves = checkpoints.save, []
 
@@ -148,7 +153,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
-  config = smoke("synthetic", tmp_path, logq=0.5, queue=64, temperature=0.3, dropout=0.0)
+  config = two_tower_smoke("synthetic", tmp_path, logq=0.5, queue=64, temperature=0.3, dropout=0.0)
   found = data.load(config)
   model = train.build_model(config, found)
   first, second = (data.TrainBatches(found, config)[number] for number in (0, 1))
@@ -171,8 +176,9 @@ def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
   assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
+@pytest.mark.full
 def test_evaluation_is_a_full_ranking(tmp_path):
-  config = smoke("synthetic", tmp_path, ks=(5,), query=("user",), candidate=("item",))
+  config = two_tower_smoke("synthetic", tmp_path, ks=(5,), query=("user",), candidate=("item",))
   found = data.load(config)
   model = train.build_model(config, found)
   tables = {name: np.asarray(table, np.float64) for name, table in model.embed.tables.items()}
@@ -187,11 +193,12 @@ def test_evaluation_is_a_full_ranking(tmp_path):
   assert metrics == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("examples", ["users", "rows"])
 def test_baselines_are_ranked_on_the_models_examples(examples, tmp_path):
   """A model that scores as popularity does must get its very numbers."""
   changes = {"candidate": ("item",), "query": ("favourite",), "normalize": False}
-  config = smoke("synthetic", tmp_path, examples=examples, **changes)
+  config = two_tower_smoke("synthetic", tmp_path, examples=examples, **changes)
   found = data.load(config)
   model = train.build_model(config, found)
   popular = np.asarray(found.matrix("train").sum(axis=0)).ravel()
@@ -203,24 +210,27 @@ def test_baselines_are_ranked_on_the_models_examples(examples, tmp_path):
   assert metrics == pytest.approx({name: wanted[f"test_{name}"] for name in metrics}, rel=1e-9)
 
 
+@pytest.mark.full
 def test_an_approximate_index_is_measured(tmp_path):
   pytest.importorskip("usearch", reason="the extra `ann` is not installed")
-  config = smoke("synthetic", tmp_path, ann=True)
+  config = two_tower_smoke("synthetic", tmp_path, ann=True)
   found = data.load(config)
   metrics = train.evaluator(found, config)(train.build_model(config, found), "test")
   assert 0.8 < metrics["ann_recall@20"] <= 1
   assert retrieval.recall(np.array([[1]]), np.array([[2]])) == 0
 
 
+@pytest.mark.full
 def test_histories_share_the_items_table_or_have_their_own(tmp_path):
-  found = data.load(smoke("synthetic", tmp_path))
-  shared = train.build_model(smoke("synthetic", tmp_path, share_history=True), found)
-  apart = train.build_model(smoke("synthetic", tmp_path, share_history=False), found)
+  found = data.load(two_tower_smoke("synthetic", tmp_path))
+  shared = train.build_model(two_tower_smoke("synthetic", tmp_path, share_history=True), found)
+  apart = train.build_model(two_tower_smoke("synthetic", tmp_path, share_history=False), found)
   assert set(apart.embed.tables) - set(shared.embed.tables) == {"history"}
 
 
+@pytest.mark.full
 def test_queries_without_history_are_finite(tmp_path):
-  config = smoke("synthetic", tmp_path, query=("history",))
+  config = two_tower_smoke("synthetic", tmp_path, query=("history",))
   model = train.build_model(config, data.load(config))
   empty = {"history": embed.Padded(np.full((2, 3), -1, np.int32))}
   value, grads = embed.value_and_grad(lambda model, query: model.queries(query).sum())(model, empty)
@@ -229,7 +239,7 @@ def test_queries_without_history_are_finite(tmp_path):
 
 
 def test_mistakes_are_named(tmp_path):
-  config = smoke("synthetic", tmp_path, queue=100)
+  config = two_tower_smoke("synthetic", tmp_path, queue=100)
   found = data.load(config)
   with pytest.raises(ValueError, match="queue is 100: choose a multiple of the batch size 64"):
     train.build_model(config, found)

@@ -8,30 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from nested_model import A, B, D, Model, V, dense, twice
 
 import embed
-
-V, D = 20, 3
-A, B = np.array([1, 2, 2, 3]), np.array([3, 3, 4, 5])
-
-
-class Model(nnx.Module):
-  """The layer two modules deep, in a container."""
-
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    table = embed.TableConfig(V, D, combiner="sum", name="t", optimizer=embed.sgd(0.1))
-    features = {"a": embed.FeatureConfig(table), "b": embed.FeatureConfig(table)}
-    self.inner = nnx.Dict(e=embed.SparseEmbed(features, rngs=rngs))
-    self.out = nnx.Linear(D, 1, rngs=rngs)
-    self.bn = nnx.BatchNorm(D, rngs=rngs)
-    self.dropout = nnx.Dropout(0.5)
-
-  def encode(self, key, ids):
-    return self.inner["e"]({key: ids})[key]
-
-  def head(self, x):
-    return self.out(x).sum()
 
 
 def reference(model):
@@ -41,16 +20,6 @@ def reference(model):
     return model.head(jnp.tanh(table[A])) + model.head(jnp.sin(table[B]))
 
   return jax.grad(loss)(model.inner["e"].tables["t"])
-
-
-def dense(row_grads):
-  out = np.zeros((V + 1, D))
-  np.add.at(out, np.asarray(row_grads.ids), np.asarray(row_grads.values))
-  return out[:V]
-
-
-def twice(m):
-  return m.head(jnp.tanh(m.encode("a", A))) + m.head(jnp.sin(m.encode("b", B)))
 
 
 def one_call_of_two_features(m):
@@ -332,20 +301,6 @@ def test_a_table_not_looked_up_has_an_empty_entry():
   assert grads.rows["inner/e/t"].values.shape == (0, D)
 
 
-def test_the_dense_optimizer_never_sees_a_table():
-  """No state of optax is of a table's size, and its update moves none."""
-  model = Model()
-  optimizer = embed.Optimizer(model, optax.adam(1.0))
-  shapes = [x.shape for x in jax.tree.leaves(nnx.state(optimizer.dense))]
-  assert (V, D) not in shapes
-  assert (D, 1) in shapes
-  before = np.asarray(model.inner["e"].tables["t"])
-  _, grads = embed.value_and_grad(twice)(model)
-  optimizer.dense.update(model, grads.dense)
-  np.testing.assert_array_equal(model.inner["e"].tables["t"], before)
-  assert not any(isinstance(v, nnx.Param) for v in model.inner["e"].arrays["t"].values())
-
-
 def test_other_state_survives():
   """Batch statistics, random counters of another argument, and aux come through."""
 
@@ -389,156 +344,6 @@ def test_a_shared_layer_is_one_entry():
   np.testing.assert_allclose(dense(rows), reference(model.query), atol=1e-6)
 
 
-def test_attend_trains_all_rows_or_only_candidates():
-  model, query = Model(), jnp.arange(6.0).reshape(2, D) / 6
-  layer = model.inner["e"]
-  table = layer.tables["t"]
-  some = np.array([[1, 2], [2, -1]])
-
-  def every(m):
-    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t")))
-
-  def shared(m):
-    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", np.array([4, 7, -1]))))
-
-  def each(m):
-    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", some)))
-
-  wanted = {
-    every: (lambda t: jnp.sum(jnp.tanh(query @ t.T)), range(V)),
-    shared: (lambda t: jnp.sum(jnp.tanh(query @ t[jnp.array([4, 7])].T)), [4, 7]),
-    each: (
-      lambda t: (
-        jnp.sum(jnp.tanh(jnp.einsum("d,kd->k", query[0], t[jnp.array([1, 2])])))
-        + jnp.tanh(query[1] @ t[2])
-      ),
-      [1, 2],
-    ),
-  }
-  for loss, (plain, touched) in wanted.items():
-    _, grads = nnx.jit(embed.value_and_grad(loss))(model)
-    rows = grads.rows["inner/e/t"]
-    np.testing.assert_allclose(dense(rows), jax.grad(plain)(table), atol=1e-5)
-    assert sorted(i for i in np.asarray(rows.ids).tolist() if i < V) == list(touched)
-  np.testing.assert_allclose(layer.attend(query, "t")[:, 3], query @ table[3], rtol=1e-5)
-  assert layer.attend(query, "t", np.array([4, -1])).shape == (2, 2)
-  with pytest.raises(ValueError, match="no table 'x'"):
-    layer.attend(query, "x")
-  with pytest.raises(ValueError, match="dim"):
-    layer.attend(jnp.ones((2, D + 1)), "t")
-  with pytest.raises(ValueError, match="out of range"):
-    layer.attend(query, "t", np.array([V]))
-
-
-def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
-  """Two microbatches of a scaled loss, unscaled and clipped together, against plain JAX."""
-  model = Model()
-  optimizer = embed.Optimizer(model, optax.sgd(0.1))
-  table, kernel = model.inner["e"].tables["t"], model.out.kernel[...]
-
-  def plain(params, ids):
-    t, k = params
-    return jnp.sum(jnp.tanh(t[ids] @ k)) * 50
-
-  parts = [jax.grad(plain)((table, kernel), ids) for ids in (A, B)]
-  g = jax.tree.map(jnp.add, *parts)
-  norm = optax.tree.norm(g)
-  scale = jnp.minimum(1, 0.5 / norm)
-  wanted = jax.tree.map(lambda p, g: p - 0.1 * scale * g, (table, kernel), g)
-
-  scaled = embed.value_and_grad(
-    lambda m, ids: 1024 * 50 * jnp.sum(jnp.tanh(m.out(m.encode("a", ids))))
-  )
-  model.out.bias.set_value(jnp.zeros(1))
-
-  @nnx.jit
-  def step(model, optimizer):
-    grads = embed.accumulate([scaled(model, ids)[1] for ids in (A, B)]).map(lambda g: g / 1024)
-    bias = grads.dense["out"]["bias"]
-    bias.set_value(jnp.zeros_like(bias[...]))  # the reference has no bias
-    clipped = embed.clip_by_global_norm(grads, 0.5)
-    optimizer.update(model, clipped)
-    return embed.global_norm(grads), embed.global_norm(clipped)
-
-  before, after = step(model, optimizer)
-  np.testing.assert_allclose(before, norm, rtol=1e-5)
-  np.testing.assert_allclose(after, 0.5, rtol=1e-5)
-  np.testing.assert_allclose(model.inner["e"].tables["t"], wanted[0], atol=1e-6)
-  np.testing.assert_allclose(model.out.kernel[...], wanted[1], atol=1e-6)
-
-
-@pytest.mark.parametrize("optimizer", [embed.adagrad(0.1), embed.adam(0.1), embed.sgd(0.1)])
-def test_clipped_gradients_train(optimizer):
-  """A step of clipped gradients is a step of the clipped dense gradient, for touched rows."""
-  ids, scale = np.array([1, 2, 2]), np.array([[3.0], [4.0], [-1.0]], np.float32)
-
-  def step(grads_of):
-    table = embed.TableConfig(V, D, name="t", optimizer=optimizer)
-    layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-    updater = embed.Optimizer(layer, optax.sgd(0.1))
-    nnx.jit(lambda m, o: o.update(m, grads_of(m)))(layer, updater)
-    return layer.variables["t"]
-
-  f = embed.value_and_grad(lambda m: jnp.sum(m(ids) * scale))
-  norm = np.sqrt(D * (3.0**2 + 3.0**2))
-  clipped = step(lambda m: embed.clip_by_global_norm(f(m)[1], 0.5))
-  rows = embed.RowGrads([1, 2], np.full((2, D), 3.0 * 0.5 / norm, np.float32))
-  by_hand = step(lambda m: embed.Grads(f(m)[1].dense, {"t": rows}))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), clipped, by_hand)
-
-
-def test_occurrences_stay_apart_when_mapped_and_accumulated():
-  table = embed.TableConfig(
-    V, D, name="t", optimizer=embed.adagrad(0.1, use_gradient_accumulation=False)
-  )
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  f = embed.value_and_grad(lambda m: jnp.sum(m(np.array([1, 1]))))
-  parts = [f(layer)[1], f(layer)[1].map(lambda g: 2 * g)]
-  rows = embed.accumulate(parts).rows["t"]
-  assert rows.ids.tolist() == [1, 1, 1, 1]
-  assert rows.values[:, 0].tolist() == [1, 1, 2, 2]
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_arithmetic_on_the_whole_tree_is_refused(compiled):
-  """It would change ids: the wrong rows would be trained."""
-  model = Model()
-  take = embed.value_and_grad(twice)
-  _, grads = (nnx.jit(take) if compiled else take)(model)
-  for wrong in (
-    lambda g: jax.tree.map(lambda x: x * 2, g),
-    lambda g: jax.tree.map(lambda x: x / 2, g.rows["inner/e/t"]),
-    lambda g: jax.tree.map(jnp.add, g, g),
-    lambda g: optax.tree.add(g, g),
-    lambda g: optax.tree.norm(g),
-    lambda g: optax.tree.norm(g.rows),
-  ):
-    with pytest.raises((TypeError, NotImplementedError)):
-      wrong(grads)
-    with pytest.raises((TypeError, NotImplementedError)):
-      jax.jit(wrong)(grads)
-  with pytest.raises(TypeError, match=r"grads\.map\(f\) or embed\.accumulate"):
-    jax.tree.map(lambda x: x * 2, grads)
-  with pytest.raises(ValueError, match="integer ids"):
-    embed.RowGrads([1.5], np.ones((1, D)))
-
-
-def test_gradients_are_a_tree_that_goes_anywhere():
-  """Through jit, conditionals, loops and copies of its structure, the same to the bit."""
-  model = Model()
-  _, grads = embed.value_and_grad(twice)(model)
-  same = lambda g: jax.lax.cond(True, lambda g: g, lambda g: g, g)
-  loop = lambda g: jax.lax.fori_loop(0, 2, lambda _, g: g, g)
-  for f in (jax.jit(lambda g: g), jax.jit(same), jax.jit(loop), lambda g: jax.device_put(g)):
-    rows, wanted = f(grads).rows["inner/e/t"], grads.rows["inner/e/t"]
-    np.testing.assert_array_equal(rows.ids, wanted.ids)
-    np.testing.assert_array_equal(rows.values, wanted.values)
-  zeros = jax.tree.map(jnp.zeros_like, grads).rows["inner/e/t"]
-  assert set(zeros.ids.tolist()) == {V}, "no row is touched"
-  shapes = jax.eval_shape(lambda m: embed.value_and_grad(twice)(m)[1], model)
-  assert jax.tree.structure(shapes) == jax.tree.structure(grads)
-
-
 def test_a_layer_given_twice_is_refused():
   model = Model()
   f = embed.value_and_grad(lambda m, e: m.out(e({"a": A})["a"]).sum())
@@ -562,28 +367,9 @@ def test_what_the_loss_returns_is_checked():
   assert isinstance(aux["n"], jax.Array)
 
 
-def test_a_feature_looked_up_needs_a_gradient():
-  layer = Model().inner["e"]
-  act, residual = layer.lookup({"a": A, "b": embed.Ragged(B, [0, 1, 4])})
-  with pytest.raises(ValueError, match="None for a zero gradient"):
-    layer.apply_gradients({"a": act["a"]}, residual)
-  with pytest.raises(ValueError, match=r"have \(2, 3\)"):
-    layer.apply_gradients({"a": act["a"], "b": jnp.ones((1, D))}, residual)
-
-
 def test_capture_outside_of_a_loss_is_free():
   out, _ = nnx.capture(lambda m: m.encode("a", A), nnx.Intermediate)(Model())
   assert out.shape == (4, D)
-
-
-def test_row_grads_by_hand():
-  model = Model()
-  before = np.asarray(model.inner["e"].tables["t"])
-  rows = embed.RowGrads(jnp.array([4, 4, V]), jnp.ones((3, D)))  # a duplicate, and padding
-  model.inner["e"].apply_row_gradients({"t": rows}, step=0)
-  after = np.asarray(model.inner["e"].tables["t"])
-  np.testing.assert_allclose(after[4], before[4] - 0.2, rtol=1e-6)
-  np.testing.assert_array_equal(np.delete(after, 4, 0), np.delete(before, 4, 0))
 
 
 def test_an_inference_closure_needs_no_state():
@@ -592,44 +378,6 @@ def test_an_inference_closure_needs_no_state():
     warnings.simplefilter("error")
     out = jax.jit(lambda ids: model.encode("a", ids))(A)
   np.testing.assert_array_equal(out, model.encode("a", A))
-
-
-@pytest.mark.parametrize(
-  ("tx", "instead"),
-  [
-    (optax.MultiSteps(optax.sgd(0.1), 2), r"embed\.accumulate"),
-    (
-      optax.chain(optax.clip(1.0), optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()),
-      r"embed\.accumulate",
-    ),
-    (optax.apply_if_finite(optax.sgd(0.1), 3), "isfinite"),
-    (optax.chain(optax.apply_every(4), optax.sgd(0.1)), r"embed\.accumulate"),
-  ],
-)
-def test_an_optimizer_that_holds_updates_back_is_refused(tx, instead):
-  with pytest.raises(ValueError, match=instead):
-    embed.Optimizer(Model(), tx)
-
-
-def test_row_gradients_of_a_table_of_another_size_are_refused():
-  def layer(size):
-    table = embed.TableConfig(size, D, name="t", optimizer=embed.sgd(0.1))
-    return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-
-  large, small = layer(V), layer(5)
-  take = lambda m: embed.value_and_grad(lambda m: m(np.array([1, 2])).sum())(m)[1]
-  with pytest.raises(ValueError, match="of a table of 20 rows, it has 5"):
-    embed.Optimizer(small, optax.sgd(0.1)).update(small, take(large))
-
-
-def test_row_gradients_by_hand_may_have_narrow_ids():
-  """And are as much out of the reach of arithmetic as any."""
-  rows = embed.RowGrads(np.array([1, 2], np.int16), np.ones((2, D)))
-  assert rows.ids.dtype == jnp.int32
-  with pytest.raises(TypeError, match=r"grads\.map"):
-    jax.tree.map(lambda x: 2 * x, rows)
-  with pytest.raises(ValueError, match="up to 2147483647, got 4294967301"):
-    embed.RowGrads(np.array([2**32 + 5]), np.ones((1, D)))
 
 
 def test_a_table_variable_of_the_users_own_is_an_ordinary_array():
@@ -641,24 +389,6 @@ def test_a_table_variable_of_the_users_own_is_an_ordinary_array():
   loss = lambda m: twice(m.model) + jnp.sum(m.average[...])
   _, grads = embed.value_and_grad(loss)(Averaged())
   assert sorted(grads.rows) == ["model/inner/e/t"]
-
-
-def test_a_tables_optimizer_is_none_for_the_dense_parameters():
-  layer = embed.SparseEmbed(
-    embed.FeatureConfig(embed.TableConfig(4, 2)), embed.adam(), rngs=nnx.Rngs(0)
-  )
-  with pytest.raises(TypeError, match=r"got embed\.adam\. Give that to embed\.TableConfig"):
-    embed.Optimizer(layer, embed.adam())
-
-
-def test_row_gradients_can_be_looked_at():
-  layer = embed.SparseEmbed(
-    embed.FeatureConfig(embed.TableConfig(9, 1, name="t")), embed.sgd(), rngs=nnx.Rngs(0)
-  )
-  _, grads = embed.value_and_grad(lambda layer: layer(np.array([4, 4])).sum())(layer)
-  assert repr(grads.rows["t"]) == "RowGrads(ids=[4 9], values=[[2.]\n [0.]])"
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads.rows["t"])
-  assert "ShapeDtypeStruct" in repr(shapes)
 
 
 def test_a_model_that_jit_closes_over_cannot_change():
@@ -700,13 +430,3 @@ def test_shapes_inside_a_loss():
 
   _, grads = embed.value_and_grad(loss_fn)(model, ids)
   assert embed.global_norm(grads) == 1
-
-
-def test_tabulate():
-  movie = embed.TableConfig(5, 2, optimizer=embed.adam(0.1), name="movie")
-  layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
-  text = nnx.tabulate(
-    layer, np.array([1, 2]), console_kwargs={"force_terminal": False, "width": 200}
-  )
-  assert "SparseEmbed" in text
-  assert "float32[2,2]" in text

@@ -8,31 +8,16 @@ import http_server
 import jax
 import numpy as np
 import pytest
-from small_data import write_gowalla, write_movielens, write_movielens100k
+from recipe_runs import TWO_TOWER, two_tower_smoke
+from small_data import write_gowalla, write_movielens100k
 
 from recipes import arrays, baselines, files, pipeline
 from recipes.two_tower import data, movielens100k, splits
 
-DATASETS = ["gowalla", "movielens100k", "movielens1m", "synthetic"]
-WRITERS = {
-  "gowalla": write_gowalla,
-  "movielens100k": write_movielens100k,
-  "movielens1m": write_movielens,
-}
 
-
-def smoke(name, folder, **changes):
-  config = importlib.import_module(f"configs.two_tower.{name}").get_config("smoke")
-  changes["cache_dir"] = str(folder / "cache")
-  if name in WRITERS and "data_dir" not in changes:
-    changes["data_dir"] = str(WRITERS[name](folder / f"{name}-raw"))
-  config.update_from_flattened_dict(changes)
-  return config
-
-
-@pytest.fixture(scope="module", params=DATASETS)
+@pytest.fixture(scope="module", params=TWO_TOWER)
 def loaded(request, tmp_path_factory):
-  config = smoke(request.param, tmp_path_factory.mktemp("data"))
+  config = two_tower_smoke(request.param, tmp_path_factory.mktemp("data"))
   return config, data.load(config)
 
 
@@ -86,7 +71,7 @@ def test_movielens1m_by_hand(tmp_path):
   rows = [(1, 20, 3), (1, 30, 5), (1, 40, 2), (7, 20, 4), (7, 30, 5), (7, 40, 4), (8, 20, 5)]
   lines = "".join(f"{u}::{m}::{r}::9\n" for u, m, r in rows)
   (folder / "ratings.dat").write_text(lines)
-  config = smoke("movielens1m", tmp_path, data_dir=str(folder), core=2)
+  config = two_tower_smoke("movielens1m", tmp_path, data_dir=str(folder), core=2)
   with pytest.raises(ValueError, match="the valid split is empty"):  # two rows a user
     data.load(config)
   many = [(u, m, 3) for u in (1, 7, 8) for m in (20, 30, 40)]
@@ -117,7 +102,7 @@ def test_movielens1m_has_the_published_counts(tmp_path):
 
 def test_gowalla_is_as_given(tmp_path):
   folder = write_gowalla(tmp_path / "raw")
-  found = data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
+  found = data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder)))
   for split in splits.SPLITS:
     given = set()
     for line in (folder / f"{split}.txt").read_text().splitlines():
@@ -131,15 +116,15 @@ def test_gowalla_is_as_given(tmp_path):
 
 def test_gowalla_without_a_validation_file(tmp_path):
   folder = write_gowalla(tmp_path / "raw", valid=False)
-  found = data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
+  found = data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder)))
   sizes = {name: stop - start for name, (start, stop) in found.splits.items()}
   assert sizes == {"train": 80 * 13, "valid": 80, "test": 80 * 4}
 
 
 def test_gowalla_refit_trains_on_all_that_is_not_tested(tmp_path):
   folder = write_gowalla(tmp_path / "raw")
-  held = data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
-  refit = smoke("gowalla", tmp_path, data_dir=str(folder), refit=True)
+  held = data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder)))
+  refit = two_tower_smoke("gowalla", tmp_path, data_dir=str(folder), refit=True)
   with pytest.raises(ValueError, match=r"'valid_ndcg@20' has nothing left .* --config.select="):
     data.load(refit)
   refit.select = ""
@@ -150,13 +135,13 @@ def test_gowalla_refit_trains_on_all_that_is_not_tested(tmp_path):
 
 
 def test_movielens100k_is_eighty_twenty(tmp_path):
-  found = data.load(smoke("movielens100k", tmp_path))
+  found = data.load(two_tower_smoke("movielens100k", tmp_path))
   sizes = {name: stop - start for name, (start, stop) in found.splits.items()}
   assert sizes == {"train": 720, "valid": 80, "test": 200}
 
 
 def test_the_best_of_the_synthetic_catalogue_is_above_popularity(tmp_path):
-  found = data.load(smoke("synthetic", tmp_path))
+  found = data.load(two_tower_smoke("synthetic", tmp_path))
   popular = baselines.popularity(found.matrix("train"))
   scores = baselines.ranking(
     lambda a, b: np.broadcast_to(popular, (b - a, len(popular))),
@@ -210,7 +195,7 @@ def test_training_batches(loaded):
 
 
 def test_a_long_history_is_sampled_evenly(tmp_path):
-  config = smoke("synthetic", tmp_path, history=4, steps=400, mean_items=40)
+  config = two_tower_smoke("synthetic", tmp_path, history=4, steps=400, mean_items=40)
   found = data.load(config)
   source, counts = data.TrainBatches(found, config), {}
   user = int(np.argmax(np.diff(found.columns["train_offsets"])))
@@ -267,7 +252,7 @@ def test_evaluation_sees_everybody_once(loaded):
 
 
 def test_a_long_history_is_thinned_out_evenly_for_evaluation(tmp_path):
-  config = smoke("synthetic", tmp_path, eval_history=3)
+  config = two_tower_smoke("synthetic", tmp_path, eval_history=3)
   found = data.load(config)
   batch = data.EvalBatches(found, "test", config)[0]
   for user, history in zip(batch["query"]["user"], batch["query"]["history"].values, strict=True):
@@ -286,7 +271,7 @@ def test_seen_items_may_stay(loaded):
 def test_popular_negatives(tmp_path):
   changes = {"distribution": "popularity", "power": 1.0, "number": 512}
   changes = {f"negatives.{name}": value for name, value in changes.items()}
-  config = smoke("synthetic", tmp_path, steps=40, **changes)
+  config = two_tower_smoke("synthetic", tmp_path, steps=40, **changes)
   found = data.load(config)
   source, counts = data.TrainBatches(found, config), np.zeros(found.num_items)
   for number in range(40):
@@ -302,7 +287,7 @@ def test_popular_negatives(tmp_path):
 
 
 def test_unknown_names(tmp_path):
-  config = smoke("synthetic", tmp_path, dataset="movielens")
+  config = two_tower_smoke("synthetic", tmp_path, dataset="movielens")
   with pytest.raises(ValueError, match=r"choose one of .*gowalla.*synthetic"):
     data.load(config)
   config.dataset = "synthetic"
@@ -339,7 +324,7 @@ def test_damage_to_gowalla_is_named(tmp_path, name, line, text, message):
     lines[line - 1] = text
   (folder / name).write_text("\n".join(lines) + "\n" if line is not None else text)
   with pytest.raises(ValueError, match=message):
-    data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
+    data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -366,11 +351,11 @@ def test_damage_to_movielens100k_is_named(tmp_path, name, text, message):
   folder = write_movielens100k(tmp_path / "raw")
   (folder / name).write_text(text)
   with pytest.raises(ValueError, match=message):
-    data.load(smoke("movielens100k", tmp_path, data_dir=str(folder)))
+    data.load(two_tower_smoke("movielens100k", tmp_path, data_dir=str(folder)))
 
 
 def test_an_id_of_gowalla_is_no_size(tmp_path):
-  plain = data.load(smoke("gowalla", tmp_path))
+  plain = data.load(two_tower_smoke("gowalla", tmp_path))
   for name in ("train", "valid", "test"):
     path = tmp_path / "gowalla-raw" / f"{name}.txt"
     lines = [line.split() for line in path.read_text().splitlines()]
@@ -379,7 +364,7 @@ def test_an_id_of_gowalla_is_no_size(tmp_path):
       fields[1:] = [str(2**40 + int(item)) for item in fields[1:]]
     path.write_text("".join(" ".join(fields) + "\n" for fields in lines))
   folder = str(tmp_path / "gowalla-raw")
-  found = data.load(smoke("gowalla", tmp_path, data_dir=folder))
+  found = data.load(two_tower_smoke("gowalla", tmp_path, data_dir=folder))
   assert (found.num_users, found.num_items) == (plain.num_users, plain.num_items) == (80, 60)
   for name, column in plain.columns.items():
     np.testing.assert_array_equal(found.columns[name], column)
@@ -387,15 +372,15 @@ def test_an_id_of_gowalla_is_no_size(tmp_path):
 
 def test_missing_files_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"LightGCN.*--config\.data_dir"):
-    data.load(smoke("gowalla", tmp_path, data_dir=""))
+    data.load(two_tower_smoke("gowalla", tmp_path, data_dir=""))
   folder = write_gowalla(tmp_path / "raw")
   (folder / "test.txt").unlink()
   with pytest.raises(FileNotFoundError, match=r"has no test\.txt.*LightGCN"):
-    data.load(smoke("gowalla", tmp_path, data_dir=str(folder)))
+    data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder)))
   folder = write_movielens100k(tmp_path / "ml")
   (folder / "u.genre").unlink()
   with pytest.raises(FileNotFoundError, match=r"has no u\.genre.*ml-100k\.zip"):
-    data.load(smoke("movielens100k", tmp_path, data_dir=str(folder)))
+    data.load(two_tower_smoke("movielens100k", tmp_path, data_dir=str(folder)))
 
 
 def test_movielens100k_is_downloaded_and_checked(tmp_path, monkeypatch):
@@ -404,7 +389,7 @@ def test_movielens100k_is_downloaded_and_checked(tmp_path, monkeypatch):
   with zipfile.ZipFile(archive, "w") as packed:
     for path in raw.iterdir():
       packed.write(path, f"ml-100k/{path.name}")
-  config = smoke("movielens100k", tmp_path, data_dir="")
+  config = two_tower_smoke("movielens100k", tmp_path, data_dir="")
   monkeypatch.setattr(movielens100k, "SHA256", "0" * 64)
   with http_server.serving(archive.parent) as address:
     monkeypatch.setattr(movielens100k, "URL", f"{address}/ml-100k.zip")
@@ -417,7 +402,7 @@ def test_movielens100k_is_downloaded_and_checked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["gowalla", "synthetic"])
 @pytest.mark.parametrize("column", ["item", "valid_offsets"])
 def test_a_killed_preparation_is_restarted(name, column, tmp_path, monkeypatch):
-  real, wanted = arrays.column, data.load(smoke(name, tmp_path / "whole"))
+  real, wanted = arrays.column, data.load(two_tower_smoke(name, tmp_path / "whole"))
 
   def killing(folder, of, *args):
     if of == column:
@@ -426,7 +411,7 @@ def test_a_killed_preparation_is_restarted(name, column, tmp_path, monkeypatch):
 
   monkeypatch.setattr(arrays, "column", killing)
   changes = {} if name == "synthetic" else {"data_dir": str(tmp_path / "whole" / "gowalla-raw")}
-  config = smoke(name, tmp_path / "killed", **changes)
+  config = two_tower_smoke(name, tmp_path / "killed", **changes)
   with pytest.raises(KeyboardInterrupt):
     data.load(config)
   monkeypatch.setattr(arrays, "column", real)

@@ -195,47 +195,6 @@ def test_bfloat16_tables_keep_float32_slots_and_sums():
   np.testing.assert_array_equal(np.delete(after, 3, 0), np.delete(before, 3, 0))
 
 
-def test_weights_have_the_layout_of_their_ids():
-  layer = make()
-  ids = embed.Ragged([1, 2, 3], [0, 1, 3])
-  with pytest.raises(ValueError, match="other row_splits"):
-    layer(ids, embed.Ragged(np.ones(3), [0, 2, 3]))
-  ids = embed.Sparse([[0, 0], [1, 1]], [1, 2], (2, 2))
-  with pytest.raises(ValueError, match="other indices"):
-    layer(ids, embed.Sparse([[0, 0], [1, 0]], np.ones(2), (2, 2)))
-
-
-def test_numpy_jax_and_lists_are_one():
-  layer = make()
-  ids = [[1, 2], [3, -1]]
-  wanted = layer(embed.Padded(ids))
-  for x in (np.array(ids, np.int8), np.array(ids, np.int64), jnp.array(ids)):
-    np.testing.assert_array_equal(layer(embed.Padded(x)), wanted)
-  np.testing.assert_array_equal(layer([1, 2]), layer(np.array([1, 2], np.uint64)))
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int32])
-def test_any_integer_type_under_jit(dtype):
-  table = embed.TableConfig(1000, 2, name="t")
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  ids = np.array([0, 100], dtype)
-  act = nnx.jit(lambda m, x: m(x))(layer, ids)
-  np.testing.assert_array_equal(act, layer.tables["t"][jnp.array([0, 100])])
-  if dtype == np.uint32:
-    nnx.jit(lambda m, x: m(x))(layer, np.array([2**32 - 1, 1000], dtype))
-    assert int(layer.report["dropped_ids"]) == 2
-
-
-def test_int64_ids_without_validation_are_dropped_not_wrapped():
-  """2**33 + 5 would become 5 on the way to the device."""
-  feature = embed.FeatureConfig(
-    embed.TableConfig(V, D, name="t"), validate_weights_and_indices=False
-  )
-  layer = embed.SparseEmbed(feature, rngs=nnx.Rngs(0))
-  assert not layer(np.array([2**33 + 5])).any()
-  assert int(layer.report["dropped_ids"]) == 1
-
-
 def test_load_tables_copies():
   layer = make()
   rows = jnp.ones((V, D))
@@ -319,15 +278,6 @@ def test_a_sparse_means_the_same_everywhere(combiner, length):
       for act in (found, eager, served):
         np.testing.assert_allclose(act, wanted, rtol=1e-5)
   assert (refused > 0) == (length > 0)
-
-
-def test_to_padded_checks_indices_and_keeps_the_kind_of_no_values():
-  with pytest.raises(ValueError, match=r"index \[0, -1\] is outside"):
-    embed.to_padded(embed.Sparse([[0, -1]], [3], (2, 2)))
-  for bags in (embed.Sparse([], [], (2, 3)), embed.Ragged([], [0, 0, 0])):
-    padded = embed.to_padded(bags)
-    assert padded.values.dtype == np.int32
-    assert (padded.values == -1).all()
 
 
 IDS = np.arange(4)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
+from slow_ranking import slow_ranking
 
 from recipes import retrieval
 from recipes.metrics import ClickMetrics, RankingMetrics
@@ -58,32 +59,6 @@ def test_errors():
     diverged.compute()
   with pytest.raises(ValueError, match="0 of the 0 examples"):
     ClickMetrics().compute()
-
-
-def slow_ranking(scores, relevant, seen, ks):
-  """The metrics of one example after another, in plain Python: ties go to the lower id."""
-  sums, examples = {}, 0
-  for row, right, out in zip(scores, relevant, seen, strict=True):
-    if not right:
-      continue
-    examples += 1
-    ranked = sorted(
-      (item for item in range(len(row)) if item not in out), key=lambda i: (-row[i], i)
-    )
-    places = [place for place, item in enumerate(ranked, start=1) if item in right]
-    for k in ks:
-      hits = [place for place in places if place <= k]
-      ideal = sum(1 / math.log2(place + 1) for place in range(1, min(k, len(right)) + 1))
-      values = {
-        "recall": len(hits) / len(right),
-        "ndcg": sum(1 / math.log2(place + 1) for place in hits) / ideal,
-        "hr": float(bool(hits)),
-      }
-      for name, value in values.items():
-        sums[f"{name}@{k}"] = sums.get(f"{name}@{k}", 0) + value
-    first = places[0] if places and places[0] <= max(ks) else math.inf
-    sums["mrr"] = sums.get("mrr", 0) + 1 / first
-  return {name: value / examples for name, value in sums.items()}
 
 
 @pytest.mark.parametrize("tied", [False, True])

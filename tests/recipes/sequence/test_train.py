@@ -10,7 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from recipe_runs import leaves
 from small_data import draw_sequences, write_sequences
+from suites import full_unless
 
 import embed
 from recipes import checkpoints, hosts, loop
@@ -43,7 +45,7 @@ def test_there_is_a_config_per_dataset():
   assert CONFIGS == ["beauty", "beauty_bert4rec", "movielens1m", "synthetic"]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", full_unless(CONFIGS, lambda name: name == "synthetic"))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
@@ -72,15 +74,6 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   check_result(result, config, tmp_path / "run")
 
 
-def leaves(config, prefix=""):
-  for key in list(config):
-    value = config._fields[key]  # past the recording
-    if isinstance(value, ml_collections.ConfigDict):
-      yield from leaves(value, f"{prefix}{key}.")
-    else:
-      yield f"{prefix}{key}", config, key
-
-
 def check_result(result, config, workdir):
   assert json.loads((workdir / "result.json").read_text()) == result
   assert result["recipe"] == "sequence"
@@ -104,6 +97,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", SETTINGS)
 def test_eight_devices_follow_one(changes, tmp_path):
   config = smoke("synthetic", tmp_path, steps=50, dropout=0.1, **changes)
@@ -129,6 +123,7 @@ def losses(config, mesh):
   return np.array([float(loss) for loss in found])
 
 
+@pytest.mark.full
 def test_one_device_and_eight_rank_alike(tmp_path):
   config = smoke("synthetic", tmp_path)
   loaded, mesh = data.load(config), hosts.start()
@@ -140,6 +135,7 @@ def test_one_device_and_eight_rank_alike(tmp_path):
   assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", ["valid", "test"])
 def test_evaluation_against_slow_numpy(split, tmp_path):
   config = smoke("beauty", tmp_path)
@@ -173,6 +169,7 @@ class Killed(BaseException):
   """Not an `Exception`: nothing may catch it on the way, as nothing catches SIGKILL."""
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_device")
 def test_a_killed_run_ends_as_if_it_had_never_stopped(tmp_path, monkeypatch):
   changes = {"model": "bert4rec", "loss": "sampled_softmax", "dropout": 0.2}

@@ -106,6 +106,7 @@ class Killed(BaseException):
   """Not an `Exception`: nothing may catch it on the way, as nothing catches SIGKILL."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("save", [1, 2, 4, 8])
 def test_a_kill_around_a_checkpoint_leaves_no_trace(whole, tmp_path, monkeypatch, moment, save):
@@ -146,6 +147,7 @@ def test_a_checkpoint_of_another_vocabulary_is_named(tmp_path, monkeypatch):
     run_toy(tmp_path / "run")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [1, 7, 13, 23])
 def test_a_kill_between_checkpoints_leaves_no_trace(whole, tmp_path, monkeypatch, step):
   real, steps = journal.Journal.stepped, []
@@ -167,6 +169,7 @@ def test_a_kill_between_checkpoints_leaves_no_trace(whole, tmp_path, monkeypatch
   assert lines(tmp_path / "run") == whole[1]
 
 
+@pytest.mark.full
 def test_a_pipelined_run_resumes_and_is_another_run(whole, tmp_path, monkeypatch):
   """Nothing is pending at a checkpoint, so a kill leaves no trace; what is learnt differs."""
   wanted = run_toy(tmp_path / "whole", pipelined=True)
@@ -433,6 +436,7 @@ def test_a_baseline_that_crashes_costs_itself_alone(whole, tmp_path, capfd):
   assert "its baseline crash failed" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_the_result_is_there_before_a_baseline_and_the_rest_is_fitted_later(tmp_path, monkeypatch):
   asked = tasks(first=GOOD, second=GOOD, third=GOOD)
   real, seen = isolation.outcomes, []
@@ -456,6 +460,7 @@ def test_the_result_is_there_before_a_baseline_and_the_rest_is_fitted_later(tmp_
   assert not {"failed_baselines", "pending_baselines"} & set(result)
 
 
+@pytest.mark.full
 def test_a_baseline_that_takes_the_machine_along_is_given_up(tmp_path, monkeypatch):
   real = isolation.outcomes
 
@@ -506,6 +511,7 @@ def command(workdir, cache):
   ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_sigkill_and_the_same_command_again(tmp_path):
   killed, whole = tmp_path / "killed", tmp_path / "whole"
   environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device

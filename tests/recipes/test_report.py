@@ -5,41 +5,11 @@ import pathlib
 import re
 
 import pytest
+from recipe_runs import write_run
 
 from recipes import report
 
-RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
-
-
-def write_run(
-  folder, *, recipe="two_tower", seed=0, recall=0.2, seconds=10.0, popular=0.0416, **config
-):
-  folder.mkdir(parents=True)
-  config = {
-    "dataset": "gowalla",
-    "batch_size": 100,
-    "select": "valid_ndcg@10",
-    "seed": seed,
-  } | config
-  result = {
-    "recipe": recipe, "config": config, "seed": seed, "steps": 40, "tested_step": 40,
-    "seconds": seconds,
-    "metrics": {"valid_recall@10": 0.5, "test_recall@10": recall, "test_mrr": 0.25},
-    "baselines": {"popularity": {"test_recall@10": popular, "test_mrr": 0.125}},
-    "device": {"kind": "cpu", "count": 1, "host_cores": 2, "platform": "cpu"},
-    "versions": {"jax": "0.10", "flax": "0.12", "sparse-embed": "0.1"},
-    "data_sha256": {"train.txt": "ab" * 32},
-  }  # fmt: skip
-  lines = [
-    {"step": 10, "loss": 3.0, "examples_per_second": 500.0},
-    {"step": 20, "loss": 2.0, "examples_per_second": 250.0},
-    {"step": 20, "valid_ndcg@10": 0.3},
-    {"step": 40, "loss": 1.0, "examples_per_second": 1000.0},
-    {"step": 40, "valid_ndcg@10": 0.4},
-  ]
-  (folder / "result.json").write_text(json.dumps(result))
-  (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-  return str(folder)
+RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 
 
 def tables(page):

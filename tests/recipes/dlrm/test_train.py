@@ -9,16 +9,14 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
+from recipe_runs import RESULT, leaves
 from small_data import write_criteo, write_criteo_days, write_movielens
+from suites import full_unless
 
 from recipes import hosts, optimizers, results
 from recipes.dlrm import data, train
 
 CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
-RESULT = {
-  "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "baselines", "device",
-  "versions", "data_sha256",
-}  # fmt: skip
 
 
 def smoke(name, folder, **changes):
@@ -38,7 +36,7 @@ def test_there_is_a_config_per_dataset():
   assert CONFIGS == ["criteo_1tb", "criteo_kaggle", "movielens1m", "synthetic"]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", full_unless(CONFIGS, lambda name: name == "synthetic"))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
@@ -74,15 +72,6 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   assert not unread, f"no code reads {sorted(unread)}"
 
 
-def leaves(config, prefix=""):
-  for key in list(config):
-    value = config._fields[key]  # past the recording
-    if isinstance(value, ml_collections.ConfigDict):
-      yield from leaves(value, f"{prefix}{key}.")
-    else:
-      yield f"{prefix}{key}", config, key
-
-
 def check_result(result, config, workdir):
   assert set(result) == RESULT
   assert json.loads((workdir / "result.json").read_text()) == result
@@ -104,6 +93,7 @@ def check_result(result, config, workdir):
   assert list((workdir / "tensorboard").iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam", "rowwise_adagrad", "sgd"])
 def test_table_optimizers(optimizer, tmp_path):
   changes = {"table.optimizer": optimizer, "table.weight_decay": 0.01}
@@ -111,6 +101,7 @@ def test_table_optimizers(optimizer, tmp_path):
   assert optimizers.table_optimizer(config) is not None
 
 
+@pytest.mark.full
 def test_the_dense_part_by_adagrad(tmp_path):
   changes = {"learning_rate": 0.5, "warmup_steps": 0, "final_rate": 1.0}
   tx = train.dense_optimizer(smoke("synthetic", tmp_path, dense_optimizer="adagrad", **changes))

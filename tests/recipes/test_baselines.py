@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg
 import scipy.sparse
 import threadpoolctl
-from test_recipes_metrics import slow_ranking
+from slow_ranking import slow_ranking
 
 from recipes import baselines
 

@@ -172,7 +172,7 @@ def test_a_mean_of_ones_own_is_the_mean(ids, cotangents):
   ("strategy", "kind"),
   [
     ("mod", "explicit"),
-    ("column", "auto"),
+    pytest.param("column", "auto", marks=pytest.mark.full),
     pytest.param("mod", "auto", marks=pytest.mark.slow),
     pytest.param("column", "explicit", marks=pytest.mark.slow),
   ],
@@ -215,7 +215,7 @@ def test_sharded_equals_unsharded(strategy, kind):
 @pytest.mark.parametrize(
   ("kind", "is_set"),
   [
-    ("explicit", False),
+    pytest.param("explicit", False, marks=pytest.mark.full),
     pytest.param("explicit", True, marks=pytest.mark.slow),
     pytest.param("auto", False, marks=pytest.mark.slow),
     pytest.param("auto", True, marks=pytest.mark.slow),

@@ -29,6 +29,12 @@ def make_mesh(kind="auto", shape=(8,), names=("data",)):
   return jax.make_mesh(shape, names, axis_types=types, devices=devices)
 
 
+@embed.row_wise
+def sixteenths(key, shape, dtype):
+  """Rows of which sums are exact."""
+  return (jax.random.randint(key, shape, -16, 17) / 16).astype(dtype)
+
+
 class Rows(NamedTuple):
   ids: Any
   values: Any

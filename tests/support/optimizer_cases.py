@@ -1,0 +1,88 @@
+"""Every optimizer and way to use it, for the tests that go through them all."""
+
+import numpy as np
+import optax
+
+import embed
+
+SCHEDULE = np.array([0.125, 0.0625, 0.25], np.float32)
+DECAY = {"weight_decay_factor": 0.125}
+LR_DECAY = {
+  "weight_decay_factor": 0.5,
+  "multiply_weight_decay_factor_by_learning_rate": True,
+}
+CLIP = {"clipvalue": (-0.25, 0.5), "clip_weight_min": -1.0, "clip_weight_max": 1.5}
+EACH = {"use_gradient_accumulation": False}
+# One line per optimizer and way to use it. lion's betas are exact, since sign() keeps no tolerance.
+OPTIMIZERS = [
+  ("sgd", {}),
+  ("sgd", {"clipvalue": 0.5} | LR_DECAY),
+  ("sgd", EACH | DECAY),
+  ("sgd", {"gradient_multiplier": 0.25}),
+  ("adagrad", {}),
+  ("adagrad", CLIP | DECAY),
+  ("adagrad", {"gradient_multiplier": -2.0} | CLIP),
+  ("adagrad", EACH),
+  ("rowwise_adagrad", {}),
+  ("rowwise_adagrad", {"initial_accumulator_value": 0.5} | CLIP | LR_DECAY),
+  ("rowwise_adagrad", EACH),
+  ("adagrad_momentum", {"momentum": 0.5, "epsilon": 0.01}),
+  (
+    "adagrad_momentum",
+    {"momentum": 0.5, "use_nesterov": True, "exponent": 3.0, "beta2": 0.75, "epsilon": 0.1},
+  ),
+  ("ftrl", {}),
+  (
+    "ftrl",
+    {
+      "l1_regularization_strength": 0.125,
+      "l2_regularization_strength": 0.25,
+      "beta": 0.5,
+      "learning_rate_power": -0.75,
+    },
+  ),
+  (
+    "ftrl",
+    {
+      "multiply_linear_by_learning_rate": True,
+      "l1_regularization_strength": 0.125,
+      "l2_regularization_strength": 0.25,
+      "beta": 0.5,
+    },
+  ),
+  ("adam", {"epsilon": 1e-3}),
+  ("adam", {"epsilon": 1e-3, "sum_inside_sqrt": False} | CLIP | DECAY),
+  ("adam", {"epsilon": 1e-3, "lazy_adam": False}),
+  ("adam", {"epsilon": 1e-3} | EACH),
+  ("momentum", {"momentum": 0.5}),
+  ("momentum", {"momentum": 0.5, "use_nesterov": True} | CLIP),
+  ("rmsprop", {"rho": 0.75, "momentum": 0.5, "epsilon": 1e-2}),
+  (
+    "proximal_adagrad",
+    {"l1_regularization_strength": 0.125, "l2_regularization_strength": 0.25},
+  ),
+  ("lion", {"beta1": 0.75, "beta2": 0.5}),
+]
+
+# The recorded cases have these tolerances too.
+TOLERANCE = {"adam": {"rtol": 1e-4, "atol": 5e-5}, "ftrl": {"rtol": 1e-4, "atol": 1e-5}}
+
+
+def optimizer_id(index):
+  return "-".join([OPTIMIZERS[index][0], *(key[:12] for key in OPTIMIZERS[index][1])])
+
+
+def is_plain(index):
+  """Whether it is the first of its optimizer."""
+  names = [name for name, _ in OPTIMIZERS]
+  return names.index(names[index]) == index
+
+
+LAZY = [i for i, (_, config) in enumerate(OPTIMIZERS) if config.get("lazy_adam", True)]
+EXTRA = {
+  "from_optax": lambda: embed.from_optax(optax.adam(1e-3)),
+  "custom_optimizer": lambda: embed.custom_optimizer(
+    lambda g, w, s, lr: (w - lr * g, {"n": s["n"] + 1}), {"n": embed.Slot(per_row=True)}
+  ),
+  "frozen": embed.frozen,
+}

@@ -1,0 +1,70 @@
+"""Configs of recipes on small data, their keys, and what a run leaves in its folder."""
+
+import importlib
+import json
+
+import ml_collections
+from small_data import write_gowalla, write_movielens, write_movielens100k
+
+RESULT = {  # the keys of a result
+  "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "baselines", "device",
+  "versions", "data_sha256",
+}  # fmt: skip
+TWO_TOWER = ["gowalla", "movielens100k", "movielens1m", "synthetic"]
+_WRITERS = {
+  "gowalla": write_gowalla,
+  "movielens100k": write_movielens100k,
+  "movielens1m": write_movielens,
+}
+
+
+def leaves(config, prefix=""):
+  """Yields the path, the owner and the key of every setting, without reading it."""
+  for key in list(config):
+    value = config._fields[key]  # past the recording
+    if isinstance(value, ml_collections.ConfigDict):
+      yield from leaves(value, f"{prefix}{key}.")
+    else:
+      yield f"{prefix}{key}", config, key
+
+
+def two_tower_smoke(name, folder, **changes):
+  """Returns a config of the two towers in smoke mode, on data written below a folder."""
+  config = importlib.import_module(f"configs.two_tower.{name}").get_config("smoke")
+  changes["cache_dir"] = str(folder / "cache")
+  if name in _WRITERS and "data_dir" not in changes:
+    changes["data_dir"] = str(_WRITERS[name](folder / f"{name}-raw"))
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+def write_run(
+  folder, *, recipe="two_tower", seed=0, recall=0.2, seconds=10.0, popular=0.0416, **config
+):
+  """Writes the result and the journal of a run; returns its folder."""
+  folder.mkdir(parents=True)
+  config = {
+    "dataset": "gowalla",
+    "batch_size": 100,
+    "select": "valid_ndcg@10",
+    "seed": seed,
+  } | config
+  result = {
+    "recipe": recipe, "config": config, "seed": seed, "steps": 40, "tested_step": 40,
+    "seconds": seconds,
+    "metrics": {"valid_recall@10": 0.5, "test_recall@10": recall, "test_mrr": 0.25},
+    "baselines": {"popularity": {"test_recall@10": popular, "test_mrr": 0.125}},
+    "device": {"kind": "cpu", "count": 1, "host_cores": 2, "platform": "cpu"},
+    "versions": {"jax": "0.10", "flax": "0.12", "sparse-embed": "0.1"},
+    "data_sha256": {"train.txt": "ab" * 32},
+  }  # fmt: skip
+  lines = [
+    {"step": 10, "loss": 3.0, "examples_per_second": 500.0},
+    {"step": 20, "loss": 2.0, "examples_per_second": 250.0},
+    {"step": 20, "valid_ndcg@10": 0.3},
+    {"step": 40, "loss": 1.0, "examples_per_second": 1000.0},
+    {"step": 40, "valid_ndcg@10": 0.4},
+  ]
+  (folder / "result.json").write_text(json.dumps(result))
+  (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  return str(folder)

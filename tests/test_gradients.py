@@ -1,0 +1,150 @@
+"""Gradients as a tree: what may be done to it, clipping and microbatches, and rows by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from nested_model import A, B, D, Model, V, twice
+
+import embed
+
+
+def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
+  """Two microbatches of a scaled loss, unscaled and clipped together, against plain JAX."""
+  model = Model()
+  optimizer = embed.Optimizer(model, optax.sgd(0.1))
+  table, kernel = model.inner["e"].tables["t"], model.out.kernel[...]
+
+  def plain(params, ids):
+    t, k = params
+    return jnp.sum(jnp.tanh(t[ids] @ k)) * 50
+
+  parts = [jax.grad(plain)((table, kernel), ids) for ids in (A, B)]
+  g = jax.tree.map(jnp.add, *parts)
+  norm = optax.tree.norm(g)
+  scale = jnp.minimum(1, 0.5 / norm)
+  wanted = jax.tree.map(lambda p, g: p - 0.1 * scale * g, (table, kernel), g)
+
+  scaled = embed.value_and_grad(
+    lambda m, ids: 1024 * 50 * jnp.sum(jnp.tanh(m.out(m.encode("a", ids))))
+  )
+  model.out.bias.set_value(jnp.zeros(1))
+
+  @nnx.jit
+  def step(model, optimizer):
+    grads = embed.accumulate([scaled(model, ids)[1] for ids in (A, B)]).map(lambda g: g / 1024)
+    bias = grads.dense["out"]["bias"]
+    bias.set_value(jnp.zeros_like(bias[...]))  # the reference has no bias
+    clipped = embed.clip_by_global_norm(grads, 0.5)
+    optimizer.update(model, clipped)
+    return embed.global_norm(grads), embed.global_norm(clipped)
+
+  before, after = step(model, optimizer)
+  np.testing.assert_allclose(before, norm, rtol=1e-5)
+  np.testing.assert_allclose(after, 0.5, rtol=1e-5)
+  np.testing.assert_allclose(model.inner["e"].tables["t"], wanted[0], atol=1e-6)
+  np.testing.assert_allclose(model.out.kernel[...], wanted[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [embed.adagrad(0.1), embed.adam(0.1), embed.sgd(0.1)])
+def test_clipped_gradients_train(optimizer):
+  """A step of clipped gradients is a step of the clipped dense gradient, for touched rows."""
+  ids, scale = np.array([1, 2, 2]), np.array([[3.0], [4.0], [-1.0]], np.float32)
+
+  def step(grads_of):
+    table = embed.TableConfig(V, D, name="t", optimizer=optimizer)
+    layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+    updater = embed.Optimizer(layer, optax.sgd(0.1))
+    nnx.jit(lambda m, o: o.update(m, grads_of(m)))(layer, updater)
+    return layer.variables["t"]
+
+  f = embed.value_and_grad(lambda m: jnp.sum(m(ids) * scale))
+  norm = np.sqrt(D * (3.0**2 + 3.0**2))
+  clipped = step(lambda m: embed.clip_by_global_norm(f(m)[1], 0.5))
+  rows = embed.RowGrads([1, 2], np.full((2, D), 3.0 * 0.5 / norm, np.float32))
+  by_hand = step(lambda m: embed.Grads(f(m)[1].dense, {"t": rows}))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), clipped, by_hand)
+
+
+def test_occurrences_stay_apart_when_mapped_and_accumulated():
+  table = embed.TableConfig(
+    V, D, name="t", optimizer=embed.adagrad(0.1, use_gradient_accumulation=False)
+  )
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  f = embed.value_and_grad(lambda m: jnp.sum(m(np.array([1, 1]))))
+  parts = [f(layer)[1], f(layer)[1].map(lambda g: 2 * g)]
+  rows = embed.accumulate(parts).rows["t"]
+  assert rows.ids.tolist() == [1, 1, 1, 1]
+  assert rows.values[:, 0].tolist() == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_arithmetic_on_the_whole_tree_is_refused(compiled):
+  """It would change ids: the wrong rows would be trained."""
+  model = Model()
+  take = embed.value_and_grad(twice)
+  _, grads = (nnx.jit(take) if compiled else take)(model)
+  for wrong in (
+    lambda g: jax.tree.map(lambda x: x * 2, g),
+    lambda g: jax.tree.map(lambda x: x / 2, g.rows["inner/e/t"]),
+    lambda g: jax.tree.map(jnp.add, g, g),
+    lambda g: optax.tree.add(g, g),
+    lambda g: optax.tree.norm(g),
+    lambda g: optax.tree.norm(g.rows),
+  ):
+    with pytest.raises((TypeError, NotImplementedError)):
+      wrong(grads)
+    with pytest.raises((TypeError, NotImplementedError)):
+      jax.jit(wrong)(grads)
+  with pytest.raises(TypeError, match=r"grads\.map\(f\) or embed\.accumulate"):
+    jax.tree.map(lambda x: x * 2, grads)
+  with pytest.raises(ValueError, match="integer ids"):
+    embed.RowGrads([1.5], np.ones((1, D)))
+
+
+def test_gradients_are_a_tree_that_goes_anywhere():
+  """Through jit, conditionals, loops and copies of its structure, the same to the bit."""
+  model = Model()
+  _, grads = embed.value_and_grad(twice)(model)
+  same = lambda g: jax.lax.cond(True, lambda g: g, lambda g: g, g)
+  loop = lambda g: jax.lax.fori_loop(0, 2, lambda _, g: g, g)
+  for f in (jax.jit(lambda g: g), jax.jit(same), jax.jit(loop), lambda g: jax.device_put(g)):
+    rows, wanted = f(grads).rows["inner/e/t"], grads.rows["inner/e/t"]
+    np.testing.assert_array_equal(rows.ids, wanted.ids)
+    np.testing.assert_array_equal(rows.values, wanted.values)
+  zeros = jax.tree.map(jnp.zeros_like, grads).rows["inner/e/t"]
+  assert set(zeros.ids.tolist()) == {V}, "no row is touched"
+  shapes = jax.eval_shape(lambda m: embed.value_and_grad(twice)(m)[1], model)
+  assert jax.tree.structure(shapes) == jax.tree.structure(grads)
+
+
+def test_row_grads_by_hand():
+  model = Model()
+  before = np.asarray(model.inner["e"].tables["t"])
+  rows = embed.RowGrads(jnp.array([4, 4, V]), jnp.ones((3, D)))  # a duplicate, and padding
+  model.inner["e"].apply_row_gradients({"t": rows}, step=0)
+  after = np.asarray(model.inner["e"].tables["t"])
+  np.testing.assert_allclose(after[4], before[4] - 0.2, rtol=1e-6)
+  np.testing.assert_array_equal(np.delete(after, 4, 0), np.delete(before, 4, 0))
+
+
+def test_row_gradients_by_hand_may_have_narrow_ids():
+  """And are as much out of the reach of arithmetic as any."""
+  rows = embed.RowGrads(np.array([1, 2], np.int16), np.ones((2, D)))
+  assert rows.ids.dtype == jnp.int32
+  with pytest.raises(TypeError, match=r"grads\.map"):
+    jax.tree.map(lambda x: 2 * x, rows)
+  with pytest.raises(ValueError, match="up to 2147483647, got 4294967301"):
+    embed.RowGrads(np.array([2**32 + 5]), np.ones((1, D)))
+
+
+def test_row_gradients_can_be_looked_at():
+  layer = embed.SparseEmbed(
+    embed.FeatureConfig(embed.TableConfig(9, 1, name="t")), embed.sgd(), rngs=nnx.Rngs(0)
+  )
+  _, grads = embed.value_and_grad(lambda layer: layer(np.array([4, 4])).sum())(layer)
+  assert repr(grads.rows["t"]) == "RowGrads(ids=[4 9], values=[[2.]\n [0.]])"
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads.rows["t"])
+  assert "ShapeDtypeStruct" in repr(shapes)

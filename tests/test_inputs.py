@@ -1,0 +1,249 @@
+"""Inputs: what is taken, in which types; bad ones end in an error that says which one and what."""
+
+from typing import NamedTuple
+
+import harness
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from recorded_calls import FC, SE, TC, dense, f32, ragged, sparse
+
+import embed
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+V, D = 11, 3
+
+
+def make(combiner="mean", **table):
+  config = embed.TableConfig(V, D, combiner=combiner, name="t", **table)
+  return embed.SparseEmbed(embed.FeatureConfig(config), embed.adagrad(0.1), rngs=nnx.Rngs(0))
+
+
+class Bad(NamedTuple):
+  features: object
+  weights: object = None
+  error: type | tuple[type, ...] = ValueError
+  says: tuple[str, ...] = ()
+  config: object = None
+
+
+def config():
+  return {
+    "clicks": FC(TC(vocabulary_size=10, name="items")),
+    "history": FC(TC(vocabulary_size=10, name="pages"), max_sequence_length=3),
+  }
+
+
+BIG = 2**33 + 5  # becomes 5, a valid id, if it is cast to int32 unchecked
+BAD = {
+  "id-dense": Bad({"clicks": dense(1, 10)}, says=("clicks", "10")),
+  "id-padded": Bad({"clicks": embed.Padded(dense([1, -1], [37, 2]))}, says=("clicks", "37")),
+  "id-ragged": Bad({"clicks": ragged((1, 2, 44))}, says=("clicks", "44")),
+  "id-sparse": Bad({"clicks": sparse((1, 55, 3))}, says=("clicks", "55")),
+  "id-sequence": Bad({"history": ragged((1, 2, 66))}, says=("history", "66")),
+  "id-list": Bad({"clicks": [1, 77]}, says=("clicks", "77")),
+  "id-jax": Bad({"clicks": jnp.array([3, 88])}, says=("clicks", "88")),
+  "int64-dense": Bad({"clicks": np.array([1, BIG])}, says=("clicks", str(BIG))),
+  "int64-padded": Bad({"clicks": embed.Padded(np.array([[1, BIG]]))}, says=("clicks", str(BIG))),
+  "int64-ragged": Bad({"clicks": ragged((1, 2, BIG), dtype=np.int64)}, says=("clicks", str(BIG))),
+  "int64-sparse": Bad({"clicks": sparse((1, 2, BIG), dtype=np.int64)}, says=("clicks", str(BIG))),
+  "uint64": Bad({"clicks": np.array([1, 2**64 - 1], np.uint64)}, says=("clicks", str(2**64 - 1))),
+  "float-dense": Bad(
+    {"clicks": np.array([1.0, 2.5], f32)}, error=(TypeError, ValueError), says=("clicks", "float32")
+  ),
+  "float-ragged": Bad(
+    {"clicks": ragged(dtype=np.float64)}, error=(TypeError, ValueError), says=("clicks", "float64")
+  ),
+  "bool-dense": Bad(
+    {"clicks": np.array([True, False])}, error=(TypeError, ValueError), says=("clicks", "bool")
+  ),
+  "string": Bad({"clicks": np.array(["a"])}, error=(TypeError, ValueError), says=("clicks",)),
+  "none": Bad({"clicks": None}, error=(TypeError, ValueError), says=("clicks",)),
+  "scalar": Bad({"clicks": np.int32(3)}, says=("clicks",)),
+  "unknown-feature": Bad({"clicks": dense(1), "klicks": dense(1)}, says=("klicks",)),
+  "unknown-weights": Bad({"clicks": ragged()}, {"klicks": ragged(dtype=f32)}, says=("klicks",)),
+  "weights-dense": Bad({"clicks": dense(1, 2)}, {"clicks": np.ones(2, f32)}, says=("clicks",)),
+  "weights-sequence": Bad({"history": ragged()}, {"history": ragged(dtype=f32)}, says=("history",)),
+  "weights-kind": Bad(
+    {"clicks": embed.Padded(dense([1, 2]))}, {"clicks": ragged(dtype=f32)}, says=("clicks",)
+  ),
+  "weights-array-for-padded": Bad(
+    {"clicks": embed.Padded(dense([1, 2]))}, {"clicks": np.ones((1, 2), f32)}, says=("clicks",)
+  ),
+  "weights-shape-padded": Bad(
+    {"clicks": embed.Padded(dense([1, 2]))},
+    {"clicks": embed.Padded(np.ones((1, 3), f32))},
+    says=("clicks",),
+  ),
+  "weights-shape-ragged": Bad(
+    {"clicks": ragged()}, {"clicks": ragged((1, 1), (0, 2, 2), f32)}, says=("clicks",)
+  ),
+  "dense-sequence": Bad({"history": dense(1, 2)}, says=("history",)),
+  "list-for-tuple": Bad([dense(1)], error=TypeError, config=(FC(),)),
+  "tuple-for-list": Bad((dense(1),), error=TypeError, config=[FC()]),
+  "list-for-tuple-inside": Bad(
+    {"a": ([dense(1)],)}, error=TypeError, says=("a",), config={"a": ((FC(),),)}
+  ),
+  "short-tuple": Bad((dense(1),), error=ValueError, config=(FC(), FC(TC(name="u")))),
+  "long-tuple": Bad((dense(1), dense(1)), error=ValueError, config=(FC(),)),
+  "weights-list-for-tuple": Bad((ragged(),), [ragged(dtype=f32)], error=TypeError, config=(FC(),)),
+  "weights-short-tuple": Bad(
+    (ragged(), ragged()),
+    (ragged(dtype=f32),),
+    error=ValueError,
+    config=(FC(), FC(TC(name="u"))),
+  ),
+  "nested-path": Bad(
+    {"user": [dense(0), dense(11)]},
+    says=("user", "1", "11"),
+    config={"user": [FC(), FC(TC(vocabulary_size=10, name="u"))]},
+  ),
+}
+
+
+def differentiate(model, bad):
+  loss = lambda model: model.scale[...] + 0 * len(str(model.embed(bad.features, bad.weights)))
+  return embed.value_and_grad(loss)(model)
+
+
+WAYS = {
+  "call": lambda model, _, bad: model.embed(bad.features, bad.weights),
+  "lookup": lambda model, _, bad: model.embed.lookup(bad.features, bad.weights),
+  "validate": lambda _, features, bad: embed.validate(features, bad.features, bad.weights),
+  "value_and_grad": lambda model, _, bad: differentiate(model, bad),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name, way):
+  bad = BAD[name]
+  features = config() if bad.config is None else bad.config
+  model = harness.Model(features, embed.sgd())
+  with pytest.raises(bad.error) as error:
+    WAYS[way](model, features, bad)
+  for word in bad.says:
+    assert word in str(error.value), f"{word!r} is missing from: {error.value}"
+
+
+@pytest.mark.parametrize(
+  ("features", "weights"),
+  [
+    ({"clicks": dense(1, 9)}, None),
+    ({"clicks": [1, 9]}, None),
+    ({"clicks": []}, None),
+    ({"clicks": np.zeros(0, np.int32)}, {"clicks": None}),
+    ({"clicks": embed.Padded([[1, -1], [2, 9]])}, {"clicks": embed.Padded([[1.0, 0.0], [2, 3]])}),
+    ({"clicks": ragged(np.int64((1, 2, 9)), dtype=np.int64)}, None),
+    ({"history": sparse()}, None),
+    ({"clicks": dense(-7, -1)}, None),
+    ({}, None),
+  ],
+)
+def test_good_input(features, weights):
+  embed.validate(config(), features, weights)
+  activations = SE(config(), embed.sgd())(features, weights)
+  assert set(activations) == set(features)
+
+
+def test_bad_ids_are_dropped_and_counted_under_jit():
+  """Two too large ids and one padding id: zeros out, no gradient, a count of two."""
+  model = harness.Model(config(), embed.sgd())
+  values = np.array([[1, 10], [2**31 - 1, -1], [3, 4]], np.int32)
+  good = np.array([[1, -1], [-1, -1], [3, 4]], np.int32)
+  cotangents = {"clicks": np.array([[1, 2], [4, 8], [16, 32]], np.float32)}
+  run = nnx.jit(harness.value_and_grad)
+  (_, activations), grads = run(model, {"clicks": embed.Padded(values)}, None, cotangents)
+  assert harness.dropped(model) == 2
+  (_, wanted), wanted_grads = run(model, {"clicks": embed.Padded(good)}, None, cotangents)
+  np.testing.assert_array_equal(activations["clicks"], wanted["clicks"])
+  assert not np.any(activations["clicks"][1])
+  actual = harness.rows(grads.rows["embed/items"], 10)
+  harness.assert_rows(actual, harness.rows(wanted_grads.rows["embed/items"], 10), rtol=0, atol=0)
+  assert sorted(actual) == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+  "features",
+  [
+    {"clicks": dense(1, 10, 3, 12)},
+    {"clicks": ragged((1, 10, 12))},
+    {"clicks": sparse((10, 2, 11))},
+    {"history": embed.Padded(dense([1, 10, 11], [-1, 2, -5]))},
+  ],
+  ids=["dense", "ragged", "sparse", "sequence"],
+)
+def test_every_kind_counts_what_it_drops(features):
+  model = harness.Model(config(), embed.sgd())
+  call = nnx.jit(lambda model, features: model.embed(features))
+  activations = call(model, features)
+  assert harness.dropped(model) == 2
+  assert all(np.all(np.isfinite(a)) for a in activations.values())
+
+
+def test_dropped_ids_do_not_move_the_table():
+  """id = vocabulary_size would be the last row if it were clamped; -1 wraps to it."""
+  table = TC(vocabulary_size=4, optimizer=embed.adam(learning_rate=0.1, weight_decay_factor=0.1))
+  layer = SE({"f": FC(table)})
+  before = {key: np.asarray(value) for key, value in layer.variables["t"].items()}
+
+  @nnx.jit
+  def step(layer, ids, grads):
+    _, residual = layer.lookup({"f": ids})
+    layer.apply_gradients({"f": grads}, residual, step=0)
+
+  step(layer, dense(4, -1, 5, 2**31 - 1), jnp.ones((4, 2)))
+  for key, value in layer.variables["t"].items():
+    np.testing.assert_array_equal(value, before[key], err_msg=key)
+
+
+def test_weights_have_the_layout_of_their_ids():
+  layer = make()
+  ids = embed.Ragged([1, 2, 3], [0, 1, 3])
+  with pytest.raises(ValueError, match="other row_splits"):
+    layer(ids, embed.Ragged(np.ones(3), [0, 2, 3]))
+  ids = embed.Sparse([[0, 0], [1, 1]], [1, 2], (2, 2))
+  with pytest.raises(ValueError, match="other indices"):
+    layer(ids, embed.Sparse([[0, 0], [1, 0]], np.ones(2), (2, 2)))
+
+
+def test_numpy_jax_and_lists_are_one():
+  layer = make()
+  ids = [[1, 2], [3, -1]]
+  wanted = layer(embed.Padded(ids))
+  for x in (np.array(ids, np.int8), np.array(ids, np.int64), jnp.array(ids)):
+    np.testing.assert_array_equal(layer(embed.Padded(x)), wanted)
+  np.testing.assert_array_equal(layer([1, 2]), layer(np.array([1, 2], np.uint64)))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int32])
+def test_any_integer_type_under_jit(dtype):
+  table = embed.TableConfig(1000, 2, name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  ids = np.array([0, 100], dtype)
+  act = nnx.jit(lambda m, x: m(x))(layer, ids)
+  np.testing.assert_array_equal(act, layer.tables["t"][jnp.array([0, 100])])
+  if dtype == np.uint32:
+    nnx.jit(lambda m, x: m(x))(layer, np.array([2**32 - 1, 1000], dtype))
+    assert int(layer.report["dropped_ids"]) == 2
+
+
+def test_int64_ids_without_validation_are_dropped_not_wrapped():
+  """2**33 + 5 would become 5 on the way to the device."""
+  feature = embed.FeatureConfig(
+    embed.TableConfig(V, D, name="t"), validate_weights_and_indices=False
+  )
+  layer = embed.SparseEmbed(feature, rngs=nnx.Rngs(0))
+  assert not layer(np.array([2**33 + 5])).any()
+  assert int(layer.report["dropped_ids"]) == 1
+
+
+def test_to_padded_checks_indices_and_keeps_the_kind_of_no_values():
+  with pytest.raises(ValueError, match=r"index \[0, -1\] is outside"):
+    embed.to_padded(embed.Sparse([[0, -1]], [3], (2, 2)))
+  for bags in (embed.Sparse([], [], (2, 3)), embed.Ragged([], [0, 0, 0])):
+    padded = embed.to_padded(bags)
+    assert padded.values.dtype == np.int32
+    assert (padded.values == -1).all()

@@ -1,0 +1,190 @@
+"""A layer at its edges: nothing to look up, eager calls, settings that contradict, refusals."""
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from nested_model import A, B, D, Model, V, dense
+from recorded_calls import FC, SE, f32
+from recorded_calls import dense as ids_of
+
+import embed
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+FEATURES = {
+  name: embed.FeatureConfig(embed.TableConfig(size, 4, name=name))
+  for name, size in (("t", 10), ("u", 12))
+}
+NOTHING = embed.Padded(np.zeros((0, 3), np.int32))
+BATCHES = {
+  "one": {"t": NOTHING, "u": np.arange(8)},
+  "all": {"t": NOTHING},
+  "empty bags": {"t": embed.Padded(np.zeros((8, 0), np.int32)), "u": np.arange(5)},
+}
+
+
+def step(batch, mesh):
+  """One eager step, without `jax.set_mesh`."""
+  layer = embed.SparseEmbed(FEATURES, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=mesh)
+  optimizer = embed.Optimizer(layer, optax.sgd(0.1))
+  loss_fn = lambda layer: sum(jnp.sum(a**2) for a in layer(batch).values())
+  loss, grads = embed.value_and_grad(loss_fn)(layer)
+  optimizer.update(layer, grads)
+  return jax.device_get((loss, layer.variables)), layer.report.get_value()
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_nothing_to_look_up(batch, kind):
+  wanted, _ = step(BATCHES[batch], None)
+  found, report = step(BATCHES[batch], meshes.make_mesh(kind))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, wanted)
+  assert int(report["exchange_rounds"]) == (batch != "all")
+
+
+def test_the_report_is_of_the_last_call():
+  mesh = meshes.make_mesh("auto")
+  layer = embed.SparseEmbed(FEATURES, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=mesh)
+  layer({"u": np.arange(8)})
+  assert int(layer.report["exchange_rounds"]) == 1
+  layer({"t": NOTHING})
+  assert int(layer.report["exchange_rounds"]) == 0
+  assert float(layer.report["buffer_fill"]) == 0
+
+
+def test_a_plan_takes_an_optimizer_and_nothing_that_it_decides():
+  mesh = meshes.make_mesh("auto")
+  plan = embed.plan(FEATURES, mesh, {"t": np.arange(8), "u": np.arange(8)})
+  layer = embed.SparseEmbed(plan=plan, optimizer=embed.sgd(0.5), rngs=nnx.Rngs(0))
+  assert layer.spec.optimizers == {"t": embed.sgd(0.5), "u": embed.sgd(0.5)}
+  for contradiction in (
+    {"sharding": "div"},
+    {"axis": "model"},
+    {"mesh": meshes.make_mesh("explicit")},
+  ):
+    with pytest.raises(ValueError, match="A plan has its mesh, axes and strategies already"):
+      embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0), **contradiction)
+
+
+def test_a_split_input_wants_a_mesh():
+  mesh = meshes.make_mesh("explicit")
+  ids = jax.device_put(jnp.arange(8), jax.NamedSharding(mesh, jax.P(mesh.axis_names[0])))
+  layer = embed.SparseEmbed(FEATURES, embed.sgd(0.1), rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match=r"'u' is split over a mesh.*pass mesh=mesh"):
+    layer({"u": ids})
+
+
+def test_rows_by_hand_are_checked():
+  layer = embed.SparseEmbed(FEATURES, embed.sgd(0.1), rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match="'t' have 3 columns, its dim is 4"):
+    layer.apply_row_gradients({"t": embed.RowGrads(np.array([1]), np.ones((1, 3)))})
+  with pytest.raises(ValueError, match=r"'t' have id 11; its ids are 0 \.\. 9"):
+    layer.apply_row_gradients({"t": embed.RowGrads(np.array([11]), np.ones((1, 4)))})
+
+
+def test_training_without_an_optimizer_raises():
+  layer = SE({"f": FC()})
+  assert list(layer.variables["t"]) == ["parameters"]
+  _, residual = layer.lookup({"f": ids_of(1)})
+  with pytest.raises((ValueError, RuntimeError), match="optimizer"):
+    layer.apply_gradients({"f": jnp.ones((1, 2))}, residual, step=0)
+
+
+def test_load_tables_checks_names_and_shapes():
+  layer = SE({"f": FC()}, embed.sgd())
+  with pytest.raises(ValueError, match="unknown"):
+    layer.load_tables({"unknown": np.zeros((4, 2), f32)})
+  with pytest.raises(ValueError, match="t"):
+    layer.load_tables({"t": np.zeros((5, 2), f32)})
+
+
+@pytest.mark.parametrize(
+  ("grads", "error"),
+  [
+    ({"f": jnp.ones((3, 2))}, ValueError),
+    ({"f": jnp.ones((2, 3))}, ValueError),
+    ({"g": jnp.ones((2, 2))}, ValueError),
+    ({"f": "ones"}, (TypeError, ValueError)),
+    ([jnp.ones((2, 2))], (TypeError, ValueError)),
+    (None, (TypeError, ValueError)),
+  ],
+)
+def test_bad_activation_gradients(grads, error):
+  layer = SE({"f": FC()}, embed.sgd())
+  _, residual = layer.lookup({"f": ids_of(1, 2)})
+  with pytest.raises(error):
+    layer.apply_gradients(grads, residual, step=0)
+
+
+@pytest.mark.parametrize(
+  "where", [{}, {"mesh": jax.make_mesh((1,), ("data",))}], ids=["one", "mesh"]
+)
+def test_tables_that_do_not_fit_are_named(where):
+  movie = embed.TableConfig(2_000_000_000, 1 << 14, name="movie", optimizer=embed.adam(0.1))
+  with pytest.raises(MemoryError, match=r"'movie'.*122070\.3G, 366210\.9G.*hbm_bytes") as caught:
+    embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0), **where)
+  assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
+
+
+def test_attend_trains_all_rows_or_only_candidates():
+  model, query = Model(), jnp.arange(6.0).reshape(2, D) / 6
+  layer = model.inner["e"]
+  table = layer.tables["t"]
+  some = np.array([[1, 2], [2, -1]])
+
+  def every(m):
+    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t")))
+
+  def shared(m):
+    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", np.array([4, 7, -1]))))
+
+  def each(m):
+    return jnp.sum(jnp.tanh(m.inner["e"].attend(query, "t", some)))
+
+  wanted = {
+    every: (lambda t: jnp.sum(jnp.tanh(query @ t.T)), range(V)),
+    shared: (lambda t: jnp.sum(jnp.tanh(query @ t[jnp.array([4, 7])].T)), [4, 7]),
+    each: (
+      lambda t: (
+        jnp.sum(jnp.tanh(jnp.einsum("d,kd->k", query[0], t[jnp.array([1, 2])])))
+        + jnp.tanh(query[1] @ t[2])
+      ),
+      [1, 2],
+    ),
+  }
+  for loss, (plain, touched) in wanted.items():
+    _, grads = nnx.jit(embed.value_and_grad(loss))(model)
+    rows = grads.rows["inner/e/t"]
+    np.testing.assert_allclose(dense(rows), jax.grad(plain)(table), atol=1e-5)
+    assert sorted(i for i in np.asarray(rows.ids).tolist() if i < V) == list(touched)
+  np.testing.assert_allclose(layer.attend(query, "t")[:, 3], query @ table[3], rtol=1e-5)
+  assert layer.attend(query, "t", np.array([4, -1])).shape == (2, 2)
+  with pytest.raises(ValueError, match="no table 'x'"):
+    layer.attend(query, "x")
+  with pytest.raises(ValueError, match="dim"):
+    layer.attend(jnp.ones((2, D + 1)), "t")
+  with pytest.raises(ValueError, match="out of range"):
+    layer.attend(query, "t", np.array([V]))
+
+
+def test_a_feature_looked_up_needs_a_gradient():
+  layer = Model().inner["e"]
+  act, residual = layer.lookup({"a": A, "b": embed.Ragged(B, [0, 1, 4])})
+  with pytest.raises(ValueError, match="None for a zero gradient"):
+    layer.apply_gradients({"a": act["a"]}, residual)
+  with pytest.raises(ValueError, match=r"have \(2, 3\)"):
+    layer.apply_gradients({"a": act["a"], "b": jnp.ones((1, D))}, residual)
+
+
+def test_tabulate():
+  movie = embed.TableConfig(5, 2, optimizer=embed.adam(0.1), name="movie")
+  layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  text = nnx.tabulate(
+    layer, np.array([1, 2]), console_kwargs={"force_terminal": False, "width": 200}
+  )
+  assert "SparseEmbed" in text
+  assert "float32[2,2]" in text
