@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import filelock
-import pooch
-import requests
 from tqdm import tqdm
 
 from recipes.errors import DownloadError, MissingFileError, UserError
@@ -105,6 +103,9 @@ def download(url: str, path: Path, *, sha256: str) -> Path:
   Raises:
     DownloadError: the server cannot be reached, or sends a file with another hash; names the url.
   """
+  import pooch  # here, since it loads tqdm's notebook bar, which warns where ipywidgets is missing
+  import requests
+
   with progress(f"downloading {path.name}", 1, "B") as bar:  # pooch sets the bar's total
     downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=_BLOCK, timeout=60)
     try:

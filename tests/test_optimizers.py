@@ -291,7 +291,7 @@ def test_a_new_optimizer_is_checked(made_up, monkeypatch):
   monkeypatch.setattr(check, "optimizers", lambda: {"halving": ("halving", {})})
   (result,) = check._check_optimizers({})
   assert (result.what, result.ok) == ("halving", True)
-  wrong = lambda w, g, lr, scale: (w - lr * g / scale, 4 * scale)
+  wrong = lambda w, g, lr, scale, h: (w - lr * g / scale, 4 * scale)
   monkeypatch.setitem(reference.RULES, "halving", reference.RULES["halving"]._replace(update=wrong))
   (result,) = check._check_optimizers({})
   assert not result.ok

@@ -261,7 +261,7 @@ def _table(
   for key, alias in (("dim", "dimension"), ("optimizer", "optimization_parameters")):
     if alias in entry:
       if key in entry:
-        raise ValueError(f"{what}: {key!r} and {alias!r} are the same thing; give one of them.")
+        raise ValueError(f"{what}: {key!r} and {alias!r} have the same meaning; give one of them.")
       entry[key] = entry.pop(alias)
   for key in ("vocabulary_size", "dim"):
     if key not in entry:
