@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from embed import autodiff as routing
+from embed import autodiff
 from embed.layer import SparseEmbed, read_variables, variable_shapes
 from embed.variables import SlotVariable, Table
 
@@ -43,8 +43,8 @@ def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
 
 def _by_key(node: Any, by_table: Callable[[SparseEmbed], Mapping[str, Any]]) -> Tree:
   """The values that a function returns for the tables of each layer, by key in a checkpoint."""
-  values = {id(layer): by_table(layer) for layer in routing.sparse_embeds(node).values()}
-  return {key: values[id(layer)][name] for key, (layer, name) in routing.row_keys(node).items()}
+  values = {id(layer): by_table(layer) for layer in autodiff.sparse_embeds(node).values()}
+  return {key: values[id(layer)][name] for key, (layer, name) in autodiff.row_keys(node).items()}
 
 
 def is_key(x: Any) -> bool:
@@ -268,9 +268,9 @@ def _placed(value: Any, old: jax.Array) -> jax.Array:
 def _restore(tree: Tree, node: Any) -> None:
   """Puts the tree of one node into it; the tree has been checked."""
   saved: dict[int, Tree] = {}
-  for key, (layer, table) in routing.row_keys(node).items():
+  for key, (layer, table) in autodiff.row_keys(node).items():
     saved.setdefault(id(layer), {})[table] = tree["tables"][key]
-  for layer in routing.sparse_embeds(node).values():
+  for layer in autodiff.sparse_embeds(node).values():
     arrays = saved[id(layer)]
     kept = layer.variable_shapes  # only the rows of an untrained table
     layer.load_variables({t: {key: arrays[t][key] for key in kept[t]} for t in arrays})

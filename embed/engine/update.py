@@ -64,7 +64,7 @@ def step(
 
   def per_device(table, slots, scalars, *grads):
     body = lambda state, parts, distinct: step_table(stack, scalars, state, parts, distinct)
-    return fold(stack, kind, grads, body, (table, slots))
+    return exchange.for_each_round(grads, stack, kind, body, (table, slots))
 
   grads, specs, kind = _split(stack, grads)
   state = (stack.specs[2], {k: stack.specs[v.ndim] for k, v in slots.items()})
@@ -80,7 +80,7 @@ def squared_norm(stack: StackSpec, grads: Sequence[StackGrads]) -> jax.Array:
     def body(total, parts, distinct):
       return total + jnp.sum(jnp.square(_sum(parts, stack, distinct).values))
 
-    total = fold(stack, kind, grads, body, jnp.zeros(()))
+    total = exchange.for_each_round(grads, stack, kind, body, jnp.zeros(()))
     names = (*stack.placement.rows, *stack.placement.columns)
     return jax.lax.psum(total, names) if names else total
 
@@ -115,7 +115,7 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
   def per_device(*grads):
     none = jnp.full(size, stack.layout.rows, jnp.int32)
     empty = DistinctRows(none, jnp.zeros((size, stack.width), jnp.float32))
-    return fold(stack, kind, grads, body, (empty, jnp.int32(0)))[0]
+    return exchange.for_each_round(grads, stack, kind, body, (empty, jnp.int32(0)))[0]
 
   return stack.placement.run(per_device, specs, _spec(stack))(*grads)
 
@@ -226,11 +226,6 @@ def _spec(stack: StackSpec) -> Any:
 
 
 # --- per device ----------------------------------------------------------------------------------
-
-
-def fold(stack: StackSpec, kind: str, grads: Sequence[StackGrads], body: Any, carry: Any) -> Any:
-  """`exchange.for_each_round`."""
-  return exchange.for_each_round(grads, stack, kind, body, carry)
 
 
 def shard(stack: StackSpec) -> jax.Array:

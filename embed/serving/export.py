@@ -16,14 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from embed import autodiff as routing
-from embed import checkpoint, structure
-from embed import inputs as ragged
+from embed import autodiff, checkpoint, structure
+from embed import inputs as inputs_lib
 from embed.engine import jax_internals
 from embed.engine import mesh as sharding
 from embed.layer import store_apart
 
-_KINDS = (ragged.Padded, ragged.Ragged, ragged.Sparse)
+_KINDS = (inputs_lib.Padded, inputs_lib.Ragged, inputs_lib.Sparse)
 
 
 class Exported(NamedTuple):
@@ -155,7 +154,7 @@ def _shapes(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 def _on_one_device(model: Any) -> Any:
   """A copy of a model in which each table is one whole array, without slots."""
   model = nnx.merge(*nnx.split(model))
-  for layer in routing.sparse_embeds(model).values():
+  for layer in autodiff.sparse_embeds(model).values():
     store_apart(layer)
   return model
 
@@ -163,7 +162,7 @@ def _on_one_device(model: Any) -> Any:
 def _names(model: Any, state: Any) -> list[str]:
   """The name of each leaf of a state: the key of a table, or a path."""
   tables = {}
-  for layer_path, layer in routing.sparse_embeds(model).items():
+  for layer_path, layer in autodiff.sparse_embeds(model).items():
     prefix = f"{layer_path}/" if layer_path else ""
     for table in layer.spec.tables:
       tables[f"{prefix}arrays/{table}/parameters"] = f"{prefix}{table}"
@@ -251,12 +250,12 @@ def _specs(args: Any, any_batch: bool) -> Any:
     return jax.ShapeDtypeStruct((batch + more, *shape[1:]), jnp.result_type(x))
 
   def free(x: Any) -> Any:
-    if isinstance(x, ragged.Sparse):
+    if isinstance(x, inputs_lib.Sparse):
       raise ValueError(
         "export: a Sparse has the batch in its dense_shape, which is static. Take embed.Padded or "
         "embed.Ragged, or leave any_batch out."
       )
-    if isinstance(x, ragged.Ragged):
+    if isinstance(x, inputs_lib.Ragged):
       return dataclasses.replace(x, values=spec(x.values), row_splits=first(x.row_splits, 1))
     return jax.tree.map(first, x)
 
