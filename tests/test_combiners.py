@@ -157,6 +157,7 @@ def test_another_shape_is_named():
 # --- properties -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @given(meshes.ids((4, K), V), meshes.fractions((4, D)))
 def test_a_mean_of_ones_own_is_the_mean(ids, cotangents):
   found = []
@@ -171,7 +172,7 @@ def test_a_mean_of_ones_own_is_the_mean(ids, cotangents):
 @pytest.mark.parametrize(
   ("strategy", "kind"),
   [
-    ("mod", "explicit"),
+    pytest.param("mod", "explicit", marks=pytest.mark.full),
     pytest.param("column", "auto", marks=pytest.mark.full),
     pytest.param("mod", "auto", marks=pytest.mark.slow),
     pytest.param("column", "explicit", marks=pytest.mark.slow),
@@ -341,6 +342,7 @@ def recorded(name):
   }
 
 
+@pytest.mark.full
 def test_recorded_gradients_of_weights():
   """Every case is a feature of one layer: one compilation for all."""
   cases = {name: recorded(name) for name in RECORDED}

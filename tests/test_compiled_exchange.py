@@ -116,6 +116,7 @@ def test_rows_by_all_to_all(kind):
   assert_cost_of_the_batch(compiled, stored)
 
 
+@pytest.mark.full
 def test_more_rounds_are_in_loops():
   """What always runs is the first round; what may follow is in loops, and looks the same."""
   compiled, stored = compile_step("div", capacity=8)
@@ -126,12 +127,14 @@ def test_more_rounds_are_in_loops():
   assert_cost_of_the_batch(compiled, stored)
 
 
+@pytest.mark.full
 def test_a_round_has_room_for_all_rows_of_a_shard():
   """Few rows cannot overflow a buffer, however many ids there are."""
   compiled, _ = compile_step("mod", rows=64, capacity=8)
   assert sent(compiled)[1] == {}
 
 
+@pytest.mark.full
 def test_rows_by_gathering_ids():
   compiled, stored = compile_step("mod", exchange="gather")
   always, more = sent(compiled)
@@ -157,6 +160,7 @@ def test_columns():
   assert_cost_of_the_batch(compiled, stored)
 
 
+@pytest.mark.full
 def test_replicas():
   """Looked up without asking anybody."""
   compiled, stored = compile_step("replicated")
@@ -170,6 +174,7 @@ def test_replicas():
   assert_cost_of_the_batch(compiled, stored)
 
 
+@pytest.mark.full
 def test_small_replicas_are_added_up():
   """Where a table has fewer rows than the batch has ids."""
   compiled, _ = compile_step("replicated", rows=40)

@@ -366,6 +366,7 @@ def test_every_optimizer_mid_level_jit():
     check_steps(name, history)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["none_gradient/adam", "none_gradient/ftrl"])
 def test_unused_activation_touches_its_rows(name):
   """A lookup that the loss ignores is a zero gradient for its rows, not a skipped update."""
@@ -424,6 +425,7 @@ def base_batch(replicas):
   }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("name", "compiled"),
   [(name, True) for name in BASE["optimizers"]] + [("Adam", False)],

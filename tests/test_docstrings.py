@@ -33,6 +33,7 @@ def scope():
   return names
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name, scope):
   module = importlib.import_module(name)

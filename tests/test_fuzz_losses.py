@@ -1765,6 +1765,7 @@ def test_there_are_a_hundred_ways():
   assert len(WAYS) + COMPOSED >= 100
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FEW)
 def test_a_way(name):
   check(WAYS[name])

@@ -897,6 +897,7 @@ def test_a_small_fault_is_seen():
       assert compare(dataclasses.replace(exact, tables=tables), exact, low, high)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
 def test_the_reference_differentiates_rightly(seed):
   """Its gradients, of rows and of dense parameters, are the slope of its loss in any direction."""
@@ -928,6 +929,7 @@ def check(seed, devices):
 QUICK = {1: (0, 1), 8: (3, 46)}  # small models; both are on Explicit axes, 46 on eight devices
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", QUICK[1])
 def test_a_random_model_on_one_device(seed):
   check(seed, 1)

@@ -125,6 +125,7 @@ def test_activations_are_one_update_behind():
   assert model.tables["table_0"][:, 0].tolist() == [1.0, -3.0, 1.0]
 
 
+@pytest.mark.full
 def test_a_pause_before_every_step_is_no_pipeline():
   """Drained each time, a pipelined run is the ordinary one, bit for bit."""
   found = []
@@ -152,6 +153,7 @@ def stale(model, optimizer, data):
   return losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   "name", full_unless(["sgd", "rowwise_adagrad", "adam", "ftrl"], lambda name: name == "sgd")
 )
@@ -163,6 +165,7 @@ def test_equals_training_on_kept_old_tables(name):
   meshes.assert_close(model.embed.variables, other.embed.variables)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", full_unless(meshes.KINDS, lambda kind: kind == "explicit"))
 def test_sharded_equals_unsharded(kind):
   where = {"mesh": meshes.make_mesh(kind), "axis": "data"}
@@ -182,6 +185,7 @@ def test_dropped_ids_are_counted_once():
   assert int(model.embed.report["dropped_ids"]) == 3
 
 
+@pytest.mark.full
 def test_candidates_drawn_in_the_loss_are_those_looked_up():
   """Random counters at the look ahead are those of the step that it is for."""
 

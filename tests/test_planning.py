@@ -288,6 +288,7 @@ def pair_batch(seed):
   return ids, None, meshes.normal(seed, dict.fromkeys(SIZES, (12, 3)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["mesh", pytest.param("one device", marks=pytest.mark.slow)])
 def test_stacks_cannot_be_seen(where):
   """Two tables in one array or in two: the same names, values, gradients and checkpoints."""

@@ -113,6 +113,7 @@ def cotangent_for(shape):
   return ((np.arange(np.prod(shape)) * 5 % 17 - 8) / 8).reshape(shape).astype(np.float32)
 
 
+@pytest.mark.full
 @given(structures, st.tuples(tables, tables), st.sampled_from(["sum", "mean", "sqrtn"]))
 @settings(max_examples=25)
 def test_any_structure(structure, values, combiner):
@@ -351,6 +352,7 @@ def kinds_world(combiner, sequence, weighted):
   return harness.Model(features, embed.sgd(learning_rate=0.1))
 
 
+@pytest.mark.full
 @given(
   st.sampled_from([("sum", 0), ("mean", 0), ("sqrtn", 0), ("sum", 2), ("sum", 5)]),
   st.booleans(),

@@ -224,6 +224,7 @@ def two_of_them(strategy, kind):
   return (strategy, kind) in (("mod", "explicit"), ("column", "auto"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("strategy", "kind"), slow_unless(MATRIX, two_of_them, lambda strategy, _: strategy == "mod")
 )
@@ -287,6 +288,7 @@ def one_of_each(strategies):
   return features, {"mesh": mesh, "plan": plan}
 
 
+@pytest.mark.full
 def test_tables_are_spread_in_different_ways():
   """In one model, one of them also with a buffer that is too small."""
   features, where = one_of_each(("mod", "column", "replicated"))
@@ -677,6 +679,7 @@ def test_eagerly(strategy, kind):
   meshes.assert_close(train(mesh=make_mesh(kind), sharding=strategy), train())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
 def test_inputs_of_any_sharding(kind):
   mesh = make_mesh(kind)

@@ -143,6 +143,7 @@ def test_a_run_repeats_itself_and_tables_differ():
   assert (run("t") != run("u")).any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   "strategy",
   ["mod", "column", *(pytest.param(s, marks=pytest.mark.slow) for s in ("div", "replicated"))],
@@ -193,6 +194,7 @@ def test_a_frozen_table_rounds_nothing():
   model.apply_gradients(jnp.ones(act.shape), residual)
 
 
+@pytest.mark.full
 def test_a_short_training_run_matches_float32():
   """Factorizing a matrix: float32, and bfloat16 at random, over two seeds; nearest is worse."""
 

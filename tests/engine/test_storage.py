@@ -63,6 +63,7 @@ def initial_values():
   return fetched(harness.Model(*different_initializers()).embed.variables)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", places("mod", "column"))
 def test_initial_values_do_not_depend_on_the_mesh(place):
   """Rows and slots, bit for bit, drawn per row or as a whole."""
@@ -116,6 +117,7 @@ load = nnx.jit(lambda model, variables: model.embed.load_variables(variables))
 read = jax.jit(lambda model: model.embed.variables)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", places("mod", "column", "plane"))
 def test_tables_are_read_as_they_are_loaded(place):
   model, wanted = numbered_model(**at(place)), numbered()
@@ -125,6 +127,7 @@ def test_tables_are_read_as_they_are_loaded(place):
   assert {name: list(arrays) for name, arrays in model.embed.variables.items()} == order
 
 
+@pytest.mark.full
 def test_tables_split_both_ways_are_read_as_they_are_loaded():
   model, wanted = two_axes_model(), numbered()
   load(model, wanted)

@@ -76,6 +76,7 @@ def test_ids_made_to_collide():
   check("hash", same, 2**31 - 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 513, 5000])
 def test_any_length(n):
   for way in WAYS:

@@ -277,6 +277,7 @@ def scripted(scores):
   return evaluate, seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("select", "scores", "tested"),
   [

@@ -87,6 +87,7 @@ def test_candidates(mesh):
     assert_no_table(two_tower.make_rank(settings, None), model, vectors, {"user": ids}, seen)
 
 
+@pytest.mark.full
 def test_the_check_sees_what_flax_does_by_default():
   model = sequence.build_model(config("sequence.synthetic"), ROWS)
   look_up = nnx.jit(lambda model, ids: model.embed({"item": ids}))

@@ -14,6 +14,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from meshes import fractions, ids
+from suites import full_unless
 
 import embed
 
@@ -305,7 +306,7 @@ def served_together(group, jit):
   return served([name for name in VALID if lookup_group(name) == group], jit)
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", full_unless([False, True], bool), ids=["eager", "jit"])
 @pytest.mark.parametrize("name", VALID)
 def test_recorded(name, jit):
   case = LOOKUPS[name]
@@ -345,6 +346,7 @@ def trained(combiner, length):
   return embed.SparseEmbed(config, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.full
 @given(
   st.sampled_from(["padded", "ragged", "sparse"]),
   st.sampled_from(["sum", "mean", "sqrtn"]),

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from recipe_runs import RESULT, leaves
 from small_data import write_criteo, write_criteo_days, write_movielens
-from suites import full_unless
 
 from recipes import hosts, optimizers, results
 from recipes.dlrm import data, train
@@ -36,7 +35,8 @@ def test_there_is_a_config_per_dataset():
   assert CONFIGS == ["criteo_1tb", "criteo_kaggle", "movielens1m", "synthetic"]
 
 
-@pytest.mark.parametrize("name", full_unless(CONFIGS, lambda name: name == "synthetic"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict

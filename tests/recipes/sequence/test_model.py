@@ -152,6 +152,7 @@ def sampled_batch(shared):
   return train_batch(negatives=negatives, log_expected=np.full(negatives.shape, -1.0, np.float32))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("loss", ["sampled_softmax", "bce", "gbce"])
 def test_sampled_losses_touch_the_sampled_rows_only(loss, shared):
@@ -171,6 +172,7 @@ def test_sampled_losses_touch_the_sampled_rows_only(loss, shared):
   assert set(np.flatnonzero(moved)) == touched
 
 
+@pytest.mark.full
 def test_sampled_softmax_of_all_items_is_the_full_one():
   config = smoke(loss="sampled_softmax")
   model = train.build_model(config, ITEMS)

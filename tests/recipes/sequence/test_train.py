@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 from recipe_runs import leaves
 from small_data import draw_sequences, write_sequences
-from suites import full_unless
 
 import embed
 from recipes import checkpoints, hosts, loop
@@ -45,7 +44,8 @@ def test_there_is_a_config_per_dataset():
   assert CONFIGS == ["beauty", "beauty_bert4rec", "movielens1m", "synthetic"]
 
 
-@pytest.mark.parametrize("name", full_unless(CONFIGS, lambda name: name == "synthetic"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from recipe_runs import RESULT, TWO_TOWER, leaves, two_tower_smoke
-from suites import full_unless
 
 import embed
 from recipes import baselines, checkpoints, hosts, loop, optimizers, retrieval
@@ -39,7 +38,8 @@ def test_there_is_a_config_per_dataset():
   assert sorted(path.stem for path in Path("configs/two_tower").glob("*.py")) == TWO_TOWER
 
 
-@pytest.mark.parametrize("name", full_unless(TWO_TOWER, lambda name: name == "synthetic"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", TWO_TOWER)
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
@@ -152,6 +152,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
   assert losses_of("killed") == losses_of("whole")
 
 
+@pytest.mark.full
 def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
   config = two_tower_smoke("synthetic", tmp_path, logq=0.5, queue=64, temperature=0.3, dropout=0.0)
   found = data.load(config)
