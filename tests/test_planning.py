@@ -1,5 +1,6 @@
 """What a plan decides and what it says that costs, by hand; and that stacks cannot be seen."""
 
+import itertools
 import json
 import re
 
@@ -344,10 +345,15 @@ WHERE = {
 }
 
 
+QUICK = [("mod", "lazy", "padded"), ("replicated", "lazy", "padded"), ("column", "lazy", "ragged")]
+CASES = [
+  pytest.param(*case, marks=() if case in QUICK else pytest.mark.full)
+  for case in itertools.product(WHERE, OPTIMIZERS, KINDS_OF_INPUT)
+]
+
+
 @pytest.mark.parametrize("rows", [24, 4000])
-@pytest.mark.parametrize("kind", KINDS_OF_INPUT)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("where", "optimizer", "kind"), CASES)
 def test_a_plan_says_what_a_step_does(where, optimizer, kind, rows):
   """The capacity of the lookup's route, and the collectives of the update."""
   table = embed.TableConfig(rows, 16, name="t", optimizer=OPTIMIZERS[optimizer])
