@@ -74,22 +74,22 @@ class Plan:
     """A plan with one strategy for all tables, for a `SparseEmbed` without a plan."""
     mesh = mesh if mesh is not None else mesh_lib.current_mesh()
     axes = mesh_lib.as_names(axis)
-    found = cls(features, optimizer, mesh, axes)
-    for entry in found.entries.values():
+    result = cls(features, optimizer, mesh, axes)
+    for entry in result.entries.values():
       entry.strategy, entry.axis = strategy, axes
-    return found
+    return result
 
   def with_features(self, features: Any, optimizer: RowOptimizer | None) -> "Plan":
     """The same decisions for another feature config of the same tables."""
-    found = Plan(features, optimizer or self.optimizer, self.mesh, self.batch_axis)
-    if set(found.tables) != set(self.tables):
+    result = Plan(features, optimizer or self.optimizer, self.mesh, self.batch_axis)
+    if set(result.tables) != set(self.tables):
       raise ValueError(
         f"The plan is for the tables {sorted(self.tables)}, the feature config has "
-        f"{sorted(found.tables)}."
+        f"{sorted(result.tables)}."
       )
-    found.entries = {name: entry.copy() for name, entry in self.entries.items()}
-    found.hbm_bytes, found._bags = self.hbm_bytes, self._bags
-    return found
+    result.entries = {name: entry.copy() for name, entry in self.entries.items()}
+    result.hbm_bytes, result._bags = self.hbm_bytes, self._bags
+    return result
 
   def adopt(self, profile: Any, headroom: float = 1.25) -> "Plan":
     """Sizes the buffers of the exchange by the needs of a sample of batches; returns the plan.
@@ -270,14 +270,14 @@ class Plan:
     read = json.loads(text)
     mesh = mesh if mesh is not None else mesh_lib.current_mesh()
     axis = read["batch_axis"]
-    found = cls(features, optimizer, mesh, None if axis is None else tuple(axis))
-    if set(found.entries) != set(read["tables"]):
+    result = cls(features, optimizer, mesh, None if axis is None else tuple(axis))
+    if set(result.entries) != set(read["tables"]):
       raise ValueError(
         f"The plan is for the tables {sorted(read['tables'])}, the feature config has "
-        f"{sorted(found.entries)}."
+        f"{sorted(result.entries)}."
       )
-    found.entries = {name: TablePlan(**read["tables"][name]) for name in found.tables}
-    return found
+    result.entries = {name: TablePlan(**read["tables"][name]) for name in result.tables}
+    return result
 
 
 _HEADER = (
@@ -327,19 +327,19 @@ def plan(
   """
   mesh = mesh_lib.current_mesh() if mesh is None else mesh
   axes = mesh_lib.as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
-  found = Plan(features, optimizer, mesh, axes)
-  found.hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
-  found._bags = example_bags(features, found.tables, batch)
-  for entry in found.entries.values():
+  result = Plan(features, optimizer, mesh, axes)
+  result.hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
+  result._bags = example_bags(features, result.tables, batch)
+  for entry in result.entries.values():
     entry.axis = axes
   if mesh is not None:
-    for name, strategy in best_strategies(found._stored, found.entries, found._bags).items():
-      found.entries[name].strategy = strategy
-  for stack in found.stacks().values():
-    chosen = stack_cost(stack, found._bags)
+    for name, strategy in best_strategies(result._stored, result.entries, result._bags).items():
+      result.entries[name].strategy = strategy
+  for stack in result.stacks().values():
+    chosen = stack_cost(stack, result._bags)
     for name in stack.tables if chosen.exchange in EXCHANGES else ():
-      found.entries[name].suggested.update(exchange=chosen.exchange, capacity=chosen.capacity)
-  return found
+      result.entries[name].suggested.update(exchange=chosen.exchange, capacity=chosen.capacity)
+  return result
 
 
 def _memory(mesh: Any) -> int | None:

@@ -175,11 +175,11 @@ def count(layer: Any, dropped: Sequence[jax.Array], records: Sequence[LookupReco
     "exchange_rounds": jnp.int32(0),
     "buffer_fill": jnp.float32(0),
   }
-  for found in routes:
-    most = found.max_rows_per_pair[0]
+  for used in routes:
+    most = used.max_rows_per_pair[0]
     of = {
-      "exchange_rounds": route.rounds(most, found.capacity),
-      "buffer_fill": most.astype(jnp.float32) / found.capacity,
+      "exchange_rounds": route.rounds(most, used.capacity),
+      "buffer_fill": most.astype(jnp.float32) / used.capacity,
     }
     counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
   try:

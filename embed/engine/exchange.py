@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import cost, lookup, route, rows
+from embed.engine import cost, lookup, rows
 from embed.engine import grads as grads_lib
+from embed.engine import route as route_lib
 from embed.engine.bags import Bags, pad_all
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
@@ -61,9 +62,9 @@ def look_up(
     out_specs = (placement.work, None if capacity is None else route_spec(stack))
     per_device = functools.partial(_look_up, tables=names, stack=stack, capacity=capacity)
     run = placement.run(per_device, (stack.specs[2], specs), out_specs)
-    activations, found = run(table, padded)
+    activations, route = run(table, padded)
     acts = dict(zip(used, activations, strict=True))
-    record = dataclasses.replace(record, route=found)
+    record = dataclasses.replace(record, route=route)
   if not placement.is_local:
     acts = {i: _cut(act, bags[i].batch, placement) for i, act in acts.items()}
   zeros = lambda bag: jnp.zeros((*bag.batch, stack.dim), table.dtype)
@@ -90,14 +91,14 @@ def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
     lookup.gather_and_combine, quantization=stack.quantization, dtype=jnp.float32
   )
   located = lambda bag, table: layout.locate(stack.indices[table], bag.ids)
-  found, acts = None, {}
+  route, acts = None, {}
   routed = [i for i, bag in enumerate(bags) if capacity is not None and not bag.is_ragged]
   if routed:
     union = [_of_columns(bags[i].flat(), placement) for i in routed]
     where = [located(bag, tables[i]) for i, bag in zip(routed, union, strict=True)]
     assert capacity is not None
-    found = route.find(where, layout, capacity, placement)
-    some, found = _look_up_routed(table, union, [s for s, _ in where], combine, (stack, found))
+    route = route_lib.find(where, layout, capacity, placement)
+    some, route = _look_up_routed(table, union, [s for s, _ in where], combine, (stack, route))
     acts = dict(zip(routed, some, strict=True))
   for i, bag in enumerate(bags):
     if not bag.is_ragged and i not in acts:
@@ -113,7 +114,7 @@ def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
       act = _swap_columns(act, placement)
       act = act.reshape(*bag.batch, act.shape[-1])
     out.append(act[..., : stack.dim].astype(table.dtype))
-  return tuple(out), found
+  return tuple(out), route
 
 
 def _own(located: tuple[jax.Array, jax.Array], stack: StackSpec) -> jax.Array:
@@ -135,28 +136,30 @@ def _of_columns(bags: Bags, placement: Placement) -> Bags:
 
 def _look_up_routed(table, bags, shards, combine, way: tuple[StackSpec, Route]):
   """Activations by all-to-all, and the route with what was requested in the first round."""
-  (stack, found), placement = way, way[0].placement
+  (stack, route), placement = way, way[0].placement
 
   def one_round(start):
-    local_rows, count = found.requests(start, stack.layout)
+    local_rows, count = route.requests(start, stack.layout)
     requested = placement.swap(local_rows, placement.rows)
     sent = table.at[requested.reshape(-1)].get(
       mode="fill", fill_value=0, wrap_negative_indices=False
     )
     received = placement.swap(sent.reshape(*requested.shape, -1), placement.rows)
     received = received.reshape(-1, table.shape[1])
-    positions = found.buffer_positions(shards, start, count)
+    positions = route.buffer_positions(shards, start, count)
     acts = [combine(received, b.with_ids(p)) for b, p in zip(bags, positions, strict=True)]
     return acts, requested
 
-  first, last = found.shard_offsets[:-1], found.shard_offsets[1:]
+  first, last = route.shard_offsets[:-1], route.shard_offsets[1:]
   acts, requested = one_round(first)
-  if found.can_overflow(stack.layout):
+  if route.can_overflow(stack.layout):
     more = lambda k, acts: jax.tree.map(
-      jnp.add, acts, one_round(jnp.minimum(first + k * found.capacity, last))[0]
+      jnp.add, acts, one_round(jnp.minimum(first + k * route.capacity, last))[0]
     )
-    acts = lax.fori_loop(1, route.rounds(found.max_rows_per_pair[0], found.capacity), more, acts)
-  return acts, dataclasses.replace(found, requested_rows=requested)
+    acts = lax.fori_loop(
+      1, route_lib.rounds(route.max_rows_per_pair[0], route.capacity), more, acts
+    )
+  return acts, dataclasses.replace(route, requested_rows=requested)
 
 
 def _scatter(act: jax.Array, placement: Placement) -> jax.Array:
@@ -305,7 +308,7 @@ def _rounds(
 ) -> Any:
   """Row gradients by all-to-all; in each round the rows of a range of keys, the same everywhere."""
   layout, placement = stack.layout, stack.placement
-  first_keys = route.first_keys(layout)
+  first_keys = route_lib.first_keys(layout)
   ends = first_keys[1:]
   routes = [call.record.route for call in routed]
   starts = tuple(r.shard_offsets[:-1] for r in routes)
@@ -316,7 +319,7 @@ def _rounds(
     limit = ends
     for r, start in zip(routes, starts, strict=True):
       behind = start + r.capacity
-      key = r.sorted_keys.at[behind].get(mode="fill", fill_value=route.NO_KEY)
+      key = r.sorted_keys.at[behind].get(mode="fill", fill_value=route_lib.NO_KEY)
       limit = jnp.minimum(limit, jnp.where(behind < r.shard_offsets[1:], key, ends))
     return lax.pmin(limit, placement.axes)
 
@@ -373,6 +376,8 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
 def _between(part: GradRows, low: jax.Array, limit: jax.Array, stack: StackSpec) -> GradRows:
   """Of the rows of this shard, those of a range of keys."""
   me, size = stack.placement.index(stack.placement.rows), stack.layout.rows
-  key = route.make_key(jnp.full_like(part.ids, me), jnp.minimum(part.ids, size - 1), stack.layout)
+  key = route_lib.make_key(
+    jnp.full_like(part.ids, me), jnp.minimum(part.ids, size - 1), stack.layout
+  )
   keep = (part.ids < size) & (key >= low[me]) & (key < limit[me])
   return part._replace(ids=jnp.where(keep, part.ids, size))
