@@ -18,7 +18,7 @@ from flax import nnx
 
 from embed.engine import mesh, taps
 from embed.engine.grads import ActivationGrads
-from embed.engine.lookup import in_order
+from embed.engine.lookup import before_update
 from embed.engine.stack import StackSpec
 from embed.engine.taps import Feed, Lookup, Mark, Owner, Source
 from embed.gradients import Grads, Rows
@@ -429,7 +429,7 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
       rows = modules[made.owner.path].arrays[made.owner.name]["parameters"]
       stack = traced.stacks[made.owner]
       table = stack.placement.put(rows.get_value(), stack.specs[2])
-      activations, table = in_order(made.activations, table, made.record)
+      activations, table = before_update(made.activations, table, made.record)
       with changing("embed.look_ahead"):
         rows.set_value(table)
       ordered.append(dataclasses.replace(made, activations=activations))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from embed import combiners, inputs, structure
@@ -259,18 +260,20 @@ def example_bags(features: Any, configs: Mapping[str, TableConfig], batch: Any):
   names = {id(table): name for name, table in configs.items()}
   for path, feature, x, _ in inputs.matched(features, batch):
     looked_up = functools.partial(_looked_up, structure.feature_name(path, feature), feature)
-    bags = jax.eval_shape(looked_up, jax.tree.map(_struct, x))
+    structs = jax.tree.map(_struct, x, is_leaf=lambda leaf: isinstance(leaf, (list, tuple)))
+    bags = jax.eval_shape(looked_up, structs)
     by_table[names[id(feature.table)]].append(bags)
   return by_table
 
 
 def _looked_up(name: str, feature: FeatureConfig, x: Any) -> Bags:
-  """The bags that a lookup of a feature takes, weighted if weights may have a gradient."""
-  weights = None
-  if feature.differentiate_weights and hasattr(x, "values") and not feature.max_sequence_length:
-    weights = dataclasses.replace(x, values=x.values.astype(np.float32))
-  checked = inputs.check((), name, feature, x, weights)
-  return combiners.prepare([checked], None, [checked.parts]).bags[0]
+  """The bags that a lookup of a feature takes, weighted if weights can have a gradient."""
+  unweighted = inputs.check((), name, feature, x)
+  parts = unweighted.parts
+  is_known = parts.kind != "ragged" or parts.length  # the length of a bag
+  if feature.differentiate_weights and parts.kind != "dense" and is_known:
+    parts = dataclasses.replace(parts, weights=jnp.ones(parts.ids.shape))
+  return combiners.prepare([unweighted], None, [parts]).bags[0]
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:

@@ -115,7 +115,9 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+  "compiled", [False, pytest.param(True, marks=pytest.mark.full)], ids=["eager", "jit"]
+)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_row_gradients_equal_the_dense_gradient(loss, compiled):
   model = Model()

@@ -89,6 +89,7 @@ def step(model, inputs, level):
   optimizer.update(model, grads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", ["lookup", "value_and_grad"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_and_learned_weights_train(kind, level):

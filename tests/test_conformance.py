@@ -350,11 +350,13 @@ def check_steps(name, history):
     check_optimizer(OPTIMIZERS[name], step, variables)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_jit(name):
   check_steps(name, jitted_optimizers("value_and_grad", tuple(OPTIMIZERS))[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MID_LEVEL)
 def test_optimizer_mid_level_jit(name):
   check_steps(name, jitted_optimizers("mid_level", MID_LEVEL)[name])

@@ -148,3 +148,17 @@ def test_row_gradients_can_be_looked_at():
   assert repr(grads.rows["t"]) == "RowGrads(ids=[4 9], values=[[2.]\n [0.]])"
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads.rows["t"])
   assert "ShapeDtypeStruct" in repr(shapes)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_row_gradients_step_in_float32(dtype):
+  """The square of 1e-4 is 0 in float16."""
+  zeros, adagrad = jax.nn.initializers.zeros, embed.adagrad(0.1, initial_accumulator_value=1e-9)
+  table = embed.TableConfig(4, 2, optimizer=adagrad, initializer=zeros, name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  _, grads = embed.value_and_grad(lambda layer: 1e-4 * layer(np.array([1])).sum())(layer)
+  layer.apply_row_gradients({"t": grads.rows["t"].map(lambda g: g.astype(dtype))})
+  gradient = float(jnp.asarray(1e-4, dtype))
+  accumulator = 1e-9 + gradient**2
+  np.testing.assert_allclose(layer.variables["t"]["accumulators"][1], accumulator, rtol=1e-5)
+  np.testing.assert_allclose(layer.tables["t"][1], -0.1 * gradient / accumulator**0.5, rtol=1e-5)

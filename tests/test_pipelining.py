@@ -56,7 +56,7 @@ def train(model, optimizer, data, pipelined=True):
 
 
 @pytest.mark.parametrize("compiled", full_unless([False, True], bool), ids=["eager", "jit"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", full_unless(CASES, lambda name: name in list(CASES)[:2]))
 def test_recorded_cases(name, compiled):
   case = CASES[name]
   make = getattr(embed, conformance.OPTIMIZERS[case["optimizer"]])

@@ -399,3 +399,13 @@ def test_a_plan_knows_what_is_combined_after_the_lookup(how):
   (cost,) = plan.costs()
   assert cost.exchange == "all_to_all"
   assert residual.records["t"].route.capacity == cost.capacity
+
+
+@pytest.mark.parametrize("output_shape", [None, (2, 2)])
+def test_a_plan_takes_ragged_features_whose_weights_may_have_a_gradient(output_shape):
+  """A lookup without weights takes them too: their bags have no known length."""
+  feature = embed.FeatureConfig(
+    embed.TableConfig(10, 4, name="t"), differentiate_weights=True, output_shape=output_shape
+  )
+  batch = embed.Ragged([3, 7, 5], [0, 2, 3])
+  assert list(embed.plan(feature, make_mesh(), batch)) == ["t"]

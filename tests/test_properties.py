@@ -303,6 +303,7 @@ def combiner_world(combiner):
 combiners = st.sampled_from(["sum", "mean", "sqrtn"])
 
 
+@pytest.mark.full
 @given(combiners, batches(), st.tuples(tables, tables))
 def test_jit_equals_eager_equals_reference(combiner, batch, values):
   world = combiner_world(combiner)

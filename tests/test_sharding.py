@@ -612,6 +612,7 @@ def ways_on_one_device(way):
   return world.run(map(ways_batch, range(3)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("way", "strategy", "kind"),
   slow_unless(

@@ -1,12 +1,12 @@
 """Pure arrays behind `SparseEmbed`: no NNX, nothing public. One step, from ids to new rows:
 
-  bags, dropped = bags.from_input(parts, form, size)             # any input, as ids with padding
-  bags = bags.normalized("mean", size)                           # the combiner becomes gains
-  activations, record = exchange.look_up(stack, rows, bags, tables)
-  activations = taps.tap(activations, record, rows, layer)       # value_and_grad finds these
-  grads = grads.ActivationGrads(activation_grads, record)
+  bag, dropped = bags.from_input(parts, form, size)           # any input, as ids with padding
+  bag = bag.normalized("mean", size)                          # the combiner becomes gains
+  acts, record = exchange.look_up(stack, stored, [bag], ["movie"])
+  acts = taps.tap(acts, record, stored, layer)                # value_and_grad finds these
+  sent = grads.ActivationGrads(activation_grads, record)
   scalars = update.StepScalars.at(stack, step)
-  arrays = update.step(stack, arrays, [grads], scalars)          # rows and slots, in place
+  arrays = update.step(stack, arrays, [sent], scalars)        # rows and slots, in place
 
 Read `layout`, `mesh`, `stack` for where rows are; `bags`, `lookup` for one device; `cost`, `route`,
 `exchange` for several; `grads`, `rows`, `update` for the way back; `storage`, `views` for tables as

@@ -56,7 +56,7 @@ class DistinctRows:
   count: jax.Array | None = None
 
   def as_grad_rows(self) -> GradRows:
-    return GradRows(self.values, self.ids[:, None])
+    return GradRows(self.values.astype(jnp.float32), self.ids[:, None])
 
 
 def from_activations(grads: jax.Array, bags: Bags) -> GradRows:

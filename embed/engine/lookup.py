@@ -162,7 +162,7 @@ def _custom(combiner, valency: jax.Array, vectors: jax.Array, learned) -> jax.Ar
 # --- the order of a lookup and an update ---------------------------------------------------------
 
 
-def in_order(
+def before_update(
   activations: Sequence[jax.Array], table: jax.Array, record: LookupRecord
 ) -> tuple[list[jax.Array], jax.Array]:
   """The same arrays, in such a way that an update of the table comes after the activations.

@@ -3,8 +3,8 @@
 N ids, S shards, C rows for a pair of devices in a round. The distinct ids of a device are sorted by
 shard. In a round a device requests up to C rows of every shard. Where more are needed, further
 rounds follow: in each one a shard is asked for a range of its rows, the same range by every device,
-so that all gradients of a row meet in one round and an optimizer steps every row once. Any ids end,
-whatever the capacity.
+so that all gradients of a row meet in one round and an optimizer steps every row once. The exchange
+always finishes, whatever the ids and the capacity.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """A stack: tables of one width, dtype and optimizer that are stored in one array."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ class StackSpec:
     width: the columns on a device.
     columns: the columns of a row, on one device or several.
     specs: the PartitionSpecs of stored rows (2) and of slots of one value per row (1).
+    accumulates: whether the gradients of a row are summed before one step.
+    uses_stochastic_rounding: whether new rows are rounded at random.
     slots: what the optimizer keeps for each row, by name.
   """
 
@@ -74,6 +77,14 @@ class StackSpec:
   def size(self, table: str) -> int:
     """The vocabulary_size of a table."""
     return self.layout.sizes[self.indices[table]]
+
+  @functools.cached_property
+  def _hash(self) -> int:  # compiled functions ask for it at every call
+    compared = (field.name for field in dataclasses.fields(self) if field.compare)
+    return hash(tuple(getattr(self, name) for name in compared))
+
+  def __hash__(self) -> int:
+    return self._hash
 
   @property
   def is_split(self) -> bool:

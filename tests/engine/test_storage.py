@@ -134,6 +134,7 @@ def test_tables_split_both_ways_are_read_as_they_are_loaded():
   assert_equal(fetched(read(model)), wanted)
 
 
+@pytest.mark.full
 def test_load_tables_takes_any_array():
   """And leaves slots, and the other tables of an array, as they are."""
   mesh = make_mesh()
