@@ -14,6 +14,8 @@ import pytest
 import embed
 from embed import checkpoint, transforms
 
+pytestmark = pytest.mark.full
+
 ROOT = pathlib.Path(__file__).parents[1]
 MODULES = sorted(
   ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

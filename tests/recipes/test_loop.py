@@ -23,6 +23,8 @@ from flax import nnx
 import embed
 from recipes import arrays, checkpoints, errors, hosts, isolation, journal, loop, pipeline, runs
 
+pytestmark = pytest.mark.full
+
 STEPS = 24
 
 

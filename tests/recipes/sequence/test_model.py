@@ -16,6 +16,8 @@ from recipes import loop, losses
 from recipes.sequence import model as model_lib
 from recipes.sequence import train
 
+pytestmark = pytest.mark.full
+
 ITEMS, LENGTH = 50, 12
 
 
