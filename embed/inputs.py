@@ -16,7 +16,7 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import structure
-from embed.engine.bags import Bags, Form, Parts, from_input
+from embed.engine.bags import Form, Parts
 
 Array = Any  # a NumPy or JAX array, or nested lists of numbers
 
@@ -413,15 +413,6 @@ def check(
     if not same:
       raise ValueError(f"Feature {name!r}: the weights have other {layout} than the ids.")
   return Input(path, name, feature, parts, form)
-
-
-def to_bags(
-  name: str, feature: config_lib.FeatureConfig, x: Any, w: Any = None
-) -> tuple[Bags, jax.Array]:
-  """The bags of one input and the number of dropped ids; checks no values."""
-  parts = _take_apart(name, feature, x, w)
-  form = _form(name, feature, parts, weighted=w is not None)
-  return from_input(parts, form, feature.table.vocabulary_size)
 
 
 def validate(feature_config: Any, features: Any, weights: Any = None) -> None:

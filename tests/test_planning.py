@@ -13,7 +13,7 @@ from flax import nnx
 from meshes import make_mesh, make_world
 
 import embed
-from embed import inputs
+from embed import combiners, inputs
 from embed.engine import exchange, update
 from embed.engine.grads import ActivationGrads
 
@@ -366,7 +366,8 @@ def test_a_plan_says_what_a_step_does(where, optimizer, kind, rows):
   layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
   (stack,) = layer.spec.stacks.values()
   shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-  bags, _ = jax.eval_shape(lambda: inputs.to_bags("f", layer.spec.features, batch))
+  (x,) = inputs.read(layer.spec.features, batch)
+  (bags,) = jax.eval_shape(lambda: combiners.prepare([x], None, [x.parts]).bags)
   arrays = {key: value.get_value() for key, value in layer.arrays["t"].items()}
   look_up = lambda rows, bags: exchange.look_up(stack, rows, [bags], ["t"])
   activations, record = jax.eval_shape(look_up, shapes(arrays["parameters"]), bags)
