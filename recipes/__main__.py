@@ -5,7 +5,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from recipes import catalogue
+from . import catalogue
 
 _MORE = """\
 [:smoke] is a mode: --config=configs/dlrm/synthetic.py:smoke is the same code in seconds. Without
@@ -33,7 +33,7 @@ def listing(recipe: str) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-  parser = argparse.ArgumentParser("python -m recipes", description=__doc__)
+  parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
   parser.add_argument("recipe", nargs="?", help="one of them; default: all")
   wanted, known = parser.parse_args(argv).recipe, list(catalogue.recipes())
   if wanted is None:

@@ -30,8 +30,9 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import embed
-from recipes import aot_report, arrays, hosts, loop
-from recipes.errors import MissingPackageError
+
+from . import aot_report, arrays, hosts, loop
+from .errors import MissingPackageError
 
 _HLO = "SPARSE_EMBED_AOT_HLO"
 _REPORT = "SPARSE_EMBED_AOT_REPORT"  # set for the child: the file it writes its report to

@@ -13,7 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 import embed
-from recipes import hlo
+
+from . import hlo
 
 MIB = 1 << 20
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "int32": "s32"}

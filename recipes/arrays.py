@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from recipes import files
-from recipes.errors import DamagedFileError, UserError
-from recipes.fingerprint import fingerprint
+from . import files
+from .errors import DamagedFileError, UserError
+from .fingerprint import fingerprint
 
 # A file up to this size is hashed whenever it is opened; that takes a second. A larger one is
 # hashed where it has been written to since.

@@ -11,9 +11,9 @@ import threadpoolctl
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
-from recipes import files, retrieval
-from recipes.errors import UserError
-from recipes.metrics import ClickMetrics, RankingMetrics
+from . import files, retrieval
+from .errors import UserError
+from .metrics import ClickMetrics, RankingMetrics
 
 # EASE inverts a dense [items, items] matrix in float64, in place: 5 GB of this many items.
 _MAX_EASE_ITEMS = 25_000

@@ -14,7 +14,8 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import embed
 import embed.checkpoint
-from recipes.errors import from_settings
+
+from .errors import from_settings
 
 
 @dataclasses.dataclass

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes import arrays
-from recipes.errors import UserError
+from . import arrays
+from .errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

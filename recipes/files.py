@@ -14,7 +14,7 @@ from typing import IO, Any
 import filelock
 from tqdm import tqdm
 
-from recipes.errors import DownloadError, MissingFileError, UserError
+from .errors import DownloadError, MissingFileError, UserError
 
 _BLOCK = 1 << 20
 

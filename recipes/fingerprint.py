@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_OWN = __name__.partition(".")[0]  # the package whose code is followed
+_OWN = __name__.rpartition(".")[0]  # the package whose code is followed
 
 
 def fingerprint(function: Callable) -> str:
@@ -44,7 +44,7 @@ def _follow(module: str, name: str, attribute: str, reached: dict[tuple[str, str
       package = "." * node.level + (node.module or "")
       package = importlib.util.resolve_name(package, module.rpartition(".")[0])
       original = next(a.name for a in node.names if name == (a.asname or a.name))
-      if package.partition(".")[0] != _OWN:
+      if not f"{package}.".startswith(f"{_OWN}."):
         continue
       if f"{package}.{original}" not in sys.modules:
         _follow(package, original, attribute, reached)

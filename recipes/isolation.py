@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
-from recipes.errors import UserError
+from .errors import UserError
 
 
 class Outcome(NamedTuple):

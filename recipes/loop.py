@@ -21,10 +21,11 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 import embed
-from recipes import arrays, checkpoints, hosts, isolation, results, runs
-from recipes.checkpoints import Progress
-from recipes.errors import DivergedError, MissingFileError, UserError
-from recipes.journal import Journal, Silence
+
+from . import arrays, checkpoints, hosts, isolation, results, runs
+from .checkpoints import Progress
+from .errors import DivergedError, MissingFileError, UserError
+from .journal import Journal, Silence
 
 Baseline = Mapping[str, float] | Callable[[], Mapping[str, float]]  # its metrics, or what fits it
 _MAX_ATTEMPTS = 2  # at a baseline during which the whole run ended

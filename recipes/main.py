@@ -12,7 +12,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from recipes import catalogue, errors
+from . import catalogue, errors
 
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
 
@@ -22,7 +22,7 @@ def train(recipe: str, config, workdir: str) -> None:
 
   It is imported here, which takes seconds, so that a wrong flag is answered at once.
   """
-  importlib.import_module(f"recipes.{recipe}.train").run(config, workdir)
+  importlib.import_module(f".{recipe}.train", __package__).run(config, workdir)
 
 
 def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callable[[], None]:
@@ -91,11 +91,13 @@ class _ConfigFile(flags.ArgumentParser):
       configs = {p.stem: p for recipe in catalogue.recipes() for p in catalogue.configs(recipe)}
       configs |= {p.stem: p for p in catalogue.configs(self._recipe)}
       close = difflib.get_close_matches(Path(name).stem, configs, 1)
-      hint = f"did you mean {configs[close[0]]}?" if close else "`python -m recipes` lists them"
+      hint = (
+        f"did you mean {configs[close[0]]}?" if close else f"`python -m {__package__}` lists them"
+      )
       raise ValueError(f"there is no such file; {hint}")
     for other in catalogue.recipes().keys() - {self._recipe}:
       if file.resolve().parent == catalogue.ROOT / "configs" / other:
-        raise ValueError(f"that is a config for `python -m recipes.{other}`")
+        raise ValueError(f"that is a config for `python -m {__package__}.{other}`")
     modes = catalogue.modes(file)
     if mode and modes and mode not in modes:
       raise ValueError(f"it has no mode {mode!r}; {_nearest(mode, modes)}")
@@ -122,10 +124,10 @@ def _nearest(name: str, known: list[str]) -> str:
 
 def _show(workdir: Path) -> None:
   """Says where a finished run's results are; on a terminal, with its curves."""
-  from recipes import hosts, report  # hosts imports JAX
+  from . import hosts, report  # hosts imports JAX
 
   if hosts.is_main():
     if sys.stdout.isatty():
       print(f"\n{report.sketch(report.load(workdir))}")
     print(f"\nresults: {workdir / 'result.json'}")
-    print(f"curves:  python -m recipes.report {workdir}")
+    print(f"curves:  python -m {__package__}.report {workdir}")

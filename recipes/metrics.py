@@ -13,7 +13,7 @@ import numpy as np
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 
-from recipes.errors import UserError
+from .errors import UserError
 
 
 class ClickMetrics:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recipes import files
-from recipes.textfile import TextFile
+from . import files
+from .textfile import TextFile
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
 SHA256 = "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"

@@ -6,7 +6,8 @@ from typing import Any
 import optax
 
 import embed
-from recipes.errors import UserError
+
+from .errors import UserError
 
 
 def schedule(config, peak: float) -> optax.Schedule:

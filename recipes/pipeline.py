@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import grain
 import numpy as np
 
-from recipes.errors import UserError
+from .errors import UserError
 
 Arrays = Mapping[str, np.ndarray]
 

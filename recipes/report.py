@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import uniplot
 
 from embed.tools.text import aligned
-from recipes import arrays
-from recipes.errors import DamagedFileError, MissingFileError, UserError
+
+from . import arrays
+from .errors import DamagedFileError, MissingFileError, UserError
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -374,7 +375,7 @@ def _device(device: Mapping[str, Any]) -> str:
 
 def draw(groups: Sequence[list[Run]]) -> "Figure | None":
   """Returns the curves of each data set, or None where no run has any."""
-  from recipes import curves  # a run's end needs `sketch` alone, and at once
+  from . import curves  # a run's end needs `sketch` alone, and at once
 
   return curves.draw([(_title(table), pairs) for table, pairs in _tables(groups)])
 
@@ -388,7 +389,7 @@ def _flat(config: Mapping[str, Any], prefix: str = ""):
 
 
 def main(argv: Sequence[str]) -> None:
-  parser = argparse.ArgumentParser("python -m recipes.report", description=__doc__)
+  parser = argparse.ArgumentParser(f"python -m {__package__}.report", description=__doc__)
   parser.add_argument("runs", nargs="+", help="workdirs of runs that have ended, or NAME.json")
   parser.add_argument("--out", help="where to write, without suffix; default: <first run>/report")
   parser.add_argument("--title", help="of the page; default: the name of --out, or of the run")

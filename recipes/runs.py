@@ -19,9 +19,9 @@ from typing import Any
 
 import filelock
 
-from recipes import arrays, files, hosts
-from recipes.checkpoints import Progress
-from recipes.errors import Stopped, UserError
+from . import arrays, files, hosts
+from .checkpoints import Progress
+from .errors import Stopped, UserError
 
 _LOCK = "run.lock"
 _REMOVE = ": remove it, and the same command writes it again"

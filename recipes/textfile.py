@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes import files
-from recipes.errors import DamagedFileError
+from . import files
+from .errors import DamagedFileError
 
 _WHOLE = "whole numbers up to 2**63 - 1"
 

@@ -1,6 +1,7 @@
 """The shape of the library: imports point one way, and each kind of knowledge has one place."""
 
 import ast
+import importlib.util
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -97,11 +98,13 @@ def files():
 
 def imports(path):
   names = set()
+  package = ".".join(path.relative_to(ROOT).parent.parts)
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
       names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
-      names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+      module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+      names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
   return names
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from absl import flags
 
-from recipes import main
+from .. import main
 
 _AOT = flags.DEFINE_list(
   "aot",
@@ -22,12 +22,12 @@ def _run(config, workdir: str) -> None:
   if not _AOT.value:
     main.train("dlrm", config, workdir)
     return
-  from recipes import aot
-  from recipes.dlrm import shapes
+  from .. import aot
+  from . import shapes
 
   path = Path(_AOT_JSON.value or Path(workdir) / "aot.json")
   parts = functools.partial(shapes.parts, config)
-  sys.exit(aot.main("recipes.dlrm", _AOT.value, parts, path, timeout=_AOT_TIMEOUT.value))
+  sys.exit(aot.main(__package__, _AOT.value, parts, path, timeout=_AOT_TIMEOUT.value))
 
 
 _program = main.program("dlrm", _run)

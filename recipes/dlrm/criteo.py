@@ -14,8 +14,8 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from recipes import arrays, files
-from recipes.errors import DamagedFileError, UserError
+from .. import arrays, files
+from ..errors import DamagedFileError, UserError
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 _FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from recipes import arrays, files
-from recipes.datasets import Prepared
-from recipes.dlrm import criteo
-from recipes.errors import UserError
+from .. import arrays, files
+from ..datasets import Prepared
+from ..errors import UserError
+from . import criteo
 
 _DAYS = 24
 _CHUNK = 512  # rows whose intermediate values stay in the inner caches: four times as fast

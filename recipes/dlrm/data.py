@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 import embed
-from recipes import baselines, hosts, pipeline
-from recipes.datasets import DataSet, Prepared, Registry
-from recipes.dlrm import criteo, criteo1tb, movielens1m, synthetic
+
+from .. import baselines, hosts, pipeline
+from ..datasets import DataSet, Prepared, Registry
+from . import criteo, criteo1tb, movielens1m, synthetic
 
 DATA_SETS = Registry(
   {

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import embed
-from recipes import layers
-from recipes.errors import UserError
+
+from .. import layers
+from ..errors import UserError
 
 Batch = Mapping[str, jax.Array]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes import arrays, categories, files, movielens
+from .. import arrays, categories, files, movielens
 
 
 def settings(config) -> dict[str, Any]:

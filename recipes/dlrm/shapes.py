@@ -4,10 +4,11 @@ import jax
 from flax import nnx
 
 import embed
-from recipes import aot, hosts
-from recipes.dlrm import data as data_lib
-from recipes.dlrm import train
-from recipes.errors import from_settings
+
+from .. import aot, hosts
+from ..errors import from_settings
+from . import data as data_lib
+from . import train
 
 
 def parts(config, mesh: jax.sharding.Mesh) -> aot.Parts:

@@ -8,11 +8,12 @@ import optax
 from flax import nnx
 
 import embed
-from recipes import hosts, layers, loop, optimizers
-from recipes.dlrm import data as data_lib
-from recipes.dlrm import model as model_lib
-from recipes.errors import UserError, from_settings
-from recipes.metrics import ClickMetrics
+
+from .. import hosts, layers, loop, optimizers
+from ..errors import UserError, from_settings
+from ..metrics import ClickMetrics
+from . import data as data_lib
+from . import model as model_lib
 
 
 def run(config, workdir: str) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from recipes import pipeline, sampling
-from recipes.errors import UserError
-from recipes.sequence import packing
+from .. import pipeline, sampling
+from ..errors import UserError
+from . import packing
 
 _SMALLEST, _FACTOR = 16, 4  # widths of histories: 16, 64, 256, ...: few, since each is compiled
 

@@ -16,9 +16,9 @@ import grain
 import numpy as np
 import scipy.sparse
 
-from recipes import arrays, hosts, pipeline
-from recipes.datasets import DataSet, Registry
-from recipes.sequence import batches, files, packing, synthetic
+from .. import arrays, hosts, pipeline
+from ..datasets import DataSet, Registry
+from . import batches, files, packing, synthetic
 
 DATA_SETS = Registry(
   {

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from recipes import arrays, files
-from recipes.errors import UserError
-from recipes.textfile import TextFile
+from .. import arrays, files
+from ..errors import UserError
+from ..textfile import TextFile
 
 _HINT = "Is the file complete? Get it again."
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import embed
-from recipes.errors import UserError
+
+from ..errors import UserError
 
 ITEM = "item"  # the table's name
 _NEVER = -1e9  # not -inf: padding attends to nothing, and its softmax must not be NaN

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from recipes import arrays, files
-from recipes.errors import UserError
-from recipes.metrics import RankingMetrics
+from .. import arrays, files
+from ..errors import UserError
+from ..metrics import RankingMetrics
 
 _SUCCESSORS, _SHORTEST, _LONGEST, _MEAN_MORE = 8, 4, 40, 8
 _CHUNK = 1_000

@@ -10,12 +10,13 @@ import scipy.sparse
 from flax import nnx
 
 import embed
-from recipes import baselines as baselines_lib
-from recipes import hosts, layers, loop, losses, optimizers, retrieval
-from recipes.errors import UserError, from_settings
-from recipes.metrics import RankingMetrics
-from recipes.sequence import data as data_lib
-from recipes.sequence import model as model_lib
+
+from .. import baselines as baselines_lib
+from .. import hosts, layers, loop, losses, optimizers, retrieval
+from ..errors import UserError, from_settings
+from ..metrics import RankingMetrics
+from . import data as data_lib
+from . import model as model_lib
 
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 

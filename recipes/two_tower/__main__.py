@@ -1,6 +1,6 @@
 """Command line of the recipe; `--helpfull` lists the flags."""
 
-from recipes import main
+from .. import main
 
 _program = main.program("two_tower")
 

@@ -13,10 +13,11 @@ import numpy as np
 import scipy.sparse
 
 import embed
-from recipes import hosts, pipeline, sampling
-from recipes.datasets import DataSet, Registry
-from recipes.errors import UserError
-from recipes.two_tower import gowalla, movielens1m, movielens100k, synthetic
+
+from .. import hosts, pipeline, sampling
+from ..datasets import DataSet, Registry
+from ..errors import UserError
+from . import gowalla, movielens1m, movielens100k, synthetic
 
 DATA_SETS = Registry(
   {

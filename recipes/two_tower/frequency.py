@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from recipes.errors import UserError
+from ..errors import UserError
 
 
 class Estimate(nnx.Variable):

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from recipes import files
-from recipes.errors import UserError
-from recipes.textfile import TextFile
-from recipes.two_tower import splits
+from .. import files
+from ..errors import UserError
+from ..textfile import TextFile
+from . import splits
 
 SOURCE = "https://github.com/kuandeng/LightGCN, Data/gowalla"
 _HINT = (

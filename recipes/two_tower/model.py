@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import embed
-from recipes import layers
-from recipes.two_tower.frequency import Frequency
+
+from .. import layers
+from .frequency import Frequency
 
 
 class Tower(nnx.Module):

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from recipes import categories, files, movielens
-from recipes.textfile import TextFile
-from recipes.two_tower import splits
+from .. import categories, files, movielens
+from ..textfile import TextFile
+from . import splits
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
 SHA256 = "50d2a982c66986937beb9ffb3aa76efe955bf3d5c6b761f4e3a7cd717c6a3229"

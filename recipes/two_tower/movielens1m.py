@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from recipes import categories, files, movielens
-from recipes.two_tower import splits
+from .. import categories, files, movielens
+from . import splits
 
 
 def settings(config) -> dict[str, Any]:

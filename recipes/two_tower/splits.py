@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from recipes import arrays
-from recipes.errors import UserError
+from .. import arrays
+from ..errors import UserError
 
 SPLITS = ("train", "valid", "test")
 Pairs = tuple[np.ndarray, np.ndarray]  # users and items of the same length

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from recipes import baselines, files
-from recipes.errors import UserError
-from recipes.two_tower import splits
+from .. import baselines, files
+from ..errors import UserError
+from . import splits
 
 _CHUNK = 256
 _BEST_KS = (10, 20, 50, 100)

@@ -12,13 +12,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import embed
-from recipes import baselines as baselines_lib
-from recipes import hosts, layers, loop, optimizers, retrieval
-from recipes.errors import UserError, from_settings
-from recipes.metrics import RankingMetrics
-from recipes.two_tower import data as data_lib
-from recipes.two_tower import losses
-from recipes.two_tower import model as model_lib
+
+from .. import baselines as baselines_lib
+from .. import hosts, layers, loop, optimizers, retrieval
+from ..errors import UserError, from_settings
+from ..metrics import RankingMetrics
+from . import data as data_lib
+from . import losses
+from . import model as model_lib
 
 
 def run(config, workdir: str) -> dict[str, Any]:
