@@ -78,6 +78,14 @@ def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.me
   return array
 
 
+def subfolder(folder: Path, name: str) -> Path:
+  """Returns a new, empty folder in a folder."""
+  path = folder / name
+  shutil.rmtree(path, ignore_errors=True)
+  path.mkdir()
+  return path
+
+
 def _allocate(path: Path) -> None:
   """Takes the blocks of a file from the disk: a full disk would be a bus error at a later write.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import arrays
+from . import arrays, hosts
 from .errors import UserError
 
 
@@ -39,6 +39,12 @@ class Prepared:
   def sha256(self) -> Mapping[str, str]:
     """Hashes of the source files by name, or of the generated columns."""
     return self.meta["sha256"]
+
+  @property
+  def serve(self) -> Path | None:
+    """The folder of what serving needs besides the model; None where there is none."""
+    folder = self.columns.folder / "serve" if isinstance(self.columns, arrays.Columns) else None
+    return folder if folder is not None and folder.is_dir() else None
 
   @property
   def best(self) -> Mapping[str, float]:
@@ -113,6 +119,8 @@ class Registry(Mapping[str, DataSet]):
       settings,
       functools.partial(data_set.build, settings),
     )
+    for note in meta.get("notes", ()):
+      hosts.say(note)
     return data_set.view(Prepared(columns, meta, columns.folder.name))
 
   def describe(self, config) -> Prepared:

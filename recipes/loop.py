@@ -10,6 +10,7 @@ wrote it: the same command goes on from it on any other number, with the same ba
 """
 
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -46,6 +47,8 @@ class Training:
       The functions run after `result.json` is written, in a process of their own; see
       `isolation.outcomes`. One that fails is named in the result and costs nothing else.
     data_sha256: hashes of the data by file.
+    config: the settings with those that the data have decided; None if they decide nothing.
+    serve: a folder of what serving needs besides the model, which is copied into the workdir.
   """
 
   model: nnx.Module
@@ -55,6 +58,8 @@ class Training:
   evaluate: Callable[[Any, str], dict[str, float]]
   baselines: Callable[[], Mapping[str, Baseline]]
   data_sha256: Mapping[str, str]
+  config: Any = None
+  serve: Path | None = None
 
   @property
   def state(self) -> dict[str, Any]:
@@ -134,7 +139,8 @@ def train(
       return result
     if result is None:
       hosts.replicate(mesh, *training.state.values())
-      tested_step, metrics = _train(config, workdir, progress, training, mesh)
+      hosts.from_main(lambda: _keep(training.serve, workdir / "serve"))
+      tested_step, metrics = _train(training.config or config, workdir, progress, training, mesh)
       result = {
         "recipe": recipe,
         "config": runs.plain(config),
@@ -176,6 +182,15 @@ def _train(
       checkpoints.restore(manager, tested_step, training.state)
     evaluate = lambda split: _named(split, training.evaluate(training.model, split))
     return tested_step, evaluate("valid") | evaluate("test")
+
+
+def _keep(folder: Path | None, target: Path) -> None:
+  """Copies a folder into the workdir; a copy that a kill has cut short is made again."""
+  if folder is not None and not target.exists():
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(folder, partial)
+    partial.rename(target)
 
 
 def _with_baselines(

@@ -34,23 +34,22 @@ def dense_optimizer(config) -> optax.GradientTransformation:
   return optax.adamw(schedule(config, config.learning_rate), weight_decay=config.weight_decay)
 
 
-def table_optimizer(config) -> Any:
-  """Returns the sparse optimizer `config.table.optimizer`, one of `embed`'s by name.
+def table_optimizer(config, name: str = "") -> Any:
+  """Returns a sparse optimizer of `embed` by name, by default `config.table.optimizer`.
 
   Raises:
     ValueError: the name is unknown.
   """
+  name = name or config.table.optimizer
   make: dict[str, Callable[..., embed.RowOptimizer]] = {
     "adagrad": embed.adagrad,
     "adam": embed.adam,
     "rowwise_adagrad": embed.rowwise_adagrad,
     "sgd": embed.sgd,
   }
-  if config.table.optimizer not in make:
-    raise UserError(
-      f"unknown table optimizer {config.table.optimizer!r}: choose one of {sorted(make)}"
-    )
-  return make[config.table.optimizer](
+  if name not in make:
+    raise UserError(f"unknown table optimizer {name!r}: choose one of {sorted(make)}")
+  return make[name](
     learning_rate=schedule(config, config.table.learning_rate),
     weight_decay_factor=config.table.weight_decay or None,
     multiply_weight_decay_factor_by_learning_rate=True,

@@ -74,7 +74,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.pipelined = False  # look up each batch during the step before it
 
   config.examples = "users"
-  config.remove_seen = True
+  config.exclude_seen = True
   config.ks = (20,)
   config.ann = False
   config.baseline = ml_collections.ConfigDict()

@@ -1,7 +1,7 @@
 """Two towers on MovieLens 100K, as tutorials split it; downloads 5 MB.
 
 Reproduces: the tutorials' top-100 accuracy of about .30 (all ratings are positives, random 80/20),
-  which is `test_recall@100` with `--config.remove_seen=False`: there, items that the user has seen
+  which is `test_recall@100` with `--config.exclude_seen=False`: there, items that the user has seen
   stay in the ranking. A tenth of the training rows is held out for validation.
 Cost: 23 to 33 s a seed on 2 shared CPU cores; 5 MB to download.
 Number: test Recall@100 .6218 ± .0017, mean of seeds 0, 1, 2; EASE .6165, popularity .4100. With
@@ -70,7 +70,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.pipelined = False  # look up each batch during the step before it
 
   config.examples = "rows"
-  config.remove_seen = True
+  config.exclude_seen = True
   config.ks = (10, 100)
   config.ann = False
   config.baseline = ml_collections.ConfigDict()

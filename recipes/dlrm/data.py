@@ -8,6 +8,7 @@ int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, pad
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -18,6 +19,9 @@ import embed
 
 from .. import baselines, hosts, pipeline
 from ..datasets import DataSet, Prepared, Registry
+from ..features import Feature, feature_configs
+from ..tables import clicks
+from ..tables import settings as table_settings
 from . import criteo, criteo1tb, movielens1m, synthetic
 
 DATA_SETS = Registry(
@@ -28,18 +32,9 @@ DATA_SETS = Registry(
     ),
     "movielens1m": DataSet(movielens1m.settings, movielens1m.build),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
+    "table": DataSet(table_settings.settings, clicks.build),
   }
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Feature:
-  """A categorical feature: one id per row, or a bag of up to `valency` ids, and its combiner."""
-
-  name: str
-  vocabulary_size: int
-  valency: int = 1
-  combiner: str = "mean"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +47,7 @@ class ClickData:
     features: in the order of their columns in `ids`.
     sha256: hashes of the source files by name, or of the generated columns.
     best: metrics of the probabilities that the labels were drawn from, where they are known.
+    serve: the folder of what serving needs besides the model; None where there is none.
   """
 
   columns: Mapping[str, Any]
@@ -59,6 +55,7 @@ class ClickData:
   features: tuple[Feature, ...]
   sha256: Mapping[str, str]
   best: Mapping[str, float]
+  serve: Path | None = None
 
   @property
   def num_dense(self) -> int:
@@ -81,7 +78,9 @@ def describe(config) -> ClickData:
 
 def _click_data(prepared: Prepared) -> ClickData:
   features = tuple(Feature(**feature) for feature in prepared.meta["features"])
-  return ClickData(prepared.columns, prepared.splits, features, prepared.sha256, prepared.best)
+  return ClickData(
+    prepared.columns, prepared.splits, features, prepared.sha256, prepared.best, prepared.serve
+  )
 
 
 def batch_shapes(data: ClickData, batch_size: int) -> dict[str, Any]:
@@ -93,22 +92,6 @@ def batch_shapes(data: ClickData, batch_size: int) -> dict[str, Any]:
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype), _transform(data)(row)
   )
-
-
-def feature_configs(data: ClickData, dim: int, initializer=None) -> dict[str, embed.FeatureConfig]:
-  """Returns one table of width `dim` per feature; the optimizer is left to the module's default."""
-  return {
-    feature.name: embed.FeatureConfig(
-      table=embed.TableConfig(
-        feature.vocabulary_size,
-        dim,
-        initializer=initializer,
-        combiner=feature.combiner,
-        name=feature.name,
-      )
-    )
-    for feature in data.features
-  }
 
 
 def train_batches(data: ClickData, config) -> grain.IterDataset:
@@ -141,7 +124,7 @@ def eval_batches(data: ClickData, split: str, batch_size: int) -> grain.IterData
 def _transform(data: ClickData):
   # Validation reads names and sizes only, so the widths of the tables do not matter here.
   return functools.partial(
-    split_features, features=data.features, configs=feature_configs(data, dim=1)
+    split_features, features=data.features, configs=feature_configs(data.features, dim=1)
   )
 
 

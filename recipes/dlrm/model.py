@@ -23,7 +23,7 @@ class DLRM(nnx.Module):
   Without dense features there is no bottom MLP and the pairs are of the tables alone.
 
   Args:
-    features: single ids and bags, all on tables of width `dim`.
+    features: single ids and bags; tables that are not of width `dim` are projected to it.
     table_optimizer: trains the tables.
     num_dense: K.
     dim: D.
@@ -55,6 +55,13 @@ class DLRM(nnx.Module):
     )
     self.bottom = layers.MLP(num_dense, [*bottom, dim], rngs=rngs) if num_dense else None
     self.names, self.concat_tables = tuple(features), concat_tables
+    self.projections = nnx.Dict(
+      {
+        name: nnx.Linear(feature.table.dim, dim, use_bias=False, rngs=rngs)
+        for name, feature in features.items()
+        if feature.table.dim != dim
+      }
+    )
     vectors = len(features) + (num_dense > 0)
     seen = vectors if concat_tables else int(num_dense > 0)
     width = seen * dim + vectors * (vectors - 1) // 2
@@ -64,7 +71,10 @@ class DLRM(nnx.Module):
   def __call__(self, batch: Batch) -> jax.Array:
     """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
     activations = self.embed(batch["features"])
-    tables = [activations[name] for name in self.names]
+    tables = [
+      self.projections[name](activations[name]) if name in self.projections else activations[name]
+      for name in self.names
+    ]
     dense = [self.bottom(batch["dense"])] if self.bottom is not None else []
     pairs = layers.dot_interaction(jnp.stack([*tables, *dense], axis=1))
     seen = [*tables, *dense] if self.concat_tables else dense
@@ -75,7 +85,7 @@ class DCNV2(nnx.Module):
   """Wang et al. 2021: a cross network and a deep network, side by side or one after the other.
 
   Args:
-    features, table_optimizer, num_dense, dim, mesh, sharding: as for `DLRM`.
+    features, table_optimizer, num_dense, mesh, sharding: as for `DLRM`; tables are of any width.
     cross_layers: number of cross layers.
     rank: of the cross layers' matrices; 0 for full matrices.
     deep: widths of the deep network.
@@ -91,7 +101,6 @@ class DCNV2(nnx.Module):
     features: Mapping[str, embed.FeatureConfig],
     table_optimizer,
     num_dense: int,
-    dim: int,
     *,
     cross_layers: int,
     rank: int,
@@ -110,7 +119,8 @@ class DCNV2(nnx.Module):
     )
     self.bottom = layers.MLP(num_dense, bottom, rngs=rngs) if bottom else None
     self.names = tuple(features)
-    width = len(features) * dim + (bottom[-1] if bottom else num_dense)
+    tables = sum(feature.table.dim for feature in features.values())
+    width = tables + (bottom[-1] if bottom else num_dense)
     self.cross = layers.Cross(width, cross_layers, rank=rank or None, rngs=rngs)
     self.deep = layers.MLP(width, deep, dropout=dropout, rngs=rngs)
     self.structure = structure

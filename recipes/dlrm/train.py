@@ -4,14 +4,17 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
 import embed
 
+from .. import features as features_lib
 from .. import hosts, layers, loop, optimizers
 from ..errors import UserError, from_settings
 from ..metrics import ClickMetrics
+from ..tables.settings import steps_of_data
 from . import data as data_lib
 from . import model as model_lib
 
@@ -27,10 +30,13 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
   Raises:
     UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
+  devices = 1 if mesh is None else mesh.size
   hosts.check_batch_sizes(
-    mesh, batch_size=config.batch_size, eval_batch_size=config.eval_batch_size
+    mesh, batch_size=config.batch_size or devices, eval_batch_size=config.eval_batch_size
   )
   data = data_lib.load(config)
+  start, stop = data.splits["train"]
+  config = steps_of_data(config, stop - start, devices)
   with from_settings():
     model = build_model(config, data, mesh)
     optimizer = embed.Optimizer(model, dense_optimizer(config))
@@ -42,6 +48,8 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
     data_sha256=data.sha256,
+    config=config,
+    serve=data.serve,
   )
 
 
@@ -53,19 +61,23 @@ def build_model(
   Under a mesh the tables are split over it as `config.table.sharding` says.
   """
   initializer = layers.table_initializer(config)
-  features = data_lib.feature_configs(data, config.dim, initializer)
+  features = features_lib.feature_configs(
+    data.features,
+    config.dim,
+    initializer=initializer,
+    optimizer=lambda name: optimizers.table_optimizer(config, name),
+  )
   common: Any = {
     "features": features,
     "table_optimizer": optimizers.table_optimizer(config),
     "num_dense": data.num_dense,
-    "dim": config.dim,
     "dropout": config.dropout,
     "rngs": nnx.Rngs(config.seed),
     "mesh": mesh,
     "sharding": config.table.sharding,
   }
   if config.model == "dlrm":
-    return model_lib.DLRM(**common, **config.dlrm)
+    return model_lib.DLRM(**common, dim=config.dim, **config.dlrm)
   if config.model == "dcnv2":
     return model_lib.DCNV2(**common, **config.dcnv2)
   raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
@@ -87,8 +99,12 @@ def dense_optimizer(config) -> optax.GradientTransformation:
 
 
 def loss_fn(model, batch) -> jax.Array:
-  """Returns the mean cross-entropy of a batch's labels `[B]`."""
-  return optax.sigmoid_binary_cross_entropy(model(batch), batch["label"]).mean()
+  """Returns the mean cross-entropy of a batch's labels `[B]`, by `weight` `[B]` if there is one."""
+  losses = optax.sigmoid_binary_cross_entropy(model(batch), batch["label"])
+  if "weight" not in batch:
+    return losses.mean()
+  # A batch without any weight has no loss, and no gradient.
+  return jnp.sum(losses * batch["weight"]) / jnp.maximum(jnp.sum(batch["weight"]), 1e-30)
 
 
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables

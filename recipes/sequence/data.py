@@ -18,12 +18,14 @@ import scipy.sparse
 
 from .. import arrays, hosts, pipeline
 from ..datasets import DataSet, Registry
-from . import batches, files, packing, synthetic
+from ..tables import settings as table_settings
+from . import batches, files, packing, synthetic, table
 
 DATA_SETS = Registry(
   {
     "file": DataSet(files.settings, files.build),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
+    "table": DataSet(table_settings.settings, table.build),
   },
   prefix="sequences-",
 )
@@ -40,6 +42,7 @@ class SequenceData:
     num_items: the size of the catalogue.
     sha256: hashes of the source files by name, or of the generated columns.
     best: metrics of the process that generated the data, where it is known.
+    serve: the folder of what serving needs besides the model; None where there is none.
   """
 
   columns: Mapping[str, np.ndarray]
@@ -47,6 +50,7 @@ class SequenceData:
   num_items: int
   sha256: Mapping[str, str]
   best: Mapping[str, float]
+  serve: Path | None = None
 
   @property
   def lengths(self) -> np.ndarray:
@@ -77,7 +81,9 @@ def load(config) -> SequenceData:
   packed, _ = arrays.prepared(
     config.cache_dir, "packed", layout, functools.partial(_build_packed, columns, layout)
   )
-  return SequenceData(columns, packed, prepared.meta["num_items"], prepared.sha256, prepared.best)
+  return SequenceData(
+    columns, packed, prepared.meta["num_items"], prepared.sha256, prepared.best, prepared.serve
+  )
 
 
 def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.ndarray:

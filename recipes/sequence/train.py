@@ -15,6 +15,7 @@ from .. import baselines as baselines_lib
 from .. import hosts, layers, loop, losses, optimizers, retrieval
 from ..errors import UserError, from_settings
 from ..metrics import RankingMetrics
+from ..tables.settings import steps_of_data
 from . import data as data_lib
 from . import model as model_lib
 
@@ -32,8 +33,10 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
   Raises:
     UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
+  devices = 1 if mesh is None else mesh.size
   check(config, mesh)
   data = data_lib.load(config)
+  config = steps_of_data(config, len(data.packed["items"]), devices)
   with from_settings():
     model = build_model(config, data.num_items, mesh)
     optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
@@ -45,6 +48,8 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
     data_sha256=data.sha256,
+    config=config,
+    serve=data.serve,
   )
 
 
@@ -55,7 +60,9 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   if config.loss not in LOSSES:
     raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
   hosts.check_batch_sizes(
-    mesh, batch_size=config.batch_size, eval_batch_size=config.eval_batch_size
+    mesh,
+    batch_size=config.batch_size or (1 if mesh is None else mesh.size),
+    eval_batch_size=config.eval_batch_size,
   )
   if config.loss != "softmax" and config.negatives.shared:
     hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})

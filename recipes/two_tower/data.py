@@ -6,6 +6,7 @@ number of examples of this process, H of items in a history, M of extra negative
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -17,7 +18,9 @@ import embed
 from .. import hosts, pipeline, sampling
 from ..datasets import DataSet, Registry
 from ..errors import UserError
-from . import gowalla, movielens1m, movielens100k, synthetic
+from ..features import Feature
+from ..tables import settings as table_settings
+from . import gowalla, movielens1m, movielens100k, synthetic, table
 
 DATA_SETS = Registry(
   {
@@ -25,20 +28,12 @@ DATA_SETS = Registry(
     "movielens100k": DataSet(movielens100k.settings, movielens100k.build),
     "movielens1m": DataSet(movielens1m.settings, movielens1m.build),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
+    "table": DataSet(table_settings.settings, table.build),
   },
   prefix="retrieval-",
 )
 # Larger than any history, so that a stride of them visits each of its items once.
 _PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 171, 183, 187, 193])
-
-
-@dataclasses.dataclass(frozen=True)
-class Feature:
-  """A feature of users or items: one id each, or a bag of up to `valency` ids."""
-
-  name: str
-  vocabulary_size: int
-  valency: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +47,7 @@ class RetrievalData:
     user_features, item_features: in addition to the ids.
     sha256: hashes of the source files by name, or of the generated pairs.
     best: metrics of the probabilities that the pairs were drawn from, where they are known.
+    serve: the folder of what serving needs besides the model; None where there is none.
   """
 
   columns: Mapping[str, np.ndarray]
@@ -62,6 +58,7 @@ class RetrievalData:
   item_features: tuple[Feature, ...]
   sha256: Mapping[str, str]
   best: Mapping[str, float]
+  serve: Path | None = None
 
   def matrix(self, *splits: str) -> scipy.sparse.csr_matrix:
     """Returns the pairs of the named splits as float32 `[users, items]` of ones."""
@@ -93,6 +90,7 @@ def load(config) -> RetrievalData:
     features["item"],
     prepared.sha256,
     prepared.best,
+    prepared.serve,
   )
 
 
@@ -199,7 +197,7 @@ class EvalBatches:
 
   A batch is `query` as in training, but with the whole history, evenly thinned out if it is longer
   than `config.eval_history`; `relevant` int32 `[B, R]`, the split's items of the user; `seen` int32
-  `[B, E]`, the items of the splits before it, nothing if `config.remove_seen` is False; and `mask`
+  `[B, E]`, the items of the splits before it, nothing if `config.exclude_seen` is False; and `mask`
   bool `[B]`, False where the last batch is filled up. With `config.examples` "users" an example is
   a user, with "rows" a row of the split, with one relevant item.
   """
@@ -211,7 +209,7 @@ class EvalBatches:
     self._part = slice(*pipeline.part(config.eval_batch_size, shard, "eval_batch_size"))
     self._by_row = config.examples == "rows"
     before = ["train"] if split == "valid" else ["train", "valid"]
-    self._before = before if config.remove_seen else []
+    self._before = before if config.exclude_seen else []
     longest = int(self._counts("train").max())
     self._history = min(config.eval_history, longest)
     self._relevant = int(self._counts(split).max())

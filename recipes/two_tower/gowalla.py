@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import files
 from ..errors import UserError
+from ..tables import splitting
 from ..textfile import TextFile
 from . import splits
 
@@ -61,7 +62,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   }
   if "valid" not in pairs:
     user, item = pairs["train"]
-    split = splits.per_user(user, 0.1, settings["split_seed"])
+    split = splitting.per_user(user, 0.1, settings["split_seed"])
     pairs["valid"] = user[split == 1], item[split == 1]
     pairs["train"] = user[split != 1], item[split != 1]
   if settings["refit"]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from .. import categories, files, movielens
+from ..tables import splitting
+from ..tables.settings import SPLITS
 from . import splits
 
 
@@ -31,10 +33,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   users, movies = movielens.read_users(source["users"]), movielens.read_movies(source["movies"])
   ratings = movielens.read_ratings(source["ratings"], users.key, movies.key)
   liked = np.flatnonzero(ratings.rating >= settings["min_rating"])
-  kept = liked[splits.k_core(ratings.user[liked], ratings.movie[liked], settings["core"])]
+  kept = liked[splitting.k_core(ratings.user[liked], ratings.movie[liked], settings["core"])]
   who, user = np.unique(ratings.user[kept], return_inverse=True)
   what, item = np.unique(ratings.movie[kept], return_inverse=True)
-  split = splits.per_user(user, 0.1, settings["split_seed"])
+  split = splitting.per_user(user, 0.1, settings["split_seed"])
   at = lambda values, rows: [values[row] for row in rows]
   by_user = {"gender": users.gender, "age": users.age, "occupation": users.occupation}
   features = {
@@ -46,7 +48,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   }
   return splits.write(
     folder,
-    {name: (user[split == i], item[split == i]) for i, name in enumerate(splits.SPLITS)},
+    {name: (user[split == i], item[split == i]) for i, name in enumerate(SPLITS)},
     (len(who), len(what)),
     features,
     {path.name: files.digest(path) for path in source.values()},

@@ -1,4 +1,4 @@
-"""The protocols that split users' items, and the columns that a data set becomes."""
+"""The columns that a data set of users and items becomes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,47 +8,9 @@ import numpy as np
 
 from .. import arrays
 from ..errors import UserError
+from ..tables.settings import SPLITS
 
-SPLITS = ("train", "valid", "test")
 Pairs = tuple[np.ndarray, np.ndarray]  # users and items of the same length
-
-
-def k_core(user: np.ndarray, item: np.ndarray, k: int) -> np.ndarray:
-  """Returns the rows left when users and items with fewer than k rows are dropped, repeatedly.
-
-  What is left does not depend on the order of dropping.
-  """
-  kept = np.arange(len(user))
-  while True:
-    frequent = np.ones(len(kept), bool)
-    for ids in (user[kept], item[kept]):
-      frequent &= np.bincount(ids, minlength=1)[ids] >= k
-    if frequent.all():
-      return kept
-    kept = kept[frequent]
-
-
-def per_user(user: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-  """Returns each row's split, 0 train, 1 valid, 2 test: at random within each user.
-
-  RecBole's rounding (recbole/data/dataset/dataset.py, `_calcu_split_ids`): valid and test get
-  `int(fraction * rows of the user)` rows each, and train the rest. A user with fewer than
-  `1 / fraction` rows gets one row each in test and, while train keeps more than one, in valid.
-  """
-  shuffled = np.random.default_rng(seed).permutation(len(user))
-  order = shuffled[np.argsort(user[shuffled], kind="stable")]
-  counts = np.bincount(user, minlength=1)
-  place = np.arange(len(user)) - np.repeat(np.cumsum(counts) - counts, counts)
-  each = (fraction * counts).astype(np.int64)
-  small = (counts > 1) & (each == 0)
-  test = each + small
-  valid = each + (small & (counts > 2))
-  left = np.repeat(counts, counts) - place  # how many of the user's rows come from here on
-  split = np.empty(len(user), np.int8)
-  split[order] = np.where(
-    left <= np.repeat(test, counts), 2, np.where(left <= np.repeat(test + valid, counts), 1, 0)
-  )
-  return split
 
 
 def write(
@@ -60,6 +22,7 @@ def write(
   *,
   seed: int,
   may_be_empty: Sequence[str] = (),
+  may_repeat: Sequence[str] = (),
 ) -> dict[str, Any]:
   """Writes a data set's columns and returns its meta.
 
@@ -76,6 +39,7 @@ def write(
     sha256: hashes of the sources by name.
     seed: of the order of a user's rows.
     may_be_empty: splits that need no pairs.
+    may_repeat: splits that may hold a pair more than once.
 
   Raises:
     ValueError: a split is empty, or holds a pair twice.
@@ -90,7 +54,7 @@ def write(
     if not len(user) and split not in may_be_empty:
       raise UserError(f"the {split} split is empty: the data set is too small for it")
     keys = np.sort(user.astype(np.int64) * sizes[1] + item)
-    if (again := keys[1:][keys[1:] == keys[:-1]]).size:
+    if (again := keys[1:][keys[1:] == keys[:-1]]).size and split not in may_repeat:
       who, what = divmod(int(again[0]), sizes[1])
       raise UserError(f"user {who} has item {what} twice in the {split} split: keep it once")
     order = generator.permutation(len(user))

@@ -14,6 +14,8 @@ import scipy.sparse
 
 from .. import baselines, files
 from ..errors import UserError
+from ..tables import splitting
+from ..tables.settings import SPLITS
 from . import splits
 
 _CHUNK = 256
@@ -62,8 +64,8 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         what.append(order[row, :size])
       bar.update(len(probability))
   user, item = np.concatenate(who), np.concatenate(what)
-  split = splits.per_user(user, 0.1, settings["seed"])
-  pairs = {name: (user[split == i], item[split == i]) for i, name in enumerate(splits.SPLITS)}
+  split = splitting.per_user(user, 0.1, settings["seed"])
+  pairs = {name: (user[split == i], item[split == i]) for i, name in enumerate(SPLITS)}
   favourite = np.where(
     draw.random(users) < 0.75, taste.argmax(axis=1), draw.integers(0, groups, users)
   )

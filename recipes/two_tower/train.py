@@ -10,6 +10,7 @@ import numpy as np
 import scipy.sparse
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 import embed
 
@@ -17,6 +18,7 @@ from .. import baselines as baselines_lib
 from .. import hosts, layers, loop, optimizers, retrieval
 from ..errors import UserError, from_settings
 from ..metrics import RankingMetrics
+from ..tables.settings import steps_of_data
 from . import data as data_lib
 from . import losses
 from . import model as model_lib
@@ -33,13 +35,16 @@ def prepare(config, mesh: Mesh | None) -> loop.Training:
   Raises:
     UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
+  devices = 1 if mesh is None else mesh.size
   hosts.check_batch_sizes(
     mesh,
-    batch_size=config.batch_size,
+    batch_size=config.batch_size or devices,
     eval_batch_size=config.eval_batch_size,
     **{"negatives.number": config.negatives.number},
   )
   data = data_lib.load(config)
+  start, stop = data.splits["train"]
+  config = with_all_features(steps_of_data(config, stop - start, devices), data)
   with from_settings():
     model = build_model(config, data, mesh)
     optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
@@ -51,6 +56,8 @@ def prepare(config, mesh: Mesh | None) -> loop.Training:
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
     data_sha256=data.sha256,
+    config=config,
+    serve=data.serve,
   )
 
 
@@ -82,6 +89,14 @@ def build_model(
     mesh=mesh,
     sharding=config.table.sharding,
   )
+
+
+def with_all_features(config, data: data_lib.RetrievalData) -> ConfigDict:
+  """Returns the config with all features of the data in a tower whose setting names none."""
+  config = config.copy_and_resolve_references()
+  config.query = config.query or ("user", "history", *(f.name for f in data.user_features))
+  config.candidate = config.candidate or ("item", *(f.name for f in data.item_features))
+  return config
 
 
 def feature_configs(
@@ -261,7 +276,7 @@ def baselines(data: data_lib.RetrievalData, config) -> dict[str, loop.Baseline]:
     fit_baseline,
     data,
     examples_by=config.examples,
-    remove_seen=config.remove_seen,
+    exclude_seen=config.exclude_seen,
     ks=tuple(config.ks),
     select=settings.select,
     ials=dict(settings.ials),
@@ -283,7 +298,7 @@ def fit_baseline(
   penalties: tuple[float, ...],
   *,
   examples_by: str,
-  remove_seen: bool,
+  exclude_seen: bool,
   ks: tuple[int, ...],
   select: str,
   ials: Mapping[str, Any],
@@ -294,14 +309,14 @@ def fit_baseline(
     data: the data set.
     name: "popularity", which takes no penalty, "EASE" or "iALS".
     penalties: of which the one is tested that validation prefers by the metric `select`.
-    examples_by, remove_seen, ks: as in the config.
+    examples_by, exclude_seen, ks: as in the config.
     ials: its other arguments.
   """
   before = {"valid": ("train",), "test": ("train", "valid")}
   users, relevant, seen = {}, {}, {}
   for split, earlier in before.items():
     users[split], relevant[split] = examples(data, split, examples_by)
-    seen[split] = data.matrix(*earlier)[users[split]] if remove_seen else None
+    seen[split] = data.matrix(*earlier)[users[split]] if exclude_seen else None
   train = data.matrix("train")
 
   def popularity(_):

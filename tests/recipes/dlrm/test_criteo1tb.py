@@ -102,7 +102,7 @@ def test_batches_hold_bags_and_pickle_without_the_data(days, tmp_path):
   assert last["mask"].tolist() == [True, True, False, False]
   assert (last["features"]["c01"].values[2:] == -1).all()
   assert len(pickle.dumps(loaded.columns)) < 2_000
-  configs = data.feature_configs(loaded, 8)
+  configs = data.feature_configs(loaded.features, 8)
   assert {feature.table.combiner for feature in configs.values()} == {"sum"}
 
 

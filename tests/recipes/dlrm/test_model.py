@@ -27,8 +27,9 @@ def build(kind, settings, num_dense=2, dropout=0.0):
     name: embed.FeatureConfig(embed.TableConfig(size, 4, name=name))
     for name, size in {"user": 9, "tags": 7}.items()
   }
+  settings = settings | ({"dim": 4} if kind is model_lib.DLRM else {})
   return kind(
-    features, embed.adagrad(0.1), num_dense, 4, **settings, dropout=dropout, rngs=nnx.Rngs(0)
+    features, embed.adagrad(0.1), num_dense, **settings, dropout=dropout, rngs=nnx.Rngs(0)
   )
 
 

@@ -12,6 +12,7 @@ from recipe_runs import TWO_TOWER, two_tower_smoke
 from small_data import write_gowalla, write_movielens100k
 
 from recipes import arrays, baselines, files, pipeline
+from recipes.tables.settings import SPLITS
 from recipes.two_tower import data, movielens100k, splits
 
 
@@ -22,45 +23,6 @@ def loaded(request, tmp_path_factory):
 
 
 # --- protocols ------------------------------------------------------------------------------------
-
-
-def test_k_core_by_hand():
-  # User 2 falls with item 9, which leaves user 1 one row short, and then item 8.
-  user = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3])
-  item = np.array([5, 6, 7, 5, 6, 8, 9, 8, 5, 5, 6, 7])
-  assert splits.k_core(user, item, 2).tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
-  assert splits.k_core(user, item, 3).tolist() == []
-  assert splits.k_core(user[:0], item[:0], 3).tolist() == []
-
-
-def test_k_core_leaves_a_core():
-  draw = np.random.default_rng(0)
-  user, item = draw.integers(0, 60, 600), draw.zipf(1.6, 600) % 80
-  kept = splits.k_core(user, item, 4)
-  assert 0 < len(kept) < 600
-  for ids in (user[kept], item[kept]):
-    assert np.unique(ids, return_counts=True)[1].min() >= 4
-
-
-@pytest.mark.parametrize(
-  ("rows", "valid", "test"),
-  [(10, 1, 1), (19, 1, 1), (20, 2, 2), (834, 83, 83), (9, 1, 1), (3, 1, 1), (2, 0, 1), (1, 0, 0)],
-)
-def test_rounding_is_recboles(rows, valid, test):
-  user = np.concatenate([np.full(rows, 4), np.full(30, 1)])
-  split = splits.per_user(user, 0.1, seed=0)
-  assert np.bincount(split[:rows], minlength=3).tolist() == [rows - valid - test, valid, test]
-  assert np.bincount(split[rows:]).tolist() == [24, 3, 3]
-
-
-def test_the_split_is_random_within_a_user_and_repeatable():
-  user = np.repeat(np.arange(300), 20)
-  split = splits.per_user(user, 0.1, seed=0)
-  np.testing.assert_array_equal(split, splits.per_user(user, 0.1, seed=0))
-  assert (split != splits.per_user(user, 0.1, seed=1)).any()
-  place = np.tile(np.arange(20), 300)
-  tested = np.bincount(place[split == 2], minlength=20)
-  assert tested.min() > 10  # 30 expected of every place
 
 
 def test_movielens1m_by_hand(tmp_path):
@@ -86,7 +48,7 @@ def test_movielens1m_by_hand(tmp_path):
 
 def test_a_pair_twice_is_refused(tmp_path):
   pair = np.array([3, 3]), np.array([5, 5])
-  pairs = dict.fromkeys(splits.SPLITS, pair)
+  pairs = dict.fromkeys(SPLITS, pair)
   with pytest.raises(ValueError, match="user 3 has item 5 twice in the train split"):
     splits.write(tmp_path, pairs, (4, 6), {}, {}, seed=0)
 
@@ -103,7 +65,7 @@ def test_movielens1m_has_the_published_counts(tmp_path):
 def test_gowalla_is_as_given(tmp_path):
   folder = write_gowalla(tmp_path / "raw")
   found = data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder)))
-  for split in splits.SPLITS:
+  for split in SPLITS:
     given = set()
     for line in (folder / f"{split}.txt").read_text().splitlines():
       user, *items = map(int, line.split())
@@ -264,7 +226,7 @@ def test_a_long_history_is_thinned_out_evenly_for_evaluation(tmp_path):
 def test_seen_items_may_stay(loaded):
   config, found = loaded
   changed = config.copy_and_resolve_references()
-  changed.remove_seen = False
+  changed.exclude_seen = False
   assert (data.EvalBatches(found, "test", changed)[0]["seen"] == -1).all()
 
 

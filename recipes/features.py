@@ -1,0 +1,71 @@
+"""Categorical features of a data set, and the tables that hold their vectors."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import embed
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+  """A categorical feature: one id per example, or a bag of up to `valency` ids.
+
+  Attributes:
+    name: of the feature.
+    vocabulary_size: rows of its table.
+    valency: the most ids of an example; 1 is a single id, -1 being none.
+    combiner: of the vectors of a bag.
+    table: the name of the table, which features may share; "" is the feature's own name.
+    dim: the width of the table; 0 is the width of the model.
+    optimizer: of the table, by name; "" is the one of the model.
+  """
+
+  name: str
+  vocabulary_size: int
+  valency: int = 1
+  combiner: str = "mean"
+  table: str = ""
+  dim: int = 0
+  optimizer: str = ""
+
+
+def feature_configs(
+  features: Iterable[Feature],
+  dim: int,
+  *,
+  initializer: Any = None,
+  optimizer: Callable[[str], Any] | None = None,
+  prefix: str = "",
+) -> dict[str, embed.FeatureConfig]:
+  """Returns the configs of features by name; features of one table share its `TableConfig`.
+
+  Args:
+    features: in the order of the result.
+    dim: the width of tables that have none of their own.
+    initializer: of the tables.
+    optimizer: returns a sparse optimizer by name, for tables that have one of their own; the
+      others are left to the module's default.
+    prefix: of the names of tables.
+
+  >>> city, home = Feature("city", 10), Feature("home", 10, table="city")
+  >>> configs = feature_configs([city, home], 8)
+  >>> configs["city"].table is configs["home"].table
+  True
+  """
+  tables: dict[str, embed.TableConfig] = {}
+  configs = {}
+  for feature in features:
+    name = f"{prefix}{feature.table or feature.name}"
+    if name not in tables:
+      own = optimizer(feature.optimizer) if optimizer and feature.optimizer else None
+      tables[name] = embed.TableConfig(
+        feature.vocabulary_size,
+        feature.dim or dim,
+        initializer=initializer,
+        optimizer=own,
+        combiner=feature.combiner,
+        name=name,
+      )
+    configs[feature.name] = embed.FeatureConfig(tables[name])
+  return configs

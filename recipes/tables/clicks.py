@@ -1,0 +1,200 @@
+"""A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import arrays, files
+from ..errors import UserError
+from . import entities, spec
+from .entities import Codes, Entities
+from .fitting import Fit, Fitted
+from .rows import RowReader, values_of
+from .settings import SPLITS, Table, parsed
+
+_SIDES = {"user": spec.User, "item": spec.Item}
+
+
+def split_by(table: Table) -> str:
+  """Returns how the rows are split: as the settings say, or else by what is declared.
+
+  Raises:
+    UserError: the protocol is one of rankings.
+  """
+  by = table.split["by"]
+  if by in ("last", "user"):
+    raise UserError(
+      f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
+    )
+  if by:
+    return by
+  if set(table.rows.files) != {""}:
+    return "files"
+  if table.name_of(spec.Split):
+    return "column"
+  return "time" if table.name_of(spec.Time) else "hash"
+
+
+def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+  """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
+
+  The table is read twice: once to fit the transforms on the training rows, once to transform all.
+
+  Raises:
+    UserError: nothing to predict or to learn from is declared, or a split is empty.
+    DamagedFileError: a row cannot be read; names file, row and column.
+  """
+  table = parsed(settings)
+  table.require(spec.Label, "and clicks need one")
+  reader = RowReader(table, split_by(table))
+  sides, notes = _sides(table)
+  fit, sizes, clicks = Fit(table.kinds), np.zeros(3, np.int64), np.zeros(3, np.int64)
+  for rows in reader:
+    sizes += np.bincount(rows.split, minlength=3)
+    clicks += np.bincount(rows.split, weights=rows.label, minlength=3).astype(np.int64)
+    training = rows.chunk.take(rows.split == 0)
+    fit.add(values_of(training, table.kinds), len(training.rows))
+  _check_sizes(sizes, clicks)
+  encoder = Encoder(fit.finish(), sides)
+  notes += reader.skipped
+  if reader.num_dropped:
+    notes.append(f"{reader.num_dropped:,} rows were left out by the label's drop")
+  notes += _about(sizes, clicks, encoder)
+  _write(table, reader, encoder, folder, sizes)
+  encoder.save(arrays.subfolder(folder, "serve"))
+  ends = np.cumsum(sizes).tolist()
+  splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
+  if settings["refit"]:
+    splits["train"] = (0, splits["valid"][1])
+  return {
+    "splits": splits,
+    "features": [dataclasses.asdict(feature) for feature in encoder.features],
+    "dense": list(encoder.dense_names),
+    "notes": notes,
+    "sha256": {path.name: files.digest(path) for path in table.rows.all_files},
+  }
+
+
+def _write(table: Table, reader: RowReader, encoder: "Encoder", folder: Path, sizes) -> None:
+  total, width = int(sizes.sum()), sum(feature.valency for feature in encoder.features)
+  weight = table.name_of(spec.Weight)
+  columns = {
+    "label": arrays.column(folder, "label", (total,), np.uint8),
+    "dense": arrays.column(folder, "dense", (total, len(encoder.dense_names)), np.float32),
+    "ids": arrays.column(folder, "ids", (total, width), np.int32),
+  }
+  if weight:
+    columns["weight"] = arrays.column(folder, "weight", (total,), np.float32)
+  at = np.cumsum(sizes) - sizes
+  for rows in reader:
+    values = values_of(rows.chunk, table.kinds)
+    blocks = {"label": rows.label, **encoder.encode(values, len(rows.chunk.rows))}
+    if weight:
+      blocks["weight"] = values[weight].astype(np.float32)
+    for split in range(3):
+      chosen = rows.split == split
+      count = int(chosen.sum())
+      for name, block in blocks.items():
+        columns[name][at[split] : at[split] + count] = block[chosen]
+      at[split] += count
+
+
+class Encoder:
+  """Turns rows into `dense` and `ids`: their own features, and those of their user and item.
+
+  Args:
+    fitted: the transforms of the rows' columns.
+    sides: users and items of tables of their own by the name of the column with their ids.
+  """
+
+  def __init__(self, fitted: Fitted, sides: Mapping[str, Entities]):
+    self._fitted, self._sides = fitted, dict(sides)
+    self._codes = {name: Codes(side.texts) for name, side in self._sides.items()}
+    names = [feature.name for feature in self.features]
+    for name in names:
+      if names.count(name) > 1:
+        raise UserError(
+          f"{name!r} is declared in config.columns and in a table of its own: keep one"
+        )
+    if not names:
+      raise UserError("no column is a category, a user or an item: declare at least one")
+
+  @property
+  def features(self):
+    """The categorical features, in the order of their columns in `ids`."""
+    return (*self._fitted.features, *(f for side in self._sides.values() for f in side.features))
+
+  @property
+  def dense_names(self) -> tuple[str, ...]:
+    """The names of the columns of `dense`."""
+    others = (name for side in self._sides.values() for name in side.fitted.dense_names)
+    return (*self._fitted.dense_names, *others)
+
+  def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
+    """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`."""
+    ids = [self._fitted.ids(values, feature.name) for feature in self._fitted.features]
+    dense = [self._fitted.dense(values, rows)]
+    for name, side in self._sides.items():
+      at = self._codes[name].find(values[name])
+      known = at >= 0
+      for feature in side.features:
+        block = side.ids[feature.name][at]
+        ids.append(np.where(known if block.ndim == 1 else known[:, None], block, -1))
+      dense.append(np.where(known[:, None], side.dense[at], 0.0))
+    wide = [block[:, None] if block.ndim == 1 else block for block in ids]
+    return {
+      "dense": np.concatenate(dense, axis=1).astype(np.float32),
+      "ids": np.concatenate(wide, axis=1).astype(np.int32),
+    }
+
+  def save(self, folder: Path) -> None:
+    """Writes the transforms and the tables of users and items, for `load`."""
+    self._fitted.save(folder, "columns")
+    for name, side in self._sides.items():
+      side.save(folder, f"side_{name}")
+    arrays.write_json(folder / "sides.json", list(self._sides))
+
+  @classmethod
+  def load(cls, folder: Path) -> "Encoder":
+    """Returns what `save` has written."""
+    names = arrays.read_json(folder / "sides.json")
+    sides = {name: Entities.load(folder, f"side_{name}") for name in names}
+    return cls(Fitted.load(folder, "columns"), sides)
+
+
+def _sides(table: Table) -> tuple[dict[str, Entities], list[str]]:
+  sides, notes = {}, []
+  for side, source in table.sides.items():
+    name = table.require(_SIDES[side], f"which config.{side}_table belongs to")
+    sides[name], skipped = entities.read(source, side, table.on_bad_row)
+    notes += skipped
+  return sides, notes
+
+
+def _check_sizes(sizes: np.ndarray, clicks: np.ndarray) -> None:
+  for name, size, count in zip(SPLITS, sizes, clicks, strict=True):
+    if not size:
+      raise UserError(f"the {name} split has no rows: see config.split")
+    if count in (0, size):
+      raise UserError(
+        f"{int(count)} of the {int(size)} rows of the {name} split are clicks, and both outcomes "
+        "are needed: see config.split and the label's positive or at_least"
+      )
+
+
+def _about(sizes: np.ndarray, clicks: np.ndarray, encoder: Encoder) -> list[str]:
+  notes = [
+    ", ".join(
+      f"{int(size):,} {name} rows ({count / size:.1%} clicks)"
+      for name, size, count in zip(SPLITS, sizes, clicks, strict=True)
+    )
+  ]
+  rows = {feature.table or feature.name: feature.vocabulary_size for feature in encoder.features}
+  notes.append(
+    f"{len(encoder.dense_names)} numbers, {len(encoder.features)} features with vectors; rows of "
+    "their tables: " + ", ".join(f"{name} {size:,}" for name, size in rows.items())
+  )
+  return notes

@@ -1,0 +1,206 @@
+"""Users or items: their raw ids, their features, and the titles of items."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .. import files
+from ..errors import UserError
+from ..features import Feature
+from . import spec
+from .fitting import Fit, Fitted
+from .rows import open_source
+from .settings import Source
+
+
+class Codes:
+  """Numbers texts in the order of their first appearance."""
+
+  def __init__(self, texts: Iterable[str] = ()):
+    self._codes = {text: code for code, text in enumerate(texts)}
+
+  def __len__(self) -> int:
+    return len(self._codes)
+
+  @property
+  def texts(self) -> list[str]:
+    """The texts by number."""
+    return list(self._codes)
+
+  def add(self, texts: pa.Array) -> np.ndarray:
+    """Returns the numbers of texts, int32 `[N]`, new ones included; -1 for null."""
+    return self._numbers(texts, lambda text: self._codes.setdefault(text, len(self._codes)))
+
+  def find(self, texts: pa.Array) -> np.ndarray:
+    """Returns the numbers of texts, int32 `[N]`; -1 for null and unknown ones."""
+    return self._numbers(texts, lambda text: self._codes.get(text, -1))
+
+  @staticmethod
+  def _numbers(texts: pa.Array, number) -> np.ndarray:
+    encoded = texts.dictionary_encode()
+    codes = np.array([*map(number, encoded.dictionary.to_pylist()), -1], np.int32)
+    indices = encoded.indices.fill_null(len(codes) - 1).to_numpy(zero_copy_only=False)
+    return codes[indices]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entities:
+  """Users or items by number.
+
+  Attributes:
+    texts: raw ids.
+    fitted: the transforms of the features.
+    ids: of each feature, int32 `[entities]` or, of bags, `[entities, valency]`.
+    dense: the numbers, float32 `[entities, K]`.
+    titles: texts to show, None where no title is declared.
+  """
+
+  texts: list[str]
+  fitted: Fitted
+  ids: Mapping[str, np.ndarray]
+  dense: np.ndarray
+  titles: list[str | None] | None = None
+
+  @property
+  def features(self) -> tuple[Feature, ...]:
+    """The categorical features."""
+    return self.fitted.features
+
+  def numbered(self, texts: list[str]) -> "Entities":
+    """Returns the entities of these raw ids in their order; unknown ones have no features."""
+    at = Codes(self.texts).find(pa.array(texts, pa.string()))
+    pick = lambda x, empty: np.where((at >= 0).reshape(-1, *[1] * (x.ndim - 1)), x[at], empty)
+    titles = None
+    if self.titles is not None:
+      titles = [self.titles[i] if i >= 0 else None for i in at]
+    ids = {name: pick(x, -1).astype(np.int32) for name, x in self.ids.items()}
+    return (
+      Entities(texts, self.fitted, ids, pick(self.dense, 0.0).astype(np.float32), titles)
+      if len(self.texts)
+      else _without(texts, self.fitted)
+    )
+
+  def save(self, folder: Path, name: str) -> None:
+    """Writes the raw ids and titles to `<name>.parquet`, and the transforms beside them."""
+    columns = {"id": pa.array(self.texts, pa.large_string())}
+    if self.titles is not None:
+      columns["title"] = pa.array(self.titles, pa.large_string())
+    pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    self.fitted.save(folder, f"{name}_features")
+    with files.replacing(folder / f"{name}_features.npz") as file:
+      np.savez(file, dense=self.dense, **{f"ids/{key}": ids for key, ids in self.ids.items()})
+
+  @classmethod
+  def load(cls, folder: Path, name: str) -> "Entities":
+    """Returns what `save` has written."""
+    columns = pq.read_table(folder / f"{name}.parquet").to_pydict()
+    with np.load(folder / f"{name}_features.npz") as stored:
+      ids = {key.removeprefix("ids/"): stored[key] for key in stored.files if key != "dense"}
+      dense = stored["dense"]
+    fitted = Fitted.load(folder, f"{name}_features")
+    return cls(columns["id"], fitted, ids, dense, columns.get("title"))
+
+
+def _without(texts: list[str], fitted: Fitted) -> Entities:
+  return Entities(texts, fitted, {}, np.zeros((len(texts), 0), np.float32))
+
+
+class Collected:
+  """The values of the features of users or items, from the first row of each."""
+
+  def __init__(self, kinds: Mapping[str, spec.Kind]):
+    self.kinds = dict(kinds)
+    self._seen = 0
+    self._parts: dict[str, list[Any]] = {name: [] for name in self.kinds}
+
+  def add(self, codes: np.ndarray, values: Mapping[str, Any]) -> None:
+    """Adds rows of the entities `codes`, numbered in the order of their first appearance."""
+    if not self.kinds:
+      return
+    new, first = np.unique(codes, return_index=True)
+    first = first[new >= self._seen]
+    self._seen = max(self._seen, int(new.max(initial=-1)) + 1)
+    for name, parts in self._parts.items():
+      parts.append(
+        values[name].take(pa.array(first))
+        if isinstance(values[name], pa.Array)
+        else values[name][first]
+      )
+
+  def entities(self, texts: list[str], bucketed: int = 0) -> Entities:
+    """Returns the entities with these raw ids; see `encoded`."""
+    values = {name: joined(parts) for name, parts in self._parts.items()}
+    return encoded(texts, self.kinds, values, bucketed)
+
+
+def joined(parts: list[Any]) -> Any:
+  """Returns the values of several chunks as one."""
+  if parts and isinstance(parts[0], pa.Array):
+    return pa.concat_arrays(parts)
+  return np.concatenate(parts) if parts else np.empty(0)
+
+
+def encoded(
+  texts: list[str], kinds: Mapping[str, spec.Kind], values: Mapping[str, Any], bucketed: int = 0
+) -> Entities:
+  """Returns entities whose features are fitted on and computed of their values.
+
+  Args:
+    texts: raw ids, E of them.
+    kinds: the declared features, and perhaps a title.
+    values: E values by declared name.
+    bucketed: a number without buckets gets as many; 0 leaves it a number.
+  """
+  title = spec.only(kinds, spec.Title)
+  features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
+  if bucketed:
+    features = {
+      name: dataclasses.replace(kind, buckets=bucketed)
+      if isinstance(kind, spec.Number) and not kind.buckets
+      else kind
+      for name, kind in features.items()
+    }
+  fit = Fit(features)
+  fit.add(values, len(texts))
+  fitted = fit.finish()
+  ids = {feature.name: fitted.ids(values, feature.name) for feature in fitted.features}
+  titles = values[title].to_pylist() if title else None
+  return Entities(texts, fitted, ids, fitted.dense(values, len(texts)), titles)
+
+
+def read(
+  source: Source, side: str, on_bad_row: str, bucketed: int = 0
+) -> tuple[Entities, list[str]]:
+  """Returns the users or items of a table of their own, and lines about its bad rows.
+
+  Raises:
+    UserError: an id is missing or appears twice; names file and row.
+  """
+  reader = open_source(source, on_bad_row)
+  codes, parts = (
+    Codes(),
+    {name: [] for name, kind in source.kinds.items() if not isinstance(kind, spec.Cross)},
+  )
+  for chunk in reader:
+    missing = chunk.columns[""].is_null().to_numpy(zero_copy_only=False)
+    chunk = reader.refuse(chunk, missing, source.key, lambda row: "has no value")
+    known = len(codes)
+    numbers = codes.add(chunk.columns[""])
+    first = np.zeros(len(numbers), bool)
+    first[np.unique(numbers, return_index=True)[1]] = True
+    again, keys = ~first | (numbers < known), chunk.columns[""]
+    problem = lambda row, keys=keys: (
+      f"is {keys[row].as_py()!r}, which an earlier row has: a {side} has one row"
+    )
+    chunk = reader.refuse(chunk, again, source.key, problem)
+    for name, part in parts.items():
+      part.append(chunk.columns[name])
+  if not len(codes):
+    raise UserError(f"{source.all_files[0]} has no rows")
+  values = {name: joined(part) for name, part in parts.items()}
+  return encoded(codes.texts, source.kinds, values, bucketed), reader.skipped

@@ -1,0 +1,396 @@
+"""Columns to ids and numbers: what is fitted on the training rows, and what it does to any rows."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from embed import transforms
+
+from .. import arrays
+from ..errors import UserError
+from ..features import Feature
+from . import spec
+
+Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
+_SAMPLE = 1 << 16  # numbers that quantiles are taken of, at least half as many
+_LONGEST = 64  # of a bag whose length is taken from the training rows
+_MERGED = 1 << 20  # distinct values that wait to be merged
+
+
+class Counts:
+  """Counts of texts, added chunk by chunk; memory is that of the distinct texts."""
+
+  def __init__(self) -> None:
+    self._parts: list[pa.Table] = []
+    self._waiting = 0
+
+  def add(self, texts: pa.Array) -> None:
+    """Counts the texts of a chunk; nulls do not count."""
+    counted = pc.value_counts(texts.drop_null())
+    part = pa.table({"value": counted.field("values"), "count": counted.field("counts")})
+    self._parts.append(part.cast(pa.schema({"value": pa.large_string(), "count": pa.int64()})))
+    self._waiting += len(part)
+    if self._waiting > _MERGED:
+      self._merge()
+
+  def _merge(self) -> pa.Table:
+    if not self._parts:
+      self._parts = [
+        pa.table({"value": pa.array([], pa.large_string()), "count": pa.array([], pa.int64())})
+      ]
+    if len(self._parts) > 1:
+      grouped = pa.concat_tables(self._parts).group_by("value").aggregate([("count", "sum")])
+      self._parts = [grouped.rename_columns({"count_sum": "count"}).select(["value", "count"])]
+    self._waiting = 0
+    return self._parts[0]
+
+  def most_frequent(self, min_count: int = 1) -> pa.Table:
+    """Returns `value` and `count` of the texts seen that often, the most frequent ones first."""
+    merged = self._merge()
+    kept = merged.filter(pc.greater_equal(merged["count"], min_count))
+    return kept.sort_by([("count", "descending"), ("value", "ascending")])
+
+
+@dataclasses.dataclass
+class Moments:
+  """Count, mean and deviation of numbers, and an even sample of them, added chunk by chunk.
+
+  Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample
+  variances", equation 2.1.
+  """
+
+  count: int = 0
+  missing: int = 0
+  mean: float = 0.0
+  squares: float = 0.0
+  step: int = 1
+  sample: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0))
+
+  def add(self, numbers: np.ndarray) -> None:
+    """Adds the numbers of a chunk; nan is missing."""
+    present = numbers[~np.isnan(numbers)]
+    self.missing += len(numbers) - len(present)
+    if not len(present):
+      return
+    offset = -self.count % self.step
+    self.sample = np.concatenate([self.sample, present[offset :: self.step]])
+    while len(self.sample) > _SAMPLE:
+      self.sample, self.step = self.sample[::2], 2 * self.step
+    mean, count = float(present.mean()), self.count + len(present)
+    delta = mean - self.mean
+    self.squares += float(((present - mean) ** 2).sum())
+    self.squares += delta**2 * self.count * len(present) / count
+    self.mean += delta * len(present) / count
+    self.count = count
+
+  @property
+  def deviation(self) -> float:
+    """The standard deviation; 1 where all numbers are equal."""
+    return (self.squares / self.count) ** 0.5 or 1.0 if self.count else 1.0
+
+
+def logarithm(numbers: np.ndarray) -> np.ndarray:
+  """Returns `sign(x) * log(1 + |x|)`."""
+  return np.sign(numbers) * np.log1p(np.abs(numbers))
+
+
+def flat_texts(values: Any, kind: spec.Kind) -> pa.Array:
+  """Returns the texts of a category or bag, one after the other, as its pattern cuts them."""
+  flat = values.flatten() if isinstance(kind, spec.Bag) else values
+  return extracted(flat, kind.pattern) if isinstance(kind, spec.Category) else flat
+
+
+def extracted(texts: pa.Array, pattern: str) -> pa.Array:
+  """Returns the group of a pattern in each text, null where it does not match."""
+  if not pattern:
+    return texts
+  search = re.compile(pattern).search
+  encoded = texts.dictionary_encode()
+  matches = [search(text) for text in encoded.dictionary.to_pylist()]
+  groups = [match.group(1) or None if match else None for match in matches]
+  return pa.array(groups, pa.string()).take(encoded.indices)
+
+
+class Fit:
+  """Collects the statistics of training rows, and makes the transforms of them.
+
+  Args:
+    kinds: the declared columns; features alone are fitted.
+  """
+
+  def __init__(self, kinds: Mapping[str, spec.Kind]):
+    self._kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
+    self._counts: dict[str, Counts] = {}
+    self._moments: dict[str, Moments] = {}
+    self._longest: dict[str, int] = {}
+    self.rows = 0
+    for name, kind in self._kinds.items():
+      if isinstance(kind, spec.Category) and not (kind.hash or kind.size):
+        self._counts.setdefault(kind.table or name, Counts())
+      if isinstance(kind, spec.Number):
+        self._moments[name] = Moments()
+      if isinstance(kind, spec.Bag):
+        self._longest[name] = 0
+
+  def add(self, values: Values, rows: int) -> None:
+    """Adds training rows."""
+    self.rows += rows
+    for name, kind in self._kinds.items():
+      if name in self._moments:
+        numbers = logarithm(values[name]) if kind.log and not kind.buckets else values[name]
+        self._moments[name].add(numbers)
+      if name in self._longest and rows:
+        longest = pc.max(pc.list_value_length(values[name])).as_py() or 0
+        self._longest[name] = max(self._longest[name], longest)
+      if isinstance(kind, spec.Category) and (kind.table or name) in self._counts:
+        self._counts[kind.table or name].add(flat_texts(values[name], kind))
+
+  def finish(self) -> "Fitted":
+    """Returns the transforms.
+
+    Raises:
+      UserError: a column has no value in the training rows; names it.
+    """
+    vocabularies = {}
+    for table, counts in self._counts.items():
+      name, kind = next(
+        (n, k)
+        for n, k in self._kinds.items()
+        if table in (n, k.table if isinstance(k, spec.Category) else "")
+      )
+      assert isinstance(kind, spec.Category)
+      if not len(counts.most_frequent()):
+        raise UserError(
+          f"column {name!r} has no value in the {self.rows:,} training rows: remove it"
+        )
+      values = counts.most_frequent(kind.min_count)["value"].to_pylist()
+      if not values and not kind.oov:
+        raise UserError(
+          f"no value of column {name!r} is in {kind.min_count} training rows or more: lower its "
+          "min_count, or hash it"
+        )
+      vocabularies[table] = tuple(values)
+    numbers = {}
+    for name, moments in self._moments.items():
+      kind = self._kinds[name]
+      if not moments.count:
+        raise UserError(
+          f"column {name!r} has no value in the {self.rows:,} training rows: remove it"
+        )
+      boundaries: tuple[float, ...] = ()
+      if kind.buckets:
+        boundaries = (
+          tuple(
+            np.unique(
+              np.quantile(moments.sample, np.arange(1, kind.buckets) / kind.buckets)
+            ).tolist()
+          )
+          if isinstance(kind.buckets, int)
+          else kind.buckets
+        )
+      numbers[name] = {
+        "mean": moments.mean if kind.standardize else 0.0,
+        "deviation": moments.deviation if kind.standardize else 1.0,
+        "boundaries": boundaries,
+      }
+    widths = {
+      name: self._kinds[name].max_length or min(max(longest, 1), _LONGEST)
+      for name, longest in self._longest.items()
+    }
+    return Fitted(self._kinds, vocabularies, numbers, widths)
+
+
+class Fitted:
+  """The transforms of declared columns: values to ids and numbers, the same in every process.
+
+  Args:
+    kinds: the declared features by name.
+    vocabularies: the values of each table that has a vocabulary, the first being id 0.
+    numbers: mean, deviation and boundaries of numbers by name.
+    widths: the most values used of each bag by name.
+  """
+
+  def __init__(
+    self,
+    kinds: Mapping[str, spec.Kind],
+    vocabularies: Mapping[str, tuple[str, ...]],
+    numbers: Mapping[str, Mapping[str, Any]],
+    widths: Mapping[str, int],
+  ):
+    self.kinds, self.vocabularies = dict(kinds), dict(vocabularies)
+    self.numbers = {name: dict(each) for name, each in numbers.items()}
+    self.widths = dict(widths)
+    self._columns = {
+      name: column
+      for name, kind in self.kinds.items()
+      if (column := self._column(name, kind)) is not None
+    }
+
+  def _column(self, name: str, kind: spec.Kind) -> Any:
+    """Returns the transform of a feature to ids; None of a number that is used as it is."""
+    if isinstance(kind, spec.Number):
+      boundaries = self.numbers[name]["boundaries"]
+      return transforms.Bucketized(boundaries, default_value=-1) if boundaries else None
+    if isinstance(kind, spec.Cross):
+      return transforms.HashBucket(kind.buckets)
+    assert isinstance(kind, spec.Category)
+    if kind.hash:
+      return transforms.HashBucket(kind.hash)
+    if kind.size:
+      return transforms.Identity(kind.size, default_value=-1)
+    values = self.vocabularies[kind.table or name]
+    if not values:
+      return transforms.HashBucket(kind.oov)
+    if kind.oov:
+      return transforms.Vocabulary(values, num_oov_buckets=kind.oov)
+    return transforms.Vocabulary(values, default_value=-1)
+
+  @property
+  def features(self) -> tuple[Feature, ...]:
+    """The categorical features, in the order of the declaration."""
+    features = []
+    for name, column in self._columns.items():
+      kind: Any = self.kinds[name]
+      features.append(
+        Feature(
+          name,
+          column.vocabulary_size,
+          valency=self.widths.get(name, 1),
+          combiner=getattr(kind, "combiner", "mean"),
+          table=getattr(kind, "table", ""),
+          dim=kind.dim,
+          optimizer=kind.optimizer,
+        )
+      )
+    return tuple(features)
+
+  @property
+  def dense_names(self) -> tuple[str, ...]:
+    """The names of the columns of `dense`."""
+    names = []
+    for name, kind in self.kinds.items():
+      if isinstance(kind, spec.Number) and name not in self._columns:
+        names += [name, f"{name} is missing"] if kind.missing == "indicator" else [name]
+    return tuple(names)
+
+  def dense(self, values: Values, rows: int) -> np.ndarray:
+    """Returns the numbers float32 `[rows, K]`, standardized as declared."""
+    columns = []
+    for name, kind in self.kinds.items():
+      if isinstance(kind, spec.Number) and name not in self._columns:
+        numbers = logarithm(values[name]) if kind.log else values[name]
+        missing = np.isnan(numbers)
+        about = self.numbers[name]
+        columns.append(np.where(missing, 0.0, (numbers - about["mean"]) / about["deviation"]))
+        if kind.missing == "indicator":
+          columns.append(missing)
+    return (
+      np.stack(columns, axis=1).astype(np.float32) if columns else np.empty((rows, 0), np.float32)
+    )
+
+  def ids(self, values: Values, name: str) -> np.ndarray:
+    """Returns a feature's ids, int32 `[N]`, or of a bag `[N, valency]`; -1 is no value."""
+    kind, column = self.kinds[name], self._columns[name]
+    if isinstance(kind, spec.Number):
+      return column.ids(values[name])
+    if isinstance(kind, spec.Cross):
+      return self._crossed(kind, column, values)
+    assert isinstance(kind, spec.Category)
+    ids = _ids_of_texts(column, flat_texts(values[name], kind), whole=bool(kind.size))
+    if not isinstance(kind, spec.Bag):
+      return ids
+    lengths = pc.list_value_length(values[name]).fill_null(0).to_numpy(zero_copy_only=False)
+    return _padded(ids, lengths.astype(np.int64), self.widths[name], last=kind.last)
+
+  def _crossed(self, kind: spec.Cross, column: Any, values: Values) -> np.ndarray:
+    parts, present = [], np.array(True)
+    for name in kind.columns:
+      part = self.kinds[name]
+      if isinstance(part, spec.Number):
+        ids = self.ids(values, name)
+        texts = pa.array(ids, mask=ids < 0).cast(pa.string())
+      else:
+        texts = flat_texts(values[name], part)
+      present = present & texts.is_valid().to_numpy(zero_copy_only=False)
+      parts.append(texts)
+    joined = pc.binary_join_element_wise(*parts, "\x1f")  # null where a part is missing
+    return np.where(present, _ids_of_texts(column, joined), -1).astype(np.int32)
+
+  def merged(self, other: "Fitted") -> "Fitted":
+    """Returns the transforms of both; no name is in both."""
+    return Fitted(
+      self.kinds | other.kinds,
+      self.vocabularies | other.vocabularies,
+      self.numbers | other.numbers,
+      self.widths | other.widths,
+    )
+
+  def save(self, folder: Path, name: str) -> None:
+    """Writes `<name>.json` and `<name>.parquet`, the vocabularies."""
+    tables = [table for table, values in self.vocabularies.items() for _ in values]
+    values = [value for values in self.vocabularies.values() for value in values]
+    columns = {"table": pa.array(tables, pa.string()), "value": pa.array(values, pa.large_string())}
+    pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    kinds = {
+      key: {"kind": kind.kind} | dataclasses.asdict(kind) for key, kind in self.kinds.items()
+    }
+    about = {
+      "kinds": kinds,
+      "tables": list(self.vocabularies),
+      "numbers": self.numbers,
+      "widths": self.widths,
+    }
+    arrays.write_json(folder / f"{name}.json", about)
+
+  @classmethod
+  def load(cls, folder: Path, name: str) -> "Fitted":
+    """Returns what `save` has written."""
+    about = json.loads((folder / f"{name}.json").read_text())
+    table = pq.read_table(folder / f"{name}.parquet")
+    vocabularies: dict[str, tuple[str, ...]] = {}
+    for key in about["tables"]:
+      values = table.filter(pc.equal(table["table"], key))["value"]
+      vocabularies[key] = tuple(values.to_pylist())
+    return cls(spec.parse(about["kinds"]), vocabularies, about["numbers"], about["widths"])
+
+
+def _ids_of_texts(column: Any, texts: pa.Array, *, whole: bool = False) -> np.ndarray:
+  """Returns the ids of texts, int32 `[N]`; -1 for null.
+
+  Args:
+    column: of `embed.transforms`; asked once for each distinct text.
+    texts: text `[N]`.
+    whole: whether the column takes whole numbers; a text that is none has no id.
+  """
+  encoded = texts.dictionary_encode()
+  distinct = encoded.dictionary.to_pylist()
+  if not distinct:
+    return np.full(len(texts), -1, np.int32)
+  if whole:
+    keys = np.array(
+      [int(t) if t.isascii() and t.isdecimal() and len(t) < 19 else -1 for t in distinct]
+    )
+    ids = column.ids(keys)
+  else:
+    ids = column.ids(np.array(distinct, object))
+  indices = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+  return np.where(indices < 0, -1, ids[indices]).astype(np.int32)
+
+
+def _padded(flat: np.ndarray, lengths: np.ndarray, width: int, *, last: bool) -> np.ndarray:
+  """Returns bags as int32 `[N, width]`, -1 after each; of longer ones the first or last values."""
+  starts = np.cumsum(lengths) - lengths
+  kept = np.minimum(lengths, width)
+  first = starts + (lengths - kept if last else 0)
+  places = np.arange(width)
+  index = np.minimum(first[:, None] + places, max(len(flat) - 1, 0))
+  inside = places < kept[:, None]
+  return np.where(inside, flat[index] if len(flat) else -1, -1).astype(np.int32)

@@ -1,0 +1,242 @@
+"""Interactions of users with items: read from a table, cleaned, split and numbered."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .. import arrays
+from ..errors import UserError
+from . import entities, spec, splitting
+from .entities import Codes, Entities
+from .rows import RowReader, Rows
+from .settings import SPLITS, Table
+
+_BUCKETS = 16  # of a number without buckets: towers take vectors only
+_REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
+
+
+@dataclasses.dataclass(frozen=True)
+class Interactions:
+  """Interactions in the order of time, or of the files where no time is declared.
+
+  Attributes:
+    user, item: int32 `[N]`.
+    split: int8 `[N]`, the index in `SPLITS`.
+    users, items: with their features.
+    notes: lines for the user about what was counted, dropped or merged.
+  """
+
+  user: np.ndarray
+  item: np.ndarray
+  split: np.ndarray
+  users: Entities
+  items: Entities
+  notes: list[str]
+
+  def history(self) -> tuple[np.ndarray, np.ndarray]:
+    """Returns all items of each user in the order of time, and where they begin, `[users + 1]`."""
+    order = np.argsort(self.user, kind="stable")
+    lengths = np.bincount(self.user, minlength=len(self.users.texts))
+    return self.item[order], np.concatenate([[0], np.cumsum(lengths)])
+
+  def save(self, folder: Path) -> None:
+    """Writes into `serve` what serving needs: raw ids, transforms, and every user's items."""
+    folder = arrays.subfolder(folder, "serve")
+    items, offsets = self.history()
+    arrays.column(folder, "history", items.shape, np.int32)[:] = items
+    arrays.column(folder, "history_offsets", offsets.shape, np.int64)[:] = offsets
+    self.users.save(folder, "users")
+    self.items.save(folder, "items")
+
+
+def read(table: Table, by: str) -> Interactions:
+  """Returns the interactions of a table.
+
+  Args:
+    table: the settings.
+    by: how they are split: "user", "last", "time", "hash", "column" or "files".
+
+  Raises:
+    UserError: no item is declared, a row has no user or item, or nothing is left.
+  """
+  log = _Log(table, by)
+  user, item, split, order = log.read()
+  notes = log.notes
+  if order is not None:
+    user, item, split = user[order], item[order], split[order]
+  repeats = ~splitting.first_of_pairs(user, item)
+  notes += _about_repeats(table, int(repeats.sum()), len(user))
+  merge = table.duplicates == "merge" or (not table.duplicates and table.exclude_seen)
+  if merge and repeats.any():
+    user, item, split = user[~repeats], item[~repeats], split[~repeats]
+  if table.core:
+    kept = splitting.k_core(user, item, table.core)
+    notes.append(
+      f"{len(kept):,} of {len(user):,} interactions are of users and items with {table.core} or "
+      "more"
+    )
+    user, item, split = user[kept], item[kept], split[kept]
+  if not len(user):
+    raise UserError("no interaction is left: lower config.core, or check the label's settings")
+  # Numbered again, without those that have no interaction left.
+  used_users, user = np.unique(user, return_inverse=True)
+  used_items, item = np.unique(item, return_inverse=True)
+  users, items = log.entities(used_users, used_items)
+  settings = table.split
+  if by == "user":
+    split = splitting.per_user(
+      user, settings["valid"], settings["seed"], test_fraction=settings["test"]
+    )
+  elif by == "last":
+    split = splitting.leave_one_out(user)
+  if not merge:  # an evaluation has each item of a user once
+    once = (split == 0) | splitting.first_of_pairs(user, item, split)
+    user, item, split = user[once], item[once], split[once]
+  notes += _about_splits(user, item, split, len(users.texts), len(items.texts))
+  return Interactions(user.astype(np.int32), item.astype(np.int32), split, users, items, notes)
+
+
+class _Log:
+  """Reads the rows of a table as interactions, and the features that the rows hold."""
+
+  def __init__(self, table: Table, by: str):
+    self._table = table
+    self._user = table.name_of(spec.User)
+    self._item = table.name_of(spec.Item) or table.name_of(spec.Ordered)
+    if self._item is None:
+      table.require(spec.Item, "and recommendations need one")
+    if self._user is None and not self._is_list():
+      table.require(spec.User, "and recommendations need one")
+    self._time = table.name_of(spec.Time)
+    required = [name for name in (self._user, None if self._is_list() else self._item) if name]
+    by = by if by in ("time", "hash", "column", "files") else ""
+    self._reader = RowReader(table, by, required)
+    self._codes = {"user": Codes(), "item": Codes()}
+    sides = {
+      side: {
+        name: kind
+        for name, kind in table.kinds.items()
+        if isinstance(kind, spec.Side | spec.Title)
+        and not isinstance(kind, spec.Id)
+        and (kind.side if isinstance(kind, spec.Side) else "item") == side
+        and name != self._item
+      }
+      for side in ("user", "item")
+    }
+    self._collected = {side: entities.Collected(kinds) for side, kinds in sides.items()}
+    self.notes: list[str] = []
+    if self._is_list() and self._collected["item"].kinds:
+      raise UserError("rows with several items cannot hold features of an item: use config.item_table")
+
+  def _is_list(self) -> bool:
+    kind = self._table.kinds[str(self._item)]
+    return isinstance(kind, spec.Bag) or bool(getattr(kind, "separator", ""))
+
+  def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Returns user, item and split of each interaction, and the order of time, None without."""
+    parts: dict[str, list[np.ndarray]] = {"user": [], "item": [], "split": [], "time": []}
+    rows = positive = 0
+    for part in self._reader:
+      rows += len(part.chunk.rows)
+      if part.label is not None:
+        clicked = part.label == 1
+        part = Rows(part.chunk.take(clicked), part.split[clicked], part.label[clicked])
+      positive += len(part.chunk.rows)
+      for name, array in self._interactions(part, rows).items():
+        parts[name].append(array)
+    user, item, split, time = (
+      np.concatenate(parts[name]) if parts[name] else np.empty(0, np.int64)
+      for name in ("user", "item", "split", "time")
+    )
+    self.notes += self._reader.skipped
+    if self._table.name_of(spec.Label):
+      self.notes.append(
+        f"{positive:,} of {rows:,} rows are positive by the label, and are the interactions"
+      )
+    return user, item, split, np.argsort(time, kind="stable") if self._time else None
+
+  def _interactions(self, part: Rows, rows: int) -> dict[str, np.ndarray]:
+    chunk = part.chunk
+    columns, parents = chunk.columns, np.arange(len(chunk.rows))
+    items = columns[str(self._item)]
+    if self._is_list():
+      parents = pc.list_parent_indices(items).to_numpy(zero_copy_only=False)
+      items = items.flatten()
+    if self._user is None:
+      first = rows - len(chunk.rows)
+      users = pa.array([str(first + i + 1) for i in range(len(chunk.rows))], pa.string())
+    else:
+      users = columns[self._user]
+    user, item = self._codes["user"].add(users), self._codes["item"].add(items)
+    self._collected["user"].add(user, columns)
+    if not self._is_list():
+      self._collected["item"].add(item, columns)
+    whole = {"user": user[parents], "item": item, "split": part.split[parents]}
+    return whole | {"time": columns[self._time][parents] if self._time else np.empty(0, np.int64)}
+
+  def entities(self, users: np.ndarray, items: np.ndarray) -> tuple[Entities, Entities]:
+    """Returns the users and items of these numbers, with their features."""
+    made = []
+    for side, kept in (("user", users), ("item", items)):
+      texts = self._codes[side].texts
+      own = self._collected[side].entities(texts, _BUCKETS).numbered([texts[i] for i in kept])
+      if side in self._table.sides:
+        other, skipped = entities.read(
+          self._table.sides[side], side, self._table.on_bad_row, _BUCKETS
+        )
+        self.notes += skipped
+        unknown = set(own.texts) - set(other.texts)
+        if unknown:
+          self.notes.append(
+            f"{len(unknown):,} {side}s are not in config.{side}_table, as {min(unknown)!r}"
+          )
+        own = joined(own, other.numbered(own.texts), side)
+      made.append(own)
+    return made[0], made[1]
+
+
+def joined(own: Entities, other: Entities, side: str) -> Entities:
+  """Returns entities with the features of both; raises UserError where two have one name."""
+  for name in own.ids.keys() & other.ids.keys():
+    raise UserError(f"{name!r} is declared in config.columns and in config.{side}_table: keep one")
+  fitted = own.fitted.merged(other.fitted)
+  titles = own.titles if other.titles is None else other.titles
+  return Entities(own.texts, fitted, {**own.ids, **other.ids}, own.dense, titles)
+
+
+def _about_repeats(table: Table, repeats: int, rows: int) -> list[str]:
+  if not repeats:
+    return []
+  note = f"{repeats:,} of {rows:,} interactions repeat an earlier one of the same user and item"
+  if table.exclude_seen:
+    note += ", and are merged with it" if table.duplicates != "keep" else ", and are kept"
+    if repeats > _REPEATS * rows:
+      note += (
+        ". If people come back to the same items, set config.exclude_seen=False: repeats are then "
+        "kept, and can be recommended"
+      )
+  elif table.duplicates == "merge":
+    note += ", and are merged with it"
+  return [note]
+
+
+def _about_splits(
+  user: np.ndarray, item: np.ndarray, split: np.ndarray, users: int, items: int
+) -> list[str]:
+  counts = np.bincount(split, minlength=3)
+  notes = [
+    f"{users:,} users, {items:,} items, "
+    + ", ".join(f"{count:,} {name}" for name, count in zip(SPLITS, counts, strict=True))
+  ]
+  trained = {"user": np.unique(user[split == 0]), "item": np.unique(item[split == 0])}
+  for name, ids in (("user", user), ("item", item)):
+    unknown = int((~np.isin(ids[split == 2], trained[name])).sum())
+    if unknown:
+      notes.append(
+        f"{unknown:,} of {counts[2]:,} test interactions are of {name}s that training never sees; "
+        "they count in the metrics"
+      )
+  return notes

@@ -1,0 +1,252 @@
+"""The rows of a table, chunk by chunk: declared columns, labels, weights and splits."""
+
+import dataclasses
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from embed.transforms import hashing
+
+from ..errors import UserError
+from . import spec
+from .fitting import Moments
+from .reading import Chunk, Reader
+from .settings import SPLITS, Source, Table
+
+_CLICK, _NONE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
+_SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
+
+
+def way(kind: spec.Kind) -> str | tuple[str, str]:
+  """Returns how a column is read; see `reading.Reader`."""
+  if isinstance(kind, spec.Number | spec.Weight):
+    return "number"
+  if isinstance(kind, spec.Time):
+    return "time"
+  if isinstance(kind, spec.Bag) or (isinstance(kind, spec.Item) and kind.separator):
+    return ("list", kind.separator)
+  return "text"
+
+
+def open_source(source: Source, on_bad_row: str, paths: Sequence[Path] = ()) -> Reader:
+  """Returns the reader of a source's declared columns, a cross not being one, and of its key as "".
+
+  Args:
+    source: the files and columns.
+    on_bad_row: "raise" or "skip".
+    paths: the files of one split; none reads all.
+  """
+  kinds = {name: kind for name, kind in source.kinds.items() if not isinstance(kind, spec.Cross)}
+  ways = {name: way(kind) for name, kind in kinds.items()}
+  columns = {name: kind.column or name for name, kind in kinds.items()}
+  if source.key:
+    ways[""], columns[""] = "text", source.key
+  return Reader(
+    paths or source.all_files,
+    ways,
+    columns=columns,
+    format=source.format,
+    on_bad_row=on_bad_row,
+  )
+
+
+class Rows(NamedTuple):
+  """Rows of a chunk whose label, weight and split have been read.
+
+  Attributes:
+    chunk: the declared columns.
+    split: int8 `[N]`, the index in `SPLITS`.
+    label: uint8 `[N]`, None where there is no label.
+  """
+
+  chunk: Chunk
+  split: np.ndarray
+  label: np.ndarray | None
+
+
+class RowReader:
+  """Reads the rows of a table, as often as it is iterated.
+
+  Args:
+    table: the settings.
+    by: how rows are split: "hash", "time", "column" or "files"; "" leaves all rows in one split.
+    required: names of columns of texts in which every row must have a value.
+
+  Attributes:
+    skipped: a line per kind of bad row, of the last iteration.
+    num_dropped: rows of the last iteration that `drop` of the label has left out.
+  """
+
+  def __init__(self, table: Table, by: str, required: Sequence[str] = ()):
+    self._table, self._by, self._required = table, by, tuple(required)
+    self._label, self._time = table.name_of(spec.Label), table.name_of(spec.Time)
+    self._from: tuple[float, float] | None = None
+    self.skipped: list[str] = []
+    self.num_dropped = 0
+    if by == "files" and set(table.rows.files) == {""}:
+      raise UserError(
+        'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
+      )
+    if by == "time":
+      self._from = self._thresholds(table.require(spec.Time, "which the split goes by"))
+    if by == "column":
+      table.require(spec.Split, "which the split goes by")
+
+  def __iter__(self) -> Iterator[Rows]:
+    self.skipped, self.num_dropped = [], 0
+    for split, paths in self._table.rows.files.items():
+      reader = open_source(self._table.rows, self._table.on_bad_row, paths)
+      for chunk in reader:
+        for name in self._required:
+          missing = chunk.columns[name].is_null().to_numpy(zero_copy_only=False)
+          chunk = reader.refuse(chunk, missing, name, lambda row: "has no value")
+        chunk, label = self._labelled(reader, chunk)
+        chunk = self._weighted(reader, chunk)
+        yield self._split(reader, chunk, label, split)
+      self.skipped += reader.skipped
+
+  def _labelled(self, reader: Reader, chunk: Chunk) -> tuple[Chunk, np.ndarray | None]:
+    if self._label is None:
+      return chunk, None
+    kind = self._table.kinds[self._label]
+    assert isinstance(kind, spec.Label)
+    if kind.drop:
+      dropped = _member(chunk.columns[self._label], kind.drop)
+      self.num_dropped += int(dropped.sum())
+      chunk = chunk.take(~dropped)
+    texts = chunk.columns[self._label]
+    missing = texts.is_null().to_numpy(zero_copy_only=False)
+    chunk = reader.refuse(chunk, missing, self._label, lambda row: "has no value")
+    label = label_of(chunk.columns[self._label], kind)
+    wrong, texts = label < 0, chunk.columns[self._label]
+    column = f"config.columns[{self._label!r}]"
+    problem = lambda row: (
+      f"is {texts[row].as_py()!r}, which is neither 0 nor 1: give the values that are clicks as "
+      f"{column}['positive'], or the smallest as {column}['at_least']"
+    )
+    chunk = reader.refuse(chunk, wrong, self._label, problem)
+    return chunk, label[~wrong].astype(np.uint8)
+
+  def _weighted(self, reader: Reader, chunk: Chunk) -> Chunk:
+    name = self._table.name_of(spec.Weight)
+    if name is None:
+      return chunk
+    weight = chunk.columns[name]
+    wrong = ~(weight >= 0)
+    return reader.refuse(
+      chunk, wrong, name, lambda row: f"is {weight[row]}, and a weight is a number of 0 or more"
+    )
+
+  def _split(self, reader: Reader, chunk: Chunk, label, files_of: str) -> Rows:
+    rows = len(chunk.rows)
+    if self._by == "files":
+      return Rows(chunk, np.full(rows, SPLITS.index(files_of), np.int8), label)
+    if self._by == "time":
+      assert self._from is not None
+      assert self._time is not None
+      times = chunk.columns[self._time]
+      split = (times >= self._from[0]).astype(np.int8) + (times >= self._from[1])
+      return Rows(chunk, split.astype(np.int8), label)
+    if self._by == "column":
+      name = self._table.name_of(spec.Split)
+      texts = pc.utf8_lower(chunk.columns[name].fill_null(""))
+      split = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
+      wrong = split < 0
+      problem = lambda row: f"is {texts[row].as_py()!r}: write train, valid or test"
+      chunk = reader.refuse(chunk, wrong, str(name), problem)
+      # The labels of rows that were refused go with them.
+      return Rows(chunk, split[~wrong], label if label is None else label[~wrong])
+    if self._by == "hash":
+      return Rows(chunk, self._hashed(chunk), label)
+    return Rows(chunk, np.zeros(rows, np.int8), label)
+
+  def _hashed(self, chunk: Chunk) -> np.ndarray:
+    """Splits by a hash of the row, or of a column; the same however the files are read."""
+    split = self._table.split
+    if split["on"]:
+      values = chunk.columns.get(split["on"])
+      if not isinstance(values, pa.StringArray):
+        raise UserError(
+          f"config.split.on is {split['on']!r}: name a declared category, user or item"
+        )
+      keys = np.array(values.fill_null("").to_pylist(), object)
+    else:
+      keys = chunk.rows.astype(np.uint64)
+    salt = hashing.hashes(
+      np.array([chunk.file.name if not split["on"] else ""], object), split["seed"]
+    )
+    part = hashing.hashes(keys, int(salt[0])) / 2.0**64
+    return (part < split["valid"] + split["test"]).astype(np.int8) + (part < split["test"])
+
+  def _thresholds(self, name: str) -> tuple[float, float]:
+    """Returns the first times of validation and test."""
+    split = self._table.split
+    given = {key: split[f"{key}_from"] for key in ("valid", "test")}
+    if all(given.values()):
+      return _time(given["valid"]), _time(given["test"])
+    moments = Moments()
+    source = self._table.rows
+    only = dataclasses.replace(source, kinds={name: source.kinds[name]})
+    for paths in source.files.values():
+      reader = open_source(only, self._table.on_bad_row, paths)
+      for chunk in reader:
+        moments.add(chunk.columns[name].astype(np.float64))
+    shares = {"valid": 1 - split["valid"] - split["test"], "test": 1 - split["test"]}
+    return tuple(  # type: ignore[return-value]
+      _time(given[key]) if given[key] else float(np.quantile(moments.sample, share))
+      for key, share in shares.items()
+    )
+
+
+def _time(text: str) -> float:
+  """Returns a setting's time as `reading` returns times."""
+  try:
+    return float(text)
+  except ValueError:
+    pass
+  try:
+    when = datetime.datetime.fromisoformat(text)
+  except ValueError:
+    raise UserError(
+      f"config.split has the time {text!r}: write a number or a date like 2024-01-31"
+    ) from None
+  return when.replace(tzinfo=when.tzinfo or datetime.UTC).timestamp() * 1e6
+
+
+def _member(texts: pa.Array, values: tuple[str, ...]) -> np.ndarray:
+  found = pc.is_in(texts, value_set=pa.array(values, pa.string()))
+  return found.to_numpy(zero_copy_only=False)
+
+
+def label_of(texts: pa.Array, kind: spec.Label) -> np.ndarray:
+  """Returns 1 for a click, 0 for none and -1 where a text is neither, int8 `[N]`."""
+  if kind.at_least is not None:
+    numbers = _numbers(texts)
+    return np.where(np.isnan(numbers), -1, numbers >= kind.at_least).astype(np.int8)
+  if kind.positive:
+    return _member(texts, kind.positive).astype(np.int8)
+  lower = pc.utf8_lower(texts)
+  return np.where(_member(lower, _CLICK), 1, np.where(_member(lower, _NONE), 0, -1)).astype(np.int8)
+
+
+def _numbers(texts: pa.Array) -> np.ndarray:
+  """Returns texts as float64 `[N]`; nan where one is no number."""
+  encoded = texts.dictionary_encode()
+  numbers = []
+  for text in encoded.dictionary.to_pylist():
+    try:
+      numbers.append(float(text))
+    except ValueError:
+      numbers.append(np.nan)
+  indices = encoded.indices.to_numpy(zero_copy_only=False)
+  return np.array(numbers)[indices] if numbers else np.full(len(texts), np.nan)
+
+
+def values_of(chunk: Chunk, kinds: Mapping[str, spec.Kind]) -> dict[str, Any]:
+  """Returns the values of the named columns of a chunk."""
+  return {name: chunk.columns[name] for name in kinds if name in chunk.columns}

@@ -1,0 +1,281 @@
+"""The settings of a table: completed from what the user's config says, and checked before reading.
+
+A config with `columns` needs nothing else but `files`; everything that it leaves out is the
+recipe's default. It may be a plain dict:
+
+    def get_config():
+      return {"files": "clicks.csv", "columns": {"clicked": "label", "city": "category"}}
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from .. import files
+from ..errors import UserError
+from . import spec
+from .reading import Format, columns_of, paths
+
+SPLITS = ("train", "valid", "test")
+_SPLIT_BY = ("", "hash", "user", "last", "time", "column", "files")
+
+_FORMAT = dataclasses.asdict(Format())
+_SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
+
+# The settings of a table, which all recipes share, with their defaults.
+DEFAULTS: dict[str, Any] = {
+  "dataset": "table",
+  "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
+  "format": _FORMAT,
+  "columns": {},
+  "user_table": _SIDE,  # a table of its own with the features of users; key is the column of their ids
+  "item_table": _SIDE,
+  "on_bad_row": "raise",  # or "skip", which counts
+  "split": {
+    "by": "",  # hash, time, user, last, column, files; "" goes by the columns, see docs
+    "valid": 0.1,  # of the rows
+    "test": 0.1,
+    "seed": 0,
+    "on": "",  # by hash: the column whose equal values stay together; "" is the row
+    "valid_from": "",  # by time: the first time of the split; "" goes by the fraction
+    "test_from": "",
+  },
+  "exclude_seen": True,  # whether rankings leave out what the user has had
+  "duplicates": "",  # repeated pairs of user and item: merge, keep, or "": merge if exclude_seen
+  "core": 0,  # users and items with fewer interactions are dropped, repeatedly
+  "refit": False,  # True trains on the validation rows as well; then select must be ""
+  "cache_dir": "~/.cache/sparse_embed",
+}
+
+
+def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigDict:
+  """Returns the config of a run: the user's settings, and defaults for all that they leave out.
+
+  Args:
+    given: the user's config, with `columns`.
+    defaults: of the recipe.
+
+  Raises:
+    UserError: an unknown setting, or a column that is declared wrongly; names it.
+  """
+  given = given.to_dict() if isinstance(given, ConfigDict) else dict(given)
+  settings = _merged(DEFAULTS | dict(defaults), given, "config")
+  settings["columns"] = spec.expand(settings["columns"])
+  for side in ("user_table", "item_table"):
+    settings[side]["columns"] = spec.expand(settings[side]["columns"], f"config.{side}.columns")
+  return ConfigDict(settings, allow_dotted_keys=True, sort_keys=False)
+
+
+def _merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> dict[str, Any]:
+  merged = {
+    key: dict(value) if isinstance(value, Mapping) else value for key, value in known.items()
+  }
+  for key, value in given.items():
+    if key not in known:
+      raise UserError(f"{place} has no setting {key!r}; {spec.nearest(key, list(known))}")
+    default = known[key]
+    if key in ("columns", "files"):
+      merged[key] = value
+    elif isinstance(default, Mapping):
+      if not isinstance(value, Mapping):
+        raise UserError(f"{place}.{key} is {value!r}: give a dict of {', '.join(default)}")
+      merged[key] = _merged(default, value, f"{place}.{key}")
+    else:
+      merged[key] = _typed(value, default, f"{place}.{key}")
+  return merged
+
+
+def _typed(value: Any, default: Any, place: str) -> Any:
+  if isinstance(default, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
+    return tuple(value)
+  if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+    return float(value)
+  if default is not None and type(value) is not type(default):
+    raise UserError(f"{place} is {value!r}: give a value like {default!r}")
+  return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Files with rows, and the declared columns of them.
+
+  Attributes:
+    files: by split; one entry "" where the rows of all splits are together.
+    format: of text files.
+    kinds: by declared name.
+    key: the column with the ids, of the features of users or items; "" of the table itself.
+  """
+
+  files: Mapping[str, tuple[Path, ...]]
+  format: Format
+  kinds: Mapping[str, spec.Kind]
+  key: str = ""
+
+  @property
+  def all_files(self) -> list[Path]:
+    """The files of all splits."""
+    return [path for paths in self.files.values() for path in paths]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """The parsed settings of a table.
+
+  Attributes:
+    rows: the files and columns of the table itself.
+    sides: the sources of the features of "user" and "item" where they are files of their own.
+    split: the settings of the split.
+    on_bad_row: "raise" or "skip".
+    exclude_seen, duplicates, core, refit: as in the config.
+  """
+
+  rows: Source
+  sides: Mapping[str, Source]
+  split: Mapping[str, Any]
+  on_bad_row: str
+  exclude_seen: bool
+  duplicates: str
+  core: int
+  refit: bool
+
+  @property
+  def kinds(self) -> Mapping[str, spec.Kind]:
+    """The declared columns of the table itself."""
+    return self.rows.kinds
+
+  def name_of(self, cls: type[spec.Kind]) -> str | None:
+    """Returns the name of the column of a kind that at most one column has."""
+    return spec.only(self.kinds, cls)
+
+  def require(self, cls: type[spec.Kind], why: str) -> str:
+    """Returns as `name_of`; raises UserError where no column is of that kind."""
+    name = self.name_of(cls)
+    if name is None:
+      raise UserError(
+        f"no column is declared as {cls.kind!r}, {why}: add it to config.columns; the files have "
+        f"{', '.join(columns_of(self.rows.all_files, self.rows.format))}"
+      )
+    return name
+
+
+def settings(config) -> dict[str, Any]:
+  """Returns everything the prepared columns depend on, as JSON values.
+
+  Raises:
+    UserError: a setting is wrong.
+    MissingFileError: a file is missing.
+  """
+  if config.on_bad_row not in ("raise", "skip"):
+    raise UserError(f"config.on_bad_row is {config.on_bad_row!r}: choose 'raise' or 'skip'")
+  if config.duplicates not in ("", "merge", "keep"):
+    raise UserError(f"config.duplicates is {config.duplicates!r}: choose 'merge', 'keep' or ''")
+  if config.refit and config.select:
+    raise UserError(
+      f"config.refit trains on the validation rows too, and config.select={config.select!r} has "
+      "nothing left to look at: pass --config.select= to test the state of the last step"
+    )
+  _check_split(config)
+  about = {
+    "format": 1,
+    "rows": _source(config, "config"),
+    "sides": {},
+    "split": config.split.to_dict(),
+    "on_bad_row": config.on_bad_row,
+    "exclude_seen": config.exclude_seen,
+    "duplicates": config.duplicates,
+    "core": config.core,
+    "refit": config.refit,
+  }
+  for side, source in (("user", config.user_table), ("item", config.item_table)):
+    if source.files:
+      if not source.key:
+        raise UserError(f"config.{side}_table.key is empty: name the column with the {side}s' ids")
+      about["sides"][side] = _source(source, f"config.{side}_table") | {"key": source.key}
+  parsed(about)
+  return about
+
+
+def _source(config, place: str) -> dict[str, Any]:
+  if not config.files:
+    raise UserError(f"{place}.files is empty: give a file, a folder or a pattern")
+  given = config.files.to_dict() if isinstance(config.files, ConfigDict) else config.files
+  by_split = given if isinstance(given, Mapping) else {"": given}
+  for name in by_split:
+    if name not in ("", *SPLITS):
+      raise UserError(f"{place}.files has no split {name!r}; {spec.nearest(name, list(SPLITS))}")
+  return {
+    "files": {name: [files.stamp(p) for p in paths(value)] for name, value in by_split.items()},
+    "format": config.format.to_dict(),
+    "columns": {name: kind.to_dict() for name, kind in config.columns.items()},
+  }
+
+
+def parsed(settings: Mapping[str, Any]) -> Table:
+  """Returns the settings as an object.
+
+  Raises:
+    UserError: a column is declared wrongly.
+  """
+  source = lambda about, place: Source(
+    {name: tuple(Path(stamp[0]) for stamp in each) for name, each in about["files"].items()},
+    Format(**{k: tuple(v) if isinstance(v, list) else v for k, v in about["format"].items()}),
+    spec.parse(about["columns"], f"{place}.columns"),
+    about.get("key", ""),
+  )
+  return Table(
+    source(settings["rows"], "config"),
+    {side: source(about, f"config.{side}_table") for side, about in settings["sides"].items()},
+    settings["split"],
+    settings["on_bad_row"],
+    settings["exclude_seen"],
+    settings["duplicates"],
+    settings["core"],
+    settings["refit"],
+  )
+
+
+def _check_split(config) -> None:
+  split = config.split
+  if split.by not in _SPLIT_BY:
+    raise UserError(f"config.split.by is {split.by!r}: choose one of {_SPLIT_BY[1:]}, or ''")
+  for name in ("valid", "test"):
+    if not 0 <= split[name] < 1:
+      raise UserError(
+        f"config.split.{name} is {split[name]}: choose a fraction of the rows below 1"
+      )
+  if split.valid + split.test >= 1:
+    raise UserError("config.split.valid and config.split.test leave nothing to train on")
+
+
+def steps_of_data(config, examples: int, devices: int = 1) -> ConfigDict:
+  """Returns the config with what depends on the number of training examples filled in.
+
+  A config without `epochs` says all itself, and stays as it is. In the others, settings of 0 are
+  chosen: `batch_size` so that an epoch has about 100 steps or more, `steps` as `epochs` say,
+  `eval_every` an epoch, `log_every` a tenth of it; `warmup_steps` of -1 becomes a tenth of the
+  steps, up to 100.
+
+  >>> config = ConfigDict(dict(batch_size=0, steps=0, epochs=2, eval_every=0, log_every=0,
+  ...                          warmup_steps=-1))
+  >>> chosen = steps_of_data(config, 10_000)
+  >>> chosen.batch_size, chosen.steps, chosen.eval_every, chosen.warmup_steps
+  (64, 314, 157, 31)
+  """
+  if "epochs" not in config:
+    return config
+  config = ConfigDict(config.to_dict(), allow_dotted_keys=True, sort_keys=False)
+  if not config.batch_size:
+    size = 64
+    while size < 4096 and size * 200 <= examples:
+      size *= 2
+    config.batch_size = max(-(-size // devices) * devices, devices)
+  epoch = max(-(-examples // config.batch_size), 1)
+  config.steps = config.steps or config.epochs * epoch
+  config.eval_every = config.eval_every or epoch
+  config.log_every = config.log_every or max(epoch // 10, 1)
+  if config.warmup_steps < 0:
+    config.warmup_steps = min(config.steps // 10, 100)
+  return config

@@ -1,0 +1,406 @@
+"""Declarations: what the columns of a table are, and how its rows are read and split.
+
+`config.columns` maps each column to its kind, by name or as a dict of the kind and its options:
+
+    "columns": {
+      "clicked": "label",
+      "price": {"kind": "number", "log": True},
+      "city": {"kind": "category", "min_count": 5},
+      "tags": {"kind": "bag", "separator": "|"},
+      "city_hour": {"kind": "cross", "columns": ("city", "hour"), "buckets": 10_000},
+    }
+
+The classes below are the kinds; their attributes are the options. Columns of the files that are
+not declared are not read.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ..errors import UserError
+
+SIDES = ("", "user", "item")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+  """A column and what it is used for.
+
+  Attributes:
+    column: the column of the files; "" reads the one that has the name of the declaration.
+  """
+
+  column: str = ""
+  kind: ClassVar[str] = ""
+
+  def check(self) -> None:
+    """Raises ValueError for options that make no sense, without the name of the column."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Label(Kind):
+  """What is predicted: a click or none. 1, true and yes are clicks; 0, false and no are none.
+
+  Attributes:
+    positive: the values that are clicks, all others being none; () takes the values above.
+    at_least: the smallest number that is a click; None if the values are no numbers.
+    drop: values whose rows are left out.
+  """
+
+  kind: ClassVar[str] = "label"
+  positive: tuple[str, ...] = ()
+  at_least: float | None = None
+  drop: tuple[str, ...] = ()
+
+  def check(self) -> None:
+    if self.positive and self.at_least is not None:
+      raise ValueError("give positive or at_least, not both")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side(Kind):
+  """A feature.
+
+  Attributes:
+    side: "user" or "item" for what is known about a user or an item, which two_tower uses; "" for
+      what belongs to a row alone.
+  """
+
+  side: str = ""
+
+  def check(self) -> None:
+    if self.side not in SIDES:
+      raise ValueError(f"side is {self.side!r}: choose 'user', 'item' or ''")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Embedded(Side):
+  """A feature with a vector for each of its values.
+
+  Attributes:
+    dim: the width of its table; 0 takes `config.dim`.
+    optimizer: of its table, by name; "" takes `config.table.optimizer`.
+  """
+
+  dim: int = 0
+  optimizer: str = ""
+
+  def check(self) -> None:
+    super().check()
+    if self.dim < 0:
+      raise ValueError(f"dim is {self.dim}: choose a width, or 0 for config.dim")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Number(Embedded):
+  """A number.
+
+  Attributes:
+    log: whether to take `sign(x) * log(1 + |x|)` first, for counts and prices.
+    standardize: whether to subtract the mean of the training rows and divide by their deviation.
+    missing: a missing value is the mean; "indicator" adds a feature that is 1 where it is missing,
+      "mean" adds none.
+    buckets: how many intervals with equally many training rows, or their boundaries, to learn a
+      vector for each; 0 uses the number itself.
+  """
+
+  kind: ClassVar[str] = "number"
+  log: bool = False
+  standardize: bool = True
+  missing: str = "mean"
+  buckets: int | tuple[float, ...] = 0
+
+  def check(self) -> None:
+    super().check()
+    if self.missing not in ("mean", "indicator"):
+      raise ValueError(f"missing is {self.missing!r}: choose 'mean' or 'indicator'")
+    if isinstance(self.buckets, int) and (self.buckets < 0 or self.buckets == 1):
+      raise ValueError(f"buckets is {self.buckets}: choose 2 or more, or 0 for none")
+    if not isinstance(self.buckets, int) and any(
+      a >= b for a, b in zip(self.buckets, self.buckets[1:], strict=False)
+    ):
+      raise ValueError(f"buckets are {self.buckets}: boundaries must increase")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Category(Embedded):
+  """A category, by a vocabulary of the training rows, a hash or its own number.
+
+  Values outside the vocabulary share `oov` rows of the table, by hash. A missing value has no
+  vector: it adds zeros.
+
+  Attributes:
+    min_count: training rows that a value needs to be in the vocabulary. With 1 no training row is
+      outside it, and the vectors of unknown values stay as they were drawn.
+    oov: rows of the table for values outside the vocabulary; 0 gives them no vector.
+    hash: the number of rows of the table if values are hashed instead of counted; 0 counts.
+    size: the number of rows if the values are ids themselves, from 0 to `size - 1`; 0 counts.
+    table: a name that columns have in common which share a table and a vocabulary; "" shares none.
+    pattern: a regular expression with one group, which is the value; "" takes all of the text.
+  """
+
+  kind: ClassVar[str] = "category"
+  min_count: int = 2
+  oov: int = 1
+  hash: int = 0
+  size: int = 0
+  table: str = ""
+  pattern: str = ""
+
+  def check(self) -> None:
+    super().check()
+    if self.hash and self.size:
+      raise ValueError("give hash or size, not both")
+    for name in ("min_count", "oov", "hash", "size"):
+      if getattr(self, name) < (name == "min_count"):
+        raise ValueError(
+          f"{name} is {getattr(self, name)}: choose {int(name == 'min_count')} or more"
+        )
+    check_pattern(self.pattern)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bag(Category):
+  """Several categories in one field: a list column, or text that is cut at a separator.
+
+  Attributes:
+    separator: of the values in a text; list columns need none.
+    max_length: values that are used of a row; 0 takes the most that a training row has, up to 64.
+    combiner: "mean", "sum" or "sqrtn" of the vectors.
+  """
+
+  kind: ClassVar[str] = "bag"
+  separator: str = "|"
+  max_length: int = 0
+  combiner: str = "mean"
+  last: ClassVar[bool] = False  # whether the last values are used of a longer row
+
+  def check(self) -> None:
+    super().check()
+    if not self.separator:
+      raise ValueError("separator is empty: give the text between two values")
+    if self.max_length < 0:
+      raise ValueError(f"max_length is {self.max_length}: choose 0 or more")
+    if self.combiner not in ("mean", "sum", "sqrtn"):
+      raise ValueError(f"combiner is {self.combiner!r}: choose mean, sum or sqrtn")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ordered(Bag):
+  """As a bag, in the order of time: the last `max_length` values are used of a longer row."""
+
+  kind: ClassVar[str] = "sequence"
+  last: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cross(Embedded):
+  """Combinations of several declared columns, by hash.
+
+  Attributes:
+    columns: the names of two or more declared columns: categories, users, items, or numbers with
+      buckets.
+    buckets: the number of rows of the table.
+  """
+
+  kind: ClassVar[str] = "cross"
+  columns: tuple[str, ...] = ()
+  buckets: int = 100_000
+
+  def check(self) -> None:
+    super().check()
+    if len(self.columns) < 2:
+      raise ValueError(f"columns is {self.columns}: name two or more declared columns")
+    if self.column:
+      raise ValueError("a cross has columns, not a column")
+    if self.buckets < 1:
+      raise ValueError(f"buckets is {self.buckets}: choose 1 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Id(Category):
+  """The id of a user or an item: a category of dlrm, and what two_tower and sequence are about.
+
+  Attributes:
+    separator: of the ids in a field that holds several, as a list column or a text; "" for one.
+  """
+
+  min_count: int = 1
+  separator: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class User(Id):
+  """The user of a row."""
+
+  kind: ClassVar[str] = "user"
+
+  def check(self) -> None:
+    super().check()
+    if self.separator:
+      raise ValueError("a row has one user: remove separator")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Item(Id):
+  """The item of a row, or its items."""
+
+  kind: ClassVar[str] = "item"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Time(Kind):
+  """When a row happened: a number that grows, or a date or time as ISO 8601 writes it."""
+
+  kind: ClassVar[str] = "time"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weight(Kind):
+  """How much a row counts in the training loss of dlrm: a number of 0 or more."""
+
+  kind: ClassVar[str] = "weight"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split(Kind):
+  """The split of a row: train, valid (or validation, val, dev) or test."""
+
+  kind: ClassVar[str] = "split"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Title(Kind):
+  """The text that is shown for an item."""
+
+  kind: ClassVar[str] = "title"
+
+
+KINDS: dict[str, type[Kind]] = {
+  cls.kind: cls
+  for cls in (
+    Label, Number, Category, Bag, Ordered, Cross, User, Item, Time, Weight, Split, Title,
+  )
+}  # fmt: skip
+SINGLE = (Label, User, Item, Time, Weight, Split, Title)  # at most one column each
+
+
+def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[str, Kind]:
+  """Returns the declared kinds by name, in the order of the declaration.
+
+  Raises:
+    UserError: an unknown kind or option, or an option that makes no sense; names the column.
+
+  >>> parse({"clicked": "label", "price": {"kind": "number", "log": True}})["price"].log
+  True
+  """
+  kinds = {name: _parse_one(value, f"{setting}[{name!r}]") for name, value in columns.items()}
+  for single in SINGLE:
+    names = [name for name, kind in kinds.items() if isinstance(kind, single)]
+    if len(names) > 1:
+      raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
+  for name, kind in kinds.items():
+    if isinstance(kind, Cross):
+      for part in kind.columns:
+        other = kinds.get(part)
+        is_bucketed = isinstance(other, Number) and bool(other.buckets)
+        is_one = isinstance(other, Category) and not isinstance(other, Bag)
+        if not (is_bucketed or is_one):
+          raise UserError(
+            f"{setting}[{name!r}] crosses {part!r}, which must be declared as a category, a user, "
+            "an item, or a number with buckets"
+          )
+  _check_shared(kinds, setting)
+  return kinds
+
+
+def _check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
+  """Raises UserError where columns that share a table declare it in different ways."""
+  first: dict[str, tuple[str, Category]] = {}
+  for name, kind in kinds.items():
+    if isinstance(kind, Category) and kind.table:
+      other, known = first.setdefault(kind.table, (name, kind))
+      for option in ("min_count", "oov", "hash", "size", "dim", "optimizer"):
+        if getattr(known, option) != getattr(kind, option):
+          raise UserError(
+            f"{setting}: {other!r} and {name!r} share the table {kind.table!r}, but differ in "
+            f"{option}: {getattr(known, option)!r} and {getattr(kind, option)!r}"
+          )
+
+
+def expand(
+  columns: Mapping[str, Any], setting: str = "config.columns"
+) -> dict[str, dict[str, Any]]:
+  """Returns the declarations as dicts with all options, so that each can be set by a flag.
+
+  >>> expand({"when": "time"})
+  {'when': {'kind': 'time', 'column': ''}}
+  """
+  return {
+    name: {"kind": kind.kind} | dataclasses.asdict(kind)
+    for name, kind in parse(columns, setting).items()
+  }
+
+
+def _parse_one(value: Any, place: str) -> Kind:
+  options = {"kind": value} if isinstance(value, str) else dict(value)
+  name = options.pop("kind", None)
+  if name not in KINDS:
+    raise UserError(f"{place} is of the unknown kind {name!r}; {nearest(str(name), list(KINDS))}")
+  cls = KINDS[name]
+  fields = {field.name: field for field in dataclasses.fields(cls)}
+  for option, given in options.items():
+    if option not in fields:
+      raise UserError(
+        f"{place}: a {name} has no option {option!r}; {nearest(option, list(fields))}"
+      )
+    options[option] = _typed(given, fields[option].default, f"{place}: {option}")
+  kind = cls(**options)
+  try:
+    kind.check()
+  except ValueError as error:
+    raise UserError(f"{place}: {error}") from None
+  return kind
+
+
+def _typed(value: Any, default: Any, place: str) -> Any:
+  """Returns an option's value, lists as tuples; raises UserError for one of another type."""
+  if isinstance(default, tuple):
+    if isinstance(value, str) or not isinstance(value, Sequence):
+      value = (value,)
+    return tuple(str(each) if isinstance(each, str | int | bool) else each for each in value)
+  if isinstance(value, Sequence) and not isinstance(value, str):
+    if not isinstance(default, int) or isinstance(default, bool) or "buckets" not in place:
+      raise UserError(f"{place} is {value!r}: give a single value")
+    return tuple(float(each) for each in value)
+  if default is None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+      raise UserError(f"{place} is {value!r}: give a number")
+    return None if value is None else float(value)
+  if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, type(default)):
+    raise UserError(f"{place} is {value!r}: give a value like {default!r}")
+  return value
+
+
+def check_pattern(pattern: str) -> None:
+  """Raises ValueError if a pattern is no regular expression with one group."""
+  try:
+    groups = re.compile(pattern).groups
+  except re.error as error:
+    raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
+  if pattern and groups != 1:
+    raise ValueError(f"pattern {pattern!r} has {groups} groups, of which one must be the value")
+
+
+def nearest(name: str, known: list[str]) -> str:
+  """Returns a hint at the known name that is most like one that is not known."""
+  close = difflib.get_close_matches(name, known, 1)
+  return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
+
+
+def only(kinds: Mapping[str, Kind], cls: type[Kind]) -> str | None:
+  """Returns the name of the column of a kind that at most one column has; None without one."""
+  return next((name for name, kind in kinds.items() if isinstance(kind, cls)), None)

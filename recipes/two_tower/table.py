@@ -1,0 +1,78 @@
+"""A table of one's own as interactions: the columns that two towers train on."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import files
+from ..errors import UserError
+from ..tables import interactions, spec
+from ..tables.settings import SPLITS, Table, parsed
+from . import splits
+
+
+def split_by(table: Table) -> str:
+  """Returns how the interactions are split: as the settings say, or by what is declared."""
+  if table.split["by"]:
+    return table.split["by"]
+  if set(table.rows.files) != {""}:
+    return "files"
+  if table.name_of(spec.Split):
+    return "column"
+  return "last" if table.name_of(spec.Time) else "user"
+
+
+def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+  """Writes the columns of `splits.write`, and what serving needs; returns the meta.
+
+  Raises:
+    UserError: no user or item is declared, or a split is empty.
+    DamagedFileError: a row cannot be read; names file, row and column.
+  """
+  table = parsed(settings)
+  log = interactions.read(table, split_by(table))
+  pairs = {
+    name: (log.user[log.split == i], log.item[log.split == i]) for i, name in enumerate(SPLITS)
+  }
+  if table.refit:
+    pairs["train"] = (
+      np.concatenate([pairs["train"][0], pairs["valid"][0]]),
+      np.concatenate([pairs["train"][1], pairs["valid"][1]]),
+    )
+    pairs["valid"] = pairs["valid"][0][:0], pairs["valid"][1][:0]
+  features, described = {}, {}
+  for side, entities in (("user", log.users), ("item", log.items)):
+    sizes = {feature.name: feature.vocabulary_size for feature in entities.features}
+    features[side] = {name: (ids, sizes[name]) for name, ids in entities.ids.items()}
+    described[side] = [dataclasses.asdict(feature) for feature in entities.features]
+    for feature in entities.features:
+      if feature.dim:
+        raise UserError(
+          f"column {feature.name!r} has dim {feature.dim}: all tables of two_tower have config.dim"
+        )
+  meta = splits.write(
+    folder,
+    pairs,
+    (len(log.users.texts), len(log.items.texts)),
+    features,
+    {path.name: files.digest(path) for path in table.rows.all_files},
+    seed=table.split["seed"],
+    may_be_empty=("valid",) if table.refit else (),
+    may_repeat=("train",),
+  )
+  log.save(folder)
+  unused = [
+    name
+    for name, kind in table.kinds.items()
+    if isinstance(kind, spec.Side)
+    and not isinstance(kind, spec.Id | spec.Ordered)
+    and not kind.side
+  ]
+  notes = log.notes
+  if unused:
+    notes.append(
+      f"not used: {', '.join(unused)}; a feature needs side='user' or side='item' to be in a tower"
+    )
+  return meta | {"features": described, "notes": notes}

@@ -1,0 +1,197 @@
+"""Statistics and transforms, by hand: vocabularies, hashes, numbers, buckets, bags, crosses."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from recipes.errors import UserError
+from recipes.tables import spec
+from recipes.tables.fitting import Counts, Fit, Fitted, Moments
+
+
+def fitted(columns, values, parts=1):
+  fit = Fit(spec.parse(columns))
+  rows = len(next(iter(values.values())))
+  for part in np.array_split(np.arange(rows), parts):
+    of_part = {name: column_at(column, part) for name, column in values.items()}
+    fit.add(of_part, len(part))
+  return fit.finish()
+
+
+def column_at(column, rows):
+  return column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
+
+
+CITIES = pa.array(["Oslo", "Rome", None, "Oslo", "Bonn", "Rome", "Oslo"])
+
+
+def test_a_vocabulary_has_the_frequent_values_first():
+  made = fitted({"city": {"kind": "category", "oov": 2}}, {"city": CITIES}, parts=3)
+  assert made.vocabularies == {"city": ("Oslo", "Rome")}
+  (feature,) = made.features
+  assert feature.vocabulary_size == 4
+  ids = made.ids({"city": pa.array(["Rome", "Oslo", None, "Bonn", "Paris"])}, "city")
+  assert ids.tolist()[:3] == [1, 0, -1]
+  assert set(ids[3:]) <= {2, 3}
+
+
+def test_no_row_for_unknown_values():
+  made = fitted({"city": {"kind": "category", "oov": 0, "min_count": 1}}, {"city": CITIES})
+  assert made.ids({"city": pa.array(["Bonn", "Paris"])}, "city").tolist() == [2, -1]
+  assert made.features[0].vocabulary_size == 3
+
+
+def test_two_columns_share_a_vocabulary():
+  shared = {"kind": "category", "table": "city", "min_count": 1}
+  values = {"home": pa.array(["Oslo", "Rome"]), "work": pa.array(["Rome", "Bonn"])}
+  made = fitted({"home": shared, "work": shared}, values)
+  assert made.vocabularies == {"city": ("Rome", "Bonn", "Oslo")}
+  assert made.ids(values, "home").tolist() == [2, 0]
+  assert made.ids(values, "work").tolist() == [0, 1]
+  assert {feature.table for feature in made.features} == {"city"}
+
+
+def test_identity_and_hash():
+  columns = {"a": {"kind": "category", "size": 5}, "b": {"kind": "category", "hash": 7}}
+  made = fitted(columns, {"a": pa.array(["0"]), "b": pa.array(["x"])})
+  values = {"a": pa.array(["4", "5", "-1", "x", None]), "b": pa.array(["x", "y", None])}
+  assert made.ids(values, "a").tolist() == [4, -1, -1, -1, -1]
+  hashed = made.ids(values, "b")
+  assert hashed[2] == -1
+  assert (hashed[:2] >= 0).all()
+  assert (hashed < 7).all()
+
+
+def test_a_pattern_takes_a_part_of_the_text():
+  columns = {"year": {"kind": "category", "pattern": r"\((\d{4})\)$", "min_count": 1}}
+  titles = pa.array(["Heat (1995)", "Cube (1997)", "Untitled", "Ran (1995)"])
+  made = fitted(columns, {"year": titles})
+  assert made.vocabularies == {"year": ("1995", "1997")}
+  assert made.ids({"year": titles}, "year").tolist() == [0, 1, -1, 0]
+
+
+def test_numbers_are_standardized_by_the_training_rows():
+  values = {"x": np.array([1.0, 2.0, np.nan, 3.0, 6.0])}
+  made = fitted({"x": {"kind": "number", "missing": "indicator"}}, values, parts=2)
+  mean, deviation = 3.0, np.sqrt((4 + 1 + 0 + 9) / 4)
+  dense = made.dense({"x": np.array([3.0, 6.0, np.nan])}, 3)
+  assert made.dense_names == ("x", "x is missing")
+  np.testing.assert_allclose(dense, [[0, 0], [(6 - mean) / deviation, 0], [0, 1]], rtol=1e-6)
+
+
+def test_logarithm_comes_before_the_mean():
+  made = fitted({"x": {"kind": "number", "log": True}}, {"x": np.array([-1.0, 0.0, np.e - 1])})
+  raw = np.array([-np.log(2), 0, 1])
+  expected = (raw - raw.mean()) / raw.std()
+  np.testing.assert_allclose(
+    made.dense({"x": np.array([-1.0, 0.0, np.e - 1])}, 3)[:, 0], expected, rtol=1e-6
+  )
+
+
+def test_a_constant_number_is_zero():
+  made = fitted({"x": "number"}, {"x": np.array([5.0, 5.0])})
+  assert made.dense({"x": np.array([5.0, 7.0])}, 2).tolist() == [[0.0], [2.0]]
+
+
+def test_buckets_hold_equally_many_rows():
+  made = fitted({"x": {"kind": "number", "buckets": 4}}, {"x": np.arange(1000.0)}, parts=7)
+  ids = made.ids({"x": np.append(np.arange(1000.0), np.nan)}, "x")
+  assert np.bincount(ids[:-1]).tolist() == [250] * 4
+  assert ids[-1] == -1
+  assert made.dense({}, 3).shape == (3, 0)
+
+
+def test_given_boundaries():
+  made = fitted({"x": {"kind": "number", "buckets": [0, 10]}}, {"x": np.array([1.0])})
+  assert made.ids({"x": np.array([-1.0, 0.0, 9.0, 10.0])}, "x").tolist() == [0, 1, 1, 2]
+
+
+TAGS = pa.array([["a", "b", "c"], [], None, ["c"]], pa.list_(pa.string()))
+
+
+@pytest.mark.parametrize(
+  ("kind", "expected"), [("bag", [1, 2]), ("sequence", [2, 0])], ids=["first", "last"]
+)
+def test_bags_are_cut_to_their_first_values_and_sequences_to_their_last(kind, expected):
+  made = fitted({"tags": {"kind": kind, "min_count": 1, "max_length": 2}}, {"tags": TAGS})
+  assert made.vocabularies == {"tags": ("c", "a", "b")}
+  assert made.features[0].valency == 2
+  ids = made.ids({"tags": TAGS}, "tags")
+  assert ids.tolist() == [expected, [-1, -1], [-1, -1], [0, -1]]
+
+
+def test_the_longest_training_bag_is_the_width():
+  assert fitted({"tags": "bag"}, {"tags": TAGS}, parts=2).widths == {"tags": 3}
+
+
+def test_a_cross_has_an_id_for_each_combination():
+  columns = {
+    "city": "category",
+    "x": {"kind": "number", "buckets": [0]},
+    "both": {"kind": "cross", "columns": ["city", "x"], "buckets": 1000},
+  }
+  values = {"city": pa.array(["Oslo", "Oslo", "Rome", None]), "x": np.array([-1.0, 1.0, 1.0, 1.0])}
+  ids = fitted(columns, values).ids(values, "both")
+  assert len(set(ids[:3].tolist())) == 3
+  assert ids[3] == -1
+  again = fitted(columns, values).ids(
+    {k: column_at(v, np.array([1])) for k, v in values.items()}, "both"
+  )
+  assert again.tolist() == [ids[1]]
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+  columns = {
+    "city": {"kind": "category", "oov": 2},
+    "tags": {"kind": "bag", "min_count": 1, "dim": 4},
+    "x": {"kind": "number", "buckets": 2},
+    "z": {"kind": "number", "missing": "indicator"},
+    "both": {"kind": "cross", "columns": ["city", "x"], "buckets": 50},
+  }
+  values = {
+    "city": pa.array(["a", "a", "b", "ü"]),
+    "tags": TAGS,
+    "x": np.arange(4.0),
+    "z": np.arange(4.0),
+  }
+  made = fitted(columns, values)
+  made.save(tmp_path, "columns")
+  loaded = Fitted.load(tmp_path, "columns")
+  assert loaded.features == made.features
+  assert loaded.dense_names == made.dense_names
+  np.testing.assert_array_equal(loaded.dense(values, 4), made.dense(values, 4))
+  for feature in made.features:
+    np.testing.assert_array_equal(loaded.ids(values, feature.name), made.ids(values, feature.name))
+
+
+def test_a_column_without_values_is_refused():
+  with pytest.raises(UserError, match="'x' has no value in the 2 training rows: remove it"):
+    fitted({"x": "number"}, {"x": np.array([np.nan, np.nan])})
+  with pytest.raises(UserError, match="'c' has no value in the 2 training rows: remove it"):
+    fitted({"c": "category"}, {"c": pa.array([None, None], pa.string())})
+  with pytest.raises(UserError, match="lower its min_count"):
+    fitted({"c": {"kind": "category", "min_count": 3, "oov": 0}}, {"c": pa.array(["a"])})
+
+
+def test_counts_do_not_depend_on_chunks(monkeypatch):
+  monkeypatch.setattr("recipes.tables.fitting._MERGED", 5)
+  generator = np.random.default_rng(0)
+  texts = pa.array(generator.integers(0, 50, 1000).astype(str))
+  whole, parts = Counts(), Counts()
+  whole.add(texts)
+  for start in range(0, 1000, 37):
+    parts.add(texts[start : start + 37])
+  assert parts.most_frequent(3).to_pydict() == whole.most_frequent(3).to_pydict()
+
+
+def test_moments_do_not_depend_on_chunks():
+  numbers = np.random.default_rng(0).normal(3, 2, 300_000)
+  numbers[::7] = np.nan
+  moments = Moments()
+  for part in np.array_split(numbers, 23):
+    moments.add(part)
+  assert moments.missing == np.isnan(numbers).sum()
+  np.testing.assert_allclose(moments.mean, np.nanmean(numbers), rtol=1e-12)
+  np.testing.assert_allclose(moments.deviation, np.nanstd(numbers), rtol=1e-12)
+  assert len(moments.sample) <= 1 << 16
+  np.testing.assert_array_equal(moments.sample, numbers[~np.isnan(numbers)][:: moments.step])

@@ -1,0 +1,59 @@
+"""Declarations: shorthand, options with their types, and errors that name the column."""
+
+import pytest
+
+from recipes.errors import UserError
+from recipes.tables import spec
+
+
+def test_a_name_is_a_kind_with_its_defaults():
+  assert spec.parse({"clicked": "label"}) == {"clicked": spec.Label()}
+  kinds = spec.parse({"price": {"kind": "number", "log": True, "buckets": [1, 2.5]}})
+  assert kinds == {"price": spec.Number(log=True, buckets=(1.0, 2.5))}
+
+
+def test_expanded_declarations_parse_to_the_same():
+  columns = {
+    "y": {"kind": "label", "positive": [4, 5]},
+    "user": "user",
+    "tags": {"kind": "bag", "separator": ","},
+    "both": {"kind": "cross", "columns": ["user", "city"], "buckets": 10},
+    "city": {"kind": "category", "hash": 100},
+    "home.city": {"kind": "category", "hash": 50, "side": "user"},
+  }
+  expanded = spec.expand(columns)
+  assert spec.parse(expanded) == spec.parse(columns)
+  assert list(expanded) == list(columns)
+  assert expanded["y"]["positive"] == ("4", "5")
+
+
+@pytest.mark.parametrize(
+  ("columns", "problem"),
+  [
+    ({"a": "lable"}, r"\['a'\] is of the unknown kind 'lable'; did you mean 'label'"),
+    ({"a": {"log": True}}, r"\['a'\] is of the unknown kind None"),
+    ({"a": {"kind": "number", "logg": 1}}, r"\['a'\]: a number has no option 'logg'; did you mean"),
+    ({"a": {"kind": "number", "log": 1}}, r"\['a'\]: log is 1: give a value like False"),
+    ({"a": {"kind": "category", "hash": "x"}}, "hash is 'x': give a value like 0"),
+    ({"a": {"kind": "category", "min_count": 0}}, "min_count is 0: choose 1 or more"),
+    ({"a": {"kind": "category", "hash": 9, "size": 9}}, "give hash or size, not both"),
+    ({"a": {"kind": "category", "pattern": "(a"}}, "is no regular expression"),
+    ({"a": {"kind": "category", "pattern": "a"}}, "has 0 groups, of which one"),
+    ({"a": {"kind": "category", "side": "left"}}, "side is 'left'"),
+    ({"a": {"kind": "number", "missing": "zero"}}, "missing is 'zero'"),
+    ({"a": {"kind": "number", "buckets": [2, 1]}}, "boundaries must increase"),
+    ({"a": {"kind": "bag", "separator": ""}}, "separator is empty"),
+    ({"a": {"kind": "bag", "combiner": "max"}}, "choose mean, sum or sqrtn"),
+    ({"a": {"kind": "cross", "columns": ["b"]}}, "name two or more"),
+    ({"a": {"kind": "cross", "columns": ["b", "c"]}}, r"crosses 'b', which must be declared"),
+    ({"a": {"kind": "label", "positive": ["x"], "at_least": 3}}, "not both"),
+    ({"a": "user", "b": "user"}, "a and b are both a user"),
+    (
+      {"a": {"kind": "category", "table": "t"}, "b": {"kind": "category", "table": "t", "oov": 3}},
+      "'a' and 'b' share the table 't', but differ in oov: 1 and 3",
+    ),
+  ],
+)
+def test_errors_name_the_column(columns, problem):
+  with pytest.raises(UserError, match=problem):
+    spec.parse(columns)
