@@ -1,0 +1,1 @@
+"""The user's own table, prepared for the recipes."""
