@@ -29,7 +29,7 @@ class Fault(NamedTuple):
     row: number in its file.
     column: where the fault is, or None for the row as a whole.
     kind: names the fault as a predicate, such as "is not UTF-8"; faults are counted by it.
-    value: the value, for the error text.
+    value: the value, for the error text, or "".
     hint: says what to write.
   """
 
@@ -85,7 +85,7 @@ class Ledger:
     if faults and not self._skips:
       raise DamagedFileError(_message(file, faults[0]))
     for fault in faults:
-      first = f"{file}, row {fault.row}, {fault.value}"
+      first = ", ".join(filter(None, (str(file), f"row {fault.row}", fault.value)))
       self._tallies.setdefault((fault.column, fault.kind), _Tally(0, first)).count += 1
     self.rows += len(faults)
 
@@ -102,8 +102,9 @@ class Ledger:
 def _message(file: Path, fault: Fault) -> str:
   where = f"{file}, row {fault.row}"
   if fault.column is None:
-    problem = f"{where} {fault.kind}: {fault.value}"
+    problem = f"{where} has {fault.kind}: {fault.value}"
   else:
-    problem = f"{where}, column {fault.column!r}: {fault.value} {fault.kind}"
+    value = f": {fault.value}" if fault.value else ""
+    problem = f"{where}, column {fault.column!r}{value} {fault.kind}"
   hint = f" {fault.hint}" if fault.hint else ""
   return f"{problem}.{hint} Repair the row, or write {_SKIP} to leave such rows out."

@@ -13,7 +13,7 @@ from ..errors import DamagedFileError, UserError
 from .batches import Batch, Way
 from .faults import Fault, shown
 from .formats import DELIMITERS, Format, find_delimiter, records, repeated
-from .streams import DECODING_ERRORS, Stream
+from .streams import Stream
 from .values import bits, decode
 
 _BLOCK = 1 << 22
@@ -66,7 +66,7 @@ class TextFile:
         )
       return names
     for place, name in enumerate(first, start=1):
-      if "\ufffd" in name:
+      if "\ufffd" in name and "\0" not in name:
         raise DamagedFileError(
           f"{self.path}, header, column {place}: {shown(name)} is not {self.format.encoding}. "
           "Write config.format.encoding='latin-1'."
@@ -115,14 +115,11 @@ class TextFile:
       try:
         yield from rows.batches()
       except pa.ArrowInvalid as error:
+        if stream.error is not None:
+          raise _broken(self.path, rows.done, stream.error) from error
         if "straddling" not in str(error):
           raise
         raise _unclosed(self.path, rows.done + 1, None) from error
-      except DECODING_ERRORS as error:
-        raise DamagedFileError(
-          f"{self.path} breaks off or is damaged after row {rows.done} ({error}). "
-          "Copy or download it again."
-        ) from error
 
 
 class _Rows:
@@ -185,6 +182,8 @@ class _Rows:
           yield late
         late = self._batch(stored, self._stream.position - position)
         position = self._stream.position
+      if self._stream.error is not None:
+        raise _broken(self._file.path, self.done - 1, self._stream.error)
       # An open quote takes all that follows it, the last line that was added to the file too.
       if not ended:
         raise _unclosed(self._file.path, *self._last())
@@ -222,7 +221,7 @@ class _Rows:
         good &= ~nul
         for index in np.flatnonzero(nul).tolist():
           hint = "Remove it, for example by tr -d '\\000'."
-          value = shown(values[index].as_py())
+          value = shown(values[index].as_py().decode("utf-8", "replace"))
           faults.setdefault(int(rows[index]), Fault(int(rows[index]), name, _NUL, value, hint))
     if not good.all():
       rows, kept = rows[good], pa.array(good)
@@ -295,7 +294,14 @@ class _Rows:
       hint = "Write config.format.encoding='latin-1', or as the file is written."
     else:
       hint = "Write config.format.encoding as the file is written."
-    return Fault(row, name, f"is not {encoding}", shown(value), hint)
+    text = value if encoding.lower().startswith("utf") else value.decode("utf-8", "surrogatepass")
+    return Fault(row, name, f"is not {encoding}", shown(text), hint)
+
+
+def _broken(path: Path, row: int, error: Exception) -> DamagedFileError:
+  return DamagedFileError(
+    f"{path} breaks off or is damaged after row {row} ({error}). Copy or download it again."
+  )
 
 
 def _unclosed(path: Path, row: int, column: str | None) -> DamagedFileError:

@@ -1,5 +1,7 @@
 """Columns of times, converted to integers that keep their order."""
 
+import contextlib
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -46,7 +48,7 @@ def as_times(
   first = kinds[((kinds == _NUMBER) | (kinds == _DATED)) & ~absent][:1]
   for kind in first.tolist():
     clocks.setdefault(column, kind)
-  value = lambda index: shown(array[index].as_py())
+  value = lambda index: shown(array[index].as_py()) if array[index].is_valid else ""
   problems = []
 
   def refuse(bad: np.ndarray, kind: str, hint: str = "") -> None:
@@ -81,6 +83,10 @@ def _from_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _from_texts(texts: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
+  for stored, kind in ((pa.timestamp("us"), _DATED), (pa.int64(), _NUMBER)):
+    with contextlib.suppress(pa.ArrowInvalid):
+      times = texts.cast(stored).cast(pa.int64())
+      return pc.fill_null(times, 0).to_numpy(), np.full(len(texts), kind)
   is_number = bits(pc.match_substring_regex(texts, NUMBER))
   times, kinds = np.zeros(len(texts), np.int64), np.full(len(texts), _UNREADABLE)
   if is_number.any():
