@@ -86,6 +86,8 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def _suffix(name: str) -> str:
+  if shard := re.search(r"(\.\w+)-\d+-of-\d+$", name):
+    return f"{shard[1]}*"
   return "".join(Path(name).suffixes[-2:] if name.endswith(".gz") else Path(name).suffixes[-1:])
 
 

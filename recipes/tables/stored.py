@@ -61,7 +61,7 @@ class ParquetFile:
           return
         rows = np.arange(start + 1, start + 1 + len(batch))
         start += len(batch)
-        arrays = {name: batch.column(name) for name in ways}
+        arrays = {name: _decoded(batch.column(name)) for name in ways}
         yield Batch(rows, arrays, [], size * len(batch) // file.metadata.num_rows)
 
   def _open(self) -> pq.ParquetFile:
@@ -72,6 +72,11 @@ class ParquetFile:
       )
     except (pa.ArrowException, OSError) as error:
       raise DamagedFileError(f"{self.path} is no whole Parquet file ({error}). {_AGAIN}") from error
+
+
+def _decoded(array: pa.Array) -> pa.Array:
+  """Returns the values of a dictionary, which differs from row group to row group."""
+  return array.dictionary_decode() if isinstance(array, pa.DictionaryArray) else array
 
 
 class ArrayRecordFile:
@@ -134,18 +139,24 @@ class _Opened:
   """A reader of an ArrayRecord file, for `with`."""
 
   def __init__(self, path: Path):
-    from array_record.python import array_record_module  # loads a pool of threads
+    from array_record.python import array_record_module  # starts a pool of threads
 
-    try:
-      self._reader = array_record_module.ArrayRecordReader(str(path))
-    except (RuntimeError, ValueError) as error:
-      raise DamagedFileError(f"{path} is no whole ArrayRecord file ({error}). {_AGAIN}") from error
+    self._path = path
+    self._reader = array_record_module.ArrayRecordReader(str(path))
+    if not self._reader.ok():
+      self.__exit__()
 
   def __enter__(self) -> Any:
     return self._reader
 
   def __exit__(self, *error: object) -> None:
-    self._reader.close()
+    try:
+      self._reader.close()  # raises what was wrong with the file, once more
+    except RuntimeError as damage:
+      if not any(error):
+        raise DamagedFileError(
+          f"{self._path} is no whole ArrayRecord file ({damage}). {_AGAIN}"
+        ) from damage
 
 
 def _batch(
@@ -181,8 +192,7 @@ def _batch(
 def _array(values: list[Any]) -> pa.Array:
   """Returns values as an array, as text where they have no common type."""
   if any(isinstance(value, list) for value in values):
-    # A single text beside lists is not cut: its list says how long it is.
-    values = [[value] if isinstance(value, str | bytes) else value for value in values]
+    values = [value if value is None or isinstance(value, list) else [value] for value in values]
   try:
     return pa.array(values)
   except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
@@ -192,6 +202,8 @@ def _array(values: list[Any]) -> pa.Array:
 def _text(value: Any) -> Any:
   if isinstance(value, list):
     return [_text(item) for item in value]
+  if isinstance(value, bytes):
+    return value.decode("utf-8", "replace")
   return value if value is None or isinstance(value, str) else json.dumps(value)
 
 

@@ -16,7 +16,7 @@ from .formats import DELIMITERS, Format, find_delimiter, records, repeated
 from .streams import Stream
 from .values import bits, decode
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20  # Arrow reads up to 32 ahead
 _LINES = "\x1f"  # Arrow's delimiter for files whose lines are cut here; a control character
 _END = "\0the end\0"
 _NUL = "has a NUL byte"

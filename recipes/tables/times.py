@@ -48,7 +48,7 @@ def as_times(
   first = kinds[((kinds == _NUMBER) | (kinds == _DATED)) & ~absent][:1]
   for kind in first.tolist():
     clocks.setdefault(column, kind)
-  value = lambda index: shown(array[index].as_py()) if array[index].is_valid else ""
+  value = lambda index: "" if absent[index] else shown(array[index].as_py())
   problems = []
 
   def refuse(bad: np.ndarray, kind: str, hint: str = "") -> None:

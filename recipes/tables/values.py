@@ -151,7 +151,8 @@ def _written(array: pa.Array) -> pa.StringArray:
     return pc.if_else(pa.array(np.isnan(numbers)), pa.scalar(None, pa.string()), texts)
   if pa.types.is_timestamp(array.type):
     # One text for one time, whether a file stores seconds or nanoseconds.
-    array = array.cast(pa.timestamp("us", array.type.tz), safe=False).cast(pa.string())
+    zone = None if array.type.tz is None else "UTC"
+    array = array.cast(pa.timestamp("us", zone), safe=False).cast(pa.string())
     array = pc.replace_substring_regex(array, r"\.0+(Z?)$", r"\1")
     return pc.replace_substring(array, " ", "T")
   return array.cast(pa.string())
