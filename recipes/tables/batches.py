@@ -53,7 +53,7 @@ def rebatched(batches: Iterable[Batch], num_rows: int) -> Iterator[Batch]:
     while len(whole.rows) - start >= num_rows:
       yield _cut(whole, start, start + num_rows)
       start += num_rows
-    held = [_cut(whole, start, len(whole.rows))]
+    held = [_cut(whole, start, None)]
   if held and (len((last := _joined(held)).rows) or last.faults):
     yield last
 
@@ -72,13 +72,13 @@ def _joined(batches: list[Batch]) -> Batch:
   )
 
 
-def _cut(batch: Batch, start: int, stop: int) -> Batch:
+def _cut(batch: Batch, start: int, stop: int | None) -> Batch:
   """Returns rows from `start` to `stop`, with the faults before the last of them."""
   first = 0 if start == 0 else batch.rows[start - 1]
-  last = np.inf if stop == len(batch.rows) else batch.rows[stop - 1]
+  last = np.inf if stop is None else batch.rows[stop - 1]
   return Batch(
     batch.rows[start:stop],
-    {name: array.slice(start, stop - start) for name, array in batch.arrays.items()},
+    {name: array[start:stop] for name, array in batch.arrays.items()},
     [fault for fault in batch.faults if first < fault.row <= last],
     batch.size if start == 0 else 0,
   )

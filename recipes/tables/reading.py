@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from .. import files
 from ..errors import DamagedFileError
-from .batches import Batch, Source, Way, rebatched
+from .batches import Batch, Source, Way
 from .faults import Fault, Ledger, Problem
 from .finding import file_format, paths
 from .formats import Format
@@ -128,7 +128,7 @@ class Reader:
     with files.progress("reading", total, "B") as bar:
       for path, source in zip(self._paths, self._sources, strict=True):
         bar.set_description(f"reading {path.name}")
-        for batch in rebatched(source.batches(self._ways, self._chunk_rows), self._chunk_rows):
+        for batch in source.batches(self._ways, self._chunk_rows):
           chunk = self._chunk(path, batch, clocks)
           bar.update(batch.size)
           num_rows += len(chunk.rows)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DamagedFileError
-from .batches import Batch, Way
+from .batches import Batch, Way, rebatched
 from .faults import Fault, shown
 from .formats import Format, repeated
 
@@ -47,9 +47,12 @@ class ParquetFile:
     Raises:
       DamagedFileError: the file is damaged; names the row before.
     """
+    yield from rebatched(self._row_groups(tuple(ways), chunk_rows), chunk_rows)
+
+  def _row_groups(self, columns: tuple[str, ...], chunk_rows: int) -> Iterator[Batch]:
     start, size = 0, self.path.stat().st_size
     with self._open() as file:
-      stored = file.iter_batches(chunk_rows, columns=list(ways), use_threads=False)
+      stored = file.iter_batches(chunk_rows, columns=list(columns), use_threads=False)
       while True:
         try:
           batch = next(stored, None)
@@ -61,7 +64,7 @@ class ParquetFile:
           return
         rows = np.arange(start + 1, start + 1 + len(batch))
         start += len(batch)
-        arrays = {name: _decoded(batch.column(name)) for name in ways}
+        arrays = {name: _decoded(batch.column(name)) for name in columns}
         yield Batch(rows, arrays, [], size * len(batch) // file.metadata.num_rows)
 
   def _open(self) -> pq.ParquetFile:

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from ..errors import DamagedFileError, UserError
-from .batches import Batch, Way
+from .batches import Batch, Way, rebatched
 from .faults import Fault, shown
 from .formats import DELIMITERS, Format, find_delimiter, records, repeated
 from .streams import Stream
@@ -18,7 +18,7 @@ from .values import bits, decode
 
 _BLOCK = 1 << 20  # Arrow reads up to 32 ahead
 _LINES = "\x1f"  # Arrow's delimiter for files whose lines are cut here; a control character
-_END = "\0the end\0"
+_END = "\0" * 8
 _NUL = "has a NUL byte"
 
 
@@ -113,7 +113,7 @@ class TextFile:
       stream.sentinel = (_LINES if self.by_line else self.delimiter).join([_END] * num_fields)
       rows = _Rows(self, stream, tuple(ways))
       try:
-        yield from rows.batches()
+        yield from rebatched(rows.batches(), chunk_rows)
       except pa.ArrowInvalid as error:
         if stream.error is not None:
           raise _broken(self.path, rows.done, stream.error) from error
