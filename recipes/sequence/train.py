@@ -36,7 +36,7 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
   devices = 1 if mesh is None else mesh.size
   check(config, mesh)
   data = data_lib.load(config)
-  config = steps_of_data(config, len(data.packed["items"]), devices)
+  config = steps_of_data(config, len(data.packed["items"]), devices, smallest_batch=8)
   with from_settings():
     model = build_model(config, data.num_items, mesh)
     optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))

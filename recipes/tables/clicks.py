@@ -91,7 +91,7 @@ def _write(table: Table, reader: RowReader, encoder: "Encoder", folder: Path, si
   at = np.cumsum(sizes) - sizes
   for rows in reader:
     values = values_of(rows.chunk, table.kinds)
-    blocks = {"label": rows.label, **encoder.encode(values, len(rows.chunk.rows))}
+    blocks: dict[str, Any] = {"label": rows.label, **encoder.encode(values, len(rows.chunk.rows))}
     if weight:
       blocks["weight"] = values[weight].astype(np.float32)
     for split in range(3):

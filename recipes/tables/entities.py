@@ -93,7 +93,8 @@ class Entities:
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     self.fitted.save(folder, f"{name}_features")
     with files.replacing(folder / f"{name}_features.npz") as file:
-      np.savez(file, dense=self.dense, **{f"ids/{key}": ids for key, ids in self.ids.items()})
+      stored: dict[str, Any] = {f"ids/{key}": ids for key, ids in self.ids.items()}
+      np.savez(file, dense=self.dense, **stored)
 
   @classmethod
   def load(cls, folder: Path, name: str) -> "Entities":
@@ -182,10 +183,9 @@ def read(
     UserError: an id is missing or appears twice; names file and row.
   """
   reader = open_source(source, on_bad_row)
-  codes, parts = (
-    Codes(),
-    {name: [] for name, kind in source.kinds.items() if not isinstance(kind, spec.Cross)},
-  )
+  read = [name for name, kind in source.kinds.items() if not isinstance(kind, spec.Cross)]
+  codes = Codes()
+  parts: dict[str, list[Any]] = {name: [] for name in read}
   for chunk in reader:
     missing = chunk.columns[""].is_null().to_numpy(zero_copy_only=False)
     chunk = reader.refuse(chunk, missing, source.key, lambda row: "has no value")

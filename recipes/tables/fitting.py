@@ -133,8 +133,8 @@ class Fit:
     self._longest: dict[str, int] = {}
     self.rows = 0
     for name, kind in self._kinds.items():
-      if isinstance(kind, spec.Category) and not (kind.hash or kind.size):
-        self._counts.setdefault(kind.table or name, Counts())
+      if (table := _table_of(name, kind)) is not None:
+        self._counts.setdefault(table, Counts())
       if isinstance(kind, spec.Number):
         self._moments[name] = Moments()
       if isinstance(kind, spec.Bag):
@@ -144,14 +144,14 @@ class Fit:
     """Adds training rows."""
     self.rows += rows
     for name, kind in self._kinds.items():
-      if name in self._moments:
+      if isinstance(kind, spec.Number):
         numbers = logarithm(values[name]) if kind.log and not kind.buckets else values[name]
         self._moments[name].add(numbers)
       if name in self._longest and rows:
         longest = pc.max(pc.list_value_length(values[name])).as_py() or 0
         self._longest[name] = max(self._longest[name], longest)
-      if isinstance(kind, spec.Category) and (kind.table or name) in self._counts:
-        self._counts[kind.table or name].add(flat_texts(values[name], kind))
+      if (table := _table_of(name, kind)) is not None:
+        self._counts[table].add(flat_texts(values[name], kind))
 
   def finish(self) -> "Fitted":
     """Returns the transforms.
@@ -159,53 +159,55 @@ class Fit:
     Raises:
       UserError: a column has no value in the training rows; names it.
     """
-    vocabularies = {}
-    for table, counts in self._counts.items():
-      name, kind = next(
-        (n, k)
-        for n, k in self._kinds.items()
-        if table in (n, k.table if isinstance(k, spec.Category) else "")
+    vocabularies = {table: self._vocabulary(table) for table in self._counts}
+    numbers = {name: self._number(name) for name in self._moments}
+    return Fitted(self._kinds, vocabularies, numbers, self._widths())
+
+  def _vocabulary(self, table: str) -> tuple[str, ...]:
+    counts = self._counts[table]
+    name, kind = next((n, k) for n, k in self._kinds.items() if _table_of(n, k) == table)
+    assert isinstance(kind, spec.Category)
+    if not len(counts.most_frequent()):
+      raise UserError(self._empty(name))
+    values = counts.most_frequent(kind.min_count)["value"].to_pylist()
+    if not values and not kind.oov:
+      raise UserError(
+        f"no value of column {name!r} is in {kind.min_count} training rows or more: lower its "
+        "min_count, or hash it"
       )
-      assert isinstance(kind, spec.Category)
-      if not len(counts.most_frequent()):
-        raise UserError(
-          f"column {name!r} has no value in the {self.rows:,} training rows: remove it"
-        )
-      values = counts.most_frequent(kind.min_count)["value"].to_pylist()
-      if not values and not kind.oov:
-        raise UserError(
-          f"no value of column {name!r} is in {kind.min_count} training rows or more: lower its "
-          "min_count, or hash it"
-        )
-      vocabularies[table] = tuple(values)
-    numbers = {}
-    for name, moments in self._moments.items():
+    return tuple(values)
+
+  def _number(self, name: str) -> dict[str, Any]:
+    moments, kind = self._moments[name], self._kinds[name]
+    assert isinstance(kind, spec.Number)
+    if not moments.count:
+      raise UserError(self._empty(name))
+    boundaries: tuple[float, ...] = ()
+    if isinstance(kind.buckets, tuple):
+      boundaries = kind.buckets
+    elif kind.buckets:
+      shares = np.arange(1, kind.buckets) / kind.buckets
+      boundaries = tuple(np.unique(np.quantile(moments.sample, shares)).tolist())
+    mean, deviation = (moments.mean, moments.deviation) if kind.standardize else (0.0, 1.0)
+    return {"mean": mean, "deviation": deviation, "boundaries": boundaries}
+
+  def _widths(self) -> dict[str, int]:
+    widths = {}
+    for name, longest in self._longest.items():
       kind = self._kinds[name]
-      if not moments.count:
-        raise UserError(
-          f"column {name!r} has no value in the {self.rows:,} training rows: remove it"
-        )
-      boundaries: tuple[float, ...] = ()
-      if kind.buckets:
-        boundaries = (
-          tuple(
-            np.unique(
-              np.quantile(moments.sample, np.arange(1, kind.buckets) / kind.buckets)
-            ).tolist()
-          )
-          if isinstance(kind.buckets, int)
-          else kind.buckets
-        )
-      numbers[name] = {
-        "mean": moments.mean if kind.standardize else 0.0,
-        "deviation": moments.deviation if kind.standardize else 1.0,
-        "boundaries": boundaries,
-      }
-    widths = {
-      name: self._kinds[name].max_length or min(max(longest, 1), _LONGEST)
-      for name, longest in self._longest.items()
-    }
-    return Fitted(self._kinds, vocabularies, numbers, widths)
+      assert isinstance(kind, spec.Bag)
+      widths[name] = kind.max_length or min(max(longest, 1), _LONGEST)
+    return widths
+
+  def _empty(self, name: str) -> str:
+    return f"column {name!r} has no value in the {self.rows:,} training rows: remove it"
+
+
+def _table_of(name: str, kind: spec.Kind) -> str | None:
+  """Returns the name of the vocabulary of a column; None of a column without."""
+  if not isinstance(kind, spec.Category) or kind.hash or kind.size:
+    return None
+  return kind.table or name
 
 
 class Fitted:

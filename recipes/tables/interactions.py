@@ -129,7 +129,9 @@ class _Log:
     self._collected = {side: entities.Collected(kinds) for side, kinds in sides.items()}
     self.notes: list[str] = []
     if self._is_list() and self._collected["item"].kinds:
-      raise UserError("rows with several items cannot hold features of an item: use config.item_table")
+      raise UserError(
+        "rows with several items cannot hold features of an item: use config.item_table"
+      )
 
   def _is_list(self) -> bool:
     kind = self._table.kinds[str(self._item)]

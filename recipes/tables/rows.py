@@ -153,12 +153,12 @@ class RowReader:
       split = (times >= self._from[0]).astype(np.int8) + (times >= self._from[1])
       return Rows(chunk, split.astype(np.int8), label)
     if self._by == "column":
-      name = self._table.name_of(spec.Split)
+      name = self._table.require(spec.Split, "which the split goes by")
       texts = pc.utf8_lower(chunk.columns[name].fill_null(""))
       split = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
       wrong = split < 0
       problem = lambda row: f"is {texts[row].as_py()!r}: write train, valid or test"
-      chunk = reader.refuse(chunk, wrong, str(name), problem)
+      chunk = reader.refuse(chunk, wrong, name, problem)
       # The labels of rows that were refused go with them.
       return Rows(chunk, split[~wrong], label if label is None else label[~wrong])
     if self._by == "hash":

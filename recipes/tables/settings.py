@@ -31,7 +31,8 @@ DEFAULTS: dict[str, Any] = {
   "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
   "format": _FORMAT,
   "columns": {},
-  "user_table": _SIDE,  # a table of its own with the features of users; key is the column of their ids
+  # Tables of their own with the features of users and items; key is the column with their ids.
+  "user_table": _SIDE,
   "item_table": _SIDE,
   "on_bad_row": "raise",  # or "skip", which counts
   "split": {
@@ -221,7 +222,7 @@ def parsed(settings: Mapping[str, Any]) -> Table:
   """
   source = lambda about, place: Source(
     {name: tuple(Path(stamp[0]) for stamp in each) for name, each in about["files"].items()},
-    Format(**{k: tuple(v) if isinstance(v, list) else v for k, v in about["format"].items()}),
+    _format(about["format"]),
     spec.parse(about["columns"], f"{place}.columns"),
     about.get("key", ""),
   )
@@ -237,6 +238,13 @@ def parsed(settings: Mapping[str, Any]) -> Table:
   )
 
 
+def _format(about: Mapping[str, Any]) -> Format:
+  values: dict[str, Any] = {
+    key: tuple(value) if isinstance(value, list) else value for key, value in about.items()
+  }
+  return Format(**values)
+
+
 def _check_split(config) -> None:
   split = config.split
   if split.by not in _SPLIT_BY:
@@ -250,13 +258,19 @@ def _check_split(config) -> None:
     raise UserError("config.split.valid and config.split.test leave nothing to train on")
 
 
-def steps_of_data(config, examples: int, devices: int = 1) -> ConfigDict:
+def steps_of_data(config, examples: int, devices: int = 1, smallest_batch: int = 64) -> ConfigDict:
   """Returns the config with what depends on the number of training examples filled in.
 
   A config without `epochs` says all itself, and stays as it is. In the others, settings of 0 are
   chosen: `batch_size` so that an epoch has about 100 steps or more, `steps` as `epochs` say,
   `eval_every` an epoch, `log_every` a tenth of it; `warmup_steps` of -1 becomes a tenth of the
   steps, up to 100.
+
+  Args:
+    config: of the run.
+    examples: training examples of an epoch.
+    devices: that share a batch.
+    smallest_batch: that is chosen, up to devices.
 
   >>> config = ConfigDict(dict(batch_size=0, steps=0, epochs=2, eval_every=0, log_every=0,
   ...                          warmup_steps=-1))
@@ -268,7 +282,7 @@ def steps_of_data(config, examples: int, devices: int = 1) -> ConfigDict:
     return config
   config = ConfigDict(config.to_dict(), allow_dotted_keys=True, sort_keys=False)
   if not config.batch_size:
-    size = 64
+    size = smallest_batch
     while size < 4096 and size * 200 <= examples:
       size *= 2
     config.batch_size = max(-(-size // devices) * devices, devices)

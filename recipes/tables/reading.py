@@ -1,0 +1,255 @@
+"""The rows of a user's files, in chunks."""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from .. import files
+from ..errors import DamagedFileError
+from .batches import Batch, Source, Way
+from .faults import Fault, Ledger, Problem
+from .finding import file_format, paths
+from .formats import Format
+from .stored import ArrayRecordFile, ParquetFile
+from .textfiles import TextFile
+from .times import as_times
+from .values import as_lists, as_numbers, as_texts, plain, refusal
+
+__all__ = ["Chunk", "Format", "Reader", "columns_of", "paths"]
+
+_SOURCES: dict[str, Callable[[Path, Format], Source]] = {
+  "Parquet": ParquetFile,
+  "ArrayRecord": ArrayRecordFile,
+  "text": TextFile,
+}
+
+
+_AS_FOUND = Format()
+
+
+class Chunk(NamedTuple):
+  """N rows of a file.
+
+  Attributes:
+    file: they are from.
+    rows: int64 [N], their numbers in the file: the first row below the header is row 1.
+    columns: by name, N values each, as `Reader` was asked for them.
+  """
+
+  file: Path
+  rows: np.ndarray
+  columns: dict[str, Any]
+
+  def take(self, kept: np.ndarray) -> "Chunk":
+    """Returns the rows for which a bool [N] holds, or those at integer indices."""
+    indices = np.flatnonzero(kept) if kept.dtype == bool else kept
+    columns = {
+      name: values[indices] if isinstance(values, np.ndarray) else values.take(pa.array(indices))
+      for name, values in self.columns.items()
+    }
+    return Chunk(self.file, self.rows[indices], columns)
+
+
+class Reader:
+  """Reads the columns of a table, file after file, in constant memory.
+
+  Iterating yields `Chunk`s, and starts over every time, with the counts at zero.
+
+  Args:
+    paths: of the files, as `paths` returns them. Their columns may be in any order, and there may
+      be more of them than are read.
+    ways: by name, how to read the column:
+      "text": pa.StringArray, trimmed, null where missing. Numbers become text, 12.0 as "12", and
+        timestamps ISO 8601.
+      "number": float64 [N], nan where missing. Texts true and false are 1 and 0.
+      "time": int64 [N]. Dates and timestamps are microseconds since 1970, in UTC where they name no
+        zone; numbers are taken as they are, rounded down, in whatever unit they count. A column
+        has one or the other, and none missing.
+      ("list", separator): pa.ListArray of trimmed texts, without the missing ones; a list, or a
+        text cut at the separator. A missing list is empty.
+      "any": the Arrow array as it is stored.
+    columns: the column of a name in the files, where it is another one. Several names may read one
+      column, in different ways.
+    format: of text files.
+    on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
+    chunk_rows: at most, of a chunk.
+
+  Attributes:
+    names: all columns of the first file, in order.
+
+  Raises:
+    DamagedFileError: a file has no column of a name, of the right kind, or is damaged; and while
+      iterating, a row cannot be read. Names file, row and column.
+    UserError: a setting does not fit the files.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "clicks.csv"
+    >>> _ = file.write_text("item,price\\na,1\\nb,\\n")
+    >>> for chunk in Reader([file], {"item": "text", "price": "number"}):
+    ...   print(chunk.rows, chunk.columns["item"].to_pylist(), chunk.columns["price"])
+    [1 2] ['a', 'b'] [ 1. nan]
+  """
+
+  def __init__(
+    self,
+    paths: Sequence[Path],
+    ways: Mapping[str, Way],
+    *,
+    columns: Mapping[str, str] | None = None,
+    format: Format = _AS_FOUND,
+    on_bad_row: str = "raise",
+    chunk_rows: int = 65_536,
+  ):
+    self._paths, self._ways = [Path(path) for path in paths], dict(ways)
+    self._columns = {name: (columns or {}).get(name, name) for name in ways}
+    self._format, self._on_bad_row, self._chunk_rows = format, on_bad_row, chunk_rows
+    self._ledger = Ledger(on_bad_row)
+    self._sources = [_open(path, format) for path in self._paths]
+    self.names = self._sources[0].names
+    for path, source in zip(self._paths, self._sources, strict=True):
+      self._check(path, source)
+
+  @property
+  def skipped(self) -> list[str]:
+    """One line per kind of bad row that was left out, with the first of them."""
+    return self._ledger.lines()
+
+  @property
+  def num_skipped(self) -> int:
+    """Number of the rows that were left out."""
+    return self._ledger.rows
+
+  def __iter__(self) -> Iterator[Chunk]:
+    self._ledger = Ledger(self._on_bad_row)
+    clocks: dict[str, int] = {}
+    num_rows, wanted = 0, {self._columns[name]: way for name, way in self._ways.items()}
+    total = sum(path.stat().st_size for path in self._paths)
+    with files.progress("reading", total, "B") as bar:
+      for path, source in zip(self._paths, self._sources, strict=True):
+        bar.set_description(f"reading {path.name}")
+        for batch in source.batches(wanted, self._chunk_rows):
+          chunk = self._chunk(path, batch, clocks)
+          bar.update(batch.size)
+          num_rows += len(chunk.rows)
+          if len(chunk.rows):
+            yield chunk
+    if num_rows == 0 and not self._ledger.rows:
+      raise DamagedFileError(f"{_listed(self._paths)} has a header and no rows.")
+    if num_rows == 0:
+      raise DamagedFileError(f"every row was left out: {'; '.join(self.skipped)}")
+
+  def refuse(
+    self,
+    chunk: Chunk,
+    bad: np.ndarray,
+    column: str,
+    problem: Callable[[int], str],
+    kind: str = "is refused",
+  ) -> Chunk:
+    """Raises for the first bad row, or leaves out and counts all of them.
+
+    Args:
+      chunk: with N rows.
+      bad: bool [N].
+      column: whose values are bad.
+      problem: of a row's index in the chunk; says what is wrong, as "'3' is neither 0 nor 1".
+      kind: for the count.
+
+    Returns:
+      The rows that are not bad.
+
+    Raises:
+      DamagedFileError: `on_bad_row` is "raise"; names file, row and column.
+    """
+    return self._without(chunk, {}, [(column, Problem(bad, kind, problem))])
+
+  def _check(self, path: Path, source: Source) -> None:
+    """Raises if a file lacks a column, or stores it in a way that cannot be read as it should."""
+    for name, way in self._ways.items():
+      column = self._columns[name]
+      if column not in source.names:
+        raise DamagedFileError(self._missing(path, source, column))
+      if column in source.types and (problem := refusal(source.types[column], way)) is not None:
+        raise DamagedFileError(f"{path}, column {column!r} {problem}.")
+
+  def _missing(self, path: Path, source: Source, name: str) -> str:
+    listed = ", ".join(map(repr, source.names[:30])) + (" …" if len(source.names) > 30 else "")
+    close = difflib.get_close_matches(name, source.names, n=1)
+    sentences = [
+      f"{path} has no column {name!r}"
+      + (f", which {self._paths[0]} has." if name in self.names else "."),
+      f"Did you mean {close[0]!r}?" if close else "",
+      f"Its columns are {listed}.",
+      source.advice(),
+    ]
+    return " ".join(filter(None, sentences))
+
+  def _chunk(self, path: Path, batch: Batch, clocks: dict[str, int]) -> Chunk:
+    problems: list[tuple[str, Problem]] = []
+    columns = {}
+    for name, way in self._ways.items():
+      column = self._columns[name]
+      array = batch.arrays[column]
+      columns[name], bad = _converted(array, way, self._format.missing, clocks, column)
+      problems += [(column, problem) for problem in bad]
+    faults = {fault.row: fault for fault in batch.faults}
+    return self._without(Chunk(path, batch.rows, columns), faults, problems)
+
+  def _without(
+    self, chunk: Chunk, faults: dict[int, Fault], problems: list[tuple[str, Problem]]
+  ) -> Chunk:
+    """Counts every bad row once, or raises; returns the rows without problems."""
+    kept = np.ones(len(chunk.rows), bool)
+    for column, problem in problems:
+      for index in np.flatnonzero(problem.bad & kept).tolist():
+        row = int(chunk.rows[index])
+        faults[row] = Fault(row, column, problem.kind, problem.value(index), problem.hint(index))
+      kept &= ~problem.bad
+    self._ledger.add(chunk.file, [faults[row] for row in sorted(faults)])
+    return chunk if kept.all() else chunk.take(kept)
+
+
+def columns_of(paths: Sequence[Path], format: Format = _AS_FOUND) -> tuple[str, ...]:
+  """Returns the columns of the first file, without reading its rows.
+
+  Raises:
+    DamagedFileError: it is empty, damaged, or its header cannot be read.
+    UserError: the format does not fit the file.
+  """
+  return _open(paths[0], format).names
+
+
+def _open(path: Path, format: Format) -> Source:
+  return _SOURCES[file_format(path) or "text"](path, format)
+
+
+def _listed(paths: Sequence[Path]) -> str:
+  return str(paths[0]) if len(paths) == 1 else f"each of {len(paths)} files from {paths[0]} on"
+
+
+def _converted(
+  array: pa.Array, way: Way, missing: Sequence[str], clocks: dict[str, int], column: str
+) -> tuple[Any, list[Problem]]:
+  if way == "any":
+    return array, []
+  array = plain(array)
+  if isinstance(way, tuple):
+    return as_lists(array, way[1], missing)
+  if way == "text":
+    return as_texts(array, missing)
+  if way == "number":
+    return as_numbers(array, missing)
+  if way != "time":
+    raise ValueError(
+      f"{way!r} is unknown: use 'text', 'number', 'time', 'any' or ('list', separator)"
+    )
+  if not pa.types.is_binary(array.type) and not pa.types.is_string(array.type):
+    return as_times(array, clocks, column)
+  texts, problems = as_texts(array, missing)
+  times, unreadable = as_times(texts, clocks, column)
+  return times, problems + unreadable

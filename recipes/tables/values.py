@@ -1,0 +1,234 @@
+"""Columns as Arrow stores them, converted to text, numbers, times or lists of text."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .batches import Way
+from .faults import Problem, shown
+
+INTEGER = r"^[+-]?\d+$"
+NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+_NOT_FINITE = r"(?i)^[+-]?(nan|inf(inity)?)$"
+_DECIMAL_COMMA = r"^[+-]?[\d.]*\d,\d+$"
+LIMIT = float(1 << 63)
+
+
+def refusal(stored: pa.DataType, way: Way) -> str | None:
+  """Returns what is wrong with reading a stored column that way, or None.
+
+  >>> refusal(pa.list_(pa.string()), "text")
+  'holds lists: declare it as a bag or a sequence'
+  """
+  if pa.types.is_dictionary(stored):
+    stored = stored.value_type
+  if way == "any" or pa.types.is_null(stored):
+    return None
+  if _is_list(stored):
+    if not isinstance(way, tuple):
+      return "holds lists: declare it as a bag or a sequence"
+    if pa.types.is_nested(stored.value_type):
+      return f"holds lists of {stored.value_type}: store lists of numbers or texts"
+    return None
+  if pa.types.is_nested(stored):
+    return f"holds {stored}: store its fields as columns"
+  if isinstance(way, tuple) and not _is_text(stored):
+    return f"holds single values ({stored}), not lists: declare it as a category or a number"
+  if isinstance(way, tuple) and not way[1]:
+    return "holds text: declare the separator of its items"
+  if way == "number" and pa.types.is_temporal(stored):
+    return f"holds times ({stored}), not numbers: declare it as time"
+  if way == "time" and not (
+    _is_text(stored)
+    or pa.types.is_integer(stored)
+    or pa.types.is_floating(stored)
+    or pa.types.is_timestamp(stored)
+    or pa.types.is_date(stored)
+  ):
+    return f"holds {stored}, not times: store numbers, dates or timestamps"
+  return None
+
+
+def _is_list(stored: pa.DataType) -> bool:
+  return (
+    pa.types.is_list(stored)
+    or pa.types.is_large_list(stored)
+    or pa.types.is_fixed_size_list(stored)
+    or pa.types.is_list_view(stored)
+    or pa.types.is_large_list_view(stored)
+  )
+
+
+def _is_text(stored: pa.DataType) -> bool:
+  return (
+    pa.types.is_string(stored)
+    or pa.types.is_large_string(stored)
+    or pa.types.is_string_view(stored)
+    or _is_bytes(stored)
+  )
+
+
+def _is_bytes(stored: pa.DataType) -> bool:
+  return (
+    pa.types.is_binary(stored)
+    or pa.types.is_large_binary(stored)
+    or pa.types.is_binary_view(stored)
+    or pa.types.is_fixed_size_binary(stored)
+  )
+
+
+def plain(array: pa.Array) -> pa.Array:
+  """Returns an array without dictionaries, views, extensions and 64-bit offsets."""
+  if isinstance(array, pa.ExtensionArray):
+    array = array.storage
+  if isinstance(array, pa.DictionaryArray):
+    array = array.dictionary_decode()
+  if _is_bytes(array.type):
+    return array.cast(pa.binary())
+  if _is_text(array.type):
+    return array.cast(pa.string())
+  if _is_list(array.type):
+    return array.cast(pa.list_(array.type.value_type))
+  return array
+
+
+def bits(array: pa.Array) -> np.ndarray:
+  """Returns booleans as bool [N], False where null."""
+  if array.null_count:
+    array = pc.fill_null(array, False)
+  return array.to_numpy(zero_copy_only=False)
+
+
+def where(kept: np.ndarray, texts: pa.StringArray) -> pa.StringArray:
+  """Returns the texts that are kept, and null for the others."""
+  return pc.if_else(pa.array(kept), texts, pa.scalar(None, pa.string()))
+
+
+def decode(array: pa.BinaryArray) -> tuple[pa.StringArray, np.ndarray | None]:
+  """Returns bytes as text, null where they are not UTF-8, and where that is, bool [N]."""
+  try:
+    return array.cast(pa.string()), None
+  except pa.ArrowInvalid:
+    texts = [_decoded(value) for value in array.to_pylist()]
+    decoded = pa.array(texts, pa.string())
+    return decoded, bits(decoded.is_null()) & bits(array.is_valid())
+
+
+def _decoded(value: bytes | None) -> str | None:
+  try:
+    return None if value is None else value.decode("utf-8")
+  except UnicodeDecodeError:
+    return None
+
+
+def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, list[Problem]]:
+  problems = []
+  if pa.types.is_binary(array.type):
+    stored = array
+    array, bad = decode(stored)
+    if bad is not None:
+      hint = lambda index: "Store text as UTF-8."
+      value = lambda index: shown(stored[index].as_py())
+      problems.append(Problem(bad, "is not UTF-8", value, hint))
+  elif not pa.types.is_string(array.type):
+    return _written(array), problems
+  array = pc.utf8_trim_whitespace(array)
+  absent = pc.is_in(array, value_set=pa.array(["", *missing], pa.string()))
+  if absent.true_count:
+    array = pc.if_else(absent, pa.scalar(None, pa.string()), array)
+  return array, problems
+
+
+def _written(array: pa.Array) -> pa.StringArray:
+  """Writes values as text: 12.0 as "12", True as "true", times in ISO 8601."""
+  if pa.types.is_floating(array.type):
+    numbers = array.cast(pa.float64()).to_numpy(zero_copy_only=False)  # nan where null
+    whole = (np.abs(numbers) < 1 << 53) & (np.trunc(numbers) == numbers)
+    integers = pa.array(np.where(whole, numbers, 0).astype(np.int64)).cast(pa.string())
+    texts = pc.if_else(pa.array(whole), integers, array.cast(pa.string()))
+    return pc.if_else(pa.array(np.isnan(numbers)), pa.scalar(None, pa.string()), texts)
+  if pa.types.is_timestamp(array.type):
+    # One text for one time, whether a file stores seconds or nanoseconds.
+    zone = None if array.type.tz is None else "UTC"
+    array = array.cast(pa.timestamp("us", zone), safe=False).cast(pa.string())
+    array = pc.replace_substring_regex(array, r"\.0+(Z?)$", r"\1")
+    return pc.replace_substring(array, " ", "T")
+  return array.cast(pa.string())
+
+
+def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, list[Problem]]:
+  value = lambda index: shown(array[index].as_py())
+  if _is_text(array.type):
+    texts, problems = as_texts(array, missing)
+    numbers, unreadable = _parsed(texts)
+    return numbers, problems + unreadable
+  exact = pa.types.is_integer(array.type) or pa.types.is_decimal(array.type)
+  numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+  if exact:
+    bad = np.abs(numbers) >= LIMIT
+    return numbers, _problem(bad, "is an integer beyond 64 bits", value, _beyond)
+  return numbers, _problem(np.isinf(numbers), "is not finite", value)
+
+
+def _problem(bad: np.ndarray, kind: str, value, hint=lambda index: "") -> list[Problem]:
+  return [Problem(bad, kind, value, hint)] if bad.any() else []
+
+
+def _beyond(index: int) -> str:
+  return "An id of so many digits is a category, not a number."
+
+
+def _parsed(texts: pa.StringArray) -> tuple[np.ndarray, list[Problem]]:
+  """Parses trimmed texts; true and false are 1 and 0."""
+  value = lambda index: shown(texts[index].as_py())
+  problems = []
+  try:
+    numbers = texts.cast(pa.float64())
+  except pa.ArrowInvalid:
+    lower = pc.utf8_lower(texts)
+    read = pc.if_else(
+      pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", texts)
+    )
+    good = pc.or_(
+      pc.match_substring_regex(read, NUMBER), pc.match_substring_regex(read, _NOT_FINITE)
+    )
+    comma = bits(pc.match_substring_regex(texts, _DECIMAL_COMMA))
+    bad = ~bits(good) & bits(texts.is_valid())
+    point = lambda index: f"Write {texts[index].as_py().replace('.', '').replace(',', '.')}."
+    problems += _problem(bad & comma, "has a decimal comma", value, point)
+    problems += _problem(bad & ~comma, "is not a number", value)
+    numbers = pc.if_else(good, read, pa.scalar(None, pa.string())).cast(pa.float64())
+  numbers = numbers.to_numpy(zero_copy_only=False)
+  if (large := np.abs(numbers) >= LIMIT).any():
+    infinite = bits(pc.match_substring_regex(texts, _NOT_FINITE)) & large
+    integer = bits(pc.match_substring_regex(texts, INTEGER)) & large
+    problems += _problem(infinite, "is not finite", value)
+    problems += _problem(integer, "is an integer beyond 64 bits", value, _beyond)
+    problems += _problem(np.isinf(numbers) & ~infinite & ~integer, "is beyond float64", value)
+  return numbers, problems
+
+
+def as_lists(
+  array: pa.Array, separator: str, missing: Sequence[str]
+) -> tuple[pa.ListArray, list[Problem]]:
+  problems: list[Problem] = []
+  if pa.types.is_binary(array.type):
+    array, problems = as_texts(array, ())
+  if pa.types.is_string(array.type):
+    array = pc.split_pattern(pc.fill_null(array, ""), separator)
+  elif pa.types.is_null(array.type):
+    array = array.cast(pa.list_(pa.string()))
+  lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+  row_of_item = np.repeat(np.arange(len(array)), lengths)
+  items, item_problems = as_texts(plain(array.flatten()), missing)
+  lengths = np.bincount(row_of_item[bits(items.is_valid())], minlength=len(array))
+  offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+  for problem in item_problems:
+    rows, first = np.unique(row_of_item[problem.bad], return_index=True)
+    item_of_row = dict(zip(rows.tolist(), np.flatnonzero(problem.bad)[first].tolist(), strict=True))
+    bad = np.isin(np.arange(len(array)), rows)
+    value = lambda index, items=item_of_row, problem=problem: problem.value(items[index])
+    problems.append(Problem(bad, problem.kind, value, problem.hint))
+  return pa.ListArray.from_arrays(offsets, items.drop_null()), problems

@@ -1,0 +1,388 @@
+"""Messy input: each kind is named by file, row and column with its remedy, or counted."""
+
+import gzip
+import io
+import json
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from array_record.python import array_record_module
+
+from recipes.errors import DamagedFileError, MissingFileError, UserError
+from recipes.tables import reading
+from recipes.tables.reading import Format, Reader
+
+AB = {"a": "text", "b": "number"}
+SKIP = "config.on_bad_row='skip'"
+
+
+def parquet(**columns):
+  file = io.BytesIO()
+  pq.write_table(pa.table(columns), file)
+  return file.getvalue()
+
+
+def garbled(content, start, size=400):
+  return content[:start] + b"\xff" * size + content[start + size :]
+
+
+def noise(num_rows):
+  words = random.Random(0)
+  return "".join(f"{words.getrandbits(64):x},{row}\n" for row in range(num_rows))
+
+
+def write(path, content):
+  path.write_bytes(content if isinstance(content, bytes) else content.encode())
+  return path
+
+
+# Kinds of a bad row: (file, content, ways, format, the row, its column or None, words of the
+# message, kind in the count).
+ROWS = {
+  "too few fields": (
+    "x.csv", "a,b\nx,1\ny\nz,3\n", AB, {}, 2, None, ["1 instead of 2", "'b'"], "too few fields",
+  ),
+  "too many fields": (
+    "x.csv", "a,b\nx,1\ny,2,3\nz,3\n", AB, {}, 2, None, ["3 instead of 2", "Quote", "','"],
+    "too many fields",
+  ),
+  "too few fields of several characters": (
+    "x.dat", "a::b\nx::1\ny\nz::3\n", AB, {}, 2, None, ["1 instead of 2", "'b'"], "too few fields",
+  ),
+  "too many fields, as a quote takes lines": (
+    "x.csv", 'a,b\nx,1\ny,"2\nz,3",4\nz,3\n', AB, {}, 2, None, ["quote", "config.format.quote=''"],
+    "too many fields",
+  ),
+  "bad encoding": (
+    "x.csv", b"a,b\nx,1\ncaf\xe9,2\nz,3\n", AB, {}, 2, "a",
+    [r"b'caf\xe9' is not utf-8", "config.format.encoding='latin-1'"], "is not utf-8",
+  ),
+  "bad encoding in another one": (
+    "x.csv", b"a,b\nx,1\n\x81,2\nz,3\n", AB, {"encoding": "cp1252"}, 2, "a",
+    ["is not cp1252", "config.format.encoding"], "is not cp1252",
+  ),
+  "bad encoding in a cut line": (
+    "x.dat", b"a::b\nx::1\ncaf\xe9::2\nz::3\n", AB, {}, 2, "a",
+    ["config.format.encoding='latin-1'"], "is not utf-8",
+  ),
+  "a NUL byte": (
+    "x.csv", b"a,b\nx,1\n\0y,2\nz,3\n", AB, {}, 2, "a", [r"'\x00y' has a NUL byte", "tr -d"],
+    "has a NUL byte",
+  ),
+  "a text as number": (
+    "x.csv", "a,b\nx,1\ny,two\nz,3\n", AB, {}, 2, "b", ["'two' is not a number"], "is not a number",
+  ),
+  "a hexadecimal number": (
+    "x.csv", "a,b\nx,1\ny,0x10\nz,3\n", AB, {}, 2, "b", ["'0x10' is not a number"],
+    "is not a number",
+  ),
+  "a decimal comma": (
+    "x.csv", "a;b\nx;1\ny;1.003,5\nz;3\n", AB, {}, 2, "b",
+    ["'1.003,5' has a decimal comma", "Write 1003.5"], "has a decimal comma",
+  ),
+  "an infinite number": (
+    "x.csv", "a,b\nx,1\ny,-inf\nz,3\n", AB, {}, 2, "b", ["'-inf' is not finite"], "is not finite",
+  ),
+  "a number beyond float64": (
+    "x.csv", "a,b\nx,1\ny,1e999\nz,3\n", AB, {}, 2, "b", ["'1e999' is beyond float64"],
+    "is beyond float64",
+  ),
+  "an integer beyond int64": (
+    "x.csv", "a,b\nx,1\ny,99999999999999999999\nz,3\n", AB, {}, 2, "b",
+    ["beyond 64 bits", "category"], "is an integer beyond 64 bits",
+  ),
+  "an integer beyond int64 in Parquet": (
+    "x.parquet", parquet(b=pa.array([1, 2**64 - 1, 3], pa.uint64())), {"b": "number"}, {}, 2, "b",
+    ["18446744073709551615", "beyond 64 bits"], "is an integer beyond 64 bits",
+  ),
+  "an infinite number in Parquet": (
+    "x.parquet", parquet(b=[1.0, float("inf"), 3.0]), {"b": "number"}, {}, 2, "b",
+    ["inf is not finite"], "is not finite",
+  ),
+  "bytes that are no text in Parquet": (
+    "x.parquet", parquet(b=[b"x", b"\xe9", b"z"]), {"b": "text"}, {}, 2, "b",
+    [r"b'\xe9' is not UTF-8"], "is not UTF-8",
+  ),
+  "bytes that are no text in a list": (
+    "x.parquet", parquet(b=[[b"x"], [b"x", b"\xe9"], []]), {"b": ("list", "|")}, {}, 2, "b",
+    [r"b'\xe9' is not UTF-8"], "is not UTF-8",
+  ),
+  "no time": (
+    "x.csv", "a,t\nx,2024-01-01\ny,yesterday\nz,2024-01-03\n", {"t": "time"}, {}, 2, "t",
+    ["'yesterday' is not a time", "2024-12-31"], "is not a time",
+  ),
+  "a day that no month has": (
+    "x.csv", "a,t\nx,2024-01-01\ny,2023-02-29\nz,2024-01-03\n", {"t": "time"}, {}, 2, "t",
+    ["'2023-02-29' is not a time"], "is not a time",
+  ),
+  "a missing time": (
+    "x.csv", "a,t\nx,1\ny,\nz,3\n", {"t": "time"}, {}, 2, "t", ["is missing"], "is missing",
+  ),
+  "a time beyond 64 bits": (
+    "x.csv", "a,t\nx,1\ny,99999999999999999999\nz,3\n", {"t": "time"}, {}, 2, "t",
+    ["beyond 64 bits"], "is a time beyond 64 bits",
+  ),
+  "a number among dates": (
+    "x.csv", "a,t\nx,2024-01-01\ny,1704067200\nz,2024-01-03\n", {"t": "time"}, {}, 2, "t",
+    ["'1704067200' is a number", "the first time is a date"],
+    "is a number, while the first time is a date",
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("chunk_rows", [1, 100])
+def test_bad_rows_are_named_or_counted(tmp_path, kind, chunk_rows):
+  name, content, ways, format, row, column, words, counted_as = ROWS[kind]
+  path = write(tmp_path / name, content)
+  settings = {"format": Format(**format), "chunk_rows": chunk_rows}
+  with pytest.raises(DamagedFileError) as error:
+    list(Reader([path], ways, **settings))
+  where = f"{path}, row {row}" + (" has " if column is None else f", column {column!r}")
+  assert str(error.value).startswith(where)
+  for word in [*words, SKIP]:
+    assert word in str(error.value)
+  reader = Reader([path], ways, on_bad_row="skip", **settings)
+  assert [row for chunk in reader for row in chunk.rows.tolist()] == [1, 3]
+  assert reader.num_skipped == 1
+  (line,) = reader.skipped
+  name = "" if column is None else f"column {column!r} "
+  assert line.startswith(f"1 row: {name}{counted_as} (first: {path}, row {row}")
+
+
+TEXT = noise(100_000)
+
+# Kinds of a bad file, which is refused whether rows are skipped or not: (files by name, ways,
+# format, the file that is named, words of the message). The content of None is no file.
+FILES = {
+  "wrong delimiter": (
+    {"x.csv": "a;b\n1;2\n"}, AB, {"delimiter": ","}, "x.csv",
+    ["no column 'a'", "'a;b'", "config.format.delimiter=';'"],
+  ),
+  "wrong delimiter below names": (
+    {"x.csv": "x;2\n"}, AB, {"delimiter": ",", "names": ("a", "b")}, "x.csv",
+    ["row 1 has too few fields", "config.format.delimiter=';'"],
+  ),
+  "no such column": (
+    {"x.csv": "user,age\n1,2\n"}, {"agee": "number"}, {}, "x.csv",
+    ["no column 'agee'", "Did you mean 'age'?", "'user', 'age'"],
+  ),
+  "no header": (
+    {"x.csv": "1,2\n3,4\n"}, AB, {}, "x.csv", ["no column 'a'", "config.format.names="],
+  ),
+  "a header below names": (
+    {"x.csv": "a,b\n1,2\n"}, AB, {"names": ("a", "b")}, "x.csv", ["header", "config.format.names"],
+  ),
+  "no such column in the second file": (
+    {"1.csv": "a,b\n1,2\n", "2.csv": "a,c\n1,2\n"}, AB, {}, "2.csv", ["no column 'b'", "1.csv has"],
+  ),
+  "text in the second file": (
+    {"1.parquet": parquet(b=[1, 2]), "2.parquet": parquet(b=["3", "x"])}, {"b": "number"}, {},
+    "2.parquet", ["row 2, column 'b': 'x' is not a number"],
+  ),
+  "lists in the second file": (
+    {"1.parquet": parquet(b=["x"]), "2.parquet": parquet(b=[["x"]])}, {"b": "text"}, {},
+    "2.parquet", ["column 'b' holds lists", "bag or a sequence"],
+  ),
+  "no lists in the second file": (
+    {"1.parquet": parquet(b=[[1]]), "2.parquet": parquet(b=[1])}, {"b": ("list", "|")}, {},
+    "2.parquet", ["column 'b' holds single values"],
+  ),
+  "text as a list without separator": (
+    {"x.parquet": parquet(b=["x y"])}, {"b": ("list", "")}, {}, "x.parquet", ["separator"],
+  ),
+  "times as numbers": (
+    {"x.parquet": parquet(b=pa.array([1]).cast(pa.timestamp("us")))}, {"b": "number"}, {},
+    "x.parquet", ["column 'b' holds times", "declare it as time"],
+  ),
+  "structures": (
+    {"x.parquet": parquet(b=[{"c": 1}])}, {"b": "text"}, {}, "x.parquet",
+    ["column 'b' holds struct"],
+  ),
+  "two columns of one name": (
+    {"x.csv": "a,b,a\n1,2,3\n"}, AB, {}, "x.csv", ["columns 1 and 3", "'a'"],
+  ),
+  "a header without names": ({"x.csv": ",\n1,2\n"}, AB, {}, "x.csv", ["names no column"]),
+  "a header in another encoding": (
+    {"x.csv": b"a,caf\xe9\n1,2\n"}, AB, {}, "x.csv",
+    ["header, column 2", "config.format.encoding='latin-1'"],
+  ),
+  "an empty file": ({"x.csv": ""}, AB, {}, "x.csv", ["is empty"]),
+  "an empty file among others": (
+    {"1.csv": "a,b\n1,2\n", "2.csv": ""}, AB, {}, "2.csv", ["is empty"],
+  ),
+  "an empty ArrayRecord": ({"x.arrayrecord": b""}, AB, {}, "x.arrayrecord", ["is empty"]),
+  "a header only": ({"x.csv": "a,b\n"}, AB, {}, "x.csv", ["no rows"]),
+  "a header without line end": ({"x.csv": "a,b"}, AB, {}, "x.csv", ["no rows"]),
+  "a Parquet file without rows": (
+    {"x.parquet": parquet(a=[], b=[])}, {"b": "text"}, {}, "x.parquet", ["no rows"],
+  ),
+  "an image": ({"x.csv": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"}, AB, {}, "x.csv", ["header, column 1"]),
+  "bytes": ({"x.csv": b"\0\1\2,\3"}, AB, {}, "x.csv", ["NUL", "no text"]),
+  "a spreadsheet": ({"x.csv": b"PK\3\4..."}, AB, {}, "x.csv", ["spreadsheet", "as CSV"]),
+  "Parquet named as text": ({"x.csv": parquet(a=[1])}, AB, {}, "x.csv", ["x.parquet"]),
+  "gzip named as text": ({"x.csv": gzip.compress(b"a,b\n")}, AB, {}, "x.csv", ["x.csv.gz"]),
+  "text named as gzip": ({"x.csv.gz": "a,b\n1,2\n"}, AB, {}, "x.csv.gz", ["Not a gzipped file"]),
+  "UTF-16": (
+    {"x.csv": "a,b\n1,2\n".encode("utf-16")}, AB, {}, "x.csv", ["config.format.encoding='utf-16'"],
+  ),
+  "a short gzip that breaks off": (
+    {"x.csv.gz": gzip.compress(b"a,b\n1,2\n")[:-3]}, AB, {}, "x.csv.gz", ["breaks off", "again"],
+  ),
+  "a gzip that breaks off": (
+    {"x.csv.gz": gzip.compress(f"a,b\n{TEXT}".encode())[:-50_000]}, AB, {}, "x.csv.gz",
+    ["breaks off", "after row 9", "again"],
+  ),
+  "a damaged gzip": (
+    {"x.csv.gz": garbled(gzip.compress(f"a,b\n{TEXT}".encode()), 700_000)}, AB, {}, "x.csv.gz",
+    ["damaged after row"],
+  ),
+  "Parquet that breaks off": (
+    {"x.parquet": parquet(b=[1])[:-9]}, {"b": "text"}, {}, "x.parquet",
+    ["no whole Parquet", "again"],
+  ),
+  "damaged Parquet": (
+    {"x.parquet": garbled(parquet(b=[f"{i}x{i * 7919}" for i in range(100_000)]), 300_000)},
+    {"b": "text"}, {}, "x.parquet", ["is damaged after row 0", "again"],
+  ),
+  "text named as Parquet": (
+    {"x.parquet": b"a,b\n1,2\n" * 9}, {"b": "text"}, {}, "x.parquet", ["no whole Parquet"],
+  ),
+  "text named as ArrayRecord": (
+    {"x.arrayrecord": b"a,b\n1,2\n" * 9}, AB, {}, "x.arrayrecord", ["no whole ArrayRecord"],
+  ),
+  "an open quote": (
+    {"x.csv": 'a,b\nx,1\ny,"2\nz,3\nz,3\n'}, AB, {}, "x.csv",
+    ["row 2, column 'b'", "quote is not closed", "config.format.quote=''"],
+  ),
+  "an open quote in another column": (
+    {"x.csv": 'a,b\nx,1\n"y,2\nz,3\nz,3\n'}, AB, {}, "x.csv",
+    ["row 2, column 'a'", "quote is not closed", "config.format.quote=''"],
+  ),
+  "an open quote before many rows": (
+    {"x.csv": f'a,b\nx,1\ny,"2\n{TEXT}'}, AB, {}, "x.csv", ["row 2", "quote is not closed"],
+  ),
+  "an open quote in the header": ({"x.csv": 'a,"b\n1,2\n'}, AB, {}, "x.csv", ["header", "quotes"]),
+  "nothing but bad rows": (
+    {"x.csv": "a,b\nx,y\nx,z\n"}, AB, {}, "x.csv", ["column 'b'", "is not a number", "row 1"],
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("on_bad_row", ["raise", "skip"])
+def test_bad_files_are_named_with_the_remedy(tmp_path, kind, on_bad_row):
+  contents, ways, format, file, words = FILES[kind]
+  paths = [write(tmp_path / name, content) for name, content in contents.items()]
+  if kind == "text in the second file" and on_bad_row == "skip":
+    reader = Reader(paths, ways, on_bad_row=on_bad_row)
+    assert sum(len(chunk.rows) for chunk in reader) == 3
+    assert reader.skipped == [f"1 row: column 'b' is not a number (first: {paths[1]}, row 2, 'x')"]
+    return
+  with pytest.raises((DamagedFileError, UserError)) as error:
+    list(Reader(paths, ways, format=Format(**format), on_bad_row=on_bad_row))
+  if on_bad_row == "raise" or "every row" not in str(error.value):
+    assert str(error.value).startswith(str(tmp_path / file))
+    for word in words:
+      assert word in str(error.value)
+  else:
+    assert str(tmp_path / file) in str(error.value)
+
+
+@pytest.mark.parametrize("on_bad_row", ["raise", "skip"])
+def test_bad_records_are_named_or_counted(tmp_path, on_bad_row):
+  path = tmp_path / "x.arrayrecord"
+  writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+  for record in [b'{"a": 1}', b'{"a": ', b"\xff", b'{"a": [1, 2]}', json.dumps({"a": 5}).encode()]:
+    writer.write(record)
+  writer.close()
+  reader = Reader([path], {"a": "number"}, on_bad_row=on_bad_row)
+  if on_bad_row == "raise":
+    with pytest.raises(DamagedFileError, match="row 2 has a damaged record: neither"):
+      list(reader)
+  else:
+    (chunk,) = reader
+    assert chunk.rows.tolist() == [1, 5]
+    assert [line.split(" (")[0] for line in reader.skipped] == [
+      "2 rows: a damaged record",
+      "1 row: column 'a' is a list",
+    ]
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+  ("settings", "words"),
+  [
+    ({"encoding": "utf-9"}, "config.format.encoding='utf-9' is unknown"),
+    ({"names": ("a", "b", "a")}, "config.format.names has 'a' twice"),
+    ({"rest": True}, "config.format.names="),
+    ({"delimiter": '"'}, "config.format.delimiter"),
+    ({"quote": "''"}, "config.format.quote"),
+  ],
+)
+def test_bad_formats_are_refused(settings, words):
+  with pytest.raises(UserError, match=words):
+    Format(**settings)
+
+
+def test_on_bad_row_is_raise_or_skip(tmp_path):
+  with pytest.raises(UserError, match=r"on_bad_row='drop' is unknown: write 'raise' or 'skip'"):
+    Reader([write(tmp_path / "x.csv", "a\n1\n")], {"a": "text"}, on_bad_row="drop")
+
+
+# Paths.
+
+
+@pytest.fixture
+def folder(tmp_path):
+  for name in (
+    "b.csv",
+    "a.csv",
+    "sub/c.csv.gz",
+    "_SUCCESS",
+    ".hidden.csv",
+    "_tmp/d.csv",
+    "notes.md",
+  ):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("a\n1\n")
+  return tmp_path
+
+
+def test_paths_are_of_files_folders_and_globs_each_once(folder):
+  names = lambda files: [str(path.relative_to(folder)) for path in reading.paths(files)]
+  assert names(str(folder)) == ["a.csv", "b.csv", "sub/c.csv.gz"]
+  assert names(str(folder / "*.csv")) == ["a.csv", "b.csv"]
+  assert names(str(folder / "**" / "*.gz")) == ["sub/c.csv.gz"]
+  assert names([str(folder / "b.csv"), str(folder)]) == ["b.csv", "a.csv", "sub/c.csv.gz"]
+  (folder / "x[1].csv").write_text("a\n1\n")
+  assert names(str(folder / "x[1].csv")) == ["x[1].csv"]
+
+
+def test_paths_name_shards_of_array_records(tmp_path):
+  (tmp_path / "x.array_record-00000-of-00002").write_text("")
+  assert len(reading.paths(str(tmp_path))) == 1
+
+
+def test_paths_that_lead_nowhere_are_refused(folder, tmp_path):
+  (tmp_path / "empty").mkdir()
+  (tmp_path / "x.xlsx").write_text("")
+  (tmp_path / "y.parquet").write_text("")
+  (tmp_path / "z.zip").write_text("")
+  for files, kind, words in [
+    ("", MissingFileError, "config.files is empty"),
+    ([], MissingFileError, "config.files is empty"),
+    (str(tmp_path / "none.csv"), MissingFileError, "none.csv does not exist"),
+    (str(tmp_path / "*.tsv"), MissingFileError, "no file fits"),
+    (str(tmp_path / "empty"), MissingFileError, "it is empty"),
+    (str(tmp_path / "x.xlsx"), UserError, "Save the sheet as CSV"),
+    (str(tmp_path / "z.zip"), UserError, "Unpack it"),
+    (str(tmp_path / "notes.md"), UserError, "suffix '.md' is unknown"),
+    (str(tmp_path), UserError, r"several formats .*config.files='.*\*\.parquet'"),
+  ]:
+    with pytest.raises(kind, match=words):
+      reading.paths(files)

@@ -1,0 +1,490 @@
+"""The user's files: rows as they were asked for, and messy input named by file, row and column."""
+
+import codecs
+import datetime
+import functools
+import gzip
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+from array_record.python import array_record_module
+
+from recipes.errors import DamagedFileError
+from recipes.tables import reading, stored
+from recipes.tables.reading import Format, Reader
+
+AB = {"a": "text", "b": "number"}
+SKIP = "config.on_bad_row='skip'"
+
+
+def write(path, content):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_bytes(content if isinstance(content, bytes) else content.encode())
+  return path
+
+
+def listed(values):
+  """Returns the values of a column as a list, nan as None."""
+  if isinstance(values, np.ndarray):
+    return [None if value != value else value for value in values.tolist()]
+  return values.to_pylist()
+
+
+def read(paths, ways, **settings):
+  """Returns (file name, row, values by column) of all rows, and the reader."""
+  reader = Reader(paths if isinstance(paths, list) else [paths], ways, **settings)
+  rows = []
+  for chunk in reader:
+    columns = {name: listed(values) for name, values in chunk.columns.items()}
+    assert chunk.rows.dtype == np.int64
+    assert {len(values) for values in columns.values()} == {len(chunk.rows)}
+    for index, row in enumerate(chunk.rows.tolist()):
+      values = {name: values[index] for name, values in columns.items()}
+      rows.append((chunk.file.name, row, values))
+  return rows, reader
+
+
+def table(path, ways, **settings):
+  """Returns the values by column, and the numbers of the rows."""
+  rows, _ = read(path, ways, **settings)
+  return {name: [values[name] for _, _, values in rows] for name in ways}, [
+    row for _, row, _ in rows
+  ]
+
+
+def record_file(path, records):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  writer = array_record_module.ArrayRecordWriter(str(path), "group_size:2")
+  for record in records:
+    writer.write(record)
+  writer.close()
+  return path
+
+
+def example(**columns):
+  """Returns a serialized tf.train.Example with lists of bytes, integers or floats."""
+  message = stored._example()[0]()
+  for name, values in columns.items():
+    feature = message.features.feature[name]
+    kinds = {bytes: feature.bytes_list, int: feature.int64_list, float: feature.float_list}
+    kinds[type(values[0])].value.extend(values)
+  return message.SerializeToString()
+
+
+# Columns as they are stored, and as they are read.
+
+
+@pytest.mark.parametrize(
+  ("name", "format"),
+  [
+    ("x.csv", {}),
+    ("x.csv", {"delimiter": ","}),
+    ("x.tsv", {"delimiter": "\\t"}),
+    ("x.txt", {"delimiter": ";"}),
+    ("x.dat", {"delimiter": "::"}),
+    ("x.data", {"delimiter": " "}),
+    ("x.csv.gz", {}),
+  ],
+)
+@pytest.mark.parametrize("is_found", [False, True])
+@pytest.mark.parametrize("has_header", [False, True])
+def test_delimiters_are_used_or_found_with_and_without_header(
+  tmp_path, name, format, is_found, has_header
+):
+  delimiter = format.get("delimiter", ",").replace("\\t", "\t")
+  records = [["user", "score", "kind"], ["u1", "1.5", "x"], ["u2", "-2", "y"]][not has_header :]
+  text = "".join(delimiter.join(record) + "\n" for record in records).encode()
+  path = write(tmp_path / name, gzip.compress(text) if name.endswith(".gz") else text)
+  settings = {} if is_found else dict(format)
+  if not has_header:
+    settings["names"] = ("user", "score", "kind")
+  columns, rows = table(path, {"score": "number", "user": "text"}, format=Format(**settings))
+  assert columns == {"score": [1.5, -2.0], "user": ["u1", "u2"]}
+  assert rows == [1, 2]
+  assert reading.columns_of([path], Format(**settings)) == ("user", "score", "kind")
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "a,b\n1,2\n3,4\n",
+    "a,b\n1,2\n3,4",
+    "a,b\r\n1,2\r\n3,4\r\n",
+    "a,b\r1,2\r3,4\r",
+    "\n\na,b\n\n1,2\n\n3,4\n\n",
+    " a , b \n 1 , 2 \n3,\t4\n",
+    '"a","b"\n"1","2"\n"3","4"\n',
+    codecs.BOM_UTF8 + b"a,b\n1,2\n3,4\n",
+  ],
+)
+def test_line_ends_byte_order_marks_blanks_and_quotes_make_no_difference(tmp_path, text):
+  path = write(tmp_path / "x.csv", text)
+  assert table(path, AB) == ({"a": ["1", "3"], "b": [2.0, 4.0]}, [1, 2])
+  assert Reader([path], AB).names == ("a", "b")
+
+
+def test_quoted_values_hold_delimiters_quotes_and_line_ends_and_rows_count_records(tmp_path):
+  path = write(tmp_path / "x.csv", 'a,b\n"x,\ny ""z""",1\n5" screen,2\n"",bad\n')
+  with pytest.raises(DamagedFileError, match=r"x\.csv, row 3, column 'b': 'bad'"):
+    read(path, AB)
+  columns, _ = table(path, AB, on_bad_row="skip")
+  assert columns == {"a": ['x,\ny "z"', '5" screen'], "b": [1.0, 2.0]}
+
+
+def test_other_encodings_are_read_as_they_are_named(tmp_path):
+  for encoding in ("latin-1", "cp1252", "utf-16", "shift_jis"):
+    word = "テスト" if encoding == "shift_jis" else "café"
+    path = write(tmp_path / "x.csv", f"a,{word}\n1,{word}\n".encode(encoding))
+    columns, _ = table(path, {word: "text"}, format=Format(encoding=encoding))
+    assert columns == {word: [word]}
+
+
+def test_the_last_name_takes_the_rest_of_the_line(tmp_path):
+  path = write(tmp_path / "x.txt", "0 7 8 9 \n1 5\n2\n\n3  4\n")
+  format = Format(delimiter=" ", names=("user", "items"), rest=True)
+  columns, rows = table(path, {"user": "number", "items": ("list", " ")}, format=format)
+  assert columns == {"user": [0.0, 1.0, 2.0, 3.0], "items": [["7", "8", "9"], ["5"], [], ["4"]]}
+  assert rows == [1, 2, 3, 4]
+  assert table(path, {"items": "text"}, format=format)[0]["items"] == ["7 8 9", "5", None, "4"]
+
+
+def test_a_column_without_a_name_is_called_by_its_place(tmp_path):
+  path = write(tmp_path / "x.csv", ",a\n0,x\n1,y\n")
+  assert reading.columns_of([path]) == ("column 1", "a")
+  assert table(path, {"column 1": "text"})[0] == {"column 1": ["0", "1"]}
+
+
+def test_missing_values_are_none_in_every_way(tmp_path):
+  absent = ["", " ", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?", "\\N"]
+  lines = ["t,n,l"] + [f"{value},{value},{value}|x| {value} " for value in absent]
+  path = write(tmp_path / "x.csv", "\n".join(lines))
+  ways = {"t": "text", "n": "number", "l": ("list", "|")}
+  none = [None] * len(absent)
+  assert table(path, ways)[0] == {"t": none, "n": none, "l": [["x"]] * len(absent)}
+  path = write(tmp_path / "y.csv", "t,n\nNA,-\n,\n")
+  columns, _ = table(path, {"t": "text", "n": "number"}, format=Format(missing=("-",)))
+  assert columns == {"t": ["NA", None], "n": [None, None]}
+
+
+def test_numbers_are_read_in_every_spelling(tmp_path):
+  spellings = {
+    "1": 1, "+1": 1, "-0.5": -0.5, ".5": 0.5, "5.": 5, "1e3": 1000, "1E-2": 0.01, "007": 7,
+    "true": 1, "False": 0, "9007199254740993": 2**53, "1e-999": 0, "-1e300": -1e300, "1e19": 1e19,
+  }  # fmt: skip
+  path = write(tmp_path / "x.csv", "a,b\n" + "".join(f"x,{text}\n" for text in spellings))
+  assert table(path, {"b": "number"})[0]["b"] == list(map(float, spellings.values()))
+
+
+def test_times_are_microseconds_and_numbers_as_they_are(tmp_path):
+  moment = datetime.datetime(2024, 2, 29, 10, 11, 12, 345678, datetime.UTC)
+  expected = round(moment.timestamp() * 1e6)
+  spellings = [
+    "2024-02-29T10:11:12.345678", "2024-02-29 10:11:12.345678", "2024-02-29T10:11:12.345678Z",
+    "2024-02-29T10:11:12.345678901", "2024-02-29 12:11:12.345678+02:00",
+    "2024-02-29T05:11:12.345678-0500", "2024/02/29 10:11:12.345678",
+    "2024-02-29 10:11:12.345678 UTC",
+  ]  # fmt: skip
+  path = write(tmp_path / "x.csv", "\n".join(["a,t", *(f"x,{text}" for text in spellings)]))
+  assert table(path, {"t": "time"})[0]["t"] == [expected] * len(spellings)
+  path = write(tmp_path / "y.csv", "a,t\nx,2024-02-29\nx,2024-02-29 10\nx,1969-12-31 23:59\n")
+  day = round(datetime.datetime(2024, 2, 29, tzinfo=datetime.UTC).timestamp() * 1e6)
+  assert table(path, {"t": "time"})[0]["t"] == [day, day + 36_000_000_000, -60_000_000]
+  path = write(tmp_path / "z.csv", "a,t\nx,12\nx,+13\nx,1.5\nx,-0.5\nx,9007199254740993\nx,1e3\n")
+  assert table(path, {"t": "time"})[0]["t"] == [12, 13, 1, -1, 2**53 + 1, 1000]
+
+
+NOON = datetime.datetime(2024, 1, 5, 12)
+STORED = {
+  "integer": (pa.array([1, None, -3]), ["1", None, "-3"], [1.0, None, -3.0]),
+  "unsigned": (pa.array([1, 2, 2**63 - 1], pa.uint64()), ["1", "2", str(2**63 - 1)], None),
+  "float": (pa.array([12.0, 2.5, float("nan")]), ["12", "2.5", None], [12.0, 2.5, None]),
+  "id in a float": (pa.array([1e15, 2.0**52, None]), [str(10**15), str(2**52), None], None),
+  "narrow float": (pa.array([0.1, 3.0, None], pa.float32()), ["0.1", "3", None], None),
+  "bool": (pa.array([True, False, None]), ["true", "false", None], [1.0, 0.0, None]),
+  "text": (pa.array([" 7 ", "NA", ""]), ["7", None, None], [7.0, None, None]),
+  "large text": (pa.array(["7", "8", None], pa.large_string()), ["7", "8", None], [7.0, 8.0, None]),
+  "text view": (pa.array(["7", "8", None], pa.string_view()), ["7", "8", None], [7.0, 8.0, None]),
+  "bytes": (pa.array([b"7", b"8", None]), ["7", "8", None], [7.0, 8.0, None]),
+  "dictionary": (
+    pa.array(["7", None, "7"]).dictionary_encode(),
+    ["7", None, "7"],
+    [7.0, None, 7.0],
+  ),
+  "null": (pa.nulls(3), [None] * 3, [None] * 3),
+  "date": (pa.array([NOON.date(), None, None]), ["2024-01-05", None, None], None),
+  "timestamp": (
+    pa.array([NOON, None, NOON.replace(microsecond=5)]),
+    ["2024-01-05T12:00:00", None, "2024-01-05T12:00:00.000005"],
+    None,
+  ),
+  "timestamp in a zone": (
+    pa.array([NOON, None, None]).cast(pa.timestamp("ns", "Asia/Tokyo")),
+    ["2024-01-05T12:00:00Z", None, None],
+    None,
+  ),
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_columns_of_parquet_are_read_as_text_and_numbers(tmp_path, kind):
+  array, texts, numbers = STORED[kind]
+  pq.write_table(pa.table({"x": array}), tmp_path / "x.parquet")
+  assert table(tmp_path / "x.parquet", {"x": "text"})[0]["x"] == texts
+  if numbers is not None:
+    assert table(tmp_path / "x.parquet", {"x": "number"})[0]["x"] == numbers
+
+
+def test_times_of_parquet_are_microseconds_whatever_their_unit(tmp_path):
+  expected = 1_704_456_000_000_000
+  stamps = pa.array([NOON])
+  for array in [
+    stamps.cast(pa.timestamp("s")),
+    stamps.cast(pa.timestamp("ns")),
+    stamps.cast(pa.timestamp("ms", "Asia/Tokyo")),
+    pa.array(["2024-01-05 12:00"]),
+    pa.array([expected]),
+    pa.array([expected + 0.5]),
+  ]:
+    pq.write_table(pa.table({"x": array}), tmp_path / "x.parquet")
+    assert table(tmp_path / "x.parquet", {"x": "time"})[0]["x"] == [expected]
+
+
+@pytest.mark.parametrize(
+  "stored_as",
+  [
+    pa.list_(pa.string()),
+    pa.large_list(pa.large_string()),
+    pa.list_(pa.dictionary(pa.int32(), pa.string())),
+    pa.list_(pa.binary()),
+    pa.list_(pa.int64()),
+    pa.list_(pa.float64()),
+    pa.list_(pa.int16(), 2),
+    pa.string(),
+  ],
+)
+def test_lists_become_lists_of_text(tmp_path, stored_as):
+  if pa.types.is_string(stored_as):
+    array = pa.array(["1| 2", None, "|3||NA"])
+  elif pa.types.is_fixed_size_list(stored_as):
+    array = pa.array([[1, 2], None, [3, None]], stored_as)
+  else:
+    cast = bytes if pa.types.is_binary(stored_as.value_type) else None
+    array = pa.array([["1", "2"], None, ["3", None]]).cast(
+      pa.list_(pa.string()) if cast is None else pa.list_(pa.binary())
+    )
+    if not pa.types.is_dictionary(stored_as.value_type):
+      array = array.cast(stored_as)
+    else:
+      array = pa.ListArray.from_arrays(
+        pa.array([0, None, 2, 4], pa.int32()), array.flatten().dictionary_encode()
+      )
+  pq.write_table(pa.table({"x": array}), tmp_path / "x.parquet")
+  columns, _ = table(tmp_path / "x.parquet", {"x": ("list", "|")}, chunk_rows=2)
+  assert columns["x"] == [["1", "2"], [], ["3"]]
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_records_are_examples_or_json(tmp_path, is_json):
+  if is_json:
+    records = [
+      {"n": 1, "t": "é", "l": ["p", 2]},
+      {"n": 2.5, "l": [], "t": None},
+      {"l": "q", "n": 3},
+    ]
+    records = [json.dumps(record).encode() for record in records]
+  else:
+    records = [
+      example(n=[1.0], t=["é".encode()], l=[b"p", b"2"]),
+      example(n=[2.5]),
+      example(n=[3], l=[b"q"]),
+    ]
+  path = record_file(tmp_path / "x.arrayrecord", records)
+  expected = {"n": [1.0, 2.5, 3.0], "t": ["é", None, None], "l": [["p", "2"], [], ["q"]]}
+  for chunk_rows in (1, 2, 100):
+    ways = {"n": "number", "t": "text", "l": ("list", "|")}
+    assert table(path, ways, chunk_rows=chunk_rows) == (expected, [1, 2, 3])
+  assert sorted(reading.columns_of([path])) == ["l", "n", "t"]
+
+
+# Properties.
+
+
+def big_table(num_rows=5000):
+  rng = np.random.default_rng(3)
+  words = [f"wörd {index}" for index in range(50)]
+  lists = [list(rng.choice(words, rng.integers(0, 4))) for _ in range(num_rows)]
+  none = lambda values: [None if rng.random() < 0.1 else value for value in values]
+  return pa.table(
+    {
+      "text": none(rng.choice(words, num_rows).tolist()),
+      "integer": none(rng.integers(-(2**62), 2**62, num_rows).tolist()),
+      "float": none(rng.standard_normal(num_rows).tolist()),
+      "flag": none((rng.random(num_rows) < 0.5).tolist()),
+      "time": pa.array(rng.integers(0, 2**50, num_rows)).cast(pa.timestamp("us")),
+      "list": lists,
+    }
+  )
+
+
+WAYS = {
+  "list": ("list", "|"),
+  "text": "text",
+  "integer": "text",
+  "float": "number",
+  "flag": "number",
+  "time": "time",
+}
+
+
+@pytest.fixture(scope="module")
+def same_tables(tmp_path_factory):
+  """One table in five formats."""
+  folder, stored_table = tmp_path_factory.mktemp("same"), big_table()
+  pq.write_table(stored_table, folder / "x.parquet", row_group_size=700)
+  rows = stored_table.to_pylist()
+  joined = pa.array(["|".join(row["list"]) for row in rows])
+  index = stored_table.column_names.index("list")
+  flat = stored_table.set_column(index, "list", joined)
+  pa.csv.write_csv(flat, folder / "x.csv")
+  (folder / "x.csv.gz").write_bytes(gzip.compress((folder / "x.csv").read_bytes()))
+  names = ", ".join(stored_table.column_names)
+  text = (folder / "x.csv").read_text().split("\n", 1)[1]
+  (folder / "utf16.csv").write_bytes(f"{names}\n{text}".encode("utf-16"))
+  records = [json.dumps(row | {"time": str(row["time"])}).encode() for row in rows]
+  record_file(folder / "x.arrayrecord", records)
+  return folder
+
+
+@functools.cache
+def whole(path, encoding="utf-8"):
+  return table(path, WAYS, format=Format(encoding=encoding))
+
+
+def test_every_format_gives_the_same_rows(same_tables):
+  expected, rows = whole(same_tables / "x.parquet")
+  assert rows == list(range(1, 5001))
+  assert expected["integer"] == [
+    None if value is None else str(value) for value in big_table()["integer"].to_pylist()
+  ]
+  for path in ("x.csv", "x.csv.gz", "x.arrayrecord"):
+    assert whole(same_tables / path) == (expected, rows), path
+  assert whole(same_tables / "utf16.csv", "utf-16") == (expected, rows)
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.csv", "x.csv.gz", "x.arrayrecord"])
+def test_the_size_of_chunks_and_blocks_makes_no_difference(same_tables, name, monkeypatch):
+  expected = whole(same_tables / name)
+  monkeypatch.setattr("recipes.tables.textfiles._BLOCK", 1000)
+  for chunk_rows in (64, 999, 10_000):
+    assert table(same_tables / name, WAYS, chunk_rows=chunk_rows) == expected
+    sizes = [len(chunk.rows) for chunk in Reader([same_tables / name], WAYS, chunk_rows=chunk_rows)]
+    assert set(sizes[:-1]) <= {chunk_rows}
+    assert sum(sizes) == 5000
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 1000])
+def test_rows_keep_their_numbers_where_others_are_skipped(tmp_path, chunk_rows, monkeypatch):
+  monkeypatch.setattr("recipes.tables.textfiles._BLOCK", 200)
+  rng = np.random.default_rng(1)
+  lines, good = [], []
+  for row in range(1, 501):
+    kind = int(rng.integers(0, 6))
+    lines.append([b"x,1", b"x,1", b"x,1,2", b"x", b"caf\xe9,1", b"x,one"][kind])
+    good += [row] * (kind < 2)
+  for name, tail in (("x.csv", []), ("y.csv", [b"1,2,3"])):
+    path = write(tmp_path / name, b"\n".join([b"a,b", *lines, *tail]))
+    rows, reader = read(path, AB, on_bad_row="skip", chunk_rows=chunk_rows)
+    assert [row for _, row, _ in rows] == good
+    assert reader.num_skipped == 500 + len(tail) - len(good)
+    counts = [int(line.split()[0]) for line in reader.skipped]
+    assert sum(counts) == reader.num_skipped
+    assert len(counts) == 4
+    for line in reader.skipped:
+      row = int(re.search(r"row (\d+)", line)[1])
+      assert row not in good
+    firsts = sorted(int(re.search(r"row (\d+)", line)[1]) for line in reader.skipped)
+    first = min(set(range(1, 501)) - set(good))
+    assert firsts[0] == first
+    with pytest.raises(DamagedFileError, match=rf"{name}, row {first}[, ]"):
+      read(path, AB, chunk_rows=chunk_rows)
+
+
+def test_reading_again_counts_from_zero(tmp_path):
+  path = write(tmp_path / "x.csv", "a,b\nx,1\nx,y\nx,3\n")
+  reader = Reader([path], AB, on_bad_row="skip")
+  assert reader.num_skipped == 0
+  for _ in range(2):
+    assert sum(len(chunk.rows) for chunk in reader) == 2
+    assert reader.num_skipped == 1
+    assert reader.skipped == [f"1 row: column 'b' is not a number (first: {path}, row 2, 'y')"]
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.csv.gz", "x.arrayrecord"])
+def test_reading_may_stop_in_the_middle(same_tables, name):
+  reader = Reader([same_tables / name], WAYS, chunk_rows=10)
+  first = next(iter(reader))
+  again = next(iter(reader))
+  assert first.rows.tolist() == again.rows.tolist() == list(range(1, 11))
+
+
+def test_files_follow_each_other_with_columns_in_any_order(tmp_path):
+  first = write(tmp_path / "1.csv", "a,b\nx,1\n")
+  second = write(tmp_path / "2.csv", "c;b;a\n0;2;y\n0;3;z\n")
+  empty = write(tmp_path / "3.csv", "a,b\n")
+  rows, reader = read([first, second, empty], AB)
+  assert rows == [
+    ("1.csv", 1, {"a": "x", "b": 1.0}),
+    ("2.csv", 1, {"a": "y", "b": 2.0}),
+    ("2.csv", 2, {"a": "z", "b": 3.0}),
+  ]
+  assert reader.names == ("a", "b")
+
+
+def test_any_gives_what_is_stored(tmp_path):
+  pq.write_table(
+    pa.table({"x": [[1], [2, 3]], "y": pa.array([1, 2], pa.int8())}), tmp_path / "x.pq"
+  )
+  (chunk,) = Reader([tmp_path / "x.pq"], {"x": "any", "y": "any"})
+  assert chunk.columns["y"].type == pa.int8()
+  assert chunk.columns["x"].to_pylist() == [[1], [2, 3]]
+  path = write(tmp_path / "x.csv", "x\n NA \n")
+  (chunk,) = Reader([path], {"x": "any"})
+  assert chunk.columns["x"].to_pylist() == [" NA "]
+
+
+def test_take_keeps_rows_by_mask_and_by_index(tmp_path):
+  path = write(tmp_path / "x.csv", "a,b\nx,1\ny,2\nz,3\n")
+  (chunk,) = Reader([path], AB)
+  for kept in (np.array([False, True, True]), np.array([1, 2])):
+    part = chunk.take(kept)
+    assert part.rows.tolist() == [2, 3]
+    assert listed(part.columns["a"]) == ["y", "z"]
+    assert listed(part.columns["b"]) == [2.0, 3.0]
+  assert len(chunk.take(np.array([], np.int64)).rows) == 0
+
+
+def test_refused_rows_are_raised_or_counted(tmp_path):
+  path = write(tmp_path / "x.csv", "a,b\nx,1\ny,2\nz,3\n")
+  problem = lambda index: f"{index + 1} is neither 0 nor 1"
+  (chunk,) = reader = Reader([path], AB)
+  bad = chunk.columns["b"] > 1
+  with pytest.raises(DamagedFileError, match=r"x\.csv, row 2, column 'b': 2 is neither 0 nor 1"):
+    reader.refuse(chunk, bad, "b", problem)
+  assert reader.refuse(chunk, bad & False, "b", problem) is chunk
+  (chunk,) = reader = Reader([path], AB, on_bad_row="skip")
+  kept = reader.refuse(chunk, bad, "b", problem)
+  assert kept.rows.tolist() == [1]
+  assert reader.num_skipped == 2
+  assert reader.skipped == [
+    f"2 rows: column 'b' is refused (first: {path}, row 2, 2 is neither 0 nor 1)"
+  ]
+
+
+def test_all_values_missing_is_left_to_the_caller(tmp_path):
+  path = write(tmp_path / "x.csv", "a,b\n,\n,NA\n")
+  assert table(path, AB)[0] == {"a": [None, None], "b": [None, None]}
