@@ -31,7 +31,6 @@ _MAGIC = {
 }
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
-
 _MARKS = (b"\xf4\x8f\xbe", b"\xf4\x8f\xbf")  # the first bytes of the private characters in UTF-8
 _TO_MARK = 0x10FF80 - 0xDC80  # from the surrogates of Python's handler "surrogateescape"
 

@@ -54,7 +54,7 @@ class TextFile:
         ) from error
       self._first = []
     self.names = self._header(self._first)
-    self.types: Mapping[str, pa.DataType] = {}
+    self.types: Mapping[str, pa.DataType] = dict.fromkeys(self.names, pa.string())
 
   def _header(self, first: list[str]) -> tuple[str, ...]:
     if names := self.format.names:
@@ -81,10 +81,11 @@ class TextFile:
         "write config.format.names=('…', '…')."
       )
     names = tuple(name or f"column {place}" for place, name in enumerate(first, start=1))
-    if (twice := repeated(names)) is not None:
-      places = [place for place, name in enumerate(names, start=1) if name == twice]
+    if (duplicate := repeated(names)) is not None:
+      places = [place for place, name in enumerate(names, start=1) if name == duplicate]
       raise DamagedFileError(
-        f"{self.path}: the header names columns {places[0]} and {places[1]} {twice!r}. Rename one."
+        f"{self.path}: the header names columns {places[0]} and {places[1]} "
+        f"{duplicate!r}. Rename one."
       )
     return names
 
@@ -172,22 +173,22 @@ class _Rows:
   def batches(self) -> Iterator[Batch]:
     """Yields the rows, those before the end of the file one block late."""
     position, ended = 0, False
-    late: Batch | None = None
+    previous: Batch | None = None
     with self._open() as reader:
       for stored in reader:
         if len(stored) and stored.column(0)[-1].as_py() == _END.encode():
           stored, ended = stored.slice(0, len(stored) - 1), True
-        if late is not None:
-          yield late
-        late = self._batch(stored, self._stream.position - position)
+        if previous is not None:
+          yield previous
+        previous = self._batch(stored, self._stream.position - position)
         position = self._stream.position
       if self._stream.error is not None:
         raise _broken(self._file.path, self.done - 1, self._stream.error)
       # An open quote takes all that follows it, the last line that was added to the file too.
       if not ended:
         raise _unclosed(self._file.path, *self._last())
-      if late is not None:
-        yield late
+      if previous is not None:
+        yield previous
       if self._ragged:
         self._next_row = self.done + 1
         yield self._batch(stored.slice(0, 0), 0)
@@ -233,9 +234,9 @@ class _Rows:
     rows = rows[:count]
     if count:
       self._next_row = int(rows[-1]) + 1
-    past = [ragged for ragged in self._ragged if ragged[0] < self._next_row]
-    self._ragged = self._ragged[len(past) :]
-    return rows, past
+    passed = [ragged for ragged in self._ragged if ragged[0] < self._next_row]
+    self._ragged = self._ragged[len(passed) :]
+    return rows, passed
 
   def _fields(
     self, lines: pa.BinaryArray, rows: np.ndarray, faults: dict[int, Fault]

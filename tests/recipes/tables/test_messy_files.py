@@ -201,6 +201,9 @@ FILES = {
   "text as a list without separator": (
     {"x.parquet": parquet(b=["x y"])}, {"b": ("list", "")}, {}, "x.parquet", ["separator"],
   ),
+  "a list without separator": (
+    {"x.csv": "b\nx y\n"}, {"b": ("list", "")}, {}, "x.csv", ["column 'b'", "separator"],
+  ),
   "times as numbers": (
     {"x.parquet": parquet(b=pa.array([1]).cast(pa.timestamp("us")))}, {"b": "number"}, {},
     "x.parquet", ["column 'b' holds times", "declare it as time"],

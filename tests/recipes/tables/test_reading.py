@@ -24,7 +24,6 @@ from recipes.tables import reading, stored
 from recipes.tables.reading import Format, Reader
 
 AB = {"a": "text", "b": "number"}
-SKIP = "config.on_bad_row='skip'"
 
 
 def write(path, content):
@@ -210,6 +209,8 @@ STORED = {
   "float": (pa.array([12.0, 2.5, float("nan")]), ["12", "2.5", None], [12.0, 2.5, None]),
   "id in a float": (pa.array([1e15, 2.0**52, None]), [str(10**15), str(2**52), None], None),
   "narrow float": (pa.array([0.1, 3.0, None], pa.float32()), ["0.1", "3", None], None),
+  "half float": (pa.array(np.array([0.1, 3, 2], np.float16)), ["0.099975586", "3", "2"], None),
+  "decimal": (pa.array([1, None, 3]).cast(pa.decimal128(22, 1)), ["1.0", None, "3.0"], None),
   "bool": (pa.array([True, False, None]), ["true", "false", None], [1.0, 0.0, None]),
   "text": (pa.array([" 7 ", "NA", ""]), ["7", None, None], [7.0, None, None]),
   "large text": (pa.array(["7", "8", None], pa.large_string()), ["7", "8", None], [7.0, 8.0, None]),
