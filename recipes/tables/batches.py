@@ -48,12 +48,12 @@ def rebatched(batches: Iterable[Batch], num_rows: int) -> Iterator[Batch]:
     held.append(batch)
     if sum(len(batch.rows) for batch in held) < num_rows:
       continue
-    whole = _joined(held)
+    joined = _joined(held)
     start = 0
-    while len(whole.rows) - start >= num_rows:
-      yield _cut(whole, start, start + num_rows)
+    while len(joined.rows) - start >= num_rows:
+      yield _cut(joined, start, start + num_rows)
       start += num_rows
-    held = [_cut(whole, start, None)]
+    held = [_cut(joined, start, None)]
   if held and (len((last := _joined(held)).rows) or last.faults):
     yield last
 

@@ -69,12 +69,12 @@ def _matching(pattern: str) -> list[Path]:
   path = Path(pattern).expanduser()
   if path.is_dir():
     members = sorted(file for file in path.rglob("*") if file.is_file())
-    shown = [
+    visible = [
       file
       for file in members
       if not any(part.startswith((".", "_")) for part in file.relative_to(path).parts)
     ]
-    if data_files := [file for file in shown if file_format(file)]:
+    if data_files := [file for file in visible if file_format(file)]:
       return data_files
     names = ", ".join(str(file.relative_to(path)) for file in members[:5])
     content = f"it holds {names}" if names else "it is empty"

@@ -85,8 +85,8 @@ def find_delimiter(sample: str, path: Path, format: Format) -> str:
   best, best_score = ",", (False, False, False, False, 1)
   for delimiter in DELIMITERS:
     try:
-      found = records(sample, delimiter, format.quote, strict=False)
-      counts = [len(record) for record in islice(found, _SAMPLE_ROWS) if record]
+      sample_records = records(sample, delimiter, format.quote, strict=False)
+      counts = [len(record) for record in islice(sample_records, _SAMPLE_ROWS) if record]
     except csv.Error:
       continue
     if not counts or counts[0] == 1:

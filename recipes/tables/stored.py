@@ -34,8 +34,8 @@ class ParquetFile:
     with self._open() as file:
       schema = file.schema_arrow
     self.names = tuple(schema.names)
-    if (twice := repeated(self.names)) is not None:
-      raise DamagedFileError(f"{path} has two columns {twice!r}. Rename one.")
+    if (duplicate := repeated(self.names)) is not None:
+      raise DamagedFileError(f"{path} has two columns {duplicate!r}. Rename one.")
     self.types: Mapping[str, pa.DataType] = dict(zip(schema.names, schema.types, strict=True))
 
   def advice(self) -> str:

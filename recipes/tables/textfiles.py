@@ -1,7 +1,7 @@
 """Rows of text files."""
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +13,12 @@ from ..errors import DamagedFileError, UserError
 from .batches import Batch, Way, rebatched
 from .faults import Fault, shown
 from .formats import DELIMITERS, Format, find_delimiter, records, repeated
-from .streams import Stream
-from .values import bits, decode
+from .streams import Stream, is_undecoded, original
+from .values import bits
 
 _BLOCK = 1 << 20  # Arrow reads up to 32 ahead
 _LINES = "\x1f"  # Arrow's delimiter for files whose lines are cut here; a control character
 _END = "\0" * 8
-_NUL = "has a NUL byte"
 
 
 class TextFile:
@@ -55,7 +54,7 @@ class TextFile:
         ) from error
       self._first = []
     self.names = self._header(self._first)
-    self.types: Mapping[str, pa.DataType] = {}
+    self.types: Mapping[str, pa.DataType] = dict.fromkeys(self.names, pa.string())
 
   def _header(self, first: list[str]) -> tuple[str, ...]:
     if names := self.format.names:
@@ -66,10 +65,10 @@ class TextFile:
         )
       return names
     for place, name in enumerate(first, start=1):
-      if "\ufffd" in name and "\0" not in name:
+      if (name_bytes := original(name, "utf-8")) != name.encode() and "\0" not in name:
         raise DamagedFileError(
-          f"{self.path}, header, column {place}: {shown(name)} is not {self.format.encoding}. "
-          "Write config.format.encoding='latin-1'."
+          f"{self.path}, header, column {place}: {shown(name_bytes)} is not "
+          f"{self.format.encoding}. Write config.format.encoding='latin-1'."
         )
       if "\0" in name:
         raise DamagedFileError(
@@ -82,10 +81,11 @@ class TextFile:
         "write config.format.names=('…', '…')."
       )
     names = tuple(name or f"column {place}" for place, name in enumerate(first, start=1))
-    if (twice := repeated(names)) is not None:
-      places = [place for place, name in enumerate(names, start=1) if name == twice]
+    if (duplicate := repeated(names)) is not None:
+      places = [place for place, name in enumerate(names, start=1) if name == duplicate]
       raise DamagedFileError(
-        f"{self.path}: the header names columns {places[0]} and {places[1]} {twice!r}. Rename one."
+        f"{self.path}: the header names columns {places[0]} and {places[1]} "
+        f"{duplicate!r}. Rename one."
       )
     return names
 
@@ -173,23 +173,24 @@ class _Rows:
   def batches(self) -> Iterator[Batch]:
     """Yields the rows, those before the end of the file one block late."""
     position, ended = 0, False
-    late: Batch | None = None
+    previous: Batch | None = None
     with self._open() as reader:
       for stored in reader:
         if len(stored) and stored.column(0)[-1].as_py() == _END.encode():
           stored, ended = stored.slice(0, len(stored) - 1), True
-        if late is not None:
-          yield late
-        late = self._batch(stored, self._stream.position - position)
+        if previous is not None:
+          yield previous
+        previous = self._batch(stored, self._stream.position - position)
         position = self._stream.position
       if self._stream.error is not None:
         raise _broken(self._file.path, self.done - 1, self._stream.error)
       # An open quote takes all that follows it, the last line that was added to the file too.
       if not ended:
         raise _unclosed(self._file.path, *self._last())
-      if late is not None:
-        yield late
+      if previous is not None:
+        yield previous
       if self._ragged:
+        self._next_row = self.done + 1
         yield self._batch(stored.slice(0, 0), 0)
 
   def _last(self) -> tuple[int, str]:
@@ -210,46 +211,39 @@ class _Rows:
     good = np.ones(len(rows), bool)
     texts = {}
     for name, values in fields.items():
-      texts[name], bad = decode(values)
-      if bad is not None:
+      texts[name] = values.cast(pa.string())
+      for bad, make_fault in self._bad_bytes(values):
         good &= ~bad
         for index in np.flatnonzero(bad).tolist():
-          fault = self._coding_fault(int(rows[index]), name, values[index].as_py())
-          faults.setdefault(fault.row, fault)
-      if self._stream.has_nul:
-        nul = bits(pc.greater_equal(pc.find_substring(values, b"\0"), 0))
-        good &= ~nul
-        for index in np.flatnonzero(nul).tolist():
-          hint = "Remove it, for example by tr -d '\\000'."
-          value = shown(values[index].as_py().decode("utf-8", "replace"))
-          faults.setdefault(int(rows[index]), Fault(int(rows[index]), name, _NUL, value, hint))
+          row = int(rows[index])
+          faults.setdefault(row, make_fault(row, name, texts[name][index].as_py()))
     if not good.all():
       rows, kept = rows[good], pa.array(good)
       texts = {name: values.filter(kept) for name, values in texts.items()}
     return Batch(rows, texts, [faults[row] for row in sorted(faults)], size)
 
   def _numbered(self, count: int) -> tuple[np.ndarray, list[tuple[int, int, str]]]:
-    """Returns the numbers of the next good rows, and the ragged ones before the last of them."""
+    """Returns the numbers of the next good rows, and the ragged ones before the last of them.
+
+    Arrow may have met more ragged rows, ahead of the good ones that it gave.
+    """
     stop = self._next_row + count + len(self._ragged)
     rows = np.arange(self._next_row, stop, dtype=np.int64)
     if self._ragged:
       rows = np.setdiff1d(rows, [row for row, _, _ in self._ragged], assume_unique=True)
     rows = rows[:count]
-    if not count and self._ragged:  # at the end of the file
-      self._next_row = self._ragged[-1][0] + 1
-    elif count:
+    if count:
       self._next_row = int(rows[-1]) + 1
-    past = [ragged for ragged in self._ragged if ragged[0] < self._next_row]
-    self._ragged = self._ragged[len(past) :]
-    return rows, past
+    passed = [ragged for ragged in self._ragged if ragged[0] < self._next_row]
+    self._ragged = self._ragged[len(passed) :]
+    return rows, passed
 
   def _fields(
     self, lines: pa.BinaryArray, rows: np.ndarray, faults: dict[int, Fault]
   ) -> tuple[np.ndarray, dict[str, pa.BinaryArray]]:
     """Cuts lines at the delimiter; returns the rows that have all fields, and their columns."""
     file, num_fields = self._file, len(self._file.names)
-    unchecked = pc.CastOptions(pa.string(), allow_invalid_utf8=True)
-    texts = lines.cast(options=unchecked)
+    texts = lines.cast(pa.string())
     if file.delimiter == " ":
       texts = pc.ascii_trim(texts, " ")
     max_splits = num_fields - 1 if file.format.rest else None
@@ -260,7 +254,7 @@ class _Rows:
     good = (counts == num_fields) | (file.format.rest & (counts == num_fields - 1))
     for index in np.flatnonzero(~good).tolist():
       row = int(rows[index])
-      line = lines[index].as_py().decode("latin-1")
+      line = lines[index].as_py().decode()
       faults[row] = self._ragged_fault(row, int(counts[index]), line)
     values = cut.flatten().cast(pa.binary())
     fields = {}
@@ -288,14 +282,25 @@ class _Rows:
       hint = f"Quote a value that holds {file.delimiter!r}."
     return Fault(row, None, kind, value, hint)
 
-  def _coding_fault(self, row: int, name: str, value: bytes) -> Fault:
+  def _bad_bytes(
+    self, values: pa.BinaryArray
+  ) -> Iterator[tuple[np.ndarray, Callable[[int, str, str], Fault]]]:
+    """Yields the values that no text has, bool [N], and what makes their faults."""
+    if self._stream.has_undecoded:
+      yield bits(is_undecoded(values)), self._undecoded_fault
+    if self._stream.has_nul:
+      yield bits(pc.greater_equal(pc.find_substring(values, b"\0"), 0)), _nul_fault
+
+  def _undecoded_fault(self, row: int, name: str, text: str) -> Fault:
     encoding = self._file.format.encoding
-    if encoding.lower().startswith("utf"):
-      hint = "Write config.format.encoding='latin-1', or as the file is written."
-    else:
-      hint = "Write config.format.encoding as the file is written."
-    text = value if encoding.lower().startswith("utf") else value.decode("utf-8", "surrogatepass")
-    return Fault(row, name, f"is not {encoding}", shown(text), hint)
+    value = shown(original(text, encoding))
+    another = "='latin-1', or" if encoding.lower().startswith("utf") else ""
+    hint = f"Write config.format.encoding{another} as the file is written."
+    return Fault(row, name, f"is not {encoding}", value, hint)
+
+
+def _nul_fault(row: int, name: str, text: str) -> Fault:
+  return Fault(row, name, "has a NUL byte", shown(text), "Remove it, for example by tr -d '\\000'.")
 
 
 def _broken(path: Path, row: int, error: Exception) -> DamagedFileError:

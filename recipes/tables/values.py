@@ -124,6 +124,15 @@ def _decoded(value: bytes | None) -> str | None:
 
 
 def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, list[Problem]]:
+  """Converts N values to trimmed text, null where missing.
+
+  Args:
+    array: as `plain` returns it.
+    missing: texts that mean no value, besides "".
+
+  Returns:
+    The texts, and the values that cannot be read; the texts of these rows are undefined.
+  """
   problems = []
   if pa.types.is_binary(array.type):
     stored = array
@@ -144,6 +153,7 @@ def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, l
 def _written(array: pa.Array) -> pa.StringArray:
   """Writes values as text: 12.0 as "12", True as "true", times in ISO 8601."""
   if pa.types.is_floating(array.type):
+    array = array.cast(pa.float32()) if pa.types.is_float16(array.type) else array
     numbers = array.cast(pa.float64()).to_numpy(zero_copy_only=False)  # nan where null
     whole = (np.abs(numbers) < 1 << 53) & (np.trunc(numbers) == numbers)
     integers = pa.array(np.where(whole, numbers, 0).astype(np.int64)).cast(pa.string())
@@ -159,6 +169,7 @@ def _written(array: pa.Array) -> pa.StringArray:
 
 
 def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, list[Problem]]:
+  """Converts N values to float64 [N], nan where missing; the arguments are of `as_texts`."""
   value = lambda index: shown(array[index].as_py())
   if _is_text(array.type):
     texts, problems = as_texts(array, missing)
@@ -213,11 +224,19 @@ def _parsed(texts: pa.StringArray) -> tuple[np.ndarray, list[Problem]]:
 def as_lists(
   array: pa.Array, separator: str, missing: Sequence[str]
 ) -> tuple[pa.ListArray, list[Problem]]:
+  """Converts N lists, or texts that a separator cuts, to lists of text without missing items.
+
+  Args:
+    array, missing: of `as_texts`.
+    separator: of the items of a text; "" leaves it in one piece.
+  """
   problems: list[Problem] = []
   if pa.types.is_binary(array.type):
     array, problems = as_texts(array, ())
-  if pa.types.is_string(array.type):
+  if pa.types.is_string(array.type) and separator:
     array = pc.split_pattern(pc.fill_null(array, ""), separator)
+  elif pa.types.is_string(array.type):
+    array = pa.ListArray.from_arrays(np.arange(len(array) + 1, dtype=np.int32), array)
   elif pa.types.is_null(array.type):
     array = array.cast(pa.list_(pa.string()))
   lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()

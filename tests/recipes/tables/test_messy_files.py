@@ -48,6 +48,14 @@ ROWS = {
     "x.csv", "a,b\nx,1\ny,2,3\nz,3\n", AB, {}, 2, None, ["3 instead of 2", "Quote", "','"],
     "too many fields",
   ),
+  "too few fields in a bad encoding": (
+    "x.csv", b"a,b\nx,1\ncaf\xe9\nz,3\n", AB, {}, 2, None, ["1 instead of 2"], "too few fields",
+  ),
+  "too few fields before the rest": (
+    "x.txt", "x 1 1 2\ny\nz 2\n", AB | {"c": ("list", " ")},
+    {"delimiter": " ", "names": ("a", "b", "c"), "rest": True},
+    2, None, ["1 instead of 3"], "too few fields",
+  ),
   "too few fields of several characters": (
     "x.dat", "a::b\nx::1\ny\nz::3\n", AB, {}, 2, None, ["1 instead of 2", "'b'"], "too few fields",
   ),
@@ -192,6 +200,9 @@ FILES = {
   ),
   "text as a list without separator": (
     {"x.parquet": parquet(b=["x y"])}, {"b": ("list", "")}, {}, "x.parquet", ["separator"],
+  ),
+  "a list without separator": (
+    {"x.csv": "b\nx y\n"}, {"b": ("list", "")}, {}, "x.csv", ["column 'b'", "separator"],
   ),
   "times as numbers": (
     {"x.parquet": parquet(b=pa.array([1]).cast(pa.timestamp("us")))}, {"b": "number"}, {},
