@@ -68,6 +68,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.patience = 0
   config.pipelined = False  # look up each batch during the step before it
   config.ks = (5, 10)
+  config.exclude_seen = True  # leave out of a ranking what the user has had
 
   config.baseline = ml_collections.ConfigDict()
   config.baseline.ease_l2 = 50.0  # its penalty; 0 leaves it out

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from flax import nnx
@@ -133,16 +134,22 @@ def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
   return loss_fn
 
 
-def make_recommend(num_items: int, k: int, mesh: jax.sharding.Mesh | None):
-  """Returns the compiled `(model, batch) -> ids [B, k]` of the best items not in its `seen`."""
+def make_recommend(
+  num_items: int, k: int, mesh: jax.sharding.Mesh | None, *, exclude_seen: bool = True
+):
+  """Returns the compiled `(model, batch) -> ids [B, k]` of the best items.
+
+  With `exclude_seen` none of them is in the batch's `seen`.
+  """
 
   @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
   def recommend(model, batch):
     query = model_lib.queries(model, batch)
+    seen = batch["seen"] if exclude_seen else jnp.full_like(batch["seen"][:, :1], -1)
     if mesh is None:
-      return retrieval.top_k(query, model.embed.tables[model_lib.ITEM], k, batch["seen"])[1]
+      return retrieval.top_k(query, model.embed.tables[model_lib.ITEM], k, seen)[1]
     rows = lambda ids: model.embed({model_lib.ITEM: ids})[model_lib.ITEM]
-    return retrieval.top_k_of_rows(query, rows, num_items, k, batch["seen"], mesh)[1]
+    return retrieval.top_k_of_rows(query, rows, num_items, k, seen, mesh)[1]
 
   return recommend
 
@@ -150,9 +157,10 @@ def make_recommend(num_items: int, k: int, mesh: jax.sharding.Mesh | None):
 def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> metrics` over all evaluated users, in every process.
 
-  Every item of the catalogue is ranked but those that the user has had before.
+  Every item of the catalogue is ranked; with `config.exclude_seen` all but those that the user
+  has had before.
   """
-  recommend = make_recommend(data.num_items, max(config.ks), mesh)
+  recommend = make_recommend(data.num_items, max(config.ks), mesh, exclude_seen=config.exclude_seen)
 
   def evaluate(model, split: str) -> dict[str, float]:
     metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)
@@ -170,24 +178,32 @@ def baselines(data: data_lib.SequenceData, config) -> dict[str, loop.Baseline]:
   `config.baseline.ease_l2` is EASE's penalty; 0 leaves it out.
   """
   ks, l2 = tuple(config.ks), config.baseline.ease_l2
-  chosen: dict[str, loop.Baseline] = {"popularity": functools.partial(fit_popularity, data, ks)}
+  among = {"exclude_seen": config.exclude_seen}
+  chosen: dict[str, loop.Baseline] = {
+    "popularity": functools.partial(fit_popularity, data, ks, **among)
+  }
   if l2:
-    chosen["EASE"] = functools.partial(fit_ease, data, ks, l2)
+    chosen["EASE"] = functools.partial(fit_ease, data, ks, l2, **among)
   if data.best:
     chosen["best possible"] = dict(data.best)
   return chosen
 
 
-def fit_popularity(data: data_lib.SequenceData, ks: tuple[int, ...]) -> dict[str, float]:
+def fit_popularity(
+  data: data_lib.SequenceData, ks: tuple[int, ...], *, exclude_seen: bool = True
+) -> dict[str, float]:
   """Returns the metrics of recommending what is frequent among the training items."""
   popular = baselines_lib.popularity(_training(data))
-  return _ranking(data, ks, lambda histories: np.tile(popular, (histories.shape[0], 1)))
+  score = lambda histories: np.tile(popular, (histories.shape[0], 1))
+  return _ranking(data, ks, score, exclude_seen)
 
 
-def fit_ease(data: data_lib.SequenceData, ks: tuple[int, ...], l2: float) -> dict[str, float]:
+def fit_ease(
+  data: data_lib.SequenceData, ks: tuple[int, ...], l2: float, *, exclude_seen: bool = True
+) -> dict[str, float]:
   """Returns the metrics of EASE, which learns from the training items."""
   weights = baselines_lib.ease(_training(data), l2)
-  return _ranking(data, ks, lambda histories: histories @ weights)
+  return _ranking(data, ks, lambda histories: histories @ weights, exclude_seen)
 
 
 def _training(data: data_lib.SequenceData) -> scipy.sparse.csr_matrix:
@@ -195,7 +211,10 @@ def _training(data: data_lib.SequenceData) -> scipy.sparse.csr_matrix:
 
 
 def _ranking(
-  data: data_lib.SequenceData, ks: tuple[int, ...], score: Callable[[Any], np.ndarray]
+  data: data_lib.SequenceData,
+  ks: tuple[int, ...],
+  score: Callable[[Any], np.ndarray],
+  exclude_seen: bool,
 ) -> dict[str, float]:
   """Returns the metrics of scores that are asked with all earlier items, as the models are."""
   users = data.evaluated
@@ -204,6 +223,6 @@ def _ranking(
     seen = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
     relevant = data_lib.targets(data, users, data_lib.HELD_OUT[split])
     ask = lambda start, stop, seen=seen: score(seen[start:stop])
-    metrics = baselines_lib.ranking(ask, relevant, seen, ks)
+    metrics = baselines_lib.ranking(ask, relevant, seen if exclude_seen else None, ks)
     scores |= {f"{split}_{metric}": value for metric, value in metrics.items()}
   return scores

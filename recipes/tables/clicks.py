@@ -49,6 +49,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   table = parsed(settings)
   table.require(spec.Label, "and clicks need one")
+  if not any(map(_has_vectors, table.kinds.values())):
+    raise UserError(
+      "no column is a category, a user, an item or a number with buckets: declare at least one"
+    )
   reader = RowReader(table, split_by(table))
   sides, notes = _sides(table)
   fit, sizes, clicks = Fit(table.kinds), np.zeros(3, np.int64), np.zeros(3, np.int64)
@@ -76,6 +80,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     "notes": notes,
     "sha256": {path.name: files.digest(path) for path in table.rows.all_files},
   }
+
+
+def _has_vectors(kind: spec.Kind) -> bool:
+  return isinstance(kind, spec.Embedded) and not (
+    isinstance(kind, spec.Number) and not kind.buckets
+  )
 
 
 def _write(table: Table, reader: RowReader, encoder: "Encoder", folder: Path, sizes) -> None:
@@ -119,8 +129,6 @@ class Encoder:
         raise UserError(
           f"{name!r} is declared in config.columns and in a table of its own: keep one"
         )
-    if not names:
-      raise UserError("no column is a category, a user or an item: declare at least one")
 
   @property
   def features(self):

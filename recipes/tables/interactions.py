@@ -92,6 +92,12 @@ def read(table: Table, by: str) -> Interactions:
     )
   elif by == "last":
     split = splitting.leave_one_out(user)
+  elif by == "files" and "valid" not in table.rows.files:
+    train = np.flatnonzero(split == 0)
+    held_out = splitting.per_user(
+      user[train], settings["valid"], settings["seed"], test_fraction=0.0
+    )
+    split[train[held_out == 1]] = 1
   if not merge:  # an evaluation has each item of a user once
     once = (split == 0) | splitting.first_of_pairs(user, item, split)
     user, item, split = user[once], item[once], split[once]

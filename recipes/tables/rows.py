@@ -145,7 +145,10 @@ class RowReader:
   def _split(self, reader: Reader, chunk: Chunk, label, files_of: str) -> Rows:
     rows = len(chunk.rows)
     if self._by == "files":
-      return Rows(chunk, np.full(rows, SPLITS.index(files_of), np.int8), label)
+      split = np.full(rows, SPLITS.index(files_of), np.int8)
+      if files_of == "train" and "valid" not in self._table.rows.files:
+        split = self._hashed(chunk, (self._table.split["valid"], 0.0))
+      return Rows(chunk, split, label)
     if self._by == "time":
       assert self._from is not None
       assert self._time is not None
@@ -162,11 +165,17 @@ class RowReader:
       # The labels of rows that were refused go with them.
       return Rows(chunk, split[~wrong], label if label is None else label[~wrong])
     if self._by == "hash":
-      return Rows(chunk, self._hashed(chunk), label)
+      shares = self._table.split["valid"], self._table.split["test"]
+      return Rows(chunk, self._hashed(chunk, shares), label)
     return Rows(chunk, np.zeros(rows, np.int8), label)
 
-  def _hashed(self, chunk: Chunk) -> np.ndarray:
-    """Splits by a hash of the row, or of a column; the same however the files are read."""
+  def _hashed(self, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
+    """Splits by a hash of the row, or of a column; the same however the files are read.
+
+    Args:
+      chunk: the rows.
+      shares: of the rows in valid and in test.
+    """
     split = self._table.split
     if split["on"]:
       values = chunk.columns.get(split["on"])
@@ -181,7 +190,7 @@ class RowReader:
       np.array([chunk.file.name if not split["on"] else ""], object), split["seed"]
     )
     part = hashing.hashes(keys, int(salt[0])) / 2.0**64
-    return (part < split["valid"] + split["test"]).astype(np.int8) + (part < split["test"])
+    return (part < sum(shares)).astype(np.int8) + (part < shares[1])
 
   def _thresholds(self, name: str) -> tuple[float, float]:
     """Returns the first times of validation and test."""

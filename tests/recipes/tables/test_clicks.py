@@ -1,0 +1,211 @@
+"""A table as clicks: what lands in the columns, by hand, and refusals that name the row."""
+
+import numpy as np
+import pytest
+from small_tables import completed, write_csv
+
+from recipes.dlrm import data
+from recipes.errors import UserError
+from recipes.tables.clicks import Encoder
+
+HEADER = ("clicked", "city", "price", "tags", "part")
+ROWS = [
+  (1, "Oslo", 10, "a|b", "train"),
+  (0, "Rome", 20, "", "train"),
+  (1, "Oslo", 30, "b", "train"),
+  (0, "Rome", "", "c|a", "train"),
+  (1, "Rome", 20, "a", "valid"),
+  (0, "Bonn", 50, "b", "valid"),
+  (0, "Oslo", 20, "z|b", "test"),
+  (1, "", 20, "b", "test"),
+]
+COLUMNS = {
+  "clicked": "label",
+  "city": "category",
+  "price": {"kind": "number", "missing": "indicator"},
+  "tags": {"kind": "bag", "min_count": 1},
+  "part": "split",
+}
+
+
+def load(tmp_path, rows=ROWS, columns=COLUMNS, header=HEADER, **given):
+  path = write_csv(tmp_path / "clicks.csv", header, rows)
+  config = completed("dlrm", tmp_path / "cache", files=str(path), columns=columns, **given)
+  return data.load(config)
+
+
+def test_columns_by_hand(tmp_path):
+  loaded = load(tmp_path)
+  assert loaded.splits == {"train": (0, 4), "valid": (4, 6), "test": (6, 8)}
+  assert loaded.columns["label"].tolist() == [1, 0, 1, 0, 1, 0, 0, 1]
+  # Oslo and Rome are seen twice in training; 2 is the row of unknown cities. a and b come twice.
+  cities = loaded.columns["ids"][:, 0].tolist()
+  assert cities == [0, 1, 0, 1, 1, 2, 0, -1]
+  tags = loaded.columns["ids"][:, 1:].tolist()
+  assert tags[:5] == [[0, 1], [-1, -1], [1, -1], [2, 0], [0, -1]]
+  assert tags[6] == [3, 1]
+  deviation = np.std([10, 20, 30])
+  expected = [(10 - 20) / deviation, 0, (30 - 20) / deviation, 0, 0, (50 - 20) / deviation, 0, 0]
+  np.testing.assert_allclose(loaded.columns["dense"][:, 0], expected, rtol=1e-6)
+  assert loaded.columns["dense"][:, 1].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+  assert [f.vocabulary_size for f in loaded.features] == [3, 4]
+
+
+def test_the_order_and_the_number_of_files_do_not_matter_to_what_is_fitted(tmp_path):
+  whole = load(tmp_path)
+  folder = tmp_path / "parts"
+  folder.mkdir()
+  write_csv(folder / "a.csv", HEADER, ROWS[:3])
+  write_csv(folder / "b.csv", HEADER[::-1], [row[::-1] for row in ROWS[3:]])
+  config = completed("dlrm", tmp_path / "cache", files=str(folder), columns=COLUMNS)
+  parts = data.load(config)
+  for name in ("label", "ids", "dense"):
+    np.testing.assert_array_equal(parts.columns[name], whole.columns[name])
+
+
+def test_only_training_rows_are_fitted(tmp_path):
+  changed = [row if row[-1] == "train" else (row[0], "Paris", 1e6, "q", row[-1]) for row in ROWS]
+  loaded, other = load(tmp_path), load(tmp_path, rows=changed)
+  for name in ("ids", "dense"):
+    np.testing.assert_array_equal(other.columns[name][:4], loaded.columns[name][:4])
+  assert other.features == loaded.features
+
+
+def test_files_for_the_splits(tmp_path):
+  columns = {name: kind for name, kind in COLUMNS.items() if name != "part"}
+  files = {
+    split: str(write_csv(tmp_path / f"{split}.csv", HEADER, [r for r in ROWS if r[-1] == split]))
+    for split in ("train", "valid", "test")
+  }
+  loaded = data.load(completed("dlrm", tmp_path / "cache", files=files, columns=columns))
+  whole = load(tmp_path)
+  for name in ("label", "ids", "dense"):
+    np.testing.assert_array_equal(loaded.columns[name], whole.columns[name])
+  assert set(loaded.sha256) == {"train.csv", "valid.csv", "test.csv"}
+
+
+MANY = [(i % 2, f"c{i % 7}", i, "a", "") for i in range(2000)]
+
+
+def test_a_hash_splits_rows_the_same_way_every_time(tmp_path):
+  columns = {name: kind for name, kind in COLUMNS.items() if name != "part"}
+  loaded = load(tmp_path, rows=MANY, columns=columns)
+  sizes = {name: stop - start for name, (start, stop) in loaded.splits.items()}
+  assert sum(sizes.values()) == 2000
+  assert 150 < sizes["valid"] < 250
+  assert 150 < sizes["test"] < 250
+  longer = load(tmp_path, rows=[*MANY, *MANY[:2]], columns=columns)
+  start, stop = loaded.splits["test"]
+  at = slice(longer.splits["test"][0], longer.splits["test"][0] + stop - start)
+  assert longer.columns["label"][at].tolist() == loaded.columns["label"][start:stop].tolist()
+
+
+def test_rows_with_one_value_stay_together(tmp_path):
+  columns = {name: kind for name, kind in COLUMNS.items() if name != "part"}
+  columns["city"] = {"kind": "category", "size": 300}
+  rows = [(i % 2, i % 300, i, "a", "") for i in range(3000)]
+  loaded = load(tmp_path, rows=rows, columns=columns, split={"by": "hash", "on": "city"})
+  cities = {n: set(loaded.columns["ids"][slice(*r), 0].tolist()) for n, r in loaded.splits.items()}
+  assert not cities["train"] & cities["test"]
+  assert not cities["train"] & cities["valid"]
+
+
+def test_a_split_by_time_tests_on_the_latest_rows(tmp_path):
+  columns = {"clicked": "label", "city": "category", "price": "time"}
+  rows = [MANY[i] for i in np.random.default_rng(0).permutation(2000)]
+  loaded = load(tmp_path, rows=rows, columns=columns)
+  sizes = {name: stop - start for name, (start, stop) in loaded.splits.items()}
+  assert sizes == {"train": 1600, "valid": 200, "test": 200}
+  given = load(
+    tmp_path, rows=rows, columns=columns, split={"valid_from": "1000", "test_from": "1990"}
+  )
+  assert given.splits["test"] == (1990, 2000)
+  assert given.splits["train"] == (0, 1000)
+
+
+def test_labels(tmp_path):
+  rows = [(stars, "x", 1, "a", part) for part in ("train", "valid", "test") for stars in (1, 3, 5)]
+  rated = COLUMNS | {"clicked": {"kind": "label", "at_least": 4, "drop": [3]}}
+  assert load(tmp_path, rows=rows, columns=rated).columns["label"].tolist() == [0, 1] * 3
+  words = [("buy" if row[0] > 3 else "look", *row[1:]) for row in rows]
+  bought = COLUMNS | {"clicked": {"kind": "label", "positive": ["buy"]}}
+  loaded = load(tmp_path, rows=words, columns=bought)
+  assert loaded.columns["label"].tolist() == [0, 0, 1] * 3
+
+
+def test_weights(tmp_path):
+  columns = COLUMNS | {"price": "weight"}
+  rows = [(*row[:2], i, *row[3:]) for i, row in enumerate(ROWS)]
+  assert load(tmp_path, rows=rows, columns=columns).columns["weight"].tolist() == [*range(8)]
+  with pytest.raises(UserError, match=r"clicks.csv, row 3, column 'price'.*0 or more"):
+    load(tmp_path, rows=[*rows[:2], (1, "Rome", -1, "", "train"), *rows[3:]], columns=columns)
+
+
+def test_features_of_a_table_of_their_own(tmp_path):
+  movies = write_csv(
+    tmp_path / "movies.csv", ("id", "genres", "year"), [("Oslo", "x|y", 1990), ("Rome", "y", 2000)]
+  )
+  loaded = load(
+    tmp_path,
+    columns=COLUMNS | {"city": "item"},
+    item_table={
+      "files": str(movies),
+      "key": "id",
+      "columns": {"genres": {"kind": "bag", "min_count": 1}, "year": "number"},
+    },
+  )
+  names = [feature.name for feature in loaded.features]
+  assert names == ["city", "tags", "genres"]
+  assert loaded.columns["ids"][:2, 3:].tolist() == [[1, 0], [0, -1]]
+  assert loaded.columns["dense"][:2, 2].tolist() == [-1.0, 1.0]
+  assert loaded.columns["ids"][5, 3:].tolist() == [-1, -1]  # Bonn is not in the table
+  assert loaded.columns["dense"][5, 2] == 0.0
+
+
+def test_what_serving_needs_makes_the_same_ids(tmp_path):
+  loaded = load(tmp_path)
+  encoder = Encoder.load(loaded.serve)
+  assert encoder.features == loaded.features
+  assert encoder.dense_names == ("price", "price is missing")
+
+
+def problem(tmp_path, row, **columns):
+  load(tmp_path, rows=[*ROWS[:4], row, *ROWS[4:]], columns=COLUMNS | columns)
+
+
+@pytest.mark.parametrize(
+  ("row", "columns", "message"),
+  [
+    ((2, "x", 1, "a", "test"), {}, r"row 5, column 'clicked'.*'2'.*neither 0 nor 1.*at_least"),
+    (("", "x", 1, "a", "test"), {}, r"row 5, column 'clicked'.*no value"),
+    ((1, "x", 1, "a", "tset"), {}, r"row 5, column 'part'.*'tset'.*train, valid or test"),
+    ((1, "x", "dear", "a", "test"), {}, r"row 5, column 'price'.*'dear'.*number"),
+    ((1, "x", 1, "a", "test"), {"nosuch": "category"}, "has no column 'nosuch'"),
+  ],
+)
+def test_refusals_name_file_row_and_column(tmp_path, row, columns, message):
+  with pytest.raises(UserError, match=f"clicks.csv.*{message}|clicks.csv {message}"):
+    problem(tmp_path, row, **columns)
+
+
+def test_skipped_rows_are_counted_once(tmp_path, capsys):
+  rows = [*ROWS[:4], (7, "x", "dear", "a", "test"), (7, "x", 1, "a", "test"), *ROWS[4:]]
+  loaded, whole = load(tmp_path, rows=rows, on_bad_row="skip"), load(tmp_path)
+  for name in ("label", "ids", "dense"):
+    np.testing.assert_array_equal(loaded.columns[name], whole.columns[name])
+  said = capsys.readouterr().err
+  assert "1 row: column 'price'" in said
+  assert "1 row: column 'clicked'" in said
+
+
+@pytest.mark.parametrize(
+  ("columns", "message"),
+  [
+    ({"city": "category"}, "no column is declared as 'label'.*the files have clicked, city"),
+    ({"clicked": "label"}, "declare at least one"),
+    ({"clicked": "label", "city": "category"}, "the (valid|test) split"),
+  ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, columns, message):
+  with pytest.raises(UserError, match=message):
+    load(tmp_path, columns=columns)
