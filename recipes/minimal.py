@@ -1,0 +1,264 @@
+"""Columns of a file to a trained and tested click model, in one file to copy and to change.
+
+It trains on a CSV file with a row for each time an item was shown to a user, oldest first:
+
+  user,item,city,tags,price,clicked
+  u17,i203,Oslo,new|drama,12.50,1
+
+Without `--csv` it draws such a file by a known rule, so that the best possible AUC is known too.
+For columns of your own, change `read_rows` and `fit_transforms`; the rest does not name any.
+
+Started again in the same `--workdir`, it continues from the last checkpoint and ends with the same
+model as if it had never been stopped. With several devices, tables and batches are split over them.
+"""
+
+import argparse
+import csv
+import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from sklearn.metrics import log_loss, roc_auc_score
+
+import embed
+from embed.transforms import Bucketized, Crossed, HashBucket, Transforms, Vocabulary
+
+DIM = 16  # columns of every table
+BATCH_SIZE = 512
+SAVE_EVERY = 50  # steps
+SEED = 0  # of the parameters and of the order of the rows
+
+Row = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------------ columns
+# Rows are read into memory as they are in the file. Ids are made later, batch by batch, by the same
+# code that a server would run on a request.
+
+
+def read_rows(path: Path) -> list[Row]:
+  """Reads a CSV file; an empty price becomes NaN, an empty bag of tags has no tags."""
+  with open(path, newline="", encoding="utf-8") as file:
+    rows: list[Row] = list(csv.DictReader(file))
+  for row in rows:
+    row["tags"] = row["tags"].split("|") if row["tags"] else []
+    row["price"] = float(row["price"] or "nan")
+    row["clicked"] = float(row["clicked"])
+  return rows
+
+
+def fit_vocabulary(tokens: Iterable[str], **arguments: Any) -> Vocabulary:
+  """Makes a vocabulary of the tokens that occur at least 5 times.
+
+  All others share 8 rows of the table. The rare ones among them train these rows, so that a token
+  which the training part never had is looked up in a row that has learned what rare tokens share.
+  """
+  frequent = sorted(token for token, count in Counter(tokens).items() if count >= 5)
+  return Vocabulary(frequent, num_oov_buckets=8, **arguments)
+
+
+def fit_transforms(rows: Sequence[Row]) -> Transforms:
+  """Chooses the ids of every column; `rows` are the training part, so that no test row leaks in."""
+  prices = np.nanquantile([row["price"] for row in rows], np.linspace(0.1, 0.9, 9))
+  # A missing price becomes -1, which is padding: it adds nothing and trains nothing.
+  price = Bucketized(np.unique(prices).tolist(), key="price", default_value=-1)
+  return Transforms(
+    {
+      "user": fit_vocabulary(row["user"] for row in rows),
+      "item": fit_vocabulary(row["item"] for row in rows),
+      "city": HashBucket(1_000),  # needs no list; a new city gets a row that nobody trained
+      "tags": fit_vocabulary(
+        (t for row in rows for t in row["tags"]), max_valency=4, truncate=True
+      ),
+      "price": price,
+      "city_x_price": Crossed(["city", price], num_buckets=10_000),
+    }
+  )
+
+
+# -------------------------------------------------------------------------------------------- Grain
+# Grain shuffles by computing the order instead of storing it, so its whole state is the number of
+# the next batch, and a checkpoint that holds it continues with exactly the rows that come next.
+
+
+def make_batch(transforms: Transforms, rows: Sequence[Row]) -> dict[str, Any]:
+  """Returns the ids of some rows, and their labels, float32 `[B]`."""
+  columns = {name: [row[name] for row in rows] for name in rows[0]}
+  return {"inputs": transforms(columns), "label": np.array(columns["clicked"], np.float32)}
+
+
+def train_batches(rows: Sequence[Row], transforms: Transforms) -> grain.IterDataset:
+  """Returns endless batches of one size, in another order in every epoch."""
+  dataset = grain.MapDataset.source(rows).shuffle(seed=SEED).repeat()
+  dataset = dataset.batch(BATCH_SIZE, batch_fn=functools.partial(make_batch, transforms))
+  return dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
+
+
+# -------------------------------------------------------------------------------------------- model
+# Each feature has a table with a row for each id. Where there are several devices, each of them has
+# a part of the rows of every table and of the batch, and all of the dense layers.
+
+
+class ClickModel(nnx.Module):
+  """Concatenates what the tables return, and scores it by a small network."""
+
+  def __init__(self, transforms: Transforms, rngs: nnx.Rngs):
+    features = {
+      name: embed.FeatureConfig(embed.TableConfig(column.vocabulary_size, DIM, name=name))
+      for name, column in transforms.columns.items()
+    }
+    self.embed = embed.SparseEmbed(features, embed.adam(3e-3), rngs=rngs)
+    self.hidden = nnx.Linear(len(features) * DIM, 64, rngs=rngs)
+    self.head = nnx.Linear(64, 1, rngs=rngs)
+
+  def __call__(self, inputs) -> jax.Array:
+    """Returns logits `[B]`."""
+    activations = self.embed(*inputs)  # {"user": [B, DIM], "tags": [B, DIM], ...}
+    x = jnp.concatenate(list(activations.values()), axis=1)
+    return self.head(nnx.relu(self.hidden(x)))[:, 0]
+
+
+# --------------------------------------------------------------------------------------------- step
+# `embed.value_and_grad` returns gradients of the rows in the batch alone, and `embed.Optimizer`
+# moves these rows and the dense layers only: the cost of a step does not grow with the tables.
+
+
+def loss_fn(model, batch) -> jax.Array:
+  return optax.sigmoid_binary_cross_entropy(model(batch["inputs"]), batch["label"]).mean()
+
+
+@nnx.jit(donate_argnames=("model", "optimizer"))  # tables are written in place, not copied
+def train_step(model, optimizer, batch) -> jax.Array:
+  loss, grads = embed.value_and_grad(loss_fn)(model, batch)
+  optimizer.update(model, grads)
+  return loss
+
+
+# --------------------------------------------------------------------------------------- checkpoint
+# Tables are saved whole and by name, so a run that was saved on 8 devices continues on 1.
+
+
+def train(model, optimizer, batches, workdir: Path, steps: int) -> None:
+  """Takes the steps that are left after the last checkpoint of the workdir, if it has one."""
+  iterator, state = iter(batches), {"model": model, "optimizer": optimizer}
+  # An asynchronous save would read tables while the next step writes them.
+  options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+  handlers = {
+    "state": ocp.StandardCheckpointHandler(),
+    "data": grain.checkpoint.CheckpointHandler(),
+  }
+  folder = workdir.absolute() / "checkpoints"
+  with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
+    done = manager.latest_step() or 0
+    if done:
+      print(f"continues after step {done}")
+      # After a change of the model, this names the tables that differ.
+      embed.checkpoint.check(manager.item_metadata(done).state.tree, **state)
+      items = {
+        "state": ocp.args.StandardRestore(embed.checkpoint.like(**state)),
+        "data": grain.checkpoint.CheckpointRestore(iterator),
+      }
+      restored = manager.restore(done, args=ocp.args.Composite(**items))
+      embed.checkpoint.from_tree(restored.state, **state)
+    for step in range(done + 1, steps + 1):
+      loss = train_step(model, optimizer, next(iterator))
+      if step % SAVE_EVERY == 0 or step == steps:
+        print(f"step {step:5}  loss of its batch {loss:.4f}")
+        items = {
+          "state": ocp.args.StandardSave(embed.checkpoint.to_tree(**state)),
+          "data": grain.checkpoint.CheckpointSave(iterator),
+        }
+        manager.save(step, args=ocp.args.Composite(**items))
+
+
+# --------------------------------------------------------------------------------------- evaluation
+# The newest rows are the test, as a model in production scores what came after its training. They
+# have users whom training never saw.
+
+
+@nnx.jit(graph=False)  # with Flax's default every call would return a copy of all tables
+def predict(model, inputs) -> jax.Array:
+  return jax.nn.sigmoid(model(inputs))
+
+
+def evaluate(model, rows: Sequence[Row], transforms: Transforms) -> dict[str, float]:
+  """Returns the AUC and the log loss over all of the rows."""
+  make = functools.partial(make_batch, transforms)
+  batches = grain.MapDataset.source(rows).batch(BATCH_SIZE, batch_fn=make)
+  return metrics(rows, np.concatenate([predict(model, batch["inputs"]) for batch in batches]))
+
+
+def metrics(rows: Sequence[Row], probabilities) -> dict[str, float]:
+  """Compares probabilities `[N]` with the clicks of N rows."""
+  clicked = [row["clicked"] for row in rows]
+  probabilities = np.asarray(probabilities, np.float64)
+  return {"auc": roc_auc_score(clicked, probabilities), "logloss": log_loss(clicked, probabilities)}
+
+
+# --------------------------------------------------------------------------------------------- data
+# Effects of users, items, tags and of prices by city add up to the log odds of a click. A model can
+# learn all of them, and no model ranks better than the probabilities themselves.
+
+
+def write_clicks(path: Path, num_rows: int = 50_000) -> None:
+  """Draws rows, oldest first, and writes them with the `probability` that each was drawn with."""
+  users, items, tags, cities = 400, 200, [f"tag{i}" for i in range(20)], ["Oslo", "Rome", "Lima"]
+  draw = np.random.default_rng(0)
+  user_effect, item_effect, tag_effect = (draw.normal(size=n) for n in (users, items, len(tags)))
+  city_of, price_effect = draw.integers(len(cities), size=users), [-1.0, 0.0, 1.0]
+  tags_of = [draw.choice(len(tags), draw.integers(5), replace=False) for _ in range(items)]
+  with open(path, "w", newline="", encoding="utf-8") as file:
+    writer = csv.writer(file)
+    writer.writerow(["user", "item", "city", "tags", "price", "clicked", "probability"])
+    for age in np.linspace(0.5, 1, num_rows):  # half of the users are there from the beginning
+      user, item = draw.integers(int(age * users)), draw.integers(items)
+      city, bag, price = city_of[user], tags_of[item], draw.lognormal(2.5, 1)
+      effects = user_effect[user] + item_effect[item] + tag_effect[bag].sum() / max(len(bag), 1)
+      log_odds = -1 + effects + price_effect[city] * (np.log(price) - 2.5)
+      probability = 1 / (1 + np.exp(-log_odds))
+      names = [f"u{user}", f"i{item}", cities[city], "|".join(tags[tag] for tag in bag)]
+      clicked = int(draw.random() < probability)
+      writer.writerow([*names, f"{price:.2f}", clicked, f"{probability:.6f}"])
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--csv", type=Path, help="the clicks; without it they are drawn")
+  parser.add_argument("--workdir", type=Path, default=Path("runs/minimal"))
+  parser.add_argument("--steps", type=int, default=200, help="in all, over all starts")
+  args = parser.parse_args(argv)
+
+  args.workdir.mkdir(parents=True, exist_ok=True)
+  if args.csv is None:
+    write_clicks(args.workdir / "clicks.csv")
+  rows = read_rows(args.csv or args.workdir / "clicks.csv")
+  cut = len(rows) * 4 // 5
+  train_rows, test_rows = rows[:cut], rows[cut:]
+  transforms = fit_transforms(train_rows)
+
+  with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):  # all devices, or the one
+    model = ClickModel(transforms, nnx.Rngs(SEED))
+    optimizer = embed.Optimizer(model, optax.adam(3e-3))
+    train(model, optimizer, train_batches(train_rows, transforms), args.workdir, args.steps)
+    scores = {"model": evaluate(model, test_rows, transforms)}
+
+  rate = np.mean([row["clicked"] for row in train_rows])
+  scores["constant rate"] = metrics(test_rows, np.full(len(test_rows), rate))
+  if "probability" in test_rows[0]:
+    scores["best possible"] = metrics(test_rows, [float(row["probability"]) for row in test_rows])
+  for name, score in scores.items():
+    print(f"{name:13}  AUC {score['auc']:.4f}  log loss {score['logloss']:.4f}")
+  return scores
+
+
+if __name__ == "__main__":
+  main()
