@@ -1,20 +1,17 @@
 """Columns of a file to a trained and tested click model, in one file to copy and to change.
 
-It trains on a CSV file with a row for each time an item was shown to a user, oldest first:
+It reads a CSV file with a row for each time that an item was shown to a user, oldest first:
 
   user,item,city,tags,price,clicked
   u17,i203,Oslo,new|drama,12.50,1
 
-Without `--csv` it draws such a file by a known rule, so that the best possible AUC is known too.
-For columns of your own, change `read_rows` and `fit_transforms`; the rest does not name any.
-
-Started again in the same `--workdir`, it continues from the last checkpoint and ends with the same
-model as if it had never been stopped. With several devices, tables and batches are split over them.
+Without `--csv` it draws such rows by a known rule, so that the best possible AUC is known too. For
+other columns, change `read_rows` and `fit_transforms`. A run that is started again in the same
+`--workdir` continues from its last checkpoint, and ends as if it had never been stopped.
 """
 
 import argparse
 import csv
-import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,7 +24,9 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from grain.checkpoint import CheckpointHandler, CheckpointRestore, CheckpointSave
 from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.model_selection import train_test_split
 
 import embed
 from embed.transforms import Bucketized, Crossed, HashBucket, Transforms, Vocabulary
@@ -35,9 +34,6 @@ from embed.transforms import Bucketized, Crossed, HashBucket, Transforms, Vocabu
 DIM = 16  # columns of every table
 BATCH_SIZE = 512
 SAVE_EVERY = 50  # steps
-SEED = 0  # of the parameters and of the order of the rows
-
-Row = dict[str, Any]
 
 
 # ------------------------------------------------------------------------------------------ columns
@@ -45,10 +41,10 @@ Row = dict[str, Any]
 # code that a server would run on a request.
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[dict]:
   """Reads a CSV file; an empty price becomes NaN, an empty bag of tags has no tags."""
   with open(path, newline="", encoding="utf-8") as file:
-    rows: list[Row] = list(csv.DictReader(file))
+    rows: list[dict] = list(csv.DictReader(file))
   for row in rows:
     row["tags"] = row["tags"].split("|") if row["tags"] else []
     row["price"] = float(row["price"] or "nan")
@@ -66,23 +62,21 @@ def fit_vocabulary(tokens: Iterable[str], **arguments: Any) -> Vocabulary:
   return Vocabulary(frequent, num_oov_buckets=8, **arguments)
 
 
-def fit_transforms(rows: Sequence[Row]) -> Transforms:
+def fit_transforms(rows: list[dict]) -> Transforms:
   """Chooses the ids of every column; `rows` are the training part, so that no test row leaks in."""
-  prices = np.nanquantile([row["price"] for row in rows], np.linspace(0.1, 0.9, 9))
+  tags = [tag for row in rows for tag in row["tags"]]
+  deciles = np.nanquantile([row["price"] for row in rows], np.linspace(0.1, 0.9, 9))
   # A missing price becomes -1, which is padding: it adds nothing and trains nothing.
-  price = Bucketized(np.unique(prices).tolist(), key="price", default_value=-1)
-  return Transforms(
-    {
-      "user": fit_vocabulary(row["user"] for row in rows),
-      "item": fit_vocabulary(row["item"] for row in rows),
-      "city": HashBucket(1_000),  # needs no list; a new city gets a row that nobody trained
-      "tags": fit_vocabulary(
-        (t for row in rows for t in row["tags"]), max_valency=4, truncate=True
-      ),
-      "price": price,
-      "city_x_price": Crossed(["city", price], num_buckets=10_000),
-    }
-  )
+  price = Bucketized(np.unique(deciles).tolist(), key="price", default_value=-1)
+  columns: dict[str, Any] = {
+    "user": fit_vocabulary(row["user"] for row in rows),
+    "item": fit_vocabulary(row["item"] for row in rows),
+    "city": HashBucket(1_000),  # needs no list; a new city gets a row that nobody trained
+    "tags": fit_vocabulary(tags, max_valency=4, truncate=True),  # one shape for every batch
+    "price": price,
+    "city_x_price": Crossed(["city", price], num_buckets=10_000),  # tastes that differ by city
+  }
+  return Transforms(columns)
 
 
 # -------------------------------------------------------------------------------------------- Grain
@@ -90,16 +84,16 @@ def fit_transforms(rows: Sequence[Row]) -> Transforms:
 # the next batch, and a checkpoint that holds it continues with exactly the rows that come next.
 
 
-def make_batch(transforms: Transforms, rows: Sequence[Row]) -> dict[str, Any]:
+def make_batch(rows: list[dict], transforms: Transforms) -> dict[str, Any]:
   """Returns the ids of some rows, and their labels, float32 `[B]`."""
   columns = {name: [row[name] for row in rows] for name in rows[0]}
   return {"inputs": transforms(columns), "label": np.array(columns["clicked"], np.float32)}
 
 
-def train_batches(rows: Sequence[Row], transforms: Transforms) -> grain.IterDataset:
+def train_batches(rows: list[dict], transforms: Transforms) -> grain.IterDataset:
   """Returns endless batches of one size, in another order in every epoch."""
-  dataset = grain.MapDataset.source(rows).shuffle(seed=SEED).repeat()
-  dataset = dataset.batch(BATCH_SIZE, batch_fn=functools.partial(make_batch, transforms))
+  dataset = grain.MapDataset.source(rows).shuffle(seed=0).repeat()
+  dataset = dataset.batch(BATCH_SIZE, batch_fn=lambda rows: make_batch(rows, transforms))
   return dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
 
 
@@ -109,7 +103,7 @@ def train_batches(rows: Sequence[Row], transforms: Transforms) -> grain.IterData
 
 
 class ClickModel(nnx.Module):
-  """Concatenates what the tables return, and scores it by a small network."""
+  """Concatenates the activations of all features; a small network makes logits `[B]` of them."""
 
   def __init__(self, transforms: Transforms, rngs: nnx.Rngs):
     features = {
@@ -121,7 +115,6 @@ class ClickModel(nnx.Module):
     self.head = nnx.Linear(64, 1, rngs=rngs)
 
   def __call__(self, inputs) -> jax.Array:
-    """Returns logits `[B]`."""
     activations = self.embed(*inputs)  # {"user": [B, DIM], "tags": [B, DIM], ...}
     x = jnp.concatenate(list(activations.values()), axis=1)
     return self.head(nnx.relu(self.hidden(x)))[:, 0]
@@ -151,11 +144,8 @@ def train(model, optimizer, batches, workdir: Path, steps: int) -> None:
   """Takes the steps that are left after the last checkpoint of the workdir, if it has one."""
   iterator, state = iter(batches), {"model": model, "optimizer": optimizer}
   # An asynchronous save would read tables while the next step writes them.
-  options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-  handlers = {
-    "state": ocp.StandardCheckpointHandler(),
-    "data": grain.checkpoint.CheckpointHandler(),
-  }
+  options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+  handlers = {"state": ocp.StandardCheckpointHandler(), "data": CheckpointHandler()}
   folder = workdir.absolute() / "checkpoints"
   with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
     done = manager.latest_step() or 0
@@ -163,20 +153,16 @@ def train(model, optimizer, batches, workdir: Path, steps: int) -> None:
       print(f"continues after step {done}")
       # After a change of the model, this names the tables that differ.
       embed.checkpoint.check(manager.item_metadata(done).state.tree, **state)
-      items = {
-        "state": ocp.args.StandardRestore(embed.checkpoint.like(**state)),
-        "data": grain.checkpoint.CheckpointRestore(iterator),
-      }
+      like = embed.checkpoint.like(**state)
+      items = {"state": ocp.args.StandardRestore(like), "data": CheckpointRestore(iterator)}
       restored = manager.restore(done, args=ocp.args.Composite(**items))
       embed.checkpoint.from_tree(restored.state, **state)
     for step in range(done + 1, steps + 1):
       loss = train_step(model, optimizer, next(iterator))
       if step % SAVE_EVERY == 0 or step == steps:
         print(f"step {step:5}  loss of its batch {loss:.4f}")
-        items = {
-          "state": ocp.args.StandardSave(embed.checkpoint.to_tree(**state)),
-          "data": grain.checkpoint.CheckpointSave(iterator),
-        }
+        tree = embed.checkpoint.to_tree(**state)
+        items = {"state": ocp.args.StandardSave(tree), "data": CheckpointSave(iterator)}
         manager.save(step, args=ocp.args.Composite(**items))
 
 
@@ -190,44 +176,42 @@ def predict(model, inputs) -> jax.Array:
   return jax.nn.sigmoid(model(inputs))
 
 
-def evaluate(model, rows: Sequence[Row], transforms: Transforms) -> dict[str, float]:
+def evaluate(model, rows: list[dict], transforms: Transforms) -> dict[str, float]:
   """Returns the AUC and the log loss over all of the rows."""
-  make = functools.partial(make_batch, transforms)
-  batches = grain.MapDataset.source(rows).batch(BATCH_SIZE, batch_fn=make)
+  dataset = grain.MapDataset.source(rows)
+  batches = dataset.batch(BATCH_SIZE, batch_fn=lambda rows: make_batch(rows, transforms))
   return metrics(rows, np.concatenate([predict(model, batch["inputs"]) for batch in batches]))
 
 
-def metrics(rows: Sequence[Row], probabilities) -> dict[str, float]:
+def metrics(rows: list[dict], probabilities) -> dict[str, float]:
   """Compares probabilities `[N]` with the clicks of N rows."""
   clicked = [row["clicked"] for row in rows]
-  probabilities = np.asarray(probabilities, np.float64)
   return {"auc": roc_auc_score(clicked, probabilities), "logloss": log_loss(clicked, probabilities)}
 
 
 # --------------------------------------------------------------------------------------------- data
-# Effects of users, items, tags and of prices by city add up to the log odds of a click. A model can
-# learn all of them, and no model ranks better than the probabilities themselves.
+# The log odds of a click are a sum of effects of the user, the item, its tags, and the price in the
+# user's city. No model ranks better than the probabilities themselves, which the file holds too.
 
 
-def write_clicks(path: Path, num_rows: int = 50_000) -> None:
+def write_clicks(path: Path, num_rows: int = 50_000) -> Path:
   """Draws rows, oldest first, and writes them with the `probability` that each was drawn with."""
-  users, items, tags, cities = 400, 200, [f"tag{i}" for i in range(20)], ["Oslo", "Rome", "Lima"]
   draw = np.random.default_rng(0)
-  user_effect, item_effect, tag_effect = (draw.normal(size=n) for n in (users, items, len(tags)))
-  city_of, price_effect = draw.integers(len(cities), size=users), [-1.0, 0.0, 1.0]
-  tags_of = [draw.choice(len(tags), draw.integers(5), replace=False) for _ in range(items)]
+  users, items, tags = (draw.normal(size=count) for count in (400, 200, 20))  # their effects
+  cities, price_effects = ["Oslo", "Rome", "Lima"], [-1.0, 0.0, 1.0]
+  bags = [draw.choice(len(tags), draw.integers(1, 5), replace=False) for _ in items]
   with open(path, "w", newline="", encoding="utf-8") as file:
     writer = csv.writer(file)
     writer.writerow(["user", "item", "city", "tags", "price", "clicked", "probability"])
-    for age in np.linspace(0.5, 1, num_rows):  # half of the users are there from the beginning
-      user, item = draw.integers(int(age * users)), draw.integers(items)
-      city, bag, price = city_of[user], tags_of[item], draw.lognormal(2.5, 1)
-      effects = user_effect[user] + item_effect[item] + tag_effect[bag].sum() / max(len(bag), 1)
-      log_odds = -1 + effects + price_effect[city] * (np.log(price) - 2.5)
+    for share in np.linspace(0.5, 1, num_rows):  # of the users that have joined by then
+      user, item = draw.integers(int(share * len(users))), draw.integers(len(items))
+      city, bag, log_price = user % len(cities), bags[item], draw.normal()
+      log_odds = users[user] + items[item] + tags[bag].mean() + price_effects[city] * log_price - 1
       probability = 1 / (1 + np.exp(-log_odds))
-      names = [f"u{user}", f"i{item}", cities[city], "|".join(tags[tag] for tag in bag)]
-      clicked = int(draw.random() < probability)
-      writer.writerow([*names, f"{price:.2f}", clicked, f"{probability:.6f}"])
+      names = [f"u{user}", f"i{item}", cities[city], "|".join(f"tag{tag}" for tag in bag)]
+      price, clicked = f"{10 * np.exp(log_price):.2f}", int(draw.random() < probability)
+      writer.writerow([*names, price, clicked, probability])
+  return path
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
@@ -238,15 +222,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
   args = parser.parse_args(argv)
 
   args.workdir.mkdir(parents=True, exist_ok=True)
-  if args.csv is None:
-    write_clicks(args.workdir / "clicks.csv")
-  rows = read_rows(args.csv or args.workdir / "clicks.csv")
-  cut = len(rows) * 4 // 5
-  train_rows, test_rows = rows[:cut], rows[cut:]
+  rows = read_rows(args.csv or write_clicks(args.workdir / "clicks.csv"))
+  train_rows, test_rows = train_test_split(rows, test_size=0.2, shuffle=False)
   transforms = fit_transforms(train_rows)
 
   with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):  # all devices, or the one
-    model = ClickModel(transforms, nnx.Rngs(SEED))
+    model = ClickModel(transforms, nnx.Rngs(0))
     optimizer = embed.Optimizer(model, optax.adam(3e-3))
     train(model, optimizer, train_batches(train_rows, transforms), args.workdir, args.steps)
     scores = {"model": evaluate(model, test_rows, transforms)}
