@@ -140,9 +140,9 @@ def train_step(model, optimizer, batch) -> jax.Array:
 # Tables are saved whole and by name, so a run that was saved on 8 devices continues on 1.
 
 
-def train(model, optimizer, batches, workdir: Path, steps: int) -> None:
+def train(model, optimizer, dataset, workdir: Path, steps: int) -> None:
   """Takes the steps that are left after the last checkpoint of the workdir, if it has one."""
-  iterator, state = iter(batches), {"model": model, "optimizer": optimizer}
+  iterator, state = iter(dataset), {"model": model, "optimizer": optimizer}
   # An asynchronous save would read tables while the next step writes them.
   options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
   handlers = {"state": ocp.StandardCheckpointHandler(), "data": CheckpointHandler()}
@@ -196,20 +196,21 @@ def metrics(rows: list[dict], probabilities) -> dict[str, float]:
 
 def write_clicks(path: Path, num_rows: int = 50_000) -> Path:
   """Draws rows, oldest first, and writes them with the `probability` that each was drawn with."""
-  draw = np.random.default_rng(0)
-  users, items, tags = (draw.normal(size=count) for count in (400, 200, 20))  # their effects
-  cities, price_effects = ["Oslo", "Rome", "Lima"], [-1.0, 0.0, 1.0]
-  bags = [draw.choice(len(tags), draw.integers(1, 5), replace=False) for _ in items]
+  generator = np.random.default_rng(0)
+  user_effect, item_effect, tag_effect = (generator.normal(size=n) for n in (400, 200, 20))
+  cities, price_effect = ["Oslo", "Rome", "Lima"], [-1.0, 0.0, 1.0]
+  bags = [generator.choice(20, generator.integers(1, 5), replace=False) for _ in item_effect]
   with open(path, "w", newline="", encoding="utf-8") as file:
     writer = csv.writer(file)
     writer.writerow(["user", "item", "city", "tags", "price", "clicked", "probability"])
-    for share in np.linspace(0.5, 1, num_rows):  # of the users that have joined by then
-      user, item = draw.integers(int(share * len(users))), draw.integers(len(items))
-      city, bag, log_price = user % len(cities), bags[item], draw.normal()
-      log_odds = users[user] + items[item] + tags[bag].mean() + price_effects[city] * log_price - 1
+    for joined in np.linspace(200, 400, num_rows):  # users join over time
+      user, item = generator.integers(int(joined)), generator.integers(200)
+      city, bag, log_price = user % len(cities), bags[item], generator.normal()
+      effects = user_effect[user] + item_effect[item] + tag_effect[bag].mean()
+      log_odds = effects + price_effect[city] * log_price - 1
       probability = 1 / (1 + np.exp(-log_odds))
       names = [f"u{user}", f"i{item}", cities[city], "|".join(f"tag{tag}" for tag in bag)]
-      price, clicked = f"{10 * np.exp(log_price):.2f}", int(draw.random() < probability)
+      price, clicked = f"{10 * np.exp(log_price):.2f}", int(generator.random() < probability)
       writer.writerow([*names, price, clicked, probability])
   return path
 
