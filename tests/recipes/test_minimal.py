@@ -1,0 +1,176 @@
+"""The recipe in one file: short, alone, close to the best score; resumed and sharded exactly."""
+
+import ast
+import csv
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import meshes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from recipes import minimal
+
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCE = ROOT / "recipes" / "minimal.py"
+ROWS, STEPS, SAVE_EVERY = 16_003, 60, 20  # neither the rows nor the last batch divide by 8
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory):
+  return minimal.write_clicks(tmp_path_factory.mktemp("minimal") / "clicks.csv", ROWS)
+
+
+@pytest.fixture(autouse=True)
+def save_often(monkeypatch):
+  monkeypatch.setattr(minimal, "SAVE_EVERY", SAVE_EVERY)
+
+
+def run(clicks, workdir, devices, steps=STEPS):
+  """Runs the program on some of the devices; returns its scores."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax, "device_count", lambda: devices)
+    return minimal.main([f"--csv={clicks}", f"--workdir={workdir}", f"--steps={steps}"])
+
+
+def saved(workdir, step=STEPS):
+  """The arrays of a checkpoint."""
+  with ocp.StandardCheckpointer() as checkpointer:
+    return checkpointer.restore(workdir / "checkpoints" / str(step) / "state")
+
+
+@pytest.fixture(scope="module")
+def whole(clicks, tmp_path_factory):
+  """The scores and the workdir of a run on one device that was never stopped."""
+  workdir = tmp_path_factory.mktemp("whole")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(minimal, "SAVE_EVERY", SAVE_EVERY)
+    return run(clicks, workdir, devices=1), workdir
+
+
+def test_it_is_one_short_file():
+  assert len(SOURCE.read_text().splitlines()) <= 250
+  for node in ast.walk(ast.parse(SOURCE.read_text())):
+    if isinstance(node, ast.ImportFrom):
+      assert not node.level
+      assert node.module.split(".")[0] != "recipes"
+    elif isinstance(node, ast.Import):
+      assert not [alias for alias in node.names if alias.name.split(".")[0] == "recipes"]
+
+
+def test_it_comes_close_to_the_best_possible_scores(whole):
+  constant, model, best = (whole[0][name] for name in ("constant rate", "model", "best possible"))
+  assert constant["auc"] == 0.5
+  assert best["auc"] - 0.06 < model["auc"] < best["auc"]
+  assert best["logloss"] < model["logloss"] < constant["logloss"] - 0.1
+
+
+def test_the_test_rows_have_ids_that_training_never_saw(clicks):
+  rows = minimal.read_rows(clicks)
+  train, test = rows[: ROWS * 4 // 5], rows[ROWS * 4 // 5 :]
+  transforms = minimal.fit_transforms(train)
+  users, known = transforms.columns["user"], {row["user"] for row in train}
+  unknown = [row for row in test if row["user"] not in known]
+  assert len(unknown) > 100
+  ids = minimal.make_batch(unknown, transforms)["inputs"].features["user"]
+  assert (ids >= len(users.tokens)).all()
+  assert (ids < users.vocabulary_size).all()
+  trained = minimal.make_batch(train, transforms)["inputs"].features["user"]
+  assert np.isin(ids, trained).mean() > 0.5
+
+
+def test_empty_cells_and_new_values_have_ids(clicks, tmp_path):
+  """In a file with the documented header alone."""
+  header = ["user", "item", "city", "tags", "price", "clicked"]
+  with open(tmp_path / "own.csv", "w", newline="") as file:
+    csv.writer(file).writerows(
+      [
+        header,
+        ["", "i1", "Paris", "", "", "0"],
+        ["nobody", "", "", "new|tag1|tag2|tag3|tag4", "1e9", "1"],
+      ]
+    )
+  transforms = minimal.fit_transforms(minimal.read_rows(clicks))
+  batch = minimal.make_batch(minimal.read_rows(tmp_path / "own.csv"), transforms)
+  assert batch["label"].tolist() == [0, 1]
+  ids, _ = batch["inputs"]
+  assert ids["tags"].values.shape == (2, 4)
+  assert (ids["tags"].values[0] == -1).all()
+  assert (ids["tags"].values[1] >= 0).all()
+  for name in ("user", "price", "city_x_price"):
+    assert ids[name][0] == -1, name
+  assert ids["item"][1] == ids["city"][1] == ids["city_x_price"][1] == -1
+  assert (ids["user"][1], ids["price"][1]) >= (0, 9)
+  assert ids["city"][0] >= 0
+
+
+class Killed(BaseException):
+  """Not an `Exception`: nothing may catch it on the way."""
+
+
+@pytest.mark.full
+def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(clicks, whole, tmp_path, monkeypatch):
+  really_step, taken = minimal.train_step, []
+
+  def step_or_die(*args):
+    if len(taken) == STEPS // 2:  # between two checkpoints
+      raise Killed
+    taken.append(None)
+    return really_step(*args)
+
+  monkeypatch.setattr(minimal, "train_step", step_or_die)
+  with pytest.raises(Killed):
+    run(clicks, tmp_path, devices=1)
+  monkeypatch.setattr(minimal, "train_step", really_step)
+  assert run(clicks, tmp_path, devices=1) == whole[0]
+  meshes.assert_equal(saved(tmp_path), saved(whole[1]))
+
+
+@pytest.mark.full
+def test_on_eight_devices_it_trains_the_same_model(clicks, whole, tmp_path):
+  """And continues from there on one."""
+  for devices in (8, 1):
+    run(clicks, tmp_path / f"{devices}", devices, SAVE_EVERY)
+  eight, one = (saved(tmp_path / folder, SAVE_EVERY) for folder in ("8", "1"))
+  for tree in (eight, one):
+    rounds = tree["model"]["state"].pop("embed/report/value/exchange_rounds")
+    assert rounds == (tree is eight)
+    del tree["model"]["state"]["embed/report/value/buffer_fill"]  # of the exchange too
+  meshes.assert_close(eight, one)
+  scores = run(clicks, tmp_path / "8", devices=1)
+  for name, value in whole[0]["model"].items():
+    assert scores["model"][name] == pytest.approx(value, abs=0.02), name
+
+
+@pytest.mark.full
+def test_another_model_is_refused_by_its_checkpoint(clicks, whole, monkeypatch):
+  monkeypatch.setattr(minimal, "DIM", 8)
+  with pytest.raises(ValueError, match=r"item/parameters has shape \(\d+, 16\), .* \(\d+, 8\)"):
+    run(clicks, whole[1], devices=1)
+
+
+@pytest.mark.full
+def test_as_a_program(tmp_path):
+  """As a reader starts it on one device, without a flag, twice; it prints what the page says."""
+  environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+  command = [sys.executable, "-m", "recipes.minimal"]
+  first, second = (
+    subprocess.run(
+      command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    for _ in range(2)
+  )
+  assert first.stderr == second.stderr == ""
+  lines = first.stdout.splitlines()
+  assert second.stdout.splitlines() == ["continues after step 200", *lines[-3:]]
+  page = (ROOT / "docs" / "minimal.md").read_text()
+  documented = re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines()
+  number = re.compile(r"\d+(?:\.\d+)?")
+  assert [number.sub("#", line) for line in lines] == [number.sub("#", line) for line in documented]
+  values = lambda lines: [float(value) for line in lines for value in number.findall(line)]
+  np.testing.assert_allclose(values(lines), values(documented), atol=0.005)
