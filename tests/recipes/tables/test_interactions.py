@@ -1,0 +1,192 @@
+"""A table as interactions: who had what and when, by hand, for two towers and for sequences."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from small_tables import completed, write_csv
+
+from recipes.errors import UserError
+from recipes.sequence import data as sequence
+from recipes.tables.entities import Entities
+from recipes.two_tower import data as two_tower
+
+HEADER = ("who", "what", "when", "stars", "age", "genres", "name")
+ROWS = [
+  ("ann", "heat", "2024-01-03", 5, 30, "crime|drama", "Heat"),
+  ("ann", "cube", "2024-01-01", 4, 30, "scifi", "Cube"),
+  ("bob", "cube", "2024-01-02", 1, 50, "scifi", "Cube"),
+  ("ann", "cube", "2024-01-05", 5, 30, "scifi", "Cube"),
+  ("bob", "ran", "2024-01-04", 4, 50, "drama", "Ran"),
+  ("ann", "ran", "2024-01-04", 5, 30, "drama", "Ran"),
+  ("bob", "heat", "2024-01-09", 5, 50, "crime|drama", "Heat"),
+  ("bob", "tron", "2024-01-08", 5, 50, "scifi", "Tron"),
+]
+COLUMNS = {
+  "who": "user",
+  "what": "item",
+  "when": "time",
+  "age": {"kind": "category", "min_count": 1, "side": "user"},
+  "genres": {"kind": "bag", "min_count": 1, "side": "item"},
+  "name": "title",
+}
+LOADERS = {"two_tower": two_tower, "sequence": sequence}
+
+
+def load(recipe, tmp_path, rows=ROWS, columns=COLUMNS, header=HEADER, **given):
+  path = write_csv(tmp_path / "log.csv", header, rows)
+  config = completed(recipe, tmp_path / "cache", **{"files": str(path), "columns": columns} | given)
+  return LOADERS[recipe].load(config)
+
+
+def pairs(loaded, split):
+  users = Entities.load(loaded.serve, "users").texts
+  items = Entities.load(loaded.serve, "items").texts
+  rows = slice(*loaded.splits[split])
+  codes = zip(loaded.columns["user"][rows], loaded.columns["item"][rows], strict=True)
+  return {(users[user], items[item]) for user, item in codes}
+
+
+def test_the_last_item_of_each_user_is_tested(tmp_path):
+  loaded = load("two_tower", tmp_path)
+  # Ann's second visit of cube is merged with the first.
+  assert pairs(loaded, "train") == {("ann", "cube"), ("bob", "cube"), ("bob", "ran")}
+  assert pairs(loaded, "valid") == {("ann", "heat"), ("bob", "tron")}
+  assert pairs(loaded, "test") == {("ann", "ran"), ("bob", "heat")}
+
+
+def test_repeats_are_kept_where_they_can_be_recommended(tmp_path, capsys):
+  loaded = load("two_tower", tmp_path, exclude_seen=False)
+  assert pairs(loaded, "test") == {("ann", "cube"), ("bob", "heat")}
+  assert ("ann", "cube") in pairs(loaded, "train")
+  assert "1 of 8 interactions repeat an earlier one" in capsys.readouterr().err
+
+
+def test_a_log_full_of_repeats_is_noticed(tmp_path, capsys):
+  load("two_tower", tmp_path, rows=[*ROWS, *[(*ROWS[0][:2], "2024-02-01", *ROWS[0][3:])] * 3])
+  assert "set config.exclude_seen=False" in capsys.readouterr().err
+
+
+def test_features_and_titles(tmp_path):
+  loaded = load("two_tower", tmp_path)
+  users, items = (Entities.load(loaded.serve, name) for name in ("users", "items"))
+  ages = dict(zip(users.texts, loaded.columns["user_age"].tolist(), strict=True))
+  assert sorted(ages.values()) == [0, 1]
+  assert dict(zip(items.texts, items.titles, strict=True))["ran"] == "Ran"
+  (genres,) = loaded.item_features
+  assert genres.valency == 2
+  bags = dict(zip(items.texts, loaded.columns["item_genres"].tolist(), strict=True))
+  # drama is of two items, as is scifi; crime of one.
+  assert bags["ran"] == [0, -1]
+  assert bags["heat"] == [2, 0]
+  assert bags["cube"] == bags["tron"] == [1, -1]
+
+
+def test_features_of_tables_of_their_own_are_the_same(tmp_path):
+  items = [("tron", "scifi", "Tron"), ("ran", "drama", "Ran"), ("more", "war", "More"),
+           ("heat", "crime|drama", "Heat"), ("cube", "scifi", "Cube")]  # fmt: skip
+  path = write_csv(tmp_path / "items.csv", ("id", "genres", "name"), items)
+  log = {name: kind for name, kind in COLUMNS.items() if name not in ("genres", "name")}
+  side = {name: COLUMNS[name] for name in ("genres", "name")}
+  table = {"files": str(path), "key": "id", "columns": side}
+  loaded = load("two_tower", tmp_path, columns=log, item_table=table)
+  of_log = load("two_tower", tmp_path)
+  items = Entities.load(loaded.serve, "items")
+  assert items.titles == Entities.load(of_log.serve, "items").titles
+  genres = loaded.columns["item_genres"]
+  np.testing.assert_array_equal(genres >= 0, of_log.columns["item_genres"] >= 0)
+
+
+def test_sequences_are_in_the_order_of_time(tmp_path):
+  loaded = load("sequence", tmp_path)
+  users, items = (Entities.load(loaded.serve, name).texts for name in ("users", "items"))
+  offsets = loaded.columns["offsets"]
+  histories = {
+    user: [items[i] for i in loaded.columns["items"][offsets[n] : offsets[n + 1]]]
+    for n, user in enumerate(users)
+  }
+  assert histories == {"ann": ["cube", "heat", "ran"], "bob": ["cube", "ran", "tron", "heat"]}
+  kept = load("sequence", tmp_path, exclude_seen=False)
+  assert len(kept.columns["items"]) == 8
+
+
+def test_rows_with_lists_of_items(tmp_path):
+  rows = [("ann", "cube heat ran"), ("bob", "cube ran tron heat")]
+  columns = {"who": "user", "what": {"kind": "item", "separator": " "}}
+  listed = load("sequence", tmp_path, rows=rows, columns=columns, header=("who", "what"))
+  logged = load("sequence", tmp_path)
+  np.testing.assert_array_equal(listed.columns["offsets"], logged.columns["offsets"])
+  texts = lambda loaded: [
+    Entities.load(loaded.serve, "items").texts[i] for i in loaded.columns["items"]
+  ]
+  assert texts(listed) == texts(logged)
+
+
+def test_parquet_lists_without_users(tmp_path):
+  path = tmp_path / "histories.parquet"
+  pq.write_table(pa.table({"basket": [["a", "b", "c"], ["b", "c", "a", "d"]]}), path)
+  columns = {"basket": {"kind": "sequence"}}
+  loaded = sequence.load(completed("sequence", tmp_path / "c", files=str(path), columns=columns))
+  assert loaded.lengths.tolist() == [3, 4]
+  assert loaded.num_items == 4
+
+
+def test_only_positive_rows_are_interactions(tmp_path, capsys):
+  columns = COLUMNS | {"stars": {"kind": "label", "at_least": 4}}
+  loaded = load("two_tower", tmp_path, columns=columns)
+  whole = set().union(*(pairs(loaded, split) for split in loaded.splits))
+  assert ("bob", "cube") not in whole
+  assert len(whole) == 6
+  assert "7 of 8 rows are positive" in capsys.readouterr().err
+
+
+def test_files_for_the_splits(tmp_path):
+  given = {
+    "train": str(write_csv(tmp_path / "a.csv", HEADER, ROWS[:5])),
+    "valid": str(write_csv(tmp_path / "b.csv", HEADER, ROWS[5:6])),
+    "test": str(write_csv(tmp_path / "c.csv", HEADER, ROWS[6:])),
+  }
+  loaded = load("two_tower", tmp_path, files=given)
+  assert pairs(loaded, "test") == {("bob", "heat"), ("bob", "tron")}
+  refit = load("two_tower", tmp_path, files=given, refit=True, select="")
+  assert pairs(refit, "train") == pairs(loaded, "train") | pairs(loaded, "valid")
+  assert refit.splits["valid"][0] == refit.splits["valid"][1]
+
+
+def test_chunks_do_not_matter(tmp_path, monkeypatch):
+  whole = load("two_tower", tmp_path)
+  from recipes.tables import reading
+
+  init = reading.Reader.__init__
+  small = lambda self, *args, **kwargs: init(self, *args, **kwargs, chunk_rows=3)
+  monkeypatch.setattr(reading.Reader, "__init__", small)
+  config = completed(
+    "two_tower", tmp_path / "other", files=str(tmp_path / "log.csv"), columns=COLUMNS
+  )
+  parts = two_tower.load(config)
+  assert set(parts.columns) == set(whole.columns)
+  for name in whole.columns:
+    np.testing.assert_array_equal(parts.columns[name], whole.columns[name])
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({"rows": [*ROWS, ("", *ROWS[0][1:])]}, r"log.csv, row 9, column 'who'.*no value"),
+    ({"rows": [*ROWS, (*ROWS[0][:2], "soon", *ROWS[0][3:])]}, r"row 9, column 'when'.*'soon'"),
+    ({"columns": {"who": "user"}}, "no column is declared as 'item'"),
+    ({"columns": {"what": "item"}}, "no column is declared as 'user'"),
+    ({"core": 9}, "no interaction is left"),
+    ({"split": {"by": "files"}}, "give config.files as"),
+    ({"split": {"by": "random"}}, "config.split.by is 'random'"),
+    ({"refit": True}, "pass --config.select="),
+  ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, given, message):
+  with pytest.raises(UserError, match=message):
+    load("two_tower", tmp_path, **given)
+
+
+def test_sequences_hold_out_the_last_items_only(tmp_path):
+  with pytest.raises(UserError, match="--config.split.by=last"):
+    load("sequence", tmp_path, split={"by": "time"})

@@ -1,0 +1,91 @@
+"""Settings of a table: completed by defaults, checked, and filled in by the number of rows."""
+
+import pytest
+from ml_collections import ConfigDict
+from small_tables import completed
+
+from recipes.errors import UserError
+from recipes.tables import settings
+
+
+def test_everything_left_out_is_the_default(tmp_path):
+  config = completed("dlrm", tmp_path, files="a.csv", columns={"y": "label"}, dlrm={"top": [8]})
+  assert config.dlrm.top == (8,)
+  assert config.dlrm.bottom == (128,)
+  assert config.columns["y"].to_dict() == {
+    "kind": "label", "column": "", "positive": (), "at_least": None, "drop": (),
+  }  # fmt: skip
+
+
+def test_names_with_dots_and_other_signs(tmp_path):
+  columns = {"education.num": "number", "hours-per-week": "number", "items": "category"}
+  config = completed("dlrm", tmp_path, columns=columns)
+  assert list(config.columns) == list(columns)
+
+
+def test_a_config_dict_is_taken_as_well(tmp_path):
+  given = ConfigDict({"files": "a.csv", "columns": {"y": "label"}, "learning_rate": 1})
+  config = completed("dlrm", tmp_path, **given.to_dict())
+  assert config.learning_rate == 1.0
+  assert config.files == "a.csv"
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({"column": {}}, "config has no setting 'column'; did you mean 'columns'"),
+    ({"table": {"optimiser": "sgd"}}, "config.table has no setting 'optimiser'; did you mean"),
+    ({"table": "adam"}, "config.table is 'adam': give a dict of"),
+    ({"steps": "many"}, "config.steps is 'many': give a value like 0"),
+    ({"columns": {"a": "lable"}}, r"config.columns\['a'\]"),
+    ({"item_table": {"columns": {"a": "lable"}}}, r"config.item_table.columns\['a'\]"),
+  ],
+)
+def test_mistakes_name_the_setting(tmp_path, given, message):
+  with pytest.raises(UserError, match=message):
+    completed("dlrm", tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({}, "config.files is empty"),
+    ({"files": {"tran": "a"}}, "config.files has no split 'tran'; did you mean 'train'"),
+    ({"on_bad_row": "drop"}, "config.on_bad_row is 'drop'"),
+    ({"duplicates": "drop"}, "config.duplicates is 'drop'"),
+    ({"split": {"valid": 1.5}}, "config.split.valid is 1.5"),
+    ({"split": {"valid": 0.6, "test": 0.5}}, "leave nothing to train on"),
+    ({"files": "nowhere.csv"}, "nowhere.csv does not exist"),
+  ],
+)
+def test_settings_are_checked_before_anything_is_read(tmp_path, given, message):
+  config = completed("dlrm", tmp_path, columns={"y": "label"}, **given)
+  with pytest.raises(UserError, match=message):
+    settings.settings(config)
+
+
+def test_a_side_table_needs_its_key(tmp_path):
+  (tmp_path / "a.csv").write_text("y\n1\n")
+  path = str(tmp_path / "a.csv")
+  side = {"files": path, "columns": {}}
+  config = completed("dlrm", tmp_path, files=path, columns={"y": "label"}, item_table=side)
+  with pytest.raises(UserError, match="config.item_table.key is empty"):
+    settings.settings(config)
+
+
+@pytest.mark.parametrize(
+  ("rows", "devices", "batch", "steps"),
+  [(100, 1, 64, 10), (100, 6, 66, 10), (1_000_000, 1, 4096, 1225), (50_000, 8, 256, 980)],
+)
+def test_steps_follow_from_the_rows(tmp_path, rows, devices, batch, steps):
+  config = completed("dlrm", tmp_path)
+  chosen = settings.steps_of_data(config, rows, devices)
+  assert (chosen.batch_size, chosen.steps) == (batch, steps)
+  assert chosen.eval_every == steps // 5
+  assert config.steps == 0
+
+
+def test_settings_that_are_given_stay(tmp_path):
+  config = completed("dlrm", tmp_path, batch_size=10, steps=7, warmup_steps=3, log_every=2)
+  chosen = settings.steps_of_data(config, 1000)
+  assert (chosen.batch_size, chosen.steps, chosen.warmup_steps, chosen.log_every) == (10, 7, 3, 2)
