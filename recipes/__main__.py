@@ -8,21 +8,24 @@ from collections.abc import Sequence
 from . import catalogue
 
 _MORE = """\
-[:smoke] is a mode: --config=configs/dlrm/synthetic.py:smoke is the same code in seconds. Without
---config a recipe trains on its synthetic.py, which downloads nothing. The head of a config's file
-says what it reproduces, what it costs, what it reached and by which command. Any setting can be
-given: --config.batch_size=4096.
-
-python -m recipes.minimal            columns to a tested model in one file, to read and to copy
-python -m recipes.report runs/dlrm   the curves and the metrics of finished runs
-python -m embed inspect runs/dlrm    the tables in a run's checkpoint
-python -m embed check                lookups, gradients and optimizers of this installation
+These files are in {root}
+and the head of each says what it reproduces, what it costs, what it reached and by which command;
+CONFIG may be a file of your own as well. [:smoke] is a mode: configs/dlrm/synthetic.py:smoke is
+the same code in seconds. Without --config a recipe trains on its synthetic.py, which downloads
+nothing. Any setting can be given: --config.batch_size=4096.
 """
+
+_COMMANDS = {
+  f"{__package__}.minimal": "columns to a tested model in one file, to read and to copy",
+  f"{__package__}.report runs/dlrm": "the curves and the metrics of finished runs",
+  "embed inspect runs/dlrm": "the tables in a run's checkpoint",
+  "embed check": "lookups, gradients and optimizers of this installation",
+}
 
 
 def listing(recipe: str) -> str:
   """Returns the recipe's command and a line for each of its configs."""
-  lines = [f"python -m recipes.{recipe} --config=CONFIG --workdir=runs/{recipe}"]
+  lines = [f"python -m {__package__}.{recipe} --config=CONFIG --workdir=runs/{recipe}"]
   lines += [f"  {catalogue.recipes()[recipe]}", ""]
   rows = []
   for path in catalogue.configs(recipe):
@@ -33,12 +36,19 @@ def listing(recipe: str) -> str:
   return "\n".join(lines)
 
 
+def more() -> str:
+  """Returns what holds for all recipes, and the commands for what their runs leave behind."""
+  width = max(map(len, _COMMANDS))
+  commands = [f"python -m {name:{width}}  {about}\n" for name, about in _COMMANDS.items()]
+  return "\n".join([_MORE.format(root=catalogue.ROOT), "".join(commands)])
+
+
 def main(argv: Sequence[str]) -> None:
   parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
   parser.add_argument("recipe", nargs="?", help="one of them; default: all")
   wanted, known = parser.parse_args(argv).recipe, list(catalogue.recipes())
   if wanted is None:
-    print("\n\n".join([*map(listing, known), _MORE]), end="")
+    print("\n\n".join([*map(listing, known), more()]), end="")
   elif wanted in known:
     print(listing(wanted))
   else:

@@ -6,6 +6,7 @@ So the list is there at once, and on a machine where nothing is installed.
 import ast
 from pathlib import Path
 
+# The folder of `recipes` and `configs`: of a checkout, or of `embed` in an installation.
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -21,7 +22,7 @@ def recipes() -> dict[str, str]:
 
 
 def configs(recipe: str) -> list[Path]:
-  """Returns a recipe's config files, relative to the checkout."""
+  """Returns a recipe's config files, relative to `ROOT`, as `--config` reads them."""
   return sorted(path.relative_to(ROOT) for path in (ROOT / "configs" / recipe).glob("*.py"))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import sys
 from collections.abc import Iterator
 
 
@@ -49,6 +50,20 @@ def from_settings() -> Iterator[None]:
     raise
   except ValueError as error:
     raise UserError(str(error)) from error
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+  """Ends the program in one line if a package that the code within imports is not installed.
+
+  For commands, around their imports of the packages of the extra `recipes`, direct or not.
+  """
+  try:
+    yield
+  except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] in ("embed", __name__.partition(".")[0]):
+      raise  # a fault of ours
+    sys.exit(f"error: {error.name} is not installed: pip install 'sparse-embed[recipes]'")
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -25,8 +25,14 @@ def fingerprint(function: Callable) -> str:
   reached: dict[tuple[str, str], str] = {}
   # Of a function within another one, the outer one: it holds the values that the inner one sees.
   _follow(function.__module__, function.__qualname__.partition(".")[0], "", reached)
-  text = "\n".join(f"{module} {name}\n{code}" for (module, name), code in sorted(reached.items()))
+  # The same in a checkout and installed, as `embed.recipes`: what one has built, the other reads.
+  named = {(_plain(module), name): code for (module, name), code in reached.items()}
+  text = "\n".join(f"{module} {name}\n{code}" for (module, name), code in sorted(named.items()))
   return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(module: str) -> str:
+  return f"recipes{module.removeprefix(_OWN)}" if f"{module}.".startswith(f"{_OWN}.") else module
 
 
 def _follow(module: str, name: str, attribute: str, reached: dict[tuple[str, str], str]) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
-
 from . import catalogue, errors
+
+with errors.importing():
+  from absl import app, flags, logging
+  from ml_collections import ConfigDict, config_flags
 
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
 
@@ -22,7 +23,9 @@ def train(recipe: str, config, workdir: str) -> None:
 
   It is imported here, which takes seconds, so that a wrong flag is answered at once.
   """
-  importlib.import_module(f".{recipe}.train", __package__).run(config, workdir)
+  with errors.importing():
+    module = importlib.import_module(f".{recipe}.train", __package__)
+  module.run(config, workdir)
 
 
 def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callable[[], None]:

@@ -20,12 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import uniplot
-
 from embed.tools.text import aligned
 
-from . import arrays
-from .errors import DamagedFileError, MissingFileError, UserError
+from .errors import DamagedFileError, MissingFileError, UserError, importing
+
+with importing():
+  import uniplot
+
+  from . import arrays
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -389,7 +391,9 @@ def _flat(config: Mapping[str, Any], prefix: str = ""):
 
 
 def main(argv: Sequence[str]) -> None:
-  parser = argparse.ArgumentParser(f"python -m {__package__}.report", description=__doc__)
+  command = f"python -m {__package__}.report"
+  about = __doc__.replace("python -m recipes.report", command)
+  parser = argparse.ArgumentParser(command, description=about)
   parser.add_argument("runs", nargs="+", help="workdirs of runs that have ended, or NAME.json")
   parser.add_argument("--out", help="where to write, without suffix; default: <first run>/report")
   parser.add_argument("--title", help="of the page; default: the name of --out, or of the run")

@@ -404,7 +404,10 @@ def test_to_padded(values, weights, weighted):
       assert found == [w for _, _, _, w in wanted]
 
 
-@given(combiners, batches(), st.tuples(tables, tables), st.randoms(use_true_random=False))
+@pytest.mark.parametrize(
+  "combiner", full_unless(["sum", "mean", "sqrtn"], lambda combiner: combiner == "mean")
+)
+@given(batches(), st.tuples(tables, tables), st.randoms(use_true_random=False))
 def test_order_does_not_matter(combiner, batch, values, random):
   """Examples permuted: activations permuted, row gradients as before. Bags permuted: no change."""
   world = combiner_world(combiner)

@@ -4,26 +4,29 @@ import functools
 import sys
 from pathlib import Path
 
-from absl import flags
+from .. import errors, main
 
-from .. import main
-
-_AOT = flags.DEFINE_list(
+_AOT = main.flags.DEFINE_list(
   "aot",
   [],
   "TPU topologies, as v5p:4x4x4: instead of training, compile the step for them and report memory "
   "and exchanges. Needs libtpu, but no TPU and, for most configs, no data.",
 )
-_AOT_JSON = flags.DEFINE_string("aot_json", None, "--aot's report; default: <workdir>/aot.json.")
-_AOT_TIMEOUT = flags.DEFINE_float("aot_timeout", 1200.0, "Seconds that --aot may take a topology.")
+_AOT_JSON = main.flags.DEFINE_string(
+  "aot_json", None, "--aot's report; default: <workdir>/aot.json."
+)
+_AOT_TIMEOUT = main.flags.DEFINE_float(
+  "aot_timeout", 1200.0, "Seconds that --aot may take a topology."
+)
 
 
 def _run(config, workdir: str) -> None:
   if not _AOT.value:
     main.train("dlrm", config, workdir)
     return
-  from .. import aot
-  from . import shapes
+  with errors.importing():
+    from .. import aot
+    from . import shapes
 
   path = Path(_AOT_JSON.value or Path(workdir) / "aot.json")
   parts = functools.partial(shapes.parts, config)

@@ -59,11 +59,19 @@ def test_nothing_is_left_out():
   ]
 
 
+@pytest.mark.full
 def test_everything_passes_here(one_device, capsys):
   assert program.main(["check"]) == 0
   out = capsys.readouterr().out
   names = len(check.optimizers()) + 2 * 9
   assert f"All {names} checks passed" in out
+  assert "FAILED" not in out
+
+
+def test_a_line_for_each_check(small, capsys):
+  assert program.main(["check"]) == 0
+  out = capsys.readouterr().out
+  assert "All 4 checks passed" in out
   assert "FAILED" not in out
   assert f"numpy {np.__version__}" in out
   assert "backend cpu: 8 x cpu" in out
@@ -76,7 +84,7 @@ def test_everything_passes_here(one_device, capsys):
 
 
 def test_everything_passes_on_a_mesh(small, monkeypatch):
-  mesh = make_mesh("explicit")
+  mesh = make_mesh("explicit", (2,))
   monkeypatch.setattr(check, "places", lambda: {"a mesh": {"mesh": mesh, "sharding": "column"}})
   results = list(check.run())
   assert [r.what for r in results] == ["lookup, mean, weights", "rows, mean, weights", "sgd"]

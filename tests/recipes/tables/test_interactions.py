@@ -188,5 +188,5 @@ def test_what_cannot_be_trained_is_refused(tmp_path, given, message):
 
 
 def test_sequences_hold_out_the_last_items_only(tmp_path):
-  with pytest.raises(UserError, match="--config.split.by=last"):
+  with pytest.raises(UserError, match=r"--config.split.by=last"):
     load("sequence", tmp_path, split={"by": "time"})

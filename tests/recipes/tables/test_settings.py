@@ -69,7 +69,7 @@ def test_a_side_table_needs_its_key(tmp_path):
   path = str(tmp_path / "a.csv")
   side = {"files": path, "columns": {}}
   config = completed("dlrm", tmp_path, files=path, columns={"y": "label"}, item_table=side)
-  with pytest.raises(UserError, match="config.item_table.key is empty"):
+  with pytest.raises(UserError, match=r"config.item_table.key is empty"):
     settings.settings(config)
 
 
