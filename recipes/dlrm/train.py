@@ -102,8 +102,10 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
 
   def evaluate(model, split: str) -> dict[str, float]:
     metrics, view = ClickMetrics(), nnx.view(model, deterministic=True)
-    for batch in data_lib.eval_batches(data, split, config.eval_batch_size):
-      batch = hosts.to_global(mesh, batch)
+    batches = data_lib.eval_batches(
+      data, split, config.eval_batch_size, num_workers=config.num_workers
+    )
+    for batch in hosts.put_ahead(mesh, batches):
       logits = predict(view, batch)
       metrics.update(*hosts.gather((logits, batch["label"], batch["mask"])))
     return metrics.compute()

@@ -207,8 +207,7 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
     approximate, shares = None, []
     if config.ann and split == "test":
       approximate = retrieval.Approximate(hosts.gather(candidates))
-    for batch in data_lib.eval_batches(data, split, config):
-      batch = hosts.to_global(mesh, batch)
+    for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
       queries, top_ids = rank(view, candidates, batch["query"], batch["seen"])
       queries, top_ids, relevant, seen, mask = hosts.gather(
         (queries, top_ids, batch["relevant"], batch["seen"], batch["mask"])
