@@ -11,7 +11,7 @@ import embed
 
 from .. import hosts, layers, loop, optimizers
 from ..errors import UserError, from_settings
-from ..metrics import ClickMetrics
+from ..metrics import BinnedClickMetrics
 from . import data as data_lib
 from . import model as model_lib
 
@@ -101,13 +101,12 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
   """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process."""
 
   def evaluate(model, split: str) -> dict[str, float]:
-    metrics, view = ClickMetrics(), nnx.view(model, deterministic=True)
+    metrics, view = BinnedClickMetrics(mesh), nnx.view(model, deterministic=True)
     batches = data_lib.eval_batches(
       data, split, config.eval_batch_size, num_workers=config.num_workers
     )
     for batch in hosts.put_ahead(mesh, batches):
-      logits = predict(view, batch)
-      metrics.update(*hosts.gather((logits, batch["label"], batch["mask"])))
+      metrics.update(predict(view, batch), batch["label"], batch["mask"])
     return metrics.compute()
 
   return evaluate
