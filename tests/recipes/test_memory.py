@@ -84,10 +84,15 @@ def test_candidates(mesh):
   data = pairs.RetrievalData({}, {}, ROWS, ROWS, (), (), {}, {})
   settings.query, settings.candidate = ("user",), ("item",)
   model, ids = two_tower.build_model(settings, data, mesh), jnp.zeros(BATCH, jnp.int32)
-  assert_no_table(two_tower.make_encode(mesh), model, {"item": ids})
-  if mesh is None:
-    vectors, seen = jnp.zeros((ROWS, DIM)), jnp.zeros((BATCH, 3), jnp.int32)
-    assert_no_table(two_tower.make_rank(settings, None), model, vectors, {"user": ids}, seen)
+  encode = two_tower.make_encode(mesh)
+  assert_no_table(encode, model, {"item": ids})
+  vectors, seen = jnp.zeros((ROWS, DIM)), jnp.zeros((BATCH, 3), jnp.int32)
+  if mesh is not None:  # every device encodes its part of a batch, and scores its own candidates
+    split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+    encoded = encode(nnx.view(model, deterministic=True), {"item": jax.device_put(ids, split)})
+    assert encoded.sharding.is_equivalent_to(split, 2)
+    vectors = jax.device_put(vectors, split)
+  assert_no_table(two_tower.make_rank(settings, mesh), model, vectors, {"user": ids}, seen)
 
 
 @pytest.mark.full
