@@ -6,22 +6,26 @@ and so are tables (`embed.SparseEmbed(mesh=...)`). Every process runs the same p
 part of every batch, and takes the same decisions.
 """
 
+import functools
 import json
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from grain.experimental import ThreadPrefetchIterDataset
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .errors import UserError
 
 AXIS = "data"
+_AHEAD = 2  # batches on the devices that no step has asked for
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -126,6 +130,24 @@ def to_global(mesh: Mesh | None, batch: Any) -> Any:
   if mesh is None:
     return batch
   return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(AXIS)), batch)
+
+
+def put_ahead(mesh: Mesh | None, batches: grain.IterDataset) -> grain.IterDataset:
+  """Returns the batches as `to_global` makes them, on the devices before they are asked for.
+
+  A thread puts up to two batches there while the model works on earlier ones. An iterator's state
+  is the position after the batches it has returned, whatever has been put ahead, and is the same
+  as of an iterator of `batches`. Close an iterator that is not read to its end, to end its thread.
+
+  It is `grain.experimental.device_put` but for that function's `jax.device_put`, to which every
+  process would have to give the whole batch.
+
+  Args:
+    mesh: from `start`; None puts the batches on the default device.
+    batches: of pytrees of NumPy arrays `[examples of this process, ...]`.
+  """
+  put = jax.device_put if mesh is None else functools.partial(to_global, mesh)
+  return ThreadPrefetchIterDataset(batches.map(put), prefetch_buffer_size=_AHEAD)
 
 
 def gather(tree: Any) -> Any:

@@ -9,6 +9,7 @@ one machine every step is deterministic. A checkpoint does not know how many dev
 wrote it: the same command goes on from it on any other number, with the same batches.
 """
 
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -167,15 +168,17 @@ def _train(
   mesh: jax.sharding.Mesh | None,
 ) -> tuple[int, dict[str, float]]:
   """Trains from the latest checkpoint on; returns the step of the tested state and its metrics."""
-  iterator = iter(training.batches)
-  with checkpoints.manager(workdir / "checkpoints", progress) as manager:
+  with (
+    contextlib.closing(iter(hosts.put_ahead(mesh, training.batches))) as iterator,
+    checkpoints.manager(workdir / "checkpoints", progress) as manager,
+  ):
     # One process decides: another may still see an older listing of the shared folder.
     if (latest := hosts.from_main(manager.latest_step)) is not None:
       hosts.say(f"{workdir}: going on from step {latest}")
       vars(progress).update(checkpoints.restore(manager, latest, training.state))
       iterator.set_state(progress.data)
     with _journal(config, workdir, progress.step) as journal:
-      _take_steps(config, progress, training, iterator, mesh, journal, manager)
+      _take_steps(config, progress, training, iterator, journal, manager)
     tested_step = progress.best_step if config.select else progress.step
     hosts.say(f"testing the state of step {tested_step}")
     if tested_step != progress.step:
@@ -290,13 +293,11 @@ def _take_steps(
   progress: Progress,
   training: Training,
   iterator: Any,
-  mesh: jax.sharding.Mesh | None,
   journal: Journal | Silence,
   manager: ocp.CheckpointManager,
 ) -> None:
   """Takes the steps that are left, up to the last one or until validation stops improving."""
-  batches = (hosts.to_global(mesh, batch) for batch in iterator)
-  steps = _Steps(training.loss_fn, batches, config.get("pipelined", False))
+  steps = _Steps(training.loss_fn, iterator, config.get("pipelined", False))
   every = lambda period, step: bool(period) and step % period == 0
   began = time.perf_counter() - progress.seconds
   losses: list[Any] = list(progress.losses)  # on the device; fetched only where they are needed

@@ -1,15 +1,21 @@
-"""Metrics of clicks and of rankings: exact, fed batch by batch.
+"""Metrics of clicks and of rankings, fed batch by batch.
 
-The scores of clicks are kept and not binned, because streaming AUCs with constant memory (keras and
-metrax with 200 thresholds, torchmetrics with `thresholds=`) approximate the curve, and the error
-grows as the scores crowd together near 0, as click probabilities do; it can exceed the differences
-that papers report. Exact AUC needs the order of all scores. That costs 5 bytes an example on the
-host, 30 MB for the test day of Criteo Kaggle, and the log loss comes from the same scores.
+Streaming AUCs with a few hundred thresholds (keras and metrax with 200, torchmetrics with
+`thresholds=`) approximate the curve, and the error grows as the scores crowd together near 0, as
+click probabilities do; it can exceed the differences that papers report. `ClickMetrics` keeps all
+scores, 5 bytes an example on the host, and is exact. `BinnedClickMetrics` counts logits in two
+million bins on the devices, for any number of examples, and knows how far off it may be.
 """
 
+import collections
+import functools
 from collections.abc import Iterator, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 
@@ -52,20 +58,199 @@ class ClickMetrics:
     """
     logits = np.concatenate([np.empty(0, np.float32), *self._logits])
     labels = np.concatenate([np.empty(0, np.uint8), *self._labels])
-    if not np.isfinite(logits).all():
-      raise UserError("the model's logits are not finite: lower the learning rates")
-    clicks = int(labels.sum())
-    if clicks in (0, labels.size):
-      raise UserError(
-        f"AUC needs both outcomes, but {clicks} of the {labels.size} examples are clicks: "
-        "take a larger split"
-      )
+    _check_outcomes(int(labels.sum()), labels.size, finite=bool(np.isfinite(logits).all()))
     # In float32 expit(17) is 1.0, and one such mistake would make the log loss infinite.
     probabilities = expit(logits.astype(np.float64))
     return {
       "auc": float(roc_auc_score(labels, logits)),
       "logloss": float(log_loss(labels, probabilities)),
     }
+
+
+# The bins of logits: 2**16 for every unit from -16 to 16, and beyond that 2**10 for every power of
+# two up to the largest float32.
+_UNIT, _EDGE, _TAIL_BITS = 1 << 16, 16, 10
+_EDGE_BITS = int(np.float32(_EDGE).view(np.int32))
+_TAIL = (int(np.float32(np.inf).view(np.int32)) - _EDGE_BITS) >> (23 - _TAIL_BITS)
+_MIDDLE = _UNIT * _EDGE
+_BINS = 2 * (_TAIL + _MIDDLE) + 1  # the last one is for what is not finite
+# scikit-learn clips probabilities to [eps, 1 - eps] of float64, which is logits to this.
+_MAX_LOGIT = float(-np.log(np.finfo(np.float64).eps))
+_MAX_COUNT = (1 << 32) - 1  # of a bin on a device
+_PENDING = 8  # batches whose losses are not fetched: the host runs ahead of the devices by these
+
+
+class BinnedClickMetrics:
+  """Counts logits in fixed bins on the devices, and computes AUC (ROC) and log loss from that.
+
+  Memory does not grow with the examples: a device holds 2 * 2.35 million counts, 19 MB, and the
+  host 38 MB. On a mesh every device counts its own part of a batch, and nothing is sent before
+  `compute`, which returns the same in every process.
+
+  The AUC is the share of the pairs of a click and a non-click that are in order, ties counted half.
+  Bins are in the order of the logits, so that a pair from two bins is counted as it is. A pair from
+  one bin is counted as a tie, which is off by a half if it is not one. Hence the bound:
+
+      |auc - exact auc| <= (pairs from one bin) / (2 * all pairs)
+
+  `auc_error` returns it for the examples seen. Bins are 2**-16 wide for logits between -16 and 16,
+  and 0.1 % of the logit beyond. Where scores have a spread of 1 or more, some 6e-6 of the pairs are
+  from one bin or fewer: the bound is below 3e-6. As non-ties fall on both sides, the difference
+  from scikit-learn is far smaller, around 1e-8 for a million examples. It is large where nearly all
+  logits are equal to four digits, as those of a model that has not been trained.
+
+  Args:
+    mesh: over which the batches are split; None is one device.
+
+  >>> metrics = BinnedClickMetrics()
+  >>> metrics.update(jnp.array([0.0, 1.0, -1.0, 9.0]), jnp.array([1, 0, 0, 1]), np.arange(4) < 3)
+  >>> metrics.compute()["auc"], metrics.auc_error()
+  (0.5, 0.0)
+  """
+
+  def __init__(self, mesh: Mesh | None = None):
+    self._add, self._sum = _make_add(mesh), _make_sum(mesh)
+    self._zeros = _make_zeros(mesh)
+    self._counts = self._zeros()
+    self._count = 0  # examples in `_counts`, filling included
+    self._total = np.zeros((2, _BINS), np.int64)
+    self._loss = 0.0
+    self._losses: collections.deque[jax.Array] = collections.deque()
+
+  def update(self, logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> None:
+    """Adds one batch, without waiting for it.
+
+    Args:
+      logits: float `[B]`, before the sigmoid; on a mesh, a global array split over it.
+      labels: `[B]`, 0 or 1.
+      mask: bool `[B]`, False for rows that only fill up the last batch; None counts all rows.
+
+    Raises:
+      ValueError: the shapes differ or are not `[B]`.
+    """
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    mask = jnp.ones_like(labels, bool) if mask is None else jnp.asarray(mask)
+    if not logits.shape == labels.shape == mask.shape or logits.ndim != 1:
+      raise ValueError(
+        f"logits {logits.shape}, labels {labels.shape} and mask {mask.shape} must all be [batch]"
+      )
+    if self._count + logits.size > _MAX_COUNT:
+      self._empty()
+    self._count += logits.size
+    self._counts, loss = self._add(self._counts, logits, labels, mask)
+    self._losses.append(loss)
+    if len(self._losses) > _PENDING:
+      self._loss += float(self._losses.popleft())
+
+  def compute(self) -> dict[str, float]:
+    """Returns `{"auc": ..., "logloss": ...}` of all examples so far.
+
+    The log loss is scikit-learn's, which counts a logit beyond +-36 as 36; a batch's is summed in
+    float32 on the device, and the batches in float64.
+
+    Raises:
+      UserError: there is no click or nothing but clicks, so that AUC is undefined; or a logit is
+        not a number.
+    """
+    others, clicks = self._histogram()
+    # Doubles: the pairs of 10**10 examples are more than an int64 counts.
+    below = np.cumsum(others) - others
+    in_order = np.dot(clicks.astype(np.float64), below + 0.5 * others)
+    while self._losses:
+      self._loss += float(self._losses.popleft())
+    pairs = float(clicks.sum()) * float(others.sum())
+    return {"auc": float(in_order / pairs), "logloss": self._loss / int((clicks + others).sum())}
+
+  def auc_error(self) -> float:
+    """Returns the bound on the error of the AUC so far: see the class.
+
+    Raises:
+      UserError: as `compute`.
+    """
+    others, clicks = self._histogram().astype(np.float64)
+    return float(np.dot(clicks, others) / (2 * clicks.sum() * others.sum()))
+
+  def _histogram(self) -> np.ndarray:
+    """Returns how many non-clicks and clicks are in each bin with any, in order, int64 `[2, N]`."""
+    self._empty()
+    totals = self._total.sum(axis=1)
+    _check_outcomes(int(totals[1]), int(totals.sum()), finite=not self._total[:, -1].any())
+    return self._total[:, self._total.any(axis=0)]
+
+  def _empty(self) -> None:
+    """Moves the counts from the devices to the host."""
+    if self._count:
+      self._total += np.asarray(self._sum(self._counts)).reshape(2, _BINS)
+      self._counts, self._count = self._zeros(), 0
+
+
+def _bins(logits: jax.Array) -> jax.Array:
+  """Returns the bins of float32 logits, int32; no larger logit has a smaller bin.
+
+  Both steps are exact: a multiple of a power of two, and the leading bits of a float's magnitude.
+  """
+  tail = (jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.int32) - _EDGE_BITS) >> (
+    23 - _TAIL_BITS
+  )
+  middle = jnp.floor(jnp.clip(logits, -_EDGE, _EDGE) * _UNIT).astype(jnp.int32)
+  bins = jnp.where(logits < 0, -1 - tail - _MIDDLE, tail + _MIDDLE)
+  bins = jnp.where(jnp.abs(logits) < _EDGE, middle, bins) + _MIDDLE + _TAIL
+  return jnp.where(jnp.isfinite(logits), bins, _BINS - 1)
+
+
+def _count(counts, logits, labels, mask) -> tuple[jax.Array, jax.Array]:
+  """Returns counts `[1, 2 * bins]` with a batch's, and the batch's loss `[1]`, on one device."""
+  logits, is_click = logits.astype(jnp.float32), labels != 0
+  index = _bins(logits) + jnp.where(is_click, _BINS, 0)
+  counts = counts.at[0, jnp.where(mask, index, 2 * _BINS)].add(1, mode="drop")
+  margin = jnp.clip(jnp.where(is_click, -logits, logits), -_MAX_LOGIT, _MAX_LOGIT)
+  return counts, jnp.where(mask, jax.nn.softplus(margin), 0).sum(keepdims=True)
+
+
+@functools.cache
+def _make_add(mesh: Mesh | None):
+  """Returns the compiled `(counts, logits, labels, mask) -> (counts, loss)`; donates the counts."""
+
+  def add(counts, logits, labels, mask):
+    count = _count
+    if mesh is not None:
+      part = P(mesh.axis_names)
+      count = jax.shard_map(_count, mesh=mesh, in_specs=part, out_specs=(part, part))
+    counts, losses = count(counts, logits, labels, mask)
+    return counts, losses.sum()
+
+  return jax.jit(add, donate_argnames="counts", out_shardings=_shardings(mesh))
+
+
+@functools.cache
+def _make_sum(mesh: Mesh | None):
+  """Returns the compiled sum of all devices' counts, `[2 * bins]`, the same on every device."""
+  return jax.jit(lambda counts: counts.sum(axis=0), out_shardings=_shardings(mesh)[1])
+
+
+@functools.cache
+def _make_zeros(mesh: Mesh | None):
+  """Returns what makes counts of nothing, uint32 `[devices, 2 * bins]`, each device's its own."""
+  zeros = lambda: jnp.zeros((1 if mesh is None else mesh.size, 2 * _BINS), jnp.uint32)
+  return jax.jit(zeros, out_shardings=_shardings(mesh)[0])
+
+
+def _shardings(mesh: Mesh | None):
+  """Returns how a row per device is laid out, and what is the same on all; None is one device."""
+  if mesh is None:
+    return None, None
+  return NamedSharding(mesh, P(mesh.axis_names)), NamedSharding(mesh, P())
+
+
+def _check_outcomes(clicks: int, examples: int, *, finite: bool) -> None:
+  """Raises UserError where there is no AUC."""
+  if not finite:
+    raise UserError("the model's logits are not finite: lower the learning rates")
+  if clicks in (0, examples):
+    raise UserError(
+      f"AUC needs both outcomes, but {clicks} of the {examples} examples are clicks: "
+      "take a larger split"
+    )
 
 
 class RankingMetrics:

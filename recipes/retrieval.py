@@ -4,7 +4,7 @@ B is the number of queries, N of candidates, D the width of both, E the ids to l
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ def top_k(
   exclude: jax.Array | None = None,
   mesh: Mesh | None = None,
   max_scores: int = _MAX_SCORES,
+  size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the k candidates of the largest dot products, by brute force; jittable.
 
@@ -41,25 +42,28 @@ def top_k(
     exclude: int `[B, E]`, ids that are left out for the query of this row, such as items that the
       user has seen; a negative one is none.
     mesh: every device scores its own N / n candidates and sends its k best, which are merged.
+      Candidates that are split over the mesh already, as by `joined`, stay where they are.
     max_scores: how many scores a device holds at once, at least one candidate for every query.
+    size: how many candidates there are, the first ones; None means all N. The rest fill up the last
+      devices' parts.
 
   Returns:
     scores float32 `[B, k]` and ids int32 `[B, k]`, the best first. Where fewer than k candidates
     are left, -inf and -1.
 
   Raises:
-    UserError: k is larger than N.
+    UserError: k is larger than the number of candidates.
     ValueError: shapes do not fit.
   """
-  _check(query.shape, candidates.shape, k, exclude)
+  size = candidates.shape[0] if size is None else size
+  _check(query.shape, (size, *candidates.shape[1:]), k, exclude)
   if exclude is None:
     exclude = jnp.full((query.shape[0], 1), -1, jnp.int32)
-  size = candidates.shape[0]
   if mesh is None:
     return _named(*_scan(query, candidates, 0, size, exclude, k, max_scores))
   axes, shards = mesh.axis_names, mesh.size
-  own = -(-size // shards)
-  missing = own * shards - size
+  own = -(-candidates.shape[0] // shards)
+  missing = own * shards - candidates.shape[0]
   padded = jnp.pad(candidates, ((0, missing), (0, 0))) if missing else candidates
 
   @functools.partial(
@@ -76,6 +80,45 @@ def top_k(
   # In order of the shards, so that the first of equal scores is still the one with the lowest id.
   scores, ids = best_of_own(query, padded, exclude)
   return _named(*_best(scores, ids, k))
+
+
+def catalogue_batches(size: int, batch_size: int, mesh: Mesh | None) -> np.ndarray:
+  """Returns which items to encode in each batch, so that every device encodes its own part.
+
+  Device d of n has the items from `d * C` on; C is the steps times a device's share of a batch. A
+  batch has the next items of every device: what `joined` makes of the results is in order, and
+  nothing has been sent.
+
+  Args:
+    size: N, the number of items.
+    batch_size: items encoded at once, on all devices; a multiple of their number.
+    mesh: from `hosts.start`; None is one device.
+
+  Returns:
+    int32 `[steps, batch_size]`. The last item fills up.
+
+  >>> catalogue_batches(5, 2, None).tolist()
+  [[0, 1], [2, 3], [4, 4]]
+  """
+  devices, steps = 1 if mesh is None else mesh.size, -(-size // batch_size)
+  share = batch_size // devices
+  first = share * (steps * np.arange(devices) + np.arange(steps)[:, None])
+  items = first[..., None] + np.arange(share)
+  return np.minimum(items, size - 1).reshape(steps, batch_size).astype(np.int32)
+
+
+def joined(vectors: Sequence[jax.Array], mesh: Mesh | None) -> jax.Array:
+  """Returns the vectors of all items, float `[steps * batch_size, D]`: an item's id is its row.
+
+  Args:
+    vectors: `[batch_size, D]` of each of the `catalogue_batches`, split over the mesh.
+    mesh: each device joins its own vectors, and keeps them; None is one device.
+  """
+  join = lambda *parts: jnp.concatenate(parts)
+  if mesh is not None:
+    part = P(mesh.axis_names)
+    join = jax.shard_map(join, mesh=mesh, in_specs=part, out_specs=part)
+  return jax.jit(join)(*vectors)
 
 
 def top_k_of_scores(

@@ -110,15 +110,17 @@ def train_batches(data: ClickData, config) -> grain.IterDataset:
   return pipeline.batches(source, _transform(data), num_workers=config.num_workers)
 
 
-def eval_batches(data: ClickData, split: str, batch_size: int) -> grain.IterDataset:
+def eval_batches(
+  data: ClickData, split: str, batch_size: int, *, num_workers: int = 0
+) -> grain.IterDataset:
   """Returns the split once, in order; `mask` `[B]` is False where the last batch is filled up.
 
-  B is this process's part of `batch_size`.
+  B is this process's part of `batch_size`; `num_workers` is as for `pipeline.batches`.
   """
   source = pipeline.SequentialBatches(
     data.columns, data.splits[split], batch_size=batch_size, fill={"ids": -1}, shard=hosts.shard()
   )
-  return pipeline.batches(source, _transform(data))
+  return pipeline.batches(source, _transform(data), num_workers=num_workers)
 
 
 def _transform(data: ClickData):

@@ -13,7 +13,7 @@ import embed
 from .. import features as features_lib
 from .. import hosts, layers, loop, optimizers
 from ..errors import UserError, from_settings
-from ..metrics import ClickMetrics
+from ..metrics import BinnedClickMetrics
 from ..tables.settings import steps_of_data
 from . import data as data_lib
 from . import model as model_lib
@@ -117,11 +117,12 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
   """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process."""
 
   def evaluate(model, split: str) -> dict[str, float]:
-    metrics, view = ClickMetrics(), nnx.view(model, deterministic=True)
-    for batch in data_lib.eval_batches(data, split, config.eval_batch_size):
-      batch = hosts.to_global(mesh, batch)
-      logits = predict(view, batch)
-      metrics.update(*hosts.gather((logits, batch["label"], batch["mask"])))
+    metrics, view = BinnedClickMetrics(mesh), nnx.view(model, deterministic=True)
+    batches = data_lib.eval_batches(
+      data, split, config.eval_batch_size, num_workers=config.num_workers
+    )
+    for batch in hosts.put_ahead(mesh, batches):
+      metrics.update(predict(view, batch), batch["label"], batch["mask"])
     return metrics.compute()
 
   return evaluate

@@ -210,4 +210,4 @@ def histories(data: SequenceData, split: str, config) -> batches.Histories:
 
 def eval_batches(data: SequenceData, split: str, config) -> grain.IterDataset:
   """Returns the evaluated users once; see `batches.Histories`."""
-  return pipeline.batches(histories(data, split, config), dict)
+  return pipeline.batches(histories(data, split, config), dict, num_workers=config.num_workers)

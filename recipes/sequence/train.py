@@ -164,8 +164,7 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
 
   def evaluate(model, split: str) -> dict[str, float]:
     metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)
-    for batch in data_lib.eval_batches(data, split, config):
-      batch = hosts.to_global(mesh, batch)
+    for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
       metrics.update(*hosts.gather((recommend(view, batch), batch["target"])))
     return metrics.compute()
 

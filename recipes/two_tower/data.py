@@ -189,7 +189,8 @@ class TrainBatches:
 
 def eval_batches(data: RetrievalData, split: str, config) -> grain.IterDataset:
   """Returns the examples of a split once, in order, as batches of `EvalBatches`."""
-  return pipeline.batches(EvalBatches(data, split, config, shard=hosts.shard()), dict)
+  source = EvalBatches(data, split, config, shard=hosts.shard())
+  return pipeline.batches(source, dict, num_workers=config.num_workers)
 
 
 class EvalBatches:

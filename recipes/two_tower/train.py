@@ -159,7 +159,7 @@ def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
       model.queue.put(ids[:size], candidates[:size], rate[:size])
       batches += jnp.sum(past[0] >= 0) / size
       pool = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), pool, past)
-    ids, candidates, rate = (_everywhere(x, mesh) for x in pool)
+    ids, candidates, rate = (_placed(x, mesh, PartitionSpec()) for x in pool)
     log_expected = None
     if config.logq:
       expected = batches * model.frequency.expected(jnp.maximum(ids, 0)) + rate
@@ -176,29 +176,33 @@ def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
   return loss_fn
 
 
-def _everywhere(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+def _placed(x: jax.Array, mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:
   if mesh is None:
     return x
-  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def make_encode(mesh: Mesh | None):
-  """Returns the compiled `(model, candidate) -> vectors [B, D]`, on every device."""
+  """Returns the compiled `(model, candidate) -> vectors [B, D]`, split over the mesh."""
 
   @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
   def encode(model, candidate):
-    return _everywhere(model.candidates(candidate), mesh)
+    return _placed(model.candidates(candidate), mesh, PartitionSpec(hosts.AXIS))
 
   return encode
 
 
-def make_rank(config, mesh: Mesh | None):
-  """Returns the compiled `(model, candidates, query, seen) -> (queries [B, D], ids [B, k])`."""
+def make_rank(config, mesh: Mesh | None, num_items: int | None = None):
+  """Returns the compiled `(model, candidates, query, seen) -> (queries [B, D], ids [B, k])`.
+
+  Of the candidates the first `num_items` are ranked, or all.
+  """
 
   @nnx.jit(graph=False)
   def rank(model, candidates, query, seen):
     queries = model.queries({name: query[name] for name in config.query})
-    return queries, retrieval.top_k(queries, candidates, max(config.ks), seen, mesh)[1]
+    best = retrieval.top_k(queries, candidates, max(config.ks), seen, mesh, size=num_items)
+    return queries, best[1]
 
   return rank
 
@@ -211,19 +215,18 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   approximate index finds.
   """
 
-  encode, rank = make_encode(mesh), make_rank(config, mesh)
+  encode, rank = make_encode(mesh), make_rank(config, mesh, data.num_items)
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
     metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)
-    vectors = [encode(view, hosts.to_global(mesh, batch)) for batch in catalogue(data, config)]
-    candidates = jnp.concatenate(vectors)[: data.num_items]
+    items = (hosts.to_global(mesh, batch) for batch in catalogue(data, config, mesh))
+    candidates = retrieval.joined([encode(view, batch) for batch in items], mesh)
     approximate, shares = None, []
     if config.ann and split == "test":
-      approximate = retrieval.Approximate(hosts.gather(candidates))
-    for batch in data_lib.eval_batches(data, split, config):
-      batch = hosts.to_global(mesh, batch)
+      approximate = retrieval.Approximate(hosts.gather(candidates)[: data.num_items])
+    for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
       queries, top_ids = rank(view, candidates, batch["query"], batch["seen"])
       queries, top_ids, relevant, seen, mask = hosts.gather(
         (queries, top_ids, batch["relevant"], batch["seen"], batch["mask"])
@@ -238,15 +241,14 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   return evaluate
 
 
-def catalogue(data: data_lib.RetrievalData, config):
+def catalogue(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   """Yields the candidate tower's features of all items in batches of `config.eval_batch_size`.
 
-  Every process yields its own part; the last item fills up the last batch.
+  Every process yields its own part. The order is by `retrieval.catalogue_batches`; without a mesh
+  it is by item.
   """
   index, count = hosts.shard()
-  size = config.eval_batch_size
-  for start in range(0, data.num_items, size):
-    items = np.minimum(np.arange(start, start + size), data.num_items - 1).astype(np.int32)
+  for items in retrieval.catalogue_batches(data.num_items, config.eval_batch_size, mesh):
     own = np.split(items, count)[index]
     features = data_lib.candidate_inputs(data, own)
     yield {name: features[name] for name in config.candidate}

@@ -5,6 +5,7 @@ batch is split among the devices in another order, so that results agree to roun
 last bit; everything else, the batches, dropout and initial values, is the same.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -21,7 +23,7 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import hosts, runs
+from recipes import hosts, pipeline, runs
 
 STEPS = 24
 # Relative, on losses: one float32 sum in another order is off by some 1e-7, which is what was seen
@@ -51,6 +53,57 @@ def test_batches_are_split_over_all_devices():
   assert {shard.data.shape for shard in split["x"].addressable_shards} == {(2, 2)}
   assert len(split["bag"].values.sharding.device_set) == 8
   np.testing.assert_array_equal(hosts.gather(split["x"]), batch["x"])
+
+
+class Counted:
+  """Batch number -> sixteen rows of it; remembers what has been asked for."""
+
+  def __init__(self):
+    self.asked = []
+
+  def __len__(self):
+    return 20
+
+  def __getitem__(self, number):
+    self.asked.append(number)
+    return {"x": np.full((16, 2), number)}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_batches_are_put_ahead_and_the_position_is_of_those_returned(devices):
+  mesh = hosts.start() if devices == 8 else None
+  plain = pipeline.batches(Counted(), dict)
+  with contextlib.closing(iter(hosts.put_ahead(mesh, plain))) as ahead:
+    reference = iter(plain)
+    for number in range(7):
+      batch, same = next(ahead), next(reference)
+      assert isinstance(batch["x"], jax.Array)
+      assert len(batch["x"].sharding.device_set) == devices
+      np.testing.assert_array_equal(batch["x"], same["x"])
+      assert batch["x"][0, 0] == number
+      assert ahead.get_state() == reference.get_state()
+    time.sleep(0.2)  # the next ones are put meanwhile
+    assert ahead.get_state() == reference.get_state()
+    state = ahead.get_state()
+  with contextlib.closing(iter(hosts.put_ahead(mesh, plain))) as again:
+    next(again)
+    again.set_state(state)
+    assert [int(batch["x"][0, 0]) for batch in again] == list(range(7, 20))
+
+
+def test_batches_are_on_the_device_before_they_are_asked_for(monkeypatch):
+  put, real = [], jax.device_put
+  monkeypatch.setattr(
+    jax, "device_put", lambda x: put.append((int(x["x"][0, 0]), threading.get_ident())) or real(x)
+  )
+  with contextlib.closing(iter(hosts.put_ahead(None, pipeline.batches(Counted(), dict)))) as ahead:
+    next(ahead)
+    deadline = time.monotonic() + 20
+    while len(put) < 4 and time.monotonic() < deadline:
+      time.sleep(0.01)
+    time.sleep(0.1)  # and no more than these: two wait, and one would be the next
+    assert [number for number, _ in put] == [0, 1, 2, 3]
+    assert threading.get_ident() not in {thread for _, thread in put}
 
 
 def test_a_batch_that_does_not_divide_is_named():
@@ -292,13 +345,16 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(jobs, folder, kil
 
 TALK = """
 import jax, numpy as np
-from recipes import hosts
+from recipes import hosts, pipeline
 
 mesh, me = hosts.start(), jax.process_index()
 assert hosts.is_main() == (me == 0)
 assert hosts.from_main(lambda: {"said by": jax.process_index()}) == {"said by": 0}
 part = {"x": np.arange(4).reshape(2, 2) + 4 * me}
 assert hosts.gather(hosts.to_global(mesh, part))["x"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+source = pipeline.SequentialBatches({"x": np.arange(8)}, (0, 8), batch_size=4, shard=(me, 2))
+ahead = hosts.put_ahead(mesh, pipeline.batches(source, dict))
+assert [hosts.gather(batch)["x"].tolist() for batch in ahead] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 try:
   hosts.from_main(lambda: 1 / 0)
 except (ZeroDivisionError if me == 0 else RuntimeError) as error:

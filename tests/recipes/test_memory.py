@@ -1,8 +1,10 @@
-"""Evaluation in the recipes costs the batch: it makes and returns nothing of a table's size."""
+"""Evaluation costs the batch, nothing of a table's size; input costs the same for any rows."""
 
 import dataclasses
 import importlib
+import pickle
 import re
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 from flax import nnx
 
 import embed
+from recipes import pipeline
 from recipes.dlrm import data as clicks
 from recipes.dlrm import train as dlrm
 from recipes.sequence import train as sequence
@@ -81,10 +84,15 @@ def test_candidates(mesh):
   data = pairs.RetrievalData({}, {}, ROWS, ROWS, (), (), {}, {})
   settings.query, settings.candidate = ("user",), ("item",)
   model, ids = two_tower.build_model(settings, data, mesh), jnp.zeros(BATCH, jnp.int32)
-  assert_no_table(two_tower.make_encode(mesh), model, {"item": ids})
-  if mesh is None:
-    vectors, seen = jnp.zeros((ROWS, DIM)), jnp.zeros((BATCH, 3), jnp.int32)
-    assert_no_table(two_tower.make_rank(settings, None), model, vectors, {"user": ids}, seen)
+  encode = two_tower.make_encode(mesh)
+  assert_no_table(encode, model, {"item": ids})
+  vectors, seen = jnp.zeros((ROWS, DIM)), jnp.zeros((BATCH, 3), jnp.int32)
+  if mesh is not None:  # every device encodes its part of a batch, and scores its own candidates
+    split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+    encoded = encode(nnx.view(model, deterministic=True), {"item": jax.device_put(ids, split)})
+    assert encoded.sharding.is_equivalent_to(split, 2)
+    vectors = jax.device_put(vectors, split)
+  assert_no_table(two_tower.make_rank(settings, mesh), model, vectors, {"user": ids}, seen)
 
 
 @pytest.mark.full
@@ -93,3 +101,34 @@ def test_the_check_sees_what_flax_does_by_default():
   look_up = nnx.jit(lambda model, ids: model.embed({"item": ids}))
   compiled = look_up.trace(model, np.zeros(3, np.int32)).lower().compile()
   assert compiled.memory_analysis().output_size_in_bytes > ROWS * DIM * 4
+
+
+class Computed:
+  """A column of any length, computed where it is indexed."""
+
+  def __init__(self, size):
+    self.shape, self.dtype = (size,), np.dtype(np.int64)
+
+  def __getitem__(self, rows):
+    return rows % 1000
+
+
+def input_memory(size):
+  """Returns the bytes that batches of so many rows take at their peak, and as a pickle."""
+  source = pipeline.ShuffledBatches(
+    {"x": Computed(size)}, (0, size), batch_size=8192, seed=0, num_batches=10**9
+  )
+  tracemalloc.start()
+  try:
+    for number in (0, 1, 3 * size // 8192):  # in the fourth epoch, too
+      assert source[number]["x"].shape == (8192,)
+    return tracemalloc.get_traced_memory()[1], len(pickle.dumps(source))
+  finally:
+    tracemalloc.stop()
+
+
+def test_shuffled_input_is_as_large_for_a_billion_rows():
+  one_window, windows, billion, most = (input_memory(10**n) for n in (6, 7, 9, 10))
+  assert max(one_window[0], windows[0], billion[0], most[0]) < 40e6
+  assert billion[0] < 1.1 * windows[0]
+  assert max(one_window[1], windows[1], billion[1], most[1]) < 1000

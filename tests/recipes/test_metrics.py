@@ -2,14 +2,20 @@
 
 import math
 
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 from slow_ranking import slow_ranking
 
+from recipes import metrics as metrics_lib
 from recipes import retrieval
-from recipes.metrics import ClickMetrics, RankingMetrics
+from recipes.metrics import BinnedClickMetrics, ClickMetrics, RankingMetrics
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 1000])
@@ -46,19 +52,152 @@ def test_confident_mistakes_stay_finite():
   assert 10 < metrics.compute()["logloss"] < 30
 
 
-def test_errors():
+@pytest.mark.parametrize("kind", [ClickMetrics, BinnedClickMetrics])
+def test_errors(kind):
   with pytest.raises(ValueError, match=r"must all be \[batch\]"):
-    ClickMetrics().update(np.zeros((3, 1)), np.zeros(3))
-  only_clicks = ClickMetrics()
+    kind().update(np.zeros((3, 1)), np.zeros(3))
+  with pytest.raises(ValueError, match=r"mask \(2,\) must all be"):
+    kind().update(np.zeros(3), np.zeros(3), np.ones(2, bool))
+  only_clicks = kind()
   only_clicks.update([0.1, 0.2], [1, 1])
   with pytest.raises(ValueError, match="2 of the 2 examples are clicks"):
     only_clicks.compute()
-  diverged = ClickMetrics()
+  diverged = kind()
   diverged.update([np.nan, 0.2], [0, 1])
   with pytest.raises(ValueError, match="not finite"):
     diverged.compute()
   with pytest.raises(ValueError, match="0 of the 0 examples"):
-    ClickMetrics().compute()
+    kind().compute()
+
+
+def test_binned_by_hand():
+  metrics = BinnedClickMetrics()
+  logits = jnp.array([2.0, 1.0, 1.0, -1.0, -1.0 + 2**-17])  # the last two are in one bin
+  metrics.update(logits, jnp.array([1, 1, 0, 0, 1]))
+  # Of six pairs: 2 > 1, 2 > -1, 1 = 1, 1 > -1, -1 < 1, and the one that is counted as a tie.
+  assert metrics.compute()["auc"] == pytest.approx((3 + 0.5 + 0.5) / 6, rel=1e-15)
+  assert metrics.auc_error() == pytest.approx(2 / 6 / 2, rel=1e-15)
+  metrics.update(jnp.array([-40.0]), jnp.array([1]))  # goes on after the first answer
+  found = metrics.compute()
+  assert found["auc"] == pytest.approx((3 + 0.5 + 0.5) / 8, rel=1e-15)
+  losses = [math.log1p(math.exp(-x)) for x in (2, 1, -1 + 2**-17)]
+  losses += [math.log1p(math.exp(x)) for x in (1, -1)] + [-math.log(2**-52)]
+  assert found["logloss"] == pytest.approx(sum(losses) / 6, rel=1e-6)
+
+
+def test_bins_are_in_order():
+  draw = np.random.default_rng(1)
+  every_kind = draw.integers(-(2**31), 2**31, 200_000).astype(np.int32).view(np.float32)
+  edges = [0.0, -0.0, 16.0, -16.0, *np.nextafter(np.float32([16, -16, 16, -16]), 0), 3e38, -3e38]
+  edges += np.nextafter(np.float32([16, -16]), np.float32([99, -99])).tolist()
+  logits = np.float32([*every_kind[np.isfinite(every_kind)], *draw.normal(size=100_000), *edges])
+  logits = np.sort(logits)
+  bins = np.asarray(metrics_lib._bins(jnp.asarray(logits)))
+  assert (np.diff(bins) >= 0).all()
+  assert bins[0] >= 0
+  assert bins[-1] < metrics_lib._BINS - 1
+  assert metrics_lib._bins(jnp.array([np.inf, -np.inf, np.nan])).tolist() == 3 * [
+    metrics_lib._BINS - 1
+  ]
+  inside = np.abs(logits) < 16
+  wide = np.diff(logits[inside]) > 2**-16
+  assert (np.diff(bins[inside])[wide] > 0).all()
+
+
+# Many ties, neighbours within a bin, the edges of the bins, and logits that no model should have.
+LOGITS = st.one_of(
+  st.integers(-20, 20).map(float),
+  st.floats(-4, 4, width=32, allow_subnormal=False),
+  st.floats(-(2**-13), 2**-13, width=32, allow_subnormal=False),
+  st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False),
+  st.sampled_from([16.0, -16.0, 2.0**-16, -(2.0**-16), 3e38, -3e38]),
+)
+EXAMPLES = st.lists(st.tuples(LOGITS, st.booleans(), st.booleans()), min_size=2, max_size=60)
+
+
+def add(metrics, logits, labels, mask, batch):
+  """Feeds the examples in batches of one size, of which the last one is filled up."""
+  for start in range(0, len(logits), batch):
+    rows = slice(start, start + batch)
+    filling = (0, batch - len(logits[rows]))
+    metrics.update(
+      jnp.pad(logits[rows], filling, constant_values=5.0),
+      jnp.pad(labels[rows], filling),
+      jnp.pad(mask[rows], filling),
+    )
+  return metrics
+
+
+@hypothesis.given(EXAMPLES, st.sampled_from([8, 64]))
+def test_binned_equals_sklearn_within_its_bound(examples, batch):
+  logits, labels, mask = (np.array(x) for x in zip(*examples, strict=True))
+  logits, labels = logits.astype(np.float32), labels.astype(np.float32)
+  hypothesis.assume(len(set(labels[mask])) == 2)
+  metrics = add(BinnedClickMetrics(), logits, labels, mask, batch)
+  found = metrics.compute()
+  kept, right = logits[mask], labels[mask]
+  assert abs(found["auc"] - roc_auc_score(right, kept)) <= metrics.auc_error() + 1e-12
+  wanted = log_loss(right, expit(kept.astype(np.float64)))
+  assert found["logloss"] == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+  bins = np.asarray(metrics_lib._bins(jnp.asarray(kept)))
+  if len(np.unique(bins)) == len(np.unique(kept)):  # every bin holds one score: ties are exact
+    assert found["auc"] == pytest.approx(roc_auc_score(right, kept), abs=1e-12)
+
+
+def test_binned_is_close_on_scores_as_models_have_them():
+  draw = np.random.default_rng(7)
+  logits = draw.normal(-3.0, 1.2, 300_000).astype(np.float32)
+  labels = (draw.random(300_000) < expit(logits)).astype(np.float32)
+  metrics = add(BinnedClickMetrics(), logits, labels, np.ones(300_000, bool), 50_000)
+  found, exact = metrics.compute(), ClickMetrics()
+  exact.update(logits, labels)
+  assert metrics.auc_error() < 3e-6
+  assert abs(found["auc"] - exact.compute()["auc"]) < 1e-7
+  assert found["logloss"] == pytest.approx(exact.compute()["logloss"], rel=1e-6)
+
+
+def test_binned_over_a_mesh_is_the_same_and_sends_no_example():
+  draw, mesh = np.random.default_rng(3), meshes.make_mesh()
+  logits = np.round(draw.normal(size=640), 2).astype(np.float32)
+  labels, mask = (draw.random(640) < expit(logits)).astype(np.float32), draw.random(640) < 0.9
+  one = add(BinnedClickMetrics(), logits, labels, mask, 64)
+  several = add(BinnedClickMetrics(mesh), logits, labels, mask, 64)
+  assert several.compute()["auc"] == one.compute()["auc"]
+  assert several.compute()["logloss"] == pytest.approx(one.compute()["logloss"], rel=1e-6)
+  split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+  args = [jax.device_put(x, split) for x in (logits, labels, mask)]
+  compiled = several._add.lower(several._counts, *args).compile()
+  text = compiled.as_text()
+  assert "all-gather" not in text
+  assert "all-to-all" not in text
+  # Counts are added to where they are, not copied: they are most of the memory.
+  assert compiled.memory_analysis().alias_size_in_bytes >= 2 * metrics_lib._BINS * 4
+  assert compiled.memory_analysis().temp_size_in_bytes < metrics_lib._BINS
+
+
+def test_counts_move_to_the_host_before_they_overflow(monkeypatch):
+  monkeypatch.setattr(metrics_lib, "_MAX_COUNT", 100)
+  draw = np.random.default_rng(5)
+  logits = np.round(draw.normal(size=500), 1).astype(np.float32)
+  labels = (draw.random(500) < expit(logits)).astype(np.float32)
+  metrics = BinnedClickMetrics()
+  add(metrics, logits, labels, np.ones(500, bool), 40)
+  assert metrics._count <= 100
+  assert metrics._total.sum() >= 400
+  assert metrics.compute()["auc"] == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
+
+
+def test_ten_billion_examples_are_counted():
+  """As many as no test can feed: counts of that size are put where they would be."""
+  metrics = BinnedClickMetrics()
+  metrics.update(jnp.array([-1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 1, 1]))
+  metrics._empty()
+  metrics._total *= 2_500_000_000
+  metrics._loss = 1e10 * math.log(2)
+  metrics._losses.clear()
+  found = metrics.compute()
+  assert found == {"auc": 0.875, "logloss": pytest.approx(math.log(2), rel=1e-12)}
+  assert metrics.auc_error() == 0.125
 
 
 @pytest.mark.parametrize("tied", [False, True])

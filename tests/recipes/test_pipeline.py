@@ -10,6 +10,7 @@ import sys
 import grain
 import numpy as np
 import pytest
+import scipy.stats
 from absl import flags
 
 from recipes import arrays, errors, files, fingerprint, pipeline
@@ -29,6 +30,15 @@ def shuffled(columns, **changes):
   return pipeline.ShuffledBatches(columns, ROWS, **options)
 
 
+@pytest.fixture(params=[False, True], ids=["one window", "windows"])
+def windows(request, monkeypatch):
+  """Shuffles as few rows as there are here, or as many: in chunks, and in windows of some."""
+  if request.param:
+    monkeypatch.setattr(pipeline, "_CHUNK", 3)
+    monkeypatch.setattr(pipeline, "_WINDOW", 9)
+
+
+@pytest.mark.usefixtures("windows")
 def test_every_row_once_per_epoch_in_a_new_order(columns):
   source = shuffled(columns)
   seen = np.concatenate([source[i]["x"] for i in range(len(source))]).reshape(4, 23)
@@ -38,6 +48,7 @@ def test_every_row_once_per_epoch_in_a_new_order(columns):
   np.testing.assert_array_equal(source[2]["ids"][:, 0], 2 * source[2]["x"])
 
 
+@pytest.mark.usefixtures("windows")
 def test_a_batch_depends_on_seed_and_number_only(columns):
   forwards, backwards = shuffled(columns), shuffled(columns)
   late = {i: backwards[i]["x"] for i in reversed(range(23))}
@@ -47,6 +58,7 @@ def test_a_batch_depends_on_seed_and_number_only(columns):
   assert any((forwards[i]["x"] != other[i]["x"]).any() for i in range(23))
 
 
+@pytest.mark.usefixtures("windows")
 def test_hosts_share_a_global_batch(columns):
   whole = shuffled(columns)
   parts = [shuffled(columns, shard=(host, 2)) for host in range(2)]
@@ -72,6 +84,7 @@ def test_sequential_reads_once_and_fills_up(columns, hosts):
   assert seen == list(range(*ROWS))
 
 
+@pytest.mark.usefixtures("windows")
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_resumes_where_it_was(columns, num_workers, request):
   if num_workers:
@@ -92,6 +105,54 @@ def test_resumes_where_it_was(columns, num_workers, request):
 
 def double(batch):
   return {"x": 2 * batch["x"]}
+
+
+@pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 9, 10, 18, 19, 26, 27, 28, 100])
+def test_any_number_of_rows_in_any_pieces(size):
+  order = pipeline.ShuffledRows(size, seed=5)
+  twice = order.rows(0, 2 * size)
+  for epoch in np.split(twice, 2):
+    np.testing.assert_array_equal(np.sort(epoch), np.arange(size))
+  for start in range(0, size, 7):
+    stop = min(start + 11, 2 * size)
+    other = pickle.loads(pickle.dumps(order))
+    np.testing.assert_array_equal(other.rows(start, stop), twice[start:stop])
+  assert order.rows(3, 3).shape == (0,)
+
+
+@pytest.mark.usefixtures("windows")
+def test_every_row_is_equally_likely_at_every_position():
+  """Chi-square over all pairs of a row and a position, and of successive epochs' rows."""
+  size, epochs = 29, 3000
+  order = pipeline.ShuffledRows(size, seed=0)
+  seen = order.rows(0, epochs * size).reshape(epochs, size)
+  for other in (np.broadcast_to(np.arange(size), seen.shape)[1:], seen[:-1]):
+    counts = np.bincount((size * other + seen[1:]).ravel(), minlength=size**2)
+    wanted = (epochs - 1) / size
+    statistic = ((counts - wanted) ** 2 / wanted).sum()
+    low, high = scipy.stats.chi2.ppf([1e-3, 1 - 1e-3], (size - 1) ** 2)
+    assert low < statistic < high
+  seeds = [pipeline.ShuffledRows(size, seed).rows(0, size) for seed in range(50)]
+  assert len({tuple(rows) for rows in [*seen, *seeds]}) == epochs + 49  # seed 0 is in both
+
+
+def test_a_batch_reads_the_chunks_of_one_window_only():
+  size = 50_000_000
+  order = pipeline.ShuffledRows(size, seed=0)
+  epoch = [order.rows(start, start + 2**17) for start in range(0, 8 * 2**20, 2**17)]
+  for start in range(0, len(epoch), 8):
+    chunks = len(np.unique(np.concatenate(epoch[start : start + 8]) // 2**13))
+    assert 200 < chunks < 600  # of two or three windows, each cut by another grid; of 6104 in all
+  assert len(np.unique(np.concatenate(epoch) // 2**13)) > 1000
+
+
+def test_a_small_split_is_one_permutation():
+  """So that runs go on, from checkpoints too, in the order in which they have begun."""
+  order = pipeline.ShuffledRows(1000, seed=3)
+  for epoch in range(2):
+    wanted = np.random.default_rng((3, epoch)).permutation(1000)
+    np.testing.assert_array_equal(order.rows(1000 * epoch, 1000 * epoch + 1000), wanted)
 
 
 def test_columns_travel_as_a_path(columns):

@@ -9,7 +9,7 @@ import meshes
 import numpy as np
 import pytest
 
-from recipes import errors, retrieval
+from recipes import errors, hosts, retrieval
 
 K = 7
 
@@ -91,6 +91,43 @@ def test_over_a_mesh_nothing_as_large_as_all_scores_is_made():
   text = best.lower(jnp.ones((batch, 8)), jnp.ones((size, 8)), K).compile().as_text()
   assert f"f32[{batch},{size // 8}]" in text
   assert f"f32[{batch},{size}]" not in text
+
+
+@pytest.mark.parametrize("size", [3, 8, 83, 96])
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_catalogue_that_every_device_encodes_in_part(size, spread):
+  mesh = meshes.make_mesh() if spread else None
+  query, candidates, exclude = draw(1, size=size)
+  batches = retrieval.catalogue_batches(size, 16, mesh)
+  assert set(batches.ravel()) == set(range(size))
+  place = (lambda x: x) if mesh is None else functools.partial(hosts.to_global, mesh)
+  whole = retrieval.joined([place(candidates[items]) for items in batches], mesh)
+  np.testing.assert_array_equal(whole[:size], candidates)
+  if mesh is not None:
+    assert whole.sharding.shard_shape(whole.shape)[0] == len(whole) // 8
+  best = functools.partial(retrieval.top_k, mesh=mesh, size=size)
+  k = min(K, size)
+  found = jax.jit(best, static_argnums=2)(query, whole, k, exclude)
+  check(found, slow(query @ candidates.T, k, exclude))
+  with pytest.raises(ValueError, match=f"k is {size + 1}: choose 1 to {size}"):
+    best(query, whole, size + 1)
+
+
+def test_a_split_catalogue_stays_where_it_is():
+  """Only queries and the k best of each device are sent."""
+  mesh, batch, size, dim = meshes.make_mesh(), 16, 4096, 8
+  split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+  best = jax.jit(functools.partial(retrieval.top_k, mesh=mesh, size=size - 5), static_argnums=2)
+  args = (jax.device_put(jnp.ones((rows, dim)), split) for rows in (batch, size))
+  text = best.lower(*args, K).compile().as_text()
+  assert f"f32[{size // 8},{dim}]" in text
+  assert f"f32[{size},{dim}]" not in text
+  join = jax.jit(lambda *x: retrieval.joined(x, mesh))
+  pieces = [jax.device_put(jnp.ones((size // 4, dim)), split)] * 4
+  text = join.lower(*pieces).compile().as_text()
+  assert f"f32[{size},{dim}]" not in text
+  for sent in ("all-gather", "all-to-all", "all-reduce", "collective-permute"):
+    assert sent not in text
 
 
 def test_real_scores_and_equal_vectors():
