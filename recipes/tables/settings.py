@@ -20,7 +20,7 @@ from . import spec
 from .reading import Format, columns_of, paths
 
 SPLITS = ("train", "valid", "test")
-_SPLIT_BY = ("", "hash", "user", "last", "time", "column", "files")
+SPLIT_BY = ("", "hash", "user", "last", "time", "column", "files")
 
 _FORMAT = dataclasses.asdict(Format())
 _SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
@@ -247,8 +247,8 @@ def _format(about: Mapping[str, Any]) -> Format:
 
 def _check_split(config) -> None:
   split = config.split
-  if split.by not in _SPLIT_BY:
-    raise UserError(f"config.split.by is {split.by!r}: choose one of {_SPLIT_BY[1:]}, or ''")
+  if split.by not in SPLIT_BY:
+    raise UserError(f"config.split.by is {split.by!r}: choose one of {SPLIT_BY[1:]}, or ''")
   for name in ("valid", "test"):
     if not 0 <= split[name] < 1:
       raise UserError(

@@ -89,7 +89,7 @@ def test_a_missing_file_says_where_it_comes_from(tmp_path):
   with pytest.raises(ValueError, match="unknown layout 'csv': choose pairs or lines"):
     files.settings(config(tmp_path, layout="csv"))
   with pytest.raises(
-    ValueError, match=r"unknown dataset 'x': choose one of \['file', 'synthetic'\]"
+    ValueError, match=r"unknown dataset 'x': choose one of \['file', 'synthetic', 'table'\]"
   ):
     data.load(config(tmp_path, dataset="x"))
 
