@@ -13,6 +13,7 @@ _MORE = """\
 says what it reproduces, what it costs, what it reached and by which command. Any setting can be
 given: --config.batch_size=4096.
 
+python -m recipes.describe FILE      a first look at your own table, and a config that trains on it
 python -m recipes.report runs/dlrm   the curves and the metrics of finished runs
 python -m embed inspect runs/dlrm    the tables in a run's checkpoint
 python -m embed check                lookups, gradients and optimizers of this installation

@@ -28,6 +28,7 @@ from .tables.sample import JOIN, Column, Sample
 
 _WIDTH = 100  # of the config, and of the report at most
 _LINES = 30  # of the config
+_REPAIR = " Repair the row, or write config.on_bad_row='skip' to leave such rows out."
 _TOP = 5  # values shown of a column
 
 
@@ -38,7 +39,7 @@ def report(sampled: Sample, plan: Plan, width: int = _WIDTH) -> str:
     proposal = plan.columns[column.name]
     missing = _share(column.missing) if column.missing else "-"
     distinct = f"{column.distinct:,}"
-    if column.stored == "list" or proposal.kind == "bag":
+    if _is_bag(column, proposal):
       distinct = f"{len(column.items(_separator(column, proposal))[0].unique()):,}"
     line = [_cut(column.name, 24), column.type(), distinct, missing, _said(proposal)]
     lines.append([*line, _values(column, proposal)])
@@ -50,10 +51,16 @@ def report(sampled: Sample, plan: Plan, width: int = _WIDTH) -> str:
     rows.append(_cut(f"{head}  {values}", width, middle=False).rstrip())
   notes = [
     wrapped
-    for note in [*sampled.skipped, *plan.notes]
+    for note in [*_skipped(sampled), *plan.notes]
     for wrapped in _fill([*note.split()], width, "  ")
   ]
   return "\n".join([*rows, *([""] if notes else []), *notes])
+
+
+def _skipped(sampled: Sample) -> list[str]:
+  """Returns lines about rows that were left out, with the option that may read them."""
+  hint = "; are they in another --encoding, as latin-1?"
+  return [line + hint * (" is not utf-8" in line) for line in sampled.skipped]
 
 
 def _said(proposal: Proposal) -> str:
@@ -65,6 +72,11 @@ def _said(proposal: Proposal) -> str:
   if count := proposal.options.get("min_count"):
     words.append(f"min_count {count}")
   return ", ".join(words) + (f": {proposal.why}" if proposal.why else "")
+
+
+def _is_bag(column: Column, proposal: Proposal) -> bool:
+  is_cut = proposal.kind == "bag" or "separator" in proposal.options
+  return bool(column.present) and (column.stored == "list" or is_cut)
 
 
 def _separator(column: Column, proposal: Proposal) -> str:
@@ -84,18 +96,18 @@ def _values(column: Column, proposal: Proposal) -> str:
       column.texts[int(end)].as_py() for end in (column.times.argmin(), column.times.argmax())
     ]
     return " … ".join(ends)
-  texts, counts = column.texts, column.counts
-  if column.stored == "list" or proposal.kind == "bag":
+  texts, counts, total = column.texts, column.counts, column.present
+  if _is_bag(column, proposal):
     items, lengths = column.items(_separator(column, proposal))
     encoded = items.dictionary_encode()
     of_item = np.repeat(counts, lengths)
     counts = np.bincount(encoded.indices.to_numpy(), of_item, minlength=len(encoded.dictionary))
     order = np.argsort(-counts, kind="stable")[:_TOP]
-    texts, counts = encoded.dictionary.take(order), counts[order]
-  if counts[0] < 0.005 * column.present:  # their shares say nothing
+    texts, counts, total = encoded.dictionary.take(order), counts[order], int(of_item.sum())
+  if counts[0] < 0.005 * total:  # their shares say nothing
     return ", ".join(_cut(text, 30) for text in texts[:3].to_pylist())
   top = zip(texts[:_TOP].to_pylist(), counts[:_TOP].tolist(), strict=True)
-  return ", ".join(f"{_cut(text, 30)} {_share(count / column.present)}" for text, count in top)
+  return ", ".join(f"{_cut(text, 30)} {_share(count / total)}" for text, count in top)
 
 
 def _share(share: float) -> str:
@@ -137,47 +149,75 @@ def config(plan: Plan, files: Sequence[str], format: Mapping[str, Any], command:
     format: settings of `Format` that are not the defaults.
     command: that writes the file.
   """
-  settings = dict(plan.settings)
-  placeholders = settings.pop("placeholders", ())
-  format = {**format, **({"missing": Format().missing + placeholders} if placeholders else {})}
+  format = _with_missing(format, plan)
   head = ['"""The table as first proposed; written by', "", f"    {command}", '"""', ""]
   head += ["", "def get_config():", "  return {"]
-  values = {"files": files[0] if len(files) == 1 else tuple(files)}
+  values: dict[str, Any] = {"files": _named(files)}
   values |= {"format": format} if format else {}
   for name, value in values.items():
     head += _fill(_words(value, f'"{name}": '), _WIDTH, "      ", "    ")
-  tail = [f'    "{name}": {_literal(value)},' for name, value in settings.items()]
+  tail = [f'    "{name}": {_literal(value)},' for name, value in plan.settings.items()]
   declared = {name: each.declaration for name, each in plan.columns.items() if each.kind}
   unused = [_literal(name) for name, each in plan.columns.items() if not each.kind]
   comment = [_cut(f"      # left out: {', '.join(unused)}", _WIDTH, middle=False)] if unused else []
-  for is_grouped, width in [(False, _WIDTH), *((True, n) for n in range(_WIDTH, 2000, 20))]:
-    words = _grouped(declared) if is_grouped else _entries(declared)
-    columns = list(_fill(words, width, "      ", "      "))
+  for least, width in [(_LINES, _WIDTH), *((3, n) for n in range(_WIDTH, 2000, 20))]:
+    blocks = _blocks(declared, least)
+    columns = [line for block in blocks for line in _fill(block, width, "      ", "      ")]
     lines = [*head, '    "columns": {', *columns, *comment, "    },", *tail, "  }"]
     if len(lines) <= _LINES:
       break
   return "\n".join(lines) + "\n"
 
 
-def _entries(declared: Mapping[str, Any]) -> list[str]:
-  return [f"{_literal(name)}: {_literal(value)}," for name, value in declared.items()]
+def _with_missing(format: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+  missing = {"missing": Format().missing + plan.missing} if plan.missing else {}
+  return {**format, **missing}
 
 
-def _grouped(declared: Mapping[str, Any]) -> list[str]:
-  """Returns entries in which columns of one declaration are together."""
+def side_table(plan: Plan, files: Sequence[str], format: Mapping[str, Any]) -> str:
+  """Returns the setting that declares a table of users or items in another table's config."""
+  key = next(name for name, proposal in plan.columns.items() if proposal.kind == plan.side)
+  declared = {
+    name: each.declaration for name, each in plan.columns.items() if each.kind and name != key
+  }
+  format = _with_missing(format, plan)
+  lines = [
+    f'    "{plan.side}_table": {{',
+    *_fill(_words(_named(files), '"files": '), _WIDTH, "        ", "      "),
+  ]
+  if format:
+    lines += _fill(_words(format, '"format": '), _WIDTH, "        ", "      ")
+  lines += [f'      "key": {_literal(key)},', '      "columns": {']
+  for block in _blocks(declared, _LINES):
+    lines += _fill(block, _WIDTH, "        ", "        ")
+  return "\n".join([*lines, "      },", "    },"])
+
+
+def _named(files: Sequence[str]) -> Any:
+  return files[0] if len(files) == 1 else tuple(files)
+
+
+def _blocks(declared: Mapping[str, Any], least: int) -> list[list[str]]:
+  """Returns the words of the entries, those of each group of columns on lines of their own.
+
+  Args:
+    declared: the declarations by column.
+    least: columns with one short declaration that make a group; with a long one, four do.
+  """
   groups: dict[str, list[str]] = {}
   for name, value in declared.items():
     groups.setdefault(_literal(value), []).append(name)
-  words = []
-  for value, names in groups.items():
-    if len(names) < 3:
-      words += _entries({name: declared[name] for name in names})
-      continue
-    listed = [f"{_literal(name)}," for name in names]
-    listed[0] = f"**dict.fromkeys(({listed[0]}"
-    listed[-1] = f"{listed[-1].removesuffix(',')}), {value}),"
-    words += listed
-  return words
+  blocks: list[list[str]] = [[]]
+  for name, value in declared.items():
+    names = groups[_literal(value)]
+    if len(names) < (min(least, 4) if isinstance(value, Mapping) else least):
+      blocks[-1].append(f"{_literal(name)}: {_literal(value)},")
+    elif name == names[0]:
+      listed = [f"{_literal(each)}," for each in names]
+      listed[0] = f"**dict.fromkeys(({listed[0]}"
+      listed[-1] = f"{listed[-1].removesuffix(',')}), {_literal(value)}),"
+      blocks += [listed, []]
+  return [block for block in blocks if block]
 
 
 def _words(value: Any, prefix: str) -> list[str]:
@@ -304,6 +344,9 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   width = min(max(shutil.get_terminal_size((_WIDTH, 24)).columns, 80), _WIDTH)
   yield _head(sampled, files)
   yield report(sampled, plan, width)
+  if plan.side:
+    yield "In the config of the table that says who had what:"
+    yield side_table(plan, files, settings)
   if not plan.recipes:
     if arguments.out:
       raise UserError(f"{arguments.out} is not written: nothing says what to train on")
@@ -330,7 +373,9 @@ def main(argv: Sequence[str]) -> None:
   try:
     print(*run(arguments, command), sep="\n\n")
   except UserError as error:
-    text = re.sub(r"config\.format\.(\w+)", r"--\1", str(error))
+    text = str(error).replace(_REPAIR, "")
+    text = re.sub(r"config\.format\.names=\(.*?\)", "--names=…,…", text)
+    text = re.sub(r"config\.format\.(delimiter|encoding|names|quote)", r"--\1", text)
     parser.exit(2, f"error: {text}\n")
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,46 +11,12 @@ import pyarrow.compute as pc
 
 from ..errors import UserError
 from . import spec
+from .kinds import FEW_ROWS, ROW_ID, Proposal, feature, is_hinted, separator_of, tokens
 from .sample import Column, Sample
 
-_ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
-_FEW_ROWS = 20  # too few to call a column an id
-_FEW_INTEGERS = 32
-_LONG = 1e10  # integers beyond are ids
-_MANY, _TOO_MANY = 100_000, 1_000_000  # expected distinct values
-_HEAVY = 5.0  # 99th percentile by median
 _REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
 _SAME = 1.01  # distinct pairs of an id and a value per distinct id, for a value that an id has
 _EXAMPLES = 5
-
-_NAMES = {
-  "user": "user uid visitor customer client member account reader buyer viewer listener person",
-  "item": "item iid product movie film track song video book article sku asin listing recipe "
-  "business place location poi artist game restaurant",
-  "time": "time timestamp datetime date ts day when unixtime created at event",
-}
-_IDS = {"id", "ids", "code", "hash", "key"}  # words that a name may have besides
-_CODES = _IDS | {"zip", "zipcode", "postcode", "postal", "type", "cat", "category"}
-_SEPARATORS = {"|": 0.3, ";": 0.3, ",": 0.5, " ": 0.5}  # the share of rows that must have it
-
-
-class Proposal(NamedTuple):
-  """A column's role.
-
-  Attributes:
-    kind: of `spec.KINDS`; "" leaves the column out.
-    options: of the kind, where they differ from the defaults.
-    why: a few words.
-  """
-
-  kind: str
-  options: dict[str, Any]
-  why: str
-
-  @property
-  def declaration(self) -> Any:
-    """The value in `config.columns`."""
-    return {"kind": self.kind, **self.options} if self.options else self.kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +37,18 @@ class Plan:
   Attributes:
     columns: proposals by column, in the order of the table.
     settings: of the config besides files, format and columns.
+    missing: texts that mean no value, besides those of `Format`.
     recipes: names of the recipes that the config trains, the first being the one to try first.
     notes: sentences for the user.
+    side: "user" or "item" for a table with one row for each of them, "" for others.
   """
 
   columns: dict[str, Proposal]
   settings: dict[str, Any]
+  missing: tuple[str, ...]
   recipes: tuple[str, ...]
   notes: list[str]
+  side: str = ""
 
 
 def propose(sample: Sample, roles: Roles) -> Plan:
@@ -105,24 +75,32 @@ def propose(sample: Sample, roles: Roles) -> Plan:
     if name not in proposals:
       proposals[name] = feature(column, sample.total or sample.num_rows)
   proposals = {name: proposals[name] for name in columns}
-  settings = _rows_without(roles, columns, notes, sample)
-  placeholders = [
-    text for name, column in columns.items() for text in _replaced(column, proposals[name])
+  missing = [
+    text
+    for name, proposal in proposals.items()
+    if proposal.kind == "number"
+    for text in columns[name].placeholders
   ]
-  if placeholders:
-    settings["placeholders"] = tuple(dict.fromkeys(placeholders))
+  settings = _rows_without(roles, columns, notes, sample)
   recipes = _recipes(roles, proposals)
-  if roles.user and roles.item and not proposals[roles.item].options:
-    proposals = _with_sides(proposals, columns, roles)
+  if roles.user and roles.item:
+    if "separator" not in proposals[roles.item].options:
+      proposals = _with_sides(proposals, columns, roles)
+    settings |= _repeats(columns[roles.user].codes, columns[roles.item].codes, clicked, notes)
   if recipes and recipes[0] != "dlrm":
     proposals = {name: _of_a_side(proposal) for name, proposal in proposals.items()}
-  if len(recipes) > 0 and roles.user and roles.item:
-    settings |= _repeats(columns[roles.user].codes, columns[roles.item].codes, clicked, notes)
   if "dlrm" in recipes and roles.time and sample.is_all:
     settings |= _split(columns[roles.time], clicked, notes)
-  if not recipes:
-    notes.append(_ask(proposals, columns))
-  return Plan(proposals, settings, recipes, notes)
+  if missing:
+    notes.append(f"Taken for missing numbers: {', '.join(map(repr, dict.fromkeys(missing)))}.")
+  side = "" if recipes else _side_of_table(roles, columns)
+  if side:
+    notes.append(f"Each row is {'an item' if side == 'item' else 'a user'} of its own.")
+  elif not recipes:
+    notes.append(_ask(roles, proposals, columns))
+  if side == "item":
+    proposals = _with_title(proposals, columns, columns[roles.item])
+  return Plan(proposals, settings, tuple(dict.fromkeys(missing)), recipes, notes, side)
 
 
 def _check(roles: Roles, columns: Mapping[str, Column]) -> None:
@@ -147,8 +125,8 @@ def _check(roles: Roles, columns: Mapping[str, Column]) -> None:
 
 def _completed(roles: Roles, columns: Mapping[str, Column], notes: list[str]) -> Roles:
   """Returns the roles with user and item by their names and data, and the time."""
-  given = {roles.label, roles.user, roles.item, roles.time}
-  free = {name: column for name, column in columns.items() if name not in given}
+  named = {roles.label, roles.user, roles.item, roles.time}
+  free = {name: column for name, column in columns.items() if name not in named}
   pair = {
     side: getattr(roles, side) or next((n for n, c in free.items() if _is_id(c, side)), "")
     for side in ("user", "item")
@@ -164,27 +142,15 @@ def _completed(roles: Roles, columns: Mapping[str, Column], notes: list[str]) ->
       for name, column in free.items()
       if name not in pair.values() and not column.missing and _is_time(column)
     ]
-    times.sort(key=lambda name: not _hinted(name, "time"))  # stable
+    times.sort(key=lambda name: not is_hinted(name, "time"))  # stable
     roles = dataclasses.replace(roles, time=times[0] if times else "")
   return roles
 
 
-def _tokens(name: str) -> list[str]:
-  words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
-  return [word.lower() for word in words]
-
-
-def _hinted(name: str, role: str) -> bool:
-  words = _tokens(name)
-  core = [word for word in words if word not in _IDS | {"number", "no", "event"}] or words
-  known = _NAMES[role].split()
-  return all(word in known for word in core)
-
-
 def _is_id(column: Column, side: str) -> bool:
   is_discrete = column.stored in ("text", "number") and (column.numbers is None or column.is_whole)
-  repeats = 1 < column.distinct <= _ROW_ID * column.present
-  return is_discrete and repeats and not column.is_dated and _hinted(column.name, side)
+  repeats = 1 < column.distinct <= ROW_ID * column.present
+  return is_discrete and repeats and not column.is_dated and is_hinted(column.name, side)
 
 
 def _is_time(column: Column) -> bool:
@@ -192,7 +158,7 @@ def _is_time(column: Column) -> bool:
     return False
   if column.is_dated:
     return True
-  if not column.is_whole or column.placeholders or not _hinted(column.name, "time"):
+  if not column.is_whole or column.placeholders or not is_hinted(column.name, "time"):
     return False
   assert column.numbers is not None
   low, high = column.numbers.min(), column.numbers.max()
@@ -213,8 +179,8 @@ def _label(column: Column, positive: str, notes: list[str]) -> tuple[Proposal, n
     is_click = np.array([text == positive for text in texts])
   elif len(texts) == 1:
     raise UserError(
-      f"--label={name} has one value in the sample, {texts[0]!r}, and a label needs two: read more "
-      "with --rows, or leave the label out and give --user and --item"
+      f"--label={name} has one value in these rows, {texts[0]!r}, and a label needs two: read more "
+      "of a longer file with --rows, or leave the label out and give --user and --item"
     )
   elif all(text.lower() in spec.CLICKS + spec.NO_CLICKS for text in texts):
     is_click = np.array([text.lower() in spec.CLICKS for text in texts])
@@ -256,7 +222,7 @@ def _quoted(text: str) -> str:
 def _item(column: Column) -> Proposal:
   if column.stored == "list":
     return Proposal("item", {"separator": "|"}, "a list")
-  separator = _separator(column) if column.numbers is None else ""
+  separator = separator_of(column) if column.numbers is None else ""
   if separator:
     return Proposal("item", {"separator": separator}, f"several, cut at {separator!r}")
   return Proposal("item", {}, _many(column))
@@ -264,109 +230,6 @@ def _item(column: Column) -> Proposal:
 
 def _many(column: Column) -> str:
   return f"{column.present / column.distinct:.1f} rows each"
-
-
-def feature(column: Column, total: int) -> Proposal:
-  """Returns what a column without a role of its own is.
-
-  Args:
-    column: of the sample.
-    total: rows of the table.
-  """
-  if column.stored == "nested":
-    return Proposal("", {}, "holds structs")
-  if not column.present:
-    return Proposal("", {}, "no values")
-  if column.distinct == 1 and not column.missing:
-    return Proposal("", {}, "constant")
-  if column.stored == "list":
-    return Proposal("bag", {}, "lists")
-  if column.is_dated:
-    return Proposal("", {}, "a time, missing in places" if column.missing else "another time")
-  if column.numbers is not None:
-    return _number(column, total)
-  return Proposal("category", {}, "") if column.stored == "yes/no" else _text(column, total)
-
-
-def _number(column: Column, total: int) -> Proposal:
-  assert column.numbers is not None
-  distinct, present, words = column.distinct, column.present, set(_tokens(column.name))
-  tells_rows = distinct >= _ROW_ID * present and present >= _FEW_ROWS
-  largest = np.nanmax(np.abs(column.numbers))
-  if pc.any(pc.match_substring_regex(column.texts, r"^[+-]?0\d")).as_py():
-    return _category(column, total, "leading zeros")
-  if column.is_whole:
-    if distinct <= _FEW_INTEGERS and (distinct <= 3 or 5 * distinct <= present):
-      return _category(column, total, "few integers")
-    in_order = column.numbers[column.codes]
-    if tells_rows and (words & _CODES or largest >= _LONG or (np.diff(in_order) > 0).all()):
-      return Proposal("", {}, "each row has its own")
-    if words & _CODES:
-      return _category(column, total, "ids by name")
-    if largest >= _LONG:
-      return _category(column, total, "long integers")
-  if distinct <= 2:
-    return _category(column, total, "two values")
-  values = column.of_rows()
-  options: dict[str, Any] = {}
-  median, tail = np.quantile(values, (0.5, 0.99))
-  if values.min() >= 0 and values.max() >= 20 and tail > _HEAVY * max(median, 1.0):
-    options["log"] = True
-  if column.missing or column.placeholders:
-    options["missing"] = "indicator"
-  return Proposal("number", options, "heavy tail" if options.get("log") else "")
-
-
-def _text(column: Column, total: int) -> Proposal:
-  distinct, present = column.distinct, column.present
-  if _all_match(column.texts, r"^[+-]?[\d.]*\d,\d+$"):
-    return Proposal("", {}, "decimal commas")
-  if separator := _separator(column):
-    options = {} if separator == spec.Bag.separator else {"separator": separator}
-    return Proposal("bag", options, f"cut at {separator!r}")
-  num_words = pc.mean(pc.list_value_length(pc.utf8_split_whitespace(column.texts))).as_py()
-  if num_words >= 4 and distinct > present / 2 and present >= _FEW_ROWS:
-    return Proposal("", {}, "free text")
-  if distinct >= _ROW_ID * present and present >= _FEW_ROWS:
-    return Proposal("", {}, "each row has its own")
-  return _category(column, total, "")
-
-
-def _all_match(texts: pa.StringArray, pattern: str) -> bool:
-  return pc.all(pc.match_substring_regex(texts, pattern)).as_py()
-
-
-def _category(column: Column, total: int, why: str) -> Proposal:
-  """Returns a category, with what its number of values asks for."""
-  once = int((column.counts == 1).sum())
-  # Good 1953: the share of values seen once is the chance that the next one is new.
-  expected = column.distinct + once / column.present * max(total - column.rows, 0)
-  if expected > _TOO_MANY:
-    return Proposal("category", {"hash": _TOO_MANY}, f"about {_short(expected)} values")
-  if expected > _MANY:
-    return Proposal("category", {"min_count": 5}, f"about {_short(expected)} values")
-  return Proposal("category", {}, why)
-
-
-def _short(number: float) -> str:
-  return f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number / 1e3:.0f}k"
-
-
-def _separator(column: Column) -> str:
-  """Returns what cuts most texts into parts that repeat; "" if nothing does."""
-  for separator, share in _SEPARATORS.items():
-    parts, lengths = column.items(separator)
-    rows = column.counts[lengths > 1].sum()
-    counted = pc.value_counts(parts).field("counts").to_numpy()
-    if rows < share * column.present or len(counted) < 2:
-      continue
-    repeats = len(counted) < column.distinct and counted.sum() >= 2 * len(counted)
-    if separator == " ":  # titles and addresses have words of their own
-      once = (counted == 1).sum() / column.distinct
-      repeats &= once < 0.05 and 2 * len(counted) <= column.distinct
-    if repeats:
-      return separator
-  return ""
 
 
 def _rows_without(
@@ -378,10 +241,6 @@ def _rows_without(
   if absent:
     notes.append(f"Rows without a value are left out: {', '.join(absent)}.")
   return {"on_bad_row": "skip"} if absent or sample.skipped else {}
-
-
-def _replaced(column: Column, proposal: Proposal) -> tuple[str, ...]:
-  return column.placeholders if proposal.kind == "number" else ()
 
 
 def _recipes(roles: Roles, proposals: Mapping[str, Proposal]) -> tuple[str, ...]:
@@ -409,7 +268,7 @@ def _with_sides(
     if side == "item" and not title and _names_items(column, sides["item"]):
       title = name
       changed[name] = Proposal("title", {}, "of the item")
-    elif side and column.distinct >= _ROW_ID * sides[side].distinct and proposal.kind == "category":
+    elif side and column.distinct >= ROW_ID * sides[side].distinct and proposal.kind == "category":
       changed[name] = Proposal("", {}, f"as good as {sides[side].name}")
     elif side and issubclass(spec.KINDS.get(proposal.kind, spec.Kind), spec.Side):
       options = proposal.options | {"side": side}
@@ -424,18 +283,38 @@ def _side(column: Column, sides: Mapping[str, Column]) -> str:
     known = ids.codes >= 0
     pairs = ids.codes[known] * (column.distinct + 1) + column.codes[known] + 1
     evidence = known.sum() - ids.distinct
-    if evidence >= _FEW_ROWS and len(np.unique(pairs)) <= _SAME * ids.distinct:
+    if evidence >= FEW_ROWS and len(np.unique(pairs)) <= _SAME * ids.distinct:
       fitting.append((ids.distinct, side))
   return min(fitting)[1] if fitting else ""
+
+
+def _side_of_table(roles: Roles, columns: Mapping[str, Column]) -> str:
+  """Returns the side that the table has one row for each of, or ""."""
+  sides = [side for side in ("user", "item") if getattr(roles, side)]
+  column = columns[getattr(roles, sides[0])] if len(sides) == 1 else None
+  return sides[0] if column is not None and column.distinct == column.rows else ""
+
+
+def _with_title(
+  proposals: Mapping[str, Proposal], columns: Mapping[str, Column], items: Column
+) -> dict[str, Proposal]:
+  """Returns the proposals with the first text that is not used, and names items, as their title."""
+  names = (
+    name
+    for name, proposal in proposals.items()
+    if proposal.kind in ("", "category") and _names_items(columns[name], items)
+  )
+  title = next(names, None)
+  return {**proposals, **({title: Proposal("title", {}, "of the item")} if title else {})}
 
 
 def _names_items(column: Column, items: Column) -> bool:
   """Whether a text names items: nearly all have their own, and it has letters and words."""
   if column.stored != "text" or column.numbers is not None or column.is_dated:
     return False
-  if column.distinct < 0.8 * items.distinct:
+  if column is items or column.distinct < 0.8 * items.distinct:
     return False
-  is_named = bool(set(_tokens(column.name)) & {"title", "name"})
+  is_named = bool(set(tokens(column.name)) & {"title", "name"})
   return is_named or pc.mean(pc.match_substring(column.texts, " ").cast(pa.int8())).as_py() > 0.5
 
 
@@ -477,15 +356,15 @@ def _split(column: Column, clicked: np.ndarray, notes: list[str]) -> dict[str, A
   return {"split": {"by": "hash"}}
 
 
-def _ask(proposals: Mapping[str, Proposal], columns: Mapping[str, Column]) -> str:
-  labels = [name for name in proposals if columns[name].distinct == 2 and not columns[name].missing]
-  ids = sorted(
-    (name for name, proposal in proposals.items() if proposal.kind in ("category", "user", "item")),
-    key=lambda name: -columns[name].distinct,
-  )
-  labels_text = f" ({', '.join(labels[:_EXAMPLES])}?)" if labels else ""
-  ids_text = f" ({', '.join(ids[:_EXAMPLES])}?)" if ids else ""
+def _ask(roles: Roles, proposals: Mapping[str, Proposal], columns: Mapping[str, Column]) -> str:
+  """Returns the question that is left where no recipe fits, with columns that may answer it."""
+  named = {roles.user, roles.item, roles.time}
+  labels = [name for name, column in columns.items() if column.distinct == 2 and not column.missing]
+  ids = [name for name, each in proposals.items() if each.kind == "category" and name not in named]
+  ids.sort(key=lambda name: -columns[name].distinct)
+  sides = [side for side in ("user", "item") if not getattr(roles, side)]
+  listed = lambda names: f" ({', '.join(names[:_EXAMPLES])}?)" if names else ""
   return (
-    f"For a config, name what is predicted with --label{labels_text}, or --user and --item"
-    f"{ids_text}."
+    f"For a config, name the column that is predicted, --label{listed(labels)}, or "
+    f"{' and '.join(f'--{side}' for side in sides)}{listed(ids)}."
   )

@@ -19,6 +19,7 @@ from .values import as_lists, as_numbers, as_texts, plain, refusal
 JOIN = "\x1f"  # of the items of a list in its text
 _PLACES = 5  # files, or row groups of a Parquet file, that rows are read of
 _CHUNK = 20_000
+_BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
 _FEW_TEXTS = 3  # that stand for a missing value in a column of numbers
 
 
@@ -117,7 +118,7 @@ class Column:
   def type(self) -> str:
     """Returns the type that the values have."""
     if not self.distinct:
-      return "empty"
+      return "nested" if self.stored == "nested" else "empty"
     if self.numbers is not None:
       return "integer" if self.is_whole else "number"
     return "time" if self.is_dated else self.stored
@@ -158,7 +159,7 @@ def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
     num_rows: to read, at most.
 
   Raises:
-    DamagedFileError: a file cannot be read, or has no rows; names it.
+    DamagedFileError: a file or many of its rows cannot be read, or it has no rows; names it.
     UserError: the format does not fit the files.
   """
   names = columns_of(paths, format)
@@ -181,6 +182,9 @@ def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
     places += max(len(groups), 1)
     left -= min(rows, share)
     skipped += reader.skipped
+    if reader.num_skipped > _BAD * (rows + reader.num_skipped):
+      for _ in Reader([path], dict.fromkeys(names, "any"), format=format):
+        pass  # until it raises for the first bad row, and says what to write
   columns = [_column(name, [piece[name] for piece in pieces], format) for name in names]
   rows = columns[0].rows
   total = rows if is_all else _total(paths, columns)
