@@ -101,7 +101,7 @@ def _number(column: Column, total: int) -> Proposal:
     return _category(column, total, "leading zeros")
   if column.is_whole:
     if distinct <= _FEW_INTEGERS and (distinct <= 3 or 5 * distinct <= present):
-      return _category(column, total, "few integers")
+      return _category(column, total, "two values" if distinct <= 2 else "few integers")
     in_order = column.numbers[column.codes]
     if tells_rows and (is_named or largest >= _LONG or (np.diff(in_order) > 0).all()):
       return Proposal("", {}, "each row has its own")

@@ -229,7 +229,8 @@ def _item(column: Column) -> Proposal:
 
 
 def _many(column: Column) -> str:
-  return f"{column.present / column.distinct:.1f} rows each"
+  rows = column.present / column.distinct
+  return "one row each" if rows == 1 else f"{rows:.1f} rows each"
 
 
 def _rows_without(
