@@ -25,6 +25,8 @@ _NAMES = {
 }
 _IDS = {"id", "ids", "code", "hash", "key"}  # words that a name may have besides
 _CODES = _IDS | {"zip", "zipcode", "postcode", "postal", "type", "cat", "category"}
+_UNRELATED = {"birth", "born", "dob", "release", "released", "expiry", "expires", "founded"}
+_COMMAS = (r"^[+-]?[\d.]*\d(,\d+)?$", r"^[+-]?\d{1,3}(,\d{3})*(\.\d+)?$")  # not of a bag
 _SEPARATORS = {"|": 0.3, ";": 0.3, ",": 0.5, " ": 0.5}  # the share of rows that must have it
 
 
@@ -67,6 +69,11 @@ def is_hinted(name: str, role: str) -> bool:
   core = [word for word in words if word not in _IDS | {"number", "no", "event"}] or words
   known = _NAMES[role].split()
   return all(word in known for word in core)
+
+
+def is_unrelated(name: str) -> bool:
+  """Returns whether a time of that name is not when its row happened, as a date of birth."""
+  return bool(set(tokens(name)) & _UNRELATED)
 
 
 def feature(column: Column, total: int) -> Proposal:
@@ -125,8 +132,10 @@ def _number(column: Column, total: int) -> Proposal:
 
 def _text(column: Column, total: int) -> Proposal:
   distinct, present = column.distinct, column.present
-  if _all_match(column.texts, r"^[+-]?[\d.]*\d,\d+$"):
-    return Proposal("", {}, "decimal commas")
+  if any(_all_match(column.texts, pattern) for pattern in _COMMAS):
+    return Proposal("", {}, "numbers with commas")
+  if _all_match(column.texts, r"^\[.*\]$"):
+    return Proposal("", {}, "lists in brackets")
   if separator := separator_of(column):
     options = {} if separator == spec.Bag.separator else {"separator": separator}
     return Proposal("bag", options, f"cut at {separator!r}")

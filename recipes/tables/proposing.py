@@ -11,7 +11,16 @@ import pyarrow.compute as pc
 
 from ..errors import UserError
 from . import spec
-from .kinds import FEW_ROWS, ROW_ID, Proposal, feature, is_hinted, separator_of, tokens
+from .kinds import (
+  FEW_ROWS,
+  ROW_ID,
+  Proposal,
+  feature,
+  is_hinted,
+  is_unrelated,
+  separator_of,
+  tokens,
+)
 from .sample import Column, Sample
 
 _REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
@@ -134,13 +143,16 @@ def _completed(roles: Roles, columns: Mapping[str, Column], notes: list[str]) ->
   if all(pair.values()):
     guessed = [f"--{side}={name}" for side, name in pair.items() if not getattr(roles, side)]
     if guessed:
-      notes.append(f"By name and values: {' '.join(guessed)}.")
+      notes.append(f"Guessed by name and values: {' '.join(guessed)}.")
     roles = dataclasses.replace(roles, **pair)
   if not roles.time:
+    sides = {side: columns[name] for side, name in pair.items() if name}
     times = [
       name
       for name, column in free.items()
-      if name not in pair.values() and not column.missing and _is_time(column)
+      if name not in pair.values()
+      and _is_time(column)
+      and (is_hinted(name, "time") or not _side(column, sides))  # not a date of the item
     ]
     times.sort(key=lambda name: not is_hinted(name, "time"))  # stable
     roles = dataclasses.replace(roles, time=times[0] if times else "")
@@ -154,7 +166,7 @@ def _is_id(column: Column, side: str) -> bool:
 
 
 def _is_time(column: Column) -> bool:
-  if column.distinct < 2:
+  if column.missing or column.distinct < 2 or is_unrelated(column.name):
     return False
   if column.is_dated:
     return True

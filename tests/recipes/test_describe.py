@@ -112,6 +112,8 @@ def built(path, recipe, tmp_path):
     (list(range(7, 57)), ("", {})),
     (["a long text of many words, number " + str(i) for i in range(50)], ("", {})),
     (["1,5", "2,5", "3,1"] * 20, ("", {})),
+    (["1,500", "17", "2,300,000.5"] * 20, ("", {})),
+    (["['a', 'b']", "['b']"] * 20, ("", {})),
     (["2024-01-01", "2024-01-02"] * 20, ("", {})),
     (["a", "b", None] * 20, ("category", {})),
     ([1, 2, 3, 4] * 20, ("category", {})),
@@ -162,7 +164,7 @@ def test_a_click_table(tmp_path, capsys):
   assert "python -m recipes.describe" in text
   assert '# left out: "row_id", "same"' in text
   config = completed(out, "dlrm", tmp_path)
-  assert list(config.columns) == ["clicked", "user-agent.os", "price", "tags"]
+  assert set(config.columns) == {"clicked", "user-agent.os", "price", "tags"}
   assert config.columns.price.log
   assert built(out, "dlrm", tmp_path)["dense"] == ["price"]
 
@@ -194,6 +196,17 @@ def test_a_time_is_no_condition_of_towers(tmp_path, capsys):
   printed = look(capsys, write(tmp_path / "log.csv", columns))
   assert "recipes.two_tower" in printed
   assert "recipes.sequence" not in printed
+
+
+def test_the_time_is_when_a_row_happened(tmp_path):
+  columns = log_columns()
+  released = {item: f"1999-01-{1 + int(item[1:]) % 28:02d}" for item in columns["product"]}
+  columns = {"date_of_birth": ["2001-02-03", "1980-04-05"] * 1500, **columns}
+  columns = {"published": [released[item] for item in columns["product"]], **columns}
+  read = sample.read([write(tmp_path / "log.csv", columns)], Format(), 5000)
+  plan = proposing.propose(read, Roles())
+  assert plan.columns["seen_at"].kind == "time"
+  assert (plan.columns["published"].kind, plan.columns["date_of_birth"].kind) == ("", "")
 
 
 def test_ratings_serve_all_recipes(tmp_path, capsys):
