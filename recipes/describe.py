@@ -8,6 +8,7 @@ be used for, and writes a config of at most 30 lines, which trains as it is and 
 
 import argparse
 import json
+import os
 import re
 import shlex
 import shutil
@@ -21,10 +22,10 @@ import numpy as np
 from .errors import UserError
 from .tables import proposing, sample
 from .tables.finding import file_format, paths
-from .tables.formats import Format
+from .tables.formats import Format, find_delimiter, records
 from .tables.proposing import Plan, Proposal, Roles
-from .tables.reading import columns_of
 from .tables.sample import JOIN, Column, Sample
+from .tables.streams import Stream
 
 _WIDTH = 100  # of the config, and of the report at most
 _LINES = 30  # of the config
@@ -222,10 +223,14 @@ def _blocks(declared: Mapping[str, Any], least: int) -> list[list[str]]:
 
 def _words(value: Any, prefix: str) -> list[str]:
   """Returns the literal of a setting in pieces that lines may break between."""
+  if isinstance(value, Mapping):
+    words = [word for key, each in value.items() for word in _words(each, f"{_literal(key)}: ")]
+    words[0] = f"{prefix}{{{words[0]}"
+    return [*words[:-1], f"{words[-1].removesuffix(',')}}},"]
   if not isinstance(value, tuple) or len(value) == 1:
     return [f"{prefix}{_literal(value)},"]
   words = [f"{_literal(each)}," for each in value]
-  return [f"{prefix}({words[0]}", *words[1:-1], f"{words[-1]}),"]
+  return [f"{prefix}({words[0]}", *words[1:-1], f"{words[-1].removesuffix(',')}),"]
 
 
 def _literal(value: Any) -> str:
@@ -261,16 +266,24 @@ def _head(sampled: Sample, files: Sequence[str]) -> str:
   return f"{named}: {len(sampled.columns)} columns, {rows}"
 
 
-def _check_header(data_files: Sequence[Path], format: Format) -> None:
+def _first_line(path: Path, format: Format) -> list[str]:
+  """Returns the fields of the first line of a text file, [] of another file."""
+  if file_format(path) in ("Parquet", "ArrayRecord"):
+    return []
+  with Stream(path, format.encoding) as stream:
+    text = stream.peek().decode("utf-8", "replace")
+  delimiter = format.delimiter or find_delimiter(text, path, format)
+  return next(records(text, delimiter, format.quote, strict=False))
+
+
+def _check_header(path: Path, format: Format) -> None:
   """Raises UserError where the first line of a text file seems a row."""
-  if file_format(data_files[0]) in ("Parquet", "ArrayRecord") or format.names:
-    return
-  names = columns_of(data_files, format)
-  are_numbers = sum(bool(re.fullmatch(r"[-+.\d]+", name)) for name in names)
-  if 2 * are_numbers > len(names):
+  fields = [] if format.names else _first_line(path, format)
+  are_numbers = sum(bool(re.fullmatch(r"[-+.\d]+", field.strip())) for field in fields)
+  if 2 * are_numbers > len(fields):
     raise UserError(
-      f"{data_files[0]}: the first line seems a row, not a header: name its {len(names)} columns, "
-      "as --names=user,item,…"
+      f"{path}: the first line seems a row, not a header: name its {len(fields)} columns, as "
+      "--names=user,item,…, or call them c1, c2, … with --no_header"
     )
 
 
@@ -291,6 +304,7 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument("--force", action="store_true", help="write over the file of --out")
   parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
   parser.add_argument("--names", default="", help="of the columns, where no header names them")
+  parser.add_argument("--no_header", action="store_true", help="call the columns c1, c2, …")
   parser.add_argument("--delimiter", default="", help="between fields, where it is not found")
   parser.add_argument("--encoding", default="", help="of text files that are not in UTF-8")
   parser.add_argument("--quote", default=None, help="around fields; '' gives quotes no meaning")
@@ -337,7 +351,10 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     raise UserError(f"--rows={arguments.rows}: read one row or more")
   files, settings = _files(arguments.files), _format(arguments)
   data_files, format = paths(files), Format(**settings)
-  _check_header(data_files, format)
+  if arguments.no_header and (fields := _first_line(data_files[0], format)):
+    settings = {"names": tuple(f"c{place}" for place in range(1, len(fields) + 1)), **settings}
+    format = Format(**settings)
+  _check_header(data_files[0], format)
   sampled = sample.read(data_files, format, arguments.rows)
   roles = (arguments.label, arguments.user, arguments.item, arguments.time, arguments.positive)
   plan = proposing.propose(sampled, Roles(*roles))
@@ -349,7 +366,7 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     yield side_table(plan, files, settings)
   if not plan.recipes:
     if arguments.out:
-      raise UserError(f"{arguments.out} is not written: nothing says what to train on")
+      raise UserError(f"{arguments.out} is not written. {plan.notes[-1]}")
     return
   if not arguments.out:
     first = commands(plan, "my.py")[0]
@@ -371,7 +388,9 @@ def main(argv: Sequence[str]) -> None:
     ["python", "-m", f"{__package__}.describe", *(a for a in argv if a != "--force")]
   )
   try:
-    print(*run(arguments, command), sep="\n\n")
+    print(*run(arguments, command), sep="\n\n", flush=True)
+  except BrokenPipeError:  # of `| head`; Python would fail once more at its exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   except UserError as error:
     text = str(error).replace(_REPAIR, "")
     text = re.sub(r"config\.format\.names=\(.*?\)", "--names=…,…", text)

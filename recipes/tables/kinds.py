@@ -111,7 +111,7 @@ def _number(column: Column, total: int) -> Proposal:
       return _category(column, total, "two values" if distinct <= 2 else "few integers")
     in_order = column.numbers[column.codes]
     if tells_rows and (is_named or largest >= _LONG or (np.diff(in_order) > 0).all()):
-      return Proposal("", {}, "each row has its own")
+      return Proposal("", {}, "unique per row")
     if is_named:
       return _category(column, total, "ids by name")
     if largest >= _LONG:
@@ -143,7 +143,7 @@ def _text(column: Column, total: int) -> Proposal:
   if num_words >= 4 and distinct > present / 2 and present >= FEW_ROWS:
     return Proposal("", {}, "free text")
   if distinct >= ROW_ID * present and present >= FEW_ROWS:
-    return Proposal("", {}, "each row has its own")
+    return Proposal("", {}, "unique per row")
   return _category(column, total, "")
 
 

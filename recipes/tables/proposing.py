@@ -336,7 +336,7 @@ def _of_a_side(proposal: Proposal) -> Proposal:
   if issubclass(spec.KINDS.get(proposal.kind, spec.Kind), spec.Side) and not (
     proposal.kind in ("user", "item") or "side" in proposal.options
   ):
-    return Proposal("", {}, "of neither user nor item")
+    return Proposal("", {}, "varies by row")
   return proposal
 
 

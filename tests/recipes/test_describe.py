@@ -155,7 +155,7 @@ def test_a_click_table(tmp_path, capsys):
   lines = {line.split("  ")[0]: line for line in printed.splitlines()}
   assert "6 columns, all 600 rows" in printed
   assert max(len(line) for line in lines.values() if str(tmp_path) not in line) <= 100
-  assert "left out: each row has its own" in lines["row_id"]
+  assert "left out: unique per row" in lines["row_id"]
   assert "left out: constant" in lines["same"]
   assert "number, log: heavy tail" in lines["price"]
   assert "bag: cut at '|'" in lines["tags"]
@@ -333,7 +333,7 @@ def test_a_config_is_not_overwritten(tmp_path, capsys):
     (["--user=same", "--item=same"], "are both 'same'"),
     (["--label=clicked", "--time=tags"], "a time is a number that grows"),
     (["--label=clicked", "--out=my"], "a config is a Python file: --out=my.py"),
-    (["--out=my.py"], "my.py is not written: nothing says what to train on"),
+    (["--out=my.py"], "my.py is not written. For a config, name the column that is"),
     (["--rows=0"], "read one row or more"),
     (["--delimiter=;", "--quote=;"], "--delimiter"),
     (["--encoding=utf-99"], "--encoding='utf-99' is unknown"),
@@ -352,6 +352,9 @@ def test_a_first_line_that_is_a_row(tmp_path, capsys):
   assert "name its 4 columns, as --names=" in refused(capsys, path)
   printed = look(capsys, path, "--names=user,item,rating,time")
   assert "recipes.sequence" in printed
+  out = tmp_path / "my.py"
+  assert "c4" in look(capsys, path, "--no_header", "--user=c1", "--item=c2", f"--out={out}")
+  assert completed(out, "two_tower", tmp_path).format.names == ("c1", "c2", "c3", "c4")
 
 
 def test_nothing_to_train_on_asks(tmp_path, capsys):
