@@ -17,6 +17,9 @@ nothing. Any setting can be given: --config.batch_size=4096.
 
 _COMMANDS = {
   f"{__package__}.minimal": "columns to a tested model in one file, to read and to copy",
+  f"{__package__}.describe FILE": "a first look at your own table, and a config that trains on it",
+  f"{__package__}.export runs/mine --out=served": "a run on a table, to answer raw rows",
+  f"{__package__}.predict served < rows.csv": "scores or recommendations for raw rows",
   f"{__package__}.report runs/dlrm": "the curves and the metrics of finished runs",
   "embed inspect runs/dlrm": "the tables in a run's checkpoint",
   "embed check": "lookups, gradients and optimizers of this installation",

@@ -18,7 +18,6 @@ from .fitting import Moments
 from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table
 
-_CLICK, _NONE = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
 
@@ -240,7 +239,8 @@ def label_of(texts: pa.Array, kind: spec.Label) -> np.ndarray:
   if kind.positive:
     return _member(texts, kind.positive).astype(np.int8)
   lower = pc.utf8_lower(texts)
-  return np.where(_member(lower, _CLICK), 1, np.where(_member(lower, _NONE), 0, -1)).astype(np.int8)
+  is_none = _member(lower, spec.NO_CLICKS)
+  return np.where(_member(lower, spec.CLICKS), 1, np.where(is_none, 0, -1)).astype(np.int8)
 
 
 def _numbers(texts: pa.Array) -> np.ndarray:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from ..errors import UserError
 
 SIDES = ("", "user", "item")
+CLICKS, NO_CLICKS = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")  # in lower case
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

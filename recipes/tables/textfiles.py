@@ -85,7 +85,8 @@ class TextFile:
       places = [place for place, name in enumerate(names, start=1) if name == duplicate]
       raise DamagedFileError(
         f"{self.path}: the header names columns {places[0]} and {places[1]} "
-        f"{duplicate!r}. Rename one."
+        f"{duplicate!r}. Rename one, or if that line is a row, name the columns: "
+        "config.format.names=('…', '…')."
       )
     return names
 
