@@ -292,7 +292,7 @@ def main(argv: Sequence[str]) -> None:
     "--platforms", default=",".join(PLATFORMS), help="that can predict; default: %(default)s"
   )
   arguments = parser.parse_args(argv)
-  logging.set_verbosity(logging.WARNING)  # Orbax logs a page
+  logging.set_verbosity(logging.ERROR)  # Orbax logs a page, and warns of files that it can do without
   platforms = tuple(filter(None, arguments.platforms.split(",")))
   try:
     out = export(arguments.run, arguments.out, ann=arguments.ann, platforms=platforms)

@@ -5,10 +5,10 @@
 
 Rows have the header of the training file, in any order of columns; columns that training has not
 read may be there, and label, weight, split and time may be missing. They are written in their
-order, as they were read, in UTF-8, with the delimiter that they have (Parquet: a comma): dlrm adds
-`score`, the probability of a click; two_tower and sequence add `item_1`, `score_1`, `title_1` (where
-a title is declared), `item_2`, … of raw ids. The package `recipes.serving`, which does the same from
-Python, says what is done with unknown and missing values.
+order, as they were read, in UTF-8, with the delimiter that they have (Parquet: a comma). dlrm adds
+`score`, the probability of a click; two_tower and sequence add `item_1`, `score_1`, `title_1`
+(where a title is declared), `item_2`, … of raw ids. The package `recipes.serving`, which does the
+same from Python, says what is done with unknown and missing values.
 
 A row that cannot be read is an error, which names row and column. With --on_bad_row=skip it is
 written without predictions; of a row with too many fields the last ones are cut off.

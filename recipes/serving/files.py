@@ -185,8 +185,8 @@ def open_rows(path: str, stdin: Any, format: Format) -> TextRows | ParquetRows:
     raise MissingFileError(f"{file} does not exist, or is no file")
   if file.suffix.lower() in (".parquet", ".pq"):
     return ParquetRows(file)
-  stream: Any = gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")
-  return TextRows(stream, str(file), format)
+  is_gzip = file.suffix.lower() == ".gz"
+  return TextRows((gzip.open if is_gzip else open)(file, "rb"), str(file), format)
 
 
 class Writer:
