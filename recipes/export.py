@@ -157,7 +157,8 @@ def _restore(workdir: Path, step: int, model: nnx.Module) -> None:
     raise MissingFileError(f"{path} is missing, the state that was tested: train again")
   try:
     embed.checkpoint.restore(path, model=model)
-  except (ValueError, OSError, KeyError, TypeError, RuntimeError) as error:
+  # Orbax has no exception of its own for files that are damaged.
+  except (ValueError, OSError, LookupError, TypeError, AttributeError, RuntimeError) as error:
     reason = str(error).strip().partition("\n")[0]
     raise DamagedFileError(f"{path} cannot be restored ({reason}): train again") from error
 
@@ -292,7 +293,7 @@ def main(argv: Sequence[str]) -> None:
     "--platforms", default=",".join(PLATFORMS), help="that can predict; default: %(default)s"
   )
   arguments = parser.parse_args(argv)
-  logging.set_verbosity(logging.ERROR)  # Orbax logs a page, and warns of files that it can do without
+  logging.set_verbosity(logging.ERROR)  # Orbax warns of files that it can do without
   platforms = tuple(filter(None, arguments.platforms.split(",")))
   try:
     out = export(arguments.run, arguments.out, ann=arguments.ann, platforms=platforms)

@@ -125,20 +125,20 @@ def predict(
   """
   model = serving.load(folder)
   format = model.served.text_format
-  rows = files.open_rows(path, sys.stdin.buffer, format)
-  predictions, writer = _Predictions(model, top, on_bad_row), files.Writer(out, rows, format)
-  added = predictions.names()
-  files.check_names(rows.names, added, rows.source)
-  is_written = not rows.has_header
-  for chunk in rows:
-    for fields, new in zip(chunk.fields, predictions.add(chunk, rows.source), strict=True):
-      if not is_written:
-        writer.write(rows.names, added)
-        is_written = True
-      writer.write(fields, new)
-    out.flush()
-  if not is_written:
-    writer.write(rows.names, added)
+  predictions = _Predictions(model, top, on_bad_row)
+  with files.open_rows(path, sys.stdin.buffer, format) as rows:
+    writer, added = files.Writer(out, rows, format), predictions.names()
+    files.check_names(rows.names, added, rows.source)
+    is_written = not rows.has_header
+    for chunk in rows:
+      for fields, new in zip(chunk.fields, predictions.add(chunk, rows.source), strict=True):
+        if not is_written:
+          writer.write(rows.names, added)
+          is_written = True
+        writer.write(fields, new)
+      out.flush()
+    if not is_written:
+      writer.write(rows.names, added)
   return predictions.notes()
 
 

@@ -75,11 +75,12 @@ def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[str, Way]]:
 
 def require(columns: Sequence[str], needed: Sequence[str], source: str) -> None:
   """Raises UserError where a column is missing; names it and what is most like it."""
-  for name in needed:
-    if name not in columns:
-      close = difflib.get_close_matches(name, columns, 1)
-      hint = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(columns) or 'none'}."
-      raise UserError(f"{source} has no column {name!r}, which training has read. {hint}")
+  missing = [name for name in needed if name not in columns]
+  if missing:
+    close = difflib.get_close_matches(missing[0], columns, 1)
+    hint = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(columns) or 'none'}."
+    names = ", ".join(map(repr, missing))
+    raise UserError(f"{source} has no column {names}, which training has read. {hint}")
 
 
 def read(

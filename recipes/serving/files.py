@@ -1,5 +1,6 @@
 """Rows of files and streams, in chunks, and the same rows written back with more columns."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -64,8 +65,8 @@ class TextRows:
     self.delimiter = format.delimiter or find_delimiter(text, Path(source), format)
     self.by_line = format.rest or len(self.delimiter) > 1
     encoding = "utf-8-sig" if format.encoding.lower() in ("utf-8", "utf8") else format.encoding
-    lines = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
-    self._records = self._cut(lines)
+    self._lines = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
+    self._records = self._cut(self._lines)
     first = next(self._records, None)
     if first is None:
       raise DamagedFileError(f"{source} is empty: it needs a header, and rows")
@@ -104,6 +105,10 @@ class TextRows:
     raise DamagedFileError(
       f"{self.source}: a quote is not closed, in the last row that is read or before. Close it"
     )
+
+  def detach(self) -> None:
+    """Leaves the stream, which would be closed with the rows."""
+    self._lines.detach()
 
   def __iter__(self) -> Iterator[Chunk]:
     first_row = 1
@@ -149,12 +154,12 @@ class ParquetRows:
 
   has_header, by_line, delimiter = True, False, ","
 
-  def __init__(self, path: Path):
-    self.source = str(path)
+  def __init__(self, stream: IO[bytes], source: str):
+    self.source = source
     try:
-      self._file = pq.ParquetFile(path)
+      self._file = pq.ParquetFile(stream)
     except (pa.ArrowException, OSError) as error:
-      raise DamagedFileError(f"{path} is no whole Parquet file ({error})") from error
+      raise DamagedFileError(f"{source} is no whole Parquet file ({error})") from error
     self.names = tuple(self._file.schema_arrow.names)
 
   def __iter__(self) -> Iterator[Chunk]:
@@ -172,21 +177,28 @@ def _shown(value: Any) -> str:
   return "|".join(map(_shown, value)) if isinstance(value, list) else str(value)
 
 
-def open_rows(path: str, stdin: Any, format: Format) -> TextRows | ParquetRows:
+@contextlib.contextmanager
+def open_rows(path: str, stdin: Any, format: Format) -> Iterator[TextRows | ParquetRows]:
   """Opens a file of rows by its suffix, text if it is no other; "-" is the standard input.
 
   Raises:
     UserError: the file does not exist, or holds no rows.
   """
   if path == "-":
-    return TextRows(stdin, "standard input", format)
+    rows = TextRows(stdin, "standard input", format)
+    yield rows
+    rows.detach()
+    return
   file = Path(path).expanduser()
   if not file.is_file():
     raise MissingFileError(f"{file} does not exist, or is no file")
-  if file.suffix.lower() in (".parquet", ".pq"):
-    return ParquetRows(file)
-  is_gzip = file.suffix.lower() == ".gz"
-  return TextRows((gzip.open if is_gzip else open)(file, "rb"), str(file), format)
+  suffix = file.suffix.lower()
+  opened: Any = gzip.open(file) if suffix == ".gz" else file.open("rb")
+  with opened as stream:
+    if suffix in (".parquet", ".pq"):
+      yield ParquetRows(stream, str(file))
+    else:
+      yield TextRows(stream, str(file), format)
 
 
 class Writer:

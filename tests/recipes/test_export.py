@@ -1,5 +1,6 @@
 """Exported models answer raw rows as the model in the run's process answers the prepared data."""
 
+import itertools
 import json
 import shutil
 
@@ -27,7 +28,7 @@ def clicks(tmp_path_factory):
   return training, folder / "run", file
 
 
-@pytest.mark.parametrize("model", ["dcnv2", "dlrm"])
+@pytest.mark.parametrize("model", ["dcnv2", pytest.param("dlrm", marks=pytest.mark.full)])
 def test_a_click_model_scores_raw_rows_as_its_run_does(model, clicks, tmp_path):
   from recipes.dlrm import data as data_lib
   from recipes.dlrm import train
@@ -79,7 +80,7 @@ def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
     "who": users,
     "history": [
       items[data.columns["item"][start:stop]].tolist()
-      for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
+      for start, stop in itertools.pairwise(offsets)
     ],
   }
   answers = served.recommend(rows, top=10)
@@ -90,7 +91,9 @@ def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   assert answers.titles[0, 0] == f"No. {answers.items[0, 0][1:]}, the film"
 
 
-@pytest.mark.parametrize("model", ["sasrec", "hstu", "bert4rec"])
+@pytest.mark.parametrize(
+  "model", ["sasrec", pytest.param("hstu", marks=pytest.mark.full), "bert4rec"]
+)
 def test_sequence_models_rank_raw_rows_as_their_run_does(model, tmp_path):
   from recipes.sequence import data as data_lib
   from recipes.sequence import model as model_lib

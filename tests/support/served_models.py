@@ -71,10 +71,10 @@ def run_of(recipe, table, workdir):
   defaults = importlib.import_module(f"recipes.{recipe}.defaults").DEFAULTS
   table = {"cache_dir": str(workdir.parent / "cache"), "epochs": 1} | table
   config = settings.complete(table, defaults)
-  config.table.init_scale = 0.5
+  config.table.init_scale = 0.2
   training = importlib.import_module(f"recipes.{recipe}.train").prepare(config, None)
   keys = iter(jax.random.split(jax.random.key(7), 1000))
-  noisy = lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape)
+  noisy = lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape)
   nnx.update(training.model, jax.tree.map(noisy, nnx.state(training.model, nnx.Param)))
   workdir.mkdir(parents=True)
   progress = Progress(step=3, best_step=3)
