@@ -187,14 +187,20 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
   """Returns the page that tells how to use the folder."""
   is_click, package = about["recipe"] == "dlrm", __package__
   call = "model.predict(rows)" if is_click else "model.recommend(rows, top=10).items"
-  adds = "a column `score`" if is_click else "columns `item_1`, `score_1`, … by `--top=10`"
+  read = ", ".join(f"`{name}`" for name in about["header"])
+  adds = (
+    f"a column `score` to rows with the columns {read}, in any order; label, weight, split and time "
+    "may be missing"
+    if is_click
+    else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of the "
+    "user, as training rows do, or have a `history`: raw ids of items, separated by `|`"
+  )
   return f"""# A model of {workdir.name}: {about["recipe"]}, step {about["step"]}
 
     {about["install"]}
     python -m {package}.predict FOLDER < rows.csv > out.csv
 
-adds {adds} to rows with the columns {", ".join(f"`{name}`" for name in about["header"])}, in any
-order; label, weight, split and time may be missing. The same in Python:
+adds {adds}. The same in Python:
 
     from {package} import serving
     model = serving.load("FOLDER")
@@ -213,7 +219,7 @@ def _dlrm(config: ConfigDict, serve: Path) -> _Parts:
   columns = {"dense": np.zeros((0, num_dense), np.float32)}
   data = data_lib.ClickData(columns, {}, features, {}, {})
   model = train.build_model(steps_of_data(config, _MANY), data)
-  row = {
+  row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
     "dense": np.zeros((2, num_dense), np.float32),
     "ids": np.full((2, sum(feature.valency for feature in features)), -1, np.int32),

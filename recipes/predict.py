@@ -18,7 +18,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -58,7 +58,11 @@ class _Predictions:
       raise UserError(bad_row(source, chunk.first_row + index, chunk.faults[index]))
     self.rows += len(chunk.fields)
     faulty = np.isin(np.arange(len(chunk.fields)), list(chunk.faults))
-    about = {"on_bad_row": self._on_bad_row, "source": source, "first_row": chunk.first_row}
+    about: dict[str, Any] = {
+      "on_bad_row": self._on_bad_row,
+      "source": source,
+      "first_row": chunk.first_row,
+    }
     blank = [""] * len(self.names())
     if isinstance(self._model, serving.ClickModel):
       scores = self._model.predict(chunk.columns, **about)
@@ -86,7 +90,7 @@ class _Predictions:
     if self.num_popular:
       notes.append(
         f"{self.num_popular:,} of them name no known user, feature or history, and have the most "
-        "popular items of training, without scores"
+        "popular items, without scores"
       )
     if self.num_unknown_items:
       notes.append(f"{self.num_unknown_items:,} items of histories are unknown to training")

@@ -193,8 +193,8 @@ def open_rows(path: str, stdin: Any, format: Format) -> Iterator[TextRows | Parq
   if not file.is_file():
     raise MissingFileError(f"{file} does not exist, or is no file")
   suffix = file.suffix.lower()
-  opened: Any = gzip.open(file) if suffix == ".gz" else file.open("rb")
-  with opened as stream:
+  open_file: Any = gzip.open if suffix == ".gz" else open
+  with open_file(file, "rb") as stream:
     if suffix in (".parquet", ".pq"):
       yield ParquetRows(stream, str(file))
     else:

@@ -15,6 +15,7 @@ from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import spec
 from ..tables.formats import Format
 
+PACKAGE = __package__.rpartition(".")[0]
 FORMAT = 1
 NAME = "served.json"
 TRANSFORMS = "transforms"
@@ -44,7 +45,7 @@ class Served:
     path = Path(folder) / NAME
     if not path.exists():
       raise MissingFileError(
-        f"{path.parent} has no {NAME}: `python -m recipes.export RUN --out={path.parent}` writes it"
+        f"{path.parent} has no {NAME}: `python -m {PACKAGE}.export RUN --out={path.parent}` writes it"
       )
     about = arrays.read_json(path, ": export the run again")
     if not isinstance(about, dict) or about.get("format") != FORMAT:
@@ -69,8 +70,9 @@ class Served:
   @functools.cached_property
   def text_format(self) -> Format:
     """The format of the training rows, where they were text."""
-    values = self.about["text"]
-    return Format(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    values: dict[str, Any] = dict(self.about["text"])
+    values |= {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
+    return Format(**values)
 
   @functools.cached_property
   def arrays(self) -> dict[str, jax.Array]:

@@ -32,8 +32,8 @@ class Recommended:
     items: raw ids, object `[N, top]`, None where there are fewer candidates.
     scores: float32 `[N, top]`, NaN where there is no item, or no score.
     titles: object `[N, top]`, None where training has declared no title.
-    is_popular: bool `[N]`, rows that name nothing known: they have the most popular items of
-      training, without scores.
+    is_popular: bool `[N]`, rows that name nothing known: they have the most popular items, without
+      scores.
     is_bad: bool `[N]`, rows that cannot be read and are left out.
     num_unknown_items: items of histories that training has not seen.
   """

@@ -11,6 +11,7 @@ from served_models import CLICKS, LOG, run_of, write_clicks, write_log
 
 from recipes import export, retrieval, serving
 from recipes.errors import UserError
+from recipes.tables import settings
 
 SMALL = {"batch_size": 64, "dim": 8}
 
@@ -121,6 +122,45 @@ def test_sequence_models_rank_raw_rows_as_their_run_does(model, tmp_path):
   assert len(users) == 1000
   np.testing.assert_allclose(answers.scores, np.concatenate(scores), atol=1e-6, rtol=1e-6)
   assert np.mean(answers.items == items[np.concatenate(ids)]) > 0.999
+
+
+def test_an_approximate_index_finds_what_the_exact_one_does(tmp_path):
+  pytest.importorskip("usearch")
+  file = write_log(tmp_path / "log.csv", users=60)
+  run_of("two_tower", SMALL | {"files": str(file), "columns": LOG}, tmp_path / "run")
+  exact, near = (
+    serving.load(export.export(tmp_path / "run", tmp_path / str(ann), ann=ann))
+    for ann in (False, True)
+  )
+  assert near.served.about["install"].endswith(" usearch")
+  rows = {"who": [f"u{i}" for i in range(20)] + ["new"]}
+  answers, expected = near.recommend(rows, top=50), exact.recommend(rows, top=50)
+  np.testing.assert_array_equal(answers.items, expected.items)
+  np.testing.assert_allclose(answers.scores, expected.scores, atol=1e-6)
+
+
+@pytest.mark.full
+def test_a_trained_run_is_exported_by_the_command(tmp_path, capsys):
+  from recipes.dlrm import defaults, train
+
+  table = {
+    "files": str(write_clicks(tmp_path / "clicks.csv", rows=400)),
+    "columns": CLICKS,
+    "epochs": 2,
+    "cache_dir": str(tmp_path / "cache"),
+    "baseline": {"max_rows": 0},
+  }
+  result = train.run(settings.complete(table, defaults.DEFAULTS), str(tmp_path / "run"))
+  shutil.rmtree(tmp_path / "cache")
+  (tmp_path / "clicks.csv").rename(tmp_path / "rows.csv")
+  export.main([str(tmp_path / "run"), f"--out={tmp_path / 'served'}", "--platforms=cpu"])
+  assert str(tmp_path / "served") in capsys.readouterr().out
+  rows = read_rows(tmp_path / "rows.csv")
+  scores = serving.load(tmp_path / "served").predict(rows)
+  test = [i for i, row in enumerate(rows) if row["part"] == "test"]
+  labels = np.array([float(rows[i]["clicked"]) for i in test])
+  logloss = -np.mean(np.log(np.where(labels == 1, scores[test], 1 - scores[test])))
+  np.testing.assert_allclose(logloss, result["metrics"]["test_logloss"], rtol=1e-5)
 
 
 def test_the_folder_says_what_it_holds_and_needs(clicks, tmp_path):
