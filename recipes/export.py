@@ -80,6 +80,9 @@ def export(
     UserError: the run is of no table, has not ended, or is damaged; or `out` holds other files.
   """
   workdir, out = Path(workdir), Path(out)
+  unknown = set(platforms) - {*PLATFORMS, "rocm"}
+  if unknown or not platforms:
+    raise UserError(f"--platforms is {','.join(platforms)!r}: choose of {', '.join(PLATFORMS)}")
   config, result = _opened(workdir)
   _check_out(out)
   recipe, serve = result["recipe"], workdir / "serve"
@@ -189,11 +192,11 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
   call = "model.predict(rows)" if is_click else "model.recommend(rows, top=10).items"
   read = ", ".join(f"`{name}`" for name in about["header"])
   adds = (
-    f"a column `score` to rows with the columns {read}, in any order; label, weight, split and time "
-    "may be missing"
+    f"a column `score` to rows with the columns {read}, in any order; label, weight, split and "
+    "time may be missing"
     if is_click
-    else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of the "
-    "user, as training rows do, or have a `history`: raw ids of items, separated by `|`"
+    else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of "
+    "the user, as training rows do, or have a `history`: raw ids of items, separated by `|`"
   )
   return f"""# A model of {workdir.name}: {about["recipe"]}, step {about["step"]}
 

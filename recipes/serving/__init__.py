@@ -24,8 +24,8 @@ is the mean of training, and a user or item that the table of its own lacks has 
     with a limit see what they see in evaluation: two_tower `config.eval_history` items, evenly
     thinned out, sequence the last `config.max_length`.
   A user that training has not seen counts by features and history. A feature counts if its value
-    has a vector, as an unknown category with `oov` rows has. A row with neither has the most popular
-    items of all interactions, and blank scores.
+    has a vector, as an unknown category with `oov` rows has. A row with neither has the most
+    popular items of all interactions, and blank scores.
   Items in the history are left out if `config.exclude_seen` was True in training.
   Where fewer than `top` items are left, the rest is blank. A score is a dot product of vectors, and
     compares items of one row.

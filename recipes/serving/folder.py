@@ -45,7 +45,8 @@ class Served:
     path = Path(folder) / NAME
     if not path.exists():
       raise MissingFileError(
-        f"{path.parent} has no {NAME}: `python -m {PACKAGE}.export RUN --out={path.parent}` writes it"
+        f"{path.parent} has no {NAME}, which `python -m {PACKAGE}.export RUN --out={path.parent}` "
+        "writes"
       )
     about = arrays.read_json(path, ": export the run again")
     if not isinstance(about, dict) or about.get("format") != FORMAT:

@@ -199,6 +199,7 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
 
   assert "is no run" in error(tmp_path)
   assert "--ann is for the items" in error(run, ann=True)
+  assert "--platforms is 'gpu'" in error(run, platforms=("gpu",))
   other = edited(run, tmp_path / "1", dataset="criteo")
   assert "is a run on 'criteo'" in error(other)
   unfinished = edited(run, tmp_path / "2")
