@@ -13,11 +13,11 @@ _MORE = """\
 says what it reproduces, what it costs, what it reached and by which command. Any setting can be
 given: --config.batch_size=4096.
 
-python -m recipes.report runs/dlrm   the curves and the metrics of finished runs
+python -m recipes.report runs/dlrm                     the curves and the metrics of finished runs
 python -m recipes.export runs/mine --out=served        what predictions need, of a run on a table
 python -m recipes.predict served < rows.csv > out.csv  scores or recommendations for rows
-python -m embed inspect runs/dlrm    the tables in a run's checkpoint
-python -m embed check                lookups, gradients and optimizers of this installation
+python -m embed inspect runs/dlrm                      the tables in a run's checkpoint
+python -m embed check                                  the numerics of this installation
 """
 
 

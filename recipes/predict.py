@@ -86,14 +86,14 @@ class _Predictions:
     """Returns lines about the rows."""
     notes = [f"{self.rows:,} rows"]
     if self.num_bad:
-      notes.append(f"{self.num_bad:,} of them cannot be read, and have no predictions")
+      notes.append(f"{self.num_bad:,} cannot be read: no predictions")
     if self.num_popular:
       notes.append(
-        f"{self.num_popular:,} of them name no known user, feature or history, and have the most "
-        "popular items, without scores"
+        f"{self.num_popular:,} without a known user, feature or history: the most popular items, no "
+        "scores"
       )
     if self.num_unknown_items:
-      notes.append(f"{self.num_unknown_items:,} items of histories are unknown to training")
+      notes.append(f"{self.num_unknown_items:,} unknown items in histories")
     return notes
 
 

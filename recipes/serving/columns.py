@@ -131,14 +131,14 @@ def bad_rows(
   if bad.any() and on_bad_row == "raise":
     index = int(np.argmax(bad))
     column, problem = next((c, p) for c, p in problems if p.bad[index])
-    text = f"column {column!r}: {problem.value(index)} {problem.kind}. {problem.hint(index)}"
+    text = f", column {column!r}: {problem.value(index)} {problem.kind}. {problem.hint(index)}"
     raise UserError(bad_row(source, first_row + index, text))
   return bad
 
 
 def bad_row(source: str, row: int, problem: str) -> str:
-  """Returns the error text of a row that cannot be read."""
+  """Returns the error text of a row that cannot be read; `problem` follows its number."""
   return (
-    f"{source}, row {row}, {problem.strip()} Repair the row, or set on_bad_row=skip, which leaves "
+    f"{source}, row {row}{problem.rstrip()} Repair the row, or set on_bad_row=skip, which leaves "
     "its score blank."
   )

@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
     first_row: the number of the first; the first row below the header is row 1.
     fields: texts `[N][columns]`, as they were read.
     columns: by name, the same for the transforms.
-    faults: what is wrong with rows that cannot be read, by their index in the chunk.
+    faults: texts that follow the number of a row that cannot be read, by index in the chunk.
   """
 
   first_row: int
@@ -130,13 +130,13 @@ class TextRows:
       if len(record) == count - 1 and self._format.rest:
         record.append("")
       if len(record) != count:
-        faults[index] = f"has {len(record)} fields instead of {count}."
+        faults[index] = f" has {len(record)} fields instead of {count}."
         fields[index] = [*record, *[""] * count][:count]
     columns = {}
     for name, values in zip(self.names, zip(*fields, strict=True), strict=True):
       columns[name], undecoded = _texts(values)
       for index in undecoded:
-        faults.setdefault(index, f"column {name!r}: a value is not {self._format.encoding}.")
+        faults.setdefault(index, f", column {name!r}: a value is not {self._format.encoding}.")
     return Chunk(first_row, fields, columns, faults)
 
 

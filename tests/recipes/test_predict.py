@@ -125,7 +125,7 @@ def test_a_header_without_rows_is_written_back(clicks, tmp_path):
     ("price,price,city,shop,tags\n1,2,3,4,5\n", "two columns 'price'"),
     (f"{HEADER},score\n", "has a column 'score'"),
     (f"{HEADER}\n1,1,30,c,s,t,x\n1,x1,30,c,s,t,x\n", "row 2, column 'price': 'x1' is not a number"),
-    (f"{HEADER}\n1,1,30,c,s\n", "row 1, has 5 fields instead of 7"),
+    (f"{HEADER}\n1,1,30,c,s\n", "row 1 has 5 fields instead of 7"),
     (f'{HEADER}\n1,1,30,"c,s,t,x\n', "a quote is not closed"),
     (f"{HEADER}\n1,1,30,caf\udce9,s,t,x\n", "row 1, column 'city': a value is not utf-8"),
   ],
@@ -146,7 +146,7 @@ def test_bad_rows_can_be_skipped_and_keep_their_place(clicks, tmp_path):
   assert scores[0] == scores[4] != ""
   _, rows, notes = answers(clicks, tmp_path / "rows.csv", on_bad_row="skip")
   assert rows[2] == ["1", "1", "30", "", "", "", "", ""]
-  assert "3 of them cannot be read" in notes[1]
+  assert "3 cannot be read" in notes[1]
 
 
 def test_files_without_a_header_are_read_as_in_training(tmp_path):
@@ -245,7 +245,7 @@ def test_recommendations_are_columns_of_raw_ids_scores_and_titles(towers, tmp_pa
   assert rows[0][4] == f"No. {rows[0][2][1:]}, the film"
   assert float(rows[0][3]) >= float(rows[0][6])
   assert rows[1][3] == rows[1][6] == ""
-  assert "1 of them name no known user" in notes[1]
+  assert "1 without a known user" in notes[1]
 
 
 def test_what_no_model_can_answer_is_said(clicks, towers, tmp_path):
