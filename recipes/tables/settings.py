@@ -10,14 +10,15 @@ recipe's default. It may be a plain dict:
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from ml_collections import ConfigDict
+from typing import TYPE_CHECKING, Any
 
 from .. import files
 from ..errors import UserError
 from . import spec
 from .reading import Format, columns_of, paths
+
+if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
+  from ml_collections import ConfigDict
 
 SPLITS = ("train", "valid", "test")
 SPLIT_BY = ("", "hash", "user", "last", "time", "column", "files")
@@ -52,7 +53,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigDict:
+def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> "ConfigDict":
   """Returns the config of a run: the user's settings, and defaults for all that they leave out.
 
   Args:
@@ -62,6 +63,8 @@ def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigDic
   Raises:
     UserError: an unknown setting, or a column that is declared wrongly; names it.
   """
+  from ml_collections import ConfigDict
+
   given = given.to_dict() if isinstance(given, ConfigDict) else dict(given)
   settings = _merged(DEFAULTS | dict(defaults), given, "config")
   settings["columns"] = spec.expand(settings["columns"])
@@ -202,7 +205,7 @@ def settings(config) -> dict[str, Any]:
 def _source(config, place: str) -> dict[str, Any]:
   if not config.files:
     raise UserError(f"{place}.files is empty: give a file, a folder or a pattern")
-  given = config.files.to_dict() if isinstance(config.files, ConfigDict) else config.files
+  given = config.files.to_dict() if hasattr(config.files, "to_dict") else config.files
   by_split = given if isinstance(given, Mapping) else {"": given}
   for name in by_split:
     if name not in ("", *SPLITS):
@@ -258,7 +261,9 @@ def _check_split(config) -> None:
     raise UserError("config.split.valid and config.split.test leave nothing to train on")
 
 
-def steps_of_data(config, examples: int, devices: int = 1, smallest_batch: int = 64) -> ConfigDict:
+def steps_of_data(
+  config, examples: int, devices: int = 1, smallest_batch: int = 64
+) -> "ConfigDict":
   """Returns the config with what depends on the number of training examples filled in.
 
   A config without `epochs` says all itself, and stays as it is. In the others, settings of 0 are
@@ -272,6 +277,7 @@ def steps_of_data(config, examples: int, devices: int = 1, smallest_batch: int =
     devices: that share a batch.
     smallest_batch: that is chosen, up to devices.
 
+  >>> from ml_collections import ConfigDict
   >>> config = ConfigDict(dict(batch_size=0, steps=0, epochs=2, eval_every=0, log_every=0,
   ...                          warmup_steps=-1))
   >>> chosen = steps_of_data(config, 10_000)
@@ -280,6 +286,8 @@ def steps_of_data(config, examples: int, devices: int = 1, smallest_batch: int =
   """
   if "epochs" not in config:
     return config
+  from ml_collections import ConfigDict
+
   config = ConfigDict(config.to_dict(), allow_dotted_keys=True, sort_keys=False)
   if not config.batch_size:
     size = smallest_batch

@@ -1,0 +1,317 @@
+"""Writes the model of a finished run on a table for `recipes.predict`, with all that it needs.
+
+served.json     the recipe, the declared columns, and what to install for predictions
+program.bin     the model, as `jax.export` writes it; it needs no code of the model
+arrays.npz      the arrays that it reads
+candidates.npy  two_tower: the vectors of the items
+transforms/     columns to ids and numbers; users, items, and what each user has had
+README.md       how to use it
+"""
+
+import argparse
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+from flax import nnx
+from ml_collections import ConfigDict
+
+import embed
+import embed.checkpoint
+
+from . import arrays, results, runs
+from .errors import DamagedFileError, MissingFileError, UserError, from_settings
+from .features import feature_configs
+from .serving import folder as folder_lib
+from .tables.clicks import Encoder
+from .tables.entities import Entities
+from .tables.settings import steps_of_data
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+_MANY = 1 << 30  # examples: schedules of optimizers, which are not used, need steps
+_INSTALL = "pip install sparse-embed pyarrow filelock tqdm"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+  """What a recipe exports.
+
+  Attributes:
+    model: built as in training, on one device; not restored yet.
+    function: `(model, inputs) -> array`.
+    inputs: an example of two rows.
+    about: settings that serving reads.
+    candidates: returns the vectors of the items of the restored model, where they are no array of
+      the program.
+  """
+
+  model: nnx.Module
+  function: Callable[[Any, Any], Any]
+  inputs: Any
+  about: dict[str, Any]
+  candidates: Callable[[], np.ndarray] | None = None
+
+
+def export(
+  workdir: str | Path,
+  out: str | Path,
+  *,
+  ann: bool = False,
+  platforms: Sequence[str] = PLATFORMS,
+) -> Path:
+  """Exports the tested state of a run; returns the folder.
+
+  Neither the data nor the cache of the run is read, nor does it matter how many devices trained it.
+
+  Args:
+    workdir: of a run on a table that has ended.
+    out: the folder; an earlier export there is replaced.
+    ann: whether predictions search an approximate index, which needs usearch; two_tower and
+      sequence.
+    platforms: that the program can run on, of "cpu", "cuda", "rocm" and "tpu".
+
+  Raises:
+    UserError: the run is of no table, has not ended, or is damaged; or `out` holds other files.
+  """
+  workdir, out = Path(workdir), Path(out)
+  unknown = set(platforms) - {*PLATFORMS, "rocm"}
+  if unknown or not platforms:
+    raise UserError(f"--platforms is {','.join(platforms)!r}: choose of {', '.join(PLATFORMS)}")
+  config, result = _opened(workdir)
+  _check_out(out)
+  recipe, serve = result["recipe"], workdir / "serve"
+  if ann and recipe == "dlrm":
+    raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
+  try:
+    with from_settings():
+      parts = _RECIPES[recipe](config, serve)
+  except (FileNotFoundError, KeyError, OSError) as error:
+    raise DamagedFileError(f"{serve} is damaged ({error}): train again") from error
+  _restore(workdir, result["tested_step"], parts.model)
+  parts.model.eval()
+  program = embed.export(
+    parts.function, parts.model, parts.inputs, any_batch=True, platforms=tuple(platforms)
+  )
+  partial = out.with_name(f"{out.name}.partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  program.save(partial)
+  if parts.candidates is not None:
+    np.save(partial / folder_lib.CANDIDATES, parts.candidates())
+  shutil.copytree(serve, partial / folder_lib.TRANSFORMS)
+  about = _about(config, result, ann) | parts.about
+  arrays.write_json(partial / folder_lib.NAME, about)
+  (partial / "README.md").write_text(_readme(about, workdir))
+  if out.exists():
+    shutil.rmtree(out)
+  partial.rename(out)
+  return out
+
+
+def _opened(workdir: Path) -> tuple[ConfigDict, dict[str, Any]]:
+  """Returns the config and the result of a run on a table.
+
+  Raises:
+    UserError: there is none, it is of no table, or has not ended.
+  """
+  path = workdir / "config.json"
+  if not path.exists():
+    raise MissingFileError(f"{workdir} is no run: it has no config.json. Give a --workdir")
+  config = arrays.read_json(path)
+  if config.get("dataset") != "table":
+    raise UserError(
+      f"{workdir} is a run on {config.get('dataset')!r}: only runs on a table of one's own, with "
+      "config.columns, can be exported"
+    )
+  result = runs.result(workdir)
+  if result is None:
+    raise UserError(
+      f"{workdir} has no result.json: the run has not ended. Its command goes on with it"
+    )
+  if result.get("recipe") not in _RECIPES or "tested_step" not in result:
+    raise DamagedFileError(f"{workdir / 'result.json'} names no recipe and step: train again")
+  if not (workdir / "serve").is_dir():
+    raise MissingFileError(f"{workdir} has no folder serve, of transforms and raw ids: train again")
+  return ConfigDict(config, allow_dotted_keys=True, sort_keys=False), result
+
+
+def _check_out(out: Path) -> None:
+  if out.exists() and not (out / folder_lib.NAME).exists() and not _is_empty(out):
+    raise UserError(f"--out={out} holds other files: choose a new folder")
+  parent = next(path for path in (out.absolute().parent, *out.absolute().parents) if path.exists())
+  if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    raise UserError(f"--out={out} cannot be written to, because {parent} cannot: choose another")
+  out.absolute().parent.mkdir(parents=True, exist_ok=True)
+
+
+def _is_empty(path: Path) -> bool:
+  return path.is_dir() and next(path.iterdir(), None) is None
+
+
+def _restore(workdir: Path, step: int, model: nnx.Module) -> None:
+  """Loads the model of a checkpoint, on one device."""
+  path = workdir / "checkpoints" / str(step) / "state"
+  if not path.is_dir():
+    raise MissingFileError(f"{path} is missing, the state that was tested: train again")
+  try:
+    embed.checkpoint.restore(path, model=model)
+  # Orbax has no exception of its own for files that are damaged.
+  except (ValueError, OSError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+    reason = str(error).strip().partition("\n")[0]
+    raise DamagedFileError(f"{path} cannot be restored ({reason}): train again") from error
+
+
+def _about(config: ConfigDict, result: dict[str, Any], ann: bool) -> dict[str, Any]:
+  versions = results.versions()
+  names = ("sparse-embed", "jax", "numpy", "python")
+  columns = config.columns.to_dict()
+  header = [kind.get("column") or name for name, kind in columns.items()]
+  return {
+    "format": folder_lib.FORMAT,
+    "recipe": result["recipe"],
+    "step": result["tested_step"],
+    "versions": {name: versions[name] for name in names},
+    "install": _INSTALL + (" usearch" if ann else ""),
+    "columns": columns,
+    "num_columns": len(columns),
+    "header": [name for name in header if columns.get(name, {}).get("kind") != "cross"],
+    "text": config.format.to_dict(),
+    "exclude_seen": config.exclude_seen,
+    "ann": ann,
+  }
+
+
+def _readme(about: dict[str, Any], workdir: Path) -> str:
+  """Returns the page that tells how to use the folder."""
+  is_click, package = about["recipe"] == "dlrm", __package__
+  call = "model.predict(rows)" if is_click else "model.recommend(rows, top=10).items"
+  read = ", ".join(f"`{name}`" for name in about["header"])
+  adds = (
+    f"a column `score` to rows with the columns {read}, in any order; label, weight, split and "
+    "time may be missing"
+    if is_click
+    else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of "
+    "the user, as training rows do, or have a `history`: raw ids of items, separated by `|`"
+  )
+  return f"""# A model of {workdir.name}: {about["recipe"]}, step {about["step"]}
+
+    {about["install"]}
+    python -m {package}.predict FOLDER < rows.csv > out.csv
+
+adds {adds}. The same in Python:
+
+    from {package} import serving
+    model = serving.load("FOLDER")
+    {call}
+
+`help({package}.serving)` says what is done with unknown and missing values.
+"""
+
+
+def _dlrm(config: ConfigDict, serve: Path) -> _Parts:
+  from .dlrm import data as data_lib
+  from .dlrm import train
+
+  encoder = Encoder.load(serve)
+  features, num_dense = encoder.features, len(encoder.dense_names)
+  columns = {"dense": np.zeros((0, num_dense), np.float32)}
+  data = data_lib.ClickData(columns, {}, features, {}, {})
+  model = train.build_model(steps_of_data(config, _MANY), data)
+  row: dict[str, np.ndarray] = {
+    "label": np.zeros(2, np.uint8),
+    "dense": np.zeros((2, num_dense), np.float32),
+    "ids": np.full((2, sum(feature.valency for feature in features)), -1, np.int32),
+  }
+  configs = feature_configs(features, dim=1)
+  inputs = data_lib.split_features(row, features=features, configs=configs)
+  del inputs["label"]
+  return _Parts(model, lambda model, batch: nnx.sigmoid(model(batch)), inputs, {})
+
+
+def _two_tower(config: ConfigDict, serve: Path) -> _Parts:
+  from .two_tower import data as data_lib
+  from .two_tower import train
+
+  users, items = Entities.load(serve, "users"), Entities.load(serve, "items")
+  columns = {
+    f"{side}_{name}": ids
+    for side, entities in (("user", users), ("item", items))
+    for name, ids in entities.ids.items()
+  }
+  data = data_lib.RetrievalData(
+    columns, {}, len(users.texts), len(items.texts), users.features, items.features, {}, {}
+  )
+  # Training has chosen a batch that divides the queue; which one does not matter any more.
+  config.batch_size = config.batch_size or config.queue or 1
+  config = train.with_all_features(steps_of_data(config, _MANY), data)
+  model = train.build_model(config, data)
+  history = np.full((2, config.eval_history), -1, np.int32)
+  query = data_lib.query_inputs(data, np.zeros(2, np.int32), history)
+  encode = train.make_encode(None)
+
+  def candidates() -> np.ndarray:
+    batches = [encode(model, batch) for batch in train.catalogue(data, config)]
+    return np.concatenate([np.asarray(batch) for batch in batches])[: data.num_items]
+
+  about = {
+    "query": list(config.query),
+    "eval_history": config.eval_history,
+    "candidates": folder_lib.CANDIDATES,
+  }
+  inputs = {name: query[name] for name in config.query}
+  return _Parts(model, lambda model, query: model.queries(query), inputs, about, candidates)
+
+
+def _sequence(config: ConfigDict, serve: Path) -> _Parts:
+  from .sequence import model as model_lib
+  from .sequence import train
+
+  items = Entities.load(serve, "items")
+  model = train.build_model(steps_of_data(config, _MANY), len(items.texts))
+  row = np.zeros((2, config.max_length), np.int32)
+  inputs = {"items": row, "segments": row, "positions": row, "last": row[:, 0]}
+  about = {
+    "max_length": config.max_length,
+    "positions": config.positions,
+    "ask": config.model == "bert4rec",
+    "candidates": f"embed/{model_lib.ITEM}",
+  }
+  return _Parts(model, model_lib.queries, inputs, about)
+
+
+_RECIPES: dict[str, Callable[[ConfigDict, Path], _Parts]] = {
+  "dlrm": _dlrm,
+  "two_tower": _two_tower,
+  "sequence": _sequence,
+}
+
+
+def main(argv: Sequence[str]) -> None:
+  name = f"python -m {__package__}.export"
+  formatter = argparse.RawDescriptionHelpFormatter
+  parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=formatter)
+  parser.add_argument("run", help="the workdir of a run on a table that has ended")
+  parser.add_argument("--out", required=True, help="the folder to write")
+  parser.add_argument("--ann", action="store_true", help="search items by an approximate index")
+  parser.add_argument(
+    "--platforms", default=",".join(PLATFORMS), help="that can predict; default: %(default)s"
+  )
+  arguments = parser.parse_args(argv)
+  logging.set_verbosity(logging.ERROR)  # Orbax warns of files that it can do without
+  platforms = tuple(filter(None, arguments.platforms.split(",")))
+  try:
+    out = export(arguments.run, arguments.out, ann=arguments.ann, platforms=platforms)
+  except UserError as error:
+    parser.exit(2, f"error: {error}\n")
+  except OSError as error:
+    parser.exit(2, f"error: {error.strerror}: {error.filename or arguments.out}\n")
+  print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,133 @@
+"""The folder that `recipes.export` writes: its description, its program, and the arrays of both."""
+
+import dataclasses
+import functools
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import arrays
+from ..errors import DamagedFileError, MissingFileError, UserError
+from ..tables import spec
+from ..tables.formats import Format
+
+PACKAGE = __package__.rpartition(".")[0]
+FORMAT = 1
+NAME = "served.json"
+TRANSFORMS = "transforms"
+CANDIDATES = "candidates.npy"
+_SMALLEST = 16  # rows of the smallest batch: powers of two, since each size is compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+  """An exported model.
+
+  Attributes:
+    folder: that holds it.
+    about: the content of served.json.
+  """
+
+  folder: Path
+  about: Mapping[str, Any]
+
+  @classmethod
+  def open(cls, folder: str | Path) -> "Served":
+    """Opens a folder of `recipes.export`.
+
+    Raises:
+      UserError: it is none, or of another version.
+    """
+    path = Path(folder) / NAME
+    if not path.exists():
+      raise MissingFileError(
+        f"{path.parent} has no {NAME}, which `python -m {PACKAGE}.export RUN --out={path.parent}` "
+        "writes"
+      )
+    about = arrays.read_json(path, ": export the run again")
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+      raise UserError(f"{path} is of another version of recipes: export the run again")
+    return cls(path.parent, about)
+
+  @property
+  def recipe(self) -> str:
+    """The recipe that has trained the model."""
+    return self.about["recipe"]
+
+  @property
+  def transforms(self) -> Path:
+    """The folder of transforms, users and items."""
+    return self.folder / TRANSFORMS
+
+  @functools.cached_property
+  def kinds(self) -> dict[str, spec.Kind]:
+    """The declared columns of the training rows."""
+    return spec.parse(self.about["columns"])
+
+  @functools.cached_property
+  def text_format(self) -> Format:
+    """The format of the training rows, where they were text."""
+    values: dict[str, Any] = dict(self.about["text"])
+    values |= {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
+    return Format(**values)
+
+  @functools.cached_property
+  def arrays(self) -> dict[str, jax.Array]:
+    """The arrays of the program, on the device.
+
+    Raises:
+      DamagedFileError: the file is damaged or missing.
+    """
+    path = self.folder / "arrays.npz"
+    try:
+      with np.load(path) as stored:
+        return jax.device_put({name: stored[name] for name in stored.files})
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+      raise _damaged(path, error) from error
+
+  @functools.cached_property
+  def candidates(self) -> jax.Array:
+    """The vectors of the items, float32 `[items, D]`, on the device."""
+    name = self.about["candidates"]
+    if name != CANDIDATES:
+      return self.arrays[name]
+    try:
+      return jax.device_put(np.load(self.folder / name))
+    except (OSError, ValueError, EOFError) as error:
+      raise _damaged(self.folder / name, error) from error
+
+  @functools.cached_property
+  def _call(self) -> Any:
+    path = self.folder / "program.bin"
+    try:
+      program = jax.export.deserialize(bytearray(path.read_bytes()))
+    except Exception as error:  # flatbuffers names no exceptions of its own
+      raise _damaged(path, error) from error
+    return jax.jit(program.call)
+
+  def run(self, inputs: Any) -> jax.Array:
+    """Runs the program on inputs of as many rows as `batches` gives them."""
+    return self._call(self.arrays, inputs)
+
+
+def _damaged(path: Path, error: Exception) -> DamagedFileError:
+  reason = str(error).partition("\n")[0] or type(error).__name__
+  return DamagedFileError(f"{path} is missing or damaged ({reason}): export the run again")
+
+
+def batches(rows: int, largest: int) -> Iterator[tuple[slice, np.ndarray]]:
+  """Cuts rows into batches of few sizes.
+
+  Yields:
+    A range of rows, and the indices of a batch within the range, filled up by its last row.
+  """
+  for start in range(0, rows, largest):
+    count = min(largest, rows - start)
+    size = _SMALLEST
+    while size < count:
+      size *= 2
+    yield slice(start, start + count), np.minimum(np.arange(min(size, largest)), count - 1)

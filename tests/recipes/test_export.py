@@ -1,0 +1,229 @@
+"""Exported models answer raw rows as the model in the run's process answers the prepared data."""
+
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+from flax import nnx
+from served_models import CLICKS, LOG, run_of, write_clicks, write_log
+
+from recipes import export, retrieval, serving
+from recipes.errors import UserError
+from recipes.tables import settings
+
+SMALL = {"batch_size": 64, "dim": 8}
+
+
+def read_rows(path):
+  header, *lines = path.read_text().splitlines()
+  return [dict(zip(header.split(","), line.split(","), strict=True)) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("clicks")
+  file = write_clicks(folder / "clicks.csv")
+  training = run_of("dlrm", SMALL | {"files": str(file), "columns": CLICKS}, folder / "run")
+  return training, folder / "run", file
+
+
+@pytest.mark.parametrize("model", ["dcnv2", pytest.param("dlrm", marks=pytest.mark.full)])
+def test_a_click_model_scores_raw_rows_as_its_run_does(model, clicks, tmp_path):
+  from recipes.dlrm import data as data_lib
+  from recipes.dlrm import train
+
+  training, run, file = clicks
+  if model == "dlrm":
+    run = tmp_path / "run"
+    table = SMALL | {"files": str(file), "columns": CLICKS, "model": "dlrm"}
+    training = run_of("dlrm", table, run)
+  data = data_lib.load(training.config)
+  view, logits = nnx.view(training.model, deterministic=True), []
+  for split in ("train", "valid", "test"):
+    for batch in data_lib.eval_batches(data, split, 256):
+      logits.append(np.asarray(train.predict(view, batch))[np.asarray(batch["mask"])])
+  expected = 1 / (1 + np.exp(-np.concatenate(logits).astype(np.float64)))
+
+  rows = read_rows(file)
+  scores = serving.load(export.export(run, tmp_path / "served")).predict(rows)
+
+  assert len(rows) == 1000
+  assert np.ptp(expected) > 0.1
+  np.testing.assert_allclose(scores, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("query", [(), ("history", "country")])
+def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
+  from recipes.two_tower import data as data_lib
+  from recipes.two_tower import train
+
+  file = write_log(tmp_path / "log.csv")
+  table = SMALL | {"files": str(file), "columns": LOG, "query": query, "query_hidden": (16,)}
+  training = run_of("two_tower", table, tmp_path / "run")
+  config, data = training.config, data_lib.load(training.config)
+  view, encode = nnx.view(training.model, deterministic=True), train.make_encode(None)
+  vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(data, config)]
+  candidates = np.concatenate(vectors)[: data.num_items]
+  scores, ids = [], []
+  for batch in data_lib.eval_batches(data, "valid", config):
+    vectors = view.queries({name: batch["query"][name] for name in config.query})
+    best = retrieval.top_k(vectors, candidates, 10, batch["seen"])
+    mask = np.asarray(batch["mask"])
+    scores.append(np.asarray(best[0])[mask])
+    ids.append(np.asarray(best[1])[mask])
+
+  served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
+  users, items = served._users.texts, np.array(served._items.texts, object)
+  offsets = data.columns["train_offsets"]
+  rows = {
+    "who": users,
+    "history": [
+      items[data.columns["item"][start:stop]].tolist()
+      for start, stop in itertools.pairwise(offsets)
+    ],
+  }
+  answers = served.recommend(rows, top=10)
+
+  assert len(users) == 1000
+  np.testing.assert_allclose(answers.scores, np.concatenate(scores), atol=1e-6, rtol=0)
+  assert np.mean(answers.items == items[np.concatenate(ids)]) > 0.999
+  assert answers.titles[0, 0] == f"No. {answers.items[0, 0][1:]}, the film"
+
+
+@pytest.mark.parametrize(
+  "model", ["sasrec", pytest.param("hstu", marks=pytest.mark.full), "bert4rec"]
+)
+def test_sequence_models_rank_raw_rows_as_their_run_does(model, tmp_path):
+  from recipes.sequence import data as data_lib
+  from recipes.sequence import model as model_lib
+
+  file = write_log(tmp_path / "log.csv")
+  # Shorter than some histories, which are cut.
+  table = SMALL | {"files": str(file), "columns": LOG, "model": model, "max_length": 5}
+  training = run_of("sequence", table, tmp_path / "run")
+  config, data = training.config, data_lib.load(training.config)
+  view, users, scores, ids = nnx.view(training.model, deterministic=True), [], [], []
+  for batch in data_lib.eval_batches(data, "test", config):
+    table = view.embed.tables[model_lib.ITEM]
+    best = retrieval.top_k(model_lib.queries(view, batch), table, 10, batch["seen"])
+    mask = batch["user"] >= 0
+    users.append(batch["user"][mask])
+    scores.append(np.asarray(best[0])[mask])
+    ids.append(np.asarray(best[1])[mask])
+  users = np.concatenate(users)
+
+  served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
+  items, offsets = np.array(served._items.texts, object), data.columns["offsets"]
+  stored = [data.columns["items"][offsets[user] : offsets[user + 1] - 1] for user in users]
+  answers = served.recommend({"history": ["|".join(items[each]) for each in stored]})
+
+  assert len(users) == 1000
+  np.testing.assert_allclose(answers.scores, np.concatenate(scores), atol=1e-6, rtol=1e-6)
+  assert np.mean(answers.items == items[np.concatenate(ids)]) > 0.999
+
+
+def test_an_approximate_index_finds_what_the_exact_one_does(tmp_path):
+  pytest.importorskip("usearch")
+  file = write_log(tmp_path / "log.csv", users=60)
+  run_of("two_tower", SMALL | {"files": str(file), "columns": LOG}, tmp_path / "run")
+  exact, near = (
+    serving.load(export.export(tmp_path / "run", tmp_path / str(ann), ann=ann))
+    for ann in (False, True)
+  )
+  assert near.served.about["install"].endswith(" usearch")
+  rows = {"who": [f"u{i}" for i in range(20)] + ["new"]}
+  answers, expected = near.recommend(rows, top=50), exact.recommend(rows, top=50)
+  np.testing.assert_array_equal(answers.items, expected.items)
+  np.testing.assert_allclose(answers.scores, expected.scores, atol=1e-6)
+
+
+@pytest.mark.full
+def test_a_trained_run_is_exported_by_the_command(tmp_path, capsys):
+  from recipes.dlrm import defaults, train
+
+  table = {
+    "files": str(write_clicks(tmp_path / "clicks.csv", rows=400)),
+    "columns": CLICKS,
+    "epochs": 2,
+    "cache_dir": str(tmp_path / "cache"),
+    "baseline": {"max_rows": 0},
+  }
+  result = train.run(settings.complete(table, defaults.DEFAULTS), str(tmp_path / "run"))
+  shutil.rmtree(tmp_path / "cache")
+  (tmp_path / "clicks.csv").rename(tmp_path / "rows.csv")
+  export.main([str(tmp_path / "run"), f"--out={tmp_path / 'served'}", "--platforms=cpu"])
+  assert str(tmp_path / "served") in capsys.readouterr().out
+  rows = read_rows(tmp_path / "rows.csv")
+  scores = serving.load(tmp_path / "served").predict(rows)
+  test = [i for i, row in enumerate(rows) if row["part"] == "test"]
+  labels = np.array([float(rows[i]["clicked"]) for i in test])
+  logloss = -np.mean(np.log(np.where(labels == 1, scores[test], 1 - scores[test])))
+  np.testing.assert_allclose(logloss, result["metrics"]["test_logloss"], rtol=1e-5)
+
+
+def test_the_folder_says_what_it_holds_and_needs(clicks, tmp_path):
+  _, run, _ = clicks
+  out = export.export(run, tmp_path / "served")
+  about = json.loads((out / "served.json").read_text())
+  assert about["recipe"] == "dlrm"
+  assert about["step"] == 3
+  assert about["num_columns"] == 8
+  assert set(about["header"]) == set(CLICKS) - {"city_shop"}
+  assert about["install"].startswith("pip install ")
+  assert "recipes.predict" in (out / "README.md").read_text()
+  assert export.export(run, out) == out  # an earlier export is replaced
+  assert not list(tmp_path.glob("*.partial"))
+
+
+def edited(run, folder, **changes):
+  """Copies a run, with other values in its config.json and result.json; returns the copy."""
+  copy = folder / "copy"
+  shutil.copytree(run, copy)
+  for name in ("config.json", "result.json"):
+    values = json.loads((copy / name).read_text())
+    values |= {key: value for key, value in changes.items() if key in values}
+    (copy / name).write_text(json.dumps(values))
+  return copy
+
+
+def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path, capsys):
+  _, run, _ = clicks
+
+  def error(folder, **options):
+    with pytest.raises(UserError) as caught:
+      export.export(folder, tmp_path / "served", **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+  assert "is no run" in error(tmp_path)
+  assert "--ann is for the items" in error(run, ann=True)
+  assert "--platforms is 'gpu'" in error(run, platforms=("gpu",))
+  other = edited(run, tmp_path / "1", dataset="criteo")
+  assert "is a run on 'criteo'" in error(other)
+  unfinished = edited(run, tmp_path / "2")
+  (unfinished / "result.json").unlink()
+  assert "the run has not ended" in error(unfinished)
+  without = edited(run, tmp_path / "3", tested_step=4)
+  assert "state is missing" in error(without)
+  changed = edited(run, tmp_path / "4", dim=16)
+  assert "cannot be restored" in error(changed)
+  damaged = edited(run, tmp_path / "5")
+  (damaged / "serve" / "columns.json").unlink()
+  assert "serve is damaged" in error(damaged)
+  (damaged / "config.json").write_text("{")
+  assert "config.json is damaged" in error(damaged)
+  broken = edited(run, tmp_path / "6")
+  for path in (broken / "checkpoints" / "3" / "state").rglob("*"):
+    if path.is_file() and "metadata" not in path.name.lower():
+      path.write_bytes(b"")
+  assert "cannot be restored" in error(broken)
+  (tmp_path / "occupied").mkdir()
+  (tmp_path / "occupied" / "thesis.txt").write_text("mine")
+  with pytest.raises(UserError, match="holds other files"):
+    export.export(run, tmp_path / "occupied")
+  with pytest.raises(SystemExit):
+    export.main([str(tmp_path), f"--out={tmp_path / 'served'}"])
+  assert capsys.readouterr().err.startswith("error: ")
+  assert not (tmp_path / "served").exists()

@@ -1,0 +1,319 @@
+"""Predictions for rows as they are: files, bad rows, unknown and missing values, new users."""
+
+import csv
+import gzip
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from served_models import CLICKS, LOG, run_of, write_clicks, write_log
+
+from recipes import export, predict, serving
+from recipes.errors import UserError
+
+SMALL = {"batch_size": 64, "dim": 8, "eval_history": 16}
+HEADER = "clicked,price,age,city,shop,tags,part"
+
+
+def served_of(recipe, folder, table):
+  table = {k: v for k, v in SMALL.items() if recipe == "two_tower" or k != "eval_history"} | table
+  run_of(recipe, table, folder / "run")
+  return export.export(folder / "run", folder / "served", platforms=("cpu",))
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("clicks")
+  file = write_clicks(folder / "clicks.csv", rows=200)
+  return served_of("dlrm", folder, {"files": str(file), "columns": CLICKS})
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("towers")
+  file = write_log(folder / "log.csv", users=50, items=12)
+  return served_of("two_tower", folder, {"files": str(file), "columns": LOG})
+
+
+@pytest.fixture(scope="module")
+def sequences(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("sequences")
+  file = write_log(folder / "log.csv", users=50, items=12)
+  table = {"files": str(file), "columns": LOG, "exclude_seen": False, "max_length": 16}
+  return served_of("sequence", folder, table)
+
+
+def answers(served, file, **options):
+  """Returns header and rows that the command writes, and its notes."""
+  out = io.StringIO()
+  notes = predict.predict(str(served), str(file), out, **options)
+  with open(file, "rb") as read:
+    delimiter = ";" if b";" in read.read(100) else ","
+  header, *rows = csv.reader(io.StringIO(out.getvalue(), newline=""), delimiter=delimiter)
+  return header, rows, notes
+
+
+def scores_of(served, text, folder, **options):
+  file = folder / "rows.csv"
+  file.write_text(text)
+  header, rows, _ = answers(served, file, **options)
+  assert header[-1] == "score"
+  return [row[-1] for row in rows]
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_columns_come_in_any_order_with_others_and_without_label_weight_and_split(clicks, tmp_path):
+  plain = scores_of(clicks, f"{HEADER}\n1,4.5,30,c1,s2,t1|t2,test\n", tmp_path)
+  other = scores_of(clicks, "tags;shop;note;city;age;price\nt1|t2;s2;x, y;c1;30;4.5\n", tmp_path)
+  assert plain == other
+  assert 0 < float(plain[0]) < 1
+  assert len(plain[0].replace("0.", "")) >= 7  # significant digits
+
+
+def test_rows_keep_their_order_and_text_over_many_chunks(clicks, tmp_path, monkeypatch):
+  monkeypatch.setattr("recipes.serving.files._CHUNK", 7)
+  lines = [f' {i}.50 ,030,"c{i % 9}, of\n""x""",s1,,{i}' for i in range(50)]
+  (tmp_path / "rows.csv").write_text("\n".join(["price,age,city,shop,tags,id", *lines]) + "\n")
+  header, rows, notes = answers(clicks, tmp_path / "rows.csv")
+  assert header == ["price", "age", "city", "shop", "tags", "id", "score"]
+  expected = [[f" {i}.50 ", "030", f'c{i % 9}, of\n"x"', "s1", "", str(i)] for i in range(50)]
+  assert [row[:-1] for row in rows] == expected
+  assert notes == ["50 rows"]
+
+
+def test_parquet_gzip_and_python_rows_have_the_same_scores(clicks, tmp_path):
+  rows = {
+    "price": [1.5, None, 7.0],
+    "age": [20, 30, None],
+    "city": ["c1", None, "c3"],
+    "shop": ["s1", "s2", "nowhere"],
+    "tags": [["t1", "t2"], [], ["t3"]],
+  }
+  pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+  text = "price,age,city,shop,tags\n1.5,20,c1,s1,t1|t2\n,30,,s2,\n7,NA,c3,nowhere,t3\n"
+  with gzip.open(tmp_path / "rows.csv.gz", "wt") as file:
+    file.write(text)
+  model = serving.load(clicks)
+  expected = model.predict(rows)
+  header, stored, _ = answers(clicks, tmp_path / "rows.parquet")
+  assert header == [*rows, "score"]
+  assert stored[0][:-1] == ["1.5", "20", "c1", "s1", "t1|t2"]
+  np.testing.assert_allclose([float(row[-1]) for row in stored], expected, rtol=1e-6)
+  _, packed, _ = answers(clicks, tmp_path / "rows.csv.gz")
+  np.testing.assert_allclose([float(row[-1]) for row in packed], expected, rtol=1e-6)
+  by_row = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+  np.testing.assert_array_equal(model.predict(by_row), expected)
+  np.testing.assert_array_equal(model.predict(pa.table(rows)), expected)
+  assert model.predict({name: [] for name in rows}).shape == (0,)
+
+
+def test_a_header_without_rows_is_written_back(clicks, tmp_path):
+  assert scores_of(clicks, f"{HEADER}\n", tmp_path) == []
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("", "is empty"),
+    ("price,age,citi,shop,tags\n1,2,3,4,5\n", "no column 'city'.* Did you mean 'citi'"),
+    ("price,price,city,shop,tags\n1,2,3,4,5\n", "two columns 'price'"),
+    (f"{HEADER},score\n", "has a column 'score'"),
+    (f"{HEADER}\n1,1,30,c,s,t,x\n1,x1,30,c,s,t,x\n", "row 2, column 'price': 'x1' is not a number"),
+    (f"{HEADER}\n1,1,30,c,s\n", "row 1 has 5 fields instead of 7"),
+    (f'{HEADER}\n1,1,30,"c,s,t,x\n', "a quote is not closed"),
+    (f"{HEADER}\n1,1,30,caf\udce9,s,t,x\n", "row 1, column 'city': a value is not utf-8"),
+  ],
+)
+def test_rows_that_cannot_be_read_are_a_line_that_says_where(clicks, text, message, tmp_path):
+  file = tmp_path / "rows.csv"
+  file.write_bytes(text.encode(errors="surrogateescape"))
+  with pytest.raises(UserError, match=message) as caught:
+    predict.predict(str(clicks), str(file), io.StringIO())
+  assert "\n" not in str(caught.value)
+
+
+def test_bad_rows_can_be_skipped_and_keep_their_place(clicks, tmp_path):
+  lines = ["1,1,30,c1,s1,t1,x", "1,x1,30,c1,s1,t1,x", "1,1,30", "1,1,30,c1,s1,t1,x,9,9"]
+  text = "\n".join([HEADER, *lines, lines[0]]) + "\n"
+  scores = scores_of(clicks, text, tmp_path, on_bad_row="skip")
+  assert scores[1:4] == ["", "", ""]
+  assert scores[0] == scores[4] != ""
+  _, rows, notes = answers(clicks, tmp_path / "rows.csv", on_bad_row="skip")
+  assert rows[2] == ["1", "1", "30", "", "", "", "", ""]
+  assert "3 cannot be read" in notes[1]
+
+
+def test_files_without_a_header_are_read_as_in_training(tmp_path):
+  file = write_clicks(tmp_path / "clicks.csv", rows=200)
+  lines = [line.replace(",", "::") for line in file.read_text().splitlines()[1:]]
+  file.with_suffix(".dat").write_text("\n".join(lines) + "\n", encoding="latin-1")
+  table = {
+    "files": str(file.with_suffix(".dat")),
+    "columns": CLICKS,
+    "format": {"names": tuple(HEADER.split(",")), "delimiter": "::", "encoding": "latin-1"},
+  }
+  served, out = served_of("dlrm", tmp_path, table), io.StringIO()
+  (tmp_path / "rows.dat").write_bytes(b"1::1::30::caf\xe9::s1::t1::x\n")
+  predict.predict(str(served), str(tmp_path / "rows.dat"), out)
+  assert out.getvalue().startswith("1::1::30::café::s1::t1::x::0.")
+  (tmp_path / "rows.dat").write_text(
+    "price::age::city::shop::tags\n1::30::café::s1::t1\n", "latin-1"
+  )
+  named = io.StringIO()
+  predict.predict(str(served), str(tmp_path / "rows.dat"), named)
+  header, row = named.getvalue().splitlines()
+  assert header == "price::age::city::shop::tags::score"
+  assert row.split("::")[-1] == out.getvalue().strip().split("::")[-1]
+
+
+# --- unknown and missing values -------------------------------------------------------------------
+
+
+def test_unknown_and_missing_values_are_what_their_columns_declare(clicks):
+  model = serving.load(clicks)
+  row = {"price": 5.0, "age": 30, "city": "c1", "shop": "s1", "tags": "t1"}
+  score = lambda **changes: float(model.predict([row | changes])[0])
+  # The cross has the city too: its hash differs, and so both of these rows leave it out.
+  assert score(city="new", shop=None) == score(city="other", shop=None)  # one row of the table
+  assert score(city="new", shop=None) != score(city=None, shop=None)
+  assert score(shop="new", city=None) == score(shop=None, city=None)  # oov=0: no vector
+  assert score(price=None) == score(price="") == score(price="NA") != score()
+  assert score(tags="never") != score(tags="")
+  assert score(age=None) != score(age=30)
+
+
+def test_a_user_is_known_by_id_feature_or_history(towers):
+  model = serving.load(towers)
+  known, new = model.recommend([{"who": "u3"}]), model.recommend([{"who": "new", "country": "k3"}])
+  # u3 is of k3 and has a history.
+  assert not known.is_popular[0]
+  assert not new.is_popular[0]
+  assert not np.allclose(known.scores, new.scores, equal_nan=True)
+  nobody = model.recommend({"who": ["new", None, "u3"], "country": ["nowhere", None, None]}, top=3)
+  # An unknown country has the row of its table that all of them share.
+  assert nobody.is_popular.tolist() == [False, True, False]
+  assert np.isnan(nobody.scores[1]).all()
+  np.testing.assert_allclose(nobody.scores[2], known.scores[0, :3], rtol=1e-5)
+  counts = np.bincount(np.load(towers / "transforms" / "history.npy"))
+  texts = model._items.texts
+  assert nobody.items[1].tolist() == [texts[i] for i in np.argsort(-counts, kind="stable")[:3]]
+  # A feature in the row takes the place of the one that training has stored.
+  other = model.recommend([{"who": "u3", "country": "k5"}])
+  same = model.recommend([{"who": "u3", "country": "k3"}])
+  assert not np.allclose(other.scores, known.scores, equal_nan=True)
+  np.testing.assert_array_equal(same.scores, known.scores)
+
+
+def test_a_history_in_the_row_replaces_the_stored_one(towers):
+  model = serving.load(towers)
+  stored = model._history[model._offsets[3] : model._offsets[4]]
+  texts = [model._items.texts[i] for i in stored]
+  by_user = model.recommend([{"who": model._users.texts[3]}], top=12)
+  assert not set(texts) & set(by_user.items[0])
+  assert by_user.items[0, -len(texts) :].tolist() == [None] * len(texts)  # fewer than top
+  assert np.isnan(by_user.scores[0, -len(texts) :]).all()
+  own = model.recommend([{"who": model._users.texts[3], "history": texts}], top=12)
+  np.testing.assert_array_equal(own.items, by_user.items)
+  new = model.recommend({"history": [f"{texts[0]}| {texts[1]} |unheard of", "unheard of"]}, top=12)
+  assert new.num_unknown_items == 2
+  assert new.is_popular.tolist() == [False, True]
+  assert not set(texts[:2]) & set(new.items[0])
+  assert [item is None for item in new.items[0]] == [False] * 10 + [True] * 2
+
+
+def test_repeats_are_recommended_if_training_said_so(sequences):
+  model = serving.load(sequences)
+  answer = model.recommend([{"who": "u3"}, {"history": "i1|i2"}, {"who": "new"}], top=20)
+  assert [sum(item is not None for item in row) for row in answer.items] == [12, 12, 12]
+  assert answer.is_popular.tolist() == [False, False, True]
+  # The encoder sees the order.
+  turned = model.recommend([{"history": "i2|i1"}], top=20)
+  assert not np.allclose(np.sort(turned.scores[0]), np.sort(answer.scores[1]), equal_nan=True)
+
+
+def test_recommendations_are_columns_of_raw_ids_scores_and_titles(towers, tmp_path):
+  (tmp_path / "rows.csv").write_text("who,note\nu3,a\nnew,b\n")
+  header, rows, notes = answers(towers, tmp_path / "rows.csv", top=2)
+  assert header == ["who", "note", "item_1", "score_1", "title_1", "item_2", "score_2", "title_2"]
+  assert [row[:2] for row in rows] == [["u3", "a"], ["new", "b"]]
+  assert rows[0][4] == f"No. {rows[0][2][1:]}, the film"
+  assert float(rows[0][3]) >= float(rows[0][6])
+  assert rows[1][3] == rows[1][6] == ""
+  assert "1 without a known user" in notes[1]
+
+
+def test_what_no_model_can_answer_is_said(clicks, towers, tmp_path):
+  (tmp_path / "rows.csv").write_text("note\nx\n")
+  with pytest.raises(UserError, match="none of the columns who, country, history"):
+    answers(towers, tmp_path / "rows.csv")
+  with pytest.raises(UserError, match="--top is for"):
+    answers(clicks, tmp_path / "rows.csv", top=3)
+  with pytest.raises(UserError, match=r"has no served\.json"):
+    serving.load(tmp_path)
+  with pytest.raises(UserError, match="top is 0"):
+    serving.load(towers).recommend([{"who": "u3"}], top=0)
+
+
+def test_rows_of_several_items_are_histories(tmp_path):
+  draw = np.random.default_rng(2)
+  baskets = [" ".join(f"b{i}" for i in draw.choice(9, 4, replace=False)) for _ in range(40)]
+  (tmp_path / "baskets.csv").write_text("\n".join(["basket", *baskets]) + "\n")
+  table = {
+    "files": str(tmp_path / "baskets.csv"),
+    "columns": {"basket": {"kind": "item", "separator": " "}},
+    "format": {"delimiter": ","},
+    "max_length": 8,
+  }
+  model = serving.load(served_of("sequence", tmp_path, table))
+  answer = model.recommend({"basket": ["b1 b2", "never"]}, top=3)
+  assert answer.is_popular.tolist() == [False, True]
+  assert not {"b1", "b2"} & set(answer.items[0])
+  same = model.recommend({"history": [["b1", "b2"]]}, top=3)
+  np.testing.assert_array_equal(same.items[0], answer.items[0])
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+_BLOCKED = """
+import runpy, sys
+
+class Blocker:
+  names = {"grain", "orbax", "ml_collections", "sklearn", "matplotlib", "tensorboardX", "pooch"}
+
+  def find_spec(self, name, path=None, target=None):
+    if name.split(".")[0] in self.names or name == "absl.app":  # flax imports absl.logging
+      raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+sys.argv = ["predict", *sys.argv[1:]]
+runpy.run_module("recipes.predict", run_name="__main__")
+assert not any(name.endswith((".train", ".model")) for name in sys.modules if "recipes" in name)
+"""
+
+
+@pytest.mark.parametrize("recipe", ["clicks", "towers", "sequences"])
+def test_the_command_needs_no_package_of_training(recipe, request, tmp_path):
+  served = request.getfixturevalue(recipe)
+  text = f"{HEADER}\n1,4.5,30,c1,s2,t1|t2,test\n" if recipe == "clicks" else "who\nu3\n"
+  command = [sys.executable, "-c", _BLOCKED, str(served)]
+  done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr
+  assert done.stderr == "1 rows\n"
+  header, row = csv.reader(done.stdout.splitlines())
+  assert len(header) == len(row) == (8 if recipe == "clicks" else 31)
+
+
+def test_an_error_of_the_command_is_one_line(clicks):
+  command = [sys.executable, "-m", "recipes.predict", str(clicks)]
+  done = subprocess.run(command, input=b"a,b\n1,2\n", capture_output=True, timeout=300)
+  assert done.returncode == 2
+  assert done.stderr.decode().startswith(
+    "error: standard input has no column 'age', 'city', 'price'"
+  )
+  assert done.stderr.count(b"\n") == 1

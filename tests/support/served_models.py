@@ -1,0 +1,86 @@
+"""Small tables, and runs on them that have ended without training: random parameters."""
+
+import importlib
+import shutil
+
+import jax
+import numpy as np
+from flax import nnx
+
+from recipes import arrays, checkpoints, runs
+from recipes.checkpoints import Progress
+from recipes.tables import settings
+
+CLICKS = {
+  "clicked": "label",
+  "price": {"kind": "number", "missing": "indicator"},
+  "age": {"kind": "number", "buckets": 4},
+  "city": "category",
+  "shop": {"kind": "category", "oov": 0},
+  "tags": "bag",
+  "city_shop": {"kind": "cross", "columns": ("city", "shop"), "buckets": 50},
+  "part": "split",
+}
+LOG = {
+  "who": "user",
+  "what": "item",
+  "when": "time",
+  "country": {"kind": "category", "side": "user"},
+  "genre": {"kind": "category", "side": "item"},
+  "name": "title",
+}
+
+
+def write_clicks(path, *, rows=1000):
+  """Writes a table whose last half has values that the training rows have not, and blanks."""
+  draw = np.random.default_rng(0)
+  lines = ["clicked,price,age,city,shop,tags,part"]
+  for i in range(rows):
+    late = i >= rows // 2
+    part = ("valid" if i < 3 * rows // 4 else "test") if late else "train"
+    price = f"{draw.normal(5, 2):.3f}" if draw.random() < 0.9 else ""
+    age = str(draw.integers(18, 80)) if draw.random() < 0.9 else "NA"
+    city = f"c{draw.integers(40 if late else 20)}" if draw.random() < 0.9 else ""
+    shop = f"s{draw.integers(12 if late else 6)}" if draw.random() < 0.9 else ""
+    tags = "|".join(f"t{t}" for t in draw.choice(9, draw.integers(0, 4), replace=False))
+    lines.append(f"{draw.integers(2)},{price},{age},{city},{shop},{tags},{part}")
+  path.write_text("\n".join(lines) + "\n")
+  return path
+
+
+def write_log(path, *, users=1000, items=40):
+  """Writes four to seven interactions of each user, with different items."""
+  draw = np.random.default_rng(1)
+  lines = ["who,what,when,country,genre,name"]
+  for user in range(users):
+    for when, item in enumerate(draw.choice(items, draw.integers(4, 8), replace=False)):
+      title = f'"No. {item}, the film"'
+      lines.append(f"u{user},i{item},{when},k{user % 7},g{item % 5},{title}")
+  path.write_text("\n".join(lines) + "\n")
+  return path
+
+
+def run_of(recipe, table, workdir):
+  """Returns the parts of a run, and writes its folder: config, serve, checkpoint and result.
+
+  Args:
+    recipe: its name.
+    table: the config of a table.
+    workdir: of the run; its data are prepared beside it.
+  """
+  defaults = importlib.import_module(f"recipes.{recipe}.defaults").DEFAULTS
+  table = {"cache_dir": str(workdir.parent / "cache"), "epochs": 1} | table
+  config = settings.complete(table, defaults)
+  config.table.init_scale = 0.2
+  training = importlib.import_module(f"recipes.{recipe}.train").prepare(config, None)
+  keys = iter(jax.random.split(jax.random.key(7), 1000))
+  noisy = lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape)
+  nnx.update(training.model, jax.tree.map(noisy, nnx.state(training.model, nnx.Param)))
+  workdir.mkdir(parents=True)
+  progress = Progress(step=3, best_step=3)
+  with checkpoints.manager(workdir / "checkpoints", progress) as manager:
+    checkpoints.save(manager, progress, training.state)
+  arrays.write_json(workdir / "config.json", runs.plain(config))
+  arrays.write_json(workdir / "result.json", {"recipe": recipe, "tested_step": 3})
+  shutil.copytree(training.serve, workdir / "serve")
+  return training
