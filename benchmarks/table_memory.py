@@ -2,8 +2,8 @@
 
     python benchmarks/table_memory.py --gigabytes=5 --folder=/tmp/table_memory
 
-Draws a table of clicks (26 categories as 8 hexadecimal digits, 13 numbers, a label), trains the dlrm
-recipe on it for a few steps, and prints rows, bytes, seconds and the peak of the memory that
+Draws a table of clicks (26 categories as 8 hexadecimal digits, 13 numbers, a label), trains the
+dlrm recipe on it for a few steps, and prints rows, bytes, seconds and the peak of the memory that
 belongs to the run's processes alone (RssAnon in /proc: without pages of files, which the system
 takes back when it needs them). Linux only.
 """

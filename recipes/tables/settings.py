@@ -67,9 +67,12 @@ def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> "ConfigDi
 
   given = given.to_dict() if isinstance(given, ConfigDict) else dict(given)
   settings = _merged(DEFAULTS | dict(defaults), given, "config")
-  settings["columns"] = spec.expand(settings["columns"])
+  # A dict within a ConfigDict would lose its order.
+  in_order = lambda columns: ConfigDict(columns, allow_dotted_keys=True, sort_keys=False)
+  settings["columns"] = in_order(spec.expand(settings["columns"]))
   for side in ("user_table", "item_table"):
-    settings[side]["columns"] = spec.expand(settings[side]["columns"], f"config.{side}.columns")
+    columns = spec.expand(settings[side]["columns"], f"config.{side}.columns")
+    settings[side]["columns"] = in_order(columns)
   return ConfigDict(settings, allow_dotted_keys=True, sort_keys=False)
 
 

@@ -20,7 +20,7 @@ def refusal(stored: pa.DataType, way: Way) -> str | None:
   """Returns what is wrong with reading a stored column that way, or None.
 
   >>> refusal(pa.list_(pa.string()), "text")
-  'holds lists: declare it as a bag or a sequence'
+  'holds lists: declare it as a bag, a sequence or an item with a separator'
   """
   if pa.types.is_dictionary(stored):
     stored = stored.value_type
@@ -28,7 +28,7 @@ def refusal(stored: pa.DataType, way: Way) -> str | None:
     return None
   if _is_list(stored):
     if not isinstance(way, tuple):
-      return "holds lists: declare it as a bag or a sequence"
+      return "holds lists: declare it as a bag, a sequence or an item with a separator"
     if pa.types.is_nested(stored.value_type):
       return f"holds lists of {stored.value_type}: store lists of numbers or texts"
     return None

@@ -18,9 +18,10 @@ def test_everything_left_out_is_the_default(tmp_path):
 
 
 def test_names_with_dots_and_other_signs(tmp_path):
-  columns = {"education.num": "number", "hours-per-week": "number", "items": "category"}
+  columns = {"hours-per-week": "number", "items": "category", "education.num": "number"}
   config = completed("dlrm", tmp_path, columns=columns)
   assert list(config.columns) == list(columns)
+  assert list(config.to_dict()["columns"]) == list(columns)
 
 
 def test_a_config_dict_is_taken_as_well(tmp_path):
