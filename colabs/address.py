@@ -4,9 +4,9 @@ The address is set in one place, `Repository` under `[project.urls]` in pyprojec
 
     python colabs/address.py
 
-writes it wherever a file has to have it: in the first code cell of every notebook, which clones it
-in Colab, under the title of the notebook, in `colabs/README.md` and in `docs/tpu_pods.md`. Without
-an address it takes them out again.
+writes it wherever a file has to have it: in the first code cell of every notebook, which installs
+from it in Colab, under the title of the notebook, in `colabs/README.md` and in `docs/tpu_pods.md`.
+Without an address it takes them out again.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ BRANCH = "main"
 
 
 def repository(pyproject: pathlib.Path = ROOT / "pyproject.toml") -> str:
-  """Returns the address that the project is cloned from; "" if it has none yet."""
+  """Returns the address of the project's git repository; "" if it has none yet."""
   urls = tomllib.loads(pyproject.read_text())["project"].get("urls", {})
   return urls.get("Repository", "").removesuffix("/").removesuffix(".git")
 

@@ -3,7 +3,8 @@
     python colabs/execute.py                   # all of them
     python colabs/execute.py quickstart.ipynb  # some
 
-A notebook runs in an empty folder, with the `embed` and `recipes` of this checkout, on the CPU.
+A notebook runs in an empty folder, with the packages of this checkout as a wheel installs them, on
+the CPU.
 """
 
 import os
@@ -18,6 +19,18 @@ from jupyter_client.manager import AsyncKernelManager
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def installed(folder: pathlib.Path) -> pathlib.Path:
+  """Returns a folder to import from, with links to what `pip install` would copy there.
+
+  Recipes and configs are called `embed.recipes` and `embed.configs` in it.
+  """
+  (folder / "embed").mkdir(parents=True)
+  root = HERE.parent
+  for source in (*(root / "embed").iterdir(), root / "recipes", root / "configs"):
+    (folder / "embed" / source.name).symlink_to(source)
+  return folder
 
 
 def execute(path: pathlib.Path, folder: str | pathlib.Path) -> nbformat.NotebookNode:
@@ -44,7 +57,7 @@ def execute(path: pathlib.Path, folder: str | pathlib.Path) -> nbformat.Notebook
   )
   environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "MPLBACKEND")}
   environment |= {
-    "PYTHONPATH": str(HERE.parent),
+    "PYTHONPATH": str(installed(pathlib.Path(folder) / ".packages")),
     "JAX_PLATFORMS": "cpu",
     "IPYTHONDIR": str(pathlib.Path(folder) / ".ipython"),  # nobody's settings and start-up files
   }

@@ -10,17 +10,13 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-_GREY = "#777777"  # readable on white and on black
+from . import style
+
 _WIDTH = 6.0  # inches: readable on a page, and on a phone
 _PANEL, _TITLE, _ENTRY, _LINE = 2.3, 0.3, 0.04, 0.157  # heights in inches
 _WRAP, _WRAP_TITLE = 70, 54  # characters in a line of the legend and of a title
 
-
-_COLORED = ("text.", "axes.label", "axes.edge", "axes.title", "xtick.", "ytick.", "grid.")
-_STYLE: dict[Any, Any] = {f"{part}color": _GREY for part in _COLORED} | {
-  "figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False,
-  "axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.3, "font.size": 10,
-}  # fmt: skip
+_STYLE = style.SETTINGS | {"grid.color": style.GREY, "grid.alpha": 0.3}
 
 
 class Curves(Protocol):

@@ -2,16 +2,17 @@
 
 import builtins
 import os
-import pathlib
 import re
-import sys
-import types
+import tomllib
 
+import matplotlib
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
+import recipes
 from colabs import address, execute
+from recipes import style
 
 PATHS = sorted(execute.HERE.glob("*.ipynb"))
 each = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
@@ -120,88 +121,78 @@ def test_it_has_a_title_and_says_where_to_go_on(path):
 
 
 class Shell:
-  """What a cell does to the shell, written down; of it all, only folders and `cd` are real."""
+  """Writes down what a cell asks of the shell, with the cell's variables put in."""
 
-  def __init__(self):
-    self.lines = []
+  def __init__(self, variables):
+    self.lines, self.variables = [], variables
 
   def run_line_magic(self, name, line, *_):
-    self.lines.append(f"{name} {line}")
-    if name == "cd":
-      os.chdir(line.split()[-1])
-
-  def system(self, line):
-    self.lines.append(line)
-    if line.startswith("git clone"):
-      make_checkout(pathlib.Path(line.split()[-1]))
-
-  getoutput = system
-
-  @property
-  def installs(self):
-    return [line for line in self.lines if re.match(r"pip .*install", line)]
-
-
-def make_checkout(folder):
-  (folder / "colabs").mkdir(parents=True)
-  (folder / "pyproject.toml").touch()
+    self.lines.append(f"{name} {line}".format_map(self.variables))
 
 
 @pytest.fixture
-def run_first_cell(monkeypatch, tmp_path):
-  """Runs a notebook's first cell, `import embed` failing, if so asked, until it is installed."""
+def run_first_cell(monkeypatch):
+  """Runs a notebook's first cell in a folder; imports of `missing` fail until it is installed.
+
+  Returns the lines that the shell gets.
+  """
 
   def run(path, folder, missing, repository=""):
-    shell, really_import = Shell(), builtins.__import__
+    variables, really_import = {}, builtins.__import__
+    shell = variables["shell"] = Shell(variables)
 
     def fake_import(name, *args, **kwargs):
-      if name.split(".")[0] == "embed" and missing and not shell.installs:
-        raise ModuleNotFoundError("No module named 'embed'", name="embed")
-      return really_import(name, *args, **kwargs)
+      if f"{name}.".startswith(f"{missing}.") and not shell.lines:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+      # The name under which it is installed, where it may be another checkout's.
+      return recipes if name == "embed.recipes" else really_import(name, *args, **kwargs)
 
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("XLA_FLAGS", "")  # to be put back: a notebook may set it
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):  # to be put back: a notebook may set them
+      monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.setattr(builtins, "__import__", fake_import)
     notebook = read(path)
     address.stamp_notebook(notebook, repository, path.name)
     source = TransformerManager().transform_cell(code(notebook)[0].source)
-    exec(compile(source, path.name, "exec"), {"get_ipython": lambda: shell})
-    return shell
+    variables["get_ipython"] = lambda: shell
+    with matplotlib.rc_context():
+      exec(compile(source, path.name, "exec"), variables)
+      assert matplotlib.rcParams["text.color"] == style.GREY
+    return shell.lines
 
   return run
 
 
-@pytest.mark.parametrize("missing", [True, False], ids=["missing", "there"])
+# Of a library without recipes, only they are missing.
+@pytest.mark.parametrize("missing", ["embed", "embed.recipes", None])
 @each
 def test_the_first_cell_installs_what_is_missing(path, missing, tmp_path, run_first_cell):
   """In a checkout."""
-  make_checkout(tmp_path)
-  shell = run_first_cell(path, tmp_path / "colabs", missing)
-  assert len(shell.lines) == len(shell.installs) == missing
-  for line in shell.installs:
-    target = re.search(r"([^\s\"'\[]+)(\[\w+\])?[\"']?$", line)[1]
-    assert (pathlib.Path(target) / "pyproject.toml").exists(), line
+  (tmp_path / "colabs").mkdir()
+  (tmp_path / "pyproject.toml").touch()
+  lines = run_first_cell(path, tmp_path / "colabs", missing, repository="an-address")
+  assert lines == (['pip install --quiet "..[recipes]"'] if missing else [])
 
 
 @each
-def test_the_first_cell_clones_where_there_is_no_checkout(path, tmp_path, run_first_cell):
+def test_the_first_cell_installs_from_the_repository(path, tmp_path, run_first_cell):
   """As on Colab: a notebook by itself in a folder."""
-  (tmp_path / "content").mkdir()
-  shell = run_first_cell(path, tmp_path / "content", missing=True, repository="an-address")
-  assert shell.lines == [
-    "git clone --quiet {REPOSITORY} sparse-embed",  # the real shell puts the variable in
-    "cd -q sparse-embed/colabs",
-    'pip install --quiet --editable "..[recipes]"',
-  ]
-  assert pathlib.Path("../pyproject.toml").exists()
+  lines = run_first_cell(path, tmp_path, "embed", repository="https://git.example.org/x")
+  wanted = 'pip install --quiet "sparse-embed[recipes] @ git+https://git.example.org/x"'
+  assert lines == [wanted]
 
 
 @each
-def test_the_first_cell_asks_for_the_repository_to_clone(path, tmp_path, run_first_cell):
-  (tmp_path / "content").mkdir()
+def test_the_first_cell_asks_for_the_repository_to_install_from(path, tmp_path, run_first_cell):
   with pytest.raises(AssertionError, match="Set REPOSITORY"):
-    run_first_cell(path, tmp_path / "content", missing=True)
+    run_first_cell(path, tmp_path, "embed")
+
+
+def test_what_is_installed_has_these_names():
+  """The first cell installs a project by its name, with an extra."""
+  project = tomllib.loads((address.ROOT / "pyproject.toml").read_text())["project"]
+  assert project["name"] == "sparse-embed"
+  assert "recipes" in project["optional-dependencies"]
 
 
 @each
@@ -252,28 +243,25 @@ def test_the_address_is_read_from_one_place(tmp_path):
     assert address.repository(pyproject) == wanted
 
 
-RECIPES = [path for path in PATHS if "from recipes import" in path.read_text()]
+def test_packages_are_linked_as_they_are_installed(tmp_path):
+  setuptools = tomllib.loads((address.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+  folder = execute.installed(tmp_path / "packages")
+  assert [path.name for path in folder.iterdir()] == ["embed"]
+  for package in setuptools["packages"]:
+    assert any((folder / package.replace(".", "/")).glob("*.py")), package
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
-def test_a_notebook_about_a_recipe_says_where_recipes_are(path, tmp_path, monkeypatch):
-  """An `embed` by itself, as from a wheel, has no recipes beside it."""
-  monkeypatch.setattr(sys, "path", list(sys.path))
-  (cell,) = (cell for cell in code(read(path)) if "sys.path.append" in cell.source)
-  namespace = {"embed": types.SimpleNamespace(__file__=str(tmp_path / "embed" / "__init__.py"))}
-  with pytest.raises(ModuleNotFoundError, match=r"Recipes are imported from a checkout"):
-    exec(cell.source, namespace)
-  assert str(tmp_path) not in sys.path
-
-  (tmp_path / "recipes").mkdir()
-  exec(cell.source, namespace)
-  assert sys.path[-1] == str(tmp_path)
+@each
+def test_it_imports_recipes_by_the_name_they_are_installed_under(path):
+  """Nothing has to be found on disk: what the first cell installs is enough."""
+  source = "\n".join(cell.source for cell in code(read(path)))
+  assert not re.search(r"^ *(from|import) (recipes|configs)\b|sys\.path", source, re.MULTILINE)
 
 
-def test_the_pictures_are_of_one_style():
-  """Transparent, in a grey for light and for dark pages: by the same lines everywhere."""
-  sources = ["\n".join(cell.source for cell in code(read(path))) for path in PATHS]
-  block = re.compile(r"GREY = .*?axes\.spines\.right[^\n]*", re.DOTALL)
-  assert len({block.search(source)[0] for source in sources}) == 1
-  for source in sources:
-    assert "facecolor=" not in source
+@each
+def test_its_pictures_are_of_one_style(path):
+  """Transparent, in a grey and in colors for light and for dark pages, all from one file."""
+  first, *cells = [cell.source for cell in code(read(path))]
+  assert first.endswith("\nstyle.use()")
+  for source in cells:
+    assert not re.search(r"rcParams|#[0-9A-Fa-f]{6}|facecolor=|style\.use|\bstyle = ", source)
