@@ -89,8 +89,8 @@ class _Predictions:
       notes.append(f"{self.num_bad:,} cannot be read: no predictions")
     if self.num_popular:
       notes.append(
-        f"{self.num_popular:,} without a known user, feature or history: the most popular items, no "
-        "scores"
+        f"{self.num_popular:,} without a known user, feature or history: the most popular items, "
+        "no scores"
       )
     if self.num_unknown_items:
       notes.append(f"{self.num_unknown_items:,} unknown items in histories")
