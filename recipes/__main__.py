@@ -17,7 +17,7 @@ python -m recipes.report runs/dlrm                     the curves and the metric
 python -m recipes.export runs/mine --out=served        what predictions need, of a run on a table
 python -m recipes.predict served < rows.csv > out.csv  scores or recommendations for rows
 python -m embed inspect runs/dlrm                      the tables in a run's checkpoint
-python -m embed check                                  lookups, gradients and optimizers as installed
+python -m embed check                                  lookups, gradients, optimizers as installed
 """
 
 
