@@ -171,6 +171,10 @@ def main(argv: Sequence[str]) -> None:
   except BrokenPipeError:  # as by `| head`
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return
+  except OSError as error:
+    parser.exit(2, f"error: {error.strerror or error}\n")
+  except KeyboardInterrupt:
+    parser.exit(130)
   print("; ".join(notes), file=sys.stderr)
 
 

@@ -33,7 +33,8 @@ def test_every_recipe_and_config_is_listed_with_one_line(monkeypatch, tmp_path, 
   listing.main([])
   lines = capsys.readouterr().out.splitlines()
   commands = [line.split()[2] for line in lines if line.startswith("python -m recipes.")]
-  programs = ["recipes.minimal", "recipes.report"]
+  programs = ["recipes.minimal", "recipes.describe", "recipes.export", "recipes.predict"]
+  programs.append("recipes.report")
   assert commands == [*(f"recipes.{recipe}" for recipe in RECIPES), *programs]
   rows = [line for line in lines if line.startswith("  configs/")]
   assert [re.match(r"  ([^\[ ]+)", row)[1] for row in rows] == CONFIGS

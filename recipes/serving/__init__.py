@@ -37,8 +37,10 @@ Needs JAX, NumPy, pyarrow, filelock and tqdm, and sparse-embed with what it depe
 optax among them, by `import embed` alone). The run, its data and its checkpoint are not read.
 """
 
+import zipfile
 from pathlib import Path
 
+from ..errors import DamagedFileError, UserError
 from .clicks import ClickModel
 from .folder import Served
 from .recommend import Recommended, Recommender
@@ -56,4 +58,12 @@ def load(folder: str | Path) -> ClickModel | Recommender:
     UserError: the folder is none, is damaged, or is of another version.
   """
   served = Served.open(folder)
-  return ClickModel(served) if served.recipe == "dlrm" else Recommender(served)
+  try:
+    return ClickModel(served) if served.recipe == "dlrm" else Recommender(served)
+  except UserError:
+    raise
+  except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
+    reason = str(error).partition("\n")[0]
+    raise DamagedFileError(
+      f"{served.transforms} is damaged ({reason}): export the run again"
+    ) from error

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import shutil
 import subprocess
 import sys
 
@@ -256,6 +257,14 @@ def test_what_no_model_can_answer_is_said(clicks, towers, tmp_path):
     answers(clicks, tmp_path / "rows.csv", top=3)
   with pytest.raises(UserError, match=r"has no served\.json"):
     serving.load(tmp_path)
+  damaged = tmp_path / "damaged"
+  shutil.copytree(clicks, damaged)
+  (damaged / "arrays.npz").write_bytes(b"PK")
+  with pytest.raises(UserError, match=r"arrays\.npz is missing or damaged"):
+    answers(damaged, write_clicks(tmp_path / "some.csv", rows=3))
+  (damaged / "transforms" / "columns.parquet").write_bytes(b"")
+  with pytest.raises(UserError, match="transforms is damaged"):
+    serving.load(damaged)
   with pytest.raises(UserError, match="top is 0"):
     serving.load(towers).recommend([{"who": "u3"}], top=0)
 
