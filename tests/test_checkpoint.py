@@ -43,6 +43,7 @@ def pair(seed):
   return model, embed.Optimizer(model, optax.adam(0.01))
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_orbax_as_if_it_had_not_stopped(tmp_path):
   model, optimizer = pair(0)
   train(model, optimizer, 2)

@@ -63,6 +63,7 @@ KINDS = {
 # --- numbers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_are_those_of_the_ids_given(kind):
   """1 * row 7 + 2 * row 2; nothing; 1 * row 3."""
@@ -106,6 +107,7 @@ def test_rows_and_learned_weights_train(kind, level):
   )
 
 
+@pytest.mark.full
 def test_without_a_rate_the_dense_optimizer_trains_them():
   model = make(learnt(rate=None))
   optimizer = embed.Optimizer(model, optax.sgd(1.0))

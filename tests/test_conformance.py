@@ -488,6 +488,7 @@ def test_variable_learning_rate():
   np.testing.assert_allclose(seen, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("given", [("friends",), ("watched", "favorited", "friends")])
 def test_ones_gradients(given, replicas):
@@ -776,6 +777,7 @@ def test_shapes(case):
     assert call().shape == (*case["result"], 3)
 
 
+@pytest.mark.full
 def test_shapes_are_free_per_call():
   table = embed.TableConfig(6, 2, name="t")
   layer = embed.SparseEmbed({"f": embed.FeatureConfig(table=table)}, embed.sgd(), rngs=nnx.Rngs(0))

@@ -11,6 +11,7 @@ from nested_model import A, B, D, Model, V, twice
 import embed
 
 
+@pytest.mark.full
 def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
   """Two microbatches of a scaled loss, unscaled and clipped together, against plain JAX."""
   model = Model()
@@ -48,6 +49,7 @@ def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
   np.testing.assert_allclose(model.out.kernel[...], wanted[1], atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [embed.adagrad(0.1), embed.adam(0.1), embed.sgd(0.1)])
 def test_clipped_gradients_train(optimizer):
   """A step of clipped gradients is a step of the clipped dense gradient, for touched rows."""

@@ -37,6 +37,7 @@ def step(batch, mesh):
   return jax.device_get((loss, layer.variables)), layer.report.get_value()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_nothing_to_look_up(batch, kind):
@@ -46,6 +47,7 @@ def test_nothing_to_look_up(batch, kind):
   assert int(report["exchange_rounds"]) == (batch != "all")
 
 
+@pytest.mark.full
 def test_the_report_is_of_the_last_call():
   mesh = meshes.make_mesh("auto")
   layer = embed.SparseEmbed(FEATURES, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=mesh)
@@ -130,6 +132,7 @@ def test_tables_that_do_not_fit_are_named(where):
   assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
 
 
+@pytest.mark.full
 def test_attend_trains_all_rows_or_only_candidates():
   model, query = Model(), jnp.arange(6.0).reshape(2, D) / 6
   layer = model.inner["e"]

@@ -178,6 +178,7 @@ def test_sharded_equals_unsharded(kind):
   meshes.assert_close(model.embed.variables, other.embed.variables)
 
 
+@pytest.mark.full
 def test_dropped_ids_are_counted_once():
   data = [{"bag": b["bag"].at[0, 0].set(V), "one": b["one"]} for b in batches(3)]
   model = Model(embed.sgd(0.1))
@@ -213,6 +214,7 @@ def test_candidates_drawn_in_the_loss_are_those_looked_up():
 # --- mistakes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_lookups_of_another_batch_give_nan_and_no_gradient():
   model = Model(embed.sgd(0.1))
   one, other = batches(2)

@@ -385,6 +385,7 @@ def test_a_plan_says_what_a_step_does(where, optimizer, kind, rows):
     assert gathered
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["custom combiner", "weights with a gradient"])
 def test_a_plan_knows_what_is_combined_after_the_lookup(how):
   """Every id is looked up on its own, so that more rows than bags are exchanged."""

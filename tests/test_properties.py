@@ -465,6 +465,7 @@ split_batches = st.tuples(
 )
 
 
+@pytest.mark.full
 @given(split_batches, tables)
 def test_microbatches_add_up_to_the_batch(batch, values):
   """Row gradients of two halves, accumulated, are those of the whole, and so is the update."""

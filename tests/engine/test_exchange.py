@@ -103,6 +103,7 @@ def assert_exact(strategy, capacity, optimizer, three):
     assert a.report["buffer_fill"] == most / capacity
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("strategy", "capacity", "optimizer"),
   slow_unless(CASES, lambda *case: case in (("mod", 1, "adagrad"), ("div", 2, "adam"))),
@@ -124,6 +125,7 @@ def test_skewed_ids(strategy, capacity, optimizer):
   check()
 
 
+@pytest.mark.full
 def test_the_report_by_hand():
   """Of the fullest pair of devices of the last call, over all tables."""
   mesh = make_mesh()

@@ -22,6 +22,7 @@ def make(combiner="mean", **table):
   return embed.SparseEmbed(embed.FeatureConfig(config), embed.adagrad(0.1), rngs=nnx.Rngs(0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("length", full_unless([1, 2, 8, 9, 50], lambda length: length in (2, 9)))
 @pytest.mark.parametrize("weighted", [False, True])
@@ -60,6 +61,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EMPTY)
 def test_nothing_to_look_up_trains_nothing(name):
   layer, x = make(), EMPTY[name]()
@@ -131,6 +133,7 @@ def test_features_without_ids_beside_one_that_has_some(combiner, settings):
   assert [aval.shape for aval in exported.program.out_avals] == shapes
 
 
+@pytest.mark.full
 def test_scores_of_no_candidates():
   layer, query = make("sum"), jnp.ones((2, D))
 
@@ -149,6 +152,7 @@ def test_scores_of_no_candidates():
 QUANTIZED = conformance.load("quantization")["cases"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   "case", [case for case in QUANTIZED if "x" in case], ids=lambda c: c["num_buckets"]
 )
@@ -181,6 +185,7 @@ def test_quantized_rows_are_combined():
   np.testing.assert_allclose(act, case["expected"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_bfloat16_tables_keep_float32_slots_and_sums():
   layer = make("sum", dtype=jnp.bfloat16)
   assert layer.tables["t"].dtype == jnp.bfloat16
@@ -240,6 +245,7 @@ def refusal(f):
     return None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [0, 3])
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
 def test_a_sparse_means_the_same_everywhere(combiner, length):

@@ -53,6 +53,7 @@ def test_a_quarter_of_the_way_goes_up_a_quarter_of_the_time():
     assert found.tolist() == [sign, sign, sign * (1 + ULP), sign * (1 + ULP)]
 
 
+@pytest.mark.full
 @given(
   st.lists(st.floats(width=32, allow_subnormal=False), min_size=1, max_size=20),
   st.integers(0, 2**32 - 1),
@@ -96,6 +97,7 @@ def test_noise_differs_by_row_column_step_and_table():
 # --- tables ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_steps_below_the_resolution_count():
   """100 steps of 1/64 ulp: to the nearest nothing ever moves, at random it does on average."""
   ids = embed.Padded(np.arange(64)[:, None])
@@ -131,6 +133,7 @@ def test_occurrences_of_a_row_are_rounded_apart():
   assert len(np.unique(rows(model))) > 4
 
 
+@pytest.mark.full
 def test_a_run_repeats_itself_and_tables_differ():
   def run(name):
     model = make(embed.sgd(0.1), name="t") if name == "t" else make(embed.sgd(0.1), name=name)

@@ -149,6 +149,7 @@ def test_load_tables_takes_any_array():
     load(model, numbered())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("strategy", "specs"),
   [
@@ -164,6 +165,7 @@ def test_a_view_is_split_where_it_can_be(strategy, specs):
     assert tables[name].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2), name
 
 
+@pytest.mark.full
 def test_columns_that_are_split_stay_so():
   tables = two_axes_model().embed.tables
   parts = {name: table.addressable_shards[0].data.shape for name, table in tables.items()}
@@ -173,6 +175,7 @@ def test_columns_that_are_split_stay_so():
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("make", "parts"),
   [
@@ -257,6 +260,7 @@ def saved(tmp_path_factory):
     yield manager, tree, train(model, optimizer, 3, start=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("devices", "strategy"),
   [
@@ -288,6 +292,7 @@ def test_trees_go_from_strategy_to_strategy(saved):
     assert_equal(fetched(tree), saved[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_tree_from_other_devices(saved, source):
   """Committed to devices that are not those of the model, which has dense parameters on none."""

@@ -84,6 +84,7 @@ def test_any_length(n):
     check(way, np.arange(n)[::-1] * 3, 2**31 - 1)
 
 
+@pytest.mark.full
 def test_spans_and_chunks_cover_every_row(monkeypatch):
   """More distinct rows than fit a span, and chunks that do not divide it."""
   monkeypatch.setattr(cpu, "SPAN", 10)
@@ -109,6 +110,7 @@ def test_spans_and_chunks_cover_every_row(monkeypatch):
   np.testing.assert_array_equal(np.asarray(new)[touched == 0], table[touched == 0])
 
 
+@pytest.mark.full
 def test_both_formulations_step_alike():
   """What runs on an accelerator, run here, is what runs on CPU."""
   import embed
@@ -136,6 +138,7 @@ def test_both_formulations_step_alike():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "error"), [(100_000, 2e-4), (1_000_000, 1e-2)])
 def test_what_many_occurrences_of_a_row_sum_to(number, error):
   """What is written at `embed.RowGrads` of sums in float32."""

@@ -128,6 +128,7 @@ def add(metrics, logits, labels, mask, batch):
   return metrics
 
 
+@pytest.mark.full
 @hypothesis.given(EXAMPLES, st.sampled_from([8, 64]))
 def test_binned_equals_sklearn_within_its_bound(examples, batch):
   logits, labels, mask = (np.array(x) for x in zip(*examples, strict=True))

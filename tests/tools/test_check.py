@@ -83,6 +83,7 @@ def test_a_line_for_each_check(small, capsys):
   assert line.endswith("  ok")
 
 
+@pytest.mark.full
 def test_everything_passes_on_a_mesh(small, monkeypatch):
   mesh = make_mesh("explicit", (2,))
   monkeypatch.setattr(check, "places", lambda: {"a mesh": {"mesh": mesh, "sharding": "column"}})

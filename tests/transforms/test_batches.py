@@ -168,6 +168,7 @@ print(json.dumps({k: getattr(x, "values", x).tolist() for k, x in inputs.feature
   assert json.loads(done.stdout) == GOLDEN
 
 
+@pytest.mark.full
 def test_a_layer_reads_it():
   """One table per column, sized by it; columns of one vocabulary may share theirs."""
   tables = {

@@ -78,7 +78,10 @@ def test_mlp_without_sizes_is_the_identity():
   np.testing.assert_array_equal(mlp(x), x)
 
 
-@pytest.mark.parametrize(("kind", "settings", "num_dense"), MODELS)
+@pytest.mark.parametrize(
+  ("kind", "settings", "num_dense"),
+  [MODELS[0], *(pytest.param(*model, marks=pytest.mark.full) for model in MODELS[1:])],
+)
 def test_gradients_reach_everything_and_six_rows_are_learned_by_heart(kind, settings, num_dense):
   model, inputs = build(kind, settings, num_dense), batch(num_dense=num_dense)
   optimizer = embed.Optimizer(model, optax.adam(0.02))

@@ -71,6 +71,7 @@ def test_shapes_are_checked():
     losses.sampled_softmax(LOGITS.T, jnp.arange(2))
 
 
+@pytest.mark.full
 def test_with_logq_the_samples_estimate_the_whole_softmax():
   """The gradient at the scores of 12 items, averaged over batches, is that of the full softmax.
 
@@ -107,6 +108,7 @@ def stream(frequency, probability, batches, batch_size, seed=0):
     update(frequency, jnp.asarray(draw.choice(len(probability), batch_size, p=probability)))
 
 
+@pytest.mark.full
 def test_the_estimate_converges_to_the_rates():
   """From many in a batch to one in twenty batches."""
   probability = np.array([0.5, 0.3, 0.15, 0.045, 0.0042, 0.0008])
