@@ -114,9 +114,14 @@ def predict(model, batch) -> jax.Array:
 
 
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
-  """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process."""
+  """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process.
+
+  A split without rows has no metrics.
+  """
 
   def evaluate(model, split: str) -> dict[str, float]:
+    if len(range(*data.splits[split])) == 0:
+      return {}
     metrics, view = BinnedClickMetrics(mesh), nnx.view(model, deterministic=True)
     batches = data_lib.eval_batches(
       data, split, config.eval_batch_size, num_workers=config.num_workers
@@ -136,8 +141,9 @@ def baselines(data: data_lib.ClickData, config) -> dict[str, loop.Baseline]:
     max_rows=config.baseline.max_rows,
     inverse_penalties=tuple(config.baseline.inverse_penalties),
   )
+  can_choose = len(range(*data.splits["valid"])) > 0
   chosen: dict[str, loop.Baseline] = {
-    "logistic regression": fit if config.baseline.max_rows else {}
+    "logistic regression": fit if config.baseline.max_rows and can_choose else {}
   }
   if data.best:
     chosen["best possible"] = dict(data.best)

@@ -71,8 +71,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   encoder.save(arrays.subfolder(folder, "serve"))
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
-  if settings["refit"]:
-    splits["train"] = (0, splits["valid"][1])
+  if table.refit:
+    end = splits["valid"][1]
+    splits |= {"train": (0, end), "valid": (end, end)}
   return {
     "splits": splits,
     "features": [dataclasses.asdict(feature) for feature in encoder.features],

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from served_models import CLICKS, LOG, run_of, write_clicks, write_log
+from suites import full_unless
 
 from recipes import export, predict, serving
 from recipes.errors import UserError
@@ -306,7 +307,9 @@ assert not any(name.endswith((".train", ".model")) for name in sys.modules if "r
 """
 
 
-@pytest.mark.parametrize("recipe", ["clicks", "towers", "sequences"])
+@pytest.mark.parametrize(
+  "recipe", ["clicks", *full_unless(["towers", "sequences"], lambda _: False)]
+)
 def test_the_command_needs_no_package_of_training(recipe, request, tmp_path):
   served = request.getfixturevalue(recipe)
   text = f"{HEADER}\n1,4.5,30,c1,s2,t1|t2,test\n" if recipe == "clicks" else "who\nu3\n"

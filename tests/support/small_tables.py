@@ -18,7 +18,7 @@ def write_csv(path: Path, header, rows) -> Path:
   return path
 
 
-def completed(recipe: str, cache_dir: Path, **given):
+def completed(recipe: str, cache_dir: Path | str, **given):
   """Returns the config of a recipe on a table."""
   given = {"cache_dir": str(cache_dir)} | given
   return settings.complete(given, _DEFAULTS[recipe].DEFAULTS)

@@ -192,7 +192,7 @@ FILES = {
   ),
   "lists in the second file": (
     {"1.parquet": parquet(b=["x"]), "2.parquet": parquet(b=[["x"]])}, {"b": "text"}, {},
-    "2.parquet", ["column 'b' holds lists", "bag or a sequence"],
+    "2.parquet", ["column 'b' holds lists", "declare it as a bag"],
   ),
   "no lists in the second file": (
     {"1.parquet": parquet(b=[[1]]), "2.parquet": parquet(b=[1])}, {"b": ("list", "|")}, {},

@@ -92,7 +92,7 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(recipe, log, tmp_path, monkey
 def test_the_configs_of_a_run_can_be_read_back(log, tmp_path):
   settings = config("dlrm", log, tmp_path)
   again = json.loads(json.dumps(settings.to_dict()))
-  completed_again = completed("dlrm", tmp_path, **again)
+  completed_again = completed("dlrm", **again)
   assert ConfigDict(completed_again.to_dict(), allow_dotted_keys=True) == ConfigDict(
     settings.to_dict(), allow_dotted_keys=True
   )
