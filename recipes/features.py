@@ -1,7 +1,7 @@
 """Categorical features of a data set, and the tables that hold their vectors."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import embed
@@ -31,7 +31,7 @@ class Feature:
 
 
 def feature_configs(
-  features: Iterable[Feature],
+  features: Sequence[Feature],
   dim: int,
   *,
   initializer: Any = None,
@@ -58,13 +58,17 @@ def feature_configs(
   for feature in features:
     name = f"{prefix}{feature.table or feature.name}"
     if name not in tables:
+      # A single id adopts the combiner of the bags that share its table.
+      bags = [
+        f.combiner for f in features if f.table and f.table == feature.table and f.valency > 1
+      ]
       own = optimizer(feature.optimizer) if optimizer and feature.optimizer else None
       tables[name] = embed.TableConfig(
         feature.vocabulary_size,
         feature.dim or dim,
         initializer=initializer,
         optimizer=own,
-        combiner=feature.combiner,
+        combiner=bags[0] if bags else feature.combiner,
         name=name,
       )
     configs[feature.name] = embed.FeatureConfig(tables[name])

@@ -140,7 +140,7 @@ def train(
       return result
     if result is None:
       hosts.replicate(mesh, *training.state.values())
-      hosts.from_main(lambda: _keep(training.serve, workdir / "serve"))
+      hosts.from_main(lambda: _keep(training, workdir / "serve"))
       tested_step, metrics = _train(training.config or config, workdir, progress, training, mesh)
       result = {
         "recipe": recipe,
@@ -187,13 +187,25 @@ def _train(
     return tested_step, evaluate("valid") | evaluate("test")
 
 
-def _keep(folder: Path | None, target: Path) -> None:
-  """Copies a folder into the workdir; a copy that a kill has cut short is made again."""
-  if folder is not None and not target.exists():
+def _keep(training: Training, target: Path) -> None:
+  """Copies what serving needs into the workdir; a copy that a kill has cut short is made again.
+
+  Raises:
+    UserError: the data are not those that the run began with.
+  """
+  if training.serve is None:
+    return
+  source, sha256 = target / "source.json", dict(training.data_sha256)
+  if not target.exists():
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(folder, partial)
+    shutil.copytree(training.serve, partial)
+    arrays.write_json(partial / source.name, sha256)
     partial.rename(target)
+  elif arrays.read_json(source) != sha256:
+    raise UserError(
+      f"the data have changed since the run in {target.parent} began: choose another --workdir"
+    )
 
 
 def _with_baselines(

@@ -156,8 +156,8 @@ def logistic_regression(
 ) -> dict[str, float]:
   """Returns the metrics of a linear model on the same rows; see `baselines.logistic_regression`.
 
-  At most `max_rows` training rows are used, the last ones, because the one-hot matrix is held in
-  memory; the `rows` in the result say how many there were.
+  At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is held
+  in memory; the `rows` in the result say how many there were.
   """
   blocks = [
     size
@@ -166,7 +166,7 @@ def logistic_regression(
   ]
   matrices, labels = {}, {}
   for split, (start, stop) in data.splits.items():
-    first = max(start, stop - max_rows) if split == "train" else start
+    first = max(start, stop - max_rows)
     dense = np.asarray(data.columns["dense"][first:stop])
     matrices[split] = baselines.one_hot(data.columns["ids"][first:stop], blocks, dense)
     labels[split] = np.asarray(data.columns["label"][first:stop])

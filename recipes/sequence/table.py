@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .. import arrays, files
+from .. import arrays
 from ..errors import UserError
 from ..tables import interactions, spec
 from ..tables.settings import parsed
@@ -23,7 +23,14 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       "sequences hold out the last two items of each user: give all rows as config.files, and "
       "--config.split.by=last"
     )
+  if table.refit:
+    raise UserError("config.refit has no meaning for sequences: remove it")
   log = interactions.read(table, "last")
+  if not (log.split == 2).any():
+    raise UserError(
+      "no user has three items, and sequences are validated and tested on the last two: more rows "
+      "are needed"
+    )
   items, offsets = log.history()
   arrays.column(folder, "items", items.shape, items.dtype)[:] = items
   arrays.column(folder, "offsets", offsets.shape, offsets.dtype)[:] = offsets
@@ -37,5 +44,5 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   return {
     "num_items": len(log.items.texts),
     "notes": notes,
-    "sha256": {path.name: files.digest(path) for path in table.rows.all_files},
+    "sha256": table.digests(),
   }

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays, files
+from .. import arrays
 from ..errors import UserError
 from . import entities, spec
 from .entities import Codes, Entities
 from .fitting import Fit, Fitted
-from .rows import RowReader, values_of
+from .rows import RowReader, values_of, way
 from .settings import SPLITS, Table, parsed
 
 _SIDES = {"user": spec.User, "item": spec.Item}
@@ -53,17 +53,21 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     raise UserError(
       "no column is a category, a user, an item or a number with buckets: declare at least one"
     )
+  _check_names(table)
   reader = RowReader(table, split_by(table))
-  sides, notes = _sides(table)
   fit, sizes, clicks = Fit(table.kinds), np.zeros(3, np.int64), np.zeros(3, np.int64)
+  ids = {side: Codes() for side in table.sides}  # of the training rows
   for rows in reader:
     sizes += np.bincount(rows.split, minlength=3)
     clicks += np.bincount(rows.split, weights=rows.label, minlength=3).astype(np.int64)
     training = rows.chunk.take(rows.split == 0)
     fit.add(values_of(training, table.kinds), len(training.rows))
-  _check_sizes(sizes, clicks)
+    for side, codes in ids.items():
+      codes.add(training.columns[table.require(_SIDES[side], "which config.*_table belongs to")])
+  _check_sizes(sizes, clicks, may_be_empty="" if table.split["valid"] else "valid")
+  sides, notes = _sides(table, ids)
   encoder = Encoder(fit.finish(), sides)
-  notes += reader.skipped
+  notes += [*reader.skipped, *fit.notes]
   if reader.num_dropped:
     notes.append(f"{reader.num_dropped:,} rows were left out by the label's drop")
   notes += _about(sizes, clicks, encoder)
@@ -79,7 +83,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     "features": [dataclasses.asdict(feature) for feature in encoder.features],
     "dense": list(encoder.dense_names),
     "notes": notes,
-    "sha256": {path.name: files.digest(path) for path in table.rows.all_files},
+    "sha256": table.digests(),
   }
 
 
@@ -124,12 +128,11 @@ class Encoder:
   def __init__(self, fitted: Fitted, sides: Mapping[str, Entities]):
     self._fitted, self._sides = fitted, dict(sides)
     self._codes = {name: Codes(side.texts) for name, side in self._sides.items()}
-    names = [feature.name for feature in self.features]
-    for name in names:
-      if names.count(name) > 1:
-        raise UserError(
-          f"{name!r} is declared in config.columns and in a table of its own: keep one"
-        )
+    # The numbers of a user or item that the table of its own lacks are missing.
+    self._no_numbers = {
+      name: side.fitted.dense({key: np.array([np.nan]) for key in side.fitted.numbers}, 1)
+      for name, side in self._sides.items()
+    }
 
   @property
   def features(self):
@@ -152,7 +155,7 @@ class Encoder:
       for feature in side.features:
         block = side.ids[feature.name][at]
         ids.append(np.where(known if block.ndim == 1 else known[:, None], block, -1))
-      dense.append(np.where(known[:, None], side.dense[at], 0.0))
+      dense.append(np.where(known[:, None], side.dense[at], self._no_numbers[name]))
     wide = [block[:, None] if block.ndim == 1 else block for block in ids]
     return {
       "dense": np.concatenate(dense, axis=1).astype(np.float32),
@@ -162,29 +165,46 @@ class Encoder:
   def save(self, folder: Path) -> None:
     """Writes the transforms and the tables of users and items, for `load`."""
     self._fitted.save(folder, "columns")
-    for name, side in self._sides.items():
-      side.save(folder, f"side_{name}")
+    for number, side in enumerate(self._sides.values()):
+      side.save(folder, f"side_{number}")
     arrays.write_json(folder / "sides.json", list(self._sides))
 
   @classmethod
   def load(cls, folder: Path) -> "Encoder":
     """Returns what `save` has written."""
     names = arrays.read_json(folder / "sides.json")
-    sides = {name: Entities.load(folder, f"side_{name}") for name in names}
+    sides = {name: Entities.load(folder, f"side_{n}") for n, name in enumerate(names)}
     return cls(Fitted.load(folder, "columns"), sides)
 
 
-def _sides(table: Table) -> tuple[dict[str, Entities], list[str]]:
+def _check_names(table: Table) -> None:
+  """Raises UserError where a name is declared twice, or an item column holds several items."""
+  declared = set(table.kinds)
+  for side, source in table.sides.items():
+    table.require(_SIDES[side], f"which config.{side}_table belongs to")
+    for name in source.kinds:
+      if name in declared:
+        raise UserError(f"{name!r} is declared twice, also in config.{side}_table: keep one")
+    declared |= set(source.kinds)
+  item = table.name_of(spec.Item)
+  if item and way(table.kinds[item]) != "text":
+    raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")
+
+
+def _sides(table: Table, ids: Mapping[str, Codes]) -> tuple[dict[str, Entities], list[str]]:
+  """Returns users and items of tables of their own by column, and lines about them."""
   sides, notes = {}, []
   for side, source in table.sides.items():
     name = table.require(_SIDES[side], f"which config.{side}_table belongs to")
-    sides[name], skipped = entities.read(source, side, table.on_bad_row)
-    notes += skipped
+    sides[name], about = entities.read(source, side, table.on_bad_row, ids[side])
+    notes += about
   return sides, notes
 
 
-def _check_sizes(sizes: np.ndarray, clicks: np.ndarray) -> None:
+def _check_sizes(sizes: np.ndarray, clicks: np.ndarray, may_be_empty: str = "") -> None:
   for name, size, count in zip(SPLITS, sizes, clicks, strict=True):
+    if not size and name == may_be_empty:
+      continue
     if not size:
       raise UserError(f"the {name} split has no rows: see config.split")
     if count in (0, size):
@@ -197,7 +217,7 @@ def _check_sizes(sizes: np.ndarray, clicks: np.ndarray) -> None:
 def _about(sizes: np.ndarray, clicks: np.ndarray, encoder: Encoder) -> list[str]:
   notes = [
     ", ".join(
-      f"{int(size):,} {name} rows ({count / size:.1%} clicks)"
+      f"{int(size):,} {name} rows ({count / max(size, 1):.1%} clicks)"
       for name, size, count in zip(SPLITS, sizes, clicks, strict=True)
     )
   ]

@@ -117,7 +117,8 @@ class Collected:
   def __init__(self, kinds: Mapping[str, spec.Kind]):
     self.kinds = dict(kinds)
     self._seen = 0
-    self._parts: dict[str, list[Any]] = {name: [] for name in self.kinds}
+    read = [name for name, kind in self.kinds.items() if not isinstance(kind, spec.Cross)]
+    self._parts: dict[str, list[Any]] = {name: [] for name in read}
 
   def add(self, codes: np.ndarray, values: Mapping[str, Any]) -> None:
     """Adds rows of the entities `codes`, numbered in the order of their first appearance."""
@@ -133,10 +134,10 @@ class Collected:
         else values[name][first]
       )
 
-  def entities(self, texts: list[str], bucketed: int = 0) -> Entities:
+  def entities(self, texts: list[str], trained: np.ndarray, bucketed: int = 0) -> Entities:
     """Returns the entities with these raw ids; see `encoded`."""
     values = {name: joined(parts) for name, parts in self._parts.items()}
-    return encoded(texts, self.kinds, values, bucketed)
+    return encoded(texts, self.kinds, values, trained, bucketed)
 
 
 def joined(parts: list[Any]) -> Any:
@@ -147,7 +148,11 @@ def joined(parts: list[Any]) -> Any:
 
 
 def encoded(
-  texts: list[str], kinds: Mapping[str, spec.Kind], values: Mapping[str, Any], bucketed: int = 0
+  texts: list[str],
+  kinds: Mapping[str, spec.Kind],
+  values: Mapping[str, Any],
+  trained: np.ndarray,
+  bucketed: int = 0,
 ) -> Entities:
   """Returns entities whose features are fitted on and computed of their values.
 
@@ -155,6 +160,7 @@ def encoded(
     texts: raw ids, E of them.
     kinds: the declared features, and perhaps a title.
     values: E values by declared name.
+    trained: bool `[E]`, those of training rows, which are fitted on.
     bucketed: a number without buckets gets as many; 0 leaves it a number.
   """
   title = spec.only(kinds, spec.Title)
@@ -166,8 +172,9 @@ def encoded(
       else kind
       for name, kind in features.items()
     }
-  fit = Fit(features)
-  fit.add(values, len(texts))
+  fit, rows = Fit(features), np.flatnonzero(trained)
+  at = lambda x: x.take(pa.array(rows)) if isinstance(x, pa.Array) else x[rows]
+  fit.add({name: at(x) for name, x in values.items()}, len(rows))
   fitted = fit.finish()
   ids = {feature.name: fitted.ids(values, feature.name) for feature in fitted.features}
   titles = values[title].to_pylist() if title else None
@@ -175,12 +182,20 @@ def encoded(
 
 
 def read(
-  source: Source, side: str, on_bad_row: str, bucketed: int = 0
+  source: Source, side: str, on_bad_row: str, trained: Codes, bucketed: int = 0
 ) -> tuple[Entities, list[str]]:
-  """Returns the users or items of a table of their own, and lines about its bad rows.
+  """Returns the users or items of a table of their own, and lines about bad and missing rows.
+
+  Args:
+    source: the table.
+    side: "user" or "item".
+    on_bad_row: "raise" or "skip".
+    trained: the raw ids of the training rows, which features are fitted on.
+    bucketed: as in `encoded`.
 
   Raises:
-    UserError: an id is missing or appears twice; names file and row.
+    UserError: an id is missing or appears twice; names file and row. Or no id of the training rows
+      is in the table.
   """
   reader = open_source(source, on_bad_row)
   read = [name for name, kind in source.kinds.items() if not isinstance(kind, spec.Cross)]
@@ -200,7 +215,19 @@ def read(
     chunk = reader.refuse(chunk, again, source.key, problem)
     for name, part in parts.items():
       part.append(chunk.columns[name])
-  if not len(codes):
-    raise UserError(f"{source.all_files[0]} has no rows")
+  notes, wanted = list(reader.skipped), trained.texts
+  at = codes.find(pa.array(wanted, pa.string()))
+  if (at < 0).all():
+    raise UserError(
+      f"no {side} of the training rows is in column {source.key!r} of {source.all_files[0]}: the "
+      f"rows have {side}s like {wanted[0]!r}, the table has {side}s like {codes.texts[0]!r}"
+    )
+  if (missing := np.flatnonzero(at < 0)).size:
+    notes.append(
+      f"{missing.size:,} of {len(wanted):,} {side}s of the training rows are not in config.{side}_"
+      f"table, as {wanted[missing[0]]!r}"
+    )
+  is_trained = np.zeros(len(codes), bool)
+  is_trained[at[at >= 0]] = True
   values = {name: joined(part) for name, part in parts.items()}
-  return encoded(codes.texts, source.kinds, values, bucketed), reader.skipped
+  return encoded(codes.texts, source.kinds, values, is_trained, bucketed), notes

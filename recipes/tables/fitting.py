@@ -93,8 +93,9 @@ class Moments:
 
   @property
   def deviation(self) -> float:
-    """The standard deviation; 1 where all numbers are equal."""
-    return (self.squares / self.count) ** 0.5 or 1.0 if self.count else 1.0
+    """The standard deviation; 1 where all numbers are equal but for rounding."""
+    deviation = (self.squares / max(self.count, 1)) ** 0.5
+    return deviation if deviation > 1e-9 * abs(self.mean) else 1.0
 
 
 def logarithm(numbers: np.ndarray) -> np.ndarray:
@@ -131,6 +132,7 @@ class Fit:
     self._counts: dict[str, Counts] = {}
     self._moments: dict[str, Moments] = {}
     self._longest: dict[str, int] = {}
+    self._no_ids: dict[str, int] = {}
     self.rows = 0
     for name, kind in self._kinds.items():
       if (table := _table_of(name, kind)) is not None:
@@ -152,6 +154,11 @@ class Fit:
         self._longest[name] = max(self._longest[name], longest)
       if (table := _table_of(name, kind)) is not None:
         self._counts[table].add(flat_texts(values[name], kind))
+      if isinstance(kind, spec.Category) and kind.size:
+        texts = flat_texts(values[name], kind).drop_null()
+        identity = transforms.Identity(kind.size, default_value=-1)
+        wrong = int((_ids_of_texts(identity, texts, whole=True) < 0).sum())
+        self._no_ids[name] = self._no_ids.get(name, 0) + wrong
 
   def finish(self) -> "Fitted":
     """Returns the transforms.
@@ -162,6 +169,22 @@ class Fit:
     vocabularies = {table: self._vocabulary(table) for table in self._counts}
     numbers = {name: self._number(name) for name in self._moments}
     return Fitted(self._kinds, vocabularies, numbers, self._widths())
+
+  @property
+  def notes(self) -> list[str]:
+    """Lines about values of the training rows that are not used."""
+    notes = [
+      f"{count:,} values of column {name!r} are no ids from 0 to its size, and have no vector"
+      for name, count in self._no_ids.items()
+      if count
+    ]
+    widths = self._widths()
+    return notes + [
+      f"column {name!r} has rows of up to {longest:,} values, of which {widths[name]} are used: "
+      "its max_length says how many"
+      for name, longest in self._longest.items()
+      if longest > widths[name]
+    ]
 
   def _vocabulary(self, table: str) -> tuple[str, ...]:
     counts = self._counts[table]
@@ -189,7 +212,8 @@ class Fit:
       shares = np.arange(1, kind.buckets) / kind.buckets
       boundaries = tuple(np.unique(np.quantile(moments.sample, shares)).tolist())
     mean, deviation = (moments.mean, moments.deviation) if kind.standardize else (0.0, 1.0)
-    return {"mean": mean, "deviation": deviation, "boundaries": boundaries}
+    fill = moments.mean  # of missing values
+    return {"mean": mean, "deviation": deviation, "fill": fill, "boundaries": boundaries}
 
   def _widths(self) -> dict[str, int]:
     widths = {}
@@ -216,7 +240,7 @@ class Fitted:
   Args:
     kinds: the declared features by name.
     vocabularies: the values of each table that has a vocabulary, the first being id 0.
-    numbers: mean, deviation and boundaries of numbers by name.
+    numbers: mean, deviation, what a missing value is, and boundaries of numbers by name.
     widths: the most values used of each bag by name.
   """
 
@@ -291,7 +315,8 @@ class Fitted:
         numbers = logarithm(values[name]) if kind.log else values[name]
         missing = np.isnan(numbers)
         about = self.numbers[name]
-        columns.append(np.where(missing, 0.0, (numbers - about["mean"]) / about["deviation"]))
+        filled = np.where(missing, about["fill"], numbers)
+        columns.append((filled - about["mean"]) / about["deviation"])
         if kind.missing == "indicator":
           columns.append(missing)
     return (

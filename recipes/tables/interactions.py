@@ -11,6 +11,7 @@ from .. import arrays
 from ..errors import UserError
 from . import entities, spec, splitting
 from .entities import Codes, Entities
+from .fitting import extracted
 from .rows import RowReader, Rows
 from .settings import SPLITS, Table
 
@@ -81,10 +82,6 @@ def read(table: Table, by: str) -> Interactions:
     user, item, split = user[kept], item[kept], split[kept]
   if not len(user):
     raise UserError("no interaction is left: lower config.core, or check the label's settings")
-  # Numbered again, without those that have no interaction left.
-  used_users, user = np.unique(user, return_inverse=True)
-  used_items, item = np.unique(item, return_inverse=True)
-  users, items = log.entities(used_users, used_items)
   settings = table.split
   if by == "user":
     split = splitting.per_user(
@@ -100,7 +97,22 @@ def read(table: Table, by: str) -> Interactions:
     split[train[held_out == 1]] = 1
   if not merge:  # an evaluation has each item of a user once
     once = (split == 0) | splitting.first_of_pairs(user, item, split)
+    if table.exclude_seen:  # what is left out of a ranking cannot be found in it
+      seen = (split > 0) & ~splitting.first_of_pairs(user, item)
+      once &= ~seen
+      notes.append(
+        f"{int(seen.sum()):,} repeats are not validated or tested on, since exclude_seen leaves "
+        "them out of the ranking"
+      )
     user, item, split = user[once], item[once], split[once]
+  # Numbered again, without those that have no interaction left.
+  used_users, user = np.unique(user, return_inverse=True)
+  used_items, item = np.unique(item, return_inverse=True)
+  training = split == 0
+  users, items = log.entities(
+    (used_users, np.isin(np.arange(len(used_users)), user[training])),
+    (used_items, np.isin(np.arange(len(used_items)), item[training])),
+  )
   notes += _about_splits(user, item, split, len(users.texts), len(items.texts))
   return Interactions(user.astype(np.int32), item.astype(np.int32), split, users, items, notes)
 
@@ -119,7 +131,7 @@ class _Log:
     self._time = table.name_of(spec.Time)
     required = [name for name in (self._user, None if self._is_list() else self._item) if name]
     by = by if by in ("time", "hash", "column", "files") else ""
-    self._reader = RowReader(table, by, required)
+    self._reader = RowReader(table, by, required, holds_out=False)
     self._codes = {"user": Codes(), "item": Codes()}
     sides = {
       side: {
@@ -160,6 +172,8 @@ class _Log:
       for name in ("user", "item", "split", "time")
     )
     self.notes += self._reader.skipped
+    if self._reader.num_dropped:
+      self.notes.append(f"{self._reader.num_dropped:,} rows were left out by the label's drop")
     if self._table.name_of(spec.Label):
       self.notes.append(
         f"{positive:,} of {rows:,} rows are positive by the label, and are the interactions"
@@ -178,6 +192,7 @@ class _Log:
       users = pa.array([str(first + i + 1) for i in range(len(chunk.rows))], pa.string())
     else:
       users = columns[self._user]
+    users, items = self._matched(self._user, users), self._matched(self._item, items)
     user, item = self._codes["user"].add(users), self._codes["item"].add(items)
     self._collected["user"].add(user, columns)
     if not self._is_list():
@@ -185,22 +200,38 @@ class _Log:
     whole = {"user": user[parents], "item": item, "split": part.split[parents]}
     return whole | {"time": columns[self._time][parents] if self._time else np.empty(0, np.int64)}
 
-  def entities(self, users: np.ndarray, items: np.ndarray) -> tuple[Entities, Entities]:
-    """Returns the users and items of these numbers, with their features."""
+  def _matched(self, name: str | None, texts: pa.Array) -> pa.Array:
+    """Returns ids as the pattern of their column cuts them; raises UserError where none matches."""
+    kind = self._table.kinds[name] if name else None
+    if not isinstance(kind, spec.Category) or not kind.pattern:
+      return texts
+    matched = extracted(texts, kind.pattern)
+    if matched.null_count:
+      text = texts.filter(matched.is_null())[0].as_py()
+      raise UserError(f"column {name!r}: the pattern {kind.pattern!r} does not match {text!r}")
+    return matched
+
+  def entities(
+    self, users: tuple[np.ndarray, np.ndarray], items: tuple[np.ndarray, np.ndarray]
+  ) -> tuple[Entities, Entities]:
+    """Returns users and items, with their features.
+
+    Args:
+      users, items: their numbers, and which of them training rows have.
+    """
     made = []
-    for side, kept in (("user", users), ("item", items)):
+    for side, (kept, trained) in (("user", users), ("item", items)):
       texts = self._codes[side].texts
-      own = self._collected[side].entities(texts, _BUCKETS).numbered([texts[i] for i in kept])
+      is_trained = np.zeros(len(texts), bool)
+      is_trained[kept[trained]] = True
+      own = self._collected[side].entities(texts, is_trained, _BUCKETS)
+      own = own.numbered([texts[i] for i in kept])
       if side in self._table.sides:
-        other, skipped = entities.read(
-          self._table.sides[side], side, self._table.on_bad_row, _BUCKETS
+        ids = Codes(texts[i] for i in kept[trained])
+        other, notes = entities.read(
+          self._table.sides[side], side, self._table.on_bad_row, ids, _BUCKETS
         )
-        self.notes += skipped
-        unknown = set(own.texts) - set(other.texts)
-        if unknown:
-          self.notes.append(
-            f"{len(unknown):,} {side}s are not in config.{side}_table, as {min(unknown)!r}"
-          )
+        self.notes += notes
         own = joined(own, other.numbered(own.texts), side)
       made.append(own)
     return made[0], made[1]

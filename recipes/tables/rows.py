@@ -75,14 +75,18 @@ class RowReader:
     table: the settings.
     by: how rows are split: "hash", "time", "column" or "files"; "" leaves all rows in one split.
     required: names of columns of texts in which every row must have a value.
+    holds_out: whether a part of the training files validates where no file does.
 
   Attributes:
     skipped: a line per kind of bad row, of the last iteration.
     num_dropped: rows of the last iteration that `drop` of the label has left out.
   """
 
-  def __init__(self, table: Table, by: str, required: Sequence[str] = ()):
+  def __init__(
+    self, table: Table, by: str, required: Sequence[str] = (), *, holds_out: bool = True
+  ):
     self._table, self._by, self._required = table, by, tuple(required)
+    self._holds_out = holds_out and "valid" not in table.rows.files
     self._label, self._time = table.name_of(spec.Label), table.name_of(spec.Time)
     self._from: tuple[float, float] | None = None
     self.skipped: list[str] = []
@@ -145,14 +149,14 @@ class RowReader:
     rows = len(chunk.rows)
     if self._by == "files":
       split = np.full(rows, SPLITS.index(files_of), np.int8)
-      if files_of == "train" and "valid" not in self._table.rows.files:
+      if files_of == "train" and self._holds_out:
         split = self._hashed(chunk, (self._table.split["valid"], 0.0))
       return Rows(chunk, split, label)
     if self._by == "time":
       assert self._from is not None
       assert self._time is not None
       times = chunk.columns[self._time]
-      split = (times >= self._from[0]).astype(np.int8) + (times >= self._from[1])
+      split = np.where(times >= self._from[1], 2, np.where(times >= self._from[0], 1, 0))
       return Rows(chunk, split.astype(np.int8), label)
     if self._by == "column":
       name = self._table.require(spec.Split, "which the split goes by")
@@ -185,9 +189,8 @@ class RowReader:
       keys = np.array(values.fill_null("").to_pylist(), object)
     else:
       keys = chunk.rows.astype(np.uint64)
-    salt = hashing.hashes(
-      np.array([chunk.file.name if not split["on"] else ""], object), split["seed"]
-    )
+    name = "" if split["on"] else self._table.names[chunk.file]
+    salt = hashing.hashes(np.array([name], object), split["seed"])
     part = hashing.hashes(keys, int(salt[0])) / 2.0**64
     return (part < sum(shares)).astype(np.int8) + (part < shares[1])
 
@@ -204,11 +207,21 @@ class RowReader:
       reader = open_source(only, self._table.on_bad_row, paths)
       for chunk in reader:
         moments.add(chunk.columns[name].astype(np.float64))
-    shares = {"valid": 1 - split["valid"] - split["test"], "test": 1 - split["test"]}
-    return tuple(  # type: ignore[return-value]
-      _time(given[key]) if given[key] else float(np.quantile(moments.sample, share))
-      for key, share in shares.items()
-    )
+    times, held_out = moments.sample, split["valid"] + split["test"]
+    if given["test"]:  # valid is the last part of what is before
+      test = _time(given["test"])
+      before = times[times < test]
+      return _quantile(before, 1 - split["valid"] / max(1 - split["test"], 1e-9)), test
+    if given["valid"]:  # test is the last part of what is after
+      valid = _time(given["valid"])
+      after = times[times >= valid]
+      return valid, _quantile(after, split["valid"] / max(held_out, 1e-9))
+    return _quantile(times, 1 - held_out), _quantile(times, 1 - split["test"])
+
+
+def _quantile(times: np.ndarray, share: float) -> float:
+  """Returns the time that a share of the sampled times are before; infinity of none."""
+  return float(np.quantile(times, min(max(share, 0.0), 1.0))) if len(times) else np.inf
 
 
 def _time(text: str) -> float:

@@ -8,6 +8,8 @@ recipe's default. It may be a plain dict:
 """
 
 import dataclasses
+import functools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,6 +150,18 @@ class Table:
   core: int
   refit: bool
 
+  @functools.cached_property
+  def names(self) -> dict[Path, str]:
+    """A name of each file of all sources: its path below the folder that all of them are in."""
+    sources = [self.rows, *self.sides.values()]
+    paths = [path for source in sources for path in source.all_files]
+    folder = os.path.commonpath([path.parent for path in paths])
+    return {path: os.path.relpath(path, folder) for path in paths}
+
+  def digests(self) -> dict[str, str]:
+    """Returns the SHA-256 of every file by its name."""
+    return {name: files.digest(path) for path, name in self.names.items()}
+
   @property
   def kinds(self) -> Mapping[str, spec.Kind]:
     """The declared columns of the table itself."""
@@ -183,6 +197,11 @@ def settings(config) -> dict[str, Any]:
     raise UserError(
       f"config.refit trains on the validation rows too, and config.select={config.select!r} has "
       "nothing left to look at: pass --config.select= to test the state of the last step"
+    )
+  if not config.split.valid and config.select and not isinstance(config.files, Mapping):
+    raise UserError(
+      f"config.split.valid is 0, and config.select={config.select!r} has nothing to look at: pass "
+      "--config.select= to test the state of the last step"
     )
   _check_split(config)
   about = {

@@ -20,7 +20,7 @@ from ..datasets import DataSet, Registry
 from ..errors import UserError
 from ..features import Feature
 from ..tables import settings as table_settings
-from . import gowalla, movielens1m, movielens100k, synthetic, table
+from . import gowalla, movielens1m, movielens100k, splits, synthetic, table
 
 DATA_SETS = Registry(
   {
@@ -273,7 +273,7 @@ def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
 
 
 def _about(columns, side: str, features: tuple[Feature, ...], ids: np.ndarray) -> dict[str, Any]:
-  values = {feature.name: columns[f"{side}_{feature.name}"][ids] for feature in features}
+  values = {f.name: columns[splits.column_name(side, f.name)][ids] for f in features}
   return {
     feature.name: embed.Padded(values[feature.name])
     if feature.valency > 1

@@ -1,5 +1,6 @@
 """The columns that a data set of users and items becomes."""
 
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,15 @@ from ..errors import UserError
 from ..tables.settings import SPLITS
 
 Pairs = tuple[np.ndarray, np.ndarray]  # users and items of the same length
+
+
+def column_name(side: str, feature: str) -> str:
+  """Returns the name of the column of a feature of "user" or "item", which is one of a file.
+
+  >>> column_name("item", "price/unit")
+  'item_price%2Funit'
+  """
+  return f"{side}_{urllib.parse.quote(feature, safe=' ')}"
 
 
 def write(
@@ -69,7 +79,7 @@ def write(
   described: dict[str, list[dict[str, Any]]] = {"user": [], "item": []}
   for side, owned in features.items():
     for name, (ids, size) in owned.items():
-      arrays.column(folder, f"{side}_{name}", ids.shape, np.int32)[:] = ids
+      arrays.column(folder, column_name(side, name), ids.shape, np.int32)[:] = ids
       valency = ids.shape[1] if ids.ndim == 2 else 1
       described[side].append({"name": name, "vocabulary_size": size, "valency": valency})
   return {

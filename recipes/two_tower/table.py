@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from .. import files
 from ..errors import UserError
 from ..tables import interactions, spec
 from ..tables.settings import SPLITS, Table, parsed
@@ -24,6 +23,23 @@ def split_by(table: Table) -> str:
   return "last" if table.name_of(spec.Time) else "user"
 
 
+def _check(table: Table) -> None:
+  """Raises UserError for names and widths of features that the towers cannot take."""
+  for source in (table.rows, *table.sides.values()):
+    for name, kind in source.kinds.items():
+      if not isinstance(kind, spec.Embedded) or isinstance(kind, spec.Id):
+        continue
+      if (kind.side or source.key) and name in ("user", "item", "history"):
+        raise UserError(
+          f"{name!r} is the name of an input of the towers: declare the column by another name, "
+          f"with column={name!r}"
+        )
+      if (kind.side or source.key) and kind.dim:
+        raise UserError(
+          f"column {name!r} has dim {kind.dim}: all tables of two_tower have config.dim"
+        )
+
+
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes the columns of `splits.write`, and what serving needs; returns the meta.
 
@@ -32,6 +48,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     DamagedFileError: a row cannot be read; names file, row and column.
   """
   table = parsed(settings)
+  _check(table)
   log = interactions.read(table, split_by(table))
   pairs = {
     name: (log.user[log.split == i], log.item[log.split == i]) for i, name in enumerate(SPLITS)
@@ -47,17 +64,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     sizes = {feature.name: feature.vocabulary_size for feature in entities.features}
     features[side] = {name: (ids, sizes[name]) for name, ids in entities.ids.items()}
     described[side] = [dataclasses.asdict(feature) for feature in entities.features]
-    for feature in entities.features:
-      if feature.dim:
-        raise UserError(
-          f"column {feature.name!r} has dim {feature.dim}: all tables of two_tower have config.dim"
-        )
   meta = splits.write(
     folder,
     pairs,
     (len(log.users.texts), len(log.items.texts)),
     features,
-    {path.name: files.digest(path) for path in table.rows.all_files},
+    table.digests(),
     seed=table.split["seed"],
     may_be_empty=("valid",) if table.refit else (),
     may_repeat=("train",),

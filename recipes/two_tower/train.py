@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 import embed
 
 from .. import baselines as baselines_lib
+from .. import features as features_lib
 from .. import hosts, layers, loop, optimizers, retrieval
 from ..errors import UserError, from_settings
 from ..metrics import RankingMetrics
@@ -115,13 +116,19 @@ def feature_configs(
   table = functools.partial(
     embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean"
   )
+  config_of = embed.FeatureConfig
   item = table(data.num_items, name="item")
   history = item if config.share_history else table(data.num_items, name="history")
+  of = functools.partial(
+    features_lib.feature_configs,
+    dim=config.dim,
+    initializer=initializer,
+    optimizer=lambda name: optimizers.table_optimizer(config, name),
+  )
   known = {
-    "query": {"user": table(data.num_users, name="user"), "history": history}
-    | {f.name: table(f.vocabulary_size, name=f"user_{f.name}") for f in data.user_features},
-    "candidate": {"item": item}
-    | {f.name: table(f.vocabulary_size, name=f"item_{f.name}") for f in data.item_features},
+    "query": {"user": config_of(table(data.num_users, name="user")), "history": config_of(history)}
+    | of(data.user_features, prefix="user_"),
+    "candidate": {"item": config_of(item)} | of(data.item_features, prefix="item_"),
   }
   chosen: dict[str, dict[str, embed.FeatureConfig]] = {}
   for side, names in (("query", config.query), ("candidate", config.candidate)):
@@ -130,7 +137,7 @@ def feature_configs(
       raise UserError(
         f"config.{side} is {tuple(names)}: choose some of {sorted(known[side])} of this data set"
       )
-    chosen[side] = {name: embed.FeatureConfig(known[side][name]) for name in names}
+    chosen[side] = {name: known[side][name] for name in names}
   return chosen
 
 

@@ -27,7 +27,7 @@ COLUMNS = {
   "what": "item",
   "when": "time",
   "age": {"kind": "category", "min_count": 1, "side": "user"},
-  "genres": {"kind": "bag", "min_count": 1, "side": "item"},
+  "genres": {"kind": "bag", "min_count": 1, "max_length": 2, "side": "item"},
   "name": "title",
 }
 LOADERS = {"two_tower": two_tower, "sequence": sequence}
@@ -76,7 +76,7 @@ def test_features_and_titles(tmp_path):
   (genres,) = loaded.item_features
   assert genres.valency == 2
   bags = dict(zip(items.texts, loaded.columns["item_genres"].tolist(), strict=True))
-  # drama is of two items, as is scifi; crime of one.
+  # Training rows have ran and cube: 0 is drama, 1 scifi, and 2 the row of crime, which is unknown.
   assert bags["ran"] == [0, -1]
   assert bags["heat"] == [2, 0]
   assert bags["cube"] == bags["tron"] == [1, -1]
