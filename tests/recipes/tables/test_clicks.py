@@ -216,3 +216,68 @@ def test_skipped_rows_are_counted_once(tmp_path, capsys):
 def test_what_cannot_be_trained_is_refused(tmp_path, columns, message):
   with pytest.raises(UserError, match=message):
     load(tmp_path, columns=columns)
+
+
+def test_one_end_of_a_split_by_time_may_be_given(tmp_path):
+  columns = {"clicked": "label", "city": "category", "price": "time"}
+  sizes = lambda **split: {
+    name: stop - start
+    for name, (start, stop) in load(
+      tmp_path, rows=MANY, columns=columns, split=split
+    ).splits.items()
+  }
+  assert sizes(test_from="1400") == {"train": 1244, "valid": 156, "test": 600}
+  assert sizes(valid_from="1500") == {"train": 1500, "valid": 250, "test": 250}
+
+
+def test_a_missing_number_is_the_mean_however_it_is_scaled(tmp_path):
+  columns = COLUMNS | {"price": {"kind": "number", "standardize": False}}
+  assert load(tmp_path, columns=columns).columns["dense"][3, 0] == 20.0
+
+
+def test_a_constant_number_stays_zero_in_spite_of_rounding(tmp_path):
+  rows = [(*row[:2], 0.1, *row[3:]) for row in MANY]
+  columns = {"clicked": "label", "city": "category", "price": "number"}
+  dense = load(tmp_path, rows=rows, columns=columns).columns["dense"]
+  assert abs(dense).max() < 1e-6
+
+
+def test_files_of_one_name_in_several_folders(tmp_path):
+  columns = {"clicked": "label", "city": "category"}
+  for i in range(4):
+    (tmp_path / "parts" / f"day={i}").mkdir(parents=True)
+    write_csv(tmp_path / "parts" / f"day={i}" / "part-0.csv", HEADER, MANY[i * 500 : i * 500 + 500])
+  config = completed("dlrm", tmp_path / "c", files=str(tmp_path / "parts"), columns=columns)
+  loaded = data.load(config)
+  assert set(loaded.sha256) == {f"day={i}/part-0.csv" for i in range(4)}
+  # The split of a row depends on its folder as well: four equal ones would be cut alike.
+  assert loaded.splits["train"][1] % 4
+
+
+def test_an_item_table_of_other_ids_is_refused(tmp_path):
+  movies = write_csv(tmp_path / "movies.csv", ("id", "genre"), [("Oslo.0", "x"), ("Rome.0", "y")])
+  table = {"files": str(movies), "key": "id", "columns": {"genre": "category"}}
+  with pytest.raises(UserError, match=r"no item of the training rows is in column 'id'.*'Oslo'"):
+    load(tmp_path, columns=COLUMNS | {"city": "item"}, item_table=table)
+
+
+def test_what_an_item_table_lacks_is_missing(tmp_path):
+  movies = write_csv(tmp_path / "movies.csv", ("id", "year"), [("Oslo", 1990), ("Rome", 2000)])
+  year = {"kind": "number", "missing": "indicator"}
+  table = {"files": str(movies), "key": "id", "columns": {"year": year}}
+  loaded = load(tmp_path, columns=COLUMNS | {"city": "item"}, item_table=table)
+  assert loaded.columns["dense"][5, 2:].tolist() == [0.0, 1.0]  # Bonn
+
+
+@pytest.mark.parametrize(
+  ("columns", "message"),
+  [
+    ({"tags": {"kind": "item", "separator": "|"}}, "'tags' holds several items"),
+    ({"city": "item", "genre": "category"}, "'genre' is declared twice, also in config.item_table"),
+  ],
+)
+def test_declarations_that_do_not_fit_are_refused_before_reading(tmp_path, columns, message):
+  movies = write_csv(tmp_path / "movies.csv", ("id", "genre"), [("Oslo", "x")])
+  table = {"files": str(movies), "key": "id", "columns": {"genre": "category"}}
+  with pytest.raises(UserError, match=message):
+    load(tmp_path, columns=COLUMNS | columns, item_table=table)

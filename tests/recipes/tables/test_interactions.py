@@ -190,3 +190,58 @@ def test_what_cannot_be_trained_is_refused(tmp_path, given, message):
 def test_sequences_hold_out_the_last_items_only(tmp_path):
   with pytest.raises(UserError, match=r"--config.split.by=last"):
     load("sequence", tmp_path, split={"by": "time"})
+
+
+def test_features_are_fitted_on_what_training_has(tmp_path):
+  rows = [(*row[:5], "new" if row[1] in ("heat", "tron") else row[5], row[6]) for row in ROWS]
+  items = Entities.load(load("two_tower", tmp_path, rows=rows).serve, "items")
+  assert items.fitted.vocabularies["genres"] == ("drama", "scifi")
+
+
+def test_a_cross_of_a_users_features(tmp_path):
+  columns = COLUMNS | {
+    "stars": {"kind": "category", "min_count": 1, "side": "user"},
+    "both": {"kind": "cross", "columns": ["age", "stars"], "buckets": 50, "side": "user"},
+  }
+  loaded = load("two_tower", tmp_path, columns=columns)
+  assert {feature.name for feature in loaded.user_features} == {"age", "stars", "both"}
+
+
+def test_towers_keep_what_a_column_declares(tmp_path):
+  from recipes.two_tower import train
+
+  bag = {"kind": "bag", "min_count": 1, "side": "item", "combiner": "sum", "table": "t"}
+  columns = {k: v for k, v in COLUMNS.items() if k != "genres"}
+  columns |= {"genres": bag | {"optimizer": "sgd"}}
+  given = {"files": str(write_csv(tmp_path / "log.csv", HEADER, ROWS)), "columns": columns}
+  config = completed("two_tower", tmp_path / "cache", **given, warmup_steps=0, steps=5)
+  loaded = two_tower.load(config)
+  features = train.feature_configs(train.with_all_features(config, loaded), loaded)
+  table = features["candidate"]["genres"].table
+  assert (table.name, table.combiner, table.optimizer.name) == ("item_t", "sum", "sgd")
+
+
+def test_held_out_repeats_that_cannot_be_found_are_not_asked_for(tmp_path, capsys):
+  loaded = load("two_tower", tmp_path, duplicates="keep")  # Ann's last item is cube again
+  assert pairs(loaded, "test") == {("bob", "heat")}
+  assert "are not validated or tested on" in capsys.readouterr().err
+
+
+def test_a_pattern_cuts_ids(tmp_path):
+  rows = [(f"{row[0]}@shop", *row[1:]) for row in ROWS]
+  columns = COLUMNS | {"who": {"kind": "user", "pattern": "(.*)@"}}
+  loaded = load("two_tower", tmp_path, rows=rows, columns=columns)
+  assert Entities.load(loaded.serve, "users").texts == ["ann", "bob"]
+  with pytest.raises(UserError, match="'ann'"):
+    load("two_tower", tmp_path, columns=columns)
+
+
+def test_names_of_inputs_are_refused_for_features(tmp_path):
+  columns = COLUMNS | {"history": {"kind": "category", "column": "age", "side": "user"}}
+  with pytest.raises(UserError, match="declare the column by another name"):
+    load("two_tower", tmp_path, columns=columns)
+
+
+def test_sequences_need_a_user_with_three_items(tmp_path):
+  with pytest.raises(UserError, match="no user has three items"):
+    load("sequence", tmp_path, rows=ROWS[:2])
