@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import DamagedFileError, UserError
 
 _SKIP = "config.on_bad_row='skip'"
+UNUSABLE = "has a value that cannot be used"
 
 
 def shown(value: object) -> str:
@@ -31,6 +32,7 @@ class Fault(NamedTuple):
     kind: names the fault as a predicate, such as "is not UTF-8"; faults are counted by it.
     value: the value, for the error text, or "".
     hint: says what to write.
+    is_told: whether the value says itself what is wrong; an error text then leaves out the kind.
   """
 
   row: int
@@ -38,6 +40,7 @@ class Fault(NamedTuple):
   kind: str
   value: str
   hint: str = ""
+  is_told: bool = False
 
 
 class Problem(NamedTuple):
@@ -48,12 +51,14 @@ class Problem(NamedTuple):
     kind: as in `Fault`.
     value: of a row's index in the chunk; the value for the error text.
     hint: of a row's index in the chunk; says what to write.
+    is_told: as in `Fault`.
   """
 
   bad: np.ndarray
   kind: str
   value: Callable[[int], str]
   hint: Callable[[int], str] = lambda index: ""
+  is_told: bool = False
 
 
 @dataclasses.dataclass
@@ -105,6 +110,7 @@ def _message(file: Path, fault: Fault) -> str:
     problem = f"{where} has {fault.kind}: {fault.value}"
   else:
     value = f": {fault.value}" if fault.value else ""
-    problem = f"{where}, column {fault.column!r}{value} {fault.kind}"
+    kind = "" if fault.is_told else f" {fault.kind}"
+    problem = f"{where}, column {fault.column!r}{value}{kind}"
   hint = f" {fault.hint}" if fault.hint else ""
   return f"{problem}.{hint} Repair the row, or write {_SKIP} to leave such rows out."

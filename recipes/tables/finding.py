@@ -1,6 +1,7 @@
 """The files that a setting names, and their formats."""
 
 import glob
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ def file_format(path: Path) -> str | None:
   return None
 
 
-def paths(files: str | Sequence[str]) -> list[Path]:
+def paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
   """Returns the data files of a setting, each once.
 
   Args:
@@ -44,7 +45,7 @@ def paths(files: str | Sequence[str]) -> list[Path]:
       none.
     UserError: the suffix of a file is of another format, or the files are of several formats.
   """
-  patterns = [files] if isinstance(files, str) else list(files)
+  patterns = [os.fspath(p) for p in ([files] if isinstance(files, str | os.PathLike) else files)]
   if not any(patterns):
     raise MissingFileError("config.files is empty: write the file, folder or glob of your table")
   data_files: dict[Path, str] = {}

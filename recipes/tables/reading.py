@@ -11,13 +11,13 @@ import pyarrow as pa
 from .. import files
 from ..errors import DamagedFileError
 from .batches import Batch, Source, Way
-from .faults import Fault, Ledger, Problem
+from .faults import UNUSABLE, Fault, Ledger, Problem
 from .finding import file_format, paths
 from .formats import Format
 from .stored import ArrayRecordFile, ParquetFile
 from .textfiles import TextFile
 from .times import as_times
-from .values import as_lists, as_numbers, as_texts, plain, refusal
+from .values import as_lists, as_numbers, as_texts, plain, refusal, trimmed
 
 __all__ = ["Chunk", "Format", "Reader", "columns_of", "paths"]
 
@@ -63,13 +63,15 @@ class Reader:
     paths: of the files, as `paths` returns them. Their columns may be in any order, and there may
       be more of them than are read.
     ways: by name, how to read the column:
-      "text": pa.StringArray, trimmed, null where missing. Numbers become text, 12.0 as "12", and
-        timestamps ISO 8601.
+      "text": pa.StringArray, trimmed, null where missing. Numbers become text, and timestamps ISO
+        8601. So that every format gives the same text for the same value, 12.0 becomes "12" and
+        True, TRUE, False, FALSE become "true" and "false", in texts too: versions "2.0" and "2" are
+        one value.
       "number": float64 [N], nan where missing. Texts true and false are 1 and 0.
       "time": int64 [N]. Dates and timestamps are microseconds since 1970, in UTC where they name no
         zone; numbers are taken as they are, rounded down, in whatever unit they count. A column
         has one or the other, and none missing.
-      ("list", separator): pa.ListArray of trimmed texts, without the missing ones; a list, or a
+      ("list", separator): pa.ListArray of texts as above, without the missing ones; a list, or a
         text cut at the separator. A missing list is empty.
       "any": the Arrow array as it is stored.
     columns: the column of a name in the files, where it is another one. Several names may read one
@@ -149,7 +151,7 @@ class Reader:
     bad: np.ndarray,
     column: str,
     problem: Callable[[int], str],
-    kind: str = "is refused",
+    kind: str = UNUSABLE,
   ) -> Chunk:
     """Raises for the first bad row, or leaves out and counts all of them.
 
@@ -166,7 +168,7 @@ class Reader:
     Raises:
       DamagedFileError: `on_bad_row` is "raise"; names file, row and column.
     """
-    return self._without(chunk, {}, [(column, Problem(bad, kind, problem))])
+    return self._without(chunk, {}, [(column, Problem(bad, kind, problem, is_told=True))])
 
   def _check(self, path: Path, source: Source) -> None:
     """Raises if a file lacks a column, or stores it in a way that cannot be read as it should."""
@@ -208,7 +210,9 @@ class Reader:
     for column, problem in problems:
       for index in np.flatnonzero(problem.bad & kept).tolist():
         row = int(chunk.rows[index])
-        faults[row] = Fault(row, column, problem.kind, problem.value(index), problem.hint(index))
+        faults[row] = Fault(
+          row, column, problem.kind, problem.value(index), problem.hint(index), problem.is_told
+        )
       kept &= ~problem.bad
     self._ledger.add(chunk.file, [faults[row] for row in sorted(faults)])
     return chunk if kept.all() else chunk.take(kept)
@@ -250,6 +254,6 @@ def _converted(
     )
   if not pa.types.is_binary(array.type) and not pa.types.is_string(array.type):
     return as_times(array, clocks, column)
-  texts, problems = as_texts(array, missing)
+  texts, problems = trimmed(array, missing)
   times, unreadable = as_times(texts, clocks, column)
   return times, problems + unreadable

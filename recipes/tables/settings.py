@@ -8,6 +8,7 @@ recipe's default. It may be a plain dict:
 """
 
 import dataclasses
+import datetime
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction do
 
 SPLITS = ("train", "valid", "test")
 SPLIT_BY = ("", "hash", "user", "last", "time", "column", "files")
+_TIMES = ("config.split.valid_from", "config.split.test_from")
 
 _FORMAT = dataclasses.asdict(Format())
 _SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
@@ -63,7 +65,8 @@ def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> "ConfigDi
     defaults: of the recipe.
 
   Raises:
-    UserError: an unknown setting, or a column that is declared wrongly; names it.
+    UserError: an unknown setting, one of another type, or a column that is declared wrongly;
+      names it.
   """
   from ml_collections import ConfigDict
 
@@ -84,10 +87,12 @@ def _merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> d
   }
   for key, value in given.items():
     if key not in known:
-      raise UserError(f"{place} has no setting {key!r}; {spec.nearest(key, list(known))}")
+      raise UserError(f"{place} has no setting {key!r}; {spec.nearest(str(key), list(known))}")
     default = known[key]
-    if key in ("columns", "files"):
+    if key == "columns":
       merged[key] = value
+    elif key == "files":
+      merged[key] = _files(value, f"{place}.{key}")
     elif isinstance(default, Mapping):
       if not isinstance(value, Mapping):
         raise UserError(f"{place}.{key} is {value!r}: give a dict of {', '.join(default)}")
@@ -97,7 +102,22 @@ def _merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> d
   return merged
 
 
+def _files(value: Any, place: str) -> Any:
+  """Returns the files with every path as text; raises UserError for what names no file."""
+  if isinstance(value, str | os.PathLike):
+    return os.fspath(value)
+  if hasattr(value, "items"):  # a ConfigDict is no Mapping
+    return {split: _files(each, f"{place}[{split!r}]") for split, each in value.items()}
+  if isinstance(value, Sequence) and all(isinstance(each, str | os.PathLike) for each in value):
+    return [os.fspath(each) for each in value]
+  raise UserError(f"{place} is {value!r}: give a file, a folder, a pattern, or several of them")
+
+
 def _typed(value: Any, default: Any, place: str) -> Any:
+  if place in _TIMES and isinstance(value, int | float) and not isinstance(value, bool):
+    return str(value)
+  if isinstance(default, str) and isinstance(value, os.PathLike):
+    return os.fspath(value)
   if isinstance(default, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
     return tuple(value)
   if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
@@ -281,6 +301,41 @@ def _check_split(config) -> None:
       )
   if split.valid + split.test >= 1:
     raise UserError("config.split.valid and config.split.test leave nothing to train on")
+  # "" may become any of these, and files without validation rows hash those of train.
+  _check_effect(split, "on", ("", "hash", "files"))
+  _check_effect(split, "valid_from", ("", "time"))
+  _check_effect(split, "test_from", ("", "time"))
+  valid, test = _time(split.valid_from, "valid_from"), _time(split.test_from, "test_from")
+  if split.valid_from and split.test_from:
+    both = f"config.split.valid_from is {split.valid_from!r} and test_from {split.test_from!r}"
+    if valid[0] != test[0]:
+      raise UserError(f"{both}: write both as numbers or both as dates")
+    if not valid[1] < test[1]:
+      raise UserError(f"{both}: validation must begin before the test")
+
+
+def _check_effect(split, name: str, protocols: Sequence[str]) -> None:
+  """Raises UserError for an option of the split that its protocol does not look at."""
+  if split[name] and split.by not in protocols:
+    raise UserError(
+      f"config.split.{name} has no effect while config.split.by is {split.by!r}: remove it, or "
+      f"split by {protocols[1]!r}"
+    )
+
+
+def _time(text: str, name: str) -> tuple[bool, float]:
+  """Returns whether a first time is a date, and its place in the order; "" is 0."""
+  try:
+    return False, float(text or 0)
+  except ValueError:
+    pass
+  try:
+    when = datetime.datetime.fromisoformat(text)
+  except ValueError:
+    raise UserError(
+      f"config.split.{name} is {text!r}: write a number or a date like 2024-01-31"
+    ) from None
+  return True, when.replace(tzinfo=when.tzinfo or datetime.UTC).timestamp()
 
 
 def steps_of_data(

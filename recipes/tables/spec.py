@@ -16,11 +16,13 @@ not declared are not read.
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..errors import UserError
+from .values import as_text
 
 SIDES = ("", "user", "item")
 CLICKS, NO_CLICKS = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")  # in lower case
@@ -46,7 +48,8 @@ class Label(Kind):
   """What is predicted: a click or none. 1, true and yes are clicks; 0, false and no are none.
 
   Attributes:
-    positive: the values that are clicks, all others being none; () takes the values above.
+    positive: the values that are clicks, all others being none; () takes the values above. They
+      are compared as texts are read: 5, 5.0 and "5.0" are one value, as are True and "true".
     at_least: the smallest number that is a click; None if the values are no numbers.
     drop: values whose rows are left out.
   """
@@ -67,7 +70,7 @@ class Side(Kind):
 
   Attributes:
     side: "user" or "item" for what is known about a user or an item, which two_tower uses; "" for
-      what belongs to a row alone.
+      what belongs to a row alone. The columns of a cross with a side must be of that side.
   """
 
   side: str = ""
@@ -298,6 +301,11 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
   >>> parse({"clicked": "label", "price": {"kind": "number", "log": True}})["price"].log
   True
   """
+  if not hasattr(columns, "items"):
+    raise UserError(f"{setting} is {columns!r}: give a dict of the columns and their kinds")
+  for name in columns:
+    if not isinstance(name, str):
+      raise UserError(f"{setting} declares {name!r}: give the name of a column, as a text")
   kinds = {name: _parse_one(value, f"{setting}[{name!r}]") for name, value in columns.items()}
   for single in SINGLE:
     names = [name for name, kind in kinds.items() if isinstance(kind, single)]
@@ -305,26 +313,46 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
       raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
   for name, kind in kinds.items():
     if isinstance(kind, Cross):
+      # All columns of a table of users or items belong to that side, declared or not.
+      side = "" if setting.endswith("_table.columns") else kind.side
       for part in kind.columns:
-        other = kinds.get(part)
-        is_bucketed = isinstance(other, Number) and bool(other.buckets)
-        is_one = isinstance(other, Category) and not isinstance(other, Bag)
-        if not (is_bucketed or is_one):
-          raise UserError(
-            f"{setting}[{name!r}] crosses {part!r}, which must be declared as a category, a user, "
-            "an item, or a number with buckets"
-          )
+        _check_part(part, kinds.get(part), side, f"{setting}[{name!r}]")
   _check_shared(kinds, setting)
   return kinds
 
 
+def _check_part(part: str, kind: Kind | None, side: str, place: str) -> None:
+  """Raises UserError for a column that a cross of that side cannot have."""
+  is_bucketed = isinstance(kind, Number) and bool(kind.buckets)
+  is_one = isinstance(kind, Category) and not isinstance(kind, Bag)
+  if not (is_bucketed or is_one):
+    raise UserError(
+      f"{place} crosses {part!r}, which must be declared as a category, a user, an item, or a "
+      "number with buckets"
+    )
+  assert isinstance(kind, Side)
+  if isinstance(kind, Item) and kind.separator:
+    raise UserError(
+      f"{place} crosses {part!r}, of which a row has several: an item with a separator cannot be "
+      "crossed"
+    )
+  own = kind.kind if isinstance(kind, Id) else kind.side
+  if side and own != side:
+    raise UserError(
+      f"{place} has side={side!r} and crosses {part!r}, which has side={own!r}: declare both with "
+      "the same side"
+    )
+
+
 def _check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
   """Raises UserError where columns that share a table declare it in different ways."""
-  first: dict[str, tuple[str, Category]] = {}
+  shared = ("min_count", "oov", "hash", "size", "dim", "optimizer")
+  first: dict[tuple[str, str], tuple[str, Category]] = {}
   for name, kind in kinds.items():
     if isinstance(kind, Category) and kind.table:
-      other, known = first.setdefault(kind.table, (name, kind))
-      for option in ("min_count", "oov", "hash", "size", "dim", "optimizer"):
+      # A single value has no combiner: any bag's gives its vector.
+      for option in (*shared, "combiner") if isinstance(kind, Bag) else shared:
+        other, known = first.setdefault((kind.table, option), (name, kind))
         if getattr(known, option) != getattr(kind, option):
           raise UserError(
             f"{setting}: {other!r} and {name!r} share the table {kind.table!r}, but differ in "
@@ -347,18 +375,20 @@ def expand(
 
 
 def _parse_one(value: Any, place: str) -> Kind:
+  if not isinstance(value, str) and not hasattr(value, "keys"):
+    raise UserError(f"{place} is {value!r}: give a kind, or a dict of the kind and its options")
   options = {"kind": value} if isinstance(value, str) else dict(value)
   name = options.pop("kind", None)
-  if name not in KINDS:
+  if not isinstance(name, str) or name not in KINDS:
     raise UserError(f"{place} is of the unknown kind {name!r}; {nearest(str(name), list(KINDS))}")
   cls = KINDS[name]
   fields = {field.name: field for field in dataclasses.fields(cls)}
   for option, given in options.items():
     if option not in fields:
       raise UserError(
-        f"{place}: a {name} has no option {option!r}; {nearest(option, list(fields))}"
+        f"{place}: a {name} has no option {option!r}; {nearest(str(option), list(fields))}"
       )
-    options[option] = _typed(given, fields[option].default, f"{place}: {option}")
+    options[option] = _typed(given, cls, fields[option], f"{place}: {option}")
   kind = cls(**options)
   try:
     kind.check()
@@ -367,23 +397,32 @@ def _parse_one(value: Any, place: str) -> Kind:
   return kind
 
 
-def _typed(value: Any, default: Any, place: str) -> Any:
+def _typed(value: Any, cls: type[Kind], field: dataclasses.Field, place: str) -> Any:
   """Returns an option's value, lists as tuples; raises UserError for one of another type."""
+  default = field.default
   if isinstance(default, tuple):
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
       value = (value,)
-    return tuple(str(each) if isinstance(each, str | int | bool) else each for each in value)
-  if isinstance(value, Sequence) and not isinstance(value, str):
-    if not isinstance(default, int) or isinstance(default, bool) or "buckets" not in place:
+    if any(not isinstance(each, str | int | float) for each in value):
+      raise UserError(f"{place} is {value!r}: give texts or numbers")
+    return tuple(as_text(each) if cls is Label else str(each) for each in value)
+  if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if cls is not Number or field.name != "buckets":
       raise UserError(f"{place} is {value!r}: give a single value")
+    if not all(_is_number(each) and math.isfinite(each) for each in value):
+      raise UserError(f"{place} is {value!r}: give boundaries as numbers")
     return tuple(float(each) for each in value)
   if default is None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+    if value is not None and not _is_number(value):
       raise UserError(f"{place} is {value!r}: give a number")
     return None if value is None else float(value)
   if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, type(default)):
     raise UserError(f"{place} is {value!r}: give a value like {default!r}")
   return value
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_pattern(pattern: str) -> None:

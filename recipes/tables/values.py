@@ -1,5 +1,6 @@
 """Columns as Arrow stores them, converted to text, numbers, times or lists of text."""
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,9 @@ INTEGER = r"^[+-]?\d+$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _NOT_FINITE = r"(?i)^[+-]?(nan|inf(inity)?)$"
 _DECIMAL_COMMA = r"^[+-]?[\d.]*\d,\d+$"
+_THOUSANDS = r"^[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$"  # 1,234 may be a decimal comma as well
+_WHOLE = r"^-?(0)\.0+$|^(-?[1-9]\d*)\.0+$"  # as files write an integer column with gaps
+_FLAGS = ("True", "TRUE", "False", "FALSE")
 LIMIT = float(1 << 63)
 
 
@@ -124,7 +128,10 @@ def _decoded(value: bytes | None) -> str | None:
 
 
 def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, list[Problem]]:
-  """Converts N values to trimmed text, null where missing.
+  """Converts N values to trimmed text, null where missing; one text for one value.
+
+  A text file that says 12.0 or True gives the same text as a Parquet file that stores the number
+  or the boolean: "12" and "true".
 
   Args:
     array: as `plain` returns it.
@@ -133,6 +140,28 @@ def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, l
   Returns:
     The texts, and the values that cannot be read; the texts of these rows are undefined.
   """
+  array, problems = trimmed(array, missing)
+  if pc.match_substring(array, ".0").true_count:
+    array = pc.replace_substring_regex(array, _WHOLE, r"\1\2")
+  flags = pc.is_in(array, value_set=pa.array(_FLAGS))
+  if flags.true_count:
+    array = pc.if_else(flags, pc.ascii_lower(array), array)
+  return array, problems
+
+
+def as_text(value: str | int | float) -> str:
+  """Returns a value of a setting as `as_texts` writes those of files, so that the two can be equal.
+
+  >>> as_text("4.0"), as_text(5.0), as_text(True)
+  ('4', '5', 'true')
+  """
+  if isinstance(value, bool) or value in _FLAGS:
+    return str(value).lower()
+  return re.sub(_WHOLE, r"\1\2", str(value))
+
+
+def trimmed(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, list[Problem]]:
+  """Converts as `as_texts`, but leaves numbers and booleans of a text as they are spelled."""
   problems = []
   if pa.types.is_binary(array.type):
     stored = array
@@ -172,7 +201,7 @@ def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, lis
   """Converts N values to float64 [N], nan where missing; the arguments are of `as_texts`."""
   value = lambda index: shown(array[index].as_py())
   if _is_text(array.type):
-    texts, problems = as_texts(array, missing)
+    texts, problems = trimmed(array, missing)
     numbers, unreadable = _parsed(texts)
     return numbers, problems + unreadable
   exact = pa.types.is_integer(array.type) or pa.types.is_decimal(array.type)
@@ -207,9 +236,12 @@ def _parsed(texts: pa.StringArray) -> tuple[np.ndarray, list[Problem]]:
     )
     comma = bits(pc.match_substring_regex(texts, _DECIMAL_COMMA))
     bad = ~bits(good) & bits(texts.is_valid())
+    thousands = bits(pc.match_substring_regex(texts, _THOUSANDS))
     point = lambda index: f"Write {texts[index].as_py().replace('.', '').replace(',', '.')}."
-    problems += _problem(bad & comma, "has a decimal comma", value, point)
-    problems += _problem(bad & ~comma, "is not a number", value)
+    remove = lambda index: "Remove the thousands comma, or write a decimal point."
+    problems += _problem(bad & thousands, "has a comma", value, remove)
+    problems += _problem(bad & comma & ~thousands, "has a decimal comma", value, point)
+    problems += _problem(bad & ~comma & ~thousands, "is not a number", value)
     numbers = pc.if_else(good, read, pa.scalar(None, pa.string())).cast(pa.float64())
   numbers = numbers.to_numpy(zero_copy_only=False)
   if (large := np.abs(numbers) >= LIMIT).any():
@@ -232,7 +264,7 @@ def as_lists(
   """
   problems: list[Problem] = []
   if pa.types.is_binary(array.type):
-    array, problems = as_texts(array, ())
+    array, problems = trimmed(array, ())
   if pa.types.is_string(array.type) and separator:
     array = pc.split_pattern(pc.fill_null(array, ""), separator)
   elif pa.types.is_string(array.type):

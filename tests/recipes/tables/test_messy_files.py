@@ -90,6 +90,17 @@ ROWS = {
     "x.csv", "a;b\nx;1\ny;1.003,5\nz;3\n", AB, {}, 2, "b",
     ["'1.003,5' has a decimal comma", "Write 1003.5"], "has a decimal comma",
   ),
+  "a comma of thousands or decimals": (
+    "x.csv", "a;b\nx;1\ny;1,000\nz;3\n", AB, {}, 2, "b",
+    ["'1,000' has a comma. Remove the thousands comma, or write a decimal point."], "has a comma",
+  ),
+  "commas of thousands": (
+    "x.csv", "a;b\nx;1\ny;-1,000,000.5\nz;3\n", AB, {}, 2, "b", ["Remove the thousands comma"],
+    "has a comma",
+  ),
+  "a decimal comma with three digits": (
+    "x.csv", "a;b\nx;1\ny;0,125\nz;3\n", AB, {}, 2, "b", ["Write 0.125"], "has a decimal comma",
+  ),
   "an infinite number": (
     "x.csv", "a,b\nx,1\ny,-inf\nz,3\n", AB, {}, 2, "b", ["'-inf' is not finite"], "is not finite",
   ),
@@ -372,6 +383,14 @@ def test_paths_are_of_files_folders_and_globs_each_once(folder):
   assert names([str(folder / "b.csv"), str(folder)]) == ["b.csv", "a.csv", "sub/c.csv.gz"]
   (folder / "x[1].csv").write_text("a\n1\n")
   assert names(str(folder / "x[1].csv")) == ["x[1].csv"]
+
+
+def test_paths_may_be_path_objects(folder):
+  assert reading.paths(folder / "b.csv") == [folder / "b.csv"]
+  assert reading.paths([folder / "b.csv", str(folder / "a*")]) == [
+    folder / "b.csv",
+    folder / "a.csv",
+  ]
 
 
 def test_paths_name_shards_of_array_records(tmp_path):

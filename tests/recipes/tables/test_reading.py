@@ -202,6 +202,37 @@ def test_times_are_microseconds_and_numbers_as_they_are(tmp_path):
   assert table(path, {"t": "time"})[0]["t"] == [12, 13, 1, -1, 2**53 + 1, 1000]
 
 
+@pytest.mark.parametrize(
+  ("values", "spelled", "texts"),
+  [
+    ([12.0, None, 2.5, -3.0, -0.0], ["12.0", "", "2.5", "-3.00", "-0.0"],
+     ["12", None, "2.5", "-3", "0"]),
+    ([True, False, None, True, False], ["True", "FALSE", "", "TRUE", "False"],
+     ["true", "false", None, "true", "false"]),
+  ],
+)  # fmt: skip
+def test_every_format_gives_one_text_for_a_value(tmp_path, values, spelled, texts):
+  write(tmp_path / "x.csv", "\n".join(["a,x", *(f"r,{text}" for text in spelled)]))
+  write(tmp_path / "y.csv", "x\n" + "|".join(spelled) + "\n")
+  pq.write_table(pa.table({"x": values}), tmp_path / "x.parquet")
+  pq.write_table(pa.table({"x": [values]}), tmp_path / "y.parquet")
+  pq.write_table(pa.table({"x": [text.encode() for text in spelled]}), tmp_path / "z.parquet")
+  record_file(tmp_path / "x.arrayrecord", [json.dumps({"x": value}).encode() for value in values])
+  for name in ("x.csv", "x.parquet", "z.parquet", "x.arrayrecord"):
+    assert table(tmp_path / name, {"x": "text"})[0]["x"] == texts, name
+  for name in ("y.csv", "y.parquet"):
+    items = [text for text in texts if text is not None]
+    assert table(tmp_path / name, {"x": ("list", "|")})[0]["x"] == [items], name
+
+
+def test_texts_that_are_not_one_number_stay(tmp_path):
+  texts = ["007.0", "1.0.0", "v2.0", "1.05", "+1.0", ".0", "1.", "tRue", "True story", "1.0e3"]
+  path = write(tmp_path / "x.csv", "\n".join(["a,x", *(f"r,{text}" for text in texts)]))
+  assert table(path, {"x": "text"})[0]["x"] == texts
+  path = write(tmp_path / "y.csv", "a,x\nr,99999999999999999999.0\n")
+  assert table(path, {"x": "number"})[0]["x"] == [1e20]
+
+
 NOON = datetime.datetime(2024, 1, 5, 12)
 STORED = {
   "integer": (pa.array([1, None, -3]), ["1", None, "-3"], [1.0, None, -3.0]),
@@ -210,7 +241,7 @@ STORED = {
   "id in a float": (pa.array([1e15, 2.0**52, None]), [str(10**15), str(2**52), None], None),
   "narrow float": (pa.array([0.1, 3.0, None], pa.float32()), ["0.1", "3", None], None),
   "half float": (pa.array(np.array([0.1, 3, 2], np.float16)), ["0.099975586", "3", "2"], None),
-  "decimal": (pa.array([1, None, 3]).cast(pa.decimal128(22, 1)), ["1.0", None, "3.0"], None),
+  "decimal": (pa.array([1, None, 3]).cast(pa.decimal128(22, 1)), ["1", None, "3"], None),
   "bool": (pa.array([True, False, None]), ["true", "false", None], [1.0, 0.0, None]),
   "text": (pa.array([" 7 ", "NA", ""]), ["7", None, None], [7.0, None, None]),
   "large text": (pa.array(["7", "8", None], pa.large_string()), ["7", "8", None], [7.0, 8.0, None]),
@@ -499,7 +530,9 @@ def test_refused_rows_are_raised_or_counted(tmp_path):
   problem = lambda index: f"{index + 1} is neither 0 nor 1"
   (chunk,) = reader = Reader([path], AB)
   bad = chunk.columns["b"] > 1
-  with pytest.raises(DamagedFileError, match=r"x\.csv, row 2, column 'b': 2 is neither 0 nor 1"):
+  with pytest.raises(
+    DamagedFileError, match=r"x\.csv, row 2, column 'b': 2 is neither 0 nor 1\. Repair"
+  ):
     reader.refuse(chunk, bad, "b", problem)
   assert reader.refuse(chunk, bad & False, "b", problem) is chunk
   (chunk,) = reader = Reader([path], AB, on_bad_row="skip")
@@ -507,7 +540,8 @@ def test_refused_rows_are_raised_or_counted(tmp_path):
   assert kept.rows.tolist() == [1]
   assert reader.num_skipped == 2
   assert reader.skipped == [
-    f"2 rows: column 'b' is refused (first: {path}, row 2, 2 is neither 0 nor 1)"
+    f"2 rows: column 'b' has a value that cannot be used (first: {path}, row 2, 2 is neither 0 nor "
+    "1)"
   ]
 
 

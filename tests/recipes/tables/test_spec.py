@@ -27,10 +27,52 @@ def test_expanded_declarations_parse_to_the_same():
   assert expanded["y"]["positive"] == ("4", "5")
 
 
+def test_values_of_a_label_are_written_as_files_are_read():
+  label = {"kind": "label", "positive": (5.0, 4, "3.0", "x.0"), "drop": [True, "False", 2.5]}
+  assert spec.parse({"y": label})["y"] == spec.Label(
+    positive=("5", "4", "3", "x.0"), drop=("true", "false", "2.5")
+  )
+
+
+def test_columns_that_share_a_table_and_its_combiner():
+  bag = {"kind": "bag", "table": "t", "min_count": 2, "combiner": "sum"}
+  spec.parse({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag})
+  with pytest.raises(UserError, match="'b' and 'c' share the table 't', but differ in combiner"):
+    spec.parse({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag | {"combiner": "mean"}})
+
+
+def test_crosses_have_columns_of_their_side():
+  city = {"kind": "category", "side": "user"}
+  cross = {"kind": "cross", "columns": ["u", "city"], "side": "user"}
+  spec.parse({"u": "user", "city": city, "x": cross})
+  spec.parse({"u": "user", "city": "category", "x": cross | {"side": ""}})
+  spec.parse({"u": "user", "city": "category", "x": cross}, "config.user_table.columns")
+  with pytest.raises(UserError, match=r"\['x'\] has side='user' and crosses 'city', .* side=''"):
+    spec.parse({"u": "user", "city": "category", "x": cross})
+  with pytest.raises(UserError, match=r"\['x'\] has side='item' and crosses 'u', .*side='user'"):
+    spec.parse({"u": "user", "city": city, "x": cross | {"side": "item"}})
+  with pytest.raises(UserError, match="an item with a separator cannot be crossed"):
+    spec.parse({"u": {"kind": "item", "separator": "|"}, "city": city, "x": cross | {"side": ""}})
+
+
 @pytest.mark.parametrize(
   ("columns", "problem"),
   [
     ({"a": "lable"}, r"\['a'\] is of the unknown kind 'lable'; did you mean 'label'"),
+    ({"a": None}, r"\['a'\] is None: give a kind, or a dict"),
+    ({"a": ["label"]}, r"\['a'\] is \['label'\]: give a kind, or a dict"),
+    ({"a": {"kind": ["label"]}}, r"\['a'\] is of the unknown kind \['label'\]"),
+    ({"a": {"kind": "label", 3: 4}}, r"\['a'\]: a label has no option 3"),
+    ({3: "label"}, "declares 3: give the name of a column"),
+    (["a"], r"config.columns is \['a'\]: give a dict"),
+    ({"a": {"kind": "label", "positive": [None]}}, r"\['a'\]: positive is \[None\]: give texts"),
+    ({"a": {"kind": "label", "positive": [["x"]]}}, r"\['a'\]: positive is .*: give texts"),
+    ({"a": {"kind": "label", "at_least": "3"}}, r"\['a'\]: at_least is '3': give a number"),
+    ({"a": {"kind": "number", "buckets": ["a"]}}, r"\['a'\]: buckets is \['a'\]: give boundaries"),
+    ({"a": {"kind": "number", "buckets": [1, True]}}, "give boundaries as numbers"),
+    ({"a": {"kind": "number", "buckets": [1, float("nan")]}}, "give boundaries as numbers"),
+    ({"my_buckets": {"kind": "number", "dim": [1, 2]}}, r"\['my_buckets'\]: dim is .*single value"),
+    ({"my_buckets": {"kind": "cross", "buckets": [1, 2]}}, "buckets is .*: give a single value"),
     ({"a": {"log": True}}, r"\['a'\] is of the unknown kind None"),
     ({"a": {"kind": "number", "logg": 1}}, r"\['a'\]: a number has no option 'logg'; did you mean"),
     ({"a": {"kind": "number", "log": 1}}, r"\['a'\]: log is 1: give a value like False"),
