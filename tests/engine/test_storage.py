@@ -282,6 +282,7 @@ def test_a_run_goes_on_elsewhere(saved, devices, strategy):
   assert_close(train(model, optimizer, 3, start=2), losses, scale=1e-5)
 
 
+@pytest.mark.full
 def test_trees_go_from_strategy_to_strategy(saved):
   """Without Orbax, one after another."""
   tree = saved[1]

@@ -101,7 +101,7 @@ def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "model", ["sasrec", *(pytest.param(m, marks=pytest.mark.full) for m in ("hstu", "bert4rec"))]
+  "model", [pytest.param(m, marks=pytest.mark.full) for m in ("sasrec", "hstu", "bert4rec")]
 )
 def test_sequence_models_rank_raw_rows_as_their_run_does(model, tmp_path):
   from recipes.sequence import data as data_lib
@@ -132,6 +132,7 @@ def test_sequence_models_rank_raw_rows_as_their_run_does(model, tmp_path):
   assert np.mean(answers.items == items[np.concatenate(ids)]) > 0.999
 
 
+@pytest.mark.full
 def test_an_approximate_index_finds_what_the_exact_one_does(tmp_path):
   pytest.importorskip("usearch")
   file = write_log(tmp_path / "log.csv", users=60)
