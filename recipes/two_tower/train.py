@@ -94,6 +94,8 @@ def build_model(
 
 def with_all_features(config, data: data_lib.RetrievalData) -> ConfigDict:
   """Returns the config with all features of the data in a tower whose setting names none."""
+  if config.query and config.candidate:
+    return config
   config = config.copy_and_resolve_references()
   config.query = config.query or ("user", "history", *(f.name for f in data.user_features))
   config.candidate = config.candidate or ("item", *(f.name for f in data.item_features))
