@@ -40,7 +40,7 @@ _INSTALL = "pip install sparse-embed pyarrow filelock tqdm"
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-  """What a recipe exports.
+  """The parts of a recipe that are exported.
 
   Attributes:
     model: built as in training, on one device; not restored yet.
@@ -235,11 +235,11 @@ def _dlrm(config: ConfigDict, serve: Path) -> _Parts:
 
 def _two_tower(config: ConfigDict, serve: Path) -> _Parts:
   from .two_tower import data as data_lib
-  from .two_tower import train
+  from .two_tower import splits, train
 
   users, items = Entities.load(serve, "users"), Entities.load(serve, "items")
   columns = {
-    f"{side}_{name}": ids
+    splits.column_name(side, name): ids
     for side, entities in (("user", users), ("item", items))
     for name, ids in entities.ids.items()
   }

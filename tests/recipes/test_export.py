@@ -68,8 +68,10 @@ def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   from recipes.two_tower import train
 
   file = write_log(tmp_path / "log.csv")
-  table = SMALL | {"files": str(file), "columns": LOG, "query": query, "query_hidden": (16,)}
-  training = run_of("two_tower", table, tmp_path / "run")
+  # Names that no file can have, and that a column of the prepared data is called in another way.
+  again = {f"{name}/again": LOG[name] | {"column": name} for name in ("country", "genre")}
+  table = SMALL | {"files": str(file), "columns": LOG | again, "query": query}
+  training = run_of("two_tower", table | {"query_hidden": (16,)}, tmp_path / "run")
   config, data = training.config, data_lib.load(training.config)
   view, encode = nnx.view(training.model, deterministic=True), train.make_encode(None)
   vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(data, config)]
