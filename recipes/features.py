@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 import embed
 
 
@@ -28,6 +30,20 @@ class Feature:
   table: str = ""
   dim: int = 0
   optimizer: str = ""
+
+
+def cut_ids(ids: np.ndarray, features: Sequence[Feature]) -> dict[str, np.ndarray]:
+  """Returns the ids of each feature, `[N]` or of bags `[N, valency]`, out of neighbouring columns.
+
+  >>> cut_ids(np.array([[7, 1, 2]]), [Feature("city", 10), Feature("tags", 5, valency=2)])
+  {'city': array([7]), 'tags': array([[1, 2]])}
+  """
+  blocks, column = {}, 0
+  for feature in features:
+    block = np.ascontiguousarray(ids[:, column : column + feature.valency])
+    blocks[feature.name] = block[:, 0] if feature.valency == 1 else block
+    column += feature.valency
+  return blocks
 
 
 def feature_configs(

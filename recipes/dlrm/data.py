@@ -19,7 +19,7 @@ import embed
 
 from .. import baselines, hosts, pipeline
 from ..datasets import DataSet, Prepared, Registry
-from ..features import Feature, feature_configs
+from ..features import Feature, cut_ids, feature_configs
 from ..tables import clicks
 from ..tables import settings as table_settings
 from . import criteo, criteo1tb, movielens1m, synthetic
@@ -141,11 +141,10 @@ def split_features(
   Raises:
     ValueError: an id is outside its vocabulary; names the feature.
   """
-  ids, inputs, column = batch["ids"], {}, 0
-  for feature in features:
-    block = np.ascontiguousarray(ids[:, column : column + feature.valency])
-    inputs[feature.name] = block[:, 0] if feature.valency == 1 else embed.Padded(block)
-    column += feature.valency
+  inputs = {
+    name: ids if ids.ndim == 1 else embed.Padded(ids)
+    for name, ids in cut_ids(batch["ids"], features).items()
+  }
   embed.validate(configs, inputs)
   rest = {name: array for name, array in batch.items() if name != "ids"}
   return rest | {"label": batch["label"].astype(np.float32), "features": inputs}

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..features import cut_ids
+from ..tables import rows as rows_lib
 from ..tables import spec
 from ..tables.clicks import Encoder
 from . import columns as columns_lib
@@ -24,7 +26,7 @@ class ClickModel:
     self.served = served
     self._encoder = Encoder.load(served.transforms)
     kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Embedded)}
-    self._wanted = columns_lib.ways(kinds)
+    self._wanted = rows_lib.ways(kinds)
 
   @property
   def columns(self) -> tuple[str, ...]:
@@ -52,20 +54,12 @@ class ClickModel:
     bad = columns_lib.bad_rows(problems, count, on_bad_row, source, first_row)
     if not count:
       return np.empty(0, np.float32)
-    inputs = inputs_of(self._encoder, self._encoder.encode(values, count))
+    encoded = self._encoder.encode(values, count)
+    features = cut_ids(encoded["ids"], self._encoder.features)
+    inputs = {"dense": encoded["dense"], "features": features}
     scores = np.empty(count, np.float32)
     for part, index in batches(count, _BATCH):
       batch = jax.tree.map(lambda x, part=part, index=index: x[part][index], inputs)
       scores[part] = np.asarray(self.served.run(batch))[: part.stop - part.start]
     scores[bad] = np.nan
     return scores
-
-
-def inputs_of(encoder: Encoder, encoded: dict[str, np.ndarray]) -> dict[str, Any]:
-  """Returns the inputs of the program: `dense`, and `features` by name, cut out of the ids."""
-  features, column = {}, 0
-  for feature in encoder.features:
-    block = np.ascontiguousarray(encoded["ids"][:, column : column + feature.valency])
-    features[feature.name] = block[:, 0] if feature.valency == 1 else block
-    column += feature.valency
-  return {"dense": encoded["dense"], "features": features}

@@ -8,10 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from ..errors import UserError
-from ..tables import spec
 from ..tables.batches import Way
 from ..tables.faults import Problem
-from ..tables.rows import way as way_of
 from ..tables.values import as_lists, as_numbers, as_texts, plain, refusal
 
 Columns = Mapping[str, pa.Array]
@@ -62,15 +60,6 @@ def _array(name: Any, values: Any) -> pa.Array:
 
 def _whole(values: pa.Array | pa.ChunkedArray) -> pa.Array:
   return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-
-
-def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[str, Way]]:
-  """Returns the column and the way of reading of each declared name; a cross has none."""
-  return {
-    name: (kind.column or name, way_of(kind))
-    for name, kind in kinds.items()
-    if not isinstance(kind, spec.Cross)
-  }
 
 
 def require(columns: Sequence[str], needed: Sequence[str], source: str) -> None:

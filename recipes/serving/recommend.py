@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from .. import retrieval
 from ..errors import UserError
 from ..sequence import packing
+from ..tables import rows as rows_lib
 from ..tables import spec
 from ..tables.batches import Way
 from ..tables.entities import Codes, Entities
@@ -88,7 +89,7 @@ class Recommender:
       self._features = {n: k for n, k in self._users.fitted.kinds.items() if n in about["query"]}
       parts = {p for k in self._features.values() if isinstance(k, spec.Cross) for p in k.columns}
       needed = {n: k for n, k in self._users.fitted.kinds.items() if n in parts} | self._features
-      self._wanted |= columns_lib.ways(needed)
+      self._wanted |= rows_lib.ways(needed)
     index = retrieval.Approximate(np.asarray(served.candidates)) if about["ann"] else None
     self._approximate = index
     self._exact = functools.partial(jax.jit, static_argnames="k")(retrieval.top_k)

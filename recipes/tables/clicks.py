@@ -18,26 +18,6 @@ from .settings import SPLITS, Table, parsed
 _SIDES = {"user": spec.User, "item": spec.Item}
 
 
-def split_by(table: Table) -> str:
-  """Returns how the rows are split: as the settings say, or else by what is declared.
-
-  Raises:
-    UserError: the protocol is one of rankings.
-  """
-  by = table.split["by"]
-  if by in ("last", "user"):
-    raise UserError(
-      f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
-    )
-  if by:
-    return by
-  if set(table.rows.files) != {""}:
-    return "files"
-  if table.name_of(spec.Split):
-    return "column"
-  return "time" if table.name_of(spec.Time) else "hash"
-
-
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
 
@@ -54,7 +34,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       "no column is a category, a user, an item or a number with buckets: declare at least one"
     )
   _check_names(table)
-  reader = RowReader(table, split_by(table))
+  by = table.split_by(timed="time", untimed="hash")
+  if by in ("last", "user"):
+    raise UserError(
+      f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
+    )
+  reader = RowReader(table, by)
   fit, sizes, clicks = Fit(table.kinds), np.zeros(3, np.int64), np.zeros(3, np.int64)
   ids = {side: Codes() for side in table.sides}  # of the training rows
   for rows in reader:

@@ -52,6 +52,9 @@ class Counts:
     self._waiting = 0
     return self._parts[0]
 
+  def __len__(self) -> int:
+    return len(self._merge())
+
   def most_frequent(self, min_count: int = 1) -> pa.Table:
     """Returns `value` and `count` of the texts seen that often, the most frequent ones first."""
     merged = self._merge()
@@ -190,7 +193,7 @@ class Fit:
     counts = self._counts[table]
     name, kind = next((n, k) for n, k in self._kinds.items() if _table_of(n, k) == table)
     assert isinstance(kind, spec.Category)
-    if not len(counts.most_frequent()):
+    if not len(counts):
       raise UserError(self._empty(name))
     values = counts.most_frequent(kind.min_count)["value"].to_pylist()
     if not values and not kind.oov:
@@ -366,11 +369,8 @@ class Fitted:
     values = [value for values in self.vocabularies.values() for value in values]
     columns = {"table": pa.array(tables, pa.string()), "value": pa.array(values, pa.large_string())}
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
-    kinds = {
-      key: {"kind": kind.kind} | dataclasses.asdict(kind) for key, kind in self.kinds.items()
-    }
     about = {
-      "kinds": kinds,
+      "kinds": spec.as_dicts(self.kinds),
       "tables": list(self.vocabularies),
       "numbers": self.numbers,
       "widths": self.widths,

@@ -1,7 +1,6 @@
 """The rows of a table, chunk by chunk: declared columns, labels, weights and splits."""
 
 import dataclasses
-import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +13,15 @@ from embed.transforms import hashing
 
 from ..errors import UserError
 from . import spec
+from .batches import Way
 from .fitting import Moments
 from .reading import Chunk, Reader
-from .settings import SPLITS, Source, Table
+from .settings import SPLITS, Source, Table, first_time
 
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
 
-def way(kind: spec.Kind) -> str | tuple[str, str]:
+def way(kind: spec.Kind) -> Way:
   """Returns how a column is read; see `reading.Reader`."""
   if isinstance(kind, spec.Number | spec.Weight):
     return "number"
@@ -32,23 +32,28 @@ def way(kind: spec.Kind) -> str | tuple[str, str]:
   return "text"
 
 
+def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[str, Way]]:
+  """Returns the column and the way of reading of each declared name; a cross has none."""
+  return {
+    name: (kind.column or name, way(kind))
+    for name, kind in kinds.items()
+    if not isinstance(kind, spec.Cross)
+  }
+
+
 def open_source(source: Source, on_bad_row: str, paths: Sequence[Path] = ()) -> Reader:
-  """Returns the reader of a source's declared columns, a cross not being one, and of its key as "".
+  """Returns the reader of a source's declared columns, and of its key by the name "".
 
   Args:
     source: the files and columns.
     on_bad_row: "raise" or "skip".
     paths: the files of one split; none reads all.
   """
-  kinds = {name: kind for name, kind in source.kinds.items() if not isinstance(kind, spec.Cross)}
-  ways = {name: way(kind) for name, kind in kinds.items()}
-  columns = {name: kind.column or name for name, kind in kinds.items()}
-  if source.key:
-    ways[""], columns[""] = "text", source.key
+  wanted = ways(source.kinds) | ({"": (source.key, "text")} if source.key else {})
   return Reader(
     paths or source.all_files,
-    ways,
-    columns=columns,
+    {name: how for name, (_, how) in wanted.items()},
+    columns={name: column for name, (column, _) in wanted.items()},
     format=source.format,
     on_bad_row=on_bad_row,
   )
@@ -197,9 +202,13 @@ class RowReader:
   def _thresholds(self, name: str) -> tuple[float, float]:
     """Returns the first times of validation and test."""
     split = self._table.split
-    given = {key: split[f"{key}_from"] for key in ("valid", "test")}
-    if all(given.values()):
-      return _time(given["valid"]), _time(given["test"])
+    given = {
+      key: first_time(split[f"{key}_from"], f"{key}_from")[1]
+      for key in ("valid", "test")
+      if split[f"{key}_from"]
+    }
+    if len(given) == 2:
+      return given["valid"], given["test"]
     moments = Moments()
     source = self._table.rows
     only = dataclasses.replace(source, kinds={name: source.kinds[name]})
@@ -208,12 +217,12 @@ class RowReader:
       for chunk in reader:
         moments.add(chunk.columns[name].astype(np.float64))
     times, held_out = moments.sample, split["valid"] + split["test"]
-    if given["test"]:  # valid is the last part of what is before
-      test = _time(given["test"])
+    if "test" in given:  # valid is the last part of what is before
+      test = given["test"]
       before = times[times < test]
       return _quantile(before, 1 - split["valid"] / max(1 - split["test"], 1e-9)), test
-    if given["valid"]:  # test is the last part of what is after
-      valid = _time(given["valid"])
+    if "valid" in given:  # test is the last part of what is after
+      valid = given["valid"]
       after = times[times >= valid]
       return valid, _quantile(after, split["valid"] / max(held_out, 1e-9))
     return _quantile(times, 1 - held_out), _quantile(times, 1 - split["test"])
@@ -222,21 +231,6 @@ class RowReader:
 def _quantile(times: np.ndarray, share: float) -> float:
   """Returns the time that a share of the sampled times are before; infinity of none."""
   return float(np.quantile(times, min(max(share, 0.0), 1.0))) if len(times) else np.inf
-
-
-def _time(text: str) -> float:
-  """Returns a setting's time as `reading` returns times."""
-  try:
-    return float(text)
-  except ValueError:
-    pass
-  try:
-    when = datetime.datetime.fromisoformat(text)
-  except ValueError:
-    raise UserError(
-      f"config.split has the time {text!r}: write a number or a date like 2024-01-31"
-    ) from None
-  return when.replace(tzinfo=when.tzinfo or datetime.UTC).timestamp() * 1e6
 
 
 def _member(texts: pa.Array, values: tuple[str, ...]) -> np.ndarray:

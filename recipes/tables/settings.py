@@ -187,6 +187,20 @@ class Table:
     """The declared columns of the table itself."""
     return self.rows.kinds
 
+  def split_by(self, *, timed: str, untimed: str) -> str:
+    """Returns how the rows are split: as the settings say, or else by what is declared.
+
+    Args:
+      timed, untimed: how, if neither files nor a column say it, with a time column and without.
+    """
+    if self.split["by"]:
+      return self.split["by"]
+    if set(self.rows.files) != {""}:
+      return "files"
+    if self.name_of(spec.Split):
+      return "column"
+    return timed if self.name_of(spec.Time) else untimed
+
   def name_of(self, cls: type[spec.Kind]) -> str | None:
     """Returns the name of the column of a kind that at most one column has."""
     return spec.only(self.kinds, cls)
@@ -305,7 +319,7 @@ def _check_split(config) -> None:
   _check_effect(split, "on", ("", "hash", "files"))
   _check_effect(split, "valid_from", ("", "time"))
   _check_effect(split, "test_from", ("", "time"))
-  valid, test = _time(split.valid_from, "valid_from"), _time(split.test_from, "test_from")
+  valid, test = (first_time(split[name], name) for name in ("valid_from", "test_from"))
   if split.valid_from and split.test_from:
     both = f"config.split.valid_from is {split.valid_from!r} and test_from {split.test_from!r}"
     if valid[0] != test[0]:
@@ -323,8 +337,19 @@ def _check_effect(split, name: str, protocols: Sequence[str]) -> None:
     )
 
 
-def _time(text: str, name: str) -> tuple[bool, float]:
-  """Returns whether a first time is a date, and its place in the order; "" is 0."""
+def first_time(text: str, name: str) -> tuple[bool, float]:
+  """Returns whether a setting of a first time is a date, and the time as `Reader` reads times.
+
+  Args:
+    text: a number, or a date or time as ISO 8601 writes it, in UTC where it names no zone; "" is 0.
+    name: of the setting.
+
+  Raises:
+    UserError: the text is neither.
+
+  >>> first_time("1970-01-02", "test_from")
+  (True, 86400000000.0)
+  """
   try:
     return False, float(text or 0)
   except ValueError:
@@ -335,7 +360,7 @@ def _time(text: str, name: str) -> tuple[bool, float]:
     raise UserError(
       f"config.split.{name} is {text!r}: write a number or a date like 2024-01-31"
     ) from None
-  return True, when.replace(tzinfo=when.tzinfo or datetime.UTC).timestamp()
+  return True, when.replace(tzinfo=when.tzinfo or datetime.UTC).timestamp() * 1e6
 
 
 def steps_of_data(

@@ -368,10 +368,12 @@ def expand(
   >>> expand({"when": "time"})
   {'when': {'kind': 'time', 'column': ''}}
   """
-  return {
-    name: {"kind": kind.kind} | dataclasses.asdict(kind)
-    for name, kind in parse(columns, setting).items()
-  }
+  return as_dicts(parse(columns, setting))
+
+
+def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
+  """Returns kinds as the declarations that `parse` makes them of."""
+  return {name: {"kind": kind.kind} | dataclasses.asdict(kind) for name, kind in kinds.items()}
 
 
 def _parse_one(value: Any, place: str) -> Kind:

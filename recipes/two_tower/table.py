@@ -12,17 +12,6 @@ from ..tables.settings import SPLITS, Table, parsed
 from . import splits
 
 
-def split_by(table: Table) -> str:
-  """Returns how the interactions are split: as the settings say, or by what is declared."""
-  if table.split["by"]:
-    return table.split["by"]
-  if set(table.rows.files) != {""}:
-    return "files"
-  if table.name_of(spec.Split):
-    return "column"
-  return "last" if table.name_of(spec.Time) else "user"
-
-
 def _check(table: Table) -> None:
   """Raises UserError for names and widths of features that the towers cannot take."""
   for source in (table.rows, *table.sides.values()):
@@ -49,7 +38,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   table = parsed(settings)
   _check(table)
-  log = interactions.read(table, split_by(table))
+  log = interactions.read(table, table.split_by(timed="last", untimed="user"))
   pairs = {
     name: (log.user[log.split == i], log.item[log.split == i]) for i, name in enumerate(SPLITS)
   }
