@@ -110,7 +110,8 @@ def test_commands_are_listed_as_they_are_called(site, tmp_path):
   done = python("-m", "embed.recipes", cwd=tmp_path, path=site)
   assert done.returncode == 0, done.stderr
   commands = re.findall(r"^python -m (embed\.recipes\.\S+)", done.stdout, re.MULTILINE)
-  assert commands == [f"embed.recipes.{name}" for name in [*RECIPES, "report"]]
+  programs = ["minimal", "describe", "export", "predict", "report"]
+  assert commands == [f"embed.recipes.{name}" for name in [*RECIPES, *programs]]
   assert f"These files are in {site}/embed\n" in done.stdout
   paths = re.findall(r"^  (configs/[^\s\[]+)", done.stdout, re.MULTILINE)
   assert paths == [str(path) for recipe in RECIPES for path in catalogue.configs(recipe)]
