@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import catalogue, errors
+from . import catalogue, errors, settings
 
 with errors.importing():
   from absl import app, flags, logging
@@ -108,6 +108,8 @@ class _ConfigFile(flags.ArgumentParser):
     if config is not None and "columns" in config:  # of a table of the user's own
       defaults = importlib.import_module(f".{self._recipe}.defaults", __package__).DEFAULTS
       config = importlib.import_module(".tables.settings", __package__).complete(config, defaults)
+    elif config is not None:
+      settings.add(config)
     for arg in sys.argv:  # as ml_collections does
       if setting := re.match(r"--?(?:no)?config\.([^=\[]+)", arg):
         _check(config, setting[1])

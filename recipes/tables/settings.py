@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import files
+from .. import settings as run_settings
 from ..errors import UserError
 from . import spec
 from .reading import Format, columns_of, paths
@@ -71,7 +72,7 @@ def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> "ConfigDi
   from ml_collections import ConfigDict
 
   given = given.to_dict() if isinstance(given, ConfigDict) else dict(given)
-  settings = _merged(DEFAULTS | dict(defaults), given, "config")
+  settings = _merged(DEFAULTS | run_settings.RUN | dict(defaults), given, "config")
   # A dict within a ConfigDict would lose its order.
   in_order = lambda columns: ConfigDict(columns, allow_dotted_keys=True, sort_keys=False)
   settings["columns"] = in_order(spec.expand(settings["columns"]))

@@ -1,0 +1,28 @@
+"""The settings that every run has, whatever it trains; a config may leave them out."""
+
+from typing import Any
+
+# On the command line each is `--config.<name>=<value>`.
+RUN: dict[str, Any] = {
+  # Save after that many minutes as well as every `checkpoint_every` steps; 0 does not. A pipelined
+  # run does not either: its numbers depend on where it pauses.
+  "checkpoint_minutes": 10.0,
+}
+
+
+def value(config, name: str) -> Any:
+  """Returns a setting of `RUN`, or its default where the config leaves it out.
+
+  >>> from ml_collections import ConfigDict
+  >>> value(ConfigDict(), "checkpoint_minutes")
+  10.0
+  """
+  return config.get(name, RUN[name])
+
+
+def add(config) -> None:
+  """Adds what a config leaves out of `RUN`, so that flags can set it."""
+  with config.unlocked():
+    for name, default in RUN.items():
+      if name not in config:
+        config[name] = default
