@@ -24,9 +24,9 @@ from flax import nnx
 
 import embed
 
-from . import arrays, checkpoints, hosts, isolation, results, runs
+from . import arrays, checkpoints, hosts, isolation, preemption, results, runs, settings
 from .checkpoints import Progress
-from .errors import DivergedError, MissingFileError, UserError
+from .errors import DivergedError, MissingFileError, Preempted, UserError
 from .journal import Journal, Silence
 
 Baseline = Mapping[str, float] | Callable[[], Mapping[str, float]]  # its metrics, or what fits it
@@ -108,11 +108,12 @@ def train(
 
   Args:
     config: needs `seed`, `steps`, `batch_size`, `log_every`, `eval_every`, `checkpoint_every` (0:
-      at evaluations only), `select` (the validation metric whose best state is tested, as
-      "valid_auc", a name that ends in "loss" being minimised; "" tests the final state) and
-      `patience` (evaluations without improvement until training stops; 0 never). `pipelined`, if
-      it is set and True, looks up each batch during the step before it: see `embed.look_ahead`.
-      Evaluations and checkpoints come between two steps of which neither waits for the other.
+      at evaluations, and as the settings of `settings.RUN` say), `select` (the validation metric
+      whose best state is tested, as "valid_auc", a name that ends in "loss" being minimised; ""
+      tests the final state) and `patience` (evaluations without improvement until training stops;
+      0 never). `pipelined`, if it is set and True, looks up each batch during the step before it:
+      see `embed.look_ahead`. Evaluations and checkpoints come between two steps of which neither
+      waits for the other.
     workdir: the run's folder, for which `runs.finished` has returned None.
     training: the parts of the recipe.
     recipe: its name, for the result.
@@ -124,8 +125,9 @@ def train(
   Raises:
     FloatingPointError: the loss is not finite.
     FileNotFoundError: the processes do not share the workdir.
-    UserError: another process trains in the workdir.
+    UserError: another process trains in the workdir, or the run has taken more steps already.
     Stopped: Ctrl-C; says at which step, and how to go on.
+    Preempted: SIGTERM; the same.
   """
   workdir = Path(workdir).resolve()
   progress = Progress()
@@ -136,6 +138,8 @@ def train(
         "--workdir must be a folder that all hosts share"
       )
     result = hosts.from_main(lambda: runs.result(workdir))
+    if result is not None and not runs.is_of(result, config):  # the run is longer now
+      result = None
     if result is not None and runs.is_complete(result):  # another run has ended since
       return result
     if result is None:
@@ -175,8 +179,15 @@ def _train(
     # One process decides: another may still see an older listing of the shared folder.
     if (latest := hosts.from_main(manager.latest_step)) is not None:
       hosts.say(f"{workdir}: going on from step {latest}")
+      if latest > config.steps:
+        raise UserError(
+          f"{workdir} has taken {latest} steps, and config.steps is {config.steps}: a run can be "
+          "lengthened, not shortened"
+        )
       vars(progress).update(checkpoints.restore(manager, latest, training.state))
+      progress.stopped = _has_stalled(config, progress)
       iterator.set_state(progress.data)
+    hosts.from_main(lambda: runs.set_aside(workdir))
     with _journal(config, workdir, progress.step) as journal:
       _take_steps(config, progress, training, iterator, journal, manager)
     tested_step = progress.best_step if config.select else progress.step
@@ -308,35 +319,59 @@ def _take_steps(
   journal: Journal | Silence,
   manager: ocp.CheckpointManager,
 ) -> None:
-  """Takes the steps that are left, up to the last one or until validation stops improving."""
+  """Takes the steps that are left, up to the last one or until validation stops improving.
+
+  Raises:
+    Preempted: SIGTERM has come, and the state is saved.
+  """
   steps = _Steps(training.loss_fn, iterator, config.get("pipelined", False))
   every = lambda period, step: bool(period) and step % period == 0
-  began = time.perf_counter() - progress.seconds
+  saved_at = time.perf_counter()
+  began = saved_at - progress.seconds
   losses: list[Any] = list(progress.losses)  # on the device; fetched only where they are needed
   journal.doing("compiling")
-  while progress.step < config.steps and not progress.stopped:
-    progress.step += 1
-    last = progress.step == config.steps
-    evaluated = last or every(config.eval_every, progress.step)
-    saved = evaluated or every(config.checkpoint_every, progress.step)
-    losses.append(steps.take(training.state, pause=saved))
-    journal.stepped()
-    if last or every(config.log_every, progress.step):
-      journal.log_train({"loss": _mean(losses, progress.step)} | _reports(training.model))
-      losses = []
-    if evaluated:
-      journal.doing("evaluating")
-      scores = _named("valid", training.evaluate(training.model, "valid"))
-      journal.log_eval(scores)
-      _select(config, progress, scores)
-    if saved:
-      progress.losses = [float(loss) for loss in losses]
-      progress.seconds = time.perf_counter() - began
-      progress.data = iterator.get_state()
-      journal.sync()
-      journal.doing("saving")
-      checkpoints.save(manager, progress, training.state)
-      journal.restart_clock()
+  with preemption.Notice() as notice:
+    while progress.step < config.steps and not progress.stopped:
+      preempted = notice.is_due(progress.step)
+      progress.step += 1
+      last = progress.step == config.steps
+      logged = last or every(config.log_every, progress.step)
+      evaluated = last or every(config.eval_every, progress.step)
+      saved = evaluated or preempted or every(config.checkpoint_every, progress.step)
+      saved = saved or _is_overdue(config, saved_at, logged)
+      losses.append(steps.take(training.state, pause=saved))
+      journal.stepped()
+      if logged:
+        journal.log_train({"loss": _mean(losses, progress.step)} | _reports(training.model))
+        losses = []
+      if evaluated:
+        journal.doing("evaluating")
+        scores = _named("valid", training.evaluate(training.model, "valid"))
+        journal.log_eval(scores)
+        _select(config, progress, scores)
+      if saved:
+        progress.losses = [float(loss) for loss in losses]
+        progress.seconds = time.perf_counter() - began
+        progress.data = iterator.get_state()
+        journal.sync()
+        journal.doing("saving")
+        checkpoints.save(manager, progress, training.state)
+        journal.restart_clock()
+        saved_at = time.perf_counter()
+      if preempted:
+        raise Preempted
+
+
+def _is_overdue(config, saved_at: float, logged: bool) -> bool:
+  """Returns whether `checkpoint_minutes` have passed since the last save.
+
+  Several processes, whose clocks differ, ask the main one, and only where they wait for each other
+  anyway.
+  """
+  minutes = settings.value(config, "checkpoint_minutes")
+  if not minutes or config.get("pipelined", False) or (hosts.shard()[1] > 1 and not logged):
+    return False
+  return hosts.from_main(lambda: time.perf_counter() - saved_at >= 60 * minutes)
 
 
 def _select(config, progress: Progress, scores: dict[str, float]) -> None:
@@ -350,7 +385,11 @@ def _select(config, progress: Progress, scores: dict[str, float]) -> None:
     progress.best, progress.best_step, progress.stale = score, progress.step, 0
   else:
     progress.stale += 1
-  progress.stopped = bool(config.patience) and progress.stale >= config.patience
+  progress.stopped = _has_stalled(config, progress)
+
+
+def _has_stalled(config, progress: Progress) -> bool:
+  return bool(config.patience) and progress.stale >= config.patience
 
 
 def _rank(select: str, scores: Mapping[str, float]) -> float:

@@ -69,7 +69,7 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
     except KeyboardInterrupt as stop:
       said = str(stop) or "stopped before the first step; the same command begins again"
       print(f"\n{said}", file=sys.stderr)
-      sys.exit(130)
+      sys.exit(getattr(stop, "code", errors.Stopped.code))
     except (ValueError, OSError) as error:
       text = errors.explain(error)
       if logging.level_debug() or text is None:

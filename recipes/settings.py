@@ -9,6 +9,22 @@ RUN: dict[str, Any] = {
   "checkpoint_minutes": 10.0,
 }
 
+# What may differ when a run goes on: nothing that decides the numbers of steps already taken.
+MAY_CHANGE = (
+  "steps",  # also below the steps taken, which is refused where they are known
+  "epochs",
+  "patience",
+  "log_every",
+  "eval_every",
+  "checkpoint_every",
+  "checkpoint_minutes",
+  "eval_batch_size",
+  "num_workers",
+  "cache_dir",
+)
+# A run that has ended goes on if one of these has changed.
+LENGTH = ("steps", "epochs", "patience")
+
 
 def value(config, name: str) -> Any:
   """Returns a setting of `RUN`, or its default where the config leaves it out.
