@@ -24,7 +24,7 @@ from flax import nnx
 
 import embed
 
-from . import arrays, checkpoints, hosts, isolation, preemption, results, runs, settings
+from . import arrays, checkpoints, hosts, isolation, preemption, results, runs, settings, warm_start
 from .checkpoints import Progress
 from .errors import DivergedError, MissingFileError, Preempted, UserError
 from .journal import Journal, Silence
@@ -187,6 +187,11 @@ def _train(
       vars(progress).update(checkpoints.restore(manager, latest, training.state))
       progress.stopped = _has_stalled(config, progress)
       iterator.set_state(progress.data)
+    elif settings.value(config, "init_from"):
+      warm_start.start(config, training)
+      progress.data = iterator.get_state()
+      # The other run may go on, or be removed: from here on this run does not need it.
+      checkpoints.save(manager, progress, training.state)
     hosts.from_main(lambda: runs.set_aside(workdir))
     with _journal(config, workdir, progress.step) as journal:
       _take_steps(config, progress, training, iterator, journal, manager)

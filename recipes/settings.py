@@ -7,6 +7,10 @@ RUN: dict[str, Any] = {
   # Save after that many minutes as well as every `checkpoint_every` steps; 0 does not. A pipelined
   # run does not either: its numbers depend on where it pauses.
   "checkpoint_minutes": 10.0,
+  # The --workdir of another run to start from: its tables, slots and dense parameters by name.
+  "init_from": "",
+  "init_parts": "all",  # or "tables"
+  "init_rename": "",  # tables of another name there, "new=old,new=old"
 }
 
 # What may differ when a run goes on: nothing that decides the numbers of steps already taken.

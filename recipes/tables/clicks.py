@@ -130,6 +130,11 @@ class Encoder:
     others = (name for side in self._sides.values() for name in side.fitted.dense_names)
     return (*self._fitted.dense_names, *others)
 
+  @property
+  def all_fitted(self) -> tuple[Fitted, ...]:
+    """The transforms of the rows' columns, of users and of items."""
+    return (self._fitted, *(side.fitted for side in self._sides.values()))
+
   def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
     """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`."""
     ids = [self._fitted.ids(values, feature.name) for feature in self._fitted.features]

@@ -301,6 +301,22 @@ class Fitted:
       )
     return tuple(features)
 
+  def vocabulary(self, name: str) -> tuple[str, ...]:
+    """Returns the values of the first rows of a feature's table; none if it has no vocabulary."""
+    return self.vocabularies.get(_table_of(name, self.kinds[name]) or "", ())
+
+  def rest_of_rows(self, name: str) -> str:
+    """Returns what the rows after the vocabulary depend on, as in "hash 1000"."""
+    kind, column = self.kinds[name], self._columns[name]
+    if isinstance(kind, spec.Number):
+      return f"buckets {column.boundaries}"
+    if isinstance(kind, spec.Cross):
+      return f"hash {kind.buckets} of {', '.join(kind.columns)}"
+    assert isinstance(kind, spec.Category)
+    if kind.size:
+      return "identity"
+    return f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
+
   @property
   def dense_names(self) -> tuple[str, ...]:
     """The names of the columns of `dense`."""

@@ -446,6 +446,18 @@ def test_checkpoints_by_time_leave_no_trace(whole, tmp_path, monkeypatch):
   assert saves == [6, 12, 18, 24] * 2
 
 
+@pytest.mark.full
+def test_a_run_starts_from_another_one_by_row_numbers(whole, tmp_path, monkeypatch, capsys):
+  config = {"steps": 6, "init_from": str(tmp_path / "first")}
+  run_toy(tmp_path / "first", steps=12, eval_every=12)
+  first = run_toy(tmp_path / "warm", **config)
+  assert "starting from step 12 of " in capsys.readouterr().err
+  assert first["metrics"]["test_loss"] < run_toy(tmp_path / "cold", steps=6)["metrics"]["test_loss"]
+  monkeypatch.setattr(Toy, "rows", 21)
+  with pytest.raises(errors.UserError, match="table item has 21 rows, and 20 in .*not known"):
+    run_toy(tmp_path / "grown", **config)
+
+
 # --- longer runs ---------------------------------------------------------------------------------
 
 
