@@ -454,7 +454,7 @@ def test_a_run_starts_from_another_one_by_row_numbers(whole, tmp_path, monkeypat
   assert "starting from step 12 of " in capsys.readouterr().err
   assert first["metrics"]["test_loss"] < run_toy(tmp_path / "cold", steps=6)["metrics"]["test_loss"]
   monkeypatch.setattr(Toy, "rows", 21)
-  with pytest.raises(errors.UserError, match="table item has 21 rows, and 20 in .*not known"):
+  with pytest.raises(errors.UserError, match=r"table item has 21 rows, and 20 in .*not known"):
     run_toy(tmp_path / "grown", **config)
 
 
