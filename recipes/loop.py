@@ -11,6 +11,7 @@ wrote it: the same command goes on from it on any other number, with the same ba
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,18 @@ from flax import nnx
 
 import embed
 
-from . import arrays, checkpoints, hosts, isolation, preemption, results, runs, settings, warm_start
+from . import (
+  arrays,
+  checkpoints,
+  days,
+  hosts,
+  isolation,
+  preemption,
+  results,
+  runs,
+  settings,
+  warm_start,
+)
 from .checkpoints import Progress
 from .errors import DivergedError, MissingFileError, Preempted, UserError
 from .journal import Journal, Silence
@@ -84,10 +96,16 @@ def run(
     workdir: the run's folder.
     prepare: `(config, mesh) -> Training`; called only if there is work to do.
 
+  Returns:
+    The content of result.json, or with `config.days` `{"days": ...}` as `days.run` returns them.
+
   Raises:
     UserError: as `runs.finished` and `train`.
   """
   mesh = hosts.start()
+  if config.get("days"):
+    again = functools.partial(run, recipe, prepare=prepare)
+    return {"days": days.run(recipe, config, workdir, again)}
   result = runs.finished(config, workdir)
   if result is None:
     result = train(config, workdir, prepare(config, mesh), recipe=recipe, mesh=mesh)

@@ -75,7 +75,8 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
       if logging.level_debug() or text is None:
         raise
       sys.exit(f"error: {text} (--verbosity=1 shows the traceback)")
-    _show(Path(workdir.value))
+    if not config.value.get("days"):
+      _show(Path(workdir.value))
 
   return lambda: app.run(main, flags_parser=parse)
 

@@ -224,12 +224,15 @@ class _Log:
       texts = self._codes[side].texts
       is_trained = np.zeros(len(texts), bool)
       is_trained[kept[trained]] = True
-      own = self._collected[side].entities(texts, is_trained, _BUCKETS)
+      base = None
+      if self._table.base is not None:
+        base = Entities.load(self._table.base, f"{side}s").fitted
+      own = self._collected[side].entities(texts, is_trained, _BUCKETS, base)
       own = own.numbered([texts[i] for i in kept])
       if side in self._table.sides:
         ids = Codes(texts[i] for i in kept[trained])
         other, notes = entities.read(
-          self._table.sides[side], side, self._table.on_bad_row, ids, _BUCKETS
+          self._table.sides[side], side, self._table.on_bad_row, ids, _BUCKETS, base
         )
         self.notes += notes
         own = joined(own, other.numbered(own.texts), side)
