@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class Training:
       The functions run after `result.json` is written, in a process of their own; see
       `isolation.outcomes`. One that fails is named in the result and costs nothing else.
     data_sha256: hashes of the data by file.
+    metrics: names of the metrics that `evaluate` returns for `valid`; None if they are not known.
     config: the settings with those that the data have decided; None if they decide nothing.
     serve: a folder of what serving needs besides the model, which is copied into the workdir.
   """
@@ -71,6 +72,7 @@ class Training:
   evaluate: Callable[[Any, str], dict[str, float]]
   baselines: Callable[[], Mapping[str, Baseline]]
   data_sha256: Mapping[str, str]
+  metrics: Sequence[str] | None = None
   config: Any = None
   serve: Path | None = None
 
@@ -148,6 +150,8 @@ def train(
     Preempted: SIGTERM; the same.
   """
   workdir = Path(workdir).resolve()
+  if training.metrics is not None:
+    _check_select(config.select, [f"valid_{name}" for name in training.metrics])
   progress = Progress()
   with runs.held(config, workdir), runs.stoppable(config, workdir, progress):
     if not hosts.everywhere((workdir / "config.json").exists()):
@@ -401,8 +405,7 @@ def _select(config, progress: Progress, scores: dict[str, float]) -> None:
   """Remembers the best evaluation so far, the later of two equal ones, and when to give up."""
   if not config.select:
     return
-  if config.select not in scores:
-    raise UserError(f"config.select is {config.select!r}; the metrics are {sorted(scores)}")
+  _check_select(config.select, scores)
   score = _rank(config.select, scores)
   if progress.best is None or score >= progress.best:
     progress.best, progress.best_step, progress.stale = score, progress.step, 0
@@ -413,6 +416,17 @@ def _select(config, progress: Progress, scores: dict[str, float]) -> None:
 
 def _has_stalled(config, progress: Progress) -> bool:
   return bool(config.patience) and progress.stale >= config.patience
+
+
+def _check_select(select: str, metrics: Collection[str]) -> None:
+  """Raises UserError unless validation has the metric that selects; "" selects nothing."""
+  if select and not metrics:
+    raise UserError(
+      f"config.select is {select!r}, and no rows validate: pass --config.select= to test the state "
+      "of the last step"
+    )
+  if select and select not in metrics:
+    raise UserError(f"config.select is {select!r}; the metrics are {sorted(metrics)}")
 
 
 def _rank(select: str, scores: Mapping[str, float]) -> float:

@@ -253,6 +253,15 @@ def _check_outcomes(clicks: int, examples: int, *, finite: bool) -> None:
     )
 
 
+def ranking_names(ks: Sequence[int]) -> tuple[str, ...]:
+  """Returns the names of what `RankingMetrics(ks)` computes.
+
+  >>> ranking_names([10])
+  ('recall@10', 'ndcg@10', 'hr@10', 'mrr')
+  """
+  return (*(f"{name}@{k}" for k in ks for name in ("recall", "ndcg", "hr")), "mrr")
+
+
 class RankingMetrics:
   """Collects what was recommended and what was right, and averages over the examples.
 

@@ -58,7 +58,7 @@ def toy_config(**changes):
   return ml_collections.ConfigDict(config | changes)
 
 
-def run_toy(workdir, evaluate=None, baselines=dict, **changes):
+def run_toy(workdir, evaluate=None, baselines=dict, metrics=None, **changes):
   """Does what a recipe does; returns the result."""
   config = toy_config(**changes)
   result = runs.finished(config, workdir)
@@ -88,6 +88,7 @@ def run_toy(workdir, evaluate=None, baselines=dict, **changes):
     evaluate=evaluate or held_out_loss,
     baselines=baselines,
     data_sha256={},
+    metrics=metrics,
   )
   return loop.train(config, workdir, training, recipe="toy")
 
@@ -306,6 +307,22 @@ def test_patience_ends_a_run_that_no_longer_improves(tmp_path):
 def test_selecting_by_an_unknown_metric_is_an_error(tmp_path):
   with pytest.raises(ValueError, match=r"config.select is 'valid_auc'; .*\['valid_loss'\]"):
     run_toy(tmp_path / "run", select="valid_auc")
+
+
+@pytest.mark.parametrize(
+  ("metrics", "message"),
+  [
+    (["loss"], r"config.select is 'valid_auc'; the metrics are \['valid_loss'\]"),
+    ([], r"'valid_auc', and no rows validate: pass --config.select= to test the state of the last"),
+  ],
+)
+@pytest.mark.full
+def test_a_metric_that_the_recipe_has_not_is_refused_before_the_first_step(
+  tmp_path, metrics, message
+):
+  with pytest.raises(errors.UserError, match=message):
+    run_toy(tmp_path / "run", select="valid_auc", metrics=metrics)
+  assert not (tmp_path / "run").exists()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):

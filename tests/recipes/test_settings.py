@@ -1,0 +1,58 @@
+"""The settings of every run: defaults, flags, and the page that lists what may change."""
+
+import re
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+
+from recipes import catalogue, runs, settings
+from recipes.dlrm import defaults as dlrm
+from recipes.tables import settings as table_settings
+
+PAGE = Path(__file__).parents[2] / "docs/how_to/production.md"
+
+
+def test_a_config_may_leave_them_out():
+  config = ConfigDict({"checkpoint_minutes": 2.0})
+  settings.add(config)
+  assert config.checkpoint_minutes == 2.0
+  assert set(config) == set(settings.RUN)
+  assert settings.value(ConfigDict(), "init_from") == ""
+  with pytest.raises(KeyError):
+    settings.value(ConfigDict(), "init_form")
+
+
+def test_a_table_of_ones_own_has_them():
+  config = table_settings.complete({"columns": {}, "init_from": "runs/a"}, dlrm.DEFAULTS)
+  assert config.init_from == "runs/a"
+  assert config.checkpoint_minutes == settings.RUN["checkpoint_minutes"]
+
+
+def test_no_recipe_has_a_setting_of_that_name():
+  for recipe in catalogue.recipes():
+    for path in catalogue.configs(recipe):
+      source = (catalogue.ROOT / path).read_text()
+      assert not [name for name in settings.RUN if f"config.{name} =" in source], path
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path):
+  before = {"seed": 0, "steps": 3}
+  (tmp_path / "config.json").write_text('{"seed": 0, "steps": 3}')
+  assert runs.finished(ConfigDict(before | settings.RUN), tmp_path) is None
+  with pytest.raises(ValueError, match=r"init_from: '' there, 'runs/a' now"):
+    runs.finished(ConfigDict(before | {"init_from": "runs/a"}), tmp_path)
+
+
+def test_the_page_lists_what_may_change():
+  text = PAGE.read_text()
+  listed = re.search(r"These settings may change.*?: (.*?)\.\n", text, re.DOTALL)[1]
+  assert tuple(re.findall(r"`(\w+)`", listed)) == settings.MAY_CHANGE
+  assert set(settings.LENGTH) <= set(settings.MAY_CHANGE)
+
+
+def test_the_page_names_settings_that_there_are():
+  known = {*settings.RUN, *settings.MAY_CHANGE, *table_settings.DEFAULTS, *dlrm.DEFAULTS}
+  named = re.findall(r"--config\.(\w+)", PAGE.read_text())
+  assert named
+  assert set(named) <= known
