@@ -97,7 +97,8 @@ def _check_config(config, workdir: Path) -> None:
     return
   stored = arrays.read_json(path, _REMOVE)
   missing = object()  # of an earlier version, or not set: the default
-  of = lambda known, name: known.get(name, settings.RUN.get(name, missing))
+  defaults = settings.defaults()
+  of = lambda known, name: known.get(name, defaults.get(name, missing))
   said = lambda value: "not set" if value is missing else repr(value)
   differing = [
     f"{name}: {said(of(stored, name))} there, {said(of(wanted, name))} now"

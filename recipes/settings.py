@@ -1,5 +1,6 @@
 """The settings that every run has, whatever it trains; a config may leave them out."""
 
+import json
 from typing import Any
 
 # On the command line each is `--config.<name>=<value>`.
@@ -38,6 +39,11 @@ def value(config, name: str) -> Any:
   10.0
   """
   return config.get(name, RUN[name])
+
+
+def defaults() -> dict[str, Any]:
+  """Returns `RUN` as JSON gives it back, which has no tuples."""
+  return json.loads(json.dumps(RUN))
 
 
 def add(config) -> None:
