@@ -37,7 +37,7 @@ def run(
 
   Args:
     recipe: its name; dlrm.
-    config: of a table, with `days` instead of `files`. Each day's rows train and, as `config.split`
+    config: of a table, with `days`, which takes the place of `files`. Each day's rows train and, as `config.split`
       says, validate; none of them are held out as a test.
     workdir: holds a folder for each day.
     train: `(config, workdir) -> result`, a day's run.
@@ -105,7 +105,7 @@ def _checked(recipe: str, config) -> dict[str, Path]:
       "run before as config.init_from"
     )
   if config.files:
-    raise UserError("config.days and config.files are both given: keep one")
+    hosts.say("config.days takes the place of config.files, which are not read")
   if config.split.by in ("files", "column"):
     raise UserError(f"config.split.by is {config.split.by!r}, and days have no such split")
   if jax.process_count() > 1:

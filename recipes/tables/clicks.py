@@ -132,8 +132,7 @@ class Encoder:
   @property
   def dense_names(self) -> tuple[str, ...]:
     """The names of the columns of `dense`."""
-    others = (name for side in self.sides.values() for name in side.fitted.dense_names)
-    return (*self.fitted.dense_names, *others)
+    return tuple(name for fitted in self.all_fitted for name in fitted.dense_names)
 
   @property
   def all_fitted(self) -> tuple[Fitted, ...]:

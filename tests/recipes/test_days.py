@@ -64,7 +64,6 @@ def test_days_are_named_in_their_order(tmp_path):
   ("recipe", "changes", "message"),
   [
     ("two_tower", {}, "is for dlrm: train two_tower on all rows so far as config.files, and give"),
-    ("dlrm", {"files": "x.csv"}, "are both given: keep one"),
     ("dlrm", {"split": {"by": "column"}}, "split.by is 'column', and days have no such split"),
     ("dlrm", {"days": "nowhere"}, "config.days is 'nowhere', which is no folder"),
     ("dlrm", {"days": []}, "which has no files"),
