@@ -37,8 +37,8 @@ def run(
 
   Args:
     recipe: its name; dlrm.
-    config: of a table, with `days`, which takes the place of `files`. Each day's rows train and, as `config.split`
-      says, validate; none of them are held out as a test.
+    config: of a table, with `days`, which takes the place of `files`. Each day's rows train and, as
+      `config.split` says, validate; none of them are held out as a test.
     workdir: holds a folder for each day.
     train: `(config, workdir) -> result`, a day's run.
 
