@@ -61,7 +61,8 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
   def main(argv: list[str]) -> None:
     del argv
     if not flags.FLAGS["verbosity"].present:
-      logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint
+      # Orbax logs a page per checkpoint, and warns of files that it can do without.
+      logging.set_verbosity(logging.ERROR)
     # Importing JAX takes seconds; say first what they are for.
     print(f"{config_flags.get_config_filename(flag)} -> {workdir.value}", file=sys.stderr)
     try:
