@@ -157,14 +157,18 @@ def table(history: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(history: Sequence[Mapping[str, Any]], path: Path) -> None:
   """Writes a picture of the metrics by day."""
+  import matplotlib
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(8, 3), layout="constrained")
-  tested = [day for day in history if day["metrics"]]
-  for axes, name in zip(figure.subplots(1, 2), ("auc", "logloss"), strict=True):
-    days = [day for day in tested if name in day["metrics"]]
-    axes.plot([day["day"] for day in days], [day["metrics"][name] for day in days], marker="o")
-    axes.set_title(name)
-    axes.tick_params(axis="x", rotation=45)
-  with files.replacing(path) as file:
-    figure.savefig(file, format="png", dpi=120)
+  from . import style
+
+  with matplotlib.rc_context(style.SETTINGS):
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2), ("auc", "logloss"), strict=True):
+      days = [day for day in history if name in day["metrics"]]
+      values = [day["metrics"][name] for day in days]
+      axes.plot([day["day"] for day in days], values, marker="o", color=style.BLUE)
+      axes.set_title(f"{name} by the export of the day before")
+      axes.tick_params(axis="x", rotation=30)
+    with files.replacing(path) as file:
+      figure.savefig(file, format="png", dpi=120)
