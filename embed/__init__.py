@@ -1,10 +1,10 @@
 """SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX.
 
-The public API is `__all__`, with `__all__` of the two modules in it, `checkpoint` and `transforms`.
-Everything else may change from one version to the next.
+The public API is `__all__`, with `__all__` of the three modules in it, `checkpoint`, `deltas`
+and `transforms`. Everything else may change from one version to the next.
 """
 
-from embed import checkpoint, transforms
+from embed import checkpoint, deltas, transforms
 from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.combiners import CombinerWeights
 from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
@@ -76,6 +76,7 @@ __all__ = [
   "checkpoint",
   "clip_by_global_norm",
   "custom_optimizer",
+  "deltas",
   "export",
   "from_optax",
   "from_tpu_embedding",

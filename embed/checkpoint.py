@@ -58,6 +58,11 @@ def _key_data(key: Any) -> Any:
   return jax.eval_shape(jax.random.key_data, key) if is_abstract else jax.random.key_data(key)
 
 
+def dense_arrays(node: Any) -> dict[str, Any]:
+  """The arrays outside tables by path, random keys as their data."""
+  return {path: _key_data(x) if is_key(x) else x for path, x in _dense(node)[0].items()}
+
+
 def to_tree(**nodes: Any) -> Tree:
   """Returns the state of models and optimizers as nested dicts of arrays.
 
@@ -79,9 +84,8 @@ def to_tree(**nodes: Any) -> Tree:
   """
   tree = {}
   for name, node in nodes.items():
-    dense = {k: _key_data(v) if is_key(v) else v for k, v in _dense(node)[0].items()}
     tree[name] = {
-      "state": dense,
+      "state": dense_arrays(node),
       "tables": _by_key(node, functools.partial(read_variables, compact=True)),
     }
   return tree
@@ -166,7 +170,7 @@ def check(tree: Tree, **nodes: Any) -> None:
   tables: dict[str, tuple[int, ...]] = {}
   for name, node in nodes.items():
     expected, saved = _flat(like(**{name: node})[name]), _flat(tree.get(name, {}))
-    without_slots = {f"tables/{table}" for table in _untrained(node)}
+    without_slots = {f"tables/{table}" for table in untrained(node)}
     unknown = [k for k in saved if k not in expected and k.rpartition("/")[0] not in without_slots]
     problems += [f"{name}/{k} is missing" for k in expected if k not in saved]
     problems += [f"{name}/{k} is not in the model" for k in unknown]
@@ -246,7 +250,7 @@ def _shape(x: Any) -> tuple[int, ...]:
   return np.shape(x) if shape is None else tuple(shape)
 
 
-def _untrained(node: Any) -> list[str]:
+def untrained(node: Any) -> list[str]:
   """The keys of tables without slots: they have no optimizer, or are frozen."""
   optimizers = _by_key(node, lambda layer: layer.spec.optimizers)
   return [key for key, opt in optimizers.items() if opt is None or opt.equation is None]
@@ -274,10 +278,15 @@ def _restore(tree: Tree, node: Any) -> None:
     arrays = saved[id(layer)]
     kept = layer.variable_shapes  # only the rows of an untrained table
     layer.load_variables({t: {key: arrays[t][key] for key in kept[t]} for t in arrays})
+  load_dense_arrays(tree["state"], node)
+
+
+def load_dense_arrays(arrays: Mapping[str, Any], node: Any) -> None:
+  """Replaces the arrays outside tables by `dense_arrays` of a node of the same configuration."""
   dense, treedef = _dense(node)
 
-  def restored(name, old):
-    value = tree["state"][name]
+  def restored(path, old):
+    value = arrays[path]
     if is_key(old):
       data = _placed(value, jax.random.key_data(old))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))

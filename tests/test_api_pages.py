@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import embed
-from embed import checkpoint, transforms
+from embed import checkpoint, deltas, transforms
 
 API = pathlib.Path(__file__).parents[1] / "docs" / "api"
-MODULES = {"checkpoint": checkpoint, "transforms": transforms}
+MODULES = {"checkpoint": checkpoint, "deltas": deltas, "transforms": transforms}
 
 # Nobody makes one, and nothing is to be seen in it: where it comes from has the example.
 NO_EXAMPLE = {

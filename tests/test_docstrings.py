@@ -12,7 +12,7 @@ import re
 import pytest
 
 import embed
-from embed import checkpoint, transforms
+from embed import checkpoint, deltas, transforms
 
 pytestmark = pytest.mark.full
 
@@ -22,7 +22,7 @@ MODULES = sorted(
   for path in (ROOT / "embed").rglob("*.py")
   if path.stem != "__main__"
 )
-PUBLIC = {*embed.__all__, *checkpoint.__all__, *transforms.__all__}
+PUBLIC = {*embed.__all__, *checkpoint.__all__, *deltas.__all__, *transforms.__all__}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,253 @@
+"""Rows that differ from an earlier state: noticed by fingerprints, taken out, and put elsewhere.
+
+A **fingerprint** is 64 bits for each stored row, over the bits of the row and of its slots, as two
+uint32 arrays. It is computed where the row is; nothing is remembered while a model trains. Each
+word goes through a mixing function of its own, which is a bijection, and the results are added up:
+a change of a single word is always noticed, any other with a probability of 1 - 2**-64.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from embed.engine.stack import Arrays, StackSpec
+
+Lanes = tuple[jax.Array, jax.Array]  # uint32 `[rows]` each, split as the rows are
+
+_CHUNK = 1 << 16  # rows that are taken out, or put in, by one program
+_LEAST = 1 << 8  # rows: smaller numbers share a program
+
+
+# --- fingerprints --------------------------------------------------------------------------------
+
+
+def _words(x: jax.Array) -> jax.Array:
+  """The bits of an array `[rows]` or `[rows, n]` as uint32 `[rows, words]`."""
+  bits = x.dtype.itemsize * 8
+  x = x.reshape(x.shape[0], -1)
+  if bits >= 32:
+    return lax.bitcast_convert_type(x, jnp.uint32).reshape(x.shape[0], -1)
+  return lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
+
+
+def _mix(x: jax.Array, shift: int, first: int, second: int) -> jax.Array:
+  """A bijection of uint32 in which every bit of the argument changes half of the result's bits."""
+  x = (x ^ (x >> 16)) * jnp.uint32(first)
+  x = (x ^ (x >> shift)) * jnp.uint32(second)
+  return x ^ (x >> 16)
+
+
+# The finalizer of MurmurHash3, and "lowbias32" of C. Wellons' hash-prospector.
+_MIXERS = ((13, 0x85EBCA6B, 0xC2B2AE35), (15, 0x7FEB352D, 0x846CA68B))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fingerprints(stacks: tuple[StackSpec, ...], arrays: list[Arrays]) -> list[Lanes]:
+  """The fingerprints of the stored rows of each stack."""
+  lanes = []
+  for stack, stored in zip(stacks, arrays, strict=True):
+    ordered = [stored[key] for key in ("parameters", *stack.slots)]
+    f = functools.partial(_fingerprints_of_shard, stack)
+    specs = tuple(stack.specs[x.ndim] for x in ordered)
+    lanes.append(stack.placement.run(f, specs, (stack.specs[1],) * 2)(*ordered))
+  return lanes
+
+
+def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> Lanes:
+  """Per device: the fingerprints of its rows, from all of their columns."""
+  placement = stack.placement
+  lanes = [jnp.zeros(stack.layout.rows, jnp.uint32) for _ in _MIXERS]
+  for number, array in enumerate(arrays):
+    words = _words(array)
+    is_split = array.ndim == 2 and bool(placement.columns)
+    part = placement.index(placement.columns) if is_split else jnp.int32(0)
+    position = jnp.arange(words.shape[1], dtype=jnp.uint32)
+    position += part.astype(jnp.uint32) * jnp.uint32(words.shape[1])
+    position = position * jnp.uint32(len(arrays)) + jnp.uint32(number)
+    for i, mixer in enumerate(_MIXERS):
+      salt = _mix(position + jnp.uint32(0x9E3779B9), *_MIXERS[1 - i])
+      total = _mix(words + salt, *mixer).sum(1, dtype=jnp.uint32)
+      lanes[i] += lax.psum(total, placement.columns) if is_split else total
+  return lanes[0], lanes[1]
+
+
+# --- taking rows out -----------------------------------------------------------------------------
+
+
+def changed(
+  stacks: tuple[StackSpec, ...], old: list[Lanes], new: list[Lanes]
+) -> tuple[list[jax.Array], np.ndarray]:
+  """A mask of the stored rows of each stack, and how many a shard has at most, `[stacks]`."""
+  masks, counts = _changed(stacks, old, new)
+  return masks, np.asarray(counts)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _changed(
+  stacks: tuple[StackSpec, ...], old: list[Lanes], new: list[Lanes]
+) -> tuple[list[jax.Array], jax.Array]:
+  masks, counts = [], []
+
+  def per_device(placement, before, after):
+    mask = (before[0] != after[0]) | (before[1] != after[1])
+    count = mask.sum(dtype=jnp.int32)
+    return mask, lax.pmax(count, placement.rows) if placement.rows else count
+
+  for stack, before, after in zip(stacks, old, new, strict=True):
+    spec = stack.specs[1]
+    f = functools.partial(per_device, stack.placement)
+    mask, count = stack.placement.run(f, ((spec, spec), (spec, spec)), (spec, P()))(before, after)
+    masks.append(mask)
+    counts.append(count)
+  return masks, jnp.stack(counts)
+
+
+class TableRows(NamedTuple):
+  """Some rows of a table: "ids" int32 `[K]`, and arrays `[K, dim]` or `[K]` by name."""
+
+  ids: Any
+  values: Arrays
+
+
+def take(stack: StackSpec, stored: Arrays, mask: jax.Array, count: int) -> dict[str, TableRows]:
+  """The rows of a mask by table, as NumPy: those of this process's shards, by ascending id.
+
+  Args:
+    stack: of the rows.
+    stored: its arrays.
+    mask: as `changed` returns it.
+    count: the most rows of it that a shard has.
+  """
+  parts: list[tuple[np.ndarray, np.ndarray, Arrays]] = []  # table, ids and values
+  if count:
+    places = _places(stack, _padded(count), mask)
+    chunk = min(_padded(count), _CHUNK)
+    for start in range(0, count, chunk):
+      rows = _take_chunk(stack, chunk, stored, places, np.int32(start))
+      jax.block_until_ready(rows)  # or XLA:CPU may run two programs that communicate at once
+      parts.append(jax.tree.map(_of_this_process, rows))
+  taken: dict[str, TableRows] = {}
+  for index, table in enumerate(stack.tables):
+    masks = [part[0] == index for part in parts]
+
+    def joined(arrays, shape, dtype, masks=masks):
+      pieces = [x[mask] for x, mask in zip(arrays, masks, strict=True)]
+      return np.concatenate([np.zeros((0, *shape), dtype), *pieces])
+
+    ids = joined([part[1] for part in parts], (), np.int32)
+    order = np.argsort(ids)
+    values = {}
+    for key in ("parameters", *stack.slots):
+      shape = (stack.dim,) if stored[key].ndim == 2 else ()
+      values[key] = joined([part[2][key] for part in parts], shape, stored[key].dtype)[order]
+    taken[table] = TableRows(ids[order], values)
+  return taken
+
+
+def _padded(count: int) -> int:
+  """A power of two that is not smaller: few numbers, since each is compiled."""
+  return max(_LEAST, 1 << (count - 1).bit_length())
+
+
+def _of_this_process(x: jax.Array) -> np.ndarray:
+  """The shards of an array that this process saves: of copies, one process saves the first."""
+  shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+  shards.sort(key=lambda shard: shard.index[0].start or 0)
+  empty = np.zeros((0, *x.shape[1:]), x.dtype)
+  return np.concatenate([empty, *(np.asarray(shard.data) for shard in shards)])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _places(stack: StackSpec, size: int, mask: jax.Array) -> jax.Array:
+  """Per shard the places of a mask, `[size]`, filled up with the number of rows."""
+  f = lambda mask: jnp.flatnonzero(mask, size=size, fill_value=stack.layout.rows).astype(jnp.int32)
+  return stack.placement.run(f, (stack.specs[1],), stack.specs[1])(mask)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _take_chunk(
+  stack: StackSpec, chunk: int, stored: Arrays, places: jax.Array, start: Any
+) -> tuple[jax.Array, jax.Array, Arrays]:
+  """Some of the places of each shard as whole rows: their tables (-1: none), ids and values."""
+  keys = ("parameters", *stack.slots)
+
+  def per_device(places, start, *arrays):
+    shard = stack.placement.index(stack.placement.rows)
+    places = lax.dynamic_slice_in_dim(places, start, chunk)
+    table, ids = jnp.full(chunk, -1, jnp.int32), jnp.zeros(chunk, jnp.int32)
+    for index, size in enumerate(stack.layout.sizes):
+      own = stack.layout.ids(index, shard, places)
+      table, ids = jnp.where(own < size, index, table), jnp.where(own < size, own, ids)
+    rows = {key: x.at[places].get(mode="clip") for key, x in zip(keys, arrays, strict=True)}
+    rows = {key: stack.columns.whole(x) if x.ndim == 2 else x for key, x in rows.items()}
+    return table, ids, rows
+
+  arrays = [stored[key] for key in keys]
+  by_rows = stack.specs[1]
+  specs = (by_rows, P(), *(stack.specs[x.ndim] for x in arrays))
+  return stack.placement.run(per_device, specs, by_rows)(places, start, *arrays)
+
+
+# --- putting rows in -----------------------------------------------------------------------------
+
+
+def put(stack: StackSpec, stored: Arrays, table: str, rows: TableRows) -> Arrays:
+  """The stored arrays with some rows of a table replaced; the old ones stay as they are.
+
+  Args:
+    stack: of the table.
+    stored: its arrays.
+    table: the name.
+    rows: NumPy, the same in every process, each id once; "parameters" and any of the slots.
+  """
+  count = len(rows.ids)
+  chunk = min(_padded(count), _CHUNK) if count else 1
+  new = dict(stored)
+  for start in range(0, count, chunk):
+    piece = slice(start, start + chunk)
+    missing = chunk - len(rows.ids[piece])
+
+    def padded(x, value, piece=piece, missing=missing):
+      widths = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
+      return _everywhere(stack, np.pad(x[piece], widths, constant_values=value))
+
+    ids = padded(rows.ids.astype(np.int32), stack.size(table))
+    values = {key: padded(x, np.zeros((), x.dtype)) for key, x in rows.values.items()}
+    # The first copies the arrays, which requests may be reading; the others write to the copy.
+    f = _put_in_place if start else _put
+    new |= jax.block_until_ready(f(stack, table, {key: new[key] for key in values}, ids, values))
+  return new
+
+
+def _everywhere(stack: StackSpec, x: np.ndarray) -> jax.Array:
+  if stack.placement.is_local:
+    return jnp.asarray(x)
+  return stack.placement.place_whole(x, x.dtype, P())
+
+
+def _put_chunk(
+  stack: StackSpec, table: str, stored: Arrays, ids: jax.Array, values: Arrays
+) -> Arrays:
+  def per_device(ids, values, *arrays):
+    shard, places = stack.layout.locate(stack.indices[table], ids)
+    own = stack.placement.index(stack.placement.rows)
+    places = jnp.where(shard == own, places, stack.layout.rows)
+    new = {}
+    for key, array in zip(values, arrays, strict=True):
+      x = stack.columns.own(values[key]) if array.ndim == 2 else values[key]
+      new[key] = array.at[places].set(x.astype(array.dtype), mode="drop")
+    return new
+
+  arrays = [stored[key] for key in values]
+  specs = {key: stack.specs[stored[key].ndim] for key in values}
+  in_specs = (P(), P(), *(stack.specs[x.ndim] for x in arrays))
+  return stack.placement.run(per_device, in_specs, specs)(ids, values, *arrays)
+
+
+_put = jax.jit(_put_chunk, static_argnums=(0, 1))
+_put_in_place = jax.jit(_put_chunk, static_argnums=(0, 1), donate_argnums=2)
