@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 import embed
 import embed.checkpoint
 
-from . import arrays, results, runs
+from . import arrays, chains, checkpoints, results, runs
 from .errors import DamagedFileError, MissingFileError, UserError, from_settings
 from .features import feature_configs
 from .serving import folder as folder_lib
@@ -155,15 +155,18 @@ def _is_empty(path: Path) -> bool:
 
 def _restore(workdir: Path, step: int, model: nnx.Module) -> None:
   """Loads the model of a checkpoint, on one device."""
-  path = workdir / "checkpoints" / str(step) / "state"
-  if not path.is_dir():
-    raise MissingFileError(f"{path} is missing, the state that was tested: train again")
+  folder = workdir / "checkpoints"
+  if not (folder / str(step)).is_dir():
+    raise MissingFileError(f"{folder / str(step)} is missing, the tested state: train again")
+  chain = chains.of_step(folder, step)
+  path = chains.base(folder, chain)
   try:
     embed.checkpoint.restore(path, model=model)
-  # Orbax has no exception of its own for files that are damaged.
+  # Orbax has no exception of its own for files that are damaged, which one without manifest may be.
   except (ValueError, OSError, LookupError, TypeError, AttributeError, RuntimeError) as error:
     reason = str(error).strip().partition("\n")[0]
     raise DamagedFileError(f"{path} cannot be restored ({reason}): train again") from error
+  checkpoints.apply_deltas(folder, chain, model=model)
 
 
 def _about(config: ConfigDict, result: dict[str, Any], ann: bool) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from flax import nnx
 
 import embed
@@ -196,10 +195,11 @@ def _train(
   """Trains from the latest checkpoint on; returns the step of the tested state and its metrics."""
   with (
     contextlib.closing(iter(hosts.put_ahead(mesh, training.batches))) as iterator,
-    checkpoints.manager(workdir / "checkpoints", progress) as manager,
+    checkpoints.Manager(
+      workdir / "checkpoints", full_every=settings.value(config, "full_checkpoint_every")
+    ) as manager,
   ):
-    # One process decides: another may still see an older listing of the shared folder.
-    if (latest := hosts.from_main(manager.latest_step)) is not None:
+    if (latest := manager.newest()) is not None:
       hosts.say(f"{workdir}: going on from step {latest}")
       if latest > config.steps:
         raise UserError(
@@ -344,7 +344,7 @@ def _take_steps(
   training: Training,
   iterator: Any,
   journal: Journal | Silence,
-  manager: ocp.CheckpointManager,
+  manager: checkpoints.Manager,
 ) -> None:
   """Takes the steps that are left, up to the last one or until validation stops improving.
 

@@ -26,8 +26,8 @@ _THREADS = 4  # a network disk reads several files at once faster than one
 _NAMED = 5  # files in one message
 
 
-def write(folder: Path, about: Mapping[str, Any]) -> None:
-  """Writes the manifest of a folder whose files are finished, in one piece.
+def write(folder: Path, about: Mapping[str, Any]) -> int:
+  """Writes the manifest of a folder whose files are finished; returns their bytes in all.
 
   Args:
     folder: of the files, at any depth.
@@ -41,6 +41,7 @@ def write(folder: Path, about: Mapping[str, Any]) -> None:
     files = dict(zip(names, pool.map(lambda name: _entry(folder / name), names), strict=True))
   content = {**about, "files": files}
   arrays.write_json(folder / NAME, content | {_OWN: _checksum_of(content)})
+  return sum(entry["size"] for entry in files.values())
 
 
 def read(folder: Path) -> dict[str, Any]:

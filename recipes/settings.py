@@ -8,6 +8,9 @@ RUN: dict[str, Any] = {
   # Save after that many minutes as well as every `checkpoint_every` steps; 0 does not. A pipelined
   # run does not either: its numbers depend on where it pauses.
   "checkpoint_minutes": 10.0,
+  # Every so many saves are full; those in between write the rows that have changed since the last
+  # save, and everything that is no table. 1: all are full. Each row takes 8 bytes on its device.
+  "full_checkpoint_every": 1,
   # The --workdir of another run to start from: its tables, slots and dense parameters by name.
   "init_from": "",
   "init_parts": "all",  # or "tables"
@@ -23,6 +26,7 @@ MAY_CHANGE = (
   "eval_every",
   "checkpoint_every",
   "checkpoint_minutes",
+  "full_checkpoint_every",
   "eval_batch_size",
   "num_workers",
   "cache_dir",

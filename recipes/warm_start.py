@@ -7,7 +7,7 @@ start as in a run of their own, and so does the schedule of the learning rates.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
+import embed
 import embed.checkpoint
 
-from . import hosts, runs, settings
+from . import chains, hosts, runs, settings
 from .errors import MissingFileError, UserError
 from .tables import row_ids
 
@@ -42,6 +43,7 @@ class _Source:
   Attributes:
     workdir: of the run.
     step: of the checkpoint.
+    chain: the full checkpoint and the deltas that make up its state.
     state: path and the shapes of the dense arrays.
     tables: shapes by key and slot.
     rows: raw ids by table name, empty where the run keeps none.
@@ -49,13 +51,20 @@ class _Source:
 
   workdir: Path
   step: int
+  chain: Sequence[int]
   state: Mapping[str, Any]
   tables: Mapping[str, Mapping[str, Any]]
   rows: Mapping[str, row_ids.RowIds]
 
   @property
   def path(self) -> Path:
-    return self.workdir / "checkpoints" / str(self.step) / "state"
+    """The arrays of the full checkpoint."""
+    return chains.base(self.workdir / "checkpoints", self.chain)
+
+  @functools.cached_property
+  def deltas(self) -> list[embed.deltas.Delta]:
+    """The deltas after it, in their order."""
+    return chains.deltas(self.workdir / "checkpoints", self.chain)
 
   @classmethod
   def open(cls, workdir: Path) -> "_Source":
@@ -63,23 +72,28 @@ class _Source:
 
     Raises:
       MissingFileError: the folder holds no run, or one without a checkpoint.
+      UserError: the checkpoint is damaged; names the file.
     """
-    result = runs.result(workdir)
-    steps = (path.name for path in (workdir / "checkpoints").glob("*"))
-    step = (
-      result["tested_step"] if result else max(map(int, filter(str.isdecimal, steps)), default=0)
-    )
-    path = workdir / "checkpoints" / str(step) / "state"
-    if not path.is_dir():
+
+    def choose() -> list[int]:
+      result, folder = runs.result(workdir), workdir / "checkpoints"
+      if result is None:
+        return chains.newest(folder)
+      step = result["tested_step"]
+      return chains.of_step(folder, step) if (folder / str(step)).is_dir() else []
+
+    chain = hosts.from_main(choose)
+    if not chain:
       raise MissingFileError(
         f"config.init_from is {str(workdir)!r}, which holds no checkpoint: give the --workdir of a "
         "run"
       )
     with ocp.PyTreeCheckpointer() as reader:
+      path = chains.base(workdir / "checkpoints", chain)
       tree = reader.metadata(path).item_metadata.tree["model"]
     serve = workdir / "serve"
     rows = row_ids.read(serve) if serve.is_dir() else {}
-    return cls(workdir, step, tree["state"], tree["tables"], rows)
+    return cls(workdir, chain[-1], chain, tree["state"], tree["tables"], rows)
 
 
 def start(config, training) -> None:
@@ -254,4 +268,21 @@ def _restored(source: _Source, like: dict[str, Any]) -> dict[str, Any]:
   restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
   with ocp.PyTreeCheckpointer() as reader:
     args = ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
-    return reader.restore(source.path, args=args)["model"]
+    restored = reader.restore(source.path, args=args)["model"]
+  for delta in source.deltas:
+    for key, arrays in restored.get("tables", {}).items():
+      rows = delta.tables["model"][key]
+      for name, x in arrays.items():
+        arrays[name] = _with_rows(x, rows.ids, rows.values[name])
+    for name, x in restored.get("state", {}).items():
+      restored["state"][name] = jax.device_put(delta.state["model"][name], x.sharding)
+  return restored
+
+
+def _with_rows(x: Any, ids: np.ndarray, rows: np.ndarray) -> Any:
+  """Returns an array with some rows replaced, where it was."""
+  if not isinstance(x, jax.Array):
+    x = np.array(x)
+    x[ids] = rows
+    return x
+  return jax.jit(lambda x: x.at[ids].set(rows), out_shardings=x.sharding)(x)

@@ -35,8 +35,8 @@ def describe(path: str | Path, shapes_only: bool = False) -> str:
 
   Args:
     path: the `.npz` of a profile; or a folder written by Orbax from `embed.checkpoint.to_tree`: the
-      workdir of a run, the folder of a checkpoint manager, whose latest step is taken, a step, or
-      its state.
+      workdir of a run, the folder of a checkpoint manager, whose latest full checkpoint is taken, a
+      step, or its state.
     shapes_only: whether to read only the metadata of a checkpoint, and no array.
 
   Raises:
@@ -60,8 +60,9 @@ def find(path: Path) -> Path:
     if (path / name).is_dir():
       return find(path / name)
   steps = [int(p.name) for p in path.iterdir() if p.name.isdigit()] if path.is_dir() else []
-  if steps:
-    return find(path / str(max(steps)))
+  full = [step for step in steps if not (path / str(step) / "delta").is_dir()]  # of a recipe's run
+  if full:
+    return find(path / str(max(full)))
   raise FileNotFoundError(
     f"{path} holds no checkpoint: give a run's workdir, a folder that Orbax wrote, or the .npz of "
     "embed.profile."

@@ -147,7 +147,7 @@ def save(training, workdir, like):
   """Writes a run of that state, otherwise as the run in the folder `like`."""
   shutil.copytree(like, workdir, ignore=shutil.ignore_patterns("checkpoints"))
   progress = checkpoints.Progress(step=3, best_step=3)
-  with checkpoints.manager(workdir / "checkpoints", progress) as manager:
+  with checkpoints.Manager(workdir / "checkpoints") as manager:
     checkpoints.save(manager, progress, training.state)
 
 

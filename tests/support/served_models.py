@@ -78,7 +78,7 @@ def run_of(recipe, table, workdir):
   nnx.update(training.model, jax.tree.map(noisy, nnx.state(training.model, nnx.Param)))
   workdir.mkdir(parents=True)
   progress = Progress(step=3, best_step=3)
-  with checkpoints.manager(workdir / "checkpoints", progress) as manager:
+  with checkpoints.Manager(workdir / "checkpoints") as manager:
     checkpoints.save(manager, progress, training.state)
   arrays.write_json(workdir / "config.json", runs.plain(config))
   arrays.write_json(workdir / "result.json", {"recipe": recipe, "tested_step": 3})

@@ -1,0 +1,353 @@
+"""Checkpoints of a run, full and as deltas: damage is named, and the newest whole one is used."""
+
+import os
+import re
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+import embed.checkpoint
+from recipes import chains, checkpoints, errors, hosts, manifest
+
+ROWS = 30
+
+
+class Model(nnx.Module):
+  def __init__(self, seed, rows=ROWS, mesh=None):
+    rngs = nnx.Rngs(seed)
+    table = embed.TableConfig(rows, 4, name="item", optimizer=embed.adam(0.1))
+    self.embed = embed.SparseEmbed(embed.FeatureConfig(table), rngs=rngs, mesh=mesh)
+    self.head = nnx.Linear(4, 1, rngs=rngs)
+
+
+def make(seed, rows=ROWS, mesh=None):
+  model = Model(seed, rows, mesh)
+  state = {"model": model, "optimizer": embed.Optimizer(model, optax.adam(0.01))}
+  hosts.replicate(mesh, *state.values())
+  return state
+
+
+@nnx.jit
+def train_step(model, optimizer, ids):
+  loss = lambda model, ids: (model.head(model.embed(ids)) ** 2).mean()
+  _, grads = embed.value_and_grad(loss)(model, ids)
+  optimizer.update(model, grads)
+
+
+def tree_of(state):
+  return jax.tree.map(np.array, embed.checkpoint.to_tree(**state))
+
+
+def assert_same(actual, expected):
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def saved(folder, steps, full_every=1, best_steps=None, mesh=None):
+  """Saves some steps of a run; returns the tree of each."""
+  state, trees = make(0, mesh=mesh), {}
+  with checkpoints.Manager(folder, full_every=full_every) as manager:
+    for step in steps:
+      train_step(state["model"], state["optimizer"], np.arange(step, step + 8) % ROWS)
+      best_step = (best_steps or {}).get(step, 0)
+      progress = checkpoints.Progress(step=step, best_step=best_step, losses=[0.5])
+      checkpoints.save(manager, progress, state)
+      trees[step] = tree_of(state)
+  return trees
+
+
+def restored(folder, step=None, mesh=None, full_every=1):
+  """The newest usable state, or the state of a step: its tree and its progress."""
+  state = make(1, mesh=mesh)
+  with checkpoints.Manager(folder, full_every=full_every) as manager:
+    if step is None:
+      step = manager.newest()
+    progress = checkpoints.restore(manager, step, state)
+  return tree_of(state), progress
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """Five saves of a run: full ones at 1 and 4, deltas at 2, 3 and 5."""
+  folder = tmp_path_factory.mktemp("run") / "checkpoints"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(chains, "prune", lambda *args: None)
+    trees = saved(folder, range(1, 6), full_every=3)
+  return folder, trees
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+  """A copy to damage, and the trees."""
+  shutil.copytree(run[0], tmp_path / "checkpoints")
+  return tmp_path / "checkpoints", run[1]
+
+
+def test_a_chain_is_a_full_checkpoint_and_its_deltas(run):
+  folder, trees = run
+  assert chains.steps(folder) == [1, 2, 3, 4, 5]
+  assert [chains.of_step(folder, step) for step in trees] == [[1], [1, 2], [1, 2, 3], [4], [4, 5]]
+  assert [(folder / str(step) / "delta").is_dir() for step in trees] == [
+    False, True, True, False, True,
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_every_step_is_restored_to_the_bit_on_any_devices(run, step, devices):
+  folder, trees = run
+  mesh = hosts.start() if devices == 8 else None
+  tree, progress = restored(folder, step, mesh)
+  assert_same(tree, trees[step])
+  assert progress["step"] == step
+  assert progress["losses"] == [0.5]
+
+
+@pytest.mark.full
+def test_a_run_on_eight_devices_goes_on_with_deltas_on_one(tmp_path):
+  trees = saved(tmp_path / "c", [1, 2], full_every=5, mesh=hosts.start())
+  state = make(1)
+  with checkpoints.Manager(tmp_path / "c", full_every=5) as manager:
+    checkpoints.restore(manager, manager.newest(), state)
+    assert_same(tree_of(state), trees[2])
+    train_step(state["model"], state["optimizer"], np.arange(5))
+    checkpoints.save(manager, checkpoints.Progress(step=3), state)
+  assert chains.of_step(tmp_path / "c", 3) == [1, 2, 3]
+  assert_same(restored(tmp_path / "c", mesh=hosts.start())[0], tree_of(state))
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def damaged(path, kind):
+  """Damages a file."""
+  content = path.read_bytes()
+  if kind == "flip":
+    position = len(content) * 2 // 3
+    path.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
+  elif kind == "cut":
+    path.write_bytes(content[: len(content) // 2])
+  elif kind == "empty":
+    path.write_bytes(b"")
+  else:
+    path.unlink()
+
+
+@pytest.mark.parametrize("kind", ["flip", "cut", "empty", "remove"])
+def test_every_damaged_file_is_named_and_not_used(run, copy, capfd, kind):
+  """Of a full checkpoint and of a delta, the manifest itself included."""
+  folder, _ = copy
+  count = 0
+  for step, before in ((4, 3), (5, 4)):
+    shutil.rmtree(folder)
+    shutil.copytree(run[0], folder)
+    files = sorted(path for path in (folder / str(step)).rglob("*") if path.is_file())
+    assert len(files) > 5
+    for path in files:
+      damaged(path, kind)
+      if (step, path.name, kind) == (4, manifest.NAME, "remove"):  # as earlier versions left it
+        chains.of_step(folder, step)
+        assert "step 4 is used without verification" in capfd.readouterr().err
+      else:
+        with pytest.raises(errors.UserError, match=re.escape(str(path))):
+          chains.of_step(folder, step)
+      assert chains.newest(folder)[-1] == before, path
+      said = capfd.readouterr().err.splitlines()
+      assert [line for line in said if str(path) in line and f"step {step} " in line], path
+      path.parent.mkdir(exist_ok=True)
+      path.write_bytes((run[0] / path.relative_to(folder)).read_bytes())
+      count += 1
+    assert chains.newest(folder)[-1] == 5
+  assert count >= 20
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(copy, capfd):
+  folder, trees = copy
+  damaged(folder / "4" / "state" / "_METADATA", "cut")
+  tree, progress = restored(folder)
+  assert progress["step"] == 3
+  assert_same(tree, trees[3])
+  said = capfd.readouterr().err.splitlines()
+  assert "4/state/_METADATA has" in said[0]
+  assert said[0].startswith("the checkpoint of step 5 is damaged")
+  assert said[1].startswith("the checkpoint of step 4 is damaged")
+  assert [line.rpartition("/")[0] for line in said[2:4]] == [
+    f"the checkpoint of step {step} has been moved to {folder.parent}/damaged_checkpoints"
+    for step in (4, 5)
+  ]
+  assert not [line for line in said if "Traceback" in line or "coroutine" in line]
+  assert chains.steps(folder) == [1, 2, 3]
+  assert sorted(os.listdir(folder.parent / "damaged_checkpoints")) == ["4", "5"]
+
+
+def test_a_damaged_base_costs_its_deltas(copy, capfd):
+  folder, trees = copy
+  for step in (4, 5):
+    shutil.rmtree(folder / str(step))
+  damaged(next((folder / "2" / "delta").iterdir()), "flip")
+  tree, _ = restored(folder)
+  assert_same(tree, trees[1])
+  assert "the checkpoint of step 3 is damaged" in capfd.readouterr().err
+
+
+def test_if_no_checkpoint_is_whole_the_run_does_not_begin_again_in_silence(copy, capfd):
+  folder, _ = copy
+  for step in (1, 4):
+    damaged(folder / str(step) / "commit_success.txt", "empty")
+  with pytest.raises(errors.UserError, match=r"no checkpoint in .* can be used \(.*remove that fo"):
+    restored(folder)
+  assert chains.steps(folder) == [1, 2, 3, 4, 5]  # nothing is moved
+  assert chains.newest(folder.parent / "nothing") == []
+
+
+def test_a_tested_checkpoint_that_is_damaged_is_named(copy):
+  folder, _ = copy
+  path = folder / "3" / "progress" / "metadata"
+  damaged(path, "flip")
+  message = rf"step 3 is damaged: {re.escape(str(path))} has another checksum.*another --workdir"
+  with pytest.raises(errors.DamagedFileError, match=message):
+    restored(folder, 3)
+
+
+def test_a_damage_after_it_was_verified_is_noticed(tmp_path):
+  """A manager verifies again what it restores later, as the best one at the end of a run."""
+  folder = tmp_path / "c"
+  saved(folder, [1, 2], best_steps={1: 1, 2: 1})
+  with checkpoints.Manager(folder) as manager:
+    state = make(1)
+    checkpoints.restore(manager, manager.newest(), state)
+    checkpoints.restore(manager, 1, state)
+    damaged(folder / "1" / "_CHECKPOINT_METADATA", "flip")
+    with pytest.raises(errors.DamagedFileError, match="1/_CHECKPOINT_METADATA"):
+      checkpoints.restore(manager, 1, state)
+
+
+def test_checkpoints_of_earlier_versions_are_used_and_that_is_said(copy, capfd):
+  folder, trees = copy
+  for step in (2, 3, 5):
+    shutil.rmtree(folder / str(step))
+  for step in (1, 4):
+    (folder / str(step) / manifest.NAME).unlink()
+  tree, _ = restored(folder)
+  assert_same(tree, trees[4])
+  assert "step 4 is used without verification: it has no manifest.json" in capfd.readouterr().err
+  tree, _ = restored(folder, 1)
+  assert_same(tree, trees[1])
+  assert "step 1 is used without verification" in capfd.readouterr().err
+
+
+def test_a_kill_before_the_manifest_costs_the_steps_since_the_last_checkpoint(
+  tmp_path, monkeypatch, capfd
+):
+  """And no more than that: an unfinished checkpoint is used only where there is no other."""
+
+  def killed(*args):
+    raise KeyboardInterrupt
+
+  folder = tmp_path / "c"
+  trees = saved(folder, [1, 2])
+  monkeypatch.setattr(manifest, "write", killed)
+  state = make(0)
+  with pytest.raises(KeyboardInterrupt), checkpoints.Manager(folder) as manager:
+    checkpoints.save(manager, checkpoints.Progress(step=3), state)
+  monkeypatch.undo()
+  assert chains.steps(folder) == [1, 2, 3]
+  tree, _ = restored(folder)
+  assert_same(tree, trees[2])
+  assert "step 3 is not complete: " in capfd.readouterr().err
+
+
+def test_a_kill_while_old_checkpoints_are_removed_leaves_no_trace(tmp_path, monkeypatch):
+  def killed(path):
+    raise KeyboardInterrupt
+
+  folder = tmp_path / "c"
+  saved(folder, [1, 2])
+  monkeypatch.setattr(chains.shutil, "rmtree", killed)
+  with pytest.raises(KeyboardInterrupt), checkpoints.Manager(folder) as manager:
+    checkpoints.save(manager, checkpoints.Progress(step=3), make(0))
+  monkeypatch.undo()
+  assert sorted(os.listdir(folder)) == ["1.removed", "2", "3"]
+  with checkpoints.Manager(folder) as manager:
+    assert manager.newest() == 3
+    checkpoints.save(manager, checkpoints.Progress(step=4), make(0))
+  assert sorted(os.listdir(folder)) == ["3", "4"]
+
+
+def test_a_checkpoint_of_another_vocabulary_is_named(run):
+  message = r"item/parameters has shape \(30, 4\), the model's has \(31, 4\).*Make table"
+  with (
+    checkpoints.Manager(run[0]) as manager,
+    pytest.raises(errors.UserError, match=message),
+  ):
+    checkpoints.restore(manager, 3, make(1, rows=31))
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("full_every", "best_steps", "kept"),
+  [
+    (1, {}, [6, 7]),
+    (1, {step: min(step, 3) for step in range(1, 8)}, [3, 6, 7]),
+    (1, {step: 7 if step == 7 else 2 for step in range(1, 8)}, [2, 6, 7]),  # 2 is the best of 6
+    (3, {}, [4, 5, 6, 7]),  # 6 is a delta of 5, which is one of 4
+    (3, {step: min(step, 2) for step in range(1, 8)}, [1, 2, 4, 5, 6, 7]),
+    (100, {}, [1, 2, 3, 4, 5, 6, 7]),
+  ],
+)
+def test_the_last_two_and_the_best_are_kept_with_what_they_need(
+  tmp_path, full_every, best_steps, kept
+):
+  trees = saved(tmp_path / "c", range(1, 8), full_every, best_steps)
+  assert chains.steps(tmp_path / "c") == kept
+  for step in {best_steps.get(7) or 7, 6, 7}:
+    assert_same(restored(tmp_path / "c", step)[0], trees[step])
+
+
+def test_a_full_checkpoint_comes_every_so_often_over_restarts(tmp_path, capfd):
+  folder, state = tmp_path / "c", make(0)
+  for step in range(1, 8):
+    with checkpoints.Manager(folder, full_every=3) as manager:
+      if latest := manager.newest():
+        checkpoints.restore(manager, latest, state)
+      train_step(state["model"], state["optimizer"], np.arange(4))
+      checkpoints.save(manager, checkpoints.Progress(step=step), state)
+  assert [chains.of_step(folder, step) for step in (5, 6, 7)] == [[4, 5], [4, 5, 6], [7]]
+  said = [line for line in capfd.readouterr().err.splitlines() if "saved" in line]
+  assert re.fullmatch(r"saved step 4 in full: 0\.0 MB", said[3])
+  assert re.fullmatch(r"saved step 6 since step 5: 0\.0 MB", said[5])
+
+
+def test_a_number_of_saves_below_one_is_refused(tmp_path):
+  with pytest.raises(errors.UserError, match="full_checkpoint_every is 0: choose 1 or more"):
+    checkpoints.Manager(tmp_path, full_every=0)
+
+
+# --- asynchronous ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full_every", [1, 3])
+def test_a_save_in_the_background_is_finished_by_the_next_one(tmp_path, monkeypatch, full_every):
+  """As on an accelerator: here the state is not donated."""
+  monkeypatch.setattr(checkpoints, "_is_asynchronous", lambda: True)
+  trees = saved(tmp_path / "c", range(1, 6), full_every)
+  for step in (4, 5):
+    assert_same(restored(tmp_path / "c", step)[0], trees[step])
+
+
+def test_a_full_disk_in_the_background_is_named(tmp_path, monkeypatch):
+  def full(*args):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(checkpoints, "_is_asynchronous", lambda: True)
+  monkeypatch.setattr(manifest, "write", full)
+  with checkpoints.Manager(tmp_path / "c") as manager:
+    checkpoints.save(manager, checkpoints.Progress(step=1), make(0))
+    with pytest.raises(OSError, match=r"No space left on device: .*/c"):
+      checkpoints.save(manager, checkpoints.Progress(step=2), make(0))
