@@ -24,7 +24,7 @@ from flax import nnx
 from served_models import CLICKS, write_clicks
 
 import embed
-from recipes import hosts, pipeline, runs
+from recipes import chains, hosts, pipeline, runs
 
 STEPS = 24
 # Relative, on losses: one float32 sum in another order is off by some 1e-7, which is what was seen
@@ -379,6 +379,59 @@ def test_two_processes_train_on_a_table_as_one(jobs, folder):
   jobs.run(command("table_alone"))
   jobs.run(command("table_pair"), processes=2)
   assert_same(outcome(folder / "table_pair"), outcome(folder / "table_alone"))
+
+
+@pytest.fixture(scope="module")
+def pair_with_deltas(jobs, folder):
+  """Saves at 5, 10, 12, 15, 20 and 24, every fourth in full, by two processes."""
+  workdir = folder / "deltas"
+  jobs.run([*recipe(workdir), "--config.full_checkpoint_every=4"], processes=2)
+  return workdir
+
+
+@pytest.mark.full
+def test_two_processes_write_deltas_of_their_own_rows(pair_with_deltas, pair):
+  assert_same(outcome(pair_with_deltas), pair[:2])
+  checkpoints = pair_with_deltas / "checkpoints"
+  assert chains.of_step(checkpoints, 24) == [20, 24]
+  names = [f"rows-0000{index}-of-00002.npz" for index in range(2)]
+  assert sorted(path.name for path in (checkpoints / "24" / "delta").glob("*.npz")) == names
+  with contextlib.ExitStack() as stack:
+    paths = [checkpoints / "24" / "delta" / name for name in names]
+    parts = [stack.enter_context(np.load(path)) for path in paths]
+    keys = [key for key in parts[0].files if key.endswith("/ids")]
+    assert keys
+    for key in keys:
+      ids = [part[key] for part in parts]
+      assert all(len(of) for of in ids)
+      assert not np.intersect1d(*ids).size
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
+def test_deltas_of_two_processes_are_restored_by_any_number(
+  jobs, folder, pair_with_deltas, pair, processes
+):
+  workdir = folder / f"deltas_restored_by_{processes}"
+  shutil.copytree(pair_with_deltas, workdir)
+  (workdir / "result.json").unlink()
+  output = jobs.run([*recipe(workdir), "--config.full_checkpoint_every=4"], processes=processes)
+  assert "going on from step 24" in output[0]
+  assert_same(outcome(workdir), pair[:2])
+
+
+@pytest.mark.full
+def test_two_processes_go_on_from_the_last_whole_checkpoint(jobs, folder, pair_with_deltas, pair):
+  workdir = folder / "deltas_damaged"
+  shutil.copytree(pair_with_deltas, workdir)
+  (workdir / "result.json").unlink()
+  path = workdir / "checkpoints" / "24" / "delta" / "rows-00001-of-00002.npz"
+  path.write_bytes(path.read_bytes()[:-1])
+  output = jobs.run([*recipe(workdir), "--config.full_checkpoint_every=4"], processes=2)
+  assert f"the checkpoint of step 24 is damaged: {path} has" in output[0]
+  assert "going on from step 20" in output[0]
+  assert "Traceback" not in output[0] + output[1]
+  assert_same(outcome(workdir), pair[:2])
 
 
 @pytest.mark.slow

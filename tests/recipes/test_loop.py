@@ -21,7 +21,18 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import arrays, checkpoints, errors, hosts, isolation, journal, loop, pipeline, runs
+from recipes import (
+  arrays,
+  chains,
+  checkpoints,
+  errors,
+  hosts,
+  isolation,
+  journal,
+  loop,
+  pipeline,
+  runs,
+)
 
 pytestmark = pytest.mark.full
 
@@ -170,6 +181,80 @@ def test_a_kill_between_checkpoints_leaves_no_trace(whole, tmp_path, monkeypatch
   monkeypatch.setattr(journal.Journal, "stepped", real)
   assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
   assert lines(tmp_path / "run") == whole[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("save", [1, 3, 5, 7, 8])
+def test_a_kill_in_a_chain_of_deltas_leaves_no_trace(whole, tmp_path, monkeypatch, save):
+  """Saves are at 5, 6, 10, 12, 15, 18, 20 and 24; every third is full."""
+  real, saves = checkpoints.save, []
+
+  def killing(*args):
+    real(*args)
+    saves.append(None)
+    if len(saves) == save:
+      raise Killed
+
+  monkeypatch.setattr(checkpoints, "save", killing)
+  with pytest.raises(Killed):
+    run_toy(tmp_path / "run", full_checkpoint_every=3)
+  monkeypatch.setattr(checkpoints, "save", real)
+  result = run_toy(tmp_path / "run", full_checkpoint_every=3)
+  assert result["metrics"] == whole[0]["metrics"]
+  assert result["tested_step"] == whole[0]["tested_step"]
+  assert lines(tmp_path / "run") == whole[1]
+  assert chains.of_step(tmp_path / "run" / "checkpoints", 24) == [20, 24]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("full_every", [1, 3])
+@pytest.mark.parametrize("kind", ["flip", "empty", "remove"])
+def test_a_damaged_checkpoint_costs_steps_and_nothing_else(
+  whole, tmp_path, monkeypatch, capfd, full_every, kind
+):
+  real, saves = checkpoints.save, []
+
+  def killing(*args):
+    real(*args)
+    saves.append(None)
+    if len(saves) == 6:
+      raise Killed
+
+  monkeypatch.setattr(checkpoints, "save", killing)
+  with pytest.raises(Killed):
+    run_toy(tmp_path / "run", full_checkpoint_every=full_every)
+  monkeypatch.setattr(checkpoints, "save", real)
+  folder = tmp_path / "run" / "checkpoints"
+  path = max((folder / "18").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 1
+  path.unlink()
+  if kind != "remove":
+    path.write_bytes(content if kind == "flip" else b"")
+  capfd.readouterr()
+  result = run_toy(tmp_path / "run", full_checkpoint_every=full_every)
+  said = capfd.readouterr().err
+  assert f"the checkpoint of step 18 is damaged: {path} " in said
+  assert f"{tmp_path / 'run'}: going on from step 15" in said
+  assert "Traceback" not in said
+  assert "coroutine" not in said
+  assert result["metrics"] == whole[0]["metrics"]
+  assert lines(tmp_path / "run") == whole[1]
+
+
+def test_a_damaged_best_checkpoint_is_not_tested_in_silence(tmp_path):
+  scores = [0.9, 0.1, 0.3, 0.2]
+  evaluate, _ = scripted(scores)
+
+  def damaging(model, split):
+    path = tmp_path / "run" / "checkpoints" / "6" / "progress" / "metadata"
+    if path.exists() and (path.parents[1] / "manifest.json").exists():
+      path.write_text("{}")
+    return evaluate(model, split)
+
+  with pytest.raises(errors.DamagedFileError, match=r"step 6 is damaged: .*/6/progress/metadata"):
+    run_toy(tmp_path / "run", damaging, select="valid_auc")
+  assert not (tmp_path / "run" / "result.json").exists()
 
 
 @pytest.mark.full
