@@ -188,10 +188,11 @@ def restore(manager: Manager, step: int, state: dict[str, Any]) -> dict[str, Any
   chain, manager.verified = manager.verified, []
   if chain[-1:] != [step]:
     chain = hosts.from_main(lambda: chains.of_step(manager.folder, step))
-  with from_settings():  # before Orbax, which would advise to pad or cut tables
-    embed.checkpoint.check(manager.orbax.item_metadata(chain[0])[chains.STATE].tree, **state)
   like = embed.checkpoint.like(**state)
   with _damage_named(manager.folder / str(step)):
+    shapes = manager.orbax.item_metadata(chain[0])[chains.STATE].tree
+    with from_settings():  # before Orbax, which would advise to pad or cut tables
+      embed.checkpoint.check(shapes, **state)
     tree = manager.read(chain[0], chains.STATE, ocp.args.StandardRestore(like))
     progress = manager.read(step, _PROGRESS, ocp.args.JsonRestore())
   embed.checkpoint.from_tree(tree, **state)
@@ -260,6 +261,8 @@ def _damage_named(path: Path) -> Iterator[None]:
   """Names a checkpoint that Orbax cannot read, which only happens without a manifest."""
   try:
     yield
+  except UserError:
+    raise
   # Orbax has no exception of its own for files that are damaged.
   except (ValueError, OSError, LookupError, TypeError, AttributeError, RuntimeError) as error:
     reason = str(error).strip().partition("\n")[0]

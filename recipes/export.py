@@ -157,7 +157,7 @@ def _restore(workdir: Path, step: int, model: nnx.Module) -> None:
   """Loads the model of a checkpoint, on one device."""
   folder = workdir / "checkpoints"
   if not (folder / str(step)).is_dir():
-    raise MissingFileError(f"{folder / str(step)} is missing, the tested state: train again")
+    raise MissingFileError(f"{folder / str(step)}, the tested state, is missing: train again")
   chain = chains.of_step(folder, step)
   path = chains.base(folder, chain)
   try:

@@ -3,7 +3,8 @@
     config.json      the settings; only those of `settings.MAY_CHANGE` may differ later
     metrics.jsonl    one line per log step and per evaluation
     tensorboard/     the same for TensorBoard
-    checkpoints/     Orbax: the latest state and the best one on validation
+    checkpoints/     the last two states and the best one on validation; see `recipes.chains`
+    damaged_checkpoints/    those that could not be used when the run went on
     result.json      written when the state has been tested; complete when the baselines are in it
     result-500.json  the result after 500 steps of a run that was lengthened then
     run.lock         held by the process that writes; a second run in the folder is refused

@@ -12,7 +12,8 @@ from flax import nnx
 
 import embed
 import embed.checkpoint
-from recipes import chains, checkpoints, errors, hosts, manifest
+from embed.tools import inspection
+from recipes import chains, checkpoints, errors, export, hosts, manifest
 
 ROWS = 30
 
@@ -118,6 +119,21 @@ def test_a_run_on_eight_devices_goes_on_with_deltas_on_one(tmp_path):
     checkpoints.save(manager, checkpoints.Progress(step=3), state)
   assert chains.of_step(tmp_path / "c", 3) == [1, 2, 3]
   assert_same(restored(tmp_path / "c", mesh=hosts.start())[0], tree_of(state))
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_an_export_reads_deltas_too(run, step):
+  folder, trees = run
+  model = make(1)["model"]
+  export._restore(folder.parent, step, model)
+  assert_same(tree_of({"model": model}), {"model": trees[step]["model"]})
+
+
+def test_an_inspection_shows_the_last_full_checkpoint(run):
+  folder, _ = run
+  assert inspection.find(folder.parent) == folder / "4" / "state"
+  with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+    inspection.find(folder / "5")
 
 
 # --- damage ---------------------------------------------------------------------------------------
@@ -238,6 +254,18 @@ def test_checkpoints_of_earlier_versions_are_used_and_that_is_said(copy, capfd):
   tree, _ = restored(folder, 1)
   assert_same(tree, trees[1])
   assert "step 1 is used without verification" in capfd.readouterr().err
+
+
+def test_a_damaged_checkpoint_without_manifest_is_named(copy):
+  folder, _ = copy
+  for step in (2, 3, 4, 5):
+    shutil.rmtree(folder / str(step))
+  (folder / "1" / manifest.NAME).unlink()
+  (folder / "1" / "state" / "_METADATA").write_text("{")
+  with pytest.raises(
+    errors.DamagedFileError, match=r"checkpoints/1 cannot be restored \(.*\): put"
+  ):
+    restored(folder)
 
 
 def test_a_kill_before_the_manifest_costs_the_steps_since_the_last_checkpoint(

@@ -217,7 +217,7 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
   (unfinished / "result.json").unlink()
   assert "the run has not ended" in error(unfinished)
   without = edited(run, tmp_path / "3", tested_step=4)
-  assert "state is missing" in error(without)
+  assert "checkpoints/4, the tested state, is missing" in error(without)
   changed = edited(run, tmp_path / "4", dim=16)
   assert "cannot be restored" in error(changed)
   damaged = edited(run, tmp_path / "5")
@@ -236,8 +236,11 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
 
 
 @pytest.mark.full
-def test_a_damaged_checkpoint_is_named(clicks, tmp_path):
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_a_damaged_checkpoint_is_named(clicks, tmp_path, is_verified):
   broken = edited(clicks[1], tmp_path)
+  if not is_verified:  # as an earlier version wrote it
+    (broken / "checkpoints" / "3" / "manifest.json").unlink()
   for path in (broken / "checkpoints" / "3" / "state").rglob("*"):
     if path.is_file() and "metadata" not in path.name.lower():
       path.write_bytes(b"")
@@ -247,4 +250,8 @@ def test_a_damaged_checkpoint_is_named(clicks, tmp_path):
   assert ended.returncode != 0
   errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
   assert len(errors) == 1
-  assert "cannot be restored" in errors[0]
+  if is_verified:
+    assert "the checkpoint of step 3 is damaged: " in errors[0]
+    assert ended.stderr.splitlines() == errors  # none of Orbax's tracebacks
+  else:
+    assert "cannot be restored" in errors[0]

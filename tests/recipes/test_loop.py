@@ -549,6 +549,21 @@ def test_checkpoints_by_time_leave_no_trace(whole, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
+def test_a_run_starts_from_the_deltas_of_another_one(tmp_path):
+  warm = {}
+  for full_every in (1, 3):
+    first = tmp_path / f"first_{full_every}"
+    run_toy(first, steps=10, full_checkpoint_every=full_every, select="")
+    for name in ("ended", "going on"):
+      warm[full_every, name] = run_toy(
+        tmp_path / f"warm {full_every}, {name}", steps=6, init_from=str(first)
+      )["metrics"]
+      (first / "result.json").unlink(missing_ok=True)
+  assert chains.of_step(tmp_path / "first_3" / "checkpoints", 10) == [5, 6, 10]
+  assert all(metrics == warm[1, "ended"] for metrics in warm.values())
+
+
+@pytest.mark.full
 def test_a_run_starts_from_another_one_by_row_numbers(whole, tmp_path, monkeypatch, capsys):
   config = {"steps": 6, "init_from": str(tmp_path / "first")}
   run_toy(tmp_path / "first", steps=12, eval_every=12)
