@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprints:
-  """What `changes` compares a later state with: 64 bits for each row, on the devices.
+  """Fingerprints of a state, 64 bits for each row, on the devices: the start of a later delta.
 
   Attributes:
     step: of the state.

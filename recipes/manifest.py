@@ -92,7 +92,7 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def _fault(path: Path, wanted: Mapping[str, Any]) -> str | None:
-  """What is wrong with a file, or None."""
+  """The fault of a file, or None."""
   try:
     size = path.stat().st_size
     if size != wanted["size"]:
