@@ -258,13 +258,15 @@ def _full_disk_named(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-  """Names a checkpoint that Orbax cannot read, which only happens without a manifest."""
+  """Names a checkpoint that Orbax cannot read and that has not been verified."""
   try:
     yield
   except UserError:
     raise
   # Orbax has no exception of its own for files that are damaged.
   except (ValueError, OSError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+    if (path / manifest.NAME).exists():
+      raise
     reason = str(error).strip().partition("\n")[0]
     raise DamagedFileError(
       f"{path} cannot be restored ({reason}): put its files back from a copy, or remove it to go "

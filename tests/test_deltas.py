@@ -158,6 +158,19 @@ def test_every_bit_of_a_row_counts(place):
     assert delta.num_rows == 1
 
 
+@pytest.mark.parametrize("place", ["one device", "mod"])
+def test_a_slot_that_changes_alone_is_noticed(place):
+  layer = Model(**PLACES[place]()).embed
+  since = embed.deltas.fingerprint(0, model=layer)
+  velocities, accumulators = np.zeros((24, 8)), np.array(layer.variables["c"]["accumulators"])
+  velocities[11, 7], accumulators[3] = 1e-30, accumulators[3] + 1
+  slots = {"b": {"velocities": velocities}, "c": {"accumulators": accumulators}}
+  layer.load_variables(slots)
+  delta, _ = embed.deltas.changes(since, 1, model=layer)
+  ids = {key: rows.ids.tolist() for key, rows in delta.tables["model"].items()}
+  assert ids == {"a": [], "b": [11], "c": [3], "d": []}
+
+
 def test_fingerprints_do_not_collide_by_their_form():
   """Rows of few different words, whose sums would be equal, have fingerprints of their own."""
   config = embed.TableConfig(4096, 4, name="t")
