@@ -1,8 +1,8 @@
 """Compiles a training step, and the evaluation of a batch, for TPUs without having any.
 
 The compiler is the real one, from libtpu, and needs no chip; model and optimizer are shapes, so
-that nothing is allocated and no data is read. The step is the one that training calls, of
-`loop.make_train_step`. Nothing runs, so the report (`recipes.aot_report`) has no times of a step.
+that nothing is allocated and no data is read. The step is the one that training calls, from
+`recipes.train_step`. Nothing runs, so the report (`recipes.aot_report`) has no times of a step.
 
 Each topology is compiled in a child process, because the compiler reads its environment once, may
 crash its process, and may take longer than anybody can wait. SPARSE_EMBED_AOT_HLO=<file> in the
@@ -31,7 +31,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import embed
 
-from . import aot_report, arrays, hosts, loop
+from . import aot_report, arrays, hosts, train_step
 from .errors import MissingPackageError
 
 _HLO = "SPARSE_EMBED_AOT_HLO"
@@ -158,7 +158,7 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_examples), part.batch
   )
   began = time.perf_counter()
-  step = loop.make_train_step(part.loss_fn)
+  step = train_step.make_train_step(part.loss_fn)
   lowered = step.trace(model, optimizer, batch).lower(lowering_platforms=("tpu",))  # type: ignore[attr-defined]
   traced = time.perf_counter()
   report: dict[str, Any] = {
