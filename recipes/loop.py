@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from flax import nnx
 
 import embed
 
-from . import arrays, checkpoints, hosts, isolation, results, runs, train_step
+from . import arrays, checkpoints, hosts, isolation, profiling, results, runs, train_step
 from .checkpoints import Progress
 from .errors import DivergedError, MissingFileError, UserError
-from .journal import Journal, Silence
+from .journal import Journal, Silence, Writer
 
 Baseline = Mapping[str, float] | Callable[[], Mapping[str, float]]  # its metrics, or what fits it
 _MAX_ATTEMPTS = 2  # at a baseline during which the whole run ended
@@ -40,7 +40,7 @@ class Training:
   Attributes:
     model: trained in place.
     optimizer: of the model's dense parameters and tables.
-    loss_fn: `(model, batch) -> scalar`.
+    loss_fn: `(model, batch) -> scalar`, or a `train_step.Objective`, which says more about it.
     batches: a Grain `IterDataset` of at least `config.steps` batches, each this process's part.
     evaluate: `(model, split) -> {metric: value}`, for the splits `valid` and `test`; the same in
       every process.
@@ -50,17 +50,19 @@ class Training:
     data_sha256: hashes of the data by file.
     config: the settings with those that the data have decided; None if they decide nothing.
     serve: a folder of what serving needs besides the model, which is copied into the workdir.
+    writers: get the metrics of the run as well, in the main process; see `journal.Writer`.
   """
 
   model: nnx.Module
   optimizer: embed.Optimizer
-  loss_fn: Callable[[Any, Any], jax.Array]
+  loss_fn: train_step.Objective | train_step.LossFn
   batches: Any
   evaluate: Callable[[Any, str], dict[str, float]]
   baselines: Callable[[], Mapping[str, Baseline]]
   data_sha256: Mapping[str, str]
   config: Any = None
   serve: Path | None = None
+  writers: Sequence[Writer] = ()
 
   @property
   def state(self) -> dict[str, Any]:
@@ -73,6 +75,7 @@ def run(
   config,
   workdir: str,
   prepare: Callable[[Any, jax.sharding.Mesh | None], Training],
+  writers: Sequence[Writer] = (),
 ) -> dict[str, Any]:
   """Trains as configured, or reports the run that the workdir holds; returns its result.json.
 
@@ -83,14 +86,20 @@ def run(
     config: as for `train`.
     workdir: the run's folder.
     prepare: `(config, mesh) -> Training`; called only if there is work to do.
+    writers: get the metrics of the run as well; see `journal.Writer`. They are closed at the end.
 
   Raises:
     UserError: as `runs.finished` and `train`.
   """
-  mesh = hosts.start()
-  result = runs.finished(config, workdir)
-  if result is None:
-    result = train(config, workdir, prepare(config, mesh), recipe=recipe, mesh=mesh)
+  with contextlib.ExitStack() as stack:
+    for writer in writers:
+      stack.callback(writer.close)
+    mesh = hosts.start()
+    result = runs.finished(config, workdir)
+    if result is None:
+      train_step.check(config, mesh)
+      training = dataclasses.replace(prepare(config, mesh), writers=writers)
+      result = train(config, workdir, training, recipe=recipe, mesh=mesh)
   if hosts.is_main():
     print(results.report(result))
   return result
@@ -177,14 +186,26 @@ def _train(
       hosts.say(f"{workdir}: going on from step {latest}")
       vars(progress).update(checkpoints.restore(manager, latest, training.state))
       iterator.set_state(progress.data)
-    with _journal(config, workdir, progress.step) as journal:
-      _take_steps(config, progress, training, iterator, journal, manager)
+    steps = train_step.Steps(
+      training.loss_fn,
+      iterator,
+      train_step.options(config),
+      mesh=mesh,
+      profile=profiling.Profile(workdir / profiling.FOLDER, profiling.check(config)),
+      first=progress.step,
+    )
+    with _journal(config, workdir, progress.step, training.writers) as journal, steps:
+      _take_steps(config, progress, training, steps, iterator, journal, manager)
     tested_step = progress.best_step if config.select else progress.step
     hosts.say(f"testing the state of step {tested_step}")
     if tested_step != progress.step:
       checkpoints.restore(manager, tested_step, training.state)
     evaluate = lambda split: _named(split, training.evaluate(training.model, split))
-    return tested_step, evaluate("valid") | evaluate("test")
+    metrics = evaluate("valid") | evaluate("test")
+    tested = {name: value for name, value in metrics.items() if name.startswith("test_")}
+    for writer in training.writers if hosts.is_main() and tested else ():
+      writer.write(progress.step, tested)
+    return tested_step, metrics
 
 
 def _keep(training: Training, target: Path) -> None:
@@ -244,22 +265,24 @@ def _with_baselines(
   return result
 
 
-def _journal(config, workdir: Path, step: int) -> Journal | Silence:
+def _journal(config, workdir: Path, step: int, writers: Sequence[Writer]) -> Journal | Silence:
   if not hosts.is_main():
     return Silence()
-  return Journal(workdir, step=step, steps=config.steps, batch_size=config.batch_size)
+  return Journal(
+    workdir, step=step, steps=config.steps, batch_size=config.batch_size, writers=writers
+  )
 
 
 def _take_steps(
   config,
   progress: Progress,
   training: Training,
+  steps: train_step.Steps,
   iterator: Any,
   journal: Journal | Silence,
   manager: ocp.CheckpointManager,
 ) -> None:
   """Takes the steps that are left, up to the last one or until validation stops improving."""
-  steps = train_step.Steps(training.loss_fn, iterator, config.get("pipelined", False))
   every = lambda period, step: bool(period) and step % period == 0
   began = time.perf_counter() - progress.seconds
   losses: list[Any] = list(progress.losses)  # on the device; fetched only where they are needed

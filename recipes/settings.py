@@ -7,6 +7,13 @@ RUN: dict[str, Any] = {
   # Save after that many minutes as well as every `checkpoint_every` steps; 0 does not. A pipelined
   # run does not either: its numbers depend on where it pauses.
   "checkpoint_minutes": 10.0,
+  # Scale all gradients, of tables and dense parameters together, down to that norm; 0 does not.
+  "clip_norm": 0.0,
+  # Cut each batch into that many equal parts, whose gradients are added up before one update: the
+  # memory of one part, and the step of the whole batch.
+  "accumulate": 1,
+  # The first and the last step to trace, as (10, 15), into <workdir>/profile; () traces none.
+  "profile_steps": (),
 }
 
 

@@ -1,6 +1,7 @@
 """Trains a click model: what to train, on what, and how it is measured."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,9 +20,9 @@ from . import data as data_lib
 from . import model as model_lib
 
 
-def run(config, workdir: str) -> dict[str, Any]:
+def run(config, workdir: str, writers: Sequence[loop.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
-  return loop.run("dlrm", config, workdir, prepare)
+  return loop.run("dlrm", config, workdir, prepare, writers)
 
 
 def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:

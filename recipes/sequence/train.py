@@ -1,7 +1,7 @@
 """Trains a sequence model: what to train, by which loss, and how it is measured."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,9 @@ from . import model as model_lib
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
-def run(config, workdir: str) -> dict[str, Any]:
+def run(config, workdir: str, writers: Sequence[loop.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
-  return loop.run("sequence", config, workdir, prepare)
+  return loop.run("sequence", config, workdir, prepare, writers)
 
 
 def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:

@@ -1,7 +1,7 @@
 """Trains a two-tower model: what to train, on what, and how it is measured."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,9 @@ from . import losses
 from . import model as model_lib
 
 
-def run(config, workdir: str) -> dict[str, Any]:
+def run(config, workdir: str, writers: Sequence[loop.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
-  return loop.run("two_tower", config, workdir, prepare)
+  return loop.run("two_tower", config, workdir, prepare, writers)
 
 
 def prepare(config, mesh: Mesh | None) -> loop.Training:
