@@ -14,6 +14,14 @@ RUN: dict[str, Any] = {
   "accumulate": 1,
   # The first and the last step to trace, as (10, 15), into <workdir>/profile; () traces none.
   "profile_steps": (),
+  # Of the computation between tables and loss: "float32" or "bfloat16". Parameters, slots and
+  # losses are float32 in any case.
+  "dtype": "float32",
+  # Of the rows of tables: "float32" or "bfloat16", whose updates are rounded at random.
+  "table_dtype": "float32",
+  # The memory of a device for tables, slots and exchange. With it, `embed.plan` chooses a strategy
+  # for each table in place of `table.sharding`, and the plan is printed; 0 plans nothing.
+  "hbm_bytes": 0,
 }
 
 
