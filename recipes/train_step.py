@@ -16,7 +16,7 @@ from flax import nnx
 
 import embed
 
-from . import hosts, profiling, settings
+from . import hosts, layers, profiling, settings
 from .errors import UserError
 
 LossFn = Callable[[Any, Any], jax.Array]
@@ -77,6 +77,11 @@ def options(config) -> Options:
   return chosen
 
 
+def units(config, mesh: jax.sharding.Mesh | None) -> int:
+  """Returns the number of equal pieces of a batch: its parts, each on all devices."""
+  return options(config).accumulate * (1 if mesh is None else mesh.size)
+
+
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Checks the settings of the steps, before any data is read; a batch size of 0 is not known yet.
 
@@ -84,14 +89,14 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
     UserError: as `options`, or the batch cannot be cut into equal parts on all devices.
   """
   profiling.check(config)
-  parts, devices = options(config).accumulate, 1 if mesh is None else mesh.size
-  size = config.batch_size
-  if size and size % (parts * devices):
-    whole = max(size // (parts * devices), 1) * parts * devices
-    where = f" on each of the {devices} devices" if devices > 1 else ""
+  for name in ("dtype", "table_dtype"):
+    layers.dtype(config, name)
+  parts, pieces, size = options(config).accumulate, units(config, mesh), config.batch_size
+  if parts > 1 and size % pieces:
+    where = f" on each of the {pieces // parts} devices" if pieces > parts else ""
     raise UserError(
       f"batch_size is {size}, which accumulate={parts} cannot cut into equal parts{where}: choose "
-      f"{whole}"
+      f"{max(size // pieces, 1) * pieces}"
     )
 
 

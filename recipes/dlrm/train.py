@@ -31,13 +31,13 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
   Raises:
     UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  devices = 1 if mesh is None else mesh.size
+  units = train_step.units(config, mesh)
   hosts.check_batch_sizes(
-    mesh, batch_size=config.batch_size or devices, eval_batch_size=config.eval_batch_size
+    mesh, batch_size=config.batch_size or units, eval_batch_size=config.eval_batch_size
   )
   data = data_lib.load(config)
   start, stop = data.splits["train"]
-  config = steps_of_data(config, stop - start, devices)
+  config = steps_of_data(config, stop - start, units)
   with from_settings():
     inputs = lambda: data_lib.batch_shapes(data, config.batch_size)["features"]
     model = build_model(config, data, mesh, inputs)

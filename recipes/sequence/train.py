@@ -34,10 +34,10 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
   Raises:
     UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  devices = 1 if mesh is None else mesh.size
+  units = train_step.units(config, mesh)
   check(config, mesh)
   data = data_lib.load(config)
-  config = steps_of_data(config, len(data.packed["items"]), devices, smallest_batch=8)
+  config = steps_of_data(config, len(data.packed["items"]), units, smallest_batch=8)
   with from_settings():
     inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
     model = build_model(config, data.num_items, mesh, inputs)

@@ -36,16 +36,16 @@ def prepare(config, mesh: Mesh | None) -> loop.Training:
   Raises:
     UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  devices = 1 if mesh is None else mesh.size
+  units = train_step.units(config, mesh)
   hosts.check_batch_sizes(
     mesh,
-    batch_size=config.batch_size or devices,
+    batch_size=config.batch_size or units,
     eval_batch_size=config.eval_batch_size,
     **{"negatives.number": config.negatives.number},
   )
   data = data_lib.load(config)
   start, stop = data.splits["train"]
-  config = with_all_features(steps_of_data(config, stop - start, devices), data)
+  config = with_all_features(steps_of_data(config, stop - start, units), data)
   with from_settings():
     of_batch = lambda: inputs(config, data_lib.batch_shapes(data, config))
     model = build_model(config, data, mesh, of_batch)
