@@ -57,6 +57,7 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
 
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises ValueError for an unknown model or loss, or sizes that do not fit the devices."""
+  train_step.check(config, mesh)
   if config.model not in model_lib.BLOCKS:
     raise UserError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
   if config.loss not in LOSSES:

@@ -37,12 +37,7 @@ def prepare(config, mesh: Mesh | None) -> loop.Training:
     UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
   units = train_step.units(config, mesh)
-  hosts.check_batch_sizes(
-    mesh,
-    batch_size=config.batch_size or units,
-    eval_batch_size=config.eval_batch_size,
-    **{"negatives.number": config.negatives.number},
-  )
+  check(config, mesh)
   data = data_lib.load(config)
   start, stop = data.splits["train"]
   config = with_all_features(steps_of_data(config, stop - start, units), data)
@@ -60,6 +55,21 @@ def prepare(config, mesh: Mesh | None) -> loop.Training:
     data_sha256=data.sha256,
     config=config,
     serve=data.serve,
+  )
+
+
+def check(config, mesh: Mesh | None) -> None:
+  """Checks sizes that must fit the devices.
+
+  Raises:
+    UserError: one does not; names it.
+  """
+  train_step.check(config, mesh)
+  hosts.check_batch_sizes(
+    mesh,
+    batch_size=config.batch_size or train_step.units(config, mesh),
+    eval_batch_size=config.eval_batch_size,
+    **{"negatives.number": config.negatives.number},
   )
 
 

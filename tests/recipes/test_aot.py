@@ -203,12 +203,31 @@ def test_a_child_that_fails_is_a_report(monkeypatch):
   importlib.util.find_spec("libtpu") is None,
   reason="libtpu is not installed: pip install -e '.[tpu]' to compile for TPUs here",
 )
-def test_the_training_step_compiles_for_tpus(tmp_path):
-  """The command of the recipe's README, on tables of a few rows; about half a minute."""
+@pytest.mark.parametrize(
+  ("recipe", "config", "settings"),
+  [
+    ("dlrm", "criteo_1tb", []),
+    pytest.param(
+      "two_tower",
+      "synthetic",
+      ["--config.clip_norm=1.0", "--config.accumulate=2"],
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      "sequence",
+      "synthetic",
+      ["--config.dtype=bfloat16", "--config.hbm_bytes=1000000000"],
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_the_training_step_compiles_for_tpus(recipe, config, settings, tmp_path):
+  """The command of the recipe's README, on tables of a few rows; about half a minute each."""
   topology = "v6e:2x2"
   command = [
-    sys.executable, "-m", "recipes.dlrm", "--config=configs/dlrm/criteo_1tb.py:smoke",
+    sys.executable, "-m", f"recipes.{recipe}", f"--config=configs/{recipe}/{config}.py:smoke",
     "--config.dim=128", f"--aot={topology}", f"--workdir={tmp_path}",
+    f"--config.cache_dir={tmp_path / 'cache'}", *settings,
   ]  # fmt: skip
   done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=900)
   assert done.returncode == 0, done.stdout + done.stderr
