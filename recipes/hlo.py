@@ -279,8 +279,7 @@ def narrowed(collectives: list[Collective], stablehlo: str) -> list[str]:
     for c in collectives
     for dtype in {a.dtype for a in c.results if a.dtype in narrow}
     # An exchange that the compiler has added was not written; it may have any written dtype.
-    if dtype not in (asked[c.opcode] if c.opcode in asked else used)
-    and not (c.opcode == "all-reduce" and dtype in used)
+    if dtype not in asked.get(c.opcode, used) and not (c.opcode == "all-reduce" and dtype in used)
   ]
 
 
