@@ -40,7 +40,7 @@ def listing(recipe: str) -> str:
 
 
 def more() -> str:
-  """Returns what holds for all recipes, and the commands for what their runs leave behind."""
+  """Returns notes on the files of all recipes, and the commands that read runs and tables."""
   width = max(map(len, _COMMANDS))
   commands = [f"python -m {name:{width}}  {about}\n" for name, about in _COMMANDS.items()]
   return "\n".join([_MORE.format(root=catalogue.ROOT), "".join(commands)])

@@ -57,12 +57,13 @@ def logistic_regression(
   """Fits L2-regularised logistic regressions and tests the one that validation prefers.
 
   Args:
-    matrices: `[N, columns]` by split: `train`, `valid`, `test`.
+    matrices: `[N, columns]` by split: `train`, `valid` and `test`, which may have no rows.
     labels: `[N]`, 0 or 1, by split.
     inverse_penalties: values of scikit-learn's `C` to choose from.
 
   Returns:
-    `{"valid_auc", "valid_logloss", "test_auc", "test_logloss", "c", "rows"}` of the chosen fit.
+    `{"valid_auc", "valid_logloss", "test_auc", "test_logloss", "c", "rows"}` of the chosen fit, the
+    test's if it has rows.
   """
   best: dict[str, float] = {}
   with files.progress("logistic regression", len(inverse_penalties), "fit") as bar:
@@ -82,6 +83,8 @@ def logistic_regression(
 
 
 def _scores(model, matrix, labels, split: str) -> dict[str, float]:
+  if not matrix.shape[0]:
+    return {}
   metrics = ClickMetrics()
   metrics.update(model.decision_function(matrix), labels)
   return {f"{split}_{name}": value for name, value in metrics.compute().items()}

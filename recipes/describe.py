@@ -199,7 +199,7 @@ def _named(files: Sequence[str]) -> Any:
 
 
 def _blocks(declared: Mapping[str, Any], least: int) -> list[list[str]]:
-  """Returns the words of the entries, those of each group of columns on lines of their own.
+  """Returns the texts of the entries; each group of columns begins on a new line.
 
   Args:
     declared: the declarations by column.

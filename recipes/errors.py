@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import sys
 from collections.abc import Iterator
 
@@ -36,6 +37,14 @@ class DivergedError(UserError, FloatingPointError):
 
 class Stopped(KeyboardInterrupt):
   """Ctrl-C in a run; the message says at which step, and how to go on."""
+
+  code = 130  # of a shell, for a program that SIGINT has ended
+
+
+class Preempted(Stopped):
+  """SIGTERM in a run; the message is as of `Stopped`."""
+
+  code = os.EX_TEMPFAIL  # 75: the same command, started again, goes on
 
 
 @contextlib.contextmanager

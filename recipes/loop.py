@@ -11,9 +11,10 @@ wrote it: the same command goes on from it on any other number, with the same ba
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,21 @@ from flax import nnx
 
 import embed
 
-from . import arrays, checkpoints, hosts, isolation, profiling, results, runs, train_step
+from . import (
+  arrays,
+  checkpoints,
+  days,
+  hosts,
+  isolation,
+  preemption,
+  results,
+  runs,
+  settings,
+  train_step,
+  warm_start,
+)
 from .checkpoints import Progress
-from .errors import DivergedError, MissingFileError, UserError
+from .errors import DivergedError, MissingFileError, Preempted, UserError
 from .journal import Journal, Silence, Writer
 
 Baseline = Mapping[str, float] | Callable[[], Mapping[str, float]]  # its metrics, or what fits it
@@ -48,6 +61,7 @@ class Training:
       The functions run after `result.json` is written, in a process of their own; see
       `isolation.outcomes`. One that fails is named in the result and costs nothing else.
     data_sha256: hashes of the data by file.
+    metrics: names of the metrics that `evaluate` returns for `valid`; None if they are not known.
     config: the settings with those that the data have decided; None if they decide nothing.
     serve: a folder of what serving needs besides the model, which is copied into the workdir.
     writers: get the metrics of the run as well, in the main process; see `journal.Writer`.
@@ -60,6 +74,7 @@ class Training:
   evaluate: Callable[[Any, str], dict[str, float]]
   baselines: Callable[[], Mapping[str, Baseline]]
   data_sha256: Mapping[str, str]
+  metrics: Sequence[str] | None = None
   config: Any = None
   serve: Path | None = None
   writers: Sequence[Writer] = ()
@@ -88,18 +103,35 @@ def run(
     prepare: `(config, mesh) -> Training`; called only if there is work to do.
     writers: get the metrics of the run as well; see `journal.Writer`. They are closed at the end.
 
+  Returns:
+    The content of result.json, or with `config.days` `{"days": ...}` as `days.run` returns them.
+
   Raises:
     UserError: as `runs.finished` and `train`.
   """
   with contextlib.ExitStack() as stack:
     for writer in writers:
       stack.callback(writer.close)
-    mesh = hosts.start()
-    result = runs.finished(config, workdir)
-    if result is None:
-      train_step.check(config, mesh)
-      training = dataclasses.replace(prepare(config, mesh), writers=writers)
-      result = train(config, workdir, training, recipe=recipe, mesh=mesh)
+    hosts.start()
+    if config.get("days"):
+      again = functools.partial(_run, recipe, prepare=prepare, writers=writers)
+      return {"days": days.run(recipe, config, workdir, again)}
+    return _run(recipe, config, workdir, prepare, writers)
+
+
+def _run(
+  recipe: str,
+  config,
+  workdir: str,
+  prepare: Callable[[Any, jax.sharding.Mesh | None], Training],
+  writers: Sequence[Writer],
+) -> dict[str, Any]:
+  mesh = hosts.start()
+  result = runs.finished(config, workdir)
+  if result is None:
+    train_step.check(config, mesh)
+    training = dataclasses.replace(prepare(config, mesh), writers=writers)
+    result = train(config, workdir, training, recipe=recipe, mesh=mesh)
   if hosts.is_main():
     print(results.report(result))
   return result
@@ -117,11 +149,12 @@ def train(
 
   Args:
     config: needs `seed`, `steps`, `batch_size`, `log_every`, `eval_every`, `checkpoint_every` (0:
-      at evaluations only), `select` (the validation metric whose best state is tested, as
-      "valid_auc", a name that ends in "loss" being minimised; "" tests the final state) and
-      `patience` (evaluations without improvement until training stops; 0 never). `pipelined`, if
-      it is set and True, looks up each batch during the step before it: see `embed.look_ahead`.
-      Evaluations and checkpoints come between two steps of which neither waits for the other.
+      at evaluations, and as the settings of `settings.RUN` say), `select` (the validation metric
+      whose best state is tested, as "valid_auc", a name that ends in "loss" being minimised; ""
+      tests the final state) and `patience` (evaluations without improvement until training stops;
+      0 never). `pipelined`, if it is set and True, looks up each batch during the step before it:
+      see `embed.look_ahead`. Evaluations and checkpoints come between two steps of which neither
+      waits for the other.
     workdir: the run's folder, for which `runs.finished` has returned None.
     training: the parts of the recipe.
     recipe: its name, for the result.
@@ -133,10 +166,13 @@ def train(
   Raises:
     FloatingPointError: the loss is not finite.
     FileNotFoundError: the processes do not share the workdir.
-    UserError: another process trains in the workdir.
+    UserError: another process trains in the workdir, or the run has taken more steps already.
     Stopped: Ctrl-C; says at which step, and how to go on.
+    Preempted: SIGTERM; the same.
   """
   workdir = Path(workdir).resolve()
+  if training.metrics is not None:
+    _check_select(config.select, [f"valid_{name}" for name in training.metrics])
   progress = Progress()
   with runs.held(config, workdir), runs.stoppable(config, workdir, progress):
     if not hosts.everywhere((workdir / "config.json").exists()):
@@ -145,6 +181,8 @@ def train(
         "--workdir must be a folder that all hosts share"
       )
     result = hosts.from_main(lambda: runs.result(workdir))
+    if result is not None and not runs.is_of(result, config):  # the run is longer now
+      result = None
     if result is not None and runs.is_complete(result):  # another run has ended since
       return result
     if result is None:
@@ -184,15 +222,22 @@ def _train(
     # One process decides: another may still see an older listing of the shared folder.
     if (latest := hosts.from_main(manager.latest_step)) is not None:
       hosts.say(f"{workdir}: going on from step {latest}")
+      if latest > config.steps:
+        raise UserError(
+          f"{workdir} has taken {latest} steps, and config.steps is {config.steps}: a run can be "
+          "lengthened, not shortened"
+        )
       vars(progress).update(checkpoints.restore(manager, latest, training.state))
+      progress.stopped = _has_stalled(config, progress)
       iterator.set_state(progress.data)
-    steps = train_step.Steps(
-      training.loss_fn,
-      iterator,
-      train_step.options(config),
-      mesh=mesh,
-      profile=profiling.Profile(workdir / profiling.FOLDER, profiling.check(config)),
-      first=progress.step,
+    elif settings.value(config, "init_from"):
+      warm_start.start(config, training)
+      progress.data = iterator.get_state()
+      # The other run may go on, or be removed: from here on this run does not need it.
+      checkpoints.save(manager, progress, training.state)
+    hosts.from_main(lambda: runs.set_aside(workdir))
+    steps = train_step.of_run(
+      config, training.loss_fn, iterator, mesh=mesh, workdir=workdir, taken=progress.step
     )
     with _journal(config, workdir, progress.step, training.writers) as journal, steps:
       _take_steps(config, progress, training, steps, iterator, journal, manager)
@@ -282,48 +327,86 @@ def _take_steps(
   journal: Journal | Silence,
   manager: ocp.CheckpointManager,
 ) -> None:
-  """Takes the steps that are left, up to the last one or until validation stops improving."""
+  """Takes the steps that are left, up to the last one or until validation stops improving.
+
+  Raises:
+    Preempted: SIGTERM has come, and the state is saved.
+  """
   every = lambda period, step: bool(period) and step % period == 0
-  began = time.perf_counter() - progress.seconds
+  saved_at = time.perf_counter()
+  began = saved_at - progress.seconds
   losses: list[Any] = list(progress.losses)  # on the device; fetched only where they are needed
   journal.doing("compiling")
-  while progress.step < config.steps and not progress.stopped:
-    progress.step += 1
-    last = progress.step == config.steps
-    evaluated = last or every(config.eval_every, progress.step)
-    saved = evaluated or every(config.checkpoint_every, progress.step)
-    losses.append(steps.take(training.state, pause=saved))
-    journal.stepped()
-    if last or every(config.log_every, progress.step):
-      journal.log_train({"loss": _mean(losses, progress.step)} | _reports(training.model))
-      losses = []
-    if evaluated:
-      journal.doing("evaluating")
-      scores = _named("valid", training.evaluate(training.model, "valid"))
-      journal.log_eval(scores)
-      _select(config, progress, scores)
-    if saved:
-      progress.losses = [float(loss) for loss in losses]
-      progress.seconds = time.perf_counter() - began
-      progress.data = iterator.get_state()
-      journal.sync()
-      journal.doing("saving")
-      checkpoints.save(manager, progress, training.state)
-      journal.restart_clock()
+  with preemption.Notice() as notice:
+    while progress.step < config.steps and not progress.stopped:
+      preempted = notice.is_due(progress.step)
+      progress.step += 1
+      last = progress.step == config.steps
+      logged = last or every(config.log_every, progress.step)
+      evaluated = last or every(config.eval_every, progress.step)
+      saved = evaluated or preempted or every(config.checkpoint_every, progress.step)
+      saved = saved or _is_overdue(config, saved_at, logged)
+      losses.append(steps.take(training.state, pause=saved))
+      journal.stepped()
+      if logged:
+        journal.log_train({"loss": _mean(losses, progress.step)} | _reports(training.model))
+        losses = []
+      if evaluated:
+        journal.doing("evaluating")
+        scores = _named("valid", training.evaluate(training.model, "valid"))
+        journal.log_eval(scores)
+        _select(config, progress, scores)
+      if saved:
+        progress.losses = [float(loss) for loss in losses]
+        progress.seconds = time.perf_counter() - began
+        progress.data = iterator.get_state()
+        journal.sync()
+        journal.doing("saving")
+        checkpoints.save(manager, progress, training.state)
+        journal.restart_clock()
+        saved_at = time.perf_counter()
+      if preempted:
+        raise Preempted
+
+
+def _is_overdue(config, saved_at: float, logged: bool) -> bool:
+  """Returns whether `checkpoint_minutes` have passed since the last save.
+
+  Several processes, whose clocks differ, ask the main one, and only where they wait for each other
+  anyway.
+  """
+  minutes = settings.value(config, "checkpoint_minutes")
+  if not minutes or config.get("pipelined", False) or (hosts.shard()[1] > 1 and not logged):
+    return False
+  return hosts.from_main(lambda: time.perf_counter() - saved_at >= 60 * minutes)
 
 
 def _select(config, progress: Progress, scores: dict[str, float]) -> None:
   """Remembers the best evaluation so far, the later of two equal ones, and when to give up."""
   if not config.select:
     return
-  if config.select not in scores:
-    raise UserError(f"config.select is {config.select!r}; the metrics are {sorted(scores)}")
+  _check_select(config.select, scores)
   score = _rank(config.select, scores)
   if progress.best is None or score >= progress.best:
     progress.best, progress.best_step, progress.stale = score, progress.step, 0
   else:
     progress.stale += 1
-  progress.stopped = bool(config.patience) and progress.stale >= config.patience
+  progress.stopped = _has_stalled(config, progress)
+
+
+def _has_stalled(config, progress: Progress) -> bool:
+  return bool(config.patience) and progress.stale >= config.patience
+
+
+def _check_select(select: str, metrics: Collection[str]) -> None:
+  """Raises UserError unless validation has the metric that selects; "" selects nothing."""
+  if select and not metrics:
+    raise UserError(
+      f"config.select is {select!r}, and no rows validate: pass --config.select= to test the state "
+      "of the last step"
+    )
+  if select and select not in metrics:
+    raise UserError(f"config.select is {select!r}; the metrics are {sorted(metrics)}")
 
 
 def _rank(select: str, scores: Mapping[str, float]) -> float:

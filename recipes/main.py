@@ -61,7 +61,8 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
   def main(argv: list[str]) -> None:
     del argv
     if not flags.FLAGS["verbosity"].present:
-      logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint
+      # Orbax logs a page per checkpoint, and warns of files that it can do without.
+      logging.set_verbosity(logging.ERROR)
     # Importing JAX takes seconds; say first what they are for.
     print(f"{config_flags.get_config_filename(flag)} -> {workdir.value}", file=sys.stderr)
     try:
@@ -69,13 +70,14 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
     except KeyboardInterrupt as stop:
       said = str(stop) or "stopped before the first step; the same command begins again"
       print(f"\n{said}", file=sys.stderr)
-      sys.exit(130)
+      sys.exit(getattr(stop, "code", errors.Stopped.code))
     except (ValueError, OSError) as error:
       text = errors.explain(error)
       if logging.level_debug() or text is None:
         raise
       sys.exit(f"error: {text} (--verbosity=1 shows the traceback)")
-    _show(Path(workdir.value))
+    if not config.value.get("days"):
+      _show(Path(workdir.value))
 
   return lambda: app.run(main, flags_parser=parse)
 

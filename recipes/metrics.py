@@ -152,14 +152,14 @@ class BinnedClickMetrics:
       UserError: there is no click or nothing but clicks, so that AUC is undefined; or a logit is
         not a number.
     """
-    others, clicks = self._histogram()
+    misses, clicks = self._histogram()
     # Doubles: the pairs of 10**10 examples are more than an int64 counts.
-    below = np.cumsum(others) - others
-    in_order = np.dot(clicks.astype(np.float64), below + 0.5 * others)
+    below = np.cumsum(misses) - misses
+    in_order = np.dot(clicks.astype(np.float64), below + 0.5 * misses)
     while self._losses:
       self._loss += float(self._losses.popleft())
-    pairs = float(clicks.sum()) * float(others.sum())
-    return {"auc": float(in_order / pairs), "logloss": self._loss / int((clicks + others).sum())}
+    pairs = float(clicks.sum()) * float(misses.sum())
+    return {"auc": float(in_order / pairs), "logloss": self._loss / int((clicks + misses).sum())}
 
   def auc_error(self) -> float:
     """Returns the bound on the error of the AUC so far: see the class.
@@ -167,8 +167,8 @@ class BinnedClickMetrics:
     Raises:
       UserError: as `compute`.
     """
-    others, clicks = self._histogram().astype(np.float64)
-    return float(np.dot(clicks, others) / (2 * clicks.sum() * others.sum()))
+    misses, clicks = self._histogram().astype(np.float64)
+    return float(np.dot(clicks, misses) / (2 * clicks.sum() * misses.sum()))
 
   def _histogram(self) -> np.ndarray:
     """Returns how many non-clicks and clicks are in each bin with any, in order, int64 `[2, N]`."""
@@ -251,6 +251,15 @@ def _check_outcomes(clicks: int, examples: int, *, finite: bool) -> None:
       f"AUC needs both outcomes, but {clicks} of the {examples} examples are clicks: "
       "take a larger split"
     )
+
+
+def ranking_names(ks: Sequence[int]) -> tuple[str, ...]:
+  """Returns the names of what `RankingMetrics(ks)` computes.
+
+  >>> ranking_names([10])
+  ('recall@10', 'ndcg@10', 'hr@10', 'mrr')
+  """
+  return (*(f"{name}@{k}" for k in ks for name in ("recall", "ndcg", "hr")), "mrr")
 
 
 class RankingMetrics:

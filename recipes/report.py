@@ -28,6 +28,7 @@ with importing():
   import uniplot
 
   from . import arrays
+  from . import settings as run_settings
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -47,9 +48,13 @@ class Run:
 
   @property
   def settings(self) -> dict[str, Any]:
-    """The config by dotted names, without what is incidental."""
+    """The config by dotted names, without what is incidental and settings of every run's default.
+
+    Results of earlier versions do not name the settings that came later.
+    """
     flat = dict(_flat(self.result["config"]))
-    return {name: value for name, value in flat.items() if name not in _INCIDENTAL}
+    unset = {n for n, default in run_settings.defaults().items() if flat.get(n) == default}
+    return {name: flat[name] for name in flat if name not in {*_INCIDENTAL, *unset}}
 
   @property
   def selected(self) -> str:

@@ -33,10 +33,15 @@ def versions() -> dict[str, str]:
 
 
 def report(result: Mapping[str, Any]) -> str:
-  """Returns a result as a table for a terminal: the metrics of the run and of its baselines."""
-  names = [name for name in result["metrics"] if name.startswith("test_")]
-  width = max(len(name.removeprefix("test_")) for name in names) + 2
-  lines = [f"{'test':24}" + "".join(f"{name.removeprefix('test_'):>{width}}" for name in names)]
+  """Returns a result as a table for a terminal: the metrics of the run and of its baselines.
+
+  They are of the test rows, or of those that validate if none are held out as a test.
+  """
+  split = "test" if any(name.startswith("test_") for name in result["metrics"]) else "valid"
+  names = [name for name in result["metrics"] if name.startswith(f"{split}_")]
+  titles = [name.removeprefix(f"{split}_") for name in names]
+  width = max(map(len, titles), default=0) + 2
+  lines = [f"{split:24}" + "".join(f"{title:>{width}}" for title in titles)]
   run = "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
   for row, metrics in [(run, result["metrics"]), *result["baselines"].items()]:
     values = (f"{metrics[name]:>{width}.4f}" if name in metrics else " " * width for name in names)

@@ -1,10 +1,11 @@
-"""The folder of a run, the workdir: its config, its lock, its result, and Ctrl-C.
+"""The folder of a run, the workdir: its config, its lock, its result, Ctrl-C and SIGTERM.
 
-    config.json      the settings; another config in the same folder is refused
+    config.json      the settings; only those of `settings.MAY_CHANGE` may differ later
     metrics.jsonl    one line per log step and per evaluation
     tensorboard/     the same for TensorBoard
     checkpoints/     Orbax: the latest state and the best one on validation
     result.json      written when the state has been tested; complete when the baselines are in it
+    result-500.json  the result after 500 steps of a run that was lengthened then
     run.lock         held by the process that writes; a second run in the folder is refused
 
 Several processes share one workdir: the main one writes the files, all of them the checkpoints.
@@ -19,9 +20,9 @@ from typing import Any
 
 import filelock
 
-from . import arrays, files, hosts
+from . import arrays, files, hosts, preemption, settings
 from .checkpoints import Progress
-from .errors import Stopped, UserError
+from .errors import Preempted, Stopped, UserError
 
 _LOCK = "run.lock"
 _REMOVE = ": remove it, and the same command writes it again"
@@ -47,6 +48,19 @@ def is_complete(result: Mapping[str, Any]) -> bool:
   return "pending_baselines" not in result
 
 
+def is_of(result: Mapping[str, Any], config) -> bool:
+  """Returns whether a result is of a run as long as configured."""
+  stored, wanted = result["config"], plain(config)
+  return all(stored.get(name) == wanted.get(name) for name in settings.LENGTH)
+
+
+def set_aside(workdir: Path) -> None:
+  """Renames the result of a run that is going on, to `result-<steps>.json`."""
+  stale = result(workdir)
+  if stale is not None:
+    (workdir / "result.json").rename(workdir / f"result-{stale['steps']}.json")
+
+
 def finished(config, workdir: str | Path) -> dict[str, Any] | None:
   """Returns the result if the workdir's run has ended already, and None if there is work to do.
 
@@ -68,7 +82,7 @@ def finished(config, workdir: str | Path) -> dict[str, Any] | None:
 def _finished(config, workdir: Path) -> dict[str, Any] | None:
   _check_config(config, workdir)
   known = result(workdir)
-  if known is None or not is_complete(known):
+  if known is None or not is_complete(known) or not is_of(known, config):
     _check_writable(workdir)
     return None
   hosts.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
@@ -82,15 +96,19 @@ def _check_config(config, workdir: Path) -> None:
   if not path.exists():
     return
   stored = arrays.read_json(path, _REMOVE)
+  missing = object()  # of an earlier version, or not set: the default
+  defaults = settings.defaults()
+  of = lambda known, name: known.get(name, defaults.get(name, missing))
+  said = lambda value: "not set" if value is missing else repr(value)
   differing = [
-    f"{name}: {stored.get(name)!r} there, {wanted.get(name)!r} now"
-    for name in sorted(stored.keys() | wanted.keys())
-    if stored.get(name) != wanted.get(name)
+    f"{name}: {said(of(stored, name))} there, {said(of(wanted, name))} now"
+    for name in sorted((stored.keys() | wanted.keys()) - set(settings.MAY_CHANGE))
+    if of(stored, name) != of(wanted, name)
   ]
   if differing:
     raise UserError(
       f"{workdir} holds a run of another config ({'; '.join(differing)}). Choose another "
-      "--workdir, or remove that one."
+      f"--workdir, or remove that one. Only these may change: {', '.join(settings.MAY_CHANGE)}."
     )
 
 
@@ -138,19 +156,22 @@ def held(config, workdir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stoppable(config, workdir: Path, progress: Progress) -> Iterator[None]:
-  """Says after Ctrl-C at which step a run has stopped, and from which it goes on.
+  """Says after Ctrl-C or SIGTERM at which step a run has stopped, and from which it goes on.
 
   Raises:
     Stopped: in place of KeyboardInterrupt.
+    Preempted: SIGTERM; at once, but for the steps of `preemption.Notice`.
   """
   try:
-    yield
-  except KeyboardInterrupt:
-    if (workdir / "result.json").exists():
+    with preemption.raised():
+      yield
+  except KeyboardInterrupt as stop:
+    known = result(workdir)
+    if known is not None and is_of(known, config):
       text = "stopped while fitting the baselines; the same command fits those that are missing"
     else:
       names = (path.name for path in (workdir / "checkpoints").glob("*"))
       latest = max((int(name) for name in names if name.isdecimal()), default=0)
       text = f"stopped at step {progress.step} of {config.steps}; the same command goes on from "
       text += f"step {latest}"
-    raise Stopped(text) from None
+    raise (Preempted if isinstance(stop, Preempted) else Stopped)(text) from None

@@ -1,5 +1,6 @@
 """The settings that every run has, whatever it trains; a config may leave them out."""
 
+import json
 from typing import Any
 
 # On the command line each is `--config.<name>=<value>`.
@@ -7,6 +8,10 @@ RUN: dict[str, Any] = {
   # Save after that many minutes as well as every `checkpoint_every` steps; 0 does not. A pipelined
   # run does not either: its numbers depend on where it pauses.
   "checkpoint_minutes": 10.0,
+  # The --workdir of another run to start from: its tables, slots and dense parameters by name.
+  "init_from": "",
+  "init_parts": "all",  # or "tables"
+  "init_rename": "",  # tables of another name there, "new=old,new=old"
   # Scale all gradients, of tables and dense parameters together, down to that norm; 0 does not.
   "clip_norm": 0.0,
   # Cut each batch into that many equal parts, whose gradients are added up before one update: the
@@ -24,6 +29,23 @@ RUN: dict[str, Any] = {
   "hbm_bytes": 0,
 }
 
+# What may differ when a run goes on: nothing that decides the numbers of steps already taken.
+MAY_CHANGE = (
+  "steps",  # also below the steps taken, which is refused where they are known
+  "epochs",
+  "patience",
+  "log_every",
+  "eval_every",
+  "checkpoint_every",
+  "checkpoint_minutes",
+  "eval_batch_size",
+  "num_workers",
+  "cache_dir",
+  "profile_steps",
+)
+# A run that has ended goes on if one of these has changed.
+LENGTH = ("steps", "epochs", "patience")
+
 
 def value(config, name: str) -> Any:
   """Returns a setting of `RUN`, or its default where the config leaves it out.
@@ -33,6 +55,11 @@ def value(config, name: str) -> Any:
   10.0
   """
   return config.get(name, RUN[name])
+
+
+def defaults() -> dict[str, Any]:
+  """Returns `RUN` as JSON gives it back, which has no tuples."""
+  return json.loads(json.dumps(RUN))
 
 
 def add(config) -> None:

@@ -8,6 +8,7 @@ The innermost name is the phase of an operation.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -211,6 +212,24 @@ class Steps:
     self._pending = None if pause else next(self._batches)
     loss, self._ahead = self._step(*args, self._ahead, batch, self._pending)
     return loss
+
+
+def of_run(
+  config,
+  objective: Objective | LossFn,
+  batches: Iterator[Any],
+  *,
+  mesh: jax.sharding.Mesh | None,
+  workdir: Path,
+  taken: int,
+) -> Steps:
+  """Returns the steps of a run after those that are `taken`, with its options and its profile.
+
+  Raises:
+    UserError: as `options` and `profiling.check`.
+  """
+  profile = profiling.Profile(workdir / profiling.FOLDER, profiling.check(config))
+  return Steps(objective, batches, options(config), mesh=mesh, profile=profile, first=taken)
 
 
 # --- parts of a batch ----------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
     data_sha256=data.sha256,
+    metrics=("auc", "logloss") if len(range(*data.splits["valid"])) else (),
     config=config,
     serve=data.serve,
   )

@@ -15,7 +15,7 @@ import embed
 from .. import baselines as baselines_lib
 from .. import hosts, layers, loop, losses, optimizers, placement, retrieval, train_step
 from ..errors import UserError, from_settings
-from ..metrics import RankingMetrics
+from ..metrics import RankingMetrics, ranking_names
 from ..tables.settings import steps_of_data
 from . import data as data_lib
 from . import model as model_lib
@@ -50,6 +50,7 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
     data_sha256=data.sha256,
+    metrics=ranking_names(config.ks),
     config=config,
     serve=data.serve,
   )

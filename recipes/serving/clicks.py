@@ -1,5 +1,6 @@
 """Probabilities of clicks by an exported dlrm model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -52,6 +53,17 @@ class ClickModel:
     values, problems = columns_lib.read(arrays, self._wanted, missing, source)
     count = len(next(iter(arrays.values())))
     bad = columns_lib.bad_rows(problems, count, on_bad_row, source, first_row)
+    scores = self.scores(values, count)
+    scores[bad] = np.nan
+    return scores
+
+  def scores(self, values: Mapping[str, Any], count: int) -> np.ndarray:
+    """Returns as `predict`, for values as training reads them.
+
+    Args:
+      values: N texts, numbers or lists by declared name; see `tables.rows.values_of`.
+      count: N.
+    """
     if not count:
       return np.empty(0, np.float32)
     encoded = self._encoder.encode(values, count)
@@ -61,5 +73,4 @@ class ClickModel:
     for part, index in batches(count, _BATCH):
       batch = jax.tree.map(lambda x, part=part, index=index: x[part][index], inputs)
       scores[part] = np.asarray(self.served.run(batch))[: part.stop - part.start]
-    scores[bad] = np.nan
     return scores

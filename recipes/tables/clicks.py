@@ -1,7 +1,7 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
     )
   reader = RowReader(table, by)
-  fit, sizes, clicks = Fit(table.kinds), np.zeros(3, np.int64), np.zeros(3, np.int64)
+  base = Encoder.load(table.base) if table.base is not None else None
+  fit = Fit(table.kinds, base.fitted if base else None)
+  sizes, clicks = np.zeros(3, np.int64), np.zeros(3, np.int64)
   ids = {side: Codes() for side in table.sides}  # of the training rows
   for rows in reader:
     sizes += np.bincount(rows.split, minlength=3)
@@ -49,8 +51,8 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     fit.add(values_of(training, table.kinds), len(training.rows))
     for side, codes in ids.items():
       codes.add(training.columns[table.require(_SIDES[side], "which config.*_table belongs to")])
-  _check_sizes(sizes, clicks, may_be_empty="" if table.split["valid"] else "valid")
-  sides, notes = _sides(table, ids)
+  _check_sizes(sizes, clicks, may_be_empty=[n for n in SPLITS[1:] if not table.split[n]])
+  sides, notes = _sides(table, ids, base)
   encoder = Encoder(fit.finish(), sides)
   notes += [*reader.skipped, *fit.notes]
   if reader.num_dropped:
@@ -108,33 +110,40 @@ class Encoder:
   Args:
     fitted: the transforms of the rows' columns.
     sides: users and items of tables of their own by the name of the column with their ids.
+
+  Attributes:
+    fitted, sides: the same.
   """
 
   def __init__(self, fitted: Fitted, sides: Mapping[str, Entities]):
-    self._fitted, self._sides = fitted, dict(sides)
-    self._codes = {name: Codes(side.texts) for name, side in self._sides.items()}
+    self.fitted, self.sides = fitted, dict(sides)
+    self._codes = {name: Codes(side.texts) for name, side in self.sides.items()}
     # The numbers of a user or item that the table of its own lacks are missing.
     self._no_numbers = {
       name: side.fitted.dense({key: np.array([np.nan]) for key in side.fitted.numbers}, 1)
-      for name, side in self._sides.items()
+      for name, side in self.sides.items()
     }
 
   @property
   def features(self):
     """The categorical features, in the order of their columns in `ids`."""
-    return (*self._fitted.features, *(f for side in self._sides.values() for f in side.features))
+    return (*self.fitted.features, *(f for side in self.sides.values() for f in side.features))
 
   @property
   def dense_names(self) -> tuple[str, ...]:
     """The names of the columns of `dense`."""
-    others = (name for side in self._sides.values() for name in side.fitted.dense_names)
-    return (*self._fitted.dense_names, *others)
+    return tuple(name for fitted in self.all_fitted for name in fitted.dense_names)
+
+  @property
+  def all_fitted(self) -> tuple[Fitted, ...]:
+    """The transforms of the rows' columns, of users and of items."""
+    return (self.fitted, *(side.fitted for side in self.sides.values()))
 
   def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
     """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`."""
-    ids = [self._fitted.ids(values, feature.name) for feature in self._fitted.features]
-    dense = [self._fitted.dense(values, rows)]
-    for name, side in self._sides.items():
+    ids = [self.fitted.ids(values, feature.name) for feature in self.fitted.features]
+    dense = [self.fitted.dense(values, rows)]
+    for name, side in self.sides.items():
       at = self._codes[name].find(values[name])
       known = at >= 0
       for feature in side.features:
@@ -149,10 +158,10 @@ class Encoder:
 
   def save(self, folder: Path) -> None:
     """Writes the transforms and the tables of users and items, for `load`."""
-    self._fitted.save(folder, "columns")
-    for number, side in enumerate(self._sides.values()):
+    self.fitted.save(folder, "columns")
+    for number, side in enumerate(self.sides.values()):
       side.save(folder, f"side_{number}")
-    arrays.write_json(folder / "sides.json", list(self._sides))
+    arrays.write_json(folder / "sides.json", list(self.sides))
 
   @classmethod
   def load(cls, folder: Path) -> "Encoder":
@@ -176,19 +185,22 @@ def _check_names(table: Table) -> None:
     raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")
 
 
-def _sides(table: Table, ids: Mapping[str, Codes]) -> tuple[dict[str, Entities], list[str]]:
+def _sides(
+  table: Table, ids: Mapping[str, Codes], base: "Encoder | None"
+) -> tuple[dict[str, Entities], list[str]]:
   """Returns users and items of tables of their own by column, and lines about them."""
   sides, notes = {}, []
   for side, source in table.sides.items():
     name = table.require(_SIDES[side], f"which config.{side}_table belongs to")
-    sides[name], about = entities.read(source, side, table.on_bad_row, ids[side])
+    known = base.sides[name].fitted if base and name in base.sides else None
+    sides[name], about = entities.read(source, side, table.on_bad_row, ids[side], base=known)
     notes += about
   return sides, notes
 
 
-def _check_sizes(sizes: np.ndarray, clicks: np.ndarray, may_be_empty: str = "") -> None:
+def _check_sizes(sizes: np.ndarray, clicks: np.ndarray, may_be_empty: Sequence[str]) -> None:
   for name, size, count in zip(SPLITS, sizes, clicks, strict=True):
-    if not size and name == may_be_empty:
+    if not size and name in may_be_empty:
       continue
     if not size:
       raise UserError(f"the {name} split has no rows: see config.split")

@@ -134,10 +134,12 @@ class Collected:
         else values[name][first]
       )
 
-  def entities(self, texts: list[str], trained: np.ndarray, bucketed: int = 0) -> Entities:
+  def entities(
+    self, texts: list[str], trained: np.ndarray, bucketed: int = 0, base: Fitted | None = None
+  ) -> Entities:
     """Returns the entities with these raw ids; see `encoded`."""
     values = {name: joined(parts) for name, parts in self._parts.items()}
-    return encoded(texts, self.kinds, values, trained, bucketed)
+    return encoded(texts, self.kinds, values, trained, bucketed, base)
 
 
 def joined(parts: list[Any]) -> Any:
@@ -153,6 +155,7 @@ def encoded(
   values: Mapping[str, Any],
   trained: np.ndarray,
   bucketed: int = 0,
+  base: Fitted | None = None,
 ) -> Entities:
   """Returns entities whose features are fitted on and computed of their values.
 
@@ -162,6 +165,7 @@ def encoded(
     values: E values by declared name.
     trained: bool `[E]`, those of training rows, which are fitted on.
     bucketed: a number without buckets gets as many; 0 leaves it a number.
+    base: the transforms of an earlier run; see `Fit`.
   """
   title = spec.only(kinds, spec.Title)
   features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
@@ -172,7 +176,7 @@ def encoded(
       else kind
       for name, kind in features.items()
     }
-  fit, rows = Fit(features), np.flatnonzero(trained)
+  fit, rows = Fit(features, base), np.flatnonzero(trained)
   at = lambda x: x.take(pa.array(rows)) if isinstance(x, pa.Array) else x[rows]
   fit.add({name: at(x) for name, x in values.items()}, len(rows))
   fitted = fit.finish()
@@ -182,7 +186,12 @@ def encoded(
 
 
 def read(
-  source: Source, side: str, on_bad_row: str, trained: Codes, bucketed: int = 0
+  source: Source,
+  side: str,
+  on_bad_row: str,
+  trained: Codes,
+  bucketed: int = 0,
+  base: Fitted | None = None,
 ) -> tuple[Entities, list[str]]:
   """Returns the users or items of a table of their own, and lines about bad and missing rows.
 
@@ -191,7 +200,7 @@ def read(
     side: "user" or "item".
     on_bad_row: "raise" or "skip".
     trained: the raw ids of the training rows, which features are fitted on.
-    bucketed: as in `encoded`.
+    bucketed, base: as in `encoded`.
 
   Raises:
     UserError: an id is missing or appears twice; names file and row. Or no id of the training rows
@@ -230,4 +239,4 @@ def read(
   is_trained = np.zeros(len(codes), bool)
   is_trained[at[at >= 0]] = True
   values = {name: joined(part) for name, part in parts.items()}
-  return encoded(codes.texts, source.kinds, values, is_trained, bucketed), notes
+  return encoded(codes.texts, source.kinds, values, is_trained, bucketed, base), notes

@@ -128,10 +128,14 @@ class Fit:
 
   Args:
     kinds: the declared columns; features alone are fitted.
+    base: of an earlier run. A column of the same declaration keeps its numbers and values, and new
+      values come after them, so that a model of that run can go on.
   """
 
-  def __init__(self, kinds: Mapping[str, spec.Kind]):
+  def __init__(self, kinds: Mapping[str, spec.Kind], base: "Fitted | None" = None):
     self._kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
+    self._base = base if base is not None else Fitted({}, {}, {}, {})
+    self._growing = {n for n, kind in self._kinds.items() if self._base.kinds.get(n) == kind}
     self._counts: dict[str, Counts] = {}
     self._moments: dict[str, Moments] = {}
     self._longest: dict[str, int] = {}
@@ -192,10 +196,12 @@ class Fit:
   def _vocabulary(self, table: str) -> tuple[str, ...]:
     counts = self._counts[table]
     name, kind = next((n, k) for n, k in self._kinds.items() if _table_of(n, k) == table)
+    known = self._base.vocabularies.get(table, ()) if name in self._growing else ()
     assert isinstance(kind, spec.Category)
-    if not len(counts):
+    if not len(counts) and not known:
       raise UserError(self._empty(name))
-    values = counts.most_frequent(kind.min_count)["value"].to_pylist()
+    frequent = counts.most_frequent(kind.min_count)["value"].to_pylist()
+    values = list(dict.fromkeys([*known, *frequent]))
     if not values and not kind.oov:
       raise UserError(
         f"no value of column {name!r} is in {kind.min_count} training rows or more: lower its "
@@ -206,6 +212,8 @@ class Fit:
   def _number(self, name: str) -> dict[str, Any]:
     moments, kind = self._moments[name], self._kinds[name]
     assert isinstance(kind, spec.Number)
+    if name in self._growing:
+      return self._base.numbers[name]
     if not moments.count:
       raise UserError(self._empty(name))
     boundaries: tuple[float, ...] = ()
@@ -223,7 +231,8 @@ class Fit:
     for name, longest in self._longest.items():
       kind = self._kinds[name]
       assert isinstance(kind, spec.Bag)
-      widths[name] = kind.max_length or min(max(longest, 1), _LONGEST)
+      longest = max(longest, self._base.widths.get(name, 1))
+      widths[name] = kind.max_length or min(longest, _LONGEST)
     return widths
 
   def _empty(self, name: str) -> str:
@@ -300,6 +309,22 @@ class Fitted:
         )
       )
     return tuple(features)
+
+  def vocabulary(self, name: str) -> tuple[str, ...]:
+    """Returns the values of the first rows of a feature's table; none if it has no vocabulary."""
+    return self.vocabularies.get(_table_of(name, self.kinds[name]) or "", ())
+
+  def rest_of_rows(self, name: str) -> str:
+    """Returns what the rows after the vocabulary depend on, as in "hash 1000"."""
+    kind, column = self.kinds[name], self._columns[name]
+    if isinstance(kind, spec.Number):
+      return f"buckets {column.boundaries}"
+    if isinstance(kind, spec.Cross):
+      return f"hash {kind.buckets} of {', '.join(kind.columns)}"
+    assert isinstance(kind, spec.Category)
+    if kind.size:
+      return "identity"
+    return f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
 
   @property
   def dense_names(self) -> tuple[str, ...]:

@@ -145,7 +145,12 @@ class _Log:
       for side in ("user", "item")
     }
     self._collected = {side: entities.Collected(kinds) for side, kinds in sides.items()}
-    self.notes: list[str] = []
+    self.notes = [
+      f"column {name!r}: {', '.join(options)} of its declaration is for dlrm, and has no effect "
+      "here: every user and item has a row of its own, and config.core leaves out rare ones"
+      for name in (self._user, self._item)
+      if name and (options := _options_of_clicks(table.kinds[name]))
+    ]
     if self._is_list() and self._collected["item"].kinds:
       raise UserError(
         "rows with several items cannot hold features of an item: use config.item_table"
@@ -224,17 +229,27 @@ class _Log:
       texts = self._codes[side].texts
       is_trained = np.zeros(len(texts), bool)
       is_trained[kept[trained]] = True
-      own = self._collected[side].entities(texts, is_trained, _BUCKETS)
+      base = None
+      if self._table.base is not None:
+        base = Entities.load(self._table.base, f"{side}s").fitted
+      own = self._collected[side].entities(texts, is_trained, _BUCKETS, base)
       own = own.numbered([texts[i] for i in kept])
       if side in self._table.sides:
         ids = Codes(texts[i] for i in kept[trained])
         other, notes = entities.read(
-          self._table.sides[side], side, self._table.on_bad_row, ids, _BUCKETS
+          self._table.sides[side], side, self._table.on_bad_row, ids, _BUCKETS, base
         )
         self.notes += notes
         own = joined(own, other.numbered(own.texts), side)
       made.append(own)
     return made[0], made[1]
+
+
+def _options_of_clicks(kind: spec.Kind) -> list[str]:
+  """Returns the options of a user's or item's declaration that interactions have no use for."""
+  options = ("min_count", "oov", "hash", "size", "table", "dim", "optimizer")
+  default = type(kind)()
+  return [name for name in options if getattr(kind, name) != getattr(default, name)]
 
 
 def joined(own: Entities, other: Entities, side: str) -> Entities:

@@ -225,7 +225,8 @@ class RowReader:
       valid = given["valid"]
       after = times[times >= valid]
       return valid, _quantile(after, split["valid"] / max(held_out, 1e-9))
-    return _quantile(times, 1 - held_out), _quantile(times, 1 - split["test"])
+    test = _quantile(times, 1 - split["test"]) if split["test"] else np.inf
+    return _quantile(times, 1 - held_out) if held_out else np.inf, test
 
 
 def _quantile(times: np.ndarray, share: float) -> float:

@@ -34,6 +34,7 @@ _SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
 # The settings of a table, which all recipes share, with their defaults.
 DEFAULTS: dict[str, Any] = {
   "dataset": "table",
+  "days": "",  # in place of files: a folder with a file or folder of each day, or a list of these
   "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
   "format": _FORMAT,
   "columns": {},
@@ -92,7 +93,7 @@ def _merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> d
     default = known[key]
     if key == "columns":
       merged[key] = value
-    elif key == "files":
+    elif key in ("files", "days"):
       merged[key] = _files(value, f"{place}.{key}")
     elif isinstance(default, Mapping):
       if not isinstance(value, Mapping):
@@ -160,6 +161,7 @@ class Table:
     split: the settings of the split.
     on_bad_row: "raise" or "skip".
     exclude_seen, duplicates, core, refit: as in the config.
+    base: the folder `serve` of the run that this one starts from, whose transforms grow.
   """
 
   rows: Source
@@ -170,6 +172,7 @@ class Table:
   duplicates: str
   core: int
   refit: bool
+  base: Path | None = None
 
   @functools.cached_property
   def names(self) -> dict[Path, str]:
@@ -256,6 +259,9 @@ def settings(config) -> dict[str, Any]:
         raise UserError(f"config.{side}_table.key is empty: name the column with the {side}s' ids")
       about["sides"][side] = _source(source, f"config.{side}_table") | {"key": source.key}
   parsed(about)
+  serve = Path(run_settings.value(config, "init_from")).expanduser().resolve() / "serve"
+  if run_settings.value(config, "init_from") and serve.is_dir():
+    about["base"] = [str(serve), *(files.digest(path) for path in sorted(serve.glob("*.*")))]
   return about
 
 
@@ -295,6 +301,7 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     settings["duplicates"],
     settings["core"],
     settings["refit"],
+    Path(settings["base"][0]) if "base" in settings else None,
   )
 
 

@@ -18,7 +18,7 @@ from .. import baselines as baselines_lib
 from .. import features as features_lib
 from .. import hosts, layers, loop, optimizers, placement, retrieval, train_step
 from ..errors import UserError, from_settings
-from ..metrics import RankingMetrics
+from ..metrics import RankingMetrics, ranking_names
 from ..tables.settings import steps_of_data
 from . import data as data_lib
 from . import losses
@@ -53,6 +53,7 @@ def prepare(config, mesh: Mesh | None) -> loop.Training:
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
     data_sha256=data.sha256,
+    metrics=ranking_names(config.ks) if len(range(*data.splits["valid"])) else (),
     config=config,
     serve=data.serve,
   )

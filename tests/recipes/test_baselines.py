@@ -172,3 +172,13 @@ def test_an_example_may_be_a_row_of_its_user(train):
 def test_padded():
   matrix = scipy.sparse.csr_matrix(np.array([[0, 1, 1], [0, 0, 0], [1, 0, 0]]))
   assert baselines.padded(matrix).tolist() == [[1, 2], [-1, -1], [0, -1]]
+
+
+def test_logistic_regression_without_test_rows_is_validated_alone():
+  matrix = scipy.sparse.csr_matrix(np.array([[1.0], [1.0], [0.0], [0.0]]))
+  labels = np.array([1, 1, 0, 0])
+  matrices = {"train": matrix, "valid": matrix, "test": matrix[:0]}
+  of_splits = {"train": labels, "valid": labels, "test": labels[:0]}
+  scores = baselines.logistic_regression(matrices, of_splits, inverse_penalties=[1.0])
+  assert scores.pop("valid_logloss") < np.log(2)
+  assert scores == {"valid_auc": 1.0, "c": 1.0, "rows": 4}

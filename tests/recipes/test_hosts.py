@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from served_models import CLICKS, write_clicks
 
 import embed
 from recipes import hosts, pipeline, runs
@@ -356,6 +357,50 @@ def test_a_killed_process_and_the_same_job_again(jobs, folder, killed, pair):
   result, lines = outcome(workdir)
   assert result["metrics"] == pair[0]["metrics"]
   assert_same((result, lines), pair[:2])
+
+
+@pytest.mark.full
+def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
+  workdir = folder / "preempted"
+  job = jobs.start(recipe(workdir), processes=2)
+  deadline = time.monotonic() + 120
+  while time.monotonic() < deadline and job[0].poll() is None:
+    path = workdir / "metrics.jsonl"
+    if path.exists() and path.read_bytes().count(b"\n") >= 3:
+      job[1].send_signal(signal.SIGTERM)
+      break
+    time.sleep(0.002)
+  assert [process.wait(timeout=120) for process in job] == [75, 75], said(job[0])
+  assert not (workdir / "result.json").exists()
+  step = max(int(path.name) for path in (workdir / "checkpoints").glob("[0-9]*"))
+  for process in job:
+    assert f"stopped at step {step} of {STEPS}; the same command goes on" in said(process)
+  output = jobs.run(recipe(workdir), processes=2)
+  assert f"going on from step {step}" in output[0]
+  assert outcome(workdir)[0]["metrics"] == pair[0]["metrics"]
+
+
+@pytest.mark.full
+def test_two_processes_train_on_a_table_as_one(jobs, folder):
+  write_clicks(folder / "clicks.csv")
+  config = folder / "table.py"
+  settings = {
+    "files": str(folder / "clicks.csv"),
+    "columns": CLICKS,
+    "dim": 4,
+    "dcnv2": {"cross_layers": 1, "deep": [8]},
+    "batch_size": 64,
+    "epochs": 1,
+    "baseline": {"max_rows": 0},
+  }
+  config.write_text(f"def get_config():\n  return {settings!r}\n")
+  command = lambda name: [
+    sys.executable, "-m", "recipes.dlrm", f"--config={config}", f"--workdir={folder / name}",
+    f"--config.cache_dir={folder / 'cache'}",
+  ]  # fmt: skip
+  jobs.run(command("table_alone"))
+  jobs.run(command("table_pair"), processes=2)
+  assert_same(outcome(folder / "table_pair"), outcome(folder / "table_alone"))
 
 
 @pytest.mark.slow

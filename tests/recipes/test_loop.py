@@ -58,7 +58,7 @@ def toy_config(**changes):
   return ml_collections.ConfigDict(config | changes)
 
 
-def run_toy(workdir, evaluate=None, baselines=dict, writers=(), **changes):
+def run_toy(workdir, evaluate=None, baselines=dict, metrics=None, writers=(), **changes):
   """Does what a recipe does; returns the result."""
   config = toy_config(**changes)
   result = runs.finished(config, workdir)
@@ -88,6 +88,7 @@ def run_toy(workdir, evaluate=None, baselines=dict, writers=(), **changes):
     evaluate=evaluate or held_out_loss,
     baselines=baselines,
     data_sha256={},
+    metrics=metrics,
     writers=writers,
   )
   return loop.train(config, workdir, training, recipe="toy")
@@ -352,6 +353,22 @@ def test_selecting_by_an_unknown_metric_is_an_error(tmp_path):
     run_toy(tmp_path / "run", select="valid_auc")
 
 
+@pytest.mark.parametrize(
+  ("metrics", "message"),
+  [
+    (["loss"], r"config.select is 'valid_auc'; the metrics are \['valid_loss'\]"),
+    ([], r"'valid_auc', and no rows validate: pass --config.select= to test the state of the last"),
+  ],
+)
+@pytest.mark.full
+def test_a_metric_that_the_recipe_has_not_is_refused_before_the_first_step(
+  tmp_path, metrics, message
+):
+  with pytest.raises(errors.UserError, match=message):
+    run_toy(tmp_path / "run", select="valid_auc", metrics=metrics)
+  assert not (tmp_path / "run").exists()
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
   monkeypatch.setattr(
     sys.modules[__name__], "loss_fn", lambda model, batch: model(batch).sum() * jax.numpy.nan
@@ -436,6 +453,114 @@ def test_ctrl_c_says_where_it_stopped_and_where_it_goes_on(whole, tmp_path, monk
   assert str(error.value) == "stopped at step 13 of 24; the same command goes on from step 12"
   monkeypatch.setattr(journal.Journal, "stepped", real)
   assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
+
+
+@pytest.mark.full
+def test_sigterm_saves_and_the_same_command_goes_on_from_there(whole, tmp_path, monkeypatch):
+  real, steps = journal.Journal.stepped, []
+
+  def told(self):
+    real(self)
+    steps.append(None)
+    if len(steps) == 13:
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  monkeypatch.setattr(journal.Journal, "stepped", told)
+  with pytest.raises(errors.Preempted) as error:
+    run_toy(tmp_path / "run")
+  assert str(error.value) == "stopped at step 14 of 24; the same command goes on from step 14"
+  assert error.value.code == 75
+  assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+  monkeypatch.setattr(journal.Journal, "stepped", real)
+  assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
+  assert lines(tmp_path / "run") == whole[1]
+
+
+@pytest.mark.full
+def test_sigterm_after_the_last_step_ends_the_run_at_once(whole, tmp_path):
+  def evaluate(model, split):
+    if split == "test":
+      os.kill(os.getpid(), signal.SIGTERM)
+    return {"loss": 1.0}
+
+  with pytest.raises(errors.Preempted, match="at step 24 of 24; the same command goes on from"):
+    run_toy(tmp_path / "run", evaluate=evaluate)
+  assert set(run_toy(tmp_path / "run")["metrics"]) == set(whole[0]["metrics"])
+
+
+@pytest.mark.full
+def test_checkpoints_by_time_leave_no_trace(whole, tmp_path, monkeypatch):
+  real, saves = checkpoints.save, []
+
+  def counting(manager, progress, state):
+    real(manager, progress, state)
+    saves.append(progress.step)
+
+  monkeypatch.setattr(checkpoints, "save", counting)
+  result = run_toy(tmp_path / "run", checkpoint_minutes=1e-9, checkpoint_every=0)
+  assert saves == list(range(1, STEPS + 1))
+  assert result["metrics"] == whole[0]["metrics"]
+  assert lines(tmp_path / "run") == whole[1]
+  saves.clear()
+  run_toy(tmp_path / "rare", checkpoint_minutes=10.0, checkpoint_every=0)
+  run_toy(tmp_path / "pipelined", checkpoint_minutes=1e-9, checkpoint_every=0, pipelined=True)
+  assert saves == [6, 12, 18, 24] * 2
+
+
+@pytest.mark.full
+def test_a_run_starts_from_another_one_by_row_numbers(whole, tmp_path, monkeypatch, capsys):
+  config = {"steps": 6, "init_from": str(tmp_path / "first")}
+  run_toy(tmp_path / "first", steps=12, eval_every=12)
+  first = run_toy(tmp_path / "warm", **config)
+  assert "starting from step 12 of " in capsys.readouterr().err
+  assert first["metrics"]["test_loss"] < run_toy(tmp_path / "cold", steps=6)["metrics"]["test_loss"]
+  monkeypatch.setattr(Toy, "rows", 21)
+  with pytest.raises(errors.UserError, match=r"table item has 21 rows, and 20 in .*not known"):
+    run_toy(tmp_path / "grown", **config)
+
+
+# --- longer runs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_is_lengthened(whole, tmp_path, monkeypatch, ended):
+  workdir = tmp_path / "run"
+  if ended:
+    assert run_toy(workdir, steps=12)["steps"] == 12
+  else:
+    monkeypatch.setattr(runs, "is_complete", lambda result: False)
+    stop = lambda *args: (_ for _ in ()).throw(Killed)
+    monkeypatch.setattr(loop, "_with_baselines", stop)
+    with pytest.raises(Killed):
+      run_toy(workdir, steps=12)
+    monkeypatch.undo()
+  result = run_toy(workdir, log_every=4, checkpoint_every=3)
+  assert result["steps"] == STEPS
+  assert result["metrics"] == whole[0]["metrics"]
+  assert lines(workdir) == whole[1]
+  assert (workdir / "result-12.json").exists() == ended
+  assert arrays.read_json(workdir / "config.json")["steps"] == STEPS
+  with pytest.raises(errors.UserError, match=r"has taken 24 steps, and config\.steps is 12"):
+    run_toy(workdir, steps=12)
+  assert run_toy(workdir) == result  # the refusal has changed nothing
+
+
+@pytest.mark.full
+def test_more_patience_goes_on_with_a_run_that_had_none_left(tmp_path):
+  auc = {"select": "valid_auc", "evaluate": scripted([0.9])[0]}
+  assert run_toy(tmp_path / "run", patience=2, **auc)["steps"] == 18
+  assert run_toy(tmp_path / "run", patience=3, **auc)["steps"] == 24
+
+
+def test_what_may_not_change_is_named_with_what_may(tmp_path):
+  stored = toy_config().to_dict()
+  arrays.write_json(tmp_path / "config.json", stored)
+  changed = dict.fromkeys(("steps", "patience", "log_every", "eval_every", "checkpoint_every"), 3)
+  assert runs.finished(toy_config(**changed, checkpoint_minutes=1.0), tmp_path) is None
+  for name in set(stored) - set(changed):
+    with pytest.raises(errors.UserError, match=f"{name}: .* there, 7 now.*may change: steps, "):
+      runs.finished(toy_config(**{name: 7}), tmp_path)
 
 
 def test_a_disk_that_is_full_at_a_checkpoint_is_named(tmp_path, monkeypatch):

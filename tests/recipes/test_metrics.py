@@ -15,7 +15,7 @@ from slow_ranking import slow_ranking
 
 from recipes import metrics as metrics_lib
 from recipes import retrieval
-from recipes.metrics import BinnedClickMetrics, ClickMetrics, RankingMetrics
+from recipes.metrics import BinnedClickMetrics, ClickMetrics, RankingMetrics, ranking_names
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 1000])
@@ -254,3 +254,9 @@ def test_ranking_errors():
     RankingMetrics((1,)).update([[1]], [[3, 2, 3]])
   with pytest.raises(ValueError, match="no example has a relevant item"):
     RankingMetrics((1,)).compute()
+
+
+def test_the_names_of_a_ranking_are_those_of_its_metrics():
+  metrics = RankingMetrics([1, 3])
+  metrics.update([[4, 2, 7]], [[2, -1]])
+  assert set(metrics.compute()) == set(ranking_names([1, 3]))

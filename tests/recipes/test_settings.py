@@ -1,50 +1,73 @@
-"""The settings that every run has: their defaults, and the page that lists them."""
+"""The settings of every run: defaults, flags, and the pages that list them and what may change."""
 
 import ast
 import doctest
-import importlib
-import pathlib
 import re
+from pathlib import Path
 
-import ml_collections
 import pytest
+from ml_collections import ConfigDict
 
-from recipes import catalogue, settings
+from recipes import catalogue, runs, settings
+from recipes.dlrm import defaults as dlrm
+from recipes.tables import settings as table_settings
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "recipes.md"
-
-
-def documented():
-  """The settings of the page and their defaults."""
-  table = PAGE.read_text().partition("<!-- run settings -->")[2].partition("<!-- end -->")[0]
-  rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| \S.*\|$", table, re.MULTILINE)
-  return {name: ast.literal_eval(default) for name, default in rows}
+PAGE = Path(__file__).parents[2] / "docs/how_to/production.md"
+RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
 
 
 def test_docstrings():
   assert not doctest.testmod(settings).failed
 
 
-def test_the_page_lists_every_setting_with_its_default():
-  listed = documented()
-  assert listed == settings.RUN
-  assert list(listed) == list(settings.RUN), "the page has another order"
-  assert {name: type(x) for name, x in listed.items()} == {
-    name: type(x) for name, x in settings.RUN.items()
-  }
+def test_the_page_of_recipes_lists_every_setting_with_its_default():
+  table = RECIPES.read_text().partition("<!-- run settings -->")[2].partition("<!-- end -->")[0]
+  rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| \S.*\|$", table, re.MULTILINE)
+  listed = [(name, ast.literal_eval(default)) for name, default in rows]
+  assert listed == list(settings.RUN.items())  # in one order
+  assert [type(default) for _, default in listed] == [*map(type, settings.RUN.values())]
 
 
-@pytest.mark.parametrize("recipe", catalogue.recipes())
-def test_no_config_file_has_to_name_one(recipe):
-  for path in catalogue.configs(recipe):
-    module = ".".join(path.with_suffix("").parts)
-    config = importlib.import_module(module).get_config()
-    settings.add(config)
-    assert settings.RUN.keys() <= set(config), path
-
-
-def test_what_a_config_says_comes_first():
-  config = ml_collections.ConfigDict({"accumulate": 4})
-  assert settings.value(config, "accumulate") == 4
+def test_a_config_may_leave_them_out():
+  config = ConfigDict({"checkpoint_minutes": 2.0})
   settings.add(config)
-  assert (config.accumulate, config.clip_norm) == (4, 0.0)
+  assert config.checkpoint_minutes == 2.0
+  assert set(config) == set(settings.RUN)
+  assert settings.value(ConfigDict(), "init_from") == ""
+  with pytest.raises(KeyError):
+    settings.value(ConfigDict(), "init_form")
+
+
+def test_a_table_of_ones_own_has_them():
+  config = table_settings.complete({"columns": {}, "init_from": "runs/a"}, dlrm.DEFAULTS)
+  assert config.init_from == "runs/a"
+  assert config.checkpoint_minutes == settings.RUN["checkpoint_minutes"]
+
+
+def test_no_recipe_has_a_setting_of_that_name():
+  for recipe in catalogue.recipes():
+    for path in catalogue.configs(recipe):
+      source = (catalogue.ROOT / path).read_text()
+      assert not [name for name in settings.RUN if f"config.{name} =" in source], path
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path):
+  before = {"seed": 0, "steps": 3}
+  (tmp_path / "config.json").write_text('{"seed": 0, "steps": 3}')
+  assert runs.finished(ConfigDict(before | settings.RUN), tmp_path) is None
+  with pytest.raises(ValueError, match=r"init_from: '' there, 'runs/a' now"):
+    runs.finished(ConfigDict(before | {"init_from": "runs/a"}), tmp_path)
+
+
+def test_the_page_lists_what_may_change():
+  text = PAGE.read_text()
+  listed = re.search(r"These settings may change.*?: (.*?)\.\n", text, re.DOTALL)[1]
+  assert tuple(re.findall(r"`(\w+)`", listed)) == settings.MAY_CHANGE
+  assert set(settings.LENGTH) <= set(settings.MAY_CHANGE)
+
+
+def test_the_page_names_settings_that_there_are():
+  known = {*settings.RUN, *settings.MAY_CHANGE, *table_settings.DEFAULTS, *dlrm.DEFAULTS}
+  named = re.findall(r"--config\.(\w+)", PAGE.read_text())
+  assert named
+  assert set(named) <= known

@@ -9,8 +9,8 @@ from recipes.tables import spec
 from recipes.tables.fitting import Counts, Fit, Fitted, Moments
 
 
-def fitted(columns, values, parts=1):
-  fit = Fit(spec.parse(columns))
+def fitted(columns, values, parts=1, base=None):
+  fit = Fit(spec.parse(columns), base)
   rows = len(next(iter(values.values())))
   for part in np.array_split(np.arange(rows), parts):
     of_part = {name: column_at(column, part) for name, column in values.items()}
@@ -49,6 +49,42 @@ def test_two_columns_share_a_vocabulary():
   assert made.ids(values, "home").tolist() == [2, 0]
   assert made.ids(values, "work").tolist() == [0, 1]
   assert {feature.table for feature in made.features} == {"city"}
+
+
+def test_what_an_earlier_run_has_fitted_grows():
+  columns = {
+    "city": {"kind": "category", "oov": 2, "min_count": 1},
+    "shop": {"kind": "category", "oov": 1, "min_count": 1},
+    "age": {"kind": "number", "buckets": 2},
+    "price": "number",
+    "tags": "bag",
+  }
+  first = {
+    "city": pa.array(["Oslo", "Rome", "Oslo"]),
+    "shop": pa.array(["a", "b", "a"]),
+    "age": np.array([10.0, 20.0, 30.0]),
+    "price": np.array([1.0, 2.0, 3.0]),
+    "tags": pa.array([["x", "x", "y"], ["y"], ["x"]]),
+  }
+  second = {
+    "city": pa.array(["Bonn", "Rome", "Bonn"]),
+    "shop": pa.array(["c", "c", "b"]),
+    "age": np.array([60.0, 70.0, 80.0]),
+    "price": np.array([np.nan, np.nan, np.nan]),  # a base has a mean for them
+    "tags": pa.array([["z"], ["z"], []], pa.list_(pa.string())),
+  }
+  base = fitted(columns, first)
+  grown = fitted(columns | {"shop": {"kind": "category", "min_count": 2}}, second, base=base)
+  assert grown.vocabularies == {
+    "city": ("Oslo", "Rome", "Bonn"),
+    "shop": ("c",),  # declared in another way
+    "tags": ("x", "y", "z"),
+  }
+  assert grown.numbers == base.numbers
+  assert grown.widths == {"tags": 3}
+  ids = grown.ids({"city": pa.array(["Rome", "Bonn", "Lima"])}, "city").tolist()
+  assert ids[:2] == [1, 2]
+  assert ids[2] in (3, 4)
 
 
 def test_identity_and_hash():

@@ -67,6 +67,15 @@ def test_a_log_full_of_repeats_is_noticed(tmp_path, capsys):
   assert "set config.exclude_seen=False" in capsys.readouterr().err
 
 
+def test_options_of_clicks_are_said_to_have_no_effect(tmp_path, capsys):
+  load("two_tower", tmp_path)
+  assert "has no effect" not in capsys.readouterr().err
+  options = {"kind": "item", "min_count": 3, "oov": 0}
+  load("two_tower", tmp_path, columns=COLUMNS | {"what": options})
+  said = capsys.readouterr().err
+  assert "column 'what': min_count, oov of its declaration is for dlrm, and has no effect" in said
+
+
 def test_features_and_titles(tmp_path):
   loaded = load("two_tower", tmp_path)
   users, items = (Entities.load(loaded.serve, name) for name in ("users", "items"))

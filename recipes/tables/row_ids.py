@@ -1,0 +1,63 @@
+"""The raw ids of a run's table rows, by which another run finds the rows that it goes on with."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from . import clicks
+from .entities import Entities
+from .fitting import Fitted
+
+
+@dataclasses.dataclass(frozen=True)
+class RowIds:
+  """The raw ids of a table's first rows, and a name for the rows after them.
+
+  Attributes:
+    texts: raw ids of the rows 0, 1, …
+    rest: names what the rows after them depend on, such as "hash 1000". They correspond to the rows
+      of another table only if both have the same name and number. Rows of "identity" are their own
+      numbers, and correspond in tables of any size.
+  """
+
+  texts: tuple[str, ...]
+  rest: str = ""
+
+
+def read(serve: Path) -> dict[str, RowIds]:
+  """Returns the raw ids of the tables by name that a run keeps in its folder `serve`."""
+  if (serve / "users.parquet").exists():  # two_tower and sequence
+    tables = {}
+    for side in ("user", "item"):
+      entities = Entities.load(serve, f"{side}s")
+      tables[side] = RowIds(tuple(entities.texts))
+      tables |= {f"{side}_{name}": ids for name, ids in _of(entities.fitted).items()}
+    return tables | {"history": tables["item"]}
+  encoder = clicks.Encoder.load(serve)
+  return {name: ids for fitted in encoder.all_fitted for name, ids in _of(fitted).items()}
+
+
+def _of(fitted: Fitted) -> dict[str, RowIds]:
+  return {
+    feature.table or feature.name: RowIds(
+      fitted.vocabulary(feature.name), fitted.rest_of_rows(feature.name)
+    )
+    for feature in fitted.features
+  }
+
+
+def correspondence(old: RowIds, old_size: int, new: RowIds, new_size: int) -> np.ndarray:
+  """Returns the old row of each new row, int32 `[new_size]`; -1 for rows that have none.
+
+  >>> correspondence(RowIds(("b", "a"), "oov 1"), 3, RowIds(("a", "c", "b"), "oov 1"), 4).tolist()
+  [1, -1, 0, 2]
+  """
+  rows = np.full(new_size, -1, np.int32)
+  at = {text: row for row, text in enumerate(old.texts)}
+  rows[: len(new.texts)] = [at.get(text, -1) for text in new.texts]
+  old_rest, new_rest = old_size - len(old.texts), new_size - len(new.texts)
+  count = min(old_rest, new_rest)
+  if old.rest == new.rest and (old_rest == new_rest or new.rest == "identity"):
+    rows[len(new.texts) : len(new.texts) + count] = np.arange(count) + len(old.texts)
+  return rows

@@ -1,0 +1,166 @@
+"""Day by day: rows and vocabularies that grow, tests before training, kills, and drift."""
+
+import csv
+import itertools
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+from small_tables import completed, write_csv
+
+from recipes import days, errors, export, journal, serving
+from recipes.dlrm import train
+from recipes.tables import row_ids
+
+HEADER = ("user", "item", "price", "clicked")
+COLUMNS = {"clicked": "label", "user": "category", "item": "category", "price": "number"}
+SETTINGS = {
+  "columns": COLUMNS,
+  "dim": 4,
+  "dcnv2": {"cross_layers": 1, "deep": [8]},
+  "batch_size": 64,
+  "epochs": 3,
+  "baseline": {"max_rows": 0},
+}
+
+
+def write_days(folder, count, rows=600):
+  """Writes days on which the taste of users drifts, and items come up that were not there."""
+  draw = np.random.default_rng(0)
+  taste, kind = draw.normal(size=(40, 2)), draw.normal(size=(30 + 10 * count, 2))
+  folder.mkdir(parents=True)
+  for day in range(count):
+    taste += 0.2 * draw.normal(size=taste.shape)
+    users, items = draw.integers(0, 40, rows), draw.integers(10 * day, 30 + 10 * day, rows)
+    clicked = draw.random(rows) < 1 / (1 + np.exp(-2 * (taste[users] * kind[items]).sum(1)))
+    price = draw.normal(5 + day, 1, rows)
+    lines = zip(
+      [f"u{u}" for u in users], [f"i{i}" for i in items], price.round(3), clicked.astype(int),
+      strict=True,
+    )  # fmt: skip
+    write_csv(folder / f"2024-01-{day + 1:02d}.csv", HEADER, lines)
+  return folder
+
+
+def run(workdir, folder, **changes):
+  config = completed("dlrm", workdir.parent / "cache", days=str(folder), **SETTINGS | changes)
+  return train.run(config, str(workdir))["days"]
+
+
+def test_days_are_named_in_their_order(tmp_path):
+  for name in ("b.csv.gz", "a.2.parquet", ".hidden", "c"):
+    (tmp_path / name).touch()
+  assert list(days.entries(str(tmp_path))) == ["a.2", "b", "c"]
+  listed = [str(tmp_path / "b.csv"), "a.tsv"]
+  assert list(days.entries(listed)) == ["b", "a"]
+  (tmp_path / "b.csv").touch()
+  with pytest.raises(errors.UserError, match=r"two days of config\.days are called 'b': "):
+    days.entries(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+  ("recipe", "changes", "message"),
+  [
+    ("two_tower", {}, "is for dlrm: train two_tower on all rows so far as config.files, and give"),
+    ("dlrm", {"split": {"by": "column"}}, "split.by is 'column', and days have no such split"),
+    ("dlrm", {"days": "nowhere"}, "config.days is 'nowhere', which is no folder"),
+    ("dlrm", {"days": []}, "which has no files"),
+  ],
+)
+def test_what_days_cannot_do_is_said(recipe, changes, message, tmp_path):
+  given = {"days": str(tmp_path), "columns": COLUMNS if recipe == "dlrm" else {"a": "user"}}
+  config = completed(recipe, tmp_path, **given | changes)
+  if changes.get("days") == []:
+    config.days = []
+  with pytest.raises(errors.UserError, match=message):
+    days.run(recipe, config, tmp_path / "run", lambda config, workdir: {})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("days")
+  data = write_days(folder / "data", 3)
+  return types.SimpleNamespace(data=data, workdir=folder / "run", days=run(folder / "run", data))
+
+
+@pytest.mark.full
+def test_tables_grow_and_keep_their_rows(undisturbed):
+  ids = [row_ids.read(p / "serve") for p in sorted(undisturbed.workdir.glob("*/"))]
+  assert len(ids) == 3
+  for before, after in itertools.pairwise(ids):
+    old, new = before["item"].texts, after["item"].texts
+    assert new[: len(old)] == old
+    assert len(new) > len(old)
+  mean = lambda day: json.loads((undisturbed.workdir / day / "serve/columns.json").read_text())[
+    "numbers"
+  ]["price"]["mean"]
+  assert mean("2024-01-03") == mean("2024-01-01")
+
+
+@pytest.mark.full
+def test_a_day_is_tested_by_the_export_of_the_day_before(undisturbed, tmp_path):
+  with (undisturbed.data / "2024-01-03.csv").open() as file:
+    rows = list(csv.DictReader(file))
+  model = serving.load(undisturbed.workdir / "2024-01-02" / "served")
+  scores = model.predict(rows)
+  labels = np.array([int(row["clicked"]) for row in rows])
+  loss = -np.log(np.where(labels == 1, scores, 1 - scores.astype(np.float64))).mean()
+  metrics = undisturbed.days[2]["metrics"]
+  assert metrics["logloss"] == pytest.approx(loss, abs=1e-6)
+  wins = scores[labels == 1][:, None] - scores[labels == 0]
+  assert metrics["auc"] == pytest.approx(((wins > 0) + 0.5 * (wins == 0)).mean(), abs=1e-9)
+  assert undisturbed.days[0]["metrics"] == {}
+  assert [day["day"] for day in undisturbed.days] == [f"2024-01-0{i}" for i in (1, 2, 3)]
+  assert json.loads((undisturbed.workdir / "days.json").read_text()) == undisturbed.days
+  assert (undisturbed.workdir / "days.png").stat().st_size > 1000
+  assert "2024-01-02   600" in days.table(undisturbed.days)
+
+
+@pytest.mark.full
+def test_kills_and_days_that_come_later_change_nothing(undisturbed, tmp_path, monkeypatch):
+  workdir, data = tmp_path / "run", tmp_path / "data"
+  data.mkdir()
+  files = sorted(undisturbed.data.iterdir())
+  for file in files[:2]:  # the third day is not there yet
+    (data / file.name).write_bytes(file.read_bytes())
+  real, steps = journal.Journal.stepped, []
+
+  def stopping(self):
+    real(self)
+    steps.append(None)
+    if len(steps) == 35:  # on the second day
+      raise KeyboardInterrupt
+
+  monkeypatch.setattr(journal.Journal, "stepped", stopping)
+  with pytest.raises(errors.Stopped):
+    run(workdir, data)
+  monkeypatch.setattr(journal.Journal, "stepped", real)
+  with monkeypatch.context() as patch:
+    patch.setattr(export, "export", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+      run(workdir, data)
+  assert run(workdir, data) == undisturbed.days[:2]
+  (data / files[2].name).write_bytes(files[2].read_bytes())
+  assert run(workdir, data) == undisturbed.days
+  served = lambda where: dict(np.load(where / "2024-01-03" / "served" / "arrays.npz"))
+  jax.tree.map(np.testing.assert_array_equal, served(workdir), served(undisturbed.workdir))
+
+
+@pytest.mark.slow
+def test_a_warm_model_beats_a_cold_one_on_every_later_day(tmp_path):
+  data = write_days(tmp_path / "data", 5, rows=3000)
+  warm = run(tmp_path / "warm", data)
+  assert run(tmp_path / "again", data) == warm
+  names = list(days.entries(str(data)))
+  for day, before in zip(warm[2:], names[1:], strict=False):
+    only = tmp_path / f"cold_{before}"
+    only.mkdir()
+    for name in (before, day["day"]):
+      (only / f"{name}.csv").write_bytes((data / f"{name}.csv").read_bytes())
+    cold = run(tmp_path / f"run_{before}", only)[1]
+    assert cold["rows"] == day["rows"]
+    assert day["metrics"]["auc"] > cold["metrics"]["auc"]
+    assert day["metrics"]["logloss"] < cold["metrics"]["logloss"]
+    print(day["day"], day["metrics"], cold["metrics"])
