@@ -68,6 +68,7 @@ class Optimizer(nnx.Module):
     """The number of updates so far, an `nnx.Variable` of an unsigned scalar."""
     return self.dense.step
 
+  @jax.named_scope("update")
   def update(self, model: nnx.Module, grads: Grads, **kwargs: Any) -> None:
     """Steps dense parameters and tables once, in place.
 

@@ -130,6 +130,7 @@ def look_up(layer: Any, features: Any, weights: Any) -> tuple[Any, Residual]:
   return structure.pack(spec.features, features, activations), residual
 
 
+@jax.named_scope("lookup")
 def look_up_stack(
   layer: Any,
   stack: StackSpec,

@@ -1,8 +1,8 @@
 """Compiles a training step, and the evaluation of a batch, for TPUs without having any.
 
 The compiler is the real one, from libtpu, and needs no chip; model and optimizer are shapes, so
-that nothing is allocated and no data is read. The step is the one that training calls, of
-`loop.make_train_step`. Nothing runs, so the report (`recipes.aot_report`) has no times of a step.
+that nothing is allocated and no data is read. The step is the one that training calls, from
+`recipes.train_step`. Nothing runs, so the report (`recipes.aot_report`) has no times of a step.
 
 Each topology is compiled in a child process, because the compiler reads its environment once, may
 crash its process, and may take longer than anybody can wait. SPARSE_EMBED_AOT_HLO=<file> in the
@@ -31,7 +31,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import embed
 
-from . import aot_report, arrays, hosts, loop
+from . import aot_report, arrays, hosts, train_step
 from .errors import MissingPackageError
 
 _HLO = "SPARSE_EMBED_AOT_HLO"
@@ -52,16 +52,20 @@ class Parts:
   Attributes:
     model: built on the mesh it is given.
     optimizer: of the model.
-    loss_fn: `(model, batch) -> scalar`.
+    loss_fn: `(model, batch) -> scalar`, or a `train_step.Objective`.
     predict: the compiled `(model, batch) -> outputs` that evaluation calls.
-    batch: a pytree of `jax.ShapeDtypeStruct`, global, `[examples, ...]`.
+    batch: a dict of `jax.ShapeDtypeStruct`, global, `[examples, ...]`.
+    eval_batch: what `predict` gets, with shardings; None for a batch like the one of training.
+    options: of the step.
   """
 
   model: nnx.Module
   optimizer: embed.Optimizer
-  loss_fn: Callable[[Any, Any], jax.Array]
+  loss_fn: train_step.Objective | train_step.LossFn
   predict: Any
   batch: Any
+  eval_batch: Any = None
+  options: train_step.Options = dataclasses.field(default_factory=train_step.Options)
 
 
 def main(
@@ -153,12 +157,9 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
   mesh = topology_mesh(topology)
   part = parts(mesh)
   model, optimizer = place(part.model, mesh), place(part.optimizer, mesh)
-  over_examples = NamedSharding(mesh, PartitionSpec(hosts.AXIS))
-  batch = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_examples), part.batch
-  )
+  batch = hosts.over_examples(mesh, part.batch)
   began = time.perf_counter()
-  step = loop.make_train_step(part.loss_fn)
+  step = train_step.make_train_step(part.loss_fn, part.options, mesh)
   lowered = step.trace(model, optimizer, batch).lower(lowering_platforms=("tpu",))  # type: ignore[attr-defined]
   traced = time.perf_counter()
   report: dict[str, Any] = {
@@ -184,7 +185,8 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
   state = {"model": model, "optimizer": optimizer}
   report |= aot_report.step(compiled, lowered.as_text(), state, mesh)
   view = nnx.view(model, deterministic=True)
-  predict = part.predict.trace(view, batch).lower(lowering_platforms=("tpu",))
+  eval_batch = batch if part.eval_batch is None else part.eval_batch
+  predict = part.predict.trace(view, eval_batch).lower(lowering_platforms=("tpu",))
   report["evaluation"] = aot_report.evaluation(predict.compile(), model, mesh)
   return report | {"problems": aot_report.problems(report, state)}
 

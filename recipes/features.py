@@ -52,6 +52,7 @@ def feature_configs(
   *,
   initializer: Any = None,
   optimizer: Callable[[str], Any] | None = None,
+  dtype: Any = np.float32,
   prefix: str = "",
 ) -> dict[str, embed.FeatureConfig]:
   """Returns the configs of features by name; features of one table share its `TableConfig`.
@@ -62,6 +63,7 @@ def feature_configs(
     initializer: of the tables.
     optimizer: returns a sparse optimizer by name, for tables that have one of their own; the
       others are left to the module's default.
+    dtype: of the tables' rows.
     prefix: of the names of tables.
 
   >>> city, home = Feature("city", 10), Feature("home", 10, table="city")
@@ -86,6 +88,7 @@ def feature_configs(
         optimizer=own,
         combiner=bags[0] if bags else feature.combiner,
         name=name,
+        dtype=dtype,
       )
     configs[feature.name] = embed.FeatureConfig(tables[name])
   return configs

@@ -265,7 +265,11 @@ def narrowed(collectives: list[Collective], stablehlo: str) -> list[str]:
 
   XLA may round before an exchange what a matrix product rounds after it: the values that other
   consumers see, and the sums of an all-reduce, then lose 16 bits without a warning.
+
+  A program that computes in 16 bits itself may have all-reduces of them, which the compiler adds
+  for the gradients of dense parameters.
   """
+  used = _dtypes(stablehlo)
   asked: dict[str, set[str]] = collections.defaultdict(set)
   for opcode, dtypes in written(stablehlo):
     asked[opcode].update(dtypes)
@@ -275,7 +279,7 @@ def narrowed(collectives: list[Collective], stablehlo: str) -> list[str]:
     for c in collectives
     for dtype in {a.dtype for a in c.results if a.dtype in narrow}
     # An exchange that the compiler has added was not written; it may have any written dtype.
-    if dtype not in (asked[c.opcode] if c.opcode in asked else _dtypes(stablehlo))
+    if dtype not in asked.get(c.opcode, used) and not (c.opcode == "all-reduce" and dtype in used)
   ]
 
 

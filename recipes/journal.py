@@ -4,11 +4,30 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
+
+
+class Writer(Protocol):
+  """Takes the metrics of a run to where its user reads them, as to Weights & Biases or MLflow.
+
+  Steps rise, but for a run that goes on from a checkpoint: it writes the steps since the checkpoint
+  once more, the same numbers. What a writer raises ends the run, at its last checkpoint.
+  """
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Takes metrics by name: of training every `log_every` steps, of evaluations, of the test.
+
+    They are called as in `metrics.jsonl`: `loss`, `examples_per_second`, `valid_auc`; the test's,
+    `test_auc`, come at the last step.
+    """
+
+  def close(self) -> None:
+    """Is called once, when the run has ended, failed or been stopped."""
 
 
 class Journal:
@@ -20,15 +39,24 @@ class Journal:
       before its next checkpoint; they are removed and written again, the same.
     steps: of the whole run.
     batch_size: examples in a step.
+    writers: get the metrics too; closing them is left to whoever made them.
   """
 
-  def __init__(self, workdir: Path, *, step: int, steps: int, batch_size: int):
+  def __init__(
+    self,
+    workdir: Path,
+    *,
+    step: int,
+    steps: int,
+    batch_size: int,
+    writers: Sequence[Writer] = (),
+  ):
     self._path = workdir / "metrics.jsonl"
     truncate(self._path, step)
     self._file = self._path.open("a")
     self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
     self._bar = tqdm(total=steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
-    self._doing = ""
+    self._doing, self._writers = "", tuple(writers)
     self._step, self._steps, self._batch_size = step, steps, batch_size
     self._since, self._timed = time.perf_counter(), 0
 
@@ -85,9 +113,11 @@ class Journal:
   def _write(self, line: dict[str, Any]) -> None:
     self._file.write(json.dumps(line, allow_nan=False) + "\n")
     self._file.flush()
-    for name, value in line.items():
-      if name != "step":
-        self._board.add_scalar(name, value, line["step"])
+    metrics = {name: value for name, value in line.items() if name != "step"}
+    for name, value in metrics.items():
+      self._board.add_scalar(name, value, line["step"])
+    for writer in self._writers:
+      writer.write(line["step"], metrics)
 
   def _say(self, text: str, keep: bool = False) -> None:
     if self._bar.disable:

@@ -1,5 +1,6 @@
-"""Layers, and the initializer of tables, that the recipes' models share."""
+"""Layers, the initializer of tables, and dtypes, which the recipes' models share."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,11 @@ from flax import nnx
 
 import embed
 
+from . import settings
+from .errors import UserError
+
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
 
 def table_initializer(config) -> Any:
   """Returns the initializer of tables: normal, with the deviation `config.table.init_scale`.
@@ -19,19 +25,37 @@ def table_initializer(config) -> Any:
   return embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
 
 
+def dtype(config, setting: str) -> Any:
+  """Returns the dtype that a setting names: `dtype`, of computation, or `table_dtype`, of rows.
+
+  Raises:
+    UserError: it is another than float32 and bfloat16.
+  """
+  name = settings.value(config, setting)
+  if name not in _DTYPES:
+    raise UserError(f"{setting} is {name!r}: choose {' or '.join(_DTYPES)}")
+  return _DTYPES[name]
+
+
 class MLP(nnx.Module):
   """Linear layers, each followed by ReLU and dropout; `[..., in_features]` to `[..., sizes[-1]]`.
 
-  No size at all makes it the identity.
+  No size at all makes it the identity. It computes in `dtype`; parameters are float32.
   """
 
   def __init__(
-    self, in_features: int, sizes: Sequence[int], *, dropout: float = 0.0, rngs: nnx.Rngs
+    self,
+    in_features: int,
+    sizes: Sequence[int],
+    *,
+    dropout: float = 0.0,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
   ):
     widths = [in_features, *sizes]
     initializer = nnx.initializers.he_normal()
     self.layers = nnx.List(
-      nnx.Linear(before, after, kernel_init=initializer, rngs=rngs)
+      nnx.Linear(before, after, kernel_init=initializer, dtype=dtype, rngs=rngs)
       for before, after in itertools.pairwise(widths)
     )
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
@@ -52,15 +76,23 @@ class Cross(nnx.Module):
     features: the width, of input and output: `[..., features]`.
     num_layers: how often to cross; the output holds products of up to `num_layers + 1` inputs.
     rank: None for full matrices W; a number for `W = U V` with that many columns in U.
+    dtype: of the computation.
   """
 
-  def __init__(self, features: int, num_layers: int, *, rank: int | None = None, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    features: int,
+    num_layers: int,
+    *,
+    rank: int | None = None,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
     self.down = nnx.List(
-      [nnx.Linear(features, rank, use_bias=False, rngs=rngs) for _ in range(num_layers)]
-      if rank
-      else []
+      [linear(features, rank, use_bias=False) for _ in range(num_layers)] if rank else []
     )
-    self.up = nnx.List(nnx.Linear(rank or features, features, rngs=rngs) for _ in range(num_layers))
+    self.up = nnx.List(linear(rank or features, features) for _ in range(num_layers))
 
   def __call__(self, x0: jax.Array) -> jax.Array:
     x = x0

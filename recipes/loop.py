@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,12 @@ from . import (
   results,
   runs,
   settings,
+  train_step,
   warm_start,
 )
 from .checkpoints import Progress
 from .errors import DivergedError, MissingFileError, Preempted, UserError
-from .journal import Journal, Silence
+from .journal import Journal, Silence, Writer
 
 Baseline = Mapping[str, float] | Callable[[], Mapping[str, float]]  # its metrics, or what fits it
 _MAX_ATTEMPTS = 2  # at a baseline during which the whole run ended
@@ -51,7 +52,7 @@ class Training:
   Attributes:
     model: trained in place.
     optimizer: of the model's dense parameters and tables.
-    loss_fn: `(model, batch) -> scalar`.
+    loss_fn: `(model, batch) -> scalar`, or a `train_step.Objective`, which says more about it.
     batches: a Grain `IterDataset` of at least `config.steps` batches, each this process's part.
     evaluate: `(model, split) -> {metric: value}`, for the splits `valid` and `test`; the same in
       every process.
@@ -62,11 +63,12 @@ class Training:
     metrics: names of the metrics that `evaluate` returns for `valid`; None if they are not known.
     config: the settings with those that the data have decided; None if they decide nothing.
     serve: a folder of what serving needs besides the model, which is copied into the workdir.
+    writers: get the metrics of the run as well, in the main process; see `journal.Writer`.
   """
 
   model: nnx.Module
   optimizer: embed.Optimizer
-  loss_fn: Callable[[Any, Any], jax.Array]
+  loss_fn: train_step.Objective | train_step.LossFn
   batches: Any
   evaluate: Callable[[Any, str], dict[str, float]]
   baselines: Callable[[], Mapping[str, Baseline]]
@@ -74,6 +76,7 @@ class Training:
   metrics: Sequence[str] | None = None
   config: Any = None
   serve: Path | None = None
+  writers: Sequence[Writer] = ()
 
   @property
   def state(self) -> dict[str, Any]:
@@ -86,6 +89,7 @@ def run(
   config,
   workdir: str,
   prepare: Callable[[Any, jax.sharding.Mesh | None], Training],
+  writers: Sequence[Writer] = (),
 ) -> dict[str, Any]:
   """Trains as configured, or reports the run that the workdir holds; returns its result.json.
 
@@ -96,6 +100,7 @@ def run(
     config: as for `train`.
     workdir: the run's folder.
     prepare: `(config, mesh) -> Training`; called only if there is work to do.
+    writers: get the metrics of the run as well; see `journal.Writer`. They are closed at the end.
 
   Returns:
     The content of result.json, or with `config.days` `{"days": ...}` as `days.run` returns them.
@@ -103,13 +108,29 @@ def run(
   Raises:
     UserError: as `runs.finished` and `train`.
   """
+  with contextlib.ExitStack() as stack:
+    for writer in writers:
+      stack.callback(writer.close)
+    hosts.start()
+    if config.get("days"):
+      again = functools.partial(_run, recipe, prepare=prepare, writers=writers)
+      return {"days": days.run(recipe, config, workdir, again)}
+    return _run(recipe, config, workdir, prepare, writers)
+
+
+def _run(
+  recipe: str,
+  config,
+  workdir: str,
+  prepare: Callable[[Any, jax.sharding.Mesh | None], Training],
+  writers: Sequence[Writer],
+) -> dict[str, Any]:
   mesh = hosts.start()
-  if config.get("days"):
-    again = functools.partial(run, recipe, prepare=prepare)
-    return {"days": days.run(recipe, config, workdir, again)}
   result = runs.finished(config, workdir)
   if result is None:
-    result = train(config, workdir, prepare(config, mesh), recipe=recipe, mesh=mesh)
+    train_step.check(config, mesh)
+    training = dataclasses.replace(prepare(config, mesh), writers=writers)
+    result = train(config, workdir, training, recipe=recipe, mesh=mesh)
   if hosts.is_main():
     print(results.report(result))
   return result
@@ -215,14 +236,21 @@ def _train(
       # The other run may go on, or be removed: from here on this run does not need it.
       checkpoints.save(manager, progress, training.state)
     hosts.from_main(lambda: runs.set_aside(workdir))
-    with _journal(config, workdir, progress.step) as journal:
-      _take_steps(config, progress, training, iterator, journal, manager)
+    steps = train_step.of_run(
+      config, training.loss_fn, iterator, mesh=mesh, workdir=workdir, taken=progress.step
+    )
+    with _journal(config, workdir, progress.step, training.writers) as journal, steps:
+      _take_steps(config, progress, training, steps, iterator, journal, manager)
     tested_step = progress.best_step if config.select else progress.step
     hosts.say(f"testing the state of step {tested_step}")
     if tested_step != progress.step:
       checkpoints.restore(manager, tested_step, training.state)
     evaluate = lambda split: _named(split, training.evaluate(training.model, split))
-    return tested_step, evaluate("valid") | evaluate("test")
+    metrics = evaluate("valid") | evaluate("test")
+    tested = {name: value for name, value in metrics.items() if name.startswith("test_")}
+    for writer in training.writers if hosts.is_main() and tested else ():
+      writer.write(progress.step, tested)
+    return tested_step, metrics
 
 
 def _keep(training: Training, target: Path) -> None:
@@ -282,66 +310,19 @@ def _with_baselines(
   return result
 
 
-def _journal(config, workdir: Path, step: int) -> Journal | Silence:
+def _journal(config, workdir: Path, step: int, writers: Sequence[Writer]) -> Journal | Silence:
   if not hosts.is_main():
     return Silence()
-  return Journal(workdir, step=step, steps=config.steps, batch_size=config.batch_size)
-
-
-def make_train_step(loss_fn: Callable[[Any, Any], jax.Array]) -> Callable[..., jax.Array]:
-  """Returns the compiled `(model, optimizer, batch) -> loss`, which trains both in place."""
-
-  # Donation lets the tables be updated in their own memory; without it a step copies every table.
-  @nnx.jit(donate_argnames=("model", "optimizer"))
-  def train_step(model, optimizer, batch):
-    loss, grads = embed.value_and_grad(loss_fn)(model, batch)
-    optimizer.update(model, grads)
-    return loss
-
-  return train_step
-
-
-def make_pipelined_step(loss_fn: Callable[[Any, Any], jax.Array]) -> Callable[..., Any]:
-  """Returns the compiled `(model, optimizer, ahead, batch, next_batch) -> (loss, ahead)`.
-
-  It trains on `batch`, whose lookups are `ahead` (None: not made yet), and looks up `next_batch`
-  (None: there is none) without this step's update; see `embed.look_ahead`.
-  """
-
-  @nnx.jit(donate_argnames=("model", "optimizer"))
-  def train_step(model, optimizer, ahead, batch, next_batch):
-    loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(model, batch)
-    ahead = None if next_batch is None else embed.look_ahead(loss_fn)(model, next_batch)
-    optimizer.update(model, grads)
-    return loss, ahead
-
-  return train_step
-
-
-class _Steps:
-  """Takes one step after another, pipelined or not."""
-
-  def __init__(self, loss_fn: Callable, batches: Iterator[Any], pipelined: bool):
-    make = make_pipelined_step if pipelined else make_train_step
-    self._step, self._batches, self._pipelined = make(loss_fn), batches, pipelined
-    self._pending: Any = None  # the batch that was looked up ahead
-    self._ahead: embed.Ahead | None = None
-
-  def take(self, state: Mapping[str, Any], pause: bool) -> jax.Array:
-    """Trains on the next batch; returns its loss. At a pause nothing is left pending."""
-    args = state["model"], state["optimizer"]
-    if not self._pipelined:
-      return self._step(*args, next(self._batches))
-    batch = next(self._batches) if self._ahead is None else self._pending
-    self._pending = None if pause else next(self._batches)
-    loss, self._ahead = self._step(*args, self._ahead, batch, self._pending)
-    return loss
+  return Journal(
+    workdir, step=step, steps=config.steps, batch_size=config.batch_size, writers=writers
+  )
 
 
 def _take_steps(
   config,
   progress: Progress,
   training: Training,
+  steps: train_step.Steps,
   iterator: Any,
   journal: Journal | Silence,
   manager: checkpoints.Manager,
@@ -351,7 +332,6 @@ def _take_steps(
   Raises:
     Preempted: SIGTERM has come, and the state is saved.
   """
-  steps = _Steps(training.loss_fn, iterator, config.get("pipelined", False))
   every = lambda period, step: bool(period) and step % period == 0
   saved_at = time.perf_counter()
   began = saved_at - progress.seconds

@@ -15,6 +15,21 @@ RUN: dict[str, Any] = {
   "init_from": "",
   "init_parts": "all",  # or "tables"
   "init_rename": "",  # tables of another name there, "new=old,new=old"
+  # Scale all gradients, of tables and dense parameters together, down to that norm; 0 does not.
+  "clip_norm": 0.0,
+  # Cut each batch into that many equal parts, whose gradients are added up before one update: the
+  # memory of one part, and the step of the whole batch.
+  "accumulate": 1,
+  # The first and the last step to trace, as (10, 15), into <workdir>/profile; () traces none.
+  "profile_steps": (),
+  # Of the computation between tables and loss: "float32" or "bfloat16". Parameters, slots and
+  # losses are float32 in any case.
+  "dtype": "float32",
+  # Of the rows of tables: "float32" or "bfloat16", whose updates are rounded at random.
+  "table_dtype": "float32",
+  # The memory of a device for tables, slots and exchange. With it, `embed.plan` chooses a strategy
+  # for each table in place of `table.sharding`, and the plan is printed; 0 plans nothing.
+  "hbm_bytes": 0,
 }
 
 # What may differ when a run goes on: nothing that decides the numbers of steps already taken.
@@ -30,6 +45,7 @@ MAY_CHANGE = (
   "eval_batch_size",
   "num_workers",
   "cache_dir",
+  "profile_steps",
 )
 # A run that has ended goes on if one of these has changed.
 LENGTH = ("steps", "epochs", "patience")

@@ -162,6 +162,7 @@ def _look_up_routed(table, bags, shards, combine, way: tuple[StackSpec, Route]):
   return acts, dataclasses.replace(route, requested_rows=requested)
 
 
+@jax.named_scope("exchange")
 def _scatter(act: jax.Array, placement: Placement) -> jax.Array:
   """Adds up the shards' sums `[shards * batch, columns of D]`, to each its own part."""
   return lax.psum_scatter(act, placement.rows, tiled=True) if placement.rows else act
@@ -176,6 +177,7 @@ def _swap_columns(act: jax.Array, placement: Placement) -> jax.Array:
   return jnp.moveaxis(act, 0, 1).reshape(act.shape[1], -1)
 
 
+@jax.named_scope("exchange")
 def _add_up(act: jax.Array, stack: StackSpec) -> jax.Array:
   """The shards' sums of ragged bags of the whole batch, to this device's part of it."""
   placement = stack.placement
@@ -268,7 +270,8 @@ def _summed_over_replicas(others: Any, local: list[GradRows], stack: StackSpec) 
   """The gradients of a small table, row by row, added up over the replicas."""
   size, axes = stack.layout.rows, stack.placement.replica_axes
   sums, touched = _dense([_own_part(g, bags, table, stack) for g, bags, table in others], size)
-  sums, touched = lax.psum(sums, axes), lax.pmax(touched, axes)
+  with jax.named_scope("exchange"):
+    sums, touched = lax.psum(sums, axes), lax.pmax(touched, axes)
   if local:
     more, touched_too = _dense(local, size)
     sums, touched = sums + more, jnp.maximum(touched, touched_too)

@@ -407,11 +407,13 @@ class Placement:
 
   def gather(self, x: jax.Array, axes: Names) -> jax.Array:
     """`[n, ...]` of every device along some axes, one after another."""
-    return jax.lax.all_gather(x, axes, tiled=True) if axes else x
+    with jax.named_scope("exchange"):
+      return jax.lax.all_gather(x, axes, tiled=True) if axes else x
 
   def swap(self, x: jax.Array, axes: Names) -> jax.Array:
     """`[n, ...]`, an entry for each device, to the entries that the devices had for this one."""
-    return jax.lax.all_to_all(x, axes, 0, 0) if axes else x
+    with jax.named_scope("exchange"):
+      return jax.lax.all_to_all(x, axes, 0, 0) if axes else x
 
 
 LOCAL = Placement(None)

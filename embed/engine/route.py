@@ -100,6 +100,7 @@ class Route:
     return [p.reshape(s.shape) for p, s in zip(split, shards, strict=True)]
 
 
+@jax.named_scope("exchange")
 def find(
   rows: Sequence[tuple[jax.Array, jax.Array]], layout: Layout, capacity: int, placement: Placement
 ) -> Route:

@@ -169,6 +169,7 @@ def read(stack: StackSpec, stored: jax.Array, table: str, compact: bool = False)
   return stack.placement.run(f, (stack.specs[stored.ndim],), chosen.spec)(stored)
 
 
+@jax.named_scope("lookup")
 def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
   """A table on every device, for scores against all of its rows."""
   return stack.placement.put(read(stack, stored, table), P())

@@ -3,7 +3,9 @@
 B is the batch, F the number of categorical features, K of dense ones, D the width of the tables.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,7 @@ class DLRM(nnx.Module):
   Without dense features there is no bottom MLP and the pairs are of the tables alone.
 
   Args:
-    features: single ids and bags; tables that are not of width `dim` are projected to it.
-    table_optimizer: trains the tables.
+    tables: of single ids and bags; those that are not of width `dim` are projected to it.
     num_dense: K.
     dim: D.
     bottom: widths of the bottom MLP before its last layer, which has width D.
@@ -32,13 +33,12 @@ class DLRM(nnx.Module):
     concat_tables: the top MLP also sees what the tables return, not only the dot products and the
       bottom MLP's output (False is as published). Without dense features it has little else.
     dropout: rate, after the top MLP's layers.
-    mesh, sharding: where the tables live, as for `embed.SparseEmbed`; no mesh is one device.
+    dtype: of the computation; logits are float32.
   """
 
   def __init__(
     self,
-    features: Mapping[str, embed.FeatureConfig],
-    table_optimizer,
+    tables: embed.SparseEmbed,
     num_dense: int,
     dim: int,
     *,
@@ -46,18 +46,16 @@ class DLRM(nnx.Module):
     top: Sequence[int],
     concat_tables: bool,
     dropout: float,
+    dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
-    mesh: jax.sharding.Mesh | None = None,
-    sharding: str = "mod",
   ):
-    self.embed = embed.SparseEmbed(
-      features, optimizer=table_optimizer, rngs=rngs, mesh=mesh, sharding=sharding
-    )
-    self.bottom = layers.MLP(num_dense, [*bottom, dim], rngs=rngs) if num_dense else None
+    self.embed, self.dtype, features = tables, dtype, tables.spec.features
+    mlp = functools.partial(layers.MLP, dtype=dtype, rngs=rngs)
+    self.bottom = mlp(num_dense, [*bottom, dim]) if num_dense else None
     self.names, self.concat_tables = tuple(features), concat_tables
     self.projections = nnx.Dict(
       {
-        name: nnx.Linear(feature.table.dim, dim, use_bias=False, rngs=rngs)
+        name: nnx.Linear(feature.table.dim, dim, use_bias=False, dtype=dtype, rngs=rngs)
         for name, feature in features.items()
         if feature.table.dim != dim
       }
@@ -65,12 +63,12 @@ class DLRM(nnx.Module):
     vectors = len(features) + (num_dense > 0)
     seen = vectors if concat_tables else int(num_dense > 0)
     width = seen * dim + vectors * (vectors - 1) // 2
-    self.top = layers.MLP(width, top, dropout=dropout, rngs=rngs)
+    self.top = mlp(width, top, dropout=dropout)
     self.head = nnx.Linear(self.top.out_features, 1, rngs=rngs)
 
   def __call__(self, batch: Batch) -> jax.Array:
     """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
-    activations = self.embed(batch["features"])
+    activations = jax.tree.map(lambda x: x.astype(self.dtype), self.embed(batch["features"]))
     tables = [
       self.projections[name](activations[name]) if name in self.projections else activations[name]
       for name in self.names
@@ -78,14 +76,14 @@ class DLRM(nnx.Module):
     dense = [self.bottom(batch["dense"])] if self.bottom is not None else []
     pairs = layers.dot_interaction(jnp.stack([*tables, *dense], axis=1))
     seen = [*tables, *dense] if self.concat_tables else dense
-    return self.head(self.top(jnp.concatenate([*seen, pairs], axis=1)))[:, 0]
+    return self.head(self.top(jnp.concatenate([*seen, pairs], axis=1)))[:, 0]  # promoted
 
 
 class DCNV2(nnx.Module):
   """Wang et al. 2021: a cross network and a deep network, side by side or one after the other.
 
   Args:
-    features, table_optimizer, num_dense, mesh, sharding: as for `DLRM`; tables are of any width.
+    tables, num_dense, dtype: as for `DLRM`; tables are of any width.
     cross_layers: number of cross layers.
     rank: of the cross layers' matrices; 0 for full matrices.
     deep: widths of the deep network.
@@ -98,8 +96,7 @@ class DCNV2(nnx.Module):
 
   def __init__(
     self,
-    features: Mapping[str, embed.FeatureConfig],
-    table_optimizer,
+    tables: embed.SparseEmbed,
     num_dense: int,
     *,
     cross_layers: int,
@@ -108,21 +105,19 @@ class DCNV2(nnx.Module):
     structure: str,
     dropout: float,
     bottom: Sequence[int] = (),
+    dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
-    mesh: jax.sharding.Mesh | None = None,
-    sharding: str = "mod",
   ):
     if structure not in ("parallel", "stacked"):
       raise UserError(f"unknown structure {structure!r}: choose parallel or stacked")
-    self.embed = embed.SparseEmbed(
-      features, optimizer=table_optimizer, rngs=rngs, mesh=mesh, sharding=sharding
-    )
-    self.bottom = layers.MLP(num_dense, bottom, rngs=rngs) if bottom else None
+    self.embed, self.dtype, features = tables, dtype, tables.spec.features
+    of_dtype = {"dtype": dtype, "rngs": rngs}
+    self.bottom = layers.MLP(num_dense, bottom, **of_dtype) if bottom else None
     self.names = tuple(features)
-    tables = sum(feature.table.dim for feature in features.values())
-    width = tables + (bottom[-1] if bottom else num_dense)
-    self.cross = layers.Cross(width, cross_layers, rank=rank or None, rngs=rngs)
-    self.deep = layers.MLP(width, deep, dropout=dropout, rngs=rngs)
+    width = sum(feature.table.dim for feature in features.values())
+    width += bottom[-1] if bottom else num_dense
+    self.cross = layers.Cross(width, cross_layers, rank=rank or None, **of_dtype)
+    self.deep = layers.MLP(width, deep, dropout=dropout, **of_dtype)
     self.structure = structure
     both = self.deep.out_features + (width if structure == "parallel" else 0)
     self.head = nnx.Linear(both, 1, rngs=rngs)
@@ -131,7 +126,8 @@ class DCNV2(nnx.Module):
     """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
     activations = self.embed(batch["features"])
     dense = batch["dense"] if self.bottom is None else self.bottom(batch["dense"])
-    x = jnp.concatenate([*(activations[name] for name in self.names), dense], axis=1)
+    parts = [*(activations[name] for name in self.names), dense]
+    x = jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1)
     crossed = self.cross(x)
     if self.structure == "stacked":
       return self.head(self.deep(crossed))[:, 0]

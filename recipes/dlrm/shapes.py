@@ -5,7 +5,7 @@ from flax import nnx
 
 import embed
 
-from .. import aot, hosts
+from .. import aot, hosts, train_step
 from ..errors import from_settings
 from . import data as data_lib
 from . import train
@@ -14,9 +14,11 @@ from . import train
 def parts(config, mesh: jax.sharding.Mesh) -> aot.Parts:
   """Returns what `train.run` would train under `config` on the mesh."""
   hosts.check_batch_sizes(mesh, batch_size=config.batch_size)
+  train_step.check(config, mesh)
   data = data_lib.describe(config)
-  with from_settings():
-    model = nnx.eval_shape(lambda: train.build_model(config, data, mesh))
-    optimizer = nnx.eval_shape(lambda m: embed.Optimizer(m, train.dense_optimizer(config)), model)
   batch = data_lib.batch_shapes(data, config.batch_size)
-  return aot.Parts(model, optimizer, train.loss_fn, train.predict, batch)
+  with from_settings():
+    model = nnx.eval_shape(lambda: train.build_model(config, data, mesh, lambda: batch["features"]))
+    optimizer = nnx.eval_shape(lambda m: embed.Optimizer(m, train.dense_optimizer(config)), model)
+  options = train_step.options(config)
+  return aot.Parts(model, optimizer, train.OBJECTIVE, train.predict, batch, options=options)

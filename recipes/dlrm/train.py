@@ -1,6 +1,7 @@
 """Trains a click model: what to train, on what, and how it is measured."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 import embed
 
 from .. import features as features_lib
-from .. import hosts, layers, loop, optimizers
+from .. import hosts, layers, loop, optimizers, placement, train_step
 from ..errors import UserError, from_settings
 from ..metrics import BinnedClickMetrics
 from ..tables.settings import steps_of_data
@@ -19,9 +20,9 @@ from . import data as data_lib
 from . import model as model_lib
 
 
-def run(config, workdir: str) -> dict[str, Any]:
+def run(config, workdir: str, writers: Sequence[loop.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
-  return loop.run("dlrm", config, workdir, prepare)
+  return loop.run("dlrm", config, workdir, prepare, writers)
 
 
 def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
@@ -30,20 +31,21 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
   Raises:
     UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  devices = 1 if mesh is None else mesh.size
+  units = train_step.units(config, mesh)
   hosts.check_batch_sizes(
-    mesh, batch_size=config.batch_size or devices, eval_batch_size=config.eval_batch_size
+    mesh, batch_size=config.batch_size or units, eval_batch_size=config.eval_batch_size
   )
   data = data_lib.load(config)
   start, stop = data.splits["train"]
-  config = steps_of_data(config, stop - start, devices)
+  config = steps_of_data(config, stop - start, units)
   with from_settings():
-    model = build_model(config, data, mesh)
+    inputs = lambda: data_lib.batch_shapes(data, config.batch_size)["features"]
+    model = build_model(config, data, mesh, inputs)
     optimizer = embed.Optimizer(model, dense_optimizer(config))
   return loop.Training(
     model=model,
     optimizer=optimizer,
-    loss_fn=loss_fn,
+    loss_fn=OBJECTIVE,
     batches=data_lib.train_batches(data, config),
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
@@ -55,11 +57,14 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
 
 
 def build_model(
-  config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None
+  config,
+  data: data_lib.ClickData,
+  mesh: jax.sharding.Mesh | None = None,
+  inputs: Callable[[], Any] | None = None,
 ) -> nnx.Module:
   """Returns the model that `config.model` names, its tables with the configured optimizer.
 
-  Under a mesh the tables are split over it as `config.table.sharding` says.
+  `inputs` returns the shapes of a batch's features, for a plan; see `placement.make_tables`.
   """
   initializer = layers.table_initializer(config)
   features = features_lib.feature_configs(
@@ -67,15 +72,17 @@ def build_model(
     config.dim,
     initializer=initializer,
     optimizer=lambda name: optimizers.table_optimizer(config, name),
+    dtype=layers.dtype(config, "table_dtype"),
   )
+  rngs, optimizer = nnx.Rngs(config.seed), optimizers.table_optimizer(config)
   common: Any = {
-    "features": features,
-    "table_optimizer": optimizers.table_optimizer(config),
+    "tables": placement.make_tables(
+      config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs
+    ),
     "num_dense": data.num_dense,
     "dropout": config.dropout,
-    "rngs": nnx.Rngs(config.seed),
-    "mesh": mesh,
-    "sharding": config.table.sharding,
+    "dtype": layers.dtype(config, "dtype"),
+    "rngs": rngs,
   }
   if config.model == "dlrm":
     return model_lib.DLRM(**common, dim=config.dim, **config.dlrm)
@@ -106,6 +113,16 @@ def loss_fn(model, batch) -> jax.Array:
     return losses.mean()
   # A batch without any weight has no loss, and no gradient.
   return jnp.sum(losses * batch["weight"]) / jnp.maximum(jnp.sum(batch["weight"]), 1e-30)
+
+
+def weight(batch) -> jax.Array:
+  """Returns the weight of a batch in the mean over several: of its rows in all, float32."""
+  if "weight" in batch:
+    return jnp.sum(batch["weight"], dtype=jnp.float32)
+  return jnp.float32(batch["label"].shape[0])
+
+
+OBJECTIVE = train_step.Objective(loss_fn, weight)
 
 
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables

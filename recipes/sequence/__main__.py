@@ -1,8 +1,8 @@
 """Command line of the recipe; `--helpfull` lists the flags."""
 
-from .. import main
+from .. import aot_flags
 
-_program = main.program("sequence")
+_program = aot_flags.program("sequence")
 
 if __name__ == "__main__":
   _program()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 import scipy.sparse
 
@@ -179,19 +180,29 @@ def train_batches(data: SequenceData, config) -> grain.IterDataset:
 
   They hold the packed columns, and what `batches.draws` adds for the model and the loss.
   """
+  source = _drawn(data, config, hosts.shard())
+  return pipeline.batches(source, dict, num_workers=config.num_workers)
+
+
+def batch_shapes(data: SequenceData, config) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns a global training batch as `jax.ShapeDtypeStruct`s."""
+  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return jax.tree.map(shape, _drawn(data, config, (0, 1))[0])
+
+
+def _drawn(data: SequenceData, config, shard: tuple[int, int]) -> batches.DrawnBatches:
   rows = pipeline.ShuffledBatches(
     data.packed,
     (0, len(data.packed["items"])),
     batch_size=config.batch_size,
     seed=config.seed,
     num_batches=config.steps,
-    shard=hosts.shard(),
+    shard=shard,
   )
   draws = batches.draws(config, data.num_items, train_counts(data))
-  source = batches.DrawnBatches(
-    rows, draws, batch_size=config.batch_size, seed=config.seed, shard=hosts.shard()
+  return batches.DrawnBatches(
+    rows, draws, batch_size=config.batch_size, seed=config.seed, shard=shard
   )
-  return pipeline.batches(source, dict, num_workers=config.num_workers)
 
 
 def histories(data: SequenceData, split: str, config) -> batches.Histories:

@@ -5,6 +5,7 @@ sequences side by side (see `recipes.sequence.packing`): `segments` int `[B, L]`
 where, -1 being padding. No output depends on another segment or on padding.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -34,27 +35,40 @@ def visible(segments: jax.Array, *, causal: bool) -> jax.Array:
 
 
 class Attention(nnx.Module):
-  """Softmax attention with H heads: `[B, L, D]` to `[B, L, D]`."""
+  """Softmax attention with H heads: `[B, L, D]` to `[B, L, D]`; the softmax is in float32."""
 
-  def __init__(self, dim: int, heads: int, *, dropout: float, rngs: nnx.Rngs):
+  def __init__(
+    self, dim: int, heads: int, *, dropout: float, dtype: Any = jnp.float32, rngs: nnx.Rngs
+  ):
     self.heads = heads
-    self.qkv = _linear(dim, 3 * dim, rngs)
-    self.out = _linear(dim, dim, rngs)
+    self.qkv = _linear(dim, 3 * dim, dtype, rngs)
+    self.out = _linear(dim, dim, dtype, rngs)
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     query, key, value = split_heads(self.qkv(x), 3, self.heads)
     scores = jnp.einsum("blhd,bmhd->bhlm", query, key) / math.sqrt(query.shape[-1])
+    scores = scores.astype(jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, _NEVER), axis=-1)
-    mixed = jnp.einsum("bhlm,bmhd->blhd", self.dropout(weights), value)
+    weights = self.dropout(weights).astype(value.dtype)
+    mixed = jnp.einsum("bhlm,bmhd->blhd", weights, value)
     return self.out(mixed.reshape(x.shape))
 
 
 class FeedForward(nnx.Module):
   """Two linear layers on every position, with dropout after each."""
 
-  def __init__(self, dim: int, inner: int, activation, *, dropout: float, rngs: nnx.Rngs):
-    self.inner, self.out = _linear(dim, inner, rngs), _linear(inner, dim, rngs)
+  def __init__(
+    self,
+    dim: int,
+    inner: int,
+    activation,
+    *,
+    dropout: float,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.inner, self.out = _linear(dim, inner, dtype, rngs), _linear(inner, dim, dtype, rngs)
     self.activation = activation
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
@@ -67,11 +81,20 @@ class SASRecBlock(nnx.Module):
 
   causal, normed = True, True  # the encoder ends with a norm
 
-  def __init__(self, dim: int, heads: int, length: int, *, dropout: float, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    dim: int,
+    heads: int,
+    length: int,
+    *,
+    dropout: float,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
     del length
-    self.attention = Attention(dim, heads, dropout=dropout, rngs=rngs)
-    self.forward = FeedForward(dim, dim, nnx.relu, dropout=dropout, rngs=rngs)
-    self.norms = nnx.List([nnx.LayerNorm(dim, rngs=rngs) for _ in range(2)])
+    self.attention = Attention(dim, heads, dropout=dropout, dtype=dtype, rngs=rngs)
+    self.forward = FeedForward(dim, dim, nnx.relu, dropout=dropout, dtype=dtype, rngs=rngs)
+    self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -87,11 +110,20 @@ class BERT4RecBlock(nnx.Module):
 
   causal, normed = False, False
 
-  def __init__(self, dim: int, heads: int, length: int, *, dropout: float, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    dim: int,
+    heads: int,
+    length: int,
+    *,
+    dropout: float,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
     del length
-    self.attention = Attention(dim, heads, dropout=dropout, rngs=rngs)
-    self.forward = FeedForward(dim, 4 * dim, nnx.gelu, dropout=dropout, rngs=rngs)
-    self.norms = nnx.List([nnx.LayerNorm(dim, rngs=rngs) for _ in range(2)])
+    self.attention = Attention(dim, heads, dropout=dropout, dtype=dtype, rngs=rngs)
+    self.forward = FeedForward(dim, 4 * dim, nnx.gelu, dropout=dropout, dtype=dtype, rngs=rngs)
+    self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -111,19 +143,29 @@ class HSTUBlock(nnx.Module):
 
   causal, normed = True, True
 
-  def __init__(self, dim: int, heads: int, length: int, *, dropout: float, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    dim: int,
+    heads: int,
+    length: int,
+    *,
+    dropout: float,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
     self.heads, self.length = heads, length
-    self.uvqk = _linear(dim, 4 * dim, rngs)
-    self.out = _linear(dim, dim, rngs)
+    self.uvqk = _linear(dim, 4 * dim, dtype, rngs)
+    self.out = _linear(dim, dim, dtype, rngs)
     self.bias = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length,)))
-    self.norms = nnx.List([nnx.LayerNorm(dim, rngs=rngs) for _ in range(2)])
+    self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     gate, value, query, key = split_heads(nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads)
     places = jnp.arange(x.shape[1])
     distance = jnp.maximum(places[:, None] - places, 0)  # the mask hides later columns
-    scores = jnp.einsum("blhd,bmhd->bhlm", query, key) + self.bias[...][distance]
+    scores = jnp.einsum("blhd,bmhd->bhlm", query, key)
+    scores += self.bias[...].astype(scores.dtype)[distance]
     weights = jnp.where(mask[:, None], nnx.silu(scores), 0) / self.length
     mixed = jnp.einsum("bhlm,bmhd->blhd", weights, value).reshape(x.shape)
     return x + self.out(self.dropout(self.norms[1](mixed) * gate.reshape(x.shape)))
@@ -133,7 +175,7 @@ BLOCKS: dict[str, Any] = {"sasrec": SASRecBlock, "bert4rec": BERT4RecBlock, "hst
 
 
 class Encoder(nnx.Module):
-  """A stack of blocks of one kind: `[B, L, D]` and segments `[B, L]` to `[B, L, D]`."""
+  """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`."""
 
   def __init__(
     self,
@@ -144,15 +186,15 @@ class Encoder(nnx.Module):
     heads: int,
     max_length: int,
     dropout: float,
+    dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
     if dim % heads:
       raise UserError(f"the width {dim} must be a multiple of the {heads} heads")
     self.causal = block.causal
-    self.blocks = nnx.List(
-      [block(dim, heads, max_length, dropout=dropout, rngs=rngs) for _ in range(blocks)]
-    )
-    self.norm = nnx.LayerNorm(dim, rngs=rngs) if block.normed else None
+    make = functools.partial(block, dim, heads, max_length, dropout=dropout, dtype=dtype, rngs=rngs)
+    self.blocks = nnx.List([make() for _ in range(blocks)])
+    self.norm = nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) if block.normed else None
 
   def __call__(self, x: jax.Array, segments: jax.Array) -> jax.Array:
     mask = visible(segments, causal=self.causal)
@@ -165,36 +207,33 @@ class SequenceModel(nnx.Module):
   """An encoder over the rows of the item table, scored against the rows of the same table.
 
   Args:
-    table: the items'.
+    tables: of the items, `ITEM`.
     encoder: between lookup and scores.
     max_length: L of the longest row, the number of learned positions.
     dropout: rate, on the encoder's input.
-    mesh, sharding: where the table lives, as for `embed.SparseEmbed`; no mesh is one device.
+    dtype: of the computation; outputs and scores are float32.
   """
 
   def __init__(
     self,
-    table: embed.TableConfig,
+    tables: embed.SparseEmbed,
     encoder: Encoder,
     *,
     max_length: int,
     dropout: float,
+    dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
-    mesh: jax.sharding.Mesh | None = None,
-    sharding: str = "mod",
   ):
-    self.embed = embed.SparseEmbed(
-      {ITEM: embed.FeatureConfig(table)}, rngs=rngs, mesh=mesh, sharding=sharding
-    )
-    self.encoder = encoder
+    self.embed, self.encoder, self.dtype = tables, encoder, dtype
+    dim = tables.spec.tables[ITEM].dim
     draw = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
-    self.positions = draw((max_length, table.dim))
-    self.hidden = draw((table.dim,)) if not encoder.causal else None  # in place of a hidden item
+    self.positions = draw((max_length, dim))
+    self.hidden = draw((dim,)) if not encoder.causal else None  # in place of a hidden item
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
     # A hidden item can ask for its neighbours by position only, which a scaled item would drown:
     # the paper adds both as they are, and the authors' code, which is BERT's, normalises the sum.
-    self.scale = math.sqrt(table.dim) if encoder.causal else 1.0
-    self.norm = None if encoder.causal else nnx.LayerNorm(table.dim, rngs=rngs)
+    self.scale = math.sqrt(dim) if encoder.causal else 1.0
+    self.norm = None if encoder.causal else nnx.LayerNorm(dim, dtype=dtype, rngs=rngs)
 
   def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the encoder's outputs `[B, L, D]` of `items`, `segments` and `positions` `[B, L]`.
@@ -208,7 +247,7 @@ class SequenceModel(nnx.Module):
     x = x * self.scale + self.positions[...][batch["positions"]]
     if self.norm is not None:
       x = self.norm(x)
-    return self.encoder(self.dropout(x), segments)
+    return self.encoder(self.dropout(x.astype(self.dtype)), segments).astype(jnp.float32)
 
   def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
@@ -233,5 +272,6 @@ def split_heads(x: jax.Array, parts: int, heads: int) -> list[jax.Array]:
   return [part.reshape(*part.shape[:-1], heads, -1) for part in jnp.split(x, parts, axis=-1)]
 
 
-def _linear(size: int, out: int, rngs: nnx.Rngs) -> nnx.Linear:
-  return nnx.Linear(size, out, kernel_init=nnx.initializers.xavier_uniform(), rngs=rngs)
+def _linear(size: int, out: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
+  initializer = nnx.initializers.xavier_uniform()
+  return nnx.Linear(size, out, kernel_init=initializer, dtype=dtype, rngs=rngs)

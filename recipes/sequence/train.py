@@ -1,7 +1,7 @@
 """Trains a sequence model: what to train, by which loss, and how it is measured."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from flax import nnx
 import embed
 
 from .. import baselines as baselines_lib
-from .. import hosts, layers, loop, losses, optimizers, retrieval
+from .. import hosts, layers, loop, losses, optimizers, placement, retrieval, train_step
 from ..errors import UserError, from_settings
 from ..metrics import RankingMetrics, ranking_names
 from ..tables.settings import steps_of_data
@@ -23,9 +23,9 @@ from . import model as model_lib
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
-def run(config, workdir: str) -> dict[str, Any]:
+def run(config, workdir: str, writers: Sequence[loop.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
-  return loop.run("sequence", config, workdir, prepare)
+  return loop.run("sequence", config, workdir, prepare, writers)
 
 
 def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
@@ -34,17 +34,18 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
   Raises:
     UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  devices = 1 if mesh is None else mesh.size
+  units = train_step.units(config, mesh)
   check(config, mesh)
   data = data_lib.load(config)
-  config = steps_of_data(config, len(data.packed["items"]), devices, smallest_batch=8)
+  config = steps_of_data(config, len(data.packed["items"]), units, smallest_batch=8)
   with from_settings():
-    model = build_model(config, data.num_items, mesh)
+    inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
+    model = build_model(config, data.num_items, mesh, inputs)
     optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
   return loop.Training(
     model=model,
     optimizer=optimizer,
-    loss_fn=loss_function(config, data.num_items),
+    loss_fn=objective(config, data.num_items),
     batches=data_lib.train_batches(data, config),
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
@@ -57,6 +58,7 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
 
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises ValueError for an unknown model or loss, or sizes that do not fit the devices."""
+  train_step.check(config, mesh)
   if config.model not in model_lib.BLOCKS:
     raise UserError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
   if config.loss not in LOSSES:
@@ -71,20 +73,23 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 
 
 def build_model(
-  config, num_items: int, mesh: jax.sharding.Mesh | None = None
+  config,
+  num_items: int,
+  mesh: jax.sharding.Mesh | None = None,
+  inputs: Callable[[], Any] | None = None,
 ) -> model_lib.SequenceModel:
   """Returns the model that `config.model` names, its table with the configured optimizer.
 
-  Under a mesh the table is split over it as `config.table.sharding` says.
+  `inputs` returns the shapes of a batch's items, for a plan; see `placement.make_tables`.
   """
-  rngs = nnx.Rngs(config.seed)
-  initializer = layers.table_initializer(config)
+  rngs, dtype = nnx.Rngs(config.seed), layers.dtype(config, "dtype")
   table = embed.TableConfig(
     num_items,
     config.dim,
-    initializer=initializer,
+    initializer=layers.table_initializer(config),
     optimizer=optimizers.table_optimizer(config),
     name=model_lib.ITEM,
+    dtype=layers.dtype(config, "table_dtype"),
   )
   encoder = model_lib.Encoder(
     model_lib.BLOCKS[config.model],
@@ -93,16 +98,17 @@ def build_model(
     heads=config.heads,
     max_length=config.max_length,
     dropout=config.dropout,
+    dtype=dtype,
     rngs=rngs,
   )
+  features = {model_lib.ITEM: embed.FeatureConfig(table)}
   return model_lib.SequenceModel(
-    table,
+    placement.make_tables(config, features, None, rngs=rngs, mesh=mesh, inputs=inputs),
     encoder,
     max_length=config.max_length,
     dropout=config.dropout,
+    dtype=dtype,
     rngs=rngs,
-    mesh=mesh,
-    sharding=config.table.sharding,
   )
 
 
@@ -133,6 +139,16 @@ def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
     return losses.generalized_bce(positive, negative, hits, beta=beta)
 
   return loss_fn
+
+
+def objective(config, num_items: int) -> train_step.Objective:
+  """Returns the loss, the number of targets of a batch, and the samples that all of them share."""
+  has_shared = config.loss != "softmax" and config.negatives.shared
+  return train_step.Objective(
+    loss_function(config, num_items),
+    weight=lambda batch: jnp.sum(batch["targets"] >= 0, dtype=jnp.float32),
+    shared=("negatives", "log_expected") if has_shared else (),
+  )
 
 
 def make_recommend(

@@ -384,7 +384,7 @@ def steps_of_data(
   Args:
     config: of the run.
     examples: training examples of an epoch.
-    devices: that share a batch.
+    devices: that share a batch, times the parts that it is cut into.
     smallest_batch: that is chosen, up to devices.
 
   >>> from ml_collections import ConfigDict

@@ -1,8 +1,8 @@
 """Command line of the recipe; `--helpfull` lists the flags."""
 
-from .. import main
+from .. import aot_flags
 
-_program = main.program("two_tower")
+_program = aot_flags.program("two_tower")
 
 if __name__ == "__main__":
   _program()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 import scipy.sparse
 
@@ -98,6 +99,12 @@ def train_batches(data: RetrievalData, config) -> grain.IterDataset:
   """Returns the batches of `TrainBatches`."""
   source = TrainBatches(data, config, shard=hosts.shard())
   return pipeline.batches(source, dict, num_workers=config.num_workers)
+
+
+def batch_shapes(data: RetrievalData, config) -> dict[str, Any]:
+  """Returns a global training batch of `TrainBatches` as `jax.ShapeDtypeStruct`s."""
+  shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return jax.tree.map(shape, TrainBatches(data, config)[0])
 
 
 class TrainBatches:

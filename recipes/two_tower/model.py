@@ -3,6 +3,7 @@
 B is the number of queries, C of candidates, D the width of tables and towers, Q of a queue.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ class Tower(nnx.Module):
     hidden: widths of the MLP.
     dropout: rate, of the activations and after the MLP's layers.
     normalize: whether to scale the result to length 1.
+    dtype: of the computation; the result is float32.
   """
 
   def __init__(
@@ -38,21 +40,23 @@ class Tower(nnx.Module):
     hidden: Sequence[int],
     dropout: float,
     normalize: bool,
+    dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.names, self.normalize = tuple(names), normalize
+    self.names, self.normalize, self.dtype = tuple(names), normalize, dtype
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
     self.gains = None if hidden else nnx.Param(jnp.ones(len(names)))
-    self.mlp = layers.MLP(len(names) * dim, hidden, dropout=dropout, rngs=rngs)
-    self.out = nnx.Linear(self.mlp.out_features, dim, rngs=rngs) if hidden else None
+    self.mlp = layers.MLP(len(names) * dim, hidden, dropout=dropout, dtype=dtype, rngs=rngs)
+    self.out = nnx.Linear(self.mlp.out_features, dim, dtype=dtype, rngs=rngs) if hidden else None
 
   def __call__(self, activations: Mapping[str, jax.Array]) -> jax.Array:
-    vectors = [self.dropout(activations[name]) for name in self.names]
+    vectors = [self.dropout(activations[name].astype(self.dtype)) for name in self.names]
     if self.gains is not None:
-      x = jnp.einsum("f,fbd->bd", self.gains[...], jnp.stack(vectors))
+      x = jnp.einsum("f,fbd->bd", self.gains[...].astype(self.dtype), jnp.stack(vectors))
     else:
       assert self.out is not None
       x = self.out(self.mlp(jnp.concatenate(vectors, axis=1)))
+    x = x.astype(jnp.float32)
     if self.normalize:
       # Under the root, and not around it: a query without any feature has no direction.
       x = x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=1, keepdims=True) + 1e-12)
@@ -105,8 +109,7 @@ class TwoTower(nnx.Module):
   """Query and candidate tower; a score is the dot product of what they return.
 
   Args:
-    features: `{"query": {name: FeatureConfig}, "candidate": {...}}`, all on tables of width `dim`.
-    table_optimizer: trains the tables.
+    tables: of the features `{"query": {name: FeatureConfig}, "candidate": {...}}`, of width `dim`.
     dim: D.
     num_items: the catalogue.
     query_hidden, candidate_hidden: widths of the towers' MLPs; none makes a tower a sum.
@@ -114,13 +117,12 @@ class TwoTower(nnx.Module):
     normalize: whether both towers return vectors of length 1.
     buckets, rate: of the frequency estimate.
     queue: past candidates kept as negatives; 0 keeps none.
-    mesh, sharding: where the tables live, as for `embed.SparseEmbed`.
+    dtype: of the computation in the towers.
   """
 
   def __init__(
     self,
-    features: Mapping[str, Mapping[str, embed.FeatureConfig]],
-    table_optimizer,
+    tables: embed.SparseEmbed,
     dim: int,
     num_items: int,
     *,
@@ -131,29 +133,13 @@ class TwoTower(nnx.Module):
     buckets: int,
     rate: float,
     queue: int,
+    dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
-    mesh: jax.sharding.Mesh | None = None,
-    sharding: str = "mod",
   ):
-    self.embed = embed.SparseEmbed(
-      features, optimizer=table_optimizer, rngs=rngs, mesh=mesh, sharding=sharding
-    )
-    self.query_tower = Tower(
-      tuple(features["query"]),
-      dim,
-      hidden=query_hidden,
-      dropout=dropout,
-      normalize=normalize,
-      rngs=rngs,
-    )
-    self.candidate_tower = Tower(
-      tuple(features["candidate"]),
-      dim,
-      hidden=candidate_hidden,
-      dropout=0.0,
-      normalize=normalize,
-      rngs=rngs,
-    )
+    self.embed, features = tables, tables.spec.features
+    tower = functools.partial(Tower, dim=dim, normalize=normalize, dtype=dtype, rngs=rngs)
+    self.query_tower = tower(tuple(features["query"]), hidden=query_hidden, dropout=dropout)
+    self.candidate_tower = tower(tuple(features["candidate"]), hidden=candidate_hidden, dropout=0.0)
     self.frequency = Frequency(buckets or num_items, num_items, rate=rate)
     self.queue = Queue(queue, dim) if queue else None
 

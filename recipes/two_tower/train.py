@@ -1,7 +1,7 @@
 """Trains a two-tower model: what to train, on what, and how it is measured."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import embed
 
 from .. import baselines as baselines_lib
 from .. import features as features_lib
-from .. import hosts, layers, loop, optimizers, retrieval
+from .. import hosts, layers, loop, optimizers, placement, retrieval, train_step
 from ..errors import UserError, from_settings
 from ..metrics import RankingMetrics, ranking_names
 from ..tables.settings import steps_of_data
@@ -25,9 +25,9 @@ from . import losses
 from . import model as model_lib
 
 
-def run(config, workdir: str) -> dict[str, Any]:
+def run(config, workdir: str, writers: Sequence[loop.Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
-  return loop.run("two_tower", config, workdir, prepare)
+  return loop.run("two_tower", config, workdir, prepare, writers)
 
 
 def prepare(config, mesh: Mesh | None) -> loop.Training:
@@ -36,23 +36,19 @@ def prepare(config, mesh: Mesh | None) -> loop.Training:
   Raises:
     UserError: a setting is wrong, or a file of the data is missing or damaged.
   """
-  devices = 1 if mesh is None else mesh.size
-  hosts.check_batch_sizes(
-    mesh,
-    batch_size=config.batch_size or devices,
-    eval_batch_size=config.eval_batch_size,
-    **{"negatives.number": config.negatives.number},
-  )
+  units = train_step.units(config, mesh)
+  check(config, mesh)
   data = data_lib.load(config)
   start, stop = data.splits["train"]
-  config = with_all_features(steps_of_data(config, stop - start, devices), data)
+  config = with_all_features(steps_of_data(config, stop - start, units), data)
   with from_settings():
-    model = build_model(config, data, mesh)
+    of_batch = lambda: inputs(config, data_lib.batch_shapes(data, config))
+    model = build_model(config, data, mesh, of_batch)
     optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
   return loop.Training(
     model=model,
     optimizer=optimizer,
-    loss_fn=loss(config, mesh),
+    loss_fn=objective(config, mesh),
     batches=data_lib.train_batches(data, config),
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
@@ -63,10 +59,30 @@ def prepare(config, mesh: Mesh | None) -> loop.Training:
   )
 
 
+def check(config, mesh: Mesh | None) -> None:
+  """Checks sizes that must fit the devices.
+
+  Raises:
+    UserError: one does not; names it.
+  """
+  train_step.check(config, mesh)
+  hosts.check_batch_sizes(
+    mesh,
+    batch_size=config.batch_size or train_step.units(config, mesh),
+    eval_batch_size=config.eval_batch_size,
+    **{"negatives.number": config.negatives.number},
+  )
+
+
 def build_model(
-  config, data: data_lib.RetrievalData, mesh: Mesh | None = None
+  config,
+  data: data_lib.RetrievalData,
+  mesh: Mesh | None = None,
+  inputs: Callable[[], Any] | None = None,
 ) -> model_lib.TwoTower:
   """Returns the model, its tables with the configured optimizer and, under a mesh, split over it.
+
+  `inputs` returns the shapes of a batch's features, for a plan; see `placement.make_tables`.
 
   Raises:
     ValueError: a queue that is not a multiple of the batch, or an unknown option.
@@ -75,9 +91,10 @@ def build_model(
     raise UserError(
       f"queue is {config.queue}: choose a multiple of the batch size {config.batch_size}"
     )
+  features, optimizer = feature_configs(config, data), optimizers.table_optimizer(config)
+  rngs = nnx.Rngs(config.seed)
   return model_lib.TwoTower(
-    feature_configs(config, data),
-    optimizers.table_optimizer(config),
+    placement.make_tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
     config.dim,
     data.num_items,
     query_hidden=config.query_hidden,
@@ -87,9 +104,8 @@ def build_model(
     buckets=config.frequency.buckets,
     rate=config.frequency.rate,
     queue=config.queue,
-    rngs=nnx.Rngs(config.seed),
-    mesh=mesh,
-    sharding=config.table.sharding,
+    dtype=layers.dtype(config, "dtype"),
+    rngs=rngs,
   )
 
 
@@ -116,8 +132,9 @@ def feature_configs(
     ValueError: there is no such feature; names those that there are.
   """
   initializer = layers.table_initializer(config)
+  dtype = layers.dtype(config, "table_dtype")
   table = functools.partial(
-    embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean"
+    embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean", dtype=dtype
   )
   config_of = embed.FeatureConfig
   item = table(data.num_items, name="item")
@@ -127,6 +144,7 @@ def feature_configs(
     dim=config.dim,
     initializer=initializer,
     optimizer=lambda name: optimizers.table_optimizer(config, name),
+    dtype=dtype,
   )
   known = {
     "query": {"user": config_of(table(data.num_users, name="user")), "history": config_of(history)}
@@ -144,24 +162,37 @@ def feature_configs(
   return chosen
 
 
+def inputs(config, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Returns the features of a batch's queries and candidates, the drawn ones after the others.
+
+  Of a batch of shapes, `jax.ShapeDtypeStruct`, the shapes.
+  """
+  candidate = batch["positive_candidate"]
+  if config.negatives.number:
+    both = lambda x, y: jax.tree.map(lambda *pair: jnp.concatenate(pair), x, y)
+    is_abstract = isinstance(jax.tree.leaves(candidate)[0], jax.ShapeDtypeStruct)
+    join = functools.partial(jax.eval_shape, both) if is_abstract else both
+    candidate = join(candidate, batch["negative_candidate"])
+  return {
+    "query": {name: batch["query"][name] for name in config.query},
+    "candidate": {name: candidate[name] for name in config.candidate},
+  }
+
+
 def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
   """Returns `(model, batch) -> scalar`: the mean sampled softmax of the whole batch.
 
   Under a mesh every query meets the candidates of all devices, not of its own alone.
   """
+  dtype = layers.dtype(config, "dtype")
 
   def loss_fn(model: model_lib.TwoTower, batch) -> jax.Array:
     size = batch["positive"].shape[0]
-    ids, rate, candidate = batch["positive"], batch["positive_rate"], batch["positive_candidate"]
+    ids, rate = batch["positive"], batch["positive_rate"]
     if config.negatives.number:
-      both = lambda a, b: jax.tree.map(lambda x, y: jnp.concatenate([x, y]), a, b)
-      ids = both(ids, batch["negative"])
-      rate = both(rate, batch["negative_rate"])
-      candidate = both(candidate, batch["negative_candidate"])
-    queries, candidates = model(
-      {name: batch["query"][name] for name in config.query},
-      {name: candidate[name] for name in config.candidate},
-    )
+      ids = jnp.concatenate([ids, batch["negative"]])
+      rate = jnp.concatenate([rate, batch["negative_rate"]])
+    queries, candidates = model(**inputs(config, batch))
     model.frequency.update(batch["positive"])
     batches, pool = 1.0, (ids, candidates, rate)
     if model.queue is not None:
@@ -175,7 +206,7 @@ def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
       expected = batches * model.frequency.expected(jnp.maximum(ids, 0)) + rate
       log_expected = config.logq * jnp.log(expected)
     values = losses.sampled_softmax(
-      jnp.einsum("bd,cd->bc", queries, candidates) / config.temperature,
+      _scores(queries, candidates, dtype) / config.temperature,
       ids,
       log_expected=log_expected,
       remove_accidental_hits=config.remove_accidental_hits,
@@ -184,6 +215,18 @@ def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
     return values.mean()
 
   return loss_fn
+
+
+def objective(config, mesh: Mesh | None = None) -> train_step.Objective:
+  """Returns the loss, and what its parts are if a batch is cut: each has all drawn negatives."""
+  drawn = ("negative", "negative_rate", "negative_candidate")
+  return train_step.Objective(loss(config, mesh), shared=drawn)
+
+
+def _scores(queries: jax.Array, candidates: jax.Array, dtype: Any) -> jax.Array:
+  """Dot products `[B, C]`, of `dtype` and added up in float32."""
+  queries, candidates = queries.astype(dtype), candidates.astype(dtype)
+  return jnp.einsum("bd,cd->bc", queries, candidates, preferred_element_type=jnp.float32)
 
 
 def _placed(x: jax.Array, mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:

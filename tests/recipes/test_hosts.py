@@ -235,12 +235,12 @@ def jobs(folder):
   found.close()
 
 
-def recipe(workdir):
+def recipe(workdir, name="dlrm", *settings):
   return [
-    sys.executable, "-m", "recipes.dlrm", "--config=configs/dlrm/synthetic.py:smoke",
+    sys.executable, "-m", f"recipes.{name}", f"--config=configs/{name}/synthetic.py:smoke",
     f"--workdir={workdir}", f"--config.cache_dir={workdir.parent / 'cache'}",
     f"--config.steps={STEPS}", "--config.log_every=1", "--config.eval_every=12",
-    "--config.checkpoint_every=5", "--config.dropout=0.2",
+    "--config.checkpoint_every=5", "--config.dropout=0.2", *settings,
   ]  # fmt: skip
 
 
@@ -290,6 +290,28 @@ def test_two_processes_train_as_one(alone, pair):
   assert "logloss" in output[0]
   assert "logloss" not in output[1]
   assert {"exchange_rounds", "buffer_fill"} <= lines[0].keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+  ("name", "settings"),
+  [
+    ("two_tower", ["--config.accumulate=2", "--config.clip_norm=0.5"]),
+    ("sequence", ["--config.hbm_bytes=1000000000"]),
+  ],
+)
+def test_the_other_recipes_train_as_one(jobs, folder, name, settings):
+  """With parts of batches, clipped gradients and a plan, of which the main process says it."""
+  alone, pair = folder / f"{name}_alone", folder / f"{name}_pair"
+  jobs.run(recipe(alone, name, *settings))
+  said = jobs.run(recipe(pair, name, *settings), processes=2)
+  (result, lines), (alone_result, alone_lines) = outcome(pair), outcome(alone)
+  assert (result["device"]["count"], result["device"]["processes"]) == (2, 2)
+  losses = [[line["loss"] for line in each if "loss" in line] for each in (lines, alone_lines)]
+  assert len(losses[0]) == STEPS
+  np.testing.assert_allclose(*losses, rtol=1e-5)
+  assert result["metrics"].keys() == alone_result["metrics"].keys()
+  assert ["strategy" in text for text in said] == [name == "sequence", False]
 
 
 @pytest.mark.slow

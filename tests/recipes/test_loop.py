@@ -69,7 +69,7 @@ def toy_config(**changes):
   return ml_collections.ConfigDict(config | changes)
 
 
-def run_toy(workdir, evaluate=None, baselines=dict, metrics=None, **changes):
+def run_toy(workdir, evaluate=None, baselines=dict, metrics=None, writers=(), **changes):
   """Does what a recipe does; returns the result."""
   config = toy_config(**changes)
   result = runs.finished(config, workdir)
@@ -100,6 +100,7 @@ def run_toy(workdir, evaluate=None, baselines=dict, metrics=None, **changes):
     baselines=baselines,
     data_sha256={},
     metrics=metrics,
+    writers=writers,
   )
   return loop.train(config, workdir, training, recipe="toy")
 
@@ -282,6 +283,49 @@ def test_log_lines_hold_every_step_once(whole):
   logged = whole[1]
   assert [line["step"] for line in logged if "loss" in line] == [4, 8, 12, 16, 20, 24]
   assert [line["step"] for line in logged if "valid_loss" in line] == [6, 12, 18, 24]
+
+
+class Kept:
+  """A writer, which keeps the last metrics of each step."""
+
+  def __init__(self):
+    self.metrics = {}
+
+  def write(self, step, metrics):
+    self.metrics.setdefault(step, {}).update(metrics)
+
+  def close(self):
+    pass
+
+
+def test_writers_get_every_line_and_the_test(whole, tmp_path):
+  kept = Kept()
+  result = run_toy(tmp_path / "run", writers=[kept])
+  assert sorted(kept.metrics) == [4, 6, 8, 12, 16, 18, 20, 24]
+  assert kept.metrics[24]["test_loss"] == result["metrics"]["test_loss"]
+  for line in whole[1]:
+    assert line.items() <= (kept.metrics[line["step"]] | {"step": line["step"]}).items()
+
+
+def test_parts_of_a_batch_resume_as_well(tmp_path, monkeypatch):
+  """And are another run than the whole batch, because of dropout, with a trace beside it."""
+  settings = {"accumulate": 2, "clip_norm": 0.1, "profile_steps": (8, 9)}
+  wanted = run_toy(tmp_path / "whole", **settings)
+  assert list((tmp_path / "whole" / "profile").rglob("*.xplane.pb"))
+  real, saves = checkpoints.save, []
+
+  def killing(*args):
+    real(*args)
+    saves.append(None)
+    if len(saves) == 2:  # at step 6
+      raise Killed
+
+  monkeypatch.setattr(checkpoints, "save", killing)
+  with pytest.raises(Killed):
+    run_toy(tmp_path / "run", **settings)
+  monkeypatch.setattr(checkpoints, "save", real)
+  assert run_toy(tmp_path / "run", **settings)["metrics"] == wanted["metrics"]
+  assert lines(tmp_path / "run") == lines(tmp_path / "whole")
 
 
 def test_a_finished_run_only_reports(whole, tmp_path, monkeypatch, capsys):

@@ -1,5 +1,7 @@
-"""The settings of every run: defaults, flags, and the page that lists what may change."""
+"""The settings of every run: defaults, flags, and the pages that list them and what may change."""
 
+import ast
+import doctest
 import re
 from pathlib import Path
 
@@ -11,6 +13,19 @@ from recipes.dlrm import defaults as dlrm
 from recipes.tables import settings as table_settings
 
 PAGE = Path(__file__).parents[2] / "docs/how_to/production.md"
+RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
+
+
+def test_docstrings():
+  assert not doctest.testmod(settings).failed
+
+
+def test_the_page_of_recipes_lists_every_setting_with_its_default():
+  table = RECIPES.read_text().partition("<!-- run settings -->")[2].partition("<!-- end -->")[0]
+  rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| \S.*\|$", table, re.MULTILINE)
+  listed = [(name, ast.literal_eval(default)) for name, default in rows]
+  assert listed == list(settings.RUN.items())  # in one order
+  assert [type(default) for _, default in listed] == [*map(type, settings.RUN.values())]
 
 
 def test_a_config_may_leave_them_out():

@@ -28,9 +28,9 @@ def build(kind, settings, num_dense=2, dropout=0.0):
     for name, size in {"user": 9, "tags": 7}.items()
   }
   settings = settings | ({"dim": 4} if kind is model_lib.DLRM else {})
-  return kind(
-    features, embed.adagrad(0.1), num_dense, **settings, dropout=dropout, rngs=nnx.Rngs(0)
-  )
+  rngs = nnx.Rngs(0)
+  tables = embed.SparseEmbed(features, embed.adagrad(0.1), rngs=rngs)
+  return kind(tables, num_dense, **settings, dropout=dropout, rngs=rngs)
 
 
 def batch(rows=6, num_dense=2):

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import loop, losses
+from recipes import losses, train_step
 from recipes.sequence import model as model_lib
 from recipes.sequence import train
 
@@ -164,7 +164,7 @@ def test_sampled_losses_touch_the_sampled_rows_only(loss, shared):
   model = train.build_model(config, ITEMS)
   before = {key: np.array(x) for key, x in model.embed.variables["item"].items()}
   inputs, optimizer = sampled_batch(shared), embed.Optimizer(model, optax.adamw(1e-2))
-  loop.make_train_step(train.loss_function(config, ITEMS))(model, optimizer, inputs)
+  train_step.make_train_step(train.loss_function(config, ITEMS))(model, optimizer, inputs)
   touched = {3, 7, 11, 2, 8, 1, 6, 9, 5} | set(inputs["negatives"].ravel().tolist())
   untouched = [i for i in range(ITEMS) if i not in touched]
   assert len(untouched) > 25

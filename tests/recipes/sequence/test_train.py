@@ -14,7 +14,7 @@ from recipe_runs import leaves
 from small_data import draw_sequences, write_sequences
 
 import embed
-from recipes import checkpoints, hosts, loop
+from recipes import checkpoints, hosts, train_step
 from recipes.sequence import data, train
 
 CONFIGS = sorted(path.stem for path in Path("configs/sequence").glob("*.py"))
@@ -115,7 +115,7 @@ def losses(config, mesh):
   hosts.replicate(mesh, model, optimizer)
   table = model.embed.arrays["item"]["parameters"].get_value()
   assert table.sharding.is_fully_replicated == (mesh is None)
-  step = loop.make_train_step(train.loss_function(config, loaded.num_items))
+  step = train_step.make_train_step(train.loss_function(config, loaded.num_items))
   found = [
     step(model, optimizer, hosts.to_global(mesh, batch))
     for batch in data.train_batches(loaded, config)

@@ -16,7 +16,7 @@ from flax import nnx
 from recipe_runs import RESULT, TWO_TOWER, leaves, two_tower_smoke
 
 import embed
-from recipes import baselines, checkpoints, hosts, loop, optimizers, retrieval
+from recipes import baselines, checkpoints, hosts, optimizers, retrieval, train_step
 from recipes.two_tower import data, losses, train
 
 # Everything that can be switched on.
@@ -101,7 +101,7 @@ def _losses(folder, on_mesh, steps=50, **changes):
   model = train.build_model(config, found, mesh)
   optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
   hosts.replicate(mesh, model, optimizer)
-  step = loop.make_train_step(train.loss(config, mesh))
+  step = train_step.make_train_step(train.loss(config, mesh))
   values = []
   for batch in data.train_batches(found, config):
     values.append(float(step(model, optimizer, hosts.to_global(mesh, batch))))

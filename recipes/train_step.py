@@ -1,0 +1,281 @@
+"""The compiled training step: gradients of a batch or of its parts, clipped, and one update.
+
+Operations carry the names of their phases, which profiles and compiled programs show: `dense` is
+the loss and its gradient; `lookup`, within it, gathers and combines rows; `update` steps tables and
+dense parameters; `exchange`, within both of these, moves ids, rows and gradients between devices.
+The innermost name is the phase of an operation.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import embed
+
+from . import hosts, layers, profiling, settings
+from .errors import UserError
+
+LossFn = Callable[[Any, Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """A loss, and how the parts of a batch add up to it.
+
+  Attributes:
+    loss_fn: `(model, batch) -> scalar`, a mean over the batch.
+    weight: `batch -> scalar`, the weight of the batch in a mean over several: the number of its
+      targets, or the sum of their weights. None if it is the same for all batches of one size.
+    shared: the names of the entries of a batch that all of its examples share, as drawn negatives:
+      every part of the batch has them whole.
+  """
+
+  loss_fn: LossFn
+  weight: Callable[[Any], jax.Array] | None = None
+  shared: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """The settings of a step; see `recipes.settings.RUN`.
+
+  Attributes:
+    clip_norm: the largest norm of all gradients together; 0 clips nothing.
+    accumulate: the number of parts of a batch, of which one at a time is in memory.
+    pipelined: whether each batch is looked up during the step before it.
+  """
+
+  clip_norm: float = 0.0
+  accumulate: int = 1
+  pipelined: bool = False
+
+
+def options(config) -> Options:
+  """Returns the options of a run, checked.
+
+  Raises:
+    UserError: a setting makes no sense, or two exclude each other; says what to write instead.
+  """
+  chosen = Options(
+    settings.value(config, "clip_norm"),
+    settings.value(config, "accumulate"),
+    config.get("pipelined", False),
+  )
+  if not 0 <= chosen.clip_norm < float("inf"):
+    raise UserError(f"clip_norm is {chosen.clip_norm}: choose a positive norm, or 0 for none")
+  if chosen.accumulate < 1:
+    raise UserError(f"accumulate is {chosen.accumulate}: choose 1 or more parts of a batch")
+  if chosen.accumulate > 1 and chosen.pipelined:
+    raise UserError(
+      f"pipelined looks up whole batches ahead, and accumulate={chosen.accumulate} cuts them into "
+      "parts: write pipelined=False or accumulate=1"
+    )
+  return chosen
+
+
+def units(config, mesh: jax.sharding.Mesh | None) -> int:
+  """Returns the number of equal pieces of a batch: its parts, each on all devices."""
+  return options(config).accumulate * (1 if mesh is None else mesh.size)
+
+
+def check(config, mesh: jax.sharding.Mesh | None) -> None:
+  """Checks the settings of the steps, before any data is read; a batch size of 0 is not known yet.
+
+  Raises:
+    UserError: as `options`, or the batch cannot be cut into equal parts on all devices.
+  """
+  profiling.check(config)
+  for name in ("dtype", "table_dtype"):
+    layers.dtype(config, name)
+  parts, pieces, size = options(config).accumulate, units(config, mesh), config.batch_size
+  if parts > 1 and size % pieces:
+    where = f" on each of the {pieces // parts} devices" if pieces > parts else ""
+    raise UserError(
+      f"batch_size is {size}, which accumulate={parts} cannot cut into equal parts{where}: choose "
+      f"{max(size // pieces, 1) * pieces}"
+    )
+
+
+def make_train_step(
+  objective: Objective | LossFn, options: Options = Options(), mesh: Any = None
+) -> Callable[..., jax.Array]:
+  """Returns the compiled `(model, optimizer, batch) -> loss`, which trains both in place.
+
+  Args:
+    objective: what to minimise; a loss function alone is a mean over examples of equal weight.
+    options: clipping and parts.
+    mesh: of the batch, which is split over its axis; None is one device.
+  """
+  if not isinstance(objective, Objective):
+    objective = Objective(objective)
+
+  # Donation lets the tables be updated in their own memory; without it a step copies every table.
+  @nnx.jit(donate_argnames=("model", "optimizer"))
+  def train_step(model, optimizer, batch):
+    with jax.named_scope("dense"):
+      if options.accumulate == 1:
+        loss, grads = embed.value_and_grad(objective.loss_fn)(model, batch)
+      else:
+        loss, grads = _of_parts(objective, options.accumulate, mesh, model, batch)
+    _update(model, optimizer, grads, options)
+    return loss
+
+  return train_step
+
+
+def make_pipelined_step(loss_fn: LossFn, options: Options = Options()) -> Callable[..., Any]:
+  """Returns the compiled `(model, optimizer, ahead, batch, next_batch) -> (loss, ahead)`.
+
+  It trains on `batch`, whose lookups are `ahead` (None: not made yet), and looks up `next_batch`
+  (None: there is none) without this step's update; see `embed.look_ahead`.
+  """
+
+  @nnx.jit(donate_argnames=("model", "optimizer"))
+  def train_step(model, optimizer, ahead, batch, next_batch):
+    with jax.named_scope("dense"):
+      loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(model, batch)
+    ahead = None if next_batch is None else embed.look_ahead(loss_fn)(model, next_batch)
+    _update(model, optimizer, grads, options)
+    return loss, ahead
+
+  return train_step
+
+
+def _update(model: nnx.Module, optimizer: Any, grads: embed.Grads, options: Options) -> None:
+  if options.clip_norm:
+    with jax.named_scope("update"):
+      grads = embed.clip_by_global_norm(grads, options.clip_norm)
+  optimizer.update(model, grads)  # names itself
+
+
+class Steps:
+  """Takes one step after another; a context manager, which ends a trace that is being written.
+
+  Args:
+    objective: what to minimise.
+    batches: an iterator of batches.
+    options: of the steps.
+    mesh: of the batches, or None.
+    profile: traces some of the steps, or None.
+    first: the number of steps that have been taken already.
+  """
+
+  def __init__(
+    self,
+    objective: Objective | LossFn,
+    batches: Iterator[Any],
+    options: Options = Options(),
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    profile: profiling.Profile | None = None,
+    first: int = 0,
+  ):
+    if not isinstance(objective, Objective):
+      objective = Objective(objective)
+    self._batches, self._pipelined = batches, options.pipelined
+    self._step: Callable[..., Any] = (
+      make_pipelined_step(objective.loss_fn, options)
+      if options.pipelined
+      else make_train_step(objective, options, mesh)
+    )
+    self._pending: Any = None  # the batch that was looked up ahead
+    self._ahead: embed.Ahead | None = None
+    self._profile, self._taken = profile, first
+
+  def __enter__(self) -> "Steps":
+    return self
+
+  def __exit__(self, *unused: Any) -> None:
+    if self._profile is not None:
+      self._profile.close()
+
+  def take(self, state: Mapping[str, Any], pause: bool) -> jax.Array:
+    """Trains on the next batch; returns its loss. At a pause nothing is left pending."""
+    self._taken += 1
+    if self._profile is None:
+      return self._take(state, pause)
+    with self._profile.step(self._taken) as results:
+      loss = self._take(state, pause)
+      results.append(loss)
+    return loss
+
+  def _take(self, state: Mapping[str, Any], pause: bool) -> jax.Array:
+    args = state["model"], state["optimizer"]
+    if not self._pipelined:
+      return self._step(*args, next(self._batches))
+    batch = next(self._batches) if self._ahead is None else self._pending
+    self._pending = None if pause else next(self._batches)
+    loss, self._ahead = self._step(*args, self._ahead, batch, self._pending)
+    return loss
+
+
+def of_run(
+  config,
+  objective: Objective | LossFn,
+  batches: Iterator[Any],
+  *,
+  mesh: jax.sharding.Mesh | None,
+  workdir: Path,
+  taken: int,
+) -> Steps:
+  """Returns the steps of a run after those that are `taken`, with its options and its profile.
+
+  Raises:
+    UserError: as `options` and `profiling.check`.
+  """
+  profile = profiling.Profile(workdir / profiling.FOLDER, profiling.check(config))
+  return Steps(objective, batches, options(config), mesh=mesh, profile=profile, first=taken)
+
+
+# --- parts of a batch ----------------------------------------------------------------------------
+
+
+def _of_parts(
+  objective: Objective, number: int, mesh: Any, model: nnx.Module, batch: Any
+) -> tuple[jax.Array, embed.Grads]:
+  """The loss and the gradients of a batch of which one part at a time is in memory."""
+  shared = {name: batch[name] for name in objective.shared if name in batch}
+  split = {name: x for name, x in batch.items() if name not in shared}
+  parts = jax.tree.map(lambda x: cut(x, number, mesh), split)
+  if objective.weight is None:
+    shares = jnp.full(number, 1 / number, jnp.float32)
+  else:
+    weights = jax.lax.map(lambda part: objective.weight(part | shared), parts)
+    shares = weights / jnp.maximum(jnp.sum(weights), 1e-30)  # without any weight there is no loss
+  # The tables, slots and parameters do not change before the update: every part reads the same.
+  fixed = nnx.Any(nnx.Param, embed.Table, embed.SlotVariable)
+  graph, *states = nnx.split(model, fixed, ...)
+  constant, state = states
+
+  def take(state, inputs):
+    share, part = inputs
+    model = nnx.merge(graph, constant, state, copy=True)
+    weighted = lambda model, batch: share * objective.loss_fn(model, batch)
+    loss, grads = embed.value_and_grad(weighted)(model, part | shared)
+    return nnx.state(model, nnx.Not(fixed)), (loss, grads)
+
+  state, (losses, stacked) = jax.lax.scan(take, state, (shares, parts))
+  nnx.update(model, state)
+  grads = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(number)]
+  return jnp.sum(losses), embed.accumulate(grads)
+
+
+def cut(x: jax.Array, number: int, mesh: Any = None) -> jax.Array:
+  """Returns the rows of `[B, ...]` in parts, `[number, B / number, ...]`.
+
+  Part i has the rows i, i + number, i + 2 number, ...: the same on any number of devices, each of
+  which cuts its own rows.
+
+  >>> cut(jnp.arange(6), 2).tolist()
+  [[0, 2, 4], [1, 3, 5]]
+  """
+  parts = jnp.swapaxes(x.reshape(-1, number, *x.shape[1:]), 0, 1)
+  if mesh is None:
+    return parts
+  over_rows = jax.sharding.PartitionSpec(None, hosts.AXIS)
+  return jax.lax.with_sharding_constraint(parts, jax.sharding.NamedSharding(mesh, over_rows))

@@ -1,0 +1,301 @@
+"""The training step: parts of a batch, clipping and phases, by hand and against the whole."""
+
+import doctest
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import embed
+from recipes import errors, hosts, profiling, train_step
+from recipes.train_step import Objective, Options, Steps
+
+ROWS, DIM, HIDDEN = 40, 4, 256
+
+
+def config(**changes):
+  return ml_collections.ConfigDict({"batch_size": 16, "steps": 20} | changes)
+
+
+class Model(nnx.Module):
+  """A single id, a bag, and a layer that is wide enough to be seen in a program's memory."""
+
+  def __init__(self, mesh=None, dropout=0.0):
+    rngs = nnx.Rngs(0)
+    tables = {name: embed.TableConfig(ROWS, DIM, name=name) for name in ("one", "bag")}
+    self.embed = embed.SparseEmbed(
+      {name: embed.FeatureConfig(table) for name, table in tables.items()},
+      embed.adagrad(0.1),
+      rngs=rngs,
+      mesh=mesh,
+    )
+    self.hidden = nnx.Linear(2 * DIM, HIDDEN, rngs=rngs)
+    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+    self.head = nnx.Linear(HIDDEN, 1, rngs=rngs)
+
+  def __call__(self, features):
+    activations = self.embed(features)
+    x = jnp.concatenate([activations["one"], activations["bag"]], axis=1)
+    return self.head(self.dropout(nnx.relu(self.hidden(x))))[:, 0]
+
+
+def loss_fn(model, batch):
+  """A mean by weights, which differ from part to part."""
+  losses = optax.squared_error(model(batch["features"]), batch["label"])
+  return jnp.sum(losses * batch["weight"]) / jnp.sum(batch["weight"])
+
+
+OBJECTIVE = Objective(loss_fn, weight=lambda batch: jnp.sum(batch["weight"]))
+
+
+def batch(size=64, seed=0):
+  draw = np.random.default_rng(seed)
+  return {
+    "features": {
+      "one": draw.integers(0, ROWS, size).astype(np.int32),
+      "bag": embed.Padded(draw.integers(-1, ROWS, (size, 3)).astype(np.int32)),
+    },
+    "label": draw.normal(size=size).astype(np.float32),
+    "weight": draw.uniform(0.1, 3, size).astype(np.float32),
+  }
+
+
+def trained(objective, options, mesh, steps=3):
+  """The losses, and every row, slot and parameter after some steps."""
+  model = Model(mesh)
+  optimizer = embed.Optimizer(model, optax.adam(0.01))
+  hosts.replicate(mesh, model, optimizer)
+  step = train_step.make_train_step(objective, options, mesh)
+  losses = [
+    float(step(model, optimizer, hosts.to_global(mesh, batch(seed=i)))) for i in range(steps)
+  ]
+  dense = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+  return losses, jax.tree.map(np.asarray, (model.embed.variables, dense))
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+class Sum(nnx.Module):
+  """A table of zeros of one column, and a bias: row + bias."""
+
+  def __init__(self):
+    table = embed.TableConfig(
+      4, 1, initializer=jax.nn.initializers.zeros, optimizer=embed.sgd(1.0), name="t"
+    )
+    self.embed = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+    self.bias = nnx.Param(jnp.zeros(()))
+
+  def __call__(self, ids):
+    return self.embed(ids)[:, 0] + self.bias[...]
+
+
+def stepped(objective, options, inputs):
+  model = Sum()
+  optimizer = embed.Optimizer(model, optax.sgd(1.0))
+  loss = train_step.make_train_step(objective, options)(model, optimizer, inputs)
+  return float(loss), model.embed.tables["t"][:, 0].tolist(), float(model.bias[...])
+
+
+def test_docstrings():
+  assert not doctest.testmod(train_step).failed
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_by_hand(parts):
+  """The gradient of a mean of w (row + bias) is w / 4 for each example, at rate 1."""
+  objective = Objective(lambda model, batch: jnp.mean(batch["w"] * model(batch["ids"])))
+  inputs = {"ids": jnp.array([1, 1, 2, 3]), "w": jnp.array([4.0, 8.0, 12.0, 16.0])}
+  assert stepped(objective, Options(accumulate=parts), inputs) == (0.0, [0, -3, -3, -4], -10.0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_parts_of_unequal_weight_by_hand(parts):
+  """Parts {0, 2} and {1, 3} weigh 1 + 3 and 2 + 0; each example's gradient is its weight over 6."""
+  loss = lambda model, batch: (
+    jnp.sum(batch["w"] * model(batch["ids"])) / jnp.maximum(jnp.sum(batch["w"]), 1)
+  )
+  objective = Objective(loss, weight=lambda batch: jnp.sum(batch["w"]))
+  inputs = {"ids": jnp.array([1, 1, 2, 3]), "w": jnp.array([1.0, 2.0, 3.0, 0.0])}
+  _, rows, bias = stepped(objective, Options(accumulate=parts), inputs)
+  assert rows == pytest.approx([0, -0.5, -0.5, 0])
+  assert bias == pytest.approx(-1)
+
+
+def test_every_part_has_what_is_shared():
+  """A sum over 3 shared ids in each of 2 parts: the mean of the parts is that of one of them."""
+  loss = lambda model, batch: jnp.sum(model(batch["shared"])) + 0 * jnp.mean(batch["x"])
+  objective = Objective(loss, shared=("shared",))
+  inputs = {"shared": jnp.array([1, 2, 2]), "x": jnp.zeros(4)}
+  assert stepped(objective, Options(accumulate=2), inputs) == (0.0, [0, -1, -2, 0], -3.0)
+
+
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_norm_counts_tables_and_dense_parameters(parts):
+  """Gradients of row 1 and of the bias are 3 + 3 and 8: a norm of 10, which is clipped to 5."""
+
+  def loss(model, batch):
+    row = model.embed(batch["ids"])[:, 0]
+    return jnp.sum(3 * row) * (2 / row.size) + 8 * model.bias[...]
+
+  inputs = {"ids": jnp.array([1, 1])}
+  options = Options(clip_norm=5.0, accumulate=parts)
+  assert stepped(Objective(loss), options, inputs) == (0.0, [0, -3, 0, 0], -4.0)
+  loose = Options(clip_norm=10.0, accumulate=parts)
+  assert stepped(Objective(loss), loose, inputs) == (0.0, [0, -6, 0, 0], -8.0)
+
+
+def test_a_pipelined_step_clips():
+  model = Sum()
+  optimizer = embed.Optimizer(model, optax.sgd(1.0))
+  loss = lambda model, ids: 6 * jnp.sum(model.embed(ids)) + 8 * model.bias[...]
+  steps = Steps(loss, iter([jnp.array([1])] * 2), Options(clip_norm=5.0, pipelined=True))
+  state = {"model": model, "optimizer": optimizer}
+  for last in (False, True):
+    steps.take(state, pause=last)
+  assert model.embed.tables["t"][:, 0].tolist() == [0, -6, 0, 0]
+  assert float(model.bias[...]) == -8.0
+
+
+def test_a_cut_takes_every_nth_row_from_where_it_is():
+  mesh = hosts.start()
+  x = hosts.to_global(mesh, np.arange(64).reshape(32, 2))
+  parts = jax.jit(lambda x: train_step.cut(x, 4, mesh))(x)
+  np.testing.assert_array_equal(parts[1], np.arange(64).reshape(32, 2)[1::4])
+  assert {shard.data.shape for shard in parts.addressable_shards} == {(4, 1, 2)}
+  text = jax.jit(lambda x: train_step.cut(x, 4, mesh)).lower(x).compile().as_text()
+  assert not re.search("all-|collective", text)
+
+
+# --- against the whole batch ---------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("clip_norm", [0.0, 0.05])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_four_parts_are_the_whole_batch(devices, clip_norm):
+  """To float32 rounding, tables, slots and dense parameters, on one device and on several."""
+  mesh = hosts.start() if devices == 8 else None
+  losses, state = trained(OBJECTIVE, Options(clip_norm), mesh)
+  of_parts, state_of_parts = trained(OBJECTIVE, Options(clip_norm, accumulate=4), mesh)
+  np.testing.assert_allclose(of_parts, losses, rtol=2e-6)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), state_of_parts, state
+  )
+
+
+@pytest.mark.full
+def test_parts_of_unequal_weight_need_their_weights():
+  """Without them the mean of means is another number, which the test above would not let pass."""
+  losses, _ = trained(OBJECTIVE, Options(accumulate=4), None, steps=1)
+  other, _ = trained(Objective(loss_fn), Options(accumulate=4), None, steps=1)
+  assert abs(losses[0] - other[0]) > 1e-3
+
+
+@pytest.mark.full
+def test_random_state_and_reports_go_through_the_parts():
+  model = Model(dropout=0.5)
+  optimizer = embed.Optimizer(model, optax.adam(0.01))
+  inputs = batch()
+  inputs["features"]["one"][[0, 5]] = ROWS  # of no row
+  step = train_step.make_train_step(OBJECTIVE, Options(accumulate=4))
+  step(model, optimizer, inputs)
+  assert int(model.embed.report["dropped_ids"]) == 2
+  assert int(model.dropout.rngs.count[...]) == 4
+
+
+def program(options, size=2048, mesh=None):
+  model = Model(mesh)
+  optimizer = embed.Optimizer(model, optax.adam(0.01))
+  step = train_step.make_train_step(OBJECTIVE, options, mesh)
+  return step.lower(model, optimizer, hosts.to_global(mesh, batch(size))).compile()
+
+
+@pytest.mark.full
+def test_one_part_at_a_time_is_in_memory():
+  whole, parts = (program(Options(accumulate=n)).memory_analysis() for n in (1, 8))
+  hidden = 2048 * HIDDEN * 4
+  assert whole.temp_size_in_bytes > hidden
+  assert parts.temp_size_in_bytes < hidden / 2
+  assert parts.alias_size_in_bytes >= whole.alias_size_in_bytes  # updated in place
+
+
+def names(compiled):
+  """The phases in the names of operations, innermost last."""
+  paths = re.findall(r'op_name="([^"]*)"', compiled.as_text())
+  phases = (re.findall(r"\b(dense|lookup|exchange|update)\b", path) for path in paths)
+  return {tuple(dict.fromkeys(phase)) for phase in phases}
+
+
+@pytest.mark.parametrize(("devices", "parts"), [(1, 1), (8, 1), (8, 2)])
+@pytest.mark.full
+def test_operations_carry_the_names_of_phases(devices, parts):
+  mesh = hosts.start() if devices == 8 else None
+  seen = names(program(Options(clip_norm=1.0, accumulate=parts), 64, mesh))
+  assert {("dense",), ("dense", "lookup"), ("update",)} <= seen
+  exchanges = {("dense", "lookup", "exchange"), ("update", "exchange")}
+  assert exchanges & seen == (exchanges if devices == 8 else set())
+
+
+# --- traces --------------------------------------------------------------------------------------
+
+
+def take(folder, wanted, steps=4, first=0):
+  model = Sum()
+  state = {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(1.0))}
+  loss = lambda model, ids: jnp.sum(model(ids))
+  profile = profiling.Profile(folder, wanted)
+  batches = iter([jnp.array([1])] * steps)
+  with Steps(loss, batches, profile=profile, first=first) as taking:
+    for _ in range(steps):
+      taking.take(state, pause=False)
+  return sorted(folder.rglob("*.xplane.pb"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+  ("wanted", "first", "traces"),
+  [((2, 3), 0, 1), ((3, 9), 0, 1), ((2, 12), 10, 1), ((1, 3), 10, 0), (None, 0, 0)],
+  ids=["within", "until the end", "after going on", "before going on", "none"],
+)
+def test_a_trace_is_of_the_steps_wanted(tmp_path, wanted, first, traces):
+  files = take(tmp_path / "profile", wanted, first=first)
+  assert len(files) == traces
+  for file in files:
+    assert b"lookup" in file.read_bytes()
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"clip_norm": -1.0}, "clip_norm is -1.0: choose a positive norm, or 0"),
+    ({"clip_norm": float("nan")}, "clip_norm is nan: choose a positive norm, or 0"),
+    ({"accumulate": 0}, "accumulate is 0: choose 1 or more"),
+    ({"accumulate": 4, "pipelined": True}, "write pipelined=False or accumulate=1"),
+    ({"accumulate": 4, "batch_size": 40}, "each of the 8 devices: choose 32"),
+    ({"accumulate": 3, "batch_size": 16}, "accumulate=3 cannot cut .*: choose 24"),
+    ({"profile_steps": (3,)}, r"profile_steps is \(3,\): write the first and the last"),
+    ({"profile_steps": (5, 4)}, r"profile_steps is \(5, 4\): write the first and the last"),
+    ({"profile_steps": (0, 4)}, "write the first and the last"),
+    ({"profile_steps": (30, 40)}, "the run has 20 steps: choose earlier ones"),
+    ({"dtype": "float16"}, "dtype is 'float16': choose float32 or bfloat16"),
+    ({"table_dtype": "int8"}, "table_dtype is 'int8': choose float32 or bfloat16"),
+  ],
+)
+def test_settings_that_make_no_sense(changes, message):
+  with pytest.raises(errors.UserError, match=message):
+    train_step.check(config(**changes), hosts.start())
+
+
+def test_a_batch_of_a_size_that_the_data_choose_is_checked_when_it_is_known():
+  train_step.check(config(batch_size=0, accumulate=3), None)
+  with pytest.raises(errors.UserError, match="batch_size is 64, which accumulate=3 cannot cut"):
+    train_step.check(config(batch_size=64, accumulate=3), None)
