@@ -69,9 +69,14 @@ def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> Lanes:
     position = jnp.arange(words.shape[1], dtype=jnp.uint32)
     position += part.astype(jnp.uint32) * jnp.uint32(words.shape[1])
     position = position * jnp.uint32(len(arrays)) + jnp.uint32(number)
+    mixed = []
     for i, mixer in enumerate(_MIXERS):
       salt = _mix(position + jnp.uint32(0x9E3779B9), *_MIXERS[1 - i])
-      total = _mix(words + salt, *mixer).sum(1, dtype=jnp.uint32)
+      mixed.append(_mix(words + salt, *mixer))
+    # One reduction, which XLA:CPU fuses with the mixing: two of them take 14 times as long.
+    add = lambda a, b: (a[0] + b[0], a[1] + b[1])
+    totals = lax.reduce(tuple(mixed), (jnp.uint32(0),) * 2, add, (1,))
+    for i, total in enumerate(totals):
       lanes[i] += lax.psum(total, placement.columns) if is_split else total
   return lanes[0], lanes[1]
 
@@ -162,11 +167,22 @@ def _of_this_process(x: jax.Array) -> np.ndarray:
   return np.concatenate([empty, *(np.asarray(shard.data) for shard in shards)])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _places(stack: StackSpec, size: int, mask: jax.Array) -> jax.Array:
-  """Per shard the places of a mask, `[size]`, filled up with the number of rows."""
-  f = lambda mask: jnp.flatnonzero(mask, size=size, fill_value=stack.layout.rows).astype(jnp.int32)
-  return stack.placement.run(f, (stack.specs[1],), stack.specs[1])(mask)
+  """Per shard the places of a mask, `[size]`, filled up with the number of rows.
+
+  NumPy finds them 100 times as fast as XLA:CPU, and the mask has one byte per row to fetch.
+  """
+  rows = stack.layout.rows
+  by_shard: dict[int, np.ndarray] = {}
+  parts = []
+  for shard in mask.addressable_shards:
+    start = shard.index[0].start or 0
+    if start not in by_shard:
+      places = np.flatnonzero(np.asarray(shard.data)).astype(np.int32)
+      by_shard[start] = np.pad(places, (0, size - len(places)), constant_values=rows)
+    parts.append(jax.device_put(by_shard[start], shard.device))
+  shape = (mask.shape[0] // rows * size,)
+  return jax.make_array_from_single_device_arrays(shape, mask.sharding, parts)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
