@@ -23,6 +23,17 @@ CANDIDATES = "candidates.npy"
 _SMALLEST = 16  # rows of the smallest batch: powers of two, since each size is compiled
 
 
+def float32(rows: jax.Array) -> jax.Array:
+  """Returns a table of `embed.export` as float32; it stores bfloat16 as uint16 of the same bits.
+
+  >>> float32(jax.numpy.array([0x3F80, 0xC000], jax.numpy.uint16)).tolist()
+  [1.0, -2.0]
+  """
+  if rows.dtype == np.uint16:
+    rows = jax.lax.bitcast_convert_type(rows, jax.numpy.bfloat16)
+  return rows.astype(np.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Served:
   """An exported model.
@@ -94,7 +105,7 @@ class Served:
     """The vectors of the items, float32 `[items, D]`, on the device."""
     name = self.about["candidates"]
     if name != CANDIDATES:
-      return self.arrays[name]
+      return float32(self.arrays[name])
     try:
       return jax.device_put(np.load(self.folder / name))
     except (OSError, ValueError, EOFError) as error:

@@ -102,16 +102,19 @@ def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   assert answers.titles[0, 0] == f"No. {answers.items[0, 0][1:]}, the film"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-  "model", [pytest.param(m, marks=pytest.mark.full) for m in ("sasrec", "hstu", "bert4rec")]
+  ("model", "dtype"),
+  [("sasrec", "float32"), ("sasrec", "bfloat16"), ("hstu", "float32"), ("bert4rec", "float32")],
 )
-def test_sequence_models_rank_raw_rows_as_their_run_does(model, tmp_path):
+def test_sequence_models_rank_raw_rows_as_their_run_does(model, dtype, tmp_path):
   from recipes.sequence import data as data_lib
   from recipes.sequence import model as model_lib
 
   file = write_log(tmp_path / "log.csv")
   # Shorter than some histories, which are cut.
   table = SMALL | {"files": str(file), "columns": LOG, "model": model, "max_length": 5}
+  table |= {"table_dtype": dtype}
   training = run_of("sequence", table, tmp_path / "run")
   config, data = training.config, data_lib.load(training.config)
   view, users, scores, ids = nnx.view(training.model, deterministic=True), [], [], []
