@@ -10,14 +10,17 @@ import hashlib
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import tempfile
 from types import ModuleType
 
 import jax
 import numba
+import numpy as np
 
 from embed.engine.native import frame
+from embed.engine.native.equations import Program
 
 _FOLDER = pathlib.Path(__file__).parent
 
@@ -64,19 +67,50 @@ def _load(name: str, text: str) -> ModuleType:
 
 
 @functools.cache
-def target(kernel: str, program: str = "") -> str:
-  """The name by which XLA finds a kernel: compiled and registered when it is first asked for.
+def _compiled(kernel: str, **constants: str) -> tuple[str, ModuleType]:
+  """A kernel's own name and its module.
 
   Args:
     kernel: the file that it is in.
-    program: the text of the `equations.Program` that takes the place of the file's own.
+    **constants: the text of what some of the file's constants become.
   """
   text = (_FOLDER / f"{kernel}.py").read_text()
-  if program:
-    text = text.replace("PROGRAM = equations.SGD", f"PROGRAM = {program}")
-  digest = hashlib.sha256((_sources() + text).encode()).hexdigest()[:20]
-  name = f"sparse_embed_{kernel}_{digest}"
-  text = text.replace('TASK = "sparse_embed_task"', f'TASK = "{name}_task"')
-  module = _load(name, text)
+  for constant, value in constants.items():
+    text = re.sub(rf"^{constant} = .*$", lambda _, v=f"{constant} = {value}": v, text, flags=re.M)
+  name = f"sparse_embed_{kernel}_{hashlib.sha256((_sources() + text).encode()).hexdigest()[:20]}"
+  text = re.sub(r'"sparse_embed_(task|equation)"', rf'"{name}_\1"', text)
+  return name, _load(name, text)
+
+
+def _registered(name: str, module: ModuleType) -> str:
   jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(module.handler.ctypes), platform="cpu")
   return name
+
+
+@functools.cache
+def bag_sum() -> str:
+  """The name by which XLA finds the kernel of lookups, compiled where it is not yet."""
+  return _registered(*_compiled("bag_sum"))
+
+
+@functools.cache
+def row_step(program: Program) -> str:
+  """The name by which XLA finds the kernel of updates by an optimizer's equation."""
+  symbol = f'"sparse_embed_update_{_sources()[:20]}"'
+  _compiled("row_step", UPDATE=symbol)
+  text = repr(program)
+  for kind in ("Program", "Operation"):
+    text = text.replace(f"{kind}(", f"equations.{kind}(")
+  return _registered(*_compiled("row_equation", PROGRAM=text, UPDATE=symbol))
+
+
+@functools.cache
+def is_interface_known() -> bool:
+  """Whether XLA passes what `frame` reads: compares versions first, then asks a call."""
+  if frame.VERSION != frame.MAJOR:
+    return False
+  name = _registered(*_compiled("probe"))
+  answer = jax.ShapeDtypeStruct((1,), np.int32)
+  ask = jax.ffi.ffi_call(name, answer, input_output_aliases={0: 0})
+  with jax.ensure_compile_time_eval():
+    return int(jax.jit(ask)(np.zeros(1, np.int32))[0]) == 1

@@ -279,6 +279,7 @@ class _Emitter:
   def __init__(self, builder: Any, program: Program, args: Sequence[Any]):
     self.b, self.program = builder, program
     grad, state, row, self.dim, rate, self.numbers = args
+    rate = builder.load(memory.at(builder, rate, _FLOAT))
     b, is_row = builder, (True, *program.slots)
     names = ["w", *(f"s{i}" for i in range(len(program.slots)))]
     self.dtypes = {"g": "float32"} | dict(
@@ -400,10 +401,10 @@ class _Emitter:
 
 
 def compiled(program: Program) -> Any:
-  """`step_row(grad, state, row, dim, rate, numbers)`, for kernels.
+  """`step_row(grad, state, row, dim, rate, numbers)` for compiled code: all of them words.
 
   `grad` is the address of a row's gradient, `state` that of the addresses of the table and its
-  slots, `numbers` that of the program's numbers.
+  slots, `rate` that of the learning rate and `numbers` that of the program's numbers.
   """
 
   @intrinsic
@@ -412,7 +413,6 @@ def compiled(program: Program) -> Any:
       _Emitter(builder, program, args).run()
       return context.get_dummy_value()
 
-    words = [types.int64] * 4
-    return types.void(*words, types.float32, types.int64), codegen
+    return types.void(*[types.int64] * 6), codegen
 
   return step_row

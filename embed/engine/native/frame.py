@@ -28,11 +28,13 @@ from embed.engine.native.memory import (
 )
 
 MAJOR = 0  # of the interface that is described here
-# Of a call frame: its size in bytes, and the words of it that are read.
-FRAME_BYTES, ARGS_BYTES, RETS_BYTES, ATTRS_BYTES, BUFFER_BYTES = 168, 40, 40, 48, 48
-_EXTENSION, _API, _CONTEXT, _ARG_COUNT, _ARG_LIST, _RET_LIST = 1, 2, 3, 7, 9, 14
+# The words of a call frame that are read, and of the structs in it.
+_EXTENSION, _API, _CONTEXT, _ARG_COUNT, _ARG_LIST, _RET_COUNT, _RET_LIST = 1, 2, 3, 7, 9, 12, 14
 _DATA, _RANK, _DIMS, _METADATA = 3, 4, 5, 1
-_API_WORDS = 6  # of the struct of functions before the first one
+# The first word of a struct is its size, in bytes.
+_ARGS, _RETS, _ATTRS = 5, 10, 15
+_FRAME_BYTES, _ARGS_BYTES, _ATTRS_BYTES, _BUFFER_BYTES = 168, 40, 48, 48
+_API_WORDS, _API_VERSION = 6, 4  # words before the first function; the word of both numbers
 
 
 def _interface() -> tuple[int, int, Sequence[str]]:
@@ -48,7 +50,7 @@ def _interface() -> tuple[int, int, Sequence[str]]:
 VERSION, _MINOR, _FUNCTIONS = _interface()
 _SCHEDULE = _API_WORDS + _FUNCTIONS.index("XLA_FFI_ThreadPool_Schedule")
 _NUM_THREADS = _API_WORDS + _FUNCTIONS.index("XLA_FFI_ThreadPool_NumThreads")
-API_BYTES = 8 * (_API_WORDS + len(_FUNCTIONS))
+_API_BYTES = 8 * (_API_WORDS + len(_FUNCTIONS))
 LAYOUT = (VERSION, _MINOR, _SCHEDULE, _NUM_THREADS)
 
 
@@ -68,6 +70,19 @@ def is_query(frame):
 
 
 @numba.njit(**OPTIONS)
+def is_known(frame):
+  """Whether a call has the structs that are described here."""
+  if read_word(frame, 0) != _FRAME_BYTES or read_word(frame, _ARGS) != _ARGS_BYTES:
+    return False
+  if read_word(frame, _RETS) != _ARGS_BYTES or read_word(frame, _ATTRS) != _ATTRS_BYTES:
+    return False
+  api = read_word(frame, _API)
+  if read_word(api, 0) != _API_BYTES or read_word(api, _API_VERSION) != VERSION | (_MINOR << 32):
+    return False
+  return read_word(result(frame, 0), 0) == _BUFFER_BYTES
+
+
+@numba.njit(**OPTIONS)
 def argument(frame, index):
   """The address of an argument's struct, for `data`, `rank` and `dimension`."""
   return read_word(read_word(frame, _ARG_LIST), index)
@@ -77,6 +92,12 @@ def argument(frame, index):
 def arguments(frame):
   """How many arguments there are."""
   return read_word(frame, _ARG_COUNT)
+
+
+@numba.njit(**OPTIONS)
+def results(frame):
+  """How many results there are."""
+  return read_word(frame, _RET_COUNT)
 
 
 @numba.njit(**OPTIONS)
@@ -143,7 +164,7 @@ def share(task, frame, helpers, phase, parts, work):
     atomic_add(job + 8 * _HOLDERS, 1)
     if not invoke(schedule, read_word(frame, _CONTEXT), task, job):
       atomic_add(job + 8 * _HOLDERS, -1)
-  call(task, job)
+  call(task, (job,))
   while atomic_read(job + 8 * _DONE) < parts:
     sched_yield()
   let_go(job)

@@ -103,15 +103,16 @@ def atomic_read(typingctx, address):
 
 
 @intrinsic
-def call(typingctx, function, argument):
-  """Calls the C function at an address with a word."""
+def call(typingctx, function, arguments):
+  """Calls the C function at an address with a tuple of words."""
 
   def codegen(context, builder, signature, args):
-    kind = ir.FunctionType(ir.VoidType(), [_WORD])
-    builder.call(at(builder, args[0], kind), [args[1]])
+    words = cgutils.unpack_tuple(builder, args[1], len(arguments))
+    kind = ir.FunctionType(ir.VoidType(), [_WORD] * len(words))
+    builder.call(at(builder, args[0], kind), words)
     return context.get_dummy_value()
 
-  return types.void(types.int64, types.int64), codegen
+  return types.void(types.int64, types.UniTuple(types.int64, len(arguments))), codegen
 
 
 @intrinsic

@@ -1,5 +1,7 @@
 """The kernel of an update: sums the gradients of each row and steps it. `build` compiles this file.
 
+It is the same for all optimizers, and calls the `row_equation` of one.
+
 Arguments: a table float32 `[V, D]` and its slots, which the results take the place of; the learning
 rate float32 `[]`; the numbers of the equation, float32 `[K]`; and of each part of the gradients
 float32 `[B, D]`, ids int32 `[B, L]` and gains float32 `[B, L]`, or `[B, 0]` for 1. Ids that are no
@@ -15,18 +17,14 @@ import numba
 import numpy as np
 from numba import types
 
-from embed.engine.native import equations
 from embed.engine.native import frame as ffi
 from embed.engine.native import memory as mem
 
 TASK = "sparse_embed_task"
-PROGRAM = equations.SGD
-step_row = equations.compiled(PROGRAM)
-SLOTS = len(PROGRAM.slots)
-PROGRAM_ROWS = (True, *PROGRAM.slots)  # whether there is a value for each element
+UPDATE = "sparse_embed_update"
 
 _STATE, _SIZE, _DIM, _RATE, _NUMBERS, _INPUTS, _INPUT_COUNT, _COUNT = range(8)
-_BLOCKS, _BITS, _ENTRIES, _ENDS, _WORK_WORDS = range(8, 13)
+_BLOCKS, _BITS, _ENTRIES, _ENDS, _EQUATION, _SLOTS, _WORK_WORDS = range(8, 15)
 # Of each part of the gradients.
 _GRADS, _IDS, _GAINS, _LENGTH, _FIRST, _LAST, _INPUT_WORDS = range(7)
 _SPREAD_COUNT, _SPREAD, _STEP = range(3)  # phases
@@ -160,8 +158,9 @@ def prefetch_row(work, row, grad):
   """Asks for a row, its slots and its first gradient."""
   state, dim = mem.read_word(work, _STATE), mem.read_word(work, _DIM)
   mem.prefetch(grad, 4 * dim)
-  for k in range(SLOTS + 1):
-    width = 4 * dim if PROGRAM_ROWS[k] else 4
+  slots = mem.read_word(work, _SLOTS)
+  for k in range(slots + 1):
+    width = mem.read_word(state, slots + 1 + k)
     mem.prefetch(mem.read_word(state, k) + width * row, width)
 
 
@@ -183,7 +182,8 @@ def step_partition(work, partition):
   count = find_distinct(entries, n, table_bits, memory, size)
   rows, ends, order = memory, memory + 8 * n, memory + 12 * n + 4
   total = memory + 16 * n + 4 + 4 * size
-  rate = mem.read_float(mem.read_word(work, _RATE), 0)
+  equation, state = mem.read_word(work, _EQUATION), mem.read_word(work, _STATE)
+  rate, numbers = mem.read_word(work, _RATE), mem.read_word(work, _NUMBERS)
   first = np.int64(0)
   for j in range(count):
     if j + AHEAD < count:
@@ -192,17 +192,17 @@ def step_partition(work, partition):
     last = np.int64(mem.read_int(ends, j))
     grad = sum_of(entries, order, first, last, dim, total)
     row = np.int64(mem.read_int(rows, j))
-    step_row(grad, mem.read_word(work, _STATE), row, dim, rate, mem.read_word(work, _NUMBERS))
+    mem.call(equation, (grad, state, row, dim, rate, numbers))
     first = last
   mem.free(memory)
 
 
 @numba.njit(**mem.OPTIONS)
-def read_inputs(frame, work, inputs, count):
+def read_inputs(frame, inputs, first, count):
   """Describes the parts of the gradients; returns the number of ids."""
   total = 0
   for k in range(count):
-    at, part = SLOTS + 3 + 3 * k, inputs + 8 * _INPUT_WORDS * k
+    at, part = first + 3 * k, inputs + 8 * _INPUT_WORDS * k
     ids, gains = ffi.argument(frame, at + 1), ffi.argument(frame, at + 2)
     has_gains = ffi.dimension(gains, 1) > 0
     mem.write_word(part, _GRADS, ffi.data(ffi.argument(frame, at)))
@@ -227,25 +227,37 @@ def put_in_order(ends, blocks, partitions):
 
 
 @numba.njit(**mem.OPTIONS)
-def step_rows(frame):
+def read_state(frame, slots):
+  """The addresses of the table and its slots, and then the bytes that each has for a row."""
+  state = mem.malloc(16 * (slots + 1))
+  for k in range(slots + 1):
+    array = ffi.result(frame, k)
+    mem.write_word(state, k, ffi.data(array))
+    width = 4 * ffi.dimension(array, 1) if ffi.rank(array) == 2 else 4
+    mem.write_word(state, slots + 1 + k, width)
+  return state
+
+
+@numba.njit(**mem.OPTIONS)
+def step_rows(frame, equation):
   """Reads the arguments and shares the work."""
-  work = mem.malloc(8 * _WORK_WORDS)
-  state = mem.malloc(8 * (SLOTS + 1))
-  for k in range(SLOTS + 1):
-    mem.write_word(state, k, ffi.data(ffi.result(frame, k)))
-  input_count = (ffi.arguments(frame) - SLOTS - 3) // 3
+  work, slots = mem.malloc(8 * _WORK_WORDS), ffi.results(frame) - 1
+  state = read_state(frame, slots)
+  input_count = (ffi.arguments(frame) - slots - 3) // 3
   inputs = mem.malloc(8 * _INPUT_WORDS * input_count)
-  count = read_inputs(frame, work, inputs, input_count)
+  count = read_inputs(frame, inputs, slots + 3, input_count)
   helpers = 0 if count < ALONE else ffi.threads(frame) - 1
   blocks, bits = 2 * helpers + 1, 0
   while (PARTITION << bits) < count and bits < 12:
     bits += 1
   entries, ends = mem.malloc(ENTRY * count), mem.calloc(blocks << bits, 8)
+  mem.write_word(work, _EQUATION, equation)
+  mem.write_word(work, _SLOTS, slots)
   mem.write_word(work, _STATE, state)
   mem.write_word(work, _SIZE, ffi.dimension(ffi.argument(frame, 0), 0))
   mem.write_word(work, _DIM, ffi.dimension(ffi.argument(frame, 0), 1))
-  mem.write_word(work, _RATE, ffi.data(ffi.argument(frame, SLOTS + 1)))
-  mem.write_word(work, _NUMBERS, ffi.data(ffi.argument(frame, SLOTS + 2)))
+  mem.write_word(work, _RATE, ffi.data(ffi.argument(frame, slots + 1)))
+  mem.write_word(work, _NUMBERS, ffi.data(ffi.argument(frame, slots + 2)))
   mem.write_word(work, _INPUTS, inputs)
   mem.write_word(work, _INPUT_COUNT, input_count)
   mem.write_word(work, _COUNT, count)
@@ -283,9 +295,10 @@ def do_parts(job):
 llvmlite.binding.add_symbol(TASK, do_parts.address)
 
 
-@numba.cfunc(types.int64(types.int64), cache=True)
-def handler(frame):
-  """What XLA calls."""
-  if not ffi.is_query(frame):
-    step_rows(frame)
-  return 0
+@numba.cfunc(types.void(types.int64, types.int64), cache=True)
+def update(frame, equation):
+  """What the handler of an equation calls."""
+  step_rows(frame, equation)
+
+
+llvmlite.binding.add_symbol(UPDATE, update.address)
