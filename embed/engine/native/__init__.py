@@ -87,7 +87,7 @@ def gather_and_combine(
   flat = bags.flat()
   gains = flat.gains
   if gains is None:
-    gains = jnp.zeros(0 if bags.is_ragged else (flat.ids.shape[0], 0), jnp.float32)
+    gains = jnp.zeros(0, jnp.float32)
 
   def by_xla(table, ids, *rest):
     gains = rest[-1] if flat.gains is not None else None
@@ -185,8 +185,7 @@ def step(
   flat = []
   for part in parts:
     gains = part.gains
-    none = jnp.zeros((part.ids.shape[0], 0), jnp.float32)
-    flat += [part.grads, part.ids, none if gains is None else gains]
+    flat += [part.grads, part.ids, jnp.zeros(0, jnp.float32) if gains is None else gains]
   table, *new = _kernel_p.bind(
     table,
     *slots.values(),

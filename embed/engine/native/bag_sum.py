@@ -1,7 +1,7 @@
 """The kernel of a lookup: sums of rows. `build` compiles this file; nothing imports it.
 
 Arguments: a table float32 `[V, D]`, ids int32 `[B, L]` and gains float32 `[B, L]`, `[B, 1]`, or
-`[B, 0]` for none. Ragged bags: ids `[N]`, segments int32 `[N]`, gains `[N]` or `[0]`. The result is
+`[0]` for none. Ragged bags: ids `[N]`, segments int32 `[N]`, gains `[N]` or `[0]`. The result is
 float32 `[B, D]`. Ids that are no row of the table add nothing.
 """
 
@@ -100,7 +100,7 @@ def sum_rows(frame):
   mem.write_word(work, _IDS, ffi.data(ids))
   mem.write_word(work, _LENGTH, length)
   mem.write_word(work, _GAINS, ffi.data(gains))
-  mem.write_word(work, _GAINS_LENGTH, ffi.dimension(gains, 1 - is_ragged))
+  mem.write_word(work, _GAINS_LENGTH, ffi.dimension(gains, ffi.rank(gains) - 1))
   mem.write_word(work, _OUT, ffi.data(out))
   mem.write_word(work, _BAGS, bags)
   mem.write_word(work, _SEGMENTS, ffi.data(ffi.argument(frame, 2)))

@@ -4,7 +4,7 @@ It is the same for all optimizers, and calls the `row_equation` of one.
 
 Arguments: a table float32 `[V, D]` and its slots, which the results take the place of; the learning
 rate float32 `[]`; the numbers of the equation, float32 `[K]`; and of each part of the gradients
-float32 `[B, D]`, ids int32 `[B, L]` and gains float32 `[B, L]`, or `[B, 0]` for 1. Ids that are no
+float32 `[B, D]`, ids int32 `[B, L]` and gains float32 `[B, L]`, or `[0]` for 1. Ids that are no
 row of the table are skipped.
 
 Ids are spread over partitions by a hash of the row, each of which fits a core's caches and is a
@@ -204,7 +204,7 @@ def read_inputs(frame, inputs, first, count):
   for k in range(count):
     at, part = first + 3 * k, inputs + 8 * _INPUT_WORDS * k
     ids, gains = ffi.argument(frame, at + 1), ffi.argument(frame, at + 2)
-    has_gains = ffi.dimension(gains, 1) > 0
+    has_gains = ffi.dimension(gains, ffi.rank(gains) - 1) > 0
     mem.write_word(part, _GRADS, ffi.data(ffi.argument(frame, at)))
     mem.write_word(part, _IDS, ffi.data(ids))
     mem.write_word(part, _GAINS, ffi.data(gains) if has_gains else 0)
