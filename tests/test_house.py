@@ -35,6 +35,15 @@ ORDER = [
   "engine.storage",
   "engine.cost",
   "engine.grads",
+  "engine.native.memory",
+  "engine.native.frame",
+  "engine.native.equations",
+  "engine.native.kernels.probe",
+  "engine.native.kernels.bag_sum",
+  "engine.native.kernels.row_step",
+  "engine.native.kernels.row_equation",
+  "engine.native.build",
+  "engine.native",
   "engine.update_cpu",
   "engine.rows",
   "engine.route",
@@ -75,6 +84,12 @@ TESTED_IN = {
   "engine.grads": "test_gradients",
   "engine.jax_internals": "test_autodiff",
   "engine.route": "engine/test_exchange",
+  "engine.native.frame": "engine/native/test_kernels",
+  "engine.native.kernels.bag_sum": "engine/native/test_kernels",
+  "engine.native.kernels.probe": "engine/native/test_build",
+  "engine.native.kernels.row_equation": "engine/native/test_kernels",
+  "engine.native.kernels.row_step": "engine/native/test_kernels",
+  "engine.native.memory": "engine/native/test_kernels",
   "engine.rows": "engine/test_update",
   "engine.stack": "test_compiled_step",
   "engine.taps": "test_autodiff",
@@ -86,7 +101,7 @@ TESTED_IN = {
   "steps": "test_conformance",
   "variables": "engine/test_storage",
 }
-PACKAGES = {"engine", "serving", "tools", "tpu_embedding", "transforms"}  # a step, and names
+PACKAGES = {"engine", "engine.native", "serving", "tools", "tpu_embedding", "transforms"}  # a step, and names
 
 
 def files():

@@ -1,6 +1,6 @@
 """Kernels to machine code: compiled once for a machine, kept on disk, and registered with XLA.
 
-A kernel is a file of this package, whose text is written to a folder of the user under a name that
+A kernel is a file of the folder `kernels`, whose text is written to a folder of the user under a name that
 tells its content, these files included, and imported from there: Numba keeps machine code next to
 the file it compiled. Another version of a kernel is another file, so no stale code is ever loaded.
 """
@@ -74,11 +74,11 @@ def _compiled(kernel: str, **constants: str) -> tuple[str, ModuleType]:
     kernel: the file that it is in.
     **constants: the text of what some of the file's constants become.
   """
-  text = (_FOLDER / f"{kernel}.py").read_text()
+  text = (_FOLDER / "kernels" / f"{kernel}.py").read_text()
   for constant, value in constants.items():
     text = re.sub(rf"^{constant} = .*$", lambda _, v=f"{constant} = {value}": v, text, flags=re.M)
   name = f"sparse_embed_{kernel}_{hashlib.sha256((_sources() + text).encode()).hexdigest()[:20]}"
-  text = re.sub(r'"sparse_embed_(task|equation)"', rf'"{name}_\1"', text)
+  text = re.sub(r'"sparse_embed_(task|equation|update)"', rf'"{name}_\1"', text)
   return name, _load(name, text)
 
 
@@ -96,12 +96,11 @@ def bag_sum() -> str:
 @functools.cache
 def row_step(program: Program) -> str:
   """The name by which XLA finds the kernel of updates by an optimizer's equation."""
-  symbol = f'"sparse_embed_update_{_sources()[:20]}"'
-  _compiled("row_step", UPDATE=symbol)
+  common, _ = _compiled("row_step")
   text = repr(program)
   for kind in ("Program", "Operation"):
     text = text.replace(f"{kind}(", f"equations.{kind}(")
-  return _registered(*_compiled("row_equation", PROGRAM=text, UPDATE=symbol))
+  return _registered(*_compiled("row_equation", PROGRAM=text, UPDATE=f'"{common}_update"'))
 
 
 @functools.cache

@@ -82,8 +82,8 @@ class _Reader:
 
   def kind(self, aval: Any) -> tuple[str, bool]:
     """The dtype of an array, and whether it is a row."""
-    if str(aval.dtype) not in _KINDS:
-      raise Unsupported(f"an array of {aval.dtype}")
+    if str(getattr(aval, "dtype", None)) not in _KINDS:
+      raise Unsupported(f"{aval}")
     if aval.shape == (self.dim,) and self.dim > 1:
       return str(aval.dtype), True
     if aval.size != 1:
@@ -120,8 +120,10 @@ class _Reader:
     return [read(v) for v in jaxpr.outvars]
 
   def add(self, eqn: Any, inputs: list[str]) -> str:
-    op, (out,) = eqn.primitive.name, eqn.outvars
-    dtype, is_row = self.kind(out.aval)
+    op = eqn.primitive.name
+    if not eqn.invars or len(eqn.outvars) != 1:
+      raise Unsupported(f"`{op}`")
+    dtype, is_row = self.kind(eqn.outvars[0].aval)
     of = str(eqn.invars[0].aval.dtype)
     if op in _REDUCTIONS and not self.is_row.get(inputs[0], False):
       return inputs[0]  # of one number
