@@ -69,9 +69,7 @@ def gather_and_combine(
   table: jax.Array, bags: Bags, quantization: QuantizationConfig | None = None, dtype: Any = None
 ) -> jax.Array:
   """`lookup.gather_and_combine`, by a kernel where there is one."""
-  formulation = functools.partial(
-    lookup.gather_and_combine, quantization=quantization, dtype=dtype
-  )
+  formulation = functools.partial(lookup.gather_and_combine, quantization=quantization, dtype=dtype)
   is_covered = (
     table.dtype == np.float32
     and (dtype is None or np.dtype(dtype) == np.float32)

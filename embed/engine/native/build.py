@@ -29,7 +29,9 @@ _FOLDER = pathlib.Path(__file__).parent
 def _sources() -> str:
   """A digest of all that a kernel is made of but its own text."""
   texts = [path.read_text() for path in sorted(_FOLDER.glob("*.py"))]
-  return hashlib.sha256("\0".join([numba.__version__, str(frame.LAYOUT), *texts]).encode()).hexdigest()
+  return hashlib.sha256(
+    "\0".join([numba.__version__, str(frame.LAYOUT), *texts]).encode()
+  ).hexdigest()
 
 
 def cache_folder() -> pathlib.Path:

@@ -182,9 +182,7 @@ def for_each_vector(builder: Any, size: Any, emit: Emit) -> None:
 
 def load_floats(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
   """The floats of a row from an offset on."""
-  pointer = builder.bitcast(
-    builder.gep(at(builder, address, _FLOAT), [offset]), kind.as_pointer()
-  )
+  pointer = builder.bitcast(builder.gep(at(builder, address, _FLOAT), [offset]), kind.as_pointer())
   return builder.load(pointer, align=4)
 
 

@@ -20,7 +20,7 @@ from embed.engine.layout import Layout
 from embed.engine.stack import StackSpec
 
 pytestmark = pytest.mark.usefixtures("kernels")
-SAME_KERNELS = settings(suppress_health_check=[*HealthCheck], max_examples=12)
+SAME_KERNELS = settings(suppress_health_check=[*HealthCheck], max_examples=8)
 
 
 def text_of(function, *args):
@@ -39,7 +39,9 @@ def random_bags(rng, size, bags, length, gains, ragged):
     gains = jnp.asarray(rng.normal(size=shape), jnp.float32) if gains else None
     return Bags(jnp.asarray(ids), gains, segments, (bags,))
   of = {"none": None, "bag": (bags, 1), "id": shape}[gains]
-  return Bags(jnp.asarray(ids), None if of is None else jnp.asarray(rng.normal(size=of), jnp.float32))
+  return Bags(
+    jnp.asarray(ids), None if of is None else jnp.asarray(rng.normal(size=of), jnp.float32)
+  )
 
 
 def check_lookup(rng, size, dim, bags):
@@ -51,6 +53,7 @@ def check_lookup(rng, size, dim, bags):
   np.testing.assert_allclose(act, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @SAME_KERNELS
 @given(
   st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 70), st.integers(1, 30),
@@ -61,6 +64,7 @@ def test_bags_of_any_shape(kernels, seed, size, dim, bags, length, gains):
   check_lookup(rng, size, dim, random_bags(rng, size, bags, length, gains, ragged=False))
 
 
+@pytest.mark.full
 @SAME_KERNELS
 @given(
   st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 70), st.integers(1, 30),
@@ -69,6 +73,12 @@ def test_bags_of_any_shape(kernels, seed, size, dim, bags, length, gains):
 def test_ragged_bags_in_any_order(kernels, seed, size, dim, bags, length, gains):
   rng = np.random.default_rng(seed)
   check_lookup(rng, size, dim, random_bags(rng, size, bags, length, gains, ragged=True))
+
+
+@pytest.mark.parametrize("gains", ["none", "bag", "id"])
+def test_bags_by_kernel(gains):
+  rng = np.random.default_rng(0)
+  check_lookup(rng, 40, 19, random_bags(rng, 40, 23, 6, gains, ragged=False))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -155,6 +165,7 @@ def test_equations_of_users_have_a_kernel(monkeypatch, name):
   assert "sparse_embed_row_equation" in check_step(monkeypatch, EXTRA[name](), 30, 12, SHAPES)
 
 
+@pytest.mark.full
 @SAME_KERNELS
 @given(
   st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(1, 70),
@@ -237,7 +248,9 @@ def train(switch, monkeypatch, mesh=None):
       "sequence": embed.Padded(rng.integers(-1, 1000, (64, 6))),
     }
     weights = {"bag": embed.Padded(rng.uniform(1, 2, (64, 8)).astype(np.float32))}
-    losses.append(float(step(model, optimizer, batch, weights | {"ragged": None, "sequence": None})))
+    losses.append(
+      float(step(model, optimizer, batch, weights | {"ragged": None, "sequence": None}))
+    )
   return losses, jax.tree.map(np.asarray, dict(model.variables))
 
 
