@@ -101,7 +101,8 @@ TESTED_IN = {
   "steps": "test_conformance",
   "variables": "engine/test_storage",
 }
-PACKAGES = {"engine", "engine.native", "serving", "tools", "tpu_embedding", "transforms"}  # a step, and names
+# A step, the choice of kernels, and names.
+PACKAGES = {"engine", "engine.native", "serving", "tools", "tpu_embedding", "transforms"}
 
 
 def files():

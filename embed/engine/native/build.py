@@ -1,8 +1,9 @@
 """Kernels to machine code: compiled once for a machine, kept on disk, and registered with XLA.
 
-A kernel is a file of the folder `kernels`, whose text is written to a folder of the user under a name that
-tells its content, these files included, and imported from there: Numba keeps machine code next to
-the file it compiled. Another version of a kernel is another file, so no stale code is ever loaded.
+A kernel is a file of the folder `kernels`. Its text is written to a folder of the user, under a
+name that tells its content and that of this package, and imported from there: Numba keeps machine
+code next to the file that it compiled. Another version of a kernel is another file, so no stale
+code is ever loaded.
 """
 
 import functools
