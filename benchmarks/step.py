@@ -192,7 +192,7 @@ def measure(args: argparse.Namespace, vocabulary: int, dim: int, ids: int) -> di
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  many = {"type": int, "nargs": "+"}
+  many: dict[str, Any] = {"type": int, "nargs": "+"}
   parser.add_argument("--vocabulary", **many, default=[1_000_000], help="rows of the table")
   parser.add_argument("--dim", **many, default=[64])
   parser.add_argument("--ids", **many, default=[65_536], help="ids in a batch")
@@ -214,7 +214,11 @@ def main() -> None:
   ]
   if args.json:
     settings = {k: v for k, v in vars(args).items() if k != "json"}
-    summary = {"settings": settings, "versions": versions(), "cores": os.cpu_count()}
+    summary: dict[str, Any] = {
+      "settings": settings,
+      "versions": versions(),
+      "cores": os.cpu_count(),
+    }
     summary |= {"points": points} if len(points) > 1 else points[0]
     args.json.write_text(json.dumps(summary, indent=2) + "\n")
 

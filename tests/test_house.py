@@ -194,7 +194,7 @@ def test_every_file_has_its_tests():
   mirrored = set()
   for name in files().keys() - PACKAGES:
     folder, _, stem = name.rpartition(".")
-    mirror = f"{folder}/test_{stem.strip('_')}".removeprefix("/")
+    mirror = f"{folder.replace('.', '/')}/test_{stem.strip('_')}".removeprefix("/")
     assert (ROOT / "tests" / f"{TESTED_IN.get(name, mirror)}.py").exists(), name
     mirrored |= {name} if (ROOT / "tests" / f"{mirror}.py").exists() else set()
   assert not TESTED_IN.keys() - files().keys(), "a file that is not there"

@@ -77,7 +77,7 @@ def kernel_primitive(name: str) -> Any:
     return list(avals[: len(outputs)]) if in_place else [avals[0].update(shape=s) for s in outputs]
 
   def jvp(primals, tangents, *, formulation, **_):
-    return jax.jvp(formulation, primals, [ad.instantiate_zeros(t) for t in tangents])
+    return jax.jvp(formulation, primals, tuple(map(ad.instantiate_zeros, tangents)))
 
   def batch(args, dims, *, formulation, **_):
     results = jax.vmap(formulation, dims)(*args)

@@ -79,7 +79,8 @@ def _compiled(kernel: str, **constants: str) -> tuple[str, ModuleType]:
   """
   text = (_FOLDER / "kernels" / f"{kernel}.py").read_text()
   for constant, value in constants.items():
-    text = re.sub(rf"^{constant} = .*$", lambda _, v=f"{constant} = {value}": v, text, flags=re.M)
+    line = f"{constant} = {value}".replace("\\", r"\\")
+    text = re.sub(rf"^{constant} = .*$", line, text, flags=re.MULTILINE)
   name = f"sparse_embed_{kernel}_{hashlib.sha256((_sources() + text).encode()).hexdigest()[:20]}"
   text = re.sub(r'"sparse_embed_(task|equation|update)"', rf'"{name}_\1"', text)
   return name, _load(name, text)

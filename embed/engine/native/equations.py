@@ -102,8 +102,8 @@ class _Reader:
 
   def run(self, closed: Any, arguments: Sequence[str]) -> list[str]:
     """Adds the operations of a jaxpr; returns the names of its results."""
-    jaxpr, names = closed.jaxpr, {}
-    names |= dict(zip(jaxpr.constvars, map(self.number, closed.consts), strict=True))
+    jaxpr = closed.jaxpr
+    names: dict[Any, str] = dict(zip(jaxpr.constvars, map(self.number, closed.consts), strict=True))
     names |= dict(zip(jaxpr.invars, arguments, strict=True))
     read = lambda v: self.number(v.val) if isinstance(v, Literal) else names[v]
     for eqn in jaxpr.eqns:
