@@ -28,6 +28,7 @@ from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
 
 SWITCH = "SPARSE_EMBED_KERNELS"
+OLDEST_NUMBA = (0, 68)  # as in pyproject.toml
 State = tuple[jax.Array, dict[str, jax.Array]]
 
 _kernel_p = jax_internals.kernel_primitive("sparse_embed_kernel")
@@ -42,19 +43,31 @@ def is_on() -> bool:
 
 @functools.cache
 def _is_supported() -> bool:
-  """Whether this machine has what kernels need; warns if only JAX's interface is another one."""
+  """Whether the extra is installed and fits; warns if it is installed and does not."""
   if os.name != "posix" or importlib.util.find_spec("numba") is None:
     return False
-  from embed.engine.native import build
-
-  if not build.is_interface_known():
+  reason = _misfit()
+  if reason is not None:
     warnings.warn(
-      f"The CPU kernels do not know the interface of JAX {jax.__version__} and are off; XLA's own "
-      f"code runs instead. Set {SWITCH}=0 to silence this.",
+      f"The CPU kernels are off: {reason}. XLA's own operations run instead. Set {SWITCH}=0 to "
+      "silence this.",
       stacklevel=2,
     )
-    return False
-  return True
+  return reason is None
+
+
+def _misfit() -> str | None:
+  """Why kernels cannot be compiled here, though Numba is installed."""
+  import numba
+
+  if tuple(map(int, numba.__version__.split(".")[:2])) < OLDEST_NUMBA:
+    return f"Numba {numba.__version__} is too old: pip install -U numba"
+  if numba.config.DISABLE_JIT:
+    return "NUMBA_DISABLE_JIT is set"
+  from embed.engine.native import build
+
+  known = build.is_interface_known()
+  return None if known else f"they do not know JAX {jax.__version__}'s foreign function interface"
 
 
 def _has_sizes(*arrays: jax.Array) -> bool:

@@ -30,9 +30,11 @@ _FOLDER = pathlib.Path(__file__).parent
 def _sources() -> str:
   """A digest of all that a kernel is made of but its own text."""
   texts = [path.read_text() for path in sorted(_FOLDER.glob("*.py"))]
-  return hashlib.sha256(
-    "\0".join([numba.__version__, str(frame.LAYOUT), *texts]).encode()
-  ).hexdigest()
+  return _digest(numba.__version__, str(frame.LAYOUT), *texts)
+
+
+def _digest(*texts: str) -> str:
+  return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
 
 
 def cache_folder() -> pathlib.Path:
@@ -81,7 +83,7 @@ def _compiled(kernel: str, **constants: str) -> tuple[str, ModuleType]:
   for constant, value in constants.items():
     line = f"{constant} = {value}".replace("\\", r"\\")
     text = re.sub(rf"^{constant} = .*$", line, text, flags=re.MULTILINE)
-  name = f"sparse_embed_{kernel}_{hashlib.sha256((_sources() + text).encode()).hexdigest()[:20]}"
+  name = f"sparse_embed_{kernel}_{_digest(_sources(), text)}"
   text = re.sub(r'"sparse_embed_(task|equation|update)"', rf'"{name}_\1"', text)
   return name, _load(name, text)
 

@@ -54,20 +54,27 @@ def test_the_interface_of_this_jax_is_known():
 
 
 @pytest.mark.usefixtures("kernels")
-def test_an_unknown_interface_is_said_once(monkeypatch):
-  from embed.engine.native import frame
-
-  monkeypatch.setattr(frame, "VERSION", frame.MAJOR + 1)
-  native._is_supported.cache_clear()
+@pytest.mark.parametrize(
+  ("name", "value", "message"),
+  [
+    ("embed.engine.native.frame.VERSION", 1, "do not know JAX"),
+    ("numba.config.DISABLE_JIT", 1, "NUMBA_DISABLE_JIT is set"),
+    ("numba.__version__", "0.61.2", "Numba 0.61.2 is too old"),
+  ],
+  ids=["interface", "no compiler", "an old Numba"],
+)
+def test_what_does_not_fit_is_said_once(monkeypatch, name, value, message):
   from embed.engine.native import build
 
-  build.is_interface_known.cache_clear()
-  with pytest.warns(UserWarning, match="do not know the interface of JAX"):
+  forget = (native._is_supported.cache_clear, build.is_interface_known.cache_clear)
+  monkeypatch.setattr(name, value)
+  for clear in forget:
+    clear()
+  with pytest.warns(UserWarning, match=message):
     assert not native.is_on()
   assert not native.is_on()
-  monkeypatch.undo()
-  native._is_supported.cache_clear()
-  build.is_interface_known.cache_clear()
+  for clear in forget:
+    clear()
 
 
 @pytest.mark.usefixtures("kernels")

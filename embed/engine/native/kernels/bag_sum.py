@@ -19,8 +19,6 @@ _SEGMENTS, _COUNT, _BAGS_PER_PART, _ZEROS, _WORK_WORDS = range(9, 14)
 AHEAD = 16  # ids whose rows are asked for ahead of time
 ALONE = 1 << 16  # elements that a thread sums faster than another one wakes up
 PART = 1 << 15  # elements of a part
-
-
 ONE = np.float32(1)
 
 
