@@ -25,8 +25,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from contenders import OPTIMIZERS, loss_of
 from flax import nnx
-from step import OPTIMIZERS, loss_of
 
 import embed
 

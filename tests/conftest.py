@@ -8,6 +8,9 @@ _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 
+# Both formulations mean the same; tests of the compiled kernels ask for them, see `kernels`.
+os.environ.setdefault("SPARSE_EMBED_KERNELS", "0")
+
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -69,3 +72,13 @@ def strict():
   """A user may run with these settings on; silent broadcasting and promotion become errors."""
   with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
     yield
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+  """Programs that are traced in the test take the compiled kernels of the CPU."""
+  pytest.importorskip("numba", reason="the extra `cpu` is not installed")
+  monkeypatch.setenv("SPARSE_EMBED_KERNELS", "1")
+  jax.clear_caches()
+  yield
+  jax.clear_caches()

@@ -36,6 +36,15 @@ ORDER = [
   "engine.changes",
   "engine.cost",
   "engine.grads",
+  "engine.native.memory",
+  "engine.native.frame",
+  "engine.native.equations",
+  "engine.native.kernels.probe",
+  "engine.native.kernels.bag_sum",
+  "engine.native.kernels.row_step",
+  "engine.native.kernels.row_equation",
+  "engine.native.build",
+  "engine.native",
   "engine.update_cpu",
   "engine.rows",
   "engine.route",
@@ -80,6 +89,12 @@ TESTED_IN = {
   "engine.grads": "test_gradients",
   "engine.jax_internals": "test_autodiff",
   "engine.route": "engine/test_exchange",
+  "engine.native.frame": "engine/native/test_kernels",
+  "engine.native.kernels.bag_sum": "engine/native/test_kernels",
+  "engine.native.kernels.probe": "engine/native/test_build",
+  "engine.native.kernels.row_equation": "engine/native/test_kernels",
+  "engine.native.kernels.row_step": "engine/native/test_kernels",
+  "engine.native.memory": "engine/native/test_kernels",
   "engine.rows": "engine/test_update",
   "engine.stack": "test_compiled_step",
   "engine.taps": "test_autodiff",
@@ -91,7 +106,8 @@ TESTED_IN = {
   "steps": "test_conformance",
   "variables": "engine/test_storage",
 }
-PACKAGES = {"engine", "serving", "tools", "tpu_embedding", "transforms"}  # a step, and names
+# A step, the choice of kernels, and names.
+PACKAGES = {"engine", "engine.native", "serving", "tools", "tpu_embedding", "transforms"}
 
 
 def files():
@@ -183,7 +199,7 @@ def test_every_file_has_its_tests():
   mirrored = set()
   for name in files().keys() - PACKAGES:
     folder, _, stem = name.rpartition(".")
-    mirror = f"{folder}/test_{stem.strip('_')}".removeprefix("/")
+    mirror = f"{folder.replace('.', '/')}/test_{stem.strip('_')}".removeprefix("/")
     assert (ROOT / "tests" / f"{TESTED_IN.get(name, mirror)}.py").exists(), name
     mirrored |= {name} if (ROOT / "tests" / f"{mirror}.py").exists() else set()
   assert not TESTED_IN.keys() - files().keys(), "a file that is not there"

@@ -11,7 +11,8 @@
 Read `layout`, `mesh`, `stack` for where rows are; `bags`, `lookup` for one device; `cost`, `route`,
 `exchange` for several; `grads`, `rows`, `update` for the way back; `storage`, `views` for tables as
 users see them; `taps` for differentiation. `jax_internals` isolates what JAX and Flax do not
-promise, `update_cpu` what one backend needs.
+promise, `update_cpu` what one backend needs. `native` has compiled kernels for the CPU, which mean
+what `lookup` and `update` say.
 
 Glossary:
 
@@ -29,6 +30,7 @@ Glossary:
   distinct rows   one summed gradient for each row that was looked up
   slot            what an optimizer keeps for each row
   view            how a logical table is split where users and checkpoints see it
+  kernel          compiled code that XLA calls in the place of its own operations
   tap             an input of zeros whose cotangent is the gradient of an activation
   owner           the path of a layer in its model, and a stack or table of it
 """

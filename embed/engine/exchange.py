@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import cost, lookup, rows
+from embed.engine import cost, native, rows
 from embed.engine import grads as grads_lib
 from embed.engine import route as route_lib
 from embed.engine.bags import Bags, pad_all
@@ -88,7 +88,7 @@ def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
   """Activations of a device's part of the batch, and the route of the all-to-all, or None."""
   placement, layout = stack.placement, stack.layout
   combine = functools.partial(
-    lookup.gather_and_combine, quantization=stack.quantization, dtype=jnp.float32
+    native.gather_and_combine, quantization=stack.quantization, dtype=jnp.float32
   )
   located = lambda bag, table: layout.locate(stack.indices[table], bag.ids)
   route, acts = None, {}

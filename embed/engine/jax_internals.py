@@ -57,6 +57,47 @@ def identity_primitive(name: str, jvp: Callable[..., Any]) -> Any:
   return primitive
 
 
+def kernel_primitive(name: str) -> Any:
+  """A primitive that means `formulation(*args)`, a list, and on CPU calls a foreign function.
+
+  Programs for other platforms and for export hold the formulation; so does what JAX makes of the
+  primitive by differentiation and batching. Its parameters are the `formulation`; `target`, the
+  name that the foreign function is registered by; `outputs`, the shapes of its results, float32 or,
+  if `in_place`, of the dtypes of its first arguments, whose place they take.
+
+  Seen in JAX 0.10.2: `jax.ffi.ffi_call` is public, but cannot be exported or differentiated, and
+  `jax.lax.platform_dependent` does not know what is exported.
+  """
+  primitive = jex_core.Primitive(name)
+  primitive.multiple_results = True
+  meaning = lambda *args, formulation, **_: formulation(*args)
+  by_xla = mlir.lower_fun(meaning, multiple_results=True)
+
+  def shapes(*avals, outputs, in_place, **_):
+    return list(avals[: len(outputs)]) if in_place else [avals[0].update(shape=s) for s in outputs]
+
+  def jvp(primals, tangents, *, formulation, **_):
+    return jax.jvp(formulation, primals, tuple(map(ad.instantiate_zeros, tangents)))
+
+  def batch(args, dims, *, formulation, **_):
+    results = jax.vmap(formulation, dims)(*args)
+    return results, [0] * len(results)
+
+  def on_cpu(ctx, *args, target, outputs, in_place, **params):
+    if ctx.module_context.lowering_parameters.for_export:
+      return by_xla(ctx, *args, **params)
+    aliases = {i: i for i in range(len(outputs))} if in_place else None
+    return jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)(ctx, *args)
+
+  primitive.def_impl(meaning)
+  primitive.def_abstract_eval(shapes)
+  mlir.register_lowering(primitive, by_xla)
+  mlir.register_lowering(primitive, on_cpu, platform="cpu")
+  batching.primitive_batchers[primitive] = batch
+  ad.primitive_jvps[primitive] = jvp
+  return primitive
+
+
 def is_zero_tangent(tangent: Any) -> bool:
   """Whether a tangent is a symbolic zero: nothing differentiates with respect to its primal.
 

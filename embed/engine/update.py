@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import cost, exchange, mesh, rounding, rows, update_cpu
+from embed.engine import cost, exchange, mesh, native, rounding, rows, update_cpu
 from embed.engine import grads as grads_lib
 from embed.engine.bags import pad_all
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
@@ -258,14 +258,34 @@ def step_table(
   """
   optimizer, (table, slots), parts = stack.optimizer, state, grads_lib.any_row(parts)
   assert optimizer is not None
-  size, row_step = table.shape[0], row_step_of(stack, scalars)
   if optimizer.equation is None:
     return state
   if not optimizer.lazy:
     g = rows.add_rows(jnp.zeros(table.shape, jnp.float32), parts)
-    return row_step(jnp.arange(size, dtype=jnp.int32), g, table, slots)
+    every = jnp.arange(table.shape[0], dtype=jnp.int32)
+    return row_step_of(stack, scalars)(every, g, table, slots)
   if not parts:
     return state
+
+  def by_xla(state, rate, parts):
+    return _step_rows_of(stack, scalars._replace(rate=rate), state, parts, distinct)
+
+  kernel = None
+  if optimizer.use_gradient_accumulation:
+    one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
+    kernel = native.kernel_of(one_row, state, parts)
+  if kernel is None:
+    return by_xla(state, scalars.rate, parts)
+  return native.step(kernel, by_xla, state, scalars.rate, parts)
+
+
+def _step_rows_of(
+  stack: StackSpec, scalars: StepScalars, state: State, parts: list[GradRows], distinct: bool
+) -> State:
+  """Steps the rows of `parts`, of which there are some, in XLA's own operations."""
+  optimizer, (table, slots) = stack.optimizer, state
+  assert optimizer is not None
+  size, row_step = table.shape[0], row_step_of(stack, scalars)
   if _is_plain_sum(optimizer, table):
     return _add_steps(optimizer, scalars.rate, table, parts), slots
   if not optimizer.use_gradient_accumulation:

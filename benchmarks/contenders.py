@@ -1,0 +1,315 @@
+"""The contenders of `step.py`: a table and batches, and what makes a step of them."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout as it is
+
+import embed
+from embed.engine import native, update
+
+RATE, ACCUMULATOR, EPSILON = 0.01, 0.1, 1e-8
+OPTIMIZERS: dict[str, Callable[[], embed.RowOptimizer]] = {
+  "sgd": lambda: embed.sgd(RATE),
+  "rowwise_adagrad": lambda: embed.rowwise_adagrad(RATE, ACCUMULATOR),
+  "adagrad": lambda: embed.adagrad(RATE, ACCUMULATOR),
+  # With bias correction, as torch has it.
+  "adam": lambda: embed.adam(embed.bias_corrected(RATE), epsilon=EPSILON, sum_inside_sqrt=False),
+}
+
+
+LOOKUP = "lookup"  # instead of an optimizer: the forward pass alone
+
+
+class Problem(NamedTuple):
+  """A table and batches: `rows` `[V, D]`, `ids` `[P, B, L]`, and `grads` `[B, D]` of the bags."""
+
+  rows: np.ndarray
+  ids: np.ndarray
+  grads: np.ndarray
+
+
+class Contender(NamedTuple):
+  """Something to time.
+
+  Attributes:
+    step: makes one step, or one lookup, of the batch with a number.
+    rows: returns the table as it stands.
+    set_up: called before its turn.
+  """
+
+  step: Callable[[int], None]
+  rows: Callable[[], Any]
+  set_up: Callable[[], None] = lambda: None
+
+
+class Missing(Exception):
+  """Why a contender cannot take part."""
+
+
+def make_problem(
+  vocabulary: int, dim: int, ids: int, valency: int, zipf: float, batches: int = 8
+) -> Problem:
+  rng = np.random.default_rng(0)
+  shape = (batches, ids // valency, valency)
+  return Problem(
+    rng.normal(size=(vocabulary, dim)).astype(np.float32),
+    (rng.zipf(zipf, size=shape) % vocabulary).astype(np.int32),
+    rng.normal(size=(shape[1], dim)).astype(np.float32),
+  )
+
+
+def loss_of(activations: jax.Array, grads: jax.Array) -> jax.Array:
+  """A loss whose gradient is `grads`, by way of the activations."""
+  return jnp.sum(activations * grads) + 0.0 * jnp.sum(activations * activations)
+
+
+# --- ours ----------------------------------------------------------------------------------------
+
+
+def make_layer(
+  problem: Problem, optimizer: embed.RowOptimizer | None, name: str = "table"
+) -> embed.SparseEmbed:
+  """A layer of one feature on one table that holds the problem's rows."""
+  vocabulary, dim = problem.rows.shape
+  table = embed.TableConfig(
+    vocabulary,
+    dim,
+    combiner="sum",
+    name=name,
+    optimizer=optimizer,
+    initializer=jax.nn.initializers.zeros,
+  )
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  layer.load_tables({name: problem.rows})
+  return layer
+
+
+def on_device(problem: Problem) -> tuple[list[embed.Padded], jax.Array]:
+  """The batches and the gradient of their activations."""
+  return [embed.Padded(jnp.asarray(ids)) for ids in problem.ids], jnp.asarray(problem.grads)
+
+
+def arrays_of(layer: embed.SparseEmbed) -> list[jax.Array]:
+  """A table and its slots as they are stored."""
+  return [v.get_value() for stack in layer.arrays.values() for v in stack.values()]
+
+
+def switch(kernels: bool) -> Callable[[], None]:
+  """A `set_up` that takes the compiled kernels or not, in what is traced after it."""
+  return lambda: os.environ.update({native.SWITCH: f"{kernels:d}"})
+
+
+def ours(problem: Problem, name: str, kernels: bool = True) -> Contender:
+  """`lookup` and `apply_gradients`, the module through `nnx.jit`."""
+  switch(kernels)()
+  if kernels and not native.is_on():
+    raise Missing("the extra `cpu` is not installed")
+  key = f"table_{kernels:d}"  # layers of one table's name share the programs they were traced to
+  layer = make_layer(problem, OPTIMIZERS.get(name, embed.frozen)(), key)
+  (batches, grads), count = on_device(problem), iter(range(1 << 31))
+
+  @nnx.jit(donate_argnames=("layer",), graph=False)
+  def train_step(layer, bags, grads, step):
+    activations, residual = layer.lookup(bags)
+    layer.apply_gradients(jax.grad(loss_of)(activations, grads), residual, step=step)
+    return activations
+
+  look_up = nnx.jit(lambda layer, bags: layer(bags), graph=False)
+
+  def step(i):
+    bags = batches[i % len(batches)]
+    if name == LOOKUP:
+      jax.block_until_ready(look_up(layer, bags))
+    else:
+      jax.block_until_ready((train_step(layer, bags, grads, next(count)), arrays_of(layer)))
+
+  return Contender(step, lambda: layer.tables[key], switch(kernels))
+
+
+def ours_by_xla(problem: Problem, name: str) -> Contender:
+  """The same without compiled kernels."""
+  return ours(problem, name, kernels=False)
+
+
+def ours_functional(problem: Problem, name: str) -> Contender:
+  """The same through `jax.jit`, the state carried by hand: without the cost of `nnx.jit`'s call."""
+  if name == LOOKUP:
+    raise Missing("not measured")
+  layer = make_layer(problem, OPTIMIZERS[name]())
+  graph, state = nnx.split(layer)
+  del layer
+  (batches, grads), count = on_device(problem), iter(range(1 << 31))
+
+  def train_step(state, bags, grads, step):
+    layer = nnx.merge(graph, state)
+    activations, residual = layer.lookup(bags)
+    layer.apply_gradients(jax.grad(loss_of)(activations, grads), residual, step=step)
+    return activations, nnx.state(layer)
+
+  jitted = jax.jit(train_step, donate_argnums=0)
+  held = [state]
+
+  def step(i):
+    activations, held[0] = jitted(held[0], batches[i % len(batches)], grads, next(count))
+    jax.block_until_ready((activations, held[0]))
+
+  return Contender(step, lambda: nnx.merge(graph, held[0]).tables["table"], switch(True))
+
+
+def ours_whole(problem: Problem, name: str) -> Contender:
+  """`embed.value_and_grad` of a loss and `embed.Optimizer`, as a model is trained."""
+  if name == LOOKUP:
+    raise Missing("not measured")
+  model = make_layer(problem, OPTIMIZERS[name]())
+  optimizer = embed.Optimizer(model, optax.sgd(RATE))
+  batches, grads = on_device(problem)
+
+  def loss_fn(model, bags, grads):
+    return loss_of(model(bags), grads)
+
+  @nnx.jit(donate_argnames=("model", "optimizer"), graph=False)
+  def train_step(model, optimizer, bags, grads):
+    loss, gradients = embed.value_and_grad(loss_fn)(model, bags, grads)
+    optimizer.update(model, gradients)
+    return loss
+
+  def step(i):
+    loss = train_step(model, optimizer, batches[i % len(batches)], grads)
+    jax.block_until_ready((loss, arrays_of(model)))
+
+  return Contender(step, lambda: model.tables["table"], switch(True))
+
+
+# --- peers ---------------------------------------------------------------------------------------
+
+
+def dense_jax(problem: Problem, name: str) -> Contender:
+  """`jax.grad` of the table, hence a gradient `[V, D]`, and the same equation for all rows."""
+  if name == LOOKUP:
+    raise Missing("not measured")
+  optimizer = OPTIMIZERS[name]()
+  table = jnp.array(problem.rows)
+  slots = {
+    key: jnp.full(table.shape[: 1 if slot.per_row else 2], slot.initial, jnp.float32)
+    for key, slot in optimizer.slots(table.shape[1]).items()
+  }
+  (batches, grads), count = on_device(problem), iter(range(1 << 31))
+
+  def train_step(state, ids, grads, step):
+    table, slots = state
+    loss = lambda table: loss_of(table[ids].sum(axis=1), grads)
+    value, g = jax.value_and_grad(loss)(table)
+    rate = optimizer.learning_rate_at(step)
+    return value, update.step_rows(optimizer, g, table, slots, rate)
+
+  jitted = jax.jit(train_step, donate_argnums=0)
+  held = [(table, slots)]
+
+  def step(i):
+    value, held[0] = jitted(held[0], batches[i % len(batches)].values, grads, next(count))
+    jax.block_until_ready((value, held[0]))
+
+  return Contender(step, lambda: held[0][0])
+
+
+def torch_sparse(problem: Problem, name: str) -> Contender:
+  """`EmbeddingBag(sparse=True)` with the optimizers of torch that take sparse gradients."""
+  try:
+    import torch
+  except ImportError:
+    raise Missing("torch is not installed") from None
+  make = {
+    "sgd": lambda p: torch.optim.SGD(p, RATE),
+    "adagrad": lambda p: torch.optim.Adagrad(
+      p, RATE, initial_accumulator_value=ACCUMULATOR, eps=0.0
+    ),
+    "adam": lambda p: torch.optim.SparseAdam(p, RATE, eps=EPSILON),
+  }
+  if name not in (LOOKUP, *make):
+    raise Missing("torch has no such optimizer")
+  vocabulary, dim = problem.rows.shape
+  bags = torch.nn.EmbeddingBag(vocabulary, dim, mode="sum", sparse=True)
+  with torch.no_grad():
+    bags.weight.copy_(torch.from_numpy(problem.rows))
+  optimizer = None if name == LOOKUP else make[name](list(bags.parameters()))
+  batches, grads = torch.from_numpy(problem.ids).long(), torch.from_numpy(problem.grads)
+
+  def step(i):
+    ids = batches[i % len(batches)]
+    if optimizer is None:
+      with torch.no_grad():
+        bags(ids)
+      return
+    optimizer.zero_grad()
+    bags(ids).backward(grads)
+    optimizer.step()
+
+  return Contender(step, lambda: bags.weight.detach().numpy())
+
+
+def fbgemm(problem: Problem, name: str) -> Contender:
+  """FBGEMM's table batched embedding on CPU: the update is part of the backward pass."""
+  try:
+    import torch
+    from fbgemm_gpu import split_embedding_configs, split_table_batched_embeddings_ops_training
+    from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
+  except ImportError:
+    raise Missing("fbgemm-gpu-cpu is not installed") from None
+  kinds = {
+    "sgd": split_embedding_configs.EmbOptimType.EXACT_SGD,
+    "rowwise_adagrad": split_embedding_configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adagrad": split_embedding_configs.EmbOptimType.EXACT_ADAGRAD,
+  }
+  if name not in (LOOKUP, *kinds):
+    raise Missing("FBGEMM has no such optimizer on CPU")
+  host = (common.EmbeddingLocation.HOST, split_table_batched_embeddings_ops_training.ComputeDevice)
+  bags = split_table_batched_embeddings_ops_training.SplitTableBatchedEmbeddingBagsCodegen(
+    [(*problem.rows.shape, host[0], host[1].CPU)],
+    optimizer=kinds["sgd" if name == LOOKUP else name],
+    learning_rate=RATE,
+    eps=0.0,
+  )
+  weights = bags.split_embedding_weights()[0]
+  weights.copy_(torch.from_numpy(problem.rows))
+  for states in bags.split_optimizer_states():
+    for state in states:
+      state.fill_(ACCUMULATOR)
+  _, count, valency = problem.ids.shape
+  batches = torch.from_numpy(problem.ids).long().reshape(len(problem.ids), -1)
+  offsets = torch.arange(0, (count + 1) * valency, valency)
+  grads = torch.from_numpy(problem.grads)
+
+  def step(i):
+    ids = batches[i % len(batches)]
+    if name == LOOKUP:
+      with torch.no_grad():
+        bags(ids, offsets)
+    else:
+      bags(ids, offsets).backward(grads)
+
+  return Contender(step, lambda: weights.numpy())
+
+
+CONTENDERS: dict[str, Callable[[Problem, str], Contender]] = {
+  "ours": ours,
+  "ours, XLA": ours_by_xla,
+  "ours, jax.jit": ours_functional,
+  "ours, whole model": ours_whole,
+  "torch": torch_sparse,
+  "fbgemm": fbgemm,
+  "dense jax": dense_jax,
+}
+DEFAULT = tuple(label for label in CONTENDERS if label != "dense jax")
+PEERS = ("torch", "fbgemm")  # whose threads are set

@@ -1,0 +1,211 @@
+"""Compiled kernels of the CPU for lookups and updates: the one place that chooses them.
+
+XLA:CPU gathers and scatters rows at a fraction of what memory allows. With the extra `cpu`, a
+lookup and an update are calls of compiled Python instead: `bag_sum` and `row_step`, by way of
+`frame`, XLA's interface for foreign functions, and of `equations`, which turns what JAX traces of
+an optimizer into machine code. The formulations of `lookup` and `update` define the meaning: they
+are what a kernel is tested against, what other platforms and exported programs run, and what is
+differentiated. Neither this file nor anything that it imports at once needs Numba.
+
+A kernel is taken for float32 tables on the backend "cpu" if Numba is installed, unless the
+environment variable `SPARSE_EMBED_KERNELS` is 0 when a program is traced.
+"""
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from embed.config import QuantizationConfig
+from embed.engine import jax_internals, lookup
+from embed.engine.bags import Bags
+from embed.engine.grads import GradRows
+
+SWITCH = "SPARSE_EMBED_KERNELS"
+OLDEST_NUMBA = (0, 68)  # as in pyproject.toml
+State = tuple[jax.Array, dict[str, jax.Array]]
+
+_kernel_p = jax_internals.kernel_primitive("sparse_embed_kernel")
+
+
+def is_on() -> bool:
+  """Whether kernels are taken where there is one."""
+  if os.environ.get(SWITCH, "1") == "0" or jax.default_backend() != "cpu":
+    return False
+  return _is_supported()
+
+
+@functools.cache
+def _is_supported() -> bool:
+  """Whether the extra is installed and fits; warns if it is installed and does not."""
+  if os.name != "posix" or importlib.util.find_spec("numba") is None:
+    return False
+  reason = _misfit()
+  if reason is not None:
+    warnings.warn(
+      f"The CPU kernels are off: {reason}. XLA's own operations run instead. Set {SWITCH}=0 to "
+      "silence this.",
+      stacklevel=2,
+    )
+  return reason is None
+
+
+def _misfit() -> str | None:
+  """Why kernels cannot be compiled here, though Numba is installed."""
+  import numba
+
+  if tuple(map(int, numba.__version__.split(".")[:2])) < OLDEST_NUMBA:
+    return f"Numba {numba.__version__} is too old: pip install -U numba"
+  if numba.config.DISABLE_JIT:
+    return "NUMBA_DISABLE_JIT is set"
+  from embed.engine.native import build
+
+  known = build.is_interface_known()
+  return None if known else f"they do not know JAX {jax.__version__}'s foreign function interface"
+
+
+def _has_sizes(*arrays: jax.Array) -> bool:
+  """Whether all dimensions are numbers above 0: those of an exported program may be symbols."""
+  return all(isinstance(n, int) and n > 0 for x in arrays for n in x.shape)
+
+
+# --- lookups --------------------------------------------------------------------------------------
+
+
+def gather_and_combine(
+  table: jax.Array, bags: Bags, quantization: QuantizationConfig | None = None, dtype: Any = None
+) -> jax.Array:
+  """`lookup.gather_and_combine`, by a kernel where there is one."""
+  formulation = functools.partial(lookup.gather_and_combine, quantization=quantization, dtype=dtype)
+  is_covered = (
+    table.dtype == np.float32
+    and (dtype is None or np.dtype(dtype) == np.float32)
+    and quantization is None
+    and _has_sizes(table, bags.ids)
+    and all(n > 0 for n in bags.batch)
+  )
+  if not (is_covered and is_on()):
+    return formulation(table, bags)
+  from embed.engine.native import build
+
+  batch = bags.batch
+  flat = bags.flat()
+  gains = flat.gains
+  if gains is None:
+    gains = jnp.zeros(0, jnp.float32)
+
+  def by_xla(table, ids, *rest):
+    gains = rest[-1] if flat.gains is not None else None
+    same = Bags(ids, gains, *((rest[0], (flat_size,)) if bags.is_ragged else ()))
+    return [formulation(table, same)]
+
+  flat_size = int(np.prod(batch))
+  segments = (flat.segments,) if flat.segments is not None else ()
+  (act,) = _kernel_p.bind(
+    table,
+    flat.ids,
+    *segments,
+    gains.astype(jnp.float32),
+    formulation=by_xla,
+    target=build.bag_sum(),
+    outputs=((flat_size, table.shape[1]),),
+    in_place=False,
+  )
+  return act.reshape(*batch, table.shape[1])
+
+
+# --- updates --------------------------------------------------------------------------------------
+
+
+class Kernel(NamedTuple):
+  """A row's step as machine code: the name by which XLA finds it, and the equation's numbers."""
+
+  target: str
+  numbers: np.ndarray
+
+
+def kernel_of(
+  step_rows: Callable[..., tuple[jax.Array, dict[str, jax.Array]]],
+  state: State,
+  parts: Sequence[GradRows],
+) -> Kernel | None:
+  """The kernel of an update, or None if there is none.
+
+  Args:
+    step_rows: `f(g, w, slots, learning_rate) -> (w, slots)` of one row `[D]`.
+    state: the table `[V, D]`, and slots by name, `[V, D]` or `[V]`.
+    parts: the gradients.
+  """
+  table, slots = state
+  ids = [part.ids for part in parts]
+  if table.dtype != np.float32 or not _has_sizes(table, *ids) or not is_on():
+    return None
+  from embed.engine.native import build, equations
+
+  names = list(slots)
+
+  def step(g, w, slots, rate):
+    w, new = step_rows(g, w, dict(zip(names, slots, strict=True)), rate)
+    return w, [new[name] for name in names]
+
+  kinds = [(x.ndim == 2, x.dtype) for x in slots.values()]
+  try:
+    program, numbers = equations.program(step, table.shape[1], kinds)
+  except equations.Unsupported:
+    return None
+  return Kernel(build.row_step(program), numbers)
+
+
+def step(
+  kernel: Kernel,
+  formulation: Callable[[State, jax.Array, Sequence[GradRows]], State],
+  state: State,
+  rate: jax.Array,
+  parts: Sequence[GradRows],
+) -> State:
+  """The table and its slots after a step, in their place.
+
+  Args:
+    kernel: of the equation.
+    formulation: `f(state, rate, parts) -> state`, what the kernel means.
+    state: the table and its slots.
+    rate: the learning rate, float32 `[]`.
+    parts: the gradients; ids that are no row of the table are skipped.
+  """
+  table, slots = state
+  names = list(slots)
+  size = 1 + len(names)
+  has_gains = [part.gains is not None for part in parts]
+
+  def by_xla(*arrays):
+    state = arrays[0], dict(zip(names, arrays[1:size], strict=True))
+    of_parts = [arrays[i : i + 3] for i in range(size + 2, len(arrays), 3)]
+    same = [
+      GradRows(grads, ids, gains if has else None)
+      for (grads, ids, gains), has in zip(of_parts, has_gains, strict=True)
+    ]
+    table, slots = formulation(state, arrays[size], same)
+    return [table, *(slots[name] for name in names)]
+
+  flat = []
+  for part in parts:
+    gains = part.gains
+    flat += [part.grads, part.ids, jnp.zeros(0, jnp.float32) if gains is None else gains]
+  table, *new = _kernel_p.bind(
+    table,
+    *slots.values(),
+    rate,
+    jnp.asarray(kernel.numbers),
+    *flat,
+    formulation=by_xla,
+    target=kernel.target,
+    outputs=tuple(x.shape for x in (table, *slots.values())),
+    in_place=True,
+  )
+  return table, dict(zip(names, new, strict=True))

@@ -1,0 +1,145 @@
+"""The kernel of a lookup: sums of rows. `build` compiles this file; nothing imports it.
+
+Arguments: a table float32 `[V, D]`, ids int32 `[B, L]` and gains float32 `[B, L]`, `[B, 1]`, or
+`[0]` for none. Ragged bags: ids `[N]`, segments int32 `[N]`, gains `[N]` or `[0]`. The result is
+float32 `[B, D]`. Ids that are no row of the table add nothing.
+"""
+
+import llvmlite.binding
+import numba
+import numpy as np
+from numba import types
+
+from embed.engine.native import frame as ffi
+from embed.engine.native import memory as mem
+
+TASK = "sparse_embed_task"
+_TABLE, _SIZE, _DIM, _IDS, _LENGTH, _GAINS, _GAINS_LENGTH, _OUT, _BAGS = range(9)
+_SEGMENTS, _COUNT, _BAGS_PER_PART, _ZEROS, _WORK_WORDS = range(9, 14)
+AHEAD = 16  # ids whose rows are asked for ahead of time
+ALONE = 1 << 16  # elements that a thread sums faster than another one wakes up
+PART = 1 << 15  # elements of a part
+ONE = np.float32(1)
+
+
+@numba.njit(**mem.OPTIONS)
+def row_of(work, ids, index):
+  """The address of an id's row; of zeros for padding."""
+  id = np.int64(mem.read_int(ids, index))
+  inside = 0 <= id < mem.read_word(work, _SIZE)
+  row = mem.read_word(work, _TABLE) + 4 * mem.read_word(work, _DIM) * id
+  return row if inside else mem.read_word(work, _ZEROS)
+
+
+@numba.njit(**mem.OPTIONS)
+def sum_bags(work, start, end):
+  """Sums the bags of `length` positions from `start` to `end`."""
+  dim, length = mem.read_word(work, _DIM), mem.read_word(work, _LENGTH)
+  ids, gains = mem.read_word(work, _IDS), mem.read_word(work, _GAINS)
+  gains_length = mem.read_word(work, _GAINS_LENGTH)
+  per_id = gains_length == length
+  asked, stop = start * length, end * length
+  for bag in range(start, end):
+    first = bag * length
+    ahead = min(first + length + AHEAD, stop)
+    while asked < ahead:
+      mem.prefetch(row_of(work, ids, asked), 4 * dim)
+      asked += 1
+    total = mem.read_word(work, _OUT) + 4 * dim * bag
+    head = (length - 1) % 4 + 1
+    gain = mem.read_float(gains, first) if per_id else ONE
+    mem.set_row(total, dim, row_of(work, ids, first), gain)
+    for i in range(first + 1, first + head):
+      gain = mem.read_float(gains, i) if per_id else ONE
+      mem.add_row(total, dim, row_of(work, ids, i), gain)
+    for i in range(first + head, first + length, 4):
+      rows = (
+        row_of(work, ids, i), row_of(work, ids, i + 1),
+        row_of(work, ids, i + 2), row_of(work, ids, i + 3),
+      )  # fmt: skip
+      four = (ONE, ONE, ONE, ONE)
+      if per_id:
+        four = (
+          mem.read_float(gains, i), mem.read_float(gains, i + 1),
+          mem.read_float(gains, i + 2), mem.read_float(gains, i + 3),
+        )  # fmt: skip
+      mem.add_four_rows(total, dim, rows, four)
+    if gains_length == 1 and not per_id:
+      mem.set_row(total, dim, total, mem.read_float(gains, bag))
+
+
+@numba.njit(**mem.OPTIONS)
+def sum_segments(work, start, end):
+  """Sums the ragged bags from `start` to `end`, whose ids may be anywhere."""
+  dim, out = mem.read_word(work, _DIM), mem.read_word(work, _OUT)
+  ids, segments = mem.read_word(work, _IDS), mem.read_word(work, _SEGMENTS)
+  gains, has_gains = mem.read_word(work, _GAINS), mem.read_word(work, _GAINS_LENGTH) > 0
+  mem.memset(out + 4 * dim * start, 0, 4 * dim * (end - start))
+  for i in range(mem.read_word(work, _COUNT)):
+    bag = np.int64(mem.read_int(segments, i))
+    if start <= bag < end:
+      gain = mem.read_float(gains, i) if has_gains else ONE
+      mem.add_row(out + 4 * dim * bag, dim, row_of(work, ids, i), gain)
+
+
+@numba.njit(**mem.OPTIONS)
+def sum_rows(frame):
+  """Reads the arguments and shares the work."""
+  work = mem.malloc(8 * _WORK_WORDS)
+  table, ids, out = ffi.argument(frame, 0), ffi.argument(frame, 1), ffi.result(frame, 0)
+  is_ragged = ffi.rank(ids) == 1
+  gains = ffi.argument(frame, 2 + is_ragged)
+  dim, bags = ffi.dimension(table, 1), ffi.dimension(out, 0)
+  length = 0 if is_ragged else ffi.dimension(ids, 1)
+  count = ffi.dimension(ids, 0) if is_ragged else bags * length
+  mem.write_word(work, _TABLE, ffi.data(table))
+  mem.write_word(work, _SIZE, ffi.dimension(table, 0))
+  mem.write_word(work, _DIM, dim)
+  mem.write_word(work, _IDS, ffi.data(ids))
+  mem.write_word(work, _LENGTH, length)
+  mem.write_word(work, _GAINS, ffi.data(gains))
+  mem.write_word(work, _GAINS_LENGTH, ffi.dimension(gains, ffi.rank(gains) - 1))
+  mem.write_word(work, _OUT, ffi.data(out))
+  mem.write_word(work, _BAGS, bags)
+  mem.write_word(work, _SEGMENTS, ffi.data(ffi.argument(frame, 2)))
+  mem.write_word(work, _COUNT, count)
+  zeros = mem.calloc(dim, 4)
+  mem.write_word(work, _ZEROS, zeros)
+  helpers = 0 if count * dim < ALONE else ffi.threads(frame) - 1
+  parts = helpers + 1 if is_ragged or helpers == 0 else count * dim // PART
+  per_part = max((bags + parts - 1) // parts, 1)
+  mem.write_word(work, _BAGS_PER_PART, per_part)
+  parts = (bags + per_part - 1) // per_part
+  ffi.share(mem.address_of(TASK), frame, helpers, 0, parts, work)
+  mem.free(zeros)
+  mem.free(work)
+
+
+@numba.cfunc(types.void(types.int64), cache=True)
+def do_parts(job):
+  """What all threads run."""
+  work = ffi.work(job)
+  per_part, bags = mem.read_word(work, _BAGS_PER_PART), mem.read_word(work, _BAGS)
+  is_ragged = mem.read_word(work, _LENGTH) == 0
+  part = ffi.next_part(job)
+  while part >= 0:
+    start = part * per_part
+    end = min(start + per_part, bags)
+    if is_ragged:
+      sum_segments(work, start, end)
+    else:
+      sum_bags(work, start, end)
+    ffi.part_done(job)
+    part = ffi.next_part(job)
+  ffi.let_go(job)
+
+
+llvmlite.binding.add_symbol(TASK, do_parts.address)
+
+
+@numba.cfunc(types.int64(types.int64), cache=True)
+def handler(frame):
+  """What XLA calls."""
+  if not ffi.is_query(frame):
+    sum_rows(frame)
+  return 0

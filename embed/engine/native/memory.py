@@ -1,0 +1,252 @@
+"""What the kernels need and Numba's Python has no word for: addresses, atomics, function pointers.
+
+Everything here is a few instructions that Numba places into the kernels. An address is an int64;
+nobody checks what is there, so a kernel checks every id before it becomes one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+OPTIONS: dict[str, Any] = {"error_model": "numpy"}
+LINE = 64  # bytes of a line of the cache
+LANES = 8  # floats in a vector
+
+_WORD, _HALF, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
+_BYTES = ir.IntType(8).as_pointer()
+Emit = Callable[..., Any]
+
+
+def at(builder: Any, address: Any, kind: Any) -> Any:
+  """A pointer to what is at an address."""
+  return builder.inttoptr(address, kind.as_pointer())
+
+
+def _reader(kind: Any, result: Any) -> Any:
+  @intrinsic
+  def read(typingctx, address, index):
+    def codegen(context, builder, signature, args):
+      return builder.load(builder.gep(at(builder, args[0], kind), [args[1]]))
+
+    return result(types.int64, types.int64), codegen
+
+  return read
+
+
+def _writer(kind: Any, value_type: Any) -> Any:
+  @intrinsic
+  def write(typingctx, address, index, value):
+    def codegen(context, builder, signature, args):
+      builder.store(args[2], builder.gep(at(builder, args[0], kind), [args[1]]))
+      return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, value_type), codegen
+
+  return write
+
+
+read_word, write_word = _reader(_WORD, types.int64), _writer(_WORD, types.int64)
+read_int, write_int = _reader(_HALF, types.int32), _writer(_HALF, types.int32)
+read_float, write_float = _reader(_FLOAT, types.float32), _writer(_FLOAT, types.float32)
+
+
+def _of_libc(name: str, arguments: int) -> Any:
+  """A function of the C library on words; through `ctypes`, Numba could not cache its callers."""
+  words = [types.int64] * arguments
+
+  def codegen(context, builder, signature, args):
+    kind = ir.FunctionType(_WORD, [_WORD] * arguments)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+  def none(typingctx):
+    return types.int64(), codegen
+
+  def one(typingctx, first):
+    return types.int64(*words), codegen
+
+  def two(typingctx, first, second):
+    return types.int64(*words), codegen
+
+  def three(typingctx, first, second, third):
+    return types.int64(*words), codegen
+
+  return intrinsic((none, one, two, three)[arguments])
+
+
+malloc, calloc, free = _of_libc("malloc", 1), _of_libc("calloc", 2), _of_libc("free", 1)
+memset, sched_yield = _of_libc("memset", 3), _of_libc("sched_yield", 0)
+
+
+@intrinsic
+def atomic_add(typingctx, address, amount):
+  """Adds to the int64 at an address, and returns what was there before."""
+
+  def codegen(context, builder, signature, args):
+    return builder.atomic_rmw("add", at(builder, args[0], _WORD), args[1], "seq_cst")
+
+  return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_read(typingctx, address):
+  """Reads an int64 that other threads write, and after it what they wrote before."""
+
+  def codegen(context, builder, signature, args):
+    return builder.load_atomic(at(builder, args[0], _WORD), "acquire", 8)
+
+  return types.int64(types.int64), codegen
+
+
+@intrinsic
+def call(typingctx, function, arguments):
+  """Calls the C function at an address with a tuple of words."""
+
+  def codegen(context, builder, signature, args):
+    words = cgutils.unpack_tuple(builder, args[1], len(arguments))
+    kind = ir.FunctionType(ir.VoidType(), [_WORD] * len(words))
+    builder.call(at(builder, args[0], kind), words)
+    return context.get_dummy_value()
+
+  return types.void(types.int64, types.UniTuple(types.int64, len(arguments))), codegen
+
+
+@intrinsic
+def invoke(typingctx, function, context, first, second):
+  """Calls a function of XLA's C interface; returns whether it succeeded.
+
+  Its argument is a struct of its size, a pointer to extensions, the context and two words.
+  """
+
+  def codegen(target, builder, signature, args):
+    function, *fields = args
+    struct = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 5))
+    for i, field in enumerate([_WORD(40), _WORD(0), *fields]):
+      builder.store(field, cgutils.gep_inbounds(builder, struct, 0, i))
+    kind = ir.FunctionType(_WORD, [struct.type])
+    error = builder.call(at(builder, function, kind), [struct])
+    return builder.icmp_signed("==", error, _WORD(0))
+
+  return types.boolean(*[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def address_of(typingctx, symbol):
+  """The address of a symbol, a literal string, that `llvmlite.binding.add_symbol` has named."""
+  name = symbol.literal_value
+
+  def codegen(context, builder, signature, args):
+    kind = ir.FunctionType(ir.VoidType(), [_WORD])
+    return builder.ptrtoint(cgutils.get_or_insert_function(builder.module, kind, name), _WORD)
+
+  return types.int64(symbol), codegen
+
+
+@intrinsic
+def _prefetch_line(typingctx, address):
+  def codegen(context, builder, signature, args):
+    kind = ir.FunctionType(ir.VoidType(), [_BYTES, _HALF, _HALF, _HALF])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, keep, data = _HALF(0), _HALF(3), _HALF(1)
+    builder.call(function, [at(builder, args[0], ir.IntType(8)), read, keep, data])
+    return context.get_dummy_value()
+
+  return types.void(types.int64), codegen
+
+
+@numba.njit(**OPTIONS)
+def prefetch(address, size):
+  """Asks for `size` bytes of memory that are read soon."""
+  for offset in range(0, size, LINE):
+    _prefetch_line(address + offset)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def for_each_vector(builder: Any, size: Any, emit: Emit) -> None:
+  """Emits `emit(offset, kind)` for every vector of `size` floats, and for those that are left."""
+  lanes = _WORD(LANES)
+  whole = builder.mul(builder.sdiv(size, lanes), lanes)
+  for start, stop, step, kind in (
+    (_WORD(0), whole, lanes, ir.VectorType(_FLOAT, LANES)),
+    (whole, size, _WORD(1), _FLOAT),
+  ):
+    with cgutils.for_range_slice(builder, start, stop, step, _WORD) as (offset, _):
+      emit(offset, kind)
+
+
+def load_floats(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
+  """The floats of a row from an offset on."""
+  pointer = builder.bitcast(builder.gep(at(builder, address, _FLOAT), [offset]), kind.as_pointer())
+  return builder.load(pointer, align=4)
+
+
+def store_floats(builder: Any, address: Any, offset: Any, value: Any) -> None:
+  """Writes floats to a row from an offset on."""
+  pointer = builder.bitcast(
+    builder.gep(at(builder, address, _FLOAT), [offset]), value.type.as_pointer()
+  )
+  builder.store(value, pointer, align=4)
+
+
+def splat(builder: Any, value: Any, kind: Any) -> Any:
+  """A number in every lane of a vector."""
+  if not isinstance(kind, ir.VectorType):
+    return value
+  vector = ir.VectorType(value.type, LANES)
+  first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, _HALF(0))
+  zeros = ir.Constant(ir.VectorType(_HALF, LANES), [0] * LANES)
+  return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def _add(builder: Any, total: Any, dim: Any, rows: Any, gains: Any, keeps: bool) -> None:
+  """`total` (or 0) and gain * row of some rows, one after another."""
+
+  def emit(offset, kind):
+    value = load_floats(builder, total, offset, kind) if keeps else None
+    for row, gain in zip(rows, gains, strict=True):
+      term = builder.fmul(load_floats(builder, row, offset, kind), splat(builder, gain, kind))
+      value = term if value is None else builder.fadd(value, term, flags=("contract",))
+    store_floats(builder, total, offset, value)
+
+  for_each_vector(builder, dim, emit)
+
+
+@intrinsic
+def set_row(typingctx, total, dim, row, gain):
+  """Sets the row at an address to gain * row."""
+
+  def codegen(context, builder, signature, args):
+    _add(builder, args[0], args[1], [args[2]], [args[3]], keeps=False)
+    return context.get_dummy_value()
+
+  return types.void(*[types.int64] * 3, types.float32), codegen
+
+
+@intrinsic
+def add_row(typingctx, total, dim, row, gain):
+  """Adds gain * row to the row at an address."""
+
+  def codegen(context, builder, signature, args):
+    _add(builder, args[0], args[1], [args[2]], [args[3]], keeps=True)
+    return context.get_dummy_value()
+
+  return types.void(*[types.int64] * 3, types.float32), codegen
+
+
+@intrinsic
+def add_four_rows(typingctx, total, dim, rows, gains):
+  """Adds four times gain * row: the sum is read and written once for all of them."""
+
+  def codegen(context, builder, signature, args):
+    unpack = lambda packed: cgutils.unpack_tuple(builder, packed, 4)
+    _add(builder, args[0], args[1], unpack(args[2]), unpack(args[3]), keeps=True)
+    return context.get_dummy_value()
+
+  fours = types.UniTuple(types.int64, 4), types.UniTuple(types.float32, 4)
+  return types.void(types.int64, types.int64, *fours), codegen

@@ -1,0 +1,345 @@
+"""Compiled kernels against XLA's own operations: lookups and updates of every kind of input."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, TOLERANCE, optimizer_id
+
+import embed
+from embed.engine import exchange, lookup, native, update
+from embed.engine.bags import Bags
+from embed.engine.grads import GradRows
+from embed.engine.layout import Layout
+from embed.engine.stack import StackSpec
+
+pytestmark = pytest.mark.usefixtures("kernels")
+SAME_KERNELS = settings(suppress_health_check=[*HealthCheck], max_examples=8)
+
+
+def text_of(function, *args):
+  return jax.jit(function).lower(*args).as_text()
+
+
+# --- lookups --------------------------------------------------------------------------------------
+
+
+def random_bags(rng, size, bags, length, gains, ragged):
+  """Ids with duplicates and padding, also far outside of the table."""
+  shape = (bags * length,) if ragged else (bags, length)
+  ids = rng.choice([-(2**31), -1, size, 2**31 - 1, *range(size)], shape).astype(np.int32)
+  if ragged:
+    segments = jnp.asarray(rng.integers(0, bags + 1, shape), jnp.int32)
+    gains = jnp.asarray(rng.normal(size=shape), jnp.float32) if gains else None
+    return Bags(jnp.asarray(ids), gains, segments, (bags,))
+  of = {"none": None, "bag": (bags, 1), "id": shape}[gains]
+  return Bags(
+    jnp.asarray(ids), None if of is None else jnp.asarray(rng.normal(size=of), jnp.float32)
+  )
+
+
+def check_lookup(rng, size, dim, bags):
+  table = jnp.asarray(rng.normal(size=(size, dim)), jnp.float32)
+  # Ids are sanitised before a lookup; XLA's operations count negative ones from the end.
+  safe = jnp.where(bags.ids < 0, size, bags.ids)
+  expected = lookup.gather_and_combine(table, bags.with_ids(safe))
+  act = jax.jit(native.gather_and_combine)(table, bags)
+  np.testing.assert_allclose(act, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+@SAME_KERNELS
+@given(
+  st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 70), st.integers(1, 30),
+  st.integers(1, 20), st.sampled_from(["none", "bag", "id"]),
+)  # fmt: skip
+def test_bags_of_any_shape(kernels, seed, size, dim, bags, length, gains):
+  rng = np.random.default_rng(seed)
+  check_lookup(rng, size, dim, random_bags(rng, size, bags, length, gains, ragged=False))
+
+
+@pytest.mark.full
+@SAME_KERNELS
+@given(
+  st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 70), st.integers(1, 30),
+  st.integers(1, 20), st.booleans(),
+)  # fmt: skip
+def test_ragged_bags_in_any_order(kernels, seed, size, dim, bags, length, gains):
+  rng = np.random.default_rng(seed)
+  check_lookup(rng, size, dim, random_bags(rng, size, bags, length, gains, ragged=True))
+
+
+@pytest.mark.parametrize("gains", ["none", "bag", "id"])
+def test_bags_by_kernel(gains):
+  rng = np.random.default_rng(0)
+  check_lookup(rng, 40, 19, random_bags(rng, 40, 23, 6, gains, ragged=False))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_lookups_on_several_threads(ragged):
+  rng = np.random.default_rng(0)
+  bags = random_bags(rng, 500, 3000, 7, "id", ragged)
+  check_lookup(rng, 500, 64, bags)
+
+
+def test_a_lookup_takes_the_kernel_only_where_it_is_covered():
+  table, bags = jnp.ones((4, 2)), Bags(jnp.zeros((3, 2), jnp.int32))
+  act = lambda table, **settings: text_of(
+    functools.partial(native.gather_and_combine, **settings), table, bags
+  )
+  assert "sparse_embed_bag_sum" in act(table)
+  assert "sparse_embed" not in act(table.astype(jnp.bfloat16))
+  assert "sparse_embed" not in act(table, dtype=jnp.bfloat16)
+  assert "sparse_embed" not in act(table, quantization=embed.QuantizationConfig(3, 0.0, 1.0))
+
+
+# --- updates --------------------------------------------------------------------------------------
+
+
+def make_state(rng, optimizer, size, dim):
+  value = lambda *shape: jnp.asarray(rng.uniform(0.1, 1, shape), jnp.float32)
+  slots = {
+    name: value(*((size,) if slot.per_row else (size, dim))).astype(slot.dtype)
+    for name, slot in optimizer.slots(dim).items()
+  }
+  return value(size, dim), slots
+
+
+def make_parts(rng, size, dim, shapes):
+  parts = []
+  for bags, length, has_gains in shapes:
+    ids = rng.choice([-(2**31), -1, size, 2**31 - 1, *range(size)], (bags, length))
+    gains = jnp.asarray(rng.normal(size=(bags, length)), jnp.float32) if has_gains else None
+    grads = jnp.asarray(rng.normal(size=(bags, dim)) / 30, jnp.float32)
+    parts.append(GradRows(grads, jnp.asarray(ids, jnp.int32), gains))
+  return parts
+
+
+def check_step(monkeypatch, optimizer, size, dim, shapes, seed=0, **tolerance):
+  """One step of a stack by kernel and by XLA; returns the kernel's program."""
+  rng = np.random.default_rng(seed)
+  state, parts = make_state(rng, optimizer, size, dim), make_parts(rng, size, dim, shapes)
+  stack = StackSpec("t", ("t",), Layout((size,)), dim, np.dtype(np.float32), optimizer)
+  scalars = update.StepScalars(jnp.float32(0.1), None, None)
+
+  def run(switch):
+    monkeypatch.setenv(native.SWITCH, switch)
+    step = lambda state, parts: update.step_table(stack, scalars, state, parts, distinct=False)
+    lowered = jax.jit(step).lower(state, parts)
+    return lowered.compile()(state, parts), lowered.as_text()
+
+  new, text = run("1")
+  expected, without = run("0")
+  assert "sparse_embed" not in without
+  tolerance = {"rtol": 1e-4, "atol": 1e-5} | tolerance
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), new, expected)
+  touched = {i for part in parts for i in np.asarray(part.ids).flat if 0 <= i < size}
+  untouched = sorted(set(range(size)) - touched)
+  for old, current in zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True):
+    np.testing.assert_array_equal(np.asarray(old)[untouched], np.asarray(current)[untouched])
+  return text
+
+
+ACCUMULATING = [i for i in LAZY if OPTIMIZERS[i][1].get("use_gradient_accumulation", True)]
+SHAPES = [(20, 5, True), (7, 1, False), (40, 9, False)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dim", [1, 5, 16])
+@pytest.mark.parametrize("index", ACCUMULATING, ids=optimizer_id)
+def test_every_optimizer_has_a_kernel(monkeypatch, index, dim):
+  name, config = OPTIMIZERS[index]
+  optimizer = getattr(embed, name)(**config)
+  text = check_step(monkeypatch, optimizer, 70, dim, SHAPES, **TOLERANCE.get(name, {}))
+  assert "sparse_embed_row_equation" in text
+
+
+@pytest.mark.parametrize("name", ["from_optax", "custom_optimizer"])
+def test_equations_of_users_have_a_kernel(monkeypatch, name):
+  assert "sparse_embed_row_equation" in check_step(monkeypatch, EXTRA[name](), 30, 12, SHAPES)
+
+
+@pytest.mark.full
+@SAME_KERNELS
+@given(
+  st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(1, 70),
+  st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.booleans()), min_size=1),
+)  # fmt: skip
+def test_gradients_of_any_shape(kernels, seed, size, dim, shapes):
+  with pytest.MonkeyPatch.context() as patch:
+    check_step(patch, embed.rowwise_adagrad(), size, dim, shapes, seed, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_updates_on_several_threads(monkeypatch, size):
+  """Few rows, each of which all threads have gradients for, and many."""
+  check_step(monkeypatch, embed.adagrad(), size, 24, [(4000, 6, True), (900, 1, False)], atol=1e-3)
+
+
+def test_a_sum_does_not_depend_on_the_threads():
+  """Gradients of a row are added in the order of the batch: to the bit."""
+  rng = np.random.default_rng(0)
+  optimizer = embed.adagrad()
+  stack = StackSpec("t", ("t",), Layout((50,)), 8, np.dtype(np.float32), optimizer)
+  scalars = update.StepScalars(jnp.float32(0.1), None, None)
+  step = jax.jit(lambda state, parts: update.step_table(stack, scalars, state, parts, False))
+  state, parts = make_state(rng, optimizer, 50, 8), make_parts(rng, 50, 8, [(3000, 5, True)])
+  first = step(state, parts)
+  for _ in range(20):
+    jax.tree.map(np.testing.assert_array_equal, step(state, parts), first)
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "dtype"),
+  [
+    (embed.adagrad(use_gradient_accumulation=False), jnp.float32),
+    (embed.adam(lazy_adam=False), jnp.float32),
+    (embed.adagrad(), jnp.bfloat16),
+    (embed.custom_optimizer(lambda g, w, s, lr: (w - lr * jnp.tanh(g), s)), jnp.float32),
+    (embed.custom_optimizer(lambda g, w, s, lr: (w - lr * jnp.sort(g), s)), jnp.float32),
+  ],
+  ids=["one by one", "not lazy", "bfloat16", "tanh", "sort"],
+)
+def test_what_has_no_kernel_runs_by_xla(optimizer, dtype):
+  rng = np.random.default_rng(0)
+  (table, slots), parts = make_state(rng, optimizer, 9, 4), make_parts(rng, 9, 4, SHAPES)
+  stack = StackSpec("t", ("t",), Layout((9,)), 4, np.dtype(dtype), optimizer)
+  scalars = update.StepScalars(jnp.float32(0.1), None, None)
+  step = lambda *state: update.step_table(stack, scalars, state, parts, distinct=False)
+  assert "sparse_embed" not in text_of(step, table.astype(dtype), slots)
+
+
+# --- whole steps ----------------------------------------------------------------------------------
+
+
+def train(switch, monkeypatch, mesh=None):
+  """Three steps of a model of all kinds of inputs: losses and variables."""
+  monkeypatch.setenv(native.SWITCH, switch)
+  jax.clear_caches()
+  first = embed.TableConfig(1000, 16, optimizer=embed.adagrad(0.1), name="first")
+  second = embed.TableConfig(300, 16, optimizer=embed.adagrad(0.1), name="second", combiner="sqrtn")
+  features = {
+    "bag": embed.FeatureConfig(first),
+    "ragged": embed.FeatureConfig(second),
+    "sequence": embed.FeatureConfig(first, max_sequence_length=4),
+  }
+  model = embed.SparseEmbed(features, rngs=nnx.Rngs(0), mesh=mesh)
+  optimizer = embed.Optimizer(model, optax.sgd(0.1))
+
+  @nnx.jit(donate_argnames=("model", "optimizer"), graph=False)
+  def step(model, optimizer, batch, weights):
+    loss_fn = lambda model: sum(jnp.sum(jnp.sin(x)) for x in model(batch, weights).values())
+    loss, grads = embed.value_and_grad(loss_fn)(model)
+    optimizer.update(model, embed.clip_by_global_norm(grads, 5.0))
+    return loss
+
+  rng, losses = np.random.default_rng(1), []
+  for _ in range(3):
+    splits = np.sort(np.r_[0, rng.integers(0, 100, 63), 100])
+    batch = {
+      "bag": embed.Padded(rng.integers(-1, 1000, (64, 8))),
+      "ragged": embed.Ragged(rng.integers(0, 300, 100), splits),
+      "sequence": embed.Padded(rng.integers(-1, 1000, (64, 6))),
+    }
+    weights = {"bag": embed.Padded(rng.uniform(1, 2, (64, 8)).astype(np.float32))}
+    losses.append(
+      float(step(model, optimizer, batch, weights | {"ragged": None, "sequence": None}))
+    )
+  return losses, jax.tree.map(np.asarray, dict(model.variables))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_model_trains_alike(monkeypatch, devices):
+  mesh = None if devices == 1 else jax.make_mesh((devices,), ("data",))
+  by_kernels, by_xla = (train(switch, monkeypatch, mesh) for switch in "10")
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  jax.tree.map(close, by_kernels, by_xla)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_no_cost_of_the_vocabulary(name):
+  """Tables and slots are stepped in place, and nothing is as large as a table."""
+  size, dim = 300_000, 16
+  table = embed.TableConfig(
+    size, dim, optimizer=getattr(embed, name)(), initializer=jax.nn.initializers.zeros, name="t"
+  )
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  graph, state = nnx.split(layer)
+
+  def step(state, ids):
+    layer = nnx.merge(graph, state)
+    _, grads = embed.value_and_grad(lambda layer: jnp.sum(layer(embed.Padded(ids)) ** 2))(layer)
+    embed.Optimizer(layer, optax.identity()).update(layer, grads)
+    return nnx.state(layer)
+
+  compiled = jax.jit(step, donate_argnums=0).lower(state, np.zeros((64, 4), np.int32)).compile()
+  text, memory = compiled.as_text(), compiled.memory_analysis()
+  assert text.count('custom_call_target="sparse_embed_') == 2
+  assert memory.temp_size_in_bytes < 16 * 64 * 5 * dim * 4 + 2**16
+  arrays = [v for of_table in layer.variables.values() for v in of_table.values()]
+  assert memory.alias_size_in_bytes >= sum(x.nbytes for x in arrays)
+  copies = [line for line in text.splitlines() if f"[{size}" in line and " copy(" in line]
+  assert not copies
+
+
+# --- what JAX makes of a kernel -------------------------------------------------------------------
+
+
+def test_a_kernel_is_differentiated_and_batched_as_what_it_means():
+  rng = np.random.default_rng(0)
+  table, ids = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32), jnp.array([[0, 4], [4, 5]])
+  loss = lambda f: lambda table: jnp.sum(jnp.sin(f(table, Bags(ids))))
+  slope = jax.grad(loss(native.gather_and_combine))(table)
+  expected = jax.grad(loss(lookup.gather_and_combine))(table)
+  np.testing.assert_allclose(slope, expected, rtol=1e-6)
+  tables = jnp.stack([table, 2 * table])
+  batched = jax.jit(jax.vmap(lambda t: native.gather_and_combine(t, Bags(ids))))(tables)
+  np.testing.assert_allclose(batched[1], 2 * batched[0], rtol=1e-6)
+
+
+def test_exported_programs_have_no_kernel():
+  table = embed.TableConfig(9, 3, name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  ids = embed.Padded(np.array([[1, 2], [3, -1]]))
+  act = layer(ids)
+  for any_batch in (False, True):
+    exported = embed.export(lambda layer, ids: layer(ids), layer, ids, any_batch=any_batch)
+    assert "sparse_embed_bag_sum" not in exported.program.mlir_module()
+    np.testing.assert_allclose(exported.program.call(exported.arrays, ids.values), act, rtol=1e-6)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_other_platforms_have_no_kernel(platform):
+  traced = jax.jit(native.gather_and_combine).trace(
+    jnp.ones((4, 2)), Bags(jnp.zeros((3, 2), jnp.int32))
+  )
+  assert "sparse_embed" not in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.full
+def test_many_lookups_at_once():
+  """Calls on as many threads as there are devices, of which none may wait for another to begin."""
+  mesh = jax.make_mesh((8,), ("data",))
+  table = embed.TableConfig(5000, 32, name="t", combiner="sum")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0), mesh=mesh)
+  rows = np.asarray(layer.tables["t"])
+  ids = np.random.default_rng(0).integers(0, 5000, (8192, 8))
+  expected = rows[ids].sum(1)
+  for _ in range(5):
+    np.testing.assert_allclose(layer(embed.Padded(ids)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_lookup_of_a_step_is_in_the_exchange():
+  """The kernel is where `exchange` looks up, and nowhere else."""
+  stack = StackSpec("t", ("t",), Layout((9,)), 4, np.dtype(np.float32), embed.sgd())
+  look_up = lambda table, bags: exchange.look_up(stack, table, [bags], ("t",))[0]
+  text = text_of(look_up, jnp.ones((9, 4)), Bags(jnp.zeros((3, 2), jnp.int32)))
+  assert text.count("sparse_embed_bag_sum") >= 1
