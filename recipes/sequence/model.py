@@ -241,7 +241,7 @@ class SequenceModel(nnx.Module):
     An item of -1 within a segment is a hidden one.
     """
     items, segments = batch["items"], batch["segments"]
-    x = self.embed({ITEM: items})[ITEM]
+    x = self.embed({ITEM: items})[ITEM].astype(jnp.float32)
     if self.hidden is not None:
       x = jnp.where(((items < 0) & (segments >= 0))[..., None], self.hidden[...], x)
     x = x * self.scale + self.positions[...][batch["positions"]]
