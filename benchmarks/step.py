@@ -125,8 +125,11 @@ class Load:
     busy = sum(ticks) - ticks[3] - ticks[4]  # less idle and waiting for disks
     return time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
 
-  def cores(self) -> float:
+  def cores(self) -> float | None:
+    """None where the machine does not tell."""
     (wall, busy, own), (wall_0, busy_0, own_0) = self._now(), self.start
+    if np.isnan(busy):
+      return None
     return max(0.0, ((busy - busy_0) - (own - own_0)) / (wall - wall_0))
 
 
@@ -134,7 +137,7 @@ BUSY = 0.1  # cores that others took, from which on a run is marked
 
 
 def report(
-  name: str, times: dict[str, list[float]], missing: dict[str, str], others: float
+  name: str, times: dict[str, list[float]], missing: dict[str, str], others: float | None
 ) -> dict[str, Any]:
   """Prints one optimizer's lines; `ratio_to_ours` is a contender's best to that of `ours`."""
   for peer in PEERS:  # the better number of threads
@@ -143,8 +146,12 @@ def report(
       times[peer] = times[min(of_peer, key=of_peer.__getitem__)]
   first = next(iter(times))
   best = {label: min(values) for label, values in times.items()}
-  result: dict[str, Any] = {"cores_taken_by_others": others, "busy": not others < BUSY}
-  mark = f"   BUSY: others took {others:.1f} cores" if result["busy"] else ""
+  result: dict[str, Any] = {
+    "cores_taken_by_others": others,
+    "busy": others is None or others >= BUSY,
+  }
+  taken = "an unknown number of" if others is None else f"{others:.1f}"
+  mark = f"   BUSY: others took {taken} cores" if result["busy"] else ""
   print(f"\n{name:20s} {'best ms':>9s} {'median ms':>10s} {'steps':>6s}   best / {first}{mark}")
   for label, values in times.items():
     median, ratio = float(np.median(values)), best[label] / best[first]
