@@ -4,6 +4,7 @@ import importlib
 import json
 
 import ml_collections
+import pytest
 from small_data import write_gowalla, write_movielens, write_movielens100k
 
 RESULT = {  # the keys of a result
@@ -16,6 +17,11 @@ _WRITERS = {
   "movielens100k": write_movielens100k,
   "movielens1m": write_movielens,
 }
+
+
+def slow_but(configs, names):
+  """Returns the names of configs, all but some of them marked as slow."""
+  return [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in configs]
 
 
 def leaves(config, prefix=""):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
-from recipe_runs import RESULT, leaves
+from recipe_runs import RESULT, leaves, slow_but
 from small_data import write_criteo, write_criteo_days, write_movielens
 
 from recipes import hosts, optimizers, results
@@ -36,7 +36,7 @@ def test_there_is_a_config_per_dataset():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_but(CONFIGS, ("movielens1m", "synthetic")))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict

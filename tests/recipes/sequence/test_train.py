@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from recipe_runs import leaves
+from recipe_runs import leaves, slow_but
 from small_data import draw_sequences, write_sequences
 
 import embed
@@ -45,7 +45,7 @@ def test_there_is_a_config_per_dataset():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_but(CONFIGS, ("beauty_bert4rec", "synthetic")))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
@@ -98,7 +98,9 @@ SETTINGS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("changes", SETTINGS)
+@pytest.mark.parametrize(
+  "changes", [SETTINGS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SETTINGS[1:])]
+)
 def test_eight_devices_follow_one(changes, tmp_path):
   config = smoke("synthetic", tmp_path, steps=50, dropout=0.1, **changes)
   mesh = hosts.start()

@@ -13,7 +13,7 @@ import ml_collections
 import numpy as np
 import pytest
 from flax import nnx
-from recipe_runs import RESULT, TWO_TOWER, leaves, two_tower_smoke
+from recipe_runs import RESULT, TWO_TOWER, leaves, slow_but, two_tower_smoke
 
 import embed
 from recipes import baselines, checkpoints, hosts, optimizers, retrieval, train_step
@@ -39,7 +39,7 @@ def test_there_is_a_config_per_dataset():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", TWO_TOWER)
+@pytest.mark.parametrize("name", slow_but(TWO_TOWER, ("gowalla", "synthetic")))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   read: set[tuple[int, str]] = set()
   get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
@@ -110,7 +110,7 @@ def _losses(folder, on_mesh, steps=50, **changes):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rich", [False, True])
+@pytest.mark.parametrize("rich", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_on_a_mesh_the_losses_are_those_of_one_device(rich, tmp_path):
   """Sharded tables, and negatives from all devices: with those of its own alone a device would
   have an eighth of them, and another loss."""
@@ -126,7 +126,7 @@ def test_on_a_mesh_the_losses_are_those_of_one_device(rich, tmp_path):
     assert metrics[name] == pytest.approx(value, abs=0.02), name
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
   """The frequency estimate and the queue are part of it."""
   config = two_tower_smoke("synthetic", tmp_path, **RICH)
