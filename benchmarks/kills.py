@@ -2,8 +2,8 @@
 
     python benchmarks/kills.py --sigkill=30 --sigterm=10 --pairs=5
 
-A run of the dlrm recipe on generated clicks saves every other step, so that many signals fall into
-a save. Each disturbed run is killed once or twice, between its start and its end, and the same
+A run of the dlrm recipe on generated clicks saves every other step, in full or as a delta, so that
+many signals fall into a save. Each disturbed run is killed once or twice, between its start and its end, and the same
 command is given until it ends. Its log, its metrics and every array of its last checkpoint must
 equal those of the run that was left alone, to the bit. A run of two processes (`--pairs`) loses
 both to SIGKILL, or is told by a SIGTERM to one of them. Prints the counts, and exits with 1 if a
@@ -28,6 +28,7 @@ _STEPS, _EVERY = 40, 2
 _ATTEMPTS = 8  # at a run, of which only the first two are disturbed
 _GOES_ON = 75
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT))  # for `recipes`
 
 
 def start(workdir: pathlib.Path, cache: pathlib.Path, count: int) -> list[subprocess.Popen]:
@@ -36,7 +37,7 @@ def start(workdir: pathlib.Path, cache: pathlib.Path, count: int) -> list[subpro
     sys.executable, "-m", "recipes.dlrm", "--config=configs/dlrm/synthetic.py:smoke",
     f"--workdir={workdir}", f"--config.cache_dir={cache}", f"--config.steps={_STEPS}",
     "--config.log_every=1", "--config.eval_every=10", f"--config.checkpoint_every={_EVERY}",
-    "--config.dropout=0.2", "--config.baseline.max_rows=0",
+    "--config.dropout=0.2", "--config.baseline.max_rows=0", "--config.full_checkpoint_every=3",
   ]  # fmt: skip
   environment = os.environ | {
     "JAX_PLATFORMS": "cpu",
@@ -104,15 +105,27 @@ def disturb(
 
 
 def arrays_of(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
-  """Returns the arrays of a checkpoint by path."""
+  """Returns the arrays of a state by path: those of a full checkpoint with its deltas applied."""
   import jax
   import orbax.checkpoint as ocp
 
-  path = workdir / "checkpoints" / str(step) / "state"
+  from recipes import chains
+
+  folder = workdir / "checkpoints"
+  chain = chains.of_step(folder, step)
   with ocp.PyTreeCheckpointer() as reader:
+    path = chains.base(folder, chain)
     metadata = reader.metadata(path).item_metadata.tree
     args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
     tree = reader.restore(path, restore_args=args)
+  for delta in chains.deltas(folder, chain):
+    for node, tables in delta.tables.items():
+      tree[node]["state"] = delta.state[node]
+      for key, rows in tables.items():
+        for name, values in rows.values.items():
+          array = np.array(tree[node]["tables"][key][name])
+          array[rows.ids] = values
+          tree[node]["tables"][key][name] = array
   return {
     jax.tree_util.keystr(where): np.asarray(x)
     for where, x in jax.tree_util.tree_leaves_with_path(tree)
