@@ -3,11 +3,11 @@
     python benchmarks/kills.py --sigkill=30 --sigterm=10 --pairs=5
 
 A run of the dlrm recipe on generated clicks saves every other step, in full or as a delta, so that
-many signals fall into a save. Each disturbed run is killed once or twice, between its start and its end, and the same
-command is given until it ends. Its log, its metrics and every array of its last checkpoint must
-equal those of the run that was left alone, to the bit. A run of two processes (`--pairs`) loses
-both to SIGKILL, or is told by a SIGTERM to one of them. Prints the counts, and exits with 1 if a
-run differs or loses more than it may.
+many signals fall into a save. Each disturbed run is killed once or twice, between its start and its
+end, and the same command is given until it ends. Its log, its metrics and every array of its last
+checkpoint must equal those of the run that was left alone, to the bit. A run of two processes
+(`--pairs`) loses both to SIGKILL, or is told by a SIGTERM to one of them. Prints the counts, and
+exits with 1 if a run differs or loses more than it may.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def start(workdir: pathlib.Path, cache: pathlib.Path, count: int) -> list[subpro
 
 def wait(processes: list[subprocess.Popen]) -> list[int]:
   """Returns the exit statuses; kills what is left when one process has failed."""
-  deadline = time.monotonic() + 300
+  deadline = time.monotonic() + 900
   while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
     time.sleep(0.02)
   for process in processes:
