@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -200,6 +201,16 @@ def _read_file(path: pathlib.Path) -> Delta:
       for node, names in header["state"].items()
     }
     return Delta(header["since"], header["step"], tables, state)
-  except (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+  # zipfile raises RuntimeError for flags and methods that it does not know.
+  except (
+    ValueError,
+    LookupError,
+    TypeError,
+    EOFError,
+    RuntimeError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+  ) as error:
     reason = str(error).partition("\n")[0]
     raise ValueError(f"{path} is damaged, or no file of a delta ({reason}).") from error

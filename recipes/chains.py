@@ -133,7 +133,14 @@ def set_aside(folder: Path, step: int) -> None:
       hosts.say(f"the checkpoint of step {later} has been moved to {target}")
 
 
-def prune(folder: Path, best_step: int) -> None:
+def remove_parts(folder: Path) -> None:
+  """Removes what kills have left of saves and of removals; call it where nobody else saves."""
+  for pattern in ("*.orbax-checkpoint-tmp*", f"*{_REMOVED}"):
+    for path in folder.glob(pattern):
+      shutil.rmtree(path)
+
+
+def prune(folder: Path, best_step: int | None) -> None:
   """Removes the checkpoints that neither the last two nor the best one need.
 
   Two, so that a damaged one costs the steps since the one before. The best one that the earlier of
@@ -141,7 +148,7 @@ def prune(folder: Path, best_step: int) -> None:
 
   Args:
     folder: of the checkpoints, whose last one is complete.
-    best_step: of the best one so far.
+    best_step: of the best one so far; None if there is none.
   """
   held = steps(folder)
   kept: set[int] = set()

@@ -135,6 +135,7 @@ class Manager:
     """
 
     def choose() -> list[int]:
+      chains.remove_parts(self.folder)
       chain = chains.newest(self.folder)
       if chain:
         chains.set_aside(self.folder, chain[-1])
@@ -230,7 +231,8 @@ def save(manager: Manager, progress: Progress, state: dict[str, Any]) -> None:
   manager.fingerprints = fingerprints
   manager.num_deltas = 0 if since is None else manager.num_deltas + 1
   follows = None if since is None else since.step
-  manager.finish({"step": progress.step, "follows": follows, "best_step": progress.best_step})
+  best_step = None if progress.best is None else progress.best_step
+  manager.finish({"step": progress.step, "follows": follows, "best_step": best_step})
 
 
 def _is_asynchronous() -> bool:

@@ -21,7 +21,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from embed.tools.text import aligned
 
-from . import arrays, export, files, hosts, serving
+from . import arrays, export, files, hosts, runs, serving
 from .errors import UserError
 from .tables import settings as table_settings
 from .tables.rows import RowReader, values_of
@@ -50,7 +50,7 @@ def run(
     UserError: the days are none, or something else is configured than this can do.
   """
   days = _checked(recipe, config)
-  workdir, before = Path(workdir), None
+  workdir, before = Path(workdir).resolve(), None
   history: list[dict[str, Any]] = []
   for name, path in days.items():
     day, folder = _config_of(config, path, before), workdir / name
@@ -63,8 +63,9 @@ def run(
         about = _test(before / _SERVED, day)
       workdir.mkdir(parents=True, exist_ok=True)
       arrays.write_json(tested, about)
-    result = train(day, str(folder))
-    if not (folder / _SERVED).exists():
+    result = runs.result(folder)
+    if result is None or not runs.is_complete(result) or not (folder / _SERVED).exists():
+      result = train(day, str(folder))
       export.export(folder, folder / _SERVED)
     history.append({"day": name, **arrays.read_json(tested), "result": result["metrics"]})
     arrays.write_json(workdir / "days.json", history)
@@ -99,6 +100,8 @@ def entries(days: str | Sequence[str]) -> dict[str, Path]:
 
 
 def _checked(recipe: str, config) -> dict[str, Path]:
+  if config.get("dataset") != "table":
+    raise UserError("config.days is for tables of one's own: declare config.columns")
   if recipe != "dlrm":
     raise UserError(
       f"config.days is for dlrm: train {recipe} on all rows so far as config.files, and give the "
@@ -108,6 +111,10 @@ def _checked(recipe: str, config) -> dict[str, Path]:
     hosts.say("config.days takes the place of config.files, which are not read")
   if config.split.by in ("files", "column"):
     raise UserError(f"config.split.by is {config.split.by!r}, and days have no such split")
+  columns = [name for name, kind in config.columns.items() if kind["kind"] == "split"]
+  if columns or config.split.valid_from or config.split.test_from:
+    what = f"column {columns[0]!r}" if columns else "config.split.valid_from or test_from"
+    raise UserError(f"{what} splits rows once and for all, and days come one by one: remove it")
   if jax.process_count() > 1:
     raise UserError("config.days trains in one process: train each day with config.init_from")
   return entries(config.days)
@@ -118,10 +125,10 @@ def _config_of(config, path: Path, before: Path | None) -> ConfigDict:
   day = ConfigDict(config.to_dict(), allow_dotted_keys=True, sort_keys=False)
   day.days = ""
   with day.ignore_type():
-    day.files = str(path)
+    day.files = str(path.resolve())
   day.split.test = 0.0
   if before is not None:
-    day.init_from = str(before)
+    day.init_from, day.init_parts, day.init_rename = str(before), "all", ""
   return day
 
 

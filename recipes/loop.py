@@ -12,7 +12,6 @@ wrote it: the same command goes on from it on any other number, with the same ba
 import contextlib
 import dataclasses
 import functools
-import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from . import (
   days,
   hosts,
   isolation,
+  keeping,
   preemption,
   results,
   runs,
@@ -109,9 +109,10 @@ def run(
     UserError: as `runs.finished` and `train`.
   """
   with contextlib.ExitStack() as stack:
-    for writer in writers:
-      stack.callback(writer.close)
     hosts.start()
+    for writer in writers if hosts.is_main() else ():
+      stack.callback(writer.close)
+    settings.check(config)
     if config.get("days"):
       again = functools.partial(_run, recipe, prepare=prepare, writers=writers)
       return {"days": days.run(recipe, config, workdir, again)}
@@ -129,7 +130,10 @@ def _run(
   result = runs.finished(config, workdir)
   if result is None:
     train_step.check(config, mesh)
-    training = dataclasses.replace(prepare(config, mesh), writers=writers)
+    training = prepare(keeping.with_own_base(config, Path(workdir)), mesh)
+    if training.config is not None:
+      training.config.init_from = config.get("init_from", "")
+    training = dataclasses.replace(training, writers=writers)
     result = train(config, workdir, training, recipe=recipe, mesh=mesh)
   if hosts.is_main():
     print(results.report(result))
@@ -173,7 +177,8 @@ def train(
   if training.metrics is not None:
     _check_select(config.select, [f"valid_{name}" for name in training.metrics])
   progress = Progress()
-  with runs.held(config, workdir), runs.stoppable(config, workdir, progress):
+  config_of_data = training.config or config
+  with runs.held(config, workdir), runs.stoppable(config_of_data, workdir, progress):
     if not hosts.everywhere((workdir / "config.json").exists()):
       raise MissingFileError(
         f"not every process sees the config.json that process 0 has written to {workdir}: "
@@ -186,8 +191,10 @@ def train(
       return result
     if result is None:
       hosts.replicate(mesh, *training.state.values())
-      hosts.from_main(lambda: _keep(training, workdir / "serve"))
-      tested_step, metrics = _train(training.config or config, workdir, progress, training, mesh)
+      is_new = not runs.has_checkpoint(workdir)
+      sha256 = dict(training.data_sha256)
+      hosts.from_main(lambda: keeping.keep(training.serve, sha256, workdir, is_new=is_new))
+      tested_step, metrics = _train(config_of_data, workdir, progress, training, mesh)
       result = {
         "recipe": recipe,
         "config": runs.plain(config),
@@ -231,6 +238,8 @@ def _train(
       progress.stopped = _has_stalled(config, progress)
       iterator.set_state(progress.data)
     elif settings.value(config, "init_from"):
+      other = warm_start.source(config)
+      hosts.from_main(lambda: keeping.keep_base(other, workdir))
       warm_start.start(config, training)
       progress.data = iterator.get_state()
       # The other run may go on, or be removed: from here on this run does not need it.
@@ -251,27 +260,6 @@ def _train(
     for writer in training.writers if hosts.is_main() and tested else ():
       writer.write(progress.step, tested)
     return tested_step, metrics
-
-
-def _keep(training: Training, target: Path) -> None:
-  """Copies what serving needs into the workdir; a copy that a kill has cut short is made again.
-
-  Raises:
-    UserError: the data are not those that the run began with.
-  """
-  if training.serve is None:
-    return
-  source, sha256 = target / "source.json", dict(training.data_sha256)
-  if not target.exists():
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(training.serve, partial)
-    arrays.write_json(partial / source.name, sha256)
-    partial.rename(target)
-  elif arrays.read_json(source) != sha256:
-    raise UserError(
-      f"the data have changed since the run in {target.parent} began: choose another --workdir"
-    )
 
 
 def _with_baselines(
@@ -295,7 +283,12 @@ def _with_baselines(
   for name in tasks:
     attempts[name] = attempts.get(name, 0) + 1
     arrays.write_json(path, result)
-    value, failure = next(outcomes)
+    try:
+      value, failure = next(outcomes)
+    except KeyboardInterrupt:  # the user's or the machine's doing, not the baseline's
+      attempts[name] -= 1
+      arrays.write_json(path, result)
+      raise
     if failure is None:
       known[name] = value
     else:
@@ -333,13 +326,29 @@ def _take_steps(
     Preempted: SIGTERM has come, and the state is saved.
   """
   every = lambda period, step: bool(period) and step % period == 0
-  saved_at = time.perf_counter()
+  saved_at, saved_step = time.perf_counter(), progress.step
   began = saved_at - progress.seconds
   losses: list[Any] = list(progress.losses)  # on the device; fetched only where they are needed
+
+  def save() -> None:
+    nonlocal saved_at, saved_step
+    progress.losses = [float(loss) for loss in losses]
+    progress.seconds = time.perf_counter() - began
+    progress.data = iterator.get_state()
+    journal.sync()
+    journal.doing("saving")
+    checkpoints.save(manager, progress, training.state)
+    journal.restart_clock()
+    saved_at, saved_step = time.perf_counter(), progress.step
+
   journal.doing("compiling")
   with preemption.Notice() as notice:
     while progress.step < config.steps and not progress.stopped:
       preempted = notice.is_due(progress.step)
+      if preempted and not steps.is_pending:
+        if progress.step > saved_step:
+          save()
+        raise Preempted
       progress.step += 1
       last = progress.step == config.steps
       logged = last or every(config.log_every, progress.step)
@@ -357,16 +366,11 @@ def _take_steps(
         journal.log_eval(scores)
         _select(config, progress, scores)
       if saved:
-        progress.losses = [float(loss) for loss in losses]
-        progress.seconds = time.perf_counter() - began
-        progress.data = iterator.get_state()
-        journal.sync()
-        journal.doing("saving")
-        checkpoints.save(manager, progress, training.state)
-        journal.restart_clock()
-        saved_at = time.perf_counter()
+        save()
       if preempted:
         raise Preempted
+    if notice.is_due(progress.step):
+      raise Preempted
 
 
 def _is_overdue(config, saved_at: float, logged: bool) -> bool:

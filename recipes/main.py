@@ -4,6 +4,7 @@ import difflib
 import functools
 import importlib
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,7 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
       logging.set_verbosity(logging.ERROR)
     # Importing JAX takes seconds; say first what they are for.
     print(f"{config_flags.get_config_filename(flag)} -> {workdir.value}", file=sys.stderr)
+    signal.signal(signal.SIGTERM, _preempted)  # until a run, which saves, handles it itself
     try:
       run(config.value, workdir.value)
     except KeyboardInterrupt as stop:
@@ -80,6 +82,10 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
       _show(Path(workdir.value))
 
   return lambda: app.run(main, flags_parser=parse)
+
+
+def _preempted(number: int, frame: Any) -> None:
+  raise errors.Preempted
 
 
 class _ConfigFile(flags.ArgumentParser):

@@ -55,6 +55,11 @@ def is_of(result: Mapping[str, Any], config) -> bool:
   return all(stored.get(name) == wanted.get(name) for name in settings.LENGTH)
 
 
+def has_checkpoint(workdir: Path) -> bool:
+  """Returns whether a run has saved a state."""
+  return any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
+
+
 def set_aside(workdir: Path) -> None:
   """Renames the result of a run that is going on, to `result-<steps>.json`."""
   stale = result(workdir)
@@ -94,17 +99,18 @@ def _finished(config, workdir: Path) -> dict[str, Any] | None:
 
 def _check_config(config, workdir: Path) -> None:
   wanted, path = plain(config), workdir / "config.json"
-  if not path.exists():
+  # What has failed before its first checkpoint, as by a typo in a setting, binds nobody.
+  if not path.exists() or not (has_checkpoint(workdir) or (workdir / "result.json").exists()):
     return
   stored = arrays.read_json(path, _REMOVE)
   missing = object()  # of an earlier version, or not set: the default
-  defaults = settings.defaults()
-  of = lambda known, name: known.get(name, defaults.get(name, missing))
-  said = lambda value: "not set" if value is missing else repr(value)
+  defaults = settings.defaults() | {"days": ""}  # which only tables have
+  value_of = lambda known, name: known.get(name, defaults.get(name, missing))
+  shown = lambda value: "not set" if value is missing else repr(value)
   differing = [
-    f"{name}: {said(of(stored, name))} there, {said(of(wanted, name))} now"
+    f"{name}: {shown(value_of(stored, name))} there, {shown(value_of(wanted, name))} now"
     for name in sorted((stored.keys() | wanted.keys()) - set(settings.MAY_CHANGE))
-    if of(stored, name) != of(wanted, name)
+    if value_of(stored, name) != value_of(wanted, name)
   ]
   if differing:
     raise UserError(

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from .errors import UserError
+
 # On the command line each is `--config.<name>=<value>`.
 RUN: dict[str, Any] = {
   # Save after that many minutes as well as every `checkpoint_every` steps; 0 does not. A pipelined
@@ -43,9 +45,9 @@ MAY_CHANGE = (
   "checkpoint_minutes",
   "full_checkpoint_every",
   "eval_batch_size",
-  "num_workers",
   "cache_dir",
   "profile_steps",
+  "hbm_bytes",
 )
 # A run that has ended goes on if one of these has changed.
 LENGTH = ("steps", "epochs", "patience")
@@ -64,6 +66,15 @@ def value(config, name: str) -> Any:
 def defaults() -> dict[str, Any]:
   """Returns `RUN` as JSON gives it back, which has no tuples."""
   return json.loads(json.dumps(RUN))
+
+
+def check(config) -> None:
+  """Raises UserError for a number that makes no sense; those of a step are checked with it."""
+  minutes, full_every = value(config, "checkpoint_minutes"), value(config, "full_checkpoint_every")
+  if not minutes >= 0:
+    raise UserError(f"config.checkpoint_minutes is {minutes}: choose a number of minutes, or 0")
+  if full_every < 1:
+    raise UserError(f"config.full_checkpoint_every is {full_every}: choose 1 or more")
 
 
 def add(config) -> None:

@@ -194,6 +194,11 @@ class Steps:
     if self._profile is not None:
       self._profile.close()
 
+  @property
+  def is_pending(self) -> bool:
+    """Whether a batch has been looked up that is not trained on yet."""
+    return self._ahead is not None
+
   def take(self, state: Mapping[str, Any], pause: bool) -> jax.Array:
     """Trains on the next batch; returns its loss. At a pause nothing is left pending."""
     self._taken += 1

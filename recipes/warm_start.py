@@ -96,6 +96,11 @@ class _Source:
     return cls(workdir, chain[-1], chain, tree["state"], tree["tables"], rows)
 
 
+def source(config) -> Path:
+  """Returns the workdir of the run `config.init_from`."""
+  return Path(settings.value(config, "init_from")).expanduser().resolve()
+
+
 def start(config, training) -> None:
   """Puts the state of the run `config.init_from` into a model that has not been trained.
 
@@ -106,29 +111,42 @@ def start(config, training) -> None:
   Raises:
     UserError: there is no such run, or a table has another width there, or nothing corresponds.
   """
-  source = _Source.open(Path(settings.value(config, "init_from")).expanduser().resolve())
+  other = _Source.open(source(config))
   parts = settings.value(config, "init_parts")
   if parts not in (_ALL, _TABLES):
     raise UserError(f"config.init_parts is {parts!r}: choose {_ALL} or {_TABLES}")
   rows = row_ids.read(training.serve) if training.serve is not None else {}
   tree = embed.checkpoint.to_tree(model=training.model)
   model, report = tree["model"], _Report()
-  keys = _matches(model["tables"], source, settings.value(config, "init_rename"))
+  keys = _matches(model["tables"], other, settings.value(config, "init_rename"))
   for key, old_key in keys.items():
-    name = key.rpartition("/")[2]
-    model["tables"][key] = _table(
-      model["tables"][key], source, key, old_key, rows.get(name), report
-    )
+    ids = rows.get(_name(key))
+    model["tables"][key] = _table(model["tables"][key], other, key, old_key, ids, report)
   report.lines += [f"table {_name(key)} is new" for key in model["tables"] if key not in keys]
-  if parts == _ALL:
-    model["state"] |= _dense(training.model, model["state"], source, report)
+  if parts == _ALL and _reads_the_same(training.serve, other, report):
+    model["state"] |= _dense(training.model, model["state"], other, report)
   embed.checkpoint.from_tree(tree, model=training.model)
   hosts.say(
-    f"starting from step {source.step} of {source.workdir}: {len(keys)} tables, {report.dense} "
+    f"starting from step {other.step} of {other.workdir}: {len(keys)} tables, {report.dense} "
     "dense parameters"
   )
   for line in report.lines:
     hosts.say(f"  {line}")
+
+
+def _reads_the_same(serve: Path | None, other: _Source, report: _Report) -> bool:
+  """Returns whether the dense part has the inputs that it has in the other run, in their order.
+
+  Its first layers read a concatenation: with other features of the same widths, the parameters
+  would fit, and mean something else.
+  """
+  kept = other.workdir / "serve"
+  if serve is None or not kept.is_dir() or row_ids.inputs(serve) == row_ids.inputs(kept):
+    return True
+  report.lines.append(
+    "the features or their order differ from the other run's: no dense parameter is taken"
+  )
+  return False
 
 
 def _matches(tables: Mapping[str, Any], source: _Source, rename: str) -> dict[str, str]:
@@ -211,7 +229,9 @@ def _table(
   if taken < size:
     report.lines.append(f"table {name}: {taken:,} of {size:,} rows, {size - taken:,} new")
   if old_size > taken:
-    report.lines.append(f"table {name}: {old_size - taken:,} rows there are none here")
+    report.lines.append(
+      f"table {name}: {old_size - taken:,} rows of the other run have no counterpart"
+    )
   missing = [slot for slot in own if slot not in slots]
   if missing:
     report.lines.append(f"table {name}: slots {', '.join(missing)} are new")
@@ -256,8 +276,8 @@ def _dense(
       x = own[name]
       like[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     else:
-      there = "is not there" if shape is None else f"has shape {shape} there"
-      report.lines.append(f"{name}, of shape {own[name].shape}, is new: it {there}")
+      there = "has none" if shape is None else f"has one of shape {shape}"
+      report.lines.append(f"{name}, of shape {own[name].shape}, is new: the other run {there}")
   report.dense = len(like)
   return _restored(source, {"state": like})["state"] if like else {}
 
@@ -285,4 +305,9 @@ def _with_rows(x: Any, ids: np.ndarray, rows: np.ndarray) -> Any:
     x = np.array(x)
     x[ids] = rows
     return x
-  return jax.jit(lambda x: x.at[ids].set(rows), out_shardings=x.sharding)(x)
+  put = jax.jit(_with_rows_at, out_shardings=x.sharding, donate_argnums=0)
+  return put(x, ids, rows)
+
+
+def _with_rows_at(x: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
+  return x.at[ids].set(rows)

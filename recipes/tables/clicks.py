@@ -40,7 +40,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
     )
   reader = RowReader(table, by)
-  base = Encoder.load(table.base) if table.base is not None else None
+  # A run of another recipe has none of these transforms.
+  has_base = table.base is not None and (table.base / "sides.json").exists()
+  base = Encoder.load(table.base) if table.base is not None and has_base else None
   fit = Fit(table.kinds, base.fitted if base else None)
   sizes, clicks = np.zeros(3, np.int64), np.zeros(3, np.int64)
   ids = {side: Codes() for side in table.sides}  # of the training rows

@@ -230,7 +230,7 @@ class _Log:
       is_trained = np.zeros(len(texts), bool)
       is_trained[kept[trained]] = True
       base = None
-      if self._table.base is not None:
+      if self._table.base is not None and (self._table.base / f"{side}s.parquet").exists():
         base = Entities.load(self._table.base, f"{side}s").fitted
       own = self._collected[side].entities(texts, is_trained, _BUCKETS, base)
       own = own.numbered([texts[i] for i in kept])

@@ -1,6 +1,7 @@
 """The raw ids of a run's table rows, by which another run finds the rows that it goes on with."""
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,22 @@ def read(serve: Path) -> dict[str, RowIds]:
     return tables | {"history": tables["item"]}
   encoder = clicks.Encoder.load(serve)
   return {name: ids for fitted in encoder.all_fitted for name, ids in _of(fitted).items()}
+
+
+def inputs(serve: Path) -> list[str]:
+  """Returns the names of what a model reads besides users and items, in their order."""
+  if (serve / "users.parquet").exists():
+    sides = (Entities.load(serve, f"{side}s") for side in ("user", "item"))
+    return [name for side in sides for name in side.fitted.kinds]
+  encoder = clicks.Encoder.load(serve)
+  return [*(feature.name for feature in encoder.features), *encoder.dense_names]
+
+
+def digest(serve: Path) -> str:
+  """Returns a hash of the fitted transforms: raw ids by row, numbers, and declarations."""
+  paths = sorted(path for path in serve.glob("*.json") if path.name != "source.json")
+  content = [path.read_text() for path in paths], sorted(read(serve).items(), key=str)
+  return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def _of(fitted: Fitted) -> dict[str, RowIds]:

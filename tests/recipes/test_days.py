@@ -65,6 +65,12 @@ def test_days_are_named_in_their_order(tmp_path):
   [
     ("two_tower", {}, "is for dlrm: train two_tower on all rows so far as config.files, and give"),
     ("dlrm", {"split": {"by": "column"}}, "split.by is 'column', and days have no such split"),
+    (
+      "dlrm",
+      {"columns": COLUMNS | {"part": "split"}},
+      "column .part. splits rows once",
+    ),
+    ("dlrm", {"split": {"by": "time", "test_from": "2024-01-01"}}, "test_from splits rows once"),
     ("dlrm", {"days": "nowhere"}, "config.days is 'nowhere', which is no folder"),
     ("dlrm", {"days": []}, "which has no files"),
   ],
@@ -116,6 +122,13 @@ def test_a_day_is_tested_by_the_export_of_the_day_before(undisturbed, tmp_path):
   assert json.loads((undisturbed.workdir / "days.json").read_text()) == undisturbed.days
   assert (undisturbed.workdir / "days.png").stat().st_size > 1000
   assert "2024-01-02   600" in days.table(undisturbed.days)
+
+
+@pytest.mark.full
+def test_days_that_are_done_stay_as_they_are(undisturbed, monkeypatch):
+  monkeypatch.chdir(undisturbed.workdir.parent)
+  monkeypatch.setattr(export, "export", lambda *args: pytest.fail("exported again"))
+  assert run(undisturbed.workdir, "data", epochs=5) == undisturbed.days
 
 
 @pytest.mark.full

@@ -366,6 +366,8 @@ def test_another_config_in_the_same_folder_is_refused(tmp_path):
   assert not list(tmp_path.iterdir())  # a run that fails before it trains leaves the folder free
   arrays.write_json(tmp_path / "config.json", toy_config().to_dict())
   assert runs.finished(toy_config(), tmp_path) is None
+  assert runs.finished(toy_config(batch_size=16), tmp_path) is None  # nothing has been trained
+  (tmp_path / "checkpoints" / "5").mkdir(parents=True)
   with pytest.raises(ValueError, match="batch_size: 8 there, 16 now"):
     runs.finished(toy_config(batch_size=16), tmp_path)
 
@@ -551,11 +553,12 @@ def test_sigterm_saves_and_the_same_command_goes_on_from_there(whole, tmp_path, 
       os.kill(os.getpid(), signal.SIGTERM)
 
   monkeypatch.setattr(journal.Journal, "stepped", told)
+  before = signal.getsignal(signal.SIGTERM)
   with pytest.raises(errors.Preempted) as error:
     run_toy(tmp_path / "run")
-  assert str(error.value) == "stopped at step 14 of 24; the same command goes on from step 14"
+  assert str(error.value) == "stopped at step 13 of 24; the same command goes on from step 13"
   assert error.value.code == 75
-  assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+  assert signal.getsignal(signal.SIGTERM) == before
   monkeypatch.setattr(journal.Journal, "stepped", real)
   assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
   assert lines(tmp_path / "run") == whole[1]
@@ -656,6 +659,7 @@ def test_more_patience_goes_on_with_a_run_that_had_none_left(tmp_path):
 def test_what_may_not_change_is_named_with_what_may(tmp_path):
   stored = toy_config().to_dict()
   arrays.write_json(tmp_path / "config.json", stored)
+  (tmp_path / "checkpoints" / "5").mkdir(parents=True)
   changed = dict.fromkeys(("steps", "patience", "log_every", "eval_every", "checkpoint_every"), 3)
   assert runs.finished(toy_config(**changed, checkpoint_minutes=1.0), tmp_path) is None
   for name in set(stored) - set(changed):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from recipes import catalogue, runs, settings
+from recipes import catalogue, errors, runs, settings
 from recipes.dlrm import defaults as dlrm
 from recipes.tables import settings as table_settings
 
@@ -54,7 +54,9 @@ def test_no_recipe_has_a_setting_of_that_name():
 def test_a_run_of_an_earlier_version_goes_on(tmp_path):
   before = {"seed": 0, "steps": 3}
   (tmp_path / "config.json").write_text('{"seed": 0, "steps": 3}')
+  (tmp_path / "checkpoints" / "2").mkdir(parents=True)
   assert runs.finished(ConfigDict(before | settings.RUN), tmp_path) is None
+  assert runs.finished(ConfigDict(before | settings.RUN | {"days": ""}), tmp_path) is None
   with pytest.raises(ValueError, match=r"init_from: '' there, 'runs/a' now"):
     runs.finished(ConfigDict(before | {"init_from": "runs/a"}), tmp_path)
 
@@ -71,3 +73,16 @@ def test_the_page_names_settings_that_there_are():
   named = re.findall(r"--config\.(\w+)", PAGE.read_text())
   assert named
   assert set(named) <= known
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"checkpoint_minutes": -1.0}, r"config\.checkpoint_minutes is -1\.0: choose"),
+    ({"full_checkpoint_every": 0}, r"config\.full_checkpoint_every is 0: choose 1 or more"),
+  ],
+)
+def test_numbers_that_make_no_sense_are_refused(changes, message):
+  settings.check(ConfigDict(settings.RUN))
+  with pytest.raises(errors.UserError, match=message):
+    settings.check(ConfigDict(changes))

@@ -11,7 +11,7 @@ from served_models import CLICKS, LOG, run_of, write_clicks, write_log
 from small_tables import completed
 
 import embed
-from recipes import arrays, checkpoints, errors, loop, warm_start
+from recipes import checkpoints, errors, keeping, loop, warm_start
 from recipes.tables import row_ids
 
 pytestmark = pytest.mark.full
@@ -166,6 +166,50 @@ def test_tables_alone_and_tables_of_another_name(tmp_path):
   assert (tables(new)["shop"]["parameters"] == tables(old)["shop"]["parameters"]).all()
 
 
+def test_dense_parameters_of_other_features_are_not_taken(tmp_path, capsys):
+  path = write_clicks(tmp_path / "clicks.csv", rows=200)
+  table = {"files": str(path), **TABLES["dlrm"]}
+  old = run_of("dlrm", table, tmp_path / "run")
+  renamed = {"cost": {"column": "price", **CLICKS["price"]}}
+  columns = {name: kind for name, kind in CLICKS.items() if name != "price"}
+  config, new = prepared("dlrm", table | {"columns": columns | renamed}, tmp_path / "cache")
+  was, config.init_from = dense(new), str(tmp_path / "run")
+  warm_start.start(config, new)
+  jax.tree.map(np.testing.assert_array_equal, dense(new), was)  # though all shapes are the same
+  assert (tables(new)["shop"]["parameters"] == tables(old)["shop"]["parameters"]).all()
+  assert "the features or their order differ" in capsys.readouterr().err
+
+
+def test_transforms_that_differ_from_the_first_ones_of_a_run_are_refused(tmp_path):
+  path = write_clicks(tmp_path / "clicks.csv", rows=200)
+  table = {"files": str(path), **TABLES["dlrm"]}
+  first, second = (
+    prepared("dlrm", table | {"columns": columns}, tmp_path / "cache")[1]
+    for columns in (CLICKS, CLICKS | {"city": {"kind": "category", "min_count": 9}})
+  )
+  sha256 = dict(first.data_sha256)
+  keeping.keep(second.serve, sha256, tmp_path, is_new=False)
+  keeping.keep(first.serve, sha256, tmp_path, is_new=True)  # nothing has been trained
+  keeping.keep(first.serve, sha256, tmp_path, is_new=False)
+  with pytest.raises(errors.UserError, match="the data have changed since the run in "):
+    keeping.keep(second.serve, sha256, tmp_path, is_new=False)
+
+
+def test_a_run_of_another_recipe_lends_its_rows_alone(tmp_path):
+  log = write_log(tmp_path / "log.csv", users=200)
+  run_of("two_tower", {"files": str(log), **TABLES["two_tower"]}, tmp_path / "run")
+  table = {"files": str(log), **TABLES["sequence"], "init_from": str(tmp_path / "run")}
+  config, new = prepared("sequence", table, tmp_path / "cache")
+  warm_start.start(config, new)
+  clicks = {"files": str(write_clicks(tmp_path / "clicks.csv", rows=200)), **TABLES["dlrm"]}
+  clicks["init_from"] = str(tmp_path / "run")
+  config, other = prepared("dlrm", clicks, tmp_path / "cache")
+  with pytest.raises(
+    errors.UserError, match=r"no table of .*run has the name of one of this run's"
+  ):
+    warm_start.start(config, other)
+
+
 def test_what_does_not_correspond_is_named(tmp_path):
   path = write_clicks(tmp_path / "clicks.csv", rows=200)
   table = {"files": str(path), **TABLES["dlrm"]}
@@ -204,7 +248,7 @@ def test_a_whole_run_starts_there_and_needs_the_other_one_no_more(tmp_path, monk
     patch.setattr(loop, "_take_steps", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(errors.Stopped, match="goes on from step 0"):
       run()
-  arrays.write_json(tmp_path / "run" / "result.json", {"recipe": "dlrm", "tested_step": 99})
-  result = run()  # the other run has changed since
+  shutil.rmtree(tmp_path / "run")
+  result = run()
   assert "going on from step 0" in capsys.readouterr().err
   assert result["metrics"]["test_logloss"] == pytest.approx(expected["logloss"], abs=1e-5)

@@ -126,8 +126,12 @@ class _Reader:
     dtype, is_row = self.kind(eqn.outvars[0].aval)
     of = str(eqn.invars[0].aval.dtype)
     if op in _REDUCTIONS and not self.is_row.get(inputs[0], False):
-      return inputs[0]  # of one number
-    known = op in _REDUCTIONS or (op, of) in _EMITTED or op in ("integer_pow", "pow", "select_n")
+      # A number that was broadcast to a row has kept its name.
+      if op == "reduce_sum" and eqn.invars[0].aval.size != 1:
+        raise Unsupported("the sum of a constant row")
+      return inputs[0]
+    known = (op, of) in _EMITTED or op in ("integer_pow", "select_n")
+    known = known or (of == "float32" and (op in _REDUCTIONS or op == "pow"))
     if op == "convert_element_type":
       known = (of, dtype) in _CONVERSIONS
       op = f"{of} to {dtype}"

@@ -1,7 +1,7 @@
 """The call frame of XLA's foreign functions, read by address, and work shared by XLA's threads.
 
 The structs are those of `xla/ffi/api/c_api.h`, which comes with JAX; its words are counted here,
-and `supported` compares them with what the running XLA passes. XLA promises that a handler of an
+and `is_known` compares them with what the running XLA passes. XLA promises that a handler of an
 older version works for a year.
 """
 

@@ -55,8 +55,9 @@ def test_rows_of_one_element_are_numbers():
     (lambda g, w, s, lr: (w - np.arange(4, dtype=np.float32), s), "constant of shape"),
     (lambda g, w, s, lr: (w - g[::-1], s), "rev"),
     (lambda g, w, s, lr: (w - jnp.outer(g, g).sum(0), s), "shape"),
+    (lambda g, w, s, lr: (w - g / jnp.ones_like(g).sum(), s), "the sum of a constant row"),
   ],
-  ids=["sort", "tanh", "cumsum", "iota", "vector", "reversed", "matrix"],
+  ids=["sort", "tanh", "cumsum", "iota", "vector", "reversed", "matrix", "constant row"],
 )
 def test_what_is_refused(equation, message):
   with pytest.raises(equations.Unsupported, match=message):

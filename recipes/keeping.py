@@ -1,0 +1,69 @@
+"""The transforms that a run keeps in its workdir, so that it does not depend on a cache or a run.
+
+serve/        what serving needs besides the model, and what the run goes on with
+init/serve/   that of the run that it started from, whose transforms its own have grown from
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from . import arrays, settings
+from .errors import UserError
+from .tables import row_ids
+
+_INIT, _SERVE = "init", "serve"
+
+
+def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_new: bool) -> None:
+  """Copies what serving needs into the workdir; a copy that a kill has cut short is made again.
+
+  Args:
+    serve: the folder that was prepared with the data; None if there is none.
+    data_sha256: hashes of the data by file.
+    workdir: of the run.
+    is_new: whether the run has no checkpoint yet, so that an earlier copy is replaced.
+
+  Raises:
+    UserError: the data, or the transforms fitted on them, are not those that the run began with.
+  """
+  if serve is None:
+    return
+  target = workdir / _SERVE
+  source, about = target / "source.json", {**data_sha256, "transforms": row_ids.digest(serve)}
+  if is_new or not target.exists():
+    shutil.rmtree(target, ignore_errors=True)
+    _copy(serve, target, about)
+    return
+  # A run of an earlier version knows the hashes of the files alone.
+  if any(about.get(name) != value for name, value in arrays.read_json(source).items()):
+    raise UserError(
+      f"the data have changed since the run in {workdir} began: choose another --workdir"
+    )
+
+
+def keep_base(other: Path, workdir: Path) -> None:
+  """Copies the transforms of the run that this one starts from, if it has any."""
+  target = workdir / _INIT / _SERVE
+  if (other / _SERVE).is_dir():
+    shutil.rmtree(target, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _copy(other / _SERVE, target, {})
+
+
+def with_own_base(config, workdir: Path) -> Any:
+  """Returns the config to prepare data with: `init_from` is the run's own copy, if it has one."""
+  if not settings.value(config, "init_from") or not (workdir / _INIT / _SERVE).is_dir():
+    return config
+  own = config.copy_and_resolve_references()
+  own.init_from = str(workdir / _INIT)
+  return own
+
+
+def _copy(source: Path, target: Path, about: dict[str, str]) -> None:
+  partial = target.with_name(f"{target.name}.partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  shutil.copytree(source, partial)
+  if about:
+    arrays.write_json(partial / "source.json", about)
+  partial.rename(target)
