@@ -5,6 +5,7 @@ Python than the model spends computing. A batch is a function of its number alon
 in the data is one integer, and a pipeline that is moved there goes on exactly as before.
 """
 
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -235,5 +236,11 @@ def batches(
   options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=4 * num_threads)
   iterable = dataset.to_iter_dataset(options)
   if num_workers:
-    iterable = iterable.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers))
+    workers = grain.MultiprocessingOptions(num_workers=num_workers)
+    iterable = iterable.mp_prefetch(workers, worker_init_fn=_ignore_sigterm)
   return iterable
+
+
+def _ignore_sigterm(index: int, count: int) -> None:
+  """Leaves a SIGTERM to a whole process group to the run, which needs its workers until it ends."""
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
