@@ -497,6 +497,7 @@ def test_a_second_process_that_came_while_the_first_made_ready_is_refused(tmp_pa
   assert [path for path in sorted(tmp_path.rglob("*")) if path.parent.name == "run"] == [
     path for path in before if path.parent.name == "run"
   ]
+  (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)  # the first has trained meanwhile
   with pytest.raises(errors.UserError, match="holds a run of another config"):
     run_toy(tmp_path / "run", batch_size=16)
 
