@@ -204,9 +204,7 @@ def test_a_run_of_another_recipe_lends_its_rows_alone(tmp_path):
   clicks = {"files": str(write_clicks(tmp_path / "clicks.csv", rows=200)), **TABLES["dlrm"]}
   clicks["init_from"] = str(tmp_path / "run")
   config, other = prepared("dlrm", clicks, tmp_path / "cache")
-  with pytest.raises(
-    errors.UserError, match=r"no table of .*run has the name of one of"
-  ):
+  with pytest.raises(errors.UserError, match=r"no table of .*run has the name of one of"):
     warm_start.start(config, other)
 
 

@@ -70,9 +70,14 @@ def _misfit() -> str | None:
   return None if known else f"they do not know JAX {jax.__version__}'s foreign function interface"
 
 
+def _are_sizes(dimensions: Sequence[Any]) -> bool:
+  """Whether dimensions are numbers above 0: those of an exported program may be symbols."""
+  return all(isinstance(n, int) and n > 0 for n in dimensions)
+
+
 def _has_sizes(*arrays: jax.Array) -> bool:
-  """Whether all dimensions are numbers above 0: those of an exported program may be symbols."""
-  return all(isinstance(n, int) and n > 0 for x in arrays for n in x.shape)
+  """Whether `_are_sizes` holds for all dimensions of arrays."""
+  return all(_are_sizes(x.shape) for x in arrays)
 
 
 # --- lookups --------------------------------------------------------------------------------------
@@ -88,7 +93,7 @@ def gather_and_combine(
     and (dtype is None or np.dtype(dtype) == np.float32)
     and quantization is None
     and _has_sizes(table, bags.ids)
-    and all(n > 0 for n in bags.batch)
+    and _are_sizes(bags.batch)
   )
   if not (is_covered and is_on()):
     return formulation(table, bags)
