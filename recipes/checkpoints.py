@@ -231,7 +231,7 @@ def save(manager: Manager, progress: Progress, state: dict[str, Any]) -> None:
   manager.fingerprints = fingerprints
   manager.num_deltas = 0 if since is None else manager.num_deltas + 1
   follows = None if since is None else since.step
-  best_step = None if progress.best is None else progress.best_step
+  best_step = progress.best_step or None  # no evaluation is of step 0
   manager.finish({"step": progress.step, "follows": follows, "best_step": best_step})
 
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 from sklearn.metrics import log_loss, roc_auc_score
 
 from embed.tools.text import aligned
 
-from . import arrays, export, files, hosts, runs, serving
+from . import arrays, export, files, hosts, runs, serving, settings
 from .errors import UserError
 from .tables import settings as table_settings
 from .tables.rows import RowReader, values_of
@@ -120,12 +119,13 @@ def _checked(recipe: str, config) -> dict[str, Path]:
   return entries(config.days)
 
 
-def _config_of(config, path: Path, before: Path | None) -> ConfigDict:
+def _config_of(config, path: Path, before: Path | None) -> Any:
   """Returns the config of a day's run."""
-  day = ConfigDict(config.to_dict(), allow_dotted_keys=True, sort_keys=False)
+  day = settings.copied(config)
   day.days = ""
   with day.ignore_type():
     day.files = str(path.resolve())
+  day.split = config.split.copy_and_resolve_references()
   day.split.test = 0.0
   if before is not None:
     day.init_from, day.init_parts, day.init_rename = str(before), "all", ""

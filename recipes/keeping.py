@@ -55,7 +55,7 @@ def with_own_base(config, workdir: Path) -> Any:
   """Returns the config to prepare data with: `init_from` is the run's own copy, if it has one."""
   if not settings.value(config, "init_from") or not (workdir / _INIT / _SERVE).is_dir():
     return config
-  own = config.copy_and_resolve_references()
+  own = settings.copied(config)
   own.init_from = str(workdir / _INIT)
   return own
 
