@@ -93,6 +93,10 @@ def disturb(
 ) -> bool:
   """Sends a signal some milliseconds after a step; returns whether it came before the run's end."""
   delay = random.random() * 0.15
+  log = workdir.parent / f"{workdir.name}.0.log"
+  size = log.stat().st_size  # a process that has said nothing is Python starting
+  while log.stat().st_size == size and all(process.poll() is None for process in processes):
+    time.sleep(0.002)
   while steps_of(workdir) < after and all(process.poll() is None for process in processes):
     time.sleep(0.002)
   time.sleep(delay)

@@ -64,9 +64,9 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
     if not flags.FLAGS["verbosity"].present:
       # Orbax logs a page per checkpoint, and warns of files that it can do without.
       logging.set_verbosity(logging.ERROR)
+    signal.signal(signal.SIGTERM, _preempted)  # until a run, which saves, handles it itself
     # Importing JAX takes seconds; say first what they are for.
     print(f"{config_flags.get_config_filename(flag)} -> {workdir.value}", file=sys.stderr)
-    signal.signal(signal.SIGTERM, _preempted)  # until a run, which saves, handles it itself
     try:
       run(config.value, workdir.value)
     except KeyboardInterrupt as stop:
