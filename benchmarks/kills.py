@@ -160,8 +160,10 @@ def attempt(
   disturbed = 0
   for number in range(_ATTEMPTS):
     processes = start(workdir, cache, count)
+    # Processes that are alone while they join wait for the one that has been told.
+    first = max(steps_of(workdir), int(count > 1))
     is_told = number < random.choice((1, 2)) and disturb(
-      processes, workdir, how, random.randint(steps_of(workdir), _STEPS - 1)
+      processes, workdir, how, random.randint(first, _STEPS - 1)
     )
     statuses = wait(processes)
     disturbed += is_told
