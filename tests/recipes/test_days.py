@@ -163,16 +163,16 @@ def test_kills_and_days_that_come_later_change_nothing(undisturbed, tmp_path, mo
 
 @pytest.mark.slow
 def test_a_warm_model_beats_a_cold_one_on_every_later_day(tmp_path):
-  data = write_days(tmp_path / "data", 5, rows=3000)
-  warm = run(tmp_path / "warm", data)
-  assert run(tmp_path / "again", data) == warm
+  data = write_days(tmp_path / "data", 5, rows=1000)
+  learning = {"dim": 16, "epochs": 8, "learning_rate": 5e-3, "table": {"learning_rate": 1e-2}}
+  warm = run(tmp_path / "warm", data, **learning)
   names = list(days.entries(str(data)))
   for day, before in zip(warm[2:], names[1:], strict=False):
     only = tmp_path / f"cold_{before}"
     only.mkdir()
     for name in (before, day["day"]):
       (only / f"{name}.csv").write_bytes((data / f"{name}.csv").read_bytes())
-    cold = run(tmp_path / f"run_{before}", only)[1]
+    cold = run(tmp_path / f"run_{before}", only, **learning)[1]
     assert cold["rows"] == day["rows"]
     assert day["metrics"]["auc"] > cold["metrics"]["auc"]
     assert day["metrics"]["logloss"] < cold["metrics"]["logloss"]
