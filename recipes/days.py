@@ -54,7 +54,7 @@ def run(
   for name, path in days.items():
     day, folder = _config_of(config, path, before), workdir / name
     hosts.say(f"day {name}")
-    # As in `warm_start`: tested at once, since a later day may change what is exported.
+    # Kept before the day is trained on, so that a kill does not test it again.
     tested = folder.with_name(f"{name}.json")
     if not tested.exists():
       about: dict[str, Any] = {"rows": None, "metrics": {}}

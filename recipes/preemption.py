@@ -42,10 +42,7 @@ def raised() -> contextlib.AbstractContextManager[None]:
 
 
 class Notice:
-  """A SIGTERM noticed between two steps, so that the run can take a last one and save.
-
-  A context manager: the signal does nothing else within.
-  """
+  """Remembers a SIGTERM until the run asks for it, between two steps; a context manager."""
 
   def __init__(self) -> None:
     self._stack = contextlib.ExitStack()
@@ -62,7 +59,7 @@ class Notice:
     self._received = True
 
   def is_due(self, step: int) -> bool:
-    """Returns whether to save after the step that follows, and end: the same in every process.
+    """Returns whether to save and end: the same in every process.
 
     Every process asks before every step. JAX lets all of them go on to the same step.
 

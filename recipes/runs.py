@@ -21,7 +21,7 @@ from typing import Any
 
 import filelock
 
-from . import arrays, files, hosts, preemption, settings
+from . import arrays, chains, files, hosts, preemption, settings
 from .checkpoints import Progress
 from .errors import Preempted, Stopped, UserError
 
@@ -57,7 +57,7 @@ def is_of(result: Mapping[str, Any], config) -> bool:
 
 def has_checkpoint(workdir: Path) -> bool:
   """Returns whether a run has saved a state."""
-  return any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
+  return bool(chains.steps(workdir / "checkpoints"))
 
 
 def set_aside(workdir: Path) -> None:
@@ -177,8 +177,7 @@ def stoppable(config, workdir: Path, progress: Progress) -> Iterator[None]:
     if known is not None and is_of(known, config):
       text = "stopped while fitting the baselines; the same command fits those that are missing"
     else:
-      names = (path.name for path in (workdir / "checkpoints").glob("*"))
-      latest = max((int(name) for name in names if name.isdecimal()), default=0)
+      latest = max(chains.steps(workdir / "checkpoints"), default=0)
       text = f"stopped at step {progress.step} of {config.steps}; the same command goes on from "
       text += f"step {latest}"
     raise (Preempted if isinstance(stop, Preempted) else Stopped)(text) from None
