@@ -161,7 +161,7 @@ def attempt(
   for number in range(_ATTEMPTS):
     processes = start(workdir, cache, count)
     # Processes that are alone while they join wait for the one that has been told.
-    first = max(steps_of(workdir), int(count > 1))
+    first = min(max(steps_of(workdir), int(count > 1)), _STEPS - 1)
     is_told = number < random.choice((1, 2)) and disturb(
       processes, workdir, how, random.randint(first, _STEPS - 1)
     )

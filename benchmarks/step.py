@@ -89,6 +89,11 @@ def gather(
   return contenders, missing
 
 
+# Seconds between turns. Threads of OpenMP spin for a while after their last work, on cores that the
+# next contender needs.
+REST = 0.01
+
+
 def time_in_turns(
   contenders: dict[str, Contender], seconds: float, burst: int
 ) -> dict[str, list[float]]:
@@ -101,6 +106,7 @@ def time_in_turns(
   while not batch or time.perf_counter() < end:
     for label in turns:
       contenders[label].set_up()
+      time.sleep(REST)
       for i in range(batch, batch + burst):
         start = time.perf_counter()
         contenders[label].step(i)
@@ -210,7 +216,7 @@ def main() -> None:
   parser.add_argument("--optimizers", nargs="+", choices=choices, default=list(choices))
   parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(DEFAULT))
   parser.add_argument("--seconds", type=float, default=20, help="time for each optimizer")
-  parser.add_argument("--burst", type=int, default=4, help="steps in a row")
+  parser.add_argument("--burst", type=int, default=8, help="steps in a row")
   parser.add_argument("--json", type=Path, help="write the figures there")
   args = parser.parse_args()
   warnings.filterwarnings("ignore", module="torch|fbgemm_gpu")

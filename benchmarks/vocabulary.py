@@ -1,69 +1,34 @@
-"""The same batch on a small and a large table: time and memory must not follow the vocabulary.
+"""The same batches on a small and a large table: time and memory must not follow the vocabulary.
 
-Two layers on CPU, one table each, step in turns in one process. The large table's ids are those of
-the small one spread over all of it, so both batches have the same bags, repetitions and distinct
-rows. What is left of a difference is the memory's own: caches hold much of a small table and little
-of a large one. Memory is what the process holds at most while it steps the large table, beyond
-table and slots; what compiling left behind counts in.
+Tables of both sizes step in turns in one process on CPU, ours and the peers'. The large table gets
+the ids of the small one spread over all of its rows, so both have the same bags, repetitions and
+distinct rows. The difference that is left comes from the memory, and everybody has it: caches hold
+much of a small table and little of a large one. Memory is what the process holds at most while ours
+steps the large table, beyond table and slots; what compiling left behind counts in.
 
   python benchmarks/vocabulary.py --json vocabulary.json
+  GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/vocabulary.py  # large pages, for all
 
-The large table with Adam takes 8 GB; `--vocabularies 100000 1000000` is a smaller comparison.
+The large tables with Adagrad take 13 GB; `--vocabularies 100000 1000000` is a smaller comparison.
 """
 
 import argparse
 import gc
 import json
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import contenders as lib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from contenders import OPTIMIZERS, loss_of
-from flax import nnx
-
-import embed
+import step as timing
+from contenders import OPTIMIZERS, Contender, Missing, Problem
 
 MIB = 1 << 20
-
-
-class Run(NamedTuple):
-  """A layer being trained: `step` makes one step, `state_bytes` is table and slots."""
-
-  step: Callable[[], None]
-  state_bytes: int
-
-
-def make_run(name: str, vocabulary: int, ids: np.ndarray, grads: np.ndarray) -> Run:
-  """Trains a table with the optimizer `name` on the one batch."""
-  table = embed.TableConfig(
-    vocabulary,
-    grads.shape[1],
-    combiner="sum",
-    optimizer=OPTIMIZERS[name](),
-    initializer=jax.nn.initializers.constant(0.5),
-  )
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  batch = embed.Padded(jnp.asarray(ids)), jnp.asarray(grads)
-  count = iter(range(1 << 31))
-
-  @nnx.jit(donate_argnames=("layer",), graph=False)
-  def train_step(layer, bags, grads, step):
-    activations, residual = layer.lookup(bags)
-    layer.apply_gradients(jax.grad(loss_of)(activations, grads), residual, step=step)
-    return activations
-
-  def step():
-    jax.block_until_ready(train_step(layer, *batch, next(count)))
-
-  arrays = jax.tree.leaves(nnx.state(layer, (embed.Table, embed.SlotVariable)))
-  return Run(step, sum(x.nbytes for x in arrays))
 
 
 def resident(peak: bool = False) -> int | None:
@@ -85,61 +50,90 @@ def forget_peak() -> bool:
   return True
 
 
-def time_in_turns(runs: list[Run], seconds: float, burst: int) -> list[list[float]]:
-  """Milliseconds of every step, `burst` steps in a row for each run, until the time is over."""
-  times: list[list[float]] = [[] for _ in runs]
+def make(problem: Problem, name: str, label: str) -> dict[str, Contender]:
+  """The contenders of a name, one for each number of threads, after a step each."""
+  contender = lib.CONTENDERS[label](problem, name)
+  contender.step(0)  # compiles
+  if label not in lib.PEERS:
+    return {label: contender}
+  made = {}
+  for threads in sorted({1, os.cpu_count() or 1}):
+    set_up = lambda threads=threads: timing.set_threads(threads)
+    made[f"{label}, {threads} threads"] = contender._replace(set_up=set_up)
+  return made
+
+
+def peak_beyond(contender: Contender, before: int | None, state: int) -> float | None:
+  """MiB that the process holds at most in steps, beyond what it held before and the state."""
   gc.collect()
-  gc.disable()
-  end = time.perf_counter() + seconds
-  while len(times[-1]) < 3 * burst or time.perf_counter() < end:
-    for run, mine in zip(runs, times, strict=True):
-      for _ in range(burst):
-        start = time.perf_counter()
-        run.step()
-        mine.append((time.perf_counter() - start) * 1e3)
-  gc.enable()
-  return times
+  if before is None or not forget_peak():
+    return None
+  for i in range(5):
+    contender.step(i)
+  peak = resident(peak=True)
+  assert peak is not None
+  return (peak - before - state) / MIB
 
 
 def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
-  """One optimizer: measures and prints its line."""
+  """One optimizer: measures and prints its lines."""
   rng = np.random.default_rng(0)
   small, large = args.vocabularies
-  shape = (args.ids // args.valency, args.valency)
+  shape = (args.batches, args.ids // args.valency, args.valency)
   ids = (rng.zipf(args.zipf, size=shape) % small).astype(np.int32)
-  grads = rng.normal(size=(shape[0], args.dim)).astype(np.float32)
-
-  before = resident()
-  runs = [make_run(name, large, ids * np.int32(large // small), grads)]
-  runs[0].step()  # compiles
-  gc.collect()
-  overhead = None
-  if before is not None and forget_peak():
-    for _ in range(5):
-      runs[0].step()
-    peak = resident(peak=True)
-    assert peak is not None
-    overhead = (peak - before - runs[0].state_bytes) / MIB
-  runs.insert(0, make_run(name, small, ids, grads))
-  runs[0].step()
-
-  times = time_in_turns(runs, args.seconds, args.burst)
-  best = [min(t) for t in times]
-  median = [float(np.median(t)) for t in times]
-  state = runs[1].state_bytes / MIB
-  memory = "not known here" if overhead is None else f"{state:8,.0f} {overhead:+8,.0f}"
-  print(
-    f"{name:18s} {best[0]:8.2f} {best[1]:8.2f} {best[1] / best[0]:6.2f}   "
-    f"{median[0]:8.2f} {median[1]:8.2f} {median[1] / median[0]:6.2f}   {memory}"
+  grads = rng.normal(size=(shape[1], args.dim)).astype(np.float32)
+  state = (
+    4
+    * large
+    * sum(1 if slot.per_row else args.dim for slot in OPTIMIZERS[name]().slots(args.dim).values())
+    + 4 * large * args.dim
   )
-  return {
-    "best_ms": best,
-    "median_ms": median,
-    "ratio_of_best": best[1] / best[0],
-    "ratio_of_medians": median[1] / median[0],
-    "table_and_slots_mib": state,
-    "peak_beyond_mib": overhead,
+  contenders: dict[str, Contender] = {}
+  beyond = None
+  for size, spread in ((large, ids * np.int32(large // small)), (small, ids)):
+    problem = Problem(np.full((size, args.dim), 0.5, np.float32), spread, grads)
+    for label in args.contenders:
+      before = resident()
+      try:
+        made = make(problem, name, label)
+      except Missing:
+        continue
+      if label == "ours" and size == large:
+        beyond = peak_beyond(made[label], before, state)
+      contenders |= {f"{variant}|{size}": contender for variant, contender in made.items()}
+    del problem
+  load = timing.Load()
+  times = timing.time_in_turns(contenders, args.seconds, args.burst)
+  others = load.cores()
+  result: dict[str, Any] = {
+    "table_and_slots_mib": state / MIB,
+    "peak_beyond_mib": beyond,
+    "cores_taken_by_others": others,
+    "busy": others is None or others >= timing.BUSY,
   }
+  memory = "" if beyond is None else f"   {state / MIB:8,.0f} MiB {beyond:+8,.0f}"
+  for label in args.contenders:
+    best, median = [], []
+    for size in (small, large):  # the better number of threads
+      of = [t for key, t in times.items() if key.startswith(label) and key.endswith(f"|{size}")]
+      if of:
+        steps = min(of, key=min)
+        best.append(min(steps))
+        median.append(float(np.median(steps)))
+    if not best:
+      continue
+    result[label] = {
+      "best_ms": best,
+      "median_ms": median,
+      "ratio_of_best": best[1] / best[0],
+      "ratio_of_medians": median[1] / median[0],
+    }
+    print(
+      f"{name:18s} {label:8s} {best[0]:8.2f} {best[1]:8.2f} {best[1] / best[0]:6.2f}   "
+      f"{median[0]:8.2f} {median[1]:8.2f} {median[1] / median[0]:6.2f}{memory}"
+    )
+    memory = ""
+  return result
 
 
 def main() -> None:
@@ -150,10 +144,14 @@ def main() -> None:
   parser.add_argument("--dim", type=int, default=64)
   parser.add_argument("--ids", type=int, default=65_536, help="ids in a batch")
   parser.add_argument("--valency", type=int, default=8, help="ids in a bag")
+  parser.add_argument("--batches", type=int, default=8, help="other ids in each of so many steps")
   parser.add_argument("--zipf", type=float, default=1.2, help="exponent of the ids' power law")
   parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+  parser.add_argument(
+    "--contenders", nargs="+", choices=("ours", *lib.PEERS), default=["ours", *lib.PEERS]
+  )
   parser.add_argument("--seconds", type=float, default=15, help="time for each optimizer")
-  parser.add_argument("--burst", type=int, default=5, help="steps in a row")
+  parser.add_argument("--burst", type=int, default=8, help="steps in a row")
   parser.add_argument("--json", type=Path, help="write the figures there")
   args = parser.parse_args()
 
@@ -161,12 +159,14 @@ def main() -> None:
   jax.block_until_ready(jax.jit(lambda x: x + 1)(jnp.zeros(8)))
   small, large = args.vocabularies
   print(f"{small:,} and {large:,} rows x {args.dim}, {args.ids:,} ids, bags of {args.valency}")
-  print(f"{'':18s} {'best ms':>17s} {'ratio':>6s}   {'median ms':>17s} {'ratio':>6s}   "
-        f"{'MiB of table and slots, and peak beyond'}")  # fmt: skip
+  print(f"{'':27s} {'best ms':>17s} {'ratio':>6s}   {'median ms':>17s} {'ratio':>6s}   "
+        f"{'table and slots, and peak beyond'}")  # fmt: skip
   results = {name: compare(name, args) for name in args.optimizers}
   if args.json:
     settings = {k: v for k, v in vars(args).items() if k != "json"}
-    args.json.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+    settings["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", "")
+    summary = {"settings": settings, "versions": timing.versions(), "results": results}
+    args.json.write_text(json.dumps(summary, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import numpy as np
 from embed import combiners, structure
 from embed.combiners import Uncombined
 from embed.config import TableConfig
-from embed.engine import exchange, jax_internals, route, taps, update
+from embed.engine import bags as bags_lib
+from embed.engine import exchange, jax_internals, native, route, taps, update
 from embed.engine import mesh as mesh_lib
 from embed.engine.grads import ActivationGrads
 from embed.engine.lookup import LookupRecord
@@ -141,7 +142,9 @@ def look_up_stack(
   """Tapped activations of the features of a stack, what was looked up, and its bags."""
   placement = stack.placement
   arrays = [placement.accept(x.name, x.parts) for x in inputs]
-  prepared = placement.prepare(functools.partial(combiners.prepare, inputs, combiner), arrays)
+  count = native.count_beyond if placement.is_local else bags_lib.count_beyond
+  prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
+  prepared = placement.prepare(prepare, arrays)
   stored = layer.arrays[stack.name]["parameters"].get_value()
   rows = taps.read_table(stored, "lookup")
   acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
@@ -171,11 +174,9 @@ def count(layer: Any, dropped: Sequence[jax.Array], records: Sequence[LookupReco
   if not dropped:
     return
   routes = [record.route for record in records if record.route is not None]
-  counted = {
-    "dropped_ids": functools.reduce(jnp.add, dropped),
-    "exchange_rounds": jnp.int32(0),
-    "buffer_fill": jnp.float32(0),
-  }
+  counted = {"dropped_ids": functools.reduce(jnp.add, dropped)}
+  if not all(stack.placement.is_local for stack in layer.spec.stacks.values()):
+    counted |= {"exchange_rounds": jnp.int32(0), "buffer_fill": jnp.float32(0)}
   for used in routes:
     most = used.max_rows_per_pair[0]
     of = {
@@ -185,7 +186,8 @@ def count(layer: Any, dropped: Sequence[jax.Array], records: Sequence[LookupReco
     counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
   try:
     before = layer.report.get_value()
-    report = {key: mesh_lib.with_types_of(counted[key], before[key]) for key in before}
+    counted = {key: mesh_lib.with_types_of(value, before[key]) for key, value in counted.items()}
+    report = {**before, **counted}
     report["dropped_ids"] += before["dropped_ids"]
     layer.report.set_value(report)
     is_lost = jax_internals.is_batched(report) and not jax_internals.is_batched(before)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import embed
@@ -101,8 +102,29 @@ class Cross(nnx.Module):
     return x
 
 
+@jax.custom_vjp
 def dot_interaction(vectors: jax.Array) -> jax.Array:
   """Returns the dot products of all pairs of vectors: `[..., F, D]` to `[..., F * (F - 1) / 2]`."""
   products = jnp.einsum("...fd,...gd->...fg", vectors, vectors)
-  rows, columns = jnp.tril_indices(vectors.shape[-2], k=-1)
-  return products[..., rows, columns]
+  return products[..., *np.tril_indices(vectors.shape[-2], k=-1)]
+
+
+# JAX's own rule scatters the gradients into lower triangles of matrices and multiplies those twice.
+# Gathered into symmetric matrices they are multiplied once; on CPU that takes a third of the time.
+
+
+def _interaction(vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return dot_interaction(vectors), vectors
+
+
+def _interaction_grad(vectors: jax.Array, grads: jax.Array) -> tuple[jax.Array]:
+  """The gradient of vector f: the sum over g of the gradient of the pair {f, g} times vector g."""
+  count = vectors.shape[-2]
+  pairs = np.full((count, count), grads.shape[-1])  # the diagonal: a zero behind the gradients
+  rows, columns = np.tril_indices(count, k=-1)
+  pairs[rows, columns] = pairs[columns, rows] = np.arange(len(rows))
+  padded = jnp.pad(grads, [(0, 0)] * (grads.ndim - 1) + [(0, 1)])
+  return (jnp.einsum("...fg,...gd->...fd", padded[..., pairs], vectors),)
+
+
+dot_interaction.defvjp(_interaction, _interaction_grad)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ class Bags:
   `[N]`; then `segments` says which bag an id belongs to.
 
   Attributes:
-    ids: int32 `[*batch, L]` or `[N]`; `vocabulary_size` (or anything beyond it) is padding.
+    ids: int32 `[*batch, L]` or `[N]`; what `is_row` does not hold for is padding.
     gains: what a row is multiplied by, float32 of the shape of `ids`, or `[*batch, 1]`, one for
       each bag; None is 1. Until `normalized`, the user's weights.
     segments: int32 `[N]`, the flat index of each id's bag, `prod(batch)` for padding; or None.
@@ -84,7 +84,9 @@ class Bags:
     weights = None if self.gains is None else jax.lax.stop_gradient(self.gains)
     if combiner == "sum" or (weights is None and not self.is_ragged and self.ids.shape[-1] == 1):
       return dataclasses.replace(self, gains=weights)
-    w = (self.ids < vocabulary_size).astype(jnp.float32) if weights is None else weights
+    w = weights
+    if w is None:
+      w = is_row(self.ids, vocabulary_size).astype(jnp.float32)
     power = w if combiner == "mean" else w * w
     if self.segments is None:
       scale = inverse_norm(jnp.sum(power, axis=-1, keepdims=True), combiner)
@@ -177,8 +179,13 @@ class Form(NamedTuple):
   length: int = 0
 
 
-def to_rows(ids: Any, size: int) -> tuple[jax.Array, jax.Array]:
-  """Sanitised int32 ids (`size` is padding) and whether each was beyond the table."""
+def is_row(ids: Any, size: int) -> Any:
+  """Whether each id is a row of a table of `size` rows."""
+  return (ids >= 0) & (ids < size)
+
+
+def to_rows(ids: Any, size: int) -> jax.Array:
+  """The ids as int32; what is no row of a table of `size` rows stays below 0 or from `size` on."""
   if isinstance(ids, np.ndarray):  # int64 would lose its high bits on the way to the device
     ids = np.where(ids > size - 1, np.int64(size), ids.astype(np.int64))
     ids = np.maximum(ids, -1).astype(np.int32)
@@ -187,44 +194,55 @@ def to_rows(ids: Any, size: int) -> tuple[jax.Array, jax.Array]:
   elif ids.dtype != jnp.int32:
     signed = jnp.issubdtype(ids.dtype, jnp.signedinteger)
     ids = jnp.clip(ids, -1 if signed else None, size).astype(jnp.int32)
-  ids = jnp.asarray(ids)
-  beyond = ids >= size
-  return jnp.where(beyond | (ids < 0), size, ids), beyond
+  return jnp.asarray(ids)
+
+
+def count_beyond(ids: jax.Array, size: int) -> jax.Array:
+  """How many ids are beyond a table of `size` rows, an int32 scalar."""
+  return _count(ids >= size)
 
 
 def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(mask, dtype=jnp.int32)
 
 
-def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
+def from_input(
+  parts: Parts,
+  form: Form,
+  size: int,
+  count: Callable[[jax.Array, int], jax.Array] = count_beyond,
+) -> tuple[Bags, jax.Array]:
   """The bags of an input, and how many of its ids were dropped, an int32 scalar.
 
   Args:
     parts: the arrays of the input.
     form: how its bags become activations.
     size: the vocabulary_size of the table.
+    count: `count_beyond`, or what is faster where the ids are on one device.
 
   Returns:
     Bags whose gains are the user's weights, 0 at padding. Sequences have bags of one id,
     `[batch, length, 1]`.
   """
-  ids, beyond = to_rows(parts.ids, size)
+  ids = to_rows(parts.ids, size)
+  valid = is_row(ids, size)
   weights = None
   if parts.weights is not None and not form.length:
-    weights = jnp.where(ids < size, jnp.asarray(parts.weights, jnp.float32), 0)
+    weights = jnp.where(valid, jnp.asarray(parts.weights, jnp.float32), 0)
   if parts.kind == "dense":
-    return Bags(ids.reshape(*form.shape, 1)), _count(beyond)
+    return Bags(ids.reshape(*form.shape, 1)), count(ids, size)
   if parts.kind == "padded":
     if form.length:
       pad = max(form.length - parts.length, 0)
+      given = ids[:, : form.length]
       ids = jnp.pad(ids, ((0, 0), (0, pad)), constant_values=size)[:, : form.length, None]
-      return Bags(ids), _count(beyond[:, : form.length])
+      return Bags(ids), count_beyond(given, size)
     shape = (*form.shape, parts.length)
     weights = None if weights is None else weights.reshape(shape)
-    return Bags(ids.reshape(shape), weights), _count(beyond)
+    return Bags(ids.reshape(shape), weights), count(ids, size)
   positions = _ragged_positions if parts.kind == "ragged" else _sparse_positions
   bag, column, inside, behind = positions(parts)
-  given = (beyond | (ids < size)) & ~behind
+  given = (ids >= 0) & ~behind
   length = form.length or (parts.length if parts.kind == "ragged" else 0)
   if length:
     where = (jnp.where(inside, bag, math.prod(parts.batch)), column)
@@ -235,8 +253,8 @@ def from_input(parts: Parts, form: Form, size: int) -> tuple[Bags, jax.Array]:
     laid = laid.reshape(*form.shape, length)
     weights = None if weights is None else weights.reshape(laid.shape)
     return Bags(laid, weights), _count(given) - kept
-  dropped = _count(given & ~(inside & (ids < size)))
-  segments = jnp.where(ids < size, bag, math.prod(form.shape))
+  dropped = _count(given & ~(inside & valid))
+  segments = jnp.where(valid, bag, math.prod(form.shape))
   ids = jnp.where(inside, ids, size)
   weights = None if weights is None else jnp.where(inside, weights, 0)
   if 0 in form.shape:  # JAX gathers nothing from an array without elements
@@ -278,13 +296,13 @@ def _lay_out(ids, weights, where, shape: tuple[int, int], size: int):
   """Flat ids and weights in positions `[bags, length]`, and how many ids found theirs."""
   bag, column = where
   bags, length = shape
-  fits = (ids < size) & (column < length) & (column >= 0)
+  fits = is_row(ids, size) & (column < length) & (column >= 0)
   bag = jnp.where(fits, bag, bags)  # no position for padding: it may be an id's
   to = lambda fill, values: (
     jnp.full(shape, fill, values.dtype).at[bag, column].set(values, mode="drop")
   )
   laid = to(size, ids)
-  return _count(laid < size), laid, None if weights is None else to(0, weights)
+  return _count(is_row(laid, size)), laid, None if weights is None else to(0, weights)
 
 
 def in_positions(bags: Bags, size: int, length: int | None) -> tuple[Bags, jax.Array]:
@@ -299,14 +317,14 @@ def in_positions(bags: Bags, size: int, length: int | None) -> tuple[Bags, jax.A
     return bags, jnp.int32(0)
   batch = bags.batch
   if bags.segments is None:
-    order = jnp.argsort(bags.ids >= size, axis=-1, stable=True)  # padding behind the ids
+    order = jnp.argsort(~is_row(bags.ids, size), axis=-1, stable=True)  # padding behind the ids
     missing = [(0, 0)] * (bags.ids.ndim - 1) + [(0, max(length - bags.ids.shape[-1], 0))]
     move = lambda fill, x: jnp.pad(
       jnp.take_along_axis(x, order, axis=-1)[..., :length], missing, constant_values=fill
     )
   else:
     count = math.prod(batch)
-    bag = jnp.where(bags.ids < size, bags.segments, count)
+    bag = jnp.where(is_row(bags.ids, size), bags.segments, count)
     by_bag = jnp.argsort(bag, stable=True)
     ordered = bag[by_bag]
     first = jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
@@ -318,5 +336,5 @@ def in_positions(bags: Bags, size: int, length: int | None) -> tuple[Bags, jax.A
       .reshape(*batch, length)
     )
   laid = move(size, bags.ids)
-  lost = _count(bags.ids < size) - _count(laid < size)
+  lost = _count(is_row(bags.ids, size)) - _count(is_row(laid, size))
   return Bags(laid, None if bags.gains is None else move(0, bags.gains)), lost

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from embed.engine.bags import Bags
+from embed.engine.bags import Bags, is_row
 from embed.engine.lookup import LookupRecord
 
 
@@ -75,7 +75,7 @@ def from_activations(grads: jax.Array, bags: Bags) -> GradRows:
 def flat_ids(parts: Sequence[GradRows], size: int) -> jax.Array:
   """All ids `[N]` in order; `size` for those that are no row of the table."""
   ids = jnp.concatenate([part.ids.reshape(-1) for part in parts])
-  return jnp.where((ids >= 0) & (ids < size), ids, size)
+  return jnp.where(is_row(ids, size), ids, size)
 
 
 def with_ids(parts: Sequence[GradRows], ids: jax.Array) -> list[GradRows]:

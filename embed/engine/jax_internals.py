@@ -62,8 +62,8 @@ def kernel_primitive(name: str) -> Any:
 
   Programs for other platforms and for export hold the formulation; so does what JAX makes of the
   primitive by differentiation and batching. Its parameters are the `formulation`; `target`, the
-  name that the foreign function is registered by; `outputs`, the shapes of its results, float32 or,
-  if `in_place`, of the dtypes of its first arguments, whose place they take.
+  name that the foreign function is registered by; `outputs`, the `jax.ShapeDtypeStruct`s of its
+  results; and whether they are `in_place` of its first arguments.
 
   Seen in JAX 0.10.2: `jax.ffi.ffi_call` is public, but cannot be exported or differentiated, and
   `jax.lax.platform_dependent` does not know what is exported.
@@ -74,7 +74,9 @@ def kernel_primitive(name: str) -> Any:
   by_xla = mlir.lower_fun(meaning, multiple_results=True)
 
   def shapes(*avals, outputs, in_place, **_):
-    return list(avals[: len(outputs)]) if in_place else [avals[0].update(shape=s) for s in outputs]
+    if in_place:
+      return list(avals[: len(outputs)])
+    return [avals[0].update(shape=x.shape, dtype=x.dtype) for x in outputs]
 
   def jvp(primals, tangents, *, formulation, **_):
     return jax.jvp(formulation, primals, tuple(map(ad.instantiate_zeros, tangents)))

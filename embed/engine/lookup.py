@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from embed import config as config_lib
-from embed.engine.bags import Bags, inverse_norm
+from embed.engine.bags import Bags, inverse_norm, is_row
 
 UNROLLED = 8  # positions of a bag gathered in one fused loop; longer bags loop over them
 
@@ -56,7 +56,7 @@ def gather_and_combine(
   """Activations `[*batch, D]`: the sum of gain * row of each bag, accumulated in float32.
 
   Args:
-    table: `[V, D]`; ids from V on are padding.
+    table: `[V, D]`; ids that are no row of it are padding.
     bags: normalized.
     quantization: applied to rows before they are summed.
     dtype: of the activations; None is the table's.
@@ -68,7 +68,7 @@ def gather_and_combine(
   def rows(ids, gains=None):
     """Rows `[n, D]` times their gains; zeros for padding."""
     # Multiplied in any case: on its own, XLA:CPU makes a gather one scalar load per element.
-    one = (ids < size).astype(jnp.float32)
+    one = is_row(ids, size).astype(jnp.float32)
     picked = table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     picked = quantize(picked.astype(jnp.float32), quantization)
     return picked * (one if gains is None else one * gains)[:, None]
@@ -118,14 +118,14 @@ def combine_rows(
   Args:
     table: whose combiner it is.
     rows: float `[..., L, D]`, zeros at padding.
-    ids: int32 `[..., L]`, `vocabulary_size` being padding.
+    ids: int32 `[..., L]`; what is no row of the table is padding.
     weights: the user's, float32 `[..., L]`, or None.
     learned: the weights of a custom combiner, float32 `[num_weights]`.
 
   Returns:
     `[..., D]` of the rows' dtype, computed in float32.
   """
-  valid, vectors = ids < table.vocabulary_size, rows.astype(jnp.float32)
+  valid, vectors = is_row(ids, table.vocabulary_size), rows.astype(jnp.float32)
   if isinstance(table.combiner, config_lib.CustomCombiner):
     if weights is not None:
       vectors = vectors * weights[..., None]
@@ -177,9 +177,8 @@ def before_update(
     return list(activations), table
 
   def on_cpu(activations, table, ids):
-    # XLA:CPU drops barriers early. It cannot look into how often a loop runs: never, ids being
-    # rows or padding.
-    runs = (jnp.min(ids) < 0).astype(jnp.int32)
+    # XLA:CPU drops barriers early. It does not find out how often this loop runs: never.
+    runs = (jnp.min(jnp.maximum(ids, 0)) < 0).astype(jnp.int32)
     return jax.lax.fori_loop(
       0, runs, lambda _, x: jax.tree.map(jnp.negative, x), (activations, table)
     )

@@ -362,7 +362,8 @@ def _ids_by_table(
     table = x.feature.table
     bags, _ = bags_lib.from_input(x.parts, x.form, table.vocabulary_size)
     ids = np.asarray(bags.ids, np.int64).reshape(-1)
-    bag, valid = np.asarray(bags.bag_indices(), np.int64), ids < table.vocabulary_size
+    bag = np.asarray(bags.bag_indices(), np.int64)
+    valid = bags_lib.is_row(ids, table.vocabulary_size)
     entry = _FeatureIds(ids[valid], bag[valid], bags.batch, not bags.is_ragged)
     by_table.setdefault(names[id(table)], []).append(entry)
   return by_table

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed.config import QuantizationConfig
+from embed.engine import bags as bags_lib
 from embed.engine import jax_internals, lookup
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
@@ -83,6 +84,24 @@ def _has_sizes(*arrays: jax.Array) -> bool:
 # --- lookups --------------------------------------------------------------------------------------
 
 
+def count_beyond(ids: jax.Array, size: int) -> jax.Array:
+  """`bags.count_beyond`, by a kernel where there is one."""
+  formulation = functools.partial(bags_lib.count_beyond, size=size)
+  if ids.dtype != np.int32 or not _are_sizes(ids.shape) or not is_on():
+    return formulation(ids)
+  from embed.engine.native import build
+
+  (count,) = _kernel_p.bind(
+    ids,
+    jnp.int32(size),
+    formulation=lambda ids, _: [formulation(ids)],
+    target=build.count_beyond(),
+    outputs=(jax.ShapeDtypeStruct((), jnp.int32),),
+    in_place=False,
+  )
+  return count
+
+
 def gather_and_combine(
   table: jax.Array, bags: Bags, quantization: QuantizationConfig | None = None, dtype: Any = None
 ) -> jax.Array:
@@ -119,7 +138,7 @@ def gather_and_combine(
     gains.astype(jnp.float32),
     formulation=by_xla,
     target=build.bag_sum(),
-    outputs=((flat_size, table.shape[1]),),
+    outputs=(jax.ShapeDtypeStruct((flat_size, table.shape[1]), jnp.float32),),
     in_place=False,
   )
   return act.reshape(*batch, table.shape[1])
@@ -210,7 +229,7 @@ def step(
     *flat,
     formulation=by_xla,
     target=kernel.target,
-    outputs=tuple(x.shape for x in (table, *slots.values())),
+    outputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (table, *slots.values())),
     in_place=True,
   )
   return table, dict(zip(names, new, strict=True))

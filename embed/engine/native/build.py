@@ -100,6 +100,12 @@ def bag_sum() -> str:
 
 
 @functools.cache
+def count_beyond() -> str:
+  """The name by which XLA finds the kernel that counts ids that are beyond a table."""
+  return _registered(*_compiled("count_beyond"))
+
+
+@functools.cache
 def row_step(program: Program) -> str:
   """The name by which XLA finds the kernel of updates by an optimizer's equation."""
   common, _ = _compiled("row_step")

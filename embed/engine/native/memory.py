@@ -204,49 +204,39 @@ def splat(builder: Any, value: Any, kind: Any) -> Any:
   return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
 
 
-def _add(builder: Any, total: Any, dim: Any, rows: Any, gains: Any, keeps: bool) -> None:
-  """`total` (or 0) and gain * row of some rows, one after another."""
-
-  def emit(offset, kind):
-    value = load_floats(builder, total, offset, kind) if keeps else None
-    for row, gain in zip(rows, gains, strict=True):
-      term = builder.fmul(load_floats(builder, row, offset, kind), splat(builder, gain, kind))
-      value = term if value is None else builder.fadd(value, term, flags=("contract",))
-    store_floats(builder, total, offset, value)
-
-  for_each_vector(builder, dim, emit)
-
-
 @intrinsic
-def set_row(typingctx, total, dim, row, gain):
-  """Sets the row at an address to gain * row."""
+def weighted_sum(typingctx, total, start, dim, rows, gains, stride, count, scale):
+  """Sets the row at `total` to scale * (row at `start` + the sum of gain * row).
+
+  `rows` holds the addresses of `count` rows; gains are `stride` floats apart. A block of columns
+  stays in registers for all of them.
+  """
 
   def codegen(context, builder, signature, args):
-    _add(builder, args[0], args[1], [args[2]], [args[3]], keeps=False)
+    b, (total, start, dim, rows, gains, stride, count, scale) = builder, args
+
+    def sum_block(offset, kind, vectors):
+      columns = [b.add(offset, _WORD(LANES * k)) for k in range(vectors)]
+      sums = [cgutils.alloca_once(b, kind) for _ in columns]
+      for column, place in zip(columns, sums, strict=True):
+        b.store(load_floats(b, start, column, kind), place)
+      with cgutils.for_range(b, count, intp=_WORD) as loop:
+        row = b.load(b.gep(at(b, rows, _WORD), [loop.index]))
+        gain = b.load(b.gep(at(b, gains, _FLOAT), [b.mul(loop.index, stride)]))
+        gain = splat(b, gain, kind)
+        for column, place in zip(columns, sums, strict=True):
+          term = b.fmul(load_floats(b, row, column, kind), gain, flags=("contract",))
+          b.store(b.fadd(b.load(place), term, flags=("contract",)), place)
+      for column, place in zip(columns, sums, strict=True):
+        store_floats(b, total, column, b.fmul(b.load(place), splat(b, scale, kind)))
+
+    done = _WORD(0)
+    for vectors in (8, 4, 2, 1, 0):
+      width = _WORD(max(vectors * LANES, 1))
+      end = b.add(done, b.mul(b.sdiv(b.sub(dim, done), width), width))
+      with cgutils.for_range_slice(b, done, end, width, _WORD) as (offset, _):
+        sum_block(offset, ir.VectorType(_FLOAT, LANES) if vectors else _FLOAT, vectors or 1)
+      done = end
     return context.get_dummy_value()
 
-  return types.void(*[types.int64] * 3, types.float32), codegen
-
-
-@intrinsic
-def add_row(typingctx, total, dim, row, gain):
-  """Adds gain * row to the row at an address."""
-
-  def codegen(context, builder, signature, args):
-    _add(builder, args[0], args[1], [args[2]], [args[3]], keeps=True)
-    return context.get_dummy_value()
-
-  return types.void(*[types.int64] * 3, types.float32), codegen
-
-
-@intrinsic
-def add_four_rows(typingctx, total, dim, rows, gains):
-  """Adds four times gain * row: the sum is read and written once for all of them."""
-
-  def codegen(context, builder, signature, args):
-    unpack = lambda packed: cgutils.unpack_tuple(builder, packed, 4)
-    _add(builder, args[0], args[1], unpack(args[2]), unpack(args[3]), keeps=True)
-    return context.get_dummy_value()
-
-  fours = types.UniTuple(types.int64, 4), types.UniTuple(types.float32, 4)
-  return types.void(types.int64, types.int64, *fours), codegen
+  return types.void(*[types.int64] * 7, types.float32), codegen

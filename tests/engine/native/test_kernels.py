@@ -46,9 +46,7 @@ def random_bags(rng, size, bags, length, gains, ragged):
 
 def check_lookup(rng, size, dim, bags):
   table = jnp.asarray(rng.normal(size=(size, dim)), jnp.float32)
-  # Ids are sanitised before a lookup; XLA's operations count negative ones from the end.
-  safe = jnp.where(bags.ids < 0, size, bags.ids)
-  expected = lookup.gather_and_combine(table, bags.with_ids(safe))
+  expected = lookup.gather_and_combine(table, bags)
   act = jax.jit(native.gather_and_combine)(table, bags)
   np.testing.assert_allclose(act, expected, rtol=1e-5, atol=1e-5)
 
@@ -86,6 +84,14 @@ def test_lookups_on_several_threads(ragged):
   rng = np.random.default_rng(0)
   bags = random_bags(rng, 500, 3000, 7, "id", ragged)
   check_lookup(rng, 500, 64, bags)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7, 3), (2, 5, 4)])
+def test_ids_beyond_a_table_are_counted(shape):
+  ids = np.random.default_rng(0).choice([-(2**31), -1, 0, 9, 10, 2**31 - 1], shape).astype(np.int32)
+  count = jax.jit(native.count_beyond, static_argnums=1)
+  assert "count_beyond" in count.lower(ids, 10).as_text()
+  assert int(count(ids, 10)) == np.sum(ids >= 10)
 
 
 def test_a_lookup_takes_the_kernel_only_where_it_is_covered():
@@ -282,7 +288,7 @@ def test_no_cost_of_the_vocabulary(name):
 
   compiled = jax.jit(step, donate_argnums=0).lower(state, np.zeros((64, 4), np.int32)).compile()
   text, memory = compiled.as_text(), compiled.memory_analysis()
-  assert text.count('custom_call_target="sparse_embed_') == 2
+  assert text.count('custom_call_target="sparse_embed_') == 3  # lookup, count of ids beyond, update
   assert memory.temp_size_in_bytes < 16 * 64 * 5 * dim * 4 + 2**16
   arrays = [v for of_table in layer.variables.values() for v in of_table.values()]
   assert memory.alias_size_in_bytes >= sum(x.nbytes for x in arrays)

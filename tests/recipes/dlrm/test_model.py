@@ -71,6 +71,21 @@ def test_dot_interaction_by_hand():
   np.testing.assert_array_equal(layers.dot_interaction(vectors), [[11.0, 17.0, 39.0]])
 
 
+def test_the_gradient_of_dot_interaction():
+  vectors, grads = (
+    jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 3, 4, 5), (2, 3, 6)])
+  )
+
+  def plain(vectors):
+    rows, columns = jnp.tril_indices(4, k=-1)
+    return jnp.sum(vectors[..., rows, :] * vectors[..., columns, :], axis=-1)
+
+  (expected,), (gradient,) = (
+    jax.vjp(f, vectors)[1](grads) for f in (plain, layers.dot_interaction)
+  )
+  np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_mlp_without_sizes_is_the_identity():
   x = jnp.array([[-1.0, 2.0]])
   mlp = layers.MLP(2, (), rngs=nnx.Rngs(0))

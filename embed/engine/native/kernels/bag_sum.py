@@ -15,20 +15,22 @@ from embed.engine.native import memory as mem
 
 TASK = "sparse_embed_task"
 _TABLE, _SIZE, _DIM, _IDS, _LENGTH, _GAINS, _GAINS_LENGTH, _OUT, _BAGS = range(9)
-_SEGMENTS, _COUNT, _BAGS_PER_PART, _ZEROS, _WORK_WORDS = range(9, 14)
-AHEAD = 16  # ids whose rows are asked for ahead of time
+_SEGMENTS, _COUNT, _BAGS_PER_PART, _ZEROS, _ONE, _WORK_WORDS = range(9, 15)
+AHEAD = 32  # ids whose rows are asked for ahead of time
 ALONE = 1 << 16  # elements that a thread sums faster than another one wakes up
 PART = 1 << 15  # elements of a part
+RUN = 64  # ids that are summed at a time, at most
 ONE = np.float32(1)
 
 
 @numba.njit(**mem.OPTIONS)
-def row_of(work, ids, index):
-  """The address of an id's row; of zeros for padding."""
-  id = np.int64(mem.read_int(ids, index))
-  inside = 0 <= id < mem.read_word(work, _SIZE)
-  row = mem.read_word(work, _TABLE) + 4 * mem.read_word(work, _DIM) * id
-  return row if inside else mem.read_word(work, _ZEROS)
+def find_rows(work, ids, count, rows):
+  """Writes the address of each id's row, and that of zeros for padding."""
+  table, size = mem.read_word(work, _TABLE), mem.read_word(work, _SIZE)
+  width, zeros = 4 * mem.read_word(work, _DIM), mem.read_word(work, _ZEROS)
+  for i in range(count):
+    id = np.int64(mem.read_int(ids, i))
+    mem.write_word(rows, i, table + width * id if 0 <= id < size else zeros)
 
 
 @numba.njit(**mem.OPTIONS)
@@ -36,36 +38,25 @@ def sum_bags(work, start, end):
   """Sums the bags of `length` positions from `start` to `end`."""
   dim, length = mem.read_word(work, _DIM), mem.read_word(work, _LENGTH)
   ids, gains = mem.read_word(work, _IDS), mem.read_word(work, _GAINS)
-  gains_length = mem.read_word(work, _GAINS_LENGTH)
-  per_id = gains_length == length
-  asked, stop = start * length, end * length
-  for bag in range(start, end):
-    first = bag * length
-    ahead = min(first + length + AHEAD, stop)
-    while asked < ahead:
-      mem.prefetch(row_of(work, ids, asked), 4 * dim)
+  gains_length, zeros = mem.read_word(work, _GAINS_LENGTH), mem.read_word(work, _ZEROS)
+  per_id, per_bag = gains_length == length, gains_length == 1 and length != 1
+  first, count = start * length, (end - start) * length
+  rows = mem.malloc(8 * count)
+  find_rows(work, ids + 4 * first, count, rows)
+  asked, of_one, stride = 0, work + 8 * _ONE, 0
+  for bag in range(end - start):
+    while asked < min((bag + 1) * length + AHEAD, count):
+      mem.prefetch(mem.read_word(rows, asked), 4 * dim)
       asked += 1
-    total = mem.read_word(work, _OUT) + 4 * dim * bag
-    head = (length - 1) % 4 + 1
-    gain = mem.read_float(gains, first) if per_id else ONE
-    mem.set_row(total, dim, row_of(work, ids, first), gain)
-    for i in range(first + 1, first + head):
-      gain = mem.read_float(gains, i) if per_id else ONE
-      mem.add_row(total, dim, row_of(work, ids, i), gain)
-    for i in range(first + head, first + length, 4):
-      rows = (
-        row_of(work, ids, i), row_of(work, ids, i + 1),
-        row_of(work, ids, i + 2), row_of(work, ids, i + 3),
-      )  # fmt: skip
-      four = (ONE, ONE, ONE, ONE)
-      if per_id:
-        four = (
-          mem.read_float(gains, i), mem.read_float(gains, i + 1),
-          mem.read_float(gains, i + 2), mem.read_float(gains, i + 3),
-        )  # fmt: skip
-      mem.add_four_rows(total, dim, rows, four)
-    if gains_length == 1 and not per_id:
-      mem.set_row(total, dim, total, mem.read_float(gains, bag))
+    of_bag, scale = of_one, ONE
+    if per_id:
+      of_bag, stride = gains + 4 * (first + bag * length), 1
+    elif per_bag:
+      scale = mem.read_float(gains, start + bag)
+    total = mem.read_word(work, _OUT) + 4 * dim * (start + bag)
+    of_rows = rows + 8 * bag * length
+    mem.weighted_sum(total, zeros, dim, of_rows, of_bag, stride, length, scale)
+  mem.free(rows)
 
 
 @numba.njit(**mem.OPTIONS)
@@ -75,11 +66,17 @@ def sum_segments(work, start, end):
   ids, segments = mem.read_word(work, _IDS), mem.read_word(work, _SEGMENTS)
   gains, has_gains = mem.read_word(work, _GAINS), mem.read_word(work, _GAINS_LENGTH) > 0
   mem.memset(out + 4 * dim * start, 0, 4 * dim * (end - start))
-  for i in range(mem.read_word(work, _COUNT)):
-    bag = np.int64(mem.read_int(segments, i))
+  rows, i, count = mem.malloc(8 * RUN), 0, mem.read_word(work, _COUNT)
+  while i < count:  # a run of ids of one bag at a time
+    bag, n = np.int64(mem.read_int(segments, i)), 0
     if start <= bag < end:
-      gain = mem.read_float(gains, i) if has_gains else ONE
-      mem.add_row(out + 4 * dim * bag, dim, row_of(work, ids, i), gain)
+      while n < RUN and i + n < count and np.int64(mem.read_int(segments, i + n)) == bag:
+        n += 1
+      find_rows(work, ids + 4 * i, n, rows)
+      total, of_run = out + 4 * dim * bag, gains + 4 * i if has_gains else work + 8 * _ONE
+      mem.weighted_sum(total, total, dim, rows, of_run, np.int64(has_gains), n, ONE)
+    i += max(n, 1)
+  mem.free(rows)
 
 
 @numba.njit(**mem.OPTIONS)
@@ -105,6 +102,7 @@ def sum_rows(frame):
   mem.write_word(work, _COUNT, count)
   zeros = mem.calloc(dim, 4)
   mem.write_word(work, _ZEROS, zeros)
+  mem.write_float(work + 8 * _ONE, 0, ONE)
   helpers = 0 if count * dim < ALONE else ffi.threads(frame) - 1
   parts = helpers + 1 if is_ragged or helpers == 0 else count * dim // PART
   per_part = max((bags + parts - 1) // parts, 1)

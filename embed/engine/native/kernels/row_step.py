@@ -24,7 +24,7 @@ TASK = "sparse_embed_task"
 UPDATE = "sparse_embed_update"
 
 _STATE, _SIZE, _DIM, _RATE, _NUMBERS, _INPUTS, _INPUT_COUNT, _COUNT = range(8)
-_BLOCKS, _BITS, _ENTRIES, _ENDS, _EQUATION, _SLOTS, _WORK_WORDS = range(8, 15)
+_BLOCKS, _BITS, _ENTRIES, _ENDS, _EQUATION, _SLOTS, _ZEROS, _WORK_WORDS = range(8, 16)
 # Of each part of the gradients.
 _GRADS, _IDS, _GAINS, _LENGTH, _FIRST, _LAST, _INPUT_WORDS = range(7)
 _SPREAD_COUNT, _SPREAD, _STEP = range(3)  # phases
@@ -80,17 +80,18 @@ def spread(work, phase, block):
 
 
 @numba.njit(**mem.OPTIONS)
-def find_distinct(entries, n, bits, memory, size):
-  """Numbers the distinct rows of a partition; returns how many they are.
+def find_distinct(entries, n, bits, memory):
+  """Puts a partition's entries in the order of their rows; returns how many distinct rows it has.
 
-  Memory holds, int32 each: the rows `[n]`, the number of each entry's row `[n]`, where each row's
-  entries end `[n + 1]`, the entries row by row `[n]`, and the cells of a hash table `[size]`.
+  Memory holds, for n entries: the addresses of the gradients, row by row, int64 `[n]`; their gains,
+  float32 `[n]`; the distinct rows, int32 `[n]`; where the entries of each end, int32 `[n + 1]`; the
+  number of each entry's row, int32 `[n]`; and the cells of a hash table, int32 `[2 ** bits]`.
   """
-  rows, numbers, ends, order = memory, memory + 4 * n, memory + 8 * n, memory + 12 * n + 4
-  cells = memory + 16 * n + 4
-  mem.memset(cells, 255, 4 * size)
+  gains, rows, ends = memory + 8 * n, memory + 12 * n, memory + 16 * n
+  numbers, cells = memory + 20 * n + 4, memory + 24 * n + 4
+  mem.memset(cells, 255, 4 << bits)
   mem.memset(ends, 0, 4 * n + 4)
-  mask, shift, count = size - 1, 32 - bits, 0
+  mask, shift, count = (1 << bits) - 1, 32 - bits, 0
   for i in range(n):
     row = mem.read_int(entries + ENTRY * i, 0)
     cell = (scrambled(np.int64(row)) * 0x85EBCA6B >> shift) & mask
@@ -109,47 +110,25 @@ def find_distinct(entries, n, bits, memory, size):
     mem.write_int(ends, j + 1, np.int32(mem.read_int(ends, j) + mem.read_int(ends, j + 1)))
   for i in range(n):  # `ends` of the row before moves from its first entry to behind its last
     number = np.int64(mem.read_int(numbers, i))
-    position = mem.read_int(ends, number)
-    mem.write_int(order, np.int64(position), np.int32(i))
+    position = np.int64(mem.read_int(ends, number))
+    mem.write_word(memory, position, mem.read_word(entries + ENTRY * i, 1))
+    mem.write_float(gains, position, mem.read_float(entries + ENTRY * i, 1))
     mem.write_int(ends, number, np.int32(position + 1))
   return count
 
 
 @numba.njit(**mem.OPTIONS)
-def gradient_of(entries, order, i):
-  """The address of the i-th gradient in the order of rows."""
-  return mem.read_word(entries + ENTRY * np.int64(mem.read_int(order, i)), 1)
-
-
-@numba.njit(**mem.OPTIONS)
-def gain_of(entries, order, i):
-  return mem.read_float(entries + ENTRY * np.int64(mem.read_int(order, i)), 1)
-
-
-@numba.njit(**mem.OPTIONS)
-def sum_of(entries, order, start, end, dim, total):
-  """The address of the sum of gain * gradient of some entries, one after another."""
-  address, gain = gradient_of(entries, order, start), gain_of(entries, order, start)
-  if end - start == 1 and gain == ONE:
-    return address
-  mem.set_row(total, dim, address, gain)
-  i = start + 1
-  while i + 4 <= end:
-    rows = (
-      gradient_of(entries, order, i), gradient_of(entries, order, i + 1),
-      gradient_of(entries, order, i + 2), gradient_of(entries, order, i + 3),
-    )  # fmt: skip
-    gains = (
-      gain_of(entries, order, i), gain_of(entries, order, i + 1),
-      gain_of(entries, order, i + 2), gain_of(entries, order, i + 3),
-    )  # fmt: skip
-    mem.add_four_rows(total, dim, rows, gains)
-    for k in range(i + AHEAD, min(i + AHEAD + 4, end)):
-      mem.prefetch(gradient_of(entries, order, k), 4 * dim)
-    i += 4
-  while i < end:
-    mem.add_row(total, dim, gradient_of(entries, order, i), gain_of(entries, order, i))
-    i += 1
+def sum_of(work, grads, gains, count, total):
+  """The address of the sum of gain * gradient of a row's entries, one after another."""
+  if count == 1 and mem.read_float(gains, 0) == ONE:
+    return mem.read_word(grads, 0)
+  dim, start = mem.read_word(work, _DIM), mem.read_word(work, _ZEROS)
+  for i in range(0, count, AHEAD):
+    for k in range(i + AHEAD, min(i + 2 * AHEAD, count)):
+      mem.prefetch(mem.read_word(grads, k), 4 * dim)
+    n = min(AHEAD, count - i)
+    mem.weighted_sum(total, start, dim, grads + 8 * i, gains + 4 * i, 1, n, ONE)
+    start = total
   return total
 
 
@@ -177,24 +156,23 @@ def step_partition(work, partition):
   table_bits = 4
   while (1 << table_bits) < 2 * n:
     table_bits += 1
-  size = 1 << table_bits
-  memory = mem.malloc(16 * n + 4 + 4 * size + 4 * dim)
-  count = find_distinct(entries, n, table_bits, memory, size)
-  rows, ends, order = memory, memory + 8 * n, memory + 12 * n + 4
-  total = memory + 16 * n + 4 + 4 * size
+  grads = mem.malloc(24 * n + 4 + (4 << table_bits) + 4 * dim)
+  gains, rows, ends = grads + 8 * n, grads + 12 * n, grads + 16 * n
+  total = grads + 24 * n + 4 + (4 << table_bits)
+  count = find_distinct(entries, n, table_bits, grads)
   equation, state = mem.read_word(work, _EQUATION), mem.read_word(work, _STATE)
   rate, numbers = mem.read_word(work, _RATE), mem.read_word(work, _NUMBERS)
   first = np.int64(0)
   for j in range(count):
     if j + AHEAD < count:
-      grad = gradient_of(entries, order, np.int64(mem.read_int(ends, j + AHEAD - 1)))
+      grad = mem.read_word(grads, np.int64(mem.read_int(ends, j + AHEAD - 1)))
       prefetch_row(work, np.int64(mem.read_int(rows, j + AHEAD)), grad)
     last = np.int64(mem.read_int(ends, j))
-    grad = sum_of(entries, order, first, last, dim, total)
+    grad = sum_of(work, grads + 8 * first, gains + 4 * first, last - first, total)
     row = np.int64(mem.read_int(rows, j))
     mem.call(equation, (grad, state, row, dim, rate, numbers))
     first = last
-  mem.free(memory)
+  mem.free(grads)
 
 
 @numba.njit(**mem.OPTIONS)
@@ -253,6 +231,7 @@ def step_rows(frame, equation):
   entries, ends = mem.malloc(ENTRY * count), mem.calloc(blocks << bits, 8)
   mem.write_word(work, _EQUATION, equation)
   mem.write_word(work, _SLOTS, slots)
+  mem.write_word(work, _ZEROS, mem.calloc(ffi.dimension(ffi.argument(frame, 0), 1), 4))
   mem.write_word(work, _STATE, state)
   mem.write_word(work, _SIZE, ffi.dimension(ffi.argument(frame, 0), 0))
   mem.write_word(work, _DIM, ffi.dimension(ffi.argument(frame, 0), 1))
@@ -270,6 +249,7 @@ def step_rows(frame, equation):
   put_in_order(ends, blocks, 1 << bits)
   ffi.share(task, frame, helpers, _SPREAD, blocks, work)
   ffi.share(task, frame, helpers, _STEP, 1 << bits, work)
+  mem.free(mem.read_word(work, _ZEROS))
   mem.free(ends)
   mem.free(entries)
   mem.free(inputs)
