@@ -1,14 +1,14 @@
-"""A chart of `step.py`'s figures: milliseconds of a step, for each optimizer and contender.
+"""A chart of `step.py`'s grid: ours against the fastest peer, a dot for each point of the grid.
 
-  python benchmarks/chart.py docs/results/step.json docs/images/speed.svg
+  python benchmarks/chart.py docs/results/step_grid.json docs/images/speed.svg
 
-Every contender has its bar, slower or faster, and one without the optimizer says so. A transparent
-background and a mid grey suit light and dark pages.
+A dot is the time of ours divided by that of the fastest peer with such an optimizer. Every point has
+its dot, won or lost. A transparent background and a mid grey suit light and dark pages.
 """
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +17,8 @@ from matplotlib import rc_context
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-GREY = "#777777"
-CONTENDERS = {  # names in the file: on the chart, colour
-  "ours": ("SparseEmbed", "#2f7ce0"),
-  "fbgemm": ("FBGEMM CPU", "#cf6a12"),
-  "torch": ("torch, sparse gradients", "#2e9e5b"),
-  "dense jax": ("JAX, dense gradients", GREY),
-}
-NOTE = (
-  "The same ids in every step, shared machine: both favour SparseEmbed.\n"
-  "With fresh ids on a quiet machine FBGEMM was ahead on row-wise\n"
-  "Adagrad and about level on sgd and Adagrad (no file of it yet)."
-)
+GREY, AHEAD, BEHIND = "#777777", "#2f7ce0", "#cf6a12"
+PEERS = ("torch", "fbgemm")
 STYLE: dict[Any, Any] = {
   f"{part}color": GREY for part in ("text.", "axes.label", "axes.edge", "xtick.", "ytick.", "grid.")
 } | {
@@ -39,50 +29,54 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def short(milliseconds: float) -> str:
-  """Three digits."""
-  return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"
+def ratios(points: Sequence[Any], name: str, figure: str = "best_ms") -> list[float]:
+  """Returns, for each point, ours divided by the fastest peer; `name` is of an optimizer."""
+  result = []
+  for point in points:
+    measured = point["results"][name]
+    peers = [measured[peer][figure] for peer in PEERS if "missing" not in measured[peer]]
+    result.append(measured["ours"][figure] / min(peers))
+  return result
 
 
-def draw(results: Mapping[str, Mapping[str, Any]]) -> "Figure":
-  """Returns horizontal bars on a logarithmic axis, a group for each optimizer."""
+def draw(points: Sequence[Any]) -> "Figure":
+  """Returns a row of dots for each optimizer, on a logarithmic axis."""
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(5.2, 5.6), layout="constrained")
+  figure = Figure(figsize=(5.2, 3.6), layout="constrained")
   axis = figure.subplots()
-  for i, measured in enumerate(results.values()):
-    for j, (contender, (label, color)) in enumerate(CONTENDERS.items()):
-      y, best = i * (len(CONTENDERS) + 1) + j, measured[contender].get("best_ms")
-      if best is None:
-        axis.text(1.06, y, f"{label}: no such optimizer", va="center", fontsize=8, style="italic")
-        continue
-      axis.barh(y, best, height=0.85, color=color, label=label)
-      axis.text(best * 1.06, y, short(best), va="center", fontsize=9)
-  axis.set(xscale="log", xlim=(1, 400), xlabel="milliseconds a step, best of many (logarithmic)")
-  axis.set_xticks([1, 10, 100], ["1", "10", "100"])
-  middle = (len(CONTENDERS) - 1) / 2
-  axis.set_yticks(
-    [i * (len(CONTENDERS) + 1) + middle for i in range(len(results))],
-    [name.replace("_", "\n") for name in results],
-  )
+  names = list(points[0]["results"])
+  for i, name in enumerate(names):
+    values = ratios(points, name)
+    # Spread, so that dots of one value do not hide each other.
+    heights = [i + 0.5 * (k / max(len(values) - 1, 1) - 0.5) for k in range(len(values))]
+    colors = [AHEAD if value <= 1 else BEHIND for value in values]
+    axis.scatter(values, heights, c=colors, s=22, linewidths=0, zorder=3)
+    ahead = sum(value <= 1 for value in values)
+    axis.text(5.2, i, f"{ahead} of {len(values)}", va="center", ha="right", fontsize=9)
+  axis.axvline(1, color=GREY, linewidth=1)
+  axis.set(xscale="log", xlim=(0.08, 5.4), ylim=(len(names) - 0.4, -0.9))
+  axis.set_xticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
+  axis.minorticks_off()
+  axis.set_xlabel("time of ours / time of the fastest peer (logarithmic)")
+  axis.set_yticks(range(len(names)), [name.replace("_", "\n") for name in names])
   axis.tick_params(axis="y", length=0)
-  axis.invert_yaxis()
   axis.grid(axis="x")
   axis.set_axisbelow(True)
-  handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-  figure.legend(handles.values(), handles, loc="outside upper left", ncols=2, fontsize=9)
-  figure.supxlabel(NOTE, fontsize=8.5, x=0.01, ha="left", linespacing=1.4)
+  axis.text(0.95, -0.72, "ours faster", ha="right", fontsize=9, color=AHEAD)
+  axis.text(1.05, -0.72, "peer faster", ha="left", fontsize=9, color=BEHIND)
+  axis.text(5.2, -0.72, "ahead at", ha="right", fontsize=9)
   return figure
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("results", type=Path, nargs="?", default="docs/results/step.json")
+  parser.add_argument("results", type=Path, nargs="?", default="docs/results/step_grid.json")
   parser.add_argument("out", type=Path, nargs="?", default="docs/images/speed.svg")
   arguments = parser.parse_args()
-  results = json.loads(arguments.results.read_text())["results"]
+  points = json.loads(arguments.results.read_text())["points"]
   with rc_context(STYLE):
-    draw(results).savefig(arguments.out, metadata={"Date": None})
+    draw(points).savefig(arguments.out, metadata={"Date": None})
 
 
 if __name__ == "__main__":

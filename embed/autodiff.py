@@ -295,7 +295,7 @@ def value_and_grad(
       ]
       (loss, *rest), lookups = traced.run(params, feeds)
       if ahead is not None:
-        loss = jnp.where(_same_ids(lookups, early), loss, jnp.nan)
+        loss = jnp.where(_same_ids(stacks, marks, lookups, early), loss, jnp.nan)
         lookups = early
       return loss, (rest, [x.record for x in lookups])
 
@@ -362,12 +362,15 @@ class Ahead:
     return list(self.lookups)
 
 
-def _same_ids(lookups: list[Lookup], early: list[Lookup]) -> jax.Array:
+def _same_ids(
+  stacks: dict[Owner, StackSpec], marks: list[Mark], lookups: list[Lookup], early: list[Lookup]
+) -> jax.Array:
   """Whether lookups have the same ids as the lookups made ahead: a bool scalar."""
   same = jnp.bool_(True)
-  for now, ahead in zip(lookups, early, strict=True):
-    for bags, bags_ahead in zip(now.record.bags, ahead.record.bags, strict=True):
-      same &= bags.equal(bags_ahead)
+  for mark, now, ahead in zip(marks, lookups, early, strict=True):
+    stack, record = stacks[mark.owner], now.record
+    for table, bags, bags_ahead in zip(record.tables, record.bags, ahead.record.bags, strict=True):
+      same &= bags.equal(bags_ahead, stack.size(table))
   return same
 
 

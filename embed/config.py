@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 COMBINERS = ("mean", "sum", "sqrtn")
-MAX_VOCABULARY_SIZE = 2**31 - 2  # row ids are int32 and `vocabulary_size` itself marks padding
+MAX_VOCABULARY_SIZE = 2**31 - 2  # row ids are int32 and `vocabulary_size` itself can mark padding
 
 _logger = logging.getLogger("embed")
 

@@ -1,7 +1,8 @@
 """The kinds of input and their checks on the host.
 
-Every input becomes `engine.bags.Bags`: int32 ids in which `vocabulary_size` is padding. Negative
-ids are padding in inputs only, because inside JAX `table[-1]` wraps to the last row.
+Every input becomes `engine.bags.Bags`: int32 ids, of which those that are no row of the table are
+padding. JAX reads `table[-1]` as the last row, so the engine checks ids by `engine.bags.is_row`, or
+indexes with `wrap_negative_indices=False`.
 """
 
 import dataclasses

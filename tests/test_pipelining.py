@@ -52,6 +52,19 @@ def train(model, optimizer, data, pipelined=True, loss_fn=loss_fn):
   return [float(steps.take(state, pause=i == len(data) - 1)) for i in range(len(data))]
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.int16])
+def test_padding_may_be_any_number_below_0(dtype):
+  """An eager lookup of a NumPy batch and a compiled step see the same rows."""
+  table = embed.TableConfig(V, D, combiner="sum", name="t", optimizer=embed.sgd(0.1))
+  model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  bags = embed.Padded(np.array([[3, -7], [np.iinfo(np.int16).min, -1]], dtype))
+  loss_fn = lambda model, bags: jnp.sum(model(bags) ** 2)
+  ahead = embed.look_ahead(loss_fn)(model, bags)
+  step = nnx.jit(lambda model, ahead, bags: embed.value_and_grad(loss_fn, ahead=ahead)(model, bags))
+  loss, _ = step(model, ahead, embed.Padded(jnp.asarray(bags.values, jnp.int32)))
+  np.testing.assert_allclose(loss, jnp.sum(model.tables["t"][3] ** 2), rtol=1e-6)
+
+
 # --- the recorded cases ---------------------------------------------------------------------------
 
 

@@ -118,9 +118,10 @@ class Bags:
     """Bags of the same shapes without an id."""
     return self.with_ids(jnp.full_like(self.ids, UNUSED))
 
-  def equal(self, other: "Bags") -> jax.Array:
-    """Whether other bags of these shapes have the same ids; a bool scalar."""
-    same = jnp.all(self.ids == other.ids)
+  def equal(self, other: "Bags", size: int) -> jax.Array:
+    """Whether other bags of these shapes have the same rows of a table of `size`; a bool scalar."""
+    rows, others = (jnp.where(is_row(ids, size), ids, size) for ids in (self.ids, other.ids))
+    same = jnp.all(rows == others)
     if self.segments is not None:
       same &= jnp.all(self.segments == other.segments)
     return same
@@ -225,10 +226,9 @@ def from_input(
     `[batch, length, 1]`.
   """
   ids = to_rows(parts.ids, size)
-  valid = is_row(ids, size)
   weights = None
   if parts.weights is not None and not form.length:
-    weights = jnp.where(valid, jnp.asarray(parts.weights, jnp.float32), 0)
+    weights = jnp.where(is_row(ids, size), jnp.asarray(parts.weights, jnp.float32), 0)
   if parts.kind == "dense":
     return Bags(ids.reshape(*form.shape, 1)), count(ids, size)
   if parts.kind == "padded":
@@ -253,6 +253,7 @@ def from_input(
     laid = laid.reshape(*form.shape, length)
     weights = None if weights is None else weights.reshape(laid.shape)
     return Bags(laid, weights), _count(given) - kept
+  valid = is_row(ids, size)
   dropped = _count(given & ~(inside & valid))
   segments = jnp.where(valid, bag, math.prod(form.shape))
   ids = jnp.where(inside, ids, size)

@@ -104,7 +104,7 @@ def sum_rows(frame):
   mem.write_word(work, _ZEROS, zeros)
   mem.write_float(work + 8 * _ONE, 0, ONE)
   helpers = 0 if count * dim < ALONE else ffi.threads(frame) - 1
-  parts = helpers + 1 if is_ragged or helpers == 0 else count * dim // PART
+  parts = helpers + 1 if is_ragged else max(count * dim // PART, 1)
   per_part = max((bags + parts - 1) // parts, 1)
   mem.write_word(work, _BAGS_PER_PART, per_part)
   parts = (bags + per_part - 1) // per_part
@@ -116,14 +116,12 @@ def sum_rows(frame):
 @numba.cfunc(types.void(types.int64), cache=True)
 def do_parts(job):
   """What all threads run."""
-  work = ffi.work(job)
-  per_part, bags = mem.read_word(work, _BAGS_PER_PART), mem.read_word(work, _BAGS)
-  is_ragged = mem.read_word(work, _LENGTH) == 0
-  part = ffi.next_part(job)
-  while part >= 0:
+  work, part = ffi.work(job), ffi.next_part(job)
+  while part >= 0:  # without a part of its own, a task may begin when the work is gone
+    per_part = mem.read_word(work, _BAGS_PER_PART)
     start = part * per_part
-    end = min(start + per_part, bags)
-    if is_ragged:
+    end = min(start + per_part, mem.read_word(work, _BAGS))
+    if mem.read_word(work, _LENGTH) == 0:
       sum_segments(work, start, end)
     else:
       sum_bags(work, start, end)
