@@ -2,8 +2,8 @@
 
   python benchmarks/chart.py docs/results/step_grid.json docs/images/speed.svg
 
-A dot is the time of ours divided by that of the fastest peer with such an optimizer. Every point has
-its dot, won or lost. A transparent background and a mid grey suit light and dark pages.
+A dot is the time of ours divided by the time of the fastest peer that has such an optimizer. Every
+point has its dot, won or lost. A transparent background and a mid grey suit light and dark pages.
 """
 
 import argparse

@@ -3,9 +3,9 @@
 XLA:CPU gathers and scatters rows at a fraction of what memory allows. With the extra `cpu`, a
 lookup and an update are calls of compiled Python instead: `bag_sum`, `count_beyond` and `row_step`,
 by way of `frame`, XLA's interface for foreign functions, and of `equations`, which turns what JAX
-traces of an optimizer into machine code. The formulations of `lookup` and `update` define the meaning: they
-are what a kernel is tested against, what other platforms and exported programs run, and what is
-differentiated. Neither this file nor anything that it imports at once needs Numba.
+traces of an optimizer into machine code. The formulations of `lookup` and `update` define the
+meaning: they are what a kernel is tested against, what other platforms and exported programs run,
+and what is differentiated. Neither this file nor anything that it imports at once needs Numba.
 
 A kernel is taken for float32 tables on the backend "cpu" if Numba is installed, unless the
 environment variable `SPARSE_EMBED_KERNELS` is 0 when a program is traced.
