@@ -53,9 +53,9 @@ def draw(points: Sequence[Any]) -> "Figure":
     colors = [AHEAD if value <= 1 else BEHIND for value in values]
     axis.scatter(values, heights, c=colors, s=22, linewidths=0, zorder=3)
     ahead = sum(value <= 1 for value in values)
-    axis.text(5.2, i, f"{ahead} of {len(values)}", va="center", ha="right", fontsize=9)
+    axis.text(8.6, i, f"{ahead} of {len(values)}", va="center", ha="right", fontsize=9)
   axis.axvline(1, color=GREY, linewidth=1)
-  axis.set(xscale="log", xlim=(0.08, 5.4), ylim=(len(names) - 0.4, -0.9))
+  axis.set(xscale="log", xlim=(0.08, 9), ylim=(len(names) - 0.4, -0.9))
   axis.set_xticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
   axis.minorticks_off()
   axis.set_xlabel("time of ours / time of the fastest peer (logarithmic)")
@@ -65,7 +65,7 @@ def draw(points: Sequence[Any]) -> "Figure":
   axis.set_axisbelow(True)
   axis.text(0.95, -0.72, "ours faster", ha="right", fontsize=9, color=AHEAD)
   axis.text(1.05, -0.72, "peer faster", ha="left", fontsize=9, color=BEHIND)
-  axis.text(5.2, -0.72, "ahead at", ha="right", fontsize=9)
+  axis.text(8.6, -0.72, "ahead at", ha="right", fontsize=9)
   return figure
 
 
