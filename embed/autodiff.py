@@ -395,8 +395,9 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
   Returns:
     `f(model, *args)` returning the `Ahead` for `value_and_grad(loss_fn, ahead=...)(model, *args)`.
     It does not change the model. Under jit, only what the lookups need is computed. The step uses
-    the ids and the user's weights of the look ahead. If a lookup depends on random state, look
-    ahead once for each step, after the step before it has drawn. Give a step the `Ahead` of its own
+    the ids and the user's weights of the look ahead, which holds the arrays of the batch: do not
+    donate it to a step that gets the batch as well. If a lookup depends on random state, look ahead
+    once for each step, after the step before it has drawn. Give a step the `Ahead` of its own
     model: models made of the same config objects are not told apart.
 
   Raises:

@@ -66,8 +66,8 @@ class StaticSpec:
 class Residual:
   """What `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree that users need not read.
 
-  It holds ids and, on a mesh, the route of the exchange; of the features whose rows were combined
-  after the lookup, the rows.
+  It holds ids, which may be the arrays of the batch, and, on a mesh, the route of the exchange; of
+  the features whose rows were combined after the lookup, the rows.
   """
 
   def __init__(
