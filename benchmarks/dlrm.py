@@ -14,7 +14,6 @@ that `recipes.loop` takes.
 import argparse
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -266,7 +265,7 @@ def measure(args: argparse.Namespace, dim: int, batch: int) -> dict[str, Any]:
   print("first step, s: " + ", ".join(f"{label} {s:.1f}" for label, s in first.items()))
   for label in [label for label in made if label in lib.PEERS]:
     contender = made.pop(label)
-    for threads in sorted({1, os.cpu_count() or 1}):
+    for threads in sorted({1, timing.CORES}):
       set_up = lambda threads=threads: timing.set_threads(threads)
       made[f"{label}, {threads} threads"] = contender._replace(set_up=set_up)
   load = timing.Load()
@@ -294,9 +293,7 @@ def main() -> None:
   print("versions: " + ", ".join(f"{k} {v}" for k, v in timing.versions().items()))
   points = [measure(args, dim, batch) for dim, batch in itertools.product(args.dim, args.batch)]
   if args.json:
-    settings = {k: v for k, v in vars(args).items() if k != "json"}
-    summary = {"settings": settings, "versions": timing.versions(), "cores": os.cpu_count()}
-    args.json.write_text(json.dumps(summary | {"points": points}, indent=2) + "\n")
+    args.json.write_text(json.dumps(timing.about() | {"points": points}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

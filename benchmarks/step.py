@@ -9,14 +9,18 @@ Every step gets other ids, from a pool of batches: with the same ids again and a
 hold their rows. All contenders start from the same table and accumulators and get the same ids and
 gradients; their tables are compared after one step, and only then are they timed: in turns, a few
 steps each, in one process, so that what else the machine does hits all of them, and all of them
-make the same number of steps. A step has ended when all its results are there. Peers run with one
-thread and with one for each core, and the better of the two counts. What other processes took of
-the machine meanwhile is in the file, and a run that they disturbed says so.
+make the same number of steps, at least three turns of them. A step has ended when all its results
+are there. Peers run with one thread and with one for each core, and the better of the two counts,
+for the best and for the median. (The published FBGEMM for CPU is built without OpenMP: it takes one
+core.) What other processes took of the machine meanwhile is in the file, and a run that they
+disturbed says so.
 
   python benchmarks/step.py --json step.json
   python benchmarks/step.py --dim 16 64 128 --ids 4096 65536 524288 --json grid.json
 
-Ours is there twice: with the compiled kernels of the extra `cpu`, and by XLA's own operations.
+"ours" is a layer's lookup and update with the compiled kernels of the extra `cpu`, "ours, XLA" the
+same by XLA's own operations, "ours, jax.jit" without the call of `nnx.jit`, and "ours, whole model"
+with `embed.value_and_grad` and `embed.Optimizer`.
 torch and FBGEMM are optional: `pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0`. What is missing is
 reported as missing.
 """
@@ -28,6 +32,7 @@ import itertools
 import json
 import os
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -47,6 +52,8 @@ from contenders import (
   Problem,
   make_problem,
 )
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def set_threads(threads: int) -> None:
@@ -86,7 +93,7 @@ def gather(
         raise AssertionError(f"{name}: {label} differs from ours by {excess.max()} too much.")
   for label in [label for label in contenders if label in PEERS]:
     contender = contenders.pop(label)
-    for threads in sorted({1, os.cpu_count() or 1}):
+    for threads in sorted({1, CORES}):
       set_up = lambda threads=threads: set_threads(threads)
       contenders[f"{label}, {threads} threads"] = contender._replace(set_up=set_up)
   return contenders, missing
@@ -102,19 +109,19 @@ def time_in_turns(
 ) -> dict[str, list[float]]:
   """Milliseconds of every step, as many for each contender; in its turn it makes `burst` steps."""
   times: dict[str, list[float]] = {label: [] for label in contenders}
-  turns, batch = list(contenders), 0
+  turns, batch, order = list(contenders), 0, np.random.default_rng(0)
   gc.collect()
   gc.disable()
   end = time.perf_counter() + seconds
-  while not batch or time.perf_counter() < end:
-    for label in turns:
+  while batch < 3 * burst or time.perf_counter() < end:
+    for label in order.permutation(turns).tolist():
       contenders[label].set_up()
       time.sleep(REST)
       for i in range(batch, batch + burst):
         start = time.perf_counter()
         contenders[label].step(i)
         times[label].append((time.perf_counter() - start) * 1e3)
-    turns, batch = turns[1:] + turns[:1], batch + burst
+    batch += burst
   gc.enable()
   return times
 
@@ -149,12 +156,16 @@ def report(
   name: str, times: dict[str, list[float]], missing: dict[str, str], others: float | None
 ) -> dict[str, Any]:
   """Prints one optimizer's lines; `ratio_to_ours` is a contender's best to that of `ours`."""
-  for peer in PEERS:  # the better number of threads
-    of_peer = {label: min(of) for label, of in times.items() if label.startswith(f"{peer}, ")}
-    if of_peer:
-      times[peer] = times[min(of_peer, key=of_peer.__getitem__)]
-  first = next(iter(times))
   best = {label: min(values) for label, values in times.items()}
+  median = {label: float(np.median(values)) for label, values in times.items()}
+  steps = {label: len(values) for label, values in times.items()}
+  for peer in PEERS:  # the better number of threads
+    variants = [label for label in times if label.startswith(f"{peer}, ")]
+    if variants:
+      best[peer] = min(best[label] for label in variants)
+      median[peer] = min(median[label] for label in variants)
+      steps[peer] = min(steps[label] for label in variants)
+  first = next(iter(best))
   result: dict[str, Any] = {
     "cores_taken_by_others": others,
     "busy": others is None or others >= BUSY,
@@ -162,13 +173,13 @@ def report(
   taken = "an unknown number of" if others is None else f"{others:.1f}"
   mark = f"   BUSY: others took {taken} cores" if result["busy"] else ""
   print(f"\n{name:20s} {'best ms':>9s} {'median ms':>10s} {'steps':>6s}   best / {first}{mark}")
-  for label, values in times.items():
-    median, ratio = float(np.median(values)), best[label] / best[first]
-    print(f"  {label:18s} {best[label]:9.3f} {median:10.3f} {len(values):6d}   {ratio:.2f}")
+  for label in best:
+    ratio = best[label] / best[first]
+    print(f"  {label:18s} {best[label]:9.3f} {median[label]:10.3f} {steps[label]:6d}   {ratio:.2f}")
     result[label] = {
       "best_ms": best[label],
-      "median_ms": median,
-      "steps": len(values),
+      "median_ms": median[label],
+      "steps": steps[label],
       "ratio_to_ours": ratio,
     }
   for label, why in missing.items():
@@ -187,13 +198,32 @@ def versions() -> dict[str, str]:
   return found
 
 
+def about() -> dict[str, Any]:
+  """The command, the day and the machine, for a file."""
+  cpu = (
+    next(
+      (
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+      ),
+      platform.processor(),
+    )
+    if Path("/proc/cpuinfo").exists()
+    else platform.processor()
+  )
+  command = " ".join(["python", *sys.argv])
+  day = time.strftime("%Y-%m-%d")
+  return {"command": command, "date": day, "cpu": cpu, "cores": CORES, "versions": versions()}
+
+
 def measure(args: argparse.Namespace, vocabulary: int, dim: int, ids: int) -> dict[str, Any]:
   """All optimizers at one point of the grid."""
   problem = make_problem(vocabulary, dim, ids, args.valency, args.zipf, args.batches)
   distinct = len(np.unique(problem.ids[0]))
   print(
     f"\ntable {vocabulary:,} x {dim}, {ids:,} ids in {problem.ids.shape[1]:,} bags, {distinct:,} "
-    f"distinct; {os.cpu_count()} cores"
+    f"distinct; {CORES} cores"
   )
   results = {}
   for name in args.optimizers:
@@ -229,12 +259,7 @@ def main() -> None:
     measure(args, *point) for point in itertools.product(args.vocabulary, args.dim, args.ids)
   ]
   if args.json:
-    settings = {k: v for k, v in vars(args).items() if k != "json"}
-    summary: dict[str, Any] = {
-      "settings": settings,
-      "versions": versions(),
-      "cores": os.cpu_count(),
-    }
+    summary: dict[str, Any] = about()
     summary |= {"points": points} if len(points) > 1 else points[0]
     args.json.write_text(json.dumps(summary, indent=2) + "\n")
 

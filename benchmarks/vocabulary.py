@@ -2,14 +2,15 @@
 
 Tables of both sizes step in turns in one process on CPU, ours and the peers'. The large table gets
 the ids of the small one spread over all of its rows, so both have the same bags, repetitions and
-distinct rows. The difference that is left comes from the memory, and everybody has it: caches hold
-much of a small table and little of a large one. Memory is what the process holds at most while ours
-steps the large table, beyond table and slots; what compiling left behind counts in.
+distinct rows. The difference that is left comes from the memory, and everybody has it: in the large
+table each row lies on a page of its own, whose address has to be looked up. Memory is what the
+process holds at most while ours steps the large table, beyond table and slots: what compiling left
+behind counts in, and memory that was free already does not.
 
   python benchmarks/vocabulary.py --json vocabulary.json
   GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/vocabulary.py  # large pages, for all
 
-The large tables with Adagrad take 13 GB; `--vocabularies 100000 1000000` is a smaller comparison.
+The large tables with Adagrad take 20 GB; `--vocabularies 100000 1000000` is a smaller comparison.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def make(problem: Problem, name: str, label: str) -> dict[str, Contender]:
   if label not in lib.PEERS:
     return {label: contender}
   made = {}
-  for threads in sorted({1, os.cpu_count() or 1}):
+  for threads in sorted({1, timing.CORES}):
     set_up = lambda threads=threads: timing.set_threads(threads)
     made[f"{label}, {threads} threads"] = contender._replace(set_up=set_up)
   return made
@@ -111,15 +112,15 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
     "cores_taken_by_others": others,
     "busy": others is None or others >= timing.BUSY,
   }
+  mark = f"   BUSY: others took {others} cores" if result["busy"] else ""
   memory = "" if beyond is None else f"   {state / MIB:8,.0f} MiB {beyond:+8,.0f}"
   for label in args.contenders:
     best, median = [], []
     for size in (small, large):  # the better number of threads
       of = [t for key, t in times.items() if key.startswith(label) and key.endswith(f"|{size}")]
       if of:
-        steps = min(of, key=min)
-        best.append(min(steps))
-        median.append(float(np.median(steps)))
+        best.append(min(map(min, of)))
+        median.append(min(float(np.median(steps)) for steps in of))
     if not best:
       continue
     result[label] = {
@@ -130,7 +131,7 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }
     print(
       f"{name:18s} {label:8s} {best[0]:8.2f} {best[1]:8.2f} {best[1] / best[0]:6.2f}   "
-      f"{median[0]:8.2f} {median[1]:8.2f} {median[1] / median[0]:6.2f}{memory}"
+      f"{median[0]:8.2f} {median[1]:8.2f} {median[1] / median[0]:6.2f}{memory}{mark}"
     )
     memory = ""
   return result
@@ -163,9 +164,8 @@ def main() -> None:
         f"{'table and slots, and peak beyond'}")  # fmt: skip
   results = {name: compare(name, args) for name in args.optimizers}
   if args.json:
-    settings = {k: v for k, v in vars(args).items() if k != "json"}
-    settings["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", "")
-    summary = {"settings": settings, "versions": timing.versions(), "results": results}
+    tunables = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "")}
+    summary = timing.about() | tunables | {"results": results}
     args.json.write_text(json.dumps(summary, indent=2) + "\n")
 
 
