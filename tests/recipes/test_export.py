@@ -118,9 +118,14 @@ def test_sequence_models_rank_raw_rows_as_their_run_does(model, dtype, tmp_path)
   training = run_of("sequence", table, tmp_path / "run")
   config, data = training.config, data_lib.load(training.config)
   view, users, scores, ids = nnx.view(training.model, deterministic=True), [], [], []
-  for batch in data_lib.eval_batches(data, "test", config):
+
+  @nnx.jit(graph=False)  # as an evaluation: operations one by one round otherwise
+  def ranked(view, batch):
     table = view.embed.tables[model_lib.ITEM]
-    best = retrieval.top_k(model_lib.queries(view, batch), table, 10, batch["seen"])
+    return retrieval.top_k(model_lib.queries(view, batch), table, 10, batch["seen"])
+
+  for batch in data_lib.eval_batches(data, "test", config):
+    best = ranked(view, batch)
     mask = batch["user"] >= 0
     users.append(batch["user"][mask])
     scores.append(np.asarray(best[0])[mask])
