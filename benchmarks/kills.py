@@ -160,8 +160,9 @@ def attempt(
   disturbed = 0
   for number in range(_ATTEMPTS):
     processes = start(workdir, cache, count)
-    # Processes that are alone while they join wait for the one that has been told.
-    first = min(max(steps_of(workdir), int(count > 1)), _STEPS - 1)
+    # Processes that are alone while they join wait for the one that has been told: the first signal
+    # comes after a step of this attempt.
+    first = min(steps_of(workdir) + int(count > 1), _STEPS - 1)
     is_told = number < random.choice((1, 2)) and disturb(
       processes, workdir, how, random.randint(first, _STEPS - 1)
     )

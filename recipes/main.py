@@ -3,6 +3,7 @@
 import difflib
 import functools
 import importlib
+import os
 import re
 import signal
 import sys
@@ -70,8 +71,7 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
     try:
       run(config.value, workdir.value)
     except KeyboardInterrupt as stop:
-      said = str(stop) or "stopped before the first step; the same command begins again"
-      print(f"\n{said}", file=sys.stderr)
+      print(f"\n{str(stop) or _NOT_BEGUN}", file=sys.stderr)
       sys.exit(getattr(stop, "code", errors.Stopped.code))
     except (ValueError, OSError) as error:
       text = errors.explain(error)
@@ -84,8 +84,13 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
   return lambda: app.run(main, flags_parser=parse)
 
 
+_NOT_BEGUN = "stopped before the first step; the same command begins again"
+
+
 def _preempted(number: int, frame: Any) -> None:
-  raise errors.Preempted
+  """Ends at once: an exception in the import of an extension module is lost, or crashes it."""
+  os.write(2, f"\n{_NOT_BEGUN}\n".encode())
+  os._exit(errors.Preempted.code)
 
 
 class _ConfigFile(flags.ArgumentParser):

@@ -566,6 +566,21 @@ def test_sigterm_saves_and_the_same_command_goes_on_from_there(whole, tmp_path, 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("seconds", [0.1, 0.3])
+def test_sigterm_while_jax_is_imported(seconds, tmp_path):
+  """An exception would be lost there, or crash the process."""
+  config = "--config=configs/dlrm/synthetic.py:smoke"
+  command = [sys.executable, "-m", "recipes.dlrm", config, f"--workdir={tmp_path / 'run'}"]
+  process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+  assert process.stderr.readline()  # before JAX is imported
+  time.sleep(seconds)
+  process.terminate()
+  said = process.communicate()[1]
+  assert process.returncode == 75
+  assert "stopped before the first step; the same command begins again" in said
+
+
+@pytest.mark.full
 def test_sigterm_after_the_last_step_ends_the_run_at_once(whole, tmp_path):
   def evaluate(model, split):
     if split == "test":
