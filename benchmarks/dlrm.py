@@ -65,7 +65,7 @@ def make_problem(args: argparse.Namespace, dim: int, batch: int) -> Problem:
 
 
 def make_model(problem: Problem, names: str = "c") -> dlrm.DLRM:
-  """The recipe's model, its weights drawn from a fixed seed; `names` begins those of its tables."""
+  """The recipe's model with weights of a fixed seed; the names of its tables begin with `names`."""
   features = {}
   for i in range(problem.ids.shape[-1]):
     normal, name = jax.nn.initializers.normal(0.1), f"{names}{i:02d}"
@@ -263,13 +263,8 @@ def measure(args: argparse.Namespace, dim: int, batch: int) -> dict[str, Any]:
   for label, values in losses.items():
     np.testing.assert_allclose(values, expected, rtol=1e-4, err_msg=f"{label} against ours")
   print("first step, s: " + ", ".join(f"{label} {s:.1f}" for label, s in first.items()))
-  for label in [label for label in made if label in lib.PEERS]:
-    contender = made.pop(label)
-    for threads in sorted({1, timing.CORES}):
-      set_up = lambda threads=threads: timing.set_threads(threads)
-      made[f"{label}, {threads} threads"] = contender._replace(set_up=set_up)
   load = timing.Load()
-  times = timing.time_in_turns(made, args.seconds, args.burst)
+  times = timing.time_in_turns(timing.with_threads(made), args.seconds, args.burst)
   results = timing.report("DLRM", times, missing, load.cores())
   point = {"dim": dim, "batch": batch, "first_step_s": first, "losses": expected}
   return point | {"results": results}

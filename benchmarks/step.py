@@ -63,6 +63,16 @@ def set_threads(threads: int) -> None:
   torch.set_num_threads(threads)
 
 
+def with_threads(contenders: dict[str, Contender]) -> dict[str, Contender]:
+  """Ours, and then each peer once for each number of threads."""
+  made = {label: contender for label, contender in contenders.items() if label not in PEERS}
+  for label in [label for label in contenders if label in PEERS]:
+    for threads in sorted({1, CORES}):
+      set_up = lambda threads=threads: set_threads(threads)
+      made[f"{label}, {threads} threads"] = contenders[label]._replace(set_up=set_up)
+  return made
+
+
 def gather(
   problem: Problem, name: str, labels: Sequence[str]
 ) -> tuple[dict[str, Contender], dict[str, str]]:
@@ -91,12 +101,7 @@ def gather(
       excess = np.abs(rows[touched] - expected) - 1e-4 * (1 + np.abs(expected)) - rounding
       if not np.all(excess <= 0):
         raise AssertionError(f"{name}: {label} differs from ours by {excess.max()} too much.")
-  for label in [label for label in contenders if label in PEERS]:
-    contender = contenders.pop(label)
-    for threads in sorted({1, CORES}):
-      set_up = lambda threads=threads: set_threads(threads)
-      contenders[f"{label}, {threads} threads"] = contender._replace(set_up=set_up)
-  return contenders, missing
+  return with_threads(contenders), missing
 
 
 # Seconds between turns. Threads of OpenMP spin for a while after their last work, on cores that the
@@ -200,18 +205,10 @@ def versions() -> dict[str, str]:
 
 def about() -> dict[str, Any]:
   """The command, the day and the machine, for a file."""
-  cpu = (
-    next(
-      (
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-      ),
-      platform.processor(),
-    )
-    if Path("/proc/cpuinfo").exists()
-    else platform.processor()
-  )
+  info = Path("/proc/cpuinfo")  # Linux
+  lines = info.read_text().splitlines() if info.exists() else []
+  names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+  cpu = names[0] if names else platform.processor()
   command = " ".join(["python", *sys.argv])
   day = time.strftime("%Y-%m-%d")
   return {"command": command, "date": day, "cpu": cpu, "cores": CORES, "versions": versions()}

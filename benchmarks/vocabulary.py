@@ -55,13 +55,7 @@ def make(problem: Problem, name: str, label: str) -> dict[str, Contender]:
   """The contenders of a name, one for each number of threads, after a step each."""
   contender = lib.CONTENDERS[label](problem, name)
   contender.step(0)  # compiles
-  if label not in lib.PEERS:
-    return {label: contender}
-  made = {}
-  for threads in sorted({1, timing.CORES}):
-    set_up = lambda threads=threads: timing.set_threads(threads)
-    made[f"{label}, {threads} threads"] = contender._replace(set_up=set_up)
-  return made
+  return timing.with_threads({label: contender})
 
 
 def peak_beyond(contender: Contender, before: int | None, state: int) -> float | None:

@@ -120,7 +120,7 @@ def _interaction(vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _interaction_grad(vectors: jax.Array, grads: jax.Array) -> tuple[jax.Array]:
   """The gradient of vector f: the sum over g of the gradient of the pair {f, g} times vector g."""
   count = vectors.shape[-2]
-  pairs = np.full((count, count), grads.shape[-1])  # the diagonal: a zero behind the gradients
+  pairs = np.full((count, count), grads.shape[-1])  # the diagonal gets the padded zero
   rows, columns = np.tril_indices(count, k=-1)
   pairs[rows, columns] = pairs[columns, rows] = np.arange(len(rows))
   padded = jnp.pad(grads, [(0, 0)] * (grads.ndim - 1) + [(0, 1)])

@@ -186,7 +186,7 @@ def is_row(ids: Any, size: int) -> Any:
 
 
 def to_rows(ids: Any, size: int) -> jax.Array:
-  """The ids as int32; what is no row of a table of `size` rows stays below 0 or from `size` on."""
+  """The ids as int32: negative ids stay negative, and ids from `size` on stay at least `size`."""
   if isinstance(ids, np.ndarray):  # int64 would lose its high bits on the way to the device
     ids = np.where(ids > size - 1, np.int64(size), ids.astype(np.int64))
     ids = np.maximum(ids, -1).astype(np.int32)
@@ -199,7 +199,7 @@ def to_rows(ids: Any, size: int) -> jax.Array:
 
 
 def count_beyond(ids: jax.Array, size: int) -> jax.Array:
-  """How many ids are beyond a table of `size` rows, an int32 scalar."""
+  """Counts the ids from `size` on, an int32 scalar."""
   return _count(ids >= size)
 
 

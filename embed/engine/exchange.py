@@ -118,7 +118,7 @@ def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
 
 
 def _local_rows(ids: jax.Array, stack: StackSpec, table: str) -> jax.Array:
-  """Where ids are on this shard; what is no row of this shard is out of range."""
+  """Local rows of this shard; out of range for ids that this shard does not store."""
   if stack.placement.is_local and len(stack.tables) == 1:
     return ids  # a pass over the ids would cost a tenth of the lookup
   shard, local_row = stack.layout.locate(stack.indices[table], ids)

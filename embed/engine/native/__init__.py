@@ -87,7 +87,7 @@ def _has_sizes(*arrays: jax.Array) -> bool:
 def count_beyond(ids: jax.Array, size: int) -> jax.Array:
   """`bags.count_beyond`, by a kernel where there is one."""
   formulation = functools.partial(bags_lib.count_beyond, size=size)
-  if ids.dtype != np.int32 or not _are_sizes(ids.shape) or not is_on():
+  if ids.dtype != np.int32 or not _has_sizes(ids) or not is_on():
     return formulation(ids)
   from embed.engine.native import build
 

@@ -25,7 +25,7 @@ ONE = np.float32(1)
 
 @numba.njit(**mem.OPTIONS)
 def find_rows(work, ids, count, rows):
-  """Writes the address of each id's row, and that of zeros for padding."""
+  """Writes the address of each id's row; padding gets the address of a row of zeros."""
   table, size = mem.read_word(work, _TABLE), mem.read_word(work, _SIZE)
   width, zeros = 4 * mem.read_word(work, _DIM), mem.read_word(work, _ZEROS)
   for i in range(count):
