@@ -1,12 +1,13 @@
-"""Day by day: a run on each day's clicks, which starts from the run of the day before.
+"""Day by day: a run for each day, which starts from the run of the day before.
 
     <workdir>/<day>/          the day's run; `served` in it is its export
     <workdir>/days.json       metrics of each day, by the export of the day before
     <workdir>/days.png        the same as curves
 
 A day is tested before it is trained on, by the very program that would have answered requests on
-that day: ids that are new on it are unknown. The tables then grow by them; see `warm_start`. The
-same command goes on after a kill, and with the days that have been added since.
+that day: ids that are new on it are unknown. The tables then grow by them; see `warm_start`. Clicks
+train on the day alone; rankings on all days so far, since what a user has had before is the input
+of their models. The same command goes on after a kill, and with days that have been added since.
 """
 
 import re
@@ -16,17 +17,21 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyarrow as pa
 from sklearn.metrics import log_loss, roc_auc_score
 
 from embed.tools.text import aligned
 
 from . import arrays, export, files, hosts, runs, serving, settings
 from .errors import UserError
+from .metrics import RankingMetrics
+from .tables import entities, interactions
 from .tables import settings as table_settings
 from .tables.rows import RowReader, values_of
 
 _SUFFIXES = r"(\.(csv|tsv|txt|parquet|pq|array_?record|gz))+$"
 _SERVED = "served"
+_USERS = 1024  # ranked at once
 
 
 def run(
@@ -35,31 +40,36 @@ def run(
   """Trains day after day; returns the content of days.json.
 
   Args:
-    recipe: its name; dlrm.
-    config: of a table, with `days`, which takes the place of `files`. Each day's rows train and, as
-      `config.split` says, validate; none of them are held out as a test.
+    recipe: its name.
+    config: of a table, with `days`, which takes the place of `files`. A day's run trains on the
+      latest `days_window` days, 0 being one for dlrm and all so far for rankings. A part of their
+      rows validates, as `config.split` says; rankings hold out test rows too, clicks do not.
     workdir: holds a folder for each day.
     train: `(config, workdir) -> result`, a day's run.
 
   Returns:
-    For each day `{"day", "rows", "metrics", "result"}`, `metrics` being `auc` (if both outcomes are
-    there) and `logloss` of the day's rows by the export of the day before, {} of the first day.
+    For each day `{"day", "rows", "metrics", "result"}`, `metrics` being those of the day's rows by
+    the export of the day before, {} of the first day: `auc` (if both outcomes are there) and
+    `logloss`, or what `RankingMetrics` computes; see `_test_ranking`.
 
   Raises:
     UserError: the days are none, or something else is configured than this can do.
   """
   days = _checked(recipe, config)
+  window = config.days_window or (1 if recipe == "dlrm" else len(days))
   workdir, before = Path(workdir).resolve(), None
   history: list[dict[str, Any]] = []
+  paths: list[Path] = []
   for name, path in days.items():
-    day, folder = _config_of(config, path, before), workdir / name
+    paths.append(path)
+    day, folder = _config_of(recipe, config, paths[-window:], before), workdir / name
     hosts.say(f"day {name}")
     # Kept before the day is trained on, so that a kill does not test it again.
     tested = folder.with_name(f"{name}.json")
     if not tested.exists():
       about: dict[str, Any] = {"rows": None, "metrics": {}}
       if before is not None:
-        about = _test(before / _SERVED, day)
+        about = _test(before / _SERVED, _config_of(recipe, config, [path], None))
       workdir.mkdir(parents=True, exist_ok=True)
       arrays.write_json(tested, about)
     result = runs.result(folder)
@@ -101,11 +111,13 @@ def entries(days: str | Sequence[str]) -> dict[str, Path]:
 def _checked(recipe: str, config) -> dict[str, Path]:
   if config.get("dataset") != "table":
     raise UserError("config.days is for tables of one's own: declare config.columns")
-  if recipe != "dlrm":
+  if recipe != "dlrm" and not any(kind["kind"] == "user" for kind in config.columns.values()):
     raise UserError(
-      f"config.days is for dlrm: train {recipe} on all rows so far as config.files, and give the "
-      "run before as config.init_from"
+      "no column is declared as 'user', by which a day's rows continue the rows before: add it to "
+      "config.columns"
     )
+  if config.days_window < 0:
+    raise UserError(f"config.days_window is {config.days_window}: choose a number of days, or 0")
   if config.files:
     hosts.say("config.days takes the place of config.files, which are not read")
   if config.split.by in ("files", "column"):
@@ -119,14 +131,16 @@ def _checked(recipe: str, config) -> dict[str, Path]:
   return entries(config.days)
 
 
-def _config_of(config, path: Path, before: Path | None) -> Any:
-  """Returns the config of a day's run."""
+def _config_of(recipe: str, config, paths: Sequence[Path], before: Path | None) -> Any:
+  """Returns the config of a run on the rows of some days."""
   day = settings.copied(config)
-  day.days = ""
+  day.days, day.days_window = "", 0
+  resolved = [str(path.resolve()) for path in paths]
   with day.ignore_type():
-    day.files = str(path.resolve())
-  day.split = config.split.copy_and_resolve_references()
-  day.split.test = 0.0
+    day.files = resolved if len(resolved) > 1 else resolved[0]
+  if recipe == "dlrm":
+    day.split = config.split.copy_and_resolve_references()
+    day.split.test = 0.0
   if before is not None:
     day.init_from, day.init_parts, day.init_rename = str(before), "all", ""
   return day
@@ -136,7 +150,12 @@ def _test(served: Path, config) -> dict[str, Any]:
   """Returns the number of a day's rows, and the metrics of an exported model on them."""
   table = table_settings.parsed(table_settings.settings(config))
   model = serving.load(served)
-  assert isinstance(model, serving.ClickModel)
+  if isinstance(model, serving.ClickModel):
+    return _test_clicks(model, table)
+  return _test_ranking(model, table, config.ks)
+
+
+def _test_clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str, Any]:
   scores: list[np.ndarray] = []
   labels: list[np.ndarray] = []
   for rows in RowReader(table, ""):
@@ -150,16 +169,53 @@ def _test(served: Path, config) -> dict[str, Any]:
   return {"rows": len(label), "metrics": metrics}
 
 
+def _test_ranking(
+  model: serving.Recommender, table: table_settings.Table, ks: Sequence[int]
+) -> dict[str, Any]:
+  """Ranks once for each user of a day, who asks with what they had before it.
+
+  All items that the user has on the day are to be found, each once. Items that the model does not
+  know cannot be, and count as misses. With `config.exclude_seen`, items that the user had before
+  are left out of the ranking, and do not count. A user who is new gets the most popular items.
+  """
+  pairs = interactions.pairs(table)
+  repeats = model.leaves_out(pairs.users.take(pairs.user), pairs.items.take(pairs.item))
+  user, item = pairs.user[~repeats], pairs.item[~repeats]
+  values = {"": pairs.users, **pairs.values}
+  answers = model.answers(values, np.zeros(len(pairs.users), bool), max(ks))
+  found = entities.Codes(pairs.items.to_pylist()).find(pa.array(answers.items.ravel(), pa.string()))
+  top = found.reshape(answers.items.shape)
+  order = np.argsort(user, kind="stable")
+  wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(top)))[:-1])
+  metrics = RankingMetrics(ks)
+  for start in range(0, len(top), _USERS):
+    part = slice(start, start + _USERS)
+    relevant = np.full((len(top[part]), max(map(len, wanted[part]))), -1, np.int32)
+    for row, items in enumerate(wanted[part]):
+      relevant[row, : len(items)] = items
+    metrics.update(top[part], relevant)
+  hosts.say(
+    f"{len(top):,} users ask, {int(answers.is_popular.sum()):,} of them unknown, for {len(item):,} "
+    f"items; {int(repeats.sum()):,} that they had before do not count"
+  )
+  return {"rows": len(item), "metrics": metrics.compute() if len(item) else {}}
+
+
 def table(history: Sequence[Mapping[str, Any]]) -> str:
   """Returns the days as lines of text."""
   show = lambda x: "" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.4f}"
-  lines = [("day", "rows", "auc", "logloss")]
+  names = _shown(history)
+  lines = [("day", "rows", *names)]
   for day in history:
-    metrics = day["metrics"]
-    lines.append(
-      (day["day"], *map(show, (day["rows"], metrics.get("auc"), metrics.get("logloss"))))
-    )
+    lines.append((day["day"], *map(show, (day["rows"], *map(day["metrics"].get, names)))))
   return aligned(lines)
+
+
+def _shown(history: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+  """Returns the names of the two metrics that the table and the picture show."""
+  known = {name: None for day in history for name in day["metrics"]}
+  rankings = [name for name in known if name.startswith(("recall@", "ndcg@"))]
+  return (rankings[0], rankings[1]) if rankings else ("auc", "logloss")
 
 
 def draw(history: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -171,7 +227,7 @@ def draw(history: Sequence[Mapping[str, Any]], path: Path) -> None:
 
   with matplotlib.rc_context(style.SETTINGS):
     figure = Figure(figsize=(8, 3), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 2), ("auc", "logloss"), strict=True):
+    for axes, name in zip(figure.subplots(1, 2), _shown(history), strict=True):
       days = [day for day in history if name in day["metrics"]]
       values = [day["metrics"][name] for day in days]
       axes.plot([day["day"] for day in days], values, marker="o", color=style.BLUE)

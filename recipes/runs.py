@@ -104,7 +104,7 @@ def _check_config(config, workdir: Path) -> None:
     return
   stored = arrays.read_json(path, _REMOVE)
   missing = object()  # of an earlier version, or not set: the default
-  defaults = settings.defaults() | {"days": ""}  # which only tables have
+  defaults = settings.defaults() | {"days": "", "days_window": 0}  # which only tables have
   value_of = lambda known, name: known.get(name, defaults.get(name, missing))
   shown = lambda value: "not set" if value is missing else repr(value)
   differing = [

@@ -147,6 +147,17 @@ class Recommender:
     missing = self.served.text_format.missing
     values, problems = columns_lib.read(arrays, wanted, missing, source)
     bad = columns_lib.bad_rows(problems, count, on_bad_row, source, first_row)
+    return self.answers(values, bad, top)
+
+  def answers(self, values: Mapping[str, Any], bad: np.ndarray, top: int) -> Recommended:
+    """Returns as `recommend`, for values as training reads them.
+
+    Args:
+      values: users by the name "", their own items by "own", and features by declared name.
+      bad: bool `[N]`, rows to leave out.
+      top: how many items.
+    """
+    count = len(bad)
     queries, unknown = self._queries(values, count)
     ids = np.full((count, top), -1, np.int32)
     scores = np.full((count, top), np.nan, np.float32)
@@ -160,6 +171,20 @@ class Recommender:
     named = lambda texts: np.array([*texts, None], object)[ids]
     titles = None if self._items.titles is None else named(self._items.titles)
     return Recommended(named(self._items.texts), scores, titles, popular, bad, unknown)
+
+  def leaves_out(self, users: pa.Array, items: pa.Array) -> np.ndarray:
+    """Returns whether an item is never recommended to a user, who has had it; bool `[N]`.
+
+    Args:
+      users, items: N raw ids each.
+    """
+    if not self.served.about["exclude_seen"]:
+      return np.zeros(len(users), bool)
+    user, item = self._codes["user"].find(users), self._codes["item"].find(items)
+    owners = np.repeat(np.arange(len(self._offsets) - 1), np.diff(self._offsets))
+    count = len(self._items.texts)
+    had = np.isin(user.astype(np.int64) * count + item, owners * count + self._history)
+    return had & (user >= 0) & (item >= 0)
 
   def _queries(self, values: Mapping[str, Any], count: int) -> tuple[_Queries, int]:
     """Returns what rows say, and how many items of their histories are unknown."""

@@ -138,8 +138,11 @@ class Collected:
     self, texts: list[str], trained: np.ndarray, bucketed: int = 0, base: Fitted | None = None
   ) -> Entities:
     """Returns the entities with these raw ids; see `encoded`."""
-    values = {name: joined(parts) for name, parts in self._parts.items()}
-    return encoded(texts, self.kinds, values, trained, bucketed, base)
+    return encoded(texts, self.kinds, self.values(), trained, bucketed, base)
+
+  def values(self) -> dict[str, Any]:
+    """Returns the values of all entities by declared name."""
+    return {name: joined(parts) for name, parts in self._parts.items()}
 
 
 def joined(parts: list[Any]) -> Any:

@@ -1,7 +1,9 @@
 """Interactions of users with items: read from a table, cleaned, split and numbered."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -117,6 +119,36 @@ def read(table: Table, by: str) -> Interactions:
   return Interactions(user.astype(np.int32), item.astype(np.int32), split, users, items, notes)
 
 
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+  """Which users of a table have had which items, each pair once.
+
+  Attributes:
+    user, item: int32 `[N]`.
+    users, items: raw ids by number.
+    values: of the users' features, from the first row of each, by declared name.
+  """
+
+  user: np.ndarray
+  item: np.ndarray
+  users: pa.Array
+  items: pa.Array
+  values: Mapping[str, Any]
+
+
+def pairs(table: Table) -> Pairs:
+  """Returns the pairs of a table, whatever its split; its features in other files are not read.
+
+  Raises:
+    UserError: no user or item is declared, or a row has none.
+  """
+  log = _Log(table, "")
+  user, item, _, _ = log.read()
+  first = splitting.first_of_pairs(user, item)
+  users, items = (pa.array(log.texts(side), pa.string()) for side in ("user", "item"))
+  return Pairs(user[first], item[first], users, items, log.user_values())
+
+
 class _Log:
   """Reads the rows of a table as interactions, and the features that the rows hold."""
 
@@ -205,6 +237,14 @@ class _Log:
     whole = {"user": user[parents], "item": item, "split": part.split[parents]}
     return whole | {"time": columns[self._time][parents] if self._time else np.empty(0, np.int64)}
 
+  def texts(self, side: str) -> list[str]:
+    """Returns the raw ids of the "user"s or "item"s by number."""
+    return self._codes[side].texts
+
+  def user_values(self) -> dict[str, Any]:
+    """Returns the values of the users' features by declared name."""
+    return self._collected["user"].values()
+
   def _matched(self, name: str | None, texts: pa.Array) -> pa.Array:
     """Returns ids as the pattern of their column cuts them; raises UserError where none matches."""
     kind = self._table.kinds[name] if name else None
@@ -226,7 +266,7 @@ class _Log:
     """
     made = []
     for side, (kept, trained) in (("user", users), ("item", items)):
-      texts = self._codes[side].texts
+      texts = self.texts(side)
       is_trained = np.zeros(len(texts), bool)
       is_trained[kept[trained]] = True
       base = None

@@ -35,6 +35,7 @@ _SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
 DEFAULTS: dict[str, Any] = {
   "dataset": "table",
   "days": "",  # in place of files: a folder with a file or folder of each day, or a list of these
+  "days_window": 0,  # days that each of their runs trains on; 0: one for dlrm, else all so far
   "files": "",  # a file, a folder, a pattern, several, or {"train": ..., "valid": ..., "test": ...}
   "format": _FORMAT,
   "columns": {},

@@ -1,6 +1,7 @@
 """Day by day: rows and vocabularies that grow, tests before training, kills, and drift."""
 
 import csv
+import importlib
 import itertools
 import json
 import types
@@ -12,7 +13,7 @@ from small_tables import completed, write_csv
 
 from recipes import days, errors, export, journal, serving
 from recipes.dlrm import train
-from recipes.tables import row_ids
+from recipes.tables import finding, row_ids
 
 HEADER = ("user", "item", "price", "clicked")
 COLUMNS = {"clicked": "label", "user": "category", "item": "category", "price": "number"}
@@ -63,7 +64,8 @@ def test_days_are_named_in_their_order(tmp_path):
 @pytest.mark.parametrize(
   ("recipe", "changes", "message"),
   [
-    ("two_tower", {}, "is for dlrm: train two_tower on all rows so far as config.files, and give"),
+    ("sequence", {"columns": {"a": "item"}}, "no column is declared as 'user', by which a day's"),
+    ("dlrm", {"days_window": -1}, "config.days_window is -1: choose a number of days, or 0"),
     ("dlrm", {"split": {"by": "column"}}, "split.by is 'column', and days have no such split"),
     (
       "dlrm",
@@ -76,8 +78,7 @@ def test_days_are_named_in_their_order(tmp_path):
   ],
 )
 def test_what_days_cannot_do_is_said(recipe, changes, message, tmp_path):
-  given = {"days": str(tmp_path), "columns": COLUMNS if recipe == "dlrm" else {"a": "user"}}
-  config = completed(recipe, tmp_path, **given | changes)
+  config = completed(recipe, tmp_path, **{"days": str(tmp_path), "columns": COLUMNS} | changes)
   if changes.get("days") == []:
     config.days = []
   with pytest.raises(errors.UserError, match=message):
@@ -159,6 +160,89 @@ def test_kills_and_days_that_come_later_change_nothing(undisturbed, tmp_path, mo
   assert run(workdir, data) == undisturbed.days
   served = lambda where: dict(np.load(where / "2024-01-03" / "served" / "arrays.npz"))
   jax.tree.map(np.testing.assert_array_equal, served(workdir), served(undisturbed.workdir))
+
+
+RANKINGS = {
+  "columns": {"clicked": "label", "user": "user", "item": "item"},
+  "dim": 8,
+  "batch_size": 64,
+  "epochs": 2,
+  "ks": (5, 10),
+}
+OF_RECIPE = {
+  "two_tower": {"negatives": {"number": 16}},
+  "sequence": {"max_length": 16, "blocks": 1},
+}
+
+
+def ranked(recipe, workdir, folder, **changes):
+  given = RANKINGS | OF_RECIPE[recipe] | changes
+  config = completed(recipe, workdir.parent / "cache", days=str(folder), **given)
+  return importlib.import_module(f"recipes.{recipe}.train").run(config, str(workdir))["days"]
+
+
+def clicks(path):
+  """Returns the items that each user has clicked on, in the order of the file."""
+  found = {}
+  with path.open() as file:
+    for row in csv.DictReader(file):
+      if row["clicked"] == "1":
+        found.setdefault(row["user"], []).append(row["item"])
+  return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("recipe", "exclude_seen"), [("two_tower", False), ("sequence", True)])
+def test_a_day_is_ranked_by_the_export_of_the_day_before(recipe, exclude_seen, tmp_path):
+  """Recall by hand; ranking asks for all that a user has on a day, and new items are misses."""
+  data = write_days(tmp_path / "data", 3, rows=300)
+  history = ranked(recipe, tmp_path / "run", data, exclude_seen=exclude_seen)
+  files = sorted(data.iterdir())
+  before = {user: set(items) for user, items in clicks(files[0]).items()}
+  for user, items in clicks(files[1]).items():
+    before.setdefault(user, set()).update(items)
+  model = serving.load(tmp_path / "run" / "2024-01-02" / "served")
+  recalls, count = [], 0
+  for user, items in clicks(files[2]).items():
+    wanted = set(items) - (before.get(user, set()) if exclude_seen else set())
+    best = model.recommend([{"user": user}], top=10).items[0]
+    count += len(wanted)
+    if wanted:
+      recalls.append(len(wanted & set(best[:5])) / len(wanted))
+  grown = row_ids.read(tmp_path / "run" / "2024-01-02" / "serve")["item"].texts
+  assert set(grown) == {
+    item for path in files[:2] for items in clicks(path).values() for item in items
+  }
+  assert history[0]["metrics"] == {}
+  assert history[2]["rows"] == count
+  assert history[2]["metrics"]["recall@5"] == pytest.approx(np.mean(recalls), abs=1e-9)
+  assert "recall@5  ndcg@5" in days.table(history)
+
+
+@pytest.mark.parametrize(
+  ("recipe", "window", "expected"),
+  [
+    ("dlrm", 0, ["a", "b", "c"]),
+    ("dlrm", 2, ["a", "ab", "bc"]),
+    ("sequence", 0, ["a", "ab", "abc"]),
+  ],
+)
+def test_each_day_trains_on_its_window(recipe, window, expected, tmp_path, monkeypatch):
+  (tmp_path / "data").mkdir()
+  for name in "abc":
+    write_csv(tmp_path / "data" / f"{name}.csv", HEADER, [("u", "i", 1, 1)])
+  trained, tested = [], []
+  names = lambda config: "".join(p.stem for p in finding.paths(config.files))
+  test = lambda served, config: tested.append(names(config)) or {"rows": 1, "metrics": {}}
+  train = lambda config, workdir: trained.append(names(config)) or {"metrics": {}}
+  monkeypatch.setattr(days, "_test", test)
+  monkeypatch.setattr(export, "export", lambda *args: None)
+  columns = RANKINGS["columns"] if recipe == "sequence" else COLUMNS
+  data = str(tmp_path / "data")
+  config = completed(recipe, tmp_path, days=data, days_window=window, columns=columns)
+  days.run(recipe, config, tmp_path / "run", train)
+  assert trained == expected
+  assert tested == ["b", "c"]
 
 
 @pytest.mark.slow

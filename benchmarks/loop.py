@@ -1,0 +1,126 @@
+"""What a run of a recipe loses between its steps, and whether its input keeps up with them.
+
+    python benchmarks/loop.py dlrm/synthetic two_tower/synthetic sequence/synthetic --json=loop.json
+
+For each config, in turns, in one process: the bare step, on batches that are on the device already;
+the loop, as `python -m recipes.<name>` takes the same step, with its input and its log; and the
+input alone. Rates are of windows of `log_every` steps, the best and the median one, but for the
+windows in which something is compiled.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import step as timing  # before `recipes`, which it finds
+from absl import flags
+
+from recipes import loop, settings, train_step
+
+_KEPT = 8  # batches on the device for the bare step
+
+
+def load(name: str, changes: list[str]) -> Any:
+  """Returns the config `<recipe>/<config>[:mode]` with changes `name=value`."""
+  name, _, mode = name.partition(":")
+  config = importlib.import_module(f"configs.{name.replace('/', '.')}").get_config(mode)
+  settings.add(config)
+  with config.unlocked():
+    config.update_from_flattened_dict(dict(change.split("=", 1) for change in changes))
+    config.update({"select": "", "patience": 0, "checkpoint_every": 0, "checkpoint_minutes": 0.0})
+  return config
+
+
+def windows(steps: Iterator[Any], size: int, seconds: float) -> list[float]:
+  """Returns the seconds of each window of `size` steps, but for the first one."""
+  times: list[float] = []
+  end = time.perf_counter() + seconds
+  while len(times) < 4 or time.perf_counter() < end:
+    began = time.perf_counter()
+    jax.block_until_ready(list(itertools.islice(steps, size)))
+    times.append(time.perf_counter() - began)
+  return times[1:]
+
+
+def bare(config, training: loop.Training, seconds: float) -> list[float]:
+  """Returns the examples a second of the step alone, a number for each window."""
+  batches = iter(training.batches)
+  kept = [jax.device_put(next(batches)) for _ in range(_KEPT)]
+  steps = train_step.Steps(training.loss_fn, itertools.cycle(kept), train_step.options(config))
+  take = iter(lambda: steps.take(training.state, pause=False), None)
+  times = windows(take, config.log_every, seconds)
+  return [config.log_every * config.batch_size / x for x in times]
+
+
+def in_loop(config, training: loop.Training, recipe: str, steps: int) -> list[float]:
+  """Returns the examples a second of a run, as its log says."""
+  config = settings.copied(config)
+  config.steps = config.eval_every = steps
+  alone = dataclasses.replace(
+    training, evaluate=lambda model, split: {}, metrics=(), baselines=dict, config=None
+  )
+  with tempfile.TemporaryDirectory() as folder:
+    loop.train(config, folder, alone, recipe=recipe)
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [line["examples_per_second"] for line in lines][1:]
+
+
+def input_alone(config, training: loop.Training, seconds: float) -> list[float]:
+  """Returns the examples a second of the input alone."""
+  times = windows(iter(training.batches), config.log_every, seconds)
+  return [config.log_every * config.batch_size / x for x in times]
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+  """Returns the rates of a config."""
+  recipe, config = name.partition("/")[0], load(name, args.set)
+  config.steps = 10**6  # as many batches as are asked for
+  training = importlib.import_module(f"recipes.{recipe}.train").prepare(config, None)
+  rates: dict[str, list[float]] = {"step": [], "loop": [], "input": []}
+  load_of_others = timing.Load()
+  for _ in range(args.turns):
+    rates["step"] += bare(config, training, args.seconds)
+    count = int(args.seconds * statistics.median(rates["step"]) / config.batch_size)
+    count = max(count // config.log_every, 4) * config.log_every
+    rates["loop"] += in_loop(config, training, recipe, count)
+    rates["input"] += input_alone(config, training, args.seconds)
+  best = {key: max(values) for key, values in rates.items()}
+  median = {key: statistics.median(values) for key, values in rates.items()}
+  for title, of in (("best", best), ("median", median)):
+    looped, fed = (of[key] / of["step"] for key in ("loop", "input"))
+    print(
+      f"{name:24} {title:6} step {of['step']:>10,.0f}/s  loop {of['loop']:>10,.0f}/s {looped:6.1%}"
+      f"  input {of['input']:>10,.0f}/s {fed:5.1f} x",
+      flush=True,
+    )
+  busy = load_of_others.cores()
+  return {"batch_size": config.batch_size, "best": best, "median": median, "busy_cores": busy}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+  parser.add_argument("configs", nargs="+", help="<recipe>/<config>[:mode], as in configs/")
+  parser.add_argument("--set", nargs="*", default=[], help="settings of all of them, name=value")
+  parser.add_argument("--seconds", type=float, default=10.0, help="of each of the three, in a turn")
+  parser.add_argument("--turns", type=int, default=3)
+  parser.add_argument("--json", type=Path, help="write the rates there")
+  args = parser.parse_args()
+  flags.FLAGS.mark_as_parsed()  # Grain's workers ask for it
+  results = {name: measure(name, args) for name in args.configs}
+  if args.json:
+    args.json.write_text(
+      json.dumps(timing.about() | {"examples_per_second": results}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+  main()
