@@ -26,7 +26,8 @@ from absl import flags
 
 from recipes import loop, settings, train_step
 
-_KEPT = 8  # batches on the device for the bare step
+# Batches on the device for the bare step: with a few of them, their rows would stay in the caches.
+_KEPT = 64
 
 
 def load(name: str, changes: list[str]) -> Any:

@@ -11,7 +11,7 @@ import jax
 from embed import config as config_lib
 from embed import structure
 from embed.engine import mesh as mesh_lib
-from embed.engine import storage
+from embed.engine import sparse_core, storage
 from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
 from embed.engine.stack import StackSpec
@@ -214,7 +214,18 @@ class Plan:
     moved = f"{text.size(sum(c.moved for c in self.costs()))} received by each in a step"
     fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
     limit = "" if self.hbm_bytes is None else f"{fits} {text.size(self.hbm_bytes)}"
-    return f"{text.aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{self._warning()}"
+    notes = self._about_sparse_cores() + self._warning()
+    return f"{text.aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{notes}"
+
+  def _about_sparse_cores(self) -> str:
+    """Which tables SparseCores read and write, and why others that should be do not, or ""."""
+    lines = ""
+    for stack in self.stacks().values():
+      if stack.sparse_core:
+        reason = sparse_core.obstacle(stack)
+        where = "on SparseCores" if reason is None else f"not on SparseCores: {reason}"
+        lines += f"\n{', '.join(stack.tables)}: {where}"
+    return lines
 
   def _warning(self) -> str:
     """A warning about tables that are whole on every device while saved or restored, or ""."""

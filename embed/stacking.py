@@ -17,7 +17,7 @@ import numpy as np
 
 from embed import combiners, inputs, structure
 from embed.config import MAX_VOCABULARY_SIZE, FeatureConfig, TableConfig
-from embed.engine import cost, route
+from embed.engine import cost, route, sparse_core
 from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
 from embed.engine.layout import Layout
@@ -46,6 +46,10 @@ class TablePlan:
     capacity: the rows that a pair of devices exchanges in a round of an all-to-all. A plan suggests
       the number for its example batch, and each batch computes its own unless the field is set. A
       number that is too small costs rounds, but never drops an id.
+    sparse_core: whether the SparseCores of TPUs read and write the rows, where they can: on v5p,
+      v6e and TPU7x, float32 rows of a multiple of 128 columns on a device. None is what the
+      environment variable `SPARSE_EMBED_SPARSE_CORES` says, 1 or 0, and without it False: the
+      kernels are compiled for these chips and checked by emulation, but no TPU has run them.
 
   Raises:
     ValueError: for a value that a field does not accept.
@@ -54,13 +58,13 @@ class TablePlan:
   >>> entry = embed.TablePlan(strategy="div")
   >>> entry.capacity = 512
   >>> entry
-  TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512)
+  TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512, sparse_core=None)
   """
 
   set: dict[str, Any]  # decisions, which go into JSON
   suggested: dict[str, Any]  # values for the example batch, which do not
 
-  _FIELDS = ("strategy", "axis", "column_axis", "exchange", "capacity")
+  _FIELDS = ("strategy", "axis", "column_axis", "exchange", "capacity", "sparse_core")
 
   def __init__(
     self,
@@ -69,11 +73,11 @@ class TablePlan:
     column_axis: str | Sequence[str] = (),
     exchange: str | None = None,
     capacity: int | None = None,
+    sparse_core: bool | None = None,
   ):
     self.__dict__.update(set={}, suggested={})
-    for name, value in zip(
-      self._FIELDS, (strategy, axis, column_axis, exchange, capacity), strict=True
-    ):
+    values = (strategy, axis, column_axis, exchange, capacity, sparse_core)
+    for name, value in zip(self._FIELDS, values, strict=True):
       setattr(self, name, value)
 
   def __setattr__(self, name: str, value: Any) -> None:
@@ -87,6 +91,8 @@ class TablePlan:
       if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"capacity must be a positive int or None. Got {value!r}.")
       value = int(value)
+    if name == "sparse_core" and value not in (None, True, False):
+      raise ValueError(f"sparse_core must be True, False or None. Got {value!r}.")
     if name in ("axis", "column_axis"):
       value = as_names(value)
     self.set[name] = value
@@ -178,6 +184,7 @@ class Tables(NamedTuple):
       table.stochastic_rounding,
       entry.set["exchange"],
       entry.set["capacity"],
+      sparse_core.is_wanted(entry.set["sparse_core"]),
     )
 
   def stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:

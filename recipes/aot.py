@@ -1,8 +1,9 @@
-"""Compiles a training step, and the evaluation of a batch, for TPUs without having any.
+"""Compiles a training step, and the evaluation of a batch, for TPUs or GPUs without having any.
 
-The compiler is the real one, from libtpu, and needs no chip; model and optimizer are shapes, so
-that nothing is allocated and no data is read. The step is the one that training calls, from
-`recipes.train_step`. Nothing runs, so the report (`recipes.aot_report`) has no times of a step.
+The compiler is the real one, from libtpu or JAX's CUDA plugin, and needs no chip; model and
+optimizer are shapes, so that nothing is allocated and no data is read. The step is the one that
+training calls, from `recipes.train_step`. Nothing runs, so the report (`recipes.aot_report`) has no
+times of a step.
 
 Each topology is compiled in a child process, because the compiler reads its environment once, may
 crash its process, and may take longer than anybody can wait. SPARSE_EMBED_AOT_HLO=<file> in the
@@ -31,7 +32,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import embed
 
-from . import aot_report, arrays, hosts, train_step
+from . import aot_report, arrays, gpus, hosts, train_step
 from .errors import MissingPackageError
 
 _HLO = "SPARSE_EMBED_AOT_HLO"
@@ -80,7 +81,7 @@ def main(
 
   Args:
     module: the program that calls this, started again with the same arguments as a child.
-    wanted: topologies, as "v5p:4x4x4".
+    wanted: topologies, as "v5p:4x4x4" or "h100:8".
     parts: builds what is compiled, on the mesh of a topology; called in the child.
     path: of the JSON, `{topology: report}`.
     timeout: seconds that one topology may take.
@@ -94,7 +95,9 @@ def main(
   if _REPORT in os.environ:
     arrays.write_json(Path(os.environ[_REPORT]), inspect(wanted[-1], parts))
     return 0
-  if importlib.util.find_spec("libtpu") is None:
+  for topology in filter(gpus.is_gpu, wanted):
+    gpus.check(topology)
+  if not all(map(gpus.is_gpu, wanted)) and importlib.util.find_spec("libtpu") is None:
     raise MissingPackageError(
       "--aot needs libtpu, which holds the TPU compiler: pip install -e '.[tpu]'. No TPU is needed."
     )
@@ -147,8 +150,10 @@ def versions() -> dict[str, str]:
 
 def topology_mesh(topology: str) -> Mesh:
   """Returns the mesh that `hosts.start` would make on the chips of a topology."""
-  description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-  devices = description.devices
+  if gpus.is_gpu(topology):
+    devices = gpus.devices(topology)
+  else:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
   return jax.make_mesh((len(devices),), (hosts.AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
@@ -160,7 +165,10 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
   batch = hosts.over_examples(mesh, part.batch)
   began = time.perf_counter()
   step = train_step.make_train_step(part.loss_fn, part.options, mesh)
-  lowered = step.trace(model, optimizer, batch).lower(lowering_platforms=("tpu",))  # type: ignore[attr-defined]
+  platforms, options = ("tpu",), None
+  if gpus.is_gpu(topology):
+    platforms, options = ("cuda",), gpus.OPTIONS
+  lowered = step.trace(model, optimizer, batch).lower(lowering_platforms=platforms)  # type: ignore[attr-defined]
   traced = time.perf_counter()
   report: dict[str, Any] = {
     "topology": topology,
@@ -171,7 +179,7 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
     "trace_seconds": traced - began,
   }
   try:
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=options)
   except jax.errors.JaxRuntimeError as error:
     return report | {"compiled": False, "problems": [f"does not compile: {error}"]}
   report |= {
@@ -183,11 +191,13 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
     Path(dump).write_text(compiled.as_text())
     Path(dump + ".stablehlo").write_text(lowered.as_text())
   state = {"model": model, "optimizer": optimizer}
-  report |= aot_report.step(compiled, lowered.as_text(), state, mesh)
+  available = gpus.memory(topology) if gpus.is_gpu(topology) else aot_report.tpu_memory(mesh)
+  report |= aot_report.step(compiled, lowered.as_text(), state, mesh, available)
   view = nnx.view(model, deterministic=True)
   eval_batch = batch if part.eval_batch is None else part.eval_batch
-  predict = part.predict.trace(view, eval_batch).lower(lowering_platforms=("tpu",))
-  report["evaluation"] = aot_report.evaluation(predict.compile(), model, mesh)
+  predict = part.predict.trace(view, eval_batch).lower(lowering_platforms=platforms)
+  evaluation = predict.compile(compiler_options=options)
+  report["evaluation"] = aot_report.evaluation(evaluation, model, available)
   return report | {"problems": aot_report.problems(report, state)}
 
 

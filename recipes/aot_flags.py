@@ -1,4 +1,4 @@
-"""The command line of a recipe that trains, or with `--aot` compiles its step for TPUs instead."""
+"""The command line of a recipe that trains, or with `--aot` compiles its step for other devices."""
 
 import functools
 import importlib
@@ -21,8 +21,8 @@ def program(recipe: str) -> Callable[[], None]:
   topologies = main.flags.DEFINE_list(
     "aot",
     [],
-    "TPU topologies, as v5p:4x4x4: instead of training, compile the step for them and report "
-    "memory and exchanges. Needs libtpu, but no TPU.",
+    "TPU or GPU topologies, as v5p:4x4x4 or h100:8: instead of training, compile the step for them "
+    "and report memory and exchanges. Needs the extra tpu or cuda, but no device.",
   )
   report = main.flags.DEFINE_string(
     "aot_json", None, "--aot's report; default: <workdir>/aot.json."

@@ -1,8 +1,9 @@
-"""The report on a program that was compiled for TPUs: its parts, its problems, and its text.
+"""The report on a program compiled for TPUs or GPUs: its parts, its problems, and its text.
 
 Programs are read by `recipes.hlo`; `recipes.aot` compiles them.
 """
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,9 @@ MIB = 1 << 20
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "int32": "s32"}
 
 
-def step(compiled: Any, stablehlo: str, state: dict[str, nnx.Module], mesh: Mesh) -> dict[str, Any]:
+def step(
+  compiled: Any, stablehlo: str, state: dict[str, nnx.Module], mesh: Mesh, available: int
+) -> dict[str, Any]:
   """Returns the report's part on a compiled training step.
 
   Args:
@@ -28,37 +31,45 @@ def step(compiled: Any, stablehlo: str, state: dict[str, nnx.Module], mesh: Mesh
     stablehlo: the text that was compiled.
     state: model and optimizer, as shapes with shardings.
     mesh: that it was compiled for.
+    available: bytes of memory of a device.
   """
   program = hlo.Program(compiled.as_text())
   collectives = program.collectives()
   return {
-    "memory": memory(compiled.memory_analysis(), mesh),
+    "memory": memory(compiled.memory_analysis(), available),
     "tables": tables(state, program, mesh),
     "collectives": [c.to_json() for c in collectives],
     "written_collectives": [[op, *dtypes] for op, dtypes in hlo.written(stablehlo)],
     "narrowed_collectives": hlo.narrowed(collectives, stablehlo),
     "copies": copies(program, state),
     "offloads": program.offloads(),
+    "sparse_core_calls": [call._asdict() for call in program.sparse_core_calls()],
+    "row_gathers": program.row_gathers(),
     "cost_model": cost(compiled.cost_analysis()),
   }
 
 
-def evaluation(compiled: Any, model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
+def evaluation(compiled: Any, model: nnx.Module, available: int) -> dict[str, Any]:
   """Returns the report's part on the compiled evaluation of a batch."""
   return {
-    "memory": memory(compiled.memory_analysis(), mesh),
+    "memory": memory(compiled.memory_analysis(), available),
     "copies": copies(hlo.Program(compiled.as_text()), {"model": model}),
   }
 
 
-def memory(analysis: Any, mesh: Mesh) -> dict[str, int]:
-  """Returns bytes per device: what the program needs and what the device has.
+def tpu_memory(mesh: Mesh) -> int:
+  """Returns the bytes of memory of a TPU.
 
-  The device's memory comes from JAX's own table (jax.experimental.pallas.tpu.get_tpu_info), a
-  little more than the compiler allows: a step that does not fit does not compile.
+  They come from JAX's own table (jax.experimental.pallas.tpu.get_tpu_info), a little more than the
+  compiler allows: a step that does not fit does not compile.
   """
   with jax.set_mesh(mesh):
     info = pltpu.get_tpu_info()
+  return info.hbm_capacity_bytes * info.num_cores
+
+
+def memory(analysis: Any, available: int) -> dict[str, int]:
+  """Returns bytes per device: what the program needs and what the device has."""
   sizes = {
     "arguments": analysis.argument_size_in_bytes,
     "temporaries": analysis.temp_size_in_bytes,
@@ -68,7 +79,7 @@ def memory(analysis: Any, mesh: Mesh) -> dict[str, int]:
   }
   need = sizes["arguments"] + sizes["temporaries"] + sizes["code"]
   need += sizes["output"] - sizes["aliased"]
-  return sizes | {"needed": need, "available": info.hbm_capacity_bytes * info.num_cores}
+  return sizes | {"needed": need, "available": available}
 
 
 def table_leaves(state: dict[str, nnx.Module]) -> list[jax.ShapeDtypeStruct]:
@@ -144,7 +155,7 @@ def _logical(state: dict[str, nnx.Module]) -> int:
 def cost(analysis: Any) -> dict[str, float]:
   """Returns the estimates of the compiler's cost model, which has no time of a step."""
   names = ("flops", "bytes accessed", "transcendentals", "optimal_seconds")
-  return {name: analysis[name] for name in names if name in analysis}
+  return {name: analysis[name] for name in names if name in (analysis or {})}  # None of GPUs
 
 
 def problems(report: dict[str, Any], state: dict[str, nnx.Module]) -> list[str]:
@@ -209,7 +220,7 @@ def _body(report: dict[str, Any]) -> list[str]:
     f"{report['peak_rss'] / MIB:,.0f} MiB of host memory",
     f"  MiB per device: {sizes}",
     f"    needed {mib(need['needed'])} of {mib(need['available'])} "
-    f"({100 * need['needed'] / need['available']:.1f} %; the device's memory by get_tpu_info)",
+    f"({100 * need['needed'] / need['available']:.1f} % of the device's memory)",
     f"    tables and slots, sharded: {mib(table['sharded'])}, as laid out "
     f"{mib(table['laid_out'])}; rows x (dim + slots) / devices: {mib(table['expected'])} "
     f"({table['deviation_percent']:+.2f} %, {table['laid_out_deviation_percent']:+.2f} %)",
@@ -233,8 +244,25 @@ def _body(report: dict[str, Any]) -> list[str]:
   )
   offloads = ", ".join(f"{k} x {v}" for k, v in report["offloads"].items()) or "none"
   lines.append(f"  SparseCore offloads: {offloads}")
-  estimates = ", ".join(f"{name} {value:.4g}" for name, value in model.items())
+  lines += _sparse_core(report["sparse_core_calls"], report["row_gathers"])
+  estimates = ", ".join(f"{name} {value:.4g}" for name, value in model.items()) or "none"
   lines.append(f"  the compiler's cost model, which is no step time: {estimates}")
+  return lines
+
+
+def _sparse_core(calls: list[dict[str, Any]], gathers: int) -> list[str]:
+  if not calls:
+    return []
+  counts = collections.Counter(call["kernel"] for call in calls)
+  kernels = ", ".join(f"{name} x {count}" for name, count in counts.items())
+  reads = sum(count for name, count in counts.items() if name != "put_rows")
+  lines = [f"  SparseCore kernels: {kernels}; {reads} of {reads + gathers} gathers of rows"]
+  longest = sorted(calls, key=lambda call: call["start"] - call["done"])[:3]
+  for call in longest:
+    lines.append(
+      f"    {call['kernel']} starts at {call['start']:,} and is waited for at {call['done']:,} of "
+      f"{call['length']:,} instructions"
+    )
   return lines
 
 

@@ -160,6 +160,23 @@ class Collective(NamedTuple):
     }
 
 
+class SparseCoreCall(NamedTuple):
+  """A kernel that runs on the SparseCores while the schedule goes on.
+
+  Attributes:
+    kernel: its name, as "take_rows".
+    always: whether every step runs it; not so inside a loop whose length depends on the data.
+    start, done: where the schedule of its computation starts it, and where it waits for it.
+    length: of the schedule.
+  """
+
+  kernel: str
+  always: bool
+  start: int
+  done: int
+  length: int
+
+
 class Program:
   """A compiled program, read from `compiled.as_text()`.
 
@@ -227,16 +244,50 @@ class Program:
     comes back from there is the compiler's own caching.
     """
     by_name = {i.name: i for i in self.instructions}
+    fusions = {name for i in self.instructions if i.opcode == "fusion" for name in i.calls}
     makers = []
     for i in self.instructions:
       if i.opcode not in _MAKERS or not i.results or not fits(i.results[0]):
         continue
       sources = [by_name[name].results[0] for name in i.operands if name in by_name]
       cached = any(array.in_fast_memory for array in (i.results[0], *sources[:1]))
-      fused = i.opcode in _FREE_IN_FUSIONS and "fused" in i.computation
+      fused = i.opcode in _FREE_IN_FUSIONS and i.computation in fusions
       if not cached and not fused:
         makers.append(str(i))
     return makers
+
+  def sparse_core_calls(self) -> list["SparseCoreCall"]:
+    """Returns the calls of this library's SparseCore kernels, in the order of the text."""
+    position: dict[str, int] = {}
+    length: collections.Counter[str] = collections.Counter()
+    done: dict[str, int] = {}
+    starts = []
+    for i in self.instructions:
+      position[i.name] = length[i.computation]
+      length[i.computation] += 1
+      if 'async_execution_thread="sparsecore"' in i.text and i.opcode.endswith("-start"):
+        starts.append(i)
+      elif i.opcode.endswith("-done") and i.operands:
+        done[i.operands[0]] = position[i.name]
+    wrappers = {name for i in starts for name in i.calls}  # they hold a start of their own
+    return [
+      SparseCoreCall(
+        kernel[1],
+        self.runs.get(i.computation, 1) is not None,
+        position[i.name],
+        done.get(i.name, position[i.name]),
+        length[i.computation],
+      )
+      for i in starts
+      if i.computation not in wrappers and (kernel := re.search(r"sparse_core_(\w+)/", i.text))
+    ]
+
+  def row_gathers(self) -> int:
+    """Returns how many gathers of rows XLA makes itself: of floating point numbers, [rows, D]."""
+    return sum(
+      i.opcode == "gather" and i.results[0].dtype in ("f32", "bf16") and len(i.results[0].shape) > 1
+      for i in self.instructions
+    )
 
   def offloads(self) -> dict[str, int]:
     """Returns how many operations of each kind run on SparseCores."""

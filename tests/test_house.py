@@ -46,6 +46,8 @@ ORDER = [
   "engine.native.kernels.row_equation",
   "engine.native.build",
   "engine.native",
+  "engine.sparse_core.kernels",
+  "engine.sparse_core",
   "engine.update_cpu",
   "engine.rows",
   "engine.route",
@@ -109,7 +111,15 @@ TESTED_IN = {
   "variables": "engine/test_storage",
 }
 # A step, the choice of kernels, and names.
-PACKAGES = {"engine", "engine.native", "serving", "tools", "tpu_embedding", "transforms"}
+PACKAGES = {
+  "engine",
+  "engine.native",
+  "engine.sparse_core",
+  "serving",
+  "tools",
+  "tpu_embedding",
+  "transforms",
+}
 
 
 def files():

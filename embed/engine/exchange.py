@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import cost, native, rows
+from embed.engine import cost, native, rows, sparse_core
 from embed.engine import grads as grads_lib
 from embed.engine import route as route_lib
 from embed.engine.bags import Bags, pad_all
@@ -87,9 +87,7 @@ def route_spec(stack: StackSpec) -> Any:
 def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
   """Activations of a device's part of the batch, and the route of the all-to-all, or None."""
   placement, layout = stack.placement, stack.layout
-  combine = functools.partial(
-    native.gather_and_combine, quantization=stack.quantization, dtype=jnp.float32
-  )
+  combine = functools.partial(_combine, stack)
   route, acts = None, {}
   routed = [i for i, bag in enumerate(bags) if capacity is not None and not bag.is_ragged]
   if routed:
@@ -115,6 +113,13 @@ def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
       act = act.reshape(*bag.batch, act.shape[-1])
     out.append(act[..., : stack.dim].astype(table.dtype))
   return tuple(out), route
+
+
+def _combine(stack: StackSpec, source: jax.Array, bags: Bags) -> jax.Array:
+  """Sums of bags `[*batch, D]` in float32, of rows of the table or of those received."""
+  if sparse_core.sums_bags(stack, bags):
+    return sparse_core.gather_and_combine(source, bags)
+  return native.gather_and_combine(source, bags, stack.quantization, jnp.float32)
 
 
 def _local_rows(ids: jax.Array, stack: StackSpec, table: str) -> jax.Array:
@@ -143,9 +148,7 @@ def _look_up_routed(table, bags, shards, combine, way: tuple[StackSpec, Route]):
   def one_round(start):
     local_rows, count = route.requests(start, stack.layout)
     requested = placement.swap(local_rows, placement.rows)
-    sent = table.at[requested.reshape(-1)].get(
-      mode="fill", fill_value=0, wrap_negative_indices=False
-    )
+    sent = sparse_core.take(stack, table, requested.reshape(-1))
     received = placement.swap(sent.reshape(*requested.shape, -1), placement.rows)
     received = received.reshape(-1, table.shape[1])
     positions = route.buffer_positions(shards, start, count)

@@ -189,6 +189,12 @@ class Placement:
     for name, value in derived.items():
       object.__setattr__(self, name, value)
 
+  @property
+  def device_kind(self) -> str:
+    """JAX's name of the devices, as "TPU v6 lite"; of an abstract mesh, those of this process."""
+    device = self.mesh.devices.flat[0] if isinstance(self.mesh, Mesh) else jax.devices()[0]
+    return device.device_kind
+
   def lookup_groups(self) -> np.ndarray:
     """int64 `[devices]`: which group of devices looks up each part of a batch together.
 

@@ -1,14 +1,18 @@
 """Sums of row gradients: one gradient for each distinct row."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from embed.engine import update_cpu
 from embed.engine.grads import DistinctRows, GradRows, flat_ids, with_ids
 from embed.engine.update_cpu import DROP
+
+NO_ROW = np.iinfo(np.int32).max  # of any table
 
 
 def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
@@ -49,10 +53,49 @@ def distinct(ids: jax.Array, fill: int) -> Unique:
   )
 
 
+CHUNK = 1 << 22  # numbers that an accelerator works on at a time, 16 MiB of float32
+_SMALLEST = 8  # entries of a chunk
+
+
+def in_chunks(body: Callable[..., Any], carry: Any, size: int, *arrays: jax.Array) -> Any:
+  """`carry = body(carry, is_new, *chunks)` for all chunks of arrays `[N, ...]`.
+
+  Memory then follows the chunk where all entries at once would need copies of the arrays.
+
+  Args:
+    body: gets a chunk of each array, and which of its entries it has not had: bool `[n]`, or None
+      for all. The last chunk begins within the one before it, since padding would copy the arrays.
+    carry: what it starts from.
+    size: the numbers of an entry, of which a chunk has `CHUNK`.
+    *arrays: of which N is the first dimension.
+  """
+  count, chunk = arrays[0].shape[0], max(_SMALLEST, CHUNK // max(size, 1))
+  if count <= chunk:
+    return body(carry, None, *arrays)
+
+  def one(k, carry):
+    start = jnp.minimum(k * chunk, count - chunk)
+    chunks = [jax.lax.dynamic_slice_in_dim(x, start, chunk) for x in arrays]
+    return body(carry, start + jnp.arange(chunk) >= k * chunk, *chunks)
+
+  return jax.lax.fori_loop(0, -(-count // chunk), one, carry)
+
+
 def add_at_once(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
-  """`add_rows` for accelerators."""
+  """`add_rows` for accelerators.
+
+  In chunks: XLA adds in the order of the rows, for which it sorts a copy of the gradients.
+  """
+
+  def add(to, is_new, grads, ids, *gains):
+    if is_new is not None:
+      ids = jnp.where(is_new[:, None], ids, NO_ROW)
+    part = GradRows(grads, ids, *gains)
+    return to.at[ids.reshape(-1)].add(part.expanded().astype(to.dtype), **DROP)
+
   for part in parts:
-    to = to.at[part.ids.reshape(-1)].add(part.expanded().astype(to.dtype), **DROP)
+    arrays = [x for x in part if x is not None]
+    to = in_chunks(add, to, part.grads.shape[1] * part.ids.shape[1], *arrays)
   return to
 
 

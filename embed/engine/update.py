@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import cost, exchange, mesh, native, rounding, rows, update_cpu
+from embed.engine import cost, exchange, mesh, native, rounding, rows, sparse_core, update_cpu
 from embed.engine import grads as grads_lib
 from embed.engine.bags import pad_all
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
@@ -271,7 +270,7 @@ def step_table(
     return _step_rows_of(stack, scalars._replace(rate=rate), state, parts, distinct)
 
   kernel = None
-  if optimizer.use_gradient_accumulation:
+  if optimizer.use_gradient_accumulation and not sparse_core.is_on(stack):
     one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
     kernel = native.kernel_of(one_row, state, parts)
   if kernel is None:
@@ -286,13 +285,13 @@ def _step_rows_of(
   optimizer, (table, slots) = stack.optimizer, state
   assert optimizer is not None
   size, row_step = table.shape[0], row_step_of(stack, scalars)
-  if _is_plain_sum(optimizer, table):
+  if _is_plain_sum(optimizer, table) and not sparse_core.is_on(stack):
     return _add_steps(optimizer, scalars.rate, table, parts), slots
   if not optimizer.use_gradient_accumulation:
-    return _step_in_order(row_step, state, *rows.expand_rows(parts, size))
+    return _step_in_order(stack, row_step, state, *rows.expand_rows(parts, size))
   if distinct:
-    return _step_distinct(row_step, state, grads_lib.flat_ids(parts, size), parts[0].grads)
-  return _step_summed(row_step, state, parts)
+    return _step_distinct(stack, row_step, state, grads_lib.flat_ids(parts, size), parts[0].grads)
+  return _step_summed(stack, row_step, state, parts)
 
 
 def step_rows(
@@ -365,28 +364,48 @@ def _round(stack: StackSpec, index, new: jax.Array, at: jax.Array, time) -> jax.
   return rounding.to_bfloat16(new, rounding.noise(keys, columns))
 
 
-def step_at_once(row_step: RowStep, state: State, at: jax.Array, g: jax.Array, time=0) -> State:
+def step_at_once(
+  stack: StackSpec, row_step: RowStep, state: State, at: jax.Array, g: jax.Array
+) -> State:
   """Steps the distinct rows `at` of the table and its slots; out of range steps nothing.
+
+  In chunks, so that rows, slots and their new values are little beside the gradients.
+  """
+
+  def step_chunk(state, is_new, ids, grads):
+    if is_new is not None:
+      ids = jnp.where(is_new, ids, rows.NO_ROW)
+    return _step_part(stack, row_step, state, ids, grads)
+
+  return rows.in_chunks(step_chunk, state, stack.width, at, g)
+
+
+def _step_part(
+  stack: StackSpec, row_step: RowStep, state: State, at: jax.Array, g: jax.Array, time=0
+) -> State:
+  """Steps the distinct rows `at` together.
 
   Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
   """
-  table, slots = state
-  read = lambda x: x.at[at].get(mode="clip")
-  old = jax.lax.optimization_barrier((read(table), {k: read(s) for k, s in slots.items()}))
-  w, new = jax.lax.optimization_barrier(row_step(at, g, *old, time))
-  write = lambda x, v: x.at[at].set(v.astype(x.dtype), mode="drop", unique_indices=True)
-  return write(table, w), {k: write(s, new[k]) for k, s in slots.items()}
+  arrays = {"parameters": state[0], **state[1]}
+  old = jax.lax.optimization_barrier(sparse_core.read(stack, arrays, at))
+  w, slots = jax.lax.optimization_barrier(row_step(at, g, old.pop("parameters"), old, time))
+  arrays = sparse_core.write(stack, arrays, at, {"parameters": w, **slots})
+  return arrays.pop("parameters"), arrays
 
 
-def _step_in_order(row_step: RowStep, state: State, ids: jax.Array, values: jax.Array) -> State:
+def _step_in_order(
+  stack: StackSpec, row_step: RowStep, state: State, ids: jax.Array, values: jax.Array
+) -> State:
+  stack = dataclasses.replace(stack, sparse_core=False)  # kernels read a window of rows at a time
   # After each id an entry that steps nothing: a scatter of one row would become a slice that XLA
   # fuses with its reads, and pays for with a copy of the table at every occurrence.
-  nothing = jnp.full(1, np.iinfo(np.int32).max, jnp.int32)
+  nothing = jnp.full(1, rows.NO_ROW, jnp.int32)
 
   def body(n, state):
     at = jnp.concatenate([jax.lax.dynamic_slice_in_dim(ids, n, 1), nothing])
     g = jnp.pad(jax.lax.dynamic_slice_in_dim(values, n, 1), ((0, 1), (0, 0)))
-    return step_at_once(row_step, state, at, g, n)
+    return _step_part(stack, row_step, state, at, g, n)
 
   return jax.lax.fori_loop(0, ids.shape[0], body, state)
 
@@ -423,7 +442,9 @@ def _is_plain_sum(optimizer: RowOptimizer, table: jax.Array) -> bool:
   return plain and table.dtype == jnp.float32  # a narrower table would round at every addition
 
 
-def _step_summed(row_step: RowStep, state: State, parts: Sequence[GradRows]) -> State:
+def _step_summed(
+  stack: StackSpec, row_step: RowStep, state: State, parts: Sequence[GradRows]
+) -> State:
   """Sums and steps: on CPU span by span, elsewhere all at once."""
   size = state[0].shape[0]
 
@@ -434,14 +455,20 @@ def _step_summed(row_step: RowStep, state: State, parts: Sequence[GradRows]) -> 
 
   def at_once(state, parts):
     summed = rows.sum_rows(parts, size)
-    return step_at_once(row_step, state, summed.ids, summed.values)
+    return step_at_once(stack, row_step, state, summed.ids, summed.values)
 
+  if sparse_core.is_on(stack):
+    return at_once(state, parts)
   return jax.lax.platform_dependent(state, list(parts), cpu=on_cpu, default=at_once)
 
 
-def _step_distinct(row_step: RowStep, state: State, ids: jax.Array, values: jax.Array) -> State:
+def _step_distinct(
+  stack: StackSpec, row_step: RowStep, state: State, ids: jax.Array, values: jax.Array
+) -> State:
   def on_cpu(state, ids, values):
     return update_cpu.step_rows(state[0], state[1], ids, jnp.int32(ids.shape[0]), values, row_step)
 
-  at_once = functools.partial(step_at_once, row_step)
+  at_once = functools.partial(step_at_once, stack, row_step)
+  if sparse_core.is_on(stack):
+    return at_once(state, ids, values)
   return jax.lax.platform_dependent(state, ids, values, cpu=on_cpu, default=at_once)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+import embed
 from embed.engine import grads as grads_lib
 from embed.engine import rows, update
 from embed.engine import update_cpu as cpu
@@ -113,8 +114,6 @@ def test_spans_and_chunks_cover_every_row(monkeypatch):
 @pytest.mark.full
 def test_both_formulations_step_alike():
   """What runs on an accelerator, run here, is what runs on CPU."""
-  import embed
-
   rng = np.random.default_rng(1)
   v, d = 50, 4
   ids = jnp.asarray(rng.integers(0, v + 1, (20, 5)), jnp.int32)
@@ -134,8 +133,52 @@ def test_both_formulations_step_alike():
   on_cpu = update.step_table(stack, scalars, state, [part], distinct=False)
   position, unique, _ = rows.distinct_by_sort(grads_lib.flat_ids([part], v), v)
   sums = rows.add_at_once(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
-  at_once = update.step_at_once(update.row_step_of(stack, scalars), state, unique, sums)
+  at_once = update.step_at_once(stack, update.row_step_of(stack, scalars), state, unique, sums)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
+
+
+def in_chunks_of(size, monkeypatch):
+  monkeypatch.setattr(rows, "CHUNK", 0)
+  monkeypatch.setattr(rows, "_SMALLEST", size)
+
+
+@pytest.mark.parametrize("count", [63, 64, 65, 200])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_that_are_added_in_chunks_are_added_once(count, weighted, monkeypatch):
+  rng, v, d = np.random.default_rng(0), 30, 4
+  numbers = lambda *shape: rng.integers(-8, 9, shape).astype(np.float32)  # sums are exact
+  gains = numbers(count, 3) if weighted else None
+  part = GradRows(numbers(count, d), rng.integers(-1, v + 2, (count, 3)).astype(np.int32), gains)
+  part = part._replace(ids=np.where(part.ids < 0, v, part.ids))
+  to = numbers(v, d)
+  at_once = rows.add_at_once(jnp.asarray(to), [part, part])
+  in_chunks_of(64, monkeypatch)
+  np.testing.assert_array_equal(rows.add_at_once(jnp.asarray(to), [part, part]), at_once)
+  expected = to.copy()
+  each = np.repeat(part.grads, 3, axis=0) * (1 if gains is None else gains.reshape(-1, 1))
+  kept = part.ids.reshape(-1) < v
+  np.add.at(expected, part.ids.reshape(-1)[kept], 2 * each[kept])
+  np.testing.assert_array_equal(at_once, expected)
+
+
+@pytest.mark.parametrize("count", [63, 64, 65, 200])
+def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
+  """Also those of the last chunk, which begins within the one before it."""
+  rng, v, d = np.random.default_rng(0), 300, 4
+  stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adagrad(0.5))
+  row_step = update.row_step_of(stack, update.StepScalars.at(stack, 0))
+  state = (
+    rng.normal(size=(v, d)).astype(np.float32),
+    {"accumulators": np.ones((v, d), np.float32)},
+  )
+  ids = rng.permutation(v)[:count].astype(np.int32)
+  ids[::5] = v
+  grads = rng.normal(size=(count, d)).astype(np.float32)
+  step = lambda: jax.jit(lambda *x: update.step_at_once(stack, row_step, *x))(state, ids, grads)
+  at_once = step()
+  in_chunks_of(64, monkeypatch)
+  jax.tree.map(np.testing.assert_array_equal, step(), at_once)
+  assert (np.asarray(at_once[0]) != state[0]).any()
 
 
 @pytest.mark.full

@@ -182,8 +182,52 @@ def test_exchanges_that_became_narrow():
   assert narrowed(dense, mixed) == []
 
 
+SPARSE_CORE = """\
+%kernel (p: f32[500,128]) -> f32[8,128] {
+  ROOT %take = f32[8,128]{1,0:T(8,128)} custom-call(%p), custom_call_target="tpu_custom_call"
+}
+
+%wrapper (p: f32[500,128]) -> f32[8,128] {
+  %s = ((f32[500,128]), f32[8,128]) call-start(%p), async_execution_thread="sparsecore", \
+to_apply=%kernel, metadata={op_name="jit(step)/sparse_core_take_rows/mpmd_map"}
+  ROOT %d = f32[8,128]{1,0:T(8,128)} call-done(%s)
+}
+
+ENTRY %main (table: f32[500,128]) -> f32[8,128] {
+  %table = f32[500,128]{1,0:T(8,128)} parameter(0)
+  %start = ((f32[500,128]), f32[8,128]) call-start(%table), async_execution_thread="sparsecore", \
+to_apply=%wrapper, metadata={op_name="jit(step)/sparse_core_take_rows/mpmd_map"}
+  %dense = f32[8,128]{1,0:T(8,128)} fusion(%table), kind=kLoop, calls=%fused
+  %by_xla = f32[8,128]{1,0:T(8,128)} gather(%table, %dense), offset_dims={1}
+  %places = s32[8,2]{1,0:T(8,128)} gather(%table, %dense), offset_dims={1}
+  %done = f32[8,128]{1,0:T(8,128)} call-done(%start)
+  ROOT %sum = f32[8,128]{1,0:T(8,128)} add(%done, %dense)
+}
+"""
+
+
+def test_sparse_core_kernels_and_what_runs_beside_them():
+  program = hlo.Program(SPARSE_CORE)
+  assert program.sparse_core_calls() == [hlo.SparseCoreCall("take_rows", True, 1, 5, 7)]
+  assert program.row_gathers() == 1
+  assert hlo.Program(PROGRAM).sparse_core_calls() == []
+
+
 def test_offloads():
   assert hlo.Program(PROGRAM).offloads() == {"OFFLOAD_GATHER": 1}
+
+
+@pytest.mark.parametrize(
+  ("topology", "message"),
+  [
+    ("h100:8", r"needs JAX's CUDA plugin, .* pip install -e '\.\[cuda\]'"),
+    ("h100:", "write h100:8"),
+  ],
+)
+def test_gpus_that_cannot_be_compiled_for(topology, message, monkeypatch, tmp_path):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(errors.UserError, match=message):
+    aot.main("recipes.dlrm", [topology], lambda mesh: None, tmp_path / "aot.json", timeout=1)
 
 
 def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, tmp_path):

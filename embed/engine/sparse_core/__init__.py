@@ -1,0 +1,106 @@
+"""Rows by the SparseCores of TPUs: the one place that chooses them.
+
+Rows are read and written, and bags of float32 rows summed, by the kernels of `kernels`; what is
+computed between a read and a write, as every optimizer's equation, is XLA's. The formulations of
+`lookup`, `exchange` and `update` define the meaning, and run everywhere else.
+
+No TPU has run the kernels: they are compiled for v5p, v6e and TPU7x, and checked on CPU by
+emulation. Hence they are off, unless a table's `TablePlan.sparse_core` is True or the environment
+variable `SPARSE_EMBED_SPARSE_CORES` is 1 when a layer is made.
+"""
+
+import os
+
+import jax
+import numpy as np
+
+from embed.engine.bags import Bags
+from embed.engine.stack import Arrays, StackSpec
+
+SWITCH = "SPARSE_EMBED_SPARSE_CORES"
+KINDS = {"TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "TPU7x"}  # of devices that have them
+LANES = 128  # of a tile: rows of other widths would be laid out anew at every step
+
+
+def is_wanted(setting: bool | None) -> bool:
+  """Whether a table shall be on SparseCores where it can: its setting, or the environment's."""
+  return os.environ.get(SWITCH, "0") == "1" if setting is None else setting
+
+
+def obstacle(stack: StackSpec) -> str | None:
+  """Why a stack cannot be on SparseCores, or None."""
+  kind = stack.placement.device_kind
+  if kind not in KINDS:
+    return f"devices of kind {kind} have none that are known"
+  if stack.width % LANES:
+    return f"its rows of {stack.width} columns on a device are no multiple of {LANES}"
+  if stack.dtype != np.float32:
+    return f"its rows are {stack.dtype.name}, not float32"
+  return None
+
+
+def is_on(stack: StackSpec) -> bool:
+  """Whether SparseCores read and write the rows of a stack."""
+  return stack.sparse_core and obstacle(stack) is None
+
+
+# --- per device -----------------------------------------------------------------------------------
+
+
+def take(stack: StackSpec, table: jax.Array, ids: jax.Array) -> jax.Array:
+  """The rows `[N, D]` of a table `[V, D]`, for ids int32 `[N]`; of no use where one is no row."""
+  if not is_on(stack):
+    return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+  from embed.engine.sparse_core import kernels
+
+  return kernels.take(table, ids)
+
+
+def sums_bags(stack: StackSpec, bags: Bags) -> bool:
+  """Whether `gather_and_combine` can sum the rows of these bags."""
+  is_covered = not bags.is_ragged and bags.ids.shape[-1] > 0 and stack.quantization is None
+  return is_covered and is_on(stack)
+
+
+def gather_and_combine(table: jax.Array, bags: Bags) -> jax.Array:
+  """`lookup.gather_and_combine` of float32 rows, for bags of one length."""
+  from embed.engine.sparse_core import kernels
+
+  length, gains = bags.ids.shape[-1], bags.gains
+  ids = bags.ids.reshape(-1, length)
+  per_id = gains is not None and gains.shape[-1] == length
+  each = gains.reshape(-1, length) if gains is not None and per_id else None
+  sums = kernels.bag_sum(table, ids, each).reshape(*bags.batch, table.shape[1])
+  return sums if gains is None or per_id else sums * gains
+
+
+def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:
+  """The rows `at` of a table and its slots, by name; of no use where `at` is no row."""
+  wide = _wide(stack, arrays)
+  return {
+    name: take(stack, x, at) if name in wide else x.at[at].get(mode="clip")
+    for name, x in arrays.items()
+  }
+
+
+def write(stack: StackSpec, arrays: Arrays, at: jax.Array, new: Arrays) -> Arrays:
+  """A table and its slots with new rows at the distinct rows `at`; what is no row is dropped."""
+  wide = _wide(stack, arrays)
+  written = {
+    name: x.at[at].set(new[name].astype(x.dtype), mode="drop", unique_indices=True)
+    for name, x in arrays.items()
+    if name not in wide
+  }
+  if wide:
+    from embed.engine.sparse_core import kernels
+
+    put = kernels.put([arrays[name] for name in wide], at, [new[name] for name in wide])
+    written |= dict(zip(wide, put, strict=True))
+  return {name: written[name] for name in arrays}
+
+
+def _wide(stack: StackSpec, arrays: Arrays) -> list[str]:
+  """The arrays that SparseCores read and write: not slots of one value per row."""
+  if not is_on(stack):
+    return []
+  return [name for name, x in arrays.items() if x.ndim == 2 and x.dtype == np.float32]

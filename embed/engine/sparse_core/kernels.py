@@ -1,0 +1,197 @@
+"""SparseCore kernels in Pallas: rows out of a table, rows into tables in place, and sums of bags.
+
+A SparseCore has 16 vector subcores with a memory of their own. A kernel cuts its ids into windows,
+which the subcores take in turn: ids come in, rows are copied between the table in HBM and the
+subcore's memory by the ids, and go where they belong. Copies skip what is no row.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
+
+_NO_ROW = -1  # in place of an id that is no row
+_WINDOW = 128  # ids; a list of more does not fit one indirect copy
+_BUFFERED = 1 << 16  # numbers that a subcore's memory holds: v5p has room for 512 x 128 of them
+_LANES = 128  # columns of a tile in HBM
+
+
+def take(table: jax.Array, ids: jax.Array) -> jax.Array:
+  """The rows `[N, D]` of a table `[V, D]`; anything where an id of int32 `[N]` is no row."""
+  (size, dim), count = table.shape, ids.shape[0]
+  window = _window(dim, 1)
+  ids = _whole_windows(ids, size, window)
+
+  def kernel(table, ids, out, at, rows):
+    def copy(start):
+      pltpu.sync_copy(ids.at[pl.ds(start, window)], at)
+      pltpu.sync_copy(table.at[_rows(at)], rows)
+      pltpu.sync_copy(rows, out.at[pl.ds(start, window)])
+
+    _in_turn(ids.shape[0] // window, lambda i: copy(i * window))
+
+  out = jax.ShapeDtypeStruct((ids.shape[0], dim), table.dtype)
+  scratch = [pltpu.VMEM((window,), jnp.int32), pltpu.VMEM((window, dim), table.dtype)]
+  return _call("take_rows", kernel, out, scratch, dim)(table, ids)[:count]
+
+
+def put(tables: Sequence[jax.Array], ids: jax.Array, rows: Sequence[jax.Array]) -> list[jax.Array]:
+  """The tables `[V, D]` with new rows, in their place if they are donated.
+
+  Args:
+    tables: some of equal shapes.
+    ids: int32 `[N]`, no row twice; what is no row is skipped.
+    rows: `[N, D]` for each table.
+  """
+  (size, dim), count = tables[0].shape, ids.shape[0]
+  window = _window(dim, 1)
+  ids = _whole_windows(ids, size, window)
+  filling = ((0, ids.shape[0] - count), (0, 0))
+  pairs = zip(rows, tables, strict=True)
+  rows = [jnp.pad(new.astype(table.dtype), filling) for new, table in pairs]
+  refs = [jax.new_ref(table) for table in tables]
+
+  def kernel(ids, rows, refs, at, buffer):
+    def copy(start):
+      pltpu.sync_copy(ids.at[pl.ds(start, window)], at)
+      for new, ref in zip(rows, refs, strict=True):
+        pltpu.sync_copy(new.at[pl.ds(start, window)], buffer)
+        pltpu.sync_copy(buffer, ref.at[_rows(at)])
+
+    _in_turn(ids.shape[0] // window, lambda i: copy(i * window))
+
+  scratch = [pltpu.VMEM((window,), jnp.int32), pltpu.VMEM((window, dim), tables[0].dtype)]
+  _call("put_rows", kernel, (), scratch, dim)(ids, rows, refs)
+  return [jax.freeze(ref) for ref in refs]
+
+
+def bag_sum(table: jax.Array, ids: jax.Array, gains: jax.Array | None = None) -> jax.Array:
+  """The sums `[B, D]` of the rows of bags, each times its gain.
+
+  Args:
+    table: float32 `[V, D]`.
+    ids: int32 `[B, L]`; what is no row adds nothing.
+    gains: float32 `[B, L]`; None is 1.
+  """
+  (size, dim), (count, length) = table.shape, ids.shape
+  window = _window(dim, 1 if gains is None else 2)
+  lanes = plsc.get_sparse_core_info().num_lanes
+  # By position in the bag, so that the ids of a window are side by side.
+  ids = jax.vmap(lambda x: _whole_windows(x, size, window), in_axes=1)(ids)
+  bags = ids.shape[1]
+  ids = ids.reshape(-1)
+
+  def clear(ref):
+    @pl.loop(0, window)
+    def _(row):
+      @pl.loop(0, dim, step=lanes)
+      def _(column):
+        ref[row, pl.ds(column, lanes)] = jnp.zeros((lanes,), ref.dtype)
+
+  def plain(table, ids, out, at, sums):
+    def add(start):
+      clear(sums)
+
+      @pl.loop(0, length)
+      def _(position):
+        pltpu.sync_copy(ids.at[pl.ds(position * bags + start, window)], at)
+        pltpu.sync_copy(table.at[_rows(at)], sums, add=True)
+
+      pltpu.sync_copy(sums, out.at[pl.ds(start, window)])
+
+    _in_turn(bags // window, lambda i: add(i * window))
+
+  def weighted(table, ids, gains, out, at, sums, rows, weights):
+    def add(start):
+      clear(sums)
+      clear(rows)  # a copy leaves the rows that it skips as they are
+
+      @pl.loop(0, length)
+      def _(position):
+        first = position * bags + start
+        pltpu.sync_copy(ids.at[pl.ds(first, window)], at)
+        pltpu.sync_copy(gains.at[pl.ds(first, window)], weights)
+        pltpu.sync_copy(table.at[_rows(at)], rows)
+
+        @pl.loop(0, window)
+        def _(row):
+          same = jnp.full((lanes,), row, jnp.int32)
+          is_row = plsc.load_gather(at, [same]) != _NO_ROW
+          gain = jnp.where(is_row, plsc.load_gather(weights, [same]), 0.0)
+
+          @pl.loop(0, dim, step=lanes)
+          def _(column):
+            here = (row, pl.ds(column, lanes))
+            sums[here] = sums[here] + gain * rows[here]
+
+      pltpu.sync_copy(sums, out.at[pl.ds(start, window)])
+
+    _in_turn(bags // window, lambda i: add(i * window))
+
+  out = jax.ShapeDtypeStruct((bags, dim), table.dtype)
+  rows = pltpu.VMEM((window, dim), table.dtype)
+  scratch = [pltpu.VMEM((window,), jnp.int32), rows]
+  if gains is None:
+    return _call("sum_bags", plain, out, scratch, dim)(table, ids)[:count]
+  by_position = jnp.pad(gains.astype(jnp.float32), ((0, bags - count), (0, 0))).T.reshape(-1)
+  scratch += [rows, pltpu.VMEM((window,), jnp.float32)]
+  return _call("sum_weighted_bags", weighted, out, scratch, dim)(table, ids, by_position)[:count]
+
+
+# --- windows of ids -------------------------------------------------------------------------------
+
+
+def _window(dim: int, buffers: int) -> int:
+  """The ids of a window whose rows fit a subcore's memory so many times."""
+  window = _WINDOW
+  while window > 8 and window * dim * buffers > _BUFFERED:
+    window //= 2
+  return window
+
+
+def _whole_windows(ids: jax.Array, size: int, window: int) -> jax.Array:
+  """int32 ids in whole windows, -1 for what is no row of `size` of them."""
+  ids = jnp.where((ids >= 0) & (ids < size), ids, _NO_ROW).astype(jnp.int32)
+  return jnp.pad(ids, (0, -ids.shape[0] % window), constant_values=_NO_ROW)
+
+
+def _rows(at: Any) -> Any:
+  """The rows of a table in HBM that the ids in a subcore's memory name."""
+  return plsc.Indices(at, ignored_value=_NO_ROW)
+
+
+def _subcores() -> Any:
+  return plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore")
+
+
+def _in_turn(windows: int, body: Callable[[jax.Array], None]) -> None:
+  """Runs `body(i)` for this subcore's share of the windows."""
+  mesh = _subcores()
+  own = jax.lax.axis_index("subcore") * mesh.num_cores + jax.lax.axis_index("core")
+  workers = mesh.num_cores * mesh.num_subcores
+
+  @pl.loop(0, pl.cdiv(windows, workers))
+  def _(turn):
+    i = turn * workers + own
+    pl.when(i < windows)(lambda: body(i))
+
+
+def _call(
+  name: str, kernel: Callable[..., None], out: Any, scratch: Sequence[Any], dim: int
+) -> Callable[..., Any]:
+  """A kernel on all subcores of the chip."""
+  # Rows of whole tiles are read where they are; with others the compiler lays the table out anew.
+  tiled = dim % _LANES == 0
+  params = pltpu.CompilerParams(needs_layout_passes=False, use_tc_tiling_on_sc=tiled)
+  return pl.kernel(
+    kernel,
+    out_type=out,
+    mesh=_subcores(),
+    name=f"sparse_core_{name}",
+    scratch_types=list(scratch),
+    compiler_params=params,
+  )

@@ -1,0 +1,142 @@
+"""SparseCore kernels against NumPy, emulated on CPU; and bugs that the emulator must find."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from sparse_cores import CHIPS, emulated
+
+from embed.engine.sparse_core import kernels
+
+SHAPES = [(777, 16, 500), (3000, 128, 1501), (90, 256, 1)]  # V, D, N
+
+
+def problem(rows, dim, count, seed=0):
+  """A table, distinct ids of which some are no row, and new rows."""
+  draw = np.random.default_rng(seed)
+  table = draw.normal(size=(rows, dim)).astype(np.float32)
+  ids = draw.permutation(rows)[:count].astype(np.int32)
+  ids[::7] = draw.choice([-1, -5, rows, rows + 3, np.iinfo(np.int32).max], len(ids[::7]))
+  return table, ids, draw.normal(size=(count, dim)).astype(np.float32)
+
+
+def is_row(ids, rows):
+  return (ids >= 0) & (ids < rows)
+
+
+@pytest.fixture(params=CHIPS)
+def chip(request):
+  with emulated(request.param):
+    yield request.param
+
+
+@pytest.mark.parametrize(("rows", "dim", "count"), SHAPES)
+def test_take_returns_the_rows(chip, rows, dim, count):
+  table, ids, _ = problem(rows, dim, count)
+  ids = np.concatenate([ids, ids[: count // 2]])  # rows may be asked for twice
+  kept = is_row(ids, rows)
+  taken = np.asarray(jax.jit(kernels.take)(table, ids))
+  assert taken.shape == (len(ids), dim)
+  np.testing.assert_array_equal(taken[kept], table[ids[kept]])
+
+
+@pytest.mark.parametrize(("rows", "dim", "count"), SHAPES)
+def test_put_writes_these_rows_and_no_others(chip, rows, dim, count):
+  table, ids, new = problem(rows, dim, count)
+  kept, other = is_row(ids, rows), 2 * table
+  expected = [table.copy(), other.copy()]
+  expected[0][ids[kept]], expected[1][ids[kept]] = new[kept], -new[kept]
+  put = jax.jit(lambda tables, ids, new: kernels.put(tables, ids, [new, -new]))
+  for x, y in zip(put([table, other], ids, new), expected, strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize(("rows", "dim", "count"), SHAPES)
+def test_bags_are_summed(chip, rows, dim, count, is_weighted, length):
+  draw = np.random.default_rng(1)
+  table = draw.normal(size=(rows, dim)).astype(np.float32)
+  ids = draw.integers(-2, rows + 2, (count, length)).astype(np.int32)
+  gains = draw.normal(size=ids.shape).astype(np.float32) if is_weighted else None
+  kept = is_row(ids, rows)[..., None]
+  picked = np.where(kept, table[np.where(is_row(ids, rows), ids, 0)].astype(np.float64), 0)
+  expected = (picked if gains is None else picked * gains[..., None]).sum(axis=1)
+  sums = jax.jit(kernels.bag_sum)(table, ids, gains)
+  np.testing.assert_allclose(sums, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gain_of_padding_has_no_effect():
+  table = np.ones((10, 128), np.float32)
+  with emulated():
+    sums = kernels.bag_sum(table, np.array([[3, -1]]), np.array([[2.0, np.nan]], np.float32))
+  np.testing.assert_array_equal(sums, np.full((1, 128), 2, np.float32))
+
+
+def test_wide_rows_have_shorter_windows():
+  table, ids, _ = problem(60, 4096, 40)
+  kept = is_row(ids, 60)
+  with emulated():
+    taken = np.asarray(jax.jit(kernels.take)(table, ids))
+  np.testing.assert_array_equal(taken[kept], table[ids[kept]])
+
+
+# --- bugs that the emulator finds -----------------------------------------------------------------
+
+
+def taken_wrong(monkeypatch, in_turn):
+  """How many rows are wrong if the windows are distributed so."""
+  table, ids, _ = problem(9000, 128, 9000)
+  kept = is_row(ids, 9000)
+  monkeypatch.setattr(kernels, "_in_turn", in_turn)
+  with emulated():
+    taken = np.asarray(jax.jit(kernels.take)(table, ids))
+  return int((taken != table[np.where(kept, ids, 0)]).any(axis=1)[kept].sum())
+
+
+def workers():
+  mesh = kernels._subcores()
+  own = jax.lax.axis_index("subcore") * mesh.num_cores + jax.lax.axis_index("core")
+  return own, mesh.num_cores * mesh.num_subcores
+
+
+def test_an_idle_subcore_is_found(monkeypatch):
+  def in_turn(windows, body):
+    own, count = workers()
+
+    @pl.loop(0, pl.cdiv(windows, count))
+    def _(turn):
+      i = turn * count + own
+      pl.when((i < windows) & (own != 3))(lambda: body(i))
+
+  assert taken_wrong(monkeypatch, in_turn)
+
+
+def test_a_window_that_is_left_out_is_found(monkeypatch):
+  def in_turn(windows, body):
+    own, count = workers()
+
+    @pl.loop(0, windows // count)
+    def _(turn):
+      body(turn * count + own)
+
+  assert taken_wrong(monkeypatch, in_turn)
+
+
+def test_a_window_at_the_wrong_place_is_found(monkeypatch):
+  original = kernels._in_turn
+  shifted = lambda windows, body: original(windows, lambda i: body(jnp.maximum(i - 1, 0)))
+  assert taken_wrong(monkeypatch, shifted)
+
+
+def test_memory_that_nobody_wrote_is_not_a_number():
+  def kernel(out, scratch):
+    pltpu.sync_copy(scratch, out)
+
+  shape = (128, 128)
+  out = jax.ShapeDtypeStruct(shape, jnp.float32)
+  with emulated():
+    call = kernels._call("none", kernel, out, [pltpu.VMEM(shape, jnp.float32)], 128)
+    assert np.isnan(np.asarray(jax.jit(call)())).all()

@@ -1,0 +1,184 @@
+"""Which tables SparseCores read and write, and steps on them against XLA's; emulated on CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from meshes import make_mesh
+from optimizer_cases import OPTIMIZERS
+from sparse_cores import emulated
+
+import embed
+from embed.engine import sparse_core
+from embed.engine.sparse_core import kernels
+
+V, D = 61, 128
+
+
+@pytest.fixture
+def used(monkeypatch):
+  """The CPU as a chip with SparseCores; the names of the kernels that were traced."""
+  names = set()
+
+  def noted(name):
+    kernel = getattr(kernels, name)
+    monkeypatch.setattr(kernels, name, lambda *args: names.add(name) or kernel(*args))
+
+  for name in ("take", "put", "bag_sum"):
+    noted(name)
+  monkeypatch.setattr(sparse_core, "KINDS", {**sparse_core.KINDS, "cpu": "emulated"})
+  with emulated():
+    yield names
+
+
+def features(optimizer=None, combiner="mean", dim=D, **settings):
+  table = lambda name, size: embed.TableConfig(
+    size, dim, optimizer=optimizer, combiner=combiner, name=name, **settings
+  )
+  a, b = table("a", V), table("b", 2 * V)
+  return {"x": embed.FeatureConfig(a), "y": embed.FeatureConfig(b), "z": embed.FeatureConfig(a)}
+
+
+def batch(step, size=16):
+  """Bags with repeated ids, padding and an id that is dropped; one feature is ragged."""
+  draw = np.random.default_rng(step)
+  x = draw.integers(-1, 13, (size, 3)).astype(np.int32)
+  x[0, 0] = V + 5
+  splits = np.concatenate([[0], np.sort(draw.integers(0, 20, size - 1)), [20]]).astype(np.int32)
+  return {
+    "x": embed.Padded(x),
+    "y": embed.Padded(draw.integers(-1, 2 * V, (size, 4)).astype(np.int32)),
+    "z": embed.Ragged(draw.integers(0, V, 20).astype(np.int32), splits),
+  }
+
+
+def weights(step, size=16):
+  draw = np.random.default_rng(step)
+  return {"x": None, "y": embed.Padded(draw.random((size, 4)).astype(np.float32)), "z": None}
+
+
+def trained(given, mesh=None, steps=3, **settings):
+  """Loss, activations, and all rows and slots after some steps."""
+  plan = embed.plan(given, mesh, batch(0))
+  for name in plan:
+    for key, value in settings.items():
+      setattr(plan[name], key, value)
+  layer = embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
+  optimizer = embed.Optimizer(layer, optax.sgd(0.1))
+  wave = lambda x: jnp.sum(jnp.sin(x) * jnp.linspace(0.5, 1, x.shape[-1]))
+
+  def loss_fn(layer, ids, weights):
+    return sum(map(wave, layer(ids, weights).values()))
+
+  @nnx.jit
+  def step(layer, optimizer, ids, weights):
+    loss, grads = embed.value_and_grad(loss_fn)(layer, ids, weights)
+    optimizer.update(layer, grads)
+    return loss, layer(ids, weights)
+
+  for i in range(steps):
+    loss, activations = step(layer, optimizer, batch(i), weights(i))
+  return jax.tree.map(np.asarray, (loss, activations, layer.variables))
+
+
+def assert_close(x, y):
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), x, y)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "arguments"), OPTIMIZERS)
+def test_three_steps_of_every_optimizer_equal_xlas(used, name, arguments):
+  given = features(getattr(embed, name)(0.125, **arguments))
+  off = trained(given, sparse_core=False)
+  assert not used
+  on = trained(given, sparse_core=True)
+  assert_close(on, off)
+  in_order = arguments.get("use_gradient_accumulation") is False
+  dense = arguments.get("lazy_adam") is False
+  assert used == ({"bag_sum"} if in_order or dense else {"take", "put", "bag_sum"})
+
+
+def test_rows_that_were_not_looked_up_keep_their_bits(used):
+  given = features(embed.adagrad(0.5))
+  (_, _, before), (_, _, after) = (trained(given, steps=n, sparse_core=True) for n in (1, 3))
+  looked_up = [np.asarray(batch(i)[name].values) for i in (1, 2) for name in "xz"]
+  others = np.setdiff1d(np.arange(V), np.concatenate([x.ravel() for x in looked_up]))
+  assert len(others) > 5
+  for key in ("parameters", "accumulators"):
+    np.testing.assert_array_equal(after["a"][key][others], before["a"][key][others])
+    assert (after["a"][key] != before["a"][key]).any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {"strategy": "mod", "exchange": "all_to_all"},
+    {"strategy": "div", "exchange": "all_to_all", "capacity": 1},
+    {"strategy": "mod", "exchange": "gather"},
+    {"strategy": "replicated"},
+  ],
+)
+def test_steps_on_a_mesh_equal_xlas(used, settings, kind):
+  mesh = make_mesh(kind)
+  given = features(embed.adagrad(0.5))
+  with jax.set_mesh(mesh):
+    on, off = (trained(given, mesh, sparse_core=is_on, **settings) for is_on in (True, False))
+  assert_close(on, off)
+  assert used >= {"take", "put"}
+
+
+def test_columns_are_wide_enough_on_each_device(used):
+  """256 columns on two devices are 128 on each; 128 columns would be 64."""
+  mesh = make_mesh("auto", (2,))
+  for dim, names in ((256, {"take", "put", "bag_sum"}), (128, set())):
+    used.clear()
+    given = features(embed.adagrad(0.5), dim=dim)
+    on, off = (
+      trained(given, mesh, sparse_core=is_on, strategy="column") for is_on in (True, False)
+    )
+    assert_close(on, off)
+    assert used == names
+
+
+@pytest.mark.parametrize(
+  ("changes", "reason"),
+  [
+    ({"dim": 64}, "its rows of 64 columns on a device are no multiple of 128"),
+    ({"dtype": jnp.bfloat16}, "its rows are bfloat16, not float32"),
+  ],
+)
+def test_a_plan_says_why_a_table_is_not_on_sparse_cores(used, changes, reason):
+  given = features(embed.adagrad(0.5), **changes)
+  plan = embed.plan(given, None, batch(0))
+  assert "SparseCores" not in repr(plan)
+  plan["a"].sparse_core = plan["b"].sparse_core = True
+  assert f"a, b: not on SparseCores: {reason}" in repr(plan)
+  on, off = (trained(given, sparse_core=is_on, steps=1) for is_on in (True, False))
+  jax.tree.map(np.testing.assert_array_equal, on, off)
+  assert not used
+
+
+def test_devices_without_sparse_cores_go_on_as_before():
+  given = features(embed.adagrad(0.5))
+  plan = embed.plan(given, None, batch(0))
+  plan["a"].sparse_core = True
+  assert "a: not on SparseCores: devices of kind cpu have none that are known" in repr(plan)
+  layer = embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
+  assert nnx.jit(lambda layer, ids: layer(ids))(layer, batch(0))["x"].shape == (16, D)
+
+
+def test_the_environment_decides_where_a_plan_does_not(used, monkeypatch):
+  given = features(embed.adagrad(0.5))
+  plan = embed.plan(given, None, batch(0))
+  plan["b"].sparse_core = False
+  monkeypatch.setenv(sparse_core.SWITCH, "1")
+  assert "a: on SparseCores" in repr(plan)
+  assert "b: " not in repr(plan).partition("received")[2]
+  again = embed.Plan.from_json(plan.to_json(), plan.features)
+  assert (again["a"].sparse_core, again["b"].sparse_core) == (None, False)
+  with pytest.raises(ValueError, match=r"sparse_core must be True, False or None. Got 'yes'"):
+    plan["a"].sparse_core = "yes"
