@@ -9,6 +9,7 @@ windows in which something is compiled.
 """
 
 import argparse
+import ast
 import dataclasses
 import importlib
 import itertools
@@ -36,7 +37,12 @@ def load(name: str, changes: list[str]) -> Any:
   config = importlib.import_module(f"configs.{name.replace('/', '.')}").get_config(mode)
   settings.add(config)
   with config.unlocked():
-    config.update_from_flattened_dict(dict(change.split("=", 1) for change in changes))
+    for name, text in (change.split("=", 1) for change in changes):
+      try:
+        value = ast.literal_eval(text)
+      except (SyntaxError, ValueError):
+        value = text
+      config.update_from_flattened_dict({name: value})
     config.update({"select": "", "patience": 0, "checkpoint_every": 0, "checkpoint_minutes": 0.0})
   return config
 

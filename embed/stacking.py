@@ -91,8 +91,10 @@ class TablePlan:
       if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"capacity must be a positive int or None. Got {value!r}.")
       value = int(value)
-    if name == "sparse_core" and value not in (None, True, False):
-      raise ValueError(f"sparse_core must be True, False or None. Got {value!r}.")
+    if name == "sparse_core" and value is not None:
+      if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"sparse_core must be True, False or None. Got {value!r}.")
+      value = bool(value)
     if name in ("axis", "column_axis"):
       value = as_names(value)
     self.set[name] = value
@@ -191,7 +193,9 @@ class Tables(NamedTuple):
     """The stacks of these tables by name, in the order of their first tables."""
     groups: dict[Any, list[str]] = {}
     for name in names:
-      decided = tuple(entries[name].set.values())
+      decisions = entries[name].set
+      wanted = sparse_core.is_wanted(decisions["sparse_core"])
+      decided = tuple((decisions | {"sparse_core": wanted}).values())
       groups.setdefault((self.kind(name), decided), []).append(name)
     stacks: dict[str, StackSpec] = {}
     for group in groups.values():

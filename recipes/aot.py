@@ -37,7 +37,7 @@ from .errors import MissingPackageError
 
 _HLO = "SPARSE_EMBED_AOT_HLO"
 _REPORT = "SPARSE_EMBED_AOT_REPORT"  # set for the child: the file it writes its report to
-_ENVIRONMENT = {
+ENVIRONMENT = {
   "JAX_PLATFORMS": "cpu",  # tracing needs a backend, and must not look for chips
   "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
   "TPU_ACCELERATOR_TYPE": "v5p-16",  # any value serves all topologies; without one it warns
@@ -90,7 +90,8 @@ def main(
     The exit status: 0 if every step compiled and no report names a problem.
 
   Raises:
-    MissingPackageError: libtpu is not installed.
+    UserError: a topology of GPUs is written wrongly.
+    MissingPackageError: libtpu, or for GPUs JAX's CUDA plugin, is not installed.
   """
   if _REPORT in os.environ:
     arrays.write_json(Path(os.environ[_REPORT]), inspect(wanted[-1], parts))
@@ -119,7 +120,7 @@ def _child(module: str, topology: str, timeout: float) -> dict[str, Any]:
       try:
         code = subprocess.run(
           [sys.executable, "-m", module, *sys.argv[1:], f"--aot={topology}"],
-          env=os.environ | _ENVIRONMENT | {_REPORT: str(path)},
+          env=os.environ | ENVIRONMENT | {_REPORT: str(path)},
           stdout=file,
           stderr=subprocess.STDOUT,
           timeout=timeout,

@@ -31,7 +31,7 @@ from .tables.rows import RowReader, values_of
 
 _SUFFIXES = r"(\.(csv|tsv|txt|parquet|pq|array_?record|gz))+$"
 _SERVED = "served"
-_USERS = 1024  # ranked at once
+_USERS = 4096  # ranked at once
 
 
 def run(
@@ -50,7 +50,7 @@ def run(
   Returns:
     For each day `{"day", "rows", "metrics", "result"}`, `metrics` being those of the day's rows by
     the export of the day before, {} of the first day: `auc` (if both outcomes are there) and
-    `logloss`, or what `RankingMetrics` computes; see `_test_ranking`.
+    `logloss`, or what `RankingMetrics` computes of one ranking for each user.
 
   Raises:
     UserError: the days are none, or something else is configured than this can do.
@@ -79,8 +79,11 @@ def run(
     history.append({"day": name, **arrays.read_json(tested), "result": result["metrics"]})
     arrays.write_json(workdir / "days.json", history)
     before = folder
-  draw(history, workdir / "days.png")
-  hosts.say(table(history))
+  shown = ("auc", "logloss")
+  if recipe != "dlrm":
+    shown = (f"recall@{config.ks[0]}", f"ndcg@{config.ks[0]}")
+  draw(history, shown, workdir / "days.png")
+  hosts.say(table(history, shown))
   return history
 
 
@@ -118,6 +121,11 @@ def _checked(recipe: str, config) -> dict[str, Path]:
     )
   if config.days_window < 0:
     raise UserError(f"config.days_window is {config.days_window}: choose a number of days, or 0")
+  if recipe != "dlrm" and config.split.by not in ("", "last", "time"):
+    raise UserError(
+      f"config.split.by is {config.split.by!r}, which would deal the rows of earlier days anew on "
+      "each day, and test on rows that were trained on: choose 'last' or 'time'"
+    )
   if config.files:
     hosts.say("config.days takes the place of config.files, which are not read")
   if config.split.by in ("files", "column"):
@@ -134,13 +142,15 @@ def _checked(recipe: str, config) -> dict[str, Path]:
 def _config_of(recipe: str, config, paths: Sequence[Path], before: Path | None) -> Any:
   """Returns the config of a run on the rows of some days."""
   day = settings.copied(config)
-  day.days, day.days_window = "", 0
   resolved = [str(path.resolve()) for path in paths]
   with day.ignore_type():
+    day.days, day.days_window = "", 0
     day.files = resolved if len(resolved) > 1 else resolved[0]
+  day.split = config.split.copy_and_resolve_references()
   if recipe == "dlrm":
-    day.split = config.split.copy_and_resolve_references()
     day.split.test = 0.0
+  else:
+    day.split.by = config.split.by or "last"
   if before is not None:
     day.init_from, day.init_parts, day.init_rename = str(before), "all", ""
   return day
@@ -176,50 +186,44 @@ def _test_ranking(
 
   All items that the user has on the day are to be found, each once. Items that the model does not
   know cannot be, and count as misses. With `config.exclude_seen`, items that the user had before
-  are left out of the ranking, and do not count. A user who is new gets the most popular items.
+  are left out of the ranking, and do not count. Users of whom nothing is known get the most popular
+  items.
   """
   pairs = interactions.pairs(table)
   repeats = model.leaves_out(pairs.users.take(pairs.user), pairs.items.take(pairs.item))
   user, item = pairs.user[~repeats], pairs.item[~repeats]
-  values = {"": pairs.users, **pairs.values}
-  answers = model.answers(values, np.zeros(len(pairs.users), bool), max(ks))
-  found = entities.Codes(pairs.items.to_pylist()).find(pa.array(answers.items.ravel(), pa.string()))
-  top = found.reshape(answers.items.shape)
   order = np.argsort(user, kind="stable")
-  wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(top)))[:-1])
-  metrics = RankingMetrics(ks)
-  for start in range(0, len(top), _USERS):
-    part = slice(start, start + _USERS)
-    relevant = np.full((len(top[part]), max(map(len, wanted[part]))), -1, np.int32)
-    for row, items in enumerate(wanted[part]):
+  wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
+  codes, metrics, popular = entities.Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
+  for start in range(0, len(pairs.users), _USERS):
+    of_part = wanted[start : start + _USERS]
+    values = {"": pairs.users, **pairs.values}
+    values = {name: x[start : start + _USERS] for name, x in values.items()}
+    answers = model.answers(values, np.zeros(len(of_part), bool), max(ks))
+    found = codes.find(pa.array(answers.items.ravel(), pa.string()))
+    relevant = np.full((len(of_part), max(map(len, of_part))), -1, np.int32)
+    for row, items in enumerate(of_part):
       relevant[row, : len(items)] = items
-    metrics.update(top[part], relevant)
+    metrics.update(found.reshape(answers.items.shape), relevant)
+    popular += int(answers.is_popular.sum())
   hosts.say(
-    f"{len(top):,} users ask, {int(answers.is_popular.sum()):,} of them unknown, for {len(item):,} "
-    f"items; {int(repeats.sum()):,} that they had before do not count"
+    f"{len(pairs.users):,} users ask for {len(item):,} items, {popular:,} of them unknown; "
+    f"{int(repeats.sum()):,} items that they had before do not count"
   )
   return {"rows": len(item), "metrics": metrics.compute() if len(item) else {}}
 
 
-def table(history: Sequence[Mapping[str, Any]]) -> str:
-  """Returns the days as lines of text."""
+def table(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+  """Returns the days as lines of text, with the metrics of these names."""
   show = lambda x: "" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.4f}"
-  names = _shown(history)
   lines = [("day", "rows", *names)]
   for day in history:
     lines.append((day["day"], *map(show, (day["rows"], *map(day["metrics"].get, names)))))
   return aligned(lines)
 
 
-def _shown(history: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-  """Returns the names of the two metrics that the table and the picture show."""
-  known = {name: None for day in history for name in day["metrics"]}
-  rankings = [name for name in known if name.startswith(("recall@", "ndcg@"))]
-  return (rankings[0], rankings[1]) if rankings else ("auc", "logloss")
-
-
-def draw(history: Sequence[Mapping[str, Any]], path: Path) -> None:
-  """Writes a picture of the metrics by day."""
+def draw(history: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path) -> None:
+  """Writes a picture of two metrics by day."""
   import matplotlib
   from matplotlib.figure import Figure
 
@@ -227,7 +231,7 @@ def draw(history: Sequence[Mapping[str, Any]], path: Path) -> None:
 
   with matplotlib.rc_context(style.SETTINGS):
     figure = Figure(figsize=(8, 3), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 2), _shown(history), strict=True):
+    for axes, name in zip(figure.subplots(1, 2), names, strict=True):
       days = [day for day in history if name in day["metrics"]]
       values = [day["metrics"][name] for day in days]
       axes.plot([day["day"] for day in days], values, marker="o", color=style.BLUE)

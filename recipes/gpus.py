@@ -49,7 +49,7 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 _CONFIGS = {"h100": _H100}
-_SHAPE = re.compile(r"(?:(\d+)x)?(\d+)")  # nodes, and GPUs of each
+_SHAPE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)")  # nodes, and GPUs of each
 
 
 def is_gpu(topology: str) -> bool:

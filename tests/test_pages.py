@@ -233,8 +233,26 @@ def test_compiled_ahead_of_time():
     ),
     "compiled in, s": lambda of: f"{of['compile_seconds']:.0f}",
   }
-  found = result("aot_criteo_1tb.json").values()
-  assert table("Compiled for TPU pods") == [[n, *map(f, found)] for n, f in rows.items()]
+  names = ("aot_criteo_1tb", "aot_criteo_1tb_sparse_core", "aot_criteo_1tb_h100")
+  found = [of for name in names for of in result(f"{name}.json").values()]
+  assert table("Compiled for pods") == [[n, *map(f, found)] for n, f in rows.items()]
+
+
+def test_a_run():
+  found = result("loop.json")["examples_per_second"]
+  both = lambda of, show: " / ".join(show(of[figure]) for figure in ("best", "median"))
+  assert table("A run on CPU") == [
+    [
+      name,
+      both(of, lambda x: f"{x['step']:,.0f}"),
+      both(of, lambda x: f"{x['loop']:,.0f}"),
+      both(of, lambda x: f"{x['loop'] / x['step']:.0%}"),
+      both(of, lambda x: f"{x['input'] / x['step']:.1f}"),
+    ]
+    for name, of in found.items()
+  ]
+  assert all(of["busy_cores"] < 0.1 for of in found.values())
+  assert min(of["median"]["input"] / of["median"]["step"] for of in found.values()) > 9
 
 
 def test_weak_scaling():

@@ -192,8 +192,10 @@ class Placement:
   @property
   def device_kind(self) -> str:
     """JAX's name of the devices, as "TPU v6 lite"; of an abstract mesh, those of this process."""
-    device = self.mesh.devices.flat[0] if isinstance(self.mesh, Mesh) else jax.devices()[0]
-    return device.device_kind
+    if isinstance(self.mesh, Mesh):
+      return self.mesh.devices.flat[0].device_kind
+    default = jax.config.values["jax_default_device"]
+    return (default if isinstance(default, jax.Device) else jax.devices(default)[0]).device_kind
 
   def lookup_groups(self) -> np.ndarray:
     """int64 `[devices]`: which group of devices looks up each part of a batch together.

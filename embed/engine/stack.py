@@ -32,7 +32,7 @@ class StackSpec:
     stochastic_rounding: whether new rows narrower than float32 are rounded at random.
     exchange: "all_to_all", "gather", or None for the one that moves less.
     capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
-    sparse_core: whether SparseCores read and write the rows, if they can; see `sparse_core`.
+    sparse_core: whether SparseCores should read and write the rows, if they can.
     indices: the position of each table in the layout.
     width: the columns on a device.
     columns: the columns of a row, on one device or several.

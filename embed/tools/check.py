@@ -11,6 +11,8 @@ over the largest value in it, and may be
   steps of an optimizer have about ten of them, and subtract their results. A wrong constant or
   order has a larger error.
 - 2^-8 in bfloat16, which keeps 8 bits: one rounding has an error of up to 2^-9.
+
+With `SPARSE_EMBED_SPARSE_CORES=1`, rows are as wide as the SparseCores of TPUs take them.
 """
 
 import dataclasses
@@ -30,10 +32,12 @@ from flax import nnx
 import embed
 from embed import config as config_lib
 from embed import row_optimizer
+from embed.engine import sparse_core
 from embed.tools import reference
 
 TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-8}
-ROWS, DIM = 37, 8  # a prime number of rows: no number of devices divides it
+ROWS = 37  # a prime number: no number of devices divides it
+DIM = 128 if sparse_core.is_wanted(None) else 8  # SparseCores take rows of whole tiles
 BATCH, VALENCY, LENGTH = 13, 5, 3
 RATES = (0.125, 0.0625, 0.25)
 # Ways to step that all optimizers share, each with one that takes it.
@@ -122,9 +126,12 @@ def header() -> str:
   packages = ("sparse-embed", "jax", "jaxlib", "flax", "optax", "numpy")
   versions = ", ".join(f"{name} {_version(name)}" for name in packages)
   devices = jax.local_devices()
+  kind = devices[0].device_kind
+  is_on = sparse_core.is_wanted(None) and kind in sparse_core.KINDS
+  cores = ", rows by their SparseCores" if is_on else ""
   return (
     f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {versions}\n"
-    f"backend {jax.default_backend()}: {len(devices)} x {devices[0].device_kind}\n\n"
+    f"backend {jax.default_backend()}: {len(devices)} x {kind}{cores}\n\n"
     f"{'what':<25}  {'where':<22}  {'error':>8}"
   )
 

@@ -17,6 +17,7 @@ from ..tables import rows as rows_lib
 from ..tables import spec
 from ..tables.batches import Way
 from ..tables.entities import Codes, Entities
+from ..tables.fitting import extracted
 from . import columns as columns_lib
 from .folder import Served, batches
 
@@ -83,6 +84,11 @@ class Recommender:
     if self._user_column:
       column = kinds[self._user_column].column or self._user_column
       self._wanted[""] = column, "text"
+    item = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
+    self._patterns = {
+      side: getattr(kinds[name], "pattern", "") if name else ""
+      for side, name in (("user", self._user_column), ("item", item))
+    }
     self._own = self._own_history(kinds)
     self._features = {}
     if served.recipe == "two_tower":
@@ -180,7 +186,7 @@ class Recommender:
     """
     if not self.served.about["exclude_seen"]:
       return np.zeros(len(users), bool)
-    user, item = self._codes["user"].find(users), self._codes["item"].find(items)
+    user, item = self._find("user", users), self._find("item", items)
     owners = np.repeat(np.arange(len(self._offsets) - 1), np.diff(self._offsets))
     count = len(self._items.texts)
     had = np.isin(user.astype(np.int64) * count + item, owners * count + self._history)
@@ -190,10 +196,10 @@ class Recommender:
     """Returns what rows say, and how many items of their histories are unknown."""
     users = np.full(count, -1, np.int32)
     if "" in values:
-      users = self._codes["user"].find(values[""])
+      users = self._find("user", values[""])
     own: pa.ListArray = values.get("own", pa.nulls(count, pa.list_(pa.string())))
     lengths = pc.list_value_length(own).fill_null(0).to_numpy(zero_copy_only=False)
-    items = self._codes["item"].find(own.flatten().cast(pa.string()))
+    items = self._find("item", own.flatten().cast(pa.string()))
     stops = np.cumsum(lengths)
     histories = []
     for user, start, stop in zip(users.tolist(), stops - lengths, stops, strict=True):
@@ -206,6 +212,13 @@ class Recommender:
         histories.append(items[:0])
     features = {name: self._feature(name, users, values) for name in self._features}
     return _Queries(users, histories, features), int((items < 0).sum())
+
+  def _find(self, side: str, texts: pa.Array) -> np.ndarray:
+    """Returns the numbers of ids, as they are or cut by the pattern of their column; or -1."""
+    found = self._codes[side].find(texts)
+    if pattern := self._patterns[side]:
+      found = np.where(found < 0, self._codes[side].find(extracted(texts, pattern)), found)
+    return found
 
   def _feature(self, name: str, users: np.ndarray, values: Mapping[str, Any]) -> np.ndarray:
     """Returns a feature's ids: of the row where it has one, else of the user, else -1."""
@@ -240,7 +253,7 @@ class Recommender:
     scores = np.where(ids >= 0, np.pad(scores, fill), np.nan)
     for row in np.flatnonzero(~known).tolist():
       ids[row], scores[row] = -1, np.nan
-      popular = self._popular
+      popular = self._popular[: top + len(queries.histories[row])]
       if about["exclude_seen"]:
         popular = popular[~np.isin(popular, queries.histories[row])]
       ids[row, : len(popular[:top])] = popular[:top]

@@ -65,6 +65,7 @@ def test_days_are_named_in_their_order(tmp_path):
   ("recipe", "changes", "message"),
   [
     ("sequence", {"columns": {"a": "item"}}, "no column is declared as 'user', by which a day's"),
+    ("two_tower", {"columns": {"a": "user"}, "split": {"by": "hash"}}, "deal the rows of earlier"),
     ("dlrm", {"days_window": -1}, "config.days_window is -1: choose a number of days, or 0"),
     ("dlrm", {"split": {"by": "column"}}, "split.by is 'column', and days have no such split"),
     (
@@ -122,7 +123,7 @@ def test_a_day_is_tested_by_the_export_of_the_day_before(undisturbed, tmp_path):
   assert [day["day"] for day in undisturbed.days] == [f"2024-01-0{i}" for i in (1, 2, 3)]
   assert json.loads((undisturbed.workdir / "days.json").read_text()) == undisturbed.days
   assert (undisturbed.workdir / "days.png").stat().st_size > 1000
-  assert "2024-01-02   600" in days.table(undisturbed.days)
+  assert "2024-01-02   600" in days.table(undisturbed.days, ("auc", "logloss"))
 
 
 @pytest.mark.full
@@ -216,7 +217,7 @@ def test_a_day_is_ranked_by_the_export_of_the_day_before(recipe, exclude_seen, t
   assert history[0]["metrics"] == {}
   assert history[2]["rows"] == count
   assert history[2]["metrics"]["recall@5"] == pytest.approx(np.mean(recalls), abs=1e-9)
-  assert "recall@5  ndcg@5" in days.table(history)
+  assert "recall@5  ndcg@5" in days.table(history, ("recall@5", "ndcg@5"))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_each_day_trains_on_its_window(recipe, window, expected, tmp_path, monke
   monkeypatch.setattr(days, "_test", test)
   monkeypatch.setattr(export, "export", lambda *args: None)
   columns = RANKINGS["columns"] if recipe == "sequence" else COLUMNS
-  data = str(tmp_path / "data")
+  data = [str(tmp_path / "data" / f"{name}.csv") for name in "abc"]
   config = completed(recipe, tmp_path, days=data, days_window=window, columns=columns)
   days.run(recipe, config, tmp_path / "run", train)
   assert trained == expected

@@ -212,6 +212,20 @@ def test_a_user_is_known_by_id_feature_or_history(towers):
   np.testing.assert_array_equal(same.scores, known.scores)
 
 
+def test_ids_are_cut_by_the_pattern_of_their_column(towers):
+  model = serving.load(towers)
+  items = [model._items.texts[i] for i in model._history[:3]]
+  asked = [{"who": "u3"}, {"who": "new", "history": items}]
+  expected = model.recommend(asked)
+  model._patterns.update(user=r"user (\w+)", item=r"item (\w+)")
+  both = [
+    {"who": "user u3"},
+    {"who": "new", "history": [f"item {i}" for i in items[:2]] + items[2:]},
+  ]
+  np.testing.assert_array_equal(model.recommend(both).items, expected.items)
+  assert model.recommend([{"who": "user nobody"}]).is_popular[0]
+
+
 def test_a_history_in_the_row_replaces_the_stored_one(towers):
   model = serving.load(towers)
   stored = model._history[model._offsets[3] : model._offsets[4]]

@@ -5,7 +5,7 @@ of refs, for all subcores one after another. Memory that nobody has written is N
 integer, so that a kernel that reads it, or leaves a part of its output out, gives wrong numbers.
 A copy is made when it is started: races between subcores and missing waits are not found.
 
-JAX's interpreters do not do: `interpret=True` has no axis of subcores, and `InterpretParams` runs
+JAX's own interpreters cannot: `interpret=True` has no axis of subcores, and `InterpretParams` runs
 subcore 0 alone and knows no copies by a list of rows (both JAX 0.10.2).
 
 All of this is JAX's own, and private: other versions than the one below are refused.
@@ -13,6 +13,7 @@ All of this is JAX's own, and private: other versions than the one below are ref
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator
 
 import jax
@@ -24,11 +25,13 @@ KNOWN = "0.10.2"
 CHIPS = ("TPU_V5P", "TPU_V6E", "TPU_7X")
 
 if jax.__version__ != KNOWN:
-  pytest.skip(
+  reason = (
     f"SparseCores are emulated with JAX {KNOWN} only, and this is {jax.__version__}: read "
-    "tests/support/sparse_cores.py against the new version and change KNOWN",
-    allow_module_level=True,
+    "tests/support/sparse_cores.py against the new version and change KNOWN"
   )
+  if os.environ.get("HYPOTHESIS_PROFILE") == "ci":  # must not be skipped unnoticed
+    raise RuntimeError(reason)
+  pytest.skip(reason, allow_module_level=True)
 
 from jax._src import core, state
 from jax._src.interpreters import mlir
@@ -70,7 +73,7 @@ def _unwritten(aval) -> jax.Array:
 
 
 def _discharged(jaxpr, args) -> list:
-  """The results of a body, and behind them all of its refs as they are at the end."""
+  """The results of a body, followed by the final values of all of its refs."""
   return discharge._eval_jaxpr_discharge_state(jaxpr, [True] * len(jaxpr.invars), (), *args)
 
 
@@ -153,9 +156,15 @@ def _copy(should, in_avals, out_avals, *args, tree, device_id_type, priority, ad
   if scattered is not None:
     ids, skipped = scattered
     rows = discharge.transform_array(source, of_source)
-    at = ids if skipped is None else jnp.where(ids == skipped, target.shape[0], ids)
+    size = target.shape[0]
+    kept = jnp.ones(ids.shape, bool) if skipped is None else ids != skipped
+    at = jnp.where(kept, ids, size)
     place = target.at[at]
     target = place.add(rows, mode="drop") if add else place.set(rows, mode="drop")
+    # Out of range the chip writes elsewhere, and of a row that occurs twice anything may be left.
+    often = jnp.zeros(size, jnp.int32).at[at].add(1, mode="drop").max(initial=0) > 1
+    wrong = jnp.any(kept & ((ids < 0) | (ids >= size))) | (often & (not add))
+    target = jnp.where(wrong, jnp.full((), jnp.nan, target.dtype), target)
   elif gathered is not None:
     ids, skipped = gathered
     old = discharge.transform_array(target, of_target)

@@ -9,6 +9,7 @@ emulation. Hence they are off, unless a table's `TablePlan.sparse_core` is True 
 variable `SPARSE_EMBED_SPARSE_CORES` is 1 when a layer is made.
 """
 
+import functools
 import os
 
 import jax
@@ -18,12 +19,11 @@ from embed.engine.bags import Bags
 from embed.engine.stack import Arrays, StackSpec
 
 SWITCH = "SPARSE_EMBED_SPARSE_CORES"
-KINDS = {"TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "TPU7x"}  # of devices that have them
-LANES = 128  # of a tile: rows of other widths would be laid out anew at every step
+KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")  # devices that have them
 
 
 def is_wanted(setting: bool | None) -> bool:
-  """Whether a table shall be on SparseCores where it can: its setting, or the environment's."""
+  """Whether a table should use SparseCores if it can: its own setting, else the environment's."""
   return os.environ.get(SWITCH, "0") == "1" if setting is None else setting
 
 
@@ -31,12 +31,27 @@ def obstacle(stack: StackSpec) -> str | None:
   """Why a stack cannot be on SparseCores, or None."""
   kind = stack.placement.device_kind
   if kind not in KINDS:
-    return f"devices of kind {kind} have none that are known"
-  if stack.width % LANES:
-    return f"its rows of {stack.width} columns on a device are no multiple of {LANES}"
+    return f"devices of kind {kind} are not known to have any"
+  if not _are_known_to_jax():
+    return f"JAX {jax.__version__} lacks parts that the kernels need; 0.10.2 has them"
+  from embed.engine.sparse_core import kernels
+
+  if stack.width % kernels.LANES:
+    return f"its rows have {stack.width} columns on a device, not a multiple of {kernels.LANES}"
+  if stack.width > kernels.WIDEST:
+    return f"its rows have {stack.width} columns on a device, more than {kernels.WIDEST}"
   if stack.dtype != np.float32:
     return f"its rows are {stack.dtype.name}, not float32"
   return None
+
+
+@functools.cache
+def _are_known_to_jax() -> bool:
+  try:
+    from jax.experimental.pallas import tpu_sc
+  except ImportError:
+    return False
+  return hasattr(tpu_sc, "Indices")
 
 
 def is_on(stack: StackSpec) -> bool:
@@ -48,7 +63,7 @@ def is_on(stack: StackSpec) -> bool:
 
 
 def take(stack: StackSpec, table: jax.Array, ids: jax.Array) -> jax.Array:
-  """The rows `[N, D]` of a table `[V, D]`, for ids int32 `[N]`; of no use where one is no row."""
+  """The rows `[N, D]` of ids int32 `[N]`; undefined for ids outside the table `[V, D]`."""
   if not is_on(stack):
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
   from embed.engine.sparse_core import kernels
@@ -75,7 +90,7 @@ def gather_and_combine(table: jax.Array, bags: Bags) -> jax.Array:
 
 
 def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:
-  """The rows `at` of a table and its slots, by name; of no use where `at` is no row."""
+  """The rows `at` of a table and its slots, by name; undefined for ids outside the table."""
   wide = _wide(stack, arrays)
   return {
     name: take(stack, x, at) if name in wide else x.at[at].get(mode="clip")
@@ -84,7 +99,7 @@ def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:
 
 
 def write(stack: StackSpec, arrays: Arrays, at: jax.Array, new: Arrays) -> Arrays:
-  """A table and its slots with new rows at the distinct rows `at`; what is no row is dropped."""
+  """A table and its slots with new rows at the distinct ids `at`; those outside are skipped."""
   wide = _wide(stack, arrays)
   written = {
     name: x.at[at].set(new[name].astype(x.dtype), mode="drop", unique_indices=True)

@@ -1,8 +1,8 @@
 """SparseCore kernels in Pallas: rows out of a table, rows into tables in place, and sums of bags.
 
-A SparseCore has 16 vector subcores with a memory of their own. A kernel cuts its ids into windows,
-which the subcores take in turn: ids come in, rows are copied between the table in HBM and the
-subcore's memory by the ids, and go where they belong. Copies skip what is no row.
+A SparseCore has 16 vector subcores, each with a memory of its own. A kernel cuts its ids into
+windows, which the subcores take in turn: a subcore reads the ids of a window and copies their rows
+between the table in HBM and its own memory. Ids outside the table are skipped.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
-_NO_ROW = -1  # in place of an id that is no row
+LANES = 128  # columns of a tile in HBM
+WIDEST = 2048  # columns of rows of which a window fits a subcore's memory on all chips
+_NO_ROW = -1  # in place of an id outside the table
 _WINDOW = 128  # ids; a list of more does not fit one indirect copy
-_BUFFERED = 1 << 16  # numbers that a subcore's memory holds: v5p has room for 512 x 128 of them
-_LANES = 128  # columns of a tile in HBM
 
 
 def take(table: jax.Array, ids: jax.Array) -> jax.Array:
-  """The rows `[N, D]` of a table `[V, D]`; anything where an id of int32 `[N]` is no row."""
+  """The rows `[N, D]` of a table `[V, D]`; undefined where an id of int32 `[N]` is outside it."""
   (size, dim), count = table.shape, ids.shape[0]
   window = _window(dim, 1)
   ids = _whole_windows(ids, size, window)
@@ -44,7 +44,7 @@ def put(tables: Sequence[jax.Array], ids: jax.Array, rows: Sequence[jax.Array]) 
 
   Args:
     tables: some of equal shapes.
-    ids: int32 `[N]`, no row twice; what is no row is skipped.
+    ids: int32 `[N]`, no row twice; ids outside the tables are skipped.
     rows: `[N, D]` for each table.
   """
   (size, dim), count = tables[0].shape, ids.shape[0]
@@ -74,7 +74,7 @@ def bag_sum(table: jax.Array, ids: jax.Array, gains: jax.Array | None = None) ->
 
   Args:
     table: float32 `[V, D]`.
-    ids: int32 `[B, L]`; what is no row adds nothing.
+    ids: int32 `[B, L]`; ids outside the table add nothing.
     gains: float32 `[B, L]`; None is 1.
   """
   (size, dim), (count, length) = table.shape, ids.shape
@@ -146,15 +146,16 @@ def bag_sum(table: jax.Array, ids: jax.Array, gains: jax.Array | None = None) ->
 
 
 def _window(dim: int, buffers: int) -> int:
-  """The ids of a window whose rows fit a subcore's memory so many times."""
+  """The number of ids of which so many buffers of rows fill at most half of a subcore's memory."""
+  room = plsc.get_sparse_core_info().vmem_capacity_bytes // 4 // 2
   window = _WINDOW
-  while window > 8 and window * dim * buffers > _BUFFERED:
+  while window > 8 and window * dim * buffers > room:
     window //= 2
   return window
 
 
 def _whole_windows(ids: jax.Array, size: int, window: int) -> jax.Array:
-  """int32 ids in whole windows, -1 for what is no row of `size` of them."""
+  """int32 ids in whole windows, -1 for those outside a table of `size` rows and for filling."""
   ids = jnp.where((ids >= 0) & (ids < size), ids, _NO_ROW).astype(jnp.int32)
   return jnp.pad(ids, (0, -ids.shape[0] % window), constant_values=_NO_ROW)
 
@@ -184,8 +185,8 @@ def _call(
   name: str, kernel: Callable[..., None], out: Any, scratch: Sequence[Any], dim: int
 ) -> Callable[..., Any]:
   """A kernel on all subcores of the chip."""
-  # Rows of whole tiles are read where they are; with others the compiler lays the table out anew.
-  tiled = dim % _LANES == 0
+  # Rows of whole tiles are read in place; for others the compiler copies the table.
+  tiled = dim % LANES == 0
   params = pltpu.CompilerParams(needs_layout_passes=False, use_tc_tiling_on_sc=tiled)
   return pl.kernel(
     kernel,

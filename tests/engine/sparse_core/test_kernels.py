@@ -76,7 +76,7 @@ def test_a_gain_of_padding_has_no_effect():
 
 
 def test_wide_rows_have_shorter_windows():
-  table, ids, _ = problem(60, 4096, 40)
+  table, ids, _ = problem(60, 2048, 40)
   kept = is_row(ids, 60)
   with emulated():
     taken = np.asarray(jax.jit(kernels.take)(table, ids))
@@ -129,6 +129,19 @@ def test_a_window_at_the_wrong_place_is_found(monkeypatch):
   original = kernels._in_turn
   shifted = lambda windows, body: original(windows, lambda i: body(jnp.maximum(i - 1, 0)))
   assert taken_wrong(monkeypatch, shifted)
+
+
+@pytest.mark.parametrize("fault", ["a row behind the table", "a row twice"])
+def test_writes_that_must_not_be_are_found(fault, monkeypatch):
+  table, ids, new = problem(900, 128, 300)
+  if fault == "a row twice":
+    ids[1] = ids[2]
+  else:
+    beyond = lambda ids, size, window: original(ids, size + 10, window)
+    original, _ = kernels._whole_windows, monkeypatch.setattr(kernels, "_whole_windows", beyond)
+  with emulated():
+    put = np.asarray(jax.jit(lambda *x: kernels.put([x[0]], x[1], [x[2]]))(table, ids, new)[0])
+  assert np.isnan(put).any()
 
 
 def test_memory_that_nobody_wrote_is_not_a_number():

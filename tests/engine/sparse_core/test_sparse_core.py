@@ -13,6 +13,7 @@ from sparse_cores import emulated
 import embed
 from embed.engine import sparse_core
 from embed.engine.sparse_core import kernels
+from embed.tools import check
 
 V, D = 61, 128
 
@@ -28,7 +29,7 @@ def used(monkeypatch):
 
   for name in ("take", "put", "bag_sum"):
     noted(name)
-  monkeypatch.setattr(sparse_core, "KINDS", {**sparse_core.KINDS, "cpu": "emulated"})
+  monkeypatch.setattr(sparse_core, "KINDS", (*sparse_core.KINDS, "cpu"))
   with emulated():
     yield names
 
@@ -147,7 +148,8 @@ def test_columns_are_wide_enough_on_each_device(used):
 @pytest.mark.parametrize(
   ("changes", "reason"),
   [
-    ({"dim": 64}, "its rows of 64 columns on a device are no multiple of 128"),
+    ({"dim": 64}, "its rows have 64 columns on a device, not a multiple of 128"),
+    ({"dim": 2176}, "its rows have 2176 columns on a device, more than 2048"),
     ({"dtype": jnp.bfloat16}, "its rows are bfloat16, not float32"),
   ],
 )
@@ -162,11 +164,33 @@ def test_a_plan_says_why_a_table_is_not_on_sparse_cores(used, changes, reason):
   assert not used
 
 
+@pytest.mark.full
+def test_the_self_test_passes_on_sparse_cores(used, monkeypatch):
+  monkeypatch.setenv(sparse_core.SWITCH, "1")
+  monkeypatch.setattr(check, "DIM", 128)
+  assert "cpu, rows by their SparseCores" in check.header()
+  results = [
+    result
+    for kind in ("_check_lookups", "_check_optimizers")
+    for result in getattr(check, kind)(check.places()["one device"])
+  ]
+  assert [result for result in results if not result.ok] == []
+  assert used == {"take", "put", "bag_sum"}
+
+
+def test_linear_optimizers_step_in_the_order_of_the_batch_as_before(used):
+  """Each id on its own would be a step of a loop; sums in any order are the same for them."""
+  given = features(embed.sgd(0.125, use_gradient_accumulation=False))
+  on, off = (trained(given, sparse_core=is_on) for is_on in (True, False))
+  assert_close(on, off)
+  assert used == {"bag_sum"}
+
+
 def test_devices_without_sparse_cores_go_on_as_before():
   given = features(embed.adagrad(0.5))
   plan = embed.plan(given, None, batch(0))
   plan["a"].sparse_core = True
-  assert "a: not on SparseCores: devices of kind cpu have none that are known" in repr(plan)
+  assert "a: not on SparseCores: devices of kind cpu are not known to have any" in repr(plan)
   layer = embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
   assert nnx.jit(lambda layer, ids: layer(ids))(layer, batch(0))["x"].shape == (16, D)
 
