@@ -47,9 +47,9 @@ class TablePlan:
       the number for its example batch, and each batch computes its own unless the field is set. A
       number that is too small costs rounds, but never drops an id.
     sparse_core: whether the SparseCores of TPUs read and write the rows, where they can: on v5p,
-      v6e and TPU7x, float32 rows of a multiple of 128 columns on a device. None is what the
-      environment variable `SPARSE_EMBED_SPARSE_CORES` says, 1 or 0, and without it False: the
-      kernels are compiled for these chips and checked by emulation, but no TPU has run them.
+      v6e and TPU7x, float32 rows of a multiple of 128 columns, up to 2,048, on a device. None is
+      what the environment variable `SPARSE_EMBED_SPARSE_CORES` says, 1 or 0, and without it False:
+      the kernels are compiled for these chips and checked by emulation, but no TPU has run them.
 
   Raises:
     ValueError: for a value that a field does not accept.

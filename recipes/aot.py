@@ -141,7 +141,7 @@ def _failed(topology: str, problem: str) -> dict[str, Any]:
 def versions() -> dict[str, str]:
   """Returns the versions that the compiled program depends on."""
   installed = {}
-  for name in ("jax", "jaxlib", "libtpu", "flax"):
+  for name in ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax"):
     try:
       installed[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -121,15 +121,16 @@ def _checked(recipe: str, config) -> dict[str, Path]:
     )
   if config.days_window < 0:
     raise UserError(f"config.days_window is {config.days_window}: choose a number of days, or 0")
-  if recipe != "dlrm" and config.split.by not in ("", "last", "time"):
-    raise UserError(
-      f"config.split.by is {config.split.by!r}, which would deal the rows of earlier days anew on "
-      "each day, and test on rows that were trained on: choose 'last' or 'time'"
-    )
   if config.files:
     hosts.say("config.days takes the place of config.files, which are not read")
   if config.split.by in ("files", "column"):
     raise UserError(f"config.split.by is {config.split.by!r}, and days have no such split")
+  known = ("", "last") if recipe == "sequence" else ("", "last", "time")
+  if recipe != "dlrm" and config.split.by not in known:
+    raise UserError(
+      f"config.split.by is {config.split.by!r}, which can put rows that an earlier day trained on "
+      f"into the test of a later one: choose {' or '.join(map(repr, known[1:]))}"
+    )
   columns = [name for name, kind in config.columns.items() if kind["kind"] == "split"]
   if columns or config.split.valid_from or config.split.test_from:
     what = f"column {columns[0]!r}" if columns else "config.split.valid_from or test_from"
@@ -199,7 +200,7 @@ def _test_ranking(
     of_part = wanted[start : start + _USERS]
     values = {"": pairs.users, **pairs.values}
     values = {name: x[start : start + _USERS] for name, x in values.items()}
-    answers = model.answers(values, np.zeros(len(of_part), bool), max(ks))
+    answers = model.answers(values, np.zeros(len(of_part), bool), max(ks), is_cut=True)
     found = codes.find(pa.array(answers.items.ravel(), pa.string()))
     relevant = np.full((len(of_part), max(map(len, of_part))), -1, np.int32)
     for row, items in enumerate(of_part):

@@ -230,8 +230,8 @@ class Program:
         results = tuple(array._replace(layout="") for array in i.results)
         if i.opcode in ("all-gather-start", "collective-permute-start"):
           results = results[1:2]  # a started one returns its operand, too
-        elif i.opcode == "all-to-all-start":
-          results = results[len(results) // 2 :]
+        elif i.opcode == "all-to-all-start":  # operands, results, and perhaps a context
+          results = results[len(i.operands) : 2 * len(i.operands)]
         counts[opcode, results, i.group_size, self.runs.get(i.computation, 1)] += 1
     merged = [
       Collective(op, results, group, None if runs is None else runs * n, n)

@@ -118,6 +118,15 @@ def is_differentiating() -> bool:
   return type(getattr(context, "trace", None)).__name__ in ("JVPTrace", "LinearizeTrace")
 
 
+def default_device() -> Any:
+  """The device that arrays are put on if nothing else is said.
+
+  Seen in JAX 0.10.2: `jax.config.jax_default_device` is set in public, and read by this name alone.
+  """
+  default = jax.config.values["jax_default_device"]
+  return default if isinstance(default, jax.Device) else jax.devices(default)[0]
+
+
 def is_batched(tree: Any) -> bool:
   """Whether any array of a tree has a batch dimension of `jax.vmap` around it.
 

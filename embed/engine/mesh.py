@@ -17,6 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from embed.engine import jax_internals
+
 Names = tuple[str, ...]
 
 
@@ -194,8 +196,7 @@ class Placement:
     """JAX's name of the devices, as "TPU v6 lite"; of an abstract mesh, those of this process."""
     if isinstance(self.mesh, Mesh):
       return self.mesh.devices.flat[0].device_kind
-    default = jax.config.values["jax_default_device"]
-    return (default if isinstance(default, jax.Device) else jax.devices(default)[0]).device_kind
+    return jax_internals.default_device().device_kind
 
   def lookup_groups(self) -> np.ndarray:
     """int64 `[devices]`: which group of devices looks up each part of a batch together.

@@ -127,7 +127,7 @@ def header() -> str:
   versions = ", ".join(f"{name} {_version(name)}" for name in packages)
   devices = jax.local_devices()
   kind = devices[0].device_kind
-  is_on = sparse_core.is_wanted(None) and kind in sparse_core.KINDS
+  is_on = sparse_core.is_wanted(None) and sparse_core.obstacle_of(kind) is None
   cores = ", rows by their SparseCores" if is_on else ""
   return (
     f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {versions}\n"

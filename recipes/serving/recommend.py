@@ -155,16 +155,19 @@ class Recommender:
     bad = columns_lib.bad_rows(problems, count, on_bad_row, source, first_row)
     return self.answers(values, bad, top)
 
-  def answers(self, values: Mapping[str, Any], bad: np.ndarray, top: int) -> Recommended:
+  def answers(
+    self, values: Mapping[str, Any], bad: np.ndarray, top: int, *, is_cut: bool = False
+  ) -> Recommended:
     """Returns as `recommend`, for values as training reads them.
 
     Args:
       values: users by the name "", their own items by "own", and features by declared name.
       bad: bool `[N]`, rows to leave out.
       top: how many items.
+      is_cut: whether ids are cut by the patterns of their columns already.
     """
     count = len(bad)
-    queries, unknown = self._queries(values, count)
+    queries, unknown = self._queries(values, count, is_cut)
     ids = np.full((count, top), -1, np.int32)
     scores = np.full((count, top), np.nan, np.float32)
     popular = np.zeros(count, bool)
@@ -182,24 +185,24 @@ class Recommender:
     """Returns whether an item is never recommended to a user, who has had it; bool `[N]`.
 
     Args:
-      users, items: N raw ids each.
+      users, items: N raw ids each, cut by the patterns of their columns.
     """
     if not self.served.about["exclude_seen"]:
       return np.zeros(len(users), bool)
-    user, item = self._find("user", users), self._find("item", items)
+    user, item = self._codes["user"].find(users), self._codes["item"].find(items)
     owners = np.repeat(np.arange(len(self._offsets) - 1), np.diff(self._offsets))
     count = len(self._items.texts)
     had = np.isin(user.astype(np.int64) * count + item, owners * count + self._history)
     return had & (user >= 0) & (item >= 0)
 
-  def _queries(self, values: Mapping[str, Any], count: int) -> tuple[_Queries, int]:
+  def _queries(self, values: Mapping[str, Any], count: int, is_cut: bool) -> tuple[_Queries, int]:
     """Returns what rows say, and how many items of their histories are unknown."""
     users = np.full(count, -1, np.int32)
     if "" in values:
-      users = self._find("user", values[""])
+      users = self._find("user", values[""], is_cut)
     own: pa.ListArray = values.get("own", pa.nulls(count, pa.list_(pa.string())))
     lengths = pc.list_value_length(own).fill_null(0).to_numpy(zero_copy_only=False)
-    items = self._find("item", own.flatten().cast(pa.string()))
+    items = self._find("item", own.flatten().cast(pa.string()), is_cut)
     stops = np.cumsum(lengths)
     histories = []
     for user, start, stop in zip(users.tolist(), stops - lengths, stops, strict=True):
@@ -213,10 +216,10 @@ class Recommender:
     features = {name: self._feature(name, users, values) for name in self._features}
     return _Queries(users, histories, features), int((items < 0).sum())
 
-  def _find(self, side: str, texts: pa.Array) -> np.ndarray:
+  def _find(self, side: str, texts: pa.Array, is_cut: bool) -> np.ndarray:
     """Returns the numbers of ids, as they are or cut by the pattern of their column; or -1."""
     found = self._codes[side].find(texts)
-    if pattern := self._patterns[side]:
+    if (pattern := self._patterns[side]) and not is_cut:
       found = np.where(found < 0, self._codes[side].find(extracted(texts, pattern)), found)
     return found
 

@@ -213,6 +213,15 @@ def test_sparse_core_kernels_and_what_runs_beside_them():
   assert hlo.Program(PROGRAM).sparse_core_calls() == []
 
 
+@pytest.mark.parametrize("context", ["", ", u32[], u32[]"])
+def test_an_exchange_that_is_started_counts_once(context):
+  line = (
+    f"%n = ((f32[4,8]{{1,0}}), f32[4,8]{{1,0}}{context}) all-to-all-start(%rows), replica_groups="
+  )
+  found = hlo.Program(with_entry_line(line + "{{0,1}}")).collectives()
+  assert [c.nbytes for c in found if str(c.results[0]) == "f32[4,8]"] == [128]
+
+
 def test_offloads():
   assert hlo.Program(PROGRAM).offloads() == {"OFFLOAD_GATHER": 1}
 

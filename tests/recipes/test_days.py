@@ -65,7 +65,11 @@ def test_days_are_named_in_their_order(tmp_path):
   ("recipe", "changes", "message"),
   [
     ("sequence", {"columns": {"a": "item"}}, "no column is declared as 'user', by which a day's"),
-    ("two_tower", {"columns": {"a": "user"}, "split": {"by": "hash"}}, "deal the rows of earlier"),
+    (
+      "two_tower",
+      {"columns": {"a": "user"}, "split": {"by": "hash"}},
+      "rows that an earlier day trained on",
+    ),
     ("dlrm", {"days_window": -1}, "config.days_window is -1: choose a number of days, or 0"),
     ("dlrm", {"split": {"by": "column"}}, "split.by is 'column', and days have no such split"),
     (

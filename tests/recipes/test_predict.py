@@ -1,6 +1,7 @@
 """Predictions for rows as they are: files, bad rows, unknown and missing values, new users."""
 
 import csv
+import dataclasses
 import gzip
 import io
 import shutil
@@ -217,7 +218,12 @@ def test_ids_are_cut_by_the_pattern_of_their_column(towers):
   items = [model._items.texts[i] for i in model._history[:3]]
   asked = [{"who": "u3"}, {"who": "new", "history": items}]
   expected = model.recommend(asked)
-  model._patterns.update(user=r"user (\w+)", item=r"item (\w+)")
+  patterns = {"user": r"user (\w+)", "item": r"item (\w+)"}
+  model.served.__dict__["kinds"] = {  # as if they had been declared so
+    name: dataclasses.replace(kind, pattern=patterns[kind.kind]) if kind.kind in patterns else kind
+    for name, kind in model.served.kinds.items()
+  }
+  model = serving.Recommender(model.served)
   both = [
     {"who": "user u3"},
     {"who": "new", "history": [f"item {i}" for i in items[:2]] + items[2:]},

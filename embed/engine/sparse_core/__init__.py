@@ -27,13 +27,19 @@ def is_wanted(setting: bool | None) -> bool:
   return os.environ.get(SWITCH, "0") == "1" if setting is None else setting
 
 
-def obstacle(stack: StackSpec) -> str | None:
-  """Why a stack cannot be on SparseCores, or None."""
-  kind = stack.placement.device_kind
+def obstacle_of(kind: str) -> str | None:
+  """Why no table can be on the SparseCores of devices of this kind, or None."""
   if kind not in KINDS:
     return f"devices of kind {kind} are not known to have any"
   if not _are_known_to_jax():
     return f"JAX {jax.__version__} lacks parts that the kernels need; 0.10.2 has them"
+  return None
+
+
+def obstacle(stack: StackSpec) -> str | None:
+  """Why a stack cannot be on SparseCores, or None."""
+  if reason := obstacle_of(stack.placement.device_kind):
+    return reason
   from embed.engine.sparse_core import kernels
 
   if stack.width % kernels.LANES:

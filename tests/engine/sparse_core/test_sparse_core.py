@@ -11,7 +11,7 @@ from optimizer_cases import OPTIMIZERS
 from sparse_cores import emulated
 
 import embed
-from embed.engine import sparse_core
+from embed.engine import rows, sparse_core
 from embed.engine.sparse_core import kernels
 from embed.tools import check
 
@@ -110,6 +110,15 @@ def test_rows_that_were_not_looked_up_keep_their_bits(used):
   for key in ("parameters", "accumulators"):
     np.testing.assert_array_equal(after["a"][key][others], before["a"][key][others])
     assert (after["a"][key] != before["a"][key]).any()
+
+
+def test_steps_in_several_chunks_equal_one(used, monkeypatch):
+  given = features(embed.adagrad(0.5))
+  at_once = trained(given, sparse_core=True)
+  monkeypatch.setattr(rows, "CHUNK", 0)
+  monkeypatch.setattr(rows, "_SMALLEST", 24)
+  jax.clear_caches()
+  assert_close(trained(given, sparse_core=True), at_once)
 
 
 @pytest.mark.full
