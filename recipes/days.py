@@ -137,7 +137,20 @@ def _checked(recipe: str, config) -> dict[str, Path]:
     raise UserError(f"{what} splits rows once and for all, and days come one by one: remove it")
   if jax.process_count() > 1:
     raise UserError("config.days trains in one process: train each day with config.init_from")
-  return entries(config.days)
+  days = entries(config.days)
+  # The hash of a row has its file's path below the folder that all files of a run are in.
+  is_flat = len({path.parent for path in days.values()}) == 1 and all(
+    map(Path.is_file, days.values())
+  )
+  is_timed = any(kind["kind"] == "time" for kind in config.columns.values())
+  is_hashed = config.split.by == "hash" or not (config.split.by or is_timed)
+  if recipe == "dlrm" and config.days_window > 1 and is_hashed and not (is_flat or config.split.on):
+    raise UserError(
+      f"config.days_window is {config.days_window}, and the days are not files of one folder: a "
+      "row could train on one day and validate on the next. Give files of one folder, or a column "
+      "whose rows stay together as config.split.on"
+    )
+  return days
 
 
 def _config_of(recipe: str, config, paths: Sequence[Path], before: Path | None) -> Any:

@@ -194,8 +194,7 @@ class RowReader:
       keys = np.array(values.fill_null("").to_pylist(), object)
     else:
       keys = chunk.rows.astype(np.uint64)
-    # Not the file's folder: of several days, each in a folder, one or more are read at once.
-    name = "" if split["on"] else chunk.file.name
+    name = "" if split["on"] else self._table.names[chunk.file]
     salt = hashing.hashes(np.array([name], object), split["seed"])
     part = hashing.hashes(keys, int(salt[0])) / 2.0**64
     return (part < sum(shares)).astype(np.int8) + (part < shares[1])

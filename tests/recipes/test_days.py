@@ -224,6 +224,16 @@ def test_a_day_is_ranked_by_the_export_of_the_day_before(recipe, exclude_seen, t
   assert "recall@5  ndcg@5" in days.table(history, ("recall@5", "ndcg@5"))
 
 
+def test_rows_of_a_window_keep_their_split(tmp_path):
+  for name in "ab":
+    (tmp_path / "days" / name).mkdir(parents=True)
+    write_csv(tmp_path / "days" / name / "part.csv", HEADER, [("u", "i", 1, 1)])
+  given = {"days": str(tmp_path / "days"), "columns": COLUMNS, "days_window": 2}
+  config = completed("dlrm", tmp_path, **given)
+  with pytest.raises(errors.UserError, match=r"are not files of one folder: .* config\.split\.on"):
+    days.run("dlrm", config, tmp_path / "run", lambda config, workdir: {})
+
+
 @pytest.mark.parametrize(
   ("recipe", "window", "expected"),
   [
