@@ -218,7 +218,7 @@ class Plan:
     return f"{text.aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{notes}"
 
   def _about_sparse_cores(self) -> str:
-    """Which tables SparseCores read and write, and why others that should be do not, or ""."""
+    """Lines on the tables that are to use SparseCores: whether they do, or why not; or ""."""
     lines = ""
     for stack in self.stacks().values():
       if stack.sparse_core:

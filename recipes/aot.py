@@ -166,9 +166,10 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
   batch = hosts.over_examples(mesh, part.batch)
   began = time.perf_counter()
   step = train_step.make_train_step(part.loss_fn, part.options, mesh)
-  platforms, options = ("tpu",), None
   if gpus.is_gpu(topology):
-    platforms, options = ("cuda",), gpus.OPTIONS
+    platforms, options, available = ("cuda",), gpus.OPTIONS, gpus.memory(topology)
+  else:
+    platforms, options, available = ("tpu",), None, aot_report.tpu_memory(mesh)
   lowered = step.trace(model, optimizer, batch).lower(lowering_platforms=platforms)  # type: ignore[attr-defined]
   traced = time.perf_counter()
   report: dict[str, Any] = {
@@ -192,7 +193,6 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
     Path(dump).write_text(compiled.as_text())
     Path(dump + ".stablehlo").write_text(lowered.as_text())
   state = {"model": model, "optimizer": optimizer}
-  available = gpus.memory(topology) if gpus.is_gpu(topology) else aot_report.tpu_memory(mesh)
   report |= aot_report.step(compiled, lowered.as_text(), state, mesh, available)
   view = nnx.view(model, deterministic=True)
   eval_batch = batch if part.eval_batch is None else part.eval_batch

@@ -209,10 +209,10 @@ def _test_ranking(
   order = np.argsort(user, kind="stable")
   wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
   codes, metrics, popular = entities.Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
+  asked = {"": pairs.users, **pairs.values}
   for start in range(0, len(pairs.users), _USERS):
     of_part = wanted[start : start + _USERS]
-    values = {"": pairs.users, **pairs.values}
-    values = {name: x[start : start + _USERS] for name, x in values.items()}
+    values = {name: x[start : start + _USERS] for name, x in asked.items()}
     answers = model.answers(values, np.zeros(len(of_part), bool), max(ks), is_cut=True)
     found = codes.find(pa.array(answers.items.ravel(), pa.string()))
     relevant = np.full((len(of_part), max(map(len, of_part))), -1, np.int32)

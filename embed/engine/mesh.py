@@ -193,7 +193,7 @@ class Placement:
 
   @property
   def device_kind(self) -> str:
-    """JAX's name of the devices, as "TPU v6 lite"; of an abstract mesh, those of this process."""
+    """The kind of the devices, such as "TPU v6 lite"; an abstract mesh counts as this process's."""
     if isinstance(self.mesh, Mesh):
       return self.mesh.devices.flat[0].device_kind
     return jax_internals.default_device().device_kind

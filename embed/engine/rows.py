@@ -57,26 +57,30 @@ CHUNK = 1 << 22  # numbers that an accelerator works on at a time, 16 MiB of flo
 _SMALLEST = 8  # entries of a chunk
 
 
-def in_chunks(body: Callable[..., Any], carry: Any, size: int, *arrays: jax.Array) -> Any:
-  """`carry = body(carry, is_new, *chunks)` for all chunks of arrays `[N, ...]`.
+def in_chunks(
+  body: Callable[..., Any], carry: Any, size: int, ids: jax.Array, *arrays: jax.Array
+) -> Any:
+  """`carry = body(carry, ids, *arrays)` for chunks of ids and of arrays with as many entries.
 
-  Memory then follows the chunk where all entries at once would need copies of the arrays.
+  All entries at once would need memory for copies of the arrays.
 
   Args:
-    body: gets a chunk of each array, and which of its entries it has not had: bool `[n]`, or None
-      for all. The last chunk begins within the one before it, since padding would copy the arrays.
+    body: gets chunks of the ids and of each array. The last chunk begins within the one before it,
+      since padding would copy the arrays; there, ids of entries that it has had are `NO_ROW`.
     carry: what it starts from.
     size: the numbers of an entry, of which a chunk has `CHUNK`.
-    *arrays: of which N is the first dimension.
+    ids: int32 `[N, ...]`.
+    *arrays: `[N, ...]`.
   """
-  count, chunk = arrays[0].shape[0], max(_SMALLEST, CHUNK // max(size, 1))
+  count, chunk = ids.shape[0], max(_SMALLEST, CHUNK // max(size, 1))
   if count <= chunk:
-    return body(carry, None, *arrays)
+    return body(carry, ids, *arrays)
 
   def one(k, carry):
     start = jnp.minimum(k * chunk, count - chunk)
-    chunks = [jax.lax.dynamic_slice_in_dim(x, start, chunk) for x in arrays]
-    return body(carry, start + jnp.arange(chunk) >= k * chunk, *chunks)
+    at, *chunks = (jax.lax.dynamic_slice_in_dim(x, start, chunk) for x in (ids, *arrays))
+    is_new = (start + jnp.arange(chunk) >= k * chunk).reshape(-1, *[1] * (ids.ndim - 1))
+    return body(carry, jnp.where(is_new, at, NO_ROW), *chunks)
 
   return jax.lax.fori_loop(0, -(-count // chunk), one, carry)
 
@@ -87,15 +91,14 @@ def add_at_once(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
   In chunks: XLA adds in the order of the rows, for which it sorts a copy of the gradients.
   """
 
-  def add(to, is_new, grads, ids, *gains):
-    if is_new is not None:
-      ids = jnp.where(is_new[:, None], ids, NO_ROW)
-    part = GradRows(grads, ids, *gains)
-    return to.at[ids.reshape(-1)].add(part.expanded().astype(to.dtype), **DROP)
+  def add(to, ids, grads, *gains):
+    values = GradRows(grads, ids, *gains).expanded()
+    return to.at[ids.reshape(-1)].add(values.astype(to.dtype), **DROP)
 
   for part in parts:
-    arrays = [x for x in part if x is not None]
-    to = in_chunks(add, to, part.grads.shape[1] * part.ids.shape[1], *arrays)
+    gains = () if part.gains is None else (part.gains,)
+    numbers = part.grads.shape[1] * part.ids.shape[1]
+    to = in_chunks(add, to, numbers, part.ids, part.grads, *gains)
   return to
 
 

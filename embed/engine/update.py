@@ -372,13 +372,7 @@ def step_at_once(
 
   In chunks, so that rows, slots and their new values are little beside the gradients.
   """
-
-  def step_chunk(state, is_new, ids, grads):
-    if is_new is not None:
-      ids = jnp.where(is_new, ids, rows.NO_ROW)
-    return _step_part(stack, row_step, state, ids, grads)
-
-  return rows.in_chunks(step_chunk, state, stack.width, at, g)
+  return rows.in_chunks(functools.partial(_step_part, stack, row_step), state, stack.width, at, g)
 
 
 def _step_part(

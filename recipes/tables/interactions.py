@@ -121,7 +121,7 @@ def read(table: Table, by: str) -> Interactions:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-  """Which users of a table have had which items, each pair once.
+  """The users of a table and the items they have had, each pair once.
 
   Attributes:
     user, item: int32 `[N]`.
@@ -137,7 +137,7 @@ class Pairs:
 
 
 def pairs(table: Table) -> Pairs:
-  """Returns the pairs of a table, whatever its split; its features in other files are not read.
+  """Returns the pairs in a table, without splitting it or reading features from other files.
 
   Raises:
     UserError: no user or item is declared, or a row has none.
