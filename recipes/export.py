@@ -31,7 +31,7 @@ from .features import feature_configs
 from .serving import folder as folder_lib
 from .tables.clicks import Encoder
 from .tables.entities import Entities
-from .tables.settings import steps_of_data
+from .tables.settings import READING, steps_of_data
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 _MANY = 1 << 30  # examples: schedules of optimizers, which are not used, need steps
@@ -104,7 +104,7 @@ def export(
   if parts.candidates is not None:
     np.save(partial / folder_lib.CANDIDATES, parts.candidates())
   shutil.copytree(serve, partial / folder_lib.TRANSFORMS)
-  about = _about(config, result, ann) | parts.about
+  about = _about(config, result, _reading(config, serve), ann) | parts.about
   arrays.write_json(partial / folder_lib.NAME, about)
   (partial / "README.md").write_text(_readme(about, workdir))
   if out.exists():
@@ -122,13 +122,7 @@ def _opened(workdir: Path) -> tuple[ConfigDict, dict[str, Any]]:
   path = workdir / "config.json"
   if not path.exists():
     raise MissingFileError(f"{workdir} is no run: it has no config.json. Give a --workdir")
-  config = arrays.read_json(path)
-  if config.get("dataset") != "table":
-    raise UserError(
-      f"{workdir} is a run on {config.get('dataset')!r}: only runs on a table of one's own, with "
-      "config.columns, can be exported"
-    )
-  result = runs.result(workdir)
+  config, result = arrays.read_json(path), runs.result(workdir)
   if result is None:
     raise UserError(
       f"{workdir} has no result.json: the run has not ended. Its command goes on with it"
@@ -136,7 +130,10 @@ def _opened(workdir: Path) -> tuple[ConfigDict, dict[str, Any]]:
   if result.get("recipe") not in _RECIPES or "tested_step" not in result:
     raise DamagedFileError(f"{workdir / 'result.json'} names no recipe and step: train again")
   if not (workdir / "serve").is_dir():
-    raise MissingFileError(f"{workdir} has no folder serve, of transforms and raw ids: train again")
+    raise MissingFileError(
+      f"{workdir} has no folder serve, of transforms and raw ids: only runs on a table, as with "
+      f"config.columns, can be exported, and this one is on {config.get('dataset')!r}"
+    )
   return ConfigDict(config, allow_dotted_keys=True, sort_keys=False), result
 
 
@@ -169,10 +166,19 @@ def _restore(workdir: Path, step: int, model: nnx.Module) -> None:
   checkpoints.apply_deltas(folder, chain, model=model)
 
 
-def _about(config: ConfigDict, result: dict[str, Any], ann: bool) -> dict[str, Any]:
-  versions = results.versions()
+def _reading(config: ConfigDict, serve: Path) -> dict[str, Any]:
+  """Returns the declared columns and the format of text files that a run has read."""
+  if (serve / READING).exists():
+    return arrays.read_json(serve / READING)
+  # A run of an earlier version, which had them in its config.
+  return {"columns": config.columns.to_dict(), "format": config.format.to_dict()}
+
+
+def _about(
+  config: ConfigDict, result: dict[str, Any], reading: dict[str, Any], ann: bool
+) -> dict[str, Any]:
+  versions, columns = results.versions(), reading["columns"]
   names = ("sparse-embed", "jax", "numpy", "python")
-  columns = config.columns.to_dict()
   header = [kind.get("column") or name for name, kind in columns.items()]
   return {
     "format": folder_lib.FORMAT,
@@ -183,8 +189,8 @@ def _about(config: ConfigDict, result: dict[str, Any], ann: bool) -> dict[str, A
     "columns": columns,
     "num_columns": len(columns),
     "header": [name for name in header if columns.get(name, {}).get("kind") != "cross"],
-    "text": config.format.to_dict(),
-    "exclude_seen": config.exclude_seen,
+    "text": reading["format"],
+    "exclude_seen": config.get("exclude_seen", True),
     "ann": ann,
   }
 

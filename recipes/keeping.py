@@ -31,12 +31,14 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
     return
   target = workdir / _SERVE
   source, about = target / "source.json", {**data_sha256, "transforms": row_ids.digest(serve)}
-  if is_new or not target.exists():
+  if is_new:
     shutil.rmtree(target, ignore_errors=True)
     _copy(serve, target, about)
     return
-  # A run of an earlier version knows the hashes of the files alone.
-  if any(about.get(name) != value for name, value in arrays.read_json(source).items()):
+  # A run of an earlier version knows the hashes of the files alone. One without a copy numbered its
+  # rows before the data set was a table.
+  kept = arrays.read_json(source) if source.exists() else {"": ""}
+  if any(about.get(name) != value for name, value in kept.items()):
     raise UserError(
       f"the data have changed since the run in {workdir} began: choose another --workdir"
     )

@@ -22,6 +22,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.data_dir = ""  # empty downloads the archive; else a folder with its files
   config.cache_dir = "~/.cache/sparse_embed"
   config.split_seed = 0
+  config.on_bad_row = "raise"  # or "skip", which counts
   config.num_workers = 0
 
   config.model = "dcnv2"

@@ -24,6 +24,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.data_dir = ""  # a folder with train.txt, test.txt and, if there is one, valid.txt
   config.cache_dir = "~/.cache/sparse_embed"
   config.split_seed = 0
+  config.on_bad_row = "raise"  # or "skip", which counts
   config.refit = False  # True trains on the validation pairs as well; then select must be ""
   config.num_workers = 0
 

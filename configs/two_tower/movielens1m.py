@@ -24,6 +24,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.cache_dir = "~/.cache/sparse_embed"
   config.core = 10
   config.split_seed = 0
+  config.on_bad_row = "raise"  # or "skip", which counts
   config.num_workers = 0
 
   config.query = ("user", "history")

@@ -30,7 +30,7 @@ DATA_SETS = Registry(
     "criteo_1tb": DataSet(
       criteo1tb.settings, criteo1tb.build, view=criteo1tb.view, describe=criteo1tb.describe
     ),
-    "movielens1m": DataSet(movielens1m.settings, movielens1m.build),
+    "movielens1m": DataSet(table_settings.declared(movielens1m.table), clicks.build),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": DataSet(table_settings.settings, clicks.build),
   }

@@ -13,7 +13,7 @@ from . import entities, spec
 from .entities import Codes, Entities
 from .fitting import Fit, Fitted
 from .rows import RowReader, values_of, way
-from .settings import SPLITS, Table, parsed
+from .settings import SPLITS, Table, parsed, save
 
 _SIDES = {"user": spec.User, "item": spec.Item}
 
@@ -61,7 +61,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     notes.append(f"{reader.num_dropped:,} rows were left out by the label's drop")
   notes += _about(sizes, clicks, encoder)
   _write(table, reader, encoder, folder, sizes)
-  encoder.save(arrays.subfolder(folder, "serve"))
+  serve = arrays.subfolder(folder, "serve")
+  encoder.save(serve)
+  save(settings, serve)
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
   if table.refit:

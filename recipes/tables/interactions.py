@@ -46,8 +46,7 @@ class Interactions:
     return self.item[order], np.concatenate([[0], np.cumsum(lengths)])
 
   def save(self, folder: Path) -> None:
-    """Writes into `serve` what serving needs: raw ids, transforms, and every user's items."""
-    folder = arrays.subfolder(folder, "serve")
+    """Writes what serving needs into a folder: raw ids, transforms, and every user's items."""
     items, offsets = self.history()
     arrays.column(folder, "history", items.shape, np.int32)[:] = items
     arrays.column(folder, "history_offsets", offsets.shape, np.int64)[:] = offsets

@@ -9,6 +9,7 @@ import numpy as np
 from . import clicks
 from .entities import Entities
 from .fitting import Fitted
+from .settings import READING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ def inputs(serve: Path) -> list[str]:
 
 def digest(serve: Path) -> str:
   """Returns a hash of the fitted transforms: raw ids by row, numbers, and declarations."""
-  paths = sorted(path for path in serve.glob("*.json") if path.name != "source.json")
+  others = ("source.json", READING)
+  paths = sorted(path for path in serve.glob("*.json") if path.name not in others)
   content = [path.read_text() for path in paths], sorted(read(serve).items(), key=str)
   return hashlib.sha256(repr(content).encode()).hexdigest()
 

@@ -133,10 +133,13 @@ class RowReader:
     label = label_of(chunk.columns[self._label], kind)
     wrong, texts = label < 0, chunk.columns[self._label]
     column = f"config.columns[{self._label!r}]"
-    problem = lambda row: (
-      f"is {texts[row].as_py()!r}, which is neither 0 nor 1: give the values that are clicks as "
-      f"{column}['positive'], or the smallest as {column}['at_least']"
+    why = (
+      f"neither 0 nor 1: give the values that are clicks as {column}['positive'], or the smallest "
+      f"as {column}['at_least']"
+      if kind.at_least is None
+      else f"no number to compare with {column}['at_least']={kind.at_least:g}"
     )
+    problem = lambda row: f"is {texts[row].as_py()!r}, which is {why}"
     chunk = reader.refuse(chunk, wrong, self._label, problem)
     return chunk, label[~wrong].astype(np.uint8)
 

@@ -11,11 +11,11 @@ import dataclasses
 import datetime
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import files
+from .. import arrays, files
 from .. import settings as run_settings
 from ..errors import UserError
 from . import spec
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction do
 
 SPLITS = ("train", "valid", "test")
 SPLIT_BY = ("", "hash", "user", "last", "time", "column", "files")
+READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
 _TIMES = ("config.split.valid_from", "config.split.test_from")
 
 _FORMAT = dataclasses.asdict(Format())
@@ -264,6 +265,27 @@ def settings(config) -> dict[str, Any]:
   if run_settings.value(config, "init_from") and serve.is_dir():
     about["base"] = [str(serve), *(files.digest(path) for path in sorted(serve.glob("*.*")))]
   return about
+
+
+def save(settings: Mapping[str, Any], serve: Path) -> None:
+  """Writes how rows are read, which predictions need, into the folder `serve` of the columns."""
+  about = {"columns": settings["rows"]["columns"], "format": settings["rows"]["format"]}
+  arrays.write_json(serve / READING, about)
+
+
+def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+  """Returns the `settings` of a data set whose files and columns are known.
+
+  Args:
+    table: `(config) -> settings`, as a user's config has them. Those that it leaves out are the
+      config's where it has them, and else have their defaults.
+  """
+
+  def settings_of(config) -> dict[str, Any]:
+    own = {name: config[name] for name in (*DEFAULTS, "init_from") if name in config}
+    return settings(complete({**own, **table(config)}, {"select": config.select}))
+
+  return settings_of
 
 
 def _source(config, place: str) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from . import gowalla, movielens1m, movielens100k, splits, synthetic, table
 
 DATA_SETS = Registry(
   {
-    "gowalla": DataSet(gowalla.settings, gowalla.build),
+    "gowalla": DataSet(table_settings.declared(gowalla.table), table.build),
     "movielens100k": DataSet(movielens100k.settings, movielens100k.build),
-    "movielens1m": DataSet(movielens1m.settings, movielens1m.build),
+    "movielens1m": DataSet(table_settings.declared(movielens1m.table), table.build),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": DataSet(table_settings.settings, table.build),
   },

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import categories, files, movielens
+from .. import categories, files
 from ..textfile import TextFile
 from . import splits
 
@@ -102,11 +102,12 @@ def _ratings(file: TextFile, users: dict[str, int], movies: dict[str, int]) -> s
     for line, (user, movie, rating, time) in file.records("\t", 4):
       if user not in users or movie not in movies:
         raise file.error(line, f"user {user!r} or movie {movie!r} is in no other file")
-      movielens.check_rating(file, line, rating)
+      if rating not in ("1", "2", "3", "4", "5"):
+        raise file.error(line, f"the rating is {rating!r}, expected 1 to 5")
       file.number(line, "time", time)
       first = lines.setdefault((user, movie), line)
       if first != line:
-        raise file.error(line, movielens.rated_twice(user, movie, first))
+        raise file.error(line, f"user {user} rates movie {movie}, which line {first} does already")
       rows.append(users[user])
       items.append(movies[movie])
       bar.update()

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from .. import arrays
 from ..errors import UserError
 from ..tables import interactions, spec
-from ..tables.settings import SPLITS, Table, parsed
+from ..tables.settings import SPLITS, Table, parsed, save
 from . import splits
 
 
@@ -63,7 +64,9 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     may_be_empty=("valid",) if table.refit else (),
     may_repeat=("train",),
   )
-  log.save(folder)
+  serve = arrays.subfolder(folder, "serve")
+  log.save(serve)
+  save(settings, serve)
   unused = [
     name
     for name, kind in table.kinds.items()

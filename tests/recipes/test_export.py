@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from flax import nnx
+from recipe_runs import two_tower_smoke
 from served_models import CLICKS, LOG, run_of, write_clicks, write_log
 
 from recipes import export, retrieval, serving
@@ -100,6 +101,20 @@ def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   np.testing.assert_allclose(answers.scores, np.concatenate(scores), atol=1e-6, rtol=0)
   assert np.mean(answers.items == items[np.concatenate(ids)]) > 0.999
   assert answers.titles[0, 0] == f"No. {answers.items[0, 0][1:]}, the film"
+
+
+@pytest.mark.full
+def test_a_run_on_a_published_table_answers_with_its_ids_and_titles(tmp_path):
+  from recipes.two_tower import train
+
+  config = two_tower_smoke("movielens1m", tmp_path)
+  train.run(config, str(tmp_path / "run"))
+  served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
+  answers = served.recommend([{"user": "11"}, {"history": ["5", "8"]}], top=3)
+  movies = (tmp_path / "movielens1m-raw" / "movies.dat").read_text(encoding="latin-1")
+  titles = dict(line.split("::")[:2] for line in movies.splitlines())
+  assert answers.items.shape == (2, 3)
+  assert all(titles[i] == t for i, t in zip(answers.items.flat, answers.titles.flat, strict=True))
 
 
 @pytest.mark.full
@@ -220,7 +235,8 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
   assert "--ann is for the items" in error(run, ann=True)
   assert "--platforms is 'gpu'" in error(run, platforms=("gpu",))
   other = edited(run, tmp_path / "1", dataset="criteo")
-  assert "is a run on 'criteo'" in error(other)
+  shutil.rmtree(other / "serve")
+  assert "only runs on a table, as with config.columns, can" in error(other)
   unfinished = edited(run, tmp_path / "2")
   (unfinished / "result.json").unlink()
   assert "the run has not ended" in error(unfinished)

@@ -346,6 +346,6 @@ def test_an_error_of_the_command_is_one_line(clicks):
   done = subprocess.run(command, input=b"a,b\n1,2\n", capture_output=True, timeout=300)
   assert done.returncode == 2
   assert done.stderr.decode().startswith(
-    "error: standard input has no column 'age', 'city', 'price'"
+    "error: standard input has no column 'price', 'age', 'city', 'shop', 'tags'"
   )
   assert done.stderr.count(b"\n") == 1

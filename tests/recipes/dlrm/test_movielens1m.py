@@ -1,109 +1,105 @@
-"""MovieLens: both formats, RecBole's click protocol, and errors that name the file and the line."""
+"""MovieLens: both formats, RecBole's click protocol, and errors that name the file and the row."""
 
 import hashlib
 import zipfile
-from types import SimpleNamespace
 
 import http_server
-import numpy as np
+import ml_collections
 import pytest
 from small_data import write_movielens
 
+from configs.dlrm import movielens1m
 from recipes import files, movielens
 from recipes.dlrm import data
+from recipes.tables import row_ids
 
 
 def config(data_dir, cache_dir):
-  return SimpleNamespace(
-    dataset="movielens1m", data_dir=str(data_dir), cache_dir=str(cache_dir), split_seed=0
-  )
+  config = movielens1m.get_config()
+  config.data_dir, config.cache_dir = str(data_dir), str(cache_dir)
+  return config
 
 
-def write_by_hand(folder, ratings="1::20::5::9\n1::30::3::9\n7::20::1::9\n7::30::4::9\n"):
-  folder.mkdir(exist_ok=True)
-  (folder / "users.dat").write_text("1::F::1::10::48067\n7::M::56::16::70072\n")
-  (folder / "movies.dat").write_text(
-    "20::Été (1995)::Drama|Comedy\n30::Untitled::Comedy\n", encoding="latin-1"
-  )
-  (folder / "ratings.dat").write_text(ratings)
-  return folder
+def rows_of(loaded):
+  """The rows as raw ids of user and movie, the user's gender, and whether it is a click; sorted."""
+  texts = [row_ids.read(loaded.serve)[name].texts for name in ("user", "movie", "gender")]
+  rows = zip(loaded.columns["ids"][:, :3].tolist(), loaded.columns["label"].tolist(), strict=True)
+  named = lambda ids: [names[id] for names, id in zip(texts, ids, strict=True)]
+  return sorted((*named(ids), label) for ids, label in rows)
 
 
-def test_protocol_by_hand(tmp_path):
-  loaded = data.load(config(write_by_hand(tmp_path / "raw"), tmp_path / "cache"))
-  sizes = {feature.name: feature.vocabulary_size for feature in loaded.features}
-  assert sizes == {
-    "user": 2, "gender": 2, "age": 2, "occupation": 2, "movie": 2, "year": 2, "genres": 2
-  }  # fmt: skip
-  # user, gender, age, occupation, movie, year ("" sorts before "1995"), genres: Comedy 0, Drama 1
-  expected = {
-    (0, 0, 0, 0, 0, 1, 1, 0): 1,
-    (1, 1, 1, 1, 0, 1, 1, 0): 0,
-    (1, 1, 1, 1, 1, 0, 0, -1): 1,
-  }  # the rating of 3 is gone
-  rows = map(tuple, loaded.columns["ids"].tolist())
-  assert dict(zip(rows, loaded.columns["label"].tolist(), strict=True)) == expected
+def test_ratings_are_clicks_with_the_features_of_users_and_movies(tmp_path):
+  raw = write_movielens(tmp_path / "raw")
+  loaded = data.load(config(raw, tmp_path / "cache"))
+  assert [feature.name for feature in loaded.features] == [
+    "user", "movie", "gender", "age", "occupation", "year", "genres"
+  ]  # fmt: skip
   assert loaded.num_dense == 0
-  name = tmp_path / "raw" / "ratings.dat"
-  assert loaded.sha256["ratings.dat"] == hashlib.sha256(name.read_bytes()).hexdigest()
+  fields = lambda name: [line.split("::") for line in (raw / name).read_text().splitlines()]
+  gender = {user: gender for user, gender, *_ in fields("users.dat")}
+  assert rows_of(loaded) == sorted(
+    (user, movie, gender[user], int(rating > "3"))
+    for user, movie, rating, _ in fields("ratings.dat")
+    if rating != "3"
+  )
+  digest = hashlib.sha256((raw / "ratings.dat").read_bytes()).hexdigest()
+  assert loaded.sha256["ratings.dat"] == digest
 
 
 def test_dat_and_csv_are_the_same_data(tmp_path):
   dat = data.load(config(write_movielens(tmp_path / "dat"), tmp_path / "cache"))
   csv = data.load(config(write_movielens(tmp_path / "csv", csv=True), tmp_path / "cache"))
-  for name in ("ids", "label"):
-    np.testing.assert_array_equal(dat.columns[name], csv.columns[name])
-  assert dat.splits == csv.splits
-  rows = len(dat.columns["label"])
-  assert [stop - start for start, stop in dat.splits.values()] == [
-    rows - 2 * round(rows / 10), round(rows / 10), round(rows / 10)
-  ]  # fmt: skip
+  assert rows_of(dat) == rows_of(csv)
 
 
 def test_a_changed_file_is_prepared_again(tmp_path):
-  raw = write_by_hand(tmp_path / "raw")
+  raw = write_movielens(tmp_path / "raw")
   before = data.load(config(raw, tmp_path / "cache"))
-  write_by_hand(raw, ratings="1::20::5::9\n")
+  write_movielens(raw, ratings=1_000)
   after = data.load(config(raw, tmp_path / "cache"))
-  assert len(before.columns["label"]) == 3
-  assert len(after.columns["label"]) == 1
+  assert len(after.columns["label"]) < 0.6 * len(before.columns["label"])
+
+
+def replace(path, line, text):
+  """Replaces a line of a file, or all of it."""
+  lines = path.read_text(encoding="latin-1").splitlines()
+  lines[slice(None) if line is None else slice(line - 1, line)] = [text] if text else []
+  path.write_text("".join(f"{line}\n" for line in lines), encoding="latin-1")
 
 
 @pytest.mark.parametrize(
-  ("name", "content", "message"),
+  ("name", "line", "text", "message"),
   [
-    ("ratings.dat", "1::20::5::9\n1::30::3", "ratings.dat, line 2: found 3 fields .* expected 4"),
-    ("ratings.dat", "1::20::9::9\n", "ratings.dat, line 1: the rating is '9', expected 1 to 5"),
-    ("ratings.dat", "1::20::5::9\n2::20::5::9\n", "line 2: user '2' is not in users.dat"),
-    ("ratings.dat", "1::21::5::9\n", "line 1: movie '21' is not in movies.dat"),
-    ("users.dat", "1::F::1::10::4\n7::M\n", "users.dat, line 2: found 2 fields"),
-    ("users.dat", "1::F::1::10::4\n1::F::1::10::4\n", "line 2: '1' appears a second time"),
-    ("movies.dat", "20::Heat (1995)\n", "movies.dat, line 1: found 2 fields"),
-    ("ratings.dat", "", "ratings.dat, line 1: the file is empty"),
-    ("users.dat", "", "users.dat, line 1: the file is empty"),
-    ("movies.dat", "", "movies.dat, line 1: the file is empty"),
-    (
-      "ratings.dat",
-      "1::20::5::9\n1::30::5::9\n1::20::4::9\n",
-      "line 3: user 1 rates movie 20, which line 1 does already",
-    ),
-    ("ratings.dat", "1::20::5::never\n", "line 1: the time is 'never', expected a whole number"),
-    ("ratings.dat", f"1::20::5::{2**63}\n", "line 1: the time is '9223372036854775808'"),
-    ("users.dat", "::F::1::10::4\n", "users.dat, line 1: the id is '', expected a whole number"),
-    ("users.dat", "1::F::old::10::4\n", "users.dat, line 1: the age is 'old'"),
-    ("users.dat", "1::::1::10::4\n", "users.dat, line 1: the gender is ''"),
+    ("ratings.dat", 2, "1::30::3", r"ratings\.dat, row 2 has too few fields: 3 instead of 4"),
+    ("ratings.dat", 2, "1::2::x::9", r"ratings\.dat, row 2, column 'rating': is 'x', .* no number"),
+    ("ratings.dat", None, "", r"ratings\.dat is empty"),
+    ("users.dat", 2, "7::M", r"users\.dat, row 2 has too few fields"),
+    ("users.dat", 2, "1::F::1::10::4", r"users\.dat, row 2, column 'id': is '1', which an earlier"),
+    ("users.dat", None, "", r"users\.dat is empty"),
+    ("movies.dat", 2, "3::Heat (1995)", r"movies\.dat, row 2 has too few fields"),
+    ("movies.dat", None, "", r"movies\.dat is empty"),
   ],
 )
-def test_damage_is_named(tmp_path, name, content, message):
-  raw = write_by_hand(tmp_path / "raw")
-  (raw / name).write_text(content)
+def test_damage_is_named(tmp_path, name, line, text, message):
+  raw = write_movielens(tmp_path / "raw")
+  replace(raw / name, line, text)
   for _ in range(2):  # it is not taken for prepared after the first time
     with pytest.raises(ValueError, match=message):
       data.load(config(raw, tmp_path / "cache"))
 
 
+def test_a_user_and_a_movie_without_features_are_counted(tmp_path, capsys):
+  raw = write_movielens(tmp_path / "raw")
+  replace(raw / "users.dat", 1, "")
+  replace(raw / "movies.dat", 1, "")
+  data.load(config(raw, tmp_path / "cache"))
+  said = capsys.readouterr().err
+  assert "1 of 60 users of the training rows are not in config.user_table, as '1'" in said
+  assert "1 of 40 items of the training rows are not in config.item_table, as '2'" in said
+
+
 def test_missing_files_are_named(tmp_path):
-  raw = write_by_hand(tmp_path / "raw")
+  raw = write_movielens(tmp_path / "raw")
   (raw / "movies.dat").unlink()
   with pytest.raises(FileNotFoundError, match=r"has no movies\.dat.*ml-1m\.zip"):
     data.load(config(raw, tmp_path / "cache"))
@@ -114,7 +110,7 @@ def test_missing_files_are_named(tmp_path):
 @pytest.fixture
 def archive(tmp_path, monkeypatch):
   """A small archive, laid out as the published one, and served by this machine."""
-  raw, published = write_by_hand(tmp_path / "raw"), tmp_path / "published"
+  raw, published = write_movielens(tmp_path / "raw"), tmp_path / "published"
   published.mkdir()
   with zipfile.ZipFile(published / "ml-1m.zip", "w") as packed:
     for path in raw.iterdir():
@@ -128,14 +124,14 @@ def archive(tmp_path, monkeypatch):
 def test_a_csv_of_nothing_but_its_head_is_refused(tmp_path):
   raw = write_movielens(tmp_path / "csv", csv=True)
   (raw / "ratings_no_timestamp.csv").write_text("user,movie,rating\n")
-  with pytest.raises(ValueError, match="there is no rating"):
+  with pytest.raises(ValueError, match="has a header and no rows"):
     data.load(config(raw, tmp_path / "cache"))
 
 
 def test_download(tmp_path, archive):
-  assert len(data.load(config("", tmp_path / "cache")).columns["label"]) == 3
+  rows = len(data.load(config("", tmp_path / "cache")).columns["label"])
   archive.unlink()  # what is there is not fetched again
-  assert len(data.load(config("", tmp_path / "cache")).columns["label"]) == 3
+  assert len(data.load(config("", tmp_path / "cache")).columns["label"]) == rows
 
 
 @pytest.mark.usefixtures("archive")
@@ -154,4 +150,4 @@ def test_no_network_says_what_to_do(tmp_path, archive):
 
 def test_unknown_dataset(tmp_path):
   with pytest.raises(ValueError, match=r"choose one of .*criteo.*movielens1m.*synthetic"):
-    data.load(SimpleNamespace(dataset="movielens"))
+    data.load(ml_collections.ConfigDict({"dataset": "movielens"}))

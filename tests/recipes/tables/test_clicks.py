@@ -184,6 +184,11 @@ def problem(tmp_path, row, **columns):
   ("row", "columns", "message"),
   [
     ((2, "x", 1, "a", "test"), {}, r"row 5, column 'clicked'.*'2'.*neither 0 nor 1.*at_least"),
+    (
+      ("x", "x", 1, "a", "test"),
+      {"clicked": {"kind": "label", "at_least": 1}},
+      r"row 5, column 'clicked': is 'x', which is no number to compare with .*'at_least'\]=1\.",
+    ),
     (("", "x", 1, "a", "test"), {}, r"row 5, column 'clicked'.*no value"),
     ((1, "x", 1, "a", "tset"), {}, r"row 5, column 'part'.*'tset'.*train, valid or test"),
     ((1, "x", "dear", "a", "test"), {}, r"row 5, column 'price'.*'dear'.*number"),
