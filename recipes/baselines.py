@@ -1,5 +1,6 @@
 """Baselines without a neural network, so that every result has a number to be measured against."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -51,6 +52,7 @@ def one_hot(
 def logistic_regression(
   matrices: Mapping[str, scipy.sparse.csr_matrix],
   labels: Mapping[str, np.ndarray],
+  weights: Mapping[str, np.ndarray],
   *,
   inverse_penalties: Sequence[float],
 ) -> dict[str, float]:
@@ -59,6 +61,7 @@ def logistic_regression(
   Args:
     matrices: `[N, columns]` by split: `train`, `valid` and `test`, which may have no rows.
     labels: `[N]`, 0 or 1, by split.
+    weights: `[N]`, how much a row counts in the loss and the metrics, by split.
     inverse_penalties: values of scikit-learn's `C` to choose from.
 
   Returns:
@@ -74,19 +77,21 @@ def logistic_regression(
       with warnings.catch_warnings():
         # A weak penalty may not converge in 200 rounds; validation decides whether that matters.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model.fit(matrices["train"], labels["train"])
-      scores = _scores(model, matrices["valid"], labels["valid"], "valid")
+        model.fit(matrices["train"], labels["train"], weights["train"])
+      of = functools.partial(_scores, model, matrices, labels, weights)
+      scores = of("valid")
       if not best or scores["valid_auc"] > best["valid_auc"]:
-        best = scores | _scores(model, matrices["test"], labels["test"], "test") | {"c": float(c)}
+        best = scores | of("test") | {"c": float(c)}
       bar.update()
   return best | {"rows": int(matrices["train"].shape[0])}
 
 
-def _scores(model, matrix, labels, split: str) -> dict[str, float]:
-  if not matrix.shape[0]:
+def _scores(model, matrices, labels, weights, split: str) -> dict[str, float]:
+  if not matrices[split].shape[0]:
     return {}
   metrics = ClickMetrics()
-  metrics.update(model.decision_function(matrix), labels)
+  logits = model.decision_function(matrices[split])
+  metrics.update(logits, labels[split], weight=weights[split])
   return {f"{split}_{name}": value for name, value in metrics.compute().items()}
 
 

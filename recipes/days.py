@@ -25,7 +25,7 @@ from embed.tools.text import aligned
 from . import arrays, export, files, hosts, runs, serving, settings
 from .errors import UserError
 from .metrics import RankingMetrics
-from .tables import entities, interactions
+from .tables import entities, interactions, spec
 from .tables import settings as table_settings
 from .tables.rows import RowReader, values_of
 
@@ -182,14 +182,21 @@ def _test(served: Path, config) -> dict[str, Any]:
 def _test_clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str, Any]:
   scores: list[np.ndarray] = []
   labels: list[np.ndarray] = []
+  weights: list[np.ndarray] = []
+  of_weight = table.name_of(spec.Weight)
   for rows in RowReader(table, ""):
     assert rows.label is not None  # dlrm has asked for one
-    scores.append(model.scores(values_of(rows.chunk, table.kinds), len(rows.chunk.rows)))
+    values, count = values_of(rows.chunk, table.kinds), len(rows.chunk.rows)
+    scores.append(model.scores(values, count))
     labels.append(rows.label)
+    weights.append(values[of_weight] if of_weight else np.ones(count))
   score, label = np.concatenate(scores).astype(np.float64), np.concatenate(labels)
-  metrics = {"logloss": float(log_loss(label, score, labels=[0, 1]))}
-  if 0 < label.sum() < len(label):
-    metrics = {"auc": float(roc_auc_score(label, score))} | metrics
+  weight = np.concatenate(weights).astype(np.float64)
+  metrics = {}
+  if weight.sum():
+    metrics["logloss"] = float(log_loss(label, score, labels=[0, 1], sample_weight=weight))
+  if 0 < weight[label == 1].sum() < weight.sum():
+    metrics = {"auc": float(roc_auc_score(label, score, sample_weight=weight))} | metrics
   return {"rows": len(label), "metrics": metrics}
 
 

@@ -3,7 +3,7 @@
 Streaming AUCs with a few hundred thresholds (keras and metrax with 200, torchmetrics with
 `thresholds=`) approximate the curve, and the error grows as the scores crowd together near 0, as
 click probabilities do; it can exceed the differences that papers report. `ClickMetrics` keeps all
-scores, 5 bytes an example on the host, and is exact. `BinnedClickMetrics` counts logits in two
+scores, 9 bytes an example on the host, and is exact. `BinnedClickMetrics` counts logits in two
 million bins on the devices, for any number of examples, and knows how far off it may be.
 """
 
@@ -28,26 +28,27 @@ class ClickMetrics:
   def __init__(self) -> None:
     self._logits: list[np.ndarray] = []
     self._labels: list[np.ndarray] = []
+    self._weights: list[np.ndarray] = []
 
-  def update(self, logits, labels, mask=None) -> None:
+  def update(self, logits, labels, mask=None, weight=None) -> None:
     """Adds one batch.
 
     Args:
       logits: float `[B]`, before the sigmoid.
       labels: `[B]`, 0 or 1.
       mask: bool `[B]`, False for rows that only fill up the last batch; None counts all rows.
+      weight: float `[B]`, 0 or more, how often a row counts; None counts every row once.
 
     Raises:
       ValueError: the shapes differ or are not `[B]`.
     """
     logits, labels = np.asarray(logits), np.asarray(labels)
     mask = np.ones(labels.shape, bool) if mask is None else np.asarray(mask)
-    if not logits.shape == labels.shape == mask.shape or logits.ndim != 1:
-      raise ValueError(
-        f"logits {logits.shape}, labels {labels.shape} and mask {mask.shape} must all be [batch]"
-      )
+    weight = np.ones(labels.shape) if weight is None else np.asarray(weight)
+    _check_shapes(logits, labels, mask, weight)
     self._logits.append(logits[mask].astype(np.float32))
     self._labels.append(labels[mask].astype(np.uint8))
+    self._weights.append(weight[mask].astype(np.float32))
 
   def compute(self) -> dict[str, float]:
     """Returns `{"auc": ..., "logloss": ...}`.
@@ -58,12 +59,14 @@ class ClickMetrics:
     """
     logits = np.concatenate([np.empty(0, np.float32), *self._logits])
     labels = np.concatenate([np.empty(0, np.uint8), *self._labels])
-    _check_outcomes(int(labels.sum()), labels.size, finite=bool(np.isfinite(logits).all()))
+    weights = np.concatenate([np.empty(0, np.float32), *self._weights]).astype(np.float64)
+    clicks = float(weights[labels == 1].sum())
+    _check_outcomes(clicks, float(weights.sum()), finite=bool(np.isfinite(logits).all()))
     # In float32 expit(17) is 1.0, and one such mistake would make the log loss infinite.
     probabilities = expit(logits.astype(np.float64))
     return {
-      "auc": float(roc_auc_score(labels, logits)),
-      "logloss": float(log_loss(labels, probabilities)),
+      "auc": float(roc_auc_score(labels, logits, sample_weight=weights)),
+      "logloss": float(log_loss(labels, probabilities, sample_weight=weights)),
     }
 
 
@@ -77,6 +80,7 @@ _BINS = 2 * (_TAIL + _MIDDLE) + 1  # the last one is for what is not finite
 # scikit-learn clips probabilities to [eps, 1 - eps] of float64, which is logits to this.
 _MAX_LOGIT = float(-np.log(np.finfo(np.float64).eps))
 _MAX_COUNT = (1 << 32) - 1  # of a bin on a device
+_MAX_WEIGHTED = 1 << 20  # examples whose weights are summed in float32 on a device
 _PENDING = 8  # batches whose losses are not fetched: the host runs ahead of the devices by these
 
 
@@ -99,8 +103,12 @@ class BinnedClickMetrics:
   from scikit-learn is far smaller, around 1e-8 for a million examples. It is large where nearly all
   logits are equal to four digits, as those of a model that has not been trained.
 
+  Weights are summed in float32 for up to a million examples, and then in float64. A bin of n
+  examples of these is off by 6e-8 * n of its sum at most, where bins hold a handful of them.
+
   Args:
     mesh: over which the batches are split; None is one device.
+    weighted: whether examples have weights; the bound is then of pairs by the product of theirs.
 
   >>> metrics = BinnedClickMetrics()
   >>> metrics.update(jnp.array([0.0, 1.0, -1.0, 9.0]), jnp.array([1, 0, 0, 1]), np.arange(4) < 3)
@@ -108,36 +116,45 @@ class BinnedClickMetrics:
   (0.5, 0.0)
   """
 
-  def __init__(self, mesh: Mesh | None = None):
+  def __init__(self, mesh: Mesh | None = None, *, weighted: bool = False):
     self._add, self._sum = _make_add(mesh), _make_sum(mesh)
-    self._zeros = _make_zeros(mesh)
+    self._zeros = _make_zeros(mesh, jnp.float32 if weighted else jnp.uint32)
     self._counts = self._zeros()
     self._count = 0  # examples in `_counts`, filling included
-    self._total = np.zeros((2, _BINS), np.int64)
+    self._most = _MAX_WEIGHTED if weighted else _MAX_COUNT
+    self._total = np.zeros((2, _BINS), np.float64 if weighted else np.int64)
     self._loss = 0.0
     self._losses: collections.deque[jax.Array] = collections.deque()
 
-  def update(self, logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> None:
+  def update(
+    self,
+    logits: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array | None = None,
+    weight: jax.Array | None = None,
+  ) -> None:
     """Adds one batch, without waiting for it.
 
     Args:
       logits: float `[B]`, before the sigmoid; on a mesh, a global array split over it.
       labels: `[B]`, 0 or 1.
       mask: bool `[B]`, False for rows that only fill up the last batch; None counts all rows.
+      weight: float `[B]`, 0 or more, how often a row counts; given if `weighted`.
 
     Raises:
-      ValueError: the shapes differ or are not `[B]`.
+      ValueError: the shapes differ or are not `[B]`, or weights are given to what takes none.
     """
+    is_weighted = self._total.dtype != np.int64
+    if is_weighted != (weight is not None):
+      raise ValueError("give weights for all batches, with weighted=True, or for none")
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     mask = jnp.ones_like(labels, bool) if mask is None else jnp.asarray(mask)
-    if not logits.shape == labels.shape == mask.shape or logits.ndim != 1:
-      raise ValueError(
-        f"logits {logits.shape}, labels {labels.shape} and mask {mask.shape} must all be [batch]"
-      )
-    if self._count + logits.size > _MAX_COUNT:
+    amount = mask if weight is None else jnp.where(mask, jnp.asarray(weight), 0)
+    _check_shapes(logits, labels, mask, amount)
+    if self._count + logits.size > self._most:
       self._empty()
     self._count += logits.size
-    self._counts, loss = self._add(self._counts, logits, labels, mask)
+    self._counts, loss = self._add(self._counts, logits, labels, amount)
     self._losses.append(loss)
     if len(self._losses) > _PENDING:
       self._loss += float(self._losses.popleft())
@@ -159,7 +176,7 @@ class BinnedClickMetrics:
     while self._losses:
       self._loss += float(self._losses.popleft())
     pairs = float(clicks.sum()) * float(misses.sum())
-    return {"auc": float(in_order / pairs), "logloss": self._loss / int((clicks + misses).sum())}
+    return {"auc": float(in_order / pairs), "logloss": self._loss / float((clicks + misses).sum())}
 
   def auc_error(self) -> float:
     """Returns the bound on the error of the AUC so far: see the class.
@@ -171,10 +188,10 @@ class BinnedClickMetrics:
     return float(np.dot(clicks, misses) / (2 * clicks.sum() * misses.sum()))
 
   def _histogram(self) -> np.ndarray:
-    """Returns how many non-clicks and clicks are in each bin with any, in order, int64 `[2, N]`."""
+    """Returns the number or weight of non-clicks and clicks in each bin with any, `[2, N]`."""
     self._empty()
     totals = self._total.sum(axis=1)
-    _check_outcomes(int(totals[1]), int(totals.sum()), finite=not self._total[:, -1].any())
+    _check_outcomes(totals[1].item(), totals.sum().item(), finite=not self._total[:, -1].any())
     return self._total[:, self._total.any(axis=0)]
 
   def _empty(self) -> None:
@@ -198,25 +215,30 @@ def _bins(logits: jax.Array) -> jax.Array:
   return jnp.where(jnp.isfinite(logits), bins, _BINS - 1)
 
 
-def _count(counts, logits, labels, mask) -> tuple[jax.Array, jax.Array]:
-  """Returns counts `[1, 2 * bins]` with a batch's, and the batch's loss `[1]`, on one device."""
+def _count(counts, logits, labels, amount) -> tuple[jax.Array, jax.Array]:
+  """Returns counts `[1, 2 * bins]` with a batch's, and the batch's loss `[1]`, on one device.
+
+  `amount` `[B]` is how often each example counts: a mask, or weights.
+  """
   logits, is_click = logits.astype(jnp.float32), labels != 0
   index = _bins(logits) + jnp.where(is_click, _BINS, 0)
-  counts = counts.at[0, jnp.where(mask, index, 2 * _BINS)].add(1, mode="drop")
+  index = jnp.where(amount > 0, index, 2 * _BINS)
+  counts = counts.at[0, index].add(amount.astype(counts.dtype), mode="drop")
   margin = jnp.clip(jnp.where(is_click, -logits, logits), -_MAX_LOGIT, _MAX_LOGIT)
-  return counts, jnp.where(mask, jax.nn.softplus(margin), 0).sum(keepdims=True)
+  losses = jnp.where(amount > 0, amount * jax.nn.softplus(margin), 0)
+  return counts, losses.sum(keepdims=True)
 
 
 @functools.cache
 def _make_add(mesh: Mesh | None):
-  """Returns the compiled `(counts, logits, labels, mask) -> (counts, loss)`; donates the counts."""
+  """Returns the compiled `(counts, logits, labels, amount) -> (counts, loss)`; donates counts."""
 
-  def add(counts, logits, labels, mask):
+  def add(counts, logits, labels, amount):
     count = _count
     if mesh is not None:
       part = P(mesh.axis_names)
       count = jax.shard_map(_count, mesh=mesh, in_specs=part, out_specs=(part, part))
-    counts, losses = count(counts, logits, labels, mask)
+    counts, losses = count(counts, logits, labels, amount)
     return counts, losses.sum()
 
   return jax.jit(add, donate_argnames="counts", out_shardings=_shardings(mesh))
@@ -229,9 +251,9 @@ def _make_sum(mesh: Mesh | None):
 
 
 @functools.cache
-def _make_zeros(mesh: Mesh | None):
-  """Returns what makes counts of nothing, uint32 `[devices, 2 * bins]`, each device's its own."""
-  zeros = lambda: jnp.zeros((1 if mesh is None else mesh.size, 2 * _BINS), jnp.uint32)
+def _make_zeros(mesh: Mesh | None, dtype):
+  """Returns what makes counts of nothing, `[devices, 2 * bins]`, each device's its own."""
+  zeros = lambda: jnp.zeros((1 if mesh is None else mesh.size, 2 * _BINS), dtype)
   return jax.jit(zeros, out_shardings=_shardings(mesh)[0])
 
 
@@ -242,13 +264,21 @@ def _shardings(mesh: Mesh | None):
   return NamedSharding(mesh, P(mesh.axis_names)), NamedSharding(mesh, P())
 
 
-def _check_outcomes(clicks: int, examples: int, *, finite: bool) -> None:
-  """Raises UserError where there is no AUC."""
+def _check_shapes(logits, labels, mask, weight) -> None:
+  if not logits.shape == labels.shape == mask.shape == weight.shape or logits.ndim != 1:
+    raise ValueError(
+      f"logits {logits.shape}, labels {labels.shape}, mask {mask.shape} and weight {weight.shape} "
+      "must all be [batch]"
+    )
+
+
+def _check_outcomes(clicks: float, examples: float, *, finite: bool) -> None:
+  """Raises UserError where there is no AUC; the numbers are weights where there are any."""
   if not finite:
     raise UserError("the model's logits are not finite: lower the learning rates")
   if clicks in (0, examples):
     raise UserError(
-      f"AUC needs both outcomes, but {clicks} of the {examples} examples are clicks: "
+      f"AUC needs both outcomes, but {clicks:.16g} of the {examples:.16g} examples are clicks: "
       "take a larger split"
     )
 

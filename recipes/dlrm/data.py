@@ -163,10 +163,17 @@ def logistic_regression(
     for feature in data.features
     for size in (feature.vocabulary_size, *[0] * (feature.valency - 1))
   ]
-  matrices, labels = {}, {}
+  matrices, labels, weights = {}, {}, {}
   for split, (start, stop) in data.splits.items():
     first = max(start, stop - max_rows)
     dense = np.asarray(data.columns["dense"][first:stop])
     matrices[split] = baselines.one_hot(data.columns["ids"][first:stop], blocks, dense)
     labels[split] = np.asarray(data.columns["label"][first:stop])
-  return baselines.logistic_regression(matrices, labels, inverse_penalties=inverse_penalties)
+    weights[split] = (
+      np.asarray(data.columns["weight"][first:stop])
+      if "weight" in data.columns
+      else np.ones(stop - first, np.float32)
+    )
+  return baselines.logistic_regression(
+    matrices, labels, weights, inverse_penalties=inverse_penalties
+  )

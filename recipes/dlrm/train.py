@@ -134,18 +134,19 @@ def predict(model, batch) -> jax.Array:
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process.
 
-  A split without rows has no metrics.
+  A row counts by its `weight`, if there is one. A split without rows has no metrics.
   """
 
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    metrics, view = BinnedClickMetrics(mesh), nnx.view(model, deterministic=True)
+    view = nnx.view(model, deterministic=True)
+    metrics = BinnedClickMetrics(mesh, weighted="weight" in data.columns)
     batches = data_lib.eval_batches(
       data, split, config.eval_batch_size, num_workers=config.num_workers
     )
     for batch in hosts.put_ahead(mesh, batches):
-      metrics.update(predict(view, batch), batch["label"], batch["mask"])
+      metrics.update(predict(view, batch), batch["label"], batch["mask"], batch.get("weight"))
     return metrics.compute()
 
   return evaluate

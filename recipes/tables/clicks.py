@@ -59,6 +59,8 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   notes += [*reader.skipped, *fit.notes]
   if reader.num_dropped:
     notes.append(f"{reader.num_dropped:,} rows were left out by the label's drop")
+  if weight := table.name_of(spec.Weight):
+    notes.append(f"column {weight!r} says how much a row counts in the loss and in all metrics")
   notes += _about(sizes, clicks, encoder)
   _write(table, reader, encoder, folder, sizes)
   serve = arrays.subfolder(folder, "serve")

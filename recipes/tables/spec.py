@@ -264,7 +264,7 @@ class Time(Kind):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weight(Kind):
-  """How much a row counts in the training loss of dlrm: a number of 0 or more."""
+  """How much a row counts in the loss and the metrics of dlrm: a number of 0 or more."""
 
   kind: ClassVar[str] = "weight"
 

@@ -179,6 +179,30 @@ def test_logistic_regression_without_test_rows_is_validated_alone():
   labels = np.array([1, 1, 0, 0])
   matrices = {"train": matrix, "valid": matrix, "test": matrix[:0]}
   of_splits = {"train": labels, "valid": labels, "test": labels[:0]}
-  scores = baselines.logistic_regression(matrices, of_splits, inverse_penalties=[1.0])
+  ones = {split: np.ones(len(labels)) for split, labels in of_splits.items()}
+  scores = baselines.logistic_regression(matrices, of_splits, ones, inverse_penalties=[1.0])
   assert scores.pop("valid_logloss") < np.log(2)
   assert scores == {"valid_auc": 1.0, "c": 1.0, "rows": 4}
+
+
+def test_a_weight_of_a_row_is_its_number_in_logistic_regression():
+  draw = np.random.default_rng(0)
+  dense = draw.normal(size=(200, 3))
+  labels = (draw.random(200) < 1 / (1 + np.exp(-dense[:, 0]))).astype(int)
+  weights = draw.integers(0, 4, 200)
+
+  def scores(rows, weights):
+    matrix = scipy.sparse.csr_matrix(dense[rows])
+    splits = ("train", "valid", "test")
+    return baselines.logistic_regression(
+      dict.fromkeys(splits, matrix),
+      dict.fromkeys(splits, labels[rows]),
+      dict.fromkeys(splits, weights),
+      inverse_penalties=[0.1, 1.0],
+    )
+
+  weighted = scores(np.arange(200), weights)
+  repeated = scores(np.repeat(np.arange(200), weights), np.ones(weights.sum()))
+  assert weighted["rows"] == 200
+  for name in ("valid_auc", "valid_logloss", "test_auc", "test_logloss", "c"):
+    assert weighted[name] == pytest.approx(repeated[name], abs=1e-5)

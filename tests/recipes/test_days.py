@@ -131,6 +131,26 @@ def test_a_day_is_tested_by_the_export_of_the_day_before(undisturbed, tmp_path):
 
 
 @pytest.mark.full
+def test_a_run_and_its_days_are_measured_by_weight(tmp_path):
+  """Rows of weight 0 have the wrong outcome: only metrics that leave them out are good."""
+  draw = np.random.default_rng(1)
+  (tmp_path / "days").mkdir()
+  for day in (1, 2):
+    user, wrong = draw.integers(0, 20, 600), draw.random(600) < 0.7
+    clicked = (user % 2) ^ wrong
+    weight = np.where(wrong, 0, draw.integers(1, 9, 600))
+    lines = zip([f"u{u}" for u in user], clicked, weight, strict=True)
+    write_csv(tmp_path / "days" / f"{day}.csv", ("user", "clicked", "weight"), lines)
+  columns = {"clicked": "label", "user": "category", "weight": "weight"}
+  baseline = {"max_rows": 1000, "inverse_penalties": (1.0,)}
+  last = run(tmp_path / "run", tmp_path / "days", columns=columns, epochs=10, baseline=baseline)[1]
+  assert last["metrics"]["auc"] > 0.99
+  result = json.loads((tmp_path / "run" / "2" / "result.json").read_text())
+  assert result["metrics"]["valid_auc"] > 0.99
+  assert result["baselines"]["logistic regression"]["valid_auc"] > 0.99
+
+
+@pytest.mark.full
 def test_days_that_are_done_stay_as_they_are(undisturbed, monkeypatch):
   monkeypatch.chdir(undisturbed.workdir.parent)
   monkeypatch.setattr(export, "export", lambda *args: pytest.fail("exported again"))

@@ -46,6 +46,48 @@ def test_hand_numbers():
   assert found["logloss"] == pytest.approx(by_hand, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", [ClickMetrics, lambda: BinnedClickMetrics(weighted=True)])
+def test_weights_by_hand(kind):
+  metrics = kind()
+  weight = jnp.array([2.0, 1.0, 0.5, 0.0])
+  metrics.update(jnp.array([0.0, 1.0, -1.0, 9.0]), jnp.array([1, 0, 0, 0]), weight=weight)
+  found = metrics.compute()  # the click is below a weight of 1 and above one of .5
+  assert found["auc"] == pytest.approx(0.5 / 1.5, rel=1e-12)
+  by_hand = 2 * math.log(2) + math.log(1 + math.e) + 0.5 * math.log(1 + 1 / math.e)
+  assert found["logloss"] == pytest.approx(by_hand / 3.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_weighted_equals_sklearn(on_mesh, monkeypatch):
+  monkeypatch.setattr(metrics_lib, "_MAX_WEIGHTED", 200)  # what is summed moves to the host
+  draw = np.random.default_rng(9)
+  logits = np.round(draw.normal(size=640), 2).astype(np.float32)
+  labels = (draw.random(640) < expit(logits)).astype(np.float32)
+  weight, mask = draw.exponential(size=640).astype(np.float32), draw.random(640) < 0.9
+  weight[::7] = 0
+  binned = BinnedClickMetrics(meshes.make_mesh() if on_mesh else None, weighted=True)
+  exact = ClickMetrics()
+  for start in range(0, 640, 64):
+    batch = [jnp.asarray(x[start : start + 64]) for x in (logits, labels, mask, weight)]
+    binned.update(*batch)
+    exact.update(*batch)
+  given = labels[mask], logits[mask].astype(float)
+  auc = roc_auc_score(*given, sample_weight=weight[mask])
+  loss = log_loss(given[0], expit(given[1]), sample_weight=weight[mask])
+  assert exact.compute() == pytest.approx({"auc": auc, "logloss": loss}, rel=1e-12)
+  assert binned.compute() == pytest.approx({"auc": auc, "logloss": loss}, rel=1e-6)
+  assert abs(binned.compute()["auc"] - auc) <= binned.auc_error() + 1e-7
+
+
+def test_weights_for_some_batches_only_are_refused():
+  for weighted, weight in ((True, None), (False, jnp.ones(2))):
+    metrics = BinnedClickMetrics(weighted=weighted)
+    with pytest.raises(
+      ValueError, match="give weights for all batches, with weighted=True, or for none"
+    ):
+      metrics.update(jnp.zeros(2), jnp.array([0, 1]), weight=weight)
+
+
 def test_confident_mistakes_stay_finite():
   metrics = ClickMetrics()
   metrics.update([30.0, -30.0, 20.0], [0, 1, 1])
@@ -56,7 +98,7 @@ def test_confident_mistakes_stay_finite():
 def test_errors(kind):
   with pytest.raises(ValueError, match=r"must all be \[batch\]"):
     kind().update(np.zeros((3, 1)), np.zeros(3))
-  with pytest.raises(ValueError, match=r"mask \(2,\) must all be"):
+  with pytest.raises(ValueError, match=r"mask \(2,\) and weight"):
     kind().update(np.zeros(3), np.zeros(3), np.ones(2, bool))
   only_clicks = kind()
   only_clicks.update([0.1, 0.2], [1, 1])
