@@ -40,7 +40,7 @@ def step(
     "tables": tables(state, program, mesh),
     "collectives": [c.to_json() for c in collectives],
     "written_collectives": [[op, *dtypes] for op, dtypes in hlo.written(stablehlo)],
-    "narrowed_collectives": hlo.narrowed(collectives, stablehlo),
+    "narrowed_collectives": hlo.narrowed(program, stablehlo),
     "copies": copies(program, state),
     "offloads": program.offloads(),
     "sparse_core_calls": [call._asdict() for call in program.sparse_core_calls()],

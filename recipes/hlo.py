@@ -24,6 +24,17 @@ COLLECTIVES = (
 # compiled program a reshape that moves nothing is a bitcast.
 _MAKERS = ("broadcast", "concatenate", "copy", "copy-start", "pad", "reshape", "transpose")
 _FREE_IN_FUSIONS = ("broadcast", "reshape")
+# Instructions that leave numbers as they are, and those that round float32 themselves, on TPUs.
+_UNCHANGED = (
+  "all-gather-done",
+  "bitcast",
+  "copy",
+  "copy-done",
+  "copy-start",
+  "reshape",
+  "transpose",
+)
+_PRODUCTS = ("convolution", "dot")
 _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "token": 0, "tuple": 0}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -221,12 +232,61 @@ class Program:
           pending.append(name)
     return runs
 
-  def collectives(self) -> list[Collective]:
-    """Returns the exchanges between devices, equal ones added up, the largest first."""
+  def only_multiplies(self, name: str) -> bool:
+    """Returns whether nothing but matrix products takes what an instruction returns."""
+    pending, reached = [name], set()
+    while pending:
+      value = self._by_name[pending.pop()]
+      if value.name in reached or value.opcode in _PRODUCTS:
+        continue
+      if value.opcode not in ("fusion", "parameter", *_UNCHANGED) and value.name != name:
+        return False
+      reached.add(value.name)
+      for user in self._users[value.name]:
+        inside = user.opcode == "fusion"
+        number = user.operands.index(value.name)
+        pending.append(self._parameter(user.calls[0], number) if inside else user.name)
+      if value.text.lstrip().startswith("ROOT"):
+        if value.computation not in self._fusions:
+          return False
+        pending.append(self._fusions[value.computation])
+    return True
+
+  @functools.cached_property
+  def _by_name(self) -> dict[str, Instruction]:
+    return {i.name: i for i in self.instructions}
+
+  @functools.cached_property
+  def _users(self) -> dict[str, list[Instruction]]:
+    users: dict[str, list[Instruction]] = collections.defaultdict(list)
+    for i in self.instructions:
+      for name in set(i.operands):
+        users[name].append(i)
+    return users
+
+  @functools.cached_property
+  def _fusions(self) -> dict[str, str]:
+    """The fusions by the names of their computations."""
+    return {i.calls[0]: i.name for i in self.instructions if i.opcode == "fusion"}
+
+  def _parameter(self, computation: str, number: int) -> str:
+    """Returns the name of a parameter of a computation."""
+    return next(
+      i.name
+      for i in self.instructions
+      if i.computation == computation and f" parameter({number})" in i.text
+    )
+
+  def collectives(self, counted: Callable[[Instruction], bool] | None = None) -> list[Collective]:
+    """Returns the exchanges between devices, equal ones added up, the largest first.
+
+    Args:
+      counted: leaves out instructions for which it is False.
+    """
     counts: collections.Counter[tuple] = collections.Counter()
     for i in self.instructions:
       opcode = i.opcode.removesuffix("-start")
-      if opcode in COLLECTIVES:
+      if opcode in COLLECTIVES and (counted is None or counted(i)):
         results = tuple(array._replace(layout="") for array in i.results)
         if i.opcode in ("all-gather-start", "collective-permute-start"):
           results = results[1:2]  # a started one returns its operand, too
@@ -245,15 +305,13 @@ class Program:
     What a fusion makes on its way is no array in memory, and what is fetched to the fast memory or
     comes back from there is the compiler's own caching.
     """
-    by_name = {i.name: i for i in self.instructions}
-    fusions = {name for i in self.instructions if i.opcode == "fusion" for name in i.calls}
     makers = []
     for i in self.instructions:
       if i.opcode not in _MAKERS or not i.results or not fits(i.results[0]):
         continue
-      sources = [by_name[name].results[0] for name in i.operands if name in by_name]
+      sources = [self._by_name[name].results[0] for name in i.operands if name in self._by_name]
       cached = any(array.in_fast_memory for array in (i.results[0], *sources[:1]))
-      fused = i.opcode in _FREE_IN_FUSIONS and i.computation in fusions
+      fused = i.opcode in _FREE_IN_FUSIONS and i.computation in self._fusions
       if not cached and not fused:
         makers.append(str(i))
     return makers
@@ -313,11 +371,12 @@ def written(stablehlo: str) -> list[tuple[str, tuple[str, ...]]]:
   ]
 
 
-def narrowed(collectives: list[Collective], stablehlo: str) -> list[str]:
+def narrowed(program: Program, stablehlo: str) -> list[str]:
   """Returns the exchanges that run in 16 bits although the program asked for them in 32.
 
   XLA may round before an exchange what a matrix product rounds after it: the values that other
-  consumers see, and the sums of an all-reduce, then lose 16 bits without a warning.
+  consumers see, and the sums of an all-reduce, then lose 16 bits without a warning. An exchange of
+  which nothing but matrix products takes the results loses nothing, and is left out.
 
   A program that computes in 16 bits itself may have all-reduces of them, which the compiler adds
   for the gradients of dense parameters.
@@ -327,9 +386,10 @@ def narrowed(collectives: list[Collective], stablehlo: str) -> list[str]:
   for opcode, dtypes in written(stablehlo):
     asked[opcode].update(dtypes)
   narrow = ("bf16", "f16")
+  harmless = lambda i: i.opcode.startswith("all-gather") and program.only_multiplies(i.name)
   return [
     f"{c.opcode} of {', '.join(str(a) for a in c.results if a.dtype in narrow)}"
-    for c in collectives
+    for c in program.collectives(lambda i: not harmless(i))
     for dtype in {a.dtype for a in c.results if a.dtype in narrow}
     # An exchange that the compiler has added was not written; it may have any written dtype.
     if dtype not in asked.get(c.opcode, used) and not (c.opcode == "all-reduce" and dtype in used)
