@@ -78,10 +78,10 @@ def logistic_regression(
         # A weak penalty may not converge in 200 rounds; validation decides whether that matters.
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(matrices["train"], labels["train"], weights["train"])
-      of = functools.partial(_scores, model, matrices, labels, weights)
-      scores = of("valid")
+      scores_of = functools.partial(_scores, model, matrices, labels, weights)
+      scores = scores_of("valid")
       if not best or scores["valid_auc"] > best["valid_auc"]:
-        best = scores | of("test") | {"c": float(c)}
+        best = scores | scores_of("test") | {"c": float(c)}
       bar.update()
   return best | {"rows": int(matrices["train"].shape[0])}
 

@@ -1,8 +1,10 @@
 """The interface of a data set, and the data sets of a recipe by name.
 
 A data set is prepared once into a folder of columns (see `recipes.arrays`); the batches of a recipe
-read them. Another data set is one more module with `settings` and `build`, and a line in the
-`DATA_SETS` of its recipe.
+read them. Another data set needs no code if a config can declare its columns. With a name of its
+own it is a function that returns such a declaration, as `recipes.two_tower.gowalla.table`, wrapped
+by `recipes.tables.settings.declared`; what no declaration describes is a module with `settings` and
+`build`. Each is a line in the `DATA_SETS` of its recipe.
 """
 
 import dataclasses
@@ -69,12 +71,15 @@ class DataSet:
     view: returns the columns as batches read them; by default as they are stored.
     describe: `(config) -> Prepared` with columns of no rows, if the config alone tells them; None
       if they are known only from the data.
+    hint: what to do where a file cannot be read, added to errors that speak of `config.columns` and
+      `config.format`, which the config of a published data set lacks.
   """
 
   settings: Callable[[Any], dict[str, Any]]
   build: Callable[[dict[str, Any], Path], dict[str, Any]]
   view: Callable[[Prepared], Prepared] = _as_stored
   describe: Callable[[Any], Prepared] | None = None
+  hint: str = ""
 
 
 class Registry(Mapping[str, DataSet]):
@@ -113,12 +118,17 @@ class Registry(Mapping[str, DataSet]):
     """
     data_set = self[config.dataset]
     settings = data_set.settings(config)
-    columns, meta = arrays.prepared(
-      config.cache_dir,
-      f"{self._prefix}{config.dataset}",
-      settings,
-      functools.partial(data_set.build, settings),
-    )
+    try:
+      columns, meta = arrays.prepared(
+        config.cache_dir,
+        f"{self._prefix}{config.dataset}",
+        settings,
+        functools.partial(data_set.build, settings),
+      )
+    except UserError as error:
+      if not data_set.hint:
+        raise
+      raise type(error)(f"{error} {data_set.hint}") from error
     for note in meta.get("notes", ()):
       hosts.say(note)
     return data_set.view(Prepared(columns, meta, columns.folder.name))

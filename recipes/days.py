@@ -183,13 +183,13 @@ def _test_clicks(model: serving.ClickModel, table: table_settings.Table) -> dict
   scores: list[np.ndarray] = []
   labels: list[np.ndarray] = []
   weights: list[np.ndarray] = []
-  of_weight = table.name_of(spec.Weight)
+  weight_name = table.name_of(spec.Weight)
   for rows in RowReader(table, ""):
     assert rows.label is not None  # dlrm has asked for one
     values, count = values_of(rows.chunk, table.kinds), len(rows.chunk.rows)
     scores.append(model.scores(values, count))
     labels.append(rows.label)
-    weights.append(values[of_weight] if of_weight else np.ones(count))
+    weights.append(values[weight_name] if weight_name else np.ones(count))
   score, label = np.concatenate(scores).astype(np.float64), np.concatenate(labels)
   weight = np.concatenate(weights).astype(np.float64)
   metrics = {}

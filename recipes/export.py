@@ -123,17 +123,17 @@ def _opened(workdir: Path) -> tuple[ConfigDict, dict[str, Any]]:
   if not path.exists():
     raise MissingFileError(f"{workdir} is no run: it has no config.json. Give a --workdir")
   config, result = arrays.read_json(path), runs.result(workdir)
+  if runs.has_checkpoint(workdir) and not (workdir / "serve").is_dir():
+    raise MissingFileError(
+      f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have: its "
+      f"data set is {config.get('dataset')!r}. If that is a table now, train again"
+    )
   if result is None:
     raise UserError(
       f"{workdir} has no result.json: the run has not ended. Its command goes on with it"
     )
   if result.get("recipe") not in _RECIPES or "tested_step" not in result:
     raise DamagedFileError(f"{workdir / 'result.json'} names no recipe and step: train again")
-  if not (workdir / "serve").is_dir():
-    raise MissingFileError(
-      f"{workdir} has no folder serve, of transforms and raw ids: only runs on a table, as with "
-      f"config.columns, can be exported, and this one is on {config.get('dataset')!r}"
-    )
   return ConfigDict(config, allow_dotted_keys=True, sort_keys=False), result
 
 

@@ -24,7 +24,8 @@ COLLECTIVES = (
 # compiled program a reshape that moves nothing is a bitcast.
 _MAKERS = ("broadcast", "concatenate", "copy", "copy-start", "pad", "reshape", "transpose")
 _FREE_IN_FUSIONS = ("broadcast", "reshape")
-# Instructions that leave numbers as they are, and those that round float32 themselves, on TPUs.
+# Instructions that leave numbers as they are, and matrix products, which round float32 operands to
+# bfloat16 on TPUs.
 _UNCHANGED = (
   "all-gather-done",
   "bitcast",
@@ -237,15 +238,18 @@ class Program:
     pending, reached = [name], set()
     while pending:
       value = self._by_name[pending.pop()]
-      if value.name in reached or value.opcode in _PRODUCTS:
+      is_exact = "operand_precision={high" in value.text
+      if value.name in reached or (value.opcode in _PRODUCTS and not is_exact):
         continue
       if value.opcode not in ("fusion", "parameter", *_UNCHANGED) and value.name != name:
         return False
       reached.add(value.name)
       for user in self._users[value.name]:
-        inside = user.opcode == "fusion"
-        number = user.operands.index(value.name)
-        pending.append(self._parameter(user.calls[0], number) if inside else user.name)
+        if user.opcode == "fusion":
+          places = [i for i, name in enumerate(user.operands) if name == value.name]
+          pending += [self._parameter(user.calls[0], i) for i in places]
+        else:
+          pending.append(user.name)
       if value.text.lstrip().startswith("ROOT"):
         if value.computation not in self._fusions:
           return False
@@ -281,7 +285,7 @@ class Program:
     """Returns the exchanges between devices, equal ones added up, the largest first.
 
     Args:
-      counted: leaves out instructions for which it is False.
+      counted: which instructions to count; None counts all.
     """
     counts: collections.Counter[tuple] = collections.Counter()
     for i in self.instructions:

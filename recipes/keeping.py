@@ -25,7 +25,8 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
     is_new: whether the run has no checkpoint yet, so that an earlier copy is replaced.
 
   Raises:
-    UserError: the data, or the transforms fitted on them, are not those that the run began with.
+    UserError: the data, or the transforms fitted on them, are not those that the run began with, or
+      the run has a checkpoint and no copy.
   """
   if serve is None:
     return
@@ -35,10 +36,13 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
     shutil.rmtree(target, ignore_errors=True)
     _copy(serve, target, about)
     return
-  # A run of an earlier version knows the hashes of the files alone. One without a copy numbered its
-  # rows before the data set was a table.
-  kept = arrays.read_json(source) if source.exists() else {"": ""}
-  if any(about.get(name) != value for name, value in kept.items()):
+  if not target.exists():
+    raise UserError(
+      f"the run in {workdir} was begun before its data set kept raw ids, or its folder {_SERVE} "
+      "was removed: choose another --workdir"
+    )
+  # A run of an earlier version knows the hashes of the files alone.
+  if any(about.get(name) != value for name, value in arrays.read_json(source).items()):
     raise UserError(
       f"the data have changed since the run in {workdir} began: choose another --workdir"
     )

@@ -11,7 +11,9 @@ from . import files
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
 SHA256 = "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"
-# The second one is RecBole's, with the header user,movie,rating.
+HINT = f"The files of MovieLens 1M have a fixed format: get them again from {URL}"
+# The second one is RecBole's, with the header user,movie,rating. A random split by hash depends on
+# the name of the file, so the two have different ones.
 _RATINGS = ("ratings.dat", "ratings_no_timestamp.csv")
 
 

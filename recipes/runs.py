@@ -104,7 +104,8 @@ def _check_config(config, workdir: Path) -> None:
     return
   stored = arrays.read_json(path, _REMOVE)
   missing = object()  # of an earlier version, or not set: the default
-  defaults = settings.defaults() | {"days": "", "days_window": 0}  # which only tables have
+  # Only tables have these.
+  defaults = settings.defaults() | {"days": "", "days_window": 0, "on_bad_row": "raise"}
   value_of = lambda known, name: known.get(name, defaults.get(name, missing))
   shown = lambda value: "not set" if value is missing else repr(value)
   differing = [

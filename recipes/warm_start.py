@@ -1,8 +1,8 @@
 """Starts a run from the state of another one: tables, slots and dense parameters by name.
 
-Rows of a table correspond by raw id where both runs are on tables of one's own, and by number
-elsewhere. The dense optimizer, random streams and whatever else a model remembers of past batches
-start as in a run of their own, and so does the schedule of the learning rates.
+Rows of a table correspond by raw id where both runs have kept raw ids, as those on declared tables
+do, and by number elsewhere. The dense optimizer, random streams and whatever else a model remembers
+of past batches start as in a run of their own, and so does the schedule of the learning rates.
 """
 
 import dataclasses
@@ -212,7 +212,7 @@ def _table(
   if (rows is None) != (old_rows is None):
     raise UserError(
       f"table {name} has raw ids in {'this run' if rows else source.workdir} only: rows correspond "
-      "by raw id, or by number if neither run is on a table of one's own"
+      "by raw id, or by number if neither run has kept raw ids"
     )
   if rows is not None and old_rows is not None:
     index = row_ids.correspondence(old_rows, old_size, rows, size)

@@ -1,6 +1,9 @@
 """The notebooks: each runs from top to bottom, and what is committed is what a run left."""
 
+import ast
 import builtins
+import importlib
+import inspect
 import os
 import re
 import tomllib
@@ -54,6 +57,31 @@ def texts(notebook):
       said.append("".join(out.text for out in cell.outputs if out.get("name") == name))
     said += [out.data.get("text/plain", "") for out in cell.outputs if "data" in out]
   return [re.sub(r"[\s*]+", " ", re.sub(number, " # ", text)).strip() for text in said]
+
+
+@each
+def test_what_a_notebook_takes_from_the_library_is_there(path):
+  """Also in branches that a run does not reach, such as those on data that is not downloaded."""
+  transform = TransformerManager().transform_cell
+  tree = ast.parse("\n".join(transform(cell.source) for cell in code(read(path))))
+  modules = {}
+  for node in ast.walk(tree):
+    if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "embed":
+      for name in node.names:
+        try:
+          taken = getattr(importlib.import_module(node.module), name.name)
+        except AttributeError:
+          taken = importlib.import_module(f"{node.module}.{name.name}")
+        if inspect.ismodule(taken):
+          modules[name.asname or name.name] = taken
+    elif isinstance(node, ast.Import):
+      for name in node.names:
+        if name.name.split(".")[0] == "embed" and "." not in name.name:
+          modules[name.asname or name.name] = importlib.import_module(name.name)
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+      module = modules.get(node.value.id)
+      assert module is None or hasattr(module, node.attr), f"{node.value.id}.{node.attr}"
 
 
 @pytest.mark.full

@@ -3,8 +3,8 @@
 Reproduces: Recall@20 / NDCG@20 on this split, full ranking without what was seen: YoutubeDNN (two
   towers) .1754 / .1473, MF-BPR .1627 / .1378, EASE .1765 / .1467, LightGCN .1820 / .1547, SimpleX
   .1872 / .1557.
-Cost: 305 to 447 s a seed on 2 CPU cores shared with other work, 2026-11-21.
-Number: test Recall@20 / NDCG@20 .1829 ± .0002 / .1493 ± .0004,
+Cost: 69 to 75 s a seed on 2 CPU cores, 2026-11-23.
+Number: test Recall@20 / NDCG@20 .1824 ± .0002 / .1491 ± .0002,
   mean of seeds 0, 1, 2 with the standard deviation; popularity .0416 / .0317. EASE's
   matrix of all pairs of items would not fit. Settings and epochs were chosen on validation
   NDCG@20, where they reach .2197 / .1240, among the fifteen that the recipe's README lists; then

@@ -3,8 +3,8 @@
 Reproduces: RecBole's table of general models on ml-1m (ratings of 3 or more, 10-core, each user's
   rows at random .8/.1/.1, full ranking without what was seen): Recall@10 / NDCG@10 of BPR .1995 /
   .2523, SimpleX .1997 / .2700, EASE .2139 / .2865. The split is drawn again (`split_seed`).
-Cost: 134 s a seed on 2 CPU cores, up to 385 s where they were shared; 6 MB to download.
-Number: test Recall@10 / NDCG@10 .2036 ± .0007 / .2662 ± .0013, mean of seeds 0, 1, 2 with the
+Cost: 150 to 193 s a seed on 2 shared CPU cores, 2026-11-23; 6 MB to download.
+Number: test Recall@10 / NDCG@10 .2050 ± .0008 / .2671 ± .0008, mean of seeds 0, 1, 2 with the
   standard deviation; EASE on the same rows .2107 / .2860, popularity .0789 / .1194.
   Hyperparameters and the epoch were chosen on validation NDCG@10; test scores had been printed
   beside it for part of the search.

@@ -17,7 +17,7 @@ import numpy as np
 
 import embed
 
-from .. import baselines, hosts, pipeline
+from .. import baselines, hosts, movielens, pipeline
 from ..datasets import DataSet, Prepared, Registry
 from ..features import Feature, cut_ids, feature_configs
 from ..tables import clicks
@@ -30,7 +30,9 @@ DATA_SETS = Registry(
     "criteo_1tb": DataSet(
       criteo1tb.settings, criteo1tb.build, view=criteo1tb.view, describe=criteo1tb.describe
     ),
-    "movielens1m": DataSet(table_settings.declared(movielens1m.table), clicks.build),
+    "movielens1m": DataSet(
+      table_settings.declared(movielens1m.table), clicks.build, hint=movielens.HINT
+    ),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": DataSet(table_settings.settings, clicks.build),
   }

@@ -6,7 +6,7 @@ from typing import Any
 from .. import arrays
 from ..errors import UserError
 from ..tables import interactions, spec
-from ..tables.settings import parsed, save
+from ..tables.settings import parsed, save_reading
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   arrays.column(folder, "offsets", offsets.shape, offsets.dtype)[:] = offsets
   serve = arrays.subfolder(folder, "serve")
   log.save(serve)
-  save(settings, serve)
+  save_reading(settings, serve)
   notes = log.notes
   if table.name_of(spec.Time) is None:
     notes.append("no time is declared: the rows of a user count as being in the order of time")

@@ -71,8 +71,8 @@ class TextRows:
     if first is None:
       raise DamagedFileError(f"{source} is empty: it needs a header, and rows")
     given = [name.strip() for name in first]
-    known = {name.lower() for name in format.names}
-    self.has_header = not known or all(name.lower() in known for name in given)
+    known = {name.lower() for name in (*format.names, "history")}
+    self.has_header = not format.names or all(name.lower() in known for name in given)
     if self.has_header:
       lower = {name.lower(): name for name in format.names}
       given = [lower.get(name.lower(), name) for name in given]

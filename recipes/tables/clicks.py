@@ -13,7 +13,7 @@ from . import entities, spec
 from .entities import Codes, Entities
 from .fitting import Fit, Fitted
 from .rows import RowReader, values_of, way
-from .settings import SPLITS, Table, parsed, save
+from .settings import SPLITS, Table, parsed, save_reading
 
 _SIDES = {"user": spec.User, "item": spec.Item}
 
@@ -45,27 +45,34 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   base = Encoder.load(table.base) if table.base is not None and has_base else None
   fit = Fit(table.kinds, base.fitted if base else None)
   sizes, clicks = np.zeros(3, np.int64), np.zeros(3, np.int64)
+  weight_name, weights = table.name_of(spec.Weight), np.zeros((3, 2))  # of both outcomes
   ids = {side: Codes() for side in table.sides}  # of the training rows
   for rows in reader:
     sizes += np.bincount(rows.split, minlength=3)
     clicks += np.bincount(rows.split, weights=rows.label, minlength=3).astype(np.int64)
+    if weight_name:
+      np.add.at(weights, (rows.split, rows.label), rows.chunk.columns[weight_name])
     training = rows.chunk.take(rows.split == 0)
     fit.add(values_of(training, table.kinds), len(training.rows))
     for side, codes in ids.items():
       codes.add(training.columns[table.require(_SIDES[side], "which config.*_table belongs to")])
   _check_sizes(sizes, clicks, may_be_empty=[n for n in SPLITS[1:] if not table.split[n]])
+  if weight_name:
+    _check_weights(weight_name, weights, sizes)
   sides, notes = _sides(table, ids, base)
   encoder = Encoder(fit.finish(), sides)
   notes += [*reader.skipped, *fit.notes]
   if reader.num_dropped:
     notes.append(f"{reader.num_dropped:,} rows were left out by the label's drop")
-  if weight := table.name_of(spec.Weight):
-    notes.append(f"column {weight!r} says how much a row counts in the loss and in all metrics")
+  if weight_name:
+    notes.append(
+      f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
+    )
   notes += _about(sizes, clicks, encoder)
   _write(table, reader, encoder, folder, sizes)
   serve = arrays.subfolder(folder, "serve")
   encoder.save(serve)
-  save(settings, serve)
+  save_reading(settings, serve)
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
   if table.refit:
@@ -214,6 +221,17 @@ def _check_sizes(sizes: np.ndarray, clicks: np.ndarray, may_be_empty: Sequence[s
       raise UserError(
         f"{int(count)} of the {int(size)} rows of the {name} split are clicks, and both outcomes "
         "are needed: see config.split and the label's positive or at_least"
+      )
+
+
+def _check_weights(name: str, weights: np.ndarray, sizes: np.ndarray) -> None:
+  """Raises UserError where all rows of an outcome in a split count nothing."""
+  for split, size, (misses, clicks) in zip(SPLITS, sizes, weights, strict=True):
+    if size and not (misses and clicks):
+      which = "clicks" if misses else "rows without a click" if clicks else "rows"
+      raise UserError(
+        f"all {which} of the {split} split have weight 0 in column {name!r}, and both outcomes are "
+        "needed: see config.split, or do not declare the weight"
       )
 
 

@@ -164,6 +164,7 @@ class _Log:
     by = by if by in ("time", "hash", "column", "files") else ""
     self._reader = RowReader(table, by, required, holds_out=False)
     self._codes = {"user": Codes(), "item": Codes()}
+    self._without_items = 0  # rows
     sides = {
       side: {
         name: kind
@@ -210,6 +211,10 @@ class _Log:
     self.notes += self._reader.skipped
     if self._reader.num_dropped:
       self.notes.append(f"{self._reader.num_dropped:,} rows were left out by the label's drop")
+    if self._without_items:
+      self.notes.append(
+        f"{self._without_items:,} of {rows:,} rows have no item in column {self._item!r}"
+      )
     if self._table.name_of(spec.Label):
       self.notes.append(
         f"{positive:,} of {rows:,} rows are positive by the label, and are the interactions"
@@ -222,6 +227,7 @@ class _Log:
     items = columns[str(self._item)]
     if self._is_list():
       parents = pc.list_parent_indices(items).to_numpy(zero_copy_only=False)
+      self._without_items += len(items) - len(np.unique(parents))
       items = items.flatten()
     if self._user is None:
       first = rows - len(chunk.rows)

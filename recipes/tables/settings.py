@@ -267,7 +267,7 @@ def settings(config) -> dict[str, Any]:
   return about
 
 
-def save(settings: Mapping[str, Any], serve: Path) -> None:
+def save_reading(settings: Mapping[str, Any], serve: Path) -> None:
   """Writes how rows are read, which predictions need, into the folder `serve` of the columns."""
   about = {"columns": settings["rows"]["columns"], "format": settings["rows"]["format"]}
   arrays.write_json(serve / READING, about)

@@ -16,7 +16,7 @@ import scipy.sparse
 
 import embed
 
-from .. import hosts, pipeline, sampling
+from .. import hosts, movielens, pipeline, sampling
 from ..datasets import DataSet, Registry
 from ..errors import UserError
 from ..features import Feature
@@ -25,9 +25,11 @@ from . import gowalla, movielens1m, movielens100k, splits, synthetic, table
 
 DATA_SETS = Registry(
   {
-    "gowalla": DataSet(table_settings.declared(gowalla.table), table.build),
+    "gowalla": DataSet(table_settings.declared(gowalla.table), table.build, hint=gowalla.HINT),
     "movielens100k": DataSet(movielens100k.settings, movielens100k.build),
-    "movielens1m": DataSet(table_settings.declared(movielens1m.table), table.build),
+    "movielens1m": DataSet(
+      table_settings.declared(movielens1m.table), table.build, hint=movielens.HINT
+    ),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": DataSet(table_settings.settings, table.build),
   },

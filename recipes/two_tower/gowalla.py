@@ -12,6 +12,7 @@ from typing import Any
 from .. import files
 
 SOURCE = "https://github.com/kuandeng/LightGCN, Data/gowalla"
+HINT = f"The files of Gowalla have a fixed format: get them again from {SOURCE}"
 
 
 def table(config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from .. import arrays
 from ..errors import UserError
 from ..tables import interactions, spec
-from ..tables.settings import SPLITS, Table, parsed, save
+from ..tables.settings import SPLITS, Table, parsed, save_reading
 from . import splits
 
 
@@ -66,7 +66,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   )
   serve = arrays.subfolder(folder, "serve")
   log.save(serve)
-  save(settings, serve)
+  save_reading(settings, serve)
   unused = [
     name
     for name, kind in table.kinds.items()

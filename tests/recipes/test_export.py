@@ -115,6 +115,11 @@ def test_a_run_on_a_published_table_answers_with_its_ids_and_titles(tmp_path):
   titles = dict(line.split("::")[:2] for line in movies.splitlines())
   assert answers.items.shape == (2, 3)
   assert all(titles[i] == t for i, t in zip(answers.items.flat, answers.titles.flat, strict=True))
+  # The training file has no header, and rows to predict for may have one.
+  command = [sys.executable, "-m", "recipes.predict", str(tmp_path / "served"), "--top=1"]
+  text = b"history\n5|8\n"
+  done = subprocess.run(command, input=text, capture_output=True, timeout=300, check=True)
+  assert done.stdout.decode("utf-8").splitlines()[1].startswith(f"5|8,{answers.items[1, 0]},")
 
 
 @pytest.mark.full
@@ -236,7 +241,7 @@ def test_a_run_that_cannot_be_exported_is_a_line_that_says_why(clicks, tmp_path,
   assert "--platforms is 'gpu'" in error(run, platforms=("gpu",))
   other = edited(run, tmp_path / "1", dataset="criteo")
   shutil.rmtree(other / "serve")
-  assert "only runs on a table, as with config.columns, can" in error(other)
+  assert "no folder serve, of transforms and raw ids, as only runs on tables" in error(other)
   unfinished = edited(run, tmp_path / "2")
   (unfinished / "result.json").unlink()
   assert "the run has not ended" in error(unfinished)

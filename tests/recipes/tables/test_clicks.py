@@ -148,6 +148,20 @@ def test_weights(tmp_path):
     load(tmp_path, rows=[*rows[:2], (1, "Rome", -1, "", "train"), *rows[3:]], columns=columns)
 
 
+@pytest.mark.parametrize(
+  ("weights", "which"),
+  [
+    ([1, 1, 1, 1, 0, 0, 1, 1], "all rows of the valid split"),
+    ([1, 1, 1, 1, 1, 1, 1, 0], "all clicks of the test split"),
+    ([1, 0, 1, 0, 1, 1, 1, 1], "all rows without a click of the train split"),
+  ],
+)
+def test_a_split_needs_weight_on_both_outcomes(weights, which, tmp_path):
+  rows = [(*row[:2], weight, *row[3:]) for row, weight in zip(ROWS, weights, strict=True)]
+  with pytest.raises(UserError, match=f"{which} have weight 0 in column 'price'"):
+    load(tmp_path, rows=rows, columns=COLUMNS | {"price": "weight"})
+
+
 def test_features_of_a_table_of_their_own(tmp_path):
   movies = write_csv(
     tmp_path / "movies.csv", ("id", "genres", "year"), [("Oslo", "x|y", 1990), ("Rome", "y", 2000)]

@@ -42,12 +42,28 @@ def test_movielens1m_by_hand(tmp_path):
   found = data.load(config)
   assert (found.num_users, found.num_items) == (3, 3)
   assert found.splits == {"train": (0, 3), "valid": (3, 6), "test": (6, 9)}
-  names = [f.name for f in (*found.user_features, *found.item_features)]
-  assert names == ["gender", "age", "occupation", "year", "genres"]
-  genres = Entities.load(found.serve, "items").titles, found.columns["item_genres"]
-  by_title = dict(zip(*(list(x) for x in genres), strict=True))
-  assert sorted(by_title) == ["A (1995)", "B", "C"]
-  assert len({*by_title["A (1995)"].tolist()} - {-1}) == 2
+  users, items = (Entities.load(found.serve, name) for name in ("users", "items"))
+
+  def values_of(side, name, row):
+    entities = users if side == "user" else items
+    known, ids = entities.fitted.vocabulary(name), found.columns[f"{side}_{name}"][row]
+    return [known[id] if id < len(known) else "rare" for id in np.ravel(ids) if id >= 0]
+
+  about_users = {
+    user: [values_of("user", name, row) for name in ("gender", "age", "occupation")]
+    for row, user in enumerate(users.texts)
+  }
+  assert about_users["7"] == about_users["8"] == [["M"], ["56"], ["16"]]
+  assert about_users["1"] == [["rare"], ["rare"], ["rare"]]  # a value of one user is none's own
+  about_items = {
+    title: (values_of("item", "year", row), values_of("item", "genres", row))
+    for row, title in enumerate(items.titles)
+  }
+  assert about_items == {
+    "A (1995)": (["rare"], ["Drama", "Comedy"]),
+    "B": ([], ["Comedy"]),
+    "C": ([], ["Drama"]),
+  }
 
 
 def test_a_pair_twice_is_refused(tmp_path):
@@ -99,6 +115,24 @@ def test_gowalla_refit_trains_on_all_that_is_not_tested(tmp_path):
   assert (found.matrix("train") != held.matrix("train", "valid")).nnz == 0
   assert (found.matrix("test") != held.matrix("test")).nnz == 0
   assert found.splits["valid"][0] == found.splits["valid"][1]
+
+
+def test_settings_of_a_published_table_have_their_effect(tmp_path, capsys):
+  folder = write_gowalla(tmp_path / "raw")
+  line = (folder / "train.txt").read_text().splitlines()[0]
+  first, *_ = line.split()
+  with (folder / "train.txt").open("ab") as file:
+    file.write(f"{line}\n99\n\xff 1\n".encode("latin-1"))
+  settings = {"data_dir": str(folder), "on_bad_row": "skip", "exclude_seen": False}
+  found = data.load(two_tower_smoke("gowalla", tmp_path, **settings))
+  said = capsys.readouterr().err
+  assert "1 row: column 'user' is not utf-8" in said
+  assert "rows have no item in column 'items'" in said
+  user = Entities.load(found.serve, "users").texts.index(first)
+  start, stop = found.columns["train_offsets"][user : user + 2]
+  assert stop - start == 2 * (len(line.split()) - 1)  # repeats are kept
+  with pytest.raises(ValueError, match=r"is not utf-8.*The files of Gowalla have a fixed format"):
+    data.load(two_tower_smoke("gowalla", tmp_path, data_dir=str(folder)))
 
 
 def test_movielens100k_is_eighty_twenty(tmp_path):
