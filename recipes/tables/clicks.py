@@ -50,7 +50,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   for rows in reader:
     sizes += np.bincount(rows.split, minlength=3)
     clicks += np.bincount(rows.split, weights=rows.label, minlength=3).astype(np.int64)
-    if weight_name:
+    if weight_name and rows.label is not None:
       np.add.at(weights, (rows.split, rows.label), rows.chunk.columns[weight_name])
     training = rows.chunk.take(rows.split == 0)
     fit.add(values_of(training, table.kinds), len(training.rows))
