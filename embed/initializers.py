@@ -32,14 +32,24 @@ class RowWise:
     rows = _rows(self, key, (shape[0], shape[1] if len(shape) > 1 else 1), jnp.dtype(dtype))
     return rows.reshape(shape)
 
-  def rows(self, key: jax.Array, ids: jax.Array, dim: int, dtype: Any) -> jax.Array:
-    """The given rows of the table, `[N, D]`."""
+  def rows(
+    self, keys: jax.Array, tables: jax.Array, ids: jax.Array, dim: int, dtype: Any
+  ) -> jax.Array:
+    """The given rows of some tables, `[N, D]`.
 
-    def row(i):
-      value = self.initializer(jax.random.fold_in(key, i), (1, dim), jnp.float32)
+    Args:
+      keys: a random key of each table, `[T]`.
+      tables: the table of each row, int32 `[N]`.
+      ids: the row's id in it, int32 `[N]`.
+      dim: D.
+      dtype: of the rows.
+    """
+
+    def row(table, id):
+      value = self.initializer(jax.random.fold_in(keys[table], id), (1, dim), jnp.float32)
       return jnp.asarray(value, jnp.float32).reshape(dim).astype(dtype)
 
-    return jax.vmap(row)(ids)
+    return jax.vmap(row)(tables, ids)
 
 
 def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -84,29 +94,35 @@ No correction for the cut, as in TensorFlow: the sample deviation is 0.88 / sqrt
 def fill(
   rows: jax.Array,
   start: int,
-  draw: Callable[[jax.Array], jax.Array],
-  ids: jax.Array,
-  size: int,
+  end: int,
+  draw: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
 ) -> jax.Array:
-  """Writes `draw(ids)`, `[N, D]`, at `start` of `rows` `[M, D]`; zeros for ids >= size.
+  """Writes rows of `[M, D]` from `start` to `end`, and leaves those that are not drawn.
 
   Some rows at a time: the random bits of a whole table would be as large as the table.
+
+  Args:
+    rows: where to.
+    start, end: the first place, and the one after the last.
+    draw: `f(places) -> (values [N, D], whether each is drawn, bool [N])`.
   """
-  number = ids.shape[0]
-  some = min(number, ROWS_AT_A_TIME)
+  some = min(end - start, ROWS_AT_A_TIME)
 
   def step(i, rows):
     # The last ones overlap the ones before, which come out the same.
-    first = jnp.minimum(i * some, number - some)
-    these = jax.lax.dynamic_slice_in_dim(ids, first, some)
-    values = jnp.where((these < size)[:, None], draw(these), 0)
-    return jax.lax.dynamic_update_slice_in_dim(rows, values, start + first, axis=0)
+    first = jnp.minimum(start + i * some, end - some)
+    values, is_drawn = draw(first + jnp.arange(some, dtype=jnp.int32))
+    old = jax.lax.dynamic_slice_in_dim(rows, first, some)
+    new = jnp.where(is_drawn[:, None], values, old)
+    return jax.lax.dynamic_update_slice_in_dim(rows, new, first, axis=0)
 
-  return jax.lax.fori_loop(0, -(-number // some), step, rows)
+  return jax.lax.fori_loop(0, -(-(end - start) // some), step, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _rows(initializer: RowWise, key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
-  ids = jnp.arange(shape[0], dtype=jnp.int32)
-  draw = lambda ids: initializer.rows(key, ids, shape[1], dtype)
-  return fill(jnp.zeros(shape, dtype), 0, draw, ids, shape[0])
+  def draw(ids):
+    values = initializer.rows(key[None], jnp.zeros_like(ids), ids, shape[1], dtype)
+    return values, jnp.ones(ids.shape, bool)
+
+  return fill(jnp.zeros(shape, dtype), 0, shape[0], draw)

@@ -127,16 +127,30 @@ def _drawing(
 ) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
   """A function of keys by table: stored rows that are made row by row, zeros of other tables."""
 
+  layout = stack.layout
+  by_maker: dict[initializers.RowWise, list[str]] = {}
+  for name, maker in makers:
+    by_maker.setdefault(maker, []).append(name)
+
+  def draw(maker, names, shard, keys, places):
+    tables, ids = jnp.zeros_like(places), jnp.full_like(places, -1)
+    for number, name in enumerate(names):
+      own = layout.ids(stack.indices[name], shard, places)
+      is_own = own < stack.size(name)
+      tables, ids = jnp.where(is_own, number, tables), jnp.where(is_own, own, ids)
+    keys = jnp.stack([keys[name] for name in names])
+    return stack.columns.own(maker.rows(keys, tables, ids, stack.dim, dtype)), ids >= 0
+
   def per_device(keys):
     shard = stack.placement.index(stack.placement.rows)
-    rows = jnp.zeros((stack.layout.rows, stack.width), dtype)
-    for name, maker in makers:
-      index = stack.indices[name]
-      ids = stack.layout.own_ids(index, shard)
-      draw = lambda ids, maker=maker, key=keys[name]: stack.columns.own(
-        maker.rows(key, ids, stack.dim, dtype)
-      )
-      rows = initializers.fill(rows, stack.layout.offsets[index], draw, ids, stack.size(name))
+    rows = jnp.zeros((layout.rows, stack.width), dtype)
+    # One loop for all tables of an initializer, which takes most of the time to compile.
+    for maker, names in by_maker.items():
+      indices = [stack.indices[name] for name in names]
+      start = layout.offsets[min(indices)]
+      end = layout.offsets[max(indices)] + layout.heights[max(indices)]
+      drawing = functools.partial(draw, maker, names, shard, keys)
+      rows = initializers.fill(rows, start, end, drawing)
     return rows
 
   return jax.jit(stack.placement.run(per_device, (P(),), stack.specs[2]))
