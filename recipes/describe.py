@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from .tables.proposing import Plan, Proposal, Roles
 from .tables.sample import JOIN, Column, Sample
 from .tables.streams import Stream
 
+_HEADER_ROWS = 200  # in which a header's fields should not occur as values
 _WIDTH = 100  # of the config, and of the report at most
 _LINES = 30  # of the config
 _REPAIR = " Repair the row, or write config.on_bad_row='skip' to leave such rows out."
@@ -266,21 +268,25 @@ def _head(sampled: Sample, files: Sequence[str]) -> str:
   return f"{named}: {len(sampled.columns)} columns, {rows}"
 
 
-def _first_line(path: Path, format: Format) -> list[str]:
-  """Returns the fields of the first line of a text file, [] of another file."""
+def _first_lines(path: Path, format: Format) -> list[list[str]]:
+  """Returns the fields of the first lines of a text file, [] of another file."""
   if file_format(path) in ("Parquet", "ArrayRecord"):
     return []
   with Stream(path, format.encoding) as stream:
     text = stream.peek().decode("utf-8", "replace")
   delimiter = format.delimiter or find_delimiter(text, path, format)
-  return next(records(text, delimiter, format.quote, strict=False))
+  lines = islice(records(text, delimiter, format.quote, strict=False), _HEADER_ROWS)
+  return [[field.strip() for field in line] for line in lines]
 
 
 def _check_header(path: Path, format: Format) -> None:
   """Raises UserError where the first line of a text file seems a row."""
-  fields = [] if format.names else _first_line(path, format)
-  are_numbers = sum(bool(re.fullmatch(r"[-+.\d]+", field.strip())) for field in fields)
-  if 2 * are_numbers > len(fields):
+  fields, *rows = [[]] if format.names else _first_lines(path, format) or [[]]
+  are_numbers = sum(bool(re.fullmatch(r"[-+.\d]+", field)) for field in fields)
+  # The name of a column is hardly ever one of its values.
+  columns = list(zip_longest(*rows, fillvalue=""))
+  again = sum(field in values for field, values in zip(fields, columns, strict=False) if field)
+  if 2 * are_numbers > len(fields) or 3 * again > len(fields):
     raise UserError(
       f"{path}: the first line seems a row, not a header: name its {len(fields)} columns, as "
       "--names=user,item,…, or call them c1, c2, … with --no_header"
@@ -351,7 +357,7 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     raise UserError(f"--rows={arguments.rows}: read one row or more")
   files, settings = _files(arguments.files), _format(arguments)
   data_files, format = paths(files), Format(**settings)
-  if arguments.no_header and (fields := _first_line(data_files[0], format)):
+  if arguments.no_header and (fields := next(iter(_first_lines(data_files[0], format)), [])):
     settings = {"names": tuple(f"c{place}" for place in range(1, len(fields) + 1)), **settings}
     format = Format(**settings)
   _check_header(data_files[0], format)

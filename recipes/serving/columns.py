@@ -10,6 +10,7 @@ import pyarrow as pa
 from ..errors import UserError
 from ..tables.batches import Way
 from ..tables.faults import Problem
+from ..tables.formats import repeated
 from ..tables.values import as_lists, as_numbers, as_texts, plain, refusal
 
 Columns = Mapping[str, pa.Array]
@@ -42,6 +43,8 @@ def as_columns(rows: Any) -> dict[str, pa.Array]:
       raise UserError(
         f"rows are {type(rows).__name__}: give a dict of columns, a list of dicts, or a table"
       ) from error
+    if (name := repeated(table.column_names)) is not None:
+      raise UserError(f"the rows have two columns {name!r}: rename one")
     columns = {name: _whole(table[name]) for name in table.column_names}
   lengths = {name: len(array) for name, array in columns.items()}
   if len(set(lengths.values())) > 1:

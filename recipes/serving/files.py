@@ -1,5 +1,6 @@
 """Rows of files and streams, in chunks, and the same rows written back with more columns."""
 
+import codecs
 import contextlib
 import csv
 import gzip
@@ -64,15 +65,20 @@ class TextRows:
     text = sample.decode(format.encoding, "replace").removeprefix("\ufeff")
     self.delimiter = format.delimiter or find_delimiter(text, Path(source), format)
     self.by_line = format.rest or len(self.delimiter) > 1
-    encoding = "utf-8-sig" if format.encoding.lower() in ("utf-8", "utf8") else format.encoding
+    is_utf8 = codecs.lookup(format.encoding).name == "utf-8"
+    encoding = "utf-8-sig" if is_utf8 else format.encoding
     self._lines = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
     self._records = self._cut(self._lines)
-    first = next(self._records, None)
+    try:
+      first = next(self._records, None)
+    except (csv.Error, EOFError, OSError, UnicodeError) as error:
+      raise DamagedFileError(f"{source} cannot be read ({error})") from error
     if first is None:
       raise DamagedFileError(f"{source} is empty: it needs a header, and rows")
     given = [name.strip() for name in first]
     known = {name.lower() for name in (*format.names, "history")}
-    self.has_header = not format.names or all(name.lower() in known for name in given)
+    # Where training files have none, a line is one if it has a name of theirs.
+    self.has_header = not format.names or any(name.lower() in known for name in given)
     if self.has_header:
       lower = {name.lower(): name for name in format.names}
       given = [lower.get(name.lower(), name) for name in given]
@@ -130,7 +136,8 @@ class TextRows:
       if len(record) == count - 1 and self._format.rest:
         record.append("")
       if len(record) != count:
-        faults[index] = f" has {len(record)} fields instead of {count}."
+        hint = "" if self.has_header else " A first line may name the columns."
+        faults[index] = f" has {len(record)} fields instead of {count}.{hint}"
         fields[index] = [*record, *[""] * count][:count]
     columns = {}
     for name, values in zip(self.names, zip(*fields, strict=True), strict=True):
@@ -161,6 +168,8 @@ class ParquetRows:
     except (pa.ArrowException, OSError) as error:
       raise DamagedFileError(f"{source} is no whole Parquet file ({error})") from error
     self.names = tuple(self._file.schema_arrow.names)
+    if (name := repeated(self.names)) is not None:
+      raise DamagedFileError(f"{source} has two columns {name!r}. Rename one.")
 
   def __iter__(self) -> Iterator[Chunk]:
     first_row = 1

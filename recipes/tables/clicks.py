@@ -56,14 +56,16 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     fit.add(values_of(training, table.kinds), len(training.rows))
     for side, codes in ids.items():
       codes.add(training.columns[table.require(_SIDES[side], "which config.*_table belongs to")])
-  _check_sizes(sizes, clicks, may_be_empty=[n for n in SPLITS[1:] if not table.split[n]])
+  left_out = [*reader.skipped, *reader.about_label]
+  if reader.num_dropped:
+    left_out.append(f"{reader.num_dropped:,} rows were left out by the label's drop")
+  may_be_empty = [name for name in SPLITS[1:] if not table.split[name]]
+  _check_sizes(sizes, clicks, may_be_empty, left_out)
   if weight_name:
     _check_weights(weight_name, weights, sizes)
   sides, notes = _sides(table, ids, base)
   encoder = Encoder(fit.finish(), sides)
-  notes += [*reader.skipped, *fit.notes]
-  if reader.num_dropped:
-    notes.append(f"{reader.num_dropped:,} rows were left out by the label's drop")
+  notes += [*left_out, *fit.notes]
   if weight_name:
     notes.append(
       f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
@@ -211,16 +213,20 @@ def _sides(
   return sides, notes
 
 
-def _check_sizes(sizes: np.ndarray, clicks: np.ndarray, may_be_empty: Sequence[str]) -> None:
+def _check_sizes(
+  sizes: np.ndarray, clicks: np.ndarray, may_be_empty: Sequence[str], left_out: Sequence[str]
+) -> None:
+  """Raises UserError for a split without rows or outcomes, with lines about what was left out."""
+  also = "".join(f"; {line}" for line in left_out)
   for name, size, count in zip(SPLITS, sizes, clicks, strict=True):
     if not size and name in may_be_empty:
       continue
     if not size:
-      raise UserError(f"the {name} split has no rows: see config.split")
+      raise UserError(f"the {name} split has no rows: see config.split{also}")
     if count in (0, size):
       raise UserError(
         f"{int(count)} of the {int(size)} rows of the {name} split are clicks, and both outcomes "
-        "are needed: see config.split and the label's positive or at_least"
+        f"are needed: see config.split and the label's positive or at_least{also}"
       )
 
 

@@ -229,6 +229,10 @@ def read(
       part.append(chunk.columns[name])
   notes, wanted = list(reader.skipped), trained.texts
   at = codes.find(pa.array(wanted, pa.string()))
+  if not len(codes):
+    raise UserError(f"no row of {source.all_files[0]} has a value in column {source.key!r}")
+  if not wanted:
+    raise UserError(f"no training row has a {side}: see config.split")
   if (at < 0).all():
     raise UserError(
       f"no {side} of the training rows is in column {source.key!r} of {source.all_files[0]}: the "

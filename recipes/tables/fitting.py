@@ -140,6 +140,7 @@ class Fit:
     self._moments: dict[str, Moments] = {}
     self._longest: dict[str, int] = {}
     self._no_ids: dict[str, int] = {}
+    self._present: dict[str, int] = {}  # values of categories without a vocabulary
     self.rows = 0
     for name, kind in self._kinds.items():
       if (table := _table_of(name, kind)) is not None:
@@ -161,8 +162,10 @@ class Fit:
         self._longest[name] = max(self._longest[name], longest)
       if (table := _table_of(name, kind)) is not None:
         self._counts[table].add(flat_texts(values[name], kind))
-      if isinstance(kind, spec.Category) and kind.size:
+      elif isinstance(kind, spec.Category):
         texts = flat_texts(values[name], kind).drop_null()
+        self._present[name] = self._present.get(name, 0) + len(texts)
+      if isinstance(kind, spec.Category) and kind.size:
         identity = transforms.Identity(kind.size, default_value=-1)
         wrong = int((_ids_of_texts(identity, texts, whole=True) < 0).sum())
         self._no_ids[name] = self._no_ids.get(name, 0) + wrong
@@ -175,6 +178,9 @@ class Fit:
     """
     vocabularies = {table: self._vocabulary(table) for table in self._counts}
     numbers = {name: self._number(name) for name in self._moments}
+    for name, count in self._present.items():
+      if not count and name not in self._growing:
+        raise UserError(self._empty(name))
     return Fitted(self._kinds, vocabularies, numbers, self._widths())
 
   @property
@@ -184,6 +190,11 @@ class Fit:
       f"{count:,} values of column {name!r} are no ids from 0 to its size, and have no vector"
       for name, count in self._no_ids.items()
       if count
+    ]
+    notes += [
+      f"column {name!r} is {moments.sample[0]:g} in all training rows, and tells nothing"
+      for name, moments in self._moments.items()
+      if moments.count and not moments.squares and not moments.missing
     ]
     widths = self._widths()
     return notes + [

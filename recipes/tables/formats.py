@@ -17,7 +17,7 @@ _SAMPLE_ROWS = 20
 class Format:
   """How text files are written.
 
-  Parquet and ArrayRecord files use `missing` alone.
+  Parquet and ArrayRecord files use `missing` alone, for numbers as well as for texts.
 
   Attributes:
     delimiter: between two fields; "" finds it in the first rows, among `,`, tab, `;`, `|`, `::`
@@ -41,6 +41,7 @@ class Format:
     if self.delimiter == "\\t":  # as a shell passes it on
       object.__setattr__(self, "delimiter", "\t")
     object.__setattr__(self, "names", tuple(self.names))
+    object.__setattr__(self, "missing", tuple(str(value).strip() for value in self.missing))
     if (
       len(self.quote) > 1 or "\n" in self.delimiter or (self.quote and self.quote in self.delimiter)
     ):
@@ -89,14 +90,16 @@ def find_delimiter(sample: str, path: Path, format: Format) -> str:
       counts = [len(record) for record in islice(sample_records, _SAMPLE_ROWS) if record]
     except csv.Error:
       continue
-    if not counts or counts[0] == 1:
+    # The first line may be another one: a title, a comment.
+    common = max(counts, key=counts.count, default=1)
+    if common == 1:
       continue
-    agree = sum(count == counts[0] or format.rest for count in counts) >= 0.8 * len(counts)
+    agree = sum(count == common or format.rest for count in counts) >= 0.8 * len(counts)
     if delimiter == " " and not agree:
       continue
     is_suffix = delimiter == "\t" and path.name.lower().removesuffix(".gz").endswith(
       (".tsv", ".tab")
     )
-    score = (counts[0] == len(format.names), is_suffix, agree, delimiter != " ", counts[0])
+    score = (common == len(format.names), is_suffix, agree, delimiter != " ", common)
     best, best_score = max((best, best_score), (delimiter, score), key=lambda pair: pair[1])
   return best

@@ -82,7 +82,10 @@ def read(table: Table, by: str) -> Interactions:
     )
     user, item, split = user[kept], item[kept], split[kept]
   if not len(user):
-    raise UserError("no interaction is left: lower config.core, or check the label's settings")
+    also = "".join(f"; {note}" for note in notes)
+    raise UserError(
+      f"no interaction is left: lower config.core, or check the label's settings{also}"
+    )
   settings = table.split
   if by == "user":
     split = splitting.per_user(
@@ -208,7 +211,7 @@ class _Log:
       np.concatenate(parts[name]) if parts[name] else np.empty(0, np.int64)
       for name in ("user", "item", "split", "time")
     )
-    self.notes += self._reader.skipped
+    self.notes += [*self._reader.skipped, *self._reader.about_label]
     if self._reader.num_dropped:
       self.notes.append(f"{self._reader.num_dropped:,} rows were left out by the label's drop")
     if self._without_items:

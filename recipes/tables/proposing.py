@@ -170,13 +170,14 @@ def _is_time(column: Column) -> bool:
     return False
   if column.is_dated:
     return True
-  if not column.is_whole or column.placeholders or not is_hinted(column.name, "time"):
+  if column.numbers is None or column.placeholders or not is_hinted(column.name, "time"):
     return False
-  assert column.numbers is not None
   low, high = column.numbers.min(), column.numbers.max()
   epochs = ((3e8 * scale, 4.2e9 * scale) for scale in (1, 1e3, 1e6, 1e9))
   days = (19_000_101, 21_001_231)  # as 20241231
-  return any(first <= low and high <= last for first, last in (days, *epochs))
+  return any(first <= low and high <= last for first, last in epochs) or (
+    column.is_whole and days[0] <= low and high <= days[1]
+  )
 
 
 def _label(column: Column, positive: str, notes: list[str]) -> tuple[Proposal, np.ndarray]:

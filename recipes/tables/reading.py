@@ -16,7 +16,7 @@ from .finding import file_format, paths
 from .formats import Format
 from .stored import ArrayRecordFile, ParquetFile
 from .textfiles import TextFile
-from .times import as_times
+from .times import are_dates, as_times
 from .values import as_lists, as_numbers, as_texts, plain, refusal, trimmed
 
 __all__ = ["Chunk", "Format", "Reader", "columns_of", "paths"]
@@ -68,9 +68,9 @@ class Reader:
         True, TRUE, False, FALSE become "true" and "false", in texts too: versions "2.0" and "2" are
         one value.
       "number": float64 [N], nan where missing. Texts true and false are 1 and 0.
-      "time": int64 [N]. Dates and timestamps are microseconds since 1970, in UTC where they name no
-        zone; numbers are taken as they are, rounded down, in whatever unit they count. A column
-        has one or the other, and none missing.
+      "time": int64 [N], or float64 where numbers have fractions. Dates and timestamps are
+        microseconds since 1970, in UTC where they name no zone; numbers are taken as they are, in
+        whatever unit they count. A column has one or the other, and none missing.
       ("list", separator): pa.ListArray of texts as above, without the missing ones; a list, or a
         text cut at the separator. A missing list is empty.
       "any": the Arrow array as it is stored.
@@ -111,6 +111,7 @@ class Reader:
     self._columns = {name: (columns or {}).get(name, name) for name in ways}
     self._format, self._on_bad_row, self._chunk_rows = format, on_bad_row, chunk_rows
     self._ledger = Ledger(on_bad_row)
+    self._clocks: dict[str, int] = {}
     self._sources = [_open(path, format) for path in self._paths]
     self.names = self._sources[0].names
     for path, source in zip(self._paths, self._sources, strict=True):
@@ -128,14 +129,14 @@ class Reader:
 
   def __iter__(self) -> Iterator[Chunk]:
     self._ledger = Ledger(self._on_bad_row)
-    clocks: dict[str, int] = {}
+    self._clocks = {}
     num_rows, wanted = 0, {self._columns[name]: way for name, way in self._ways.items()}
     total = sum(path.stat().st_size for path in self._paths)
     with files.progress("reading", total, "B") as bar:
       for path, source in zip(self._paths, self._sources, strict=True):
         bar.set_description(f"reading {path.name}")
         for batch in source.batches(wanted, self._chunk_rows):
-          chunk = self._chunk(path, batch, clocks)
+          chunk = self._chunk(path, batch, self._clocks)
           bar.update(batch.size)
           num_rows += len(chunk.rows)
           if len(chunk.rows):
@@ -144,6 +145,11 @@ class Reader:
       raise DamagedFileError(f"{_listed(self._paths)} has a header and no rows.")
     if num_rows == 0:
       raise DamagedFileError(f"every row was left out: {'; '.join(self.skipped)}")
+
+  @property
+  def has_dates(self) -> bool | None:
+    """Whether the times that have been read are dates, not numbers; None before any."""
+    return are_dates(self._clocks)
 
   def refuse(
     self,

@@ -1,5 +1,6 @@
 """The rows of a table, chunk by chunk: declared columns, labels, weights and splits."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from .fitting import Moments
 from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
 
+_OUTCOMES = 100  # texts of a label that are counted
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
 
@@ -85,6 +87,7 @@ class RowReader:
   Attributes:
     skipped: a line per kind of bad row, of the last iteration.
     num_dropped: rows of the last iteration that `drop` of the label has left out.
+    outcomes: how often the last iteration has met each text of the label, some of them.
   """
 
   def __init__(
@@ -96,6 +99,7 @@ class RowReader:
     self._from: tuple[float, float] | None = None
     self.skipped: list[str] = []
     self.num_dropped = 0
+    self.outcomes: collections.Counter[str] = collections.Counter()
     if by == "files" and set(table.rows.files) == {""}:
       raise UserError(
         'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
@@ -107,6 +111,7 @@ class RowReader:
 
   def __iter__(self) -> Iterator[Rows]:
     self.skipped, self.num_dropped = [], 0
+    self.outcomes.clear()
     for split, paths in self._table.rows.files.items():
       reader = open_source(self._table.rows, self._table.on_bad_row, paths)
       for chunk in reader:
@@ -114,7 +119,7 @@ class RowReader:
           missing = chunk.columns[name].is_null().to_numpy(zero_copy_only=False)
           chunk = reader.refuse(chunk, missing, name, lambda row: "has no value")
         chunk, label = self._labelled(reader, chunk)
-        chunk = self._weighted(reader, chunk)
+        chunk, label = self._weighted(reader, chunk, label)
         yield self._split(reader, chunk, label, split)
       self.skipped += reader.skipped
 
@@ -123,6 +128,9 @@ class RowReader:
       return chunk, None
     kind = self._table.kinds[self._label]
     assert isinstance(kind, spec.Label)
+    if kind.positive and len(self.outcomes) <= _OUTCOMES:
+      counts = chunk.columns[self._label].drop_null().value_counts()
+      self.outcomes.update({str(each["values"]): each["counts"].as_py() for each in counts})
     if kind.drop:
       dropped = _member(chunk.columns[self._label], kind.drop)
       self.num_dropped += int(dropped.sum())
@@ -143,15 +151,40 @@ class RowReader:
     chunk = reader.refuse(chunk, wrong, self._label, problem)
     return chunk, label[~wrong].astype(np.uint8)
 
-  def _weighted(self, reader: Reader, chunk: Chunk) -> Chunk:
+  @property
+  def about_label(self) -> list[str]:
+    """Lines about texts of the label that its `positive` and `drop` may have missed."""
+    kind = self._table.kinds.get(self._label or "")
+    if not isinstance(kind, spec.Label) or not kind.positive:
+      return []
+    notes = [
+      f"no row has {value!r}, which config.columns[{self._label!r}] names"
+      for value in (*kind.positive, *kind.drop)
+      if value not in self.outcomes
+    ]
+    others = {
+      text: count
+      for text, count in self.outcomes.most_common()
+      if text not in (*kind.positive, *kind.drop)
+    }
+    if len(others) > 1:
+      shown = [f"{text!r} ({count:,})" for text, count in others.items()]
+      more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+      notes.append(f"these labels count as no click: {', '.join(shown[:5])}{more}")
+    return notes
+
+  def _weighted(
+    self, reader: Reader, chunk: Chunk, label: np.ndarray | None
+  ) -> tuple[Chunk, np.ndarray | None]:
     name = self._table.name_of(spec.Weight)
     if name is None:
-      return chunk
+      return chunk, label
     weight = chunk.columns[name]
     wrong = ~(weight >= 0)
-    return reader.refuse(
-      chunk, wrong, name, lambda row: f"is {weight[row]}, and a weight is a number of 0 or more"
-    )
+    problem = lambda row: f"is {weight[row]}, and a weight is a number of 0 or more"
+    chunk = reader.refuse(chunk, wrong, name, problem)
+    # The labels of rows that were refused go with them.
+    return chunk, label if label is None else label[~wrong]
 
   def _split(self, reader: Reader, chunk: Chunk, label, files_of: str) -> Rows:
     rows = len(chunk.rows)
@@ -163,6 +196,7 @@ class RowReader:
     if self._by == "time":
       assert self._from is not None
       assert self._time is not None
+      self._check_clock(reader)
       times = chunk.columns[self._time]
       split = np.where(times >= self._from[1], 2, np.where(times >= self._from[0], 1, 0))
       return Rows(chunk, split.astype(np.int8), label)
@@ -179,6 +213,17 @@ class RowReader:
       shares = self._table.split["valid"], self._table.split["test"]
       return Rows(chunk, self._hashed(chunk, shares), label)
     return Rows(chunk, np.zeros(rows, np.int8), label)
+
+  def _check_clock(self, reader: Reader) -> None:
+    """Raises UserError where a first time is a date and the column has numbers, or vice versa."""
+    for name in ("valid_from", "test_from"):
+      text = self._table.split[name]
+      if text and reader.has_dates not in (None, first_time(text, name)[0]):
+        held = "dates" if reader.has_dates else "numbers"
+        raise UserError(
+          f"config.split.{name} is {text!r}, and column {self._time!r} has {held}: write it as "
+          "they are"
+        )
 
   def _hashed(self, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
     """Splits by a hash of the row, or of a column; the same however the files are read.
@@ -222,10 +267,14 @@ class RowReader:
     times, held_out = moments.sample, split["valid"] + split["test"]
     if "test" in given:  # valid is the last part of what is before
       test = given["test"]
+      if not split["valid"]:
+        return test, test
       before = times[times < test]
       return _quantile(before, 1 - split["valid"] / max(1 - split["test"], 1e-9)), test
     if "valid" in given:  # test is the last part of what is after
       valid = given["valid"]
+      if not split["test"]:
+        return valid, np.inf
       after = times[times >= valid]
       return valid, _quantile(after, split["valid"] / max(held_out, 1e-9))
     test = _quantile(times, 1 - split["test"]) if split["test"] else np.inf

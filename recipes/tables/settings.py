@@ -10,6 +10,7 @@ recipe's default. It may be a plain dict:
 import dataclasses
 import datetime
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -315,9 +316,14 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     spec.parse(about["columns"], f"{place}.columns"),
     about.get("key", ""),
   )
+  rows = source(settings["rows"], "config")
+  sides = {side: source(about, f"config.{side}_table") for side, about in settings["sides"].items()}
+  _check_tables(
+    {"config": rows.kinds} | {f"config.{side}_table": each.kinds for side, each in sides.items()}
+  )
   return Table(
-    source(settings["rows"], "config"),
-    {side: source(about, f"config.{side}_table") for side, about in settings["sides"].items()},
+    rows,
+    sides,
     settings["split"],
     settings["on_bad_row"],
     settings["exclude_seen"],
@@ -326,6 +332,19 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     settings["refit"],
     Path(settings["base"][0]) if "base" in settings else None,
   )
+
+
+def _check_tables(settings: Mapping[str, Mapping[str, spec.Kind]]) -> None:
+  """Raises UserError where columns of different files share a table, and not the vocabulary."""
+  for first, second in itertools.permutations(settings, 2):
+    named = {getattr(kind, "table", "") for kind in settings[first].values()} - {""}
+    for name, kind in settings[second].items():
+      table = getattr(kind, "table", "") or name
+      if isinstance(kind, spec.Embedded) and table in named:
+        raise UserError(
+          f"{second}.columns[{name!r}] has the table {table!r} of columns in {first}.columns: only "
+          "columns of the same files can share one, so choose another name"
+        )
 
 
 def _format(about: Mapping[str, Any]) -> Format:

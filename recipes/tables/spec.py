@@ -348,15 +348,21 @@ def _check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
   """Raises UserError where columns that share a table declare it in different ways."""
   shared = ("min_count", "oov", "hash", "size", "dim", "optimizer")
   first: dict[tuple[str, str], tuple[str, Category]] = {}
+  named = {kind.table for kind in kinds.values() if isinstance(kind, Category) and kind.table}
   for name, kind in kinds.items():
-    if isinstance(kind, Category) and kind.table:
+    if isinstance(kind, Number | Cross) and name in named:
+      raise UserError(
+        f"{setting}: the table {name!r} has the name of the column {name!r}, which has a table of "
+        "its own: choose another name"
+      )
+    if isinstance(kind, Category) and (kind.table or name) in named:
       # A single value has no combiner: any bag's gives its vector.
       for option in (*shared, "combiner") if isinstance(kind, Bag) else shared:
-        other, known = first.setdefault((kind.table, option), (name, kind))
+        other, known = first.setdefault((kind.table or name, option), (name, kind))
         if getattr(known, option) != getattr(kind, option):
           raise UserError(
-            f"{setting}: {other!r} and {name!r} share the table {kind.table!r}, but differ in "
-            f"{option}: {getattr(known, option)!r} and {getattr(kind, option)!r}"
+            f"{setting}: {other!r} and {name!r} share the table {kind.table or name!r}, but differ "
+            f"in {option}: {getattr(known, option)!r} and {getattr(kind, option)!r}"
           )
 
 
@@ -407,7 +413,8 @@ def _typed(value: Any, cls: type[Kind], field: dataclasses.Field, place: str) ->
       value = (value,)
     if any(not isinstance(each, str | int | float) for each in value):
       raise UserError(f"{place} is {value!r}: give texts or numbers")
-    return tuple(as_text(each) if cls is Label else str(each) for each in value)
+    # Files' texts are trimmed, too.
+    return tuple(as_text(each).strip() if cls is Label else str(each) for each in value)
   if isinstance(value, Sequence) and not isinstance(value, str | bytes):
     if cls is not Number or field.name != "buckets":
       raise UserError(f"{place} is {value!r}: give a single value")

@@ -174,7 +174,10 @@ def _batch(
       continue
     for name, way in ways.items():
       value = record.get(name)
-      if isinstance(value, list) and not isinstance(way, tuple) and way != "any":
+      if way != "any" and _is_nested(value):
+        hint = "Store its fields as columns, and lists of numbers or texts."
+        faults.setdefault(row, Fault(row, name, "is nested", shown(value), hint))
+      elif isinstance(value, list) and not isinstance(way, tuple) and way != "any":
         if len(value) > 1:
           hint = "Declare it as a bag or a sequence."
           faults.setdefault(row, Fault(row, name, "is a list", shown(value), hint))
@@ -183,6 +186,8 @@ def _batch(
         isinstance(way, tuple) and value is not None and not isinstance(value, list | str | bytes)
       ):
         record[name] = [value]
+      elif isinstance(way, tuple) and way[1] and isinstance(value, str):
+        record[name] = value.split(way[1])  # another record may have a list
   rows = np.arange(first, first + len(records))
   good = np.array([row not in faults for row in rows.tolist()], bool)
   kept = [
@@ -190,6 +195,11 @@ def _batch(
   ]
   arrays = {name: _array([record.get(name) for record in kept]) for name in ways}
   return Batch(rows[good], arrays, [faults[row] for row in sorted(faults)], size)
+
+
+def _is_nested(value: Any) -> bool:
+  inner = value if isinstance(value, list) else [value]
+  return any(isinstance(item, dict | list) for item in inner)
 
 
 def _array(values: list[Any]) -> pa.Array:

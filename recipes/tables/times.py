@@ -1,6 +1,7 @@
 """Columns of times, converted to integers that keep their order."""
 
 import contextlib
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -23,10 +24,10 @@ _KINDS = {_NUMBER: "a number", _DATED: "a date"}
 def as_times(
   array: pa.Array, clocks: dict[str, int], column: str
 ) -> tuple[np.ndarray, list[Problem]]:
-  """Converts N times to int64.
+  """Converts N times to int64, or to float64 where numbers have fractions.
 
   Dates and timestamps become microseconds since 1970, in UTC where they name no zone. Numbers are
-  taken as they are, whether they count seconds or days, and rounded down.
+  taken as they are, whether they count seconds or days.
 
   Args:
     array: texts (trimmed, null where missing), numbers, dates or timestamps.
@@ -45,7 +46,7 @@ def as_times(
   absent = ~bits(array.is_valid())
   if pa.types.is_floating(array.type):
     absent |= bits(pc.is_nan(array))
-  first = kinds[((kinds == _NUMBER) | (kinds == _DATED)) & ~absent][:1]
+  first = kinds[np.isin(kinds, list(_KINDS)) & ~absent][:1]
   for kind in first.tolist():
     clocks.setdefault(column, kind)
   value = lambda index: "" if absent[index] else shown(array[index].as_py())
@@ -72,13 +73,20 @@ def as_times(
   return times, problems
 
 
+def are_dates(clocks: Mapping[str, int]) -> bool | None:
+  """Returns whether the first times that `as_times` has seen are dates; None before any."""
+  return any(kind != _NUMBER for kind in clocks.values()) if clocks else None
+
+
 def _from_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
   numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
   inside = (numbers >= -LIMIT) & (numbers < LIMIT)
   if pa.types.is_integer(array.type):  # not by way of float64, which rounds beyond 2**53
     times = pc.fill_null(array.cast(pa.int64(), safe=False), 0).to_numpy()
   else:
-    times = np.floor(np.where(inside, numbers, 0)).astype(np.int64)
+    times = np.where(inside, numbers, 0)
+    if (np.floor(times) == times).all():
+      times = times.astype(np.int64)
   return times, np.where(inside, _NUMBER, _BEYOND)
 
 

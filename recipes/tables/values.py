@@ -143,6 +143,9 @@ def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, l
   array, problems = trimmed(array, missing)
   if pc.match_substring(array, ".0").true_count:
     array = pc.replace_substring_regex(array, _WHOLE, r"\1\2")
+  absent = pc.is_in(array, value_set=pa.array([as_text(text) for text in missing], pa.string()))
+  if absent.true_count:
+    array = pc.if_else(absent, pa.scalar(None, pa.string()), array)
   flags = pc.is_in(array, value_set=pa.array(_FLAGS))
   if flags.true_count:
     array = pc.if_else(flags, pc.ascii_lower(array), array)
@@ -203,13 +206,23 @@ def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, lis
   if _is_text(array.type):
     texts, problems = trimmed(array, missing)
     numbers, unreadable = _parsed(texts)
-    return numbers, problems + unreadable
-  exact = pa.types.is_integer(array.type) or pa.types.is_decimal(array.type)
-  numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-  if exact:
-    bad = np.abs(numbers) >= LIMIT
-    return numbers, _problem(bad, "is an integer beyond 64 bits", value, _beyond)
-  return numbers, _problem(np.isinf(numbers), "is not finite", value)
+    problems = problems + unreadable
+  else:
+    exact = pa.types.is_integer(array.type) or pa.types.is_decimal(array.type)
+    numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    beyond = np.abs(numbers) >= LIMIT if exact else np.zeros(len(numbers), bool)
+    problems = _problem(beyond, "is an integer beyond 64 bits", value, _beyond)
+    problems += _problem(np.isinf(numbers), "is not finite", value)
+  absent = np.isin(numbers, _numbers(missing))
+  if absent.any():
+    numbers = np.where(absent, np.nan, numbers)
+  large = np.isfinite(numbers) & (np.abs(numbers) > np.finfo(np.float32).max)
+  return numbers, problems + _problem(large, "is beyond float32", value)
+
+
+def _numbers(texts: Sequence[str]) -> list[float]:
+  """Returns the texts that are finite numbers, as such."""
+  return [float(text) for text in texts if re.match(NUMBER, text)]
 
 
 def _problem(bad: np.ndarray, kind: str, value, hint=lambda index: "") -> list[Problem]:

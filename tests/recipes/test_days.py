@@ -50,6 +50,12 @@ def run(workdir, folder, **changes):
   return train.run(config, str(workdir))["days"]
 
 
+def test_numbers_of_days_are_in_their_order(tmp_path):
+  for number in range(12):
+    (tmp_path / f"day_{number}.csv").touch()
+  assert list(days.entries(str(tmp_path))) == [f"day_{number}" for number in range(12)]
+
+
 def test_days_are_named_in_their_order(tmp_path):
   for name in ("b.csv.gz", "a.2.parquet", ".hidden", "c"):
     (tmp_path / name).touch()

@@ -346,6 +346,14 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, arguments, line):
   assert not (tmp_path / "my.py").exists()
 
 
+def test_a_first_line_of_texts_may_be_a_row(tmp_path, capsys):
+  rows = [f"{30 + i % 40}, {'State-gov' if i % 3 else 'Private'}, {i}, {'BSc' if i % 2 else 'HS'}, "
+          f"Male, {'>50K' if i % 5 == 0 else '<=50K'}" for i in range(60)]  # fmt: skip
+  path = tmp_path / "adult.data"
+  path.write_text("\n".join(rows) + "\n")
+  assert "the first line seems a row, not a header" in refused(capsys, path, "--label=<=50K")
+
+
 def test_a_first_line_that_is_a_row(tmp_path, capsys):
   path = tmp_path / "u.data"
   path.write_text("196\t242\t3\t881250949\n186\t302\t3\t891717742\n" * 20)

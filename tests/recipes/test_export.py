@@ -119,7 +119,7 @@ def test_a_run_on_a_published_table_answers_with_its_ids_and_titles(tmp_path):
   command = [sys.executable, "-m", "recipes.predict", str(tmp_path / "served"), "--top=1"]
   text = b"history\n5|8\n"
   done = subprocess.run(command, input=text, capture_output=True, timeout=300, check=True)
-  assert done.stdout.decode("utf-8").splitlines()[1].startswith(f"5|8,{answers.items[1, 0]},")
+  assert done.stdout.decode("utf-8").splitlines()[1].startswith(f"5|8::{answers.items[1, 0]}::")
 
 
 @pytest.mark.full

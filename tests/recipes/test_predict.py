@@ -17,6 +17,8 @@ from suites import full_unless
 
 from recipes import export, predict, serving
 from recipes.errors import UserError
+from recipes.serving import files
+from recipes.tables.formats import Format
 
 SMALL = {"batch_size": 64, "dim": 8, "eval_history": 16}
 HEADER = "clicked,price,age,city,shop,tags,part"
@@ -339,6 +341,27 @@ def test_the_command_needs_no_package_of_training(recipe, request, tmp_path):
   assert done.stderr == "1 rows\n"
   header, row = csv.reader(done.stdout.splitlines())
   assert len(header) == len(row) == (8 if recipe == "clicks" else 31)
+
+
+def test_rows_have_each_column_once(towers):
+  table = pa.table([pa.array(["u1"]), pa.array(["u2"])], names=["who", "who"])
+  with pytest.raises(UserError, match="the rows have two columns 'who': rename one"):
+    serving.load(towers).recommend(table)
+  file = io.BytesIO()
+  pq.write_table(table, file)
+  file.seek(0)
+  with pytest.raises(UserError, match="rows has two columns 'who'"):
+    files.ParquetRows(file, "rows")
+
+
+def test_a_line_that_names_a_column_is_a_header():
+  rows = lambda text: files.TextRows(
+    io.BufferedReader(io.BytesIO(text)), "rows", Format(names=("user", "item", "time"))
+  )
+  assert rows(b"session,User,x\ns1,u1,1\n").names == ("session", "user", "x")
+  assert not rows(b"u1,i1,1\nu2,i2,2\n").has_header
+  chunk = next(iter(rows(b"u1,i1\n")))
+  assert chunk.faults[0] == " has 2 fields instead of 3. A first line may name the columns."
 
 
 def test_an_error_of_the_command_is_one_line(clicks):

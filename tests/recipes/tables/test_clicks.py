@@ -148,6 +148,54 @@ def test_weights(tmp_path):
     load(tmp_path, rows=[*rows[:2], (1, "Rome", -1, "", "train"), *rows[3:]], columns=columns)
 
 
+def test_rows_without_weight_are_left_out_with_their_label(tmp_path, capsys):
+  rows = [(*row[:2], "" if i == 1 else i, *row[3:]) for i, row in enumerate([*ROWS, *ROWS])]
+  columns = COLUMNS | {"price": "weight"}
+  loaded = load(tmp_path, rows=rows, columns=columns, on_bad_row="skip")
+  assert loaded.columns["weight"].tolist() == [0, 2, 3, 8, 9, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+  assert loaded.columns["label"].tolist() == [1, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 1, 0, 1]
+  assert "1 row: column 'price'" in capsys.readouterr().err
+
+
+def test_labels_that_nobody_has_named_are_told(tmp_path, capsys):
+  names = ["<=50K", ">50K", ">50K."]
+  rows = [(names[i % 3], *row[1:]) for i, row in enumerate(ROWS * 3)]
+  label = {"kind": "label", "positive": (" >50K", "more")}
+  load(tmp_path, rows=rows, columns=COLUMNS | {"clicked": label})
+  said = capsys.readouterr().err
+  assert "these labels count as no click: '<=50K' (8), '>50K.' (8)" in said
+  assert "no row has 'more', which config.columns['clicked'] names" in said
+
+
+def test_what_was_left_out_is_told_where_nothing_is_left(tmp_path):
+  rows = [("click" if row[0] else "none", *row[1:]) for row in ROWS]
+  rows += [(1, "Rome", 1, "a", "valid")]
+  with pytest.raises(UserError, match=r"train split has no rows: .*; 8 rows: column 'clicked'"):
+    load(tmp_path, rows=rows, on_bad_row="skip")
+
+
+def test_a_column_that_tells_nothing_is_named(tmp_path, capsys):
+  rows = [(*row[:2], 7, *row[3:]) for row in ROWS]
+  load(tmp_path, rows=rows)
+  assert "column 'price' is 7 in all training rows, and tells nothing" in capsys.readouterr().err
+  rows = [(row[0], "", *row[2:]) for row in ROWS]
+  with pytest.raises(UserError, match="column 'city' has no value in the 4 training rows"):
+    load(tmp_path, rows=rows, columns=COLUMNS | {"city": {"kind": "category", "hash": 10}})
+
+
+def test_first_times_are_written_as_the_column_is(tmp_path):
+  columns = {**COLUMNS, "price": "time"}
+  del columns["part"]
+  rows = [(*row[:2], 1_700_000_000 + i, *row[3:]) for i, row in enumerate(ROWS)]
+  with pytest.raises(
+    UserError, match=r"valid_from is '2023-11-14', and column 'price' has numbers"
+  ):
+    load(tmp_path, rows=rows, columns=columns, split={"by": "time", "valid_from": "2023-11-14"})
+  split = {"by": "time", "valid_from": "1700000004", "test": 0.0}
+  loaded = load(tmp_path, rows=rows, columns=columns, split=split)
+  assert loaded.splits == {"train": (0, 4), "valid": (4, 8), "test": (8, 8)}
+
+
 @pytest.mark.parametrize(
   ("weights", "which"),
   [
@@ -160,6 +208,26 @@ def test_a_split_needs_weight_on_both_outcomes(weights, which, tmp_path):
   rows = [(*row[:2], weight, *row[3:]) for row, weight in zip(ROWS, weights, strict=True)]
   with pytest.raises(UserError, match=f"{which} have weight 0 in column 'price'"):
     load(tmp_path, rows=rows, columns=COLUMNS | {"price": "weight"})
+
+
+PLACE = {"kind": "category", "table": "place"}
+
+
+@pytest.mark.parametrize(
+  ("city", "home", "message"),
+  [
+    (PLACE, PLACE, r"columns\['home'\] has the table 'place' of columns in config.columns"),
+    (PLACE | {"table": "home"}, "category", "has the table 'home' of columns in config.columns"),
+    (PLACE | {"table": "tags"}, "bag", "'city' and 'tags' share the table 'tags'"),
+    (PLACE | {"table": "price"}, "bag", "the table 'price' has the name of the column 'price'"),
+  ],
+)
+def test_tables_are_shared_within_the_same_files_only(city, home, message, tmp_path):
+  places = write_csv(tmp_path / "places.csv", ("id", "home"), [("Oslo", "x"), ("Rome", "y")])
+  columns = COLUMNS | {"who": {"kind": "item", "column": "city"}, "city": city}
+  table = {"files": str(places), "key": "id", "columns": {"home": home}}
+  with pytest.raises(UserError, match=message):
+    load(tmp_path, columns=columns, item_table=table)
 
 
 def test_features_of_a_table_of_their_own(tmp_path):

@@ -62,6 +62,23 @@ def test_repeats_are_kept_where_they_can_be_recommended(tmp_path, capsys):
   assert "1 of 8 interactions repeat an earlier one" in capsys.readouterr().err
 
 
+def test_times_with_fractions_keep_their_order(tmp_path):
+  rows = [("ann", f"i{time}", f"{time}") for time in (1.5, 1.9, 1.1, 1.0)]
+  loaded = load(
+    "sequence", tmp_path, rows, {"u": "user", "i": "item", "t": "time"}, ("u", "i", "t")
+  )
+  items = Entities.load(loaded.serve, "items").texts
+  assert [items[i] for i in loaded.columns["items"]] == ["i1.0", "i1.1", "i1.5", "i1.9"]
+
+
+def test_a_table_of_items_needs_rows(tmp_path):
+  (tmp_path / "items.csv").write_text("id,kind\n,a\n,b\n")
+  table = {"files": str(tmp_path / "items.csv"), "key": "id", "columns": {"kind": "category"}}
+  columns = {"who": "user", "what": "item"}
+  with pytest.raises(UserError, match=r"no row of .*items\.csv has a value in column 'id'"):
+    load("two_tower", tmp_path, columns=columns, item_table=table, on_bad_row="skip")
+
+
 def test_a_log_full_of_repeats_is_noticed(tmp_path, capsys):
   load("two_tower", tmp_path, rows=[*ROWS, *[(*ROWS[0][:2], "2024-02-01", *ROWS[0][3:])] * 3])
   assert "set config.exclude_seen=False" in capsys.readouterr().err
