@@ -99,8 +99,8 @@ def entries(days: str | Sequence[str]) -> dict[str, Path]:
       raise UserError(f"config.days is {days!r}, which is no folder: give one, or a list of files")
     paths = [path for path in folder.iterdir() if not path.name.startswith((".", "_"))]
     # day_2 is before day_10.
-    numbers = lambda path: [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", path.name)]
-    paths.sort(key=numbers)
+    parts = lambda path: [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", path.name)]
+    paths.sort(key=lambda path: (parts(path), path.name))
   else:
     paths = [Path(day).expanduser() for day in days]
   by_name: dict[str, Path] = {}

@@ -284,9 +284,9 @@ def _check_header(path: Path, format: Format) -> None:
   fields, *rows = [[]] if format.names else _first_lines(path, format) or [[]]
   are_numbers = sum(bool(re.fullmatch(r"[-+.\d]+", field)) for field in fields)
   # The name of a column is hardly ever one of its values.
-  columns = list(zip_longest(*rows, fillvalue=""))
+  columns = list(zip_longest(*(row for row in rows if row != fields), fillvalue=""))
   again = sum(field in values for field, values in zip(fields, columns, strict=False) if field)
-  if 2 * are_numbers > len(fields) or 3 * again > len(fields):
+  if 2 * are_numbers > len(fields) or (again > 1 and 3 * again > len(fields)):
     raise UserError(
       f"{path}: the first line seems a row, not a header: name its {len(fields)} columns, as "
       "--names=user,item,…, or call them c1, c2, … with --no_header"

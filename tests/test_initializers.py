@@ -4,8 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
+import pytest
+from flax import nnx
 
+import embed
 from embed import initializers
 
 D = 3
@@ -19,3 +23,14 @@ def test_the_default_initializer_is_keyed_by_row(monkeypatch):
   np.testing.assert_array_equal(many[:20], make_rows(key, (20, D), jnp.float32))
   monkeypatch.setattr(initializers, "ROWS_AT_A_TIME", 16)
   np.testing.assert_array_equal(many, make_rows(key, (50, D), jnp.float32))
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_no_two_rows_of_a_mesh_are_equal(kind):
+  """Keys of "rbg" draw the rows of a chunk from the first of them."""
+  tables = [embed.TableConfig(size, 4, name=name) for name, size in (("few", 3), ("many", 800))]
+  features = {table.name: embed.FeatureConfig(table) for table in tables}
+  rngs = nnx.Rngs(jax.random.key(0, impl=kind))
+  layer = embed.SparseEmbed(features, mesh=meshes.make_mesh(), axis="data", rngs=rngs)
+  rows = np.concatenate([np.asarray(layer.tables[name]) for name in ("few", "many")])
+  assert len(np.unique(rows, axis=0)) == 803

@@ -133,13 +133,16 @@ def _drawing(
     by_maker.setdefault(maker, []).append(name)
 
   def draw(maker, names, shard, keys, places):
-    tables, ids = jnp.zeros_like(places), jnp.full_like(places, -1)
+    tables, is_drawn = jnp.zeros_like(places), jnp.zeros(places.shape, bool)
+    # Keys of the kind "rbg" draw a chunk from its first row's: no two shards may begin alike.
+    ids = ~(shard * layout.rows + places)
     for number, name in enumerate(names):
       own = layout.ids(stack.indices[name], shard, places)
       is_own = own < stack.size(name)
       tables, ids = jnp.where(is_own, number, tables), jnp.where(is_own, own, ids)
+      is_drawn |= is_own
     keys = jnp.stack([keys[name] for name in names])
-    return stack.columns.own(maker.rows(keys, tables, ids, stack.dim, dtype)), ids >= 0
+    return stack.columns.own(maker.rows(keys, tables, ids, stack.dim, dtype)), is_drawn
 
   def per_device(keys):
     shard = stack.placement.index(stack.placement.rows)

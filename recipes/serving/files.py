@@ -63,7 +63,11 @@ class TextRows:
       raise DamagedFileError(f"{source} cannot be read: {error}") from error
     sample = sample[: sample.rfind(b"\n") + 1] or sample
     text = sample.decode(format.encoding, "replace").removeprefix("\ufeff")
-    self.delimiter = format.delimiter or find_delimiter(text, Path(source), format)
+    known = {name.lower() for name in (*format.names, "history")}
+    # A single name is a header that nothing cuts, whatever would cut the lines below.
+    is_name = text.partition("\n")[0].strip().lower() in known
+    found = "," if is_name else find_delimiter(text, Path(source), format)
+    self.delimiter = format.delimiter or found
     self.by_line = format.rest or len(self.delimiter) > 1
     is_utf8 = codecs.lookup(format.encoding).name == "utf-8"
     encoding = "utf-8-sig" if is_utf8 else format.encoding
@@ -76,9 +80,10 @@ class TextRows:
     if first is None:
       raise DamagedFileError(f"{source} is empty: it needs a header, and rows")
     given = [name.strip() for name in first]
-    known = {name.lower() for name in (*format.names, "history")}
-    # Where training files have none, a line is one if it has a name of theirs.
-    self.has_header = not format.names or any(name.lower() in known for name in given)
+    # Where training files have none, a row of as many fields may have a name as a value.
+    are_known = [name.lower() in known for name in given]
+    has_names = all(are_known) if len(given) == len(format.names) else any(are_known)
+    self.has_header = not format.names or has_names
     if self.has_header:
       lower = {name.lower(): name for name in format.names}
       given = [lower.get(name.lower(), name) for name in given]

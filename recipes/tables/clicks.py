@@ -13,7 +13,7 @@ from . import entities, spec
 from .entities import Codes, Entities
 from .fitting import Fit, Fitted
 from .rows import RowReader, values_of, way
-from .settings import SPLITS, Table, parsed, save_reading
+from .settings import SPLITS, Table, check_tables, parsed, save_reading
 
 _SIDES = {"user": spec.User, "item": spec.Item}
 
@@ -29,7 +29,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   table = parsed(settings)
   table.require(spec.Label, "and clicks need one")
-  if not any(map(_has_vectors, table.kinds.values())):
+  if not any(map(spec.has_table, table.kinds.values())):
     raise UserError(
       "no column is a category, a user, an item or a number with buckets: declare at least one"
     )
@@ -87,12 +87,6 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     "notes": notes,
     "sha256": table.digests(),
   }
-
-
-def _has_vectors(kind: spec.Kind) -> bool:
-  return isinstance(kind, spec.Embedded) and not (
-    isinstance(kind, spec.Number) and not kind.buckets
-  )
 
 
 def _write(table: Table, reader: RowReader, encoder: "Encoder", folder: Path, sizes) -> None:
@@ -195,6 +189,10 @@ def _check_names(table: Table) -> None:
       if name in declared:
         raise UserError(f"{name!r} is declared twice, also in config.{side}_table: keep one")
     declared |= set(source.kinds)
+  check_tables(
+    {"config": table.kinds}
+    | {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
+  )
   item = table.name_of(spec.Item)
   if item and way(table.kinds[item]) != "text":
     raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")

@@ -97,8 +97,16 @@ class Moments:
   @property
   def deviation(self) -> float:
     """The standard deviation; 1 where all numbers are equal but for rounding."""
-    deviation = (self.squares / max(self.count, 1)) ** 0.5
-    return deviation if deviation > 1e-9 * abs(self.mean) else 1.0
+    return 1.0 if self.is_constant else self._deviation
+
+  @property
+  def is_constant(self) -> bool:
+    """Whether all numbers are equal but for rounding."""
+    return self._deviation <= 1e-9 * abs(self.mean)
+
+  @property
+  def _deviation(self) -> float:
+    return float((self.squares / max(self.count, 1)) ** 0.5)
 
 
 def logarithm(numbers: np.ndarray) -> np.ndarray:
@@ -192,9 +200,10 @@ class Fit:
       if count
     ]
     notes += [
-      f"column {name!r} is {moments.sample[0]:g} in all training rows, and tells nothing"
+      f"column {name!r} has the same number in all training rows, and tells nothing"
       for name, moments in self._moments.items()
-      if moments.count and not moments.squares and not moments.missing
+      if moments.count and moments.is_constant and not moments.missing
+      if name not in self._growing
     ]
     widths = self._widths()
     return notes + [

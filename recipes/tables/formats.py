@@ -90,8 +90,10 @@ def find_delimiter(sample: str, path: Path, format: Format) -> str:
       counts = [len(record) for record in islice(sample_records, _SAMPLE_ROWS) if record]
     except csv.Error:
       continue
-    # The first line may be another one: a title, a comment.
-    common = max(counts, key=counts.count, default=1)
+    common = counts[0] if counts else 1
+    # Where the columns are named, the first line may be another one: a title, a comment.
+    if 2 * counts.count(len(format.names)) > len(counts):
+      common = len(format.names)
     if common == 1:
       continue
     agree = sum(count == common or format.rest for count in counts) >= 0.8 * len(counts)

@@ -15,7 +15,7 @@ from . import entities, spec, splitting
 from .entities import Codes, Entities
 from .fitting import extracted
 from .rows import RowReader, Rows
-from .settings import SPLITS, Table
+from .settings import SPLITS, Table, check_tables
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
 _REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
@@ -304,6 +304,7 @@ def joined(own: Entities, other: Entities, side: str) -> Entities:
   """Returns entities with the features of both; raises UserError where two have one name."""
   for name in own.ids.keys() & other.ids.keys():
     raise UserError(f"{name!r} is declared in config.columns and in config.{side}_table: keep one")
+  check_tables({"config": own.fitted.kinds, f"config.{side}_table": other.fitted.kinds})
   fitted = own.fitted.merged(other.fitted)
   titles = own.titles if other.titles is None else other.titles
   return Entities(own.texts, fitted, {**own.ids, **other.ids}, own.dense, titles)

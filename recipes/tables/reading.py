@@ -259,7 +259,7 @@ def _converted(
       f"{way!r} is unknown: use 'text', 'number', 'time', 'any' or ('list', separator)"
     )
   if not pa.types.is_binary(array.type) and not pa.types.is_string(array.type):
-    return as_times(array, clocks, column)
+    return as_times(array, clocks, column, missing)
   texts, problems = trimmed(array, missing)
   times, unreadable = as_times(texts, clocks, column)
   return times, problems + unreadable

@@ -128,9 +128,9 @@ class RowReader:
       return chunk, None
     kind = self._table.kinds[self._label]
     assert isinstance(kind, spec.Label)
-    if kind.positive and len(self.outcomes) <= _OUTCOMES:
-      counts = chunk.columns[self._label].drop_null().value_counts()
-      self.outcomes.update({str(each["values"]): each["counts"].as_py() for each in counts})
+    if kind.positive:
+      for each in chunk.columns[self._label].drop_null().value_counts().to_pylist():
+        self._count_outcome(each["values"], each["counts"])
     if kind.drop:
       dropped = _member(chunk.columns[self._label], kind.drop)
       self.num_dropped += int(dropped.sum())
@@ -151,6 +151,13 @@ class RowReader:
     chunk = reader.refuse(chunk, wrong, self._label, problem)
     return chunk, label[~wrong].astype(np.uint8)
 
+  def _count_outcome(self, text: str, count: int) -> None:
+    kind = self._table.kinds[str(self._label)]
+    assert isinstance(kind, spec.Label)
+    is_named = text in (*kind.positive, *kind.drop)
+    if is_named or text in self.outcomes or len(self.outcomes) < _OUTCOMES:
+      self.outcomes[text] += count
+
   @property
   def about_label(self) -> list[str]:
     """Lines about texts of the label that its `positive` and `drop` may have missed."""
@@ -168,7 +175,8 @@ class RowReader:
       if text not in (*kind.positive, *kind.drop)
     }
     if len(others) > 1:
-      shown = [f"{text!r} ({count:,})" for text, count in others.items()]
+      is_whole = len(self.outcomes) < _OUTCOMES  # else some were not counted from the start
+      shown = [f"{text!r}" + f" ({count:,})" * is_whole for text, count in others.items()]
       more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
       notes.append(f"these labels count as no click: {', '.join(shown[:5])}{more}")
     return notes

@@ -256,12 +256,15 @@ def settings(config) -> dict[str, Any]:
     "core": config.core,
     "refit": config.refit,
   }
-  for side, source in (("user", config.user_table), ("item", config.item_table)):
-    if source.files:
-      if not source.key:
+  for side, given in (("user", config.user_table), ("item", config.item_table)):
+    if given.files:
+      if not given.key:
         raise UserError(f"config.{side}_table.key is empty: name the column with the {side}s' ids")
-      about["sides"][side] = _source(source, f"config.{side}_table") | {"key": source.key}
-  parsed(about)
+      about["sides"][side] = _source(given, f"config.{side}_table") | {"key": given.key}
+  table = parsed(about)
+  spec.check_shared(table.kinds, "config.columns")
+  for side, source in table.sides.items():
+    spec.check_shared(source.kinds, f"config.{side}_table.columns")
   serve = Path(run_settings.value(config, "init_from")).expanduser().resolve() / "serve"
   if run_settings.value(config, "init_from") and serve.is_dir():
     about["base"] = [str(serve), *(files.digest(path) for path in sorted(serve.glob("*.*")))]
@@ -316,14 +319,9 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     spec.parse(about["columns"], f"{place}.columns"),
     about.get("key", ""),
   )
-  rows = source(settings["rows"], "config")
-  sides = {side: source(about, f"config.{side}_table") for side, about in settings["sides"].items()}
-  _check_tables(
-    {"config": rows.kinds} | {f"config.{side}_table": each.kinds for side, each in sides.items()}
-  )
   return Table(
-    rows,
-    sides,
+    source(settings["rows"], "config"),
+    {side: source(about, f"config.{side}_table") for side, about in settings["sides"].items()},
     settings["split"],
     settings["on_bad_row"],
     settings["exclude_seen"],
@@ -334,13 +332,13 @@ def parsed(settings: Mapping[str, Any]) -> Table:
   )
 
 
-def _check_tables(settings: Mapping[str, Mapping[str, spec.Kind]]) -> None:
+def check_tables(settings: Mapping[str, Mapping[str, spec.Kind]]) -> None:
   """Raises UserError where columns of different files share a table, and not the vocabulary."""
   for first, second in itertools.permutations(settings, 2):
     named = {getattr(kind, "table", "") for kind in settings[first].values()} - {""}
     for name, kind in settings[second].items():
       table = getattr(kind, "table", "") or name
-      if isinstance(kind, spec.Embedded) and table in named:
+      if spec.has_table(kind) and table in named:
         raise UserError(
           f"{second}.columns[{name!r}] has the table {table!r} of columns in {first}.columns: only "
           "columns of the same files can share one, so choose another name"

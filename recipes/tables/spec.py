@@ -317,7 +317,6 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
       side = "" if setting.endswith("_table.columns") else kind.side
       for part in kind.columns:
         _check_part(part, kinds.get(part), side, f"{setting}[{name!r}]")
-  _check_shared(kinds, setting)
   return kinds
 
 
@@ -344,20 +343,27 @@ def _check_part(part: str, kind: Kind | None, side: str, place: str) -> None:
     )
 
 
-def _check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
+def has_table(kind: Kind) -> bool:
+  """Whether a column has vectors; a number without buckets has none."""
+  return isinstance(kind, Embedded) and not (isinstance(kind, Number) and not kind.buckets)
+
+
+def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
   """Raises UserError where columns that share a table declare it in different ways."""
   shared = ("min_count", "oov", "hash", "size", "dim", "optimizer")
   first: dict[tuple[str, str], tuple[str, Category]] = {}
   named = {kind.table for kind in kinds.values() if isinstance(kind, Category) and kind.table}
   for name, kind in kinds.items():
-    if isinstance(kind, Number | Cross) and name in named:
+    if isinstance(kind, Number | Cross) and has_table(kind) and name in named:
       raise UserError(
         f"{setting}: the table {name!r} has the name of the column {name!r}, which has a table of "
         "its own: choose another name"
       )
     if isinstance(kind, Category) and (kind.table or name) in named:
       # A single value has no combiner: any bag's gives its vector.
-      for option in (*shared, "combiner") if isinstance(kind, Bag) else shared:
+      options = (*shared, "combiner") if isinstance(kind, Bag) else shared
+      # The table of a column's own name is filled as that column says.
+      for option in options if kind.table else options[1:]:
         other, known = first.setdefault((kind.table or name, option), (name, kind))
         if getattr(known, option) != getattr(kind, option):
           raise UserError(

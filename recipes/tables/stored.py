@@ -186,8 +186,8 @@ def _batch(
         isinstance(way, tuple) and value is not None and not isinstance(value, list | str | bytes)
       ):
         record[name] = [value]
-      elif isinstance(way, tuple) and way[1] and isinstance(value, str):
-        record[name] = value.split(way[1])  # another record may have a list
+      elif isinstance(way, tuple) and way[1] and isinstance(value, str | bytes):
+        record[name] = _cut(value, way[1])  # another record may have a list
   rows = np.arange(first, first + len(records))
   good = np.array([row not in faults for row in rows.tolist()], bool)
   kept = [
@@ -195,6 +195,13 @@ def _batch(
   ]
   arrays = {name: _array([record.get(name) for record in kept]) for name in ways}
   return Batch(rows[good], arrays, [faults[row] for row in sorted(faults)], size)
+
+
+def _cut(text: str | bytes, separator: str) -> list[Any]:
+  """Returns the parts of a text, or of its bytes."""
+  if isinstance(text, bytes):
+    return list(text.split(separator.encode()))
+  return list(text.split(separator))
 
 
 def _is_nested(value: Any) -> bool:

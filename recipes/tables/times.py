@@ -1,14 +1,14 @@
 """Columns of times, converted to integers that keep their order."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from .faults import Problem, shown
-from .values import INTEGER, LIMIT, NUMBER, bits, where
+from .values import INTEGER, LIMIT, NUMBER, bits, numbers_of, where
 
 _DATE = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
 _CLOCK = r"[T ]([01]\d|2[0-3])(:[0-5]\d(:[0-5]\d(\.\d{1,6})?)?)?"
@@ -22,7 +22,7 @@ _KINDS = {_NUMBER: "a number", _DATED: "a date"}
 
 
 def as_times(
-  array: pa.Array, clocks: dict[str, int], column: str
+  array: pa.Array, clocks: dict[str, int], column: str, missing: Sequence[str] = ()
 ) -> tuple[np.ndarray, list[Problem]]:
   """Converts N times to int64, or to float64 where numbers have fractions.
 
@@ -34,6 +34,7 @@ def as_times(
     clocks: by column, whether its first value is a number or a date; updated. The two have no
       common order, so that values of the other kind are refused.
     column: its name.
+    missing: texts that mean no value; numbers are compared with those that are such.
   """
   if pa.types.is_string(array.type):
     times, kinds = _from_texts(array)
@@ -46,6 +47,8 @@ def as_times(
   absent = ~bits(array.is_valid())
   if pa.types.is_floating(array.type):
     absent |= bits(pc.is_nan(array))
+  if kinds.size and (kinds == _NUMBER).all():
+    absent |= np.isin(times, numbers_of(missing))
   first = kinds[np.isin(kinds, list(_KINDS)) & ~absent][:1]
   for kind in first.tolist():
     clocks.setdefault(column, kind)

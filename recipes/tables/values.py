@@ -207,20 +207,21 @@ def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, lis
     texts, problems = trimmed(array, missing)
     numbers, unreadable = _parsed(texts)
     problems = problems + unreadable
+    absent = np.isin(numbers, numbers_of(missing))
   else:
     exact = pa.types.is_integer(array.type) or pa.types.is_decimal(array.type)
     numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    beyond = np.abs(numbers) >= LIMIT if exact else np.zeros(len(numbers), bool)
+    absent = np.isin(numbers, numbers_of(missing))
+    beyond = (np.abs(numbers) >= LIMIT) & ~absent if exact else np.zeros(len(numbers), bool)
     problems = _problem(beyond, "is an integer beyond 64 bits", value, _beyond)
     problems += _problem(np.isinf(numbers), "is not finite", value)
-  absent = np.isin(numbers, _numbers(missing))
   if absent.any():
     numbers = np.where(absent, np.nan, numbers)
   large = np.isfinite(numbers) & (np.abs(numbers) > np.finfo(np.float32).max)
   return numbers, problems + _problem(large, "is beyond float32", value)
 
 
-def _numbers(texts: Sequence[str]) -> list[float]:
+def numbers_of(texts: Sequence[str]) -> list[float]:
   """Returns the texts that are finite numbers, as such."""
   return [float(text) for text in texts if re.match(NUMBER, text)]
 

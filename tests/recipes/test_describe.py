@@ -354,6 +354,15 @@ def test_a_first_line_of_texts_may_be_a_row(tmp_path, capsys):
   assert "the first line seems a row, not a header" in refused(capsys, path, "--label=<=50K")
 
 
+def test_a_header_may_be_a_value_or_come_again(tmp_path, capsys):
+  path = tmp_path / "tags.csv"
+  rows = "".join(f"{'tag' if i == 3 else 'a'},{i % 7},{i % 2}\n" for i in range(40))
+  path.write_text("tag,count,clicked\n" + rows)
+  assert "tag" in look(capsys, path, "--label=clicked")
+  path.write_text("tag,clicked\na,1\nb,0\ntag,clicked\na,0\nb,1\n")
+  look(capsys, path)
+
+
 def test_a_first_line_that_is_a_row(tmp_path, capsys):
   path = tmp_path / "u.data"
   path.write_text("196\t242\t3\t881250949\n186\t302\t3\t891717742\n" * 20)

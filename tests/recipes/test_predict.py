@@ -358,7 +358,10 @@ def test_a_line_that_names_a_column_is_a_header():
   rows = lambda text: files.TextRows(
     io.BufferedReader(io.BytesIO(text)), "rows", Format(names=("user", "item", "time"))
   )
-  assert rows(b"session,User,x\ns1,u1,1\n").names == ("session", "user", "x")
+  assert rows(b"session,User,item,x\ns1,u1,i1,1\n").names == ("session", "user", "item", "x")
+  assert not rows(b"u1,History,3\nu2,Art,4\n").has_header
+  assert rows(b"history\n1|2|3\n4|5|6\n").names == ("history",)
+  assert [len(chunk.columns["history"]) for chunk in rows(b"history\n1|2|3\n4|5|6\n")] == [2]
   assert not rows(b"u1,i1,1\nu2,i2,2\n").has_header
   chunk = next(iter(rows(b"u1,i1\n")))
   assert chunk.faults[0] == " has 2 fields instead of 3. A first line may name the columns."

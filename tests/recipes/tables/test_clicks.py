@@ -167,6 +167,16 @@ def test_labels_that_nobody_has_named_are_told(tmp_path, capsys):
   assert "no row has 'more', which config.columns['clicked'] names" in said
 
 
+def test_a_label_of_many_texts_is_looked_for_in_all_rows(tmp_path, capsys):
+  rows = [(f"event {i}", *row[1:]) for i, row in enumerate(ROWS * 30)]
+  rows += [("buy", *row[1:]) for row in ROWS]
+  load(tmp_path, rows=rows, columns=COLUMNS | {"clicked": {"kind": "label", "positive": ("buy",)}})
+  said = capsys.readouterr().err
+  assert "no row has" not in said
+  assert "these labels count as no click: 'event 0', 'event 1'" in said
+  assert "and 95 more" in said
+
+
 def test_what_was_left_out_is_told_where_nothing_is_left(tmp_path):
   rows = [("click" if row[0] else "none", *row[1:]) for row in ROWS]
   rows += [(1, "Rome", 1, "a", "valid")]
@@ -177,7 +187,7 @@ def test_what_was_left_out_is_told_where_nothing_is_left(tmp_path):
 def test_a_column_that_tells_nothing_is_named(tmp_path, capsys):
   rows = [(*row[:2], 7, *row[3:]) for row in ROWS]
   load(tmp_path, rows=rows)
-  assert "column 'price' is 7 in all training rows, and tells nothing" in capsys.readouterr().err
+  assert "column 'price' has the same number in all training rows" in capsys.readouterr().err
   rows = [(row[0], "", *row[2:]) for row in ROWS]
   with pytest.raises(UserError, match="column 'city' has no value in the 4 training rows"):
     load(tmp_path, rows=rows, columns=COLUMNS | {"city": {"kind": "category", "hash": 10}})
@@ -218,13 +228,14 @@ PLACE = {"kind": "category", "table": "place"}
   [
     (PLACE, PLACE, r"columns\['home'\] has the table 'place' of columns in config.columns"),
     (PLACE | {"table": "home"}, "category", "has the table 'home' of columns in config.columns"),
-    (PLACE | {"table": "tags"}, "bag", "'city' and 'tags' share the table 'tags'"),
-    (PLACE | {"table": "price"}, "bag", "the table 'price' has the name of the column 'price'"),
+    (PLACE | {"table": "tags", "oov": 3}, "bag", "'city' and 'tags' share the table 'tags'"),
+    (PLACE | {"table": "near"}, "bag", "the table 'near' has the name of the column 'near'"),
   ],
 )
 def test_tables_are_shared_within_the_same_files_only(city, home, message, tmp_path):
   places = write_csv(tmp_path / "places.csv", ("id", "home"), [("Oslo", "x"), ("Rome", "y")])
-  columns = COLUMNS | {"who": {"kind": "item", "column": "city"}, "city": city}
+  near = {"kind": "number", "column": "price", "buckets": 2}
+  columns = COLUMNS | {"who": {"kind": "item", "column": "city"}, "city": city, "near": near}
   table = {"files": str(places), "key": "id", "columns": {"home": home}}
   with pytest.raises(UserError, match=message):
     load(tmp_path, columns=columns, item_table=table)

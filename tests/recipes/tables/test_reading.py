@@ -236,6 +236,23 @@ def test_records_with_lists_and_texts_are_cut_alike(tmp_path):
   rows, reader = read(path, {"u": ("list", "|")}, on_bad_row="skip")
   assert [values["u"] for _, _, values in rows] == [["5"], ["a", "b"], ["c"]]
   assert reader.skipped[0].startswith("2 rows: column 'u' is nested")
+  path = record_file(tmp_path / "y.array_record", [example(u=[b"a|b"]), example(u=[b"c", b"d"])])
+  assert table(path, {"u": ("list", "|")})[0] == {"u": [["a", "b"], ["c", "d"]]}
+
+
+def test_numbers_that_mean_no_value_are_no_times(tmp_path):
+  pq.write_table(pa.table({"t": pa.array([3, -1])}), tmp_path / "x.parquet")
+  with pytest.raises(DamagedFileError, match=r"x\.parquet, row 2, column 't' is missing"):
+    table(tmp_path / "x.parquet", {"t": "time"}, format=Format(missing=("-1",)))
+  least = pa.table({"n": pa.array([-(2**63), 3])})
+  pq.write_table(least, tmp_path / "y.parquet")
+  form = Format(missing=("-9223372036854775808",))
+  assert table(tmp_path / "y.parquet", {"n": "number"}, format=form)[0]["n"] == [None, 3]
+
+
+def test_lists_of_one_length_do_not_decide_the_delimiter(tmp_path):
+  path = write(tmp_path / "x.csv", "user,item,tags\n" + "u,i,a|b|c|d\n" * 9)
+  assert table(path, {"user": "text"})[0] == {"user": ["u"] * 9}
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,11 @@ def test_values_of_a_label_are_written_as_files_are_read():
 
 
 def test_columns_that_share_a_table_and_its_combiner():
+  check = lambda columns: spec.check_shared(spec.parse(columns), "config.columns")
   bag = {"kind": "bag", "table": "t", "min_count": 2, "combiner": "sum"}
-  spec.parse({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag})
+  check({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag})
   with pytest.raises(UserError, match="'b' and 'c' share the table 't', but differ in combiner"):
-    spec.parse({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag | {"combiner": "mean"}})
+    check({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag | {"combiner": "mean"}})
 
 
 def test_crosses_have_columns_of_their_side():
@@ -98,4 +99,4 @@ def test_crosses_have_columns_of_their_side():
 )
 def test_errors_name_the_column(columns, problem):
   with pytest.raises(UserError, match=problem):
-    spec.parse(columns)
+    spec.check_shared(spec.parse(columns), "config.columns")
