@@ -99,24 +99,24 @@ def fill(
 ) -> jax.Array:
   """Writes rows of `[M, D]` from `start` to `end`, and leaves those that are not drawn.
 
-  Some rows at a time: the random bits of a whole table would be as large as the table.
+  A chunk of rows at a time: the random bits of a whole table would be as large as the table.
 
   Args:
     rows: where to.
     start, end: the first place, and the one after the last.
     draw: `f(places) -> (values [N, D], whether each is drawn, bool [N])`.
   """
-  some = min(end - start, ROWS_AT_A_TIME)
+  chunk = min(end - start, ROWS_AT_A_TIME)
 
   def step(i, rows):
     # The last ones overlap the ones before, which come out the same.
-    first = jnp.minimum(start + i * some, end - some)
-    values, is_drawn = draw(first + jnp.arange(some, dtype=jnp.int32))
-    old = jax.lax.dynamic_slice_in_dim(rows, first, some)
+    first = jnp.minimum(start + i * chunk, end - chunk)
+    values, is_drawn = draw(first + jnp.arange(chunk, dtype=jnp.int32))
+    old = jax.lax.dynamic_slice_in_dim(rows, first, chunk)
     new = jnp.where(is_drawn[:, None], values, old)
     return jax.lax.dynamic_update_slice_in_dim(rows, new, first, axis=0)
 
-  return jax.lax.fori_loop(0, -(-(end - start) // some), step, rows)
+  return jax.lax.fori_loop(0, -(-(end - start) // chunk), step, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))

@@ -6,7 +6,7 @@ from typing import Any
 from .. import arrays
 from ..errors import UserError
 from ..tables import interactions, spec
-from ..tables.settings import parsed, save_reading
+from ..tables.settings import parsed, serve_folder
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -34,9 +34,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   items, offsets = log.history()
   arrays.column(folder, "items", items.shape, items.dtype)[:] = items
   arrays.column(folder, "offsets", offsets.shape, offsets.dtype)[:] = offsets
-  serve = arrays.subfolder(folder, "serve")
-  log.save(serve)
-  save_reading(settings, serve)
+  log.save(serve_folder(settings, folder))
   notes = log.notes
   if table.name_of(spec.Time) is None:
     notes.append("no time is declared: the rows of a user count as being in the order of time")

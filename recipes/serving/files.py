@@ -64,10 +64,10 @@ class TextRows:
     sample = sample[: sample.rfind(b"\n") + 1] or sample
     text = sample.decode(format.encoding, "replace").removeprefix("\ufeff")
     known = {name.lower() for name in (*format.names, "history")}
-    # A single name is a header that nothing cuts, whatever would cut the lines below.
-    is_name = text.partition("\n")[0].strip().lower() in known
-    found = "," if is_name else find_delimiter(text, Path(source), format)
-    self.delimiter = format.delimiter or found
+    # A header of one column has no delimiter, even if the values below it contain one.
+    has_one_column = text.partition("\n")[0].strip().lower() in known
+    likely = "," if has_one_column else find_delimiter(text, Path(source), format)
+    self.delimiter = format.delimiter or likely
     self.by_line = format.rest or len(self.delimiter) > 1
     is_utf8 = codecs.lookup(format.encoding).name == "utf-8"
     encoding = "utf-8-sig" if is_utf8 else format.encoding

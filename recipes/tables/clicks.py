@@ -9,11 +9,11 @@ import numpy as np
 
 from .. import arrays
 from ..errors import UserError
-from . import entities, spec
+from . import entities, sharing, spec
 from .entities import Codes, Entities
 from .fitting import Fit, Fitted
 from .rows import RowReader, values_of, way
-from .settings import SPLITS, Table, check_tables, parsed, save_reading
+from .settings import SPLITS, Table, parsed, serve_folder
 
 _SIDES = {"user": spec.User, "item": spec.Item}
 
@@ -29,7 +29,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   table = parsed(settings)
   table.require(spec.Label, "and clicks need one")
-  if not any(map(spec.has_table, table.kinds.values())):
+  if not any(map(sharing.has_table, table.kinds.values())):
     raise UserError(
       "no column is a category, a user, an item or a number with buckets: declare at least one"
     )
@@ -56,25 +56,20 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     fit.add(values_of(training, table.kinds), len(training.rows))
     for side, codes in ids.items():
       codes.add(training.columns[table.require(_SIDES[side], "which config.*_table belongs to")])
-  left_out = [*reader.skipped, *reader.about_label]
-  if reader.num_dropped:
-    left_out.append(f"{reader.num_dropped:,} rows were left out by the label's drop")
   may_be_empty = [name for name in SPLITS[1:] if not table.split[name]]
-  _check_sizes(sizes, clicks, may_be_empty, left_out)
+  _check_sizes(sizes, clicks, may_be_empty, reader.notes)
   if weight_name:
     _check_weights(weight_name, weights, sizes)
   sides, notes = _sides(table, ids, base)
   encoder = Encoder(fit.finish(), sides)
-  notes += [*left_out, *fit.notes]
+  notes += [*reader.notes, *fit.notes]
   if weight_name:
     notes.append(
       f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
     )
   notes += _about(sizes, clicks, encoder)
   _write(table, reader, encoder, folder, sizes)
-  serve = arrays.subfolder(folder, "serve")
-  encoder.save(serve)
-  save_reading(settings, serve)
+  encoder.save(serve_folder(settings, folder))
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
   if table.refit:
@@ -189,7 +184,7 @@ def _check_names(table: Table) -> None:
       if name in declared:
         raise UserError(f"{name!r} is declared twice, also in config.{side}_table: keep one")
     declared |= set(source.kinds)
-  check_tables(
+  sharing.check_between(
     {"config": table.kinds}
     | {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
   )

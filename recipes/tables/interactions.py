@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 
 from .. import arrays
 from ..errors import UserError
-from . import entities, spec, splitting
+from . import entities, sharing, spec, splitting
 from .entities import Codes, Entities
 from .fitting import extracted
 from .rows import RowReader, Rows
-from .settings import SPLITS, Table, check_tables
+from .settings import SPLITS, Table
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
 _REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
@@ -211,9 +211,7 @@ class _Log:
       np.concatenate(parts[name]) if parts[name] else np.empty(0, np.int64)
       for name in ("user", "item", "split", "time")
     )
-    self.notes += [*self._reader.skipped, *self._reader.about_label]
-    if self._reader.num_dropped:
-      self.notes.append(f"{self._reader.num_dropped:,} rows were left out by the label's drop")
+    self.notes += self._reader.notes
     if self._without_items:
       self.notes.append(
         f"{self._without_items:,} of {rows:,} rows have no item in column {self._item!r}"
@@ -304,7 +302,7 @@ def joined(own: Entities, other: Entities, side: str) -> Entities:
   """Returns entities with the features of both; raises UserError where two have one name."""
   for name in own.ids.keys() & other.ids.keys():
     raise UserError(f"{name!r} is declared in config.columns and in config.{side}_table: keep one")
-  check_tables({"config": own.fitted.kinds, f"config.{side}_table": other.fitted.kinds})
+  sharing.check_between({"config": own.fitted.kinds, f"config.{side}_table": other.fitted.kinds})
   fitted = own.fitted.merged(other.fitted)
   titles = own.titles if other.titles is None else other.titles
   return Entities(own.texts, fitted, {**own.ids, **other.ids}, own.dense, titles)

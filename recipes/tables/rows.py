@@ -86,8 +86,6 @@ class RowReader:
 
   Attributes:
     skipped: a line per kind of bad row, of the last iteration.
-    num_dropped: rows of the last iteration that `drop` of the label has left out.
-    outcomes: how often the last iteration has met each text of the label, some of them.
   """
 
   def __init__(
@@ -98,8 +96,8 @@ class RowReader:
     self._label, self._time = table.name_of(spec.Label), table.name_of(spec.Time)
     self._from: tuple[float, float] | None = None
     self.skipped: list[str] = []
-    self.num_dropped = 0
-    self.outcomes: collections.Counter[str] = collections.Counter()
+    self._num_dropped = 0  # rows that `drop` of the label has left out
+    self._outcomes: collections.Counter[str] = collections.Counter()  # some texts of the label
     if by == "files" and set(table.rows.files) == {""}:
       raise UserError(
         'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
@@ -110,8 +108,8 @@ class RowReader:
       table.require(spec.Split, "which the split goes by")
 
   def __iter__(self) -> Iterator[Rows]:
-    self.skipped, self.num_dropped = [], 0
-    self.outcomes.clear()
+    self.skipped, self._num_dropped = [], 0
+    self._outcomes.clear()
     for split, paths in self._table.rows.files.items():
       reader = open_source(self._table.rows, self._table.on_bad_row, paths)
       for chunk in reader:
@@ -133,7 +131,7 @@ class RowReader:
         self._count_outcome(each["values"], each["counts"])
     if kind.drop:
       dropped = _member(chunk.columns[self._label], kind.drop)
-      self.num_dropped += int(dropped.sum())
+      self._num_dropped += int(dropped.sum())
       chunk = chunk.take(~dropped)
     texts = chunk.columns[self._label]
     missing = texts.is_null().to_numpy(zero_copy_only=False)
@@ -155,28 +153,35 @@ class RowReader:
     kind = self._table.kinds[str(self._label)]
     assert isinstance(kind, spec.Label)
     is_named = text in (*kind.positive, *kind.drop)
-    if is_named or text in self.outcomes or len(self.outcomes) < _OUTCOMES:
-      self.outcomes[text] += count
+    if is_named or text in self._outcomes or len(self._outcomes) < _OUTCOMES:
+      self._outcomes[text] += count
 
   @property
-  def about_label(self) -> list[str]:
-    """Lines about texts of the label that its `positive` and `drop` may have missed."""
+  def notes(self) -> list[str]:
+    """Lines about what the last iteration has left out or may have misread."""
+    notes = [*self.skipped, *self._about_label()]
+    if self._num_dropped:
+      notes.append(f"{self._num_dropped:,} rows were left out by the label's drop")
+    return notes
+
+  def _about_label(self) -> list[str]:
+    """Returns lines about texts of the label that its `positive` and `drop` may have missed."""
     kind = self._table.kinds.get(self._label or "")
     if not isinstance(kind, spec.Label) or not kind.positive:
       return []
     notes = [
       f"no row has {value!r}, which config.columns[{self._label!r}] names"
       for value in (*kind.positive, *kind.drop)
-      if value not in self.outcomes
+      if value not in self._outcomes
     ]
-    others = {
+    no_clicks = {
       text: count
-      for text, count in self.outcomes.most_common()
+      for text, count in self._outcomes.most_common()
       if text not in (*kind.positive, *kind.drop)
     }
-    if len(others) > 1:
-      is_whole = len(self.outcomes) < _OUTCOMES  # else some were not counted from the start
-      shown = [f"{text!r}" + f" ({count:,})" * is_whole for text, count in others.items()]
+    if len(no_clicks) > 1:
+      is_whole = len(self._outcomes) < _OUTCOMES  # else some were not counted from the start
+      shown = [f"{text!r}" + f" ({count:,})" * is_whole for text, count in no_clicks.items()]
       more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
       notes.append(f"these labels count as no click: {', '.join(shown[:5])}{more}")
     return notes

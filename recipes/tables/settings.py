@@ -10,7 +10,6 @@ recipe's default. It may be a plain dict:
 import dataclasses
 import datetime
 import functools
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .. import arrays, files
 from .. import settings as run_settings
 from ..errors import UserError
-from . import spec
+from . import sharing, spec
 from .reading import Format, columns_of, paths
 
 if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
@@ -262,19 +261,21 @@ def settings(config) -> dict[str, Any]:
         raise UserError(f"config.{side}_table.key is empty: name the column with the {side}s' ids")
       about["sides"][side] = _source(given, f"config.{side}_table") | {"key": given.key}
   table = parsed(about)
-  spec.check_shared(table.kinds, "config.columns")
+  sharing.check(table.kinds, "config.columns")
   for side, source in table.sides.items():
-    spec.check_shared(source.kinds, f"config.{side}_table.columns")
+    sharing.check(source.kinds, f"config.{side}_table.columns")
   serve = Path(run_settings.value(config, "init_from")).expanduser().resolve() / "serve"
   if run_settings.value(config, "init_from") and serve.is_dir():
     about["base"] = [str(serve), *(files.digest(path) for path in sorted(serve.glob("*.*")))]
   return about
 
 
-def save_reading(settings: Mapping[str, Any], serve: Path) -> None:
-  """Writes how rows are read, which predictions need, into the folder `serve` of the columns."""
+def serve_folder(settings: Mapping[str, Any], folder: Path) -> Path:
+  """Makes and returns the folder `serve` of the columns; it tells predictions how rows are read."""
+  serve = arrays.subfolder(folder, "serve")
   about = {"columns": settings["rows"]["columns"], "format": settings["rows"]["format"]}
   arrays.write_json(serve / READING, about)
+  return serve
 
 
 def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[str, Any]]:
@@ -330,19 +331,6 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     settings["refit"],
     Path(settings["base"][0]) if "base" in settings else None,
   )
-
-
-def check_tables(settings: Mapping[str, Mapping[str, spec.Kind]]) -> None:
-  """Raises UserError where columns of different files share a table, and not the vocabulary."""
-  for first, second in itertools.permutations(settings, 2):
-    named = {getattr(kind, "table", "") for kind in settings[first].values()} - {""}
-    for name, kind in settings[second].items():
-      table = getattr(kind, "table", "") or name
-      if spec.has_table(kind) and table in named:
-        raise UserError(
-          f"{second}.columns[{name!r}] has the table {table!r} of columns in {first}.columns: only "
-          "columns of the same files can share one, so choose another name"
-        )
 
 
 def _format(about: Mapping[str, Any]) -> Format:

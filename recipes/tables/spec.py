@@ -264,7 +264,7 @@ class Time(Kind):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weight(Kind):
-  """How much a row counts in the loss and the metrics of dlrm: a number of 0 or more."""
+  """The weight of a row in the loss and the metrics of dlrm: a number, at least 0."""
 
   kind: ClassVar[str] = "weight"
 
@@ -341,35 +341,6 @@ def _check_part(part: str, kind: Kind | None, side: str, place: str) -> None:
       f"{place} has side={side!r} and crosses {part!r}, which has side={own!r}: declare both with "
       "the same side"
     )
-
-
-def has_table(kind: Kind) -> bool:
-  """Whether a column has vectors; a number without buckets has none."""
-  return isinstance(kind, Embedded) and not (isinstance(kind, Number) and not kind.buckets)
-
-
-def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
-  """Raises UserError where columns that share a table declare it in different ways."""
-  shared = ("min_count", "oov", "hash", "size", "dim", "optimizer")
-  first: dict[tuple[str, str], tuple[str, Category]] = {}
-  named = {kind.table for kind in kinds.values() if isinstance(kind, Category) and kind.table}
-  for name, kind in kinds.items():
-    if isinstance(kind, Number | Cross) and has_table(kind) and name in named:
-      raise UserError(
-        f"{setting}: the table {name!r} has the name of the column {name!r}, which has a table of "
-        "its own: choose another name"
-      )
-    if isinstance(kind, Category) and (kind.table or name) in named:
-      # A single value has no combiner: any bag's gives its vector.
-      options = (*shared, "combiner") if isinstance(kind, Bag) else shared
-      # The table of a column's own name is filled as that column says.
-      for option in options if kind.table else options[1:]:
-        other, known = first.setdefault((kind.table or name, option), (name, kind))
-        if getattr(known, option) != getattr(kind, option):
-          raise UserError(
-            f"{setting}: {other!r} and {name!r} share the table {kind.table or name!r}, but differ "
-            f"in {option}: {getattr(known, option)!r} and {getattr(kind, option)!r}"
-          )
 
 
 def expand(

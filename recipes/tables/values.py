@@ -1,7 +1,7 @@
 """Columns as Arrow stores them, converted to text, numbers, times or lists of text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -140,16 +140,13 @@ def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, l
   Returns:
     The texts, and the values that cannot be read; the texts of these rows are undefined.
   """
-  array, problems = trimmed(array, missing)
+  array, problems = trimmed(array, ())
   if pc.match_substring(array, ".0").true_count:
     array = pc.replace_substring_regex(array, _WHOLE, r"\1\2")
-  absent = pc.is_in(array, value_set=pa.array([as_text(text) for text in missing], pa.string()))
-  if absent.true_count:
-    array = pc.if_else(absent, pa.scalar(None, pa.string()), array)
   flags = pc.is_in(array, value_set=pa.array(_FLAGS))
   if flags.true_count:
     array = pc.if_else(flags, pc.ascii_lower(array), array)
-  return array, problems
+  return _without(array, map(as_text, missing)), problems
 
 
 def as_text(value: str | int | float) -> str:
@@ -175,11 +172,13 @@ def trimmed(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, li
       problems.append(Problem(bad, "is not UTF-8", value, hint))
   elif not pa.types.is_string(array.type):
     return _written(array), problems
-  array = pc.utf8_trim_whitespace(array)
-  absent = pc.is_in(array, value_set=pa.array(["", *missing], pa.string()))
-  if absent.true_count:
-    array = pc.if_else(absent, pa.scalar(None, pa.string()), array)
-  return array, problems
+  return _without(pc.utf8_trim_whitespace(array), ("", *missing)), problems
+
+
+def _without(texts: pa.StringArray, missing: Iterable[str]) -> pa.StringArray:
+  """Returns the texts, null where they mean no value."""
+  absent = pc.is_in(texts, value_set=pa.array(list(missing), pa.string()))
+  return pc.if_else(absent, pa.scalar(None, pa.string()), texts) if absent.true_count else texts
 
 
 def _written(array: pa.Array) -> pa.StringArray:

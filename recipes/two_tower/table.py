@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays
 from ..errors import UserError
 from ..tables import interactions, spec
-from ..tables.settings import SPLITS, Table, parsed, save_reading
+from ..tables.settings import SPLITS, Table, parsed, serve_folder
 from . import splits
 
 
@@ -64,9 +63,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     may_be_empty=("valid",) if table.refit else (),
     may_repeat=("train",),
   )
-  serve = arrays.subfolder(folder, "serve")
-  log.save(serve)
-  save_reading(settings, serve)
+  log.save(serve_folder(settings, folder))
   unused = [
     name
     for name, kind in table.kinds.items()

@@ -3,7 +3,7 @@
 import pytest
 
 from recipes.errors import UserError
-from recipes.tables import spec
+from recipes.tables import sharing, spec
 
 
 def test_a_name_is_a_kind_with_its_defaults():
@@ -32,14 +32,6 @@ def test_values_of_a_label_are_written_as_files_are_read():
   assert spec.parse({"y": label})["y"] == spec.Label(
     positive=("5", "4", "3", "x.0"), drop=("true", "false", "2.5")
   )
-
-
-def test_columns_that_share_a_table_and_its_combiner():
-  check = lambda columns: spec.check_shared(spec.parse(columns), "config.columns")
-  bag = {"kind": "bag", "table": "t", "min_count": 2, "combiner": "sum"}
-  check({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag})
-  with pytest.raises(UserError, match="'b' and 'c' share the table 't', but differ in combiner"):
-    check({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag | {"combiner": "mean"}})
 
 
 def test_crosses_have_columns_of_their_side():
@@ -99,4 +91,4 @@ def test_crosses_have_columns_of_their_side():
 )
 def test_errors_name_the_column(columns, problem):
   with pytest.raises(UserError, match=problem):
-    spec.check_shared(spec.parse(columns), "config.columns")
+    sharing.check(spec.parse(columns), "config.columns")
