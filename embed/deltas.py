@@ -23,6 +23,7 @@ from embed import autodiff, checkpoint
 from embed.delta_files import Delta, read, write
 from embed.engine import changes as changes_lib
 from embed.engine.changes import TableRows
+from embed.engine.layout import Layout
 from embed.steps import stored_arrays
 from embed.variables import changing
 
@@ -45,6 +46,7 @@ class Fingerprints:
   Attributes:
     step: of the state.
     lanes: the fingerprints, in the order of storage; internal.
+    layouts: which row each of them is of; internal.
 
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
   >>> embed.deltas.fingerprint(10, model=layer).step
@@ -53,6 +55,7 @@ class Fingerprints:
 
   step: int
   lanes: Mapping[str, Mapping[str, list[changes_lib.Lanes]]]
+  layouts: Mapping[str, Mapping[str, list[Layout]]]
 
 
 # --- making ---------------------------------------------------------------------------------------
@@ -73,11 +76,14 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
   >>> delta.num_rows
   0
   """
-  lanes = {}
+  lanes, layouts = {}, {}
   for name, node in nodes.items():
     layers = autodiff.sparse_embeds(node)
     lanes[name] = {path: _lanes(layer) for path, layer in layers.items()}
-  return Fingerprints(step, lanes)
+    layouts[name] = {
+      path: [stack.layout for stack in layer.spec.stacks.values()] for path, layer in layers.items()
+    }
+  return Fingerprints(step, lanes, layouts)
 
 
 def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fingerprints]:
@@ -105,7 +111,7 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
   """
   tables: dict[str, dict[str, TableRows]] = {}
   state: dict[str, dict[str, np.ndarray]] = {}
-  new = {}
+  new = fingerprint(step, **nodes)
   for name, node in nodes.items():
     layers = autodiff.sparse_embeds(node)
     old = since.lanes.get(name)
@@ -114,16 +120,21 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
         f"The fingerprints have no {name!r} with the layers {list(layers)}: make them with "
         f"embed.deltas.fingerprint({step}, {name}=...) after the last full checkpoint."
       )
-    new[name] = {path: _lanes(layer) for path, layer in layers.items()}
+    if since.layouts[name] != new.layouts[name]:
+      raise ValueError(
+        "The fingerprints are of other tables, or of another mesh: make them with "
+        "embed.deltas.fingerprint after the model is restored."
+      )
     rows = {
-      id(layer): _changed_rows(layer, old[path], new[name][path]) for path, layer in layers.items()
+      id(layer): _changed_rows(layer, old[path], new.lanes[name][path])
+      for path, layer in layers.items()
     }
     keys = autodiff.row_keys(node).items()
     tables[name] = {key: rows[id(layer)][table] for key, (layer, table) in keys}
     state[name] = {path: _on_host(x) for path, x in checkpoint.dense_arrays(node).items()}
     if jax.process_index():
       state[name] = {}
-  return Delta(since.step, step, tables, state), Fingerprints(step, new)
+  return Delta(since.step, step, tables, state), new
 
 
 def _lanes(layer: Any) -> list[changes_lib.Lanes]:
@@ -134,12 +145,6 @@ def _lanes(layer: Any) -> list[changes_lib.Lanes]:
 def _changed_rows(layer: Any, old: Any, new: Any) -> dict[str, TableRows]:
   """The rows of each table of a layer whose fingerprints differ."""
   stacks = tuple(layer.spec.stacks.values())
-  shapes = lambda lanes: [x.shape for pair in lanes for x in pair]
-  if shapes(old) != shapes(new):
-    raise ValueError(
-      "The fingerprints are of other tables, or of another mesh: make them with "
-      "embed.deltas.fingerprint after the model is restored."
-    )
   masks, counts = changes_lib.changed(stacks, old, new)
   rows: dict[str, TableRows] = {}
   for stack, mask, count in zip(stacks, masks, counts, strict=True):

@@ -96,6 +96,7 @@ def fill(
   start: int,
   end: int,
   draw: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+  at_a_time: int = ROWS_AT_A_TIME,
 ) -> jax.Array:
   """Writes rows of `[M, D]` from `start` to `end`, and leaves those that are not drawn.
 
@@ -104,16 +105,18 @@ def fill(
   Args:
     rows: where to.
     start, end: the first place, and the one after the last.
-    draw: `f(places) -> (values [N, D], whether each is drawn, bool [N])`.
+    draw: `f(places) -> (values [N, D], whether they are drawn, bool [N] or [N, D])`.
+    at_a_time: the rows of a chunk.
   """
-  chunk = min(end - start, ROWS_AT_A_TIME)
+  chunk = min(end - start, at_a_time)
 
   def step(i, rows):
     # The last ones overlap the ones before, which come out the same.
     first = jnp.minimum(start + i * chunk, end - chunk)
     values, is_drawn = draw(first + jnp.arange(chunk, dtype=jnp.int32))
     old = jax.lax.dynamic_slice_in_dim(rows, first, chunk)
-    new = jnp.where(is_drawn[:, None], values, old)
+    is_drawn = is_drawn if is_drawn.ndim == 2 else is_drawn[:, None]
+    new = jnp.where(is_drawn, values, old)
     return jax.lax.dynamic_update_slice_in_dim(rows, new, first, axis=0)
 
   return jax.lax.fori_loop(0, -(-(end - start) // chunk), step, rows)

@@ -11,7 +11,7 @@ import jax
 from embed import config as config_lib
 from embed import structure
 from embed.engine import mesh as mesh_lib
-from embed.engine import sparse_core, storage
+from embed.engine import packing, sparse_core, storage
 from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
 from embed.engine.stack import StackSpec
@@ -214,17 +214,24 @@ class Plan:
     moved = f"{text.size(sum(c.moved for c in self.costs()))} received by each in a step"
     fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
     limit = "" if self.hbm_bytes is None else f"{fits} {text.size(self.hbm_bytes)}"
-    notes = self._about_sparse_cores() + self._warning()
+    notes = self._about_storage() + self._warning()
     return f"{text.aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{notes}"
 
-  def _about_sparse_cores(self) -> str:
-    """Lines on the tables that are to use SparseCores: whether they do, or why not; or ""."""
+  def _about_storage(self) -> str:
+    """Lines on the tables that are packed or wanted on SparseCores, or why they are not; or ""."""
     lines = ""
     for stack in self.stacks().values():
+      notes = []
+      if stack.is_packed:
+        notes.append(packing.describe(stack.width))
+      elif self[stack.tables[0]].set["packed"]:
+        reason = self._stored.packing_obstacle(stack.tables[0], self[stack.tables[0]])
+        notes.append(f"not packed: {reason}")
       if stack.sparse_core:
         reason = sparse_core.obstacle(stack)
-        where = "on SparseCores" if reason is None else f"not on SparseCores: {reason}"
-        lines += f"\n{', '.join(stack.tables)}: {where}"
+        notes.append("on SparseCores" if reason is None else f"not on SparseCores: {reason}")
+      if notes:
+        lines += f"\n{', '.join(stack.tables)}: {'; '.join(notes)}"
     return lines
 
   def _warning(self) -> str:

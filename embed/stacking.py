@@ -17,7 +17,7 @@ import numpy as np
 
 from embed import combiners, inputs, structure
 from embed.config import MAX_VOCABULARY_SIZE, FeatureConfig, TableConfig
-from embed.engine import cost, route, sparse_core
+from embed.engine import cost, packing, route, sparse_core
 from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
 from embed.engine.layout import Layout
@@ -47,9 +47,15 @@ class TablePlan:
       the number for its example batch, and each batch computes its own unless the field is set. A
       number that is too small costs rounds, but never drops an id.
     sparse_core: whether the SparseCores of TPUs read and write the rows, where they can: on v5p,
-      v6e and TPU7x, float32 rows of a multiple of 128 columns, up to 2,048, on a device. None is
-      what the environment variable `SPARSE_EMBED_SPARSE_CORES` says, 1 or 0, and without it False:
-      the kernels are compiled for these chips and checked by emulation, but no TPU has run them.
+      v6e and TPU7x, float32 rows of up to 2,048 columns on a device, packed or a multiple of 128
+      wide. None is what the environment variable `SPARSE_EMBED_SPARSE_CORES` says, 1 or 0, and
+      without it False: the kernels are compiled for these chips and checked by emulation, but no
+      TPU has run them.
+    packed: whether rows that are no multiple of 128 columns wide are stored side by side, in lines
+      of 128, as 8, 16, 32, 64 or a multiple of 128 columns each. That changes where rows are in
+      memory, and nothing else. None is what the environment variable `SPARSE_EMBED_PACKED` says, 1
+      or 0, and without it True on TPUs, which would copy such a table in every step. A table whose
+      optimizer moves every row in a step is never packed.
 
   Raises:
     ValueError: for a value that a field does not accept.
@@ -57,14 +63,16 @@ class TablePlan:
 
   >>> entry = embed.TablePlan(strategy="div")
   >>> entry.capacity = 512
-  >>> entry
-  TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512, sparse_core=None)
+  >>> entry.strategy, entry.capacity, entry.exchange
+  ('div', 512, None)
   """
 
   set: dict[str, Any]  # decisions, which go into JSON
   suggested: dict[str, Any]  # values for the example batch, which do not
 
-  _FIELDS = ("strategy", "axis", "column_axis", "exchange", "capacity", "sparse_core")
+  _FIELDS = (
+    "strategy", "axis", "column_axis", "exchange", "capacity", "sparse_core", "packed",
+  )  # fmt: skip
 
   def __init__(
     self,
@@ -74,9 +82,10 @@ class TablePlan:
     exchange: str | None = None,
     capacity: int | None = None,
     sparse_core: bool | None = None,
+    packed: bool | None = None,
   ):
     self.__dict__.update(set={}, suggested={})
-    values = (strategy, axis, column_axis, exchange, capacity, sparse_core)
+    values = (strategy, axis, column_axis, exchange, capacity, sparse_core, packed)
     for name, value in zip(self._FIELDS, values, strict=True):
       setattr(self, name, value)
 
@@ -91,9 +100,9 @@ class TablePlan:
       if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"capacity must be a positive int or None. Got {value!r}.")
       value = int(value)
-    if name == "sparse_core" and value is not None:
+    if name in ("sparse_core", "packed") and value is not None:
       if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"sparse_core must be True, False or None. Got {value!r}.")
+        raise ValueError(f"{name} must be True, False or None. Got {value!r}.")
       value = bool(value)
     if name in ("axis", "column_axis"):
       value = as_names(value)
@@ -174,10 +183,13 @@ class Tables(NamedTuple):
     """The stack of these tables, with the settings of an entry."""
     table, placement = self.configs[names[0]], self.placement(entry)
     sizes = tuple(self.configs[name].vocabulary_size for name in names)
+    _, is_packed = self._storage(names[0], entry)
+    width = -(-table.dim // placement.column_shards)
+    unit = packing.rows_per_line(width) if is_packed else 1
     return StackSpec(
       label,
       tuple(names),
-      Layout(sizes, placement.shards, entry.strategy == "div"),
+      Layout(sizes, placement.shards, entry.strategy == "div", unit),
       table.dim,
       table.dtype,
       self.optimizers[names[0]],
@@ -186,16 +198,27 @@ class Tables(NamedTuple):
       table.stochastic_rounding,
       entry.set["exchange"],
       entry.set["capacity"],
-      sparse_core.is_wanted(entry.set["sparse_core"]),
+      *self._storage(names[0], entry),
     )
+
+  def _storage(self, name: str, entry: TablePlan) -> tuple[bool, bool]:
+    """Whether a table should be on SparseCores, and whether it is packed."""
+    wants = packing.is_wanted(entry.set["packed"], self.placement(entry).device_kind)
+    is_packed = wants and self.packing_obstacle(name, entry) is None
+    return sparse_core.is_wanted(entry.set["sparse_core"]), is_packed
+
+  def packing_obstacle(self, name: str, entry: TablePlan) -> str | None:
+    """Why a table cannot be packed, or None."""
+    optimizer = self.optimizers[name]
+    width = -(-self.configs[name].dim // self.placement(entry).column_shards)
+    return packing.obstacle(width, optimizer is not None and not optimizer.lazy)
 
   def stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
     """The stacks of these tables by name, in the order of their first tables."""
     groups: dict[Any, list[str]] = {}
     for name in names:
-      decisions = entries[name].set
-      wanted = sparse_core.is_wanted(decisions["sparse_core"])
-      decided = tuple((decisions | {"sparse_core": wanted}).values())
+      stored = dict(zip(("sparse_core", "packed"), self._storage(name, entries[name]), strict=True))
+      decided = tuple((entries[name].set | stored).values())
       groups.setdefault((self.kind(name), decided), []).append(name)
     stacks: dict[str, StackSpec] = {}
     for group in groups.values():
@@ -301,7 +324,7 @@ def stack_cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCos
   demand = cost.batch_demand(stack, [b for name in stack.tables for b in bags[name]], tables)
   chosen = cost.choose_exchange(stack, demand)
   per_row = sum(
-    (1 if slot.per_row else stack.width) * np.dtype(slot.dtype).itemsize
+    (1 if slot.per_row else stack.row_width) * np.dtype(slot.dtype).itemsize
     for slot in stack.slots.values()
   )
   return StackCost(
@@ -309,7 +332,7 @@ def stack_cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCos
     stack.tables,
     chosen.kind,
     chosen.capacity,
-    stack.layout.rows * stack.width * stack.dtype.itemsize,
+    stack.layout.rows * stack.row_width * stack.dtype.itemsize,
     stack.layout.rows * per_row,
     cost.buffer_bytes(stack, demand, chosen),
     cost.moved_bytes(stack, demand, chosen),

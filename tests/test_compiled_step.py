@@ -20,6 +20,7 @@ import embed
 from embed import gradients as grads_lib
 from embed import optimizer as optimizer_lib
 from embed import steps
+from embed.engine import packing
 
 V, D, BATCH, VALENCY = 300_000, 16, 64, 4
 
@@ -59,7 +60,7 @@ def assert_cost_of_the_batch(optimizer):
   rows = BATCH * (VALENCY + 1)
   assert memory.temp_size_in_bytes < 16 * rows * D * 4 + 2**16
   assert memory.alias_size_in_bytes >= sum(a.nbytes for a in arrays), "a table is not in place"
-  copy = re.compile(rf"= \w+\[{V}(,{D})?\]\S* copy\(")
+  copy = re.compile(rf"= \w+\[({V}(,{D})?|{V * D // 128},128)\]\S* copy\(")
   assert not [line for line in compiled.as_text().splitlines() if copy.search(line)]
 
 
@@ -72,6 +73,15 @@ def test_no_cost_of_the_vocabulary(index):
 @pytest.mark.parametrize("name", EXTRA)
 def test_no_cost_of_the_vocabulary_for_others(name):
   assert_cost_of_the_batch(EXTRA[name]())
+
+
+@pytest.mark.parametrize("index", full_unless(LAZY, is_plain), ids=optimizer_id)
+def test_no_cost_of_the_vocabulary_in_packed_tables(index, monkeypatch):
+  """Where lines and rows are the same bytes, as on CPUs and GPUs."""
+  monkeypatch.setenv(packing.SWITCH, "1")
+  monkeypatch.setattr(packing, "has_lines", lambda kind: False)
+  name, config = OPTIMIZERS[index]
+  assert_cost_of_the_batch(getattr(embed, name)(**config))
 
 
 def test_the_check_sees_a_dense_update():

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from embed.engine import access
 from embed.engine.stack import Arrays, StackSpec
 
 Lanes = tuple[jax.Array, jax.Array]  # uint32 `[rows]` each, split as the rows are
@@ -63,7 +64,7 @@ def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> Lanes:
   placement = stack.placement
   lanes = [jnp.zeros(stack.layout.rows, jnp.uint32) for _ in _MIXERS]
   for number, array in enumerate(arrays):
-    words = _words(array)
+    words = _words(access.unpacked(access.opened(stack, array)))
     is_split = array.ndim == 2 and bool(placement.columns)
     part = placement.index(placement.columns) if is_split else jnp.int32(0)
     position = jnp.arange(words.shape[1], dtype=jnp.uint32)
@@ -199,7 +200,8 @@ def _take_chunk(
     for index, size in enumerate(stack.layout.sizes):
       own = stack.layout.ids(index, shard, places)
       table, ids = jnp.where(own < size, index, table), jnp.where(own < size, own, ids)
-    rows = {key: x.at[places].get(mode="clip") for key, x in zip(keys, arrays, strict=True)}
+    stored = {key: access.opened(stack, x) for key, x in zip(keys, arrays, strict=True)}
+    rows = access.read(stack, stored, places)
     rows = {key: stack.columns.whole(x) if x.ndim == 2 else x for key, x in rows.items()}
     return table, ids, rows
 
@@ -253,11 +255,10 @@ def _put_chunk(
     shard, places = stack.layout.locate(stack.indices[table], ids)
     own = stack.placement.index(stack.placement.rows)
     places = jnp.where(shard == own, places, stack.layout.rows)
-    new = {}
-    for key, array in zip(values, arrays, strict=True):
-      x = stack.columns.own(values[key]) if array.ndim == 2 else values[key]
-      new[key] = array.at[places].set(x.astype(array.dtype), mode="drop")
-    return new
+    opened = {k: access.opened(stack, x) for k, x in zip(values, arrays, strict=True)}
+    of_device = lambda x: stack.columns.own(x) if x.ndim == 2 else x
+    new = access.write(stack, opened, places, {k: of_device(x) for k, x in values.items()})
+    return {k: access.closed(stack, x) for k, x in new.items()}
 
   arrays = [stored[key] for key in values]
   specs = {key: stack.specs[stored[key].ndim] for key in values}

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import cost, native, rows, sparse_core
+from embed.engine import access, cost, rows
 from embed.engine import grads as grads_lib
 from embed.engine import route as route_lib
 from embed.engine.bags import Bags, pad_all
@@ -87,7 +87,8 @@ def route_spec(stack: StackSpec) -> Any:
 def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
   """Activations of a device's part of the batch, and the route of the all-to-all, or None."""
   placement, layout = stack.placement, stack.layout
-  combine = functools.partial(_combine, stack)
+  table = access.opened(stack, table)
+  combine = functools.partial(access.gather_and_combine, stack)
   route, acts = None, {}
   routed = [i for i, bag in enumerate(bags) if capacity is not None and not bag.is_ragged]
   if routed:
@@ -115,16 +116,9 @@ def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
   return tuple(out), route
 
 
-def _combine(stack: StackSpec, source: jax.Array, bags: Bags) -> jax.Array:
-  """Sums of bags `[*batch, D]` in float32, of rows of the table or of those received."""
-  if sparse_core.sums_bags(stack, bags):
-    return sparse_core.gather_and_combine(source, bags)
-  return native.gather_and_combine(source, bags, stack.quantization, jnp.float32)
-
-
 def _local_rows(ids: jax.Array, stack: StackSpec, table: str) -> jax.Array:
   """Local rows of this shard; out of range for ids that this shard does not store."""
-  if stack.placement.is_local and len(stack.tables) == 1:
+  if stack.placement.is_local and stack.layout.rows == stack.layout.sizes[0]:
     return ids  # a pass over the ids would cost a tenth of the lookup
   shard, local_row = stack.layout.locate(stack.indices[table], ids)
   if stack.layout.shards == 1:
@@ -148,7 +142,7 @@ def _look_up_routed(table, bags, shards, combine, way: tuple[StackSpec, Route]):
   def one_round(start):
     local_rows, count = route.requests(start, stack.layout)
     requested = placement.swap(local_rows, placement.rows)
-    sent = sparse_core.take(stack, table, requested.reshape(-1))
+    sent = access.take(stack, table, requested.reshape(-1))
     received = placement.swap(sent.reshape(*requested.shape, -1), placement.rows)
     received = received.reshape(-1, table.shape[1])
     positions = route.buffer_positions(shards, start, count)

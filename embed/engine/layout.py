@@ -25,6 +25,7 @@ class Layout:
     shards: how many shards there are.
     contiguous: False is "mod", row r on shard `r % shards`; True is "div", consecutive rows, the
       first `size % shards` shards having one row more than the others.
+    unit: the first place of each table, and the number of places, are multiples of it.
 
   >>> Layout((5, 3), shards=2).locate(0, jnp.array([0, 1, 2, 5]))[1].tolist()  # 5: padding
   [0, 0, 1, 5]
@@ -33,21 +34,27 @@ class Layout:
   sizes: tuple[int, ...]
   shards: int = 1
   contiguous: bool = False
+  unit: int = 1
 
   @functools.cached_property
   def heights(self) -> tuple[int, ...]:
-    """The places that each table takes on a shard."""
+    """The places of each table's rows on a shard."""
     return tuple(-(-size // self.shards) for size in self.sizes)
 
   @functools.cached_property
   def offsets(self) -> tuple[int, ...]:
     """The first place of each table on a shard."""
-    return tuple(itertools.accumulate(self.heights, initial=0))[:-1]
+    return tuple(itertools.accumulate(self._taken, initial=0))[:-1]
 
   @functools.cached_property
   def rows(self) -> int:
     """The places of a shard; as a place, it stands for no row."""
-    return sum(self.heights)
+    return sum(self._taken)
+
+  @property
+  def _taken(self) -> tuple[int, ...]:
+    """The places that each table takes on a shard, with those that fill up its last unit."""
+    return tuple(-(-height // self.unit) * self.unit for height in self.heights)
 
   def _first(self, table: int, shard: Any) -> Any:
     """The first of the consecutive rows of a shard."""

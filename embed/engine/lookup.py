@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from embed import config as config_lib
 from embed.engine.bags import Bags, inverse_norm, is_row
+from embed.engine.packing import Lines
 
 UNROLLED = 8  # positions of a bag gathered in one fused loop; longer bags loop over them
 
@@ -48,7 +49,7 @@ def quantize(x: jax.Array, config: config_lib.QuantizationConfig | None) -> jax.
 
 
 def gather_and_combine(
-  table: jax.Array,
+  table: jax.Array | Lines,
   bags: Bags,
   quantization: config_lib.QuantizationConfig | None = None,
   dtype: Any = None,
@@ -69,7 +70,10 @@ def gather_and_combine(
     """Rows `[n, D]` times their gains; zeros for padding."""
     # Multiplied in any case: on its own, XLA:CPU makes a gather one scalar load per element.
     one = is_row(ids, size).astype(jnp.float32)
-    picked = table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    if isinstance(table, Lines):
+      picked = table.take(ids)
+    else:
+      picked = table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     picked = quantize(picked.astype(jnp.float32), quantization)
     return picked * (one if gains is None else one * gains)[:, None]
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from embed.engine import update_cpu
 from embed.engine.grads import DistinctRows, GradRows, flat_ids, with_ids
+from embed.engine.packing import Lines
 from embed.engine.update_cpu import DROP
 
 NO_ROW = np.iinfo(np.int32).max  # of any table
@@ -85,7 +86,7 @@ def in_chunks(
   return jax.lax.fori_loop(0, -(-count // chunk), one, carry)
 
 
-def add_at_once(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
+def add_at_once(to: Any, parts: Sequence[GradRows]) -> Any:
   """`add_rows` for accelerators.
 
   In chunks: XLA adds in the order of the rows, for which it sorts a copy of the gradients.
@@ -93,6 +94,8 @@ def add_at_once(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
 
   def add(to, ids, grads, *gains):
     values = GradRows(grads, ids, *gains).expanded()
+    if isinstance(to, Lines):
+      return to.add(ids.reshape(-1), values)
     return to.at[ids.reshape(-1)].add(values.astype(to.dtype), **DROP)
 
   for part in parts:

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from embed.config import QuantizationConfig
+from embed.engine import packing
 from embed.engine.layout import Columns, Layout
 from embed.engine.mesh import LOCAL, Placement
 from embed.row_optimizer import RowOptimizer, Slot
 
-Arrays = dict[str, Any]  # "parameters" `[rows, width]`, and slots `[rows, width]` or `[rows]`
+# "parameters" and slots: `[rows, width]`, packed `[lines, columns]`, or one value per row `[rows]`.
+Arrays = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,10 @@ class StackSpec:
     exchange: "all_to_all", "gather", or None for the one that moves less.
     capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
     sparse_core: whether SparseCores should read and write the rows, if they can.
+    is_packed: whether narrow rows are stored side by side, in lines: see `packing`.
     indices: the position of each table in the layout.
     width: the columns on a device.
+    row_width: the columns that a row takes on a device as it is stored.
     columns: the columns of a row, on one device or several.
     specs: the PartitionSpecs of stored rows (2) and of slots of one value per row (1).
     accumulates: whether the gradients of a row are summed before one step.
@@ -54,8 +58,10 @@ class StackSpec:
   exchange: str | None = None
   capacity: int | None = None
   sparse_core: bool = False
+  is_packed: bool = False
   indices: dict[str, int] = dataclasses.field(init=False, compare=False)
   width: int = dataclasses.field(init=False, compare=False)
+  row_width: int = dataclasses.field(init=False, compare=False)
   columns: Columns = dataclasses.field(init=False, compare=False)
   specs: dict[int, Any] = dataclasses.field(init=False, compare=False)
   slots: dict[str, Slot] = dataclasses.field(init=False, compare=False)
@@ -63,10 +69,11 @@ class StackSpec:
   uses_stochastic_rounding: bool = dataclasses.field(init=False, compare=False)
 
   def __post_init__(self) -> None:
-    optimizer = self.optimizer
+    optimizer, width = self.optimizer, -(-self.dim // self.placement.column_shards)
     derived = {
       "indices": {table: i for i, table in enumerate(self.tables)},
-      "width": -(-self.dim // self.placement.column_shards),
+      "width": width,
+      "row_width": packing.row_width(width) if self.is_packed else width,
       "columns": Columns(self.placement.columns, self.dim),
       "specs": {ndim: self.placement.array(ndim) for ndim in (1, 2)},
       "slots": {} if optimizer is None else optimizer.slots(self.dim),
@@ -87,6 +94,12 @@ class StackSpec:
 
   def __hash__(self) -> int:
     return self._hash
+
+  @property
+  def stored_shape(self) -> tuple[int, int]:
+    """The shape of the rows on a device as they are stored."""
+    each = packing.rows_per_line(self.width) if self.is_packed else 1
+    return self.layout.rows // each, self.row_width * each
 
   @property
   def is_split(self) -> bool:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from embed import initializers
 from embed.config import TableConfig
-from embed.engine import views
+from embed.engine import packing, views
 from embed.engine.stack import Arrays, StackSpec
 from embed.engine.views import View
 from embed.row_optimizer import Slot
@@ -58,8 +58,8 @@ def make(
 
 
 def _does_not_fit(stack: StackSpec) -> str:
-  rows = stack.layout.rows * stack.width * np.dtype(stack.dtype).itemsize
-  columns = [1 if slot.per_row else stack.width for slot in stack.slots.values()]
+  rows = stack.layout.rows * stack.row_width * np.dtype(stack.dtype).itemsize
+  columns = [1 if slot.per_row else stack.row_width for slot in stack.slots.values()]
   itemsizes = [np.dtype(slot.dtype).itemsize for slot in stack.slots.values()]
   per_row = sum(n * size for n, size in zip(columns, itemsizes, strict=True))
   total = rows + stack.layout.rows * per_row
@@ -144,16 +144,26 @@ def _drawing(
     keys = jnp.stack([keys[name] for name in names])
     return stack.columns.own(maker.rows(keys, tables, ids, stack.dim, dtype)), is_drawn
 
+  def draw_lines(drawing, lines):
+    places = lines[:, None] * layout.unit + jnp.arange(layout.unit, dtype=jnp.int32)[None]
+    rows, is_drawn = drawing(places.reshape(-1))
+    is_drawn = jnp.broadcast_to(is_drawn[:, None], rows.shape)
+    return packing.pack(rows), packing.pack(is_drawn)
+
   def per_device(keys):
     shard = stack.placement.index(stack.placement.rows)
-    rows = jnp.zeros((layout.rows, stack.width), dtype)
+    rows = jnp.zeros(stack.stored_shape, dtype)
     # One loop for all tables of an initializer, which takes most of the time to compile.
     for maker, names in by_maker.items():
       indices = [stack.indices[name] for name in names]
       start = layout.offsets[min(indices)]
       end = layout.offsets[max(indices)] + layout.heights[max(indices)]
       drawing = functools.partial(draw, maker, names, shard, keys)
-      rows = initializers.fill(rows, start, end, drawing)
+      if stack.is_packed:
+        drawing = functools.partial(draw_lines, drawing)
+      unit = layout.unit
+      at_a_time = initializers.ROWS_AT_A_TIME // unit
+      rows = initializers.fill(rows, start // unit, -(-end // unit), drawing, at_a_time)
     return rows
 
   return jax.jit(stack.placement.run(per_device, (P(),), stack.specs[2]))
@@ -162,7 +172,7 @@ def _drawing(
 @functools.lru_cache(maxsize=16)
 def _filling(stack: StackSpec, slot: Slot) -> Callable[[], jax.Array]:
   """A function that returns a slot as it is stored, full of its initial value."""
-  shape = (stack.layout.rows,) if slot.per_row else (stack.layout.rows, stack.width)
+  shape = (stack.layout.rows,) if slot.per_row else stack.stored_shape
   make = lambda: jnp.full(shape, slot.initial, slot.dtype)
   return jax.jit(stack.placement.run(make, (), stack.specs[len(shape)]))
 
@@ -178,12 +188,35 @@ def read(stack: StackSpec, stored: jax.Array, table: str, compact: bool = False)
   """
   index = stack.indices[table]
   if stack.placement.is_local:
-    start = stack.layout.offsets[index]
-    alone = len(stack.tables) == 1
-    return stored if alone else stored[start : start + stack.layout.sizes[index]]
+    return block(stack, stored, index)
   chosen = view(stack, table, stored.ndim, compact)
-  f = functools.partial(views.read, stack.layout, index, stack.dim, chosen)
-  return stack.placement.run(f, (stack.specs[stored.ndim],), chosen.spec)(stored)
+
+  def per_device(stored):
+    return views.read(stack.layout, index, stack.dim, chosen, block(stack, stored, index))
+
+  return stack.placement.run(per_device, (stack.specs[stored.ndim],), chosen.spec)(stored)
+
+
+def block(stack: StackSpec, stored: jax.Array, index: int) -> jax.Array:
+  """The rows of a table on this device, `[height, D]` or `[height]`; the array itself if alone."""
+  start, height = stack.layout.offsets[index], stack.layout.heights[index]
+  if stack.is_packed and stored.ndim == 2:
+    unit = stack.layout.unit
+    lines = stored[start // unit : -(-(start + height) // unit)]
+    return packing.unpack(lines, stack.width)[:height]
+  return stored if height == stored.shape[0] else stored[start : start + height]
+
+
+def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array) -> jax.Array:
+  """What a device stores, with other rows of a table."""
+  start, rows = stack.layout.offsets[index], rows.astype(stored.dtype)
+  if stack.is_packed and stored.ndim == 2:
+    unit = stack.layout.unit
+    rows = packing.pack(jnp.pad(rows, ((0, -rows.shape[0] % unit), (0, 0))))
+    start //= unit
+  if rows.shape == stored.shape:
+    return rows
+  return jax.lax.dynamic_update_slice_in_dim(stored, rows, start, 0)
 
 
 @jax.named_scope("lookup")
@@ -200,12 +233,15 @@ def _store(
     index = stack.indices[name]
     if stack.placement.is_local:
       value = jnp.array(value, stored.dtype, copy=True)  # a donated step deletes what we store
-      start, alone = stack.layout.offsets[index], len(stack.tables) == 1
-      stored = value if alone else jax.lax.dynamic_update_slice_in_dim(stored, value, start, 0)
-    else:
-      chosen, spec = view(stack, name, stored.ndim, compact), stack.specs[stored.ndim]
-      f = functools.partial(views.write, stack.layout, index, stack.dim, chosen)
-      stored = stack.placement.run(f, (spec, chosen.spec), spec)(stored, value)
+      stored = with_block(stack, stored, index, value)
+      continue
+    chosen, spec = view(stack, name, stored.ndim, compact), stack.specs[stored.ndim]
+
+    def per_device(stored, value, index=index, chosen=chosen):
+      rows = views.write(stack.layout, index, stack.dim, chosen, value)
+      return with_block(stack, stored, index, rows)
+
+    stored = stack.placement.run(per_device, (spec, chosen.spec), spec)(stored, value)
   return stored
 
 

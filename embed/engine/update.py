@@ -15,17 +15,28 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import cost, exchange, mesh, native, rounding, rows, sparse_core, update_cpu
+from embed.engine import (
+  access,
+  cost,
+  exchange,
+  mesh,
+  native,
+  rounding,
+  rows,
+  sparse_core,
+  update_cpu,
+)
 from embed.engine import grads as grads_lib
 from embed.engine.bags import pad_all
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.layout import Columns
 from embed.engine.lookup import LookupRecord
+from embed.engine.packing import Lines
 from embed.engine.stack import Arrays, StackSpec
 from embed.row_optimizer import WHOLE_ROWS, RowOptimizer, Slots
 
 StackGrads = ActivationGrads | DistinctRows
-State = tuple[jax.Array, Slots]
+State = tuple[Any, dict[str, Any]]  # a table and its slots, as `access.opened` returns them
 
 
 class StepScalars(NamedTuple):
@@ -63,7 +74,9 @@ def step(
 
   def per_device(table, slots, scalars, *grads):
     body = lambda state, parts, distinct: step_table(stack, scalars, state, parts, distinct)
-    return exchange.for_each_round(grads, stack, kind, body, (table, slots))
+    state = access.opened(stack, table), {k: access.opened(stack, x) for k, x in slots.items()}
+    table, slots = exchange.for_each_round(grads, stack, kind, body, state)
+    return access.closed(stack, table), {k: access.closed(stack, x) for k, x in slots.items()}
 
   grads, specs, kind = _split(stack, grads)
   state = (stack.specs[2], {k: stack.specs[v.ndim] for k, v in slots.items()})
@@ -270,7 +283,7 @@ def step_table(
     return _step_rows_of(stack, scalars._replace(rate=rate), state, parts, distinct)
 
   kernel = None
-  if optimizer.use_gradient_accumulation and not sparse_core.is_on(stack):
+  if optimizer.use_gradient_accumulation and not access.is_direct(stack, table):
     one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
     kernel = native.kernel_of(one_row, state, parts)
   if kernel is None:
@@ -383,9 +396,9 @@ def _step_part(
   Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
   """
   arrays = {"parameters": state[0], **state[1]}
-  old = jax.lax.optimization_barrier(sparse_core.read(stack, arrays, at))
+  old = jax.lax.optimization_barrier(access.read(stack, arrays, at))
   w, slots = jax.lax.optimization_barrier(row_step(at, g, old.pop("parameters"), old, time))
-  arrays = sparse_core.write(stack, arrays, at, {"parameters": w, **slots})
+  arrays = access.write(stack, arrays, at, {"parameters": w, **slots})
   return arrays.pop("parameters"), arrays
 
 
@@ -406,8 +419,8 @@ def _step_in_order(
 
 
 def _add_steps(
-  optimizer: RowOptimizer, rate: jax.Array, table: jax.Array, parts: Sequence[GradRows]
-) -> jax.Array:
+  optimizer: RowOptimizer, rate: jax.Array, table: access.Rows, parts: Sequence[GradRows]
+) -> access.Rows:
   """Adds every id's own step, for a linear optimizer."""
   none = jnp.zeros((), jnp.float32)
   move = lambda g: step_rows(optimizer, g, none, {}, rate)[0]
@@ -423,10 +436,12 @@ def _add_steps(
   def at_once(table, parts):
     return rows.add_at_once(table, [part._replace(grads=move(part.grads)) for part in parts])
 
+  if isinstance(table, Lines):
+    return at_once(table, parts)
   return jax.lax.platform_dependent(table, parts, cpu=on_cpu, default=at_once)
 
 
-def _is_plain_sum(optimizer: RowOptimizer, table: jax.Array) -> bool:
+def _is_plain_sum(optimizer: RowOptimizer, table: access.Rows) -> bool:
   plain = (
     optimizer.linear
     and optimizer.clipvalue is None
@@ -452,7 +467,7 @@ def _step_summed(
     summed = rows.sum_rows(parts, size)
     return step_at_once(stack, row_step, state, summed.ids, summed.values)
 
-  if sparse_core.is_on(stack):
+  if access.is_direct(stack, state[0]):
     return at_once(state, parts)
   return jax.lax.platform_dependent(state, list(parts), cpu=on_cpu, default=at_once)
 
@@ -464,6 +479,6 @@ def _step_distinct(
     return update_cpu.step_rows(state[0], state[1], ids, jnp.int32(ids.shape[0]), values, row_step)
 
   at_once = functools.partial(step_at_once, stack, row_step)
-  if sparse_core.is_on(stack):
+  if access.is_direct(stack, state[0]):
     return at_once(state, ids, values)
   return jax.lax.platform_dependent(state, ids, values, cpu=on_cpu, default=at_once)

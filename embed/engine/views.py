@@ -47,10 +47,9 @@ def choose(
   return make("whole", (), kept)
 
 
-def read(layout: Layout, table: int, dim: int, view: View, stored: jax.Array) -> jax.Array:
-  """A device's part of the view, from its shard of the storage."""
-  start, height = layout.offsets[table], layout.heights[table]
-  block = lax.slice_in_dim(stored, start, start + height)
+def read(layout: Layout, table: int, dim: int, view: View, block: jax.Array) -> jax.Array:
+  """A device's part of the view, from the rows of the table that it stores."""
+  height = layout.heights[table]
   if view.columns != view.kept:
     block = Columns(view.columns, dim).whole(block)
   if not view.rows:
@@ -68,11 +67,9 @@ def read(layout: Layout, table: int, dim: int, view: View, stored: jax.Array) ->
   return block.at[_order(layout, table)].get(mode="promise_in_bounds")
 
 
-def write(
-  layout: Layout, table: int, dim: int, view: View, stored: jax.Array, value: jax.Array
-) -> jax.Array:
-  """A device's shard of the storage, from its part of the view."""
-  start, height = layout.offsets[table], layout.heights[table]
+def write(layout: Layout, table: int, dim: int, view: View, value: jax.Array) -> jax.Array:
+  """The rows of a table that a device stores, from its part of the view."""
+  height = layout.heights[table]
   n = layout.shards
   if view.kind == "rows":
     block = _write_rows(layout, table, view, value)
@@ -87,7 +84,7 @@ def write(
     block = value.at[layout.own_ids(table, me)].get(mode="fill", fill_value=0)
   if view.columns != view.kept:
     block = Columns(view.columns, dim).own(block)
-  return lax.dynamic_update_slice_in_dim(stored, block.astype(stored.dtype), start, 0)
+  return block
 
 
 def _order(layout: Layout, table: int) -> jax.Array:

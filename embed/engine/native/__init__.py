@@ -27,6 +27,7 @@ from embed.engine import bags as bags_lib
 from embed.engine import jax_internals, lookup
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
+from embed.engine.packing import Lines
 
 SWITCH = "SPARSE_EMBED_KERNELS"
 OLDEST_NUMBA = (0, 68)  # as in pyproject.toml
@@ -103,12 +104,16 @@ def count_beyond(ids: jax.Array, size: int) -> jax.Array:
 
 
 def gather_and_combine(
-  table: jax.Array, bags: Bags, quantization: QuantizationConfig | None = None, dtype: Any = None
+  table: jax.Array | Lines,
+  bags: Bags,
+  quantization: QuantizationConfig | None = None,
+  dtype: Any = None,
 ) -> jax.Array:
   """`lookup.gather_and_combine`, by a kernel where there is one."""
   formulation = functools.partial(lookup.gather_and_combine, quantization=quantization, dtype=dtype)
   is_covered = (
-    table.dtype == np.float32
+    not isinstance(table, Lines)
+    and table.dtype == np.float32
     and (dtype is None or np.dtype(dtype) == np.float32)
     and quantization is None
     and _has_sizes(table, bags.ids)

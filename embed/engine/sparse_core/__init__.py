@@ -1,8 +1,8 @@
 """Rows by the SparseCores of TPUs: the one place that chooses them.
 
-Rows are read and written, and bags of float32 rows summed, by the kernels of `kernels`; what is
-computed between a read and a write, as every optimizer's equation, is XLA's. The formulations of
-`lookup`, `exchange` and `update` define the meaning, and run everywhere else.
+Rows are read and written, and bags of float32 rows summed, by the kernels of `kernels`, which
+`access` calls; what is computed between a read and a write, as every optimizer's equation, is
+XLA's. The formulations of `lookup` and `access` define the meaning, and run everywhere else.
 
 No TPU has run the kernels: they are compiled for v5p, v6e and TPU7x, and checked on CPU by
 emulation. Hence they are off, unless a table's `TablePlan.sparse_core` is True or the environment
@@ -15,10 +15,12 @@ import os
 import jax
 import numpy as np
 
+from embed.engine import packing
 from embed.engine.bags import Bags
-from embed.engine.stack import Arrays, StackSpec
+from embed.engine.stack import StackSpec
 
 SWITCH = "SPARSE_EMBED_SPARSE_CORES"
+_VECTOR = 16  # columns that the subcores of TPU7x add at a time
 KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")  # devices that have them
 
 
@@ -42,8 +44,9 @@ def obstacle(stack: StackSpec) -> str | None:
     return reason
   from embed.engine.sparse_core import kernels
 
-  if stack.width % kernels.LANES:
-    return f"its rows have {stack.width} columns on a device, not a multiple of {kernels.LANES}"
+  if stack.width % packing.LANES and not stack.is_packed:
+    columns = f"{stack.width} columns on a device, not a multiple of {packing.LANES}"
+    return f"its rows have {columns}, and are not packed"
   if stack.width > kernels.WIDEST:
     return f"its rows have {stack.width} columns on a device, more than {kernels.WIDEST}"
   if stack.dtype != np.float32:
@@ -68,19 +71,10 @@ def is_on(stack: StackSpec) -> bool:
 # --- per device -----------------------------------------------------------------------------------
 
 
-def take(stack: StackSpec, table: jax.Array, ids: jax.Array) -> jax.Array:
-  """The rows `[N, D]` of ids int32 `[N]`; undefined for ids outside the table `[V, D]`."""
-  if not is_on(stack):
-    return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-  from embed.engine.sparse_core import kernels
-
-  return kernels.take(table, ids)
-
-
 def sums_bags(stack: StackSpec, bags: Bags) -> bool:
   """Whether `gather_and_combine` can sum the rows of these bags."""
   is_covered = not bags.is_ragged and bags.ids.shape[-1] > 0 and stack.quantization is None
-  return is_covered and is_on(stack)
+  return is_covered and packing.row_width(stack.width) >= _VECTOR and is_on(stack)
 
 
 def gather_and_combine(table: jax.Array, bags: Bags) -> jax.Array:
@@ -93,35 +87,3 @@ def gather_and_combine(table: jax.Array, bags: Bags) -> jax.Array:
   each = gains.reshape(-1, length) if gains is not None and per_id else None
   sums = kernels.bag_sum(table, ids, each).reshape(*bags.batch, table.shape[1])
   return sums if gains is None or per_id else sums * gains
-
-
-def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:
-  """The rows `at` of a table and its slots, by name; undefined for ids outside the table."""
-  wide = _wide(stack, arrays)
-  return {
-    name: take(stack, x, at) if name in wide else x.at[at].get(mode="clip")
-    for name, x in arrays.items()
-  }
-
-
-def write(stack: StackSpec, arrays: Arrays, at: jax.Array, new: Arrays) -> Arrays:
-  """A table and its slots with new rows at the distinct ids `at`; those outside are skipped."""
-  wide = _wide(stack, arrays)
-  written = {
-    name: x.at[at].set(new[name].astype(x.dtype), mode="drop", unique_indices=True)
-    for name, x in arrays.items()
-    if name not in wide
-  }
-  if wide:
-    from embed.engine.sparse_core import kernels
-
-    put = kernels.put([arrays[name] for name in wide], at, [new[name] for name in wide])
-    written |= dict(zip(wide, put, strict=True))
-  return {name: written[name] for name in arrays}
-
-
-def _wide(stack: StackSpec, arrays: Arrays) -> list[str]:
-  """The arrays that SparseCores read and write: not slots of one value per row."""
-  if not is_on(stack):
-    return []
-  return [name for name, x in arrays.items() if x.ndim == 2 and x.dtype == np.float32]

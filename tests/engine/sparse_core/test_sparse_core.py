@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 from meshes import make_mesh
 from optimizer_cases import OPTIMIZERS
-from sparse_cores import emulated
+from sparse_cores import CHIPS, emulated
 
 import embed
-from embed.engine import rows, sparse_core
+from embed.engine import packing, rows, sparse_core
 from embed.engine.sparse_core import kernels
 from embed.tools import check
 
@@ -22,6 +22,8 @@ V, D = 61, 128
 def used(monkeypatch):
   """The CPU as a chip with SparseCores; the names of the kernels that were traced."""
   names = set()
+  monkeypatch.setenv(packing.SWITCH, "0")
+  monkeypatch.setattr(packing, "has_lines", lambda kind: True)
 
   def noted(name):
     kernel = getattr(kernels, name)
@@ -154,10 +156,35 @@ def test_columns_are_wide_enough_on_each_device(used):
     assert used == names
 
 
+@pytest.mark.parametrize("dim", [16, 8, 10, 64, 100])
+def test_packed_tables(used, dim):
+  """Rows of 8 columns are too narrow for the sums of bags on TPU7x."""
+  given = features(embed.adagrad(0.5), dim=dim)
+  on, off = (trained(given, sparse_core=is_on, packed=is_on) for is_on in (True, False))
+  assert_close(on, off)
+  assert used == ({"take", "put"} if dim == 8 else {"take", "put", "bag_sum"})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("exchange", ["all_to_all", "gather"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_packed_tables_on_a_mesh(used, exchange, chip):
+  given, mesh = features(embed.adagrad(0.5), dim=32), make_mesh()
+  settings = {"strategy": "mod", "exchange": exchange}
+  off = trained(given, mesh, sparse_core=False, packed=False, **settings)
+  with emulated(chip):
+    on = trained(given, mesh, sparse_core=True, packed=True, **settings)
+  assert_close(on, off)
+  assert used >= {"take", "put"}
+
+
 @pytest.mark.parametrize(
   ("changes", "reason"),
   [
-    ({"dim": 64}, "its rows have 64 columns on a device, not a multiple of 128"),
+    (
+      {"dim": 64},
+      "its rows have 64 columns on a device, not a multiple of 128, and are not packed",
+    ),
     ({"dim": 2176}, "its rows have 2176 columns on a device, more than 2048"),
     ({"dtype": jnp.bfloat16}, "its rows are bfloat16, not float32"),
   ],

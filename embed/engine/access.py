@@ -1,0 +1,125 @@
+"""How a device reads and writes the rows that it stores; the one place that knows how they lie.
+
+Rows are read out of an array `[V, D]`, out of lines (`packing`), or by SparseCores. What lies
+between a read and a write, as every optimizer's equation, does not see the difference.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from embed.engine import native, packing, sparse_core
+from embed.engine.bags import Bags
+from embed.engine.packing import Lines
+from embed.engine.stack import Arrays, StackSpec
+
+Rows = jax.Array | Lines  # `[V, D]`
+
+
+# --- from what is stored to rows, and back --------------------------------------------------------
+
+
+def opened(stack: StackSpec, stored: jax.Array) -> Rows:
+  """A table or slot of this device as rows `[V, D]`, or, of one value per row, as `[V]`."""
+  if stack.is_packed and stored.ndim == 2:
+    lines = Lines(stored, stack.width)
+    return lines if packing.has_lines(stack.placement.device_kind) else unpacked(lines)
+  return stored
+
+
+def closed(stack: StackSpec, rows: Rows) -> jax.Array:
+  """The inverse of `opened`."""
+  if isinstance(rows, Lines):
+    return rows.array
+  return packing.pack(rows) if stack.is_packed and rows.ndim == 2 else rows
+
+
+def unpacked(rows: Rows) -> jax.Array:
+  """Rows as an array, for what reads all of them."""
+  return packing.unpack(rows.array, rows.width) if isinstance(rows, Lines) else rows
+
+
+def is_direct(stack: StackSpec, table: Rows) -> bool:
+  """Whether rows must be read and written by the functions below, and by no other formulation."""
+  return sparse_core.is_on(stack) or isinstance(table, Lines)
+
+
+# --- some rows ------------------------------------------------------------------------------------
+
+
+def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
+  """The rows `[N, D]` of ids int32 `[N]`; undefined for ids outside the table."""
+  if sparse_core.is_on(stack):
+    from embed.engine.sparse_core import kernels
+
+    return kernels.take(_linear(table), ids)[:, : stack.width]
+  if isinstance(table, Lines):
+    return table.take(ids)
+  return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
+  """`lookup.gather_and_combine` of rows of the table, or of rows received, in float32."""
+  if sparse_core.sums_bags(stack, bags):
+    return sparse_core.gather_and_combine(_linear(table), bags)[..., : stack.width]
+  return native.gather_and_combine(table, bags, stack.quantization, jnp.float32)
+
+
+def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:
+  """The rows `at` of a table and its slots, by name; undefined for ids outside the table."""
+  return {
+    name: take(stack, x, at) if _is_taken(stack, x) else x.at[at].get(mode="clip")
+    for name, x in arrays.items()
+  }
+
+
+def write(stack: StackSpec, arrays: Arrays, at: jax.Array, new: Arrays) -> Arrays:
+  """A table and its slots with new rows at the distinct ids `at`; those outside are skipped."""
+  by_kernel = [name for name, x in arrays.items() if _is_by_kernel(stack, x)]
+  written: Arrays = {}
+  for name, x in arrays.items():
+    if isinstance(x, Lines) and name not in by_kernel:
+      written[name] = x.put(at, new[name])
+    elif name not in by_kernel:
+      value = new[name].astype(x.dtype)
+      written[name] = x.at[at].set(value, mode="drop", unique_indices=True)
+  if by_kernel:
+    put = _put_by_kernel(
+      stack, [arrays[name] for name in by_kernel], at, [new[name] for name in by_kernel]
+    )
+    written |= dict(zip(by_kernel, put, strict=True))
+  return {name: written[name] for name in arrays}
+
+
+def _is_by_kernel(stack: StackSpec, x: Any) -> bool:
+  """Whether SparseCores read and write an array: not slots of one value per row."""
+  return sparse_core.is_on(stack) and x.ndim == 2 and x.dtype == np.float32
+
+
+def _is_taken(stack: StackSpec, x: Any) -> bool:
+  return isinstance(x, Lines) or _is_by_kernel(stack, x)
+
+
+def _put_by_kernel(
+  stack: StackSpec, tables: Sequence[Rows], at: jax.Array, new: Sequence[jax.Array]
+) -> list[Rows]:
+  from embed.engine.sparse_core import kernels
+
+  linear = [_linear(table) for table in tables]
+  filling = ((0, 0), (0, linear[0].shape[1] - stack.width))
+  put = kernels.put(linear, at, [jnp.pad(rows, filling) for rows in new])
+  return [
+    Lines(rows.reshape(table.array.shape), table.width) if isinstance(table, Lines) else rows
+    for table, rows in zip(tables, put, strict=True)
+  ]
+
+
+def _linear(table: Rows) -> jax.Array:
+  """Rows as kernels read them, of whole vectors: of lines the same bytes."""
+  if isinstance(table, Lines):
+    return table.linear()
+  filling = packing.row_width(table.shape[1]) - table.shape[1]  # of rows received
+  return jnp.pad(table, ((0, 0), (0, filling))) if filling else table

@@ -1,0 +1,307 @@
+"""Packed tables: where rows are in lines, and that nobody sees it but the memory."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from meshes import assert_close, assert_equal, make_mesh
+from optimizer_cases import EXTRA, OPTIMIZERS, optimizer_id
+
+import embed
+from embed.engine import packing
+from embed.engine.packing import Lines
+
+V = 61  # no multiple of the rows of a line
+
+
+@pytest.fixture(params=["rows", "lines"])
+def as_on(request, monkeypatch):
+  """As CPUs and GPUs do it, and as TPUs do, which read and write parts of lines."""
+  monkeypatch.setattr(packing, "has_lines", lambda kind: request.param == "lines")
+  return request.param
+
+
+# --- by hand --------------------------------------------------------------------------------------
+
+
+def test_four_rows_to_a_line():
+  rows = jnp.arange(8.0)[:, None] * jnp.ones(32)
+  lines = packing.pack(rows)
+  assert lines.shape == (2, 128)
+  assert lines[0, ::32].tolist() == [0, 1, 2, 3]
+  assert lines[1, ::32].tolist() == [4, 5, 6, 7]
+  assert Lines(lines, 32).take(jnp.array([6, 1])).tolist() == [[6] * 32, [1] * 32]
+  assert Lines(lines, 32).shape == (8, 32)
+
+
+def test_rows_that_fill_no_power_of_two_are_filled_up():
+  rows = jnp.arange(5 * 16.0).reshape(16, 5)
+  lines = packing.pack(rows)
+  assert lines.shape == (1, 128)
+  assert lines[0, :9].tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 5]
+  assert packing.unpack(lines, 5).tolist() == rows.tolist()
+
+
+def test_wide_rows_take_whole_lines():
+  rows = jnp.arange(2 * 200.0).reshape(2, 200)
+  assert packing.pack(rows).shape == (2, 256)
+  assert Lines(packing.pack(rows), 200).take(jnp.array([1])).tolist() == rows[1:].tolist()
+
+
+# --- a property -----------------------------------------------------------------------------------
+
+
+@given(st.sampled_from([1, 7, 8, 16, 33, 64, 100, 130]), st.integers(1, 4), st.data())
+def test_lines_equal_rows(width, units, data):
+  """Ids may repeat where rows are read or added, and be no row anywhere."""
+  size = units * packing.rows_per_line(width)
+  draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
+  table = draw.integers(-9, 9, (size, width)).astype(np.float32)
+  ids = np.array(data.draw(st.lists(st.integers(-3, size + 3), min_size=1, max_size=20)), np.int32)
+  rows = draw.integers(-9, 9, (len(ids), width)).astype(np.float32)
+  lines, is_row = Lines(packing.pack(table), width), (ids >= 0) & (ids < size)
+  read = np.where(is_row[:, None], table[np.clip(ids, 0, size - 1)], 0)
+  np.testing.assert_array_equal(lines.take(jnp.asarray(ids)), read)
+  added = table.copy()
+  np.add.at(added, ids[is_row], rows[is_row])
+  found = packing.unpack(lines.add(jnp.asarray(ids), rows).array, width)
+  np.testing.assert_array_equal(found, added)
+  distinct, first = np.unique(ids, return_index=True)
+  written, chosen = table.copy(), is_row[first]
+  written[distinct[chosen]] = rows[first][chosen]
+  put = lines.put(jnp.asarray(distinct), rows[first])
+  np.testing.assert_array_equal(packing.unpack(put.array, width), written)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def features(optimizer, dim=16, **settings):
+  table = lambda name, size: embed.TableConfig(
+    size, dim, optimizer=optimizer, combiner="mean", name=name, **settings
+  )
+  a, b = table("a", V), table("b", 2 * V)
+  return {"x": embed.FeatureConfig(a), "y": embed.FeatureConfig(b), "z": embed.FeatureConfig(a)}
+
+
+def batch(step, size=16):
+  """Bags with repeated ids, padding and an id that is dropped; one feature is ragged."""
+  draw = np.random.default_rng(step)
+  x = draw.integers(-1, 13, (size, 3)).astype(np.int32)
+  x[0, 0] = V  # the first that is no row
+  splits = np.concatenate([[0], np.sort(draw.integers(0, 20, size - 1)), [20]]).astype(np.int32)
+  return {
+    "x": embed.Padded(x),
+    "y": embed.Padded(draw.integers(-1, 2 * V, (size, 4)).astype(np.int32)),
+    "z": embed.Ragged(draw.integers(0, V, 20).astype(np.int32), splits),
+  }
+
+
+def made(given, mesh=None, **settings):
+  plan = embed.plan(given, mesh, batch(0))
+  for name, (key, value) in itertools.product(plan, settings.items()):
+    setattr(plan[name], key, value)
+  return embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
+
+
+def train(layer, steps):
+  optimizer = embed.Optimizer(layer, optax.sgd(0.1))
+  wave = lambda x: jnp.sum(jnp.sin(x) * jnp.linspace(0.5, 1, x.shape[-1]))
+
+  @nnx.jit
+  def step(layer, optimizer, ids):
+    loss_fn = lambda layer, ids: sum(map(wave, layer(ids).values()))
+    loss, grads = embed.value_and_grad(loss_fn)(layer, ids)
+    optimizer.update(layer, grads)
+    return loss, layer(ids)
+
+  for i in range(steps):
+    out = step(layer, optimizer, batch(i))
+  return jax.tree.map(np.asarray, (out, layer.variables))
+
+
+ALL = [getattr(embed, name)(0.125, **config) for name, config in OPTIMIZERS]
+ALL += [make() for make in EXTRA.values()]
+NAMES = [*map(optimizer_id, range(len(OPTIMIZERS))), *EXTRA]
+QUICK = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+
+
+def cases():
+  """Every optimizer on one device and eight, and on rows that have to be filled up."""
+  places = [(1, 16), (8, 16), (1, 10), (8, 10)]
+  for (name, optimizer), place in itertools.product(zip(NAMES, ALL, strict=True), places):
+    is_first, is_common = place == (1, 16), name in QUICK
+    if is_common or is_first:
+      marks = () if is_common and is_first else pytest.mark.full
+    else:
+      marks = pytest.mark.slow
+    yield pytest.param(optimizer, *place, id=f"{name}-{place[0]}-{place[1]}", marks=marks)
+
+
+@pytest.mark.usefixtures("fully_compiled")  # bits are compared
+@pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases()))
+def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(optimizer, devices, dim, monkeypatch):
+  monkeypatch.setattr(packing, "has_lines", lambda kind: False)
+  mesh = make_mesh() if devices == 8 else None
+  given = features(optimizer, dim)
+  layers = [made(given, mesh, packed=packed) for packed in (True, False)]
+  is_packed = [stack.is_packed for stack in layers[0].spec.stacks.values()]
+  assert all(is_packed) == optimizer.lazy
+  (_, packed), (_, plain) = (train(layer, 20) for layer in layers)
+  assert_equal(packed, plain)
+
+
+@pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases()))
+def test_steps_on_lines_equal_those_on_rows(optimizer, devices, dim, monkeypatch):
+  """But for the order of sums, which accelerators choose themselves."""
+  monkeypatch.setattr(packing, "has_lines", lambda kind: True)
+  mesh = make_mesh() if devices == 8 else None
+  given = features(optimizer, dim)
+  packed, plain = (train(made(given, mesh, packed=packed), 3) for packed in (True, False))
+  assert_close(packed, plain, scale=2e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {"strategy": "mod", "exchange": "all_to_all", "capacity": 3},
+    {"strategy": "div", "exchange": "gather"},
+    {"strategy": "column"},
+    {"strategy": "replicated"},
+  ],
+  ids=lambda settings: settings["strategy"],
+)
+def test_steps_on_a_mesh(as_on, settings, kind):
+  mesh = make_mesh(kind)
+  given = features(embed.adagrad(0.5), 32)
+  with jax.set_mesh(mesh):
+    packed, plain = (train(made(given, mesh, packed=p, **settings), 3) for p in (True, False))
+  assert_close(packed, plain, scale=2e-5)
+
+
+def test_bfloat16_with_stochastic_rounding(as_on):
+  given = features(embed.adagrad(0.5), dtype=jnp.bfloat16, stochastic_rounding=True)
+  layers = [made(given, packed=packed) for packed in (True, False)]
+  for layer in layers:
+    activations, residual = nnx.jit(lambda layer: layer.lookup(batch(0)))(layer)
+    layer.apply_gradients(jax.tree.map(jnp.ones_like, activations), residual, step=3)
+  packed, plain = (layer.tables["a"] for layer in layers)
+  assert packed.dtype == jnp.bfloat16
+  assert_equal(np.asarray(packed, np.float32), np.asarray(plain, np.float32))
+
+
+def test_places_that_fill_up_a_line_are_never_read_nor_trained(as_on):
+  """Padding is the first number that is no row, which in a packed array is a place."""
+  table = embed.TableConfig(5, 4, optimizer=embed.sgd(1.0), combiner="sum", name="t")
+  plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(4, np.int32))
+  plan["t"].packed = True
+  layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+  look_up = nnx.jit(lambda layer, ids: layer.lookup(ids), graph=False)
+  activations, residual = look_up(layer, np.array([4, 5, 6, -1]))
+  assert not activations[1:].any()
+  layer.apply_gradients(jnp.ones((4, 4)), residual)
+  ((stored,),) = [jax.tree.leaves(nnx.state(layer, embed.Table))]
+  assert stored.shape == (1, 128)
+  assert not stored.reshape(16, 8)[5:].any()
+  assert int(layer.report["dropped_ids"]) == 2
+
+
+# --- tables as users see them ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "mod"}, {"strategy": "column"}])
+def test_checkpoints_and_deltas_go_both_ways(as_on, settings):
+  mesh = make_mesh() if settings else None
+  optimizer = embed.rowwise_adagrad(0.5)
+  for direction in (True, False):
+    given = features(optimizer, 16)
+    source = made(given, mesh, packed=direction, **settings)
+    target = made(given, mesh, packed=not direction, **settings)
+    embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=source), model=target)
+    assert_equal(fetched(target.variables), fetched(source.variables))
+    before = embed.deltas.fingerprint(0, model=source)
+    train(source, 2)
+    delta, _ = embed.deltas.changes(before, 2, model=source)
+    assert 0 < delta.num_rows < 3 * V
+    embed.deltas.apply(delta, 0, model=target)
+    assert_equal(fetched(target.variables), fetched(source.variables))
+
+
+def test_attend_export_and_loaded_rows(as_on):
+  given = features(embed.adagrad(0.5), 10)
+  packed, plain = (made(given, packed=is_packed) for is_packed in (True, False))
+  rows = np.random.default_rng(0).normal(size=(V, 10)).astype(np.float32)
+  for layer in (packed, plain):
+    layer.load_variables({"a": {"parameters": rows, "accumulators": rows**2}})
+  assert_equal(fetched(packed.variables), fetched(plain.variables))
+  query = jnp.ones((2, 10))
+  candidates = np.array([0, V - 1, -1])
+  for asked in (None, candidates):
+    assert_close(packed.attend(query, "a", asked), plain.attend(query, "a", asked))
+  ids = {"x": candidates[:2, None].astype(np.int32)}
+  exported = embed.export(lambda layer, ids: layer(ids), packed, ids)
+  assert exported.arrays["a"].shape == (V, 10)
+  assert_close(exported.program.call(exported.arrays, ids), plain(ids))
+
+
+def fetched(tree):
+  return jax.tree.map(np.asarray, tree)
+
+
+def test_initial_values_are_those_of_plain_tables(as_on):
+  normal = jax.nn.initializers.normal(0.5)
+  for initializer in (None, embed.row_wise(normal), normal):
+    given = features(embed.adagrad_momentum(slot_init={"momenta": normal}), initializer=initializer)
+    packed, plain = (made(given, packed=is_packed) for is_packed in (True, False))
+    assert_equal(fetched(packed.variables), fetched(plain.variables))
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def test_the_default_follows_the_devices(monkeypatch):
+  monkeypatch.delenv(packing.SWITCH, raising=False)
+  assert packing.is_wanted(None, "TPU v5 lite")
+  assert not packing.is_wanted(None, "cpu")
+  assert not packing.is_wanted(None, "NVIDIA H100 80GB HBM3")
+  assert packing.is_wanted(True, "cpu")
+  monkeypatch.setenv(packing.SWITCH, "0")
+  assert not packing.is_wanted(None, "TPU v6 lite")
+  assert packing.is_wanted(True, "TPU v6 lite")
+
+
+@pytest.mark.parametrize(
+  ("dim", "optimizer", "text"),
+  [
+    (16, embed.adagrad(0.5), "a, b: packed, 8 rows to a line of 128 columns"),
+    (100, embed.adagrad(0.5), "a, b: packed, filled up to 128 columns"),
+    (128, embed.adagrad(0.5), "a, b: not packed: its rows have 128 columns on a device"),
+    (16, embed.adam(lazy_adam=False), "a, b: not packed: its optimizer moves every row in a step"),
+  ],
+)
+def test_a_plan_says_how_tables_are_stored(dim, optimizer, text, monkeypatch):
+  monkeypatch.delenv(packing.SWITCH, raising=False)
+  plan = embed.plan(features(optimizer, dim), None, batch(0))
+  assert "packed" not in repr(plan)
+  plan["a"].packed = plan["b"].packed = True
+  assert text in repr(plan)
+  again = embed.Plan.from_json(plan.to_json(), plan.features)
+  assert again["a"].packed is True
+  with pytest.raises(ValueError, match=r"packed must be True, False or None\. Got 1"):
+    plan["a"].packed = 1
+
+
+def test_a_plan_counts_what_rows_take():
+  """61 and 122 rows of 5 columns are 4 and 8 lines of 16 rows of 8 columns."""
+  plan = embed.plan(features(embed.adagrad(0.5), 5), None, batch(0))
+  plan["a"].packed = plan["b"].packed = True
+  (cost,) = plan.costs()
+  assert (cost.rows, cost.slots) == (12 * 128 * 4,) * 2
