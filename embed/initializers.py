@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from embed.engine.host import HostRows
+
 ROWS_AT_A_TIME = 1 << 14
 
 
@@ -92,18 +94,18 @@ No correction for the cut, as in TensorFlow: the sample deviation is 0.88 / sqrt
 
 
 def fill(
-  rows: jax.Array,
+  rows: Any,
   start: int,
   end: int,
   draw: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   at_a_time: int = ROWS_AT_A_TIME,
-) -> jax.Array:
+) -> Any:
   """Writes rows of `[M, D]` from `start` to `end`, and leaves those that are not drawn.
 
   A chunk of rows at a time: the random bits of a whole table would be as large as the table.
 
   Args:
-    rows: where to.
+    rows: where to, an array or a `HostRows`.
     start, end: the first place, and the one after the last.
     draw: `f(places) -> (values [N, D], whether they are drawn, bool [N] or [N, D])`.
     at_a_time: the rows of a chunk.
@@ -113,10 +115,14 @@ def fill(
   def step(i, rows):
     # The last ones overlap the ones before, which come out the same.
     first = jnp.minimum(start + i * chunk, end - chunk)
-    values, is_drawn = draw(first + jnp.arange(chunk, dtype=jnp.int32))
-    old = jax.lax.dynamic_slice_in_dim(rows, first, chunk)
+    places = first + jnp.arange(chunk, dtype=jnp.int32)
+    is_in_host = isinstance(rows, HostRows)
+    values, is_drawn = draw(places)
+    old = rows.take(places) if is_in_host else jax.lax.dynamic_slice_in_dim(rows, first, chunk)
     is_drawn = is_drawn if is_drawn.ndim == 2 else is_drawn[:, None]
     new = jnp.where(is_drawn, values, old)
+    if is_in_host:
+      return rows.put(places, new)
     return jax.lax.dynamic_update_slice_in_dim(rows, new, first, axis=0)
 
   return jax.lax.fori_loop(0, -(-(end - start) // chunk), step, rows)

@@ -176,13 +176,16 @@ class Plan:
   def bytes_per_device(self) -> int:
     """Bytes of rows, slots and buffers on each device, for the example batch.
 
+    Rows and slots in the memory of the host do not count.
+
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
     >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
     >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
     >>> plan.bytes_per_device == sum(c.rows + c.slots + c.buffers for c in plan.costs())
     True
     """
-    return sum(c.rows + c.slots + c.buffers for c in self.costs())
+    stored = sum(c.rows + c.slots for c in self.costs() if c.memory == "device")
+    return stored + sum(c.buffers for c in self.costs())
 
   @property
   def fits(self) -> bool | None:
@@ -214,14 +217,17 @@ class Plan:
     moved = f"{text.size(sum(c.moved for c in self.costs()))} received by each in a step"
     fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
     limit = "" if self.hbm_bytes is None else f"{fits} {text.size(self.hbm_bytes)}"
+    in_host = sum(c.rows + c.slots for c in self.costs() if c.memory == "host")
+    if in_host:
+      total += f", {text.size(in_host)} of each in the memory of its host"
     notes = self._about_storage() + self._warning()
     return f"{text.aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{notes}"
 
   def _about_storage(self) -> str:
-    """Lines on the tables that are packed or wanted on SparseCores, or why they are not; or ""."""
+    """Lines on the tables that are in the host's memory, packed or on SparseCores, or why not."""
     lines = ""
     for stack in self.stacks().values():
-      notes = []
+      notes = ["in the memory of the host"] if stack.is_in_host else []
       if stack.is_packed:
         notes.append(packing.describe(stack.width))
       elif self[stack.tables[0]].set["packed"]:
@@ -317,7 +323,9 @@ def plan(
 
   Tables that can be stored together are decided together. Their rows are split, with two
   exceptions that apply where they move fewer bytes: small tables are replicated, and tables so wide
-  that a device keeps 128 columns are split by columns. Nothing is allocated.
+  that a device keeps 128 columns are split by columns. If they do not fit `hbm_bytes`, tables stay
+  in the memory of the host, those with most rows for each id of the batch first. Nothing is
+  allocated.
 
   Args:
     features: the feature config.
@@ -353,11 +361,28 @@ def plan(
   if mesh is not None:
     for name, strategy in best_strategies(result._stored, result.entries, result._bags).items():
       result.entries[name].strategy = strategy
+  if result.fits is False:
+    _move_to_host(result)
   for stack in result.stacks().values():
     chosen = stack_cost(stack, result._bags)
     for name in stack.tables if chosen.exchange in EXCHANGES else ():
       result.entries[name].suggested.update(exchange=chosen.exchange, capacity=chosen.capacity)
   return result
+
+
+def _move_to_host(plan: Plan) -> None:
+  """Keeps tables in the memory of the host until the others fit, those with most rows per id first.
+
+  On several devices their rows are split into consecutive ones, which is how they are saved.
+  """
+  ids = {name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in plan._bags.items()}
+  rows_per_id = lambda name: plan.tables[name].vocabulary_size / max(ids[name], 1)
+  for name in sorted(plan, key=rows_per_id, reverse=True):
+    if plan.fits:
+      return
+    if plan._stored.host_obstacle(name, plan[name]) is None:
+      plan[name].memory = "host"
+      plan[name].strategy = "mod" if plan.mesh is None else "div"
 
 
 def _memory(mesh: Any) -> int | None:

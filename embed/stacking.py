@@ -17,7 +17,7 @@ import numpy as np
 
 from embed import combiners, inputs, structure
 from embed.config import MAX_VOCABULARY_SIZE, FeatureConfig, TableConfig
-from embed.engine import cost, packing, route, sparse_core
+from embed.engine import cost, host, packing, route, sparse_core
 from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
 from embed.engine.layout import Layout
@@ -25,6 +25,7 @@ from embed.engine.mesh import LOCAL, Placement, as_names
 from embed.engine.stack import StackSpec
 from embed.row_optimizer import RowOptimizer
 
+MEMORIES = ("device", "host")
 STRATEGIES = ("mod", "div", "column", "replicated")
 ALONE = 1 << 24  # bytes; a larger table is not stacked on one device
 REPLICATED = 1 << 20  # bytes of the largest table that `embed.plan` replicates
@@ -56,6 +57,11 @@ class TablePlan:
       memory, and nothing else. None is what the environment variable `SPARSE_EMBED_PACKED` says, 1
       or 0, and without it True on TPUs, which would copy such a table in every step. A table whose
       optimizer moves every row in a step is never packed.
+    memory: "device", or "host" for a table and slots that stay in the memory of the host, of which
+      only the rows that a step looks up cross to the device and back. It is stored alone. Reading
+      or loading all of it, as a checkpoint does, needs no memory of the device with one device, or
+      with the strategy "div" and rows that divide by the shards. `embed.plan` chooses "host" where
+      tables do not fit `hbm_bytes`.
 
   Raises:
     ValueError: for a value that a field does not accept.
@@ -71,7 +77,7 @@ class TablePlan:
   suggested: dict[str, Any]  # values for the example batch, which do not
 
   _FIELDS = (
-    "strategy", "axis", "column_axis", "exchange", "capacity", "sparse_core", "packed",
+    "strategy", "axis", "column_axis", "exchange", "capacity", "sparse_core", "packed", "memory",
   )  # fmt: skip
 
   def __init__(
@@ -83,9 +89,10 @@ class TablePlan:
     capacity: int | None = None,
     sparse_core: bool | None = None,
     packed: bool | None = None,
+    memory: str = "device",
   ):
     self.__dict__.update(set={}, suggested={})
-    values = (strategy, axis, column_axis, exchange, capacity, sparse_core, packed)
+    values = (strategy, axis, column_axis, exchange, capacity, sparse_core, packed, memory)
     for name, value in zip(self._FIELDS, values, strict=True):
       setattr(self, name, value)
 
@@ -100,6 +107,8 @@ class TablePlan:
       if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"capacity must be a positive int or None. Got {value!r}.")
       value = int(value)
+    if name == "memory" and value not in MEMORIES:
+      raise ValueError(f"memory must be one of {MEMORIES}. Got {value!r}.")
     if name in ("sparse_core", "packed") and value is not None:
       if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name} must be True, False or None. Got {value!r}.")
@@ -138,6 +147,7 @@ class StackCost:
     slots: bytes of the optimizer's state.
     buffers: bytes of the exchange's buffers.
     moved: bytes that the device receives per step.
+    memory: "device" or "host", where rows and slots are.
 
   >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
   >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
@@ -155,6 +165,7 @@ class StackCost:
   slots: int
   buffers: int
   moved: int
+  memory: str = "device"
 
 
 class Tables(NamedTuple):
@@ -183,13 +194,11 @@ class Tables(NamedTuple):
     """The stack of these tables, with the settings of an entry."""
     table, placement = self.configs[names[0]], self.placement(entry)
     sizes = tuple(self.configs[name].vocabulary_size for name in names)
-    _, is_packed = self._storage(names[0], entry)
-    width = -(-table.dim // placement.column_shards)
-    unit = packing.rows_per_line(width) if is_packed else 1
+    storage = self._storage(names[0], entry)
     return StackSpec(
       label,
       tuple(names),
-      Layout(sizes, placement.shards, entry.strategy == "div", unit),
+      Layout(sizes, placement.shards, entry.strategy == "div", self._unit(names[0], entry)),
       table.dim,
       table.dtype,
       self.optimizers[names[0]],
@@ -198,28 +207,58 @@ class Tables(NamedTuple):
       table.stochastic_rounding,
       entry.set["exchange"],
       entry.set["capacity"],
-      *self._storage(names[0], entry),
+      **storage,
     )
 
-  def _storage(self, name: str, entry: TablePlan) -> tuple[bool, bool]:
-    """Whether a table should be on SparseCores, and whether it is packed."""
-    wants = packing.is_wanted(entry.set["packed"], self.placement(entry).device_kind)
-    is_packed = wants and self.packing_obstacle(name, entry) is None
-    return sparse_core.is_wanted(entry.set["sparse_core"]), is_packed
+  def _storage(self, name: str, entry: TablePlan) -> dict[str, bool]:
+    """How a table is stored, as fields of its stack."""
+    is_packed = packing.is_wanted(entry.set["packed"], self.placement(entry).device_kind)
+    is_in_host = entry.set["memory"] == "host"
+    if is_in_host and (reason := self.host_obstacle(name, entry)):
+      raise ValueError(f'Table {name!r} cannot have memory="host": {reason}')
+    return {
+      "sparse_core": sparse_core.is_wanted(entry.set["sparse_core"]),
+      "is_packed": is_packed and self.packing_obstacle(name, entry) is None,
+      "is_in_host": is_in_host,
+    }
+
+  def host_obstacle(self, name: str, entry: TablePlan) -> str | None:
+    """Why a table cannot be in the memory of the host, or None."""
+    platform = self.placement(entry).platform
+    if platform not in host.PLATFORMS:
+      return f'it is for TPUs and CPUs, and these devices are of the platform "{platform}".'
+    if self._moves_every_row(name):
+      return (
+        "its optimizer moves every row in a step, which would bring all of them to the device. "
+        "Take an optimizer that steps the rows of the batch."
+      )
+    return None
+
+  def _unit(self, name: str, entry: TablePlan) -> int:
+    """The number of rows that the places of a table are a multiple of."""
+    width = -(-self.configs[name].dim // self.placement(entry).column_shards)
+    return packing.rows_per_line(width) if self._storage(name, entry)["is_packed"] else 1
+
+  def _moves_every_row(self, name: str) -> bool:
+    """Whether the optimizer of a table moves all of its rows in a step."""
+    optimizer = self.optimizers[name]
+    return optimizer is not None and not optimizer.lazy
 
   def packing_obstacle(self, name: str, entry: TablePlan) -> str | None:
     """Why a table cannot be packed, or None."""
-    optimizer = self.optimizers[name]
+    if entry.set["memory"] == "host":
+      return "its rows are in the memory of the host"
     width = -(-self.configs[name].dim // self.placement(entry).column_shards)
-    return packing.obstacle(width, optimizer is not None and not optimizer.lazy)
+    return packing.obstacle(width, self._moves_every_row(name))
 
   def stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
     """The stacks of these tables by name, in the order of their first tables."""
     groups: dict[Any, list[str]] = {}
     for name in names:
-      stored = dict(zip(("sparse_core", "packed"), self._storage(name, entries[name]), strict=True))
-      decided = tuple((entries[name].set | stored).values())
-      groups.setdefault((self.kind(name), decided), []).append(name)
+      storage = self._storage(name, entries[name])
+      decided = entries[name].set | {"sparse_core": None, "packed": None} | storage
+      kind = name if storage["is_in_host"] else self.kind(name)
+      groups.setdefault((kind, tuple(decided.values())), []).append(name)
     stacks: dict[str, StackSpec] = {}
     for group in groups.values():
       entry = entries[group[0]]
@@ -232,12 +271,12 @@ class Tables(NamedTuple):
 
   def _numbered(self, names: Sequence[str], entry: TablePlan) -> Iterator[list[str]]:
     """Divides tables into groups whose rows fit the numbers of sort keys and ids."""
-    shards = self.placement(entry).shards
+    shards, unit = self.placement(entry).shards, self._unit(names[0], entry)
     most = min(route.most_rows(shards), MAX_VOCABULARY_SIZE)
     part: list[str] = []
     height = 0
     for name in names:
-      rows = -(-self.configs[name].vocabulary_size // shards)
+      rows = -(-self.configs[name].vocabulary_size // (shards * unit)) * unit
       if part and height + rows > most:
         yield part
         part, height = [], 0
@@ -336,6 +375,7 @@ def stack_cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCos
     stack.layout.rows * per_row,
     cost.buffer_bytes(stack, demand, chosen),
     cost.moved_bytes(stack, demand, chosen),
+    "host" if stack.is_in_host else "device",
   )
 
 

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from embed.config import TableConfig
-from embed.engine import jax_internals, mesh, storage
+from embed.engine import host, jax_internals, mesh, storage
 from embed.engine.stack import StackSpec
 
 _LARGE_COPY = 16 << 20  # bytes of a copy
@@ -87,7 +87,8 @@ def make_variables(
   stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array], axis: Any
 ) -> nnx.Dict:
   """The Variables of a stack, each with its place on a mesh."""
-  of = lambda x: metadata(stack.placement, mesh.as_names(axis), x.ndim)
+  memory = {"memory_kind": host.KIND} if stack.is_in_host else {}
+  of = lambda x: metadata(stack.placement, mesh.as_names(axis), x.ndim) | memory
   kind = lambda key: Table if key == "parameters" else SlotVariable
   arrays = storage.make(stack, tables, {name: keys[name] for name in stack.tables})
   return nnx.Dict({key: kind(key)(value, **of(value)) for key, value in arrays.items()})

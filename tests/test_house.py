@@ -26,6 +26,7 @@ ORDER = [
   "transforms",
   "row_optimizer",
   "optimizers",
+  "engine.host",
   "initializers",
   "engine.packing",
   "engine.lookup",

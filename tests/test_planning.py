@@ -91,8 +91,9 @@ def test_one_device_moves_nothing():
 
 @pytest.mark.parametrize(("hbm", "fits"), [(255, False), (256, True), (None, None)])
 def test_fits(hbm, fits):
-  table = embed.TableConfig(16, 4, name="t")
-  plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(16, np.int32), hbm_bytes=hbm)
+  table = embed.TableConfig(16, 4, name="t", optimizer=embed.frozen())
+  plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(16, np.int32))
+  plan.hbm_bytes = hbm
   assert plan.bytes_per_device == 256
   assert plan.fits is fits
   assert ("fit" in repr(plan)) == (fits is not None)

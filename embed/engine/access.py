@@ -1,7 +1,8 @@
 """How a device reads and writes the rows that it stores; the one place that knows how they lie.
 
-Rows are read out of an array `[V, D]`, out of lines (`packing`), or by SparseCores. What lies
-between a read and a write, as every optimizer's equation, does not see the difference.
+Rows are read out of an array `[V, D]`, out of lines (`packing`), out of the memory of the host
+(`host`), or by SparseCores. What lies between a read and a write, as every optimizer's equation,
+does not see the difference.
 """
 
 from collections.abc import Sequence
@@ -11,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed.engine import native, packing, sparse_core
-from embed.engine.bags import Bags
+from embed.engine import host, native, packing, sparse_core
+from embed.engine.bags import Bags, is_row
+from embed.engine.host import HostRows
 from embed.engine.packing import Lines
 from embed.engine.stack import Arrays, StackSpec
 
-Rows = jax.Array | Lines  # `[V, D]`
+Rows = jax.Array | Lines | HostRows  # `[V, D]`
 
 
 # --- from what is stored to rows, and back --------------------------------------------------------
@@ -24,6 +26,8 @@ Rows = jax.Array | Lines  # `[V, D]`
 
 def opened(stack: StackSpec, stored: jax.Array) -> Rows:
   """A table or slot of this device as rows `[V, D]`, or, of one value per row, as `[V]`."""
+  if stack.is_in_host:
+    return HostRows(stored)
   if stack.is_packed and stored.ndim == 2:
     lines = Lines(stored, stack.width)
     return lines if packing.has_lines(stack.placement.device_kind) else unpacked(lines)
@@ -32,19 +36,21 @@ def opened(stack: StackSpec, stored: jax.Array) -> Rows:
 
 def closed(stack: StackSpec, rows: Rows) -> jax.Array:
   """The inverse of `opened`."""
-  if isinstance(rows, Lines):
+  if isinstance(rows, (Lines, HostRows)):
     return rows.array
   return packing.pack(rows) if stack.is_packed and rows.ndim == 2 else rows
 
 
 def unpacked(rows: Rows) -> jax.Array:
-  """Rows as an array, for what reads all of them."""
+  """Rows as an array on the device, for what reads all of them."""
+  if isinstance(rows, HostRows):
+    return host.to_device(rows.array)
   return packing.unpack(rows.array, rows.width) if isinstance(rows, Lines) else rows
 
 
 def is_direct(stack: StackSpec, table: Rows) -> bool:
   """Whether rows must be read and written by the functions below, and by no other formulation."""
-  return sparse_core.is_on(stack) or isinstance(table, Lines)
+  return sparse_core.is_on(stack) or isinstance(table, (Lines, HostRows))
 
 
 # --- some rows ------------------------------------------------------------------------------------
@@ -56,7 +62,7 @@ def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
     from embed.engine.sparse_core import kernels
 
     return kernels.take(_linear(table), ids)[:, : stack.width]
-  if isinstance(table, Lines):
+  if isinstance(table, (Lines, HostRows)):
     return table.take(ids)
   return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
@@ -65,6 +71,10 @@ def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
   """`lookup.gather_and_combine` of rows of the table, or of rows received, in float32."""
   if sparse_core.sums_bags(stack, bags):
     return sparse_core.gather_and_combine(_linear(table), bags)[..., : stack.width]
+  if isinstance(table, HostRows):  # one transfer of all rows
+    ids, size = bags.ids.reshape(-1), table.shape[0]
+    position = jnp.where(is_row(ids, size), jnp.arange(ids.size, dtype=jnp.int32), ids.size)
+    table, bags = table.take(ids), bags.with_ids(position.reshape(bags.ids.shape))
   return native.gather_and_combine(table, bags, stack.quantization, jnp.float32)
 
 
@@ -81,7 +91,7 @@ def write(stack: StackSpec, arrays: Arrays, at: jax.Array, new: Arrays) -> Array
   by_kernel = [name for name, x in arrays.items() if _is_by_kernel(stack, x)]
   written: Arrays = {}
   for name, x in arrays.items():
-    if isinstance(x, Lines) and name not in by_kernel:
+    if isinstance(x, (Lines, HostRows)) and name not in by_kernel:
       written[name] = x.put(at, new[name])
     elif name not in by_kernel:
       value = new[name].astype(x.dtype)
@@ -100,7 +110,7 @@ def _is_by_kernel(stack: StackSpec, x: Any) -> bool:
 
 
 def _is_taken(stack: StackSpec, x: Any) -> bool:
-  return isinstance(x, Lines) or _is_by_kernel(stack, x)
+  return isinstance(x, (Lines, HostRows)) or _is_by_kernel(stack, x)
 
 
 def _put_by_kernel(
@@ -117,7 +127,7 @@ def _put_by_kernel(
   ]
 
 
-def _linear(table: Rows) -> jax.Array:
+def _linear(table: Any) -> jax.Array:
   """Rows as kernels read them, of whole vectors: of lines the same bytes."""
   if isinstance(table, Lines):
     return table.linear()

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import jax_internals
+from embed.engine import host, jax_internals
 
 Names = tuple[str, ...]
 
@@ -62,7 +62,9 @@ def is_explicit(tree: Any) -> bool:
 
 
 def _move(x: Any, where: NamedSharding) -> Any:
-  """An array with another sharding, traced or not."""
+  """An array with another sharding, traced or not, in the memory where it is."""
+  if host.is_in_host(x):
+    where = where.with_memory_kind(host.KIND)
   if not isinstance(x, jax.core.Tracer):
     return jax.device_put(x, where)
   if AxisType.Explicit in where.mesh.axis_types:
@@ -193,10 +195,20 @@ class Placement:
 
   @property
   def device_kind(self) -> str:
-    """The kind of the devices, such as "TPU v6 lite"; an abstract mesh counts as this process's."""
+    """The kind of the devices, such as "TPU v6 lite"."""
+    return self._device.device_kind
+
+  @property
+  def platform(self) -> str:
+    """The platform of the devices: "cpu", "tpu", "gpu" and so on."""
+    return self._device.platform
+
+  @property
+  def _device(self) -> jax.Device:
+    """One of the devices; an abstract mesh counts as this process's."""
     if isinstance(self.mesh, Mesh):
-      return self.mesh.devices.flat[0].device_kind
-    return jax_internals.default_device().device_kind
+      return self.mesh.devices.flat[0]
+    return jax_internals.default_device()
 
   def lookup_groups(self) -> np.ndarray:
     """int64 `[devices]`: which group of devices looks up each part of a batch together.
@@ -242,6 +254,12 @@ class Placement:
 
   def sharding(self, spec: P) -> NamedSharding:
     return NamedSharding(self.active_mesh, spec)
+
+  def in_host(self, spec: P) -> Any:
+    """The sharding of an array in the memory of the host."""
+    if self.mesh is None:
+      return SingleDeviceSharding(jax_internals.default_device(), memory_kind=host.KIND)
+    return self.sharding(spec).with_memory_kind(host.KIND)
 
   def _devices_mesh(self) -> Any:
     """Outside of jitted functions, where a layer made inside of one only knows an abstract mesh."""

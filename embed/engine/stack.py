@@ -36,6 +36,7 @@ class StackSpec:
     capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
     sparse_core: whether SparseCores should read and write the rows, if they can.
     is_packed: whether narrow rows are stored side by side, in lines: see `packing`.
+    is_in_host: whether rows and slots are in the memory of the host: see `host`.
     indices: the position of each table in the layout.
     width: the columns on a device.
     row_width: the columns that a row takes on a device as it is stored.
@@ -59,6 +60,7 @@ class StackSpec:
   capacity: int | None = None
   sparse_core: bool = False
   is_packed: bool = False
+  is_in_host: bool = False
   indices: dict[str, int] = dataclasses.field(init=False, compare=False)
   width: int = dataclasses.field(init=False, compare=False)
   row_width: int = dataclasses.field(init=False, compare=False)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from embed import initializers
 from embed.config import TableConfig
-from embed.engine import packing, views
+from embed.engine import host, packing, views
 from embed.engine.stack import Arrays, StackSpec
 from embed.engine.views import View
 from embed.row_optimizer import Slot
@@ -152,7 +152,8 @@ def _drawing(
 
   def per_device(keys):
     shard = stack.placement.index(stack.placement.rows)
-    rows = jnp.zeros(stack.stored_shape, dtype)
+    rows: Any = _full(stack, stack.stored_shape, 0, dtype)
+    rows = host.HostRows(rows) if stack.is_in_host else rows
     # One loop for all tables of an initializer, which takes most of the time to compile.
     for maker, names in by_maker.items():
       indices = [stack.indices[name] for name in names]
@@ -164,7 +165,7 @@ def _drawing(
       unit = layout.unit
       at_a_time = initializers.ROWS_AT_A_TIME // unit
       rows = initializers.fill(rows, start // unit, -(-end // unit), drawing, at_a_time)
-    return rows
+    return rows.array if stack.is_in_host else rows
 
   return jax.jit(stack.placement.run(per_device, (P(),), stack.specs[2]))
 
@@ -173,8 +174,14 @@ def _drawing(
 def _filling(stack: StackSpec, slot: Slot) -> Callable[[], jax.Array]:
   """A function that returns a slot as it is stored, full of its initial value."""
   shape = (stack.layout.rows,) if slot.per_row else stack.stored_shape
-  make = lambda: jnp.full(shape, slot.initial, slot.dtype)
+  make = lambda: _full(stack, shape, slot.initial, slot.dtype)
   return jax.jit(stack.placement.run(make, (), stack.specs[len(shape)]))
+
+
+def _full(stack: StackSpec, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
+  """A stored array of one value, in a jitted function."""
+  make = host.full if stack.is_in_host else jnp.full
+  return make(shape, value, dtype)
 
 
 # --- tables and slots as users see them ----------------------------------------------------------
@@ -192,7 +199,11 @@ def read(stack: StackSpec, stored: jax.Array, table: str, compact: bool = False)
   chosen = view(stack, table, stored.ndim, compact)
 
   def per_device(stored):
-    return views.read(stack.layout, index, stack.dim, chosen, block(stack, stored, index))
+    rows = block(stack, stored, index)
+    if not stack.is_in_host or views.is_stored_so(stack.layout, chosen):
+      return views.read(stack.layout, index, stack.dim, chosen, rows)
+    rows = views.read(stack.layout, index, stack.dim, chosen, host.to_device(rows))
+    return host.to_host(rows)
 
   return stack.placement.run(per_device, (stack.specs[stored.ndim],), chosen.spec)(stored)
 
@@ -222,7 +233,7 @@ def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array)
 @jax.named_scope("lookup")
 def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
   """A table on every device, for scores against all of its rows."""
-  return stack.placement.put(read(stack, stored, table), P())
+  return stack.placement.put(host.to_device(read(stack, stored, table)), P())
 
 
 def _store(
@@ -232,17 +243,28 @@ def _store(
   for name, value in tables.items():
     index = stack.indices[name]
     if stack.placement.is_local:
-      value = jnp.array(value, stored.dtype, copy=True)  # a donated step deletes what we store
+      value = _copied(stack, value, stored.dtype)  # a donated step deletes what we store
       stored = with_block(stack, stored, index, value)
       continue
     chosen, spec = view(stack, name, stored.ndim, compact), stack.specs[stored.ndim]
 
     def per_device(stored, value, index=index, chosen=chosen):
-      rows = views.write(stack.layout, index, stack.dim, chosen, value)
-      return with_block(stack, stored, index, rows)
+      if not stack.is_in_host or views.is_stored_so(stack.layout, chosen):
+        rows = views.write(stack.layout, index, stack.dim, chosen, value)
+        return with_block(stack, stored, index, rows)
+      rows = views.write(stack.layout, index, stack.dim, chosen, host.to_device(value))
+      return host.to_host(with_block(stack, stored, index, rows))
 
     stored = stack.placement.run(per_device, (spec, chosen.spec), spec)(stored, value)
   return stored
+
+
+def _copied(stack: StackSpec, value: Any, dtype: Any) -> jax.Array:
+  """A copy of a whole table or slot on one device, in the memory that stores it."""
+  if not stack.is_in_host or isinstance(value, jax.core.Tracer):
+    copy = jnp.array(value, dtype, copy=True)
+    return host.to_host(copy) if stack.is_in_host else copy
+  return jax.device_put(np.array(value, dtype), stack.placement.in_host(P()))
 
 
 def shapes(
@@ -254,7 +276,9 @@ def shapes(
     where: Any = getattr(stored, "sharding", None)
     if not stack.placement.is_local:
       where = _where(stack, view(stack, table, stored.ndim, compact))
-      where = stack.placement.sharding(where) if isinstance(where, P) else where
+      if isinstance(where, P):
+        of = stack.placement.in_host if stack.is_in_host else stack.placement.sharding
+        where = of(where)
     dims = (stack.size(table), stack.dim)[: stored.ndim]
     return jax.ShapeDtypeStruct(dims, stored.dtype, sharding=where)
 
@@ -263,6 +287,7 @@ def shapes(
 
 def view(stack: StackSpec, table: str, ndim: int, compact: bool = False) -> View:
   """How a table, or a slot of one value per row, is split where users see it."""
+  compact = compact and not stack.is_in_host
   return views.choose(stack.layout, stack.indices[table], stack.dim, ndim, stack.placement, compact)
 
 
@@ -283,6 +308,8 @@ def _place(stack: StackSpec, value: Any, table: str, stored: jax.Array, compact:
   """A table or slot as `_store` takes it."""
   chosen = view(stack, table, stored.ndim, compact)
   where = _where(stack, chosen)
+  if stack.is_in_host and not isinstance(value, jax.core.Tracer):
+    return stack.placement.place_whole(value, stored.dtype, stack.placement.in_host(where))
   value = stack.placement.place_whole(value, stored.dtype, where)
   if isinstance(where, P):
     return value

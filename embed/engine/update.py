@@ -299,7 +299,7 @@ def _step_rows_of(
   assert optimizer is not None
   size, row_step = table.shape[0], row_step_of(stack, scalars)
   by_kernels = optimizer.use_gradient_accumulation and sparse_core.is_on(stack)
-  if _is_plain_sum(optimizer, table) and not by_kernels:
+  if _is_plain_sum(optimizer, table) and not (by_kernels or stack.is_in_host):
     return _add_steps(optimizer, scalars.rate, table, parts), slots
   if not optimizer.use_gradient_accumulation:
     return _step_in_order(stack, row_step, state, *rows.expand_rows(parts, size))

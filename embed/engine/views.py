@@ -47,6 +47,11 @@ def choose(
   return make("whole", (), kept)
 
 
+def is_stored_so(layout: Layout, view: View) -> bool:
+  """Whether a device's part of a view is what it stores: nothing is moved nor computed."""
+  return view.kind == "rows" and layout.contiguous and view.columns == view.kept
+
+
 def read(layout: Layout, table: int, dim: int, view: View, block: jax.Array) -> jax.Array:
   """A device's part of the view, from the rows of the table that it stores."""
   height = layout.heights[table]

@@ -44,6 +44,8 @@ def obstacle(stack: StackSpec) -> str | None:
     return reason
   from embed.engine.sparse_core import kernels
 
+  if stack.is_in_host:
+    return "its rows are in the memory of the host"
   if stack.width % packing.LANES and not stack.is_packed:
     columns = f"{stack.width} columns on a device, not a multiple of {packing.LANES}"
     return f"its rows have {columns}, and are not packed"

@@ -1,15 +1,17 @@
-"""Compiles training steps of tables of many widths for TPUs, without having any.
+"""Compiles training steps of tables that are stored in several ways for TPUs, without having any.
 
     pip install -e '.[tpu]'
-    python benchmarks/narrow_tables.py --json=narrow_tables.json
+    python benchmarks/tables_on_tpus.py --json=tables_on_tpus.json
 
 For each topology, dtype, width and way to store the rows: a step of Adagrad on one table, on all
 devices of the topology. Printed are the bytes of a device's table and slots, how much of them is
 written in place, the temporaries, how these change if the table has twice as many rows, and the
-arrays of the table's size that the step makes, which should be none.
+arrays of the table's size that the step makes, which should be none. Of a table in the memory of
+the host, what is held and written in place is there, and the temporaries are the device's.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -20,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import AxisType, Mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
 import embed
@@ -27,24 +30,27 @@ from recipes import aot, hlo, hosts
 
 ROWS, BAGS, LENGTH = 1 << 18, 512, 8  # of a device
 MIB = 1 << 20
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
   "plain": {"packed": False, "sparse_core": False},
   "packed": {"packed": True, "sparse_core": False},
   "SparseCores": {"packed": True, "sparse_core": True},
+  "host": {"memory": "host", "strategy": "div"},
 }
 
 
 def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[Any, Any, Any]:
   """The compiled step of a table of `rows` rows on a device, its layer and the layer's stack."""
   mesh = aot.topology_mesh(topology)
+  if way == "host":  # with the shardings in its types, JAX says which argument an output replaces
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,))
   table = embed.TableConfig(
     rows * mesh.size, dim, dtype=dtype, name="table", stochastic_rounding=False
   )
   features = embed.FeatureConfig(table)
   batch = embed.Padded(jax.ShapeDtypeStruct((BAGS * mesh.size, LENGTH), jnp.int32))
   plan = embed.plan(features, mesh, batch, embed.adagrad(0.1), axis=hosts.AXIS)
-  entry = plan["table"]
-  entry.strategy, entry.packed, entry.sparse_core = "mod", *WAYS[way].values()
+  for field, value in ({"strategy": "mod"} | WAYS[way]).items():
+    setattr(plan["table"], field, value)
   make = lambda: embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
   layer = aot.place(nnx.eval_shape(make), mesh)
   shapes = nnx.eval_shape(lambda: embed.Optimizer(make(), optax.sgd(0.1)))
@@ -57,7 +63,8 @@ def compiled(topology: str, dtype: str, dim: int, way: str, rows: int) -> tuple[
     optimizer.update(layer, grads)
     return loss
 
-  traced = step.trace(layer, optimizer, hosts.over_examples(mesh, batch))
+  with jax.set_mesh(mesh) if way == "host" else contextlib.nullcontext():
+    traced = step.trace(layer, optimizer, hosts.over_examples(mesh, batch))
   return traced.lower(lowering_platforms=("tpu",)).compile(), layer, plan.stacks()["table"]
 
 
@@ -73,7 +80,9 @@ def figures(topology: str, dtype: str, dim: int, way: str) -> dict[str, Any]:
   return {
     "tables and slots": held,
     "arguments": memory.argument_size_in_bytes,
-    "aliased": memory.alias_size_in_bytes,
+    "aliased": memory.alias_size_in_bytes + memory.host_alias_size_in_bytes,
+    "arguments in the host": memory.host_argument_size_in_bytes,
+    "temporaries in the host": memory.host_temp_size_in_bytes,
     "temporaries": memory.temp_size_in_bytes,
     "temporaries of twice the rows": twice.temp_size_in_bytes,
     "made": [str(x) for x in made],
@@ -83,7 +92,8 @@ def figures(topology: str, dtype: str, dim: int, way: str) -> dict[str, Any]:
 def ways_of(topology: str, dtype: str, dim: int) -> list[str]:
   """The ways to store rows that differ here."""
   with_sparse_cores = dtype == "float32" and not topology.startswith("v5e")
-  return [*(["plain"] if dim % 128 else []), "packed", *(["SparseCores"] * with_sparse_cores)]
+  ways = [*(["plain"] if dim % 128 else []), "packed", *(["SparseCores"] * with_sparse_cores)]
+  return [*ways, *(["host"] if dim == 128 else [])]
 
 
 def main() -> None:

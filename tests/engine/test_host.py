@@ -1,0 +1,287 @@
+"""Tables in the memory of the host: the same numbers, and only rows of the batch on the device."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+from meshes import assert_close, assert_equal, make_mesh
+
+import embed
+from embed.engine import host
+
+V = 64
+OPTIMIZERS = {
+  "adagrad": embed.adagrad(0.125),
+  "sgd": embed.sgd(0.125),
+  "rowwise_adagrad": embed.rowwise_adagrad(0.125),
+  "adam": embed.adam(0.125),
+  "in order": embed.adagrad(0.125, use_gradient_accumulation=False),
+}
+
+
+def features(optimizer, dim=16, **settings):
+  table = lambda name, size: embed.TableConfig(
+    size, dim, optimizer=optimizer, combiner="mean", name=name, **settings
+  )
+  a, b = table("a", V), table("b", 2 * V)
+  return {"x": embed.FeatureConfig(a), "y": embed.FeatureConfig(b), "z": embed.FeatureConfig(a)}
+
+
+def batch(step, size=16):
+  """Bags with repeated ids and padding; one feature is ragged."""
+  draw = np.random.default_rng(step)
+  splits = np.concatenate([[0], np.sort(draw.integers(0, 20, size - 1)), [20]]).astype(np.int32)
+  return {
+    "x": embed.Padded(draw.integers(-1, 13, (size, 3)).astype(np.int32)),
+    "y": embed.Padded(draw.integers(-1, 2 * V, (size, 4)).astype(np.int32)),
+    "z": embed.Ragged(draw.integers(0, 20, 20).astype(np.int32), splits),
+  }
+
+
+def made(given, mesh=None, **settings):
+  plan = embed.plan(given, mesh, batch(0))
+  for name, (key, value) in itertools.product(plan, settings.items()):
+    setattr(plan[name], key, value)
+  return embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
+
+
+def wave(x):
+  return jnp.sum(jnp.sin(x) * jnp.linspace(0.5, 1, x.shape[-1]))
+
+
+def train_step(layer, optimizer, ids):
+  loss_fn = lambda layer, ids: sum(map(wave, layer(ids).values()))
+  loss, grads = embed.value_and_grad(loss_fn)(layer, ids)
+  optimizer.update(layer, grads)
+  return loss, layer(ids)
+
+
+def train(layer, steps):
+  optimizer, step = embed.Optimizer(layer, optax.sgd(0.1)), nnx.jit(train_step)
+  for i in range(steps):
+    out = step(layer, optimizer, batch(i))
+  return fetched((out, layer.variables))
+
+
+def fetched(tree):
+  return jax.tree.map(np.asarray, tree)
+
+
+def stored(layer):
+  return jax.tree.leaves(nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable)))
+
+
+def assert_in_host(layer):
+  assert {x.sharding.memory_kind for x in stored(layer)} == {host.KIND}
+
+
+# --- by hand --------------------------------------------------------------------------------------
+
+
+def test_one_step_by_hand():
+  table = embed.TableConfig(
+    4, 2, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.ones, name="t"
+  )
+  plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(2, np.int32))
+  plan["t"].memory = "host"
+  layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+  activations, residual = layer.lookup(np.array([3, -1]))
+  assert activations.tolist() == [[1, 1], [0, 0]]
+  assert activations.sharding.memory_kind != host.KIND
+  layer.apply_gradients(jnp.ones((2, 2)), residual)
+  assert np.asarray(layer.tables["t"]).tolist() == [[1, 1], [1, 1], [1, 1], [0.5, 0.5]]
+  assert_in_host(layer)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_equal_those_of_tables_on_the_device(name):
+  """But for the order of sums."""
+  given = features(OPTIMIZERS[name])
+  layer = made(given, memory="host")
+  assert_close(train(layer, 4), train(made(given), 4), scale=2e-5)
+  assert_in_host(layer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {"strategy": "mod", "exchange": "all_to_all", "capacity": 3},
+    {"strategy": "div", "exchange": "gather"},
+    {"strategy": "column"},
+    {"strategy": "replicated"},
+  ],
+  ids=lambda settings: settings["strategy"],
+)
+def test_steps_on_a_mesh(settings, kind):
+  given, mesh = features(embed.rowwise_adagrad(0.125)), make_mesh(kind)
+  with jax.set_mesh(mesh):
+    layer = made(given, mesh, memory="host", **settings)
+    found, wanted = train(layer, 3), train(made(given, mesh, **settings), 3)
+  assert_close(found, wanted, scale=2e-5)
+  assert_in_host(layer)
+
+
+def test_rows_that_were_not_looked_up_keep_their_bits():
+  given = features(embed.adagrad(0.5))
+  (_, before), (_, after) = (train(made(given, memory="host"), n) for n in (1, 3))
+  for key in ("parameters", "accumulators"):
+    np.testing.assert_array_equal(after["a"][key][20:], before["a"][key][20:])
+    assert (after["a"][key] != before["a"][key]).any()
+
+
+def test_bfloat16_rows_are_rounded_as_on_the_device():
+  given = features(embed.adagrad(0.5), dtype=jnp.bfloat16)
+  layers = [made(given, memory=memory) for memory in ("host", "device")]
+  for layer in layers:
+    activations, residual = layer.lookup(batch(0))
+    layer.apply_gradients(jax.tree.map(jnp.ones_like, activations), residual, step=3)
+  in_host, on_device = (layer.tables["a"] for layer in layers)
+  assert in_host.dtype == jnp.bfloat16
+  assert_close(in_host, on_device, scale=1e-2)
+
+
+def all_avals(jaxpr):
+  for eqn in jaxpr.eqns:
+    yield from (v.aval for v in (*eqn.invars, *eqn.outvars))
+    for sub in jaxprs_in_params(eqn.params):
+      yield from all_avals(sub)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_no_array_of_a_tables_size_is_on_the_device(devices):
+  mesh = make_mesh() if devices == 8 else None
+  rows = 40_000
+  table = embed.TableConfig(rows, 8, optimizer=embed.adagrad(0.125), name="t")
+  plan = embed.plan(embed.FeatureConfig(table), mesh, np.zeros(16, np.int32))
+  plan["t"].memory, plan["t"].strategy = "host", "div"
+  layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+  graphdef, state = nnx.split((layer, embed.Optimizer(layer, optax.sgd(0.1))))
+
+  def step(state, ids):
+    layer, optimizer = nnx.merge(graphdef, state)
+    _, grads = embed.value_and_grad(lambda layer, ids: wave(layer(ids)))(layer, ids)
+    optimizer.update(layer, grads)
+    return nnx.state((layer, optimizer))
+
+  jaxpr = jax.make_jaxpr(step)(state, np.zeros(16, np.int32)).jaxpr
+  large = [x for x in all_avals(jaxpr) if getattr(x, "size", 0) >= rows * 8 // devices]
+  assert len(large) > 4
+  assert {x.memory_space for x in large} == {jax.memory.Space.Host}
+
+
+# --- tables as users see them ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [None, "div", "mod"])
+def test_checkpoints_and_deltas_go_both_ways(strategy, tmp_path):
+  settings = {"strategy": strategy} if strategy else {}
+  mesh = make_mesh() if strategy else None
+  given = features(embed.rowwise_adagrad(0.5))
+  for number, memory in enumerate(["host", "device"]):
+    source = made(given, mesh, memory=memory, **settings)
+    target = made(given, mesh, memory={"host": "device", "device": "host"}[memory], **settings)
+    train(source, 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+      path = tmp_path / str(number)
+      checkpointer.save(path, embed.checkpoint.to_tree(model=source))
+      checkpointer.wait_until_finished()
+      tree = checkpointer.restore(path, embed.checkpoint.like(model=target))
+    embed.checkpoint.from_tree(tree, model=target)
+    assert_equal(fetched(target.variables), fetched(source.variables))
+    before = embed.deltas.fingerprint(0, model=source)
+    train(source, 3)
+    delta, _ = embed.deltas.changes(before, 3, model=source)
+    assert 0 < delta.num_rows < 3 * V
+    embed.deltas.apply(delta, 0, model=target)
+    assert_equal(fetched(target.variables), fetched(source.variables))
+    assert_in_host(source if memory == "host" else target)
+
+
+def test_attend_export_and_loaded_rows():
+  given = features(embed.adagrad(0.5))
+  in_host, on_device = (made(given, memory=memory) for memory in ("host", "device"))
+  rows = np.random.default_rng(0).normal(size=(V, 16)).astype(np.float32)
+  for layer in (in_host, on_device):
+    layer.load_variables({"a": {"parameters": rows, "accumulators": rows**2}})
+  assert_equal(fetched(in_host.variables), fetched(on_device.variables))
+  assert_in_host(in_host)
+  query = jnp.ones((2, 16))
+  for asked in (None, np.array([0, V - 1, -1])):
+    assert_close(in_host.attend(query, "a", asked), on_device.attend(query, "a", asked))
+  ids = {"x": np.array([[1], [2]], np.int32)}
+  exported = embed.export(lambda layer, ids: layer(ids), in_host, ids)
+  assert_close(exported.program.call(exported.arrays, ids), on_device(ids))
+
+
+def test_initial_values_are_those_of_tables_on_the_device():
+  normal = jax.nn.initializers.normal(0.5)
+  for initializer in (None, embed.row_wise(normal), normal):
+    given = features(embed.adagrad_momentum(slot_init={"momenta": normal}), initializer=initializer)
+    layers = [made(given, memory=memory) for memory in ("host", "device")]
+    assert_equal(*(fetched(layer.variables) for layer in layers))
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_table_of_four_times_the_memory_trains_from_the_host(devices):
+  """Of two tables, the one with most rows for an id."""
+  mesh = make_mesh() if devices == 8 else None
+  large = embed.TableConfig(80_000, 16, name="large")
+  small = embed.TableConfig(100, 16, name="small")
+  given = {"large": embed.FeatureConfig(large), "small": embed.FeatureConfig(small)}
+  ids = {"large": np.arange(16, dtype=np.int32), "small": np.arange(16, dtype=np.int32)}
+  hbm = 80_000 * 16 * 4 // devices // 4
+  plan = embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm)
+  assert (plan["large"].memory, plan["small"].memory) == ("host", "device")
+  assert plan.fits
+  assert "large: in the memory of the host" in repr(plan)
+  in_host = 2 * 80_000 * 16 * 4 // devices
+  assert [c.rows + c.slots for c in plan.costs() if c.memory == "host"] == [in_host]
+  again = embed.Plan.from_json(plan.to_json(), given, mesh, embed.adagrad(0.125))
+  on_device = embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=1 << 40)
+  results = []
+  for chosen in (again, on_device):
+    layer = embed.SparseEmbed(plan=chosen, rngs=nnx.Rngs(0))
+    optimizer = embed.Optimizer(layer, optax.sgd(0.1))
+    for _ in range(3):
+      nnx.jit(train_step)(layer, optimizer, ids)
+    results.append(fetched(layer.variables))
+  assert_close(*results)
+
+
+def test_what_does_not_fit_anywhere_is_said():
+  """Adam that moves every row would bring the whole table to the device."""
+  given = embed.FeatureConfig(embed.TableConfig(1000, 16, name="t"))
+  dense = embed.adam(lazy_adam=False)
+  plan = embed.plan(given, None, np.zeros(4, np.int32), dense, hbm_bytes=1000)
+  assert plan["t"].memory == "device"
+  assert "does not fit 1000" in repr(plan)
+  plan["t"].memory = "host"
+  with pytest.raises(ValueError, match='memory="host": its optimizer moves every row'):
+    embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match=r"memory must be one of \('device', 'host'\). Got 'disk'"):
+    plan["t"].memory = "disk"
+
+
+def test_gpus_are_refused(monkeypatch):
+  monkeypatch.setattr(host, "PLATFORMS", ("tpu",))
+  plan = embed.plan(features(embed.sgd(0.5)), None, batch(0), hbm_bytes=1000)
+  assert plan["a"].memory == "device"
+  plan["a"].memory = "host"
+  with pytest.raises(
+    ValueError, match='for TPUs and CPUs, and these devices are of the platform "cpu"'
+  ):
+    plan.stacks()
