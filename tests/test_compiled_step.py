@@ -75,7 +75,8 @@ def test_no_cost_of_the_vocabulary_for_others(name):
   assert_cost_of_the_batch(EXTRA[name]())
 
 
-@pytest.mark.parametrize("index", full_unless(LAZY, is_plain), ids=optimizer_id)
+@pytest.mark.full
+@pytest.mark.parametrize("index", LAZY, ids=optimizer_id)
 def test_no_cost_of_the_vocabulary_in_packed_tables(index, monkeypatch):
   """Where lines and rows are the same bytes, as on CPUs and GPUs."""
   monkeypatch.setenv(packing.SWITCH, "1")

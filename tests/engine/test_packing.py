@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshes import assert_close, assert_equal, make_mesh
 from optimizer_cases import EXTRA, OPTIMIZERS, optimizer_id
+from suites import full_unless
 
 import embed
 from embed.engine import packing
@@ -20,7 +21,7 @@ from embed.engine.packing import Lines
 V = 61  # no multiple of the rows of a line
 
 
-@pytest.fixture(params=["rows", "lines"])
+@pytest.fixture(params=[pytest.param("rows", marks=pytest.mark.full), "lines"])
 def as_on(request, monkeypatch):
   """As CPUs and GPUs do it, and as TPUs do, which read and write parts of lines."""
   monkeypatch.setattr(packing, "has_lines", lambda kind: request.param == "lines")
@@ -129,18 +130,16 @@ def train(layer, steps):
 ALL = [getattr(embed, name)(0.125, **config) for name, config in OPTIMIZERS]
 ALL += [make() for make in EXTRA.values()]
 NAMES = [*map(optimizer_id, range(len(OPTIMIZERS))), *EXTRA]
-QUICK = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+COMMON = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
 
 def cases():
   """Every optimizer on one device and eight, and on rows that have to be filled up."""
   places = [(1, 16), (8, 16), (1, 10), (8, 10)]
   for (name, optimizer), place in itertools.product(zip(NAMES, ALL, strict=True), places):
-    is_first, is_common = place == (1, 16), name in QUICK
-    if is_common or is_first:
-      marks = () if is_common and is_first else pytest.mark.full
-    else:
-      marks = pytest.mark.slow
+    is_first = place == (1, 16)
+    marks = pytest.mark.full if is_first or name in COMMON else pytest.mark.slow
+    marks = () if is_first and name == "adagrad" else marks
     yield pytest.param(optimizer, *place, id=f"{name}-{place[0]}-{place[1]}", marks=marks)
 
 
@@ -187,11 +186,12 @@ def test_steps_on_a_mesh(as_on, settings, kind):
   assert_close(packed, plain, scale=2e-5)
 
 
+@pytest.mark.full
 def test_bfloat16_with_stochastic_rounding(as_on):
   given = features(embed.adagrad(0.5), dtype=jnp.bfloat16, stochastic_rounding=True)
   layers = [made(given, packed=packed) for packed in (True, False)]
   for layer in layers:
-    activations, residual = nnx.jit(lambda layer: layer.lookup(batch(0)))(layer)
+    activations, residual = nnx.jit(lambda layer, ids: layer.lookup(ids))(layer, batch(0))
     layer.apply_gradients(jax.tree.map(jnp.ones_like, activations), residual, step=3)
   packed, plain = (layer.tables["a"] for layer in layers)
   assert packed.dtype == jnp.bfloat16
@@ -217,7 +217,9 @@ def test_places_that_fill_up_a_line_are_never_read_nor_trained(as_on):
 # --- tables as users see them ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"strategy": "mod"}, {"strategy": "column"}])
+@pytest.mark.parametrize(
+  "settings", full_unless([{}, {"strategy": "mod"}, {"strategy": "column"}], lambda x: not x)
+)
 def test_checkpoints_and_deltas_go_both_ways(as_on, settings):
   mesh = make_mesh() if settings else None
   optimizer = embed.rowwise_adagrad(0.5)
