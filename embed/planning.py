@@ -228,6 +228,8 @@ class Plan:
     lines = ""
     for stack in self.stacks().values():
       notes = ["in the memory of the host"] if stack.is_in_host else []
+      if stack.is_in_host and stack.placement.platform == "tpu" and stack.placement.devices > 1:
+        notes.append("copied there in every step, unless axes are Explicit under jax.set_mesh")
       if stack.is_packed:
         notes.append(packing.describe(stack.width))
       elif self[stack.tables[0]].set["packed"]:
