@@ -13,7 +13,7 @@ from embed import combiners, structure
 from embed.combiners import Uncombined
 from embed.config import TableConfig
 from embed.engine import bags as bags_lib
-from embed.engine import exchange, jax_internals, native, route, taps, update
+from embed.engine import exchange, jax_internals, native, route, row_step, taps, update
 from embed.engine import mesh as mesh_lib
 from embed.engine.grads import ActivationGrads
 from embed.engine.lookup import LookupRecord
@@ -256,7 +256,7 @@ def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], st
   for stack in moving:
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = {k: taps.read_table(x, "update") for k, x in stored_arrays(layer, stack).items()}
-    scalars = update.StepScalars.at(stack, step)
+    scalars = row_step.StepScalars.at(stack, step)
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, of_stack)))
     run = update.step if traced else compiled_step
     new = mesh_lib.settled(run(stack, arrays, of_stack, scalars))

@@ -5,12 +5,13 @@
   acts, record = exchange.look_up(stack, stored, [bag], ["movie"])
   acts = taps.tap(acts, record, stored, layer)                # value_and_grad finds these
   sent = grads.ActivationGrads(activation_grads, record)
-  scalars = update.StepScalars.at(stack, step)
+  scalars = row_step.StepScalars.at(stack, step)
   arrays = update.step(stack, arrays, [sent], scalars)        # rows and slots, in place
 
-Read `layout`, `mesh`, `stack` for where rows are; `packing`, `access` for how they lie in memory;
-`bags`, `lookup` for one device; `cost`, `route`, `exchange` for several; `grads`, `rows`, `update`
-for the way back; `storage`, `views` for tables as users see them; `taps` for differentiation.
+Read `layout`, `mesh`, `stack` for where rows are; `packing`, `host`, `access` for how they lie in
+memory; `bags`, `lookup` for one device; `cost`, `route`, `exchange` for several; `grads`, `rows`,
+`row_step`, `update` for the way back; `storage`, `views` for tables as users see them; `taps` for
+differentiation.
 `jax_internals` isolates what JAX and Flax do not promise, `update_cpu` what one backend needs.
 `native` has compiled kernels for the CPU, which mean what `lookup` and `update` say.
 

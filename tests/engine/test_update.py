@@ -11,7 +11,7 @@ from hypothesis import given
 
 import embed
 from embed.engine import grads as grads_lib
-from embed.engine import rows, update
+from embed.engine import row_step, rows, update
 from embed.engine import update_cpu as cpu
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
@@ -122,7 +122,7 @@ def test_both_formulations_step_alike():
     jnp.asarray(grads, jnp.float32), Bags(ids, jnp.asarray(gains, jnp.float32))
   )
   stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adam(0.1))
-  scalars = update.StepScalars.at(stack, 0)
+  scalars = row_step.StepScalars.at(stack, 0)
   state = (
     jnp.asarray(rng.normal(size=(v, d)), jnp.float32),
     {
@@ -133,7 +133,7 @@ def test_both_formulations_step_alike():
   on_cpu = update.step_table(stack, scalars, state, [part], distinct=False)
   position, unique, _ = rows.distinct_by_sort(grads_lib.flat_ids([part], v), v)
   sums = rows.add_at_once(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
-  at_once = update.step_at_once(stack, update.row_step_of(stack, scalars), state, unique, sums)
+  at_once = update.step_at_once(stack, row_step.row_step_of(stack, scalars), state, unique, sums)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
 
 
@@ -166,7 +166,7 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
   """Also those of the last chunk, which begins within the one before it."""
   rng, v, d = np.random.default_rng(0), 300, 4
   stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adagrad(0.5))
-  row_step = update.row_step_of(stack, update.StepScalars.at(stack, 0))
+  of_rows = row_step.row_step_of(stack, row_step.StepScalars.at(stack, 0))
   state = (
     rng.normal(size=(v, d)).astype(np.float32),
     {"accumulators": np.ones((v, d), np.float32)},
@@ -174,7 +174,7 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
   ids = rng.permutation(v)[:count].astype(np.int32)
   ids[::5] = v
   grads = rng.normal(size=(count, d)).astype(np.float32)
-  step = lambda: jax.jit(lambda *x: update.step_at_once(stack, row_step, *x))(state, ids, grads)
+  step = lambda: jax.jit(lambda *x: update.step_at_once(stack, of_rows, *x))(state, ids, grads)
   at_once = step()
   in_chunks_of(64, monkeypatch)
   jax.tree.map(np.testing.assert_array_equal, step(), at_once)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, TOLERANCE, optimizer_id
 
 import embed
-from embed.engine import exchange, lookup, native, update
+from embed.engine import exchange, lookup, native, row_step, update
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
 from embed.engine.layout import Layout
@@ -132,7 +132,7 @@ def check_step(monkeypatch, optimizer, size, dim, shapes, seed=0, **tolerance):
   rng = np.random.default_rng(seed)
   state, parts = make_state(rng, optimizer, size, dim), make_parts(rng, size, dim, shapes)
   stack = StackSpec("t", ("t",), Layout((size,)), dim, np.dtype(np.float32), optimizer)
-  scalars = update.StepScalars(jnp.float32(0.1), None, None)
+  scalars = row_step.StepScalars(jnp.float32(0.1), None, None)
 
   def run(switch):
     monkeypatch.setenv(native.SWITCH, switch)
@@ -193,7 +193,7 @@ def test_a_sum_does_not_depend_on_the_threads():
   rng = np.random.default_rng(0)
   optimizer = embed.adagrad()
   stack = StackSpec("t", ("t",), Layout((50,)), 8, np.dtype(np.float32), optimizer)
-  scalars = update.StepScalars(jnp.float32(0.1), None, None)
+  scalars = row_step.StepScalars(jnp.float32(0.1), None, None)
   step = jax.jit(lambda state, parts: update.step_table(stack, scalars, state, parts, False))
   state, parts = make_state(rng, optimizer, 50, 8), make_parts(rng, 50, 8, [(3000, 5, True)])
   first = step(state, parts)
@@ -216,7 +216,7 @@ def test_what_has_no_kernel_runs_by_xla(optimizer, dtype):
   rng = np.random.default_rng(0)
   (table, slots), parts = make_state(rng, optimizer, 9, 4), make_parts(rng, 9, 4, SHAPES)
   stack = StackSpec("t", ("t",), Layout((9,)), 4, np.dtype(dtype), optimizer)
-  scalars = update.StepScalars(jnp.float32(0.1), None, None)
+  scalars = row_step.StepScalars(jnp.float32(0.1), None, None)
   step = lambda *state: update.step_table(stack, scalars, state, parts, distinct=False)
   assert "sparse_embed" not in text_of(step, table.astype(dtype), slots)
 
