@@ -164,7 +164,8 @@ def make_recommend(
     query = model_lib.queries(model, batch)
     seen = batch["seen"] if exclude_seen else jnp.full_like(batch["seen"][:, :1], -1)
     if mesh is None:
-      return retrieval.top_k(query, model.embed.tables[model_lib.ITEM], k, seen)[1]
+      items = jax.device_put(model.embed.tables[model_lib.ITEM], jax.memory.Space.Device)
+      return retrieval.top_k(query, items, k, seen)[1]
     rows = lambda ids: model.embed({model_lib.ITEM: ids})[model_lib.ITEM]
     return retrieval.top_k_of_rows(query, rows, num_items, k, seen, mesh)[1]
 
