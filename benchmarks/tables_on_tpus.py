@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
   "plain": {"packed": False, "sparse_core": False},
   "packed": {"packed": True, "sparse_core": False},
   "SparseCores": {"packed": True, "sparse_core": True},
-  "host": {"memory": "host", "strategy": "div"},
+  "host": {"memory": "host", "strategy": "div", "exchange": "all_to_all"},
 }
 
 

@@ -184,8 +184,9 @@ class Plan:
     >>> plan.bytes_per_device == sum(c.rows + c.slots + c.buffers for c in plan.costs())
     True
     """
-    stored = sum(c.rows + c.slots for c in self.costs() if c.memory == "device")
-    return stored + sum(c.buffers for c in self.costs())
+    costs = self.costs()
+    stored = sum(c.rows + c.slots for c in costs if c.memory == "device")
+    return stored + sum(c.buffers for c in costs)
 
   @property
   def fits(self) -> bool | None:
@@ -203,7 +204,8 @@ class Plan:
     if not self._bags:
       return f"Plan({self.entries})"
     lines: list[tuple[str, ...]] = [_HEADER]
-    for of_stack in self.costs():
+    every = self.costs()
+    for of_stack in every:
       capacity = "" if of_stack.capacity is None else str(of_stack.capacity)
       numbers = map(text.size, (of_stack.rows, of_stack.slots, of_stack.buffers, of_stack.moved))
       for i, name in enumerate(of_stack.tables):  # the last table's line has the stack's costs
@@ -214,10 +216,10 @@ class Plan:
         lines.append((name, *size, strategy, of_stack.stack, *costs))
     devices = 1 if self.mesh is None else self.mesh.size
     total = f"{text.size(self.bytes_per_device)} on each of {devices} devices"
-    moved = f"{text.size(sum(c.moved for c in self.costs()))} received by each in a step"
+    moved = f"{text.size(sum(c.moved for c in every))} received by each in a step"
     fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
     limit = "" if self.hbm_bytes is None else f"{fits} {text.size(self.hbm_bytes)}"
-    in_host = sum(c.rows + c.slots for c in self.costs() if c.memory == "host")
+    in_host = sum(c.rows + c.slots for c in every if c.memory == "host")
     if in_host:
       total += f", {text.size(in_host)} of each in the memory of its host"
     notes = self._about_storage() + self._warning()
@@ -373,18 +375,36 @@ def plan(
 
 
 def _move_to_host(plan: Plan) -> None:
-  """Keeps tables in the memory of the host until the others fit, those with most rows per id first.
+  """Keeps tables in the memory of the host until the others fit; none if that is in vain.
 
-  On several devices their rows are split into consecutive ones, which is how they are saved.
+  Those with most rows for each id of the batch go first, and come back if they are not needed. On
+  several devices their rows are split into consecutive ones, which is how they are saved.
   """
+  assert plan.hbm_bytes is not None
+  before = {name: entry.copy() for name, entry in plan.entries.items()}
   ids = {name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in plan._bags.items()}
   rows_per_id = lambda name: plan.tables[name].vocabulary_size / max(ids[name], 1)
+  stored: dict[str, float] = {}  # bytes of a device, by table
+  for of_stack in plan.costs():
+    rows = sum(plan.tables[name].vocabulary_size for name in of_stack.tables)
+    for name in of_stack.tables:
+      share = plan.tables[name].vocabulary_size / rows
+      stored[name] = share * (of_stack.rows + of_stack.slots)
+  excess: float = plan.bytes_per_device - plan.hbm_bytes
+  moved: list[str] = []
   for name in sorted(plan, key=rows_per_id, reverse=True):
-    if plan.fits:
-      return
-    if plan._stored.host_obstacle(name, plan[name]) is None:
-      plan[name].memory = "host"
-      plan[name].strategy = "mod" if plan.mesh is None else "div"
+    if excess > 0 and plan._stored.host_obstacle(name, plan[name]) is None:
+      moved.append(name)
+      excess -= stored[name]
+  for name in reversed(list(moved)):
+    if excess + stored[name] <= 0:
+      moved.remove(name)
+      excess += stored[name]
+  for name in moved:
+    plan[name].memory = "host"
+    plan[name].strategy = "mod" if plan.mesh is None else "div"
+  if not plan.fits:
+    plan.entries = before
 
 
 def _memory(mesh: Any) -> int | None:

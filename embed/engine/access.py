@@ -30,7 +30,9 @@ def opened(stack: StackSpec, stored: jax.Array) -> Rows:
     return HostRows(stored)
   if stack.is_packed and stored.ndim == 2:
     lines = Lines(stored, stack.width)
-    return lines if packing.has_lines(stack.placement.device_kind) else unpacked(lines)
+    if not packing.has_lines(stack.placement.device_kind):
+      return packing.unpack(stored, stack.width)
+    return lines
   return stored
 
 
@@ -45,7 +47,7 @@ def unpacked(rows: Rows) -> jax.Array:
   """Rows as an array on the device, for what reads all of them."""
   if isinstance(rows, HostRows):
     return host.to_device(rows.array)
-  return packing.unpack(rows.array, rows.width) if isinstance(rows, Lines) else rows
+  return packing.unpack_in_chunks(rows.array, rows.width) if isinstance(rows, Lines) else rows
 
 
 def is_direct(stack: StackSpec, table: Rows) -> bool:

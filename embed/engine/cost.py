@@ -92,6 +92,8 @@ def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
   if not ids or keeps_order or stack.exchange == "gather":
     return Exchange("gather")
   room = min(stack.capacity or capacity(demand, stack), ids, layout.rows)
+  if stack.is_in_host:  # one round: TPUs copy what is in the host's memory into a loop of rounds
+    room = min(ids, layout.rows)
   is_free = stack.exchange is None and stack.capacity is None
   if is_free and gather_bytes(demand, stack) < all_to_all_bytes(room, stack):
     return Exchange("gather")

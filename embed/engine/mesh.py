@@ -63,13 +63,12 @@ def is_explicit(tree: Any) -> bool:
 
 def _move(x: Any, where: NamedSharding) -> Any:
   """An array with another sharding, traced or not, in the memory where it is."""
+  is_traced = isinstance(x, jax.core.Tracer)
+  if is_traced and AxisType.Explicit in where.mesh.axis_types:
+    return jax.sharding.reshard(x, where)
   if host.is_in_host(x):
     where = where.with_memory_kind(host.KIND)
-  if not isinstance(x, jax.core.Tracer):
-    return jax.device_put(x, where)
-  if AxisType.Explicit in where.mesh.axis_types:
-    return jax.sharding.reshard(x, where)
-  return jax.lax.with_sharding_constraint(x, where)
+  return jax.lax.with_sharding_constraint(x, where) if is_traced else jax.device_put(x, where)
 
 
 def without_types(tree: Any) -> Any:
@@ -256,10 +255,10 @@ class Placement:
     return NamedSharding(self.active_mesh, spec)
 
   def in_host(self, spec: P) -> Any:
-    """The sharding of an array in the memory of the host."""
+    """The sharding of an array in the memory of the host; outside of jitted functions."""
     if self.mesh is None:
       return SingleDeviceSharding(jax_internals.default_device(), memory_kind=host.KIND)
-    return self.sharding(spec).with_memory_kind(host.KIND)
+    return self._on_devices(spec).with_memory_kind(host.KIND)
 
   def _devices_mesh(self) -> Any:
     """Outside of jitted functions, where a layer made inside of one only knows an abstract mesh."""

@@ -7,6 +7,7 @@ that reads or writes rows. Packed, such a table is an array `[L, 128]`: row r is
 """
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -85,6 +86,39 @@ def pack(rows: jax.Array) -> jax.Array:
 def unpack(lines: jax.Array, width: int) -> jax.Array:
   """Rows `[V, width]` of lines; the inverse of `pack`."""
   return lines.reshape(-1, row_width(width))[:, :width]
+
+
+_CHUNK = 1 << 12  # lines
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def unpack_in_chunks(lines: jax.Array, width: int) -> jax.Array:
+  """`unpack` for TPUs, where all rows at once would be filled up to 128 columns in between."""
+  each, count = rows_per_line(width), lines.shape[0]
+  chunk = min(count, _CHUNK)
+
+  def step(i, rows):
+    first = jnp.minimum(i * chunk, count - chunk)
+    some = unpack(lax.dynamic_slice_in_dim(lines, first, chunk), width)
+    return lax.dynamic_update_slice_in_dim(rows, some, first * each, 0)
+
+  return lax.fori_loop(0, -(-count // chunk), step, jnp.zeros((count * each, width), lines.dtype))
+
+
+@jax.jit
+def pack_in_chunks(rows: jax.Array) -> jax.Array:
+  """`pack` for TPUs; see `unpack_in_chunks`."""
+  each, taken = rows_per_line(rows.shape[1]), row_width(rows.shape[1])
+  count = rows.shape[0] // each
+  chunk = min(count, _CHUNK)
+
+  def step(i, lines):
+    first = jnp.minimum(i * chunk, count - chunk)
+    some = pack(lax.dynamic_slice_in_dim(rows, first * each, chunk * each))
+    return lax.dynamic_update_slice_in_dim(lines, some, first, 0)
+
+  shape = count, max(taken, LANES)
+  return lax.fori_loop(0, -(-count // chunk), step, jnp.zeros(shape, rows.dtype))
 
 
 @jax.tree_util.register_dataclass

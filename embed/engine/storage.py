@@ -12,6 +12,7 @@ copies of it instead of 256. Such an array is of a mesh of another shape, which 
 not mix with their own, so only what is saved and restored is compact.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -69,8 +70,8 @@ def _does_not_fit(stack: StackSpec) -> str:
     f"Out of memory while making {'tables' if len(stack.tables) > 1 else 'table'} {tables}: rows "
     f"take {text.size(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
     "optimizer, hbm_bytes=...) to see what every table takes, and SparseEmbed(plan=...) spreads "
-    "them over the mesh so that they fit. Rows of bfloat16, or an optimizer of fewer slots, such "
-    "as embed.rowwise_adagrad, take less."
+    'them over the mesh so that they fit, or plan[table].memory = "host" keeps them off it. '
+    "Rows of bfloat16, or an optimizer of fewer slots, such as embed.rowwise_adagrad, take less."
   )
 
 
@@ -92,8 +93,51 @@ def _make_rows(
         raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
       whole[name] = rows
   makers = tuple(row_wise.items())
+  if stack.is_in_host and not _traced(keys):
+    rows = _drawn_in_host(stack, row_wise, keys)
+    return store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
   rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
   return store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
+
+
+def _drawn_in_host(
+  stack: StackSpec, makers: Mapping[str, initializers.RowWise], keys: Mapping[str, jax.Array]
+) -> jax.Array:
+  """The initial rows of the one table of a stack, chunk by chunk into the memory of the host.
+
+  A program that made all of them would hold them on the device, which has no room for them.
+  """
+  layout, (name,) = stack.layout, stack.tables
+  columns = stack.width * stack.placement.column_shards
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def draw(maker, key, ids):
+    rows = maker.rows(key[None], jnp.zeros_like(ids), ids, stack.dim, stack.dtype)
+    return jnp.pad(rows, ((0, 0), (0, columns - stack.dim)))
+
+  def part(index: Any) -> np.ndarray:
+    shard, of_device = (index[0].start or 0) // layout.rows, index[1]
+    rows = np.zeros((layout.rows, columns), stack.dtype)[:, of_device]
+    chunk = min(layout.rows, initializers.ROWS_AT_A_TIME)
+    for start in range(0, layout.rows if name in makers else 0, chunk):
+      first = min(start, layout.rows - chunk)
+      ids = np.asarray(layout.ids(0, shard, first + jnp.arange(chunk, dtype=jnp.int32)))
+      new = np.asarray(draw(makers[name], keys[name], ids))[:, of_device]
+      is_row = ids < layout.sizes[0]
+      rows[first : first + chunk][is_row] = new[is_row]
+    return rows
+
+  return _from_parts(stack, (layout.rows * layout.shards, columns), part)
+
+
+def _from_parts(
+  stack: StackSpec, shape: tuple[int, ...], part: Callable[[Any], np.ndarray]
+) -> jax.Array:
+  """An array in the memory of the host, from a function of the index of each device's part."""
+  where = stack.placement.in_host(stack.specs[len(shape)])
+  if stack.placement.is_local:  # from a callback it would be in the memory of the device
+    return jax.device_put(part((slice(None),) * len(shape)), where)
+  return jax.make_array_from_callback(shape, where, part)
 
 
 def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
@@ -103,10 +147,14 @@ def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
     init = inits.get(slot_name)
     seeds = {name: jax.random.fold_in(key, i) for name, key in keys.items()}
     if isinstance(init, initializers.RowWise) and not slot.per_row:
+      if stack.is_in_host and not _traced(keys):
+        same_dtype = dataclasses.replace(stack, dtype=np.dtype(slot.dtype))
+        made[slot_name] = _drawn_in_host(same_dtype, dict.fromkeys(stack.tables, init), seeds)
+        continue
       makers = tuple((name, init) for name in stack.tables)
       made[slot_name] = _drawing(stack, makers, slot.dtype)(seeds)
       continue
-    value = _filling(stack, slot)()
+    value = _filled(stack, slot, keys)
     if init is not None:
       whole = {}
       for name, size in zip(stack.tables, stack.layout.sizes, strict=True):
@@ -115,6 +163,17 @@ def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
       value = store_all([stack], [{"slot": value}], [{"slot": whole}])[0]["slot"]
     made[slot_name] = value
   return made
+
+
+def _filled(stack: StackSpec, slot: Slot, keys: Any) -> jax.Array:
+  """A slot as it is stored, full of its initial value."""
+  if not stack.is_in_host or _traced(keys):
+    return _filling(stack, slot)()
+  placement, ndim = stack.placement, 1 if slot.per_row else 2
+  columns = stack.width * placement.column_shards
+  shape = (stack.layout.rows * stack.layout.shards, columns)[:ndim]
+  same = np.broadcast_to(np.asarray(slot.initial, slot.dtype), shape)
+  return _from_parts(stack, shape, lambda index: same[index])
 
 
 # Compiled once for equal stacks. Initializers are often made with their config, for one layer: only
@@ -214,7 +273,9 @@ def block(stack: StackSpec, stored: jax.Array, index: int) -> jax.Array:
   if stack.is_packed and stored.ndim == 2:
     unit = stack.layout.unit
     lines = stored[start // unit : -(-(start + height) // unit)]
-    return packing.unpack(lines, stack.width)[:height]
+    in_chunks = packing.has_lines(stack.placement.device_kind)
+    unpack = packing.unpack_in_chunks if in_chunks else packing.unpack
+    return unpack(lines, stack.width)[:height]
   return stored if height == stored.shape[0] else stored[start : start + height]
 
 
@@ -223,7 +284,9 @@ def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array)
   start, rows = stack.layout.offsets[index], rows.astype(stored.dtype)
   if stack.is_packed and stored.ndim == 2:
     unit = stack.layout.unit
-    rows = packing.pack(jnp.pad(rows, ((0, -rows.shape[0] % unit), (0, 0))))
+    in_chunks = packing.has_lines(stack.placement.device_kind)
+    pack = packing.pack_in_chunks if in_chunks else packing.pack
+    rows = pack(jnp.pad(rows, ((0, -rows.shape[0] % unit), (0, 0))))
     start //= unit
   if rows.shape == stored.shape:
     return rows
@@ -243,28 +306,29 @@ def _store(
   for name, value in tables.items():
     index = stack.indices[name]
     if stack.placement.is_local:
-      value = _copied(stack, value, stored.dtype)  # a donated step deletes what we store
+      value = _copied(stack, value, stored)  # a donated step deletes what we store
       stored = with_block(stack, stored, index, value)
       continue
     chosen, spec = view(stack, name, stored.ndim, compact), stack.specs[stored.ndim]
 
     def per_device(stored, value, index=index, chosen=chosen):
-      if not stack.is_in_host or views.is_stored_so(stack.layout, chosen):
-        rows = views.write(stack.layout, index, stack.dim, chosen, value)
-        return with_block(stack, stored, index, rows)
-      rows = views.write(stack.layout, index, stack.dim, chosen, host.to_device(value))
-      return host.to_host(with_block(stack, stored, index, rows))
+      is_moved = stack.is_in_host and not views.is_stored_so(stack.layout, chosen)
+      value = host.to_device(value) if is_moved else value
+      rows = views.write(stack.layout, index, stack.dim, chosen, value)
+      new = with_block(stack, stored, index, rows)
+      return host.to_host(new) if stack.is_in_host else new
 
     stored = stack.placement.run(per_device, (spec, chosen.spec), spec)(stored, value)
   return stored
 
 
-def _copied(stack: StackSpec, value: Any, dtype: Any) -> jax.Array:
+def _copied(stack: StackSpec, value: Any, stored: jax.Array) -> jax.Array:
   """A copy of a whole table or slot on one device, in the memory that stores it."""
-  if not stack.is_in_host or isinstance(value, jax.core.Tracer):
-    copy = jnp.array(value, dtype, copy=True)
-    return host.to_host(copy) if stack.is_in_host else copy
-  return jax.device_put(np.array(value, dtype), stack.placement.in_host(P()))
+  if not stack.is_in_host:
+    return jnp.array(value, stored.dtype, copy=True)
+  if isinstance(value, jax.core.Tracer) or isinstance(stored, jax.core.Tracer):
+    return host.to_host(jnp.array(value, stored.dtype, copy=True))
+  return jax.device_put(np.array(value, stored.dtype), stored.sharding)
 
 
 def shapes(
@@ -277,8 +341,8 @@ def shapes(
     if not stack.placement.is_local:
       where = _where(stack, view(stack, table, stored.ndim, compact))
       if isinstance(where, P):
-        of = stack.placement.in_host if stack.is_in_host else stack.placement.sharding
-        where = of(where)
+        where = stack.placement.sharding(where)
+        where = where.with_memory_kind(host.KIND) if stack.is_in_host else where
     dims = (stack.size(table), stack.dim)[: stored.ndim]
     return jax.ShapeDtypeStruct(dims, stored.dtype, sharding=where)
 

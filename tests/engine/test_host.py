@@ -289,3 +289,38 @@ def test_gpus_are_refused(monkeypatch):
     ValueError, match='for TPUs and CPUs, and these devices are of the platform "cpu"'
   ):
     plan.stacks()
+
+
+def test_only_what_helps_is_moved():
+  """The large table alone is enough; if it cannot be moved, the small one stays as well."""
+  tiny = embed.TableConfig(1000, 16, name="tiny")
+  given = {"tiny": embed.FeatureConfig(tiny)}
+  ids = {"tiny": np.zeros(1, np.int32), "big": np.zeros(100_000, np.int32)}
+  for optimizer, memories in (
+    (embed.sgd(0.1), {"big": "host", "tiny": "device"}),
+    (embed.adam(lazy_adam=False), {"big": "device", "tiny": "device"}),
+  ):
+    big = embed.TableConfig(100_000, 16, optimizer=optimizer, name="big")
+    features = given | {"big": embed.FeatureConfig(big)}
+    plan = embed.plan(features, None, ids, embed.sgd(0.1), hbm_bytes=1 << 20)
+    assert {name: plan[name].memory for name in plan} == memories
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_stores_and_looks_ahead_under_jit(kind):
+  """The rows stay where they are, whoever replaces or reads them."""
+  mesh = make_mesh(kind)
+  table = embed.TableConfig(V, 8, optimizer=embed.adagrad(0.125), name="t")
+  plan = embed.plan(embed.FeatureConfig(table), mesh, np.zeros(16, np.int32))
+  plan["t"].memory, plan["t"].strategy = "host", "div"
+  with jax.set_mesh(mesh):
+    layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+    nnx.jit(lambda layer, rows: layer.load_tables({"t": rows}))(layer, jnp.ones((V, 8)))
+    assert_in_host(layer)
+    assert np.asarray(layer.tables["t"]).min() == 1
+    loss_fn = lambda layer, ids: wave(layer(ids))
+    step = lambda layer, ids: embed.value_and_grad(
+      loss_fn, ahead=embed.look_ahead(loss_fn)(layer, ids)
+    )(layer, ids)[0]
+    ids = np.arange(16, dtype=np.int32)
+    assert np.isfinite(nnx.jit(step)(layer, ids))
