@@ -54,9 +54,9 @@ class TablePlan:
       TPU has run them.
     packed: whether rows whose width is not a multiple of 128 columns are stored side by side, in
       lines of 128, as 8, 16, 32, 64 or a multiple of 128 columns each. That changes where rows are
-      in memory, and nothing else. None is what the environment variable `SPARSE_EMBED_PACKED` says, 1
-      or 0, and without it True on TPUs, which would copy such a table in every step. A table whose
-      optimizer moves every row in a step is never packed.
+      in memory, and nothing else. None is what the environment variable `SPARSE_EMBED_PACKED` says,
+      1 or 0, and without it True on TPUs, which would copy such a table in every step. A table
+      whose optimizer moves every row in a step is never packed.
     memory: "device", or "host" for a table and slots that stay in the memory of the host: only rows
       of the batch cross to the device and back, and `capacity` does not apply. Such a table is in
       no stack with others. Reading or loading all of it, as a checkpoint does, needs no memory of
