@@ -234,8 +234,8 @@ class Plan:
         notes.append("copied there in every step, unless axes are Explicit under jax.set_mesh")
       if stack.is_packed:
         notes.append(packing.describe(stack.width))
-      elif self[stack.tables[0]].set["packed"]:
-        reason = self._stored.packing_obstacle(stack.tables[0], self[stack.tables[0]])
+      elif wanted := [name for name in stack.tables if self[name].set["packed"]]:
+        reason = self._stored.packing_obstacle(wanted[0], self[wanted[0]])
         notes.append(f"not packed: {reason}")
       if stack.sparse_core:
         reason = sparse_core.obstacle(stack)
@@ -327,9 +327,9 @@ def plan(
 
   Tables that can be stored together are decided together. Their rows are split, with two
   exceptions that apply where they move fewer bytes: small tables are replicated, and tables so wide
-  that a device keeps 128 columns are split by columns. If they do not fit `hbm_bytes`, tables stay
-  in the memory of the host, those with most rows for each id of the batch first. Nothing is
-  allocated.
+  that a device keeps 128 columns are split by columns. If they do not fit `hbm_bytes`, no table is
+  replicated, and if they still do not, tables stay in the memory of the host, those with most rows
+  for each id of the batch first. Nothing is allocated.
 
   Args:
     features: the feature config.
@@ -365,6 +365,9 @@ def plan(
   if mesh is not None:
     for name, strategy in best_strategies(result._stored, result.entries, result._bags).items():
       result.entries[name].strategy = strategy
+  if result.fits is False:
+    for entry in result.entries.values():
+      entry.strategy = "mod" if entry.strategy == "replicated" else entry.strategy
   if result.fits is False:
     _move_to_host(result)
   for stack in result.stacks().values():

@@ -226,7 +226,10 @@ class Tables(NamedTuple):
     """Why a table cannot be in the memory of the host, or None."""
     platform = self.placement(entry).platform
     if platform not in host.PLATFORMS:
-      return f'it is for TPUs and CPUs, and these devices are of the platform "{platform}".'
+      return (
+        f'it is for TPUs and CPUs, and these devices are of the platform "{platform}". Write '
+        f'plan["{name}"].memory = "device", and spread the table over more devices.'
+      )
     if self._moves_every_row(name):
       return (
         "its optimizer moves every row in a step, which would bring all of them to the device. "

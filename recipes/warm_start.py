@@ -259,7 +259,7 @@ def _read(
 
 def _merged(own: jax.Array, old: jax.Array, index: jax.Array) -> jax.Array:
   is_taken = (index >= 0).reshape(-1, *[1] * (own.ndim - 1))
-  return jnp.where(is_taken, old[index], own)
+  return jnp.where(is_taken, old[index], _on_device(own))
 
 
 def _dense(
@@ -310,4 +310,9 @@ def _with_rows(x: Any, ids: np.ndarray, rows: np.ndarray) -> Any:
 
 
 def _with_rows_at(x: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
-  return x.at[ids].set(rows)
+  return _on_device(x).at[ids].set(rows)
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+  """An array that may be in the memory of the host."""
+  return jax.device_put(x, jax.memory.Space.Device)

@@ -155,3 +155,27 @@ def test_conditionals_on_explicit_axes():
   with jax.set_mesh(mesh):
     np.testing.assert_allclose(rows(), wanted, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(rows(mesh=mesh), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("empty", ["padded", "ragged"])
+def test_an_empty_feature_beside_a_full_one(kind, empty):
+  """Its activations are zeros, split as the others are, so that a head can join them."""
+  mesh = meshes.make_mesh(kind)
+  nothing = {
+    "padded": embed.Padded(np.zeros((16, 0), np.int32)),
+    "ragged": embed.Ragged(np.zeros(0, np.int32), np.zeros(17, np.int32)),
+  }[empty]
+  tables = {name: embed.TableConfig(64, 8, name=name) for name in "xy"}
+  features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
+
+  def loss_fn(layer, batch):
+    acts = layer(batch)
+    return jnp.sum(jnp.concatenate([acts["x"], acts["y"]], axis=-1))
+
+  with jax.set_mesh(mesh):
+    layer = embed.SparseEmbed(features, embed.sgd(0.5), rngs=nnx.Rngs(0), mesh=mesh)
+    rows = np.asarray(layer.tables["y"])
+    batch = {"x": nothing, "y": np.arange(16, dtype=np.int32)}
+    loss, _ = nnx.jit(embed.value_and_grad(loss_fn))(layer, batch)
+  np.testing.assert_allclose(loss, rows[:16].sum(), rtol=1e-5)

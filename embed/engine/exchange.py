@@ -68,7 +68,8 @@ def look_up(
   if not placement.is_local:
     acts = {i: _cut(act, bags[i].batch, placement) for i, act in acts.items()}
   zeros = lambda bag: jnp.zeros((*bag.batch, stack.dim), table.dtype)
-  return [acts[i] if i in acts else zeros(bag) for i, bag in enumerate(bags)], record
+  split = lambda act, bag: act if placement.is_local else _cut(act, bag.batch, placement)
+  return [acts[i] if i in acts else split(zeros(bag), bag) for i, bag in enumerate(bags)], record
 
 
 def _cut(act: jax.Array, batch: tuple[int, ...], placement: Placement) -> jax.Array:

@@ -49,7 +49,7 @@ def is_wanted(setting: bool | None, device_kind: str) -> bool:
   """Whether tables are packed if they can be: by their setting, the environment, or on TPUs."""
   if setting is not None:
     return setting
-  value = os.environ.get(SWITCH, "1" if device_kind.startswith("TPU") else "0")
+  value = os.environ.get(SWITCH) or ("1" if device_kind.startswith("TPU") else "0")
   if value not in ("0", "1"):
     raise ValueError(f"The environment variable {SWITCH} is {value!r}: write 0 or 1.")
   return value == "1"

@@ -296,7 +296,12 @@ def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array)
 @jax.named_scope("lookup")
 def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
   """A table on every device, for scores against all of its rows."""
-  return stack.placement.put(host.to_device(read(stack, stored, table)), P())
+  rows = (_read_compiled if stack.is_in_host else read)(stack, stored, table)
+  return stack.placement.put(host.to_device(rows), P())
+
+
+# Eager code cannot move a device's part of an array from one memory to the other.
+_read_compiled = jax.jit(read, static_argnums=(0, 2))
 
 
 def _store(

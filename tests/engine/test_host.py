@@ -248,6 +248,10 @@ def test_a_table_of_four_times_the_memory_trains_from_the_host(devices):
   given = {"large": embed.FeatureConfig(large), "small": embed.FeatureConfig(small)}
   ids = {"large": np.arange(16, dtype=np.int32), "small": np.arange(16, dtype=np.int32)}
   hbm = 80_000 * 16 * 4 // devices // 4
+  assert (
+    embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm * 9)["large"].memory
+    == "device"
+  )
   plan = embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm)
   assert (plan["large"].memory, plan["small"].memory) == ("host", "device")
   assert plan.fits
@@ -318,6 +322,7 @@ def test_stores_and_looks_ahead_under_jit(kind):
     nnx.jit(lambda layer, rows: layer.load_tables({"t": rows}))(layer, jnp.ones((V, 8)))
     assert_in_host(layer)
     assert np.asarray(layer.tables["t"]).min() == 1
+    assert layer.attend(jnp.ones((2, 8)), "t").tolist() == [[8] * V] * 2
     loss_fn = lambda layer, ids: wave(layer(ids))
     step = lambda layer, ids: embed.value_and_grad(
       loss_fn, ahead=embed.look_ahead(loss_fn)(layer, ids)
