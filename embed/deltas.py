@@ -80,9 +80,7 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
   for name, node in nodes.items():
     layers = autodiff.sparse_embeds(node)
     lanes[name] = {path: _lanes(layer) for path, layer in layers.items()}
-    layouts[name] = {
-      path: [stack.layout for stack in layer.spec.stacks.values()] for path, layer in layers.items()
-    }
+    layouts[name] = {path: _layouts(layer) for path, layer in layers.items()}
   return Fingerprints(step, lanes, layouts)
 
 
@@ -111,8 +109,7 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
   """
   tables: dict[str, dict[str, TableRows]] = {}
   state: dict[str, dict[str, np.ndarray]] = {}
-  new = fingerprint(step, **nodes)
-  for name, node in nodes.items():
+  for name, node in nodes.items():  # before anything is computed
     layers = autodiff.sparse_embeds(node)
     old = since.lanes.get(name)
     if old is None or list(old) != list(layers):
@@ -120,14 +117,16 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
         f"The fingerprints have no {name!r} with the layers {list(layers)}: make them with "
         f"embed.deltas.fingerprint({step}, {name}=...) after the last full checkpoint."
       )
-    if since.layouts[name] != new.layouts[name]:
+    if since.layouts[name] != {path: _layouts(layer) for path, layer in layers.items()}:
       raise ValueError(
         "The fingerprints are of other tables, or of another mesh: make them with "
         "embed.deltas.fingerprint after the model is restored."
       )
+  new = fingerprint(step, **nodes)
+  for name, node in nodes.items():
     rows = {
-      id(layer): _changed_rows(layer, old[path], new.lanes[name][path])
-      for path, layer in layers.items()
+      id(layer): _changed_rows(layer, since.lanes[name][path], new.lanes[name][path])
+      for path, layer in autodiff.sparse_embeds(node).items()
     }
     keys = autodiff.row_keys(node).items()
     tables[name] = {key: rows[id(layer)][table] for key, (layer, table) in keys}
@@ -135,6 +134,10 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
     if jax.process_index():
       state[name] = {}
   return Delta(since.step, step, tables, state), new
+
+
+def _layouts(layer: Any) -> list[Layout]:
+  return [stack.layout for stack in layer.spec.stacks.values()]
 
 
 def _lanes(layer: Any) -> list[changes_lib.Lanes]:

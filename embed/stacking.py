@@ -211,7 +211,7 @@ class Tables(NamedTuple):
     )
 
   def _storage(self, name: str, entry: TablePlan) -> dict[str, bool]:
-    """How a table is stored, as fields of its stack."""
+    """The fields of a table's stack that say how it is stored."""
     is_packed = packing.is_wanted(entry.set["packed"], self.placement(entry).device_kind)
     is_in_host = entry.set["memory"] == "host"
     if is_in_host and (reason := self.host_obstacle(name, entry)):
@@ -259,7 +259,7 @@ class Tables(NamedTuple):
     groups: dict[Any, list[str]] = {}
     for name in names:
       storage = self._storage(name, entries[name])
-      decided = entries[name].set | {"sparse_core": None, "packed": None} | storage
+      decided = entries[name].set | {"packed": None} | storage
       kind = name if storage["is_in_host"] else self.kind(name)
       groups.setdefault((kind, tuple(decided.values())), []).append(name)
     stacks: dict[str, StackSpec] = {}

@@ -1,8 +1,8 @@
-"""How a device reads and writes the rows that it stores; the one place that knows how they lie.
+"""Reads and writes the rows that a device stores, in each of the ways to store them.
 
-Rows are read out of an array `[V, D]`, out of lines (`packing`), out of the memory of the host
-(`host`), or by SparseCores. What lies between a read and a write, as every optimizer's equation,
-does not see the difference.
+Rows are an array `[V, D]`, parts of lines (`packing`) or in the memory of the host (`host`), and
+SparseCores may read and write them. Code between a read and a write, such as an optimizer's
+equation, is the same for all of these.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,11 @@ def opened(stack: StackSpec, stored: jax.Array) -> Rows:
   """A table or slot of this device as rows `[V, D]`, or, of one value per row, as `[V]`."""
   if stack.is_in_host:
     return HostRows(stored)
-  if stack.is_packed and stored.ndim == 2:
-    lines = Lines(stored, stack.width)
-    if not packing.has_lines(stack.placement.device_kind):
-      return packing.unpack(stored, stack.width)
-    return lines
-  return stored
+  if not (stack.is_packed and stored.ndim == 2):
+    return stored
+  if packing.has_lines(stack.placement.device_kind):
+    return Lines(stored, stack.width)
+  return packing.unpack(stored, stack.width)
 
 
 def closed(stack: StackSpec, rows: Rows) -> jax.Array:
@@ -91,19 +90,17 @@ def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:
 def write(stack: StackSpec, arrays: Arrays, at: jax.Array, new: Arrays) -> Arrays:
   """A table and its slots with new rows at the distinct ids `at`; those outside are skipped."""
   by_kernel = [name for name, x in arrays.items() if _is_by_kernel(stack, x)]
-  written: Arrays = {}
-  for name, x in arrays.items():
-    if isinstance(x, (Lines, HostRows)) and name not in by_kernel:
-      written[name] = x.put(at, new[name])
-    elif name not in by_kernel:
-      value = new[name].astype(x.dtype)
-      written[name] = x.at[at].set(value, mode="drop", unique_indices=True)
-  if by_kernel:
-    put = _put_by_kernel(
-      stack, [arrays[name] for name in by_kernel], at, [new[name] for name in by_kernel]
-    )
-    written |= dict(zip(by_kernel, put, strict=True))
+  written = {name: _put(x, at, new[name]) for name, x in arrays.items() if name not in by_kernel}
+  if by_kernel:  # together: they share the list of rows
+    tables, rows = ([of[name] for name in by_kernel] for of in (arrays, new))
+    written |= dict(zip(by_kernel, _put_by_kernel(stack, tables, at, rows), strict=True))
   return {name: written[name] for name in arrays}
+
+
+def _put(x: Rows, at: jax.Array, new: jax.Array) -> Rows:
+  if isinstance(x, (Lines, HostRows)):
+    return x.put(at, new)
+  return x.at[at].set(new.astype(x.dtype), mode="drop", unique_indices=True)
 
 
 def _is_by_kernel(stack: StackSpec, x: Any) -> bool:
@@ -130,7 +127,7 @@ def _put_by_kernel(
 
 
 def _linear(table: Any) -> jax.Array:
-  """Rows as kernels read them, of whole vectors: of lines the same bytes."""
+  """Rows as kernels read them, filled up to whole vectors; lines are not copied for it."""
   if isinstance(table, Lines):
     return table.linear()
   filling = packing.row_width(table.shape[1]) - table.shape[1]  # of rows received

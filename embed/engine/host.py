@@ -39,7 +39,10 @@ def to_host(x: jax.Array) -> jax.Array:
 
 
 def full(shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
-  """An array of one value that is never on a device, inside a jitted function."""
+  """An array of one value in the memory of the host, inside a jitted function.
+
+  TPUs make it on the device first. Outside of jitted functions NumPy's arrays avoid that.
+  """
   spread = compute_on("device_host")(jax.jit(lambda x: jnp.broadcast_to(x, shape)))
   return spread(to_host(jnp.asarray(value, dtype)))
 
@@ -68,9 +71,9 @@ class HostRows:
     return self.array.ndim
 
   def take(self, ids: jax.Array) -> jax.Array:
-    """The rows `[N, ...]` of ids int32 `[N]`, on the device; some row for those that are none."""
+    """The rows `[N, ...]` of ids int32 `[N]`, on the device; undefined for ids outside."""
     return to_device(_take(self.array, to_host(ids)))
 
   def put(self, ids: jax.Array, rows: jax.Array) -> "HostRows":
-    """With other rows at distinct ids; those that are no row are skipped."""
+    """Replaces the rows at distinct ids; ids outside are skipped."""
     return HostRows(_put(self.array, to_host(ids), to_host(rows.astype(self.dtype))))

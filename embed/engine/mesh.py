@@ -342,9 +342,9 @@ class Placement:
     sharding = where if isinstance(where, NamedSharding) else self._on_devices(where)
     if isinstance(x, jax.Array) and (jax.process_count() == 1 or not x.is_fully_addressable):
       return jax.device_put(x.astype(dtype), sharding)
-    host = np.asarray(x)
-    part = lambda index: host[index].astype(dtype)
-    return jax.make_array_from_callback(host.shape, sharding, part)
+    whole = np.asarray(x)
+    part = lambda index: whole[index].astype(dtype)
+    return jax.make_array_from_callback(whole.shape, sharding, part)
 
   def same_parts(self, x: jax.Array, columns: int, where: P | NamedSharding) -> jax.Array:
     """An array `[V, columns]` of which each device has the part that it has of `x`."""

@@ -32,7 +32,7 @@ def row_width(width: int) -> int:
 
 
 def rows_per_line(width: int) -> int:
-  """How many rows of `width` columns a line holds."""
+  """The number of rows of `width` columns in a line."""
   return max(1, LANES // row_width(width))
 
 
@@ -56,7 +56,7 @@ def is_wanted(setting: bool | None, device_kind: str) -> bool:
 
 
 def describe(width: int) -> str:
-  """How rows of `width` columns are packed, for people.
+  """Describes in words how rows of `width` columns are packed.
 
   >>> describe(16), describe(100)
   ('packed, 8 rows to a line of 128 columns', 'packed, filled up to 128 columns')
@@ -102,8 +102,8 @@ def unpack_in_chunks(lines: jax.Array, width: int) -> jax.Array:
 
   def step(i, rows):
     first = jnp.minimum(i * chunk, count - chunk)
-    some = unpack(lax.dynamic_slice_in_dim(lines, first, chunk), width)
-    return lax.dynamic_update_slice_in_dim(rows, some, first * each, 0)
+    unpacked = unpack(lax.dynamic_slice_in_dim(lines, first, chunk), width)
+    return lax.dynamic_update_slice_in_dim(rows, unpacked, first * each, 0)
 
   return lax.fori_loop(0, -(-count // chunk), step, jnp.zeros((count * each, width), lines.dtype))
 
@@ -117,8 +117,8 @@ def pack_in_chunks(rows: jax.Array) -> jax.Array:
 
   def step(i, lines):
     first = jnp.minimum(i * chunk, count - chunk)
-    some = pack(lax.dynamic_slice_in_dim(rows, first * each, chunk * each))
-    return lax.dynamic_update_slice_in_dim(lines, some, first, 0)
+    packed = pack(lax.dynamic_slice_in_dim(rows, first * each, chunk * each))
+    return lax.dynamic_update_slice_in_dim(lines, packed, first, 0)
 
   shape = count, max(taken, LANES)
   return lax.fori_loop(0, -(-count // chunk), step, jnp.zeros(shape, rows.dtype))
@@ -150,14 +150,14 @@ class Lines:
     return 2
 
   def take(self, ids: jax.Array) -> jax.Array:
-    """The rows `[N, D]` of ids int32 `[N]`, zeros for those that are no row."""
+    """The rows `[N, D]` of ids int32 `[N]`, zeros for ids outside."""
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0, 1))
     window = (1, row_width(self.width))
     rows = lax.gather(self.array, self._starts(ids), numbers, window, mode="fill", fill_value=0)
     return rows[:, : self.width]
 
   def put(self, ids: jax.Array, rows: jax.Array) -> "Lines":
-    """With other rows `[N, D]` at distinct ids; those that are no row are skipped."""
+    """Replaces the rows at distinct ids by `[N, D]`; ids outside are skipped."""
     numbers = lax.ScatterDimensionNumbers((1,), (0,), (0, 1))
     lines = lax.scatter(
       self.array, self._starts(ids), self._filled(rows), numbers, unique_indices=True, mode="drop"
@@ -165,7 +165,7 @@ class Lines:
     return dataclasses.replace(self, array=lines)
 
   def add(self, ids: jax.Array, rows: jax.Array) -> "Lines":
-    """With rows `[N, D]` added at ids; those that are no row are skipped."""
+    """Adds `[N, D]` to the rows at ids; ids outside are skipped."""
     numbers = lax.ScatterDimensionNumbers((1,), (0,), (0, 1))
     lines = lax.scatter_add(self.array, self._starts(ids), self._filled(rows), numbers, mode="drop")
     return dataclasses.replace(self, array=lines)

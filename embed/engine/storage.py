@@ -92,11 +92,11 @@ def _make_rows(
       if np.shape(rows) != shape:
         raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
       whole[name] = rows
-  makers = tuple(row_wise.items())
   if stack.is_in_host and not _traced(keys):
     rows = _drawn_in_host(stack, row_wise, keys)
-    return store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
-  rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
+  else:
+    makers = tuple(row_wise.items())
+    rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
   return store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
 
 
@@ -280,7 +280,7 @@ def block(stack: StackSpec, stored: jax.Array, index: int) -> jax.Array:
 
 
 def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array) -> jax.Array:
-  """What a device stores, with other rows of a table."""
+  """The array that a device stores, with the rows of one table replaced."""
   start, rows = stack.layout.offsets[index], rows.astype(stored.dtype)
   if stack.is_packed and stored.ndim == 2:
     unit = stack.layout.unit

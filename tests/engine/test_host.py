@@ -1,7 +1,5 @@
 """Tables in the memory of the host: the same numbers, and only rows of the batch on the device."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from meshes import assert_close, assert_equal, make_mesh
+from stored_tables import TwoTables, fetched, train_step, wave
 from suites import full_unless
 
 import embed
@@ -24,54 +23,8 @@ OPTIMIZERS = {
   "adam": embed.adam(0.125),
   "in order": embed.adagrad(0.125, use_gradient_accumulation=False),
 }
-
-
-def features(optimizer, dim=16, **settings):
-  table = lambda name, size: embed.TableConfig(
-    size, dim, optimizer=optimizer, combiner="mean", name=name, **settings
-  )
-  a, b = table("a", V), table("b", 2 * V)
-  return {"x": embed.FeatureConfig(a), "y": embed.FeatureConfig(b), "z": embed.FeatureConfig(a)}
-
-
-def batch(step, size=16):
-  """Bags with repeated ids and padding; one feature is ragged."""
-  draw = np.random.default_rng(step)
-  splits = np.concatenate([[0], np.sort(draw.integers(0, 20, size - 1)), [20]]).astype(np.int32)
-  return {
-    "x": embed.Padded(draw.integers(-1, 13, (size, 3)).astype(np.int32)),
-    "y": embed.Padded(draw.integers(-1, 2 * V, (size, 4)).astype(np.int32)),
-    "z": embed.Ragged(draw.integers(0, 20, 20).astype(np.int32), splits),
-  }
-
-
-def made(given, mesh=None, **settings):
-  plan = embed.plan(given, mesh, batch(0))
-  for name, (key, value) in itertools.product(plan, settings.items()):
-    setattr(plan[name], key, value)
-  return embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
-
-
-def wave(x):
-  return jnp.sum(jnp.sin(x) * jnp.linspace(0.5, 1, x.shape[-1]))
-
-
-def train_step(layer, optimizer, ids):
-  loss_fn = lambda layer, ids: sum(map(wave, layer(ids).values()))
-  loss, grads = embed.value_and_grad(loss_fn)(layer, ids)
-  optimizer.update(layer, grads)
-  return loss, layer(ids)
-
-
-def train(layer, steps):
-  optimizer, step = embed.Optimizer(layer, optax.sgd(0.1)), nnx.jit(train_step)
-  for i in range(steps):
-    out = step(layer, optimizer, batch(i))
-  return fetched((out, layer.variables))
-
-
-def fetched(tree):
-  return jax.tree.map(np.asarray, tree)
+SETUP = TwoTables(V, below=20)
+features, batch, made, train = SETUP.features, SETUP.batch, SETUP.made, SETUP.train
 
 
 def stored(layer):

@@ -5,13 +5,13 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from meshes import assert_close, assert_equal, make_mesh
 from optimizer_cases import EXTRA, OPTIMIZERS, optimizer_id
+from stored_tables import TwoTables, fetched
 from suites import full_unless
 
 import embed
@@ -19,6 +19,8 @@ from embed.engine import packing
 from embed.engine.packing import Lines
 
 V = 61  # no multiple of the rows of a line
+SETUP = TwoTables(V, below=V, drops=True)
+features, batch, made, train = SETUP.features, SETUP.batch, SETUP.made, SETUP.train
 
 
 @pytest.fixture(params=[pytest.param("rows", marks=pytest.mark.full), "lines"])
@@ -81,50 +83,6 @@ def test_lines_equal_rows(width, units, data):
 
 
 # --- steps ----------------------------------------------------------------------------------------
-
-
-def features(optimizer, dim=16, **settings):
-  table = lambda name, size: embed.TableConfig(
-    size, dim, optimizer=optimizer, combiner="mean", name=name, **settings
-  )
-  a, b = table("a", V), table("b", 2 * V)
-  return {"x": embed.FeatureConfig(a), "y": embed.FeatureConfig(b), "z": embed.FeatureConfig(a)}
-
-
-def batch(step, size=16):
-  """Bags with repeated ids, padding and an id that is dropped; one feature is ragged."""
-  draw = np.random.default_rng(step)
-  x = draw.integers(-1, 13, (size, 3)).astype(np.int32)
-  x[0, 0] = V  # the first that is no row
-  splits = np.concatenate([[0], np.sort(draw.integers(0, 20, size - 1)), [20]]).astype(np.int32)
-  return {
-    "x": embed.Padded(x),
-    "y": embed.Padded(draw.integers(-1, 2 * V, (size, 4)).astype(np.int32)),
-    "z": embed.Ragged(draw.integers(0, V, 20).astype(np.int32), splits),
-  }
-
-
-def made(given, mesh=None, **settings):
-  plan = embed.plan(given, mesh, batch(0))
-  for name, (key, value) in itertools.product(plan, settings.items()):
-    setattr(plan[name], key, value)
-  return embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
-
-
-def train(layer, steps):
-  optimizer = embed.Optimizer(layer, optax.sgd(0.1))
-  wave = lambda x: jnp.sum(jnp.sin(x) * jnp.linspace(0.5, 1, x.shape[-1]))
-
-  @nnx.jit
-  def step(layer, optimizer, ids):
-    loss_fn = lambda layer, ids: sum(map(wave, layer(ids).values()))
-    loss, grads = embed.value_and_grad(loss_fn)(layer, ids)
-    optimizer.update(layer, grads)
-    return loss, layer(ids)
-
-  for i in range(steps):
-    out = step(layer, optimizer, batch(i))
-  return jax.tree.map(np.asarray, (out, layer.variables))
 
 
 ALL = [getattr(embed, name)(0.125, **config) for name, config in OPTIMIZERS]
@@ -252,10 +210,6 @@ def test_attend_export_and_loaded_rows(as_on):
   exported = embed.export(lambda layer, ids: layer(ids), packed, ids)
   assert exported.arrays["a"].shape == (V, 10)
   assert_close(exported.program.call(exported.arrays, ids), plain(ids))
-
-
-def fetched(tree):
-  return jax.tree.map(np.asarray, tree)
 
 
 def test_initial_values_are_those_of_plain_tables(as_on):

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
-LANES = 128  # columns of a tile in HBM
+from embed.engine import packing
+
 WIDEST = 2048  # columns of rows of which a window fits a subcore's memory on all chips
 _NO_ROW = -1  # in place of an id outside the table
 _WINDOW = 128  # ids; a list of more does not fit one indirect copy
@@ -186,7 +187,7 @@ def _call(
 ) -> Callable[..., Any]:
   """A kernel on all subcores of the chip."""
   # Rows of whole tiles are read in place; for others the compiler copies the table.
-  tiled = dim % LANES == 0
+  tiled = dim % packing.LANES == 0
   params = pltpu.CompilerParams(needs_layout_passes=False, use_tc_tiling_on_sc=tiled)
   return pl.kernel(
     kernel,
