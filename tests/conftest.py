@@ -51,6 +51,21 @@ def quick_to_compile(tmp_path_factory):
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def on_sparse_cores():
+  """With the environment variable for SparseCores, the CPU is a chip that has them, emulated."""
+  if os.environ.get("SPARSE_EMBED_SPARSE_CORES") != "1":
+    yield
+    return
+  from sparse_cores import emulated
+
+  from embed.engine import sparse_core
+
+  sparse_core.KINDS = (*sparse_core.KINDS, "cpu")
+  with emulated():
+    yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
   """XLA:CPU maps each program's code: a whole run's would exceed what Linux maps for a process.

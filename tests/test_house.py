@@ -27,6 +27,7 @@ ORDER = [
   "row_optimizer",
   "optimizers",
   "engine.host",
+  "engine.switches",
   "initializers",
   "engine.packing",
   "engine.lookup",

@@ -8,12 +8,13 @@ that reads or writes rows. Packed, such a table is an array `[L, 128]`: row r is
 
 import dataclasses
 import functools
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from embed.engine import switches
 
 SWITCH = "SPARSE_EMBED_PACKED"
 LANES = 128  # columns of a line
@@ -47,12 +48,7 @@ def obstacle(width: int, moves_every_row: bool) -> str | None:
 
 def is_wanted(setting: bool | None, device_kind: str) -> bool:
   """Whether tables are packed if they can be: by their setting, the environment, or on TPUs."""
-  if setting is not None:
-    return setting
-  value = os.environ.get(SWITCH) or ("1" if device_kind.startswith("TPU") else "0")
-  if value not in ("0", "1"):
-    raise ValueError(f"The environment variable {SWITCH} is {value!r}: write 0 or 1.")
-  return value == "1"
+  return switches.is_on(SWITCH, device_kind.startswith("TPU")) if setting is None else setting
 
 
 def describe(width: int) -> str:

@@ -1,7 +1,8 @@
 """`python -m embed check`: compares this installation on these devices with the NumPy reference.
 
 Lookups, row gradients and every registered optimizer, compiled as in a training step, on one device
-and on all local devices: everything by "mod", and by the other strategies what differs there.
+and on all local devices: everything by "mod", and what differs there by the other strategies and
+for tables in the memory of the host.
 
 Ids, weights and gradients are multiples of 1/8, so that their products and sums are exact in any
 order: only divisions, roots and powers are rounded. An error is the largest difference in an array
@@ -12,7 +13,9 @@ over the largest value in it, and may be
   order has a larger error.
 - 2^-8 in bfloat16, which keeps 8 bits: one rounding has an error of up to 2^-9.
 
-With `SPARSE_EMBED_SPARSE_CORES=1`, rows are as wide as the SparseCores of TPUs take them.
+The environment variables that decide how tables are stored apply: with `SPARSE_EMBED_PACKED=1` all
+that can be are packed, and with `SPARSE_EMBED_SPARSE_CORES=1` as well, SparseCores read and write
+them.
 """
 
 import dataclasses
@@ -32,12 +35,13 @@ from flax import nnx
 import embed
 from embed import config as config_lib
 from embed import row_optimizer
-from embed.engine import sparse_core
+from embed.engine import host, sparse_core
+from embed.planning import Plan
 from embed.tools import reference
 
 TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-8}
 ROWS = 37  # a prime number: no number of devices divides it
-DIM = 128 if sparse_core.is_wanted(None) else 8  # SparseCores take rows of whole tiles
+DIM = 16  # the narrowest that SparseCores sum
 BATCH, VALENCY, LENGTH = 13, 5, 3
 RATES = (0.125, 0.0625, 0.25)
 # Ways to step that all optimizers share, each with one that takes it.
@@ -126,12 +130,13 @@ def header() -> str:
   packages = ("sparse-embed", "jax", "jaxlib", "flax", "optax", "numpy")
   versions = ", ".join(f"{name} {_version(name)}" for name in packages)
   devices = jax.local_devices()
-  kind = devices[0].device_kind
-  is_on = sparse_core.is_wanted(None) and sparse_core.obstacle_of(kind) is None
-  cores = ", rows by their SparseCores" if is_on else ""
+  table = embed.FeatureConfig(embed.TableConfig(ROWS, DIM))
+  (stack,) = Plan.uniform(table, embed.sgd(0.1), None, "data", "mod").stacks().values()
+  packed = ", tables packed" if stack.is_packed else ""
+  cores = ", rows by SparseCores" if sparse_core.is_on(stack) else ""
   return (
     f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {versions}\n"
-    f"backend {jax.default_backend()}: {len(devices)} x {kind}{cores}\n\n"
+    f"backend {jax.default_backend()}: {len(devices)} x {devices[0].device_kind}{packed}{cores}\n\n"
     f"{'what':<25}  {'where':<22}  {'error':>8}"
   )
 
@@ -154,21 +159,32 @@ def run() -> Iterator[Result]:
 
 
 def places() -> dict[str, dict[str, Any]]:
-  """Arguments of `SparseEmbed` by name: one device, then all local ones by every strategy."""
+  """Arguments of `_make` by name: one device, then all local ones, by every strategy."""
   arguments: dict[str, dict[str, Any]] = {"one device": {}}
   devices = jax.local_devices()
   if len(devices) > 1:
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     for strategy in ("mod", "div", "column", "replicated"):
       arguments[f"{len(devices)} devices, {strategy}"] = {"mesh": mesh, "sharding": strategy}
+  if jax.default_backend() in host.PLATFORMS:
+    of_mod = next((where for name, where in arguments.items() if "mod" in name), {})
+    arguments["memory of the host"] = of_mod | {"memory": "host"}
   return arguments
+
+
+def _make(features: Any, place: Mapping[str, Any], optimizer: Any = None) -> embed.SparseEmbed:
+  mesh, strategy = place.get("mesh"), place.get("sharding", "mod")
+  plan = Plan.uniform(features, optimizer, mesh, "data", strategy)
+  for name in plan:
+    plan[name].memory = place.get("memory", "device")
+  return embed.SparseEmbed(features, optimizer, plan=plan, rngs=nnx.Rngs(0))
 
 
 Check = Callable[[dict[str, Any]], Iterator[Result]]
 
 
 def _is_brief(place: Mapping[str, Any]) -> bool:
-  return place.get("sharding", "mod") != "mod"
+  return place.get("sharding", "mod") != "mod" or "memory" in place
 
 
 def _guarded(what: str, where: str, check: Check, place: dict[str, Any]) -> Iterator[Result]:
@@ -276,7 +292,7 @@ def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
       occ = reference.occurrences(reference.Feature(combiner, length), x)
       expected[name][feature] = occ
       cotangents[feature] = _eighths(draw, (*occ.shape, DIM))
-  layer = embed.SparseEmbed(features, embed.sgd(0.1), rngs=nnx.Rngs(0), **place)
+  layer = _make(features, place, embed.sgd(0.1))
   layer.load_tables(tables)
 
   def loss(layer, inputs, weights, cotangents):
@@ -317,6 +333,12 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
   cases = optimizers()
   if _is_brief(place):
     cases = {name: cases[name] for name in OTHER_WAYS}
+  if "memory" in place:  # refuses to move every row
+    cases = {
+      name: (kind, config)
+      for name, (kind, config) in cases.items()
+      if config.get("lazy_adam", True)
+    }
   draw = np.random.default_rng(1)
   rates = np.array(RATES, np.float32)
   schedule = lambda step: jnp.asarray(rates)[step]
@@ -326,7 +348,7 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
     rule = make(learning_rate=schedule, **config)
     table = embed.TableConfig(ROWS, DIM, optimizer=rule, combiner="sum", name=name)
     features[name], tables[name] = embed.FeatureConfig(table), _eighths(draw, (ROWS, DIM), 16)
-  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0), **place)
+  layer = _make(features, place)
   layer.load_tables(tables)
   optimizer = embed.Optimizer(layer, optax.identity())
 

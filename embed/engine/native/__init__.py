@@ -24,7 +24,7 @@ import numpy as np
 
 from embed.config import QuantizationConfig
 from embed.engine import bags as bags_lib
-from embed.engine import jax_internals, lookup
+from embed.engine import jax_internals, lookup, switches
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
 from embed.engine.packing import Lines
@@ -38,9 +38,7 @@ _kernel_p = jax_internals.kernel_primitive("sparse_embed_kernel")
 
 def is_on() -> bool:
   """Whether kernels are taken where there is one."""
-  if os.environ.get(SWITCH, "1") == "0" or jax.default_backend() != "cpu":
-    return False
-  return _is_supported()
+  return switches.is_on(SWITCH, default=True) and jax.default_backend() == "cpu" and _is_supported()
 
 
 @functools.cache

@@ -10,12 +10,11 @@ variable `SPARSE_EMBED_SPARSE_CORES` is 1 when a layer is made.
 """
 
 import functools
-import os
 
 import jax
 import numpy as np
 
-from embed.engine import packing
+from embed.engine import packing, switches
 from embed.engine.bags import Bags
 from embed.engine.stack import StackSpec
 
@@ -26,7 +25,7 @@ KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")  # devices that
 
 def is_wanted(setting: bool | None) -> bool:
   """Whether a table should use SparseCores if it can: its own setting, else the environment's."""
-  return os.environ.get(SWITCH, "0") == "1" if setting is None else setting
+  return switches.is_on(SWITCH, default=False) if setting is None else setting
 
 
 def obstacle_of(kind: str) -> str | None:

@@ -1,0 +1,31 @@
+"""Environment variables are 1 or 0, and anything else is refused wherever one is read."""
+
+import pytest
+
+from embed.engine import native, packing, sparse_core, switches
+
+NAME = "SPARSE_EMBED_TEST"
+
+
+def test_a_variable_decides_and_the_default_where_it_is_not_set(monkeypatch):
+  monkeypatch.delenv(NAME, raising=False)
+  assert (switches.is_on(NAME, True), switches.is_on(NAME, False)) == (True, False)
+  for value, expected in (("1", True), ("0", False)):
+    monkeypatch.setenv(NAME, value)
+    assert switches.is_on(NAME, not expected) is expected
+  monkeypatch.setenv(NAME, "")
+  assert switches.is_on(NAME, True)
+
+
+@pytest.mark.parametrize(
+  ("variable", "read"),
+  [
+    (native.SWITCH, native.is_on),
+    (packing.SWITCH, lambda: packing.is_wanted(None, "cpu")),
+    (sparse_core.SWITCH, lambda: sparse_core.is_wanted(None)),
+  ],
+)
+def test_other_values_are_refused_by_name(monkeypatch, variable, read):
+  monkeypatch.setenv(variable, "true")
+  with pytest.raises(ValueError, match=f"{variable} is 'true': write 0 or 1"):
+    read()
