@@ -15,7 +15,7 @@ from flax import nnx
 
 from embed.config import CustomCombiner, FeatureConfig, TableConfig
 from embed.engine import bags as bags_lib
-from embed.engine import lookup
+from embed.engine import jax_internals, lookup
 from embed.engine.bags import Bags, Parts
 from embed.engine.stack import StackSpec
 from embed.inputs import Input
@@ -163,6 +163,6 @@ def split_gradient(
     out, vjp = jax.vjp(of, looked_up.rows, looked_up.learned)
     return vjp(grad.astype(out.dtype))
 
-  eager = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((looked_up, grad)))
+  eager = not jax_internals.is_traced((looked_up, grad))
   back = jax.jit(back) if not stack.placement.is_local and eager else back
   return back(looked_up, stack.placement.split_batch(grad, grad.shape[0]))

@@ -60,7 +60,7 @@ class RowGrads:
 
   def __init__(self, ids: Any, values: Any):
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
-    wide = ids.dtype.itemsize > 4 and ids.size and not isinstance(ids, jax.core.Tracer)
+    wide = ids.dtype.itemsize > 4 and ids.size and not jax_internals.is_traced(ids)
     if wide and ids.max() > _INT32_MAX:  # int32 would make another row of it
       raise ValueError(f"RowGrads takes ids up to {_INT32_MAX}, got {ids.max()}.")
     ids, values = jnp.asarray(ids), jnp.asarray(values)
@@ -167,7 +167,7 @@ def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> list[StackGrads]:
       f"The row gradients of table {table!r} have {rows.values.shape[1]} columns, its dim is {dim}."
     )
   ids = rows.ids
-  if not isinstance(ids, jax.core.Tracer) and ids.is_fully_addressable and (ids > size).any():
+  if not jax_internals.is_traced(ids) and ids.is_fully_addressable and (ids > size).any():
     raise ValueError(
       f"The row gradients of table {table!r} have id {int(ids.max())}; its ids are 0 .. "
       f"{size - 1}, and {size} for unused entries."

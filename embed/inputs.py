@@ -17,6 +17,7 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import structure
+from embed.engine import jax_internals
 from embed.engine.bags import Form, Parts
 
 Array = Any  # a NumPy or JAX array, or nested lists of numbers
@@ -92,7 +93,7 @@ class Sparse:
   dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
   def __post_init__(self):
-    if isinstance(self.dense_shape, jax.core.Tracer):
+    if jax_internals.is_traced(self.dense_shape):
       raise ValueError("embed.Sparse: dense_shape must be static; give a tuple of Python ints.")
     object.__setattr__(self, "dense_shape", tuple(int(d) for d in self.dense_shape))
 
@@ -106,8 +107,7 @@ def _kind(value: Any) -> str:
 
 def _is_concrete(*values: Any) -> bool:
   away = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
-  leaves = jax.tree.leaves(values)
-  return not any(isinstance(leaf, jax.core.Tracer) or away(leaf) for leaf in leaves)
+  return not jax_internals.is_traced(values) and not any(map(away, jax.tree.leaves(values)))
 
 
 def _is_array(value: Any) -> bool:

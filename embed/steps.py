@@ -141,7 +141,7 @@ def look_up_stack(
 ) -> tuple[list[jax.Array], LookupRecord, combiners.Prepared]:
   """Tapped activations of the features of a stack, what was looked up, and its bags."""
   placement = stack.placement
-  arrays = [placement.accept(x.name, x.parts) for x in inputs]
+  arrays = [mesh_lib.accept(placement, x.name, x.parts) for x in inputs]
   count = native.count_beyond if placement.is_local else bags_lib.count_beyond
   prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
   prepared = placement.prepare(prepare, arrays)
@@ -257,8 +257,7 @@ def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], st
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = {k: taps.read_table(x, "update") for k, x in stored_arrays(layer, stack).items()}
     scalars = row_step.StepScalars.at(stack, step)
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, of_stack)))
-    run = update.step if traced else compiled_step
+    run = update.step if jax_internals.is_traced((arrays, of_stack)) else compiled_step
     new = mesh_lib.settled(run(stack, arrays, of_stack, scalars))
     with changing("An update of tables"):
       for key, value in new.items():

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from embed.config import TableConfig
-from embed.engine import host, jax_internals, mesh, storage
+from embed.engine import host, initial, jax_internals, mesh
 from embed.engine.stack import StackSpec
 
 _LARGE_COPY = 16 << 20  # bytes of a copy
@@ -18,7 +18,7 @@ _LARGE_COPY = 16 << 20  # bytes of a copy
 def _is_copied(before: Any, after: Any) -> bool:
   """Whether a large array was replaced and is still alive: it was not donated."""
   arrays = (before, after)
-  if any(not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) for x in arrays):
+  if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
     return False
   return before is not after and before.nbytes >= _LARGE_COPY and not before.is_deleted()
 
@@ -90,7 +90,7 @@ def make_variables(
   memory = {"memory_kind": host.KIND} if stack.is_in_host else {}
   of = lambda x: metadata(stack.placement, mesh.as_names(axis), x.ndim) | memory
   kind = lambda key: Table if key == "parameters" else SlotVariable
-  arrays = storage.make(stack, tables, {name: keys[name] for name in stack.tables})
+  arrays = initial.make(stack, tables, {name: keys[name] for name in stack.tables})
   return nnx.Dict({key: kind(key)(value, **of(value)) for key, value in arrays.items()})
 
 

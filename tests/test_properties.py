@@ -104,7 +104,7 @@ def flatten(structure):
 
 def inputs_of(leaf):
   if leaf.kind == "dense":
-    return reference.Dense(leaf.values)
+    return reference.DenseIds(leaf.values)
   return harness.as_kind(leaf.kind, leaf.values, leaf.weights)
 
 
@@ -202,9 +202,9 @@ def reset(world, values):
 def world_inputs(batch):
   """{feature: `reference` input}; the shapes are the same for every batch."""
   return {
-    "bag": reference.Padded(batch["bag"], batch["weights"]),
+    "bag": reference.PaddedIds(batch["bag"], batch["weights"]),
     "history": harness.as_kind("ragged", batch["history"], None),
-    "id": reference.Dense(batch["id"]),
+    "id": reference.DenseIds(batch["id"]),
     "other": harness.as_kind("padded", batch["other"], None),
   }
 
@@ -395,7 +395,7 @@ def test_to_padded(values, weights, weighted):
     padded = embed.to_padded(features)
     assert isinstance(padded, embed.Padded)
     lead, wanted = reference.entries(inputs)
-    _, actual = reference.entries(reference.Padded(np.asarray(padded.values)))
+    _, actual = reference.entries(reference.PaddedIds(np.asarray(padded.values)))
     assert np.asarray(padded.values).shape[0] == lead[0]
     assert [(b, i) for b, _, i, _ in actual] == [(b, i) for b, _, i, _ in wanted]
     if weighted:

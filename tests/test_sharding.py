@@ -77,7 +77,7 @@ def exact_batch(seed):
 
 
 def occurrences_of(ids, weights, cotangents):
-  inputs = reference.Padded(ids.values, weights.values)
+  inputs = reference.PaddedIds(ids.values, weights.values)
   occ = reference.occurrences(reference.Feature("sum"), inputs)
   return reference.occurrence_gradients(occ, cotangents)
 

@@ -9,10 +9,11 @@
   arrays = update.step(stack, arrays, [sent], scalars)        # rows and slots, in place
 
 Read `layout`, `mesh`, `stack` for where rows are; `packing`, `host`, `access` for how they lie in
-memory; `bags`, `lookup` for one device; `cost`, `route`, `exchange` for several; `grads`, `rows`,
-`row_step`, `update` for the way back; `storage`, `views` for tables as users see them; `taps` for
-differentiation. `jax_internals` isolates what JAX and Flax do not promise, `update_cpu` what one
-backend needs. `native` has compiled kernels for the CPU, which mean what `lookup` and `update` say.
+memory; `bags`, `lookup` for one device; `cost`, `route`, `exchange`, `collectives` for several;
+`grads`, `rows`, `row_step`, `update` for the way back; `initial` for first values; `storage`,
+`views`, `placing` for tables as users see them; `taps` for differentiation. `jax_internals`
+isolates what JAX and Flax do not promise, `update_cpu` what one backend needs. `native` has
+compiled kernels for the CPU, which mean what `lookup` and `update` say.
 
 Glossary:
 

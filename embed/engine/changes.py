@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import access
+from embed.engine import access, collectives, placing
 from embed.engine.stack import Arrays, StackSpec
 
 Lanes = tuple[jax.Array, jax.Array]  # uint32 `[rows]` each, split as the rows are
@@ -66,7 +66,7 @@ def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> Lanes:
   for number, array in enumerate(arrays):
     words = _words(access.unpacked(access.opened(stack, array)))
     is_split = array.ndim == 2 and bool(placement.columns)
-    part = placement.index(placement.columns) if is_split else jnp.int32(0)
+    part = collectives.index(placement.columns) if is_split else jnp.int32(0)
     position = jnp.arange(words.shape[1], dtype=jnp.uint32)
     position += part.astype(jnp.uint32) * jnp.uint32(words.shape[1])
     position = position * jnp.uint32(len(arrays)) + jnp.uint32(number)
@@ -194,7 +194,7 @@ def _take_chunk(
   keys = ("parameters", *stack.slots)
 
   def per_device(places, start, *arrays):
-    shard = stack.placement.index(stack.placement.rows)
+    shard = collectives.index(stack.placement.rows)
     places = lax.dynamic_slice_in_dim(places, start, chunk)
     table, ids = jnp.full(chunk, -1, jnp.int32), jnp.zeros(chunk, jnp.int32)
     for index, size in enumerate(stack.layout.sizes):
@@ -245,7 +245,7 @@ def put(stack: StackSpec, stored: Arrays, table: str, rows: TableRows) -> Arrays
 def _everywhere(stack: StackSpec, x: np.ndarray) -> jax.Array:
   if stack.placement.is_local:
     return jnp.asarray(x)
-  return stack.placement.place_whole(x, x.dtype, P())
+  return placing.place_whole(stack.placement, x, x.dtype, P())
 
 
 def _put_chunk(
@@ -253,7 +253,7 @@ def _put_chunk(
 ) -> Arrays:
   def per_device(ids, values, *arrays):
     shard, places = stack.layout.locate(stack.indices[table], ids)
-    own = stack.placement.index(stack.placement.rows)
+    own = collectives.index(stack.placement.rows)
     places = jnp.where(shard == own, places, stack.layout.rows)
     opened = {k: access.opened(stack, x) for k, x in zip(values, arrays, strict=True)}
     of_device = lambda x: stack.columns.own(x) if x.ndim == 2 else x

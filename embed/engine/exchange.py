@@ -28,6 +28,7 @@ from embed.engine import access, cost, rows
 from embed.engine import grads as grads_lib
 from embed.engine import route as route_lib
 from embed.engine.bags import Bags, pad_all
+from embed.engine.collectives import gather, index, swap
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
 from embed.engine.mesh import Placement
@@ -93,7 +94,7 @@ def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
   route, acts = None, {}
   routed = [i for i, bag in enumerate(bags) if capacity is not None and not bag.is_ragged]
   if routed:
-    union = [_of_columns(bags[i].flat(), placement) for i in routed]
+    union = [gather(bags[i].flat(), placement.columns) for i in routed]
     indices = [stack.indices[tables[i]] for i in routed]
     where = [layout.locate(i, bag.ids) for i, bag in zip(indices, union, strict=True)]
     assert capacity is not None
@@ -102,8 +103,7 @@ def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
     acts = dict(zip(routed, some, strict=True))
   for i, bag in enumerate(bags):
     if not bag.is_ragged and i not in acts:
-      bag = _of_columns(bag.flat(), placement)
-      bag = jax.tree.map(lambda x: placement.gather(x, placement.rows), bag)
+      bag = gather(gather(bag.flat(), placement.columns), placement.rows)
     if i not in acts:
       act = combine(table, bag.with_ids(_local_rows(bag.ids, stack, tables[i])))
       acts[i] = _add_up(act, stack) if bag.is_ragged else _scatter(act, placement)
@@ -124,16 +124,7 @@ def _local_rows(ids: jax.Array, stack: StackSpec, table: str) -> jax.Array:
   shard, local_row = stack.layout.locate(stack.indices[table], ids)
   if stack.layout.shards == 1:
     return local_row
-  return jnp.where(
-    shard == stack.placement.index(stack.placement.rows), local_row, stack.layout.rows
-  )
-
-
-def _of_columns(bags: Bags, placement: Placement) -> Bags:
-  """Bags of all devices that hold other columns of the same rows."""
-  if not placement.columns:
-    return bags
-  return jax.tree.map(lambda x: placement.gather(x, placement.columns), bags)
+  return jnp.where(shard == index(stack.placement.rows), local_row, stack.layout.rows)
 
 
 def _look_up_routed(table, bags, shards, combine, way: tuple[StackSpec, Route]):
@@ -142,9 +133,9 @@ def _look_up_routed(table, bags, shards, combine, way: tuple[StackSpec, Route]):
 
   def one_round(start):
     local_rows, count = route.requests(start, stack.layout)
-    requested = placement.swap(local_rows, placement.rows)
+    requested = swap(local_rows, placement.rows)
     sent = access.take(stack, table, requested.reshape(-1))
-    received = placement.swap(sent.reshape(*requested.shape, -1), placement.rows)
+    received = swap(sent.reshape(*requested.shape, -1), placement.rows)
     received = received.reshape(-1, table.shape[1])
     positions = route.buffer_positions(shards, start, count)
     acts = [combine(received, b.with_ids(p)) for b, p in zip(bags, positions, strict=True)]
@@ -173,7 +164,7 @@ def _swap_columns(act: jax.Array, placement: Placement) -> jax.Array:
   if not placement.columns:
     return act
   act = act.reshape(placement.column_shards, -1, act.shape[-1])
-  act = placement.swap(act, placement.columns)
+  act = swap(act, placement.columns)
   return jnp.moveaxis(act, 0, 1).reshape(act.shape[1], -1)
 
 
@@ -188,7 +179,7 @@ def _add_up(act: jax.Array, stack: StackSpec) -> jax.Array:
   if placement.columns:
     act = lax.all_gather(act, placement.columns, axis=act.ndim - 1, tiled=True)
   own = act.shape[0] // placement.devices
-  return lax.dynamic_slice_in_dim(act, placement.index(placement.axes) * own, own)
+  return lax.dynamic_slice_in_dim(act, index(placement.axes) * own, own)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -246,7 +237,7 @@ def _own_columns(grads: jax.Array, stack: StackSpec) -> jax.Array:
   n = placement.column_shards
   grads = jnp.pad(grads, ((0, 0), (0, n * stack.width - grads.shape[1])))
   grads = jnp.moveaxis(grads.reshape(-1, n, stack.width), 1, 0)
-  return placement.swap(grads, placement.columns).reshape(-1, stack.width)
+  return swap(grads, placement.columns).reshape(-1, stack.width)
 
 
 def _gathered(
@@ -255,13 +246,12 @@ def _gathered(
   """A feature's gradients of all devices, with the ids of other shards as padding."""
   placement = stack.placement
   if bags.is_ragged or in_order:  # ragged bags are whole everywhere
-    every = lambda x: placement.gather(x, placement.axes)
-    grads = stack.columns.own(every(grads.astype(jnp.float32)))
-    bags = bags if bags.is_ragged else jax.tree.map(every, bags)
+    grads = stack.columns.own(gather(grads.astype(jnp.float32), placement.axes))
+    bags = bags if bags.is_ragged else gather(bags, placement.axes)
   else:
-    every = lambda x: placement.gather(placement.gather(x, placement.rows), placement.replica_axes)
+    every = lambda tree: gather(gather(tree, placement.rows), placement.replica_axes)
     grads = every(_own_columns(grads, stack))
-    bags = jax.tree.map(every, _of_columns(bags.flat(), placement))
+    bags = every(gather(bags.flat(), placement.columns))
   ids = _local_rows(bags.ids, stack, table)
   return grads_lib.from_activations(grads, bags.with_ids(ids))
 
@@ -291,10 +281,10 @@ def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> Gra
   placement, padding = stack.placement, stack.layout.rows
   locate = lambda bags: stack.layout.locate(stack.indices[table], bags.ids)[1]
   if not bags.is_ragged:
-    bags = _of_columns(bags.flat(), placement)
+    bags = gather(bags.flat(), placement.columns)
     return grads_lib.from_activations(_own_columns(grads, stack), bags.with_ids(locate(bags)))
   # Bags of the whole batch: those of the other devices are left out.
-  start = placement.index(placement.axes) * math.prod(grads.shape[:-1])
+  start = index(placement.axes) * math.prod(grads.shape[:-1])
   own = bags.with_ids(locate(bags)).part(start, grads.shape[:-1], padding)
   return grads_lib.from_activations(grads, own)
 
@@ -330,7 +320,7 @@ def _rounds(
     parts, next_starts = [], []
     for send, r, start in zip(sends, routes, starts, strict=True):
       local_rows, count = r.requests(start, layout, limit)
-      requested = r.requested_rows if is_first else placement.swap(local_rows, placement.rows)
+      requested = r.requested_rows if is_first else swap(local_rows, placement.rows)
       part = send(start, count, requested)
       parts.append(part if limit is None else _between(part, first_keys[:-1], limit, stack))
       next_starts.append(start + count)
@@ -359,7 +349,7 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
   for grads, bags, table in zip(call.grads, record.bags, record.tables, strict=True):
     if bags.is_ragged:
       continue
-    bags = _of_columns(bags.flat(), placement)
+    bags = gather(bags.flat(), placement.columns)
     parts.append(grads_lib.from_activations(_own_columns(grads, stack), bags))
     shards.append(stack.layout.locate(stack.indices[table], bags.ids)[0])
 
@@ -368,9 +358,9 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
     flat = jnp.concatenate([p.reshape(-1) for p in positions])
     sums = jnp.zeros((requested.size, stack.width), jnp.float32)
     sums = rows.add_rows(sums, grads_lib.with_ids(parts, flat))
-    sums = placement.swap(sums.reshape(*requested.shape, stack.width), placement.rows)
-    ids = placement.gather(requested.reshape(-1), placement.replica_axes)
-    sums = placement.gather(sums.reshape(-1, stack.width), placement.replica_axes)
+    sums = swap(sums.reshape(*requested.shape, stack.width), placement.rows)
+    ids = gather(requested.reshape(-1), placement.replica_axes)
+    sums = gather(sums.reshape(-1, stack.width), placement.replica_axes)
     return GradRows(sums, ids[:, None])
 
   return send
@@ -378,7 +368,7 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
 
 def _between(part: GradRows, low: jax.Array, limit: jax.Array, stack: StackSpec) -> GradRows:
   """Of the rows of this shard, those of a range of keys."""
-  me, size = stack.placement.index(stack.placement.rows), stack.layout.rows
+  me, size = index(stack.placement.rows), stack.layout.rows
   key = route_lib.make_key(
     jnp.full_like(part.ids, me), jnp.minimum(part.ids, size - 1), stack.layout
   )

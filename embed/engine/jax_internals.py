@@ -30,6 +30,11 @@ Jaxpr, ClosedJaxpr, Literal, DropVar = (
 jaxpr_as_fun = jex_core.jaxpr_as_fun
 
 
+def is_traced(tree: Any) -> bool:
+  """Whether any leaf of a tree has no value yet, inside a transformed or jitted function."""
+  return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
 def identity_primitive(name: str, jvp: Callable[..., Any]) -> Any:
   """A primitive that returns its first `number` arguments, and notes a batch in `batched`.
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from embed import config as config_lib
+from embed.engine import jax_internals
 from embed.engine.bags import Bags, inverse_norm, is_row
 from embed.engine.packing import Lines
 
@@ -39,10 +40,8 @@ class LookupRecord:
     return dataclasses.replace(self, bags=tuple(b.unused() for b in self.bags), route=route)
 
 
-def quantize(x: jax.Array, config: config_lib.QuantizationConfig | None) -> jax.Array:
+def quantize(x: jax.Array, config: config_lib.QuantizationConfig) -> jax.Array:
   """The nearest of the quantized values, halves up: `floor(x + 0.5)`, not NumPy's half-to-even."""
-  if config is None:
-    return x
   step = (config.upper - config.lower) / (config.num_buckets - 1)
   x = jnp.clip(x, config.lower, config.upper)
   return jnp.floor((x - config.lower) / step + 0.5) * step + config.lower
@@ -74,7 +73,9 @@ def gather_and_combine(
       picked = table.take(ids)
     else:
       picked = table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    picked = quantize(picked.astype(jnp.float32), quantization)
+    picked = picked.astype(jnp.float32)
+    if quantization is not None:
+      picked = quantize(picked, quantization)
     return picked * (one if gains is None else one * gains)[:, None]
 
   if bags.is_ragged:
@@ -95,8 +96,10 @@ def gather_and_combine(
     return act
 
   start = length % UNROLLED or UNROLLED
-  more = lambda j, act: add(start + j * UNROLLED, UNROLLED, act)
-  act = jax.lax.fori_loop(0, (length - start) // UNROLLED, more, add(0, start, None))
+  act = add(0, start, None)
+  if length > start:
+    more = lambda j, act: add(start + j * UNROLLED, UNROLLED, act)
+    act = jax.lax.fori_loop(0, (length - start) // UNROLLED, more, act)
   act = act.reshape(*batch, dim)
   if bags.gains is not None and not per_id:
     act = act * bags.gains
@@ -175,7 +178,7 @@ def before_update(
   come after with a copy of the whole table.
   """
   ids = [bags.ids for bags in record.bags if bags.ids.size]
-  if not isinstance(table, jax.core.Tracer):
+  if not jax_internals.is_traced(table):
     return [jnp.copy(act) for act in activations], table  # the table itself may be among them
   if not ids:
     return list(activations), table

@@ -1,4 +1,4 @@
-"""Meshes: which axes a table is split over, and how arrays get there. The only place that knows.
+"""Meshes: which axes a table is split over, and how arrays get there.
 
 A **strategy** says how a table is spread over mesh axes: "mod" and "div" split its rows, "column"
 its columns, "replicated" nothing. The batch is split over all axes involved, inside the lookup.
@@ -13,13 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from embed.engine import host, jax_internals
-
-Names = tuple[str, ...]
+from embed.engine.collectives import Names
 
 
 def as_names(axis: str | Sequence[str] | None) -> Names:
@@ -53,7 +51,7 @@ def explicit_sharding(x: Any) -> NamedSharding | None:
   if where is None or AxisType.Explicit not in where.mesh.axis_types:
     return None
   # The mesh of a type is abstract; outside of jitted functions arrays are moved to a concrete one.
-  return where if isinstance(x, jax.core.Tracer) else x.sharding
+  return where if jax_internals.is_traced(x) else x.sharding
 
 
 def is_explicit(tree: Any) -> bool:
@@ -63,7 +61,7 @@ def is_explicit(tree: Any) -> bool:
 
 def _move(x: Any, where: NamedSharding) -> Any:
   """An array with another sharding, traced or not, in the memory where it is."""
-  is_traced = isinstance(x, jax.core.Tracer)
+  is_traced = jax_internals.is_traced(x)
   if is_traced and AxisType.Explicit in where.mesh.axis_types:
     return jax.sharding.reshard(x, where)
   if host.is_in_host(x):
@@ -112,7 +110,7 @@ def settled(tree: Any) -> Any:
   started one after another, as eager code does, none may have threads enough to end.
   """
   for x in jax.tree.leaves(tree):
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+    if isinstance(x, jax.Array) and not jax_internals.is_traced(x):
       devices: Any = x.sharding.device_set
       if len(devices) > 1 and next(iter(devices)).platform == "cpu":
         x.block_until_ready()
@@ -133,16 +131,6 @@ def with_types_of(x: Any, other: Any) -> Any:
   return x if is_explicit(x) else _move(x, where)
 
 
-def check_whole(name: str, x: Any) -> None:
-  """Refuses an input that is split over an Explicit mesh, for a layer that knows no mesh."""
-  for leaf in jax.tree.leaves(x):
-    if isinstance(leaf, jax.Array) and any(jax.typeof(leaf).sharding.spec):
-      raise ValueError(
-        f"Feature {name!r} is split over a mesh, {jax.typeof(leaf)}, but this SparseEmbed was made "
-        "without one. Make it under jax.set_mesh(mesh), or pass mesh=mesh."
-      )
-
-
 def scalar_for(x: jax.Array, scalar: jax.Array) -> jax.Array:
   """A scalar for arithmetic with an array, which may have a sharding in its type or not."""
   where = explicit_sharding(x)
@@ -157,8 +145,7 @@ class Placement:
 
   `rows` and `columns` name the mesh axes that the storage is split over, `batch` the axes that
   activations are split over. Other axes of the mesh hold copies. Inside a lookup the batch is split
-  over all of these axes, in the mesh's order: `axes`. Methods whose docstring says "per device" run
-  inside `jax.shard_map`; on `LOCAL` they return their argument.
+  over all of these axes, in the mesh's order: `axes`.
   """
 
   mesh: Mesh | AbstractMesh | None
@@ -209,18 +196,6 @@ class Placement:
       return self.mesh.devices.flat[0]
     return jax_internals.default_device()
 
-  def lookup_groups(self) -> np.ndarray:
-    """int64 `[devices]`: which group of devices looks up each part of a batch together.
-
-    The devices of a group hold different columns of the same rows.
-    """
-    if self.mesh is None:
-      return np.zeros(1, np.int64)
-    index = np.indices([self.mesh.shape[name] for name in self.axes]).reshape(len(self.axes), -1)
-    others = [i for i, name in enumerate(self.axes) if name not in self.columns]
-    sizes = [self.mesh.shape[self.axes[i]] for i in others]
-    return np.ravel_multi_index(tuple(index[others]), sizes) if others else index[0] * 0
-
   # --- meshes and shardings --------------------------------------------------------------------
 
   @property
@@ -254,36 +229,6 @@ class Placement:
   def sharding(self, spec: P) -> NamedSharding:
     return NamedSharding(self.active_mesh, spec)
 
-  def in_host(self, spec: P) -> Any:
-    """The sharding of an array in the memory of the host; outside of jitted functions."""
-    if self.mesh is None:
-      return SingleDeviceSharding(jax_internals.default_device(), memory_kind=host.KIND)
-    return self._on_devices(spec).with_memory_kind(host.KIND)
-
-  def _devices_mesh(self) -> Any:
-    """Outside of jitted functions, where a layer made inside of one only knows an abstract mesh."""
-    mesh = current_mesh() if isinstance(self.mesh, AbstractMesh) else self.active_mesh
-    if mesh is None:
-      raise ValueError(
-        "This SparseEmbed was made inside a jitted function, under jax.set_mesh. Use it under "
-        "jax.set_mesh too, or pass mesh=... where it is made."
-      )
-    return mesh
-
-  def compact(self, columns: Names, parts: int) -> NamedSharding:
-    """Columns over `columns` and `parts`, of which shard r of the rows has number `r % parts`.
-
-    That is no sharding of this mesh, but of its devices in another shape.
-    """
-    mesh = self._devices_mesh()
-    others = tuple(name for name in mesh.axis_names if name not in self.rows)
-    order = [mesh.axis_names.index(name) for name in (*others, *self.rows)]
-    shape = [mesh.shape[name] for name in others]
-    devices = mesh.devices.transpose(order).reshape(*shape, self.shards // parts, parts)
-    # Named after the axes they are cut from, so that they differ from all others.
-    copies, cut = (f"{kind} of {', '.join(self.rows)}" for kind in ("copies", "parts"))
-    return NamedSharding(Mesh(devices, (*others, copies, cut)), P(None, (*columns, cut)))
-
   # --- placing arrays ----------------------------------------------------------------------------
 
   def put(self, x: jax.Array, spec: P) -> jax.Array:
@@ -292,29 +237,6 @@ class Placement:
       return x
     where = explicit_sharding(x)
     return _move(x, self.sharding(spec) if where is None else NamedSharding(where.mesh, spec))
-
-  def replicate(self, x: Any) -> Any:
-    """An array for a scatter that adds: whole on every device if it is split over the mesh.
-
-    XLA's partitioner adds wrong elements where the indices are split unevenly over some of several
-    mesh axes (seen with jaxlib 0.10.2 in a `scatter-add` by a slice of sharded indices).
-    """
-    if not isinstance(x, jax.Array):
-      return x
-    is_traced = isinstance(x, jax.core.Tracer)
-    return self.put(x, P()) if is_traced or len(x.sharding.device_set) > 1 else x
-
-  def accept(self, name: str, parts: Any) -> Any:
-    """The `inputs.Parts` of a feature as a lookup takes them.
-
-    Raises:
-      ValueError: on one device, if an array is split over an Explicit mesh.
-    """
-    if self.mesh is None:
-      check_whole(name, parts)
-      return parts
-    is_ragged = parts.kind == "ragged"
-    return dataclasses.replace(parts, layout=self.replicate(parts.layout)) if is_ragged else parts
 
   def pad_batch(self, x: jax.Array, value: float) -> jax.Array:
     """An array `[batch, ...]` with a batch that divides by the devices, filled up with `value`."""
@@ -333,27 +255,6 @@ class Placement:
       return x
     parts = math.prod(self.mesh.shape[name] for name in self.batch)
     return self.put(x, P(self.batch) if batch % parts == 0 else P())
-
-  def place_whole(self, x: Any, dtype: Any, where: P | NamedSharding) -> jax.Array:
-    """A whole array, the same on every host, split over devices without a copy of it on any."""
-    if isinstance(x, jax.core.Tracer):
-      assert isinstance(where, P)
-      return self.put(x.astype(dtype), where)
-    sharding = where if isinstance(where, NamedSharding) else self._on_devices(where)
-    if isinstance(x, jax.Array) and (jax.process_count() == 1 or not x.is_fully_addressable):
-      return jax.device_put(x.astype(dtype), sharding)
-    whole = np.asarray(x)
-    part = lambda index: whole[index].astype(dtype)
-    return jax.make_array_from_callback(whole.shape, sharding, part)
-
-  def same_parts(self, x: jax.Array, columns: int, where: P | NamedSharding) -> jax.Array:
-    """An array `[V, columns]` of which each device has the part that it has of `x`."""
-    sharding = where if isinstance(where, NamedSharding) else self._on_devices(where)
-    parts = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays((x.shape[0], columns), sharding, parts)
-
-  def _on_devices(self, spec: P) -> NamedSharding:
-    return NamedSharding(self._devices_mesh(), spec)
 
   def zeros(self, aval: Any) -> jax.Array:
     """Zeros like an abstract value, with the sharding in its type."""
@@ -425,21 +326,42 @@ class Placement:
       arrays
     )
 
-  # --- collectives, per device -------------------------------------------------------------------
-
-  def index(self, axes: Names) -> jax.Array:
-    """int32 scalar: this device's position along some axes."""
-    return jax.lax.axis_index(axes) if axes else jnp.int32(0)
-
-  def gather(self, x: jax.Array, axes: Names) -> jax.Array:
-    """`[n, ...]` of every device along some axes, one after another."""
-    with jax.named_scope("exchange"):
-      return jax.lax.all_gather(x, axes, tiled=True) if axes else x
-
-  def swap(self, x: jax.Array, axes: Names) -> jax.Array:
-    """`[n, ...]`, an entry for each device, to the entries that the devices had for this one."""
-    with jax.named_scope("exchange"):
-      return jax.lax.all_to_all(x, axes, 0, 0) if axes else x
-
 
 LOCAL = Placement(None)
+
+
+def check_whole(name: str, x: Any) -> None:
+  """Refuses an input that is split over an Explicit mesh, for a layer that knows no mesh."""
+  for leaf in jax.tree.leaves(x):
+    if isinstance(leaf, jax.Array) and any(jax.typeof(leaf).sharding.spec):
+      raise ValueError(
+        f"Feature {name!r} is split over a mesh, {jax.typeof(leaf)}, but this SparseEmbed was made "
+        "without one. Make it under jax.set_mesh(mesh), or pass mesh=mesh."
+      )
+
+
+def replicate(placement: Placement, x: Any) -> Any:
+  """An array for a scatter that adds: whole on every device if it is split over the mesh.
+
+  XLA's partitioner adds wrong elements where the indices are split unevenly over some of several
+  mesh axes (seen with jaxlib 0.10.2 in a `scatter-add` by a slice of sharded indices).
+  """
+  if not isinstance(x, jax.Array):
+    return x
+  is_traced = jax_internals.is_traced(x)
+  return placement.put(x, P()) if is_traced or len(x.sharding.device_set) > 1 else x
+
+
+def accept(placement: Placement, name: str, parts: Any) -> Any:
+  """The `inputs.Parts` of a feature as a lookup takes them.
+
+  Raises:
+    ValueError: on one device, if an array is split over an Explicit mesh.
+  """
+  if placement.mesh is None:
+    check_whole(name, parts)
+    return parts
+  is_ragged = parts.kind == "ragged"
+  return (
+    dataclasses.replace(parts, layout=replicate(placement, parts.layout)) if is_ragged else parts
+  )

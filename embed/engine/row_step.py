@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from embed.engine import rounding
+from embed.engine import collectives, rounding
 from embed.engine.layout import Columns
 from embed.engine.stack import StackSpec
 from embed.row_optimizer import WHOLE_ROWS, RowOptimizer, Slots
@@ -94,12 +94,12 @@ def row_step_of(stack: StackSpec, scalars: StepScalars) -> RowStep:
 
 def _round(stack: StackSpec, index, new: jax.Array, at: jax.Array, time) -> jax.Array:
   """New rows float32 `[n, width]`, stochastically rounded, of the local rows `at`."""
-  keys, own = jnp.zeros(at.shape, jnp.uint32), stack.placement.index(stack.placement.rows)
+  keys, own = jnp.zeros(at.shape, jnp.uint32), collectives.index(stack.placement.rows)
   for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
     ids = stack.layout.ids(i, own, at)
     keys = jnp.where(ids < size, rounding.key(ids, zlib.crc32(name.encode()), index, time), keys)
   columns = jnp.arange(stack.width, dtype=jnp.uint32)
   if stack.placement.columns:
-    first = stack.placement.index(stack.placement.columns) * stack.width
+    first = collectives.index(stack.placement.columns) * stack.width
     columns += first.astype(jnp.uint32)
   return rounding.to_bfloat16(new, rounding.noise(keys, columns))

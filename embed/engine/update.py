@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import access, cost, exchange, mesh, native, rows, sparse_core, update_cpu
+from embed.engine import (
+  access,
+  collectives,
+  cost,
+  exchange,
+  mesh,
+  native,
+  rows,
+  sparse_core,
+  update_cpu,
+)
 from embed.engine import grads as grads_lib
 from embed.engine.bags import pad_all
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
@@ -116,7 +126,8 @@ def table_rows(
   assert isinstance(summed, DistinctRows)
 
   def pick(summed):
-    ids = stack.layout.ids(index, shard(stack), summed.ids)
+    shard = collectives.index(stack.placement.rows)
+    ids = stack.layout.ids(index, shard, summed.ids)
     return ids, jnp.where((ids < size)[:, None], summed.values, 0)
 
   spec = _spec(stack)
@@ -205,11 +216,6 @@ def _spec(stack: StackSpec) -> Any:
 
 
 # --- per device ----------------------------------------------------------------------------------
-
-
-def shard(stack: StackSpec) -> jax.Array:
-  """int32 scalar: which shard of the rows this device has."""
-  return stack.placement.index(stack.placement.rows)
 
 
 def _sum(parts: list[GradRows], stack: StackSpec, distinct: bool) -> DistinctRows:

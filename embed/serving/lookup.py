@@ -14,6 +14,7 @@ from embed import config as config_lib
 from embed import inputs as inputs_lib
 from embed import structure
 from embed.engine import bags as bags_lib
+from embed.engine import jax_internals
 from embed.engine import lookup as lookup_lib
 from embed.engine.bags import Bags
 
@@ -92,7 +93,7 @@ def _rows(tables: Mapping[Any, Any], table: config_lib.TableConfig, name: str) -
     given = sorted(k.name or "?" if isinstance(k, config_lib.TableConfig) else k for k in tables)
     raise ValueError(f"There is no table {name!r} in `tables`, which has {given}.")
   rows, shape = jnp.asarray(tables[key]), (table.vocabulary_size, table.dim)
-  if isinstance(rows, jax.core.Tracer):
+  if jax_internals.is_traced(rows):
     if any(jax.typeof(rows).sharding.spec):
       raise ValueError(
         f"Table {name!r} is split over an Explicit mesh. Bring it to one device before jit, "

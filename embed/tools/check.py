@@ -226,13 +226,13 @@ def _kinds(ids: np.ndarray, weights: np.ndarray | None) -> dict[str, Any]:
   valid = ids >= 0
   splits = np.cumsum([0, *valid.sum(1)]).astype(np.int32)
   flat = None if weights is None else weights[valid]
-  ragged = reference.Ragged(ids[valid], splits, flat)
+  ragged = reference.RaggedIds(ids[valid], splits, flat)
   indices = np.argwhere(valid).astype(np.int32)
   return {
-    "padded": reference.Padded(ids, weights),
+    "padded": reference.PaddedIds(ids, weights),
     "ragged": ragged,
     "max_valency": ragged,
-    "sparse": reference.Sparse(indices, ids[valid], ids.shape, flat),
+    "sparse": reference.SparseIds(indices, ids[valid], ids.shape, flat),
   }
 
 
@@ -264,9 +264,9 @@ def lookup_inputs(draw: np.random.Generator, brief: bool) -> Inputs:
     inputs[combiner] = kinds if combiner == "mean" and not brief else {"padded": kinds["padded"]}
     weights = np.abs(_eighths(draw, (BATCH, VALENCY)))  # some are 0
     inputs[f"{combiner}, weights"] = _kinds(_bags(draw), weights)
-  inputs["mean, bfloat16"] = {"padded": reference.Padded(_bags(draw))}
+  inputs["mean, bfloat16"] = {"padded": reference.PaddedIds(_bags(draw))}
   inputs["sequences"] = _kinds(_bags(draw), None)
-  inputs["single ids"] = {"dense": reference.Dense(_bags(draw)[:, 1])}
+  inputs["single ids"] = {"dense": reference.DenseIds(_bags(draw)[:, 1])}
   return inputs
 
 
@@ -370,7 +370,7 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
     looked_up[ids[ids >= 0]] = True
     cotangents = {name: _eighths(draw, (BATCH, DIM)) for name in cases}
     step(layer, optimizer, dict.fromkeys(cases, embed.Padded(ids)), cotangents)
-    occ = reference.occurrences(reference.Feature("sum"), reference.Padded(ids))
+    occ = reference.occurrences(reference.Feature("sum"), reference.PaddedIds(ids))
     for name, (kind, config) in cases.items():
       rows, gradients = reference.occurrence_gradients(occ, cotangents[name])
       expected[name] = reference.apply_rows(kind, expected[name], rows, gradients, rate, **config)

@@ -15,6 +15,7 @@ import numpy as np
 
 from embed import inputs, structure
 from embed.engine import bags as bags_lib
+from embed.engine.mesh import Placement
 from embed.engine.stack import StackSpec
 from embed.planning import Plan
 from embed.tools import text
@@ -401,13 +402,27 @@ class _TableCounts:
     return TableProfile(vocabulary_size, self.bags, ids, distinct, self.rows, self.counts)
 
 
+def _lookup_groups(placement: Placement) -> np.ndarray:
+  """int64 `[devices]`: which group of devices looks up each part of a batch together.
+
+  The devices of a group hold different columns of the same rows.
+  """
+  if placement.mesh is None:
+    return np.zeros(1, np.int64)
+  axes, size_of = placement.axes, placement.mesh.shape
+  index = np.indices([size_of[name] for name in axes]).reshape(len(axes), -1)
+  others = [i for i, name in enumerate(axes) if name not in placement.columns]
+  sizes = [size_of[axes[i]] for i in others]
+  return np.ravel_multi_index(tuple(index[others]), sizes) if others else index[0] * 0
+
+
 def _requested_rows(stack: StackSpec, by_table: Mapping[str, list[_FeatureIds]]) -> np.ndarray:
   """The distinct rows that each device requests from each shard, int64 `[devices, shards]`.
 
   Devices that hold other columns of the same rows request them together, and count as one.
   """
   layout = stack.layout
-  devices, shards = stack.placement.lookup_groups(), layout.shards
+  devices, shards = _lookup_groups(stack.placement), layout.shards
   keys = [np.zeros(0, np.int64)]
   for table_index, name in enumerate(stack.tables):
     for entry in by_table.get(name, []):

@@ -19,21 +19,21 @@ import numpy as np
 # ------------------------------------------------------------------------------ inputs
 
 
-class Dense(NamedTuple):
+class DenseIds(NamedTuple):
   """One id per output position; a trailing axis of 1 is dropped."""
 
   values: Any
   weights: None = None
 
 
-class Padded(NamedTuple):
+class PaddedIds(NamedTuple):
   """[..., L]: the last axis is a bag."""
 
   values: Any
   weights: Any = None
 
 
-class Ragged(NamedTuple):
+class RaggedIds(NamedTuple):
   """Bag b is values[row_splits[b]:row_splits[b + 1]]; values after the last split are padding."""
 
   values: Any
@@ -41,7 +41,7 @@ class Ragged(NamedTuple):
   weights: Any = None
 
 
-class Sparse(NamedTuple):
+class SparseIds(NamedTuple):
   """indices [N, rank], values [N]; the last axis of dense_shape is the bag."""
 
   indices: Any
@@ -70,7 +70,7 @@ class Occurrences(NamedTuple):
 def entries(inputs):
   """(leading shape, [(bag, column, id, weight), ...]); negative ids are padding."""
   weights = inputs.weights
-  if isinstance(inputs, Padded):
+  if isinstance(inputs, PaddedIds):
     values = np.asarray(inputs.values)
     lead, length = values.shape[:-1], values.shape[-1]
     weights = np.ones(values.shape) if weights is None else np.asarray(weights)
@@ -79,7 +79,7 @@ def entries(inputs):
     cells = [
       (b, c, int(values[b, c]), float(weights[b, c])) for b in range(bags) for c in range(length)
     ]
-  elif isinstance(inputs, Ragged):
+  elif isinstance(inputs, RaggedIds):
     splits = [int(s) for s in inputs.row_splits]
     lead = (len(splits) - 1,)
     weights = np.ones(len(inputs.values)) if weights is None else weights
@@ -88,7 +88,7 @@ def entries(inputs):
       for b in range(lead[0])
       for k in range(splits[b], splits[b + 1])
     ]
-  elif isinstance(inputs, Sparse):
+  elif isinstance(inputs, SparseIds):
     lead = tuple(int(d) for d in inputs.dense_shape[:-1])
     weights = np.ones(len(inputs.values)) if weights is None else weights
     cells = [
@@ -102,7 +102,7 @@ def entries(inputs):
 
 def occurrences(feature, inputs):
   """The ids that are looked up: also with weight 0, but neither truncated ones nor padding."""
-  if isinstance(inputs, Dense):
+  if isinstance(inputs, DenseIds):
     return _dense_occurrences(feature, inputs)
   lead, cells = entries(inputs)
   shape, length = _output(feature, inputs, lead)
@@ -144,7 +144,7 @@ def _output(feature, inputs, lead):
   shape = tuple(feature.output_shape)  # it wins over max_sequence_length
   if shape == lead:
     return shape, 0
-  if not isinstance(inputs, Ragged):
+  if not isinstance(inputs, RaggedIds):
     raise ValueError(f"output_shape {shape} does not fit an input of {lead}")
   length, rest = divmod(int(np.prod(shape)), lead[0])
   if rest or not length:

@@ -49,10 +49,10 @@ def inputs(recorded):
   """The `inputs` entry of a lookup case -> a `reference` input."""
   values, weights = recorded["values"], recorded["weights"]
   if recorded["kind"] == "dense":
-    return reference.Dense(values, weights)
+    return reference.DenseIds(values, weights)
   if recorded["kind"] == "ragged":
-    return reference.Ragged(values, np.array(recorded["row_splits"], np.int32), weights)
-  return reference.Sparse(recorded["indices"], values, tuple(recorded["dense_shape"]), weights)
+    return reference.RaggedIds(values, np.array(recorded["row_splits"], np.int32), weights)
+  return reference.SparseIds(recorded["indices"], values, tuple(recorded["dense_shape"]), weights)
 
 
 def feature(case, name):

@@ -14,11 +14,11 @@ from embed.tools import reference
 def to_embed(inputs):
   """A `reference` input -> the (features, weights) leaves of a call."""
   values, weights = np.asarray(inputs.values), inputs.weights
-  if isinstance(inputs, reference.Dense):
+  if isinstance(inputs, reference.DenseIds):
     return values, weights
-  if isinstance(inputs, reference.Padded):
+  if isinstance(inputs, reference.PaddedIds):
     wrap = embed.Padded
-  elif isinstance(inputs, reference.Ragged):
+  elif isinstance(inputs, reference.RaggedIds):
     wrap = lambda v: embed.Ragged(v, np.asarray(inputs.row_splits))
   else:
     wrap = lambda v: embed.Sparse(np.asarray(inputs.indices), v, tuple(inputs.dense_shape))
@@ -133,7 +133,7 @@ def without_ids(batch=8):
 def as_kind(kind, values, weights):
   """[B, L] ids with -1 as padding, in one of the kinds that hold the same content."""
   if kind == "padded":
-    return reference.Padded(values, weights)
+    return reference.PaddedIds(values, weights)
   if kind == "sparse":
     # Some cells of padding stay, as ids of -1: three shapes, each of which is compiled.
     used, padding = np.argwhere(values >= 0), np.argwhere(values < 0)
@@ -141,7 +141,7 @@ def as_kind(kind, values, weights):
     indices = np.concatenate([used, padding[: number - len(used)]]).astype(np.int32)
     indices = indices[np.lexsort(indices.T[::-1])]
     at = tuple(indices.T)
-    return reference.Sparse(
+    return reference.SparseIds(
       indices, values[at], values.shape, None if weights is None else weights[at]
     )
   # Trailing padding goes, holes stay; what lies behind the last split must not matter.
@@ -150,4 +150,4 @@ def as_kind(kind, values, weights):
     [row[:n] for row, n in zip(rows, lengths, strict=True)] + [rows.reshape(-1)]
   )[: values.size]
   splits = np.cumsum([0, *lengths]).astype(np.int32)
-  return reference.Ragged(pack(values), splits, None if weights is None else pack(weights))
+  return reference.RaggedIds(pack(values), splits, None if weights is None else pack(weights))

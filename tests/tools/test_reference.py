@@ -7,7 +7,7 @@ from embed.tools import reference
 
 
 def test_gains_of_a_weighted_mean():
-  bags = reference.Padded([[3, 7, -1], [-1, -1, -1]], [[1.0, 3.0, 9.0], [1.0, 1.0, 1.0]])
+  bags = reference.PaddedIds([[3, 7, -1], [-1, -1, -1]], [[1.0, 3.0, 9.0], [1.0, 1.0, 1.0]])
   occ = reference.occurrences(reference.Feature("mean"), bags)
   assert occ.shape == (2,)
   assert occ.ids.tolist() == [3, 7]

@@ -86,7 +86,7 @@ def _has_sizes(*arrays: jax.Array) -> bool:
 def count_beyond(ids: jax.Array, size: int) -> jax.Array:
   """`bags.count_beyond`, by a kernel where there is one."""
   formulation = functools.partial(bags_lib.count_beyond, size=size)
-  if ids.dtype != np.int32 or not _has_sizes(ids) or not is_on():
+  if not is_on() or ids.dtype != np.int32 or not _has_sizes(ids):
     return formulation(ids)
   from embed.engine.native import build
 
@@ -109,15 +109,16 @@ def gather_and_combine(
 ) -> jax.Array:
   """`lookup.gather_and_combine`, by a kernel where there is one."""
   formulation = functools.partial(lookup.gather_and_combine, quantization=quantization, dtype=dtype)
-  is_covered = (
-    not isinstance(table, Lines)
+  has_kernel = (
+    is_on()
+    and not isinstance(table, Lines)
     and table.dtype == np.float32
     and (dtype is None or np.dtype(dtype) == np.float32)
     and quantization is None
     and _has_sizes(table, bags.ids)
     and _are_sizes(bags.batch)
   )
-  if not (is_covered and is_on()):
+  if not has_kernel:
     return formulation(table, bags)
   from embed.engine.native import build
 
@@ -171,7 +172,7 @@ def kernel_of(
   """
   table, slots = state
   ids = [part.ids for part in parts]
-  if table.dtype != np.float32 or not _has_sizes(table, *ids) or not is_on():
+  if not is_on() or table.dtype != np.float32 or not _has_sizes(table, *ids):
     return None
   from embed.engine.native import build, equations
 

@@ -75,7 +75,7 @@ def is_on(stack: StackSpec) -> bool:
 def sums_bags(stack: StackSpec, bags: Bags) -> bool:
   """Whether `gather_and_combine` can sum the rows of these bags."""
   is_covered = not bags.is_ragged and bags.ids.shape[-1] > 0 and stack.quantization is None
-  return is_covered and packing.row_width(stack.width) >= _VECTOR and is_on(stack)
+  return is_on(stack) and is_covered and packing.row_width(stack.width) >= _VECTOR
 
 
 def gather_and_combine(table: jax.Array, bags: Bags) -> jax.Array:

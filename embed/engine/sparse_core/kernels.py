@@ -80,22 +80,14 @@ def bag_sum(table: jax.Array, ids: jax.Array, gains: jax.Array | None = None) ->
   """
   (size, dim), (count, length) = table.shape, ids.shape
   window = _window(dim, 1 if gains is None else 2)
-  lanes = plsc.get_sparse_core_info().num_lanes
   # By position in the bag, so that the ids of a window are side by side.
   ids = jax.vmap(lambda x: _whole_windows(x, size, window), in_axes=1)(ids)
   bags = ids.shape[1]
   ids = ids.reshape(-1)
 
-  def clear(ref):
-    @pl.loop(0, window)
-    def _(row):
-      @pl.loop(0, dim, step=lanes)
-      def _(column):
-        ref[row, pl.ds(column, lanes)] = jnp.zeros((lanes,), ref.dtype)
-
   def plain(table, ids, out, at, sums):
     def add(start):
-      clear(sums)
+      _clear(sums)
 
       @pl.loop(0, length)
       def _(position):
@@ -108,8 +100,8 @@ def bag_sum(table: jax.Array, ids: jax.Array, gains: jax.Array | None = None) ->
 
   def weighted(table, ids, gains, out, at, sums, rows, weights):
     def add(start):
-      clear(sums)
-      clear(rows)  # a copy leaves the rows that it skips as they are
+      _clear(sums)
+      _clear(rows)  # a copy leaves the rows that it skips as they are
 
       @pl.loop(0, length)
       def _(position):
@@ -117,17 +109,7 @@ def bag_sum(table: jax.Array, ids: jax.Array, gains: jax.Array | None = None) ->
         pltpu.sync_copy(ids.at[pl.ds(first, window)], at)
         pltpu.sync_copy(gains.at[pl.ds(first, window)], weights)
         pltpu.sync_copy(table.at[_rows(at)], rows)
-
-        @pl.loop(0, window)
-        def _(row):
-          same = jnp.full((lanes,), row, jnp.int32)
-          is_row = plsc.load_gather(at, [same]) != _NO_ROW
-          gain = jnp.where(is_row, plsc.load_gather(weights, [same]), 0.0)
-
-          @pl.loop(0, dim, step=lanes)
-          def _(column):
-            here = (row, pl.ds(column, lanes))
-            sums[here] = sums[here] + gain * rows[here]
+        _add_times(sums, rows, at, weights)
 
       pltpu.sync_copy(sums, out.at[pl.ds(start, window)])
 
@@ -141,6 +123,32 @@ def bag_sum(table: jax.Array, ids: jax.Array, gains: jax.Array | None = None) ->
   by_position = jnp.pad(gains.astype(jnp.float32), ((0, bags - count), (0, 0))).T.reshape(-1)
   scratch += [rows, pltpu.VMEM((window,), jnp.float32)]
   return _call("sum_weighted_bags", weighted, out, scratch, dim)(table, ids, by_position)[:count]
+
+
+def _clear(rows: Any) -> None:
+  lanes = plsc.get_sparse_core_info().num_lanes
+
+  @pl.loop(0, rows.shape[0])
+  def _(row):
+    @pl.loop(0, rows.shape[1], step=lanes)
+    def _(column):
+      rows[row, pl.ds(column, lanes)] = jnp.zeros((lanes,), rows.dtype)
+
+
+def _add_times(sums: Any, rows: Any, at: Any, gains: Any) -> None:
+  """Adds the rows `[window, D]` times their gains; the gain of what is no row has no effect."""
+  lanes = plsc.get_sparse_core_info().num_lanes
+
+  @pl.loop(0, rows.shape[0])
+  def _(row):
+    same = jnp.full((lanes,), row, jnp.int32)
+    is_row = plsc.load_gather(at, [same]) != _NO_ROW
+    gain = jnp.where(is_row, plsc.load_gather(gains, [same]), 0.0)
+
+    @pl.loop(0, rows.shape[1], step=lanes)
+    def _(column):
+      here = (row, pl.ds(column, lanes))
+      sums[here] = sums[here] + gain * rows[here]
 
 
 # --- windows of ids -------------------------------------------------------------------------------

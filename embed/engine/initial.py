@@ -1,0 +1,228 @@
+"""Initial rows and slots of stacks, each device's own made by it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from embed import initializers
+from embed.config import TableConfig
+from embed.engine import collectives, host, packing, placing, storage
+from embed.engine.jax_internals import is_traced
+from embed.engine.stack import Arrays, StackSpec
+from embed.row_optimizer import Slot
+from embed.tools import text
+
+Makers = tuple[tuple[str, initializers.RowWise], ...]  # of rows, by table
+
+
+def make(
+  stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array]
+) -> Arrays:
+  """Initial rows and slots, each device's own rows made by it.
+
+  Args:
+    stack: what to make.
+    tables: the config of each table, for its initializer.
+    keys: a random key for each table.
+
+  Raises:
+    MemoryError: if they do not fit.
+    ValueError: if an initializer returns another shape than the table's.
+  """
+  try:
+    return {"parameters": _make_rows(stack, tables, keys), **_make_slots(stack, keys)}
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    raise MemoryError(_does_not_fit(stack)) from error
+
+
+def _does_not_fit(stack: StackSpec) -> str:
+  rows = stack.layout.rows * stack.row_width * np.dtype(stack.dtype).itemsize
+  columns = [1 if slot.per_row else stack.row_width for slot in stack.slots.values()]
+  itemsizes = [np.dtype(slot.dtype).itemsize for slot in stack.slots.values()]
+  per_row = sum(n * size for n, size in zip(columns, itemsizes, strict=True))
+  total = rows + stack.layout.rows * per_row
+  slots = f", {text.size(total)} with slots ({', '.join(stack.slots)})" if stack.slots else ""
+  tables = ", ".join(map(repr, stack.tables[:3])) + (", ..." if len(stack.tables) > 3 else "")
+  return (
+    f"Out of memory while making {'tables' if len(stack.tables) > 1 else 'table'} {tables}: rows "
+    f"take {text.size(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
+    "optimizer, hbm_bytes=...) to see what every table takes, and SparseEmbed(plan=...) spreads "
+    'them over the mesh so that they fit, or plan[table].memory = "host" keeps them off it. '
+    "Rows of bfloat16, or an optimizer of fewer slots, such as embed.rowwise_adagrad, take less."
+  )
+
+
+def _make_rows(
+  stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array]
+) -> jax.Array:
+  row_wise: dict[str, initializers.RowWise] = {}
+  whole = {}
+  for name in stack.tables:
+    table = tables[name]
+    if table.initializer is None:
+      row_wise[name] = initializers.truncated_normal_rows
+    elif isinstance(table.initializer, initializers.RowWise):
+      row_wise[name] = table.initializer
+    else:
+      shape = (table.vocabulary_size, table.dim)
+      rows = table.initializer(keys[name], shape, table.dtype)
+      if np.shape(rows) != shape:
+        raise ValueError(f"Table {name!r}: its initializer returned {np.shape(rows)}, not {shape}.")
+      whole[name] = rows
+  if stack.is_in_host and not is_traced(keys):
+    rows = _drawn_in_host(stack, row_wise, keys)
+  else:
+    makers = tuple(row_wise.items())
+    rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
+  return storage.store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
+
+
+def _drawn_in_host(
+  stack: StackSpec, makers: Mapping[str, initializers.RowWise], keys: Mapping[str, jax.Array]
+) -> jax.Array:
+  """The initial rows of the one table of a stack, chunk by chunk into the memory of the host.
+
+  A program that made all of them would hold them on the device, which has no room for them.
+  """
+  layout, (name,) = stack.layout, stack.tables
+  columns = stack.width * stack.placement.column_shards
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def draw(maker, key, ids):
+    rows = maker.rows(key[None], jnp.zeros_like(ids), ids, stack.dim, stack.dtype)
+    return jnp.pad(rows, ((0, 0), (0, columns - stack.dim)))
+
+  def part(index: Any) -> np.ndarray:
+    shard, of_device = (index[0].start or 0) // layout.rows, index[1]
+    rows = np.zeros((layout.rows, columns), stack.dtype)[:, of_device]
+    chunk = min(layout.rows, initializers.ROWS_AT_A_TIME)
+    for start in range(0, layout.rows if name in makers else 0, chunk):
+      first = min(start, layout.rows - chunk)
+      ids = np.asarray(layout.ids(0, shard, first + jnp.arange(chunk, dtype=jnp.int32)))
+      new = np.asarray(draw(makers[name], keys[name], ids))[:, of_device]
+      is_row = ids < layout.sizes[0]
+      rows[first : first + chunk][is_row] = new[is_row]
+    return rows
+
+  return _from_parts(stack, (layout.rows * layout.shards, columns), part)
+
+
+def _from_parts(
+  stack: StackSpec, shape: tuple[int, ...], part: Callable[[Any], np.ndarray]
+) -> jax.Array:
+  """An array in the memory of the host, from a function of the index of each device's part."""
+  where = placing.in_host(stack.placement, stack.specs[len(shape)])
+  if stack.placement.is_local:  # from a callback it would be in the memory of the device
+    return jax.device_put(part((slice(None),) * len(shape)), where)
+  return jax.make_array_from_callback(shape, where, part)
+
+
+def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
+  made = {}
+  inits = dict(stack.optimizer.slot_init) if stack.optimizer is not None else {}
+  for i, (slot_name, slot) in enumerate(stack.slots.items()):
+    init = inits.get(slot_name)
+    seeds = {name: jax.random.fold_in(key, i) for name, key in keys.items()}
+    if isinstance(init, initializers.RowWise) and not slot.per_row:
+      if stack.is_in_host and not is_traced(keys):
+        same_dtype = dataclasses.replace(stack, dtype=np.dtype(slot.dtype))
+        made[slot_name] = _drawn_in_host(same_dtype, dict.fromkeys(stack.tables, init), seeds)
+        continue
+      makers = tuple((name, init) for name in stack.tables)
+      made[slot_name] = _drawing(stack, makers, slot.dtype)(seeds)
+      continue
+    value = _filled(stack, slot, keys)
+    if init is not None:
+      whole = {}
+      for name, size in zip(stack.tables, stack.layout.sizes, strict=True):
+        shape = (size,) if slot.per_row else (size, stack.dim)
+        whole[name] = jnp.asarray(init(seeds[name], shape, slot.dtype), slot.dtype)
+      value = storage.store_all([stack], [{"slot": value}], [{"slot": whole}])[0]["slot"]
+    made[slot_name] = value
+  return made
+
+
+def _filled(stack: StackSpec, slot: Slot, keys: Any) -> jax.Array:
+  """A slot as it is stored, full of its initial value."""
+  if not stack.is_in_host or is_traced(keys):
+    return _filling(stack, slot)()
+  placement, ndim = stack.placement, 1 if slot.per_row else 2
+  columns = stack.width * placement.column_shards
+  shape = (stack.layout.rows * stack.layout.shards, columns)[:ndim]
+  same = np.broadcast_to(np.asarray(slot.initial, slot.dtype), shape)
+  return _from_parts(stack, shape, lambda index: same[index])
+
+
+# Compiled once for equal stacks. Initializers are often made with their config, for one layer: only
+# the last few programs are kept.
+
+
+@functools.lru_cache(maxsize=16)
+def _drawing(
+  stack: StackSpec, makers: Makers, dtype: Any
+) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
+  """A function of keys by table: stored rows that are made row by row, zeros of other tables."""
+
+  layout = stack.layout
+  by_maker: dict[initializers.RowWise, list[str]] = {}
+  for name, maker in makers:
+    by_maker.setdefault(maker, []).append(name)
+
+  def draw(maker, names, shard, keys, places):
+    tables, is_drawn = jnp.zeros_like(places), jnp.zeros(places.shape, bool)
+    # Keys of the kind "rbg" draw a chunk from its first row's: no two shards may begin alike.
+    ids = ~(shard * layout.rows + places)
+    for number, name in enumerate(names):
+      own = layout.ids(stack.indices[name], shard, places)
+      is_own = own < stack.size(name)
+      tables, ids = jnp.where(is_own, number, tables), jnp.where(is_own, own, ids)
+      is_drawn |= is_own
+    keys = jnp.stack([keys[name] for name in names])
+    return stack.columns.own(maker.rows(keys, tables, ids, stack.dim, dtype)), is_drawn
+
+  def draw_lines(drawing, lines):
+    places = lines[:, None] * layout.unit + jnp.arange(layout.unit, dtype=jnp.int32)[None]
+    rows, is_drawn = drawing(places.reshape(-1))
+    is_drawn = jnp.broadcast_to(is_drawn[:, None], rows.shape)
+    return packing.pack(rows), packing.pack(is_drawn)
+
+  def per_device(keys):
+    shard = collectives.index(stack.placement.rows)
+    rows: Any = _full(stack, stack.stored_shape, 0, dtype)
+    rows = host.HostRows(rows) if stack.is_in_host else rows
+    # One loop for all tables of an initializer, which takes most of the time to compile.
+    for maker, names in by_maker.items():
+      indices = [stack.indices[name] for name in names]
+      start = layout.offsets[min(indices)]
+      end = layout.offsets[max(indices)] + layout.heights[max(indices)]
+      drawing = functools.partial(draw, maker, names, shard, keys)
+      if stack.is_packed:
+        drawing = functools.partial(draw_lines, drawing)
+      unit = layout.unit
+      at_a_time = initializers.ROWS_AT_A_TIME // unit
+      rows = initializers.fill(rows, start // unit, -(-end // unit), drawing, at_a_time)
+    return rows.array if stack.is_in_host else rows
+
+  return jax.jit(stack.placement.run(per_device, (P(),), stack.specs[2]))
+
+
+@functools.lru_cache(maxsize=16)
+def _filling(stack: StackSpec, slot: Slot) -> Callable[[], jax.Array]:
+  """A function that returns a slot as it is stored, full of its initial value."""
+  shape = (stack.layout.rows,) if slot.per_row else stack.stored_shape
+  make = lambda: _full(stack, shape, slot.initial, slot.dtype)
+  return jax.jit(stack.placement.run(make, (), stack.specs[len(shape)]))
+
+
+def _full(stack: StackSpec, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
+  """A stored array of one value, in a jitted function."""
+  make = host.full if stack.is_in_host else jnp.full
+  return make(shape, value, dtype)

@@ -1,0 +1,71 @@
+"""Whole tables onto the devices of a placement, outside of jitted functions."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from embed.engine import host, jax_internals
+from embed.engine.collectives import Names
+from embed.engine.mesh import Placement, current_mesh
+
+
+def place_whole(placement: Placement, x: Any, dtype: Any, where: P | NamedSharding) -> jax.Array:
+  """A whole array, the same on every host, split over devices without a copy of it on any."""
+  if jax_internals.is_traced(x):
+    assert isinstance(where, P)
+    return placement.put(x.astype(dtype), where)
+  sharding = where if isinstance(where, NamedSharding) else _on_devices(placement, where)
+  if isinstance(x, jax.Array) and (jax.process_count() == 1 or not x.is_fully_addressable):
+    return jax.device_put(x.astype(dtype), sharding)
+  whole = np.asarray(x)
+  part = lambda index: whole[index].astype(dtype)
+  return jax.make_array_from_callback(whole.shape, sharding, part)
+
+
+def same_parts(
+  placement: Placement, x: jax.Array, columns: int, where: P | NamedSharding
+) -> jax.Array:
+  """An array `[V, columns]` of which each device has the part that it has of `x`."""
+  sharding = where if isinstance(where, NamedSharding) else _on_devices(placement, where)
+  parts = [shard.data for shard in x.addressable_shards]
+  return jax.make_array_from_single_device_arrays((x.shape[0], columns), sharding, parts)
+
+
+def in_host(placement: Placement, spec: P) -> Any:
+  """The sharding of an array in the memory of the host; outside of jitted functions."""
+  if placement.mesh is None:
+    return SingleDeviceSharding(jax_internals.default_device(), memory_kind=host.KIND)
+  return _on_devices(placement, spec).with_memory_kind(host.KIND)
+
+
+def compact(placement: Placement, columns: Names, parts: int) -> NamedSharding:
+  """Columns over `columns` and `parts`, of which shard r of the rows has number `r % parts`.
+
+  That is no sharding of this mesh, but of its devices in another shape.
+  """
+  mesh = _devices_mesh(placement)
+  others = tuple(name for name in mesh.axis_names if name not in placement.rows)
+  order = [mesh.axis_names.index(name) for name in (*others, *placement.rows)]
+  shape = [mesh.shape[name] for name in others]
+  devices = mesh.devices.transpose(order).reshape(*shape, placement.shards // parts, parts)
+  # Named after the axes they are cut from, so that they differ from all others.
+  copies, cut = (f"{kind} of {', '.join(placement.rows)}" for kind in ("copies", "parts"))
+  return NamedSharding(Mesh(devices, (*others, copies, cut)), P(None, (*columns, cut)))
+
+
+def _on_devices(placement: Placement, spec: P) -> NamedSharding:
+  return NamedSharding(_devices_mesh(placement), spec)
+
+
+def _devices_mesh(placement: Placement) -> Any:
+  """Outside of jitted functions, where a layer made inside of one only knows an abstract mesh."""
+  mesh = current_mesh() if isinstance(placement.mesh, AbstractMesh) else placement.active_mesh
+  if mesh is None:
+    raise ValueError(
+      "This SparseEmbed was made inside a jitted function, under jax.set_mesh. Use it under "
+      "jax.set_mesh too, or pass mesh=... where it is made."
+    )
+  return mesh
