@@ -217,7 +217,7 @@ class SparseEmbed(nnx.Module):
       stored = self.arrays[stack.name]["parameters"].get_value()
       rows = storage.read_whole(stack, taps.read_table(stored, "lookup"), table_name)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
-      (rows,) = tap(self, [rows], LookupRecord((every,), (table_name,)), stored)
+      (rows,) = tap(self, stack, [rows], LookupRecord((every,), (table_name,)), stored)
       return jnp.einsum("...d,vd->...v", query, rows)
     shape = np.shape(candidates)
     if not shape or len(shape) not in (1, query.ndim):

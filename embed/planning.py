@@ -237,7 +237,7 @@ class Plan:
       elif wanted := [name for name in stack.tables if self[name].set["packed"]]:
         reason = self._stored.packing_obstacle(wanted[0], self[wanted[0]])
         notes.append(f"not packed: {reason}")
-      if stack.sparse_core:
+      if sparse_core.is_wanted(self[stack.tables[0]].set["sparse_core"]):
         reason = sparse_core.obstacle(stack)
         notes.append("on SparseCores" if reason is None else f"not on SparseCores: {reason}")
       if notes:

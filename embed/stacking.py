@@ -195,7 +195,7 @@ class Tables(NamedTuple):
     table, placement = self.configs[names[0]], self.placement(entry)
     sizes = tuple(self.configs[name].vocabulary_size for name in names)
     storage = self._storage(names[0], entry)
-    return StackSpec(
+    spec = StackSpec(
       label,
       tuple(names),
       Layout(sizes, placement.shards, entry.strategy == "div", self._unit(names[0], entry)),
@@ -209,6 +209,8 @@ class Tables(NamedTuple):
       entry.set["capacity"],
       **storage,
     )
+    cannot = spec.sparse_core and sparse_core.obstacle(spec) is not None
+    return dataclasses.replace(spec, sparse_core=False) if cannot else spec
 
   def _storage(self, name: str, entry: TablePlan) -> dict[str, bool]:
     """The fields of a table's stack that say how it is stored."""

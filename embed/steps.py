@@ -150,7 +150,7 @@ def look_up_stack(
   acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
   if mesh_lib.is_explicit((rows, layer.report.get_value())):
     acts = [placement.typed(act) for act in acts]
-  return tap(layer, acts, record, stored), record, prepared
+  return tap(layer, stack, acts, record, stored), record, prepared
 
 
 # Compiled once for each shape, also where `value_and_grad` runs a loss eagerly: a lookup that was
@@ -159,11 +159,14 @@ compiled_look_up = jax.jit(exchange.look_up, static_argnums=(0, 3))
 
 
 def tap(
-  layer: Any, activations: Sequence[jax.Array], record: LookupRecord, stored: jax.Array
+  layer: Any,
+  stack: StackSpec,
+  activations: Sequence[jax.Array],
+  record: LookupRecord,
+  stored: jax.Array,
 ) -> list[jax.Array]:
   """Activations with the record of their lookup, for `value_and_grad`."""
-  optimizers = [layer.spec.optimizers[name] for name in record.tables]
-  trains = any(optimizer is None or optimizer.equation is not None for optimizer in optimizers)
+  trains = stack.optimizer is None or stack.optimizer.equation is not None
   if trains and jax_internals.is_differentiating():
     warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=5)
   return taps.tap(activations, record, stored, taps.Layer(layer, trains))

@@ -51,7 +51,7 @@ def unpacked(rows: Rows) -> jax.Array:
 
 def is_direct(stack: StackSpec, table: Rows) -> bool:
   """Whether rows must be read and written by the functions below, and by no other formulation."""
-  return sparse_core.is_on(stack) or isinstance(table, (Lines, HostRows))
+  return stack.sparse_core or isinstance(table, (Lines, HostRows))
 
 
 # --- some rows ------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def is_direct(stack: StackSpec, table: Rows) -> bool:
 
 def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
   """The rows `[N, D]` of ids int32 `[N]`; undefined for ids outside the table."""
-  if sparse_core.is_on(stack):
+  if stack.sparse_core:
     from embed.engine.sparse_core import kernels
 
     return kernels.take(_linear(table), ids)[:, : stack.width]
@@ -105,7 +105,7 @@ def _put(x: Rows, at: jax.Array, new: jax.Array) -> Rows:
 
 def _is_by_kernel(stack: StackSpec, x: Any) -> bool:
   """Whether SparseCores read and write an array: not slots of one value per row."""
-  return sparse_core.is_on(stack) and x.ndim == 2 and x.dtype == np.float32
+  return stack.sparse_core and x.ndim == 2 and x.dtype == np.float32
 
 
 def _is_taken(stack: StackSpec, x: Any) -> bool:

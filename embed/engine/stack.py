@@ -34,7 +34,7 @@ class StackSpec:
     stochastic_rounding: whether new rows narrower than float32 are rounded at random.
     exchange: "all_to_all", "gather", or None for the one that moves less.
     capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
-    sparse_core: whether SparseCores should read and write the rows, if they can.
+    sparse_core: whether SparseCores read and write the rows.
     is_packed: whether narrow rows are stored side by side, in lines: see `packing`.
     is_in_host: whether rows and slots are in the memory of the host: see `host`.
     indices: the position of each table in the layout.

@@ -14,17 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import (
-  access,
-  collectives,
-  cost,
-  exchange,
-  mesh,
-  native,
-  rows,
-  sparse_core,
-  update_cpu,
-)
+from embed.engine import access, collectives, cost, exchange, mesh, native, rows, update_cpu
 from embed.engine import grads as grads_lib
 from embed.engine.bags import pad_all
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
@@ -271,7 +261,7 @@ def _step_rows_of(
   optimizer, (table, slots) = stack.optimizer, state
   assert optimizer is not None
   size, row_step = table.shape[0], row_step_of(stack, scalars)
-  by_kernels = optimizer.use_gradient_accumulation and sparse_core.is_on(stack)
+  by_kernels = optimizer.use_gradient_accumulation and stack.sparse_core
   if _is_plain_sum(optimizer, table) and not (by_kernels or stack.is_in_host):
     return _add_steps(optimizer, scalars.rate, table, parts), slots
   if not optimizer.use_gradient_accumulation:

@@ -35,7 +35,7 @@ from flax import nnx
 import embed
 from embed import config as config_lib
 from embed import row_optimizer
-from embed.engine import host, sparse_core
+from embed.engine import host
 from embed.planning import Plan
 from embed.tools import reference
 
@@ -133,7 +133,7 @@ def header() -> str:
   table = embed.FeatureConfig(embed.TableConfig(ROWS, DIM))
   (stack,) = Plan.uniform(table, embed.sgd(0.1), None, "data", "mod").stacks().values()
   packed = ", tables packed" if stack.is_packed else ""
-  cores = ", rows by SparseCores" if sparse_core.is_on(stack) else ""
+  cores = ", rows by SparseCores" if stack.sparse_core else ""
   return (
     f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {versions}\n"
     f"backend {jax.default_backend()}: {len(devices)} x {devices[0].device_kind}{packed}{cores}\n\n"

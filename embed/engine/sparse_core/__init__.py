@@ -64,18 +64,13 @@ def _are_known_to_jax() -> bool:
   return hasattr(tpu_sc, "Indices")
 
 
-def is_on(stack: StackSpec) -> bool:
-  """Whether SparseCores read and write the rows of a stack."""
-  return stack.sparse_core and obstacle(stack) is None
-
-
 # --- per device -----------------------------------------------------------------------------------
 
 
 def sums_bags(stack: StackSpec, bags: Bags) -> bool:
   """Whether `gather_and_combine` can sum the rows of these bags."""
   is_covered = not bags.is_ragged and bags.ids.shape[-1] > 0 and stack.quantization is None
-  return is_on(stack) and is_covered and packing.row_width(stack.width) >= _VECTOR
+  return stack.sparse_core and is_covered and packing.row_width(stack.width) >= _VECTOR
 
 
 def gather_and_combine(table: jax.Array, bags: Bags) -> jax.Array:
