@@ -1,27 +1,33 @@
-"""Checks and times the TPUs or GPUs of this machine, and prints what to report.
+"""Checks and times the TPUs or GPUs of this host, and writes a report.
 
   python benchmarks/device.py --json device.json
 
-Each way to store tables has a process of its own: plain rows, packed rows, and packed rows that
-SparseCores read and write. In each, `python -m embed check` compares lookups, gradients and all
-optimizers with NumPy; if that passes, steps of one table on all devices of this machine are timed.
-"lookup" is the forward pass alone, the others are a training step: lookup, gradient and update.
-Every step gets other ids, from a pool of batches that are on the devices already.
+Each way to store tables has a process of its own: plain rows, packed rows, packed rows that
+SparseCores read and write, and rows in the memory of the host. In each of them,
+`python -m embed check` compares lookups, gradients and optimizers with NumPy; then steps of one
+table on all devices of this host are timed. "lookup" is the forward pass alone, the others are a
+training step: lookup, gradient and update. Every step gets other ids, from a pool of batches that
+are on the devices already. Sizes are those of one device, which does the same work alone and among
+many.
 
 "in a row" is the time of a step when many are started and the last one is waited for, the best
 turn; "each" is the median time of steps that are waited for one by one, which adds what it takes
-to start one. Tables in the memory of the host are timed with packed rows, as "host".
+to start one.
 
-The file has all that is printed. A way that these devices do not have is in it with the reason.
+The report has all that is printed. Ways that these devices do not support are skipped, with the
+reason.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -37,95 +43,141 @@ from contenders import LOOKUP, OPTIMIZERS, loss_of
 from flax import nnx
 
 import embed
-from embed.engine import host, sparse_core
+from embed.engine import host, packing, sparse_core
 from embed.tools import check
+from recipes import aot
 
 WAYS = {  # environment variables by name
-  "plain": {"SPARSE_EMBED_PACKED": "0", "SPARSE_EMBED_SPARSE_CORES": "0"},
-  "packed": {"SPARSE_EMBED_PACKED": "1", "SPARSE_EMBED_SPARSE_CORES": "0"},
-  "SparseCores": {"SPARSE_EMBED_PACKED": "1", "SPARSE_EMBED_SPARSE_CORES": "1"},
+  "plain": {packing.SWITCH: "0", sparse_core.SWITCH: "0"},
+  "packed": {packing.SWITCH: "1", sparse_core.SWITCH: "0"},
+  "SparseCores": {packing.SWITCH: "1", sparse_core.SWITCH: "1"},
+  "host": {packing.SWITCH: "0", sparse_core.SWITCH: "0"},
 }
-# On a device; what it stores of them, and a batch, is the same on one and on many.
 VALENCY, ZIPF, BATCHES = 8, 1.2, 8
 
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-  parser.add_argument("--rows", type=int, default=1 << 20, help="of a table, a device")
+  parser.add_argument("--rows", type=int, default=1 << 20, help="of the table, per device")
   parser.add_argument("--dim", nargs="+", type=int, default=[16, 64, 128])
-  parser.add_argument("--ids", type=int, default=1 << 16, help="in a batch, a device")
+  parser.add_argument("--ids", type=int, default=1 << 16, help="of a batch, per device")
   parser.add_argument("--steps", type=int, default=50, help="in a row, five times")
-  parser.add_argument(
-    "--json", type=Path, default=Path("device.json"), help="where the report goes"
-  )
-  parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # a process for one of them
+  parser.add_argument("--minutes", type=float, default=30, help="until a way is given up")
+  parser.add_argument("--cpu", action="store_true", help="run on the CPU, to try this program")
+  parser.add_argument("--json", type=Path, default=Path("device.json"), help="the report")
+  parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)  # the process of a way
   args = parser.parse_args()
-  if args.way:
-    args.json.write_text(json.dumps(of_way(args.way, args)))
+  if args.ids % VALENCY or args.ids <= 0:
+    parser.error(f"--ids must be a multiple of {VALENCY}, the ids of a bag")
+  if args.child:
+    args.json.write_text(json.dumps(of_way(args.child, args)))
     return 0
-  # This process does not touch the devices: a TPU serves one process at a time.
-  report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "ways": {}}
-  report["date"] = time.strftime("%Y-%m-%d")
+  report: dict[str, Any] = {
+    "command": " ".join(["python", *sys.argv]),
+    "date": time.strftime("%Y-%m-%d"),
+    "commit": commit(),
+    "versions": aot.versions(),
+    "ways": {},
+  }
+  args.json.write_text(json.dumps(report))  # before any work, so that a wrong path is found
+  # This process leaves the devices alone: a TPU serves one process at a time.
   for way in args.ways:
     print(f"\n=== {way}: " + " ".join(f"{k}={v}" for k, v in WAYS[way].items()), flush=True)
-    report["ways"][way] = in_process(way)
+    report["ways"][way] = in_process(way, 60 * args.minutes)
     args.json.write_text(json.dumps(report, indent=1) + "\n")
-  failed = [way for way, of in report["ways"].items() if of.get("failed")]
-  outcome = f"FAILED: {', '.join(failed)}." if failed else "All that could run passed."
-  print(f"\n{outcome} Please report the file {args.json}, which has all of this.")
+    if report["ways"][way].get("interrupted"):
+      break
+  failed = [way for way, of in report["ways"].items() if "failed" in of]
+  for way in failed:
+    print(f"\n{way} FAILED: {report['ways'][way]['failed']}", end="")
+  print(f"\nThe report is {args.json}." + ("" if failed else " Nothing that could run has failed."))
   return 1 if failed else 0
 
 
-def in_process(way: str) -> dict[str, Any]:
+def commit() -> str:
+  """The commit of the checkout, with a "+" if files were changed; "" if git does not tell."""
+  command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+  with contextlib.suppress(OSError):
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+  return ""
+
+
+def in_process(way: str, seconds: float) -> dict[str, Any]:
   """The report of one way, by a process that has its environment variables."""
   with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "way.json"
-    command = [sys.executable, __file__, *sys.argv[1:], f"--way={way}", f"--json={path}"]
-    process = subprocess.Popen(
+    command = [sys.executable, __file__, *sys.argv[1:], f"--child={way}", f"--json={path}"]
+    outcome: dict[str, Any] = {}
+    printed, start = [], time.monotonic()
+    with subprocess.Popen(
       command,
       env=os.environ | WAYS[way],
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
-    )
-    assert process.stdout is not None
-    printed = []
-    for line in process.stdout:  # shown while it runs
-      print(line, end="", flush=True)
-      printed.append(line)
-    status = process.wait()
-    found = json.loads(path.read_text()) if path.exists() else {"failed": f"exit status {status}"}
-    return found | {"printed": "".join(printed)}
+      errors="replace",
+    ) as process:
+      assert process.stdout is not None
+      timer = threading.Timer(seconds, process.kill)
+      timer.start()
+      try:
+        for line in process.stdout:  # shown while it runs
+          print(line, end="", flush=True)
+          printed.append(line)
+      except KeyboardInterrupt:
+        process.kill()
+        outcome = {"interrupted": True}
+      status = process.wait()
+    timer.cancel()
+    if path.exists():
+      outcome |= json.loads(path.read_text())
+    if status:
+      late = "not done in time, " if time.monotonic() - start >= seconds else ""
+      outcome["failed"] = f"{late}exit status {status}"
+    return outcome | {"printed": "".join(printed)}
 
 
 def of_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
   """Checks and times one way in this process."""
   devices = jax.local_devices()
-  about = {"kind": devices[0].device_kind, "devices": len(devices)}
-  if way == "SparseCores" and (reason := sparse_core.obstacle_of(about["kind"])):
+  kind, platform = devices[0].device_kind, devices[0].platform
+  about = {
+    "kind": kind,
+    "devices": len(devices),
+    "runtime": getattr(devices[0].client, "platform_version", ""),
+  }
+  if platform == "cpu" and not args.cpu:
+    print("JAX has found no TPU and no GPU")
+    return about | {"failed": "JAX has found no TPU and no GPU"}
+  reason = sparse_core.obstacle_of(kind) if way == "SparseCores" else None
+  if way == "host" and platform not in host.PLATFORMS:
+    reason = f'the platform "{platform}" does not support tables in the memory of the host'
+  if reason:
     print(f"not run: {reason}")
     return about | {"not run": reason}
-  if check.main():
-    return about | {"failed": "python -m embed check"}
+  places = check.places()
+  failed = []
+  if check.main({name: of for name, of in places.items() if ("memory" in of) == (way == "host")}):
+    failed.append("python -m embed check")
   print(
-    f"\na table of {args.rows:,} rows and {args.ids:,} ids in bags of {VALENCY} a device, ms of a "
-    f"step\n{'columns':>8} {'step':20} {'in a row':>9} {'each':>9}"
+    f"\na table of {args.rows:,} rows and {args.ids:,} ids in bags of {VALENCY} per device, "
+    f"milliseconds per step\n{'columns':>8} {'step':16} {'in a row':>9} {'each':>9}"
   )
   times: dict[str, Any] = {}
   mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
   for dim in args.dim:
-    for name, step in steps(way, dim, args).items():
+    for name, make in steps(way, dim, args).items():
       label = f"{dim}, {name}"
       try:
         with jax.set_mesh(mesh):
-          times[label] = timed(step(), args.steps)
-      except Exception as error:  # the others still run, and the report has the reason
-        times[label] = {"failed": f"{type(error).__name__}: {error}".split("\n")[0]}
-        print(f"{dim:8} {name:20} {times[label]['failed']}", flush=True)
+          times[label] = timed(make(), args.steps)
+      except Exception as error:  # the others still run
+        traceback.print_exc()
+        times[label] = {"failed": f"{type(error).__name__}: {error}"}
+        failed.append(label)
         continue
-      print("{:8} {:20} {:9.3f} {:9.3f}".format(dim, name, *times[label].values()), flush=True)
-  failed = [label for label, of in times.items() if "failed" in of]
+      print("{:8} {:16} {:9.3f} {:9.3f}".format(dim, name, *times[label].values()), flush=True)
   return about | {"ms": times} | ({"failed": "; ".join(failed)} if failed else {})
 
 
@@ -133,27 +185,25 @@ Step = Callable[[int], Any]  # starts the step of a number; returns what to wait
 
 
 def steps(way: str, dim: int, args: argparse.Namespace) -> Mapping[str, Callable[[], Step]]:
-  """What makes each step that is timed, by name."""
-  made = {name: partial(step_of, name, dim, args) for name in (LOOKUP, *OPTIMIZERS)}
-  if way == "packed" and jax.default_backend() in host.PLATFORMS:
-    made["rowwise_adagrad, host"] = partial(step_of, "rowwise_adagrad", dim, args, "host")
-  return made
+  """Functions that make each step to time, by name."""
+  memory = "host" if way == "host" else "device"
+  return {name: partial(make_step, name, dim, args, memory) for name in (LOOKUP, *OPTIMIZERS)}
 
 
-def step_of(name: str, dim: int, args: argparse.Namespace, memory: str = "device") -> Step:
-  """A step of a new table on all devices of this machine."""
+def make_step(name: str, dim: int, args: argparse.Namespace, memory: str) -> Step:
+  """A step of a new table on all devices of this host."""
   mesh = jax.sharding.get_mesh()
   rows, bags = args.rows * mesh.size, args.ids * mesh.size // VALENCY
   table = embed.TableConfig(
     rows, dim, combiner="sum", optimizer=OPTIMIZERS.get(name, embed.frozen)(), name="table"
   )
   draw = np.random.default_rng(0)
-  over = jax.NamedSharding(mesh, jax.P("data"))
+  sharding = jax.NamedSharding(mesh, jax.P("data"))
   pool = [
-    embed.Padded(jax.device_put(ids.astype(np.int32), over))
+    embed.Padded(jax.device_put(ids.astype(np.int32), sharding))
     for ids in draw.zipf(ZIPF, (BATCHES, bags, VALENCY)) % rows
   ]
-  grads = jax.device_put(draw.normal(size=(bags, dim)).astype(np.float32), over)
+  grads = jax.device_put(draw.normal(size=(bags, dim)).astype(np.float32), sharding)
   features = embed.FeatureConfig(table)
   plan = embed.plan(features, mesh, pool[0])
   plan["table"].memory = memory

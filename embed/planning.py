@@ -237,9 +237,12 @@ class Plan:
       elif wanted := [name for name in stack.tables if self[name].set["packed"]]:
         reason = self._stored.packing_obstacle(wanted[0], self[wanted[0]])
         notes.append(f"not packed: {reason}")
-      if sparse_core.is_wanted(self[stack.tables[0]].set["sparse_core"]):
-        reason = sparse_core.obstacle(stack)
-        notes.append("on SparseCores" if reason is None else f"not on SparseCores: {reason}")
+      if stack.sparse_core:
+        notes.append("on SparseCores")
+      elif wanted := [n for n in stack.tables if sparse_core.is_wanted(self[n].set["sparse_core"])]:
+        name, packed = wanted[0], stack.is_packed
+        reason = self._stored.sparse_core_obstacle(name, self[name], packed)
+        notes.append(f"not on SparseCores: {reason}")
       if notes:
         lines += f"\n{', '.join(stack.tables)}: {'; '.join(notes)}"
     return lines

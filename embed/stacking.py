@@ -195,7 +195,7 @@ class Tables(NamedTuple):
     table, placement = self.configs[names[0]], self.placement(entry)
     sizes = tuple(self.configs[name].vocabulary_size for name in names)
     storage = self._storage(names[0], entry)
-    spec = StackSpec(
+    return StackSpec(
       label,
       tuple(names),
       Layout(sizes, placement.shards, entry.strategy == "div", self._unit(names[0], entry)),
@@ -209,8 +209,6 @@ class Tables(NamedTuple):
       entry.set["capacity"],
       **storage,
     )
-    cannot = spec.sparse_core and sparse_core.obstacle(spec) is not None
-    return dataclasses.replace(spec, sparse_core=False) if cannot else spec
 
   def _storage(self, name: str, entry: TablePlan) -> dict[str, bool]:
     """The fields of a table's stack that say how it is stored."""
@@ -218,9 +216,11 @@ class Tables(NamedTuple):
     is_in_host = entry.set["memory"] == "host"
     if is_in_host and (reason := self.host_obstacle(name, entry)):
       raise ValueError(f'Table {name!r} cannot have memory="host": {reason}')
+    is_packed = is_packed and self.packing_obstacle(name, entry) is None
+    is_wanted = sparse_core.is_wanted(entry.set["sparse_core"])
     return {
-      "sparse_core": sparse_core.is_wanted(entry.set["sparse_core"]),
-      "is_packed": is_packed and self.packing_obstacle(name, entry) is None,
+      "sparse_core": is_wanted and self.sparse_core_obstacle(name, entry, is_packed) is None,
+      "is_packed": is_packed,
       "is_in_host": is_in_host,
     }
 
@@ -241,7 +241,7 @@ class Tables(NamedTuple):
 
   def _unit(self, name: str, entry: TablePlan) -> int:
     """The number of rows that the places of a table are a multiple of."""
-    width = -(-self.configs[name].dim // self.placement(entry).column_shards)
+    width = self._width(name, entry)
     return packing.rows_per_line(width) if self._storage(name, entry)["is_packed"] else 1
 
   def _moves_every_row(self, name: str) -> bool:
@@ -249,12 +249,22 @@ class Tables(NamedTuple):
     optimizer = self.optimizers[name]
     return optimizer is not None and not optimizer.lazy
 
+  def _width(self, name: str, entry: TablePlan) -> int:
+    """The columns of a table on a device."""
+    return -(-self.configs[name].dim // self.placement(entry).column_shards)
+
+  def sparse_core_obstacle(self, name: str, entry: TablePlan, is_packed: bool) -> str | None:
+    """Why a table cannot be on SparseCores, or None."""
+    if entry.set["memory"] == "host":
+      return "its rows are in the memory of the host"
+    kind, dtype = self.placement(entry).device_kind, self.configs[name].dtype
+    return sparse_core.obstacle(kind, self._width(name, entry), dtype, is_packed)
+
   def packing_obstacle(self, name: str, entry: TablePlan) -> str | None:
     """Why a table cannot be packed, or None."""
     if entry.set["memory"] == "host":
       return "its rows are in the memory of the host"
-    width = -(-self.configs[name].dim // self.placement(entry).column_shards)
-    return packing.obstacle(width, self._moves_every_row(name))
+    return packing.obstacle(self._width(name, entry), self._moves_every_row(name))
 
   def stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
     """The stacks of these tables by name, in the order of their first tables."""

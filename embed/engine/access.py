@@ -1,7 +1,7 @@
 """Reads and writes the rows that a device stores, in each of the ways to store them.
 
-Rows are an array `[V, D]`, parts of lines (`packing`) or in the memory of the host (`host`), and
-SparseCores may read and write them. Code between a read and a write, such as an optimizer's
+Rows are stored as an array `[V, D]`, in lines (`packing`) or in the memory of the host (`host`),
+and SparseCores may read and write them. Code between a read and a write, such as an optimizer's
 equation, is the same for all of these.
 """
 

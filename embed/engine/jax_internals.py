@@ -129,7 +129,7 @@ def default_device() -> Any:
   Seen in JAX 0.10.2: `jax.config.jax_default_device` is set in public, and read by this name alone.
   """
   default = jax.config.values["jax_default_device"]
-  return default if isinstance(default, jax.Device) else jax.devices(default)[0]
+  return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
 
 
 def is_batched(tree: Any) -> bool:

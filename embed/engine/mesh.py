@@ -61,12 +61,12 @@ def is_explicit(tree: Any) -> bool:
 
 def _move(x: Any, where: NamedSharding) -> Any:
   """An array with another sharding, traced or not, in the memory where it is."""
-  is_traced = jax_internals.is_traced(x)
-  if is_traced and AxisType.Explicit in where.mesh.axis_types:
+  traced = jax_internals.is_traced(x)
+  if traced and AxisType.Explicit in where.mesh.axis_types:
     return jax.sharding.reshard(x, where)
   if host.is_in_host(x):
     where = where.with_memory_kind(host.KIND)
-  return jax.lax.with_sharding_constraint(x, where) if is_traced else jax.device_put(x, where)
+  return jax.lax.with_sharding_constraint(x, where) if traced else jax.device_put(x, where)
 
 
 def without_types(tree: Any) -> Any:
@@ -348,8 +348,8 @@ def replicate(placement: Placement, x: Any) -> Any:
   """
   if not isinstance(x, jax.Array):
     return x
-  is_traced = jax_internals.is_traced(x)
-  return placement.put(x, P()) if is_traced or len(x.sharding.device_set) > 1 else x
+  traced = jax_internals.is_traced(x)
+  return placement.put(x, P()) if traced or len(x.sharding.device_set) > 1 else x
 
 
 def accept(placement: Placement, name: str, parts: Any) -> Any:
@@ -361,7 +361,6 @@ def accept(placement: Placement, name: str, parts: Any) -> Any:
   if placement.mesh is None:
     check_whole(name, parts)
     return parts
-  is_ragged = parts.kind == "ragged"
-  return (
-    dataclasses.replace(parts, layout=replicate(placement, parts.layout)) if is_ragged else parts
-  )
+  if parts.kind != "ragged":
+    return parts
+  return dataclasses.replace(parts, layout=replicate(placement, parts.layout))

@@ -1,4 +1,4 @@
-"""Whole tables onto the devices of a placement, outside of jitted functions."""
+"""Places whole tables on the devices of a placement."""
 
 from typing import Any
 
@@ -28,7 +28,10 @@ def place_whole(placement: Placement, x: Any, dtype: Any, where: P | NamedShardi
 def same_parts(
   placement: Placement, x: jax.Array, columns: int, where: P | NamedSharding
 ) -> jax.Array:
-  """An array `[V, columns]` of which each device has the part that it has of `x`."""
+  """An array `[V, columns]` of which each device has its part of `x`.
+
+  For use outside of jitted functions.
+  """
   sharding = where if isinstance(where, NamedSharding) else _on_devices(placement, where)
   parts = [shard.data for shard in x.addressable_shards]
   return jax.make_array_from_single_device_arrays((x.shape[0], columns), sharding, parts)

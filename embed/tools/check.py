@@ -13,9 +13,9 @@ over the largest value in it, and may be
   order has a larger error.
 - 2^-8 in bfloat16, which keeps 8 bits: one rounding has an error of up to 2^-9.
 
-The environment variables that decide how tables are stored apply: with `SPARSE_EMBED_PACKED=1` all
-that can be are packed, and with `SPARSE_EMBED_SPARSE_CORES=1` as well, SparseCores read and write
-them.
+The environment variables that decide how tables are stored apply: with `SPARSE_EMBED_PACKED=1`, all
+tables that can be packed are; with `SPARSE_EMBED_SPARSE_CORES=1`, SparseCores read and write the
+rows that they can, and rows of 128 columns are compared as well.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ import importlib.metadata
 import math
 import platform
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -35,13 +36,13 @@ from flax import nnx
 import embed
 from embed import config as config_lib
 from embed import row_optimizer
-from embed.engine import host
+from embed.engine import host, sparse_core
 from embed.planning import Plan
 from embed.tools import reference
 
 TOLERANCE = {"float32": 2.0**-16, "bfloat16": 2.0**-8}
 ROWS = 37  # a prime number: no number of devices divides it
-DIM = 16  # the narrowest that SparseCores sum
+DIM = 16  # the fewest columns that SparseCores sum
 BATCH, VALENCY, LENGTH = 13, 5, 3
 RATES = (0.125, 0.0625, 0.25)
 # Ways to step that all optimizers share, each with one that takes it.
@@ -104,11 +105,15 @@ class Result:
     return self.error <= self.tolerance
 
 
-def main() -> int:
-  """Prints a line for each check; returns the exit status, 1 if any of them fails."""
+def main(where: Mapping[str, dict[str, Any]] | None = None) -> int:
+  """Prints a line for each check; returns the exit status, 1 if any of them fails.
+
+  Args:
+    where: some of `places()`; None is all of them.
+  """
   print(header(), flush=True)
   start, results = time.time(), []
-  for result in run():
+  for result in run(where):
     results.append(result)
     verdict = "ok" if result.ok else f"FAILED {result.note}".rstrip()
     print(f"{result.what:<25}  {result.where:<22}  {result.error:8.1e}  {verdict}", flush=True)
@@ -130,10 +135,10 @@ def header() -> str:
   packages = ("sparse-embed", "jax", "jaxlib", "flax", "optax", "numpy")
   versions = ", ".join(f"{name} {_version(name)}" for name in packages)
   devices = jax.local_devices()
-  table = embed.FeatureConfig(embed.TableConfig(ROWS, DIM))
-  (stack,) = Plan.uniform(table, embed.sgd(0.1), None, "data", "mod").stacks().values()
-  packed = ", tables packed" if stack.is_packed else ""
-  cores = ", rows by SparseCores" if stack.sparse_core else ""
+  tables = [embed.FeatureConfig(embed.TableConfig(ROWS, dim)) for dim in (DIM, 128)]
+  stacks = Plan.uniform(tables, embed.sgd(0.1), None, "data", "mod").stacks().values()
+  packed = ", tables packed" if any(stack.is_packed for stack in stacks) else ""
+  cores = ", rows by SparseCores" if any(stack.sparse_core for stack in stacks) else ""
   return (
     f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {versions}\n"
     f"backend {jax.default_backend()}: {len(devices)} x {devices[0].device_kind}{packed}{cores}\n\n"
@@ -148,27 +153,29 @@ def _version(package: str) -> str:
     return embed.__version__ if package == "sparse-embed" else "?"
 
 
-def run() -> Iterator[Result]:
-  """Checks everything everywhere, one result after the other.
+def run(where: Mapping[str, dict[str, Any]] | None = None) -> Iterator[Result]:
+  """Checks everything in some of `places()`, or in all of them, one result after the other.
 
   A check that raises is a failed result, with the error as its note.
   """
-  for where, place in places().items():
-    yield from _guarded("lookups", where, _check_lookups, place)
-    yield from _guarded("optimizers", where, _check_optimizers, place)
+  for name, place in (places() if where is None else where).items():
+    yield from _guarded("lookups", name, _check_lookups, place)
+    yield from _guarded("optimizers", name, _check_optimizers, place)
 
 
 def places() -> dict[str, dict[str, Any]]:
-  """Arguments of `_make` by name: one device, then all local ones, by every strategy."""
+  """Arguments of `_make` by name: of one device, of all local ones, and of the host's memory."""
   arguments: dict[str, dict[str, Any]] = {"one device": {}}
-  devices = jax.local_devices()
+  if sparse_core.is_wanted(None):
+    arguments["one device, 128 columns"] = {"dim": 128}  # a kernel of its own
+  devices, on_all = jax.local_devices(), {}
   if len(devices) > 1:
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
+    on_all = {"mesh": mesh, "sharding": "mod"}
     for strategy in ("mod", "div", "column", "replicated"):
-      arguments[f"{len(devices)} devices, {strategy}"] = {"mesh": mesh, "sharding": strategy}
+      arguments[f"{len(devices)} devices, {strategy}"] = on_all | {"sharding": strategy}
   if jax.default_backend() in host.PLATFORMS:
-    of_mod = next((where for name, where in arguments.items() if "mod" in name), {})
-    arguments["memory of the host"] = of_mod | {"memory": "host"}
+    arguments["memory of the host"] = on_all | {"memory": "host"}
   return arguments
 
 
@@ -192,6 +199,7 @@ def _guarded(what: str, where: str, check: Check, place: dict[str, Any]) -> Iter
     for result in check(place):
       yield dataclasses.replace(result, where=where)
   except Exception as error:  # the other checks still run
+    traceback.print_exc()
     message = str(error).split("\n")[0]
     yield Result(what, where, math.inf, note=f"{type(error).__name__}: {message}")
 
@@ -272,7 +280,7 @@ def lookup_inputs(draw: np.random.Generator, brief: bool) -> Inputs:
 
 def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
   """Compares lookups and row gradients, all from one compiled function."""
-  draw = np.random.default_rng(0)
+  draw, dim = np.random.default_rng(0), place.get("dim", DIM)
   features: dict[str, Any] = {}
   inputs: dict[str, Any] = {}
   weights: dict[str, Any] = {}
@@ -283,15 +291,15 @@ def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
     combiner = next((c for c in config_lib.COMBINERS if name.startswith(c)), "mean")
     length = LENGTH if name == "sequences" else 0
     dtype = jnp.bfloat16 if "bfloat16" in name else np.float32
-    table = embed.TableConfig(ROWS, DIM, combiner=combiner, name=name, dtype=dtype)
-    tables[name], expected[name] = _eighths(draw, (ROWS, DIM), 16), {}
+    table = embed.TableConfig(ROWS, dim, combiner=combiner, name=name, dtype=dtype)
+    tables[name], expected[name] = _eighths(draw, (ROWS, dim), 16), {}
     for kind, x in kinds.items():
       feature = f"{name}, {kind}"
       features[feature] = embed.FeatureConfig(table, max_sequence_length=length)
       inputs[feature], weights[feature] = _call(kind, x)
       occ = reference.occurrences(reference.Feature(combiner, length), x)
       expected[name][feature] = occ
-      cotangents[feature] = _eighths(draw, (*occ.shape, DIM))
+      cotangents[feature] = _eighths(draw, (*occ.shape, dim))
   layer = _make(features, place, embed.sgd(0.1))
   layer.load_tables(tables)
 
@@ -333,21 +341,21 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
   cases = optimizers()
   if _is_brief(place):
     cases = {name: cases[name] for name in OTHER_WAYS}
-  if "memory" in place:  # refuses to move every row
+  if "memory" in place:  # tables in the host's memory refuse optimizers that move every row
     cases = {
       name: (kind, config)
       for name, (kind, config) in cases.items()
       if config.get("lazy_adam", True)
     }
-  draw = np.random.default_rng(1)
+  draw, dim = np.random.default_rng(1), place.get("dim", DIM)
   rates = np.array(RATES, np.float32)
   schedule = lambda step: jnp.asarray(rates)[step]
   features, tables = {}, {}
   for name, (kind, config) in cases.items():
     make = row_optimizer.OPTIMIZERS[kind]
     rule = make(learning_rate=schedule, **config)
-    table = embed.TableConfig(ROWS, DIM, optimizer=rule, combiner="sum", name=name)
-    features[name], tables[name] = embed.FeatureConfig(table), _eighths(draw, (ROWS, DIM), 16)
+    table = embed.TableConfig(ROWS, dim, optimizer=rule, combiner="sum", name=name)
+    features[name], tables[name] = embed.FeatureConfig(table), _eighths(draw, (ROWS, dim), 16)
   layer = _make(features, place)
   layer.load_tables(tables)
   optimizer = embed.Optimizer(layer, optax.identity())
@@ -368,7 +376,7 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
   for rate in RATES:
     ids = _bags(draw)
     looked_up[ids[ids >= 0]] = True
-    cotangents = {name: _eighths(draw, (BATCH, DIM)) for name in cases}
+    cotangents = {name: _eighths(draw, (BATCH, dim)) for name in cases}
     step(layer, optimizer, dict.fromkeys(cases, embed.Padded(ids)), cotangents)
     occ = reference.occurrences(reference.Feature("sum"), reference.PaddedIds(ids))
     for name, (kind, config) in cases.items():

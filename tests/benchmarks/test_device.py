@@ -1,6 +1,7 @@
 """The command for whoever has a TPU or a GPU, run on CPU with little."""
 
 import argparse
+import json
 import sys
 
 import pytest
@@ -19,36 +20,73 @@ def device(monkeypatch):
   return device
 
 
-ARGUMENTS = argparse.Namespace(rows=64, ids=64, dim=[16], steps=2)
+ARGUMENTS = argparse.Namespace(rows=64, ids=64, dim=[16], steps=2, cpu=True)
 
 
 @pytest.mark.full
-def test_packed_tables_and_tables_in_the_host_are_timed(device, monkeypatch, capsys):
-  monkeypatch.setattr(check, "main", lambda: 0)
-  monkeypatch.setenv("SPARSE_EMBED_PACKED", "1")
-  found = device.of_way("packed", ARGUMENTS)
-  assert (found["kind"], found["devices"], "failed" in found) == ("cpu", 8, False)
-  names = ["lookup", "sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adagrad, host"]
-  assert list(found["ms"]) == [f"16, {name}" for name in names]
-  assert all(ms > 0 for times in found["ms"].values() for ms in times.values())
-  assert "16 rowwise_adagrad, host" in capsys.readouterr().out
-
-
-def test_nothing_is_timed_if_the_check_fails(device, monkeypatch):
-  monkeypatch.setattr(check, "main", lambda: 1)
-  assert device.of_way("plain", ARGUMENTS)["failed"] == "python -m embed check"
-
-
-def test_a_way_that_the_devices_lack_is_reported_with_the_reason(device):
-  reason = "devices of kind cpu are not known to have any"
-  assert device.of_way("SparseCores", ARGUMENTS)["not run"] == reason
+@pytest.mark.parametrize("way", ["packed", "host"])
+def test_steps_are_timed(device, way, monkeypatch, capsys):
+  compared = []
+  monkeypatch.setattr(check, "main", lambda where: compared.extend(where))
+  for variable, value in device.WAYS[way].items():
+    monkeypatch.setenv(variable, value)
+  report = device.of_way(way, ARGUMENTS)
+  assert ("memory of the host" in compared, "one device" in compared) == (
+    way == "host",
+    way != "host",
+  )
+  assert (report["kind"], report["devices"], "failed" in report) == ("cpu", 8, False)
+  names = ["lookup", "sgd", "rowwise_adagrad", "adagrad", "adam"]
+  assert list(report["ms"]) == [f"16, {name}" for name in names]
+  assert all(ms > 0 for times in report["ms"].values() for ms in times.values())
+  assert "16 rowwise_adagrad" in capsys.readouterr().out
 
 
 @pytest.mark.full
-def test_a_step_that_fails_is_reported_and_the_others_run(device, monkeypatch):
-  monkeypatch.setattr(check, "main", lambda: 0)
+def test_what_fails_is_reported_and_the_rest_runs(device, monkeypatch, capsys):
+  monkeypatch.setattr(check, "main", lambda where: 1)
   monkeypatch.setattr(embed.SparseEmbed, "apply_gradients", lambda *_, **__: 1 / 0)
-  found = device.of_way("plain", ARGUMENTS)
-  assert found["failed"] == "16, sgd; 16, rowwise_adagrad; 16, adagrad; 16, adam"
-  assert found["ms"]["16, sgd"] == {"failed": "ZeroDivisionError: division by zero"}
-  assert found["ms"]["16, lookup"]["each"] > 0
+  report = device.of_way("plain", ARGUMENTS)
+  steps = ["16, sgd", "16, rowwise_adagrad", "16, adagrad", "16, adam"]
+  assert report["failed"] == "; ".join(["python -m embed check", *steps])
+  assert report["ms"]["16, sgd"] == {"failed": "ZeroDivisionError: division by zero"}
+  assert report["ms"]["16, lookup"]["each"] > 0
+  assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_cpu_is_no_device(device):
+  arguments = argparse.Namespace(**vars(ARGUMENTS) | {"cpu": False})
+  assert device.of_way("plain", arguments)["failed"] == "JAX has found no TPU and no GPU"
+
+
+def run(device, monkeypatch, path, *arguments):
+  monkeypatch.setattr(sys, "argv", ["device.py", *arguments, f"--json={path}"])
+  return device.main(), json.loads(path.read_text())
+
+
+def test_a_way_that_the_devices_lack_is_skipped_with_the_reason(device, monkeypatch, tmp_path):
+  arguments = "--ways", "SparseCores", "--cpu"
+  status, report = run(device, monkeypatch, tmp_path / "device.json", *arguments)
+  assert status == 0
+  assert {"jax", "jaxlib", "libtpu"} < set(report["versions"])
+  way = report["ways"]["SparseCores"]
+  assert way["not run"] == "devices of kind cpu are not known to have any"
+  assert "not run: devices of kind cpu" in way["printed"]
+
+
+def test_a_process_that_ends_badly_leaves_a_report(device, monkeypatch, tmp_path):
+  monkeypatch.setattr(device.sys, "executable", "/bin/false")
+  status, report = run(device, monkeypatch, tmp_path / "device.json", "--ways", "plain", "--cpu")
+  assert status == 1
+  assert report["ways"]["plain"] == {"failed": "exit status 1", "printed": ""}
+
+
+def test_a_process_that_hangs_is_given_up(device, monkeypatch, tmp_path):
+  program = tmp_path / "hangs"
+  program.write_text("#!/bin/sh\necho started\nexec sleep 60\n")
+  program.chmod(0o755)
+  monkeypatch.setattr(device.sys, "executable", str(program))
+  path = tmp_path / "device.json"
+  _, report = run(device, monkeypatch, path, "--ways", "plain", "--cpu", "--minutes=0.005")
+  assert report["ways"]["plain"]["failed"] == "not done in time, exit status -9"
+  assert report["ways"]["plain"]["printed"] in ("started\n", "")

@@ -37,21 +37,19 @@ def obstacle_of(kind: str) -> str | None:
   return None
 
 
-def obstacle(stack: StackSpec) -> str | None:
-  """Why a stack cannot be on SparseCores, or None."""
-  if reason := obstacle_of(stack.placement.device_kind):
+def obstacle(kind: str, width: int, dtype: np.dtype, is_packed: bool) -> str | None:
+  """Why rows of `width` columns cannot be on the SparseCores of devices of a kind, or None."""
+  if reason := obstacle_of(kind):
     return reason
   from embed.engine.sparse_core import kernels
 
-  if stack.is_in_host:
-    return "its rows are in the memory of the host"
-  if stack.width % packing.LANES and not stack.is_packed:
-    columns = f"{stack.width} columns on a device, not a multiple of {packing.LANES}"
+  if width % packing.LANES and not is_packed:
+    columns = f"{width} columns on a device, not a multiple of {packing.LANES}"
     return f"its rows have {columns}, and are not packed"
-  if stack.width > kernels.WIDEST:
-    return f"its rows have {stack.width} columns on a device, more than {kernels.WIDEST}"
-  if stack.dtype != np.float32:
-    return f"its rows are {stack.dtype.name}, not float32"
+  if width > kernels.WIDEST:
+    return f"its rows have {width} columns on a device, more than {kernels.WIDEST}"
+  if dtype != np.float32:
+    return f"its rows are {np.dtype(dtype).name}, not float32"
   return None
 
 

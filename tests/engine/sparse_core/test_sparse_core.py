@@ -204,12 +204,11 @@ def test_a_plan_says_why_a_table_is_not_on_sparse_cores(used, changes, reason):
 @pytest.mark.full
 def test_the_self_test_passes_on_sparse_cores(used, monkeypatch):
   monkeypatch.setenv(sparse_core.SWITCH, "1")
-  monkeypatch.setattr(check, "DIM", 128)
   assert "cpu, rows by SparseCores" in check.header()
   results = [
     result
     for kind in ("_check_lookups", "_check_optimizers")
-    for result in getattr(check, kind)(check.places()["one device"])
+    for result in getattr(check, kind)(check.places()["one device, 128 columns"])
   ]
   assert [result for result in results if not result.ok] == []
   assert used == {"take", "put", "bag_sum"}
@@ -227,7 +226,7 @@ def test_devices_without_sparse_cores_go_on_as_before():
   given = features(embed.adagrad(0.5))
   plan = embed.plan(given, None, batch(0))
   plan["a"].sparse_core = True
-  assert "a: not on SparseCores: devices of kind cpu are not known to have any" in repr(plan)
+  assert "a, b: not on SparseCores: devices of kind cpu are not known to have any" in repr(plan)
   layer = embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
   assert nnx.jit(lambda layer, ids: layer(ids))(layer, batch(0))["x"].shape == (16, D)
 
