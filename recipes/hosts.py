@@ -146,13 +146,18 @@ def put_ahead(mesh: Mesh | None, batches: grain.IterDataset) -> grain.IterDatase
   is the position after the batches it has returned, whatever has been put ahead, and is the same
   as of an iterator of `batches`. Close an iterator that is not read to its end, to end its thread.
 
+  A CPU as the one device needs no thread, which would only take time from the step: there the
+  step's own call takes over arrays of the memory that it shares.
+
   It is `grain.experimental.device_put` but for that function's `jax.device_put`, to which every
   process would have to give the whole batch.
 
   Args:
-    mesh: from `start`; None puts the batches on the default device.
+    mesh: from `start`; None is the default device.
     batches: of pytrees of NumPy arrays `[examples of this process, ...]`.
   """
+  if mesh is None and jax.default_backend() == "cpu":
+    return batches
   put = jax.device_put if mesh is None else functools.partial(to_global, mesh)
   return ThreadPrefetchIterDataset(batches.map(put), prefetch_buffer_size=_AHEAD)
 

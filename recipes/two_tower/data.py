@@ -184,13 +184,18 @@ class TrainBatches:
   def _history_without(self, user, place, turn, stride) -> np.ndarray:
     """Up to H different training items of each user without the one at `place`; -1 fills up."""
     offsets, items = self._data.columns["train_offsets"], self._data.columns["item"]
-    first, size = offsets[user], offsets[user + 1] - offsets[user]
+    first, size = offsets[user], (offsets[user + 1] - offsets[user]).astype(np.int32)
     rest = np.maximum(size - 1, 1)
-    steps = np.arange(self._history)
-    # The stride has no divisor in common with their number: no item is met twice.
-    step = ((turn * rest).astype(np.int64)[:, None] + steps * stride[:, None]) % rest[:, None]
-    picked = first[:, None] + (place[:, None] + 1 + step) % np.maximum(size, 1)[:, None]
-    return np.where(steps < (size - 1)[:, None], items[picked], -1).astype(np.int32)
+    steps = np.arange(self._history, dtype=np.int32)
+    # The stride has no divisor in common with their number: no item is met twice. In int32, and
+    # with one division, since these numbers are most of what a batch costs.
+    start, stride = (turn * rest).astype(np.int32), (stride % rest).astype(np.int32)
+    picked = (start[:, None] + steps * stride[:, None]) % rest[:, None]
+    picked += (place + 1).astype(np.int32)[:, None]
+    picked -= np.where(picked >= size[:, None], size[:, None], 0)
+    history = items[first[:, None] + picked]
+    history[steps >= (size - 1)[:, None]] = -1
+    return history.astype(np.int32)
 
   def __repr__(self) -> str:
     return f"TrainBatches({self._rows!r}, history={self._history}, extra={self._extra})"
