@@ -8,12 +8,17 @@
   scalars = row_step.StepScalars.at(stack, step)
   arrays = update.step(stack, arrays, [sent], scalars)        # rows and slots, in place
 
-Read `layout`, `mesh`, `stack` for where rows are; `packing`, `host`, `access` for how they lie in
-memory; `bags`, `lookup` for one device; `cost`, `route`, `exchange`, `collectives` for several;
-`grads`, `rows`, `row_step`, `update` for the way back; `initial` for first values; `storage`,
-`views`, `placing` for tables as users see them; `taps` for differentiation. `jax_internals`
-isolates what JAX and Flax do not promise, `update_cpu` what one backend needs. `native` has
-compiled kernels for the CPU, which mean what `lookup` and `update` say.
+The jit around an update donates its arrays. Read `layout`, `mesh`, `stack` for where rows are;
+`bags`, `lookup` for one device; `packing`, `host`, `access` for how rows lie in memory; `grads`,
+`rows` for the forms of a gradient; `collectives`, `cost`, `route`, `exchange` for several devices;
+`row_step`, `rounding`, `update` for new rows; `initial` for first values; `storage`, `views`,
+`placing` for tables as users see them, and `changes` for the rows that differ; `taps` for
+differentiation. `jax_internals` isolates what JAX and Flax do not promise, `update_cpu` what one
+backend needs. `native` has compiled kernels for the CPU, which mean what `lookup` and `update` say,
+`sparse_core` those for TPUs; `switches` reads the environment variables of both.
+
+In shapes: V rows of D columns; N ids in B bags of L positions; S shards, which exchange C rows with
+each device in a round.
 
 Glossary:
 
@@ -24,7 +29,7 @@ Glossary:
   bag             the ids that are combined into one activation
   segments        the bag of each id, where bags have any length (ragged)
   gain            what a row is multiplied by: the user's weight, normalized by the combiner
-  record          what one call looked up in a stack, kept for its gradients
+  record          what one call looked up in a stack, ids of its tables, kept for its gradients
   route           how a call's ids map to the shards that store their rows
   capacity        the rows that a pair of devices exchanges in a round
   exchange        how ids, rows and gradients get from device to device

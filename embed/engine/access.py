@@ -58,14 +58,14 @@ def is_direct(stack: StackSpec, table: Rows) -> bool:
 
 
 def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
-  """The rows `[N, D]` of ids int32 `[N]`; undefined for ids outside the table."""
-  if stack.sparse_core:
+  """The rows `[N, ...]` of ids int32 `[N]`; some row or zeros for ids outside the table."""
+  if _is_by_kernel(stack, table):
     from embed.engine.sparse_core import kernels
 
     return kernels.take(_linear(table), ids)[:, : stack.width]
   if isinstance(table, (Lines, HostRows)):
     return table.take(ids)
-  return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+  return table.at[ids].get(mode="clip", wrap_negative_indices=False)
 
 
 def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
@@ -81,10 +81,7 @@ def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
 
 def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:
   """The rows `at` of a table and its slots, by name; undefined for ids outside the table."""
-  return {
-    name: take(stack, x, at) if _is_taken(stack, x) else x.at[at].get(mode="clip")
-    for name, x in arrays.items()
-  }
+  return {name: take(stack, x, at) for name, x in arrays.items()}
 
 
 def write(stack: StackSpec, arrays: Arrays, at: jax.Array, new: Arrays) -> Arrays:
@@ -106,10 +103,6 @@ def _put(x: Rows, at: jax.Array, new: jax.Array) -> Rows:
 def _is_by_kernel(stack: StackSpec, x: Any) -> bool:
   """Whether SparseCores read and write an array: not slots of one value per row."""
   return stack.sparse_core and x.ndim == 2 and x.dtype == np.float32
-
-
-def _is_taken(stack: StackSpec, x: Any) -> bool:
-  return isinstance(x, (Lines, HostRows)) or _is_by_kernel(stack, x)
 
 
 def _put_by_kernel(

@@ -22,7 +22,8 @@ class Bags:
   `[N]`; then `segments` says which bag an id belongs to.
 
   Attributes:
-    ids: int32 `[*batch, L]` or `[N]`; what `is_row` does not hold for is padding.
+    ids: int32 `[*batch, L]` or `[N]`; what `is_row` does not hold for is padding. Rows of a table
+      until `with_ids` replaces them by local rows of a shard, or by positions in a buffer.
     gains: what a row is multiplied by, float32 of the shape of `ids`, or `[*batch, 1]`, one for
       each bag; None is 1. Until `normalized`, the user's weights.
     segments: int32 `[N]`, the flat index of each id's bag, `prod(batch)` for padding; or None.
@@ -69,7 +70,7 @@ class Bags:
     if placement.devices == 1:
       return self
     if self.is_ragged:
-      batch, *rest = self.batch
+      batch, *rest = self.batch  # the segment of padding may now be a bag: it adds nothing to that
       return dataclasses.replace(self, shape=(batch + -batch % placement.devices, *rest))
     lead = lambda x: x[None] if x.ndim == 1 else x
     gains = None if self.gains is None else placement.pad_batch(lead(self.gains), 0)
@@ -154,7 +155,7 @@ class Parts:
 
   Attributes:
     ids: integers, `[*batch]` or `[*batch, 1]` (dense), `[*batch, L]` (padded) or `[N]`.
-    weights: floats of the shape of `ids`, or None.
+    weights: floats of the shape of `ids`, or None; always None for a dense input.
     layout: row_splits `[batch + 1]`, indices `[N, rank]`, or None.
     kind: "dense", "padded", "ragged" or "sparse".
     batch: the shape of the batch of bags, or of the dense array less a trailing 1.

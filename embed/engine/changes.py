@@ -131,10 +131,10 @@ def take(stack: StackSpec, stored: Arrays, mask: jax.Array, count: int) -> dict[
   """
   parts: list[tuple[np.ndarray, np.ndarray, Arrays]] = []  # table, ids and values
   if count:
-    places = _places(stack, _padded(count), mask)
+    local_rows = _local_rows(stack, _padded(count), mask)
     chunk = min(_padded(count), _CHUNK)
     for start in range(0, count, chunk):
-      rows = _take_chunk(stack, chunk, stored, places, np.int32(start))
+      rows = _take_chunk(stack, chunk, stored, local_rows, np.int32(start))
       jax.block_until_ready(rows)  # or XLA:CPU may run two programs that communicate at once
       parts.append(jax.tree.map(_of_this_process, rows))
   taken: dict[str, TableRows] = {}
@@ -168,8 +168,8 @@ def _of_this_process(x: jax.Array) -> np.ndarray:
   return np.concatenate([empty, *(np.asarray(shard.data) for shard in shards)])
 
 
-def _places(stack: StackSpec, size: int, mask: jax.Array) -> jax.Array:
-  """Per shard the places of a mask, `[size]`, filled up with the number of rows.
+def _local_rows(stack: StackSpec, size: int, mask: jax.Array) -> jax.Array:
+  """Per shard the local rows of a mask, `[size]`, filled up with the number of rows.
 
   NumPy finds them 100 times as fast as XLA:CPU, and the mask has one byte per row to fetch.
   """
@@ -179,8 +179,8 @@ def _places(stack: StackSpec, size: int, mask: jax.Array) -> jax.Array:
   for shard in mask.addressable_shards:
     start = shard.index[0].start or 0
     if start not in by_shard:
-      places = np.flatnonzero(np.asarray(shard.data)).astype(np.int32)
-      by_shard[start] = np.pad(places, (0, size - len(places)), constant_values=rows)
+      local_rows = np.flatnonzero(np.asarray(shard.data)).astype(np.int32)
+      by_shard[start] = np.pad(local_rows, (0, size - len(local_rows)), constant_values=rows)
     parts.append(jax.device_put(by_shard[start], shard.device))
   shape = (mask.shape[0] // rows * size,)
   return jax.make_array_from_single_device_arrays(shape, mask.sharding, parts)
@@ -188,27 +188,27 @@ def _places(stack: StackSpec, size: int, mask: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _take_chunk(
-  stack: StackSpec, chunk: int, stored: Arrays, places: jax.Array, start: Any
+  stack: StackSpec, chunk: int, stored: Arrays, local_rows: jax.Array, start: Any
 ) -> tuple[jax.Array, jax.Array, Arrays]:
-  """Some of the places of each shard as whole rows: their tables (-1: none), ids and values."""
+  """Some of the local rows of each shard as whole rows: their tables (-1: none), ids and values."""
   keys = ("parameters", *stack.slots)
 
-  def per_device(places, start, *arrays):
+  def per_device(local_rows, start, *arrays):
     shard = collectives.index(stack.placement.rows)
-    places = lax.dynamic_slice_in_dim(places, start, chunk)
+    local_rows = lax.dynamic_slice_in_dim(local_rows, start, chunk)
     table, ids = jnp.full(chunk, -1, jnp.int32), jnp.zeros(chunk, jnp.int32)
     for index, size in enumerate(stack.layout.sizes):
-      own = stack.layout.ids(index, shard, places)
+      own = stack.layout.ids(index, shard, local_rows)
       table, ids = jnp.where(own < size, index, table), jnp.where(own < size, own, ids)
     stored = {key: access.opened(stack, x) for key, x in zip(keys, arrays, strict=True)}
-    rows = access.read(stack, stored, places)
+    rows = access.read(stack, stored, local_rows)
     rows = {key: stack.columns.whole(x) if x.ndim == 2 else x for key, x in rows.items()}
     return table, ids, rows
 
   arrays = [stored[key] for key in keys]
   by_rows = stack.specs[1]
   specs = (by_rows, P(), *(stack.specs[x.ndim] for x in arrays))
-  return stack.placement.run(per_device, specs, by_rows)(places, start, *arrays)
+  return stack.placement.run(per_device, specs, by_rows)(local_rows, start, *arrays)
 
 
 # --- putting rows in -----------------------------------------------------------------------------
@@ -252,12 +252,12 @@ def _put_chunk(
   stack: StackSpec, table: str, stored: Arrays, ids: jax.Array, values: Arrays
 ) -> Arrays:
   def per_device(ids, values, *arrays):
-    shard, places = stack.layout.locate(stack.indices[table], ids)
+    shard, local_rows = stack.layout.locate(stack.indices[table], ids)
     own = collectives.index(stack.placement.rows)
-    places = jnp.where(shard == own, places, stack.layout.rows)
+    local_rows = jnp.where(shard == own, local_rows, stack.layout.rows)
     opened = {k: access.opened(stack, x) for k, x in zip(values, arrays, strict=True)}
     of_device = lambda x: stack.columns.own(x) if x.ndim == 2 else x
-    new = access.write(stack, opened, places, {k: of_device(x) for k, x in values.items()})
+    new = access.write(stack, opened, local_rows, {k: of_device(x) for k, x in values.items()})
     return {k: access.closed(stack, x) for k, x in new.items()}
 
   arrays = [stored[key] for key in values]

@@ -88,8 +88,8 @@ def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
     can_sum = stack.accumulates and not (placement.columns and demand.ragged_ids)
     is_small = layout.rows <= (ids + demand.ragged_ids) * placement.replicas
     return Exchange("sum" if can_sum and is_small else "gather")
-  keeps_order = stack.optimizer is not None and not (stack.optimizer.lazy and stack.accumulates)
-  if not ids or keeps_order or stack.exchange == "gather":
+  at_once = stack.optimizer is not None and not (stack.optimizer.lazy and stack.accumulates)
+  if not ids or at_once or stack.exchange == "gather":
     return Exchange("gather")
   room = min(stack.capacity or capacity(demand, stack), ids, layout.rows)
   if stack.is_in_host:  # one round: TPUs copy what is in the host's memory into a loop of rounds

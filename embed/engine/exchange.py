@@ -59,6 +59,7 @@ def look_up(
   if used:
     names = tuple(tables[i] for i in used)
     padded, specs = pad_all([bags[i] for i in used], placement)
+    # All that a lookup needs of it; an update chooses for all calls of a step together.
     capacity = cost.choose_exchange(stack, cost.batch_demand(stack, padded, names)).capacity
     out_specs = (placement.work, None if capacity is None else route_spec(stack))
     per_device = functools.partial(_look_up, tables=names, stack=stack, capacity=capacity)
@@ -66,11 +67,11 @@ def look_up(
     activations, route = run(table, padded)
     acts = dict(zip(used, activations, strict=True))
     record = dataclasses.replace(record, route=route)
-  if not placement.is_local:
-    acts = {i: _cut(act, bags[i].batch, placement) for i, act in acts.items()}
   zeros = lambda bag: jnp.zeros((*bag.batch, stack.dim), table.dtype)
-  split = lambda act, bag: act if placement.is_local else _cut(act, bag.batch, placement)
-  return [acts[i] if i in acts else split(zeros(bag), bag) for i, bag in enumerate(bags)], record
+  out = [acts[i] if i in acts else zeros(bag) for i, bag in enumerate(bags)]
+  if not placement.is_local:
+    out = [_cut(act, bag.batch, placement) for act, bag in zip(out, bags, strict=True)]
+  return out, record
 
 
 def _cut(act: jax.Array, batch: tuple[int, ...], placement: Placement) -> jax.Array:
@@ -88,62 +89,74 @@ def route_spec(stack: StackSpec) -> Any:
 
 def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
   """Activations of a device's part of the batch, and the route of the all-to-all, or None."""
-  placement, layout = stack.placement, stack.layout
+  placement = stack.placement
   table = access.opened(stack, table)
-  combine = functools.partial(access.gather_and_combine, stack)
-  route, acts = None, {}
-  routed = [i for i, bag in enumerate(bags) if capacity is not None and not bag.is_ragged]
-  if routed:
-    union = [gather(bags[i].flat(), placement.columns) for i in routed]
-    indices = [stack.indices[tables[i]] for i in routed]
-    where = [layout.locate(i, bag.ids) for i, bag in zip(indices, union, strict=True)]
-    assert capacity is not None
-    route = route_lib.find(where, layout, capacity, placement)
-    some, route = _look_up_routed(table, union, [s for s, _ in where], combine, (stack, route))
-    acts = dict(zip(routed, some, strict=True))
-  for i, bag in enumerate(bags):
-    if not bag.is_ragged and i not in acts:
-      bag = gather(gather(bag.flat(), placement.columns), placement.rows)
-    if i not in acts:
-      act = combine(table, bag.with_ids(_local_rows(bag.ids, stack, tables[i])))
-      acts[i] = _add_up(act, stack) if bag.is_ragged else _scatter(act, placement)
+  combine = functools.partial(access.gather_and_combine, stack, table)
+  routed: list[jax.Array] = []
+  route = None
+  if capacity is not None:
+    features = [x for x in zip(bags, tables, strict=True) if not x[0].is_ragged]
+    routed, route = _look_up_routed(stack, table, features, capacity)
+  next_routed = iter(routed)
   out = []
-  for i, bag in enumerate(bags):
-    act = acts[i]
-    if not bag.is_ragged:
+  for bag, name in zip(bags, tables, strict=True):
+    if bag.is_ragged:
+      act = _add_up(combine(_local(bag, stack, name)), stack)
+    else:
+      if capacity is not None:
+        act = next(next_routed)
+      else:
+        everybody = gather(_union(bag, placement), placement.rows)
+        act = _scatter(combine(_local(everybody, stack, name)), placement)
       act = _swap_columns(act, placement)
       act = act.reshape(*bag.batch, act.shape[-1])
     out.append(act[..., : stack.dim].astype(table.dtype))
   return tuple(out), route
 
 
-def _local_rows(ids: jax.Array, stack: StackSpec, table: str) -> jax.Array:
-  """Local rows of this shard; out of range for ids that this shard does not store."""
+def _local(bags: Bags, stack: StackSpec, table: str) -> Bags:
+  """Bags of local rows of this shard; out of range for ids that this shard does not store."""
   if stack.placement.is_local and stack.layout.rows == stack.layout.sizes[0]:
-    return ids  # a pass over the ids would cost a tenth of the lookup
-  shard, local_row = stack.layout.locate(stack.indices[table], ids)
-  if stack.layout.shards == 1:
-    return local_row
-  return jnp.where(shard == index(stack.placement.rows), local_row, stack.layout.rows)
+    return bags  # a pass over the ids would cost a tenth of the lookup
+  shard, local_row = stack.layout.locate(stack.indices[table], bags.ids)
+  if stack.layout.shards > 1:
+    is_own = shard == index(stack.placement.rows)
+    local_row = jnp.where(is_own, local_row, stack.layout.rows)
+  return bags.with_ids(local_row)
 
 
-def _look_up_routed(table, bags, shards, combine, way: tuple[StackSpec, Route]):
+def _union(bags: Bags, placement: Placement) -> Bags:
+  """The bags `[m, L]` of all devices that hold other columns of the same rows."""
+  return gather(bags.flat(), placement.columns)
+
+
+def _look_up_routed(
+  stack: StackSpec, table: access.Rows, features: Sequence[tuple[Bags, str]], capacity: int
+) -> tuple[list[jax.Array], Route]:
   """Activations by all-to-all, and the route with what was requested in the first round."""
-  (stack, route), placement = way, way[0].placement
+  placement, layout = stack.placement, stack.layout
+  bags = [_union(bag, placement) for bag, _ in features]
+  indices = [stack.indices[name] for _, name in features]
+  where = [layout.locate(i, bag.ids) for i, bag in zip(indices, bags, strict=True)]
+  route = route_lib.find(where, layout, capacity, placement)
+  shards = [shard for shard, _ in where]
 
   def one_round(start):
-    local_rows, count = route.requests(start, stack.layout)
+    local_rows, count = route.requests(start, layout)
     requested = swap(local_rows, placement.rows)
     sent = access.take(stack, table, requested.reshape(-1))
     received = swap(sent.reshape(*requested.shape, -1), placement.rows)
     received = received.reshape(-1, table.shape[1])
     positions = route.buffer_positions(shards, start, count)
-    acts = [combine(received, b.with_ids(p)) for b, p in zip(bags, positions, strict=True)]
+    acts = [
+      access.gather_and_combine(stack, received, bag.with_ids(position))
+      for bag, position in zip(bags, positions, strict=True)
+    ]
     return acts, requested
 
   first, last = route.shard_offsets[:-1], route.shard_offsets[1:]
   acts, requested = one_round(first)
-  if route.can_overflow(stack.layout):
+  if route.can_overflow(layout):
     more = lambda k, acts: jax.tree.map(
       jnp.add, acts, one_round(jnp.minimum(first + k * route.capacity, last))[0]
     )
@@ -199,7 +212,8 @@ def for_each_round(
   Args:
     grads: this device's.
     stack: the tables.
-    kind: "all_to_all" or "gather", "sum" or "ordered", which gathers in the order of the batch.
+    kind: of exchange, as `cost.choose_exchange` says, or "ordered", which gathers in the order of
+      the batch. All-to-all is where a record has a route; that of a "sum" or "ordered" has none.
     body: gets gradients of local rows of this shard, all gradients of a row in one call, and
       whether they are one part in which no row occurs twice. It is called once, or once for every
       round, in each of which there are other rows.
@@ -211,7 +225,7 @@ def for_each_round(
   for call in grads:
     if isinstance(call, DistinctRows):
       continue
-    is_routed = call.record.route is not None and kind != "ordered"
+    is_routed = call.record.route is not None
     routed += [call] if is_routed else []
     others += [
       part
@@ -220,7 +234,7 @@ def for_each_round(
     ]
   if not routed and not others:
     return body(carry, local, len(local) == 1)
-  if others and not routed and kind == "sum":
+  if others and kind == "sum":
     return body(carry, [_summed_over_replicas(others, local, stack)], True)
   gathered = [_gathered(g, bags, t, stack, kind == "ordered") for g, bags, t in others]
   if not routed:
@@ -245,15 +259,15 @@ def _gathered(
 ) -> GradRows:
   """A feature's gradients of all devices, with the ids of other shards as padding."""
   placement = stack.placement
+  # All axes at once are in the mesh's order, which is that of the batch.
   if bags.is_ragged or in_order:  # ragged bags are whole everywhere
     grads = stack.columns.own(gather(grads.astype(jnp.float32), placement.axes))
     bags = bags if bags.is_ragged else gather(bags, placement.axes)
   else:
     every = lambda tree: gather(gather(tree, placement.rows), placement.replica_axes)
     grads = every(_own_columns(grads, stack))
-    bags = every(gather(bags.flat(), placement.columns))
-  ids = _local_rows(bags.ids, stack, table)
-  return grads_lib.from_activations(grads, bags.with_ids(ids))
+    bags = every(_union(bags, placement))
+  return grads_lib.from_activations(grads, _local(bags, stack, table))
 
 
 def _summed_over_replicas(others: Any, local: list[GradRows], stack: StackSpec) -> GradRows:
@@ -279,13 +293,12 @@ def _dense(parts: list[GradRows], size: int) -> tuple[jax.Array, jax.Array]:
 def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
   """A feature's gradients of this device's own batch, and of those with other columns."""
   placement, padding = stack.placement, stack.layout.rows
-  locate = lambda bags: stack.layout.locate(stack.indices[table], bags.ids)[1]
   if not bags.is_ragged:
-    bags = gather(bags.flat(), placement.columns)
-    return grads_lib.from_activations(_own_columns(grads, stack), bags.with_ids(locate(bags)))
+    bags = _union(bags, placement)
+    return grads_lib.from_activations(_own_columns(grads, stack), _local(bags, stack, table))
   # Bags of the whole batch: those of the other devices are left out.
   start = index(placement.axes) * math.prod(grads.shape[:-1])
-  own = bags.with_ids(locate(bags)).part(start, grads.shape[:-1], padding)
+  own = _local(bags, stack, table).part(start, grads.shape[:-1], padding)
   return grads_lib.from_activations(grads, own)
 
 
@@ -316,27 +329,28 @@ def _rounds(
       limit = jnp.minimum(limit, jnp.where(behind < r.shard_offsets[1:], key, ends))
     return lax.pmin(limit, placement.axes)
 
-  def take(low, limit, starts, carry, is_first):
+  def one_round(low, limit, starts, carry, is_first):
     parts, next_starts = [], []
     for send, r, start in zip(sends, routes, starts, strict=True):
       local_rows, count = r.requests(start, layout, limit)
       requested = r.requested_rows if is_first else swap(local_rows, placement.rows)
       part = send(start, count, requested)
+      # From its first key on: what rounds before this one had was not requested again.
       parts.append(part if limit is None else _between(part, first_keys[:-1], limit, stack))
       next_starts.append(start + count)
     parts += fixed if limit is None else [_between(p, low, limit, stack) for p in fixed]
     return body(carry, parts, False), tuple(next_starts)
 
   if not any(r.can_overflow(layout) for r in routes):
-    return take(None, None, starts, carry, True)[0]
+    return one_round(None, None, starts, carry, True)[0]
   fits = functools.reduce(jnp.logical_and, [r.max_rows_per_pair[0] <= r.capacity for r in routes])
   limit = lax.cond(fits, lambda: ends, lambda: next_limit(starts))
-  carry, starts = take(first_keys[:-1], limit, starts, carry, True)
+  carry, starts = one_round(first_keys[:-1], limit, starts, carry, True)
 
   def more(state):
     low, starts, carry = state
     limit = next_limit(starts)
-    carry, starts = take(low, limit, starts, carry, False)
+    carry, starts = one_round(low, limit, starts, carry, False)
     return limit, starts, carry
 
   return lax.while_loop(lambda state: jnp.any(state[0] < ends), more, (limit, starts, carry))[2]
@@ -349,7 +363,7 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
   for grads, bags, table in zip(call.grads, record.bags, record.tables, strict=True):
     if bags.is_ragged:
       continue
-    bags = gather(bags.flat(), placement.columns)
+    bags = _union(bags, placement)
     parts.append(grads_lib.from_activations(_own_columns(grads, stack), bags))
     shards.append(stack.layout.locate(stack.indices[table], bags.ids)[0])
 

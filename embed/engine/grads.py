@@ -46,14 +46,13 @@ class DistinctRows:
   """One gradient for each row that was looked up.
 
   Attributes:
-    ids: int32 `[M]`, each row at most once, then padding; on a mesh, local rows of each shard.
+    ids: int32 `[M]`, each row at most once, and padding; on a mesh, local rows of each shard, one
+      shard after another.
     values: float32 `[M, D]`, 0 at padding.
-    count: how many are used, an int32 scalar; None if used entries may be anywhere.
   """
 
   ids: jax.Array
   values: jax.Array
-  count: jax.Array | None = None
 
   def as_grad_rows(self) -> GradRows:
     return GradRows(self.values.astype(jnp.float32), self.ids[:, None])

@@ -176,12 +176,12 @@ def _drawing(
   for name, maker in makers:
     by_maker.setdefault(maker, []).append(name)
 
-  def draw(maker, names, shard, keys, places):
-    tables, is_drawn = jnp.zeros_like(places), jnp.zeros(places.shape, bool)
+  def draw(maker, names, shard, keys, local_rows):
+    tables, is_drawn = jnp.zeros_like(local_rows), jnp.zeros(local_rows.shape, bool)
     # Keys of the kind "rbg" draw a chunk from its first row's: no two shards may begin alike.
-    ids = ~(shard * layout.rows + places)
+    ids = ~(shard * layout.rows + local_rows)
     for number, name in enumerate(names):
-      own = layout.ids(stack.indices[name], shard, places)
+      own = layout.ids(stack.indices[name], shard, local_rows)
       is_own = own < stack.size(name)
       tables, ids = jnp.where(is_own, number, tables), jnp.where(is_own, own, ids)
       is_drawn |= is_own
@@ -189,8 +189,8 @@ def _drawing(
     return stack.columns.own(maker.rows(keys, tables, ids, stack.dim, dtype)), is_drawn
 
   def draw_lines(drawing, lines):
-    places = lines[:, None] * layout.unit + jnp.arange(layout.unit, dtype=jnp.int32)[None]
-    rows, is_drawn = drawing(places.reshape(-1))
+    local_rows = lines[:, None] * layout.unit + jnp.arange(layout.unit, dtype=jnp.int32)[None]
+    rows, is_drawn = drawing(local_rows.reshape(-1))
     is_drawn = jnp.broadcast_to(is_drawn[:, None], rows.shape)
     return packing.pack(rows), packing.pack(is_drawn)
 

@@ -1,4 +1,4 @@
-"""Which row of which table stands where: arithmetic on row numbers, without any array of rows.
+"""Which row of which table is where: arithmetic on row numbers, without any array of rows.
 
 Tables of equal width, dtype and optimizer may share one array, a **stack**, and a stack may be cut
 into shards. Shard s of a stack holds, one table after another, the rows of each table that it owns.
@@ -17,15 +17,15 @@ import jax.numpy as jnp
 class Layout:
   """How the rows of some tables are laid out over shards.
 
-  Every shard has `rows` rows; where a table's rows do not divide, the last of its places on some
-  shards hold no row. A **place** is a row's number within its shard.
+  A **local row** is the index of a row within its shard. Every shard has `rows` of them; where a
+  table's rows do not divide, the last of its local rows on some shards hold nothing.
 
   Args:
     sizes: the number of rows of each table.
     shards: how many shards there are.
     contiguous: False is "mod", row r on shard `r % shards`; True is "div", consecutive rows, the
       first `size % shards` shards having one row more than the others.
-    unit: the first place of each table, and the number of places, are multiples of it.
+    unit: the first local row of each table, and the number of local rows, are multiples of it.
 
   >>> Layout((5, 3), shards=2).locate(0, jnp.array([0, 1, 2, 5]))[1].tolist()  # 5: padding
   [0, 0, 1, 5]
@@ -38,22 +38,22 @@ class Layout:
 
   @functools.cached_property
   def heights(self) -> tuple[int, ...]:
-    """The places of each table's rows on a shard."""
+    """The number of local rows for each table's rows."""
     return tuple(-(-size // self.shards) for size in self.sizes)
 
   @functools.cached_property
   def offsets(self) -> tuple[int, ...]:
-    """The first place of each table on a shard."""
+    """The first local row of each table."""
     return tuple(itertools.accumulate(self._taken, initial=0))[:-1]
 
   @functools.cached_property
   def rows(self) -> int:
-    """The places of a shard; as a place, it stands for no row."""
+    """The number of local rows of a shard, which as a local row means none."""
     return sum(self._taken)
 
   @property
   def _taken(self) -> tuple[int, ...]:
-    """The places that each table takes on a shard, with those that fill up its last unit."""
+    """The local rows that each table takes, with those that fill up its last unit."""
     return tuple(-(-height // self.unit) * self.unit for height in self.heights)
 
   def _first(self, table: int, shard: Any) -> Any:
@@ -62,7 +62,7 @@ class Layout:
     return shard * few + shard.__array_namespace__().minimum(shard, more)
 
   def locate(self, table: int, ids: Any) -> tuple[Any, Any]:
-    """The shard and the place of each id; shard 0 and place `rows` for what is no row.
+    """The shard and the local row of each id; shard 0 and local row `rows` for what is no row.
 
     They have the ids' dtype. NumPy arrays stay such.
     """
@@ -76,16 +76,16 @@ class Layout:
       longer = more * (few + 1)  # the rows of the shards that have one row more
       late = more + (ids - longer) // max(few, 1)
       shard = xp.where(ids < longer, ids // (few + 1), late)
-      place = ids - self._first(table, shard)
+      local_row = ids - self._first(table, shard)
     else:
-      shard, place = ids % self.shards, ids // self.shards
-    return xp.where(valid, shard, 0), xp.where(valid, place + offset, self.rows)
+      shard, local_row = ids % self.shards, ids // self.shards
+    return xp.where(valid, shard, 0), xp.where(valid, local_row + offset, self.rows)
 
-  def ids(self, table: int, shard: jax.Array | int, places: jax.Array) -> jax.Array:
-    """The id that stands at each place of a shard; the table's size where there is none of it."""
+  def ids(self, table: int, shard: jax.Array | int, local_rows: jax.Array) -> jax.Array:
+    """The id of each local row of a shard; the table's size where there is none of it."""
     size, height = self.sizes[table], self.heights[table]
     shard = jnp.asarray(shard, jnp.int32)
-    row = places - self.offsets[table]
+    row = local_rows - self.offsets[table]
     inside = (row >= 0) & (row < height)
     if self.contiguous:
       few, more = divmod(size, self.shards)
@@ -96,10 +96,10 @@ class Layout:
     return jnp.where(inside & (ids < size), ids, size)
 
   def own_ids(self, table: int, shard: jax.Array | int) -> jax.Array:
-    """The ids of a table that a shard owns, in the order of their places: int32 `[height]`."""
+    """The ids of a table that a shard owns, in the order of their local rows: int32 `[height]`."""
     height = self.heights[table]
-    places = self.offsets[table] + jnp.arange(height, dtype=jnp.int32)
-    return self.ids(table, shard, places)
+    local_rows = self.offsets[table] + jnp.arange(height, dtype=jnp.int32)
+    return self.ids(table, shard, local_rows)
 
 
 class Columns(NamedTuple):

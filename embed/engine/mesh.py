@@ -353,7 +353,7 @@ def replicate(placement: Placement, x: Any) -> Any:
 
 
 def accept(placement: Placement, name: str, parts: Any) -> Any:
-  """The `inputs.Parts` of a feature as a lookup takes them.
+  """The `bags.Parts` of a feature as a lookup takes them.
 
   Raises:
     ValueError: on one device, if an array is split over an Explicit mesh.

@@ -18,7 +18,7 @@ from jax import lax
 from embed.engine.bags import UNUSED
 from embed.engine.layout import Layout
 from embed.engine.mesh import Placement
-from embed.engine.rows import cumsum
+from embed.engine.rows import distinct_by_sort
 
 NO_KEY = np.uint32(2**32 - 1)  # sorts behind every key
 _ODD = np.uint32(0x9E3779B1)
@@ -32,7 +32,8 @@ class Route:
   Attributes:
     sorted_keys: uint32 `[N]`, the sort keys of the distinct ids, then `NO_KEY`.
     shard_offsets: int32 `[S + 1]`, where the keys of each shard begin.
-    key_positions: int32, of the shape of each feature's ids: where an id's key is, N for padding.
+    key_positions: int32 `[m, L]` of each feature with positions and ids, of all devices that hold
+      other columns of the same rows: where an id's key is, N for padding.
     requested_rows: int32 `[S, C]`, the local rows that each device requested of this one in the
       first round.
     max_rows_per_pair: int32 `[1]`, the most keys of any pair of devices, the same everywhere.
@@ -104,7 +105,10 @@ class Route:
 def find(
   rows: Sequence[tuple[jax.Array, jax.Array]], layout: Layout, capacity: int, placement: Placement
 ) -> Route:
-  """The route of ids, given as shards and local rows `[m, L]` of each feature; requests nothing."""
+  """The route of ids, given as shards and local rows `[m, L]` of each feature.
+
+  Its `requested_rows` have the right shape and nothing else: the lookup replaces them.
+  """
   key = jnp.concatenate(
     [
       jnp.where(
@@ -113,16 +117,10 @@ def find(
       for s, row in rows
     ]
   )
-  n = key.shape[0]
-  ordered, order = lax.sort((key, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=False)
-  new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (ordered != NO_KEY)
-  rank = cumsum(new.astype(jnp.int32)) - 1
-  keys = jnp.full(n, NO_KEY, jnp.uint32).at[jnp.where(new, rank, n)].set(ordered, mode="drop")
-  rank = jnp.where(ordered == NO_KEY, n, rank)
-  rank = jnp.zeros(n, jnp.int32).at[order].set(rank, unique_indices=True)
+  position, keys, count = distinct_by_sort(key, NO_KEY)
   offsets = jnp.searchsorted(keys, first_keys(layout)[:-1]).astype(jnp.int32)
-  offsets = jnp.concatenate([offsets, jnp.sum(new, dtype=jnp.int32)[None]])
-  split = jnp.split(rank, np.cumsum([row.size for _, row in rows])[:-1])
+  offsets = jnp.concatenate([offsets, count[None]])
+  split = jnp.split(position, np.cumsum([row.size for _, row in rows])[:-1])
   positions = tuple(r.reshape(row.shape) for r, (_, row) in zip(split, rows, strict=True))
   most = lax.pmax(jnp.max(offsets[1:] - offsets[:-1]), placement.axes)
   nothing = jnp.zeros((layout.shards, capacity), jnp.int32)

@@ -6,14 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from embed.engine import update_cpu
+from embed.engine.bags import UNUSED
 from embed.engine.grads import DistinctRows, GradRows, flat_ids, with_ids
 from embed.engine.packing import Lines
 from embed.engine.update_cpu import DROP
-
-NO_ROW = np.iinfo(np.int32).max  # of any table
 
 
 def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
@@ -28,13 +26,16 @@ def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
 Unique = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def distinct_by_sort(ids: jax.Array, fill: int) -> Unique:
-  """`distinct` for accelerators, where sorting is fast and loops are slow."""
+def distinct_by_sort(ids: jax.Array, fill: Any) -> Unique:
+  """`distinct` for accelerators, where sorting is fast and loops are slow; in ascending order.
+
+  Of any integer dtype; `fill` is the largest.
+  """
   n = ids.shape[0]
   ordered, order = jax.lax.sort((ids, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=False)
   new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (ordered != fill)
   rank = cumsum(new.astype(jnp.int32)) - 1
-  unique = jnp.full(n, fill, jnp.int32).at[jnp.where(new, rank, n)].set(ordered, **DROP)
+  unique = jnp.full(n, fill, ids.dtype).at[jnp.where(new, rank, n)].set(ordered, **DROP)
   rank_or_none = jnp.where(ordered == fill, n, rank)
   position = jnp.zeros(n, jnp.int32).at[order].set(rank_or_none, unique_indices=True)
   return position, unique, rank[-1] + 1
@@ -67,7 +68,7 @@ def in_chunks(
 
   Args:
     body: gets chunks of the ids and of each array. The last chunk begins within the one before it,
-      since padding would copy the arrays; there, ids of entries that it has had are `NO_ROW`.
+      since padding would copy the arrays; there, ids of entries that it has had are `UNUSED`.
     carry: what it starts from.
     size: the numbers of an entry, of which a chunk has `CHUNK`.
     ids: int32 `[N, ...]`.
@@ -81,7 +82,7 @@ def in_chunks(
     start = jnp.minimum(k * chunk, count - chunk)
     at, *chunks = (jax.lax.dynamic_slice_in_dim(x, start, chunk) for x in (ids, *arrays))
     is_new = (start + jnp.arange(chunk) >= k * chunk).reshape(-1, *[1] * (ids.ndim - 1))
-    return body(carry, jnp.where(is_new, at, NO_ROW), *chunks)
+    return body(carry, jnp.where(is_new, at, UNUSED), *chunks)
 
   return jax.lax.fori_loop(0, -(-count // chunk), one, carry)
 
@@ -119,9 +120,9 @@ def sum_rows(parts: Sequence[GradRows], size: int) -> DistinctRows:
     Ids `[N]`, `size` in unused entries; N is the number of ids of `parts`.
   """
   ids = flat_ids(parts, size)
-  position, unique, count = distinct(ids, size)
+  position, unique, _ = distinct(ids, size)
   sums = jnp.zeros((ids.shape[0], parts[0].grads.shape[-1]), jnp.float32)
-  return DistinctRows(unique, add_rows(sums, with_ids(parts, position)), count)
+  return DistinctRows(unique, add_rows(sums, with_ids(parts, position)))
 
 
 def expand_rows(parts: Sequence[GradRows], size: int) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from embed.engine import access, collectives, cost, exchange, mesh, native, rows, update_cpu
 from embed.engine import grads as grads_lib
-from embed.engine.bags import pad_all
+from embed.engine.bags import UNUSED, pad_all
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
 from embed.engine.packing import Lines
@@ -85,11 +85,11 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
     sums, count = carry
     new = _sum(parts, stack, distinct)
     if distinct or stack.placement.devices == 1:  # in one call: there is nothing to add to
-      return dataclasses.replace(new, count=None), count
+      return new, count
     values = jnp.where((new.ids < stack.layout.rows)[:, None], new.values, 0)
     # Of a round's entries the first ones are used; those behind are overwritten by the next.
     sums = DistinctRows(put(sums.ids, new.ids, count), put(sums.values, values, count))
-    return sums, count + new.count
+    return sums, count + jnp.sum(new.ids < stack.layout.rows, dtype=jnp.int32)
 
   def per_device(*grads):
     none = jnp.full(size, stack.layout.rows, jnp.int32)
@@ -211,8 +211,7 @@ def _spec(stack: StackSpec) -> Any:
 def _sum(parts: list[GradRows], stack: StackSpec, distinct: bool) -> DistinctRows:
   if not distinct:
     return rows.sum_rows(parts, stack.layout.rows)
-  ids = parts[0].ids[:, 0]
-  return DistinctRows(ids, parts[0].grads, jnp.int32(ids.shape[0]))
+  return DistinctRows(parts[0].ids[:, 0], parts[0].grads)
 
 
 def step_table(
@@ -301,7 +300,7 @@ def _step_in_order(
   stack = dataclasses.replace(stack, sparse_core=False)  # kernels read a window of rows at a time
   # After each id an entry that steps nothing: a scatter of one row would become a slice that XLA
   # fuses with its reads, and pays for with a copy of the table at every occurrence.
-  nothing = jnp.full(1, rows.NO_ROW, jnp.int32)
+  nothing = jnp.full(1, UNUSED, jnp.int32)
 
   def body(n, state):
     at = jnp.concatenate([jax.lax.dynamic_slice_in_dim(ids, n, 1), nothing])

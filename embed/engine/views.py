@@ -95,8 +95,8 @@ def write(layout: Layout, table: int, dim: int, view: View, value: jax.Array) ->
 def _order(layout: Layout, table: int) -> jax.Array:
   """Where each row of a table is among the shards' blocks, one after another."""
   ids = jnp.arange(layout.sizes[table], dtype=jnp.int32)
-  shard, place = layout.locate(table, ids)
-  return shard * layout.heights[table] + place - layout.offsets[table]
+  shard, local_row = layout.locate(table, ids)
+  return shard * layout.heights[table] + local_row - layout.offsets[table]
 
 
 # Rows: every device has `each` consecutive rows of the view, and of the storage as many, which are

@@ -166,6 +166,18 @@ def test_packed_tables(used, dim):
   assert used == ({"take", "put"} if dim == 8 else {"take", "put", "bag_sum"})
 
 
+def test_a_packed_slot_of_integers_is_read_and_written_by_xla(used):
+  """The kernels take float32: the table is theirs, and its slot `[V, D]` of int32 is not."""
+  count = lambda g, w, s, lr: (w - lr * g, {"n": s["n"] + 1})
+  slot = embed.Slot(0, dtype=jnp.int32)
+  given = features(embed.custom_optimizer(count, {"n": slot}, 0.5), dim=16)
+  on, off = (trained(given, sparse_core=is_on, packed=is_on) for is_on in (True, False))
+  assert_close(on, off)
+  assert on[2]["a"]["n"].dtype == jnp.int32
+  assert on[2]["a"]["n"].max() == 3
+  assert used == {"take", "put", "bag_sum"}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("exchange", ["all_to_all", "gather"])
 @pytest.mark.parametrize("chip", CHIPS)
