@@ -7,8 +7,8 @@ SparseCores read and write, and rows in the memory of the host. In each of them,
 `python -m embed check` compares lookups, gradients and optimizers with NumPy; then steps of one
 table on all devices of this host are timed. "lookup" is the forward pass alone, the others are a
 training step: lookup, gradient and update. Every step gets other ids, from a pool of batches that
-are on the devices already. Sizes are those of one device, which does the same work alone and among
-many.
+are on the devices already. Sizes are per device, so each device does the same work however many
+there are.
 
 "in a row" is the time of a step when many are started and the last one is waited for, the best
 turn; "each" is the median time of steps that are waited for one by one, which adds what it takes
@@ -84,7 +84,7 @@ def main() -> int:
   # This process leaves the devices alone: a TPU serves one process at a time.
   for way in args.ways:
     print(f"\n=== {way}: " + " ".join(f"{k}={v}" for k, v in WAYS[way].items()), flush=True)
-    report["ways"][way] = in_process(way, 60 * args.minutes)
+    report["ways"][way] = in_process(way, 60 * args.minutes, args.cpu)
     args.json.write_text(json.dumps(report, indent=1) + "\n")
     if report["ways"][way].get("interrupted"):
       break
@@ -103,7 +103,7 @@ def commit() -> str:
   return ""
 
 
-def in_process(way: str, seconds: float) -> dict[str, Any]:
+def in_process(way: str, seconds: float, cpu: bool) -> dict[str, Any]:
   """The report of one way, by a process that has its environment variables."""
   with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "way.json"
@@ -112,7 +112,10 @@ def in_process(way: str, seconds: float) -> dict[str, Any]:
     printed, start = [], time.monotonic()
     with subprocess.Popen(
       command,
-      env=os.environ | WAYS[way],
+      env=os.environ
+      | WAYS[way]
+      | {"PYTHONUNBUFFERED": "1"}
+      | ({"JAX_PLATFORMS": "cpu"} if cpu else {}),
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -120,6 +123,7 @@ def in_process(way: str, seconds: float) -> dict[str, Any]:
     ) as process:
       assert process.stdout is not None
       timer = threading.Timer(seconds, process.kill)
+      timer.daemon = True
       timer.start()
       try:
         for line in process.stdout:  # shown while it runs
@@ -130,11 +134,14 @@ def in_process(way: str, seconds: float) -> dict[str, Any]:
         outcome = {"interrupted": True}
       status = process.wait()
     timer.cancel()
-    if path.exists():
+    with contextlib.suppress(
+      OSError, json.JSONDecodeError
+    ):  # it may have ended before, or meanwhile
       outcome |= json.loads(path.read_text())
     if status:
       late = "not done in time, " if time.monotonic() - start >= seconds else ""
-      outcome["failed"] = f"{late}exit status {status}"
+      before = [outcome["failed"]] if "failed" in outcome else []
+      outcome["failed"] = "; ".join([*before, f"{late}exit status {status}"])
     return outcome | {"printed": "".join(printed)}
 
 

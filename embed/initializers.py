@@ -106,8 +106,8 @@ def fill(
 
   Args:
     rows: where to, an array or a `HostRows`.
-    start, end: the first place, and the one after the last.
-    draw: `f(places) -> (values [N, D], whether they are drawn, bool [N] or [N, D])`.
+    start, end: the first row to write, and the one after the last.
+    draw: `f(indices) -> (values [N, D], whether they are drawn, bool [N] or [N, D])`.
     at_a_time: the rows of a chunk.
   """
   chunk = min(end - start, at_a_time)
@@ -115,14 +115,14 @@ def fill(
   def step(i, rows):
     # The last ones overlap the ones before, which come out the same.
     first = jnp.minimum(start + i * chunk, end - chunk)
-    places = first + jnp.arange(chunk, dtype=jnp.int32)
+    indices = first + jnp.arange(chunk, dtype=jnp.int32)
     is_in_host = isinstance(rows, HostRows)
-    values, is_drawn = draw(places)
-    old = rows.take(places) if is_in_host else jax.lax.dynamic_slice_in_dim(rows, first, chunk)
+    values, is_drawn = draw(indices)
+    old = rows.take(indices) if is_in_host else jax.lax.dynamic_slice_in_dim(rows, first, chunk)
     is_drawn = is_drawn if is_drawn.ndim == 2 else is_drawn[:, None]
     new = jnp.where(is_drawn, values, old)
     if is_in_host:
-      return rows.put(places, new)
+      return rows.put(indices, new)
     return jax.lax.dynamic_update_slice_in_dim(rows, new, first, axis=0)
 
   return jax.lax.fori_loop(0, -(-(end - start) // chunk), step, rows)

@@ -240,7 +240,7 @@ class Tables(NamedTuple):
     return None
 
   def _unit(self, name: str, entry: TablePlan) -> int:
-    """The number of rows that the places of a table are a multiple of."""
+    """The local rows that a table takes are a multiple of this number."""
     width = self._width(name, entry)
     return packing.rows_per_line(width) if self._storage(name, entry)["is_packed"] else 1
 

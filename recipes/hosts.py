@@ -146,8 +146,8 @@ def put_ahead(mesh: Mesh | None, batches: grain.IterDataset) -> grain.IterDatase
   is the position after the batches it has returned, whatever has been put ahead, and is the same
   as of an iterator of `batches`. Close an iterator that is not read to its end, to end its thread.
 
-  A CPU as the one device needs no thread, which would only take time from the step: there the
-  step's own call takes over arrays of the memory that it shares.
+  On one CPU device the batches stay NumPy arrays: the compiled step reads the same memory, and a
+  second thread would only take time from it.
 
   It is `grain.experimental.device_put` but for that function's `jax.device_put`, to which every
   process would have to give the whole batch.

@@ -58,7 +58,7 @@ def is_direct(stack: StackSpec, table: Rows) -> bool:
 
 
 def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
-  """The rows `[N, ...]` of ids int32 `[N]`; some row or zeros for ids outside the table."""
+  """The rows `[N, ...]` of ids int32 `[N]`; undefined for ids outside the table."""
   if _is_by_kernel(stack, table):
     from embed.engine.sparse_core import kernels
 

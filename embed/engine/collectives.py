@@ -1,4 +1,7 @@
-"""Collectives along mesh axes, inside `jax.shard_map`; along no axes they return their argument."""
+"""Collectives along mesh axes, inside `jax.shard_map`.
+
+Without axes, `gather` and `swap` return their argument, and `index` returns 0.
+"""
 
 from typing import Any
 

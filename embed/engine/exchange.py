@@ -59,7 +59,7 @@ def look_up(
   if used:
     names = tuple(tables[i] for i in used)
     padded, specs = pad_all([bags[i] for i in used], placement)
-    # All that a lookup needs of it; an update chooses for all calls of a step together.
+    # A lookup needs only the capacity; an update chooses for all calls of a step together.
     capacity = cost.choose_exchange(stack, cost.batch_demand(stack, padded, names)).capacity
     out_specs = (placement.work, None if capacity is None else route_spec(stack))
     per_device = functools.partial(_look_up, tables=names, stack=stack, capacity=capacity)
@@ -213,7 +213,7 @@ def for_each_round(
     grads: this device's.
     stack: the tables.
     kind: of exchange, as `cost.choose_exchange` says, or "ordered", which gathers in the order of
-      the batch. All-to-all is where a record has a route; that of a "sum" or "ordered" has none.
+      the batch. Other calls whose record has a route go by all-to-all; with "sum" none has one.
     body: gets gradients of local rows of this shard, all gradients of a row in one call, and
       whether they are one part in which no row occurs twice. It is called once, or once for every
       round, in each of which there are other rows.
@@ -225,7 +225,7 @@ def for_each_round(
   for call in grads:
     if isinstance(call, DistinctRows):
       continue
-    is_routed = call.record.route is not None
+    is_routed = call.record.route is not None and kind != "ordered"
     routed += [call] if is_routed else []
     others += [
       part
@@ -335,7 +335,7 @@ def _rounds(
       local_rows, count = r.requests(start, layout, limit)
       requested = r.requested_rows if is_first else swap(local_rows, placement.rows)
       part = send(start, count, requested)
-      # From its first key on: what rounds before this one had was not requested again.
+      # No lower limit is needed: rows of earlier rounds are not requested again.
       parts.append(part if limit is None else _between(part, first_keys[:-1], limit, stack))
       next_starts.append(start + count)
     parts += fixed if limit is None else [_between(p, low, limit, stack) for p in fixed]

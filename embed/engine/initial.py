@@ -1,4 +1,4 @@
-"""Initial rows and slots of stacks, each device's own made by it."""
+"""Initial rows and slots of stacks; each device makes its own."""
 
 import dataclasses
 import functools

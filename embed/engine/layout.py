@@ -48,7 +48,7 @@ class Layout:
 
   @functools.cached_property
   def rows(self) -> int:
-    """The number of local rows of a shard, which as a local row means none."""
+    """The number of local rows of a shard; used as a local row, it means padding."""
     return sum(self._taken)
 
   @property

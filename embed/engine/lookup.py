@@ -21,7 +21,7 @@ class LookupRecord:
   """What one call looked up in a stack: the unit of an exchange.
 
   Attributes:
-    bags: of each feature, ids being those of its own table, without the padding of the batch.
+    bags: of each feature, ids being those of its own table. An update pads them to all devices.
     tables: the name of each feature's table.
     route: how ids went to the shards that store their rows (a `route.Route` of the features that
       have ids and are not ragged), or None.

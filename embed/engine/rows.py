@@ -27,9 +27,9 @@ Unique = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def distinct_by_sort(ids: jax.Array, fill: Any) -> Unique:
-  """`distinct` for accelerators, where sorting is fast and loops are slow; in ascending order.
+  """`distinct` for accelerators, where sorting is fast and loops are slow.
 
-  Of any integer dtype; `fill` is the largest.
+  Takes any integer dtype; `fill` must be greater than every other id. The distinct ids ascend.
   """
   n = ids.shape[0]
   ordered, order = jax.lax.sort((ids, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=False)

@@ -101,10 +101,10 @@ def _order(layout: Layout, table: int) -> jax.Array:
 
 # Rows: every device has `each` consecutive rows of the view, and of the storage as many, which are
 # the view's in "div", and every n-th of the table in "mod". Of those that shard s stores, device d
-# sees the places from ceil((d * each - s) / n) on; there are at most each // n + 1 of them.
+# sees those from ceil((d * each - s) / n) on; there are at most each // n + 1 of them.
 
 
-def _first_place(device, shard, each: int, n: int):
+def _first_local_row(device, shard, each: int, n: int):
   return -(-(device * each - shard) // n)
 
 
@@ -115,10 +115,10 @@ def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.
   me = lax.axis_index(view.rows)
   others = jnp.arange(n, dtype=jnp.int32)
   steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
-  mine = _first_place(others, me, each, n)[:, None] + steps
+  mine = _first_local_row(others, me, each, n)[:, None] + steps
   parts = block.at[mine].get(mode="fill", fill_value=0)
   parts = lax.all_to_all(parts, view.rows, 0, 0)
-  rows = (_first_place(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
+  rows = (_first_local_row(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
   rows = jnp.where(rows < each, rows, each)
   flat = parts.reshape(-1, *block.shape[1:])
   return jnp.zeros_like(block).at[rows.reshape(-1)].set(flat, mode="drop")
@@ -131,11 +131,11 @@ def _write_rows(layout: Layout, table: int, view: View, value: jax.Array) -> jax
   me = lax.axis_index(view.rows)
   others = jnp.arange(n, dtype=jnp.int32)
   steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
-  rows = (_first_place(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
+  rows = (_first_local_row(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
   parts = value.at[jnp.where(rows < each, rows, each)].get(mode="fill", fill_value=0)
   parts = lax.all_to_all(parts, view.rows, 0, 0)
-  places = _first_place(others, me, each, n)[:, None] + steps
-  inside = places * n + me < (others[:, None] + 1) * each
-  places = jnp.where(inside, places, each)
+  local_rows = _first_local_row(others, me, each, n)[:, None] + steps
+  inside = local_rows * n + me < (others[:, None] + 1) * each
+  local_rows = jnp.where(inside, local_rows, each)
   flat = parts.reshape(-1, *value.shape[1:])
-  return jnp.zeros_like(value).at[places.reshape(-1)].set(flat, mode="drop")
+  return jnp.zeros_like(value).at[local_rows.reshape(-1)].set(flat, mode="drop")

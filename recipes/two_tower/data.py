@@ -187,15 +187,16 @@ class TrainBatches:
     first, size = offsets[user], (offsets[user + 1] - offsets[user]).astype(np.int32)
     rest = np.maximum(size - 1, 1)
     steps = np.arange(self._history, dtype=np.int32)
-    # The stride has no divisor in common with their number: no item is met twice. In int32, and
-    # with one division, since these numbers are most of what a batch costs.
+    # The stride has no divisor in common with their number: no item is met twice. In int32 and with
+    # one division, since these numbers are most of what a batch costs. They do not overflow while
+    # `history` times the longest history is below 2**31.
     start, stride = (turn * rest).astype(np.int32), (stride % rest).astype(np.int32)
     picked = (start[:, None] + steps * stride[:, None]) % rest[:, None]
     picked += (place + 1).astype(np.int32)[:, None]
     picked -= np.where(picked >= size[:, None], size[:, None], 0)
     history = items[first[:, None] + picked]
     history[steps >= (size - 1)[:, None]] = -1
-    return history.astype(np.int32)
+    return history.astype(np.int32, copy=False)
 
   def __repr__(self) -> str:
     return f"TrainBatches({self._rows!r}, history={self._history}, extra={self._extra})"

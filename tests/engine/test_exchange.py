@@ -10,6 +10,7 @@ import harness
 import jax.numpy as jnp
 import meshes
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from hypothesis import given, settings
@@ -37,6 +38,19 @@ def planned(features, batch, mesh, **capacities):
 
 def one_bag(optimizer):
   return embed.FeatureConfig(embed.TableConfig(V, D, sixteenths, optimizer, "sum", name="a"))
+
+
+def trained(layer, ids):
+  """The loss of a step, and the table after it."""
+  optimizer = embed.Optimizer(layer, optax.sgd(0.1))
+
+  @nnx.jit
+  def step(layer, optimizer, ids):
+    loss, grads = embed.value_and_grad(lambda layer, ids: jnp.sum(layer(ids) ** 2))(layer, ids)
+    optimizer.update(layer, grads)
+    return loss
+
+  return np.asarray(step(layer, optimizer, ids)), np.asarray(layer.tables["a"])
 
 
 def padding():
@@ -123,6 +137,24 @@ def test_skewed_ids(strategy, capacity, optimizer):
     assert_exact(strategy, capacity, optimizer, three)
 
   check()
+
+
+@pytest.mark.full
+def test_rows_that_nobody_asks_for_reach_nothing():
+  """The last local row of the shards that have eight is NaN: unused requests may read it."""
+  features, mesh = one_bag(embed.adagrad(0.5)), make_mesh()
+  ids = embed.Padded(np.array(SKEWED["one id each"], np.int32))
+  found = []
+  for last in (np.nan, 1.0):
+    layer = embed.SparseEmbed(plan=planned(features, ids, mesh, a=2), rngs=nnx.Rngs(0))
+    rows = np.ones((V, D), np.float32)
+    rows[-(V % N) :] = last
+    layer.load_tables({"a": rows})
+    found.append(trained(layer, ids))
+  (loss, table), (expected_loss, expected) = found
+  np.testing.assert_array_equal(loss, expected_loss)
+  np.testing.assert_array_equal(table[:16], expected[:16])
+  assert np.isnan(table[-5:]).all()
 
 
 @pytest.mark.full

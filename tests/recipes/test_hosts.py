@@ -80,7 +80,7 @@ def test_batches_are_put_ahead_and_the_position_is_of_those_returned(devices, ba
     for number in range(7):
       batch, same = next(ahead), next(reference)
       if (devices, backend) == (1, "cpu"):
-        assert isinstance(batch["x"], np.ndarray)  # the step takes it over without a copy
+        assert isinstance(batch["x"], np.ndarray)  # as it was read
       else:
         assert len(batch["x"].sharding.device_set) == devices
       np.testing.assert_array_equal(batch["x"], same["x"])

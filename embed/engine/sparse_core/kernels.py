@@ -136,7 +136,7 @@ def _clear(rows: Any) -> None:
 
 
 def _add_times(sums: Any, rows: Any, at: Any, gains: Any) -> None:
-  """Adds the rows `[window, D]` times their gains; the gain of what is no row has no effect."""
+  """Adds the rows `[window, D]` times their gains; gains of padding are ignored."""
   lanes = plsc.get_sparse_core_info().num_lanes
 
   @pl.loop(0, rows.shape[0])
