@@ -106,6 +106,18 @@ def arrays_of(layer: embed.SparseEmbed) -> list[jax.Array]:
   return [v.get_value() for stack in layer.arrays.values() for v in stack.values()]
 
 
+def programs() -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """The compiled step and the compiled lookup of a layer, traced when they are first called."""
+
+  @nnx.jit(donate_argnames=("layer",), graph=False)
+  def train_step(layer, bags, grads, step):
+    activations, residual = layer.lookup(bags)
+    layer.apply_gradients(jax.grad(loss_of)(activations, grads), residual, step=step)
+    return activations
+
+  return train_step, nnx.jit(lambda layer, bags: layer(bags), graph=False)
+
+
 def switch(kernels: bool) -> Callable[[], None]:
   """A `set_up` that takes the compiled kernels or not, in what is traced after it."""
   return lambda: os.environ.update({native.SWITCH: f"{kernels:d}"})
@@ -120,13 +132,7 @@ def ours(problem: Problem, name: str, kernels: bool = True) -> Contender:
   layer = make_layer(problem, OPTIMIZERS.get(name, embed.frozen)(), key)
   (batches, grads), count = on_device(problem), iter(range(1 << 31))
 
-  @nnx.jit(donate_argnames=("layer",), graph=False)
-  def train_step(layer, bags, grads, step):
-    activations, residual = layer.lookup(bags)
-    layer.apply_gradients(jax.grad(loss_of)(activations, grads), residual, step=step)
-    return activations
-
-  look_up = nnx.jit(lambda layer, bags: layer(bags), graph=False)
+  train_step, look_up = programs()
 
   def step(i):
     bags = batches[i % len(batches)]

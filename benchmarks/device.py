@@ -28,8 +28,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,8 @@ os.environ.setdefault("JAX_PLATFORMS", "")  # the devices; `contenders` would ta
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout as it is
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from contenders import LOOKUP, OPTIMIZERS, loss_of
+from contenders import LOOKUP, OPTIMIZERS, arrays_of, programs
 from flax import nnx
 
 import embed
@@ -110,12 +108,10 @@ def in_process(way: str, seconds: float, cpu: bool) -> dict[str, Any]:
     command = [sys.executable, __file__, *sys.argv[1:], f"--child={way}", f"--json={path}"]
     outcome: dict[str, Any] = {}
     printed, start = [], time.monotonic()
+    variables = WAYS[way] | {"PYTHONUNBUFFERED": "1"} | ({"JAX_PLATFORMS": "cpu"} if cpu else {})
     with subprocess.Popen(
       command,
-      env=os.environ
-      | WAYS[way]
-      | {"PYTHONUNBUFFERED": "1"}
-      | ({"JAX_PLATFORMS": "cpu"} if cpu else {}),
+      env=os.environ | variables,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -134,9 +130,8 @@ def in_process(way: str, seconds: float, cpu: bool) -> dict[str, Any]:
         outcome = {"interrupted": True}
       status = process.wait()
     timer.cancel()
-    with contextlib.suppress(
-      OSError, json.JSONDecodeError
-    ):  # it may have ended before, or meanwhile
+    # The process may have ended before it wrote its part, or meanwhile.
+    with contextlib.suppress(OSError, json.JSONDecodeError):
       outcome |= json.loads(path.read_text())
     if status:
       late = "not done in time, " if time.monotonic() - start >= seconds else ""
@@ -172,13 +167,14 @@ def of_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
     f"milliseconds per step\n{'columns':>8} {'step':16} {'in a row':>9} {'each':>9}"
   )
   times: dict[str, Any] = {}
+  memory = "host" if way == "host" else "device"
   mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
   for dim in args.dim:
-    for name, make in steps(way, dim, args).items():
+    for name in (LOOKUP, *OPTIMIZERS):
       label = f"{dim}, {name}"
       try:
         with jax.set_mesh(mesh):
-          times[label] = timed(make(), args.steps)
+          times[label] = timed(make_step(name, dim, args, memory), args.steps)
       except Exception as error:  # the others still run
         traceback.print_exc()
         times[label] = {"failed": f"{type(error).__name__}: {error}"}
@@ -189,12 +185,6 @@ def of_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 Step = Callable[[int], Any]  # starts the step of a number; returns what to wait for
-
-
-def steps(way: str, dim: int, args: argparse.Namespace) -> Mapping[str, Callable[[], Step]]:
-  """Functions that make each step to time, by name."""
-  memory = "host" if way == "host" else "device"
-  return {name: partial(make_step, name, dim, args, memory) for name in (LOOKUP, *OPTIMIZERS)}
 
 
 def make_step(name: str, dim: int, args: argparse.Namespace, memory: str) -> Step:
@@ -218,19 +208,12 @@ def make_step(name: str, dim: int, args: argparse.Namespace, memory: str) -> Ste
     plan["table"].strategy = "mod"
   layer = embed.SparseEmbed(features, plan=plan, rngs=nnx.Rngs(0))
 
-  @nnx.jit(donate_argnames=("layer",), graph=False)
-  def train_step(layer, bags, grads, step):
-    activations, residual = layer.lookup(bags)
-    layer.apply_gradients(jax.grad(loss_of)(activations, grads), residual, step=step)
-    return jnp.sum(activations)
-
-  look_up = nnx.jit(lambda layer, bags: layer(bags), graph=False)
+  train_step, look_up = programs()
 
   def step(i):
     if name == LOOKUP:
       return look_up(layer, pool[i % BATCHES])
-    loss = train_step(layer, pool[i % BATCHES], grads, i)
-    return loss, [v.get_value() for stack in layer.arrays.values() for v in stack.values()]
+    return train_step(layer, pool[i % BATCHES], grads, i), arrays_of(layer)
 
   return step
 

@@ -80,7 +80,7 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
   for name, node in nodes.items():
     layers = autodiff.sparse_embeds(node)
     lanes[name] = {path: _lanes(layer) for path, layer in layers.items()}
-    layouts[name] = {path: _layouts(layer) for path, layer in layers.items()}
+    layouts[name] = _layouts(layers)
   return Fingerprints(step, lanes, layouts)
 
 
@@ -117,7 +117,7 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
         f"The fingerprints have no {name!r} with the layers {list(layers)}: make them with "
         f"embed.deltas.fingerprint({step}, {name}=...) after the last full checkpoint."
       )
-    if since.layouts[name] != {path: _layouts(layer) for path, layer in layers.items()}:
+    if since.layouts[name] != _layouts(layers):
       raise ValueError(
         "The fingerprints are of other tables, or of another mesh: make them with "
         "embed.deltas.fingerprint after the model is restored."
@@ -136,8 +136,9 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
   return Delta(since.step, step, tables, state), new
 
 
-def _layouts(layer: Any) -> list[Layout]:
-  return [stack.layout for stack in layer.spec.stacks.values()]
+def _layouts(layers: Mapping[str, Any]) -> dict[str, list[Layout]]:
+  of = lambda layer: [stack.layout for stack in layer.spec.stacks.values()]
+  return {path: of(layer) for path, layer in layers.items()}
 
 
 def _lanes(layer: Any) -> list[changes_lib.Lanes]:

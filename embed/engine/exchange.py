@@ -259,7 +259,7 @@ def _gathered(
 ) -> GradRows:
   """A feature's gradients of all devices, with the ids of other shards as padding."""
   placement = stack.placement
-  # All axes at once are in the mesh's order, which is that of the batch.
+  # The batch is split over all axes in the mesh's order: one gather over all of them keeps it.
   if bags.is_ragged or in_order:  # ragged bags are whole everywhere
     grads = stack.columns.own(gather(grads.astype(jnp.float32), placement.axes))
     bags = bags if bags.is_ragged else gather(bags, placement.axes)

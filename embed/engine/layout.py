@@ -1,4 +1,4 @@
-"""Which row of which table is where: arithmetic on row numbers, without any array of rows.
+"""Maps rows of tables to shards and local rows: arithmetic on numbers, without any array of rows.
 
 Tables of equal width, dtype and optimizer may share one array, a **stack**, and a stack may be cut
 into shards. Shard s of a stack holds, one table after another, the rows of each table that it owns.
@@ -62,7 +62,7 @@ class Layout:
     return shard * few + shard.__array_namespace__().minimum(shard, more)
 
   def locate(self, table: int, ids: Any) -> tuple[Any, Any]:
-    """The shard and the local row of each id; shard 0 and local row `rows` for what is no row.
+    """The shard and the local row of each id; shard 0 and local row `rows` for ids outside.
 
     They have the ids' dtype. NumPy arrays stay such.
     """

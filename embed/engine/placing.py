@@ -17,7 +17,7 @@ def place_whole(placement: Placement, x: Any, dtype: Any, where: P | NamedShardi
   if jax_internals.is_traced(x):
     assert isinstance(where, P)
     return placement.put(x.astype(dtype), where)
-  sharding = where if isinstance(where, NamedSharding) else _on_devices(placement, where)
+  sharding = _on_devices(placement, where)
   if isinstance(x, jax.Array) and (jax.process_count() == 1 or not x.is_fully_addressable):
     return jax.device_put(x.astype(dtype), sharding)
   whole = np.asarray(x)
@@ -32,7 +32,7 @@ def same_parts(
 
   For use outside of jitted functions.
   """
-  sharding = where if isinstance(where, NamedSharding) else _on_devices(placement, where)
+  sharding = _on_devices(placement, where)
   parts = [shard.data for shard in x.addressable_shards]
   return jax.make_array_from_single_device_arrays((x.shape[0], columns), sharding, parts)
 
@@ -50,17 +50,17 @@ def compact(placement: Placement, columns: Names, parts: int) -> NamedSharding:
   That is no sharding of this mesh, but of its devices in another shape.
   """
   mesh = _devices_mesh(placement)
-  others = tuple(name for name in mesh.axis_names if name not in placement.rows)
-  order = [mesh.axis_names.index(name) for name in (*others, *placement.rows)]
-  shape = [mesh.shape[name] for name in others]
+  other_axes = tuple(name for name in mesh.axis_names if name not in placement.rows)
+  order = [mesh.axis_names.index(name) for name in (*other_axes, *placement.rows)]
+  shape = [mesh.shape[name] for name in other_axes]
   devices = mesh.devices.transpose(order).reshape(*shape, placement.shards // parts, parts)
   # Named after the axes they are cut from, so that they differ from all others.
   copies, cut = (f"{kind} of {', '.join(placement.rows)}" for kind in ("copies", "parts"))
-  return NamedSharding(Mesh(devices, (*others, copies, cut)), P(None, (*columns, cut)))
+  return NamedSharding(Mesh(devices, (*other_axes, copies, cut)), P(None, (*columns, cut)))
 
 
-def _on_devices(placement: Placement, spec: P) -> NamedSharding:
-  return NamedSharding(_devices_mesh(placement), spec)
+def _on_devices(placement: Placement, where: P | NamedSharding) -> NamedSharding:
+  return NamedSharding(_devices_mesh(placement), where) if isinstance(where, P) else where
 
 
 def _devices_mesh(placement: Placement) -> Any:

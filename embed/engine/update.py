@@ -86,10 +86,11 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
     new = _sum(parts, stack, distinct)
     if distinct or stack.placement.devices == 1:  # in one call: there is nothing to add to
       return new, count
-    values = jnp.where((new.ids < stack.layout.rows)[:, None], new.values, 0)
+    is_used = new.ids < stack.layout.rows
+    values = jnp.where(is_used[:, None], new.values, 0)
     # Of a round's entries the first ones are used; those behind are overwritten by the next.
     sums = DistinctRows(put(sums.ids, new.ids, count), put(sums.values, values, count))
-    return sums, count + jnp.sum(new.ids < stack.layout.rows, dtype=jnp.int32)
+    return sums, count + jnp.sum(is_used, dtype=jnp.int32)
 
   def per_device(*grads):
     none = jnp.full(size, stack.layout.rows, jnp.int32)

@@ -115,8 +115,8 @@ def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.
   me = lax.axis_index(view.rows)
   others = jnp.arange(n, dtype=jnp.int32)
   steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
-  mine = _first_local_row(others, me, each, n)[:, None] + steps
-  parts = block.at[mine].get(mode="fill", fill_value=0)
+  seen_rows = _first_local_row(others, me, each, n)[:, None] + steps
+  parts = block.at[seen_rows].get(mode="fill", fill_value=0)
   parts = lax.all_to_all(parts, view.rows, 0, 0)
   rows = (_first_local_row(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
   rows = jnp.where(rows < each, rows, each)

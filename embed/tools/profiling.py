@@ -411,9 +411,9 @@ def _lookup_groups(placement: Placement) -> np.ndarray:
     return np.zeros(1, np.int64)
   axes, size_of = placement.axes, placement.mesh.shape
   index = np.indices([size_of[name] for name in axes]).reshape(len(axes), -1)
-  others = [i for i, name in enumerate(axes) if name not in placement.columns]
-  sizes = [size_of[axes[i]] for i in others]
-  return np.ravel_multi_index(tuple(index[others]), sizes) if others else index[0] * 0
+  group_axes = [i for i, name in enumerate(axes) if name not in placement.columns]
+  sizes = [size_of[axes[i]] for i in group_axes]
+  return np.ravel_multi_index(tuple(index[group_axes]), sizes) if group_axes else index[0] * 0
 
 
 def _requested_rows(stack: StackSpec, by_table: Mapping[str, list[_FeatureIds]]) -> np.ndarray:

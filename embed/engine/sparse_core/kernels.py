@@ -147,8 +147,8 @@ def _add_times(sums: Any, rows: Any, at: Any, gains: Any) -> None:
 
     @pl.loop(0, rows.shape[1], step=lanes)
     def _(column):
-      here = (row, pl.ds(column, lanes))
-      sums[here] = sums[here] + gain * rows[here]
+      vector = (row, pl.ds(column, lanes))
+      sums[vector] = sums[vector] + gain * rows[vector]
 
 
 # --- windows of ids -------------------------------------------------------------------------------

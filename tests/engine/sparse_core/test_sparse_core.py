@@ -9,6 +9,7 @@ from flax import nnx
 from meshes import make_mesh
 from optimizer_cases import OPTIMIZERS
 from sparse_cores import CHIPS, emulated
+from stored_tables import TwoTables, fetched, wave
 from suites import full_unless
 
 import embed
@@ -37,25 +38,12 @@ def used(monkeypatch):
     yield names
 
 
-def features(optimizer=None, combiner="mean", dim=D, **settings):
-  table = lambda name, size: embed.TableConfig(
-    size, dim, optimizer=optimizer, combiner=combiner, name=name, **settings
-  )
-  a, b = table("a", V), table("b", 2 * V)
-  return {"x": embed.FeatureConfig(a), "y": embed.FeatureConfig(b), "z": embed.FeatureConfig(a)}
+SETUP = TwoTables(V, below=V, drops=True)
+batch = SETUP.batch
 
 
-def batch(step, size=16):
-  """Bags with repeated ids, padding and an id that is dropped; one feature is ragged."""
-  draw = np.random.default_rng(step)
-  x = draw.integers(-1, 13, (size, 3)).astype(np.int32)
-  x[0, 0] = V + 5
-  splits = np.concatenate([[0], np.sort(draw.integers(0, 20, size - 1)), [20]]).astype(np.int32)
-  return {
-    "x": embed.Padded(x),
-    "y": embed.Padded(draw.integers(-1, 2 * V, (size, 4)).astype(np.int32)),
-    "z": embed.Ragged(draw.integers(0, V, 20).astype(np.int32), splits),
-  }
+def features(optimizer, dim=D, **settings):
+  return SETUP.features(optimizer, dim, **settings)
 
 
 def weights(step, size=16):
@@ -65,13 +53,8 @@ def weights(step, size=16):
 
 def trained(given, mesh=None, steps=3, **settings):
   """Loss, activations, and all rows and slots after some steps."""
-  plan = embed.plan(given, mesh, batch(0))
-  for name in plan:
-    for key, value in settings.items():
-      setattr(plan[name], key, value)
-  layer = embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
+  layer = SETUP.made(given, mesh, **settings)
   optimizer = embed.Optimizer(layer, optax.sgd(0.1))
-  wave = lambda x: jnp.sum(jnp.sin(x) * jnp.linspace(0.5, 1, x.shape[-1]))
 
   def loss_fn(layer, ids, weights):
     return sum(map(wave, layer(ids, weights).values()))
@@ -84,7 +67,7 @@ def trained(given, mesh=None, steps=3, **settings):
 
   for i in range(steps):
     loss, activations = step(layer, optimizer, batch(i), weights(i))
-  return jax.tree.map(np.asarray, (loss, activations, layer.variables))
+  return fetched((loss, activations, layer.variables))
 
 
 def assert_close(x, y):
