@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from embed.config import TableConfig
-from embed.engine import host, initial, jax_internals, mesh
+from embed.engine import host, initial, jax_internals, large_pages, mesh
 from embed.engine.stack import StackSpec
 
 _LARGE_COPY = 16 << 20  # bytes of a copy
@@ -91,6 +91,7 @@ def make_variables(
   of = lambda x: metadata(stack.placement, mesh.as_names(axis), x.ndim) | memory
   kind = lambda key: Table if key == "parameters" else SlotVariable
   arrays = initial.make(stack, tables, {name: keys[name] for name in stack.tables})
+  large_pages.use(arrays.values())
   return nnx.Dict({key: kind(key)(value, **of(value)) for key, value in arrays.items()})
 
 

@@ -51,6 +51,7 @@ ORDER = [
   "engine.native.kernels.row_equation",
   "engine.native.build",
   "engine.native",
+  "engine.large_pages",
   "engine.sparse_core.kernels",
   "engine.sparse_core",
   "engine.access",

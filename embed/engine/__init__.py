@@ -15,7 +15,8 @@ The jit around an update donates its arrays. Read `layout`, `mesh`, `stack` for 
 `placing` for tables as users see them, and `changes` for the rows that differ; `taps` for
 differentiation. `jax_internals` isolates what JAX and Flax do not promise, `update_cpu` what one
 backend needs. `native` has compiled kernels for the CPU, which mean what `lookup` and `update` say,
-`sparse_core` those for TPUs; `switches` reads the environment variables.
+and `large_pages` its memory; `sparse_core` has kernels for TPUs; `switches` reads the environment
+variables.
 
 In shapes: V rows of D columns; N ids in B bags of L positions; S shards, which exchange C rows with
 each device in a round.

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 OPTIONS: dict[str, Any] = {"error_model": "numpy"}
 LINE = 64  # bytes of a line of the cache
 LANES = 8  # floats in a vector
+AHEAD = 32  # rows that `weighted_sum` asks for ahead of time
 
 _WORD, _HALF, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 _BYTES = ir.IntType(8).as_pointer()
@@ -146,13 +147,17 @@ def address_of(typingctx, symbol):
   return types.int64(symbol), codegen
 
 
+def _emit_prefetch(builder: Any, address: Any) -> None:
+  kind = ir.FunctionType(ir.VoidType(), [_BYTES, _HALF, _HALF, _HALF])
+  function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+  read, keep, data = _HALF(0), _HALF(3), _HALF(1)
+  builder.call(function, [at(builder, address, ir.IntType(8)), read, keep, data])
+
+
 @intrinsic
 def _prefetch_line(typingctx, address):
   def codegen(context, builder, signature, args):
-    kind = ir.FunctionType(ir.VoidType(), [_BYTES, _HALF, _HALF, _HALF])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, keep, data = _HALF(0), _HALF(3), _HALF(1)
-    builder.call(function, [at(builder, args[0], ir.IntType(8)), read, keep, data])
+    _emit_prefetch(builder, args[0])
     return context.get_dummy_value()
 
   return types.void(types.int64), codegen
@@ -198,9 +203,9 @@ def splat(builder: Any, value: Any, kind: Any) -> Any:
   """A number in every lane of a vector."""
   if not isinstance(kind, ir.VectorType):
     return value
-  vector = ir.VectorType(value.type, LANES)
+  vector = ir.VectorType(value.type, kind.count)
   first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, _HALF(0))
-  zeros = ir.Constant(ir.VectorType(_HALF, LANES), [0] * LANES)
+  zeros = ir.Constant(ir.VectorType(_HALF, kind.count), [0] * kind.count)
   return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
 
 
@@ -208,34 +213,40 @@ def splat(builder: Any, value: Any, kind: Any) -> Any:
 def weighted_sum(typingctx, total, start, dim, rows, gains, stride, count, scale):
   """Sets the row at `total` to scale * (row at `start` + the sum of gain * row).
 
-  `rows` holds the addresses of `count` rows; gains are `stride` floats apart. A block of columns
-  stays in registers for all of them.
+  `rows` holds the addresses of `count` rows and of the `AHEAD` that are read after them, which it
+  asks for meanwhile; gains are `stride` floats apart. A block of columns stays in registers for all
+  rows.
   """
 
   def codegen(context, builder, signature, args):
     b, (total, start, dim, rows, gains, stride, count, scale) = builder, args
 
-    def sum_block(offset, kind, vectors):
-      columns = [b.add(offset, _WORD(LANES * k)) for k in range(vectors)]
+    def sum_block(offset, kind, columns):
+      columns = [b.add(offset, _WORD(column)) for column in columns]
       sums = [cgutils.alloca_once(b, kind) for _ in columns]
       for column, place in zip(columns, sums, strict=True):
         b.store(load_floats(b, start, column, kind), place)
       with cgutils.for_range(b, count, intp=_WORD) as loop:
-        row = b.load(b.gep(at(b, rows, _WORD), [loop.index]))
+        row, later = (
+          b.load(b.gep(at(b, rows, _WORD), [b.add(loop.index, _WORD(distance))]))
+          for distance in (0, AHEAD)
+        )
         gain = b.load(b.gep(at(b, gains, _FLOAT), [b.mul(loop.index, stride)]))
         gain = splat(b, gain, kind)
         for column, place in zip(columns, sums, strict=True):
+          _emit_prefetch(b, b.add(later, b.mul(column, _WORD(4))))
           term = b.fmul(load_floats(b, row, column, kind), gain, flags=("contract",))
           b.store(b.fadd(b.load(place), term, flags=("contract",)), place)
       for column, place in zip(columns, sums, strict=True):
         store_floats(b, total, column, b.fmul(b.load(place), splat(b, scale, kind)))
 
     done = _WORD(0)
-    for vectors in (8, 4, 2, 1, 0):
-      width = _WORD(max(vectors * LANES, 1))
+    for lanes, vectors in ((LINE // 4, 4), (LINE // 4, 1), (LANES, 1), (1, 1)):
+      width = _WORD(lanes * vectors)
       end = b.add(done, b.mul(b.sdiv(b.sub(dim, done), width), width))
       with cgutils.for_range_slice(b, done, end, width, _WORD) as (offset, _):
-        sum_block(offset, ir.VectorType(_FLOAT, LANES) if vectors else _FLOAT, vectors or 1)
+        kind = ir.VectorType(_FLOAT, lanes) if lanes > 1 else _FLOAT
+        sum_block(offset, kind, range(0, lanes * vectors, lanes))
       done = end
     return context.get_dummy_value()
 

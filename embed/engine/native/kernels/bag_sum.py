@@ -16,10 +16,8 @@ from embed.engine.native import memory as mem
 TASK = "sparse_embed_task"
 _TABLE, _SIZE, _DIM, _IDS, _LENGTH, _GAINS, _GAINS_LENGTH, _OUT, _BAGS = range(9)
 _SEGMENTS, _COUNT, _BAGS_PER_PART, _ZEROS, _ONE, _WORK_WORDS = range(9, 15)
-AHEAD = 32  # ids whose rows are asked for ahead of time
 ALONE = 1 << 16  # elements that a thread sums faster than another one wakes up
-PART = 1 << 15  # elements of a part
-RUN = 64  # ids that are summed at a time, at most
+PART = 1 << 15  # elements of a part, at least
 ONE = np.float32(1)
 
 
@@ -34,6 +32,15 @@ def find_rows(work, ids, count, rows):
 
 
 @numba.njit(**mem.OPTIONS)
+def rows_of(work, count):
+  """Memory for the addresses of `count` rows, followed by those that `weighted_sum` reads ahead."""
+  rows = mem.malloc(8 * (count + mem.AHEAD))
+  for i in range(count, count + mem.AHEAD):
+    mem.write_word(rows, i, mem.read_word(work, _ZEROS))
+  return rows
+
+
+@numba.njit(**mem.OPTIONS)
 def sum_bags(work, start, end):
   """Sums the bags of `length` positions from `start` to `end`."""
   dim, length = mem.read_word(work, _DIM), mem.read_word(work, _LENGTH)
@@ -41,13 +48,12 @@ def sum_bags(work, start, end):
   gains_length, zeros = mem.read_word(work, _GAINS_LENGTH), mem.read_word(work, _ZEROS)
   per_id, per_bag = gains_length == length, gains_length == 1 and length != 1
   first, count = start * length, (end - start) * length
-  rows = mem.malloc(8 * count)
+  rows = rows_of(work, count)
   find_rows(work, ids + 4 * first, count, rows)
-  asked, of_one, stride = 0, work + 8 * _ONE, 0
+  for i in range(min(count, mem.AHEAD)):
+    mem.prefetch(mem.read_word(rows, i), 4 * dim)
+  of_one, stride = work + 8 * _ONE, 0
   for bag in range(end - start):
-    while asked < min((bag + 1) * length + AHEAD, count):
-      mem.prefetch(mem.read_word(rows, asked), 4 * dim)
-      asked += 1
     of_bag, scale = of_one, ONE
     if per_id:
       of_bag, stride = gains + 4 * (first + bag * length), 1
@@ -66,16 +72,20 @@ def sum_segments(work, start, end):
   ids, segments = mem.read_word(work, _IDS), mem.read_word(work, _SEGMENTS)
   gains, has_gains = mem.read_word(work, _GAINS), mem.read_word(work, _GAINS_LENGTH) > 0
   mem.memset(out + 4 * dim * start, 0, 4 * dim * (end - start))
-  rows, i, count = mem.malloc(8 * RUN), 0, mem.read_word(work, _COUNT)
+  i, found, count = 0, 0, mem.read_word(work, _COUNT)
+  rows = rows_of(work, count)
   while i < count:  # a run of ids of one bag at a time
-    bag, n = np.int64(mem.read_int(segments, i)), 0
+    bag, n = np.int64(mem.read_int(segments, i)), 1
+    while i + n < count and np.int64(mem.read_int(segments, i + n)) == bag:
+      n += 1
     if start <= bag < end:
-      while n < RUN and i + n < count and np.int64(mem.read_int(segments, i + n)) == bag:
-        n += 1
-      find_rows(work, ids + 4 * i, n, rows)
+      found, ahead = max(found, i), min(i + n + mem.AHEAD, count)
+      find_rows(work, ids + 4 * found, ahead - found, rows + 8 * found)
+      found = ahead
       total, of_run = out + 4 * dim * bag, gains + 4 * i if has_gains else work + 8 * _ONE
-      mem.weighted_sum(total, total, dim, rows, of_run, np.int64(has_gains), n, ONE)
-    i += max(n, 1)
+      of_rows = rows + 8 * i
+      mem.weighted_sum(total, total, dim, of_rows, of_run, np.int64(has_gains), n, ONE)
+    i += n
   mem.free(rows)
 
 
@@ -104,7 +114,7 @@ def sum_rows(frame):
   mem.write_word(work, _ZEROS, zeros)
   mem.write_float(work + 8 * _ONE, 0, ONE)
   helpers = 0 if count * dim < ALONE else ffi.threads(frame) - 1
-  parts = helpers + 1 if is_ragged else max(count * dim // PART, 1)
+  parts = helpers + 1 if is_ragged else min(max(count * dim // PART, 1), 8 * (helpers + 1))
   per_part = max((bags + parts - 1) // parts, 1)
   mem.write_word(work, _BAGS_PER_PART, per_part)
   parts = (bags + per_part - 1) // per_part

@@ -30,7 +30,7 @@ _GRADS, _IDS, _GAINS, _LENGTH, _FIRST, _LAST, _INPUT_WORDS = range(7)
 _SPREAD_COUNT, _SPREAD, _STEP = range(3)  # phases
 ALONE = 1 << 12  # ids that a thread handles faster than another one wakes up
 PARTITION = 512  # ids in a partition, about
-AHEAD = 8  # rows and gradients that are asked for ahead of time
+AHEAD = 8  # rows that are asked for ahead of time
 ENTRY = 16  # bytes: row int32, gain float32, address of a gradient
 ONE = np.float32(1)
 
@@ -83,12 +83,13 @@ def spread(work, phase, block):
 def find_distinct(entries, n, bits, memory):
   """Puts a partition's entries in the order of their rows; returns how many distinct rows it has.
 
-  Memory holds, for n entries: the addresses of the gradients, row by row, int64 `[n]`; their gains,
-  float32 `[n]`; the distinct rows, int32 `[n]`; where the entries of each end, int32 `[n + 1]`; the
-  number of each entry's row, int32 `[n]`; and the cells of a hash table, int32 `[2 ** bits]`.
+  Memory holds, for n entries: the addresses of the gradients, row by row, int64 `[n + AHEAD]`, the
+  last of them left to the caller; their gains, float32 `[n]`; the distinct rows, int32 `[n]`; where
+  the entries of each end, int32 `[n + 1]`; the number of each entry's row, int32 `[n]`; and the
+  cells of a hash table, int32 `[2 ** bits]`.
   """
-  gains, rows, ends = memory + 8 * n, memory + 12 * n, memory + 16 * n
-  numbers, cells = memory + 20 * n + 4, memory + 24 * n + 4
+  gains = memory + 8 * (n + mem.AHEAD)
+  rows, ends, numbers, cells = gains + 4 * n, gains + 8 * n, gains + 12 * n + 4, gains + 16 * n + 4
   mem.memset(cells, 255, 4 << bits)
   mem.memset(ends, 0, 4 * n + 4)
   mask, shift, count = (1 << bits) - 1, 32 - bits, 0
@@ -120,24 +121,18 @@ def find_distinct(entries, n, bits, memory):
 @numba.njit(**mem.OPTIONS)
 def sum_of(work, grads, gains, count, total):
   """The address of the sum of gain * gradient of a row's entries, one after another."""
+  dim = mem.read_word(work, _DIM)
   if count == 1 and mem.read_float(gains, 0) == ONE:
+    mem.prefetch(mem.read_word(grads, mem.AHEAD), 4 * dim)
     return mem.read_word(grads, 0)
-  dim, start = mem.read_word(work, _DIM), mem.read_word(work, _ZEROS)
-  for i in range(0, count, AHEAD):
-    for k in range(i + AHEAD, min(i + 2 * AHEAD, count)):
-      mem.prefetch(mem.read_word(grads, k), 4 * dim)
-    n = min(AHEAD, count - i)
-    mem.weighted_sum(total, start, dim, grads + 8 * i, gains + 4 * i, 1, n, ONE)
-    start = total
+  mem.weighted_sum(total, mem.read_word(work, _ZEROS), dim, grads, gains, 1, count, ONE)
   return total
 
 
 @numba.njit(**mem.OPTIONS)
-def prefetch_row(work, row, grad):
-  """Asks for a row, its slots and its first gradient."""
-  state, dim = mem.read_word(work, _STATE), mem.read_word(work, _DIM)
-  mem.prefetch(grad, 4 * dim)
-  slots = mem.read_word(work, _SLOTS)
+def prefetch_row(work, row):
+  """Asks for a row and its slots."""
+  state, slots = mem.read_word(work, _STATE), mem.read_word(work, _SLOTS)
   for k in range(slots + 1):
     width = mem.read_word(state, slots + 1 + k)
     mem.prefetch(mem.read_word(state, k) + width * row, width)
@@ -156,17 +151,23 @@ def step_partition(work, partition):
   table_bits = 4
   while (1 << table_bits) < 2 * n:
     table_bits += 1
-  grads = mem.malloc(24 * n + 4 + (4 << table_bits) + 4 * dim)
-  gains, rows, ends = grads + 8 * n, grads + 12 * n, grads + 16 * n
-  total = grads + 24 * n + 4 + (4 << table_bits)
+  size = 8 * mem.AHEAD + 24 * n + 4 + (4 << table_bits)
+  grads = mem.malloc(size + 4 * dim)
+  gains, total = grads + 8 * (n + mem.AHEAD), grads + size
+  rows, ends = gains + 4 * n, gains + 8 * n
   count = find_distinct(entries, n, table_bits, grads)
+  for i in range(n, n + mem.AHEAD):
+    mem.write_word(grads, i, mem.read_word(work, _ZEROS))
   equation, state = mem.read_word(work, _EQUATION), mem.read_word(work, _STATE)
   rate, numbers = mem.read_word(work, _RATE), mem.read_word(work, _NUMBERS)
+  for i in range(min(mem.AHEAD, n)):
+    mem.prefetch(mem.read_word(grads, i), 4 * dim)
+  for j in range(min(AHEAD, count)):
+    prefetch_row(work, np.int64(mem.read_int(rows, j)))
   first = np.int64(0)
   for j in range(count):
     if j + AHEAD < count:
-      grad = mem.read_word(grads, np.int64(mem.read_int(ends, j + AHEAD - 1)))
-      prefetch_row(work, np.int64(mem.read_int(rows, j + AHEAD)), grad)
+      prefetch_row(work, np.int64(mem.read_int(rows, j + AHEAD)))
     last = np.int64(mem.read_int(ends, j))
     grad = sum_of(work, grads + 8 * first, gains + 4 * first, last - first, total)
     row = np.int64(mem.read_int(rows, j))
