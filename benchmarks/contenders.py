@@ -1,5 +1,6 @@
 """The contenders of `step.py`: a table and batches, and what makes a step of them."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -106,16 +107,27 @@ def arrays_of(layer: embed.SparseEmbed) -> list[jax.Array]:
   return [v.get_value() for stack in layer.arrays.values() for v in stack.values()]
 
 
-def programs() -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """The compiled step and the compiled lookup of a layer, traced when they are first called."""
+Programs = tuple[Callable[..., Any], Callable[..., Any]]
 
-  @nnx.jit(donate_argnames=("layer",), graph=False)
+
+def programs(layer: embed.SparseEmbed, bind: Callable[..., Any] = nnx.jit_partial) -> Programs:
+  """The compiled step and the compiled lookup of a layer, traced when they are first called.
+
+  `bind` is `nnx.jit_partial`, which flattens the layer once, or `call_jit`.
+  """
+
   def train_step(layer, bags, grads, step):
     activations, residual = layer.lookup(bags)
     layer.apply_gradients(jax.grad(loss_of)(activations, grads), residual, step=step)
     return activations
 
-  return train_step, nnx.jit(lambda layer, bags: layer(bags), graph=False)
+  look_up = bind(lambda layer, bags: layer(bags), layer, graph=False)
+  return bind(train_step, layer, graph=False, donate_argnums=0), look_up
+
+
+def call_jit(function: Callable[..., Any], layer: Any, **options: Any) -> Callable[..., Any]:
+  """Calls `nnx.jit` with the layer, which it flattens every time."""
+  return functools.partial(nnx.jit(function, **options), layer)
 
 
 def switch(kernels: bool) -> Callable[[], None]:
@@ -123,8 +135,10 @@ def switch(kernels: bool) -> Callable[[], None]:
   return lambda: os.environ.update({native.SWITCH: f"{kernels:d}"})
 
 
-def ours(problem: Problem, name: str, kernels: bool = True) -> Contender:
-  """`lookup` and `apply_gradients`, the module through `nnx.jit`."""
+def ours(
+  problem: Problem, name: str, kernels: bool = True, bind: Callable[..., Any] = nnx.jit_partial
+) -> Contender:
+  """`lookup` and `apply_gradients`, compiled for the layer."""
   switch(kernels)()
   if kernels and not native.is_on():
     raise Missing("the extra `cpu` is not installed")
@@ -132,14 +146,14 @@ def ours(problem: Problem, name: str, kernels: bool = True) -> Contender:
   layer = make_layer(problem, OPTIMIZERS.get(name, embed.frozen)(), key)
   (batches, grads), count = on_device(problem), iter(range(1 << 31))
 
-  train_step, look_up = programs()
+  train_step, look_up = programs(layer, bind)
 
   def step(i):
     bags = batches[i % len(batches)]
     if name == LOOKUP:
-      jax.block_until_ready(look_up(layer, bags))
+      jax.block_until_ready(look_up(bags))
     else:
-      jax.block_until_ready((train_step(layer, bags, grads, next(count)), arrays_of(layer)))
+      jax.block_until_ready((train_step(bags, grads, next(count)), arrays_of(layer)))
 
   return Contender(step, lambda: layer.tables[key], switch(kernels))
 
@@ -149,34 +163,9 @@ def ours_by_xla(problem: Problem, name: str) -> Contender:
   return ours(problem, name, kernels=False)
 
 
-def ours_functional(problem: Problem, name: str) -> Contender:
-  """The same through `jax.jit`, the state carried by hand: without the cost of `nnx.jit`'s call."""
-  layer = make_layer(problem, OPTIMIZERS.get(name, embed.frozen)())
-  graph, state = nnx.split(layer)
-  del layer
-  (batches, grads), count = on_device(problem), iter(range(1 << 31))
-
-  def train_step(state, bags, grads, step):
-    layer = nnx.merge(graph, state)
-    activations, residual = layer.lookup(bags)
-    layer.apply_gradients(jax.grad(loss_of)(activations, grads), residual, step=step)
-    return activations, nnx.state(layer)
-
-  def look_up(state, bags):
-    layer = nnx.merge(graph, state)
-    return layer(bags), layer.report.get_value()
-
-  jitted, jitted_lookup = jax.jit(train_step, donate_argnums=0), jax.jit(look_up)
-  held = [state]
-
-  def step(i):
-    if name == LOOKUP:
-      jax.block_until_ready(jitted_lookup(held[0], batches[i % len(batches)]))
-      return
-    activations, held[0] = jitted(held[0], batches[i % len(batches)], grads, next(count))
-    jax.block_until_ready((activations, held[0]))
-
-  return Contender(step, lambda: nnx.merge(graph, held[0]).tables["table"], switch(True))
+def ours_by_nnx_jit(problem: Problem, name: str) -> Contender:
+  """The same by calls of `nnx.jit` with the layer as an argument."""
+  return ours(problem, name, bind=call_jit)
 
 
 def ours_whole(problem: Problem, name: str) -> Contender:
@@ -190,14 +179,15 @@ def ours_whole(problem: Problem, name: str) -> Contender:
   def loss_fn(model, bags, grads):
     return loss_of(model(bags), grads)
 
-  @nnx.jit(donate_argnames=("model", "optimizer"), graph=False)
   def train_step(model, optimizer, bags, grads):
     loss, gradients = embed.value_and_grad(loss_fn)(model, bags, grads)
     optimizer.update(model, gradients)
     return loss
 
+  compiled = nnx.jit_partial(train_step, model, optimizer, donate_argnums=0, graph=False)
+
   def step(i):
-    loss = train_step(model, optimizer, batches[i % len(batches)], grads)
+    loss = compiled(batches[i % len(batches)], grads)
     jax.block_until_ready((loss, arrays_of(model)))
 
   return Contender(step, lambda: model.tables["table"], switch(True))
@@ -316,7 +306,7 @@ def fbgemm(problem: Problem, name: str) -> Contender:
 CONTENDERS: dict[str, Callable[[Problem, str], Contender]] = {
   "ours": ours,
   "ours, XLA": ours_by_xla,
-  "ours, jax.jit": ours_functional,
+  "ours, nnx.jit": ours_by_nnx_jit,
   "ours, whole model": ours_whole,
   "torch": torch_sparse,
   "fbgemm": fbgemm,

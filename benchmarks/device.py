@@ -208,12 +208,12 @@ def make_step(name: str, dim: int, args: argparse.Namespace, memory: str) -> Ste
     plan["table"].strategy = "mod"
   layer = embed.SparseEmbed(features, plan=plan, rngs=nnx.Rngs(0))
 
-  train_step, look_up = programs()
+  train_step, look_up = programs(layer)
 
   def step(i):
     if name == LOOKUP:
-      return look_up(layer, pool[i % BATCHES])
-    return train_step(layer, pool[i % BATCHES], grads, i), arrays_of(layer)
+      return look_up(pool[i % BATCHES])
+    return train_step(pool[i % BATCHES], grads, i), arrays_of(layer)
 
   return step
 

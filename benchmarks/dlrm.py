@@ -96,7 +96,6 @@ def ours(problem: Problem, model: dlrm.DLRM, kernels: bool = True) -> Trained:
   own.embed.load_tables({to: np.asarray(model.embed.tables[name]) for to, name in pairs})
   model = own
   optimizer = embed.Optimizer(model, optax.sgd(DENSE_RATE))
-  compiled = train_step.make_train_step(train.OBJECTIVE)
   batches = [
     {
       "features": {name: jnp.asarray(ids[:, i]) for i, name in enumerate(model.names)},
@@ -105,10 +104,12 @@ def ours(problem: Problem, model: dlrm.DLRM, kernels: bool = True) -> Trained:
     }
     for ids, dense, labels in zip(problem.ids, problem.dense, problem.labels, strict=True)
   ]
+  state = {"model": model, "optimizer": optimizer}
+  steps = train_step.Steps(state, train.OBJECTIVE, itertools.cycle(batches))
   loss: list[Any] = [0.0]
 
   def step(i):
-    loss[0] = compiled(model, optimizer, batches[i % len(batches)])
+    loss[0] = steps.take(pause=False)
     jax.block_until_ready((loss[0], lib.arrays_of(model.embed)))
 
   return Trained(Contender(step, lambda: None, set_up), lambda: float(loss[0]))

@@ -62,8 +62,9 @@ def bare(config, training: loop.Training, seconds: float) -> list[float]:
   """Returns the examples a second of the step alone, a number for each window."""
   batches = iter(training.batches)
   kept = [jax.device_put(next(batches)) for _ in range(_KEPT)]
-  steps = train_step.Steps(training.loss_fn, itertools.cycle(kept), train_step.options(config))
-  take = iter(lambda: steps.take(training.state, pause=False), None)
+  options = train_step.options(config)
+  steps = train_step.Steps(training.state, training.loss_fn, itertools.cycle(kept), options)
+  take = iter(lambda: steps.take(pause=False), None)
   times = windows(take, config.log_every, seconds)
   return [config.log_every * config.batch_size / x for x in times]
 

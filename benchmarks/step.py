@@ -19,8 +19,8 @@ disturbed says so.
   python benchmarks/step.py --dim 16 64 128 --ids 4096 65536 524288 --json grid.json
 
 "ours" is a layer's lookup and update with the compiled kernels of the extra `cpu`, "ours, XLA" the
-same by XLA's own operations, "ours, jax.jit" without the call of `nnx.jit`, and "ours, whole model"
-with `embed.value_and_grad` and `embed.Optimizer`.
+same by XLA's own operations, and "ours, whole model" with `embed.value_and_grad` and
+`embed.Optimizer`. They are compiled by `nnx.jit_partial`; "ours, nnx.jit" is called with the layer.
 torch and FBGEMM are optional: `pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0`. What is missing is
 reported as missing.
 """

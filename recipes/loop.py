@@ -246,7 +246,13 @@ def _train(
       checkpoints.save(manager, progress, training.state)
     hosts.from_main(lambda: runs.set_aside(workdir))
     steps = train_step.of_run(
-      config, training.loss_fn, iterator, mesh=mesh, workdir=workdir, taken=progress.step
+      config,
+      training.state,
+      training.loss_fn,
+      iterator,
+      mesh=mesh,
+      workdir=workdir,
+      taken=progress.step,
     )
     with _journal(config, workdir, progress.step, training.writers) as journal, steps:
       _take_steps(config, progress, training, steps, iterator, journal, manager)
@@ -355,7 +361,7 @@ def _take_steps(
       evaluated = last or every(config.eval_every, progress.step)
       saved = evaluated or preempted or every(config.checkpoint_every, progress.step)
       saved = saved or _is_overdue(config, saved_at, logged)
-      losses.append(steps.take(training.state, pause=saved))
+      losses.append(steps.take(pause=saved))
       journal.stepped()
       if logged:
         journal.log_train({"loss": _mean(losses, progress.step)} | _reports(training.model))

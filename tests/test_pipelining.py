@@ -13,7 +13,7 @@ from flax import nnx
 from suites import full_unless
 
 import embed
-from recipes.train_step import Options, Steps, make_pipelined_step
+from recipes.train_step import Options, Steps
 
 CASES = {case["id"]: case for case in conformance.load("pipeline")["cases"]}
 V, D = 12, 3
@@ -47,9 +47,9 @@ def batches(number, seed=0):
 
 def train(model, optimizer, data, pipelined=True, loss_fn=loss_fn):
   """The losses of one pass."""
-  steps = Steps(loss_fn, iter(data), Options(pipelined=pipelined))
   state = {"model": model, "optimizer": optimizer}
-  return [float(steps.take(state, pause=i == len(data) - 1)) for i in range(len(data))]
+  steps = Steps(state, loss_fn, iter(data), Options(pipelined=pipelined))
+  return [float(steps.take(pause=i == len(data) - 1)) for i in range(len(data))]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.int16])
@@ -132,9 +132,9 @@ def test_activations_are_one_update_behind():
   )
   model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   optimizer = embed.Optimizer(model, optax.sgd(0.0))
-  steps = Steps(lambda m, ids: jnp.sum(m(ids)), iter([jnp.array([1])] * 4), Options(pipelined=True))
-  state = {"model": model, "optimizer": optimizer}
-  assert [float(steps.take(state, pause=i == 3)) for i in range(4)] == [1.0, 1.0, 0.0, -1.0]
+  state, data = {"model": model, "optimizer": optimizer}, iter([jnp.array([1])] * 4)
+  steps = Steps(state, lambda m, ids: jnp.sum(m(ids)), data, Options(pipelined=True))
+  assert [float(steps.take(pause=i == 3)) for i in range(4)] == [1.0, 1.0, 0.0, -1.0]
   assert model.tables["table_0"][:, 0].tolist() == [1.0, -3.0, 1.0]
 
 
@@ -145,9 +145,9 @@ def test_a_pause_before_every_step_is_no_pipeline():
   for pipelined in (False, True):
     model = Model(embed.adam(0.1))
     optimizer = embed.Optimizer(model, optax.adam(0.1))
-    steps = Steps(loss_fn, iter(batches(4)), Options(pipelined=pipelined))
     state = {"model": model, "optimizer": optimizer}
-    losses = [float(steps.take(state, pause=True)) for _ in range(4)]
+    steps = Steps(state, loss_fn, iter(batches(4)), Options(pipelined=pipelined))
+    losses = [float(steps.take(pause=True)) for _ in range(4)]
     found.append((losses, jax.tree.map(np.asarray, model.embed.variables)))
   meshes.assert_equal(*found)
 
@@ -219,9 +219,9 @@ def test_candidates_drawn_in_the_loss_are_those_looked_up():
 
   model = Drawing()
   optimizer = embed.Optimizer(model, optax.sgd(0.1))
-  steps = Steps(loss, iter([jnp.ones((2, D))] * 3), Options(pipelined=True))
   state = {"model": model, "optimizer": optimizer}
-  assert np.isfinite([float(steps.take(state, pause=i == 2)) for i in range(3)]).all()
+  steps = Steps(state, loss, iter([jnp.ones((2, D))] * 3), Options(pipelined=True))
+  assert np.isfinite([float(steps.take(pause=i == 2)) for i in range(3)]).all()
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -265,9 +265,14 @@ def test_an_eager_look_ahead_shares_nothing_with_the_model():
   loss = lambda m, q: jnp.sum(m.embed.attend(q, "t") ** 2)
   query = jnp.ones((2, D))
   ahead = embed.look_ahead(loss)(model, query)
-  step = make_pipelined_step(loss)
-  value, _ = step(model, embed.Optimizer(model, optax.sgd(0.1)), ahead, query, None)
-  assert np.isfinite(value)
+
+  @nnx.jit(donate_argnames=("model", "optimizer"))
+  def step(model, optimizer, ahead, query):
+    value, grads = embed.value_and_grad(loss, ahead=ahead)(model, query)
+    optimizer.update(model, grads)
+    return value
+
+  assert np.isfinite(step(model, embed.Optimizer(model, optax.sgd(0.1)), ahead, query))
 
 
 def test_another_shape_or_loss_is_refused():

@@ -150,14 +150,25 @@ def test_a_norm_counts_tables_and_dense_parameters(parts):
   assert stepped(Objective(loss), loose, inputs) == (0.0, [0, -6, 0, 0], -8.0)
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_steps_write_tables_in_their_own_memory(pipelined):
+  model = Sum()
+  state = {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(1.0))}
+  loss = lambda model, ids: jnp.sum(model.embed(ids))
+  steps = Steps(state, loss, iter([jnp.array([1])] * 2), Options(pipelined=pipelined))
+  (before,) = jax.tree.leaves(nnx.state(model, embed.Table))
+  steps.take(pause=True)
+  assert before.is_deleted()
+
+
 def test_a_pipelined_step_clips():
   model = Sum()
   optimizer = embed.Optimizer(model, optax.sgd(1.0))
   loss = lambda model, ids: 6 * jnp.sum(model.embed(ids)) + 8 * model.bias[...]
-  steps = Steps(loss, iter([jnp.array([1])] * 2), Options(clip_norm=5.0, pipelined=True))
-  state = {"model": model, "optimizer": optimizer}
+  state, options = {"model": model, "optimizer": optimizer}, Options(clip_norm=5.0, pipelined=True)
+  steps = Steps(state, loss, iter([jnp.array([1])] * 2), options)
   for last in (False, True):
-    steps.take(state, pause=last)
+    steps.take(pause=last)
   assert model.embed.tables["t"][:, 0].tolist() == [0, -6, 0, 0]
   assert float(model.bias[...]) == -8.0
 
@@ -251,9 +262,9 @@ def take(folder, wanted, steps=4, first=0):
   loss = lambda model, ids: jnp.sum(model(ids))
   profile = profiling.Profile(folder, wanted)
   batches = iter([jnp.array([1])] * steps)
-  with Steps(loss, batches, profile=profile, first=first) as taking:
+  with Steps(state, loss, batches, profile=profile, first=first) as taking:
     for _ in range(steps):
-      taking.take(state, pause=False)
+      taking.take(pause=False)
   return sorted(folder.rglob("*.xplane.pb"))
 
 
