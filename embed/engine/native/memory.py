@@ -15,6 +15,8 @@ from numba.extending import intrinsic
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy"}
 LINE = 64  # bytes of a line of the cache
+PAGE = 1 << 21  # bytes of a large page
+HUGEPAGE = 14  # MADV_HUGEPAGE of Linux; elsewhere no advice, or none that matters
 LANES = 8  # floats in a vector
 AHEAD = 32  # rows that `weighted_sum` asks for ahead of time
 
@@ -81,6 +83,7 @@ def _of_libc(name: str, arguments: int) -> Any:
 
 malloc, calloc, free = _of_libc("malloc", 1), _of_libc("calloc", 2), _of_libc("free", 1)
 memset, sched_yield = _of_libc("memset", 3), _of_libc("sched_yield", 0)
+madvise = _of_libc("madvise", 3)
 
 
 @intrinsic

@@ -18,6 +18,7 @@ _TABLE, _SIZE, _DIM, _IDS, _LENGTH, _GAINS, _GAINS_LENGTH, _OUT, _BAGS = range(9
 _SEGMENTS, _COUNT, _BAGS_PER_PART, _ZEROS, _ONE, _WORK_WORDS = range(9, 15)
 ALONE = 1 << 16  # elements that a thread sums faster than another one wakes up
 PART = 1 << 15  # elements of a part, at least
+LARGE = 4 << 20  # bytes
 ONE = np.float32(1)
 
 
@@ -90,6 +91,17 @@ def sum_segments(work, start, end):
 
 
 @numba.njit(**mem.OPTIONS)
+def ask_for_large_pages(start, size):
+  """Lets the system back new memory by large pages: a page of 4 kB takes as long to get as to fill.
+
+  Memory that is in use already stays as it is.
+  """
+  first, end = (start + mem.PAGE - 1) // mem.PAGE * mem.PAGE, (start + size) // mem.PAGE * mem.PAGE
+  if end - first >= LARGE:
+    mem.madvise(first, end - first, mem.HUGEPAGE)
+
+
+@numba.njit(**mem.OPTIONS)
 def sum_rows(frame):
   """Reads the arguments and shares the work."""
   work = mem.malloc(8 * _WORK_WORDS)
@@ -118,6 +130,7 @@ def sum_rows(frame):
   per_part = max((bags + parts - 1) // parts, 1)
   mem.write_word(work, _BAGS_PER_PART, per_part)
   parts = (bags + per_part - 1) // per_part
+  ask_for_large_pages(ffi.data(out), 4 * bags * dim)
   ffi.share(mem.address_of(TASK), frame, helpers, 0, parts, work)
   mem.free(zeros)
   mem.free(work)
