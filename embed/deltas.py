@@ -25,7 +25,7 @@ from embed.engine import changes as changes_lib
 from embed.engine.changes import TableRows
 from embed.engine.layout import Layout
 from embed.steps import stored_arrays
-from embed.variables import changing
+from embed.variables import changing, replace
 
 __all__ = [
   "Delta",
@@ -262,9 +262,7 @@ def _put(layer: Any, rows: Mapping[str, TableRows]) -> None:
     for table in stack.tables:
       new = changes_lib.put(stack, new, table, rows[table])
     with changing("Applying a delta"):
-      for key, value in new.items():
-        if value is not stored[key]:
-          layer.arrays[stack.name][key].set_value(value)
+      replace(layer.arrays[stack.name], new)
 
 
 def apply_to_tables(

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from embed import combiners, gradients, planning, structure
 from embed import config as config_lib
-from embed.engine import large_pages, storage, taps, update
+from embed.engine import storage, taps, update
 from embed.engine.bags import Bags
 from embed.engine.layout import Layout
 from embed.engine.lookup import LookupRecord
@@ -33,7 +33,7 @@ from embed.steps import (
   table_config,
   tap,
 )
-from embed.variables import Report, Table, changing, make_variables
+from embed.variables import Report, Table, changing, make_variables, replace
 
 
 class SparseEmbed(nnx.Module):
@@ -397,9 +397,7 @@ class SparseEmbed(nnx.Module):
     new = storage.store_all(stacks, [stored_arrays(self, stack) for stack in stacks], replacements)
     with changing("Loading tables"):
       for stack, stored in zip(stacks, new, strict=True):
-        large_pages.use(stored.values())
-        for key, value in stored.items():
-          self.arrays[stack.name][key].set_value(value)
+        replace(self.arrays[stack.name], stored)
 
 
 def _spec(plan: planning.Plan) -> Spec:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from embed.config import TableConfig
 from embed.engine import host, initial, jax_internals, large_pages, mesh
-from embed.engine.stack import StackSpec
+from embed.engine.stack import Arrays, StackSpec
 
 _LARGE_COPY = 16 << 20  # bytes of a copy
 
@@ -93,6 +93,14 @@ def make_variables(
   arrays = initial.make(stack, tables, {name: keys[name] for name in stack.tables})
   large_pages.use(arrays.values())
   return nnx.Dict({key: kind(key)(value, **of(value)) for key, value in arrays.items()})
+
+
+def replace(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> None:
+  """Sets the Variables of a stack to arrays that were made outside of a step."""
+  new = {key: x for key, x in arrays.items() if x is not variables[key].get_value()}
+  large_pages.use(new.values())
+  for key, value in new.items():
+    variables[key].set_value(value)
 
 
 def metadata(placement: mesh.Placement, axis: mesh.Names, ndim: int) -> dict[str, Any]:

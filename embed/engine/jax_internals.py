@@ -36,10 +36,10 @@ def is_traced(tree: Any) -> bool:
 
 
 def address(x: jax.Array) -> int:
-  """Where the memory of an array on one device begins.
+  """The address of the memory of an array on one device.
 
-  Seen in JAX 0.10.2: `jax.Array.unsafe_buffer_pointer`, which is not documented. A public way that
-  keeps the array's own memory would be DLPack's `__dlpack__`, whose capsule ctypes has to read.
+  Seen in JAX 0.10.2: `jax.Array.unsafe_buffer_pointer`, which is not documented. The public way is
+  `__dlpack__`, whose capsule has to be read by ctypes.
   """
   return x.unsafe_buffer_pointer()
 

@@ -24,26 +24,26 @@ def use(arrays: Iterable[jax.Array]) -> int:
   page, inside of jitted functions, and where the compiled kernels are off.
 
   Returns:
-    How many bytes are in large pages; 0 where the system has none.
+    The bytes of the arrays that are wholly in large pages now.
   """
+  large = [x for x in arrays if not jax_internals.is_traced(x) and x.nbytes >= PAGE]
   advise = _madvise()
-  if advise is None or not native.is_on():
+  if not large or advise is None or not native.is_on():
     return 0
   moved = 0
-  for array in arrays:
-    if jax_internals.is_traced(array) or array.nbytes < PAGE:
-      continue
-    for shard in jax.block_until_ready(array).addressable_shards:
+  for array in jax.block_until_ready(large):
+    for shard in array.addressable_shards:
       start = jax_internals.address(shard.data)
-      first, end = -(-start // PAGE), (start + shard.data.nbytes) // PAGE
-      for page in range(first, end):  # one by one: for some the system may have no memory
-        moved += PAGE * (advise(page * PAGE, PAGE, _COLLAPSE) == 0)
+      first, end = -(-start // PAGE) * PAGE, (start + shard.data.nbytes) // PAGE * PAGE
+      # The system ends at the first page that it has no memory for, and leaves the rest as it is.
+      if end > first and advise(first, end - first, _COLLAPSE) == 0:
+        moved += end - first
   return moved
 
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-  """The function of the C library; None where it knows no large pages."""
+  """The function of the C library; None where there is no Linux."""
   if os.name != "posix" or os.uname().sysname != "Linux":
     return None
   madvise = ctypes.CDLL(None).madvise

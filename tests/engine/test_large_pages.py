@@ -27,8 +27,8 @@ def in_large_pages(x):
   raise AssertionError("The array is in no mapping.")
 
 
-def make_layer():
-  table = embed.TableConfig(ROWS, DIM, optimizer=embed.adagrad(0.1), name="table")
+def make_layer(optimizer):
+  table = embed.TableConfig(ROWS, DIM, optimizer=optimizer, name="table")
   return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
 
 
@@ -40,16 +40,20 @@ def has_large_pages(kernels):
 
 @pytest.mark.usefixtures("has_large_pages")
 def test_tables_and_slots_are_in_large_pages():
-  (stack,) = make_layer().arrays.values()
+  (stack,) = make_layer(embed.adagrad(0.1)).arrays.values()
   for variable in stack.values():
     assert in_large_pages(variable.get_value()) >= HALF
 
 
 @pytest.mark.usefixtures("has_large_pages")
-def test_a_loaded_table_is_in_large_pages_and_stays_there_in_a_step():
-  layer = make_layer()
+def test_a_loaded_table_is_in_large_pages_and_stays_there_in_a_step(monkeypatch):
+  with monkeypatch.context() as patch:
+    patch.setattr(large_pages, "use", lambda arrays: 0)  # only what is loaded is moved
+    layer = make_layer(embed.sgd(0.1))
+  (stack,) = layer.arrays.values()
   rows = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
   layer.load_tables({"table": rows})
+  assert in_large_pages(stack["parameters"].get_value()) >= HALF
 
   @nnx.jit(donate_argnames="layer", graph=False)
   def train_step(layer, ids):
@@ -57,26 +61,46 @@ def test_a_loaded_table_is_in_large_pages_and_stays_there_in_a_step():
     layer.apply_gradients(activations, residual)
 
   train_step(layer, np.arange(8))
-  (stack,) = layer.arrays.values()
   assert in_large_pages(stack["parameters"].get_value()) >= HALF
   np.testing.assert_array_equal(layer.tables["table"][8:], rows[8:])
 
 
 def test_what_is_not_moved(monkeypatch):
   calls = []
-  monkeypatch.setattr(large_pages, "_madvise", lambda: lambda *args: calls.append(args))
-  small = jax.numpy.ones(large_pages.PAGE // 4 - 1)
-  assert large_pages.use([small]) == 0
+  advise = lambda start, size, advice: calls.append((start, size)) or 0
+  monkeypatch.setattr(large_pages, "_madvise", lambda: advise)
+  assert large_pages.use([jax.numpy.ones(large_pages.PAGE // 4 - 1)]) == 0
   large = jax.numpy.ones(4 * large_pages.PAGE // 4)
   jax.eval_shape(lambda x: large_pages.use([x]), large)
   monkeypatch.setenv(native.SWITCH, "0")
   assert large_pages.use([large]) == 0
   assert calls == []
   monkeypatch.setenv(native.SWITCH, "1")
-  large_pages.use([large])
-  start, end = jax_internals.address(large), jax_internals.address(large) + large.nbytes
-  assert len(calls) >= 3
-  for at, size, _ in calls:
-    assert at % large_pages.PAGE == 0
-    assert size == large_pages.PAGE
-    assert start <= at < at + size <= end
+  moved = large_pages.use([large])
+  ((start, size),) = calls
+  assert moved == size >= 3 * large_pages.PAGE
+  assert start % large_pages.PAGE == size % large_pages.PAGE == 0
+  address = jax_internals.address(large)
+  assert address <= start < start + size <= address + large.nbytes
+
+
+def test_only_what_was_replaced_is_moved(monkeypatch):
+  tables = [embed.TableConfig(8, dim, name=name) for name, dim in (("one", 128), ("other", 64))]
+  layer = embed.SparseEmbed([embed.FeatureConfig(t) for t in tables], rngs=nnx.Rngs(0))
+  moved = []
+  monkeypatch.setattr(large_pages, "use", lambda arrays: moved.extend(arrays))
+  layer.load_tables({"one": np.ones((8, 128))})
+  assert len(moved) == 1
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_each_device_has_its_part(monkeypatch, devices):
+  calls = []
+  advise = lambda start, size, advice: calls.append(size) or 0
+  monkeypatch.setattr(large_pages, "_madvise", lambda: advise)
+  mesh = jax.make_mesh((devices,), ("data",))
+  rows = jax.device_put(
+    np.ones((8 * devices, large_pages.PAGE // 4)), jax.NamedSharding(mesh, jax.P("data"))
+  )
+  large_pages.use([rows])
+  assert len(calls) == devices

@@ -44,11 +44,11 @@ def random_bags(rng, size, bags, length, gains, ragged):
   )
 
 
-def check_lookup(rng, size, dim, bags):
+def check_lookup(rng, size, dim, bags, atol=1e-5):
   table = jnp.asarray(rng.normal(size=(size, dim)), jnp.float32)
   expected = lookup.gather_and_combine(table, bags)
   act = jax.jit(native.gather_and_combine)(table, bags)
-  np.testing.assert_allclose(act, expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(act, expected, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.full
@@ -84,6 +84,23 @@ def test_lookups_on_several_threads(ragged):
   rng = np.random.default_rng(0)
   bags = random_bags(rng, 500, 3000, 7, "id", ragged)
   check_lookup(rng, 500, 64, bags)
+
+
+@pytest.mark.parametrize("gains", [False, True])
+def test_ragged_bags_of_every_length_in_order(gains):
+  """As ragged inputs come: runs of a bag, short ones and longer than what a kernel reads ahead."""
+  rng = np.random.default_rng(0)
+  lengths = [0, 1, 2, 31, 32, 33, 5000, 0, 64, 65, 4096, 7] + [3] * 600 + [0, 9000, 0]
+  segments = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
+  ids = rng.integers(-1, 501, segments.shape).astype(np.int32)
+  gains = jnp.asarray(rng.normal(size=ids.shape), jnp.float32) if gains else None
+  bags = Bags(jnp.asarray(ids), gains, jnp.asarray(segments), (len(lengths),))
+  check_lookup(rng, 500, 72, bags, atol=1e-3)  # 9,000 terms, added up in another order
+
+
+def test_activations_of_several_large_pages():
+  rng = np.random.default_rng(0)
+  check_lookup(rng, 500, 64, random_bags(rng, 500, 40_000, 2, "none", ragged=False))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (2, 5, 4)])

@@ -18,7 +18,8 @@ _TABLE, _SIZE, _DIM, _IDS, _LENGTH, _GAINS, _GAINS_LENGTH, _OUT, _BAGS = range(9
 _SEGMENTS, _COUNT, _BAGS_PER_PART, _ZEROS, _ONE, _WORK_WORDS = range(9, 15)
 ALONE = 1 << 16  # elements that a thread sums faster than another one wakes up
 PART = 1 << 15  # elements of a part, at least
-LARGE = 4 << 20  # bytes
+LARGE = 4 << 20  # bytes of whole pages
+BLOCK = 1 << 12  # ids of ragged bags whose rows are found at a time
 ONE = np.float32(1)
 
 
@@ -73,20 +74,24 @@ def sum_segments(work, start, end):
   ids, segments = mem.read_word(work, _IDS), mem.read_word(work, _SEGMENTS)
   gains, has_gains = mem.read_word(work, _GAINS), mem.read_word(work, _GAINS_LENGTH) > 0
   mem.memset(out + 4 * dim * start, 0, 4 * dim * (end - start))
-  i, found, count = 0, 0, mem.read_word(work, _COUNT)
-  rows = rows_of(work, count)
-  while i < count:  # a run of ids of one bag at a time
-    bag, n = np.int64(mem.read_int(segments, i)), 1
-    while i + n < count and np.int64(mem.read_int(segments, i + n)) == bag:
-      n += 1
-    if start <= bag < end:
-      found, ahead = max(found, i), min(i + n + mem.AHEAD, count)
-      find_rows(work, ids + 4 * found, ahead - found, rows + 8 * found)
-      found = ahead
-      total, of_run = out + 4 * dim * bag, gains + 4 * i if has_gains else work + 8 * _ONE
-      of_rows = rows + 8 * i
-      mem.weighted_sum(total, total, dim, of_rows, of_run, np.int64(has_gains), n, ONE)
-    i += n
+  count, rows = mem.read_word(work, _COUNT), rows_of(work, BLOCK)
+  for base in range(0, count, BLOCK):
+    stop, known = min(base + BLOCK, count), min(base + BLOCK + mem.AHEAD, count)
+    for i in range(known - base, BLOCK + mem.AHEAD):  # behind the last id
+      mem.write_word(rows, i, mem.read_word(work, _ZEROS))
+    i, found = base, base
+    while i < stop:  # a run of ids of one bag at a time
+      bag, n = np.int64(mem.read_int(segments, i)), 1
+      while i + n < stop and np.int64(mem.read_int(segments, i + n)) == bag:
+        n += 1
+      if start <= bag < end:
+        found, ahead = max(found, i), min(i + n + mem.AHEAD, known)
+        find_rows(work, ids + 4 * found, ahead - found, rows + 8 * (found - base))
+        found = ahead
+        total, of_run = out + 4 * dim * bag, gains + 4 * i if has_gains else work + 8 * _ONE
+        of_rows = rows + 8 * (i - base)
+        mem.weighted_sum(total, total, dim, of_rows, of_run, np.int64(has_gains), n, ONE)
+      i += n
   mem.free(rows)
 
 
@@ -94,7 +99,7 @@ def sum_segments(work, start, end):
 def ask_for_large_pages(start, size):
   """Lets the system back new memory by large pages: a page of 4 kB takes as long to get as to fill.
 
-  Memory that is in use already stays as it is.
+  Memory that has pages keeps them for now.
   """
   first, end = (start + mem.PAGE - 1) // mem.PAGE * mem.PAGE, (start + size) // mem.PAGE * mem.PAGE
   if end - first >= LARGE:

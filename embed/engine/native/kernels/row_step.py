@@ -30,7 +30,7 @@ _GRADS, _IDS, _GAINS, _LENGTH, _FIRST, _LAST, _INPUT_WORDS = range(7)
 _SPREAD_COUNT, _SPREAD, _STEP = range(3)  # phases
 ALONE = 1 << 12  # ids that a thread handles faster than another one wakes up
 PARTITION = 512  # ids in a partition, about
-AHEAD = 8  # rows that are asked for ahead of time
+ROWS_AHEAD = 8  # rows to step that are asked for ahead of time
 ENTRY = 16  # bytes: row int32, gain float32, address of a gradient
 ONE = np.float32(1)
 
@@ -83,10 +83,10 @@ def spread(work, phase, block):
 def find_distinct(entries, n, bits, memory):
   """Puts a partition's entries in the order of their rows; returns how many distinct rows it has.
 
-  Memory holds, for n entries: the addresses of the gradients, row by row, int64 `[n + AHEAD]`, the
-  last of them left to the caller; their gains, float32 `[n]`; the distinct rows, int32 `[n]`; where
-  the entries of each end, int32 `[n + 1]`; the number of each entry's row, int32 `[n]`; and the
-  cells of a hash table, int32 `[2 ** bits]`.
+  Memory holds, for n entries: the addresses of the gradients, row by row, int64 `[n + mem.AHEAD]`,
+  the last `mem.AHEAD` of them left to the caller; their gains, float32 `[n]`; the distinct rows,
+  int32 `[n]`; where the entries of each end, int32 `[n + 1]`; the number of each entry's row, int32
+  `[n]`; and the cells of a hash table, int32 `[2 ** bits]`.
   """
   gains = memory + 8 * (n + mem.AHEAD)
   rows, ends, numbers, cells = gains + 4 * n, gains + 8 * n, gains + 12 * n + 4, gains + 16 * n + 4
@@ -162,12 +162,12 @@ def step_partition(work, partition):
   rate, numbers = mem.read_word(work, _RATE), mem.read_word(work, _NUMBERS)
   for i in range(min(mem.AHEAD, n)):
     mem.prefetch(mem.read_word(grads, i), 4 * dim)
-  for j in range(min(AHEAD, count)):
+  for j in range(min(ROWS_AHEAD, count)):
     prefetch_row(work, np.int64(mem.read_int(rows, j)))
   first = np.int64(0)
   for j in range(count):
-    if j + AHEAD < count:
-      prefetch_row(work, np.int64(mem.read_int(rows, j + AHEAD)))
+    if j + ROWS_AHEAD < count:
+      prefetch_row(work, np.int64(mem.read_int(rows, j + ROWS_AHEAD)))
     last = np.int64(mem.read_int(ends, j))
     grad = sum_of(work, grads + 8 * first, gains + 4 * first, last - first, total)
     row = np.int64(mem.read_int(rows, j))
