@@ -111,7 +111,7 @@ def make_train_step(
     options: clipping and parts.
     mesh: of the batch, which is split over its axis; None is one device.
   """
-  # Donation: see `Steps`.
+  # A donated model's tables are updated in their own memory.
   return nnx.jit(_train_step(objective, options, mesh), donate_argnames=("model", "optimizer"))
 
 
@@ -163,7 +163,8 @@ class Steps:
   """Takes one step after another; a context manager, which ends a trace that is being written.
 
   Args:
-    state: `model` and `optimizer`, which are trained in place.
+    state: `model` and `optimizer`, which are trained in place. The steps belong to their Variables
+      as they are now, and do not see a submodule that is replaced, or `model.eval()`.
     objective: what to minimise.
     batches: an iterator of batches.
     options: of the steps.
@@ -189,7 +190,7 @@ class Steps:
       if options.pipelined
       else _train_step(objective, options, mesh)
     )
-    # Donated, the tables are updated in their own memory; without it a step copies every table.
+    # A donated model's tables are updated in their own memory, where other steps copy them.
     # `nnx.jit` would flatten the model in every call, which takes 2 ms for 26 tables.
     self._step = nnx.jit_partial(
       step, state["model"], state["optimizer"], donate_argnums=0, graph_updates=False

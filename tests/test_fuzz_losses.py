@@ -718,7 +718,7 @@ def nnx_cached_partial_of_the_step(model, optimizer, batch):
   raise NotImplementedError  # replaced by `setup`
 
 
-@step("either", jit=False, setup=lambda model, optimizer: nnx.jit_partial(
+@step("right", jit=False, setup=lambda model, optimizer: nnx.jit_partial(
   train_on(canonical), model, optimizer, donate_argnums=0, graph_updates=False
 ))  # fmt: skip
 def nnx_jit_partial_of_the_step(model, optimizer, batch):

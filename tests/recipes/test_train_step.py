@@ -70,10 +70,10 @@ def trained(objective, options, mesh, steps=3):
   model = Model(mesh)
   optimizer = embed.Optimizer(model, optax.adam(0.01))
   hosts.replicate(mesh, model, optimizer)
-  step = train_step.make_train_step(objective, options, mesh)
-  losses = [
-    float(step(model, optimizer, hosts.to_global(mesh, batch(seed=i)))) for i in range(steps)
-  ]
+  batches = (hosts.to_global(mesh, batch(seed=i)) for i in range(steps))
+  state = {"model": model, "optimizer": optimizer}
+  taking = Steps(state, objective, batches, options, mesh=mesh)
+  losses = [float(taking.take(pause=False)) for _ in range(steps)]
   dense = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   return losses, jax.tree.map(np.asarray, (model.embed.variables, dense))
 
@@ -98,7 +98,8 @@ class Sum(nnx.Module):
 def stepped(objective, options, inputs):
   model = Sum()
   optimizer = embed.Optimizer(model, optax.sgd(1.0))
-  loss = train_step.make_train_step(objective, options)(model, optimizer, inputs)
+  state = {"model": model, "optimizer": optimizer}
+  loss = Steps(state, objective, iter([inputs]), options).take(pause=False)
   return float(loss), model.embed.tables["t"][:, 0].tolist(), float(model.bias[...])
 
 
@@ -148,6 +149,28 @@ def test_a_norm_counts_tables_and_dense_parameters(parts):
   assert stepped(Objective(loss), options, inputs) == (0.0, [0, -3, 0, 0], -4.0)
   loose = Options(clip_norm=10.0, accumulate=parts)
   assert stepped(Objective(loss), loose, inputs) == (0.0, [0, -6, 0, 0], -8.0)
+
+
+def test_steps_go_on_from_what_is_restored_and_evaluated_in_between():
+  model = Sum()
+  model.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+  state = {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(1.0))}
+  loss = lambda model, ids: jnp.sum(model(ids)) * model.dropout(jnp.ones(64)).sum()
+  steps = Steps(state, loss, iter([jnp.array([1])] * 4))
+  row = lambda: float(model.embed.tables["t"][1, 0])
+  before = jax.tree.map(jnp.copy, embed.checkpoint.to_tree(model=model))
+  steps.take(pause=False)
+  first = row()
+  steps.take(pause=False)
+  assert row() - first != first  # the second mask is another one
+  embed.checkpoint.from_tree(before, model=model)
+  predict = nnx.jit(lambda model, ids: model(ids), graph=False)
+  assert predict(nnx.view(model, deterministic=True), jnp.array([1])).tolist() == [0.0]
+  steps.take(pause=False)
+  assert row() == first < 0  # the masks begin again as well
+  model.embed.load_tables({"t": np.zeros((4, 1))})
+  steps.take(pause=False)
+  assert row() not in (0, first)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
