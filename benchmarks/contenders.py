@@ -172,6 +172,7 @@ def ours_whole(problem: Problem, name: str) -> Contender:
   """`embed.value_and_grad` of a loss and `embed.Optimizer`, as a model is trained."""
   if name == LOOKUP:
     raise Missing("not measured")
+  switch(True)()
   model = make_layer(problem, OPTIMIZERS[name]())
   optimizer = embed.Optimizer(model, optax.sgd(RATE))
   batches, grads = on_device(problem)

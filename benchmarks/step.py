@@ -21,6 +21,7 @@ disturbed says so.
 "ours" is a layer's lookup and update with the compiled kernels of the extra `cpu`, "ours, XLA" the
 same by XLA's own operations, and "ours, whole model" with `embed.value_and_grad` and
 `embed.Optimizer`. They are compiled by `nnx.jit_partial`; "ours, nnx.jit" is called with the layer.
+With the kernels, tables of ours are in pages of 2 MB where the system has them.
 torch and FBGEMM are optional: `pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0`. What is missing is
 reported as missing.
 """

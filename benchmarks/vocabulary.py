@@ -3,9 +3,10 @@
 Tables of both sizes step in turns in one process on CPU, ours and the peers'. The large table gets
 the ids of the small one spread over all of its rows, so both have the same bags, repetitions and
 distinct rows. The difference that is left comes from the memory, and everybody has it: in the large
-table each row lies on a page of its own, whose address has to be looked up. Memory is what the
-process holds at most while ours steps the large table, beyond table and slots: what compiling left
-behind counts in, and memory that was free already does not.
+table rows lie far apart, and the address of each page has to be looked up. Our tables are in pages
+of 2 MB where the system has them; those of the peers are if glibc asks, as below. Memory is what
+the process holds at most while ours steps the large table, beyond table and slots: what compiling
+left behind counts in, and memory that was free already does not.
 
   python benchmarks/vocabulary.py --json vocabulary.json
   GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/vocabulary.py  # large pages, for all
