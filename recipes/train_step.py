@@ -111,16 +111,14 @@ def make_train_step(
     options: clipping and parts.
     mesh: of the batch, which is split over its axis; None is one device.
   """
+  if not isinstance(objective, Objective):
+    objective = Objective(objective)
   # A donated model's tables are updated in their own memory.
   return nnx.jit(_train_step(objective, options, mesh), donate_argnames=("model", "optimizer"))
 
 
-def _train_step(
-  objective: Objective | LossFn, options: Options, mesh: Any
-) -> Callable[..., jax.Array]:
+def _train_step(objective: Objective, options: Options, mesh: Any) -> Callable[..., jax.Array]:
   """Returns `(model, optimizer, batch) -> loss`, not compiled."""
-  if not isinstance(objective, Objective):
-    objective = Objective(objective)
 
   def step(model, optimizer, batch):
     with jax.named_scope("dense"):
@@ -134,13 +132,12 @@ def _train_step(
   return step
 
 
-def _pipelined_step(objective: Objective | LossFn, options: Options) -> Callable[..., Any]:
+def _pipelined_step(loss_fn: LossFn, options: Options) -> Callable[..., Any]:
   """Returns `(model, optimizer, ahead, batch, next_batch) -> (loss, ahead)`, not compiled.
 
   It trains on `batch`, whose lookups are `ahead` (None: not made yet), and looks up `next_batch`
   (None: there is none) without this step's update; see `embed.look_ahead`.
   """
-  loss_fn = objective.loss_fn if isinstance(objective, Objective) else objective
 
   def step(model, optimizer, ahead, batch, next_batch):
     with jax.named_scope("dense"):
@@ -184,9 +181,11 @@ class Steps:
     profile: profiling.Profile | None = None,
     first: int = 0,
   ):
+    if not isinstance(objective, Objective):
+      objective = Objective(objective)
     self._batches, self._pipelined = batches, options.pipelined
     step: Callable[..., Any] = (
-      _pipelined_step(objective, options)
+      _pipelined_step(objective.loss_fn, options)
       if options.pipelined
       else _train_step(objective, options, mesh)
     )

@@ -77,7 +77,7 @@ def sum_segments(work, start, end):
   count, rows = mem.read_word(work, _COUNT), rows_of(work, BLOCK)
   for base in range(0, count, BLOCK):
     stop, known = min(base + BLOCK, count), min(base + BLOCK + mem.AHEAD, count)
-    for i in range(known - base, BLOCK + mem.AHEAD):  # behind the last id
+    for i in range(known - base, BLOCK + mem.AHEAD):  # after the last id
       mem.write_word(rows, i, mem.read_word(work, _ZEROS))
     i, found = base, base
     while i < stop:  # a run of ids of one bag at a time
