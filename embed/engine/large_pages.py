@@ -6,7 +6,7 @@ processor's TLB. A page of 4 kB holds 16 rows of 64 floats; one of 2 MB holds 8,
 
 import ctypes
 import functools
-import os
+import sys
 from collections.abc import Callable, Iterable
 
 import jax
@@ -44,7 +44,7 @@ def use(arrays: Iterable[jax.Array]) -> int:
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
   """The function of the C library; None where there is no Linux."""
-  if os.name != "posix" or os.uname().sysname != "Linux":
+  if sys.platform != "linux":
     return None
   madvise = ctypes.CDLL(None).madvise
   madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -4,6 +4,7 @@ Everything here is a few instructions that Numba places into the kernels. An add
 nobody checks what is there, so a kernel checks every id before it becomes one.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from numba.extending import intrinsic
 OPTIONS: dict[str, Any] = {"error_model": "numpy"}
 LINE = 64  # bytes of a line of the cache
 PAGE = 1 << 21  # bytes of a large page
-HUGEPAGE = 14  # MADV_HUGEPAGE of Linux; elsewhere no advice, or none that matters
+HUGEPAGE = 14  # MADV_HUGEPAGE of <linux/mman.h>
+IS_LINUX = sys.platform == "linux"  # on other systems the number may be other advice
 LANES = 8  # floats in a vector
 AHEAD = 32  # rows that `weighted_sum` asks for ahead of time
 

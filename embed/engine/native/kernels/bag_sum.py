@@ -102,7 +102,7 @@ def ask_for_large_pages(start, size):
   Memory that has pages keeps them for now.
   """
   first, end = (start + mem.PAGE - 1) // mem.PAGE * mem.PAGE, (start + size) // mem.PAGE * mem.PAGE
-  if end - first >= LARGE:
+  if mem.IS_LINUX and end - first >= LARGE:
     mem.madvise(first, end - first, mem.HUGEPAGE)
 
 
