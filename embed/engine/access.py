@@ -24,22 +24,29 @@ Rows = jax.Array | Lines | HostRows  # `[V, D]`
 # --- from what is stored to rows, and back --------------------------------------------------------
 
 
-def opened(stack: StackSpec, stored: jax.Array) -> Rows:
-  """A table or slot of this device as rows `[V, D]`, or, of one value per row, as `[V]`."""
-  if stack.is_in_host:
-    return HostRows(stored)
-  if not (stack.is_packed and stored.ndim == 2):
-    return stored
-  if packing.has_lines(stack.placement.device_kind):
-    return Lines(stored, stack.width)
-  return packing.unpack(stored, stack.width)
+def opened(stack: StackSpec, stored: Any) -> Any:
+  """A tree of a device's tables and slots as rows `[V, D]`, or, of one value per row, as `[V]`."""
+
+  def rows_of(x: jax.Array) -> Rows:
+    if stack.is_in_host:
+      return HostRows(x)
+    if not (stack.is_packed and x.ndim == 2):
+      return x
+    is_line = packing.has_lines(stack.placement.device_kind)
+    return Lines(x, stack.width) if is_line else packing.unpack(x, stack.width)
+
+  return jax.tree.map(rows_of, stored)
 
 
-def closed(stack: StackSpec, rows: Rows) -> jax.Array:
+def closed(stack: StackSpec, rows: Any) -> Any:
   """The inverse of `opened`."""
-  if isinstance(rows, (Lines, HostRows)):
-    return rows.array
-  return packing.pack(rows) if stack.is_packed and rows.ndim == 2 else rows
+
+  def stored(x: Rows) -> jax.Array:
+    if isinstance(x, (Lines, HostRows)):
+      return x.array
+    return packing.pack(x) if stack.is_packed and x.ndim == 2 else x
+
+  return jax.tree.map(stored, rows, is_leaf=lambda x: isinstance(x, (Lines, HostRows)))
 
 
 def unpacked(rows: Rows) -> jax.Array:

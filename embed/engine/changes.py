@@ -191,24 +191,21 @@ def _take_chunk(
   stack: StackSpec, chunk: int, stored: Arrays, local_rows: jax.Array, start: Any
 ) -> tuple[jax.Array, jax.Array, Arrays]:
   """Some of the local rows of each shard as whole rows: their tables (-1: none), ids and values."""
-  keys = ("parameters", *stack.slots)
 
-  def per_device(local_rows, start, *arrays):
+  def per_device(local_rows, start, stored):
     shard = collectives.index(stack.placement.rows)
     local_rows = lax.dynamic_slice_in_dim(local_rows, start, chunk)
     table, ids = jnp.full(chunk, -1, jnp.int32), jnp.zeros(chunk, jnp.int32)
     for index, size in enumerate(stack.layout.sizes):
       own = stack.layout.ids(index, shard, local_rows)
       table, ids = jnp.where(own < size, index, table), jnp.where(own < size, own, ids)
-    stored = {key: access.opened(stack, x) for key, x in zip(keys, arrays, strict=True)}
-    rows = access.read(stack, stored, local_rows)
+    rows = access.read(stack, access.opened(stack, stored), local_rows)
     rows = {key: stack.columns.whole(x) if x.ndim == 2 else x for key, x in rows.items()}
     return table, ids, rows
 
-  arrays = [stored[key] for key in keys]
   by_rows = stack.specs[1]
-  specs = (by_rows, P(), *(stack.specs[x.ndim] for x in arrays))
-  return stack.placement.run(per_device, specs, by_rows)(local_rows, start, *arrays)
+  specs = (by_rows, P(), {key: stack.specs[x.ndim] for key, x in stored.items()})
+  return stack.placement.run(per_device, specs, by_rows)(local_rows, start, stored)
 
 
 # --- putting rows in -----------------------------------------------------------------------------
@@ -251,19 +248,17 @@ def _everywhere(stack: StackSpec, x: np.ndarray) -> jax.Array:
 def _put_chunk(
   stack: StackSpec, table: str, stored: Arrays, ids: jax.Array, values: Arrays
 ) -> Arrays:
-  def per_device(ids, values, *arrays):
+  def per_device(ids, values, stored):
     shard, local_rows = stack.layout.locate(stack.indices[table], ids)
     own = collectives.index(stack.placement.rows)
     local_rows = jnp.where(shard == own, local_rows, stack.layout.rows)
-    opened = {k: access.opened(stack, x) for k, x in zip(values, arrays, strict=True)}
-    of_device = lambda x: stack.columns.own(x) if x.ndim == 2 else x
-    new = access.write(stack, opened, local_rows, {k: of_device(x) for k, x in values.items()})
-    return {k: access.closed(stack, x) for k, x in new.items()}
+    own_columns = lambda x: stack.columns.own(x) if x.ndim == 2 else x
+    values = {key: own_columns(x) for key, x in values.items()}
+    rows = access.write(stack, access.opened(stack, stored), local_rows, values)
+    return access.closed(stack, rows)
 
-  arrays = [stored[key] for key in values]
-  specs = {key: stack.specs[stored[key].ndim] for key in values}
-  in_specs = (P(), P(), *(stack.specs[x.ndim] for x in arrays))
-  return stack.placement.run(per_device, in_specs, specs)(ids, values, *arrays)
+  specs = {key: stack.specs[x.ndim] for key, x in stored.items()}
+  return stack.placement.run(per_device, (P(), P(), specs), specs)(ids, values, stored)
 
 
 _put = jax.jit(_put_chunk, static_argnums=(0, 1))

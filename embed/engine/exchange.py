@@ -197,7 +197,8 @@ def _add_up(act: jax.Array, stack: StackSpec) -> jax.Array:
 
 # --- gradients -----------------------------------------------------------------------------------
 
-Body = Callable[[Any, list[GradRows], bool], Any]
+Received = DistinctRows | list[GradRows]  # of local rows of this shard
+Body = Callable[[Any, Received], Any]
 
 
 def for_each_round(
@@ -207,19 +208,18 @@ def for_each_round(
   body: Body,
   carry: Any,
 ) -> Any:
-  """Brings gradients to the shards that store their rows: `carry = body(carry, parts, distinct)`.
+  """Brings gradients to the shards that store their rows: `carry = body(carry, received)`.
 
   Args:
     grads: this device's.
     stack: the tables.
     kind: of exchange, as `cost.choose_exchange` says, or "ordered", which gathers in the order of
       the batch. Other calls whose record has a route go by all-to-all; with "sum" none has one.
-    body: gets gradients of local rows of this shard, all gradients of a row in one call, and
-      whether they are one part in which no row occurs twice. It is called once, or once for every
-      round, in each of which there are other rows.
+    body: gets gradients of local rows of this shard, all gradients of a row in one call. It is
+      called once, or once for every round, in each of which there are other rows.
     carry: what it starts from.
   """
-  local = [x.as_grad_rows() for x in grads if isinstance(x, DistinctRows)]
+  summed = [x for x in grads if isinstance(x, DistinctRows)]
   routed: list[ActivationGrads] = []
   others: list[tuple[jax.Array, Bags, str]] = []  # gradients, bags and table of a feature
   for call in grads:
@@ -232,13 +232,14 @@ def for_each_round(
       for part in zip(call.grads, call.record.bags, call.record.tables, strict=True)
       if part[1].is_ragged or not is_routed
     ]
+  local = [x.as_grad_rows() for x in summed]
   if not routed and not others:
-    return body(carry, local, len(local) == 1)
+    return body(carry, summed[0] if len(summed) == 1 else local)
   if others and kind == "sum":
-    return body(carry, [_summed_over_replicas(others, local, stack)], True)
+    return body(carry, _summed_over_replicas(others, local, stack))
   gathered = [_gathered(g, bags, t, stack, kind == "ordered") for g, bags, t in others]
   if not routed:
-    return body(carry, local + gathered, False)
+    return body(carry, local + gathered)
   return _rounds(routed, local + gathered, stack, body, carry)
 
 
@@ -270,7 +271,7 @@ def _gathered(
   return grads_lib.from_activations(grads, _local(bags, stack, table))
 
 
-def _summed_over_replicas(others: Any, local: list[GradRows], stack: StackSpec) -> GradRows:
+def _summed_over_replicas(others: Any, local: list[GradRows], stack: StackSpec) -> DistinctRows:
   """The gradients of a small table, row by row, added up over the replicas."""
   size, axes = stack.layout.rows, stack.placement.replica_axes
   sums, touched = _dense([_own_part(g, bags, table, stack) for g, bags, table in others], size)
@@ -280,7 +281,7 @@ def _summed_over_replicas(others: Any, local: list[GradRows], stack: StackSpec) 
     more, touched_too = _dense(local, size)
     sums, touched = sums + more, jnp.maximum(touched, touched_too)
   ids = jnp.where(touched > 0, jnp.arange(size, dtype=jnp.int32), size)
-  return GradRows(sums, ids[:, None])
+  return DistinctRows(ids, sums)
 
 
 def _dense(parts: list[GradRows], size: int) -> tuple[jax.Array, jax.Array]:
@@ -339,7 +340,7 @@ def _rounds(
       parts.append(part if limit is None else _between(part, first_keys[:-1], limit, stack))
       next_starts.append(start + count)
     parts += fixed if limit is None else [_between(p, low, limit, stack) for p in fixed]
-    return body(carry, parts, False), tuple(next_starts)
+    return body(carry, parts), tuple(next_starts)
 
   if not any(r.can_overflow(layout) for r in routes):
     return one_round(None, None, starts, carry, True)[0]

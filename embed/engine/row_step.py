@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from embed.engine import collectives, rounding
 from embed.engine.layout import Columns
-from embed.engine.stack import StackSpec
+from embed.engine.stack import Arrays, StackSpec
 from embed.row_optimizer import WHOLE_ROWS, RowOptimizer, Slots
 
 
@@ -71,23 +71,25 @@ def step_rows(
   return w, slots
 
 
-RowStep = Callable[..., tuple[jax.Array, Slots]]
+RowStep = Callable[..., Arrays]
 
 
 def row_step_of(stack: StackSpec, scalars: StepScalars) -> RowStep:
-  """A function of local rows `[n]`, their gradients, rows and slots `[n, D]`: as they are stored.
+  """A function of local rows `[n]`, their gradients `[n, D]`, and their table and slots by name.
 
-  Its last argument says how often the rows have stepped in this step.
+  It returns the new rows and slots, of the dtypes of the old. Its last argument says how often the
+  rows have stepped in this step.
   """
   optimizer = stack.optimizer
   assert optimizer is not None
 
-  def row_step(at, g, w, slots, time=0):
-    w32 = w.astype(jnp.float32)
-    new, slots = step_rows(optimizer, g, w32, slots, scalars.rate, stack.columns)
-    if not stack.uses_stochastic_rounding:
-      return new.astype(w.dtype), slots
-    return _round(stack, scalars.step, new, at, time), slots
+  def row_step(at: jax.Array, g: jax.Array, rows: Arrays, time: Any = 0) -> Arrays:
+    slots = {name: x for name, x in rows.items() if name != "parameters"}
+    dtype, w = rows["parameters"].dtype, rows["parameters"].astype(jnp.float32)
+    new, slots = step_rows(optimizer, g, w, slots, scalars.rate, stack.columns)
+    if stack.uses_stochastic_rounding:
+      new = _round(stack, scalars.step, new, at, time)
+    return {"parameters": new.astype(dtype), **slots}
 
   return row_step
 

@@ -25,7 +25,6 @@ from embed.engine.stack import Arrays, StackSpec
 from embed.row_optimizer import RowOptimizer
 
 StackGrads = ActivationGrads | DistinctRows
-State = tuple[Any, dict[str, Any]]  # a table and its slots, as `access.opened` returns them
 
 
 # --- all devices ---------------------------------------------------------------------------------
@@ -35,29 +34,26 @@ def step(
   stack: StackSpec, arrays: Arrays, grads: Sequence[StackGrads], scalars: StepScalars
 ) -> Arrays:
   """Steps a stack's optimizer once; rows that were not looked up keep their bits."""
-  slots = {k: v for k, v in arrays.items() if k != "parameters"}
   if scalars.multiplier is not None:
     grads = scaled(grads, scalars.multiplier)
-
-  def per_device(table, slots, scalars, *grads):
-    body = lambda state, parts, distinct: step_table(stack, scalars, state, parts, distinct)
-    state = access.opened(stack, table), {k: access.opened(stack, x) for k, x in slots.items()}
-    table, slots = exchange.for_each_round(grads, stack, kind, body, state)
-    return access.closed(stack, table), {k: access.closed(stack, x) for k, x in slots.items()}
-
   grads, specs, kind = _split(stack, grads)
-  state = (stack.specs[2], {k: stack.specs[v.ndim] for k, v in slots.items()})
-  run = stack.placement.run(per_device, (*state, P(), *specs), state)
-  table, slots = run(arrays["parameters"], slots, scalars, *grads)
-  return {"parameters": table, **slots}
+
+  def per_device(arrays, scalars, *grads):
+    body = functools.partial(step_table, stack, scalars)
+    rows = exchange.for_each_round(grads, stack, kind, body, access.opened(stack, arrays))
+    return access.closed(stack, rows)
+
+  of_arrays = {name: stack.specs[x.ndim] for name, x in arrays.items()}
+  run = stack.placement.run(per_device, (of_arrays, P(), *specs), of_arrays)
+  return run(arrays, scalars, *grads)
 
 
 def squared_norm(stack: StackSpec, grads: Sequence[StackGrads]) -> jax.Array:
   """The sum of the squares of the summed rows."""
 
   def per_device(*grads):
-    def body(total, parts, distinct):
-      return total + jnp.sum(jnp.square(_sum(parts, stack, distinct).values))
+    def body(total, received):
+      return total + jnp.sum(jnp.square(_summed(stack, received).values))
 
     total = exchange.for_each_round(grads, stack, kind, body, jnp.zeros(()))
     names = (*stack.placement.rows, *stack.placement.columns)
@@ -81,10 +77,10 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
     pad = [(0, x.shape[0])] + [(0, 0)] * (x.ndim - 1)
     return jax.lax.dynamic_update_slice_in_dim(jnp.pad(to, pad), x, start, 0)[:size]
 
-  def body(carry, parts, distinct):
+  def body(carry, received):
     sums, count = carry
-    new = _sum(parts, stack, distinct)
-    if distinct or stack.placement.devices == 1:  # in one call: there is nothing to add to
+    new = _summed(stack, received)
+    if new is received or stack.placement.devices == 1:  # in one call: there is nothing to add to
       return new, count
     is_used = new.ids < stack.layout.rows
     values = jnp.where(is_used[:, None], new.values, 0)
@@ -209,106 +205,120 @@ def _spec(stack: StackSpec) -> Any:
 # --- per device ----------------------------------------------------------------------------------
 
 
-def _sum(parts: list[GradRows], stack: StackSpec, distinct: bool) -> DistinctRows:
-  if not distinct:
-    return rows.sum_rows(parts, stack.layout.rows)
-  return DistinctRows(parts[0].ids[:, 0], parts[0].grads)
+def _summed(stack: StackSpec, received: exchange.Received) -> DistinctRows:
+  is_summed = isinstance(received, DistinctRows)
+  return received if is_summed else rows.sum_rows(received, stack.layout.rows)
 
 
 def step_table(
-  stack: StackSpec, scalars: StepScalars, state: State, parts: Sequence[GradRows], distinct: bool
-) -> State:
+  stack: StackSpec, scalars: StepScalars, arrays: Arrays, received: exchange.Received
+) -> Arrays:
   """One optimizer step of a device's rows.
 
   Args:
     stack: whose optimizer steps.
     scalars: of the step.
-    state: the table `[V, D]`, and slots by name, `[V, D]` or `[V]`; donated, they are updated in
-      place.
-    parts: gradients of local rows.
-    distinct: whether they are one part in which no row occurs twice.
+    arrays: the table `[V, D]` and slots `[V, D]` or `[V]`, as `access.opened` returns them;
+      donated, they are updated in place.
+    received: gradients of local rows.
 
   Returns:
     The new table and slots. Rows that were not looked up keep their bits.
   """
-  optimizer, (table, slots), parts = stack.optimizer, state, grads_lib.any_row(parts)
+  optimizer, table = stack.optimizer, arrays["parameters"]
   assert optimizer is not None
+  parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
+  parts = grads_lib.any_row(parts)
   if optimizer.equation is None:
-    return state
+    return arrays
   if not optimizer.lazy:
     g = rows.add_rows(jnp.zeros(table.shape, jnp.float32), parts)
     every = jnp.arange(table.shape[0], dtype=jnp.int32)
-    return row_step_of(stack, scalars)(every, g, table, slots)
+    return row_step_of(stack, scalars)(every, g, arrays)
   if not parts:
-    return state
+    return arrays
 
-  def by_xla(state, rate, parts):
-    return _step_rows_of(stack, scalars._replace(rate=rate), state, parts, distinct)
+  def by_xla(arrays, rate, parts):
+    is_summed = isinstance(received, DistinctRows)
+    return _step_rows_of(stack, scalars._replace(rate=rate), arrays, parts, is_summed)
 
-  kernel = None
-  if optimizer.use_gradient_accumulation and not access.is_direct(stack, table):
-    one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
-    kernel = native.kernel_of(one_row, state, parts)
-  if kernel is None:
-    return by_xla(state, scalars.rate, parts)
-  return native.step(kernel, by_xla, state, scalars.rate, parts)
+  if not optimizer.use_gradient_accumulation or access.is_direct(stack, table):
+    return by_xla(arrays, scalars.rate, parts)
+  one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
+  return native.step(one_row, by_xla, arrays, scalars.rate, parts)
 
 
 def _step_rows_of(
-  stack: StackSpec, scalars: StepScalars, state: State, parts: list[GradRows], distinct: bool
-) -> State:
-  """Steps the rows of `parts`, of which there are some, in XLA's own operations."""
-  optimizer, (table, slots) = stack.optimizer, state
+  stack: StackSpec, scalars: StepScalars, arrays: Arrays, parts: list[GradRows], is_summed: bool
+) -> Arrays:
+  """Steps the rows of `parts`, of which there are some, in XLA's own operations.
+
+  In `is_summed` parts no row occurs twice.
+  """
+  optimizer, table = stack.optimizer, arrays["parameters"]
   assert optimizer is not None
   size, row_step = table.shape[0], row_step_of(stack, scalars)
   by_kernels = optimizer.use_gradient_accumulation and stack.sparse_core
   if _is_plain_sum(optimizer, table) and not (by_kernels or stack.is_in_host):
-    return _add_steps(optimizer, scalars.rate, table, parts), slots
+    return arrays | {"parameters": _add_steps(optimizer, scalars.rate, table, parts)}
   if not optimizer.use_gradient_accumulation:
-    return _step_in_order(stack, row_step, state, *rows.expand_rows(parts, size))
-  if distinct:
-    return _step_distinct(stack, row_step, state, grads_lib.flat_ids(parts, size), parts[0].grads)
-  return _step_summed(stack, row_step, state, parts)
+    return _step_in_order(stack, row_step, arrays, *rows.expand_rows(parts, size))
+
+  def on_cpu(arrays, parts):
+    ids = grads_lib.flat_ids(parts, size)
+    if is_summed:
+      return update_cpu.step_distinct(arrays, ids, jnp.int32(ids.size), parts[0].grads, row_step)
+    return update_cpu.step_summed(arrays, ids, parts, row_step)
+
+  def at_once(arrays, parts):
+    if is_summed:
+      ids, values = grads_lib.flat_ids(parts, size), parts[0].grads
+    else:
+      summed = rows.sum_rows(parts, size)
+      ids, values = summed.ids, summed.values
+    return step_at_once(stack, row_step, arrays, ids, values)
+
+  if access.is_direct(stack, table):
+    return at_once(arrays, parts)
+  return jax.lax.platform_dependent(arrays, parts, cpu=on_cpu, default=at_once)
 
 
 def step_at_once(
-  stack: StackSpec, row_step: RowStep, state: State, at: jax.Array, g: jax.Array
-) -> State:
-  """Steps the distinct rows `at` of the table and its slots; out of range steps nothing.
+  stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array
+) -> Arrays:
+  """Steps the distinct rows `at` of a table and its slots; out of range steps nothing.
 
   In chunks, so that rows, slots and their new values are little beside the gradients.
   """
-  return rows.in_chunks(functools.partial(_step_part, stack, row_step), state, stack.width, at, g)
+  return rows.in_chunks(functools.partial(_step_part, stack, row_step), arrays, stack.width, at, g)
 
 
 def _step_part(
-  stack: StackSpec, row_step: RowStep, state: State, at: jax.Array, g: jax.Array, time=0
-) -> State:
+  stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array, time=0
+) -> Arrays:
   """Steps the distinct rows `at` together.
 
   Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
   """
-  arrays = {"parameters": state[0], **state[1]}
   old = jax.lax.optimization_barrier(access.read(stack, arrays, at))
-  w, slots = jax.lax.optimization_barrier(row_step(at, g, old.pop("parameters"), old, time))
-  arrays = access.write(stack, arrays, at, {"parameters": w, **slots})
-  return arrays.pop("parameters"), arrays
+  new = jax.lax.optimization_barrier(row_step(at, g, old, time))
+  return access.write(stack, arrays, at, new)
 
 
 def _step_in_order(
-  stack: StackSpec, row_step: RowStep, state: State, ids: jax.Array, values: jax.Array
-) -> State:
+  stack: StackSpec, row_step: RowStep, arrays: Arrays, ids: jax.Array, values: jax.Array
+) -> Arrays:
   stack = dataclasses.replace(stack, sparse_core=False)  # kernels read a window of rows at a time
   # After each id an entry that steps nothing: a scatter of one row would become a slice that XLA
   # fuses with its reads, and pays for with a copy of the table at every occurrence.
   nothing = jnp.full(1, UNUSED, jnp.int32)
 
-  def body(n, state):
+  def body(n, arrays):
     at = jnp.concatenate([jax.lax.dynamic_slice_in_dim(ids, n, 1), nothing])
     g = jnp.pad(jax.lax.dynamic_slice_in_dim(values, n, 1), ((0, 1), (0, 0)))
-    return _step_part(stack, row_step, state, at, g, n)
+    return _step_part(stack, row_step, arrays, at, g, n)
 
-  return jax.lax.fori_loop(0, ids.shape[0], body, state)
+  return jax.lax.fori_loop(0, ids.shape[0], body, arrays)
 
 
 def _add_steps(
@@ -343,35 +353,3 @@ def _is_plain_sum(optimizer: RowOptimizer, table: access.Rows) -> bool:
     and optimizer.clip_weight_max is None
   )
   return plain and table.dtype == jnp.float32  # a narrower table would round at every addition
-
-
-def _step_summed(
-  stack: StackSpec, row_step: RowStep, state: State, parts: Sequence[GradRows]
-) -> State:
-  """Sums and steps: on CPU span by span, elsewhere all at once."""
-  size = state[0].shape[0]
-
-  def on_cpu(state, parts):
-    return update_cpu.step_summed(
-      state[0], state[1], grads_lib.flat_ids(parts, size), parts, row_step
-    )
-
-  def at_once(state, parts):
-    summed = rows.sum_rows(parts, size)
-    return step_at_once(stack, row_step, state, summed.ids, summed.values)
-
-  if access.is_direct(stack, state[0]):
-    return at_once(state, parts)
-  return jax.lax.platform_dependent(state, list(parts), cpu=on_cpu, default=at_once)
-
-
-def _step_distinct(
-  stack: StackSpec, row_step: RowStep, state: State, ids: jax.Array, values: jax.Array
-) -> State:
-  def on_cpu(state, ids, values):
-    return update_cpu.step_rows(state[0], state[1], ids, jnp.int32(ids.shape[0]), values, row_step)
-
-  at_once = functools.partial(step_at_once, stack, row_step)
-  if access.is_direct(stack, state[0]):
-    return at_once(state, ids, values)
-  return jax.lax.platform_dependent(state, ids, values, cpu=on_cpu, default=at_once)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from embed.engine.grads import GradRows, with_ids
+from embed.engine.stack import Arrays
 
 # No index here counts from the end: without these JAX emits a select per index.
 IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
@@ -126,65 +127,60 @@ def _add_block(to, columns: GradRows, start, size, step) -> jax.Array:
   return add(0, to) if ids.shape[0] == 1 else lax.fori_loop(0, ids.shape[0], add, to)
 
 
-# Of rows: their ids [C], their gradients [C, D], the rows as stored [C, D], their slots.
-RowStep = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# Of rows: their ids [C], their gradients [C, D], and their table and slots by name.
+RowStep = Callable[[jax.Array, jax.Array, Arrays], Arrays]
 
 
 def step_summed(
-  table: jax.Array, slots: Any, ids: jax.Array, parts: Sequence[GradRows], row_step: RowStep
-) -> tuple[jax.Array, Any]:
+  arrays: Arrays, ids: jax.Array, parts: Sequence[GradRows], row_step: RowStep
+) -> Arrays:
   """Sums the gradients of the distinct rows and steps them, a span of rows at a time.
 
   A span is an eighth of the ids: little memory, and seldom more than one or two spans, since ids
   repeat. `ids` `[N]` are those of `parts`, sanitised to V for padding.
   """
-  position, unique, count = distinct(ids, table.shape[0])
+  size, dim = arrays["parameters"].shape
+  position, unique, count = distinct(ids, size)
   parts = with_ids(parts, position)  # padding's position, N, is never that of an id
-  n, dim = ids.shape[0], table.shape[1]
+  n = ids.shape[0]
   chunk = min(max(1, CHUNK // dim), n)
   span = -(-min(n, max(SPAN, -(-n // 8))) // chunk) * chunk
-  unique = jnp.pad(unique, (0, -n % span), constant_values=table.shape[0])
+  unique = jnp.pad(unique, (0, -n % span), constant_values=size)
 
-  def step_span(i, state):
+  def step_span(i, arrays):
     sums = add_rows(jnp.zeros((span, dim), jnp.float32), parts, i * span)
     of_span = lax.dynamic_slice_in_dim(unique, i * span, span)
     number = jnp.minimum(count - i * span, span)
-    return step_rows(state[0], state[1], of_span, number, sums, row_step)
+    return step_distinct(arrays, of_span, number, sums, row_step)
 
-  return lax.fori_loop(0, (count + span - 1) // span, step_span, (table, slots))
+  return lax.fori_loop(0, (count + span - 1) // span, step_span, arrays)
 
 
-def step_rows(
-  table: jax.Array,
-  slots: Any,
-  ids: jax.Array,
-  number: jax.Array,
-  sums: jax.Array,
-  row_step: RowStep,
-) -> tuple[jax.Array, Any]:
+def step_distinct(
+  arrays: Arrays, ids: jax.Array, number: jax.Array, sums: jax.Array, row_step: RowStep
+) -> Arrays:
   """Steps the first `number` of the distinct rows `ids` `[M]` by their gradients `[M, D]`.
 
   In place, in chunks that stay in cache between being read, stepped and written.
   """
-  size, dim = table.shape
+  size, dim = arrays["parameters"].shape
   chunk = min(max(2, CHUNK // dim), max(2, ids.shape[0]))
   pad = -ids.shape[0] % chunk
   if pad:
     ids = jnp.pad(ids, (0, pad), constant_values=size)
     sums = jnp.pad(sums, ((0, pad), (0, 0)))
 
-  def step_chunk(i, state):
+  def step_chunk(i, arrays):
     at = lax.dynamic_slice_in_dim(ids, i * chunk, chunk)
     g = lax.dynamic_slice_in_dim(sums, i * chunk, chunk)
-    w, s = _read(state, at, size, number)
-    new = row_step(at, g, w, s)
+    new = row_step(at, g, _read(arrays, at, size, number))
     write = lambda x, v: x.at[at].set(v.astype(x.dtype), unique_indices=True, **DROP)
-    return jax.tree.map(write, state, new)
+    return jax.tree.map(write, arrays, new)
 
-  return lax.fori_loop(0, (number + chunk - 1) // chunk, step_chunk, (table, slots))
+  return lax.fori_loop(0, (number + chunk - 1) // chunk, step_chunk, arrays)
 
 
-def _read(state: Any, at: jax.Array, size: int, number: jax.Array) -> Any:
+def _read(arrays: Arrays, at: jax.Array, size: int, number: jax.Array) -> Arrays:
   """The rows `at` of a table and its slots, zeros for padding; `number` is positive.
 
   Alone, XLA:CPU compiles a gather to one scalar load per element; multiplied by something, to
@@ -198,6 +194,6 @@ def _read(state: Any, at: jax.Array, size: int, number: jax.Array) -> Any:
     one = valid.astype(x.dtype)
     return x.at[safe].get(**IN_BOUNDS) * one.reshape(-1, *[1] * (x.ndim - 1))
 
-  read = lambda: jax.tree.map(row, state)
-  zeros = lambda: jax.tree.map(lambda x: jnp.zeros((at.shape[0], *x.shape[1:]), x.dtype), state)
+  read = lambda: jax.tree.map(row, arrays)
+  zeros = lambda: jax.tree.map(lambda x: jnp.zeros((at.shape[0], *x.shape[1:]), x.dtype), arrays)
   return lax.cond(number > 0, read, zeros)

@@ -98,17 +98,18 @@ def test_spans_and_chunks_cover_every_row(monkeypatch):
   grads = rng.normal(size=(30, d)).astype(np.float32)
   table = rng.normal(size=(v, d)).astype(np.float32)
   part = GradRows(jnp.asarray(grads), jnp.asarray(ids))
-  row_step = lambda at, g, w, s: (w - g, {"n": s["n"] + 1})
-  slots, flat = {"n": jnp.zeros(v)}, jnp.asarray(ids.reshape(-1))
-  new, slots = cpu.step_summed(jnp.asarray(table), slots, flat, [part], row_step)
+  row_step = lambda at, g, x: {"parameters": x["parameters"] - g, "n": x["n"] + 1}
+  arrays = {"parameters": jnp.asarray(table), "n": jnp.zeros(v)}
+  stepped = cpu.step_summed(arrays, jnp.asarray(ids.reshape(-1)), [part], row_step)
+  new = np.asarray(stepped["parameters"])
   wanted, touched = table.copy(), np.zeros(v)
   for row, g in zip(ids, grads, strict=True):
     for i in row[row < v]:
       wanted[i] -= g
       touched[i] = 1
   np.testing.assert_allclose(new, wanted, atol=1e-5)
-  np.testing.assert_array_equal(slots["n"], touched)
-  np.testing.assert_array_equal(np.asarray(new)[touched == 0], table[touched == 0])
+  np.testing.assert_array_equal(stepped["n"], touched)
+  np.testing.assert_array_equal(new[touched == 0], table[touched == 0])
 
 
 @pytest.mark.full
@@ -123,17 +124,15 @@ def test_both_formulations_step_alike():
   )
   stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adam(0.1))
   scalars = row_step.StepScalars.at(stack, 0)
-  state = (
-    jnp.asarray(rng.normal(size=(v, d)), jnp.float32),
-    {
-      "momenta": jnp.zeros((v, d)),
-      "velocities": jnp.zeros((v, d)),
-    },
-  )
-  on_cpu = update.step_table(stack, scalars, state, [part], distinct=False)
+  arrays = {
+    "parameters": jnp.asarray(rng.normal(size=(v, d)), jnp.float32),
+    "momenta": jnp.zeros((v, d)),
+    "velocities": jnp.zeros((v, d)),
+  }
+  on_cpu = update.step_table(stack, scalars, arrays, [part])
   position, unique, _ = rows.distinct_by_sort(grads_lib.flat_ids([part], v), v)
   sums = rows.add_at_once(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
-  at_once = update.step_at_once(stack, row_step.row_step_of(stack, scalars), state, unique, sums)
+  at_once = update.step_at_once(stack, row_step.row_step_of(stack, scalars), arrays, unique, sums)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
 
 
@@ -167,18 +166,18 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
   rng, v, d = np.random.default_rng(0), 300, 4
   stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adagrad(0.5))
   of_rows = row_step.row_step_of(stack, row_step.StepScalars.at(stack, 0))
-  state = (
-    rng.normal(size=(v, d)).astype(np.float32),
-    {"accumulators": np.ones((v, d), np.float32)},
-  )
+  arrays = {
+    "parameters": rng.normal(size=(v, d)).astype(np.float32),
+    "accumulators": np.ones((v, d), np.float32),
+  }
   ids = rng.permutation(v)[:count].astype(np.int32)
   ids[::5] = v
   grads = rng.normal(size=(count, d)).astype(np.float32)
-  step = lambda: jax.jit(lambda *x: update.step_at_once(stack, of_rows, *x))(state, ids, grads)
+  step = lambda: jax.jit(lambda *x: update.step_at_once(stack, of_rows, *x))(arrays, ids, grads)
   at_once = step()
   in_chunks_of(64, monkeypatch)
   jax.tree.map(np.testing.assert_array_equal, step(), at_once)
-  assert (np.asarray(at_once[0]) != state[0]).any()
+  assert (np.asarray(at_once["parameters"]) != arrays["parameters"]).any()
 
 
 @pytest.mark.full

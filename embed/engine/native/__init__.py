@@ -16,7 +16,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,10 @@ from embed.engine import jax_internals, lookup, switches
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
 from embed.engine.packing import Lines
+from embed.engine.stack import Arrays
 
 SWITCH = "SPARSE_EMBED_KERNELS"
 OLDEST_NUMBA = (0, 68)  # as in pyproject.toml
-State = tuple[jax.Array, dict[str, jax.Array]]
 
 _kernel_p = jax_internals.kernel_primitive("sparse_embed_kernel")
 
@@ -151,89 +151,77 @@ def gather_and_combine(
 # --- updates --------------------------------------------------------------------------------------
 
 
-class Kernel(NamedTuple):
-  """A row's step as machine code: the name by which XLA finds it, and the equation's numbers."""
-
-  target: str
-  numbers: np.ndarray
-
-
-def kernel_of(
-  step_rows: Callable[..., tuple[jax.Array, dict[str, jax.Array]]],
-  state: State,
-  parts: Sequence[GradRows],
-) -> Kernel | None:
-  """The kernel of an update, or None if there is none.
-
-  Args:
-    step_rows: `f(g, w, slots, learning_rate) -> (w, slots)` of one row `[D]`.
-    state: the table `[V, D]`, and slots by name, `[V, D]` or `[V]`.
-    parts: the gradients.
-  """
-  table, slots = state
-  ids = [part.ids for part in parts]
-  if not is_on() or table.dtype != np.float32 or not _has_sizes(table, *ids):
-    return None
-  from embed.engine.native import build, equations
-
-  names = list(slots)
-
-  def step(g, w, slots, rate):
-    w, new = step_rows(g, w, dict(zip(names, slots, strict=True)), rate)
-    return w, [new[name] for name in names]
-
-  kinds = [(x.ndim == 2, x.dtype) for x in slots.values()]
-  try:
-    program, numbers = equations.program(step, table.shape[1], kinds)
-  except equations.Unsupported:
-    return None
-  return Kernel(build.row_step(program), numbers)
-
-
 def step(
-  kernel: Kernel,
-  formulation: Callable[[State, jax.Array, Sequence[GradRows]], State],
-  state: State,
+  step_rows: Callable[..., tuple[jax.Array, dict[str, jax.Array]]],
+  formulation: Callable[[Arrays, jax.Array, Sequence[GradRows]], Arrays],
+  arrays: Arrays,
   rate: jax.Array,
   parts: Sequence[GradRows],
-) -> State:
-  """The table and its slots after a step, in their place.
+) -> Arrays:
+  """The table and its slots after a step, in their place, by a kernel where there is one.
 
   Args:
-    kernel: of the equation.
-    formulation: `f(state, rate, parts) -> state`, what the kernel means.
-    state: the table and its slots.
+    step_rows: `f(g, w, slots, rate) -> (w, slots)` of one row `[D]`.
+    formulation: `f(arrays, rate, parts) -> arrays`, what the kernel means.
+    arrays: the table `[V, D]` and slots `[V, D]` or `[V]`, by name.
     rate: the learning rate, float32 `[]`.
     parts: the gradients; ids that are no row of the table are skipped.
   """
-  table, slots = state
-  names = list(slots)
-  size = 1 + len(names)
+  names = ["parameters", *(name for name in arrays if name != "parameters")]
+  stored = [arrays[name] for name in names]
+  kernel = _row_step(step_rows, names, stored, parts)
+  if kernel is None:
+    return formulation(arrays, rate, parts)
+  target, numbers = kernel
   has_gains = [part.gains is not None for part in parts]
 
-  def by_xla(*arrays):
-    state = arrays[0], dict(zip(names, arrays[1:size], strict=True))
-    of_parts = [arrays[i : i + 3] for i in range(size + 2, len(arrays), 3)]
+  def by_xla(*operands):
+    size = len(names)
+    of_parts = [operands[i : i + 3] for i in range(size + 2, len(operands), 3)]
     same = [
       GradRows(grads, ids, gains if has else None)
       for (grads, ids, gains), has in zip(of_parts, has_gains, strict=True)
     ]
-    table, slots = formulation(state, arrays[size], same)
-    return [table, *(slots[name] for name in names)]
+    new = formulation(dict(zip(names, operands, strict=False)), operands[size], same)
+    return [new[name] for name in names]
 
   flat = []
   for part in parts:
     gains = part.gains
     flat += [part.grads, part.ids, jnp.zeros(0, jnp.float32) if gains is None else gains]
-  table, *new = _kernel_p.bind(
-    table,
-    *slots.values(),
+  new = _kernel_p.bind(
+    *stored,
     rate,
-    jnp.asarray(kernel.numbers),
+    jnp.asarray(numbers),
     *flat,
     formulation=by_xla,
-    target=kernel.target,
-    outputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (table, *slots.values())),
+    target=target,
+    outputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored),
     in_place=True,
   )
-  return table, dict(zip(names, new, strict=True))
+  return dict(zip(names, new, strict=True))
+
+
+def _row_step(
+  step_rows: Callable[..., Any],
+  names: Sequence[str],
+  stored: Sequence[jax.Array],
+  parts: Sequence[GradRows],
+) -> tuple[str, np.ndarray] | None:
+  """The name by which XLA finds the kernel of an update, and its equation's numbers, or None."""
+  table, *slots = stored
+  if not is_on() or table.dtype != np.float32 or not _has_sizes(table, *(p.ids for p in parts)):
+    return None
+  from embed.engine.native import build, equations
+
+  def step(g, w, slots, rate):
+    w, new = step_rows(g, w, dict(zip(names[1:], slots, strict=True)), rate)
+    return w, [new[name] for name in names[1:]]
+
+  try:
+    program, numbers = equations.program(
+      step, table.shape[1], [(x.ndim == 2, x.dtype) for x in slots]
+    )
+  except equations.Unsupported:
+    return None
+  return build.row_step(program), numbers

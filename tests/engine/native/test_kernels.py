@@ -125,13 +125,13 @@ def test_a_lookup_takes_the_kernel_only_where_it_is_covered():
 # --- updates --------------------------------------------------------------------------------------
 
 
-def make_state(rng, optimizer, size, dim):
+def make_arrays(rng, optimizer, size, dim):
   value = lambda *shape: jnp.asarray(rng.uniform(0.1, 1, shape), jnp.float32)
   slots = {
     name: value(*((size,) if slot.per_row else (size, dim))).astype(slot.dtype)
     for name, slot in optimizer.slots(dim).items()
   }
-  return value(size, dim), slots
+  return {"parameters": value(size, dim), **slots}
 
 
 def make_parts(rng, size, dim, shapes):
@@ -147,15 +147,15 @@ def make_parts(rng, size, dim, shapes):
 def check_step(monkeypatch, optimizer, size, dim, shapes, seed=0, **tolerance):
   """One step of a stack by kernel and by XLA; returns the kernel's program."""
   rng = np.random.default_rng(seed)
-  state, parts = make_state(rng, optimizer, size, dim), make_parts(rng, size, dim, shapes)
+  arrays, parts = make_arrays(rng, optimizer, size, dim), make_parts(rng, size, dim, shapes)
   stack = StackSpec("t", ("t",), Layout((size,)), dim, np.dtype(np.float32), optimizer)
   scalars = row_step.StepScalars(jnp.float32(0.1), None, None)
 
   def run(switch):
     monkeypatch.setenv(native.SWITCH, switch)
-    step = lambda state, parts: update.step_table(stack, scalars, state, parts, distinct=False)
-    lowered = jax.jit(step).lower(state, parts)
-    return lowered.compile()(state, parts), lowered.as_text()
+    step = lambda arrays, parts: update.step_table(stack, scalars, arrays, parts)
+    lowered = jax.jit(step).lower(arrays, parts)
+    return lowered.compile()(arrays, parts), lowered.as_text()
 
   new, text = run("1")
   expected, without = run("0")
@@ -164,7 +164,7 @@ def check_step(monkeypatch, optimizer, size, dim, shapes, seed=0, **tolerance):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), new, expected)
   touched = {i for part in parts for i in np.asarray(part.ids).flat if 0 <= i < size}
   untouched = sorted(set(range(size)) - touched)
-  for old, current in zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True):
+  for old, current in zip(jax.tree.leaves(arrays), jax.tree.leaves(new), strict=True):
     np.testing.assert_array_equal(np.asarray(old)[untouched], np.asarray(current)[untouched])
   return text
 
@@ -211,11 +211,11 @@ def test_a_sum_does_not_depend_on_the_threads():
   optimizer = embed.adagrad()
   stack = StackSpec("t", ("t",), Layout((50,)), 8, np.dtype(np.float32), optimizer)
   scalars = row_step.StepScalars(jnp.float32(0.1), None, None)
-  step = jax.jit(lambda state, parts: update.step_table(stack, scalars, state, parts, False))
-  state, parts = make_state(rng, optimizer, 50, 8), make_parts(rng, 50, 8, [(3000, 5, True)])
-  first = step(state, parts)
+  step = jax.jit(lambda arrays, parts: update.step_table(stack, scalars, arrays, parts))
+  arrays, parts = make_arrays(rng, optimizer, 50, 8), make_parts(rng, 50, 8, [(3000, 5, True)])
+  first = step(arrays, parts)
   for _ in range(20):
-    jax.tree.map(np.testing.assert_array_equal, step(state, parts), first)
+    jax.tree.map(np.testing.assert_array_equal, step(arrays, parts), first)
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,12 @@ def test_a_sum_does_not_depend_on_the_threads():
 )
 def test_what_has_no_kernel_runs_by_xla(optimizer, dtype):
   rng = np.random.default_rng(0)
-  (table, slots), parts = make_state(rng, optimizer, 9, 4), make_parts(rng, 9, 4, SHAPES)
+  arrays, parts = make_arrays(rng, optimizer, 9, 4), make_parts(rng, 9, 4, SHAPES)
+  arrays["parameters"] = arrays["parameters"].astype(dtype)
   stack = StackSpec("t", ("t",), Layout((9,)), 4, np.dtype(dtype), optimizer)
   scalars = row_step.StepScalars(jnp.float32(0.1), None, None)
-  step = lambda *state: update.step_table(stack, scalars, state, parts, distinct=False)
-  assert "sparse_embed" not in text_of(step, table.astype(dtype), slots)
+  step = lambda arrays: update.step_table(stack, scalars, arrays, parts)
+  assert "sparse_embed" not in text_of(step, arrays)
 
 
 # --- whole steps ----------------------------------------------------------------------------------
