@@ -20,7 +20,7 @@ from embed.engine import mesh, taps
 from embed.engine.grads import ActivationGrads
 from embed.engine.lookup import before_update
 from embed.engine.stack import StackSpec
-from embed.engine.taps import Feed, Lookup, Mark, Owner, Source
+from embed.engine.taps import Feed, Lookup, Owner, Source
 from embed.gradients import Grads, Rows
 from embed.layer import SparseEmbed
 from embed.variables import SlotVariable, Table, changing
@@ -79,9 +79,9 @@ def _has_node(arg: Any) -> bool:
   return any(map(_is_node, jax.tree.leaves(arg, is_leaf=_is_node)))
 
 
-def _refuse_sharing(model: nnx.Module, nodes: dict[Any, Any]) -> None:
+def _refuse_sharing(layers: dict[str, SparseEmbed], nodes: dict[Any, Any]) -> None:
   """Raises ValueError if the loss gets a layer twice: one of two copies would not be trained."""
-  own = {id(module) for module in sparse_embeds(model).values()}
+  own = {id(layer) for layer in layers.values()}
   for name, node in nodes.items():
     for _, module in nnx.iter_modules(node):
       if id(module) in own:
@@ -142,9 +142,13 @@ class _Loss:
       )
     inputs = dict(enumerate(args)) | kwargs
     nodes = {i: arg for i, arg in inputs.items() if _has_node(arg)}
-    _refuse_sharing(model, nodes)
-    self.model, self.nodes = model, nodes
-    self.layers, self.stacks = sparse_embeds(model), _stacks(model)
+    self.model, self.nodes, self.layers = model, nodes, sparse_embeds(model)
+    _refuse_sharing(self.layers, nodes)
+    self.stacks = {
+      Owner(path, stack.name): stack
+      for path, layer in self.layers.items()
+      for stack in layer.spec.stacks.values()
+    }
     whole = _Split.of(model, nnx.Param)
     split_nodes = {i: _Split.of(arg) for i, arg in nodes.items()}
     self.params, self.stored = whole.states[0], whole.arrays
@@ -182,7 +186,7 @@ class _Loss:
     annotator = taps.Annotator(self.stacks)
     params = [None] * len(jax.tree.leaves(self.params))
     self.scope = annotator.scope(self._closed.jaxpr, [*params, *own, *of_nodes])
-    self.marks = self.scope.marks
+    self.lookups = self.scope.lookups
     if own:
       for source, after in zip(own, self.scope.outputs[-len(own) :], strict=True):
         if source != after:
@@ -198,7 +202,7 @@ class _Loss:
 
   def specs(self, lookups: Sequence[Any]) -> tuple[Any, ...]:
     """The static spec of each lookup's layer; equal for copies of a layer or of its config."""
-    return tuple(self.layers[made.owner.path].static for made in lookups)
+    return tuple(self.layers[made.owner.path].spec for made in lookups)
 
   def update(self, changed: Any, node_states: dict[Any, Any]) -> None:
     """Writes the state that the loss changed back into the model and the other nodes."""
@@ -284,53 +288,39 @@ def value_and_grad(
   @functools.wraps(loss_fn)
   def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
-    stacks, marks = traced.stacks, traced.marks
-    early = [None] * len(marks) if ahead is None else ahead._of(traced)
-    taps = [_taps(stacks, mark) for mark in marks]
+    stacks, lookups = traced.stacks, traced.lookups
+    early = [None] * len(lookups) if ahead is None else ahead._of(traced)
+    zeros_of = lambda x: [stacks[x.owner].placement.zeros(act) for act in x.activations]
+    taps = list(map(zeros_of, lookups))
 
     def tapped(params, taps, early):
       feeds = [
-        Feed(tap, None if made is None else made.activations)
-        for tap, made in zip(taps, early, strict=True)
+        Feed(tap, None if ready is None else ready.activations)
+        for tap, ready in zip(taps, early, strict=True)
       ]
-      (loss, *rest), lookups = traced.run(params, feeds)
+      (loss, *rest), made = traced.run(params, feeds)
       if ahead is not None:
-        loss = jnp.where(_same_ids(stacks, marks, lookups, early), loss, jnp.nan)
-        lookups = early
-      return loss, (rest, [x.record for x in lookups])
+        loss = jnp.where(_same_ids(stacks, made, early), loss, jnp.nan)
+        made = early
+      return loss, (rest, [x.record for x in made])
 
     differentiate = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
     with mesh.explained():
       value, (dense, cotangents) = differentiate(traced.params, taps, early)
     loss, ((aux, *states), records) = value
     traced.update(*states)
-    grads = Grads(dense, _rows(stacks, marks, cotangents, records))
+    grads = Grads(dense, _rows(stacks, lookups, cotangents, records))
     return ((loss, aux), grads) if has_aux else (loss, grads)
 
   return wrapped
 
 
-def _taps(stacks: dict[Owner, StackSpec], mark: Mark) -> list[jax.Array]:
-  """Zeros for each activation of a lookup, on its mesh."""
-  placement = stacks[mark.owner].placement
-  return [placement.zeros(act) for act in mark.activations]
-
-
-def _stacks(model: Any) -> dict[Owner, StackSpec]:
-  """Every stack of a model."""
-  return {
-    Owner(path, stack.name): stack
-    for path, module in sparse_embeds(model).items()
-    for stack in module.spec.stacks.values()
-  }
-
-
-def _rows(stacks: dict[Owner, StackSpec], marks, cotangents, records) -> Rows:
+def _rows(stacks: dict[Owner, StackSpec], lookups, cotangents, records) -> Rows:
   """The row gradients of a model, from the activation gradients of all lookups."""
   by_stack: dict[Owner, list[ActivationGrads]] = {owner: [] for owner in stacks}
-  for mark, grads, record in zip(marks, cotangents, records, strict=True):
+  for lookup, grads, record in zip(lookups, cotangents, records, strict=True):
     if not record.is_empty:
-      by_stack[mark.owner].append(ActivationGrads(tuple(grads), record))
+      by_stack[lookup.owner].append(ActivationGrads(tuple(grads), record))
   return Rows(by_stack, stacks)
 
 
@@ -350,25 +340,22 @@ class Ahead:
 
   def _of(self, traced: _Loss) -> list[Lookup]:
     """The lookups; raises ValueError if they do not fit the loss that gets them."""
-    marks = traced.marks
     shapes = lambda tree: jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
-    wanted = [Lookup(mark.activations, mark.record, mark.owner) for mark in marks]
-    if shapes(list(self.lookups)) != shapes(wanted) or self.specs != traced.specs(marks):
+    lookups, specs = list(self.lookups), traced.specs(traced.lookups)
+    if shapes(lookups) != shapes(traced.lookups) or self.specs != specs:
       raise ValueError(
         "`ahead` is of another loss or model, or of inputs of another shape. Write "
         "embed.look_ahead(loss_fn)(model, *args) with the loss and the arguments of the step that "
         "it is for; a last batch of another size needs a look ahead of its own."
       )
-    return list(self.lookups)
+    return lookups
 
 
-def _same_ids(
-  stacks: dict[Owner, StackSpec], marks: list[Mark], lookups: list[Lookup], early: list[Lookup]
-) -> jax.Array:
+def _same_ids(stacks: dict[Owner, StackSpec], made: list[Lookup], early: list[Lookup]) -> jax.Array:
   """Whether lookups have the same ids as the lookups made ahead: a bool scalar."""
   same = jnp.bool_(True)
-  for mark, now, ahead in zip(marks, lookups, early, strict=True):
-    stack, record = stacks[mark.owner], now.record
+  for now, ahead in zip(made, early, strict=True):
+    stack, record = stacks[now.owner], now.record
     for table, bags, bags_ahead in zip(record.tables, record.bags, ahead.record.bags, strict=True):
       same &= bags.equal(bags_ahead, stack.size(table))
   return same
@@ -424,7 +411,7 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
   @functools.wraps(loss_fn)
   def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Ahead:
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
-    run = lambda params: traced.run(params, [Feed(None)] * len(traced.marks))[1]
+    run = lambda params: traced.run(params, [Feed(None)] * len(traced.lookups))[1]
     lookups = run(traced.params)
     modules = sparse_embeds(model)
     ordered = []

@@ -373,14 +373,13 @@ def matched(
   Raises:
     TypeError, ValueError: if a structure differs from the config's, see `structure.match`.
   """
-  inputs = dict(structure.match(config, features, "features", none_allowed=False))
-  weight_of = dict(structure.match(config, weights, "weights"))
-  stray = [path for path, w in weight_of.items() if w is not None and path not in inputs]
-  if stray:
-    raise ValueError(f"weights given for {structure.feature_name(stray[0])!r}, which has no ids.")
-  for path, feature in list(structure.flatten_features(config)):
-    if path in inputs:
-      yield path, feature, inputs[path], weight_of.get(path)
+  given = list(structure.match(config, features, "features", none_allowed=False))
+  weight_of = {path: w for path, _, w in structure.match(config, weights, "weights")}
+  for path, feature, x in given:
+    yield path, feature, x, weight_of.pop(path, None)
+  for path, w in weight_of.items():
+    if w is not None:
+      raise ValueError(f"weights given for {structure.feature_name(path)!r}, which has no ids.")
 
 
 def read(config: Any, features: Any, weights: Any = None) -> list[Input]:

@@ -1,5 +1,6 @@
 """`SparseEmbed`: features over shared tables, as a Flax NNX module."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,6 @@ from embed.row_optimizer import RowOptimizer
 from embed.steps import (
   Residual,
   Spec,
-  StaticSpec,
   by_stack,
   count,
   look_up,
@@ -56,6 +56,9 @@ class SparseEmbed(nnx.Module):
       optimizer.
 
   Attributes:
+    spec: the configuration, fixed at construction: `features`, the feature config; `tables`, the
+      `TableConfig` of each table by name; and `optimizers`, its `RowOptimizer` (or None), with the
+      layer's filled in.
     report: an `embed.Report`: the number of dropped ids and the load of the exchange.
     combiner_weights: `{table name: nnx.Variable}` for each table whose `embed.CustomCombiner`
       learns; see `embed.CombinerWeights`.
@@ -96,8 +99,7 @@ class SparseEmbed(nnx.Module):
         )
       if features is not None or optimizer is not None:
         plan = plan.with_features(plan.features if features is None else features, optimizer)
-    spec = _spec(plan)
-    self.static = StaticSpec(spec)
+    self.spec = _spec(plan)
     self.report = Report(
       {
         "dropped_ids": jnp.int32(0),
@@ -114,18 +116,11 @@ class SparseEmbed(nnx.Module):
       }
     )
     self.arrays = nnx.Dict(
-      {name: make_variables(stack, plan.tables, keys, axis) for name, stack in spec.stacks.items()}
+      {
+        name: make_variables(stack, plan.tables, keys, axis)
+        for name, stack in self.spec.stacks.items()
+      }
     )
-
-  @property
-  def spec(self) -> Spec:
-    """The configuration of the layer, fixed at construction.
-
-    `features` is the feature config, `tables` has the `TableConfig` of each table by name, and
-    `optimizers` its `RowOptimizer` (or None), with the default filled in. The attribute `stacks`
-    describes how tables are stored, and is internal.
-    """
-    return self.static.value
 
   # --- lookup ------------------------------------------------------------------------------------
 
@@ -448,7 +443,7 @@ def store_apart(layer: SparseEmbed) -> None:
     for name, table in spec.tables.items()
   }  # fmt: skip
   optimizers: dict[str, RowOptimizer | None] = dict.fromkeys(spec.tables)
-  layer.static = StaticSpec(spec._replace(optimizers=optimizers, stacks=stacks, stack_of=stacks))
+  layer.spec = dataclasses.replace(spec, optimizers=optimizers, stacks=stacks, stack_of=stacks)
   layer.arrays = nnx.Dict({t: nnx.Dict({"parameters": Table(rows[t])}) for t in spec.tables})
 
 

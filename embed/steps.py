@@ -1,9 +1,10 @@
 """What a `SparseEmbed` does in a lookup and in an update, for all of its stacks."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +31,20 @@ _UNTRAINED = (
 )
 
 
-class Spec(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Spec:
   """What a `SparseEmbed` is, decided at construction and never traced.
 
-  `tables` and `optimizers` by table name, `stacks` by stack name. `table_of` has the table of each
-  feature, `stack_of` the stack of each table.
+  Static metadata of the layer: layers of the same configs, which compare by identity, and equal
+  stacks run the same compiled programs.
+
+  Attributes:
+    features: the feature config.
+    tables: the `TableConfig` of each table by name.
+    optimizers: its `RowOptimizer`, or None, with the layer's filled in.
+    stacks: how tables are stored, by stack name; internal.
+    table_of: the table of each feature.
+    stack_of: the stack of each table.
   """
 
   features: Any
@@ -44,21 +54,10 @@ class Spec(NamedTuple):
   table_of: dict[Path, str]
   stack_of: dict[str, StackSpec]
 
-
-class StaticSpec:
-  """Holds a layer's `Spec` as static metadata: layers of the same configs, which compare by
-  identity, and equal stacks run the same compiled programs."""
-
-  def __init__(self, value: Spec):
-    self.value = value
-
-  def __eq__(self, other: object) -> bool:
-    return self is other or (isinstance(other, StaticSpec) and self.value == other.value)
-
   def __hash__(self) -> int:
-    return hash(tuple(self.value.stacks.values()))
+    return hash(tuple(self.stacks.values()))
 
-  def __deepcopy__(self, memo):
+  def __deepcopy__(self, memo) -> "Spec":
     return self
 
 
@@ -210,7 +209,8 @@ def by_stack(
   spec: Spec, activation_grads: Any, residual: Residual
 ) -> tuple[dict[str, list[update.StackGrads]], dict[str, jax.Array]]:
   """Gradients by stack, and those of combiners' learned weights by table, all checked."""
-  by_path = dict(structure.match(spec.features, activation_grads, "activation_grads"))
+  given = structure.match(spec.features, activation_grads, "activation_grads")
+  by_path = {path: grad for path, _, grad in given}
   looked_up = {path for paths in residual.paths.values() for path in paths}
   features = dict(structure.flatten_features(spec.features))
   for path, feature in features.items():

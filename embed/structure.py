@@ -54,10 +54,10 @@ def feature_name(path: Path, feature: FeatureConfig | None = None) -> str:
 
 def match(
   config: Any, values: Any, what: str, path: Path = (), *, none_allowed: bool = True
-) -> Iterator[tuple[Path, Any]]:
-  """Pairs the path of each feature with its entry of `values`, which has the same structure.
+) -> Iterator[tuple[Path, FeatureConfig, Any]]:
+  """Yields each feature, its path and its entry of `values`, which has the same structure.
 
-  A dict may hold any subset of the keys.
+  In the order of `flatten_features`; a dict may hold any subset of the keys.
 
   Args:
     config: the feature config.
@@ -71,11 +71,12 @@ def match(
     ValueError: for another number of entries, or unknown keys.
 
   >>> watched = FeatureConfig(TableConfig(9, 2))
-  >>> list(match({"a": [watched, watched], "b": watched}, {"a": [1, 2]}, "values"))
+  >>> matched = match({"a": [watched, watched], "b": watched}, {"a": [1, 2]}, "values")
+  >>> [(path, value) for path, _, value in matched]
   [(('a', '0'), 1), (('a', '1'), 2)]
   """
   if isinstance(config, FeatureConfig):
-    yield path, values
+    yield path, config, values
     return
   where = f" at {'/'.join(path)!r}" if path else ""
   if values is None and none_allowed:

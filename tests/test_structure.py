@@ -23,11 +23,15 @@ def test_dict_keys_are_sorted_and_sequences_keep_their_order():
 
 def test_packing_undoes_matching():
   values = {"b": [1, 2], "a": Pair(3, {"x": None})}
-  flat = dict(structure.match(NESTED, values, "values"))
+  matched = list(structure.match(NESTED, values, "values"))
+  assert [(path, feature) for path, feature, _ in matched] == list(
+    structure.flatten_features(NESTED)
+  )
+  flat = {path: value for path, _, value in matched}
   assert flat == dict(zip(PATHS, [3, None, 1, 2], strict=True))
   assert structure.pack(NESTED, values, flat) == values
   part = {"a": Pair(3, {})}
-  flat = dict(structure.match(NESTED, part, "values"))
+  flat = {path: value for path, _, value in structure.match(NESTED, part, "values")}
   assert flat == {("a", "left"): 3}
   assert structure.pack(NESTED, part, flat) == part
 

@@ -277,7 +277,7 @@ def _ragged_positions(parts: Parts) -> _Positions:
   index = jnp.arange(n, dtype=jnp.int32)
   behind = index >= splits[-1]
   # Counting the splits at or before each index: empty bags repeat a split. All are counted, the
-  # first as well: see mesh.replicate.
+  # first as well: see mesh.accept.
   splits_at = jnp.zeros(n, jnp.int32).at[splits].add(1, mode="drop")
   bag = jnp.where(behind, bags, jnp.clip(jnp.cumsum(splits_at) - 1, 0, max(bags - 1, 0)))
   column = index - splits.at[bag].get(mode="clip")

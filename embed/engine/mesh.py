@@ -330,37 +330,26 @@ class Placement:
 LOCAL = Placement(None)
 
 
-def check_whole(name: str, x: Any) -> None:
-  """Refuses an input that is split over an Explicit mesh, for a layer that knows no mesh."""
-  for leaf in jax.tree.leaves(x):
-    if isinstance(leaf, jax.Array) and any(jax.typeof(leaf).sharding.spec):
-      raise ValueError(
-        f"Feature {name!r} is split over a mesh, {jax.typeof(leaf)}, but this SparseEmbed was made "
-        "without one. Make it under jax.set_mesh(mesh), or pass mesh=mesh."
-      )
-
-
-def replicate(placement: Placement, x: Any) -> Any:
-  """An array for a scatter that adds: whole on every device if it is split over the mesh.
-
-  XLA's partitioner adds wrong elements where the indices are split unevenly over some of several
-  mesh axes (seen with jaxlib 0.10.2 in a `scatter-add` by a slice of sharded indices).
-  """
-  if not isinstance(x, jax.Array):
-    return x
-  traced = jax_internals.is_traced(x)
-  return placement.put(x, P()) if traced or len(x.sharding.device_set) > 1 else x
-
-
 def accept(placement: Placement, name: str, parts: Any) -> Any:
   """The `bags.Parts` of a feature as a lookup takes them.
 
   Raises:
     ValueError: on one device, if an array is split over an Explicit mesh.
   """
-  if placement.mesh is None:
-    check_whole(name, parts)
+  if placement.is_local:
+    for x in jax.tree.leaves(parts):
+      if isinstance(x, jax.Array) and any(jax.typeof(x).sharding.spec):
+        raise ValueError(
+          f"Feature {name!r} is split over a mesh, {jax.typeof(x)}, but this SparseEmbed was made "
+          "without one. Make it under jax.set_mesh(mesh), or pass mesh=mesh."
+        )
     return parts
-  if parts.kind != "ragged":
+  splits = parts.layout
+  if parts.kind != "ragged" or not isinstance(splits, jax.Array):
     return parts
-  return dataclasses.replace(parts, layout=replicate(placement, parts.layout))
+  # Bags count all splits, by a scatter that adds: XLA's partitioner adds wrong elements where the
+  # indices are split unevenly over some of several mesh axes (seen with jaxlib 0.10.2 in a
+  # `scatter-add` by a slice of sharded indices).
+  if jax_internals.is_traced(splits) or len(splits.sharding.device_set) > 1:
+    splits = placement.put(splits, P())
+  return dataclasses.replace(parts, layout=splits)

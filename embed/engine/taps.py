@@ -111,19 +111,25 @@ class Source(NamedTuple):
   name: str  # "parameters" or a slot
 
 
-class Mark(NamedTuple):
-  """A lookup in the model's tables: what it returned, and the shapes of what it read."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+  """A lookup in the model's tables: what it returned, what it read, and of what.
 
-  owner: Owner
-  activations: list[Any]  # abstract values
-  record: LookupRecord  # of ShapeDtypeStructs
+  Of shapes where it was found in a program, of arrays where it was run; then the activations are
+  None unless the lookup was made ahead.
+  """
+
+  activations: list[Any] | None
+  record: LookupRecord
+  owner: Owner = dataclasses.field(metadata={"static": True})
 
 
 class _Part(NamedTuple):
   """One equation with lookups of the model in it, or a run of equations without."""
 
   eqns: list[Any]
-  marks: list[Mark]
+  lookups: list[Lookup]
   inner: list["Scope"]
 
 
@@ -132,7 +138,7 @@ class Scope(NamedTuple):
 
   jaxpr: Any
   parts: list[_Part]
-  marks: list[Mark]
+  lookups: list[Lookup]
   outputs: list[Source | None]
 
 
@@ -205,12 +211,12 @@ class Annotator:
     for eqn in jaxpr.eqns:
       part, outputs = self._equation(eqn, [of(v) for v in eqn.invars])
       known.update({v: s for v, s in zip(eqn.outvars, outputs, strict=False) if s is not None})
-      if not part.marks and parts and not parts[-1].marks:
+      if not part.lookups and parts and not parts[-1].lookups:
         parts[-1].eqns.append(eqn)
       else:
         parts.append(part)
-    marks = [mark for part in parts for mark in part.marks]
-    return Scope(jaxpr, parts, marks, [of(v) for v in jaxpr.outvars])
+    lookups = [lookup for part in parts for lookup in part.lookups]
+    return Scope(jaxpr, parts, lookups, [of(v) for v in jaxpr.outvars])
 
   def _equation(self, eqn: Any, sources: list[Source | None]):
     """The part of one equation, and where its outputs come from."""
@@ -224,27 +230,27 @@ class Annotator:
       return _Part([eqn], [], []), []
     own = [s for s in sources if s is not None and s.owner is not None]
     inner, outputs = self._inner(eqn, sources)
-    marks = [mark for scope in inner for mark in scope.marks]
-    if marks and name not in (*_INLINED, *_REMAT, "cond"):
-      _refuse(_first_mark(eqn), f"a JAX transformation ({name})")
+    lookups = [lookup for scope in inner for lookup in scope.lookups]
+    if lookups and name not in (*_INLINED, *_REMAT, "cond"):
+      _refuse(_first_lookup(eqn), f"a JAX transformation ({name})")
     if inner:
-      return _Part([eqn], marks, inner), outputs
+      return _Part([eqn], lookups, inner), outputs
     if name in _UNCHANGED:
       return _Part([eqn], [], []), sources[:1]
     if own:
-      if _first_mark(eqn) is not None:
-        _refuse(_first_mark(eqn), f"a JAX transformation ({name})")
+      if _first_lookup(eqn) is not None:
+        _refuse(_first_lookup(eqn), f"a JAX transformation ({name})")
       raise self.error(own[0], _COMPUTED_WITH)
     return _Part([eqn], [], []), []
 
-  def _lookup(self, eqn: Any, source: Source | None) -> list[Mark]:
+  def _lookup(self, eqn: Any, source: Source | None) -> list[Lookup]:
     if source is None:
       self.outside.append(eqn)
     if source is None or source.owner is None:
       return []
     if eqn.params["batched"]:
       _refuse(eqn, "vmap")
-    return [Mark(source.owner, [v.aval for v in eqn.outvars], record_of(eqn))]
+    return [Lookup([v.aval for v in eqn.outvars], record_of(eqn), source.owner)]
 
   def _inner(self, eqn: Any, sources: list[Source | None]):
     """Sub-jaxprs whose inputs map to the equation's, and the sources of its outputs."""
@@ -278,12 +284,12 @@ def _carried(before: Sequence[Source | None], body: Scope) -> list[Source | None
   return [source if source == after else None for source, after in pairs]
 
 
-def _first_mark(eqn: Any) -> Any:
+def _first_lookup(eqn: Any) -> Any:
   for sub in _sub_jaxprs(eqn.params):
     for inner in sub.eqns:
       if inner.primitive is lookup_tap_p:
         return inner
-      deeper = _first_mark(inner)
+      deeper = _first_lookup(inner)
       if deeper is not None:
         return deeper
   return None
@@ -298,16 +304,6 @@ class Feed:
   ahead: list[jax.Array] | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Lookup:
-  """A lookup that was run: what it returned, for one without taps, what it read, and of what."""
-
-  activations: list[jax.Array] | None
-  record: LookupRecord
-  owner: Owner = dataclasses.field(metadata={"static": True})
-
-
 Run = tuple[list[Any], list[Lookup]]
 
 
@@ -318,15 +314,15 @@ def run(scope: Scope, consts: Any, args: Any, feeds: list[Feed]) -> Run:
   read = lambda v: v.val if isinstance(v, jax_internals.Literal) else env[v]
   records: list[Lookup] = []
   for part in scope.parts:
-    if not part.marks:
+    if not part.lookups:
       inputs, outputs = _boundary(part.eqns)
       plain = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=part.eqns)
       out = jax_internals.jaxpr_as_fun(jax_internals.ClosedJaxpr(plain, []))(*map(read, inputs))
     else:
-      (eqn,), number = part.eqns, len(part.marks)
+      (eqn,), number = part.eqns, len(part.lookups)
       outputs = eqn.outvars
       with eqn.ctx.manager:
-        out, made = _run_marked(part, [read(v) for v in eqn.invars], feeds[:number])
+        out, made = _run_with_lookups(part, [read(v) for v in eqn.invars], feeds[:number])
       feeds = feeds[number:]
       records += made
     env.update(zip(outputs, out, strict=True))
@@ -341,16 +337,16 @@ def _boundary(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
   return list(dict.fromkeys(v for v in reads if v not in known)), made
 
 
-def _run_marked(part: _Part, values: list[Any], feeds: list[Feed]) -> Run:
+def _run_with_lookups(part: _Part, values: list[Any], feeds: list[Feed]) -> Run:
   """One equation with lookups in it."""
   eqn, name = part.eqns[0], part.eqns[0].primitive.name
   if eqn.primitive is lookup_tap_p:
-    number, feed, owner = eqn.params["number"], feeds[0], part.marks[0].owner
+    number, feed, owner = eqn.params["number"], feeds[0], part.lookups[0].owner
     record = jax.tree.unflatten(eqn.params["treedef"], values[number + 1 :])
     activations = mesh.settled(list(values[:number]) if feed.ahead is None else feed.ahead)
     if feed.taps is None:
       return activations, [Lookup(activations, record, owner)]
-    # Marked again, for a loss around this one that is differentiated as well.
+    # Tapped again, for a loss around this one that is differentiated as well.
     activations = lookup_tap_p.bind(*activations, *values[number:], **eqn.params)
     return list(map(attach, activations, feed.taps)), [Lookup(None, record, owner)]
   if name in _INLINED:
@@ -363,7 +359,7 @@ def _run_marked(part: _Part, values: list[Any], feeds: list[Feed]) -> Run:
     )
     return again(values, feeds)
   if feeds[0].taps is None or feeds[0].ahead is not None:
-    table = part.marks[0].record.tables[0]
+    table = part.lookups[0].record.tables[0]
     raise ValueError(
       f"A lookup of table {table!r} is in one branch of a conditional: which one is not known "
       "ahead. Look up outside of it, or train without embed.look_ahead."
@@ -377,16 +373,16 @@ def _branches(scopes: list[Scope], consts: list[Any]) -> list[Callable[..., Run]
   """The branches of a conditional, each recording the others' lookups as not made."""
 
   def branch(i, operands, feeds):
-    start = sum(len(scope.marks) for scope in scopes[:i])
-    own = feeds[start:][: len(scopes[i].marks)]
+    start = sum(len(scope.lookups) for scope in scopes[:i])
+    own = feeds[start:][: len(scopes[i].lookups)]
     out, made = run(scopes[i], consts[i], operands, own)
-    unused = lambda mark: Lookup(None, _unused(mark), mark.owner)
-    records = [made if s is scopes[i] else [unused(m) for m in s.marks] for s in scopes]
+    unused = lambda lookup: Lookup(None, _unused(lookup), lookup.owner)
+    records = [made if s is scopes[i] else [unused(m) for m in s.lookups] for s in scopes]
     return out, [record for each in records for record in each]
 
   return [functools.partial(branch, i) for i in range(len(scopes))]
 
 
-def _unused(mark: Mark) -> LookupRecord:
+def _unused(lookup: Lookup) -> LookupRecord:
   """The record of a lookup that was not made."""
-  return jax.tree.map(mesh.zeros_like_type, mark.record).unused()
+  return jax.tree.map(mesh.zeros_like_type, lookup.record).unused()

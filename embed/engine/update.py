@@ -206,8 +206,9 @@ def _spec(stack: StackSpec) -> Any:
 
 
 def _summed(stack: StackSpec, received: exchange.Received) -> DistinctRows:
-  is_summed = isinstance(received, DistinctRows)
-  return received if is_summed else rows.sum_rows(received, stack.layout.rows)
+  if isinstance(received, DistinctRows):
+    return received
+  return rows.sum_rows(received, stack.layout.rows)
 
 
 def step_table(
