@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -126,12 +126,6 @@ class Bags:
     if self.segments is not None:
       same &= jnp.all(self.segments == other.segments)
     return same
-
-
-def pad_all(bags: Sequence[Bags], placement: Any) -> tuple[tuple[Bags, ...], tuple[P, ...]]:
-  """Bags padded to all devices of a placement, and how they are split inside a lookup."""
-  padded = tuple(bag.padded(placement) for bag in bags)
-  return padded, tuple(bag.spec(placement.work) for bag in padded)
 
 
 def inverse_norm(total: jax.Array, combiner: str) -> jax.Array:

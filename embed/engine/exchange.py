@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from embed.engine import access, cost, rows
 from embed.engine import grads as grads_lib
 from embed.engine import route as route_lib
-from embed.engine.bags import Bags, pad_all
+from embed.engine.bags import Bags
 from embed.engine.collectives import gather, index, swap
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
@@ -53,25 +53,37 @@ def look_up(
     Activations `[*batch, D]` of each feature, and the record of what was looked up.
   """
   placement = stack.placement
+  acts: Sequence[jax.Array] = ()
   record = LookupRecord(tuple(bags), tuple(tables))
-  used = [i for i, bag in enumerate(bags) if bag.ids.size]  # collectives need at least one id
-  acts: dict[int, jax.Array] = {}
-  if used:
-    names = tuple(tables[i] for i in used)
-    padded, specs = pad_all([bags[i] for i in used], placement)
+  if not record.is_empty:
+    padded, spec, demand = spread(stack, record)
     # A lookup needs only the capacity; an update chooses for all calls of a step together.
-    capacity = cost.choose_exchange(stack, cost.batch_demand(stack, padded, names)).capacity
-    out_specs = (placement.work, None if capacity is None else route_spec(stack))
-    per_device = functools.partial(_look_up, tables=names, stack=stack, capacity=capacity)
-    run = placement.run(per_device, (stack.specs[2], specs), out_specs)
-    activations, route = run(table, padded)
-    acts = dict(zip(used, activations, strict=True))
+    capacity = cost.choose_exchange(stack, demand).capacity
+    out_specs = (placement.work, None if capacity is None else _route_spec(stack))
+    per_device = functools.partial(_look_up, stack=stack, capacity=capacity)
+    acts, route = placement.run(per_device, (stack.specs[2], spec), out_specs)(table, padded)
     record = dataclasses.replace(record, route=route)
   zeros = lambda bag: jnp.zeros((*bag.batch, stack.dim), table.dtype)
-  out = [acts[i] if i in acts else zeros(bag) for i, bag in enumerate(bags)]
+  looked_up = iter(acts)
+  out = [next(looked_up) if bag.ids.size else zeros(bag) for bag in bags]
   if not placement.is_local:
     out = [_cut(act, bag.batch, placement) for act, bag in zip(out, bags, strict=True)]
   return out, record
+
+
+def spread(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord, Any, cost.BatchDemand]:
+  """A record for all devices, the specs of its arrays, and its demand.
+
+  Its bags are padded to the devices. Those without an id are left out: collectives need one.
+  """
+  placement = stack.placement
+  used = [i for i, bag in enumerate(record.bags) if bag.ids.size]
+  bags = tuple(record.bags[i].padded(placement) for i in used)
+  tables = tuple(record.tables[i] for i in used)
+  bag_specs: Any = tuple(bag.spec(placement.work) for bag in bags)
+  spec = LookupRecord(bag_specs, tables, None if record.route is None else _route_spec(stack))
+  demand = cost.batch_demand(stack, bags, tables)
+  return LookupRecord(bags, tables, record.route), spec, demand
 
 
 def _cut(act: jax.Array, batch: tuple[int, ...], placement: Placement) -> jax.Array:
@@ -81,30 +93,27 @@ def _cut(act: jax.Array, batch: tuple[int, ...], placement: Placement) -> jax.Ar
   return placement.split_batch(act, 1)[0] if act.ndim > 1 else act  # one bag, padded
 
 
-def route_spec(stack: StackSpec) -> Any:
-  """The specs of a route's arrays."""
+def _route_spec(stack: StackSpec) -> Any:
   work = stack.placement.work
   return Route(work, work, work, work, P())  # type: ignore[arg-type]
 
 
-def _look_up(table, bags, *, tables, stack: StackSpec, capacity: int | None):
+def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | None):
   """Activations of a device's part of the batch, and the route of the all-to-all, or None."""
   placement = stack.placement
   table = access.opened(stack, table)
   combine = functools.partial(access.gather_and_combine, stack, table)
-  routed: list[jax.Array] = []
+  acts: Sequence[jax.Array] = ()
   route = None
   if capacity is not None:
-    features = [x for x in zip(bags, tables, strict=True) if not x[0].is_ragged]
-    routed, route = _look_up_routed(stack, table, features, capacity)
-  next_routed = iter(routed)
-  out = []
-  for bag, name in zip(bags, tables, strict=True):
+    acts, route = _look_up_routed(stack, table, record, capacity)
+  routed, out = iter(acts), []
+  for bag, name in zip(record.bags, record.tables, strict=True):
     if bag.is_ragged:
       act = _add_up(combine(_local(bag, stack, name)), stack)
     else:
       if capacity is not None:
-        act = next(next_routed)
+        act = next(routed)
       else:
         everybody = gather(_union(bag, placement), placement.rows)
         act = _scatter(combine(_local(everybody, stack, name)), placement)
@@ -131,10 +140,14 @@ def _union(bags: Bags, placement: Placement) -> Bags:
 
 
 def _look_up_routed(
-  stack: StackSpec, table: access.Rows, features: Sequence[tuple[Bags, str]], capacity: int
+  stack: StackSpec, table: access.Rows, record: LookupRecord, capacity: int
 ) -> tuple[list[jax.Array], Route]:
-  """Activations by all-to-all, and the route with what was requested in the first round."""
+  """Activations of the bags that are not ragged, by all-to-all.
+
+  The route has what was requested in the first round.
+  """
   placement, layout = stack.placement, stack.layout
+  features = [x for x in zip(record.bags, record.tables, strict=True) if not x[0].is_ragged]
   bags = [_union(bag, placement) for bag, _ in features]
   indices = [stack.indices[name] for _, name in features]
   where = [layout.locate(i, bag.ids) for i, bag in zip(indices, bags, strict=True)]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from embed.engine import access, collectives, cost, exchange, mesh, native, rows, update_cpu
 from embed.engine import grads as grads_lib
-from embed.engine.bags import UNUSED, pad_all
+from embed.engine.bags import UNUSED
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
 from embed.engine.packing import Lines
@@ -183,16 +183,13 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads], in_order: bool | None 
       padded.append(x)
       specs.append(_spec(stack))
       continue
-    used = [i for i, bags in enumerate(x.record.bags) if bags.ids.size]
-    bags, bag_specs = pad_all([x.record.bags[i] for i in used], placement)
-    tables = tuple(x.record.tables[i] for i in used)
+    record, spec, demand = exchange.spread(stack, x.record)
     lead = lambda g: g[None] if g.ndim == 1 else g
-    values = tuple(placement.pad_batch(lead(x.grads[i]), 0) for i in used)
-    padded.append(ActivationGrads(values, LookupRecord(bags, tables, x.record.route)))
-    route_spec = None if x.record.route is None else exchange.route_spec(stack)
-    record_spec = LookupRecord(bag_specs, tables, route_spec)  # type: ignore[arg-type]
-    specs.append(ActivationGrads(placement.work, record_spec))  # type: ignore[arg-type]
-    demands.append(cost.batch_demand(stack, bags, tables))
+    used = [g for g, bags in zip(x.grads, x.record.bags, strict=True) if bags.ids.size]
+    values = tuple(placement.pad_batch(lead(g), 0) for g in used)
+    padded.append(ActivationGrads(values, record))
+    specs.append(ActivationGrads(placement.work, spec))  # type: ignore[arg-type]
+    demands.append(demand)
   kind = cost.choose_exchange(stack, cost.total(demands)).kind if demands else "none"
   in_order = not stack.accumulates if in_order is None else in_order
   return padded, tuple(specs), "ordered" if in_order else kind
