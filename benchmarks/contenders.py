@@ -18,7 +18,8 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout as it is
 
 import embed
-from embed.engine import native, row_step
+from embed.engine import row_step
+from embed.kernels import cpu as cpu_kernels
 
 RATE, ACCUMULATOR, EPSILON = 0.01, 0.1, 1e-8
 OPTIMIZERS: dict[str, Callable[[], embed.RowOptimizer]] = {
@@ -132,7 +133,7 @@ def call_jit(function: Callable[..., Any], layer: Any, **options: Any) -> Callab
 
 def switch(kernels: bool) -> Callable[[], None]:
   """A `set_up` that takes the compiled kernels or not, in what is traced after it."""
-  return lambda: os.environ.update({native.SWITCH: f"{kernels:d}"})
+  return lambda: os.environ.update({cpu_kernels.SWITCH: f"{kernels:d}"})
 
 
 def ours(
@@ -140,7 +141,7 @@ def ours(
 ) -> Contender:
   """`lookup` and `apply_gradients`, compiled for the layer."""
   switch(kernels)()
-  if kernels and not native.is_on():
+  if kernels and not cpu_kernels.is_on():
     raise Missing("the extra `cpu` is not installed")
   key = f"table_{kernels:d}"  # layers of one table's name share the programs they were traced to
   layer = make_layer(problem, OPTIMIZERS.get(name, embed.frozen)(), key)

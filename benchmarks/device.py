@@ -41,7 +41,8 @@ from contenders import LOOKUP, OPTIMIZERS, arrays_of, programs
 from flax import nnx
 
 import embed
-from embed.engine import host, packing, sparse_core
+from embed.engine import host, packing
+from embed.kernels import sparse_core
 from embed.tools import check
 from recipes import aot
 

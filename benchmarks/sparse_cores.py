@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
-from embed.engine.sparse_core import kernels
+from embed.kernels.sparse_core import kernels
 from recipes import aot, hlo, hosts
 
 ROWS, IDS, BAGS = 1 << 18, 10_000, (1024, 20)  # of a device

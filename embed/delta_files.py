@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from embed.engine.changes import TableRows
+from embed.storage.changes import TableRows
 from embed.tools import text
 
 _FORMAT = 1

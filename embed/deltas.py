@@ -21,10 +21,10 @@ from jax.experimental import multihost_utils
 
 from embed import autodiff, checkpoint
 from embed.delta_files import Delta, read, write
-from embed.engine import changes as changes_lib
-from embed.engine.changes import TableRows
 from embed.engine.layout import Layout
 from embed.steps import stored_arrays
+from embed.storage import changes as changes_lib
+from embed.storage.changes import TableRows
 from embed.variables import changing, replace
 
 __all__ = [

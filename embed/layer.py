@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from embed import combiners, gradients, planning, structure
 from embed import config as config_lib
-from embed.engine import storage, taps, update
+from embed.engine import taps, update
 from embed.engine.bags import Bags
 from embed.engine.layout import Layout
 from embed.engine.lookup import LookupRecord
@@ -33,6 +33,7 @@ from embed.steps import (
   table_config,
   tap,
 )
+from embed.storage import tables as stored_tables
 from embed.variables import Report, Table, changing, make_variables, replace
 
 
@@ -210,7 +211,7 @@ class SparseEmbed(nnx.Module):
     stack = self.spec.stack_of[table_name]
     if candidates is None:
       stored = self.arrays[stack.name]["parameters"].get_value()
-      rows = storage.read_whole(stack, taps.read_table(stored, "lookup"), table_name)
+      rows = stored_tables.read_whole(stack, taps.read_table(stored, "lookup"), table_name)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
       (rows,) = tap(self, stack, [rows], LookupRecord((every,), (table_name,)), stored)
       return jnp.einsum("...d,vd->...v", query, rows)
@@ -389,7 +390,9 @@ class SparseEmbed(nnx.Module):
       }
       for stack in stacks
     ]
-    new = storage.store_all(stacks, [stored_arrays(self, stack) for stack in stacks], replacements)
+    new = stored_tables.store_all(
+      stacks, [stored_arrays(self, stack) for stack in stacks], replacements
+    )
     with changing("Loading tables"):
       for stack, stored in zip(stacks, new, strict=True):
         replace(self.arrays[stack.name], stored)
@@ -413,13 +416,13 @@ def _spec(plan: planning.Plan) -> Spec:
 
 
 def read_variables(layer: SparseEmbed, compact: bool = False) -> dict[str, dict[str, Any]]:
-  """`SparseEmbed.variables`, or its `compact` views: see `engine.storage`."""
+  """`SparseEmbed.variables`, or its `compact` views: see `storage.tables`."""
   stacks = tuple(layer.spec.stacks.values())
   arrays = [stored_arrays(layer, stack) for stack in stacks]
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
     return variable_shapes(layer, compact)  # under nnx.eval_shape
   arrays = jax.tree.map(lambda x: taps.read_table(x, "tables"), arrays)
-  tables = storage.read_all(stacks, arrays, compact)
+  tables = stored_tables.read_all(stacks, arrays, compact)
   keys = lambda name: ("parameters", *layer.spec.stack_of[name].slots)  # jit has sorted them
   return {name: {key: tables[name][key] for key in keys(name)} for name in layer.spec.tables}
 
@@ -428,7 +431,7 @@ def variable_shapes(
   layer: SparseEmbed, compact: bool = False
 ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
   """The shapes of `read_variables`."""
-  of = lambda name, stack: storage.shapes(stack, stored_arrays(layer, stack), name, compact)
+  of = lambda name, stack: stored_tables.shapes(stack, stored_arrays(layer, stack), name, compact)
   return {name: of(name, layer.spec.stack_of[name]) for name in layer.spec.tables}
 
 

@@ -11,10 +11,11 @@ import jax
 from embed import config as config_lib
 from embed import structure
 from embed.engine import mesh as mesh_lib
-from embed.engine import packing, sparse_core, storage
+from embed.engine import packing
 from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
 from embed.engine.stack import StackSpec
+from embed.kernels import sparse_core
 from embed.row_optimizer import OPTIMIZERS, RowOptimizer
 from embed.stacking import (
   ALONE,
@@ -25,6 +26,7 @@ from embed.stacking import (
   example_bags,
   stack_cost,
 )
+from embed.storage import tables as stored_tables
 from embed.tools import text
 
 
@@ -254,7 +256,7 @@ class Plan:
       for stack in self.stacks().values()
       if stack.is_split
       for name in stack.tables
-      if storage.view(stack, name, 2, compact=True).kind == "whole"
+      if stored_tables.view(stack, name, 2, compact=True).kind == "whole"
     ]
     number = sum(self.tables[n].vocabulary_size * self.tables[n].dim * 4 for n in whole)
     if number <= ALONE:

@@ -17,12 +17,13 @@ import numpy as np
 
 from embed import combiners, inputs, structure
 from embed.config import MAX_VOCABULARY_SIZE, FeatureConfig, TableConfig
-from embed.engine import cost, host, packing, route, sparse_core
+from embed.engine import cost, host, packing, route
 from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
 from embed.engine.layout import Layout
 from embed.engine.mesh import LOCAL, Placement, as_names
 from embed.engine.stack import StackSpec
+from embed.kernels import sparse_core
 from embed.row_optimizer import RowOptimizer
 
 MEMORIES = ("device", "host")

@@ -14,12 +14,13 @@ from embed import combiners, structure
 from embed.combiners import Uncombined
 from embed.config import TableConfig
 from embed.engine import bags as bags_lib
-from embed.engine import exchange, jax_internals, native, route, row_step, taps, update
+from embed.engine import exchange, jax_internals, route, row_step, taps, update
 from embed.engine import mesh as mesh_lib
 from embed.engine.grads import ActivationGrads
 from embed.engine.lookup import LookupRecord
 from embed.engine.stack import Arrays, StackSpec
 from embed.inputs import Input, read
+from embed.kernels import cpu as cpu_kernels
 from embed.row_optimizer import RowOptimizer
 from embed.structure import Path
 from embed.variables import changing
@@ -141,7 +142,7 @@ def look_up_stack(
   """Tapped activations of the features of a stack, what was looked up, and its bags."""
   placement = stack.placement
   arrays = [mesh_lib.accept(placement, x.name, x.parts) for x in inputs]
-  count = native.count_beyond if placement.is_local else bags_lib.count_beyond
+  count = cpu_kernels.count_beyond if placement.is_local else bags_lib.count_beyond
   prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
   prepared = placement.prepare(prepare, arrays)
   stored = layer.arrays[stack.name]["parameters"].get_value()

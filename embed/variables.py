@@ -9,8 +9,10 @@ import jax
 from flax import nnx
 
 from embed.config import TableConfig
-from embed.engine import host, initial, jax_internals, large_pages, mesh
+from embed.engine import host, jax_internals, mesh
 from embed.engine.stack import Arrays, StackSpec
+from embed.kernels.cpu import large_pages
+from embed.storage import initial
 
 _LARGE_COPY = 16 << 20  # bytes of a copy
 

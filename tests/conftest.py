@@ -60,7 +60,7 @@ def on_sparse_cores():
     return
   from sparse_cores import emulated
 
-  from embed.engine import sparse_core
+  from embed.kernels import sparse_core
 
   sparse_core.KINDS = (*sparse_core.KINDS, "cpu")
   assert sparse_core.obstacle("cpu", 16, np.dtype(np.float32), is_packed=True) is None

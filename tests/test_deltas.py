@@ -14,7 +14,7 @@ from flax import nnx
 from meshes import make_mesh
 
 import embed
-from embed.engine import changes
+from embed.storage import changes
 
 ROWS = 61  # no multiple of any number of shards
 

@@ -38,7 +38,7 @@ def scope():
 @pytest.mark.full
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name, scope):
-  if ".native." in name:
+  if ".kernels.cpu." in name:
     pytest.importorskip("numba", reason="the extra `cpu` is not installed")
   module = importlib.import_module(name)
   runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

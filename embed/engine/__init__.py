@@ -11,12 +11,14 @@
 The jit around an update donates its arrays. Read `layout`, `mesh`, `stack` for where rows are;
 `bags`, `lookup` for one device; `packing`, `host`, `access` for how rows lie in memory; `grads`,
 `rows` for the forms of a gradient; `collectives`, `cost`, `route`, `exchange` for several devices;
-`row_step`, `rounding`, `update` for new rows; `initial` for first values; `storage`, `views`,
-`placing` for tables as users see them, and `changes` for the rows that differ; `taps` for
-differentiation. `jax_internals` isolates what JAX and Flax do not promise, `update_cpu` what one
-backend needs. `native` has compiled kernels for the CPU, which mean what `lookup` and `update` say,
-and `large_pages` its memory; `sparse_core` has kernels for TPUs; `switches` reads the environment
-variables.
+`row_step`, `rounding`, `update` for new rows; `taps` for differentiation. `jax_internals` isolates
+what JAX and Flax do not promise, `update_cpu` what one backend needs, and `switches` reads the
+environment variables.
+
+Two rooms around it are pure arrays as well. `embed.storage` makes stored arrays, and reads and
+loads them as tables; a step does without it. `embed.kernels` has compiled code for CPUs and for the
+SparseCores of TPUs that means what `lookup`, `access` and `update` say; without it a step is the
+same, and slower.
 
 In shapes: V rows of D columns; N ids in B bags of L positions; S shards, which exchange C rows with
 each device in a round.

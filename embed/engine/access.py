@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from embed.engine import host, native, packing, sparse_core
+from embed.engine import host, packing
 from embed.engine.bags import Bags, is_row
 from embed.engine.host import HostRows
 from embed.engine.packing import Lines
 from embed.engine.stack import Arrays, StackSpec
+from embed.kernels import cpu as cpu_kernels
+from embed.kernels import sparse_core
 
 Rows = jax.Array | Lines | HostRows  # `[V, D]`
 
@@ -67,7 +69,7 @@ def is_direct(stack: StackSpec, table: Rows) -> bool:
 def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
   """The rows `[N, ...]` of ids int32 `[N]`; undefined for ids outside the table."""
   if _is_by_kernel(stack, table):
-    from embed.engine.sparse_core import kernels
+    from embed.kernels.sparse_core import kernels
 
     return kernels.take(_linear(table), ids)[:, : stack.width]
   if isinstance(table, (Lines, HostRows)):
@@ -83,7 +85,7 @@ def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
     ids, size = bags.ids.reshape(-1), table.shape[0]
     position = jnp.where(is_row(ids, size), jnp.arange(ids.size, dtype=jnp.int32), ids.size)
     table, bags = table.take(ids), bags.with_ids(position.reshape(bags.ids.shape))
-  return native.gather_and_combine(table, bags, stack.quantization, jnp.float32)
+  return cpu_kernels.gather_and_combine(table, bags, stack.quantization, jnp.float32)
 
 
 def read(stack: StackSpec, arrays: Arrays, at: jax.Array) -> Arrays:
@@ -115,7 +117,7 @@ def _is_by_kernel(stack: StackSpec, x: Any) -> bool:
 def _put_by_kernel(
   stack: StackSpec, tables: Sequence[Rows], at: jax.Array, new: Sequence[jax.Array]
 ) -> list[Rows]:
-  from embed.engine.sparse_core import kernels
+  from embed.kernels.sparse_core import kernels
 
   linear = [_linear(table) for table in tables]
   filling = ((0, 0), (0, linear[0].shape[1] - stack.width))

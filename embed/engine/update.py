@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import access, collectives, cost, exchange, mesh, native, rows, update_cpu
+from embed.engine import access, collectives, cost, exchange, mesh, rows, update_cpu
 from embed.engine import grads as grads_lib
 from embed.engine.bags import UNUSED
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
@@ -22,6 +22,7 @@ from embed.engine.lookup import LookupRecord
 from embed.engine.packing import Lines
 from embed.engine.row_step import RowStep, StepScalars, row_step_of, step_rows
 from embed.engine.stack import Arrays, StackSpec
+from embed.kernels import cpu as cpu_kernels
 from embed.row_optimizer import RowOptimizer
 
 StackGrads = ActivationGrads | DistinctRows
@@ -243,7 +244,7 @@ def step_table(
   if not optimizer.use_gradient_accumulation or access.is_direct(stack, table):
     return by_xla(arrays, scalars.rate, parts)
   one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
-  return native.step(one_row, by_xla, arrays, scalars.rate, parts)
+  return cpu_kernels.step(one_row, by_xla, arrays, scalars.rate, parts)
 
 
 def _step_rows_of(

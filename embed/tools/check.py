@@ -36,7 +36,8 @@ from flax import nnx
 import embed
 from embed import config as config_lib
 from embed import row_optimizer
-from embed.engine import host, sparse_core
+from embed.engine import host
+from embed.kernels import sparse_core
 from embed.planning import Plan
 from embed.tools import reference
 

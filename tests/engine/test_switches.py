@@ -2,7 +2,9 @@
 
 import pytest
 
-from embed.engine import native, packing, sparse_core, switches
+from embed.engine import packing, switches
+from embed.kernels import cpu as cpu_kernels
+from embed.kernels import sparse_core
 
 NAME = "SPARSE_EMBED_TEST"
 
@@ -20,7 +22,7 @@ def test_a_variable_decides_and_the_default_where_it_is_not_set(monkeypatch):
 @pytest.mark.parametrize(
   ("variable", "read"),
   [
-    (native.SWITCH, native.is_on),
+    (cpu_kernels.SWITCH, cpu_kernels.is_on),
     (packing.SWITCH, lambda: packing.is_wanted(None, "cpu")),
     (sparse_core.SWITCH, lambda: sparse_core.is_wanted(None)),
   ],

@@ -10,7 +10,7 @@ from embed.engine import row_step
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
-from embed.engine.native import equations
+from embed.kernels.cpu import equations
 
 
 def program_of(optimizer, dim, rate=None):

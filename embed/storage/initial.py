@@ -12,10 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from embed import initializers
 from embed.config import TableConfig
-from embed.engine import collectives, host, packing, placing, storage
+from embed.engine import collectives, host, packing
 from embed.engine.jax_internals import is_traced
 from embed.engine.stack import Arrays, StackSpec
 from embed.row_optimizer import Slot
+from embed.storage import placing
+from embed.storage import tables as stored_tables
 from embed.tools import text
 
 Makers = tuple[tuple[str, initializers.RowWise], ...]  # of rows, by table
@@ -82,7 +84,7 @@ def _make_rows(
   else:
     makers = tuple(row_wise.items())
     rows = _drawing(stack, makers, stack.dtype)({name: keys[name] for name in row_wise})
-  return storage.store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
+  return stored_tables.store_all([stack], [{"rows": rows}], [{"rows": whole}])[0]["rows"]
 
 
 def _drawn_in_host(
@@ -145,7 +147,7 @@ def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
       for name, size in zip(stack.tables, stack.layout.sizes, strict=True):
         shape = (size,) if slot.per_row else (size, stack.dim)
         whole[name] = jnp.asarray(init(seeds[name], shape, slot.dtype), slot.dtype)
-      value = storage.store_all([stack], [{"slot": value}], [{"slot": whole}])[0]["slot"]
+      value = stored_tables.store_all([stack], [{"slot": value}], [{"slot": whole}])[0]["slot"]
     made[slot_name] = value
   return made
 

@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import access, collectives, placing
+from embed.engine import access, collectives
 from embed.engine.stack import Arrays, StackSpec
+from embed.storage import placing
 
 Lanes = tuple[jax.Array, jax.Array]  # uint32 `[rows]` each, split as the rows are
 

@@ -41,7 +41,7 @@ def obstacle(kind: str, width: int, dtype: np.dtype, is_packed: bool) -> str | N
   """Why rows of `width` columns cannot be on the SparseCores of devices of a kind, or None."""
   if reason := obstacle_of(kind):
     return reason
-  from embed.engine.sparse_core import kernels
+  from embed.kernels.sparse_core import kernels
 
   if width % packing.LANES and not is_packed:
     columns = f"{width} columns on a device, not a multiple of {packing.LANES}"
@@ -73,7 +73,7 @@ def sums_bags(stack: StackSpec, bags: Bags) -> bool:
 
 def gather_and_combine(table: jax.Array, bags: Bags) -> jax.Array:
   """`lookup.gather_and_combine` of float32 rows, for bags of one length."""
-  from embed.engine.sparse_core import kernels
+  from embed.kernels.sparse_core import kernels
 
   length, gains = bags.ids.shape[-1], bags.gains
   ids = bags.ids.reshape(-1, length)

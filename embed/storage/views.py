@@ -1,4 +1,4 @@
-"""From a device's shard of the storage to its part of a table's view, and back; see `storage`."""
+"""From a device's shard of the storage to its part of a table's view, and back; see `tables`."""
 
 import math
 from typing import NamedTuple

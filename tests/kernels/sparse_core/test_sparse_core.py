@@ -13,8 +13,9 @@ from stored_tables import TwoTables, fetched, wave
 from suites import full_unless
 
 import embed
-from embed.engine import packing, rows, sparse_core
-from embed.engine.sparse_core import kernels
+from embed.engine import packing, rows
+from embed.kernels import sparse_core
+from embed.kernels.sparse_core import kernels
 from embed.tools import check
 
 V, D = 61, 128

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import host, packing, placing, views
+from embed.engine import host, packing
 from embed.engine.jax_internals import is_traced
 from embed.engine.stack import Arrays, StackSpec
-from embed.engine.views import View
+from embed.storage import placing, views
+from embed.storage.views import View
 
 Replacements = Mapping[str, Mapping[str, Any]]  # of "parameters" and each slot, arrays by table
 

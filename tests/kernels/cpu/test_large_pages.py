@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 
 import embed
-from embed.engine import jax_internals, large_pages, native
+from embed.engine import jax_internals
+from embed.kernels import cpu as cpu_kernels
+from embed.kernels.cpu import large_pages
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -72,10 +74,10 @@ def test_what_is_not_moved(monkeypatch):
   assert large_pages.use([jax.numpy.ones(large_pages.PAGE // 4 - 1)]) == 0
   large = jax.numpy.ones(4 * large_pages.PAGE // 4)
   jax.eval_shape(lambda x: large_pages.use([x]), large)
-  monkeypatch.setenv(native.SWITCH, "0")
+  monkeypatch.setenv(cpu_kernels.SWITCH, "0")
   assert large_pages.use([large]) == 0
   assert calls == []
-  monkeypatch.setenv(native.SWITCH, "1")
+  monkeypatch.setenv(cpu_kernels.SWITCH, "1")
   moved = large_pages.use([large])
   ((start, size),) = calls
   assert moved == size >= 3 * large_pages.PAGE

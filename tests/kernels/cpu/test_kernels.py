@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, TOLERANCE, optimizer_id
 
 import embed
-from embed.engine import exchange, lookup, native, row_step, update
+from embed.engine import exchange, lookup, row_step, update
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
 from embed.engine.layout import Layout
 from embed.engine.stack import StackSpec
+from embed.kernels import cpu as cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("kernels")
 SAME_KERNELS = settings(suppress_health_check=[*HealthCheck], max_examples=8)
@@ -47,7 +48,7 @@ def random_bags(rng, size, bags, length, gains, ragged):
 def check_lookup(rng, size, dim, bags, atol=1e-5):
   table = jnp.asarray(rng.normal(size=(size, dim)), jnp.float32)
   expected = lookup.gather_and_combine(table, bags)
-  act = jax.jit(native.gather_and_combine)(table, bags)
+  act = jax.jit(cpu_kernels.gather_and_combine)(table, bags)
   np.testing.assert_allclose(act, expected, rtol=1e-5, atol=atol)
 
 
@@ -106,7 +107,7 @@ def test_activations_of_several_large_pages():
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (2, 5, 4)])
 def test_ids_beyond_a_table_are_counted(shape):
   ids = np.random.default_rng(0).choice([-(2**31), -1, 0, 9, 10, 2**31 - 1], shape).astype(np.int32)
-  count = jax.jit(native.count_beyond, static_argnums=1)
+  count = jax.jit(cpu_kernels.count_beyond, static_argnums=1)
   assert "count_beyond" in count.lower(ids, 10).as_text()
   assert int(count(ids, 10)) == np.sum(ids >= 10)
 
@@ -114,7 +115,7 @@ def test_ids_beyond_a_table_are_counted(shape):
 def test_a_lookup_takes_the_kernel_only_where_it_is_covered():
   table, bags = jnp.ones((4, 2)), Bags(jnp.zeros((3, 2), jnp.int32))
   act = lambda table, **settings: text_of(
-    functools.partial(native.gather_and_combine, **settings), table, bags
+    functools.partial(cpu_kernels.gather_and_combine, **settings), table, bags
   )
   assert "sparse_embed_bag_sum" in act(table)
   assert "sparse_embed" not in act(table.astype(jnp.bfloat16))
@@ -152,7 +153,7 @@ def check_step(monkeypatch, optimizer, size, dim, shapes, seed=0, **tolerance):
   scalars = row_step.StepScalars(jnp.float32(0.1), None, None)
 
   def run(switch):
-    monkeypatch.setenv(native.SWITCH, switch)
+    monkeypatch.setenv(cpu_kernels.SWITCH, switch)
     step = lambda arrays, parts: update.step_table(stack, scalars, arrays, parts)
     lowered = jax.jit(step).lower(arrays, parts)
     return lowered.compile()(arrays, parts), lowered.as_text()
@@ -244,7 +245,7 @@ def test_what_has_no_kernel_runs_by_xla(optimizer, dtype):
 
 def train(switch, monkeypatch, mesh=None):
   """Three steps of a model of all kinds of inputs: losses and variables."""
-  monkeypatch.setenv(native.SWITCH, switch)
+  monkeypatch.setenv(cpu_kernels.SWITCH, switch)
   jax.clear_caches()
   first = embed.TableConfig(1000, 16, optimizer=embed.adagrad(0.1), name="first")
   second = embed.TableConfig(300, 16, optimizer=embed.adagrad(0.1), name="second", combiner="sqrtn")
@@ -321,11 +322,11 @@ def test_a_kernel_is_differentiated_and_batched_as_what_it_means():
   rng = np.random.default_rng(0)
   table, ids = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32), jnp.array([[0, 4], [4, 5]])
   loss = lambda f: lambda table: jnp.sum(jnp.sin(f(table, Bags(ids))))
-  slope = jax.grad(loss(native.gather_and_combine))(table)
+  slope = jax.grad(loss(cpu_kernels.gather_and_combine))(table)
   expected = jax.grad(loss(lookup.gather_and_combine))(table)
   np.testing.assert_allclose(slope, expected, rtol=1e-6)
   tables = jnp.stack([table, 2 * table])
-  batched = jax.jit(jax.vmap(lambda t: native.gather_and_combine(t, Bags(ids))))(tables)
+  batched = jax.jit(jax.vmap(lambda t: cpu_kernels.gather_and_combine(t, Bags(ids))))(tables)
   np.testing.assert_allclose(batched[1], 2 * batched[0], rtol=1e-6)
 
 
@@ -342,7 +343,7 @@ def test_exported_programs_have_no_kernel():
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_other_platforms_have_no_kernel(platform):
-  traced = jax.jit(native.gather_and_combine).trace(
+  traced = jax.jit(cpu_kernels.gather_and_combine).trace(
     jnp.ones((4, 2)), Bags(jnp.zeros((3, 2), jnp.int32))
   )
   assert "sparse_embed" not in traced.lower(lowering_platforms=(platform,)).as_text()

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 from sparse_cores import CHIPS, emulated
 
-from embed.engine.sparse_core import kernels
+from embed.kernels.sparse_core import kernels
 
 SHAPES = [(777, 16, 500), (3000, 128, 1501), (90, 256, 1)]  # V, D, N
 

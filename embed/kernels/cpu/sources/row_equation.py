@@ -4,9 +4,9 @@ import llvmlite.binding
 import numba
 from numba import types
 
-from embed.engine.native import equations
-from embed.engine.native import frame as ffi
-from embed.engine.native import memory as mem
+from embed.kernels.cpu import equations
+from embed.kernels.cpu import frame as ffi
+from embed.kernels.cpu import memory as mem
 
 EQUATION = "sparse_embed_equation"
 UPDATE = "sparse_embed_update"

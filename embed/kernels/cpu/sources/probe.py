@@ -7,8 +7,8 @@ import numba
 import numpy as np
 from numba import types
 
-from embed.engine.native import frame as ffi
-from embed.engine.native import memory as mem
+from embed.kernels.cpu import frame as ffi
+from embed.kernels.cpu import memory as mem
 
 
 @numba.cfunc(types.int64(types.int64), cache=True)

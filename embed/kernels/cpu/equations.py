@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from embed.engine.jax_internals import Literal
-from embed.engine.native import memory
+from embed.kernels.cpu import memory
 
 _WORD, _INT, _FLOAT, _BOOL = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.IntType(1)
 _KINDS = {"float32": _FLOAT, "int32": _INT, "bool": _BOOL}

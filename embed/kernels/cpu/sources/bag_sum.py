@@ -10,8 +10,8 @@ import numba
 import numpy as np
 from numba import types
 
-from embed.engine.native import frame as ffi
-from embed.engine.native import memory as mem
+from embed.kernels.cpu import frame as ffi
+from embed.kernels.cpu import memory as mem
 
 TASK = "sparse_embed_task"
 _TABLE, _SIZE, _DIM, _IDS, _LENGTH, _GAINS, _GAINS_LENGTH, _OUT, _BAGS = range(9)

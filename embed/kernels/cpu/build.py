@@ -1,6 +1,6 @@
 """Kernels to machine code: compiled once for a machine, kept on disk, and registered with XLA.
 
-A kernel is a file of the folder `kernels`. Its text is written to a folder of the user, under a
+A kernel is a file of the folder `sources`. Its text is written to a folder of the user, under a
 name that tells its content and that of this package, and imported from there: Numba keeps machine
 code next to the file that it compiled. Another version of a kernel is another file, so no stale
 code is ever loaded.
@@ -21,8 +21,8 @@ import jax
 import numba
 import numpy as np
 
-from embed.engine.native import frame
-from embed.engine.native.equations import Program
+from embed.kernels.cpu import frame
+from embed.kernels.cpu.equations import Program
 
 _FOLDER = pathlib.Path(__file__).parent
 
@@ -80,7 +80,7 @@ def _compiled(kernel: str, **constants: str) -> tuple[str, ModuleType]:
     kernel: the file that it is in.
     **constants: the text of what some of the file's constants become.
   """
-  text = (_FOLDER / "kernels" / f"{kernel}.py").read_text()
+  text = (_FOLDER / "sources" / f"{kernel}.py").read_text()
   for constant, value in constants.items():
     line = f"{constant} = {value}".replace("\\", r"\\")
     text = re.sub(rf"^{constant} = .*$", line, text, flags=re.MULTILINE)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 
 import jax
 
-from embed.engine import jax_internals, native
+from embed.engine import jax_internals
+from embed.kernels import cpu as cpu_kernels
 
 PAGE = 1 << 21  # bytes; 2 MB on x86-64, and on 64-bit ARM with small pages of 4 kB
 _COLLAPSE = 25  # MADV_COLLAPSE of <linux/mman.h>, since Linux 6.1
@@ -28,7 +29,7 @@ def use(arrays: Iterable[jax.Array]) -> int:
   """
   large = [x for x in arrays if not jax_internals.is_traced(x) and x.nbytes >= PAGE]
   advise = _madvise()
-  if not large or advise is None or not native.is_on():
+  if not large or advise is None or not cpu_kernels.is_on():
     return 0
   moved = 0
   for array in jax.block_until_ready(large):

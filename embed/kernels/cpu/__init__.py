@@ -64,7 +64,7 @@ def _misfit() -> str | None:
     return f"Numba {numba.__version__} is too old: pip install -U numba"
   if numba.config.DISABLE_JIT:
     return "NUMBA_DISABLE_JIT is set"
-  from embed.engine.native import build
+  from embed.kernels.cpu import build
 
   known = build.is_interface_known()
   return None if known else f"they do not know JAX {jax.__version__}'s foreign function interface"
@@ -88,7 +88,7 @@ def count_beyond(ids: jax.Array, size: int) -> jax.Array:
   formulation = functools.partial(bags_lib.count_beyond, size=size)
   if not is_on() or ids.dtype != np.int32 or not _has_sizes(ids):
     return formulation(ids)
-  from embed.engine.native import build
+  from embed.kernels.cpu import build
 
   (count,) = _kernel_p.bind(
     ids,
@@ -120,7 +120,7 @@ def gather_and_combine(
   )
   if not has_kernel:
     return formulation(table, bags)
-  from embed.engine.native import build
+  from embed.kernels.cpu import build
 
   batch = bags.batch
   flat = bags.flat()
@@ -212,7 +212,7 @@ def _row_step(
   table, *slots = stored
   if not is_on() or table.dtype != np.float32 or not _has_sizes(table, *(p.ids for p in parts)):
     return None
-  from embed.engine.native import build, equations
+  from embed.kernels.cpu import build, equations
 
   def step(g, w, slots, rate):
     w, new = step_rows(g, w, dict(zip(names[1:], slots, strict=True)), rate)

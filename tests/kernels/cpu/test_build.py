@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from embed.engine import native
+from embed.kernels import cpu as cpu_kernels
 
 ROOT = pathlib.Path(__file__).parents[3]
 PROGRAM = """
@@ -18,9 +18,9 @@ import importlib.util
 spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if {hidden} and name == "numba" else spec(name)
 import jax.numpy as jnp
-from embed.engine import native
 from embed.engine.bags import Bags
-print(native.is_on(), native.gather_and_combine(jnp.ones((3, 2)), Bags(jnp.zeros((2, 2), int))))
+from embed.kernels.cpu import gather_and_combine, is_on
+print(is_on(), gather_and_combine(jnp.ones((3, 2)), Bags(jnp.zeros((2, 2), int))))
 """
 
 
@@ -41,15 +41,15 @@ def test_without_the_extra_nothing_is_compiled(tmp_path):
 
 def test_the_switch():
   with pytest.MonkeyPatch.context() as patch:
-    patch.setenv(native.SWITCH, "0")
-    assert not native.is_on()
+    patch.setenv(cpu_kernels.SWITCH, "0")
+    assert not cpu_kernels.is_on()
 
 
 @pytest.mark.usefixtures("kernels")
 def test_the_interface_of_this_jax_is_known():
-  from embed.engine.native import build
+  from embed.kernels.cpu import build
 
-  assert native.is_on()
+  assert cpu_kernels.is_on()
   assert build.is_interface_known()
 
 
@@ -57,29 +57,29 @@ def test_the_interface_of_this_jax_is_known():
 @pytest.mark.parametrize(
   ("name", "value", "message"),
   [
-    ("embed.engine.native.frame.VERSION", 1, "do not know JAX"),
+    ("embed.kernels.cpu.frame.VERSION", 1, "do not know JAX"),
     ("numba.config.DISABLE_JIT", 1, "NUMBA_DISABLE_JIT is set"),
     ("numba.__version__", "0.61.2", "Numba 0.61.2 is too old"),
   ],
   ids=["interface", "no compiler", "an old Numba"],
 )
 def test_what_does_not_fit_is_said_once(monkeypatch, name, value, message):
-  from embed.engine.native import build
+  from embed.kernels.cpu import build
 
-  forget = (native._is_supported.cache_clear, build.is_interface_known.cache_clear)
+  forget = (cpu_kernels._is_supported.cache_clear, build.is_interface_known.cache_clear)
   monkeypatch.setattr(name, value)
   for clear in forget:
     clear()
   with pytest.warns(UserWarning, match=message):
-    assert not native.is_on()
-  assert not native.is_on()
+    assert not cpu_kernels.is_on()
+  assert not cpu_kernels.is_on()
   for clear in forget:
     clear()
 
 
 @pytest.mark.usefixtures("kernels")
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
-  from embed.engine.native import build
+  from embed.kernels.cpu import build
 
   (tmp_path / "file").write_text("")
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

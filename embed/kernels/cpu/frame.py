@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import numba
 
-from embed.engine.native.memory import (
+from embed.kernels.cpu.memory import (
   OPTIONS,
   atomic_add,
   atomic_read,
