@@ -211,7 +211,7 @@ class SparseEmbed(nnx.Module):
     stack = self.spec.stack_of[table_name]
     if candidates is None:
       stored = self.arrays[stack.name]["parameters"].get_value()
-      rows = stored_tables.read_whole(stack, taps.read_table(stored, "lookup"), table_name)
+      rows = stored_tables.read_whole(stack, taps.read_tables(stored, "lookup"), table_name)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
       (rows,) = tap(self, stack, [rows], LookupRecord((every,), (table_name,)), stored)
       return jnp.einsum("...d,vd->...v", query, rows)
@@ -421,8 +421,7 @@ def read_variables(layer: SparseEmbed, compact: bool = False) -> dict[str, dict[
   arrays = [stored_arrays(layer, stack) for stack in stacks]
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(arrays)):
     return variable_shapes(layer, compact)  # under nnx.eval_shape
-  arrays = jax.tree.map(lambda x: taps.read_table(x, "tables"), arrays)
-  tables = stored_tables.read_all(stacks, arrays, compact)
+  tables = stored_tables.read_all(stacks, taps.read_tables(arrays, "tables"), compact)
   keys = lambda name: ("parameters", *layer.spec.stack_of[name].slots)  # jit has sorted them
   return {name: {key: tables[name][key] for key in keys(name)} for name in layer.spec.tables}
 

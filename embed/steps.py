@@ -146,7 +146,7 @@ def look_up_stack(
   prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
   prepared = placement.prepare(prepare, arrays)
   stored = layer.arrays[stack.name]["parameters"].get_value()
-  rows = taps.read_table(stored, "lookup")
+  rows = taps.read_tables(stored, "lookup")
   acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
   if mesh_lib.is_explicit((rows, layer.report.get_value())):
     acts = [placement.typed(act) for act in acts]
@@ -259,7 +259,7 @@ def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], st
   moving = [stack for stack in layer.spec.stacks.values() if _moves(stack, grads, step)]
   for stack in moving:
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
-    arrays = {k: taps.read_table(x, "update") for k, x in stored_arrays(layer, stack).items()}
+    arrays = taps.read_tables(stored_arrays(layer, stack), "update")
     scalars = row_step.StepScalars.at(stack, step)
     run = update.step if jax_internals.is_traced((arrays, of_stack)) else compiled_step
     new = mesh_lib.settled(run(stack, arrays, of_stack, scalars))

@@ -57,12 +57,14 @@ def tap(
   )  # fmt: skip
 
 
-def read_table(table: jax.Array, purpose: str) -> jax.Array:
-  """A table or slot itself, with the purpose on record: "lookup", "tables" or "update".
+def read_tables(arrays: Any, purpose: str) -> Any:
+  """Tables and slots themselves, with the purpose on record: "lookup", "tables" or "update".
 
-  A loss may read a table for a lookup; the other purposes are errors there.
+  A loss may read tables for a lookup; the other purposes are errors there.
   """
-  return table_read_p.bind(table, purpose=purpose, number=1, batched=False)[0]
+  leaves, treedef = jax.tree.flatten(arrays)
+  read = table_read_p.bind(*leaves, purpose=purpose, number=len(leaves), batched=False)
+  return jax.tree.unflatten(treedef, read)
 
 
 def _tap_jvp(primals, tangents, *, number, **params):
@@ -82,7 +84,7 @@ def _read_jvp(primals, tangents, **params):
 
 # *activations, table, *leaves of the record -> activations
 lookup_tap_p = jax_internals.identity_primitive("sparse_embed_lookup", _tap_jvp)
-# table -> [table]
+# *tables -> tables
 table_read_p = jax_internals.identity_primitive("sparse_embed_table", _read_jvp)
 
 
@@ -221,14 +223,13 @@ class Annotator:
   def _equation(self, eqn: Any, sources: list[Source | None]):
     """The part of one equation, and where its outputs come from."""
     primitive, name = eqn.primitive, eqn.primitive.name
+    own = [s for s in sources if s is not None and s.owner is not None]
     if primitive is lookup_tap_p:
       return _Part([eqn], self._lookup(eqn, sources[eqn.params["number"]]), []), []
     if primitive is table_read_p:
-      source, purpose = sources[0], eqn.params["purpose"]
-      if source is not None and source.owner is not None and purpose in _READ:
-        raise self.error(source, _READ[purpose])
+      if own and eqn.params["purpose"] in _READ:
+        raise self.error(own[0], _READ[eqn.params["purpose"]])
       return _Part([eqn], [], []), []
-    own = [s for s in sources if s is not None and s.owner is not None]
     inner, outputs = self._inner(eqn, sources)
     lookups = [lookup for scope in inner for lookup in scope.lookups]
     if lookups and name not in (*_INLINED, *_REMAT, "cond"):

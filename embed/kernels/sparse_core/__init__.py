@@ -67,8 +67,9 @@ def _are_known_to_jax() -> bool:
 
 def sums_bags(stack: StackSpec, bags: Bags) -> bool:
   """Whether `gather_and_combine` can sum the rows of these bags."""
-  is_covered = not bags.is_ragged and bags.ids.shape[-1] > 0 and stack.quantization is None
-  return stack.sparse_core and is_covered and packing.row_width(stack.width) >= _VECTOR
+  if not stack.sparse_core or stack.quantization is not None or bags.is_ragged:
+    return False
+  return bags.ids.shape[-1] > 0 and packing.row_width(stack.width) >= _VECTOR
 
 
 def gather_and_combine(table: jax.Array, bags: Bags) -> jax.Array:
