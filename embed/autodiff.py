@@ -290,8 +290,7 @@ def value_and_grad(
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
     stacks, lookups = traced.stacks, traced.lookups
     early = [None] * len(lookups) if ahead is None else ahead._of(traced)
-    zeros_of = lambda x: [stacks[x.owner].placement.zeros(act) for act in x.activations]
-    taps = list(map(zeros_of, lookups))
+    taps = [[stacks[x.owner].placement.zeros(act) for act in x.activations or ()] for x in lookups]
 
     def tapped(params, taps, early):
       feeds = [

@@ -12,7 +12,7 @@ from embed.engine import jax_internals, mesh, update
 from embed.engine.bags import Bags
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
-from embed.engine.rows import sum_rows
+from embed.engine.row_sums import sum_per_row
 from embed.engine.stack import StackSpec
 from embed.engine.taps import Owner
 from embed.engine.update import StackGrads
@@ -285,7 +285,7 @@ _squared_norm = _compiled(update.squared_norm)
 @jax.jit
 def _squared_norm_of_pairs(ids: jax.Array, values: jax.Array) -> jax.Array:
   grads = GradRows(values.astype(jnp.float32), ids[:, None])
-  return jnp.sum(jnp.square(sum_rows([grads], _INT32_MAX).values))
+  return jnp.sum(jnp.square(sum_per_row([grads], _INT32_MAX).values))
 
 
 @jax.tree_util.register_dataclass

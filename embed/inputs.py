@@ -375,11 +375,12 @@ def matched(
   """
   given = list(structure.match(config, features, "features", none_allowed=False))
   weight_of = {path: w for path, _, w in structure.match(config, weights, "weights")}
-  for path, feature, x in given:
-    yield path, feature, x, weight_of.pop(path, None)
+  with_ids = {path for path, _, _ in given}
   for path, w in weight_of.items():
-    if w is not None:
+    if w is not None and path not in with_ids:
       raise ValueError(f"weights given for {structure.feature_name(path)!r}, which has no ids.")
+  for path, feature, x in given:
+    yield path, feature, x, weight_of.get(path)
 
 
 def read(config: Any, features: Any, weights: Any = None) -> list[Input]:

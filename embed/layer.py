@@ -58,8 +58,8 @@ class SparseEmbed(nnx.Module):
 
   Attributes:
     spec: the configuration, fixed at construction: `features`, the feature config; `tables`, the
-      `TableConfig` of each table by name; and `optimizers`, its `RowOptimizer` (or None), with the
-      layer's filled in.
+      `TableConfig` of each table by name; and `optimizers`, the `RowOptimizer` of each table by
+      name, the layer's where a table has none, or None.
     report: an `embed.Report`: the number of dropped ids and the load of the exchange.
     combiner_weights: `{table name: nnx.Variable}` for each table whose `embed.CustomCombiner`
       learns; see `embed.CombinerWeights`.

@@ -32,17 +32,18 @@ _UNTRAINED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Spec:
   """What a `SparseEmbed` is, decided at construction and never traced.
 
-  Static metadata of the layer: layers of the same configs, which compare by identity, and equal
-  stacks run the same compiled programs.
+  Static metadata of the layer: layers with the same config objects and equal stacks share their
+  compiled programs.
 
   Attributes:
     features: the feature config.
     tables: the `TableConfig` of each table by name.
-    optimizers: its `RowOptimizer`, or None, with the layer's filled in.
+    optimizers: the `RowOptimizer` of each table by name, the layer's where a table has none, or
+      None.
     stacks: how tables are stored, by stack name; internal.
     table_of: the table of each feature.
     stack_of: the stack of each table.
@@ -58,7 +59,10 @@ class Spec:
   def __hash__(self) -> int:
     return hash(tuple(self.stacks.values()))
 
-  def __deepcopy__(self, memo) -> "Spec":
+  def __repr__(self) -> str:  # in every printed model
+    return f"Spec(tables={list(self.tables)})"
+
+  def __deepcopy__(self, memo) -> "Spec":  # copied configs would be others
     return self
 
 

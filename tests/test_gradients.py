@@ -82,6 +82,18 @@ def test_occurrences_stay_apart_when_mapped_and_accumulated():
   assert rows.values[:, 0].tolist() == [1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_narrow_rows_are_summed_in_float32(dtype):
+  """300 squared is no float16, and sums of it are no bfloat16."""
+  layer = embed.SparseEmbed(
+    embed.FeatureConfig(embed.TableConfig(V, D, name="t", optimizer=embed.sgd())), rngs=nnx.Rngs(0)
+  )
+  _, grads = embed.value_and_grad(lambda m: 300 * jnp.sum(m(np.array([1, 2]))))(layer)
+  rows = {"t": grads.rows["t"].map(lambda g: g.astype(dtype))}
+  narrow = embed.Grads(grads.dense, rows)
+  np.testing.assert_allclose(embed.global_norm(narrow), 300 * np.sqrt(2 * D), rtol=1e-6)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_arithmetic_on_the_whole_tree_is_refused(compiled):
   """It would change ids: the wrong rows would be trained."""

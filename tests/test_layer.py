@@ -183,6 +183,20 @@ def test_a_feature_looked_up_needs_a_gradient():
     layer.apply_gradients({"a": act["a"], "b": jnp.ones((1, D))}, residual)
 
 
+def test_weights_of_an_absent_feature_come_first():
+  """Before any other feature is read: the batch is not what its sender thinks."""
+  layer = embed.SparseEmbed(FEATURES, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match="weights given for 'u', which has no ids"):
+    layer({"t": np.ones(2, np.float32)}, {"u": np.ones((2, 1), np.float32)})
+
+
+def test_a_printed_layer_names_its_tables_and_no_more():
+  tables = {str(i): embed.FeatureConfig(embed.TableConfig(9, 4, name=f"t{i}")) for i in range(9)}
+  graphdef, _ = nnx.split(embed.SparseEmbed(tables, embed.sgd(), rngs=nnx.Rngs(0)))
+  assert "Spec(tables=['t0', 't1'," in repr(graphdef)
+  assert "TableConfig" not in repr(graphdef)
+
+
 def test_tabulate():
   movie = embed.TableConfig(5, 2, optimizer=embed.adam(0.1), name="movie")
   layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))

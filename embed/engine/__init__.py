@@ -9,16 +9,15 @@
   arrays = update.step(stack, arrays, [sent], scalars)        # rows and slots, in place
 
 The jit around an update donates its arrays. Read `layout`, `mesh`, `stack` for where rows are;
-`bags`, `lookup` for one device; `packing`, `host`, `access` for how rows lie in memory; `grads`,
-`rows` for the forms of a gradient; `collectives`, `cost`, `route`, `exchange` for several devices;
-`row_step`, `rounding`, `update` for new rows; `taps` for differentiation. `jax_internals` isolates
-what JAX and Flax do not promise, `update_cpu` what one backend needs, and `switches` reads the
-environment variables.
+`bags`, `lookup` for one device; `packing`, `host`, `access` for how rows lie in memory; `grads` for
+the forms of a gradient, `row_sums` for one sum per row; `collectives`, `cost`, `route`, `exchange`
+for several devices; `row_step`, `rounding`, `update` for new rows; `taps` for differentiation.
+`jax_internals` isolates what JAX and Flax do not promise, `update_cpu` what one backend needs, and
+`switches` reads the environment variables.
 
-Two rooms around it are pure arrays as well. `embed.storage` makes stored arrays, and reads and
-loads them as tables; a step does without it. `embed.kernels` has compiled code for CPUs and for the
-SparseCores of TPUs that means what `lookup`, `access` and `update` say; without it a step is the
-same, and slower.
+Two more packages are pure arrays. `embed.storage` makes stored arrays, and reads and loads them as
+tables, which no step needs. `embed.kernels` has compiled code for CPUs and for the SparseCores of
+TPUs: `access` and `update` call it where it can do what they define, only faster.
 
 In shapes: V rows of D columns; N ids in B bags of L positions; S shards, which exchange C rows with
 each device in a round.

@@ -34,8 +34,8 @@ def opened(stack: StackSpec, stored: Any) -> Any:
       return HostRows(x)
     if not (stack.is_packed and x.ndim == 2):
       return x
-    is_line = packing.has_lines(stack.placement.device_kind)
-    return Lines(x, stack.width) if is_line else packing.unpack(x, stack.width)
+    in_lines = packing.has_lines(stack.placement.device_kind)
+    return Lines(x, stack.width) if in_lines else packing.unpack(x, stack.width)
 
   return jax.tree.map(rows_of, stored)
 

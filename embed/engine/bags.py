@@ -41,6 +41,11 @@ class Bags:
     return self.ids.shape[:-1] if self.shape is None else self.shape
 
   @property
+  def is_empty(self) -> bool:
+    """Whether there is neither an id nor padding; the activations are zeros."""
+    return not self.ids.size
+
+  @property
   def is_ragged(self) -> bool:
     """Whether bags have any length."""
     return self.segments is not None

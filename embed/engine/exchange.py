@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import access, cost, rows
+from embed.engine import access, cost, row_sums
 from embed.engine import grads as grads_lib
 from embed.engine import route as route_lib
 from embed.engine.bags import Bags
@@ -65,7 +65,7 @@ def look_up(
     record = dataclasses.replace(record, route=route)
   zeros = lambda bag: jnp.zeros((*bag.batch, stack.dim), table.dtype)
   looked_up = iter(acts)
-  out = [next(looked_up) if bag.ids.size else zeros(bag) for bag in bags]
+  out = [zeros(bag) if bag.is_empty else next(looked_up) for bag in bags]
   if not placement.is_local:
     out = [_cut(act, bag.batch, placement) for act, bag in zip(out, bags, strict=True)]
   return out, record
@@ -77,7 +77,7 @@ def spread(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord, Any, c
   Its bags are padded to the devices. Those without an id are left out: collectives need one.
   """
   placement = stack.placement
-  used = [i for i, bag in enumerate(record.bags) if bag.ids.size]
+  used = [i for i, bag in enumerate(record.bags) if not bag.is_empty]
   bags = tuple(record.bags[i].padded(placement) for i in used)
   tables = tuple(record.tables[i] for i in used)
   bag_specs: Any = tuple(bag.spec(placement.work) for bag in bags)
@@ -228,11 +228,16 @@ def for_each_round(
     stack: the tables.
     kind: of exchange, as `cost.choose_exchange` says, or "ordered", which gathers in the order of
       the batch. Other calls whose record has a route go by all-to-all; with "sum" none has one.
-    body: gets gradients of local rows of this shard, all gradients of a row in one call. It is
-      called once, or once for every round, in each of which there are other rows.
+    body: gets float32 gradients of local rows of this shard, all gradients of a row in one call:
+      `DistinctRows` if they are summed already, else parts to sum. It is called once, or once for
+      every round, in each of which there are other rows.
     carry: what it starts from.
   """
-  summed = [x for x in grads if isinstance(x, DistinctRows)]
+  summed = [
+    dataclasses.replace(x, values=x.values.astype(jnp.float32))
+    for x in grads
+    if isinstance(x, DistinctRows)
+  ]
   routed: list[ActivationGrads] = []
   others: list[tuple[jax.Array, Bags, str]] = []  # gradients, bags and table of a feature
   for call in grads:
@@ -301,7 +306,7 @@ def _dense(parts: list[GradRows], size: int) -> tuple[jax.Array, jax.Array]:
   ids = jnp.concatenate([part.ids.reshape(-1) for part in parts])
   touched = jnp.zeros(size, jnp.int32).at[ids].max(1, mode="drop")
   sums = jnp.zeros((size, parts[0].grads.shape[-1]), jnp.float32)
-  return rows.add_rows(sums, parts), touched
+  return row_sums.add_rows(sums, parts), touched
 
 
 def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
@@ -385,7 +390,7 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
     positions = record.route.buffer_positions(shards, start, count)
     flat = jnp.concatenate([p.reshape(-1) for p in positions])
     sums = jnp.zeros((requested.size, stack.width), jnp.float32)
-    sums = rows.add_rows(sums, grads_lib.with_ids(parts, flat))
+    sums = row_sums.add_rows(sums, grads_lib.with_ids(parts, flat))
     sums = swap(sums.reshape(*requested.shape, stack.width), placement.rows)
     ids = gather(requested.reshape(-1), placement.replica_axes)
     sums = gather(sums.reshape(-1, stack.width), placement.replica_axes)

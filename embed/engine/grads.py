@@ -55,7 +55,7 @@ class DistinctRows:
   values: jax.Array
 
   def as_grad_rows(self) -> GradRows:
-    return GradRows(self.values.astype(jnp.float32), self.ids[:, None])
+    return GradRows(self.values, self.ids[:, None])
 
 
 def from_activations(grads: jax.Array, bags: Bags) -> GradRows:

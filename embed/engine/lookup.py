@@ -21,7 +21,8 @@ class LookupRecord:
   """What one call looked up in a stack: the unit of an exchange.
 
   Attributes:
-    bags: of each feature, ids being those of its own table. An update pads them to all devices.
+    bags: of each feature, ids being those of its own table. `exchange.spread` pads them to all
+      devices.
     tables: the name of each feature's table.
     route: how ids went to the shards that store their rows (a `route.Route` of the features that
       have ids and are not ragged), or None.
@@ -33,7 +34,7 @@ class LookupRecord:
 
   @property
   def is_empty(self) -> bool:
-    return not any(bags.ids.size for bags in self.bags)
+    return all(bags.is_empty for bags in self.bags)
 
   def unused(self) -> "LookupRecord":
     """A record of the same shapes in which nothing was looked up."""
@@ -178,7 +179,7 @@ def before_update(
   Where nothing else orders the two, the compiler may update first, and pays for the reads that
   come after with a copy of the whole table.
   """
-  ids = [bags.ids for bags in record.bags if bags.ids.size]
+  ids = [bags.ids for bags in record.bags if not bags.is_empty]
   if not jax_internals.is_traced(table):
     return [jnp.copy(act) for act in activations], table  # the table itself may be among them
   if not ids:

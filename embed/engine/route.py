@@ -18,7 +18,7 @@ from jax import lax
 from embed.engine.bags import UNUSED
 from embed.engine.layout import Layout
 from embed.engine.mesh import Placement
-from embed.engine.rows import distinct_by_sort
+from embed.engine.row_sums import distinct_by_sort
 
 NO_KEY = np.uint32(2**32 - 1)  # sorts behind every key
 _ODD = np.uint32(0x9E3779B1)

@@ -1,7 +1,6 @@
 """One step of rows, the same on every device and for every formulation of an update."""
 
 import zlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 
 from embed.engine import collectives, rounding
 from embed.engine.layout import Columns
-from embed.engine.stack import Arrays, StackSpec
+from embed.engine.stack import Arrays, RowStep, StackSpec
 from embed.row_optimizer import WHOLE_ROWS, RowOptimizer, Slots
 
 
@@ -71,13 +70,10 @@ def step_rows(
   return w, slots
 
 
-RowStep = Callable[..., Arrays]
-
-
 def row_step_of(stack: StackSpec, scalars: StepScalars) -> RowStep:
   """A function of local rows `[n]`, their gradients `[n, D]`, and their table and slots by name.
 
-  It returns the new rows and slots, of the dtypes of the old. Its last argument says how often the
+  It returns the new rows, of the table's dtype, and slots. Its last argument says how often the
   rows have stepped in this step.
   """
   optimizer = stack.optimizer

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from embed.row_optimizer import RowOptimizer, Slot
 
 # "parameters" and slots: `[rows, width]`, packed `[lines, columns]`, or one value per row `[rows]`.
 Arrays = dict[str, Any]
+# A step of rows `[n]`: `f(rows, their gradients, their arrays) -> new arrays`.
+RowStep = Callable[..., Arrays]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The taps behind `value_and_grad`: lookups recorded in a traced loss, and a way out for gradients.
 
 A lookup's activations pass through a primitive, `lookup_tap_p`, that carries the table and the
-record of the lookup and computes nothing. `Program` finds these in the traced loss (a jaxpr): a
+record of the lookup and computes nothing. `Annotator` finds these in the traced loss (a jaxpr): a
 lookup belongs to the model if the table it reads is an input of the program, by whatever way it got
 there. Running the program attaches a **tap** to each lookup: an input of zeros of the activations'
 shape, whose cotangent, by the custom VJP `attach`, is the gradient of the activations. With the
@@ -118,8 +118,8 @@ class Source(NamedTuple):
 class Lookup:
   """A lookup in the model's tables: what it returned, what it read, and of what.
 
-  Of shapes where it was found in a program, of arrays where it was run; then the activations are
-  None unless the lookup was made ahead.
+  Found in a program, it holds shapes. Run, it holds arrays, and activations only if it was run
+  without taps.
   """
 
   activations: list[Any] | None

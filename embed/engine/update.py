@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import access, collectives, cost, exchange, mesh, rows, update_cpu
+from embed.engine import access, collectives, cost, exchange, mesh, row_sums, update_cpu
 from embed.engine import grads as grads_lib
 from embed.engine.bags import UNUSED
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
 from embed.engine.packing import Lines
-from embed.engine.row_step import RowStep, StepScalars, row_step_of, step_rows
-from embed.engine.stack import Arrays, StackSpec
+from embed.engine.row_step import StepScalars, row_step_of, step_rows
+from embed.engine.stack import Arrays, RowStep, StackSpec
 from embed.kernels import cpu as cpu_kernels
 from embed.row_optimizer import RowOptimizer
 
@@ -81,8 +81,8 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
   def body(carry, received):
     sums, count = carry
     new = _summed(stack, received)
-    if new is received or stack.placement.devices == 1:  # in one call: there is nothing to add to
-      return new, count
+    if isinstance(received, DistinctRows) or stack.placement.devices == 1:
+      return new, count  # of all calls: there is nothing to add to
     is_used = new.ids < stack.layout.rows
     values = jnp.where(is_used[:, None], new.values, 0)
     # Of a round's entries the first ones are used; those behind are overwritten by the next.
@@ -107,7 +107,7 @@ def table_rows(
     return jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32)
   calls = [x for x in grads if isinstance(x, ActivationGrads)]
   if len(calls) == len(grads) and not stack.accumulates:
-    expand = lambda calls: rows.expand_rows(_grad_rows(calls), size)
+    expand = lambda calls: row_sums.expand_rows(_grad_rows(calls), size)
     return stack.placement.run(expand, (P(),), P())(calls)
   is_summed = len(grads) == 1 and isinstance(grads[0], DistinctRows)
   summed = grads[0] if is_summed else sum_rows(stack, grads)
@@ -186,7 +186,7 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads], in_order: bool | None 
       continue
     record, spec, demand = exchange.spread(stack, x.record)
     lead = lambda g: g[None] if g.ndim == 1 else g
-    used = [g for g, bags in zip(x.grads, x.record.bags, strict=True) if bags.ids.size]
+    used = [g for g, bags in zip(x.grads, x.record.bags, strict=True) if not bags.is_empty]
     values = tuple(placement.pad_batch(lead(g), 0) for g in used)
     padded.append(ActivationGrads(values, record))
     specs.append(ActivationGrads(placement.work, spec))  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def _spec(stack: StackSpec) -> Any:
 def _summed(stack: StackSpec, received: exchange.Received) -> DistinctRows:
   if isinstance(received, DistinctRows):
     return received
-  return rows.sum_rows(received, stack.layout.rows)
+  return row_sums.sum_per_row(received, stack.layout.rows)
 
 
 def step_table(
@@ -231,7 +231,7 @@ def step_table(
   if optimizer.equation is None:
     return arrays
   if not optimizer.lazy:
-    g = rows.add_rows(jnp.zeros(table.shape, jnp.float32), parts)
+    g = row_sums.add_rows(jnp.zeros(table.shape, jnp.float32), parts)
     every = jnp.arange(table.shape[0], dtype=jnp.int32)
     return row_step_of(stack, scalars)(every, g, arrays)
   if not parts:
@@ -252,7 +252,7 @@ def _step_rows_of(
 ) -> Arrays:
   """Steps the rows of `parts`, of which there are some, in XLA's own operations.
 
-  In `is_summed` parts no row occurs twice.
+  If they are summed, there is one part, in which no row occurs twice.
   """
   optimizer, table = stack.optimizer, arrays["parameters"]
   assert optimizer is not None
@@ -261,7 +261,7 @@ def _step_rows_of(
   if _is_plain_sum(optimizer, table) and not (by_kernels or stack.is_in_host):
     return arrays | {"parameters": _add_steps(optimizer, scalars.rate, table, parts)}
   if not optimizer.use_gradient_accumulation:
-    return _step_in_order(stack, row_step, arrays, *rows.expand_rows(parts, size))
+    return _step_in_order(stack, row_step, arrays, *row_sums.expand_rows(parts, size))
 
   def on_cpu(arrays, parts):
     ids = grads_lib.flat_ids(parts, size)
@@ -273,7 +273,7 @@ def _step_rows_of(
     if is_summed:
       ids, values = grads_lib.flat_ids(parts, size), parts[0].grads
     else:
-      summed = rows.sum_rows(parts, size)
+      summed = row_sums.sum_per_row(parts, size)
       ids, values = summed.ids, summed.values
     return step_at_once(stack, row_step, arrays, ids, values)
 
@@ -289,7 +289,9 @@ def step_at_once(
 
   In chunks, so that rows, slots and their new values are little beside the gradients.
   """
-  return rows.in_chunks(functools.partial(_step_part, stack, row_step), arrays, stack.width, at, g)
+  return row_sums.in_chunks(
+    functools.partial(_step_part, stack, row_step), arrays, stack.width, at, g
+  )
 
 
 def _step_part(
@@ -336,7 +338,7 @@ def _add_steps(
     return jax.lax.fori_loop(0, jnp.minimum(runs, 1), add, table)
 
   def at_once(table, parts):
-    return rows.add_at_once(table, [part._replace(grads=move(part.grads)) for part in parts])
+    return row_sums.add_at_once(table, [part._replace(grads=move(part.grads)) for part in parts])
 
   if isinstance(table, Lines):
     return at_once(table, parts)

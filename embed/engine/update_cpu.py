@@ -1,7 +1,7 @@
 """Rows on CPU: distinct ids, sums and steps in the forms that XLA:CPU compiles well.
 
-`rows` and `update` define the meaning; this is the formulation for one backend, where sorting is
-slow, loops are cheap, memory not touched is memory not paid for, and a fusion re-reads a table
+`row_sums` and `update` define the meaning; this is the formulation for one backend, where sorting
+is slow, loops are cheap, memory not touched is memory not paid for, and a fusion re-reads a table
 wherever it can. What XLA compiles to vector code and what to one scalar at a time shaped every
 function here.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from embed.engine.grads import GradRows, with_ids
-from embed.engine.stack import Arrays
+from embed.engine.stack import Arrays, RowStep
 
 # No index here counts from the end: without these JAX emits a select per index.
 IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
@@ -28,7 +28,7 @@ SPAN = 1 << 13  # rows whose gradients are summed at a time, at least
 
 
 def distinct(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`rows.distinct` for CPU.
+  """`row_sums.distinct` for CPU.
 
   Every occurrence writes its position to a cell and reads back who won it: if that one has the
   same id, it is settled. Whoever lost its cell to another id tries again with another hash. Each
@@ -125,10 +125,6 @@ def _add_block(to, columns: GradRows, start, size, step) -> jax.Array:
     return to.at[ids[k]].add(rows.astype(to.dtype), **DROP)
 
   return add(0, to) if ids.shape[0] == 1 else lax.fori_loop(0, ids.shape[0], add, to)
-
-
-# Of rows: their ids [C], their gradients [C, D], and their table and slots by name.
-RowStep = Callable[[jax.Array, jax.Array, Arrays], Arrays]
 
 
 def step_summed(

@@ -11,14 +11,14 @@ from hypothesis import given
 
 import embed
 from embed.engine import grads as grads_lib
-from embed.engine import row_step, rows, update
+from embed.engine import row_step, row_sums, update
 from embed.engine import update_cpu as cpu
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
 from embed.engine.layout import Layout
 from embed.engine.stack import StackSpec
 
-WAYS = {"hash": cpu.distinct, "sort": rows.distinct_by_sort}
+WAYS = {"hash": cpu.distinct, "sort": row_sums.distinct_by_sort}
 SIZE = 96  # one shape, one compilation
 
 
@@ -130,15 +130,15 @@ def test_both_formulations_step_alike():
     "velocities": jnp.zeros((v, d)),
   }
   on_cpu = update.step_table(stack, scalars, arrays, [part])
-  position, unique, _ = rows.distinct_by_sort(grads_lib.flat_ids([part], v), v)
-  sums = rows.add_at_once(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
+  position, unique, _ = row_sums.distinct_by_sort(grads_lib.flat_ids([part], v), v)
+  sums = row_sums.add_at_once(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
   at_once = update.step_at_once(stack, row_step.row_step_of(stack, scalars), arrays, unique, sums)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
 
 
 def in_chunks_of(size, monkeypatch):
-  monkeypatch.setattr(rows, "CHUNK", 0)
-  monkeypatch.setattr(rows, "_SMALLEST", size)
+  monkeypatch.setattr(row_sums, "CHUNK", 0)
+  monkeypatch.setattr(row_sums, "_SMALLEST", size)
 
 
 @pytest.mark.parametrize("count", [63, 64, 65, 200])
@@ -150,9 +150,9 @@ def test_gradients_that_are_added_in_chunks_are_added_once(count, weighted, monk
   part = GradRows(numbers(count, d), rng.integers(-1, v + 2, (count, 3)).astype(np.int32), gains)
   part = part._replace(ids=np.where(part.ids < 0, v, part.ids))
   to = numbers(v, d)
-  at_once = rows.add_at_once(jnp.asarray(to), [part, part])
+  at_once = row_sums.add_at_once(jnp.asarray(to), [part, part])
   in_chunks_of(64, monkeypatch)
-  np.testing.assert_array_equal(rows.add_at_once(jnp.asarray(to), [part, part]), at_once)
+  np.testing.assert_array_equal(row_sums.add_at_once(jnp.asarray(to), [part, part]), at_once)
   expected = to.copy()
   each = np.repeat(part.grads, 3, axis=0) * (1 if gains is None else gains.reshape(-1, 1))
   kept = part.ids.reshape(-1) < v
@@ -185,6 +185,6 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
 def test_what_many_occurrences_of_a_row_sum_to(number, error):
   """What is written at `embed.RowGrads` of sums in float32."""
   ids, grads = jnp.zeros((number, 1), jnp.int32), jnp.full((number, 1), 0.1)
-  summed = rows.sum_rows([GradRows(grads, ids)], 2)
+  summed = row_sums.sum_per_row([GradRows(grads, ids)], 2)
   assert summed.ids[0] == 0
   np.testing.assert_allclose(summed.values[0, 0], number * np.float32(0.1), rtol=error)

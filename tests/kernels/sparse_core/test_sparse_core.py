@@ -13,7 +13,7 @@ from stored_tables import TwoTables, fetched, wave
 from suites import full_unless
 
 import embed
-from embed.engine import packing, rows
+from embed.engine import packing, row_sums
 from embed.kernels import sparse_core
 from embed.kernels.sparse_core import kernels
 from embed.tools import check
@@ -102,8 +102,8 @@ def test_rows_that_were_not_looked_up_keep_their_bits(used):
 def test_steps_in_several_chunks_equal_one(used, monkeypatch):
   given = features(embed.adagrad(0.5))
   at_once = trained(given, sparse_core=True)
-  monkeypatch.setattr(rows, "CHUNK", 0)
-  monkeypatch.setattr(rows, "_SMALLEST", 24)
+  monkeypatch.setattr(row_sums, "CHUNK", 0)
+  monkeypatch.setattr(row_sums, "_SMALLEST", 24)
   jax.clear_caches()
   assert_close(trained(given, sparse_core=True), at_once)
 

@@ -111,7 +111,7 @@ def add_rows(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
   return jax.lax.platform_dependent(to, list(parts), cpu=update_cpu.add_rows, default=add_at_once)
 
 
-def sum_rows(parts: Sequence[GradRows], size: int) -> DistinctRows:
+def sum_per_row(parts: Sequence[GradRows], size: int) -> DistinctRows:
   """The sum of the gradients of every row that was looked up, over duplicates, features and calls.
 
   A row counts as looked up also with gain 0 or with gradients that cancel.
