@@ -318,7 +318,7 @@ def _rows(stacks: dict[Owner, StackSpec], lookups, cotangents, records) -> Rows:
   """The row gradients of a model, from the activation gradients of all lookups."""
   by_stack: dict[Owner, list[ActivationGrads]] = {owner: [] for owner in stacks}
   for lookup, grads, record in zip(lookups, cotangents, records, strict=True):
-    if not record.is_empty:
+    if record.used:
       by_stack[lookup.owner].append(ActivationGrads(tuple(grads), record))
   return Rows(by_stack, stacks)
 

@@ -23,8 +23,8 @@ from embed.row_optimizer import RowOptimizer
 from embed.steps import (
   Residual,
   Spec,
+  add_to_report,
   by_stack,
-  count,
   look_up,
   look_up_stack,
   step_combiner_weights,
@@ -224,7 +224,7 @@ class SparseEmbed(nnx.Module):
     name, feature = f"candidates of {table_name}", config_lib.FeatureConfig(table)
     inputs = [check((), name, feature, candidates)]
     (act,), record, prepared = look_up_stack(self, stack, inputs, (table_name,), combiner="sum")
-    count(self, [prepared.dropped], [record])
+    add_to_report(self, [prepared.dropped], [record])
     if len(shape) == 1:
       return jnp.einsum("...d,kd->...k", query, stack.placement.put(act, P()))
     return jnp.einsum("...d,...kd->...k", query, act.reshape(*shape, table.dim))

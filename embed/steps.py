@@ -131,7 +131,7 @@ def look_up(layer: Any, features: Any, weights: Any) -> tuple[Any, Residual]:
     residual.records[stack_name] = record
     residual.paths[stack_name] = tuple(x.path for x in inputs)
     dropped.append(prepared.dropped)
-  count(layer, dropped, list(residual.records.values()))
+  add_to_report(layer, dropped, list(residual.records.values()))
   return structure.pack(spec.features, features, activations), residual
 
 
@@ -150,7 +150,7 @@ def look_up_stack(
   prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
   prepared = placement.prepare(prepare, arrays)
   stored = layer.arrays[stack.name]["parameters"].get_value()
-  rows = taps.read_tables(stored, "lookup")
+  rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
   acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
   if mesh_lib.is_explicit((rows, layer.report.get_value())):
     acts = [placement.typed(act) for act in acts]
@@ -176,7 +176,9 @@ def tap(
   return taps.tap(activations, record, stored, taps.Layer(layer, trains))
 
 
-def count(layer: Any, dropped: Sequence[jax.Array], records: Sequence[LookupRecord]) -> None:
+def add_to_report(
+  layer: Any, dropped: Sequence[jax.Array], records: Sequence[LookupRecord]
+) -> None:
   """Adds a call to the layer's report."""
   if not dropped:
     return
@@ -260,7 +262,7 @@ def step_combiner_weights(layer: Any, table: str, grad: jax.Array) -> None:
 
 def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], step: Any) -> None:
   """Steps each stack once, or, where something is missing, none."""
-  moving = [stack for stack in layer.spec.stacks.values() if _moves(stack, grads, step)]
+  moving = [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step)]
   for stack in moving:
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = taps.read_tables(stored_arrays(layer, stack), "update")
@@ -275,8 +277,8 @@ def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], st
 compiled_step = jax.jit(update.step, static_argnums=0)
 
 
-def _moves(stack: StackSpec, grads: Mapping[str, Any], step: Any) -> bool:
-  """Whether a stack moves; raises for what is missing."""
+def _must_step(stack: StackSpec, grads: Mapping[str, Any], step: Any) -> bool:
+  """Whether a stack steps; raises ValueError for what is missing."""
   optimizer = stack.optimizer
   if stack.name not in grads and (optimizer is None or optimizer.lazy):
     return False

@@ -252,7 +252,7 @@ def test_from_json():
   with pytest.raises(ValueError, match="this plan has no example batch"):
     read.costs()
   fewer = embed.Plan.from_json(text, features, make_mesh(shape=(3,)), embed.adagrad())
-  heights = lambda plan: [stack.layout.rows for stack in plan.stacks().values()]
+  heights = lambda plan: [stack.layout.shard_rows for stack in plan.stacks().values()]
   assert heights(fewer)[0] == 100
   assert heights(read)[0] == 38
 

@@ -4,20 +4,21 @@
   bag = bag.normalized("mean", size)                          # the combiner becomes gains
   acts, record = exchange.look_up(stack, stored, [bag], ["movie"])
   acts = taps.tap(acts, record, stored, layer)                # value_and_grad finds these
-  sent = grads.ActivationGrads(activation_grads, record)
+  call = grads.ActivationGrads(activation_grads, record)
   scalars = row_step.StepScalars.at(stack, step)
-  arrays = update.step(stack, arrays, [sent], scalars)        # rows and slots, in place
+  arrays = update.step(stack, arrays, [call], scalars)        # new rows and slots
 
-The jit around an update donates its arrays. Read `layout`, `mesh`, `stack` for where rows are;
-`bags`, `lookup` for one device; `packing`, `host`, `access` for how rows lie in memory; `grads` for
-the forms of a gradient, `row_sums` for one sum per row; `collectives`, `cost`, `route`, `exchange`
-for several devices; `row_step`, `rounding`, `update` for new rows; `taps` for differentiation.
-`jax_internals` isolates what JAX and Flax do not promise, `update_cpu` what one backend needs, and
-`switches` reads the environment variables.
+An update is in place if the jit around it donates the arrays. Read `layout`, `mesh`, `stack` for
+where rows are; `bags`, `lookup` for one device; `packing`, `host`, `access` for how rows lie in
+memory; `grads` for the forms of a gradient, `row_sums` for one sum per row; `collectives`, `cost`,
+`route`, `exchange` for several devices; `row_step`, `rounding`, `update` for new rows; `taps` for
+differentiation. `jax_internals` isolates what JAX and Flax do not promise, `update_cpu` what one
+backend needs, and `switches` reads the environment variables.
 
 Two more packages are pure arrays. `embed.storage` makes stored arrays, and reads and loads them as
 tables, which no step needs. `embed.kernels` has compiled code for CPUs and for the SparseCores of
-TPUs: `access` and `update` call it where it can do what they define, only faster.
+TPUs: `access` and `update` call it where it can do what they define, only faster. It imports the
+forms of ids and gradients from here; `tests/test_house.py` has the order of all files.
 
 In shapes: V rows of D columns; N ids in B bags of L positions; S shards, which exchange C rows with
 each device in a round.
@@ -37,7 +38,6 @@ Glossary:
   exchange        how ids, rows and gradients get from device to device
   distinct rows   one summed gradient for each row that was looked up
   slot            what an optimizer keeps for each row
-  view            how a logical table is split where users and checkpoints see it
   kernel          compiled code that XLA calls in the place of its own operations
   tap             an input of zeros whose cotangent is the gradient of an activation
   owner           the path of a layer in its model, and a stack or table of it

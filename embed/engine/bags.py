@@ -1,8 +1,8 @@
-"""Bags of ids on a device: the one form of every input, and the only reader of `segments`."""
+"""Bags of ids: the one form of every input. Only this file and a kernel read `segments`."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,11 +41,6 @@ class Bags:
     return self.ids.shape[:-1] if self.shape is None else self.shape
 
   @property
-  def is_empty(self) -> bool:
-    """Whether there is neither an id nor padding; the activations are zeros."""
-    return not self.ids.size
-
-  @property
   def is_ragged(self) -> bool:
     """Whether bags have any length."""
     return self.segments is not None
@@ -59,10 +54,6 @@ class Bags:
   def with_ids(self, ids: jax.Array) -> "Bags":
     return dataclasses.replace(self, ids=ids)
 
-  def spec(self, work: P) -> P:
-    """How the arrays are split inside a lookup; ragged ones are whole on every device."""
-    return P() if self.is_ragged else work
-
   def flat(self) -> "Bags":
     """The bags one after another: ids `[B, L]`."""
     if self.is_ragged:
@@ -71,7 +62,7 @@ class Bags:
     return jax.tree.map(lambda x: x.reshape(bags, x.shape[-1]), self)
 
   def padded(self, placement: Any) -> "Bags":
-    """The same bags and empty ones, so that every device of a placement gets as many."""
+    """Pads with empty bags to a multiple of the devices of a placement."""
     if placement.devices == 1:
       return self
     if self.is_ragged:
@@ -112,7 +103,7 @@ class Bags:
     return grads.at[self.segments].get(mode="fill", fill_value=0)
 
   def part(self, start: jax.Array, batch: tuple[int, ...], padding: int) -> "Bags":
-    """Of ragged bags those from the flat index `start` on, `prod(batch)` of them."""
+    """The `prod(batch)` ragged bags from the flat index `start` on."""
     assert self.segments is not None
     count = math.prod(batch)
     segments = self.segments - start
@@ -131,6 +122,15 @@ class Bags:
     if self.segments is not None:
       same &= jnp.all(self.segments == other.segments)
     return same
+
+
+def pad_all(bags: Sequence[Bags], placement: Any) -> tuple[tuple[Bags, ...], tuple[P, ...]]:
+  """Bags padded to all devices of a placement, and how they are split inside a lookup.
+
+  Ragged ones are whole on every device.
+  """
+  padded = tuple(bag.padded(placement) for bag in bags)
+  return padded, tuple(P() if bag.is_ragged else placement.work for bag in padded)
 
 
 def inverse_norm(total: jax.Array, combiner: str) -> jax.Array:
@@ -170,10 +170,9 @@ class Parts:
 
 
 class Form(NamedTuple):
-  """How bags become activations.
+  """How bags become activations, whose shape without dim is `shape`.
 
-  `shape` is that of the activations without dim. Sequences keep their first `length` ids apart; 0
-  combines the ids of a bag.
+  A `length` above 0 keeps as many ids of a bag as a sequence; 0 combines them.
   """
 
   shape: tuple[int, ...]

@@ -1,6 +1,6 @@
 """Collectives along mesh axes, inside `jax.shard_map`.
 
-Without axes, `gather` and `swap` return their argument, and `index` returns 0.
+Without axes, `all_gather` and `all_to_all` return their argument, and `device_index` returns 0.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 Names = tuple[str, ...]
 
 
-def index(axes: Names) -> jax.Array:
+def device_index(axes: Names) -> jax.Array:
   """int32 scalar: this device's position along some axes."""
   return jax.lax.axis_index(axes) if axes else jnp.int32(0)
 
 
-def gather(tree: Any, axes: Names) -> Any:
+def all_gather(tree: Any, axes: Names) -> Any:
   """`[n, ...]` of every device along some axes, one after another."""
   if not axes:
     return tree
@@ -24,7 +24,7 @@ def gather(tree: Any, axes: Names) -> Any:
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axes, tiled=True), tree)
 
 
-def swap(x: jax.Array, axes: Names) -> jax.Array:
+def all_to_all(x: jax.Array, axes: Names) -> jax.Array:
   """`[n, ...]`, an entry for each device, to the entries that the devices had for this one."""
   if not axes:
     return x

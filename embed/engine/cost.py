@@ -5,7 +5,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ EXCHANGES = ("all_to_all", "gather")  # that a user may choose
 
 @dataclasses.dataclass(frozen=True)
 class BatchDemand:
-  """What a device, with those that hold other columns of the same rows, asks of a stack in a call.
+  """Ids and activations that the devices with the same rows request of a stack, all calls together.
 
   Attributes:
     ids: of each table of the stack, of bags with positions.
@@ -68,12 +68,6 @@ def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) 
   return BatchDemand(tuple(map(share, ids)), share(activations), ragged_ids, ragged_activations)
 
 
-def total(demands: Iterable[BatchDemand]) -> BatchDemand:
-  """The demand of several calls together."""
-  ids, *others = zip(*(dataclasses.astuple(demand) for demand in demands), strict=True)
-  return BatchDemand(tuple(map(sum, zip(*ids, strict=True))), *map(sum, others))
-
-
 def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
   """The exchange of a stack for the demand of a call.
 
@@ -85,22 +79,22 @@ def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
     if placement.replicas == 1:
       return Exchange("columns" if placement.column_shards > 1 else "none")
     # A device with some of the columns has the gradients of ragged bags in all columns.
-    can_sum = stack.accumulates and not (placement.columns and demand.ragged_ids)
-    is_small = layout.rows <= (ids + demand.ragged_ids) * placement.replicas
+    can_sum = stack.accumulates and not (placement.column_axes and demand.ragged_ids)
+    is_small = layout.shard_rows <= (ids + demand.ragged_ids) * placement.replicas
     return Exchange("sum" if can_sum and is_small else "gather")
-  at_once = stack.optimizer is not None and not (stack.optimizer.lazy and stack.accumulates)
-  if not ids or at_once or stack.exchange == "gather":
+  must_gather = stack.optimizer is not None and not (stack.optimizer.lazy and stack.accumulates)
+  if not ids or must_gather or stack.exchange == "gather":
     return Exchange("gather")
-  room = min(stack.capacity or capacity(demand, stack), ids, layout.rows)
+  capacity = min(stack.capacity or default_capacity(stack, demand), ids, layout.shard_rows)
   if stack.is_in_host:  # one round: TPUs copy what is in the host's memory into a loop of rounds
-    room = min(ids, layout.rows)
+    capacity = min(ids, layout.shard_rows)
   is_free = stack.exchange is None and stack.capacity is None
-  if is_free and gather_bytes(demand, stack) < all_to_all_bytes(room, stack):
+  if is_free and gather_bytes(stack, demand) < all_to_all_bytes(stack, capacity):
     return Exchange("gather")
-  return Exchange("all_to_all", room)
+  return Exchange("all_to_all", capacity)
 
 
-def capacity(demand: BatchDemand, stack: StackSpec) -> int:
+def default_capacity(stack: StackSpec, demand: BatchDemand) -> int:
   """The rows for a pair of devices that a round has room for.
 
   Six standard deviations above the mean of ids that fall on shards at random, in eights. An id
@@ -109,7 +103,7 @@ def capacity(demand: BatchDemand, stack: StackSpec) -> int:
   layout = stack.layout
   distinct = sum(map(min, demand.ids, layout.sizes))
   mean = distinct / layout.shards
-  return min(-(-math.ceil(mean + 6 * math.sqrt(mean)) // 8) * 8, sum(demand.ids), layout.rows)
+  return min(-(-math.ceil(mean + 6 * math.sqrt(mean)) // 8) * 8, sum(demand.ids), layout.shard_rows)
 
 
 # --- bytes that a device receives in a step ------------------------------------------------------
@@ -117,14 +111,14 @@ def capacity(demand: BatchDemand, stack: StackSpec) -> int:
 
 def moved_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> int:
   """What a device receives in a step: forward, backward and update."""
-  moved = columns_bytes(demand, stack)
+  moved = columns_bytes(stack, demand)
   # Ragged bags: sums of the whole batch, and their gradients.
   devices = stack.placement.devices
   moved += 3 * 4 * demand.ragged_activations * stack.dim * (devices - 1) // devices
   if exchange.capacity is not None:
-    moved += all_to_all_bytes(exchange.capacity, stack)
+    moved += all_to_all_bytes(stack, exchange.capacity)
   elif exchange.kind == "gather":
-    moved += gather_bytes(demand, stack)
+    moved += gather_bytes(stack, demand)
   elif exchange.kind == "sum":
     moved += sum_bytes(stack)
   return moved
@@ -137,17 +131,17 @@ def buffer_bytes(stack: StackSpec, demand: BatchDemand, exchange: Exchange) -> i
   if exchange.capacity is not None:
     buffers += 4 * layout.shards * exchange.capacity * (2 + 2 * width)
   elif exchange.kind == "sum":
-    buffers += 4 * layout.rows * (width + 1)
+    buffers += 4 * layout.shard_rows * (width + 1)
   elif exchange.kind == "gather" and layout.shards > 1:
     everybody = layout.shards * stack.placement.replicas
     buffers += 8 * everybody * (ids + demand.activations * width)
   elif exchange.kind == "gather":
-    buffers += gather_bytes(demand, stack)
+    buffers += gather_bytes(stack, demand)
   return buffers
 
 
-def all_to_all_bytes(capacity: int, stack: StackSpec) -> int:
-  """Of one round: ids, rows, and gradients of rows.
+def all_to_all_bytes(stack: StackSpec, capacity: int) -> int:
+  """Bytes of one round: ids, rows, and gradients of rows.
 
   Replicas receive the gradients of each other as well, and the ids that they belong to.
   """
@@ -157,21 +151,21 @@ def all_to_all_bytes(capacity: int, stack: StackSpec) -> int:
   return (shards - 1) * capacity * (4 + row + grads) + replicas
 
 
-def gather_bytes(demand: BatchDemand, stack: StackSpec) -> int:
-  """Of ids and activations, then of ids and gradients of activations."""
+def gather_bytes(stack: StackSpec, demand: BatchDemand) -> int:
+  """Bytes of ids and activations, then of ids and gradients of activations."""
   others = stack.layout.shards - 1
   everybody = stack.layout.shards * stack.placement.replicas - 1
   return 4 * (others + everybody) * (sum(demand.ids) + demand.activations * stack.width)
 
 
 def sum_bytes(stack: StackSpec) -> int:
-  """Of whole tables, and of which rows were touched, added up over replicas."""
+  """Bytes of whole tables, and of which rows were touched, added up over replicas."""
   replicas = stack.placement.replicas
-  return 2 * 4 * stack.layout.rows * (stack.width + 1) * (replicas - 1) // replicas
+  return 2 * 4 * stack.layout.shard_rows * (stack.width + 1) * (replicas - 1) // replicas
 
 
-def columns_bytes(demand: BatchDemand, stack: StackSpec) -> int:
-  """From devices with the same rows: ids and slices of activations, twice."""
+def columns_bytes(stack: StackSpec, demand: BatchDemand) -> int:
+  """Bytes from devices with the same rows: ids and slices of activations, twice."""
   columns = stack.placement.column_shards
   asked = sum(demand.ids) + demand.activations * stack.width
   return 2 * 4 * asked * (columns - 1) // columns

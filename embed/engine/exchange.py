@@ -1,12 +1,14 @@
-"""How ids find the shard that stores their row, and how gradients follow them. Per device.
+"""How ids find the shard that stores their row, and how gradients follow them.
 
-There are two ways to a row and back:
+`look_up` and `spread` work on the whole batch, all other functions per device. There are two ways
+to a row and back, and one more for gradients:
 
 - **all-to-all** (`route`): shards are asked for distinct rows, send them, and later get the summed
   gradient of each, in as many rounds as it takes.
 - **gather**: every shard gets all ids and sums the rows that it stores; the sums are added up. It
   has no capacity and no rounds. It moves less where bags are longer than there are shards, and it
   keeps the batch's order.
+- **sum**: gradients of small tables that every device has a copy of are added up as whole tables.
 
 Columns and replicas surround both: devices that hold different columns of the same rows look up
 each other's ids and exchange the slices of activations; devices that hold the same rows add up
@@ -27,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 from embed.engine import access, cost, row_sums
 from embed.engine import grads as grads_lib
 from embed.engine import route as route_lib
-from embed.engine.bags import Bags
-from embed.engine.collectives import gather, index, swap
+from embed.engine.bags import Bags, pad_all
+from embed.engine.collectives import all_gather, all_to_all, device_index
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
 from embed.engine.mesh import Placement
@@ -53,41 +55,40 @@ def look_up(
     Activations `[*batch, D]` of each feature, and the record of what was looked up.
   """
   placement = stack.placement
-  acts: Sequence[jax.Array] = ()
+  acts: dict[int, jax.Array] = {}
   record = LookupRecord(tuple(bags), tuple(tables))
-  if not record.is_empty:
-    padded, spec, demand = spread(stack, record)
+  padded, spec = spread(stack, record)
+  if padded.bags:
     # A lookup needs only the capacity; an update chooses for all calls of a step together.
+    demand = cost.batch_demand(stack, padded.bags, padded.tables)
     capacity = cost.choose_exchange(stack, demand).capacity
     out_specs = (placement.work, None if capacity is None else _route_spec(stack))
     per_device = functools.partial(_look_up, stack=stack, capacity=capacity)
-    acts, route = placement.run(per_device, (stack.specs[2], spec), out_specs)(table, padded)
+    looked_up, route = placement.run(per_device, (stack.specs[2], spec), out_specs)(table, padded)
+    acts = dict(zip(record.used, looked_up, strict=True))
     record = dataclasses.replace(record, route=route)
   zeros = lambda bag: jnp.zeros((*bag.batch, stack.dim), table.dtype)
-  looked_up = iter(acts)
-  out = [zeros(bag) if bag.is_empty else next(looked_up) for bag in bags]
+  out = [acts[i] if i in acts else zeros(bag) for i, bag in enumerate(bags)]
   if not placement.is_local:
     out = [_cut(act, bag.batch, placement) for act, bag in zip(out, bags, strict=True)]
   return out, record
 
 
-def spread(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord, Any, cost.BatchDemand]:
-  """A record for all devices, the specs of its arrays, and its demand.
+def spread(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord, Any]:
+  """Pads the bags of a record to all devices; returns it with the specs of its arrays.
 
-  Its bags are padded to the devices. Those without an id are left out: collectives need one.
+  Features that take no part are left out: collectives need an id.
   """
-  placement = stack.placement
-  used = [i for i, bag in enumerate(record.bags) if not bag.is_empty]
-  bags = tuple(record.bags[i].padded(placement) for i in used)
+  used = record.used
+  bags, bag_specs = pad_all([record.bags[i] for i in used], stack.placement)
   tables = tuple(record.tables[i] for i in used)
-  bag_specs: Any = tuple(bag.spec(placement.work) for bag in bags)
-  spec = LookupRecord(bag_specs, tables, None if record.route is None else _route_spec(stack))
-  demand = cost.batch_demand(stack, bags, tables)
-  return LookupRecord(bags, tables, record.route), spec, demand
+  route_spec = None if record.route is None else _route_spec(stack)
+  spec = LookupRecord(bag_specs, tables, route_spec)  # type: ignore[arg-type]
+  return LookupRecord(bags, tables, record.route), spec
 
 
 def _cut(act: jax.Array, batch: tuple[int, ...], placement: Placement) -> jax.Array:
-  """Activations without the padding of the batch."""
+  """Cuts off the padding of the batch."""
   if batch:
     return placement.split_batch(act, batch[0])
   return placement.split_batch(act, 1)[0] if act.ndim > 1 else act  # one bag, padded
@@ -115,7 +116,7 @@ def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | N
       if capacity is not None:
         act = next(routed)
       else:
-        everybody = gather(_union(bag, placement), placement.rows)
+        everybody = all_gather(_union(bag, placement), placement.row_axes)
         act = _scatter(combine(_local(everybody, stack, name)), placement)
       act = _swap_columns(act, placement)
       act = act.reshape(*bag.batch, act.shape[-1])
@@ -125,18 +126,18 @@ def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | N
 
 def _local(bags: Bags, stack: StackSpec, table: str) -> Bags:
   """Bags of local rows of this shard; out of range for ids that this shard does not store."""
-  if stack.placement.is_local and stack.layout.rows == stack.layout.sizes[0]:
+  if stack.placement.is_local and stack.layout.shard_rows == stack.layout.sizes[0]:
     return bags  # a pass over the ids would cost a tenth of the lookup
   shard, local_row = stack.layout.locate(stack.indices[table], bags.ids)
   if stack.layout.shards > 1:
-    is_own = shard == index(stack.placement.rows)
-    local_row = jnp.where(is_own, local_row, stack.layout.rows)
+    is_own = shard == device_index(stack.placement.row_axes)
+    local_row = jnp.where(is_own, local_row, stack.layout.shard_rows)
   return bags.with_ids(local_row)
 
 
 def _union(bags: Bags, placement: Placement) -> Bags:
   """The bags `[m, L]` of all devices that hold other columns of the same rows."""
-  return gather(bags.flat(), placement.columns)
+  return all_gather(bags.flat(), placement.column_axes)
 
 
 def _look_up_routed(
@@ -156,9 +157,9 @@ def _look_up_routed(
 
   def one_round(start):
     local_rows, count = route.requests(start, layout)
-    requested = swap(local_rows, placement.rows)
+    requested = all_to_all(local_rows, placement.row_axes)
     sent = access.take(stack, table, requested.reshape(-1))
-    received = swap(sent.reshape(*requested.shape, -1), placement.rows)
+    received = all_to_all(sent.reshape(*requested.shape, -1), placement.row_axes)
     received = received.reshape(-1, table.shape[1])
     positions = route.buffer_positions(shards, start, count)
     acts = [
@@ -182,15 +183,15 @@ def _look_up_routed(
 @jax.named_scope("exchange")
 def _scatter(act: jax.Array, placement: Placement) -> jax.Array:
   """Adds up the shards' sums `[shards * batch, columns of D]`, to each its own part."""
-  return lax.psum_scatter(act, placement.rows, tiled=True) if placement.rows else act
+  return lax.psum_scatter(act, placement.row_axes, tiled=True) if placement.row_axes else act
 
 
 def _swap_columns(act: jax.Array, placement: Placement) -> jax.Array:
   """`[columns * batch, some of D]` to `[batch, D]`."""
-  if not placement.columns:
+  if not placement.column_axes:
     return act
   act = act.reshape(placement.column_shards, -1, act.shape[-1])
-  act = swap(act, placement.columns)
+  act = all_to_all(act, placement.column_axes)
   return jnp.moveaxis(act, 0, 1).reshape(act.shape[1], -1)
 
 
@@ -200,12 +201,12 @@ def _add_up(act: jax.Array, stack: StackSpec) -> jax.Array:
   placement = stack.placement
   if placement.devices == 1:
     return act
-  if placement.rows:
-    act = lax.psum(act, placement.rows)
-  if placement.columns:
-    act = lax.all_gather(act, placement.columns, axis=act.ndim - 1, tiled=True)
+  if placement.row_axes:
+    act = lax.psum(act, placement.row_axes)
+  if placement.column_axes:
+    act = lax.all_gather(act, placement.column_axes, axis=act.ndim - 1, tiled=True)
   own = act.shape[0] // placement.devices
-  return lax.dynamic_slice_in_dim(act, index(placement.axes) * own, own)
+  return lax.dynamic_slice_in_dim(act, device_index(placement.axes) * own, own)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ Body = Callable[[Any, Received], Any]
 def for_each_round(
   grads: Sequence[ActivationGrads | DistinctRows],
   stack: StackSpec,
-  kind: str,
+  sums_tables: bool,
   body: Body,
   carry: Any,
 ) -> Any:
@@ -226,8 +227,9 @@ def for_each_round(
   Args:
     grads: this device's.
     stack: the tables.
-    kind: of exchange, as `cost.choose_exchange` says, or "ordered", which gathers in the order of
-      the batch. Other calls whose record has a route go by all-to-all; with "sum" none has one.
+    sums_tables: whether `cost.choose_exchange` says "sum". Otherwise calls whose record has a route
+      go by all-to-all, and the others are gathered; in the order of the batch if the optimizer
+      steps once for each occurrence of an id.
     body: gets float32 gradients of local rows of this shard, all gradients of a row in one call:
       `DistinctRows` if they are summed already, else parts to sum. It is called once, or once for
       every round, in each of which there are other rows.
@@ -243,7 +245,7 @@ def for_each_round(
   for call in grads:
     if isinstance(call, DistinctRows):
       continue
-    is_routed = call.record.route is not None and kind != "ordered"
+    is_routed = call.record.route is not None and stack.accumulates
     routed += [call] if is_routed else []
     others += [
       part
@@ -253,9 +255,9 @@ def for_each_round(
   local = [x.as_grad_rows() for x in summed]
   if not routed and not others:
     return body(carry, summed[0] if len(summed) == 1 else local)
-  if others and kind == "sum":
+  if others and sums_tables:
     return body(carry, _summed_over_replicas(others, local, stack))
-  gathered = [_gathered(g, bags, t, stack, kind == "ordered") for g, bags, t in others]
+  gathered = [_gathered(g, bags, table, stack) for g, bags, table in others]
   if not routed:
     return body(carry, local + gathered)
   return _rounds(routed, local + gathered, stack, body, carry)
@@ -265,25 +267,23 @@ def _own_columns(grads: jax.Array, stack: StackSpec) -> jax.Array:
   """`[batch, ..., D]` to this device's columns of all who share its rows, `[m, width]`."""
   placement = stack.placement
   grads = grads.astype(jnp.float32).reshape(-1, grads.shape[-1])
-  if not placement.columns:
+  if not placement.column_axes:
     return grads
   n = placement.column_shards
   grads = jnp.pad(grads, ((0, 0), (0, n * stack.width - grads.shape[1])))
   grads = jnp.moveaxis(grads.reshape(-1, n, stack.width), 1, 0)
-  return swap(grads, placement.columns).reshape(-1, stack.width)
+  return all_to_all(grads, placement.column_axes).reshape(-1, stack.width)
 
 
-def _gathered(
-  grads: jax.Array, bags: Bags, table: str, stack: StackSpec, in_order: bool
-) -> GradRows:
+def _gathered(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
   """A feature's gradients of all devices, with the ids of other shards as padding."""
   placement = stack.placement
   # The batch is split over all axes in the mesh's order: one gather over all of them keeps it.
-  if bags.is_ragged or in_order:  # ragged bags are whole everywhere
-    grads = stack.columns.own(gather(grads.astype(jnp.float32), placement.axes))
-    bags = bags if bags.is_ragged else gather(bags, placement.axes)
+  if bags.is_ragged or not stack.accumulates:  # ragged bags are whole everywhere
+    grads = stack.columns.own(all_gather(grads.astype(jnp.float32), placement.axes))
+    bags = bags if bags.is_ragged else all_gather(bags, placement.axes)
   else:
-    every = lambda tree: gather(gather(tree, placement.rows), placement.replica_axes)
+    every = lambda tree: all_gather(all_gather(tree, placement.row_axes), placement.replica_axes)
     grads = every(_own_columns(grads, stack))
     bags = every(_union(bags, placement))
   return grads_lib.from_activations(grads, _local(bags, stack, table))
@@ -291,7 +291,7 @@ def _gathered(
 
 def _summed_over_replicas(others: Any, local: list[GradRows], stack: StackSpec) -> DistinctRows:
   """The gradients of a small table, row by row, added up over the replicas."""
-  size, axes = stack.layout.rows, stack.placement.replica_axes
+  size, axes = stack.layout.shard_rows, stack.placement.replica_axes
   sums, touched = _dense([_own_part(g, bags, table, stack) for g, bags, table in others], size)
   with jax.named_scope("exchange"):
     sums, touched = lax.psum(sums, axes), lax.pmax(touched, axes)
@@ -311,12 +311,12 @@ def _dense(parts: list[GradRows], size: int) -> tuple[jax.Array, jax.Array]:
 
 def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
   """A feature's gradients of this device's own batch, and of those with other columns."""
-  placement, padding = stack.placement, stack.layout.rows
+  placement, padding = stack.placement, stack.layout.shard_rows
   if not bags.is_ragged:
     bags = _union(bags, placement)
     return grads_lib.from_activations(_own_columns(grads, stack), _local(bags, stack, table))
   # Bags of the whole batch: those of the other devices are left out.
-  start = index(placement.axes) * math.prod(grads.shape[:-1])
+  start = device_index(placement.axes) * math.prod(grads.shape[:-1])
   own = _local(bags, stack, table).part(start, grads.shape[:-1], padding)
   return grads_lib.from_activations(grads, own)
 
@@ -352,7 +352,7 @@ def _rounds(
     parts, next_starts = [], []
     for send, r, start in zip(sends, routes, starts, strict=True):
       local_rows, count = r.requests(start, layout, limit)
-      requested = r.requested_rows if is_first else swap(local_rows, placement.rows)
+      requested = r.requested_rows if is_first else all_to_all(local_rows, placement.row_axes)
       part = send(start, count, requested)
       # No lower limit is needed: rows of earlier rounds are not requested again.
       parts.append(part if limit is None else _between(part, first_keys[:-1], limit, stack))
@@ -391,9 +391,9 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
     flat = jnp.concatenate([p.reshape(-1) for p in positions])
     sums = jnp.zeros((requested.size, stack.width), jnp.float32)
     sums = row_sums.add_rows(sums, grads_lib.with_ids(parts, flat))
-    sums = swap(sums.reshape(*requested.shape, stack.width), placement.rows)
-    ids = gather(requested.reshape(-1), placement.replica_axes)
-    sums = gather(sums.reshape(-1, stack.width), placement.replica_axes)
+    sums = all_to_all(sums.reshape(*requested.shape, stack.width), placement.row_axes)
+    ids = all_gather(requested.reshape(-1), placement.replica_axes)
+    sums = all_gather(sums.reshape(-1, stack.width), placement.replica_axes)
     return GradRows(sums, ids[:, None])
 
   return send
@@ -401,7 +401,7 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
 
 def _between(part: GradRows, low: jax.Array, limit: jax.Array, stack: StackSpec) -> GradRows:
   """Of the rows of this shard, those of a range of keys."""
-  me, size = index(stack.placement.rows), stack.layout.rows
+  me, size = device_index(stack.placement.row_axes), stack.layout.shard_rows
   key = route_lib.make_key(
     jnp.full_like(part.ids, me), jnp.minimum(part.ids, size - 1), stack.layout
   )

@@ -26,7 +26,7 @@ class GradRows(NamedTuple):
 
   Attributes:
     grads: float32 `[B, D]`.
-    ids: int32 `[B, L]`; what is no row of the table is padding.
+    ids: int32 `[B, L]`; ids outside the table are padding.
     gains: float32 `[B, L]`, or None for 1.
   """
 
@@ -87,6 +87,6 @@ def with_ids(parts: Sequence[GradRows], ids: jax.Array) -> list[GradRows]:
   ]
 
 
-def any_row(parts: Sequence[GradRows]) -> list[GradRows]:
-  """The parts that have ids."""
+def non_empty(parts: Sequence[GradRows]) -> list[GradRows]:
+  """Drops the parts without ids."""
   return [part for part in parts if part.ids.size]

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 class Layout:
   """How the rows of some tables are laid out over shards.
 
-  A **local row** is the index of a row within its shard. Every shard has `rows` of them; where a
-  table's rows do not divide, the last of its local rows on some shards hold nothing.
+  A **local row** is the index of a row within its shard. Every shard has `shard_rows` of them;
+  where a table's rows do not divide, the last of its local rows on some shards hold nothing.
 
   Args:
     sizes: the number of rows of each table.
@@ -47,7 +47,7 @@ class Layout:
     return tuple(itertools.accumulate(self._taken, initial=0))[:-1]
 
   @functools.cached_property
-  def rows(self) -> int:
+  def shard_rows(self) -> int:
     """The number of local rows of a shard; used as a local row, it means padding."""
     return sum(self._taken)
 
@@ -62,7 +62,7 @@ class Layout:
     return shard * few + shard.__array_namespace__().minimum(shard, more)
 
   def locate(self, table: int, ids: Any) -> tuple[Any, Any]:
-    """The shard and the local row of each id; shard 0 and local row `rows` for ids outside.
+    """The shard and the local row of each id; shard 0 and local row `shard_rows` for ids outside.
 
     They have the ids' dtype. NumPy arrays stay such.
     """
@@ -70,7 +70,7 @@ class Layout:
     size, offset = self.sizes[table], self.offsets[table]
     valid = (ids >= 0) & (ids < size)
     if self.shards == 1:
-      return xp.zeros_like(ids), xp.where(valid, ids + offset, self.rows)
+      return xp.zeros_like(ids), xp.where(valid, ids + offset, self.shard_rows)
     if self.contiguous:
       few, more = divmod(size, self.shards)
       longer = more * (few + 1)  # the rows of the shards that have one row more
@@ -79,7 +79,7 @@ class Layout:
       local_row = ids - self._first(table, shard)
     else:
       shard, local_row = ids % self.shards, ids // self.shards
-    return xp.where(valid, shard, 0), xp.where(valid, local_row + offset, self.rows)
+    return xp.where(valid, shard, 0), xp.where(valid, local_row + offset, self.shard_rows)
 
   def ids(self, table: int, shard: jax.Array | int, local_rows: jax.Array) -> jax.Array:
     """The id of each local row of a shard; the table's size where there is none of it."""

@@ -33,8 +33,9 @@ class LookupRecord:
   route: Any = None
 
   @property
-  def is_empty(self) -> bool:
-    return all(bags.is_empty for bags in self.bags)
+  def used(self) -> tuple[int, ...]:
+    """The features that take part: those whose bags have an id or padding."""
+    return tuple(i for i, bags in enumerate(self.bags) if bags.ids.size)
 
   def unused(self) -> "LookupRecord":
     """A record of the same shapes in which nothing was looked up."""
@@ -179,7 +180,7 @@ def before_update(
   Where nothing else orders the two, the compiler may update first, and pays for the reads that
   come after with a copy of the whole table.
   """
-  ids = [bags.ids for bags in record.bags if not bags.is_empty]
+  ids = [record.bags[i].ids for i in record.used]
   if not jax_internals.is_traced(table):
     return [jnp.copy(act) for act in activations], table  # the table itself may be among them
   if not ids:

@@ -1,8 +1,4 @@
-"""Meshes: which axes a table is split over, and how arrays get there.
-
-A **strategy** says how a table is spread over mesh axes: "mod" and "div" split its rows, "column"
-its columns, "replicated" nothing. The batch is split over all axes involved, inside the lookup.
-"""
+"""Meshes: which axes a table is split over, and how arrays get there."""
 
 import contextlib
 import dataclasses
@@ -143,15 +139,15 @@ def scalar_for(x: jax.Array, scalar: jax.Array) -> jax.Array:
 class Placement:
   """Which devices hold a stack's rows and columns; `LOCAL` is one device.
 
-  `rows` and `columns` name the mesh axes that the storage is split over, `batch` the axes that
-  activations are split over. Other axes of the mesh hold copies. Inside a lookup the batch is split
-  over all of these axes, in the mesh's order: `axes`.
+  `row_axes` and `column_axes` name the mesh axes that the storage is split over, `batch_axes` those
+  that activations are split over. Other axes of the mesh hold copies. Inside a lookup the batch is
+  split over all of these axes, in the mesh's order: `axes`.
   """
 
   mesh: Mesh | AbstractMesh | None
-  rows: Names = ()
-  columns: Names = ()
-  batch: Names = ()
+  row_axes: Names = ()
+  column_axes: Names = ()
+  batch_axes: Names = ()
   is_local: bool = dataclasses.field(init=False, compare=False)
   axes: Names = dataclasses.field(init=False, compare=False)
   replica_axes: Names = dataclasses.field(init=False, compare=False)  # they split only the batch
@@ -163,15 +159,15 @@ class Placement:
 
   def __post_init__(self) -> None:
     sizes: Mapping[str, int] = {} if self.mesh is None else self.mesh.shape
-    axes = tuple(name for name in sizes if name in {*self.rows, *self.columns, *self.batch})
+    split = (*self.row_axes, *self.column_axes)
+    axes = tuple(name for name in sizes if name in {*split, *self.batch_axes})
     number = lambda names: math.prod(sizes[name] for name in names)
-    split = (*self.rows, *self.columns)
     derived = {
       "is_local": self.mesh is None,
       "axes": axes,
       "replica_axes": tuple(name for name in axes if name not in split),
-      "shards": number(self.rows),
-      "column_shards": number(self.columns),
+      "shards": number(self.row_axes),
+      "column_shards": number(self.column_axes),
       "replicas": number(axes) // number(split),
       "devices": number(axes),
       "work": P(axes),
@@ -222,9 +218,9 @@ class Placement:
       return self._explicit_mesh()
     return self.active_mesh
 
-  def array(self, ndim: int) -> P:
+  def stored_spec(self, ndim: int) -> P:
     """The spec of a table `[rows, columns]`, or of a slot of one value per row."""
-    return P(self.rows or None, self.columns or None) if ndim == 2 else P(self.rows or None)
+    return P(*(self.row_axes or None, self.column_axes or None)[:ndim])
 
   def sharding(self, spec: P) -> NamedSharding:
     return NamedSharding(self.active_mesh, spec)
@@ -253,8 +249,8 @@ class Placement:
       x = self.put(x, P())[:batch]
     if self.mesh is None:
       return x
-    parts = math.prod(self.mesh.shape[name] for name in self.batch)
-    return self.put(x, P(self.batch) if batch % parts == 0 else P())
+    parts = math.prod(self.mesh.shape[name] for name in self.batch_axes)
+    return self.put(x, P(self.batch_axes) if batch % parts == 0 else P())
 
   def zeros(self, aval: Any) -> jax.Array:
     """Zeros like an abstract value, with the sharding in its type."""
@@ -270,8 +266,8 @@ class Placement:
     """Activations with their sharding in the type, also outside of `jax.set_mesh`."""
     if self.mesh is None or is_explicit(act) or not act.ndim:
       return act
-    parts = math.prod(self.mesh.shape[name] for name in self.batch)
-    spec = P(self.batch) if act.shape[0] % parts == 0 else P()
+    parts = math.prod(self.mesh.shape[name] for name in self.batch_axes)
+    spec = P(self.batch_axes) if act.shape[0] % parts == 0 else P()
     return _move(act, NamedSharding(self._explicit_mesh(), spec))
 
   # --- running functions -------------------------------------------------------------------------

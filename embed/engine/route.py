@@ -62,7 +62,7 @@ class Route:
 
   def can_overflow(self, layout: Layout) -> bool:
     """Whether there can be more rows for a pair of devices than fit one round."""
-    return self.capacity < min(self.sorted_keys.shape[0], layout.rows)
+    return self.capacity < min(self.sorted_keys.shape[0], layout.shard_rows)
 
   def requests(self, start: jax.Array, layout: Layout, limit: jax.Array | None = None):
     """What this device requests in a round: the keys from `start` on that fit it.
@@ -73,14 +73,15 @@ class Route:
       limit: uint32 `[S]`, keys that later rounds begin with, or None.
 
     Returns:
-      Local rows int32 `[S, C]`, `layout.rows` for none, and how many of each shard, int32 `[S]`.
+      Local rows int32 `[S, C]`, `layout.shard_rows` for none, and how many of each shard, int32
+      `[S]`.
     """
     position = start[:, None] + jnp.arange(self.capacity, dtype=jnp.int32)[None]
     key = self.sorted_keys.at[position].get(mode="fill", fill_value=NO_KEY)
     is_requested = position < self.shard_offsets[1:, None]
     if limit is not None:
       is_requested &= key < limit[:, None]
-    local_rows = jnp.where(is_requested, _local_row(key, layout), layout.rows)
+    local_rows = jnp.where(is_requested, _local_row(key, layout), layout.shard_rows)
     return local_rows, jnp.sum(is_requested, axis=1, dtype=jnp.int32)
 
   def buffer_positions(
@@ -107,13 +108,14 @@ def find(
 ) -> Route:
   """The route of ids, given as shards and local rows `[m, L]` of each feature.
 
-  Its `requested_rows` have the right shape and nothing else: the lookup replaces them.
+  Its `requested_rows` are a placeholder until the lookup fills it.
   """
+  last_row = layout.shard_rows - 1
   key = jnp.concatenate(
     [
-      jnp.where(
-        row < layout.rows, make_key(s, jnp.minimum(row, layout.rows - 1), layout), NO_KEY
-      ).reshape(-1)
+      jnp.where(row <= last_row, make_key(s, jnp.minimum(row, last_row), layout), NO_KEY).reshape(
+        -1
+      )
       for s, row in rows
     ]
   )
@@ -134,7 +136,7 @@ def find(
 
 
 def _bits(layout: Layout) -> int:
-  return max(1, (layout.rows - 1).bit_length())
+  return max(1, (layout.shard_rows - 1).bit_length())
 
 
 def make_key(shard: jax.Array, local_row: jax.Array, layout: Layout) -> jax.Array:

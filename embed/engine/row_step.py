@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from embed.engine import collectives, rounding
 from embed.engine.layout import Columns
-from embed.engine.stack import Arrays, RowStep, StackSpec
+from embed.engine.stack import Arrays, StackSpec
 from embed.row_optimizer import WHOLE_ROWS, RowOptimizer, Slots
 
 
@@ -70,34 +70,44 @@ def step_rows(
   return w, slots
 
 
-def row_step_of(stack: StackSpec, scalars: StepScalars) -> RowStep:
-  """A function of local rows `[n]`, their gradients `[n, D]`, and their table and slots by name.
+def step_stored(
+  stack: StackSpec,
+  scalars: StepScalars,
+  local_rows: jax.Array,
+  g: jax.Array,
+  arrays: Arrays,
+  occurrence: Any = 0,
+) -> Arrays:
+  """New rows of a table, of its dtype, and their slots.
 
-  It returns the new rows, of the table's dtype, and slots. Its last argument says how often the
-  rows have stepped in this step.
+  Args:
+    stack: of the table.
+    scalars: of the step.
+    local_rows: int32 `[n]`.
+    g: float32 `[n, D]`, their gradients.
+    arrays: the rows and their slots, `[n, D]` or `[n]`.
+    occurrence: how often the rows have stepped in this step.
   """
-  optimizer = stack.optimizer
-  assert optimizer is not None
-
-  def row_step(at: jax.Array, g: jax.Array, rows: Arrays, time: Any = 0) -> Arrays:
-    slots = {name: x for name, x in rows.items() if name != "parameters"}
-    dtype, w = rows["parameters"].dtype, rows["parameters"].astype(jnp.float32)
-    new, slots = step_rows(optimizer, g, w, slots, scalars.rate, stack.columns)
-    if stack.uses_stochastic_rounding:
-      new = _round(stack, scalars.step, new, at, time)
-    return {"parameters": new.astype(dtype), **slots}
-
-  return row_step
+  assert stack.optimizer is not None
+  slots = {name: x for name, x in arrays.items() if name != "parameters"}
+  dtype, w = arrays["parameters"].dtype, arrays["parameters"].astype(jnp.float32)
+  new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate, stack.columns)
+  if stack.uses_stochastic_rounding:
+    new = _round(stack, scalars.step, new, local_rows, occurrence)
+  return {"parameters": new.astype(dtype), **slots}
 
 
-def _round(stack: StackSpec, index, new: jax.Array, at: jax.Array, time) -> jax.Array:
+def _round(
+  stack: StackSpec, step: Any, new: jax.Array, at: jax.Array, occurrence: Any
+) -> jax.Array:
   """New rows float32 `[n, width]`, stochastically rounded, of the local rows `at`."""
-  keys, own = jnp.zeros(at.shape, jnp.uint32), collectives.index(stack.placement.rows)
+  keys, own = jnp.zeros(at.shape, jnp.uint32), collectives.device_index(stack.placement.row_axes)
   for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
     ids = stack.layout.ids(i, own, at)
-    keys = jnp.where(ids < size, rounding.key(ids, zlib.crc32(name.encode()), index, time), keys)
+    of_table = rounding.key(ids, zlib.crc32(name.encode()), step, occurrence)
+    keys = jnp.where(ids < size, of_table, keys)
   columns = jnp.arange(stack.width, dtype=jnp.uint32)
-  if stack.placement.columns:
-    first = collectives.index(stack.placement.columns) * stack.width
+  if stack.placement.column_axes:
+    first = collectives.device_index(stack.placement.column_axes) * stack.width
     columns += first.astype(jnp.uint32)
   return rounding.to_bfloat16(new, rounding.noise(keys, columns))

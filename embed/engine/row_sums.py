@@ -15,7 +15,7 @@ from embed.engine.update_cpu import DROP
 
 
 def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
-  """Two-level: a flat one of a million elements takes the TPU compiler half a minute."""
+  """Cumulative sum in two levels: for a flat one of a million XLA:TPU compiles half a minute."""
   n = x.shape[0]
   blocks = jnp.pad(x, (0, -n % block)).reshape(-1, block)
   within = jnp.cumsum(blocks, axis=1)
@@ -23,13 +23,14 @@ def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
   return (within + before[:, None]).reshape(-1)[:n]
 
 
-Unique = tuple[jax.Array, jax.Array, jax.Array]
+def distinct_by_sort(ids: jax.Array, fill: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The distinct ids of `[N]`, of any integer dtype, ascending; `fill` is greater than any of them.
 
+  For accelerators, where sorting is fast and loops are slow; for CPU see `update_cpu.distinct`.
 
-def distinct_by_sort(ids: jax.Array, fill: Any) -> Unique:
-  """`distinct` for accelerators, where sorting is fast and loops are slow.
-
-  Takes any integer dtype; `fill` must be greater than every other id. The distinct ids ascend.
+  Returns:
+    Each id's position among the distinct ones, int32 `[N]`, N where it equals `fill`; the distinct
+    ids, then `fill`, `[N]`; and how many they are, an int32 scalar.
   """
   n = ids.shape[0]
   ordered, order = jax.lax.sort((ids, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=False)
@@ -39,20 +40,6 @@ def distinct_by_sort(ids: jax.Array, fill: Any) -> Unique:
   rank_or_none = jnp.where(ordered == fill, n, rank)
   position = jnp.zeros(n, jnp.int32).at[order].set(rank_or_none, unique_indices=True)
   return position, unique, rank[-1] + 1
-
-
-def distinct(ids: jax.Array, fill: int) -> Unique:
-  """The distinct ids of int32 `[N]`, in no particular order.
-
-  Returns:
-    Each id's position among the distinct ones, int32 `[N]`, N where it equals `fill`; the distinct
-    ids, then `fill`, int32 `[N]`; and how many they are, an int32 scalar.
-  """
-  return jax.lax.platform_dependent(
-    ids,
-    cpu=functools.partial(update_cpu.distinct, fill=fill),
-    default=functools.partial(distinct_by_sort, fill=fill),
-  )
 
 
 CHUNK = 1 << 22  # numbers that an accelerator works on at a time, 16 MiB of float32
@@ -87,7 +74,7 @@ def in_chunks(
   return jax.lax.fori_loop(0, -(-count // chunk), one, carry)
 
 
-def add_at_once(to: Any, parts: Sequence[GradRows]) -> Any:
+def add_in_chunks(to: Any, parts: Sequence[GradRows]) -> Any:
   """`add_rows` for accelerators.
 
   In chunks: XLA adds in the order of the rows, for which it sorts a copy of the gradients.
@@ -108,7 +95,7 @@ def add_at_once(to: Any, parts: Sequence[GradRows]) -> Any:
 
 def add_rows(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
   """Adds gain * gradient of every id to its row of `to` `[V, D]`; out of range is dropped."""
-  return jax.lax.platform_dependent(to, list(parts), cpu=update_cpu.add_rows, default=add_at_once)
+  return jax.lax.platform_dependent(to, list(parts), cpu=update_cpu.add_rows, default=add_in_chunks)
 
 
 def sum_per_row(parts: Sequence[GradRows], size: int) -> DistinctRows:
@@ -119,10 +106,18 @@ def sum_per_row(parts: Sequence[GradRows], size: int) -> DistinctRows:
   Returns:
     Ids `[N]`, `size` in unused entries; N is the number of ids of `parts`.
   """
-  ids = flat_ids(parts, size)
-  position, unique, _ = distinct(ids, size)
-  sums = jnp.zeros((ids.shape[0], parts[0].grads.shape[-1]), jnp.float32)
-  return DistinctRows(unique, add_rows(sums, with_ids(parts, position)))
+
+  def sum_by(distinct, add, parts):
+    ids = flat_ids(parts, size)
+    position, unique, _ = distinct(ids, size)
+    sums = jnp.zeros((ids.shape[0], parts[0].grads.shape[-1]), jnp.float32)
+    return DistinctRows(unique, add(sums, with_ids(parts, position)))
+
+  return jax.lax.platform_dependent(
+    list(parts),
+    cpu=functools.partial(sum_by, update_cpu.distinct, update_cpu.add_rows),
+    default=functools.partial(sum_by, distinct_by_sort, add_in_chunks),
+  )
 
 
 def expand_rows(parts: Sequence[GradRows], size: int) -> tuple[jax.Array, jax.Array]:

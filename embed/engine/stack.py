@@ -15,7 +15,7 @@ from embed.row_optimizer import RowOptimizer, Slot
 
 # "parameters" and slots: `[rows, width]`, packed `[lines, columns]`, or one value per row `[rows]`.
 Arrays = dict[str, Any]
-# A step of rows `[n]`: `f(rows, their gradients, their arrays) -> new arrays`.
+# `f(local_rows, gradients, arrays, occurrence=0) -> new arrays`, see `row_step.step_stored`.
 RowStep = Callable[..., Arrays]
 
 
@@ -79,8 +79,8 @@ class StackSpec:
       "indices": {table: i for i, table in enumerate(self.tables)},
       "width": width,
       "row_width": packing.row_width(width) if self.is_packed else width,
-      "columns": Columns(self.placement.columns, self.dim),
-      "specs": {ndim: self.placement.array(ndim) for ndim in (1, 2)},
+      "columns": Columns(self.placement.column_axes, self.dim),
+      "specs": {ndim: self.placement.stored_spec(ndim) for ndim in (1, 2)},
       "slots": {} if optimizer is None else optimizer.slots(self.dim),
       "accumulates": optimizer is None or optimizer.use_gradient_accumulation,
       "uses_stochastic_rounding": self.stochastic_rounding and self.dtype != np.float32,
@@ -104,7 +104,7 @@ class StackSpec:
   def stored_shape(self) -> tuple[int, int]:
     """The shape of the rows on a device as they are stored."""
     each = packing.rows_per_line(self.width) if self.is_packed else 1
-    return self.layout.rows // each, self.row_width * each
+    return self.layout.shard_rows // each, self.row_width * each
 
   @property
   def is_split(self) -> bool:

@@ -8,7 +8,7 @@ shape, whose cotangent, by the custom VJP `attach`, is the gradient of the activ
 record that is all of the row gradients, in O(batch) memory; a `[V, D]` gradient never exists.
 
 Every other use of a table is an error, as is a lookup where a tap cannot work, so that no gradient
-is lost. This file is the only one that reads jaxprs.
+is lost. This file is the only one that reads the jaxpr of a loss.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 """Row gradients to new rows: sums them at the shards that store the rows, and steps those.
 
-Cost and memory follow the batch, never the vocabulary. Two formulations have one meaning: on CPU
-(`update_cpu`) a hash table names the distinct ids without sorting, and as many rows are summed and
-stepped as there are; on accelerators everything happens at once.
+Cost and memory follow the batch, never the vocabulary. XLA has two formulations of one meaning: on
+CPU (`update_cpu`) a hash table names the distinct ids without sorting, and as many rows are summed
+and stepped as there are; on accelerators all ids are sorted, and summed and stepped in large
+chunks. `embed.kernels` may take the place of either.
 """
 
 import dataclasses
@@ -16,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from embed.engine import access, collectives, cost, exchange, mesh, row_sums, update_cpu
 from embed.engine import grads as grads_lib
-from embed.engine.bags import UNUSED
+from embed.engine.bags import UNUSED, Bags
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
 from embed.engine.packing import Lines
-from embed.engine.row_step import StepScalars, row_step_of, step_rows
+from embed.engine.row_step import StepScalars, step_rows, step_stored
 from embed.engine.stack import Arrays, RowStep, StackSpec
 from embed.kernels import cpu as cpu_kernels
 from embed.row_optimizer import RowOptimizer
@@ -37,12 +38,12 @@ def step(
   """Steps a stack's optimizer once; rows that were not looked up keep their bits."""
   if scalars.multiplier is not None:
     grads = scaled(grads, scalars.multiplier)
-  grads, specs, kind = _split(stack, grads)
+  grads, specs, sums_tables = _split(stack, grads)
 
   def per_device(arrays, scalars, *grads):
     body = functools.partial(step_table, stack, scalars)
-    rows = exchange.for_each_round(grads, stack, kind, body, access.opened(stack, arrays))
-    return access.closed(stack, rows)
+    arrays = access.opened(stack, arrays)
+    return access.closed(stack, exchange.for_each_round(grads, stack, sums_tables, body, arrays))
 
   of_arrays = {name: stack.specs[x.ndim] for name, x in arrays.items()}
   run = stack.placement.run(per_device, (of_arrays, P(), *specs), of_arrays)
@@ -56,23 +57,23 @@ def squared_norm(stack: StackSpec, grads: Sequence[StackGrads]) -> jax.Array:
     def body(total, received):
       return total + jnp.sum(jnp.square(_summed(stack, received).values))
 
-    total = exchange.for_each_round(grads, stack, kind, body, jnp.zeros(()))
-    names = (*stack.placement.rows, *stack.placement.columns)
+    total = exchange.for_each_round(grads, stack, sums_tables, body, jnp.zeros(()))
+    names = (*stack.placement.row_axes, *stack.placement.column_axes)
     return jax.lax.psum(total, names) if names else total
 
-  grads, specs, kind = _split(stack, grads, in_order=False)
+  grads, specs, sums_tables = _split(stack, grads)
   return stack.placement.run(per_device, specs, P())(*grads) if grads else jnp.zeros(())
 
 
 def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
   """The summed gradients of all rows that were looked up, at the shards that store them."""
-  grads, specs, kind = _split(stack, grads, in_order=False)
+  grads, specs, sums_tables = _split(stack, grads)
   if not grads:
     return DistinctRows(jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.width), jnp.float32))
   ids_of = lambda x: (
     x.ids.size if isinstance(x, DistinctRows) else sum(bags.ids.size for bags in x.record.bags)
   )
-  size = min(stack.layout.rows, sum(map(ids_of, grads)))
+  size = min(stack.layout.shard_rows, sum(map(ids_of, grads)))
 
   def put(to, x, start):
     pad = [(0, x.shape[0])] + [(0, 0)] * (x.ndim - 1)
@@ -83,16 +84,16 @@ def sum_rows(stack: StackSpec, grads: Sequence[StackGrads]) -> DistinctRows:
     new = _summed(stack, received)
     if isinstance(received, DistinctRows) or stack.placement.devices == 1:
       return new, count  # of all calls: there is nothing to add to
-    is_used = new.ids < stack.layout.rows
+    is_used = new.ids < stack.layout.shard_rows
     values = jnp.where(is_used[:, None], new.values, 0)
     # Of a round's entries the first ones are used; those behind are overwritten by the next.
     sums = DistinctRows(put(sums.ids, new.ids, count), put(sums.values, values, count))
     return sums, count + jnp.sum(is_used, dtype=jnp.int32)
 
   def per_device(*grads):
-    none = jnp.full(size, stack.layout.rows, jnp.int32)
+    none = jnp.full(size, stack.layout.shard_rows, jnp.int32)
     empty = DistinctRows(none, jnp.zeros((size, stack.width), jnp.float32))
-    return exchange.for_each_round(grads, stack, kind, body, (empty, jnp.int32(0)))[0]
+    return exchange.for_each_round(grads, stack, sums_tables, body, (empty, jnp.int32(0)))[0]
 
   return stack.placement.run(per_device, specs, _spec(stack))(*grads)
 
@@ -102,7 +103,7 @@ def table_rows(
 ) -> tuple[jax.Array, jax.Array]:
   """A table's row gradients as users see them: ids `[N]` and values `[N, D]`."""
   index, size = stack.indices[table], stack.size(table)
-  grads = not_empty(of_table(grads, table))
+  grads = non_empty(of_table(grads, table))
   if not grads:
     return jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32)
   calls = [x for x in grads if isinstance(x, ActivationGrads)]
@@ -114,7 +115,7 @@ def table_rows(
   assert isinstance(summed, DistinctRows)
 
   def pick(summed):
-    shard = collectives.index(stack.placement.rows)
+    shard = collectives.device_index(stack.placement.row_axes)
     ids = stack.layout.ids(index, shard, summed.ids)
     return ids, jnp.where((ids < size)[:, None], summed.values, 0)
 
@@ -163,37 +164,37 @@ def scaled(grads: Sequence[StackGrads], factor: jax.Array) -> list[StackGrads]:
   return [scale(x) for x in grads]
 
 
-def not_empty(grads: Sequence[StackGrads]) -> list[StackGrads]:
-  """Without calls that looked up nothing at all."""
-  return [x for x in grads if isinstance(x, DistinctRows) or not x.record.is_empty]
+def non_empty(grads: Sequence[StackGrads]) -> list[StackGrads]:
+  """Drops calls that looked up nothing at all."""
+  return [x for x in grads if isinstance(x, DistinctRows) or x.record.used]
 
 
 def _grad_rows(calls: Sequence[ActivationGrads]) -> list[GradRows]:
   pairs = [pair for x in calls for pair in zip(x.grads, x.record.bags, strict=True)]
-  return grads_lib.any_row([grads_lib.from_activations(grads, bags) for grads, bags in pairs])
+  return grads_lib.non_empty([grads_lib.from_activations(grads, bags) for grads, bags in pairs])
 
 
-def _split(stack: StackSpec, grads: Sequence[StackGrads], in_order: bool | None = None):
-  """Gradients padded to all devices, the specs of their arrays, and the kind of exchange."""
+def _split(stack: StackSpec, grads: Sequence[StackGrads]):
+  """Gradients padded to all devices, the specs of their arrays, and whether to add up tables."""
   placement = stack.placement
   padded: list[StackGrads] = []
   specs: list[Any] = []
-  demands = []
-  for x in not_empty(grads):
+  bags: list[Bags] = []
+  tables: list[str] = []
+  for x in non_empty(grads):
     if isinstance(x, DistinctRows):
       padded.append(x)
       specs.append(_spec(stack))
       continue
-    record, spec, demand = exchange.spread(stack, x.record)
+    record, spec = exchange.spread(stack, x.record)
     lead = lambda g: g[None] if g.ndim == 1 else g
-    used = [g for g, bags in zip(x.grads, x.record.bags, strict=True) if not bags.is_empty]
-    values = tuple(placement.pad_batch(lead(g), 0) for g in used)
+    values = tuple(placement.pad_batch(lead(x.grads[i]), 0) for i in x.record.used)
     padded.append(ActivationGrads(values, record))
     specs.append(ActivationGrads(placement.work, spec))  # type: ignore[arg-type]
-    demands.append(demand)
-  kind = cost.choose_exchange(stack, cost.total(demands)).kind if demands else "none"
-  in_order = not stack.accumulates if in_order is None else in_order
-  return padded, tuple(specs), "ordered" if in_order else kind
+    bags += record.bags
+    tables += record.tables
+  chosen = cost.choose_exchange(stack, cost.batch_demand(stack, bags, tables))
+  return padded, tuple(specs), chosen.kind == "sum"
 
 
 def _spec(stack: StackSpec) -> Any:
@@ -206,7 +207,7 @@ def _spec(stack: StackSpec) -> Any:
 def _summed(stack: StackSpec, received: exchange.Received) -> DistinctRows:
   if isinstance(received, DistinctRows):
     return received
-  return row_sums.sum_per_row(received, stack.layout.rows)
+  return row_sums.sum_per_row(received, stack.layout.shard_rows)
 
 
 def step_table(
@@ -227,19 +228,17 @@ def step_table(
   optimizer, table = stack.optimizer, arrays["parameters"]
   assert optimizer is not None
   parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
-  parts = grads_lib.any_row(parts)
-  if optimizer.equation is None:
-    return arrays
+  parts = grads_lib.non_empty(parts)
   if not optimizer.lazy:
     g = row_sums.add_rows(jnp.zeros(table.shape, jnp.float32), parts)
     every = jnp.arange(table.shape[0], dtype=jnp.int32)
-    return row_step_of(stack, scalars)(every, g, arrays)
+    return step_stored(stack, scalars, every, g, arrays)
   if not parts:
     return arrays
 
   def by_xla(arrays, rate, parts):
     is_summed = isinstance(received, DistinctRows)
-    return _step_rows_of(stack, scalars._replace(rate=rate), arrays, parts, is_summed)
+    return _step_by_xla(stack, scalars._replace(rate=rate), arrays, parts, is_summed)
 
   if not optimizer.use_gradient_accumulation or access.is_direct(stack, table):
     return by_xla(arrays, scalars.rate, parts)
@@ -247,16 +246,16 @@ def step_table(
   return cpu_kernels.step(one_row, by_xla, arrays, scalars.rate, parts)
 
 
-def _step_rows_of(
+def _step_by_xla(
   stack: StackSpec, scalars: StepScalars, arrays: Arrays, parts: list[GradRows], is_summed: bool
 ) -> Arrays:
-  """Steps the rows of `parts`, of which there are some, in XLA's own operations.
+  """Steps the rows of `parts`, of which there are some, without a kernel for CPUs.
 
   If they are summed, there is one part, in which no row occurs twice.
   """
   optimizer, table = stack.optimizer, arrays["parameters"]
   assert optimizer is not None
-  size, row_step = table.shape[0], row_step_of(stack, scalars)
+  size, row_step = table.shape[0], functools.partial(step_stored, stack, scalars)
   by_kernels = optimizer.use_gradient_accumulation and stack.sparse_core
   if _is_plain_sum(optimizer, table) and not (by_kernels or stack.is_in_host):
     return arrays | {"parameters": _add_steps(optimizer, scalars.rate, table, parts)}
@@ -269,20 +268,20 @@ def _step_rows_of(
       return update_cpu.step_distinct(arrays, ids, jnp.int32(ids.size), parts[0].grads, row_step)
     return update_cpu.step_summed(arrays, ids, parts, row_step)
 
-  def at_once(arrays, parts):
+  def on_accelerator(arrays, parts):
     if is_summed:
       ids, values = grads_lib.flat_ids(parts, size), parts[0].grads
     else:
       summed = row_sums.sum_per_row(parts, size)
       ids, values = summed.ids, summed.values
-    return step_at_once(stack, row_step, arrays, ids, values)
+    return step_in_chunks(stack, row_step, arrays, ids, values)
 
   if access.is_direct(stack, table):
-    return at_once(arrays, parts)
-  return jax.lax.platform_dependent(arrays, parts, cpu=on_cpu, default=at_once)
+    return on_accelerator(arrays, parts)
+  return jax.lax.platform_dependent(arrays, parts, cpu=on_cpu, default=on_accelerator)
 
 
-def step_at_once(
+def step_in_chunks(
   stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array
 ) -> Arrays:
   """Steps the distinct rows `at` of a table and its slots; out of range steps nothing.
@@ -295,14 +294,14 @@ def step_at_once(
 
 
 def _step_part(
-  stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array, time=0
+  stack: StackSpec, row_step: RowStep, arrays: Arrays, at: jax.Array, g: jax.Array, occurrence=0
 ) -> Arrays:
   """Steps the distinct rows `at` together.
 
   Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
   """
   old = jax.lax.optimization_barrier(access.read(stack, arrays, at))
-  new = jax.lax.optimization_barrier(row_step(at, g, old, time))
+  new = jax.lax.optimization_barrier(row_step(at, g, old, occurrence))
   return access.write(stack, arrays, at, new)
 
 
@@ -337,12 +336,13 @@ def _add_steps(
     add = lambda _, table: update_cpu.add_rows(table, parts, step=move)
     return jax.lax.fori_loop(0, jnp.minimum(runs, 1), add, table)
 
-  def at_once(table, parts):
-    return row_sums.add_at_once(table, [part._replace(grads=move(part.grads)) for part in parts])
+  def on_accelerator(table, parts):
+    steps = [part._replace(grads=move(part.grads)) for part in parts]
+    return row_sums.add_in_chunks(table, steps)
 
   if isinstance(table, Lines):
-    return at_once(table, parts)
-  return jax.lax.platform_dependent(table, parts, cpu=on_cpu, default=at_once)
+    return on_accelerator(table, parts)
+  return jax.lax.platform_dependent(table, parts, cpu=on_cpu, default=on_accelerator)
 
 
 def _is_plain_sum(optimizer: RowOptimizer, table: access.Rows) -> bool:

@@ -28,7 +28,7 @@ SPAN = 1 << 13  # rows whose gradients are summed at a time, at least
 
 
 def distinct(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`row_sums.distinct` for CPU.
+  """`row_sums.distinct_by_sort` for CPU, in no particular order.
 
   Every occurrence writes its position to a cell and reads back who won it: if that one has the
   same id, it is settled. Whoever lost its cell to another id tries again with another hash. Each

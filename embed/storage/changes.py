@@ -63,11 +63,11 @@ def fingerprints(stacks: tuple[StackSpec, ...], arrays: list[Arrays]) -> list[La
 def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> Lanes:
   """Per device: the fingerprints of its rows, from all of their columns."""
   placement = stack.placement
-  lanes = [jnp.zeros(stack.layout.rows, jnp.uint32) for _ in _MIXERS]
+  lanes = [jnp.zeros(stack.layout.shard_rows, jnp.uint32) for _ in _MIXERS]
   for number, array in enumerate(arrays):
     words = _words(access.unpacked(access.opened(stack, array)))
-    is_split = array.ndim == 2 and bool(placement.columns)
-    part = collectives.index(placement.columns) if is_split else jnp.int32(0)
+    is_split = array.ndim == 2 and bool(placement.column_axes)
+    part = collectives.device_index(placement.column_axes) if is_split else jnp.int32(0)
     position = jnp.arange(words.shape[1], dtype=jnp.uint32)
     position += part.astype(jnp.uint32) * jnp.uint32(words.shape[1])
     position = position * jnp.uint32(len(arrays)) + jnp.uint32(number)
@@ -79,7 +79,7 @@ def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> Lanes:
     add = lambda a, b: (a[0] + b[0], a[1] + b[1])
     totals = lax.reduce(tuple(mixed), (jnp.uint32(0),) * 2, add, (1,))
     for i, total in enumerate(totals):
-      lanes[i] += lax.psum(total, placement.columns) if is_split else total
+      lanes[i] += lax.psum(total, placement.column_axes) if is_split else total
   return lanes[0], lanes[1]
 
 
@@ -103,7 +103,7 @@ def _changed(
   def per_device(placement, before, after):
     mask = (before[0] != after[0]) | (before[1] != after[1])
     count = mask.sum(dtype=jnp.int32)
-    return mask, lax.pmax(count, placement.rows) if placement.rows else count
+    return mask, lax.pmax(count, placement.row_axes) if placement.row_axes else count
 
   for stack, before, after in zip(stacks, old, new, strict=True):
     spec = stack.specs[1]
@@ -174,7 +174,7 @@ def _local_rows(stack: StackSpec, size: int, mask: jax.Array) -> jax.Array:
 
   NumPy finds them 100 times as fast as XLA:CPU, and the mask has one byte per row to fetch.
   """
-  rows = stack.layout.rows
+  rows = stack.layout.shard_rows
   by_shard: dict[int, np.ndarray] = {}
   parts = []
   for shard in mask.addressable_shards:
@@ -194,7 +194,7 @@ def _take_chunk(
   """Some of the local rows of each shard as whole rows: their tables (-1: none), ids and values."""
 
   def per_device(local_rows, start, stored):
-    shard = collectives.index(stack.placement.rows)
+    shard = collectives.device_index(stack.placement.row_axes)
     local_rows = lax.dynamic_slice_in_dim(local_rows, start, chunk)
     table, ids = jnp.full(chunk, -1, jnp.int32), jnp.zeros(chunk, jnp.int32)
     for index, size in enumerate(stack.layout.sizes):
@@ -251,8 +251,8 @@ def _put_chunk(
 ) -> Arrays:
   def per_device(ids, values, stored):
     shard, local_rows = stack.layout.locate(stack.indices[table], ids)
-    own = collectives.index(stack.placement.rows)
-    local_rows = jnp.where(shard == own, local_rows, stack.layout.rows)
+    own = collectives.device_index(stack.placement.row_axes)
+    local_rows = jnp.where(shard == own, local_rows, stack.layout.shard_rows)
     own_columns = lambda x: stack.columns.own(x) if x.ndim == 2 else x
     values = {key: own_columns(x) for key, x in values.items()}
     rows = access.write(stack, access.opened(stack, stored), local_rows, values)

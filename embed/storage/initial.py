@@ -46,11 +46,11 @@ def make(
 
 
 def _does_not_fit(stack: StackSpec) -> str:
-  rows = stack.layout.rows * stack.row_width * np.dtype(stack.dtype).itemsize
+  rows = stack.layout.shard_rows * stack.row_width * np.dtype(stack.dtype).itemsize
   columns = [1 if slot.per_row else stack.row_width for slot in stack.slots.values()]
   itemsizes = [np.dtype(slot.dtype).itemsize for slot in stack.slots.values()]
   per_row = sum(n * size for n, size in zip(columns, itemsizes, strict=True))
-  total = rows + stack.layout.rows * per_row
+  total = rows + stack.layout.shard_rows * per_row
   slots = f", {text.size(total)} with slots ({', '.join(stack.slots)})" if stack.slots else ""
   tables = ", ".join(map(repr, stack.tables[:3])) + (", ..." if len(stack.tables) > 3 else "")
   return (
@@ -103,18 +103,18 @@ def _drawn_in_host(
     return jnp.pad(rows, ((0, 0), (0, columns - stack.dim)))
 
   def part(index: Any) -> np.ndarray:
-    shard, of_device = (index[0].start or 0) // layout.rows, index[1]
-    rows = np.zeros((layout.rows, columns), stack.dtype)[:, of_device]
-    chunk = min(layout.rows, initializers.ROWS_AT_A_TIME)
-    for start in range(0, layout.rows if name in makers else 0, chunk):
-      first = min(start, layout.rows - chunk)
+    shard, of_device = (index[0].start or 0) // layout.shard_rows, index[1]
+    rows = np.zeros((layout.shard_rows, columns), stack.dtype)[:, of_device]
+    chunk = min(layout.shard_rows, initializers.ROWS_AT_A_TIME)
+    for start in range(0, layout.shard_rows if name in makers else 0, chunk):
+      first = min(start, layout.shard_rows - chunk)
       ids = np.asarray(layout.ids(0, shard, first + jnp.arange(chunk, dtype=jnp.int32)))
       new = np.asarray(draw(makers[name], keys[name], ids))[:, of_device]
       is_row = ids < layout.sizes[0]
       rows[first : first + chunk][is_row] = new[is_row]
     return rows
 
-  return _from_parts(stack, (layout.rows * layout.shards, columns), part)
+  return _from_parts(stack, (layout.shard_rows * layout.shards, columns), part)
 
 
 def _from_parts(
@@ -158,7 +158,7 @@ def _filled(stack: StackSpec, slot: Slot, keys: Any) -> jax.Array:
     return _filling(stack, slot)()
   placement, ndim = stack.placement, 1 if slot.per_row else 2
   columns = stack.width * placement.column_shards
-  shape = (stack.layout.rows * stack.layout.shards, columns)[:ndim]
+  shape = (stack.layout.shard_rows * stack.layout.shards, columns)[:ndim]
   same = np.broadcast_to(np.asarray(slot.initial, slot.dtype), shape)
   return _from_parts(stack, shape, lambda index: same[index])
 
@@ -181,7 +181,7 @@ def _drawing(
   def draw(maker, names, shard, keys, local_rows):
     tables, is_drawn = jnp.zeros_like(local_rows), jnp.zeros(local_rows.shape, bool)
     # Keys of the kind "rbg" draw a chunk from its first row's: no two shards may begin alike.
-    ids = ~(shard * layout.rows + local_rows)
+    ids = ~(shard * layout.shard_rows + local_rows)
     for number, name in enumerate(names):
       own = layout.ids(stack.indices[name], shard, local_rows)
       is_own = own < stack.size(name)
@@ -197,7 +197,7 @@ def _drawing(
     return packing.pack(rows), packing.pack(is_drawn)
 
   def per_device(keys):
-    shard = collectives.index(stack.placement.rows)
+    shard = collectives.device_index(stack.placement.row_axes)
     rows: Any = _full(stack, stack.stored_shape, 0, dtype)
     rows = host.HostRows(rows) if stack.is_in_host else rows
     # One loop for all tables of an initializer, which takes most of the time to compile.
@@ -219,7 +219,7 @@ def _drawing(
 @functools.lru_cache(maxsize=16)
 def _filling(stack: StackSpec, slot: Slot) -> Callable[[], jax.Array]:
   """A function that returns a slot as it is stored, full of its initial value."""
-  shape = (stack.layout.rows,) if slot.per_row else stack.stored_shape
+  shape = (stack.layout.shard_rows,) if slot.per_row else stack.stored_shape
   make = lambda: _full(stack, shape, slot.initial, slot.dtype)
   return jax.jit(stack.placement.run(make, (), stack.specs[len(shape)]))
 

@@ -50,12 +50,12 @@ def compact(placement: Placement, columns: Names, parts: int) -> NamedSharding:
   That is no sharding of this mesh, but of its devices in another shape.
   """
   mesh = _devices_mesh(placement)
-  other_axes = tuple(name for name in mesh.axis_names if name not in placement.rows)
-  order = [mesh.axis_names.index(name) for name in (*other_axes, *placement.rows)]
+  other_axes = tuple(name for name in mesh.axis_names if name not in placement.row_axes)
+  order = [mesh.axis_names.index(name) for name in (*other_axes, *placement.row_axes)]
   shape = [mesh.shape[name] for name in other_axes]
   devices = mesh.devices.transpose(order).reshape(*shape, placement.shards // parts, parts)
   # Named after the axes they are cut from, so that they differ from all others.
-  copies, cut = (f"{kind} of {', '.join(placement.rows)}" for kind in ("copies", "parts"))
+  copies, cut = (f"{kind} of {', '.join(placement.row_axes)}" for kind in ("copies", "parts"))
   return NamedSharding(Mesh(devices, (*other_axes, copies, cut)), P(None, (*columns, cut)))
 
 

@@ -15,14 +15,14 @@ from embed.engine.mesh import Placement
 class View(NamedTuple):
   """How a logical table or slot is split.
 
-  `rows`, `columns`: the axes that split the storage; `kept`: those of `columns` that split the view
+  `row_axes`, `column_axes`: they split the storage; `kept`: those of columns that split the view
   as well; `parts`: how many parts columns are split into besides, in "columns".
   """
 
   kind: str  # "rows", "columns" or "whole"
   spec: P
-  rows: tuple[str, ...]
-  columns: tuple[str, ...]
+  row_axes: tuple[str, ...]
+  column_axes: tuple[str, ...]
   kept: tuple[str, ...]
   parts: int = 1
 
@@ -32,32 +32,32 @@ def choose(
 ) -> View:
   """The view of a table (ndim 2) or a slot of one value per row (ndim 1)."""
   n = layout.shards
-  columns = placement.columns if ndim == 2 else ()
+  columns = placement.column_axes if ndim == 2 else ()
   kept = columns if dim % placement.column_shards == 0 else ()
   make = lambda kind, rows, over, parts=1: View(
-    kind, P(*(rows or None, over or None)[:ndim]), placement.rows, columns, kept, parts
+    kind, P(*(rows or None, over or None)[:ndim]), placement.row_axes, columns, kept, parts
   )
-  if not placement.rows:
+  if not placement.row_axes:
     return make("whole", (), kept)
   if layout.sizes[table] % n == 0:
-    return make("rows", placement.rows, kept)
+    return make("rows", placement.row_axes, kept)
   parts = math.gcd(n, dim // placement.column_shards if kept else dim)
   if ndim == 2 and (parts == n or (compact and parts > 1)):
-    return make("columns", (), (*kept, *placement.rows), parts)
+    return make("columns", (), (*kept, *placement.row_axes), parts)
   return make("whole", (), kept)
 
 
 def is_stored_so(layout: Layout, view: View) -> bool:
   """Whether a device's part of a view is what it stores: nothing is moved nor computed."""
-  return view.kind == "rows" and layout.contiguous and view.columns == view.kept
+  return view.kind == "rows" and layout.contiguous and view.column_axes == view.kept
 
 
 def read(layout: Layout, table: int, dim: int, view: View, block: jax.Array) -> jax.Array:
   """A device's part of the view, from the rows of the table that it stores."""
   height = layout.heights[table]
-  if view.columns != view.kept:
-    block = Columns(view.columns, dim).whole(block)
-  if not view.rows:
+  if view.column_axes != view.kept:
+    block = Columns(view.column_axes, dim).whole(block)
+  if not view.row_axes:
     return block[: layout.sizes[table]]
   if view.kind == "rows":
     return _read_rows(layout, table, view, block)
@@ -66,9 +66,9 @@ def read(layout: Layout, table: int, dim: int, view: View, block: jax.Array) -> 
     parts = jnp.moveaxis(block.reshape(height, view.parts, -1), 1, 0)
     # A gather: of repeats XLA:CPU makes an all-to-all with operands of two layouts, and refuses it.
     parts = parts.at[jnp.arange(n) % view.parts].get(mode="promise_in_bounds")
-    block = lax.all_to_all(parts, view.rows, 0, 0).reshape(n * height, -1)
+    block = lax.all_to_all(parts, view.row_axes, 0, 0).reshape(n * height, -1)
   else:
-    block = lax.all_gather(block, view.rows, tiled=True)
+    block = lax.all_gather(block, view.row_axes, tiled=True)
   return block.at[_order(layout, table)].get(mode="promise_in_bounds")
 
 
@@ -82,13 +82,13 @@ def write(layout: Layout, table: int, dim: int, view: View, value: jax.Array) ->
     shards = jnp.arange(n, dtype=jnp.int32)
     ids = jax.vmap(lambda s: layout.own_ids(table, s))(shards)  # [n, height]
     parts = value.at[ids].get(mode="fill", fill_value=0)
-    parts = lax.all_to_all(parts, view.rows, 0, 0)[: view.parts]
+    parts = lax.all_to_all(parts, view.row_axes, 0, 0)[: view.parts]
     block = jnp.moveaxis(parts, 0, 1).reshape(height, -1)
   else:
-    me = lax.axis_index(view.rows) if view.rows else 0
+    me = lax.axis_index(view.row_axes) if view.row_axes else 0
     block = value.at[layout.own_ids(table, me)].get(mode="fill", fill_value=0)
-  if view.columns != view.kept:
-    block = Columns(view.columns, dim).own(block)
+  if view.column_axes != view.kept:
+    block = Columns(view.column_axes, dim).own(block)
   return block
 
 
@@ -112,12 +112,12 @@ def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.
   if layout.contiguous:
     return block
   n, each = layout.shards, layout.heights[table]
-  me = lax.axis_index(view.rows)
+  me = lax.axis_index(view.row_axes)
   others = jnp.arange(n, dtype=jnp.int32)
   steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
   seen_rows = _first_local_row(others, me, each, n)[:, None] + steps
   parts = block.at[seen_rows].get(mode="fill", fill_value=0)
-  parts = lax.all_to_all(parts, view.rows, 0, 0)
+  parts = lax.all_to_all(parts, view.row_axes, 0, 0)
   rows = (_first_local_row(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
   rows = jnp.where(rows < each, rows, each)
   flat = parts.reshape(-1, *block.shape[1:])
@@ -128,12 +128,12 @@ def _write_rows(layout: Layout, table: int, view: View, value: jax.Array) -> jax
   if layout.contiguous:
     return value
   n, each = layout.shards, layout.heights[table]
-  me = lax.axis_index(view.rows)
+  me = lax.axis_index(view.row_axes)
   others = jnp.arange(n, dtype=jnp.int32)
   steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
   rows = (_first_local_row(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
   parts = value.at[jnp.where(rows < each, rows, each)].get(mode="fill", fill_value=0)
-  parts = lax.all_to_all(parts, view.rows, 0, 0)
+  parts = lax.all_to_all(parts, view.row_axes, 0, 0)
   local_rows = _first_local_row(others, me, each, n)[:, None] + steps
   inside = local_rows * n + me < (others[:, None] + 1) * each
   local_rows = jnp.where(inside, local_rows, each)

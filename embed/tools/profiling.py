@@ -411,7 +411,7 @@ def _lookup_groups(placement: Placement) -> np.ndarray:
     return np.zeros(1, np.int64)
   axes, size_of = placement.axes, placement.mesh.shape
   index = np.indices([size_of[name] for name in axes]).reshape(len(axes), -1)
-  group_axes = [i for i, name in enumerate(axes) if name not in placement.columns]
+  group_axes = [i for i, name in enumerate(axes) if name not in placement.column_axes]
   sizes = [size_of[axes[i]] for i in group_axes]
   return np.ravel_multi_index(tuple(index[group_axes]), sizes) if group_axes else index[0] * 0
 
@@ -433,6 +433,6 @@ def _requested_rows(stack: StackSpec, by_table: Mapping[str, list[_FeatureIds]])
       per_device = -(-batch_size // len(devices))  # the batch is padded to all devices
       device = devices[entry.bag // bags_per_example // per_device]
       shard, row = (np.asarray(x, np.int64) for x in layout.locate(table_index, entry.ids))
-      keys.append((device * shards + shard) * layout.rows + row)
-  pair = np.unique(np.concatenate(keys)) // layout.rows
+      keys.append((device * shards + shard) * layout.shard_rows + row)
+  pair = np.unique(np.concatenate(keys)) // layout.shard_rows
   return np.bincount(pair, minlength=(max(devices) + 1) * shards).reshape(-1, shards)

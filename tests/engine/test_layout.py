@@ -27,22 +27,22 @@ def test_recorded_cases(case, kind):
     where, places = layout.locate(0, ids)
     assert where.tolist() == [shard] * len(rows)
     assert places.tolist() == list(range(len(rows)))
-    unused = [size] * (layout.rows - len(rows))
+    unused = [size] * (layout.shard_rows - len(rows))
     assert layout.own_ids(0, shard).tolist() == rows + unused
 
 
 @given(st.lists(st.integers(1, LARGEST), min_size=1, max_size=3), st.integers(1, 9), st.booleans())
 def test_every_row_has_one_place_and_every_place_one_row_or_none(sizes, shards, contiguous):
   layout = Layout(tuple(sizes), shards, contiguous)
-  assert layout.rows == sum(-(-size // shards) for size in sizes)
+  assert layout.shard_rows == sum(-(-size // shards) for size in sizes)
   stands = {}  # (shard, place) -> (table, id)
   for table, size in enumerate(sizes):
     where, places = map(np.asarray, layout.locate(table, IDS))
     ids = np.asarray(IDS)
     inside = (ids >= 0) & (ids < size)
     assert np.all(where[~inside] == 0)
-    assert np.all(places[~inside] == layout.rows)
-    assert np.all((where[inside] < shards) & (places[inside] < layout.rows))
+    assert np.all(places[~inside] == layout.shard_rows)
+    assert np.all((where[inside] < shards) & (places[inside] < layout.shard_rows))
     for key, i in zip(zip(where, places, strict=True), ids, strict=True):
       if 0 <= i < size:
         assert stands.setdefault((int(key[0]), int(key[1])), (table, int(i))) == (table, int(i))
@@ -63,7 +63,7 @@ def test_ids_near_the_largest_number():
     layout = Layout((largest,), 8, contiguous)
     shard, place = layout.locate(0, ids)
     assert shard[0] == (7 if contiguous else (largest - 1) % 8)
-    assert place[1:].tolist() == [layout.rows] * 4
+    assert place[1:].tolist() == [layout.shard_rows] * 4
     assert layout.ids(0, shard[:1], place[:1]).tolist() == [largest - 1]
 
 

@@ -130,9 +130,10 @@ def test_both_formulations_step_alike():
     "velocities": jnp.zeros((v, d)),
   }
   on_cpu = update.step_table(stack, scalars, arrays, [part])
+  step = functools.partial(row_step.step_stored, stack, scalars)
   position, unique, _ = row_sums.distinct_by_sort(grads_lib.flat_ids([part], v), v)
-  sums = row_sums.add_at_once(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
-  at_once = update.step_at_once(stack, row_step.row_step_of(stack, scalars), arrays, unique, sums)
+  sums = row_sums.add_in_chunks(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
+  at_once = update.step_in_chunks(stack, step, arrays, unique, sums)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
 
 
@@ -150,9 +151,9 @@ def test_gradients_that_are_added_in_chunks_are_added_once(count, weighted, monk
   part = GradRows(numbers(count, d), rng.integers(-1, v + 2, (count, 3)).astype(np.int32), gains)
   part = part._replace(ids=np.where(part.ids < 0, v, part.ids))
   to = numbers(v, d)
-  at_once = row_sums.add_at_once(jnp.asarray(to), [part, part])
+  at_once = row_sums.add_in_chunks(jnp.asarray(to), [part, part])
   in_chunks_of(64, monkeypatch)
-  np.testing.assert_array_equal(row_sums.add_at_once(jnp.asarray(to), [part, part]), at_once)
+  np.testing.assert_array_equal(row_sums.add_in_chunks(jnp.asarray(to), [part, part]), at_once)
   expected = to.copy()
   each = np.repeat(part.grads, 3, axis=0) * (1 if gains is None else gains.reshape(-1, 1))
   kept = part.ids.reshape(-1) < v
@@ -165,7 +166,7 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
   """Also those of the last chunk, which begins within the one before it."""
   rng, v, d = np.random.default_rng(0), 300, 4
   stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adagrad(0.5))
-  of_rows = row_step.row_step_of(stack, row_step.StepScalars.at(stack, 0))
+  of_rows = functools.partial(row_step.step_stored, stack, row_step.StepScalars.at(stack, 0))
   arrays = {
     "parameters": rng.normal(size=(v, d)).astype(np.float32),
     "accumulators": np.ones((v, d), np.float32),
@@ -173,7 +174,7 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
   ids = rng.permutation(v)[:count].astype(np.int32)
   ids[::5] = v
   grads = rng.normal(size=(count, d)).astype(np.float32)
-  step = lambda: jax.jit(lambda *x: update.step_at_once(stack, of_rows, *x))(arrays, ids, grads)
+  step = lambda: jax.jit(lambda *x: update.step_in_chunks(stack, of_rows, *x))(arrays, ids, grads)
   at_once = step()
   in_chunks_of(64, monkeypatch)
   jax.tree.map(np.testing.assert_array_equal, step(), at_once)
