@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,33 +67,23 @@ class Spec:
     return self
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Residual:
   """What `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree that users need not read.
 
   It holds ids, which may be the arrays of the batch, and, on a mesh, the route of the exchange; of
   the features whose rows were combined after the lookup, the rows.
+
+  Attributes:
+    records: by stack name.
+    uncombined: of features whose rows were combined after the lookup.
+    paths: the features of each record, in the order of the stacks' names.
   """
 
-  def __init__(
-    self,
-    records: dict[str, LookupRecord],
-    paths: dict[str, tuple[Path, ...]],
-    uncombined: dict[Path, Uncombined],
-  ):
-    self.records, self.paths, self.uncombined = records, paths, uncombined
-
-  def tree_flatten(self):
-    names = tuple(sorted(self.records))
-    paths = tuple((name, self.paths[name]) for name in names)
-    records = tuple(self.records[name] for name in names)
-    return (records, tuple(self.uncombined.values())), (paths, tuple(self.uncombined))
-
-  @classmethod
-  def tree_unflatten(cls, static, leaves) -> "Residual":
-    (paths, features), (records, uncombined) = static, leaves
-    by_stack = dict(zip(dict(paths), records, strict=True))
-    return cls(by_stack, dict(paths), dict(zip(features, uncombined, strict=True)))
+  records: dict[str, LookupRecord]
+  uncombined: dict[Path, Uncombined]
+  paths: tuple[tuple[Path, ...], ...] = dataclasses.field(metadata={"static": True})
 
 
 def table_config(layer: Any, name: str) -> TableConfig:
@@ -116,7 +107,8 @@ def look_up(layer: Any, features: Any, weights: Any) -> tuple[Any, Residual]:
   for x in read(spec.features, features, weights):
     members.setdefault(spec.stack_of[spec.table_of[x.path]].name, []).append(x)
   activations: dict[Path, jax.Array] = {}
-  residual = Residual({}, {}, {})
+  records: dict[str, LookupRecord] = {}
+  uncombined: dict[Path, Uncombined] = {}
   dropped: list[jax.Array] = []
   for stack_name, inputs in members.items():
     stack, tables = spec.stacks[stack_name], tuple(spec.table_of[x.path] for x in inputs)
@@ -125,14 +117,14 @@ def look_up(layer: Any, features: Any, weights: Any) -> tuple[Any, Residual]:
       if later is not None:
         learned = layer.combiner_weights.get(table)
         looked_up = Uncombined(act, *later, None if learned is None else learned[...])
-        residual.uncombined[x.path] = looked_up
+        uncombined[x.path] = looked_up
         act = combiners.combine(spec.tables[table], stack, looked_up)
       activations[x.path] = act
-    residual.records[stack_name] = record
-    residual.paths[stack_name] = tuple(x.path for x in inputs)
+    records[stack_name] = record
     dropped.append(prepared.dropped)
-  add_to_report(layer, dropped, list(residual.records.values()))
-  return structure.pack(spec.features, features, activations), residual
+  add_to_report(layer, dropped, list(records.values()))
+  paths = tuple(tuple(x.path for x in members[name]) for name in sorted(records))
+  return structure.pack(spec.features, features, activations), Residual(records, uncombined, paths)
 
 
 @jax.named_scope("lookup")
@@ -173,7 +165,7 @@ def tap(
   trains = stack.optimizer is None or stack.optimizer.equation is not None
   if trains and jax_internals.is_differentiating():
     warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=5)
-  return taps.tap(activations, record, stored, taps.Layer(layer, trains))
+  return taps.tap(activations, record, stored, taps.Layer(weakref.ref(layer), trains))
 
 
 def add_to_report(
@@ -218,7 +210,7 @@ def by_stack(
   """Gradients by stack, and those of combiners' learned weights by table, all checked."""
   given = structure.match(spec.features, activation_grads, "activation_grads")
   by_path = {path: grad for path, _, grad in given}
-  looked_up = {path for paths in residual.paths.values() for path in paths}
+  looked_up = {path for paths in residual.paths for path in paths}
   features = dict(structure.flatten_features(spec.features))
   for path, feature in features.items():
     name = structure.feature_name(path, feature)
@@ -233,9 +225,11 @@ def by_stack(
       combiners.learning_rate(spec.table_of[path], features[path].table)
   grads: dict[str, list[update.StackGrads]] = {}
   learned: dict[str, jax.Array] = {}
-  for stack_name, record in residual.records.items():
+  for (stack_name, record), paths in zip(
+    sorted(residual.records.items()), residual.paths, strict=True
+  ):
     of_features = []
-    for path, bags in zip(residual.paths[stack_name], record.bags, strict=True):
+    for path, bags in zip(paths, record.bags, strict=True):
       feature, rows = features[path], residual.uncombined.get(path)
       batch = bags.batch if rows is None else rows.ids.shape[:-1]
       name = structure.feature_name(path, feature)

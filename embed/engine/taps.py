@@ -37,13 +37,12 @@ class Owner(NamedTuple):
     return f"{self.path}/{self.name}" if self.path else self.name
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
   """The SparseEmbed of a lookup: a weak reference, and whether it has tables to train."""
 
-  __slots__ = ("ref", "trains")
-
-  def __init__(self, layer: Any, trains: bool):
-    self.ref, self.trains = weakref.ref(layer), trains
+  ref: weakref.ref
+  trains: bool
 
 
 def tap(
