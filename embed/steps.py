@@ -261,8 +261,7 @@ def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], st
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = taps.read_tables(stored_arrays(layer, stack), "update")
     scalars = row_step.StepScalars.at(stack, step)
-    run = update.step if jax_internals.is_traced((arrays, of_stack)) else compiled_step
-    new = mesh_lib.settled(run(stack, arrays, of_stack, scalars))
+    new = mesh_lib.settled(compiled_step(stack, arrays, of_stack, scalars))
     with changing("An update of tables"):
       for key, value in new.items():
         variables[key].set_value(mesh_lib.with_types_of(value, arrays[key]))
