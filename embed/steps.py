@@ -33,7 +33,7 @@ _UNTRAINED = (
 )
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Spec:
   """What a `SparseEmbed` is, decided at construction and never traced.
 
@@ -56,6 +56,9 @@ class Spec:
   stacks: dict[str, StackSpec]
   table_of: dict[Path, str]
   stack_of: dict[str, StackSpec]
+
+  def __eq__(self, other: object) -> bool:  # compiled functions ask at every call: mostly of itself
+    return self is other or (isinstance(other, Spec) and vars(self) == vars(other))
 
   def __hash__(self) -> int:
     return hash(tuple(self.stacks.values()))
