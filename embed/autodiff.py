@@ -196,9 +196,9 @@ class _Loss:
   def run(self, params: Any, feeds: list[Feed]) -> tuple[Any, list[Lookup]]:
     """Returns `(loss, aux, state of the model, state of other nodes)`, and the lookups."""
     leaves = jax.tree.leaves(self._inputs(params))
-    out, records = taps.run(self.scope, self._closed.consts, leaves, feeds)
+    out, lookups = taps.run(self.scope, self._closed.consts, leaves, feeds)
     out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # no literals
-    return jax.tree.unflatten(jax.tree.structure(self._shapes), out)[:-1], records
+    return jax.tree.unflatten(jax.tree.structure(self._shapes), out)[:-1], lookups
 
   def specs(self, lookups: Sequence[Any]) -> tuple[Any, ...]:
     """The static spec of each lookup's layer; equal for copies of a layer or of its config."""
@@ -290,12 +290,12 @@ def value_and_grad(
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
     stacks, lookups = traced.stacks, traced.lookups
     early = [None] * len(lookups) if ahead is None else ahead._of(traced)
-    taps = [[stacks[x.owner].placement.zeros(act) for act in x.activations or ()] for x in lookups]
+    zeros = [[stacks[x.owner].placement.zeros(act) for act in x.activations or ()] for x in lookups]
 
-    def tapped(params, taps, early):
+    def tapped(params, zeros, early):
       feeds = [
         Feed(tap, None if ready is None else ready.activations)
-        for tap, ready in zip(taps, early, strict=True)
+        for tap, ready in zip(zeros, early, strict=True)
       ]
       (loss, *rest), made = traced.run(params, feeds)
       if ahead is not None:
@@ -305,7 +305,7 @@ def value_and_grad(
 
     differentiate = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
     with mesh.explained():
-      value, (dense, cotangents) = differentiate(traced.params, taps, early)
+      value, (dense, cotangents) = differentiate(traced.params, zeros, early)
     loss, ((aux, *states), records) = value
     traced.update(*states)
     grads = Grads(dense, _rows(stacks, lookups, cotangents, records))

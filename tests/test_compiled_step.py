@@ -5,6 +5,7 @@ Read off the compiled program, so that it holds on any machine and needs no cloc
 
 import functools
 import pathlib
+import pickle
 import re
 
 import jax
@@ -21,6 +22,8 @@ from embed import gradients as grads_lib
 from embed import optimizer as optimizer_lib
 from embed import steps
 from embed.engine import packing
+from embed.engine.layout import Layout
+from embed.engine.stack import StackSpec
 
 V, D, BATCH, VALENCY = 300_000, 16, 64, 4
 
@@ -136,6 +139,15 @@ def layer_with(seed=0, size=8, optimizer=None, name="t", features=None):
 def train_eagerly(layer):
   activations, residual = layer.lookup(np.array([1, 2]))
   layer.apply_gradients(jnp.ones_like(activations), residual)
+
+
+def test_a_stack_from_another_process_is_the_same():
+  """Strings have other hashes there, and a stack keeps its own."""
+  stack = StackSpec("t", ("t",), Layout((9,)), 4, np.dtype(np.float32), embed.sgd())
+  assert hash(stack)
+  sent = pickle.loads(pickle.dumps(stack))
+  assert "_hash" not in vars(sent)
+  assert (sent, hash(sent)) == (stack, hash(stack))
 
 
 def test_equal_layers_share_their_programs():

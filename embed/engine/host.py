@@ -21,10 +21,10 @@ def is_in_host(x: Any) -> bool:
 
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-_IN_BOUNDS: Any = {"mode": "clip", "wrap_negative_indices": False}
+_CLIP: Any = {"mode": "clip", "wrap_negative_indices": False}
 _DROP: Any = {"mode": "drop", "wrap_negative_indices": False, "unique_indices": True}
 
-_take = compute_on("device_host")(jax.jit(lambda rows, ids: rows.at[ids].get(**_IN_BOUNDS)))
+_take = compute_on("device_host")(jax.jit(lambda rows, ids: rows.at[ids].get(**_CLIP)))
 _put = compute_on("device_host")(jax.jit(lambda rows, ids, new: rows.at[ids].set(new, **_DROP)))
 
 

@@ -100,6 +100,9 @@ class StackSpec:
   def __hash__(self) -> int:
     return self._hash
 
+  def __getstate__(self) -> dict[str, Any]:  # another process hashes strings otherwise
+    return {name: value for name, value in vars(self).items() if name != "_hash"}
+
   @property
   def stored_shape(self) -> tuple[int, int]:
     """The shape of the rows on a device as they are stored."""

@@ -312,7 +312,7 @@ def run(scope: Scope, consts: Any, args: Any, feeds: list[Feed]) -> Run:
   jaxpr = scope.jaxpr
   env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
   read = lambda v: v.val if isinstance(v, jax_internals.Literal) else env[v]
-  records: list[Lookup] = []
+  lookups: list[Lookup] = []
   for part in scope.parts:
     if not part.lookups:
       inputs, outputs = _boundary(part.eqns)
@@ -324,9 +324,9 @@ def run(scope: Scope, consts: Any, args: Any, feeds: list[Feed]) -> Run:
       with eqn.ctx.manager:
         out, made = _run_with_lookups(part, [read(v) for v in eqn.invars], feeds[:number])
       feeds = feeds[number:]
-      records += made
+      lookups += made
     env.update(zip(outputs, out, strict=True))
-  return [read(v) for v in jaxpr.outvars], records
+  return [read(v) for v in jaxpr.outvars], lookups
 
 
 def _boundary(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -377,8 +377,8 @@ def _branches(scopes: list[Scope], consts: list[Any]) -> list[Callable[..., Run]
     own = feeds[start:][: len(scopes[i].lookups)]
     out, made = run(scopes[i], consts[i], operands, own)
     unused = lambda lookup: Lookup(None, _unused(lookup), lookup.owner)
-    records = [made if s is scopes[i] else [unused(m) for m in s.lookups] for s in scopes]
-    return out, [record for each in records for record in each]
+    lookups = [made if s is scopes[i] else list(map(unused, s.lookups)) for s in scopes]
+    return out, [lookup for each in lookups for lookup in each]
 
   return [functools.partial(branch, i) for i in range(len(scopes))]
 
