@@ -39,6 +39,13 @@ def prose(path):
   return re.sub(r"^( *)(```|~~~|:::).*?^\1\2", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.parametrize("path", LINKING, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_that_a_page_names_are_there(path):
+  folders = (ROOT, ROOT / "embed", ROOT / "tests", ROOT / "recipes", path.parent)
+  named = re.findall(r"`([a-z_]+/[a-z0-9_/]+\.py)[`:]", path.read_text())
+  assert not {name for name in named if not any((at / name).exists() for at in folders)}
+
+
 def anchors(path):
   """What the headings of a page are called in links, on GitHub and on the site."""
   found = []
