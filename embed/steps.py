@@ -71,21 +71,17 @@ class Spec:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Residual:
   """What `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree that users need not read.
 
   It holds ids, which may be the arrays of the batch, and, on a mesh, the route of the exchange; of
   the features whose rows were combined after the lookup, the rows.
-
-  Attributes:
-    records: by stack name.
-    uncombined: of features whose rows were combined after the lookup.
-    paths: the features of each record, in the order of the stacks' names.
   """
 
-  records: dict[str, LookupRecord]
+  records: dict[str, LookupRecord]  # by stack name
   uncombined: dict[Path, Uncombined]
+  # The features of each record, in the order of the stacks' names.
   paths: tuple[tuple[Path, ...], ...] = dataclasses.field(metadata={"static": True})
 
 

@@ -28,7 +28,6 @@ INTERNAL = {
   "embed.Plan": {"uniform", "with_features", "stacks"},
   "embed.TablePlan": {"copy"},
   "embed.RowGrads": {"of", "tree_flatten", "tree_unflatten"},
-  "embed.Residual": {"tree_flatten", "tree_unflatten"},
   "embed.transforms.Crossed": {"read"},  # as `Column.read`
   "embed.transforms.Weighted": {"read"},
 }

@@ -82,6 +82,11 @@ def test_occurrences_stay_apart_when_mapped_and_accumulated():
   assert rows.values[:, 0].tolist() == [1, 1, 2, 2]
 
 
+def test_rows_by_hand_may_be_none():
+  none = embed.RowGrads(np.zeros(0, np.int32), np.zeros((0, D), np.float32))
+  assert embed.global_norm(embed.Grads(nnx.State({}), {"t": none})) == 0
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_narrow_rows_are_summed_in_float32(dtype):
   """300 squared is no float16, and sums of it are no bfloat16."""

@@ -189,6 +189,12 @@ def test_each_file_knows_only_its_own():
     assert name in ("engine.mesh", "storage.placing") or not meshes, path
 
 
+def test_only_bags_reads_segments():
+  for name, path in files().items():
+    read = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Attribute)]
+    assert name == "engine.bags" or not any(x.attr == "segments" for x in read), path
+
+
 NAMED_TUPLES = {"_replace", "_fields", "_asdict", "_make"}  # public in spite of the underscore
 
 

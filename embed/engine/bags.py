@@ -1,4 +1,4 @@
-"""Bags of ids: the one form of every input. Only this file and a kernel read `segments`."""
+"""Bags of ids: the one form of every input. No other file reads `segments`."""
 
 import dataclasses
 import math
@@ -125,7 +125,7 @@ class Bags:
 
 
 def pad_all(bags: Sequence[Bags], placement: Any) -> tuple[tuple[Bags, ...], tuple[P, ...]]:
-  """Bags padded to all devices of a placement, and how they are split inside a lookup.
+  """Bags padded so that every device gets as many, and how they are split inside a lookup.
 
   Ragged ones are whole on every device.
   """
@@ -172,7 +172,7 @@ class Parts:
 class Form(NamedTuple):
   """How bags become activations, whose shape without dim is `shape`.
 
-  A `length` above 0 keeps as many ids of a bag as a sequence; 0 combines them.
+  A `length` above 0 keeps the first `length` ids of a bag apart, as a sequence; 0 combines them.
   """
 
   shape: tuple[int, ...]

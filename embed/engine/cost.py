@@ -18,7 +18,7 @@ EXCHANGES = ("all_to_all", "gather")  # that a user may choose
 
 @dataclasses.dataclass(frozen=True)
 class BatchDemand:
-  """Ids and activations that the devices with the same rows request of a stack, all calls together.
+  """What a device, with those that hold other columns of its rows, requests of a stack.
 
   Attributes:
     ids: of each table of the stack, of bags with positions.
@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
 
 
 def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) -> BatchDemand:
-  """The demand of a call, from the shapes of its bags, each padded to all devices.
+  """The demand of some bags, from their shapes, each padded to all devices.
 
   Args:
     stack: the tables.
@@ -69,7 +69,7 @@ def batch_demand(stack: StackSpec, bags: Sequence[Bags], tables: Sequence[str]) 
 
 
 def choose_exchange(stack: StackSpec, demand: BatchDemand) -> Exchange:
-  """The exchange of a stack for the demand of a call.
+  """The exchange of a stack for a demand.
 
   An optimizer that steps once per occurrence of an id, in batch order, or moves every row, always
   gathers. Otherwise the stack's own `exchange` and `capacity` decide, or, without them, bytes.

@@ -1,14 +1,15 @@
 """How ids find the shard that stores their row, and how gradients follow them.
 
-`look_up` and `spread` work on the whole batch, all other functions per device. There are two ways
-to a row and back, and one more for gradients:
+`look_up` and `for_each_round` begin what follows them in this file. What `placement.run` runs is
+per device, the rest is for the whole batch. There are two ways to a row and back, and one more for
+gradients:
 
 - **all-to-all** (`route`): shards are asked for distinct rows, send them, and later get the summed
   gradient of each, in as many rounds as it takes.
 - **gather**: every shard gets all ids and sums the rows that it stores; the sums are added up. It
   has no capacity and no rounds. It moves less where bags are longer than there are shards, and it
   keeps the batch's order.
-- **sum**: gradients of small tables that every device has a copy of are added up as whole tables.
+- **sum**: gradients of small tables whose rows are not split are added up as whole tables.
 
 Columns and replicas surround both: devices that hold different columns of the same rows look up
 each other's ids and exchange the slices of activations; devices that hold the same rows add up
@@ -228,8 +229,8 @@ def for_each_round(
     grads: this device's.
     stack: the tables.
     sums_tables: whether `cost.choose_exchange` says "sum". Otherwise calls whose record has a route
-      go by all-to-all, and the others are gathered; in the order of the batch if the optimizer
-      steps once for each occurrence of an id.
+      go by all-to-all, and the others are gathered. If the optimizer steps once for each occurrence
+      of an id, all are gathered, in the order of the batch.
     body: gets float32 gradients of local rows of this shard, all gradients of a row in one call:
       `DistinctRows` if they are summed already, else parts to sum. It is called once, or once for
       every round, in each of which there are other rows.

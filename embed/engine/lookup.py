@@ -180,11 +180,11 @@ def before_update(
   Where nothing else orders the two, the compiler may update first, and pays for the reads that
   come after with a copy of the whole table.
   """
-  ids = [record.bags[i].ids for i in record.used]
   if not jax_internals.is_traced(table):
     return [jnp.copy(act) for act in activations], table  # the table itself may be among them
-  if not ids:
+  if not record.used:
     return list(activations), table
+  ids = record.bags[record.used[0]].ids
 
   def on_cpu(activations, table, ids):
     # XLA:CPU drops barriers early. It does not find out how often this loop runs: never.
@@ -197,4 +197,4 @@ def before_update(
     del ids
     return jax.lax.optimization_barrier((activations, table))
 
-  return jax.lax.platform_dependent(list(activations), table, ids[0], cpu=on_cpu, default=elsewhere)
+  return jax.lax.platform_dependent(list(activations), table, ids, cpu=on_cpu, default=elsewhere)

@@ -111,14 +111,10 @@ def find(
   Its `requested_rows` are a placeholder until the lookup fills it.
   """
   last_row = layout.shard_rows - 1
-  key = jnp.concatenate(
-    [
-      jnp.where(row <= last_row, make_key(s, jnp.minimum(row, last_row), layout), NO_KEY).reshape(
-        -1
-      )
-      for s, row in rows
-    ]
+  key_of = lambda shard, row: jnp.where(
+    row <= last_row, make_key(shard, jnp.minimum(row, last_row), layout), NO_KEY
   )
+  key = jnp.concatenate([key_of(shard, row).reshape(-1) for shard, row in rows])
   position, keys, count = distinct_by_sort(key, NO_KEY)
   offsets = jnp.searchsorted(keys, first_keys(layout)[:-1]).astype(jnp.int32)
   offsets = jnp.concatenate([offsets, count[None]])

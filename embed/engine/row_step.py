@@ -98,12 +98,15 @@ def step_stored(
 
 
 def _round(
-  stack: StackSpec, step: Any, new: jax.Array, at: jax.Array, occurrence: Any
+  stack: StackSpec, step: Any, new: jax.Array, local_rows: jax.Array, occurrence: Any
 ) -> jax.Array:
-  """New rows float32 `[n, width]`, stochastically rounded, of the local rows `at`."""
-  keys, own = jnp.zeros(at.shape, jnp.uint32), collectives.device_index(stack.placement.row_axes)
+  """New rows float32 `[n, width]`, stochastically rounded, of some local rows."""
+  keys, own = (
+    jnp.zeros(local_rows.shape, jnp.uint32),
+    collectives.device_index(stack.placement.row_axes),
+  )
   for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
-    ids = stack.layout.ids(i, own, at)
+    ids = stack.layout.ids(i, own, local_rows)
     of_table = rounding.key(ids, zlib.crc32(name.encode()), step, occurrence)
     keys = jnp.where(ids < size, of_table, keys)
   columns = jnp.arange(stack.width, dtype=jnp.uint32)

@@ -15,7 +15,7 @@ from embed.engine.update_cpu import DROP
 
 
 def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
-  """Cumulative sum in two levels: for a flat one of a million XLA:TPU compiles half a minute."""
+  """Cumulative sum in two levels: XLA:TPU compiles a flat one of a million for half a minute."""
   n = x.shape[0]
   blocks = jnp.pad(x, (0, -n % block)).reshape(-1, block)
   within = jnp.cumsum(blocks, axis=1)
@@ -24,7 +24,7 @@ def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
 
 
 def distinct_by_sort(ids: jax.Array, fill: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The distinct ids of `[N]`, of any integer dtype, ascending; `fill` is greater than any of them.
+  """The distinct ids of integers `[N]`, ascending; `fill` is greater than any of them.
 
   For accelerators, where sorting is fast and loops are slow; for CPU see `update_cpu.distinct`.
 
@@ -106,14 +106,17 @@ def sum_per_row(parts: Sequence[GradRows], size: int) -> DistinctRows:
   Returns:
     Ids `[N]`, `size` in unused entries; N is the number of ids of `parts`.
   """
+  ids, dim = flat_ids(parts, size), parts[0].grads.shape[-1]
+  if not ids.size:
+    return DistinctRows(ids, jnp.zeros((0, dim), jnp.float32))
 
-  def sum_by(distinct, add, parts):
-    ids = flat_ids(parts, size)
+  def sum_by(distinct, add, ids, parts):
     position, unique, _ = distinct(ids, size)
-    sums = jnp.zeros((ids.shape[0], parts[0].grads.shape[-1]), jnp.float32)
+    sums = jnp.zeros((ids.shape[0], dim), jnp.float32)
     return DistinctRows(unique, add(sums, with_ids(parts, position)))
 
   return jax.lax.platform_dependent(
+    ids,
     list(parts),
     cpu=functools.partial(sum_by, update_cpu.distinct, update_cpu.add_rows),
     default=functools.partial(sum_by, distinct_by_sort, add_in_chunks),

@@ -1,9 +1,9 @@
 """Row gradients to new rows: sums them at the shards that store the rows, and steps those.
 
-Cost and memory follow the batch, never the vocabulary. XLA has two formulations of one meaning: on
-CPU (`update_cpu`) a hash table names the distinct ids without sorting, and as many rows are summed
-and stepped as there are; on accelerators all ids are sorted, and summed and stepped in large
-chunks. `embed.kernels` may take the place of either.
+Cost and memory follow the batch, never the vocabulary. There are two formulations for XLA, with one
+meaning: on CPU (`update_cpu`) a hash table names the distinct ids without sorting, and as many rows
+are summed and stepped as there are; on accelerators all ids are sorted, and summed and stepped in
+large chunks. `embed.kernels` may take the place of either.
 """
 
 import dataclasses

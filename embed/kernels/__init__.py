@@ -1,1 +1,1 @@
-"""Compiled code that does what the engine defines, where a device has it. It changes no result."""
+"""Compiled code for CPUs and SparseCores that does what the engine defines, and changes no result."""

@@ -15,8 +15,8 @@ from embed.engine.mesh import Placement
 class View(NamedTuple):
   """How a logical table or slot is split.
 
-  `row_axes`, `column_axes`: they split the storage; `kept`: those of columns that split the view
-  as well; `parts`: how many parts columns are split into besides, in "columns".
+  `row_axes`, `column_axes`: they split the storage; `kept`: those of `column_axes` that split the
+  view as well; `parts`: how many parts columns are split into besides, in "columns".
   """
 
   kind: str  # "rows", "columns" or "whole"

@@ -56,7 +56,7 @@ def answers(served, file, **options):
   """Returns header and rows that the command writes, and its notes."""
   out = io.StringIO()
   notes = predict.predict(str(served), str(file), out, **options)
-  with open(file, "rb") as read:
+  with (gzip.open if str(file).endswith(".gz") else open)(file, "rb") as read:
     delimiter = ";" if b";" in read.read(100) else ","
   header, *rows = csv.reader(io.StringIO(out.getvalue(), newline=""), delimiter=delimiter)
   return header, rows, notes

@@ -8,7 +8,7 @@ meaning: they are what a kernel is tested against, what other platforms and expo
 and what is differentiated. Neither this file nor anything that it imports at once needs Numba.
 
 A kernel is taken for float32 tables on the backend "cpu" if Numba is installed, unless the
-environment variable `SPARSE_EMBED_KERNELS` is 0 when a program is traced.
+environment variable `SPARSE_EMBED_KERNELS` is 0 when a stack's lookup or update is first traced.
 """
 
 import functools
@@ -134,7 +134,7 @@ def gather_and_combine(
     return [formulation(table, same)]
 
   flat_size = int(np.prod(batch))
-  segments = (flat.segments,) if flat.segments is not None else ()
+  segments = (flat.bag_indices(),) if flat.is_ragged else ()
   (act,) = _kernel_p.bind(
     table,
     flat.ids,
