@@ -1,8 +1,7 @@
 """How ids find the shard that stores their row, and how gradients follow them.
 
-`look_up` and `for_each_round` begin what follows them in this file. What `placement.run` runs is
-per device, the rest is for the whole batch. There are two ways to a row and back, and one more for
-gradients:
+What `placement.run` runs is per device, the rest is for the whole batch. There are two ways to a
+row and back, and one more for gradients:
 
 - **all-to-all** (`route`): shards are asked for distinct rows, send them, and later get the summed
   gradient of each, in as many rounds as it takes.

@@ -101,10 +101,8 @@ def _round(
   stack: StackSpec, step: Any, new: jax.Array, local_rows: jax.Array, occurrence: Any
 ) -> jax.Array:
   """New rows float32 `[n, width]`, stochastically rounded, of some local rows."""
-  keys, own = (
-    jnp.zeros(local_rows.shape, jnp.uint32),
-    collectives.device_index(stack.placement.row_axes),
-  )
+  own = collectives.device_index(stack.placement.row_axes)
+  keys = jnp.zeros(local_rows.shape, jnp.uint32)
   for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
     ids = stack.layout.ids(i, own, local_rows)
     of_table = rounding.key(ids, zlib.crc32(name.encode()), step, occurrence)

@@ -1,1 +1,1 @@
-"""Compiled code for CPUs and SparseCores that does what the engine defines, and changes no result."""
+"""Compiled code for CPUs and SparseCores: it does what the engine defines."""
