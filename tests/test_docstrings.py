@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 MODULES = sorted(
   ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
   for path in (ROOT / "embed").rglob("*.py")
-  if path.stem != "__main__" and path.parent.name != "kernels"  # those are compiled elsewhere
+  if path.stem != "__main__" and path.parent.name != "sources"  # those are compiled elsewhere
 )
 PUBLIC = {*embed.__all__, *checkpoint.__all__, *deltas.__all__, *transforms.__all__}
 
