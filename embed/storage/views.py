@@ -108,18 +108,29 @@ def _first_local_row(device, shard, each: int, n: int):
   return -(-(device * each - shard) // n)
 
 
-def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.Array:
-  if layout.contiguous:
-    return block
+def _exchanged_rows(layout: Layout, table: int, view: View) -> tuple[jax.Array, jax.Array]:
+  """The rows that this device exchanges with each device of a "rows" view of a table under "mod".
+
+  Returns:
+    Local rows that it stores of the other's part of the view, and rows of its own part that the
+    other stores: int32 `[shards, M]` each, the height of a shard where there is none.
+  """
   n, each = layout.shards, layout.heights[table]
   me = lax.axis_index(view.row_axes)
   others = jnp.arange(n, dtype=jnp.int32)
   steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
-  seen_rows = _first_local_row(others, me, each, n)[:, None] + steps
-  parts = block.at[seen_rows].get(mode="fill", fill_value=0)
-  parts = lax.all_to_all(parts, view.row_axes, 0, 0)
+  local_rows = _first_local_row(others, me, each, n)[:, None] + steps
   rows = (_first_local_row(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
-  rows = jnp.where(rows < each, rows, each)
+  inside = local_rows * n + me < (others[:, None] + 1) * each
+  return jnp.where(inside, local_rows, each), jnp.where(rows < each, rows, each)
+
+
+def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.Array:
+  if layout.contiguous:
+    return block
+  local_rows, rows = _exchanged_rows(layout, table, view)
+  parts = block.at[local_rows].get(mode="fill", fill_value=0)
+  parts = lax.all_to_all(parts, view.row_axes, 0, 0)
   flat = parts.reshape(-1, *block.shape[1:])
   return jnp.zeros_like(block).at[rows.reshape(-1)].set(flat, mode="drop")
 
@@ -127,15 +138,8 @@ def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.
 def _write_rows(layout: Layout, table: int, view: View, value: jax.Array) -> jax.Array:
   if layout.contiguous:
     return value
-  n, each = layout.shards, layout.heights[table]
-  me = lax.axis_index(view.row_axes)
-  others = jnp.arange(n, dtype=jnp.int32)
-  steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
-  rows = (_first_local_row(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
-  parts = value.at[jnp.where(rows < each, rows, each)].get(mode="fill", fill_value=0)
+  local_rows, rows = _exchanged_rows(layout, table, view)
+  parts = value.at[rows].get(mode="fill", fill_value=0)
   parts = lax.all_to_all(parts, view.row_axes, 0, 0)
-  local_rows = _first_local_row(others, me, each, n)[:, None] + steps
-  inside = local_rows * n + me < (others[:, None] + 1) * each
-  local_rows = jnp.where(inside, local_rows, each)
   flat = parts.reshape(-1, *value.shape[1:])
   return jnp.zeros_like(value).at[local_rows.reshape(-1)].set(flat, mode="drop")
