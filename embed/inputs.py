@@ -373,13 +373,13 @@ def matched(
   Raises:
     TypeError, ValueError: if a structure differs from the config's, see `structure.match`.
   """
-  given = list(structure.match(config, features, "features", none_allowed=False))
+  inputs = list(structure.match(config, features, "features", none_allowed=False))
   weight_of = {path: w for path, _, w in structure.match(config, weights, "weights")}
-  with_ids = {path for path, _, _ in given}
+  with_ids = {path for path, _, _ in inputs}
   for path, w in weight_of.items():
     if w is not None and path not in with_ids:
       raise ValueError(f"weights given for {structure.feature_name(path)!r}, which has no ids.")
-  for path, feature, x in given:
+  for path, feature, x in inputs:
     yield path, feature, x, weight_of.get(path)
 
 

@@ -207,8 +207,8 @@ def by_stack(
   spec: Spec, activation_grads: Any, residual: Residual
 ) -> tuple[dict[str, list[update.StackGrads]], dict[str, jax.Array]]:
   """Gradients by stack, and those of combiners' learned weights by table, all checked."""
-  given = structure.match(spec.features, activation_grads, "activation_grads")
-  by_path = {path: grad for path, _, grad in given}
+  matched = structure.match(spec.features, activation_grads, "activation_grads")
+  by_path = {path: grad for path, _, grad in matched}
   looked_up = {path for paths in residual.paths for path in paths}
   features = dict(structure.flatten_features(spec.features))
   for path, feature in features.items():

@@ -170,7 +170,7 @@ class Parts:
 
 
 class Form(NamedTuple):
-  """How bags become activations, whose shape without dim is `shape`.
+  """The form of a feature's activations, of this shape without dim.
 
   A `length` above 0 keeps the first `length` ids of a bag apart, as a sequence; 0 combines them.
   """

@@ -18,7 +18,7 @@ EXCHANGES = ("all_to_all", "gather")  # that a user may choose
 
 @dataclasses.dataclass(frozen=True)
 class BatchDemand:
-  """What a device, with those that hold other columns of its rows, requests of a stack.
+  """The ids and activations that a device requests, with devices that have its rows' other columns.
 
   Attributes:
     ids: of each table of the stack, of bags with positions.

@@ -1,4 +1,4 @@
-"""How ids find the shard that stores their row, and how gradients follow them.
+"""Brings ids to the shards that store their rows, and gradients after them.
 
 What `placement.run` runs is per device, the rest is for the whole batch. There are two ways to a
 row and back, and one more for gradients:

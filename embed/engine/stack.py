@@ -100,7 +100,7 @@ class StackSpec:
   def __hash__(self) -> int:
     return self._hash
 
-  def __getstate__(self) -> dict[str, Any]:  # another process hashes strings otherwise
+  def __getstate__(self) -> dict[str, Any]:  # another process hashes strings differently
     return {name: value for name, value in vars(self).items() if name != "_hash"}
 
   @property

@@ -376,13 +376,13 @@ def _branches(scopes: list[Scope], consts: list[Any]) -> list[Callable[..., Run]
     start = sum(len(scope.lookups) for scope in scopes[:i])
     own = feeds[start:][: len(scopes[i].lookups)]
     out, made = run(scopes[i], consts[i], operands, own)
-    unused = lambda lookup: Lookup(None, _unused(lookup), lookup.owner)
-    lookups = [made if s is scopes[i] else list(map(unused, s.lookups)) for s in scopes]
+    lookups = [made if s is scopes[i] else list(map(_unused, s.lookups)) for s in scopes]
     return out, [lookup for each in lookups for lookup in each]
 
   return [functools.partial(branch, i) for i in range(len(scopes))]
 
 
-def _unused(lookup: Lookup) -> LookupRecord:
-  """The record of a lookup that was not made."""
-  return jax.tree.map(mesh.zeros_like_type, lookup.record).unused()
+def _unused(lookup: Lookup) -> Lookup:
+  """A lookup that was not made: its record has the same shapes and no id."""
+  record = jax.tree.map(mesh.zeros_like_type, lookup.record).unused()
+  return Lookup(None, record, lookup.owner)
