@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from embed.engine import mesh, taps
+from embed.engine import jax_internals, mesh, taps
 from embed.engine.grads import ActivationGrads
-from embed.engine.lookup import before_update
 from embed.engine.stack import StackSpec
 from embed.engine.taps import Feed, Lookup, Owner, Source
 from embed.gradients import Grads, Rows
 from embed.layer import SparseEmbed
+from embed.steps import before_update
 from embed.variables import SlotVariable, Table, changing
 
 _STORED = nnx.Any(Table, SlotVariable)
@@ -308,6 +308,9 @@ def value_and_grad(
       value, (dense, cotangents) = differentiate(traced.params, zeros, early)
     loss, ((aux, *states), records) = value
     traced.update(*states)
+    if traced.scope.rereads:
+      for layer in traced.layers.values():
+        dense, cotangents = before_update(layer, (dense, cotangents))
     grads = Grads(dense, _rows(stacks, lookups, cotangents, records))
     return ((loss, aux), grads) if has_aux else (loss, grads)
 
@@ -412,16 +415,11 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
     run = lambda params: traced.run(params, [Feed(None)] * len(traced.lookups))[1]
     lookups = run(traced.params)
-    modules = sparse_embeds(model)
     ordered = []
     for made in lookups:
-      assert made.activations is not None
-      rows = modules[made.owner.path].arrays[made.owner.name]["parameters"]
-      stack = traced.stacks[made.owner]
-      table = stack.placement.put(rows.get_value(), stack.specs[2])
-      activations, table = before_update(made.activations, table, made.record)
-      with changing("embed.look_ahead"):
-        rows.set_value(table)
+      activations = before_update(traced.layers[made.owner.path], made.activations)
+      if not jax_internals.is_traced(activations):  # the table itself may be among them
+        activations = list(map(jnp.copy, activations))
       ordered.append(dataclasses.replace(made, activations=activations))
     return Ahead(tuple(ordered), traced.specs(ordered))
 

@@ -15,7 +15,7 @@ from embed import combiners, structure
 from embed.combiners import Uncombined
 from embed.config import TableConfig
 from embed.engine import bags as bags_lib
-from embed.engine import exchange, jax_internals, route, row_step, taps, update
+from embed.engine import exchange, jax_internals, route, row_step, taps, update, xla
 from embed.engine import mesh as mesh_lib
 from embed.engine.grads import ActivationGrads
 from embed.engine.lookup import LookupRecord
@@ -143,9 +143,18 @@ def look_up_stack(
   stored = layer.arrays[stack.name]["parameters"].get_value()
   rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
   acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
+  acts = before_update(layer, acts)
   if mesh_lib.is_explicit((rows, layer.report.get_value())):
     acts = [placement.typed(act) for act in acts]
   return tap(layer, stack, acts, record, stored), record, prepared
+
+
+def before_update(layer: Any, outputs: Any) -> Any:
+  """Returns arrays that were computed from a layer's tables, which its next update comes after."""
+  report = layer.report.get_value()
+  outputs, token = xla.with_token(outputs, report["dropped_ids"])
+  _set_report(layer, {**report, "dropped_ids": token})
+  return outputs
 
 
 # Compiled once for each shape, also where `value_and_grad` runs a loss eagerly: a lookup that was
@@ -184,11 +193,15 @@ def add_to_report(
       "buffer_fill": most.astype(jnp.float32) / used.capacity,
     }
     counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
+  before = layer.report.get_value()
+  counted = {key: mesh_lib.with_types_of(value, before[key]) for key, value in counted.items()}
+  counted["dropped_ids"] += before["dropped_ids"]
+  _set_report(layer, {**before, **counted})
+
+
+def _set_report(layer: Any, report: dict[str, jax.Array]) -> None:
+  before = layer.report.get_value()
   try:
-    before = layer.report.get_value()
-    counted = {key: mesh_lib.with_types_of(value, before[key]) for key, value in counted.items()}
-    report = {**before, **counted}
-    report["dropped_ids"] += before["dropped_ids"]
     layer.report.set_value(report)
     is_lost = jax_internals.is_batched(report) and not jax_internals.is_batched(before)
     if is_lost and jax_internals.is_called_by(jax_internals.VMAP):
@@ -259,7 +272,7 @@ def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], st
   for stack in moving:
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = taps.read_tables(stored_arrays(layer, stack), "update")
-    scalars = row_step.StepScalars.at(stack, step)
+    scalars = row_step.StepScalars.at(stack, step).after(layer.report.get_value()["dropped_ids"])
     new = mesh_lib.settled(compiled_step(stack, arrays, of_stack, scalars))
     with changing("An update of tables"):
       for key, value in new.items():

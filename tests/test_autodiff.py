@@ -408,7 +408,6 @@ def test_a_model_that_jit_closes_over_cannot_change():
   changes = [
     lambda ids: embed.value_and_grad(loss_fn)(model, ids)[0],
     lambda ids: optimizer.update(model, grads),
-    lambda ids: embed.look_ahead(loss_fn)(model, ids),
     lambda ids: model.load_tables({"movie": jnp.ones((5, 2)) * ids[0]}),
     mid_level,
   ]

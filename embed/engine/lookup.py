@@ -1,14 +1,12 @@
 """Gathering rows and combining them: pure arrays."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from embed import config as config_lib
-from embed.engine import jax_internals
 from embed.engine.bags import Bags, inverse_norm, is_row
 from embed.engine.packing import Lines
 
@@ -167,34 +165,3 @@ def _custom(combiner, valency: jax.Array, vectors: jax.Array, learned) -> jax.Ar
       f"return [dim], {expected[-1:]}."
     )
   return jnp.where(empty[..., None], 0, out)
-
-
-# --- the order of a lookup and an update ---------------------------------------------------------
-
-
-def before_update(
-  activations: Sequence[jax.Array], table: jax.Array, record: LookupRecord
-) -> tuple[list[jax.Array], jax.Array]:
-  """The same arrays, in such a way that an update of the table comes after the activations.
-
-  Where nothing else orders the two, the compiler may update first, and pays for the reads that
-  come after with a copy of the whole table.
-  """
-  if not jax_internals.is_traced(table):
-    return [jnp.copy(act) for act in activations], table  # the table itself may be among them
-  if not record.used:
-    return list(activations), table
-  ids = record.bags[record.used[0]].ids
-
-  def on_cpu(activations, table, ids):
-    # XLA:CPU drops barriers early. It does not find out how often this loop runs: never.
-    runs = (jnp.min(jnp.maximum(ids, 0)) < 0).astype(jnp.int32)
-    return jax.lax.fori_loop(
-      0, runs, lambda _, x: jax.tree.map(jnp.negative, x), (activations, table)
-    )
-
-  def elsewhere(activations, table, ids):
-    del ids
-    return jax.lax.optimization_barrier((activations, table))
-
-  return jax.lax.platform_dependent(list(activations), table, ids, cpu=on_cpu, default=elsewhere)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from embed.engine import collectives, rounding
+from embed.engine import collectives, jax_internals, mesh, rounding, xla
 from embed.engine.layout import Columns
 from embed.engine.stack import Arrays, StackSpec
 from embed.row_optimizer import WHOLE_ROWS, RowOptimizer, Slots
@@ -32,6 +32,16 @@ class StepScalars(NamedTuple):
       None if multiplier is None else jnp.asarray(multiplier, jnp.float32),
       jnp.asarray(step, jnp.int32) if stack.uses_stochastic_rounding else None,
     )
+
+  def after(self, token: jax.Array) -> "StepScalars":
+    """The same scalars for a step after the lookups that a token depends on: see `xla`.
+
+    The learning rate carries the order. Outside of jitted functions there is nothing to order.
+    """
+    if not jax_internals.is_traced(token):
+      return self
+    zero = mesh.scalar_for(self.rate, xla.zero_of(token))
+    return self._replace(rate=self.rate + zero.astype(jnp.float32))
 
 
 def step_rows(

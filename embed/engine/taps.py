@@ -142,6 +142,15 @@ class Scope(NamedTuple):
   lookups: list[Lookup]
   outputs: list[Source | None]
 
+  @property
+  def rereads(self) -> bool:
+    """Whether the gradient of the program looks up again, as under `nnx.remat`."""
+    return any(
+      part.eqns[0].primitive.name in _REMAT or any(scope.rereads for scope in part.inner)
+      for part in self.parts
+      if part.lookups
+    )
+
 
 def _sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
   for value in params.values():

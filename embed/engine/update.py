@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import access, collectives, cost, exchange, mesh, row_sums, update_cpu
+from embed.engine import access, collectives, cost, exchange, mesh, row_sums, update_cpu, xla
 from embed.engine import grads as grads_lib
 from embed.engine.bags import UNUSED, Bags
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
@@ -255,6 +255,8 @@ def _step_by_xla(
   """
   optimizer, table = stack.optimizer, arrays["parameters"]
   assert optimizer is not None
+  zero = xla.zero_after(scalars.rate)  # for an equation that leaves the rate out
+  parts = [part._replace(ids=part.ids + zero) for part in parts]
   size, row_step = table.shape[0], functools.partial(step_stored, stack, scalars)
   by_kernels = optimizer.use_gradient_accumulation and stack.sparse_core
   if _is_plain_sum(optimizer, table) and not (by_kernels or stack.is_in_host):

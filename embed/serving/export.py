@@ -21,6 +21,7 @@ from embed import inputs as inputs_lib
 from embed.engine import jax_internals
 from embed.engine import mesh as sharding
 from embed.layer import store_apart
+from embed.variables import Report
 
 _KINDS = (inputs_lib.Padded, inputs_lib.Ragged, inputs_lib.Sparse)
 
@@ -114,7 +115,8 @@ def export(
   """
   if sharding.current_mesh() is not None:
     raise ValueError("export: leave jax.set_mesh first; the program is for one device.")
-  graphdef, state = nnx.split(_on_one_device(model))
+  # The report stays a constant: nothing counts here, and no update has to wait for a lookup.
+  graphdef, reports, state = nnx.split(_on_one_device(model), Report, ...)
   leaves, treedef = jax.tree.flatten(state)
   names = _names(model, state)
   args = _specs(jax.tree.map(_with_arrays, args, is_leaf=_is_input), any_batch)
@@ -126,7 +128,8 @@ def export(
     by_index = dict(zip(jax.tree.leaves(indices), jax.tree.leaves(plain), strict=True))
     args = jax.tree.unflatten(input_tree, [by_index[i] for i in range(len(inputs))])
     values = [_read(arrays, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
-    return _plain(function(nnx.merge(graphdef, jax.tree.unflatten(treedef, values)), *args))
+    merged = nnx.merge(graphdef, reports, jax.tree.unflatten(treedef, values), copy=True)
+    return _plain(function(merged, *args))
 
   stored = dict(zip(names, map(_stored, leaves), strict=True))
   if len(stored) < len(names):

@@ -1,0 +1,48 @@
+"""Order for XLA: what says that a table is updated after it was read.
+
+XLA updates an array in place if all reads of it provably come before the update, and otherwise
+copies the array at every step. Where a gradient does not depend on what was looked up, as that of a
+sum, nothing proves it. Here the order is part of the data flow: a lookup returns a **token**, an
+integer that depends on all of its activations, and an update depends on the token. The token of a
+layer is the number of dropped ids in its report, which each lookup adds to.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from embed.engine import jax_internals
+
+
+def zero_of(token: jax.Array) -> jax.Array:
+  """An int32 zero that depends on an int32 scalar, which no simplifier of XLA sees through."""
+  return (token & 1) * ((token + 1) & 1)
+
+
+def zero_after(x: jax.Array) -> jax.Array:
+  """An int32 zero that depends on a float32 scalar."""
+  return zero_of(jax.lax.bitcast_convert_type(x, jnp.int32))
+
+
+def with_token(arrays: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+  """The same arrays and token; whatever uses the token comes after all of the arrays.
+
+  Where the token is known there is nothing to order: no update of this program depends on it.
+
+  Args:
+    arrays: a tree. Use what is returned in its place: XLA may compute what is given once more, from
+      the table, for another use.
+    token: an int32 scalar.
+  """
+  if not jax_internals.is_traced(token):
+    return arrays, token
+
+  def on_cpu(arrays, token):
+    # XLA:CPU drops barriers early. It does not find out how often this loop runs: never.
+    flip = lambda x: ~x if jnp.issubdtype(x.dtype, jnp.integer) else -x
+    body = lambda _, both: jax.tree.map(flip, both)
+    return jax.lax.fori_loop(0, zero_of(token), body, (arrays, token))
+
+  barrier = lambda arrays, token: jax.lax.optimization_barrier((arrays, token))
+  return jax.lax.platform_dependent(arrays, token, cpu=on_cpu, default=barrier)
