@@ -12,7 +12,7 @@ from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, gl
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, validate
 from embed.layer import SparseEmbed
-from embed.optimizer import Optimizer
+from embed.optimizer import Optimizer, jit_step
 from embed.optimizers import (
   adagrad,
   adagrad_momentum,
@@ -84,6 +84,7 @@ __all__ = [
   "ftrl",
   "global_norm",
   "import_variables",
+  "jit_step",
   "lion",
   "look_ahead",
   "momentum",

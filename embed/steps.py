@@ -24,7 +24,7 @@ from embed.inputs import Input, read
 from embed.kernels import cpu as cpu_kernels
 from embed.row_optimizer import RowOptimizer
 from embed.structure import Path
-from embed.variables import changing
+from embed.variables import changing, warn_of_constant, warn_of_step
 
 _UNTRAINED = (
   "Table {!r} is looked up under JAX's own differentiation, as in nnx.value_and_grad: its rows get "
@@ -141,6 +141,7 @@ def look_up_stack(
   prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
   prepared = placement.prepare(prepare, arrays)
   stored = layer.arrays[stack.name]["parameters"].get_value()
+  warn_of_constant(stored, prepared.bags)
   rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
   acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
   acts = before_update(layer, acts)
@@ -274,6 +275,7 @@ def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], st
     arrays = taps.read_tables(stored_arrays(layer, stack), "update")
     scalars = row_step.StepScalars.at(stack, step).after(layer.report.get_value()["dropped_ids"])
     new = mesh_lib.settled(compiled_step(stack, arrays, of_stack, scalars))
+    warn_of_step(arrays["parameters"], new["parameters"])
     with changing("An update of tables"):
       for key, value in new.items():
         variables[key].set_value(mesh_lib.with_types_of(value, arrays[key]))

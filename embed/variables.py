@@ -41,13 +41,38 @@ class Table(nnx.Variable):
     before = self.get_raw_value()
     super().set_raw_value(value, **kwargs)
     if _is_copied(before, value) and jax_internals.is_called_by(jax_internals.TRANSFORMATIONS):
-      warnings.warn(
-        f"A table of {before.nbytes >> 20} MiB was copied: nnx.jit and Flax's other "
-        "transformations return the models that they are given. Write nnx.jit(graph=False) for a "
-        "function that does not train (graph_updates=False if the model shares a module), and "
-        'nnx.jit(donate_argnames=("model", "optimizer")) for one that does.',
-        stacklevel=2,
+      _warn_of_copy(
+        before,
+        "was copied: nnx.jit and Flax's other transformations return the models that they are "
+        "given",
       )
+
+
+def warn_of_step(before: Any, after: Any) -> None:
+  """Warns of a step that made a new table because nothing was donated."""
+  if _is_copied(before, after):
+    _warn_of_copy(before, "was copied by a step outside of a jitted function")
+
+
+def warn_of_constant(table: Any, inputs: Any) -> None:
+  """Warns of a lookup in a jitted function that closes over the model."""
+  is_constant = isinstance(table, jax.Array) and not jax_internals.is_traced(table)
+  if is_constant and table.nbytes >= _LARGE_COPY and jax_internals.is_staged(inputs):
+    _warn_of_copy(
+      table,
+      "is a constant of a jitted function that closes over its model: later steps do not change "
+      "what the function returns, and every call may copy the table",
+    )
+
+
+def _warn_of_copy(table: jax.Array, what: str) -> None:
+  warnings.warn(
+    f"A table of {table.nbytes >> 20} MiB {what}. To train, write `step = "
+    "embed.jit_step(train_step, model, optimizer)`, then `step(batch)`; to predict, `@nnx.jit("
+    "graph=False)` above `def predict(model, batch)` (graph_updates=False if the model shares a "
+    "module).",
+    stacklevel=3,
+  )
 
 
 class SlotVariable(nnx.Variable):

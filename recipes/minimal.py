@@ -129,7 +129,6 @@ def loss_fn(model, batch) -> jax.Array:
   return optax.sigmoid_binary_cross_entropy(model(batch["inputs"]), batch["label"]).mean()
 
 
-@nnx.jit(donate_argnames=("model", "optimizer"))  # tables are written in place, not copied
 def train_step(model, optimizer, batch) -> jax.Array:
   loss, grads = embed.value_and_grad(loss_fn)(model, batch)
   optimizer.update(model, grads)
@@ -157,8 +156,9 @@ def train(model, optimizer, dataset, workdir: Path, steps: int) -> None:
       items = {"state": ocp.args.StandardRestore(like), "data": CheckpointRestore(iterator)}
       restored = manager.restore(done, args=ocp.args.Composite(**items))
       embed.checkpoint.from_tree(restored.state, **state)
+    compiled = embed.jit_step(train_step, model, optimizer)  # writes tables in place
     for step in range(done + 1, steps + 1):
-      loss = train_step(model, optimizer, next(iterator))
+      loss = compiled(next(iterator))
       if step % SAVE_EVERY == 0 or step == steps:
         print(f"step {step:5}  loss of its batch {loss:.4f}")
         tree = embed.checkpoint.to_tree(**state)

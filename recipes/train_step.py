@@ -189,11 +189,7 @@ class Steps:
       if options.pipelined
       else _train_step(objective, options, mesh)
     )
-    # A donated model's tables are updated in their own memory, where other steps copy them.
-    # `nnx.jit` would flatten the model in every call, which takes 2 ms for 26 tables.
-    self._step = nnx.jit_partial(
-      step, state["model"], state["optimizer"], donate_argnums=0, graph_updates=False
-    )
+    self._step = embed.jit_step(step, state["model"], state["optimizer"])
     self._pending: Any = None  # the batch that was looked up ahead
     self._ahead: embed.Ahead | None = None
     self._profile, self._taken = profile, first

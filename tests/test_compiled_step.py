@@ -178,8 +178,12 @@ def test_a_copy_of_a_table_is_told():
   table = embed.TableConfig(1 << 17, 32, name="t", optimizer=embed.sgd())
   layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   look_up, ids = lambda layer, ids: layer(ids), np.array([1])
-  with pytest.warns(UserWarning, match=r"16 MiB was copied.*nnx\.jit\(graph=False\)"):
+  with pytest.warns(UserWarning, match=r"16 MiB was copied.*@nnx\.jit\(graph=False\)"):
     nnx.jit(look_up)(layer, ids)
+  with pytest.warns(UserWarning, match=r"16 MiB was copied by a step outside.*embed\.jit_step"):
+    train_eagerly(layer)
+  with pytest.warns(UserWarning, match="constant of a jitted function.*later steps do not change"):
+    jax.jit(lambda ids: layer(ids))(ids)
   nnx.jit(look_up, graph=False)(layer, ids)  # a warning would be an error here
   nnx.jit(look_up, graph_updates=False)(layer, ids)
   nnx.jit(look_up, donate_argnums=0)(layer, ids)

@@ -70,3 +70,53 @@ def test_plain_value_and_grad_is_refused():
   grads = nnx.grad(lambda model: model.scale[...] * 2.0)(model)
   with pytest.raises((TypeError, ValueError), match="value_and_grad"):
     optimizer.update(model, grads)
+
+
+def train(model, optimizer):
+  loss, grads = embed.value_and_grad(twice)(model)
+  optimizer.update(model, grads)
+  return loss
+
+
+def make():
+  model = Model()
+  return model, embed.Optimizer(model, optax.sgd(0.1, momentum=0.9))
+
+
+def test_a_bound_step_is_the_step():
+  (model, optimizer), (other, others) = make(), make()
+  step, jitted = embed.jit_step(train, model, optimizer), nnx.jit(train)
+  for _ in range(3):
+    assert float(step()) == float(jitted(other, others))
+  expected = jax.tree.leaves(nnx.state((other, others)))
+  for x, y in zip(jax.tree.leaves(nnx.state((model, optimizer))), expected, strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_a_bound_step_sees_what_is_loaded():
+  model, optimizer = make()
+  step = embed.jit_step(train, model, optimizer)
+  first = float(step())
+  assert float(step()) != first
+  nnx.update((model, optimizer), nnx.state(make()))
+  assert float(step()) == first
+
+
+def test_an_average_of_the_parameters_may_begin_as_the_parameters():
+  """Both hold the same arrays then, and XLA takes a donated array once; also after a reset."""
+  model, optimizer = make()
+  average = nnx.clone(model)
+
+  def train_and_average(model, optimizer, average):
+    loss = train(model, optimizer)
+    mix = lambda old, new: 0.5 * old + 0.5 * new
+    nnx.update(average, jax.tree.map(mix, *(nnx.state(m, nnx.Param) for m in (average, model))))
+    return loss
+
+  step = embed.jit_step(train_and_average, model, optimizer, average)
+  kernel = lambda m: np.asarray(jax.tree.leaves(nnx.state(m, nnx.Param))[0])
+  for _ in range(2):
+    before = kernel(model)
+    step()
+    np.testing.assert_allclose(kernel(average), (before + kernel(model)) / 2, rtol=1e-6)
+    nnx.update(average, nnx.state(model, nnx.Param))

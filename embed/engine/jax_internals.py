@@ -35,6 +35,14 @@ def is_traced(tree: Any) -> bool:
   return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
+def is_staged(tree: Any) -> bool:
+  """Whether any leaf of a tree is an input of a program that is being made, as under `jax.jit`.
+
+  Seen in JAX 0.10.2; JAX has no public way to tell it from differentiation and batching.
+  """
+  return any(type(x).__name__ == "DynamicJaxprTracer" for x in jax.tree.leaves(tree))
+
+
 def address(x: jax.Array) -> int:
   """The address of the memory of an array on one device.
 

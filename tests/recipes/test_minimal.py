@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+import embed
 from recipes import minimal
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -115,18 +116,24 @@ class Killed(BaseException):
 
 @pytest.mark.full
 def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(clicks, whole, tmp_path, monkeypatch):
-  really_step, taken = minimal.train_step, []
+  taken = []
 
-  def step_or_die(*args):
-    if len(taken) == STEPS // 2:  # between two checkpoints
-      raise Killed
-    taken.append(None)
-    return really_step(*args)
+  def step_that_dies(step, *modules):
+    compiled = jit_step(step, *modules)
 
-  monkeypatch.setattr(minimal, "train_step", step_or_die)
+    def call(*args):
+      if len(taken) == STEPS // 2:  # between two checkpoints
+        raise Killed
+      taken.append(None)
+      return compiled(*args)
+
+    return call
+
+  jit_step = embed.jit_step
+  monkeypatch.setattr(embed, "jit_step", step_that_dies)
   with pytest.raises(Killed):
     run(clicks, tmp_path, devices=1)
-  monkeypatch.setattr(minimal, "train_step", really_step)
+  monkeypatch.setattr(embed, "jit_step", jit_step)
   assert run(clicks, tmp_path, devices=1) == whole[0]
   meshes.assert_equal(saved(tmp_path), saved(whole[1]))
 
