@@ -1,406 +1,30 @@
 """Each way to write a step updates tables in place: no copy and no temporary of their size.
 
-XLA updates an array in place where it can prove that all reads come before. The losses here prove
-nothing by themselves: their gradients do not depend on what was looked up. Read off the compiled
-program, so that it holds on any machine and needs no clock.
+Read off the compiled program, so that it holds on any machine and needs no clock.
 """
 
-import functools
 import re
-from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from step_ways import WAYS, Model, batch_of
+from suites import full_unless
 
 import embed
 
-OPTIMIZERS = {
-  "sgd": embed.sgd(0.1),
-  "rowwise_adagrad": embed.rowwise_adagrad(0.1),
-  "adagrad": embed.adagrad(0.1),
-  "adam": embed.adam(0.1),
-}
-DIM, BATCH, VALENCY = 16, 32, 3
+DIM = 16
+QUICK = [
+  WAYS[name] for name in ("a_sum", "another_lookup_as_aux", "accumulate", "fori_loop_of_steps")
+]
+IDS = np.arange(96, dtype=np.int32).reshape(32, 3)
 
 
-class Model(nnx.Module):
-  """A table for each optimizer, of different sizes, looked up as bags and as single ids."""
-
-  def __init__(self, rows: int, mesh: Any = None):
-    tables = [
-      embed.TableConfig(rows + 8 * i, DIM, optimizer=optimizer, name=name, combiner="sum",
-                        initializer=jax.nn.initializers.zeros)
-      for i, (name, optimizer) in enumerate(OPTIMIZERS.items())
-    ]  # fmt: skip
-    features = {
-      kind: {table.name: embed.FeatureConfig(table) for table in tables} for kind in ("bag", "one")
-    }
-    self.embed = embed.SparseEmbed(features, rngs=nnx.Rngs(0), mesh=mesh)
-    self.head = nnx.Linear(DIM, 1, rngs=nnx.Rngs(0))
-
-  def __call__(self, batch):
-    return list(self.embed({"bag": batch["bag"]})["bag"].values())
-
-  def one(self, batch):
-    return list(self.embed({"one": batch["one"]})["one"].values())
-
-
-def make_batch():
-  ids = np.arange(BATCH * VALENCY, dtype=np.int32).reshape(BATCH, VALENCY)
-  return {
-    "bag": {name: embed.Padded(ids) for name in OPTIMIZERS},
-    "one": dict.fromkeys(OPTIMIZERS, ids[:, 0]),
-  }
-
-
-# --- ways to write a step -------------------------------------------------------------------------
-
-WAYS: dict[str, Callable[..., Any]] = {}
-
-
-def way(f):
-  """Registers a step `f(model, optimizer, batch) -> anything`."""
-  WAYS[f.__name__] = f
-  return f
-
-
-def loss(f):
-  """Registers the usual step of a loss `f(model, batch)`."""
-
-  @functools.wraps(f)
-  def step(model, optimizer, batch):
-    return train(f, model, optimizer, batch)
-
-  return way(step)
-
-
-def train(f, model, optimizer, batch, change=lambda grads: grads, **options):
-  value, grads = embed.value_and_grad(f, **options)(model, batch)
-  optimizer.update(model, change(grads))
-  return value
-
-
-def total(acts):
-  return sum(jnp.sum(x) for x in acts)
-
-
-@loss
-def a_sum(m, batch):
-  return total(m(batch))
-
-
-@loss
-def a_square(m, batch):
-  return total([x**2 for x in m(batch)])
-
-
-@loss
-def a_mean_of_a_linear_head(m, batch):
-  return jnp.mean(m.head(sum(m(batch))))
-
-
-@loss
-def a_linear_head_without_its_parameters(m, batch):
-  return jnp.mean(jax.lax.stop_gradient(m.head.kernel[...]).T * sum(m(batch)))
-
-
-@loss
-def a_weighted_sum(m, batch):
-  return total([x * jnp.arange(DIM, dtype=jnp.float32) for x in m(batch)])
-
-
-@loss
-def a_policy_gradient(m, batch):
-  return -jnp.mean(jnp.arange(BATCH, dtype=jnp.float32)[:, None] * sum(m(batch)))
-
-
-@loss
-def a_constant(m, batch):
-  m(batch)
-  return jnp.float32(3)
-
-
-@loss
-def a_loss_that_leaves_the_activations_out(m, batch):
-  m(batch)
-  return jnp.sum(m.head.kernel[...] ** 2)
-
-
-@loss
-def stop_gradient_of_one_table(m, batch):
-  first, *others = m(batch)
-  return jnp.sum(jax.lax.stop_gradient(first)) + total(others)
-
-
-@loss
-def stop_gradient_of_all_but_one(m, batch):
-  first, *others = m(batch)
-  return jnp.sum(first * jax.lax.stop_gradient(sum(others)))
-
-
-@loss
-def a_linear_and_a_square_lookup(m, batch):
-  return total(m(batch)) + total([x**2 for x in m.one(batch)])
-
-
-@loss
-def two_linear_lookups(m, batch):
-  return total(m(batch)) + total(m.one(batch))
-
-
-@loss
-def a_dot_product_of_tables(m, batch):
-  a, b, c, d = m(batch)
-  return jnp.sum(a * b) + jnp.sum(c * d)
-
-
-@loss
-def a_product_in_a_chain(m, batch):
-  a, b, c, d = m(batch)
-  return jnp.sum(a * b) + jnp.sum(b * c) + jnp.sum(c * d)
-
-
-@loss
-def the_largest_of_each_row(m, batch):
-  return sum(jnp.sum(jnp.max(x, axis=1)) for x in m(batch))
-
-
-@loss
-def a_hinge(m, batch):
-  return jnp.sum(jnp.maximum(0, 1 - sum(m(batch))))
-
-
-@loss
-def half_precision(m, batch):
-  return total([x.astype(jnp.bfloat16) for x in m(batch)]).astype(jnp.float32)
-
-
-@loss
-def a_lookup_in_a_branch(m, batch):
-  return nnx.cond(jnp.sum(m.head.bias[...]) > 0, lambda m: total(m(batch)), lambda m: 0.0, m)
-
-
-@loss
-def remat(m, batch):
-  return nnx.remat(lambda m: total(m(batch)))(m)
-
-
-@loss
-def remat_of_a_dot_product(m, batch):
-  def f(m):
-    a, b, c, d = m(batch)
-    return jnp.sum(a * b) + jnp.sum(c * d)
-
-  return nnx.remat(f)(m)
-
-
-@loss
-def nested_jit(m, batch):
-  return nnx.jit(lambda m: total(m(batch)))(m)
-
-
-@loss
-def candidates_of_attend(m, batch):
-  ids = batch["one"]["sgd"]
-  return sum(jnp.sum(m.embed.attend(jnp.ones((2, DIM)), name, ids)) for name in OPTIMIZERS)
-
-
-@way
-def activations_as_aux(model, optimizer, batch):
-  f = lambda m, batch: (total(acts := m(batch)), acts)
-  return train(f, model, optimizer, batch, has_aux=True)
-
-
-@way
-def another_lookup_as_aux(model, optimizer, batch):
-  return train(lambda m, b: (total(m(b)), m.one(b)), model, optimizer, batch, has_aux=True)
-
-
-@way
-def a_prediction_before_the_step(model, optimizer, batch):
-  before = model.one(batch)
-  return before, train(lambda m, b: total(m(b)), model, optimizer, batch)
-
-
-@way
-def a_prediction_before_the_update(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
-  between = model.one(batch)
-  optimizer.update(model, grads)
-  return value, between
-
-
-@way
-def a_prediction_after_the_update(model, optimizer, batch):
-  return train(lambda m, b: total(m(b)), model, optimizer, batch), model.one(batch)
-
-
-@way
-def a_prediction_by_nested_jit(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
-  between = nnx.jit(lambda m: m.one(batch))(model)
-  optimizer.update(model, grads)
-  return value, between
-
-
-@way
-def two_gradients_then_two_updates(model, optimizer, batch):
-  f = lambda m, b: total(m(b))
-  a, first = embed.value_and_grad(f)(model, batch)
-  b, second = embed.value_and_grad(lambda m, b: total(m.one(b)))(model, batch)
-  optimizer.update(model, first)
-  optimizer.update(model, second)
-  return a, b
-
-
-@way
-def a_step_after_a_step(model, optimizer, batch):
-  f = lambda m, b: total(m(b))
-  return train(f, model, optimizer, batch), train(f, model, optimizer, batch)
-
-
-class Around(nnx.Module):
-  """Another model that shares the layer."""
-
-  def __init__(self, layer):
-    self.embed = layer
-
-
-@way
-def two_models_that_share_the_layer(model, optimizer, batch):
-  other = Around(model.embed)
-  second = embed.Optimizer(other, optax.sgd(0.1))
-  a, of_model = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
-  f = lambda m, b: total(m.embed({"one": b["one"]})["one"].values())
-  b, of_other = embed.value_and_grad(f)(other, batch)
-  optimizer.update(model, of_model)
-  second.update(other, of_other)
-  return a, b
-
-
-def low_level(make):
-  """A step by `lookup` and `apply_gradients`."""
-
-  def step(model, optimizer, batch):
-    acts, residual = model.embed.lookup(batch)
-    model.embed.apply_gradients(jax.tree.map(make, acts), residual, step=0)
-    return acts
-
-  return step
-
-
-WAYS["apply_gradients_of_ones"] = low_level(jnp.ones_like)
-WAYS["apply_gradients_of_zeros"] = low_level(jnp.zeros_like)
-WAYS["apply_gradients_of_activations"] = low_level(lambda x: x)
-WAYS["apply_gradients_of_none"] = low_level(lambda x: None)
-
-
-@way
-def apply_gradients_of_the_first_of_two_lookups(model, optimizer, batch):
-  acts, residual = model.embed.lookup(batch)
-  more, _ = model.embed.lookup(batch)
-  model.embed.apply_gradients(jax.tree.map(jnp.ones_like, acts), residual)
-  return acts, more
-
-
-@way
-def apply_row_gradients_after_a_lookup(model, optimizer, batch):
-  acts = model(batch)
-  ids = jnp.arange(BATCH, dtype=jnp.int32)
-  rows = embed.RowGrads(ids, jnp.ones((BATCH, DIM)))
-  model.embed.apply_row_gradients(dict.fromkeys(OPTIMIZERS, rows), step=0)
-  return acts
-
-
-@way
-def row_gradients_by_hand(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
-  rows = {key.split("/")[-1]: rows for key, rows in grads.rows.items()}
-  model.embed.apply_row_gradients(rows, step=0)
-  return value
-
-
-def changed(change):
-  return lambda *args: train(lambda m, b: total(m(b)), *args, change=change)
-
-
-WAYS["clip"] = changed(lambda grads: embed.clip_by_global_norm(grads, 1.0))
-WAYS["map"] = changed(lambda grads: grads.map(lambda x: 2 * x))
-WAYS["map_to_constants"] = changed(lambda grads: grads.map(jnp.ones_like))
-
-
-@way
-def accumulate(model, optimizer, batch):
-  f = embed.value_and_grad(lambda m, b: total(m(b)))
-  (a, first), (b, second) = f(model, batch), f(model, batch)
-  optimizer.update(model, embed.accumulate([first, second]))
-  return a, b
-
-
-@way
-def a_norm_beside_the_update(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
-  optimizer.update(model, grads)
-  return value, embed.global_norm(grads)
-
-
-@way
-def look_ahead(model, optimizer, batch):
-  f = lambda m, b: total(m(b))
-  value, grads = embed.value_and_grad(f)(model, batch)
-  ahead = embed.look_ahead(f)(model, batch)
-  optimizer.update(model, grads)
-  return value, ahead
-
-
-@way
-def switch_around_the_step(model, optimizer, batch):
-  step = lambda model, optimizer: train(lambda m, b: total(m(b)), model, optimizer, batch)
-  return nnx.switch(jnp.int32(1), [lambda model, optimizer: 0.0, step], model, optimizer)
-
-
-@way
-def cond_around_the_update(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
-  update = lambda model, optimizer: optimizer.update(model, grads)
-  nnx.cond(jnp.isfinite(value), update, lambda model, optimizer: None, model, optimizer)
-  return value
-
-
-@way
-def fori_loop_of_steps(model, optimizer, batch):
-  def body(_, carry):
-    model, optimizer, value = carry
-    return model, optimizer, value + train(lambda m, b: total(m(b)), model, optimizer, batch)
-
-  return nnx.fori_loop(0, 3, body, (model, optimizer, jnp.float32(0)))[-1]
-
-
-@way
-def scan_of_steps(model, optimizer, batch):
-  graphdef, state = nnx.split((model, optimizer))
-
-  def body(state, _):
-    model, optimizer = nnx.merge(graphdef, state)
-    value = train(lambda m, b: total(m(b)), model, optimizer, batch)
-    return nnx.state((model, optimizer)), value
-
-  state, values = jax.lax.scan(body, state, None, 3)
-  nnx.update((model, optimizer), state)
-  return values
-
-
-# --- their programs -------------------------------------------------------------------------------
-
-
-def compile_step(step, rows, mesh=None):
+def compile_step(step, rows, *where):
   """The compiled program of a donated step, and the bytes of each table and slot on a device."""
-  model = Model(rows, mesh)
+  model = Model(rows, DIM, *where)
   optimizer = embed.Optimizer(model, optax.sgd(0.1))
   graphdef, state = nnx.split((model, optimizer))
 
@@ -409,7 +33,7 @@ def compile_step(step, rows, mesh=None):
     out = step(model, optimizer, batch)
     return nnx.state((model, optimizer)), out
 
-  compiled = jax.jit(pure, donate_argnums=0).lower(state, make_batch()).compile()
+  compiled = jax.jit(pure, donate_argnums=0).lower(state, batch_of(IDS)).compile()
   stored = nnx.state(model, (embed.Table, embed.SlotVariable))
   return compiled, [x.addressable_shards[0].data for x in jax.tree.leaves(stored)]
 
@@ -426,21 +50,35 @@ def assert_in_place(compiled, stored):
   assert memory.temp_size_in_bytes < smallest / 2, f"{memory.temp_size_in_bytes} of {smallest}"
 
 
-@pytest.mark.parametrize("step", WAYS.values(), ids=WAYS)
+def on_eight_devices(step, sharding="mod"):
+  assert_in_place(*compile_step(step, 400_000, jax.make_mesh((8,), ("data",)), sharding))
+
+
+each_way = pytest.mark.parametrize("step", full_unless(WAYS.values(), QUICK.__contains__), ids=WAYS)
+
+
+@each_way
 def test_on_one_device(step):
-  assert_in_place(*compile_step(step, rows=100_000))
+  assert_in_place(*compile_step(step, 100_000))
 
 
-@pytest.mark.parametrize("step", WAYS.values(), ids=WAYS)
+@each_way
 def test_by_kernels(step, kernels):
-  assert_in_place(*compile_step(step, rows=100_000))
+  assert_in_place(*compile_step(step, 100_000))
 
 
-@pytest.mark.parametrize("step", WAYS.values(), ids=WAYS)
+@each_way
 def test_on_eight_devices(step):
-  assert_in_place(*compile_step(step, rows=400_000, mesh=jax.make_mesh((8,), ("data",))))
+  on_eight_devices(step)
 
 
-@pytest.mark.parametrize("step", WAYS.values(), ids=WAYS)
+@each_way
 def test_by_kernels_on_eight_devices(step, kernels):
-  assert_in_place(*compile_step(step, rows=400_000, mesh=jax.make_mesh((8,), ("data",))))
+  on_eight_devices(step)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sharding", ["div", "column", "replicated"])
+@pytest.mark.parametrize("step", QUICK, ids=lambda step: step.__name__)
+def test_by_other_strategies(step, sharding):
+  on_eight_devices(step, sharding)
