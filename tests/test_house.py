@@ -40,6 +40,7 @@ ORDER = [
   "engine.grads",
   "kernels.cpu.memory",
   "kernels.cpu.frame",
+  "kernels.cpu.cache",
   "kernels.cpu.equations",
   "kernels.cpu.sources.probe",
   "kernels.cpu.sources.count_beyond",

@@ -64,10 +64,12 @@ def _misfit() -> str | None:
     return f"Numba {numba.__version__} is too old: pip install -U numba"
   if numba.config.DISABLE_JIT:
     return "NUMBA_DISABLE_JIT is set"
-  from embed.kernels.cpu import build
-
-  known = build.is_interface_known()
-  return None if known else f"they do not know JAX {jax.__version__}'s foreign function interface"
+  unknown = f"they do not know JAX {jax.__version__}'s foreign function interface"
+  try:
+    from embed.kernels.cpu import build
+  except ImportError as error:  # of `frame`, without the header that it reads
+    return f"{unknown}: {error}"
+  return None if build.is_interface_known() else unknown
 
 
 def _are_sizes(dimensions: Sequence[Any]) -> bool:
@@ -115,6 +117,7 @@ def gather_and_combine(
     and table.dtype == np.float32
     and (dtype is None or np.dtype(dtype) == np.float32)
     and quantization is None
+    and bags.ids.dtype == np.int32
     and _has_sizes(table, bags.ids)
     and _are_sizes(bags.batch)
   )
@@ -211,6 +214,10 @@ def _row_step(
   """The name by which XLA finds the kernel of an update, and its equation's numbers, or None."""
   table, *slots = stored
   if not is_on() or table.dtype != np.float32 or not _has_sizes(table, *(p.ids for p in parts)):
+    return None
+  if any(p.ids.dtype != np.int32 for p in parts):
+    return None
+  if any(x.dtype != np.float32 for p in parts for x in (p.grads, p.gains) if x is not None):
     return None
   from embed.kernels.cpu import build, equations
 

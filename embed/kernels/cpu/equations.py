@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from embed.engine.jax_internals import Literal
-from embed.kernels.cpu import memory
+from embed.kernels.cpu import frame, memory
 
 _WORD, _INT, _FLOAT, _BOOL = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.IntType(1)
 _KINDS = {"float32": _FLOAT, "int32": _INT, "bool": _BOOL}
@@ -160,8 +160,12 @@ def program(
     slots: of each, whether it has a value for every element, and its dtype.
 
   Raises:
-    Unsupported: for an equation with anything that `compiled` cannot emit.
+    Unsupported: for an equation with anything that `compiled` cannot emit, and for slots of other
+      dtypes than `frame.DTYPES`. A bool, for one, is a bit in a register and a byte in a slot.
   """
+  dtypes = tuple(str(np.dtype(dtype)) for _, dtype in slots)
+  if not frame.DTYPES.keys() >= {*dtypes}:
+    raise Unsupported(f"slots of {dtypes}")
   row, one = jax.ShapeDtypeStruct((dim,), np.float32), jax.ShapeDtypeStruct((), np.float32)
   of_slots = [jax.ShapeDtypeStruct((dim,) if r else (), dtype) for r, dtype in slots]
   closed = jax.make_jaxpr(step)(row, row, of_slots, one)
@@ -169,13 +173,22 @@ def program(
   for name, v in zip(names, closed.jaxpr.invars, strict=True):
     reader.is_row[name] = reader.kind(v.aval)[1]
   results = reader.run(closed, names)
-  dtypes = tuple(str(np.dtype(dtype)) for _, dtype in slots)
   for v, dtype in zip(closed.jaxpr.outvars, ("float32", *dtypes), strict=True):
     if str(v.aval.dtype) != dtype:
       raise Unsupported(f"a result of {v.aval.dtype}")
   rows = tuple(r and dim > 1 for r, _ in slots)
   made = Program(rows, dtypes, dim > 1, tuple(reader.operations), tuple(results))
   return made, np.asarray(reader.numbers, np.float32)
+
+
+def _names(program: Program) -> set[str]:
+  """The names that operations and results read."""
+  return {*itertools.chain(*(op.arguments for op in program.operations)), *program.results}
+
+
+def numbers(program: Program) -> int:
+  """How many numbers a program reads, at least."""
+  return max((int(name[1:]) + 1 for name in _names(program) if name[0] == "n"), default=0)
 
 
 # --- emitting -------------------------------------------------------------------------------------
@@ -301,7 +314,7 @@ class _Emitter:
         self.values[name] = b.load(memory.at(b, self.addresses[name], _KINDS[self.dtypes[name]]))
     if not program.has_rows:
       self.values["g"] = b.load(memory.at(b, grad, _FLOAT))
-    for name in {*itertools.chain(*(op.arguments for op in program.operations)), *program.results}:
+    for name in _names(program):
       if name[0] == "n":
         number = b.gep(memory.at(b, self.numbers, _FLOAT), [_WORD(int(name[1:]))])
         self.values[name] = b.load(number)

@@ -23,6 +23,7 @@ from embed.kernels.cpu.memory import (
   read_int,
   read_word,
   sched_yield,
+  text,
   write_int,
   write_word,
 )
@@ -31,6 +32,11 @@ MAJOR = 0  # of the interface that is described here
 # The words of a call frame that are read, and of the structs in it.
 _EXTENSION, _API, _CONTEXT, _ARG_COUNT, _ARG_LIST, _RET_COUNT, _RET_LIST = 1, 2, 3, 7, 9, 12, 14
 _DATA, _RANK, _DIMS, _METADATA = 3, 4, 5, 1
+_DTYPE = 4  # counted in halves of a word
+F32, S32 = 11, 4  # of XLA_FFI_DataType
+DTYPES = {"float32": F32, "int32": S32}  # of tables and slots: tests hold the kernels to these
+_THREADS_BYTES, _TASK_BYTES = 32, 40  # the arguments of the functions for threads
+_ERROR_BYTES, _INTERNAL = 28, 13  # the arguments of XLA_FFI_Error_Create, and a code for them
 # The first word of a struct is its size, in bytes.
 _ARGS, _RETS, _ATTRS = 5, 10, 15
 _FRAME_BYTES, _ARGS_BYTES, _ATTRS_BYTES, _BUFFER_BYTES = 168, 40, 48, 48
@@ -47,9 +53,14 @@ def _interface() -> tuple[int, int, Sequence[str]]:
   return major, minor, re.findall(r"^ *_XLA_FFI_API_STRUCT_FIELD\((\w+)\);", header, re.MULTILINE)
 
 
-VERSION, _MINOR, _FUNCTIONS = _interface()
-_SCHEDULE = _API_WORDS + _FUNCTIONS.index("XLA_FFI_ThreadPool_Schedule")
-_NUM_THREADS = _API_WORDS + _FUNCTIONS.index("XLA_FFI_ThreadPool_NumThreads")
+try:
+  VERSION, _MINOR, _FUNCTIONS = _interface()
+  _ERROR, _SCHEDULE, _NUM_THREADS = (
+    _API_WORDS + _FUNCTIONS.index(f"XLA_FFI_{name}")
+    for name in ("Error_Create", "ThreadPool_Schedule", "ThreadPool_NumThreads")
+  )
+except (AttributeError, OSError, ValueError) as error:
+  raise ImportError("the header of XLA's foreign functions is not as expected") from error
 _API_BYTES = 8 * (_API_WORDS + len(_FUNCTIONS))
 LAYOUT = (VERSION, _MINOR, _SCHEDULE, _NUM_THREADS)
 
@@ -124,6 +135,29 @@ def dimension(buffer, axis):
   return read_word(read_word(buffer, _DIMS), axis)
 
 
+@numba.njit(**OPTIONS)
+def elements(buffer):
+  """How many elements there are."""
+  size = 1
+  for axis in range(rank(buffer)):
+    size *= dimension(buffer, axis)
+  return size
+
+
+@numba.njit(**OPTIONS)
+def holds(buffer, dtype, size):
+  """Whether a buffer has a dtype and so many elements."""
+  return read_int(buffer, _DTYPE) == dtype and elements(buffer) == size
+
+
+@numba.njit(**OPTIONS)
+def misfit(frame):
+  """What a handler returns for a call with arrays that are not as its kernel reads them."""
+  function = read_word(read_word(frame, _API), _ERROR)
+  message = text("a kernel of SparseEmbed was called with arrays of other dtypes or shapes")
+  return invoke(function, _ERROR_BYTES, (message, _INTERNAL))
+
+
 # --- threads --------------------------------------------------------------------------------------
 
 # Work is cut into parts with numbers. The handler's thread and tasks on XLA's threads take the next
@@ -139,7 +173,7 @@ def threads(frame):
   function = read_word(read_word(frame, _API), _NUM_THREADS)
   number = malloc(8)
   write_word(number, 0, 1)
-  invoke(function, read_word(frame, _CONTEXT), number, 0)
+  invoke(function, _THREADS_BYTES, (read_word(frame, _CONTEXT), number))
   size = read_word(number, 0)
   free(number)
   return size
@@ -162,7 +196,7 @@ def share(task, frame, helpers, phase, parts, work):
   schedule = read_word(read_word(frame, _API), _SCHEDULE)
   for _ in range(min(helpers, parts - 1)):
     atomic_add(job + 8 * _HOLDERS, 1)
-    if not invoke(schedule, read_word(frame, _CONTEXT), task, job):
+    if invoke(schedule, _TASK_BYTES, (read_word(frame, _CONTEXT), task, job)) != 0:
       atomic_add(job + 8 * _HOLDERS, -1)
   call(task, (job,))
   while atomic_read(job + 8 * _DONE) < parts:

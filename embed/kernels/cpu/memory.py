@@ -122,22 +122,33 @@ def call(typingctx, function, arguments):
 
 
 @intrinsic
-def invoke(typingctx, function, context, first, second):
-  """Calls a function of XLA's C interface; returns whether it succeeded.
+def invoke(typingctx, function, size, fields):
+  """Calls a function of XLA's C interface; returns an error's address, or 0.
 
-  Its argument is a struct of its size, a pointer to extensions, the context and two words.
+  Its argument is a struct of `size` bytes: the size, a pointer to extensions, and a tuple of words.
   """
 
-  def codegen(target, builder, signature, args):
-    function, *fields = args
-    struct = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 5))
-    for i, field in enumerate([_WORD(40), _WORD(0), *fields]):
-      builder.store(field, cgutils.gep_inbounds(builder, struct, 0, i))
+  def codegen(context, builder, signature, args):
+    words = [args[1], _WORD(0), *cgutils.unpack_tuple(builder, args[2], len(fields))]
+    struct = cgutils.alloca_once(builder, ir.ArrayType(_WORD, len(words)))
+    for i, word in enumerate(words):
+      builder.store(word, cgutils.gep_inbounds(builder, struct, 0, i))
     kind = ir.FunctionType(_WORD, [struct.type])
-    error = builder.call(at(builder, function, kind), [struct])
-    return builder.icmp_signed("==", error, _WORD(0))
+    return builder.call(at(builder, args[0], kind), [struct])
 
-  return types.boolean(*[types.int64] * 4), codegen
+  words = types.UniTuple(types.int64, len(fields))
+  return types.int64(types.int64, types.int64, words), codegen
+
+
+@intrinsic(prefer_literal=True)
+def text(typingctx, value):
+  """The address of a literal string, as C has them."""
+  literal = value.literal_value
+
+  def codegen(context, builder, signature, args):
+    return builder.ptrtoint(context.insert_const_string(builder.module, literal), _WORD)
+
+  return types.int64(value), codegen
 
 
 @intrinsic(prefer_literal=True)

@@ -1,4 +1,4 @@
-"""Where machine code is kept, and when kernels are taken."""
+"""When kernels are taken, and how often they are compiled."""
 
 import os
 import pathlib
@@ -24,10 +24,10 @@ print(is_on(), gather_and_combine(jnp.ones((3, 2)), Bags(jnp.zeros((2, 2), int))
 """
 
 
-def run(hidden, cache, **variables):
+def run(hidden, cache, before="", **variables):
   environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache)} | variables
   done = subprocess.run(
-    [sys.executable, "-c", PROGRAM.format(hidden=hidden)],
+    [sys.executable, "-c", before + PROGRAM.format(hidden=hidden)],
     env=environment, capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
@@ -77,14 +77,45 @@ def test_what_does_not_fit_is_said_once(monkeypatch, name, value, message):
     clear()
 
 
-@pytest.mark.usefixtures("kernels")
-def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
-  from embed.kernels.cpu import build
+@pytest.mark.parametrize("header", [None, "", "#define XLA_FFI_API_MAJOR 0"])
+def test_a_jax_without_the_header_runs_without_kernels(tmp_path, header):
+  folder = tmp_path / "xla" / "ffi" / "api"
+  folder.mkdir(parents=True)
+  if header is not None:
+    (folder / "c_api.h").write_text(header)
+  before = f"import jax\njax.ffi.include_dir = lambda: {str(tmp_path)!r}\n"
+  on, errors = run(False, tmp_path / "cache", before, SPARSE_EMBED_KERNELS="1")
+  assert on == "False"
+  assert errors.count("they do not know JAX") == 1
 
-  (tmp_path / "file").write_text("")
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-  assert build.cache_folder().is_dir()
-  assert tmp_path not in build.cache_folder().parents
+
+@pytest.mark.full
+def test_several_threads_build_the_same_kernels(tmp_path):
+  """Eight of them, in a fresh process."""
+  program = """
+import threading
+import jax, numpy as np, optax
+from flax import nnx
+import embed
+
+barrier, steps = threading.Barrier(8), []
+
+def step(i):
+  table = embed.TableConfig(9, 4, optimizer=embed.adagrad(), name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  optimizer, ids = embed.Optimizer(layer, optax.identity()), embed.Padded(np.array([[1, 2]]))
+  barrier.wait()
+  _, grads = embed.value_and_grad(lambda layer: layer(ids).sum())(layer)
+  optimizer.update(layer, grads)
+  steps.append(np.asarray(layer.tables["t"]))
+
+threads = [threading.Thread(target=step, args=(i,)) for i in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(steps) == 8
+for rows in steps: np.testing.assert_array_equal(rows, steps[0])
+"""
+  run(False, tmp_path, program, SPARSE_EMBED_KERNELS="1")
 
 
 @pytest.mark.full
@@ -92,9 +123,8 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
 def test_machine_code_is_kept(tmp_path):
   """A second process compiles nothing: it writes no file."""
   assert run(False, tmp_path, SPARSE_EMBED_KERNELS="1") == ("True", "")
-  files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-  assert [path for path in files if path.suffix == ".nbc"]
+  state = lambda: {x: x.stat().st_mtime_ns for x in tmp_path.rglob("*") if x.is_file()}
+  files = state()
+  assert files
   assert run(False, tmp_path, SPARSE_EMBED_KERNELS="1") == ("True", "")
-  again = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-  assert {p for p in again if p.suffix != ".pyc"} == {p for p in files if p.suffix != ".pyc"}
-  assert all(again[path] == files[path] for path in files if path.suffix == ".nbc")
+  assert state() == files

@@ -10,6 +10,7 @@ import numba
 import numpy as np
 from numba import types
 
+from embed.kernels.cpu import cache
 from embed.kernels.cpu import frame as ffi
 from embed.kernels.cpu import memory as mem
 
@@ -107,6 +108,25 @@ def ask_for_large_pages(start, size):
 
 
 @numba.njit(**mem.OPTIONS)
+def fits(frame):
+  """Whether the arrays have the dtypes and shapes of the first lines of this file."""
+  table, ids, out = ffi.argument(frame, 0), ffi.argument(frame, 1), ffi.result(frame, 0)
+  bags, count, is_ragged = ffi.dimension(out, 0), ffi.elements(ids), ffi.rank(ids) == 1
+  gains = ffi.argument(frame, 2 + is_ragged)
+  size = ffi.elements(gains)
+  has_gains = size == count or size == 0 or (size == bags and not is_ragged)
+  if is_ragged and not ffi.holds(ffi.argument(frame, 2), ffi.S32, count):
+    return False
+  return (
+    ffi.holds(table, ffi.F32, ffi.dimension(table, 0) * ffi.dimension(out, 1))
+    and ffi.holds(ids, ffi.S32, count if is_ragged else bags * ffi.dimension(ids, 1))
+    and ffi.holds(gains, ffi.F32, size)
+    and ffi.holds(out, ffi.F32, bags * ffi.dimension(table, 1))
+    and has_gains
+  )
+
+
+@numba.njit(**mem.OPTIONS)
 def sum_rows(frame):
   """Reads the arguments and shares the work."""
   work = mem.malloc(8 * _WORK_WORDS)
@@ -141,7 +161,7 @@ def sum_rows(frame):
   mem.free(work)
 
 
-@numba.cfunc(types.void(types.int64), cache=True)
+@cache.compiled(types.void(types.int64))
 def do_parts(job):
   """What all threads run."""
   work, part = ffi.work(job), ffi.next_part(job)
@@ -161,9 +181,12 @@ def do_parts(job):
 llvmlite.binding.add_symbol(TASK, do_parts.address)
 
 
-@numba.cfunc(types.int64(types.int64), cache=True)
+@cache.compiled(types.int64(types.int64))
 def handler(frame):
   """What XLA calls."""
-  if not ffi.is_query(frame):
-    sum_rows(frame)
+  if ffi.is_query(frame):
+    return 0
+  if not fits(frame):
+    return ffi.misfit(frame)
+  sum_rows(frame)
   return 0

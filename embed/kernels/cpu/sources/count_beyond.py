@@ -7,6 +7,7 @@ import numba
 import numpy as np
 from numba import types
 
+from embed.kernels.cpu import cache
 from embed.kernels.cpu import frame as ffi
 from embed.kernels.cpu import memory as mem
 
@@ -19,14 +20,16 @@ def count_beyond(ids, count, size):
   return beyond
 
 
-@numba.cfunc(types.int64(types.int64), cache=True)
+@cache.compiled(types.int64(types.int64))
 def handler(frame):
   """What XLA calls."""
-  if not ffi.is_query(frame):
-    ids, count = ffi.argument(frame, 0), 1
-    for axis in range(ffi.rank(ids)):
-      count *= ffi.dimension(ids, axis)
-    size = mem.read_int(ffi.data(ffi.argument(frame, 1)), 0)
-    beyond = count_beyond(ffi.data(ids), count, size)
-    mem.write_int(ffi.data(ffi.result(frame, 0)), 0, beyond)
+  if ffi.is_query(frame):
+    return 0
+  ids, size, out = ffi.argument(frame, 0), ffi.argument(frame, 1), ffi.result(frame, 0)
+  count = ffi.elements(ids)
+  fits = ffi.holds(ids, ffi.S32, count) and ffi.holds(size, ffi.S32, 1)
+  if not fits or not ffi.holds(out, ffi.S32, 1):
+    return ffi.misfit(frame)
+  beyond = count_beyond(ffi.data(ids), count, mem.read_int(ffi.data(size), 0))
+  mem.write_int(ffi.data(out), 0, beyond)
   return 0

@@ -3,15 +3,15 @@
 Its argument is int32 `[1]`, 0, whose place the result takes.
 """
 
-import numba
 import numpy as np
 from numba import types
 
+from embed.kernels.cpu import cache
 from embed.kernels.cpu import frame as ffi
 from embed.kernels.cpu import memory as mem
 
 
-@numba.cfunc(types.int64(types.int64), cache=True)
+@cache.compiled(types.int64(types.int64))
 def handler(frame):
   """What XLA calls."""
   if not ffi.is_query(frame) and ffi.is_known(frame):

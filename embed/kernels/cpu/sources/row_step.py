@@ -17,6 +17,7 @@ import numba
 import numpy as np
 from numba import types
 
+from embed.kernels.cpu import cache
 from embed.kernels.cpu import frame as ffi
 from embed.kernels.cpu import memory as mem
 
@@ -258,7 +259,7 @@ def step_rows(frame, equation):
   mem.free(work)
 
 
-@numba.cfunc(types.void(types.int64), cache=True)
+@cache.compiled(types.void(types.int64))
 def do_parts(job):
   """What all threads run."""
   work, phase = ffi.work(job), ffi.phase(job)
@@ -276,7 +277,7 @@ def do_parts(job):
 llvmlite.binding.add_symbol(TASK, do_parts.address)
 
 
-@numba.cfunc(types.void(types.int64, types.int64), cache=True)
+@cache.compiled(types.void(types.int64, types.int64))
 def update(frame, equation):
   """What the handler of an equation calls."""
   step_rows(frame, equation)
