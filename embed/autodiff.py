@@ -166,8 +166,7 @@ class _Loss:
       return loss, aux, changed, {i: nnx.state(arg) for i, arg in merged.items()}, after
 
     trace = jax.make_jaxpr(pure, return_shape=True)
-    with mesh.explained():
-      self._closed, self._shapes = trace(*self._inputs(self.params))
+    self._closed, self._shapes = trace(*self._inputs(self.params))
     self._annotate(
       whole.sources(self.layers), [s for x in split_nodes.values() for s in x.sources({})]
     )
@@ -234,7 +233,7 @@ def _warn_about_outside_layers(eqns: Sequence[Any], layers: dict[str, SparseEmbe
         "rows are constants here and get no gradient. Use the layer in the model that the loss "
         "gets. To keep the layer fixed, give its tables optimizer=embed.frozen(), or pass it to "
         "the loss as another argument.",
-        stacklevel=5,
+        stacklevel=6,
       )
 
 
@@ -285,6 +284,7 @@ def value_and_grad(
   ([3, 10], [[2.0, 2.0], [0.0, 0.0]])
   """
 
+  @mesh.explained()
   @functools.wraps(loss_fn)
   def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)
@@ -304,8 +304,7 @@ def value_and_grad(
       return loss, (rest, [x.record for x in made])
 
     differentiate = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-    with mesh.explained():
-      value, (dense, cotangents) = differentiate(traced.params, zeros, early)
+    value, (dense, cotangents) = differentiate(traced.params, zeros, early)
     loss, ((aux, *states), records) = value
     traced.update(*states)
     if traced.scope.rereads:
@@ -410,6 +409,7 @@ def look_ahead(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[.
   >>> optimizer.update(model, grads)
   """
 
+  @mesh.explained()
   @functools.wraps(loss_fn)
   def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Ahead:
     traced = _Loss(loss_fn, has_aux, model, args, kwargs)

@@ -266,7 +266,7 @@ def _placed(value: Any, old: jax.Array) -> jax.Array:
   """A copy of a value, on the devices that the array it replaces is committed to, if any."""
   if old.committed:
     return jax.device_put(jnp.array(value, old.dtype, copy=True), old.sharding)
-  return jnp.array(np.asarray(value), old.dtype)
+  return jax.device_put(np.array(value, old.dtype))
 
 
 def _restore(tree: Tree, node: Any) -> None:

@@ -66,7 +66,7 @@ class SparseEmbed(nnx.Module):
 
   Raises:
     ValueError: for two tables of one name, an unsupported optimizer, an unknown axis or sharding,
-      or an initializer that returns another shape.
+      an initializer that returns another shape, or with Flax's hijax Variables.
 
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, combiner="sum", name="movie")
   >>> features = {"watched": embed.FeatureConfig(movie)}
@@ -88,6 +88,11 @@ class SparseEmbed(nnx.Module):
     sharding: str = "mod",
     plan: planning.Plan | None = None,
   ):
+    if nnx.var_defaults().hijax:
+      raise ValueError(
+        "SparseEmbed does not work with Flax's experimental hijax Variables, whose reads are no "
+        "inputs of a traced loss. Unset FLAX_HIJAX_VARIABLE or write nnx.var_defaults(hijax=False)."
+      )
     if plan is None:
       if features is None:
         raise ValueError("SparseEmbed takes a feature config, or a plan.")

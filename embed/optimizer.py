@@ -116,7 +116,8 @@ class Optimizer(nnx.Module):
       rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
       module.apply_row_gradients(_trainable(module, rows), step)
     _descend(model, grads.dense)
-    self.dense.update(model, nnx.filter_state(grads.dense, _BY_OPTAX), **kwargs)
+    with jax.numpy_dtype_promotion("standard"):  # optax's arithmetic relies on it
+      self.dense.update(model, nnx.filter_state(grads.dense, _BY_OPTAX), **kwargs)
 
 
 def _refuse_holding_back(state: Any) -> None:

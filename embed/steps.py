@@ -99,6 +99,7 @@ def stored_arrays(layer: Any, stack: StackSpec) -> Arrays:
 # --- lookup --------------------------------------------------------------------------------------
 
 
+@mesh_lib.explained()
 def look_up(layer: Any, features: Any, weights: Any) -> tuple[Any, Residual]:
   """Activations in the structure of the features, and the residual."""
   spec = layer.spec
@@ -173,7 +174,7 @@ def tap(
   """Activations with the record of their lookup, for `value_and_grad`."""
   trains = stack.optimizer is None or stack.optimizer.equation is not None
   if trains and jax_internals.is_differentiating():
-    warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=5)
+    warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=6)
   return taps.tap(activations, record, stored, taps.Layer(weakref.ref(layer), trains))
 
 

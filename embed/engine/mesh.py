@@ -82,20 +82,29 @@ def without_types(tree: Any) -> Any:
   return jax.tree.map(auto, tree)
 
 
-_MISFIT = ("Mesh for all inputs should be equal", "context mesh", "are sharded and it is ambiguous")
+_NOTES = {
+  "Some arrays are on a mesh with Explicit axes and others are not: make the model and call the "
+  "step under `with jax.set_mesh(mesh):`.": (
+    "Mesh for all inputs should be equal",
+    "context mesh",
+    "are sharded and it is ambiguous",
+  ),
+  "Outside of jitted functions JAX moves every constant to the device. Under a transfer guard "
+  "write `step = embed.jit_step(train_step, model, optimizer)`, and nnx.jit(graph=False) for lookups.": (
+    "Disallowed host-to-device transfer",
+  ),
+}
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-  """Adds what to write to JAX's errors about arrays that are on Explicit axes and others not."""
+  """Adds what to write to errors of JAX, about Explicit axes and about transfers."""
   try:
     yield
-  except (TypeError, ValueError) as error:
-    if any(text in str(error) for text in _MISFIT):
-      error.add_note(
-        "Some arrays are on a mesh with Explicit axes and others are not: make the model and call "
-        "the step under `with jax.set_mesh(mesh):`."
-      )
+  except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
+    for note, texts in _NOTES.items():
+      if any(text in str(error) for text in texts) and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
     raise
 
 
@@ -276,9 +285,18 @@ class Placement:
     """`f` per device, on arrays that are put where `in_specs` says, a tree of specs or prefixes.
 
     If any of them has a sharding in its type, so do the results.
+
+    Raises:
+      ValueError: under `jax.disable_jit`, where JAX takes minutes for a lookup.
     """
     if self.mesh is None:
       return f
+    if jax.config.jax_disable_jit:
+      raise ValueError(
+        "Under jax.disable_jit() every operation on a mesh runs on one device after another, and a "
+        "step takes minutes. Debug with a layer on one device, or with jax.debug.print and "
+        "jax.debug.breakpoint in the jitted step."
+      )
 
     def placed(*args):
       mesh = self._mesh_for(args)

@@ -27,6 +27,7 @@ def scramble(x: jax.Array) -> jax.Array:
 def noise(keys: jax.Array, columns: jax.Array) -> jax.Array:
   """Random bits uint32 `[..., D]` of rows with keys `[...]` and of columns with numbers `[D]`."""
   columns = columns.astype(jnp.uint32) * jnp.uint32(_GOLDEN)
+  columns = columns.reshape(*[1] * keys.ndim, -1)
   return scramble(scramble(keys.astype(jnp.uint32))[..., None] + columns)
 
 

@@ -240,7 +240,9 @@ def step_table(
     is_summed = isinstance(received, DistinctRows)
     return _step_by_xla(stack, scalars._replace(rate=rate), arrays, parts, is_summed)
 
-  if not optimizer.use_gradient_accumulation or access.is_direct(stack, table):
+  # Kernels write whole arrays in place. XLA copies packed rows, which are another view of the array.
+  is_plain = not (stack.is_packed or access.is_direct(stack, table))
+  if not (optimizer.use_gradient_accumulation and is_plain):
     return by_xla(arrays, scalars.rate, parts)
   one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
   return cpu_kernels.step(one_row, by_xla, arrays, scalars.rate, parts)

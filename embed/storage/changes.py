@@ -74,7 +74,7 @@ def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> Lanes:
     mixed = []
     for i, mixer in enumerate(_MIXERS):
       salt = _mix(position + jnp.uint32(0x9E3779B9), *_MIXERS[1 - i])
-      mixed.append(_mix(words + salt, *mixer))
+      mixed.append(_mix(words + salt[None], *mixer))
     # One reduction, which XLA:CPU fuses with the mixing: two of them take 14 times as long.
     add = lambda a, b: (a[0] + b[0], a[1] + b[1])
     totals = lax.reduce(tuple(mixed), (jnp.uint32(0),) * 2, add, (1,))
@@ -135,7 +135,9 @@ def take(stack: StackSpec, stored: Arrays, mask: jax.Array, count: int) -> dict[
     local_rows = _local_rows(stack, _padded(count), mask)
     chunk = min(_padded(count), _CHUNK)
     for start in range(0, count, chunk):
-      rows = _take_chunk(stack, chunk, stored, local_rows, np.int32(start))
+      rows = _take_chunk(
+        stack, chunk, stored, local_rows, _everywhere(stack, np.array(start, np.int32))
+      )
       jax.block_until_ready(rows)  # or XLA:CPU may run two programs that communicate at once
       parts.append(jax.tree.map(_of_this_process, rows))
   taken: dict[str, TableRows] = {}
@@ -242,7 +244,7 @@ def put(stack: StackSpec, stored: Arrays, table: str, rows: TableRows) -> Arrays
 
 def _everywhere(stack: StackSpec, x: np.ndarray) -> jax.Array:
   if stack.placement.is_local:
-    return jnp.asarray(x)
+    return jax.device_put(x)
   return placing.place_whole(stack.placement, x, x.dtype, P())
 
 
