@@ -67,9 +67,11 @@ def made(topology: str, way: Any) -> list[str]:
   compiled = traced.lower(lowering_platforms=(platform,)).compile()
   stored = jax.tree.leaves(nnx.state(model, nnx.Any(embed.Table, embed.SlotVariable)))
   bytes_of = lambda x: int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
-  program = hlo.Program(compiled.as_text())
-  large = [str(x) for x in program.made(lambda x: x.nbytes >= 2**15 * 128 * 4)]
-  missing = sum(map(bytes_of, stored)) - compiled.memory_analysis().alias_size_in_bytes
+  text, memory = compiled.as_text(), compiled.memory_analysis()
+  assert text is not None
+  assert memory is not None
+  large = [str(x) for x in hlo.Program(text).made(lambda x: x.nbytes >= 2**15 * 128 * 4)]
+  missing = sum(map(bytes_of, stored)) - memory.alias_size_in_bytes
   return [*large, *([f"{missing} bytes are not in place"] if missing > 0 else [])]
 
 

@@ -149,6 +149,14 @@ def default_device() -> Any:
   return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
 
 
+def is_jit_disabled() -> bool:
+  """Whether `jax.disable_jit` holds.
+
+  Seen in JAX 0.10.2: `jax.config.jax_disable_jit` is set in public, and read by this name alone.
+  """
+  return jax.config.values["jax_disable_jit"]
+
+
 def is_batched(tree: Any) -> bool:
   """Whether any array of a tree has a batch dimension of `jax.vmap` around it.
 

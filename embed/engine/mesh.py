@@ -90,7 +90,7 @@ _NOTES = {
     "are sharded and it is ambiguous",
   ),
   "Outside of jitted functions JAX moves every constant to the device. Under a transfer guard "
-  "write `step = embed.jit_step(train_step, model, optimizer)`, and nnx.jit(graph=False) for lookups.": (
+  "write `step = embed.jit_step(train_step, model, optimizer)`, or nnx.jit around a lookup.": (
     "Disallowed host-to-device transfer",
   ),
 }
@@ -291,7 +291,7 @@ class Placement:
     """
     if self.mesh is None:
       return f
-    if jax.config.jax_disable_jit:
+    if jax_internals.is_jit_disabled():
       raise ValueError(
         "Under jax.disable_jit() every operation on a mesh runs on one device after another, and a "
         "step takes minutes. Debug with a layer on one device, or with jax.debug.print and "

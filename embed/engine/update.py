@@ -240,7 +240,7 @@ def step_table(
     is_summed = isinstance(received, DistinctRows)
     return _step_by_xla(stack, scalars._replace(rate=rate), arrays, parts, is_summed)
 
-  # Kernels write whole arrays in place. XLA copies packed rows, which are another view of the array.
+  # XLA copies packed rows for a kernel: they are another view of the array that it updates.
   is_plain = not (stack.is_packed or access.is_direct(stack, table))
   if not (optimizer.use_gradient_accumulation and is_plain):
     return by_xla(arrays, scalars.rate, parts)

@@ -116,7 +116,8 @@ def export(
   if sharding.current_mesh() is not None:
     raise ValueError("export: leave jax.set_mesh first; the program is for one device.")
   # The report stays a constant: nothing counts here, and no update has to wait for a lookup.
-  graphdef, reports, state = nnx.split(_on_one_device(model), Report, ...)
+  graphdef, *states = nnx.split(_on_one_device(model), Report, ...)
+  reports, state = states
   leaves, treedef = jax.tree.flatten(state)
   names = _names(model, state)
   args = _specs(jax.tree.map(_with_arrays, args, is_leaf=_is_input), any_batch)

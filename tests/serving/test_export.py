@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -372,7 +373,7 @@ def test_a_fresh_process_gives_the_same_bits(tmp_path):
     out = dict(np.load(tmp_path / f"out_{size}.npz"))
     assert set(out) == set(wanted)
     for name, value in wanted.items():
-      np.testing.assert_array_equal(out[name], value)
+      harness.assert_same_bits(out[name], value)
 
 
 @pytest.mark.full

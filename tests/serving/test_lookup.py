@@ -361,4 +361,4 @@ def test_equals_training_bit_for_bit(kind, combiner, length, values, weights, we
   recorded = harness.as_kind(kind, values, weights if weighted and not length else None)
   x, w = harness.to_embed(recorded)
   served = embed.serving_lookup({"f": x}, {"f": w}, layer.tables, layer.spec.features)["f"]
-  np.testing.assert_array_equal(served, layer({"f": x}, {"f": w})["f"])
+  harness.assert_same_bits(served, layer({"f": x}, {"f": w})["f"])

@@ -8,6 +8,8 @@ import numpy as np
 from flax import nnx
 
 import embed
+from embed.engine import packing, switches
+from embed.kernels import cpu as cpu_kernels
 from embed.tools import reference
 
 
@@ -151,3 +153,15 @@ def as_kind(kind, values, weights):
   )[: values.size]
   splits = np.cumsum([0, *lengths]).astype(np.int32)
   return reference.RaggedIds(pack(values), splits, None if weights is None else pack(weights))
+
+
+def assert_same_bits(served, trained):
+  """What serving computes, always by XLA's operations on plain rows, against the model itself.
+
+  The bits are the same if the model computes so too. Compiled kernels and packed rows add up a bag
+  in another order, and agree to the rounding of float32.
+  """
+  if cpu_kernels.is_on() or switches.is_on(packing.SWITCH, default=False):
+    np.testing.assert_allclose(served, trained, rtol=1e-6, atol=1e-6)
+  else:
+    np.testing.assert_array_equal(served, trained)

@@ -323,7 +323,7 @@ def row_gradients_by_hand(model, optimizer, batch):
 
 
 def changed(change):
-  return lambda *args: train(lambda m, b: total(m(b)), *args, change=change)
+  return lambda *args: train(lambda m, b: total(m(b)), *args, change)
 
 
 WAYS["clip"] = changed(lambda grads: embed.clip_by_global_norm(grads, 1.0))
