@@ -115,7 +115,6 @@ TESTED_IN = {
   "kernels.cpu.sources.probe": "kernels/cpu/test_build",
   "kernels.cpu.sources.row_equation": "kernels/cpu/test_kernels",
   "kernels.cpu.sources.row_step": "kernels/cpu/test_kernels",
-  "kernels.cpu.memory": "kernels/cpu/test_kernels",
   "engine.row_step": "engine/test_update",
   "engine.row_sums": "engine/test_update",
   "engine.stack": "test_compiled_step",

@@ -219,6 +219,9 @@ def test_a_sum_does_not_depend_on_the_threads():
     jax.tree.map(np.testing.assert_array_equal, step(arrays, parts), first)
 
 
+BOOLS = {"seen": embed.Slot(0, per_row=True, dtype=bool)}
+
+
 @pytest.mark.parametrize(
   ("optimizer", "dtype"),
   [
@@ -227,8 +230,20 @@ def test_a_sum_does_not_depend_on_the_threads():
     (embed.adagrad(), jnp.bfloat16),
     (embed.custom_optimizer(lambda g, w, s, lr: (w - lr * jnp.tanh(g), s)), jnp.float32),
     (embed.custom_optimizer(lambda g, w, s, lr: (w - lr * jnp.sort(g), s)), jnp.float32),
+    (embed.custom_optimizer(lambda g, w, s, lr: (w, s), BOOLS), jnp.float32),
+    (embed.from_optax(optax.optimistic_gradient_descent(0.01)), jnp.float32),
+    (embed.from_optax(optax.optimistic_adam_v2(0.01)), jnp.float32),
   ],
-  ids=["one by one", "not lazy", "bfloat16", "tanh", "sort"],
+  ids=[
+    "one by one",
+    "not lazy",
+    "bfloat16",
+    "tanh",
+    "sort",
+    "bool",
+    "optimistic",
+    "optimistic adam",
+  ],
 )
 def test_what_has_no_kernel_runs_by_xla(optimizer, dtype):
   rng = np.random.default_rng(0)
