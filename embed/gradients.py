@@ -60,12 +60,16 @@ class RowGrads:
 
   def __init__(self, ids: Any, values: Any):
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
-    wide = ids.dtype.itemsize > 4 and ids.size and not jax_internals.is_traced(ids)
-    if wide and ids.max() > _INT32_MAX:  # int32 would make another row of it
-      raise ValueError(f"RowGrads takes ids up to {_INT32_MAX}, got {ids.max()}.")
-    ids, values = jnp.asarray(ids), jnp.asarray(values)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
+    if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.dtype.kind == "m":
       raise ValueError(f"RowGrads takes integer ids, got dtype {ids.dtype}.")
+    # int32 would make other rows of ids that it cannot hold.
+    if ids.size and not jax_internals.is_traced(ids) and ids.max() > _INT32_MAX:
+      raise ValueError(f"RowGrads takes ids up to {_INT32_MAX}, got {ids.max()}.")
+    if ids.dtype.kind == "i" and ids.dtype.itemsize > 4:
+      ids = ids.clip(-1)
+    ids, values = jnp.asarray(ids), jnp.asarray(values)
+    if jnp.issubdtype(values.dtype, jnp.complexfloating):
+      raise ValueError(f"RowGrads takes real values, got dtype {values.dtype}. Give the real part.")
     if ids.ndim != 1 or values.ndim != 2 or ids.shape[0] != values.shape[0]:
       raise ValueError(
         f"RowGrads takes ids [N] and values [N, D]; got shapes {ids.shape} and {values.shape}."
@@ -367,6 +371,7 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
     The scaled `embed.Grads`. NaN in any of them makes all of them NaN.
 
   Raises:
+    TypeError: if `grads` are no `embed.Grads`.
     ValueError: if `max_norm` is a number that is not positive.
 
   >>> rows = {"movie": embed.RowGrads(jnp.array([3]), jnp.array([[3.0]]))}
@@ -374,6 +379,11 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
   >>> grads.dense["bias"].tolist(), grads.rows["movie"].values.tolist()
   ([2.0], [[1.5]])
   """
+  if not isinstance(grads, Grads):
+    raise TypeError(
+      f"clip_by_global_norm takes embed.Grads, got {type(grads)}. Write `loss, grads = "
+      "embed.value_and_grad(loss_fn)(model, ...)`, then clip `grads`."
+    )
   if isinstance(max_norm, (int, float)) and not max_norm > 0:
     raise ValueError(f"max_norm must be positive. Got {max_norm!r}.")
   rows = grads.rows

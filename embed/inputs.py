@@ -116,6 +116,11 @@ def _is_array(value: Any) -> bool:
 
 def as_array(value: Any, name: str) -> Any:
   """Returns arrays as they are and lists as NumPy arrays; an empty list becomes int32."""
+  if isinstance(value, np.ma.MaskedArray):
+    raise ValueError(
+      f"Feature {name!r}: the mask of a masked array would be lost. Write ids.filled(-1), which is "
+      "padding, and weights.filled(0)."
+    )
   if _is_array(value):
     return value
   try:
@@ -146,7 +151,7 @@ def as_array(value: Any, name: str) -> Any:
 
 def _integers(value: Any, name: str, what: str = "ids") -> Any:
   array = as_array(value, name)
-  if not np.issubdtype(array.dtype, np.integer):
+  if not np.issubdtype(array.dtype, np.integer) or array.dtype.kind == "m":  # timedelta64 is one
     raise ValueError(
       f"Feature {name!r}: {what} must be integers, got dtype {array.dtype}. Convert them with "
       "`.astype('int32')`, or map them to 0 .. vocabulary_size - 1 first."
@@ -211,15 +216,23 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
         f"Feature {name!r}: only rank 2 ragged input is supported, with row_splits [batch + 1]; "
         f"got row_splits of shape {splits.shape}."
       )
-    return Parts(ids, weights, splits, "ragged", (splits.shape[0] - 1,), x.max_valency or 0)
+    most = x.max_valency
+    is_integer = isinstance(most, (int, np.integer)) and not isinstance(most, bool)
+    if most is not None and not (is_integer and most > 0):
+      raise ValueError(
+        f"Feature {name!r}: max_valency must be a positive integer or None. Got {most!r}."
+      )
+    return Parts(ids, weights, splits, "ragged", (splits.shape[0] - 1,), int(most or 0))
   rank = len(x.dense_shape)
   if rank < 2:
     raise ValueError(f"Feature {name!r}: only rank 2 and above is supported, got rank {rank}.")
-  indices = _integers(x.indices, name, "indices").reshape(-1, rank)
-  if indices.shape[0] != ids.shape[0]:
+  indices = _integers(x.indices, name, "indices")
+  if indices.size == 0:
+    indices = indices.reshape(-1, rank)
+  if indices.shape != (*ids.shape, rank):
     raise ValueError(
-      f"Feature {name!r}: {indices.shape[0]} indices but {ids.shape[0]} values; write "
-      f"indices [N, {rank}] and values [N]."
+      f"Feature {name!r}: for a dense_shape of rank {rank} and {ids.shape[0]} values, indices are "
+      f"[N, {rank}] with N = {ids.shape[0]}. Got shape {indices.shape}."
     )
   return Parts(ids, weights, indices, "sparse", x.dense_shape[:-1], x.dense_shape[-1])
 
@@ -407,6 +420,12 @@ def check(
   form = _form(name, feature, parts, weighted=w is not None)
   if _is_concrete(x):
     _check_values(name, feature, x, parts, form)
+  divides = feature.table.combiner in ("mean", "sqrtn")
+  if divides and w is not None and _is_concrete(w) and np.isinf(np.asarray(parts.weights)).any():
+    raise ValueError(
+      f"Feature {name!r}: a weight is infinite, and the combiner {feature.table.combiner!r} "
+      "divides by the sum of the weights. Give finite weights."
+    )
   if w is not None and parts.layout is not None and _is_concrete(x, w):
     layout = "row_splits" if parts.kind == "ragged" else "indices"
     of_weights, of_ids = np.asarray(getattr(w, layout)), np.asarray(parts.layout)

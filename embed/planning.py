@@ -62,6 +62,7 @@ class Plan:
     mesh: Any = None,
     batch_axis: Sequence[str] | None = None,
   ):
+    features = structure.own(features)
     self.features, self.optimizer, self.mesh = features, optimizer, mesh
     self.tables = structure.name_tables(features)
     self.optimizers = {n: _resolve(n, t, optimizer) for n, t in self.tables.items()}

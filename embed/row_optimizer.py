@@ -290,12 +290,13 @@ def _clip_pair(name: str, value: Any) -> tuple[float | None, float | None] | Non
   if value is None:
     return None
   if not isinstance(value, (tuple, list)):
-    return (-float(value), float(value))
+    value = (-float(value), float(value))
   require(len(value) == 2, f"{name}: clipvalue must be a number or (min, max). Got {value!r}.")
   low, high = (None if v is None else float(v) for v in value)
   require(
-    low is None or high is None or low <= high,
-    f"{name}: clipvalue has min {low} greater than max {high}.",
+    low == low and high == high and (low is None or high is None or low <= high),  # NaN: unequal
+    f"{name}: clipvalue clips gradients to ({low}, {high}), which is no range. Write a number that "
+    "is not negative, or (min, max).",
   )
   return low, high
 

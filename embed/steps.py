@@ -83,6 +83,7 @@ class Residual:
   uncombined: dict[Path, Uncombined]
   # The features of each record, in the order of the stacks' names.
   paths: tuple[tuple[Path, ...], ...] = dataclasses.field(metadata={"static": True})
+  spec: Spec = dataclasses.field(metadata={"static": True})  # of the layer
 
 
 def table_config(layer: Any, name: str) -> TableConfig:
@@ -124,7 +125,8 @@ def look_up(layer: Any, features: Any, weights: Any) -> tuple[Any, Residual]:
     dropped.append(prepared.dropped)
   add_to_report(layer, dropped, list(records.values()))
   paths = tuple(tuple(x.path for x in members[name]) for name in sorted(records))
-  return structure.pack(spec.features, features, activations), Residual(records, uncombined, paths)
+  residual = Residual(records, uncombined, paths, spec)
+  return structure.pack(spec.features, features, activations), residual
 
 
 @jax.named_scope("lookup")
@@ -222,6 +224,11 @@ def by_stack(
   spec: Spec, activation_grads: Any, residual: Residual
 ) -> tuple[dict[str, list[update.StackGrads]], dict[str, jax.Array]]:
   """Gradients by stack, and those of combiners' learned weights by table, all checked."""
+  if residual.spec != spec:
+    raise ValueError(
+      "The residual is of another layer, or of one with another config, whose rows would be "
+      "trained here. Give the residual of this layer's lookup."
+    )
   matched = structure.match(spec.features, activation_grads, "activation_grads")
   by_path = {path: grad for path, _, grad in matched}
   looked_up = {path for paths in residual.paths for path in paths}
@@ -316,6 +323,8 @@ def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
     return jnp.zeros(shape, jnp.float32)
   if not isinstance(grads, (jax.Array, np.ndarray)):
     raise ValueError(f"Gradient of {name!r}: found a non-array type {type(grads)}.")
+  if jnp.issubdtype(grads.dtype, jnp.complexfloating):
+    raise ValueError(f"Gradient of {name!r} is {grads.dtype}; rows are real. Give its real part.")
   if grads.shape != shape:
     raise ValueError(f"Gradient of {name!r} has shape {grads.shape}; its activations have {shape}.")
   return jnp.asarray(grads)

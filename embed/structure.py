@@ -22,6 +22,9 @@ def is_namedtuple(value: Any) -> bool:
 def _children(config: Any) -> list[tuple[str, Any]]:
   """The (key, child) pairs of a container, dict keys sorted."""
   if isinstance(config, Mapping):
+    kinds = sorted({type(key).__name__ for key in config})
+    if len(kinds) > 1:
+      raise ValueError(f"A dict of features has keys of the types {kinds}. Write strings alone.")
     return [(str(key), config[key]) for key in sorted(config)]
   if is_namedtuple(config):
     return list(zip(config._fields, config, strict=True))
@@ -124,6 +127,18 @@ def pack(config: Any, like: Any, flat: Mapping[Path, Any], path: Path = ()) -> A
     for (key, child), value in zip(_children(config), like, strict=True)
   ]
   return type(config)(*packed) if is_namedtuple(config) else type(config)(packed)
+
+
+def own(config: Any) -> Any:
+  """The same features in containers of their own, which the caller cannot change.
+
+  >>> features = {"a": [FeatureConfig(TableConfig(9, 2))]}
+  >>> kept = own(features)
+  >>> features["a"].clear()
+  >>> len(kept["a"])
+  1
+  """
+  return pack(config, config, dict(flatten_features(config)))
 
 
 def name_tables(config: Any) -> dict[str, TableConfig]:

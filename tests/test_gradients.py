@@ -181,3 +181,18 @@ def test_narrow_row_gradients_step_in_float32(dtype):
   accumulator = 1e-9 + gradient**2
   np.testing.assert_allclose(layer.variables["t"]["accumulators"][1], accumulator, rtol=1e-5)
   np.testing.assert_allclose(layer.tables["t"][1], -0.1 * gradient / accumulator**0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64])
+def test_ids_beyond_int32_become_no_other_row(dtype):
+  """`2**32 + 5`, cut to 32 bits, is 5, and `5 - 2**32` too."""
+  values = np.ones((1, 2), np.float32)
+  with pytest.raises(ValueError, match="up to 2147483647"):
+    embed.RowGrads(np.array([2**32 - 1 if dtype == np.uint32 else 2**32 + 5], dtype), values)
+  if dtype == np.int64:
+    assert embed.RowGrads(np.array([5 - 2**32]), values).ids.tolist() == [-1]
+
+
+def test_gradients_of_another_kind_are_not_clipped():
+  with pytest.raises(TypeError, match=r"takes embed\.Grads, got <class 'tuple'>"):
+    embed.clip_by_global_norm((jnp.float32(0), embed.Grads({}, {})), 1.0)

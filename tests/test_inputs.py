@@ -59,6 +59,33 @@ BAD = {
   "bool-dense": Bad(
     {"clicks": np.array([True, False])}, error=(TypeError, ValueError), says=("clicks", "bool")
   ),
+  "timedelta": Bad({"clicks": np.array([3], "m8[s]")}, says=("clicks", "timedelta64")),
+  "masked": Bad(
+    {"clicks": np.ma.masked_array([1, 2], [False, True])}, says=("clicks", "filled(-1)")
+  ),
+  **{
+    f"max-valency-{most!r}": Bad(
+      {"clicks": embed.Ragged(dense(1, 2), dense(0, 2), max_valency=most)},
+      says=("clicks", "positive integer", repr(most)),
+    )
+    for most in (-1, 0, 2.0, "2", True)
+  },
+  "sparse-transposed": Bad(
+    {"clicks": embed.Sparse(np.array([[0, 0, 1], [0, 1, 0]]), dense(1, 2, 3), (2, 2))},
+    says=("clicks", "[N, 2] with N = 3", "(2, 3)"),
+  ),
+  "sparse-rank-3": Bad(
+    {"clicks": embed.Sparse(np.zeros((2, 3), np.int32), dense(1, 2, 3), (2, 2))},
+    says=("clicks", "[N, 2] with N = 3", "(2, 3)"),
+  ),
+  "infinite-weight": Bad(
+    {"clicks": ragged((1, 2, 3))},
+    {"clicks": ragged((1, np.inf, 1), dtype=f32)},
+    says=("clicks", "infinite"),
+  ),
+  "keys-of-several-types": Bad(
+    {"a": dense(1)}, says=("int", "str"), config={"a": FC(), 1: FC(TC(name="u"))}
+  ),
   "string": Bad({"clicks": np.array(["a"])}, error=(TypeError, ValueError), says=("clicks",)),
   "none": Bad({"clicks": None}, error=(TypeError, ValueError), says=("clicks",)),
   "scalar": Bad({"clicks": np.int32(3)}, says=("clicks",)),
@@ -121,9 +148,8 @@ WAYS = {
 def test_bad_input(name, way):
   bad = BAD[name]
   features = config() if bad.config is None else bad.config
-  model = harness.Model(features, embed.sgd())
   with pytest.raises(bad.error) as error:
-    WAYS[way](model, features, bad)
+    WAYS[way](harness.Model(features, embed.sgd()), features, bad)
   for word in bad.says:
     assert word in str(error.value), f"{word!r} is missing from: {error.value}"
 
@@ -247,3 +273,26 @@ def test_to_padded_checks_indices_and_keeps_the_kind_of_no_values():
     padded = embed.to_padded(bags)
     assert padded.values.dtype == np.int32
     assert (padded.values == -1).all()
+
+
+@pytest.mark.parametrize("kind", ["padded", "ragged", "later"])
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+@pytest.mark.parametrize("exponent", [-126, -100, -64, 0, 64, 100, 126])
+def test_a_mean_does_not_depend_on_the_size_of_the_weights(kind, combiner, exponent):
+  """Their sum and the sum of their squares are no float32 for most of these."""
+  table = embed.TableConfig(V, D, combiner=combiner, name="t")
+  features = embed.FeatureConfig(table, differentiate_weights=kind == "later")
+  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  ids, weights = np.array([[1, 2, 3], [4, 4, -1]]), np.array([[1, 2, 1.5], [1, 1, 0]], f32)
+
+  def look_up(weights):
+    if kind == "ragged":
+      splits = np.array([0, 3, 5])
+      bags = lambda x: embed.Ragged(x.reshape(-1)[:5], splits)
+    else:
+      bags = embed.Padded
+    return np.asarray(layer(bags(ids), bags(weights)))
+
+  expected = look_up(weights)
+  assert np.abs(expected).min() > 0
+  np.testing.assert_array_equal(look_up(np.ldexp(weights, exponent)), expected)

@@ -205,3 +205,37 @@ def test_tabulate():
   )
   assert "SparseEmbed" in text
   assert "float32[2,2]" in text
+
+
+# --- what a layer is made of, and what it is given ------------------------------------------------
+
+
+def test_a_layer_keeps_its_features_when_the_config_changes():
+  small, large = (embed.FeatureConfig(embed.TableConfig(n, 4, name=f"t{n}")) for n in (10, 1000))
+  features = {"a": small, "b": [large]}
+  plan = embed.plan(features, None, {"a": np.array([1]), "b": [np.array([1])]}, embed.sgd())
+  layers = [SE(features, embed.sgd()), embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))]
+  features["a"] = large
+  features["b"].clear()
+  for layer in layers:
+    assert layer({"b": [np.array([500])]})["b"][0].shape == (1, 4)
+    with pytest.raises(ValueError, match="id 500"):
+      layer({"a": np.array([500])})
+
+
+def test_a_residual_of_another_layer_is_refused():
+  small, large = (SE(FC(embed.TableConfig(size, 4, name="t")), embed.sgd()) for size in (10, 1000))
+  before = np.asarray(small.tables["t"])
+  activations, residual = large.lookup(np.array([1, 400]))
+  with pytest.raises(ValueError, match="residual is of another layer"):
+    small.apply_gradients(jnp.ones_like(activations), residual)
+  np.testing.assert_array_equal(small.tables["t"], before)
+
+
+def test_complex_gradients_are_refused():
+  layer = SE(FC(embed.TableConfig(10, 4, name="t")), embed.sgd())
+  activations, residual = layer.lookup(np.array([1, 2]))
+  with pytest.raises(ValueError, match="complex64; rows are real"):
+    layer.apply_gradients(activations.astype(jnp.complex64), residual)
+  with pytest.raises(ValueError, match="complex64"):
+    embed.RowGrads(np.array([1]), np.ones((1, 4), np.complex64))

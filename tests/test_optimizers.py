@@ -345,3 +345,9 @@ def test_the_config_is_never_written_to():
   table = embed.TableConfig(V, D)
   embed.SparseEmbed(embed.FeatureConfig(table), embed.sgd(), rngs=nnx.Rngs(0))
   assert table.optimizer is None
+
+
+@pytest.mark.parametrize("clipvalue", [-1, float("nan"), (1, -1), (float("nan"), 1), [0, None, 1]])
+def test_a_clipvalue_is_a_range(clipvalue):
+  with pytest.raises(ValueError, match="clipvalue"):
+    embed.sgd(0.1, clipvalue=clipvalue)

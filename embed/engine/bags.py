@@ -84,6 +84,8 @@ class Bags:
     w = weights
     if w is None:
       w = is_row(self.ids, vocabulary_size).astype(jnp.float32)
+    if weights is not None:
+      w = w * self._per_id_scale(jnp.abs(w))
     power = w if combiner == "mean" else w * w
     if self.segments is None:
       scale = inverse_norm(jnp.sum(power, axis=-1, keepdims=True), combiner)
@@ -91,6 +93,15 @@ class Bags:
     total = jnp.zeros(math.prod(self.batch), jnp.float32).at[self.segments].add(power, mode="drop")
     total = total.at[self.segments].get(mode="fill", fill_value=0)
     return dataclasses.replace(self, gains=w * inverse_norm(total, combiner))
+
+  def _per_id_scale(self, sizes: jax.Array) -> jax.Array:
+    """`scale_of` the largest of each bag, for each id."""
+    if self.segments is None:
+      return scale_of(jnp.max(sizes, axis=-1, keepdims=True, initial=0))
+    largest = (
+      jnp.zeros(math.prod(self.batch), jnp.float32).at[self.segments].max(sizes, mode="drop")
+    )
+    return scale_of(largest).at[self.segments].get(mode="fill", fill_value=0)
 
   def sum_segments(self, rows: jax.Array) -> jax.Array:
     """The sum of each bag's rows, `[N, D]` to `[prod(batch), D]`; of ragged bags."""
@@ -131,6 +142,15 @@ def pad_all(bags: Sequence[Bags], placement: Any) -> tuple[tuple[Bags, ...], tup
   """
   padded = tuple(bag.padded(placement) for bag in bags)
   return padded, tuple(P() if bag.is_ragged else placement.work for bag in padded)
+
+
+def scale_of(largest: jax.Array) -> jax.Array:
+  """A power of two that brings weights of this size to where their squares and sums are floats.
+
+  It changes no bit of a normalized weight, and is 1 between 2**-48 and 2**48.
+  """
+  small, large = jnp.float32(2.0**-48), jnp.float32(2.0**48)
+  return jnp.where(largest < small, large * large, jnp.where(largest > large, small * small, 1))
 
 
 def inverse_norm(total: jax.Array, combiner: str) -> jax.Array:
