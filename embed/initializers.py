@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from embed.engine.host import HostRows
 
 ROWS_AT_A_TIME = 1 << 14
+_THREEFRY = "threefry2x32"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,11 +48,22 @@ class RowWise:
       dtype: of the rows.
     """
 
+    keys = _threefry(keys)
+
     def row(table, id):
       value = self.initializer(jax.random.fold_in(keys[table], id), (1, dim), jnp.float32)
       return jnp.asarray(value, jnp.float32).reshape(dim).astype(dtype)
 
-    return jax.vmap(row)(tables, ids)
+    with jax.threefry_partitionable(True):  # else a row's bits depend on how many are drawn
+      return jax.vmap(row)(tables, ids)
+
+
+def _threefry(keys: jax.Array) -> jax.Array:
+  """Keys `[T]` of the kind that draws each row alone; "rbg" draws many from the first one's key."""
+  if jax.random.key_impl(keys) == _THREEFRY:
+    return keys
+  seeds = [jax.random.bits(keys[i], (2,), jnp.uint32) for i in range(keys.shape[0])]
+  return jax.random.wrap_key_data(jnp.stack(seeds), impl=_THREEFRY)
 
 
 def row_wise(initializer: Callable[..., Any]) -> Callable[..., jax.Array]:

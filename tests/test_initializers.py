@@ -25,12 +25,19 @@ def test_the_default_initializer_is_keyed_by_row(monkeypatch):
   np.testing.assert_array_equal(many, make_rows(key, (50, D), jnp.float32))
 
 
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
-def test_no_two_rows_of_a_mesh_are_equal(kind):
-  """Keys of "rbg" draw the rows of a chunk from the first of them."""
+@pytest.mark.parametrize("partitionable", [True, False])
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_rows_do_not_depend_on_the_mesh(kind, partitionable):
+  """Keys of "rbg" draw a whole batch from the first one's key: no two rows may be equal either."""
   tables = [embed.TableConfig(size, 4, name=name) for name, size in (("few", 3), ("many", 800))]
   features = {table.name: embed.FeatureConfig(table) for table in tables}
-  rngs = nnx.Rngs(jax.random.key(0, impl=kind))
-  layer = embed.SparseEmbed(features, mesh=meshes.make_mesh(), axis="data", rngs=rngs)
-  rows = np.concatenate([np.asarray(layer.tables[name]) for name in ("few", "many")])
-  assert len(np.unique(rows, axis=0)) == 803
+
+  def rows(**where):
+    with jax.threefry_partitionable(partitionable):
+      rngs = nnx.Rngs(jax.random.key(0, impl=kind))
+      layer = embed.SparseEmbed(features, rngs=rngs, **where)
+    return np.concatenate([np.asarray(layer.tables[name]) for name in ("few", "many")])
+
+  alone = rows()
+  assert len(np.unique(alone, axis=0)) == 803
+  np.testing.assert_array_equal(rows(mesh=meshes.make_mesh(), axis="data"), alone)

@@ -179,9 +179,8 @@ def _drawing(
     by_maker.setdefault(maker, []).append(name)
 
   def draw(maker, names, shard, keys, local_rows):
-    tables, is_drawn = jnp.zeros_like(local_rows), jnp.zeros(local_rows.shape, bool)
-    # Keys of the kind "rbg" draw a chunk from its first row's: no two shards may begin alike.
-    ids = ~(shard * layout.shard_rows + local_rows)
+    tables = ids = jnp.zeros_like(local_rows)
+    is_drawn = jnp.zeros(local_rows.shape, bool)
     for number, name in enumerate(names):
       own = layout.ids(stack.indices[name], shard, local_rows)
       is_own = own < stack.size(name)
