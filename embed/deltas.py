@@ -258,6 +258,13 @@ def _put(layer: Any, rows: Mapping[str, TableRows]) -> None:
   """Replaces rows of a layer's tables."""
   for stack in layer.spec.stacks.values():
     stored = stored_arrays(layer, stack)
+    if any(x.is_deleted() for x in stored.values()):
+      raise ValueError(
+        f"The rows of table {stack.tables[0]!r} are gone: the step of another model that shares "
+        "them was compiled with donation. After nnx.clone(model) or nnx.update(server, "
+        "nnx.state(model)), give one of the two its own arrays: nnx.update(server, jax.tree.map("
+        "jnp.copy, nnx.state(server)))."
+      )
     new = stored
     for table in stack.tables:
       new = changes_lib.put(stack, new, table, rows[table])
