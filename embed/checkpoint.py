@@ -233,7 +233,7 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
     import orbax.checkpoint as ocp
   except ImportError:
     raise ImportError(
-      "Checkpoints are read by Orbax: pip install 'sparse-embed[recipes]', or orbax-checkpoint."
+      "Checkpoints are read by Orbax: pip install -e '.[recipes]', or orbax-checkpoint."
     ) from None
   path, expected = pathlib.Path(folder).absolute(), like(**nodes)
   restore_args = ocp.checkpoint_utils.construct_restore_args(expected)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from . import files
+from . import files, schemas
 from .errors import DamagedFileError, UserError
 from .fingerprint import fingerprint
 
@@ -80,10 +80,7 @@ def column(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.me
 
 def subfolder(folder: Path, name: str) -> Path:
   """Returns a new, empty folder in a folder."""
-  path = folder / name
-  shutil.rmtree(path, ignore_errors=True)
-  path.mkdir()
-  return path
+  return files.new_folder(folder / name)
 
 
 def _allocate(path: Path) -> None:
@@ -184,8 +181,8 @@ def _opened(folder: Path) -> dict[str, Any]:
   path = folder / "meta.json"
   if not path.exists():
     raise DamagedFileError(f"{path} is missing")
-  meta = read_json(path)
-  if not isinstance(meta, dict) or meta.pop("sha256_of_meta", None) != _digest_of(meta):
+  meta = read_json(path, schema=schemas.PREPARED)
+  if meta.pop("sha256_of_meta", None) != _digest_of(meta):
     raise DamagedFileError(f"{path} is not what was written")
   return meta
 
@@ -193,10 +190,9 @@ def _opened(folder: Path) -> dict[str, Any]:
 def _check(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
   """Raises DamagedFileError where a file is not the one that was built; names the first."""
   for name, wanted in columns.items():
-    path = folder / name
-    if not path.exists():
-      raise DamagedFileError(f"{path} is missing")
-    stat = path.stat()
+    path = files.inside(folder, name)
+    with files.opened(path) as file:
+      stat = os.fstat(file.fileno())
     if stat.st_size != wanted["size"]:
       raise DamagedFileError(f"{path} has {stat.st_size} bytes instead of {wanted['size']}")
     if stat.st_size > _HASHED and stat.st_mtime_ns == wanted["mtime_ns"]:
@@ -218,17 +214,34 @@ def cut(rows: int, valid: float, test: float) -> dict[str, tuple[int, int]]:
 def write_json(path: Path, value: Any) -> None:
   """Writes a JSON file so that a reader sees the old content or all of the new, never a part."""
   text = json.dumps(value, indent=2, allow_nan=False)
-  with files.replacing(path) as file:
-    file.write(text.encode() + b"\n")
+  files.write(path, text + "\n")
 
 
-def read_json(path: Path, hint: str = "") -> Any:
+def read_json(path: Path, hint: str = "", schema: Any = object) -> Any:
   """Returns the content of a JSON file.
 
+  Args:
+    path: of the file.
+    hint: ends every error; says what to do.
+    schema: see `schemas.check`.
+
   Raises:
-    DamagedFileError: it is not JSON; names it, and says what to do by `hint`.
+    MissingFileError: it does not exist.
+    DamagedFileError: it is no regular file, not JSON, or not of the schema; names it.
   """
+  return parse_json(files.read(path), str(path), hint, schema)
+
+
+def parse_json(content: bytes | str, source: str, hint: str = "", schema: Any = object) -> Any:
+  """Returns the value of a JSON text; arguments and errors are as of `read_json`."""
   try:
-    return json.loads(path.read_bytes())
-  except ValueError as error:
-    raise DamagedFileError(f"{path} is damaged ({error}){hint}") from error
+    value = json.loads(content, parse_constant=_refuse)
+    schemas.check(value, schema)
+  except (ValueError, RecursionError) as error:
+    reason = str(error).partition("\n")[0]
+    raise DamagedFileError(f"{source} is damaged ({reason}){hint}") from error
+  return value
+
+
+def _refuse(name: str) -> None:
+  raise ValueError(f"{name} is no value of JSON")

@@ -7,6 +7,7 @@
 A **chain** is what makes up the state of a step: a full checkpoint and the deltas after it.
 """
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import orbax.checkpoint as ocp
 
 import embed
 
-from . import hosts, manifest
+from . import hosts, manifest, schemas
 from .errors import DamagedFileError, MissingFileError, UserError
 
 STATE, DELTA = "state", "delta"  # the folders of a full checkpoint's arrays, and of a delta's
@@ -101,14 +102,19 @@ def of_step(folder: Path, step: int) -> list[int]:
 
 def _verified(folder: Path, step: int) -> list[int]:
   chain = [step]
-  while (follows := manifest.check(folder / str(chain[0]))["follows"]) is not None:
+  while (
+    follows := manifest.check(folder / str(chain[0]), schemas.CHECKPOINT)["follows"]
+  ) is not None:
+    if not 0 <= follows < chain[0]:
+      path = folder / str(chain[0]) / manifest.NAME
+      raise DamagedFileError(f"{path} follows step {follows}, which is not an earlier one")
     chain.insert(0, follows)
   return chain
 
 
 def _is_without_manifest(folder: Path, step: int) -> bool:
   path = folder / str(step)
-  is_full = (path / STATE).is_dir() and not (path / manifest.NAME).exists()
+  is_full = (path / STATE).is_dir() and not os.path.lexists(path / manifest.NAME)
   return is_full and ocp.utils.is_checkpoint_finalized(path)
 
 
@@ -159,7 +165,7 @@ def prune(folder: Path, best_step: int | None) -> None:
       continue
     kept.add(step)
     try:
-      about = manifest.read(folder / str(step))
+      about = manifest.read(folder / str(step), schemas.CHECKPOINT)
     except UserError:  # without a manifest, or damaged
       continue
     pending += [about["follows"]] if about["follows"] is not None else []

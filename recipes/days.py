@@ -76,7 +76,9 @@ def run(
     if result is None or not runs.is_complete(result) or not (folder / _SERVED).exists():
       result = train(day, str(folder))
       export.export(folder, folder / _SERVED)
-    history.append({"day": name, **arrays.read_json(tested), "result": result["metrics"]})
+    history.append(
+      {"day": name, **arrays.read_json(tested, schema={}), "result": result["metrics"]}
+    )
     arrays.write_json(workdir / "days.json", history)
     before = folder
   shown = ("auc", "logloss")
@@ -253,7 +255,7 @@ def draw(history: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path)
 
   from . import style
 
-  with matplotlib.rc_context(style.SETTINGS):
+  with matplotlib.rc_context({**style.SETTINGS, "text.parse_math": False}):
     figure = Figure(figsize=(8, 3), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), names, strict=True):
       days = [day for day in history if name in day["metrics"]]

@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from . import escaping
 from .errors import UserError
+from .files import write
 from .tables import proposing, sample
 from .tables.finding import file_format, paths
 from .tables.formats import Format, find_delimiter, records
@@ -153,7 +155,9 @@ def config(plan: Plan, files: Sequence[str], format: Mapping[str, Any], command:
     command: that writes the file.
   """
   format = _with_missing(format, plan)
-  head = ['"""The table as first proposed; written by', "", f"    {command}", '"""', ""]
+  written = escaping.terminal(command).replace("\n", "\\n")
+  written = written.replace("\\", "\\\\").replace('"', '\\"')  # nothing ends the docstring
+  head = ['"""The table as first proposed; written by', "", f"    {written}", '"""', ""]
   head += ["", "def get_config():", "  return {"]
   values: dict[str, Any] = {"files": _named(files)}
   values |= {"format": format} if format else {}
@@ -237,7 +241,7 @@ def _words(value: Any, prefix: str) -> list[str]:
 
 def _literal(value: Any) -> str:
   if isinstance(value, str):
-    return json.dumps(value, ensure_ascii=False)
+    return escaping.terminal(json.dumps(value, ensure_ascii=False))
   if isinstance(value, Mapping):
     return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}"
   if isinstance(value, tuple):
@@ -250,7 +254,8 @@ def commands(plan: Plan, out: str) -> list[str]:
   lines = []
   for recipe in plan.recipes:
     workdir = f"runs/{Path(out).stem}" + ("" if recipe == plan.recipes[0] else f"_{recipe}")
-    line = f"python -m {__package__}.{recipe} --config={shlex.quote(out)} --workdir={workdir}"
+    quoted = map(shlex.quote, (out, workdir))
+    line = "python -m {}.{} --config={} --workdir={}".format(__package__, recipe, *quoted)
     if recipe != "dlrm" and "split" in plan.settings:
       line += " --config.split.by=last"
     lines.append(line)
@@ -380,7 +385,7 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
     return
   out = Path(arguments.out)
   out.parent.mkdir(parents=True, exist_ok=True)
-  out.write_text(config(plan, files, settings, command), encoding="utf-8")
+  write(out, config(plan, files, settings, command))
   first, *more = commands(plan, arguments.out)
   yield "\n".join([f"{out} is written. Train on it:", "", first])
   if more:
@@ -394,14 +399,14 @@ def main(argv: Sequence[str]) -> None:
     ["python", "-m", f"{__package__}.describe", *(a for a in argv if a != "--force")]
   )
   try:
-    print(*run(arguments, command), sep="\n\n", flush=True)
+    print(*map(escaping.terminal, run(arguments, command)), sep="\n\n", flush=True)
   except BrokenPipeError:  # of `| head`; Python would fail once more at its exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   except UserError as error:
     text = str(error).replace(_REPAIR, "")
     text = re.sub(r"config\.format\.names=\(.*?\)", "--names=…,…", text)
     text = re.sub(r"config\.format\.(delimiter|encoding|names|quote)", r"--\1", text)
-    parser.exit(2, f"error: {text}\n")
+    parser.exit(2, escaping.terminal(f"error: {text}\n"))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def importing() -> Iterator[None]:
   except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] in ("embed", __name__.partition(".")[0]):
       raise  # a fault of ours
-    sys.exit(f"error: {error.name} is not installed: pip install 'sparse-embed[recipes]'")
+    sys.exit(f"error: {error.name} is not installed: pip install -e '.[recipes]'")
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -1,5 +1,6 @@
 """Writes the model of a finished run on a table for `recipes.predict`, with all that it needs.
 
+manifest.json   the size and the checksum of every other file, which `serving.load` compares
 served.json     the recipe, the declared columns, and what to install for predictions
 program.bin     the model, as `jax.export` writes it; it needs no code of the model
 arrays.npz      the arrays that it reads
@@ -11,7 +12,6 @@ README.md       how to use it
 import argparse
 import dataclasses
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 import embed
 import embed.checkpoint
 
-from . import arrays, chains, checkpoints, results, runs
+from . import arrays, chains, checkpoints, escaping, files, manifest, results, runs, schemas
 from .errors import DamagedFileError, MissingFileError, UserError, from_settings
 from .features import feature_configs
 from .serving import folder as folder_lib
@@ -34,8 +34,9 @@ from .tables.entities import Entities
 from .tables.settings import READING, steps_of_data
 
 PLATFORMS = ("cpu", "cuda", "tpu")
+# Not from an index by name: a package of that name there need not be ours.
+_WHEEL = "./sparse_embed-{}-py3-none-any.whl"
 _MANY = 1 << 30  # examples: schedules of optimizers, which are not used, need steps
-_INSTALL = "pip install sparse-embed pyarrow filelock tqdm"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,28 +89,22 @@ def export(
   recipe, serve = result["recipe"], workdir / "serve"
   if ann and recipe == "dlrm":
     raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
-  try:
-    with from_settings():
-      parts = _RECIPES[recipe](config, serve)
-  except (FileNotFoundError, KeyError, OSError) as error:
-    raise DamagedFileError(f"{serve} is damaged ({error}): train again") from error
+  parts = _parts(workdir, config, recipe)
   _restore(workdir, result["tested_step"], parts.model)
   parts.model.eval()
   program = embed.export(
     parts.function, parts.model, parts.inputs, any_batch=True, platforms=tuple(platforms)
   )
   partial = out.with_name(f"{out.name}.partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  program.save(partial)
+  program.save(files.new_folder(partial))
   if parts.candidates is not None:
     np.save(partial / folder_lib.CANDIDATES, parts.candidates())
-  shutil.copytree(serve, partial / folder_lib.TRANSFORMS)
+  files.copy_folder(serve, partial / folder_lib.TRANSFORMS)
   about = _about(config, result, _reading(config, serve), ann) | parts.about
   arrays.write_json(partial / folder_lib.NAME, about)
-  (partial / "README.md").write_text(_readme(about, workdir))
-  if out.exists():
-    shutil.rmtree(out)
-  partial.rename(out)
+  files.write(partial / "README.md", _readme(about, workdir))
+  manifest.write(partial, {})
+  files.replace_folder(partial, out)
   return out
 
 
@@ -122,7 +117,7 @@ def _opened(workdir: Path) -> tuple[ConfigDict, dict[str, Any]]:
   path = workdir / "config.json"
   if not path.exists():
     raise MissingFileError(f"{workdir} is no run: it has no config.json. Give a --workdir")
-  config, result = arrays.read_json(path), runs.result(workdir)
+  config, result = arrays.read_json(path, schema={}), runs.result(workdir)
   if runs.has_checkpoint(workdir) and not (workdir / "serve").is_dir():
     raise MissingFileError(
       f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have: its "
@@ -132,9 +127,28 @@ def _opened(workdir: Path) -> tuple[ConfigDict, dict[str, Any]]:
     raise UserError(
       f"{workdir} has no result.json: the run has not ended. Its command goes on with it"
     )
-  if result.get("recipe") not in _RECIPES or "tested_step" not in result:
-    raise DamagedFileError(f"{workdir / 'result.json'} names no recipe and step: train again")
+  if result["recipe"] not in _RECIPES:
+    raise DamagedFileError(f"{workdir / 'result.json'} names no recipe of a table: train again")
   return ConfigDict(config, allow_dotted_keys=True, sort_keys=False), result
+
+
+def _parts(workdir: Path, config: ConfigDict, recipe: str) -> _Parts:
+  """Returns the parts of a run's recipe.
+
+  Raises:
+    UserError: a value of the config is none of a run, or a file of the transforms is damaged.
+  """
+  serve = workdir / "serve"
+  try:
+    with from_settings():
+      return _RECIPES[recipe](config, serve)
+  except UserError as error:
+    raise type(error)(f"{workdir / 'config.json'} or {serve}: {error}") from error
+  except Exception as error:  # wherever a value that no run has written fails first
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    raise DamagedFileError(
+      f"{workdir / 'config.json'} or {serve} is damaged ({reason}): train again"
+    ) from error
 
 
 def _check_out(out: Path) -> None:
@@ -169,7 +183,7 @@ def _restore(workdir: Path, step: int, model: nnx.Module) -> None:
 def _reading(config: ConfigDict, serve: Path) -> dict[str, Any]:
   """Returns the declared columns and the format of text files that a run has read."""
   if (serve / READING).exists():
-    return arrays.read_json(serve / READING)
+    return arrays.read_json(serve / READING, schema=schemas.READING)
   # A run of an earlier version, which had them in its config.
   return {"columns": config.columns.to_dict(), "format": config.format.to_dict()}
 
@@ -178,6 +192,7 @@ def _about(
   config: ConfigDict, result: dict[str, Any], reading: dict[str, Any], ann: bool
 ) -> dict[str, Any]:
   versions, columns = results.versions(), reading["columns"]
+  extras = "serving,ann" if ann else "serving"  # of pyproject.toml
   names = ("sparse-embed", "jax", "numpy", "python")
   header = [kind.get("column") or name for name, kind in columns.items()]
   return {
@@ -185,7 +200,7 @@ def _about(
     "recipe": result["recipe"],
     "step": result["tested_step"],
     "versions": {name: versions[name] for name in names},
-    "install": _INSTALL + (" usearch" if ann else ""),
+    "install": f"pip install '{_WHEEL.format(versions['sparse-embed'])}[{extras}]'",
     "columns": columns,
     "num_columns": len(columns),
     "header": [name for name in header if columns.get(name, {}).get("kind") != "cross"],
@@ -199,7 +214,7 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
   """Returns the page that tells how to use the folder."""
   is_click, package = about["recipe"] == "dlrm", __package__
   call = "model.predict(rows)" if is_click else "model.recommend(rows, top=10).items"
-  read = ", ".join(f"`{name}`" for name in about["header"])
+  read = ", ".join(f"`{escaping.markdown(name)}`" for name in about["header"])
   adds = (
     f"a column `score` to rows with the columns {read}, in any order; label, weight, split and "
     "time may be missing"
@@ -207,18 +222,20 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
     else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of "
     "the user, as training rows do, or have a `history`: raw ids of items, separated by `|`"
   )
-  return f"""# A model of {workdir.name}: {about["recipe"]}, step {about["step"]}
+  return f"""# A model of {escaping.markdown(workdir.name)}: {about["recipe"]}, step {about["step"]}
 
     {about["install"]}
     python -m {package}.predict FOLDER < rows.csv > out.csv
 
-adds {adds}. The same in Python:
+adds {adds}. The wheel comes from a checkout: `pip wheel --no-deps CHECKOUT`. The same in Python:
 
     from {package} import serving
     model = serving.load("FOLDER")
     {call}
 
 `help({package}.serving)` says what is done with unknown and missing values.
+
+An export contains a program: predict only with exports of people whose programs you would run.
 """
 
 
@@ -316,9 +333,11 @@ def main(argv: Sequence[str]) -> None:
   try:
     out = export(arguments.run, arguments.out, ann=arguments.ann, platforms=platforms)
   except UserError as error:
-    parser.exit(2, f"error: {error}\n")
+    parser.exit(2, escaping.terminal(f"error: {error}\n"))
   except OSError as error:
-    parser.exit(2, f"error: {error.strerror}: {error.filename or arguments.out}\n")
+    parser.exit(
+      2, escaping.terminal(f"error: {error.strerror}: {error.filename or arguments.out}\n")
+    )
   print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")
 
 

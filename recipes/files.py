@@ -5,16 +5,17 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import filelock
 from tqdm import tqdm
 
-from .errors import DownloadError, MissingFileError, UserError
+from .errors import DamagedFileError, DownloadError, MissingFileError, UserError
 
 _BLOCK = 1 << 20
 
@@ -31,8 +32,117 @@ def digest(path: Path) -> str:
 
 def stamp(path: Path) -> list[Any]:
   """Returns path, size and modification time, which tell a changed file without reading it."""
-  stat = path.stat()
-  return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+  status = path.stat()
+  return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+
+
+def inside(folder: Path, name: str) -> Path:
+  """Returns the path of a folder's file, of which a manifest gives the name.
+
+  Raises:
+    DamagedFileError: the name is absolute, leads out of the folder, or passes through a link.
+  """
+  path = PurePosixPath(name)
+  if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+    raise DamagedFileError(f"{folder} names {name!r}, which is not the name of a file in it")
+  for parent in list(path.parents)[:-1]:
+    if (folder / parent).is_symlink():
+      raise DamagedFileError(f"{folder / parent} is a symbolic link, which is not followed")
+  return folder / path
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+  """Opens a file of a run, an export or a cache, whoever wrote the folder.
+
+  Raises:
+    MissingFileError: it does not exist.
+    DamagedFileError: it is a symbolic link or no regular file, as a device or a pipe, which could
+      lead elsewhere or never end.
+  """
+  try:
+    # Without O_NONBLOCK the call waits for the other end of a pipe.
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+  except (FileNotFoundError, NotADirectoryError) as error:
+    raise MissingFileError(f"{path} is missing") from error
+  except OSError as error:
+    if error.errno != errno.ELOOP:
+      raise
+    raise DamagedFileError(f"{path} is a symbolic link, which is not followed") from error
+  with os.fdopen(number, "rb", buffering=0) as file:
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+      raise DamagedFileError(f"{path} is no regular file")
+    yield file
+
+
+def read(path: Path, *, at_most: int = 64 << 20) -> bytes:
+  """Returns the content of a file.
+
+  Raises:
+    DamagedFileError: as `opened`, or it has more than `at_most` bytes.
+  """
+  with opened(path) as file:
+    content = file.read(at_most + 1) if os.fstat(file.fileno()).st_size <= at_most else None
+  if content is None or len(content) > at_most:
+    raise DamagedFileError(f"{path} has more than {at_most:,} bytes")
+  return content
+
+
+def names(folder: Path) -> list[str]:
+  """Returns what a folder holds at any depth, relative to it, but folders; sorted."""
+  paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+  return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+  """Copies the regular files of a folder into a new one, at the same names.
+
+  Raises:
+    DamagedFileError: one of them is a link, a device or a pipe; names it.
+  """
+  if source.is_symlink():
+    raise DamagedFileError(f"{source} is a symbolic link, which is not followed")
+  new_folder(target)
+  for name in names(source):
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    with opened(inside(source, name)) as file, (target / name).open("xb") as copy:
+      shutil.copyfileobj(file, copy, _BLOCK)
+
+
+def new_folder(path: Path) -> Path:
+  """Returns a new, empty folder in place of what has its name; a link is removed, not followed."""
+  if path.is_symlink() or path.is_file():
+    path.unlink()
+  shutil.rmtree(path, ignore_errors=True)
+  path.mkdir()
+  return path
+
+
+def replace_folder(partial: Path, path: Path) -> None:
+  """Renames a finished folder to `path`; what was there is removed when the new one is in place."""
+  if not (path.exists() or path.is_symlink()):
+    partial.rename(path)
+    return
+  old = path.with_name(f"{path.name}.removed")
+  new_folder(old)
+  path.rename(old / "old")
+  partial.rename(path)
+  shutil.rmtree(old)
+
+
+def append(path: Path) -> IO[str]:
+  """Opens a file to add lines to, which a link does not lead elsewhere.
+
+  Raises:
+    DamagedFileError: it is a link.
+  """
+  try:
+    number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+  except OSError as error:
+    if error.errno != errno.ELOOP:
+      raise
+    raise DamagedFileError(f"{path} is a symbolic link, which is not followed") from error
+  return os.fdopen(number, "a", encoding="utf-8")
 
 
 def require(folder: Path, *names: str, hint: str) -> Path:
@@ -186,3 +296,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
   except BaseException:
     partial.unlink(missing_ok=True)
     raise
+
+
+def write(path: Path, content: str | bytes) -> None:
+  """Writes a new file, UTF-8, in place of what has its name; a link is replaced, not followed."""
+  with replacing(path) as file:
+    file.write(content.encode() if isinstance(content, str) else content)

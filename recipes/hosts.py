@@ -22,6 +22,7 @@ from grain.experimental import ThreadPrefetchIterDataset
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from . import escaping
 from .errors import UserError
 
 AXIS = "data"
@@ -96,7 +97,7 @@ def is_main() -> bool:
 def say(text: str) -> None:
   """Prints a line on stderr, in the main process."""
   if is_main():
-    print(text, file=sys.stderr, flush=True)
+    print(escaping.terminal(text), file=sys.stderr, flush=True)
 
 
 def shard() -> tuple[int, int]:

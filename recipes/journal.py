@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from . import arrays, files, schemas
+
 
 class Writer(Protocol):
   """Takes the metrics of a run to where its user reads them, as to Weights & Biases or MLflow.
@@ -53,7 +55,7 @@ class Journal:
   ):
     self._path = workdir / "metrics.jsonl"
     truncate(self._path, step)
-    self._file = self._path.open("a")
+    self._file = files.append(self._path)
     self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
     self._bar = tqdm(total=steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
     self._doing, self._writers = "", tuple(writers)
@@ -146,9 +148,12 @@ def truncate(path: Path, step: int) -> None:
   if not path.exists():
     return
   kept = 0
-  with path.open("rb") as file:
-    for line in file:
-      if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-        break
-      kept += len(line)
+  for line in files.read(path, at_most=1 << 30).splitlines(keepends=True):
+    if not line.endswith(b"\n") or _step(line, path) > step:
+      break
+    kept += len(line)
   os.truncate(path, kept)
+
+
+def _step(line: bytes, path: Path) -> int:
+  return arrays.parse_json(line, str(path), schema=schemas.LINE)["step"]

@@ -4,11 +4,10 @@ serve/        what serving needs besides the model, and what the run goes on wit
 init/serve/   that of the run that it started from, whose transforms its own have grown from
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-from . import arrays, settings
+from . import arrays, files, settings
 from .errors import UserError
 from .tables import row_ids
 
@@ -33,7 +32,6 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
   target = workdir / _SERVE
   source, about = target / "source.json", {**data_sha256, "transforms": row_ids.digest(serve)}
   if is_new:
-    shutil.rmtree(target, ignore_errors=True)
     _copy(serve, target, about)
     return
   if not target.exists():
@@ -42,7 +40,7 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
       "was removed: choose another --workdir"
     )
   # A run of an earlier version knows the hashes of the files alone.
-  if any(about.get(name) != value for name, value in arrays.read_json(source).items()):
+  if any(about.get(name) != value for name, value in arrays.read_json(source, schema={}).items()):
     raise UserError(
       f"the data have changed since the run in {workdir} began: choose another --workdir"
     )
@@ -52,7 +50,6 @@ def keep_base(other: Path, workdir: Path) -> None:
   """Copies the transforms of the run that this one starts from, if it has any."""
   target = workdir / _INIT / _SERVE
   if (other / _SERVE).is_dir():
-    shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     _copy(other / _SERVE, target, {})
 
@@ -68,8 +65,7 @@ def with_own_base(config, workdir: Path) -> Any:
 
 def _copy(source: Path, target: Path, about: dict[str, str]) -> None:
   partial = target.with_name(f"{target.name}.partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  shutil.copytree(source, partial)
+  files.copy_folder(source, partial)
   if about:
     arrays.write_json(partial / "source.json", about)
-  partial.rename(target)
+  files.replace_folder(partial, target)

@@ -27,6 +27,7 @@ from . import (
   arrays,
   checkpoints,
   days,
+  escaping,
   hosts,
   isolation,
   keeping,
@@ -136,7 +137,7 @@ def _run(
     training = dataclasses.replace(training, writers=writers)
     result = train(config, workdir, training, recipe=recipe, mesh=mesh)
   if hosts.is_main():
-    print(results.report(result))
+    print(escaping.terminal(results.report(result)))
   return result
 
 

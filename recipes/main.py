@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import catalogue, errors, settings
+from . import catalogue, errors, escaping, settings
 
 with errors.importing():
   from absl import app, flags, logging
@@ -55,7 +55,7 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
     try:
       rest = flags.FLAGS(argv)[1:]
     except flags.Error as error:
-      sys.exit(f"error: {error}")
+      sys.exit(escaping.terminal(f"error: {error}"))
     if rest:
       sys.exit(f"error: unexpected {rest}: settings are given as --config.steps=100")
     return argv
@@ -77,7 +77,7 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
       text = errors.explain(error)
       if logging.level_debug() or text is None:
         raise
-      sys.exit(f"error: {text} (--verbosity=1 shows the traceback)")
+      sys.exit(escaping.terminal(f"error: {text} (--verbosity=1 shows the traceback)"))
     if not config.value.get("days"):
       _show(Path(workdir.value))
 
@@ -149,6 +149,6 @@ def _show(workdir: Path) -> None:
 
   if hosts.is_main():
     if sys.stdout.isatty():
-      print(f"\n{report.sketch(report.load(workdir))}")
+      print(f"\n{escaping.terminal(report.sketch(report.load(workdir)))}")
     print(f"\nresults: {workdir / 'result.json'}")
     print(f"curves:  python -m {__package__}.report {workdir}")

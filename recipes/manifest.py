@@ -9,15 +9,16 @@ and do not keep out an attacker.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
-from . import arrays
-from .errors import DamagedFileError, MissingFileError
+from . import arrays, files, schemas
+from .errors import DamagedFileError, UserError
 
 NAME = "manifest.json"
 _OWN = "xxh3_128_of_manifest"
@@ -38,29 +39,35 @@ def write(folder: Path, about: Mapping[str, Any]) -> int:
   """
   names = _names(folder)
   with ThreadPoolExecutor(_THREADS) as pool:
-    files = dict(zip(names, pool.map(lambda name: _entry(folder / name), names), strict=True))
-  content = {**about, "files": files}
+    entries = dict(zip(names, pool.map(lambda name: _entry(folder / name), names), strict=True))
+  content = {**about, "files": entries}
   arrays.write_json(folder / NAME, content | {_OWN: _checksum_of(content)})
-  return sum(entry["size"] for entry in files.values())
+  return sum(entry["size"] for entry in entries.values())
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path, schema: Mapping[str, Any] = {}) -> dict[str, Any]:
   """Returns the manifest of a folder, without a look at the files.
+
+  Args:
+    folder: of the files.
+    schema: of the further entries; see `schemas.check`.
 
   Raises:
     MissingFileError: it has none.
     DamagedFileError: the manifest is not what was written.
   """
   path = folder / NAME
-  if not path.is_file():
-    raise MissingFileError(f"{path} is missing")
-  content = arrays.read_json(path)
-  if not isinstance(content, dict) or content.pop(_OWN, None) != _checksum_of(content):
+  content = arrays.read_json(path, schema={})
+  if content.pop(_OWN, None) != _checksum_of(content):
     raise DamagedFileError(f"{path} is not what was written")
+  try:
+    schemas.check(content, {**schemas.MANIFEST, **schema})
+  except ValueError as error:
+    raise DamagedFileError(f"{path} is damaged ({error})") from error
   return content
 
 
-def check(folder: Path) -> dict[str, Any]:
+def check(folder: Path, schema: Mapping[str, Any] = {}) -> dict[str, Any]:
   """Returns the manifest of a folder, all files of which are as they were written.
 
   Reads every file. Time: that of the disk; 12 GB/s of checksums per core where files are cached.
@@ -69,10 +76,10 @@ def check(folder: Path) -> dict[str, Any]:
     MissingFileError: it has no manifest.
     DamagedFileError: a file is missing, cut, changed, or unknown to the manifest; names them.
   """
-  content = read(folder)
+  content = read(folder, schema)
   wanted = content["files"]
   with ThreadPoolExecutor(_THREADS) as pool:
-    faults = list(pool.map(lambda name: _fault(folder / name, wanted[name]), wanted))
+    faults = list(pool.map(lambda name: _fault(folder, name, wanted[name]), wanted))
   unknown = [name for name in _names(folder) if name not in wanted]
   faults += [f"{folder / name} is not one of its files" for name in unknown]
   if problems := [fault for fault in faults if fault]:
@@ -83,33 +90,34 @@ def check(folder: Path) -> dict[str, Any]:
 
 def _names(folder: Path) -> list[str]:
   """Every file of a folder but its manifest, relative to it."""
-  files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-  return sorted(name for name in files if name not in (NAME, f"{NAME}.part"))
+  return [name for name in files.names(folder) if name not in (NAME, f"{NAME}.part")]
 
 
 def _entry(path: Path) -> dict[str, Any]:
-  return {"size": path.stat().st_size, "xxh3_128": _checksum(path)}
+  with files.opened(path) as file:
+    return {"size": os.fstat(file.fileno()).st_size, "xxh3_128": _checksum(file)}
 
 
-def _fault(path: Path, wanted: Mapping[str, Any]) -> str | None:
+def _fault(folder: Path, name: str, wanted: Mapping[str, Any]) -> str | None:
   """The fault of a file, or None."""
+  path = folder / name
   try:
-    size = path.stat().st_size
-    if size != wanted["size"]:
-      return f"{path} has {size} bytes instead of {wanted['size']}"
-    is_same = _checksum(path) == wanted["xxh3_128"]
-  except FileNotFoundError:
-    return f"{path} is missing"
+    with files.opened(files.inside(folder, name)) as file:
+      size = os.fstat(file.fileno()).st_size
+      if size != wanted["size"]:
+        return f"{path} has {size} bytes instead of {wanted['size']}"
+      is_same = _checksum(file) == wanted["xxh3_128"]
+  except UserError as error:
+    return str(error)
   except OSError as error:
     return f"{path} cannot be read ({error.strerror})"
   return None if is_same else f"{path} has another checksum than the one in {NAME}"
 
 
-def _checksum(path: Path) -> str:
+def _checksum(file: IO[bytes]) -> str:
   checksum = xxhash.xxh3_128()
-  with path.open("rb", buffering=0) as file:
-    while block := file.read(_BLOCK):
-      checksum.update(block)
+  while block := file.read(_BLOCK):
+    checksum.update(block)
   return checksum.hexdigest()
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from . import serving
+from . import escaping, serving
 from .errors import UserError
 from .serving import files
 from .serving.columns import bad_row
@@ -167,12 +167,12 @@ def main(argv: Sequence[str]) -> None:
     )
     stdout.flush()
   except UserError as error:
-    parser.exit(2, f"error: {error}\n")
+    parser.exit(2, escaping.terminal(f"error: {error}\n"))
   except BrokenPipeError:  # as by `| head`
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return
   except OSError as error:
-    parser.exit(2, f"error: {error.strerror or error}\n")
+    parser.exit(2, escaping.terminal(f"error: {error.strerror or error}\n"))
   except KeyboardInterrupt:
     parser.exit(130)
   print("; ".join(notes), file=sys.stderr)

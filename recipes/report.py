@@ -16,18 +16,21 @@ import itertools
 import json
 import statistics
 import sys
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from embed.tools.text import aligned
 
-from .errors import DamagedFileError, MissingFileError, UserError, importing
+from .errors import MissingFileError, UserError, importing
+from .escaping import markdown as markdown_text
+from .escaping import terminal
 
 with importing():
   import uniplot
 
-  from . import arrays
+  from . import arrays, files, schemas
   from . import settings as run_settings
 
 if TYPE_CHECKING:
@@ -74,7 +77,7 @@ def load(path: str | Path) -> Run:
 
   Raises:
     MissingFileError: the folder holds no result: the run has not ended, or it is another folder.
-    DamagedFileError: a file is not JSON; names it.
+    DamagedFileError: a file is not JSON, no regular file, or lacks a part; names it.
   """
   path = Path(path)
   if path.suffix == ".json" and path.is_file():
@@ -95,11 +98,12 @@ def load(path: str | Path) -> Run:
 
 
 def _read(path: Path, result: Path, journal: Path | None) -> Run:
-  try:
-    lines = journal.read_text().splitlines() if journal else []
-    return Run(path, arrays.read_json(result), [json.loads(line) for line in lines])
-  except json.JSONDecodeError as error:
-    raise DamagedFileError(f"{journal} is damaged ({error})") from error
+  lines = files.read(journal, at_most=1 << 30).splitlines() if journal else []
+  return Run(
+    path,
+    arrays.read_json(result, schema=schemas.RESULT),
+    [arrays.parse_json(line, str(journal), schema=schemas.LINE) for line in lines],
+  )
 
 
 def grouped(runs: Sequence[Run]) -> list[list[Run]]:
@@ -148,9 +152,10 @@ def markdown(groups: Sequence[list[Run]], title: str, plot: str | None) -> str:
     title: the page's.
     plot: the picture's file, or None where there are no curves.
   """
-  parts = [f"# {title}"]
+  parts = [f"# {markdown_text(title)}"]
   if plot:
-    parts += [f"![Training loss and validation metric over steps]({plot})", _caption(groups)]
+    picture = urllib.parse.quote(plot)
+    parts += [f"![Training loss and validation metric over steps]({picture})", _caption(groups)]
   for table, pairs in _tables(groups):
     parts.append(_section(table, pairs))
   return "\n\n".join(parts) + "\n"
@@ -272,7 +277,8 @@ def _entries(pairs: _Pairs) -> tuple[list[str], list[_Entry]]:
 
 def _section(table: tuple[str, str, str], pairs: _Pairs) -> str:
   metrics, entries = _entries(pairs)
-  columns = [["", "seeds", *(name.removeprefix("test_") for name in metrics), "seconds"]]
+  titles = [markdown_text(name.removeprefix("test_")) for name in metrics]
+  columns = [["", "seeds", *titles, "seconds"]]
   best = {name: _best(name, entries) for name in metrics}
   for entry in entries:
     cells = [_number(entry.scores.get(name, []), "{:.4f}", "\u00a0") for name in metrics]
@@ -280,12 +286,17 @@ def _section(table: tuple[str, str, str], pairs: _Pairs) -> str:
       f"**{cell}**" if entry.label in best[name] else cell
       for name, cell in zip(metrics, cells, strict=True)
     ]
-    name = entry.label.replace("=", "=<wbr>")
+    name = markdown_text(entry.label).replace("=", "=<wbr>")
     columns.append([name, entry.seeds, *bold, _number(entry.seconds, "{:.0f}", "\u00a0")])
   # The longer side goes down the page.
   across = len(entries) <= len(metrics) + 2
   header, *rows = zip(*columns, strict=True) if across else columns
-  lines = [f"## {_title(table)}", "", _row(header), _row([":--", *["--:"] * (len(header) - 1)])]
+  lines = [
+    f"## {markdown_text(_title(table))}",
+    "",
+    _row(header),
+    _row([":--", *["--:"] * (len(header) - 1)]),
+  ]
   lines += [_row(row) for row in rows]
   return "\n".join([*lines, "", *_box(table, pairs)])
 
@@ -306,7 +317,8 @@ def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
   everyone = [run for _, group in pairs for run in group]
   selected = sorted({run.result["config"]["select"] for run in everyone})
   state = [
-    f"of the state that was best on `{name}`" if name else "of the last state" for name in selected
+    f"of the state that was best on `{markdown_text(name)}`" if name else "of the last state"
+    for name in selected
   ]
   box = [
     f"Test metrics {' or '.join(state)}; mean and, with `±`, standard deviation over seeds."
@@ -315,7 +327,8 @@ def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
   ]
   settings = [group[0].settings for _, group in pairs]
   differing = [
-    f"`{name}` {', '.join(_short(each.get(name, 'none')) for each in settings)}"
+    f"`{markdown_text(name)}` "
+    + ", ".join(markdown_text(_short(each.get(name, "none"))) for each in settings)
     for name in _differing(settings)
     if not any(f" {name}=" in label for label, _ in pairs)
   ]
@@ -326,19 +339,22 @@ def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
     ", ".join(f"{name} {run.result['versions'][name]}" for name in ("jax", "flax", "sparse-embed"))
     for run in everyone
   }
-  box.append(f"On {'; '.join(sorted(devices))}; {'; '.join(sorted(versions))}.")
+  box.append(f"On {markdown_text('; '.join([*sorted(devices), *sorted(versions)]))}.")
   failed = {
     name: failure
     for run in everyone
     for name, failure in run.result.get("failed_baselines", {}).items()
   }
   if failed:
-    failures = "; ".join(f"{name}: {failure}" for name, failure in failed.items())
+    failures = markdown_text("; ".join(f"{name}: {text}" for name, text in failed.items()))
     box.append(f"Baselines that failed: {failures}.")
   sources = sorted({run.result["config"].get("source", "") for run in everyone} - {""})
   if sources:
-    box.append(f"Data from {', '.join(sources)}.")
-  hashes = (f"`{name}` {digest}" for name, digest in sorted(json.loads(table[2]).items()))
+    box.append(f"Data from {', '.join(map(markdown_text, sources))}.")
+  hashes = (
+    f"`{markdown_text(name)}` {markdown_text(digest)}"
+    for name, digest in sorted(json.loads(table[2]).items())
+  )
   box.append(f"Data (SHA-256): {', '.join(hashes)}.")
   return [f"> {line}" if line else ">" for line in "\n\n".join(box).split("\n")]
 
@@ -350,7 +366,7 @@ def _caption(groups: Sequence[list[Run]]) -> str:
     labels = [label for label, group in pairs if not all(run.lines for run in group)]
     if labels:
       part = f" ({', '.join(labels)})" if len(labels) < len(pairs) else ""
-      missing.append(f"{_title(table)}{part}")
+      missing.append(markdown_text(f"{_title(table)}{part}"))
   if missing:
     lines.append(
       f"Missing, because only the results of these runs were kept: {', '.join(missing)}."
@@ -384,7 +400,12 @@ def draw(groups: Sequence[list[Run]]) -> "Figure | None":
   """Returns the curves of each data set, or None where no run has any."""
   from . import curves  # a run's end needs `sketch` alone, and at once
 
-  return curves.draw([(_title(table), pairs) for table, pairs in _tables(groups)])
+  return curves.draw(
+    [
+      (terminal(_title(table)), [(terminal(label), group) for label, group in pairs])
+      for table, pairs in _tables(groups)
+    ]
+  )
 
 
 def _flat(config: Mapping[str, Any], prefix: str = ""):
@@ -411,17 +432,18 @@ def main(argv: Sequence[str]) -> None:
     runs = [load(folder) for folder in arguments.runs]
     groups = grouped(runs)
   except UserError as error:
-    parser.exit(2, f"error: {error}\n")
+    parser.exit(2, terminal(f"error: {error}\n"))
   page, image = out.with_name(f"{out.name}.md"), out.with_name(f"{out.name}.png")
   out.parent.mkdir(parents=True, exist_ok=True)
   figure = draw(groups)
   if figure:
-    figure.savefig(image, dpi=160)
-  page.write_text(markdown(groups, title, image.name if figure else None))
-  print(text(groups))
+    with files.replacing(image) as file:
+      figure.savefig(file, format="png", dpi=160)
+  files.write(page, markdown(groups, title, image.name if figure else None))
+  print(terminal(text(groups)))
   if len(runs) == 1 and runs[0].lines and sys.stdout.isatty():
-    print(f"\n{sketch(runs[0])}")
-  print("", page, *([image] if figure else []), sep="\n")
+    print(f"\n{terminal(sketch(runs[0]))}")
+  print(terminal("\n".join(map(str, ["", page, *([image] if figure else [])]))))
 
 
 if __name__ == "__main__":

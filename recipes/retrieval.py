@@ -268,7 +268,7 @@ class Approximate:
       from usearch.index import Index
     except ImportError as error:
       raise MissingPackageError(
-        "the approximate index needs usearch: pip install 'sparse-embed[ann]'"
+        "the approximate index needs usearch: pip install -e '.[ann]'"
       ) from error
     self._size = len(candidates)
     self._index = Index(

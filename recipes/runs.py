@@ -21,7 +21,7 @@ from typing import Any
 
 import filelock
 
-from . import arrays, chains, files, hosts, preemption, settings
+from . import arrays, chains, files, hosts, preemption, schemas, settings
 from .checkpoints import Progress
 from .errors import Preempted, Stopped, UserError
 
@@ -38,10 +38,10 @@ def result(workdir: Path) -> dict[str, Any] | None:
   """Returns the content of result.json, or None before it is written.
 
   Raises:
-    DamagedFileError: it is not JSON.
+    DamagedFileError: it is not JSON, or lacks what every result has.
   """
   path = workdir / "result.json"
-  return arrays.read_json(path, _REMOVE) if path.exists() else None
+  return arrays.read_json(path, _REMOVE, schemas.RESULT) if os.path.lexists(path) else None
 
 
 def is_complete(result: Mapping[str, Any]) -> bool:
@@ -102,7 +102,7 @@ def _check_config(config, workdir: Path) -> None:
   # What has failed before its first checkpoint, as by a typo in a setting, binds nobody.
   if not path.exists() or not (has_checkpoint(workdir) or (workdir / "result.json").exists()):
     return
-  stored = arrays.read_json(path, _REMOVE)
+  stored = arrays.read_json(path, _REMOVE, {})
   missing = object()  # of an earlier version, or not set: the default
   # Only tables have these.
   defaults = settings.defaults() | {"days": "", "days_window": 0, "on_bad_row": "raise"}

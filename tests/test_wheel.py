@@ -62,7 +62,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 )
 def test_a_package_that_is_not_installed_is_one_line(package, module, tmp_path):
   done = python("-c", WITHOUT, package, module, cwd=tmp_path)
-  wanted = f"error: {package} is not installed: pip install 'sparse-embed[recipes]'\n"
+  wanted = f"error: {package} is not installed: pip install -e '.[recipes]'\n"
   assert (done.returncode, done.stdout, done.stderr) == (1, "", wanted)
 
 
@@ -71,7 +71,7 @@ def test_a_package_that_only_training_needs_is_one_line(tmp_path):
   done = python("-c", WITHOUT, "grain", "recipes.two_tower", cwd=tmp_path)
   assert done.returncode == 1
   assert done.stderr.splitlines()[1:] == [
-    "error: grain is not installed: pip install 'sparse-embed[recipes]'"
+    "error: grain is not installed: pip install -e '.[recipes]'"
   ]
 
 

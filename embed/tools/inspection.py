@@ -75,7 +75,7 @@ def _checkpoint(path: Path, shapes_only: bool) -> str:
     import orbax.checkpoint as ocp
   except ImportError:
     raise ImportError(
-      "Checkpoints are read by Orbax: pip install 'sparse-embed[recipes]', or orbax-checkpoint."
+      "Checkpoints are read by Orbax: pip install -e '.[recipes]', or orbax-checkpoint."
     ) from None
   with ocp.PyTreeCheckpointer() as reader:
     tree = reader.metadata(path).item_metadata.tree

@@ -199,7 +199,7 @@ class Profile:
       from matplotlib.figure import Figure
     except ImportError:
       raise ImportError(
-        "Figures are drawn by Matplotlib: pip install 'sparse-embed[recipes]', or matplotlib."
+        "Figures are drawn by Matplotlib: pip install -e '.[recipes]', or matplotlib."
       ) from None
     panels = [_draw_bags, _draw_popularity, _draw_distinct] + [_draw_load] * bool(self.stacks)
     shape = (2, 2) if self.stacks else (1, 3)

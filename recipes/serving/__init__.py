@@ -33,8 +33,7 @@ is the mean of training, and a user or item that the table of its own lacks has 
 **Bad rows**, as a text where a number should be, raise an error that names row and column; with
 `on_bad_row="skip"` they keep their place and have blank scores.
 
-Needs JAX, NumPy, pyarrow, filelock and tqdm, and sparse-embed with what it depends on (Flax and
-optax among them, by `import embed` alone). The run, its data and its checkpoint are not read.
+Needs sparse-embed with its extra `serving`. The run, its data and its checkpoint are not read.
 """
 
 import zipfile

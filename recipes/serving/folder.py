@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import arrays
+from .. import arrays, manifest, schemas
 from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import spec
 from ..tables.formats import Format
@@ -48,19 +49,24 @@ class Served:
 
   @classmethod
   def open(cls, folder: str | Path) -> "Served":
-    """Opens a folder of `recipes.export`.
+    """Opens a folder of `recipes.export`, all files of which are as they were written.
 
     Raises:
-      UserError: it is none, or of another version.
+      UserError: it is none, or of another version; or a file is missing, changed, or of another
+        export, and is named.
     """
     path = Path(folder) / NAME
-    if not path.exists():
+    if not os.path.lexists(path):
       raise MissingFileError(
         f"{path.parent} has no {NAME}, which `python -m {PACKAGE}.export RUN --out={path.parent}` "
         "writes"
       )
-    about = arrays.read_json(path, ": export the run again")
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
+    try:
+      manifest.check(path.parent)
+      about = arrays.read_json(path, schema=schemas.SERVED)
+    except UserError as error:
+      raise type(error)(f"{error}: export the run again") from error
+    if about.get("format") != FORMAT:
       raise UserError(f"{path} is of another version of recipes: export the run again")
     return cls(path.parent, about)
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -171,7 +172,7 @@ def test_an_approximate_index_finds_what_the_exact_one_does(tmp_path):
     serving.load(export.export(tmp_path / "run", tmp_path / str(ann), ann=ann))
     for ann in (False, True)
   )
-  assert near.served.about["install"].endswith(" usearch")
+  assert near.served.about["install"].endswith("[serving,ann]'")
   rows = {"who": [f"u{i}" for i in range(20)] + ["new"]}
   answers, expected = near.recommend(rows, top=50), exact.recommend(rows, top=50)
   np.testing.assert_array_equal(answers.items, expected.items)
@@ -210,7 +211,7 @@ def test_the_folder_says_what_it_holds_and_needs(clicks, tmp_path):
   assert about["step"] == 3
   assert about["num_columns"] == 8
   assert set(about["header"]) == set(CLICKS) - {"city_shop"}
-  assert about["install"].startswith("pip install ")
+  assert re.fullmatch(r"pip install '\./sparse_embed-\S+\.whl\[serving\]'", about["install"])
   assert "recipes.predict" in (out / "README.md").read_text()
   assert export.export(run, out) == out  # an earlier export is replaced
   assert not list(tmp_path.glob("*.partial"))

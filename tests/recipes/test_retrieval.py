@@ -166,7 +166,7 @@ def test_errors():
 
 def test_without_usearch_the_message_says_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "usearch.index", None)
-  with pytest.raises(errors.MissingPackageError, match=r"pip install 'sparse-embed\[ann\]'"):
+  with pytest.raises(errors.MissingPackageError, match=r"pip install -e '\.\[ann\]'"):
     retrieval.Approximate(np.zeros((3, 2), np.float32))
 
 

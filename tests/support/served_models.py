@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from recipes import arrays, checkpoints, runs
+from recipes import arrays, checkpoints, results, runs
 from recipes.checkpoints import Progress
 from recipes.tables import settings
 
@@ -81,6 +81,11 @@ def run_of(recipe, table, workdir):
   with checkpoints.Manager(workdir / "checkpoints") as manager:
     checkpoints.save(manager, progress, training.state)
   arrays.write_json(workdir / "config.json", runs.plain(config))
-  arrays.write_json(workdir / "result.json", {"recipe": recipe, "tested_step": 3})
+  result = {
+    "recipe": recipe, "config": runs.plain(config), "seed": 0, "steps": 3, "tested_step": 3,
+    "seconds": 1.0, "metrics": {}, "baselines": {}, "data_sha256": {},
+    "device": results.device(), "versions": results.versions(),
+  }  # fmt: skip
+  arrays.write_json(workdir / "result.json", result)
   shutil.copytree(training.serve, workdir / "serve")
   return training

@@ -111,4 +111,4 @@ def test_what_is_neither(tmp_path, monkeypatch, run, capsys):
     assert message in capsys.readouterr().err
   monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
   assert program.main(["inspect", str(run)]) == 1
-  assert "pip install 'sparse-embed[recipes]'" in capsys.readouterr().err
+  assert "pip install -e '.[recipes]'" in capsys.readouterr().err

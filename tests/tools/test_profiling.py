@@ -218,7 +218,7 @@ def test_a_plot_of_many_tables_names_some(monkeypatch):
   assert len(legend.get_texts()) == 20
   assert legend.get_title().get_text() == "and 2 more"
   monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-  with pytest.raises(ImportError, match=r"pip install 'sparse-embed\[recipes\]'"):
+  with pytest.raises(ImportError, match=r"pip install -e '\.\[recipes\]'"):
     embed.profile(features, [dict.fromkeys(features, np.array([1, 2]))]).plot()
 
 
