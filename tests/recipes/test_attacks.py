@@ -154,7 +154,7 @@ def test_runs_with_what_is_no_file(name, by, tmp_path):
     ({"metrics": {"test_auc": "high"}}, "test_auc is 'high', expected"),
     ({"metrics": {"test_auc": float("nan")}}, "NaN"),
     ({"seconds": 10**400}, "seconds is 1000"),
-    ({"device": {"kind": 1}}, "kind is 1, expected str"),
+    ({"device": {"kind": 1, "count": 1, "host_cores": 1}}, "kind is 1, expected str"),
     ({"versions": {}}, "has no 'jax'"),
     ({"tested_step": "../../.."}, "tested_step is '../../..', expected int"),
     ({"baselines": {"popularity": 3}}, "popularity is 3, expected dict"),
@@ -406,11 +406,6 @@ def test_damages_of_a_served_folder_are_noticed_when_it_is_loaded(count, served,
     try:
       with within(10), pytest.raises(UserError, match=name.replace(".", r"\.")):
         serving.load(folder)
-      assert (
-        (folder / name).is_symlink()
-        or (folder / name).is_fifo()
-        or (not (folder / name).exists() or (folder / name).read_bytes() != content[name])
-      )
     except BaseException as error:
       raise AssertionError(f"seed {seed}, {name}") from error
     restore(folder / name, content[name])
@@ -476,26 +471,27 @@ def check_fuzzed(path, call, count, is_edited):
       for _ in range(draw.randrange(1, 4)):
         changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
       path.write_bytes(changed[: draw.randrange(len(changed))] if seed % 4 == 0 else changed)
+    said = path.name
     try:
       with within(10):
         call()
     except UserError as error:
-      assert str(path.parent) in str(error) or path.name in str(error), f"seed {seed}: {error}"
+      said = str(error)
     except BaseException as error:
       raise AssertionError(f"seed {seed}") from error
     finally:
       restore(path, content)
+    assert str(path.parent) in said or path.name in said, f"seed {seed}: {said}"
 
 
 FUZZED = [20, pytest.param(300, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("count", FUZZED)
-@pytest.mark.parametrize("is_edited", [False, True])
-@pytest.mark.parametrize("name", ["result.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+  ("name", "is_edited"), [("result.json", False), ("result.json", True), ("metrics.jsonl", False)]
+)
 def test_damaged_runs_are_reported_or_named(name, is_edited, count, tmp_path):
-  if is_edited and name == "metrics.jsonl":
-    pytest.skip("lines of JSON are damaged by bits alone")
   run = pathlib.Path(write_run(tmp_path / "run"))
 
   def call():
@@ -524,13 +520,16 @@ def test_damaged_configs_are_named_or_exported(is_edited, count, run, tmp_path):
 
 
 @pytest.mark.parametrize("count", FUZZED)
-@pytest.mark.parametrize("is_edited", [False, True])
-@pytest.mark.parametrize("name", ["columns.json", "columns.parquet", "sides.json"])
+@pytest.mark.parametrize(
+  ("name", "is_edited"),
+  [
+    ("columns.json", False),
+    ("columns.json", True),
+    ("columns.parquet", False),
+    ("sides.json", False),
+  ],
+)
 def test_damaged_vocabularies_are_named(name, is_edited, count, run, tmp_path):
-  if is_edited and not name.endswith(".json"):
-    pytest.skip("no JSON")
-  if is_edited and name == "sides.json":
-    pytest.skip("a list without parts")
   copy = tmp_path / "run"
   shutil.copytree(run, copy)
   check_fuzzed(copy / "serve" / name, lambda: parts(copy), count, is_edited)
