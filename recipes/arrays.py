@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import files, schemas
-from .errors import DamagedFileError, UserError
+from .errors import DamagedFileError, MissingFileError, UserError
 from .fingerprint import fingerprint
 
 # A file up to this size is hashed whenever it is opened; that takes a second. A larger one is
@@ -129,12 +129,11 @@ def prepared(
   final = cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
   with files.locked(cache / f"{final.name}.lock"):
     try:
-      meta = _opened(final)
-      _check(final, meta["columns"])
-      return Columns(final), meta
-    except FileNotFoundError:
-      pass
-    except DamagedFileError as error:
+      if final.exists():
+        meta = _opened(final)
+        _check(final, meta["columns"])
+        return Columns(final), meta
+    except (DamagedFileError, MissingFileError) as error:
       print(f"{error}: preparing the data set again", file=sys.stderr, flush=True)
       shutil.rmtree(final)
     partial = final.with_suffix(".partial")
@@ -173,22 +172,15 @@ def _opened(folder: Path) -> dict[str, Any]:
   """Returns the meta of a prepared folder.
 
   Raises:
-    FileNotFoundError: the folder has not been built.
+    MissingFileError: it has none.
     DamagedFileError: the meta is not what was written.
   """
-  if not folder.exists():
-    raise FileNotFoundError(folder)
   path = folder / "meta.json"
-  if not path.exists():
-    raise DamagedFileError(f"{path} is missing")
-  meta = read_json(path, schema=schemas.PREPARED)
-  if meta.pop("sha256_of_meta", None) != _digest_of(meta):
-    raise DamagedFileError(f"{path} is not what was written")
-  return meta
+  return read_sealed(path, "sha256_of_meta", _digest_of, schemas.PREPARED)
 
 
 def _check(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
-  """Raises DamagedFileError where a file is not the one that was built; names the first."""
+  """Raises UserError where a file is not the one that was built; names the first."""
   for name, wanted in columns.items():
     path = files.inside(folder, name)
     with files.opened(path) as file:
@@ -241,6 +233,27 @@ def parse_json(content: bytes | str, source: str, hint: str = "", schema: Any = 
     reason = str(error).partition("\n")[0]
     raise DamagedFileError(f"{source} is damaged ({reason}){hint}") from error
   return value
+
+
+def read_sealed(
+  path: Path, key: str, digest: Callable[[dict[str, Any]], str], schema: Any
+) -> dict[str, Any]:
+  """Returns the content of a JSON object that holds a digest of its other parts at `key`.
+
+  Raises:
+    MissingFileError: it does not exist.
+    DamagedFileError: it is not what was written, or not of the schema; names the file.
+  """
+  content = read_json(path)
+  try:
+    if not isinstance(content, dict) or content.pop(key, None) != digest(content):
+      raise DamagedFileError(f"{path} is not what was written")
+    schemas.check(content, schema)
+  except DamagedFileError:
+    raise
+  except (ValueError, RecursionError) as error:
+    raise DamagedFileError(f"{path} is damaged ({error})") from error
+  return content
 
 
 def _refuse(name: str) -> None:

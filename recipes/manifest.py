@@ -56,15 +56,7 @@ def read(folder: Path, schema: Mapping[str, Any] = {}) -> dict[str, Any]:
     MissingFileError: it has none.
     DamagedFileError: the manifest is not what was written.
   """
-  path = folder / NAME
-  content = arrays.read_json(path, schema={})
-  if content.pop(_OWN, None) != _checksum_of(content):
-    raise DamagedFileError(f"{path} is not what was written")
-  try:
-    schemas.check(content, {**schemas.MANIFEST, **schema})
-  except ValueError as error:
-    raise DamagedFileError(f"{path} is damaged ({error})") from error
-  return content
+  return arrays.read_sealed(folder / NAME, _OWN, _checksum_of, {**schemas.MANIFEST, **schema})
 
 
 def check(folder: Path, schema: Mapping[str, Any] = {}) -> dict[str, Any]:
