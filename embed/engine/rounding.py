@@ -11,7 +11,8 @@ gets the same ones on any mesh.
 import jax
 import jax.numpy as jnp
 
-_GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: spreads consecutive numbers
+GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: spreads consecutive numbers
+SCRAMBLE, LAST_SHIFT = ((16, 0x7FEB352D), (15, 0x846CA68B)), 16  # of `scramble`
 
 
 def scramble(x: jax.Array) -> jax.Array:
@@ -19,14 +20,14 @@ def scramble(x: jax.Array) -> jax.Array:
 
   `lowbias32` of Christopher Wellons, "Prospecting for Hash Functions" (2018).
   """
-  x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
-  x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
-  return x ^ (x >> jnp.uint32(16))
+  for shift, factor in SCRAMBLE:
+    x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
+  return x ^ (x >> jnp.uint32(LAST_SHIFT))
 
 
 def noise(keys: jax.Array, columns: jax.Array) -> jax.Array:
   """Random bits uint32 `[..., D]` of rows with keys `[...]` and of columns with numbers `[D]`."""
-  columns = columns.astype(jnp.uint32) * jnp.uint32(_GOLDEN)
+  columns = columns.astype(jnp.uint32) * jnp.uint32(GOLDEN)
   columns = columns.reshape(*[1] * keys.ndim, -1)
   return scramble(scramble(keys.astype(jnp.uint32))[..., None] + columns)
 
@@ -36,7 +37,7 @@ def key(numbers: jax.Array, *more: jax.Array | int) -> jax.Array:
   shared = jnp.uint32(0)
   for number in more:
     number = jnp.uint32(number) if isinstance(number, int) else number.astype(jnp.uint32)
-    shared = scramble(shared ^ number) + jnp.uint32(_GOLDEN)
+    shared = scramble(shared ^ number) + jnp.uint32(GOLDEN)
   return numbers.astype(jnp.uint32) ^ shared
 
 

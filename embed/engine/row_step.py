@@ -122,3 +122,27 @@ def _round(
     first = collectives.device_index(stack.placement.column_axes) * stack.width
     columns += first.astype(jnp.uint32)
   return rounding.to_bfloat16(new, rounding.noise(keys, columns))
+
+
+def rounding_rules(stack: StackSpec, scalars: StepScalars) -> jax.Array | None:
+  """What `_round` computes from local rows and columns, in numbers; None without such rounding.
+
+  Returns:
+    uint32 `[T, 5]`, for each table the first local row f, and scale, base, shared and column: the
+    key of local row r is `((r - f) * scale + base) ^ shared`, and the noise of column c is
+    `scramble(scramble(key) + (column + c) * GOLDEN)`.
+  """
+  if not stack.uses_stochastic_rounding:
+    return None
+  assert scalars.step is not None
+  own, column = collectives.device_index(stack.placement.row_axes), jnp.uint32(0)
+  if stack.placement.column_axes:
+    first = collectives.device_index(stack.placement.column_axes) * stack.width
+    column = first.astype(jnp.uint32)
+  scale = 1 if stack.layout.contiguous else stack.layout.shards
+  rules = []
+  for i, (name, first_row) in enumerate(zip(stack.tables, stack.layout.offsets, strict=True)):
+    base = stack.layout.ids(i, own, jnp.int32(first_row)).astype(jnp.uint32)
+    shared = rounding.key(jnp.uint32(0), zlib.crc32(name.encode()), scalars.step, 0)
+    rules.append(jnp.stack([jnp.uint32(first_row), jnp.uint32(scale), base, shared, column]))
+  return jnp.stack(rules)

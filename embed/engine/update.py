@@ -21,7 +21,7 @@ from embed.engine.bags import UNUSED, Bags
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
 from embed.engine.packing import Lines
-from embed.engine.row_step import StepScalars, step_rows, step_stored
+from embed.engine.row_step import StepScalars, rounding_rules, step_rows, step_stored
 from embed.engine.stack import Arrays, RowStep, StackSpec
 from embed.kernels import cpu as cpu_kernels
 from embed.row_optimizer import RowOptimizer
@@ -236,16 +236,17 @@ def step_table(
   if not parts:
     return arrays
 
-  def by_xla(arrays, rate, parts):
-    is_summed = isinstance(received, DistinctRows)
-    return _step_by_xla(stack, scalars._replace(rate=rate), arrays, parts, is_summed)
+  def by_xla(arrays, rate, parts, step):
+    is_summed, same = isinstance(received, DistinctRows), scalars._replace(rate=rate, step=step)
+    return _step_by_xla(stack, same, arrays, parts, is_summed)
 
   # XLA copies packed rows for a kernel: they are another view of the array that it updates.
   is_plain = not (stack.is_packed or access.is_direct(stack, table))
   if not (optimizer.use_gradient_accumulation and is_plain):
-    return by_xla(arrays, scalars.rate, parts)
+    return by_xla(arrays, scalars.rate, parts, scalars.step)
   one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
-  return cpu_kernels.step(one_row, by_xla, arrays, scalars.rate, parts)
+  rules = rounding_rules(stack, scalars)
+  return cpu_kernels.step(one_row, by_xla, arrays, scalars.rate, parts, scalars.step, rules)
 
 
 def _step_by_xla(

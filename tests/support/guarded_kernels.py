@@ -30,7 +30,7 @@ DTYPES = [
   *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "complex64"),
 ]
 SIZES = (1, 7, 1000, 100_000)
-CODES = {np.dtype(np.float32): frame.F32, np.dtype(np.int32): frame.S32}
+CODES = {"float32": frame.F32, "int32": frame.S32, "uint32": frame.U32, "bfloat16": frame.BF16}
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def invoke(target, arguments, results):
     buffers = []
     for x in arrays:
       dims = words(*x.shape)
-      code = CODES.get(x.dtype, 1)
+      code = CODES.get(str(x.dtype), 1)
       alive.append(dims)
       buffers.append(words(48, 0, code, x.ctypes.data, x.ndim, dims.ctypes.data))
     addresses = words(*(x.ctypes.data for x in buffers))
@@ -192,7 +192,9 @@ class Guarded:
         results = [array for array, _ in copies[len(inputs) :]]
       assert invoke(target, inputs, results), target
       for actual, right in zip(results, expected, strict=True):
-        np.testing.assert_allclose(actual, np.asarray(right), rtol=2e-4, atol=1e-4)
+        actual, right = (np.asarray(x).astype(np.float32) for x in (actual, right))
+        tolerance = 0.01 if results[0].dtype == jnp.bfloat16 else 2e-4
+        np.testing.assert_allclose(actual, right, rtol=tolerance, atol=1e-4)
       for _, address in copies:
         release(address)
       self.calls += 1
@@ -218,10 +220,10 @@ def install():
 # --- cases ----------------------------------------------------------------------------------------
 
 
-def step(optimizer, size, dim, rng):
-  """An update; returns its slots."""
+def step(optimizer, size, dim, rng, dtype=np.float32, is_random=False):
+  """An update."""
   value = lambda *shape: jnp.asarray(rng.uniform(0.1, 1, shape), jnp.float32)
-  arrays = {"parameters": value(size, dim)}
+  arrays = {"parameters": value(size, dim).astype(dtype)}
   for name, slot in optimizer.slots(dim).items():
     shape = (size,) if slot.per_row else (size, dim)
     arrays[name] = (value(*shape) * 2).astype(slot.dtype)
@@ -235,8 +237,11 @@ def step(optimizer, size, dim, rng):
     ids.flat[-1], ids.flat[0] = 2**31 - 1, size - 1  # the last row, next to the guard
     gains = value(bags, length) if has_gains else None
     parts.append(GradRows(value(bags, dim) / 30, jnp.asarray(ids), gains))
-  stack = StackSpec("t", ("t",), Layout((size,)), dim, np.dtype(np.float32), optimizer)
-  return update.step_table(stack, row_step.StepScalars(jnp.float32(0.1), None, None), arrays, parts)
+  stack = StackSpec(
+    "t", ("t",), Layout((size,)), dim, np.dtype(dtype), optimizer, stochastic_rounding=is_random
+  )
+  scalars = row_step.StepScalars(jnp.float32(0.1), None, jnp.int32(3) if is_random else None)
+  update.step_table(stack, scalars, arrays, parts)
 
 
 def count_up(g, w, slots, rate):
@@ -256,7 +261,7 @@ def slots(rng, guard):
     before = guard.calls
     for dim in (1, 5) if size == 7 else (5,):
       step(embed.custom_optimizer(count_up, {"s": slot}), size, dim, rng)
-    assert (guard.calls > before) == (dtype in frame.DTYPES), dtype
+    assert (guard.calls > before) == (dtype in frame.SLOTS), dtype
 
 
 def optimizers(rng, guard):
@@ -269,9 +274,20 @@ def optimizers(rng, guard):
     assert guard.calls > before
 
 
+def bfloat16(rng, guard):
+  for optimizer, size, dim, is_random in itertools.product(
+    (embed.sgd(), embed.rowwise_adagrad()), SIZES, (1, 8, 19), (False, True)
+  ):
+    before = guard.calls
+    step(optimizer, size, dim, rng, jnp.bfloat16, is_random)
+    assert guard.calls > before
+
+
 def lookups(rng, guard):
-  for size, dim, count, length in itertools.product(SIZES, (1, 8, 67), (1, 40, 3000), (1, 3)):
-    table = jnp.asarray(rng.normal(size=(size, dim)), jnp.float32)
+  for dtype, size, dim, count, length in itertools.product(
+    frame.TABLES, SIZES, (1, 8, 67), (1, 40, 3000), (1, 3)
+  ):
+    table = jnp.asarray(rng.normal(size=(size, dim)), dtype)
     ids = rng.integers(-1, size + 1, (count, length)).astype(np.int32)
     ids.flat[0], ids.flat[-1] = 2**31 - 1, size - 1
     value = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -289,11 +305,13 @@ def misfits(rng, guard):
   """Arrays that a kernel was not compiled for are an error of the call."""
   step(embed.custom_optimizer(count_up, {"s": embed.Slot(0, True, jnp.int32)}), 7, 5, rng)
   f32, s32 = lambda *shape: np.zeros(shape, np.float32), lambda *shape: np.zeros(shape, np.int32)
-  good = [f32(7, 5), s32(7), f32(), f32(0), f32(2, 5), s32(2, 3), f32(2, 3)]
+  words = np.zeros(0, np.uint32)
+  good = [f32(7, 5), s32(7), f32(), words, f32(2, 5), s32(2, 3), f32(2, 3)]
   (target,) = (name for name in _handlers if "row_equation" in name)
   assert invoke(target, good, good[:2])
   for i, bad in (
-    (0, np.zeros((7, 5), np.int32)), (1, np.zeros(7, bool)), (1, s32(6)), (1, f32(7)),
+    (0, s32(7, 5)), (0, np.zeros((7, 5), jnp.bfloat16)), (3, f32(0)),
+    (1, np.zeros(7, bool)), (1, s32(6)), (1, f32(7)),
     (2, f32(2)), (4, f32(2, 4)), (4, np.zeros((2, 5), np.float16)), (5, np.zeros((2, 3), np.int64)),
     (5, s32(3, 3)), (6, f32(2, 2)),
   ):  # fmt: skip

@@ -7,8 +7,9 @@ traces of an optimizer into machine code. The formulations of `lookup` and `upda
 meaning: they are what a kernel is tested against, what other platforms and exported programs run,
 and what is differentiated. Neither this file nor anything that it imports at once needs Numba.
 
-A kernel is taken for float32 tables on the backend "cpu" if Numba is installed, unless the
-environment variable `SPARSE_EMBED_KERNELS` is 0 when a stack's lookup or update is first traced.
+A kernel is taken for float32 and bfloat16 tables on the backend "cpu" if Numba is installed, unless
+the environment variable `SPARSE_EMBED_KERNELS` is 0 when a stack's lookup or update is first
+traced.
 """
 
 import functools
@@ -31,6 +32,7 @@ from embed.engine.packing import Lines
 from embed.engine.stack import Arrays
 
 SWITCH = "SPARSE_EMBED_KERNELS"
+DTYPES = ("float32", "bfloat16")  # of tables
 OLDEST_NUMBA = (0, 68)  # as in pyproject.toml
 
 _kernel_p = jax_internals.kernel_primitive("sparse_embed_kernel")
@@ -110,19 +112,17 @@ def gather_and_combine(
   dtype: Any = None,
 ) -> jax.Array:
   """`lookup.gather_and_combine`, by a kernel where there is one."""
-  formulation = functools.partial(lookup.gather_and_combine, quantization=quantization, dtype=dtype)
   has_kernel = (
     is_on()
     and not isinstance(table, Lines)
-    and table.dtype == np.float32
-    and (dtype is None or np.dtype(dtype) == np.float32)
+    and table.dtype in DTYPES
     and quantization is None
     and bags.ids.dtype == np.int32
     and _has_sizes(table, bags.ids)
     and _are_sizes(bags.batch)
   )
   if not has_kernel:
-    return formulation(table, bags)
+    return lookup.gather_and_combine(table, bags, quantization, dtype)
   from embed.kernels.cpu import build
 
   batch = bags.batch
@@ -134,7 +134,7 @@ def gather_and_combine(
   def by_xla(table, ids, *rest):
     gains = rest[-1] if flat.gains is not None else None
     same = Bags(ids, gains, *((rest[0], (flat_size,)) if bags.is_ragged else ()))
-    return [formulation(table, same)]
+    return [lookup.gather_and_combine(table, same, dtype=jnp.float32)]
 
   flat_size = int(np.prod(batch))
   segments = (flat.bag_indices(),) if flat.is_ragged else ()
@@ -144,11 +144,11 @@ def gather_and_combine(
     *segments,
     gains.astype(jnp.float32),
     formulation=by_xla,
-    target=build.bag_sum(),
+    target=build.bag_sum(str(table.dtype)),
     outputs=(jax.ShapeDtypeStruct((flat_size, table.shape[1]), jnp.float32),),
     in_place=False,
   )
-  return act.reshape(*batch, table.shape[1])
+  return act.reshape(*batch, table.shape[1]).astype(table.dtype if dtype is None else dtype)
 
 
 # --- updates --------------------------------------------------------------------------------------
@@ -156,26 +156,35 @@ def gather_and_combine(
 
 def step(
   step_rows: Callable[..., tuple[jax.Array, dict[str, jax.Array]]],
-  formulation: Callable[[Arrays, jax.Array, Sequence[GradRows]], Arrays],
+  formulation: Callable[..., Arrays],
   arrays: Arrays,
   rate: jax.Array,
   parts: Sequence[GradRows],
+  index: jax.Array | None = None,
+  rules: jax.Array | None = None,
 ) -> Arrays:
   """The table and its slots after a step, in their place, by a kernel where there is one.
 
   Args:
     step_rows: `f(g, w, slots, rate) -> (w, slots)` of one row `[D]`.
-    formulation: `f(arrays, rate, parts) -> arrays`, what the kernel means.
+    formulation: `f(arrays, rate, parts, index) -> arrays`, what the kernel means.
     arrays: the table `[V, D]` and slots `[V, D]` or `[V]`, by name.
     rate: the learning rate, float32 `[]`.
     parts: the gradients; ids that are no row of the table are skipped.
+    index: the step's, int32 `[]`, where rows are rounded at random.
+    rules: of that rounding, uint32 `[T, 5]`; None for rounding to the nearest.
   """
   names = ["parameters", *(name for name in arrays if name != "parameters")]
   stored = [arrays[name] for name in names]
-  kernel = _row_step(step_rows, names, stored, parts)
+  rule_count = 0 if rules is None else rules.shape[0]
+  kernel = _row_step(step_rows, names, stored, parts, rule_count)
   if kernel is None:
-    return formulation(arrays, rate, parts)
+    return formulation(arrays, rate, parts, index)
   target, numbers = kernel
+  words = jnp.asarray(numbers.view(np.uint32))
+  if rules is not None:
+    assert index is not None
+    words = jnp.concatenate([rules.reshape(-1), index.astype(jnp.uint32)[None], words])
   has_gains = [part.gains is not None for part in parts]
 
   def by_xla(*operands):
@@ -185,7 +194,8 @@ def step(
       GradRows(grads, ids, gains if has else None)
       for (grads, ids, gains), has in zip(of_parts, has_gains, strict=True)
     ]
-    new = formulation(dict(zip(names, operands, strict=False)), operands[size], same)
+    step = None if rules is None else operands[size + 1][5 * rule_count].astype(jnp.int32)
+    new = formulation(dict(zip(names, operands, strict=False)), operands[size], same, step)
     return [new[name] for name in names]
 
   flat = []
@@ -195,7 +205,7 @@ def step(
   new = _kernel_p.bind(
     *stored,
     rate,
-    jnp.asarray(numbers),
+    words,
     *flat,
     formulation=by_xla,
     target=target,
@@ -210,10 +220,11 @@ def _row_step(
   names: Sequence[str],
   stored: Sequence[jax.Array],
   parts: Sequence[GradRows],
+  rules: int,
 ) -> tuple[str, np.ndarray] | None:
   """The name by which XLA finds the kernel of an update, and its equation's numbers, or None."""
   table, *slots = stored
-  if not is_on() or table.dtype != np.float32 or not _has_sizes(table, *(p.ids for p in parts)):
+  if not is_on() or table.dtype not in DTYPES or not _has_sizes(table, *(p.ids for p in parts)):
     return None
   if any(p.ids.dtype != np.int32 for p in parts):
     return None
@@ -227,7 +238,7 @@ def _row_step(
 
   try:
     program, numbers = equations.program(
-      step, table.shape[1], [(x.ndim == 2, x.dtype) for x in slots]
+      step, table.shape[1], [(x.ndim == 2, x.dtype) for x in slots], str(table.dtype), rules
     )
   except equations.Unsupported:
     return None

@@ -78,9 +78,9 @@ def _registered(name: str, module: ModuleType) -> str:
 
 
 @_once
-def bag_sum() -> str:
-  """The name by which XLA finds the kernel of lookups, compiled where it is not yet."""
-  return _registered(*_compiled("bag_sum"))
+def bag_sum(table: str) -> str:
+  """The name by which XLA finds the kernel of lookups in tables of a dtype of `frame.TABLES`."""
+  return _registered(*_compiled("bag_sum", TABLE=repr(table)))
 
 
 @_once

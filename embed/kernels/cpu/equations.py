@@ -17,6 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from embed.engine import rounding
 from embed.engine.jax_internals import Literal
 from embed.kernels.cpu import frame, memory
 
@@ -42,12 +43,18 @@ class Operation(NamedTuple):
 class Program(NamedTuple):
   """A row's step. Names: `g`, `w`, `rate`, `s0` ... for slots, `n0` ... for numbers, `i7` for 7.
 
+  What it reads beside the row are words: the rules by which new rows are rounded at random, `RULE`
+  words for each of `rules`, see `row_step.rounding_rules`; the step's index, if there are any; and
+  the numbers, float32.
+
   Attributes:
     slots: whether each has a value for every element of a row.
     slot_dtypes: "float32" or "int32".
     has_rows: whether a row has more than one element.
     operations: in order.
     results: the names of the new row and slots.
+    table: "float32" or "bfloat16".
+    rules: how many rules for stochastic rounding there are; 0 for rounding to the nearest.
   """
 
   slots: tuple[bool, ...]
@@ -55,6 +62,11 @@ class Program(NamedTuple):
   has_rows: bool
   operations: tuple[Operation, ...]
   results: tuple[str, ...]
+  table: str = "float32"
+  rules: int = 0
+
+
+RULE = 5  # words
 
 
 SGD = Program(
@@ -150,7 +162,11 @@ class _Reader:
 
 
 def program(
-  step: Callable[..., Any], dim: int, slots: Sequence[tuple[bool, Any]]
+  step: Callable[..., Any],
+  dim: int,
+  slots: Sequence[tuple[bool, Any]],
+  table: str = "float32",
+  rules: int = 0,
 ) -> tuple[Program, np.ndarray]:
   """The program of a row's step, and its numbers.
 
@@ -158,14 +174,16 @@ def program(
     step: `f(g, w, slots, rate) -> (w, slots)` of arrays `[D]`; slots are a list.
     dim: D.
     slots: of each, whether it has a value for every element, and its dtype.
+    table: the table's dtype.
+    rules: see `Program`.
 
   Raises:
     Unsupported: for an equation with anything that `compiled` cannot emit, and for slots of other
-      dtypes than `frame.DTYPES`. A bool, for one, is a bit in a register and a byte in a slot.
+      dtypes than `frame.SLOTS`. A bool, for one, is a bit in a register and a byte in a slot.
   """
   dtypes = tuple(str(np.dtype(dtype)) for _, dtype in slots)
-  if not frame.DTYPES.keys() >= {*dtypes}:
-    raise Unsupported(f"slots of {dtypes}")
+  if table not in frame.TABLES or not frame.SLOTS.keys() >= {*dtypes}:
+    raise Unsupported(f"a table of {table} with slots of {dtypes}")
   row, one = jax.ShapeDtypeStruct((dim,), np.float32), jax.ShapeDtypeStruct((), np.float32)
   of_slots = [jax.ShapeDtypeStruct((dim,) if r else (), dtype) for r, dtype in slots]
   closed = jax.make_jaxpr(step)(row, row, of_slots, one)
@@ -177,7 +195,8 @@ def program(
     if str(v.aval.dtype) != dtype:
       raise Unsupported(f"a result of {v.aval.dtype}")
   rows = tuple(r and dim > 1 for r, _ in slots)
-  made = Program(rows, dtypes, dim > 1, tuple(reader.operations), tuple(results))
+  operations = tuple(reader.operations)
+  made = Program(rows, dtypes, dim > 1, operations, tuple(results), table, rules)
   return made, np.asarray(reader.numbers, np.float32)
 
 
@@ -186,18 +205,18 @@ def _names(program: Program) -> set[str]:
   return {*itertools.chain(*(op.arguments for op in program.operations)), *program.results}
 
 
-def numbers(program: Program) -> int:
-  """How many numbers a program reads, at least."""
-  return max((int(name[1:]) + 1 for name in _names(program) if name[0] == "n"), default=0)
+def _first_number(program: Program) -> int:
+  """The words before the numbers."""
+  return RULE * program.rules + bool(program.rules)
+
+
+def words(program: Program) -> int:
+  """How many words a program reads, at least."""
+  numbers = (int(name[1:]) + 1 for name in _names(program) if name[0] == "n")
+  return _first_number(program) + max(numbers, default=0)
 
 
 # --- emitting -------------------------------------------------------------------------------------
-
-
-def _constant(kind: Any, value: float) -> Any:
-  if isinstance(kind, ir.VectorType):
-    return ir.Constant(kind, [value] * memory.LANES)
-  return ir.Constant(kind, value)
 
 
 def _call(name: str) -> Callable[..., Any]:
@@ -224,7 +243,7 @@ def _smaller(b: Any, x: Any, y: Any) -> Any:
 
 
 def _sign(b: Any, x: Any) -> Any:
-  zero, one, minus = (_constant(x.type, v) for v in (0, 1, -1))
+  zero, one, minus = (memory.constant(x.type, v) for v in (0, 1, -1))
   negative = b.select(b.fcmp_ordered("<", x, zero), minus, x)
   return b.select(b.fcmp_ordered(">", x, zero), one, negative)
 
@@ -244,7 +263,7 @@ _EMITTED: dict[tuple[str, str], Callable[..., Any]] = {
   ("neg", "float32"): lambda b, x: b.fneg(x),
   ("square", "float32"): lambda b, x: b.fmul(x, x, flags=_FUSED),
   ("sqrt", "float32"): _sqrt,
-  ("rsqrt", "float32"): lambda b, x: b.fdiv(_constant(x.type, 1), _sqrt(b, x)),
+  ("rsqrt", "float32"): lambda b, x: b.fdiv(memory.constant(x.type, 1), _sqrt(b, x)),
   ("abs", "float32"): _call("fabs"),
   ("exp", "float32"): _call("exp"),
   ("log", "float32"): _call("log"),
@@ -288,8 +307,16 @@ def _power(b: Any, x: Any, exponent: int) -> Any:
   for _ in range(abs(exponent)):
     result = x if result is None else b.fmul(result, x)
   if result is None:
-    return _constant(x.type, 1)
-  return result if exponent > 0 else b.fdiv(_constant(x.type, 1), result)
+    return memory.constant(x.type, 1)
+  return result if exponent > 0 else b.fdiv(memory.constant(x.type, 1), result)
+
+
+def _scramble(b: Any, x: Any) -> Any:
+  """`rounding.scramble`."""
+  of = lambda number: memory.constant(x.type, number)
+  for shift, factor in rounding.SCRAMBLE:
+    x = b.mul(b.xor(x, b.lshr(x, of(shift))), of(factor))
+  return b.xor(x, b.lshr(x, of(rounding.LAST_SHIFT)))
 
 
 class _Emitter:
@@ -297,7 +324,7 @@ class _Emitter:
 
   def __init__(self, builder: Any, program: Program, args: Sequence[Any]):
     self.b, self.program = builder, program
-    grad, state, row, self.dim, rate, self.numbers = args
+    grad, state, row, self.dim, rate, self.words = args
     rate = builder.load(memory.at(builder, rate, _FLOAT))
     b, is_row = builder, (True, *program.slots)
     names = ["w", *(f"s{i}" for i in range(len(program.slots)))]
@@ -309,17 +336,57 @@ class _Emitter:
     for k, name in enumerate(names):
       base = b.load(b.gep(memory.at(b, state, _WORD), [_WORD(k)]))
       width = self.dim if is_row[k] else _WORD(1)
-      self.addresses[name] = b.add(base, b.mul(b.mul(row, width), _WORD(4)))
+      size = _WORD(2 if self.stored(name) == "bfloat16" else 4)
+      self.addresses[name] = b.add(base, b.mul(b.mul(row, width), size))
       if not (is_row[k] and program.has_rows):
-        self.values[name] = b.load(memory.at(b, self.addresses[name], _KINDS[self.dtypes[name]]))
+        self.values[name] = self._load(name, (_WORD(0), _KINDS[self.dtypes[name]]))
     if not program.has_rows:
       self.values["g"] = b.load(memory.at(b, grad, _FLOAT))
     for name in _names(program):
       if name[0] == "n":
-        number = b.gep(memory.at(b, self.numbers, _FLOAT), [_WORD(int(name[1:]))])
-        self.values[name] = b.load(number)
+        at = _WORD(_first_number(program) + int(name[1:]))
+        self.values[name] = b.load(b.gep(memory.at(b, self.words, _FLOAT), [at]))
     self.rows = {op.name: op for op in program.operations if op.is_row}
     self.names = names
+    self.key = self.rounding_key(row) if program.rules else None
+
+  def stored(self, name: str) -> str:
+    """The dtype in memory."""
+    return self.program.table if name == "w" else self.dtypes[name]
+
+  def rounding_key(self, row: Any) -> Any:
+    """What the noise of a row is made of: `row_step.rounding_rules` has the formula."""
+    b, words, row = self.b, memory.at(self.b, self.words, _INT), self.b.trunc(row, _INT)
+    rule = _INT(0)
+    for later in range(1, self.program.rules):  # of the last table that begins before the row
+      first = b.load(b.gep(words, [_WORD(RULE * later)]))
+      rule = b.add(rule, b.zext(b.icmp_signed(">=", row, first), _INT))
+    begin = b.mul(b.zext(rule, _WORD), _WORD(RULE))
+    first, scale, base, shared, column = (
+      b.load(b.gep(words, [b.add(begin, _WORD(i))])) for i in range(RULE)
+    )
+    number = b.add(b.mul(b.sub(row, first), scale), base)
+    return b.add(_scramble(b, b.xor(number, shared)), b.mul(column, _INT(rounding.GOLDEN)))
+
+  def noise(self, offset: Any, kind: Any) -> Any:
+    """Random bits for the elements from an offset on; None if rows are rounded to the nearest."""
+    if self.key is None:
+      return None
+    b, like = self.b, _INT
+    steps = _INT(0)
+    if isinstance(kind, ir.VectorType):
+      like = ir.VectorType(_INT, kind.count)
+      steps = ir.Constant(like, [*range(kind.count)])
+    column = b.add(memory.splat(b, b.trunc(offset, _INT), like), steps)
+    spread = b.mul(column, memory.constant(like, rounding.GOLDEN))
+    return _scramble(b, b.add(memory.splat(b, self.key, like), spread))
+
+  def store(self, name: str, at: Any, value: Any) -> None:
+    """Writes a new value of a row or a slot."""
+    offset, kind = at
+    noise = self.noise(offset, kind) if name == "w" else None
+    address = self.addresses[name]
+    memory.store_floats(self.b, address, offset, value, self.stored(name), noise)
 
   def run(self) -> None:
     b, program = self.b, self.program
@@ -341,13 +408,13 @@ class _Emitter:
           if row
         ]
         for name, value in new:
-          memory.store_floats(b, self.addresses[name], offset, value)
+          self.store(name, (offset, kind), value)
 
       memory.for_each_vector(b, self.dim, write)
     for name, result, row in outputs:
       if not (row and program.has_rows):
         value = self.value(result, None, self.dtypes[name])
-        b.store(value, memory.at(b, self.addresses[name], value.type))
+        self.store(name, (_WORD(0), value.type), value)
 
   def value(self, name: str, at: Any, wanted: Any, memo: dict[str, Any] | None = None) -> Any:
     """A name's value: in a loop, of the vector `at` an offset; else one number."""
@@ -360,7 +427,7 @@ class _Emitter:
       made = memory.splat(b, value, at[1]) if at is not None else value
     elif name[0] == "i" and name[1:].lstrip("-").isdigit():
       dtype = wanted if isinstance(wanted, str) else self._dtype_beside(wanted)
-      return _constant(width(_KINDS[dtype]), int(name[1:]))
+      return memory.constant(width(_KINDS[dtype]), int(name[1:]))
     elif name in self.addresses:
       made = self._load(name, at)
     else:
@@ -381,7 +448,7 @@ class _Emitter:
   def _load(self, name: str, at: Any) -> Any:
     kind = _KINDS[self.dtypes[name]]
     kind = ir.VectorType(kind, memory.LANES) if self._is_vector(at) else kind
-    return memory.load_floats(self.b, self.addresses[name], at[0], kind)
+    return memory.load_floats(self.b, self.addresses[name], at[0], kind, self.stored(name))
 
   def apply(self, op: Operation, args: list[Any], at: Any) -> Any:
     b = self.b
@@ -405,7 +472,7 @@ class _Emitter:
     vector = ir.VectorType(_FLOAT, memory.LANES)
     parts = {kind: cgutils.alloca_once(b, kind) for kind in (vector, _FLOAT)}
     for kind, place in parts.items():
-      b.store(_constant(kind, start), place)
+      b.store(memory.constant(kind, start), place)
 
     def add(offset, kind):
       place = parts[kind]
@@ -420,14 +487,14 @@ class _Emitter:
 
 
 def compiled(program: Program) -> Any:
-  """`step_row(grad, state, row, dim, rate, numbers)` for compiled code: all of them words.
+  """`step_row(grad, state, row, dim, rate, words)` for compiled code: all of them int64.
 
   `grad` is the address of a row's gradient, `state` that of the addresses of the table and its
-  slots, `rate` that of the learning rate and `numbers` that of the program's numbers.
+  slots, `rate` that of the learning rate and `words` that of the program's words.
   """
 
   @intrinsic
-  def step_row(typingctx, grad, state, row, dim, rate, numbers):
+  def step_row(typingctx, grad, state, row, dim, rate, words):
     def codegen(context, builder, signature, args):
       _Emitter(builder, program, args).run()
       return context.get_dummy_value()

@@ -33,8 +33,9 @@ MAJOR = 0  # of the interface that is described here
 _EXTENSION, _API, _CONTEXT, _ARG_COUNT, _ARG_LIST, _RET_COUNT, _RET_LIST = 1, 2, 3, 7, 9, 12, 14
 _DATA, _RANK, _DIMS, _METADATA = 3, 4, 5, 1
 _DTYPE = 4  # counted in halves of a word
-F32, S32 = 11, 4  # of XLA_FFI_DataType
-DTYPES = {"float32": F32, "int32": S32}  # of tables and slots: tests hold the kernels to these
+F32, S32, U32, BF16 = 11, 4, 8, 16  # of XLA_FFI_DataType
+TABLES = {"float32": F32, "bfloat16": BF16}  # dtypes that tests hold the kernels to
+SLOTS = {"float32": F32, "int32": S32}
 _THREADS_BYTES, _TASK_BYTES = 32, 40  # the arguments of the functions for threads
 _ERROR_BYTES, _INTERNAL = 28, 13  # the arguments of XLA_FFI_Error_Create, and a code for them
 # The first word of a struct is its size, in bytes.
@@ -148,6 +149,12 @@ def elements(buffer):
 def holds(buffer, dtype, size):
   """Whether a buffer has a dtype and so many elements."""
   return read_int(buffer, _DTYPE) == dtype and elements(buffer) == size
+
+
+@numba.njit(**OPTIONS)
+def width(buffer):
+  """The bytes of an element, of a dtype of `TABLES` or `SLOTS`."""
+  return 2 if read_int(buffer, _DTYPE) == BF16 else 4
 
 
 @numba.njit(**OPTIONS)

@@ -22,7 +22,7 @@ IS_LINUX = sys.platform == "linux"  # on other systems the number may be other a
 LANES = 8  # floats in a vector
 AHEAD = 32  # rows that `weighted_sum` asks for ahead of time
 
-_WORD, _HALF, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
+_WORD, _HALF, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
 _BYTES = ir.IntType(8).as_pointer()
 Emit = Callable[..., Any]
 
@@ -201,18 +201,61 @@ def for_each_vector(builder: Any, size: Any, emit: Emit) -> None:
       emit(offset, kind)
 
 
-def load_floats(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
-  """The floats of a row from an offset on."""
-  pointer = builder.bitcast(builder.gep(at(builder, address, _FLOAT), [offset]), kind.as_pointer())
-  return builder.load(pointer, align=4)
+def _like(kind: Any, element: Any) -> Any:
+  """A type of as many elements of another type."""
+  return ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
 
 
-def store_floats(builder: Any, address: Any, offset: Any, value: Any) -> None:
-  """Writes floats to a row from an offset on."""
-  pointer = builder.bitcast(
-    builder.gep(at(builder, address, _FLOAT), [offset]), value.type.as_pointer()
-  )
-  builder.store(value, pointer, align=4)
+def constant(kind: Any, value: float) -> Any:
+  """A number, or a vector of it."""
+  if isinstance(kind, ir.VectorType):
+    return ir.Constant(kind, [value] * kind.count)
+  return ir.Constant(kind, value)
+
+
+def _element(builder: Any, address: Any, offset: Any, width: int, kind: Any) -> Any:
+  """A pointer to what begins at an element, of so many bytes, of a row."""
+  pointer = builder.gep(at(builder, address, ir.IntType(8 * width)), [offset])
+  return builder.bitcast(pointer, kind.as_pointer())
+
+
+def load_floats(builder: Any, address: Any, offset: Any, kind: Any, dtype: str = "float32") -> Any:
+  """The floats of a row from an offset on; bfloat16 are the upper halves of their bits."""
+  if dtype == "bfloat16":
+    half = _like(kind, _SHORT)
+    bits = builder.load(_element(builder, address, offset, 2, half), align=2)
+    whole = _like(kind, _HALF)
+    bits = builder.shl(builder.zext(bits, whole), constant(whole, 16))
+    return builder.bitcast(bits, kind)
+  return builder.load(_element(builder, address, offset, 4, kind), align=4)
+
+
+def store_floats(
+  builder: Any, address: Any, offset: Any, value: Any, dtype: str = "float32", noise: Any = None
+) -> None:
+  """Writes floats to a row from an offset on.
+
+  As bfloat16 they are rounded to the nearest, ties to even, or, with random bits int32 as `noise`,
+  as `rounding.to_bfloat16` does.
+  """
+  if dtype == "bfloat16":
+    value = _to_bfloat16(builder, value, noise)
+  width = 2 if dtype == "bfloat16" else 4
+  builder.store(value, _element(builder, address, offset, width, value.type), align=width)
+
+
+def _to_bfloat16(b: Any, value: Any, noise: Any) -> Any:
+  """The bits of floats as bfloat16."""
+  whole, half = _like(value.type, _HALF), _like(value.type, _SHORT)
+  bits, of = b.bitcast(value, whole), lambda number: constant(whole, number)
+  is_odd = b.and_(b.lshr(bits, of(16)), of(1))
+  nearest = b.add(bits, b.add(is_odd, of(0x7FFF)))
+  if noise is not None:
+    is_finite = b.icmp_unsigned("<", b.and_(bits, of(0x7FFFFFFF)), of(0x7F800000))
+    nearest = b.select(is_finite, b.add(bits, b.and_(noise, of(0xFFFF))), nearest)
+  is_nan = b.fcmp_unordered("uno", value, value)
+  rounded = b.select(is_nan, b.or_(bits, of(0x400000)), nearest)
+  return b.trunc(b.lshr(rounded, of(16)), half)
 
 
 def splat(builder: Any, value: Any, kind: Any) -> Any:
@@ -225,13 +268,12 @@ def splat(builder: Any, value: Any, kind: Any) -> Any:
   return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
 
 
-@intrinsic
-def weighted_sum(typingctx, total, start, dim, rows, gains, stride, count, scale):
+def _weighted_sum(dtype: str) -> Any:
   """Sets the row at `total` to scale * (row at `start` + the sum of gain * row).
 
   `rows` holds the addresses of `count` rows and of the `AHEAD` that are read after them, which it
   asks for meanwhile; gains are `stride` floats apart. A block of columns stays in registers for all
-  rows.
+  rows. Both other rows are float32.
   """
 
   def codegen(context, builder, signature, args):
@@ -250,8 +292,8 @@ def weighted_sum(typingctx, total, start, dim, rows, gains, stride, count, scale
         gain = b.load(b.gep(at(b, gains, _FLOAT), [b.mul(loop.index, stride)]))
         gain = splat(b, gain, kind)
         for column, place in zip(columns, sums, strict=True):
-          _emit_prefetch(b, b.add(later, b.mul(column, _WORD(4))))
-          term = b.fmul(load_floats(b, row, column, kind), gain, flags=("contract",))
+          _emit_prefetch(b, b.add(later, b.mul(column, _WORD(2 if dtype == "bfloat16" else 4))))
+          term = b.fmul(load_floats(b, row, column, kind, dtype), gain, flags=("contract",))
           b.store(b.fadd(b.load(place), term, flags=("contract",)), place)
       for column, place in zip(columns, sums, strict=True):
         store_floats(b, total, column, b.fmul(b.load(place), splat(b, scale, kind)))
@@ -267,3 +309,15 @@ def weighted_sum(typingctx, total, start, dim, rows, gains, stride, count, scale
     return context.get_dummy_value()
 
   return types.void(*[types.int64] * 7, types.float32), codegen
+
+
+@intrinsic
+def weighted_sum(typingctx, total, start, dim, rows, gains, stride, count, scale):
+  """`_weighted_sum` of rows of float32."""
+  return _weighted_sum("float32")
+
+
+@intrinsic
+def weighted_sum_bfloat16(typingctx, total, start, dim, rows, gains, stride, count, scale):
+  """`_weighted_sum` of rows of bfloat16."""
+  return _weighted_sum("bfloat16")

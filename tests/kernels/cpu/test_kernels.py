@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, TOLERANCE, optimizer_id
 
 import embed
-from embed.engine import exchange, lookup, row_step, update
+from embed.engine import exchange, lookup, rounding, row_step, update
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
 from embed.engine.layout import Layout
@@ -87,6 +87,23 @@ def test_lookups_on_several_threads(ragged):
   check_lookup(rng, 500, 64, bags)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("dim", [1, 21, 64])
+def test_rows_of_bfloat16(dim, ragged):
+  """Summed in float32, and rounded once."""
+  rng = np.random.default_rng(0)
+  table = jnp.asarray(rng.normal(size=(500, dim)), jnp.bfloat16)
+  bags = random_bags(rng, 500, 3000, 7, "id", ragged)
+  look_up = lambda f, dtype: jax.jit(functools.partial(f, dtype=dtype))(table, bags)
+  act = look_up(cpu_kernels.gather_and_combine, jnp.float32)
+  expected = look_up(lookup.gather_and_combine, jnp.float32)
+  np.testing.assert_allclose(act, expected, rtol=1e-5, atol=2e-5)
+  for dtype in (None, jnp.bfloat16):
+    rounded = look_up(cpu_kernels.gather_and_combine, dtype)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rounded, act.astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("gains", [False, True])
 def test_ragged_bags_of_every_length_in_order(gains):
   """As ragged inputs come: runs of a bag, short ones and longer than what a kernel reads ahead."""
@@ -118,8 +135,8 @@ def test_a_lookup_takes_the_kernel_only_where_it_is_covered():
     functools.partial(cpu_kernels.gather_and_combine, **settings), table, bags
   )
   assert "sparse_embed_bag_sum" in act(table)
-  assert "sparse_embed" not in act(table.astype(jnp.bfloat16))
-  assert "sparse_embed" not in act(table, dtype=jnp.bfloat16)
+  assert "sparse_embed_bag_sum" in act(table.astype(jnp.bfloat16))
+  assert "sparse_embed_bag_sum" in act(table, dtype=jnp.bfloat16)
   assert "sparse_embed" not in act(table, quantization=embed.QuantizationConfig(3, 0.0, 1.0))
 
 
@@ -206,6 +223,67 @@ def test_updates_on_several_threads(monkeypatch, size):
   check_step(monkeypatch, embed.adagrad(), size, 24, [(4000, 6, True), (900, 1, False)], atol=1e-3)
 
 
+@pytest.mark.parametrize("is_random", [False, True], ids=["nearest", "random"])
+@pytest.mark.parametrize("sizes", [(70,), (20, 7, 43)], ids=["a table", "tables"])
+@pytest.mark.parametrize("dim", [1, 5, 24])
+def test_rows_of_bfloat16_are_rounded_alike(monkeypatch, dim, sizes, is_random):
+  """To the bit, for numbers that any order of additions has the same sum of."""
+  rng, size = np.random.default_rng(0), sum(sizes)
+  count = {"count": embed.Slot(0, per_row=True, dtype=np.int32)}
+  equation = lambda g, w, s, lr: (w - lr * g, {"count": s["count"] + 1})
+  optimizer = embed.custom_optimizer(equation, count)
+  names = tuple(f"t{i}" for i in range(len(sizes)))
+  stack = StackSpec(
+    "t", names, Layout(sizes), dim, np.dtype(jnp.bfloat16), optimizer,
+    stochastic_rounding=is_random,
+  )  # fmt: skip
+  w = rng.normal(size=(size, dim)).astype(np.float32)
+  w.flat[:6] = [np.inf, -np.inf, np.nan, 3.38e38, 0.0, -1e-30]
+  arrays = {"parameters": jnp.asarray(w, jnp.bfloat16), "count": jnp.zeros(size, jnp.int32)}
+  exact = lambda x: jnp.round(x * 4096) / 4096
+  parts = [
+    part._replace(grads=exact(part.grads), gains=None if part.gains is None else exact(part.gains))
+    for part in make_parts(rng, size, dim, [(200, 5, False), (7, 1, False)])
+  ]
+  scalars = row_step.StepScalars(jnp.float32(0.125), None, jnp.int32(3) if is_random else None)
+
+  def run(switch):
+    monkeypatch.setenv(cpu_kernels.SWITCH, switch)
+    step = jax.jit(lambda arrays: update.step_table(stack, scalars, arrays, parts))
+    return step(arrays), step.lower(arrays).as_text()
+
+  (new, text), (expected, without) = run("1"), run("0")
+  assert ("sparse_embed_row_equation" in text, "sparse_embed" in without) == (True, False)
+  same = lambda x, y: np.testing.assert_array_equal(x.astype(jnp.float32), y.astype(jnp.float32))
+  jax.tree.map(same, new, expected)
+  assert not np.array_equal(new["parameters"], arrays["parameters"])
+
+
+@pytest.mark.parametrize("contiguous", [False, True], ids=["mod", "div"])
+def test_rules_of_rounding_are_those_of_its_definition(monkeypatch, contiguous):
+  """For all rows and columns of all shards."""
+  layout, step = Layout((20, 7, 43, 2), shards=3, contiguous=contiguous), jnp.int32(5)
+  stack = StackSpec(
+    "t", tuple("abcd"), layout, 6, np.dtype(jnp.bfloat16), embed.sgd(), stochastic_rounding=True
+  )
+  local, columns = jnp.arange(layout.shard_rows, dtype=jnp.int32), jnp.arange(6, dtype=jnp.uint32)
+  noise = []
+  monkeypatch.setattr(row_step.rounding, "to_bfloat16", lambda new, bits: noise.append(bits))
+  for shard in range(3):
+    monkeypatch.setattr(row_step.collectives, "device_index", lambda axes, s=shard: jnp.int32(s))
+    row_step._round(stack, step, None, local, 0)
+    scalars = row_step.StepScalars(jnp.float32(1), None, step)
+    rules = np.asarray(row_step.rounding_rules(stack, scalars))
+    of_row = rules[np.searchsorted(rules[:, 0], local, side="right") - 1]
+    first, scale, base, shared, column = of_row.T
+    keys = ((local.astype(jnp.uint32) - first) * scale + base) ^ shared
+    spread = (column[:, None] + columns) * jnp.uint32(rounding.GOLDEN)
+    bits = rounding.scramble(rounding.scramble(keys)[:, None] + spread)
+    tables = [np.asarray(layout.ids(i, shard, local)) < n for i, n in enumerate(layout.sizes)]
+    used = np.any(tables, axis=0)
+    np.testing.assert_array_equal(bits[used], noise[-1][used])
+
+
 def test_a_sum_does_not_depend_on_the_threads():
   """Gradients of a row are added in the order of the batch: to the bit."""
   rng = np.random.default_rng(0)
@@ -227,7 +305,7 @@ BOOLS = {"seen": embed.Slot(0, per_row=True, dtype=bool)}
   [
     (embed.adagrad(use_gradient_accumulation=False), jnp.float32),
     (embed.adam(lazy_adam=False), jnp.float32),
-    (embed.adagrad(), jnp.bfloat16),
+    (embed.adagrad(), jnp.float16),
     (embed.custom_optimizer(lambda g, w, s, lr: (w - lr * jnp.tanh(g), s)), jnp.float32),
     (embed.custom_optimizer(lambda g, w, s, lr: (w - lr * jnp.sort(g), s)), jnp.float32),
     (embed.custom_optimizer(lambda g, w, s, lr: (w, s), BOOLS), jnp.float32),
@@ -237,7 +315,7 @@ BOOLS = {"seen": embed.Slot(0, per_row=True, dtype=bool)}
   ids=[
     "one by one",
     "not lazy",
-    "bfloat16",
+    "float16",
     "tanh",
     "sort",
     "bool",
@@ -304,13 +382,15 @@ def test_a_model_trains_alike(monkeypatch, devices):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("rows", ["float32", "bfloat16", "bfloat16 at random"])
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
-def test_no_cost_of_the_vocabulary(name):
+def test_no_cost_of_the_vocabulary(name, rows):
   """Tables and slots are stepped in place, and nothing is as large as a table."""
-  size, dim = 300_000, 16
+  size, dim, is_random = 300_000, 16, rows.endswith("at random")
   table = embed.TableConfig(
-    size, dim, optimizer=getattr(embed, name)(), initializer=jax.nn.initializers.zeros, name="t"
-  )
+    size, dim, optimizer=getattr(embed, name)(), initializer=jax.nn.initializers.zeros, name="t",
+    dtype=rows.split()[0], stochastic_rounding=is_random,
+  )  # fmt: skip
   layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   graph, state = nnx.split(layer)
 

@@ -17,7 +17,8 @@ ROOT = pathlib.Path(__file__).parents[3]
   [
     pytest.param("slots", 40, marks=pytest.mark.full),
     pytest.param("optimizers", 144, marks=pytest.mark.full),
-    pytest.param("lookups", 800, marks=pytest.mark.full),
+    pytest.param("bfloat16", 96, marks=pytest.mark.full),
+    pytest.param("lookups", 1700, marks=pytest.mark.full),
     ("misfits", 2),
   ],
 )

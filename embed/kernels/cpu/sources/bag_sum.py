@@ -1,8 +1,8 @@
 """The kernel of a lookup: sums of rows. `build` compiles this file; nothing imports it.
 
-Arguments: a table float32 `[V, D]`, ids int32 `[B, L]` and gains float32 `[B, L]`, `[B, 1]`, or
-`[0]` for none. Ragged bags: ids `[N]`, segments int32 `[N]`, gains `[N]` or `[0]`. The result is
-float32 `[B, D]`. Ids that are no row of the table add nothing.
+Arguments: a table `[V, D]` of dtype `TABLE`, ids int32 `[B, L]` and gains float32 `[B, L]`,
+`[B, 1]`, or `[0]` for none. Ragged bags: ids `[N]`, segments int32 `[N]`, gains `[N]` or `[0]`. The
+result is float32 `[B, D]`. Ids that are no row of the table add nothing.
 """
 
 import llvmlite.binding
@@ -15,6 +15,7 @@ from embed.kernels.cpu import frame as ffi
 from embed.kernels.cpu import memory as mem
 
 TASK = "sparse_embed_task"
+TABLE = "float32"
 _TABLE, _SIZE, _DIM, _IDS, _LENGTH, _GAINS, _GAINS_LENGTH, _OUT, _BAGS = range(9)
 _SEGMENTS, _COUNT, _BAGS_PER_PART, _ZEROS, _ONE, _WORK_WORDS = range(9, 15)
 ALONE = 1 << 16  # elements that a thread sums faster than another one wakes up
@@ -22,13 +23,15 @@ PART = 1 << 15  # elements of a part, at least
 LARGE = 4 << 20  # bytes of whole pages
 BLOCK = 1 << 12  # ids of ragged bags whose rows are found at a time
 ONE = np.float32(1)
+DTYPE, WIDTH = ffi.TABLES[TABLE], 4 if TABLE == "float32" else 2  # bytes
+weighted_sum = mem.weighted_sum if TABLE == "float32" else mem.weighted_sum_bfloat16
 
 
 @numba.njit(**mem.OPTIONS)
 def find_rows(work, ids, count, rows):
   """Writes the address of each id's row; padding gets the address of a row of zeros."""
   table, size = mem.read_word(work, _TABLE), mem.read_word(work, _SIZE)
-  width, zeros = 4 * mem.read_word(work, _DIM), mem.read_word(work, _ZEROS)
+  width, zeros = WIDTH * mem.read_word(work, _DIM), mem.read_word(work, _ZEROS)
   for i in range(count):
     id = np.int64(mem.read_int(ids, i))
     mem.write_word(rows, i, table + width * id if 0 <= id < size else zeros)
@@ -54,7 +57,7 @@ def sum_bags(work, start, end):
   rows = rows_of(work, count)
   find_rows(work, ids + 4 * first, count, rows)
   for i in range(min(count, mem.AHEAD)):
-    mem.prefetch(mem.read_word(rows, i), 4 * dim)
+    mem.prefetch(mem.read_word(rows, i), WIDTH * dim)
   of_one, stride = work + 8 * _ONE, 0
   for bag in range(end - start):
     of_bag, scale = of_one, ONE
@@ -64,7 +67,7 @@ def sum_bags(work, start, end):
       scale = mem.read_float(gains, start + bag)
     total = mem.read_word(work, _OUT) + 4 * dim * (start + bag)
     of_rows = rows + 8 * bag * length
-    mem.weighted_sum(total, zeros, dim, of_rows, of_bag, stride, length, scale)
+    weighted_sum(total, zeros, dim, of_rows, of_bag, stride, length, scale)
   mem.free(rows)
 
 
@@ -91,7 +94,7 @@ def sum_segments(work, start, end):
         found = ahead
         total, of_run = out + 4 * dim * bag, gains + 4 * i if has_gains else work + 8 * _ONE
         of_rows = rows + 8 * (i - base)
-        mem.weighted_sum(total, total, dim, of_rows, of_run, np.int64(has_gains), n, ONE)
+        weighted_sum(total, total, dim, of_rows, of_run, np.int64(has_gains), n, ONE)
       i += n
   mem.free(rows)
 
@@ -118,7 +121,7 @@ def fits(frame):
   if is_ragged and not ffi.holds(ffi.argument(frame, 2), ffi.S32, count):
     return False
   return (
-    ffi.holds(table, ffi.F32, ffi.dimension(table, 0) * ffi.dimension(out, 1))
+    ffi.holds(table, DTYPE, ffi.dimension(table, 0) * ffi.dimension(out, 1))
     and ffi.holds(ids, ffi.S32, count if is_ragged else bags * ffi.dimension(ids, 1))
     and ffi.holds(gains, ffi.F32, size)
     and ffi.holds(out, ffi.F32, bags * ffi.dimension(table, 1))

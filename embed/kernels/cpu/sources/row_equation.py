@@ -11,16 +11,16 @@ from embed.kernels.cpu import memory as mem
 EQUATION = "sparse_embed_equation"
 UPDATE = "sparse_embed_update"
 PROGRAM = equations.SGD
-DTYPES = tuple(ffi.DTYPES[dtype] for dtype in ("float32", *PROGRAM.slot_dtypes))
+DTYPES = (ffi.TABLES[PROGRAM.table], *(ffi.SLOTS[dtype] for dtype in PROGRAM.slot_dtypes))
 IS_ROW = (True, *PROGRAM.slots)
-NUMBERS = equations.numbers(PROGRAM)
+WORDS = equations.words(PROGRAM)
 step_row = equations.compiled(PROGRAM)
 
 
 @cache.compiled(types.void(*[types.int64] * 6))
-def step(grad, state, row, dim, rate, numbers):
+def step(grad, state, row, dim, rate, words):
   """What `row_step` calls for each row."""
-  step_row(grad, state, row, dim, rate, numbers)
+  step_row(grad, state, row, dim, rate, words)
 
 
 llvmlite.binding.add_symbol(EQUATION, step.address)
@@ -32,10 +32,10 @@ def fits(frame):
   states, inputs = len(DTYPES), len(DTYPES) + 2
   if ffi.results(frame) != states or (ffi.arguments(frame) - inputs) % 3 != 0:
     return False
-  table, numbers = ffi.argument(frame, 0), ffi.argument(frame, states + 1)
+  table, words = ffi.argument(frame, 0), ffi.argument(frame, states + 1)
   size, dim = ffi.dimension(table, 0), ffi.dimension(table, 1)
   known = ffi.holds(ffi.argument(frame, states), ffi.F32, 1)
-  known &= ffi.holds(numbers, ffi.F32, max(NUMBERS, ffi.elements(numbers)))
+  known &= ffi.holds(words, ffi.U32, max(WORDS, ffi.elements(words)))
   for k in range(states):
     old, new, count = ffi.argument(frame, k), ffi.result(frame, k), size * (dim if IS_ROW[k] else 1)
     known &= ffi.holds(old, DTYPES[k], count) and ffi.holds(new, DTYPES[k], count)

@@ -2,8 +2,8 @@
 
 It is the same for all optimizers, and calls the `row_equation` of one.
 
-Arguments: a table float32 `[V, D]` and its slots, which the results take the place of; the learning
-rate float32 `[]`; the numbers of the equation, float32 `[K]`; and of each part of the gradients
+Arguments: a table `[V, D]` and its slots, which the results take the place of; the learning rate
+float32 `[]`; what else the equation reads, uint32 `[K]`; and of each part of the gradients
 float32 `[B, D]`, ids int32 `[B, L]` and gains float32 `[B, L]`, or `[0]` for 1. Ids that are no
 row of the table are skipped.
 
@@ -24,10 +24,10 @@ from embed.kernels.cpu import memory as mem
 TASK = "sparse_embed_task"
 UPDATE = "sparse_embed_update"
 
-_STATE, _SIZE, _DIM, _RATE, _NUMBERS, _INPUTS, _INPUT_COUNT, _COUNT = range(8)
-_BLOCKS, _BITS, _ENTRIES, _ENDS, _EQUATION, _SLOTS, _ZEROS, _WORK_WORDS = range(8, 16)
+_STATE, _SIZE, _DIM, _RATE, _WORDS, _INPUTS, _INPUT_COUNT, _COUNT = range(8)
+_BLOCKS, _BITS, _ENTRIES, _ENDS, _EQUATION, _SLOTS, _ZEROS, _WORK_SIZE = range(8, 16)
 # Of each part of the gradients.
-_GRADS, _IDS, _GAINS, _LENGTH, _FIRST, _LAST, _INPUT_WORDS = range(7)
+_GRADS, _IDS, _GAINS, _LENGTH, _FIRST, _LAST, _INPUT_SIZE = range(7)
 _SPREAD_COUNT, _SPREAD, _STEP = range(3)  # phases
 ALONE = 1 << 12  # ids that a thread handles faster than another one wakes up
 PARTITION = 512  # ids in a partition, about
@@ -57,7 +57,7 @@ def spread(work, phase, block):
   )
   begin, end = count * block // blocks, count * (block + 1) // blocks
   for k in range(mem.read_word(work, _INPUT_COUNT)):
-    part = mem.read_word(work, _INPUTS) + 8 * _INPUT_WORDS * k
+    part = mem.read_word(work, _INPUTS) + 8 * _INPUT_SIZE * k
     first, length = mem.read_word(part, _FIRST), mem.read_word(part, _LENGTH)
     ids, gains = mem.read_word(part, _IDS), mem.read_word(part, _GAINS)
     start = max(begin, first) - first
@@ -160,7 +160,7 @@ def step_partition(work, partition):
   for i in range(n, n + mem.AHEAD):
     mem.write_word(grads, i, mem.read_word(work, _ZEROS))
   equation, state = mem.read_word(work, _EQUATION), mem.read_word(work, _STATE)
-  rate, numbers = mem.read_word(work, _RATE), mem.read_word(work, _NUMBERS)
+  rate, words = mem.read_word(work, _RATE), mem.read_word(work, _WORDS)
   for i in range(min(mem.AHEAD, n)):
     mem.prefetch(mem.read_word(grads, i), 4 * dim)
   for j in range(min(ROWS_AHEAD, count)):
@@ -172,7 +172,7 @@ def step_partition(work, partition):
     last = np.int64(mem.read_int(ends, j))
     grad = sum_of(work, grads + 8 * first, gains + 4 * first, last - first, total)
     row = np.int64(mem.read_int(rows, j))
-    mem.call(equation, (grad, state, row, dim, rate, numbers))
+    mem.call(equation, (grad, state, row, dim, rate, words))
     first = last
   mem.free(grads)
 
@@ -182,7 +182,7 @@ def read_inputs(frame, inputs, first, count):
   """Describes the parts of the gradients; returns the number of ids."""
   total = 0
   for k in range(count):
-    at, part = first + 3 * k, inputs + 8 * _INPUT_WORDS * k
+    at, part = first + 3 * k, inputs + 8 * _INPUT_SIZE * k
     ids, gains = ffi.argument(frame, at + 1), ffi.argument(frame, at + 2)
     has_gains = ffi.dimension(gains, ffi.rank(gains) - 1) > 0
     mem.write_word(part, _GRADS, ffi.data(ffi.argument(frame, at)))
@@ -213,18 +213,18 @@ def read_state(frame, slots):
   for k in range(slots + 1):
     array = ffi.result(frame, k)
     mem.write_word(state, k, ffi.data(array))
-    width = 4 * ffi.dimension(array, 1) if ffi.rank(array) == 2 else 4
-    mem.write_word(state, slots + 1 + k, width)
+    width = ffi.dimension(array, 1) if ffi.rank(array) == 2 else 1
+    mem.write_word(state, slots + 1 + k, width * ffi.width(array))
   return state
 
 
 @numba.njit(**mem.OPTIONS)
 def step_rows(frame, equation):
   """Reads the arguments and shares the work."""
-  work, slots = mem.malloc(8 * _WORK_WORDS), ffi.results(frame) - 1
+  work, slots = mem.malloc(8 * _WORK_SIZE), ffi.results(frame) - 1
   state = read_state(frame, slots)
   input_count = (ffi.arguments(frame) - slots - 3) // 3
-  inputs = mem.malloc(8 * _INPUT_WORDS * input_count)
+  inputs = mem.malloc(8 * _INPUT_SIZE * input_count)
   count = read_inputs(frame, inputs, slots + 3, input_count)
   helpers = 0 if count < ALONE else ffi.threads(frame) - 1
   blocks, bits = 2 * helpers + 1, 0
@@ -238,7 +238,7 @@ def step_rows(frame, equation):
   mem.write_word(work, _SIZE, ffi.dimension(ffi.argument(frame, 0), 0))
   mem.write_word(work, _DIM, ffi.dimension(ffi.argument(frame, 0), 1))
   mem.write_word(work, _RATE, ffi.data(ffi.argument(frame, slots + 1)))
-  mem.write_word(work, _NUMBERS, ffi.data(ffi.argument(frame, slots + 2)))
+  mem.write_word(work, _WORDS, ffi.data(ffi.argument(frame, slots + 2)))
   mem.write_word(work, _INPUTS, inputs)
   mem.write_word(work, _INPUT_COUNT, input_count)
   mem.write_word(work, _COUNT, count)
