@@ -26,13 +26,20 @@ OPTIMIZERS = {
 class Model(nnx.Module):
   """A table for each optimizer, of different sizes, looked up as bags and as single ids."""
 
-  def __init__(self, rows: int, dim: int, mesh: Any = None, sharding: str = "mod"):
+  def __init__(
+    self,
+    rows: int,
+    dim: int,
+    mesh: Any = None,
+    sharding: str = "mod",
+    dtype: Any = jnp.float32,
+  ):
     self.dim = dim
+    shared = {"combiner": "sum", "initializer": jax.nn.initializers.zeros, "dtype": dtype}
     tables = [
-      embed.TableConfig(rows + 8 * i, dim, optimizer=optimizer, name=name, combiner="sum",
-                        initializer=jax.nn.initializers.zeros)
+      embed.TableConfig(rows + 8 * i, dim, optimizer=optimizer, name=name, **shared)
       for i, (name, optimizer) in enumerate(OPTIMIZERS.items())
-    ]  # fmt: skip
+    ]
     features = {
       kind: {table.name: embed.FeatureConfig(table) for table in tables} for kind in ("bag", "one")
     }
