@@ -296,3 +296,10 @@ def test_a_mean_does_not_depend_on_the_size_of_the_weights(kind, combiner, expon
   expected = look_up(weights)
   assert np.abs(expected).min() > 0
   np.testing.assert_array_equal(look_up(np.ldexp(weights, exponent)), expected)
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_weights_of_zero_give_zero_though_the_compiler_knows_them(combiner):
+  layer, ids = make(combiner), jnp.ones((2, 3), jnp.int32)
+  look_up = nnx.jit(lambda m, x: m(embed.Padded(x), embed.Padded(jnp.zeros((2, 3)))), graph=False)
+  np.testing.assert_array_equal(look_up(layer, ids), np.zeros((2, D)))

@@ -85,7 +85,7 @@ class Bags:
     if w is None:
       w = is_row(self.ids, vocabulary_size).astype(jnp.float32)
     if weights is not None:
-      w = w * self._per_id_scale(jnp.abs(w))
+      w = scaled(w, self._largest(jnp.abs(w)))
     power = w if combiner == "mean" else w * w
     if self.segments is None:
       scale = inverse_norm(jnp.sum(power, axis=-1, keepdims=True), combiner)
@@ -94,14 +94,13 @@ class Bags:
     total = total.at[self.segments].get(mode="fill", fill_value=0)
     return dataclasses.replace(self, gains=w * inverse_norm(total, combiner))
 
-  def _per_id_scale(self, sizes: jax.Array) -> jax.Array:
-    """`scale_of` the largest of each bag, for each id."""
+  def _largest(self, sizes: jax.Array) -> jax.Array:
+    """The largest of each bag, for each id."""
     if self.segments is None:
-      return scale_of(jnp.max(sizes, axis=-1, keepdims=True, initial=0))
-    largest = (
-      jnp.zeros(math.prod(self.batch), jnp.float32).at[self.segments].max(sizes, mode="drop")
-    )
-    return scale_of(largest).at[self.segments].get(mode="fill", fill_value=0)
+      return jnp.max(sizes, axis=-1, keepdims=True, initial=0)
+    none = jnp.zeros(math.prod(self.batch), jnp.float32)
+    largest = none.at[self.segments].max(sizes, mode="drop")
+    return largest.at[self.segments].get(mode="fill", fill_value=0)
 
   def sum_segments(self, rows: jax.Array) -> jax.Array:
     """The sum of each bag's rows, `[N, D]` to `[prod(batch), D]`; of ragged bags."""
@@ -144,13 +143,14 @@ def pad_all(bags: Sequence[Bags], placement: Any) -> tuple[tuple[Bags, ...], tup
   return padded, tuple(P() if bag.is_ragged else placement.work for bag in padded)
 
 
-def scale_of(largest: jax.Array) -> jax.Array:
-  """A power of two that brings weights of this size to where their squares and sums are floats.
+def scaled(weights: jax.Array, largest: jax.Array) -> jax.Array:
+  """Weights times a power of two, so that the sums of their squares are floats.
 
-  It changes no bit of a normalized weight, and is 1 between 2**-48 and 2**48.
+  It changes no bit of a normalized weight, and is 1 if the largest is between 2**-48 and 2**48. The
+  weights are multiplied before one is chosen: XLA would take the square of a factor out of a sum.
   """
-  small, large = jnp.float32(2.0**-48), jnp.float32(2.0**48)
-  return jnp.where(largest < small, large * large, jnp.where(largest > large, small * small, 1))
+  up, down = weights * jnp.float32(2.0**96), weights * jnp.float32(2.0**-96)
+  return jnp.where(largest < 2.0**-48, up, jnp.where(largest > 2.0**48, down, weights))
 
 
 def inverse_norm(total: jax.Array, combiner: str) -> jax.Array:

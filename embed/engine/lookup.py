@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from embed import config as config_lib
-from embed.engine.bags import Bags, inverse_norm, is_row, scale_of
+from embed.engine.bags import Bags, inverse_norm, is_row, scaled
 from embed.engine.packing import Lines
 
 UNROLLED = 8  # positions of a bag gathered in one fused loop; longer bags loop over them
@@ -142,7 +142,7 @@ def combine_rows(
     gains = valid.astype(jnp.float32) if weights is None else weights
     if table.combiner != "sum":
       largest = jnp.max(jnp.abs(jax.lax.stop_gradient(gains)), axis=-1, keepdims=True, initial=0)
-      gains = gains * scale_of(largest)
+      gains = scaled(gains, largest)
       power = gains if table.combiner == "mean" else gains * gains
       gains = gains * inverse_norm(jnp.sum(power, axis=-1, keepdims=True), table.combiner)
     out = jnp.sum(vectors * gains[..., None], axis=-2)
