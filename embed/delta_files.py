@@ -201,8 +201,10 @@ def _read_file(path: pathlib.Path) -> Delta:
       for node, names in header["state"].items()
     }
     return Delta(header["since"], header["step"], tables, state)
-  # zipfile raises RuntimeError for flags and methods that it does not know.
+  # zipfile raises RuntimeError for flags and methods that it does not know, and OSError, without a
+  # file's name, for offsets before the file.
   except (
+    OSError,
     ValueError,
     LookupError,
     TypeError,
@@ -212,5 +214,7 @@ def _read_file(path: pathlib.Path) -> Delta:
     zipfile.BadZipFile,
     zlib.error,
   ) as error:
+    if isinstance(error, OSError) and error.filename is not None:
+      raise
     reason = str(error).partition("\n")[0]
     raise ValueError(f"{path} is damaged, or no file of a delta ({reason}).") from error

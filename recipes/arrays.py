@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from . import files, schemas
+from . import escaping, files, schemas
 from .errors import DamagedFileError, MissingFileError, UserError
 from .fingerprint import fingerprint
 
@@ -134,7 +134,8 @@ def prepared(
         _check(final, meta["columns"])
         return Columns(final), meta
     except (DamagedFileError, MissingFileError) as error:
-      print(f"{error}: preparing the data set again", file=sys.stderr, flush=True)
+      note = escaping.terminal(f"{error}: preparing the data set again")
+      print(note, file=sys.stderr, flush=True)
       shutil.rmtree(final)
     partial = final.with_suffix(".partial")
     if partial.is_symlink():
