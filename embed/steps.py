@@ -147,16 +147,16 @@ def look_up_stack(
   warn_of_constant(stored, prepared.bags)
   rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
   acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
-  acts = before_update(layer, acts)
+  acts = before_update(layer, acts, placement.is_local and cpu_kernels.looks_up(stack))
   if mesh_lib.is_explicit((rows, layer.report.get_value())):
     acts = [placement.typed(act) for act in acts]
   return tap(layer, stack, acts, record, stored), record, prepared
 
 
-def before_update(layer: Any, outputs: Any) -> Any:
+def before_update(layer: Any, outputs: Any, by_kernel: bool = False) -> Any:
   """Returns arrays that were computed from a layer's tables, which its next update comes after."""
   report = layer.report.get_value()
-  outputs, token = xla.with_token(outputs, report["dropped_ids"])
+  outputs, token = xla.with_token(outputs, report["dropped_ids"], by_kernel)
   _set_report(layer, {**report, "dropped_ids": token})
   return outputs
 

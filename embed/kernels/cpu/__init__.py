@@ -29,7 +29,7 @@ from embed.engine import jax_internals, lookup, switches
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
 from embed.engine.packing import Lines
-from embed.engine.stack import Arrays
+from embed.engine.stack import Arrays, StackSpec
 
 SWITCH = "SPARSE_EMBED_KERNELS"
 DTYPES = ("float32", "bfloat16")  # of tables
@@ -85,6 +85,16 @@ def _has_sizes(*arrays: jax.Array) -> bool:
 
 
 # --- lookups --------------------------------------------------------------------------------------
+
+
+def looks_up(stack: StackSpec) -> bool:
+  """Whether lookups in a stack on one device take a kernel, but for bags of unknown sizes."""
+  return (
+    is_on()
+    and str(stack.dtype) in DTYPES
+    and stack.quantization is None
+    and not (stack.is_in_host or stack.sparse_core)
+  )
 
 
 def count_beyond(ids: jax.Array, size: int) -> jax.Array:
