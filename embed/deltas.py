@@ -217,6 +217,8 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
   """The rows for each table of a node, without the slots that it does not have."""
   if name not in delta.tables:
     raise ValueError(f"The delta has no {name!r}; it has {sorted(delta.tables)}.")
+  for layer in autodiff.sparse_embeds(node).values():
+    _check_alive(layer)
   expected = checkpoint.like(**{name: node})[name]
   untrained = checkpoint.untrained(node)
   tables = delta.tables[name]
@@ -254,17 +256,22 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
   return fitting
 
 
-def _put(layer: Any, rows: Mapping[str, TableRows]) -> None:
-  """Replaces rows of a layer's tables."""
+def _check_alive(layer: Any) -> None:
+  """Raises ValueError if rows of a layer were donated."""
   for stack in layer.spec.stacks.values():
-    stored = stored_arrays(layer, stack)
-    if any(x.is_deleted() for x in stored.values()):
+    if any(x.is_deleted() for x in stored_arrays(layer, stack).values()):
       raise ValueError(
         f"The rows of table {stack.tables[0]!r} are gone: the step of another model that shares "
         "them was compiled with donation. After nnx.clone(model) or nnx.update(server, "
         "nnx.state(model)), give one of the two its own arrays: nnx.update(server, jax.tree.map("
         "jnp.copy, nnx.state(server)))."
       )
+
+
+def _put(layer: Any, rows: Mapping[str, TableRows]) -> None:
+  """Replaces rows of a layer's tables."""
+  for stack in layer.spec.stacks.values():
+    stored = stored_arrays(layer, stack)
     new = stored
     for table in stack.tables:
       new = changes_lib.put(stack, new, table, rows[table])

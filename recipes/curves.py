@@ -16,10 +16,7 @@ _WIDTH = 6.0  # inches: readable on a page, and on a phone
 _PANEL, _TITLE, _ENTRY, _LINE = 2.3, 0.3, 0.04, 0.157  # heights in inches
 _WRAP, _WRAP_TITLE = 70, 54  # characters in a line of the legend and of a title
 
-# Names of files and settings may hold dollars, and are no formulas.
-_STYLE = style.SETTINGS | {
-  "grid.color": style.GREY, "grid.alpha": 0.3, "text.parse_math": False
-}  # fmt: skip
+_STYLE = style.SETTINGS | {"grid.color": style.GREY, "grid.alpha": 0.3}
 
 
 class Curves(Protocol):

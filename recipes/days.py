@@ -255,7 +255,7 @@ def draw(history: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path)
 
   from . import style
 
-  with matplotlib.rc_context({**style.SETTINGS, "text.parse_math": False}):
+  with matplotlib.rc_context(style.SETTINGS):
     figure = Figure(figsize=(8, 3), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), names, strict=True):
       days = [day for day in history if name in day["metrics"]]

@@ -22,6 +22,7 @@ _GREY_PARTS = ("text.", "axes.label", "axes.edge", "axes.title", "xtick.", "ytic
 SETTINGS: dict[Any, Any] = {f"{part}color": GREY for part in _GREY_PARTS} | {
   "figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False,
   "axes.spines.top": False, "axes.spines.right": False, "font.size": 10,
+  "text.parse_math": False,  # names of files and settings may hold dollars, and are no formulas
 }  # fmt: skip
 
 

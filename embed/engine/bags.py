@@ -81,11 +81,10 @@ class Bags:
     weights = None if self.gains is None else jax.lax.stop_gradient(self.gains)
     if combiner == "sum" or (weights is None and not self.is_ragged and self.ids.shape[-1] == 1):
       return dataclasses.replace(self, gains=weights)
-    w = weights
-    if w is None:
+    if weights is None:
       w = is_row(self.ids, vocabulary_size).astype(jnp.float32)
-    if weights is not None:
-      w = scaled(w, self._largest(jnp.abs(w)))
+    else:
+      w = scaled(weights, self._largest(jnp.abs(weights)))
     power = w if combiner == "mean" else w * w
     if self.segments is None:
       scale = inverse_norm(jnp.sum(power, axis=-1, keepdims=True), combiner)

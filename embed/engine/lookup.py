@@ -141,8 +141,9 @@ def combine_rows(
   else:
     gains = valid.astype(jnp.float32) if weights is None else weights
     if table.combiner != "sum":
-      largest = jnp.max(jnp.abs(jax.lax.stop_gradient(gains)), axis=-1, keepdims=True, initial=0)
-      gains = scaled(gains, largest)
+      if weights is not None:
+        sizes = jnp.abs(jax.lax.stop_gradient(weights))
+        gains = scaled(weights, jnp.max(sizes, axis=-1, keepdims=True, initial=0))
       power = gains if table.combiner == "mean" else gains * gains
       gains = gains * inverse_norm(jnp.sum(power, axis=-1, keepdims=True), table.combiner)
     out = jnp.sum(vectors * gains[..., None], axis=-2)

@@ -26,7 +26,7 @@ def zero_after(x: jax.Array) -> jax.Array:
 
 
 def with_token(arrays: Any, token: jax.Array, by_kernel: bool = False) -> tuple[Any, jax.Array]:
-  """The same arrays and token; whatever uses the token comes after all of the arrays.
+  """Returns the same arrays and token; what uses the token runs after all of the arrays exist.
 
   Where the token is known there is nothing to order: no update of this program depends on it.
 

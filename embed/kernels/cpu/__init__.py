@@ -88,13 +88,17 @@ def _has_sizes(*arrays: jax.Array) -> bool:
 
 
 def looks_up(stack: StackSpec) -> bool:
-  """Whether lookups in a stack on one device take a kernel, but for bags of unknown sizes."""
-  return (
-    is_on()
-    and str(stack.dtype) in DTYPES
-    and stack.quantization is None
-    and not (stack.is_in_host or stack.sparse_core)
-  )
+  """Whether a kernel makes all activations that are looked up in a stack on one device.
+
+  Bags of symbolic sizes, as in exported programs, are left out: no update follows them.
+  """
+  is_plain = not (stack.is_packed or stack.is_in_host or stack.sparse_core)
+  return is_plain and _has_bag_sum(stack.dtype, stack.quantization)
+
+
+def _has_bag_sum(dtype: np.dtype, quantization: QuantizationConfig | None) -> bool:
+  """Whether the kernel of lookups takes a table."""
+  return is_on() and dtype in DTYPES and quantization is None
 
 
 def count_beyond(ids: jax.Array, size: int) -> jax.Array:
@@ -123,10 +127,8 @@ def gather_and_combine(
 ) -> jax.Array:
   """`lookup.gather_and_combine`, by a kernel where there is one."""
   has_kernel = (
-    is_on()
-    and not isinstance(table, Lines)
-    and table.dtype in DTYPES
-    and quantization is None
+    not isinstance(table, Lines)
+    and _has_bag_sum(table.dtype, quantization)
     and bags.ids.dtype == np.int32
     and _has_sizes(table, bags.ids)
     and _are_sizes(bags.batch)
@@ -204,7 +206,7 @@ def step(
       GradRows(grads, ids, gains if has else None)
       for (grads, ids, gains), has in zip(of_parts, has_gains, strict=True)
     ]
-    step = None if rules is None else operands[size + 1][5 * rule_count].astype(jnp.int32)
+    step = None if rules is None else operands[size + 1][rules.size].astype(jnp.int32)
     new = formulation(dict(zip(names, operands, strict=False)), operands[size], same, step)
     return [new[name] for name in names]
 
