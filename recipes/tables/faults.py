@@ -60,6 +60,17 @@ class Problem(NamedTuple):
   hint: Callable[[int], str] = lambda index: ""
   is_told: bool = False
 
+  def at(self, indices: np.ndarray) -> "Problem":
+    """Returns the problem of rows that refer to the values by index, `[rows]`; -1 is none."""
+    value, hint = self.value, self.hint
+    return Problem(
+      np.append(self.bad, False)[indices],
+      self.kind,
+      lambda row: value(int(indices[row])),
+      lambda row: hint(int(indices[row])),
+      self.is_told,
+    )
+
 
 @dataclasses.dataclass
 class _Tally:

@@ -10,14 +10,13 @@ from ..errors import MissingFileError, UserError
 
 _SUFFIXES = {
   "Parquet": r"\.(parquet|pq)$",
-  "ArrayRecord": r"\.(arrayrecord|array_record)(-\d+-of-\d+)?$",
   "text": r"\.(csv|tsv|tab|txt|dat|data)(\.gz)?$",
 }
 _PACKED = (".zip", ".bz2", ".xz", ".zst", ".7z", ".tar", ".tgz")
 _SHEETS = (".xls", ".xlsx", ".ods")
 _STORES = (".json", ".jsonl", ".avro", ".orc", ".feather", ".npy", ".npz", ".pkl", ".h5", ".db")
 _OTHERS = (*_PACKED, *_SHEETS, *_STORES, ".md", ".pdf")
-_KNOWN = ".parquet, .csv, .tsv, .txt, .dat, .data (text also with .gz) or .arrayrecord"
+_KNOWN = ".parquet, .csv, .tsv, .txt, .dat or .data (text also with .gz)"
 
 
 def file_format(path: Path) -> str | None:

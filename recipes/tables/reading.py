@@ -10,23 +10,14 @@ import pyarrow as pa
 
 from .. import files
 from ..errors import DamagedFileError
-from .batches import Batch, Source, Way
 from .faults import UNUSABLE, Fault, Ledger, Problem
 from .finding import file_format, paths
 from .formats import Format
-from .stored import ArrayRecordFile, ParquetFile
-from .textfiles import TextFile
+from .source import Batch, File, ParquetFile, Stage, TextFile, batches
 from .times import are_dates, as_times
-from .values import as_lists, as_numbers, as_texts, plain, refusal, trimmed
+from .values import ReadAs, as_lists, as_numbers, as_texts, plain, refusal, trimmed
 
 __all__ = ["Chunk", "Format", "Reader", "columns_of", "paths"]
-
-_SOURCES: dict[str, Callable[[Path, Format], Source]] = {
-  "Parquet": ParquetFile,
-  "ArrayRecord": ArrayRecordFile,
-  "text": TextFile,
-}
-
 
 _AS_FOUND = Format()
 
@@ -63,10 +54,8 @@ class Reader:
     paths: of the files, as `paths` returns them. Their columns may be in any order, and there may
       be more of them than are read.
     ways: by name, how to read the column:
-      "text": pa.StringArray, trimmed, null where missing. Numbers become text, and timestamps ISO
-        8601. So that every format gives the same text for the same value, 12.0 becomes "12" and
-        True, TRUE, False, FALSE become "true" and "false", in texts too: versions "2.0" and "2" are
-        one value.
+      "text": pa.StringArray, trimmed, null where missing. Numbers and booleans become text, 12.0
+        "12" and True "true", and timestamps ISO 8601; texts stay as they are.
       "number": float64 [N], nan where missing. Texts true and false are 1 and 0.
       "time": int64 [N], or float64 where numbers have fractions. Dates and timestamps are
         microseconds since 1970, in UTC where they name no zone; numbers are taken as they are, in
@@ -79,9 +68,12 @@ class Reader:
     format: of text files.
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
     chunk_rows: at most, of a chunk.
+    stage: where text is kept while it is read; None makes one of its own.
+    dictionaries: whether columns of "text" come as dictionaries where files have them so.
 
   Attributes:
     names: all columns of the first file, in order.
+    files: the files as they are stored.
 
   Raises:
     DamagedFileError: a file has no column of a name, of the right kind, or is damaged; and while
@@ -100,21 +92,24 @@ class Reader:
   def __init__(
     self,
     paths: Sequence[Path],
-    ways: Mapping[str, Way],
+    ways: Mapping[str, ReadAs],
     *,
     columns: Mapping[str, str] | None = None,
     format: Format = _AS_FOUND,
     on_bad_row: str = "raise",
     chunk_rows: int = 65_536,
+    stage: Stage | None = None,
+    dictionaries: bool = False,
   ):
     self._paths, self._ways = [Path(path) for path in paths], dict(ways)
     self._columns = {name: (columns or {}).get(name, name) for name in ways}
     self._format, self._on_bad_row, self._chunk_rows = format, on_bad_row, chunk_rows
     self._ledger = Ledger(on_bad_row)
     self._clocks: dict[str, int] = {}
-    self._sources = [_open(path, format) for path in self._paths]
-    self.names = self._sources[0].names
-    for path, source in zip(self._paths, self._sources, strict=True):
+    self._stage, self._dictionaries = stage or Stage(), dictionaries
+    self.files = [_open(path, format) for path in self._paths]
+    self.names = self.files[0].names
+    for path, source in zip(self._paths, self.files, strict=True):
       self._check(path, source)
 
   @property
@@ -130,12 +125,14 @@ class Reader:
   def __iter__(self) -> Iterator[Chunk]:
     self._ledger = Ledger(self._on_bad_row)
     self._clocks = {}
-    num_rows, wanted = 0, {self._columns[name]: way for name, way in self._ways.items()}
+    num_rows, wanted = 0, list(dict.fromkeys(self._columns.values()))
+    texts = [self._columns[name] for name, way in self._ways.items() if way == "text"]
     total = sum(path.stat().st_size for path in self._paths)
     with files.progress("reading", total, "B") as bar:
-      for path, source in zip(self._paths, self._sources, strict=True):
+      for path, source in zip(self._paths, self.files, strict=True):
         bar.set_description(f"reading {path.name}")
-        for batch in source.batches(wanted, self._chunk_rows):
+        categories = texts if self._dictionaries else []
+        for batch in batches(source, self._stage, wanted, self._chunk_rows, categories):
           chunk = self._chunk(path, batch, self._clocks)
           bar.update(batch.size)
           num_rows += len(chunk.rows)
@@ -176,7 +173,7 @@ class Reader:
     """
     return self._without(chunk, {}, [(column, Problem(bad, kind, problem, is_told=True))])
 
-  def _check(self, path: Path, source: Source) -> None:
+  def _check(self, path: Path, source: File) -> None:
     """Raises if a file lacks a column, or stores it in a way that cannot be read as it should."""
     for name, way in self._ways.items():
       column = self._columns[name]
@@ -185,7 +182,7 @@ class Reader:
       if column in source.types and (problem := refusal(source.types[column], way)) is not None:
         raise DamagedFileError(f"{path}, column {column!r} {problem}.")
 
-  def _missing(self, path: Path, source: Source, name: str) -> str:
+  def _missing(self, path: Path, source: File, name: str) -> str:
     listed = ", ".join(map(repr, source.names[:30])) + (" …" if len(source.names) > 30 else "")
     close = difflib.get_close_matches(name, source.names, n=1)
     sentences = [
@@ -234,8 +231,8 @@ def columns_of(paths: Sequence[Path], format: Format = _AS_FOUND) -> tuple[str, 
   return _open(paths[0], format).names
 
 
-def _open(path: Path, format: Format) -> Source:
-  return _SOURCES[file_format(path) or "text"](path, format)
+def _open(path: Path, format: Format) -> File:
+  return (ParquetFile if file_format(path) == "Parquet" else TextFile)(path, format)
 
 
 def _listed(paths: Sequence[Path]) -> str:
@@ -243,10 +240,12 @@ def _listed(paths: Sequence[Path]) -> str:
 
 
 def _converted(
-  array: pa.Array, way: Way, missing: Sequence[str], clocks: dict[str, int], column: str
+  array: pa.Array, way: ReadAs, missing: Sequence[str], clocks: dict[str, int], column: str
 ) -> tuple[Any, list[Problem]]:
   if way == "any":
     return array, []
+  if way == "text" and isinstance(array, pa.DictionaryArray):
+    return as_texts(array, missing)
   array = plain(array)
   if isinstance(way, tuple):
     return as_lists(array, way[1], missing)

@@ -7,8 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .batches import Way
 from .faults import Problem, shown
+
+# How a column is read: "text", "number", "time", "any", or ("list", separator).
+ReadAs = str | tuple[str, str]
 
 INTEGER = r"^[+-]?\d+$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
@@ -16,35 +18,35 @@ _NOT_FINITE = r"(?i)^[+-]?(nan|inf(inity)?)$"
 _DECIMAL_COMMA = r"^[+-]?[\d.]*\d,\d+$"
 _THOUSANDS = r"^[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$"  # 1,234 may be a decimal comma as well
 _WHOLE = r"^-?(0)\.0+$|^(-?[1-9]\d*)\.0+$"  # as files write an integer column with gaps
-_FLAGS = ("True", "TRUE", "False", "FALSE")
+_FLAGS = ("true", "false")
 LIMIT = float(1 << 63)
 
 
-def refusal(stored: pa.DataType, way: Way) -> str | None:
-  """Returns what is wrong with reading a stored column that way, or None.
+def refusal(stored: pa.DataType, read_as: ReadAs) -> str | None:
+  """Returns what is wrong with reading a stored column so, or None.
 
   >>> refusal(pa.list_(pa.string()), "text")
   'holds lists: declare it as a bag, a sequence or an item with a separator'
   """
   if pa.types.is_dictionary(stored):
     stored = stored.value_type
-  if way == "any" or pa.types.is_null(stored):
+  if read_as == "any" or pa.types.is_null(stored):
     return None
   if _is_list(stored):
-    if not isinstance(way, tuple):
+    if not isinstance(read_as, tuple):
       return "holds lists: declare it as a bag, a sequence or an item with a separator"
     if pa.types.is_nested(stored.value_type):
       return f"holds lists of {stored.value_type}: store lists of numbers or texts"
     return None
   if pa.types.is_nested(stored):
     return f"holds {stored}: store its fields as columns"
-  if isinstance(way, tuple) and not _is_text(stored):
+  if isinstance(read_as, tuple) and not _is_text(stored):
     return f"holds single values ({stored}), not lists: declare it as a category or a number"
-  if isinstance(way, tuple) and not way[1]:
+  if isinstance(read_as, tuple) and not read_as[1]:
     return "holds text: declare the separator of its items"
-  if way == "number" and pa.types.is_temporal(stored):
+  if read_as == "number" and pa.types.is_temporal(stored):
     return f"holds times ({stored}), not numbers: declare it as time"
-  if way == "time" and not (
+  if read_as == "time" and not (
     _is_text(stored)
     or pa.types.is_integer(stored)
     or pa.types.is_floating(stored)
@@ -127,37 +129,55 @@ def _decoded(value: bytes | None) -> str | None:
     return None
 
 
-def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, list[Problem]]:
-  """Converts N values to trimmed text, null where missing; one text for one value.
-
-  A text file that says 12.0 or True gives the same text as a Parquet file that stores the number
-  or the boolean: "12" and "true".
+def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.Array, list[Problem]]:
+  """Converts N values to trimmed text, null where missing; numbers and times as they are written.
 
   Args:
-    array: as `plain` returns it.
+    array: as `plain` returns it, or a dictionary, which stays one.
     missing: texts that mean no value, besides "".
 
   Returns:
     The texts, and the values that cannot be read; the texts of these rows are undefined.
   """
+  if isinstance(array, pa.DictionaryArray):
+    texts, problems = as_texts(plain(array.dictionary), missing)
+    array = pa.DictionaryArray.from_arrays(array.indices, texts)
+    at = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    return array, [problem.at(at) for problem in problems]
   array, problems = trimmed(array, ())
-  if pc.match_substring(array, ".0").true_count:
-    array = pc.replace_substring_regex(array, _WHOLE, r"\1\2")
-  flags = pc.is_in(array, value_set=pa.array(_FLAGS))
-  if flags.true_count:
-    array = pc.if_else(flags, pc.ascii_lower(array), array)
-  return _without(array, map(as_text, missing)), problems
+  return _without(array, missing), problems
 
 
-def as_text(value: str | int | float) -> str:
-  """Returns a value of a setting as `as_texts` writes those of files, so that the two can be equal.
+def spelling_of(texts: pa.Array) -> str:
+  """Returns how all values of a column are spelled: "whole", "flag", or "" if in several ways.
 
-  >>> as_text("4.0"), as_text(5.0), as_text(True)
-  ('4', '5', 'true')
+  "whole" is a column in which all values end in ".0", as files write integers with gaps, or none
+  does; "flag" one of true and false in any case. In such a column, one value may have two
+  spellings; in others, two spellings are two values.
   """
-  if isinstance(value, bool) or value in _FLAGS:
-    return str(value).lower()
-  return re.sub(_WHOLE, r"\1\2", str(value))
+  present = texts.drop_null()
+  if len(present) and pc.all(pc.is_in(pc.ascii_lower(present), pa.array(_FLAGS))).as_py():
+    return "flag"
+  are_whole = pc.match_substring_regex(present, _WHOLE)
+  return "whole" if are_whole.true_count in (0, len(present)) else ""
+
+
+def spelled(texts: pa.Array, spelling: str) -> pa.Array:
+  """Returns texts in one spelling: without ".0" if "whole", in lower case if "flag"."""
+  if not spelling:
+    return texts
+  if isinstance(texts, pa.DictionaryArray):
+    return pa.DictionaryArray.from_arrays(texts.indices, spelled(texts.dictionary, spelling))
+  if spelling == "flag":
+    return pc.ascii_lower(texts)
+  has_point = pc.match_substring(texts, ".0").true_count
+  return pc.replace_substring_regex(texts, _WHOLE, r"\1\2") if has_point else texts
+
+
+def same_value(texts: pa.Array) -> pa.Array:
+  """Returns texts so that two are equal if they spell one number or truth value: of labels."""
+  flags = pc.is_in(pc.ascii_lower(texts), pa.array(_FLAGS))
+  return spelled(pc.if_else(flags, pc.ascii_lower(texts), texts), "whole")
 
 
 def trimmed(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, list[Problem]]:
@@ -196,7 +216,8 @@ def _written(array: pa.Array) -> pa.StringArray:
     array = array.cast(pa.timestamp("us", zone), safe=False).cast(pa.string())
     array = pc.replace_substring_regex(array, r"\.0+(Z?)$", r"\1")
     return pc.replace_substring(array, " ", "T")
-  return array.cast(pa.string())
+  texts = array.cast(pa.string())
+  return spelled(texts, "whole") if pa.types.is_decimal(array.type) else texts
 
 
 def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, list[Problem]]:

@@ -2,13 +2,11 @@
 
 import gzip
 import io
-import json
 import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from array_record.python import array_record_module
 
 from recipes.errors import DamagedFileError, MissingFileError, UserError
 from recipes.tables import reading
@@ -49,7 +47,8 @@ ROWS = {
     "too many fields",
   ),
   "too few fields in a bad encoding": (
-    "x.csv", b"a,b\nx,1\ncaf\xe9\nz,3\n", AB, {}, 2, None, ["1 instead of 2"], "too few fields",
+    "x.csv", b"a,b\nx,1\ncaf\xe9\nz,3\n", AB, {}, 2, "a",
+    [r"b'caf\xe9' is not utf-8", "config.format.encoding='latin-1'"], "is not utf-8",
   ),
   "too few fields before the rest": (
     "x.txt", "x 1 1 2\ny\nz 2\n", AB | {"c": ("list", " ")},
@@ -235,7 +234,6 @@ FILES = {
   "an empty file among others": (
     {"1.csv": "a,b\n1,2\n", "2.csv": ""}, AB, {}, "2.csv", ["is empty"],
   ),
-  "an empty ArrayRecord": ({"x.arrayrecord": b""}, AB, {}, "x.arrayrecord", ["is empty"]),
   "a header only": ({"x.csv": "a,b\n"}, AB, {}, "x.csv", ["no rows"]),
   "a header without line end": ({"x.csv": "a,b"}, AB, {}, "x.csv", ["no rows"]),
   "a Parquet file without rows": (
@@ -271,9 +269,6 @@ FILES = {
   ),
   "text named as Parquet": (
     {"x.parquet": b"a,b\n1,2\n" * 9}, {"b": "text"}, {}, "x.parquet", ["no whole Parquet"],
-  ),
-  "text named as ArrayRecord": (
-    {"x.arrayrecord": b"a,b\n1,2\n" * 9}, AB, {}, "x.arrayrecord", ["no whole ArrayRecord"],
   ),
   "an open quote": (
     {"x.csv": 'a,b\nx,1\ny,"2\nz,3\nz,3\n'}, AB, {}, "x.csv",
@@ -311,26 +306,6 @@ def test_bad_files_are_named_with_the_remedy(tmp_path, kind, on_bad_row):
       assert word in str(error.value)
   else:
     assert str(tmp_path / file) in str(error.value)
-
-
-@pytest.mark.parametrize("on_bad_row", ["raise", "skip"])
-def test_bad_records_are_named_or_counted(tmp_path, on_bad_row):
-  path = tmp_path / "x.arrayrecord"
-  writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-  for record in [b'{"a": 1}', b'{"a": ', b"\xff", b'{"a": [1, 2]}', json.dumps({"a": 5}).encode()]:
-    writer.write(record)
-  writer.close()
-  reader = Reader([path], {"a": "number"}, on_bad_row=on_bad_row)
-  if on_bad_row == "raise":
-    with pytest.raises(DamagedFileError, match="row 2 has a damaged record: neither"):
-      list(reader)
-  else:
-    (chunk,) = reader
-    assert chunk.rows.tolist() == [1, 5]
-    assert [line.split(" (")[0] for line in reader.skipped] == [
-      "2 rows: a damaged record",
-      "1 row: column 'a' is a list",
-    ]
 
 
 # Settings.
@@ -391,11 +366,6 @@ def test_paths_may_be_path_objects(folder):
     folder / "b.csv",
     folder / "a.csv",
   ]
-
-
-def test_paths_name_shards_of_array_records(tmp_path):
-  (tmp_path / "x.array_record-00000-of-00002").write_text("")
-  assert len(reading.paths(str(tmp_path))) == 1
 
 
 def test_paths_that_lead_nowhere_are_refused(folder, tmp_path):

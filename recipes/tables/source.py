@@ -1,0 +1,521 @@
+"""Files of rows: Parquet as it is, and text as DuckDB reads it, kept as Parquet while it is used."""
+
+import codecs
+import csv
+import functools
+import gzip
+import os
+import re
+import shutil
+import tempfile
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .. import files
+from ..errors import DamagedFileError, UserError
+from .faults import Fault, shown
+from .formats import DELIMITERS, Format, find_delimiter, records, repeated
+
+_AGAIN = "Copy or download it again."
+_PEEK = 1 << 18  # bytes that show how a file is written
+_BLOCK = 1 << 20
+_MEMORY = "400MB"  # of DuckDB, which spills beyond it to the folder of a `Stage`
+_LINE = "\x1f"  # a delimiter for files whose lines are cut by SQL; a control character
+_MAGIC = {
+  b"PAR1": "is a Parquet file. Name it so: {stem}.parquet",
+  b"\x1f\x8b": "is compressed with gzip. Name it so: {path}.gz",
+  b"PK\x03\x04": "is a zip archive or a spreadsheet. Unpack it, or save the sheet as CSV",
+  b"\x28\xb5\x2f\xfd": "is compressed with zstd. Unpack it first",
+  b"BZh": "is compressed with bzip2. Unpack it first",
+  b"\xfd7zXZ": "is compressed with xz. Unpack it first",
+}
+_DECODING_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, UnicodeError)
+
+
+class Batch(NamedTuple):
+  """Some rows of a file.
+
+  Attributes:
+    rows: int64 `[N]`, their numbers in the file; the first is 1.
+    arrays: by column, N values as they are stored.
+    faults: rows among and before them that were dropped.
+    size: bytes of the file since the previous batch.
+  """
+
+  rows: np.ndarray
+  arrays: dict[str, pa.Array]
+  faults: list[Fault]
+  size: int
+
+
+class Stage:
+  """A folder for what is computed of files while they are read, and the engine that computes it.
+
+  Args:
+    folder: an empty or missing one; None makes a temporary folder, which goes with this object.
+  """
+
+  def __init__(self, folder: Path | None = None):
+    if folder is None:
+      folder = Path(tempfile.mkdtemp(prefix="sparse_embed_"))
+      weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+    else:
+      folder = files.new_folder(folder)
+    self.folder = folder
+    self._texts: dict[tuple[Path, Format], tuple[Path, list[Fault]]] = {}
+
+  @functools.cached_property
+  def engine(self) -> Any:
+    """A connection to DuckDB."""
+    import duckdb  # not for predictions, which read no files by it
+
+    settings = {"memory_limit": _MEMORY, "temp_directory": str(self.folder)}
+    return duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
+
+  def text(self, file: "TextFile") -> tuple[Path, list[Fault]]:
+    """Returns the Parquet file with a text file's rows, and the rows that have no place in it."""
+    key = (file.path, file.format)
+    if key not in self._texts:
+      self._texts[key] = _Text(file, self, len(self._texts)).rows()
+    return self._texts[key]
+
+
+class ParquetFile:
+  """A Parquet file.
+
+  Attributes:
+    names: of the columns, in order.
+    types: of the columns.
+
+  Raises:
+    DamagedFileError: the file is no Parquet, incomplete, or names two columns alike.
+  """
+
+  def __init__(self, path: Path, format: Format):
+    self.path = path
+    with _opened(path) as file:
+      schema = file.schema_arrow
+    self.names = tuple(schema.names)
+    if (duplicate := repeated(self.names)) is not None:
+      raise DamagedFileError(f"{path} has two columns {duplicate!r}. Rename one.")
+    self.types: Mapping[str, pa.DataType] = dict(zip(schema.names, schema.types, strict=True))
+
+  def advice(self) -> str:
+    """Returns what to try where a column is missing, or ""."""
+    return ""
+
+  def stored(self, stage: Stage) -> tuple[Path, list[Fault]]:
+    """Returns the Parquet file with the rows, and the rows that have no place in it."""
+    return self.path, []
+
+
+class TextFile:
+  """A text file with a row a line, or several lines where a quoted value has line ends.
+
+  Empty lines are no rows. A column that the header leaves unnamed, such as the index that pandas
+  writes, is called by its place, as `column 1`.
+
+  Attributes:
+    names: of the columns, in order.
+    types: of the columns: all are text.
+    delimiter: between two fields.
+    by_line: whether quotes have no meaning.
+    skip: lines before the first row.
+
+  Raises:
+    DamagedFileError: the file is empty, no text, or its header cannot be read.
+    UserError: the format does not fit the file.
+  """
+
+  def __init__(self, path: Path, format: Format):
+    self.path, self.format = path, format
+    sample, empty_lines = _peek(path, format.encoding)
+    self.delimiter = format.delimiter or find_delimiter(sample, path, format)
+    self.by_line = format.rest or len(self.delimiter) > 1
+    quote = "" if self.by_line else format.quote
+    try:
+      first = [name.strip() for name in next(records(sample, self.delimiter, quote, strict=True))]
+    except csv.Error as error:
+      if not format.names:
+        raise DamagedFileError(
+          f"{path}: the header cannot be read ({error}). Close its quotes, or write "
+          "config.format.quote='' if quotes have no meaning."
+        ) from error
+      first = []
+    self.names = self._header(first)
+    self.types: Mapping[str, pa.DataType] = dict.fromkeys(self.names, pa.string())
+    self.skip = 0 if format.names else empty_lines + 1
+
+  def _header(self, first: list[str]) -> tuple[str, ...]:
+    if names := self.format.names:
+      if [name.lower() for name in first] == [name.lower() for name in names]:
+        raise UserError(
+          f"{self.path}: the first line is a header. Leave out config.format.names, which is for "
+          "files without one."
+        )
+      return names
+    for place, name in enumerate(first, start=1):
+      where = f"{self.path}, header, column {place}"
+      if "\0" in name:
+        raise DamagedFileError(
+          f"{where}: {shown(name)} has a NUL byte, so that the file is no text, or one in UTF-16: "
+          "then write config.format.encoding='utf-16'."
+        )
+      if re.search("[\udc80-\udcff]", name):
+        raise DamagedFileError(
+          f"{where}: {shown(name.encode('utf-8', 'surrogateescape'))} is not "
+          f"{self.format.encoding}. Write config.format.encoding='latin-1'."
+        )
+    if not any(first):
+      raise DamagedFileError(
+        f"{self.path}: the header names no column. Name them in the file, or remove that line and "
+        "write config.format.names=('…', '…')."
+      )
+    names = tuple(name or f"column {place}" for place, name in enumerate(first, start=1))
+    if (duplicate := repeated(names)) is not None:
+      places = [place for place, name in enumerate(names, start=1) if name == duplicate]
+      raise DamagedFileError(
+        f"{self.path}: the header names columns {places[0]} and {places[1]} "
+        f"{duplicate!r}. Rename one, or if that line is a row, name the columns: "
+        "config.format.names=('…', '…')."
+      )
+    return names
+
+  def advice(self) -> str:
+    """Returns what to try where a column is missing, or ""."""
+    if self.format.names:
+      return "The names are from config.format.names."
+    if len(self.names) == 1 and (delimiter := _other_delimiter(self.names[0], self.delimiter)):
+      return f"The delimiter seems another: write config.format.delimiter={delimiter!r}."
+    if any(re.fullmatch(r"[-+.\d]+", name) for name in self.names):
+      return (
+        "The first line seems a row, not a header: name the columns, "
+        "config.format.names=('…', '…')."
+      )
+    return ""
+
+  def stored(self, stage: Stage) -> tuple[Path, list[Fault]]:
+    """Returns the Parquet file with the rows, and the rows that have no place in it.
+
+    Raises:
+      DamagedFileError: a quote is not closed, or a compressed file is incomplete or damaged.
+    """
+    return stage.text(self)
+
+
+File = ParquetFile | TextFile
+
+
+def batches(
+  file: File, stage: Stage, columns: Sequence[str], num_rows: int, categories: Sequence[str] = ()
+) -> Iterator[Batch]:
+  """Yields the rows of a file in their order, up to `num_rows` at once.
+
+  Args:
+    file: of the rows.
+    stage: where text is kept.
+    columns: to read.
+    num_rows: of a batch, at most.
+    categories: columns of text that come as dictionaries, which saves the work on repeated values.
+
+  Raises:
+    DamagedFileError: the file is damaged; names the row before.
+  """
+  path, faults = file.stored(stage)
+  left_out = np.array([fault.row for fault in faults], np.int64)
+  before = left_out - np.arange(len(left_out))  # rows that are kept, up to each of them
+  start, size = 0, file.path.stat().st_size
+  as_dictionaries = [name for name in categories if pa.types.is_string(file.types[name])]
+  with _opened(path, as_dictionaries) as opened:
+    total = max(opened.metadata.num_rows, 1)
+    stored = opened.iter_batches(num_rows, columns=list(columns), use_threads=False)
+    while True:
+      try:
+        batch = next(stored, None)
+      except (pa.ArrowException, OSError) as error:
+        raise DamagedFileError(f"{path} is damaged after row {start} ({error}). {_AGAIN}") from error
+      if batch is None:
+        break
+      places = np.arange(start + 1, start + 1 + len(batch))
+      rows = places + np.searchsorted(before, places, side="right")
+      passed = int(np.searchsorted(left_out, rows[-1])) if len(rows) else 0
+      arrays = {name: batch.column(name) for name in columns}
+      yield Batch(rows, arrays, faults[:passed], size * len(batch) // total)
+      faults, start = faults[passed:], start + len(batch)
+      left_out = left_out[passed:]
+  if faults:
+    none = {name: pa.nulls(0, file.types[name]) for name in columns}
+    yield Batch(np.empty(0, np.int64), none, faults, 0)
+
+
+def _opened(path: Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+  try:
+    # With a buffer, a column of a row group is read in pages, not as a whole.
+    return pq.ParquetFile(
+      path,
+      buffer_size=1 << 20,
+      pre_buffer=False,
+      page_checksum_verification=True,
+      read_dictionary=list(dictionaries),
+    )
+  except (pa.ArrowException, OSError) as error:
+    raise DamagedFileError(f"{path} is no whole Parquet file ({error}). {_AGAIN}") from error
+
+
+def literal(text: object) -> str:
+  """Returns a text as SQL writes it."""
+  return "'" + str(text).replace("'", "''") + "'"
+
+
+def identifier(name: str) -> str:
+  """Returns the name of a column as SQL writes it."""
+  return '"' + name.replace('"', '""') + '"'
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def _is_utf8(encoding: str) -> bool:
+  return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig", "ascii")
+
+
+def _bytes_of(path: Path) -> IO[bytes]:
+  try:
+    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+  except OSError as error:
+    raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _has_nul(path: Path) -> bool:
+  with path.open("rb") as file:
+    return any(b"\0" in block for block in iter(lambda: file.read(_BLOCK), b""))
+
+
+def _peek(path: Path, encoding: str) -> tuple[str, int]:
+  """Returns the beginning of a text, from its first line on, and the number of empty lines before.
+
+  Raises:
+    DamagedFileError: the file is empty, or no text.
+  """
+  with _bytes_of(path) as stream:
+    try:
+      sample = stream.read(_PEEK)
+    except _DECODING_ERRORS as error:
+      raise DamagedFileError(
+        f"{path} breaks off or is damaged at its beginning ({error}). {_AGAIN}"
+      ) from error
+  for magic, problem in _MAGIC.items():
+    if sample.startswith(magic):
+      stem = path.with_suffix("")
+      raise DamagedFileError(f"{path} {problem.format(path=path, stem=stem)}.")
+  if _is_utf8(encoding) and sample.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    raise DamagedFileError(f"{path} is written in UTF-16. Write config.format.encoding='utf-16'.")
+  decoder = codecs.getincrementaldecoder("utf-8" if _is_utf8(encoding) else encoding)
+  text = decoder(errors="surrogateescape").decode(sample).removeprefix("\ufeff")
+  started = text.lstrip("\r\n")
+  if not started.strip():
+    raise DamagedFileError(f"{path} is empty. {_AGAIN.removesuffix('.')}, or leave it out.")
+  before = text[: len(text) - len(started)]
+  return started, before.count("\n") or before.count("\r")
+
+
+class _Text:
+  """The conversion of a text file to Parquet."""
+
+  def __init__(self, file: TextFile, stage: Stage, number: int):
+    self._file, self._stage = file, stage
+    self._target = stage.folder / f"text_{number}.parquet"
+    self._plain = self._target.with_suffix(".txt")
+
+  def rows(self) -> tuple[Path, list[Fault]]:
+    """Returns the Parquet file, and the rows that are not in it."""
+    import duckdb
+
+    path = self._file.path
+    is_packed = path.suffix.lower() == ".gz"
+    if is_packed or not _is_utf8(self._file.format.encoding) or _has_nul(path):
+      self._rewrite()
+    else:
+      self._plain.symlink_to(path.absolute())  # under a name without the signs of a pattern
+    try:
+      try:
+        self._convert()
+      except duckdb.InvalidInputException as error:
+        if "invalid state" not in str(error):
+          raise
+        self._rewrite(ends=True)  # lines that end in several ways
+        self._convert()
+    except duckdb.Error as error:
+      reason = str(error).partition("\n")[0]
+      raise DamagedFileError(f"{path} cannot be read ({reason}). {_AGAIN}") from error
+    faults = self._faults()
+    self._plain.unlink()
+    return self._target, faults
+
+  def _rewrite(self, *, ends: bool = False) -> None:
+    """Writes the text unpacked, in UTF-8, and with one kind of line ends if `ends`.
+
+    Bytes that cannot be decoded stay as they are, and are no UTF-8 then; a NUL byte, which DuckDB
+    would take, comes after one that is none.
+    """
+    encoding, lines = self._file.format.encoding, 0
+    codec = "utf-8" if _is_utf8(encoding) else encoding
+    decode = codecs.getincrementaldecoder(codec)(errors="surrogateescape").decode
+    self._plain.unlink(missing_ok=True)
+    with _bytes_of(self._file.path) as stream, self._plain.open("wb") as target:
+      try:
+        while True:
+          block = stream.read(_BLOCK)
+          text = decode(block, final=not block)
+          if ends:
+            text = re.sub("\r\n?", "\n", text + "\n" * text.endswith("\r"))
+          lines += text.count("\n")
+          target.write(text.encode("utf-8", "surrogateescape").replace(b"\0", b"\xff\0"))
+          if not block:
+            return
+      except _DECODING_ERRORS as error:
+        row = lines - self._file.skip
+        raise DamagedFileError(
+          f"{self._file.path} breaks off or is damaged after row {row} ({error}). {_AGAIN}"
+        ) from error
+
+  def _convert(self) -> None:
+    file, engine = self._file, self._stage.engine
+    for name in ("reject_errors", "reject_scans"):
+      engine.execute(f"DROP TABLE IF EXISTS {name}")
+    names = ("line",) if file.format.rest else file.names
+    columns = ", ".join(f"{literal(name)}: 'VARCHAR'" for name in names)
+    quote = literal("" if file.by_line else file.format.quote)
+    scan = (
+      f"read_csv({literal(self._plain)}, columns={{{columns}}}, header=false, skip={file.skip}, "
+      f"delim={literal(_LINE if file.format.rest else file.delimiter)}, quote={quote}, "
+      f"escape={quote}, auto_detect=false, strict_mode=true, store_rejects=true)"
+    )
+    # An empty line is a row of one column to DuckDB.
+    selected = f"SELECT * FROM {scan}" + f" WHERE {identifier(names[0])} IS NOT NULL" * (
+      len(names) == 1
+    )
+    if file.format.rest:
+      selected = self._cut(selected)
+    engine.execute(f"COPY ({selected}) TO {literal(self._target)} (FORMAT parquet)")
+
+  def _cut(self, lines: str) -> str:
+    """Returns the query that cuts lines at the delimiter; the last column takes the rest."""
+    delimiter, *_ = literal(self._file.delimiter), None
+    line = f"trim(line, {delimiter})" if self._file.delimiter == " " else "line"
+    names = self._file.names
+    fields = [f"fields[{place}] AS {identifier(name)}" for place, name in enumerate(names[:-1], 1)]
+    rest = f"array_to_string(fields[{len(names)}:], {delimiter}) AS {identifier(names[-1])}"
+    engine = self._stage.engine
+    engine.execute(
+      f"CREATE OR REPLACE TEMP TABLE cut AS SELECT row_number() OVER () AS row, "
+      f"string_split({line}, {delimiter}) AS fields FROM ({lines})"
+    )
+    # Where the rest of a line is empty, its delimiter is missing too.
+    return f"SELECT {', '.join([*fields, rest])} FROM cut WHERE len(fields) >= {len(names) - 1}"
+
+  def _faults(self) -> list[Fault]:
+    """Returns the rows that DuckDB has left out, in their order."""
+    file, engine = self._file, self._stage.engine
+    faults: dict[int, Fault] = {}
+    if file.format.rest:
+      short = engine.execute(
+        f"SELECT row, len(fields), array_to_string(fields, {literal(file.delimiter)}) FROM cut "
+        f"WHERE len(fields) < {len(file.names) - 1}"
+      ).fetchall()
+      faults = {row: self._ragged(row, count, text) for row, count, text in short}
+      engine.execute("DROP TABLE cut")
+    rejected = engine.execute(
+      "SELECT line, column_name, error_type, left(csv_line, 1000), length(csv_line), "
+      "contains(trim(csv_line, chr(10) || chr(13)), chr(10)), error_message, byte_position "
+      "FROM reject_errors ORDER BY line"
+    ).fetchall()
+    if not rejected:
+      return [faults[row] for row in sorted(faults)]
+    empty = self._empty_lines()
+    for line, column, kind, text, length, has_lines, message, position in rejected:
+      row = line - bool(file.skip) - int(np.searchsorted(empty, line))
+      if kind == "UNQUOTED VALUE" and has_lines or kind == "LINE SIZE OVER MAXIMUM":
+        raise DamagedFileError(
+          f"{file.path}, row {row}"
+          + (f", column {column!r}" if column else "")
+          + ": a quote is not closed. Close it, or write config.format.quote='' if quotes have no "
+          "meaning."
+        )
+      if kind in ("MISSING COLUMNS", "TOO MANY COLUMNS"):
+        counts = re.findall(r"\d+", message)
+        fault = self._ragged(row, int(counts[-1]), text)
+      elif kind == "INVALID ENCODING":
+        fault = self._undecoded(row, column or file.names[0], position)
+      else:
+        fault = Fault(row, column, "has a quote in its midst", shown(text.strip()), _QUOTES)
+      faults.setdefault(row, fault)
+    return [faults[row] for row in sorted(faults)]
+
+  def _empty_lines(self) -> np.ndarray:
+    """Returns which of DuckDB's lines are empty, in order; the header is line 1."""
+    content = self._plain.read_bytes()
+    if not re.search(rb"\n\r?\n|\r\r", content):
+      return np.empty(0, np.int64)
+    text = content.decode("utf-8", "replace")
+    quote = "" if self._file.by_line else self._file.format.quote
+    delimiter = _LINE if self._file.by_line else self._file.delimiter
+    lines = csv.reader(
+      text.splitlines(keepends=True),
+      delimiter=delimiter,
+      quotechar=quote or None,
+      quoting=csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE,
+    )
+    return np.array([n for n, fields in enumerate(lines, start=1) if not fields], np.int64)
+
+  def _ragged(self, row: int, count: int, text: str) -> Fault:
+    file, num_fields = self._file, len(self._file.names)
+    if count < num_fields:
+      kind = "too few fields"
+      value = f"{count} instead of {num_fields}, none for column {file.names[count]!r}"
+    else:
+      kind = "too many fields"
+      value = f"{count} instead of {num_fields}, more after column {file.names[-1]!r}"
+    hint = ""
+    if count == 1 and (delimiter := _other_delimiter(text, file.delimiter)):
+      hint = f"Is the delimiter {delimiter!r}? Write config.format.delimiter={delimiter!r}."
+    elif "\n" in text.strip():
+      hint = (
+        "A quote in it closes lines later. Write config.format.quote='' if quotes have no meaning."
+      )
+    elif count > num_fields and not file.by_line:
+      hint = f"Quote a value that holds {file.delimiter!r}."
+    return Fault(row, None, kind, value, hint)
+
+  def _undecoded(self, row: int, column: str, position: int) -> Fault:
+    encoding = self._file.format.encoding
+    with self._plain.open("rb") as file:
+      file.seek(position - 1)
+      value = file.read(200)
+    ends = re.escape(self._file.delimiter.encode()) + b"|[\r\n]"
+    value = re.split(ends, value.lstrip(self._file.format.quote.encode()))[0]
+    if b"\0" in value:
+      text = value.replace(b"\xff\0", b"\0").decode("utf-8", "replace")
+      return Fault(row, column, "has a NUL byte", shown(text), "Remove it: tr -d '\\000'.")
+    another = "='latin-1', or" if _is_utf8(encoding) else ""
+    hint = f"Write config.format.encoding{another} as the file is written."
+    return Fault(row, column, f"is not {encoding}", shown(value), hint)
+
+
+_QUOTES = "Double a quote within a quoted value, or write config.format.quote=''."
+
+
+def _other_delimiter(text: str, delimiter: str) -> str | None:
+  candidates = [other for other in DELIMITERS if other != delimiter and other != " "]
+  return max(
+    (other for other in candidates if other in text),
+    key=lambda other: text.count(other),
+    default=None,
+  )
