@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from . import spec, splitting
 from .fitting import Moments
 from .reading import Chunk, Reader, converted
 from .settings import SPLITS, Source, Table, first_time
-from .source import Stage, identifier, literal
+from .source import File, Stage, identifier, literal
 from .values import ReadAs, has_bytes, plain, same_value
 
 _DISTINCT = 1 << 16  # values that are held at once
@@ -132,13 +134,12 @@ class RowReader:
 
   def checks(self, names: Sequence[str]) -> Iterator[Rows]:
     """Yields the same rows with the columns that a row can be left out for, and those named."""
-    files = [file for paths in self._table.rows.files.values() for file in self._open(paths).files]
     kinds = {
       name: kind
       for name, kind in self._table.kinds.items()
       if name in (*names, *self._required)
       or not isinstance(kind, spec.Category)
-      or any(has_bytes(file.types[kind.column or name]) for file in files)
+      or any(has_bytes(file.types[kind.column or name]) for file in self._files)
     }
     yield from self._read(kinds)
 
@@ -153,18 +154,24 @@ class RowReader:
     """
     kind, engine = self._table.kinds[name], self._stage.engine
     column = identifier(kind.column or name)
-    for paths in self._table.rows.files.values():
-      for file in self._open(paths, {name: kind}).files:
-        stored = literal(file.stored(self._stage)[0])
-        engine.register("kept", pa.table({"is_kept": kept[file.path]}))
-        query = (
-          f"SELECT value, count(*) AS count FROM (SELECT {column} AS value FROM "
-          f"read_parquet({stored})) POSITIONAL JOIN kept WHERE is_kept GROUP BY value"
-        )
-        for batch in engine.execute(query).to_arrow_reader(_DISTINCT):
-          missing = self._table.rows.format.missing
-          values, _ = converted(batch["value"], way(kind), missing, {}, name)
-          yield values, batch["count"].to_numpy()
+    for _, alike in itertools.groupby(self._files, lambda file: file.types[kind.column or name]):
+      group = list(alike)
+      stored = ", ".join(literal(file.stored(self._stage)[0]) for file in group)
+      mask = pa.chunked_array([pa.array(kept[file.path]) for file in group])
+      engine.register("kept", pa.table({"is_kept": mask}))
+      query = (
+        f"SELECT value, count(*) AS count FROM (SELECT {column} AS value FROM "
+        f"read_parquet([{stored}])) POSITIONAL JOIN kept WHERE is_kept GROUP BY value"
+      )
+      for batch in engine.execute(query).to_arrow_reader(_DISTINCT):
+        missing = self._table.rows.format.missing
+        values, _ = converted(batch["value"], way(kind), missing, {}, name)
+        yield values, batch["count"].to_numpy()
+
+  @functools.cached_property
+  def _files(self) -> list[File]:
+    """The files of all splits."""
+    return [file for paths in self._table.rows.files.values() for file in self._open(paths).files]
 
   def _open(
     self,
@@ -320,9 +327,8 @@ class RowReader:
       raise UserError(f"config.split.on is {split['on']!r}: name a declared category, user or item")
     on = split["on"] and (kinds[split["on"]].column or split["on"])
     if chunk.file not in self._parts:
-      file = next(file for file in reader.files if file.path == chunk.file)
-      self._parts[chunk.file] = splitting.by_content(
-        self._stage, file, shares, seed=split["seed"], on=on
+      self._parts |= splitting.by_content(
+        self._stage, reader.files, shares, seed=split["seed"], on=on
       )
     return self._parts[chunk.file][chunk.places]
 
