@@ -50,7 +50,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     base = Encoder.load(table.base) if table.base is not None and has_base else None
     fit = Fit(table.kinds, base.fitted if base else None)
     serve = serve_folder(settings, folder)
-    split = opened.enter_context(SplitFile(serve, table.names))
+    split = opened.enter_context(SplitFile(folder, table.names))
     counted = _Counted.of(table, reader, fit, split)
     sizes, notes = counted.sizes, list(reader.notes)
     kept = {path: part == 0 for path, part in split.parts.items()}

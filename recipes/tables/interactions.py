@@ -70,6 +70,8 @@ def read(table: Table, by: str) -> Interactions:
   notes = log.notes
   if order is not None:
     user, item, split = user[order], item[order], split[order]
+  if table.by_number:
+    user, item = log.by_number("user")[user], log.by_number("item")[item]
   repeats = ~splitting.first_of_pairs(user, item)
   notes += _about_repeats(table, int(repeats.sum()), len(user))
   merge = table.duplicates == "merge" or (not table.duplicates and table.exclude_seen)
@@ -118,6 +120,7 @@ def read(table: Table, by: str) -> Interactions:
     (used_users, np.isin(np.arange(len(used_users)), user[training])),
     (used_items, np.isin(np.arange(len(used_items)), item[training])),
   )
+  _check_counts(table, (len(users.texts), len(items.texts), len(user)))
   notes += _about_splits(user, item, split, len(users.texts), len(items.texts))
   return Interactions(user.astype(np.int32), item.astype(np.int32), split, users, items, notes)
 
@@ -250,6 +253,19 @@ class _Log:
     texts = spelled(codes.array, spelling_of(codes.array)).to_pylist()
     return texts if len(set(texts)) == len(codes) else codes.texts
 
+  def by_number(self, side: str) -> np.ndarray:
+    """Numbers users or items anew, in the order of their ids; returns the number of each before.
+
+    Raises:
+      UserError: an id is no whole number.
+    """
+    texts = self.texts(side)
+    if wrong := [text for text in texts if not (text.isascii() and text.isdecimal())]:
+      raise UserError(f"found {wrong[0]!r} as the {side} of a row, expected a whole number")
+    order = np.argsort(np.array([int(text) for text in texts]), kind="stable")
+    self._codes[side] = Codes(texts[old] for old in order.tolist())
+    return np.argsort(order)
+
   def user_values(self) -> dict[str, Any]:
     """Returns the values of the users' features by declared name."""
     return self._collected["user"].values()
@@ -309,6 +325,17 @@ def joined(own: Entities, other: Entities, side: str) -> Entities:
   fitted = own.fitted.merged(other.fitted)
   titles = own.titles if other.titles is None else other.titles
   return Entities(own.texts, fitted, {**own.ids, **other.ids}, own.dense, titles)
+
+
+def _check_counts(table: Table, counts: tuple[int, ...]) -> None:
+  """Raises UserError for other numbers than the published ones."""
+  if table.counts and counts != table.counts:
+    listed = "{:,} users, {:,} items and {:,} interactions".format(*counts)
+    raise UserError(
+      f"{table.rows.all_files[0]} has {listed}; the published file has "
+      f"{', '.join(f'{number:,}' for number in table.counts)}: pass --config.counts='()' for "
+      "another one."
+    )
 
 
 def _about_repeats(table: Table, repeats: int, rows: int) -> list[str]:
