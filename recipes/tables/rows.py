@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 from ..errors import UserError
 from . import spec, splitting
 from .fitting import Moments
-from .reading import Chunk, Reader, converted
+from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
 from .source import File, Stage, identifier, literal
-from .values import ReadAs, has_bytes, plain, same_value
+from .values import ReadAs, converted, has_bytes, plain, same_value
 
 _DISTINCT = 1 << 16  # values that are held at once
 _OUTCOMES = 100  # texts of a label that are counted
@@ -37,10 +37,10 @@ def way(kind: spec.Kind) -> ReadAs:
   return "text"
 
 
-def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[str, ReadAs]]:
-  """Returns the column and the way of reading of each declared name; a cross has none."""
+def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]:
+  """Returns the columns and the way of reading of each declared name; a cross has none."""
   return {
-    name: (kind.column or name, way(kind))
+    name: (kind.sources(name), way(kind))
     for name, kind in kinds.items()
     if not isinstance(kind, spec.Cross)
   }
@@ -62,11 +62,11 @@ def open_source(
     paths: the files of one split; none reads all.
     stage, dictionaries: as of `Reader`.
   """
-  wanted = ways(source.kinds) | ({"": (source.key, "text")} if source.key else {})
+  wanted = ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
   return Reader(
     paths or source.all_files,
     {name: how for name, (_, how) in wanted.items()},
-    columns={name: column for name, (column, _) in wanted.items()},
+    columns={name: columns for name, (columns, _) in wanted.items()},
     format=source.format,
     on_bad_row=on_bad_row,
     stage=stage,
@@ -139,7 +139,7 @@ class RowReader:
       for name, kind in self._table.kinds.items()
       if name in (*names, *self._required)
       or not isinstance(kind, spec.Category)
-      or any(has_bytes(file.types[kind.column or name]) for file in self._files)
+      or any(has_bytes(file.types[each]) for file in self._files for each in kind.sources(name))
     }
     yield from self._read(kinds)
 
@@ -153,20 +153,22 @@ class RowReader:
       kept: which rows count, bool, by file, in the order in which they are stored.
     """
     kind, engine = self._table.kinds[name], self._stage.engine
-    column = identifier(kind.column or name)
-    for _, alike in itertools.groupby(self._files, lambda file: file.types[kind.column or name]):
+    names, read_as = kind.sources(name), way(kind)
+    columns = ", ".join(identifier(each) for each in names)
+    types = lambda file: [file.types[each] for each in names]
+    for _, alike in itertools.groupby(self._files, types):
       group = list(alike)
       stored = ", ".join(literal(file.stored(self._stage)[0]) for file in group)
       mask = pa.chunked_array([pa.array(kept[file.path]) for file in group])
       engine.register("kept", pa.table({"is_kept": mask}))
       query = (
-        f"SELECT value, count(*) AS count FROM (SELECT {column} AS value FROM "
-        f"read_parquet([{stored}])) POSITIONAL JOIN kept WHERE is_kept GROUP BY value"
+        f"SELECT {columns}, count(*) FROM (SELECT {columns} FROM read_parquet([{stored}])) "
+        f"POSITIONAL JOIN kept WHERE is_kept GROUP BY {columns}"
       )
       for batch in engine.execute(query).to_arrow_reader(_DISTINCT):
+        *values, counts = batch.columns
         missing = self._table.rows.format.missing
-        values, _ = converted(batch["value"], way(kind), missing, {}, name)
-        yield values, batch["count"].to_numpy()
+        yield converted(values, read_as, missing, {}, names)[0], counts.to_numpy()
 
   @functools.cached_property
   def _files(self) -> list[File]:
@@ -325,7 +327,7 @@ class RowReader:
     split, kinds = self._table.split, self._table.kinds
     if split["on"] and not isinstance(kinds.get(split["on"]), spec.Category):
       raise UserError(f"config.split.on is {split['on']!r}: name a declared category, user or item")
-    on = split["on"] and (kinds[split["on"]].column or split["on"])
+    on = split["on"] and kinds[split["on"]].sources(split["on"])[0]
     if chunk.file not in self._parts:
       self._parts |= splitting.by_content(
         self._stage, reader.files, shares, seed=split["seed"], on=on

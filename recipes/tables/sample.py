@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 from .finding import file_format
 from .formats import Format
 from .reading import Reader, columns_of
-from .times import as_times
-from .values import as_lists, as_numbers, as_texts, plain, refusal
+from .values import as_lists, as_numbers, as_texts, as_times, plain, refusal
 
 JOIN = "\x1f"  # of the items of a list in its text
 _PLACES = 5  # files, or row groups of a Parquet file, that rows are read of

@@ -62,6 +62,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     seed=table.split["seed"],
     may_be_empty=("valid",) if table.refit else (),
     may_repeat=("train",),
+    ordered=table.name_of(spec.Time) is not None,
   )
   log.save(serve_folder(settings, folder))
   unused = [
