@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from .. import arrays
 from ..errors import UserError
 from . import spec, splitting
 from .fitting import Moments
@@ -93,7 +94,8 @@ class RowReader:
 
   Args:
     table: the settings.
-    by: how rows are split: "hash", "time", "column" or "files"; "" leaves all rows in one split.
+    by: how rows are split: "hash", "time", "order", "column" or "files"; "" leaves all rows in one
+      split.
     required: names of columns of texts in which every row must have a value.
     holds_out: whether a part of the training files validates where no file does.
     stage: where text is kept; None makes one of its own.
@@ -306,6 +308,8 @@ class RowReader:
       chunk = reader.refuse(chunk, wrong, name, problem)
       # The labels of rows that were refused go with them.
       return Rows(chunk, split[~wrong], label if label is None else label[~wrong])
+    if self._by == "order":
+      return Rows(chunk, self._in_order(chunk), label)
     if self._by == "hash":
       shares = self._table.split["valid"], self._table.split["test"]
       return Rows(chunk, self._hashed(reader, chunk, shares), label)
@@ -321,6 +325,18 @@ class RowReader:
           f"config.split.{name} is {text!r}, and column {self._time!r} has {held}: write it as "
           "they are"
         )
+
+  def _in_order(self, chunk: Chunk) -> np.ndarray:
+    """Splits by the places of the rows in all files: the last ones are tested."""
+    if not self._parts:
+      sizes = [pq.read_metadata(file.stored(self._stage)[0]).num_rows for file in self._files]
+      split = self._table.split
+      parts = np.zeros(sum(sizes), np.int8)
+      for name, (start, stop) in arrays.cut(len(parts), split["valid"], split["test"]).items():
+        parts[start:stop] = SPLITS.index(name)
+      pieces = np.split(parts, np.cumsum(sizes)[:-1])
+      self._parts = {file.path: x for file, x in zip(self._files, pieces, strict=True)}
+    return self._parts[chunk.file][chunk.places]
 
   def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
     """Splits by the content of the rows, or of a column; see `splitting.by_content`."""
@@ -402,11 +418,15 @@ class SplitFile:
     between = np.full(chunk.places[-1] + 1 - len(parts), -1, np.int8)
     between[chunk.places - len(parts)] = split
     self.parts[chunk.file] = np.concatenate([parts, between])
+    self.write(chunk.file, chunk.rows, split)
+
+  def write(self, path: Path, rows: np.ndarray, split: np.ndarray) -> None:
+    """Writes the splits of rows of a file, by number."""
     code = pa.DictionaryArray.from_arrays
     columns = {
-      "file": code(np.zeros(len(split), np.int8), [self._names[chunk.file]]),
-      "row": chunk.rows,
-      "part": code(split, list(SPLITS)),
+      "file": code(np.zeros(len(split), np.int8), [self._names[path]]),
+      "row": rows,
+      "part": code(split.astype(np.int8), list(SPLITS)),
     }
     self._writer.write_table(pa.table(columns, _SPLIT_FILE))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction do
   from ml_collections import ConfigDict
 
 SPLITS = ("train", "valid", "test")
-SPLIT_BY = ("", "hash", "user", "last", "time", "column", "files")
+SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
 _TIMES = ("config.split.valid_from", "config.split.test_from")
 
@@ -45,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
   "item_table": _SIDE,
   "on_bad_row": "raise",  # or "skip", which counts
   "split": {
-    "by": "",  # hash, time, user, last, column, files; "" goes by the columns, see docs
+    "by": "",  # hash, time, order, user, last, column, files; "" goes by the columns, see docs
     "valid": 0.1,  # of the rows
     "test": 0.1,
     "seed": 0,

@@ -141,8 +141,9 @@ class Category(Embedded):
   vector: it adds zeros.
 
   Attributes:
-    min_count: training rows that a value needs to be in the vocabulary. With 1 no training row is
-      outside it, and the vectors of unknown values stay as they were drawn.
+    min_count: training rows that a value needs to be in the vocabulary. With 1, a tenth of the
+      values that one row has are left out of a vocabulary of 100 or more, so that the vectors of
+      unknown values are trained.
     oov: rows of the table for values outside the vocabulary; 0 gives them no vector.
     hash: the number of rows of the table if values are hashed instead of counted; 0 counts.
     size: the number of rows if the values are ids themselves, from 0 to `size - 1`; 0 counts.

@@ -38,9 +38,9 @@ def write(
   """Writes a data set's columns and returns its meta.
 
   `user`, `item` int32 hold the three splits one after another, each ordered by user, and a user's
-  rows in random order, or if `ordered` in that of `pairs`; `<split>_offsets` int64 `[users + 1]` say where each user's begin.
-  `place` int32 counts a user's rows of a split from 0. Features are `user_<name>` and
-  `item_<name>`, int32 `[users or items]` or, of bags, `[..., valency]`.
+  rows in random order, or if `ordered` in that of `pairs`; `<split>_offsets` int64 `[users + 1]`
+  say where each user's begin. `place` int32 counts a user's rows of a split from 0. Features are
+  `user_<name>` and `item_<name>`, int32 `[users or items]` or, of bags, `[..., valency]`.
 
   Args:
     folder: where to.
