@@ -29,7 +29,7 @@ from .tables import entities, interactions, spec
 from .tables import settings as table_settings
 from .tables.rows import RowReader, values_of
 
-_SUFFIXES = r"(\.(csv|tsv|txt|parquet|pq|array_?record|gz))+$"
+_SUFFIXES = r"(\.(csv|tsv|txt|parquet|pq|gz))+$"
 _SERVED = "served"
 _USERS = 4096  # ranked at once
 
@@ -143,18 +143,8 @@ def _checked(recipe: str, config) -> dict[str, Path]:
   if jax.process_count() > 1:
     raise UserError("config.days trains in one process: train each day with config.init_from")
   days = entries(config.days)
-  # The hash of a row has its file's path below the folder that all files of a run are in.
-  is_flat = len({path.parent for path in days.values()}) == 1 and all(
-    map(Path.is_file, days.values())
-  )
-  is_timed = any(kind["kind"] == "time" for kind in config.columns.values())
-  is_hashed = config.split.by == "hash" or not (config.split.by or is_timed)
-  if recipe == "dlrm" and config.days_window > 1 and is_hashed and not (is_flat or config.split.on):
-    raise UserError(
-      f"config.days_window is {config.days_window}, and the days are not files of one folder: a "
-      "row could train on one day and validate on the next. Give files of one folder, or a column "
-      "whose rows stay together as config.split.on"
-    )
+  if "days" in days:
+    raise UserError("a day is called 'days', as the file of all days' metrics is: rename it")
   return days
 
 

@@ -1,6 +1,7 @@
 """The transforms that a run keeps in its workdir, so that it does not depend on a cache or a run.
 
 serve/        what serving needs besides the model, and what the run goes on with
+data.json     hashes of the data where serving needs nothing besides
 split.parquet which row of which file is in which split
 init/serve/   that of the run that it started from, whose transforms its own have grown from
 """
@@ -28,17 +29,20 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
     UserError: the data, or the transforms fitted on them, are not those that the run began with, or
       the run has a checkpoint and no copy.
   """
-  if serve is None:
-    return
   target = workdir / _SERVE
-  source, about = target / "source.json", {**data_sha256, "transforms": row_ids.digest(serve)}
-  if is_new:
+  if serve is None:
+    source, about = workdir / "data.json", data_sha256
+    if is_new or not source.exists():  # or begun by an earlier version
+      arrays.write_json(source, about)
+  else:
+    source, about = target / "source.json", {**data_sha256, "transforms": row_ids.digest(serve)}
+  if is_new and serve is not None:
     _copy(serve, target, about)
     if (split := serve.parent / "split.parquet").exists():
       with files.replacing(workdir / split.name) as file:
         file.write(split.read_bytes())
     return
-  if not target.exists():
+  if serve is not None and not target.exists():
     raise UserError(
       f"the run in {workdir} was begun before its data set kept raw ids, or its folder {_SERVE} "
       "was removed: choose another --workdir"

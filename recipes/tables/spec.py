@@ -330,16 +330,19 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
     if not isinstance(name, str):
       raise UserError(f"{setting} declares {name!r}: give the name of a column, as a text")
   kinds = {name: _parse_one(value, f"{setting}[{name!r}]") for name, value in columns.items()}
+  if setting.endswith("_table.columns"):  # all of them are of that side
+    kinds = {
+      name: dataclasses.replace(kind, side="") if isinstance(kind, Side) else kind
+      for name, kind in kinds.items()
+    }
   for single in SINGLE:
     names = [name for name, kind in kinds.items() if isinstance(kind, single)]
     if len(names) > 1:
       raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
   for name, kind in kinds.items():
     if isinstance(kind, Cross):
-      # All columns of a table of users or items belong to that side, declared or not.
-      side = "" if setting.endswith("_table.columns") else kind.side
       for part in kind.columns:
-        _check_part(part, kinds.get(part), side, f"{setting}[{name!r}]")
+        _check_part(part, kinds.get(part), kind.side, f"{setting}[{name!r}]")
   return kinds
 
 

@@ -86,6 +86,7 @@ def test_days_are_named_in_their_order(tmp_path):
     ("dlrm", {"split": {"by": "time", "test_from": "2024-01-01"}}, "test_from splits rows once"),
     ("dlrm", {"days": "nowhere"}, "config.days is 'nowhere', which is no folder"),
     ("dlrm", {"days": []}, "which has no files"),
+    ("dlrm", {"days": ["a.csv", "days.csv"]}, "a day is called 'days'"),
   ],
 )
 def test_what_days_cannot_do_is_said(recipe, changes, message, tmp_path):
@@ -248,16 +249,6 @@ def test_a_day_is_ranked_by_the_export_of_the_day_before(recipe, exclude_seen, t
   assert history[2]["rows"] == count
   assert history[2]["metrics"]["recall@5"] == pytest.approx(np.mean(recalls), abs=1e-9)
   assert "recall@5  ndcg@5" in days.table(history, ("recall@5", "ndcg@5"))
-
-
-def test_rows_of_a_window_keep_their_split(tmp_path):
-  for name in "ab":
-    (tmp_path / "days" / name).mkdir(parents=True)
-    write_csv(tmp_path / "days" / name / "part.csv", HEADER, [("u", "i", 1, 1)])
-  given = {"days": str(tmp_path / "days"), "columns": COLUMNS, "days_window": 2}
-  config = completed("dlrm", tmp_path, **given)
-  with pytest.raises(errors.UserError, match=r"are not files of one folder: .* config\.split\.on"):
-    days.run("dlrm", config, tmp_path / "run", lambda config, workdir: {})
 
 
 @pytest.mark.parametrize(

@@ -422,6 +422,42 @@ def test_an_item_table_of_other_ids_is_refused(tmp_path):
     load(tmp_path, columns=COLUMNS | {"city": "item"}, item_table=table)
 
 
+def test_crosses_and_flags_of_an_item_table_are_read_back(tmp_path):
+  header = ("id", "year", "month", "day", "kind")
+  rows = [("Oslo", 1, 0, 0, "x"), ("Rome", 0, 1, 1, "y"), ("Bonn", 0, 0, 1, "x")]
+  movies = write_csv(tmp_path / "movies.csv", header, rows)
+  columns = {
+    "kind": "category",
+    "flags": {"kind": "bag", "columns": ("year", "month", "day"), "min_count": 1},
+    "old": {"kind": "category", "column": "year", "side": "item"},
+    "both": {"kind": "cross", "columns": ("kind", "old"), "buckets": 50, "side": "item"},
+  }
+  table = {"files": str(movies), "key": "id", "columns": columns}
+  loaded = load(tmp_path, columns=COLUMNS | {"city": "item"}, item_table=table)
+  encoder = Encoder.load(loaded.serve)
+  assert encoder.features == loaded.features
+  side = encoder.sides["city"]
+  flags = np.array([*side.fitted.vocabularies["flags"], None], object)[side.ids["flags"]]
+  by_id = dict(zip(side.texts, flags.tolist(), strict=True))
+  assert by_id == {"Oslo": ["year", None], "Rome": ["month", "day"], "Bonn": ["day", None]}
+
+
+def test_a_date_in_several_columns_splits_by_time(tmp_path):
+  header = ("clicked", "city", "y", "m", "d")
+  rows = [(i % 2, "Oslo", 2023 + i // 24, 1 + i // 2 % 12, 1 + i % 28) for i in range(48)]
+  columns = {
+    "clicked": "label",
+    "city": "category",
+    "when": {"kind": "time", "columns": list("ymd")},
+  }
+  split = {"valid_from": "2024-07-01", "test_from": "2024-10-01"}
+  loaded = load(tmp_path, rows=rows, columns=columns, header=header, split=split)
+  assert loaded.splits == {"train": (0, 36), "valid": (36, 42), "test": (42, 48)}
+  rows[30] = (*rows[30][:2], 2024, 2, 30)
+  with pytest.raises(UserError, match=r"row 31, column 'y': y 2024, m 2, d 30 is no date"):
+    load(tmp_path, rows=rows, columns=columns, header=header, split=split)
+
+
 def test_what_an_item_table_lacks_is_missing(tmp_path):
   movies = write_csv(tmp_path / "movies.csv", ("id", "year"), [("Oslo", 1990), ("Rome", 2000)])
   year = {"kind": "number", "missing": "indicator"}

@@ -243,6 +243,12 @@ def test_a_cross_of_a_users_features(tmp_path):
   assert {feature.name for feature in loaded.user_features} == {"age", "stars", "both"}
 
 
+def test_a_cross_with_an_id_is_refused_before_reading(tmp_path):
+  cross = {"kind": "cross", "columns": ["who", "age"], "side": "user", "buckets": 9}
+  with pytest.raises(UserError, match="'x' crosses who and age, and every user and item has a row"):
+    load("two_tower", tmp_path, columns=COLUMNS | {"x": cross})
+
+
 def test_towers_keep_what_a_column_declares(tmp_path):
   from recipes.two_tower import train
 
