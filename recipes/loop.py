@@ -98,7 +98,7 @@ def run(
 
   Args:
     recipe: its name, for the result.
-    config: as for `train`.
+    config: as for `train`, or of a table as `tables.settings.complete` takes it, as a plain dict.
     workdir: the run's folder.
     prepare: `(config, mesh) -> Training`; called only if there is work to do.
     writers: get the metrics of the run as well; see `journal.Writer`. They are closed at the end.
@@ -113,6 +113,8 @@ def run(
     hosts.start()
     for writer in writers if hosts.is_main() else ():
       stack.callback(writer.close)
+    if isinstance(config, Mapping):
+      config = settings.completed(recipe, config)
     settings.check(config)
     if config.get("days"):
       again = functools.partial(_run, recipe, prepare=prepare, writers=writers)

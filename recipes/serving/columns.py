@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..errors import UserError
+from ..tables import spec
 from ..tables.batches import Way
 from ..tables.faults import Problem
+from ..tables.fitting import Fitted
 from ..tables.formats import repeated
 from ..tables.values import as_lists, as_numbers, as_texts, plain, refusal
 
@@ -105,6 +108,52 @@ def read(
       values[name], bad = as_texts(array, missing)
     problems += [(column, problem) for problem in bad]
   return values, problems
+
+
+def absent(values: Any) -> np.ndarray:
+  """Returns which of N texts, lists or numbers are missing, bool `[N]`."""
+  if isinstance(values, np.ndarray):
+    return np.isnan(values)
+  return _lengths(values) == 0
+
+
+def _lengths(values: pa.Array) -> np.ndarray:
+  """Returns how many values lists hold; of a text 1, or 0 if it is null."""
+  if not pa.types.is_list(values.type):
+    return values.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
+  return pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
+
+
+def unseen(fitted: Fitted, name: str, values: Mapping[str, Any]) -> np.ndarray:
+  """Returns which rows hold a value outside the vocabulary of a feature, bool `[N]`.
+
+  Numbers and crosses have no vocabulary; a hashed value counts only if its pattern does not match.
+  """
+  kind, rows = fitted.kinds.get(name), len(values[name])
+  if not isinstance(kind, spec.Category):
+    return np.zeros(rows, bool)
+  ids = fitted.ids(values, name)
+  ids = ids[:, None] if ids.ndim == 1 else ids
+  inside = np.arange(ids.shape[1]) < _lengths(values[name])[:, None]
+  known = kind.hash or kind.size or len(fitted.vocabulary(name))
+  return np.any(inside & ((ids < 0) | (ids >= known)), axis=1)
+
+
+def rows_by_column(
+  rows: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[str, Way]], bad: np.ndarray
+) -> dict[str, int]:
+  """Returns how many rows are marked by column; columns without any are left out.
+
+  Args:
+    rows: bool `[N]` by declared name.
+    wanted: column and way by name, as of `read`.
+    bad: bool `[N]`, rows that do not count.
+  """
+  columns: dict[str, np.ndarray] = {}
+  for name, marked in rows.items():
+    column = wanted[name][0]
+    columns[column] = columns.get(column, False) | (marked & ~bad)
+  return {column: int(marked.sum()) for column, marked in columns.items() if marked.any()}
 
 
 def bad_rows(
