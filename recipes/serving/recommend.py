@@ -23,7 +23,6 @@ from .folder import Served, batches
 
 HISTORY = "history"  # the column with a user's own items
 _BATCH = 256
-_SMALLEST, _FACTOR = 16, 4  # widths of lists of items to leave out: few, since each is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,9 +320,7 @@ def _sequence_inputs(
 
 def _wide(lists: Sequence[np.ndarray]) -> np.ndarray:
   """Returns lists of ids as int32 `[B, E]`, -1 after each."""
-  longest, width = max(len(each) for each in lists), _SMALLEST
-  while width < longest:
-    width *= _FACTOR
+  width = retrieval.list_width(max(len(each) for each in lists))
   wide = np.full((len(lists), width), -1, np.int32)
   for row, each in enumerate(lists):
     wide[row, : len(each)] = each
