@@ -19,6 +19,9 @@ from .metrics import ClickMetrics, RankingMetrics
 # EASE inverts a dense [items, items] matrix in float64, in place: 5 GB of this many items.
 _MAX_EASE_ITEMS = 25_000
 _EASE_BLOCK = 1_024
+_NEIGHBOURS, _KNN_BLOCK = 100, 128
+# Pairs of items of one user, over all users: a minute or two.
+_MAX_KNN_PAIRS = 10**10
 
 
 def one_hot(
@@ -98,6 +101,7 @@ def _scores(model, matrices, labels, weights, split: str) -> dict[str, float]:
 # --- rankings ------------------------------------------------------------------------------------
 
 Scores = Callable[[int, int], np.ndarray]  # (start, stop) -> [stop - start, items]
+Scorer = Callable[[scipy.sparse.csr_matrix], np.ndarray]  # histories [B, items] -> [B, items]
 
 
 def ranking(
@@ -139,9 +143,60 @@ def padded(matrix: scipy.sparse.csr_matrix) -> np.ndarray:
   return columns
 
 
+def scorer(name: str, train: scipy.sparse.csr_matrix, l2: float = 0.0, **ials_options) -> Scorer:
+  """Fits a baseline, and returns what scores all items for histories, ones in `[B, items]`.
+
+  Args:
+    name: "popularity", "item kNN", "EASE" or "iALS".
+    train: `[users, items]`, ones.
+    l2: the penalty of EASE and iALS.
+    **ials_options: the other arguments of `ials`.
+  """
+  if name == "popularity":
+    popular = popularity(train)
+    return lambda histories: np.tile(popular, (histories.shape[0], 1))
+  if name == "item kNN":
+    nearest = item_knn(train)
+    return lambda histories: (histories @ nearest).toarray()
+  if name == "EASE":
+    weights = ease(train, l2)
+    return lambda histories: histories @ weights
+  items = ials(train, l2=l2, **ials_options)[1]
+  return lambda histories: _solve(histories, items, l2, ials_options["unobserved"]) @ items.T
+
+
 def popularity(train: scipy.sparse.csr_matrix) -> np.ndarray:
   """Returns how often each item is in `train` `[users, items]`: the same scores for all."""
   return np.asarray(train.sum(axis=0)).ravel()
+
+
+def can_fit_knn(lengths: np.ndarray) -> bool:
+  """Returns whether users with so many training items, `[users]`, are few enough for item kNN."""
+  return bool(np.square(lengths, dtype=np.float64).sum() <= _MAX_KNN_PAIRS)
+
+
+def item_knn(train: scipy.sparse.csr_matrix, neighbours: int = _NEIGHBOURS):
+  """Returns sparse weights W `[items, items]`, of which `train @ W` are the scores.
+
+  `W[i, j]` is the cosine of the users of i and j if i is among the `neighbours` items that are most
+  like j, else 0, as on the diagonal (Sarwar et al. 2001, "Item-Based Collaborative Filtering").
+  """
+  items = train.shape[1]
+  unit = train @ scipy.sparse.diags(1 / np.sqrt(np.maximum(popularity(train), 1)))
+  by_item, columns, values = unit.T.tocsr(), [], []
+  for rows in _blocks(items, _KNN_BLOCK):
+    block = (by_item[rows] @ unit).tocsr()
+    for item, start, stop in zip(
+      range(rows.start, rows.stop), block.indptr, block.indptr[1:], strict=False
+    ):
+      near, cosine = block.indices[start:stop], block.data[start:stop]
+      near, cosine = near[near != item], cosine[near != item]
+      best = np.argsort(-cosine, kind="stable")[:neighbours]
+      columns.append(near[best])
+      values.append(cosine[best])
+  ends = np.cumsum([0, *map(len, columns)])
+  parts = np.concatenate(values), np.concatenate(columns), ends
+  return scipy.sparse.csr_matrix(parts, (items, items)).T.tocsr()
 
 
 def ease(train: scipy.sparse.csr_matrix, l2: float) -> np.ndarray:
@@ -184,9 +239,10 @@ def ease(train: scipy.sparse.csr_matrix, l2: float) -> np.ndarray:
   return weights
 
 
-def _blocks(size: int) -> Iterator[slice]:
-  for start in range(0, size, _EASE_BLOCK):
-    yield slice(start, min(start + _EASE_BLOCK, size))
+def _blocks(size: int, block: int | None = None) -> Iterator[slice]:
+  block = block or _EASE_BLOCK
+  for start in range(0, size, block):
+    yield slice(start, min(start + block, size))
 
 
 def ials(
@@ -231,22 +287,22 @@ def _solve(
 
 
 def best_ranking(
-  candidates: Mapping[float, Callable[[], Callable[[np.ndarray], np.ndarray]]],
-  users: Mapping[str, np.ndarray],
+  candidates: Mapping[float, Callable[[], Scorer]],
+  histories: Mapping[str, scipy.sparse.csr_matrix],
   relevant: Mapping[str, scipy.sparse.csr_matrix],
-  seen: Mapping[str, scipy.sparse.csr_matrix | None],
   ks: Sequence[int],
   *,
+  exclude_seen: bool,
   select: str,
 ) -> dict[str, float]:
   """Fits one model per hyperparameter and tests the one that validation prefers.
 
   Args:
-    candidates: by the hyperparameter, a function that fits and returns the scores of users, `[B]`
-      to `[B, items]`.
-    users: by split, `valid` and `test`, the user of each example.
-    relevant, seen: by split, as for `ranking`.
+    candidates: by the hyperparameter, a function that fits; see `scorer`.
+    histories: by split, `valid` and `test`, the items that each example asks with.
+    relevant: by split, as for `ranking`.
     ks: the cutoffs.
+    exclude_seen: whether items of the history are left out of the ranking.
     select: the metric, as "ndcg@10".
 
   Returns:
@@ -265,8 +321,9 @@ def best_ranking(
     def ranked(split: str, scores=scores) -> dict[str, float]:
       if not relevant[split].nnz:
         return {}
-      of = lambda start, stop: scores(users[split][start:stop])
-      metrics = ranking(of, relevant[split], seen[split], ks)
+      of = lambda start, stop: scores(histories[split][start:stop])
+      seen = histories[split] if exclude_seen else None
+      metrics = ranking(of, relevant[split], seen, ks)
       return {f"{split}_{name}": value for name, value in metrics.items()}
 
     valid = ranked("valid")

@@ -182,10 +182,10 @@ def _test_clicks(model: serving.ClickModel, table: table_settings.Table) -> dict
   for rows in RowReader(table, ""):
     assert rows.label is not None  # dlrm has asked for one
     values, count = values_of(rows.chunk, table.kinds), len(rows.chunk.rows)
-    scores.append(model.scores(values, count))
+    scores.append(model.answers(values, np.zeros(count, bool)).scores)
     labels.append(rows.label)
     weights.append(values[weight_name] if weight_name else np.ones(count))
-  score, label = np.concatenate(scores).astype(np.float64), np.concatenate(labels)
+  score, label = np.concatenate(scores), np.concatenate(labels)
   weight = np.concatenate(weights).astype(np.float64)
   metrics = {}
   if weight.sum():

@@ -256,7 +256,7 @@ def _dlrm(config: ConfigDict, serve: Path) -> _Parts:
   configs = feature_configs(features, dim=1)
   inputs = data_lib.split_features(row, features=features, configs=configs)
   del inputs["label"]
-  return _Parts(model, lambda model, batch: nnx.sigmoid(model(batch)), inputs, {})
+  return _Parts(model, lambda model, batch: model(batch), inputs, {})
 
 
 def _two_tower(config: ConfigDict, serve: Path) -> _Parts:

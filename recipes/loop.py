@@ -65,6 +65,7 @@ class Training:
     config: the settings with those that the data have decided; None if they decide nothing.
     serve: a folder of what serving needs besides the model, which is copied into the workdir.
     writers: get the metrics of the run as well, in the main process; see `journal.Writer`.
+    telling: returns the column that tells most of a label, and its AUC; see `results.notes`.
   """
 
   model: nnx.Module
@@ -78,6 +79,7 @@ class Training:
   config: Any = None
   serve: Path | None = None
   writers: Sequence[Writer] = ()
+  telling: Callable[[], tuple[str, float]] | None = None
 
   @property
   def state(self) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def run(
 
   Args:
     recipe: its name, for the result.
-    config: as for `train`.
+    config: as for `train`, or of a table as `tables.settings.complete` takes it, as a plain dict.
     workdir: the run's folder.
     prepare: `(config, mesh) -> Training`; called only if there is work to do.
     writers: get the metrics of the run as well; see `journal.Writer`. They are closed at the end.
@@ -113,6 +115,8 @@ def run(
     hosts.start()
     for writer in writers if hosts.is_main() else ():
       stack.callback(writer.close)
+    if isinstance(config, Mapping):
+      config = settings.completed(recipe, config)
     settings.check(config)
     if config.get("days"):
       again = functools.partial(_run, recipe, prepare=prepare, writers=writers)
@@ -211,7 +215,7 @@ def train(
         "data_sha256": dict(training.data_sha256),
         "pending_baselines": {},
       }
-    return hosts.from_main(lambda: _with_baselines(workdir, result, training.baselines))
+    return hosts.from_main(lambda: _with_baselines(workdir, result, training))
 
 
 def _train(
@@ -269,10 +273,8 @@ def _train(
     return tested_step, metrics
 
 
-def _with_baselines(
-  workdir: Path, result: dict[str, Any], baselines: Callable[[], Mapping[str, Baseline]]
-) -> dict[str, Any]:
-  """Writes the result, then once more after every baseline; returns it complete.
+def _with_baselines(workdir: Path, result: dict[str, Any], training: Training) -> dict[str, Any]:
+  """Writes the result, then once more after every baseline; returns it complete, with its notes.
 
   A result with `pending_baselines`, which count the attempts at each, is not complete: the same
   command fits the missing ones.
@@ -280,7 +282,7 @@ def _with_baselines(
   path = workdir / "result.json"
   arrays.write_json(path, result)
   hosts.say("fitting the baselines")
-  wanted, known, failed = baselines(), result["baselines"], result["failed_baselines"]
+  wanted, known, failed = training.baselines(), result["baselines"], result["failed_baselines"]
   known |= {name: dict(each) for name, each in wanted.items() if not callable(each)}
   attempts = result["pending_baselines"]
   for name in [name for name, count in attempts.items() if count >= _MAX_ATTEMPTS]:
@@ -306,6 +308,7 @@ def _with_baselines(
   del result["pending_baselines"]
   if not failed:
     del result["failed_baselines"]
+  result["notes"] = results.notes(result, training.telling)
   arrays.write_json(path, result)
   return result
 

@@ -118,11 +118,8 @@ class _ConfigFile(flags.ArgumentParser):
     if mode and modes and mode not in modes:
       raise ValueError(f"it has no mode {mode!r}; {_nearest(mode, modes)}")
     config = self._plain.parse(f"{file}:{mode}" if mode else str(file))
-    if config is not None and "columns" in config:  # of a table of the user's own
-      defaults = importlib.import_module(f".{self._recipe}.defaults", __package__).DEFAULTS
-      config = importlib.import_module(".tables.settings", __package__).complete(config, defaults)
-    elif config is not None:
-      settings.add(config)
+    if config is not None:
+      config = settings.completed(self._recipe, config)
     for arg in sys.argv:  # as ml_collections does
       if setting := re.match(r"--?(?:no)?config\.([^=\[]+)", arg):
         _check(config, setting[1])

@@ -291,12 +291,26 @@ def _check_outcomes(clicks: float, examples: float, *, finite: bool) -> None:
     )
 
 
-def ranking_names(ks: Sequence[int]) -> tuple[str, ...]:
+def ranking_names(ks: Sequence[int], num_items: int) -> tuple[str, ...]:
   """Returns the names of what `RankingMetrics(ks)` computes.
 
-  >>> ranking_names([10])
+  Args:
+    ks: the cutoffs, `config.ks`.
+    num_items: the catalogue.
+
+  Raises:
+    UserError: a cutoff is not between 1 and the number of items; says which ones to write.
+
+  >>> ranking_names([10], 40)
   ('recall@10', 'ndcg@10', 'hr@10', 'mrr')
   """
+  if not ks or not all(0 < k <= num_items for k in ks):
+    fit = tuple(k for k in ks if 0 < k <= num_items) or (num_items,)
+    raise UserError(
+      f"config.ks is {tuple(ks)}, and the catalogue has {num_items} items: cutoffs are from 1 to "
+      f"that number. Write --config.ks='{fit}', and for example "
+      f"--config.select=valid_ndcg@{fit[0]}"
+    )
   return (*(f"{name}@{k}" for k in ks for name in ("recall", "ndcg", "hr")), "mrr")
 
 

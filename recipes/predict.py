@@ -15,6 +15,7 @@ written without predictions; of a row with too many fields the last ones are cut
 """
 
 import argparse
+import collections
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,10 +36,14 @@ class _Predictions:
   def __init__(
     self, model: serving.ClickModel | serving.Recommender, top: int | None, on_bad_row: str
   ):
-    if isinstance(model, serving.ClickModel) and top is not None:
+    self._model, self._on_bad_row, self._top = model, on_bad_row, 0
+    if isinstance(model, serving.Recommender):
+      self._top = model.checked_top(top)
+    elif top is not None:
       raise UserError("--top is for two_tower and sequence: dlrm predicts a score a row")
-    self._model, self._top, self._on_bad_row = model, top or 10, on_bad_row
     self.rows = self.num_bad = self.num_popular = self.num_unknown_items = 0
+    self.unknown: collections.Counter[str] = collections.Counter()  # rows by column
+    self.missing: collections.Counter[str] = collections.Counter()
 
   def names(self) -> list[str]:
     """Returns the names of the columns."""
@@ -65,10 +70,12 @@ class _Predictions:
     }
     blank = [""] * len(self.names())
     if isinstance(self._model, serving.ClickModel):
-      scores = self._model.predict(chunk.columns, **about)
-      bad = faulty | np.isnan(scores)
+      scored = self._model.score(chunk.columns, **about)
+      bad = faulty | scored.is_bad
       self.num_bad += int(bad.sum())
-      for score, is_bad in zip(scores, bad, strict=True):
+      self.unknown.update(scored.unknown)
+      self.missing.update(scored.missing)
+      for score, is_bad in zip(scored.scores, bad, strict=True):
         yield blank if is_bad else [_number(score)]
       return
     answers = self._model.recommend(chunk.columns, self._top, **about)
@@ -76,6 +83,7 @@ class _Predictions:
     self.num_bad += int(bad.sum())
     self.num_popular += int((answers.is_popular & ~bad).sum())
     self.num_unknown_items += answers.num_unknown_items
+    self.unknown.update(answers.unknown)
     parts = [answers.items, answers.scores]
     parts += [] if answers.titles is None else [answers.titles]
     for row, is_bad in enumerate(bad):
@@ -94,11 +102,15 @@ class _Predictions:
       )
     if self.num_unknown_items:
       notes.append(f"{self.num_unknown_items:,} unknown items in histories")
+    for what, counts in (("unknown", self.unknown), ("missing", self.missing)):
+      if counts:
+        columns = ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
+        notes.append(f"rows with {what} values by column: {columns}")
     return notes
 
 
 def _number(score: np.floating) -> str:
-  return "" if np.isnan(score) else f"{score:.9g}"
+  return "" if np.isnan(score) else str(score)  # the fewest digits that give the same number
 
 
 def _shown(value) -> str:
@@ -121,7 +133,7 @@ def predict(
     folder: that `recipes.export` has written.
     path: of the rows; "-" is the standard input.
     out: where to.
-    top: how many items, of two_tower and sequence; None is 10.
+    top: how many items, of two_tower and sequence; None is 10, or all where they are fewer.
     on_bad_row: "raise", or "skip".
 
   Raises:

@@ -3,13 +3,14 @@
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 import embed
 
+_MAX_AUC = 0.99  # clicks are not so predictable
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "scikit-learn")
 
 
@@ -32,12 +33,49 @@ def versions() -> dict[str, str]:
   return {"python": platform.python_version(), "sparse-embed": embed.__version__} | installed
 
 
+def notes(
+  result: Mapping[str, Any], telling: Callable[[], tuple[str, float]] | None = None
+) -> list[str]:
+  """Returns lines about a result: a baseline is better, or a click model too good to be true.
+
+  Args:
+    result: the content of result.json.
+    telling: returns the column that tells most of the label, and its AUC; takes seconds.
+  """
+  split, lines, better = _split(result), [], []
+  select = result["config"].get("select") or next(iter(result["metrics"]), "")
+  for metric in dict.fromkeys([select.partition("_")[2], "logloss"]):
+    name, sign = f"{split}_{metric}", -1 if metric.endswith("loss") else 1
+    scores = {
+      row: metrics[name]
+      for row, metrics in result["baselines"].items()
+      if row != "best possible" and name in metrics
+    }
+    best = max(scores, key=lambda row: sign * scores[row], default=None)
+    own = result["metrics"].get(name)
+    if best and own is not None and sign * scores[best] > sign * own:
+      better.append(f"{best} by {split} {metric} ({scores[best]:.4f}, the model {own:.4f})")
+  if better:
+    lines.append(f"a baseline is better than the model: {'; '.join(better)}")
+  if (auc := result["metrics"].get(f"{split}_auc", 0)) > _MAX_AUC:
+    line = f"{split} auc is {auc:.4f}: some column probably holds what the label says"
+    if telling is not None:
+      column, alone = telling()
+      line += f"; {column!r} alone has {alone:.4f}"
+    lines.append(f"{line}. Leave out columns that are known only after the click, and train again")
+  return lines
+
+
+def _split(result: Mapping[str, Any]) -> str:
+  return "test" if any(name.startswith("test_") for name in result["metrics"]) else "valid"
+
+
 def report(result: Mapping[str, Any]) -> str:
   """Returns a result as a table for a terminal: the metrics of the run and of its baselines.
 
   They are of the test rows, or of those that validate if none are held out as a test.
   """
-  split = "test" if any(name.startswith("test_") for name in result["metrics"]) else "valid"
+  split = _split(result)
   names = [name for name in result["metrics"] if name.startswith(f"{split}_")]
   titles = [name.removeprefix(f"{split}_") for name in names]
   width = max(map(len, titles), default=0) + 2
@@ -48,6 +86,7 @@ def report(result: Mapping[str, Any]) -> str:
     lines.append(f"{row:24}" + "".join(values))
   for name, failure in result.get("failed_baselines", {}).items():
     lines.append(f"{name:24}failed: {failure}")
+  lines += result.get("notes", [])
   lines.append(
     f"seed {result['seed']}, state of step {result['tested_step']} of {result['steps']}, "
     f"{result['seconds']:.0f} s on {result['device']['kind']} x {result['device']['count']}"

@@ -21,6 +21,18 @@ _MAX_SCORES = 1 << 24
 _MAX_ROWS = 1 << 12
 
 
+def list_width(longest: int) -> int:
+  """Returns the width of lists of ids, of few sizes, since each of them is compiled.
+
+  >>> [list_width(longest) for longest in (1, 16, 17, 65)]
+  [16, 16, 64, 256]
+  """
+  width = 16
+  while width < longest:
+    width *= 4
+  return width
+
+
 def top_k(
   query: jax.Array,
   candidates: jax.Array,

@@ -12,6 +12,7 @@ RESULT = {
   "config": {"select": str, "model?": str, "dataset?": str, "data_file?": str, "source?": str},
   "seed": int, "steps": int, "tested_step": int, "seconds": _NUMBER,
   "metrics": _SCORES, "baselines": {str: _SCORES}, "failed_baselines?": {str: str},
+  "notes?": [str],
   "data_sha256": {str: str},
   "device": {"kind": str, "count": int, "host_cores": _STEP},
   "versions": {"jax": str, "flax": str, "sparse-embed": str},

@@ -1,6 +1,8 @@
 """The settings that every run has, whatever it trains; a config may leave them out."""
 
+import importlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from .errors import UserError
@@ -86,6 +88,32 @@ def check(config) -> None:
     raise UserError(f"config.checkpoint_minutes is {minutes}: choose a number of minutes, or 0")
   if full_every < 1:
     raise UserError(f"config.full_checkpoint_every is {full_every}: choose 1 or more")
+
+
+def completed(recipe: str, config) -> Any:
+  """Returns the config of a run: as given, and defaults for what it leaves out.
+
+  Args:
+    recipe: its name.
+    config: a ConfigDict, or a plain dict; with `columns`, of a table, it needs `files` besides.
+
+  Raises:
+    UserError: as `tables.settings.complete`, or a plain dict has neither columns nor a data set.
+  """
+  if "columns" in config:
+    defaults = importlib.import_module(f".{recipe}.defaults", __package__).DEFAULTS
+    return importlib.import_module(".tables.settings", __package__).complete(config, defaults)
+  if isinstance(config, Mapping):
+    if "dataset" not in config:
+      raise UserError(
+        'the config declares no columns: give {"files": ..., "columns": {...}}, or a config of '
+        "`configs`"
+      )
+    from ml_collections import ConfigDict
+
+    config = ConfigDict(config)
+  add(config)
+  return config
 
 
 def add(config) -> None:

@@ -53,6 +53,7 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
     metrics=("auc", "logloss") if len(range(*data.splits["valid"])) else (),
     config=config,
     serve=data.serve,
+    telling=functools.partial(data_lib.most_telling, data),
   )
 
 
@@ -153,7 +154,10 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
 
 
 def baselines(data: data_lib.ClickData, config) -> dict[str, loop.Baseline]:
-  """Returns what fits a logistic regression, and the best possible metrics where they are known."""
+  """Returns what fits the constant rate of clicks and a logistic regression, and the best possible.
+
+  The metrics of the best possible are there where they are known.
+  """
   fit = functools.partial(
     data_lib.logistic_regression,
     data,
@@ -162,7 +166,8 @@ def baselines(data: data_lib.ClickData, config) -> dict[str, loop.Baseline]:
   )
   can_choose = len(range(*data.splits["valid"])) > 0
   chosen: dict[str, loop.Baseline] = {
-    "logistic regression": fit if config.baseline.max_rows and can_choose else {}
+    "constant rate": functools.partial(data_lib.constant_rate, data),
+    "logistic regression": fit if config.baseline.max_rows and can_choose else {},
   }
   if data.best:
     chosen["best possible"] = dict(data.best)

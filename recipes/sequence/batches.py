@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from .. import pipeline, sampling
+from .. import pipeline, retrieval, sampling
 from ..errors import UserError
 from . import packing
-
-_SMALLEST, _FACTOR = 16, 4  # widths of histories: 16, 64, 256, ...: few, since each is compiled
 
 Batch = dict[str, np.ndarray]
 Draw = Callable[[Batch, np.random.Generator, tuple[int, int], int], Batch]
@@ -207,9 +205,9 @@ class Histories:
     own = slice(every.start + first, every.start + last)
     users, start, stop = self._users[own], self._start[own], self._stop[own]
     filled = last - first - len(users)
-    seen = self._cut(start, stop, _width(longest))
+    seen = self._cut(start, stop, retrieval.list_width(longest))
     kept = np.minimum(stop - start, self._max_length - self._ask)
-    width = min(_width(min(longest + self._ask, self._max_length)), self._max_length)
+    width = min(retrieval.list_width(longest + self._ask), self._max_length)
     lengths = kept + self._ask
     columns = np.arange(width)
     batch = {
@@ -246,10 +244,3 @@ def _rows(values: np.ndarray, lengths: np.ndarray, width: int, fill: int) -> np.
   rows = np.full((len(lengths), width), fill, np.int32)
   rows[np.arange(width) < lengths[:, None]] = values
   return rows
-
-
-def _width(length: int) -> int:
-  width = _SMALLEST
-  while width < length:
-    width *= _FACTOR
-  return width

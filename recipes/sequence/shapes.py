@@ -26,7 +26,8 @@ def parts(config, mesh: jax.sharding.Mesh) -> aot.Parts:
     tx = optimizers.dense_optimizer(config)
     optimizer = nnx.eval_shape(lambda m: embed.Optimizer(m, tx), model)
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-  ranked = jax.tree.map(shape, data_lib.histories(data, "test", config)[0])
+  batches = data_lib.histories(data, "test", config)  # the last is the widest
+  ranked = jax.tree.map(shape, batches[len(batches) - 1])
   recommend = train.make_recommend(
     data.num_items, max(config.ks), mesh, exclude_seen=config.exclude_seen
   )

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
 from flax import nnx
 
 import embed
@@ -37,6 +36,7 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
   units = train_step.units(config, mesh)
   check(config, mesh)
   data = data_lib.load(config)
+  metrics = ranking_names(config.ks, data.num_items)
   config = steps_of_data(config, len(data.packed["items"]), units, smallest_batch=8)
   with from_settings():
     inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
@@ -50,7 +50,7 @@ def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
     data_sha256=data.sha256,
-    metrics=ranking_names(config.ks),
+    metrics=metrics,
     config=config,
     serve=data.serve,
   )
@@ -190,56 +190,44 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
 
 
 def baselines(data: data_lib.SequenceData, config) -> dict[str, loop.Baseline]:
-  """Returns what fits popularity and EASE, and the best possible metrics where they are known.
+  """Returns what fits popularity, item kNN and EASE, and the best possible metrics where known.
 
-  `config.baseline.ease_l2` is EASE's penalty; 0 leaves it out.
+  `config.baseline.ease_l2` is EASE's penalty; 0 leaves it out. Item kNN is fitted where the users'
+  lists are short enough.
   """
-  ks, l2 = tuple(config.ks), config.baseline.ease_l2
-  among = {"exclude_seen": config.exclude_seen}
-  chosen: dict[str, loop.Baseline] = {
-    "popularity": functools.partial(fit_popularity, data, ks, **among)
-  }
-  if l2:
-    chosen["EASE"] = functools.partial(fit_ease, data, ks, l2, **among)
+  fit = functools.partial(fit_baseline, data, ks=tuple(config.ks), exclude_seen=config.exclude_seen)
+  chosen: dict[str, loop.Baseline] = {"popularity": functools.partial(fit, "popularity")}
+  if baselines_lib.can_fit_knn(data_lib.train_lengths(data.lengths)):
+    chosen["item kNN"] = functools.partial(fit, "item kNN")
+  if config.baseline.ease_l2:
+    chosen["EASE"] = functools.partial(fit, "EASE", l2=config.baseline.ease_l2)
   if data.best:
     chosen["best possible"] = dict(data.best)
   return chosen
 
 
-def fit_popularity(
-  data: data_lib.SequenceData, ks: tuple[int, ...], *, exclude_seen: bool = True
-) -> dict[str, float]:
-  """Returns the metrics of recommending what is frequent among the training items."""
-  popular = baselines_lib.popularity(_training(data))
-  score = lambda histories: np.tile(popular, (histories.shape[0], 1))
-  return _ranking(data, ks, score, exclude_seen)
-
-
-def fit_ease(
-  data: data_lib.SequenceData, ks: tuple[int, ...], l2: float, *, exclude_seen: bool = True
-) -> dict[str, float]:
-  """Returns the metrics of EASE, which learns from the training items."""
-  weights = baselines_lib.ease(_training(data), l2)
-  return _ranking(data, ks, lambda histories: histories @ weights, exclude_seen)
-
-
-def _training(data: data_lib.SequenceData) -> scipy.sparse.csr_matrix:
-  return data_lib.matrix(data, np.arange(len(data.lengths)), data_lib.HELD_OUT["train"])
-
-
-def _ranking(
+def fit_baseline(
   data: data_lib.SequenceData,
+  name: str,
+  *,
   ks: tuple[int, ...],
-  score: Callable[[Any], np.ndarray],
   exclude_seen: bool,
+  l2: float = 0.0,
 ) -> dict[str, float]:
-  """Returns the metrics of scores that are asked with all earlier items, as the models are."""
-  users = data.evaluated
-  scores: dict[str, float] = {}
+  """Returns the metrics of a baseline that is asked with all earlier items, as the models are.
+
+  Args:
+    data: the data set; the baseline learns from its training items.
+    name, l2: as for `baselines.scorer`.
+    ks, exclude_seen: as in the config.
+  """
+  everyone, users = np.arange(len(data.lengths)), data.evaluated
+  train = data_lib.matrix(data, everyone, data_lib.HELD_OUT["train"])
+  score, scores = baselines_lib.scorer(name, train, l2), dict[str, float]()
   for split in ("valid", "test"):
-    seen = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
+    histories = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
     relevant = data_lib.targets(data, users, data_lib.HELD_OUT[split])
-    ask = lambda start, stop, seen=seen: score(seen[start:stop])
-    metrics = baselines_lib.ranking(ask, relevant, seen if exclude_seen else None, ks)
+    ask = lambda start, stop, histories=histories: score(histories[start:stop])
+    metrics = baselines_lib.ranking(ask, relevant, histories if exclude_seen else None, ks)
     scores |= {f"{split}_{metric}": value for metric, value in metrics.items()}
   return scores

@@ -1,7 +1,8 @@
 """Predictions by a model that `recipes.export` has written, for rows as they are.
 
     model = serving.load("served")
-    model.predict(rows)             # dlrm: probabilities, float32 [N]
+    model.predict(rows)             # dlrm: probabilities, float64 [N]
+    model.score(rows)               # the same, and counts of unknown and missing values: `Scored`
     model.recommend(rows, top=10)   # two_tower, sequence: `Recommended`
 
 `rows` are a dict of columns, a list of dicts, or a table of Arrow or pandas, with the columns of
@@ -12,6 +13,7 @@ with files.
 declared. A category outside the vocabulary is what the declaration says: with `oov` it has one of
 these rows of its table, with `oov=0` no vector. A missing category has no vector, a missing number
 is the mean of training, and a user or item that the table of its own lacks has no features.
+Values that training has not seen and missing ones are counted by column.
 
 **Recommendations.** A row needs one of: the user, a feature of the user, or a `history`.
 
@@ -40,11 +42,11 @@ import zipfile
 from pathlib import Path
 
 from ..errors import DamagedFileError, UserError
-from .clicks import ClickModel
+from .clicks import ClickModel, Scored
 from .folder import Served
 from .recommend import Recommended, Recommender
 
-__all__ = ["ClickModel", "Recommended", "Recommender", "load"]
+__all__ = ["ClickModel", "Recommended", "Recommender", "Scored", "load"]
 
 
 def load(folder: str | Path) -> ClickModel | Recommender:

@@ -6,13 +6,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..errors import UserError
+from ..tables import spec
 from ..tables.faults import Problem
+from ..tables.fitting import Fitted
 from ..tables.formats import repeated
-from ..tables.values import ReadAs, as_lists, as_numbers, as_texts, plain, refusal
+from ..tables.values import ReadAs, converted, plain, refusal
 
 Columns = Mapping[str, pa.Array]
+Wanted = Mapping[str, tuple[tuple[str, ...], ReadAs]]  # columns and way of reading by name
 
 
 def as_columns(rows: Any) -> dict[str, pa.Array]:
@@ -75,13 +79,13 @@ def require(columns: Sequence[str], needed: Sequence[str], source: str) -> None:
 
 
 def read(
-  columns: Columns, wanted: Mapping[str, tuple[str, ReadAs]], missing: Sequence[str], source: str
+  columns: Columns, wanted: Wanted, missing: Sequence[str], source: str
 ) -> tuple[dict[str, Any], list[tuple[str, Problem]]]:
   """Returns values by declared name, as `tables.reading.Reader` does, and what cannot be read.
 
   Args:
     columns: N values each.
-    wanted: column and way by name; names of columns that are missing are left out.
+    wanted: columns and way by name; names of which a column is missing are left out.
     missing: texts that mean no value.
     source: of the rows, for error texts.
 
@@ -90,20 +94,62 @@ def read(
   """
   values: dict[str, Any] = {}
   problems: list[tuple[str, Problem]] = []
-  for name, (column, way) in wanted.items():
-    if column not in columns:
+  for name, (names, way) in wanted.items():
+    if any(column not in columns for column in names):
       continue
-    array = plain(columns[column])
-    if (reason := refusal(array.type, way)) is not None:
-      raise UserError(f"{source}, column {column!r} {reason}")
-    if isinstance(way, tuple):
-      values[name], bad = as_lists(array, way[1], missing)
-    elif way == "number":
-      values[name], bad = as_numbers(array, missing)
-    else:
-      values[name], bad = as_texts(array, missing)
-    problems += [(column, problem) for problem in bad]
+    for column in names:
+      stored = plain(columns[column]).type
+      if (reason := refusal(stored, way if len(names) == 1 else "number")) is not None:
+        raise UserError(f"{source}, column {column!r} {reason}")
+    values[name], bad = converted([columns[each] for each in names], way, missing, {}, names)
+    problems += [(names[0], problem) for problem in bad]
   return values, problems
+
+
+def absent(values: Any) -> np.ndarray:
+  """Returns which of N texts, lists or numbers are missing, bool `[N]`."""
+  if isinstance(values, np.ndarray):
+    return np.isnan(values)
+  return _lengths(values) == 0
+
+
+def _lengths(values: pa.Array) -> np.ndarray:
+  """Returns how many values lists hold; of a text 1, or 0 if it is null."""
+  if not pa.types.is_list(values.type):
+    return values.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
+  return pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
+
+
+def unseen(fitted: Fitted, name: str, values: Mapping[str, Any]) -> np.ndarray:
+  """Returns which rows hold a value outside the vocabulary of a feature, bool `[N]`.
+
+  Numbers and crosses have no vocabulary; a hashed value counts only if its pattern does not match.
+  """
+  kind, rows = fitted.kinds.get(name), len(values[name])
+  if not isinstance(kind, spec.Category):
+    return np.zeros(rows, bool)
+  ids = fitted.ids(values, name)
+  ids = ids[:, None] if ids.ndim == 1 else ids
+  inside = np.arange(ids.shape[1]) < _lengths(values[name])[:, None]
+  known = kind.hash or kind.size or len(fitted.vocabulary(name))
+  return np.any(inside & ((ids < 0) | (ids >= known)), axis=1)
+
+
+def rows_by_column(
+  rows: Mapping[str, np.ndarray], wanted: Wanted, bad: np.ndarray
+) -> dict[str, int]:
+  """Returns how many rows are marked by column; columns without any are left out.
+
+  Args:
+    rows: bool `[N]` by declared name.
+    wanted: as of `read`; several columns of a name count as the first.
+    bad: bool `[N]`, rows that do not count.
+  """
+  columns: dict[str, np.ndarray] = {}
+  for name, marked in rows.items():
+    column = wanted[name][0][0]
+    columns[column] = columns.get(column, False) | (marked & ~bad)
+  return {column: int(marked.sum()) for column, marked in columns.items() if marked.any()}
 
 
 def bad_rows(

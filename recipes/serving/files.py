@@ -17,7 +17,15 @@ from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables.formats import Format, find_delimiter, repeated
 
 _CHUNK = 4096
-_PEEK = 1 << 16
+_SAMPLE = 1 << 16
+# First bytes of files that are no text, and what to do with them.
+_NO_TEXT = {
+  b"PAR1": "is a Parquet file: give it by a name that ends in .parquet",
+  b"\x1f\x8b": "is compressed with gzip: unpack it, or give it by a name that ends in .gz",
+  b"PK\x03\x04": "is a zip archive or a spreadsheet: unpack it, or save the sheet as CSV",
+  codecs.BOM_UTF16_LE: "is written in UTF-16: convert it, as by `iconv -f UTF-16 -t UTF-8`",
+  codecs.BOM_UTF16_BE: "is written in UTF-16: convert it, as by `iconv -f UTF-16 -t UTF-8`",
+}
 _END = "\0end"  # a last line, which an open quote would take
 
 
@@ -37,13 +45,29 @@ class Chunk(NamedTuple):
   faults: dict[int, str]
 
 
+class _Again(io.RawIOBase):
+  """A stream whose first bytes have been read, from its beginning; closing leaves it open."""
+
+  def __init__(self, first: bytes, rest: Any):
+    self._first, self._rest = first, rest
+
+  def readable(self) -> bool:
+    return True
+
+  def readinto(self, buffer: Any) -> int:
+    block = self._first[: len(buffer)] or self._rest.read1(len(buffer))
+    self._first = self._first[len(block) :]
+    buffer[: len(block)] = block
+    return len(block)
+
+
 class TextRows:
   """Rows of a text with a header.
 
   Where training files had no header, neither has this text, or a first line that names columns.
 
   Args:
-    stream: of bytes, read once.
+    stream: of bytes, buffered; it is read once, and stays open.
     source: its name, for error texts.
     format: of the training files; a delimiter that it leaves open is found here as well.
 
@@ -52,16 +76,26 @@ class TextRows:
     has_header: whether the text has one.
 
   Raises:
-    DamagedFileError: the text is empty, or its header names a column twice.
+    DamagedFileError: the text is empty or none, or its header names a column twice.
   """
 
-  def __init__(self, stream: io.BufferedReader | gzip.GzipFile, source: str, format: Format):
+  def __init__(self, stream: IO[bytes], source: str, format: Format):
     self.source, self._format = source, format
+    codec = codecs.lookup(format.encoding).name
     try:
-      sample = stream.peek(_PEEK)[:_PEEK]
+      first = stream.read(_SAMPLE)  # waits for a slow pipe
     except (OSError, EOFError) as error:
       raise DamagedFileError(f"{source} cannot be read: {error}") from error
-    sample = sample[: sample.rfind(b"\n") + 1] or sample
+    if not codec.startswith(("utf-16", "utf-32")):
+      for magic, problem in _NO_TEXT.items():
+        if first.startswith(magic):
+          raise DamagedFileError(f"{source} {problem}")
+      if b"\0" in first.partition(b"\n")[0]:
+        raise DamagedFileError(
+          f"{source} has NUL bytes in its first line, as texts in UTF-16 have: convert it, as by "
+          "`iconv -f UTF-16LE -t UTF-8`"
+        )
+    sample = first[: first.rfind(b"\n") + 1] or first
     text = sample.decode(format.encoding, "replace").removeprefix("\ufeff")
     known = {name.lower() for name in (*format.names, "history")}
     # A header of one column has no delimiter, even if the values below it contain one.
@@ -69,17 +103,17 @@ class TextRows:
     likely = "," if has_one_column else find_delimiter(text, Path(source), format)
     self.delimiter = format.delimiter or likely
     self.by_line = format.rest or len(self.delimiter) > 1
-    is_utf8 = codecs.lookup(format.encoding).name == "utf-8"
-    encoding = "utf-8-sig" if is_utf8 else format.encoding
-    self._lines = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
-    self._records = self._cut(self._lines)
+    encoding = "utf-8-sig" if codec == "utf-8" else format.encoding
+    whole = io.BufferedReader(_Again(first, stream))
+    lines = io.TextIOWrapper(whole, encoding, errors="surrogateescape", newline="")
+    self._records = self._cut(lines)
     try:
-      first = next(self._records, None)
+      names = next(self._records, None)
     except (csv.Error, EOFError, OSError, UnicodeError) as error:
       raise DamagedFileError(f"{source} cannot be read ({error})") from error
-    if first is None:
+    if names is None:
       raise DamagedFileError(f"{source} is empty: it needs a header, and rows")
-    given = [name.strip() for name in first]
+    given = [name.strip() for name in names]
     # Where training files have none, a row of as many fields may have a name as a value.
     are_known = [name.lower() in known for name in given]
     has_names = all(are_known) if len(given) == len(format.names) else any(are_known)
@@ -89,7 +123,7 @@ class TextRows:
       given = [lower.get(name.lower(), name) for name in given]
       self.names = tuple(name or f"column {i}" for i, name in enumerate(given, start=1))
     else:
-      self.names, self._records = format.names, chain([first], self._records)
+      self.names, self._records = format.names, chain([names], self._records)
     if (name := repeated(self.names)) is not None:
       raise DamagedFileError(f"{source}: the header names two columns {name!r}. Rename one.")
 
@@ -116,10 +150,6 @@ class TextRows:
     raise DamagedFileError(
       f"{self.source}: a quote is not closed, in the last row that is read or before. Close it"
     )
-
-  def detach(self) -> None:
-    """Leaves the stream, which would be closed with the rows."""
-    self._lines.detach()
 
   def __iter__(self) -> Iterator[Chunk]:
     first_row = 1
@@ -199,9 +229,7 @@ def open_rows(path: str, stdin: Any, format: Format) -> Iterator[TextRows | Parq
     UserError: the file does not exist, or holds no rows.
   """
   if path == "-":
-    rows = TextRows(stdin, "standard input", format)
-    yield rows
-    rows.detach()
+    yield TextRows(stdin, "standard input", format)
     return
   file = Path(path).expanduser()
   if not file.is_file():

@@ -17,7 +17,7 @@ from ..tables import spec
 from ..tables.formats import Format
 
 PACKAGE = __package__.rpartition(".")[0]
-FORMAT = 1
+FORMAT = 2  # 1: the program of dlrm returned probabilities, in float32
 NAME = "served.json"
 TRANSFORMS = "transforms"
 CANDIDATES = "candidates.npy"
@@ -57,10 +57,7 @@ class Served:
     """
     path = Path(folder) / NAME
     if not os.path.lexists(path):
-      raise MissingFileError(
-        f"{path.parent} has no {NAME}, which `python -m {PACKAGE}.export RUN --out={path.parent}` "
-        "writes"
-      )
+      raise MissingFileError(_advice(path.parent))
     try:
       manifest.check(path.parent)
       about = arrays.read_json(path, schema=schemas.SERVED)
@@ -129,6 +126,18 @@ class Served:
   def run(self, inputs: Any) -> jax.Array:
     """Runs the program on inputs of as many rows as `batches` gives them."""
     return self._call(self.arrays, inputs)
+
+
+def _advice(folder: Path) -> str:
+  """Returns what to do with a folder that is no export."""
+  exports = [*folder.glob(f"*/{NAME}"), *folder.glob(f"*/*/{NAME}")]  # also of `recipes.days`
+  if exports:
+    newest = max(exports, key=lambda path: path.stat().st_mtime)
+    return f"{folder} has no {NAME}, but {newest.parent} has one: give that folder"
+  is_run = (folder / "config.json").exists()
+  out = folder / "served" if is_run or (folder.is_dir() and any(folder.iterdir())) else folder
+  command = f"python -m {PACKAGE}.export {folder if is_run else 'RUN'} --out={out}"
+  return f"{folder} has no {NAME}: `{command}` writes {out}, which predictions take"
 
 
 def _damaged(path: Path, error: Exception) -> DamagedFileError:

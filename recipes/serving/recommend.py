@@ -23,7 +23,6 @@ from .folder import Served, batches
 
 HISTORY = "history"  # the column with a user's own items
 _BATCH = 256
-_SMALLEST, _FACTOR = 16, 4  # widths of lists of items to leave out: few, since each is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Recommended:
       scores.
     is_bad: bool `[N]`, rows that cannot be read and are left out.
     num_unknown_items: items of histories that training has not seen.
+    unknown: by column, how many rows have a user or a feature's value that training has not seen.
   """
 
   items: np.ndarray
@@ -46,6 +46,7 @@ class Recommended:
   is_popular: np.ndarray
   is_bad: np.ndarray
   num_unknown_items: int
+  unknown: Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +81,10 @@ class Recommender:
     self._popular = np.argsort(-counts, kind="stable").astype(np.int32)
     kinds = served.kinds
     self._user_column = spec.only(kinds, spec.User)
-    self._wanted: dict[str, tuple[str, ReadAs]] = {}
+    self._wanted: dict[str, tuple[tuple[str, ...], ReadAs]] = {}
     if self._user_column:
       column = kinds[self._user_column].column or self._user_column
-      self._wanted[""] = column, "text"
+      self._wanted[""] = (column,), "text"
     item = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
     self._patterns = {
       side: getattr(kinds[name], "pattern", "") if name else ""
@@ -117,12 +118,13 @@ class Recommender:
   @property
   def columns(self) -> tuple[str, ...]:
     """The columns that rows may have, of which they need at least one."""
-    return tuple(dict.fromkeys([*(column for column, _ in self._wanted.values()), *self._own]))
+    columns = [column for names, _ in self._wanted.values() for column in names]
+    return tuple(dict.fromkeys([*columns, *self._own]))
 
   def recommend(
     self,
     rows: Any,
-    top: int = 10,
+    top: int | None = None,
     *,
     on_bad_row: str = "raise",
     source: str = "rows",
@@ -132,15 +134,15 @@ class Recommender:
 
     Args:
       rows: N of them; see `columns.as_columns`.
-      top: how many items.
+      top: how many items, 1 to the number of items; None is 10, or all where they are fewer.
       on_bad_row: "raise", or "skip", which leaves out a row that cannot be read.
       source, first_row: what error texts call the rows, and the number of the first.
 
     Raises:
-      UserError: no column is of use, or a row cannot be read; names row and column.
+      UserError: there are not `top` items, no column is of use, or a row cannot be read; names row
+        and column.
     """
-    if top < 1:
-      raise UserError(f"top is {top}: choose 1 or more")
+    top = self.checked_top(top)
     arrays = columns_lib.as_columns(rows)
     if not any(column in arrays for column in self.columns):
       raise UserError(
@@ -149,11 +151,20 @@ class Recommender:
       )
     count = len(next(iter(arrays.values())))
     own = next((column for column in self._own if column in arrays), None)
-    wanted = self._wanted | ({"own": (own, self._own[own])} if own else {})
+    wanted = self._wanted | ({"own": ((own,), self._own[own])} if own else {})
     missing = self.served.text_format.missing
     values, problems = columns_lib.read(arrays, wanted, missing, source)
     bad = columns_lib.bad_rows(problems, count, on_bad_row, source, first_row)
     return self.answers(values, bad, top)
+
+  def checked_top(self, top: int | None) -> int:
+    """Returns `top` of `recommend` as a number; raises UserError where there are not so many."""
+    count = len(self._items.texts)
+    if top is None:
+      return min(10, count)
+    if not 1 <= top <= count:
+      raise UserError(f"top is {top}: choose 1 to {count}, the number of items")
+    return top
 
   def answers(
     self, values: Mapping[str, Any], bad: np.ndarray, top: int, *, is_cut: bool = False
@@ -179,7 +190,15 @@ class Recommender:
     ids[bad], scores[bad], popular[bad] = -1, np.nan, False
     named = lambda texts: np.array([*texts, None], object)[ids]
     titles = None if self._items.titles is None else named(self._items.titles)
-    return Recommended(named(self._items.texts), scores, titles, popular, bad, unknown)
+    unseen = {
+      name: columns_lib.unseen(self._users.fitted, name, values)
+      if name
+      else (queries.users < 0) & ~columns_lib.absent(values[""])
+      for name in self._wanted
+      if name in values
+    }
+    counts = columns_lib.rows_by_column(unseen, self._wanted, bad)
+    return Recommended(named(self._items.texts), scores, titles, popular, bad, unknown, counts)
 
   def leaves_out(self, users: pa.Array, items: pa.Array) -> np.ndarray:
     """Returns whether an item is never recommended to a user, who has had it; bool `[N]`.
@@ -302,9 +321,7 @@ def _sequence_inputs(
 
 def _wide(lists: Sequence[np.ndarray]) -> np.ndarray:
   """Returns lists of ids as int32 `[B, E]`, -1 after each."""
-  longest, width = max(len(each) for each in lists), _SMALLEST
-  while width < longest:
-    width *= _FACTOR
+  width = retrieval.list_width(max(len(each) for each in lists))
   wide = np.full((len(lists), width), -1, np.int32)
   for row, each in enumerate(lists):
     wide[row, : len(each)] = each

@@ -45,8 +45,16 @@ class Codes:
     return self._numbers(texts, lambda text: self._codes.setdefault(text, len(self._codes)))
 
   def find(self, texts: pa.Array) -> np.ndarray:
-    """Returns the numbers of texts, int32 `[N]`; -1 for null and unknown ones."""
+    """Returns the numbers of texts, int32 `[N]`; -1 for null and unknown ones.
+
+    An id with ".0" is the one without where no text has the ending, once all are added.
+    """
+    texts = spelled(texts, self._spelling)
     return self._numbers(texts, lambda text: self._codes.get(text, -1))
+
+  @functools.cached_property
+  def _spelling(self) -> str:
+    return "whole" if spelling_of(self.array) else ""
 
   @staticmethod
   def _numbers(texts: pa.Array, number) -> np.ndarray:

@@ -16,7 +16,7 @@ import scipy.sparse
 
 import embed
 
-from .. import hosts, movielens, pipeline, sampling
+from .. import hosts, movielens, pipeline, retrieval, sampling
 from ..datasets import DataSet, Registry
 from ..errors import UserError
 from ..features import Feature
@@ -53,6 +53,7 @@ class RetrievalData:
     sha256: hashes of the source files by name, or of the generated pairs.
     best: metrics of the probabilities that the pairs were drawn from, where they are known.
     serve: the folder of what serving needs besides the model; None where there is none.
+    ordered: whether the rows of a user are in the order of time, train before valid before test.
   """
 
   columns: Mapping[str, np.ndarray]
@@ -64,6 +65,7 @@ class RetrievalData:
   sha256: Mapping[str, str]
   best: Mapping[str, float]
   serve: Path | None = None
+  ordered: bool = False
 
   def matrix(self, *splits: str) -> scipy.sparse.csr_matrix:
     """Returns the pairs of the named splits as float32 `[users, items]` of ones."""
@@ -96,6 +98,7 @@ def load(config) -> RetrievalData:
     prepared.sha256,
     prepared.best,
     prepared.serve,
+    prepared.meta.get("ordered", False),
   )
 
 
@@ -115,8 +118,9 @@ class TrainBatches:
   """Batch number -> pairs of the training split and extra negatives.
 
   A batch is
-    `query`: `user` `[B]`, `history` `Padded` `[B, H]` (the user's other training items, a new
-      random choice every time if there are more than H) and the user's features;
+    `query`: `user` `[B]`, `history` `Padded` `[B, H]` (the user's other training items, in data
+      that are `ordered` those before this one; a new random choice every time if there are more
+      than H) and the user's features;
     `positive`, `negative` int32 `[B]`, `[M]`: the items;
     `positive_candidate`, `negative_candidate`: the items' features;
     `positive_rate` float32 `[B]`, `negative_rate` `[M]`: how often this item is expected among all
@@ -184,20 +188,22 @@ class TrainBatches:
     return batch
 
   def _history_without(self, user, place, turn, stride) -> np.ndarray:
-    """Up to H different training items of each user without the one at `place`; -1 fills up."""
+    """Up to H training items of each user before or around the one at `place`; -1 fills up."""
     offsets, items = self._data.columns["train_offsets"], self._data.columns["item"]
     first, size = offsets[user], (offsets[user + 1] - offsets[user]).astype(np.int32)
-    rest = np.maximum(size - 1, 1)
+    count = place.astype(np.int32) if self._data.ordered else size - 1
+    rest = np.maximum(count, 1)
     steps = np.arange(self._history, dtype=np.int32)
     # The stride has no divisor in common with their number: no item is met twice. In int32 and with
     # one division, since these numbers are most of what a batch costs. They do not overflow while
     # `history` times the longest history is below 2**31.
     start, stride = (turn * rest).astype(np.int32), (stride % rest).astype(np.int32)
     picked = (start[:, None] + steps * stride[:, None]) % rest[:, None]
-    picked += (place + 1).astype(np.int32)[:, None]
-    picked -= np.where(picked >= size[:, None], size[:, None], 0)
+    if not self._data.ordered:
+      picked += (place + 1).astype(np.int32)[:, None]
+      picked -= np.where(picked >= size[:, None], size[:, None], 0)
     history = items[first[:, None] + picked]
-    history[steps >= (size - 1)[:, None]] = -1
+    history[steps >= count[:, None]] = -1
     return history.astype(np.int32, copy=False)
 
   def __repr__(self) -> str:
@@ -213,11 +219,15 @@ def eval_batches(data: RetrievalData, split: str, config) -> grain.IterDataset:
 class EvalBatches:
   """Batch number -> users to rank the catalogue for.
 
-  A batch is `query` as in training, but with the whole history, evenly thinned out if it is longer
-  than `config.eval_history`; `relevant` int32 `[B, R]`, the split's items of the user; `seen` int32
-  `[B, E]`, the items of the splits before it, nothing if `config.exclude_seen` is False; and `mask`
-  bool `[B]`, False where the last batch is filled up. With `config.examples` "users" an example is
-  a user, with "rows" a row of the split, with one relevant item.
+  A batch is `query` as in training, but with all items of the splits before it as the history,
+  evenly thinned out if they are more than `config.eval_history`; `relevant` int32 `[B, R]`, the
+  split's items of the user; `seen` int32 `[B, E]`, the items of the splits before it, nothing if
+  `config.exclude_seen` is False; and `mask` bool `[B]`, False where the last batch is filled up.
+  With `config.examples` "users" an example is a user, with "rows" a row of the split, with one
+  relevant item.
+
+  Users with as many items are together, and widths follow the longest list of a batch: the last
+  batch is the widest. They are of few sizes, so that few shapes are compiled.
   """
 
   def __init__(self, data: RetrievalData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
@@ -226,22 +236,27 @@ class EvalBatches:
     self._data, self._split, self._batch_size = data, split, config.eval_batch_size
     self._part = slice(*pipeline.part(config.eval_batch_size, shard, "eval_batch_size"))
     self._by_row = config.examples == "rows"
-    before = ["train"] if split == "valid" else ["train", "valid"]
-    self._before = before if config.exclude_seen else []
-    longest = int(self._counts("train").max())
-    self._history = min(config.eval_history, longest)
-    self._relevant = int(self._counts(split).max())
-    # As wide for both splits, so that the ranking is compiled once.
-    self._seen = sum(int(self._counts(name).max()) for name in ("train", "valid"))
+    self._before = ("train",) if split == "valid" else ("train", "valid")
+    self._exclude_seen, self._eval_history = config.exclude_seen, config.eval_history
     start, stop = data.splits[split]
-    self._users = (
+    users = (
       np.asarray(data.columns["user"][start:stop])
       if self._by_row
-      else np.flatnonzero(self._counts(split)).astype(np.int32)
+      else np.flatnonzero(np.diff(data.columns[f"{split}_offsets"])).astype(np.int32)
     )
+    order = np.argsort(self._counts(users, *self._before), kind="stable")
+    self._users, self._rows = users[order], start + order
 
-  def _counts(self, split: str) -> np.ndarray:
-    return np.diff(self._data.columns[f"{split}_offsets"])
+  def _counts(self, user: np.ndarray, *names: str) -> np.ndarray:
+    """Returns how many items users `[B]` have in these splits, int64 `[B]`."""
+    offsets = [self._data.columns[f"{name}_offsets"] for name in names]
+    return np.sum([each[user + 1] - each[user] for each in offsets], axis=0)
+
+  def _width(self, number: int, *names: str) -> int:
+    """Returns a width for the items in these splits of all hosts' users of a batch."""
+    start = number * self._batch_size
+    users = self._users[start : start + self._batch_size]
+    return retrieval.list_width(int(self._counts(users, *names).max()))
 
   def __len__(self) -> int:
     return -(-len(self._users) // self._batch_size)
@@ -252,26 +267,34 @@ class EvalBatches:
     examples = np.minimum(examples, len(self._users) - 1)
     user = self._users[examples]
     if self._by_row:
-      relevant = self._data.columns["item"][self._data.splits[self._split][0] + examples][:, None]
+      relevant = self._data.columns["item"][self._rows[examples]][:, None].astype(np.int32)
     else:
-      relevant = self._lists(self._split, user, self._relevant)
-    seen = [self._lists(name, user, int(self._counts(name).max())) for name in self._before]
-    none = np.full((len(user), self._seen - sum(x.shape[1] for x in seen)), -1, np.int32)
+      relevant = self._lists(user, self._width(number, self._split), self._split)
+    width = self._width(number, *self._before)
+    history = self._lists(user, min(width, self._eval_history), *self._before)
+    seen = self._lists(user, width, *self._before)
     return {
-      "query": query_inputs(self._data, user, self._lists("train", user, self._history)),
-      "relevant": relevant.astype(np.int32),
-      "seen": np.concatenate([*seen, none], axis=1),
+      "query": query_inputs(self._data, user, history),
+      "relevant": relevant,
+      "seen": seen if self._exclude_seen else np.full_like(seen[:, :1], -1),
       "mask": mask,
     }
 
-  def _lists(self, split: str, user: np.ndarray, width: int) -> np.ndarray:
-    """Each user's items of a split `[B, width]`, evenly thinned out if there are more; -1 fills."""
-    offsets, items = self._data.columns[f"{split}_offsets"], self._data.columns["item"]
-    first, size = offsets[user][:, None], (offsets[user + 1] - offsets[user])[:, None]
-    steps = np.arange(width)
+  def _lists(self, user: np.ndarray, width: int, *names: str) -> np.ndarray:
+    """Each user's items of splits, one after the other, int32 `[B, width]`; -1 fills up.
+
+    They are evenly thinned out if there are more.
+    """
+    size, steps = self._counts(user, *names)[:, None], np.arange(width)
     place = np.where(size > width, steps * size // width, steps)
-    last = len(items) - 1
-    return np.where(place < size, items[np.minimum(first + place, last)], -1).astype(np.int32)
+    lists, items = np.full(place.shape, -1, np.int32), self._data.columns["item"]
+    for name in names:
+      offsets = self._data.columns[f"{name}_offsets"]
+      index = offsets[user][:, None] + place
+      inside = (place >= 0) & (index < offsets[user + 1][:, None])
+      lists[inside] = items[index[inside]]
+      place = place - self._counts(user, name)[:, None]
+    return lists
 
   def __repr__(self) -> str:
     return f"EvalBatches({self._split!r}, batch_size={self._batch_size})"

@@ -35,7 +35,8 @@ def parts(config, mesh: jax.sharding.Mesh) -> aot.Parts:
     return rank(model, batch["candidates"], batch["query"], batch["seen"])
 
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-  ranked = jax.tree.map(shape, data_lib.EvalBatches(data, "test", config)[0])
+  batches = data_lib.EvalBatches(data, "test", config)
+  ranked = jax.tree.map(shape, batches[len(batches) - 1])
   rows = retrieval.catalogue_batches(data.num_items, config.eval_batch_size, mesh).size
   ranked["candidates"] = jax.ShapeDtypeStruct((rows, config.dim), jnp.float32)
   return aot.Parts(

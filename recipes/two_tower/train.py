@@ -39,6 +39,7 @@ def prepare(config, mesh: Mesh | None) -> loop.Training:
   units = train_step.units(config, mesh)
   check(config, mesh)
   data = data_lib.load(config)
+  metrics = ranking_names(config.ks, data.num_items)
   start, stop = data.splits["train"]
   config = with_all_features(steps_of_data(config, stop - start, units), data)
   with from_settings():
@@ -53,7 +54,7 @@ def prepare(config, mesh: Mesh | None) -> loop.Training:
     evaluate=evaluator(data, config, mesh),
     baselines=functools.partial(baselines, data, config),
     data_sha256=data.sha256,
-    metrics=ranking_names(config.ks) if len(range(*data.splits["valid"])) else (),
+    metrics=metrics if len(range(*data.splits["valid"])) else (),
     config=config,
     serve=data.serve,
   )
@@ -325,7 +326,10 @@ def examples(
 
 
 def baselines(data: data_lib.RetrievalData, config) -> dict[str, loop.Baseline]:
-  """Returns what fits popularity, EASE and iALS, as far as configured, and the best possible."""
+  """Returns what fits popularity, item kNN, EASE and iALS, and the best possible metrics.
+
+  EASE and iALS are fitted as configured, item kNN where the users' lists are short enough.
+  """
   settings = config.baseline
   fit = functools.partial(
     fit_baseline,
@@ -336,7 +340,13 @@ def baselines(data: data_lib.RetrievalData, config) -> dict[str, loop.Baseline]:
     select=settings.select,
     ials=dict(settings.ials),
   )
-  penalties = {"popularity": (0.0,), "EASE": settings.ease_l2, "iALS": settings.ials_l2}
+  lengths = np.diff(data.columns["train_offsets"])
+  penalties = {
+    "popularity": (0.0,),
+    "item kNN": (0.0,) if baselines_lib.can_fit_knn(lengths) else (),
+    "EASE": settings.ease_l2,
+    "iALS": settings.ials_l2,
+  }
   chosen: dict[str, loop.Baseline] = {
     name: functools.partial(fit, name, tuple(values))
     for name, values in penalties.items()
@@ -362,30 +372,17 @@ def fit_baseline(
 
   Args:
     data: the data set.
-    name: "popularity", which takes no penalty, "EASE" or "iALS".
+    name: as for `baselines.scorer`.
     penalties: of which the one is tested that validation prefers by the metric `select`.
     examples_by, exclude_seen, ks: as in the config.
     ials: its other arguments.
   """
-  before = {"valid": ("train",), "test": ("train", "valid")}
-  users, relevant, seen = {}, {}, {}
-  for split, earlier in before.items():
-    users[split], relevant[split] = examples(data, split, examples_by)
-    seen[split] = data.matrix(*earlier)[users[split]] if exclude_seen else None
-  train = data.matrix("train")
-
-  def popularity(_):
-    popular = baselines_lib.popularity(train)
-    return lambda rows: np.tile(popular, (len(rows), 1))
-
-  def ease(l2):
-    weights = baselines_lib.ease(train, l2)
-    return lambda rows: train[rows] @ weights
-
-  def implicit(l2):
-    factors, items = baselines_lib.ials(train, l2=l2, **ials)
-    return lambda rows: factors[rows] @ items.T
-
-  fit = {"popularity": popularity, "EASE": ease, "iALS": implicit}[name]
+  relevant, histories = {}, {}
+  for split, earlier in (("valid", ("train",)), ("test", ("train", "valid"))):
+    users, relevant[split] = examples(data, split, examples_by)
+    histories[split] = data.matrix(*earlier)[users]
+  fit = functools.partial(baselines_lib.scorer, name, data.matrix("train"), **ials)
   candidates = {l2: functools.partial(fit, l2) for l2 in penalties}
-  return baselines_lib.best_ranking(candidates, users, relevant, seen, ks, select=select)
+  return baselines_lib.best_ranking(
+    candidates, histories, relevant, ks, exclude_seen=exclude_seen, select=select
+  )

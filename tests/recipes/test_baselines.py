@@ -25,6 +25,36 @@ def test_popularity_by_hand():
   assert baselines.popularity(matrix).tolist() == [1, 0, 2]
 
 
+def test_item_knn_by_hand():
+  # Items 0 and 1 share one user of two each, 1 and 2 one of two and one, 0 and 2 none.
+  train = scipy.sparse.csr_matrix(np.array([[1, 1, 0], [1, 0, 0], [0, 1, 1]], np.float32))
+  half, other = 1 / 2, 1 / np.sqrt(2)
+  expected = np.array([[0, half, 0], [half, 0, other], [0, other, 0]])
+  np.testing.assert_allclose(baselines.item_knn(train).toarray(), expected, rtol=1e-6)
+  # Item 1 has one neighbour, item 2, and asks for it alone; the other two have item 1.
+  nearest = baselines.item_knn(train, neighbours=1).toarray()
+  np.testing.assert_allclose(nearest, [[0, 0, 0], [half, 0, other], [0, other, 0]], rtol=1e-6)
+  score = baselines.scorer("item kNN", train)
+  asked = scipy.sparse.csr_matrix(np.array([[0, 1, 0]], np.float32))
+  np.testing.assert_allclose(score(asked), expected[1:2], rtol=1e-6)
+
+
+def test_item_knn_is_the_cosine_of_all_pairs(train, monkeypatch):
+  monkeypatch.setattr(baselines, "_KNN_BLOCK", 7)
+  dense = train.toarray().astype(np.float64)
+  norms = np.sqrt(dense.sum(axis=0))
+  expected = dense.T @ dense / np.maximum(np.outer(norms, norms), 1e-9)
+  np.fill_diagonal(expected, 0)
+  found = baselines.item_knn(train, neighbours=30).toarray()
+  np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+  few = baselines.item_knn(train, neighbours=3).toarray()
+  for item in range(30):
+    assert sorted(few[:, item])[-3:] == pytest.approx(sorted(expected[:, item])[-3:], rel=1e-6)
+    assert np.count_nonzero(few[:, item]) <= 3
+  assert baselines.can_fit_knn(np.full(10, 1000))
+  assert not baselines.can_fit_knn(np.full(20_000, 1000))
+
+
 @pytest.mark.parametrize("block", [7, 1_024])
 def test_ease_is_ridge_regression_without_the_item_itself(train, block, monkeypatch):
   monkeypatch.setattr(baselines, "_EASE_BLOCK", block)
@@ -126,12 +156,13 @@ def test_the_hyperparameter_is_chosen_on_validation(train):
   # One candidate knows the validation split, the other the test split.
   known = {0.5: relevant["test"], 2.0: relevant["valid"]}
   candidates = {
-    value: lambda matrix=matrix: lambda users: matrix[users].toarray()
+    # A history holds who asks: each user has an item of their own.
+    value: lambda matrix=matrix: lambda histories: (histories @ matrix).toarray()
     for value, matrix in known.items()
   }
-  everybody = dict.fromkeys(relevant, np.arange(60))
+  everybody = dict.fromkeys(relevant, scipy.sparse.eye_array(60, format="csr"))
   found = baselines.best_ranking(
-    candidates, everybody, relevant, {"valid": train, "test": train}, (5,), select="ndcg@5"
+    candidates, everybody, relevant, (5,), exclude_seen=False, select="ndcg@5"
   )
   assert found["chosen"] == 2.0
   assert found["valid_ndcg@5"] == 1.0
@@ -139,10 +170,10 @@ def test_the_hyperparameter_is_chosen_on_validation(train):
   relevant["valid"] = scipy.sparse.csr_matrix(relevant["valid"].shape)
   rank = functools.partial(
     baselines.best_ranking,
-    users=everybody,
+    histories=everybody,
     relevant=relevant,
-    seen={"valid": train, "test": train},
     ks=(5,),
+    exclude_seen=False,
     select="ndcg@5",
   )
   with pytest.raises(ValueError, match=r"nothing is held out .* \[0.5, 2.0\] on: give one value"):
@@ -158,12 +189,13 @@ def test_an_example_may_be_a_row_of_its_user(train):
   relevant = scipy.sparse.csr_matrix((np.ones(3), (np.arange(3), items)), (3, 30))
   scores = np.zeros((60, 30))
   scores[3, 1], scores[5, 7] = 1, 1
+  histories = scipy.sparse.eye_array(60, format="csr")[users]
   found = baselines.best_ranking(
-    {0.0: lambda: lambda rows: scores[rows]},
-    {"valid": users, "test": users},
+    {0.0: lambda: lambda histories: histories @ scores},
+    {"valid": histories, "test": histories},
     {"valid": relevant, "test": relevant},
-    {"valid": None, "test": None},
     (1,),
+    exclude_seen=False,
     select="hr@1",
   )
   assert found["test_hr@1"] == pytest.approx(1 / 3)

@@ -313,4 +313,4 @@ def test_ranking_errors():
 def test_the_names_of_a_ranking_are_those_of_its_metrics():
   metrics = RankingMetrics([1, 3])
   metrics.update([[4, 2, 7]], [[2, -1]])
-  assert set(metrics.compute()) == set(ranking_names([1, 3]))
+  assert set(metrics.compute()) == set(ranking_names([1, 3], 9))

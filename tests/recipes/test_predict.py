@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import gzip
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def test_rows_keep_their_order_and_text_over_many_chunks(clicks, tmp_path, monke
   assert header == ["price", "age", "city", "shop", "tags", "id", "score"]
   expected = [[f" {i}.50 ", "030", f'c{i % 9}, of\n"x"', "s1", "", str(i)] for i in range(50)]
   assert [row[:-1] for row in rows] == expected
-  assert notes == ["50 rows"]
+  assert notes[0] == "50 rows"
 
 
 def test_parquet_gzip_and_python_rows_have_the_same_scores(clicks, tmp_path):
@@ -132,15 +133,44 @@ def test_a_header_without_rows_is_written_back(clicks, tmp_path):
     (f"{HEADER}\n1,1,30,c,s,t,x\n1,x1,30,c,s,t,x\n", "row 2, column 'price': 'x1' is not a number"),
     (f"{HEADER}\n1,1,30,c,s\n", "row 1 has 5 fields instead of 7"),
     (f'{HEADER}\n1,1,30,"c,s,t,x\n', "a quote is not closed"),
+    (f"{HEADER}\n1,2,30,c,s,t,x\n".encode("utf-16"), "is written in UTF-16: convert it"),
+    (f"{HEADER}\n1,2,30,c,s,t,x\n".encode("utf-16-le"), "has NUL bytes in its first line"),
+    (b"PAR1\x15\x04\n,,,\n", r"is a Parquet file: give it by a name that ends in \.parquet"),
+    (gzip.compress(b"price\n1\n"), "is compressed with gzip: unpack it"),
     (f"{HEADER}\n1,1,30,caf\udce9,s,t,x\n", "row 1, column 'city': a value is not utf-8"),
   ],
 )
 def test_rows_that_cannot_be_read_are_a_line_that_says_where(clicks, text, message, tmp_path):
   file = tmp_path / "rows.csv"
-  file.write_bytes(text.encode(errors="surrogateescape"))
+  file.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogateescape"))
   with pytest.raises(UserError, match=message) as caught:
     predict.predict(str(clicks), str(file), io.StringIO())
   assert "\n" not in str(caught.value)
+
+
+class SlowPipe(io.RawIOBase):
+  """Gives a few bytes at a time, as a pipe whose writer is slow."""
+
+  def __init__(self, data):
+    self._data = io.BytesIO(data)
+
+  def readable(self):
+    return True
+
+  def readinto(self, buffer):
+    return self._data.readinto(memoryview(buffer)[:5])
+
+
+@pytest.mark.parametrize("delimiter", [",", ";"])
+def test_a_slow_pipe_is_read_as_a_fast_one(delimiter):
+  lines = ["item name,user,price", *["a thing|b,u1,4"] * 30]
+  pipe = io.BufferedReader(SlowPipe("\n".join(lines).replace(",", delimiter).encode()))
+  with files.open_rows("-", pipe, Format()) as rows:
+    assert rows.names == ("item name", "user", "price")
+    (chunk,) = rows
+    assert chunk.fields == [["a thing|b", "u1", "4"]] * 30
+    assert not chunk.faults
+  assert not pipe.closed
 
 
 def test_bad_rows_can_be_skipped_and_keep_their_place(clicks, tmp_path):
@@ -191,6 +221,50 @@ def test_unknown_and_missing_values_are_what_their_columns_declare(clicks):
   assert score(price=None) == score(price="") == score(price="NA") != score()
   assert score(tags="never") != score(tags="")
   assert score(age=None) != score(age=30)
+
+
+def test_unknown_and_missing_values_are_counted_by_column(clicks, tmp_path):
+  seen = {"price": 5.0, "age": 30, "city": "c1", "shop": "s1", "tags": "t1|t2"}
+  rows = [
+    seen,
+    seen | {"city": "Oslo"},
+    seen | {"city": "Rome", "tags": "t1|never|never"},
+    seen | {"city": None, "shop": "nowhere", "age": None},
+    seen | {"tags": "", "price": None},
+  ]
+  scored = serving.load(clicks).score(rows)
+  assert scored.unknown == {"city": 2, "tags": 1, "shop": 1}
+  assert scored.missing == {"city": 1, "age": 1, "tags": 1, "price": 1}
+  np.testing.assert_array_equal(scored.scores, serving.load(clicks).predict(rows))
+  bad = serving.load(clicks).score([seen | {"city": "Oslo", "price": "x"}], on_bad_row="skip")
+  assert (bad.unknown, bad.missing, bad.is_bad.tolist()) == ({}, {}, [True])
+  texts = [",".join("" if x is None else str(x) for x in row.values()) for row in rows]
+  (tmp_path / "rows.csv").write_text("\n".join([",".join(seen), *texts]) + "\n")
+  _, _, notes = answers(clicks, tmp_path / "rows.csv")
+  assert notes[1].endswith("unknown values by column: city 2, shop 1, tags 1")
+  assert "missing values by column" in notes[2]
+
+
+def test_users_and_features_that_training_has_not_seen_are_counted(towers):
+  model = serving.load(towers)
+  rows = {"who": ["u3", "new", None, "newer"], "country": [None, "k3", "nowhere", "k3"]}
+  assert model.recommend(rows).unknown == {"who": 2, "country": 1}
+  assert model.recommend({"who": ["u3"]}).unknown == {}
+
+
+def test_written_scores_are_the_numbers_themselves(clicks, tmp_path):
+  model = serving.load(clicks)
+  logits = np.array([17.0, 25.0, 37.0, 200.0, -104.0, 0.1], np.float32)
+  model.served.__dict__["_call"] = lambda arrays, inputs: np.resize(logits, 16)
+  row = {"price": 5.0, "age": 30, "city": "c1", "shop": "s1", "tags": "t1"}
+  scores = model.predict([row] * 6)
+  assert ((scores > 0) & (scores < 1)).all()
+  np.testing.assert_allclose(1 - scores[:2], np.exp(-logits[:2].astype(float)), rtol=1e-4)
+  np.testing.assert_allclose(scores[4], np.exp(-104.0))
+  assert [float(predict._number(score)) for score in scores] == scores.tolist()
+  dot = np.float32(1) / np.float32(3)
+  assert np.float32(predict._number(dot)) == dot
+  assert len(predict._number(np.float32(0.1))) == 3
 
 
 def test_a_user_is_known_by_id_feature_or_history(towers):
@@ -253,11 +327,11 @@ def test_a_history_in_the_row_replaces_the_stored_one(towers):
 
 def test_repeats_are_recommended_if_training_said_so(sequences):
   model = serving.load(sequences)
-  answer = model.recommend([{"who": "u3"}, {"history": "i1|i2"}, {"who": "new"}], top=20)
+  answer = model.recommend([{"who": "u3"}, {"history": "i1|i2"}, {"who": "new"}], top=12)
   assert [sum(item is not None for item in row) for row in answer.items] == [12, 12, 12]
   assert answer.is_popular.tolist() == [False, False, True]
   # The encoder sees the order.
-  turned = model.recommend([{"history": "i2|i1"}], top=20)
+  turned = model.recommend([{"history": "i2|i1"}], top=12)
   assert not np.allclose(np.sort(turned.scores[0]), np.sort(answer.scores[1]), equal_nan=True)
 
 
@@ -288,8 +362,28 @@ def test_what_no_model_can_answer_is_said(clicks, towers, tmp_path):
   (damaged / "transforms" / "columns.parquet").write_bytes(b"")
   with pytest.raises(UserError, match=r"transforms/columns\.parquet has 0 bytes instead of"):
     serving.load(damaged)
-  with pytest.raises(UserError, match="top is 0"):
-    serving.load(towers).recommend([{"who": "u3"}], top=0)
+
+
+@pytest.mark.parametrize("top", [0, -1, 13, 1_000_000])
+def test_a_top_beyond_the_items_is_refused(towers, tmp_path, top):
+  (tmp_path / "rows.csv").write_text("who\nu3\n")
+  with pytest.raises(UserError, match=f"top is {top}: choose 1 to 12"):
+    answers(towers, tmp_path / "rows.csv", top=top)
+  with pytest.raises(UserError, match=f"top is {top}: choose 1 to 12"):
+    serving.load(towers).recommend([{"who": "u3"}], top=top)
+
+
+def test_a_run_in_place_of_an_export_is_answered_by_what_works(clicks, tmp_path):
+  run = tmp_path / "run"
+  shutil.copytree(clicks.parent / "run", run)
+  with pytest.raises(UserError, match=r"has no served\.json: `(.*)` writes") as caught:
+    serving.load(run)
+  command = re.search("`(.*)`", str(caught.value))[1].split()
+  assert command[:3] == ["python", "-m", "recipes.export"]
+  export.main([*command[3:], "--platforms=cpu"])
+  with pytest.raises(UserError, match=f"but {run / 'served'} has one"):
+    serving.load(run)
+  serving.load(run / "served")
 
 
 def test_rows_of_several_items_are_histories(tmp_path):

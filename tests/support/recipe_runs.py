@@ -4,12 +4,15 @@ import importlib
 import json
 
 import ml_collections
+import numpy as np
 import pytest
 from small_data import write_gowalla, write_movielens, write_movielens100k
 
+from recipes.two_tower.data import RetrievalData
+
 RESULT = {  # the keys of a result
   "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "baselines", "device",
-  "versions", "data_sha256",
+  "versions", "data_sha256", "notes",
 }  # fmt: skip
 TWO_TOWER = ["gowalla", "movielens100k", "movielens1m", "synthetic"]
 _WRITERS = {
@@ -76,3 +79,19 @@ def write_run(
   (folder / "result.json").write_text(json.dumps(result))
   (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
   return str(folder)
+
+
+def lists_of(train, valid, test, *, num_items=1000, ordered=True):
+  """Returns retrieval data of lists of items of each user, in this order."""
+  splits, columns, start = {}, {"user": [], "item": [], "place": []}, 0
+  for name, lists in (("train", train), ("valid", valid), ("test", test)):
+    lengths = [len(items) for items in lists]
+    columns["user"].append(np.repeat(np.arange(len(lists)), lengths))
+    columns["item"].append(np.concatenate([np.array(items, int) for items in lists]))
+    columns["place"].append(np.concatenate([np.arange(length) for length in lengths]))
+    columns[f"{name}_offsets"] = start + np.cumsum([0, *lengths])
+    splits[name], start = (start, start + sum(lengths)), start + sum(lengths)
+  joined = lambda x: np.concatenate(x).astype(np.int32) if isinstance(x, list) else x
+  columns = {name: joined(parts) for name, parts in columns.items()}
+  about = (len(train), num_items, (), (), {}, {}, None, ordered)
+  return RetrievalData(columns, splits, *about)

@@ -1,5 +1,6 @@
 """The recipe as users run it: every config in smoke mode, every key read, the result's shape."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -14,6 +15,7 @@ from small_data import write_criteo, write_criteo_days, write_movielens
 
 from recipes import hosts, optimizers, results
 from recipes.dlrm import data, train
+from recipes.features import Feature
 
 CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
 
@@ -79,7 +81,8 @@ def check_result(result, config, workdir):
   assert result["recipe"] == "dlrm"
   assert (result["seed"], result["steps"]) == (config.seed, config.steps)
   assert set(result["metrics"]) == {"test_auc", "test_logloss", "valid_auc", "valid_logloss"}
-  assert {"test_auc", "test_logloss"} <= set(result["baselines"]["logistic regression"])
+  for name in ("constant rate", "logistic regression"):
+    assert {"test_auc", "test_logloss"} <= set(result["baselines"][name])
   assert all(math.isfinite(value) for value in result["metrics"].values())
   assert all(len(value) == 64 for value in result["data_sha256"].values())
   assert {"jax", "flax", "optax", "python", "sparse-embed"} <= set(result["versions"])
@@ -136,6 +139,71 @@ def test_report_puts_the_baselines_beside_the_run():
   assert table[1].split() == ["dlrm/dcnv2", "0.2500"]
   assert table[2].split() == ["best", "possible", "0.7500"]
   assert "state of step 6 of 9" in table[3]
+
+
+def clicks(label, dense, ids, splits, **columns):
+  columns |= {"label": label, "dense": dense, "ids": ids}
+  columns = {name: np.asarray(column) for name, column in columns.items()}
+  return data.ClickData(
+    columns, splits, (Feature("city", 3),), {}, {}, dense_names=("price", "age")
+  )
+
+
+def test_the_constant_rate_by_hand(monkeypatch):
+  monkeypatch.setattr(data, "_ROWS", 3)
+  label = np.array([1, 0, 0, 0, 1, 0, 1, 1], np.uint8)
+  splits = {"train": (0, 4), "valid": (4, 6), "test": (6, 8)}
+  found = clicks(label, np.zeros((8, 2), np.float32), np.zeros((8, 1), np.int32), splits)
+  scores = data.constant_rate(found)
+  assert scores["valid_logloss"] == pytest.approx(-(np.log(0.25) + np.log(0.75)) / 2)
+  assert scores["test_logloss"] == pytest.approx(-np.log(0.25))
+  assert scores["test_auc"] == 0.5
+  weighted = dataclasses.replace(
+    found, columns=found.columns | {"weight": np.array([3, 1, 1, 1, 1, 3, 1, 1], np.float32)}
+  )
+  scores = data.constant_rate(weighted)
+  assert scores["test_logloss"] == pytest.approx(-np.log(0.5))
+  assert scores["valid_logloss"] == pytest.approx(-np.log(0.5))
+
+
+def test_the_most_telling_column():
+  draw = np.random.default_rng(0)
+  label, splits = draw.integers(0, 2, 400), {"train": (0, 200), "valid": (200, 300)}
+  splits["test"] = (300, 400)
+  noise = draw.normal(size=(400, 2)).astype(np.float32)
+  city = np.where(draw.random(400) < 0.9, label, 1 - label).astype(np.int32)[:, None]
+  name, auc = data.most_telling(clicks(label, noise, city, splits))
+  assert (name, auc) == ("city", pytest.approx((city[300:, 0] == label[300:]).mean(), abs=0.03))
+  leak = noise.copy()
+  leak[:, 1] -= 9 * label  # a click makes it smaller
+  assert data.most_telling(clicks(label, leak, city, splits)) == ("age", 1.0)
+  city[:, 0] = np.where(label, 2, -1)  # a missing value tells as much
+  assert data.most_telling(clicks(label, noise, city, splits)) == ("city", 1.0)
+
+
+def test_notes_say_what_wins_and_what_is_too_good():
+  result = {
+    "config": {"select": "valid_auc"},
+    "metrics": {"valid_auc": 0.7, "test_auc": 0.75, "test_logloss": 0.7},
+    "baselines": {
+      "constant rate": {"test_auc": 0.5, "test_logloss": 0.69},
+      "logistic regression": {"test_auc": 0.76, "test_logloss": 0.8},
+      "best possible": {"test_auc": 0.9, "test_logloss": 0.1},
+    },
+  }
+  (line,) = results.notes(result)
+  assert "logistic regression by test auc (0.7600, the model 0.7500)" in line
+  assert "constant rate by test logloss (0.6900, the model 0.7000)" in line
+  result["metrics"] |= {"test_auc": 0.995, "test_logloss": 0.2}
+  (line,) = results.notes(result, lambda: ("age", 0.99))
+  assert line.startswith("test auc is 0.9950")
+  assert "'age' alone has 0.9900" in line
+  result["metrics"]["test_auc"] = 0.9
+  assert results.notes(result) == []
+  ranks = {"test_ndcg@10": 0.1, "test_recall@10": 0.3}
+  ranking = {"config": {"select": "valid_ndcg@10"}, "metrics": ranks}
+  ranking["baselines"] = {"item kNN": {"test_ndcg@10": 0.2, "test_recall@10": 0.2}}
+  assert "item kNN by test ndcg@10 (0.2000" in results.notes(ranking)[0]
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def check_result(result, config, workdir):
   assert result["recipe"] == "sequence"
   assert set(result["metrics"]) == METRICS
   baselines = set(result["baselines"])
-  fitted = {"popularity", "EASE"} if config.baseline.ease_l2 else {"popularity"}
+  fitted = {"popularity", "item kNN", *(["EASE"] if config.baseline.ease_l2 else [])}
   assert baselines - {"best possible"} == fitted
   assert all(set(result["baselines"][name]) == METRICS for name in fitted)
   assert ("best possible" in baselines) == (config.dataset == "synthetic")
@@ -190,6 +190,12 @@ def test_a_killed_run_ends_as_if_it_had_never_stopped(tmp_path, monkeypatch):
     train.run(config, str(tmp_path / "killed"))
   monkeypatch.setattr(checkpoints, "save", real)
   assert train.run(config, str(tmp_path / "killed"))["metrics"] == whole["metrics"]
+
+
+def test_cutoffs_beyond_the_catalogue_end_before_training(tmp_path):
+  config = smoke("synthetic", tmp_path, ks=(5, 1000), select="valid_ndcg@5")
+  with pytest.raises(ValueError, match=r"config\.ks is \(5, 1000\).* --config\.ks='\(5,\)'"):
+    train.prepare(config, None)
 
 
 def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):

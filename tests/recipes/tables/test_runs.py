@@ -69,6 +69,26 @@ def test_one_declaration_serves_all_recipes(recipe, log, tmp_path):
     assert result["metrics"]["test_auc"] > 0.7
 
 
+@pytest.mark.parametrize("recipe", ["dlrm", "two_tower", "sequence"])
+def test_a_plain_dict_is_a_config(recipe, tmp_path, monkeypatch):
+  class PreparedError(Exception):
+    pass
+
+  def prepare(config, mesh):
+    assert (config.columns.who.kind, config.dim, config.steps) == ("user", 4, 0)
+    raise PreparedError
+
+  train = importlib.import_module(f"recipes.{recipe}.train")
+  monkeypatch.setattr(train, "prepare", prepare)
+  table = {"files": "log.csv", "columns": COLUMNS, "dim": 4}
+  with pytest.raises(PreparedError):
+    train.run(table, str(tmp_path / "run"))
+  with pytest.raises(errors.UserError, match="config has no setting 'dimm'; did you mean 'dim'"):
+    train.run(table | {"dimm": 4}, str(tmp_path / "run"))
+  with pytest.raises(errors.UserError, match="the config declares no columns"):
+    train.run({"files": "log.csv"}, str(tmp_path / "run"))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["dlrm", "two_tower", "sequence"])
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(recipe, log, tmp_path, monkeypatch):

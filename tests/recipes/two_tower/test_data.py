@@ -8,10 +8,11 @@ import http_server
 import jax
 import numpy as np
 import pytest
-from recipe_runs import TWO_TOWER, two_tower_smoke
+from recipe_runs import TWO_TOWER, lists_of, two_tower_smoke
 from small_data import write_gowalla, write_movielens100k
 
 from recipes import arrays, baselines, files, pipeline
+from recipes.sequence.batches import Histories
 from recipes.tables.entities import Entities
 from recipes.tables.settings import SPLITS
 from recipes.two_tower import data, movielens100k, splits
@@ -251,7 +252,7 @@ def test_batches_go_to_workers(loaded):
 def test_evaluation_sees_everybody_once(loaded):
   config, found = loaded
   for split, before in (("valid", ("train",)), ("test", ("train", "valid"))):
-    relevant, seen, train = found.matrix(split), found.matrix(*before), found.matrix("train")
+    relevant, seen = found.matrix(split), found.matrix(*before)
     source, users, pairs = data.EvalBatches(found, split, config), [], []
     for number in range(len(source)):
       batch = source[number]
@@ -262,7 +263,8 @@ def test_evaluation_sees_everybody_once(loaded):
         pairs += [(user, item) for item in own("relevant")]
         assert own("seen") == sorted(seen[user].indices.tolist())
         history = batch["query"]["history"].values[row]
-        assert set(history[history >= 0]) <= set(train[user].indices.tolist())
+        assert len(history[history >= 0]) == min(len(own("seen")), config.eval_history)
+        assert set(history[history >= 0]) <= set(own("seen"))
     assert sorted(pairs) == sorted(zip(*map(np.ndarray.tolist, relevant.nonzero()), strict=True))
     if config.examples == "users":
       assert len(users) == len(set(users)) == np.count_nonzero(np.diff(relevant.indptr))
@@ -273,9 +275,69 @@ def test_a_long_history_is_thinned_out_evenly_for_evaluation(tmp_path):
   found = data.load(config)
   batch = data.EvalBatches(found, "test", config)[0]
   for user, history in zip(batch["query"]["user"], batch["query"]["history"].values, strict=True):
-    start, stop = found.columns["train_offsets"][user : user + 2]
-    own = found.columns["item"][start:stop]
+    bounds = [found.columns[f"{name}_offsets"][user : user + 2] for name in ("train", "valid")]
+    own = np.concatenate([found.columns["item"][start:stop] for start, stop in bounds])
     assert history.tolist() == [own[len(own) * i // 3] for i in range(3)]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_comes_later_trains_no_query(ordered, tmp_path):
+  found = lists_of([[10, 11, 12, 13], [20, 21]], [[14], [22]], [[15], [23]], ordered=ordered)
+  config = two_tower_smoke("synthetic", tmp_path, batch_size=6, steps=8, history=3)
+  of_item = {}
+  for number in range(8):
+    batch = data.TrainBatches(found, config)[number]
+    for item, history in zip(batch["positive"], batch["query"]["history"].values, strict=True):
+      of_item.setdefault(int(item), set()).add(tuple(sorted(history.tolist())))
+  if ordered:
+    assert of_item == {
+      10: {(-1, -1, -1)}, 11: {(-1, -1, 10)}, 12: {(-1, 10, 11)}, 13: {(10, 11, 12)},
+      20: {(-1, -1, -1)}, 21: {(-1, -1, 20)},
+    }  # fmt: skip
+  else:
+    assert of_item[10] == {(11, 12, 13)}
+    assert of_item[20] == {(-1, -1, 21)}
+  config.history, many = 2, set()
+  for number in range(8):
+    batch = data.TrainBatches(found, config)[number]
+    rows = batch["query"]["history"].values[batch["positive"] == 13]
+    many |= {tuple(sorted(row.tolist())) for row in rows}
+  assert len(many) > 1  # another choice every time
+  assert all(len(set(row)) == 2 and set(row) <= {10, 11, 12} for row in many)
+
+
+def test_a_test_asks_with_the_validation_items_as_the_other_recipes_do(tmp_path):
+  lists = [[3, 1, 4, 5, 9, 2], [6, 8, 7, 0]]
+  parts = (slice(-2), slice(-2, -1), slice(-1, None))
+  found = lists_of(*([items[part] for items in lists] for part in parts))
+  config = two_tower_smoke("synthetic", tmp_path, eval_batch_size=2)
+  sequences = {"items": np.concatenate(lists), "offsets": np.array([0, 6, 10])}
+  for split, held_out in (("valid", 2), ("test", 1)):
+    batch = data.EvalBatches(found, split, config)[0]
+    asked = Histories(
+      sequences, np.arange(2), held_out=held_out, batch_size=2, max_length=16, positions="end",
+      ask=False,
+    )[0]  # fmt: skip
+    assert batch["query"]["user"].tolist() == asked["user"].tolist() == [1, 0]
+    np.testing.assert_array_equal(batch["query"]["history"].values, asked["items"])
+    np.testing.assert_array_equal(batch["seen"], asked["seen"])
+    np.testing.assert_array_equal(batch["relevant"].max(axis=1), asked["target"][:, 0])
+
+
+@pytest.mark.parametrize("examples", ["users", "rows"])
+def test_a_long_list_widens_its_own_batch_alone(examples, tmp_path):
+  lengths = [500, *[5] * 8, 40]
+  train = [list(range(length)) for length in lengths]
+  found = lists_of(train, [[600]] * 10, [[700, 701]] * 10)
+  changes = {"eval_batch_size": 2, "eval_history": 100, "examples": examples}
+  source = data.EvalBatches(found, "test", two_tower_smoke("synthetic", tmp_path, **changes))
+  batches = [source[number] for number in range(len(source))]
+  assert (batches[0]["seen"].shape[1], batches[-1]["seen"].shape[1]) == (16, 1024)
+  assert len({batch["seen"].shape for batch in batches}) <= 3
+  assert batches[-1]["query"]["history"].values.shape == (2, 100)
+  assert batches[0]["query"]["history"].values.shape == (2, 16)
+  users = np.concatenate([batch["query"]["user"][batch["mask"]] for batch in batches])
+  assert sorted(users.tolist()) == sorted([*range(10)] * (2 if examples == "rows" else 1))
 
 
 def test_seen_items_may_stay(loaded):

@@ -13,7 +13,7 @@ import ml_collections
 import numpy as np
 import pytest
 from flax import nnx
-from recipe_runs import RESULT, TWO_TOWER, leaves, slow_but, two_tower_smoke
+from recipe_runs import RESULT, TWO_TOWER, leaves, lists_of, slow_but, two_tower_smoke
 
 import embed
 from recipes import baselines, checkpoints, hosts, optimizers, retrieval, train_step
@@ -65,7 +65,7 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   check_result(result, config, tmp_path / "run")
   unread = [path for path, owner, key in leaves(config) if (id(owner), key) not in read]
   assert not unread, f"no code reads {unread}"
-  assert {"popularity", "iALS"} <= set(result["baselines"])
+  assert {"popularity", "item kNN", "iALS"} <= set(result["baselines"])
   for metrics in result["baselines"].values():
     assert f"test_ndcg@{config.ks[0]}" in metrics
 
@@ -237,6 +237,29 @@ def test_queries_without_history_are_finite(tmp_path):
   value, grads = embed.value_and_grad(lambda model, query: model.queries(query).sum())(model, empty)
   assert float(value) == 0
   assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(nnx.as_pure(grads.dense)))
+
+
+@pytest.mark.parametrize("ks", [(10, 1000), (0, 10)])
+def test_cutoffs_that_the_catalogue_has_not_end_before_training(ks, tmp_path):
+  config = two_tower_smoke("synthetic", tmp_path, ks=ks)
+  with pytest.raises(
+    ValueError, match=r"config\.ks is .*--config\.ks='\(10,\)'.* --config\.select=valid_ndcg@10"
+  ):
+    train.prepare(config, None)
+
+
+def test_a_baseline_is_asked_with_what_the_model_is_asked_with(tmp_path):
+  """Item 3 follows item 2 alone, which validates: only who asks with item 2 finds item 3."""
+  found = lists_of(
+    [[0, 1], [2, 3], [2, 3], [0, 4], [1, 4], [4]], [[2]] + [[]] * 5, [[3]] + [[]] * 5, num_items=5
+  )
+  config = two_tower_smoke("synthetic", tmp_path, ks=(1,))
+  config.baseline.ease_l2, config.baseline.ials_l2 = (0.1,), (0.01,)
+  config.baseline.ials.dim = 4
+  fits = train.baselines(found, config)
+  for name in ("item kNN", "EASE", "iALS"):
+    assert fits[name]()["test_hr@1"] == 1.0, name
+  assert fits["popularity"]()["test_hr@1"] == 0.0
 
 
 def test_mistakes_are_named(tmp_path):
