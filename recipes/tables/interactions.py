@@ -194,8 +194,8 @@ class _Log:
     for name, kind in {**sides["user"], **sides["item"]}.items():
       if isinstance(kind, spec.Cross) and {self._user, self._item} & set(kind.columns):
         raise UserError(
-          f"column {name!r} crosses {' and '.join(kind.columns)}, and every user and item has a row "
-          "of its own: cross features alone"
+          f"column {name!r} crosses {' and '.join(kind.columns)}, and every user and item has a "
+          "row of its own: cross features alone"
         )
     self._collected = {side: entities.Collected(kinds) for side, kinds in sides.items()}
     self.notes = [

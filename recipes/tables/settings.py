@@ -304,7 +304,7 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
 
   def settings_of(config) -> dict[str, Any]:
     own = {name: config[name] for name in (*DEFAULTS, "init_from") if name in config}
-    given = table(config)
+    given = dict(table(config))
     published = {
       "counts": list(given.pop("counts", ())),
       "by_number": given.pop("by_number", False),
