@@ -17,7 +17,7 @@ def test_every_kind_and_option_is_on_the_page():
     if line.startswith("| `"):
       names, *cells = line.replace(r"\|", "¦").strip("| ").split(" | ")
       for name in re.findall(r"`(\w+)`", names):
-        rows[name] = " ".join(cells)
+        rows[name] = rows.get(name, "") + " ".join(cells)
   inherited = {"bag": "category", "sequence": "bag", "user": "category", "item": "category"}
   for name, cls in spec.KINDS.items():
     assert name in rows, name
