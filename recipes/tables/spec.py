@@ -257,9 +257,18 @@ class Item(Id):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Time(Kind):
-  """When a row happened: a number that grows, or a date or time as ISO 8601 writes it."""
+  """When a row happened: a number that grows, or a date or time as ISO 8601 writes it.
+
+  Attributes:
+    columns: the year, month, day and, if there is one, hour, as numbers in columns of their own.
+  """
 
   kind: ClassVar[str] = "time"
+  columns: tuple[str, ...] = ()
+
+  def check(self) -> None:
+    if self.columns and (self.column or len(set(self.columns)) not in (3, 4)):
+      raise ValueError("columns name the year, month, day and perhaps hour; column then names none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -349,7 +358,7 @@ def expand(
   """Returns the declarations as dicts with all options, so that each can be set by a flag.
 
   >>> expand({"when": "time"})
-  {'when': {'kind': 'time', 'column': ''}}
+  {'when': {'kind': 'time', 'column': '', 'columns': ()}}
   """
   return as_dicts(parse(columns, setting))
 

@@ -1,0 +1,397 @@
+"""A sample of a table's rows, and statistics of its columns, and what each of them says of a label."""
+
+import dataclasses
+import functools
+import gzip
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ..errors import DamagedFileError
+from .faults import Ledger
+from .finding import file_format
+from .formats import Format
+from .reading import Reader, columns_of
+from .source import Batch, ParquetFile, Stage, TextFile, batches
+from .times import as_times
+from .values import as_lists, as_numbers, as_texts, plain, refusal
+
+JOIN = "\x1f"  # of the items of a list in its text
+_PLACES = 5  # files, or row groups of a Parquet file, that rows are read of
+_CHUNK = 20_000
+_OPEN = 1000  # lines of a value within quotes, at most
+_BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
+_FEW_TEXTS = 3  # that stand for a missing value in a column of numbers
+_FOLDS = 5
+_PRIOR = 10  # rows that the label's mean weighs in the mean of a value
+_INTERVALS = 256
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Column:
+  """The values of a column in N rows.
+
+  Attributes:
+    name: of the column.
+    stored: "text", "list", "number", "time", "yes/no", or "nested", which no recipe reads.
+    codes: int64 `[N]`, the index of each row's value in `texts`; -1 where it is missing.
+    texts: the V distinct values as text, the most frequent first; a list's items joined by `JOIN`.
+    counts: int64 `[V]`, the rows of each.
+    numbers: float64 `[V]`, NaN where a value is a placeholder; None if they are no numbers.
+    placeholders: the few texts that seem to say that a number is missing, as "-" or "unknown".
+    times: int64 or float64 `[V]`; None if the values are neither dates nor numbers.
+  """
+
+  name: str
+  stored: str
+  codes: np.ndarray
+  texts: pa.StringArray
+  counts: np.ndarray
+  numbers: np.ndarray | None
+  placeholders: tuple[str, ...]
+  times: np.ndarray | None
+
+  @functools.cached_property
+  def distinct(self) -> int:
+    """V."""
+    return len(self.texts)
+
+  @functools.cached_property
+  def present(self) -> int:
+    """How many rows have a value."""
+    return int(self.counts.sum())
+
+  @property
+  def missing(self) -> float:
+    """The share of rows without a value."""
+    return 1 - self.present / len(self.codes)
+
+  @functools.cached_property
+  def of_rows(self) -> np.ndarray:
+    """The numbers of all rows, float64 `[N]`, NaN where there is none."""
+    assert self.numbers is not None
+    return np.append(self.numbers, np.nan)[self.codes]
+
+  @functools.cached_property
+  def is_whole(self) -> bool:
+    """Whether the values are whole numbers."""
+    finite = np.empty(0) if self.numbers is None else self.numbers[~np.isnan(self.numbers)]
+    return bool(len(finite) and (np.trunc(finite) == finite).all())
+
+  @property
+  def is_dated(self) -> bool:
+    """Whether the values are dates, or dates with times of day."""
+    return bool(self.present) and self.times is not None and self.numbers is None
+
+  def type(self) -> str:
+    """Returns the type that the values have."""
+    if not self.distinct:
+      return "nested" if self.stored == "nested" else "empty"
+    if self.numbers is not None:
+      return "integer" if self.is_whole else "number"
+    return "time" if self.is_dated else self.stored
+
+  def items(self, separator: str) -> tuple[pa.StringArray, np.ndarray, np.ndarray]:
+    """Returns the parts of the values, and of each part: how many values have it, how many rows."""
+    lists = as_lists(self.texts, separator, ())[0]
+    parts = lists.flatten().dictionary_encode()
+    of_part, lengths = parts.indices.to_numpy(), pc.list_value_length(lists).to_numpy()
+    rows = np.bincount(of_part, np.repeat(self.counts, lengths), len(parts.dictionary))
+    return parts.dictionary, np.bincount(of_part, minlength=len(parts.dictionary)), rows
+
+
+class Evidence(NamedTuple):
+  """What a column alone says of the label, by the means of other rows than those it is scored on.
+
+  Attributes:
+    auc: of the means of its values, or of intervals of its numbers, if those rank better.
+    by_value: nats that the means of values save of a constant's log loss, over all rows.
+    by_order: the same by the means of up to 256 intervals.
+    noise: the deviation of both by chance.
+    only: the one outcome of all rows with a value, where chance does not explain it; else None.
+  """
+
+  auc: float
+  by_value: float
+  by_order: float
+  noise: float
+  only: int | None
+
+  @property
+  def is_leak(self) -> bool:
+    """Whether no column known before the label could say as much."""
+    return self.auc >= 0.99 or self.only is not None
+
+  @property
+  def favors(self) -> str:
+    """What a number should be: "category", "number", or "" where chance could explain both."""
+    if max(self.by_value, self.by_order) < 3 * self.noise:
+      return ""
+    if self.by_value - self.by_order > max(0.2 * self.by_value, 2 * self.noise):
+      return "category"
+    return "number" if self.by_order > 0.8 * self.by_value else ""
+
+
+def evidence(column: Column, y: np.ndarray) -> Evidence:
+  """Returns what a column says of the label; a missing value is a value like others.
+
+  Args:
+    column: of N rows.
+    y: float64 `[N]`, 1 for a click, 0 for none, NaN for rows that are left out.
+  """
+  known = ~np.isnan(y)
+  y, values, filled = y[known], column.codes[known] + 1, column.codes[known] >= 0
+  rate = y.mean()
+  by_value = _scores(values, y)
+  by_order = np.full(len(y), rate)
+  if column.numbers is not None:
+    order = np.argsort(column.numbers)  # placeholders are last
+    share = (np.cumsum(column.counts[order]) - column.counts[order] / 2) / column.present
+    intervals = np.zeros(column.distinct + 1, np.int64)
+    number = min(max(column.distinct // 4, 2), _INTERVALS)
+    intervals[order + 1] = 1 + (number * share).astype(int)
+    by_order = _scores(intervals[values], y)
+  gains = [np.log(np.where(y > 0, p / rate, (1 - p) / (1 - rate))) for p in (by_value, by_order)]
+  clicks = y[filled].mean() if filled.any() else rate
+  chance = filled.sum() * np.log(rate if clicks == 1 else 1 - rate)  # of one outcome alone
+  only = int(clicks) if clicks in (0, 1) and not filled.all() and chance < -14 else None
+  enough = min(y.sum(), len(y) - y.sum()) >= 10
+  auc = max(_auc(by_value, y), _auc(by_order, y)) if enough else 0.5
+  noise = max(float(np.sqrt((gain**2).sum())) for gain in gains)
+  return Evidence(auc, float(gains[0].sum()), float(gains[1].sum()), noise, only)
+
+
+def _scores(codes: np.ndarray, y: np.ndarray) -> np.ndarray:
+  """Returns the mean of each row's code in the rows of other folds, drawn to the mean of all."""
+  fold = np.random.default_rng(0).integers(_FOLDS, size=len(y))
+  size = int(codes.max()) + 1
+  cells = fold * size + codes
+  clicks, rows = np.bincount(codes, y), np.bincount(codes)
+  clicks = clicks[codes] - np.bincount(cells, y)[cells]
+  rows = rows[codes] - np.bincount(cells)[cells]
+  return (clicks + _PRIOR * y.mean()) / (rows + _PRIOR)
+
+
+def _auc(scores: np.ndarray, y: np.ndarray) -> float:
+  _, of_row = np.unique(scores.round(12), return_inverse=True)
+  clicks, others = np.bincount(of_row, y), np.bincount(of_row, 1 - y)
+  below = np.cumsum(others) - others / 2
+  return float(clicks @ below / (clicks.sum() * others.sum()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+  """Rows of a table.
+
+  Attributes:
+    columns: by name, in the order of the files.
+    total: rows of the table, an estimate for text files that were not read whole.
+    places: in the files that the rows are from.
+    skipped: lines about rows that cannot be read.
+  """
+
+  columns: dict[str, Column]
+  total: int
+  places: int
+  skipped: list[str]
+
+  @property
+  def num_rows(self) -> int:
+    """How many rows were read."""
+    return len(next(iter(self.columns.values())).codes)
+
+  @property
+  def is_all(self) -> bool:
+    """Whether all rows were read."""
+    return self.num_rows == self.total
+
+  def repeated(self) -> float:
+    """Returns the share of rows that repeat another row in all columns."""
+    keys = np.zeros(self.num_rows, np.uint64)
+    for column in self.columns.values():
+      keys = keys * np.uint64(0x9E3779B97F4A7C15) + column.codes.astype(np.uint64)
+      keys ^= keys >> np.uint64(29)
+    return 1 - len(np.unique(keys)) / self.num_rows
+
+
+def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
+  """Reads a sample: the first rows, and of several files or row groups some of each.
+
+  Args:
+    paths: of the files.
+    format: of text files.
+    num_rows: to read, at most.
+
+  Raises:
+    DamagedFileError: a file or many of its rows cannot be read, or it has no rows; names it.
+    UserError: the format does not fit the files.
+  """
+  names, stage, ledger = columns_of(paths, format), Stage(), Ledger("skip")
+  if len(paths) <= _PLACES:
+    Reader(paths, dict.fromkeys(names, "any"), format=format)  # names a file that lacks a column
+  chosen = [paths[index] for index in _spread(len(paths))]
+  pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
+  places = size = rows = total = 0
+  for index, path in enumerate(chosen):
+    share = max((num_rows - rows) // (len(chosen) - index), 1)
+    is_parquet = file_format(path) == "Parquet"
+    found, of, count = (_of_parquet if is_parquet else _of_text)(path, format, names, share, stage)
+    read, faults = 0, [fault for batch in found for fault in batch.faults]
+    for batch in found:
+      for name in names:
+        pieces[name].append(batch.arrays[name][: share - read])
+      read += len(pieces[names[0]][-1])
+    count = count or read
+    ledger.add(path, faults)
+    if len(faults) > _BAD * (read + len(faults)):
+      Ledger("raise").add(path, faults)  # says what to write
+    rows, places, total, size = rows + read, places + of, total + count, size + path.stat().st_size
+  if not rows:
+    raise DamagedFileError(f"{paths[0]} has a header and no rows.")
+  if len(chosen) < len(paths):
+    total = int(total * sum(path.stat().st_size for path in paths) / size)
+  columns = {name: of_arrays(name, parts, format.missing) for name, parts in pieces.items()}
+  return Sample(columns, total, places, ledger.lines())
+
+
+def _spread(count: int) -> list[int]:
+  """Returns the indices of up to `_PLACES` of `count` places, the first and the last included."""
+  return np.unique(np.linspace(0, count - 1, min(count, _PLACES)).astype(int)).tolist()
+
+
+def _of_parquet(
+  path: Path, format: Format, names: Sequence[str], num_rows: int, stage: Stage
+) -> tuple[list[Batch], int, int]:
+  """Returns rows of a file, in how many places they are, and the number of all its rows."""
+  file = ParquetFile(path, format)
+  with pq.ParquetFile(path, pre_buffer=False) as opened:
+    total, groups = opened.metadata.num_rows, opened.num_row_groups
+    if total <= num_rows or groups == 1:
+      return _first(batches(file, stage, names, _CHUNK), num_rows), 1, total
+    found, chosen = [], _spread(groups)
+    for group in chosen:
+      stored = opened.iter_batches(
+        max(num_rows // len(chosen), 1), row_groups=[group], columns=names, use_threads=False
+      )
+      try:
+        batch = next(stored, None)
+      except (pa.ArrowException, OSError) as error:
+        raise DamagedFileError(f"{path} is damaged in row group {group} ({error}).") from error
+      if batch is not None:
+        arrays = {name: batch.column(name) for name in names}
+        found.append(Batch(np.arange(len(batch)), arrays, [], 0))
+    return found, len(chosen), total
+
+
+def _of_text(
+  path: Path, format: Format, names: Sequence[str], num_rows: int, stage: Stage
+) -> tuple[list[Batch], int, int]:
+  """Returns the first rows of a file, 1 place, and an estimate of all rows, 0 if these are all."""
+  text, share = head(path, format, num_rows + 1)
+  source = path
+  if share < 1:
+    source = stage.folder / f"head_{path.name.removesuffix('.gz')}"
+    source.write_text(text, format.encoding, "surrogateescape", newline="")
+  try:
+    found = _first(batches(TextFile(source, format), stage, names, _CHUNK), num_rows)
+  except DamagedFileError as error:
+    raise DamagedFileError(str(error).replace(str(source), str(path))) from error
+  rows = sum(len(batch.rows) for batch in found)
+  return found, 1, int(rows / share) + 1 if share < 1 or rows > num_rows else 0
+
+
+def _first(found: Iterator[Batch], num_rows: int) -> list[Batch]:
+  """Returns batches up to the one with the row of that number."""
+  kept: list[Batch] = []
+  while sum(len(batch.rows) for batch in kept) < num_rows and (batch := next(found, None)):
+    kept.append(batch)
+  return kept
+
+
+def head(path: Path, format: Format, num_lines: int) -> tuple[str, float]:
+  """Returns the first lines of a text file, and their share of it; 1 and none of a damaged one.
+
+  Lines within quotes belong to the line where the quote opens.
+  """
+  with path.open("rb") as raw:
+    is_packed = path.suffix.lower() == ".gz"
+    stream = gzip.open(raw) if is_packed else raw
+    text = io.TextIOWrapper(stream, format.encoding, "surrogateescape", newline="")  # type: ignore[type-var]
+    try:
+      found = "".join(islice(text, num_lines))
+      if format.quote and found.count(format.quote) % 2:
+        for line in islice(text, _OPEN):
+          found += line
+          if line.count(format.quote) % 2:
+            break
+      if not text.read(1):
+        return found, 1.0
+    except (OSError, EOFError, zlib.error, UnicodeError):
+      return "", 1.0  # the reader says what is wrong
+    size = raw.tell() if is_packed else len(found.encode(format.encoding, "surrogateescape"))
+  return found, size / path.stat().st_size
+
+
+def of_arrays(name: str, arrays: Sequence[pa.Array], missing: Sequence[str]) -> Column:
+  """Returns a column of values as they are stored."""
+  parts = [_as_text(plain(array), missing).cast(pa.large_string()) for array in arrays]
+  encoded = pa.chunked_array(parts).combine_chunks().dictionary_encode()
+  codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+  counts = np.bincount(codes[codes >= 0], minlength=len(encoded.dictionary))
+  order = np.argsort(-counts, kind="stable")
+  codes, counts = np.append(np.argsort(order), -1)[codes], counts[order]  # -1 takes the last
+  texts = encoded.dictionary.take(pa.array(order)).cast(pa.string())
+  stored, numbers, placeholders = _stored(arrays), None, ()
+  if stored in ("text", "number") and len(texts):
+    numbers, problems = as_numbers(texts, ())
+    bad = np.logical_or.reduce([np.zeros(len(texts), bool), *(each.bad for each in problems)])
+    few = texts.filter(pa.array(bad)).to_pylist() if bad.sum() <= _FEW_TEXTS else []
+    are_words = not any(letter.isdigit() for text in few for letter in text)
+    is_rare = len(texts) >= 20 + len(few) and counts[bad].sum() < counts.sum() / 2
+    if bad.any() and not (few and stored == "text" and are_words and is_rare):
+      numbers = None
+    else:
+      numbers, placeholders = np.where(bad, np.nan, numbers), tuple(few)
+  times = None
+  if stored in ("text", "number", "time") and not placeholders:
+    times, problems = as_times(texts, {}, name)
+    times = None if problems else times
+  return Column(name, stored, codes, texts, counts, numbers, placeholders, times)
+
+
+def _as_text(array: pa.Array, missing: Sequence[str]) -> pa.StringArray:
+  """Returns values as text, null where missing, and what no recipe reads as null."""
+  if pa.types.is_list(array.type) and refusal(array.type, ("list", "")) is None:
+    joined = pc.binary_join(as_lists(array, "", missing)[0], JOIN)
+    return pc.if_else(pc.equal(joined, ""), pa.scalar(None, pa.string()), joined)
+  if pa.types.is_nested(array.type):
+    return pa.nulls(len(array), pa.string())
+  return as_texts(array, missing)[0]
+
+
+def _stored(arrays: Sequence[pa.Array]) -> str:
+  """Returns the type of the first array that has one; "text" where they differ."""
+  types = {_type(plain(array).type) for array in arrays} - {"null"}
+  return types.pop() if len(types) == 1 else "text"
+
+
+def _type(stored: pa.DataType) -> str:
+  is_a = pa.types
+  if is_a.is_list(stored):
+    return "nested" if is_a.is_nested(stored.value_type) else "list"
+  kinds = {
+    "null": is_a.is_null(stored),
+    "nested": is_a.is_nested(stored),
+    "yes/no": is_a.is_boolean(stored),
+    "time": is_a.is_timestamp(stored) or is_a.is_date(stored),
+    "number": is_a.is_integer(stored) or is_a.is_floating(stored) or is_a.is_decimal(stored),
+  }
+  return next((name for name, holds in kinds.items() if holds), "text")
