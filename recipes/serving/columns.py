@@ -8,10 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from ..errors import UserError
-from ..tables.batches import Way
 from ..tables.faults import Problem
 from ..tables.formats import repeated
-from ..tables.values import as_lists, as_numbers, as_texts, plain, refusal
+from ..tables.values import ReadAs, as_lists, as_numbers, as_texts, plain, refusal
 
 Columns = Mapping[str, pa.Array]
 
@@ -76,7 +75,7 @@ def require(columns: Sequence[str], needed: Sequence[str], source: str) -> None:
 
 
 def read(
-  columns: Columns, wanted: Mapping[str, tuple[str, Way]], missing: Sequence[str], source: str
+  columns: Columns, wanted: Mapping[str, tuple[str, ReadAs]], missing: Sequence[str], source: str
 ) -> tuple[dict[str, Any], list[tuple[str, Problem]]]:
   """Returns values by declared name, as `tables.reading.Reader` does, and what cannot be read.
 

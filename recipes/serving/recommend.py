@@ -15,9 +15,9 @@ from ..errors import UserError
 from ..sequence import packing
 from ..tables import rows as rows_lib
 from ..tables import spec
-from ..tables.batches import Way
 from ..tables.entities import Codes, Entities
 from ..tables.fitting import extracted
+from ..tables.values import ReadAs
 from . import columns as columns_lib
 from .folder import Served, batches
 
@@ -80,7 +80,7 @@ class Recommender:
     self._popular = np.argsort(-counts, kind="stable").astype(np.int32)
     kinds = served.kinds
     self._user_column = spec.only(kinds, spec.User)
-    self._wanted: dict[str, tuple[str, Way]] = {}
+    self._wanted: dict[str, tuple[str, ReadAs]] = {}
     if self._user_column:
       column = kinds[self._user_column].column or self._user_column
       self._wanted[""] = column, "text"
@@ -101,9 +101,9 @@ class Recommender:
     self._exact = functools.partial(jax.jit, static_argnames="k")(retrieval.top_k)
 
   @staticmethod
-  def _own_history(kinds: Mapping[str, spec.Kind]) -> dict[str, Way]:
+  def _own_history(kinds: Mapping[str, spec.Kind]) -> dict[str, ReadAs]:
     """Returns the columns that may hold a row's own history, and the separators of its items."""
-    ways: dict[str, Way] = {HISTORY: ("list", "|")}
+    ways: dict[str, ReadAs] = {HISTORY: ("list", "|")}
     name = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
     if name is not None and (separator := getattr(kinds[name], "separator", "")):
       ways[kinds[name].column or name] = ("list", separator)

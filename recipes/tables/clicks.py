@@ -1,5 +1,6 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,16 +13,18 @@ from ..errors import UserError
 from . import entities, sharing, spec
 from .entities import Codes, Entities
 from .fitting import Fit, Fitted
-from .rows import RowReader, values_of, way
+from .rows import RowReader, SplitFile, values_of, way
 from .settings import SPLITS, Table, parsed, serve_folder
+from .source import Stage
 
+_OF_TABLE = "which config.*_table belongs to"
 _SIDES = {"user": spec.User, "item": spec.Item}
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
 
-  The table is read twice: once to fit the transforms on the training rows, once to transform all.
+  The table is read to fit the transforms on the training rows, and then to transform all.
 
   Raises:
     UserError: nothing to predict or to learn from is declared, or a split is empty.
@@ -39,37 +42,32 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     raise UserError(
       f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
     )
-  reader = RowReader(table, by)
-  # A run of another recipe has none of these transforms.
-  has_base = table.base is not None and (table.base / "sides.json").exists()
-  base = Encoder.load(table.base) if table.base is not None and has_base else None
-  fit = Fit(table.kinds, base.fitted if base else None)
-  sizes, clicks = np.zeros(3, np.int64), np.zeros(3, np.int64)
-  weight_name, weights = table.name_of(spec.Weight), np.zeros((3, 2))  # of both outcomes
-  ids = {side: Codes() for side in table.sides}  # of the training rows
-  for rows in reader:
-    sizes += np.bincount(rows.split, minlength=3)
-    clicks += np.bincount(rows.split, weights=rows.label, minlength=3).astype(np.int64)
-    if weight_name and rows.label is not None:
-      np.add.at(weights, (rows.split, rows.label), rows.chunk.columns[weight_name])
-    training = rows.chunk.take(rows.split == 0)
-    fit.add(values_of(training, table.kinds), len(training.rows))
-    for side, codes in ids.items():
-      codes.add(training.columns[table.require(_SIDES[side], "which config.*_table belongs to")])
-  may_be_empty = [name for name in SPLITS[1:] if not table.split[name]]
-  _check_sizes(sizes, clicks, may_be_empty, reader.notes)
-  if weight_name:
-    _check_weights(weight_name, weights, sizes)
-  sides, notes = _sides(table, ids, base)
-  encoder = Encoder(fit.finish(), sides)
-  notes += [*reader.notes, *fit.notes]
-  if weight_name:
-    notes.append(
-      f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
-    )
-  notes += _about(sizes, clicks, encoder)
-  _write(table, reader, encoder, folder, sizes)
-  encoder.save(serve_folder(settings, folder))
+  with contextlib.ExitStack() as opened:
+    stage = opened.enter_context(Stage(folder / "stage"))
+    reader = RowReader(table, by, stage=stage)
+    # A run of another recipe has none of these transforms.
+    has_base = table.base is not None and (table.base / "sides.json").exists()
+    base = Encoder.load(table.base) if table.base is not None and has_base else None
+    fit = Fit(table.kinds, base.fitted if base else None)
+    serve = serve_folder(settings, folder)
+    split = opened.enter_context(SplitFile(serve, table.names))
+    counted = _Counted.of(table, reader, fit, split)
+    sizes, notes = counted.sizes, list(reader.notes)
+    kept = {path: part == 0 for path, part in split.parts.items()}
+    for name in fit.categories:
+      for values, counts in reader.distinct(name, kept):
+        fit.add_values(name, values, counts)
+    sides, about = _sides(table, counted.ids, base, stage)
+    encoder = Encoder(fit.finish(), sides)
+    notes = [*about, *notes, *fit.notes]
+    if weight_name := table.name_of(spec.Weight):
+      notes.append(
+        f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
+      )
+    notes += _about(sizes, counted.clicks, encoder)
+    _write(table, reader, encoder, folder, sizes)
+    encoder.save(serve)
+    table.check_unchanged()
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
   if table.refit:
@@ -82,6 +80,49 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     "notes": notes,
     "sha256": table.digests(),
   }
+
+
+@dataclasses.dataclass
+class _Counted:
+  """What a first pass over the rows has counted.
+
+  Attributes:
+    sizes, clicks: of the splits, int64 `[3]`.
+    weights: of rows without and with a click by split, float64 `[3, 2]`.
+    ids: of users and items of the training rows, where their features are in another table.
+  """
+
+  sizes: np.ndarray
+  clicks: np.ndarray
+  weights: np.ndarray
+  ids: dict[str, Codes]
+
+  @classmethod
+  def of(cls, table: Table, reader: RowReader, fit: Fit, split: "SplitFile") -> "_Counted":
+    """Counts all rows, fits the numbers, and writes down the splits.
+
+    Raises:
+      UserError: a split has no rows, or one outcome alone.
+    """
+    weight = table.name_of(spec.Weight)
+    ids = {side: Codes() for side in table.sides}
+    id_names = {side: table.require(_SIDES[side], _OF_TABLE) for side in table.sides}
+    counted = cls(np.zeros(3, np.int64), np.zeros(3, np.int64), np.zeros((3, 2)), ids)
+    for rows in reader.checks([*id_names.values()]):
+      counted.sizes += np.bincount(rows.split, minlength=3)
+      counted.clicks += np.bincount(rows.split, rows.label, minlength=3).astype(np.int64)
+      if weight and rows.label is not None:
+        np.add.at(counted.weights, (rows.split, rows.label), rows.chunk.columns[weight])
+      split.add(rows)
+      training = rows.chunk.take(rows.split == 0)
+      fit.add_numbers(values_of(training, table.kinds), len(training.rows))
+      for side, codes in ids.items():
+        codes.add(training.columns[id_names[side]])
+    may_be_empty = [name for name in SPLITS[1:] if not table.split[name]]
+    _check_sizes(counted.sizes, counted.clicks, may_be_empty, reader.notes)
+    if weight:
+      _check_weights(weight, counted.weights, counted.sizes)
+    return counted
 
 
 def _write(table: Table, reader: RowReader, encoder: "Encoder", folder: Path, sizes) -> None:
@@ -194,14 +235,16 @@ def _check_names(table: Table) -> None:
 
 
 def _sides(
-  table: Table, ids: Mapping[str, Codes], base: "Encoder | None"
+  table: Table, ids: Mapping[str, Codes], base: "Encoder | None", stage: Stage
 ) -> tuple[dict[str, Entities], list[str]]:
   """Returns users and items of tables of their own by column, and lines about them."""
   sides, notes = {}, []
   for side, source in table.sides.items():
     name = table.require(_SIDES[side], f"which config.{side}_table belongs to")
     known = base.sides[name].fitted if base and name in base.sides else None
-    sides[name], about = entities.read(source, side, table.on_bad_row, ids[side], base=known)
+    sides[name], about = entities.read(
+      source, side, table.on_bad_row, ids[side], base=known, stage=stage
+    )
     notes += about
   return sides, notes
 

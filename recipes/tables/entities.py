@@ -1,6 +1,7 @@
 """Users or items: their raw ids, their features, and the titles of items."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from . import spec
 from .fitting import Fit, Fitted
 from .rows import open_source
 from .settings import Source
+from .source import Stage
+from .values import plain, spelled, spelling_of
 
 
 class Codes:
@@ -32,6 +35,11 @@ class Codes:
     """The texts by number."""
     return list(self._codes)
 
+  @functools.cached_property
+  def array(self) -> pa.Array:
+    """The texts by number, once all are added."""
+    return pa.array(self.texts, pa.string())
+
   def add(self, texts: pa.Array) -> np.ndarray:
     """Returns the numbers of texts, int32 `[N]`, new ones included; -1 for null."""
     return self._numbers(texts, lambda text: self._codes.setdefault(text, len(self._codes)))
@@ -43,9 +51,22 @@ class Codes:
   @staticmethod
   def _numbers(texts: pa.Array, number) -> np.ndarray:
     encoded = texts.dictionary_encode()
-    codes = np.array([*map(number, encoded.dictionary.to_pylist()), -1], np.int32)
+    values = encoded.dictionary.to_pylist()
+    codes = np.array([*(-1 if text is None else number(text) for text in values), -1], np.int32)
     indices = encoded.indices.fill_null(len(codes) - 1).to_numpy(zero_copy_only=False)
     return codes[indices]
+
+
+def one_spelling(codes: Codes) -> Codes:
+  """Returns the numbers of ids without ".0" where all of a column have it; see `Spelling`.
+
+  Raises:
+    UserError: two of them are one id then.
+  """
+  one = Codes(spelled(codes.array, spelling_of(codes.array)).to_pylist())
+  if len(one) < len(codes):
+    raise UserError("two ids differ only in the zeros behind their points: write them in one way")
+  return one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +149,8 @@ class Collected:
     first = first[new >= self._seen]
     self._seen = max(self._seen, int(new.max(initial=-1)) + 1)
     for name, parts in self._parts.items():
-      parts.append(
-        values[name].take(pa.array(first))
-        if isinstance(values[name], pa.Array)
-        else values[name][first]
-      )
+      is_array = isinstance(values[name], np.ndarray)
+      parts.append(values[name][first] if is_array else plain(values[name].take(pa.array(first))))
 
   def entities(
     self, texts: list[str], trained: np.ndarray, bucketed: int = 0, base: Fitted | None = None
@@ -195,6 +213,7 @@ def read(
   trained: Codes,
   bucketed: int = 0,
   base: Fitted | None = None,
+  stage: Stage | None = None,
 ) -> tuple[Entities, list[str]]:
   """Returns the users or items of a table of their own, and lines about bad and missing rows.
 
@@ -204,12 +223,13 @@ def read(
     on_bad_row: "raise" or "skip".
     trained: the raw ids of the training rows, which features are fitted on.
     bucketed, base: as in `encoded`.
+    stage: where text is kept; None makes one of its own.
 
   Raises:
     UserError: an id is missing or appears twice; names file and row. Or no id of the training rows
       is in the table.
   """
-  reader = open_source(source, on_bad_row)
+  reader = open_source(source, on_bad_row, stage=stage)
   read = [name for name, kind in source.kinds.items() if not isinstance(kind, spec.Cross)]
   codes = Codes()
   parts: dict[str, list[Any]] = {name: [] for name in read}
@@ -228,7 +248,8 @@ def read(
     for name, part in parts.items():
       part.append(chunk.columns[name])
   notes, wanted = list(reader.skipped), trained.texts
-  at = codes.find(pa.array(wanted, pa.string()))
+  codes = one_spelling(codes)
+  at = codes.find(one_spelling(trained).array)
   if not len(codes):
     raise UserError(f"no row of {source.all_files[0]} has a value in column {source.key!r}")
   if not wanted:

@@ -18,6 +18,7 @@ from .. import arrays
 from ..errors import UserError
 from ..features import Feature
 from . import spec
+from .values import Spelling, bits, spelled
 
 Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
 _SAMPLE = 1 << 16  # numbers that quantiles are taken of, at least half as many
@@ -26,34 +27,26 @@ _MERGED = 1 << 20  # distinct values that wait to be merged
 
 
 class Counts:
-  """Counts of texts, added chunk by chunk; memory is that of the distinct texts."""
+  """Counts of texts, added part by part; memory is that of the distinct texts."""
 
   def __init__(self) -> None:
     self._parts: list[pa.Table] = []
     self._waiting = 0
 
-  def add(self, texts: pa.Array) -> None:
-    """Counts the texts of a chunk; nulls do not count."""
-    counted = pc.value_counts(texts.drop_null())
-    part = pa.table({"value": counted.field("values"), "count": counted.field("counts")})
-    self._parts.append(part.cast(pa.schema({"value": pa.large_string(), "count": pa.int64()})))
+  def add(self, texts: pa.Array, counts: np.ndarray) -> None:
+    """Counts texts, each as often as `counts` say; nulls do not count."""
+    part = pa.table({"value": texts.cast(pa.large_string()), "count": pa.array(counts, pa.int64())})
+    self._parts.append(part.filter(part["value"].is_valid()))
     self._waiting += len(part)
     if self._waiting > _MERGED:
       self._merge()
 
   def _merge(self) -> pa.Table:
-    if not self._parts:
-      self._parts = [
-        pa.table({"value": pa.array([], pa.large_string()), "count": pa.array([], pa.int64())})
-      ]
-    if len(self._parts) > 1:
-      grouped = pa.concat_tables(self._parts).group_by("value").aggregate([("count", "sum")])
-      self._parts = [grouped.rename_columns({"count_sum": "count"}).select(["value", "count"])]
+    none = pa.table({"value": pa.array([], pa.large_string()), "count": pa.array([], pa.int64())})
+    grouped = pa.concat_tables([none, *self._parts]).group_by("value").aggregate([("count", "sum")])
+    self._parts = [grouped.rename_columns({"count_sum": "count"}).select(["value", "count"])]
     self._waiting = 0
     return self._parts[0]
-
-  def __len__(self) -> int:
-    return len(self._merge())
 
   def most_frequent(self, min_count: int = 1) -> pa.Table:
     """Returns `value` and `count` of the texts seen that often, the most frequent ones first."""
@@ -126,7 +119,7 @@ def extracted(texts: pa.Array, pattern: str) -> pa.Array:
     return texts
   search = re.compile(pattern).search
   encoded = texts.dictionary_encode()
-  matches = [search(text) for text in encoded.dictionary.to_pylist()]
+  matches = [search(text or "") for text in encoded.dictionary.to_pylist()]
   groups = [match.group(1) or None if match else None for match in matches]
   return pa.array(groups, pa.string()).take(encoded.indices)
 
@@ -142,41 +135,54 @@ class Fit:
 
   def __init__(self, kinds: Mapping[str, spec.Kind], base: "Fitted | None" = None):
     self._kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
-    self._base = base if base is not None else Fitted({}, {}, {}, {})
+    self._base = base if base is not None else Fitted({}, {}, {}, {}, {})
     self._growing = {n for n, kind in self._kinds.items() if self._base.kinds.get(n) == kind}
-    self._counts: dict[str, Counts] = {}
-    self._moments: dict[str, Moments] = {}
-    self._longest: dict[str, int] = {}
+    self._moments = {
+      n: Moments() for n, kind in self._kinds.items() if isinstance(kind, spec.Number)
+    }
+    self._counts = {name: Counts() for name in self.categories}
+    self._spellings = {name: Spelling() for name in self.categories}
+    self._longest = {n: 0 for n, kind in self._kinds.items() if isinstance(kind, spec.Bag)}
     self._no_ids: dict[str, int] = {}
-    self._present: dict[str, int] = {}  # values of categories without a vocabulary
     self.rows = 0
-    for name, kind in self._kinds.items():
-      if (table := _table_of(name, kind)) is not None:
-        self._counts.setdefault(table, Counts())
-      if isinstance(kind, spec.Number):
-        self._moments[name] = Moments()
-      if isinstance(kind, spec.Bag):
-        self._longest[name] = 0
+
+  @property
+  def categories(self) -> list[str]:
+    """The columns whose values are counted."""
+    return [name for name, kind in self._kinds.items() if isinstance(kind, spec.Category)]
 
   def add(self, values: Values, rows: int) -> None:
     """Adds training rows."""
+    self.add_numbers(values, rows)
+    for name in self.categories:
+      self.add_values(name, values[name], np.ones(rows, np.int64))
+
+  def add_numbers(self, values: Values, rows: int) -> None:
+    """Adds the numbers of training rows, whose values are counted by `add_values`."""
     self.rows += rows
-    for name, kind in self._kinds.items():
-      if isinstance(kind, spec.Number):
-        numbers = logarithm(values[name]) if kind.log and not kind.buckets else values[name]
-        self._moments[name].add(numbers)
-      if name in self._longest and rows:
-        longest = pc.max(pc.list_value_length(values[name])).as_py() or 0
-        self._longest[name] = max(self._longest[name], longest)
-      if (table := _table_of(name, kind)) is not None:
-        self._counts[table].add(flat_texts(values[name], kind))
-      elif isinstance(kind, spec.Category):
-        texts = flat_texts(values[name], kind).drop_null()
-        self._present[name] = self._present.get(name, 0) + len(texts)
-      if isinstance(kind, spec.Category) and kind.size:
-        identity = transforms.Identity(kind.size, default_value=-1)
-        wrong = int((_ids_of_texts(identity, texts, whole=True) < 0).sum())
-        self._no_ids[name] = self._no_ids.get(name, 0) + wrong
+    for name, moments in self._moments.items():
+      kind: Any = self._kinds[name]
+      moments.add(logarithm(values[name]) if kind.log and not kind.buckets else values[name])
+
+  def add_values(self, name: str, values: pa.Array, counts: np.ndarray) -> None:
+    """Adds values of a category or bag that as many training rows have as `counts` say, `[N]`."""
+    kind = self._kinds[name]
+    assert isinstance(kind, spec.Category)
+    if isinstance(kind, spec.Bag):
+      lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+      self._longest[name] = max(self._longest[name], int(lengths.max(initial=0)))
+      counts = np.repeat(counts, lengths)
+    texts = flat_texts(values, kind)
+    self._spellings[name].add(texts)
+    if kind.size:
+      identity = transforms.Identity(kind.size, default_value=-1)
+      wrong = (_ids_of_texts(identity, spelled(texts, "whole"), whole=True) < 0) & bits(
+        texts.is_valid()
+      )
+      self._no_ids[name] = self._no_ids.get(name, 0) + int(counts[wrong].sum())
+    if kind.hash or kind.size:  # only whether there is any value
+      texts, counts = pa.array(["any"]), np.array([counts[bits(texts.is_valid())].sum()])
+    self._counts[name].add(texts, counts)
 
   def finish(self) -> "Fitted":
     """Returns the transforms.
@@ -184,12 +190,23 @@ class Fit:
     Raises:
       UserError: a column has no value in the training rows; names it.
     """
-    vocabularies = {table: self._vocabulary(table) for table in self._counts}
+    spellings = {name: self._spelling(name) for name in self.categories}
+    tables = {t: None for name in self.categories if (t := _table_of(name, self._kinds[name]))}
+    vocabularies = {table: self._vocabulary(table, spellings) for table in tables}
     numbers = {name: self._number(name) for name in self._moments}
-    for name, count in self._present.items():
-      if not count and name not in self._growing:
+    for name in self._counts:  # those without a vocabulary
+      if name not in self._growing and not len(self._counts[name].most_frequent()):
         raise UserError(self._empty(name))
-    return Fitted(self._kinds, vocabularies, numbers, self._widths())
+    return Fitted(self._kinds, vocabularies, numbers, self._widths(), spellings)
+
+  def _spelling(self, name: str) -> str:
+    if name in self._growing:
+      return self._base.spellings[name]
+    # Columns of one table are spelled alike.
+    shared = _table_of(name, self._kinds[name]) or name
+    names = [n for n in self.categories if (_table_of(n, self._kinds[n]) or n) == shared]
+    spellings = {self._spellings[n].name for n in names}
+    return spellings.pop() if len(spellings) == 1 else ""
 
   @property
   def notes(self) -> list[str]:
@@ -213,15 +230,21 @@ class Fit:
       if longest > widths[name]
     ]
 
-  def _vocabulary(self, table: str) -> tuple[str, ...]:
-    counts = self._counts[table]
-    name, kind = next((n, k) for n, k in self._kinds.items() if _table_of(n, k) == table)
+  def _vocabulary(self, table: str, spellings: Mapping[str, str]) -> tuple[str, ...]:
+    names = [name for name in self.categories if _table_of(name, self._kinds[name]) == table]
+    name, kind = names[0], self._kinds[names[0]]
     known = self._base.vocabularies.get(table, ()) if name in self._growing else ()
     assert isinstance(kind, spec.Category)
-    if not len(counts) and not known:
+    counts = Counts()
+    for each in names:
+      counted = self._counts.pop(each).most_frequent().combine_chunks()
+      texts = counted["value"].combine_chunks()
+      counts.add(spelled(texts, spellings[each]), counted["count"].to_numpy())
+    frequent = counts.most_frequent()
+    if not len(frequent) and not known:
       raise UserError(self._empty(name))
-    frequent = counts.most_frequent(kind.min_count)["value"].to_pylist()
-    values = list(dict.fromkeys([*known, *frequent]))
+    is_kept = pc.greater_equal(frequent["count"], kind.min_count)
+    values = list(dict.fromkeys([*known, *frequent.filter(is_kept)["value"].to_pylist()]))
     if not values and not kind.oov:
       raise UserError(
         f"no value of column {name!r} is in {kind.min_count} training rows or more: lower its "
@@ -274,6 +297,7 @@ class Fitted:
     vocabularies: the values of each table that has a vocabulary, the first being id 0.
     numbers: mean, deviation, what a missing value is, and boundaries of numbers by name.
     widths: the most values used of each bag by name.
+    spellings: of categories by name; see `values.Spelling`.
   """
 
   def __init__(
@@ -282,10 +306,12 @@ class Fitted:
     vocabularies: Mapping[str, tuple[str, ...]],
     numbers: Mapping[str, Mapping[str, Any]],
     widths: Mapping[str, int],
+    spellings: Mapping[str, str],
   ):
     self.kinds, self.vocabularies = dict(kinds), dict(vocabularies)
     self.numbers = {name: dict(each) for name, each in numbers.items()}
-    self.widths = dict(widths)
+    self.widths, self.spellings = dict(widths), dict(spellings)
+    self._last: dict[str, tuple[pa.Array, np.ndarray]] = {}  # ids of a dictionary's values
     self._columns = {
       name: column
       for name, kind in self.kinds.items()
@@ -379,11 +405,26 @@ class Fitted:
     if isinstance(kind, spec.Cross):
       return self._crossed(kind, column, values)
     assert isinstance(kind, spec.Category)
-    ids = _ids_of_texts(column, flat_texts(values[name], kind), whole=bool(kind.size))
+    texts = flat_texts(values[name], kind)
     if not isinstance(kind, spec.Bag):
-      return ids
+      return self._of_texts(name, texts)
+    ids = self._of_texts(name, texts)
     lengths = pc.list_value_length(values[name]).fill_null(0).to_numpy(zero_copy_only=False)
     return _padded(ids, lengths.astype(np.int64), self.widths[name], last=kind.last)
+
+  def _of_texts(self, name: str, texts: pa.Array) -> np.ndarray:
+    """Returns the ids of a category's texts, int32 `[N]`; -1 for null."""
+    kind: Any = self.kinds[name]
+    encoded = texts.dictionary_encode()
+    distinct, ids = self._last.get(name, (None, None))
+    # Neighbouring batches of a file have one dictionary.
+    if distinct is None or not encoded.dictionary.equals(distinct):
+      distinct = encoded.dictionary
+      whole = "whole" if kind.size else self.spellings[name]
+      ids = _ids_of_texts(self._columns[name], spelled(distinct, whole), whole=bool(kind.size))
+      self._last[name] = (distinct, ids)
+    assert ids is not None
+    return np.append(ids, np.int32(-1))[encoded.indices.fill_null(-1).to_numpy()]
 
   def _crossed(self, kind: spec.Cross, column: Any, values: Values) -> np.ndarray:
     parts, present = [], np.array(True)
@@ -393,7 +434,8 @@ class Fitted:
         ids = self.ids(values, name)
         texts = pa.array(ids, mask=ids < 0).cast(pa.string())
       else:
-        texts = flat_texts(values[name], part)
+        texts = spelled(flat_texts(values[name], part), self.spellings[name])
+        texts = texts.dictionary_decode() if isinstance(texts, pa.DictionaryArray) else texts
       present = present & texts.is_valid().to_numpy(zero_copy_only=False)
       parts.append(texts)
     joined = pc.binary_join_element_wise(*parts, "\x1f")  # null where a part is missing
@@ -406,6 +448,7 @@ class Fitted:
       self.vocabularies | other.vocabularies,
       self.numbers | other.numbers,
       self.widths | other.widths,
+      self.spellings | other.spellings,
     )
 
   def save(self, folder: Path, name: str) -> None:
@@ -419,6 +462,7 @@ class Fitted:
       "tables": list(self.vocabularies),
       "numbers": self.numbers,
       "widths": self.widths,
+      "spellings": self.spellings,
     }
     arrays.write_json(folder / f"{name}.json", about)
 
@@ -431,7 +475,13 @@ class Fitted:
     for key in about["tables"]:
       values = table.filter(pc.equal(table["table"], key))["value"]
       vocabularies[key] = tuple(values.to_pylist())
-    return cls(spec.parse(about["kinds"]), vocabularies, about["numbers"], about["widths"])
+    return cls(
+      spec.parse(about["kinds"]),
+      vocabularies,
+      about["numbers"],
+      about["widths"],
+      about["spellings"],
+    )
 
 
 def _ids_of_texts(column: Any, texts: pa.Array, *, whole: bool = False) -> np.ndarray:
@@ -444,17 +494,16 @@ def _ids_of_texts(column: Any, texts: pa.Array, *, whole: bool = False) -> np.nd
   """
   encoded = texts.dictionary_encode()
   distinct = encoded.dictionary.to_pylist()
-  if not distinct:
-    return np.full(len(texts), -1, np.int32)
   if whole:
     keys = np.array(
-      [int(t) if t.isascii() and t.isdecimal() and len(t) < 19 else -1 for t in distinct]
+      [int(t) if t and t.isascii() and t.isdecimal() and len(t) < 19 else -1 for t in distinct],
+      np.int64,
     )
-    ids = column.ids(keys)
   else:
-    ids = column.ids(np.array(distinct, object))
+    keys = np.array([text or "" for text in distinct], object)  # "" is padding
+  ids = column.ids(keys) if len(keys) else np.empty(0, np.int32)
   indices = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-  return np.where(indices < 0, -1, ids[indices]).astype(np.int32)
+  return np.append(ids, -1)[indices].astype(np.int32)
 
 
 def _padded(flat: np.ndarray, lengths: np.ndarray, width: int, *, last: bool) -> np.ndarray:

@@ -16,6 +16,7 @@ from .entities import Codes, Entities
 from .fitting import extracted
 from .rows import RowReader, Rows
 from .settings import SPLITS, Table
+from .values import spelled, spelling_of
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
 _REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
@@ -244,8 +245,10 @@ class _Log:
     return whole | {"time": columns[self._time][parents] if self._time else np.empty(0, np.int64)}
 
   def texts(self, side: str) -> list[str]:
-    """Returns the raw ids of the "user"s or "item"s by number."""
-    return self._codes[side].texts
+    """Returns the ids of the "user"s or "item"s by number."""
+    codes = self._codes[side]
+    texts = spelled(codes.array, spelling_of(codes.array)).to_pylist()
+    return texts if len(set(texts)) == len(codes) else codes.texts
 
   def user_values(self) -> dict[str, Any]:
     """Returns the values of the users' features by declared name."""

@@ -28,11 +28,13 @@ class Chunk(NamedTuple):
   Attributes:
     file: they are from.
     rows: int64 [N], their numbers in the file: the first row below the header is row 1.
+    places: int64 [N], their places among the rows that the file is stored with.
     columns: by name, N values each, as `Reader` was asked for them.
   """
 
   file: Path
   rows: np.ndarray
+  places: np.ndarray
   columns: dict[str, Any]
 
   def take(self, kept: np.ndarray) -> "Chunk":
@@ -42,7 +44,7 @@ class Chunk(NamedTuple):
       name: values[indices] if isinstance(values, np.ndarray) else values.take(pa.array(indices))
       for name, values in self.columns.items()
     }
-    return Chunk(self.file, self.rows[indices], columns)
+    return Chunk(self.file, self.rows[indices], self.places[indices], columns)
 
 
 class Reader:
@@ -200,10 +202,10 @@ class Reader:
     for name, way in self._ways.items():
       column = self._columns[name]
       array = batch.arrays[column]
-      columns[name], bad = _converted(array, way, self._format.missing, clocks, column)
+      columns[name], bad = converted(array, way, self._format.missing, clocks, column)
       problems += [(column, problem) for problem in bad]
     faults = {fault.row: fault for fault in batch.faults}
-    return self._without(Chunk(path, batch.rows, columns), faults, problems)
+    return self._without(Chunk(path, batch.rows, batch.places, columns), faults, problems)
 
   def _without(
     self, chunk: Chunk, faults: dict[int, Fault], problems: list[tuple[str, Problem]]
@@ -239,9 +241,10 @@ def _listed(paths: Sequence[Path]) -> str:
   return str(paths[0]) if len(paths) == 1 else f"each of {len(paths)} files from {paths[0]} on"
 
 
-def _converted(
+def converted(
   array: pa.Array, way: ReadAs, missing: Sequence[str], clocks: dict[str, int], column: str
 ) -> tuple[Any, list[Problem]]:
+  """Returns the values of a stored column, read as `Reader` does, and what cannot be read."""
   if way == "any":
     return array, []
   if way == "text" and isinstance(array, pa.DictionaryArray):

@@ -9,21 +9,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-
-from embed.transforms import hashing
+import pyarrow.parquet as pq
 
 from ..errors import UserError
-from . import spec
-from .batches import Way
+from . import spec, splitting
 from .fitting import Moments
-from .reading import Chunk, Reader
+from .reading import Chunk, Reader, converted
 from .settings import SPLITS, Source, Table, first_time
+from .source import Stage, identifier, literal
+from .values import ReadAs, has_bytes, plain, same_value
 
+_DISTINCT = 1 << 16  # values that are held at once
 _OUTCOMES = 100  # texts of a label that are counted
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
 
-def way(kind: spec.Kind) -> Way:
+def way(kind: spec.Kind) -> ReadAs:
   """Returns how a column is read; see `reading.Reader`."""
   if isinstance(kind, spec.Number | spec.Weight):
     return "number"
@@ -34,7 +35,7 @@ def way(kind: spec.Kind) -> Way:
   return "text"
 
 
-def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[str, Way]]:
+def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[str, ReadAs]]:
   """Returns the column and the way of reading of each declared name; a cross has none."""
   return {
     name: (kind.column or name, way(kind))
@@ -43,13 +44,21 @@ def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[str, Way]]:
   }
 
 
-def open_source(source: Source, on_bad_row: str, paths: Sequence[Path] = ()) -> Reader:
+def open_source(
+  source: Source,
+  on_bad_row: str,
+  paths: Sequence[Path] = (),
+  *,
+  stage: Stage | None = None,
+  dictionaries: bool = False,
+) -> Reader:
   """Returns the reader of a source's declared columns, and of its key by the name "".
 
   Args:
     source: the files and columns.
     on_bad_row: "raise" or "skip".
     paths: the files of one split; none reads all.
+    stage, dictionaries: as of `Reader`.
   """
   wanted = ways(source.kinds) | ({"": (source.key, "text")} if source.key else {})
   return Reader(
@@ -58,6 +67,8 @@ def open_source(source: Source, on_bad_row: str, paths: Sequence[Path] = ()) -> 
     columns={name: column for name, (column, _) in wanted.items()},
     format=source.format,
     on_bad_row=on_bad_row,
+    stage=stage,
+    dictionaries=dictionaries,
   )
 
 
@@ -83,18 +94,27 @@ class RowReader:
     by: how rows are split: "hash", "time", "column" or "files"; "" leaves all rows in one split.
     required: names of columns of texts in which every row must have a value.
     holds_out: whether a part of the training files validates where no file does.
+    stage: where text is kept; None makes one of its own.
 
   Attributes:
     skipped: a line per kind of bad row, of the last iteration.
   """
 
   def __init__(
-    self, table: Table, by: str, required: Sequence[str] = (), *, holds_out: bool = True
+    self,
+    table: Table,
+    by: str,
+    required: Sequence[str] = (),
+    *,
+    holds_out: bool = True,
+    stage: Stage | None = None,
   ):
     self._table, self._by, self._required = table, by, tuple(required)
+    self._stage = stage or Stage()
     self._holds_out = holds_out and "valid" not in table.rows.files
     self._label, self._time = table.name_of(spec.Label), table.name_of(spec.Time)
     self._from: tuple[float, float] | None = None
+    self._parts: dict[Path, np.ndarray] = {}  # splits by content, of the stored rows
     self.skipped: list[str] = []
     self._num_dropped = 0  # rows that `drop` of the label has left out
     self._outcomes: collections.Counter[str] = collections.Counter()  # some texts of the label
@@ -108,10 +128,61 @@ class RowReader:
       table.require(spec.Split, "which the split goes by")
 
   def __iter__(self) -> Iterator[Rows]:
+    yield from self._read(self._table.kinds, dictionaries=True)
+
+  def checks(self, names: Sequence[str]) -> Iterator[Rows]:
+    """Yields the same rows with the columns that a row can be left out for, and those named."""
+    files = [file for paths in self._table.rows.files.values() for file in self._open(paths).files]
+    kinds = {
+      name: kind
+      for name, kind in self._table.kinds.items()
+      if name in (*names, *self._required)
+      or not isinstance(kind, spec.Category)
+      or any(has_bytes(file.types[kind.column or name]) for file in files)
+    }
+    yield from self._read(kinds)
+
+  def distinct(
+    self, name: str, kept: Mapping[Path, np.ndarray]
+  ) -> Iterator[tuple[pa.Array, np.ndarray]]:
+    """Yields the values of a column and how many rows have each, int64 `[N]`; a value may return.
+
+    Args:
+      name: of a declared column of texts or lists.
+      kept: which rows count, bool, by file, in the order in which they are stored.
+    """
+    kind, engine = self._table.kinds[name], self._stage.engine
+    column = identifier(kind.column or name)
+    for paths in self._table.rows.files.values():
+      for file in self._open(paths, {name: kind}).files:
+        stored = literal(file.stored(self._stage)[0])
+        engine.register("kept", pa.table({"is_kept": kept[file.path]}))
+        query = (
+          f"SELECT value, count(*) AS count FROM (SELECT {column} AS value FROM "
+          f"read_parquet({stored})) POSITIONAL JOIN kept WHERE is_kept GROUP BY value"
+        )
+        for batch in engine.execute(query).to_arrow_reader(_DISTINCT):
+          missing = self._table.rows.format.missing
+          values, _ = converted(batch["value"], way(kind), missing, {}, name)
+          yield values, batch["count"].to_numpy()
+
+  def _open(
+    self,
+    paths: Sequence[Path],
+    kinds: Mapping[str, spec.Kind] | None = None,
+    dictionaries: bool = False,
+  ) -> Reader:
+    source = self._table.rows
+    if kinds is not None:
+      source = dataclasses.replace(source, kinds=kinds)
+    on_bad_row = self._table.on_bad_row
+    return open_source(source, on_bad_row, paths, stage=self._stage, dictionaries=dictionaries)
+
+  def _read(self, kinds: Mapping[str, spec.Kind], dictionaries: bool = False) -> Iterator[Rows]:
     self.skipped, self._num_dropped = [], 0
     self._outcomes.clear()
     for split, paths in self._table.rows.files.items():
-      reader = open_source(self._table.rows, self._table.on_bad_row, paths)
+      reader = self._open(paths, kinds, dictionaries)
       for chunk in reader:
         for name in self._required:
           missing = chunk.columns[name].is_null().to_numpy(zero_copy_only=False)
@@ -126,6 +197,10 @@ class RowReader:
       return chunk, None
     kind = self._table.kinds[self._label]
     assert isinstance(kind, spec.Label)
+    texts = chunk.columns[self._label]
+    if isinstance(texts, pa.DictionaryArray):
+      texts = texts.dictionary_decode()
+    chunk = chunk._replace(columns=chunk.columns | {self._label: same_value(texts)})
     if kind.positive:
       for each in chunk.columns[self._label].drop_null().value_counts().to_pylist():
         self._count_outcome(each["values"], each["counts"])
@@ -204,7 +279,7 @@ class RowReader:
     if self._by == "files":
       split = np.full(rows, SPLITS.index(files_of), np.int8)
       if files_of == "train" and self._holds_out:
-        split = self._hashed(chunk, (self._table.split["valid"], 0.0))
+        split = self._hashed(reader, chunk, (self._table.split["valid"], 0.0))
       return Rows(chunk, split, label)
     if self._by == "time":
       assert self._from is not None
@@ -215,7 +290,7 @@ class RowReader:
       return Rows(chunk, split.astype(np.int8), label)
     if self._by == "column":
       name = self._table.require(spec.Split, "which the split goes by")
-      texts = pc.utf8_lower(chunk.columns[name].fill_null(""))
+      texts = pc.utf8_lower(pc.fill_null(plain(chunk.columns[name]), ""))
       split = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
       wrong = split < 0
       problem = lambda row: f"is {texts[row].as_py()!r}: write train, valid or test"
@@ -224,7 +299,7 @@ class RowReader:
       return Rows(chunk, split[~wrong], label if label is None else label[~wrong])
     if self._by == "hash":
       shares = self._table.split["valid"], self._table.split["test"]
-      return Rows(chunk, self._hashed(chunk, shares), label)
+      return Rows(chunk, self._hashed(reader, chunk, shares), label)
     return Rows(chunk, np.zeros(rows, np.int8), label)
 
   def _check_clock(self, reader: Reader) -> None:
@@ -238,27 +313,18 @@ class RowReader:
           "they are"
         )
 
-  def _hashed(self, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
-    """Splits by a hash of the row, or of a column; the same however the files are read.
-
-    Args:
-      chunk: the rows.
-      shares: of the rows in valid and in test.
-    """
-    split = self._table.split
-    if split["on"]:
-      values = chunk.columns.get(split["on"])
-      if not isinstance(values, pa.StringArray):
-        raise UserError(
-          f"config.split.on is {split['on']!r}: name a declared category, user or item"
-        )
-      keys = np.array(values.fill_null("").to_pylist(), object)
-    else:
-      keys = chunk.rows.astype(np.uint64)
-    name = "" if split["on"] else self._table.names[chunk.file]
-    salt = hashing.hashes(np.array([name], object), split["seed"])
-    part = hashing.hashes(keys, int(salt[0])) / 2.0**64
-    return (part < sum(shares)).astype(np.int8) + (part < shares[1])
+  def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
+    """Splits by the content of the rows, or of a column; see `splitting.by_content`."""
+    split, kinds = self._table.split, self._table.kinds
+    if split["on"] and not isinstance(kinds.get(split["on"]), spec.Category):
+      raise UserError(f"config.split.on is {split['on']!r}: name a declared category, user or item")
+    on = split["on"] and (kinds[split["on"]].column or split["on"])
+    if chunk.file not in self._parts:
+      file = next(file for file in reader.files if file.path == chunk.file)
+      self._parts[chunk.file] = splitting.by_content(
+        self._stage, file, shares, seed=split["seed"], on=on
+      )
+    return self._parts[chunk.file][chunk.places]
 
   def _thresholds(self, name: str) -> tuple[float, float]:
     """Returns the first times of validation and test."""
@@ -274,7 +340,7 @@ class RowReader:
     source = self._table.rows
     only = dataclasses.replace(source, kinds={name: source.kinds[name]})
     for paths in source.files.values():
-      reader = open_source(only, self._table.on_bad_row, paths)
+      reader = open_source(only, self._table.on_bad_row, paths, stage=self._stage)
       for chunk in reader:
         moments.add(chunk.columns[name].astype(np.float64))
     times, held_out = moments.sample, split["valid"] + split["test"]
@@ -292,6 +358,53 @@ class RowReader:
       return valid, _quantile(after, split["valid"] / max(held_out, 1e-9))
     test = _quantile(times, 1 - split["test"]) if split["test"] else np.inf
     return _quantile(times, 1 - held_out) if held_out else np.inf, test
+
+
+class SplitFile:
+  """The split of every row, written as `split.parquet` for whoever fits another model to the rows.
+
+  The columns are `file`, `row`, the number of the row in its file, and `part`, "train", "valid" or
+  "test"; rows that were left out are not there.
+
+  Args:
+    folder: where to.
+    names: of the files.
+
+  Attributes:
+    parts: the index in `SPLITS` of each row by file, int8, in the order in which rows are stored;
+      -1 for those that were left out.
+  """
+
+  def __init__(self, folder: Path, names: Mapping[Path, str]):
+    self.parts: dict[Path, np.ndarray] = {}
+    self._names, self._writer = names, pq.ParquetWriter(folder / "split.parquet", _SPLIT_FILE)
+
+  def __enter__(self) -> "SplitFile":
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self._writer.close()
+
+  def add(self, rows: Rows) -> None:
+    """Adds the rows of a part of a file, of which parts come in order."""
+    chunk, split = rows.chunk, rows.split
+    if not len(split):
+      return
+    parts = self.parts.get(chunk.file, np.empty(0, np.int8))
+    between = np.full(chunk.places[-1] + 1 - len(parts), -1, np.int8)
+    between[chunk.places - len(parts)] = split
+    self.parts[chunk.file] = np.concatenate([parts, between])
+    code = pa.DictionaryArray.from_arrays
+    columns = {
+      "file": code(np.zeros(len(split), np.int8), [self._names[chunk.file]]),
+      "row": chunk.rows,
+      "part": code(split, list(SPLITS)),
+    }
+    self._writer.write_table(pa.table(columns, _SPLIT_FILE))
+
+
+_NAME = pa.dictionary(pa.int8(), pa.string())
+_SPLIT_FILE = pa.schema({"file": _NAME, "row": pa.int64(), "part": _NAME})
 
 
 def _quantile(times: np.ndarray, share: float) -> float:

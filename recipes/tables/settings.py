@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import arrays, files
 from .. import settings as run_settings
-from ..errors import UserError
+from ..errors import DamagedFileError, UserError
 from . import sharing, spec
 from .reading import Format, columns_of, paths
 
@@ -139,12 +139,14 @@ class Source:
     files: by split; one entry "" where the rows of all splits are together.
     format: of text files.
     kinds: by declared name.
+    stamps: of the files when the settings were made; see `files.stamp`.
     key: the column with the ids, of the features of users or items; "" of the table itself.
   """
 
   files: Mapping[str, tuple[Path, ...]]
   format: Format
   kinds: Mapping[str, spec.Kind]
+  stamps: Mapping[Path, list[Any]]
   key: str = ""
 
   @property
@@ -187,6 +189,13 @@ class Table:
   def digests(self) -> dict[str, str]:
     """Returns the SHA-256 of every file by its name."""
     return {name: files.digest(path) for path, name in self.names.items()}
+
+  def check_unchanged(self) -> None:
+    """Raises DamagedFileError where a file is another one than when the settings were made."""
+    for source in (self.rows, *self.sides.values()):
+      for path in source.all_files:
+        if files.stamp(path) != source.stamps[path]:
+          raise DamagedFileError(f"{path} has changed while it was read: run the command again")
 
   @property
   def kinds(self) -> Mapping[str, spec.Kind]:
@@ -318,6 +327,7 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     {name: tuple(Path(stamp[0]) for stamp in each) for name, each in about["files"].items()},
     _format(about["format"]),
     spec.parse(about["columns"], f"{place}.columns"),
+    {Path(stamp[0]): stamp for each in about["files"].values() for stamp in each},
     about.get("key", ""),
   )
   return Table(

@@ -1,4 +1,4 @@
-"""Files of rows: Parquet as it is, and text as DuckDB reads it, kept as Parquet while it is used."""
+"""Files of rows: Parquet as it is, and text that DuckDB reads, kept as Parquet for a while."""
 
 import codecs
 import csv
@@ -43,12 +43,14 @@ class Batch(NamedTuple):
   """Some rows of a file.
 
   Attributes:
+    places: int64 `[N]`, their places in the stored file, from 0 on.
     rows: int64 `[N]`, their numbers in the file; the first is 1.
     arrays: by column, N values as they are stored.
     faults: rows among and before them that were dropped.
     size: bytes of the file since the previous batch.
   """
 
+  places: np.ndarray
   rows: np.ndarray
   arrays: dict[str, pa.Array]
   faults: list[Fault]
@@ -78,6 +80,15 @@ class Stage:
 
     settings = {"memory_limit": _MEMORY, "temp_directory": str(self.folder)}
     return duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
+
+  def __enter__(self) -> "Stage":
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    """Removes the folder."""
+    if "engine" in self.__dict__:
+      self.engine.close()
+    shutil.rmtree(self.folder, ignore_errors=True)
 
   def text(self, file: "TextFile") -> tuple[Path, list[Fault]]:
     """Returns the Parquet file with a text file's rows, and the rows that have no place in it."""
@@ -240,19 +251,21 @@ def batches(
       try:
         batch = next(stored, None)
       except (pa.ArrowException, OSError) as error:
-        raise DamagedFileError(f"{path} is damaged after row {start} ({error}). {_AGAIN}") from error
+        raise DamagedFileError(
+          f"{path} is damaged after row {start} ({error}). {_AGAIN}"
+        ) from error
       if batch is None:
         break
-      places = np.arange(start + 1, start + 1 + len(batch))
-      rows = places + np.searchsorted(before, places, side="right")
+      places = np.arange(start, start + len(batch))
+      rows = places + 1 + np.searchsorted(before, places + 1, side="right")
       passed = int(np.searchsorted(left_out, rows[-1])) if len(rows) else 0
       arrays = {name: batch.column(name) for name in columns}
-      yield Batch(rows, arrays, faults[:passed], size * len(batch) // total)
+      yield Batch(places, rows, arrays, faults[:passed], size * len(batch) // total)
       faults, start = faults[passed:], start + len(batch)
       left_out = left_out[passed:]
   if faults:
     none = {name: pa.nulls(0, file.types[name]) for name in columns}
-    yield Batch(np.empty(0, np.int64), none, faults, 0)
+    yield Batch(np.empty(0, np.int64), np.empty(0, np.int64), none, faults, 0)
 
 
 def _opened(path: Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
@@ -433,16 +446,17 @@ class _Text:
       faults = {row: self._ragged(row, count, text) for row, count, text in short}
       engine.execute("DROP TABLE cut")
     rejected = engine.execute(
-      "SELECT line, column_name, error_type, left(csv_line, 1000), length(csv_line), "
-      "contains(trim(csv_line, chr(10) || chr(13)), chr(10)), error_message, byte_position "
+      "SELECT line, column_name, error_type, left(csv_line, 1000), "
+      "contains(trim(csv_line, chr(10) || chr(13)), chr(10)), error_message, byte_position, "
+      "line_byte_position "
       "FROM reject_errors ORDER BY line"
     ).fetchall()
     if not rejected:
       return [faults[row] for row in sorted(faults)]
     empty = self._empty_lines()
-    for line, column, kind, text, length, has_lines, message, position in rejected:
+    for line, column, kind, text, has_lines, message, position, start in rejected:
       row = line - bool(file.skip) - int(np.searchsorted(empty, line))
-      if kind == "UNQUOTED VALUE" and has_lines or kind == "LINE SIZE OVER MAXIMUM":
+      if (kind == "UNQUOTED VALUE" and has_lines) or kind == "LINE SIZE OVER MAXIMUM":
         raise DamagedFileError(
           f"{file.path}, row {row}"
           + (f", column {column!r}" if column else "")
@@ -453,7 +467,7 @@ class _Text:
         counts = re.findall(r"\d+", message)
         fault = self._ragged(row, int(counts[-1]), text)
       elif kind == "INVALID ENCODING":
-        fault = self._undecoded(row, column or file.names[0], position)
+        fault = self._undecoded(row, column, position - 1, start - 1)
       else:
         fault = Fault(row, column, "has a quote in its midst", shown(text.strip()), _QUOTES)
       faults.setdefault(row, fault)
@@ -494,13 +508,23 @@ class _Text:
       hint = f"Quote a value that holds {file.delimiter!r}."
     return Fault(row, None, kind, value, hint)
 
-  def _undecoded(self, row: int, column: str, position: int) -> Fault:
+  def _undecoded(self, row: int, column: str | None, position: int, start: int) -> Fault:
+    """Returns the fault of a value that begins at a byte of a line that begins at another one."""
     encoding = self._file.format.encoding
     with self._plain.open("rb") as file:
-      file.seek(position - 1)
-      value = file.read(200)
-    ends = re.escape(self._file.delimiter.encode()) + b"|[\r\n]"
-    value = re.split(ends, value.lstrip(self._file.format.quote.encode()))[0]
+      file.seek(start)
+      line = file.read(position - start + 200)
+    try:
+      line.decode()
+    except UnicodeDecodeError as error:
+      position = start + error.start
+    delimiter, bad = self._file.delimiter.encode(), position - start
+    if self._file.format.rest:  # to DuckDB a line is one column
+      names = self._file.names
+      column = names[min(line[:bad].count(delimiter), len(names) - 1)]
+    ends = re.escape(delimiter) + b"|[\r\n]"
+    value = re.split(ends, line[:bad])[-1] + re.split(ends, line[bad:])[0]
+    value = value.strip(self._file.format.quote.encode())
     if b"\0" in value:
       text = value.replace(b"\xff\0", b"\0").decode("utf-8", "replace")
       return Fault(row, column, "has a NUL byte", shown(text), "Remove it: tr -d '\\000'.")

@@ -1,6 +1,55 @@
-"""The protocols that split users' items into train, valid and test."""
+"""The protocols that split rows, and users' items, into train, valid and test."""
 
 import numpy as np
+import pyarrow as pa
+
+from .source import File, Stage, identifier, literal
+
+
+def by_content(
+  stage: Stage, file: File, shares: tuple[float, float], *, seed: int, on: str = ""
+) -> np.ndarray:
+  """Returns the split of each row of a file, int8: by an MD5 of its values.
+
+  A row keeps its split wherever it is, in a file of another name or beside other rows, and equal
+  rows have one.
+
+  Args:
+    stage: with the engine.
+    file: the rows.
+    shares: of the rows in valid and in test.
+    seed: of the hash.
+    on: a column whose equal values stay together; "" takes all columns of the file.
+  """
+  names = [on] if on else sorted(file.names)
+  values = [f"coalesce({_as_text(name, file.types[name])}, chr(0))" for name in names]
+  content = f"concat_ws(chr(31), {literal(seed)}, {', '.join(values)})"
+  valid, test = shares
+  # MD5 and not the engine's hash, which its next version may change.
+  query = (
+    f"SELECT CASE WHEN h < {literal(_bound(test))} THEN 2 WHEN h < {literal(_bound(valid + test))} "
+    f"THEN 1 ELSE 0 END::TINYINT AS part FROM (SELECT substr(md5({content}), 1, 8) AS h FROM "
+    f"read_parquet({literal(file.stored(stage)[0])}))"
+  )
+  return stage.engine.execute(query).fetchnumpy()["part"]
+
+
+def _bound(share: float) -> str:
+  """Returns the least digits of a hash that are not in a share of all; "g" is behind all."""
+  number = round(share * 2**32)
+  return f"{number:08x}" if number < 2**32 else "g"
+
+
+def _as_text(name: str, stored: pa.DataType) -> str:
+  """Returns SQL that writes a value as text in the same way on every engine."""
+  column = identifier(name)
+  if pa.types.is_floating(stored):
+    return f"TRY_CAST(TRY_CAST({column} AS DECIMAL(38, 9)) AS VARCHAR)"
+  if pa.types.is_timestamp(stored):
+    return f"CAST(epoch_us({column}) AS VARCHAR)"
+  if pa.types.is_binary(stored) or pa.types.is_large_binary(stored):
+    return f"hex({column})"
+  return f"trim(CAST({column} AS VARCHAR))"
 
 
 def k_core(user: np.ndarray, item: np.ndarray, k: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Columns as Arrow stores them, converted to text, numbers, times or lists of text."""
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
@@ -76,6 +77,13 @@ def _is_text(stored: pa.DataType) -> bool:
   )
 
 
+def has_bytes(stored: pa.DataType) -> bool:
+  """Whether values, or the items of lists, are stored as bytes, which may be no text."""
+  if _is_list(stored) or pa.types.is_dictionary(stored):
+    return has_bytes(stored.value_type)
+  return _is_bytes(stored)
+
+
 def _is_bytes(stored: pa.DataType) -> bool:
   return (
     pa.types.is_binary(stored)
@@ -145,21 +153,45 @@ def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.Array, list[Pr
     at = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     return array, [problem.at(at) for problem in problems]
   array, problems = trimmed(array, ())
-  return _without(array, missing), problems
+  return _without(array, {*missing, *map(as_text, missing)}), problems
+
+
+@dataclasses.dataclass
+class Spelling:
+  """How the values of a column are spelled, added part by part.
+
+  In a column whose values all end in ".0", as files write integers with gaps, or that has none
+  such, two spellings of a number are one value; so are those of true and false in a column of
+  these alone. In every other column two spellings are two values.
+  """
+
+  has_whole: bool = False  # a value ends in ".0"
+  has_others: bool = False
+  are_flags: bool = True
+
+  def add(self, texts: pa.Array) -> None:
+    """Adds the texts of a part."""
+    present = texts.drop_null()
+    if not len(present):
+      return
+    num_whole = pc.match_substring_regex(present, _WHOLE).true_count
+    self.has_whole |= num_whole > 0
+    self.has_others |= num_whole < len(present)
+    self.are_flags &= pc.all(pc.is_in(pc.ascii_lower(present), pa.array(_FLAGS))).as_py()
+
+  @property
+  def name(self) -> str:
+    """Returns "whole", "flag" or "", for `spelled`."""
+    if self.are_flags and self.has_others:
+      return "flag"
+    return "" if self.has_whole and self.has_others else "whole"
 
 
 def spelling_of(texts: pa.Array) -> str:
-  """Returns how all values of a column are spelled: "whole", "flag", or "" if in several ways.
-
-  "whole" is a column in which all values end in ".0", as files write integers with gaps, or none
-  does; "flag" one of true and false in any case. In such a column, one value may have two
-  spellings; in others, two spellings are two values.
-  """
-  present = texts.drop_null()
-  if len(present) and pc.all(pc.is_in(pc.ascii_lower(present), pa.array(_FLAGS))).as_py():
-    return "flag"
-  are_whole = pc.match_substring_regex(present, _WHOLE)
-  return "whole" if are_whole.true_count in (0, len(present)) else ""
+  """Returns the name of the `Spelling` of all values of a column."""
+  spelling = Spelling()
+  spelling.add(texts)
+  return spelling.name
 
 
 def spelled(texts: pa.Array, spelling: str) -> pa.Array:
@@ -178,6 +210,16 @@ def same_value(texts: pa.Array) -> pa.Array:
   """Returns texts so that two are equal if they spell one number or truth value: of labels."""
   flags = pc.is_in(pc.ascii_lower(texts), pa.array(_FLAGS))
   return spelled(pc.if_else(flags, pc.ascii_lower(texts), texts), "whole")
+
+
+def as_text(value: str | int | float) -> str:
+  """Returns a value of a setting as `same_value` writes the values of files.
+
+  >>> as_text("4.0"), as_text(5.0), as_text(True)
+  ('4', '5', 'true')
+  """
+  text = str(value).strip()
+  return text.lower() if text.lower() in _FLAGS else re.sub(_WHOLE, r"\1\2", text)
 
 
 def trimmed(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, list[Problem]]:

@@ -1,11 +1,16 @@
 """A table as clicks: what lands in the columns, by hand, and refusals that name the row."""
 
+import hashlib
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from small_tables import completed, write_csv
 
 from recipes.dlrm import data
 from recipes.errors import UserError
+from recipes.tables import clicks
 from recipes.tables.clicks import Encoder
 
 HEADER = ("clicked", "city", "price", "tags", "part")
@@ -334,7 +339,7 @@ def test_a_missing_number_is_the_mean_however_it_is_scaled(tmp_path):
 
 
 def test_a_constant_number_stays_zero_in_spite_of_rounding(tmp_path):
-  rows = [(*row[:2], 0.1, *row[3:]) for row in MANY]
+  rows = [(*row[:2], 0.1, f"tag {i}", "") for i, row in enumerate(MANY)]
   columns = {"clicked": "label", "city": "category", "price": "number"}
   dense = load(tmp_path, rows=rows, columns=columns).columns["dense"]
   assert abs(dense).max() < 1e-6
@@ -348,8 +353,66 @@ def test_files_of_one_name_in_several_folders(tmp_path):
   config = completed("dlrm", tmp_path / "c", files=str(tmp_path / "parts"), columns=columns)
   loaded = data.load(config)
   assert set(loaded.sha256) == {f"day={i}/part-0.csv" for i in range(4)}
-  # The split of a row depends on its folder as well: four equal ones would be cut alike.
-  assert loaded.splits["train"][1] % 4
+
+
+def test_files_are_added_and_renamed_without_moving_a_row(tmp_path):
+  columns = {"clicked": "label", "city": "category", "price": "number"}
+
+  def parts(*files):
+    folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+    folder.mkdir()
+    for name, rows in files:
+      write_csv(folder / name, HEADER, rows)
+    loaded = data.load(completed("dlrm", tmp_path / "c", files=str(folder), columns=columns))
+    split = pq.read_table(loaded.serve / "split.parquet").to_pylist()
+    rows_of = dict(files)
+    return [(rows_of[each["file"]][each["row"] - 1], each["part"]) for each in split]
+
+  one = parts(("a.csv", MANY[:1000]))
+  assert sorted({part for _, part in one}) == ["test", "train", "valid"]
+  assert parts(("z.csv", MANY[:1000])) == one
+  more = parts(("0.csv", MANY[1000:]), ("a.csv", MANY[:1000]))
+  assert more[1000:] == one
+  again = parts(("a.csv", MANY[:1000]), ("b.csv", MANY[:1000][::-1]))
+  assert sorted(again[:1000]) == sorted(again[1000:])  # equal rows are on one side
+
+
+def test_the_split_of_a_row_is_the_hash_that_the_page_gives(tmp_path):
+  columns = {"clicked": "label", "city": "category"}
+  rows = [(i % 2, f"c{i}", i, "", "") for i in range(300)]
+  loaded = load(tmp_path, rows=rows, columns=columns, split={"by": "hash", "seed": 5})
+  split = pq.read_table(loaded.serve / "split.parquet")["part"].to_pylist()
+  for (label, city, price, _, _), part in zip(rows, split, strict=True):
+    # Columns in the order of their names; a missing one is a zero character.
+    content = "\x1f".join(["5", city, str(label), "\0", str(price), "\0"])
+    share = int(hashlib.md5(content.encode()).hexdigest()[:8], 16) / 2**32
+    assert part == ("test" if share < 0.1 else "valid" if share < 0.2 else "train")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+  real = clicks.Fit.finish
+
+  def finish(self):
+    write_csv(tmp_path / "clicks.csv", HEADER, [*ROWS, *ROWS])
+    return real(self)
+
+  monkeypatch.setattr(clicks.Fit, "finish", finish)
+  with pytest.raises(UserError, match=r"clicks\.csv has changed while it was read"):
+    load(tmp_path)
+
+
+def test_ids_are_not_merged_by_their_spelling(tmp_path):
+  names = ["1", "1.0", "1.00", "TRUE", "true", "True", "x", "y", "z", "w"]
+  rows = [(i % 2, names[i % 10], i, "", "") for i in range(2000)]
+  loaded = load(tmp_path, rows=rows, columns={"clicked": "label", "city": "item"})
+  encoder = Encoder.load(loaded.serve)
+  assert sorted(encoder.fitted.vocabularies["city"]) == sorted(names)
+  rows = [(i % 2, f"{i % 10}.0", i, "", "") for i in range(2000)]  # integers with gaps
+  loaded = load(tmp_path, rows=rows, columns={"clicked": "label", "city": "item"})
+  encoder = Encoder.load(loaded.serve)
+  assert sorted(encoder.fitted.vocabularies["city"]) == [str(i) for i in range(10)]
+  ids = [encoder.encode({"city": pa.array([text])}, 1)["ids"][0, 0] for text in ("3", "3.0")]
+  assert ids[0] == ids[1]
 
 
 def test_an_item_table_of_other_ids_is_refused(tmp_path):
