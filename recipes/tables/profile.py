@@ -5,7 +5,7 @@ import functools
 import gzip
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +16,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..errors import DamagedFileError
-from .faults import Ledger
-from .finding import file_format
+from .faults import Fault, Ledger
 from .formats import Format
 from .reading import Reader, columns_of
-from .source import Batch, ParquetFile, Stage, TextFile, batches
+from .source import File, ParquetFile, Stage, TextFile, batches
+from .splitting import by_content
 from .times import as_times
 from .values import as_lists, as_numbers, as_texts, plain, refusal
 
@@ -196,12 +196,16 @@ class Sample:
     total: rows of the table, an estimate for text files that were not read whole.
     places: in the files that the rows are from.
     skipped: lines about rows that cannot be read.
+    files: of the table, or some of them.
+    stage: with their text.
   """
 
   columns: dict[str, Column]
   total: int
   places: int
   skipped: list[str]
+  files: list[File]
+  stage: Stage
 
   @property
   def num_rows(self) -> int:
@@ -212,6 +216,11 @@ class Sample:
   def is_all(self) -> bool:
     """Whether all rows were read."""
     return self.num_rows == self.total
+
+  def split(self, share: float, seed: int) -> np.ndarray:
+    """Returns the part of each row in a split by hash: 0 train, 1 valid, 2 test."""
+    both = (share, share)
+    return np.concatenate([by_content(self.stage, file, both, seed=seed) for file in self.files])
 
   def repeated(self) -> float:
     """Returns the share of rows that repeat another row in all columns."""
@@ -235,31 +244,29 @@ def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
     UserError: the format does not fit the files.
   """
   names, stage, ledger = columns_of(paths, format), Stage(), Ledger("skip")
-  if len(paths) <= _PLACES:
-    Reader(paths, dict.fromkeys(names, "any"), format=format)  # names a file that lacks a column
   chosen = [paths[index] for index in _spread(len(paths))]
+  files = Reader(chosen, dict.fromkeys(names, "any"), format=format).files  # have all columns
   pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
-  places = size = rows = total = 0
-  for index, path in enumerate(chosen):
-    share = max((num_rows - rows) // (len(chosen) - index), 1)
-    is_parquet = file_format(path) == "Parquet"
-    found, of, count = (_of_parquet if is_parquet else _of_text)(path, format, names, share, stage)
-    read, faults = 0, [fault for batch in found for fault in batch.faults]
-    for batch in found:
+  places = rows = total = 0
+  for index, file in enumerate(files):
+    share = max((num_rows - rows) // (len(files) - index), 1)
+    found = _of_text(file, share, stage) if isinstance(file, TextFile) else _of_parquet(file, share)
+    read = 0
+    for arrays in found.arrays:
       for name in names:
-        pieces[name].append(batch.arrays[name][: share - read])
+        pieces[name].append(arrays[name][: share - read])
       read += len(pieces[names[0]][-1])
-    count = count or read
-    ledger.add(path, faults)
-    if len(faults) > _BAD * (read + len(faults)):
-      Ledger("raise").add(path, faults)  # says what to write
-    rows, places, total, size = rows + read, places + of, total + count, size + path.stat().st_size
+    ledger.add(file.path, found.faults)
+    if len(found.faults) > _BAD * (read + len(found.faults)):
+      Ledger("raise").add(file.path, found.faults)  # says what to write
+    rows, places, total = rows + read, places + found.places, total + found.total
   if not rows:
     raise DamagedFileError(f"{paths[0]} has a header and no rows.")
-  if len(chosen) < len(paths):
-    total = int(total * sum(path.stat().st_size for path in paths) / size)
+  if len(files) < len(paths):
+    sizes = (sum(path.stat().st_size for path in group) for group in (paths, chosen))
+    total = max(int(total * next(sizes) / next(sizes)), rows + 1)
   columns = {name: of_arrays(name, parts, format.missing) for name, parts in pieces.items()}
-  return Sample(columns, total, places, ledger.lines())
+  return Sample(columns, total, places, ledger.lines(), files, stage)
 
 
 def _spread(count: int) -> list[int]:
@@ -267,53 +274,48 @@ def _spread(count: int) -> list[int]:
   return np.unique(np.linspace(0, count - 1, min(count, _PLACES)).astype(int)).tolist()
 
 
-def _of_parquet(
-  path: Path, format: Format, names: Sequence[str], num_rows: int, stage: Stage
-) -> tuple[list[Batch], int, int]:
-  """Returns rows of a file, in how many places they are, and the number of all its rows."""
-  file = ParquetFile(path, format)
-  with pq.ParquetFile(path, pre_buffer=False) as opened:
-    total, groups = opened.metadata.num_rows, opened.num_row_groups
-    if total <= num_rows or groups == 1:
-      return _first(batches(file, stage, names, _CHUNK), num_rows), 1, total
-    found, chosen = [], _spread(groups)
-    for group in chosen:
-      stored = opened.iter_batches(
-        max(num_rows // len(chosen), 1), row_groups=[group], columns=names, use_threads=False
-      )
-      try:
-        batch = next(stored, None)
-      except (pa.ArrowException, OSError) as error:
-        raise DamagedFileError(f"{path} is damaged in row group {group} ({error}).") from error
-      if batch is not None:
-        arrays = {name: batch.column(name) for name in names}
-        found.append(Batch(np.arange(len(batch)), arrays, [], 0))
-    return found, len(chosen), total
+class _Found(NamedTuple):
+  """Rows of a file: arrays by column, bad rows, the places they are from, and all of its rows."""
+
+  arrays: list[dict[str, pa.Array]]
+  faults: list[Fault]
+  places: int
+  total: int
 
 
-def _of_text(
-  path: Path, format: Format, names: Sequence[str], num_rows: int, stage: Stage
-) -> tuple[list[Batch], int, int]:
-  """Returns the first rows of a file, 1 place, and an estimate of all rows, 0 if these are all."""
-  text, share = head(path, format, num_rows + 1)
-  source = path
+def _of_parquet(file: ParquetFile, num_rows: int) -> _Found:
+  """Returns rows of all row groups, or the first ones of some."""
+  with pq.ParquetFile(file.path, pre_buffer=False) as opened:
+    total, count = opened.metadata.num_rows, opened.num_row_groups
+    groups = _spread(count) if total > num_rows else list(range(count))
+    size = max(num_rows // len(groups), 1) if total > num_rows else num_rows
+    try:
+      of = (next(opened.iter_batches(size, row_groups=[each]), None) for each in groups)
+      arrays = [dict(zip(batch.schema.names, batch.columns, strict=True)) for batch in of if batch]
+    except (pa.ArrowException, OSError) as error:
+      raise DamagedFileError(f"{file.path} is damaged ({error}). Copy it again.") from error
+  return _Found(arrays, [], len(groups) if total > num_rows else 1, total)
+
+
+def _of_text(file: TextFile, num_rows: int, stage: Stage) -> _Found:
+  """Returns the first rows, and an estimate of the number of all."""
+  text, share = head(file.path, file.format, num_rows + 1)
+  path, source, found = file.path, file, _Found([], [], 1, 0)
   if share < 1:
-    source = stage.folder / f"head_{path.name.removesuffix('.gz')}"
-    source.write_text(text, format.encoding, "surrogateescape", newline="")
+    path = stage.folder / f"head_{len(list(stage.folder.iterdir()))}_{path.name.removesuffix('.gz')}"
+    path.write_text(text, file.format.encoding, "surrogateescape", newline="")
+    source = TextFile(path, file.format)
+  rows = 0
   try:
-    found = _first(batches(TextFile(source, format), stage, names, _CHUNK), num_rows)
+    for batch in batches(source, stage, source.names, _CHUNK):
+      found.arrays.append(batch.arrays)
+      found.faults.extend(batch.faults)
+      rows += len(batch.rows)
+      if rows >= num_rows:
+        break
   except DamagedFileError as error:
-    raise DamagedFileError(str(error).replace(str(source), str(path))) from error
-  rows = sum(len(batch.rows) for batch in found)
-  return found, 1, int(rows / share) + 1 if share < 1 or rows > num_rows else 0
-
-
-def _first(found: Iterator[Batch], num_rows: int) -> list[Batch]:
-  """Returns batches up to the one with the row of that number."""
-  kept: list[Batch] = []
-  while sum(len(batch.rows) for batch in kept) < num_rows and (batch := next(found, None)):
-    kept.append(batch)
-  return kept
+    raise DamagedFileError(str(error).replace(str(path), str(file.path))) from error
+  return found._replace(total=max(int(rows / share), rows + (share < 1)))
 
 
 def head(path: Path, format: Format, num_lines: int) -> tuple[str, float]:

@@ -1,6 +1,7 @@
 """The role of each column of a sample: its values decide, and names are hints."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from .values import NUMBER, same_value
 
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
 _FEW_ROWS = 20  # too few to call a column an id
-_FEW_VALUES = 8  # rows with a value, too few to learn from
 _FEW_CLICKS = 60  # of which a tenth may be none
 _FEW_INTEGERS = 32
 _LONG = 1e10  # integers beyond are ids
@@ -416,8 +416,7 @@ class _Planner:
         if each.is_a(spec.Side) and not each.is_a(spec.Id) and "side" not in each.options:
           plan.columns[name] = Proposal("", {}, "varies by row")
       return
-    self._split()
-    if self._has_vectors():
+    if self._split() and self._has_vectors():
       plan.recipes = ("dlrm", *reversed(plan.recipes))
 
   def _add_sides(self) -> None:
@@ -456,33 +455,36 @@ class _Planner:
       )
     return True
 
-  def _split(self) -> None:
-    """Sets a split whose parts have both outcomes, the first also a value of each column."""
-    assert self.y is not None
-    plan, known = self.plan, ~np.isnan(self.y)
+  def _split(self) -> bool:
+    """Sets a split whose parts have both outcomes, the first values of all features, or returns False."""
+    plan, y, parts = self.plan, self.y, None
     if not self.sample.is_all:
-      return
-    by_hash, training = self.clock is None, known
+      return True
+    has_both = lambda parts: all(len(np.unique(y[(parts == n) & ~np.isnan(y)])) == 2 for n in range(3))
     if self.clock is not None:
-      known &= ~np.isnan(self.clock)
-      ends = np.quantile(self.clock[known], (0.8, 0.9))
-      parts = np.searchsorted(ends, self.clock, side="right")[known]
-      sizes, clicks = np.bincount(parts, minlength=3), np.bincount(parts, self.y[known], 3)
-      by_hash = not ((clicks > 0) & (clicks < sizes)).all()
-      if by_hash:
+      parts = np.searchsorted(np.nanquantile(self.clock, (0.8, 0.9)), self.clock, side="right")
+      if not has_both(parts):
         plan.notes.append("By time, a part would have only clicks or none: the split is by hash.")
         plan.settings["split"] = {"by": "hash"}
+        parts = None
+    if parts is None:
+      for share, seed in itertools.product((0.1, 0.25), range(20)):
+        parts = self.sample.split(share, seed)
+        if has_both(parts):
+          break
       else:
-        training = known & (self.clock < ends[0])
-    rare = int(min((self.y == 1).sum(), (self.y == 0).sum()))
-    if rare < _FEW_CLICKS and by_hash:
-      plan.settings["split"] = {"by": "hash", "valid": 0.25, "test": 0.25}
-      which = "clicks" if rare == (self.y == 1).sum() else "rows without a click"
+        plan.notes.append("There are too few clicks, or rows without, to have some in each split.")
+        return False
+      if (share, seed) != (0.1, 0):
+        plan.settings["split"] = {"by": "hash", "valid": share, "test": share, "seed": seed}
+    rare, training = int(min((y == 1).sum(), (y == 0).sum())), (parts == 0) & ~np.isnan(y)
+    if rare < _FEW_CLICKS:
+      which = "clicks" if rare == (y == 1).sum() else "rows without a click"
       plan.notes.append(f"There are only {rare} {which}: too few to tell one model from another.")
     for name, each in plan.columns.items():
-      present = (self.columns[name].codes[training] >= 0).sum()
-      if each.is_a(spec.Embedded) and present < min(_FEW_VALUES, training.sum() / 3):
-        plan.columns[name] = Proposal("", {}, "hardly any values to train on")
+      if each.is_a(spec.Embedded) and not (self.columns[name].codes[training] >= 0).any():
+        plan.columns[name] = Proposal("", {}, "no value to train on")
+    return True
 
   def _has_vectors(self) -> bool:
     """Returns whether dlrm has a feature with vectors, after making one of a number or the time."""
