@@ -47,7 +47,6 @@ class Column:
     counts: int64 `[V]`, the rows of each.
     numbers: float64 `[V]`, NaN where a value is a placeholder; None if they are no numbers.
     placeholders: the few texts that seem to say that a number is missing, as "-" or "unknown".
-    times: int64 or float64 `[V]`; None if the values are neither dates nor numbers.
   """
 
   name: str
@@ -57,7 +56,6 @@ class Column:
   counts: np.ndarray
   numbers: np.ndarray | None
   placeholders: tuple[str, ...]
-  times: np.ndarray | None
 
   @functools.cached_property
   def distinct(self) -> int:
@@ -86,10 +84,18 @@ class Column:
     finite = np.empty(0) if self.numbers is None else self.numbers[~np.isnan(self.numbers)]
     return bool(len(finite) and (np.trunc(finite) == finite).all())
 
-  @property
+  @functools.cached_property
+  def times(self) -> np.ndarray | None:
+    """The values as times, int64 or float64 `[V]`; None if one is neither a number nor a date."""
+    if self.stored not in ("text", "number", "time") or as_times(self.texts[:20], {}, "")[1]:
+      return None
+    times, problems = as_times(self.texts, {}, "")
+    return None if problems else times
+
+  @functools.cached_property
   def is_dated(self) -> bool:
     """Whether the values are dates, or dates with times of day."""
-    return bool(self.present) and self.times is not None and self.numbers is None
+    return bool(self.present) and self.numbers is None and self.times is not None
 
   def type(self) -> str:
     """Returns the type that the values have."""
@@ -362,11 +368,7 @@ def of_arrays(name: str, arrays: Sequence[pa.Array], missing: Sequence[str]) -> 
       numbers = None
     else:
       numbers, placeholders = np.where(bad, np.nan, numbers), tuple(few)
-  times = None
-  if stored in ("text", "number", "time") and not placeholders:
-    times, problems = as_times(texts, {}, name)
-    times = None if problems else times
-  return Column(name, stored, codes, texts, counts, numbers, placeholders, times)
+  return Column(name, stored, codes, texts, counts, numbers, placeholders)
 
 
 def _as_text(array: pa.Array, missing: Sequence[str]) -> pa.StringArray:

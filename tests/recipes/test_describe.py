@@ -1,7 +1,9 @@
 """A first look at a table: the roles that its values decide, and configs that train as written."""
 
+import csv
 import gzip
 import importlib
+import os
 import runpy
 
 import numpy as np
@@ -381,6 +383,203 @@ def test_two_texts_of_a_label(tmp_path):
   plan = proposing.propose(read, Roles(label="income"))
   assert plan.columns["income"].options == {"positive": (">50K",)}
   assert any("'>50K' is the rarer value" in note for note in plan.notes)
+
+# --- what columns say of the label, and tables that are hard to describe ---------------------------
+
+
+def evidence(values, y):
+  column = profile.of_arrays("x", [pa.array(list(map(str, values)))], Format().missing)
+  return profile.evidence(column, np.asarray(y, float))
+
+
+def test_evidence_is_of_other_rows():
+  y = np.arange(1000) % 2
+  own = evidence(range(1000), y)  # each value in one row: no other row tells its mean
+  assert (own.by_value, own.by_order < 50) == (0, True)
+  same = evidence(y, y)  # 500 rows of each value, about 400 of them in other folds
+  assert same.auc == 1
+  mean = (400 + 10 * 0.5) / (400 + 10)  # drawn to the rate by ten rows
+  assert same.by_value == pytest.approx(1000 * np.log(mean / 0.5), rel=0.001)
+  assert evidence(RNG.integers(10, size=1000), y).auc == pytest.approx(0.5, abs=0.06)
+
+
+@pytest.mark.parametrize(
+  ("effect", "expected"),
+  [
+    (lambda n: 0.1 + 0.8 * (n % 7 == 3), "category"),
+    (lambda n: 0.1 + 0.8 * n / 200, "number"),
+    (lambda n: 0.3 + 0 * n, ""),
+  ],
+)
+def test_the_label_tells_ids_from_numbers(effect, expected):
+  values = RNG.integers(200, size=8000)
+  y = (RNG.random(8000) < effect(values)).astype(float)
+  assert evidence(values, y).favors == expected
+  assert evidence(values[:40], y[:40]).favors == ""  # too few rows
+  # By the name alone, `shop_id` would be a category and `income` a number.
+  column = profile.of_arrays("shop_id", [pa.array(values)], ())
+  other = profile.of_arrays("income", [pa.array(values)], ())
+  kinds = [proposing.feature(each, 8000, y).kind for each in (column, other)]
+  assert kinds == [expected or "category", expected or "number"]
+
+
+def test_leaks_are_left_out(tmp_path, capsys):
+  columns = click_columns(2000)
+  clicked = columns["clicked"]
+  columns["paid"] = np.where(clicked, np.round(RNG.lognormal(3, 1, 2000), 2), 0)
+  columns["paid_on"] = np.where(clicked & (RNG.random(2000) < 0.2), "2024-05-01", "")
+  columns["status"] = np.where(clicked, "done", RNG.choice(["open", "new"], 2000))
+  columns["hint"] = np.where(RNG.random(2000) < 0.9, clicked, 1 - clicked)  # AUC 0.9
+  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
+  printed = look(capsys, path, "--label=clicked", f"--out={out}")
+  assert "paid, paid_on, status" in printed
+  assert "a leak, filled in for clicks only" in printed
+  assert "a leak, AUC 1.000" in printed
+  assert set(completed(out, "dlrm", tmp_path).columns) == {
+    "clicked", "user-agent.os", "price", "tags", "hint"
+  }  # fmt: skip
+  assert '"paid", "paid_on", "status"' in out.read_text()
+
+
+def test_a_date_in_several_columns_is_one_time(tmp_path, capsys):
+  columns = click_columns() | {
+    "dep_year": [2013] * ROWS,
+    "dep_month": [1 + i // 300 for i in range(ROWS)],
+    "dep_day": [1 + i % 28 for i in range(ROWS)],
+    "dep_hour": [i % 24 for i in range(ROWS)],
+    "weekday": [i % 7 for i in range(ROWS)],
+  }
+  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
+  look(capsys, path, "--label=clicked", f"--out={out}")
+  declared = runpy.run_path(str(out))["get_config"]()["columns"]
+  parts = ("dep_year", "dep_month", "dep_day", "dep_hour")
+  assert declared["time"] == {"kind": "time", "columns": parts}
+  assert declared["dep_hour"] == declared["weekday"] == "category"
+  columns["dep_day"][1:29] = range(3, 31)
+  columns["dep_month"] = [2] * ROWS  # 30 February
+  look(capsys, write(path, columns), "--label=clicked", f"--out={out}", "--force")
+  assert "time" not in runpy.run_path(str(out))["get_config"]()["columns"]
+
+
+def test_oddities_are_named(tmp_path, capsys):
+  rows = 1000
+  columns = {
+    "clicked": [int(i < 8) for i in range(rows)],
+    "age": [-1 if i % 10 == 0 else 20 + i % 50 for i in range(rows)],
+    "city": ["unknown" if i % 4 == 0 else "Oslo" if i % 3 else "Rom" for i in range(rows)],
+    "": range(5000, 5000 + rows),
+  }
+  lines = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values()))]
+  path, out = tmp_path / "a.csv", tmp_path / "my.py"
+  path.write_text("\n".join(lines + lines[1:101]) + "\n")
+  printed = " ".join(look(capsys, path, "--label=clicked", f"--out={out}").split())
+  assert "age '-1' (10%), city 'unknown' (25%)" in printed
+  assert "9.1% of the rows repeat another one" in printed  # 100 of 1,100
+  assert "as the header has no name: column 4" in printed
+  assert "0.64%"[:3] in printed
+  assert "There are only 16 clicks" in printed  # eight, and each once more
+  built(out, "dlrm", tmp_path)
+
+
+def test_a_third_value_of_a_label_is_dropped(tmp_path, capsys):
+  columns = click_columns()
+  columns["clicked"] = np.where(RNG.random(ROWS) < 0.1, "pending", columns["clicked"].astype(str))
+  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
+  assert "'pending' are left out" in look(capsys, path, "--label=clicked", f"--out={out}")
+  label = runpy.run_path(str(out))["get_config"]()["columns"]["clicked"]
+  assert label == {"kind": "label", "drop": ("pending",)}
+  built(out, "dlrm", tmp_path)
+  columns["clicked"] = np.where(RNG.random(ROWS) < 0.1, "Unknown", RNG.choice(["yes!", "no!"], ROWS))
+  look(capsys, write(path, columns), "--label=clicked", "--positive=yes!", f"--out={out}", "--force")
+  label = runpy.run_path(str(out))["get_config"]()["columns"]["clicked"]
+  assert label == {"kind": "label", "positive": ("yes!",), "drop": ("Unknown",)}
+
+
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [
+    ("Sales of 2024\nid,clicked\n1,0\n2,1\n", "seems a title (Sales of 2024)"),
+    ("Sales,,\nid,city,clicked\n1,Oslo,0\n2,Rom,1\n", "seems a title (Sales)"),
+    ("id,clicked\n1,0,\n2,1,\n", "the rows end in ','"),
+    ("id,id,clicked\n1,2,0\n3,4,1\n", "names columns 1 and 2 'id'"),
+    ("a,0,b,0\na,1,b,1\nc,0,b,2\n", "seems a row, not a header"),
+    ("a,b,7,b\n" * 9, "--names=user,item,…, or call them c1, c2, … with --no_header"),
+  ],
+)  # fmt: skip
+def test_a_header_with_rubbish(tmp_path, capsys, text, words):
+  (tmp_path / "a.csv").write_text(text)
+  assert words in refused(capsys, tmp_path / "a.csv", "--label=clicked")
+
+
+def test_trailing_delimiters_of_all_lines_are_a_column_without_values(tmp_path, capsys):
+  path = tmp_path / "a.csv"
+  path.write_text("city,clicked,\n" + "".join(f"c{i % 5},{i % 2},\n" for i in range(100)))
+  assert "left out: no values" in look(capsys, path, "--label=clicked")
+
+
+def test_files_that_are_no_text(tmp_path, capsys):
+  os.mkfifo(tmp_path / "a.csv")
+  assert "no file but a pipe" in refused(capsys, tmp_path / "a.csv")
+  path = tmp_path / "b.csv"
+  path.write_bytes("city,clicked\nOslo,1\n".encode("utf-16"))
+  assert "UTF-16. Write --encoding='utf-16'" in refused(capsys, path)
+  pq.write_table(pa.table({"clicked": [0, 1]}), tmp_path / "c.csv")
+  assert "is a Parquet file. Name it so: " in refused(capsys, tmp_path / "c.csv")
+
+
+def numbers(rows=ROWS):
+  clicked = RNG.integers(2, size=rows)
+  return {"y": clicked, "noise": RNG.random(rows), "tells": clicked + RNG.normal(size=rows)}
+
+
+def returns(rows=3000):
+  columns = log_columns(rows)
+  columns["visitor"] = ["" if i % 9 == 0 else user for i, user in enumerate(columns["visitor"])]
+  return columns | {"quantity": RNG.integers(-3, 9, rows)}
+
+
+def spellings(rows=ROWS):
+  y = [["True", "FALSE", "true", "false", "1", "0"][i % 6] for i in range(rows)]
+  member = RNG.choice(["yes", "no", "Y", "N"], rows)
+  return {"y": y, "member": member, "flag": RNG.choice(["True", "False"], rows)}
+
+
+HARD = {
+  "numbers": (numbers, ["--label=y"], "dlrm"),
+  "counters": (lambda: {"y": RNG.integers(2, size=ROWS)} | {f"n{i}": RNG.poisson(90, ROWS) for i in range(5)}, ["--label=y"], "dlrm"),
+  "codes": (lambda: {"y": RNG.integers(2, size=ROWS), "code": RNG.integers(90, size=ROWS)}, ["--label=y"], "dlrm"),
+  "log": (returns, [], "two_tower"),
+  "sequences": (returns, [], "sequence"),
+  "an input's name": (lambda: log_columns() | {"history": log_columns()["country"], "user": log_columns()["country"]}, ["--user=visitor", "--item=product"], "two_tower"),
+  "constants": (lambda: click_columns() | {"a": [7] * ROWS, "b": [""] * ROWS, "c": ["x"] + [""] * (ROWS - 1)}, ["--label=clicked"], "dlrm"),
+  "rare clicks": (lambda: {"y": RNG.permutation([1] * 10 + [0] * 1990), "city": RNG.choice(["a", "b"], 2000), "n": RNG.random(2000)}, ["--label=y"], "dlrm"),
+  "duplicates": (lambda: {"y": [0, 0, 1] * 200, "n": [1, 2, 3] * 200, "x": [*"abcd"] * 150}, ["--label=y"], "dlrm"),
+  "unicode": (lambda: {"はい": RNG.integers(2, size=ROWS), "Größe €": RNG.choice(["ä", "ß"], ROWS), "😀 \"q\"": RNG.random(ROWS)}, ["--label=はい"], "dlrm"),
+  "spellings": (spellings, ["--label=y"], "dlrm"),
+  "timestamps": (lambda: {"y": RNG.integers(2, size=ROWS), "at": [f"2024-01-{1 + i % 28:02d} {i % 24:02d}:00" for i in range(ROWS)]}, ["--label=y"], "dlrm"),
+  "days": (lambda: {"y": RNG.integers(2, size=ROWS), "at": [f"2024-01-{1 + i % 28:02d}" for i in range(ROWS)]}, ["--label=y"], "dlrm"),
+  "seconds": (lambda: {"y": RNG.integers(2, size=ROWS), "time": range(1_700_000_000, 1_700_000_000 + ROWS)}, ["--label=y"], "dlrm"),
+  "new column": (lambda: click_columns() | {"date": [f"2024-01-{1 + i // 20:02d}" for i in range(ROWS)], "new": ["" if i < 560 else "ab"[i % 2] for i in range(ROWS)]}, ["--label=clicked"], "dlrm"),
+  "lines": (lambda: {"y": RNG.integers(2, size=ROWS), "note": RNG.choice(["one\ntwo", 'a "b"', "c"], ROWS), "n": RNG.random(ROWS)}, ["--label=y"], "dlrm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HARD)
+def test_what_is_proposed_is_prepared(case, tmp_path, capsys):
+  columns, arguments, recipe = HARD[case][0](), HARD[case][1], HARD[case][2]
+  with open(tmp_path / "a.csv", "w", newline="") as file:
+    csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
+  out = tmp_path / "my.py"
+  printed = look(capsys, tmp_path / "a.csv", *arguments, f"--out={out}")
+  assert f"recipes.{recipe}" in printed
+  built(out, recipe, tmp_path)
+
+
+def test_nothing_left_to_learn_from_is_no_config(tmp_path, capsys):
+  columns = {"y": [i % 2 for i in range(ROWS)], "id": range(ROWS), "same": [1] * ROWS}
+  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
+  assert "No column is left to learn from" in refused(capsys, path, "--label=y", f"--out={out}")
+  assert not out.exists()
 
 
 @pytest.mark.slow
