@@ -17,7 +17,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +45,20 @@ _NAME = "--names=user,item,…, or call them c1, c2, … with --no_header"
 def report(sample: Sample, plan: Plan, width: int = _WIDTH) -> str:
   """Returns the columns as a table of lines up to `width` characters, and the notes below it."""
   lines = [["column", "type", "distinct", "missing", "proposed", "values"]]
-  for column in sample.columns.values():
-    proposal = plan.columns[column.name]
-    distinct, values = _values(column, proposal)
-    missing = _share(column.missing) if column.missing else "-"
-    line = [_cut(column.name, 24), column.type(), f"{distinct:,}", missing, _said(proposal), values]
-    lines.append(line)
+  for name, column in sample.columns.items():
+    distinct, values = _values(column, plan.columns[name])
+    missing, said = (
+      _share(column.missing) if column.missing else "-",
+      _cut(_said(plan.columns[name]), 35),
+    )
+    lines.append([_cut(name, 24), column.type(), f"{distinct:,}", missing, said, values])
   a, b, c, d, e, _ = (max(map(len, cells)) for cells in zip(*lines, strict=True))
-  rows = [f"{{:{a}}}  {{:{b}}}  {{:>{c}}}  {{:>{d}}}  {{:{e}}}  {{}}".format(*each) for each in lines]
+  form = f"{{:{a}}}  {{:{b}}}  {{:>{c}}}  {{:>{d}}}  {{:{e}}}  {{}}"
+  rows = [_cut(form.format(*line), width, middle=False).rstrip() for line in lines]
   hint = "; are they in another --encoding, as latin-1?"
-  skipped = [line + hint * (" is not utf-8" in line) for line in sample.skipped]
-  notes = [textwrap.fill(note, width, subsequent_indent="  ") for note in skipped + plan.notes]
-  cut = [_cut(row, width, middle=False).rstrip() for row in rows]
-  return "\n".join([*cut, *([""] if notes else []), *notes])
+  notes = [line + hint * (" is not utf-8" in line) for line in sample.skipped] + plan.notes
+  filled = [textwrap.fill(note, width, subsequent_indent="  ") for note in notes]
+  return "\n".join([*rows, *[""] * bool(notes), *filled])
 
 
 def _said(proposal: Proposal) -> str:
@@ -78,7 +79,7 @@ def _values(column: Column, proposal: Proposal) -> tuple[int, str]:
     proposal.kind == "number" or (column.type() == "number" and distinct > 2)
   ):
     return distinct, " … ".join(map(_number, np.nanquantile(column.of_rows, (0, 0.5, 1))))
-  if column.is_dated:
+  if column.is_dated and column.times is not None:
     ends = (column.times.argmin(), column.times.argmax())
     return distinct, " … ".join(texts[int(end)].as_py() for end in ends)
   is_list = column.stored == "list"
@@ -94,9 +95,9 @@ def _values(column: Column, proposal: Proposal) -> tuple[int, str]:
 
 
 def _share(share: float) -> str:
-  if 0 < share < 0.005:
-    return "<1%"
-  return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
+  if 0 < share < 1 and f"{share:.0%}" in ("0%", "100%"):
+    return "<1%" if share < 0.5 else ">99%"
+  return f"{share:.0%}"
 
 
 def _number(number: float) -> str:
@@ -127,11 +128,16 @@ def config(plan: Plan, files: Any, format: Mapping[str, Any], command: str) -> s
   written = written.replace("\\", "\\\\").replace('"', '\\"')  # nothing ends the docstring
   head = ['"""The table as first proposed; written by', "", f"    {written}", '"""', ""]
   head += ["", "def get_config():", "  return {"]
-  unused = ", ".join(_literal(name) for name, each in plan.columns.items() if not each.kind)
-  comment = [_cut(f"      # left out: {unused}".replace(JOIN, " "), _WIDTH, middle=False)] * bool(unused)
+  left = ", ".join(_literal(name) for name, each in plan.columns.items() if not each.kind)
+  left = _cut(f"      # left out: {left}", _WIDTH, middle=False) if left else ""
   for least, width in [(_LINES, _WIDTH), *((3, n) for n in range(_WIDTH, 2000, 20))]:
     body = _settings({"files": files} | ({"format": format} if format else {}), width)
-    body += ['    "columns": {', *_columns(plan.declared, least, width), *comment, "    },"]
+    body += [
+      '    "columns": {',
+      *_columns(plan.declared, least, width),
+      *[left] * bool(left),
+      "    },",
+    ]
     body += _settings(plan.settings, width)
     if len(head) + len(body) < _LINES:
       break
@@ -221,18 +227,19 @@ def _first_lines(path: Path, format: Format) -> tuple[list[list[str]], str]:
 def _check_header(path: Path, lines: list[list[str]], delimiter: str) -> None:
   """Raises UserError where the first line of a text file seems a row or a title."""
   fields, *rows = lines
-  (width, _), = collections.Counter(map(len, rows)).most_common(1) or [(len(fields), 0)]
+  ((width, _),) = collections.Counter(map(len, rows)).most_common(1) or [(len(fields), 0)]
   full = [row for row in rows if len(row) == width]
+  here = shlex.quote(str(path))
   is_title = sum(map(bool, fields)) == 1 and (len(fields) == 1 < width or 2 < width == len(fields))
   if is_title and full and all(full[0]) and not re.fullmatch(_NUMERIC, full[0][-1]):
     raise UserError(
       f"{path}: the first line seems a title ({_cut(''.join(fields), 40)}), not the header. Remove "
-      f"it: tail -n +2 {shlex.quote(str(path))} > table.csv"
+      f"it: tail -n +2 {here} > table.csv"
     )
   if full and width == len(fields) + 1 and not any(row[-1] for row in full) and all(fields):
     raise UserError(
-      f"{path}: the rows end in {delimiter!r} and the header does not, so that a column has no name. "
-      f"End the header in it as well: sed '1s/$/{delimiter}/' {shlex.quote(str(path))} > table.csv"
+      f"{path}: the rows end in {delimiter!r}, and the header does not. End it so, too: "
+      f"sed '1s/$/{delimiter}/' {here} > table.csv"
     )
   # The name of a column is hardly ever one of its values.
   are_numbers = [bool(re.fullmatch(_NUMERIC, field)) for field in fields]
@@ -241,46 +248,50 @@ def _check_header(path: Path, lines: list[list[str]], delimiter: str) -> None:
   again = sum(field in values for field, values in zip(fields, columns, strict=False) if field)
   if 2 * sum(are_numbers) > len(fields) or twice or (again > 1 and 3 * again > len(fields)):
     raise UserError(
-      f"{path}: the first line seems a row, not a header: name its {len(fields)} columns, as {_NAME}"
+      f"{path}: the first line seems a row, not a header: name its {len(fields)} columns, "
+      f"as {_NAME}"
     )
 
 
+_OPTIONS = {
+  "label": "the column that is predicted",
+  "positive": "the value of the label that is a click",
+  "user": "the column with the ids of users",
+  "item": "the column with the ids of items",
+  "time": "the column that says when",
+  "out": "the config to write, as my.py",
+  "names": "of the columns, where no header names them",
+  "delimiter": "between fields, where it is not found",
+  "encoding": "of text files that are not in UTF-8",
+}
+
+
 def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    f"python -m {__package__}.describe",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
+  form = argparse.RawDescriptionHelpFormatter
+  name = f"python -m {__package__}.describe"
+  parser = argparse.ArgumentParser(name, None, __doc__, formatter_class=form, allow_abbrev=False)
   parser.add_argument("files", nargs="+", metavar="FILE", help="a file, a folder or a pattern")
-  parser.add_argument("--label", default="", help="the column that is predicted")
-  parser.add_argument("--positive", default="", help="the value of the label that is a click")
-  parser.add_argument("--user", default="", help="the column with the ids of users")
-  parser.add_argument("--item", default="", help="the column with the ids of items")
-  parser.add_argument("--time", default="", help="the column that says when")
-  parser.add_argument("--out", default="", help="the config to write, as my.py")
-  parser.add_argument("--force", action="store_true", help="write over the file of --out")
-  parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
-  parser.add_argument("--names", default="", help="of the columns, where no header names them")
-  parser.add_argument("--no_header", action="store_true", help="call the columns c1, c2, …")
-  parser.add_argument("--delimiter", default="", help="between fields, where it is not found")
-  parser.add_argument("--encoding", default="", help="of text files that are not in UTF-8")
+  for option, text in _OPTIONS.items():
+    parser.add_argument(f"--{option}", default="", help=text)
   parser.add_argument("--quote", default=None, help="around fields; '' gives quotes no meaning")
+  parser.add_argument("--no_header", action="store_true", help="call the columns c1, c2, …")
+  parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
+  parser.add_argument("--force", action="store_true", help="write over the file of --out")
   return parser
 
 
 def _format(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
   """Returns the settings of the format that the command line and the first lines give."""
-  given = {"names": tuple(name.strip() for name in arguments.names.split(",") if arguments.names)}
-  given |= {"delimiter": arguments.delimiter, "encoding": arguments.encoding}
+  names = tuple(name.strip() for name in arguments.names.split(",") if arguments.names)
+  given = {"names": names, "delimiter": arguments.delimiter, "encoding": arguments.encoding}
   settings: dict[str, Any] = {name: value for name, value in given.items() if value}
   settings |= {} if arguments.quote is None else {"quote": arguments.quote}
-  format = Format(**settings)
-  if file_format(path) != "Parquet" and not format.names:
-    lines, delimiter = _first_lines(path, format)
-    if arguments.no_header:
-      return {"names": tuple(f"c{place}" for place in range(1, len(lines[0]) + 1)), **settings}
-    _check_header(path, lines, delimiter)
+  if names or file_format(path) == "Parquet":
+    return settings
+  lines, delimiter = _first_lines(path, Format(**settings))
+  if arguments.no_header:
+    return {"names": tuple(f"c{place}" for place in range(1, len(lines[0]) + 1)), **settings}
+  _check_header(path, lines, delimiter)
   return settings
 
 

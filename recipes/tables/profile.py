@@ -1,4 +1,4 @@
-"""A sample of a table's rows, and statistics of its columns, and what each of them says of a label."""
+"""A sample of a table's rows: the values of its columns, and what they say of the label."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -37,15 +37,15 @@ _INTERVALS = 256
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Column:
-  """The values of a column in N rows.
+  """The values of a column in N rows, V of them distinct.
 
   Attributes:
     name: of the column.
     stored: "text", "list", "number", "time", "yes/no", or "nested", which no recipe reads.
     codes: int64 `[N]`, the index of each row's value in `texts`; -1 where it is missing.
-    texts: the V distinct values as text, the most frequent first; a list's items joined by `JOIN`.
+    texts: `[V]`, the values as text, the most frequent first; a list's items joined by `JOIN`.
     counts: int64 `[V]`, the rows of each.
-    numbers: float64 `[V]`, NaN where a value is a placeholder; None if they are no numbers.
+    numbers: float64 `[V]`, NaN for placeholders; None if the values are no numbers.
     placeholders: the few texts that seem to say that a number is missing, as "-" or "unknown".
   """
 
@@ -74,15 +74,14 @@ class Column:
 
   @functools.cached_property
   def of_rows(self) -> np.ndarray:
-    """The numbers of all rows, float64 `[N]`, NaN where there is none."""
+    """The numbers, float64 `[N]`, NaN where there is none."""
     assert self.numbers is not None
     return np.append(self.numbers, np.nan)[self.codes]
 
   @functools.cached_property
   def is_whole(self) -> bool:
     """Whether the values are whole numbers."""
-    finite = np.empty(0) if self.numbers is None else self.numbers[~np.isnan(self.numbers)]
-    return bool(len(finite) and (np.trunc(finite) == finite).all())
+    return self.numbers is not None and bool((np.nan_to_num(self.numbers) % 1 == 0).all())
 
   @functools.cached_property
   def times(self) -> np.ndarray | None:
@@ -110,87 +109,72 @@ class Column:
     lists = as_lists(self.texts, separator, ())[0]
     parts = lists.flatten().dictionary_encode()
     of_part, lengths = parts.indices.to_numpy(), pc.list_value_length(lists).to_numpy()
-    rows = np.bincount(of_part, np.repeat(self.counts, lengths), len(parts.dictionary))
-    return parts.dictionary, np.bincount(of_part, minlength=len(parts.dictionary)), rows
+    size = len(parts.dictionary)
+    rows = np.bincount(of_part, np.repeat(self.counts, lengths), size)
+    return parts.dictionary, np.bincount(of_part, minlength=size), rows
 
 
 class Evidence(NamedTuple):
-  """What a column alone says of the label, by the means of other rows than those it is scored on.
+  """What a column alone says of the label, on rows that its means are not from.
 
   Attributes:
-    auc: of the means of its values, or of intervals of its numbers, if those rank better.
-    by_value: nats that the means of values save of a constant's log loss, over all rows.
-    by_order: the same by the means of up to 256 intervals.
-    noise: the deviation of both by chance.
-    only: the one outcome of all rows with a value, where chance does not explain it; else None.
+    leak: how it tells the outcome, as no column known before could; "" if it does not.
+    favors: "number" or "category", where the label tells which of the two it is; else "".
+    gain: nats that intervals of the numbers save of a constant's log loss, over all rows.
   """
 
-  auc: float
-  by_value: float
-  by_order: float
-  noise: float
-  only: int | None
-
-  @property
-  def is_leak(self) -> bool:
-    """Whether no column known before the label could say as much."""
-    return self.auc >= 0.99 or self.only is not None
-
-  @property
-  def favors(self) -> str:
-    """What a number should be: "category", "number", or "" where chance could explain both."""
-    if max(self.by_value, self.by_order) < 3 * self.noise:
-      return ""
-    if self.by_value - self.by_order > max(0.2 * self.by_value, 2 * self.noise):
-      return "category"
-    return "number" if self.by_order > 0.8 * self.by_value else ""
+  leak: str
+  favors: str
+  gain: float
 
 
 def evidence(column: Column, y: np.ndarray) -> Evidence:
-  """Returns what a column says of the label; a missing value is a value like others.
+  """Compares means of the label by value with means by up to 256 intervals of numbers.
 
   Args:
-    column: of N rows.
+    column: of N rows; a missing value is a value like others.
     y: float64 `[N]`, 1 for a click, 0 for none, NaN for rows that are left out.
   """
   known = ~np.isnan(y)
-  y, values, filled = y[known], column.codes[known] + 1, column.codes[known] >= 0
-  rate = y.mean()
-  by_value = _scores(values, y)
-  by_order = np.full(len(y), rate)
+  y, codes = y[known], column.codes[known] + 1
+  rate, intervals = y.mean(), np.zeros(column.distinct + 1, np.int64)
   if column.numbers is not None:
     order = np.argsort(column.numbers)  # placeholders are last
-    share = (np.cumsum(column.counts[order]) - column.counts[order] / 2) / column.present
-    intervals = np.zeros(column.distinct + 1, np.int64)
+    middle = (np.cumsum(column.counts[order]) - column.counts[order] / 2) / column.present
     number = min(max(column.distinct // 4, 2), _INTERVALS)
-    intervals[order + 1] = 1 + (number * share).astype(int)
-    by_order = _scores(intervals[values], y)
-  gains = [np.log(np.where(y > 0, p / rate, (1 - p) / (1 - rate))) for p in (by_value, by_order)]
-  clicks = y[filled].mean() if filled.any() else rate
-  chance = filled.sum() * np.log(rate if clicks == 1 else 1 - rate)  # of one outcome alone
-  only = int(clicks) if clicks in (0, 1) and not filled.all() and chance < -14 else None
-  enough = min(y.sum(), len(y) - y.sum()) >= 10
-  auc = max(_auc(by_value, y), _auc(by_order, y)) if enough else 0.5
-  noise = max(float(np.sqrt((gain**2).sum())) for gain in gains)
-  return Evidence(auc, float(gains[0].sum()), float(gains[1].sum()), noise, only)
+    intervals[order + 1] = 1 + (number * middle).astype(int)
+  means = [_means(codes, y), _means(intervals[codes], y)]
+  saved = [np.log(np.where(y > 0, p / rate, (1 - p) / (1 - rate))) for p in means]
+  # A frequent value has an interval of its own, and tells no order.
+  is_shared = np.bincount(intervals[1:])[intervals[codes]] > 1
+  by_value, by_order = (float(each[is_shared].sum()) for each in saved)
+  noise = max(np.sqrt((each[is_shared] ** 2).sum()) for each in saved)  # of both sums, by chance
+  favors = ""
+  if max(by_value, by_order) > 3 * noise:
+    favors = "number" if by_order > 0.8 * by_value else ""
+    favors = "category" if by_value - by_order > max(0.2 * by_value, 2 * noise) else favors
+  leak, filled = "", y[codes > 0]
+  if min(y.sum(), (1 - y).sum()) >= 10 and (auc := max(_auc(p, y) for p in means)) >= 0.99:
+    leak = f"AUC {auc:.3f}"
+  elif 0 < len(filled) < len(y) and filled.min() == filled.max():
+    chance = len(filled) * np.log(rate if filled[0] else 1 - rate)  # of one outcome alone
+    leak = ("no clicks", "clicks only")[int(filled[0])] if chance < -14 else ""
+  return Evidence(leak, favors, float(saved[1].sum()))
 
 
-def _scores(codes: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _means(codes: np.ndarray, y: np.ndarray) -> np.ndarray:
   """Returns the mean of each row's code in the rows of other folds, drawn to the mean of all."""
-  fold = np.random.default_rng(0).integers(_FOLDS, size=len(y))
   size = int(codes.max()) + 1
-  cells = fold * size + codes
-  clicks, rows = np.bincount(codes, y), np.bincount(codes)
-  clicks = clicks[codes] - np.bincount(cells, y)[cells]
-  rows = rows[codes] - np.bincount(cells)[cells]
+  cells = np.random.default_rng(0).integers(_FOLDS, size=len(y)) * size + codes
+  clicks = np.bincount(codes, y)[codes] - np.bincount(cells, y)[cells]
+  rows = np.bincount(codes)[codes] - np.bincount(cells)[cells]
   return (clicks + _PRIOR * y.mean()) / (rows + _PRIOR)
 
 
 def _auc(scores: np.ndarray, y: np.ndarray) -> float:
-  _, of_row = np.unique(scores.round(12), return_inverse=True)
+  of_row = np.unique(scores.round(12), return_inverse=True)[1]
   clicks, others = np.bincount(of_row, y), np.bincount(of_row, 1 - y)
-  below = np.cumsum(others) - others / 2
-  return float(clicks @ below / (clicks.sum() * others.sum()))
+  return float(clicks @ (np.cumsum(others) - others / 2) / (clicks.sum() * others.sum()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,8 +216,8 @@ class Sample:
     """Returns the share of rows that repeat another row in all columns."""
     keys = np.zeros(self.num_rows, np.uint64)
     for column in self.columns.values():
-      keys = keys * np.uint64(0x9E3779B97F4A7C15) + column.codes.astype(np.uint64)
-      keys ^= keys >> np.uint64(29)
+      keys = (keys ^ (keys >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+      keys += column.codes.astype(np.uint64)
     return 1 - len(np.unique(keys)) / self.num_rows
 
 
@@ -293,8 +277,8 @@ def _of_parquet(file: ParquetFile, num_rows: int) -> _Found:
   """Returns rows of all row groups, or the first ones of some."""
   with pq.ParquetFile(file.path, pre_buffer=False) as opened:
     total, count = opened.metadata.num_rows, opened.num_row_groups
-    groups = _spread(count) if total > num_rows else list(range(count))
-    size = max(num_rows // len(groups), 1) if total > num_rows else num_rows
+    groups, size = (range(count), num_rows) if total <= num_rows else (_spread(count), 0)
+    size = size or max(num_rows // len(groups), 1)
     try:
       of = (next(opened.iter_batches(size, row_groups=[each]), None) for each in groups)
       arrays = [dict(zip(batch.schema.names, batch.columns, strict=True)) for batch in of if batch]
@@ -306,18 +290,17 @@ def _of_parquet(file: ParquetFile, num_rows: int) -> _Found:
 def _of_text(file: TextFile, num_rows: int, stage: Stage) -> _Found:
   """Returns the first rows, and an estimate of the number of all."""
   text, share = head(file.path, file.format, num_rows + 1)
-  path, source, found = file.path, file, _Found([], [], 1, 0)
+  path, source, found, rows = file.path, file, _Found([], [], 1, 0), 0
   if share < 1:
-    path = stage.folder / f"head_{len(list(stage.folder.iterdir()))}_{path.name.removesuffix('.gz')}"
+    number = len(list(stage.folder.iterdir()))
+    path = stage.folder / f"head_{number}_{path.name.removesuffix('.gz')}"
     path.write_text(text, file.format.encoding, "surrogateescape", newline="")
     source = TextFile(path, file.format)
-  rows = 0
   try:
     for batch in batches(source, stage, source.names, _CHUNK):
       found.arrays.append(batch.arrays)
       found.faults.extend(batch.faults)
-      rows += len(batch.rows)
-      if rows >= num_rows:
+      if (rows := rows + len(batch.rows)) >= num_rows:
         break
   except DamagedFileError as error:
     raise DamagedFileError(str(error).replace(str(path), str(file.path))) from error
@@ -325,31 +308,29 @@ def _of_text(file: TextFile, num_rows: int, stage: Stage) -> _Found:
 
 
 def head(path: Path, format: Format, num_lines: int) -> tuple[str, float]:
-  """Returns the first lines of a text file, and their share of it; 1 and none of a damaged one.
+  """Returns the first lines of a text file, and their share of it; none and 1 of a damaged one.
 
   Lines within quotes belong to the line where the quote opens.
   """
+  is_packed = path.suffix.lower() == ".gz"
   with path.open("rb") as raw:
-    is_packed = path.suffix.lower() == ".gz"
-    stream = gzip.open(raw) if is_packed else raw
-    text = io.TextIOWrapper(stream, format.encoding, "surrogateescape", newline="")  # type: ignore[type-var]
+    stream: Any = gzip.GzipFile(fileobj=raw) if is_packed else raw
+    lines = io.TextIOWrapper(stream, format.encoding, "surrogateescape", newline="")
     try:
-      found = "".join(islice(text, num_lines))
-      if format.quote and found.count(format.quote) % 2:
-        for line in islice(text, _OPEN):
-          found += line
-          if line.count(format.quote) % 2:
-            break
-      if not text.read(1):
-        return found, 1.0
+      text, more = "".join(islice(lines, num_lines)), islice(lines, _OPEN)
+      is_open = bool(format.quote) and text.count(format.quote) % 2 > 0
+      while is_open and (line := next(more, "")):
+        text, is_open = text + line, line.count(format.quote) % 2 == 0
+      if not lines.read(1):
+        return text, 1.0
     except (OSError, EOFError, zlib.error, UnicodeError):
-      return "", 1.0  # the reader says what is wrong
-    size = raw.tell() if is_packed else len(found.encode(format.encoding, "surrogateescape"))
-  return found, size / path.stat().st_size
+      return "", 1.0  # its reader says what is wrong
+    size = raw.tell() if is_packed else len(text.encode(format.encoding, "surrogateescape"))
+  return text, size / path.stat().st_size
 
 
 def of_arrays(name: str, arrays: Sequence[pa.Array], missing: Sequence[str]) -> Column:
-  """Returns a column of values as they are stored."""
+  """Returns a column of values as they are stored, "" and `missing` being none."""
   parts = [_as_text(plain(array), missing).cast(pa.large_string()) for array in arrays]
   encoded = pa.chunked_array(parts).combine_chunks().dictionary_encode()
   codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -373,29 +354,28 @@ def of_arrays(name: str, arrays: Sequence[pa.Array], missing: Sequence[str]) -> 
 
 def _as_text(array: pa.Array, missing: Sequence[str]) -> pa.StringArray:
   """Returns values as text, null where missing, and what no recipe reads as null."""
-  if pa.types.is_list(array.type) and refusal(array.type, ("list", "")) is None:
-    joined = pc.binary_join(as_lists(array, "", missing)[0], JOIN)
-    return pc.if_else(pc.equal(joined, ""), pa.scalar(None, pa.string()), joined)
-  if pa.types.is_nested(array.type):
+  if not pa.types.is_nested(array.type):
+    return as_texts(array, missing)[0]
+  if not pa.types.is_list(array.type) or refusal(array.type, ("list", "")) is not None:
     return pa.nulls(len(array), pa.string())
-  return as_texts(array, missing)[0]
+  joined = pc.binary_join(as_lists(array, "", missing)[0], JOIN)
+  return pc.if_else(pc.equal(joined, ""), pa.scalar(None, pa.string()), joined)
 
 
 def _stored(arrays: Sequence[pa.Array]) -> str:
-  """Returns the type of the first array that has one; "text" where they differ."""
+  """Returns the type that all arrays with one have; "text" where they differ."""
   types = {_type(plain(array).type) for array in arrays} - {"null"}
   return types.pop() if len(types) == 1 else "text"
 
 
 def _type(stored: pa.DataType) -> str:
-  is_a = pa.types
-  if is_a.is_list(stored):
-    return "nested" if is_a.is_nested(stored.value_type) else "list"
+  if pa.types.is_list(stored) and not pa.types.is_nested(stored.value_type):
+    return "list"
   kinds = {
-    "null": is_a.is_null(stored),
-    "nested": is_a.is_nested(stored),
-    "yes/no": is_a.is_boolean(stored),
-    "time": is_a.is_timestamp(stored) or is_a.is_date(stored),
-    "number": is_a.is_integer(stored) or is_a.is_floating(stored) or is_a.is_decimal(stored),
+    "null": (pa.types.is_null,),
+    "nested": (pa.types.is_nested,),
+    "yes/no": (pa.types.is_boolean,),
+    "time": (pa.types.is_timestamp, pa.types.is_date),
+    "number": (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal),
   }
-  return next((name for name, holds in kinds.items() if holds), "text")
+  return next((name for name, tests in kinds.items() if any(t(stored) for t in tests)), "text")

@@ -1,7 +1,6 @@
-"""The role of each column of a sample: its values decide, and names are hints."""
+"""The role of each column of a sample: its values and the label decide, and names are hints."""
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +11,12 @@ import pyarrow.compute as pc
 
 from ..errors import UserError
 from . import spec
-from .profile import Column, Sample, evidence
+from .profile import Column, Evidence, Sample, evidence
 from .values import NUMBER, same_value
 
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
 _FEW_ROWS = 20  # too few to call a column an id
-_FEW_CLICKS = 60  # of which a tenth may be none
+_FEW_CLICKS = 60
 _FEW_INTEGERS = 32
 _LONG = 1e10  # integers beyond are ids
 _MANY, _TOO_MANY = 100_000, 1_000_000  # expected distinct values
@@ -26,6 +25,8 @@ _INTERVALS = 16
 _REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
 _SAME = 1.01  # distinct pairs of an id and a value per distinct id, for a value that an id has
 _EXAMPLES = 5
+_SIDES = ("user", "item")
+_INPUTS = (*_SIDES, "history")  # of towers
 
 _NAMES = {
   "user": "user uid visitor customer client member account reader buyer viewer listener person",
@@ -42,21 +43,13 @@ _SEPARATORS = {"|": 0.3, ";": 0.3, ",": 0.5, " ": 0.5}  # the share of rows that
 _NONE = re.compile(
   r"(?i)unknown|undefined|unspecified|missing|pending|none|nil|#?n/?a|null|not \w+|tbd|-+|\.|\?+"
 )
-_SIDES = ("user", "item")
-_INPUTS = (*_SIDES, "history")  # of towers
 
 
 class Proposal(NamedTuple):
-  """A column's role.
-
-  Attributes:
-    kind: of `spec.KINDS`; "" leaves the column out.
-    options: of the kind, where they differ from the defaults.
-    why: a few words.
-  """
+  """A column's role: a kind of `spec.KINDS`, "" to leave it out, and why in a few words."""
 
   kind: str
-  options: dict[str, Any]
+  options: dict[str, Any]  # where they differ from the defaults
   why: str = ""
 
   @property
@@ -67,6 +60,10 @@ class Proposal(NamedTuple):
   def is_a(self, cls: type[spec.Kind]) -> bool:
     """Returns whether the kind is one of a class."""
     return issubclass(spec.KINDS.get(self.kind, spec.Kind), cls)
+
+
+def _left_out(why: str) -> Proposal:
+  return Proposal("", {}, why)
 
 
 class Roles(NamedTuple):
@@ -93,19 +90,19 @@ class Plan:
     side: "user" or "item" for a table with one row for each of them, "" for others.
   """
 
-  columns: dict[str, Proposal]
-  more: dict[str, Proposal]
-  settings: dict[str, Any]
-  missing: tuple[str, ...]
-  recipes: tuple[str, ...]
-  notes: list[str]
+  columns: dict[str, Proposal] = dataclasses.field(default_factory=dict)
+  more: dict[str, Proposal] = dataclasses.field(default_factory=dict)
+  settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+  missing: tuple[str, ...] = ()
+  recipes: tuple[str, ...] = ()
+  notes: list[str] = dataclasses.field(default_factory=list)
   side: str = ""
 
   @property
   def declared(self) -> dict[str, Any]:
     """The value of `config.columns`."""
-    every = {name: each for name, each in {**self.columns, **self.more}.items() if each.kind}
-    return {name: each.declaration for name, each in every.items()}
+    every = {**self.columns, **self.more}
+    return {name: each.declaration for name, each in every.items() if each.kind}
 
 
 def tokens(name: str) -> list[str]:
@@ -114,8 +111,7 @@ def tokens(name: str) -> list[str]:
   >>> tokens("lastVisit_at2")
   ['last', 'visit', 'at', '2']
   """
-  words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
-  return [word.lower() for word in words]
+  return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)]
 
 
 def is_hinted(name: str, role: str) -> bool:
@@ -126,8 +122,7 @@ def is_hinted(name: str, role: str) -> bool:
   """
   words = tokens(name)
   core = [word for word in words if word not in _IDS | {"number", "no", "event"}] or words
-  known = _NAMES[role].split()
-  return all(word in known for word in core)
+  return all(word in _NAMES[role].split() for word in core)
 
 
 def feature(column: Column, total: int, y: np.ndarray | None = None) -> Proposal:
@@ -136,80 +131,79 @@ def feature(column: Column, total: int, y: np.ndarray | None = None) -> Proposal
   Args:
     column: of the sample, of N rows.
     total: rows of the table.
-    y: float64 `[N]`, the label, NaN of rows that are left out; None without one.
+    y: float64 `[N]`, the label, NaN for rows that are left out; None without one.
   """
-  known = None
   if column.stored == "nested":
-    return Proposal("", {}, "holds structs")
+    return _left_out("holds structs")
   if not column.present:
-    return Proposal("", {}, "no values")
+    return _left_out("no values")
   if column.distinct == 1 and not column.missing:
-    return Proposal("", {}, "constant")
-  if y is not None and (column.missing or not column.is_dated):
-    known = evidence(column, y)
-    if known.is_leak:
-      filled = f"filled in for {('no click', 'clicks')[known.only or 0]} only"
-      return Proposal("", {}, f"a leak, {f'AUC {known.auc:.3f}' if known.only is None else filled}")
+    return _left_out("constant")
+  told = Evidence("", "", 0.0) if y is None else evidence(column, y)
+  if told.leak:
+    return _left_out(f"leak, {told.leak}")
+  if column.is_dated:
+    return _left_out("a time, missing in places" if column.missing else "another time")
   if column.stored == "list":
     return Proposal("bag", {}, "lists")
-  if column.is_dated:
-    return Proposal("", {}, "a time, missing in places" if column.missing else "another time")
   if column.numbers is not None:
-    return _number(column, total, known.favors if known else "")
+    return _number(column, total, told.favors)
   return Proposal("category", {}) if column.stored == "yes/no" else _text(column, total)
 
 
 def _number(column: Column, total: int, favored: str) -> Proposal:
   distinct, present, words = column.distinct, column.present, set(tokens(column.name))
-  tells_rows = distinct >= _ROW_ID * present and present >= _FEW_ROWS
-  is_named = any((words & _CODES, *(is_hinted(column.name, side) for side in ("user", "item"))))
   values = column.of_rows[~np.isnan(column.of_rows)]
   low, median, tail, high = np.quantile(values, (0, 0.5, 0.99, 1))
-  is_long = max(abs(low), abs(high)) >= _LONG
+  is_named = bool(words & _CODES) or any(is_hinted(column.name, side) for side in _SIDES)
+  is_long, is_few = max(abs(low), abs(high)) >= _LONG, 5 * distinct <= present
   if pc.any(pc.match_substring_regex(column.texts, r"^[+-]?0\d")).as_py():
     return _category(column, total, "leading zeros")
-  if distinct <= (3 if column.is_whole and 5 * distinct <= present else 2):
+  if distinct <= (3 if column.is_whole and is_few else 2):
     return _category(column, total, "two values" if distinct <= 2 else "few integers")
   if column.is_whole:
-    if tells_rows and (is_named or is_long or (np.diff(values) > 0).all()):
-      return Proposal("", {}, "unique per row")
-    if favored == "category":
-      return _category(column, total, "tells by value")
-    if favored != "number":
-      if distinct <= _FEW_INTEGERS and 5 * distinct <= present:
-        return _category(column, total, "few integers")
-      if is_named or is_long:
-        return _category(column, total, "ids by name" if is_named else "long integers")
+    is_id = is_named or is_long or (np.diff(values) > 0).all()
+    if is_id and distinct >= _ROW_ID * present and present >= _FEW_ROWS:
+      return _left_out("unique per row")
+    reasons = {
+      "the label tells": favored == "category",
+      "few integers": distinct <= _FEW_INTEGERS and is_few and not favored,
+      "ids by name": is_named and not favored,
+      "long integers": is_long and not favored,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), ""):
+      return _category(column, total, why)
   options: dict[str, Any] = {}
   if low >= -high / 100 and high >= 20 and tail > _HEAVY * max(median, 1.0):
     options["log"] = True
   if column.missing or column.placeholders:
     options["missing"] = "indicator"
-  why = "tells by order" if favored and column.is_whole else ""
-  return Proposal("number", options, "heavy tail" if options.get("log") else why)
+  return Proposal("number", options, "heavy tail" if options.get("log") else "")
 
 
 def _text(column: Column, total: int) -> Proposal:
-  has = lambda pattern: pc.all(pc.match_substring_regex(column.texts, pattern)).as_py()
-  if any(map(has, _COMMAS)) or has(r"^\[.*\]$"):
-    return Proposal("", {}, "numbers with commas" if any(map(has, _COMMAS)) else "lists in brackets")
+  are_all = lambda pattern: pc.all(pc.match_substring_regex(column.texts, pattern)).as_py()
+  if any(map(are_all, _COMMAS)):
+    return _left_out("numbers with commas")
+  if are_all(r"^\[.*\]$"):
+    return _left_out("lists in brackets")
   if separator := _separator(column):
     options = {} if separator == spec.Bag.separator else {"separator": separator}
     return Proposal("bag", options, f"cut at {separator!r}")
   num_words = pc.mean(pc.list_value_length(pc.utf8_split_whitespace(column.texts))).as_py()
   if column.present >= _FEW_ROWS:
     if num_words >= 4 and column.distinct > column.present / 2:
-      return Proposal("", {}, "free text")
+      return _left_out("free text")
     if column.distinct >= _ROW_ID * column.present:
-      return Proposal("", {}, "unique per row")
+      return _left_out("unique per row")
   return _category(column, total, "")
 
 
 def _category(column: Column, total: int, why: str) -> Proposal:
   """Returns a category, with what its number of values asks for."""
   # Good 1953: the share of values seen once is the chance that the next one is new.
-  once, unseen = (column.counts == 1).sum(), total - len(column.codes)
-  expected = column.distinct + once / column.present * unseen
+  once, unread = (column.counts == 1).sum(), total - len(column.codes)
+  expected = column.distinct + once / column.present * unread
   if expected <= _MANY:
     return Proposal("category", {}, why)
   short = f"{expected / 1e6:.1f}M" if expected >= 1e6 else f"{expected / 1e3:.0f}k"
@@ -223,11 +217,11 @@ def _separator(column: Column) -> str:
     has_it = pc.match_substring(column.texts, separator).to_numpy(zero_copy_only=False)
     if column.counts[has_it].sum() < share * column.present:
       continue
-    _, values, _ = column.items(separator)
+    values = column.items(separator)[1]
     repeats = 2 <= len(values) < column.distinct and values.sum() >= 2 * len(values)
     if separator == " ":  # titles and addresses have words of their own
       few = (values == 1).sum() < 0.05 * column.distinct
-      repeats &= bool(few) and 2 * len(values) <= column.distinct
+      repeats = repeats and few and 2 * len(values) <= column.distinct
     if repeats:
       return separator
   return ""
@@ -239,14 +233,8 @@ def propose(sample: Sample, roles: Roles) -> Plan:
   Raises:
     UserError: a role's column does not exist or cannot have the role; says what to write.
   """
-  _check(roles, sample.columns)
-  planner = _Planner(sample, roles)
-  planner.fill()
-  return planner.plan
-
-
-def _check(roles: Roles, columns: Mapping[str, Column]) -> None:
-  named = {role: getattr(roles, role) for role in ("label", "user", "item", "time")}
+  columns = sample.columns
+  named = dict(zip(("label", *_SIDES, "time"), roles, strict=False))
   for role, name in named.items():
     if name and name not in columns:
       raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
@@ -262,26 +250,43 @@ def _check(roles: Roles, columns: Mapping[str, Column]) -> None:
       f"--time={roles.time} has values as {columns[roles.time].texts[0].as_py()!r}: a time is a "
       "number that grows, or a date such as 2024-12-31 or 2024-12-31T23:59:59"
     )
+  return _Planner(sample, roles).plan
 
 
 class _Planner:
-  """Fills in a plan.
-
-  Args:
-    sample: of the table.
-    roles: that the user has given.
-  """
+  """Makes a plan of a sample and the roles that the user has given."""
 
   def __init__(self, sample: Sample, roles: Roles):
-    self.sample, self.columns = sample, sample.columns
-    self.plan = Plan({}, {}, {}, (), (), [])
+    self.sample, self.columns, self.plan = sample, sample.columns, Plan()
+    self.y: np.ndarray | None = None  # [N], 1 for a click, 0 for none, NaN without a label
+    self.clock: np.ndarray | None = None  # [N], the times as numbers, NaN without one
     self.roles = self._completed(roles)
-    self.y: np.ndarray | None = None
-    self.clock: np.ndarray | None = None  # float64 [N], NaN without a time
+    known = self._with_roles()
+    for name, column in self.columns.items():
+      self.plan.columns[name] = known.get(name) or feature(column, sample.total, self.y)
+    self._set_recipes()
+    self._note_oddities()
 
-  def fill(self) -> None:
-    plan, roles, columns = self.plan, self.roles, self.columns
-    known: dict[str, Proposal] = {}
+  def _completed(self, roles: Roles) -> Roles:
+    """Returns the roles with user and item by their names and data, and the time."""
+    free = {name: column for name, column in self.columns.items() if name not in roles[:4]}
+    pair = {
+      side: getattr(roles, side) or next((n for n, c in free.items() if _is_id(c, side)), "")
+      for side in _SIDES
+    }
+    if all(pair.values()):
+      guessed = [f"--{side}={name}" for side, name in pair.items() if not getattr(roles, side)]
+      self.plan.notes += [f"Guessed by name and values: {' '.join(guessed)}."] * bool(guessed)
+      roles = roles._replace(**pair)
+    ids = {side: self.columns[name] for side, name in pair.items() if name}
+    times = [name for name, each in free.items() if name not in pair.values() and _is_time(each)]
+    hinted = [name for name in times if is_hinted(name, "time")]
+    others = (name for name in times if not _side(self.columns[name], ids))  # no dates of the item
+    return roles._replace(time=roles.time or next(iter(hinted), "") or next(others, ""))
+
+  def _with_roles(self) -> dict[str, Proposal]:
+    """Returns the proposals for the columns with a role, and sets `y` and `clock`."""
+    roles, columns, known = self.roles, self.columns, {}
     if roles.label:
       known[roles.label] = self._label(columns[roles.label])
     if roles.user:
@@ -289,66 +294,22 @@ class _Planner:
     if roles.item:
       known[roles.item] = _item(columns[roles.item])
     if roles.time:
-      known[roles.time] = Proposal("time", {})
-      times = columns[roles.time].times
-      self.clock = np.append(times, np.nan)[columns[roles.time].codes]
+      time = columns[roles.time]
+      assert time.times is not None
+      self.clock, known[roles.time] = (
+        np.append(time.times, np.nan)[time.codes],
+        Proposal("time", {}),
+      )
     elif parts := _date_parts(columns):
-      self._date(parts, known)
-    for name, column in columns.items():
-      plan.columns[name] = known.get(name) or feature(column, self.sample.total, self.y)
-    self._settings()
-    numbers = [columns[name] for name, each in plan.columns.items() if each.kind == "number"]
-    plan.missing = tuple(dict.fromkeys(text for each in numbers for text in each.placeholders))
-    if plan.missing:
-      plan.notes.append(f"Taken for missing numbers: {', '.join(map(repr, plan.missing))}.")
-    self._note_oddities()
-    sides = [side for side in ("user", "item") if getattr(roles, side)]
-    ids = columns[getattr(roles, sides[0])] if len(sides) == 1 else None
-    if not plan.recipes and ids and ids.distinct == self.sample.num_rows:
-      plan.side = sides[0]
-      plan.notes.append(f"Each row is {'an item' if plan.side == 'item' else 'a user'} of its own.")
-      names = (name for name in columns if plan.columns[name].kind in ("", "category"))
-      if title := next((n for n in names if sides[0] == "item" and self._names_items(n)), ""):
-        plan.columns[title] = Proposal("title", {}, "of the item")
-    elif not plan.recipes and not roles.label and len(sides) < 2:
-      plan.notes.append(self._question())
-
-  def _completed(self, roles: Roles) -> Roles:
-    """Returns the roles with user and item by their names and data, and the time."""
-    free = {name: column for name, column in self.columns.items() if name not in roles[:4]}
-    pair = {
-      side: getattr(roles, side) or next((n for n, c in free.items() if _is_id(c, side)), "")
-      for side in ("user", "item")
-    }
-    if all(pair.values()):
-      guessed = [f"--{side}={name}" for side, name in pair.items() if not getattr(roles, side)]
-      self.plan.notes += [f"Guessed by name and values: {' '.join(guessed)}."] * bool(guessed)
-      roles = roles._replace(**pair)
-    if roles.time:
-      return roles
-    ids = {side: self.columns[name] for side, name in pair.items() if name}
-    times = [
-      name
-      for name, column in free.items()
-      if name not in pair.values()
-      and _is_time(column)
-      and (is_hinted(name, "time") or not _side(column, ids))  # not a date of the item
-    ]
-    times.sort(key=lambda name: not is_hinted(name, "time"))  # stable
-    return roles._replace(time=times[0] if times else "")
-
-  def _date(self, parts: list[Column], known: dict[str, Proposal]) -> None:
-    """Makes one time of the columns year, month, day and perhaps hour."""
-    names = tuple(column.name for column in parts)
-    name = next(each for each in ("time", "date", "date_and_time") if each not in self.columns)
-    self.plan.more[name] = Proposal("time", {"columns": names})
-    self.plan.notes.append(f"{', '.join(names)} are one time.")
-    self.clock = _seconds(parts)
-    for column in (parts[0], parts[2]):
-      known.setdefault(column.name, Proposal("", {}, "in the time"))
+      names = tuple(column.name for column in parts)
+      name = next(each for each in ("time", "date", "date_and_time") if each not in columns)
+      self.plan.more[name] = Proposal("time", {"columns": names})
+      self.plan.notes.append(f"{', '.join(names)} are one time.")
+      self.clock = _seconds(parts)
+      known |= {each: _left_out("in the time") for each in names[::2] if each not in known}
+    return known
 
   def _label(self, column: Column) -> Proposal:
-    """Returns the label's declaration, and sets `y`."""
     name, positive, notes = column.name, self.roles.positive, self.plan.notes
     counts = dict(zip(column.texts.to_pylist(), column.counts.tolist(), strict=True))
     clicks = [text for text in counts if positive and _same(text, positive)]
@@ -357,48 +318,50 @@ class _Planner:
       raise UserError(f"--positive={positive}: no value of {name!r} in the sample; {hint}")
     unknown = [text for text in counts if _NONE.fullmatch(text) and text not in clicks]
     dropped = unknown if len(counts) - len(unknown) >= 2 else []
-    texts, options = [text for text in counts if text not in dropped], {}
+    texts, why = [text for text in counts if text not in dropped], ""
+    options: dict[str, Any] = {}
     if positive:
-      options["positive"] = (positive,)
+      options, why = {"positive": (positive,)}, f"{positive} is a click"
     elif all(text.lower() in spec.CLICKS + spec.NO_CLICKS for text in texts):
       clicks = [text for text in texts if text.lower() in spec.CLICKS]
     elif len(texts) > 1 and all(re.match(NUMBER, text) for text in texts):
       values = np.array(texts, float)
-      least = np.median(np.repeat(values, [counts[text] for text in texts]))
-      least = float(least if least > values.min() else values[values > least].min())
-      options["at_least"] = int(least) if least.is_integer() else least
+      median = np.median(np.repeat(values, [counts[text] for text in texts]))
+      least = float(median if median > values.min() else values[values > median].min())
+      options = {"at_least": int(least) if least.is_integer() else least}
+      why = f"{options['at_least']} or more is a click"
       clicks = [text for text, value in zip(texts, values, strict=True) if value >= least]
     elif len(texts) == 2:
-      options, clicks = {"positive": (texts[1],)}, texts[1:]
-      which = f"--positive={_quoted(texts[0])} takes the other"
-      notes.append(f"{texts[1]!r} is the rarer value of {name}; {which}.")
+      options, clicks, why = {"positive": (texts[1],)}, texts[1:], f"{texts[1]} is a click"
+      other = f"--positive={_quoted(texts[0])} takes the other"
+      notes.append(f"{texts[1]!r} is the rarer value of {name}; {other}.")
     elif len(texts) > 2:
       listed = ", ".join(texts[:_EXAMPLES]) + (" …" if len(texts) > _EXAMPLES else "")
       raise UserError(
         f"--label={name} has {len(texts):,} values ({listed}): say which is a click, "
         f"--positive={_quoted(texts[0])}"
       )
-    if len(clicks) in (0, len(texts)) or len(texts) == 1:
+    if len(clicks) in (0, len(texts)):
       raise UserError(
         f"--label={name} has one value in these rows, {texts[0]!r}, and a label needs two: read "
         "more of a longer file with --rows, or leave the label out and give --user and --item"
       )
     of_text = [np.nan if text in dropped else float(text in clicks) for text in counts]
     self.y = np.append(of_text, np.nan)[column.codes]
-    rate, why = np.nanmean(self.y), ""
-    if options:
-      least = options.get("at_least")
-      why = f"{clicks[0]} is a click" if least is None else f"{least} or more is a click"
-    by = f": {why}{', by the median' if 'at_least' in options else ''}" if why else ""
-    notes.append(f"{rate:.{1 if rate >= 0.01 else 2}%} of the rows are clicks{by}.")
+    rate, by = np.nanmean(self.y), ", by the median" if "at_least" in options else ""
+    shown = f"{rate:.1%}" if rate >= 0.01 else f"{rate:.2%}"
+    notes.append(f"{shown} of the rows are clicks{why and f': {why}'}{by}.")
+    if rate < 0.01:
+      notes.append("Clicks are so rare that models differ in AUC and log loss, not in accuracy.")
     if dropped:
       options["drop"] = tuple(dropped)
       share = sum(counts[text] for text in dropped) / column.present
-      notes.append(f"Rows with the label {', '.join(map(repr, dropped))} are left out: {share:.1%}.")
+      listed = ", ".join(map(repr, dropped))
+      notes.append(f"Rows with the label {listed} are left out: {share:.1%}.")
     return Proposal("label", options, why)
 
-  def _settings(self) -> None:
-    """Fills in recipes and settings, and what features have to be for them."""
+  def _set_recipes(self) -> None:
+    """Fills in recipes and settings, and changes features as they need it."""
     plan, roles, columns = self.plan, self.roles, self.columns
     needed = [columns[name] for name in roles[:4] if name]
     absent = [f"{each.name} {each.missing:.1%}" for each in needed if each.missing]
@@ -411,40 +374,40 @@ class _Planner:
       self._add_sides()
     if roles.item and (is_list or (roles.user and self._has_rankings())):
       plan.recipes = ("two_tower",) if self.clock is None else ("sequence", "two_tower")
-    if self.y is None or is_list:
-      for name, each in plan.columns.items() if plan.recipes else ():
+    if self.y is not None and not is_list:
+      if self._has_split(self.y) and self._has_vectors(self.y):
+        plan.recipes = ("dlrm", *reversed(plan.recipes))
+    elif plan.recipes:
+      for name, each in plan.columns.items():
         if each.is_a(spec.Side) and not each.is_a(spec.Id) and "side" not in each.options:
-          plan.columns[name] = Proposal("", {}, "varies by row")
-      return
-    if self._split() and self._has_vectors():
-      plan.recipes = ("dlrm", *reversed(plan.recipes))
+          plan.columns[name] = _left_out("varies by row")
+    else:
+      self._ask()
 
   def _add_sides(self) -> None:
     """Adds the side to features that a user or an item always has alike; one text is the title."""
     plan, ids = self.plan, {side: self.columns[getattr(self.roles, side)] for side in _SIDES}
+    has_title = False
     for name, proposal in list(plan.columns.items()):
       column = self.columns[name]
       side = _side(column, ids) if name not in self.roles[:4] and column.present else ""
-      if not side:
-        continue
-      has_title = any(each.kind == "title" for each in plan.columns.values())
-      if side == "item" and not has_title and self._names_items(name):
-        plan.columns[name] = Proposal("title", {}, "of the item")
-      elif column.distinct >= _ROW_ID * ids[side].distinct and proposal.kind == "category":
-        plan.columns[name] = Proposal("", {}, f"as good as {ids[side].name}")
-      elif proposal.is_a(spec.Side):
+      if side == "item" and not has_title and self._names_items(column):
+        plan.columns[name], has_title = Proposal("title", {}, "of the item"), True
+      elif side and proposal.kind == "category" and column.distinct >= _ROW_ID * ids[side].distinct:
+        plan.columns[name] = _left_out(f"as good as {ids[side].name}")
+      elif side and proposal.is_a(spec.Side):
         options = proposal.options | {"side": side}
         plan.columns[name] = Proposal(proposal.kind, options, f"of the {side}")
         if name in _INPUTS:
           plan.more[f"{name}_"] = Proposal(proposal.kind, {"column": name, **options})
-          plan.columns[name] = Proposal("", {}, f"read as {name}_")
+          plan.columns[name] = _left_out(f"read as {name}_")
 
   def _has_rankings(self) -> bool:
-    """Returns whether a user has three items, two to be held out; and keeps many repeats."""
+    """Returns whether a user has three items, of which two are held out; keeps many repeats."""
     users, items = self.columns[self.roles.user].codes, self.columns[self.roles.item].codes
     known = (users >= 0) & (items >= 0) & (True if self.y is None else self.y == 1)
     pairs, rows = np.unique(np.stack([users[known], items[known]]), axis=1)[0], known.sum()
-    if len(pairs) == 0 or np.bincount(pairs).max() < 3:
+    if not len(pairs) or np.bincount(pairs).max() < 3:
       self.plan.notes.append("No user has three items, and rankings hold out two of them.")
       return False
     if rows - len(pairs) > _REPEATS * rows:
@@ -455,106 +418,118 @@ class _Planner:
       )
     return True
 
-  def _split(self) -> bool:
-    """Sets a split whose parts have both outcomes, the first values of all features, or returns False."""
-    plan, y, parts = self.plan, self.y, None
+  def _has_split(self, y: np.ndarray) -> bool:
+    """Returns whether a split has both outcomes in each part; leaves out what training lacks."""
+    plan, known = self.plan, ~np.isnan(y)
     if not self.sample.is_all:
       return True
-    has_both = lambda parts: all(len(np.unique(y[(parts == n) & ~np.isnan(y)])) == 2 for n in range(3))
+    has_both = lambda parts: all(len(np.unique(y[(parts == n) & known])) == 2 for n in range(3))
+    rare = int(min((y == 1).sum(), (y == 0).sum()))
+    by_hash, parts = True, np.zeros(len(y), np.int64)
     if self.clock is not None:
       parts = np.searchsorted(np.nanquantile(self.clock, (0.8, 0.9)), self.clock, side="right")
-      if not has_both(parts):
+      if by_hash := not has_both(parts):
         plan.notes.append("By time, a part would have only clicks or none: the split is by hash.")
         plan.settings["split"] = {"by": "hash"}
-        parts = None
-    if parts is None:
-      for share, seed in itertools.product((0.1, 0.25), range(20)):
-        parts = self.sample.split(share, seed)
-        if has_both(parts):
-          break
-      else:
-        plan.notes.append("There are too few clicks, or rows without, to have some in each split.")
+    if by_hash:
+      share = 0.25 if rare < _FEW_CLICKS else 0.1
+      splits = ((seed, self.sample.split(share, seed)) for seed in range(20))
+      seed, parts = next((pair for pair in splits if has_both(pair[1])), (-1, parts))
+      if seed < 0:
+        plan.notes.append("There are too few clicks, or others, to have some in all three splits.")
         return False
-      if (share, seed) != (0.1, 0):
+      if (seed, share) != (0, 0.1):
         plan.settings["split"] = {"by": "hash", "valid": share, "test": share, "seed": seed}
-    rare, training = int(min((y == 1).sum(), (y == 0).sum())), (parts == 0) & ~np.isnan(y)
     if rare < _FEW_CLICKS:
       which = "clicks" if rare == (y == 1).sum() else "rows without a click"
       plan.notes.append(f"There are only {rare} {which}: too few to tell one model from another.")
+    training = known & (parts == 0)
     for name, each in plan.columns.items():
       if each.is_a(spec.Embedded) and not (self.columns[name].codes[training] >= 0).any():
-        plan.columns[name] = Proposal("", {}, "no value to train on")
+        plan.columns[name] = _left_out("no value to train on")
     return True
 
-  def _has_vectors(self) -> bool:
+  def _has_vectors(self, y: np.ndarray) -> bool:
     """Returns whether dlrm has a feature with vectors, after making one of a number or the time."""
     plan, time = self.plan, self.columns.get(self.roles.time)
     if any(each.is_a(spec.Category) for each in (*plan.columns.values(), *plan.more.values())):
       return True
-    assert self.y is not None
     numbers = [name for name, each in plan.columns.items() if each.kind == "number"]
+    buckets: dict[str, Any] = {"buckets": _INTERVALS}
     if numbers:
-      name = max(numbers, key=lambda name: evidence(self.columns[name], self.y).by_order)
-      options = {k: v for k, v in plan.columns[name].options.items() if k != "log"}
-      options["buckets"] = _INTERVALS
-      plan.columns[name] = Proposal("number", options, "")
+      name = max(numbers, key=lambda name: evidence(self.columns[name], y).gain)
+      options = {key: value for key, value in plan.columns[name].options.items() if key != "log"}
+      plan.columns[name] = Proposal("number", options | buckets)
       plan.notes.append(f"All features are numbers: the intervals of {name} get vectors.")
-    elif time is not None and time.numbers is None:
+    elif time is None:
+      plan.notes.append("No column is left to learn from: see above why each is left out.")
+    elif time.numbers is None:
       hours = len(pc.unique(pc.utf8_slice_codeunits(time.texts, 11, 13)))
       part, pattern = ("hour", r"[T ](\d\d)") if hours > 1 else ("day", r"^\d{4}.\d\d.(\d\d)")
-      plan.more[f"{time.name}_{part}"] = Proposal(
-        "category", {"column": time.name, "pattern": pattern}
-      )
+      options = {"column": time.name, "pattern": pattern}
+      plan.more[f"{time.name}_{part}"] = Proposal("category", options)
       plan.notes.append(f"Only the time is left to learn from: its {part} is a category.")
-    elif time is not None:
-      options = {"column": time.name, "buckets": _INTERVALS}
+    else:
+      options = {"column": time.name, **buckets}
       plan.more[f"{time.name}_interval"] = Proposal("number", options)
       plan.notes.append("Only the time is left to learn from: its intervals get vectors.")
-    else:
-      plan.notes.append("No column is left to learn from: see above why each is left out.")
-      return False
-    return True
+    return bool(numbers) or time is not None
+
+  def _ask(self) -> None:
+    """Says what a table of users or items is for, or what to give for a config."""
+    plan, columns = self.plan, self.columns
+    sides = [side for side in _SIDES if getattr(self.roles, side)]
+    if len(sides) == 1 and columns[getattr(self.roles, sides[0])].distinct == self.sample.num_rows:
+      plan.side = sides[0]
+      plan.notes.append(f"Each row is {'an item' if plan.side == 'item' else 'a user'} of its own.")
+      names = (name for name, each in plan.columns.items() if each.kind in ("", "category"))
+      for name in names if plan.side == "item" else ():
+        if self._names_items(columns[name]):
+          plan.columns[name] = Proposal("title", {}, "of the item")
+          break
+    elif len(sides) < 2:
+      labels = [name for name, each in columns.items() if each.distinct == 2 and not each.missing]
+      ids = [name for name, each in plan.columns.items() if each.kind == "category"]
+      ids.sort(key=lambda name: -columns[name].distinct)
+      wanted = " and ".join(f"--{side}" for side in _SIDES if side not in sides)
+      listed = lambda names: f" ({', '.join(names[:_EXAMPLES])}?)" if names else ""
+      predicted = f"the column that is predicted, --label{listed(labels)}"
+      plan.notes.append(f"For a config, name {predicted}, or {wanted}{listed(ids)}.")
 
   def _note_oddities(self) -> None:
-    notes, proposals = self.plan.notes, self.plan.columns
-    if leaks := [name for name, each in proposals.items() if each.why.startswith("a leak")]:
+    plan, notes, columns = self.plan, [], self.columns
+    numbers = [columns[name] for name, each in plan.columns.items() if each.kind == "number"]
+    plan.missing = tuple(dict.fromkeys(text for each in numbers for text in each.placeholders))
+    if plan.missing:
+      notes.append(f"Taken for missing numbers: {', '.join(map(repr, plan.missing))}.")
+    if leaks := [name for name, each in plan.columns.items() if each.why.startswith("leak")]:
       notes.append(
         f"Leaks are left out, as they tell the outcome: {', '.join(leaks)}. Declare one only if "
         "its value is known before the outcome is."
       )
     suspects = [
       f"{name} {text!r} ({rows / len(column.codes):.0%})"
-      for name, column in self.columns.items()
-      if proposals[name].kind not in ("", "label", "time")
+      for name, column in columns.items()
+      if plan.columns[name].kind not in ("", "label", "time")
       for text, rows in _suspects(column)
     ]
     if suspects:
-      more = f" and {len(suspects) - _EXAMPLES} more" if len(suspects) > _EXAMPLES else ""
+      more = f" and {len(suspects) - _EXAMPLES} more" * (len(suspects) > _EXAMPLES)
       listed = f"{', '.join(suspects[:_EXAMPLES])}{more}"
       notes.append(f"Taken as values, perhaps none: {listed}. Name what is none in format.missing.")
     if (share := self.sample.repeated()) >= 0.005:
       notes.append(f"{share:.1%} of the rows repeat another one in all columns.")
-    if nameless := [name for name in self.columns if re.fullmatch(r"column \d+", name)]:
+    if nameless := [name for name in columns if re.fullmatch(r"column \d+", name)]:
       notes.append(f"Called by their place, as the header has no name: {', '.join(nameless)}.")
+    plan.notes[:0] = notes  # the last one says why there is no config
 
-  def _names_items(self, name: str) -> bool:
+  def _names_items(self, column: Column) -> bool:
     """Whether a text names items: nearly all have their own, and it has letters and words."""
-    column, items = self.columns[name], self.columns[self.roles.item]
-    if column.type() != "text" or name == items.name or column.distinct < 0.8 * items.distinct:
+    items = self.columns[self.roles.item]
+    if column.type() != "text" or column is items or column.distinct < 0.8 * items.distinct:
       return False
-    spaced = pc.mean(pc.match_substring(column.texts, " ").cast(pa.int8())).as_py()
-    return bool(set(tokens(name)) & {"title", "name"}) or spaced > 0.5
-
-  def _question(self) -> str:
-    """Returns the question that is left where no recipe fits, with columns that may answer it."""
-    columns, proposals = self.columns, self.plan.columns
-    labels = [name for name, each in columns.items() if each.distinct == 2 and not each.missing]
-    ids = [name for name, each in proposals.items() if each.kind == "category"]
-    ids.sort(key=lambda name: -columns[name].distinct)
-    sides = " and ".join(f"--{side}" for side in _SIDES if not getattr(self.roles, side))
-    listed = lambda names: f" ({', '.join(names[:_EXAMPLES])}?)" if names else ""
-    predicted = f"the column that is predicted, --label{listed(labels)}"
-    return f"For a config, name {predicted}, or {sides}{listed(ids)}."
+    spaced = pc.match_substring(column.texts, " ").true_count
+    return bool(set(tokens(column.name)) & {"title", "name"}) or spaced > column.distinct / 2
 
 
 def _is_id(column: Column, side: str) -> bool:
@@ -569,11 +544,8 @@ def _is_time(column: Column) -> bool:
   if column.numbers is None or column.placeholders or not is_hinted(column.name, "time"):
     return column.is_dated
   low, high = column.numbers.min(), column.numbers.max()
-  epochs = ((3e8 * scale, 4.2e9 * scale) for scale in (1, 1e3, 1e6, 1e9))
-  days = (19_000_101, 21_001_231)  # as 20241231
-  return any(first <= low and high <= last for first, last in epochs) or (
-    column.is_whole and days[0] <= low and high <= days[1]
-  )
+  seconds = any(3e8 * scale <= low and high <= 4.2e9 * scale for scale in (1, 1e3, 1e6, 1e9))
+  return seconds or (column.is_whole and low >= 19_000_101 and high <= 21_001_231)  # as 20241231
 
 
 def _date_parts(columns: Mapping[str, Column]) -> list[Column]:
@@ -582,18 +554,15 @@ def _date_parts(columns: Mapping[str, Column]) -> list[Column]:
   for name, column in columns.items():
     *words, part = tokens(name) or [""]
     low, high = _PARTS.get(part, (0, -1))
-    if column.is_whole and not column.missing and not column.placeholders:
-      if low <= column.numbers.min() and column.numbers.max() <= high:
-        found.setdefault(tuple(words), {})[part] = column
-  for parts in found.values():
-    date = [parts[part] for part in _PARTS if part in parts]
-    if {"year", "month", "day"} <= set(parts) and not np.isnan(_seconds(date)).any():
-      return date
-  return []
+    if column.is_whole and ((low <= column.of_rows) & (column.of_rows <= high)).all():
+      found.setdefault(tuple(words), {})[part] = column
+  dates = ([parts[part] for part in _PARTS if part in parts] for parts in found.values())
+  whole = (date for date in dates if [tokens(each.name)[-1] for each in date[:3]] == [*_PARTS][:3])
+  return next((date for date in whole if not np.isnan(_seconds(date)).any()), [])
 
 
 def _seconds(parts: Sequence[Column]) -> np.ndarray:
-  """Returns the seconds of dates in several columns, float64 `[N]`, NaN where a month has no such day."""
+  """Returns the seconds of dates in several columns, float64 `[N]`; NaN for days of no month."""
   year, month, day, *hour = (column.of_rows.astype(int) for column in parts)
   months = (year - 1970).astype("datetime64[Y]").astype("datetime64[M]") + (month - 1)
   dates = months.astype("datetime64[D]") + (day - 1)
@@ -612,7 +581,7 @@ def _quoted(text: str) -> str:
 def _item(column: Column) -> Proposal:
   if column.stored == "list":
     return Proposal("item", {"separator": "|"}, "a list")
-  if separator := "" if column.numbers is not None else _separator(column):
+  if column.numbers is None and (separator := _separator(column)):
     return Proposal("item", {"separator": separator}, f"several, cut at {separator!r}")
   return Proposal("item", {}, _rows_each(column))
 
@@ -628,7 +597,7 @@ def _side(column: Column, sides: Mapping[str, Column]) -> str:
   for side, ids in sides.items():
     known = ids.codes >= 0
     pairs = ids.codes[known] * (column.distinct + 1) + column.codes[known] + 1
-    has_evidence = known.sum() - ids.distinct >= _FEW_ROWS
+    has_evidence = len(pairs) - ids.distinct >= _FEW_ROWS
     if has_evidence and len(np.unique(pairs)) <= _SAME * ids.distinct:
       fitting.append((ids.distinct, side))
   return min(fitting)[1] if fitting else ""
@@ -636,13 +605,12 @@ def _side(column: Column, sides: Mapping[str, Column]) -> str:
 
 def _suspects(column: Column) -> list[tuple[str, int]]:
   """Returns values that others write where there is none, and the rows with each."""
-  texts, numbers = column.texts.to_pylist()[:_EXAMPLES], column.numbers
-  if numbers is None:
-    return [(t, n) for t, n in zip(texts, column.counts, strict=False) if _NONE.fullmatch(t)]
+  top = list(zip(column.texts.to_pylist()[:_EXAMPLES], column.counts.tolist(), strict=False))
+  if column.numbers is None:
+    return [(text, rows) for text, rows in top if _NONE.fullmatch(text)]
   found = []
-  for text, number, rows in zip(texts, numbers, column.counts, strict=False):
-    others = numbers[numbers != number]
-    is_apart = others.min() >= 0 if number < 0 else others.max() < number / 2
-    if re.fullmatch(r"-1|-?99+(\.0+)?", text) and len(others) and is_apart:
-      found.append((text, rows))
+  for (text, rows), number in zip(top, column.numbers, strict=False):
+    others = column.numbers[column.numbers != number]
+    is_apart = len(others) and (others.min() >= 0 if number < 0 else others.max() < number / 2)
+    found += [(text, rows)] * bool(is_apart and re.fullmatch(r"-1|-?99+(\.0+)?", text))
   return found

@@ -44,7 +44,9 @@ def click_columns(rows=ROWS):
   return {
     "row_id": [f"{i:016x}" for i in RNG.integers(2**60, size=rows)],
     "clicked": clicked.astype(int),
-    "user-agent.os": np.where(clicked & (RNG.random(rows) < 0.9), "ios", RNG.choice(["web", "?"], rows)),
+    "user-agent.os": np.where(
+      clicked & (RNG.random(rows) < 0.9), "ios", RNG.choice(["web", "?"], rows)
+    ),
     "price": np.round(RNG.lognormal(3, 2, rows), 2),
     "same": ["x"] * rows,
     "tags": [
@@ -384,7 +386,8 @@ def test_two_texts_of_a_label(tmp_path):
   assert plan.columns["income"].options == {"positive": (">50K",)}
   assert any("'>50K' is the rarer value" in note for note in plan.notes)
 
-# --- what columns say of the label, and tables that are hard to describe ---------------------------
+
+# --- what columns say of the label, and tables that are hard to describe --------------------------
 
 
 def evidence(values, y):
@@ -394,32 +397,38 @@ def evidence(values, y):
 
 def test_evidence_is_of_other_rows():
   y = np.arange(1000) % 2
-  own = evidence(range(1000), y)  # each value in one row: no other row tells its mean
-  assert (own.by_value, own.by_order < 50) == (0, True)
+  assert evidence(range(1000), y)[:2] == ("", "")  # each value in one row: no other tells its mean
   same = evidence(y, y)  # 500 rows of each value, about 400 of them in other folds
-  assert same.auc == 1
+  assert same.leak == "AUC 1.000"
   mean = (400 + 10 * 0.5) / (400 + 10)  # drawn to the rate by ten rows
-  assert same.by_value == pytest.approx(1000 * np.log(mean / 0.5), rel=0.001)
-  assert evidence(RNG.integers(10, size=1000), y).auc == pytest.approx(0.5, abs=0.06)
+  assert same.gain == pytest.approx(1000 * np.log(mean / 0.5), rel=0.001)
+  none = evidence(RNG.integers(10, size=1000), y)
+  assert none[:2] == ("", "")
+  assert none.gain < 5
+  # 20 rows with a value, all of them clicks: one of 2**20 by chance, and of 21 one of 2**21.
+  for rows, leak in ((20, ""), (21, "clicks only")):
+    some = np.where((y == 1) & (np.arange(1000) < 2 * rows), "x", "")
+    assert evidence(some, y).leak == leak
 
 
 @pytest.mark.parametrize(
-  ("effect", "expected"),
+  ("values", "effect", "expected"),
   [
-    (lambda n: 0.1 + 0.8 * (n % 7 == 3), "category"),
-    (lambda n: 0.1 + 0.8 * n / 200, "number"),
-    (lambda n: 0.3 + 0 * n, ""),
+    (RNG.integers(200, size=8000), lambda n: 0.1 + 0.8 * (n % 7 == 3), "category"),
+    (RNG.integers(200, size=8000), lambda n: 0.1 + 0.8 * n / 200, "number"),
+    (RNG.integers(200, size=8000), lambda n: 0.3 + 0 * n, ""),
+    # Half of the rows have a frequent value; it is the others whose order tells.
+    (RNG.zipf(1.3, 8000) % 200, lambda n: 0.1 + 0.8 * (n % 7 == 3), "category"),
+    (RNG.zipf(1.3, 8000) % 200, lambda n: 0.1 + 0.8 * n / 200, "number"),
   ],
 )
-def test_the_label_tells_ids_from_numbers(effect, expected):
-  values = RNG.integers(200, size=8000)
+def test_the_label_tells_ids_from_numbers(values, effect, expected):
   y = (RNG.random(8000) < effect(values)).astype(float)
   assert evidence(values, y).favors == expected
   assert evidence(values[:40], y[:40]).favors == ""  # too few rows
   # By the name alone, `shop_id` would be a category and `income` a number.
-  column = profile.of_arrays("shop_id", [pa.array(values)], ())
-  other = profile.of_arrays("income", [pa.array(values)], ())
-  kinds = [proposing.feature(each, 8000, y).kind for each in (column, other)]
+  columns = [profile.of_arrays(name, [pa.array(values)], ()) for name in ("shop_id", "income")]
+  kinds = [proposing.feature(column, 8000, y).kind for column in columns]
   assert kinds == [expected or "category", expected or "number"]
 
 
@@ -433,8 +442,8 @@ def test_leaks_are_left_out(tmp_path, capsys):
   path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
   printed = look(capsys, path, "--label=clicked", f"--out={out}")
   assert "paid, paid_on, status" in printed
-  assert "a leak, filled in for clicks only" in printed
-  assert "a leak, AUC 1.000" in printed
+  assert "leak, clicks only" in printed
+  assert "leak, AUC 1.000" in printed
   assert set(completed(out, "dlrm", tmp_path).columns) == {
     "clicked", "user-agent.os", "price", "tags", "hint"
   }  # fmt: skip
@@ -464,20 +473,23 @@ def test_a_date_in_several_columns_is_one_time(tmp_path, capsys):
 def test_oddities_are_named(tmp_path, capsys):
   rows = 1000
   columns = {
-    "clicked": [int(i < 8) for i in range(rows)],
+    "clicked": [int(i >= 992) for i in range(rows)],
     "age": [-1 if i % 10 == 0 else 20 + i % 50 for i in range(rows)],
     "city": ["unknown" if i % 4 == 0 else "Oslo" if i % 3 else "Rom" for i in range(rows)],
     "": range(5000, 5000 + rows),
   }
-  lines = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values()))]
+  lines = [
+    ",".join(columns),
+    *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
+  ]
   path, out = tmp_path / "a.csv", tmp_path / "my.py"
   path.write_text("\n".join(lines + lines[1:101]) + "\n")
   printed = " ".join(look(capsys, path, "--label=clicked", f"--out={out}").split())
   assert "age '-1' (10%), city 'unknown' (25%)" in printed
   assert "9.1% of the rows repeat another one" in printed  # 100 of 1,100
   assert "as the header has no name: column 4" in printed
-  assert "0.64%"[:3] in printed
-  assert "There are only 16 clicks" in printed  # eight, and each once more
+  assert "0.73% of the rows are clicks" in printed  # 8 of 1,100
+  assert "There are only 8 clicks" in printed
   built(out, "dlrm", tmp_path)
 
 
@@ -489,8 +501,12 @@ def test_a_third_value_of_a_label_is_dropped(tmp_path, capsys):
   label = runpy.run_path(str(out))["get_config"]()["columns"]["clicked"]
   assert label == {"kind": "label", "drop": ("pending",)}
   built(out, "dlrm", tmp_path)
-  columns["clicked"] = np.where(RNG.random(ROWS) < 0.1, "Unknown", RNG.choice(["yes!", "no!"], ROWS))
-  look(capsys, write(path, columns), "--label=clicked", "--positive=yes!", f"--out={out}", "--force")
+  columns["clicked"] = np.where(
+    RNG.random(ROWS) < 0.1, "Unknown", RNG.choice(["yes!", "no!"], ROWS)
+  )
+  look(
+    capsys, write(path, columns), "--label=clicked", "--positive=yes!", f"--out={out}", "--force"
+  )
   label = runpy.run_path(str(out))["get_config"]()["columns"]["clicked"]
   assert label == {"kind": "label", "positive": ("yes!",), "drop": ("Unknown",)}
 
@@ -544,27 +560,57 @@ def spellings(rows=ROWS):
   return {"y": y, "member": member, "flag": RNG.choice(["True", "False"], rows)}
 
 
+def dates(rows):
+  parts = {"year": [2023 + i % 2 for i in range(rows)], "month": [1 + i % 12 for i in range(rows)]}
+  return parts | {"day": [1 + i % 28 for i in range(rows)], "hour": [i % 24 for i in range(rows)]}
+
+
+def y(rows=ROWS):
+  return {"y": RNG.integers(2, size=rows)}
+
+
+def dated_log():
+  columns = log_columns() | dates(3000)
+  return {name: values for name, values in columns.items() if name != "seen_at"}
+
+
+NEW = ["" if i < 560 else "ab"[i % 2] for i in range(ROWS)]
+DAYS = [f"2024-01-{1 + i // 20:02d}" for i in range(ROWS)]
+CLOCK = [f"2024-01-{1 + i % 28:02d} {i % 24:02d}:00" for i in range(ROWS)]
+RARE = {"y": RNG.permutation([1] * 10 + [0] * 1990), "city": [*"ab"] * 1000}
+LINES = {"note": ["one\ntwo", 'a "b"', "c", "d,e"] * 150, "n": RNG.random(ROWS)}
+UNICODE = {"はい": RNG.integers(2, size=ROWS), "Größe €": ["ä", "ß"] * 300, '😀 "q"': DAYS}
+NAMED = {"history": ["a", "b"] * 1500, "user": ["NO", "US"] * 1500}
+EMPTY = {"a": [7] * ROWS, "b": [""] * ROWS, "c": ["x"] + [""] * (ROWS - 1)}
+LABEL = ["--label=y"]
 HARD = {
-  "numbers": (numbers, ["--label=y"], "dlrm"),
-  "counters": (lambda: {"y": RNG.integers(2, size=ROWS)} | {f"n{i}": RNG.poisson(90, ROWS) for i in range(5)}, ["--label=y"], "dlrm"),
-  "codes": (lambda: {"y": RNG.integers(2, size=ROWS), "code": RNG.integers(90, size=ROWS)}, ["--label=y"], "dlrm"),
+  "numbers": (numbers, LABEL, "dlrm"),
+  "counters": (lambda: y() | {f"n{i}": RNG.poisson(90, ROWS) for i in range(5)}, LABEL, "dlrm"),
+  "codes": (lambda: y() | {"code": RNG.integers(90, size=ROWS)}, LABEL, "dlrm"),
   "log": (returns, [], "two_tower"),
   "sequences": (returns, [], "sequence"),
-  "an input's name": (lambda: log_columns() | {"history": log_columns()["country"], "user": log_columns()["country"]}, ["--user=visitor", "--item=product"], "two_tower"),
-  "constants": (lambda: click_columns() | {"a": [7] * ROWS, "b": [""] * ROWS, "c": ["x"] + [""] * (ROWS - 1)}, ["--label=clicked"], "dlrm"),
-  "rare clicks": (lambda: {"y": RNG.permutation([1] * 10 + [0] * 1990), "city": RNG.choice(["a", "b"], 2000), "n": RNG.random(2000)}, ["--label=y"], "dlrm"),
-  "duplicates": (lambda: {"y": [0, 0, 1] * 200, "n": [1, 2, 3] * 200, "x": [*"abcd"] * 150}, ["--label=y"], "dlrm"),
-  "unicode": (lambda: {"はい": RNG.integers(2, size=ROWS), "Größe €": RNG.choice(["ä", "ß"], ROWS), "😀 \"q\"": RNG.random(ROWS)}, ["--label=はい"], "dlrm"),
-  "spellings": (spellings, ["--label=y"], "dlrm"),
-  "timestamps": (lambda: {"y": RNG.integers(2, size=ROWS), "at": [f"2024-01-{1 + i % 28:02d} {i % 24:02d}:00" for i in range(ROWS)]}, ["--label=y"], "dlrm"),
-  "days": (lambda: {"y": RNG.integers(2, size=ROWS), "at": [f"2024-01-{1 + i % 28:02d}" for i in range(ROWS)]}, ["--label=y"], "dlrm"),
-  "seconds": (lambda: {"y": RNG.integers(2, size=ROWS), "time": range(1_700_000_000, 1_700_000_000 + ROWS)}, ["--label=y"], "dlrm"),
-  "new column": (lambda: click_columns() | {"date": [f"2024-01-{1 + i // 20:02d}" for i in range(ROWS)], "new": ["" if i < 560 else "ab"[i % 2] for i in range(ROWS)]}, ["--label=clicked"], "dlrm"),
-  "lines": (lambda: {"y": RNG.integers(2, size=ROWS), "note": RNG.choice(["one\ntwo", 'a "b"', "c"], ROWS), "n": RNG.random(ROWS)}, ["--label=y"], "dlrm"),
-}  # fmt: skip
+  "inputs": (lambda: log_columns() | NAMED, ["--user=visitor", "--item=product"], "two_tower"),
+  "constants": (lambda: click_columns() | EMPTY, ["--label=clicked"], "dlrm"),
+  "rare clicks": (lambda: RARE | {"n": RNG.random(2000)}, LABEL, "dlrm"),
+  "duplicates": (lambda: {"y": [0, 0, 1] * 200, "x": [*"abcd"] * 150}, LABEL, "dlrm"),
+  "unicode": (lambda: UNICODE, ["--label=はい"], "dlrm"),
+  "spellings": (spellings, LABEL, "dlrm"),
+  "timestamps": (lambda: y() | {"at": CLOCK}, LABEL, "dlrm"),
+  "days": (lambda: y() | {"at": DAYS}, LABEL, "dlrm"),
+  "seconds": (lambda: y() | {"time": range(17 * 10**8, 17 * 10**8 + ROWS)}, LABEL, "dlrm"),
+  "new column": (lambda: click_columns() | {"at": DAYS, "new": NEW}, ["--label=clicked"], "dlrm"),
+  "parts of a date": (lambda: click_columns() | dates(ROWS), ["--label=clicked"], "dlrm"),
+  "parts of a date in a log": (dated_log, [], "sequence"),
+  "lines": (lambda: y() | LINES, LABEL, "dlrm"),
+}
 
 
-@pytest.mark.parametrize("case", HARD)
+IS_READ_LATER = pytest.mark.xfail(strict=True, reason="Time.columns is declared, and not yet read")
+
+
+@pytest.mark.parametrize(
+  "case", [pytest.param(case, marks=[IS_READ_LATER] * case.startswith("parts")) for case in HARD]
+)
 def test_what_is_proposed_is_prepared(case, tmp_path, capsys):
   columns, arguments, recipe = HARD[case][0](), HARD[case][1], HARD[case][2]
   with open(tmp_path / "a.csv", "w", newline="") as file:
