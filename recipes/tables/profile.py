@@ -31,6 +31,7 @@ _OPEN = 1000  # lines of a value within quotes, at most
 _BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
 _FEW_TEXTS = 3  # that stand for a missing value in a column of numbers
 _FOLDS = 5
+_SEED = 8_675_309  # of folds, and hardly of made data, whose values would be one with the folds
 _PRIOR = 10  # rows that the label's mean weighs in the mean of a value
 _INTERVALS = 256
 
@@ -165,7 +166,8 @@ def evidence(column: Column, y: np.ndarray) -> Evidence:
 def _means(codes: np.ndarray, y: np.ndarray) -> np.ndarray:
   """Returns the mean of each row's code in the rows of other folds, drawn to the mean of all."""
   size = int(codes.max()) + 1
-  cells = np.random.default_rng(0).integers(_FOLDS, size=len(y)) * size + codes
+  folds = np.random.default_rng(_SEED).integers(_FOLDS, size=len(y))
+  cells = folds * size + codes
   clicks = np.bincount(codes, y)[codes] - np.bincount(cells, y)[cells]
   rows = np.bincount(codes)[codes] - np.bincount(cells)[cells]
   return (clicks + _PRIOR * y.mean()) / (rows + _PRIOR)
