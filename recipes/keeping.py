@@ -1,6 +1,7 @@
 """The transforms that a run keeps in its workdir, so that it does not depend on a cache or a run.
 
 serve/        what serving needs besides the model, and what the run goes on with
+split.parquet which row of which file is in which split
 init/serve/   that of the run that it started from, whose transforms its own have grown from
 """
 
@@ -33,6 +34,9 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
   source, about = target / "source.json", {**data_sha256, "transforms": row_ids.digest(serve)}
   if is_new:
     _copy(serve, target, about)
+    if (split := serve.parent / "split.parquet").exists():
+      with files.replacing(workdir / split.name) as file:
+        file.write(split.read_bytes())
     return
   if not target.exists():
     raise UserError(

@@ -21,6 +21,7 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.data_dir = ""  # empty downloads the archive; else a folder with its files
   config.cache_dir = "~/.cache/sparse_embed"
   config.split_seed = 0
+  config.counts = (943, 1_682, 100_000)  # users, items, ratings; () to take other files
   config.num_workers = 0
 
   config.query = ("history",)

@@ -1,16 +1,18 @@
 """Criteo's display advertising logs, as of the Kaggle challenge of 2014 and the 1 TB set.
 
 A row is a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs; integers
-and categories may be blank. Rows are in the order of time and split in that order. Files, plain or
-`.gz`, are read in blocks, with NumPy, in constant memory; preparation goes on where a kill
-interrupted it.
+and categories may be blank. Rows are in the order of time and split in that order.
+
+The Kaggle file is declared as a table. The days of the 1 TB set (`recipes.dlrm.criteo1tb`), plain
+or `.gz`, are read in blocks, with NumPy, in constant memory, and preparation continues where a
+kill interrupted it.
 """
 
 import gzip
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from ..errors import DamagedFileError, UserError
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 _FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
 _BLOCK = 1 << 24
-_HINT = (
+HINT = (
   "It is not downloaded because its licence has to be accepted: get the Criteo Display Advertising "
   "Challenge from Criteo's or Kaggle's page, unpack train.txt, and pass --config.data_dir=<folder> "
   "(and --config.data_file=<name> where the file is called otherwise)."
@@ -37,43 +39,29 @@ class Rows(NamedTuple):
   end: int
 
 
-def settings(config) -> dict[str, Any]:
-  """Returns everything the prepared columns depend on."""
-  if config.vocabulary not in ("hash", "min_count"):
+def table(config) -> dict[str, Any]:
+  """Returns the settings of the Kaggle file as a table; see `recipes.tables.settings`.
+
+  Raises:
+    UserError: the vocabulary is unknown.
+    MissingFileError: the file is missing; says where it comes from.
+  """
+  vocabularies = {"hash": {"hash": config.hash_size}, "min_count": {"min_count": config.min_count}}
+  if config.vocabulary not in vocabularies:
     raise UserError(f"unknown vocabulary {config.vocabulary!r}: choose hash or min_count")
-  folder = files.data_folder(config.data_dir, _HINT)
-  path = files.require(folder, config.data_file, hint=_HINT)
-  of_vocabulary = (
-    {"hash_size": config.hash_size}
-    if config.vocabulary == "hash"
-    else {"min_count": config.min_count}
-  )
+  path = files.require(files.data_folder(config.data_dir, HINT), config.data_file, hint=HINT)
+  integers = [f"i{i + 1:02d}" for i in range(NUM_INTEGERS)]
+  categories = [f"c{i + 1:02d}" for i in range(NUM_CATEGORIES)]
+  number = {"kind": "number", "log": True, "standardize": False}
   return {
-    "format": 1,
-    "file": files.stamp(path),
-    "valid_fraction": config.valid_fraction,
-    "test_fraction": config.test_fraction,
-    "vocabulary": config.vocabulary,
-  } | of_vocabulary
-
-
-def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  """Writes the columns; `dense` are the integers after `squash`, `ids` the 26 categories."""
-  path = Path(settings["file"][0])
-  total = count_rows(path)
-  splits = arrays.cut(total, settings["valid_fraction"], settings["test_fraction"])
-  vocabulary: Vocabulary = (
-    HashVocabulary(settings["hash_size"])
-    if settings["vocabulary"] == "hash"
-    else CountedVocabulary.of_file(path, splits["train"][1], settings["min_count"], folder)
-  )
-  write(folder, [(path, total)], vocabulary.ids)
-  return {
-    "splits": splits,
-    "features": [
-      {"name": f"c{i + 1:02d}", "vocabulary_size": size} for i, size in enumerate(vocabulary.sizes)
-    ],
-    "sha256": {path.name: files.digest(path)},
+    "files": path,
+    "format": {"delimiter": "\t", "names": ("label", *integers, *categories), "quote": ""},
+    "columns": {
+      "label": "label",
+      **dict.fromkeys(integers, number),
+      **{key: {"kind": "category", **vocabularies[config.vocabulary]} for key in categories},
+    },
+    "split": {"by": "order", "valid": config.valid_fraction, "test": config.test_fraction},
   }
 
 
@@ -117,85 +105,6 @@ def write(
 def squash(integers: np.ndarray) -> np.ndarray:
   """Returns `sign(x) * log(1 + |x|)`, blanks as 0: counts span decades, and a few are negative."""
   return np.nan_to_num(np.sign(integers) * np.log1p(np.abs(integers))).astype(np.float32)
-
-
-class Vocabulary(Protocol):
-  """Categories to ids: `sizes` per feature and `ids(categories)`, int64 to int32 `[N, 26]`.
-
-  Id 0 is the blank.
-  """
-
-  sizes: list[int]
-
-  def ids(self, categories: np.ndarray) -> np.ndarray: ...
-
-
-class HashVocabulary:
-  """Ids by a fixed hash of the value and the feature: the same on every machine and every day."""
-
-  def __init__(self, size: int):
-    if size < 2:
-      raise UserError(f"hash_size must be at least 2, one id for blanks and one for values: {size}")
-    self.sizes = [size] * NUM_CATEGORIES
-
-  def ids(self, categories: np.ndarray) -> np.ndarray:
-    salt = np.arange(NUM_CATEGORIES, dtype=np.uint64) << np.uint64(32)
-    buckets = splitmix64(categories.astype(np.uint64) ^ salt) % np.uint64(self.sizes[0] - 1)
-    return np.where(categories < 0, 0, 1 + buckets.astype(np.int64)).astype(np.int32)
-
-
-class CountedVocabulary:
-  """Ids of the values that occur at least `min_count` times in the training rows.
-
-  All rarer ones, and values that only later rows hold, share id 1.
-  """
-
-  def __init__(self, values: list[np.ndarray]):
-    self.values = values
-    self.sizes = [2 + len(known) for known in values]
-
-  def ids(self, categories: np.ndarray) -> np.ndarray:
-    ids = np.zeros(categories.shape, np.int32)
-    for i, known in enumerate(self.values):
-      place = np.searchsorted(known, categories[:, i])
-      hit = np.zeros(len(categories), bool)
-      if len(known):
-        hit = known[np.minimum(place, len(known) - 1)] == categories[:, i]
-      ids[:, i] = np.where(hit, 2 + place, np.where(categories[:, i] < 0, 0, 1))
-    return ids
-
-  @classmethod
-  def of_file(cls, path: Path, train_rows: int, min_count: int, folder: Path):
-    """Counts the first `train_rows` rows, or opens the counts that a killed run has left.
-
-    Memory is 12 bytes per distinct value: about 400 MB for the whole Kaggle file.
-    """
-    saved = folder / "vocabulary.npz"
-    if not saved.exists():
-      known = count_values(path, train_rows, min_count)
-      with files.replacing(saved) as file:
-        np.savez(file, *known)
-    with np.load(saved) as stored:
-      return cls([stored[f"arr_{i}"] for i in range(NUM_CATEGORIES)])
-
-
-def count_values(path: Path, rows: int, min_count: int) -> list[np.ndarray]:
-  """Returns, per feature, the sorted values that the first `rows` rows hold `min_count` times."""
-  values = [np.empty(0, np.int64)] * NUM_CATEGORIES
-  counts = [np.empty(0, np.int32)] * NUM_CATEGORIES
-  left = rows
-  with files.progress(f"counting {path.name}", rows, "row") as bar:
-    for block in read(path):
-      for i, column in enumerate(block.categories[:left].T):
-        new, new_counts = np.unique(column[column >= 0], return_counts=True)
-        merged, at = np.unique(np.concatenate([values[i], new]), return_inverse=True)
-        weights = np.concatenate([counts[i], new_counts])
-        values[i], counts[i] = merged, np.bincount(at, weights, len(merged)).astype(np.int32)
-      left -= min(left, len(block.label))
-      bar.update(len(block.label))
-      if not left:
-        break
-  return [value[count >= min_count] for value, count in zip(values, counts, strict=True)]
 
 
 def count_rows(path: Path) -> int:

@@ -26,7 +26,7 @@ from . import criteo, criteo1tb, movielens1m, synthetic
 
 DATA_SETS = Registry(
   {
-    "criteo": DataSet(criteo.settings, criteo.build),
+    "criteo": DataSet(table_settings.declared(criteo.table), clicks.build, hint=criteo.HINT),
     "criteo_1tb": DataSet(
       criteo1tb.settings, criteo1tb.build, view=criteo1tb.view, describe=criteo1tb.describe
     ),

@@ -1,9 +1,9 @@
 """Sequences of items: leave one out, packed for training, one history per user for evaluation.
 
-`load` prepares a data set once (see `recipes.datasets`): `items` and `offsets` (see
-`recipes.sequence.files`), and from them the packed rows that training reads. The last item of a
-user is tested, the one before it validated, and the rest train; users with fewer than three items
-train only.
+`load` prepares a data set once (see `recipes.datasets`): `items` int32 `[interactions]`, the users
+one after the other, `offsets` int64 `[users + 1]`, and from them the packed rows that training
+reads. The last item of a user is tested, the one before it validated, and the rest train; users
+with fewer than three items train only.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from . import batches, files, packing, synthetic, table
 
 DATA_SETS = Registry(
   {
-    "file": DataSet(files.settings, files.build),
+    "file": DataSet(table_settings.declared(files.table), table.build, hint=files.HINT),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": DataSet(table_settings.settings, table.build),
   },

@@ -41,7 +41,7 @@ def settings(config) -> dict[str, Any]:
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  """Writes the columns; see `recipes.sequence.files`."""
+  """Writes the columns; see `recipes.sequence.data`."""
   process = Process(settings["items"], settings["noise"], settings["seed"])
   sequences = []
   with files.progress("drawing sequences", settings["users"], "user") as bar:

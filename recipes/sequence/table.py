@@ -25,7 +25,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     )
   if table.refit:
     raise UserError("config.refit has no meaning for sequences: remove it")
-  log = interactions.read(table, "last")
+  log = interactions.read(table, "last", folder)
   if not (log.split == 2).any():
     raise UserError(
       "no user has three items, and sequences are validated and tested on the last two: more rows "

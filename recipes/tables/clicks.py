@@ -1,6 +1,5 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,15 +41,14 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     raise UserError(
       f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
     )
-  with contextlib.ExitStack() as opened:
-    stage = opened.enter_context(Stage(folder / "stage"))
+  stage = Stage(folder / "stage")
+  with SplitFile(folder, table.names) as split:
     reader = RowReader(table, by, stage=stage)
     # A run of another recipe has none of these transforms.
     has_base = table.base is not None and (table.base / "sides.json").exists()
     base = Encoder.load(table.base) if table.base is not None and has_base else None
     fit = Fit(table.kinds, base.fitted if base else None)
     serve = serve_folder(settings, folder)
-    split = opened.enter_context(SplitFile(serve, table.names))
     counted = _Counted.of(table, reader, fit, split)
     sizes, notes = counted.sizes, list(reader.notes)
     kept = {path: part == 0 for path, part in split.parts.items()}
@@ -67,7 +65,8 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     notes += _about(sizes, counted.clicks, encoder)
     _write(table, reader, encoder, folder, sizes)
     encoder.save(serve)
-    table.check_unchanged()
+  table.check_unchanged()
+  stage.close()
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
   if table.refit:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from embed import transforms
+from embed.transforms import hashing
 
 from .. import arrays
 from ..errors import UserError
@@ -24,6 +25,8 @@ Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 o
 _SAMPLE = 1 << 16  # numbers that quantiles are taken of, at least half as many
 _LONGEST = 64  # of a bag whose length is taken from the training rows
 _MERGED = 1 << 20  # distinct values that wait to be merged
+_FEW = 100  # values, below which each has a row of its own
+_DRAWN, _DRAWN_SEED = 0.1, 20  # the share of values of one row that count as unknown
 
 
 class Counts:
@@ -244,7 +247,12 @@ class Fit:
     if not len(frequent) and not known:
       raise UserError(self._empty(name))
     is_kept = pc.greater_equal(frequent["count"], kind.min_count)
-    values = list(dict.fromkeys([*known, *frequent.filter(is_kept)["value"].to_pylist()]))
+    kept = frequent.filter(is_kept)
+    if kind.oov and kind.min_count == 1 and len(kept) >= _FEW:
+      # The rows for unknown values learn from rare ones that are drawn into them.
+      hashed = hashing.hashes(np.array(kept["value"].to_pylist(), object), _DRAWN_SEED) / 2.0**64
+      kept = kept.filter(pa.array((hashed >= _DRAWN) | (kept["count"].to_numpy() > 1)))
+    values = list(dict.fromkeys([*known, *kept["value"].to_pylist()]))
     if not values and not kind.oov:
       raise UserError(
         f"no value of column {name!r} is in {kind.min_count} training rows or more: lower its "

@@ -14,8 +14,9 @@ from ..errors import UserError
 from . import entities, sharing, spec, splitting
 from .entities import Codes, Entities
 from .fitting import extracted
-from .rows import RowReader, Rows
+from .rows import RowReader, Rows, SplitFile
 from .settings import SPLITS, Table
+from .source import Stage
 from .values import spelled, spelling_of
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
@@ -55,33 +56,37 @@ class Interactions:
     self.items.save(folder, "items")
 
 
-def read(table: Table, by: str) -> Interactions:
-  """Returns the interactions of a table.
+def read(table: Table, by: str, folder: Path) -> Interactions:
+  """Returns the interactions of a table, and writes their splits to `split.parquet`.
 
   Args:
     table: the settings.
-    by: how they are split: "user", "last", "time", "hash", "column" or "files".
+    by: how they are split: "user", "last", "time", "order", "hash", "column" or "files".
+    folder: of the prepared data.
 
   Raises:
     UserError: no item is declared, a row has no user or item, or nothing is left.
   """
-  log = _Log(table, by)
-  user, item, split, order = log.read()
+  stage = Stage(folder / "stage")
+  log = _Log(table, by, stage)
+  user, item, split, row, order = log.read()
   notes = log.notes
   if order is not None:
-    user, item, split = user[order], item[order], split[order]
+    user, item, split, row = user[order], item[order], split[order], row[order]
+  if table.by_number:
+    user, item = log.by_number("user")[user], log.by_number("item")[item]
   repeats = ~splitting.first_of_pairs(user, item)
   notes += _about_repeats(table, int(repeats.sum()), len(user))
   merge = table.duplicates == "merge" or (not table.duplicates and table.exclude_seen)
   if merge and repeats.any():
-    user, item, split = user[~repeats], item[~repeats], split[~repeats]
+    user, item, split, row = (x[~repeats] for x in (user, item, split, row))
   if table.core:
     kept = splitting.k_core(user, item, table.core)
     notes.append(
       f"{len(kept):,} of {len(user):,} interactions are of users and items with {table.core} or "
       "more"
     )
-    user, item, split = user[kept], item[kept], split[kept]
+    user, item, split, row = (x[kept] for x in (user, item, split, row))
   if not len(user):
     also = "".join(f"; {note}" for note in notes)
     raise UserError(
@@ -109,7 +114,7 @@ def read(table: Table, by: str) -> Interactions:
         f"{int(seen.sum()):,} repeats are not validated or tested on, since exclude_seen leaves "
         "them out of the ranking"
       )
-    user, item, split = user[once], item[once], split[once]
+    user, item, split, row = (x[once] for x in (user, item, split, row))
   # Numbered again, without those that have no interaction left.
   used_users, user = np.unique(user, return_inverse=True)
   used_items, item = np.unique(item, return_inverse=True)
@@ -118,6 +123,10 @@ def read(table: Table, by: str) -> Interactions:
     (used_users, np.isin(np.arange(len(used_users)), user[training])),
     (used_items, np.isin(np.arange(len(used_items)), item[training])),
   )
+  log.write_split(folder, row, split)
+  table.check_unchanged()
+  stage.close()
+  _check_counts(table, (len(users.texts), len(items.texts), len(user)))
   notes += _about_splits(user, item, split, len(users.texts), len(items.texts))
   return Interactions(user.astype(np.int32), item.astype(np.int32), split, users, items, notes)
 
@@ -145,8 +154,8 @@ def pairs(table: Table) -> Pairs:
   Raises:
     UserError: no user or item is declared, or a row has none.
   """
-  log = _Log(table, "")
-  user, item, _, _ = log.read()
+  log = _Log(table, "", Stage())
+  user, item, *_ = log.read()
   first = splitting.first_of_pairs(user, item)
   users, items = (pa.array(log.texts(side), pa.string()) for side in ("user", "item"))
   return Pairs(user[first], item[first], users, items, log.user_values())
@@ -155,8 +164,8 @@ def pairs(table: Table) -> Pairs:
 class _Log:
   """Reads the rows of a table as interactions, and the features that the rows hold."""
 
-  def __init__(self, table: Table, by: str):
-    self._table = table
+  def __init__(self, table: Table, by: str, stage: Stage):
+    self._table, self._stage = table, stage
     self._user = table.name_of(spec.User)
     self._item = table.name_of(spec.Item) or table.name_of(spec.Ordered)
     if self._item is None:
@@ -165,10 +174,12 @@ class _Log:
       table.require(spec.User, "and recommendations need one")
     self._time = table.name_of(spec.Time)
     required = [name for name in (self._user, None if self._is_list() else self._item) if name]
-    by = by if by in ("time", "hash", "column", "files") else ""
-    self._reader = RowReader(table, by, required, holds_out=False)
+    by = by if by in ("time", "order", "hash", "column", "files") else ""
+    self._reader = RowReader(table, by, required, holds_out=False, stage=stage)
     self._codes = {"user": Codes(), "item": Codes()}
     self._without_items = 0  # rows
+    self._first_rows: dict[Path, int] = {}  # of the files, less one, if rows are numbered through
+    self._num_rows = 0
     sides = {
       side: {
         name: kind
@@ -196,9 +207,13 @@ class _Log:
     kind = self._table.kinds[str(self._item)]
     return isinstance(kind, spec.Bag) or bool(getattr(kind, "separator", ""))
 
-  def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Returns user, item and split of each interaction, and the order of time, None without."""
-    parts: dict[str, list[np.ndarray]] = {"user": [], "item": [], "split": [], "time": []}
+  def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Returns the interactions in the order of the files: user, item, split and row of each.
+
+    Rows are numbered through all files. The last array is the order of time, None without.
+    """
+    names = ("user", "item", "split", "row", "time")
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     rows = positive = 0
     for part in self._reader:
       rows += len(part.chunk.rows)
@@ -208,9 +223,8 @@ class _Log:
       positive += len(part.chunk.rows)
       for name, array in self._interactions(part, rows).items():
         parts[name].append(array)
-    user, item, split, time = (
-      np.concatenate(parts[name]) if parts[name] else np.empty(0, np.int64)
-      for name in ("user", "item", "split", "time")
+    user, item, split, row, time = (
+      np.concatenate(parts.pop(name)) if parts[name] else np.empty(0, np.int64) for name in names
     )
     self.notes += self._reader.notes
     if self._without_items:
@@ -221,7 +235,7 @@ class _Log:
       self.notes.append(
         f"{positive:,} of {rows:,} rows are positive by the label, and are the interactions"
       )
-    return user, item, split, np.argsort(time, kind="stable") if self._time else None
+    return user, item, split, row, np.argsort(time, kind="stable") if self._time else None
 
   def _interactions(self, part: Rows, rows: int) -> dict[str, np.ndarray]:
     chunk = part.chunk
@@ -241,7 +255,16 @@ class _Log:
     self._collected["user"].add(user, columns)
     if not self._is_list():
       self._collected["item"].add(item, columns)
-    whole = {"user": user[parents], "item": item, "split": part.split[parents]}
+    if chunk.file not in self._first_rows:
+      self._first_rows[chunk.file] = self._num_rows
+    row = self._first_rows[chunk.file] + chunk.rows
+    self._num_rows = int(row[-1]) if len(row) else self._num_rows
+    whole = {
+      "user": user[parents],
+      "item": item,
+      "split": part.split[parents],
+      "row": row[parents],
+    }
     return whole | {"time": columns[self._time][parents] if self._time else np.empty(0, np.int64)}
 
   def texts(self, side: str) -> list[str]:
@@ -249,6 +272,34 @@ class _Log:
     codes = self._codes[side]
     texts = spelled(codes.array, spelling_of(codes.array)).to_pylist()
     return texts if len(set(texts)) == len(codes) else codes.texts
+
+  def write_split(self, folder: Path, row: np.ndarray, split: np.ndarray) -> None:
+    """Writes `split.parquet`; see `rows.SplitFile`.
+
+    Args:
+      folder: where to.
+      row, split: of each interaction; several in a row are several lines.
+    """
+    order = np.argsort(row, kind="stable")
+    row, split = row[order], split[order]
+    paths, first = list(self._first_rows), np.array([*self._first_rows.values()])
+    with SplitFile(folder, self._table.names) as file:
+      for path, start, stop in zip(paths, first, [*first[1:], np.inf], strict=True):
+        of_file = slice(*np.searchsorted(row, (start, stop), side="right"))
+        file.write(path, row[of_file] - start, split[of_file])
+
+  def by_number(self, side: str) -> np.ndarray:
+    """Numbers users or items anew, in the order of their ids; returns the number of each before.
+
+    Raises:
+      UserError: an id is no whole number.
+    """
+    texts = self.texts(side)
+    if wrong := [text for text in texts if not (text.isascii() and text.isdecimal())]:
+      raise UserError(f"found {wrong[0]!r} as the {side} of a row, expected a whole number")
+    order = np.argsort(np.array([int(text) for text in texts]), kind="stable")
+    self._codes[side] = Codes(texts[old] for old in order.tolist())
+    return np.argsort(order)
 
   def user_values(self) -> dict[str, Any]:
     """Returns the values of the users' features by declared name."""
@@ -286,7 +337,7 @@ class _Log:
       if side in self._table.sides:
         ids = Codes(texts[i] for i in kept[trained])
         other, notes = entities.read(
-          self._table.sides[side], side, self._table.on_bad_row, ids, _BUCKETS, base
+          self._table.sides[side], side, self._table.on_bad_row, ids, _BUCKETS, base, self._stage
         )
         self.notes += notes
         own = joined(own, other.numbered(own.texts), side)
@@ -309,6 +360,17 @@ def joined(own: Entities, other: Entities, side: str) -> Entities:
   fitted = own.fitted.merged(other.fitted)
   titles = own.titles if other.titles is None else other.titles
   return Entities(own.texts, fitted, {**own.ids, **other.ids}, own.dense, titles)
+
+
+def _check_counts(table: Table, counts: tuple[int, ...]) -> None:
+  """Raises UserError for other numbers than the published ones."""
+  if table.counts and counts != table.counts:
+    listed = "{:,} users, {:,} items and {:,} interactions".format(*counts)
+    raise UserError(
+      f"{table.rows.all_files[0]} has {listed}; the published file has "
+      f"{', '.join(f'{number:,}' for number in table.counts)}: pass --config.counts='()' for "
+      "another one."
+    )
 
 
 def _about_repeats(table: Table, repeats: int, rows: int) -> list[str]:

@@ -21,8 +21,7 @@ from .formats import Format
 from .reading import Reader, columns_of
 from .source import File, ParquetFile, Stage, TextFile, batches
 from .splitting import by_content
-from .times import as_times
-from .values import as_lists, as_numbers, as_texts, plain, refusal
+from .values import as_lists, as_numbers, as_texts, as_times, plain, refusal
 
 JOIN = "\x1f"  # of the items of a list in its text
 _PLACES = 5  # files, or row groups of a Parquet file, that rows are read of
@@ -211,8 +210,8 @@ class Sample:
 
   def split(self, share: float, seed: int) -> np.ndarray:
     """Returns the part of each row in a split by hash: 0 train, 1 valid, 2 test."""
-    both = (share, share)
-    return np.concatenate([by_content(self.stage, file, both, seed=seed) for file in self.files])
+    parts = by_content(self.stage, self.files, (share, share), seed=seed)
+    return np.concatenate([parts[file.path] for file in self.files])
 
   def repeated(self) -> float:
     """Returns the share of rows that repeat another row in all columns."""

@@ -37,7 +37,8 @@ _NAMES = {
 _IDS = {"id", "ids", "code", "hash", "key"}  # words that a name may have besides
 _CODES = _IDS | {"zip", "zipcode", "postcode", "postal", "type", "cat", "category"}
 _UNRELATED = {"birth", "born", "dob", "release", "released", "expiry", "expires", "founded"}
-_PARTS = {"year": (1900, 2100), "month": (1, 12), "day": (1, 31), "hour": (0, 23)}
+_PARTS = {"year": (1900, 2100), "month": (1, 12), "day": (1, 31)}  # of a date, and what they hold
+_PARTS |= {"hour": (0, 23), "minute": (0, 59), "second": (0, 59)}
 _COMMAS = (r"^[+-]?[\d.]*\d(,\d+)?$", r"^[+-]?\d{1,3}(,\d{3})*(\.\d+)?$")  # not of a bag
 _SEPARATORS = {"|": 0.3, ";": 0.3, ",": 0.5, " ": 0.5}  # the share of rows that must have it
 _NONE = re.compile(
@@ -549,7 +550,7 @@ def _is_time(column: Column) -> bool:
 
 
 def _date_parts(columns: Mapping[str, Column]) -> list[Column]:
-  """Returns the columns year, month, day, and hour if there is one, that are dates together."""
+  """Returns the columns year, month, day, and down to the second, that are dates together."""
   found: dict[tuple[str, ...], dict[str, Column]] = {}
   for name, column in columns.items():
     *words, part = tokens(name) or [""]
@@ -563,10 +564,11 @@ def _date_parts(columns: Mapping[str, Column]) -> list[Column]:
 
 def _seconds(parts: Sequence[Column]) -> np.ndarray:
   """Returns the seconds of dates in several columns, float64 `[N]`; NaN for days of no month."""
-  year, month, day, *hour = (column.of_rows.astype(int) for column in parts)
+  year, month, day, *clock = (column.of_rows.astype(int) for column in parts)
   months = (year - 1970).astype("datetime64[Y]").astype("datetime64[M]") + (month - 1)
   dates = months.astype("datetime64[D]") + (day - 1)
-  seconds = dates.astype("datetime64[s]").astype(float) + 3600 * sum(hour)
+  of_day = sum(part * unit for part, unit in zip(clock, (3600, 60, 1), strict=False))
+  seconds = dates.astype("datetime64[s]").astype(float) + of_day
   return np.where(dates.astype("datetime64[M]") == months, seconds, np.nan)
 
 

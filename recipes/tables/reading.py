@@ -14,8 +14,7 @@ from .faults import UNUSABLE, Fault, Ledger, Problem
 from .finding import file_format, paths
 from .formats import Format
 from .source import Batch, File, ParquetFile, Stage, TextFile, batches
-from .times import are_dates, as_times
-from .values import ReadAs, as_lists, as_numbers, as_texts, plain, refusal, trimmed
+from .values import ReadAs, are_dates, converted, refusal
 
 __all__ = ["Chunk", "Format", "Reader", "columns_of", "paths"]
 
@@ -65,8 +64,8 @@ class Reader:
       ("list", separator): pa.ListArray of texts as above, without the missing ones; a list, or a
         text cut at the separator. A missing list is empty.
       "any": the Arrow array as it is stored.
-    columns: the column of a name in the files, where it is another one. Several names may read one
-      column, in different ways.
+    columns: the column of a name in the files, where it is another one, or several; see
+      `values.converted`. Several names may read one column, in different ways.
     format: of text files.
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
     chunk_rows: at most, of a chunk.
@@ -96,7 +95,7 @@ class Reader:
     paths: Sequence[Path],
     ways: Mapping[str, ReadAs],
     *,
-    columns: Mapping[str, str] | None = None,
+    columns: Mapping[str, str | tuple[str, ...]] | None = None,
     format: Format = _AS_FOUND,
     on_bad_row: str = "raise",
     chunk_rows: int = 65_536,
@@ -104,7 +103,8 @@ class Reader:
     dictionaries: bool = False,
   ):
     self._paths, self._ways = [Path(path) for path in paths], dict(ways)
-    self._columns = {name: (columns or {}).get(name, name) for name in ways}
+    of_name = {name: (columns or {}).get(name, name) for name in ways}
+    self._columns = {n: (c,) if isinstance(c, str) else c for n, c in of_name.items()}
     self._format, self._on_bad_row, self._chunk_rows = format, on_bad_row, chunk_rows
     self._ledger = Ledger(on_bad_row)
     self._clocks: dict[str, int] = {}
@@ -127,8 +127,8 @@ class Reader:
   def __iter__(self) -> Iterator[Chunk]:
     self._ledger = Ledger(self._on_bad_row)
     self._clocks = {}
-    num_rows, wanted = 0, list(dict.fromkeys(self._columns.values()))
-    texts = [self._columns[name] for name, way in self._ways.items() if way == "text"]
+    num_rows, wanted = 0, list(dict.fromkeys(c for each in self._columns.values() for c in each))
+    texts = [self._columns[name][0] for name, way in self._ways.items() if way == "text"]
     total = sum(path.stat().st_size for path in self._paths)
     with files.progress("reading", total, "B") as bar:
       for path, source in zip(self._paths, self.files, strict=True):
@@ -178,11 +178,13 @@ class Reader:
   def _check(self, path: Path, source: File) -> None:
     """Raises if a file lacks a column, or stores it in a way that cannot be read as it should."""
     for name, way in self._ways.items():
-      column = self._columns[name]
-      if column not in source.names:
-        raise DamagedFileError(self._missing(path, source, column))
-      if column in source.types and (problem := refusal(source.types[column], way)) is not None:
-        raise DamagedFileError(f"{path}, column {column!r} {problem}.")
+      columns = self._columns[name]
+      for column in columns:
+        if column not in source.names:
+          raise DamagedFileError(self._missing(path, source, column))
+        problem = refusal(source.types[column], way if len(columns) == 1 else "number")
+        if problem is not None:
+          raise DamagedFileError(f"{path}, column {column!r} {problem}.")
 
   def _missing(self, path: Path, source: File, name: str) -> str:
     listed = ", ".join(map(repr, source.names[:30])) + (" …" if len(source.names) > 30 else "")
@@ -200,10 +202,10 @@ class Reader:
     problems: list[tuple[str, Problem]] = []
     columns = {}
     for name, way in self._ways.items():
-      column = self._columns[name]
-      array = batch.arrays[column]
-      columns[name], bad = converted(array, way, self._format.missing, clocks, column)
-      problems += [(column, problem) for problem in bad]
+      of_name = self._columns[name]
+      arrays = [batch.arrays[column] for column in of_name]
+      columns[name], bad = converted(arrays, way, self._format.missing, clocks, of_name)
+      problems += [(of_name[0], problem) for problem in bad]
     faults = {fault.row: fault for fault in batch.faults}
     return self._without(Chunk(path, batch.rows, batch.places, columns), faults, problems)
 
@@ -239,29 +241,3 @@ def _open(path: Path, format: Format) -> File:
 
 def _listed(paths: Sequence[Path]) -> str:
   return str(paths[0]) if len(paths) == 1 else f"each of {len(paths)} files from {paths[0]} on"
-
-
-def converted(
-  array: pa.Array, way: ReadAs, missing: Sequence[str], clocks: dict[str, int], column: str
-) -> tuple[Any, list[Problem]]:
-  """Returns the values of a stored column, read as `Reader` does, and what cannot be read."""
-  if way == "any":
-    return array, []
-  if way == "text" and isinstance(array, pa.DictionaryArray):
-    return as_texts(array, missing)
-  array = plain(array)
-  if isinstance(way, tuple):
-    return as_lists(array, way[1], missing)
-  if way == "text":
-    return as_texts(array, missing)
-  if way == "number":
-    return as_numbers(array, missing)
-  if way != "time":
-    raise ValueError(
-      f"{way!r} is unknown: use 'text', 'number', 'time', 'any' or ('list', separator)"
-    )
-  if not pa.types.is_binary(array.type) and not pa.types.is_string(array.type):
-    return as_times(array, clocks, column, missing)
-  texts, problems = trimmed(array, missing)
-  times, unreadable = as_times(texts, clocks, column)
-  return times, problems + unreadable

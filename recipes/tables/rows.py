@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from .. import arrays
 from ..errors import UserError
 from . import spec, splitting
 from .fitting import Moments
-from .reading import Chunk, Reader, converted
+from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
-from .source import Stage, identifier, literal
-from .values import ReadAs, has_bytes, plain, same_value
+from .source import File, Stage, identifier, literal
+from .values import ReadAs, converted, has_bytes, plain, same_value
 
 _DISTINCT = 1 << 16  # values that are held at once
 _OUTCOMES = 100  # texts of a label that are counted
@@ -35,10 +38,10 @@ def way(kind: spec.Kind) -> ReadAs:
   return "text"
 
 
-def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[str, ReadAs]]:
-  """Returns the column and the way of reading of each declared name; a cross has none."""
+def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]:
+  """Returns the columns and the way of reading of each declared name; a cross has none."""
   return {
-    name: (kind.column or name, way(kind))
+    name: (kind.sources(name), way(kind))
     for name, kind in kinds.items()
     if not isinstance(kind, spec.Cross)
   }
@@ -60,11 +63,11 @@ def open_source(
     paths: the files of one split; none reads all.
     stage, dictionaries: as of `Reader`.
   """
-  wanted = ways(source.kinds) | ({"": (source.key, "text")} if source.key else {})
+  wanted = ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
   return Reader(
     paths or source.all_files,
     {name: how for name, (_, how) in wanted.items()},
-    columns={name: column for name, (column, _) in wanted.items()},
+    columns={name: columns for name, (columns, _) in wanted.items()},
     format=source.format,
     on_bad_row=on_bad_row,
     stage=stage,
@@ -91,7 +94,8 @@ class RowReader:
 
   Args:
     table: the settings.
-    by: how rows are split: "hash", "time", "column" or "files"; "" leaves all rows in one split.
+    by: how rows are split: "hash", "time", "order", "column" or "files"; "" leaves all rows in one
+      split.
     required: names of columns of texts in which every row must have a value.
     holds_out: whether a part of the training files validates where no file does.
     stage: where text is kept; None makes one of its own.
@@ -132,13 +136,12 @@ class RowReader:
 
   def checks(self, names: Sequence[str]) -> Iterator[Rows]:
     """Yields the same rows with the columns that a row can be left out for, and those named."""
-    files = [file for paths in self._table.rows.files.values() for file in self._open(paths).files]
     kinds = {
       name: kind
       for name, kind in self._table.kinds.items()
       if name in (*names, *self._required)
       or not isinstance(kind, spec.Category)
-      or any(has_bytes(file.types[kind.column or name]) for file in files)
+      or any(has_bytes(file.types[each]) for file in self._files for each in kind.sources(name))
     }
     yield from self._read(kinds)
 
@@ -152,19 +155,27 @@ class RowReader:
       kept: which rows count, bool, by file, in the order in which they are stored.
     """
     kind, engine = self._table.kinds[name], self._stage.engine
-    column = identifier(kind.column or name)
-    for paths in self._table.rows.files.values():
-      for file in self._open(paths, {name: kind}).files:
-        stored = literal(file.stored(self._stage)[0])
-        engine.register("kept", pa.table({"is_kept": kept[file.path]}))
-        query = (
-          f"SELECT value, count(*) AS count FROM (SELECT {column} AS value FROM "
-          f"read_parquet({stored})) POSITIONAL JOIN kept WHERE is_kept GROUP BY value"
-        )
-        for batch in engine.execute(query).to_arrow_reader(_DISTINCT):
-          missing = self._table.rows.format.missing
-          values, _ = converted(batch["value"], way(kind), missing, {}, name)
-          yield values, batch["count"].to_numpy()
+    names, read_as = kind.sources(name), way(kind)
+    columns = ", ".join(identifier(each) for each in names)
+    types = lambda file: [file.types[each] for each in names]
+    for _, alike in itertools.groupby(self._files, types):
+      group = list(alike)
+      stored = ", ".join(literal(file.stored(self._stage)[0]) for file in group)
+      mask = pa.chunked_array([pa.array(kept[file.path]) for file in group])
+      engine.register("kept", pa.table({"is_kept": mask}))
+      query = (
+        f"SELECT {columns}, count(*) FROM (SELECT {columns} FROM read_parquet([{stored}])) "
+        f"POSITIONAL JOIN kept WHERE is_kept GROUP BY {columns}"
+      )
+      for batch in engine.execute(query).to_arrow_reader(_DISTINCT):
+        *values, counts = batch.columns
+        missing = self._table.rows.format.missing
+        yield converted(values, read_as, missing, {}, names)[0], counts.to_numpy()
+
+  @functools.cached_property
+  def _files(self) -> list[File]:
+    """The files of all splits."""
+    return [file for paths in self._table.rows.files.values() for file in self._open(paths).files]
 
   def _open(
     self,
@@ -297,6 +308,8 @@ class RowReader:
       chunk = reader.refuse(chunk, wrong, name, problem)
       # The labels of rows that were refused go with them.
       return Rows(chunk, split[~wrong], label if label is None else label[~wrong])
+    if self._by == "order":
+      return Rows(chunk, self._in_order(chunk), label)
     if self._by == "hash":
       shares = self._table.split["valid"], self._table.split["test"]
       return Rows(chunk, self._hashed(reader, chunk, shares), label)
@@ -313,16 +326,27 @@ class RowReader:
           "they are"
         )
 
+  def _in_order(self, chunk: Chunk) -> np.ndarray:
+    """Splits by the places of the rows in all files: the last ones are tested."""
+    if not self._parts:
+      sizes = [pq.read_metadata(file.stored(self._stage)[0]).num_rows for file in self._files]
+      split = self._table.split
+      parts = np.zeros(sum(sizes), np.int8)
+      for name, (start, stop) in arrays.cut(len(parts), split["valid"], split["test"]).items():
+        parts[start:stop] = SPLITS.index(name)
+      pieces = np.split(parts, np.cumsum(sizes)[:-1])
+      self._parts = {file.path: x for file, x in zip(self._files, pieces, strict=True)}
+    return self._parts[chunk.file][chunk.places]
+
   def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
     """Splits by the content of the rows, or of a column; see `splitting.by_content`."""
     split, kinds = self._table.split, self._table.kinds
     if split["on"] and not isinstance(kinds.get(split["on"]), spec.Category):
       raise UserError(f"config.split.on is {split['on']!r}: name a declared category, user or item")
-    on = split["on"] and (kinds[split["on"]].column or split["on"])
+    on = split["on"] and kinds[split["on"]].sources(split["on"])[0]
     if chunk.file not in self._parts:
-      file = next(file for file in reader.files if file.path == chunk.file)
-      self._parts[chunk.file] = splitting.by_content(
-        self._stage, file, shares, seed=split["seed"], on=on
+      self._parts |= splitting.by_content(
+        self._stage, reader.files, shares, seed=split["seed"], on=on
       )
     return self._parts[chunk.file][chunk.places]
 
@@ -394,11 +418,15 @@ class SplitFile:
     between = np.full(chunk.places[-1] + 1 - len(parts), -1, np.int8)
     between[chunk.places - len(parts)] = split
     self.parts[chunk.file] = np.concatenate([parts, between])
+    self.write(chunk.file, chunk.rows, split)
+
+  def write(self, path: Path, rows: np.ndarray, split: np.ndarray) -> None:
+    """Writes the splits of rows of a file, by number."""
     code = pa.DictionaryArray.from_arrays
     columns = {
-      "file": code(np.zeros(len(split), np.int8), [self._names[chunk.file]]),
-      "row": chunk.rows,
-      "part": code(split, list(SPLITS)),
+      "file": code(np.zeros(len(split), np.int8), [self._names[path]]),
+      "row": rows,
+      "part": code(split.astype(np.int8), list(SPLITS)),
     }
     self._writer.write_table(pa.table(columns, _SPLIT_FILE))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction do
   from ml_collections import ConfigDict
 
 SPLITS = ("train", "valid", "test")
-SPLIT_BY = ("", "hash", "user", "last", "time", "column", "files")
+SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
 _TIMES = ("config.split.valid_from", "config.split.test_from")
 
@@ -45,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
   "item_table": _SIDE,
   "on_bad_row": "raise",  # or "skip", which counts
   "split": {
-    "by": "",  # hash, time, user, last, column, files; "" goes by the columns, see docs
+    "by": "",  # hash, time, order, user, last, column, files; "" goes by the columns, see docs
     "valid": 0.1,  # of the rows
     "test": 0.1,
     "seed": 0,
@@ -166,6 +166,9 @@ class Table:
     on_bad_row: "raise" or "skip".
     exclude_seen, duplicates, core, refit: as in the config.
     base: the folder `serve` of the run that this one starts from, whose transforms grow.
+    counts: the published numbers of users, items and interactions; () if there are none.
+    by_number: whether users and items are in the order of their ids, which are whole numbers; else
+      in that of their first rows.
   """
 
   rows: Source
@@ -177,6 +180,8 @@ class Table:
   core: int
   refit: bool
   base: Path | None = None
+  counts: tuple[int, ...] = ()
+  by_number: bool = False
 
   @functools.cached_property
   def names(self) -> dict[Path, str]:
@@ -292,12 +297,19 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
 
   Args:
     table: `(config) -> settings`, as a user's config has them. Those that it leaves out are the
-      config's where it has them, and else have their defaults.
+      config's where it has them, and else have their defaults. It may also return `counts`, the
+      published numbers of users, items and interactions, or (), others than which are refused; and
+      `by_number`, whether ids are whole numbers and get their rows in this order.
   """
 
   def settings_of(config) -> dict[str, Any]:
     own = {name: config[name] for name in (*DEFAULTS, "init_from") if name in config}
-    return settings(complete({**own, **table(config)}, {"select": config.select}))
+    given = table(config)
+    published = {
+      "counts": list(given.pop("counts", ())),
+      "by_number": given.pop("by_number", False),
+    }
+    return settings(complete({**own, **given}, {"select": config.select})) | published
 
   return settings_of
 
@@ -340,6 +352,8 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     settings["core"],
     settings["refit"],
     Path(settings["base"][0]) if "base" in settings else None,
+    tuple(settings.get("counts", ())),
+    settings.get("by_number", False),
   )
 
 

@@ -81,10 +81,7 @@ class Stage:
     settings = {"memory_limit": _MEMORY, "temp_directory": str(self.folder)}
     return duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
 
-  def __enter__(self) -> "Stage":
-    return self
-
-  def __exit__(self, *error: object) -> None:
+  def close(self) -> None:
     """Removes the folder."""
     if "engine" in self.__dict__:
       self.engine.close()

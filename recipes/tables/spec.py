@@ -42,6 +42,10 @@ class Kind:
   def check(self) -> None:
     """Raises ValueError for options that make no sense, without the name of the column."""
 
+  def sources(self, name: str) -> tuple[str, ...]:
+    """Returns the columns of the files that a declaration of this name reads."""
+    return getattr(self, "columns", ()) or (self.column or name,)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Label(Kind):
@@ -137,8 +141,9 @@ class Category(Embedded):
   vector: it adds zeros.
 
   Attributes:
-    min_count: training rows that a value needs to be in the vocabulary. With 1 no training row is
-      outside it, and the vectors of unknown values stay as they were drawn.
+    min_count: training rows that a value needs to be in the vocabulary. With 1, a tenth of the
+      values that one row has are left out of a vocabulary of 100 or more, so that the vectors of
+      unknown values are trained.
     oov: rows of the table for values outside the vocabulary; 0 gives them no vector.
     hash: the number of rows of the table if values are hashed instead of counted; 0 counts.
     size: the number of rows if the values are ids themselves, from 0 to `size - 1`; 0 counts.
@@ -174,12 +179,14 @@ class Bag(Category):
     separator: of the values in a text; list columns need none.
     max_length: values that are used of a row; 0 takes the most that a training row has, up to 64.
     combiner: "mean", "sum" or "sqrtn" of the vectors.
+    columns: of flags: the values of a row are the names of those that are not 0.
   """
 
   kind: ClassVar[str] = "bag"
   separator: str = "|"
   max_length: int = 0
   combiner: str = "mean"
+  columns: tuple[str, ...] = ()
   last: ClassVar[bool] = False  # whether the last values are used of a longer row
 
   def check(self) -> None:
@@ -190,6 +197,10 @@ class Bag(Category):
       raise ValueError(f"max_length is {self.max_length}: choose 0 or more")
     if self.combiner not in ("mean", "sum", "sqrtn"):
       raise ValueError(f"combiner is {self.combiner!r}: choose mean, sum or sqrtn")
+    if self.columns and (self.column or len(self.columns) < 2):
+      raise ValueError(
+        f"columns is {self.columns}: name two or more columns of flags, and no column"
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,15 +271,18 @@ class Time(Kind):
   """When a row happened: a number that grows, or a date or time as ISO 8601 writes it.
 
   Attributes:
-    columns: the year, month, day and, if there is one, hour, as numbers in columns of their own.
+    columns: of a date in several: year, month, day, and perhaps hour, minute and second.
   """
 
   kind: ClassVar[str] = "time"
   columns: tuple[str, ...] = ()
 
   def check(self) -> None:
-    if self.columns and (self.column or len(set(self.columns)) not in (3, 4)):
-      raise ValueError("columns name the year, month, day and perhaps hour; column then names none")
+    if self.columns and (self.column or not 3 <= len(self.columns) <= 6):
+      raise ValueError(
+        f"columns is {self.columns}: name those of year, month, day, and perhaps hour, minute and "
+        "second, and no column"
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -358,7 +372,7 @@ def expand(
   """Returns the declarations as dicts with all options, so that each can be set by a flag.
 
   >>> expand({"when": "time"})
-  {'when': {'kind': 'time', 'column': '', 'columns': ()}}
+  {'when': {'kind': 'time', 'column': ''}}
   """
   return as_dicts(parse(columns, setting))
 

@@ -1,37 +1,58 @@
 """The protocols that split rows, and users' items, into train, valid and test."""
 
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from .source import File, Stage, identifier, literal
 
 
 def by_content(
-  stage: Stage, file: File, shares: tuple[float, float], *, seed: int, on: str = ""
-) -> np.ndarray:
-  """Returns the split of each row of a file, int8: by an MD5 of its values.
+  stage: Stage,
+  files: Sequence[File],
+  shares: tuple[float, float],
+  *,
+  seed: int,
+  on: str = "",
+) -> dict[Path, np.ndarray]:
+  """Returns the split of each row by file, int8: by an MD5 of its values.
 
   A row keeps its split wherever it is, in a file of another name or beside other rows, and equal
-  rows have one.
+  rows have one. Hashed are the seed and the values that are not missing, in the order of the names
+  of their columns, with a unit separator (0x1F) between two; the first eight hexadecimal digits,
+  as a fraction, are compared with the shares.
 
   Args:
     stage: with the engine.
-    file: the rows.
+    files: the rows.
     shares: of the rows in valid and in test.
     seed: of the hash.
     on: a column whose equal values stay together; "" takes all columns of the file.
   """
-  names = [on] if on else sorted(file.names)
-  values = [f"coalesce({_as_text(name, file.types[name])}, chr(0))" for name in names]
-  content = f"concat_ws(chr(31), {literal(seed)}, {', '.join(values)})"
+  parts: dict[Path, np.ndarray] = {}
   valid, test = shares
-  # MD5 and not the engine's hash, which its next version may change.
-  query = (
-    f"SELECT CASE WHEN h < {literal(_bound(test))} THEN 2 WHEN h < {literal(_bound(valid + test))} "
-    f"THEN 1 ELSE 0 END::TINYINT AS part FROM (SELECT substr(md5({content}), 1, 8) AS h FROM "
-    f"read_parquet({literal(file.stored(stage)[0])}))"
-  )
-  return stage.engine.execute(query).fetchnumpy()["part"]
+  # One scan of files that are alike takes half the time of a union of scans.
+  for _, alike in itertools.groupby(files, lambda file: dict(file.types)):
+    group = list(alike)
+    names = [on] if on else sorted(group[0].names)
+    values = ", ".join(_as_text(name, group[0].types[name]) for name in names)
+    stored = [file.stored(stage)[0] for file in group]
+    # MD5 and not the engine's hash, which its next version may change.
+    found = stage.engine.execute(
+      f"SELECT CASE WHEN hash < {literal(_bound(test))} THEN 2 "
+      f"WHEN hash < {literal(_bound(valid + test))} THEN 1 ELSE 0 END::TINYINT AS part FROM "
+      f"(SELECT substr(md5(concat_ws(chr(31), {literal(seed)}, {values})), 1, 8) AS hash "
+      f"FROM read_parquet([{', '.join(map(literal, stored))}]))"
+    )
+    part = found.to_arrow_table()["part"].to_numpy()
+    sizes = [pq.read_metadata(path).num_rows for path in stored]
+    pieces = np.split(part, np.cumsum(sizes)[:-1])
+    parts |= {file.path: piece for file, piece in zip(group, pieces, strict=True)}
+  return parts
 
 
 def _bound(share: float) -> str:
@@ -49,7 +70,7 @@ def _as_text(name: str, stored: pa.DataType) -> str:
     return f"CAST(epoch_us({column}) AS VARCHAR)"
   if pa.types.is_binary(stored) or pa.types.is_large_binary(stored):
     return f"hex({column})"
-  return f"trim(CAST({column} AS VARCHAR))"
+  return column if pa.types.is_string(stored) else f"CAST({column} AS VARCHAR)"
 
 
 def k_core(user: np.ndarray, item: np.ndarray, k: int) -> np.ndarray:

@@ -26,7 +26,9 @@ from . import gowalla, movielens1m, movielens100k, splits, synthetic, table
 DATA_SETS = Registry(
   {
     "gowalla": DataSet(table_settings.declared(gowalla.table), table.build, hint=gowalla.HINT),
-    "movielens100k": DataSet(movielens100k.settings, movielens100k.build),
+    "movielens100k": DataSet(
+      table_settings.declared(movielens100k.table), table.build, hint=movielens100k.HINT
+    ),
     "movielens1m": DataSet(
       table_settings.declared(movielens1m.table), table.build, hint=movielens.HINT
     ),

@@ -33,13 +33,14 @@ def write(
   seed: int,
   may_be_empty: Sequence[str] = (),
   may_repeat: Sequence[str] = (),
+  ordered: bool = False,
 ) -> dict[str, Any]:
   """Writes a data set's columns and returns its meta.
 
   `user`, `item` int32 hold the three splits one after another, each ordered by user, and a user's
-  rows in random order; `<split>_offsets` int64 `[users + 1]` say where each user's begin.
-  `place` int32 counts a user's rows of a split from 0. Features are `user_<name>` and
-  `item_<name>`, int32 `[users or items]` or, of bags, `[..., valency]`.
+  rows in random order, or if `ordered` in that of `pairs`; `<split>_offsets` int64 `[users + 1]`
+  say where each user's begin. `place` int32 counts a user's rows of a split from 0. Features are
+  `user_<name>` and `item_<name>`, int32 `[users or items]` or, of bags, `[..., valency]`.
 
   Args:
     folder: where to.
@@ -50,6 +51,7 @@ def write(
     seed: of the order of a user's rows.
     may_be_empty: splits that need no pairs.
     may_repeat: splits that may hold a pair more than once.
+    ordered: whether pairs are in the order of time, in which a user's rows then stay.
 
   Raises:
     ValueError: a split is empty, or holds a pair twice.
@@ -67,7 +69,7 @@ def write(
     if (again := keys[1:][keys[1:] == keys[:-1]]).size and split not in may_repeat:
       who, what = divmod(int(again[0]), sizes[1])
       raise UserError(f"user {who} has item {what} twice in the {split} split: keep it once")
-    order = generator.permutation(len(user))
+    order = np.arange(len(user)) if ordered else generator.permutation(len(user))
     order = order[np.argsort(user[order], kind="stable")]
     counts = np.bincount(user, minlength=sizes[0])
     offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -87,5 +89,6 @@ def write(
     "users": sizes[0],
     "items": sizes[1],
     "features": described,
+    "ordered": ordered,
     "sha256": dict(sha256),
   }

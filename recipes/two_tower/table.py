@@ -38,7 +38,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   table = parsed(settings)
   _check(table)
-  log = interactions.read(table, table.split_by(timed="last", untimed="user"))
+  log = interactions.read(table, table.split_by(timed="last", untimed="user"), folder)
   pairs = {
     name: (log.user[log.split == i], log.item[log.split == i]) for i, name in enumerate(SPLITS)
   }
@@ -62,6 +62,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     seed=table.split["seed"],
     may_be_empty=("valid",) if table.refit else (),
     may_repeat=("train",),
+    ordered=table.name_of(spec.Time) is not None,
   )
   log.save(serve_folder(settings, folder))
   unused = [

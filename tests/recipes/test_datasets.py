@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes import arrays, categories, datasets, errors, sampling, textfile
+from recipes import arrays, datasets, errors, sampling
 from recipes.dlrm import data as clicks
 from recipes.sequence import data as sequences
 from recipes.two_tower import data as pairs
@@ -43,7 +43,7 @@ def config(name, folder):
   return SimpleNamespace(dataset=name, rows=4, cache_dir=str(folder))
 
 
-@pytest.mark.parametrize("module", [categories, datasets, sampling, textfile])
+@pytest.mark.parametrize("module", [datasets, sampling])
 def test_docstrings(module):
   tested = doctest.testmod(module)
   assert tested.attempted

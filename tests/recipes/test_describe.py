@@ -605,12 +605,7 @@ HARD = {
 }
 
 
-IS_READ_LATER = pytest.mark.xfail(strict=True, reason="Time.columns is declared, and not yet read")
-
-
-@pytest.mark.parametrize(
-  "case", [pytest.param(case, marks=[IS_READ_LATER] * case.startswith("parts")) for case in HARD]
-)
+@pytest.mark.parametrize("case", HARD)
 def test_what_is_proposed_is_prepared(case, tmp_path, capsys):
   columns, arguments, recipe = HARD[case][0](), HARD[case][1], HARD[case][2]
   with open(tmp_path / "a.csv", "w", newline="") as file:

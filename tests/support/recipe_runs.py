@@ -38,6 +38,8 @@ def two_tower_smoke(name, folder, **changes):
   """Returns a config of the two towers in smoke mode, on data written below a folder."""
   config = importlib.import_module(f"configs.two_tower.{name}").get_config("smoke")
   changes["cache_dir"] = str(folder / "cache")
+  if "counts" in config:
+    changes.setdefault("counts", ())
   if name in _WRITERS and "data_dir" not in changes:
     changes["data_dir"] = str(_WRITERS[name](folder / f"{name}-raw"))
   config.update_from_flattened_dict(changes)

@@ -77,19 +77,17 @@ def draw_sequences(*, users=120, items=60) -> dict[int, list[int]]:
 
 
 def write_movielens100k(folder: Path, *, users=50, movies=120, ratings=1_000) -> Path:
-  """Writes u.data, u.user, u.item (latin-1) and u.genre, which ends with an empty line."""
+  """Writes u.data, u.user and u.item (latin-1)."""
   folder.mkdir(parents=True, exist_ok=True)
   draw = np.random.default_rng(5)
-  names = ("unknown", *GENRES)
   files = {
-    "u.genre": [f"{name}|{i}" for i, name in enumerate(names)] + [""],
     "u.user": [
       f"{i + 1}|{20 + i % 30}|{'MF'[i % 2]}|{('writer', 'other')[i % 2]}|85{i:03d}"
       for i in range(users)
     ],
     "u.item": [
       f"{i + 1}|Amélie ({1990 + i % 9})|01-Jan-{1990 + i % 9}||http://x/{i}|"
-      + "|".join(str(int((i + j) % 3 == 0)) for j in range(len(names)))
+      + "|".join(str(int((i + j) % 3 == 0)) for j in range(19))
       for i in range(movies)
     ],
   }

@@ -35,6 +35,18 @@ def test_a_vocabulary_has_the_frequent_values_first():
   assert set(ids[3:]) <= {2, 3}
 
 
+def test_the_row_for_unknown_values_learns_from_rare_ones():
+  texts = pa.array([f"often {i // 2}" for i in range(400)] + [f"once {i}" for i in range(1000)])
+  made = fitted({"city": {"kind": "category", "min_count": 1}}, {"city": texts})
+  kept = made.vocabularies["city"]
+  assert kept[:200] == tuple(sorted(f"often {i}" for i in range(200)))
+  assert 870 < len(kept) - 200 < 930
+  ids = made.ids({"city": texts}, "city")
+  assert (ids == len(kept)).sum() == 1200 - len(kept)
+  without = {"city": {"kind": "category", "min_count": 1, "oov": 0}}
+  assert len(fitted(without, {"city": texts}).vocabularies["city"]) == 1200
+
+
 def test_no_row_for_unknown_values():
   made = fitted({"city": {"kind": "category", "oov": 0, "min_count": 1}}, {"city": CITIES})
   assert made.ids({"city": pa.array(["Bonn", "Paris"])}, "city").tolist() == [2, -1]
