@@ -1,6 +1,7 @@
 """The role of each column of a sample: its values and the label decide, and names are hints."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -433,12 +434,15 @@ class _Planner:
         plan.notes.append("By time, a part would have only clicks or none: the split is by hash.")
         plan.settings["split"] = {"by": "hash"}
     if by_hash:
-      share = 0.25 if rare < _FEW_CLICKS else 0.1
-      splits = ((seed, self.sample.split(share, seed)) for seed in range(20))
-      seed, parts = next((pair for pair in splits if has_both(pair[1])), (-1, parts))
-      if seed < 0:
-        plan.notes.append("There are too few clicks, or others, to have some in all three splits.")
+      tries = itertools.product((0.25 if rare < _FEW_CLICKS else 0.1, 0.3), range(30))
+      splits = ((share, seed, self.sample.split(share, seed)) for share, seed in tries)
+      found = next((split for split in splits if has_both(split[2])), None)
+      if found is None:
+        plan.notes.append(
+          "No split by hash has clicks and other rows in each part: too few rows differ."
+        )
         return False
+      share, seed, parts = found
       if (seed, share) != (0, 0.1):
         plan.settings["split"] = {"by": "hash", "valid": share, "test": share, "seed": seed}
     if rare < _FEW_CLICKS:

@@ -593,6 +593,7 @@ HARD = {
   "constants": (lambda: click_columns() | EMPTY, ["--label=clicked"], "dlrm"),
   "rare clicks": (lambda: RARE | {"n": RNG.random(2000)}, LABEL, "dlrm"),
   "duplicates": (lambda: {"y": [0, 0, 1] * 200, "x": [*"abcd"] * 150}, LABEL, "dlrm"),
+  "few rows": (lambda: {"y": [0, 1] * 300, "x": [*"aabbcc"] * 100}, LABEL, "dlrm"),
   "unicode": (lambda: UNICODE, ["--label=はい"], "dlrm"),
   "spellings": (spellings, LABEL, "dlrm"),
   "timestamps": (lambda: y() | {"at": CLOCK}, LABEL, "dlrm"),
