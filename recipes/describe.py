@@ -7,14 +7,17 @@ be used for, and writes a config of at most 30 lines, which trains as it is and 
 """
 
 import argparse
+import collections
+import dataclasses
 import json
 import os
 import re
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,102 +26,78 @@ import numpy as np
 from . import escaping
 from .errors import UserError
 from .files import write
-from .tables import proposing, sample
+from .tables import profile, proposing
 from .tables.finding import file_format, paths
 from .tables.formats import Format, find_delimiter, records
+from .tables.profile import JOIN, Column, Sample
 from .tables.proposing import Plan, Proposal, Roles
-from .tables.sample import JOIN, Column, Sample
-from .tables.streams import Stream
+from .tables.source import TextFile
 
 _HEADER_ROWS = 200  # in which a header's fields should not occur as values
 _WIDTH = 100  # of the config, and of the report at most
+_TOP = 5  # values shown of a column
 _LINES = 30  # of the config
 _REPAIR = " Repair the row, or write config.on_bad_row='skip' to leave such rows out."
-_TOP = 5  # values shown of a column
+_NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
+_NAME = "--names=user,item,…, or call them c1, c2, … with --no_header"
 
 
-def report(sampled: Sample, plan: Plan, width: int = _WIDTH) -> str:
+def report(sample: Sample, plan: Plan, width: int = _WIDTH) -> str:
   """Returns the columns as a table of lines up to `width` characters, and the notes below it."""
   lines = [["column", "type", "distinct", "missing", "proposed", "values"]]
-  for column in sampled.columns:
-    proposal = plan.columns[column.name]
-    missing = _share(column.missing) if column.missing else "-"
-    distinct = f"{column.distinct:,}"
-    if _is_bag(column, proposal):
-      distinct = f"{len(column.items(_separator(column, proposal))[0].unique()):,}"
-    line = [_cut(column.name, 24), column.type(), distinct, missing, _said(proposal)]
-    lines.append([*line, _values(column, proposal)])
-  widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)][:-1]
-  aligns = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
-  rows = []
-  for *cells, values in lines:
-    head = "  ".join(f(cell, n) for f, cell, n in zip(aligns, cells, widths, strict=True))
-    rows.append(_cut(f"{head}  {values}", width, middle=False).rstrip())
-  notes = [
-    wrapped
-    for note in [*_skipped(sampled), *plan.notes]
-    for wrapped in _fill([*note.split()], width, "  ")
-  ]
-  return "\n".join([*rows, *([""] if notes else []), *notes])
-
-
-def _skipped(sampled: Sample) -> list[str]:
-  """Returns lines about rows that were left out, with the option that may read them."""
+  for name, column in sample.columns.items():
+    distinct, values = _values(column, plan.columns[name])
+    missing, said = (
+      _share(column.missing) if column.missing else "-",
+      _cut(_said(plan.columns[name]), 35),
+    )
+    lines.append([_cut(name, 24), column.type(), f"{distinct:,}", missing, said, values])
+  a, b, c, d, e, _ = (max(map(len, cells)) for cells in zip(*lines, strict=True))
+  form = f"{{:{a}}}  {{:{b}}}  {{:>{c}}}  {{:>{d}}}  {{:{e}}}  {{}}"
+  rows = [_cut(form.format(*line), width, middle=False).rstrip() for line in lines]
   hint = "; are they in another --encoding, as latin-1?"
-  return [line + hint * (" is not utf-8" in line) for line in sampled.skipped]
+  notes = [line + hint * (" is not utf-8" in line) for line in sample.skipped] + plan.notes
+  filled = [textwrap.fill(note, width, subsequent_indent="  ") for note in notes]
+  return "\n".join([*rows, *[""] * bool(notes), *filled])
 
 
 def _said(proposal: Proposal) -> str:
   """Returns a proposal in a few words."""
   if not proposal.kind:
     return f"left out: {proposal.why}"
-  words = [proposal.kind]
-  words += [name for name in ("log", "hash") if proposal.options.get(name)]
-  if count := proposal.options.get("min_count"):
-    words.append(f"min_count {count}")
+  words = [proposal.kind, *(name for name in ("log", "hash") if proposal.options.get(name))]
+  words += [f"{name} {n}" for name in ("min_count", "buckets") if (n := proposal.options.get(name))]
   return ", ".join(words) + (f": {proposal.why}" if proposal.why else "")
 
 
-def _is_bag(column: Column, proposal: Proposal) -> bool:
-  is_cut = proposal.kind == "bag" or "separator" in proposal.options
-  return bool(column.present) and (column.stored == "list" or is_cut)
-
-
-def _separator(column: Column, proposal: Proposal) -> str:
-  return JOIN if column.stored == "list" else proposal.options.get("separator", "|")
-
-
-def _values(column: Column, proposal: Proposal) -> str:
-  """Returns the range of numbers and times, and the most frequent of other values."""
+def _values(column: Column, proposal: Proposal) -> tuple[int, str]:
+  """Returns how many values there are, and their range or the most frequent ones."""
   if not column.present:
-    return ""
-  if proposal.kind == "number" or (column.type() == "number" and column.distinct > 2):
-    low, median, high = np.quantile(column.of_rows(), (0, 0.5, 1))
-    return " … ".join(map(_number, (low, median, high)))
-  if proposal.kind == "time" or column.is_dated:
-    assert column.times is not None
-    ends = [
-      column.texts[int(end)].as_py() for end in (column.times.argmin(), column.times.argmax())
-    ]
-    return " … ".join(ends)
-  texts, counts, total = column.texts, column.counts, column.present
-  if _is_bag(column, proposal):
-    items, lengths = column.items(_separator(column, proposal))
-    encoded = items.dictionary_encode()
-    of_item = np.repeat(counts, lengths)
-    counts = np.bincount(encoded.indices.to_numpy(), of_item, minlength=len(encoded.dictionary))
-    order = np.argsort(-counts, kind="stable")[:_TOP]
-    texts, counts, total = encoded.dictionary.take(order), counts[order], int(of_item.sum())
-  if counts[0] < 0.005 * total:  # their shares say nothing
-    return ", ".join(_cut(text, 30) for text in texts[:3].to_pylist())
-  top = zip(texts[:_TOP].to_pylist(), counts[:_TOP].tolist(), strict=True)
-  return ", ".join(f"{_cut(text, 30)} {_share(count / total)}" for text, count in top)
+    return 0, ""
+  texts, counts, distinct = column.texts, column.counts, column.distinct
+  if column.numbers is not None and (
+    proposal.kind == "number" or (column.type() == "number" and distinct > 2)
+  ):
+    return distinct, " … ".join(map(_number, np.nanquantile(column.of_rows, (0, 0.5, 1))))
+  if column.is_dated and column.times is not None:
+    ends = (column.times.argmin(), column.times.argmax())
+    return distinct, " … ".join(texts[int(end)].as_py() for end in ends)
+  is_list = column.stored == "list"
+  if is_list or proposal.kind == "bag" or "separator" in proposal.options:
+    separator = JOIN if is_list else proposal.options.get("separator", "|")
+    texts, _, counts = column.items(separator)
+    distinct = len(texts)
+  top, total = np.argsort(-counts, kind="stable")[:_TOP], counts.sum()
+  named = [(_cut(texts[int(index)].as_py(), 30), counts[index] / total) for index in top]
+  if named[0][1] < 0.005:  # the shares say nothing
+    return distinct, ", ".join(text for text, _ in named[:3])
+  return distinct, ", ".join(f"{text} {_share(share)}" for text, share in named)
 
 
 def _share(share: float) -> str:
-  if 0 < share < 0.005:
-    return "<1%"
-  return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
+  if 0 < share < 1 and f"{share:.0%}" in ("0%", "100%"):
+    return "<1%" if share < 0.5 else ">99%"
+  return f"{share:.0%}"
 
 
 def _number(number: float) -> str:
@@ -133,117 +112,87 @@ def _cut(text: str, length: int, *, middle: bool = True) -> str:
   return f"{text[: length - end - 1]}…{text[len(text) - end :]}"
 
 
-def _fill(words: Sequence[str], width: int, indent: str, first: str = "") -> Iterator[str]:
-  """Yields lines of words up to a width, which a longer word exceeds."""
-  line = first + words[0]
-  for word in words[1:]:
-    if len(line) + 1 + len(word) > width:
-      yield line
-      line = indent + word
-    else:
-      line += f" {word}"
-  yield line
+# --- the config -----------------------------------------------------------------------------------
 
 
-def config(plan: Plan, files: Sequence[str], format: Mapping[str, Any], command: str) -> str:
+def config(plan: Plan, files: Any, format: Mapping[str, Any], command: str) -> str:
   """Returns a Python file whose `get_config()` declares the table, of at most 30 lines.
 
   Args:
     plan: the columns and settings.
-    files: as the user named them.
+    files: of the config.
     format: settings of `Format` that are not the defaults.
     command: that writes the file.
   """
-  format = _with_missing(format, plan)
   written = escaping.terminal(command).replace("\n", "\\n")
   written = written.replace("\\", "\\\\").replace('"', '\\"')  # nothing ends the docstring
   head = ['"""The table as first proposed; written by', "", f"    {written}", '"""', ""]
   head += ["", "def get_config():", "  return {"]
-  values: dict[str, Any] = {"files": _named(files)}
-  values |= {"format": format} if format else {}
-  for name, value in values.items():
-    head += _fill(_words(value, f'"{name}": '), _WIDTH, "      ", "    ")
-  tail = [f'    "{name}": {_literal(value)},' for name, value in plan.settings.items()]
-  declared = {name: each.declaration for name, each in plan.columns.items() if each.kind}
-  unused = [_literal(name) for name, each in plan.columns.items() if not each.kind]
-  comment = [_cut(f"      # left out: {', '.join(unused)}", _WIDTH, middle=False)] if unused else []
+  left = ", ".join(_literal(name) for name, each in plan.columns.items() if not each.kind)
+  left = _cut(f"      # left out: {left}", _WIDTH, middle=False) if left else ""
   for least, width in [(_LINES, _WIDTH), *((3, n) for n in range(_WIDTH, 2000, 20))]:
-    blocks = _blocks(declared, least)
-    columns = [line for block in blocks for line in _fill(block, width, "      ", "      ")]
-    lines = [*head, '    "columns": {', *columns, *comment, "    },", *tail, "  }"]
-    if len(lines) <= _LINES:
+    body = _settings({"files": files} | ({"format": format} if format else {}), width)
+    body += [
+      '    "columns": {',
+      *_columns(plan.declared, least, width),
+      *[left] * bool(left),
+      "    },",
+    ]
+    body += _settings(plan.settings, width)
+    if len(head) + len(body) < _LINES:
       break
-  return "\n".join(lines) + "\n"
+  return "\n".join([*head, *body, "  }"]) + "\n"
 
 
-def _with_missing(format: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-  missing = {"missing": Format().missing + plan.missing} if plan.missing else {}
-  return {**format, **missing}
-
-
-def side_table(plan: Plan, files: Sequence[str], format: Mapping[str, Any]) -> str:
+def side_table(plan: Plan, files: Any, format: Mapping[str, Any]) -> str:
   """Returns the setting that declares a table of users or items in another table's config."""
   key = next(name for name, proposal in plan.columns.items() if proposal.kind == plan.side)
-  declared = {
-    name: each.declaration for name, each in plan.columns.items() if each.kind and name != key
-  }
-  format = _with_missing(format, plan)
-  lines = [
-    f'    "{plan.side}_table": {{',
-    *_fill(_words(_named(files), '"files": '), _WIDTH, "        ", "      "),
-  ]
-  if format:
-    lines += _fill(_words(format, '"format": '), _WIDTH, "        ", "      ")
-  lines += [f'      "key": {_literal(key)},', '      "columns": {']
-  for block in _blocks(declared, _LINES):
-    lines += _fill(block, _WIDTH, "        ", "        ")
-  return "\n".join([*lines, "      },", "    },"])
+  columns = {name: each for name, each in plan.declared.items() if name != key}
+  settings = {"files": files} | ({"format": format} if format else {}) | {"key": key}
+  inner = [*_settings(settings), '    "columns": {', *_columns(columns, _LINES), "    },"]
+  return "\n".join([f'    "{plan.side}_table": {{', *(f"  {line}" for line in inner), "    },"])
 
 
-def _named(files: Sequence[str]) -> Any:
-  return files[0] if len(files) == 1 else tuple(files)
+def _settings(settings: Mapping[str, Any], width: int = _WIDTH) -> list[str]:
+  lines = (f'"{name}": {_literal(value)},' for name, value in settings.items())
+  return [each for line in lines for each in _wrapped(line, width, "    ")]
 
 
-def _blocks(declared: Mapping[str, Any], least: int) -> list[list[str]]:
-  """Returns the texts of the entries; each group of columns begins on a new line.
+def _columns(declared: Mapping[str, Any], least: int, width: int = _WIDTH) -> list[str]:
+  """Returns the lines of the declarations; those of each group of columns begin a new line.
 
   Args:
     declared: the declarations by column.
     least: columns with one short declaration that make a group; with a long one, four do.
+    width: of the lines.
   """
-  groups: dict[str, list[str]] = {}
+  groups = collections.defaultdict(list)
   for name, value in declared.items():
-    groups.setdefault(_literal(value), []).append(name)
-  blocks: list[list[str]] = [[]]
+    groups[_literal(value)].append(name)
+  blocks = [""]
   for name, value in declared.items():
-    names = groups[_literal(value)]
+    names, literal = groups[_literal(value)], _literal(value)
     if len(names) < (min(least, 4) if isinstance(value, Mapping) else least):
-      blocks[-1].append(f"{_literal(name)}: {_literal(value)},")
+      blocks[-1] += f"{_literal(name)}: {literal}, "
     elif name == names[0]:
-      listed = [f"{_literal(each)}," for each in names]
-      listed[0] = f"**dict.fromkeys(({listed[0]}"
-      listed[-1] = f"{listed[-1].removesuffix(',')}), {_literal(value)}),"
-      blocks += [listed, []]
-  return [block for block in blocks if block]
+      blocks += [f"**dict.fromkeys(({', '.join(map(_literal, names))}), {literal}),", ""]
+  return [line for block in blocks if block for line in _wrapped(block, width, " " * 6)]
 
 
-def _words(value: Any, prefix: str) -> list[str]:
-  """Returns the literal of a setting in pieces that lines may break between."""
-  if isinstance(value, Mapping):
-    words = [word for key, each in value.items() for word in _words(each, f"{_literal(key)}: ")]
-    words[0] = f"{prefix}{{{words[0]}"
-    return [*words[:-1], f"{words[-1].removesuffix(',')}}},"]
-  if not isinstance(value, tuple) or len(value) == 1:
-    return [f"{prefix}{_literal(value)},"]
-  words = [f"{_literal(each)}," for each in value]
-  return [f"{prefix}({words[0]}", *words[1:-1], f"{words[-1].removesuffix(',')}),"]
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+  """Returns the lines of code that is broken between two values, not within a text."""
+  options: Any = {"break_long_words": False, "break_on_hyphens": False}
+  inner = " " * max(len(indent), 6)
+  lines = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=inner, **options)
+  return [line.replace(JOIN, " ") for line in lines]
 
 
 def _literal(value: Any) -> str:
+  """Returns a value as code, with `JOIN` for the spaces of its texts."""
   if isinstance(value, str):
-    return escaping.terminal(json.dumps(value, ensure_ascii=False))
+    return escaping.terminal(json.dumps(value, ensure_ascii=False)).replace(" ", JOIN)
   if isinstance(value, Mapping):
-    return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}"
+    return "{" + ", ".join(f"{_literal(k)}:{JOIN}{_literal(v)}" for k, v in value.items()) + "}"
   if isinstance(value, tuple):
     return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
   return repr(value)
@@ -262,93 +211,98 @@ def commands(plan: Plan, out: str) -> list[str]:
   return lines
 
 
-def _head(sampled: Sample, files: Sequence[str]) -> str:
-  named = files[0] if len(files) == 1 else f"{len(files)} files"
-  rows = f"{sampled.num_rows:,} rows"
-  if sampled.is_all:
-    rows = f"all {rows}"
-  else:
-    rows = f"{rows} of {sampled.places} places" if sampled.places > 1 else f"the first {rows}"
-    rows += f", of about {sampled.total:,}" if sampled.total else ""
-  return f"{named}: {len(sampled.columns)} columns, {rows}"
+# --- the command line -----------------------------------------------------------------------------
 
 
-def _first_lines(path: Path, format: Format) -> list[list[str]]:
-  """Returns the fields of the first lines of a text file, [] of another file."""
-  if file_format(path) in ("Parquet", "ArrayRecord"):
-    return []
-  with Stream(path, format.encoding) as stream:
-    text = stream.peek().decode("utf-8", "replace")
-  delimiter = format.delimiter or find_delimiter(text, path, format)
-  lines = islice(records(text, delimiter, format.quote, strict=False), _HEADER_ROWS)
-  return [[field.strip() for field in line] for line in lines]
+def _first_lines(path: Path, format: Format) -> tuple[list[list[str]], str]:
+  """Returns the fields of the first lines of a text file, and the delimiter between them."""
+  TextFile(path, dataclasses.replace(format, names=format.names or (JOIN,)))  # raises for no text
+  text = profile.head(path, format, _HEADER_ROWS)[0].removeprefix("\ufeff").lstrip("\r\n")
+  below = re.sub(r"^.*[\r\n]+", "", text, count=1)  # of a title, the delimiter is not told
+  delimiter = format.delimiter or find_delimiter(below or text, path, format)
+  lines = records(text, delimiter, format.quote, strict=False)
+  return [[field.strip() for field in line] for line in lines if line], delimiter
 
 
-def _check_header(path: Path, format: Format) -> None:
-  """Raises UserError where the first line of a text file seems a row."""
-  fields, *rows = [[]] if format.names else _first_lines(path, format) or [[]]
-  are_numbers = sum(bool(re.fullmatch(r"[-+.\d]+", field)) for field in fields)
+def _check_header(path: Path, lines: list[list[str]], delimiter: str) -> None:
+  """Raises UserError where the first line of a text file seems a row or a title."""
+  fields, *rows = lines
+  ((width, _),) = collections.Counter(map(len, rows)).most_common(1) or [(len(fields), 0)]
+  full = [row for row in rows if len(row) == width]
+  here = shlex.quote(str(path))
+  is_title = sum(map(bool, fields)) == 1 and (len(fields) == 1 < width or 2 < width == len(fields))
+  if is_title and full and all(full[0]) and not re.fullmatch(_NUMERIC, full[0][-1]):
+    raise UserError(
+      f"{path}: the first line seems a title ({_cut(''.join(fields), 40)}), not the header. Remove "
+      f"it: tail -n +2 {here} > table.csv"
+    )
+  if full and width == len(fields) + 1 and not any(row[-1] for row in full) and all(fields):
+    raise UserError(
+      f"{path}: the rows end in {delimiter!r}, and the header does not. End it so, too: "
+      f"sed '1s/$/{delimiter}/' {here} > table.csv"
+    )
   # The name of a column is hardly ever one of its values.
+  are_numbers = [bool(re.fullmatch(_NUMERIC, field)) for field in fields]
+  twice = any(n and fields.count(f) > 1 for f, n in zip(fields, are_numbers, strict=True))
   columns = list(zip_longest(*(row for row in rows if row != fields), fillvalue=""))
   again = sum(field in values for field, values in zip(fields, columns, strict=False) if field)
-  if 2 * are_numbers > len(fields) or (again > 1 and 3 * again > len(fields)):
+  if 2 * sum(are_numbers) > len(fields) or twice or (again > 1 and 3 * again > len(fields)):
     raise UserError(
-      f"{path}: the first line seems a row, not a header: name its {len(fields)} columns, as "
-      "--names=user,item,…, or call them c1, c2, … with --no_header"
+      f"{path}: the first line seems a row, not a header: name its {len(fields)} columns, "
+      f"as {_NAME}"
     )
 
 
+_OPTIONS = {
+  "label": "the column that is predicted",
+  "positive": "the value of the label that is a click",
+  "user": "the column with the ids of users",
+  "item": "the column with the ids of items",
+  "time": "the column that says when",
+  "out": "the config to write, as my.py",
+  "names": "of the columns, where no header names them",
+  "delimiter": "between fields, where it is not found",
+  "encoding": "of text files that are not in UTF-8",
+}
+
+
 def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    f"python -m {__package__}.describe",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
+  form = argparse.RawDescriptionHelpFormatter
+  name = f"python -m {__package__}.describe"
+  parser = argparse.ArgumentParser(name, None, __doc__, formatter_class=form, allow_abbrev=False)
   parser.add_argument("files", nargs="+", metavar="FILE", help="a file, a folder or a pattern")
-  parser.add_argument("--label", default="", help="the column that is predicted")
-  parser.add_argument("--positive", default="", help="the value of the label that is a click")
-  parser.add_argument("--user", default="", help="the column with the ids of users")
-  parser.add_argument("--item", default="", help="the column with the ids of items")
-  parser.add_argument("--time", default="", help="the column that says when")
-  parser.add_argument("--out", default="", help="the config to write, as my.py")
-  parser.add_argument("--force", action="store_true", help="write over the file of --out")
-  parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
-  parser.add_argument("--names", default="", help="of the columns, where no header names them")
-  parser.add_argument("--no_header", action="store_true", help="call the columns c1, c2, …")
-  parser.add_argument("--delimiter", default="", help="between fields, where it is not found")
-  parser.add_argument("--encoding", default="", help="of text files that are not in UTF-8")
+  for option, text in _OPTIONS.items():
+    parser.add_argument(f"--{option}", default="", help=text)
   parser.add_argument("--quote", default=None, help="around fields; '' gives quotes no meaning")
+  parser.add_argument("--no_header", action="store_true", help="call the columns c1, c2, …")
+  parser.add_argument("--rows", type=int, default=200_000, help="of the sample; %(default)s")
+  parser.add_argument("--force", action="store_true", help="write over the file of --out")
   return parser
 
 
-def _format(arguments: argparse.Namespace) -> dict[str, Any]:
-  """Returns the settings of the format that the command line gives."""
-  settings: dict[str, Any] = {}
-  if arguments.names:
-    settings["names"] = tuple(name.strip() for name in arguments.names.split(","))
-  for name in ("delimiter", "encoding"):
-    if getattr(arguments, name):
-      settings[name] = getattr(arguments, name)
-  return settings if arguments.quote is None else settings | {"quote": arguments.quote}
+def _format(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
+  """Returns the settings of the format that the command line and the first lines give."""
+  names = tuple(name.strip() for name in arguments.names.split(",") if arguments.names)
+  given = {"names": names, "delimiter": arguments.delimiter, "encoding": arguments.encoding}
+  settings: dict[str, Any] = {name: value for name, value in given.items() if value}
+  settings |= {} if arguments.quote is None else {"quote": arguments.quote}
+  if names or file_format(path) == "Parquet":
+    return settings
+  lines, delimiter = _first_lines(path, Format(**settings))
+  if arguments.no_header:
+    return {"names": tuple(f"c{place}" for place in range(1, len(lines[0]) + 1)), **settings}
+  _check_header(path, lines, delimiter)
+  return settings
 
 
-def _files(names: Sequence[str]) -> list[str]:
-  """Returns a pattern for the files that a shell has made of one, or the names."""
-  parents = {str(Path(name).parent) for name in names}
+def _files(names: Sequence[str]) -> Any:
+  """Returns the file, the names, or a pattern for the files that a shell has made of one."""
   suffixes = {"".join(Path(name).suffixes) for name in names}
-  if len(names) > 3 and len(parents) == len(suffixes) == 1:
-    pattern = str(Path(*parents) / f"*{next(iter(suffixes))}")
+  if len(names) > 3 and len({str(Path(name).parent) for name in names}) == len(suffixes) == 1:
+    pattern = str(Path(names[0]).parent / f"*{suffixes.pop()}")
     if set(paths(pattern)) == {Path(name) for name in names}:
-      return [pattern]
-  return list(names)
-
-
-def _check_out(out: str, force: bool) -> None:
-  if out and not out.endswith(".py"):
-    raise UserError(f"--out={out}: a config is a Python file: --out={out}.py")
-  if out and Path(out).exists() and not force:
-    raise UserError(f"{out} exists: choose another --out, or add --force to write over it")
+      return pattern
+  return names[0] if len(names) == 1 else tuple(names)
 
 
 def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
@@ -357,54 +311,54 @@ def run(arguments: argparse.Namespace, command: str) -> Iterator[str]:
   Raises:
     UserError: a file or an option has to be changed; says how.
   """
-  _check_out(arguments.out, arguments.force)
+  out, files = arguments.out, _files(arguments.files)
+  if out and not out.endswith(".py"):
+    raise UserError(f"--out={out}: a config is a Python file: --out={out}.py")
+  if out and Path(out).exists() and not arguments.force:
+    raise UserError(f"{out} exists: choose another --out, or add --force to write over it")
   if arguments.rows < 1:
     raise UserError(f"--rows={arguments.rows}: read one row or more")
-  files, settings = _files(arguments.files), _format(arguments)
-  data_files, format = paths(files), Format(**settings)
-  if arguments.no_header and (fields := next(iter(_first_lines(data_files[0], format)), [])):
-    settings = {"names": tuple(f"c{place}" for place in range(1, len(fields) + 1)), **settings}
-    format = Format(**settings)
-  _check_header(data_files[0], format)
-  sampled = sample.read(data_files, format, arguments.rows)
-  roles = (arguments.label, arguments.user, arguments.item, arguments.time, arguments.positive)
-  plan = proposing.propose(sampled, Roles(*roles))
+  data_files = paths(files)
+  if pipe := next((path for path in data_files if not path.is_file()), None):
+    raise UserError(f"{pipe} is no file but a pipe, and tables are read twice: write it to a file")
+  settings = _format(arguments, data_files[0])
+  sample = profile.read(data_files, Format(**settings), arguments.rows)
+  plan = proposing.propose(sample, Roles(*(getattr(arguments, name) for name in Roles._fields)))
+  settings |= {"missing": Format().missing + plan.missing} if plan.missing else {}
+  named = files if isinstance(files, str) else f"{len(files)} files"
+  rows, of = f"{sample.num_rows:,} rows", f", of about {sample.total:,}"
+  places = f"{rows} of {sample.places} places" if sample.places > 1 else f"the first {rows}"
+  rows = f"all {rows}" if sample.is_all else places + of
+  yield f"{named}: {len(sample.columns)} columns, {rows}"
   width = min(max(shutil.get_terminal_size((_WIDTH, 24)).columns, 80), _WIDTH)
-  yield _head(sampled, files)
-  yield report(sampled, plan, width)
+  yield report(sample, plan, width)
   if plan.side:
     yield "In the config of the table that says who had what:"
     yield side_table(plan, files, settings)
-  if not plan.recipes:
-    if arguments.out:
-      raise UserError(f"{arguments.out} is not written. {plan.notes[-1]}")
-    return
-  if not arguments.out:
-    first = commands(plan, "my.py")[0]
-    yield f"--out=my.py writes a config of these columns, for\n\n{first}"
-    return
-  out = Path(arguments.out)
-  out.parent.mkdir(parents=True, exist_ok=True)
-  write(out, config(plan, files, settings, command))
-  first, *more = commands(plan, arguments.out)
-  yield "\n".join([f"{out} is written. Train on it:", "", first])
-  if more:
-    yield "\n".join(["It also serves", "", *more])
+  if plan.recipes and out:
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    write(Path(out), config(plan, files, settings, command))
+    first, *more = commands(plan, out)
+    yield "\n".join([f"{out} is written. Train on it:", "", first])
+    if more:
+      yield "\n".join(["It also serves", "", *more])
+  elif plan.recipes:
+    yield f"--out=my.py writes a config of these columns, for\n\n{commands(plan, 'my.py')[0]}"
+  elif out:
+    raise UserError(f"{out} is not written. {plan.notes[-1]}")
 
 
 def main(argv: Sequence[str]) -> None:
   parser = _parser()
   arguments = parser.parse_args(argv)
-  command = shlex.join(
-    ["python", "-m", f"{__package__}.describe", *(a for a in argv if a != "--force")]
-  )
+  command = ["python", "-m", f"{__package__}.describe", *(a for a in argv if a != "--force")]
   try:
-    print(*map(escaping.terminal, run(arguments, command)), sep="\n\n", flush=True)
+    blocks = run(arguments, shlex.join(command))
+    print(*map(escaping.terminal, blocks), sep="\n\n", flush=True)
   except BrokenPipeError:  # of `| head`; Python would fail once more at its exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   except UserError as error:
-    text = str(error).replace(_REPAIR, "")
-    text = re.sub(r"config\.format\.names=\(.*?\)", "--names=…,…", text)
+    text = re.sub(r"config\.format\.names=\(.*?\)", _NAME, str(error).replace(_REPAIR, ""))
     text = re.sub(r"config\.format\.(delimiter|encoding|names|quote)", r"--\1", text)
     parser.exit(2, escaping.terminal(f"error: {text}\n"))
 

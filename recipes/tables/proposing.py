@@ -1,9 +1,10 @@
-"""The role of each column of a sample: what the data show decides, and names are hints."""
+"""The role of each column of a sample: its values and the label decide, and names are hints."""
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -11,25 +12,63 @@ import pyarrow.compute as pc
 
 from ..errors import UserError
 from . import spec
-from .kinds import (
-  FEW_ROWS,
-  ROW_ID,
-  Proposal,
-  feature,
-  is_hinted,
-  is_unrelated,
-  separator_of,
-  tokens,
-)
-from .sample import Column, Sample
+from .profile import Column, Evidence, Sample, evidence
+from .values import NUMBER, same_value
 
+_ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
+_FEW_ROWS = 20  # too few to call a column an id
+_FEW_CLICKS = 60
+_FEW_INTEGERS = 32
+_LONG = 1e10  # integers beyond are ids
+_MANY, _TOO_MANY = 100_000, 1_000_000  # expected distinct values
+_HEAVY = 5.0  # 99th percentile by median
+_INTERVALS = 16
 _REPEATS = 0.1  # of the rows, as recipes.tables.interactions says
 _SAME = 1.01  # distinct pairs of an id and a value per distinct id, for a value that an id has
 _EXAMPLES = 5
+_SIDES = ("user", "item")
+_INPUTS = (*_SIDES, "history")  # of towers
+
+_NAMES = {
+  "user": "user uid visitor customer client member account reader buyer viewer listener person",
+  "item": "item iid product movie film track song video book article sku asin listing recipe "
+  "business place location poi artist game restaurant",
+  "time": "time timestamp datetime date ts day when unixtime created at event",
+}
+_IDS = {"id", "ids", "code", "hash", "key"}  # words that a name may have besides
+_CODES = _IDS | {"zip", "zipcode", "postcode", "postal", "type", "cat", "category"}
+_UNRELATED = {"birth", "born", "dob", "release", "released", "expiry", "expires", "founded"}
+_PARTS = {"year": (1900, 2100), "month": (1, 12), "day": (1, 31)}  # of a date, and what they hold
+_PARTS |= {"hour": (0, 23), "minute": (0, 59), "second": (0, 59)}
+_COMMAS = (r"^[+-]?[\d.]*\d(,\d+)?$", r"^[+-]?\d{1,3}(,\d{3})*(\.\d+)?$")  # not of a bag
+_SEPARATORS = {"|": 0.3, ";": 0.3, ",": 0.5, " ": 0.5}  # the share of rows that must have it
+_NONE = re.compile(
+  r"(?i)unknown|undefined|unspecified|missing|pending|none|nil|#?n/?a|null|not \w+|tbd|-+|\.|\?+"
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class Roles:
+class Proposal(NamedTuple):
+  """A column's role: a kind of `spec.KINDS`, "" to leave it out, and why in a few words."""
+
+  kind: str
+  options: dict[str, Any]  # where they differ from the defaults
+  why: str = ""
+
+  @property
+  def declaration(self) -> Any:
+    """The value in `config.columns`."""
+    return {"kind": self.kind, **self.options} if self.options else self.kind
+
+  def is_a(self, cls: type[spec.Kind]) -> bool:
+    """Returns whether the kind is one of a class."""
+    return issubclass(spec.KINDS.get(self.kind, spec.Kind), cls)
+
+
+def _left_out(why: str) -> Proposal:
+  return Proposal("", {}, why)
+
+
+class Roles(NamedTuple):
   """The columns whose role is known, and the label's positive value; "" where they are not."""
 
   label: str = ""
@@ -39,12 +78,13 @@ class Roles:
   positive: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Plan:
   """What is proposed for a table.
 
   Attributes:
     columns: proposals by column, in the order of the table.
+    more: proposals that read columns under other names.
     settings: of the config besides files, format and columns.
     missing: texts that mean no value, besides those of `Format`.
     recipes: names of the recipes that the config trains, the first being the one to try first.
@@ -52,12 +92,141 @@ class Plan:
     side: "user" or "item" for a table with one row for each of them, "" for others.
   """
 
-  columns: dict[str, Proposal]
-  settings: dict[str, Any]
-  missing: tuple[str, ...]
-  recipes: tuple[str, ...]
-  notes: list[str]
+  columns: dict[str, Proposal] = dataclasses.field(default_factory=dict)
+  more: dict[str, Proposal] = dataclasses.field(default_factory=dict)
+  settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+  missing: tuple[str, ...] = ()
+  recipes: tuple[str, ...] = ()
+  notes: list[str] = dataclasses.field(default_factory=list)
   side: str = ""
+
+  @property
+  def declared(self) -> dict[str, Any]:
+    """The value of `config.columns`."""
+    every = {**self.columns, **self.more}
+    return {name: each.declaration for name, each in every.items() if each.kind}
+
+
+def tokens(name: str) -> list[str]:
+  """Returns the words of a name in lower case.
+
+  >>> tokens("lastVisit_at2")
+  ['last', 'visit', 'at', '2']
+  """
+  return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)]
+
+
+def is_hinted(name: str, role: str) -> bool:
+  """Returns whether a name is a usual one for a "user", an "item" or a "time".
+
+  >>> is_hinted("movieId", "item"), is_hinted("product_category", "item")
+  (True, False)
+  """
+  words = tokens(name)
+  core = [word for word in words if word not in _IDS | {"number", "no", "event"}] or words
+  return all(word in _NAMES[role].split() for word in core)
+
+
+def feature(column: Column, total: int, y: np.ndarray | None = None) -> Proposal:
+  """Returns what a column without a role of its own is.
+
+  Args:
+    column: of the sample, of N rows.
+    total: rows of the table.
+    y: float64 `[N]`, the label, NaN for rows that are left out; None without one.
+  """
+  if column.stored == "nested":
+    return _left_out("holds structs")
+  if not column.present:
+    return _left_out("no values")
+  if column.distinct == 1 and not column.missing:
+    return _left_out("constant")
+  told = Evidence("", "", 0.0) if y is None else evidence(column, y)
+  if told.leak:
+    return _left_out(f"leak, {told.leak}")
+  if column.is_dated:
+    return _left_out("a time, missing in places" if column.missing else "another time")
+  if column.stored == "list":
+    return Proposal("bag", {}, "lists")
+  if column.numbers is not None:
+    return _number(column, total, told.favors)
+  return Proposal("category", {}) if column.stored == "yes/no" else _text(column, total)
+
+
+def _number(column: Column, total: int, favored: str) -> Proposal:
+  distinct, present, words = column.distinct, column.present, set(tokens(column.name))
+  values = column.of_rows[~np.isnan(column.of_rows)]
+  low, median, tail, high = np.quantile(values, (0, 0.5, 0.99, 1))
+  is_named = bool(words & _CODES) or any(is_hinted(column.name, side) for side in _SIDES)
+  is_long, is_few = max(abs(low), abs(high)) >= _LONG, 5 * distinct <= present
+  if pc.any(pc.match_substring_regex(column.texts, r"^[+-]?0\d")).as_py():
+    return _category(column, total, "leading zeros")
+  if distinct <= (3 if column.is_whole and is_few else 2):
+    return _category(column, total, "two values" if distinct <= 2 else "few integers")
+  if column.is_whole:
+    is_id = is_named or is_long or (np.diff(values) > 0).all()
+    if is_id and distinct >= _ROW_ID * present and present >= _FEW_ROWS:
+      return _left_out("unique per row")
+    reasons = {
+      "the label tells": favored == "category",
+      "few integers": distinct <= _FEW_INTEGERS and is_few and not favored,
+      "ids by name": is_named and not favored,
+      "long integers": is_long and not favored,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), ""):
+      return _category(column, total, why)
+  options: dict[str, Any] = {}
+  if low >= -high / 100 and high >= 20 and tail > _HEAVY * max(median, 1.0):
+    options["log"] = True
+  if column.missing or column.placeholders:
+    options["missing"] = "indicator"
+  return Proposal("number", options, "heavy tail" if options.get("log") else "")
+
+
+def _text(column: Column, total: int) -> Proposal:
+  are_all = lambda pattern: pc.all(pc.match_substring_regex(column.texts, pattern)).as_py()
+  if any(map(are_all, _COMMAS)):
+    return _left_out("numbers with commas")
+  if are_all(r"^\[.*\]$"):
+    return _left_out("lists in brackets")
+  if separator := _separator(column):
+    options = {} if separator == spec.Bag.separator else {"separator": separator}
+    return Proposal("bag", options, f"cut at {separator!r}")
+  num_words = pc.mean(pc.list_value_length(pc.utf8_split_whitespace(column.texts))).as_py()
+  if column.present >= _FEW_ROWS:
+    if num_words >= 4 and column.distinct > column.present / 2:
+      return _left_out("free text")
+    if column.distinct >= _ROW_ID * column.present:
+      return _left_out("unique per row")
+  return _category(column, total, "")
+
+
+def _category(column: Column, total: int, why: str) -> Proposal:
+  """Returns a category, with what its number of values asks for."""
+  # Good 1953: the share of values seen once is the chance that the next one is new.
+  once, unread = (column.counts == 1).sum(), total - len(column.codes)
+  expected = column.distinct + once / column.present * unread
+  if expected <= _MANY:
+    return Proposal("category", {}, why)
+  short = f"{expected / 1e6:.1f}M" if expected >= 1e6 else f"{expected / 1e3:.0f}k"
+  options = {"hash": _TOO_MANY} if expected > _TOO_MANY else {"min_count": 5}
+  return Proposal("category", options, f"about {short} values")
+
+
+def _separator(column: Column) -> str:
+  """Returns the text that cuts most texts into parts that repeat; "" if nothing does."""
+  for separator, share in _SEPARATORS.items():
+    has_it = pc.match_substring(column.texts, separator).to_numpy(zero_copy_only=False)
+    if column.counts[has_it].sum() < share * column.present:
+      continue
+    values = column.items(separator)[1]
+    repeats = 2 <= len(values) < column.distinct and values.sum() >= 2 * len(values)
+    if separator == " ":  # titles and addresses have words of their own
+      few = (values == 1).sum() < 0.05 * column.distinct
+      repeats = repeats and few and 2 * len(values) <= column.distinct
+    if repeats:
+      return separator
+  return ""
 
 
 def propose(sample: Sample, roles: Roles) -> Plan:
@@ -66,54 +235,8 @@ def propose(sample: Sample, roles: Roles) -> Plan:
   Raises:
     UserError: a role's column does not exist or cannot have the role; says what to write.
   """
-  columns = {column.name: column for column in sample.columns}
-  _check(roles, columns)
-  notes: list[str] = []
-  roles = _completed(roles, columns, notes)
-  proposals: dict[str, Proposal] = {}
-  clicked = np.ones(sample.num_rows, bool)
-  if roles.label:
-    proposals[roles.label], clicked = _label(columns[roles.label], roles.positive, notes)
-  if roles.user:
-    proposals[roles.user] = Proposal("user", {}, _many(columns[roles.user]))
-  if roles.item:
-    proposals[roles.item] = _item(columns[roles.item])
-  if roles.time:
-    proposals[roles.time] = Proposal("time", {}, "")
-  for name, column in columns.items():
-    if name not in proposals:
-      proposals[name] = feature(column, sample.total or sample.num_rows)
-  proposals = {name: proposals[name] for name in columns}
-  missing = [
-    text
-    for name, proposal in proposals.items()
-    if proposal.kind == "number"
-    for text in columns[name].placeholders
-  ]
-  settings = _rows_without(roles, columns, notes, sample)
-  recipes = _recipes(roles, proposals)
-  if roles.user and roles.item:
-    if "separator" not in proposals[roles.item].options:
-      proposals = _with_sides(proposals, columns, roles)
-    settings |= _repeats(columns[roles.user].codes, columns[roles.item].codes, clicked, notes)
-  if recipes and recipes[0] != "dlrm":
-    proposals = {name: _of_a_side(proposal) for name, proposal in proposals.items()}
-  if "dlrm" in recipes and roles.time and sample.is_all:
-    settings |= _split(columns[roles.time], clicked, notes)
-  if missing:
-    notes.append(f"Taken for missing numbers: {', '.join(map(repr, dict.fromkeys(missing)))}.")
-  side = "" if recipes else _side_of_table(roles, columns)
-  if side:
-    notes.append(f"Each row is {'an item' if side == 'item' else 'a user'} of its own.")
-  elif not recipes:
-    notes.append(_ask(roles, proposals, columns))
-  if side == "item":
-    proposals = _with_title(proposals, columns, columns[roles.item])
-  return Plan(proposals, settings, tuple(dict.fromkeys(missing)), recipes, notes, side)
-
-
-def _check(roles: Roles, columns: Mapping[str, Column]) -> None:
-  named = {role: getattr(roles, role) for role in ("label", "user", "item", "time")}
+  columns = sample.columns
+  named = dict(zip(("label", *_SIDES, "time"), roles, strict=False))
   for role, name in named.items():
     if name and name not in columns:
       raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
@@ -125,107 +248,336 @@ def _check(roles: Roles, columns: Mapping[str, Column]) -> None:
   if roles.positive and not roles.label:
     raise UserError(f"--positive={roles.positive} is a value of the label: give --label too")
   if roles.time and columns[roles.time].times is None:
-    example = columns[roles.time].texts[0].as_py()
     raise UserError(
-      f"--time={roles.time} has values as {example!r}: a time is a number that grows, or a date "
-      "such as 2024-12-31 or 2024-12-31T23:59:59"
+      f"--time={roles.time} has values as {columns[roles.time].texts[0].as_py()!r}: a time is a "
+      "number that grows, or a date such as 2024-12-31 or 2024-12-31T23:59:59"
     )
+  return _Planner(sample, roles).plan
 
 
-def _completed(roles: Roles, columns: Mapping[str, Column], notes: list[str]) -> Roles:
-  """Returns the roles with user and item by their names and data, and the time."""
-  named = {roles.label, roles.user, roles.item, roles.time}
-  free = {name: column for name, column in columns.items() if name not in named}
-  pair = {
-    side: getattr(roles, side) or next((n for n, c in free.items() if _is_id(c, side)), "")
-    for side in ("user", "item")
-  }
-  if all(pair.values()):
-    guessed = [f"--{side}={name}" for side, name in pair.items() if not getattr(roles, side)]
-    if guessed:
-      notes.append(f"Guessed by name and values: {' '.join(guessed)}.")
-    roles = dataclasses.replace(roles, **pair)
-  if not roles.time:
-    sides = {side: columns[name] for side, name in pair.items() if name}
-    times = [
-      name
-      for name, column in free.items()
-      if name not in pair.values()
-      and _is_time(column)
-      and (is_hinted(name, "time") or not _side(column, sides))  # not a date of the item
+class _Planner:
+  """Makes a plan of a sample and the roles that the user has given."""
+
+  def __init__(self, sample: Sample, roles: Roles):
+    self.sample, self.columns, self.plan = sample, sample.columns, Plan()
+    self.y: np.ndarray | None = None  # [N], 1 for a click, 0 for none, NaN without a label
+    self.clock: np.ndarray | None = None  # [N], the times as numbers, NaN without one
+    self.roles = self._completed(roles)
+    known = self._with_roles()
+    for name, column in self.columns.items():
+      self.plan.columns[name] = known.get(name) or feature(column, sample.total, self.y)
+    self._set_recipes()
+    self._note_oddities()
+
+  def _completed(self, roles: Roles) -> Roles:
+    """Returns the roles with user and item by their names and data, and the time."""
+    free = {name: column for name, column in self.columns.items() if name not in roles[:4]}
+    pair = {
+      side: getattr(roles, side) or next((n for n, c in free.items() if _is_id(c, side)), "")
+      for side in _SIDES
+    }
+    if all(pair.values()):
+      guessed = [f"--{side}={name}" for side, name in pair.items() if not getattr(roles, side)]
+      self.plan.notes += [f"Guessed by name and values: {' '.join(guessed)}."] * bool(guessed)
+      roles = roles._replace(**pair)
+    ids = {side: self.columns[name] for side, name in pair.items() if name}
+    times = [name for name, each in free.items() if name not in pair.values() and _is_time(each)]
+    hinted = [name for name in times if is_hinted(name, "time")]
+    others = (name for name in times if not _side(self.columns[name], ids))  # no dates of the item
+    return roles._replace(time=roles.time or next(iter(hinted), "") or next(others, ""))
+
+  def _with_roles(self) -> dict[str, Proposal]:
+    """Returns the proposals for the columns with a role, and sets `y` and `clock`."""
+    roles, columns, known = self.roles, self.columns, {}
+    if roles.label:
+      known[roles.label] = self._label(columns[roles.label])
+    if roles.user:
+      known[roles.user] = Proposal("user", {}, _rows_each(columns[roles.user]))
+    if roles.item:
+      known[roles.item] = _item(columns[roles.item])
+    if roles.time:
+      time = columns[roles.time]
+      assert time.times is not None
+      self.clock, known[roles.time] = (
+        np.append(time.times, np.nan)[time.codes],
+        Proposal("time", {}),
+      )
+    elif parts := _date_parts(columns):
+      names = tuple(column.name for column in parts)
+      name = next(each for each in ("time", "date", "date_and_time") if each not in columns)
+      self.plan.more[name] = Proposal("time", {"columns": names})
+      self.plan.notes.append(f"{', '.join(names)} are one time.")
+      self.clock = _seconds(parts)
+      known |= {each: _left_out("in the time") for each in names[::2] if each not in known}
+    return known
+
+  def _label(self, column: Column) -> Proposal:
+    name, positive, notes = column.name, self.roles.positive, self.plan.notes
+    counts = dict(zip(column.texts.to_pylist(), column.counts.tolist(), strict=True))
+    clicks = [text for text in counts if positive and _same(text, positive)]
+    if positive and not clicks:
+      hint = spec.nearest(positive, list(counts)[:20])
+      raise UserError(f"--positive={positive}: no value of {name!r} in the sample; {hint}")
+    unknown = [text for text in counts if _NONE.fullmatch(text) and text not in clicks]
+    dropped = unknown if len(counts) - len(unknown) >= 2 else []
+    texts, why = [text for text in counts if text not in dropped], ""
+    options: dict[str, Any] = {}
+    if positive:
+      options, why = {"positive": (positive,)}, f"{positive} is a click"
+    elif all(text.lower() in spec.CLICKS + spec.NO_CLICKS for text in texts):
+      clicks = [text for text in texts if text.lower() in spec.CLICKS]
+    elif len(texts) > 1 and all(re.match(NUMBER, text) for text in texts):
+      values = np.array(texts, float)
+      median = np.median(np.repeat(values, [counts[text] for text in texts]))
+      least = float(median if median > values.min() else values[values > median].min())
+      options = {"at_least": int(least) if least.is_integer() else least}
+      why = f"{options['at_least']} or more is a click"
+      clicks = [text for text, value in zip(texts, values, strict=True) if value >= least]
+    elif len(texts) == 2:
+      options, clicks, why = {"positive": (texts[1],)}, texts[1:], f"{texts[1]} is a click"
+      other = f"--positive={_quoted(texts[0])} takes the other"
+      notes.append(f"{texts[1]!r} is the rarer value of {name}; {other}.")
+    elif len(texts) > 2:
+      listed = ", ".join(texts[:_EXAMPLES]) + (" …" if len(texts) > _EXAMPLES else "")
+      raise UserError(
+        f"--label={name} has {len(texts):,} values ({listed}): say which is a click, "
+        f"--positive={_quoted(texts[0])}"
+      )
+    if len(clicks) in (0, len(texts)):
+      raise UserError(
+        f"--label={name} has one value in these rows, {texts[0]!r}, and a label needs two: read "
+        "more of a longer file with --rows, or leave the label out and give --user and --item"
+      )
+    of_text = [np.nan if text in dropped else float(text in clicks) for text in counts]
+    self.y = np.append(of_text, np.nan)[column.codes]
+    rate, by = np.nanmean(self.y), ", by the median" if "at_least" in options else ""
+    shown = f"{rate:.1%}" if rate >= 0.01 else f"{rate:.2%}"
+    notes.append(f"{shown} of the rows are clicks{why and f': {why}'}{by}.")
+    if rate < 0.01:
+      notes.append("Clicks are so rare that models differ in AUC and log loss, not in accuracy.")
+    if dropped:
+      options["drop"] = tuple(dropped)
+      share = sum(counts[text] for text in dropped) / column.present
+      listed = ", ".join(map(repr, dropped))
+      notes.append(f"Rows with the label {listed} are left out: {share:.1%}.")
+    return Proposal("label", options, why)
+
+  def _set_recipes(self) -> None:
+    """Fills in recipes and settings, and changes features as they need it."""
+    plan, roles, columns = self.plan, self.roles, self.columns
+    needed = [columns[name] for name in roles[:4] if name]
+    absent = [f"{each.name} {each.missing:.1%}" for each in needed if each.missing]
+    if absent:
+      plan.notes.append(f"Rows without a value are left out: {', '.join(absent)}.")
+    if absent or self.sample.skipped:
+      plan.settings["on_bad_row"] = "skip"
+    is_list = bool(roles.item) and "separator" in plan.columns[roles.item].options
+    if not is_list and roles.user and roles.item:
+      self._add_sides()
+    if roles.item and (is_list or (roles.user and self._has_rankings())):
+      plan.recipes = ("two_tower",) if self.clock is None else ("sequence", "two_tower")
+    if self.y is not None and not is_list:
+      if self._has_split(self.y) and self._has_vectors(self.y):
+        plan.recipes = ("dlrm", *reversed(plan.recipes))
+    elif plan.recipes:
+      for name, each in plan.columns.items():
+        if each.is_a(spec.Side) and not each.is_a(spec.Id) and "side" not in each.options:
+          plan.columns[name] = _left_out("varies by row")
+    else:
+      self._ask()
+
+  def _add_sides(self) -> None:
+    """Adds the side to features that a user or an item always has alike; one text is the title."""
+    plan, ids = self.plan, {side: self.columns[getattr(self.roles, side)] for side in _SIDES}
+    has_title = False
+    for name, proposal in list(plan.columns.items()):
+      column = self.columns[name]
+      side = _side(column, ids) if name not in self.roles[:4] and column.present else ""
+      if side == "item" and not has_title and self._names_items(column):
+        plan.columns[name], has_title = Proposal("title", {}, "of the item"), True
+      elif side and proposal.kind == "category" and column.distinct >= _ROW_ID * ids[side].distinct:
+        plan.columns[name] = _left_out(f"as good as {ids[side].name}")
+      elif side and proposal.is_a(spec.Side):
+        options = proposal.options | {"side": side}
+        plan.columns[name] = Proposal(proposal.kind, options, f"of the {side}")
+        if name in _INPUTS:
+          plan.more[f"{name}_"] = Proposal(proposal.kind, {"column": name, **options})
+          plan.columns[name] = _left_out(f"read as {name}_")
+
+  def _has_rankings(self) -> bool:
+    """Returns whether a user has three items, of which two are held out; keeps many repeats."""
+    users, items = self.columns[self.roles.user].codes, self.columns[self.roles.item].codes
+    known = (users >= 0) & (items >= 0) & (True if self.y is None else self.y == 1)
+    pairs, rows = np.unique(np.stack([users[known], items[known]]), axis=1)[0], known.sum()
+    if not len(pairs) or np.bincount(pairs).max() < 3:
+      self.plan.notes.append("No user has three items, and rankings hold out two of them.")
+      return False
+    if rows - len(pairs) > _REPEATS * rows:
+      self.plan.settings["exclude_seen"] = False
+      self.plan.notes.append(
+        f"{1 - len(pairs) / rows:.0%} of the rows repeat a user and an item, so exclude_seen is "
+        "False: what a user has had can be recommended."
+      )
+    return True
+
+  def _has_split(self, y: np.ndarray) -> bool:
+    """Returns whether a split has both outcomes in each part; leaves out what training lacks."""
+    plan, known = self.plan, ~np.isnan(y)
+    if not self.sample.is_all:
+      return True
+    has_both = lambda parts: all(len(np.unique(y[(parts == n) & known])) == 2 for n in range(3))
+    rare = int(min((y == 1).sum(), (y == 0).sum()))
+    by_hash, parts = True, np.zeros(len(y), np.int64)
+    if self.clock is not None:
+      parts = np.searchsorted(np.nanquantile(self.clock, (0.8, 0.9)), self.clock, side="right")
+      if by_hash := not has_both(parts):
+        plan.notes.append("By time, a part would have only clicks or none: the split is by hash.")
+        plan.settings["split"] = {"by": "hash"}
+    if by_hash:
+      tries = itertools.product((0.25 if rare < _FEW_CLICKS else 0.1, 0.3), range(30))
+      splits = ((share, seed, self.sample.split(share, seed)) for share, seed in tries)
+      found = next((split for split in splits if has_both(split[2])), None)
+      if found is None:
+        plan.notes.append(
+          "No split by hash has clicks and other rows in each part: too few rows differ."
+        )
+        return False
+      share, seed, parts = found
+      if (seed, share) != (0, 0.1):
+        plan.settings["split"] = {"by": "hash", "valid": share, "test": share, "seed": seed}
+    if rare < _FEW_CLICKS:
+      which = "clicks" if rare == (y == 1).sum() else "rows without a click"
+      plan.notes.append(f"There are only {rare} {which}: too few to tell one model from another.")
+    training = known & (parts == 0)
+    for name, each in plan.columns.items():
+      if each.is_a(spec.Embedded) and not (self.columns[name].codes[training] >= 0).any():
+        plan.columns[name] = _left_out("no value to train on")
+    return True
+
+  def _has_vectors(self, y: np.ndarray) -> bool:
+    """Returns whether dlrm has a feature with vectors, after making one of a number or the time."""
+    plan, time = self.plan, self.columns.get(self.roles.time)
+    if any(each.is_a(spec.Category) for each in (*plan.columns.values(), *plan.more.values())):
+      return True
+    numbers = [name for name, each in plan.columns.items() if each.kind == "number"]
+    buckets: dict[str, Any] = {"buckets": _INTERVALS}
+    if numbers:
+      name = max(numbers, key=lambda name: evidence(self.columns[name], y).gain)
+      options = {key: value for key, value in plan.columns[name].options.items() if key != "log"}
+      plan.columns[name] = Proposal("number", options | buckets)
+      plan.notes.append(f"All features are numbers: the intervals of {name} get vectors.")
+    elif time is None:
+      plan.notes.append("No column is left to learn from: see above why each is left out.")
+    elif time.numbers is None:
+      hours = len(pc.unique(pc.utf8_slice_codeunits(time.texts, 11, 13)))
+      part, pattern = ("hour", r"[T ](\d\d)") if hours > 1 else ("day", r"^\d{4}.\d\d.(\d\d)")
+      options = {"column": time.name, "pattern": pattern}
+      plan.more[f"{time.name}_{part}"] = Proposal("category", options)
+      plan.notes.append(f"Only the time is left to learn from: its {part} is a category.")
+    else:
+      options = {"column": time.name, **buckets}
+      plan.more[f"{time.name}_interval"] = Proposal("number", options)
+      plan.notes.append("Only the time is left to learn from: its intervals get vectors.")
+    return bool(numbers) or time is not None
+
+  def _ask(self) -> None:
+    """Says what a table of users or items is for, or what to give for a config."""
+    plan, columns = self.plan, self.columns
+    sides = [side for side in _SIDES if getattr(self.roles, side)]
+    if len(sides) == 1 and columns[getattr(self.roles, sides[0])].distinct == self.sample.num_rows:
+      plan.side = sides[0]
+      plan.notes.append(f"Each row is {'an item' if plan.side == 'item' else 'a user'} of its own.")
+      names = (name for name, each in plan.columns.items() if each.kind in ("", "category"))
+      for name in names if plan.side == "item" else ():
+        if self._names_items(columns[name]):
+          plan.columns[name] = Proposal("title", {}, "of the item")
+          break
+    elif len(sides) < 2:
+      labels = [name for name, each in columns.items() if each.distinct == 2 and not each.missing]
+      ids = [name for name, each in plan.columns.items() if each.kind == "category"]
+      ids.sort(key=lambda name: -columns[name].distinct)
+      wanted = " and ".join(f"--{side}" for side in _SIDES if side not in sides)
+      listed = lambda names: f" ({', '.join(names[:_EXAMPLES])}?)" if names else ""
+      predicted = f"the column that is predicted, --label{listed(labels)}"
+      plan.notes.append(f"For a config, name {predicted}, or {wanted}{listed(ids)}.")
+
+  def _note_oddities(self) -> None:
+    plan, notes, columns = self.plan, [], self.columns
+    numbers = [columns[name] for name, each in plan.columns.items() if each.kind == "number"]
+    plan.missing = tuple(dict.fromkeys(text for each in numbers for text in each.placeholders))
+    if plan.missing:
+      notes.append(f"Taken for missing numbers: {', '.join(map(repr, plan.missing))}.")
+    if leaks := [name for name, each in plan.columns.items() if each.why.startswith("leak")]:
+      notes.append(
+        f"Leaks are left out, as they tell the outcome: {', '.join(leaks)}. Declare one only if "
+        "its value is known before the outcome is."
+      )
+    suspects = [
+      f"{name} {text!r} ({rows / len(column.codes):.0%})"
+      for name, column in columns.items()
+      if plan.columns[name].kind not in ("", "label", "time")
+      for text, rows in _suspects(column)
     ]
-    times.sort(key=lambda name: not is_hinted(name, "time"))  # stable
-    roles = dataclasses.replace(roles, time=times[0] if times else "")
-  return roles
+    if suspects:
+      more = f" and {len(suspects) - _EXAMPLES} more" * (len(suspects) > _EXAMPLES)
+      listed = f"{', '.join(suspects[:_EXAMPLES])}{more}"
+      notes.append(f"Taken as values, perhaps none: {listed}. Name what is none in format.missing.")
+    if (share := self.sample.repeated()) >= 0.005:
+      notes.append(f"{share:.1%} of the rows repeat another one in all columns.")
+    if nameless := [name for name in columns if re.fullmatch(r"column \d+", name)]:
+      notes.append(f"Called by their place, as the header has no name: {', '.join(nameless)}.")
+    plan.notes[:0] = notes  # the last one says why there is no config
+
+  def _names_items(self, column: Column) -> bool:
+    """Whether a text names items: nearly all have their own, and it has letters and words."""
+    items = self.columns[self.roles.item]
+    if column.type() != "text" or column is items or column.distinct < 0.8 * items.distinct:
+      return False
+    spaced = pc.match_substring(column.texts, " ").true_count
+    return bool(set(tokens(column.name)) & {"title", "name"}) or spaced > column.distinct / 2
 
 
 def _is_id(column: Column, side: str) -> bool:
   is_discrete = column.stored in ("text", "number") and (column.numbers is None or column.is_whole)
-  repeats = 1 < column.distinct <= ROW_ID * column.present
+  repeats = 1 < column.distinct <= _ROW_ID * column.present
   return is_discrete and repeats and not column.is_dated and is_hinted(column.name, side)
 
 
 def _is_time(column: Column) -> bool:
-  if column.missing or column.distinct < 2 or is_unrelated(column.name):
+  if column.missing or column.distinct < 2 or set(tokens(column.name)) & _UNRELATED:
     return False
-  if column.is_dated:
-    return True
   if column.numbers is None or column.placeholders or not is_hinted(column.name, "time"):
-    return False
+    return column.is_dated
   low, high = column.numbers.min(), column.numbers.max()
-  epochs = ((3e8 * scale, 4.2e9 * scale) for scale in (1, 1e3, 1e6, 1e9))
-  days = (19_000_101, 21_001_231)  # as 20241231
-  return any(first <= low and high <= last for first, last in epochs) or (
-    column.is_whole and days[0] <= low and high <= days[1]
-  )
+  seconds = any(3e8 * scale <= low and high <= 4.2e9 * scale for scale in (1, 1e3, 1e6, 1e9))
+  return seconds or (column.is_whole and low >= 19_000_101 and high <= 21_001_231)  # as 20241231
 
 
-def _label(column: Column, positive: str, notes: list[str]) -> tuple[Proposal, np.ndarray]:
-  """Returns the label's declaration, and which rows are clicks."""
-  texts, name = column.texts.to_pylist(), column.name
-  listed = ", ".join(texts[:_EXAMPLES]) + (" …" if len(texts) > _EXAMPLES else "")
-  if positive:
-    if positive not in texts:
-      hint = spec.nearest(positive, texts[:20])
-      raise UserError(f"--positive={positive}: no value of {name!r} in the sample; {hint}")
-    proposal = Proposal("label", {"positive": (positive,)}, f"{positive} is a click")
-    is_click = np.array([text == positive for text in texts])
-  elif len(texts) == 1:
-    raise UserError(
-      f"--label={name} has one value in these rows, {texts[0]!r}, and a label needs two: read more "
-      "of a longer file with --rows, or leave the label out and give --user and --item"
-    )
-  elif all(text.lower() in spec.CLICKS + spec.NO_CLICKS for text in texts):
-    is_click = np.array([text.lower() in spec.CLICKS for text in texts])
-    proposal = Proposal("label", {}, "")
-  elif column.numbers is not None and not column.placeholders:
-    values = column.of_rows()
-    least = float(np.median(values))
-    if least == values.min():
-      least = float(values[values > least].min())
-    least = int(least) if least.is_integer() else least
-    proposal = Proposal("label", {"at_least": least}, f"{least} or more is a click")
-    is_click = column.numbers >= least
-  elif len(texts) == 2:
-    proposal = Proposal("label", {"positive": (texts[1],)}, f"{texts[1]} is a click")
-    is_click = np.array([False, True])
-    notes.append(
-      f"{texts[1]!r} is the rarer value of {name}; --positive={_quoted(texts[0])} takes the other."
-    )
-  else:
-    raise UserError(
-      f"--label={name} has {len(texts):,} values ({listed}): say which is a click, "
-      f"--positive={_quoted(texts[0])}"
-    )
-  clicked = np.append(is_click, False)[column.codes]
-  share = clicked.sum() / column.present
-  why = proposal.why and f": {proposal.why}"
-  if "at_least" in proposal.options:
-    why += ", by the median"
-  notes.append(f"{share:.1%} of the rows are clicks{why}.")
-  if len(np.unique(is_click)) == 1:
-    raise UserError(f"--positive={positive} is the only value of {name!r} in the sample")
-  return proposal, clicked
+def _date_parts(columns: Mapping[str, Column]) -> list[Column]:
+  """Returns the columns year, month, day, and down to the second, that are dates together."""
+  found: dict[tuple[str, ...], dict[str, Column]] = {}
+  for name, column in columns.items():
+    *words, part = tokens(name) or [""]
+    low, high = _PARTS.get(part, (0, -1))
+    if column.is_whole and ((low <= column.of_rows) & (column.of_rows <= high)).all():
+      found.setdefault(tuple(words), {})[part] = column
+  dates = ([parts[part] for part in _PARTS if part in parts] for parts in found.values())
+  whole = (date for date in dates if [tokens(each.name)[-1] for each in date[:3]] == [*_PARTS][:3])
+  return next((date for date in whole if not np.isnan(_seconds(date)).any()), [])
+
+
+def _seconds(parts: Sequence[Column]) -> np.ndarray:
+  """Returns the seconds of dates in several columns, float64 `[N]`; NaN for days of no month."""
+  year, month, day, *clock = (column.of_rows.astype(int) for column in parts)
+  months = (year - 1970).astype("datetime64[Y]").astype("datetime64[M]") + (month - 1)
+  dates = months.astype("datetime64[D]") + (day - 1)
+  of_day = sum(part * unit for part, unit in zip(clock, (3600, 60, 1), strict=False))
+  seconds = dates.astype("datetime64[s]").astype(float) + of_day
+  return np.where(dates.astype("datetime64[M]") == months, seconds, np.nan)
+
+
+def _same(text: str, other: str) -> bool:
+  return len(same_value(pa.array([text, other])).unique()) == 1
 
 
 def _quoted(text: str) -> str:
@@ -235,59 +587,14 @@ def _quoted(text: str) -> str:
 def _item(column: Column) -> Proposal:
   if column.stored == "list":
     return Proposal("item", {"separator": "|"}, "a list")
-  separator = separator_of(column) if column.numbers is None else ""
-  if separator:
+  if column.numbers is None and (separator := _separator(column)):
     return Proposal("item", {"separator": separator}, f"several, cut at {separator!r}")
-  return Proposal("item", {}, _many(column))
+  return Proposal("item", {}, _rows_each(column))
 
 
-def _many(column: Column) -> str:
+def _rows_each(column: Column) -> str:
   rows = column.present / column.distinct
   return "one row each" if rows == 1 else f"{rows:.1f} rows each"
-
-
-def _rows_without(
-  roles: Roles, columns: Mapping[str, Column], notes: list[str], sample: Sample
-) -> dict[str, Any]:
-  """Returns the setting that leaves out rows without a value that they need."""
-  needed = [name for name in (roles.label, roles.user, roles.item, roles.time) if name]
-  absent = [f"{name} {columns[name].missing:.1%}" for name in needed if columns[name].missing]
-  if absent:
-    notes.append(f"Rows without a value are left out: {', '.join(absent)}.")
-  return {"on_bad_row": "skip"} if absent or sample.skipped else {}
-
-
-def _recipes(roles: Roles, proposals: Mapping[str, Proposal]) -> tuple[str, ...]:
-  is_list = bool(roles.item) and "separator" in proposals[roles.item].options
-  rankings: tuple[str, ...] = ()
-  if roles.item and (roles.user or is_list):
-    rankings = ("sequence", "two_tower") if roles.time else ("two_tower",)
-  if roles.label and not is_list:
-    return ("dlrm", *reversed(rankings))
-  return rankings
-
-
-def _with_sides(
-  proposals: Mapping[str, Proposal], columns: Mapping[str, Column], roles: Roles
-) -> dict[str, Proposal]:
-  """Returns the proposals with the side of features that a user or an item always has alike."""
-  sides = {"user": columns[roles.user], "item": columns[roles.item]}
-  title = ""
-  changed = dict(proposals)
-  for name, proposal in proposals.items():
-    column = columns[name]
-    if column is sides["user"] or column is sides["item"] or not column.present:
-      continue
-    side = _side(column, sides)
-    if side == "item" and not title and _names_items(column, sides["item"]):
-      title = name
-      changed[name] = Proposal("title", {}, "of the item")
-    elif side and column.distinct >= ROW_ID * sides[side].distinct and proposal.kind == "category":
-      changed[name] = Proposal("", {}, f"as good as {sides[side].name}")
-    elif side and issubclass(spec.KINDS.get(proposal.kind, spec.Kind), spec.Side):
-      options = proposal.options | {"side": side}
-      changed[name] = Proposal(proposal.kind, options, f"of the {side}")
-  return changed
 
 
 def _side(column: Column, sides: Mapping[str, Column]) -> str:
@@ -296,89 +603,20 @@ def _side(column: Column, sides: Mapping[str, Column]) -> str:
   for side, ids in sides.items():
     known = ids.codes >= 0
     pairs = ids.codes[known] * (column.distinct + 1) + column.codes[known] + 1
-    evidence = known.sum() - ids.distinct
-    if evidence >= FEW_ROWS and len(np.unique(pairs)) <= _SAME * ids.distinct:
+    has_evidence = len(pairs) - ids.distinct >= _FEW_ROWS
+    if has_evidence and len(np.unique(pairs)) <= _SAME * ids.distinct:
       fitting.append((ids.distinct, side))
   return min(fitting)[1] if fitting else ""
 
 
-def _side_of_table(roles: Roles, columns: Mapping[str, Column]) -> str:
-  """Returns the side that the table has one row for each of, or ""."""
-  sides = [side for side in ("user", "item") if getattr(roles, side)]
-  column = columns[getattr(roles, sides[0])] if len(sides) == 1 else None
-  return sides[0] if column is not None and column.distinct == column.rows else ""
-
-
-def _with_title(
-  proposals: Mapping[str, Proposal], columns: Mapping[str, Column], items: Column
-) -> dict[str, Proposal]:
-  """Returns the proposals with the first text that is not used, and names items, as their title."""
-  names = (
-    name
-    for name, proposal in proposals.items()
-    if proposal.kind in ("", "category") and _names_items(columns[name], items)
-  )
-  title = next(names, None)
-  return {**proposals, **({title: Proposal("title", {}, "of the item")} if title else {})}
-
-
-def _names_items(column: Column, items: Column) -> bool:
-  """Whether a text names items: nearly all have their own, and it has letters and words."""
-  if column.stored != "text" or column.numbers is not None or column.is_dated:
-    return False
-  if column is items or column.distinct < 0.8 * items.distinct:
-    return False
-  is_named = bool(set(tokens(column.name)) & {"title", "name"})
-  return is_named or pc.mean(pc.match_substring(column.texts, " ").cast(pa.int8())).as_py() > 0.5
-
-
-def _of_a_side(proposal: Proposal) -> Proposal:
-  """Leaves out a feature that rankings do not use: it changes from row to row."""
-  if issubclass(spec.KINDS.get(proposal.kind, spec.Kind), spec.Side) and not (
-    proposal.kind in ("user", "item") or "side" in proposal.options
-  ):
-    return Proposal("", {}, "varies by row")
-  return proposal
-
-
-def _repeats(
-  users: np.ndarray, items: np.ndarray, clicked: np.ndarray, notes: list[str]
-) -> dict[str, Any]:
-  known = clicked & (users >= 0) & (items >= 0)
-  pairs = users[known] * (items.max(initial=0) + 1) + items[known]
-  repeats = len(pairs) - len(np.unique(pairs))
-  if repeats <= _REPEATS * max(len(pairs), 1):
-    return {}
-  notes.append(
-    f"{repeats / len(pairs):.0%} of the rows repeat a user and an item, so exclude_seen is False: "
-    "what a user has had can be recommended."
-  )
-  return {"exclude_seen": False}
-
-
-def _split(column: Column, clicked: np.ndarray, notes: list[str]) -> dict[str, Any]:
-  """Returns a split by hash where one by time would leave a split without clicks or others."""
-  known = column.codes >= 0
-  assert column.times is not None
-  times, clicked = column.times[column.codes[known]], clicked[known]
-  valid, test = np.quantile(times, (0.8, 0.9))
-  of_row = (times >= valid).astype(int) + (times >= test)
-  sizes, clicks = np.bincount(of_row, minlength=3), np.bincount(of_row, clicked, minlength=3)
-  if ((clicks > 0) & (clicks < sizes)).all():
-    return {}
-  notes.append("By time, a split would have only clicks or none, so the split is by hash.")
-  return {"split": {"by": "hash"}}
-
-
-def _ask(roles: Roles, proposals: Mapping[str, Proposal], columns: Mapping[str, Column]) -> str:
-  """Returns the question that is left where no recipe fits, with columns that may answer it."""
-  named = {roles.user, roles.item, roles.time}
-  labels = [name for name, column in columns.items() if column.distinct == 2 and not column.missing]
-  ids = [name for name, each in proposals.items() if each.kind == "category" and name not in named]
-  ids.sort(key=lambda name: -columns[name].distinct)
-  sides = [side for side in ("user", "item") if not getattr(roles, side)]
-  listed = lambda names: f" ({', '.join(names[:_EXAMPLES])}?)" if names else ""
-  return (
-    f"For a config, name the column that is predicted, --label{listed(labels)}, or "
-    f"{' and '.join(f'--{side}' for side in sides)}{listed(ids)}."
-  )
+def _suspects(column: Column) -> list[tuple[str, int]]:
+  """Returns values that others write where there is none, and the rows with each."""
+  top = list(zip(column.texts.to_pylist()[:_EXAMPLES], column.counts.tolist(), strict=False))
+  if column.numbers is None:
+    return [(text, rows) for text, rows in top if _NONE.fullmatch(text)]
+  found = []
+  for (text, rows), number in zip(top, column.numbers, strict=False):
+    others = column.numbers[column.numbers != number]
+    is_apart = len(others) and (others.min() >= 0 if number < 0 else others.max() < number / 2)
+    found += [(text, rows)] * bool(is_apart and re.fullmatch(r"-1|-?99+(\.0+)?", text))
+  return found

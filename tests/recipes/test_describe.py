@@ -1,7 +1,9 @@
 """A first look at a table: the roles that its values decide, and configs that train as written."""
 
+import csv
 import gzip
 import importlib
+import os
 import runpy
 
 import numpy as np
@@ -10,27 +12,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes import describe
-from recipes.tables import proposing, sample, settings
+from recipes.tables import profile, proposing, settings
 from recipes.tables.formats import Format
-from recipes.tables.kinds import feature
 from recipes.tables.proposing import Roles
 
 RNG = np.random.default_rng(0)
 ROWS = 600
 
 
-def column(values):
-  """The column of a sample with these values."""
-  array = pa.array([str(v) if v is not None else "" for v in values])
-  if values and isinstance(values[0], list):
-    array = pa.array(values)
-  return sample._column("x", [array], Format())
-
-
 def kind(values, total=0, name="x"):
-  made = column(values)
-  proposal = feature(sample.Column(name, *list(vars(made).values())[1:6]), total or len(values))
-  return proposal.kind, proposal.options
+  array = pa.array([str(v) if v is not None else "" for v in values])
+  if isinstance(values[0], list):
+    array = pa.array(values)
+  column = profile.of_arrays(name, [array], Format().missing)
+  return proposing.feature(column, total or len(values))[:2]
 
 
 def write(path, columns, delimiter=","):
@@ -49,7 +44,9 @@ def click_columns(rows=ROWS):
   return {
     "row_id": [f"{i:016x}" for i in RNG.integers(2**60, size=rows)],
     "clicked": clicked.astype(int),
-    "user-agent.os": np.where(clicked, "ios", RNG.choice(["web", "?"], rows)),
+    "user-agent.os": np.where(
+      clicked & (RNG.random(rows) < 0.9), "ios", RNG.choice(["web", "?"], rows)
+    ),
     "price": np.round(RNG.lognormal(3, 2, rows), 2),
     "same": ["x"] * rows,
     "tags": [
@@ -203,7 +200,7 @@ def test_the_time_is_when_a_row_happened(tmp_path):
   released = {item: f"1999-01-{1 + int(item[1:]) % 28:02d}" for item in columns["product"]}
   columns = {"date_of_birth": ["2001-02-03", "1980-04-05"] * 1500, **columns}
   columns = {"published": [released[item] for item in columns["product"]], **columns}
-  read = sample.read([write(tmp_path / "log.csv", columns)], Format(), 5000)
+  read = profile.read([write(tmp_path / "log.csv", columns)], Format(), 5000)
   plan = proposing.propose(read, Roles())
   assert plan.columns["seen_at"].kind == "time"
   assert (plan.columns["published"].kind, plan.columns["date_of_birth"].kind) == ("", "")
@@ -269,11 +266,11 @@ def test_every_table_that_the_recipes_read(tmp_path, capsys):
 def test_a_sample_is_of_several_places(tmp_path):
   file = tmp_path / "a.parquet"
   pq.write_table(pa.table({"n": np.arange(1000)}), file, row_group_size=100)
-  read = sample.read([file], Format(), 50)
+  read = profile.read([file], Format(), 50)
   assert (read.num_rows, read.total, read.is_all, read.places) == (50, 1000, False, 5)
-  assert {int(text) // 100 for text in read.columns[0].texts.to_pylist()} == {0, 2, 4, 6, 9}
+  assert {number // 100 for number in read.columns["n"].of_rows} == {0, 2, 4, 6, 9}
   text = write(tmp_path / "a.csv", {"n": range(1000, 9000), "m": range(1000, 9000)})
-  read = sample.read([text], Format(), 100)
+  read = profile.read([text], Format(), 100)
   assert (read.num_rows, read.is_all) == (100, False)
   assert 7000 < read.total < 9000
 
@@ -365,7 +362,8 @@ def test_a_header_may_be_a_value_or_come_again(tmp_path, capsys):
 
 def test_a_first_line_that_is_a_row(tmp_path, capsys):
   path = tmp_path / "u.data"
-  path.write_text("196\t242\t3\t881250949\n186\t302\t3\t891717742\n" * 20)
+  rows = (f"{196 + i % 2}\t{242 + i % 9}\t{i % 5}\t{881250949 + i}" for i in range(40))
+  path.write_text("\n".join(rows) + "\n")
   assert "name its 4 columns, as --names=" in refused(capsys, path)
   printed = look(capsys, path, "--names=user,item,rating,time")
   assert "recipes.sequence" in printed
@@ -383,10 +381,247 @@ def test_two_texts_of_a_label(tmp_path):
   path = write(
     tmp_path / "a.csv", {"n": range(40), "income": ["<=50K", "<=50K", ">50K", "<=50K"] * 10}
   )
-  read = sample.read([path], Format(), 100)
+  read = profile.read([path], Format(), 100)
   plan = proposing.propose(read, Roles(label="income"))
   assert plan.columns["income"].options == {"positive": (">50K",)}
   assert any("'>50K' is the rarer value" in note for note in plan.notes)
+
+
+# --- what columns say of the label, and tables that are hard to describe --------------------------
+
+
+def evidence(values, y):
+  column = profile.of_arrays("x", [pa.array(list(map(str, values)))], Format().missing)
+  return profile.evidence(column, np.asarray(y, float))
+
+
+def test_evidence_is_of_other_rows():
+  y = np.arange(1000) % 2
+  assert evidence(range(1000), y)[:2] == ("", "")  # each value in one row: no other tells its mean
+  same = evidence(y, y)  # 500 rows of each value, about 400 of them in other folds
+  assert same.leak == "AUC 1.000"
+  mean = (400 + 10 * 0.5) / (400 + 10)  # drawn to the rate by ten rows
+  assert same.gain == pytest.approx(1000 * np.log(mean / 0.5), rel=0.001)
+  none = evidence(RNG.integers(10, size=1000), y)
+  assert none[:2] == ("", "")
+  assert none.gain < 5
+  # 20 rows with a value, all of them clicks: one of 2**20 by chance, and of 21 one of 2**21.
+  for rows, leak in ((20, ""), (21, "clicks only")):
+    some = np.where((y == 1) & (np.arange(1000) < 2 * rows), "x", "")
+    assert evidence(some, y).leak == leak
+
+
+@pytest.mark.parametrize(
+  ("values", "effect", "expected"),
+  [
+    (RNG.integers(200, size=8000), lambda n: 0.1 + 0.8 * (n % 7 == 3), "category"),
+    (RNG.integers(200, size=8000), lambda n: 0.1 + 0.8 * n / 200, "number"),
+    (RNG.integers(200, size=8000), lambda n: 0.3 + 0 * n, ""),
+    # Half of the rows have a frequent value; it is the others whose order tells.
+    (RNG.zipf(1.3, 8000) % 200, lambda n: 0.1 + 0.8 * (n % 7 == 3), "category"),
+    (RNG.zipf(1.3, 8000) % 200, lambda n: 0.1 + 0.8 * n / 200, "number"),
+  ],
+)
+def test_the_label_tells_ids_from_numbers(values, effect, expected):
+  y = (RNG.random(8000) < effect(values)).astype(float)
+  assert evidence(values, y).favors == expected
+  assert evidence(values[:40], y[:40]).favors == ""  # too few rows
+  # By the name alone, `shop_id` would be a category and `income` a number.
+  columns = [profile.of_arrays(name, [pa.array(values)], ()) for name in ("shop_id", "income")]
+  kinds = [proposing.feature(column, 8000, y).kind for column in columns]
+  assert kinds == [expected or "category", expected or "number"]
+
+
+def test_leaks_are_left_out(tmp_path, capsys):
+  columns = click_columns(2000)
+  clicked = columns["clicked"]
+  columns["paid"] = np.where(clicked, np.round(RNG.lognormal(3, 1, 2000), 2), 0)
+  columns["paid_on"] = np.where(clicked & (RNG.random(2000) < 0.2), "2024-05-01", "")
+  columns["status"] = np.where(clicked, "done", RNG.choice(["open", "new"], 2000))
+  columns["hint"] = np.where(RNG.random(2000) < 0.9, clicked, 1 - clicked)  # AUC 0.9
+  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
+  printed = look(capsys, path, "--label=clicked", f"--out={out}")
+  assert "paid, paid_on, status" in printed
+  assert "leak, clicks only" in printed
+  assert "leak, AUC 1.000" in printed
+  assert set(completed(out, "dlrm", tmp_path).columns) == {
+    "clicked", "user-agent.os", "price", "tags", "hint"
+  }  # fmt: skip
+  assert '"paid", "paid_on", "status"' in out.read_text()
+
+
+def test_a_date_in_several_columns_is_one_time(tmp_path, capsys):
+  columns = click_columns() | {
+    "dep_year": [2013] * ROWS,
+    "dep_month": [1 + i // 300 for i in range(ROWS)],
+    "dep_day": [1 + i % 28 for i in range(ROWS)],
+    "dep_hour": [i % 24 for i in range(ROWS)],
+    "weekday": [i % 7 for i in range(ROWS)],
+  }
+  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
+  look(capsys, path, "--label=clicked", f"--out={out}")
+  declared = runpy.run_path(str(out))["get_config"]()["columns"]
+  parts = ("dep_year", "dep_month", "dep_day", "dep_hour")
+  assert declared["time"] == {"kind": "time", "columns": parts}
+  assert declared["dep_hour"] == declared["weekday"] == "category"
+  columns["dep_day"][1:29] = range(3, 31)
+  columns["dep_month"] = [2] * ROWS  # 30 February
+  look(capsys, write(path, columns), "--label=clicked", f"--out={out}", "--force")
+  assert "time" not in runpy.run_path(str(out))["get_config"]()["columns"]
+
+
+def test_oddities_are_named(tmp_path, capsys):
+  rows = 1000
+  columns = {
+    "clicked": [int(i >= 992) for i in range(rows)],
+    "age": [-1 if i % 10 == 0 else 20 + i % 50 for i in range(rows)],
+    "city": ["unknown" if i % 4 == 0 else "Oslo" if i % 3 else "Rom" for i in range(rows)],
+    "": range(5000, 5000 + rows),
+  }
+  lines = [
+    ",".join(columns),
+    *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
+  ]
+  path, out = tmp_path / "a.csv", tmp_path / "my.py"
+  path.write_text("\n".join(lines + lines[1:101]) + "\n")
+  printed = " ".join(look(capsys, path, "--label=clicked", f"--out={out}").split())
+  assert "age '-1' (10%), city 'unknown' (25%)" in printed
+  assert "9.1% of the rows repeat another one" in printed  # 100 of 1,100
+  assert "as the header has no name: column 4" in printed
+  assert "0.73% of the rows are clicks" in printed  # 8 of 1,100
+  assert "There are only 8 clicks" in printed
+  built(out, "dlrm", tmp_path)
+
+
+def test_a_third_value_of_a_label_is_dropped(tmp_path, capsys):
+  columns = click_columns()
+  columns["clicked"] = np.where(RNG.random(ROWS) < 0.1, "pending", columns["clicked"].astype(str))
+  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
+  assert "'pending' are left out" in look(capsys, path, "--label=clicked", f"--out={out}")
+  label = runpy.run_path(str(out))["get_config"]()["columns"]["clicked"]
+  assert label == {"kind": "label", "drop": ("pending",)}
+  built(out, "dlrm", tmp_path)
+  columns["clicked"] = np.where(
+    RNG.random(ROWS) < 0.1, "Unknown", RNG.choice(["yes!", "no!"], ROWS)
+  )
+  look(
+    capsys, write(path, columns), "--label=clicked", "--positive=yes!", f"--out={out}", "--force"
+  )
+  label = runpy.run_path(str(out))["get_config"]()["columns"]["clicked"]
+  assert label == {"kind": "label", "positive": ("yes!",), "drop": ("Unknown",)}
+
+
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [
+    ("Sales of 2024\nid,clicked\n1,0\n2,1\n", "seems a title (Sales of 2024)"),
+    ("Sales,,\nid,city,clicked\n1,Oslo,0\n2,Rom,1\n", "seems a title (Sales)"),
+    ("id,clicked\n1,0,\n2,1,\n", "the rows end in ','"),
+    ("id,id,clicked\n1,2,0\n3,4,1\n", "names columns 1 and 2 'id'"),
+    ("a,0,b,0\na,1,b,1\nc,0,b,2\n", "seems a row, not a header"),
+    ("a,b,7,b\n" * 9, "--names=user,item,…, or call them c1, c2, … with --no_header"),
+  ],
+)  # fmt: skip
+def test_a_header_with_rubbish(tmp_path, capsys, text, words):
+  (tmp_path / "a.csv").write_text(text)
+  assert words in refused(capsys, tmp_path / "a.csv", "--label=clicked")
+
+
+def test_trailing_delimiters_of_all_lines_are_a_column_without_values(tmp_path, capsys):
+  path = tmp_path / "a.csv"
+  path.write_text("city,clicked,\n" + "".join(f"c{i % 5},{i % 2},\n" for i in range(100)))
+  assert "left out: no values" in look(capsys, path, "--label=clicked")
+
+
+def test_files_that_are_no_text(tmp_path, capsys):
+  os.mkfifo(tmp_path / "a.csv")
+  assert "no file but a pipe" in refused(capsys, tmp_path / "a.csv")
+  path = tmp_path / "b.csv"
+  path.write_bytes("city,clicked\nOslo,1\n".encode("utf-16"))
+  assert "UTF-16. Write --encoding='utf-16'" in refused(capsys, path)
+  pq.write_table(pa.table({"clicked": [0, 1]}), tmp_path / "c.csv")
+  assert "is a Parquet file. Name it so: " in refused(capsys, tmp_path / "c.csv")
+
+
+def numbers(rows=ROWS):
+  clicked = RNG.integers(2, size=rows)
+  return {"y": clicked, "noise": RNG.random(rows), "tells": clicked + RNG.normal(size=rows)}
+
+
+def returns(rows=3000):
+  columns = log_columns(rows)
+  columns["visitor"] = ["" if i % 9 == 0 else user for i, user in enumerate(columns["visitor"])]
+  return columns | {"quantity": RNG.integers(-3, 9, rows)}
+
+
+def spellings(rows=ROWS):
+  y = [["True", "FALSE", "true", "false", "1", "0"][i % 6] for i in range(rows)]
+  member = RNG.choice(["yes", "no", "Y", "N"], rows)
+  return {"y": y, "member": member, "flag": RNG.choice(["True", "False"], rows)}
+
+
+def dates(rows):
+  parts = {"year": [2023 + i % 2 for i in range(rows)], "month": [1 + i % 12 for i in range(rows)]}
+  return parts | {"day": [1 + i % 28 for i in range(rows)], "hour": [i % 24 for i in range(rows)]}
+
+
+def y(rows=ROWS):
+  return {"y": RNG.integers(2, size=rows)}
+
+
+def dated_log():
+  columns = log_columns() | dates(3000)
+  return {name: values for name, values in columns.items() if name != "seen_at"}
+
+
+NEW = ["" if i < 560 else "ab"[i % 2] for i in range(ROWS)]
+DAYS = [f"2024-01-{1 + i // 20:02d}" for i in range(ROWS)]
+CLOCK = [f"2024-01-{1 + i % 28:02d} {i % 24:02d}:00" for i in range(ROWS)]
+RARE = {"y": RNG.permutation([1] * 10 + [0] * 1990), "city": [*"ab"] * 1000}
+LINES = {"note": ["one\ntwo", 'a "b"', "c", "d,e"] * 150, "n": RNG.random(ROWS)}
+UNICODE = {"はい": RNG.integers(2, size=ROWS), "Größe €": ["ä", "ß"] * 300, '😀 "q"': DAYS}
+NAMED = {"history": ["a", "b"] * 1500, "user": ["NO", "US"] * 1500}
+EMPTY = {"a": [7] * ROWS, "b": [""] * ROWS, "c": ["x"] + [""] * (ROWS - 1)}
+LABEL = ["--label=y"]
+HARD = {
+  "numbers": (numbers, LABEL, "dlrm"),
+  "counters": (lambda: y() | {f"n{i}": RNG.poisson(90, ROWS) for i in range(5)}, LABEL, "dlrm"),
+  "codes": (lambda: y() | {"code": RNG.integers(90, size=ROWS)}, LABEL, "dlrm"),
+  "log": (returns, [], "two_tower"),
+  "sequences": (returns, [], "sequence"),
+  "inputs": (lambda: log_columns() | NAMED, ["--user=visitor", "--item=product"], "two_tower"),
+  "constants": (lambda: click_columns() | EMPTY, ["--label=clicked"], "dlrm"),
+  "rare clicks": (lambda: RARE | {"n": RNG.random(2000)}, LABEL, "dlrm"),
+  "duplicates": (lambda: {"y": [0, 0, 1] * 200, "x": [*"abcd"] * 150}, LABEL, "dlrm"),
+  "few rows": (lambda: {"y": [0, 1] * 300, "x": [*"aabbcc"] * 100}, LABEL, "dlrm"),
+  "unicode": (lambda: UNICODE, ["--label=はい"], "dlrm"),
+  "spellings": (spellings, LABEL, "dlrm"),
+  "timestamps": (lambda: y() | {"at": CLOCK}, LABEL, "dlrm"),
+  "days": (lambda: y() | {"at": DAYS}, LABEL, "dlrm"),
+  "seconds": (lambda: y() | {"time": range(17 * 10**8, 17 * 10**8 + ROWS)}, LABEL, "dlrm"),
+  "new column": (lambda: click_columns() | {"at": DAYS, "new": NEW}, ["--label=clicked"], "dlrm"),
+  "parts of a date": (lambda: click_columns() | dates(ROWS), ["--label=clicked"], "dlrm"),
+  "parts of a date in a log": (dated_log, [], "sequence"),
+  "lines": (lambda: y() | LINES, LABEL, "dlrm"),
+}
+
+
+@pytest.mark.parametrize("case", HARD)
+def test_what_is_proposed_is_prepared(case, tmp_path, capsys):
+  columns, arguments, recipe = HARD[case][0](), HARD[case][1], HARD[case][2]
+  with open(tmp_path / "a.csv", "w", newline="") as file:
+    csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
+  out = tmp_path / "my.py"
+  printed = look(capsys, tmp_path / "a.csv", *arguments, f"--out={out}")
+  assert f"recipes.{recipe}" in printed
+  built(out, recipe, tmp_path)
+
+
+def test_nothing_left_to_learn_from_is_no_config(tmp_path, capsys):
+  columns = {"y": [i % 2 for i in range(ROWS)], "id": range(ROWS), "same": [1] * ROWS}
+  path, out = write(tmp_path / "a.csv", columns), tmp_path / "my.py"
+  assert "No column is left to learn from" in refused(capsys, path, "--label=y", f"--out={out}")
+  assert not out.exists()
 
 
 @pytest.mark.slow

@@ -1,0 +1,382 @@
+"""A sample of a table's rows: the values of its columns, and what they say of the label."""
+
+import dataclasses
+import functools
+import gzip
+import io
+import zlib
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ..errors import DamagedFileError
+from .faults import Fault, Ledger
+from .formats import Format
+from .reading import Reader, columns_of
+from .source import File, ParquetFile, Stage, TextFile, batches
+from .splitting import by_content
+from .values import as_lists, as_numbers, as_texts, as_times, plain, refusal
+
+JOIN = "\x1f"  # of the items of a list in its text
+_PLACES = 5  # files, or row groups of a Parquet file, that rows are read of
+_CHUNK = 20_000
+_OPEN = 1000  # lines of a value within quotes, at most
+_BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
+_FEW_TEXTS = 3  # that stand for a missing value in a column of numbers
+_FOLDS = 5
+_SEED = 8_675_309  # of folds, and hardly of made data, whose values would be one with the folds
+_PRIOR = 10  # rows that the label's mean weighs in the mean of a value
+_INTERVALS = 256
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Column:
+  """The values of a column in N rows, V of them distinct.
+
+  Attributes:
+    name: of the column.
+    stored: "text", "list", "number", "time", "yes/no", or "nested", which no recipe reads.
+    codes: int64 `[N]`, the index of each row's value in `texts`; -1 where it is missing.
+    texts: `[V]`, the values as text, the most frequent first; a list's items joined by `JOIN`.
+    counts: int64 `[V]`, the rows of each.
+    numbers: float64 `[V]`, NaN for placeholders; None if the values are no numbers.
+    placeholders: the few texts that seem to say that a number is missing, as "-" or "unknown".
+  """
+
+  name: str
+  stored: str
+  codes: np.ndarray
+  texts: pa.StringArray
+  counts: np.ndarray
+  numbers: np.ndarray | None
+  placeholders: tuple[str, ...]
+
+  @functools.cached_property
+  def distinct(self) -> int:
+    """V."""
+    return len(self.texts)
+
+  @functools.cached_property
+  def present(self) -> int:
+    """How many rows have a value."""
+    return int(self.counts.sum())
+
+  @property
+  def missing(self) -> float:
+    """The share of rows without a value."""
+    return 1 - self.present / len(self.codes)
+
+  @functools.cached_property
+  def of_rows(self) -> np.ndarray:
+    """The numbers, float64 `[N]`, NaN where there is none."""
+    assert self.numbers is not None
+    return np.append(self.numbers, np.nan)[self.codes]
+
+  @functools.cached_property
+  def is_whole(self) -> bool:
+    """Whether the values are whole numbers."""
+    return self.numbers is not None and bool((np.nan_to_num(self.numbers) % 1 == 0).all())
+
+  @functools.cached_property
+  def times(self) -> np.ndarray | None:
+    """The values as times, int64 or float64 `[V]`; None if one is neither a number nor a date."""
+    if self.stored not in ("text", "number", "time") or as_times(self.texts[:20], {}, "")[1]:
+      return None
+    times, problems = as_times(self.texts, {}, "")
+    return None if problems else times
+
+  @functools.cached_property
+  def is_dated(self) -> bool:
+    """Whether the values are dates, or dates with times of day."""
+    return bool(self.present) and self.numbers is None and self.times is not None
+
+  def type(self) -> str:
+    """Returns the type that the values have."""
+    if not self.distinct:
+      return "nested" if self.stored == "nested" else "empty"
+    if self.numbers is not None:
+      return "integer" if self.is_whole else "number"
+    return "time" if self.is_dated else self.stored
+
+  def items(self, separator: str) -> tuple[pa.StringArray, np.ndarray, np.ndarray]:
+    """Returns the parts of the values, and of each part: how many values have it, how many rows."""
+    lists = as_lists(self.texts, separator, ())[0]
+    parts = lists.flatten().dictionary_encode()
+    of_part, lengths = parts.indices.to_numpy(), pc.list_value_length(lists).to_numpy()
+    size = len(parts.dictionary)
+    rows = np.bincount(of_part, np.repeat(self.counts, lengths), size)
+    return parts.dictionary, np.bincount(of_part, minlength=size), rows
+
+
+class Evidence(NamedTuple):
+  """What a column alone says of the label, on rows that its means are not from.
+
+  Attributes:
+    leak: how it tells the outcome, as no column known before could; "" if it does not.
+    favors: "number" or "category", where the label tells which of the two it is; else "".
+    gain: nats that intervals of the numbers save of a constant's log loss, over all rows.
+  """
+
+  leak: str
+  favors: str
+  gain: float
+
+
+def evidence(column: Column, y: np.ndarray) -> Evidence:
+  """Compares means of the label by value with means by up to 256 intervals of numbers.
+
+  Args:
+    column: of N rows; a missing value is a value like others.
+    y: float64 `[N]`, 1 for a click, 0 for none, NaN for rows that are left out.
+  """
+  known = ~np.isnan(y)
+  y, codes = y[known], column.codes[known] + 1
+  rate, intervals = y.mean(), np.zeros(column.distinct + 1, np.int64)
+  if column.numbers is not None:
+    order = np.argsort(column.numbers)  # placeholders are last
+    middle = (np.cumsum(column.counts[order]) - column.counts[order] / 2) / column.present
+    number = min(max(column.distinct // 4, 2), _INTERVALS)
+    intervals[order + 1] = 1 + (number * middle).astype(int)
+  means = [_means(codes, y), _means(intervals[codes], y)]
+  saved = [np.log(np.where(y > 0, p / rate, (1 - p) / (1 - rate))) for p in means]
+  # A frequent value has an interval of its own, and tells no order.
+  is_shared = np.bincount(intervals[1:])[intervals[codes]] > 1
+  by_value, by_order = (float(each[is_shared].sum()) for each in saved)
+  noise = max(np.sqrt((each[is_shared] ** 2).sum()) for each in saved)  # of both sums, by chance
+  favors = ""
+  if max(by_value, by_order) > 3 * noise:
+    favors = "number" if by_order > 0.8 * by_value else ""
+    favors = "category" if by_value - by_order > max(0.2 * by_value, 2 * noise) else favors
+  leak, filled = "", y[codes > 0]
+  if min(y.sum(), (1 - y).sum()) >= 10 and (auc := max(_auc(p, y) for p in means)) >= 0.99:
+    leak = f"AUC {auc:.3f}"
+  elif 0 < len(filled) < len(y) and filled.min() == filled.max():
+    chance = len(filled) * np.log(rate if filled[0] else 1 - rate)  # of one outcome alone
+    leak = ("no clicks", "clicks only")[int(filled[0])] if chance < -14 else ""
+  return Evidence(leak, favors, float(saved[1].sum()))
+
+
+def _means(codes: np.ndarray, y: np.ndarray) -> np.ndarray:
+  """Returns the mean of each row's code in the rows of other folds, drawn to the mean of all."""
+  size = int(codes.max()) + 1
+  folds = np.random.default_rng(_SEED).integers(_FOLDS, size=len(y))
+  cells = folds * size + codes
+  clicks = np.bincount(codes, y)[codes] - np.bincount(cells, y)[cells]
+  rows = np.bincount(codes)[codes] - np.bincount(cells)[cells]
+  return (clicks + _PRIOR * y.mean()) / (rows + _PRIOR)
+
+
+def _auc(scores: np.ndarray, y: np.ndarray) -> float:
+  of_row = np.unique(scores.round(12), return_inverse=True)[1]
+  clicks, others = np.bincount(of_row, y), np.bincount(of_row, 1 - y)
+  return float(clicks @ (np.cumsum(others) - others / 2) / (clicks.sum() * others.sum()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+  """Rows of a table.
+
+  Attributes:
+    columns: by name, in the order of the files.
+    total: rows of the table, an estimate for text files that were not read whole.
+    places: in the files that the rows are from.
+    skipped: lines about rows that cannot be read.
+    files: of the table, or some of them.
+    stage: with their text.
+  """
+
+  columns: dict[str, Column]
+  total: int
+  places: int
+  skipped: list[str]
+  files: list[File]
+  stage: Stage
+
+  @property
+  def num_rows(self) -> int:
+    """How many rows were read."""
+    return len(next(iter(self.columns.values())).codes)
+
+  @property
+  def is_all(self) -> bool:
+    """Whether all rows were read."""
+    return self.num_rows == self.total
+
+  def split(self, share: float, seed: int) -> np.ndarray:
+    """Returns the part of each row in a split by hash: 0 train, 1 valid, 2 test."""
+    parts = by_content(self.stage, self.files, (share, share), seed=seed)
+    return np.concatenate([parts[file.path] for file in self.files])
+
+  def repeated(self) -> float:
+    """Returns the share of rows that repeat another row in all columns."""
+    keys = np.zeros(self.num_rows, np.uint64)
+    for column in self.columns.values():
+      keys = (keys ^ (keys >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+      keys += column.codes.astype(np.uint64)
+    return 1 - len(np.unique(keys)) / self.num_rows
+
+
+def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
+  """Reads a sample: the first rows, and of several files or row groups some of each.
+
+  Args:
+    paths: of the files.
+    format: of text files.
+    num_rows: to read, at most.
+
+  Raises:
+    DamagedFileError: a file or many of its rows cannot be read, or it has no rows; names it.
+    UserError: the format does not fit the files.
+  """
+  names, stage, ledger = columns_of(paths, format), Stage(), Ledger("skip")
+  chosen = [paths[index] for index in _spread(len(paths))]
+  files = Reader(chosen, dict.fromkeys(names, "any"), format=format).files  # have all columns
+  pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
+  places = rows = total = 0
+  for index, file in enumerate(files):
+    share = max((num_rows - rows) // (len(files) - index), 1)
+    found = _of_text(file, share, stage) if isinstance(file, TextFile) else _of_parquet(file, share)
+    read = 0
+    for arrays in found.arrays:
+      for name in names:
+        pieces[name].append(arrays[name][: share - read])
+      read += len(pieces[names[0]][-1])
+    ledger.add(file.path, found.faults)
+    if len(found.faults) > _BAD * (read + len(found.faults)):
+      Ledger("raise").add(file.path, found.faults)  # says what to write
+    rows, places, total = rows + read, places + found.places, total + found.total
+  if not rows:
+    raise DamagedFileError(f"{paths[0]} has a header and no rows.")
+  if len(files) < len(paths):
+    sizes = (sum(path.stat().st_size for path in group) for group in (paths, chosen))
+    total = max(int(total * next(sizes) / next(sizes)), rows + 1)
+  columns = {name: of_arrays(name, parts, format.missing) for name, parts in pieces.items()}
+  return Sample(columns, total, places, ledger.lines(), files, stage)
+
+
+def _spread(count: int) -> list[int]:
+  """Returns the indices of up to `_PLACES` of `count` places, the first and the last included."""
+  return np.unique(np.linspace(0, count - 1, min(count, _PLACES)).astype(int)).tolist()
+
+
+class _Found(NamedTuple):
+  """Rows of a file: arrays by column, bad rows, the places they are from, and all of its rows."""
+
+  arrays: list[dict[str, pa.Array]]
+  faults: list[Fault]
+  places: int
+  total: int
+
+
+def _of_parquet(file: ParquetFile, num_rows: int) -> _Found:
+  """Returns rows of all row groups, or the first ones of some."""
+  with pq.ParquetFile(file.path, pre_buffer=False) as opened:
+    total, count = opened.metadata.num_rows, opened.num_row_groups
+    groups, size = (range(count), num_rows) if total <= num_rows else (_spread(count), 0)
+    size = size or max(num_rows // len(groups), 1)
+    try:
+      of = (next(opened.iter_batches(size, row_groups=[each]), None) for each in groups)
+      arrays = [dict(zip(batch.schema.names, batch.columns, strict=True)) for batch in of if batch]
+    except (pa.ArrowException, OSError) as error:
+      raise DamagedFileError(f"{file.path} is damaged ({error}). Copy it again.") from error
+  return _Found(arrays, [], len(groups) if total > num_rows else 1, total)
+
+
+def _of_text(file: TextFile, num_rows: int, stage: Stage) -> _Found:
+  """Returns the first rows, and an estimate of the number of all."""
+  text, share = head(file.path, file.format, num_rows + 1)
+  path, source, found, rows = file.path, file, _Found([], [], 1, 0), 0
+  if share < 1:
+    number = len(list(stage.folder.iterdir()))
+    path = stage.folder / f"head_{number}_{path.name.removesuffix('.gz')}"
+    path.write_text(text, file.format.encoding, "surrogateescape", newline="")
+    source = TextFile(path, file.format)
+  try:
+    for batch in batches(source, stage, source.names, _CHUNK):
+      found.arrays.append(batch.arrays)
+      found.faults.extend(batch.faults)
+      if (rows := rows + len(batch.rows)) >= num_rows:
+        break
+  except DamagedFileError as error:
+    raise DamagedFileError(str(error).replace(str(path), str(file.path))) from error
+  return found._replace(total=max(int(rows / share), rows + (share < 1)))
+
+
+def head(path: Path, format: Format, num_lines: int) -> tuple[str, float]:
+  """Returns the first lines of a text file, and their share of it; none and 1 of a damaged one.
+
+  Lines within quotes belong to the line where the quote opens.
+  """
+  is_packed = path.suffix.lower() == ".gz"
+  with path.open("rb") as raw:
+    stream: Any = gzip.GzipFile(fileobj=raw) if is_packed else raw
+    lines = io.TextIOWrapper(stream, format.encoding, "surrogateescape", newline="")
+    try:
+      text, more = "".join(islice(lines, num_lines)), islice(lines, _OPEN)
+      is_open = bool(format.quote) and text.count(format.quote) % 2 > 0
+      while is_open and (line := next(more, "")):
+        text, is_open = text + line, line.count(format.quote) % 2 == 0
+      if not lines.read(1):
+        return text, 1.0
+    except (OSError, EOFError, zlib.error, UnicodeError):
+      return "", 1.0  # its reader says what is wrong
+    size = raw.tell() if is_packed else len(text.encode(format.encoding, "surrogateescape"))
+  return text, size / path.stat().st_size
+
+
+def of_arrays(name: str, arrays: Sequence[pa.Array], missing: Sequence[str]) -> Column:
+  """Returns a column of values as they are stored, "" and `missing` being none."""
+  parts = [_as_text(plain(array), missing).cast(pa.large_string()) for array in arrays]
+  encoded = pa.chunked_array(parts).combine_chunks().dictionary_encode()
+  codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+  counts = np.bincount(codes[codes >= 0], minlength=len(encoded.dictionary))
+  order = np.argsort(-counts, kind="stable")
+  codes, counts = np.append(np.argsort(order), -1)[codes], counts[order]  # -1 takes the last
+  texts = encoded.dictionary.take(pa.array(order)).cast(pa.string())
+  stored, numbers, placeholders = _stored(arrays), None, ()
+  if stored in ("text", "number") and len(texts):
+    numbers, problems = as_numbers(texts, ())
+    bad = np.logical_or.reduce([np.zeros(len(texts), bool), *(each.bad for each in problems)])
+    few = texts.filter(pa.array(bad)).to_pylist() if bad.sum() <= _FEW_TEXTS else []
+    are_words = not any(letter.isdigit() for text in few for letter in text)
+    is_rare = len(texts) >= 20 + len(few) and counts[bad].sum() < counts.sum() / 2
+    if bad.any() and not (few and stored == "text" and are_words and is_rare):
+      numbers = None
+    else:
+      numbers, placeholders = np.where(bad, np.nan, numbers), tuple(few)
+  return Column(name, stored, codes, texts, counts, numbers, placeholders)
+
+
+def _as_text(array: pa.Array, missing: Sequence[str]) -> pa.StringArray:
+  """Returns values as text, null where missing, and what no recipe reads as null."""
+  if not pa.types.is_nested(array.type):
+    return as_texts(array, missing)[0]
+  if not pa.types.is_list(array.type) or refusal(array.type, ("list", "")) is not None:
+    return pa.nulls(len(array), pa.string())
+  joined = pc.binary_join(as_lists(array, "", missing)[0], JOIN)
+  return pc.if_else(pc.equal(joined, ""), pa.scalar(None, pa.string()), joined)
+
+
+def _stored(arrays: Sequence[pa.Array]) -> str:
+  """Returns the type that all arrays with one have; "text" where they differ."""
+  types = {_type(plain(array).type) for array in arrays} - {"null"}
+  return types.pop() if len(types) == 1 else "text"
+
+
+def _type(stored: pa.DataType) -> str:
+  if pa.types.is_list(stored) and not pa.types.is_nested(stored.value_type):
+    return "list"
+  kinds = {
+    "null": (pa.types.is_null,),
+    "nested": (pa.types.is_nested,),
+    "yes/no": (pa.types.is_boolean,),
+    "time": (pa.types.is_timestamp, pa.types.is_date),
+    "number": (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal),
+  }
+  return next((name for name, tests in kinds.items() if any(t(stored) for t in tests)), "text")
