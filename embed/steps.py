@@ -275,10 +275,14 @@ def step_combiner_weights(layer: Any, table: str, grad: jax.Array) -> None:
     variable.set_value(variable[...] - rate * grad)
 
 
+def moving(layer: Any, grads: Mapping[str, Any], step: Any) -> list[StackSpec]:
+  """The stacks of a layer that a step moves; raises ValueError for what one of them lacks."""
+  return [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step)]
+
+
 def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], step: Any) -> None:
   """Steps each stack once, or, where something is missing, none."""
-  moving = [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step)]
-  for stack in moving:
+  for stack in moving(layer, grads, step):
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = taps.read_tables(stored_arrays(layer, stack), "update")
     scalars = row_step.StepScalars.at(stack, step).after(layer.report.get_value()["dropped_ids"])
