@@ -199,8 +199,14 @@ def add_to_report(
     counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
   before = layer.report.get_value()
   counted = {key: mesh_lib.with_types_of(value, before[key]) for key, value in counted.items()}
-  counted["dropped_ids"] += before["dropped_ids"]
+  counted["dropped_ids"] = _saturated_sum(before["dropped_ids"], counted["dropped_ids"])
   _set_report(layer, {**before, **counted})
+
+
+def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
+  """An int32 sum that stays at the largest int32; a negative total is a sum that wrapped around."""
+  new = total + count
+  return jnp.where((total < 0) | (new < total), bags_lib.UNUSED, new)
 
 
 def _set_report(layer: Any, report: dict[str, jax.Array]) -> None:

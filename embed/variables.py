@@ -91,7 +91,7 @@ class SlotVariable(nnx.Variable):
 class Report(nnx.Variable):
   """What happened in the lookups: an `nnx.Variable` that holds a dictionary of scalars.
 
-  - `dropped_ids`, int32: counted since the start.
+  - `dropped_ids`, int32: counted since the start, up to 2**31 - 1.
   - `exchange_rounds`, int32: the rounds that the exchange of ids and rows took in the last call, at
     most; 1 where buffers were large enough, 0 where nothing was exchanged, as without a mesh.
   - `buffer_fill`, float32: the share of a buffer that was used in the last call, at most; above 1
