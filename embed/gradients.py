@@ -27,6 +27,21 @@ def _only(grads: Sequence[StackGrads], stack: StackSpec, table: str) -> tuple[St
   return tuple(own(x) if isinstance(x, DistinctRows) and not alone else x for x in picked)
 
 
+def _leaves(grads: Any) -> Any:
+  """The leaves of row gradients.
+
+  Raises:
+    TypeError: if a function of optax walks the tree, which would reach ids.
+  """
+  if jax_internals.caller().startswith("optax."):
+    raise TypeError(
+      "optax cannot compute with the rows of embed.Grads. Write embed.global_norm(grads), "
+      "embed.clip_by_global_norm(grads, max_norm), embed.accumulate([grads, ...]) or grads.map(f); "
+      "optax takes `grads.dense`."
+    )
+  return jax_internals.hide(grads)
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, init=False)
 class RowGrads:
@@ -98,7 +113,7 @@ class RowGrads:
     return f"RowGrads(ids={self.ids}, values={self.values})"
 
   def tree_flatten(self):
-    return jax_internals.hide(self.grads), (self.stack, self.table, self.size)
+    return _leaves(self.grads), (self.stack, self.table, self.size)
 
   @classmethod
   def tree_unflatten(cls, static, grads) -> "RowGrads":
@@ -218,7 +233,7 @@ class Rows(Mapping[str, RowGrads]):
         "nnx.Optimizer.update got embed.Grads, whose rows it cannot apply. Write embed.Optimizer("
         "model, tx) instead of nnx.Optimizer(model, tx, wrt=nnx.Param)."
       )
-    return jax_internals.hide(tuple(self.grads.values())), tuple(self.stacks.items())
+    return _leaves(tuple(self.grads.values())), tuple(self.stacks.items())
 
   @classmethod
   def tree_unflatten(cls, static, grads) -> "Rows":
