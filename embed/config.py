@@ -47,7 +47,7 @@ def setting(name: str, value: Any) -> Any:
   if type(value) in (tuple, list):
     return type(value)(setting(name, x) for x in value)
   if isinstance(value, dict):
-    return {key: setting(key, x) for key, x in value.items()}
+    return {key: setting(f"{name}[{key!r}]", x) for key, x in value.items()}
   if not hasattr(value, "item"):
     return value
   try:
@@ -56,7 +56,7 @@ def setting(name: str, value: Any) -> Any:
     return value.item()
   except TypeError:  # JAX's, of a traced value, is one
     raise ValueError(
-      f"Argument `{name}` must be one number that is known when the config is made. Got {value!r}. "
+      f"{name} must be one number that is known when the config is made. Got {value!r}. "
       "Write float(x) outside of jit; rates may be functions of the step."
     ) from None
 

@@ -86,7 +86,7 @@ def _flat(values: np.ndarray) -> np.ndarray:
   largest = int(values.max())
   if largest > np.iinfo(np.int64).max:
     raise ValueError(
-      f"to_padded: id {largest} does not fit int64, and uint64 has no padding. Map ids to rows of a "
-      "table first, as by a hash."
+      f"to_padded: id {largest} does not fit int64, and uint64 has no padding. Map ids to rows of "
+      "a table first, as by a hash."
     )
   return narrow(values) if largest <= np.iinfo(np.int32).max else values.astype(np.int64)

@@ -24,7 +24,6 @@ from embed.stacking import (
   Tables,
   best_strategies,
   example_bags,
-  looks_up_alike,
   stack_cost,
 )
 from embed.storage import tables as stored_tables
@@ -84,8 +83,8 @@ class Plan:
     )
     self.hbm_bytes: int | None = None
     self._stored = Tables(self.tables, self.optimizers, mesh, batch_axis)
-    self._bags: dict[structure.Path, Bags] | None = None  # shapes of the example batch
-    self._unknown: list[str] = []  # features that it does not have
+    # The example batch: shapes by feature, None for one that is left out of it.
+    self._bags: dict[structure.Path, Bags | None] = {}
 
   def __setattr__(self, name: str, value: Any) -> None:
     if name != "hbm_bytes" and not name.startswith("_"):
@@ -119,36 +118,40 @@ class Plan:
       )
     result.entries.update({name: entry.copy() for name, entry in self.entries.items()})
     result.hbm_bytes = self.hbm_bytes
-    if self._bags is not None:
-      before = dict(structure.flatten_features(self.features))
-      for path, feature in structure.flatten_features(result.features):
-        known = before.get(path)
-        if (
-          known is None
-          or self._table_of(known) != result._table_of(feature)
-          or not looks_up_alike(known, feature)
-        ):
-          result._unknown.append(structure.feature_name(path, feature))
-      result._bags = self._bags
-      result._suggest()
+    before = dict(structure.flatten_features(self.features))
+    result._bags = {
+      path: self._bags[path]
+      for path, feature in structure.flatten_features(result.features)
+      if path in self._bags and self._facts(before[path]) == result._facts(feature)
+    }
+    result._suggest()
     return result
 
-  def _table_of(self, feature: config_lib.FeatureConfig) -> str:
-    return next(name for name, table in self.tables.items() if table is feature.table)
+  def _facts(self, feature: config_lib.FeatureConfig) -> tuple[Any, ...]:
+    """What the bags of a feature depend on besides its inputs; first the name of its table."""
+    table = next(name for name, table in self.tables.items() if table is feature.table)
+    form = (feature.max_sequence_length, feature.output_shape, feature.differentiate_weights)
+    return (table, feature.table.combiner, *form)
+
+  @property
+  def _unknown(self) -> list[str]:
+    """The features whose inputs the example batch does not tell; without a batch all of them."""
+    features = structure.flatten_features(self.features)
+    return [structure.feature_name(path, x) for path, x in features if path not in self._bags]
 
   def _example(self) -> dict[str, list[Bags]]:
     """The bags of the example batch by table.
 
     Raises:
-      ValueError: if the plan has none.
+      ValueError: if there are features that it does not tell.
     """
-    if self._bags is None or self._unknown:
-      what = f"inputs of {self._unknown}" if self._unknown else "batch"
+    if unknown := self._unknown:
+      what = f"inputs of {unknown}" if self._bags else "batch"
       raise ValueError(f"this plan has no example {what} to cost: make one with embed.plan(...)")
     by_table: dict[str, list[Bags]] = {name: [] for name in self.tables}
     for path, feature in structure.flatten_features(self.features):
-      if path in self._bags:
-        by_table[self._table_of(feature)].append(self._bags[path])
+      if (bags := self._bags[path]) is not None:
+        by_table[self._facts(feature)[0]].append(bags)
     return by_table
 
   def _suggest(self) -> None:
@@ -192,7 +195,7 @@ class Plan:
       most = int(profile.stacks[name].pairs.max())
       for table in stack.tables:
         self[table].capacity = max(8, -(-math.ceil(headroom * most) // 8) * 8)
-      if self._has_costs and not self._is_worth(stack):
+      if not self._unknown and not self._is_worth(stack):
         for table in stack.tables:
           self[table].capacity = None
     return self
@@ -240,10 +243,6 @@ class Plan:
     return [stack_cost(stack, bags) for stack in self.stacks().values()]
 
   @property
-  def _has_costs(self) -> bool:
-    return self._bags is not None and not self._unknown
-
-  @property
   def bytes_per_device(self) -> int:
     """Bytes of rows, slots and buffers on each device, for the example batch.
 
@@ -272,9 +271,9 @@ class Plan:
     return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
 
   def __repr__(self) -> str:
-    if not self._has_costs:
-      unknown = f", no example inputs of {self._unknown}" if self._unknown else ""
-      return f"Plan({self.entries}{unknown})"
+    if unknown := self._unknown:
+      note = f", no example inputs of {unknown}" if self._bags else ""
+      return f"Plan({self.entries}{note})"
     lines: list[tuple[str, ...]] = [_HEADER]
     every = self.costs()
     for of_stack in every:
@@ -434,11 +433,14 @@ def plan(
   axes = mesh_lib.as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
   result = Plan(features, optimizer, mesh, axes)
   result.hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
-  result._bags = example_bags(features, batch)
+  paths = [path for path, _ in structure.flatten_features(features)]
+  result._bags = dict.fromkeys(paths) | example_bags(features, batch)
   for entry in result.entries.values():
     entry.axis = axes
   if mesh is not None:
-    for name, strategy in best_strategies(result._stored, result.entries, result._example()).items():
+    for name, strategy in best_strategies(
+      result._stored, result.entries, result._example()
+    ).items():
       result.entries[name].strategy = strategy
   if result.fits is False:
     for entry in result.entries.values():
@@ -457,7 +459,9 @@ def _move_to_host(plan: Plan) -> None:
   """
   assert plan.hbm_bytes is not None
   before = {name: entry.copy() for name, entry in plan.entries.items()}
-  ids = {name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in plan._example().items()}
+  ids = {
+    name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in plan._example().items()
+  }
   rows_per_id = lambda name: plan.tables[name].vocabulary_size / max(ids[name], 1)
   stored: dict[str, float] = {}  # bytes of a device, by table
   for of_stack in plan.costs():

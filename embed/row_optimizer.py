@@ -170,7 +170,8 @@ def register(function: Maker) -> Maker:
   @functools.wraps(function)
   def with_settings(*args: Any, **kwargs: Any) -> RowOptimizer:
     given = signature.bind(*args, **kwargs)
-    given.arguments = {name: setting(name, value) for name, value in given.arguments.items()}
+    for name, value in given.arguments.items():
+      given.arguments[name] = setting(f"{function.__name__}: {name}", value)
     return function(*given.args, **given.kwargs)
 
   OPTIMIZERS[function.__name__] = with_settings

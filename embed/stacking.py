@@ -353,12 +353,6 @@ def example_bags(features: Any, batch: Any) -> dict[structure.Path, Bags]:
   return by_feature
 
 
-def looks_up_alike(a: FeatureConfig, b: FeatureConfig) -> bool:
-  """Whether two features make the same bags of an input."""
-  facts = lambda x: (x.max_sequence_length, x.output_shape, x.differentiate_weights, x.table.combiner)
-  return facts(a) == facts(b)
-
-
 def _looked_up(name: str, feature: FeatureConfig, x: Any) -> Bags:
   """The bags that a lookup of a feature takes, weighted if weights can have a gradient."""
   unweighted = inputs.check((), name, feature, x)

@@ -105,5 +105,5 @@ def test_scalar_arrays_are_numbers(scalar):
     lambda *_: None, 2, 2, np.zeros, combiner_weights_learning_rate=scalar(0.5)
   )
   assert type(combiner.combiner_weights_learning_rate) is float
-  with pytest.raises(ValueError, match="`upper` must be one number"):
+  with pytest.raises(ValueError, match="upper must be one number"):
     embed.QuantizationConfig(3, -1.0, np.ones(2))

@@ -266,7 +266,7 @@ def test_nan_in_one_row_is_nan_everywhere_after_clipping(compiled):
     norm, clipped = embed.global_norm(grads), embed.clip_by_global_norm(grads, 1.0)
     ok = jnp.isfinite(norm)
     optimizer.update(layer, clipped.map(lambda g: jnp.where(ok, g, 0)))
-    return norm, [x for x in (clipped.rows["t"].values, clipped.rows["t"].ids)]
+    return norm, (clipped.rows["t"].values, clipped.rows["t"].ids)
 
   step = nnx.jit(step) if compiled else step
   norm, (values, ids) = step(layer, optimizer, jnp.array([1.0, jnp.nan]))

@@ -243,7 +243,7 @@ def test_complex_gradients_are_refused():
 
 @pytest.mark.parametrize("dtype", [np.float32, "bfloat16"])
 def test_attend_quantizes_all_rows_as_it_does_candidates(dtype):
-  """[0.2, 0.6] and [7, -0.6] are quantized to [0, 1] and [1, -1]; gradients pass straight through."""
+  """[0.2, 0.6] is [0, 1] and [7, -0.6] is [1, -1] then; gradients pass straight through."""
   coarse = embed.QuantizationConfig(num_buckets=3, lower=-1.0, upper=1.0)
   table = embed.TableConfig(2, 2, name="t", dtype=dtype, quantization_config=coarse)
   layer = embed.SparseEmbed(embed.FeatureConfig(table), embed.sgd(1.0), rngs=nnx.Rngs(0))

@@ -159,8 +159,10 @@ learnt = embed.CustomCombiner(lambda n, v, w: w @ v, 1, 1, jax.nn.initializers.o
     (lambda: TwoLayers(), by_hand, "'b' has no optimizer"),
     (
       lambda: TwoLayers(embed.sgd(1.0)),
-      lambda grads: by_hand(grads)
-      and embed.Grads(grads.dense, {**grads.rows, "b/b": embed.RowGrads([5], np.ones((1, 2)))}),
+      lambda grads: (
+        by_hand(grads)
+        and embed.Grads(grads.dense, {**grads.rows, "b/b": embed.RowGrads([5], np.ones((1, 2)))})
+      ),
       "'b' have id 5",
     ),
     (lambda: TwoLayers(embed.sgd(1.0), learnt), without_dense, "have none for"),

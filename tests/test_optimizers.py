@@ -353,7 +353,7 @@ def test_a_clipvalue_is_a_range(clipvalue):
     embed.sgd(0.1, clipvalue=clipvalue)
 
 
-SCALARS = [jnp.float32(0.25), np.float32(0.25), np.array(0.25), jnp.bfloat16(0.25), np.float64(0.25)]
+SCALARS = [x(0.25) for x in (jnp.float32, jnp.bfloat16, np.float32, np.float64, np.array)]
 SETTINGS = {
   "learning rate": lambda x: embed.sgd(x),
   "multiplier": lambda x: embed.sgd(gradient_multiplier=x),

@@ -461,4 +461,7 @@ def test_costs_are_those_of_the_features():
       more.costs()
     assert f"no example inputs of ['{unknown}']" in repr(more)
     assert [more[name].capacity for name in more] == [None, None]
+    with pytest.raises(ValueError, match="no example inputs"):
+      more.with_features(new, None).costs()
+    assert more.with_features(fewer, None).costs() == wanted.costs()
     assert embed.SparseEmbed(new, plan=plan, rngs=nnx.Rngs(0)).tables["t"].shape == (100_000, 8)
