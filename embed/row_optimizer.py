@@ -165,14 +165,14 @@ Maker = TypeVar("Maker", bound=Callable[..., RowOptimizer])
 
 def register(function: Maker) -> Maker:
   """Adds an optimizer's function to `OPTIMIZERS`, with its arguments as `config.setting`s."""
-  signature = inspect.signature(function)
+  names = tuple(inspect.signature(function).parameters)
+  of = lambda name, value: setting(f"{function.__name__}: {name}", value)
 
   @functools.wraps(function)
   def with_settings(*args: Any, **kwargs: Any) -> RowOptimizer:
-    given = signature.bind(*args, **kwargs)
-    for name, value in given.arguments.items():
-      given.arguments[name] = setting(f"{function.__name__}: {name}", value)
-    return function(*given.args, **given.kwargs)
+    settings = [of(name, x) for name, x in zip(names, args, strict=False)]
+    rest = args[len(settings) :]  # too many, which the function says
+    return function(*settings, *rest, **{name: of(name, x) for name, x in kwargs.items()})
 
   OPTIMIZERS[function.__name__] = with_settings
   return cast(Maker, with_settings)
