@@ -329,12 +329,14 @@ def _copied(
   """
   try:
     copies, live = nnx.clone(nodes), _variables(nodes)
-  # What Flax runs into where another thread has cleared a module, or fills it again.
+    for node in copies.values():
+      autodiff.row_keys(node)
+    read = {path: variable.get_raw_value() for path, variable in _variables(copies).items()}
+    if list(read) != list(live):
+      raise LookupError("Variables have come or gone.")
+  # Another thread has cleared a module, and may be filling it again.
   except (AttributeError, LookupError, RuntimeError) as error:
     raise RuntimeError(f"The model has lost its attributes: {WRITTEN_BACK}") from error
-  read = {path: variable.get_raw_value() for path, variable in _variables(copies).items()}
-  if list(read) != list(live):
-    raise RuntimeError(f"The model has lost its attributes: {WRITTEN_BACK}")
   return copies, live, read
 
 
