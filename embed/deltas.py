@@ -396,30 +396,22 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
       f"The delta does not fit {name!r}: {'; '.join(problems[:10])}. If other threads call it: "
       f"{WRITTEN_BACK}"
     )
-  if delta.before:
+  if delta.before:  # a server may keep parameters in another dtype, which is not compared
+    same = {
+      f"tables/{k}": tables[k].values["parameters"].dtype == x["parameters"].dtype
+      for k, x in expected["tables"].items()
+    }
+    same |= {f"state/{k}": state[k].dtype == x.dtype for k, x in expected["state"].items()}
     layers = autodiff.sparse_embeds(node).values()
     of_layers = {id(layer): _fingerprints(layer, slots=False)[1] for layer in layers}
-    dtypes = {f"tables/{key}": x["parameters"].dtype for key, x in expected["tables"].items()}
-    dtypes |= {f"state/{path}": x.dtype for path, x in expected["state"].items()}
-    _check_before(delta, name, _digests(node, of_layers), dtypes)
+    _check_before(delta, name, {k: x for k, x in _digests(node, of_layers).items() if same[k]})
   return fitting
 
 
-def _check_before(
-  delta: Delta, name: str, digests: Mapping[str, str], dtypes: Mapping[str, Any]
-) -> None:
-  """Raises ValueError for parameters that differ from those that the delta was made against.
-
-  A server may keep them in another dtype, and then they are not compared.
-  """
-  made = {f"tables/{key}": x.values["parameters"] for key, x in delta.tables[name].items()}
-  made |= {f"state/{path}": x for path, x in delta.state[name].items()}
+def _check_before(delta: Delta, name: str, digests: Mapping[str, str]) -> None:
+  """Raises ValueError for parameters that differ from those that the delta was made against."""
   known = delta.before.get(name, {})
-  differing = [
-    key
-    for key, digest in digests.items()
-    if dtypes[key] == made[key].dtype and digest != known.get(key, digest)
-  ]
+  differing = [key for key, digest in digests.items() if digest != known.get(key, digest)]
   if differing:
     raise ValueError(
       f"The delta was made against other parameters: {', '.join(differing[:10])} of {name!r} are "
@@ -466,8 +458,8 @@ def apply_to_tables(
     node: the name of the model in the delta.
 
   Raises:
-    ValueError: before anything is changed: for another step, an unknown table, another shape, or
-      other rows than the delta was made against.
+    ValueError: before anything is changed: for another step, an unknown table, another shape,
+      a read-only array, or other rows than the delta was made against.
 
   >>> movie = embed.TableConfig(4, 2, optimizer=embed.sgd(0.5), name="movie")
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -494,10 +486,14 @@ def apply_to_tables(
         f"Table {key!r} has shape {table.shape}, the delta's has rows of shape {dim} and ids up to "
         f"{largest}."
       )
-  if delta.before:
-    digests = {f"tables/{key}": changes_lib.digest_of(table) for key, table in tables.items()}
-    dtypes = {f"tables/{key}": table.dtype for key, table in tables.items()}
-    _check_before(delta, node, digests, dtypes)
+    if not table.flags.writeable:
+      raise ValueError(f"Table {key!r} is read-only: give a copy of it, as np.array makes one.")
+  dtype = lambda key: known[key].values["parameters"].dtype
+  digest = changes_lib.digest_of
+  same = {
+    f"tables/{k}": digest(x) for k, x in tables.items() if delta.before and x.dtype == dtype(k)
+  }
+  _check_before(delta, node, same)
   for key, table in tables.items():
     table[known[key].ids] = known[key].values["parameters"]
   return delta.step
@@ -564,11 +560,11 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
     raise OSError(error.errno, error.strerror or str(error), str(path)) from error
   finally:
     partial.unlink(missing_ok=True)
-  sets = _sets(path.parent)
-  if _is_complete(sets[jax.process_count()], jax.process_count()):
-    for count in sets.keys() - {jax.process_count()}:
-      for other in sets[count]:
-        (path.parent / _name(other, count)).unlink(missing_ok=True)
+  sets, count = _sets(path.parent), jax.process_count()
+  if _is_complete(sets.pop(count, set()), count):
+    for others, indices in sets.items():
+      for index in indices:
+        (path.parent / _name(index, others)).unlink(missing_ok=True)
 
 
 def _name(index: int, count: int) -> str:
