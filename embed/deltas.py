@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
@@ -208,7 +209,7 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
     }
     keys = autodiff.row_keys(node).items()
     tables[name] = {key: rows[id(layer)][table] for key, (layer, table) in keys}
-    state[name] = {path: _on_host(x) for path, x in checkpoint.dense_arrays(node).items()}
+    state[name] = {path: _on_host(x) for path, x in _dense(node).items()}
     if jax.process_index():
       state[name] = {}
   before = {name: since.digests[name] for name in nodes}
@@ -245,10 +246,14 @@ def _digests(node: Any, of_layers: Mapping[int, Mapping[str, str]]) -> dict[str,
     f"tables/{key}": of_layers[id(layer)][table]
     for key, (layer, table) in autodiff.row_keys(node).items()
   }
-  params = jax.tree_util.tree_leaves_with_path(nnx.state(node, nnx.Param))
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+  params = [name(path) for path, _ in jax.tree.leaves_with_path(nnx.state(node, nnx.Param))]
   digest = lambda x: hashlib.blake2b(_on_host(x).tobytes(), digest_size=8).hexdigest()
-  return tables | {f"state/{name(path)}": digest(x) for path, x in params}
+  return tables | {f"state/{k}": digest(x) for k, x in _dense(node).items() if k in params}
+
+
+def _dense(node: Any) -> dict[str, jax.Array]:
+  return {path: jnp.asarray(x) for path, x in checkpoint.dense_arrays(node).items()}
 
 
 def _changed_rows(layer: Any, old: Any, new: Any) -> dict[str, TableRows]:
@@ -439,8 +444,7 @@ def _put(layer: Any, rows: Mapping[str, TableRows]) -> None:
     new = stored
     for table in stack.tables:
       new = changes_lib.put(stack, new, table, rows[table])
-    with changing("Applying a delta"):
-      replace(layer.arrays[stack.name], new)
+    replace(layer.arrays[stack.name], new)
 
 
 def apply_to_tables(
