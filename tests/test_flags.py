@@ -124,7 +124,7 @@ def ahead():
 def deltas():
   old, new = Model(embed.adagrad(0.1)), Model(embed.adagrad(0.1))
   updater = embed.Optimizer(new, optax.sgd(0.1))
-  start = nnx.state(old)
+  start = jax.tree.map(jnp.copy, nnx.state(old))
   before = embed.deltas.fingerprint(0, model=new)
   train_step(new, updater, batch_of(), embed.Padded(jnp.ones(IDS.shape)))
 
