@@ -82,6 +82,7 @@ ORDER = [
   "delta_files",
   "deltas",
   "tpu_embedding.config_spec",
+  "serving.files",
   "serving.export",
   "serving",
   "tpu_embedding.importers",
