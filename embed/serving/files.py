@@ -1,4 +1,4 @@
-"""Replaces files of a folder together, so that readers find all of one version or all of the other."""
+"""Replaces files of a folder together: readers find all of one version, or all of the other."""
 
 import contextlib
 import os

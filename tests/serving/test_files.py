@@ -2,20 +2,15 @@
 
 import os
 import random
-import resource
-import signal
-import sys
-import time
-import warnings
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from kills import full_disk, is_killed
 
 import embed
 
-STEPS = ("open", "os.mkdir", "os.link", "os.symlink", "os.rename", "os.remove", "os.rmdir")
 FILES = ["arrays.npz", "program.bin"]
 
 
@@ -36,32 +31,6 @@ def answer(folder):
 
 def names(folder):
   return sorted(path.name for path in folder.iterdir())
-
-
-def is_killed(work, at_step=None, after=None):
-  """Runs a function in a fork, killed before a step of its on files or after seconds, if ever."""
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of forks and threads: nothing of JAX runs there
-    child = os.fork()
-  if not child:
-    steps = iter(range(1 << 30))
-
-    def kill(event, unused):
-      if event in STEPS and next(steps) == at_step:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-      sys.addaudithook(kill)
-      work()
-      os._exit(0)
-    finally:
-      os._exit(1)
-  if after is not None:
-    time.sleep(after)
-    os.kill(child, signal.SIGKILL)
-  status = os.waitpid(child, 0)[1]
-  assert status in (0, signal.SIGKILL)
-  return status != 0
 
 
 def test_two_exports_in_one_folder_after_another(tmp_path):
@@ -92,13 +61,8 @@ def test_a_full_disk_leaves_what_was_there(is_first, tmp_path):
   if not is_first:
     version(3).save(folder)
   large = version(5, size=1 << 16)
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, before[1]))
-  try:
-    with pytest.raises(OSError, match="too large"):
-      large.save(folder)
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  with full_disk(1 << 15), pytest.raises(OSError, match="too large"):
+    large.save(folder)
   if is_first:
     assert not folder.exists()
   else:
@@ -137,7 +101,7 @@ def test_a_kill_at_any_step_leaves_one_export(is_first, tmp_path):
     folder = tmp_path / str(step)
     if not is_first:
       old.save(folder)
-    if not is_killed(lambda folder=folder: new.save(folder), at_step=step):
+    if not is_killed(lambda folder=folder: new.save(folder), step=step):
       break
     try:
       answers.append(answer(folder))
