@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from embed.engine import host, packing
@@ -95,7 +94,7 @@ def _store(
   for name, value in tables.items():
     index = stack.indices[name]
     if stack.placement.is_local:
-      value = _copied(stack, value, stored)  # a donated step deletes what we store
+      value = placing.copied_like(value, stored)  # a donated step deletes what we store
       stored = with_block(stack, stored, index, value)
       continue
     chosen, spec = view(stack, name, stored.ndim, compact), stack.specs[stored.ndim]
@@ -109,15 +108,6 @@ def _store(
 
     stored = stack.placement.run(per_device, (spec, chosen.spec), spec)(stored, value)
   return stored
-
-
-def _copied(stack: StackSpec, value: Any, stored: jax.Array) -> jax.Array:
-  """A copy of a whole table or slot on one device, in the memory that stores it."""
-  if not stack.is_in_host:
-    return jnp.array(value, stored.dtype, copy=True)
-  if is_traced((value, stored)):
-    return host.to_host(jnp.array(value, stored.dtype, copy=True))
-  return jax.device_put(np.array(value, stored.dtype), stored.sharding)
 
 
 def shapes(
