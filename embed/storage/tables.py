@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from embed.engine import host, packing
 from embed.engine.jax_internals import is_traced
+from embed.engine.mesh import settled
 from embed.engine.stack import Arrays, StackSpec
 from embed.storage import placing, views
 from embed.storage.views import View
@@ -80,7 +81,7 @@ def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array)
 def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
   """A table on every device, for scores against all of its rows."""
   rows = (_read_compiled if stack.is_in_host else read)(stack, stored, table)
-  return stack.placement.put(host.to_device(rows), P())
+  return settled(stack.placement.put(host.to_device(settled(rows)), P()))
 
 
 # Eager code cannot move a device's part of an array from one memory to the other.
@@ -181,7 +182,7 @@ def read_all(
       tables |= _read_stack(stack, stored)
   if spread:
     of_mesh = tuple(stacks[i] for i in spread)
-    views_of = _read_spread(of_mesh, [arrays[i] for i in spread], compact)
+    views_of = settled(_read_spread(of_mesh, [arrays[i] for i in spread], compact))
     if compact:
       of = {name: stack for stack in of_mesh for name in stack.tables}
       views_of = {
@@ -225,7 +226,7 @@ def store_all(
         olds.append(old)
         values.append({name: _place(stack, x, name, old, compact) for name, x in tables.items()})
   if where:
-    spread = _store_spread(tuple(stacks[i] for i, _ in where), olds, values, compact)
+    spread = settled(_store_spread(tuple(stacks[i] for i, _ in where), olds, values, compact))
     for (i, key), value in zip(where, spread, strict=True):
       new[i][key] = value
   return new
