@@ -81,6 +81,7 @@ ORDER = [
   "checkpoint",
   "deltas",
   "tpu_embedding.config_spec",
+  "serving.files",
   "serving.export",
   "serving",
   "tpu_embedding.importers",
