@@ -18,6 +18,7 @@ from flax import nnx
 
 from embed import autodiff
 from embed.layer import SparseEmbed, read_variables, variable_shapes
+from embed.storage import placing
 from embed.variables import SlotVariable, Table
 
 __all__ = ["check", "from_tree", "like", "restore", "to_tree"]
@@ -262,13 +263,6 @@ def _flat(tree: Tree) -> dict[str, Any]:
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _placed(value: Any, old: jax.Array) -> jax.Array:
-  """A copy of a value, on the devices that the array it replaces is committed to, if any."""
-  if old.committed:
-    return jax.device_put(jnp.array(value, old.dtype, copy=True), old.sharding)
-  return jax.device_put(np.array(value, old.dtype))
-
-
 def _restore(tree: Tree, node: Any) -> None:
   """Puts the tree of one node into it; the tree has been checked."""
   saved: dict[int, Tree] = {}
@@ -288,8 +282,8 @@ def load_dense_arrays(arrays: Mapping[str, Any], node: Any) -> None:
   def restored(path, old):
     value = arrays[path]
     if is_key(old):
-      data = _placed(value, jax.random.key_data(old))
+      data = placing.copied_like(value, jax.random.key_data(old))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
-    return _placed(value, old)
+    return placing.copied_like(value, old)
 
   nnx.update(node, jax.tree.unflatten(treedef, [restored(k, v) for k, v in dense.items()]))

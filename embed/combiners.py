@@ -15,7 +15,7 @@ from flax import nnx
 
 from embed.config import CustomCombiner, FeatureConfig, TableConfig
 from embed.engine import bags as bags_lib
-from embed.engine import jax_internals, lookup
+from embed.engine import lookup
 from embed.engine.bags import Bags, Parts
 from embed.engine.stack import StackSpec
 from embed.inputs import Input
@@ -146,6 +146,9 @@ def positions(name: str, feature: FeatureConfig, parts: Parts) -> int | None:
   )
 
 
+# Compiled once for each shape: a computation with a loop or a branch would be compiled again at
+# every call outside of jit.
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def combine(table: TableConfig, stack: StackSpec, looked_up: Uncombined) -> jax.Array:
   """One vector `[..., D]` for each bag, split over devices as activations are."""
   of_bags = lambda x: lookup.combine_rows(table, *x)
@@ -157,12 +160,11 @@ def split_gradient(
   table: TableConfig, stack: StackSpec, looked_up: Uncombined, grad: jax.Array
 ) -> tuple[jax.Array, Any]:
   """The gradients of rows, and of the learned weights, from the gradient of the combined ones."""
+  return _pull_back(table, stack, looked_up, stack.placement.split_batch(grad, grad.shape[0]))
 
-  def back(looked_up: Uncombined, grad: jax.Array):
-    of = lambda rows, learned: combine(table, stack, looked_up._replace(rows=rows, learned=learned))
-    out, vjp = jax.vjp(of, looked_up.rows, looked_up.learned)
-    return vjp(grad.astype(out.dtype))
 
-  eager = not jax_internals.is_traced((looked_up, grad))
-  back = jax.jit(back) if not stack.placement.is_local and eager else back
-  return back(looked_up, stack.placement.split_batch(grad, grad.shape[0]))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _pull_back(table: TableConfig, stack: StackSpec, looked_up: Uncombined, grad: jax.Array) -> Any:
+  of = lambda rows, learned: combine(table, stack, looked_up._replace(rows=rows, learned=learned))
+  out, vjp = jax.vjp(of, looked_up.rows, looked_up.learned)
+  return vjp(grad.astype(out.dtype))

@@ -33,6 +33,34 @@ def _integer(name: str, value: Any, minimum: int) -> int:
   return result
 
 
+def setting(name: str, value: Any) -> Any:
+  """Returns the Python number of a NumPy or JAX scalar, and anything else as it is.
+
+  Settings are compared and hashed by value, which arrays are not.
+
+  Raises:
+    ValueError: for an array that is no scalar or has no value yet.
+
+  >>> setting("upper", np.float32(0.5))
+  0.5
+  """
+  if type(value) in (tuple, list):
+    return type(value)(setting(name, x) for x in value)
+  if isinstance(value, dict):
+    return {key: setting(f"{name}[{key!r}]", x) for key, x in value.items()}
+  if not hasattr(value, "item"):
+    return value
+  try:
+    if np.ndim(value):
+      raise TypeError
+    return value.item()
+  except TypeError:  # JAX's, of a traced value, is one
+    raise ValueError(
+      f"{name} must be one number that is known when the config is made. Got {value!r}. "
+      "Write float(x) outside of jit; rates may be functions of the step."
+    ) from None
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig:
   """Simulated quantization of looked-up rows, before the combiner.
@@ -61,6 +89,8 @@ class QuantizationConfig:
   upper: float
 
   def __post_init__(self):
+    for name in ("num_buckets", "lower", "upper"):
+      object.__setattr__(self, name, setting(name, getattr(self, name)))
     if self.num_buckets < 2:
       raise ValueError(
         f"num_buckets is {self.num_buckets}, must be at least 2 for simulated quantization."
@@ -122,7 +152,8 @@ class CustomCombiner:
         f"num_weights is {self.num_weights}, so `initializer` must be a callable "
         f"f(key, shape, dtype). Got {self.initializer!r}."
       )
-    rate = self.combiner_weights_learning_rate
+    rate = setting("combiner_weights_learning_rate", self.combiner_weights_learning_rate)
+    set_("combiner_weights_learning_rate", rate)
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, numbers.Real)):
       raise ValueError(
         f"Argument `combiner_weights_learning_rate` must be a number or None. Got {rate!r}."

@@ -6,26 +6,36 @@ its slots, on the devices; `changes` compares them with the model some steps lat
 to the training step. A full checkpoint and the deltas after it make up the later state to the bit,
 on any mesh.
 
-`write` and `read` keep a delta in a folder, in one `.npz` file for each process that wrote it.
-`apply` puts it into a model, of the same run or a server's without optimizers, and
-`apply_to_tables` into plain NumPy tables.
+`write` and `read` keep a delta in a folder: a zip archive of `.npy` arrays for each process that
+wrote it, which NumPy alone can read. `apply` puts it into a model, of the same run or a server's
+without optimizers, and `apply_to_tables` into plain NumPy tables.
 """
 
 import dataclasses
+import hashlib
+import json
+import operator
+import os
+import pathlib
+import re
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 
 from embed import autodiff, checkpoint
-from embed.delta_files import Delta, read, write
 from embed.engine.layout import Layout
 from embed.steps import stored_arrays
 from embed.storage import changes as changes_lib
 from embed.storage.changes import TableRows
-from embed.variables import changing, replace
+from embed.tools import text
+from embed.variables import WRITTEN_BACK, changing, replace, swap
 
 __all__ = [
   "Delta",
@@ -39,6 +49,68 @@ __all__ = [
 ]
 
 
+_FORMAT = 2  # 1 has no digests
+_HEADER = "header"
+_FILE = re.compile(r"rows-(\d{5})-of-(\d{5})\.npz")
+Digests = Mapping[str, Mapping[str, str]]  # `{node: {"tables/<key>" or "state/<path>": digest}}`
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+  """The difference between two states of models and optimizers, in NumPy.
+
+  Attributes:
+    since: the step of the earlier state.
+    step: the step of the later state.
+    tables: `{node: {"<module path>/<table>": (ids, values)}}`: ids int32 `[K]`, ascending, and
+      values `{"parameters": [K, dim], slot: [K, dim] or [K]}`. K is 0 if no row has changed.
+    state: `{node: {path: array}}`: all arrays outside tables, whole.
+    before: digests of the parameters at `since`, by node and "tables/<key>" or "state/<path>": 16
+      hexadecimal digits of the rows of a table, whatever the mesh, or of an `nnx.Param`. Empty in
+      files of earlier versions.
+    after: the digests at `step`.
+
+  In a run of several processes, `changes` returns each of them the rows of its own shards, and
+  `state` to process 0; `read` returns everything to all.
+
+  >>> movie = embed.TableConfig(4, 2, optimizer=embed.sgd(0.5), name="movie")
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  >>> before = embed.deltas.fingerprint(0, model=layer)
+  >>> layer.apply_row_gradients({"movie": embed.RowGrads(jnp.array([3]), jnp.ones((1, 2)))})
+  >>> delta, _ = embed.deltas.changes(before, 1, model=layer)
+  >>> delta.tables["model"]["movie"].ids.tolist(), delta.num_rows, delta.nbytes
+  ([3], 1, 24)
+  """
+
+  since: int
+  step: int
+  tables: Mapping[str, Mapping[str, TableRows]]
+  state: Mapping[str, Mapping[str, np.ndarray]]
+  before: Digests = dataclasses.field(default_factory=dict)
+  after: Digests = dataclasses.field(default_factory=dict)
+
+  @property
+  def num_rows(self) -> int:
+    """The number of changed rows, of all tables."""
+    return sum(len(rows.ids) for tables in self.tables.values() for rows in tables.values())
+
+  @property
+  def nbytes(self) -> int:
+    """The size of all arrays in bytes."""
+    return sum(x.nbytes for x in jax.tree.leaves((self.tables, self.state)))
+
+  def __repr__(self) -> str:
+    lines: list[tuple[str, ...]] = [("table", "changed rows", "bytes")]
+    for tables in self.tables.values():
+      for key, rows in tables.items():
+        size = sum(x.nbytes for x in jax.tree.leaves(rows))
+        lines.append((key, str(len(rows.ids)), text.size(size)))
+    lines.append(
+      ("other arrays", "", text.size(sum(x.nbytes for x in jax.tree.leaves(self.state))))
+    )
+    return f"delta of steps {self.since} to {self.step}\n\n{text.aligned(lines)}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Fingerprints:
   """Fingerprints of a state, 64 bits for each row, on the devices: the start of a later delta.
@@ -47,6 +119,7 @@ class Fingerprints:
     step: of the state.
     lanes: the fingerprints, in the order of storage; internal.
     layouts: which row each of them is of; internal.
+    digests: of the parameters, as `Delta.before`.
 
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
   >>> embed.deltas.fingerprint(10, model=layer).step
@@ -56,6 +129,7 @@ class Fingerprints:
   step: int
   lanes: Mapping[str, Mapping[str, list[changes_lib.Lanes]]]
   layouts: Mapping[str, Mapping[str, list[Layout]]]
+  digests: Digests
 
 
 # --- making ---------------------------------------------------------------------------------------
@@ -67,8 +141,11 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
   Takes one reading of all tables, and 8 bytes of device memory for each row.
 
   Args:
-    step: the number of the state.
+    step: the number of the state, an integer of Python, NumPy or JAX.
     **nodes: `nnx` modules and optimizers, by the names of `embed.checkpoint.to_tree`.
+
+  Raises:
+    ValueError: if the step is no integer.
 
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
   >>> before = embed.deltas.fingerprint(0, model=layer)
@@ -76,12 +153,14 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
   >>> delta.num_rows
   0
   """
-  lanes, layouts = {}, {}
+  step, lanes, layouts, digests = _integer(step), {}, {}, {}
   for name, node in nodes.items():
     layers = autodiff.sparse_embeds(node)
-    lanes[name] = {path: _lanes(layer) for path, layer in layers.items()}
+    found = {path: _fingerprints(layer, slots=True) for path, layer in layers.items()}
+    lanes[name] = {path: of_rows for path, (of_rows, _) in found.items()}
     layouts[name] = _layouts(layers)
-  return Fingerprints(step, lanes, layouts)
+    digests[name] = _digests(node, {id(layers[path]): of for path, (_, of) in found.items()})
+  return Fingerprints(step, lanes, layouts, digests)
 
 
 def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fingerprints]:
@@ -97,7 +176,7 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
     **nodes: as for `fingerprint`; optimizers too.
 
   Raises:
-    ValueError: if the fingerprints are of other nodes, layers or meshes.
+    ValueError: if the fingerprints are of other nodes, layers or meshes, or the step is no integer.
 
   >>> movie = embed.TableConfig(1000, 2, optimizer=embed.sgd(0.5), name="movie")
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -130,10 +209,20 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
     }
     keys = autodiff.row_keys(node).items()
     tables[name] = {key: rows[id(layer)][table] for key, (layer, table) in keys}
-    state[name] = {path: _on_host(x) for path, x in checkpoint.dense_arrays(node).items()}
+    state[name] = {path: _on_host(x) for path, x in _dense(node).items()}
     if jax.process_index():
       state[name] = {}
-  return Delta(since.step, step, tables, state), new
+  before = {name: since.digests[name] for name in nodes}
+  return Delta(since.step, new.step, tables, state, before, new.digests), new
+
+
+def _integer(step: Any) -> int:
+  try:
+    return operator.index(step)
+  except TypeError:
+    raise ValueError(
+      f"A step is an integer, such as int(optimizer.step[...]). Got {step!r}."
+    ) from None
 
 
 def _layouts(layers: Mapping[str, Any]) -> dict[str, list[Layout]]:
@@ -141,9 +230,30 @@ def _layouts(layers: Mapping[str, Any]) -> dict[str, list[Layout]]:
   return {path: of(layer) for path, layer in layers.items()}
 
 
-def _lanes(layer: Any) -> list[changes_lib.Lanes]:
+def _fingerprints(layer: Any, slots: bool) -> tuple[list[changes_lib.Lanes], dict[str, str]]:
+  """The fingerprints of the stored rows, with their slots or without, and digests by table."""
   stacks = tuple(layer.spec.stacks.values())
-  return changes_lib.fingerprints(stacks, [stored_arrays(layer, stack) for stack in stacks])
+  arrays = [stored_arrays(layer, stack) for stack in stacks]
+  if not slots:
+    arrays = [{"parameters": stored["parameters"]} for stored in arrays]
+  lanes, digests = jax.block_until_ready(changes_lib.fingerprints(stacks, arrays))
+  return lanes, {table: changes_lib.as_text(x) for table, x in digests.items()}
+
+
+def _digests(node: Any, of_layers: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
+  """`Delta.before` of a node, from the digests of its layers' tables; all processes call it."""
+  tables = {
+    f"tables/{key}": of_layers[id(layer)][table]
+    for key, (layer, table) in autodiff.row_keys(node).items()
+  }
+  name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+  params = [name(path) for path, _ in jax.tree.leaves_with_path(nnx.state(node, nnx.Param))]
+  digest = lambda x: hashlib.blake2b(_on_host(x).tobytes(), digest_size=8).hexdigest()
+  return tables | {f"state/{k}": digest(x) for k, x in _dense(node).items() if k in params}
+
+
+def _dense(node: Any) -> dict[str, jax.Array]:
+  return {path: jnp.asarray(x) for path, x in checkpoint.dense_arrays(node).items()}
 
 
 def _changed_rows(layer: Any, old: Any, new: Any) -> dict[str, TableRows]:
@@ -171,7 +281,10 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
 
   The mesh may be another one than the delta's. A table without an optimizer, or with
   `embed.frozen()`, takes the rows and ignores slots, so that a server follows a training run.
-  Tables are copied once and then replaced: requests that are being answered see the old ones.
+
+  All new arrays are computed, as copies, before the first is set: requests that are being answered
+  keep the arrays that they have read, and an error leaves the nodes as they were. Other threads may
+  predict meanwhile, by functions under `nnx.jit(graph=False)`.
 
   Args:
     delta: from `read`, or of a run of one process.
@@ -179,8 +292,10 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
     **nodes: some or all of the nodes of the delta.
 
   Raises:
-    ValueError: before anything is changed: if the delta does not begin at that step, or holds other
-      tables or arrays; names them.
+    ValueError: before anything is changed: if the delta does not begin at that step, holds other
+      tables or arrays, or was made against other parameters; names them.
+    RuntimeError: if another thread has replaced tables meanwhile, as `nnx.jit` does by default. The
+      call of that thread raises it, if it would replace tables later.
 
   >>> movie = embed.TableConfig(4, 2, name="movie")
   >>> trained = embed.SparseEmbed(embed.FeatureConfig(movie), embed.sgd(0.5), rngs=nnx.Rngs(0))
@@ -194,18 +309,48 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
   True
   """
   _check_step(delta, at)
-  rows = {name: _fitting(delta, name, node) for name, node in nodes.items()}
-  for name, node in nodes.items():
+  copies, live, read = _copied(nodes)
+  rows = {name: _fitting(delta, name, node) for name, node in copies.items()}
+  for name, node in copies.items():
     checkpoint.load_dense_arrays(delta.state[name], node)
     by_layer: dict[int, dict[str, TableRows]] = {}
     for key, (layer, table) in autodiff.row_keys(node).items():
       by_layer.setdefault(id(layer), {})[table] = rows[name][key]
     for layer in autodiff.sparse_embeds(node).values():
       _put(layer, by_layer[id(layer)])
+  new = _variables(copies)
+  with changing("Applying a delta"):
+    swap([(live[path], read[path], new[path].get_raw_value()) for path in live])
   return delta.step
 
 
+def _copied(
+  nodes: dict[str, Any],
+) -> tuple[dict[str, Any], dict[Any, nnx.Variable], dict[Any, Any]]:
+  """Copies of nodes that share their arrays; by path the nodes' Variables, and what they held.
+
+  Raises:
+    RuntimeError: if the nodes are taken apart by Flax.
+  """
+  try:
+    copies, live = nnx.clone(nodes), _variables(nodes)
+    for node in copies.values():
+      autodiff.row_keys(node)
+    read = {path: variable.get_raw_value() for path, variable in _variables(copies).items()}
+    if list(read) != list(live):
+      raise LookupError("Variables have come or gone.")
+  # Another thread has cleared a module, and may be filling it again.
+  except (AttributeError, LookupError, RuntimeError) as error:
+    raise RuntimeError(f"The model has lost its attributes: {WRITTEN_BACK}") from error
+  return copies, live, read
+
+
+def _variables(nodes: Any) -> dict[Any, nnx.Variable]:
+  return {path: x for path, x in nnx.iter_graph(nodes) if isinstance(x, nnx.Variable)}
+
+
 def _check_step(delta: Delta, at: int) -> None:
+  at = _integer(at)
   if delta.since != at:
     raise ValueError(
       f"The delta holds the rows that changed from step {delta.since} to {delta.step}, and the "
@@ -252,8 +397,32 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
     if path in state and state[path].shape != x.shape
   ]
   if problems:
-    raise ValueError(f"The delta does not fit {name!r}: {'; '.join(problems[:10])}.")
+    raise ValueError(
+      f"The delta does not fit {name!r}: {'; '.join(problems[:10])}. If other threads call it: "
+      f"{WRITTEN_BACK}"
+    )
+  if delta.before:  # a server may keep parameters in another dtype, which is not compared
+    same = {
+      f"tables/{k}": tables[k].values["parameters"].dtype == x["parameters"].dtype
+      for k, x in expected["tables"].items()
+    }
+    same |= {f"state/{k}": state[k].dtype == x.dtype for k, x in expected["state"].items()}
+    layers = autodiff.sparse_embeds(node).values()
+    of_layers = {id(layer): _fingerprints(layer, slots=False)[1] for layer in layers}
+    _check_before(delta, name, {k: x for k, x in _digests(node, of_layers).items() if same[k]})
   return fitting
+
+
+def _check_before(delta: Delta, name: str, digests: Mapping[str, str]) -> None:
+  """Raises ValueError for parameters that differ from those that the delta was made against."""
+  known = delta.before.get(name, {})
+  differing = [key for key, digest in digests.items() if digest != known.get(key, digest)]
+  if differing:
+    raise ValueError(
+      f"The delta was made against other parameters: {', '.join(differing[:10])} of {name!r} are "
+      f"not as they were at step {delta.since}. The model is of another run, or was changed since: "
+      f"load a full checkpoint. If other threads call the model: {WRITTEN_BACK}"
+    )
 
 
 def _check_alive(layer: Any) -> None:
@@ -275,8 +444,7 @@ def _put(layer: Any, rows: Mapping[str, TableRows]) -> None:
     new = stored
     for table in stack.tables:
       new = changes_lib.put(stack, new, table, rows[table])
-    with changing("Applying a delta"):
-      replace(layer.arrays[stack.name], new)
+    replace(layer.arrays[stack.name], new)
 
 
 def apply_to_tables(
@@ -285,7 +453,7 @@ def apply_to_tables(
   """Writes the changed rows into NumPy tables, in place; returns the step that they are at now.
 
   For servers without JAX devices, or caches of rows: only rows are read, not slots nor the dense
-  part, which is in `delta.state`.
+  part, which is in `delta.state`. The tables are read once, to compare their digests.
 
   Args:
     delta: from `read`.
@@ -294,7 +462,8 @@ def apply_to_tables(
     node: the name of the model in the delta.
 
   Raises:
-    ValueError: before anything is changed: for another step, an unknown table, or another shape.
+    ValueError: before anything is changed: for another step, an unknown table, another shape,
+      a read-only array, or other rows than the delta was made against.
 
   >>> movie = embed.TableConfig(4, 2, optimizer=embed.sgd(0.5), name="movie")
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -321,6 +490,197 @@ def apply_to_tables(
         f"Table {key!r} has shape {table.shape}, the delta's has rows of shape {dim} and ids up to "
         f"{largest}."
       )
+    if not table.flags.writeable:
+      raise ValueError(f"Table {key!r} is read-only: give a copy of it, as np.array makes one.")
+  dtype = lambda key: known[key].values["parameters"].dtype
+  digest = changes_lib.digest_of
+  same = {
+    f"tables/{k}": digest(x) for k, x in tables.items() if delta.before and x.dtype == dtype(k)
+  }
+  _check_before(delta, node, same)
   for key, table in tables.items():
     table[known[key].ids] = known[key].values["parameters"]
   return delta.step
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+# The archive has a CRC for each array, which NumPy checks. bfloat16 and other types that
+# .npy does not know are stored as unsigned integers of their bits; the header has their names.
+
+
+def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
+  """Writes a delta as `rows-<process>-of-<processes>.npz`, a file for each process.
+
+  A file appears when all of it is on the disk, in place of an earlier one. The last process removes
+  what another number of processes has written. Arrays are called `<node>/tables/<key>/ids`,
+  `.../parameters` and the names of slots, and `<node>/state/<path>`; "header" is JSON as bytes.
+
+  Args:
+    folder: one folder per delta, made where it is missing. All processes name the same one.
+    delta: from `changes`.
+
+  Raises:
+    OSError: if the disk is full, or the like; names the file, and leaves nothing behind.
+
+  >>> import os, tempfile
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> delta, _ = embed.deltas.changes(embed.deltas.fingerprint(0, model=layer), 10, model=layer)
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   embed.deltas.write(folder, delta)
+  ...   print(os.listdir(folder), embed.deltas.read(folder).step)
+  ['rows-00000-of-00001.npz'] 10
+  """
+  arrays = {f"{node}/state/{path}": x for node, of in delta.state.items() for path, x in of.items()}
+  slots: dict[str, dict[str, list[str]]] = {}
+  for node, tables in delta.tables.items():
+    slots[node] = {key: list(rows.values) for key, rows in tables.items()}
+    for key, rows in tables.items():
+      arrays[f"{node}/tables/{key}/ids"] = rows.ids
+      arrays |= {f"{node}/tables/{key}/{name}": x for name, x in rows.values.items()}
+  header = {
+    "format": _FORMAT,
+    "since": delta.since,
+    "step": delta.step,
+    "before": delta.before,
+    "after": delta.after,
+    "tables": slots,
+    "state": {node: list(of) for node, of in delta.state.items()},
+    "dtypes": {name: x.dtype.name for name, x in arrays.items() if x.dtype.kind == "V"},
+  }
+  entries: dict[str, Any] = {_HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8)}
+  entries |= {name: _bits(x) for name, x in arrays.items()}
+  path = pathlib.Path(folder)
+  path.mkdir(parents=True, exist_ok=True)
+  path /= _name(jax.process_index(), jax.process_count())
+  partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")  # of this writer alone
+  try:
+    with partial.open("xb") as file:
+      np.savez(file, **entries)
+      file.flush()
+      os.fsync(file.fileno())
+    partial.replace(path)
+  except OSError as error:
+    raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+  finally:
+    partial.unlink(missing_ok=True)
+  sets, count = _sets(path.parent), jax.process_count()
+  if _is_complete(sets.pop(count, set()), count):
+    for others, indices in sets.items():
+      for index in indices:
+        (path.parent / _name(index, others)).unlink(missing_ok=True)
+
+
+def _name(index: int, count: int) -> str:
+  return f"rows-{index:05}-of-{count:05}.npz"
+
+
+def _sets(folder: pathlib.Path) -> dict[int, set[int]]:
+  """The numbers of the processes whose files are in a folder, by how many processes there were."""
+  sets: dict[int, set[int]] = {}
+  for path in folder.glob("*.npz"):
+    if match := _FILE.fullmatch(path.name):
+      sets.setdefault(int(match[2]), set()).add(int(match[1]))
+  return sets
+
+
+def _is_complete(indices: set[int], count: int) -> bool:
+  return indices.issuperset(range(count))
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+  return x.view(f"uint{8 * x.dtype.itemsize}") if x.dtype.kind == "V" else x
+
+
+def read(folder: str | os.PathLike[str], /) -> Delta:
+  """Reads the delta that all processes have written to a folder.
+
+  Args:
+    folder: as for `write`.
+
+  Raises:
+    FileNotFoundError: if the file of a process is missing; names it.
+    ValueError: if a file is damaged, or none of `write`, or if there are files of two deltas; names
+      them.
+
+  >>> import tempfile
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> delta, _ = embed.deltas.changes(embed.deltas.fingerprint(0, model=layer), 10, model=layer)
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   embed.deltas.write(folder, delta)
+  ...   embed.deltas.read(folder).tables["model"]["table_0"].values["parameters"].shape
+  (0, 2)
+  """
+  paths = _files(pathlib.Path(folder))
+  parts = [_read_file(path) for path in paths]
+  first = parts[0]
+  made = lambda part: (part.since, part.step, part.before, part.after)
+  for path, part in zip(paths, parts, strict=True):
+    if made(part) != made(first):
+      raise ValueError(
+        f"{paths[0]} and {path} are of two deltas, or of two attempts to write one: write it "
+        "again, from all processes."
+      )
+
+  def joined(*rows: TableRows) -> TableRows:
+    ids = np.concatenate([each.ids for each in rows])
+    order = np.argsort(ids)
+    join = lambda key: np.concatenate([each.values[key] for each in rows])[order]
+    return TableRows(ids[order], {key: join(key) for key in rows[0].values})
+
+  tables = {
+    node: {key: joined(*(part.tables[node][key] for part in parts)) for key in of}
+    for node, of in first.tables.items()
+  }
+  return dataclasses.replace(first, tables=tables)
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+  """The files of all processes."""
+  sets = _sets(folder)
+  if not sets:
+    raise FileNotFoundError(f"{folder} holds no delta: it has no file rows-....npz.")
+  complete = [count for count, indices in sets.items() if _is_complete(indices, count)]
+  if len(complete) > 1:
+    first, second = (folder / _name(0, count) for count in sorted(complete)[:2])
+    raise ValueError(f"{first} and {second} are of two deltas: remove the files of the older one.")
+  (count,) = complete or [max(sets)]
+  for index in range(count):
+    if index not in sets[count]:
+      missing = folder / _name(index, count)
+      raise FileNotFoundError(f"{missing} is missing, the rows of a process in the delta.")
+  return [folder / _name(index, count) for index in range(count)]
+
+
+def _read_file(path: pathlib.Path) -> Delta:
+  try:
+    # NumPy does not close a file that is no archive.
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+      arrays = {name: file[name] for name in file.files}
+    header = json.loads(arrays.pop(_HEADER).tobytes())
+    if header["format"] > _FORMAT:
+      raise ValueError(f"its format {header['format']} is of a later version of this library")
+    for name, dtype in header["dtypes"].items():
+      arrays[name] = arrays[name].view(getattr(ml_dtypes, dtype))
+    tables = {
+      node: {
+        key: TableRows(
+          arrays[f"{node}/tables/{key}/ids"],
+          {name: arrays[f"{node}/tables/{key}/{name}"] for name in names},
+        )
+        for key, names in of.items()
+      }
+      for node, of in header["tables"].items()
+    }
+    state = {
+      node: {name: arrays[f"{node}/state/{name}"] for name in names}
+      for node, names in header["state"].items()
+    }
+    made = header.get("before", {}), header.get("after", {})
+    return Delta(header["since"], header["step"], tables, state, *made)
+  # NumPy, zipfile, zlib and json raise errors of many kinds, most without the file's name.
+  except Exception as error:
+    if isinstance(error, OSError) and error.filename is not None:
+      raise
+    reason = str(error).partition("\n")[0]
+    raise ValueError(f"{path} is damaged, or no file of a delta ({reason}).") from error

@@ -1,6 +1,7 @@
 """`Grads`: dense gradients and row gradients together, to read, clip, accumulate and scale."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed.engine import jax_internals, mesh, update
-from embed.engine.bags import Bags
+from embed.engine.bags import UNUSED, Bags, narrow
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
 from embed.engine.row_sums import sum_per_row
@@ -24,6 +25,21 @@ def _only(grads: Sequence[StackGrads], stack: StackSpec, table: str) -> tuple[St
   own = lambda x: _from_table_rows(stack, *_table_rows(stack, [x], table), table)
   picked = update.of_table(grads, table)
   return tuple(own(x) if isinstance(x, DistinctRows) and not alone else x for x in picked)
+
+
+def _leaves(grads: Any) -> Any:
+  """The leaves of row gradients.
+
+  Raises:
+    TypeError: if a function of optax walks the tree, which would reach ids.
+  """
+  if jax_internals.caller().startswith("optax."):
+    raise TypeError(
+      "optax cannot compute with the rows of embed.Grads. Write embed.global_norm(grads), "
+      "embed.clip_by_global_norm(grads, max_norm), embed.accumulate([grads, ...]) or grads.map(f); "
+      "optax takes `grads.dense`."
+    )
+  return jax_internals.hide(grads)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -43,48 +59,53 @@ class RowGrads:
   which the update sums. A pytree.
 
   Args:
-    ids: integers `[N]`.
+    ids: integers `[N]`; negative ones are unused entries.
     values: floats `[N, D]`.
+    vocabulary_size: the table's; entries with this id are unused. The update knows it in any case,
+      `embed.global_norm` and `embed.clip_by_global_norm` do not, and count an entry with any id
+      from 0 on if it is None.
 
   Raises:
-    ValueError: for ids that are not integers or do not fit int32, or for other shapes.
+    ValueError: for ids that are not integers, do not fit int32 or are above `vocabulary_size`, or
+      for other shapes.
 
   >>> rows = embed.RowGrads(jnp.array([4, 2]), jnp.ones((2, 3)))
   >>> rows.ids.tolist(), rows.values.shape
   ([4, 2], (2, 3))
+  >>> rows = embed.RowGrads(jnp.array([4, 10]), jnp.array([[3.0], [7.0]]), vocabulary_size=10)
+  >>> float(rows.squared_norm())
+  9.0
   """
 
   grads: tuple[StackGrads, ...]
   stack: StackSpec | None  # None: made by hand, one call of one feature
   table: str
+  size: int  # of the table of rows made by hand, `UNUSED` if it is not known
 
-  def __init__(self, ids: Any, values: Any):
+  def __init__(self, ids: Any, values: Any, vocabulary_size: int | None = None):
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.dtype.kind == "m":
       raise ValueError(f"RowGrads takes integer ids, got dtype {ids.dtype}.")
-    # int32 would make other rows of ids that it cannot hold.
-    if ids.size and not jax_internals.is_traced(ids) and ids.max() > _INT32_MAX:
-      raise ValueError(f"RowGrads takes ids up to {_INT32_MAX}, got {ids.max()}.")
-    if ids.dtype.kind == "i" and ids.dtype.itemsize > 4:
-      ids = ids.clip(-1)
-    ids, values = jnp.asarray(ids), jnp.asarray(values)
+    size = UNUSED if vocabulary_size is None else vocabulary_size
+    if ids.size and not jax_internals.is_traced(ids) and ids.max() > size:
+      raise ValueError(f"RowGrads takes ids up to {size}, got {ids.max()}.")
+    ids, values = jnp.asarray(narrow(ids, size)), jnp.asarray(values)
     if jnp.issubdtype(values.dtype, jnp.complexfloating):
       raise ValueError(f"RowGrads takes real values, got dtype {values.dtype}. Give the real part.")
     if ids.ndim != 1 or values.ndim != 2 or ids.shape[0] != values.shape[0]:
       raise ValueError(
         f"RowGrads takes ids [N] and values [N, D]; got shapes {ids.shape} and {values.shape}."
       )
-    self._set((_pairs(ids.astype(jnp.int32), values),), None, "")
-
-  def _set(self, grads: Sequence[StackGrads], stack: StackSpec | None, table: str) -> "RowGrads":
-    for name, value in (("grads", tuple(grads)), ("stack", stack), ("table", table)):
-      object.__setattr__(self, name, value)
-    return self
+    self.__dict__.update(grads=(_pairs(ids, values),), stack=None, table="", size=size)
 
   @classmethod
-  def of(cls, grads: Sequence[StackGrads], stack: StackSpec | None, table: str) -> "RowGrads":
+  def of(
+    cls, grads: Sequence[StackGrads], stack: StackSpec | None, table: str, size: int = UNUSED
+  ) -> "RowGrads":
     """Row gradients from the gradients of a table in its stack."""
-    return object.__new__(cls)._set(grads, stack, table)
+    self = object.__new__(cls)
+    self.__dict__.update(grads=tuple(grads), stack=stack, table=table, size=size)
+    return self
 
   def __repr__(self) -> str:
     if not all(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(self.grads)):
@@ -92,7 +113,7 @@ class RowGrads:
     return f"RowGrads(ids={self.ids}, values={self.values})"
 
   def tree_flatten(self):
-    return jax_internals.hide(self.grads), (self.stack, self.table)
+    return _leaves(self.grads), (self.stack, self.table, self.size)
 
   @classmethod
   def tree_unflatten(cls, static, grads) -> "RowGrads":
@@ -127,7 +148,8 @@ class RowGrads:
     ids, values = self._arrays()
     values = f(values)
     if self.stack is None or not self.stack.accumulates:
-      return RowGrads.of([_pairs(ids, values, self.table)], self.stack, self.table)
+      pairs = _pairs(ids, values, self.table)
+      return RowGrads.of([pairs], self.stack, self.table, self.size)
     size = self.stack.size(self.table)
     values = jnp.where((ids < size)[:, None], values, 0)  # f of an unused entry is nothing
     new = _from_table_rows(self.stack, ids, values, self.table)
@@ -141,10 +163,7 @@ class RowGrads:
     """
     if self.stack is not None:
       return _squared_norm(self.stack, self.grads)
-    return _squared_norm_of_pairs(*self._arrays())
-
-
-_INT32_MAX = 2**31 - 1
+    return _squared_norm_of_pairs(*self._arrays(), self.size)
 
 
 def _pairs(ids: jax.Array, values: jax.Array, table: str = "") -> ActivationGrads:
@@ -160,8 +179,8 @@ def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> list[StackGrads]:
   if rows.stack == stack:
     return list(rows.grads)
   size, dim = stack.size(table), stack.dim
-  size_of_rows = size if rows.stack is None else rows.stack.size(rows.table)
-  if size_of_rows != size:
+  size_of_rows = rows.size if rows.stack is None else rows.stack.size(rows.table)
+  if size_of_rows not in (size, UNUSED):
     raise ValueError(
       f"The row gradients of table {table!r} are of a table of {size_of_rows} rows, it has {size}. "
       "Take them with embed.value_and_grad of this model."
@@ -177,6 +196,21 @@ def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> list[StackGrads]:
       f"{size - 1}, and {size} for unused entries."
     )
   return [_pairs(*rows._arrays(), table)] if rows.grads else []
+
+
+def by_stack(
+  stack_of: Mapping[str, StackSpec], rows: Mapping[str, RowGrads]
+) -> dict[str, list[StackGrads]]:
+  """The `RowGrads` of some tables as gradients of their stacks, by stack name.
+
+  Raises:
+    ValueError: as `for_stack`.
+  """
+  grads: dict[str, list[StackGrads]] = {}
+  for name, stack in stack_of.items():
+    if name in rows:
+      grads.setdefault(stack.name, []).extend(for_stack(stack, name, rows[name]))
+  return grads
 
 
 @jax.tree_util.register_pytree_node_class
@@ -199,7 +233,7 @@ class Rows(Mapping[str, RowGrads]):
         "nnx.Optimizer.update got embed.Grads, whose rows it cannot apply. Write embed.Optimizer("
         "model, tx) instead of nnx.Optimizer(model, tx, wrt=nnx.Param)."
       )
-    return jax_internals.hide(tuple(self.grads.values())), tuple(self.stacks.items())
+    return _leaves(tuple(self.grads.values())), tuple(self.stacks.items())
 
   @classmethod
   def tree_unflatten(cls, static, grads) -> "Rows":
@@ -286,10 +320,10 @@ _from_table_rows = _compiled(update.from_table_rows, 3)
 _squared_norm = _compiled(update.squared_norm)
 
 
-@jax.jit
-def _squared_norm_of_pairs(ids: jax.Array, values: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=2)
+def _squared_norm_of_pairs(ids: jax.Array, values: jax.Array, size: int) -> jax.Array:
   grads = GradRows(values.astype(jnp.float32), ids[:, None])
-  return jnp.sum(jnp.square(sum_per_row([grads], _INT32_MAX).values))
+  return jnp.sum(jnp.square(sum_per_row([grads], size).values))
 
 
 @jax.tree_util.register_dataclass
@@ -435,6 +469,9 @@ def _concatenate(rows: Sequence[RowGrads]) -> RowGrads:
   first = next((r for r in rows if r.stack is not None), rows[0])
   if first.stack is None:
     ids, values = (jnp.concatenate(x) for x in zip(*(r._arrays() for r in rows), strict=True))
-    return RowGrads(ids, values)
+    sizes = {r.size for r in rows}
+    if len(sizes - {UNUSED}) > 1:
+      raise ValueError(f"accumulate: row gradients of tables of {sorted(sizes)} rows.")
+    return RowGrads.of([_pairs(ids, values)], None, "", min(sizes))
   grads = [x for r in rows for x in for_stack(first.stack, first.table, r)]
   return RowGrads.of(grads, first.stack, first.table)

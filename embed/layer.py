@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from embed import combiners, gradients, planning, structure
 from embed import config as config_lib
-from embed.engine import taps, update
+from embed.engine import taps
 from embed.engine.bags import Bags
 from embed.engine.layout import Layout
-from embed.engine.lookup import LookupRecord
+from embed.engine.lookup import LookupRecord, quantize
 from embed.engine.stack import StackSpec
 from embed.gradients import RowGrads
 from embed.inputs import check
@@ -188,6 +188,8 @@ class SparseEmbed(nnx.Module):
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
     """Scores of queries against rows: the table serves as an output layer (tied weights).
 
+    Rows are quantized as in a lookup, if the table has a `quantization_config`.
+
     Args:
       query: floats `[..., dim]`.
       table_name: the table to score against.
@@ -218,6 +220,8 @@ class SparseEmbed(nnx.Module):
       stored = self.arrays[stack.name]["parameters"].get_value()
       rows = stored_tables.read_whole(stack, taps.read_tables(stored, "lookup"), table_name)
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
+      if table.quantization_config is not None:  # as `look_up_stack` does
+        rows = quantize(rows, table.quantization_config).astype(rows.dtype)
       (rows,) = tap(self, stack, [rows], LookupRecord((every,), (table_name,)), stored)
       return jnp.einsum("...d,vd->...v", query, rows)
     shape = np.shape(candidates)
@@ -296,13 +300,9 @@ class SparseEmbed(nnx.Module):
     >>> layer.tables["movie"].tolist()
     [[0.0, 0.0], [-1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
     """
-    grads: dict[str, list[update.StackGrads]] = {}
     for name in rows:
       table_config(self, name)
-    for name, stack in self.spec.stack_of.items():
-      if name in rows:
-        grads.setdefault(stack.name, []).extend(gradients.for_stack(stack, name, rows[name]))
-    step_stacks(self, grads, step)
+    step_stacks(self, gradients.by_stack(self.spec.stack_of, rows), step)
 
   # --- state -------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ from flax import nnx
 from embed import autodiff
 from embed.combiners import CombinerWeights
 from embed.engine.taps import Owner
-from embed.gradients import Grads, Rows
-from embed.layer import SparseEmbed, step_combiner_weights, step_stacks
+from embed.gradients import Grads, Rows, by_stack
+from embed.layer import SparseEmbed
 from embed.row_optimizer import RowOptimizer
+from embed.steps import moving, step_combiner_weights, step_stacks
 
 # Optax states that hold updates back, by name: tables would step while dense parameters wait.
 _ACCUMULATE = "sum the gradients of the microbatches with embed.accumulate and update once"
@@ -75,7 +76,7 @@ class Optimizer(nnx.Module):
 
   @jax.named_scope("update")
   def update(self, model: nnx.Module, grads: Grads, **kwargs: Any) -> None:
-    """Steps dense parameters and tables once, in place.
+    """Steps dense parameters and tables once, in place, or, if something is missing, none of them.
 
     Args:
       model: the module given at construction.
@@ -106,18 +107,25 @@ class Optimizer(nnx.Module):
         f"{sorted(tables)}. Take them with embed.value_and_grad of this model, and keep every one."
       )
     step = jnp.asarray(self.step[...], jnp.int32)
+    layers: list[tuple[SparseEmbed, Mapping[str, Any]]] = []
     for path, module in autodiff.sparse_embeds(model).items():
+      stacks = module.spec.stacks
+      of_layer: Mapping[str, Any]
       if isinstance(grads.rows, Rows) and _is_of(grads.rows, path, module):
-        stacks = module.spec.stacks
-        by_stack = {name: grads.rows.grads[Owner(path, name)] for name in stacks}
-        by_stack = {name: x for name, x in by_stack.items() if x or stacks[name].optimizer}
-        step_stacks(module, by_stack, step)
-        continue
-      rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
-      module.apply_row_gradients(_trainable(module, rows), step)
-    _descend(model, grads.dense)
+        of_layer = {name: grads.rows.grads[Owner(path, name)] for name in stacks}
+        of_layer = {name: x for name, x in of_layer.items() if x or stacks[name].optimizer}
+      else:
+        rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
+        of_layer = by_stack(module.spec.stack_of, _trainable(module, rows))
+      moving(module, of_layer, step)  # raises before any layer has stepped
+      layers.append((module, of_layer))
+    learned = _learned(model, grads.dense)
     with jax.numpy_dtype_promotion("standard"):  # optax's arithmetic relies on it
       self.dense.update(model, nnx.filter_state(grads.dense, _BY_OPTAX), **kwargs)
+    for module, table, grad in learned:
+      step_combiner_weights(module, table, grad)
+    for module, of_layer in layers:
+      step_stacks(module, of_layer, step)
 
 
 def _refuse_holding_back(state: Any) -> None:
@@ -131,8 +139,9 @@ def _refuse_holding_back(state: Any) -> None:
     )
 
 
-def _descend(model: nnx.Module, dense: Any) -> None:
-  """Trains the learned weights of combiners, at their own rates."""
+def _learned(model: nnx.Module, dense: Any) -> list[tuple[SparseEmbed, str, jax.Array]]:
+  """The layers and tables whose combiners train weights at their own rates, and the gradients."""
+  learned = []
   grads = dict(nnx.to_flat_state(nnx.filter_state(dense, CombinerWeights)))
   for path, module in nnx.iter_modules(model):
     if isinstance(module, SparseEmbed):
@@ -144,7 +153,8 @@ def _descend(model: nnx.Module, dense: Any) -> None:
               f"The dense gradients have none for {'/'.join(map(str, where))}. Take them with "
               "embed.value_and_grad of this model, and keep every one."
             )
-          step_combiner_weights(module, table, grads[where][...])
+          learned.append((module, table, grads[where][...]))
+  return learned
 
 
 def _is_of(rows: Rows, path: str, module) -> bool:

@@ -55,6 +55,14 @@ class Plan:
   (['movie'], 1, ('data',))
   """
 
+  features: Any
+  optimizer: RowOptimizer | None
+  mesh: Any
+  tables: dict[str, config_lib.TableConfig]
+  optimizers: dict[str, RowOptimizer | None]
+  batch_axis: Sequence[str] | None
+  entries: dict[str, TablePlan]
+
   def __init__(
     self,
     features: Any,
@@ -63,14 +71,28 @@ class Plan:
     batch_axis: Sequence[str] | None = None,
   ):
     features = structure.own(features)
-    self.features, self.optimizer, self.mesh = features, optimizer, mesh
-    self.tables = structure.name_tables(features)
-    self.optimizers = {n: _resolve(n, t, optimizer) for n, t in self.tables.items()}
-    self.batch_axis = batch_axis
-    self.entries = {name: TablePlan() for name in self.tables}
+    tables = structure.name_tables(features)
+    self.__dict__.update(
+      features=features,
+      optimizer=optimizer,
+      mesh=mesh,
+      tables=tables,
+      optimizers={n: _resolve(n, t, optimizer) for n, t in tables.items()},
+      batch_axis=batch_axis,
+      entries={name: TablePlan() for name in tables},
+    )
     self.hbm_bytes: int | None = None
     self._stored = Tables(self.tables, self.optimizers, mesh, batch_axis)
-    self._bags: dict[str, list[Bags]] = {}  # the example batch: shapes of bags by table
+    # The example batch: shapes by feature, None for one that is left out of it.
+    self._bags: dict[structure.Path, Bags | None] = {}
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name != "hbm_bytes" and not name.startswith("_"):
+      raise AttributeError(
+        f"The attribute {name!r} of a plan is fixed. Make a plan with embed.plan(...); what it "
+        'decides of a table can be changed, as in plan["movie"].strategy = "div".'
+      )
+    super().__setattr__(name, value)
 
   @classmethod
   def uniform(cls, features, optimizer, mesh, axis, strategy: str) -> "Plan":
@@ -83,16 +105,62 @@ class Plan:
     return result
 
   def with_features(self, features: Any, optimizer: RowOptimizer | None) -> "Plan":
-    """The same decisions for another feature config of the same tables."""
+    """The same decisions for another feature config of the same tables.
+
+    Its costs are those of its features. They are not known if it has a feature that the example
+    batch does not have, or that looks up in another way.
+    """
     result = Plan(features, optimizer or self.optimizer, self.mesh, self.batch_axis)
     if set(result.tables) != set(self.tables):
       raise ValueError(
         f"The plan is for the tables {sorted(self.tables)}, the feature config has "
         f"{sorted(result.tables)}."
       )
-    result.entries = {name: entry.copy() for name, entry in self.entries.items()}
-    result.hbm_bytes, result._bags = self.hbm_bytes, self._bags
+    result.entries.update({name: entry.copy() for name, entry in self.entries.items()})
+    result.hbm_bytes = self.hbm_bytes
+    before = dict(structure.flatten_features(self.features))
+    result._bags = {
+      path: self._bags[path]
+      for path, feature in structure.flatten_features(result.features)
+      if path in self._bags and self._facts(before[path]) == result._facts(feature)
+    }
+    result._suggest()
     return result
+
+  def _facts(self, feature: config_lib.FeatureConfig) -> tuple[Any, ...]:
+    """What the bags of a feature depend on besides its inputs; first the name of its table."""
+    table = next(name for name, table in self.tables.items() if table is feature.table)
+    form = (feature.max_sequence_length, feature.output_shape, feature.differentiate_weights)
+    return (table, feature.table.combiner, *form)
+
+  @property
+  def _unknown(self) -> list[str]:
+    """The features whose inputs the example batch does not tell; without a batch all of them."""
+    features = structure.flatten_features(self.features)
+    return [structure.feature_name(path, x) for path, x in features if path not in self._bags]
+
+  def _example(self) -> dict[str, list[Bags]]:
+    """The bags of the example batch by table.
+
+    Raises:
+      ValueError: if there are features that it does not tell.
+    """
+    if unknown := self._unknown:
+      what = f"inputs of {unknown}" if self._bags else "batch"
+      raise ValueError(f"this plan has no example {what} to cost: make one with embed.plan(...)")
+    by_table: dict[str, list[Bags]] = {name: [] for name in self.tables}
+    for path, feature in structure.flatten_features(self.features):
+      if (bags := self._bags[path]) is not None:
+        by_table[self._facts(feature)[0]].append(bags)
+    return by_table
+
+  def _suggest(self) -> None:
+    """Sets the suggestions of the entries for the example batch."""
+    for entry in self.entries.values():
+      entry.suggested.clear()
+    for chosen in [] if self._unknown else self.costs():
+      for name in chosen.tables if chosen.exchange in EXCHANGES else ():
+        self[name].suggested.update(exchange=chosen.exchange, capacity=chosen.capacity)
 
   def adopt(self, profile: Any, headroom: float = 1.25) -> "Plan":
     """Sizes the buffers of the exchange by the needs of a sample of batches; returns the plan.
@@ -127,18 +195,17 @@ class Plan:
       most = int(profile.stacks[name].pairs.max())
       for table in stack.tables:
         self[table].capacity = max(8, -(-math.ceil(headroom * most) // 8) * 8)
-      if self._bags and not self._is_worth(stack):
+      if not self._unknown and not self._is_worth(stack):
         for table in stack.tables:
           self[table].capacity = None
     return self
 
   def _is_worth(self, stack: StackSpec) -> bool:
     """Whether an all-to-all with the capacity of a stack moves no more than gathering."""
-    sized = stack_cost(
-      self._stored.stack(stack.name, stack.tables, self[stack.tables[0]]), self._bags
-    )
+    bags = self._example()
+    sized = stack_cost(self._stored.stack(stack.name, stack.tables, self[stack.tables[0]]), bags)
     gathered = dataclasses.replace(stack, capacity=None, exchange="gather")
-    return sized.exchange == "all_to_all" and sized.moved <= stack_cost(gathered, self._bags).moved
+    return sized.exchange == "all_to_all" and sized.moved <= stack_cost(gathered, bags).moved
 
   def __getitem__(self, table: str) -> TablePlan:
     if table not in self.entries:
@@ -163,7 +230,8 @@ class Plan:
     """The cost of each stack on a device for the example batch, a list of `embed.StackCost`.
 
     Raises:
-      ValueError: if the plan has no example batch, as after `from_json`.
+      ValueError: if the plan has no example batch, as after `from_json`, or a feature that the
+        batch does not have, as with other `features` than the plan was made for.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
     >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
@@ -171,9 +239,8 @@ class Plan:
     >>> [cost.tables for cost in plan.costs()]
     [('movie',)]
     """
-    if not self._bags:
-      raise ValueError("this plan has no example batch to cost: make one with embed.plan(...)")
-    return [stack_cost(stack, self._bags) for stack in self.stacks().values()]
+    bags = self._example()
+    return [stack_cost(stack, bags) for stack in self.stacks().values()]
 
   @property
   def bytes_per_device(self) -> int:
@@ -204,8 +271,9 @@ class Plan:
     return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
 
   def __repr__(self) -> str:
-    if not self._bags:
-      return f"Plan({self.entries})"
+    if unknown := self._unknown:
+      note = f", no example inputs of {unknown}" if self._bags else ""
+      return f"Plan({self.entries}{note})"
     lines: list[tuple[str, ...]] = [_HEADER]
     every = self.costs()
     for of_stack in every:
@@ -310,7 +378,7 @@ class Plan:
         f"The plan is for the tables {sorted(read['tables'])}, the feature config has "
         f"{sorted(result.entries)}."
       )
-    result.entries = {name: TablePlan(**read["tables"][name]) for name in result.tables}
+    result.entries.update({name: TablePlan(**read["tables"][name]) for name in result.tables})
     return result
 
 
@@ -365,21 +433,21 @@ def plan(
   axes = mesh_lib.as_names(axis) or (() if mesh is None else tuple(mesh.axis_names))
   result = Plan(features, optimizer, mesh, axes)
   result.hbm_bytes = _memory(mesh) if hbm_bytes is None else hbm_bytes
-  result._bags = example_bags(features, result.tables, batch)
+  paths = [path for path, _ in structure.flatten_features(features)]
+  result._bags = dict.fromkeys(paths) | example_bags(features, batch)
   for entry in result.entries.values():
     entry.axis = axes
   if mesh is not None:
-    for name, strategy in best_strategies(result._stored, result.entries, result._bags).items():
+    for name, strategy in best_strategies(
+      result._stored, result.entries, result._example()
+    ).items():
       result.entries[name].strategy = strategy
   if result.fits is False:
     for entry in result.entries.values():
       entry.strategy = "mod" if entry.strategy == "replicated" else entry.strategy
   if result.fits is False:
     _move_to_host(result)
-  for stack in result.stacks().values():
-    chosen = stack_cost(stack, result._bags)
-    for name in stack.tables if chosen.exchange in EXCHANGES else ():
-      result.entries[name].suggested.update(exchange=chosen.exchange, capacity=chosen.capacity)
+  result._suggest()
   return result
 
 
@@ -391,7 +459,9 @@ def _move_to_host(plan: Plan) -> None:
   """
   assert plan.hbm_bytes is not None
   before = {name: entry.copy() for name, entry in plan.entries.items()}
-  ids = {name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in plan._bags.items()}
+  ids = {
+    name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in plan._example().items()
+  }
   rows_per_id = lambda name: plan.tables[name].vocabulary_size / max(ids[name], 1)
   stored: dict[str, float] = {}  # bytes of a device, by table
   for of_stack in plan.costs():
@@ -413,7 +483,7 @@ def _move_to_host(plan: Plan) -> None:
     plan[name].memory = "host"
     plan[name].strategy = "mod" if plan.mesh is None else "div"
   if not plan.fits:
-    plan.entries = before
+    plan.entries.update(before)
 
 
 def _memory(mesh: Any) -> int | None:

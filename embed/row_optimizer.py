@@ -7,14 +7,16 @@ read it, so none of them changes when an optimizer is added.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from embed.config import setting
 from embed.engine.layout import Columns
 
 Schedule = Callable[[Any], Any]
@@ -25,7 +27,6 @@ Slots = dict[str, jax.Array]
 Equation = Callable[..., tuple[jax.Array, Slots]]
 UserEquation = Callable[[jax.Array, jax.Array, Slots, Any], tuple[jax.Array, Slots]]
 
-_NUMBER = (int, float, np.number, np.ndarray, jax.Array)
 _COMMON = (
   "gradient_multiplier", "clipvalue", "weight_decay_factor",
   "multiply_weight_decay_factor_by_learning_rate", "clip_weight_min", "clip_weight_max",
@@ -52,6 +53,9 @@ class Slot:
   initial: float = 0.0
   per_row: bool = False
   dtype: Any = "float32"
+
+  def __post_init__(self):
+    object.__setattr__(self, "initial", setting("initial", self.initial))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +164,18 @@ Maker = TypeVar("Maker", bound=Callable[..., RowOptimizer])
 
 
 def register(function: Maker) -> Maker:
-  """Adds an optimizer's function, as it is, to `OPTIMIZERS`."""
-  OPTIMIZERS[function.__name__] = function
-  return function
+  """Adds an optimizer's function to `OPTIMIZERS`, with its arguments as `config.setting`s."""
+  names = tuple(inspect.signature(function).parameters)
+  of = lambda name, value: setting(f"{function.__name__}: {name}", value)
+
+  @functools.wraps(function)
+  def with_settings(*args: Any, **kwargs: Any) -> RowOptimizer:
+    settings = [of(name, x) for name, x in zip(names, args, strict=False)]
+    rest = args[len(settings) :]  # too many, which the function says
+    return function(*settings, *rest, **{name: of(name, x) for name, x in kwargs.items()})
+
+  OPTIMIZERS[function.__name__] = with_settings
+  return cast(Maker, with_settings)
 
 
 def named() -> dict[str, Callable[..., RowOptimizer]]:
@@ -277,7 +290,7 @@ def _check_schedule(name: str, argument: str, value: Any) -> None:
         f"{name}: {argument} must be a number or a schedule f(step). A function without "
         "arguments would be read once, when the step is compiled. Write `lambda step: ...`."
       ) from None
-  elif not isinstance(value, _NUMBER) or isinstance(value, bool) or np.shape(value):
+  elif not isinstance(value, (int, float)) or isinstance(value, bool):
     raise ValueError(f"{name}: {argument} must be a number or f(step). Got {value!r}.")
 
 

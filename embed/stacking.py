@@ -343,16 +343,14 @@ def place(
 # --- costs ---------------------------------------------------------------------------------------
 
 
-def example_bags(features: Any, configs: Mapping[str, TableConfig], batch: Any):
-  """The bags of a batch by table, as shapes: `{table name: [Bags]}`."""
-  by_table: dict[str, list[Bags]] = {name: [] for name in configs}
-  names = {id(table): name for name, table in configs.items()}
+def example_bags(features: Any, batch: Any) -> dict[structure.Path, Bags]:
+  """The bags of each feature of a batch, as shapes."""
+  by_feature: dict[structure.Path, Bags] = {}
   for path, feature, x, _ in inputs.matched(features, batch):
     looked_up = functools.partial(_looked_up, structure.feature_name(path, feature), feature)
     structs = jax.tree.map(_struct, x, is_leaf=lambda leaf: isinstance(leaf, (list, tuple)))
-    bags = jax.eval_shape(looked_up, structs)
-    by_table[names[id(feature.table)]].append(bags)
-  return by_table
+    by_feature[path] = jax.eval_shape(looked_up, structs)
+  return by_feature
 
 
 def _looked_up(name: str, feature: FeatureConfig, x: Any) -> Bags:

@@ -199,8 +199,14 @@ def add_to_report(
     counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
   before = layer.report.get_value()
   counted = {key: mesh_lib.with_types_of(value, before[key]) for key, value in counted.items()}
-  counted["dropped_ids"] += before["dropped_ids"]
+  counted["dropped_ids"] = _saturated_sum(before["dropped_ids"], counted["dropped_ids"])
   _set_report(layer, {**before, **counted})
+
+
+def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
+  """An int32 sum that stays at the largest int32; a negative total is a sum that wrapped around."""
+  new = total + count
+  return jnp.where((total < 0) | (new < total), bags_lib.UNUSED, new)
 
 
 def _set_report(layer: Any, report: dict[str, jax.Array]) -> None:
@@ -275,10 +281,14 @@ def step_combiner_weights(layer: Any, table: str, grad: jax.Array) -> None:
     variable.set_value(variable[...] - rate * grad)
 
 
+def moving(layer: Any, grads: Mapping[str, Any], step: Any) -> list[StackSpec]:
+  """The stacks of a layer that a step moves; raises ValueError for what one of them lacks."""
+  return [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step)]
+
+
 def step_stacks(layer: Any, grads: Mapping[str, Sequence[update.StackGrads]], step: Any) -> None:
   """Steps each stack once, or, where something is missing, none."""
-  moving = [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step)]
-  for stack in moving:
+  for stack in moving(layer, grads, step):
     variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
     arrays = taps.read_tables(stored_arrays(layer, stack), "update")
     scalars = row_step.StepScalars.at(stack, step).after(layer.report.get_value()["dropped_ids"])

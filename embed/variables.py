@@ -1,8 +1,9 @@
 """The Variables of a `SparseEmbed`: tables, slots and the report."""
 
 import contextlib
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,17 @@ from embed.kernels.cpu import large_pages
 from embed.storage import initial
 
 _LARGE_COPY = 16 << 20  # bytes of a copy
+
+HOW_TO_PREDICT = (
+  "to predict, `@nnx.jit(graph=False)` above `def predict(model, batch)` (graph_updates=False if "
+  "the model shares a module)"
+)
+# Flax's transformations take modules apart and write all of their arrays back when a call returns.
+WRITTEN_BACK = (
+  "by default Flax's transformations write every array of a model back when a call returns, and "
+  f"undo what other threads have changed. Write, {HOW_TO_PREDICT}; to train, embed.jit_step."
+)
+_WRITING = threading.RLock()  # held while the arrays of tables are replaced
 
 
 def _is_copied(before: Any, after: Any) -> bool:
@@ -36,16 +48,56 @@ class Table(nnx.Variable):
   (1, State({}))
   """
 
+  __slots__ = ("_swapped_by",)
+  _swapped_by: threading.Thread  # has put the rows of a delta here
+
   def set_raw_value(self, value: Any, **kwargs: Any) -> None:
     """Takes over an array, and tells if a Flax transformation made it as a copy."""
-    before = self.get_raw_value()
-    super().set_raw_value(value, **kwargs)
+    with _WRITING:
+      before = self.get_raw_value()
+      self._check_write_back(value)
+      super().set_raw_value(value, **kwargs)
     if _is_copied(before, value) and jax_internals.is_called_by(jax_internals.TRANSFORMATIONS):
       _warn_of_copy(
         before,
         "was copied: nnx.jit and Flax's other transformations return the models that they are "
         "given",
       )
+
+  def update_from_state(self, variable_state: nnx.Variable) -> None:
+    """Takes over the array of another Variable."""
+    with _WRITING:
+      self._check_write_back(variable_state.get_raw_value())
+      super().update_from_state(variable_state)
+
+  def _check_write_back(self, value: Any) -> None:
+    """Raises RuntimeError if a call of another thread, which may be older, replaces a delta."""
+    before, thread = self.get_raw_value(), getattr(self, "_swapped_by", None)
+    if thread is None or thread is threading.current_thread() or before is value:
+      return
+    arrays = (before, value)
+    if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
+      return
+    # A step that donates the model has read the very array that it replaces.
+    if not before.is_deleted() and jax_internals.is_called_by(jax_internals.TRANSFORMATIONS):
+      raise RuntimeError(f"A call would replace a table that a delta has changed: {WRITTEN_BACK}")
+
+
+def swap(changes: Sequence[tuple[nnx.Variable, Any, Any]]) -> None:
+  """Sets Variables, `(Variable, array that was read, new array)`, which other threads read.
+
+  Raises:
+    RuntimeError: before any is set, if a table holds another array than the one that was read.
+  """
+  tables = [(variable, read) for variable, read, _ in changes if isinstance(variable, Table)]
+  with _WRITING:
+    if any(variable.get_raw_value() is not read for variable, read in tables):
+      raise RuntimeError(f"A table was replaced while a delta was applied: {WRITTEN_BACK}")
+    for table, _ in tables:
+      table._swapped_by = threading.current_thread()
+    for variable, read, new in changes:
+      if new is not read:
+        variable.set_raw_value(new)
 
 
 def warn_of_step(before: Any, after: Any) -> None:
@@ -68,9 +120,7 @@ def warn_of_constant(table: Any, inputs: Any) -> None:
 def _warn_of_copy(table: jax.Array, what: str) -> None:
   warnings.warn(
     f"A table of {table.nbytes >> 20} MiB {what}. To train, write `step = "
-    "embed.jit_step(train_step, model, optimizer)`, then `step(batch)`; to predict, `@nnx.jit("
-    "graph=False)` above `def predict(model, batch)` (graph_updates=False if the model shares a "
-    "module).",
+    f"embed.jit_step(train_step, model, optimizer)`, then `step(batch)`; {HOW_TO_PREDICT}.",
     stacklevel=3,
   )
 
@@ -91,7 +141,7 @@ class SlotVariable(nnx.Variable):
 class Report(nnx.Variable):
   """What happened in the lookups: an `nnx.Variable` that holds a dictionary of scalars.
 
-  - `dropped_ids`, int32: counted since the start.
+  - `dropped_ids`, int32: counted since the start, up to 2**31 - 1.
   - `exchange_rounds`, int32: the rounds that the exchange of ids and rows took in the last call, at
     most; 1 where buffers were large enough, 0 where nothing was exchanged, as without a mesh.
   - `buffer_fill`, float32: the share of a buffer that was used in the last call, at most; above 1

@@ -95,16 +95,15 @@ def export(
   program = embed.export(
     parts.function, parts.model, parts.inputs, any_batch=True, platforms=tuple(platforms)
   )
-  partial = out.with_name(f"{out.name}.partial")
-  program.save(files.new_folder(partial))
-  if parts.candidates is not None:
-    np.save(partial / folder_lib.CANDIDATES, parts.candidates())
-  files.copy_folder(serve, partial / folder_lib.TRANSFORMS)
-  about = _about(config, result, _reading(config, serve), ann) | parts.about
-  arrays.write_json(partial / folder_lib.NAME, about)
-  files.write(partial / "README.md", _readme(about, workdir))
-  manifest.write(partial, {})
-  files.replace_folder(partial, out)
+  with files.replacing_folder(out) as partial:
+    program.save(partial)
+    if parts.candidates is not None:
+      np.save(partial / folder_lib.CANDIDATES, parts.candidates())
+    files.copy_folder(serve, partial / folder_lib.TRANSFORMS)
+    about = _about(config, result, _reading(config, serve), ann) | parts.about
+    arrays.write_json(partial / folder_lib.NAME, about)
+    files.write(partial / "README.md", _readme(about, workdir))
+    manifest.write(partial, {})
   return out
 
 

@@ -118,16 +118,33 @@ def new_folder(path: Path) -> Path:
   return path
 
 
-def replace_folder(partial: Path, path: Path) -> None:
-  """Renames a finished folder to `path`; what was there is removed when the new one is in place."""
-  if not (path.exists() or path.is_symlink()):
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+  """Yields a new folder that takes the place of `path` when all of it is written.
+
+  Nothing is left of it after an error. A folder cannot be renamed over another: between two renames
+  `path` is missing, also after a kill there, and `latest` finds the earlier folder.
+  """
+  path = path.absolute()
+  partial, old = path.with_name(f"{path.name}.partial"), _earlier(path)
+  try:
+    yield new_folder(partial)
+    if os.path.lexists(path):
+      path.rename(new_folder(old.parent) / old.name)
     partial.rename(path)
-    return
-  old = path.with_name(f"{path.name}.removed")
-  new_folder(old)
-  path.rename(old / "old")
-  partial.rename(path)
-  shutil.rmtree(old)
+  except BaseException:
+    shutil.rmtree(partial, ignore_errors=True)
+    raise
+  shutil.rmtree(old.parent, ignore_errors=True)
+
+
+def latest(path: Path) -> Path:
+  """Returns a folder that `replacing_folder` writes, or the earlier one while there is none."""
+  return _earlier(path) if not os.path.lexists(path) and _earlier(path).is_dir() else path
+
+
+def _earlier(path: Path) -> Path:
+  return path.with_name(f"{path.name}.removed") / "old"
 
 
 def append(path: Path) -> IO[str]:

@@ -72,8 +72,7 @@ def with_own_base(config, workdir: Path) -> Any:
 
 
 def _copy(source: Path, target: Path, about: dict[str, str]) -> None:
-  partial = target.with_name(f"{target.name}.partial")
-  files.copy_folder(source, partial)
-  if about:
-    arrays.write_json(partial / "source.json", about)
-  files.replace_folder(partial, target)
+  with files.replacing_folder(target) as partial:
+    files.copy_folder(source, partial)
+    if about:
+      arrays.write_json(partial / "source.json", about)

@@ -221,3 +221,63 @@ def test_a_table_of_another_rank_is_named():
   tree["model"]["tables"]["embed/movie"]["parameters"] = np.zeros(3)
   with pytest.raises(ValueError, match=r"embed/movie/parameters has shape \(3,\)"):
     embed.checkpoint.from_tree(tree, model=model)
+
+
+class Combined(nnx.Module):
+  """State of optax in slots, with a count for each row, and learned weights of a combiner."""
+
+  def __init__(self, seed, **where):
+    combiner = embed.CustomCombiner(
+      lambda valency, vectors, weights: weights @ vectors / valency, 3, 3, jax.nn.initializers.ones
+    )
+    optimizer = embed.from_optax(optax.adam(0.1))
+    movie = embed.TableConfig(16, 8, combiner=combiner, optimizer=optimizer, name="movie")
+    self.embed = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(seed), **where)
+
+  def __call__(self, ids):
+    return jnp.mean(jnp.square(self.embed(embed.Padded(ids)) - 1))
+
+
+def train_combined(model, optimizer, start):
+  ids = np.arange(8 * 3).reshape(8, 3) % (9 + 4 * start) - 1  # -1 is padding
+  step = nnx.jit(embed.value_and_grad(lambda m, ids: m(ids)))
+  loss, grads = step(model, ids)
+  optimizer.update(model, grads)
+  return float(loss)
+
+
+@pytest.mark.parametrize(
+  "where",
+  [
+    {},
+    pytest.param({"sharding": "mod"}, marks=pytest.mark.full),
+    pytest.param({"sharding": "div"}, marks=pytest.mark.full),
+    pytest.param({"sharding": "column"}, marks=pytest.mark.full),
+  ],
+  ids=lambda where: where.get("sharding", "one device"),
+)
+def test_optax_slots_and_a_learned_combiner_go_on_elsewhere(where):
+  """Two steps on one device, a checkpoint, and two more there or on a mesh."""
+  if where:
+    where = where | {"mesh": jax.make_mesh((4,), ("data",))}
+  model = Combined(0)
+  optimizer = embed.Optimizer(model, optax.sgd(0.1))
+  for start in range(2):
+    train_combined(model, optimizer, start)
+  tree = jax.tree.map(np.asarray, embed.checkpoint.to_tree(model=model, optimizer=optimizer))
+  saved = tree["model"]["tables"]["embed/movie"]
+  assert sorted(saved) == ["0.count", "0.mu", "0.nu", "parameters"]
+  assert saved["0.count"].dtype == np.int32
+  assert saved["0.count"].tolist() == [2] * 8 + [1] * 4 + [0] * 4
+  wanted = [train_combined(model, optimizer, start) for start in (2, 3)]
+
+  other = Combined(1, **where)
+  other_optimizer = embed.Optimizer(other, optax.sgd(0.1))
+  embed.checkpoint.from_tree(tree, model=other, optimizer=other_optimizer)
+  found = [train_combined(other, other_optimizer, start) for start in (2, 3)]
+  np.testing.assert_allclose(found, wanted, rtol=1e-5)
+  for name, values in model.embed.variables["movie"].items():
+    np.testing.assert_allclose(other.embed.variables["movie"][name], values, rtol=1e-4, atol=1e-6)
+  weights = [m.embed.combiner_weights["movie"][...] for m in (model, other)]
+  assert np.abs(weights[0] - 1).min() > 0
+  np.testing.assert_allclose(*weights, rtol=1e-5)

@@ -434,3 +434,34 @@ def test_serving_counts_positions_as_training():
     ids, weights, model.tables, model.spec.features, combiner_weights=learned
   )
   np.testing.assert_array_equal(found["x"], model(ids, weights)["x"])
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.full)])
+def test_steps_outside_of_jit_compile_a_combiner_once(devices):
+  """A computation with a loop: JAX compiles loops for each new function object."""
+
+  def looped(valency, vectors, weights):
+    add = lambda k, total: total + weights[k] * vectors[k]
+    return jax.lax.fori_loop(0, K, add, jnp.zeros(D))
+
+  combiner = embed.CustomCombiner(looped, K, K, jax.nn.initializers.ones, 0.5)
+  table = embed.TableConfig(V, D, lambda *_: jnp.asarray(ROWS), embed.sgd(0.25), combiner, "t")
+  mesh = None if devices == 1 else jax.make_mesh((devices,), ("data",))
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0), mesh=mesh)
+  dense = embed.Optimizer(layer, optax.identity())
+  ids, compiled = embed.Padded(np.array([[1, 2, -1]] * 4)), []
+
+  def step():
+    act, residual = layer.lookup(ids)
+    layer.apply_gradients(jnp.ones_like(act), residual)
+    _, grads = embed.value_and_grad(lambda m: m(ids).sum())(layer)
+    dense.update(layer, grads)
+
+  for _ in range(2):
+    step()
+  count = lambda event, _, **__: "backend_compile" in event and compiled.append(event)
+  jax.monitoring.register_event_duration_secs_listener(count)
+  for _ in range(2):
+    step()
+  jax.monitoring.unregister_event_duration_listener(count)
+  assert not compiled

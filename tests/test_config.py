@@ -94,3 +94,16 @@ def test_optax_transformation_is_not_an_optimizer_but_the_hint_is_there():
   optax = pytest.importorskip("optax")
   with pytest.raises(ValueError, match="from_optax"):
     SE({"f": FC()}, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("scalar", [np.float32, jnp.float32, np.array])
+def test_scalar_arrays_are_numbers(scalar):
+  coarse = embed.QuantizationConfig(scalar(3), -scalar(1.0), scalar(1.0))
+  assert coarse == embed.QuantizationConfig(3, -1.0, 1.0)
+  assert hash(coarse) == hash(embed.QuantizationConfig(3, -1.0, 1.0))
+  combiner = embed.CustomCombiner(
+    lambda *_: None, 2, 2, np.zeros, combiner_weights_learning_rate=scalar(0.5)
+  )
+  assert type(combiner.combiner_weights_learning_rate) is float
+  with pytest.raises(ValueError, match="upper must be one number"):
+    embed.QuantizationConfig(3, -1.0, np.ones(2))

@@ -1,7 +1,18 @@
 """A full checkpoint and the deltas after it are the later state to the bit, wherever it is put."""
 
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
 import os
+import pathlib
 import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
 import zipfile
 
 import jax
@@ -16,6 +27,7 @@ from meshes import make_mesh
 import embed
 from embed.storage import changes
 
+ROOT = pathlib.Path(__file__).parents[1]
 ROWS = 61  # no multiple of any number of shards
 
 
@@ -312,6 +324,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes():
   for tables, message in [
     ({"t": np.zeros((4, 2))}, r"no table 't'; it has \['embed/t'\]"),
     ({"embed/t": np.zeros((3, 2))}, r"has shape \(3, 2\), .* ids up to 3"),
+    ({"embed/t": np.broadcast_to(np.zeros(2), (4, 2))}, "'embed/t' is read-only"),
   ]:
     with pytest.raises(ValueError, match=message):
       embed.deltas.apply_to_tables(trained, 0, tables)
@@ -372,10 +385,518 @@ def test_a_file_of_a_process_that_is_missing_is_named(tmp_path):
   os.rename(tmp_path / "rows-00000-of-00001.npz", tmp_path / first)
   with pytest.raises(FileNotFoundError, match=rf"{second} is missing"):
     embed.deltas.read(tmp_path)
-  embed.deltas.write(tmp_path, delta)
-  os.rename(tmp_path / "rows-00000-of-00001.npz", tmp_path / second)
+  shutil.copy(tmp_path / first, tmp_path / second)
   both = embed.deltas.read(tmp_path).tables["model"]["embed/t"]
   np.testing.assert_array_equal(both.ids, np.repeat(np.arange(4), 2))
   assert both.values["parameters"].shape == (8, 2)
   with pytest.raises(FileNotFoundError, match="holds no delta"):
     embed.deltas.read(tmp_path / "nothing")
+
+
+# --- other threads --------------------------------------------------------------------------------
+
+
+def served_and_deltas(count, **where):
+  """A server, `count` deltas after its state, and the rows of table "a" at the end."""
+  trained, served = Model(0, slots=False, **where), Model(0, slots=False, **where)
+  since, deltas = embed.deltas.fingerprint(0, model=trained), []
+  rows, draw = np.array(trained.embed.tables["a"]), np.random.default_rng(0)
+  for step in range(1, count + 1):
+    rows[draw.integers(0, ROWS, 4)] = draw.normal(size=(4, 8))
+    trained.embed.load_tables({"a": rows})
+    trained.head.bias[...] = jnp.full(1, step, jnp.float32)
+    delta, since = embed.deltas.changes(since, step, model=trained)
+    deltas.append(delta)
+  return served, deltas, rows
+
+
+IDS = {"a": np.arange(24), "b": np.arange(24), "c": np.arange(24) % 16, "d": np.arange(24)}
+
+
+def act(model, batch=IDS):
+  return model.embed(batch)["a"] @ model.head.kernel[...] + model.head.bias[...]
+
+
+def serving_lookup(model):
+  """As docs/serving.md has it: the tables of a model, without the model."""
+  features = {"a": model.embed.spec.features["a"]}
+  look_up = jax.jit(functools.partial(embed.serving_lookup, feature_config=features))
+  return lambda model: look_up({"a": IDS["a"]}, None, {"a": model.embed.tables["a"]})
+
+
+WAYS = {  # of predicting, as the pages show them
+  "graph=False": lambda model: nnx.jit(act, graph=False),
+  "graph_updates=False": lambda model: nnx.jit(act, graph_updates=False),
+  "view": lambda model: functools.partial(
+    lambda predict, view, _: predict(view),
+    nnx.jit(act, graph=False),
+    nnx.view(model, deterministic=True),
+  ),
+  "eager": lambda model: act,
+  "serving_lookup": serving_lookup,
+}
+
+
+def under_readers(served, predict, deltas, readers=3):
+  """Applies deltas while threads predict; returns the step, and the errors of apply and threads."""
+  predict(served)  # compiled
+  stop, errors, calls, error, at = threading.Event(), [], itertools.count(), None, 0
+
+  def read():
+    try:
+      while not stop.is_set():
+        jax.block_until_ready(predict(served))
+        next(calls)
+    except Exception as error:
+      errors.append(error)
+
+  threads = [threading.Thread(target=read) for _ in range(readers)]
+  for thread in threads:
+    thread.start()
+  try:
+    for delta in deltas:
+      at = embed.deltas.apply(delta, at, model=served)
+  except Exception as raised:
+    error = raised
+  while next(calls) < 20 and not errors:  # requests after the last delta
+    time.sleep(0.01)
+  stop.set()
+  for thread in threads:
+    thread.join()
+  return at, error, errors
+
+
+@pytest.mark.parametrize("place", ["one device", "mod"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+  "count", [pytest.param(20, marks=pytest.mark.full), pytest.param(400, marks=pytest.mark.slow)]
+)
+def test_readers_lose_no_delta(way, place, count):
+  if (way, place) == ("serving_lookup", "mod"):
+    pytest.skip("a lookup in plain arrays is on one device")
+  served, deltas, rows = served_and_deltas(count, **PLACES[place]())
+  at, error, errors = under_readers(served, WAYS[way](served), deltas)
+  assert (at, error, errors) == (count, None, [])
+  assert_same_bits(np.array(served.embed.tables["a"]), rows)
+  assert served.head.bias[...].tolist() == [count]
+
+
+@pytest.mark.parametrize("place", ["one device", "mod"])
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize(
+  "count", [pytest.param(20, marks=pytest.mark.full), pytest.param(400, marks=pytest.mark.slow)]
+)
+def test_readers_that_write_back_are_told(place, readers, count):
+  """By default `nnx.jit` writes back all that a call has read, and clears modules meanwhile."""
+  served, deltas, _ = served_and_deltas(count, **PLACES[place]())
+  _, error, errors = under_readers(served, nnx.jit(act), deltas, readers)
+  told = [error, *errors]
+  assert any(type(x) is RuntimeError and "graph=False" in str(x) for x in told), told
+  assert error is None or "graph=False" in str(error), error
+
+
+def in_flight(model, jitted, meanwhile):
+  """Calls `meanwhile` while a call of another thread has read a model and not yet returned."""
+  began, go_on, errors = threading.Event(), threading.Event(), []
+
+  def body(model):
+    began.set()
+    go_on.wait()
+    return act(model)
+
+  def call():
+    try:
+      jitted(body)(model)
+    except RuntimeError as error:
+      errors.append(str(error))
+
+  thread = threading.Thread(target=call)
+  thread.start()
+  began.wait()
+  try:
+    meanwhile()
+  finally:
+    go_on.set()
+    thread.join()
+  return errors
+
+
+@pytest.mark.parametrize("place", ["one device", pytest.param("mod", marks=pytest.mark.full)])
+def test_a_request_in_flight_does_not_undo_the_last_delta(place):
+  served, (delta,), rows = served_and_deltas(1, **PLACES[place]())
+  apply = lambda: embed.deltas.apply(delta, 0, model=served)
+  assert in_flight(served, functools.partial(nnx.jit, graph=False), apply) == []
+  assert_same_bits(np.array(served.embed.tables["a"]), rows)
+
+
+def with_shardings(f):  # states of Variables go in and out
+  shardings = nnx.StateSharding({...: jax.sharding.SingleDeviceSharding(jax.devices()[0])})
+  return nnx.jit(f, in_shardings=(shardings,))
+
+
+@pytest.mark.parametrize("jitted", [nnx.jit, with_shardings])
+def test_a_request_that_would_undo_the_last_delta_raises(jitted):
+  served, (delta,), _ = served_and_deltas(1)
+  errors = in_flight(served, jitted, lambda: embed.deltas.apply(delta, 0, model=served))
+  assert len(errors) == 1
+  assert re.search(r"would replace a table that a delta has changed.*graph=False", errors[0])
+
+
+def test_calls_of_the_thread_that_applies_may_write_back():
+  served, deltas, rows = served_and_deltas(3)
+  predict, at = nnx.jit(act), 0
+  for delta in deltas:
+    at = embed.deltas.apply(delta, at, model=served)
+    predict(served)
+  assert_same_bits(np.array(served.embed.tables["a"]), rows)
+
+
+@pytest.mark.full
+def test_a_run_that_is_restored_by_deltas_trains_in_any_thread():
+  nodes, restored = make("one device"), make("one device")
+  since = embed.deltas.fingerprint(0, **nodes)
+  train_step(nodes["model"], nodes["optimizer"], batch(1))
+  delta, _ = embed.deltas.changes(since, 1, **nodes)
+  embed.deltas.apply(delta, 0, **restored)
+
+  def step(model, optimizer, batch):
+    _, grads = embed.value_and_grad(lambda model, batch: model(batch))(model, batch)
+    optimizer.update(model, grads)
+
+  def train(nodes):
+    nnx.jit(step, donate_argnums=(0, 1))(nodes["model"], nodes["optimizer"], batch(2))
+    embed.jit_step(step, nodes["model"], nodes["optimizer"])(batch(3))
+
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    pool.submit(train, restored).result()
+  train(nodes)
+  assert_same_bits(tree_of(restored), tree_of(nodes))
+
+
+def test_a_table_that_is_replaced_meanwhile_is_noticed(monkeypatch):
+  served, (delta,), _ = served_and_deltas(1)
+  put, zeros = changes.put, np.zeros((ROWS, 8), np.float32)
+
+  def replace_first(*args):
+    served.embed.load_tables({"a": zeros})
+    return put(*args)
+
+  monkeypatch.setattr(changes, "put", replace_first)
+  with pytest.raises(RuntimeError, match="replaced while a delta was applied"):
+    embed.deltas.apply(delta, 0, model=served)
+  assert_same_bits(np.array(served.embed.tables["a"]), zeros)
+  assert served.head.bias[...].tolist() == [0]
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.embed])
+def test_a_model_that_is_taken_apart_is_named(part):
+  """Flax clears the modules that it writes back, and fills them again."""
+  served, (delta,), _ = served_and_deltas(1)
+  vars(part(served)).clear()
+  with pytest.raises((RuntimeError, ValueError), match="graph=False"):
+    embed.deltas.apply(delta, 0, model=served)
+
+
+def test_a_failure_in_the_middle_changes_nothing(monkeypatch):
+  nodes = make("one device")
+  since = embed.deltas.fingerprint(0, **nodes)
+  restored, before = make("one device"), tree_of(nodes)
+  train_step(nodes["model"], nodes["optimizer"], batch(1))
+  delta, _ = embed.deltas.changes(since, 1, **nodes)
+  put, calls = changes.put, itertools.count()
+
+  def fail_late(*args):
+    if next(calls) == 2:
+      raise MemoryError
+    return put(*args)
+
+  monkeypatch.setattr(changes, "put", fail_late)
+  with pytest.raises(MemoryError):
+    embed.deltas.apply(delta, 0, **restored)
+  assert_same_bits(tree_of(restored), before)
+  monkeypatch.undo()
+  embed.deltas.apply(delta, 0, **restored)
+  assert_same_bits(tree_of(restored), tree_of(nodes))
+
+
+def test_a_clone_takes_a_delta_for_its_model():
+  """So that no request sees two steps: a request takes one model, or the other."""
+  served, (delta,), rows = served_and_deltas(1)
+  before = np.array(served.embed.tables["a"])
+  clone = nnx.clone(served)
+  errors = in_flight(served, nnx.jit, lambda: embed.deltas.apply(delta, 0, model=clone))
+  assert errors == []
+  assert_same_bits(np.array(served.embed.tables["a"]), before)
+  assert_same_bits(np.array(clone.embed.tables["a"]), rows)
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+def test_a_delta_of_another_model_is_refused():
+  _, (first, second), _ = served_and_deltas(2)
+  other = Model(7, slots=False)
+  before = tree_of({"model": other})
+  with pytest.raises(ValueError, match=r"other parameters: tables/embed/a, .*of another run"):
+    embed.deltas.apply(first, 0, model=other)
+  assert_same_bits(tree_of({"model": other}), before)
+  tables = {"embed/a": np.array(other.embed.tables["a"])}
+  with pytest.raises(ValueError, match="other parameters: tables/embed/a of 'model'"):
+    embed.deltas.apply_to_tables(first, 0, tables)
+  assert_same_bits(tables["embed/a"], before["model"]["tables"]["embed/a"]["parameters"])
+  # Of a lost delta, too, though the step fits, and for one bit of one row.
+  skipped = dataclasses.replace(second, since=0)
+  with pytest.raises(ValueError, match=r"other parameters: tables/embed/a, state/head/bias"):
+    embed.deltas.apply(skipped, 0, model=Model(0, slots=False))
+  flipped = Model(0, slots=False)
+  changed = np.array(flipped.embed.tables["a"])
+  changed.view(np.uint32)[ROWS - 1, 7] ^= 1
+  flipped.embed.load_tables({"a": changed})
+  with pytest.raises(ValueError, match="other parameters: tables/embed/a of 'model'"):
+    embed.deltas.apply(first, 0, model=flipped)
+
+
+@pytest.mark.full
+def test_digests_are_of_the_rows_wherever_they_are():
+  by_place = []
+  for place in PLACES:
+    model = Model(0, slots=False)
+    placed = Model(1, slots=place != "div", **PLACES[place]())
+    tree = tree_of({"model": model})
+    placed.embed.load_tables(
+      {name: tree["model"]["tables"][f"embed/{name}"]["parameters"] for name in "abcd"}
+    )
+    nnx.update(placed, nnx.state(model, nnx.Param))
+    digests = embed.deltas.fingerprint(0, model=placed).digests["model"]
+    by_place.append(digests)
+    for name in "abcd":
+      key = f"tables/embed/{name}"
+      assert digests[key] == changes.digest_of(tree["model"]["tables"][key[7:]]["parameters"])
+  assert all(digests == by_place[0] for digests in by_place)
+  assert set(by_place[0]) == {
+    *(f"tables/embed/{name}" for name in "abcd"), "state/head/kernel/value", "state/head/bias/value"
+  }  # fmt: skip
+  rows = np.arange(8, dtype=np.float32).reshape(4, 2)
+  of = [changes.digest_of(x) for x in (rows, rows[::-1].copy(), rows[:3], rows[:, ::-1].copy())]
+  assert len(set(of)) == 4
+
+
+def test_a_server_in_another_dtype_takes_deltas():
+  class Served(nnx.Module):
+    def __init__(self, dtype):
+      table = embed.TableConfig(4, 2, name="t", dtype=dtype)
+      self.embed = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+      self.head = nnx.Linear(2, 1, rngs=nnx.Rngs(0), param_dtype=dtype)
+
+  trained, served = Served(jnp.float32), Served(jnp.bfloat16)
+  since = embed.deltas.fingerprint(0, model=trained)
+  trained.embed.load_tables({"t": np.full((4, 2), 7.0)})
+  delta, _ = embed.deltas.changes(since, 1, model=trained)
+  embed.deltas.apply(delta, 0, model=served)
+  assert served.embed.tables["t"].tolist() == [[7.0, 7.0]] * 4
+  tables = {"embed/t": np.zeros((4, 2), np.float16)}
+  embed.deltas.apply_to_tables(delta, 0, tables)
+  assert tables["embed/t"].tolist() == [[7.0, 7.0]] * 4
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.uint32, jnp.int32, jnp.uint32])
+def test_steps_are_integers_of_any_kind(tmp_path, integer):
+  model, served = Other(), Other()
+  since = embed.deltas.fingerprint(integer(3), model=model)
+  delta, since = embed.deltas.changes(since, integer(5), model=model)
+  embed.deltas.write(tmp_path, delta)
+  again = embed.deltas.read(tmp_path)
+  assert (again.since, again.step, since.step) == (3, 5, 5)
+  assert all(type(x) is int for x in (delta.since, delta.step, since.step))
+  assert embed.deltas.apply(again, integer(3), model=served) == 5
+  tables = {"embed/t": np.array(served.embed.tables["t"])}
+  assert embed.deltas.apply_to_tables(again, integer(3), tables) == 5
+
+
+def test_a_step_that_is_no_integer_is_refused():
+  delta, model = delta_of(), Other()
+  for call in (
+    lambda: embed.deltas.fingerprint(1.0, model=model),
+    lambda: embed.deltas.changes(embed.deltas.fingerprint(0, model=model), "1", model=model),
+    lambda: embed.deltas.apply(delta, 0.0, model=model),
+    lambda: embed.deltas.apply_to_tables(delta, None, {}),
+  ):
+    with pytest.raises(ValueError, match="A step is an integer"):
+      call()
+
+
+# --- files of several attempts --------------------------------------------------------------------
+
+
+def of_rows(value):
+  """A delta of `Other` whose rows all hold a value."""
+  model = Other()
+  since = embed.deltas.fingerprint(0, model=model)
+  model.embed.load_tables({"t": np.full((4, 2), value)})
+  return embed.deltas.changes(since, 1, model=model)[0]
+
+
+def values(delta):
+  return set(delta.tables["model"]["embed/t"].values["parameters"].ravel().tolist())
+
+
+def write_as(monkeypatch, folder, delta, index, count):
+  monkeypatch.setattr(jax, "process_index", lambda: index)
+  monkeypatch.setattr(jax, "process_count", lambda: count)
+  embed.deltas.write(folder, delta)
+  monkeypatch.undo()
+
+
+def write_by_two(monkeypatch, folder, delta):
+  """As two processes do, each with its half of the rows."""
+  for index in (0, 1):
+    rows = delta.tables["model"]["embed/t"]
+    half = changes.TableRows(rows.ids[index::2], {k: x[index::2] for k, x in rows.values.items()})
+    part = dataclasses.replace(delta, tables={"model": {"embed/t": half}})
+    write_as(monkeypatch, folder, part, index, 2)
+
+
+def test_the_delta_that_was_written_last_is_read(tmp_path, monkeypatch):
+  old, new = of_rows(1.0), of_rows(2.0)
+  write_by_two(monkeypatch, tmp_path, old)
+  assert values(embed.deltas.read(tmp_path)) == {1.0}
+  assert embed.deltas.read(tmp_path).num_rows == 4
+  embed.deltas.write(tmp_path, new)  # by one process
+  assert values(embed.deltas.read(tmp_path)) == {2.0}
+  write_by_two(monkeypatch, tmp_path, old)
+  assert values(embed.deltas.read(tmp_path)) == {1.0}
+  assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_set_that_is_not_complete_counts_for_nothing(tmp_path, monkeypatch):
+  old, new = of_rows(1.0), of_rows(2.0)
+  write_as(monkeypatch, tmp_path, old, 1, 2)  # process 0 was killed
+  embed.deltas.write(tmp_path, new)
+  assert values(embed.deltas.read(tmp_path)) == {2.0}
+  write_as(monkeypatch, tmp_path, old, 1, 2)
+  assert values(embed.deltas.read(tmp_path)) == {2.0}
+
+
+def test_files_of_two_deltas_are_named(tmp_path, monkeypatch):
+  old, new = of_rows(1.0), of_rows(2.0)
+  write_by_two(monkeypatch, tmp_path / "two", old)
+  embed.deltas.write(tmp_path / "one", new)
+  (single,) = (tmp_path / "one").iterdir()
+  shutil.copy(single, tmp_path / "two")  # killed before the older ones were removed
+  with pytest.raises(ValueError, match=r"rows-00000-of-00001.*rows-00000-of-00002.*two deltas"):
+    embed.deltas.read(tmp_path / "two")
+  write_by_two(monkeypatch, tmp_path / "mixed", old)
+  write_as(monkeypatch, tmp_path / "mixed", new, 0, 2)  # the attempt ended here
+  with pytest.raises(ValueError, match=r"rows-00000-of-00002.*rows-00001-of-00002.*two deltas"):
+    embed.deltas.read(tmp_path / "mixed")
+
+
+def test_two_writers_at_once_leave_one_of_their_deltas(tmp_path):
+  deltas = of_rows(1.0), of_rows(2.0)
+  for _ in range(20):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+      list(pool.map(lambda i: embed.deltas.write(tmp_path, deltas[i % 2]), range(8)))
+    assert values(embed.deltas.read(tmp_path)) in ({1.0}, {2.0})
+    assert [path.name for path in tmp_path.iterdir()] == ["rows-00000-of-00001.npz"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of file sizes are POSIX's")
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
+  import resource
+
+  delta = of_rows(1.0)
+  embed.deltas.write(tmp_path, delta)
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # bytes
+  try:
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "rows-00000-of-00001.npz"))):
+      embed.deltas.write(tmp_path, of_rows(2.0))
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert [path.name for path in tmp_path.iterdir()] == ["rows-00000-of-00001.npz"]
+  assert values(embed.deltas.read(tmp_path)) == {1.0}
+
+
+_WRITER = """
+import sys
+import embed
+first, second = (embed.deltas.read(folder) for folder in sys.argv[1:3])
+print("ready", flush=True)
+while True:
+  embed.deltas.write(sys.argv[3], first)
+  embed.deltas.write(sys.argv[3], second)
+"""
+
+
+@pytest.mark.parametrize(
+  "kills", [pytest.param(3, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.slow)]
+)
+def test_a_killed_write_leaves_the_old_delta_or_the_new_one(tmp_path, kills):
+  for value in (1.0, 2.0):
+    embed.deltas.write(tmp_path / str(value), of_rows(value))
+  folder, draw, known = tmp_path / "delta", np.random.default_rng(0), ({1.0}, {2.0}, {3.0})
+  for _ in range(kills):
+    embed.deltas.write(folder, of_rows(3.0))
+    assert values(embed.deltas.read(folder)) == {3.0}
+    command = [sys.executable, "-c", _WRITER, tmp_path / "1.0", tmp_path / "2.0", folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+      assert process.stdout.readline() == b"ready\n"
+      time.sleep(draw.uniform(0, 0.1))
+      process.kill()
+    delta = embed.deltas.read(folder)
+    assert values(delta) in known
+    assert delta.num_rows == 4
+
+
+def read_or_named(path):
+  """The delta of a file; None if the error names the file."""
+  try:
+    return embed.deltas.read(path.parent)
+  except ValueError as error:
+    if str(path) not in str(error):
+      raise
+    return None
+
+
+@pytest.mark.full
+def test_every_bit_of_a_file_is_checked_or_means_nothing(tmp_path):
+  delta = of_rows(1.0)
+  embed.deltas.write(tmp_path, delta)
+  (path,) = tmp_path.iterdir()
+  content = path.read_bytes()
+  for position, bit in itertools.product(range(len(content)), range(8)):
+    flipped = bytes([content[position] ^ (1 << bit)])
+    path.write_bytes(content[:position] + flipped + content[position + 1 :])
+    again = read_or_named(path)
+    if again is not None:
+      assert_same_bits((again.tables, again.state), (delta.tables, delta.state))
+      assert (again.since, again.step, again.before) == (delta.since, delta.step, delta.before)
+
+
+@pytest.mark.parametrize(
+  "header", [[], {"format": 9}, {"format": 1, "dtypes": []}, {"format": 1, "dtypes": {"x": "no"}}]
+)
+def test_a_header_of_another_kind_is_named(tmp_path, header):
+  path = tmp_path / "rows-00000-of-00001.npz"
+  np.savez(path, header=np.frombuffer(json.dumps(header).encode(), np.uint8), x=np.zeros(1))
+  with pytest.raises(ValueError, match=re.escape(str(path))):
+    embed.deltas.read(tmp_path)
+
+
+def test_a_file_of_the_first_format_is_read(tmp_path):
+  """It has no digests, so that a model of any content takes it."""
+  delta = of_rows(7.0)
+  embed.deltas.write(tmp_path, delta)
+  (path,) = tmp_path.iterdir()
+  with np.load(path) as file:
+    arrays = dict(file)
+  header = json.loads(arrays["header"].tobytes())
+  assert header["format"] == 2
+  assert header.pop("before") == delta.before
+  assert header.pop("after") == delta.after
+  header["format"] = 1
+  np.savez(path, **arrays | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
+  model = Other()
+  model.embed.load_tables({"t": np.ones((4, 2))})
+  assert embed.deltas.apply(embed.deltas.read(tmp_path), 0, model=model) == 1
+  assert model.embed.tables["t"].tolist() == [[7.0, 7.0]] * 4

@@ -124,7 +124,7 @@ def ahead():
 def deltas():
   old, new = Model(embed.adagrad(0.1)), Model(embed.adagrad(0.1))
   updater = embed.Optimizer(new, optax.sgd(0.1))
-  start = nnx.state(old)
+  start = jax.tree.map(jnp.copy, nnx.state(old))
   before = embed.deltas.fingerprint(0, model=new)
   train_step(new, updater, batch_of(), embed.Padded(jnp.ones(IDS.shape)))
 
@@ -268,3 +268,37 @@ def test_fast_math_changes_nothing():
         scenario, number = name.rsplit(" ", 1)
         before = expected(scenario)[int(number)]
         np.testing.assert_allclose(actual[name], before, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.full
+def test_a_model_that_is_made_with_64_bits():
+  """From its making to a checkpoint: int32 ids and float32 rows, and the numbers of 32 bits."""
+
+  def run():
+    model = Model(embed.adagrad(0.1))
+    step = embed.jit_step(train_step, model, embed.Optimizer(model, optax.adam(0.1)))
+    weights = embed.Padded(np.abs(IDS) + 1.0)
+    batch = batch_of(lambda ids: np.asarray(ids, np.int64))
+    losses = [step(batch, weights) for _ in range(2)]
+    tree = embed.checkpoint.to_tree(model=model)
+    other = Model(embed.adagrad(0.1))
+    embed.checkpoint.from_tree(tree, model=other)
+    wide = batch | {"one": batch["one"] + 2**32}
+    with pytest.raises(ValueError, match="out of range"):
+      other(wide)
+    outputs = nnx.jit(lambda m, batch: m.embed(batch), graph=False)(other, batch)
+    dropped = nnx.jit(lambda m, ids: m.embed({"one": ids}), graph=False)
+    return jax.tree.map(np.asarray, (losses, tree["model"]["tables"], outputs)), (
+      lambda: np.asarray(dropped(other, wide["one"])["one"]),
+      other,
+    )
+
+  wanted, _ = run()
+  with jax.enable_x64(True):
+    found, (dropped, model) = run()
+    assert not dropped().any()
+    assert int(model.embed.report["dropped_ids"]) == BAGS
+  tables = jax.tree.leaves((wanted[1], found[1]))
+  assert {x.dtype for x in tables} == {np.dtype(np.float32)}
+  compare = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+  jax.tree.map(compare, found, wanted)

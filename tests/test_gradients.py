@@ -196,3 +196,83 @@ def test_ids_beyond_int32_become_no_other_row(dtype):
 def test_gradients_of_another_kind_are_not_clipped():
   with pytest.raises(TypeError, match=r"takes embed\.Grads, got <class 'tuple'>"):
     embed.clip_by_global_norm((jnp.float32(0), embed.Grads({}, {})), 1.0)
+
+
+def test_unused_entries_by_hand_count_nowhere():
+  """3 and 4 of a table of 10 rows; 100 is at an unused entry, whatever is mapped there."""
+  values = jnp.array([[3.0], [100.0], [4.0], [100.0]])
+  rows = embed.RowGrads(jnp.array([3, 10, 4, -1]), values, vocabulary_size=10)
+  grads = embed.Grads({}, {"t": rows})
+  assert float(embed.global_norm(grads)) == 5.0
+  assert float(embed.global_norm(grads.map(lambda g: g + 1))) == np.float32(41**0.5)
+  assert float(embed.global_norm(embed.accumulate([grads, grads]))) == 10.0
+  assert float(jax.jit(embed.global_norm)(grads)) == 5.0
+  clipped = embed.clip_by_global_norm(grads, 2.5).rows["t"]
+  assert clipped.values[:3:2].tolist() == [[1.5], [2.0]]
+  zeros = jax.nn.initializers.zeros
+  table = embed.TableConfig(10, 1, zeros, embed.sgd(1.0), name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  layer.apply_row_gradients({"t": clipped})
+  assert layer.tables["t"][:, 0].tolist() == [0, 0, 0, -1.5, -2.0, 0, 0, 0, 0, 0]
+
+
+def test_row_gradients_by_hand_are_of_one_size_of_table():
+  rows = lambda size: embed.RowGrads(np.array([3]), np.ones((1, 2)), vocabulary_size=size)
+  with pytest.raises(ValueError, match="up to 2, got 3"):
+    rows(2)
+  layer = embed.SparseEmbed(
+    embed.FeatureConfig(embed.TableConfig(9, 2, name="t")), embed.sgd(), rngs=nnx.Rngs(0)
+  )
+  with pytest.raises(ValueError, match="of a table of 8 rows, it has 9"):
+    layer.apply_row_gradients({"t": rows(8)})
+  with pytest.raises(ValueError, match=r"of \[8, 9\] rows"):
+    embed.accumulate([embed.Grads({}, {"t": rows(8)}), embed.Grads({}, {"t": rows(9)})])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    optax.tree.norm,
+    optax.global_norm,
+    lambda grads: optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0],
+    lambda grads: optax.tree.add(grads, grads),
+    lambda grads: optax.sgd(0.1).update(grads.rows["t"], optax.sgd(0.1).init({}))[0],
+  ],
+  ids=["norm", "global_norm", "clip", "add", "one table"],
+)
+@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")
+def test_optax_says_what_to_write(wrong, compiled):
+  by_hand = embed.Grads({}, {"t": embed.RowGrads(np.array([3]), np.ones((1, 2)))})
+  layer = embed.SparseEmbed(
+    embed.FeatureConfig(embed.TableConfig(9, 2, name="t")), embed.sgd(), rngs=nnx.Rngs(0)
+  )
+  _, grads = embed.value_and_grad(lambda m: m(np.array([3])).sum())(layer)
+  for each in (by_hand, grads):
+    with pytest.raises(TypeError, match=r"embed\.global_norm\(grads\)"):
+      (jax.jit(wrong) if compiled else wrong)(each)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_nan_in_one_row_is_nan_everywhere_after_clipping(compiled):
+  """As with optax: a step that is not finite can be told by the norm, and left out."""
+  table = embed.TableConfig(9, 2, jax.nn.initializers.ones, embed.sgd(1.0), "sum", name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  optimizer = embed.Optimizer(layer, optax.identity())
+
+  def step(layer, optimizer, scale):
+    loss = lambda m: jnp.sum(m(np.array([1, 2])) * scale[:, None])
+    _, grads = embed.value_and_grad(loss)(layer)
+    norm, clipped = embed.global_norm(grads), embed.clip_by_global_norm(grads, 1.0)
+    ok = jnp.isfinite(norm)
+    optimizer.update(layer, clipped.map(lambda g: jnp.where(ok, g, 0)))
+    return norm, (clipped.rows["t"].values, clipped.rows["t"].ids)
+
+  step = nnx.jit(step) if compiled else step
+  norm, (values, ids) = step(layer, optimizer, jnp.array([1.0, jnp.nan]))
+  assert np.isnan(norm)
+  assert np.isnan(values[np.asarray(ids) < 9]).all()
+  np.testing.assert_array_equal(layer.tables["t"], np.ones((9, 2)))
+  norm, _ = step(layer, optimizer, jnp.array([3.0, 4.0]))  # of two columns each: norm sqrt(50)
+  np.testing.assert_allclose(norm, 50**0.5, rtol=1e-6)
+  np.testing.assert_allclose(layer.tables["t"][1], 1 - 3 / 50**0.5, rtol=1e-6)

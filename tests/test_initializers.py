@@ -41,3 +41,17 @@ def test_rows_do_not_depend_on_the_mesh(kind, partitionable):
   alone = rows()
   assert len(np.unique(alone, axis=0)) == 803
   np.testing.assert_array_equal(rows(mesh=meshes.make_mesh(), axis="data"), alone)
+
+
+@pytest.mark.parametrize("row_wise", [False, True], ids=["whole", "row by row"])
+def test_a_slot_draws_nothing_that_a_row_has_drawn(row_wise):
+  """One draw `[1, D]` would have been row 0 of the table, and of the slot; rows are as recorded."""
+  normal = jax.nn.initializers.normal(1.0)
+  slot = embed.row_wise(normal) if row_wise else normal
+  optimizer = embed.adam(slot_init={"momenta": slot, "velocities": slot})
+  table = embed.TableConfig(5, 3, embed.row_wise(normal), optimizer, name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  every = np.concatenate([np.asarray(x).reshape(-1) for x in layer.variables["t"].values()])
+  assert len(set(every.tolist())) == 3 * 5 * 3
+  wanted = [-0.57478017, 0.79983664, -0.25960687]
+  np.testing.assert_allclose(layer.tables["t"][0], wanted, rtol=1e-6)

@@ -3,13 +3,17 @@
 from typing import NamedTuple
 
 import harness
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 from recorded_calls import FC, SE, TC, dense, f32, ragged, sparse
 
 import embed
+from embed.engine.bags import narrow
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -303,3 +307,80 @@ def test_weights_of_zero_give_zero_though_the_compiler_knows_them(combiner):
   layer, ids = make(combiner), jnp.ones((2, 3), jnp.int32)
   look_up = nnx.jit(lambda m, x: m(embed.Padded(x), embed.Padded(jnp.zeros((2, 3)))), graph=False)
   np.testing.assert_array_equal(look_up(layer, ids), np.zeros((2, D)))
+
+
+# --- one conversion to int32 ----------------------------------------------------------------------
+
+# An id of each width that is row 5 if it is cut to its low 32 bits, or below 0; all are out of
+# every table.
+TOO_LARGE = [
+  np.array([2**32 + 5]), np.array([2**31 + 5], np.uint32), np.array([2**63 + 5], np.uint64),
+  np.array([2**63 - 1]), np.array([2**64 - 1], np.uint64),
+]  # fmt: skip
+NEGATIVE = [np.array([5 - 2**32]), np.array([-(2**63)]), np.array([-1], np.int8)]
+
+
+@given(st.data(), st.sampled_from([np.int8, np.uint8, np.uint32, np.int64, np.uint64]))
+def test_no_id_becomes_another_one(data, dtype):
+  """Rows stay, negative ids stay negative, and what is beyond the table stays beyond it."""
+  limits = np.iinfo(dtype)
+  edges = [0, 5, V - 1, V, 2**31 - 1, 2**31, 2**32 + 5, 5 - 2**32, limits.min, limits.max]
+  some = st.sampled_from([n for n in edges if limits.min <= n <= limits.max])
+  ids = data.draw(st.lists(some | st.integers(int(limits.min), int(limits.max)), min_size=1))
+  given = np.array(ids, dtype)
+  with jax.enable_x64(True):
+    on_device = jax.jit(lambda x: narrow(x, V))(jnp.asarray(given))
+  for narrowed in (narrow(given, V), np.asarray(on_device), narrow(given)):
+    assert narrowed.dtype == np.int32
+    for before, after in zip(ids, narrowed.tolist(), strict=True):
+      assert after == before if 0 <= before < V else after < 0 if before < 0 else after >= V
+
+
+def test_to_padded_makes_no_row_of_an_id_that_is_none():
+  assert embed.to_padded([[5 - 2**32, 7]]).values.tolist() == [[-1, 7]]
+  wide = embed.to_padded([[2**32 + 5, 7]]).values
+  assert (wide.dtype, wide.tolist()) == (np.int64, [[2**32 + 5, 7]])
+  large = np.array([2**63 + 5, 7], np.uint64)
+  pairs = lambda x: embed.Sparse([[0, 0], [0, 1]], x, (1, 2))
+  for bags in ([large], [large, [3]], embed.Ragged(large, [0, 2]), pairs(large)):
+    with pytest.raises(ValueError, match="id 9223372036854775813 does not fit int64"):
+      embed.to_padded(bags)
+  small = np.array([2, 7], np.uint64)
+  both = embed.to_padded([small, [3]]).values
+  assert (both.dtype, both.tolist()) == (np.int32, [[2, 7], [3, -1]])
+  mixed = embed.to_padded([[1, 2], [0.5]]).values
+  assert (mixed.dtype, mixed.tolist()) == (np.float32, [[1.0, 2.0], [0.5, 0.0]])
+
+
+FEATURE = embed.FeatureConfig(
+  embed.TableConfig(V, 1, initializer=jax.nn.initializers.ones, combiner="sum", name="t")
+)
+WAYS_IN = {
+  "dense": lambda layer, x: layer(x),
+  "padded": lambda layer, x: layer(embed.Padded(x[None])),
+  "ragged": lambda layer, x: layer(embed.Ragged(x, np.arange(2))),
+  "sparse": lambda layer, x: layer(embed.Sparse(np.zeros((1, 2), int), x, (1, 1))),
+  "attend": lambda layer, x: layer.attend(np.ones((1, 1), f32), "t", x),
+  "serving": lambda layer, x: embed.serving_lookup(x, None, layer.tables, FEATURE),
+  "update": lambda layer, x: layer.apply_row_gradients(
+    {"t": embed.RowGrads(x, np.ones((1, 1), f32))}
+  ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+@pytest.mark.parametrize("ids", [*TOO_LARGE, *NEGATIVE], ids=lambda ids: f"{ids[0]}")
+def test_every_way_in_leaves_row_5_alone(ids, way):
+  """Large ids raise, or are counted under jit, where nothing reads them; negative ones are none."""
+  layer, is_large = embed.SparseEmbed(FEATURE, embed.sgd(1.0), rngs=nnx.Rngs(0)), ids[0] >= V
+  if is_large:
+    for check in (WAYS_IN[way], lambda _, x: embed.validate(FEATURE, x)):
+      with pytest.raises(ValueError, match=str(ids[0])):
+        check(layer, ids)
+  else:
+    assert not np.any(WAYS_IN[way](layer, ids))
+  with jax.enable_x64(True):  # else jit itself cuts its arguments to 32 bits
+    assert not np.any(nnx.jit(WAYS_IN[way])(layer, jnp.asarray(ids)))
+  counts = is_large and way not in ("serving", "update")
+  assert int(layer.report["dropped_ids"]) == counts
+  np.testing.assert_array_equal(layer.tables["t"], np.ones((V, 1)))

@@ -239,3 +239,38 @@ def test_complex_gradients_are_refused():
     layer.apply_gradients(activations.astype(jnp.complex64), residual)
   with pytest.raises(ValueError, match="complex64"):
     embed.RowGrads(np.array([1]), np.ones((1, 4), np.complex64))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, "bfloat16"])
+def test_attend_quantizes_all_rows_as_it_does_candidates(dtype):
+  """[0.2, 0.6] is [0, 1] and [7, -0.6] is [1, -1] then; gradients pass straight through."""
+  coarse = embed.QuantizationConfig(num_buckets=3, lower=-1.0, upper=1.0)
+  table = embed.TableConfig(2, 2, name="t", dtype=dtype, quantization_config=coarse)
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), embed.sgd(1.0), rngs=nnx.Rngs(0))
+  layer.load_tables({"t": np.array([[0.2, 0.6], [7.0, -0.6]])})
+  query = jnp.array([[1.0, 10.0]], dtype)
+  every = lambda m: m.attend(query, "t")
+  some = lambda m: m.attend(query, "t", np.array([0, 1]))
+  assert every(layer).tolist() == some(layer).tolist() == [[10.0, -9.0]]
+  for scores in (every, some):
+    _, grads = embed.value_and_grad(lambda m, scores=scores: scores(m).sum())(layer)
+    assert sorted(grads.rows["t"].ids.tolist()) == [0, 1]
+    assert grads.rows["t"].values.tolist() == [[1.0, 10.0], [1.0, 10.0]]
+
+
+@pytest.mark.parametrize("start", [2**31 - 3, -5], ids=["full", "of an old checkpoint"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_the_count_of_dropped_ids_stays_at_its_largest(start, compiled):
+  """Two ids a call; a checkpoint of before may hold a count that has wrapped around."""
+  table = embed.TableConfig(10, 2, name="t")
+  feature = embed.FeatureConfig(table, validate_weights_and_indices=False)
+  source, layer = (embed.SparseEmbed(feature, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+  source.report.set_value({**source.report.get_value(), "dropped_ids": jnp.int32(start)})
+  embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=source), model=layer)
+  assert int(layer.report["dropped_ids"]) == start
+  look_up = nnx.jit(lambda m, x: m(x), graph=False) if compiled else lambda m, x: m(x)
+  counts = []
+  for _ in range(3):
+    look_up(layer, np.array([10, 3, 11]))
+    counts.append(int(layer.report["dropped_ids"]))
+  assert counts == [2**31 - 1] * 3

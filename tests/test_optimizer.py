@@ -2,6 +2,7 @@
 
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -120,3 +121,62 @@ def test_an_average_of_the_parameters_may_begin_as_the_parameters():
     step()
     np.testing.assert_allclose(kernel(average), (before + kernel(model)) / 2, rtol=1e-6)
     nnx.update(average, nnx.state(model, nnx.Param))
+
+
+class TwoLayers(nnx.Module):
+  """The first layer can be trained; the second one only if `second` is an optimizer."""
+
+  def __init__(self, second=None, combiner="sum"):
+    ones = jax.nn.initializers.ones
+    make = lambda name, optimizer: embed.SparseEmbed(
+      embed.FeatureConfig(embed.TableConfig(4, 2, ones, combiner=combiner, name=name)),
+      optimizer, rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    self.a, self.b = make("a", embed.sgd(1.0)), make("b", second)
+    self.scale = nnx.Param(jnp.ones(()))
+
+  def __call__(self, ids):
+    return self.scale[...] * (self.a(ids).sum() + self.b(ids).sum())
+
+
+def without_dense(grads):
+  return embed.Grads(nnx.State({}), grads.rows)
+
+
+def by_hand(grads):
+  return embed.Grads(
+    grads.dense, {key: embed.RowGrads(r.ids, r.values) for key, r in grads.rows.items()}
+  )
+
+
+learnt = embed.CustomCombiner(lambda n, v, w: w @ v, 1, 1, jax.nn.initializers.ones, 0.5)
+
+
+@pytest.mark.parametrize(
+  ("model", "change", "says"),
+  [
+    (lambda: TwoLayers(), lambda grads: grads, "'b' has no optimizer"),
+    (lambda: TwoLayers(), by_hand, "'b' has no optimizer"),
+    (
+      lambda: TwoLayers(embed.sgd(1.0)),
+      lambda grads: (
+        by_hand(grads)
+        and embed.Grads(grads.dense, {**grads.rows, "b/b": embed.RowGrads([5], np.ones((1, 2)))})
+      ),
+      "'b' have id 5",
+    ),
+    (lambda: TwoLayers(embed.sgd(1.0), learnt), without_dense, "have none for"),
+    (lambda: TwoLayers(embed.sgd(1.0)), without_dense, "."),
+  ],
+  ids=["no optimizer", "no optimizer, by hand", "an id beyond", "no weights", "no dense"],
+)
+def test_a_step_that_cannot_be_made_whole_moves_nothing(model, change, says):
+  model = model()
+  optimizer = embed.Optimizer(model, optax.adam(1.0))
+  _, grads = embed.value_and_grad(lambda m: m(np.array([1, 2])))(model)
+  state = lambda: jax.tree.map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer))))
+  before = state()
+  with pytest.raises(ValueError, match=says):
+    optimizer.update(model, change(grads))
+  for x, y in zip(before, state(), strict=True):
+    np.testing.assert_array_equal(x, y)

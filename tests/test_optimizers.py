@@ -351,3 +351,42 @@ def test_the_config_is_never_written_to():
 def test_a_clipvalue_is_a_range(clipvalue):
   with pytest.raises(ValueError, match="clipvalue"):
     embed.sgd(0.1, clipvalue=clipvalue)
+
+
+SCALARS = [x(0.25) for x in (jnp.float32, jnp.bfloat16, np.float32, np.float64, np.array)]
+SETTINGS = {
+  "learning rate": lambda x: embed.sgd(x),
+  "multiplier": lambda x: embed.sgd(gradient_multiplier=x),
+  "decay": lambda x: embed.sgd(weight_decay_factor=x),
+  "clip": lambda x: embed.sgd(clipvalue=(-x, x), clip_weight_max=x),
+  "beta": lambda x: embed.adam(beta_1=x, epsilon=x),
+  "accumulator": lambda x: embed.adagrad(initial_accumulator_value=x),
+  "slot": lambda x: embed.custom_optimizer(same, {"s": x}, 0.1),
+  "a Slot": lambda x: embed.custom_optimizer(same, {"s": embed.Slot(x)}, 0.1),
+}
+
+
+def same(g, w, slots, lr):
+  return w - lr * g, slots
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_scalar_array_is_the_number_that_it_is(name):
+  """Equal to the float, hashed like it, and of use in a layer."""
+  wanted = SETTINGS[name](0.25)
+  for scalar in SCALARS:
+    optimizer = SETTINGS[name](scalar)
+    assert (optimizer, hash(optimizer)) == (wanted, hash(wanted))
+    assert pickle.loads(pickle.dumps(optimizer)) == wanted
+  table = embed.TableConfig(4, 2, optimizer=SETTINGS[name](SCALARS[0]), name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  layer.apply_row_gradients({"t": embed.RowGrads([1], jnp.ones((1, 2)))})
+  assert layer(np.array([1])).shape == (1, 2)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_one_number_that_is_known(name):
+  with pytest.raises(ValueError, match=r"one number that is known .* Write float\(x\) outside"):
+    SETTINGS[name](jnp.ones(2))
+  with pytest.raises(ValueError, match=r"one number that is known .* Write float\(x\) outside"):
+    jax.jit(lambda x: SETTINGS[name](x) and x)(0.25)

@@ -414,3 +414,54 @@ def test_a_plan_takes_ragged_features_whose_weights_may_have_a_gradient(output_s
   )
   batch = embed.Ragged([3, 7, 5], [0, 2, 3])
   assert list(embed.plan(feature, make_mesh(), batch)) == ["t"]
+
+
+# --- what is assigned, and other features --------------------------------------------------------
+
+
+def example(names, batch=(64, 4)):
+  tables = {name: embed.TableConfig(100_000, 8, name=name) for name in ("t", "u")}
+  features = {name: embed.FeatureConfig(tables[table]) for name, table in names.items()}
+  ids = {name: embed.Padded(jax.ShapeDtypeStruct(batch, np.int32)) for name in names}
+  return features, ids
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["features", "optimizer", "mesh", "tables", "optimizers", "batch_axis", "entries", "hbm_byte"],
+)
+def test_a_plan_takes_no_assignment_that_it_would_ignore(name):
+  features, ids = example({"a": "t", "b": "u"})
+  plan = embed.plan(features, make_mesh(), ids)
+  before = repr(plan)
+  with pytest.raises(AttributeError, match=f"'{name}' of a plan is fixed"):
+    setattr(plan, name, None)
+  assert repr(plan) == before
+
+
+def test_costs_are_those_of_the_features():
+  """A plan for fewer features costs what `embed.plan` says for those; more are not known."""
+  names = {"a": "t", "b": "t", "c": "u"}
+  features, ids = example(names)
+  plan = embed.plan(features, make_mesh(), ids, embed.adagrad(0.1))
+  assert plan.with_features(features, None).costs() == plan.costs()
+  fewer = {name: features[name] for name in ("a", "c")}
+  less = plan.with_features(fewer, None)
+  wanted = embed.plan(fewer, make_mesh(), {name: ids[name] for name in fewer}, embed.adagrad(0.1))
+  assert less.costs() == wanted.costs()
+  assert sum(c.moved for c in less.costs()) < sum(c.moved for c in plan.costs())
+  assert [less[name].capacity for name in less] == [wanted[name].capacity for name in wanted]
+  for new in (
+    features | {"d": embed.FeatureConfig(features["c"].table)},
+    features | {"b": embed.FeatureConfig(features["b"].table, max_sequence_length=3)},
+  ):
+    more = plan.with_features(new, None)
+    (unknown,) = set(new) - set(features) or {"b"}
+    with pytest.raises(ValueError, match=rf"no example inputs of \['{unknown}'\]"):
+      more.costs()
+    assert f"no example inputs of ['{unknown}']" in repr(more)
+    assert [more[name].capacity for name in more] == [None, None]
+    with pytest.raises(ValueError, match="no example inputs"):
+      more.with_features(new, None).costs()
+    assert more.with_features(fewer, None).costs() == wanted.costs()
+    assert embed.SparseEmbed(new, plan=plan, rngs=nnx.Rngs(0)).tables["t"].shape == (100_000, 8)

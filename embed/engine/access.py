@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed.engine import host, packing
-from embed.engine.bags import Bags, is_row
+from embed.engine.bags import Bags
 from embed.engine.host import HostRows
 from embed.engine.packing import Lines
 from embed.engine.stack import Arrays, StackSpec
@@ -81,10 +81,8 @@ def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
   """`lookup.gather_and_combine` of rows of the table, or of rows received, in float32."""
   if sparse_core.sums_bags(stack, bags):
     return sparse_core.gather_and_combine(_linear(table), bags)[..., : stack.width]
-  if isinstance(table, HostRows):  # one transfer of all rows
-    ids, size = bags.ids.reshape(-1), table.shape[0]
-    position = jnp.where(is_row(ids, size), jnp.arange(ids.size, dtype=jnp.int32), ids.size)
-    table, bags = table.take(ids), bags.with_ids(position.reshape(bags.ids.shape))
+  if isinstance(table, HostRows):
+    table, bags = table.of_bags(bags)
   return cpu_kernels.gather_and_combine(table, bags, stack.quantization, jnp.float32)
 
 

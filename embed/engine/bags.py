@@ -203,17 +203,19 @@ def is_row(ids: Any, size: int) -> Any:
   return (ids >= 0) & (ids < size)
 
 
-def to_rows(ids: Any, size: int) -> jax.Array:
-  """The ids as int32: negative ids stay negative, and ids from `size` on stay at least `size`."""
-  if isinstance(ids, np.ndarray):  # int64 would lose its high bits on the way to the device
-    ids = np.where(ids > size - 1, np.int64(size), ids.astype(np.int64))
-    ids = np.maximum(ids, -1).astype(np.int32)
-  elif ids.dtype.itemsize < 4:
-    ids = ids.astype(jnp.int32)
-  elif ids.dtype != jnp.int32:
-    signed = jnp.issubdtype(ids.dtype, jnp.signedinteger)
-    ids = jnp.clip(ids, -1 if signed else None, size).astype(jnp.int32)
-  return jnp.asarray(ids)
+def narrow(ids: Any, size: int = UNUSED) -> Any:
+  """Converts ids of any integer dtype to int32, in NumPy or JAX as they are.
+
+  Every conversion of ids goes through here, so that no id is cut to the low bits of another one:
+  negative ids stay negative, and ids from `size` on stay at least `size`.
+
+  >>> narrow(np.array([5 - 2**32, 7, 5 + 2**32]), size=10).tolist()
+  [-1, 7, 10]
+  """
+  if ids.dtype == np.int32:
+    return ids
+  limits = jnp.iinfo(ids.dtype)
+  return ids.clip(max(limits.min, -1), min(limits.max, size)).astype(np.int32)
 
 
 def count_beyond(ids: jax.Array, size: int) -> jax.Array:
@@ -243,7 +245,7 @@ def from_input(
     Bags whose gains are the user's weights, 0 at padding. Sequences have bags of one id,
     `[batch, length, 1]`.
   """
-  ids = to_rows(parts.ids, size)
+  ids = jnp.asarray(narrow(parts.ids, size))
   weights = None
   if parts.weights is not None and not form.length:
     weights = jnp.where(is_row(ids, size), jnp.asarray(parts.weights, jnp.float32), 0)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compute_on import compute_on
 
+from embed.engine.bags import Bags, is_row
+
 KIND = "pinned_host"  # the kind of memory, as shardings name it
 PLATFORMS = ("cpu", "tpu")  # for GPUs JAX 0.10.2 forgets in which memory an argument is
 
@@ -73,6 +75,12 @@ class HostRows:
   def take(self, ids: jax.Array) -> jax.Array:
     """The rows `[N, ...]` of ids int32 `[N]`, on the device; undefined for ids outside."""
     return to_device(_take(self.array, to_host(ids)))
+
+  def of_bags(self, bags: Bags) -> tuple[jax.Array, Bags]:
+    """The rows `[N, D]` of all ids in one transfer, and bags of their positions in it."""
+    ids, size = bags.ids.reshape(-1), self.shape[0]
+    position = jnp.where(is_row(ids, size), jnp.arange(ids.size, dtype=jnp.int32), ids.size)
+    return self.take(ids), bags.with_ids(position.reshape(bags.ids.shape))
 
   def put(self, ids: jax.Array, rows: jax.Array) -> "HostRows":
     """Replaces the rows at distinct ids; ids outside are skipped."""

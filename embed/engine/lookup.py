@@ -44,7 +44,7 @@ class LookupRecord:
 def quantize(x: jax.Array, config: config_lib.QuantizationConfig) -> jax.Array:
   """The nearest of the quantized values, halves up: `floor(x + 0.5)`, not NumPy's half-to-even."""
   step = (config.upper - config.lower) / (config.num_buckets - 1)
-  x = jnp.clip(x, config.lower, config.upper)
+  x = jnp.clip(x.astype(jnp.float32), config.lower, config.upper)
   return jnp.floor((x - config.lower) / step + 0.5) * step + config.lower
 
 

@@ -21,9 +21,11 @@ from embed import inputs as inputs_lib
 from embed.engine import jax_internals
 from embed.engine import mesh as sharding
 from embed.layer import store_apart
+from embed.serving import files
 from embed.variables import Report
 
 _KINDS = (inputs_lib.Padded, inputs_lib.Ragged, inputs_lib.Sparse)
+_PROGRAM, _ARRAYS = "program.bin", "arrays.npz"
 
 
 class Exported(NamedTuple):
@@ -47,8 +49,16 @@ class Exported(NamedTuple):
   def save(self, folder: str | os.PathLike[str]) -> None:
     """Writes `program.bin` and `arrays.npz`, for `jax.export.deserialize` and `numpy.load`.
 
+    Both replace those of an earlier export at one instant: readers find the earlier export before
+    it and this one after it, and those that have opened one file before and the other one after it
+    start again. After an error, as of a full disk, or a kill, the folder holds one of the two; what
+    a kill has left in `.replacing` disappears with the next call.
+
     Args:
-      folder: made if it does not exist.
+      folder: made if it does not exist. Its other files stay. One process at a time saves to it.
+
+    Raises:
+      OSError: the folder cannot be written to, or the disk is full.
 
     >>> import pathlib, tempfile
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
@@ -58,14 +68,13 @@ class Exported(NamedTuple):
     >>> program.call(dict(np.load(folder / "arrays.npz")), np.array([2, 3])).shape
     (2, 2)
     """
-    path = pathlib.Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "program.bin").write_bytes(self.program.serialize())
-    # `numpy.savez` writes the same, but refuses the names of its own arguments, such as "file".
-    with zipfile.ZipFile(path / "arrays.npz", "w") as archive:
-      for name, array in self.arrays.items():
-        with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-          np.lib.format.write_array(file, array, allow_pickle=False)
+    with files.replacing(pathlib.Path(folder), (_PROGRAM, _ARRAYS)) as new:
+      (new / _PROGRAM).write_bytes(self.program.serialize())
+      # `numpy.savez` writes the same, but refuses the names of its own arguments, such as "file".
+      with zipfile.ZipFile(new / _ARRAYS, "w") as archive:
+        for name, array in self.arrays.items():
+          with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+            np.lib.format.write_array(file, array, allow_pickle=False)
 
 
 def export(

@@ -4,6 +4,9 @@ A **fingerprint** is 64 bits for each stored row, over the bits of the row and o
 uint32 arrays. It is computed where the row is; nothing is remembered while a model trains. Each
 word goes through a mixing function of its own, which is a bijection, and the results are added up:
 a change of a single word is always noticed, any other with a probability of 1 - 2**-64.
+
+A **digest** is 64 bits for a table, of its rows without slots: the sum of its rows' fingerprints,
+each mixed with the id of its row. It does not depend on how the table is stored.
 """
 
 import functools
@@ -48,39 +51,96 @@ def _mix(x: jax.Array, shift: int, first: int, second: int) -> jax.Array:
 _MIXERS = ((13, 0x85EBCA6B, 0xC2B2AE35), (15, 0x7FEB352D, 0x846CA68B))
 
 
+def _totals(words: jax.Array, position: jax.Array, number: int) -> list[jax.Array]:
+  """The sums, uint32 `[rows]` twice, of the mixed words of an array, by their positions in a row.
+
+  Words at negative positions do not count. `number` tells the arrays of a row apart.
+  """
+  mixed = []
+  for i, mixer in enumerate(_MIXERS):
+    salt = _mix(position.astype(jnp.uint32) + jnp.uint32(number << 24), *_MIXERS[1 - i])
+    mixed.append(jnp.where(position[None] < 0, 0, _mix(words + salt[None], *mixer)))
+  # One reduction, which XLA:CPU fuses with the mixing: two of them take 14 times as long.
+  add = lambda a, b: (a[0] + b[0], a[1] + b[1])
+  return list(lax.reduce(tuple(mixed), (jnp.uint32(0),) * 2, add, (1,)))
+
+
+def _digest(totals: list[jax.Array], ids: jax.Array, size: Any) -> jax.Array:
+  """The digest uint32 `[2]` of the rows of some ids; those of id `size` do not count."""
+  mixed = [
+    _mix(total ^ _mix(ids.astype(jnp.uint32), *_MIXERS[1 - i]), *_MIXERS[i])
+    for i, total in enumerate(totals)
+  ]
+  return jnp.stack([jnp.where(ids < size, x, 0).sum(dtype=jnp.uint32) for x in mixed])
+
+
+def as_text(digest: Any) -> str:
+  """A digest as 16 hexadecimal digits."""
+  return "".join(f"{int(x):08x}" for x in np.asarray(digest))
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def fingerprints(stacks: tuple[StackSpec, ...], arrays: list[Arrays]) -> list[Lanes]:
-  """The fingerprints of the stored rows of each stack."""
-  lanes = []
+def fingerprints(
+  stacks: tuple[StackSpec, ...], arrays: list[Arrays]
+) -> tuple[list[Lanes], dict[str, jax.Array]]:
+  """The fingerprints of the stored rows of each stack, and the digest of each table.
+
+  Without slots in `arrays`, the fingerprints are of the rows alone.
+  """
+  lanes: list[Lanes] = []
+  digests: dict[str, jax.Array] = {}
   for stack, stored in zip(stacks, arrays, strict=True):
-    ordered = [stored[key] for key in ("parameters", *stack.slots)]
+    ordered = [stored[key] for key in ("parameters", *stack.slots) if key in stored]
     f = functools.partial(_fingerprints_of_shard, stack)
     specs = tuple(stack.specs[x.ndim] for x in ordered)
-    lanes.append(stack.placement.run(f, specs, (stack.specs[1],) * 2)(*ordered))
-  return lanes
+    of_rows, of_tables = stack.placement.run(f, specs, ((stack.specs[1],) * 2, P()))(*ordered)
+    lanes.append(of_rows)
+    digests |= dict(zip(stack.tables, of_tables, strict=True))
+  return lanes, digests
 
 
-def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> Lanes:
-  """Per device: the fingerprints of its rows, from all of their columns."""
-  placement = stack.placement
-  lanes = [jnp.zeros(stack.layout.shard_rows, jnp.uint32) for _ in _MIXERS]
+def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> tuple[Lanes, list[jax.Array]]:
+  """Per device: the fingerprints of its rows, from all of their columns, and the digests."""
+  placement, layout = stack.placement, stack.layout
+  lanes = [jnp.zeros(layout.shard_rows, jnp.uint32) for _ in _MIXERS]
+  digests = []
   for number, array in enumerate(arrays):
     words = _words(access.unpacked(access.opened(stack, array)))
+    position = jnp.arange(words.shape[1], dtype=jnp.int32)
     is_split = array.ndim == 2 and bool(placement.column_axes)
-    part = collectives.device_index(placement.column_axes) if is_split else jnp.int32(0)
-    position = jnp.arange(words.shape[1], dtype=jnp.uint32)
-    position += part.astype(jnp.uint32) * jnp.uint32(words.shape[1])
-    position = position * jnp.uint32(len(arrays)) + jnp.uint32(number)
-    mixed = []
-    for i, mixer in enumerate(_MIXERS):
-      salt = _mix(position + jnp.uint32(0x9E3779B9), *_MIXERS[1 - i])
-      mixed.append(_mix(words + salt[None], *mixer))
-    # One reduction, which XLA:CPU fuses with the mixing: two of them take 14 times as long.
-    add = lambda a, b: (a[0] + b[0], a[1] + b[1])
-    totals = lax.reduce(tuple(mixed), (jnp.uint32(0),) * 2, add, (1,))
-    for i, total in enumerate(totals):
-      lanes[i] += lax.psum(total, placement.column_axes) if is_split else total
-  return lanes[0], lanes[1]
+    if is_split:  # the last columns may be padding, which other meshes do not have
+      position += collectives.device_index(placement.column_axes) * words.shape[1]
+      used = words.shape[1] // stack.width * stack.dim
+      position = jnp.where(position < used, position, -1)
+    totals = _totals(words, position, number)
+    if is_split:
+      totals = [lax.psum(total, placement.column_axes) for total in totals]
+    if not number:
+      shard = collectives.device_index(placement.row_axes)
+      for index, (size, first) in enumerate(zip(layout.sizes, layout.offsets, strict=True)):
+        ids = layout.own_ids(index, shard)
+        digest = _digest([x[first : first + len(ids)] for x in totals], ids, size)
+        digests.append(lax.psum(digest, placement.row_axes) if placement.row_axes else digest)
+    lanes = [lane + total for lane, total in zip(lanes, totals, strict=True)]
+  return (lanes[0], lanes[1]), digests
+
+
+def digest_of(table: np.ndarray) -> str:
+  """The digest of a table `[vocabulary_size, dim]`, a chunk of rows after the other."""
+  size = len(table)
+  chunk, total = min(_padded(size), _CHUNK), np.zeros(2, np.uint32)
+  for start in range(0, size, chunk):
+    rows = table[start : start + chunk]
+    rows = np.pad(rows, ((0, chunk - len(rows)), (0, 0)))
+    ids = np.minimum(np.arange(start, start + chunk), size).astype(np.int32)
+    total += np.asarray(_digest_of_chunk(*jax.device_put((rows, ids, np.int32(size)))))
+  return as_text(total)
+
+
+@jax.jit
+def _digest_of_chunk(rows: jax.Array, ids: jax.Array, size: jax.Array) -> jax.Array:
+  words = _words(rows)
+  return _digest(_totals(words, jnp.arange(words.shape[1], dtype=jnp.int32), 0), ids, size)
 
 
 # --- taking rows out -----------------------------------------------------------------------------

@@ -132,7 +132,8 @@ def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
   inits = dict(stack.optimizer.slot_init) if stack.optimizer is not None else {}
   for i, (slot_name, slot) in enumerate(stack.slots.items()):
     init = inits.get(slot_name)
-    seeds = {name: jax.random.fold_in(key, i) for name, key in keys.items()}
+    # Beyond the numbers of rows, whose keys are folded from the same one.
+    seeds = {name: jax.random.fold_in(key, 2**32 - 1 - i) for name, key in keys.items()}
     if isinstance(init, initializers.RowWise) and not slot.per_row:
       if stack.is_in_host and not is_traced(keys):
         same_dtype = dataclasses.replace(stack, dtype=np.dtype(slot.dtype))

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -23,6 +24,20 @@ def place_whole(placement: Placement, x: Any, dtype: Any, where: P | NamedShardi
   whole = np.asarray(x)
   part = lambda index: whole[index].astype(dtype)
   return jax.make_array_from_callback(whole.shape, sharding, part)
+
+
+def copied_like(value: Any, old: jax.Array) -> jax.Array:
+  """A copy of a value, in the memory and on the devices of the array that it replaces."""
+  in_host = host.is_in_host(old)
+  if jax_internals.is_traced((value, old)):
+    new = jnp.array(host.to_device(value), old.dtype, copy=True)
+    return host.to_host(new) if in_host else new
+  if isinstance(value, jax.Array) and value.sharding != old.sharding and value.is_fully_addressable:
+    value = np.asarray(value)
+  if in_host:  # not by way of the device, which may have no room for it
+    return jax.device_put(np.array(value, old.dtype), old.sharding)
+  new = jnp.array(value, old.dtype, copy=True)
+  return jax.device_put(new, old.sharding) if old.committed else new
 
 
 def same_parts(

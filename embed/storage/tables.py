@@ -18,11 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from embed.engine import host, packing
 from embed.engine.jax_internals import is_traced
+from embed.engine.mesh import settled
 from embed.engine.stack import Arrays, StackSpec
 from embed.storage import placing, views
 from embed.storage.views import View
@@ -81,7 +81,7 @@ def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array)
 def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
   """A table on every device, for scores against all of its rows."""
   rows = (_read_compiled if stack.is_in_host else read)(stack, stored, table)
-  return stack.placement.put(host.to_device(rows), P())
+  return settled(stack.placement.put(host.to_device(settled(rows)), P()))
 
 
 # Eager code cannot move a device's part of an array from one memory to the other.
@@ -95,7 +95,7 @@ def _store(
   for name, value in tables.items():
     index = stack.indices[name]
     if stack.placement.is_local:
-      value = _copied(stack, value, stored)  # a donated step deletes what we store
+      value = placing.copied_like(value, stored)  # a donated step deletes what we store
       stored = with_block(stack, stored, index, value)
       continue
     chosen, spec = view(stack, name, stored.ndim, compact), stack.specs[stored.ndim]
@@ -109,15 +109,6 @@ def _store(
 
     stored = stack.placement.run(per_device, (spec, chosen.spec), spec)(stored, value)
   return stored
-
-
-def _copied(stack: StackSpec, value: Any, stored: jax.Array) -> jax.Array:
-  """A copy of a whole table or slot on one device, in the memory that stores it."""
-  if not stack.is_in_host:
-    return jnp.array(value, stored.dtype, copy=True)
-  if is_traced((value, stored)):
-    return host.to_host(jnp.array(value, stored.dtype, copy=True))
-  return jax.device_put(np.array(value, stored.dtype), stored.sharding)
 
 
 def shapes(
@@ -191,7 +182,7 @@ def read_all(
       tables |= _read_stack(stack, stored)
   if spread:
     of_mesh = tuple(stacks[i] for i in spread)
-    views_of = _read_spread(of_mesh, [arrays[i] for i in spread], compact)
+    views_of = settled(_read_spread(of_mesh, [arrays[i] for i in spread], compact))
     if compact:
       of = {name: stack for stack in of_mesh for name in stack.tables}
       views_of = {
@@ -235,7 +226,7 @@ def store_all(
         olds.append(old)
         values.append({name: _place(stack, x, name, old, compact) for name, x in tables.items()})
   if where:
-    spread = _store_spread(tuple(stacks[i] for i, _ in where), olds, values, compact)
+    spread = settled(_store_spread(tuple(stacks[i] for i, _ in where), olds, values, compact))
     for (i, key), value in zip(where, spread, strict=True):
       new[i][key] = value
   return new

@@ -9,6 +9,7 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import inputs as inputs_lib
+from embed.engine.bags import narrow
 from embed.transforms import hashing, kinds
 
 _OPTIONAL = ("default_value", "max_valency")
@@ -114,7 +115,7 @@ class Identity(Column):
     ids = np.where(is_too_large, 0, keys).astype(np.int64)
     problem = f"is not in 0 .. {self.num_buckets - 1}: raise num_buckets,"
     fill_missing(ids, is_too_large, keys, self.default_value, problem)
-    return np.maximum(ids, -1).astype(np.int32)
+    return narrow(ids)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,8 @@ def load(folder: str | Path) -> ClickModel | Recommender:
   """
   served = Served.open(folder)
   try:
-    return ClickModel(served) if served.recipe == "dlrm" else Recommender(served)
+    model = ClickModel(served) if served.recipe == "dlrm" else Recommender(served)
+    served.check_unchanged()
   except UserError:
     raise
   except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
@@ -68,3 +69,4 @@ def load(folder: str | Path) -> ClickModel | Recommender:
     raise DamagedFileError(
       f"{served.transforms} is damaged ({reason}): export the run again"
     ) from error
+  return model

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import arrays, manifest, schemas
+from .. import arrays, files, manifest, schemas
 from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import spec
 from ..tables.formats import Format
@@ -42,10 +42,12 @@ class Served:
   Attributes:
     folder: that holds it.
     about: the content of served.json.
+    manifest: of its files when it was opened.
   """
 
   folder: Path
   about: Mapping[str, Any]
+  manifest: Mapping[str, Any]
 
   @classmethod
   def open(cls, folder: str | Path) -> "Served":
@@ -55,17 +57,22 @@ class Served:
       UserError: it is none, or of another version; or a file is missing, changed, or of another
         export, and is named.
     """
-    path = Path(folder) / NAME
+    path = files.latest(Path(folder)) / NAME
     if not os.path.lexists(path):
       raise MissingFileError(_advice(path.parent))
     try:
-      manifest.check(path.parent)
+      content = manifest.check(path.parent)
       about = arrays.read_json(path, schema=schemas.SERVED)
     except UserError as error:
       raise type(error)(f"{error}: export the run again") from error
     if about.get("format") != FORMAT:
       raise UserError(f"{path} is of another version of recipes: export the run again")
-    return cls(path.parent, about)
+    return cls(path.parent, about, content)
+
+  def check_unchanged(self) -> None:
+    """Raises UserError if another export has replaced the folder since it was opened."""
+    if manifest.read(self.folder) != self.manifest:
+      raise UserError(f"another export has replaced {self.folder} meanwhile: load it again")
 
   @property
   def recipe(self) -> str:
@@ -94,14 +101,16 @@ class Served:
     """The arrays of the program, on the device.
 
     Raises:
-      DamagedFileError: the file is damaged or missing.
+      UserError: the file is damaged or missing, or of another export.
     """
     path = self.folder / "arrays.npz"
     try:
       with np.load(path) as stored:
-        return jax.device_put({name: stored[name] for name in stored.files})
+        read = {name: stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
       raise _damaged(path, error) from error
+    self.check_unchanged()
+    return jax.device_put(read)
 
   @functools.cached_property
   def candidates(self) -> jax.Array:
@@ -110,9 +119,11 @@ class Served:
     if name != CANDIDATES:
       return float32(self.arrays[name])
     try:
-      return jax.device_put(np.load(self.folder / name))
+      candidates = np.load(self.folder / name)
     except (OSError, ValueError, EOFError) as error:
       raise _damaged(self.folder / name, error) from error
+    self.check_unchanged()
+    return jax.device_put(candidates)
 
   @functools.cached_property
   def _call(self) -> Any:
@@ -121,6 +132,7 @@ class Served:
       program = jax.export.deserialize(bytearray(path.read_bytes()))
     except Exception as error:  # flatbuffers names no exceptions of its own
       raise _damaged(path, error) from error
+    self.check_unchanged()
     return jax.jit(program.call)
 
   def run(self, inputs: Any) -> jax.Array:

@@ -181,6 +181,68 @@ def test_attend_export_and_loaded_rows():
   assert_close(exported.program.call(exported.arrays, ids), on_device(ids))
 
 
+def sources(dtype):
+  """Equal rows and slots in the memory of the host, on a mesh and on another device."""
+  rows, slots = np.arange(12.0).reshape(6, 2), np.arange(6.0)
+  for where in ("host", "mesh", "other"):
+    mesh = make_mesh() if where == "mesh" else None
+    layer = small(dtype, mesh, "host" if where == "host" else "device")
+    layer.load_variables({"t": {"parameters": rows, "accumulators": slots}})
+    if where == "other":
+      state = nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable))
+      nnx.update(layer, jax.device_put(state, jax.devices()[1]))
+    yield layer
+
+
+def small(dtype, mesh=None, memory="device"):
+  table = embed.TableConfig(6, 2, name="t", dtype=dtype, optimizer=embed.rowwise_adagrad(0.5))
+  plan = embed.plan({"x": embed.FeatureConfig(table)}, mesh, {"x": np.zeros(8, np.int32)})
+  plan["t"].memory = memory
+  return embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
+
+
+ENTRIES = {
+  "load_tables": lambda source, target: target.load_tables(source.tables),
+  "load_variables": lambda source, target: target.load_variables(source.variables),
+  "from_tree": lambda source, target: embed.checkpoint.from_tree(
+    embed.checkpoint.to_tree(model=source), model=target
+  ),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("memory", ["device", "host"])
+def test_loaded_arrays_are_where_the_plan_says(memory, dtype):
+  """A table kept the memory, and the devices, of the array that it was loaded from."""
+  ids = {"x": np.array([5, 0], np.int32)}
+  for source in sources(dtype):
+    for entry in ENTRIES.values():
+      target = small(dtype, memory=memory)
+      before = [x.sharding for x in stored(target)]
+      entry(source, target)
+      assert [x.sharding for x in stored(target)] == before
+      assert target(ids)["x"].tolist() == [[10, 11], [0, 1]]
+
+
+def test_a_loaded_table_of_another_dtype_is_converted():
+  (source, *_) = sources(jnp.bfloat16)
+  target = small(jnp.float32)
+  target.load_tables(source.tables)
+  rows = target.tables["t"]
+  assert (rows.dtype, rows.sharding.memory_kind) == (jnp.float32, "device")
+  assert rows.tolist() == np.arange(12.0).reshape(6, 2).tolist()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_in_host_memory_are_served(dtype):
+  layer = next(sources(dtype))
+  features, ids = layer.spec.features, {"x": np.array([5, 0])}
+  serve = lambda tables: embed.serving_lookup(ids, None, tables, features)
+  for act in (serve(layer.tables)["x"], jax.jit(serve)(layer.tables)["x"]):
+    assert act.sharding.memory_kind == "device"
+    assert act.tolist() == [[10, 11], [0, 1]]
+
+
 def test_initial_values_are_those_of_tables_on_the_device():
   normal = jax.nn.initializers.normal(0.5)
   for initializer in (None, embed.row_wise(normal), normal):

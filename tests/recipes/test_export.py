@@ -2,15 +2,18 @@
 
 import itertools
 import json
+import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 from flax import nnx
+from kills import full_disk
 from recipe_runs import two_tower_smoke
 from served_models import CLICKS, LOG, run_of, write_clicks, write_log
 
@@ -215,6 +218,86 @@ def test_the_folder_says_what_it_holds_and_needs(clicks, tmp_path):
   assert "recipes.predict" in (out / "README.md").read_text()
   assert export.export(run, out) == out  # an earlier export is replaced
   assert not list(tmp_path.glob("*.partial"))
+
+
+# --- replaced -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other(clicks):
+  """A run on the same file, whose model is another."""
+  table = SMALL | {"files": str(clicks[2]), "columns": CLICKS, "dim": 4}
+  run_of("dlrm", table, clicks[1].with_name("other"))
+  return clicks[1].with_name("other")
+
+
+def scores(out, file):
+  return serving.load(out).predict(read_rows(file)[:3]).tolist()
+
+
+def test_a_full_disk_leaves_the_earlier_export(clicks, other, tmp_path):
+  _, run, file = clicks
+  out = export.export(run, tmp_path / "served", platforms=("cpu",))
+  before = scores(out, file)
+  with full_disk(1 << 12), pytest.raises(OSError, match="too large"):
+    export.export(other, out, platforms=("cpu",))
+  assert scores(out, file) == before
+  assert [path.name for path in tmp_path.iterdir()] == ["served"]
+
+
+def test_an_export_that_is_replaced_while_it_is_read_is_said(clicks, other, tmp_path):
+  """A model reads its program when it is needed first."""
+  _, run, file = clicks
+  out = export.export(run, tmp_path / "served", platforms=("cpu",))
+  early, late = serving.load(out), serving.load(out)
+  rows = read_rows(file)[:3]
+  before = early.predict(rows).tolist()
+  export.export(other, out, platforms=("cpu",))
+  assert early.predict(rows).tolist() == before
+  with pytest.raises(UserError, match=r"another export has replaced .*/served"):
+    late.predict(rows)
+  assert scores(out, file) != before
+
+
+EXPORT = """
+import sys
+import kills
+from recipes import export
+step, *arguments = sys.argv[1:]
+steps = kills.kill_at(int(step), "/served")
+export.main(arguments)
+print("steps", next(steps))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_kill_leaves_the_earlier_export_or_the_new_one(kills, clicks, other, tmp_path):
+  _, run, file = clicks
+  out = tmp_path / "served"
+  environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+
+  def export_by_command(step):
+    arguments = [str(step), str(other), f"--out={out}", "--platforms=cpu"]
+    command = [sys.executable, "-c", EXPORT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+  export.export(run, out, platforms=("cpu",))
+  before = scores(out, file)
+  done = export_by_command(-1)
+  after, steps = scores(out, file), int(done.stdout.rpartition("steps")[2])
+  assert before != after
+  # From the last rename on the new export is there; files of the old one are removed in the end.
+  found = []
+  for step in np.linspace(0, steps - 1, kills).astype(int):
+    export.export(run, out, platforms=("cpu",))
+    assert scores(out, file) == before
+    assert export_by_command(step).returncode == -signal.SIGKILL
+    found.append(scores(out, file))
+  assert found == sorted(found, key=[before, after].index)
+  assert (found[0], found[-1]) == (before, after)
+  export.export(run, out, platforms=("cpu",))
+  assert [path.name for path in tmp_path.iterdir()] == ["served"]
 
 
 def edited(run, folder, **changes):

@@ -1,4 +1,4 @@
-"""Downloads from a server of this machine: checked, whole or not at all, with helpful errors."""
+"""Downloads and folders: checked, whole or not at all, with helpful errors."""
 
 import errno
 import gc
@@ -10,6 +10,7 @@ from unittest import mock
 
 import http_server
 import pytest
+from kills import is_killed
 
 from recipes import errors, files
 
@@ -113,3 +114,43 @@ def test_processes_take_turns_and_say_that_they_wait(tmp_path):
       assert b"released" in first.communicate(b"\n")[0]
       assert second.stdout.readline() == b"held\n"
       second.communicate(b"\n")
+
+
+def write_version(folder, name):
+  with files.replacing_folder(folder) as new:
+    (new / "deep").mkdir()
+    for path in (new / "deep" / "same", new / name):
+      path.write_text(name)
+
+
+def read_version(folder):
+  folder = files.latest(folder)
+  return {name: (folder / name).read_text() for name in files.names(folder)}
+
+
+@pytest.mark.parametrize("before", [{}, {"old": "old", "deep/same": "old"}])
+def test_a_folder_is_replaced_or_not_whenever_it_is_killed(before, tmp_path):
+  after, newest = ({name: name, "deep/same": name} for name in ("new", "newest"))
+  found = []
+  for step in range(1000):
+    folder = tmp_path / str(step) / "folder"
+    folder.parent.mkdir()
+    if before:
+      write_version(folder, "old")
+    if not is_killed(lambda folder=folder: write_version(folder, "new"), step=step):
+      break
+    found.append(read_version(folder))
+    write_version(folder, "newest")
+    assert read_version(folder) == newest
+    assert os.listdir(folder.parent) == ["folder"]
+  assert found == sorted(found, key=[before, after].index)
+  assert before in found
+  assert after in found or not before  # without an old folder the last step is the rename
+
+
+def test_an_error_leaves_the_folder_as_it_was(tmp_path):
+  write_version(tmp_path / "folder", "old")
+  with pytest.raises(NotADirectoryError):
+    write_version(tmp_path / "folder", "deep/same/file")
+  assert read_version(tmp_path / "folder") == {"old": "old", "deep/same": "old"}
+  assert os.listdir(tmp_path) == ["folder"]

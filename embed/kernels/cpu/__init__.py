@@ -48,7 +48,10 @@ def _is_supported() -> bool:
   """Whether the extra is installed and fits; warns if it is installed and does not."""
   if os.name != "posix" or importlib.util.find_spec("numba") is None:
     return False
-  reason = _misfit()
+  try:
+    reason = _misfit()
+  except Exception as error:  # of the header, of Numba, or of XLA, which does not take the probe
+    reason = f"they do not know JAX {jax.__version__} as it is installed here: {error}"
   if reason is not None:
     warnings.warn(
       f"The CPU kernels are off: {reason}. XLA's own operations run instead. Set {SWITCH}=0 to "
@@ -59,19 +62,18 @@ def _is_supported() -> bool:
 
 
 def _misfit() -> str | None:
-  """Why kernels cannot be compiled here, though Numba is installed."""
+  """Why kernels cannot be compiled here, though Numba is installed; raises what goes wrong."""
   import numba
 
   if tuple(map(int, numba.__version__.split(".")[:2])) < OLDEST_NUMBA:
     return f"Numba {numba.__version__} is too old: pip install -U numba"
   if numba.config.DISABLE_JIT:
     return "NUMBA_DISABLE_JIT is set"
-  unknown = f"they do not know JAX {jax.__version__}'s foreign function interface"
-  try:
-    from embed.kernels.cpu import build
-  except ImportError as error:  # of `frame`, without the header that it reads
-    return f"{unknown}: {error}"
-  return None if build.is_interface_known() else unknown
+  from embed.kernels.cpu import build
+
+  if not build.is_interface_known():
+    return f"they do not know JAX {jax.__version__}'s foreign function interface"
+  return None
 
 
 def _are_sizes(dimensions: Sequence[Any]) -> bool:

@@ -63,7 +63,7 @@ try:
 except (AttributeError, OSError, ValueError) as error:
   raise ImportError("the header of XLA's foreign functions is not as expected") from error
 _API_BYTES = 8 * (_API_WORDS + len(_FUNCTIONS))
-LAYOUT = (VERSION, _MINOR, _SCHEDULE, _NUM_THREADS)
+LAYOUT = (VERSION, _MINOR, _API_BYTES, _SCHEDULE, _NUM_THREADS)
 
 
 # --- arguments and results ------------------------------------------------------------------------

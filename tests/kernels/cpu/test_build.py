@@ -2,9 +2,11 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from embed.kernels import cpu as cpu_kernels
@@ -77,13 +79,27 @@ def test_what_does_not_fit_is_said_once(monkeypatch, name, value, message):
     clear()
 
 
-@pytest.mark.parametrize("header", [None, "", "#define XLA_FFI_API_MAJOR 0"])
+HEADER = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+FIELD = "_XLA_FFI_API_STRUCT_FIELD(XLA_FFI_{});"
+HEADERS = {
+  "missing": None,
+  "empty": "",
+  "cut": "#define XLA_FFI_API_MAJOR 0",
+  "a version that XLA refuses": re.sub(r"(define XLA_FFI_API_MINOR) \d+", r"\1 99", HEADER),
+  "one function more": HEADER.replace(
+    FIELD.format("Error_Create"), f"{FIELD.format('New')}\n  {FIELD.format('Error_Create')}"
+  ),
+}
+
+
+@pytest.mark.parametrize("header", [*HEADERS, "no folder"])
 def test_a_jax_without_the_header_runs_without_kernels(tmp_path, header):
   folder = tmp_path / "xla" / "ffi" / "api"
   folder.mkdir(parents=True)
-  if header is not None:
-    (folder / "c_api.h").write_text(header)
-  before = f"import jax\njax.ffi.include_dir = lambda: {str(tmp_path)!r}\n"
+  if HEADERS.get(header) is not None:
+    (folder / "c_api.h").write_text(HEADERS[header])
+  where = "1 / 0" if header == "no folder" else repr(str(tmp_path))
+  before = f"import jax\njax.ffi.include_dir = lambda: {where}\n"
   on, errors = run(False, tmp_path / "cache", before, SPARSE_EMBED_KERNELS="1")
   assert on == "False"
   assert errors.count("they do not know JAX") == 1

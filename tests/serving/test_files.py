@@ -1,0 +1,131 @@
+"""Exports that are saved over earlier ones: after errors and kills one of the two is there."""
+
+import os
+import random
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from kills import full_disk, is_killed
+
+import embed
+
+FILES = ["arrays.npz", "program.bin"]
+
+
+def version(factor, size=4):
+  """An export that answers `factor ** 2`; a program and arrays of two versions answer otherwise."""
+  table = embed.TableConfig(size, 1, name="t")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  layer.load_tables({"t": np.full((size, 1), factor, np.float32)})
+  return embed.export(lambda layer, ids: layer(ids) * factor, layer, np.array([0]))
+
+
+def answer(folder):
+  """The answer in a process that has only JAX."""
+  program = jax.export.deserialize(bytearray((folder / "program.bin").read_bytes()))
+  with np.load(folder / "arrays.npz") as arrays:
+    return program.call(dict(arrays), np.array([0])).item()
+
+
+def names(folder):
+  return sorted(path.name for path in folder.iterdir())
+
+
+def test_two_exports_in_one_folder_after_another(tmp_path):
+  (tmp_path / "notes.txt").write_text("mine")
+  for factor in (3, 5):
+    version(factor).save(tmp_path)
+    assert answer(tmp_path) == factor**2
+    assert names(tmp_path) == sorted([*FILES, "notes.txt"])
+    assert not any(path.is_symlink() for path in tmp_path.iterdir())
+  assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_links_of_the_user_are_replaced_and_not_written_through(tmp_path):
+  folder, elsewhere = tmp_path / "served", tmp_path / "elsewhere"
+  version(3).save(elsewhere)
+  folder.mkdir()
+  for name in FILES:
+    (folder / name).symlink_to(f"../elsewhere/{name}")
+  (folder / ".replacing").symlink_to(elsewhere)
+  version(5).save(folder)
+  assert (answer(folder), answer(elsewhere)) == (25, 9)
+  assert names(folder) == names(elsewhere) == FILES
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_full_disk_leaves_what_was_there(is_first, tmp_path):
+  folder = tmp_path / "a" / "served"
+  if not is_first:
+    version(3).save(folder)
+  large = version(5, size=1 << 16)
+  with full_disk(1 << 15), pytest.raises(OSError, match="too large"):
+    large.save(folder)
+  if is_first:
+    assert not folder.exists()
+  else:
+    assert answer(folder) == 9
+    assert names(folder) == FILES
+  large.save(folder)
+  assert answer(folder) == 25
+
+
+def test_a_failure_at_any_step_leaves_one_export(tmp_path, monkeypatch):
+  """Each call that makes a link fails once, as on a disk without them."""
+  old, new = version(3), version(5)
+  old.save(tmp_path)
+  for number in range(4):
+    count, symlink = iter(range(9)), os.symlink
+
+    def failing(*args, count=count, number=number, symlink=symlink, **kwargs):
+      if next(count) == number:
+        raise PermissionError("no links here")
+      symlink(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+      patch.setattr(os, "symlink", failing)
+      with pytest.raises(PermissionError, match="no links here"):
+        new.save(tmp_path)
+    assert answer(tmp_path) == 9
+    assert names(tmp_path) == FILES
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_kill_at_any_step_leaves_one_export(is_first, tmp_path):
+  old, new, newest = version(3), version(5), version(7)
+  answers = []
+  for step in range(1000):
+    folder = tmp_path / str(step)
+    if not is_first:
+      old.save(folder)
+    if not is_killed(lambda folder=folder: new.save(folder), step=step):
+      break
+    try:
+      answers.append(answer(folder))
+    except FileNotFoundError:
+      answers.append(None)
+    newest.save(folder)
+    assert answer(folder) == 49
+    assert names(folder) == FILES
+  assert answers == sorted(answers, key=[None, 9, 25].index)
+  assert set(answers) == {None if is_first else 9, 25}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_at_any_time_leave_one_export(kills, tmp_path):
+  old, new = version(3, 1 << 18), version(5, 1 << 18)
+  old.save(tmp_path)
+  draw = random.Random(kills)
+
+  def save_again_and_again():
+    while True:
+      new.save(tmp_path)
+      old.save(tmp_path)
+
+  for _ in range(kills):
+    assert is_killed(save_again_and_again, after=draw.uniform(0, 0.2))
+    assert answer(tmp_path) in (9, 25)

@@ -1,0 +1,64 @@
+"""Processes that are killed, and disks that are full, while files are written."""
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+import warnings
+
+STEPS = ("open", "os.mkdir", "os.link", "os.symlink", "os.rename", "os.remove", "os.rmdir")
+
+
+def kill_at(step, part=""):
+  """Kills this process before it opens or changes a file for the given time; -1 never.
+
+  Returns an iterator of the number of the next step.
+
+  Args:
+    step: the number of the step, from 0.
+    part: of the paths of the files that count.
+  """
+  steps = iter(range(1 << 30))
+
+  def hook(event, args):
+    if event in STEPS and part in str(args[0]) and next(steps) == step:
+      os.kill(os.getpid(), signal.SIGKILL)
+
+  sys.addaudithook(hook)
+  return steps
+
+
+def is_killed(work, *, step=-1, after=None):
+  """Runs a function in a fork, which is killed before a step on files, or after seconds.
+
+  Returns whether it was killed before it ended. The function may run nothing of JAX.
+  """
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of forks in processes with threads
+    child = os.fork()
+  if not child:
+    try:
+      kill_at(step)
+      work()
+      os._exit(0)
+    finally:
+      os._exit(1)
+  if after is not None:
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+  status = os.waitpid(child, 0)[1]
+  assert status in (0, signal.SIGKILL)
+  return status != 0
+
+
+@contextlib.contextmanager
+def full_disk(size):
+  """Writing a byte after the first `size` bytes of a file raises OSError."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
