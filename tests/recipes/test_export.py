@@ -1,6 +1,5 @@
 """Exported models answer raw rows as the model in the run's process answers the prepared data."""
 
-import itertools
 import json
 import os
 import pathlib
@@ -81,23 +80,21 @@ def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   view, encode = nnx.view(training.model, deterministic=True), train.make_encode(None)
   vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(data, config)]
   candidates = np.concatenate(vectors)[: data.num_items]
-  scores, ids = [], []
-  for batch in data_lib.eval_batches(data, "valid", config):
+  users, scores, ids = [], [], []
+  for batch in data_lib.eval_batches(data, "test", config):
     vectors = view.queries({name: batch["query"][name] for name in config.query})
     best = retrieval.top_k(vectors, candidates, 10, batch["seen"])
     mask = np.asarray(batch["mask"])
+    users.append(batch["query"]["user"][mask])
     scores.append(np.asarray(best[0])[mask])
     ids.append(np.asarray(best[1])[mask])
 
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
-  users, items = served._users.texts, np.array(served._items.texts, object)
-  offsets = data.columns["train_offsets"]
+  users = np.concatenate(users)
+  items, before = np.array(served._items.texts, object), data.matrix("train", "valid")[users]
   rows = {
-    "who": users,
-    "history": [
-      items[data.columns["item"][start:stop]].tolist()
-      for start, stop in itertools.pairwise(offsets)
-    ],
+    "who": [served._users.texts[user] for user in users],
+    "history": [items[row.indices].tolist() for row in before],
   }
   answers = served.recommend(rows, top=10)
 

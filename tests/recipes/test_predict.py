@@ -21,12 +21,14 @@ from recipes.errors import UserError
 from recipes.serving import files
 from recipes.tables.formats import Format
 
-SMALL = {"batch_size": 64, "dim": 8, "eval_history": 16}
+SMALL = {"batch_size": 64, "dim": 8, "eval_history": 16, "ks": (5,), "select": "valid_ndcg@5"}
+SMALL_CLICKS = {"batch_size": 64, "dim": 8}
 HEADER = "clicked,price,age,city,shop,tags,part"
 
 
 def served_of(recipe, folder, table):
-  table = {k: v for k, v in SMALL.items() if recipe == "two_tower" or k != "eval_history"} | table
+  small = SMALL_CLICKS if recipe == "dlrm" else SMALL
+  table = {k: v for k, v in small.items() if recipe == "two_tower" or k != "eval_history"} | table
   run_of(recipe, table, folder / "run")
   return export.export(folder / "run", folder / "served", platforms=("cpu",))
 
