@@ -37,6 +37,7 @@ _HEADER_ROWS = 200  # in which a header's fields should not occur as values
 _WIDTH = 100  # of the config, and of the report at most
 _TOP = 5  # values shown of a column
 _LINES = 30  # of the config
+_REPEATED = 120  # characters of declarations that are alike, which are written once
 _REPAIR = " Repair the row, or write config.on_bad_row='skip' to leave such rows out."
 _NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
 _NAME = "--names=user,item,…, or call them c1, c2, … with --no_header"
@@ -47,11 +48,9 @@ def report(sample: Sample, plan: Plan, width: int = _WIDTH) -> str:
   lines = [["column", "type", "distinct", "missing", "proposed", "values"]]
   for name, column in sample.columns.items():
     distinct, values = _values(column, plan.columns[name])
-    missing, said = (
-      _share(column.missing) if column.missing else "-",
-      _cut(_said(plan.columns[name]), 35),
-    )
-    lines.append([_cut(name, 24), column.type(), f"{distinct:,}", missing, said, values])
+    kind, missing = column.type(), _share(column.missing) if column.missing else "-"
+    said = _cut(_said(plan.columns[name]), 35)
+    lines.append([_cut(name, 24), kind, f"{distinct:,}", missing, said, values])
   a, b, c, d, e, _ = (max(map(len, cells)) for cells in zip(*lines, strict=True))
   form = f"{{:{a}}}  {{:{b}}}  {{:>{c}}}  {{:>{d}}}  {{:{e}}}  {{}}"
   rows = [_cut(form.format(*line), width, middle=False).rstrip() for line in lines]
@@ -129,15 +128,10 @@ def config(plan: Plan, files: Any, format: Mapping[str, Any], command: str) -> s
   head = ['"""The table as first proposed; written by', "", f"    {written}", '"""', ""]
   head += ["", "def get_config():", "  return {"]
   left = ", ".join(_literal(name) for name, each in plan.columns.items() if not each.kind)
-  left = _cut(f"      # left out: {left}", _WIDTH, middle=False) if left else ""
-  for least, width in [(_LINES, _WIDTH), *((3, n) for n in range(_WIDTH, 2000, 20))]:
+  comment = [_cut(f"      # left out: {left}", _WIDTH, middle=False)] * bool(left)
+  for width in range(_WIDTH, 2000, 20):
     body = _settings({"files": files} | ({"format": format} if format else {}), width)
-    body += [
-      '    "columns": {',
-      *_columns(plan.declared, least, width),
-      *[left] * bool(left),
-      "    },",
-    ]
+    body += ['    "columns": {', *_columns(plan.declared, width), *comment, "    },"]
     body += _settings(plan.settings, width)
     if len(head) + len(body) < _LINES:
       break
@@ -149,7 +143,7 @@ def side_table(plan: Plan, files: Any, format: Mapping[str, Any]) -> str:
   key = next(name for name, proposal in plan.columns.items() if proposal.kind == plan.side)
   columns = {name: each for name, each in plan.declared.items() if name != key}
   settings = {"files": files} | ({"format": format} if format else {}) | {"key": key}
-  inner = [*_settings(settings), '    "columns": {', *_columns(columns, _LINES), "    },"]
+  inner = [*_settings(settings), '    "columns": {', *_columns(columns), "    },"]
   return "\n".join([f'    "{plan.side}_table": {{', *(f"  {line}" for line in inner), "    },"])
 
 
@@ -158,21 +152,15 @@ def _settings(settings: Mapping[str, Any], width: int = _WIDTH) -> list[str]:
   return [each for line in lines for each in _wrapped(line, width, "    ")]
 
 
-def _columns(declared: Mapping[str, Any], least: int, width: int = _WIDTH) -> list[str]:
-  """Returns the lines of the declarations; those of each group of columns begin a new line.
-
-  Args:
-    declared: the declarations by column.
-    least: columns with one short declaration that make a group; with a long one, four do.
-    width: of the lines.
-  """
+def _columns(declared: Mapping[str, Any], width: int = _WIDTH) -> list[str]:
+  """Returns the lines of the declarations; columns that repeat a long one are a group."""
   groups = collections.defaultdict(list)
   for name, value in declared.items():
     groups[_literal(value)].append(name)
   blocks = [""]
   for name, value in declared.items():
     names, literal = groups[_literal(value)], _literal(value)
-    if len(names) < (min(least, 4) if isinstance(value, Mapping) else least):
+    if len(names) * len(literal) < _REPEATED:
       blocks[-1] += f"{_literal(name)}: {literal}, "
     elif name == names[0]:
       blocks += [f"**dict.fromkeys(({', '.join(map(_literal, names))}), {literal}),", ""]
@@ -281,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _format(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
-  """Returns the settings of the format that the command line and the first lines give."""
+  """Returns the settings of the format that the command line gives, and checks the header."""
   names = tuple(name.strip() for name in arguments.names.split(",") if arguments.names)
   given = {"names": names, "delimiter": arguments.delimiter, "encoding": arguments.encoding}
   settings: dict[str, Any] = {name: value for name, value in given.items() if value}

@@ -240,17 +240,17 @@ def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
   pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
   places = rows = total = 0
   for index, file in enumerate(files):
-    share = max((num_rows - rows) // (len(files) - index), 1)
+    share, read = max((num_rows - rows) // (len(files) - index), 1), 0
     found = _of_text(file, share, stage) if isinstance(file, TextFile) else _of_parquet(file, share)
-    read = 0
-    for arrays in found.arrays:
+    arrays, faults, of, count = found
+    for batch in arrays:
       for name in names:
-        pieces[name].append(arrays[name][: share - read])
+        pieces[name].append(batch[name][: share - read])
       read += len(pieces[names[0]][-1])
-    ledger.add(file.path, found.faults)
-    if len(found.faults) > _BAD * (read + len(found.faults)):
-      Ledger("raise").add(file.path, found.faults)  # says what to write
-    rows, places, total = rows + read, places + found.places, total + found.total
+    ledger.add(file.path, faults)
+    if len(faults) > _BAD * (read + len(faults)):
+      Ledger("raise").add(file.path, faults)  # says what to write
+    rows, places, total = rows + read, places + of, total + count
   if not rows:
     raise DamagedFileError(f"{paths[0]} has a header and no rows.")
   if len(files) < len(paths):
@@ -265,13 +265,8 @@ def _spread(count: int) -> list[int]:
   return np.unique(np.linspace(0, count - 1, min(count, _PLACES)).astype(int)).tolist()
 
 
-class _Found(NamedTuple):
-  """Rows of a file: arrays by column, bad rows, the places they are from, and all of its rows."""
-
-  arrays: list[dict[str, pa.Array]]
-  faults: list[Fault]
-  places: int
-  total: int
+# Rows of a file by column, bad rows, the places they are from, and the number of all its rows.
+_Found = tuple[list[dict[str, pa.Array]], list[Fault], int, int]
 
 
 def _of_parquet(file: ParquetFile, num_rows: int) -> _Found:
@@ -285,13 +280,15 @@ def _of_parquet(file: ParquetFile, num_rows: int) -> _Found:
       arrays = [dict(zip(batch.schema.names, batch.columns, strict=True)) for batch in of if batch]
     except (pa.ArrowException, OSError) as error:
       raise DamagedFileError(f"{file.path} is damaged ({error}). Copy it again.") from error
-  return _Found(arrays, [], len(groups) if total > num_rows else 1, total)
+  return arrays, [], len(groups) if total > num_rows else 1, total
 
 
 def _of_text(file: TextFile, num_rows: int, stage: Stage) -> _Found:
   """Returns the first rows, and an estimate of the number of all."""
   text, share = head(file.path, file.format, num_rows + 1)
-  path, source, found, rows = file.path, file, _Found([], [], 1, 0), 0
+  path, source, rows = file.path, file, 0
+  arrays: list[dict[str, pa.Array]] = []
+  faults: list[Fault] = []
   if share < 1:
     number = len(list(stage.folder.iterdir()))
     path = stage.folder / f"head_{number}_{path.name.removesuffix('.gz')}"
@@ -299,13 +296,13 @@ def _of_text(file: TextFile, num_rows: int, stage: Stage) -> _Found:
     source = TextFile(path, file.format)
   try:
     for batch in batches(source, stage, source.names, _CHUNK):
-      found.arrays.append(batch.arrays)
-      found.faults.extend(batch.faults)
+      arrays.append(batch.arrays)
+      faults += batch.faults
       if (rows := rows + len(batch.rows)) >= num_rows:
         break
   except DamagedFileError as error:
     raise DamagedFileError(str(error).replace(str(path), str(file.path))) from error
-  return found._replace(total=max(int(rows / share), rows + (share < 1)))
+  return arrays, faults, 1, max(int(rows / share), rows + (share < 1))
 
 
 def head(path: Path, format: Format, num_lines: int) -> tuple[str, float]:
