@@ -4,8 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..errors import UserError
 from ..tables import interactions, spec
 from ..tables.settings import SPLITS, Table, parsed, serve_folder
@@ -38,15 +36,14 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """
   table = parsed(settings)
   _check(table)
-  log = interactions.read(table, table.split_by(timed="last", untimed="user"), folder)
+  by = table.split_by(timed="last", untimed="user")
+  log = interactions.read(table, by, folder)
   pairs = {
     name: (log.user[log.split == i], log.item[log.split == i]) for i, name in enumerate(SPLITS)
   }
   if table.refit:
-    pairs["train"] = (
-      np.concatenate([pairs["train"][0], pairs["valid"][0]]),
-      np.concatenate([pairs["train"][1], pairs["valid"][1]]),
-    )
+    trains = log.split != SPLITS.index("test")
+    pairs["train"] = log.user[trains], log.item[trains]
     pairs["valid"] = pairs["valid"][0][:0], pairs["valid"][1][:0]
   features, described = {}, {}
   for side, entities in (("user", log.users), ("item", log.items)):
@@ -62,7 +59,8 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     seed=table.split["seed"],
     may_be_empty=("valid",) if table.refit else (),
     may_repeat=("train",),
-    ordered=table.name_of(spec.Time) is not None,
+    # Where later items are held out, training asks with earlier ones as well.
+    ordered=table.name_of(spec.Time) is not None and by in ("last", "time"),
   )
   log.save(serve_folder(settings, folder))
   unused = [

@@ -287,3 +287,20 @@ def test_names_of_inputs_are_refused_for_features(tmp_path):
 def test_sequences_need_a_user_with_three_items(tmp_path):
   with pytest.raises(UserError, match="no user has three items"):
     load("sequence", tmp_path, rows=ROWS[:2])
+
+
+def test_rows_of_a_user_are_in_the_order_of_time_where_later_ones_are_held_out(tmp_path):
+  days = np.random.default_rng(0).permutation(400)
+  rows = [(f"u{day % 7}", f"i{day}", f"{day}") for day in days.tolist()]
+  columns = {"u": "user", "i": "item", "t": "time"}
+  for given in ({}, {"refit": True, "select": ""}, {"split": {"by": "time"}}):
+    loaded = load("two_tower", tmp_path, rows, columns, ("u", "i", "t"), **given)
+    items = [int(text[1:]) for text in Entities.load(loaded.serve, "items").texts]
+    when = np.array(items)[loaded.columns["item"]]
+    assert loaded.ordered
+    for start, stop in loaded.splits.values():
+      same = np.diff(loaded.columns["user"][start:stop]) == 0
+      assert (np.diff(when[start:stop])[same] > 0).all()
+  assert not load(
+    "two_tower", tmp_path, rows, columns, ("u", "i", "t"), split={"by": "user"}
+  ).ordered
