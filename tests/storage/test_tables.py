@@ -317,14 +317,13 @@ layer = embed.SparseEmbed(
   features, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=jax.make_mesh((8,), ("data",))
 )
 for _ in range(int(sys.argv[1])):
-  layer.load_tables(layer.tables)
-  layer.variables, embed.checkpoint.to_tree(model=layer)
+  layer.variables
 print("read")
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1000, pytest.param(3000, marks=pytest.mark.slow)])
 def test_many_reads_on_cpu_devices_wait_for_one_another(count):
   """XLA ended the process: of many programs that communicate, none had threads enough."""
   flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
