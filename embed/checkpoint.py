@@ -8,6 +8,7 @@ optimizer are at their paths.
 import functools
 import os
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -133,8 +134,7 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
     **nodes: the modules and optimizers to change, by their names in the tree.
 
   Raises:
-    ValueError: before anything is changed, naming each array that is missing, unknown or of another
-      shape.
+    ValueError: before anything is changed, as in `check`.
 
   >>> config = embed.FeatureConfig(embed.TableConfig(4, 2, name="movie"))
   >>> trained, fresh = (embed.SparseEmbed(config, rngs=nnx.Rngs(seed)) for seed in (0, 1))
@@ -158,8 +158,12 @@ def check(tree: Tree, **nodes: Any) -> None:
       `checkpointer.metadata(folder).item_metadata.tree` of Orbax.
     **nodes: as in `from_tree`.
 
+  Tables of more precision than the model's, such as float32 for bfloat16, are rounded: a warning
+  names them.
+
   Raises:
-    ValueError: naming each array that is missing, unknown or of another shape, and the remedy.
+    ValueError: naming each array that is missing, unknown, of another shape, or of objects, texts
+      or complex numbers, and the remedy.
 
   >>> table = lambda size: embed.FeatureConfig(embed.TableConfig(size, 2, name="movie"))
   >>> saved, other = (embed.SparseEmbed(table(size), rngs=nnx.Rngs(0)) for size in (4, 5))
@@ -168,6 +172,7 @@ def check(tree: Tree, **nodes: Any) -> None:
   ValueError: The checkpoint does not fit the model: model/tables/movie/parameters has shape ...
   """
   problems: list[str] = []
+  rounded: list[str] = []
   tables: dict[str, tuple[int, ...]] = {}
   for name, node in nodes.items():
     expected, saved = _flat(like(**{name: node})[name]), _flat(tree.get(name, {}))
@@ -186,11 +191,28 @@ def check(tree: Tree, **nodes: Any) -> None:
     )
     tables |= {k: shape for k, shape in differing.items() if is_table(k, shape)}
     problems += [
+      f"{name}/{k} has dtype {placing.dtype_of(saved[k])}, the model's has {expected[k].dtype}"
+      for k in shapes
+      if not placing.converts(saved[k], expected[k].dtype)
+    ]
+    rounded += [
+      f"{name}/{k.removesuffix('/parameters')}"
+      for k in shapes
+      if k.startswith("tables/") and k.endswith("/parameters")
+      if placing.dtype_of(saved[k]).itemsize > expected[k].dtype.itemsize == 2
+    ]
+    problems += [
       f"{name}/{k} was deleted by a step that donated its model: copy the tree before"
       for k, v in saved.items()
       if isinstance(v, jax.Array) and v.is_deleted()
     ]
   if not problems:
+    if rounded:
+      warnings.warn(
+        f"Tables of the checkpoint are rounded to the dtype of the model's: {', '.join(rounded)}. "
+        "Give their TableConfigs the dtype that was saved to keep the values.",
+        stacklevel=2,
+      )
     return
   advice = ""
   if tables:
@@ -212,11 +234,13 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
   Slots are not read for a model without optimizers.
 
   Args:
-    folder: the folder that Orbax wrote.
+    folder: the folder that Orbax wrote, a step of a `CheckpointManager`, or the folder of a manager
+      for its latest step.
     **nodes: as in `from_tree`.
 
   Raises:
-    ValueError: as in `check`.
+    FileNotFoundError: if there is no such folder, or no checkpoint in it.
+    ValueError: as in `check`, and for a step of several items, which are named.
     ImportError: if Orbax is not installed.
 
   >>> import pathlib, tempfile
@@ -236,13 +260,34 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
     raise ImportError(
       "Checkpoints are read by Orbax: pip install -e '.[recipes]', or orbax-checkpoint."
     ) from None
-  path, expected = pathlib.Path(folder).absolute(), like(**nodes)
+  path, expected = _tree_folder(pathlib.Path(folder).absolute(), ocp), like(**nodes)
   restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
   with ocp.PyTreeCheckpointer() as reader:
     check(reader.metadata(path).item_metadata.tree, **nodes)
     args = ocp.args.PyTreeRestore(expected, restore_args=restore_args, partial_restore=True)
     tree = reader.restore(path, args=args)
   from_tree(tree, **nodes)
+
+
+def _tree_folder(folder: pathlib.Path, ocp: Any) -> pathlib.Path:
+  """The folder of a tree: the given one, the only item of a step, or that of the latest step."""
+  if not folder.is_dir():
+    raise FileNotFoundError(f"{folder} is no folder: give one that Orbax has written.")
+  is_tree = lambda path: (path / "_METADATA").is_file()
+  if is_tree(folder):
+    return folder
+  steps = [pathlib.Path(path) for path in ocp.utils.checkpoint_steps_paths(folder)]
+  if steps:
+    return _tree_folder(max(steps, key=lambda x: ocp.utils.step_from_checkpoint_name(x.name)), ocp)
+  items = sorted(path for path in folder.iterdir() if is_tree(path))
+  if len(items) > 1:
+    raise ValueError(f"{folder} holds several trees: give one of {', '.join(map(str, items))}.")
+  if not items:
+    raise FileNotFoundError(
+      f"{folder} holds no checkpoint: give the folder that Orbax saved a tree to, or the folder of "
+      "a CheckpointManager."
+    )
+  return items[0]
 
 
 def _shape(x: Any) -> tuple[int, ...]:

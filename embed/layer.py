@@ -33,6 +33,7 @@ from embed.steps import (
   table_config,
   tap,
 )
+from embed.storage import placing
 from embed.storage import tables as stored_tables
 from embed.variables import Report, Table, changing, make_variables, replace
 
@@ -353,7 +354,7 @@ class SparseEmbed(nnx.Module):
         tables stay as they are.
 
     Raises:
-      ValueError: for an unknown table or another shape than `[vocabulary_size, dim]`.
+      ValueError: as `load_variables`.
 
     >>> movie = embed.TableConfig(2, 2, name="movie")
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -371,7 +372,8 @@ class SparseEmbed(nnx.Module):
         `variable_shapes`. `embed.import_variables` makes such a dict.
 
     Raises:
-      ValueError: before anything is replaced, for an unknown table or slot, or another shape.
+      ValueError: before anything is replaced, for an unknown table or slot, another shape, or
+        values that are no real numbers.
 
     >>> movie = embed.TableConfig(2, 1, optimizer=embed.adagrad(0.1), name="movie")
     >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
@@ -386,7 +388,7 @@ class SparseEmbed(nnx.Module):
     for name, replaced in variables.items():
       table_config(self, name)
       for key, value in replaced.items():
-        _check_shape(name, key, np.shape(value), shapes[name])
+        _check(name, key, value, shapes[name])
     stacks = tuple(self.spec.stacks.values())
     replacements = [
       {
@@ -454,11 +456,14 @@ def store_apart(layer: SparseEmbed) -> None:
   layer.arrays = nnx.Dict({t: nnx.Dict({"parameters": Table(rows[t])}) for t in spec.tables})
 
 
-def _check_shape(name: str, key: str, shape: tuple[int, ...], wanted: Mapping[str, Any]) -> None:
-  """Raises ValueError unless `wanted`, the arrays of a table, has one of this name and shape."""
+def _check(name: str, key: str, value: Any, wanted: Mapping[str, Any]) -> None:
+  """Raises ValueError unless a value fits the array of this name among `wanted`, of a table."""
   if key not in wanted:
     slots = [kept for kept in wanted if kept != "parameters"]
     raise ValueError(f"Table {name!r} has no slot {key!r}; its slots are {slots}.")
+  what = f"Table {name!r}" if key == "parameters" else f"Slot {key!r} of table {name!r}"
+  shape, dtype = np.shape(value), wanted[key].dtype
   if shape != wanted[key].shape:
-    what = f"Table {name!r}" if key == "parameters" else f"Slot {key!r} of table {name!r}"
     raise ValueError(f"{what} has shape {wanted[key].shape}, got {shape}.")
+  if not placing.converts(value, dtype):
+    raise ValueError(f"{what} has dtype {dtype}, got {placing.dtype_of(value)}: give real numbers.")

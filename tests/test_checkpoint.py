@@ -281,3 +281,98 @@ def test_optax_slots_and_a_learned_combiner_go_on_elsewhere(where):
   weights = [m.embed.combiner_weights["movie"][...] for m in (model, other)]
   assert np.abs(weights[0] - 1).min() > 0
   np.testing.assert_allclose(*weights, rtol=1e-5)
+
+
+def one_table(seed=0, dtype=jnp.float32):
+  table = embed.TableConfig(4, 2, name="movie", dtype=dtype)
+  return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(seed))
+
+
+@pytest.fixture(scope="module")
+def managed(tmp_path_factory):
+  """Folders of managers, and the rows of their latest step."""
+  root = tmp_path_factory.mktemp("managed")
+  layers = [one_table(seed) for seed in (1, 2)]
+  trees = [embed.checkpoint.to_tree(model=layer) for layer in layers]
+  prefixed = ocp.CheckpointManagerOptions(step_prefix="step", step_format_fixed_length=6)
+  for name, options in (("plain", None), ("prefixed", prefixed)):
+    with ocp.CheckpointManager(root / name, options=options) as manager:
+      for step, tree in zip((9, 10), trees, strict=True):
+        manager.save(step, args=ocp.args.StandardSave(tree))
+  items = {"model": ocp.args.StandardSave(trees[1]), "about": ocp.args.JsonSave({})}
+  two = items | {"about": ocp.args.StandardSave({"x": np.zeros(2)})}
+  for name, kinds in (("beside", items), ("several", two)):
+    with ocp.CheckpointManager(root / name) as manager:
+      manager.save(3, args=ocp.args.Composite(**kinds))
+  (root / "empty").mkdir()
+  (root / "file").write_text("")
+  return root, np.asarray(layers[1].tables["movie"])
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["plain", "plain/10", "plain/10/default", "prefixed", "beside", "beside/3", "several/3/model"],
+)
+def test_restore_finds_the_latest_tree_of_a_manager(name, managed):
+  root, rows = managed
+  layer = one_table()
+  embed.checkpoint.restore(root / name, model=layer)
+  np.testing.assert_array_equal(layer.tables["movie"], rows)
+
+
+@pytest.mark.parametrize(
+  ("name", "words"),
+  [
+    ("nowhere", r"nowhere is no folder.*that Orbax has written"),
+    ("file", r"file is no folder"),
+    ("empty", r"empty holds no checkpoint.*give the folder"),
+    ("several", r"several/3 holds several trees: give one of .*/3/about, .*/3/model"),
+  ],
+)
+def test_restore_names_a_folder_without_a_tree_to_restore(name, words, managed):
+  error = ValueError if name == "several" else FileNotFoundError
+  with pytest.raises(error, match=words):
+    embed.checkpoint.restore(managed[0] / name, model=one_table())
+
+
+@pytest.mark.parametrize("dtype", [object, complex, "U1", "M8[s]"])
+def test_arrays_that_are_no_real_numbers_are_named(dtype):
+  layer = one_table()
+  before = np.asarray(layer.tables["movie"])
+  tree = embed.checkpoint.to_tree(model=layer)
+  bad = np.zeros((4, 2), dtype)
+  tree["model"]["tables"]["movie"]["parameters"] = bad
+  with pytest.raises(ValueError, match=r"model/tables/movie/parameters has dtype"):
+    embed.checkpoint.from_tree(tree, model=layer)
+  with pytest.raises(ValueError, match="'movie' has dtype float32, got"):
+    layer.load_tables({"movie": bad})
+  np.testing.assert_array_equal(layer.tables["movie"], before)
+
+
+def test_dense_arrays_may_be_complex_where_the_model_has_them_so():
+  make = lambda value: nnx.Dict({"x": nnx.Param(jnp.asarray(value))})
+  model = make(1j)
+  embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=make(2j)), model=model)
+  assert model["x"][...] == 2j
+  embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=make(3.0)), model=model)
+  assert model["x"][...] == 3
+  with pytest.raises(ValueError, match="model/state/x/value has dtype complex64"):
+    embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=model), model=make(1.0))
+
+
+def test_a_table_that_is_rounded_is_named_once(tmp_path):
+  saved, rounded = one_table(), one_table(dtype=jnp.bfloat16)
+  saved.load_tables({"movie": np.full((4, 2), 1 + 2**-9)})
+  tree = embed.checkpoint.to_tree(model=saved)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "c", tree)
+  for restore in (
+    lambda model: embed.checkpoint.restore(tmp_path / "c", model=model),
+    lambda model: embed.checkpoint.from_tree(tree, model=model),
+  ):
+    rounded.load_tables({"movie": np.zeros((4, 2))})
+    with pytest.warns(UserWarning, match="rounded.*model/tables/movie") as warned:
+      restore(rounded)
+    assert len(warned) == 1
+    assert (rounded.tables["movie"] == 1).all()
+  embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=rounded), model=saved)  # exact

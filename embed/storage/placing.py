@@ -26,6 +26,20 @@ def place_whole(placement: Placement, x: Any, dtype: Any, where: P | NamedShardi
   return jax.make_array_from_callback(whole.shape, sharding, part)
 
 
+def dtype_of(x: Any) -> Any:
+  """The dtype of an array, of nested lists, or of the metadata of a stored array."""
+  is_known = isinstance(x, jax.Array) or isinstance(getattr(x, "dtype", None), np.dtype)
+  return x.dtype if is_known else np.asarray(x).dtype
+
+
+def converts(x: Any, dtype: Any) -> bool:
+  """Whether all values of an array are numbers of a dtype, but for their rounding."""
+  given = dtype_of(x)
+  if jnp.issubdtype(given, jnp.complexfloating):
+    return jnp.issubdtype(dtype, jnp.complexfloating)
+  return given == np.bool_ or jnp.issubdtype(given, jnp.number)
+
+
 def copied_like(value: Any, old: jax.Array) -> jax.Array:
   """A copy of a value, in the memory and on the devices of the array that it replaces."""
   in_host = host.is_in_host(old)

@@ -1,6 +1,9 @@
 """Tables as users and checkpoints see them: rows in order, the same from any mesh to any other."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import harness
 import jax
@@ -302,3 +305,28 @@ def test_a_tree_from_other_devices(saved, source):
   model, optimizer = run(4, seed=1, replicate=False)
   embed.checkpoint.from_tree(tree, model=model, optimizer=optimizer)
   assert_close(train(model, optimizer, 1, start=2), losses[:1], scale=1e-5)
+
+
+READS = """
+import sys, jax, numpy as np
+from flax import nnx
+import embed
+tables = [embed.TableConfig(800, 16, name="even"), embed.TableConfig(37, 5, name="uneven")]
+features = [embed.FeatureConfig(table) for table in tables]
+layer = embed.SparseEmbed(
+  features, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=jax.make_mesh((8,), ("data",))
+)
+for _ in range(int(sys.argv[1])):
+  layer.variables
+print("read")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count", [1000, pytest.param(3000, marks=pytest.mark.slow)])
+def test_many_reads_on_cpu_devices_wait_for_one_another(count):
+  """XLA ended the process: of many programs that communicate, none had threads enough."""
+  flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+  command = [sys.executable, "-c", READS, str(count)]
+  done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True)
+  assert done.stdout == "read\n", done.stderr
