@@ -19,6 +19,7 @@ from embed.gradients import Grads, Rows, by_stack
 from embed.layer import SparseEmbed
 from embed.row_optimizer import RowOptimizer
 from embed.steps import moving, step_combiner_weights, step_stacks
+from embed.variables import changing
 
 # Optax states that hold updates back, by name: tables would step while dense parameters wait.
 _ACCUMULATE = "sum the gradients of the microbatches with embed.accumulate and update once"
@@ -120,7 +121,8 @@ class Optimizer(nnx.Module):
       moving(module, of_layer, step)  # raises before any layer has stepped
       layers.append((module, of_layer))
     learned = _learned(model, grads.dense)
-    with jax.numpy_dtype_promotion("standard"):  # optax's arithmetic relies on it
+    # Optax's arithmetic relies on the standard promotion.
+    with changing("An update"), jax.numpy_dtype_promotion("standard"):
       self.dense.update(model, nnx.filter_state(grads.dense, _BY_OPTAX), **kwargs)
     for module, table, grad in learned:
       step_combiner_weights(module, table, grad)
