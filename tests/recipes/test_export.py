@@ -10,13 +10,23 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
-from flax import nnx
 from kills import full_disk
-from recipe_runs import two_tower_smoke
-from served_models import CLICKS, LOG, run_of, write_clicks, write_log
+from recipe_runs import dlrm_smoke, sequence_smoke, two_tower_smoke
+from served_models import (
+  CLICKS,
+  LOG,
+  own_probabilities,
+  own_sequences,
+  own_towers,
+  run_of,
+  write_clicks,
+  write_log,
+)  # fmt: skip
 
-from recipes import export, retrieval, serving
+from recipes import export, serving
 from recipes.errors import UserError
 from recipes.tables import settings
 
@@ -41,21 +51,12 @@ def clicks(tmp_path_factory):
 
 @pytest.mark.parametrize("model", ["dcnv2", pytest.param("dlrm", marks=pytest.mark.full)])
 def test_a_click_model_scores_raw_rows_as_its_run_does(model, clicks, tmp_path):
-  from recipes.dlrm import data as data_lib
-  from recipes.dlrm import train
-
   training, run, file = clicks
   if model == "dlrm":
     run = tmp_path / "run"
     table = SMALL | {"files": str(file), "columns": CLICKS, "model": "dlrm"}
     training = run_of("dlrm", table, run)
-  data = data_lib.load(training.config)
-  view, logits = nnx.view(training.model, deterministic=True), []
-  for split in ("train", "valid", "test"):
-    for batch in data_lib.eval_batches(data, split, 256):
-      logits.append(np.asarray(train.predict(view, batch))[np.asarray(batch["mask"])])
-  expected = 1 / (1 + np.exp(-np.concatenate(logits).astype(np.float64)))
-
+  expected = own_probabilities(training)
   rows = read_rows(file)
   scores = serving.load(export.export(run, tmp_path / "served")).predict(rows)
 
@@ -69,29 +70,17 @@ def test_a_click_model_scores_raw_rows_as_its_run_does(model, clicks, tmp_path):
 )
 def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   from recipes.two_tower import data as data_lib
-  from recipes.two_tower import train
 
   file = write_log(tmp_path / "log.csv")
   # Names that no file can have, and that a column of the prepared data is called in another way.
   again = {f"{name}/again": LOG[name] | {"column": name} for name in ("country", "genre")}
   table = SMALL | {"files": str(file), "columns": LOG | again, "query": query}
   training = run_of("two_tower", table | {"query_hidden": (16,)}, tmp_path / "run")
-  config, data = training.config, data_lib.load(training.config)
-  view, encode = nnx.view(training.model, deterministic=True), train.make_encode(None)
-  vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(data, config)]
-  candidates = np.concatenate(vectors)[: data.num_items]
-  users, scores, ids = [], [], []
-  for batch in data_lib.eval_batches(data, "test", config):
-    vectors = view.queries({name: batch["query"][name] for name in config.query})
-    best = retrieval.top_k(vectors, candidates, 10, batch["seen"])
-    mask = np.asarray(batch["mask"])
-    users.append(batch["query"]["user"][mask])
-    scores.append(np.asarray(best[0])[mask])
-    ids.append(np.asarray(best[1])[mask])
+  users, scores, ids = own_towers(training)
 
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
-  users = np.concatenate(users)
-  items, before = np.array(served._items.texts, object), data.matrix("train", "valid")[users]
+  before = data_lib.load(training.config).matrix("train", "valid")[users]
+  items = np.array(served._items.texts, object)
   rows = {
     "who": [served._users.texts[user] for user in users],
     "history": [items[row.indices].tolist() for row in before],
@@ -99,8 +88,8 @@ def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   answers = served.recommend(rows, top=10)
 
   assert len(users) == 1000
-  np.testing.assert_allclose(answers.scores, np.concatenate(scores), atol=1e-6, rtol=0)
-  assert np.mean(answers.items == items[np.concatenate(ids)]) > 0.999
+  np.testing.assert_allclose(answers.scores, scores, atol=1e-6, rtol=0)
+  assert np.mean(answers.items == items[ids]) > 0.999
   assert answers.titles[0, 0] == f"No. {answers.items[0, 0][1:]}, the film"
 
 
@@ -130,37 +119,80 @@ def test_a_run_on_a_published_table_answers_with_its_ids_and_titles(tmp_path):
 )
 def test_sequence_models_rank_raw_rows_as_their_run_does(model, dtype, tmp_path):
   from recipes.sequence import data as data_lib
-  from recipes.sequence import model as model_lib
 
   file = write_log(tmp_path / "log.csv")
   # Shorter than some histories, which are cut.
   table = SMALL | {"files": str(file), "columns": LOG, "model": model, "max_length": 5}
   table |= {"table_dtype": dtype}
   training = run_of("sequence", table, tmp_path / "run")
-  config, data = training.config, data_lib.load(training.config)
-  view, users, scores, ids = nnx.view(training.model, deterministic=True), [], [], []
-
-  @nnx.jit(graph=False)  # as an evaluation: operations one by one round otherwise
-  def ranked(view, batch):
-    table = view.embed.tables[model_lib.ITEM]
-    return retrieval.top_k(model_lib.queries(view, batch), table, 10, batch["seen"])
-
-  for batch in data_lib.eval_batches(data, "test", config):
-    best = ranked(view, batch)
-    mask = batch["user"] >= 0
-    users.append(batch["user"][mask])
-    scores.append(np.asarray(best[0])[mask])
-    ids.append(np.asarray(best[1])[mask])
-  users = np.concatenate(users)
+  users, scores, ids = own_sequences(training)
 
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
-  items, offsets = np.array(served._items.texts, object), data.columns["offsets"]
-  stored = [data.columns["items"][offsets[user] : offsets[user + 1] - 1] for user in users]
+  columns = data_lib.load(training.config).columns
+  items, offsets = np.array(served._items.texts, object), columns["offsets"]
+  stored = [columns["items"][offsets[user] : offsets[user + 1] - 1] for user in users]
   answers = served.recommend({"history": ["|".join(items[each]) for each in stored]})
 
   assert len(users) == 1000
-  np.testing.assert_allclose(answers.scores, np.concatenate(scores), atol=1e-6, rtol=1e-6)
-  assert np.mean(answers.items == items[np.concatenate(ids)]) > 0.999
+  np.testing.assert_allclose(answers.scores, scores, atol=1e-6, rtol=1e-6)
+  assert np.mean(answers.items == items[ids]) > 0.999
+
+
+# Every published data set: what is read of it, and how raw rows say what its test asks.
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["movielens1m", "criteo_kaggle"])
+def test_published_clicks_are_scored_as_their_run_does(name, tmp_path):
+  training = run_of("dlrm", dlrm_smoke(name, tmp_path), tmp_path / "run")
+  served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
+  split = pq.read_table(training.serve.parent / "split.parquet")
+  rows = split.filter(pc.equal(split["part"], "test"))["row"].to_pylist()
+  file = next((tmp_path / "raw").glob("ratings*" if name == "movielens1m" else "train.txt"))
+  format = served.served.text_format
+  lines = file.read_text(encoding="latin-1").splitlines()
+  lines = lines if format.names else lines[1:]
+  cut = [lines[row - 1].split(format.delimiter or ",") for row in rows]
+  names = format.names or ("user", "movie", "rating")
+  scores = served.predict(dict(zip(names, map(list, zip(*cut, strict=True)), strict=True)))
+  np.testing.assert_allclose(scores, own_probabilities(training, ["test"]), atol=1e-6, rtol=0)
+  assert np.ptp(scores) > 0.1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gowalla", "movielens100k", "movielens1m"])
+def test_published_items_are_ranked_as_their_run_does(name, tmp_path):
+  from recipes.two_tower import data as data_lib
+
+  training = run_of("two_tower", two_tower_smoke(name, tmp_path), tmp_path / "run")
+  users, scores, ids = own_towers(training)
+  served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
+  items = np.array(served._items.texts, object)
+  before = data_lib.load(training.config).matrix("train", "valid")[users]
+  texts = [served._users.texts[user] for user in users]
+  histories = [items[row.indices].tolist() for row in before]
+  answers = served.recommend({"user": texts, "history": histories}, top=10)
+  left = np.isfinite(scores) & (ids >= 0)  # few items are left for some users
+  assert left.mean() > 0.9
+  np.testing.assert_array_equal(np.isfinite(answers.scores), left)
+  np.testing.assert_allclose(answers.scores[left], scores[left], atol=1e-6, rtol=0)
+  assert np.mean(answers.items[left] == items[ids[left]]) > 0.99
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["beauty", "beauty_bert4rec", "movielens1m"])
+def test_published_sequences_are_ranked_as_their_run_does(name, tmp_path):
+  from recipes.sequence import data as data_lib
+
+  training = run_of("sequence", sequence_smoke(name, tmp_path), tmp_path / "run")
+  users, scores, ids = own_sequences(training)
+  served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
+  columns = data_lib.load(training.config).columns
+  items, offsets = np.array(served._items.texts, object), columns["offsets"]
+  stored = [columns["items"][offsets[user] : offsets[user + 1] - 1] for user in users]
+  answers = served.recommend({"history": ["|".join(items[each]) for each in stored]}, top=10)
+  np.testing.assert_allclose(answers.scores, scores, atol=1e-6, rtol=1e-6)
+  assert np.mean(answers.items == items[ids]) > 0.99
 
 
 @pytest.mark.full

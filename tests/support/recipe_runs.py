@@ -6,7 +6,15 @@ import json
 import ml_collections
 import numpy as np
 import pytest
-from small_data import write_gowalla, write_movielens, write_movielens100k
+from small_data import (
+  draw_sequences,
+  write_criteo,
+  write_criteo_days,
+  write_gowalla,
+  write_movielens,
+  write_movielens100k,
+  write_sequences,
+)  # fmt: skip
 
 from recipes.two_tower.data import RetrievalData
 
@@ -35,6 +43,31 @@ def leaves(config, prefix=""):
       yield from leaves(value, f"{prefix}{key}.")
     else:
       yield f"{prefix}{key}", config, key
+
+
+def dlrm_smoke(name, folder, **changes):
+  """Returns a config of the click models in smoke mode, on data written below a folder."""
+  config = importlib.import_module(f"configs.dlrm.{name}").get_config("smoke")
+  changes["cache_dir"] = str(folder / "cache")
+  if name == "movielens1m":
+    changes["data_dir"] = str(write_movielens(folder / "raw"))
+  if name == "criteo_kaggle":
+    changes["data_dir"] = str(write_criteo(folder / "raw" / "train.txt").parent)
+  if name == "criteo_1tb":
+    changes["data_dir"] = str(write_criteo_days(folder / "raw"))
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+def sequence_smoke(name, folder, **changes):
+  """Returns a config of the sequence models in smoke mode, on data written below a folder."""
+  config = importlib.import_module(f"configs.sequence.{name}").get_config("smoke")
+  changes = {"cache_dir": str(folder / "cache")} | changes
+  if config.dataset == "file":
+    write_sequences(folder / "raw" / config.data_file, draw_sequences(), config.layout)
+    changes = {"data_dir": str(folder / "raw"), "counts": ()} | changes
+  config.update_from_flattened_dict(changes)
+  return config
 
 
 def two_tower_smoke(name, folder, **changes):

@@ -6,8 +6,9 @@ import shutil
 import jax
 import numpy as np
 from flax import nnx
+from ml_collections import ConfigDict
 
-from recipes import arrays, checkpoints, results, runs
+from recipes import arrays, checkpoints, results, retrieval, runs
 from recipes.checkpoints import Progress
 from recipes.tables import settings
 
@@ -65,12 +66,14 @@ def run_of(recipe, table, workdir):
 
   Args:
     recipe: its name.
-    table: the config of a table.
+    table: the config of a table, or the whole config of a published one.
     workdir: of the run; its data are prepared beside it.
   """
-  defaults = importlib.import_module(f"recipes.{recipe}.defaults").DEFAULTS
-  table = {"cache_dir": str(workdir.parent / "cache"), "epochs": 1} | table
-  config = settings.complete(table, defaults)
+  config = table
+  if not isinstance(table, ConfigDict):
+    defaults = importlib.import_module(f"recipes.{recipe}.defaults").DEFAULTS
+    table = {"cache_dir": str(workdir.parent / "cache"), "epochs": 1} | table
+    config = settings.complete(table, defaults)
   config.table.init_scale = 0.2
   training = importlib.import_module(f"recipes.{recipe}.train").prepare(config, None)
   keys = iter(jax.random.split(jax.random.key(7), 1000))
@@ -89,3 +92,50 @@ def run_of(recipe, table, workdir):
   arrays.write_json(workdir / "result.json", result)
   shutil.copytree(training.serve, workdir / "serve")
   return training
+
+
+def own_probabilities(training, splits=("train", "valid", "test")):
+  """Returns the probabilities by the model of a run, float64 [N], of its prepared rows."""
+  from recipes.dlrm import data, train
+
+  view, logits = nnx.view(training.model, deterministic=True), []
+  loaded = data.load(training.config)
+  for split in splits:
+    for batch in data.eval_batches(loaded, split, 256):
+      logits.append(np.asarray(train.predict(view, batch))[np.asarray(batch["mask"])])
+  return 1 / (1 + np.exp(-np.concatenate(logits).astype(np.float64)))
+
+
+def own_towers(training, top=10):
+  """Returns users, scores and ids of the items by the towers of a run for its test."""
+  from recipes.two_tower import data, train
+
+  config, loaded = training.config, data.load(training.config)
+  view, encode = nnx.view(training.model, deterministic=True), train.make_encode(None)
+  vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(loaded, config)]
+  candidates = np.concatenate(vectors)[: loaded.num_items]
+  parts = []
+  for batch in data.eval_batches(loaded, "test", config):
+    vectors = view.queries({name: batch["query"][name] for name in config.query})
+    best = retrieval.top_k(vectors, candidates, top, batch["seen"])
+    mask = np.asarray(batch["mask"])
+    parts.append([np.asarray(x)[mask] for x in (batch["query"]["user"], *best)])
+  return [np.concatenate(part) for part in zip(*parts, strict=True)]
+
+
+def own_sequences(training, top=10):
+  """Returns users, scores and ids of the items by the sequence model of a run for its test."""
+  from recipes.sequence import data, model
+
+  config, loaded = training.config, data.load(training.config)
+  view, parts = nnx.view(training.model, deterministic=True), []
+
+  @nnx.jit(graph=False)  # as an evaluation: operations one by one round otherwise
+  def ranked(view, batch):
+    table = view.embed.tables[model.ITEM]
+    return retrieval.top_k(model.queries(view, batch), table, top, batch["seen"])
+
+  for batch in data.eval_batches(loaded, "test", config):
+    mask = batch["user"] >= 0
+    parts.append([np.asarray(x)[mask] for x in (batch["user"], *ranked(view, batch))])
+  return [np.concatenate(part) for part in zip(*parts, strict=True)]

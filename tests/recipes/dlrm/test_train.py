@@ -10,27 +10,13 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
-from recipe_runs import RESULT, leaves, slow_but
-from small_data import write_criteo, write_criteo_days, write_movielens
+from recipe_runs import RESULT, dlrm_smoke, leaves, slow_but
 
 from recipes import hosts, optimizers, results
 from recipes.dlrm import data, train
 from recipes.features import Feature
 
 CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
-
-
-def smoke(name, folder, **changes):
-  config = importlib.import_module(f"configs.dlrm.{name}").get_config("smoke")
-  changes["cache_dir"] = str(folder / "cache")
-  if name == "movielens1m":
-    changes["data_dir"] = str(write_movielens(folder / "raw"))
-  if name == "criteo_kaggle":
-    changes["data_dir"] = str(write_criteo(folder / "raw" / "train.txt").parent)
-  if name == "criteo_1tb":
-    changes["data_dir"] = str(write_criteo_days(folder / "raw"))
-  config.update_from_flattened_dict(changes)
-  return config
 
 
 def test_there_is_a_config_per_dataset():
@@ -65,7 +51,7 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
     changes = {"dense_optimizer": "adamw" if first else "adagrad"}
     if name == "criteo_kaggle":
       changes["vocabulary"] = "hash" if first else "min_count"
-    config = smoke(name, tmp_path, model=model, **changes)
+    config = dlrm_smoke(name, tmp_path, model=model, **changes)
     read.clear()
     result = train.run(config, str(tmp_path / model))
     check_result(result, config, tmp_path / model)
@@ -100,14 +86,16 @@ def check_result(result, config, workdir):
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam", "rowwise_adagrad", "sgd"])
 def test_table_optimizers(optimizer, tmp_path):
   changes = {"table.optimizer": optimizer, "table.weight_decay": 0.01}
-  config = smoke("synthetic", tmp_path, **changes)
+  config = dlrm_smoke("synthetic", tmp_path, **changes)
   assert optimizers.table_optimizer(config) is not None
 
 
 @pytest.mark.full
 def test_the_dense_part_by_adagrad(tmp_path):
   changes = {"learning_rate": 0.5, "warmup_steps": 0, "final_rate": 1.0}
-  tx = train.dense_optimizer(smoke("synthetic", tmp_path, dense_optimizer="adagrad", **changes))
+  tx = train.dense_optimizer(
+    dlrm_smoke("synthetic", tmp_path, dense_optimizer="adagrad", **changes)
+  )
   weights, grads = jnp.zeros(3), jnp.array([3.0, 0.0, -1e-4])
   updates, state = tx.update(grads, tx.init(weights), weights)
   # From an accumulator of 0 the first step is the rate itself, however small the gradient.
@@ -117,7 +105,7 @@ def test_the_dense_part_by_adagrad(tmp_path):
 
 
 def test_unknown_names(tmp_path):
-  config = smoke("synthetic", tmp_path, **{"table.optimizer": "adamw"})
+  config = dlrm_smoke("synthetic", tmp_path, **{"table.optimizer": "adamw"})
   with pytest.raises(ValueError, match="unknown table optimizer 'adamw': choose one of"):
     optimizers.table_optimizer(config)
   config.dense_optimizer = "sgd"

@@ -10,8 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from recipe_runs import leaves, slow_but
-from small_data import draw_sequences, write_sequences
+from recipe_runs import leaves, sequence_smoke, slow_but
 
 import embed
 from recipes import checkpoints, hosts, train_step
@@ -23,16 +22,6 @@ METRICS = {
   for split in ("valid", "test")
   for name in ("hr@5", "hr@10", "ndcg@5", "ndcg@10", "recall@5", "recall@10", "mrr")
 }
-
-
-def smoke(name, folder, **changes):
-  config = importlib.import_module(f"configs.sequence.{name}").get_config("smoke")
-  changes = {"cache_dir": str(folder / "cache")} | changes
-  if config.dataset == "file":
-    write_sequences(folder / "raw" / config.data_file, draw_sequences(), config.layout)
-    changes = {"data_dir": str(folder / "raw"), "counts": ()} | changes
-  config.update_from_flattened_dict(changes)
-  return config
 
 
 @pytest.fixture
@@ -66,7 +55,7 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   if name != "synthetic":
     monkeypatch.setattr(hosts, "start", lambda: None)  # one run on eight devices will do
   # The model that masks and a loss that samples read what the others leave alone.
-  config = smoke(name, tmp_path, model="bert4rec", loss="sampled_softmax")
+  config = sequence_smoke(name, tmp_path, model="bert4rec", loss="sampled_softmax")
   read.clear()
   result = train.run(config, str(tmp_path / "run"))
   unread = {path for path, owner, key in leaves(config) if (id(owner), key) not in read}
@@ -102,7 +91,7 @@ SETTINGS = [
   "changes", [SETTINGS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SETTINGS[1:])]
 )
 def test_eight_devices_follow_one(changes, tmp_path):
-  config = smoke("synthetic", tmp_path, steps=50, dropout=0.1, **changes)
+  config = sequence_smoke("synthetic", tmp_path, steps=50, dropout=0.1, **changes)
   mesh = hosts.start()
   assert mesh.size == 8
   one, eight = losses(config, None), losses(config, mesh)
@@ -127,7 +116,7 @@ def losses(config, mesh):
 
 @pytest.mark.full
 def test_one_device_and_eight_rank_alike(tmp_path):
-  config = smoke("synthetic", tmp_path)
+  config = sequence_smoke("synthetic", tmp_path)
   loaded, mesh = data.load(config), hosts.start()
   found = []
   for where in (None, mesh):
@@ -140,7 +129,7 @@ def test_one_device_and_eight_rank_alike(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("split", ["valid", "test"])
 def test_evaluation_against_slow_numpy(split, tmp_path):
-  config = smoke("beauty", tmp_path)
+  config = sequence_smoke("beauty", tmp_path)
   loaded = data.load(config)
   model = train.build_model(config, loaded.num_items)
   found = train.evaluator(loaded, config)(model, split)
@@ -175,7 +164,7 @@ class Killed(BaseException):
 @pytest.mark.usefixtures("one_device")
 def test_a_killed_run_ends_as_if_it_had_never_stopped(tmp_path, monkeypatch):
   changes = {"model": "bert4rec", "loss": "sampled_softmax", "dropout": 0.2}
-  config = smoke("synthetic", tmp_path, **changes)
+  config = sequence_smoke("synthetic", tmp_path, **changes)
   whole = train.run(config, str(tmp_path / "whole"))
   real, saves = checkpoints.save, []
 
@@ -193,13 +182,13 @@ def test_a_killed_run_ends_as_if_it_had_never_stopped(tmp_path, monkeypatch):
 
 
 def test_cutoffs_beyond_the_catalogue_end_before_training(tmp_path):
-  config = smoke("synthetic", tmp_path, ks=(5, 1000), select="valid_ndcg@5")
+  config = sequence_smoke("synthetic", tmp_path, ks=(5, 1000), select="valid_ndcg@5")
   with pytest.raises(ValueError, match=r"config\.ks is \(5, 1000\).* --config\.ks='\(5,\)'"):
     train.prepare(config, None)
 
 
 def test_unknown_names_and_sizes_that_do_not_fit(tmp_path):
-  config, mesh = smoke("synthetic", tmp_path), hosts.start()
+  config, mesh = sequence_smoke("synthetic", tmp_path), hosts.start()
   config.negatives.number = 17
   with pytest.raises(ValueError, match=r"negatives\.number is 17.*multiple of the 8 devices.* 16"):
     train.check(config, mesh)
