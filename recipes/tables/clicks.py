@@ -41,8 +41,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     raise UserError(
       f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
     )
-  stage = Stage(folder / "stage")
-  with SplitFile(folder, table.names) as split:
+  with Stage(folder / "stage") as stage, SplitFile(folder, table.names) as split:
     reader = RowReader(table, by, stage=stage)
     # A run of another recipe has none of these transforms.
     has_base = table.base is not None and (table.base / "sides.json").exists()
@@ -66,7 +65,6 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     _write(table, reader, encoder, folder, sizes)
     encoder.save(serve)
   table.check_unchanged()
-  stage.close()
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
   if table.refit:
@@ -146,6 +144,7 @@ def _write(table: Table, reader: RowReader, encoder: "Encoder", folder: Path, si
       for name, block in blocks.items():
         columns[name][at[split] : at[split] + count] = block[chosen]
       at[split] += count
+  assert (at == np.cumsum(sizes)).all(), "a pass has read other rows than the one before"
 
 
 class Encoder:

@@ -20,7 +20,7 @@ _KNOWN = ".parquet, .csv, .tsv, .txt, .dat or .data (text also with .gz)"
 
 
 def file_format(path: Path) -> str | None:
-  """Returns "Parquet", "ArrayRecord" or "text", as the suffix says; None if it says nothing.
+  """Returns "Parquet" or "text", as the suffix says; None if it says nothing.
 
   >>> file_format(Path("clicks.csv.gz")), file_format(Path("clicks.xlsx"))
   ('text', None)

@@ -17,7 +17,7 @@ _SAMPLE_ROWS = 20
 class Format:
   """How text files are written.
 
-  Parquet and ArrayRecord files use `missing` alone, for numbers as well as for texts.
+  Parquet files use `missing` alone, for numbers as well as for texts.
 
   Attributes:
     delimiter: between two fields; "" finds it in the first rows, among `,`, tab, `;`, `|`, `::`

@@ -67,7 +67,13 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
   Raises:
     UserError: no item is declared, a row has no user or item, or nothing is left.
   """
-  stage = Stage(folder / "stage")
+  with Stage(folder / "stage") as stage:
+    interactions = _read(table, by, folder, stage)
+  table.check_unchanged()
+  return interactions
+
+
+def _read(table: Table, by: str, folder: Path, stage: Stage) -> Interactions:
   log = _Log(table, by, stage)
   user, item, split, row, order = log.read()
   notes = log.notes
@@ -124,8 +130,6 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     (used_items, np.isin(np.arange(len(used_items)), item[training])),
   )
   log.write_split(folder, row, split)
-  table.check_unchanged()
-  stage.close()
   _check_counts(table, (len(users.texts), len(items.texts), len(user)))
   notes += _about_splits(user, item, split, len(users.texts), len(items.texts))
   return Interactions(user.astype(np.int32), item.astype(np.int32), split, users, items, notes)
@@ -154,8 +158,9 @@ def pairs(table: Table) -> Pairs:
   Raises:
     UserError: no user or item is declared, or a row has none.
   """
-  log = _Log(table, "", Stage())
-  user, item, *_ = log.read()
+  with Stage() as stage:
+    log = _Log(table, "", stage)
+    user, item, *_ = log.read()
   first = splitting.first_of_pairs(user, item)
   users, items = (pa.array(log.texts(side), pa.string()) for side in ("user", "item"))
   return Pairs(user[first], item[first], users, items, log.user_values())

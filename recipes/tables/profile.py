@@ -210,7 +210,7 @@ class Sample:
 
   def split(self, share: float, seed: int) -> np.ndarray:
     """Returns the part of each row in a split by hash: 0 train, 1 valid, 2 test."""
-    parts = by_content(self.stage, self.files, (share, share), seed=seed)
+    parts = by_content(self.stage, self.files, (share, share), seed)
     return np.concatenate([parts[file.path] for file in self.files])
 
   def repeated(self) -> float:
@@ -236,7 +236,8 @@ def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
   """
   names, stage, ledger = columns_of(paths, format), Stage(), Ledger("skip")
   chosen = [paths[index] for index in _spread(len(paths))]
-  files = Reader(chosen, dict.fromkeys(names, "any"), format=format).files  # have all columns
+  reader = Reader(chosen, dict.fromkeys(names, "any"), format=format, stage=stage)
+  files = reader.files  # have all columns
   pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
   places = rows = total = 0
   for index, file in enumerate(files):

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +15,11 @@ import pyarrow.parquet as pq
 from .. import arrays
 from ..errors import UserError
 from . import spec, splitting
-from .fitting import Moments
+from .fitting import Moments, extracted
 from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
-from .source import File, Stage, identifier, literal
-from .values import ReadAs, converted, has_bytes, plain, same_value
+from .source import File, Stage, alike, num_rows, scan
+from .values import ReadAs, as_stored, converted, has_bytes, plain, same_value
 
 _DISTINCT = 1 << 16  # values that are held at once
 _OUTCOMES = 100  # texts of a label that are counted
@@ -135,12 +134,13 @@ class RowReader:
     yield from self._read(self._table.kinds, dictionaries=True)
 
   def checks(self, names: Sequence[str]) -> Iterator[Rows]:
-    """Yields the same rows with the columns that a row can be left out for, and those named."""
+    """Yields the same rows with only `names` and the columns that can cause a rejection."""
     kinds = {
       name: kind
       for name, kind in self._table.kinds.items()
-      if name in (*names, *self._required)
+      if name in (*names, *self._required, self._table.split["on"])
       or not isinstance(kind, spec.Category)
+      or len(kind.sources(name)) > 1
       or any(has_bytes(file.types[each]) for file in self._files for each in kind.sources(name))
     }
     yield from self._read(kinds)
@@ -148,27 +148,34 @@ class RowReader:
   def distinct(
     self, name: str, kept: Mapping[Path, np.ndarray]
   ) -> Iterator[tuple[pa.Array, np.ndarray]]:
-    """Yields the values of a column and how many rows have each, int64 `[N]`; a value may return.
+    """Yields the values of a column and how many rows have each, int64 `[N]`.
+
+    The same value may be yielded more than once.
 
     Args:
       name: of a declared column of texts or lists.
-      kept: which rows count, bool, by file, in the order in which they are stored.
+      kept: which rows count, bool, by file, in the order in which they are stored; those after
+        the last, and files that are missing, do not.
     """
-    kind, engine = self._table.kinds[name], self._stage.engine
+    kind = self._table.kinds[name]
     names, read_as = kind.sources(name), way(kind)
-    columns = ", ".join(identifier(each) for each in names)
-    types = lambda file: [file.types[each] for each in names]
-    for _, alike in itertools.groupby(self._files, types):
-      group = list(alike)
-      stored = ", ".join(literal(file.stored(self._stage)[0]) for file in group)
-      mask = pa.chunked_array([pa.array(kept[file.path]) for file in group])
-      engine.register("kept", pa.table({"is_kept": mask}))
+    for group in alike(self._files):
+      columns = ", ".join(f"c{group[0].names.index(each)}" for each in names)
+      masks = []
+      for file in group:
+        mask = np.zeros(num_rows(file, self._stage), bool)
+        known = kept.get(file.path, mask[:0])
+        mask[: len(known)] = known
+        masks.append(mask)
+      self._stage.engine.register("kept", pa.table({"is_kept": np.concatenate(masks)}))
       query = (
-        f"SELECT {columns}, count(*) FROM (SELECT {columns} FROM read_parquet([{stored}])) "
+        f"SELECT {columns}, count(*) FROM (SELECT {columns} FROM {scan(group, self._stage)}) "
         f"POSITIONAL JOIN kept WHERE is_kept GROUP BY {columns}"
       )
-      for batch in engine.execute(query).to_arrow_reader(_DISTINCT):
+      for batch in self._stage.execute(query, group).to_arrow_reader(_DISTINCT):
         *values, counts = batch.columns
+        stored = [group[0].types[each] for each in names]
+        values = [as_stored(x, each) for x, each in zip(values, stored, strict=True)]
         missing = self._table.rows.format.missing
         yield converted(values, read_as, missing, {}, names)[0], counts.to_numpy()
 
@@ -329,7 +336,7 @@ class RowReader:
   def _in_order(self, chunk: Chunk) -> np.ndarray:
     """Splits by the places of the rows in all files: the last ones are tested."""
     if not self._parts:
-      sizes = [pq.read_metadata(file.stored(self._stage)[0]).num_rows for file in self._files]
+      sizes = [num_rows(file, self._stage) for file in self._files]
       split = self._table.split
       parts = np.zeros(sum(sizes), np.int8)
       for name, (start, stop) in arrays.cut(len(parts), split["valid"], split["test"]).items():
@@ -340,14 +347,14 @@ class RowReader:
 
   def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
     """Splits by the content of the rows, or of a column; see `splitting.by_content`."""
-    split, kinds = self._table.split, self._table.kinds
-    if split["on"] and not isinstance(kinds.get(split["on"]), spec.Category):
-      raise UserError(f"config.split.on is {split['on']!r}: name a declared category, user or item")
-    on = split["on"] and kinds[split["on"]].sources(split["on"])[0]
+    on, seed = self._table.split["on"], self._table.split["seed"]
+    if on:
+      kind = self._table.kinds.get(on)
+      if not isinstance(kind, spec.Category) or way(kind) != "text":
+        raise UserError(f"config.split.on is {on!r}: name a declared category, user or item")
+      return splitting.by_value(extracted(chunk.columns[on], kind.pattern), shares, seed)
     if chunk.file not in self._parts:
-      self._parts |= splitting.by_content(
-        self._stage, reader.files, shares, seed=split["seed"], on=on
-      )
+      self._parts |= splitting.by_content(self._stage, reader.files, shares, seed)
     return self._parts[chunk.file][chunk.places]
 
   def _thresholds(self, name: str) -> tuple[float, float]:
@@ -385,7 +392,7 @@ class RowReader:
 
 
 class SplitFile:
-  """The split of every row, written as `split.parquet` for whoever fits another model to the rows.
+  """The split of every row, as `split.parquet`, so that other models can be fitted to the rows.
 
   The columns are `file`, `row`, the number of the row in its file, and `part`, "train", "valid" or
   "test"; rows that were left out are not there.

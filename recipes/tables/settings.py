@@ -10,6 +10,7 @@ recipe's default. It may be a plain dict:
 import dataclasses
 import datetime
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -322,8 +323,14 @@ def _source(config, place: str) -> dict[str, Any]:
   for name in by_split:
     if name not in ("", *SPLITS):
       raise UserError(f"{place}.files has no split {name!r}; {spec.nearest(name, list(SPLITS))}")
+  found = {name: paths(value) for name, value in by_split.items()}
+  for first, second in itertools.combinations(found, 2):
+    if both := set(found[first]) & set(found[second]):
+      raise UserError(
+        f"{place}.files has {min(both)} in {first!r} and in {second!r}: give each split its own"
+      )
   return {
-    "files": {name: [files.stamp(p) for p in paths(value)] for name, value in by_split.items()},
+    "files": {name: [files.stamp(p) for p in each] for name, each in found.items()},
     "format": config.format.to_dict(),
     "columns": {name: kind.to_dict() for name, kind in config.columns.items()},
   }

@@ -1,9 +1,11 @@
-"""Files of rows: Parquet as it is, and text that DuckDB reads, kept as Parquet for a while."""
+"""Reads files of rows. DuckDB converts text to Parquet, which is staged."""
 
 import codecs
 import csv
 import functools
+import glob
 import gzip
+import itertools
 import os
 import re
 import shutil
@@ -27,6 +29,8 @@ _AGAIN = "Copy or download it again."
 _PEEK = 1 << 18  # bytes that show how a file is written
 _BLOCK = 1 << 20
 _MEMORY = "400MB"  # of DuckDB, which spills beyond it to the folder of a `Stage`
+_LONGEST_LINE = 8 << 20  # bytes
+_CELLS = 1 << 22  # of a row group in a staged file, which is held in memory
 _LINE = "\x1f"  # a delimiter for files whose lines are cut by SQL; a control character
 _MAGIC = {
   b"PAR1": "is a Parquet file. Name it so: {stem}.parquet",
@@ -58,10 +62,10 @@ class Batch(NamedTuple):
 
 
 class Stage:
-  """A folder for what is computed of files while they are read, and the engine that computes it.
+  """Temporary folder and DuckDB connection for reading one table; for `with`.
 
   Args:
-    folder: an empty or missing one; None makes a temporary folder, which goes with this object.
+    folder: an empty or missing one; None creates a temporary folder.
   """
 
   def __init__(self, folder: Path | None = None):
@@ -81,14 +85,28 @@ class Stage:
     settings = {"memory_limit": _MEMORY, "temp_directory": str(self.folder)}
     return duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
 
-  def close(self) -> None:
+  def __enter__(self) -> "Stage":
+    return self
+
+  def __exit__(self, *error: object) -> None:
     """Removes the folder."""
     if "engine" in self.__dict__:
       self.engine.close()
     shutil.rmtree(self.folder, ignore_errors=True)
 
+  def execute(self, query: str, files: Sequence["File"]) -> Any:
+    """Runs a query on files; raises DamagedFileError if DuckDB cannot read one."""
+    import duckdb
+
+    try:
+      return self.engine.execute(query)
+    except duckdb.InvalidInputException as error:
+      named = str(files[0].path) if len(files) == 1 else f"one of {len(files)} files"
+      reason = str(error).partition("\n")[0]
+      raise DamagedFileError(f"{named} cannot be read ({reason}). {_AGAIN}") from error
+
   def text(self, file: "TextFile") -> tuple[Path, list[Fault]]:
-    """Returns the Parquet file with a text file's rows, and the rows that have no place in it."""
+    """Returns the Parquet file with a text file's rows, and the rejected rows."""
     key = (file.path, file.format)
     if key not in self._texts:
       self._texts[key] = _Text(file, self, len(self._texts)).rows()
@@ -120,8 +138,12 @@ class ParquetFile:
     return ""
 
   def stored(self, stage: Stage) -> tuple[Path, list[Fault]]:
-    """Returns the Parquet file with the rows, and the rows that have no place in it."""
+    """Returns the Parquet file with the rows, and the rejected rows."""
     return self.path, []
+
+  def stored_name(self, name: str) -> str:
+    """Returns the name of a column in that file."""
+    return name
 
 
 class TextFile:
@@ -210,12 +232,16 @@ class TextFile:
     return ""
 
   def stored(self, stage: Stage) -> tuple[Path, list[Fault]]:
-    """Returns the Parquet file with the rows, and the rows that have no place in it.
+    """Returns the Parquet file with the rows, and the rejected rows.
 
     Raises:
       DamagedFileError: a quote is not closed, or a compressed file is incomplete or damaged.
     """
     return stage.text(self)
+
+  def stored_name(self, name: str) -> str:
+    """Returns the name of a column in that file: DuckDB's names are equal in any case."""
+    return f"c{self.names.index(name)}"
 
 
 File = ParquetFile | TextFile
@@ -240,13 +266,14 @@ def batches(
   left_out = np.array([fault.row for fault in faults], np.int64)
   before = left_out - np.arange(len(left_out))  # rows that are kept, up to each of them
   start, size = 0, file.path.stat().st_size
-  as_dictionaries = [name for name in categories if pa.types.is_string(file.types[name])]
+  names = {name: file.stored_name(name) for name in columns}
+  as_dictionaries = [names[name] for name in categories if pa.types.is_string(file.types[name])]
   with _opened(path, as_dictionaries) as opened:
     total = max(opened.metadata.num_rows, 1)
-    stored = opened.iter_batches(num_rows, columns=list(columns), use_threads=False)
+    read = opened.iter_batches(num_rows, columns=list(names.values()), use_threads=False)
     while True:
       try:
-        batch = next(stored, None)
+        batch = next(read, None)
       except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(
           f"{path} is damaged after row {start} ({error}). {_AGAIN}"
@@ -256,7 +283,7 @@ def batches(
       places = np.arange(start, start + len(batch))
       rows = places + 1 + np.searchsorted(before, places + 1, side="right")
       passed = int(np.searchsorted(left_out, rows[-1])) if len(rows) else 0
-      arrays = {name: batch.column(name) for name in columns}
+      arrays = {name: batch.column(stored) for name, stored in names.items()}
       yield Batch(places, rows, arrays, faults[:passed], size * len(batch) // total)
       faults, start = faults[passed:], start + len(batch)
       left_out = left_out[passed:]
@@ -276,7 +303,7 @@ def _opened(path: Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
       read_dictionary=list(dictionaries),
     )
   except (pa.ArrowException, OSError) as error:
-    raise DamagedFileError(f"{path} is no whole Parquet file ({error}). {_AGAIN}") from error
+    raise DamagedFileError(f"{path} is not a complete Parquet file ({error}). {_AGAIN}") from error
 
 
 def literal(text: object) -> str:
@@ -284,9 +311,23 @@ def literal(text: object) -> str:
   return "'" + str(text).replace("'", "''") + "'"
 
 
-def identifier(name: str) -> str:
-  """Returns the name of a column as SQL writes it."""
-  return '"' + name.replace('"', '""') + '"'
+def scan(files: Sequence[File], stage: Stage) -> str:
+  """Returns SQL for the rows of files with the same columns, in order; columns are c0, c1, …"""
+  # The engine would expand patterns, and take folders called x=1 for a column.
+  paths = (literal(glob.escape(str(file.stored(stage)[0]))) for file in files)
+  columns = ", ".join(f"c{place}" for place in range(len(files[0].names)))
+  return f"read_parquet([{', '.join(paths)}], hive_partitioning=false) AS rows({columns})"
+
+
+def alike(files: Sequence[File]) -> Iterator[list[File]]:
+  """Yields neighbouring files with the same columns together: one scan is faster than several."""
+  for _, group in itertools.groupby(files, lambda file: list(file.types.items())):
+    yield list(group)
+
+
+def num_rows(file: File, stage: Stage) -> int:
+  """Returns the number of rows in a file, without the rejected ones."""
+  return pq.read_metadata(file.stored(stage)[0]).num_rows
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -353,7 +394,7 @@ class _Text:
     if is_packed or not _is_utf8(self._file.format.encoding) or _has_nul(path):
       self._rewrite()
     else:
-      self._plain.symlink_to(path.absolute())  # under a name without the signs of a pattern
+      self._plain.symlink_to(path.absolute())  # whose name has no glob characters
     try:
       try:
         self._convert()
@@ -362,9 +403,12 @@ class _Text:
           raise
         self._rewrite(ends=True)  # lines that end in several ways
         self._convert()
-    except duckdb.Error as error:
+    except duckdb.InvalidInputException as error:
       reason = str(error).partition("\n")[0]
       raise DamagedFileError(f"{path} cannot be read ({reason}). {_AGAIN}") from error
+    except duckdb.Error as error:  # no memory, a full disk
+      reason = str(error).partition("\n")[0]
+      raise UserError(f"{path} cannot be converted to {self._target} ({reason})") from error
     faults = self._faults()
     self._plain.unlink()
     return self._target, faults
@@ -400,60 +444,66 @@ class _Text:
     file, engine = self._file, self._stage.engine
     for name in ("reject_errors", "reject_scans"):
       engine.execute(f"DROP TABLE IF EXISTS {name}")
-    names = ("line",) if file.format.rest else file.names
-    columns = ", ".join(f"{literal(name)}: 'VARCHAR'" for name in names)
+    width = 1 if self._is_cut else len(file.names)
+    columns = ", ".join(f"'c{place}': 'VARCHAR'" for place in range(width))
     quote = literal("" if file.by_line else file.format.quote)
-    scan = (
+    scanned = (
       f"read_csv({literal(self._plain)}, columns={{{columns}}}, header=false, skip={file.skip}, "
-      f"delim={literal(_LINE if file.format.rest else file.delimiter)}, quote={quote}, "
-      f"escape={quote}, auto_detect=false, strict_mode=true, store_rejects=true)"
+      f"delim={literal(_LINE if self._is_cut else file.delimiter)}, quote={quote}, "
+      f"escape={quote}, auto_detect=false, strict_mode=true, store_rejects=true, "
+      f"max_line_size={_LONGEST_LINE})"
     )
     # An empty line is a row of one column to DuckDB.
-    selected = f"SELECT * FROM {scan}" + f" WHERE {identifier(names[0])} IS NOT NULL" * (
-      len(names) == 1
-    )
-    if file.format.rest:
-      selected = self._cut(selected)
-    engine.execute(f"COPY ({selected}) TO {literal(self._target)} (FORMAT parquet)")
+    query = f"SELECT * FROM {scanned}" + " WHERE c0 IS NOT NULL" * (width == 1)
+    if self._is_cut:
+      query = self._cut(query)
+    group = max(2048, min(122_880, _CELLS // len(file.names)))
+    target = f"{literal(self._target)} (FORMAT parquet, ROW_GROUP_SIZE {group})"
+    engine.execute(f"COPY ({query}) TO {target}")
+
+  @property
+  def _is_cut(self) -> bool:
+    """Whether lines are read whole and cut by SQL; DuckDB takes delimiters of up to 4 bytes."""
+    return self._file.format.rest or len(self._file.delimiter.encode()) > 4
 
   def _cut(self, lines: str) -> str:
-    """Returns the query that cuts lines at the delimiter; the last column takes the rest."""
-    delimiter, *_ = literal(self._file.delimiter), None
-    line = f"trim(line, {delimiter})" if self._file.delimiter == " " else "line"
-    names = self._file.names
-    fields = [f"fields[{place}] AS {identifier(name)}" for place, name in enumerate(names[:-1], 1)]
-    rest = f"array_to_string(fields[{len(names)}:], {delimiter}) AS {identifier(names[-1])}"
-    engine = self._stage.engine
-    engine.execute(
+    """Returns the query that cuts lines at the delimiter; with `rest`, the last takes the rest."""
+    file, delimiter = self._file, literal(self._file.delimiter)
+    line = f"trim(c0, {delimiter})" if file.delimiter == " " else "c0"
+    last = len(file.names)
+    fields = [f"fields[{place + 1}] AS c{place}" for place in range(last)]
+    if file.format.rest:
+      fields[-1] = f"array_to_string(fields[{last}:], {delimiter}) AS c{last - 1}"
+    self._stage.engine.execute(
       f"CREATE OR REPLACE TEMP TABLE cut AS SELECT row_number() OVER () AS row, "
       f"string_split({line}, {delimiter}) AS fields FROM ({lines})"
     )
+    return f"SELECT {', '.join(fields)} FROM cut WHERE {self._has_fields}"
+
+  @property
+  def _has_fields(self) -> str:
+    last = len(self._file.names)
     # Where the rest of a line is empty, its delimiter is missing too.
-    return f"SELECT {', '.join([*fields, rest])} FROM cut WHERE len(fields) >= {len(names) - 1}"
+    return f"len(fields) >= {last - 1}" if self._file.format.rest else f"len(fields) = {last}"
 
   def _faults(self) -> list[Fault]:
     """Returns the rows that DuckDB has left out, in their order."""
     file, engine = self._file, self._stage.engine
     faults: dict[int, Fault] = {}
-    if file.format.rest:
-      short = engine.execute(
-        f"SELECT row, len(fields), array_to_string(fields, {literal(file.delimiter)}) FROM cut "
-        f"WHERE len(fields) < {len(file.names) - 1}"
-      ).fetchall()
-      faults = {row: self._ragged(row, count, text) for row, count, text in short}
-      engine.execute("DROP TABLE cut")
     rejected = engine.execute(
       "SELECT line, column_name, error_type, left(csv_line, 1000), "
       "contains(trim(csv_line, chr(10) || chr(13)), chr(10)), error_message, byte_position, "
       "line_byte_position "
       "FROM reject_errors ORDER BY line"
     ).fetchall()
-    if not rejected:
-      return [faults[row] for row in sorted(faults)]
-    empty = self._empty_lines()
+    empty = self._empty_lines() if rejected else np.empty(0, np.int64)
     for line, column, kind, text, has_lines, message, position, start in rejected:
       row = line - bool(file.skip) - int(np.searchsorted(empty, line))
-      if (kind == "UNQUOTED VALUE" and has_lines) or kind == "LINE SIZE OVER MAXIMUM":
+      if kind == "LINE SIZE OVER MAXIMUM":
+        size = f"{_LONGEST_LINE >> 20} MiB"
+        raise DamagedFileError(f"{file.path}, row {row}: a line of more than {size} is too long.")
+      column = file.names[int(column[1:])] if column and not self._is_cut else column
+      if kind == "UNQUOTED VALUE" and has_lines:
         raise DamagedFileError(
           f"{file.path}, row {row}"
           + (f", column {column!r}" if column else "")
@@ -466,25 +516,33 @@ class _Text:
       elif kind == "INVALID ENCODING":
         fault = self._undecoded(row, column, position - 1, start - 1)
       else:
-        fault = Fault(row, column, "has a quote in its midst", shown(text.strip()), _QUOTES)
+        fault = Fault(row, column, "has an unescaped quote", shown(text.strip()), _QUOTES)
       faults.setdefault(row, fault)
+    if self._is_cut:
+      text = f"array_to_string(fields, {literal(file.delimiter)})"
+      short = engine.execute(
+        f"SELECT row, len(fields), {text} FROM cut WHERE NOT ({self._has_fields})"
+      ).fetchall()
+      rows = np.array([row for row, _, _ in short], np.int64)
+      left_out = np.array(sorted(faults), np.int64)
+      rows += np.searchsorted(left_out - np.arange(len(left_out)), rows, side="right")
+      for row, (_, count, text) in zip(rows.tolist(), short, strict=True):
+        faults[row] = self._ragged(row, count, text)
+      engine.execute("DROP TABLE cut")
     return [faults[row] for row in sorted(faults)]
 
   def _empty_lines(self) -> np.ndarray:
     """Returns which of DuckDB's lines are empty, in order; the header is line 1."""
-    content = self._plain.read_bytes()
-    if not re.search(rb"\n\r?\n|\r\r", content):
-      return np.empty(0, np.int64)
-    text = content.decode("utf-8", "replace")
     quote = "" if self._file.by_line else self._file.format.quote
-    delimiter = _LINE if self._file.by_line else self._file.delimiter
-    lines = csv.reader(
-      text.splitlines(keepends=True),
-      delimiter=delimiter,
-      quotechar=quote or None,
-      quoting=csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE,
-    )
-    return np.array([n for n, fields in enumerate(lines, start=1) if not fields], np.int64)
+    csv.field_size_limit(1 << 30)  # an open quote takes all that follows
+    with self._plain.open(encoding="utf-8", errors="replace", newline="") as file:
+      lines = csv.reader(
+        file,
+        delimiter=_LINE if self._file.by_line else self._file.delimiter,
+        quotechar=quote or None,
+        quoting=csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE,
+      )
+      return np.array([n for n, fields in enumerate(lines, start=1) if not fields], np.int64)
 
   def _ragged(self, row: int, count: int, text: str) -> Fault:
     file, num_fields = self._file, len(self._file.names)
@@ -516,7 +574,7 @@ class _Text:
     except UnicodeDecodeError as error:
       position = start + error.start
     delimiter, bad = self._file.delimiter.encode(), position - start
-    if self._file.format.rest:  # to DuckDB a line is one column
+    if self._is_cut:  # to DuckDB a line is one column
       names = self._file.names
       column = names[min(line[:bad].count(delimiter), len(names) - 1)]
     ends = re.escape(delimiter) + b"|[\r\n]"

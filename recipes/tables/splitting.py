@@ -1,69 +1,67 @@
 """The protocols that split rows, and users' items, into train, valid and test."""
 
-import itertools
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from .source import File, Stage, identifier, literal
+from .source import File, Stage, alike, literal, num_rows, scan
 
 
 def by_content(
-  stage: Stage,
-  files: Sequence[File],
-  shares: tuple[float, float],
-  *,
-  seed: int,
-  on: str = "",
+  stage: Stage, files: Sequence[File], shares: tuple[float, float], seed: int
 ) -> dict[Path, np.ndarray]:
   """Returns the split of each row by file, int8: by an MD5 of its values.
 
   A row keeps its split wherever it is, in a file of another name or beside other rows, and equal
-  rows have one. Hashed are the seed and the values that are not missing, in the order of the names
-  of their columns, with a unit separator (0x1F) between two; the first eight hexadecimal digits,
-  as a fraction, are compared with the shares.
+  rows have one. The hash covers the seed and the values that are not missing, in the order of the
+  column names, joined by a unit separator (0x1F). Its first eight hexadecimal digits, read as a
+  fraction, are compared with the shares. Floats are rounded to nine decimals; those beyond 1e29
+  count as missing.
 
   Args:
     stage: with the engine.
     files: the rows.
     shares: of the rows in valid and in test.
     seed: of the hash.
-    on: a column whose equal values stay together; "" takes all columns of the file.
   """
   parts: dict[Path, np.ndarray] = {}
-  valid, test = shares
-  # One scan of files that are alike takes half the time of a union of scans.
-  for _, alike in itertools.groupby(files, lambda file: dict(file.types)):
-    group = list(alike)
-    names = [on] if on else sorted(group[0].names)
-    values = ", ".join(_as_text(name, group[0].types[name]) for name in names)
-    stored = [file.stored(stage)[0] for file in group]
+  for group in alike(files):
+    names, types = group[0].names, group[0].types
+    values = ", ".join(_as_text(names.index(name), types[name]) for name in sorted(names))
     # MD5 and not the engine's hash, which its next version may change.
-    found = stage.engine.execute(
-      f"SELECT CASE WHEN hash < {literal(_bound(test))} THEN 2 "
-      f"WHEN hash < {literal(_bound(valid + test))} THEN 1 ELSE 0 END::TINYINT AS part FROM "
-      f"(SELECT substr(md5(concat_ws(chr(31), {literal(seed)}, {values})), 1, 8) AS hash "
-      f"FROM read_parquet([{', '.join(map(literal, stored))}]))"
+    query = (
+      f"SELECT CASE WHEN hash < {_bound(shares[1])} THEN 2 WHEN hash < {_bound(sum(shares))} "
+      f"THEN 1 ELSE 0 END::TINYINT AS part FROM (SELECT "
+      f"substr(md5(concat_ws(chr(31), {literal(seed)}, {values})), 1, 8) AS hash "
+      f"FROM {scan(group, stage)})"
     )
-    part = found.to_arrow_table()["part"].to_numpy()
-    sizes = [pq.read_metadata(path).num_rows for path in stored]
-    pieces = np.split(part, np.cumsum(sizes)[:-1])
+    part = stage.execute(query, group).to_arrow_table()["part"].to_numpy()
+    pieces = np.split(part, np.cumsum([num_rows(file, stage) for file in group])[:-1])
     parts |= {file.path: piece for file, piece in zip(group, pieces, strict=True)}
   return parts
 
 
+def by_value(texts: pa.Array, shares: tuple[float, float], seed: int) -> np.ndarray:
+  """Returns the split of each text, int8 `[N]`: as `by_content`, of rows with this value alone."""
+  encoded = texts.dictionary_encode()
+  contents = (f"{seed}\x1f{text or ''}" for text in [*encoded.dictionary.to_pylist(), None])
+  digits = [int(hashlib.md5(content.encode()).hexdigest()[:8], 16) for content in contents]
+  hashed = np.array(digits)[encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)] / 2**32
+  return (hashed < sum(shares)).astype(np.int8) + (hashed < shares[1])
+
+
 def _bound(share: float) -> str:
-  """Returns the least digits of a hash that are not in a share of all; "g" is behind all."""
+  """Returns the exclusive upper bound of hashes in a share; "g" sorts after every hash."""
   number = round(share * 2**32)
-  return f"{number:08x}" if number < 2**32 else "g"
+  return literal(f"{number:08x}" if number < 2**32 else "g")
 
 
-def _as_text(name: str, stored: pa.DataType) -> str:
-  """Returns SQL that writes a value as text in the same way on every engine."""
-  column = identifier(name)
+def _as_text(place: int, stored: pa.DataType) -> str:
+  """Returns SQL that writes the value of a column as text, in every version of DuckDB alike."""
+  column = f"c{place}"
   if pa.types.is_floating(stored):
     return f"TRY_CAST(TRY_CAST({column} AS DECIMAL(38, 9)) AS VARCHAR)"
   if pa.types.is_timestamp(stored):

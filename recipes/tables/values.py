@@ -113,6 +113,12 @@ def plain(array: pa.Array) -> pa.Array:
   return array
 
 
+def as_stored(array: pa.Array, stored: pa.DataType) -> pa.Array:
+  """Returns an array that DuckDB has read with the type that Arrow reads from the file."""
+  stored = stored.value_type if pa.types.is_dictionary(stored) else stored
+  return array if array.type == stored or pa.types.is_nested(stored) else array.cast(stored)
+
+
 def bits(array: pa.Array) -> np.ndarray:
   """Returns booleans as bool [N], False where null."""
   if array.null_count:
@@ -165,9 +171,9 @@ def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.Array, list[Pr
 class Spelling:
   """How the values of a column are spelled, added part by part.
 
-  In a column whose values all end in ".0", as files write integers with gaps, or that has none
-  such, two spellings of a number are one value; so are those of true and false in a column of
-  these alone. In every other column two spellings are two values.
+  If all values end in ".0", as files write integers with gaps, or none do, two spellings of a
+  number are one value; true and false are read in any case in a column that holds only these.
+  Otherwise different spellings are different values.
   """
 
   has_whole: bool = False  # a value ends in ".0"
@@ -512,8 +518,9 @@ def converted(
   """
   if len(arrays) > 1:
     numbers, problems = zip(*(as_numbers(plain(array), missing) for array in arrays), strict=True)
-    read = _dates if read_as == "time" else _flagged
-    values, more = read(numbers, names)
+    if read_as == "time":
+      clocks.setdefault(names[0], _DATED)
+    values, more = (_dates if read_as == "time" else _flagged)(numbers, names)
     return values, [*(problem for each in problems for problem in each), *more]
   (array,), (name,) = arrays, names
   if read_as == "any":
@@ -542,12 +549,13 @@ def _dates(numbers: Sequence[np.ndarray], names: Sequence[str]) -> tuple[np.ndar
   """Returns dates in columns of year, month, day, hour, minute and second as microseconds."""
   filled = [np.nan_to_num(part).astype(np.int64) for part in numbers]
   year, month, day, *clock = filled
+  year = np.clip(year, -9999, 9999)
   months = ((year - 1970) * 12 + month - 1).astype("datetime64[M]")
   days = months.astype("datetime64[D]") + (day - 1)
   times = days.astype("datetime64[us]").astype(np.int64)
   for part, seconds in zip(clock, (3600, 60, 1), strict=False):
     times = times + part * seconds * 1_000_000
-  bad = np.any(np.isnan(numbers) | (np.trunc(numbers) != numbers), axis=0)
+  bad = np.any(np.isnan(numbers) | (np.trunc(numbers) != numbers), axis=0) | (year != filled[0])
   bad |= (days.astype("datetime64[M]") != months) | (day < 1) | (month < 1) | (month > 12)
   for part, limit in zip(clock, (24, 60, 61), strict=False):
     bad |= (part < 0) | (part >= limit)

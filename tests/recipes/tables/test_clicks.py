@@ -377,6 +377,118 @@ def test_files_are_added_and_renamed_without_moving_a_row(tmp_path):
   assert sorted(again[:1000]) == sorted(again[1000:])  # equal rows are on one side
 
 
+CITIES = {"clicked": "label", "city": {"kind": "category", "min_count": 1}, "part": "split"}
+
+
+def several(tmp_path, files, columns=CITIES, **given):
+  """Returns the data of files by name, of rows (clicked, city, part), and their encoder."""
+  for name, rows in files.items():
+    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+    write_csv(tmp_path / name, ("clicked", "city", "part"), rows)
+  given = {"files": [str(tmp_path / name) for name in files], "columns": columns} | given
+  loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
+  return loaded, Encoder.load(loaded.serve)
+
+
+DROPPING = {"kind": "label", "drop": "none"}
+ENDS = [(0, "v", "valid"), (1, "v", "valid"), (0, "t", "test"), (1, "t", "test")]
+
+
+@pytest.mark.parametrize(
+  ("last", "given"),
+  [
+    (("bad", "ZZZ", "train"), {"on_bad_row": "skip"}),
+    (
+      ("none", "ZZZ", "train"),
+      {"columns": CITIES | {"clicked": {"kind": "label", "drop": "none"}}},
+    ),
+  ],
+)
+def test_values_are_counted_on_the_rows_that_train(tmp_path, last, given):
+  first = [(1, "a", "train"), (0, "a", "train"), last]
+  second = [(1, "b", "train"), (0, "c", "train"), *ENDS]
+  files = {"1.csv": first, "2.csv": [("bad", "y", "train")] * 2, "3.csv": [], "4.csv": second}
+  if "columns" in given:
+    files["2.csv"] = [("none", "y", "train")]
+  loaded, encoder = several(tmp_path, files, **given)
+  assert sorted(encoder.fitted.vocabularies["city"]) == ["a", "b", "c"]
+  assert loaded.splits["train"] == (0, 4)
+
+
+def test_names_of_files_and_folders_mean_nothing(tmp_path):
+  for name, city in (
+    ("city=L/g[12]*.parquet", "a"),
+    ("city=L/g1x.parquet", "b"),
+    ("g1.parquet", "c"),
+  ):
+    rows = [(i % 2, f"{city}{i % 3}", "train") for i in range(6)] + ENDS
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    columns = zip(*rows, strict=True)
+    pq.write_table(
+      pa.table(dict(zip(("clicked", "city", "part"), columns, strict=True))), tmp_path / name
+    )
+  path = str(tmp_path / "city=L" / "g[12]*.parquet")
+  loaded = data.load(completed("dlrm", tmp_path / "cache", files=path, columns=CITIES))
+  assert Encoder.load(loaded.serve).fitted.vocabularies["city"] == ("a0", "a1", "a2")
+  given = {"files": path, "columns": {name: CITIES[name] for name in ("clicked", "city")}}
+  split = {"by": "hash", "valid": 0.0, "test": 0.4}
+  loaded = data.load(completed("dlrm", tmp_path / "cache", split=split, select="", **given))
+  assert sum(stop - start for start, stop in loaded.splits.values()) == 10
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_names_that_differ_in_case_are_two_columns(tmp_path, suffix):
+  header, rows = (
+    ("clicked", "City", "city", "part"),
+    [(i % 2, "XX", f"c{i}", "train") for i in range(4)],
+  )
+  rows += [(row[0], "XX", *row[1:]) for row in ENDS]
+  path = tmp_path / f"x.{suffix}"
+  if suffix == "csv":
+    write_csv(path, header, rows)
+  else:
+    pq.write_table(pa.table(dict(zip(header, zip(*rows, strict=True), strict=True))), path)
+  loaded = data.load(completed("dlrm", tmp_path / "cache", files=str(path), columns=CITIES))
+  assert Encoder.load(loaded.serve).fitted.vocabularies["city"] == ("c0", "c1", "c2", "c3")
+
+
+def test_flags_that_are_none_leave_a_row_out_of_every_pass(tmp_path):
+  header = ("clicked", "x", "y", "part")
+  rows = [(i % 2, i % 3 and 1, 1, ("train", "valid", "test")[i % 3]) for i in range(30)]
+  rows[3], rows[7] = (1, "no", 1, "train"), (1, 1, "?x", "valid")
+  columns = {"clicked": "label", "flags": {"kind": "bag", "columns": ("x", "y")}, "part": "split"}
+  loaded = load(tmp_path, rows=rows, header=header, columns=columns, on_bad_row="skip")
+  assert [stop - start for start, stop in loaded.splits.values()] == [9, 9, 10]
+  assert (loaded.columns["ids"][:, 0] >= 0).all()
+
+
+def test_equal_ids_stay_together_however_they_are_stored(tmp_path):
+  draw, names = np.random.default_rng(0), ("clicked", "who")
+  for name, ids in (("1", pa.int64()), ("2", pa.float64()), ("3", pa.string())):
+    who = pa.array(draw.integers(0, 60, 300)).cast(ids)
+    clicked = pa.array(draw.integers(0, 2, 300))
+    pq.write_table(pa.table([clicked, who], names), tmp_path / f"{name}.parquet")
+  columns = {"clicked": "label", "who": {"kind": "category", "size": 60}}
+  given = {"files": str(tmp_path), "columns": columns, "split": {"by": "hash", "on": "who"}}
+  loaded = data.load(completed("dlrm", tmp_path / "cache", **given))
+  people = [set(loaded.columns["ids"][slice(*rows), 0].tolist()) for rows in loaded.splits.values()]
+  assert len(set.union(*people)) == sum(map(len, people)) == 60
+
+
+def test_a_file_of_two_splits_is_refused(tmp_path):
+  path = str(write_csv(tmp_path / "clicks.csv", HEADER, ROWS))
+  files = {"train": path, "valid": path}
+  config = completed("dlrm", tmp_path / "c", files=files, columns=COLUMNS)
+  with pytest.raises(UserError, match=r"config\.files has .*clicks\.csv in 'train' and in 'valid'"):
+    data.load(config)
+
+
+def test_nothing_is_left_of_a_preparation_that_fails(tmp_path):
+  with pytest.raises(UserError, match="row 5"):
+    load(tmp_path, rows=[*ROWS[:4], (7, "x", 1, "a", "test")])
+  assert not list((tmp_path / "cache").rglob("stage"))
+
+
 def test_the_split_of_a_row_is_the_hash_that_the_page_gives(tmp_path):
   columns = {"clicked": "label", "city": "category"}
   rows = [(i % 2, f"c{i}", i, "", "") for i in range(300)]

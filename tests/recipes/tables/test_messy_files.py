@@ -3,6 +3,7 @@
 import gzip
 import io
 import random
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,6 +74,14 @@ ROWS = {
   "bad encoding in a cut line": (
     "x.dat", b"a::b\nx::1\ncaf\xe9::2\nz::3\n", AB, {}, 2, "a",
     ["config.format.encoding='latin-1'"], "is not utf-8",
+  ),
+  "too few fields of a long delimiter": (
+    "x.dat", "a<|sep|>b\nx<|sep|>1\ny\nz<|sep|>3\n", AB, {"delimiter": "<|sep|>"}, 2, None,
+    ["1 instead of 2", "'b'"], "too few fields",
+  ),
+  "an unescaped quote": (
+    "x.csv", 'a,b\nx,1\n"y"z,2\nz,3\n', AB, {}, 2, "a", ["config.format.quote=''"],
+    "has an unescaped quote",
   ),
   "a NUL byte": (
     "x.csv", b"a,b\nx,1\n\0y,2\nz,3\n", AB, {}, 2, "a", [r"'\x00y' has a NUL byte", "tr -d"],
@@ -261,14 +270,14 @@ FILES = {
   ),
   "Parquet that breaks off": (
     {"x.parquet": parquet(b=[1])[:-9]}, {"b": "text"}, {}, "x.parquet",
-    ["no whole Parquet", "again"],
+    ["not a complete Parquet", "again"],
   ),
   "damaged Parquet": (
     {"x.parquet": garbled(parquet(b=[f"{i}x{i * 7919}" for i in range(100_000)]), 300_000)},
     {"b": "text"}, {}, "x.parquet", ["is damaged after row 0", "again"],
   ),
   "text named as Parquet": (
-    {"x.parquet": b"a,b\n1,2\n" * 9}, {"b": "text"}, {}, "x.parquet", ["no whole Parquet"],
+    {"x.parquet": b"a,b\n1,2\n" * 9}, {"b": "text"}, {}, "x.parquet", ["not a complete Parquet"],
   ),
   "an open quote": (
     {"x.csv": 'a,b\nx,1\ny,"2\nz,3\nz,3\n'}, AB, {}, "x.csv",
@@ -306,6 +315,30 @@ def test_bad_files_are_named_with_the_remedy(tmp_path, kind, on_bad_row):
       assert word in str(error.value)
   else:
     assert str(tmp_path / file) in str(error.value)
+
+
+def test_rows_are_numbered_where_both_readers_reject_some(tmp_path):
+  content = b"u1 1 2\nu\xff 3\nu3\nu4 5\n"
+  path = write(tmp_path / "x.txt", content)
+  format = Format(delimiter=" ", names=("user", "item", "more"), rest=True)
+  reader = Reader([path], {"user": "text"}, format=format, on_bad_row="skip")
+  assert [row for chunk in reader for row in chunk.rows.tolist()] == [1, 4]
+  assert [re.search(r"row (\d)", line)[1] for line in reader.skipped] == ["2", "3"]
+
+
+def test_empty_lines_are_no_rows_whatever_ends_a_line_elsewhere(tmp_path):
+  path = write(tmp_path / "x.csv", "a,b\nx\u2028y,1\n\n\nz,bad\nw\nv,3\n")
+  reader = Reader([path], AB, on_bad_row="skip")
+  assert [row for chunk in reader for row in chunk.rows.tolist()] == [1, 4]
+  assert [re.search(r"row (\d)", line)[1] for line in reader.skipped] == ["2", "3"]
+
+
+def test_a_long_line_is_read_and_one_without_end_is_named(tmp_path):
+  path = write(tmp_path / "x.csv", f"a,b\n{'x' * 3_000_000},1\n")
+  assert sum(len(chunk.rows) for chunk in Reader([path], AB)) == 1
+  path = write(tmp_path / "y.csv", f"a,b\n{'x' * 9_000_000},1\n")
+  with pytest.raises(DamagedFileError, match=r"y\.csv, row 1: a line of more than 8 MiB"):
+    list(Reader([path], AB))
 
 
 # Settings.
