@@ -138,8 +138,10 @@ class Vocabulary(Column):
     ids[padding] = -1
     unknown = (ids < 0) & ~padding
     if self.num_oov_buckets:
-      hashed = hashing.hashes(keys[unknown], 0)
-      ids[unknown] = len(self.tokens) + hashing.buckets(hashed, self.num_oov_buckets)
+      ids[unknown] = len(self.tokens)
+      if self.num_oov_buckets > 1:
+        hashed = hashing.hashes(keys[unknown], 0)
+        ids[unknown] += hashing.buckets(hashed, self.num_oov_buckets)
       return ids
     problem = f"is not among the {len(self.tokens)} tokens: give num_oov_buckets,"
     fill_missing(ids, unknown, keys, self.default_value, problem)

@@ -83,7 +83,9 @@ class Stage:
     import duckdb  # not for predictions, which read no files by it
 
     settings = {"memory_limit": _MEMORY, "temp_directory": str(self.folder)}
-    return duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
+    connection = duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
+    connection.execute("SET enable_progress_bar = false")  # it would write to stdout
+    return connection
 
   def __enter__(self) -> "Stage":
     return self

@@ -18,8 +18,7 @@ def by_content(
   A row keeps its split wherever it is, in a file of another name or beside other rows, and equal
   rows have one. The hash covers the seed and the values that are not missing, in the order of the
   column names, joined by a unit separator (0x1F). Its first eight hexadecimal digits, read as a
-  fraction, are compared with the shares. Floats are rounded to nine decimals; those beyond 1e29
-  count as missing.
+  fraction, are compared with the shares.
 
   Args:
     stage: with the engine.
@@ -60,10 +59,8 @@ def _bound(share: float) -> str:
 
 
 def _as_text(place: int, stored: pa.DataType) -> str:
-  """Returns SQL that writes the value of a column as text, in every version of DuckDB alike."""
+  """Returns SQL that writes the value of a column as text; floats by their shortest digits."""
   column = f"c{place}"
-  if pa.types.is_floating(stored):
-    return f"TRY_CAST(TRY_CAST({column} AS DECIMAL(38, 9)) AS VARCHAR)"
   if pa.types.is_timestamp(stored):
     return f"CAST(epoch_us({column}) AS VARCHAR)"
   if pa.types.is_binary(stored) or pa.types.is_large_binary(stored):
