@@ -11,6 +11,7 @@ wrote it, which NumPy alone can read. `apply` puts it into a model, of the same 
 without optimizers, and `apply_to_tables` into plain NumPy tables.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,6 +20,7 @@ import os
 import pathlib
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +53,7 @@ __all__ = [
 
 _FORMAT = 2  # 1 has no digests
 _HEADER = "header"
+_KILLED = 3600  # seconds without a byte, after which a partial file has no writer any more
 _FILE = re.compile(r"rows-(\d{5})-of-(\d{5})\.npz")
 Digests = Mapping[str, Mapping[str, str]]  # `{node: {"tables/<key>" or "state/<path>": digest}}`
 
@@ -284,8 +287,8 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
 
   All new arrays are computed, as copies, before the first is set: requests that are being answered
   keep the arrays that they have read, and an error leaves the nodes as they were. Other threads may
-  predict meanwhile, by functions under `nnx.jit(graph=False)`. A step of `embed.jit_step` in another
-  thread holds the setting back until it returns; `apply` raises if it changed tables meanwhile.
+  predict meanwhile, by functions under `nnx.jit(graph=False)`. New arrays are not set while another
+  thread calls a step of `embed.jit_step`; `apply` raises if the step has changed tables.
 
   Args:
     delta: from `read`, or of a run of one process.
@@ -415,7 +418,9 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
 def _outside(key: str, ids: np.ndarray, size: int) -> list[str]:
   """A problem for the first id that is no row of a table."""
   bad = ids[(ids < 0) | (ids >= size)]
-  return [f"table {key!r} has row {bad[0]}, the model's has rows 0 .. {size - 1}"] if bad.size else []
+  return (
+    [f"table {key!r} has row {bad[0]}, the model's has rows 0 .. {size - 1}"] if bad.size else []
+  )
 
 
 def _check_before(delta: Delta, name: str, digests: Mapping[str, str]) -> None:
@@ -463,8 +468,8 @@ def apply_to_tables(
   Args:
     delta: from `read`.
     at: the step of the rows in `tables`.
-    tables: `[vocabulary_size, dim]` by "<module path>/<table>", all of the delta's or some. Each has
-      exactly the rows of the model's table.
+    tables: `[vocabulary_size, dim]` by "<module path>/<table>", all of the delta's or some.
+      Each has exactly the rows of the model's table.
     node: the name of the model in the delta.
 
   Raises:
@@ -518,8 +523,9 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
   """Writes a delta as `rows-<process>-of-<processes>.npz`, a file for each process.
 
   A file appears when all of it is on the disk, in place of an earlier one. The last process removes
-  what another number of processes, or a killed one, has written. Arrays are called `<node>/tables/<key>/ids`,
-  `.../parameters` and the names of slots, and `<node>/state/<path>`; "header" is JSON as bytes.
+  what another number of processes has written, and partial files that are an hour old. Arrays are
+  called `<node>/tables/<key>/ids`, `.../parameters` and the names of slots, and
+  `<node>/state/<path>`; "header" is JSON as bytes.
 
   Args:
     folder: one folder per delta, made where it is missing. All processes name the same one.
@@ -574,8 +580,10 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
     for others, indices in sets.items():
       for index in indices:
         (path.parent / _name(index, others)).unlink(missing_ok=True)
-    for left in path.parent.glob("rows-*.part"):  # by writers that were killed
-      left.unlink(missing_ok=True)
+    for left in path.parent.glob("rows-*.part"):
+      with contextlib.suppress(FileNotFoundError):  # a writer has just renamed it
+        if time.time() - left.stat().st_mtime > _KILLED:
+          left.unlink()
 
 
 def _name(index: int, count: int) -> str:

@@ -48,8 +48,8 @@ class Table(nnx.Variable):
   (1, State({}))
   """
 
-  __slots__ = ("_has_delta",)
-  _has_delta: bool  # only set to True
+  __slots__ = ("_swapped_by",)
+  _swapped_by: threading.Thread  # has put the rows of a delta here
 
   def set_raw_value(self, value: Any, **kwargs: Any) -> None:
     """Sets the array, and warns if a Flax transformation copied it.
@@ -76,9 +76,9 @@ class Table(nnx.Variable):
 
   def _check_write_back(self, value: Any) -> None:
     """Raises RuntimeError if a call has read an older array than the one that it replaces."""
-    before = self.get_raw_value()
-    if not getattr(self, "_has_delta", False) or before is value:
-      return
+    before, thread = self.get_raw_value(), getattr(self, "_swapped_by", None)
+    if thread is None or thread is threading.current_thread() or before is value:
+      return  # a thread has begun no call before its delta that returns after it
     arrays = (before, value)
     if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
       return
@@ -98,7 +98,7 @@ def swap(changes: Sequence[tuple[nnx.Variable, Any, Any]]) -> None:
     if any(variable.get_raw_value() is not read for variable, read in tables):
       raise RuntimeError(f"A table was replaced while a delta was applied: {WRITTEN_BACK}")
     for table, _ in tables:
-      table._has_delta = True
+      table._swapped_by = threading.current_thread()
     for variable, read, new in changes:
       if new is not read:
         variable.set_raw_value(new)

@@ -185,7 +185,7 @@ def is_unread_by_caller(variable: nnx.Variable) -> bool:
   """Whether a transformation of Flax on the call stack has not read what a Variable holds now.
 
   Seen in Flax 0.12.8: what a transformation reads of its arguments stays in its local variables
-  until it has written all of it back.
+  until it has written all of it back. With `nnx.StateSharding`s, it holds Variables instead: True.
   """
   value = variable.get_raw_value()
   live = lambda x: x is variable or isinstance(x, nnx.Module)  # they hold the array in any case
