@@ -78,7 +78,7 @@ class Table(nnx.Variable):
     """Raises RuntimeError if a call has read an older array than the one that it replaces."""
     before, thread = self.get_raw_value(), getattr(self, "_swapped_by", None)
     if thread is None or thread is threading.current_thread() or before is value:
-      return  # a thread has begun no call before its delta that returns after it
+      return  # the thread that applied the delta has no older call that is still running
     arrays = (before, value)
     if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
       return
