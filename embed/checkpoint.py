@@ -8,6 +8,7 @@ optimizer are at their paths.
 import functools
 import os
 import pathlib
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -142,7 +143,7 @@ def from_tree(tree: Tree, **nodes: Any) -> None:
   >>> bool((fresh.tables["movie"] == trained.tables["movie"]).all())
   True
   """
-  check(tree, **nodes)
+  _check(tree, nodes)
   for name, node in nodes.items():
     _restore(tree[name], node)
 
@@ -171,6 +172,11 @@ def check(tree: Tree, **nodes: Any) -> None:
   Traceback (most recent call last):
   ValueError: The checkpoint does not fit the model: model/tables/movie/parameters has shape ...
   """
+  _check(tree, nodes)
+
+
+def _check(tree: Tree, nodes: Mapping[str, Any]) -> None:
+  """As `check`; the warning names the line that calls the public function."""
   problems: list[str] = []
   rounded: list[str] = []
   tables: dict[str, tuple[int, ...]] = {}
@@ -211,7 +217,7 @@ def check(tree: Tree, **nodes: Any) -> None:
       warnings.warn(
         f"Tables of the checkpoint are rounded to the dtype of the model's: {', '.join(rounded)}. "
         "Give their TableConfigs the dtype that was saved to keep the values.",
-        stacklevel=2,
+        stacklevel=3,
       )
     return
   advice = ""
@@ -263,7 +269,7 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
   path, expected = _tree_folder(pathlib.Path(folder).absolute(), ocp), like(**nodes)
   restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
   with ocp.PyTreeCheckpointer() as reader:
-    check(reader.metadata(path).item_metadata.tree, **nodes)
+    _check(reader.metadata(path).item_metadata.tree, nodes)
     args = ocp.args.PyTreeRestore(expected, restore_args=restore_args, partial_restore=True)
     tree = reader.restore(path, args=args)
   from_tree(tree, **nodes)
@@ -276,10 +282,12 @@ def _tree_folder(folder: pathlib.Path, ocp: Any) -> pathlib.Path:
   is_tree = lambda path: (path / "_METADATA").is_file()
   if is_tree(folder):
     return folder
-  steps = [pathlib.Path(path) for path in ocp.utils.checkpoint_steps_paths(folder)]
-  if steps:
-    return _tree_folder(max(steps, key=lambda x: ocp.utils.step_from_checkpoint_name(x.name)), ocp)
-  items = sorted(path for path in folder.iterdir() if is_tree(path))
+  is_step = lambda path: is_tree(path) or (path.is_dir() and any(map(is_tree, path.iterdir())))
+  items = sorted(x for x in folder.iterdir() if is_step(x) and not ocp.utils.is_tmp_checkpoint(x))
+  steps = [re.fullmatch(r"(?:(.+)_)?(\d+)", path.name) for path in items]
+  prefixes = {step and step[1] for step in steps}
+  if all(steps) and len(prefixes) == 1:
+    return _tree_folder(max(items, key=lambda x: ocp.utils.step_from_checkpoint_name(x.name)), ocp)
   if len(items) > 1:
     raise ValueError(f"{folder} holds several trees: give one of {', '.join(map(str, items))}.")
   if not items:
@@ -287,7 +295,7 @@ def _tree_folder(folder: pathlib.Path, ocp: Any) -> pathlib.Path:
       f"{folder} holds no checkpoint: give the folder that Orbax saved a tree to, or the folder of "
       "a CheckpointManager."
     )
-  return items[0]
+  return _tree_folder(items[0], ocp)
 
 
 def _shape(x: Any) -> tuple[int, ...]:

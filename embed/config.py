@@ -20,7 +20,7 @@ MAX_VOCABULARY_SIZE = 2**31 - 2  # row ids are int32 and `vocabulary_size` itsel
 _logger = logging.getLogger("embed")
 
 
-def _integer(name: str, value: Any, minimum: int) -> int:
+def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
   """Returns the int of a value with `__index__`, such as a NumPy integer; a bool raises."""
   try:
     if isinstance(value, (bool, np.bool_)):
@@ -28,8 +28,11 @@ def _integer(name: str, value: Any, minimum: int) -> int:
     result = operator.index(value)
   except TypeError:
     result = minimum - 1
-  if result < minimum:
-    raise ValueError(f"Argument `{name}` must be an int and must be >= {minimum}. Got {value!r}.")
+  if result < minimum or (maximum is not None and result > maximum):
+    upper = "" if maximum is None else f" and <= {maximum}"
+    raise ValueError(
+      f"Argument `{name}` must be an int and must be >= {minimum}{upper}. Got {value!r}."
+    )
   return result
 
 
@@ -145,8 +148,8 @@ class CustomCombiner:
         "Argument `computation` must be a callable f(valency, vectors, weights). "
         f"Got {self.computation!r}."
       )
-    set_("max_valency", _integer("max_valency", self.max_valency, 1))
-    set_("num_weights", _integer("num_weights", self.num_weights, 0))
+    set_("max_valency", integer("max_valency", self.max_valency, 1))
+    set_("num_weights", integer("num_weights", self.num_weights, 0))
     if self.num_weights and not callable(self.initializer):
       raise ValueError(
         f"num_weights is {self.num_weights}, so `initializer` must be a callable "
@@ -207,8 +210,8 @@ class TableConfig:
 
   def __post_init__(self):
     set_ = lambda name, value: object.__setattr__(self, name, value)
-    set_("vocabulary_size", _integer("vocabulary_size", self.vocabulary_size, 1))
-    set_("dim", _integer("dim", self.dim, 1))
+    set_("vocabulary_size", integer("vocabulary_size", self.vocabulary_size, 1))
+    set_("dim", integer("dim", self.dim, 1))
     if self.vocabulary_size > MAX_VOCABULARY_SIZE:
       raise ValueError(
         f"Argument `vocabulary_size` must be at most {MAX_VOCABULARY_SIZE}: row ids are int32. "
@@ -291,7 +294,7 @@ class FeatureConfig:
       raise ValueError(
         f"Argument `table` has invalid type {type(self.table)}. Expected embed.TableConfig."
       )
-    set_("max_sequence_length", _integer("max_sequence_length", self.max_sequence_length, 0))
+    set_("max_sequence_length", integer("max_sequence_length", self.max_sequence_length, 0))
     for name in ("validate_weights_and_indices", "differentiate_weights"):
       if not isinstance(getattr(self, name), bool):
         raise ValueError(f"Argument `{name}` must be a bool. Got {getattr(self, name)!r}.")

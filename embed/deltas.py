@@ -11,6 +11,7 @@ wrote it, which NumPy alone can read. `apply` puts it into a model, of the same 
 without optimizers, and `apply_to_tables` into plain NumPy tables.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,6 +20,7 @@ import os
 import pathlib
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +53,7 @@ __all__ = [
 
 _FORMAT = 2  # 1 has no digests
 _HEADER = "header"
+_KILLED = 3600  # seconds without a byte, after which a partial file has no writer any more
 _FILE = re.compile(r"rows-(\d{5})-of-(\d{5})\.npz")
 Digests = Mapping[str, Mapping[str, str]]  # `{node: {"tables/<key>" or "state/<path>": digest}}`
 
@@ -284,7 +287,8 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
 
   All new arrays are computed, as copies, before the first is set: requests that are being answered
   keep the arrays that they have read, and an error leaves the nodes as they were. Other threads may
-  predict meanwhile, by functions under `nnx.jit(graph=False)`.
+  predict meanwhile, by functions under `nnx.jit(graph=False)`. New arrays are not set while another
+  thread calls a step of `embed.jit_step`; `apply` raises if the step has changed tables.
 
   Args:
     delta: from `read`, or of a run of one process.
@@ -293,9 +297,9 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
 
   Raises:
     ValueError: before anything is changed: if the delta does not begin at that step, holds other
-      tables or arrays, or was made against other parameters; names them.
-    RuntimeError: if another thread has replaced tables meanwhile, as `nnx.jit` does by default. The
-      call of that thread raises it, if it would replace tables later.
+      tables or arrays, or was made against other parameters. The message names them.
+    RuntimeError: if another thread replaced a table during the call. A later write-back from a call
+      that began earlier raises it in its own thread.
 
   >>> movie = embed.TableConfig(4, 2, name="movie")
   >>> trained = embed.SparseEmbed(embed.FeatureConfig(movie), embed.sgd(0.5), rngs=nnx.Rngs(0))
@@ -384,9 +388,7 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
       for k, (a, b) in shapes.items()
       if a != b
     ]
-    size = arrays["parameters"].shape[0]
-    if len(rows.ids) and not 0 <= rows.ids.min() <= rows.ids.max() < size:
-      problems.append(f"table {key!r} has row {rows.ids.max()}, the model's has {size} rows")
+    problems += _outside(key, rows.ids, arrays["parameters"].shape[0])
     fitting[key] = TableRows(rows.ids, {k: rows.values[k] for k in names})
   state = delta.state[name]
   problems += [f"array {path!r} is missing" for path in expected["state"] if path not in state]
@@ -411,6 +413,14 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
     of_layers = {id(layer): _fingerprints(layer, slots=False)[1] for layer in layers}
     _check_before(delta, name, {k: x for k, x in _digests(node, of_layers).items() if same[k]})
   return fitting
+
+
+def _outside(key: str, ids: np.ndarray, size: int) -> list[str]:
+  """A problem for the first id that is no row of a table."""
+  bad = ids[(ids < 0) | (ids >= size)]
+  return (
+    [f"table {key!r} has row {bad[0]}, the model's has rows 0 .. {size - 1}"] if bad.size else []
+  )
 
 
 def _check_before(delta: Delta, name: str, digests: Mapping[str, str]) -> None:
@@ -459,6 +469,7 @@ def apply_to_tables(
     delta: from `read`.
     at: the step of the rows in `tables`.
     tables: `[vocabulary_size, dim]` by "<module path>/<table>", all of the delta's or some.
+      Each has exactly the rows of the model's table.
     node: the name of the model in the delta.
 
   Raises:
@@ -484,12 +495,11 @@ def apply_to_tables(
     if key not in known:
       raise ValueError(f"The delta has no table {key!r}; it has {sorted(known)}.")
     rows = known[key]
-    largest, dim = int(rows.ids.max(initial=-1)), rows.values["parameters"].shape[1:]
-    if table.shape[1:] != dim or largest >= len(table):
-      raise ValueError(
-        f"Table {key!r} has shape {table.shape}, the delta's has rows of shape {dim} and ids up to "
-        f"{largest}."
-      )
+    dim = rows.values["parameters"].shape[1:]
+    if table.shape[1:] != dim:
+      raise ValueError(f"Table {key!r} has rows of shape {table.shape[1:]}, the delta's {dim}.")
+    if problems := _outside(key, rows.ids, len(table)):
+      raise ValueError(f"The delta does not fit {node!r}: {problems[0]}.")
     if not table.flags.writeable:
       raise ValueError(f"Table {key!r} is read-only: give a copy of it, as np.array makes one.")
   dtype = lambda key: known[key].values["parameters"].dtype
@@ -513,15 +523,16 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
   """Writes a delta as `rows-<process>-of-<processes>.npz`, a file for each process.
 
   A file appears when all of it is on the disk, in place of an earlier one. The last process removes
-  what another number of processes has written. Arrays are called `<node>/tables/<key>/ids`,
-  `.../parameters` and the names of slots, and `<node>/state/<path>`; "header" is JSON as bytes.
+  what another number of processes has written, and partial files that are an hour old. Arrays are
+  called `<node>/tables/<key>/ids`, `.../parameters` and the names of slots, and
+  `<node>/state/<path>`; "header" is JSON as bytes.
 
   Args:
     folder: one folder per delta, made where it is missing. All processes name the same one.
     delta: from `changes`.
 
   Raises:
-    OSError: if the disk is full, or the like; names the file, and leaves nothing behind.
+    OSError: if the file cannot be written. The message names it; no partial file remains.
 
   >>> import os, tempfile
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
@@ -569,6 +580,10 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
     for others, indices in sets.items():
       for index in indices:
         (path.parent / _name(index, others)).unlink(missing_ok=True)
+    for left in path.parent.glob("rows-*.part"):
+      with contextlib.suppress(FileNotFoundError):  # a writer has just renamed it
+        if time.time() - left.stat().st_mtime > _KILLED:
+          left.unlink()
 
 
 def _name(index: int, count: int) -> str:
@@ -599,9 +614,9 @@ def read(folder: str | os.PathLike[str], /) -> Delta:
     folder: as for `write`.
 
   Raises:
-    FileNotFoundError: if the file of a process is missing; names it.
-    ValueError: if a file is damaged, or none of `write`, or if there are files of two deltas; names
-      them.
+    FileNotFoundError: if the file of a process is missing. The message names it.
+    ValueError: if a file is damaged, or none of `write`, or if there are files of two deltas. The
+      message names them.
 
   >>> import tempfile
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))

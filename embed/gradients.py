@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from embed.config import integer
 from embed.engine import jax_internals, mesh, update
 from embed.engine.bags import UNUSED, Bags, narrow
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
@@ -61,13 +62,12 @@ class RowGrads:
   Args:
     ids: integers `[N]`; negative ones are unused entries.
     values: floats `[N, D]`.
-    vocabulary_size: the table's; entries with this id are unused. The update knows it in any case,
-      `embed.global_norm` and `embed.clip_by_global_norm` do not, and count an entry with any id
-      from 0 on if it is None.
+    vocabulary_size: the table's; entries with this id are unused. The update knows it in any case.
+      Without it, `global_norm` counts every entry with a non-negative id.
 
   Raises:
-    ValueError: for ids that are not integers, do not fit int32 or are above `vocabulary_size`, or
-      for other shapes.
+    ValueError: for ids that are not integers, do not fit int32 or are above `vocabulary_size`, for
+      a `vocabulary_size` that is no int from 1 to 2**31 - 1, or for other shapes.
 
   >>> rows = embed.RowGrads(jnp.array([4, 2]), jnp.ones((2, 3)))
   >>> rows.ids.tolist(), rows.values.shape
@@ -86,8 +86,10 @@ class RowGrads:
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.dtype.kind == "m":
       raise ValueError(f"RowGrads takes integer ids, got dtype {ids.dtype}.")
-    size = UNUSED if vocabulary_size is None else vocabulary_size
-    if ids.size and not jax_internals.is_traced(ids) and ids.max() > size:
+    size = UNUSED
+    if vocabulary_size is not None:
+      size = integer("vocabulary_size", vocabulary_size, 1, UNUSED)
+    if _are_above(ids, size):
       raise ValueError(f"RowGrads takes ids up to {size}, got {ids.max()}.")
     ids, values = jnp.asarray(narrow(ids, size)), jnp.asarray(values)
     if jnp.issubdtype(values.dtype, jnp.complexfloating):
@@ -166,6 +168,12 @@ class RowGrads:
     return _squared_norm_of_pairs(*self._arrays(), self.size)
 
 
+def _are_above(ids: Any, size: int) -> bool:
+  """Whether any id is above a size, as far as this process can see."""
+  is_known = not jax_internals.is_traced(ids) and getattr(ids, "is_fully_addressable", True)
+  return is_known and bool((ids > size).any())
+
+
 def _pairs(ids: jax.Array, values: jax.Array, table: str = "") -> ActivationGrads:
   return ActivationGrads((values,), LookupRecord((Bags(ids[:, None]),), (table,)))
 
@@ -190,7 +198,7 @@ def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> list[StackGrads]:
       f"The row gradients of table {table!r} have {rows.values.shape[1]} columns, its dim is {dim}."
     )
   ids = rows.ids
-  if not jax_internals.is_traced(ids) and ids.is_fully_addressable and (ids > size).any():
+  if _are_above(ids, size):
     raise ValueError(
       f"The row gradients of table {table!r} have id {int(ids.max())}; its ids are 0 .. "
       f"{size - 1}, and {size} for unused entries."
@@ -472,6 +480,11 @@ def _concatenate(rows: Sequence[RowGrads]) -> RowGrads:
     sizes = {r.size for r in rows}
     if len(sizes - {UNUSED}) > 1:
       raise ValueError(f"accumulate: row gradients of tables of {sorted(sizes)} rows.")
+    if _are_above(ids, min(sizes)):
+      raise ValueError(
+        f"accumulate: row gradients of a table of {min(sizes)} rows, and id {int(ids.max())} of "
+        "another one."
+      )
     return RowGrads.of([_pairs(ids, values)], None, "", min(sizes))
   grads = [x for r in rows for x in for_stack(first.stack, first.table, r)]
   return RowGrads.of(grads, first.stack, first.table)

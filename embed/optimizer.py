@@ -19,7 +19,7 @@ from embed.gradients import Grads, Rows, by_stack
 from embed.layer import SparseEmbed
 from embed.row_optimizer import RowOptimizer
 from embed.steps import moving, step_combiner_weights, step_stacks
-from embed.variables import changing
+from embed.variables import WRITING, changing
 
 # Optax states that hold updates back, by name: tables would step while dense parameters wait.
 _ACCUMULATE = "sum the gradients of the microbatches with embed.accumulate and update once"
@@ -77,7 +77,9 @@ class Optimizer(nnx.Module):
 
   @jax.named_scope("update")
   def update(self, model: nnx.Module, grads: Grads, **kwargs: Any) -> None:
-    """Steps dense parameters and tables once, in place, or, if something is missing, none of them.
+    """Updates dense parameters and tables once, in place.
+
+    If it raises ValueError, nothing has changed.
 
     Args:
       model: the module given at construction.
@@ -209,8 +211,9 @@ def jit_step(step: Callable[..., Any], *modules: nnx.Module) -> Callable[..., An
 
   @functools.wraps(step)
   def compiled(*args: Any, **kwargs: Any) -> Any:
-    _unshare(variables)
-    return bound(*args, **kwargs)
+    with WRITING:  # Flax sets the arrays without a call of Table
+      _unshare(variables)
+      return bound(*args, **kwargs)
 
   return compiled
 

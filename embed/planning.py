@@ -107,8 +107,8 @@ class Plan:
   def with_features(self, features: Any, optimizer: RowOptimizer | None) -> "Plan":
     """The same decisions for another feature config of the same tables.
 
-    Its costs are those of its features. They are not known if it has a feature that the example
-    batch does not have, or that looks up in another way.
+    Costs are computed for the new features, and are unavailable if it has a feature that the
+    example batch does not have, or that looks up in another way.
     """
     result = Plan(features, optimizer or self.optimizer, self.mesh, self.batch_axis)
     if set(result.tables) != set(self.tables):

@@ -26,7 +26,7 @@ WRITTEN_BACK = (
   "by default Flax's transformations write every array of a model back when a call returns, and "
   f"undo what other threads have changed. Write, {HOW_TO_PREDICT}; to train, embed.jit_step."
 )
-_WRITING = threading.RLock()  # held while the arrays of tables are replaced
+WRITING = threading.RLock()  # held while the arrays of tables are replaced
 
 
 def _is_copied(before: Any, after: Any) -> bool:
@@ -52,8 +52,12 @@ class Table(nnx.Variable):
   _swapped_by: threading.Thread  # has put the rows of a delta here
 
   def set_raw_value(self, value: Any, **kwargs: Any) -> None:
-    """Takes over an array, and tells if a Flax transformation made it as a copy."""
-    with _WRITING:
+    """Sets the array, and warns if a Flax transformation copied it.
+
+    Raises:
+      RuntimeError: if a call of a Flax transformation that began earlier would undo a delta.
+    """
+    with WRITING:
       before = self.get_raw_value()
       self._check_write_back(value)
       super().set_raw_value(value, **kwargs)
@@ -66,20 +70,20 @@ class Table(nnx.Variable):
 
   def update_from_state(self, variable_state: nnx.Variable) -> None:
     """Takes over the array of another Variable."""
-    with _WRITING:
+    with WRITING:
       self._check_write_back(variable_state.get_raw_value())
       super().update_from_state(variable_state)
 
   def _check_write_back(self, value: Any) -> None:
-    """Raises RuntimeError if a call of another thread, which may be older, replaces a delta."""
+    """Raises RuntimeError if a call has read an older array than the one that it replaces."""
     before, thread = self.get_raw_value(), getattr(self, "_swapped_by", None)
     if thread is None or thread is threading.current_thread() or before is value:
-      return
+      return  # the thread that applied the delta has no older call that is still running
     arrays = (before, value)
     if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
       return
     # A step that donates the model has read the very array that it replaces.
-    if not before.is_deleted() and jax_internals.is_called_by(jax_internals.TRANSFORMATIONS):
+    if not before.is_deleted() and jax_internals.is_unread_by_caller(self):
       raise RuntimeError(f"A call would replace a table that a delta has changed: {WRITTEN_BACK}")
 
 
@@ -90,7 +94,7 @@ def swap(changes: Sequence[tuple[nnx.Variable, Any, Any]]) -> None:
     RuntimeError: before any is set, if a table holds another array than the one that was read.
   """
   tables = [(variable, read) for variable, read, _ in changes if isinstance(variable, Table)]
-  with _WRITING:
+  with WRITING:
     if any(variable.get_raw_value() is not read for variable, read in tables):
       raise RuntimeError(f"A table was replaced while a delta was applied: {WRITTEN_BACK}")
     for table, _ in tables:

@@ -133,6 +133,8 @@ def replacing_folder(path: Path) -> Iterator[Path]:
       path.rename(new_folder(old.parent) / old.name)
     partial.rename(path)
   except BaseException:
+    if not os.path.lexists(path) and old.is_dir():
+      old.rename(path)
     shutil.rmtree(partial, ignore_errors=True)
     raise
   shutil.rmtree(old.parent, ignore_errors=True)

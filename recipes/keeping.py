@@ -57,14 +57,15 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
 def keep_base(other: Path, workdir: Path) -> None:
   """Copies the transforms of the run that this one starts from, if it has any."""
   target = workdir / _INIT / _SERVE
-  if (other / _SERVE).is_dir():
+  source = files.latest(other / _SERVE)
+  if source.is_dir():
     target.parent.mkdir(parents=True, exist_ok=True)
-    _copy(other / _SERVE, target, {})
+    _copy(source, target, {})
 
 
 def with_own_base(config, workdir: Path) -> Any:
   """Returns the config to prepare data with: `init_from` is the run's own copy, if it has one."""
-  if not settings.value(config, "init_from") or not (workdir / _INIT / _SERVE).is_dir():
+  if not settings.value(config, "init_from") or not files.latest(workdir / _INIT / _SERVE).is_dir():
     return config
   own = settings.copied(config)
   own.init_from = str(workdir / _INIT)

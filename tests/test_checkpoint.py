@@ -335,6 +335,16 @@ def test_restore_names_a_folder_without_a_tree_to_restore(name, words, managed):
     embed.checkpoint.restore(managed[0] / name, model=one_table())
 
 
+@pytest.mark.parametrize("names", [("model", "tower_2"), ("alice_3", "bob_5"), ("best", "10")])
+@pytest.mark.parametrize("inside", ["", "default"])
+def test_trees_that_are_no_steps_of_one_run_are_named(names, inside, tmp_path):
+  with ocp.StandardCheckpointer() as checkpointer:
+    for name in names:
+      checkpointer.save(tmp_path / name / inside, embed.checkpoint.to_tree(model=one_table()))
+  with pytest.raises(ValueError, match=f"several trees: .*{min(names)}, .*{max(names)}"):
+    embed.checkpoint.restore(tmp_path, model=one_table())
+
+
 @pytest.mark.parametrize("dtype", [object, complex, "U1", "M8[s]"])
 def test_arrays_that_are_no_real_numbers_are_named(dtype):
   layer = one_table()
@@ -373,6 +383,6 @@ def test_a_table_that_is_rounded_is_named_once(tmp_path):
     rounded.load_tables({"movie": np.zeros((4, 2))})
     with pytest.warns(UserWarning, match="rounded.*model/tables/movie") as warned:
       restore(rounded)
-    assert len(warned) == 1
+    assert [warning.filename for warning in warned] == [__file__]
     assert (rounded.tables["movie"] == 1).all()
   embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=rounded), model=saved)  # exact

@@ -308,7 +308,7 @@ def delta_of(**arguments):
 def test_what_does_not_fit_is_named_and_nothing_changes():
   trained = delta_of(optimizer=embed.adam(0.1))
   for model, message in [
-    (Other(rows=3), r"table 'embed/t' has row 3, the model's has 3 rows"),
+    (Other(rows=3), r"table 'embed/t' has row 3, the model's has rows 0 .. 2"),
     (Other(dim=3), r"parameters of table 'embed/t' have rows of shape \(2,\), the model's \(3,\)"),
     (Other(name="u"), r"table 'embed/u' is missing; table 'embed/t' is not in the model"),
     (Other(optimizer=embed.adagrad(0.1)), r"'embed/t' has \['momenta', .*has \['accumulators'"),
@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes():
     embed.deltas.apply(trained, 0, tower=Other())
   for tables, message in [
     ({"t": np.zeros((4, 2))}, r"no table 't'; it has \['embed/t'\]"),
-    ({"embed/t": np.zeros((3, 2))}, r"has shape \(3, 2\), .* ids up to 3"),
+    ({"embed/t": np.zeros((3, 2))}, "'embed/t' has row 3, .* rows 0 .. 2"),
     ({"embed/t": np.broadcast_to(np.zeros(2), (4, 2))}, "'embed/t' is read-only"),
   ]:
     with pytest.raises(ValueError, match=message):
@@ -549,6 +549,78 @@ def test_calls_of_the_thread_that_applies_may_write_back():
     at = embed.deltas.apply(delta, at, model=served)
     predict(served)
   assert_same_bits(np.array(served.embed.tables["a"]), rows)
+
+
+def in_a_thread(f):
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    return pool.submit(f).result()
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda model: nnx.jit(act)(model),
+    lambda model: nnx.jit(act, donate_argnums=0)(model),
+    lambda model: nnx.remat(act)(model),
+    lambda model: nnx.cond(True, act, act, model),
+    lambda model: nnx.jit(lambda x, *, model: act(model))(1, model=model),
+  ],
+)
+def test_calls_after_a_delta_of_another_thread_may_write_back(call):
+  served, (delta,), rows = served_and_deltas(1)
+  earlier = nnx.state(served)  # keeps the arrays that are replaced
+  in_a_thread(lambda: embed.deltas.apply(delta, 0, model=served))
+  call(served)
+  assert_same_bits(np.array(served.embed.tables["a"]), rows)
+  del earlier
+
+
+def test_a_request_that_would_undo_two_deltas_raises():
+  served, deltas, _ = served_and_deltas(2)
+
+  def apply_both():
+    for at, delta in enumerate(deltas):
+      embed.deltas.apply(delta, at, model=served)
+
+  (error,) = in_flight(served, nnx.jit, apply_both)
+  assert "would replace a table that a delta has changed" in error
+
+
+def test_a_compiled_step_in_flight_does_not_undo_a_delta():
+  served, (delta,), rows = served_and_deltas(1)
+  delta = dataclasses.replace(delta, before={})  # the step changes the head
+  began, go_on = threading.Event(), threading.Event()
+
+  def body(model):
+    began.set()
+    go_on.wait()
+    model.head.bias[...] += 1
+    for _, variable in nnx.iter_graph(model):
+      if isinstance(variable, embed.Table):
+        variable.set_value(variable.get_value() * 2)
+
+  step = embed.jit_step(body, served)
+
+  def apply():
+    try:
+      return embed.deltas.apply(delta, 0, model=served)
+    except RuntimeError as error:
+      return error
+
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    stepped = pool.submit(step)
+    began.wait()
+    applied = pool.submit(apply)
+    concurrent.futures.wait([applied], timeout=2)
+    go_on.set()
+    stepped.result()
+    result = applied.result()
+  if isinstance(result, RuntimeError):
+    assert "replaced while a delta was applied" in str(result)
+    result = embed.deltas.apply(delta, 0, model=served)
+  assert result == 1
+  ids = delta.tables["model"]["embed/a"].ids
+  assert_same_bits(np.array(served.embed.tables["a"])[ids], rows[ids])
 
 
 @pytest.mark.full
@@ -798,6 +870,29 @@ def test_two_writers_at_once_leave_one_of_their_deltas(tmp_path):
       list(pool.map(lambda i: embed.deltas.write(tmp_path, deltas[i % 2]), range(8)))
     assert values(embed.deltas.read(tmp_path)) in ({1.0}, {2.0})
     assert [path.name for path in tmp_path.iterdir()] == ["rows-00000-of-00001.npz"]
+
+
+def test_partial_files_of_killed_writers_are_removed(tmp_path):
+  old, new = (tmp_path / f"rows-00000-of-00001.npz.{x}.part" for x in ("old", "new"))
+  for path in (old, new):
+    path.write_bytes(b"PK")
+  os.utime(old, (1, 1))
+  embed.deltas.write(tmp_path, of_rows(1.0))
+  assert not old.exists()
+  assert new.exists()  # its writer may be alive
+
+
+@pytest.mark.parametrize("row", [-1, ROWS])
+def test_rows_that_a_numpy_table_does_not_have_are_refused(row):
+  served, (delta,), _ = served_and_deltas(1)
+  rows = delta.tables["model"]["embed/a"]
+  bad = rows._replace(ids=np.where(rows.ids == rows.ids[0], row, rows.ids))
+  delta = dataclasses.replace(delta, tables={"model": {"embed/a": bad}}, before={})
+  table = np.array(served.embed.tables["a"])
+  before = table.copy()
+  with pytest.raises(ValueError, match=f"has row {row}"):
+    embed.deltas.apply_to_tables(delta, 0, {"embed/a": table})
+  assert_same_bits(table, before)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of file sizes are POSIX's")

@@ -276,3 +276,22 @@ def test_nan_in_one_row_is_nan_everywhere_after_clipping(compiled):
   norm, _ = step(layer, optimizer, jnp.array([3.0, 4.0]))  # of two columns each: norm sqrt(50)
   np.testing.assert_allclose(norm, 50**0.5, rtol=1e-6)
   np.testing.assert_allclose(layer.tables["t"][1], 1 - 3 / 50**0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2.5, 2**40, -5, 0, True, "10"])
+def test_a_size_that_is_no_size_is_named(size):
+  with pytest.raises(ValueError, match="`vocabulary_size` must be an int"):
+    embed.RowGrads(jnp.array([0]), jnp.ones((1, 1)), vocabulary_size=size)
+
+
+def test_a_size_may_be_an_array():
+  rows = embed.RowGrads(jnp.array([4, 10]), jnp.array([[3.0], [7.0]]), jnp.int32(10))
+  assert hash(jax.tree.structure(rows)) is not None
+  assert float(rows.squared_norm()) == 9
+
+
+def test_ids_beyond_the_known_size_are_named():
+  known = embed.RowGrads(jnp.array([3]), jnp.ones((1, 1)), vocabulary_size=10)
+  other = embed.RowGrads(jnp.array([50]), jnp.ones((1, 1)))
+  with pytest.raises(ValueError, match=r"of 10 rows, and id 50"):
+    embed.accumulate([embed.Grads({}, {"t": rows}) for rows in (known, other)])

@@ -5,12 +5,14 @@ The rest of the library uses only documented names of these packages.
 
 import functools
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import errors as flax_errors
+from flax import nnx
 from jax._src import core
 from jax.extend import core as jex_core
 from jax.extend import random as jex_random
@@ -176,12 +178,29 @@ def is_called_by(module: str) -> bool:
   Seen in Flax 0.12.8, whose transformations and optimizer are in the modules above; Flax has no way
   to ask.
   """
+  return next(_frames(module), None) is not None
+
+
+def is_unread_by_caller(variable: nnx.Variable) -> bool:
+  """Whether a transformation of Flax on the call stack has not read what a Variable holds now.
+
+  Seen in Flax 0.12.8: what a transformation reads of its arguments stays in its local variables
+  until it has written all of it back. With `nnx.StateSharding`s, it holds Variables instead: True.
+  """
+  value = variable.get_raw_value()
+  live = lambda x: x is variable or isinstance(x, nnx.Module)  # they hold the array in any case
+  frames = list(_frames(TRANSFORMATIONS))
+  leaves = (x for f in frames for x in jax.tree.leaves(list(f.f_locals.values()), is_leaf=live))
+  return bool(frames) and not any(leaf is value for leaf in leaves)
+
+
+def _frames(module: str) -> Iterator[types.FrameType]:
+  """The frames of the call stack that are of a module, or of one whose name starts so."""
   frame = inspect.currentframe()
   while frame is not None:
     if frame.f_globals.get("__name__", "").startswith(module):
-      return True
+      yield frame
     frame = frame.f_back
-  return False
 
 
 def caller() -> str:

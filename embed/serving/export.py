@@ -49,10 +49,10 @@ class Exported(NamedTuple):
   def save(self, folder: str | os.PathLike[str]) -> None:
     """Writes `program.bin` and `arrays.npz`, for `jax.export.deserialize` and `numpy.load`.
 
-    Both replace those of an earlier export at one instant: readers find the earlier export before
-    it and this one after it, and those that have opened one file before and the other one after it
-    start again. After an error, as of a full disk, or a kill, the folder holds one of the two; what
-    a kill has left in `.replacing` disappears with the next call.
+    The two files replace an earlier export together. A reader that opens one file before the
+    replacement and the other after it gets a mismatched pair and must start again. After an error
+    or a kill, the folder holds either the old export or the new one. The next call removes anything
+    a kill left in `.replacing`.
 
     Args:
       folder: made if it does not exist. Its other files stay. One process at a time saves to it.

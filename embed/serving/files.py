@@ -16,7 +16,8 @@ def replacing(folder: pathlib.Path, names: Sequence[str]) -> Iterator[pathlib.Pa
   To that end each name becomes a link through the link `current`, which leads to the old files and
   is renamed to lead to the new ones; then the names become plain files again. An error before that
   instant leaves the old files. After a kill readers find the old files or the new ones, and the
-  next call replaces the links by them.
+  next call replaces the links by them. Without symbolic links, as on some disks, only the first
+  files of a folder can be written, one after the other.
 
   Args:
     folder: may hold other files, which stay. One process at a time replaces files in it; made if it
@@ -38,10 +39,17 @@ def replacing(folder: pathlib.Path, names: Sequence[str]) -> Iterator[pathlib.Pa
     for name in names:
       if (folder / name).exists():
         _copy((folder / name).resolve(), old / name)
-    _link(stage, current, "old")
-    for name in names:
-      _link(stage, folder / name, f"{_STAGE}/current/{name}")
-    _link(stage, current, "new")
+    try:
+      _link(stage, current, "old")
+    except OSError:  # a disk without symbolic links
+      if any(os.path.lexists(folder / name) for name in names):
+        raise
+      for name in names:
+        (new / name).rename(folder / name)
+    else:
+      for name in names:
+        _link(stage, folder / name, f"{_STAGE}/current/{name}")
+      _link(stage, current, "new")
   finally:
     _finish(folder, names)
     if is_new and not any(folder.iterdir()):

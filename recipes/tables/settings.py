@@ -279,7 +279,9 @@ def settings(config) -> dict[str, Any]:
   sharing.check(table.kinds, "config.columns")
   for side, source in table.sides.items():
     sharing.check(source.kinds, f"config.{side}_table.columns")
-  serve = Path(run_settings.value(config, "init_from")).expanduser().resolve() / "serve"
+  serve = files.latest(
+    Path(run_settings.value(config, "init_from")).expanduser().resolve() / "serve"
+  )
   if run_settings.value(config, "init_from") and serve.is_dir():
     about["base"] = [str(serve), *(files.digest(path) for path in sorted(serve.glob("*.*")))]
   return about

@@ -4,6 +4,7 @@ import errno
 import gc
 import hashlib
 import os
+import pathlib
 import subprocess
 import sys
 from unittest import mock
@@ -11,8 +12,9 @@ from unittest import mock
 import http_server
 import pytest
 from kills import is_killed
+from ml_collections import ConfigDict
 
-from recipes import errors, files
+from recipes import errors, files, keeping
 
 TEXT = b"twelve bytes"
 SHA256 = hashlib.sha256(TEXT).hexdigest()
@@ -154,3 +156,30 @@ def test_an_error_leaves_the_folder_as_it_was(tmp_path):
     write_version(tmp_path / "folder", "deep/same/file")
   assert read_version(tmp_path / "folder") == {"old": "old", "deep/same": "old"}
   assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_an_error_in_the_second_rename_keeps_the_folder(tmp_path, monkeypatch):
+  folder = tmp_path / "folder"
+  with files.replacing_folder(folder) as new:
+    (new / "x").write_text("old")
+  rename = pathlib.Path.rename
+
+  def failing(path, target):
+    if path.name.endswith(".partial"):
+      raise PermissionError("no")
+    return rename(path, target)
+
+  monkeypatch.setattr(pathlib.Path, "rename", failing)
+  with pytest.raises(PermissionError), files.replacing_folder(folder) as new:
+    (new / "x").write_text("new")
+  assert (folder / "x").read_text() == "old"
+
+
+def test_a_copy_that_was_being_replaced_is_still_the_base(tmp_path):
+  serve = tmp_path / "init" / "serve"
+  serve.mkdir(parents=True)
+  config = ConfigDict({"init_from": "other"})
+  assert keeping.with_own_base(config, tmp_path).init_from == str(tmp_path / "init")
+  serve.with_name("serve.removed").mkdir()
+  serve.rename(serve.with_name("serve.removed") / "old")  # a kill came here
+  assert keeping.with_own_base(config, tmp_path).init_from == str(tmp_path / "init")
