@@ -206,7 +206,7 @@ def test_an_approximate_index_finds_what_the_exact_one_does(tmp_path):
   )
   assert near.served.about["install"].endswith("[serving,ann]'")
   rows = {"who": [f"u{i}" for i in range(20)] + ["new"]}
-  answers, expected = near.recommend(rows, top=50), exact.recommend(rows, top=50)
+  answers, expected = near.recommend(rows, top=40), exact.recommend(rows, top=40)
   np.testing.assert_array_equal(answers.items, expected.items)
   np.testing.assert_allclose(answers.scores, expected.scores, atol=1e-6)
 
