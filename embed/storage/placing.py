@@ -48,10 +48,11 @@ def copied_like(value: Any, old: jax.Array) -> jax.Array:
     return host.to_host(new) if in_host else new
   if isinstance(value, jax.Array) and value.sharding != old.sharding and value.is_fully_addressable:
     value = np.asarray(value)
-  if in_host:  # not by way of the device, which may have no room for it
-    return jax.device_put(np.array(value, old.dtype), old.sharding)
-  new = jnp.array(value, old.dtype, copy=True)
-  return jax.device_put(new, old.sharding) if old.committed else new
+  # To the host not by way of the device, which may have no room for it; and NumPy arrays by an
+  # explicit transfer, which jax_transfer_guard allows.
+  is_numpy = in_host or not isinstance(value, jax.Array)
+  copied = np.array(value, old.dtype) if is_numpy else jnp.array(value, old.dtype, copy=True)
+  return jax.device_put(copied, old.sharding if old.committed or in_host else None)
 
 
 def same_parts(
