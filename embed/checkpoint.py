@@ -152,15 +152,13 @@ def check(tree: Tree, **nodes: Any) -> None:
   """Raises ValueError unless a tree, or the metadata of a stored one, fits models and optimizers.
 
   `restore` calls it before it reads anything. Orbax's own advice for arrays of another shape is
-  `strict=False`, which would pad or cut tables.
+  `strict=False`, which would pad or cut tables. A warning names the tables that would be rounded:
+  those saved with more precision than the model's, such as float32 for bfloat16.
 
   Args:
     tree: as in `from_tree`; its leaves may be anything with a shape, such as the metadata
       `checkpointer.metadata(folder).item_metadata.tree` of Orbax.
     **nodes: as in `from_tree`.
-
-  Tables of more precision than the model's, such as float32 for bfloat16, are rounded: a warning
-  names them.
 
   Raises:
     ValueError: naming each array that is missing, unknown, of another shape, or of objects, texts
@@ -176,7 +174,7 @@ def check(tree: Tree, **nodes: Any) -> None:
 
 
 def _check(tree: Tree, nodes: Mapping[str, Any]) -> None:
-  """As `check`; the warning names the line that calls the public function."""
+  """Checks as `check` does; the warning points at the caller of the public function."""
   problems: list[str] = []
   rounded: list[str] = []
   tables: dict[str, tuple[int, ...]] = {}
@@ -246,7 +244,7 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
 
   Raises:
     FileNotFoundError: if there is no such folder, or no checkpoint in it.
-    ValueError: as in `check`, and for a step of several items, which are named.
+    ValueError: as in `check`, or if a step holds several items; the message lists them.
     ImportError: if Orbax is not installed.
 
   >>> import pathlib, tempfile
@@ -276,7 +274,7 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
 
 
 def _tree_folder(folder: pathlib.Path, ocp: Any) -> pathlib.Path:
-  """The folder of a tree: the given one, the only item of a step, or that of the latest step."""
+  """Finds the folder that holds a tree: this one, a step's only item, or the latest step's."""
   if not folder.is_dir():
     raise FileNotFoundError(f"{folder} is no folder: give one that Orbax has written.")
   is_tree = lambda path: (path / "_METADATA").is_file()

@@ -4,6 +4,7 @@ Plain Python without JAX, so that an input worker can build, pickle and validate
 names and defaults follow ``tf.tpu.experimental.embedding``.
 """
 
+import contextlib
 import dataclasses
 import logging
 import numbers
@@ -21,7 +22,11 @@ _logger = logging.getLogger("embed")
 
 
 def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
-  """Returns the int of a value with `__index__`, such as a NumPy integer; a bool raises."""
+  """Returns the int of a value with `__index__`, such as a NumPy integer.
+
+  Raises:
+    ValueError: for a bool, anything that is no integer, or one below `minimum` or above `maximum`.
+  """
   try:
     if isinstance(value, (bool, np.bool_)):
       raise TypeError
@@ -29,10 +34,8 @@ def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> 
   except TypeError:
     result = minimum - 1
   if result < minimum or (maximum is not None and result > maximum):
-    upper = "" if maximum is None else f" and <= {maximum}"
-    raise ValueError(
-      f"Argument `{name}` must be an int and must be >= {minimum}{upper}. Got {value!r}."
-    )
+    bounds = f" in {minimum} .. {maximum}" if maximum is not None else f" and must be >= {minimum}"
+    raise ValueError(f"Argument `{name}` must be an int{bounds}. Got {value!r}.")
   return result
 
 
@@ -53,15 +56,13 @@ def setting(name: str, value: Any) -> Any:
     return {key: setting(f"{name}[{key!r}]", x) for key, x in value.items()}
   if not hasattr(value, "item"):
     return value
-  try:
-    if np.ndim(value):
-      raise TypeError
-    return value.item()
-  except TypeError:  # JAX's, of a traced value, is one
-    raise ValueError(
-      f"{name} must be one number that is known when the config is made. Got {value!r}. "
-      "Write float(x) outside of jit; rates may be functions of the step."
-    ) from None
+  if not np.ndim(value):
+    with contextlib.suppress(TypeError):  # of a traced value
+      return value.item()
+  raise ValueError(
+    f"{name} must be one number that is known when the config is made. Got {value!r}. "
+    "Write float(x) outside of jit; rates may be functions of the step."
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,8 +69,8 @@ class Delta:
       values `{"parameters": [K, dim], slot: [K, dim] or [K]}`. K is 0 if no row has changed.
     state: `{node: {path: array}}`: all arrays outside tables, whole.
     before: digests of the parameters at `since`, by node and "tables/<key>" or "state/<path>": 16
-      hexadecimal digits of the rows of a table, whatever the mesh, or of an `nnx.Param`. Empty in
-      files of earlier versions.
+      hexadecimal digits of the rows of a table, the same on every mesh, or of an `nnx.Param`. Empty
+      in files of earlier versions.
     after: the digests at `step`.
 
   In a run of several processes, `changes` returns each of them the rows of its own shards, and
@@ -416,7 +416,7 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
 
 
 def _outside(key: str, ids: np.ndarray, size: int) -> list[str]:
-  """A problem for the first id that is no row of a table."""
+  """Describes the first id that is not a row of the table; [] if all are."""
   bad = ids[(ids < 0) | (ids >= size)]
   return (
     [f"table {key!r} has row {bad[0]}, the model's has rows 0 .. {size - 1}"] if bad.size else []

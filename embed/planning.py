@@ -128,7 +128,7 @@ class Plan:
     return result
 
   def _facts(self, feature: config_lib.FeatureConfig) -> tuple[Any, ...]:
-    """What the bags of a feature depend on besides its inputs; first the name of its table."""
+    """The table name and the settings that determine a feature's bags, besides its inputs."""
     table = next(name for name, table in self.tables.items() if table is feature.table)
     form = (feature.max_sequence_length, feature.output_shape, feature.differentiate_weights)
     return (table, feature.table.combiner, *form)

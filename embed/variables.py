@@ -69,7 +69,7 @@ class Table(nnx.Variable):
       )
 
   def update_from_state(self, variable_state: nnx.Variable) -> None:
-    """Takes over the array of another Variable."""
+    """Takes over the array of another Variable; raises RuntimeError as `set_raw_value` does."""
     with WRITING:
       self._check_write_back(variable_state.get_raw_value())
       super().update_from_state(variable_state)

@@ -1,7 +1,6 @@
 """Columns: functions from one raw feature to ids."""
 
 import dataclasses
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -231,13 +230,7 @@ def set_integer(column: Any, name: str, minimum: int, maximum: int) -> None:
   value = getattr(column, name)
   if value is None and name in _OPTIONAL:
     return
-  try:
-    number = minimum - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
-  except TypeError:
-    number = minimum - 1
-  if not minimum <= number <= maximum:
-    raise ValueError(f"Argument `{name}` must be an int in {minimum} .. {maximum}. Got {value!r}.")
-  object.__setattr__(column, name, number)
+  object.__setattr__(column, name, config_lib.integer(name, value, minimum, maximum))
 
 
 def fill_missing(
