@@ -6,6 +6,7 @@ split.parquet which row of which file is in which split
 init/serve/   that of the run that it started from, whose transforms its own have grown from
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,20 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
     source, about = workdir / "data.json", data_sha256
     if is_new or not source.exists():  # or begun by an earlier version
       arrays.write_json(source, about)
+      return
   else:
     source, about = target / "source.json", {**data_sha256, "transforms": row_ids.digest(serve)}
-  if is_new and serve is not None:
-    _copy(serve, target, about)
-    if (split := serve.parent / "split.parquet").exists():
-      with files.replacing(workdir / split.name) as file:
-        file.write(split.read_bytes())
-    return
-  if serve is not None and not target.exists():
-    raise UserError(
-      f"the run in {workdir} was begun before its data set kept raw ids, or its folder {_SERVE} "
-      "was removed: choose another --workdir"
-    )
+    if is_new:
+      _copy(serve, target, about)
+      if (split := serve.parent / "split.parquet").exists():
+        with split.open("rb") as rows, files.replacing(workdir / split.name) as file:
+          shutil.copyfileobj(rows, file)
+      return
+    if not target.exists():
+      raise UserError(
+        f"the run in {workdir} was begun before its data set kept raw ids, or its folder {_SERVE} "
+        "was removed: choose another --workdir"
+      )
   # A run of an earlier version knows the hashes of the files alone.
   if any(about.get(name) != value for name, value in arrays.read_json(source, schema={}).items()):
     raise UserError(

@@ -16,7 +16,6 @@ from .rows import RowReader, SplitFile, values_of, way
 from .settings import SPLITS, Table, parsed, serve_folder
 from .source import Stage
 
-_OF_TABLE = "which config.*_table belongs to"
 _SIDES = {"user": spec.User, "item": spec.Item}
 
 
@@ -95,7 +94,7 @@ class _Counted:
   ids: dict[str, Codes]
 
   @classmethod
-  def of(cls, table: Table, reader: RowReader, fit: Fit, split: "SplitFile") -> "_Counted":
+  def of(cls, table: Table, reader: RowReader, fit: Fit, split: SplitFile) -> "_Counted":
     """Counts all rows, fits the numbers, and writes down the splits.
 
     Raises:
@@ -103,7 +102,7 @@ class _Counted:
     """
     weight = table.name_of(spec.Weight)
     ids = {side: Codes() for side in table.sides}
-    id_names = {side: table.require(_SIDES[side], _OF_TABLE) for side in table.sides}
+    id_names = {side: _id_name(table, side) for side in table.sides}
     counted = cls(np.zeros(3, np.int64), np.zeros(3, np.int64), np.zeros((3, 2)), ids)
     for rows in reader.checks([*id_names.values()]):
       counted.sizes += np.bincount(rows.split, minlength=3)
@@ -218,7 +217,7 @@ def _check_names(table: Table) -> None:
   """Raises UserError where a name is declared twice, or an item column holds several items."""
   declared = set(table.kinds)
   for side, source in table.sides.items():
-    table.require(_SIDES[side], f"which config.{side}_table belongs to")
+    _id_name(table, side)
     for name in source.kinds:
       if name in declared:
         raise UserError(f"{name!r} is declared twice, also in config.{side}_table: keep one")
@@ -232,13 +231,18 @@ def _check_names(table: Table) -> None:
     raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")
 
 
+def _id_name(table: Table, side: str) -> str:
+  """Returns the name of the column with the ids of a table of its own; raises UserError if none."""
+  return table.require(_SIDES[side], f"which config.{side}_table belongs to")
+
+
 def _sides(
   table: Table, ids: Mapping[str, Codes], base: "Encoder | None", stage: Stage
 ) -> tuple[dict[str, Entities], list[str]]:
   """Returns users and items of tables of their own by column, and lines about them."""
   sides, notes = {}, []
   for side, source in table.sides.items():
-    name = table.require(_SIDES[side], f"which config.{side}_table belongs to")
+    name = _id_name(table, side)
     known = base.sides[name].fitted if base and name in base.sides else None
     sides[name], about = entities.read(
       source, side, table.on_bad_row, ids[side], base=known, stage=stage

@@ -246,8 +246,7 @@ class Fit:
     frequent = counts.most_frequent()
     if not len(frequent) and not known:
       raise UserError(self._empty(name))
-    is_kept = pc.greater_equal(frequent["count"], kind.min_count)
-    kept = frequent.filter(is_kept)
+    kept = frequent.filter(pc.greater_equal(frequent["count"], kind.min_count))
     if kind.oov and kind.min_count == 1 and len(kept) >= _FEW:
       # The rows for unknown values learn from rare ones that are drawn into them.
       hashed = hashing.hashes(np.array(kept["value"].to_pylist(), object), _DRAWN_SEED) / 2.0**64
@@ -414,9 +413,9 @@ class Fitted:
       return self._crossed(kind, column, values)
     assert isinstance(kind, spec.Category)
     texts = flat_texts(values[name], kind)
-    if not isinstance(kind, spec.Bag):
-      return self._of_texts(name, texts)
     ids = self._of_texts(name, texts)
+    if not isinstance(kind, spec.Bag):
+      return ids
     lengths = pc.list_value_length(values[name]).fill_null(0).to_numpy(zero_copy_only=False)
     return _padded(ids, lengths.astype(np.int64), self.widths[name], last=kind.last)
 

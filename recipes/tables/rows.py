@@ -18,7 +18,7 @@ from . import spec, splitting
 from .fitting import Moments, extracted
 from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
-from .source import File, Stage, alike, num_rows, scan
+from .source import File, Stage, alike, by_file, num_rows, scan
 from .values import ReadAs, as_stored, converted, has_bytes, plain, same_value
 
 _DISTINCT = 1 << 16  # values that are held at once
@@ -341,8 +341,7 @@ class RowReader:
       parts = np.zeros(sum(sizes), np.int8)
       for name, (start, stop) in arrays.cut(len(parts), split["valid"], split["test"]).items():
         parts[start:stop] = SPLITS.index(name)
-      pieces = np.split(parts, np.cumsum(sizes)[:-1])
-      self._parts = {file.path: x for file, x in zip(self._files, pieces, strict=True)}
+      self._parts = by_file(parts, self._files, sizes)
     return self._parts[chunk.file][chunk.places]
 
   def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
@@ -403,11 +402,11 @@ class SplitFile:
 
   Attributes:
     parts: the index in `SPLITS` of each row by file, int8, in the order in which rows are stored;
-      -1 for those that were left out.
+      -1 for those that were left out. Made of all rows that were added at every access.
   """
 
   def __init__(self, folder: Path, names: Mapping[Path, str]):
-    self.parts: dict[Path, np.ndarray] = {}
+    self._pieces: dict[Path, list[np.ndarray]] = {}
     self._names, self._writer = names, pq.ParquetWriter(folder / "split.parquet", _SPLIT_FILE)
 
   def __enter__(self) -> "SplitFile":
@@ -416,15 +415,20 @@ class SplitFile:
   def __exit__(self, *error: object) -> None:
     self._writer.close()
 
+  @property
+  def parts(self) -> dict[Path, np.ndarray]:
+    return {path: np.concatenate(pieces) for path, pieces in self._pieces.items()}
+
   def add(self, rows: Rows) -> None:
-    """Adds the rows of a part of a file, of which parts come in order."""
+    """Adds rows of a file; those of one file come in order."""
     chunk, split = rows.chunk, rows.split
     if not len(split):
       return
-    parts = self.parts.get(chunk.file, np.empty(0, np.int8))
-    between = np.full(chunk.places[-1] + 1 - len(parts), -1, np.int8)
-    between[chunk.places - len(parts)] = split
-    self.parts[chunk.file] = np.concatenate([parts, between])
+    pieces = self._pieces.setdefault(chunk.file, [])
+    start = sum(map(len, pieces))
+    piece = np.full(chunk.places[-1] + 1 - start, -1, np.int8)
+    piece[chunk.places - start] = split
+    pieces.append(piece)
     self.write(chunk.file, chunk.rows, split)
 
   def write(self, path: Path, rows: np.ndarray, split: np.ndarray) -> None:

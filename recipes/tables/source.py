@@ -332,6 +332,14 @@ def num_rows(file: File, stage: Stage) -> int:
   return pq.read_metadata(file.stored(stage)[0]).num_rows
 
 
+def by_file(
+  of_rows: np.ndarray, files: Sequence[File], sizes: Sequence[int]
+) -> dict[Path, np.ndarray]:
+  """Returns views of an array `[N]`, an entry for each row of files of `sizes` rows."""
+  pieces = np.split(of_rows, np.cumsum(sizes)[:-1])
+  return {file.path: piece for file, piece in zip(files, pieces, strict=True)}
+
+
 # --- text ----------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from .source import File, Stage, alike, literal, num_rows, scan
+from .source import File, Stage, alike, by_file, literal, num_rows, scan
 
 
 def by_content(
@@ -38,8 +38,7 @@ def by_content(
       f"FROM {scan(group, stage)})"
     )
     part = stage.execute(query, group).to_arrow_table()["part"].to_numpy()
-    pieces = np.split(part, np.cumsum([num_rows(file, stage) for file in group])[:-1])
-    parts |= {file.path: piece for file, piece in zip(group, pieces, strict=True)}
+    parts |= by_file(part, group, [num_rows(file, stage) for file in group])
   return parts
 
 
