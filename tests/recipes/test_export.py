@@ -18,6 +18,8 @@ from recipe_runs import dlrm_smoke, sequence_smoke, two_tower_smoke
 from served_models import (
   CLICKS,
   LOG,
+  asked_sequences,
+  asked_towers,
   own_probabilities,
   own_sequences,
   own_towers,
@@ -69,8 +71,6 @@ def test_a_click_model_scores_raw_rows_as_its_run_does(model, clicks, tmp_path):
   "query", [(), pytest.param(("history", "country"), marks=pytest.mark.full)]
 )
 def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
-  from recipes.two_tower import data as data_lib
-
   file = write_log(tmp_path / "log.csv")
   # Names that no file can have, and that a column of the prepared data is called in another way.
   again = {f"{name}/again": LOG[name] | {"column": name} for name in ("country", "genre")}
@@ -79,13 +79,9 @@ def test_two_towers_rank_raw_rows_as_their_run_does(query, tmp_path):
   users, scores, ids = own_towers(training)
 
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
-  before = data_lib.load(training.config).matrix("train", "valid")[users]
+  texts, histories = asked_towers(training, served, users)
+  answers = served.recommend({"who": texts, "history": histories}, top=10)
   items = np.array(served._items.texts, object)
-  rows = {
-    "who": [served._users.texts[user] for user in users],
-    "history": [items[row.indices].tolist() for row in before],
-  }
-  answers = served.recommend(rows, top=10)
 
   assert len(users) == 1000
   np.testing.assert_allclose(answers.scores, scores, atol=1e-6, rtol=0)
@@ -118,8 +114,6 @@ def test_a_run_on_a_published_table_answers_with_its_ids_and_titles(tmp_path):
   [("sasrec", "float32"), ("sasrec", "bfloat16"), ("hstu", "float32"), ("bert4rec", "float32")],
 )
 def test_sequence_models_rank_raw_rows_as_their_run_does(model, dtype, tmp_path):
-  from recipes.sequence import data as data_lib
-
   file = write_log(tmp_path / "log.csv")
   # Shorter than some histories, which are cut.
   table = SMALL | {"files": str(file), "columns": LOG, "model": model, "max_length": 5}
@@ -128,10 +122,8 @@ def test_sequence_models_rank_raw_rows_as_their_run_does(model, dtype, tmp_path)
   users, scores, ids = own_sequences(training)
 
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
-  columns = data_lib.load(training.config).columns
-  items, offsets = np.array(served._items.texts, object), columns["offsets"]
-  stored = [columns["items"][offsets[user] : offsets[user + 1] - 1] for user in users]
-  answers = served.recommend({"history": ["|".join(items[each]) for each in stored]})
+  answers = served.recommend({"history": asked_sequences(training, served, users)})
+  items = np.array(served._items.texts, object)
 
   assert len(users) == 1000
   np.testing.assert_allclose(answers.scores, scores, atol=1e-6, rtol=1e-6)
@@ -162,16 +154,12 @@ def test_published_clicks_are_scored_as_their_run_does(name, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["gowalla", "movielens100k", "movielens1m"])
 def test_published_items_are_ranked_as_their_run_does(name, tmp_path):
-  from recipes.two_tower import data as data_lib
-
   training = run_of("two_tower", two_tower_smoke(name, tmp_path), tmp_path / "run")
   users, scores, ids = own_towers(training)
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
-  items = np.array(served._items.texts, object)
-  before = data_lib.load(training.config).matrix("train", "valid")[users]
-  texts = [served._users.texts[user] for user in users]
-  histories = [items[row.indices].tolist() for row in before]
+  texts, histories = asked_towers(training, served, users)
   answers = served.recommend({"user": texts, "history": histories}, top=10)
+  items = np.array(served._items.texts, object)
   left = np.isfinite(scores) & (ids >= 0)  # few items are left for some users
   assert left.mean() > 0.9
   np.testing.assert_array_equal(np.isfinite(answers.scores), left)
@@ -182,15 +170,11 @@ def test_published_items_are_ranked_as_their_run_does(name, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["beauty", "beauty_bert4rec", "movielens1m"])
 def test_published_sequences_are_ranked_as_their_run_does(name, tmp_path):
-  from recipes.sequence import data as data_lib
-
   training = run_of("sequence", sequence_smoke(name, tmp_path), tmp_path / "run")
   users, scores, ids = own_sequences(training)
   served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
-  columns = data_lib.load(training.config).columns
-  items, offsets = np.array(served._items.texts, object), columns["offsets"]
-  stored = [columns["items"][offsets[user] : offsets[user + 1] - 1] for user in users]
-  answers = served.recommend({"history": ["|".join(items[each]) for each in stored]}, top=10)
+  answers = served.recommend({"history": asked_sequences(training, served, users)}, top=10)
+  items = np.array(served._items.texts, object)
   np.testing.assert_allclose(answers.scores, scores, atol=1e-6, rtol=1e-6)
   assert np.mean(answers.items == items[ids]) > 0.99
 

@@ -106,6 +106,26 @@ def own_probabilities(training, splits=("train", "valid", "test")):
   return 1 / (1 + np.exp(-np.concatenate(logits).astype(np.float64)))
 
 
+def asked_towers(training, served, users):
+  """Returns the ids of users as texts, and lists of the items that each had before its test."""
+  from recipes.two_tower import data
+
+  items = np.array(served._items.texts, object)
+  before = data.load(training.config).matrix("train", "valid")[users]
+  histories = [items[row.indices].tolist() for row in before]
+  return [served._users.texts[user] for user in users], histories
+
+
+def asked_sequences(training, served, users):
+  """Returns the items that users had before their test, in order, as texts with "|" between."""
+  from recipes.sequence import data
+
+  columns = data.load(training.config).columns
+  items, offsets = np.array(served._items.texts, object), columns["offsets"]
+  stored = [columns["items"][offsets[user] : offsets[user + 1] - 1] for user in users]
+  return ["|".join(items[each]) for each in stored]
+
+
 def own_towers(training, top=10):
   """Returns users, scores and ids of the items by the towers of a run for its test."""
   from recipes.two_tower import data, train
