@@ -58,7 +58,8 @@ class Codes:
 
   @staticmethod
   def _numbers(texts: pa.Array, number) -> np.ndarray:
-    encoded = texts.dictionary_encode()
+    # Rows that were left out stay in the dictionary of an encoded array.
+    encoded = plain(texts).dictionary_encode()
     values = encoded.dictionary.to_pylist()
     codes = np.array([*(-1 if text is None else number(text) for text in values), -1], np.int32)
     indices = encoded.indices.fill_null(len(codes) - 1).to_numpy(zero_copy_only=False)

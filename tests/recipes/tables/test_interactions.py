@@ -55,6 +55,16 @@ def test_the_last_item_of_each_user_is_tested(tmp_path):
   assert pairs(loaded, "test") == {("ann", "ran"), ("bob", "heat")}
 
 
+def test_an_item_that_nobody_chose_is_not_numbered(tmp_path):
+  header = (*HEADER, "bought")
+  unwanted = ("bob", "void", "2024-01-02", 1, 50, "scifi", "Void", 0)
+  rows = [ROWS[0] + (1,), unwanted, *(row + (1,) for row in ROWS[1:])]
+  loaded = load("two_tower", tmp_path, rows, COLUMNS | {"bought": "label"}, header)
+  items = Entities.load(loaded.serve, "items")
+  assert sorted(items.texts) == ["cube", "heat", "ran", "tron"]
+  assert dict(zip(items.texts, items.titles, strict=True))["tron"] == "Tron"
+
+
 def test_the_split_is_a_file_of_rows(tmp_path):
   loaded = load("two_tower", tmp_path)
   split = pq.read_table(loaded.serve.parent / "split.parquet").to_pylist()
