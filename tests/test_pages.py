@@ -1,11 +1,12 @@
-"""The pages of the documentation: their code runs, their links lead somewhere, their figures are
-those of the files they name."""
+"""The pages of the documentation: their code runs, their links lead somewhere, and a script writes
+their figures."""
 
 import re
 import urllib.parse
 
+import figures
 import pytest
-from pages import DOCS, ROOT, blocks, result, run, short
+from pages import DOCS, ROOT, blocks, run
 
 PAGES = [  # not what a build puts there
   page.relative_to(DOCS).as_posix()
@@ -100,202 +101,31 @@ def test_every_page_is_in_the_contents():
 # ----------------------------------------------------------------------------------- figures
 
 
-def table(title):
-  """The rows of the table under a heading of the page on speed, as lists of cells."""
-  section = (DOCS / "performance.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-  rows = [line.split("|")[1:-1] for line in section.split("\n") if line.startswith("| ")]
-  return [[cell.strip() for cell in row] for row in rows[1:]]
+def test_tables_of_figures_are_those_of_the_result_files():
+  stale = [page for page in figures.PAGES if figures.written(page.read_text()) != page.read_text()]
+  assert not stale, "run `python docs/figures.py`"
 
 
-FIGURES = ("best_ms", "median_ms")
-PEERS = ("torch", "fbgemm")
+def test_a_figure_that_differs_is_written_anew():
+  text = (DOCS / "performance.md").read_text()
+  assert figures.written(text.replace("| sgd | **", "| sgd | **9")) == text
+  with pytest.raises(KeyError, match="unknown"):
+    figures.written("<!-- figures: unknown -->\n<!-- end figures -->")
 
 
-def time_of(measured, contender, figure):
-  """A contender's time or None; a peer's with the number of threads that is better for it."""
-  variants = [
-    of[figure]
-    for label, of in measured.items()
-    if label == contender or (contender in PEERS and label.startswith(f"{contender}, "))
-    if isinstance(of, dict) and figure in of  # the others say how busy the machine was
-  ]
-  return min(variants) if variants else None
-
-
-def row_of_times(measured, contenders):
-  """Best and median of each contender, the least of all bold."""
-  cells = []
-  for contender in contenders:
-    parts = []
-    for figure in FIGURES:
-      times = [time_of(measured, each, figure) for each in contenders]
-      mine = time_of(measured, contender, figure)
-      least = min(x for x in times if x is not None)
-      if mine is not None:
-        parts.append(f"**{short(mine)}**" if mine == least else short(mine))
-    cells.append(" / ".join(parts))
-  return cells
-
-
-def test_step():
-  results = result("step.json")["results"]
-  contenders = ("ours", "fbgemm", "torch", "ours, XLA", "dense jax")
-  wanted = [[name, *row_of_times(of, contenders)] for name, of in results.items()]
-  assert table("One step of one table on CPU")[: len(wanted)] == wanted
-  assert not any(of["busy"] for of in results.values())
-  steps = [of for name, of in results.items() if name != "lookup"]
-  more = [round(100 * (of["ours, whole model"]["ratio_to_ours"] - 1)) for of in steps]
-  by_xla = [of["ours, XLA"]["ratio_to_ours"] for of in steps]
-  page, readme = (
-    " ".join(path.read_text().replace("\n> ", "\n").split())
-    for path in (DOCS / "performance.md", ROOT / "README.md")
-  )
-  longer = f"a step takes {min(more)} to {max(more)} % longer"
-  assert longer in page
-  assert longer in readme
-  assert f"it takes {min(by_xla):.1f} to {max(by_xla):.1f} times as long" in readme
-
-
-def ratios(points, name, figure):
-  """Ours against the fastest peer at every point of the grid."""
-  found = []
-  for point in points:
-    of = point["results"][name]
-    times = [time_of(of, peer, figure) for peer in PEERS]
-    found.append(time_of(of, "ours", figure) / min(x for x in times if x is not None))
-  return found
-
-
-def test_the_grid():
-  points = result("step_grid.json")["points"]
-  text = " ".join((DOCS / "performance.md").read_text().replace("\n> ", "\n").split())
-  wanted = []
-  for name in points[0]["results"]:
-    both = [ratios(points, name, figure) for figure in FIGURES]
-    ahead = [f"{sum(x <= 1 for x in values)} of {len(points)}" for values in both]
-    wanted.append([name, *ahead, *(f"{min(v):.2f} to {max(v):.2f}" for v in both)])
-  rows = table("One step of one table on CPU")
-  assert rows[-len(wanted) :] == wanted
-  assert not any(of["busy"] for point in points for of in point["results"].values())
-  lost = {  # as the pages say
-    (name, figure): [
-      (point, ratio)
-      for point, ratio in zip(points, ratios(points, name, figure), strict=True)
-      if ratio > 1
-    ]
-    for name in points[0]["results"]
-    for figure in FIGURES
-  }
-  assert {key for key, found in lost.items() if found} == {
-    ("lookup", "best_ms"), ("lookup", "median_ms"), ("rowwise_adagrad", "median_ms")
-  }  # fmt: skip
-  lookups = lost["lookup", "best_ms"]
-  assert {point["dim"] for point, _ in lookups} == {64, 128}
-  assert f"{len(lookups)} of {len(points)} points" in text
-  spread = [round(100 * (ratio - 1)) for _, ratio in lookups]
-  assert f"by {min(spread)} to {max(spread)} %" in text
-  slower = lost["lookup", "median_ms"]
-  small = [point for point in points if point["ids"] == 4096]
-  assert [point for point, _ in slower if point["ids"] == 4096] == small
-  assert f"by the median at {len(slower)} points, among them all {len(small)} with 4,096" in text
-  assert sorted(round(100 * (r - 1)) for _, r in lost["rowwise_adagrad", "median_ms"]) == [2, 3]
-  readme = " ".join((ROOT / "README.md").read_text().split())
-  assert (
-    f"at {len(lookups)} of {len(points)} of these by the best time, by {min(spread)} to "
-    f"{max(spread)} %, and at {len(slower)} by the median"
-  ) in readme
-  assert "FBGEMM is 2 to 3 % faster in row-wise Adagrad at two of them" in readme
+def test_the_mean_and_the_best():
+  assert figures.spread([0.1, 0.2, 0.3]) == ".2000\u00a0±\u00a0.1000"
+  assert figures.best_is_bold([".31", "about .30", "too large"], least=False)[0] == "**.31**"
+  assert figures.best_is_bold([".31", ".30"], least=True) == [".31", "**.30**"]
 
 
 def test_the_chart_has_every_point():
-  points = result("step_grid.json")["points"]
+  points = figures.result("step_grid.json")["points"]
   svg = (DOCS / "images" / "speed.svg").read_text()
   drawn = re.findall(r">([^<>]+)</text>", svg)
   assert f"ours ahead, of {len(points)}, by" in drawn
   for name in points[0]["results"]:
-    for figure in FIGURES:
-      assert str(sum(x <= 1 for x in ratios(points, name, figure))) in drawn
+    for kind in figures.TIMES:
+      assert str(sum(x <= 1 for x in figures.ratios(points, name, kind))) in drawn
   dots = re.findall(r'<use [^>]*style="fill: #(?:2f7ce0|cf6a12)"', svg)
   assert len(dots) == len(points) * len(points[0]["results"])
-
-
-def test_a_whole_model():
-  points = result("dlrm.json")["points"]
-  contenders = ("ours", "fbgemm", "torch", "ours, XLA")
-  assert table("A whole model on CPU") == [
-    [f"{of['dim']}, {of['batch']:,}", *row_of_times(of["results"], contenders)] for of in points
-  ]
-  first = [of["first_step_s"] for of in points]
-  spread = lambda times: (round(min(times)), round(max(times)))  # seconds, as the page says
-  assert spread([of["ours"] for of in first]) == (6, 9)
-  assert spread([of[peer] for of in first for peer in PEERS]) == (1, 4)
-
-
-def test_vocabulary():
-  small_pages, large_pages = (
-    result(f"{name}.json")["results"] for name in ("vocabulary", "vocabulary_large_pages")
-  )
-  cells = lambda of: [*map(short, of["best_ms"]), f"{of['ratio_of_best']:.1f}"]
-  times = [
-    [name, who, *cells(of[who]), *cells(large_pages[name][who])]
-    for name, of in small_pages.items()
-    for who in ("ours", *PEERS)
-    if who in of
-  ]
-  memory = [
-    [name, f"{of['table_and_slots_mib']:,.0f}", f"{of['peak_beyond_mib']:.0f}"]
-    for name, of in small_pages.items()
-  ]
-  heading = ["", "table and slots, MiB", "memory beyond them, MiB"]
-  assert table("A larger vocabulary") == [*times, heading, *memory]
-
-
-def test_compiled_ahead_of_time():
-  mib = lambda x, form=",.0f": f"{x / 2**20:{form}}"
-  rows = {
-    "chips": lambda of: str(of["devices"]),
-    "tables and slots, MiB": lambda of: mib(of["tables"]["sharded"], ",.1f"),
-    "against rows x (dim + slots) x 4 bytes / chips": (
-      lambda of: f"{of['tables']['deviation_percent']:+.4f} %"
-    ),
-    "arguments, MiB": lambda of: mib(of["memory"]["arguments"]),
-    "of them written in place, MiB": lambda of: mib(of["memory"]["aliased"]),
-    "temporaries, MiB": lambda of: mib(of["memory"]["temporaries"]),
-    "needed of the available memory": (
-      lambda of: f"{100 * of['memory']['needed'] / of['memory']['available']:.1f} %"
-    ),
-    "compiled in, s": lambda of: f"{of['compile_seconds']:.0f}",
-  }
-  names = ("aot_criteo_1tb", "aot_criteo_1tb_sparse_core", "aot_criteo_1tb_h100")
-  found = [of for name in names for of in result(f"{name}.json").values()]
-  assert table("Compiled for pods") == [[n, *map(f, found)] for n, f in rows.items()]
-
-
-def test_a_run():
-  found = result("loop.json")["examples_per_second"]
-  both = lambda of, show: " / ".join(show(of[figure]) for figure in ("best", "median"))
-  assert table("A run on CPU") == [
-    [
-      name,
-      both(of, lambda x: f"{x['step']:,.0f}"),
-      both(of, lambda x: f"{x['loop']:,.0f}"),
-      both(of, lambda x: f"{x['loop'] / x['step']:.0%}"),
-      both(of, lambda x: f"{x['input'] / x['step']:.1f}"),
-    ]
-    for name, of in found.items()
-  ]
-  assert all(of["busy_cores"] < 0.1 for of in found.values())
-  assert min(of["median"]["input"] / of["median"]["step"] for of in found.values()) > 8
-
-
-def test_weak_scaling():
-  wanted = [
-    [
-      str(of["chips"]),
-      f"{(of['sent_bytes']['ids'] + of['sent_bytes']['rows']) / 2**20:.0f}",
-      f"{of['rows_over_least']:.2f}",
-      f"{of['extra_rounds_bytes'] / 2**20:.0f}",
-    ]
-    for of in result("weak_scaling.json")["results"]
-  ]
-  assert table("More chips, the same batch for each") == wanted

@@ -1,7 +1,6 @@
-"""The pages of the documentation as programs, and the files of results that they state."""
+"""The pages of the documentation as programs."""
 
 import doctest
-import json
 import pathlib
 import re
 
@@ -27,12 +26,3 @@ def run(page):
     else:
       exec(compile("\n" * line + code, DOCS / page, "exec"), scope)
   return scope
-
-
-def result(name):
-  return json.loads((DOCS / "results" / name).read_text())
-
-
-def short(x):
-  """Three digits of a time in milliseconds."""
-  return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"

@@ -58,7 +58,7 @@ def test_the_last_item_of_each_user_is_tested(tmp_path):
 def test_an_item_that_nobody_chose_is_not_numbered(tmp_path):
   header = (*HEADER, "bought")
   unwanted = ("bob", "void", "2024-01-02", 1, 50, "scifi", "Void", 0)
-  rows = [ROWS[0] + (1,), unwanted, *(row + (1,) for row in ROWS[1:])]
+  rows = [(*ROWS[0], 1), unwanted, *((*row, 1) for row in ROWS[1:])]
   loaded = load("two_tower", tmp_path, rows, COLUMNS | {"bought": "label"}, header)
   items = Entities.load(loaded.serve, "items")
   assert sorted(items.texts) == ["cube", "heat", "ran", "tron"]

@@ -1,6 +1,6 @@
 """A chart of `step.py`'s grid: ours against the fastest peer, a dot for each point of the grid.
 
-  python benchmarks/chart.py docs/results/step_grid.json docs/images/speed.svg
+    python docs/chart.py docs/results/step_grid.json docs/images/speed.svg
 
 A dot is our best time divided by the best time of the fastest peer with such an optimizer. Every
 point has its dot, won or lost; the columns count the points that are won by the best time and by
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from figures import ratios
 from matplotlib import rc_context
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 GREY, AHEAD, BEHIND = "#777777", "#2f7ce0", "#cf6a12"
-VARIANTS = ("torch, ", "fbgemm, ")  # how names of peers begin that have a number of threads
 STYLE: dict[Any, Any] = {
   f"{part}color": GREY for part in ("text.", "axes.label", "axes.edge", "xtick.", "ytick.", "grid.")
 } | {
@@ -30,19 +30,6 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def ratios(points: Sequence[Any], name: str, figure: str = "best_ms") -> list[float]:
-  """Returns, for each point, ours divided by the fastest peer; `name` is of an optimizer.
-
-  A peer counts with the number of threads that is better for the figure.
-  """
-  result = []
-  for point in points:
-    measured = point["results"][name]
-    peers = [of[figure] for label, of in measured.items() if label.startswith(VARIANTS)]
-    result.append(measured["ours"][figure] / min(peers))
-  return result
-
-
 def draw(points: Sequence[Any]) -> "Figure":
   """Returns a row of dots for each optimizer, on a logarithmic axis."""
   from matplotlib.figure import Figure
@@ -51,7 +38,7 @@ def draw(points: Sequence[Any]) -> "Figure":
   axis = figure.subplots()
   names = list(points[0]["results"])
   for i, name in enumerate(names):
-    values = ratios(points, name)
+    values = ratios(points, name, "best_ms")
     # Spread, so that dots of one value do not hide each other.
     heights = [i + 0.5 * (k / max(len(values) - 1, 1) - 0.5) for k in range(len(values))]
     colors = [AHEAD if value <= 1 else BEHIND for value in values]
@@ -61,7 +48,7 @@ def draw(points: Sequence[Any]) -> "Figure":
     axis.text(5.9, i, str(ahead), va="center", ha="right", fontsize=9)
     axis.text(11.5, i, str(usually), va="center", ha="right", fontsize=9)
   axis.axvline(1, color=GREY, linewidth=1)
-  least = min(value for name in names for value in ratios(points, name))
+  least = min(value for name in names for value in ratios(points, name, "best_ms"))
   axis.set(xscale="log", xlim=(0.85 * min(least, 0.1), 12), ylim=(len(names) - 0.4, -1.3))
   axis.set_xticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
   axis.minorticks_off()

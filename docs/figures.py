@@ -1,0 +1,395 @@
+"""Writes the tables of figures in the pages, from the result files.
+
+    python docs/figures.py          # writes them
+    python docs/figures.py --check  # writes nothing, and exits with 1 if a page differs
+
+A table stands between `<!-- figures: NAME -->` and `<!-- end figures -->`. NAME is a key of
+`FIGURES`; the function behind it reads `docs/results` and returns the Markdown in between.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+PAGES = (
+  ROOT / "README.md",
+  *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
+)
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
+
+
+def result(name: str) -> Any:
+  """Returns a file of `docs/results`."""
+  return json.loads((RESULTS / name).read_text())
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+  """Returns a Markdown table whose first columns hold words, and the others figures."""
+  alignment = [":--"] * words + ["--:"] * (len(header) - words)
+  lines = [" | ".join(cells) for cells in (header, alignment, *rows)]
+  return "".join(f"| {line} |\n" for line in lines)
+
+
+def origin(of: dict[str, Any], files: Sequence[str], *packages: str) -> str:
+  """Returns the line under a table: hardware, versions, date and files."""
+  versions = ", ".join(f"{name} {of['versions'][name]}" for name in packages)
+  links = ", ".join(f"`docs/results/{name}`" for name in files)
+  return (
+    f"\n{of['cores']} cores of {of['cpu']}, otherwise idle; {versions}; {of['date']}; {links}.\n"
+  )
+
+
+# ------------------------------------------------------------------------------ model quality
+
+# Data, model and runs; then metric, its name in the files, and the best published figure.
+CLICKS: tuple[tuple[str, str, str, tuple[tuple[str, str, str], ...]], ...] = (
+  (
+    "MovieLens 1M as clicks", "DCN-V2", "movielens1m_dcnv2",
+    (("AUC", "auc", ".8998"), ("log loss", "logloss", ".3119")),
+  ),
+  (
+    "MovieLens 1M as clicks", "DLRM", "movielens1m_dlrm",
+    (("AUC", "auc", ""), ("log loss", "logloss", "")),
+  ),
+  (
+    "Criteo, 10,000 rows", "DCN-V2", "criteo_sample",
+    (("AUC", "auc", ""), ("log loss", "logloss", "")),
+  ),
+  ("synthetic", "DLRM", "synthetic", (("AUC", "auc", ""), ("log loss", "logloss", ""))),
+)  # fmt: skip
+RANKINGS: tuple[tuple[str, str, str, tuple[tuple[str, str, str], ...]], ...] = (
+  (
+    "MovieLens 1M, RecBole's protocol", "two towers", "two_tower_movielens1m",
+    (("Recall@10", "recall@10", ".1997"), ("NDCG@10", "ndcg@10", ".2700")),
+  ),
+  (
+    "MovieLens 100K, tutorials' protocol", "two towers", "two_tower_movielens100k_seen",
+    (("top-100 accuracy", "recall@100", "about .30"),),
+  ),
+  (
+    "Gowalla, LightGCN's split", "two towers", "two_tower_gowalla",
+    (("Recall@20", "recall@20", ".1872"), ("NDCG@20", "ndcg@20", ".1557")),
+  ),
+  (
+    "Beauty, S3-Rec's file", "SASRec", "sequence_beauty_sasrec",
+    (("HR@10", "hr@10", ".0921"), ("NDCG@10", "ndcg@10", ".0531")),
+  ),
+  (
+    "Beauty, S3-Rec's file", "HSTU", "sequence_beauty_hstu",
+    (("HR@10", "hr@10", ".0788"), ("NDCG@10", "ndcg@10", ".0439")),
+  ),
+  (
+    "Beauty, BERT4Rec's file", "SASRec", "sequence_beauty_bert4rec_sasrec",
+    (("HR@10", "hr@10", ".0533"), ("NDCG@10", "ndcg@10", ".0327")),
+  ),
+  (
+    "MovieLens 1M, SASRec's file", "SASRec", "sequence_movielens1m_sasrec",
+    (("HR@10", "hr@10", ".3152"), ("NDCG@10", "ndcg@10", ".1821")),
+  ),
+  (
+    "MovieLens 1M, SASRec's file", "BERT4Rec", "sequence_movielens1m_bert4rec",
+    (("HR@10", "hr@10", ".2843"), ("NDCG@10", "ndcg@10", ".1537")),
+  ),
+)  # fmt: skip
+# The four of the README, by their runs and the first metric.
+CHOSEN = (
+  "movielens1m_dcnv2",
+  "two_tower_movielens1m",
+  "two_tower_gowalla",
+  "sequence_beauty_sasrec",
+)
+
+
+def runs(stem: str) -> list[dict[str, Any]]:
+  """Returns the results of the seeds of a run, of which some have one file without a seed."""
+  paths = sorted(RESULTS.glob(f"{stem}_[0-9].json")) or [RESULTS / f"{stem}.json"]
+  return [json.loads(path.read_text()) for path in paths]
+
+
+def spread(values: Sequence[float]) -> str:
+  """Returns the mean, and `±` the standard deviation where there are several values."""
+  numbers = [statistics.fmean(values), *([statistics.stdev(values)] if len(values) > 1 else [])]
+  return "\u00a0±\u00a0".join(f"{number:.4f}".removeprefix("0") for number in numbers)
+
+
+def best_is_bold(cells: Sequence[str], least: bool) -> list[str]:
+  """Returns the cells with the best figure, or figures, in bold; others hold words or nothing."""
+  figures = [re.search(r"\.\d+", cell) for cell in cells]
+  means = [float(figure[0]) if figure else None for figure in figures]
+  best = (min if least else max)(mean for mean in means if mean is not None)
+  return [f"**{cell}**" if mean == best else cell for cell, mean in zip(cells, means, strict=True)]
+
+
+def quality(specs: Any, baseline: str, missing: str) -> Iterable[list[str]]:
+  """Yields data, model, metric, reached, published and the baseline, for each metric of a run."""
+  above = None
+  for data, model, stem, metrics in specs:
+    of_seeds = runs(stem)
+    for i, (metric, name, published) in enumerate(metrics):
+      key = f"test_{name}"
+      theirs = of_seeds[0]["baselines"].get(baseline, {}).get(key)
+      cells = [
+        spread([run["metrics"][key] for run in of_seeds]),
+        published,
+        missing if theirs is None else spread([theirs]),
+      ]
+      words = [data if data != above else "", model if i == 0 else "", metric]
+      above = data
+      yield [*words, *best_is_bold(cells, metric.endswith("loss"))]
+
+
+def clicks() -> str:
+  header = ("data", "model", "metric", "reached", "published", "logistic regression")
+  return table(header, quality(CLICKS, "logistic regression", ""), words=3)
+
+
+def rankings() -> str:
+  header = ("data", "model", "metric", "reached", "best published", "EASE")
+  return table(header, quality(RANKINGS, "EASE", "too large"), words=3)
+
+
+def chosen() -> str:
+  header = ("data", "model", "metric", "reached", "best published")
+  first = [(*spec[:3], spec[3][:1]) for spec in (*CLICKS, *RANKINGS) if spec[2] in CHOSEN]
+  rows = [row[:5] for row in quality(first, "", "")]
+  return table(header, rows, words=3)
+
+
+# -------------------------------------------------------------------------------------- speed
+
+PEERS = ("torch", "fbgemm")
+TIMES = ("best_ms", "median_ms")
+
+
+def short(x: float) -> str:
+  """Returns three digits of a time in milliseconds."""
+  return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
+
+
+def time_of(measured: dict[str, Any], contender: str, kind: str) -> float | None:
+  """Returns a contender's time, ms; a peer's with the number of threads that is better for it."""
+  variants = [
+    of[kind]
+    for label, of in measured.items()
+    if label == contender or (contender in PEERS and label.startswith(f"{contender}, "))
+    if isinstance(of, dict) and kind in of  # the others tell how busy the machine was
+  ]
+  return min(variants, default=None)
+
+
+def row_of_times(measured: dict[str, Any], contenders: Sequence[str]) -> list[str]:
+  """Returns `best / median` of each contender, the fastest in bold."""
+  cells: list[list[str]] = [[] for _ in contenders]
+  for kind in TIMES:
+    times = [time_of(measured, contender, kind) for contender in contenders]
+    least = min(time for time in times if time is not None)
+    for cell, time in zip(cells, times, strict=True):
+      if time is not None:
+        cell.append(f"**{short(time)}**" if time == least else short(time))
+  return [" / ".join(cell) for cell in cells]
+
+
+def ratios(points: Sequence[Any], name: str, kind: str) -> list[float]:
+  """Returns our time divided by the fastest peer's at every point of the grid."""
+  found = []
+  for point in points:
+    of = point["results"][name]
+    ours, *peers = (time_of(of, contender, kind) for contender in ("ours", *PEERS))
+    assert ours is not None
+    found.append(ours / min(peer for peer in peers if peer is not None))
+  return found
+
+
+def speed() -> str:
+  measured = result("step.json")
+  header = ("", "ours, ms", "FBGEMM CPU, ms", "torch `EmbeddingBag(sparse=True)`, ms")
+  contenders = ("ours", "fbgemm", "torch")
+  rows = ([name, *row_of_times(of, contenders)] for name, of in measured["results"].items())
+  return table(header, rows) + origin(measured, ["step.json"], "jax", "torch", "fbgemm-gpu-cpu")
+
+
+def step() -> str:
+  measured = result("step.json")
+  header = (
+    "", "ours", "FBGEMM CPU", "torch `EmbeddingBag(sparse=True)`", "ours by XLA's operations",
+    "dense gradients in JAX",
+  )  # fmt: skip
+  contenders = ("ours", "fbgemm", "torch", "ours, XLA", "dense jax")
+  rows = [[name, *row_of_times(of, contenders)] for name, of in measured["results"].items()]
+  steps = [of for name, of in measured["results"].items() if name != "lookup"]
+  longer = [round(100 * (of["ours, whole model"]["ratio_to_ours"] - 1)) for of in steps]
+  by_xla = [of["ours, XLA"]["ratio_to_ours"] for of in steps]
+  return (
+    table(header, rows)
+    + f"\nThrough `embed.value_and_grad` and `embed.Optimizer`, a step takes {min(longer)} to "
+    f"{max(longer)} % longer. Without the extra `cpu`, a step takes {min(by_xla):.1f} to "
+    f"{max(by_xla):.1f} times as long.\n"
+    + origin(measured, ["step.json"], "jax", "torch", "fbgemm-gpu-cpu")
+  )
+
+
+def grid() -> str:
+  measured = result("step_grid.json")
+  points = measured["points"]
+  header = (
+    "", "ahead by the best time", "ahead by the median", "best time / fastest peer", "medians"
+  )  # fmt: skip
+  rows = []
+  for name in points[0]["results"]:
+    both = [ratios(points, name, kind) for kind in TIMES]
+    ahead = [f"{sum(ratio <= 1 for ratio in each)} of {len(points)}" for each in both]
+    rows.append([name, *ahead, *(f"{min(each):.2f} to {max(each):.2f}" for each in both)])
+  return table(header, rows) + origin(measured, ["step_grid.json"], "jax")
+
+
+def whole_model() -> str:
+  measured = result("dlrm.json")
+  header = (
+    "dim, batch", "ours", "FBGEMM CPU", "torch `EmbeddingBag(sparse=True)`",
+    "ours by XLA's operations",
+  )  # fmt: skip
+  contenders = ("ours", "fbgemm", "torch", "ours, XLA")
+  rows = [
+    [f"{of['dim']}, {of['batch']:,}", *row_of_times(of["results"], contenders)]
+    for of in measured["points"]
+  ]
+  first = [of["first_step_s"] for of in measured["points"]]
+  ours = [of["ours"] for of in first]
+  peers = [of[peer] for of in first for peer in PEERS]
+  return (
+    table(header, rows) + f"\nThe first step, compiled, takes ours {min(ours):.0f} to "
+    f"{max(ours):.0f} seconds and the others {min(peers):.0f} to {max(peers):.0f}.\n"
+    + origin(measured, ["dlrm.json"], "jax", "torch", "fbgemm-gpu-cpu")
+  )
+
+
+def loop() -> str:
+  measured = result("loop.json")
+  header = ("config", "bare step", "loop", "loop / step", "input alone / step")
+  both = lambda of, show: " / ".join(show(of[kind]) for kind in ("best", "median"))
+  rows = [
+    [
+      name,
+      both(of, lambda x: f"{x['step']:,.0f}"),
+      both(of, lambda x: f"{x['loop']:,.0f}"),
+      both(of, lambda x: f"{x['loop'] / x['step']:.0%}"),
+      both(of, lambda x: f"{x['input'] / x['step']:.1f}"),
+    ]
+    for name, of in measured["examples_per_second"].items()
+  ]
+  return table(header, rows) + origin(measured, ["loop.json"], "jax")
+
+
+def vocabulary() -> str:
+  header = (
+    "", "", "100,000 rows, ms", "10,000,000 rows, ms", "times as long",
+    "100,000 rows, large pages", "10,000,000 rows, large pages", "times as long",
+  )  # fmt: skip
+  small, large = (result(f"vocabulary{pages}.json")["results"] for pages in ("", "_large_pages"))
+  cells = lambda of: [*map(short, of["best_ms"]), f"{of['ratio_of_best']:.1f}"]
+  rows = [
+    [name, contender, *cells(of[contender]), *cells(large[name][contender])]
+    for name, of in small.items()
+    for contender in ("ours", *PEERS)
+    if contender in of
+  ]
+  files = ["vocabulary.json", "vocabulary_large_pages.json"]
+  return table(header, rows, words=2) + origin(result(files[0]), files, "jax", "torch")
+
+
+def vocabulary_memory() -> str:
+  header = ("", "table and slots, MiB", "memory beyond them, MiB")
+  rows = (
+    [name, f"{of['table_and_slots_mib']:,.0f}", f"{of['peak_beyond_mib']:.0f}"]
+    for name, of in result("vocabulary.json")["results"].items()
+  )
+  return table(header, rows)
+
+
+def pods() -> str:
+  mib = lambda x, form=",.0f": f"{x / 2**20:{form}}"
+  rows: dict[str, Callable[[Any], str]] = {
+    "chips": lambda of: str(of["devices"]),
+    "tables and slots, MiB": lambda of: mib(of["tables"]["sharded"], ",.1f"),
+    "against rows x (dim + slots) x 4 bytes / chips": (
+      lambda of: f"{of['tables']['deviation_percent']:+.4f} %"
+    ),
+    "arguments, MiB": lambda of: mib(of["memory"]["arguments"]),
+    "of them written in place, MiB": lambda of: mib(of["memory"]["aliased"]),
+    "temporaries, MiB": lambda of: mib(of["memory"]["temporaries"]),
+    "needed of the available memory": (
+      lambda of: f"{100 * of['memory']['needed'] / of['memory']['available']:.1f} %"
+    ),
+    "compiled in, s": lambda of: f"{of['compile_seconds']:.0f}",
+  }
+  columns = [
+    (f"{target}{', SC' if 'sparse_core' in name else ''}", of)
+    for name in ("aot_criteo_1tb", "aot_criteo_1tb_sparse_core", "aot_criteo_1tb_h100")
+    for target, of in result(f"{name}.json").items()
+  ]
+  header = ("", *(title for title, _ in columns))
+  return table(header, ([name, *(show(of) for _, of in columns)] for name, show in rows.items()))
+
+
+def weak_scaling() -> str:
+  header = (
+    "chips",
+    "ids and rows, MiB",
+    "rows, against the least",
+    "one more round would add, MiB",
+  )
+  rows = (
+    [
+      str(of["chips"]),
+      f"{(of['sent_bytes']['ids'] + of['sent_bytes']['rows']) / 2**20:.0f}",
+      f"{of['rows_over_least']:.2f}",
+      f"{of['extra_rounds_bytes'] / 2**20:.0f}",
+    ]
+    for of in result("weak_scaling.json")["results"]
+  )
+  return table(header, rows)
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+  function.__name__: function
+  for function in (
+    clicks, rankings, chosen, speed, step, grid, whole_model, loop, vocabulary, vocabulary_memory,
+    pods, weak_scaling,
+  )
+}  # fmt: skip
+
+
+def written(text: str) -> str:
+  """Returns a page with its tables as the result files have them.
+
+  Raises:
+    KeyError: a marker names no table.
+  """
+  return BLOCK.sub(lambda block: f"{block[1]}{FIGURES[block[2]]()}{block[3]}", text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description="Writes the tables of figures in the pages.")
+  parser.add_argument("--check", action="store_true", help="write nothing; fail on a difference")
+  check = parser.parse_args(argv).check
+  stale = []
+  for page in PAGES:
+    text = page.read_text()
+    if (new := written(text)) != text:
+      stale.append(page.relative_to(ROOT).as_posix())
+      if not check:
+        page.write_text(new)
+  if stale:
+    print(*(f"{'differs' if check else 'written'}: {name}" for name in stale), sep="\n")
+  return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+  sys.exit(main())
