@@ -14,10 +14,14 @@ from embed.inputs import Padded, Ragged, Sparse, validate
 from embed.layer import SparseEmbed
 from embed.optimizer import Optimizer, jit_step
 from embed.optimizers import (
+  RowOptimizer,
+  Slot,
   adagrad,
   adagrad_momentum,
   adam,
   bias_corrected,
+  custom_optimizer,
+  from_optax,
   frozen,
   ftrl,
   lion,
@@ -29,7 +33,6 @@ from embed.optimizers import (
 )
 from embed.padding import to_padded
 from embed.planning import Plan, plan
-from embed.row_optimizer import RowOptimizer, Slot, custom_optimizer, from_optax
 from embed.serving.export import Exported, export
 from embed.serving.lookup import serving_lookup
 from embed.stacking import StackCost, TablePlan

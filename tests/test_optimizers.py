@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import embed
-from embed import row_optimizer
+from embed import optimizers
 from embed.tools import check, reference
 
 V, D = 6, 3
@@ -239,18 +239,17 @@ def test_optimizers_and_configs_pickle():
   step(layer, [1], np.ones((1, D)))
 
 
-def halving(
-  learning_rate=0.5, *, gradient_multiplier=None, clipvalue=None, weight_decay_factor=None,
-  multiply_weight_decay_factor_by_learning_rate=None, clip_weight_min=None, clip_weight_max=None,
-  use_gradient_accumulation=True, slot_init=None,
-):  # fmt: skip
+@optimizers.register
+def halving(learning_rate: float = 0.5, **common):
   """A made-up optimizer: half the rate at every step of a row."""
-  arguments = dict(locals())
 
   def equation(g, w, s, lr):
     return w - lr * g / s["scale"], {"scale": 2 * s["scale"]}
 
-  return row_optimizer.make("halving", arguments, equation, {"scale": 1.0})
+  return embed.RowOptimizer(equation, {"scale": 1.0})
+
+
+del optimizers.OPTIMIZERS["halving"]  # known to the tests that take `made_up` alone
 
 
 def halving_reference(w, g, lr, scale, h):
@@ -260,7 +259,7 @@ def halving_reference(w, g, lr, scale, h):
 @pytest.fixture
 def made_up(monkeypatch):
   """An optimizer in the registry and in the reference, and nowhere else."""
-  monkeypatch.setitem(row_optimizer.OPTIMIZERS, "halving", halving)
+  monkeypatch.setitem(optimizers.OPTIMIZERS, "halving", halving)
   rule = reference.Equation(halving_reference, {"scale": 1.0})
   monkeypatch.setitem(reference.RULES, "halving", rule)
 
@@ -301,7 +300,7 @@ def test_a_new_optimizer_is_checked(made_up, monkeypatch):
   (result,) = check._check_optimizers({})
   assert not result.ok
   monkeypatch.undo()
-  monkeypatch.setitem(row_optimizer.OPTIMIZERS, "halving", halving)
+  monkeypatch.setitem(optimizers.OPTIMIZERS, "halving", halving)
   with pytest.raises(LookupError, match="halving: no line in RULES"):
     check.optimizers()
 
@@ -309,18 +308,18 @@ def test_a_new_optimizer_is_checked(made_up, monkeypatch):
 def test_every_optimizer_is_registered_and_in_the_reference():
   returns = lambda f: inspect.isfunction(f) and inspect.signature(f).return_annotation
   exported = {name for name in embed.__all__ if returns(getattr(embed, name)) is embed.RowOptimizer}
-  assert exported == set(row_optimizer.OPTIMIZERS)
+  assert exported == set(optimizers.OPTIMIZERS)
   for name in exported:
-    assert getattr(embed, name) is row_optimizer.OPTIMIZERS[name]
-  named = row_optimizer.named()
+    assert getattr(embed, name) is optimizers.OPTIMIZERS[name]
+  named = optimizers.named()
   assert exported - set(named) == {"custom_optimizer", "from_optax"}
   assert {name for name in named if named[name]().equation is not None} == set(reference.RULES)
 
 
-@pytest.mark.parametrize("name", row_optimizer.OPTIMIZERS)
+@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
 def test_an_optimizer_keeps_its_arguments(name):
   """All of its signature, under its own name, so that it pickles and can be changed."""
-  function = row_optimizer.OPTIMIZERS[name]
+  function = optimizers.OPTIMIZERS[name]
   required = {"custom_optimizer": (plain_step,), "from_optax": (optax.sgd(0.1),)}.get(name, ())
   optimizer = function(*required)
   parameters = inspect.signature(function).parameters.values()
