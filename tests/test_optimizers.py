@@ -105,12 +105,17 @@ def test_from_optax_refuses_what_is_not_per_row():
 
 ELEMENTWISE = {
   **{
-    name: getattr(optax, name)(0.1)
-    for name in (
-      "adabelief adadelta adan adagrad adam adamax adamaxw adamw amsgrad lion nadam nadamw "
-      "noisy_sgd optimistic_adam_v2 radam rmsprop rprop sgd sign_sgd signum yogi"
-    ).split()
+    str(i): f(0.1)
+    for i, f in enumerate(
+      (
+        *(optax.adabelief, optax.adadelta, optax.adan, optax.adagrad, optax.adam, optax.adamax),
+        *(optax.adamaxw, optax.adamw, optax.amsgrad, optax.lion, optax.nadam, optax.nadamw),
+        *(optax.optimistic_adam_v2, optax.radam, optax.rmsprop, optax.rprop, optax.sgd),
+        *(optax.sign_sgd, optax.signum, optax.yogi),
+      )
+    )
   },
+  "noise": optax.noisy_sgd(0.1, key=jax.random.key(0)),
   "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 100)),
   "clip": optax.chain(optax.clip(1.0), optax.add_decayed_weights(0.1), optax.adam(0.1)),
   "a branch": optax.MultiSteps(optax.adam(0.1), 2),
