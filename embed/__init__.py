@@ -1,10 +1,10 @@
 """SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX.
 
-The public API is `__all__`, with `__all__` of the three modules in it, `checkpoint`, `deltas`
-and `transforms`. Everything else may change from one version to the next.
+The public API is `__all__`, with `__all__` of the four modules in it, `checkpoint`, `deltas`,
+`importers` and `transforms`. Everything else may change from one version to the next.
 """
 
-from embed import checkpoint, deltas, transforms
+from embed import checkpoint, deltas, importers, transforms
 from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.combiners import CombinerWeights
 from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
@@ -14,10 +14,14 @@ from embed.inputs import Padded, Ragged, Sparse, validate
 from embed.layer import SparseEmbed
 from embed.optimizer import Optimizer, jit_step
 from embed.optimizers import (
+  RowOptimizer,
+  Slot,
   adagrad,
   adagrad_momentum,
   adam,
   bias_corrected,
+  custom_optimizer,
+  from_optax,
   frozen,
   ftrl,
   lion,
@@ -29,7 +33,6 @@ from embed.optimizers import (
 )
 from embed.padding import to_padded
 from embed.planning import Plan, plan
-from embed.row_optimizer import RowOptimizer, Slot, custom_optimizer, from_optax
 from embed.serving.export import Exported, export
 from embed.serving.lookup import serving_lookup
 from embed.stacking import StackCost, TablePlan
@@ -84,6 +87,7 @@ __all__ = [
   "ftrl",
   "global_norm",
   "import_variables",
+  "importers",
   "jit_step",
   "lion",
   "look_ahead",

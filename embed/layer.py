@@ -19,7 +19,7 @@ from embed.engine.lookup import LookupRecord, quantize
 from embed.engine.stack import StackSpec
 from embed.gradients import RowGrads
 from embed.inputs import check
-from embed.row_optimizer import RowOptimizer
+from embed.optimizers import RowOptimizer
 from embed.steps import (
   Residual,
   Spec,

@@ -17,7 +17,7 @@ from embed.combiners import CombinerWeights
 from embed.engine.taps import Owner
 from embed.gradients import Grads, Rows, by_stack
 from embed.layer import SparseEmbed
-from embed.row_optimizer import RowOptimizer
+from embed.optimizers import RowOptimizer
 from embed.steps import moving, step_combiner_weights, step_stacks
 from embed.variables import WRITING, changing
 

@@ -2,32 +2,344 @@
 
 An equation is written on `g` (the row's summed gradient), `w` (the row) and its slots, all
 `[..., D]` in float32, slots of one value per row `[...]`. One that looks across a row takes the
-row's `Columns` as well, which may be on several devices. `row_optimizer.make` adds what all
-optimizers share. Every function lists all arguments, so that editors, mypy and `help` show them,
-and begins with `arguments = dict(locals())`: the arguments as they were passed, by name.
+row's `Columns` as well, which may be on several devices. `register` adds what all optimizers share:
+it checks the common arguments and records all of them. `OPTIMIZERS` is the registry: pickles,
+`embed.EmbeddingConfigSpec`, `embed.from_tpu_embedding`, error texts and `python -m embed check`
+read it, so none of them changes when an optimizer is added.
 
 Formulas, names and defaults are TensorFlow's (its SparseCore sources and training kernels).
 """
 
+import dataclasses
+import functools
+import inspect
 import math
-from typing import Never
+from collections.abc import Callable, Mapping
+from typing import Any, Never, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from embed.row_optimizer import (
-  WHOLE_ROWS,
-  ClipRange,
-  Rate,
-  RowOptimizer,
-  Schedule,
-  Slot,
-  SlotInit,
-  make,
-  register,
-  require,
-  row_mean,
-)
+from embed.config import setting
+from embed.elementwise import mixing_operation
+from embed.engine.layout import Columns
+
+Schedule = Callable[[Any], Any]
+Rate = float | Schedule
+ClipRange = float | tuple[float | None, float | None]
+SlotInit = Mapping[str, Callable[..., Any]]
+Slots = dict[str, jax.Array]
+Equation = Callable[..., tuple[jax.Array, Slots]]
+UserEquation = Callable[[jax.Array, jax.Array, Slots, Any], tuple[jax.Array, Slots]]
+
+WHOLE_ROWS = Columns((), 0)
+
+
+class Common(TypedDict, total=False):
+  """The keyword arguments of every optimizer, which `embed.sgd` explains."""
+
+  gradient_multiplier: Rate | None
+  clipvalue: ClipRange | None
+  weight_decay_factor: float | None
+  multiply_weight_decay_factor_by_learning_rate: bool | None
+  l2_factor: float | None
+  clip_weight_min: float | None
+  clip_weight_max: float | None
+  max_norm: float | None
+  use_gradient_accumulation: bool
+  slot_init: SlotInit | None
+
+
+_DEFAULTS: dict[str, Any] = dict.fromkeys(Common.__annotations__) | {
+  "use_gradient_accumulation": True
+}
+_FROZEN = _DEFAULTS | {"learning_rate": 0.0, "slot_init": {}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+  """An optimizer's state per row, for `embed.custom_optimizer`.
+
+  Args:
+    initial: the value every entry starts with.
+    per_row: one value a row, `[V]`, instead of one per element, `[V, D]`.
+    dtype: float32, or an integer type for counts.
+
+  >>> embed.adam(1e-3).slots(64)["momenta"]  # what an optimizer keeps of rows of 64 columns
+  Slot(initial=0.0, per_row=False, dtype='float32')
+  >>> embed.rowwise_adagrad(1e-3).slots(64)["accumulators"].per_row
+  True
+  """
+
+  initial: float = 0.0
+  per_row: bool = False
+  dtype: Any = "float32"
+
+  def __post_init__(self):
+    object.__setattr__(self, "initial", setting("initial", self.initial))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class RowOptimizer:
+  """A table's optimizer. Compared by value: equal hyperparameters are equal optimizers.
+
+  Made by `embed.sgd`, `embed.adagrad` and the others; by `embed.custom_optimizer` from your own
+  equation. It holds no state, so one object may serve many tables, and it pickles. Every row that
+  was looked up in a step is stepped once, in this order: gradients times `gradient_multiplier`,
+  summed over the row's occurrences, clipped to `clipvalue`; weight decay; `l2_factor`; `equation`;
+  `max_norm`; the row clipped to `clip_weight_min` and `clip_weight_max`. All in float32, for tables
+  of any dtype.
+
+  Attributes:
+    equation: `f(gradients, rows, slots, learning_rate) -> (rows, slots)`, float32 `[..., D]` each;
+      None for `embed.frozen`. With `across_row` it takes the `Columns` that each device has of a
+      row as its fifth argument, by default all.
+    slots: `f(dim) -> {name: embed.Slot}`, the state that it keeps per row.
+    lazy: whether it moves touched rows alone; False for `embed.adam(lazy_adam=False)`.
+    linear: whether the step of a sum of gradients is the sum of the steps.
+    across_row: whether an element's step depends on other elements of its row.
+    name: of the function that made it, such as "adagrad".
+    arguments: every argument of that function, by name. Each is an attribute too.
+
+  >>> embed.adagrad(0.1) == embed.adagrad(learning_rate=0.1)
+  True
+  >>> embed.adagrad(0.1, clipvalue=1.0).clipvalue
+  (-1.0, 1.0)
+  >>> g, w, slots = jnp.array([3.0]), jnp.array([1.0]), {"accumulators": jnp.array([7.0])}
+  >>> w, slots = embed.adagrad(0.5).equation(g, w, slots, 0.5)
+  >>> w.tolist(), slots["accumulators"].tolist()  # 7 + 3 * 3; 1 - 0.5 * 3 / sqrt(16)
+  ([0.625], [16.0])
+  """
+
+  equation: Equation | None
+  slots: Any
+  lazy: bool = True
+  linear: bool = False
+  across_row: bool = False
+  name: str = ""
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __getattr__(self, name: str) -> Any:
+    for arguments in (self.__dict__.get("arguments", {}), _FROZEN):
+      if name in arguments:
+        return arguments[name]
+    raise AttributeError(f"{self.name or 'a row optimizer'} has no argument {name!r}")
+
+  def __reduce__(self):
+    return _rebuild, (self.name, self.arguments)  # closures do not pickle, their arguments do
+
+  @functools.cached_property
+  def _key(self) -> tuple[Any, ...]:
+    frozen = lambda x: tuple(sorted(x.items())) if isinstance(x, Mapping) else x
+    return (self.name, *((key, frozen(x)) for key, x in sorted(self.arguments.items())))
+
+  def __eq__(self, other: object) -> bool:
+    return self._key == other._key if isinstance(other, RowOptimizer) else NotImplemented
+
+  def __hash__(self) -> int:
+    return hash(self._key)
+
+  def __repr__(self) -> str:
+    given = ", ".join(f"{k}={x!r}" for k, x in self.arguments.items() if x is not None)
+    return f"embed.{self.name}({given})"
+
+  def learning_rate_at(self, step: Any) -> Any:
+    """The rate of the 0-based `step`, a float or a traced scalar.
+
+    >>> embed.sgd(lambda step: 0.1 / (step + 1)).learning_rate_at(1)
+    0.05
+    """
+    return _at(self.learning_rate, step)
+
+  def gradient_multiplier_at(self, step: Any) -> Any:
+    """The factor on the gradients of the 0-based `step`, a float or a traced scalar, or None.
+
+    >>> embed.sgd(0.1, gradient_multiplier=0.5).gradient_multiplier_at(0)
+    0.5
+    """
+    return _at(self.gradient_multiplier, step)
+
+  @property
+  def has_schedule(self) -> bool:
+    """Whether a step depends on its number, which `apply_gradients` then requires.
+
+    >>> embed.sgd(0.1).has_schedule, embed.sgd(optax.linear_schedule(0.1, 0, 100)).has_schedule
+    (False, True)
+    """
+    return callable(self.learning_rate) or callable(self.gradient_multiplier)
+
+  def replace(self, **arguments: Any) -> "RowOptimizer":
+    """The same optimizer with other arguments.
+
+    Raises:
+      TypeError: for an argument that it does not have.
+      ValueError: naming an argument that is wrong.
+
+    >>> embed.sgd(0.1).replace(clipvalue=1.0) == embed.sgd(0.1, clipvalue=1.0)
+    True
+    """
+    return _rebuild(self.name, {**self.arguments, **arguments})
+
+
+def _at(value: Any, step: Any) -> Any:
+  return value(step) if callable(value) else value
+
+
+def _rebuild(name: str, arguments: Mapping[str, Any]) -> RowOptimizer:
+  return OPTIMIZERS[name](**arguments)
+
+
+# --- registry and common arguments ---------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[..., RowOptimizer]] = {}
+"""Every function that makes a `RowOptimizer`, by its name."""
+
+Maker = TypeVar("Maker", bound=Callable[..., RowOptimizer])
+
+
+def register(function: Maker) -> Maker:
+  """Adds an optimizer's function to `OPTIMIZERS`.
+
+  The function takes `learning_rate`, its own arguments and `**common: Unpack[Common]`, and returns
+  a `RowOptimizer(equation, slots)`: slots are `Slot`s or initial values by name, or a function of
+  the dimension. The registered one checks the common arguments, and adds all arguments to its
+  result: scalar arrays as numbers, numbers of common arguments as floats, `clipvalue` as a pair.
+  """
+  name, own = function.__name__, inspect.signature(function)
+  of_common = [
+    inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[key], annotation=kind)
+    for key, kind in Common.__annotations__.items()
+  ]
+  signature = own.replace(parameters=[*list(own.parameters.values())[:-1], *of_common])
+
+  @functools.wraps(function)
+  def maker(*args: Any, **kwargs: Any) -> RowOptimizer:
+    try:
+      bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+      raise TypeError(f"{name}() {error}") from None
+    bound.apply_defaults()
+    given = {key: setting(f"{name}: {key}", x) for key, x in bound.arguments.items()}
+    arguments = given | _checked(name, given)
+    made = _around(function(**arguments), arguments)
+    require(
+      made.lazy or arguments["use_gradient_accumulation"],
+      f"{name}: moving every row at every step (lazy_adam=False) needs gradient accumulation. "
+      "Leave `use_gradient_accumulation` as True.",
+    )
+    slots = made.slots if callable(made.slots) else _fixed_slots(name, made.slots, arguments)
+    return dataclasses.replace(made, name=name, arguments=arguments, slots=slots)
+
+  maker.__signature__ = signature  # type: ignore[attr-defined]  # for `help`, and error texts
+  OPTIMIZERS[name] = maker
+  return cast(Maker, maker)
+
+
+def _around(made: RowOptimizer, arguments: Mapping[str, Any]) -> RowOptimizer:
+  """An optimizer with `l2_factor` before its equation and `max_norm` after it."""
+  l2, norm, step = arguments["l2_factor"], arguments["max_norm"], made.equation
+  if step is None or (not l2 and norm is None):
+    return made
+
+  def equation(g, w, s, lr, columns=WHOLE_ROWS):
+    w, s = step(g + l2 * w if l2 else g, w, s, lr, *((columns,) if made.across_row else ()))
+    if norm is not None:
+      w = w * (norm / jnp.maximum(jnp.sqrt(row_sum(w * w, columns)), norm))[..., None]
+    return w, s
+
+  across_row = made.across_row or norm is not None
+  return dataclasses.replace(made, equation=equation, linear=False, across_row=across_row)
+
+
+def named() -> dict[str, Callable[..., RowOptimizer]]:
+  """The registered functions that a configuration can name: each argument has a default."""
+  required = lambda p: p.default is p.empty and p.kind is not p.VAR_KEYWORD
+  return {
+    name: function
+    for name, function in OPTIMIZERS.items()
+    if not any(map(required, inspect.signature(function).parameters.values()))
+  }
+
+
+def _fixed_slots(
+  name: str, slots: Mapping[str, Slot | float], arguments: Mapping[str, Any]
+) -> Callable[[int], dict[str, Slot]]:
+  unknown = sorted(set(arguments["slot_init"]) - set(slots))
+  require(not unknown, f"{name}: slot_init names {unknown}; its slots are {set(slots)}.")
+  by_name = {key: s if isinstance(s, Slot) else Slot(float(s)) for key, s in slots.items()}
+  return lambda dim: by_name
+
+
+def require(condition: bool, message: str) -> None:
+  """Raises a `ValueError` unless the condition holds."""
+  if not condition:
+    raise ValueError(message)
+
+
+def _checked(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+  """The arguments that all optimizers take, in one form each."""
+  for key in ("learning_rate", "gradient_multiplier"):
+    if key == "learning_rate" or arguments[key] is not None:
+      _check_schedule(name, key, arguments[key])
+  clip = arguments["clipvalue"]
+  require(
+    arguments["use_gradient_accumulation"] or clip is None,
+    f"{name}: when `use_gradient_accumulation` is False, gradient clipping cannot be used and "
+    f"`clipvalue` should be left as None. Got {clip!r}.",
+  )
+  low, high = arguments["clip_weight_min"], arguments["clip_weight_max"]
+  require(
+    low is None or high is None or low <= high,
+    f"{name}: clip_weight_min={low} is greater than clip_weight_max={high}.",
+  )
+  norm, l2 = arguments["max_norm"], arguments["l2_factor"]
+  require(norm is None or norm > 0, f"{name}: max_norm must be positive. Got {norm!r}.")
+  require(l2 is None or l2 >= 0, f"{name}: l2_factor must be >= 0. Got {l2!r}.")
+  by_rate = "multiply_weight_decay_factor_by_learning_rate"
+  return {
+    "learning_rate": _as_float(arguments["learning_rate"]),
+    "gradient_multiplier": _as_float(arguments["gradient_multiplier"]),
+    "clipvalue": _clip_pair(name, clip),
+    by_rate: bool(arguments[by_rate]),
+    "slot_init": arguments["slot_init"] or {},
+  }
+
+
+def _check_schedule(name: str, argument: str, value: Any) -> None:
+  if callable(value):
+    try:
+      inspect.signature(value).bind(0)
+    except TypeError:
+      raise ValueError(
+        f"{name}: {argument} must be a number or a schedule f(step). A function without "
+        "arguments would be read once, when the step is compiled. Write `lambda step: ...`."
+      ) from None
+  elif not isinstance(value, (int, float)) or isinstance(value, bool):
+    raise ValueError(f"{name}: {argument} must be a number or f(step). Got {value!r}.")
+
+
+def _as_float(value: Any) -> Any:
+  """A number as a float, which compares by value; a schedule or None as it is."""
+  return value if value is None or callable(value) else float(value)
+
+
+def _clip_pair(name: str, value: Any) -> tuple[float | None, float | None] | None:
+  if value is None:
+    return None
+  if not isinstance(value, (tuple, list)):
+    value = (-float(value), float(value))
+  require(len(value) == 2, f"{name}: clipvalue must be a number or (min, max). Got {value!r}.")
+  low, high = (None if v is None else float(v) for v in value)
+  require(
+    low == low and high == high and (low is None or high is None or low <= high),  # NaN: unequal
+    f"{name}: clipvalue clips gradients to ({low}, {high}), which is no range. Write a number that "
+    "is not negative, or (min, max).",
+  )
+  return low, high
+
+
+# --- equations -----------------------------------------------------------------------------------
 
 
 def _check_accumulator(value: float) -> None:
@@ -36,19 +348,21 @@ def _check_accumulator(value: float) -> None:
   )
 
 
+def _check_divisor(name: str, initial_accumulator_value: float, epsilon: float) -> None:
+  require(epsilon >= 0, f"Argument `epsilon` must be >= 0. Got {epsilon!r}.")
+  require(
+    initial_accumulator_value >= 0 and initial_accumulator_value + epsilon > 0,
+    "Argument `initial_accumulator_value` must be a positive float, or 0 with a positive "
+    f"`epsilon`: {name} would divide 0 by 0. Got {initial_accumulator_value!r}.",
+  )
+
+
 def _check_beta(name: str, value: float) -> None:
   require(0 <= value < 1, f"Argument `{name}` must be >= 0 and < 1. Got {value!r}.")
 
 
 @register
-def sgd(
-  learning_rate: Rate = 0.01, *,
-  gradient_multiplier: Rate | None = None, clipvalue: ClipRange | None = None,
-  weight_decay_factor: float | None = None,
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-  clip_weight_min: float | None = None, clip_weight_max: float | None = None,
-  use_gradient_accumulation: bool = True, slot_init: SlotInit | None = None,
-) -> RowOptimizer:  # fmt: skip
+def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
   """Stochastic gradient descent. No slots.
 
   The step of a row::
@@ -64,8 +378,12 @@ def sgd(
       `(min, max)` with None for open.
     weight_decay_factor: `w -= factor * w` of touched rows, before the update.
     multiply_weight_decay_factor_by_learning_rate: decay by `factor * lr` instead.
+    l2_factor: `g += factor * w` after clipping, so that the decay goes through the slots: torch's
+      `weight_decay`, FBGEMM's mode L2.
     clip_weight_min: touched rows are clipped to it after the update.
     clip_weight_max: touched rows are clipped to it after the update.
+    max_norm: touched rows longer than this (the root of the sum of squares) are scaled to it
+      after the update.
     use_gradient_accumulation: True sums a row's gradients over the batch and steps once; False
       steps once per occurrence of an id, in batch order (slow, and for comparisons only).
     slot_init: `{slot name: f(key, shape, dtype)}`, to start slots at other values; `shape` is the
@@ -80,30 +398,28 @@ def sgd(
   >>> careful.clipvalue
   (-1.0, None)
   """
-  arguments = dict(locals())
-  return make("sgd", arguments, lambda g, w, s, lr: (w - lr * g, s), {}, linear=True)
+  return RowOptimizer(lambda g, w, s, lr: (w - lr * g, s), {}, linear=True)
 
 
 @register
 def adagrad(
-  learning_rate: Rate = 0.001, initial_accumulator_value: float = 0.1, *,
-  gradient_multiplier: Rate | None = None, clipvalue: ClipRange | None = None,
-  weight_decay_factor: float | None = None,
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-  clip_weight_min: float | None = None, clip_weight_max: float | None = None,
-  use_gradient_accumulation: bool = True, slot_init: SlotInit | None = None,
-) -> RowOptimizer:  # fmt: skip
+  learning_rate: Rate = 0.001,
+  initial_accumulator_value: float = 0.1,
+  epsilon: float = 0.0,
+  **common: Unpack[Common],
+) -> RowOptimizer:
   """Adagrad (Duchi et al. 2011): the squared gradients of an element lower its rate.
 
-  The step of a row, with the new `a` and no epsilon, as TensorFlow's::
+  The step of a row, with the new `a` and by default no epsilon, as TensorFlow's::
 
     a += g²
-    w -= lr * g / sqrt(a)
+    w -= lr * g / (sqrt(a) + epsilon)
 
   Slot `accumulators`, float32 `[V, D]`.
 
   Args:
-    initial_accumulator_value: of `a`, positive.
+    initial_accumulator_value: of `a`, at least 0.
+    epsilon: at least 0; one of the two must be positive.
 
   `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
 
@@ -112,25 +428,24 @@ def adagrad(
   >>> w.tolist(), slots["accumulators"].tolist()  # 7 + 3 * 3; 1 - 0.5 * 3 / sqrt(16)
   ([0.625], [16.0])
   """
-  arguments = dict(locals())
-  _check_accumulator(initial_accumulator_value)
+  _check_divisor("adagrad", initial_accumulator_value, epsilon)
 
   def equation(g, w, s, lr):
     a = s["accumulators"] + g * g
+    if epsilon:
+      return w - lr * g / (jnp.sqrt(a) + epsilon), {"accumulators": a}
     return w - lr * g * jax.lax.rsqrt(a), {"accumulators": a}
 
-  return make("adagrad", arguments, equation, {"accumulators": initial_accumulator_value})
+  return RowOptimizer(equation, {"accumulators": initial_accumulator_value})
 
 
 @register
 def rowwise_adagrad(
-  learning_rate: Rate = 0.001, initial_accumulator_value: float = 0.1, epsilon: float = 0.0, *,
-  gradient_multiplier: Rate | None = None, clipvalue: ClipRange | None = None,
-  weight_decay_factor: float | None = None,
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-  clip_weight_min: float | None = None, clip_weight_max: float | None = None,
-  use_gradient_accumulation: bool = True, slot_init: SlotInit | None = None,
-) -> RowOptimizer:  # fmt: skip
+  learning_rate: Rate = 0.001,
+  initial_accumulator_value: float = 0.1,
+  epsilon: float = 0.0,
+  **common: Unpack[Common],
+) -> RowOptimizer:
   """Row-wise Adagrad: one accumulator a row, `D` times less state than Adagrad.
 
   The step of a row, FBGEMM's EXACT_ROWWISE_ADAGRAD::
@@ -151,33 +466,26 @@ def rowwise_adagrad(
   >>> w.tolist(), slots["accumulators"].tolist()  # (1 * 1 + 7 * 7) / 2; -5 * g / sqrt(25)
   ([[-1.0, -7.0]], [25.0])
   """
-  arguments = dict(locals())
-  require(initial_accumulator_value >= 0, "`initial_accumulator_value` must be >= 0.")
-  require(epsilon >= 0, f"Argument `epsilon` must be >= 0. Got {epsilon!r}.")
-  require(
-    initial_accumulator_value > 0 or epsilon > 0,
-    "rowwise_adagrad: a zero gradient would give 0 / 0. Make `initial_accumulator_value` or "
-    "`epsilon` positive.",
-  )
+  _check_divisor("rowwise_adagrad", initial_accumulator_value, epsilon)
 
   def equation(g, w, s, lr, columns=WHOLE_ROWS):
     a = s["accumulators"] + row_mean(g * g, columns)
     return w - lr * g / (jnp.sqrt(a) + epsilon)[..., None], {"accumulators": a}
 
   slots = {"accumulators": Slot(initial_accumulator_value, per_row=True)}
-  return make("rowwise_adagrad", arguments, equation, slots, across_row=True)
+  return RowOptimizer(equation, slots, across_row=True)
 
 
 @register
 def adagrad_momentum(
-  learning_rate: Rate = 0.001, momentum: float = 0.0, use_nesterov: bool = False,
-  exponent: float = 2.0, beta2: float = 1.0, epsilon: float = 1e-10, *,
-  gradient_multiplier: Rate | None = None, clipvalue: ClipRange | None = None,
-  weight_decay_factor: float | None = None,
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-  clip_weight_min: float | None = None, clip_weight_max: float | None = None,
-  use_gradient_accumulation: bool = True, slot_init: SlotInit | None = None,
-) -> RowOptimizer:  # fmt: skip
+  learning_rate: Rate = 0.001,
+  momentum: float = 0.0,
+  use_nesterov: bool = False,
+  exponent: float = 2.0,
+  beta2: float = 1.0,
+  epsilon: float = 1e-10,
+  **common: Unpack[Common],
+) -> RowOptimizer:
   """Adagrad with momentum over the scaled gradient, as TensorFlow's on SparseCore.
 
   The step of a row::
@@ -204,7 +512,6 @@ def adagrad_momentum(
   >>> w.tolist(), slots["momenta"].tolist()  # 0.5 * 2 + 4 / sqrt(16); 1 - 0.5 * 2
   ([0.0], [2.0])
   """
-  arguments = dict(locals())
   require(epsilon > 0, "Adagrad momentum: epsilon must be positive")
   require(exponent > 0, "Adagrad momentum: the exponent must be > 0")
 
@@ -218,21 +525,21 @@ def adagrad_momentum(
     w = w - lr * (momentum * m + scaled if use_nesterov else m)
     return w, {"accumulators": a, "momenta": m}
 
-  return make("adagrad_momentum", arguments, equation, {"accumulators": 0.0, "momenta": 0.0})
+  return RowOptimizer(equation, {"accumulators": 0.0, "momenta": 0.0})
 
 
 @register
 def ftrl(
-  learning_rate: Rate = 0.001, learning_rate_power: float = -0.5,
-  l1_regularization_strength: float = 0.0, l2_regularization_strength: float = 0.0,
-  beta: float = 0.0, initial_accumulator_value: float = 0.1,
-  multiply_linear_by_learning_rate: bool = False, allow_zero_accumulator: bool = False, *,
-  gradient_multiplier: Rate | None = None, clipvalue: ClipRange | None = None,
-  weight_decay_factor: float | None = None,
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-  clip_weight_min: float | None = None, clip_weight_max: float | None = None,
-  use_gradient_accumulation: bool = True, slot_init: SlotInit | None = None,
-) -> RowOptimizer:  # fmt: skip
+  learning_rate: Rate = 0.001,
+  learning_rate_power: float = -0.5,
+  l1_regularization_strength: float = 0.0,
+  l2_regularization_strength: float = 0.0,
+  beta: float = 0.0,
+  initial_accumulator_value: float = 0.1,
+  multiply_linear_by_learning_rate: bool = False,
+  allow_zero_accumulator: bool = False,
+  **common: Unpack[Common],
+) -> RowOptimizer:
   """FTRL-proximal (McMahan et al. 2013). `w` is recomputed from the slots at every touch.
 
   The step of a row, with `p = -learning_rate_power`::
@@ -264,7 +571,6 @@ def ftrl(
   >>> w.tolist(), slots["linears"].tolist()  # |z| is below l1
   ([0.0], [3.0])
   """
-  arguments = dict(locals())
   del allow_zero_accumulator  # TensorFlow refuses a zero accumulator with it as well
   _check_accumulator(initial_accumulator_value)
   require(
@@ -288,19 +594,21 @@ def ftrl(
     return w, {"accumulators": a_new, "linears": z}
 
   slots = {"accumulators": initial_accumulator_value, "linears": 0.0}
-  return make("ftrl", arguments, equation, slots)
+  return RowOptimizer(equation, slots)
 
 
 @register
 def adam(
-  learning_rate: Rate = 0.001, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7,
-  lazy_adam: bool = True, sum_inside_sqrt: bool = True, *,
-  gradient_multiplier: Rate | None = None, clipvalue: ClipRange | None = None,
-  weight_decay_factor: float | None = None,
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-  clip_weight_min: float | None = None, clip_weight_max: float | None = None,
-  use_gradient_accumulation: bool = True, slot_init: SlotInit | None = None,
-) -> RowOptimizer:  # fmt: skip
+  learning_rate: Rate = 0.001,
+  beta_1: float = 0.9,
+  beta_2: float = 0.999,
+  epsilon: float = 1e-7,
+  lazy_adam: bool = True,
+  sum_inside_sqrt: bool = True,
+  bias_correction: bool = False,
+  rowwise: bool = False,
+  **common: Unpack[Common],
+) -> RowOptimizer:
   """Adam (Kingma and Ba 2015) as TensorFlow has it for embeddings: without bias correction.
 
   The step of a row::
@@ -310,8 +618,9 @@ def adam(
     w -= lr * m / sqrt(v + epsilon²)  # lr * m / (sqrt(v) + epsilon) without sum_inside_sqrt
 
   Slots `momenta` and `velocities`, float32 `[V, D]`, from 0. That makes the first step of a row
-  `(1 - beta_1) / sqrt(1 - beta_2)` times `lr`, 3.2 times with the defaults;
-  `learning_rate=embed.bias_corrected(...)` corrects for it.
+  `(1 - beta_1) / sqrt(1 - beta_2)` times `lr`, 3.2 times with the defaults. Two arguments correct
+  for it: `learning_rate=embed.bias_corrected(...)` by the global step, before epsilon is added, as
+  TensorFlow's Adam and torch's SparseAdam; and `bias_correction`.
 
   Args:
     beta_1: the decay of `m`, in [0, 1).
@@ -321,6 +630,11 @@ def adam(
       row of the table at every step, with zero gradient where it was not touched, and costs
       O(V * D).
     sum_inside_sqrt: whether epsilon is added inside the root, squared, or outside.
+    bias_correction: divides `m` by `1 - beta_1^t` and `v` by `1 - beta_2^t` before epsilon is
+      added, `t` being the row's own steps, this one included. Without sum_inside_sqrt that is
+      torch's Adam and optax's. Slot `steps`, int32 `[V]`.
+    rowwise: `v` is of the mean of g² over the row, one value a row, `[V]`: FBGEMM's
+      PARTIAL_ROWWISE_ADAM.
 
   `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
 
@@ -330,32 +644,39 @@ def adam(
   >>> w.tolist(), slots["momenta"].tolist(), slots["velocities"].tolist()  # -4 / sqrt(16)
   ([-1.0], [4.0], [16.0])
   """
-  arguments = dict(locals())
   _check_beta("beta_1", beta_1)
   _check_beta("beta_2", beta_2)
   require(epsilon > 0, f"epsilon must be positive; got {epsilon}.")
 
-  def equation(g, w, s, lr):
+  def equation(g, w, s, lr, columns=WHOLE_ROWS):
     m = beta_1 * s["momenta"] + (1 - beta_1) * g
-    v = beta_2 * s["velocities"] + (1 - beta_2) * g * g
-    if sum_inside_sqrt:
-      w = w - lr * m / jnp.sqrt(v + epsilon**2)
+    if rowwise:
+      v = beta_2 * s["velocities"] + (1 - beta_2) * row_mean(g * g, columns)
     else:
-      w = w - lr * m / (jnp.sqrt(v) + epsilon)
-    return w, {"momenta": m, "velocities": v}
+      v = beta_2 * s["velocities"] + (1 - beta_2) * g * g
+    new = {"momenta": m, "velocities": v}
+    if rowwise:
+      v = v[..., None]
+    if bias_correction:
+      new["steps"] = s["steps"] + 1
+      t = new["steps"].astype(jnp.float32)[..., None]
+      m, v = m / _correction(beta_1, t), v / _correction(beta_2, t)
+    root = jnp.sqrt(v + epsilon**2) if sum_inside_sqrt else jnp.sqrt(v) + epsilon
+    return w - lr * m / root, new
 
-  return make("adam", arguments, equation, {"momenta": 0.0, "velocities": 0.0}, lazy=lazy_adam)
+  slots = {"momenta": Slot(), "velocities": Slot(per_row=rowwise)}
+  if bias_correction:
+    slots["steps"] = Slot(0, per_row=True, dtype="int32")
+  return RowOptimizer(equation, slots, lazy=lazy_adam, across_row=rowwise)
 
 
 @register
 def momentum(
-  learning_rate: Rate = 0.001, momentum: float = 0.9, use_nesterov: bool = False, *,
-  gradient_multiplier: Rate | None = None, clipvalue: ClipRange | None = None,
-  weight_decay_factor: float | None = None,
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-  clip_weight_min: float | None = None, clip_weight_max: float | None = None,
-  use_gradient_accumulation: bool = True, slot_init: SlotInit | None = None,
-) -> RowOptimizer:  # fmt: skip
+  learning_rate: Rate = 0.001,
+  momentum: float = 0.9,
+  use_nesterov: bool = False,
+  **common: Unpack[Common],
+) -> RowOptimizer:
   """Momentum, TensorFlow's.
 
   The step of a row::
@@ -376,24 +697,22 @@ def momentum(
   >>> w.tolist(), slots["momenta"].tolist()
   ([0.0], [2.0])
   """
-  arguments = dict(locals())
 
   def equation(g, w, s, lr):
     m = momentum * s["momenta"] + g
     return w - lr * (g + momentum * m if use_nesterov else m), {"momenta": m}
 
-  return make("momentum", arguments, equation, {"momenta": 0.0})
+  return RowOptimizer(equation, {"momenta": 0.0})
 
 
 @register
 def rmsprop(
-  learning_rate: Rate = 0.001, rho: float = 0.9, momentum: float = 0.0, epsilon: float = 1e-7, *,
-  gradient_multiplier: Rate | None = None, clipvalue: ClipRange | None = None,
-  weight_decay_factor: float | None = None,
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-  clip_weight_min: float | None = None, clip_weight_max: float | None = None,
-  use_gradient_accumulation: bool = True, slot_init: SlotInit | None = None,
-) -> RowOptimizer:  # fmt: skip
+  learning_rate: Rate = 0.001,
+  rho: float = 0.9,
+  momentum: float = 0.0,
+  epsilon: float = 1e-7,
+  **common: Unpack[Common],
+) -> RowOptimizer:
   """RMSProp (Tieleman and Hinton 2012), TensorFlow's.
 
   The step of a row::
@@ -417,7 +736,6 @@ def rmsprop(
   >>> w.tolist(), slots["ms"].tolist()  # 0.25 * 64; 2 - 8 / sqrt(16)
   ([0.0], [16.0])
   """
-  arguments = dict(locals())
   _check_beta("rho", rho)
   require(epsilon > 0, f"epsilon must be positive; got {epsilon}.")
 
@@ -426,19 +744,17 @@ def rmsprop(
     mom = momentum * s["mom"] + lr * g * jax.lax.rsqrt(ms + epsilon)
     return w - mom, {"ms": ms, "mom": mom}
 
-  return make("rmsprop", arguments, equation, {"ms": 0.0, "mom": 0.0})
+  return RowOptimizer(equation, {"ms": 0.0, "mom": 0.0})
 
 
 @register
 def proximal_adagrad(
-  learning_rate: Rate = 0.001, initial_accumulator_value: float = 0.1,
-  l1_regularization_strength: float = 0.0, l2_regularization_strength: float = 0.0, *,
-  gradient_multiplier: Rate | None = None, clipvalue: ClipRange | None = None,
-  weight_decay_factor: float | None = None,
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-  clip_weight_min: float | None = None, clip_weight_max: float | None = None,
-  use_gradient_accumulation: bool = True, slot_init: SlotInit | None = None,
-) -> RowOptimizer:  # fmt: skip
+  learning_rate: Rate = 0.001,
+  initial_accumulator_value: float = 0.1,
+  l1_regularization_strength: float = 0.0,
+  l2_regularization_strength: float = 0.0,
+  **common: Unpack[Common],
+) -> RowOptimizer:
   """Adagrad with a proximal step (Duchi and Singer 2009), which drives small weights to 0.
 
   The step of a row::
@@ -462,7 +778,6 @@ def proximal_adagrad(
   >>> optimizer.equation(jnp.array([3.0]), jnp.array([1.0]), slots, 1.0)[0].tolist()  # |u| is 0.25
   [0.0]
   """
-  arguments = dict(locals())
   _check_accumulator(initial_accumulator_value)
   l1, l2 = l1_regularization_strength, l2_regularization_strength
   require(l1 >= 0 and l2 >= 0, "The l1 and l2 regularization strengths must be >= 0.")
@@ -474,18 +789,13 @@ def proximal_adagrad(
     w = jnp.sign(u) * jnp.maximum(jnp.abs(u) - eta * l1, 0) / (1 + eta * l2)
     return w, {"accumulators": a}
 
-  return make("proximal_adagrad", arguments, equation, {"accumulators": initial_accumulator_value})
+  return RowOptimizer(equation, {"accumulators": initial_accumulator_value})
 
 
 @register
 def lion(
-  learning_rate: Rate = 0.001, beta1: float = 0.9, beta2: float = 0.99, *,
-  gradient_multiplier: Rate | None = None, clipvalue: ClipRange | None = None,
-  weight_decay_factor: float | None = None,
-  multiply_weight_decay_factor_by_learning_rate: bool | None = None,
-  clip_weight_min: float | None = None, clip_weight_max: float | None = None,
-  use_gradient_accumulation: bool = True, slot_init: SlotInit | None = None,
-) -> RowOptimizer:  # fmt: skip
+  learning_rate: Rate = 0.001, beta1: float = 0.9, beta2: float = 0.99, **common: Unpack[Common]
+) -> RowOptimizer:
   """Lion (Chen et al. 2023): steps of one size, by the sign of the smoothed gradient.
 
   The step of a row::
@@ -506,7 +816,6 @@ def lion(
   >>> w.tolist(), slots["momenta"].tolist()
   ([0.5], [1.5])
   """
-  arguments = dict(locals())
   _check_beta("beta1", beta1)
   _check_beta("beta2", beta2)
 
@@ -515,10 +824,9 @@ def lion(
     w = w - lr * jnp.sign(beta1 * m + (1 - beta1) * g)
     return w, {"momenta": beta2 * m + (1 - beta2) * g}
 
-  return make("lion", arguments, equation, {"momenta": 0.0})
+  return RowOptimizer(equation, {"momenta": 0.0})
 
 
-@register
 def frozen(**arguments: Never) -> RowOptimizer:
   """Leaves a table as it is: no slots, no update. Its row gradients can still be seen.
 
@@ -534,7 +842,10 @@ def frozen(**arguments: Never) -> RowOptimizer:
     raise ValueError(
       f"frozen: a table that does not train takes no arguments. Got {', '.join(arguments)}."
     )
-  return RowOptimizer("frozen")
+  return RowOptimizer(None, lambda dim: {}, name="frozen")
+
+
+OPTIMIZERS["frozen"] = frozen
 
 
 def bias_corrected(
@@ -561,8 +872,164 @@ def bias_corrected(
   def schedule(step):
     t = jnp.asarray(step, jnp.float32) + 1
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
-    # expm1 keeps the digits that 1 - 0.999^t loses in float32.
-    correction = lambda beta: -jnp.expm1(t * math.log(beta)) if beta > 0 else 1.0
-    return rate * jnp.sqrt(correction(beta_2)) / correction(beta_1)
+    return rate * jnp.sqrt(_correction(beta_2, t)) / _correction(beta_1, t)
 
   return schedule
+
+
+def _correction(beta: float, t: jax.Array) -> jax.Array | float:
+  """`1 - beta^t`, by expm1, which keeps the digits that the difference loses in float32."""
+  return -jnp.expm1(t * math.log(beta)) if beta > 0 else 1.0
+
+
+# --- equations that look across a row ------------------------------------------------------------
+
+
+def row_sum(x: jax.Array, columns: Columns) -> jax.Array:
+  """The sum of each row, `[..., D]` to `[...]`, its columns on one device or several."""
+  total = jnp.sum(x, axis=-1)
+  return jax.lax.psum(total, columns.axes) if columns.axes else total
+
+
+def row_mean(x: jax.Array, columns: Columns) -> jax.Array:
+  """The mean of each row, `[..., D]` to `[...]`, its columns on one device or several."""
+  if not columns.axes:
+    return jnp.mean(x, axis=-1)
+  return row_sum(x, columns) / columns.dim  # padding columns are 0
+
+
+def on_whole_rows(update: UserEquation) -> Equation:
+  """Gives an equation whole rows, wherever their columns are.
+
+  Every device gathers and steps whole rows, and keeps its own columns. A slot of one value per
+  element is known by its rank.
+  """
+
+  def equation(g, w, slots, learning_rate, columns: Columns = WHOLE_ROWS):
+    if not columns.axes:
+      return update(g, w, slots, learning_rate)
+    whole, own = columns.whole, columns.own
+    split = {name: slot.ndim == w.ndim for name, slot in slots.items()}
+    whole_slots = {name: whole(s) if split[name] else s for name, s in slots.items()}
+    new_w, new = update(whole(g), whole(w), whole_slots, learning_rate)
+    return own(new_w), {name: own(s) if split[name] else s for name, s in new.items()}
+
+  return equation
+
+
+@register
+def custom_optimizer(
+  update: UserEquation,
+  slots: Mapping[str, Slot | float] | None = None,
+  learning_rate: Rate = 0.01,
+  **common: Unpack[Common],
+) -> RowOptimizer:
+  """Makes an optimizer from your own equation.
+
+  Args:
+    update: `f(gradients, rows, slots, learning_rate) -> (rows, slots)` on float32 `[..., D]`
+      arrays, the leading axes being rows, in JAX operations. Slots are a dict of `[..., D]`, or
+      `[...]` if `per_row`. It gets whole rows, on a mesh too, and may look across a row.
+    slots: `{name: initial value}`, or `{name: embed.Slot(initial, per_row=True)}`.
+    learning_rate: a float, or a schedule of the 0-based step.
+
+  `embed.sgd` explains the keyword-only arguments.
+
+  Raises:
+    ValueError: if `update` is not callable, or a slot is neither a number nor an `embed.Slot`.
+
+  Two such optimizers are equal if their functions are the same object: define them once.
+
+  >>> def signed(g, w, slots, lr):
+  ...   return w - lr * jnp.sign(g), {"steps": slots["steps"] + 1}
+  >>> optimizer = embed.custom_optimizer(signed, {"steps": embed.Slot(0, per_row=True)}, 0.5)
+  >>> g, w = jnp.array([[4.0, -1.0]]), jnp.zeros((1, 2))
+  >>> optimizer.equation(g, w, {"steps": jnp.zeros(1)}, 0.5)[0].tolist()
+  [[-0.5, 0.5]]
+  """
+  require(callable(update), f"custom_optimizer: update must be callable. Got {update!r}.")
+  for name, slot in (slots or {}).items():
+    require(
+      isinstance(slot, (Slot, int, float)),
+      f"custom_optimizer: slot {name!r} must be a number or an embed.Slot. Got {slot!r}.",
+    )
+  return RowOptimizer(on_whole_rows(update), slots or {}, across_row=True)
+
+
+@register
+def from_optax(
+  tx: Any, learning_rate: Rate = 1.0, per_row: bool = False, **common: Unpack[Common]
+) -> RowOptimizer:
+  """Runs an elementwise optax transformation on rows, lazily.
+
+  Each row is a parameter of its own that steps only when it is touched: the state is kept per
+  row, step counts included, so bias correction counts a row's own steps.
+
+  Args:
+    tx: such as `optax.adam(1e-3)`. Its `init` must not depend on the parameters.
+    learning_rate: a factor on the updates; a schedule of the global step belongs here.
+    per_row: True takes a `tx` in which an element's update depends on other elements (the norms of
+      LAMB and LARS, the means of novograd and adafactor), and takes those over each row alone.
+      `embed.clip_by_global_norm` clips by the norm of all gradients.
+
+  Slots are the leaves of the optax state, `[V, D]`, or `[V]` for its scalars, named by their paths
+  in it. `embed.sgd` explains the keyword-only arguments.
+
+  Raises:
+    ValueError: if `tx` is not an optax transformation, if it is not elementwise without `per_row`,
+      or if its state does not fit a row.
+
+  >>> optimizer = embed.from_optax(optax.adam(1e-3))
+  >>> {name: slot.per_row for name, slot in optimizer.slots(64).items()}
+  {'0.count': True, '0.mu': False, '0.nu': False}
+  """
+  require(
+    hasattr(tx, "init") and hasattr(tx, "update"),
+    f"from_optax takes an optax transformation such as optax.adam(1e-3). Got {tx!r}.",
+  )
+  mixes = None if per_row else _mixing_in_table(tx)
+  require(
+    mixes is None,
+    f"from_optax: an element's update depends on other elements of the table ({mixes}), so that it "
+    "cannot step row by row. To clip by a norm, leave the clip out of tx and write "
+    "optimizer.update(model, embed.clip_by_global_norm(grads, max_norm)). To take norms and means "
+    "over each row alone, write from_optax(tx, per_row=True).",
+  )
+  name_of = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+
+  def slots(dim: int) -> dict[str, Slot]:
+    with jax.ensure_compile_time_eval():  # asked for inside a traced step too
+      zero, one = (tx.init(jnp.full((dim,), v, jnp.float32)) for v in (0, 1))
+    result = {}
+    for (path, a), b in zip(
+      jax.tree_util.tree_leaves_with_path(zero), jax.tree.leaves(one), strict=True
+    ):
+      a, b, name = np.asarray(a), np.asarray(b), name_of(path)
+      require(
+        a.shape in ((), (dim,)) and np.array_equal(a, b) and bool((a == a.flat[0]).all()),
+        f"from_optax: state {name!r} of shape {a.shape} does not fit a row: it must be constant "
+        "and of the row's shape or a scalar.",
+      )
+      result[name] = Slot(a.flat[0].item(), per_row=a.shape == (), dtype=a.dtype)
+    return result
+
+  def equation(g, w, s, lr):
+    names = list(slots(w.shape[-1]))  # in the order of the state; `s` may come sorted
+
+    def one_row(g, w, leaves):
+      treedef = jax.tree.structure(tx.init(w))
+      updates, state = tx.update(g, jax.tree.unflatten(treedef, [leaves[n] for n in names]), w)
+      new = dict(zip(names, jax.tree.leaves(state), strict=True))
+      return w + lr * updates, {k: v.astype(leaves[k].dtype) for k, v in new.items()}
+
+    return (jax.vmap(one_row) if g.ndim > 1 else one_row)(g, w, s)
+
+  return RowOptimizer(on_whole_rows(equation), slots, across_row=True)
+
+
+def _mixing_in_table(tx: Any) -> str | None:
+  """The operation in which a transformation joins different elements of a table, or None."""
+  table = jax.ShapeDtypeStruct((256, 384), np.float32)  # so large that adafactor factors it
+  state = jax.eval_shape(tx.init, table)
+  closed = jax.make_jaxpr(lambda g, s, w: tx.update(g, s, w))(table, state, table)
+  return mixing_operation(closed, [v.aval.ndim > 0 for v in closed.jaxpr.invars])

@@ -16,7 +16,7 @@ from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
 from embed.engine.stack import StackSpec
 from embed.kernels import sparse_core
-from embed.row_optimizer import OPTIMIZERS, RowOptimizer
+from embed.optimizers import OPTIMIZERS, RowOptimizer
 from embed.stacking import (
   ALONE,
   StackCost,

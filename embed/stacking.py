@@ -24,7 +24,7 @@ from embed.engine.layout import Layout
 from embed.engine.mesh import LOCAL, Placement, as_names
 from embed.engine.stack import StackSpec
 from embed.kernels import sparse_core
-from embed.row_optimizer import RowOptimizer
+from embed.optimizers import RowOptimizer
 
 MEMORIES = ("device", "host")
 STRATEGIES = ("mod", "div", "column", "replicated")

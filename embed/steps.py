@@ -22,7 +22,7 @@ from embed.engine.lookup import LookupRecord
 from embed.engine.stack import Arrays, StackSpec
 from embed.inputs import Input, read
 from embed.kernels import cpu as cpu_kernels
-from embed.row_optimizer import RowOptimizer
+from embed.optimizers import RowOptimizer
 from embed.structure import Path
 from embed.variables import changing, warn_of_constant, warn_of_step
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from embed.engine import collectives, jax_internals, mesh, rounding, xla
 from embed.engine.layout import Columns
 from embed.engine.stack import Arrays, StackSpec
-from embed.row_optimizer import WHOLE_ROWS, RowOptimizer, Slots
+from embed.optimizers import WHOLE_ROWS, RowOptimizer, Slots
 
 
 class StepScalars(NamedTuple):

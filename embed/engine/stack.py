@@ -11,7 +11,7 @@ from embed.config import QuantizationConfig
 from embed.engine import packing
 from embed.engine.layout import Columns, Layout
 from embed.engine.mesh import LOCAL, Placement
-from embed.row_optimizer import RowOptimizer, Slot
+from embed.optimizers import RowOptimizer, Slot
 
 # "parameters" and slots: `[rows, width]`, packed `[lines, columns]`, or one value per row `[rows]`.
 Arrays = dict[str, Any]

@@ -24,7 +24,7 @@ from embed.engine.packing import Lines
 from embed.engine.row_step import StepScalars, rounding_rules, step_rows, step_stored
 from embed.engine.stack import Arrays, RowStep, StackSpec
 from embed.kernels import cpu as cpu_kernels
-from embed.row_optimizer import RowOptimizer
+from embed.optimizers import RowOptimizer
 
 StackGrads = ActivationGrads | DistinctRows
 

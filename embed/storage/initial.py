@@ -15,7 +15,7 @@ from embed.config import TableConfig
 from embed.engine import collectives, host, packing
 from embed.engine.jax_internals import is_traced
 from embed.engine.stack import Arrays, StackSpec
-from embed.row_optimizer import Slot
+from embed.optimizers import Slot
 from embed.storage import placing
 from embed.storage import tables as stored_tables
 from embed.tools import text

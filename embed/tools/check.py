@@ -35,9 +35,9 @@ from flax import nnx
 
 import embed
 from embed import config as config_lib
-from embed import row_optimizer
 from embed.engine import host
 from embed.kernels import sparse_core
+from embed.optimizers import OPTIMIZERS, named
 from embed.planning import Plan
 from embed.tools import reference
 
@@ -73,7 +73,7 @@ def optimizers() -> dict[str, tuple[str, dict[str, Any]]]:
   Raises:
     LookupError: naming an optimizer that the reference does not have.
   """
-  names = [name for name, make in row_optimizer.named().items() if make().equation is not None]
+  names = [name for name, make in named().items() if make().equation is not None]
   unknown = [name for name in names if name not in reference.RULES]
   if unknown:
     raise LookupError(f"{', '.join(unknown)}: no line in RULES of embed/tools/reference.py")
@@ -353,7 +353,7 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
   schedule = lambda step: jnp.asarray(rates)[step]
   features, tables = {}, {}
   for name, (kind, config) in cases.items():
-    make = row_optimizer.OPTIMIZERS[kind]
+    make = OPTIMIZERS[kind]
     rule = make(learning_rate=schedule, **config)
     table = embed.TableConfig(ROWS, dim, optimizer=rule, combiner="sum", name=name)
     features[name], tables[name] = embed.FeatureConfig(table), _eighths(draw, (ROWS, dim), 16)

@@ -12,8 +12,8 @@ from flax import nnx
 from embed import initializers
 from embed.config import FeatureConfig, TableConfig
 from embed.layer import SparseEmbed
+from embed.optimizers import RowOptimizer, Schedule, named
 from embed.planning import Plan
-from embed.row_optimizer import RowOptimizer, Schedule, named
 from embed.tools.profiling import Profile, profile
 
 INITIALIZERS = {

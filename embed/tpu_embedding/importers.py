@@ -18,7 +18,7 @@ from embed import config as config_lib
 from embed import initializers, structure
 from embed.engine.layout import Layout
 from embed.layer import SparseEmbed
-from embed.row_optimizer import OPTIMIZERS, RowOptimizer, named
+from embed.optimizers import OPTIMIZERS, RowOptimizer, named
 
 # --- configurations -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from meshes import make_mesh
 
 import embed
 from embed import __main__ as program
-from embed import row_optimizer
+from embed import optimizers
 from embed.engine.bags import Bags
 from embed.tools import check, reference
 
@@ -111,7 +111,7 @@ def failing(capsys):
 def test_a_wrong_optimizer_fails(small, monkeypatch, capsys):
   right = embed.adagrad
   wrong = lambda **kwargs: right(initial_accumulator_value=0.1001, **kwargs)
-  monkeypatch.setitem(row_optimizer.OPTIMIZERS, "adagrad", wrong)
+  monkeypatch.setitem(optimizers.OPTIMIZERS, "adagrad", wrong)
   line, last = failing(capsys)
   assert line.startswith("adagrad  ")
   assert check.TOLERANCE["float32"] < float(line.split()[3]) < 1e-2
