@@ -41,16 +41,17 @@ from contenders import LOOKUP, OPTIMIZERS, arrays_of, programs
 from flax import nnx
 
 import embed
-from embed.engine import host, packing
+from embed.engine import mesh as mesh_lib
+from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 from embed.tools import check
 from recipes import aot
 
 WAYS = {  # environment variables by name
-  "plain": {packing.SWITCH: "0", sparse_core.SWITCH: "0"},
-  "packed": {packing.SWITCH: "1", sparse_core.SWITCH: "0"},
-  "SparseCores": {packing.SWITCH: "1", sparse_core.SWITCH: "1"},
-  "host": {packing.SWITCH: "0", sparse_core.SWITCH: "0"},
+  "plain": {stack_lib.PACKING_SWITCH: "0", sparse_core.SWITCH: "0"},
+  "packed": {stack_lib.PACKING_SWITCH: "1", sparse_core.SWITCH: "0"},
+  "SparseCores": {stack_lib.PACKING_SWITCH: "1", sparse_core.SWITCH: "1"},
+  "host": {stack_lib.PACKING_SWITCH: "0", sparse_core.SWITCH: "0"},
 }
 VALENCY, ZIPF, BATCHES = 8, 1.2, 8
 
@@ -154,7 +155,7 @@ def of_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
     print("JAX has found no TPU and no GPU")
     return about | {"failed": "JAX has found no TPU and no GPU"}
   reason = sparse_core.obstacle_of(kind) if way == "SparseCores" else None
-  if way == "host" and platform not in host.PLATFORMS:
+  if way == "host" and platform not in mesh_lib.HOST_PLATFORMS:
     reason = f'the platform "{platform}" does not support tables in the memory of the host'
   if reason:
     print(f"not run: {reason}")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed.config import setting
-from embed.engine.layout import Columns
+from embed.engine.mesh import WHOLE_ROWS, Columns
 
 Schedule = Callable[[Any], Any]
 Rate = float | Schedule
@@ -32,7 +32,6 @@ _COMMON = (
   "multiply_weight_decay_factor_by_learning_rate", "clip_weight_min", "clip_weight_max",
   "use_gradient_accumulation", "slot_init",
 )  # fmt: skip
-WHOLE_ROWS = Columns((), 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 if os.environ.get("SPARSE_EMBED_PACKED") == "1":  # as on TPUs: parts of lines are read and written
-  from embed.engine import packing
+  from embed.engine import rows as rows_lib
 
-  packing.has_lines = lambda device_kind: True
+  rows_lib.has_lines = lambda device_kind: True
 
 # deadline=None: the first example of a shape compiles, which takes longer than any deadline.
 _PROFILE = {

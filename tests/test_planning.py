@@ -14,7 +14,7 @@ from meshes import make_mesh, make_world
 
 import embed
 from embed import combiners, inputs
-from embed.engine import exchange, row_step, update
+from embed.engine import exchange, update
 from embed.engine.grads import ActivationGrads
 
 # --- costs, in bytes -----------------------------------------------------------------------------
@@ -376,9 +376,7 @@ def test_a_plan_says_what_a_step_does(where, optimizer, kind, rows):
   assert cost.capacity == (None if route is None else route.capacity)
   assert (cost.exchange == "all_to_all") == (route is not None)
   grads = ActivationGrads(tuple(activations), record)
-  step = lambda arrays, grads: update.step(
-    stack, arrays, [grads], row_step.StepScalars.at(stack, 0)
-  )
+  step = lambda arrays, grads: update.step(stack, arrays, [grads], update.StepScalars.at(stack, 0))
   program = str(jax.make_jaxpr(step)(shapes(arrays), shapes(grads)))
   gathered = re.findall(r"all_gather\[[^\]]*?axis_name=(\([^)]*\))", program)
   assert ("psum" in program) == (cost.exchange == "sum")

@@ -36,7 +36,7 @@ from flax import nnx
 import embed
 from embed import config as config_lib
 from embed import row_optimizer
-from embed.engine import host
+from embed.engine import mesh as mesh_lib
 from embed.kernels import sparse_core
 from embed.planning import Plan
 from embed.tools import reference
@@ -175,7 +175,7 @@ def places() -> dict[str, dict[str, Any]]:
     on_all = {"mesh": mesh, "sharding": "mod"}
     for strategy in ("mod", "div", "column", "replicated"):
       arguments[f"{len(devices)} devices, {strategy}"] = on_all | {"sharding": strategy}
-  if jax.default_backend() in host.PLATFORMS:
+  if jax.default_backend() in mesh_lib.HOST_PLATFORMS:
     arguments["memory of the host"] = on_all | {"memory": "host"}
   return arguments
 

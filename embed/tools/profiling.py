@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from embed import inputs, structure
+from embed import inputs, planning, structure
 from embed.engine import bags as bags_lib
 from embed.engine.mesh import Placement
 from embed.engine.stack import StackSpec
 from embed.planning import Plan
-from embed.tools import text
 
 
 @dataclasses.dataclass
@@ -229,12 +228,12 @@ class Profile:
           f"{t.top_share():.0%} of ids",
         )
       )
-    tables = text.aligned(lines)
+    tables = planning.aligned(lines)
     if not self.stacks:
       return tables
     loads = [("stored in", "most rows of a pair", "busiest shard / mean")]
     loads += [(n, f"{s.pairs.max()}", f"{s.imbalance:.2f}") for n, s in self.stacks.items()]
-    return tables + "\n\n" + text.aligned(loads)
+    return tables + "\n\n" + planning.aligned(loads)
 
 
 # --- the panels of the figure --------------------------------------------------------------------

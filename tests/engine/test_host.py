@@ -13,7 +13,7 @@ from stored_tables import TwoTables, fetched, train_step, wave
 from suites import full_unless
 
 import embed
-from embed.engine import host
+from embed.engine import mesh as mesh_lib
 
 V = 64
 OPTIMIZERS = {
@@ -32,7 +32,7 @@ def stored(layer):
 
 
 def assert_in_host(layer):
-  assert {x.sharding.memory_kind for x in stored(layer)} == {host.KIND}
+  assert {x.sharding.memory_kind for x in stored(layer)} == {mesh_lib.HOST}
 
 
 # --- by hand --------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_one_step_by_hand():
   layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
   activations, residual = layer.lookup(np.array([3, -1]))
   assert activations.tolist() == [[1, 1], [0, 0]]
-  assert activations.sharding.memory_kind != host.KIND
+  assert activations.sharding.memory_kind != mesh_lib.HOST
   layer.apply_gradients(jnp.ones((2, 2)), residual)
   assert np.asarray(layer.tables["t"]).tolist() == [[1, 1], [1, 1], [1, 1], [0.5, 0.5]]
   assert_in_host(layer)
@@ -300,7 +300,7 @@ def test_what_does_not_fit_anywhere_is_said():
 
 
 def test_gpus_are_refused(monkeypatch):
-  monkeypatch.setattr(host, "PLATFORMS", ("tpu",))
+  monkeypatch.setattr(mesh_lib, "HOST_PLATFORMS", ("tpu",))
   plan = embed.plan(features(embed.sgd(0.5)), None, batch(0), hbm_bytes=1000)
   assert plan["a"].memory == "device"
   plan["a"].memory = "host"

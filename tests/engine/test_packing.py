@@ -15,8 +15,9 @@ from stored_tables import TwoTables, fetched
 from suites import full_unless
 
 import embed
-from embed.engine import packing
-from embed.engine.packing import Lines
+from embed.engine import rows as rows_lib
+from embed.engine import stack as stack_lib
+from embed.engine.rows import Lines
 
 V = 61  # no multiple of the rows of a line
 SETUP = TwoTables(V, below=V, drops=True)
@@ -26,7 +27,7 @@ features, batch, made, train = SETUP.features, SETUP.batch, SETUP.made, SETUP.tr
 @pytest.fixture(params=[pytest.param("rows", marks=pytest.mark.full), "lines"])
 def as_on(request, monkeypatch):
   """As CPUs and GPUs do it, and as TPUs do, which read and write parts of lines."""
-  monkeypatch.setattr(packing, "has_lines", lambda kind: request.param == "lines")
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: request.param == "lines")
   return request.param
 
 
@@ -35,7 +36,7 @@ def as_on(request, monkeypatch):
 
 def test_four_rows_to_a_line():
   rows = jnp.arange(8.0)[:, None] * jnp.ones(32)
-  lines = packing.pack(rows)
+  lines = rows_lib.pack(rows)
   assert lines.shape == (2, 128)
   assert lines[0, ::32].tolist() == [0, 1, 2, 3]
   assert lines[1, ::32].tolist() == [4, 5, 6, 7]
@@ -45,16 +46,16 @@ def test_four_rows_to_a_line():
 
 def test_rows_that_fill_no_power_of_two_are_filled_up():
   rows = jnp.arange(5 * 16.0).reshape(16, 5)
-  lines = packing.pack(rows)
+  lines = rows_lib.pack(rows)
   assert lines.shape == (1, 128)
   assert lines[0, :9].tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 5]
-  assert packing.unpack(lines, 5).tolist() == rows.tolist()
+  assert rows_lib.unpack(lines, 5).tolist() == rows.tolist()
 
 
 def test_wide_rows_take_whole_lines():
   rows = jnp.arange(2 * 200.0).reshape(2, 200)
-  assert packing.pack(rows).shape == (2, 256)
-  assert Lines(packing.pack(rows), 200).take(jnp.array([1])).tolist() == rows[1:].tolist()
+  assert rows_lib.pack(rows).shape == (2, 256)
+  assert Lines(rows_lib.pack(rows), 200).take(jnp.array([1])).tolist() == rows[1:].tolist()
 
 
 # --- a property -----------------------------------------------------------------------------------
@@ -63,23 +64,23 @@ def test_wide_rows_take_whole_lines():
 @given(st.sampled_from([1, 7, 8, 16, 33, 64, 100, 130]), st.integers(1, 4), st.data())
 def test_lines_equal_rows(width, units, data):
   """Ids may repeat where rows are read or added, and be no row anywhere."""
-  size = units * packing.rows_per_line(width)
+  size = units * stack_lib.rows_per_line(width)
   draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
   table = draw.integers(-9, 9, (size, width)).astype(np.float32)
   ids = np.array(data.draw(st.lists(st.integers(-3, size + 3), min_size=1, max_size=20)), np.int32)
   rows = draw.integers(-9, 9, (len(ids), width)).astype(np.float32)
-  lines, is_row = Lines(packing.pack(table), width), (ids >= 0) & (ids < size)
+  lines, is_row = Lines(rows_lib.pack(table), width), (ids >= 0) & (ids < size)
   read = np.where(is_row[:, None], table[np.clip(ids, 0, size - 1)], 0)
   np.testing.assert_array_equal(lines.take(jnp.asarray(ids)), read)
   added = table.copy()
   np.add.at(added, ids[is_row], rows[is_row])
-  found = packing.unpack(lines.add(jnp.asarray(ids), rows).array, width)
+  found = rows_lib.unpack(lines.add(jnp.asarray(ids), rows).array, width)
   np.testing.assert_array_equal(found, added)
   distinct, first = np.unique(ids, return_index=True)
   written, chosen = table.copy(), is_row[first]
   written[distinct[chosen]] = rows[first][chosen]
   put = lines.put(jnp.asarray(distinct), rows[first])
-  np.testing.assert_array_equal(packing.unpack(put.array, width), written)
+  np.testing.assert_array_equal(rows_lib.unpack(put.array, width), written)
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def cases():
 @pytest.mark.usefixtures("fully_compiled")  # bits are compared
 @pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases()))
 def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(optimizer, devices, dim, monkeypatch):
-  monkeypatch.setattr(packing, "has_lines", lambda kind: False)
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: False)
   mesh = make_mesh() if devices == 8 else None
   given = features(optimizer, dim)
   layers = [made(given, mesh, packed=packed) for packed in (True, False)]
@@ -117,7 +118,7 @@ def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(optimizer, devices,
 @pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases()))
 def test_steps_on_lines_equal_those_on_rows(optimizer, devices, dim, monkeypatch):
   """But for the order of sums, which accelerators choose themselves."""
-  monkeypatch.setattr(packing, "has_lines", lambda kind: True)
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: True)
   mesh = make_mesh() if devices == 8 else None
   given = features(optimizer, dim)
   packed, plain = (train(made(given, mesh, packed=packed), 3) for packed in (True, False))
@@ -224,14 +225,14 @@ def test_initial_values_are_those_of_plain_tables(as_on):
 
 
 def test_the_default_follows_the_devices(monkeypatch):
-  monkeypatch.delenv(packing.SWITCH, raising=False)
-  assert packing.is_wanted(None, "TPU v5 lite")
-  assert not packing.is_wanted(None, "cpu")
-  assert not packing.is_wanted(None, "NVIDIA H100 80GB HBM3")
-  assert packing.is_wanted(True, "cpu")
-  monkeypatch.setenv(packing.SWITCH, "0")
-  assert not packing.is_wanted(None, "TPU v6 lite")
-  assert packing.is_wanted(True, "TPU v6 lite")
+  monkeypatch.delenv(stack_lib.PACKING_SWITCH, raising=False)
+  assert stack_lib.is_packing_wanted(None, "TPU v5 lite")
+  assert not stack_lib.is_packing_wanted(None, "cpu")
+  assert not stack_lib.is_packing_wanted(None, "NVIDIA H100 80GB HBM3")
+  assert stack_lib.is_packing_wanted(True, "cpu")
+  monkeypatch.setenv(stack_lib.PACKING_SWITCH, "0")
+  assert not stack_lib.is_packing_wanted(None, "TPU v6 lite")
+  assert stack_lib.is_packing_wanted(True, "TPU v6 lite")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ def test_the_default_follows_the_devices(monkeypatch):
   ],
 )
 def test_a_plan_says_how_tables_are_stored(dim, optimizer, text, monkeypatch):
-  monkeypatch.delenv(packing.SWITCH, raising=False)
+  monkeypatch.delenv(stack_lib.PACKING_SWITCH, raising=False)
   plan = embed.plan(features(optimizer, dim), None, batch(0))
   assert "packed" not in repr(plan)
   plan["a"].packed = plan["b"].packed = True

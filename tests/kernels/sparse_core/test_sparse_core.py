@@ -13,7 +13,9 @@ from stored_tables import TwoTables, fetched, wave
 from suites import full_unless
 
 import embed
-from embed.engine import packing, row_sums
+from embed.engine import grads as grads_lib
+from embed.engine import rows as rows_lib
+from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 from embed.kernels.sparse_core import kernels
 from embed.tools import check
@@ -25,8 +27,8 @@ V, D = 61, 128
 def used(monkeypatch):
   """The CPU as a chip with SparseCores; the names of the kernels that were traced."""
   names = set()
-  monkeypatch.setenv(packing.SWITCH, "0")
-  monkeypatch.setattr(packing, "has_lines", lambda kind: True)
+  monkeypatch.setenv(stack_lib.PACKING_SWITCH, "0")
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: True)
 
   def noted(name):
     kernel = getattr(kernels, name)
@@ -102,8 +104,8 @@ def test_rows_that_were_not_looked_up_keep_their_bits(used):
 def test_steps_in_several_chunks_equal_one(used, monkeypatch):
   given = features(embed.adagrad(0.5))
   at_once = trained(given, sparse_core=True)
-  monkeypatch.setattr(row_sums, "CHUNK", 0)
-  monkeypatch.setattr(row_sums, "_SMALLEST", 24)
+  monkeypatch.setattr(grads_lib, "CHUNK", 0)
+  monkeypatch.setattr(grads_lib, "_SMALLEST", 24)
   jax.clear_caches()
   assert_close(trained(given, sparse_core=True), at_once)
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from embed.engine import packing, switches
+from embed.engine import backends
+from embed.engine import stack as stack_lib
 from embed.kernels import cpu as cpu_kernels
 from embed.kernels import sparse_core
 
@@ -11,19 +12,19 @@ NAME = "SPARSE_EMBED_TEST"
 
 def test_a_variable_decides_and_the_default_where_it_is_not_set(monkeypatch):
   monkeypatch.delenv(NAME, raising=False)
-  assert (switches.is_on(NAME, True), switches.is_on(NAME, False)) == (True, False)
+  assert (backends.is_on(NAME, True), backends.is_on(NAME, False)) == (True, False)
   for value, expected in (("1", True), ("0", False)):
     monkeypatch.setenv(NAME, value)
-    assert switches.is_on(NAME, not expected) is expected
+    assert backends.is_on(NAME, not expected) is expected
   monkeypatch.setenv(NAME, "")
-  assert switches.is_on(NAME, True)
+  assert backends.is_on(NAME, True)
 
 
 @pytest.mark.parametrize(
   ("variable", "read"),
   [
     (cpu_kernels.SWITCH, cpu_kernels.is_on),
-    (packing.SWITCH, lambda: packing.is_wanted(None, "cpu")),
+    (stack_lib.PACKING_SWITCH, lambda: stack_lib.is_packing_wanted(None, "cpu")),
     (sparse_core.SWITCH, lambda: sparse_core.is_wanted(None)),
   ],
 )
