@@ -194,7 +194,7 @@ def _check(tree: Tree, nodes: Mapping[str, Any]) -> None:
     )
     tables |= {k: shape for k, shape in differing.items() if is_table(k, shape)}
     problems += [
-      f"{name}/{k} has dtype {stored_tables.dtype_of(saved[k])}, the model's has {expected[k].dtype}"
+      f"{name}/{k} has dtype {stored_tables.dtype_of(saved[k])}, the model's is {expected[k].dtype}"
       for k in shapes
       if not stored_tables.converts(saved[k], expected[k].dtype)
     ]

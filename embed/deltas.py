@@ -106,9 +106,9 @@ class Delta:
     for tables in self.tables.values():
       for key, rows in tables.items():
         size = sum(x.nbytes for x in jax.tree.leaves(rows))
-        lines.append((key, str(len(rows.ids)), cost.bytes_as_text(size)))
+        lines.append((key, str(len(rows.ids)), cost.readable(size)))
     lines.append(
-      ("other arrays", "", cost.bytes_as_text(sum(x.nbytes for x in jax.tree.leaves(self.state))))
+      ("other arrays", "", cost.readable(sum(x.nbytes for x in jax.tree.leaves(self.state))))
     )
     return f"delta of steps {self.since} to {self.step}\n\n{planning.aligned(lines)}"
 

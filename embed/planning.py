@@ -19,7 +19,7 @@ import numpy as np
 from embed import combiners, inputs, structure
 from embed import config as config_lib
 from embed.config import MAX_VOCABULARY_SIZE, FeatureConfig, TableConfig
-from embed.engine import cost, exchange
+from embed.engine import backends, cost, exchange
 from embed.engine import mesh as mesh_lib
 from embed.engine import stack as stack_lib
 from embed.engine.bags import Bags
@@ -30,13 +30,14 @@ from embed.kernels import sparse_core
 from embed.row_optimizer import OPTIMIZERS, RowOptimizer
 from embed.storage import tables as stored_tables
 
-MEMORIES = ("device", "host")
+STORAGES = ("auto", "rows", "packed", "host", "sparse_core")
 STRATEGIES = ("mod", "div", "column", "replicated")
 ALONE = 1 << 24  # bytes; a larger table is not stacked on one device
 REPLICATED = 1 << 20  # bytes of the largest table that `embed.plan` replicates
-LANES = 128  # columns that a device keeps at least where `embed.plan` splits columns
+LEAST_COLUMNS = 128  # that a device keeps where `embed.plan` splits columns
 
 
+@dataclasses.dataclass(slots=True)
 class TablePlan:
   """Storage and exchange of one table. Set the fields before the layer is built.
 
@@ -44,29 +45,30 @@ class TablePlan:
 
   Args:
     strategy: "mod", "div", "column" or "replicated".
-    axis: the mesh axes that the table is split over.
+    axis: the mesh axes that the table is split over, a name or several.
     column_axis: mesh axes that columns are split over in addition.
-    exchange: "all_to_all" or "gather". A plan suggests the one that moves less for its example
-      batch, and each batch chooses for itself unless the field is set. It applies where rows are
-      split. An optimizer that steps once per occurrence, or moves every row, always gathers.
-    capacity: the rows that a pair of devices exchanges in a round of an all-to-all. A plan suggests
-      the number for its example batch, and each batch computes its own unless the field is set. A
-      number that is too small costs rounds, but never drops an id.
-    sparse_core: whether the SparseCores of TPUs read and write the rows, where they can: on v5p,
-      v6e and TPU7x, float32 rows of up to 2,048 columns on a device, packed or a multiple of 128
-      wide. None is what the environment variable `SPARSE_EMBED_SPARSE_CORES` says, 1 or 0, and
-      without it False: the kernels are compiled for these chips and checked by emulation, but no
-      TPU has run them.
-    packed: whether rows whose width is not a multiple of 128 columns are stored side by side, in
-      lines of 128, as 8, 16, 32, 64 or a multiple of 128 columns each. That changes where rows are
-      in memory, and nothing else. None is what the environment variable `SPARSE_EMBED_PACKED` says,
-      1 or 0, and without it True on TPUs, which would copy such a table in every step. A table
-      whose optimizer moves every row in a step is never packed.
-    memory: "device", or "host" for a table and slots that stay in the memory of the host: only rows
-      of the batch cross to the device and back, and `capacity` does not apply. Such a table is in
-      no stack with others. Reading or loading all of it, as a checkpoint does, needs no memory of
-      the device on one device, or with the strategy "div" and rows that divide by the shards.
-      `embed.plan` chooses "host" where tables do not fit `hbm_bytes`.
+    exchange: "all_to_all" or "gather". None lets each batch choose the one that moves less. It
+      applies where rows are split. An optimizer that steps once per occurrence, or moves every row,
+      always gathers.
+    capacity: the rows that a pair of devices exchanges in a round of an all-to-all; None computes
+      it for each batch. A number that is too small costs rounds, but never drops an id.
+    storage: how rows lie in memory, which changes nothing else:
+
+      - "rows": an array of rows.
+      - "packed": side by side in lines of 128 columns, as 8, 16, 32, 64 or a multiple of 128
+        columns each. TPUs would copy a table of other widths in every step.
+      - "host": in the memory of the host, with the slots: only rows of the batch cross to the
+        device and back, and `capacity` does not apply. Such a table is in no stack with others.
+        Reading or loading all of it, as a checkpoint does, needs no memory of the device on one
+        device, or with the strategy "div" and rows that divide by the shards. `embed.plan` chooses
+        it where tables do not fit `hbm_bytes`.
+      - "sparse_core": read and written by the SparseCores of TPU v5p, v6e and TPU7x, packed where
+        rows are no multiple of 128 columns wide. The kernels are compiled for these chips and
+        checked by emulation, but no TPU has run them.
+      - "auto": "packed" on TPUs and "rows" elsewhere.
+
+      Where a table cannot be packed or on SparseCores, the printed plan says why, and it is stored
+      as by "auto".
 
   Raises:
     ValueError: for a value that a field does not accept.
@@ -74,69 +76,24 @@ class TablePlan:
 
   >>> entry = embed.TablePlan(strategy="div")
   >>> entry.capacity = 512
-  >>> entry.strategy, entry.capacity, entry.exchange
-  ('div', 512, None)
+  >>> entry
+  TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512, storage='auto')
   """
 
-  set: dict[str, Any]  # decisions, which go into JSON
-  suggested: dict[str, Any]  # values for the example batch, which do not
-
-  _FIELDS = (
-    "strategy", "axis", "column_axis", "exchange", "capacity", "sparse_core", "packed", "memory",
-  )  # fmt: skip
-
-  def __init__(
-    self,
-    strategy: str = "mod",
-    axis: str | Sequence[str] = (),
-    column_axis: str | Sequence[str] = (),
-    exchange: str | None = None,
-    capacity: int | None = None,
-    sparse_core: bool | None = None,
-    packed: bool | None = None,
-    memory: str = "device",
-  ):
-    self.__dict__.update(set={}, suggested={})
-    values = (strategy, axis, column_axis, exchange, capacity, sparse_core, packed, memory)
-    for name, value in zip(self._FIELDS, values, strict=True):
-      setattr(self, name, value)
+  strategy: str = "mod"
+  axis: str | Sequence[str] = ()
+  column_axis: str | Sequence[str] = ()
+  exchange: str | None = None
+  capacity: int | None = None
+  storage: str = "auto"
 
   def __setattr__(self, name: str, value: Any) -> None:
-    if name not in self._FIELDS:
-      raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
-    if name == "strategy" and value not in STRATEGIES:
-      raise ValueError(f"Sharding: strategy must be one of {STRATEGIES}. Got {value!r}.")
-    if name == "exchange" and value not in (None, *EXCHANGES):
-      raise ValueError(f"exchange must be one of {EXCHANGES} or None. Got {value!r}.")
+    choices = {"strategy": STRATEGIES, "exchange": (*EXCHANGES, None), "storage": STORAGES}
+    if name in choices and value not in choices[name]:
+      raise ValueError(f"{name} must be one of {choices[name]}. Got {value!r}.")
     if name == "capacity" and value is not None:
-      if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"capacity must be a positive int or None. Got {value!r}.")
-      value = int(value)
-    if name == "memory" and value not in MEMORIES:
-      raise ValueError(f"memory must be one of {MEMORIES}. Got {value!r}.")
-    if name in ("sparse_core", "packed") and value is not None:
-      if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name} must be True, False or None. Got {value!r}.")
-      value = bool(value)
-    if name in ("axis", "column_axis"):
-      value = as_names(value)
-    self.set[name] = value
-
-  def __getattr__(self, name: str) -> Any:
-    if name not in self._FIELDS:
-      raise AttributeError(f"TablePlan has no field {name!r}; its fields are {self._FIELDS}.")
-    value = self.set[name]
-    return self.suggested.get(name) if value is None else value
-
-  def copy(self) -> "TablePlan":
-    """A copy with the same decisions and suggestions."""
-    new = TablePlan(**self.set)
-    new.suggested.update(self.suggested)
-    return new
-
-  def __repr__(self) -> str:
-    fields = (f"{name}={getattr(self, name)!r}" for name in self._FIELDS)
-    return f"TablePlan({', '.join(fields)})"
+      value = config_lib.integer("capacity", value, 1)
+    object.__setattr__(self, name, as_names(value) if name in ("axis", "column_axis") else value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,86 +156,79 @@ class Tables(NamedTuple):
     """The stack of these tables, with the settings of an entry."""
     table, placement = self.configs[names[0]], self.placement(entry)
     sizes = tuple(self.configs[name].vocabulary_size for name in names)
-    storage = self._storage(names[0], entry)
+    storage, width = self.storage(names[0], entry), self._width(names[0], entry)
+    is_packed = storage == "packed" or (storage == "sparse_core" and width % stack_lib.LANES > 0)
+    unit = stack_lib.rows_per_line(width) if is_packed else 1
     return StackSpec(
       label,
       tuple(names),
-      Layout(sizes, placement.shards, entry.strategy == "div", self._unit(names[0], entry)),
+      Layout(sizes, placement.shards, entry.strategy == "div", unit),
       table.dim,
       table.dtype,
       self.optimizers[names[0]],
       placement,
       table.quantization_config,
       table.stochastic_rounding,
-      entry.set["exchange"],
-      entry.set["capacity"],
-      **storage,
+      entry.exchange,
+      entry.capacity,
+      sparse_core=storage == "sparse_core",
+      is_packed=is_packed,
+      is_in_host=storage == "host",
     )
-
-  def _storage(self, name: str, entry: TablePlan) -> dict[str, bool]:
-    """The fields of a table's stack that say how it is stored."""
-    is_packed = stack_lib.is_packing_wanted(entry.set["packed"], self.placement(entry).device_kind)
-    is_in_host = entry.set["memory"] == "host"
-    if is_in_host and (reason := self.host_obstacle(name, entry)):
-      raise ValueError(f'Table {name!r} cannot have memory="host": {reason}')
-    is_packed = is_packed and self.packing_obstacle(name, entry) is None
-    is_wanted = sparse_core.is_wanted(entry.set["sparse_core"])
-    return {
-      "sparse_core": is_wanted and self.sparse_core_obstacle(name, entry, is_packed) is None,
-      "is_packed": is_packed,
-      "is_in_host": is_in_host,
-    }
-
-  def host_obstacle(self, name: str, entry: TablePlan) -> str | None:
-    """Why a table cannot be in the memory of the host, or None."""
-    platform = self.placement(entry).platform
-    if platform not in mesh_lib.HOST_PLATFORMS:
-      return (
-        f'it is for TPUs and CPUs, and these devices are of the platform "{platform}". Write '
-        f'plan["{name}"].memory = "device", and spread the table over more devices.'
-      )
-    if self._moves_every_row(name):
-      return (
-        "its optimizer moves every row in a step, which would bring all of them to the device. "
-        "Take an optimizer that steps the rows of the batch."
-      )
-    return None
-
-  def _unit(self, name: str, entry: TablePlan) -> int:
-    """The local rows that a table takes are a multiple of this number."""
-    width = self._width(name, entry)
-    return stack_lib.rows_per_line(width) if self._storage(name, entry)["is_packed"] else 1
-
-  def _moves_every_row(self, name: str) -> bool:
-    """Whether the optimizer of a table moves all of its rows in a step."""
-    optimizer = self.optimizers[name]
-    return optimizer is not None and not optimizer.lazy
 
   def _width(self, name: str, entry: TablePlan) -> int:
     """The columns of a table on a device."""
     return -(-self.configs[name].dim // self.placement(entry).column_shards)
 
-  def sparse_core_obstacle(self, name: str, entry: TablePlan, is_packed: bool) -> str | None:
-    """Why a table cannot be on SparseCores, or None."""
-    if entry.set["memory"] == "host":
-      return "its rows are in the memory of the host"
-    kind, dtype = self.placement(entry).device_kind, self.configs[name].dtype
-    return sparse_core.obstacle(kind, self._width(name, entry), dtype, is_packed)
+  def storage(self, name: str, entry: TablePlan) -> str:
+    """How a table is stored: "rows", "packed", "host" or "sparse_core"."""
+    reason = self.unsupported_reason(name, entry, entry.storage)
+    if entry.storage == "host" and reason is not None:
+      raise ValueError(f'Table {name!r} cannot have storage="host": {reason}')
+    if entry.storage != "auto" and reason is None:
+      return entry.storage
+    tried = []
+    if entry.storage == "auto" and backends.is_on(sparse_core.SWITCH, default=False):
+      tried.append("sparse_core")
+    is_tpu = self.placement(entry).device_kind.startswith("TPU")
+    if entry.storage != "packed" and backends.is_on(stack_lib.PACKING_SWITCH, default=is_tpu):
+      tried.append("packed")
+    return next((x for x in tried if self.unsupported_reason(name, entry, x) is None), "rows")
 
-  def packing_obstacle(self, name: str, entry: TablePlan) -> str | None:
-    """Why a table cannot be packed, or None."""
-    if entry.set["memory"] == "host":
-      return "its rows are in the memory of the host"
-    return stack_lib.packing_obstacle(self._width(name, entry), self._moves_every_row(name))
+  def unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
+    """Why a table cannot be stored in a way, or None."""
+    placement, width, optimizer = (
+      self.placement(entry),
+      self._width(name, entry),
+      self.optimizers[name],
+    )
+    moves_every_row = optimizer is not None and not optimizer.lazy
+    is_narrow = width % stack_lib.LANES > 0
+    if storage == "host" and placement.platform not in mesh_lib.HOST_PLATFORMS:
+      return (
+        f'it is for TPUs and CPUs, and these devices are of the platform "{placement.platform}". '
+        f'Write plan["{name}"].storage = "auto", and spread the table over more devices.'
+      )
+    if storage == "host" and moves_every_row:
+      return (
+        "its optimizer moves every row in a step, which would bring all of them to the device. "
+        "Take an optimizer that steps the rows of the batch."
+      )
+    if storage == "packed" and not is_narrow:
+      return f"its rows have {width} columns on a device, a multiple of {stack_lib.LANES}"
+    if moves_every_row and (storage == "packed" or (storage == "sparse_core" and is_narrow)):
+      return "its optimizer moves every row in a step, and would unpack all of them"
+    if storage != "sparse_core":
+      return None
+    return sparse_core.unsupported_reason(placement.device_kind, width, self.configs[name].dtype)
 
   def stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
     """The stacks of these tables by name, in the order of their first tables."""
     groups: dict[Any, list[str]] = {}
     for name in names:
-      storage = self._storage(name, entries[name])
-      decided = entries[name].set | {"packed": None} | storage
-      kind = name if storage["is_in_host"] else self.kind(name)
-      groups.setdefault((kind, tuple(decided.values())), []).append(name)
+      decided = dataclasses.replace(entries[name], storage=self.storage(name, entries[name]))
+      kind = name if decided.storage == "host" else self.kind(name)
+      groups.setdefault((kind, dataclasses.astuple(decided)), []).append(name)
     stacks: dict[str, StackSpec] = {}
     for group in groups.values():
       entry = entries[group[0]]
@@ -291,7 +241,8 @@ class Tables(NamedTuple):
 
   def _numbered(self, names: Sequence[str], entry: TablePlan) -> Iterator[list[str]]:
     """Divides tables into groups whose rows fit the numbers of sort keys and ids."""
-    shards, unit = self.placement(entry).shards, self._unit(names[0], entry)
+    alone = self.stack("", names[:1], entry).layout
+    shards, unit = alone.shards, alone.unit
     most = min(exchange.most_rows(shards), MAX_VOCABULARY_SIZE)
     part: list[str] = []
     height = 0
@@ -418,7 +369,7 @@ def best_strategies(
 def _candidates(tables: Tables, names: Sequence[str], entry: TablePlan) -> list[dict[str, str]]:
   table = tables.configs[names[0]]
   devices = math.prod(tables.mesh.shape[axis] for axis in entry.axis)
-  is_wide = table.dim % devices == 0 and table.dim // devices >= LANES
+  is_wide = table.dim % devices == 0 and table.dim // devices >= LEAST_COLUMNS
   bytes_of = lambda name: tables.configs[name].vocabulary_size * table.dim * table.dtype.itemsize
   small = sorted((name for name in names if bytes_of(name) <= REPLICATED), key=bytes_of)
   tried = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
@@ -436,9 +387,7 @@ def _moved(
   strategies: Mapping[str, str],
 ) -> int:
   """The bytes that a device receives in a step if tables are stored by these strategies."""
-  tried = {name: entries[name].copy() for name in strategies}
-  for name, strategy in strategies.items():
-    tried[name].strategy = strategy
+  tried = {n: dataclasses.replace(entries[n], strategy=s) for n, s in strategies.items()}
   stacks = tables.stacks(list(strategies), tried)
   return sum(stack_cost(stack, bags).moved for stack in stacks.values())
 
@@ -529,7 +478,9 @@ class Plan:
         f"The plan is for the tables {sorted(self.tables)}, the feature config has "
         f"{sorted(result.tables)}."
       )
-    result.entries.update({name: entry.copy() for name, entry in self.entries.items()})
+    result.entries.update(
+      {name: dataclasses.replace(entry) for name, entry in self.entries.items()}
+    )
     result.hbm_bytes = self.hbm_bytes
     before = dict(structure.flatten_features(self.features))
     result._bags = {
@@ -537,7 +488,6 @@ class Plan:
       for path, feature in structure.flatten_features(result.features)
       if path in self._bags and self._facts(before[path]) == result._facts(feature)
     }
-    result._suggest()
     return result
 
   def _facts(self, feature: config_lib.FeatureConfig) -> tuple[Any, ...]:
@@ -566,14 +516,6 @@ class Plan:
       if (bags := self._bags[path]) is not None:
         by_table[self._facts(feature)[0]].append(bags)
     return by_table
-
-  def _suggest(self) -> None:
-    """Sets the suggestions of the entries for the example batch."""
-    for entry in self.entries.values():
-      entry.suggested.clear()
-    for chosen in [] if self._unknown else self.costs():
-      for name in chosen.tables if chosen.exchange in EXCHANGES else ():
-        self[name].suggested.update(exchange=chosen.exchange, capacity=chosen.capacity)
 
   def adopt(self, profile: Any, headroom: float = 1.25) -> "Plan":
     """Sizes the buffers of the exchange by the needs of a sample of batches; returns the plan.
@@ -692,7 +634,7 @@ class Plan:
     for of_stack in every:
       capacity = "" if of_stack.capacity is None else str(of_stack.capacity)
       numbers = map(
-        cost.bytes_as_text, (of_stack.rows, of_stack.slots, of_stack.buffers, of_stack.moved)
+        cost.readable, (of_stack.rows, of_stack.slots, of_stack.buffers, of_stack.moved)
       )
       for i, name in enumerate(of_stack.tables):  # the last table's line has the stack's costs
         table, strategy = self.tables[name], self.entries[name].strategy
@@ -701,13 +643,13 @@ class Plan:
         size = (str(table.vocabulary_size), str(table.dim))
         lines.append((name, *size, strategy, of_stack.stack, *costs))
     devices = 1 if self.mesh is None else self.mesh.size
-    total = f"{cost.bytes_as_text(self.bytes_per_device)} on each of {devices} devices"
-    moved = f"{cost.bytes_as_text(sum(c.moved for c in every))} received by each in a step"
+    total = f"{cost.readable(self.bytes_per_device)} on each of {devices} devices"
+    moved = f"{cost.readable(sum(c.moved for c in every))} received by each in a step"
     fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
-    limit = "" if self.hbm_bytes is None else f"{fits} {cost.bytes_as_text(self.hbm_bytes)}"
+    limit = "" if self.hbm_bytes is None else f"{fits} {cost.readable(self.hbm_bytes)}"
     in_host = sum(c.rows + c.slots for c in every if c.memory == "host")
     if in_host:
-      total += f", {cost.bytes_as_text(in_host)} of each in the memory of its host"
+      total += f", {cost.readable(in_host)} of each in the memory of its host"
     notes = self._about_storage() + self._warning()
     return f"{aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{notes}"
 
@@ -720,15 +662,14 @@ class Plan:
         notes.append("copied there in every step, unless axes are Explicit under jax.set_mesh")
       if stack.is_packed:
         notes.append(stack_lib.describe_packing(stack.width))
-      elif wanted := [name for name in stack.tables if self[name].set["packed"]]:
-        reason = self._stored.packing_obstacle(wanted[0], self[wanted[0]])
-        notes.append(f"not packed: {reason}")
       if stack.sparse_core:
         notes.append("on SparseCores")
-      elif wanted := [n for n in stack.tables if sparse_core.is_wanted(self[n].set["sparse_core"])]:
-        name, packed = wanted[0], stack.is_packed
-        reason = self._stored.sparse_core_obstacle(name, self[name], packed)
-        notes.append(f"not on SparseCores: {reason}")
+      name = stack.tables[0]
+      wanted = {"packed": "packed", "sparse_core": "on SparseCores"}.get(self[name].storage)
+      if wanted and (
+        reason := self._stored.unsupported_reason(name, self[name], self[name].storage)
+      ):
+        notes.append(f"not {wanted}: {reason}")
       if notes:
         lines += f"\n{', '.join(stack.tables)}: {'; '.join(notes)}"
     return lines
@@ -747,7 +688,7 @@ class Plan:
       return ""
     return (
       f"\nWhole on every device while saved or restored: {', '.join(whole)} "
-      f"({cost.bytes_as_text(number)} and their slots), because neither rows nor columns divide by the "
+      f"({cost.readable(number)} and their slots), because neither rows nor columns divide by the "
       "shards. Round vocabulary_size up."
     )
 
@@ -756,7 +697,7 @@ class Plan:
   def to_json(self) -> str:
     """The decisions as JSON, for `from_json`.
 
-    The feature config, the mesh and the suggestions of the example batch are left out.
+    The feature config and the mesh are left out.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
     >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
@@ -766,7 +707,7 @@ class Plan:
     >>> again["movie"].strategy
     'div'
     """
-    tables = {name: entry.set for name, entry in self.entries.items()}
+    tables = {name: dataclasses.asdict(entry) for name, entry in self.entries.items()}
     return json.dumps({"batch_axis": self.batch_axis, "tables": tables}, indent=2)
 
   @classmethod
@@ -793,8 +734,20 @@ class Plan:
         f"The plan is for the tables {sorted(read['tables'])}, the feature config has "
         f"{sorted(result.entries)}."
       )
-    result.entries.update({name: TablePlan(**read["tables"][name]) for name in result.tables})
+    result.entries.update({name: _entry(read["tables"][name]) for name in result.tables})
     return result
+
+
+def _entry(decided: dict[str, Any]) -> TablePlan:
+  """The entry of a table from JSON; plans of 0.1.0 had three fields for the storage."""
+  old = {key: decided.pop(key, None) for key in ("memory", "sparse_core", "packed")}
+  if old["memory"] == "host":
+    decided["storage"] = "host"
+  elif old["sparse_core"]:
+    decided["storage"] = "sparse_core"
+  elif old["packed"] is not None:
+    decided["storage"] = "packed" if old["packed"] else "rows"
+  return TablePlan(**decided)
 
 
 _HEADER = (
@@ -862,7 +815,6 @@ def plan(
       entry.strategy = "mod" if entry.strategy == "replicated" else entry.strategy
   if result.fits is False:
     _move_to_host(result)
-  result._suggest()
   return result
 
 
@@ -873,7 +825,7 @@ def _move_to_host(plan: Plan) -> None:
   several devices their rows are split into consecutive ones, which is how they are saved.
   """
   assert plan.hbm_bytes is not None
-  before = {name: entry.copy() for name, entry in plan.entries.items()}
+  before = {name: dataclasses.replace(entry) for name, entry in plan.entries.items()}
   ids = {
     name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in plan._example().items()
   }
@@ -887,7 +839,7 @@ def _move_to_host(plan: Plan) -> None:
   excess: float = plan.bytes_per_device - plan.hbm_bytes
   moved: list[str] = []
   for name in sorted(plan, key=rows_per_id, reverse=True):
-    if excess > 0 and plan._stored.host_obstacle(name, plan[name]) is None:
+    if excess > 0 and plan._stored.unsupported_reason(name, plan[name], "host") is None:
       moved.append(name)
       excess -= stored[name]
   for name in reversed(list(moved)):
@@ -895,7 +847,7 @@ def _move_to_host(plan: Plan) -> None:
       moved.remove(name)
       excess += stored[name]
   for name in moved:
-    plan[name].memory = "host"
+    plan[name].storage = "host"
     plan[name].strategy = "mod" if plan.mesh is None else "div"
   if not plan.fits:
     plan.entries.update(before)

@@ -8,11 +8,11 @@
   scalars = update.StepScalars.at(stack, step)
   arrays = update.step(stack, arrays, [call], scalars)        # new rows and slots
 
-An update is in place if the jit around it donates the arrays. Read `mesh` and `stack` for where rows
-are; `bags` and `lookup` for one device; `rows` for how rows lie in memory; `grads` for the forms of
-a gradient and one sum per row; `cost` and `exchange` for several devices; `update` for new rows;
-`taps` for differentiation. `xla` has what only orders XLA's work, and `jax_internals` what JAX and
-Flax do not promise.
+An update is in place if the jit around it donates the arrays. Read `mesh` and `stack` for where
+rows are; `bags` and `lookup` for one device; `rows` for how rows lie in memory; `grads` for the
+forms of a gradient and one sum per row; `cost` and `exchange` for several devices; `update` for new
+rows; `taps` for differentiation. `xla` has what only orders XLA's work, and `jax_internals` what
+JAX and Flax do not promise.
 
 Two more packages are pure arrays. `embed.storage` makes stored arrays, and reads and loads them as
 tables, which no step needs. `embed.kernels` has compiled code for CPUs and for the SparseCores of

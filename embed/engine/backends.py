@@ -1,8 +1,8 @@
 """The registry of backends: compiled code that takes the place of XLA's own operations.
 
-The engine defines what a lookup and an update mean, and imports no backend; `embed.kernels` has two,
-"cpu" and "sparse_core", modules that register themselves. Each decides what it takes, and environment
-variables, which are for tests, switch it on or off.
+The engine defines what a lookup and an update mean, and imports no backend; `embed.kernels` has
+two, "cpu" and "sparse_core", modules that register themselves. Each decides what it takes, and
+environment variables, which are for tests, switch it on or off.
 """
 
 import os

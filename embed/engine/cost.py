@@ -171,7 +171,7 @@ def columns_bytes(stack: StackSpec, demand: BatchDemand) -> int:
   return 2 * 4 * asked * (columns - 1) // columns
 
 
-def bytes_as_text(num_bytes: int) -> str:
+def readable(num_bytes: int) -> str:
   """Writes a number of bytes with a unit.
 
   >>> size(1536)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed.config import QuantizationConfig
-from embed.engine import backends
 from embed.engine.mesh import LOCAL, Columns, Placement
 
 if TYPE_CHECKING:
@@ -111,11 +110,11 @@ class Layout:
     return self.ids(table, shard, local_rows)
 
 
-# --- packing ---------------------------------------------------------------------------------------
+# --- packing -------------------------------------------------------------------------------------
 
-# A TPU keeps the columns of an array in tiles of 128. A table of fewer is either filled up to 128 in
-# memory, or laid out by columns, in which case XLA copies all of it into another layout at every step
-# that reads or writes rows. Packed, such a table is an array `[L, 128]`: row r is in line
+# A TPU keeps the columns of an array in tiles of 128. A table of fewer is either filled up to 128
+# in memory, or laid out by columns, in which case XLA copies all of it into another layout at every
+# step that reads or writes rows. Packed, such a table is an array `[L, 128]`: row r is in line
 # `r // rows_per_line`, and no step copies it.
 
 PACKING_SWITCH = "SPARSE_EMBED_PACKED"
@@ -137,22 +136,6 @@ def row_width(width: int) -> int:
 def rows_per_line(width: int) -> int:
   """The number of rows of `width` columns in a line."""
   return max(1, LANES // row_width(width))
-
-
-def packing_obstacle(width: int, moves_every_row: bool) -> str | None:
-  """Why rows of `width` columns on a device are not packed, or None."""
-  if width % LANES == 0:
-    return f"its rows have {width} columns on a device, a multiple of {LANES}"
-  if moves_every_row:
-    return "its optimizer moves every row in a step, and would unpack all of them"
-  return None
-
-
-def is_packing_wanted(setting: bool | None, device_kind: str) -> bool:
-  """Whether tables are packed if they can be: by their setting, the environment, or on TPUs."""
-  return (
-    backends.is_on(PACKING_SWITCH, device_kind.startswith("TPU")) if setting is None else setting
-  )
 
 
 def describe_packing(width: int) -> str:

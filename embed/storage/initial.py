@@ -51,15 +51,13 @@ def _does_not_fit(stack: StackSpec) -> str:
   itemsizes = [np.dtype(slot.dtype).itemsize for slot in stack.slots.values()]
   per_row = sum(n * size for n, size in zip(columns, itemsizes, strict=True))
   total = rows + stack.layout.shard_rows * per_row
-  slots = (
-    f", {cost.bytes_as_text(total)} with slots ({', '.join(stack.slots)})" if stack.slots else ""
-  )
+  slots = f", {cost.readable(total)} with slots ({', '.join(stack.slots)})" if stack.slots else ""
   tables = ", ".join(map(repr, stack.tables[:3])) + (", ..." if len(stack.tables) > 3 else "")
   return (
     f"Out of memory while making {'tables' if len(stack.tables) > 1 else 'table'} {tables}: rows "
-    f"take {cost.bytes_as_text(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
+    f"take {cost.readable(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
     "optimizer, hbm_bytes=...) to see what every table takes, and SparseEmbed(plan=...) spreads "
-    'them over the mesh so that they fit, or plan[table].memory = "host" keeps them off it. '
+    'them over the mesh so that they fit, or plan[table].storage = "host" keeps them off it. '
     "Rows of bfloat16, or an optimizer of fewer slots, such as embed.rowwise_adagrad, take less."
   )
 

@@ -101,9 +101,9 @@ def _checkpoint(path: Path, shapes_only: bool) -> str:
     x for tables in nodes.values() for arrays in tables.values() for x in arrays.values()
   ]
   total = (
-    f"tables: {len(lines) - 1}, {cost.bytes_as_text(sum(map(_bytes, of_tables)))} with their slots; "
+    f"tables: {len(lines) - 1}, {cost.readable(sum(map(_bytes, of_tables)))} with their slots; "
     f"other arrays: {len(leaves) - len(of_tables)}, "
-    f"{cost.bytes_as_text(sum(map(_bytes, leaves)) - sum(map(_bytes, of_tables)))}"
+    f"{cost.readable(sum(map(_bytes, leaves)) - sum(map(_bytes, of_tables)))}"
   )
   return f"{path}\n\n{planning.aligned(lines, left=(0, 5))}\n\n{total}"
 
@@ -128,7 +128,7 @@ def _shapes(arrays: Mapping[str, Any]) -> tuple[str, ...]:
   """The cells of a table that its metadata tells: rows, dim, dtype, bytes and slots."""
   rows, dim = arrays["parameters"].shape
   slots = ", ".join(name for name in arrays if name != "parameters")
-  total = cost.bytes_as_text(sum(map(_bytes, arrays.values())))
+  total = cost.readable(sum(map(_bytes, arrays.values())))
   return str(rows), str(dim), str(arrays["parameters"].dtype), total, slots
 
 

@@ -1,7 +1,9 @@
 """Environment variables are 1 or 0, and anything else is refused wherever one is read."""
 
+import numpy as np
 import pytest
 
+import embed
 from embed.engine import backends
 from embed.engine import stack as stack_lib
 from embed.kernels import cpu as cpu_kernels
@@ -20,12 +22,17 @@ def test_a_variable_decides_and_the_default_where_it_is_not_set(monkeypatch):
   assert backends.is_on(NAME, True)
 
 
+def planned():
+  features = embed.FeatureConfig(embed.TableConfig(8, 4))
+  return embed.plan(features, None, np.zeros(2, np.int32)).stacks()
+
+
 @pytest.mark.parametrize(
   ("variable", "read"),
   [
     (cpu_kernels.SWITCH, cpu_kernels.is_on),
-    (stack_lib.PACKING_SWITCH, lambda: stack_lib.is_packing_wanted(None, "cpu")),
-    (sparse_core.SWITCH, lambda: sparse_core.is_wanted(None)),
+    (stack_lib.PACKING_SWITCH, planned),
+    (sparse_core.SWITCH, planned),
   ],
 )
 def test_other_values_are_refused_by_name(monkeypatch, variable, read):

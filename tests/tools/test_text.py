@@ -20,4 +20,4 @@ def test_columns_are_aligned():
   [(0, "0"), (1023, "1023"), (1024, "1.0k"), (3 << 19, "1.5M"), (5 << 30, "5.0G")],
 )
 def test_sizes_have_the_largest_unit_that_fits(num_bytes, expected):
-  assert cost.bytes_as_text(num_bytes) == expected
+  assert cost.readable(num_bytes) == expected

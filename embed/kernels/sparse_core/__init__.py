@@ -5,8 +5,8 @@ Rows are read and written, and bags of float32 rows summed, by the kernels of `k
 XLA's. The formulations of `lookup` and `rows` define the meaning, and run everywhere else.
 
 No TPU has run the kernels: they are compiled for v5p, v6e and TPU7x, and checked on CPU by
-emulation. Hence they are off, unless a table's `TablePlan.sparse_core` is True or the environment
-variable `SPARSE_EMBED_SPARSE_CORES` is 1 when a layer is made.
+emulation. Hence they are off, unless a table's `TablePlan.storage` is "sparse_core". For tests,
+`SPARSE_EMBED_SPARSE_CORES=1` in the environment turns them on for all tables that can.
 """
 
 import functools
@@ -27,27 +27,14 @@ _VECTOR = 16  # columns that the subcores of TPU7x add at a time
 KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")  # devices that have them
 
 
-def is_wanted(setting: bool | None) -> bool:
-  """Whether a table should use SparseCores if it can: its own setting, else the environment's."""
-  return backends.is_on(SWITCH, default=False) if setting is None else setting
-
-
-def obstacle_of(kind: str) -> str | None:
-  """Why no table can be on the SparseCores of devices of this kind, or None."""
+def unsupported_reason(
+  kind: str, width: int = 128, dtype: np.dtype | type = np.float32
+) -> str | None:
+  """Why rows of `width` columns cannot be on the SparseCores of devices of a kind, or None."""
   if kind not in KINDS:
     return f"devices of kind {kind} are not known to have any"
   if not _are_known_to_jax():
     return f"JAX {jax.__version__} lacks parts that the kernels need; 0.10.2 has them"
-  return None
-
-
-def obstacle(kind: str, width: int, dtype: np.dtype, is_packed: bool) -> str | None:
-  """Why rows of `width` columns cannot be on the SparseCores of devices of a kind, or None."""
-  if reason := obstacle_of(kind):
-    return reason
-  if width % stack_lib.LANES and not is_packed:
-    columns = f"{width} columns on a device, not a multiple of {stack_lib.LANES}"
-    return f"its rows have {columns}, and are not packed"
   if width > _kernels().WIDEST:
     return f"its rows have {width} columns on a device, more than {_kernels().WIDEST}"
   if dtype != np.float32:

@@ -267,7 +267,7 @@ def test_rules_of_rounding_are_those_of_its_definition(monkeypatch, contiguous):
   )
   local, columns = jnp.arange(layout.shard_rows, dtype=jnp.int32), jnp.arange(6, dtype=jnp.uint32)
   noise = []
-  monkeypatch.setattr(update.rounding, "to_bfloat16", lambda new, bits: noise.append(bits))
+  monkeypatch.setattr(update, "to_bfloat16", lambda new, bits: noise.append(bits))
   for shard in range(3):
     monkeypatch.setattr(update.collectives, "device_index", lambda axes, s=shard: jnp.int32(s))
     update._round_rows(stack, step, None, local, 0)
