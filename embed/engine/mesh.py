@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -253,32 +253,50 @@ class Placement:
   row_axes: Names = ()
   column_axes: Names = ()
   batch_axes: Names = ()
-  is_local: bool = dataclasses.field(init=False, compare=False)
-  axes: Names = dataclasses.field(init=False, compare=False)
-  replica_axes: Names = dataclasses.field(init=False, compare=False)  # they split only the batch
-  shards: int = dataclasses.field(init=False, compare=False)  # parts that rows are split into
-  column_shards: int = dataclasses.field(init=False, compare=False)
-  replicas: int = dataclasses.field(init=False, compare=False)  # devices with the same storage
-  devices: int = dataclasses.field(init=False, compare=False)  # parts that the batch is split into
-  work: P = dataclasses.field(init=False, compare=False)  # spec of the batch inside a lookup
 
-  def __post_init__(self) -> None:
-    sizes: Mapping[str, int] = {} if self.mesh is None else self.mesh.shape
-    split = (*self.row_axes, *self.column_axes)
-    axes = tuple(name for name in sizes if name in {*split, *self.batch_axes})
-    number = lambda names: math.prod(sizes[name] for name in names)
-    derived = {
-      "is_local": self.mesh is None,
-      "axes": axes,
-      "replica_axes": tuple(name for name in axes if name not in split),
-      "shards": number(self.row_axes),
-      "column_shards": number(self.column_axes),
-      "replicas": number(axes) // number(split),
-      "devices": number(axes),
-      "work": P(axes),
-    }
-    for name, value in derived.items():
-      object.__setattr__(self, name, value)
+  @functools.cached_property
+  def is_local(self) -> bool:
+    """Whether this is one device."""
+    return self.mesh is None
+
+  @functools.cached_property
+  def axes(self) -> Names:
+    """The axes that the batch is split over inside a lookup."""
+    used = {*self.row_axes, *self.column_axes, *self.batch_axes}
+    return tuple(name for name in (self.mesh.shape if self.mesh else ()) if name in used)
+
+  @functools.cached_property
+  def replica_axes(self) -> Names:
+    """The axes that split only the batch: along them devices have the same storage."""
+    return tuple(name for name in self.axes if name not in (*self.row_axes, *self.column_axes))
+
+  def _number(self, axes: Names) -> int:
+    return math.prod(self.mesh.shape[name] for name in axes) if self.mesh else 1
+
+  @functools.cached_property
+  def shards(self) -> int:
+    """The parts that rows are split into."""
+    return self._number(self.row_axes)
+
+  @functools.cached_property
+  def column_shards(self) -> int:
+    """The parts that columns are split into."""
+    return self._number(self.column_axes)
+
+  @functools.cached_property
+  def replicas(self) -> int:
+    """The devices with the same storage."""
+    return self._number(self.replica_axes)
+
+  @functools.cached_property
+  def devices(self) -> int:
+    """The parts that the batch is split into."""
+    return self._number(self.axes)
+
+  @functools.cached_property
+  def work(self) -> P:
+    """The spec of the batch inside a lookup."""
+    return P(self.axes)
 
   @property
   def device_kind(self) -> str:

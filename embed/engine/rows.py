@@ -246,9 +246,10 @@ def take(stack: StackSpec, table: Rows, ids: jax.Array) -> jax.Array:
 
 def gather_and_combine(stack: StackSpec, table: Rows, bags: Bags) -> jax.Array:
   """`lookup.gather_and_combine` of rows of the table, or of rows received, in float32."""
-  sparse_core = backends.backend("sparse_core")
-  if sparse_core.sums_bags(stack, bags):
-    return sparse_core.gather_and_combine(_linear(table), bags)[..., : stack.width]
+  if stack.sparse_core and backends.backend("sparse_core").sums_bags(stack, bags):
+    return backends.backend("sparse_core").gather_and_combine(_linear(table), bags)[
+      ..., : stack.width
+    ]
   if isinstance(table, HostRows):
     table, bags = table.of_bags(bags)
   return backends.backend("cpu").gather_and_combine(table, bags, stack.quantization, jnp.float32)

@@ -177,14 +177,6 @@ class StackSpec:
     sparse_core: whether SparseCores read and write the rows.
     is_packed: whether narrow rows are stored side by side, in lines: see `rows.Lines`.
     is_in_host: whether rows and slots are in the memory of the host: see `rows.HostRows`.
-    indices: the position of each table in the layout.
-    width: the columns on a device.
-    row_width: the columns that a row takes on a device as it is stored.
-    columns: the columns of a row, on one device or several.
-    specs: the PartitionSpecs of stored rows (2) and of slots of one value per row (1).
-    accumulates: whether the gradients of a row are summed before one step.
-    uses_stochastic_rounding: whether new rows are rounded at random.
-    slots: what the optimizer keeps for each row, by name.
   """
 
   name: str
@@ -201,29 +193,46 @@ class StackSpec:
   sparse_core: bool = False
   is_packed: bool = False
   is_in_host: bool = False
-  indices: dict[str, int] = dataclasses.field(init=False, compare=False)
-  width: int = dataclasses.field(init=False, compare=False)
-  row_width: int = dataclasses.field(init=False, compare=False)
-  columns: Columns = dataclasses.field(init=False, compare=False)
-  specs: dict[int, Any] = dataclasses.field(init=False, compare=False)
-  slots: "dict[str, Slot]" = dataclasses.field(init=False, compare=False)
-  accumulates: bool = dataclasses.field(init=False, compare=False)
-  uses_stochastic_rounding: bool = dataclasses.field(init=False, compare=False)
 
-  def __post_init__(self) -> None:
-    optimizer, width = self.optimizer, -(-self.dim // self.placement.column_shards)
-    derived = {
-      "indices": {table: i for i, table in enumerate(self.tables)},
-      "width": width,
-      "row_width": row_width(width) if self.is_packed else width,
-      "columns": Columns(self.placement.column_axes, self.dim),
-      "specs": {ndim: self.placement.stored_spec(ndim) for ndim in (1, 2)},
-      "slots": {} if optimizer is None else optimizer.slots(self.dim),
-      "accumulates": optimizer is None or optimizer.use_gradient_accumulation,
-      "uses_stochastic_rounding": self.stochastic_rounding and self.dtype != np.float32,
-    }
-    for name, value in derived.items():
-      object.__setattr__(self, name, value)
+  @functools.cached_property
+  def indices(self) -> dict[str, int]:
+    """The position of each table in the layout."""
+    return {table: i for i, table in enumerate(self.tables)}
+
+  @functools.cached_property
+  def width(self) -> int:
+    """The columns on a device."""
+    return -(-self.dim // self.placement.column_shards)
+
+  @functools.cached_property
+  def row_width(self) -> int:
+    """The columns that a row takes on a device as it is stored."""
+    return row_width(self.width) if self.is_packed else self.width
+
+  @functools.cached_property
+  def columns(self) -> Columns:
+    """The columns of a row, on one device or several."""
+    return Columns(self.placement.column_axes, self.dim)
+
+  @functools.cached_property
+  def specs(self) -> dict[int, Any]:
+    """The PartitionSpecs of stored rows (2) and of slots of one value per row (1)."""
+    return {ndim: self.placement.stored_spec(ndim) for ndim in (1, 2)}
+
+  @functools.cached_property
+  def slots(self) -> "dict[str, Slot]":
+    """What the optimizer keeps for each row, by name."""
+    return {} if self.optimizer is None else self.optimizer.slots(self.dim)
+
+  @functools.cached_property
+  def accumulates(self) -> bool:
+    """Whether the gradients of a row are summed before one step."""
+    return self.optimizer is None or self.optimizer.use_gradient_accumulation
+
+  @functools.cached_property
+  def uses_stochastic_rounding(self) -> bool:
+    """Whether new rows are rounded at random."""
+    return self.stochastic_rounding and self.dtype != np.float32
 
   def size(self, table: str) -> int:
     """The vocabulary_size of a table."""
@@ -231,14 +240,13 @@ class StackSpec:
 
   @functools.cached_property
   def _hash(self) -> int:  # compiled functions ask for it at every call
-    compared = (field.name for field in dataclasses.fields(self) if field.compare)
-    return hash(tuple(getattr(self, name) for name in compared))
+    return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
   def __hash__(self) -> int:
     return self._hash
 
   def __getstate__(self) -> dict[str, Any]:  # another process hashes strings differently
-    return {name: value for name, value in vars(self).items() if name != "_hash"}
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   @property
   def stored_shape(self) -> tuple[int, int]:

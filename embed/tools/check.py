@@ -343,7 +343,7 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
   cases = optimizers()
   if _is_brief(place):
     cases = {name: cases[name] for name in OTHER_WAYS}
-  if "memory" in place:  # tables in the host's memory refuse optimizers that move every row
+  if "storage" in place:  # tables in the host's memory refuse optimizers that move every row
     cases = {
       name: (kind, config)
       for name, (kind, config) in cases.items()
