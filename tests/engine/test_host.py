@@ -186,7 +186,7 @@ def sources(dtype):
   rows, slots = np.arange(12.0).reshape(6, 2), np.arange(6.0)
   for where in ("host", "mesh", "other"):
     mesh = make_mesh() if where == "mesh" else None
-    layer = small(dtype, mesh, "host" if where == "host" else "device")
+    layer = small(dtype, mesh, "host" if where == "host" else "auto")
     layer.load_variables({"t": {"parameters": rows, "accumulators": slots}})
     if where == "other":
       state = nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable))
@@ -265,10 +265,10 @@ def test_a_table_of_four_times_the_memory_trains_from_the_host(devices):
   hbm = 80_000 * 16 * 4 // devices // 4
   assert (
     embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm * 9)["large"].storage
-    == "device"
+    == "auto"
   )
   plan = embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm)
-  assert (plan["large"].storage, plan["small"].storage) == ("host", "device")
+  assert (plan["large"].storage, plan["small"].storage) == ("host", "auto")
   assert plan.fits
   assert "large: in the memory of the host" in repr(plan)
   in_host = 2 * 80_000 * 16 * 4 // devices
@@ -290,19 +290,19 @@ def test_what_does_not_fit_anywhere_is_said():
   given = embed.FeatureConfig(embed.TableConfig(1000, 16, name="t"))
   dense = embed.adam(lazy_adam=False)
   plan = embed.plan(given, None, np.zeros(4, np.int32), dense, hbm_bytes=1000)
-  assert plan["t"].storage == "device"
+  assert plan["t"].storage == "auto"
   assert "does not fit 1000" in repr(plan)
   plan["t"].storage = "host"
   with pytest.raises(ValueError, match='storage="host": its optimizer moves every row'):
     embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match=r"memory must be one of \('device', 'host'\). Got 'disk'"):
+  with pytest.raises(ValueError, match=r"storage must be one of .*'host'.*Got 'disk'"):
     plan["t"].storage = "disk"
 
 
 def test_gpus_are_refused(monkeypatch):
   monkeypatch.setattr(mesh_lib, "HOST_PLATFORMS", ("tpu",))
   plan = embed.plan(features(embed.sgd(0.5)), None, batch(0), hbm_bytes=1000)
-  assert plan["a"].storage == "device"
+  assert plan["a"].storage == "auto"
   plan["a"].storage = "host"
   with pytest.raises(
     ValueError, match='for TPUs and CPUs, and these devices are of the platform "cpu"'
@@ -316,8 +316,8 @@ def test_only_what_helps_is_moved():
   given = {"tiny": embed.FeatureConfig(tiny)}
   ids = {"tiny": np.zeros(1, np.int32), "big": np.zeros(100_000, np.int32)}
   for optimizer, memories in (
-    (embed.sgd(0.1), {"big": "host", "tiny": "device"}),
-    (embed.adam(lazy_adam=False), {"big": "device", "tiny": "device"}),
+    (embed.sgd(0.1), {"big": "host", "tiny": "auto"}),
+    (embed.adam(lazy_adam=False), {"big": "auto", "tiny": "auto"}),
   ):
     big = embed.TableConfig(100_000, 16, optimizer=optimizer, name="big")
     features = given | {"big": embed.FeatureConfig(big)}
