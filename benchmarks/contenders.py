@@ -18,7 +18,7 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout as it is
 
 import embed
-from embed.engine import row_step
+from embed.engine import update
 from embed.kernels import cpu as cpu_kernels
 
 RATE, ACCUMULATOR, EPSILON = 0.01, 0.1, 1e-8
@@ -215,7 +215,7 @@ def dense_jax(problem: Problem, name: str) -> Contender:
     loss = lambda table: loss_of(table[ids].sum(axis=1), grads)
     value, g = jax.value_and_grad(loss)(table)
     rate = optimizer.learning_rate_at(step)
-    return value, row_step.step_rows(optimizer, g, table, slots, rate)
+    return value, update.step_rows(optimizer, g, table, slots, rate)
 
   jitted = jax.jit(train_step, donate_argnums=0)
   held = [(table, slots)]

@@ -41,16 +41,17 @@ from contenders import LOOKUP, OPTIMIZERS, arrays_of, programs
 from flax import nnx
 
 import embed
-from embed.engine import host, packing
+from embed.engine import mesh as mesh_lib
+from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 from embed.tools import check
 from recipes import aot
 
 WAYS = {  # environment variables by name
-  "plain": {packing.SWITCH: "0", sparse_core.SWITCH: "0"},
-  "packed": {packing.SWITCH: "1", sparse_core.SWITCH: "0"},
-  "SparseCores": {packing.SWITCH: "1", sparse_core.SWITCH: "1"},
-  "host": {packing.SWITCH: "0", sparse_core.SWITCH: "0"},
+  "plain": {stack_lib.PACKING_SWITCH: "0", sparse_core.SWITCH: "0"},
+  "packed": {stack_lib.PACKING_SWITCH: "1", sparse_core.SWITCH: "0"},
+  "SparseCores": {stack_lib.PACKING_SWITCH: "1", sparse_core.SWITCH: "1"},
+  "host": {stack_lib.PACKING_SWITCH: "0", sparse_core.SWITCH: "0"},
 }
 VALENCY, ZIPF, BATCHES = 8, 1.2, 8
 
@@ -153,8 +154,8 @@ def of_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
   if platform == "cpu" and not args.cpu:
     print("JAX has found no TPU and no GPU")
     return about | {"failed": "JAX has found no TPU and no GPU"}
-  reason = sparse_core.obstacle_of(kind) if way == "SparseCores" else None
-  if way == "host" and platform not in host.PLATFORMS:
+  reason = sparse_core.unsupported_reason(kind) if way == "SparseCores" else None
+  if way == "host" and platform not in mesh_lib.HOST_PLATFORMS:
     reason = f'the platform "{platform}" does not support tables in the memory of the host'
   if reason:
     print(f"not run: {reason}")
@@ -168,14 +169,14 @@ def of_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
     f"milliseconds per step\n{'columns':>8} {'step':16} {'in a row':>9} {'each':>9}"
   )
   times: dict[str, Any] = {}
-  memory = "host" if way == "host" else "device"
+  storage = "host" if way == "host" else "auto"
   mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
   for dim in args.dim:
     for name in (LOOKUP, *OPTIMIZERS):
       label = f"{dim}, {name}"
       try:
         with jax.set_mesh(mesh):
-          times[label] = timed(make_step(name, dim, args, memory), args.steps)
+          times[label] = timed(make_step(name, dim, args, storage), args.steps)
       except Exception as error:  # the others still run
         traceback.print_exc()
         times[label] = {"failed": f"{type(error).__name__}: {error}"}
@@ -188,7 +189,7 @@ def of_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
 Step = Callable[[int], Any]  # starts the step of a number; returns what to wait for
 
 
-def make_step(name: str, dim: int, args: argparse.Namespace, memory: str) -> Step:
+def make_step(name: str, dim: int, args: argparse.Namespace, storage: str) -> Step:
   """A step of a new table on all devices of this host."""
   mesh = jax.sharding.get_mesh()
   rows, bags = args.rows * mesh.size, args.ids * mesh.size // VALENCY
@@ -204,7 +205,7 @@ def make_step(name: str, dim: int, args: argparse.Namespace, memory: str) -> Ste
   grads = jax.device_put(draw.normal(size=(bags, dim)).astype(np.float32), sharding)
   features = embed.FeatureConfig(table)
   plan = embed.plan(features, mesh, pool[0])
-  plan["table"].memory = memory
+  plan["table"].storage = storage
   if mesh.size > 1:
     plan["table"].strategy = "mod"
   layer = embed.SparseEmbed(features, plan=plan, rngs=nnx.Rngs(0))

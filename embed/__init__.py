@@ -10,8 +10,8 @@ from embed.combiners import CombinerWeights
 from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
-from embed.inputs import Padded, Ragged, Sparse, validate
-from embed.layer import SparseEmbed
+from embed.inputs import Padded, Ragged, Sparse, to_padded, validate
+from embed.layer import Report, Residual, SlotVariable, SparseEmbed, Table
 from embed.optimizer import Optimizer, jit_step
 from embed.optimizers import (
   RowOptimizer,
@@ -31,16 +31,12 @@ from embed.optimizers import (
   rowwise_adagrad,
   sgd,
 )
-from embed.padding import to_padded
-from embed.planning import Plan, plan
+from embed.planning import Plan, StackCost, TablePlan, plan
 from embed.serving.export import Exported, export
 from embed.serving.lookup import serving_lookup
-from embed.stacking import StackCost, TablePlan
-from embed.steps import Residual
 from embed.tools.profiling import Profile, StackProfile, TableProfile, profile
 from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
 from embed.tpu_embedding.importers import Imported, from_tpu_embedding, import_variables
-from embed.variables import Report, SlotVariable, Table
 
 __all__ = [
   "Ahead",

@@ -21,9 +21,7 @@ from embed.engine.grads import ActivationGrads
 from embed.engine.stack import StackSpec
 from embed.engine.taps import Feed, Lookup, Owner, Source
 from embed.gradients import Grads, Rows
-from embed.layer import SparseEmbed
-from embed.steps import before_update
-from embed.variables import SlotVariable, Table, changing
+from embed.layer import SlotVariable, SparseEmbed, Table, before_update, changing
 
 _STORED = nnx.Any(Table, SlotVariable)
 

@@ -19,9 +19,8 @@ import numpy as np
 from flax import nnx
 
 from embed import autodiff
-from embed.layer import SparseEmbed, read_variables, variable_shapes
-from embed.storage import placing
-from embed.variables import SlotVariable, Table
+from embed.layer import SlotVariable, SparseEmbed, Table, read_variables, variable_shapes
+from embed.storage import tables as stored_tables
 
 __all__ = ["check", "from_tree", "like", "restore", "to_tree"]
 
@@ -195,15 +194,15 @@ def _check(tree: Tree, nodes: Mapping[str, Any]) -> None:
     )
     tables |= {k: shape for k, shape in differing.items() if is_table(k, shape)}
     problems += [
-      f"{name}/{k} has dtype {placing.dtype_of(saved[k])}, the model's has {expected[k].dtype}"
+      f"{name}/{k} has dtype {stored_tables.dtype_of(saved[k])}, the model's is {expected[k].dtype}"
       for k in shapes
-      if not placing.converts(saved[k], expected[k].dtype)
+      if not stored_tables.converts(saved[k], expected[k].dtype)
     ]
     rounded += [
       f"{name}/{k.removesuffix('/parameters')}"
       for k in shapes
       if k.startswith("tables/") and k.endswith("/parameters")
-      if placing.dtype_of(saved[k]).itemsize > expected[k].dtype.itemsize == 2
+      if stored_tables.dtype_of(saved[k]).itemsize > expected[k].dtype.itemsize == 2
     ]
     problems += [
       f"{name}/{k} was deleted by a step that donated its model: copy the tree before"
@@ -333,8 +332,8 @@ def load_dense_arrays(arrays: Mapping[str, Any], node: Any) -> None:
   def restored(path, old):
     value = arrays[path]
     if is_key(old):
-      data = placing.copied_like(value, jax.random.key_data(old))
+      data = stored_tables.copied_like(value, jax.random.key_data(old))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
-    return placing.copied_like(value, old)
+    return stored_tables.copied_like(value, old)
 
   nnx.update(node, jax.tree.unflatten(treedef, [restored(k, v) for k, v in dense.items()]))

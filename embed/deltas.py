@@ -31,13 +31,12 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from embed import autodiff, checkpoint
-from embed.engine.layout import Layout
-from embed.steps import stored_arrays
+from embed import autodiff, checkpoint, planning
+from embed.engine import cost
+from embed.engine.stack import Layout
+from embed.layer import WRITTEN_BACK, changing, replace, stored_arrays, swap
 from embed.storage import changes as changes_lib
 from embed.storage.changes import TableRows
-from embed.tools import text
-from embed.variables import WRITTEN_BACK, changing, replace, swap
 
 __all__ = [
   "Delta",
@@ -107,11 +106,11 @@ class Delta:
     for tables in self.tables.values():
       for key, rows in tables.items():
         size = sum(x.nbytes for x in jax.tree.leaves(rows))
-        lines.append((key, str(len(rows.ids)), text.size(size)))
+        lines.append((key, str(len(rows.ids)), cost.readable(size)))
     lines.append(
-      ("other arrays", "", text.size(sum(x.nbytes for x in jax.tree.leaves(self.state))))
+      ("other arrays", "", cost.readable(sum(x.nbytes for x in jax.tree.leaves(self.state))))
     )
-    return f"delta of steps {self.since} to {self.step}\n\n{text.aligned(lines)}"
+    return f"delta of steps {self.since} to {self.step}\n\n{planning.aligned(lines)}"
 
 
 @dataclasses.dataclass(frozen=True)

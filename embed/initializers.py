@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from embed.engine.host import HostRows
+from embed.engine.rows import HostRows
 
 ROWS_AT_A_TIME = 1 << 14
 _THREEFRY = "threefry2x32"

@@ -1,7 +1,12 @@
-"""`SparseEmbed`: features over shared tables, as a Flax NNX module."""
+"""`SparseEmbed`: features over shared tables, as a Flax NNX module, and its Variables."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,30 +17,275 @@ from jax.sharding import PartitionSpec as P
 
 from embed import combiners, gradients, planning, structure
 from embed import config as config_lib
-from embed.engine import taps
+from embed.combiners import Uncombined
+from embed.config import TableConfig
+from embed.engine import bags as bags_lib
+from embed.engine import exchange, jax_internals, taps, update, xla
+from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags
-from embed.engine.layout import Layout
+from embed.engine.grads import ActivationGrads
 from embed.engine.lookup import LookupRecord, quantize
-from embed.engine.stack import StackSpec
+from embed.engine.stack import Arrays, Layout, StackSpec
 from embed.gradients import RowGrads
-from embed.inputs import check
+from embed.inputs import Input, check, read
+from embed.kernels import cpu as cpu_kernels
+from embed.kernels.cpu import large_pages
 from embed.optimizers import RowOptimizer
-from embed.steps import (
-  Residual,
-  Spec,
-  add_to_report,
-  by_stack,
-  look_up,
-  look_up_stack,
-  step_combiner_weights,
-  step_stacks,
-  stored_arrays,
-  table_config,
-  tap,
-)
-from embed.storage import placing
+from embed.storage import initial
 from embed.storage import tables as stored_tables
-from embed.variables import Report, Table, changing, make_variables, replace
+from embed.structure import Path
+
+# --- Variables ------------------------------------------------------------------------------------
+
+_LARGE_COPY = 16 << 20  # bytes of a copy
+
+HOW_TO_PREDICT = (
+  "to predict, `@nnx.jit(graph=False)` above `def predict(model, batch)` (graph_updates=False if "
+  "the model shares a module)"
+)
+# Flax's transformations take modules apart and write all of their arrays back when a call returns.
+WRITTEN_BACK = (
+  "by default Flax's transformations write every array of a model back when a call returns, and "
+  f"undo what other threads have changed. Write, {HOW_TO_PREDICT}; to train, embed.jit_step."
+)
+WRITING = threading.RLock()  # held while the arrays of tables are replaced
+
+
+def _is_copied(before: Any, after: Any) -> bool:
+  """Whether a large array was replaced and is still alive: it was not donated."""
+  arrays = (before, after)
+  if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
+    return False
+  return before is not after and before.nbytes >= _LARGE_COPY and not before.is_deleted()
+
+
+class Table(nnx.Variable):
+  """The rows of a table. Not an `nnx.Param`: no dense optimizer ever sees it.
+
+  An `nnx.Variable` type, for filters. What it holds is the storage, several tables in one array
+  and in another order where that is cheaper; `SparseEmbed.tables` has the tables.
+
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> len(jax.tree.leaves(nnx.state(layer, embed.Table))), nnx.state(layer, nnx.Param)
+  (1, State({}))
+  """
+
+  __slots__ = ("_swapped_by",)
+  _swapped_by: threading.Thread  # has put the rows of a delta here
+
+  def set_raw_value(self, value: Any, **kwargs: Any) -> None:
+    """Sets the array, and warns if a Flax transformation copied it.
+
+    Raises:
+      RuntimeError: if a call of a Flax transformation that began earlier would undo a delta.
+    """
+    with WRITING:
+      before = self.get_raw_value()
+      self._check_write_back(value)
+      super().set_raw_value(value, **kwargs)
+    if _is_copied(before, value) and jax_internals.is_called_by(jax_internals.TRANSFORMATIONS):
+      _warn_of_copy(
+        before,
+        "was copied: nnx.jit and Flax's other transformations return the models that they are "
+        "given",
+      )
+
+  def update_from_state(self, variable_state: nnx.Variable) -> None:
+    """Takes over the array of another Variable; raises RuntimeError as `set_raw_value` does."""
+    with WRITING:
+      self._check_write_back(variable_state.get_raw_value())
+      super().update_from_state(variable_state)
+
+  def _check_write_back(self, value: Any) -> None:
+    """Raises RuntimeError if a call has read an older array than the one that it replaces."""
+    before, thread = self.get_raw_value(), getattr(self, "_swapped_by", None)
+    if thread is None or thread is threading.current_thread() or before is value:
+      return  # the thread that applied the delta has no older call that is still running
+    arrays = (before, value)
+    if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
+      return
+    # A step that donates the model has read the very array that it replaces.
+    if not before.is_deleted() and jax_internals.is_unread_by_caller(self):
+      raise RuntimeError(f"A call would replace a table that a delta has changed: {WRITTEN_BACK}")
+
+
+def swap(changes: Sequence[tuple[nnx.Variable, Any, Any]]) -> None:
+  """Sets Variables, `(Variable, array that was read, new array)`, which other threads read.
+
+  Raises:
+    RuntimeError: before any is set, if a table holds another array than the one that was read.
+  """
+  tables = [(variable, read) for variable, read, _ in changes if isinstance(variable, Table)]
+  with WRITING:
+    if any(variable.get_raw_value() is not read for variable, read in tables):
+      raise RuntimeError(f"A table was replaced while a delta was applied: {WRITTEN_BACK}")
+    for table, _ in tables:
+      table._swapped_by = threading.current_thread()
+    for variable, read, new in changes:
+      if new is not read:
+        variable.set_raw_value(new)
+
+
+def warn_of_step(before: Any, after: Any) -> None:
+  """Warns of a step that made a new table because nothing was donated."""
+  if _is_copied(before, after):
+    _warn_of_copy(before, "was copied by a step outside of a jitted function")
+
+
+def warn_of_constant(table: Any, inputs: Any) -> None:
+  """Warns of a lookup in a jitted function that closes over the model."""
+  is_constant = isinstance(table, jax.Array) and not jax_internals.is_traced(table)
+  if is_constant and table.nbytes >= _LARGE_COPY and jax_internals.is_staged(inputs):
+    _warn_of_copy(
+      table,
+      "is a constant of a jitted function that closes over its model: later steps do not change "
+      "what the function returns, and every call may copy the table",
+    )
+
+
+def _warn_of_copy(table: jax.Array, what: str) -> None:
+  warnings.warn(
+    f"A table of {table.nbytes >> 20} MiB {what}. To train, write `step = "
+    f"embed.jit_step(train_step, model, optimizer)`, then `step(batch)`; {HOW_TO_PREDICT}.",
+    stacklevel=3,
+  )
+
+
+class SlotVariable(nnx.Variable):
+  """An optimizer's state per row of a table.
+
+  An `nnx.Variable` type, for filters, that holds the storage as `Table` does;
+  `SparseEmbed.variables` has the slots.
+
+  >>> features = embed.FeatureConfig(embed.TableConfig(4, 2, optimizer=embed.adam(1e-3)))
+  >>> layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  >>> len(jax.tree.leaves(nnx.state(layer, embed.SlotVariable)))  # momenta and velocities
+  2
+  """
+
+
+class Report(nnx.Variable):
+  """What happened in the lookups: an `nnx.Variable` that holds a dictionary of scalars.
+
+  - `dropped_ids`, int32: counted since the start, up to 2**31 - 1.
+  - `exchange_rounds`, int32: the rounds that the exchange of ids and rows took in the last call, at
+    most; 1 where buffers were large enough, 0 where nothing was exchanged, as without a mesh.
+  - `buffer_fill`, float32: the share of a buffer that was used in the last call, at most; above 1
+    there was more than one round. 0 without a mesh.
+
+  A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
+  `max_valency`, or outside a `dense_shape`. Eager calls raise for these instead. Like all NNX state
+  it comes out of `nnx.jit` and the other nnx transformations with the module as an argument; plain
+  `jax.jit`, with the module closed over or as a pytree, counts nothing.
+
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> look_up = nnx.jit(lambda layer, ids: layer(ids), graph=False)
+  >>> activations = look_up(layer, np.array([3, 4, 5]))
+  >>> int(layer.report["dropped_ids"])
+  2
+  """
+
+
+def make_variables(
+  stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array], axis: Any
+) -> nnx.Dict:
+  """The Variables of a stack, each with its place on a mesh."""
+  memory = {"memory_kind": mesh_lib.HOST} if stack.is_in_host else {}
+  of = lambda x: metadata(stack.placement, mesh_lib.as_names(axis), x.ndim) | memory
+  kind = lambda key: Table if key == "parameters" else SlotVariable
+  arrays = initial.make(stack, tables, {name: keys[name] for name in stack.tables})
+  large_pages.use(arrays.values())
+  return nnx.Dict({key: kind(key)(value, **of(value)) for key, value in arrays.items()})
+
+
+def replace(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> None:
+  """Sets the Variables of a stack to arrays that were made outside of a step."""
+  new = {key: x for key, x in arrays.items() if x is not variables[key].get_value()}
+  large_pages.use(new.values())
+  for key, value in new.items():
+    variables[key].set_value(value)
+
+
+def metadata(placement: mesh_lib.Placement, axis: mesh_lib.Names, ndim: int) -> dict[str, Any]:
+  """Variable metadata of a table `[V, D]` (ndim 2) or of a slot `[V]`, for NNX to read.
+
+  >>> metadata(mesh_lib.LOCAL, ("data",), 2)["out_sharding"]
+  ('data', None)
+  """
+  local = placement.mesh is None  # an annotation of one device says how to split it elsewhere
+  rows, columns = (axis, ()) if local else (placement.row_axes, placement.column_axes)
+  short = lambda names: (names[0] if len(names) == 1 else names) or None
+  # Not eager: the array is placed where it is made, not when it is wrapped.
+  return {"out_sharding": (short(rows), short(columns))[:ndim], "eager_sharding": False}
+
+
+@contextlib.contextmanager
+def changing(what: str) -> Iterator[None]:
+  """Says what to write where a model has to change that a JAX transformation closes over."""
+  try:
+    yield
+  except jax_internals.TraceContextError:
+    raise ValueError(
+      f"{what} changes the model, which jax.jit or another JAX transformation closes over, so that "
+      "the change would be lost. Pass the model as an argument to nnx.jit: "
+      "`step = nnx.jit(lambda model, batch: ...)`, then `step(model, batch)`."
+    ) from None
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Spec:
+  """What a `SparseEmbed` is, decided at construction and never traced.
+
+  Static metadata of the layer: layers with the same config objects and equal stacks share their
+  compiled programs.
+
+  Attributes:
+    features: the feature config.
+    tables: the `TableConfig` of each table by name.
+    optimizers: the `RowOptimizer` of each table by name, the layer's where a table has none, or
+      None.
+    stacks: how tables are stored, by stack name; internal.
+    table_of: the table of each feature.
+    stack_of: the stack of each table.
+  """
+
+  features: Any
+  tables: dict[str, TableConfig]
+  optimizers: dict[str, RowOptimizer | None]
+  stacks: dict[str, StackSpec]
+  table_of: dict[Path, str]
+  stack_of: dict[str, StackSpec]
+
+  def __eq__(self, other: object) -> bool:  # compiled functions ask at every call: mostly of itself
+    return self is other or (isinstance(other, Spec) and vars(self) == vars(other))
+
+  def __hash__(self) -> int:
+    return hash(tuple(self.stacks.values()))
+
+  def __repr__(self) -> str:  # in every printed model
+    return f"Spec(tables={list(self.tables)})"
+
+  def __deepcopy__(self, memo) -> "Spec":  # copied configs would be others
+    return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Residual:
+  """What `SparseEmbed.lookup` looked up, for `apply_gradients`: a pytree that users need not read.
+
+  It holds ids, which may be the arrays of the batch, and, on a mesh, the route of the exchange; of
+  the features whose rows were combined after the lookup, the rows.
+  """
+
+  records: dict[str, LookupRecord]  # by stack name
+  uncombined: dict[Path, Uncombined]
+  # The features of each record, in the order of the stacks' names.
+  paths: tuple[tuple[Path, ...], ...] = dataclasses.field(metadata={"static": True})
+  spec: Spec = dataclasses.field(metadata={"static": True})  # of the layer
 
 
 class SparseEmbed(nnx.Module):
@@ -419,6 +669,269 @@ def _spec(plan: planning.Plan) -> Spec:
   )
 
 
+def table_config(layer: SparseEmbed, name: str) -> TableConfig:
+  tables = layer.spec.tables
+  if name not in tables:
+    raise ValueError(f"There is no table {name!r}; the tables are {sorted(tables)}.")
+  return tables[name]
+
+
+def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
+  return {key: variable.get_value() for key, variable in layer.arrays[stack.name].items()}
+
+
+# --- lookup --------------------------------------------------------------------------------------
+
+
+_UNTRAINED = (
+  "Table {!r} is looked up under JAX's own differentiation, as in nnx.value_and_grad: its rows get "
+  "no gradient, and nothing trains them. Write embed.value_and_grad and embed.Optimizer, or give "
+  "the table optimizer=embed.frozen() to keep it fixed."
+)
+
+
+@mesh_lib.explained()
+def look_up(layer: SparseEmbed, features: Any, weights: Any) -> tuple[Any, Residual]:
+  """Activations in the structure of the features, and the residual."""
+  spec = layer.spec
+  members: dict[str, list[Input]] = {}
+  for x in read(spec.features, features, weights):
+    members.setdefault(spec.stack_of[spec.table_of[x.path]].name, []).append(x)
+  activations: dict[Path, jax.Array] = {}
+  records: dict[str, LookupRecord] = {}
+  uncombined: dict[Path, Uncombined] = {}
+  dropped: list[jax.Array] = []
+  for stack_name, inputs in members.items():
+    stack, tables = spec.stacks[stack_name], tuple(spec.table_of[x.path] for x in inputs)
+    acts, record, prepared = look_up_stack(layer, stack, inputs, tables)
+    for x, table, act, later in zip(inputs, tables, acts, prepared.uncombined, strict=True):
+      if later is not None:
+        learned = layer.combiner_weights.get(table)
+        looked_up = Uncombined(act, *later, None if learned is None else learned[...])
+        uncombined[x.path] = looked_up
+        act = combiners.combine(spec.tables[table], stack, looked_up)
+      activations[x.path] = act
+    records[stack_name] = record
+    dropped.append(prepared.dropped)
+  add_to_report(layer, dropped, list(records.values()))
+  paths = tuple(tuple(x.path for x in members[name]) for name in sorted(records))
+  residual = Residual(records, uncombined, paths, spec)
+  return structure.pack(spec.features, features, activations), residual
+
+
+@jax.named_scope("lookup")
+def look_up_stack(
+  layer: SparseEmbed,
+  stack: StackSpec,
+  inputs: Sequence[Input],
+  tables: tuple[str, ...],
+  combiner: str | None = None,
+) -> tuple[list[jax.Array], LookupRecord, combiners.Prepared]:
+  """Tapped activations of the features of a stack, what was looked up, and its bags."""
+  placement = stack.placement
+  arrays = [mesh_lib.accept(placement, x.name, x.parts) for x in inputs]
+  count = cpu_kernels.count_beyond if placement.is_local else bags_lib.count_beyond
+  prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
+  prepared = placement.prepare(prepare, arrays)
+  stored = layer.arrays[stack.name]["parameters"].get_value()
+  warn_of_constant(stored, prepared.bags)
+  rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
+  acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
+  acts = before_update(layer, acts, placement.is_local and cpu_kernels.looks_up(stack))
+  if mesh_lib.is_explicit((rows, layer.report.get_value())):
+    acts = [placement.typed(act) for act in acts]
+  return tap(layer, stack, acts, record, stored), record, prepared
+
+
+def before_update(layer: SparseEmbed, outputs: Any, by_kernel: bool = False) -> Any:
+  """Returns arrays that were computed from a layer's tables, which its next update comes after."""
+  report = layer.report.get_value()
+  outputs, token = xla.with_token(outputs, report["dropped_ids"], by_kernel)
+  _set_report(layer, {**report, "dropped_ids": token})
+  return outputs
+
+
+# Compiled once for each shape, also where `value_and_grad` runs a loss eagerly: a lookup that was
+# traced into the loss would have its loops compiled again at every step.
+compiled_look_up = jax.jit(exchange.look_up, static_argnums=(0, 3))
+
+
+def tap(
+  layer: SparseEmbed,
+  stack: StackSpec,
+  activations: Sequence[jax.Array],
+  record: LookupRecord,
+  stored: jax.Array,
+) -> list[jax.Array]:
+  """Activations with the record of their lookup, for `value_and_grad`."""
+  trains = stack.optimizer is None or stack.optimizer.equation is not None
+  if trains and jax_internals.is_differentiating():
+    warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=6)
+  return taps.tap(activations, record, stored, taps.Layer(weakref.ref(layer), trains))
+
+
+def add_to_report(
+  layer: SparseEmbed, dropped: Sequence[jax.Array], records: Sequence[LookupRecord]
+) -> None:
+  """Adds a call to the layer's report."""
+  if not dropped:
+    return
+  routes = [record.route for record in records if record.route is not None]
+  counted = {"dropped_ids": functools.reduce(jnp.add, dropped)}
+  if not all(stack.placement.is_local for stack in layer.spec.stacks.values()):
+    counted |= {"exchange_rounds": jnp.int32(0), "buffer_fill": jnp.float32(0)}
+  for used in routes:
+    most = used.max_rows_per_pair[0]
+    of = {
+      "exchange_rounds": exchange.rounds_for(most, used.capacity),
+      "buffer_fill": most.astype(jnp.float32) / used.capacity,
+    }
+    counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
+  before = layer.report.get_value()
+  counted = {key: mesh_lib.with_types_of(value, before[key]) for key, value in counted.items()}
+  counted["dropped_ids"] = _saturated_sum(before["dropped_ids"], counted["dropped_ids"])
+  _set_report(layer, {**before, **counted})
+
+
+def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
+  """An int32 sum that stays at the largest int32; a negative total is a sum that wrapped around."""
+  new = total + count
+  return jnp.where((total < 0) | (new < total), bags_lib.UNUSED, new)
+
+
+def _set_report(layer: SparseEmbed, report: dict[str, jax.Array]) -> None:
+  before = layer.report.get_value()
+  try:
+    layer.report.set_value(report)
+    is_lost = jax_internals.is_batched(report) and not jax_internals.is_batched(before)
+    if is_lost and jax_internals.is_called_by(jax_internals.VMAP):
+      raise ValueError(
+        "SparseEmbed was called under nnx.vmap, which has no place for the counts in its report. "
+        "Look up the whole batch at once, outside, and pass the activations in."
+      )
+  except jax_internals.TraceContextError:
+    pass  # a model that a function closes over, as under jax.jit: no state comes out of it
+
+
+# --- update --------------------------------------------------------------------------------------
+
+
+def by_stack(
+  spec: Spec, activation_grads: Any, residual: Residual
+) -> tuple[dict[str, list[update.StackGrads]], dict[str, jax.Array]]:
+  """Gradients by stack, and those of combiners' learned weights by table, all checked."""
+  if residual.spec != spec:
+    raise ValueError(
+      "The residual is of another layer, or of one with another config, whose rows would be "
+      "trained here. Give the residual of this layer's lookup."
+    )
+  matched = structure.match(spec.features, activation_grads, "activation_grads")
+  by_path = {path: grad for path, _, grad in matched}
+  looked_up = {path for paths in residual.paths for path in paths}
+  features = dict(structure.flatten_features(spec.features))
+  for path, feature in features.items():
+    name = structure.feature_name(path, feature)
+    if path in looked_up and path not in by_path:
+      raise ValueError(
+        f"No gradient given for {name!r}, which was looked up. Give None for a zero gradient."
+      )
+    if path not in looked_up and by_path.get(path) is not None:
+      raise ValueError(f"Gradient given for {name!r}, which was not looked up.")
+  for path, later in residual.uncombined.items():
+    if later.learned is not None:  # says what is wrong before anything is trained
+      combiners.learning_rate(spec.table_of[path], features[path].table)
+  grads: dict[str, list[update.StackGrads]] = {}
+  learned: dict[str, jax.Array] = {}
+  for (stack_name, record), paths in zip(
+    sorted(residual.records.items()), residual.paths, strict=True
+  ):
+    of_features = []
+    for path, bags in zip(paths, record.bags, strict=True):
+      feature, rows = features[path], residual.uncombined.get(path)
+      batch = bags.batch if rows is None else rows.ids.shape[:-1]
+      name = structure.feature_name(path, feature)
+      grad = _checked(name, by_path[path], (*batch, feature.table.dim))
+      if rows is not None:
+        stack, table = spec.stacks[stack_name], spec.table_of[path]
+        grad, of_learned = combiners.split_gradient(feature.table, stack, rows, grad)
+        if of_learned is not None:
+          learned[table] = learned[table] + of_learned if table in learned else of_learned
+      of_features.append(grad)
+    grads[stack_name] = [ActivationGrads(tuple(of_features), record)]
+  return grads, learned
+
+
+def step_combiner_weights(layer: SparseEmbed, table: str, grad: jax.Array) -> None:
+  """Trains the learned weights of a table's combiner, at its own rate."""
+  variable, rate = (
+    layer.combiner_weights[table],
+    combiners.learning_rate(table, table_config(layer, table)),
+  )
+  with changing("An update of a combiner's weights"):
+    variable.set_value(variable[...] - rate * grad)
+
+
+def moving(layer: SparseEmbed, grads: Mapping[str, Any], step: Any) -> list[StackSpec]:
+  """The stacks of a layer that a step moves; raises ValueError for what one of them lacks."""
+  return [stack for stack in layer.spec.stacks.values() if _must_step(stack, grads, step)]
+
+
+def step_stacks(
+  layer: SparseEmbed, grads: Mapping[str, Sequence[update.StackGrads]], step: Any
+) -> None:
+  """Steps each stack once, or, where something is missing, none."""
+  for stack in moving(layer, grads, step):
+    variables, of_stack = layer.arrays[stack.name], tuple(grads.get(stack.name, ()))
+    arrays = taps.read_tables(stored_arrays(layer, stack), "update")
+    scalars = update.StepScalars.at(stack, step).after(layer.report.get_value()["dropped_ids"])
+    new = mesh_lib.settled(compiled_step(stack, arrays, of_stack, scalars))
+    warn_of_step(arrays["parameters"], new["parameters"])
+    with changing("An update of tables"):
+      for key, value in new.items():
+        variables[key].set_value(mesh_lib.with_types_of(value, arrays[key]))
+
+
+compiled_step = jax.jit(update.step, static_argnums=0)
+
+
+def _must_step(stack: StackSpec, grads: Mapping[str, Any], step: Any) -> bool:
+  """Whether a stack steps; raises ValueError for what is missing."""
+  optimizer = stack.optimizer
+  if stack.name not in grads and (optimizer is None or optimizer.lazy):
+    return False
+  if optimizer is None:
+    raise ValueError(
+      f"Table {stack.tables[0]!r} has no optimizer, so it cannot be trained. Give one in its "
+      "TableConfig or to SparseEmbed, or freeze it with optimizer=embed.frozen()."
+    )
+  if optimizer.equation is None:
+    return False
+  if step is None and optimizer.has_schedule:
+    raise ValueError(
+      f"Table {stack.tables[0]!r} has a schedule, of its learning rate or gradient multiplier: "
+      "pass step=..."
+    )
+  if step is None and stack.uses_stochastic_rounding:
+    raise ValueError(
+      f"Table {stack.tables[0]!r} rounds its {stack.dtype} rows at random, by the number "
+      "of the step: pass step=..., or set stochastic_rounding=False in its TableConfig."
+    )
+  return True
+
+
+def _checked(name: str, grads: Any, shape: tuple[int, ...]) -> jax.Array:
+  """A feature's activation gradient, checked against what was looked up; None is zero."""
+  if grads is None:
+    return jnp.zeros(shape, jnp.float32)
+  if not isinstance(grads, (jax.Array, np.ndarray)):
+    raise ValueError(f"Gradient of {name!r}: found a non-array type {type(grads)}.")
+  if jnp.issubdtype(grads.dtype, jnp.complexfloating):
+    raise ValueError(f"Gradient of {name!r} is {grads.dtype}; rows are real. Give its real part.")
+  if grads.shape != shape:
+    raise ValueError(f"Gradient of {name!r} has shape {grads.shape}; its activations have {shape}.")
+  return jnp.asarray(grads)
+
+
 # --- state ---------------------------------------------------------------------------------------
 
 
@@ -465,5 +978,7 @@ def _check(name: str, key: str, value: Any, wanted: Mapping[str, Any]) -> None:
   shape, dtype = np.shape(value), wanted[key].dtype
   if shape != wanted[key].shape:
     raise ValueError(f"{what} has shape {wanted[key].shape}, got {shape}.")
-  if not placing.converts(value, dtype):
-    raise ValueError(f"{what} has dtype {dtype}, got {placing.dtype_of(value)}: give real numbers.")
+  if not stored_tables.converts(value, dtype):
+    raise ValueError(
+      f"{what} has dtype {dtype}, got {stored_tables.dtype_of(value)}: give real numbers."
+    )

@@ -23,7 +23,7 @@ import numpy as np
 
 from embed.config import setting
 from embed.elementwise import mixing_operation
-from embed.engine.layout import Columns
+from embed.engine.mesh import WHOLE_ROWS, Columns
 
 Schedule = Callable[[Any], Any]
 Rate = float | Schedule
@@ -32,8 +32,6 @@ SlotInit = Mapping[str, Callable[..., Any]]
 Slots = dict[str, jax.Array]
 Equation = Callable[..., tuple[jax.Array, Slots]]
 UserEquation = Callable[[jax.Array, jax.Array, Slots, Any], tuple[jax.Array, Slots]]
-
-WHOLE_ROWS = Columns((), 0)
 
 
 class Common(TypedDict, total=False):

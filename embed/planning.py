@@ -1,33 +1,395 @@
-"""`plan` decides how tables are stored and exchanged, and counts the bytes before allocation."""
+"""`plan` decides how tables are stored and exchanged, and counts the bytes before allocation.
+
+A **strategy** says how a table is spread over mesh axes: "mod" and "div" split its rows, "column"
+its columns, "replicated" nothing. Tables of equal width, dtype, quantization, optimizer and
+settings are stacked.
+"""
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from embed import combiners, inputs, structure
 from embed import config as config_lib
-from embed import structure
+from embed.config import MAX_VOCABULARY_SIZE, FeatureConfig, TableConfig
+from embed.engine import backends, cost, exchange
 from embed.engine import mesh as mesh_lib
-from embed.engine import packing
+from embed.engine import stack as stack_lib
 from embed.engine.bags import Bags
 from embed.engine.cost import EXCHANGES
-from embed.engine.stack import StackSpec
+from embed.engine.mesh import LOCAL, Placement, as_names
+from embed.engine.stack import Layout, StackSpec
 from embed.kernels import sparse_core
 from embed.optimizers import OPTIMIZERS, RowOptimizer
-from embed.stacking import (
-  ALONE,
-  StackCost,
-  TablePlan,
-  Tables,
-  best_strategies,
-  example_bags,
-  stack_cost,
-)
 from embed.storage import tables as stored_tables
-from embed.tools import text
+
+STORAGES = ("auto", "rows", "packed", "host", "sparse_core")
+STRATEGIES = ("mod", "div", "column", "replicated")
+ALONE = 1 << 24  # bytes; a larger table is not stacked on one device
+REPLICATED = 1 << 20  # bytes of the largest table that `embed.plan` replicates
+LEAST_COLUMNS = 128  # that a device keeps where `embed.plan` splits columns
+
+
+@dataclasses.dataclass(slots=True)
+class TablePlan:
+  """Storage and exchange of one table. Set the fields before the layer is built.
+
+  Tables with equal settings (and width, dtype, quantization and optimizer) are stored together.
+
+  Args:
+    strategy: "mod", "div", "column" or "replicated".
+    axis: the mesh axes that the table is split over, a name or several.
+    column_axis: mesh axes that columns are split over in addition.
+    exchange: "all_to_all" or "gather". None lets each batch choose the one that moves less. It
+      applies where rows are split. An optimizer that steps once per occurrence, or moves every row,
+      always gathers.
+    capacity: the rows that a pair of devices exchanges in a round of an all-to-all; None computes
+      it for each batch. A number that is too small costs rounds, but never drops an id.
+    storage: how rows lie in memory, which changes nothing else:
+
+      - "rows": an array of rows.
+      - "packed": side by side in lines of 128 columns, as 8, 16, 32, 64 or a multiple of 128
+        columns each. TPUs would copy a table of other widths in every step.
+      - "host": in the memory of the host, with the slots: only rows of the batch cross to the
+        device and back, and `capacity` does not apply. Such a table is in no stack with others.
+        Reading or loading all of it, as a checkpoint does, needs no memory of the device on one
+        device, or with the strategy "div" and rows that divide by the shards. `embed.plan` chooses
+        it where tables do not fit `hbm_bytes`.
+      - "sparse_core": read and written by the SparseCores of TPU v5p, v6e and TPU7x, packed where
+        rows are no multiple of 128 columns wide. The kernels are compiled for these chips and
+        checked by emulation, but no TPU has run them.
+      - "auto": "packed" on TPUs and "rows" elsewhere.
+
+      Where a table cannot be packed or on SparseCores, the printed plan says why, and it is stored
+      as by "auto".
+
+  Raises:
+    ValueError: for a value that a field does not accept.
+    AttributeError: for an unknown field.
+
+  >>> entry = embed.TablePlan(strategy="div")
+  >>> entry.capacity = 512
+  >>> entry
+  TablePlan(strategy='div', axis=(), column_axis=(), exchange=None, capacity=512, storage='auto')
+  """
+
+  strategy: str = "mod"
+  axis: str | Sequence[str] = ()
+  column_axis: str | Sequence[str] = ()
+  exchange: str | None = None
+  capacity: int | None = None
+  storage: str = "auto"
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    choices = {"strategy": STRATEGIES, "exchange": (*EXCHANGES, None), "storage": STORAGES}
+    if name in choices and value not in choices[name]:
+      raise ValueError(f"{name} must be one of {choices[name]}. Got {value!r}.")
+    if name == "capacity" and value is not None:
+      value = config_lib.integer("capacity", value, 1)
+    object.__setattr__(self, name, as_names(value) if name in ("axis", "column_axis") else value)
+
+
+@dataclasses.dataclass(frozen=True)
+class StackCost:
+  """The cost of a stack on a device in a training step, an entry of `Plan.costs()`.
+
+  Attributes:
+    stack: the name of the stack.
+    tables: the names of its tables.
+    exchange: "all_to_all", "gather", "sum" (of whole replicated tables), "columns" or "none".
+    capacity: rows that a pair of devices exchanges in a round of an all-to-all, or None.
+    rows: bytes of the tables.
+    slots: bytes of the optimizer's state.
+    buffers: bytes of the exchange's buffers.
+    moved: bytes that the device receives per step.
+    memory: "device" or "host", where rows and slots are.
+
+  >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
+  >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
+  >>> plan["movie"].strategy = "mod"
+  >>> plan.costs()[0].rows  # 125 of the 1000 rows, 8 columns of 4 bytes
+  4000
+  """
+
+  stack: str
+  tables: tuple[str, ...]
+  exchange: str
+  capacity: int | None
+  rows: int
+  slots: int
+  buffers: int
+  moved: int
+  memory: str = "device"
+
+
+class Tables(NamedTuple):
+  """The tables to store: configs and optimizers by name, and the mesh (None for one device)."""
+
+  configs: Mapping[str, TableConfig]
+  optimizers: Mapping[str, RowOptimizer | None]
+  mesh: Any
+  batch_axis: Sequence[str] | None
+
+  def kind(self, name: str) -> Any:
+    """A key that is equal for tables that can be stacked; a table that cannot has its own name."""
+    table = self.configs[name]
+    if self.mesh is None and table.vocabulary_size * table.dim * table.dtype.itemsize > ALONE:
+      return name
+    rows = (table.dim, table.dtype, table.quantization_config, table.stochastic_rounding)
+    return (*rows, self.optimizers[name])
+
+  def placement(self, entry: TablePlan) -> Placement:
+    """The placement of a table that its entry decides."""
+    if self.mesh is None:
+      return LOCAL
+    return place(self.mesh, entry.strategy, entry.axis, entry.column_axis, self.batch_axis)
+
+  def stack(self, label: str, names: Sequence[str], entry: TablePlan) -> StackSpec:
+    """The stack of these tables, with the settings of an entry."""
+    table, placement = self.configs[names[0]], self.placement(entry)
+    sizes = tuple(self.configs[name].vocabulary_size for name in names)
+    storage, width = self.storage(names[0], entry), self._width(names[0], entry)
+    is_packed = storage == "packed" or (storage == "sparse_core" and width % stack_lib.LANES > 0)
+    unit = stack_lib.rows_per_line(width) if is_packed else 1
+    return StackSpec(
+      label,
+      tuple(names),
+      Layout(sizes, placement.shards, entry.strategy == "div", unit),
+      table.dim,
+      table.dtype,
+      self.optimizers[names[0]],
+      placement,
+      table.quantization_config,
+      table.stochastic_rounding,
+      entry.exchange,
+      entry.capacity,
+      sparse_core=storage == "sparse_core",
+      is_packed=is_packed,
+      is_in_host=storage == "host",
+    )
+
+  def _width(self, name: str, entry: TablePlan) -> int:
+    """The columns of a table on a device."""
+    return -(-self.configs[name].dim // self.placement(entry).column_shards)
+
+  def storage(self, name: str, entry: TablePlan) -> str:
+    """How a table is stored: "rows", "packed", "host" or "sparse_core"."""
+    reason = self.unsupported_reason(name, entry, entry.storage)
+    if entry.storage == "host" and reason is not None:
+      raise ValueError(f'Table {name!r} cannot have storage="host": {reason}')
+    if entry.storage != "auto" and reason is None:
+      return entry.storage
+    tried = []
+    if entry.storage == "auto" and backends.is_on(sparse_core.SWITCH, default=False):
+      tried.append("sparse_core")
+    is_tpu = self.placement(entry).device_kind.startswith("TPU")
+    if entry.storage != "packed" and backends.is_on(stack_lib.PACKING_SWITCH, default=is_tpu):
+      tried.append("packed")
+    return next((x for x in tried if self.unsupported_reason(name, entry, x) is None), "rows")
+
+  def unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
+    """Why a table cannot be stored in a way, or None."""
+    placement, width, optimizer = (
+      self.placement(entry),
+      self._width(name, entry),
+      self.optimizers[name],
+    )
+    moves_every_row = optimizer is not None and not optimizer.lazy
+    is_narrow = width % stack_lib.LANES > 0
+    if storage == "host" and placement.platform not in mesh_lib.HOST_PLATFORMS:
+      return (
+        f'it is for TPUs and CPUs, and these devices are of the platform "{placement.platform}". '
+        f'Write plan["{name}"].storage = "auto", and spread the table over more devices.'
+      )
+    if storage == "host" and moves_every_row:
+      return (
+        "its optimizer moves every row in a step, which would bring all of them to the device. "
+        "Take an optimizer that steps the rows of the batch."
+      )
+    if storage == "packed" and not is_narrow:
+      return f"its rows have {width} columns on a device, a multiple of {stack_lib.LANES}"
+    if moves_every_row and (storage == "packed" or (storage == "sparse_core" and is_narrow)):
+      return "its optimizer moves every row in a step, and would unpack all of them"
+    if storage != "sparse_core":
+      return None
+    return sparse_core.unsupported_reason(placement.device_kind, width, self.configs[name].dtype)
+
+  def stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
+    """The stacks of these tables by name, in the order of their first tables."""
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+      decided = dataclasses.replace(entries[name], storage=self.storage(name, entries[name]))
+      kind = name if decided.storage == "host" else self.kind(name)
+      groups.setdefault((kind, dataclasses.astuple(decided)), []).append(name)
+    stacks: dict[str, StackSpec] = {}
+    for group in groups.values():
+      entry = entries[group[0]]
+      for part in self._numbered(group, entry):
+        label = part[0] if len(part) == 1 else f"{part[0]}+{len(part) - 1}"
+        while label in stacks or (len(part) > 1 and label in self.configs):
+          label += "+"
+        stacks[label] = self.stack(label, part, entry)
+    return stacks
+
+  def _numbered(self, names: Sequence[str], entry: TablePlan) -> Iterator[list[str]]:
+    """Divides tables into groups whose rows fit the numbers of sort keys and ids."""
+    alone = self.stack("", names[:1], entry).layout
+    shards, unit = alone.shards, alone.unit
+    most = min(exchange.most_rows(shards), MAX_VOCABULARY_SIZE)
+    part: list[str] = []
+    height = 0
+    for name in names:
+      rows = -(-self.configs[name].vocabulary_size // (shards * unit)) * unit
+      if part and height + rows > most:
+        yield part
+        part, height = [], 0
+      part.append(name)
+      height += rows
+    yield part
+
+
+def place(
+  mesh: Any,
+  strategy: str,
+  axis: str | Sequence[str] | None,
+  column_axis: str | Sequence[str] | None = None,
+  batch_axis: str | Sequence[str] | None = None,
+) -> Placement:
+  """The placement of a strategy.
+
+  Args:
+    mesh: a mesh of devices.
+    strategy: one of `STRATEGIES`.
+    axis: the axes that the strategy splits over.
+    column_axis: the axes that columns are split over, in addition to rows over `axis`.
+    batch_axis: the axes of the batch; None is `axis`.
+
+  Raises:
+    ValueError: for an unknown strategy or axis.
+  """
+  if strategy not in STRATEGIES:
+    raise ValueError(f"Invalid sharding strategy {strategy!r}: choose one of {STRATEGIES}.")
+  axes, columns = as_names(axis), as_names(column_axis)
+  batch = axes if batch_axis is None else as_names(batch_axis)
+  for name in (*axes, *columns, *batch):
+    if name not in mesh.axis_names:
+      raise ValueError(
+        f"The mesh has no axis {name!r}; its axes are {mesh.axis_names}. Pass axis=..."
+      )
+  if strategy == "column":
+    axes, columns = (), tuple(dict.fromkeys((*axes, *columns)))
+  elif strategy == "replicated":
+    axes = columns = ()
+  if set(axes) & set(columns):
+    raise ValueError(f"Rows and columns cannot both be split over {set(axes) & set(columns)}.")
+  if not (axes or columns or batch):
+    raise ValueError("No mesh axis to split the batch over: pass axis=... or batch_axis=...")
+  return Placement(mesh, axes, columns, batch)
+
+
+# --- costs ---------------------------------------------------------------------------------------
+
+
+def example_bags(features: Any, batch: Any) -> dict[structure.Path, Bags]:
+  """The bags of each feature of a batch, as shapes."""
+  by_feature: dict[structure.Path, Bags] = {}
+  for path, feature, x, _ in inputs.matched(features, batch):
+    looked_up = functools.partial(_looked_up, structure.feature_name(path, feature), feature)
+    structs = jax.tree.map(_struct, x, is_leaf=lambda leaf: isinstance(leaf, (list, tuple)))
+    by_feature[path] = jax.eval_shape(looked_up, structs)
+  return by_feature
+
+
+def _looked_up(name: str, feature: FeatureConfig, x: Any) -> Bags:
+  """The bags that a lookup of a feature takes, weighted if weights can have a gradient."""
+  unweighted = inputs.check((), name, feature, x)
+  parts = unweighted.parts
+  is_known = parts.kind != "ragged" or parts.length  # the length of a bag
+  if feature.differentiate_weights and parts.kind != "dense" and is_known:
+    parts = dataclasses.replace(parts, weights=jnp.ones(parts.ids.shape))
+  return combiners.prepare([unweighted], None, [parts]).bags[0]
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x
+  x = np.asarray(x) if not hasattr(x, "dtype") else x
+  dtype = np.int32 if np.issubdtype(x.dtype, np.integer) else x.dtype
+  return jax.ShapeDtypeStruct(x.shape, dtype)
+
+
+def stack_cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCost:
+  """The bytes of a stack on a device, for the bags of a batch by table."""
+  tables = [name for name in stack.tables for _ in bags[name]]
+  demand = cost.batch_demand(stack, [b for name in stack.tables for b in bags[name]], tables)
+  chosen = cost.choose_exchange(stack, demand)
+  per_row = sum(
+    (1 if slot.per_row else stack.row_width) * np.dtype(slot.dtype).itemsize
+    for slot in stack.slots.values()
+  )
+  return StackCost(
+    stack.name,
+    stack.tables,
+    chosen.kind,
+    chosen.capacity,
+    stack.layout.shard_rows * stack.row_width * stack.dtype.itemsize,
+    stack.layout.shard_rows * per_row,
+    cost.buffer_bytes(stack, demand, chosen),
+    cost.moved_bytes(stack, demand, chosen),
+    "host" if stack.is_in_host else "device",
+  )
+
+
+def best_strategies(
+  tables: Tables, entries: Mapping[str, TablePlan], bags: Mapping[str, Sequence[Bags]]
+) -> dict[str, str]:
+  """The strategies with which the resulting stacks move the fewest bytes, by table.
+
+  A candidate splits all tables of a group that can be stacked by rows, or by columns if they are
+  wide enough, except for a number of its smallest tables, which it replicates.
+  """
+  groups: dict[Any, list[str]] = {}
+  for name in tables.configs:
+    groups.setdefault(tables.kind(name), []).append(name)
+  best: dict[str, str] = {}
+  for names in groups.values():
+    moved = functools.partial(_moved, tables, entries, bags)
+    best |= min(_candidates(tables, names, entries[names[0]]), key=moved)
+  return best
+
+
+def _candidates(tables: Tables, names: Sequence[str], entry: TablePlan) -> list[dict[str, str]]:
+  table = tables.configs[names[0]]
+  devices = math.prod(tables.mesh.shape[axis] for axis in entry.axis)
+  is_wide = table.dim % devices == 0 and table.dim // devices >= LEAST_COLUMNS
+  bytes_of = lambda name: tables.configs[name].vocabulary_size * table.dim * table.dtype.itemsize
+  small = sorted((name for name in names if bytes_of(name) <= REPLICATED), key=bytes_of)
+  tried = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
+  return [
+    {name: "replicated" if name in small[:k] else strategy for name in names}
+    for strategy in (("mod", "column") if is_wide else ("mod",))
+    for k in tried
+  ]
+
+
+def _moved(
+  tables: Tables,
+  entries: Mapping[str, TablePlan],
+  bags: Mapping[str, Sequence[Bags]],
+  strategies: Mapping[str, str],
+) -> int:
+  """The bytes that a device receives in a step if tables are stored by these strategies."""
+  tried = {n: dataclasses.replace(entries[n], strategy=s) for n, s in strategies.items()}
+  stacks = tables.stacks(list(strategies), tried)
+  return sum(stack_cost(stack, bags).moved for stack in stacks.values())
 
 
 class Plan:
@@ -116,7 +478,9 @@ class Plan:
         f"The plan is for the tables {sorted(self.tables)}, the feature config has "
         f"{sorted(result.tables)}."
       )
-    result.entries.update({name: entry.copy() for name, entry in self.entries.items()})
+    result.entries.update(
+      {name: dataclasses.replace(entry) for name, entry in self.entries.items()}
+    )
     result.hbm_bytes = self.hbm_bytes
     before = dict(structure.flatten_features(self.features))
     result._bags = {
@@ -124,7 +488,6 @@ class Plan:
       for path, feature in structure.flatten_features(result.features)
       if path in self._bags and self._facts(before[path]) == result._facts(feature)
     }
-    result._suggest()
     return result
 
   def _facts(self, feature: config_lib.FeatureConfig) -> tuple[Any, ...]:
@@ -153,14 +516,6 @@ class Plan:
       if (bags := self._bags[path]) is not None:
         by_table[self._facts(feature)[0]].append(bags)
     return by_table
-
-  def _suggest(self) -> None:
-    """Sets the suggestions of the entries for the example batch."""
-    for entry in self.entries.values():
-      entry.suggested.clear()
-    for chosen in [] if self._unknown else self.costs():
-      for name in chosen.tables if chosen.exchange in EXCHANGES else ():
-        self[name].suggested.update(exchange=chosen.exchange, capacity=chosen.capacity)
 
   def adopt(self, profile: Any, headroom: float = 1.25) -> "Plan":
     """Sizes the buffers of the exchange by the needs of a sample of batches; returns the plan.
@@ -278,7 +633,9 @@ class Plan:
     every = self.costs()
     for of_stack in every:
       capacity = "" if of_stack.capacity is None else str(of_stack.capacity)
-      numbers = map(text.size, (of_stack.rows, of_stack.slots, of_stack.buffers, of_stack.moved))
+      numbers = map(
+        cost.readable, (of_stack.rows, of_stack.slots, of_stack.buffers, of_stack.moved)
+      )
       for i, name in enumerate(of_stack.tables):  # the last table's line has the stack's costs
         table, strategy = self.tables[name], self.entries[name].strategy
         last = i == len(of_stack.tables) - 1
@@ -286,15 +643,15 @@ class Plan:
         size = (str(table.vocabulary_size), str(table.dim))
         lines.append((name, *size, strategy, of_stack.stack, *costs))
     devices = 1 if self.mesh is None else self.mesh.size
-    total = f"{text.size(self.bytes_per_device)} on each of {devices} devices"
-    moved = f"{text.size(sum(c.moved for c in every))} received by each in a step"
+    total = f"{cost.readable(self.bytes_per_device)} on each of {devices} devices"
+    moved = f"{cost.readable(sum(c.moved for c in every))} received by each in a step"
     fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
-    limit = "" if self.hbm_bytes is None else f"{fits} {text.size(self.hbm_bytes)}"
+    limit = "" if self.hbm_bytes is None else f"{fits} {cost.readable(self.hbm_bytes)}"
     in_host = sum(c.rows + c.slots for c in every if c.memory == "host")
     if in_host:
-      total += f", {text.size(in_host)} of each in the memory of its host"
+      total += f", {cost.readable(in_host)} of each in the memory of its host"
     notes = self._about_storage() + self._warning()
-    return f"{text.aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{notes}"
+    return f"{aligned(lines, left=(0, 3, 4, 5))}\n{total}, {moved}{limit}{notes}"
 
   def _about_storage(self) -> str:
     """Lines on the tables that are in the host's memory, packed or on SparseCores, or why not."""
@@ -304,16 +661,15 @@ class Plan:
       if stack.is_in_host and stack.placement.platform == "tpu" and stack.placement.devices > 1:
         notes.append("copied there in every step, unless axes are Explicit under jax.set_mesh")
       if stack.is_packed:
-        notes.append(packing.describe(stack.width))
-      elif wanted := [name for name in stack.tables if self[name].set["packed"]]:
-        reason = self._stored.packing_obstacle(wanted[0], self[wanted[0]])
-        notes.append(f"not packed: {reason}")
+        notes.append(stack_lib.describe_packing(stack.width))
       if stack.sparse_core:
         notes.append("on SparseCores")
-      elif wanted := [n for n in stack.tables if sparse_core.is_wanted(self[n].set["sparse_core"])]:
-        name, packed = wanted[0], stack.is_packed
-        reason = self._stored.sparse_core_obstacle(name, self[name], packed)
-        notes.append(f"not on SparseCores: {reason}")
+      name = stack.tables[0]
+      wanted = {"packed": "packed", "sparse_core": "on SparseCores"}.get(self[name].storage)
+      if wanted and (
+        reason := self._stored.unsupported_reason(name, self[name], self[name].storage)
+      ):
+        notes.append(f"not {wanted}: {reason}")
       if notes:
         lines += f"\n{', '.join(stack.tables)}: {'; '.join(notes)}"
     return lines
@@ -332,7 +688,7 @@ class Plan:
       return ""
     return (
       f"\nWhole on every device while saved or restored: {', '.join(whole)} "
-      f"({text.size(number)} and their slots), because neither rows nor columns divide by the "
+      f"({cost.readable(number)} and their slots), because neither rows nor columns divide by the "
       "shards. Round vocabulary_size up."
     )
 
@@ -341,7 +697,7 @@ class Plan:
   def to_json(self) -> str:
     """The decisions as JSON, for `from_json`.
 
-    The feature config, the mesh and the suggestions of the example batch are left out.
+    The feature config and the mesh are left out.
 
     >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
     >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
@@ -351,7 +707,7 @@ class Plan:
     >>> again["movie"].strategy
     'div'
     """
-    tables = {name: entry.set for name, entry in self.entries.items()}
+    tables = {name: dataclasses.asdict(entry) for name, entry in self.entries.items()}
     return json.dumps({"batch_axis": self.batch_axis, "tables": tables}, indent=2)
 
   @classmethod
@@ -378,8 +734,20 @@ class Plan:
         f"The plan is for the tables {sorted(read['tables'])}, the feature config has "
         f"{sorted(result.entries)}."
       )
-    result.entries.update({name: TablePlan(**read["tables"][name]) for name in result.tables})
+    result.entries.update({name: _entry(read["tables"][name]) for name in result.tables})
     return result
+
+
+def _entry(decided: dict[str, Any]) -> TablePlan:
+  """The entry of a table from JSON; plans of 0.1.0 had three fields for the storage."""
+  old = {key: decided.pop(key, None) for key in ("memory", "sparse_core", "packed")}
+  if old["memory"] == "host":
+    decided["storage"] = "host"
+  elif old["sparse_core"]:
+    decided["storage"] = "sparse_core"
+  elif old["packed"] is not None:
+    decided["storage"] = "packed" if old["packed"] else "rows"
+  return TablePlan(**decided)
 
 
 _HEADER = (
@@ -447,7 +815,6 @@ def plan(
       entry.strategy = "mod" if entry.strategy == "replicated" else entry.strategy
   if result.fits is False:
     _move_to_host(result)
-  result._suggest()
   return result
 
 
@@ -458,7 +825,7 @@ def _move_to_host(plan: Plan) -> None:
   several devices their rows are split into consecutive ones, which is how they are saved.
   """
   assert plan.hbm_bytes is not None
-  before = {name: entry.copy() for name, entry in plan.entries.items()}
+  before = {name: dataclasses.replace(entry) for name, entry in plan.entries.items()}
   ids = {
     name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in plan._example().items()
   }
@@ -472,7 +839,7 @@ def _move_to_host(plan: Plan) -> None:
   excess: float = plan.bytes_per_device - plan.hbm_bytes
   moved: list[str] = []
   for name in sorted(plan, key=rows_per_id, reverse=True):
-    if excess > 0 and plan._stored.host_obstacle(name, plan[name]) is None:
+    if excess > 0 and plan._stored.unsupported_reason(name, plan[name], "host") is None:
       moved.append(name)
       excess -= stored[name]
   for name in reversed(list(moved)):
@@ -480,7 +847,7 @@ def _move_to_host(plan: Plan) -> None:
       moved.remove(name)
       excess += stored[name]
   for name in moved:
-    plan[name].memory = "host"
+    plan[name].storage = "host"
     plan[name].strategy = "mod" if plan.mesh is None else "div"
   if not plan.fits:
     plan.entries.update(before)
@@ -510,3 +877,15 @@ def _resolve(name: str, table: config_lib.TableConfig, default: Any) -> RowOptim
       f"has {', '.join(sorted(OPTIMIZERS))}."
     )
   return optimizer
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+  """Aligns the cells of lines in columns, to the right except for the columns in `left`.
+
+  >>> print(aligned([("table", "rows"), ("movie", "60000")]))
+  table   rows
+  movie  60000
+  """
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  align = lambda i, cell: cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])
+  return "\n".join("  ".join(align(*c) for c in enumerate(line)).rstrip() for line in lines)

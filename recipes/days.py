@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from sklearn.metrics import log_loss, roc_auc_score
 
-from embed.tools.text import aligned
+from embed.planning import aligned
 
 from . import arrays, export, files, hosts, runs, serving, settings
 from .errors import UserError

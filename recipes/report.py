@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from embed.tools.text import aligned
+from embed.planning import aligned
 
 from .errors import MissingFileError, UserError, importing
 from .escaping import markdown as markdown_text

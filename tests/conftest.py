@@ -13,13 +13,12 @@ os.environ.setdefault("SPARSE_EMBED_KERNELS", "0")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
-import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 if os.environ.get("SPARSE_EMBED_PACKED") == "1":  # as on TPUs: parts of lines are read and written
-  from embed.engine import packing
+  from embed.engine import rows as rows_lib
 
-  packing.has_lines = lambda device_kind: True
+  rows_lib.has_lines = lambda device_kind: True
 
 # deadline=None: the first example of a shape compiles, which takes longer than any deadline.
 _PROFILE = {
@@ -63,7 +62,7 @@ def on_sparse_cores():
   from embed.kernels import sparse_core
 
   sparse_core.KINDS = (*sparse_core.KINDS, "cpu")
-  assert sparse_core.obstacle("cpu", 16, np.dtype(np.float32), is_packed=True) is None
+  assert sparse_core.unsupported_reason("cpu") is None
   with emulated():
     yield
 

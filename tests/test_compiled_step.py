@@ -19,11 +19,11 @@ from suites import full_unless
 
 import embed
 from embed import gradients as grads_lib
+from embed import layer as layer_lib
 from embed import optimizer as optimizer_lib
-from embed import steps
-from embed.engine import packing
-from embed.engine.layout import Layout
-from embed.engine.stack import StackSpec
+from embed.engine import rows as rows_lib
+from embed.engine import stack as stack_lib
+from embed.engine.stack import Layout, StackSpec
 
 V, D, BATCH, VALENCY = 300_000, 16, 64, 4
 
@@ -82,8 +82,8 @@ def test_no_cost_of_the_vocabulary_for_others(name):
 @pytest.mark.parametrize("index", LAZY, ids=optimizer_id)
 def test_no_cost_of_the_vocabulary_in_packed_tables(index, monkeypatch):
   """Where lines and rows are the same bytes, as on CPUs and GPUs."""
-  monkeypatch.setenv(packing.SWITCH, "1")
-  monkeypatch.setattr(packing, "has_lines", lambda kind: False)
+  monkeypatch.setenv(stack_lib.PACKING_SWITCH, "1")
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: False)
   name, config = OPTIMIZERS[index]
   assert_cost_of_the_batch(getattr(embed, name)(**config))
 
@@ -152,7 +152,7 @@ def test_a_stack_from_another_process_is_the_same():
 
 def test_equal_layers_share_their_programs():
   """Whatever holds the rows, and though their configs are others."""
-  programs = (steps.compiled_look_up, steps.compiled_step)
+  programs = (layer_lib.compiled_look_up, layer_lib.compiled_step)
   before = [f._cache_size() for f in programs]
   layers = [layer_with(seed, size=9) for seed in range(3)]
   for layer in layers:

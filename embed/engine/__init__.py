@@ -5,20 +5,19 @@
   acts, record = exchange.look_up(stack, stored, [bag], ["movie"])
   acts = taps.tap(acts, record, stored, layer)                # value_and_grad finds these
   call = grads.ActivationGrads(activation_grads, record)
-  scalars = row_step.StepScalars.at(stack, step)
+  scalars = update.StepScalars.at(stack, step)
   arrays = update.step(stack, arrays, [call], scalars)        # new rows and slots
 
-An update is in place if the jit around it donates the arrays. Read `layout`, `mesh`, `stack` for
-where rows are; `bags`, `lookup` for one device; `packing`, `host`, `access` for how rows lie in
-memory; `grads` for the forms of a gradient, `row_sums` for one sum per row; `collectives`, `cost`,
-`route`, `exchange` for several devices; `row_step`, `rounding`, `update` for new rows; `taps` for
-differentiation. `jax_internals` isolates what JAX and Flax do not promise, `update_cpu` what one
-backend needs, and `switches` reads the environment variables.
+An update is in place if the jit around it donates the arrays. Read `mesh` and `stack` for where
+rows are; `bags` and `lookup` for one device; `rows` for how rows lie in memory; `grads` for the
+forms of a gradient and one sum per row; `cost` and `exchange` for several devices; `update` for new
+rows; `taps` for differentiation. `xla` has what only orders XLA's work, and `jax_internals` what
+JAX and Flax do not promise.
 
 Two more packages are pure arrays. `embed.storage` makes stored arrays, and reads and loads them as
 tables, which no step needs. `embed.kernels` has compiled code for CPUs and for the SparseCores of
-TPUs: `access` and `update` call it where it can do what they define, only faster. It imports the
-forms of ids and gradients from here; `tests/test_house.py` has the order of all files.
+TPUs, which registers itself with `backends`: `rows` and `update` call it where it can do what they
+define, only faster. Imports between the packages point one way, as `pyproject.toml` says.
 
 In shapes: V rows of D columns; N ids in B bags of L positions; S shards, which exchange C rows with
 each device in a round.

@@ -169,3 +169,15 @@ def columns_bytes(stack: StackSpec, demand: BatchDemand) -> int:
   columns = stack.placement.column_shards
   asked = sum(demand.ids) + demand.activations * stack.width
   return 2 * 4 * asked * (columns - 1) // columns
+
+
+def readable(num_bytes: int) -> str:
+  """Writes a number of bytes with a unit.
+
+  >>> size(1536)
+  '1.5k'
+  """
+  for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("k", 1 << 10)):
+    if num_bytes >= factor:
+      return f"{num_bytes / factor:.1f}{unit}"
+  return str(num_bytes)

@@ -3,8 +3,8 @@
 What `placement.run` runs is per device, the rest is for the whole batch. There are two ways to a
 row and back, and one more for gradients:
 
-- **all-to-all** (`route`): shards are asked for distinct rows, send them, and later get the summed
-  gradient of each, in as many rounds as it takes.
+- **all-to-all**: shards are asked for distinct rows, send them, and later get the summed gradient
+  of each, in as many rounds as it takes.
 - **gather**: every shard gets all ids and sums the rows that it stores; the sums are added up. It
   has no capacity and no rounds. It moves less where bags are longer than there are shards, and it
   keeps the batch's order.
@@ -23,19 +23,164 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import access, cost, row_sums
+from embed.engine import cost
 from embed.engine import grads as grads_lib
-from embed.engine import route as route_lib
-from embed.engine.bags import Bags, pad_all
-from embed.engine.collectives import all_gather, all_to_all, device_index
-from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
+from embed.engine import rows as rows_lib
+from embed.engine.bags import UNUSED, Bags, pad_all
+from embed.engine.grads import ActivationGrads, DistinctRows, GradRows, distinct_by_sort
 from embed.engine.lookup import LookupRecord
-from embed.engine.mesh import Placement
-from embed.engine.route import Route
-from embed.engine.stack import StackSpec
+from embed.engine.mesh import Placement, all_gather, all_to_all, device_index
+from embed.engine.stack import Layout, StackSpec
+
+# --- routes: which shard stores the row of each id, and in which round it goes --------------------
+
+
+NO_KEY = np.uint32(2**32 - 1)  # sorts behind every key
+_ODD = np.uint32(0x9E3779B1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Route:
+  """How one call's ids map to the shards that store their rows (per device).
+
+  Attributes:
+    sorted_keys: uint32 `[N]`, the sort keys of the distinct ids, then `NO_KEY`.
+    shard_offsets: int32 `[S + 1]`, where the keys of each shard begin.
+    key_positions: int32 `[m, L]` of each feature with positions and ids, of all devices that hold
+      other columns of the same rows: where an id's key is, N for padding.
+    requested_rows: int32 `[S, C]`, the local rows that each device requested of this one in the
+      first round.
+    max_rows_per_pair: int32 `[1]`, the most keys of any pair of devices, the same everywhere.
+  """
+
+  sorted_keys: jax.Array
+  shard_offsets: jax.Array
+  key_positions: tuple[jax.Array, ...]
+  requested_rows: jax.Array
+  max_rows_per_pair: jax.Array
+
+  @property
+  def capacity(self) -> int:
+    return self.requested_rows.shape[-1]
+
+  def unused(self) -> "Route":
+    """A route of the same shapes without an id."""
+    full = lambda value, x: jnp.full_like(x, value)
+    return Route(
+      full(NO_KEY, self.sorted_keys),
+      full(0, self.shard_offsets),
+      tuple(full(UNUSED, x) for x in self.key_positions),
+      full(UNUSED, self.requested_rows),
+      full(0, self.max_rows_per_pair),
+    )
+
+  def can_overflow(self, layout: Layout) -> bool:
+    """Whether there can be more rows for a pair of devices than fit one round."""
+    return self.capacity < min(self.sorted_keys.shape[0], layout.shard_rows)
+
+  def requests(self, start: jax.Array, layout: Layout, limit: jax.Array | None = None):
+    """What this device requests in a round: the keys from `start` on that fit it.
+
+    Args:
+      start: int32 `[S]`, positions in `sorted_keys`.
+      layout: of the rows.
+      limit: uint32 `[S]`, keys that later rounds begin with, or None.
+
+    Returns:
+      Local rows int32 `[S, C]`, `layout.shard_rows` for none, and how many of each shard, int32
+      `[S]`.
+    """
+    position = start[:, None] + jnp.arange(self.capacity, dtype=jnp.int32)[None]
+    key = self.sorted_keys.at[position].get(mode="fill", fill_value=NO_KEY)
+    is_requested = position < self.shard_offsets[1:, None]
+    if limit is not None:
+      is_requested &= key < limit[:, None]
+    local_rows = jnp.where(is_requested, _local_row(key, layout), layout.shard_rows)
+    return local_rows, jnp.sum(is_requested, axis=1, dtype=jnp.int32)
+
+  def buffer_positions(
+    self, shards: Sequence[jax.Array], start: jax.Array, count: jax.Array
+  ) -> list[jax.Array]:
+    """Index of each id's row in a round's receive buffer `[S * C]`.
+
+    Out of range if the id belongs to another round. `start` and `count` int32 `[S]` say which keys
+    the round requests. For all features at once: the TPU compiler writes out a read of a short
+    array, each time again.
+    """
+    shard = jnp.concatenate([s.reshape(-1) for s in shards])
+    of = lambda x: x.at[shard].get(mode="promise_in_bounds")
+    position = jnp.concatenate([p.reshape(-1) for p in self.key_positions]) - of(start)
+    inside = (position >= 0) & (position < of(count))
+    index = jnp.where(inside, shard * self.capacity + position, start.shape[0] * self.capacity)
+    split = jnp.split(index, np.cumsum([s.size for s in shards])[:-1])
+    return [p.reshape(s.shape) for p, s in zip(split, shards, strict=True)]
+
+
+@jax.named_scope("exchange")
+def find_route(
+  rows: Sequence[tuple[jax.Array, jax.Array]], layout: Layout, capacity: int, placement: Placement
+) -> Route:
+  """The route of ids, given as shards and local rows `[m, L]` of each feature.
+
+  Its `requested_rows` are a placeholder until the lookup fills it.
+  """
+  last_row = layout.shard_rows - 1
+  key_of = lambda shard, row: jnp.where(
+    row <= last_row, make_key(shard, jnp.minimum(row, last_row), layout), NO_KEY
+  )
+  key = jnp.concatenate([key_of(shard, row).reshape(-1) for shard, row in rows])
+  position, keys, count = distinct_by_sort(key, NO_KEY)
+  offsets = jnp.searchsorted(keys, first_keys(layout)[:-1]).astype(jnp.int32)
+  offsets = jnp.concatenate([offsets, count[None]])
+  split = jnp.split(position, np.cumsum([row.size for _, row in rows])[:-1])
+  positions = tuple(r.reshape(row.shape) for r, (_, row) in zip(split, rows, strict=True))
+  most = lax.pmax(jnp.max(offsets[1:] - offsets[:-1]), placement.axes)
+  nothing = jnp.zeros((layout.shards, capacity), jnp.int32)
+  return Route(keys, offsets, positions, nothing, most[None])
+
+
+# --- sort keys -----------------------------------------------------------------------------------
+
+# The shard in the high bits, the hashed local row in the low bits, so that a contiguous range of
+# keys samples rows uniformly.
+
+
+def _bits(layout: Layout) -> int:
+  return max(1, (layout.shard_rows - 1).bit_length())
+
+
+def make_key(shard: jax.Array, local_row: jax.Array, layout: Layout) -> jax.Array:
+  """The sort key of rows, uint32."""
+  bits = _bits(layout)
+  mask = jnp.uint32((1 << bits) - 1)
+  return (shard.astype(jnp.uint32) << bits) | ((local_row.astype(jnp.uint32) * _ODD) & mask)
+
+
+def _local_row(key: jax.Array, layout: Layout) -> jax.Array:
+  mask = (1 << _bits(layout)) - 1
+  return ((key * jnp.uint32(pow(int(_ODD), -1, mask + 1))) & jnp.uint32(mask)).astype(jnp.int32)
+
+
+def first_keys(layout: Layout) -> jax.Array:
+  """The first key of each shard and the one behind the last shard: uint32 `[S + 1]`."""
+  starts = np.arange(layout.shards + 1, dtype=np.uint64) << _bits(layout)
+  return jnp.asarray(starts.astype(np.uint32))
+
+
+def most_rows(shards: int) -> int:
+  """The most rows that a shard can have, for keys to fit 32 bits."""
+  return 1 << (31 - (shards - 1).bit_length())
+
+
+def rounds_for(max_rows: jax.Array, capacity: int) -> jax.Array:
+  """How many rounds it takes to exchange `max_rows` rows of a pair of devices."""
+  return (max_rows + capacity - 1) // capacity
+
 
 # --- looking up ----------------------------------------------------------------------------------
 
@@ -102,8 +247,8 @@ def _route_spec(stack: StackSpec) -> Any:
 def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | None):
   """Activations of a device's part of the batch, and the route of the all-to-all, or None."""
   placement = stack.placement
-  table = access.opened(stack, table)
-  combine = functools.partial(access.gather_and_combine, stack, table)
+  table = rows_lib.opened(stack, table)
+  combine = functools.partial(rows_lib.gather_and_combine, stack, table)
   acts: Sequence[jax.Array] = ()
   route = None
   if capacity is not None:
@@ -141,7 +286,7 @@ def _union(bags: Bags, placement: Placement) -> Bags:
 
 
 def _look_up_routed(
-  stack: StackSpec, table: access.Rows, record: LookupRecord, capacity: int
+  stack: StackSpec, table: rows_lib.Rows, record: LookupRecord, capacity: int
 ) -> tuple[list[jax.Array], Route]:
   """Activations of the bags that are not ragged, by all-to-all.
 
@@ -152,18 +297,18 @@ def _look_up_routed(
   bags = [_union(bag, placement) for bag, _ in features]
   indices = [stack.indices[name] for _, name in features]
   where = [layout.locate(i, bag.ids) for i, bag in zip(indices, bags, strict=True)]
-  route = route_lib.find(where, layout, capacity, placement)
+  route = find_route(where, layout, capacity, placement)
   shards = [shard for shard, _ in where]
 
   def one_round(start):
     local_rows, count = route.requests(start, layout)
     requested = all_to_all(local_rows, placement.row_axes)
-    sent = access.take(stack, table, requested.reshape(-1))
+    sent = rows_lib.take(stack, table, requested.reshape(-1))
     received = all_to_all(sent.reshape(*requested.shape, -1), placement.row_axes)
     received = received.reshape(-1, table.shape[1])
     positions = route.buffer_positions(shards, start, count)
     acts = [
-      access.gather_and_combine(stack, received, bag.with_ids(position))
+      rows_lib.gather_and_combine(stack, received, bag.with_ids(position))
       for bag, position in zip(bags, positions, strict=True)
     ]
     return acts, requested
@@ -174,9 +319,7 @@ def _look_up_routed(
     more = lambda k, acts: jax.tree.map(
       jnp.add, acts, one_round(jnp.minimum(first + k * route.capacity, last))[0]
     )
-    acts = lax.fori_loop(
-      1, route_lib.rounds(route.max_rows_per_pair[0], route.capacity), more, acts
-    )
+    acts = lax.fori_loop(1, rounds_for(route.max_rows_per_pair[0], route.capacity), more, acts)
   return acts, dataclasses.replace(route, requested_rows=requested)
 
 
@@ -306,7 +449,7 @@ def _dense(parts: list[GradRows], size: int) -> tuple[jax.Array, jax.Array]:
   ids = jnp.concatenate([part.ids.reshape(-1) for part in parts])
   touched = jnp.zeros(size, jnp.int32).at[ids].max(1, mode="drop")
   sums = jnp.zeros((size, parts[0].grads.shape[-1]), jnp.float32)
-  return row_sums.add_rows(sums, parts), touched
+  return grads_lib.add_rows(sums, parts), touched
 
 
 def _own_part(grads: jax.Array, bags: Bags, table: str, stack: StackSpec) -> GradRows:
@@ -333,8 +476,8 @@ def _rounds(
 ) -> Any:
   """Row gradients by all-to-all; in each round the rows of a range of keys, the same everywhere."""
   layout, placement = stack.layout, stack.placement
-  first_keys = route_lib.first_keys(layout)
-  ends = first_keys[1:]
+  keys_of_shards = first_keys(layout)
+  ends = keys_of_shards[1:]
   routes = [call.record.route for call in routed]
   starts = tuple(r.shard_offsets[:-1] for r in routes)
   sends = [_sender(call, stack) for call in routed]
@@ -344,7 +487,7 @@ def _rounds(
     limit = ends
     for r, start in zip(routes, starts, strict=True):
       behind = start + r.capacity
-      key = r.sorted_keys.at[behind].get(mode="fill", fill_value=route_lib.NO_KEY)
+      key = r.sorted_keys.at[behind].get(mode="fill", fill_value=NO_KEY)
       limit = jnp.minimum(limit, jnp.where(behind < r.shard_offsets[1:], key, ends))
     return lax.pmin(limit, placement.axes)
 
@@ -355,7 +498,7 @@ def _rounds(
       requested = r.requested_rows if is_first else all_to_all(local_rows, placement.row_axes)
       part = send(start, count, requested)
       # No lower limit is needed: rows of earlier rounds are not requested again.
-      parts.append(part if limit is None else _between(part, first_keys[:-1], limit, stack))
+      parts.append(part if limit is None else _between(part, keys_of_shards[:-1], limit, stack))
       next_starts.append(start + count)
     parts += fixed if limit is None else [_between(p, low, limit, stack) for p in fixed]
     return body(carry, parts), tuple(next_starts)
@@ -364,7 +507,7 @@ def _rounds(
     return one_round(None, None, starts, carry, True)[0]
   fits = functools.reduce(jnp.logical_and, [r.max_rows_per_pair[0] <= r.capacity for r in routes])
   limit = lax.cond(fits, lambda: ends, lambda: next_limit(starts))
-  carry, starts = one_round(first_keys[:-1], limit, starts, carry, True)
+  carry, starts = one_round(keys_of_shards[:-1], limit, starts, carry, True)
 
   def more(state):
     low, starts, carry = state
@@ -390,7 +533,7 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
     positions = record.route.buffer_positions(shards, start, count)
     flat = jnp.concatenate([p.reshape(-1) for p in positions])
     sums = jnp.zeros((requested.size, stack.width), jnp.float32)
-    sums = row_sums.add_rows(sums, grads_lib.with_ids(parts, flat))
+    sums = grads_lib.add_rows(sums, grads_lib.with_ids(parts, flat))
     sums = all_to_all(sums.reshape(*requested.shape, stack.width), placement.row_axes)
     ids = all_gather(requested.reshape(-1), placement.replica_axes)
     sums = all_gather(sums.reshape(-1, stack.width), placement.replica_axes)
@@ -402,8 +545,6 @@ def _sender(call: ActivationGrads, stack: StackSpec) -> Callable[..., GradRows]:
 def _between(part: GradRows, low: jax.Array, limit: jax.Array, stack: StackSpec) -> GradRows:
   """Of the rows of this shard, those of a range of keys."""
   me, size = device_index(stack.placement.row_axes), stack.layout.shard_rows
-  key = route_lib.make_key(
-    jnp.full_like(part.ids, me), jnp.minimum(part.ids, size - 1), stack.layout
-  )
+  key = make_key(jnp.full_like(part.ids, me), jnp.minimum(part.ids, size - 1), stack.layout)
   keep = (part.ids < size) & (key >= low[me]) & (key < limit[me])
   return part._replace(ids=jnp.where(keep, part.ids, size))

@@ -1,15 +1,22 @@
-"""The forms of a gradient: of activations, of rows, and of distinct rows."""
+"""The forms of a gradient, and its sum: of activations, of rows, and of distinct rows.
+
+Sums have two formulations with one meaning. On CPU sorting is slow, loops are cheap, and memory not
+touched is memory not paid for: a hash table names the distinct ids. Accelerators sort all ids.
+"""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from embed.engine.bags import Bags, is_row
+from embed.engine.bags import UNUSED, Bags, is_row
 from embed.engine.lookup import LookupRecord
+from embed.engine.rows import Lines
 
 
 @jax.tree_util.register_dataclass
@@ -90,3 +97,230 @@ def with_ids(parts: Sequence[GradRows], ids: jax.Array) -> list[GradRows]:
 def non_empty(parts: Sequence[GradRows]) -> list[GradRows]:
   """Drops the parts without ids."""
   return [part for part in parts if part.ids.size]
+
+
+# --- sums in the forms that XLA:CPU compiles well -------------------------------------------------
+
+
+# No index here counts from the end: without these JAX emits a select per index.
+IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+
+DROP: Any = {"mode": "drop", "wrap_negative_indices": False}
+
+CACHED = 1 << 15  # elements stepped at a time: with slots and temporaries, the inner caches
+
+
+def distinct_by_hash(ids: jax.Array, fill: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """`distinct_by_sort` for CPU, in no particular order.
+
+  Every occurrence writes its position to a cell and reads back who won it: if that one has the
+  same id, it is settled. Whoever lost its cell to another id tries again with another hash. Each
+  round settles an id at least, so it ends, and is exact, for any ids; two rounds are usual.
+  """
+  n = ids.shape[0]
+  bits = max(4, (4 * n - 1).bit_length())
+  position = jnp.arange(n, dtype=jnp.int32)
+  key = ids.astype(jnp.uint32)
+
+  def attempt(carry):
+    k, winner, cells, _ = carry
+    odd = (k * jnp.uint32(0x85EBCA6B) + jnp.uint32(0x9E3779B1)) | jnp.uint32(1)
+    cell = ((key * odd) >> jnp.uint32(32 - bits)).astype(jnp.int32)
+    # Cells are not cleared between rounds: a stale position has another id, or the right one.
+    cells = cells.at[jnp.where(winner < 0, cell, 1 << bits)].set(position, **DROP)
+    other = cells.at[cell].get(**IN_BOUNDS)
+    settled = (winner < 0) & (ids.at[other].get(**IN_BOUNDS) == ids)
+    winner = jnp.where(settled, other, winner)
+    return k + jnp.uint32(1), winner, cells, jnp.any(winner < 0)
+
+  padding = ids == fill
+  carry = (
+    jnp.uint32(0),
+    jnp.where(padding, 0, -1).astype(jnp.int32),
+    jnp.zeros(1 << bits, jnp.int32),
+    jnp.any(~padding),
+  )
+  winner = lax.while_loop(lambda c: c[3], attempt, carry)[1]
+  rank, count = _rank((winner == position) & ~padding)
+  where = jnp.where(padding, n, rank.at[winner].get(**IN_BOUNDS))
+  # All occurrences write, the same value: selecting one of each would cost a branch per id.
+  unique = jnp.full(n, fill, jnp.int32).at[where].set(ids, **DROP)
+  return where, unique, count
+
+
+def _rank(chosen: jax.Array, rows: int = 64) -> tuple[jax.Array, jax.Array]:
+  """Numbers the chosen positions 0, 1, ... in some order, and how many they are.
+
+  A running sum down the columns of a grid adds whole rows, eight times as fast as `cumsum` here.
+  """
+  n = chosen.shape[0]
+  columns = -(-n // rows)
+  grid = jnp.pad(chosen.astype(jnp.int32), (0, rows * columns - n)).reshape(rows, columns)
+  totals, before = lax.scan(lambda t, row: (t + row, t), jnp.zeros(columns, jnp.int32), grid)
+  starts = jnp.cumsum(totals) - totals
+  return (before + starts[None]).reshape(-1)[:n], starts[-1] + totals[-1]
+
+
+def add_rows_on_cpu(
+  to: jax.Array,
+  parts: Sequence[GradRows],
+  offset: jax.Array | int = 0,
+  step: Callable[[jax.Array], jax.Array] = lambda g: g,
+) -> jax.Array:
+  """Adds gain * step(gradient) of every id to `to[id - offset]`, if there is such a row.
+
+  One scatter per column of the bags and block of the batch: a scatter of rows is vector code that
+  skips those out of range at a nanosecond each, a block of gradients stays in cache for all its
+  columns, and no `[B, L, D]` is ever made.
+  """
+  for part in parts:
+    if not part.ids.size:
+      continue
+    batch = part.grads.shape[0]
+    gains = None if part.gains is None else part.gains.T
+    columns = part._replace(ids=part.ids.T - offset, gains=gains)
+    block = min(max(1, CACHED // to.shape[1]), batch)
+
+    def add(start, size, to, columns=columns):
+      return _add_block(to, columns, start, size, step)
+
+    to = lax.fori_loop(
+      0, batch // block, lambda i, to, add=add, block=block: add(i * block, block, to), to
+    )
+    if batch % block:
+      to = add(batch - batch % block, batch % block, to)
+  return to
+
+
+def _add_block(to, columns: GradRows, start, size, step) -> jax.Array:
+  """`add_rows` of the activations `[start, start + size)`; `ids` and `gains` are `[L, B]`."""
+  grads = step(lax.dynamic_slice_in_dim(columns.grads, start, size))
+  ids = lax.dynamic_slice_in_dim(columns.ids, start, size, axis=1)
+  gains = columns.gains
+  if gains is not None:
+    gains = lax.dynamic_slice_in_dim(gains, start, size, axis=1)
+
+  def add(k, to):
+    rows = grads if gains is None else grads * gains[k][:, None]
+    return to.at[ids[k]].add(rows.astype(to.dtype), **DROP)
+
+  return add(0, to) if ids.shape[0] == 1 else lax.fori_loop(0, ids.shape[0], add, to)
+
+
+# --- one sum for each row -------------------------------------------------------------------------
+
+
+def cumsum(x: jax.Array, block: int = 512) -> jax.Array:
+  """Cumulative sum in two levels: XLA:TPU compiles a flat one of a million for half a minute."""
+  n = x.shape[0]
+  blocks = jnp.pad(x, (0, -n % block)).reshape(-1, block)
+  within = jnp.cumsum(blocks, axis=1)
+  before = jnp.cumsum(within[:, -1]) - within[:, -1]
+  return (within + before[:, None]).reshape(-1)[:n]
+
+
+def distinct_by_sort(ids: jax.Array, fill: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The distinct ids of integers `[N]`, ascending; `fill` is greater than any of them.
+
+  For accelerators, where sorting is fast and loops are slow; for CPU see `distinct_by_hash`.
+
+  Returns:
+    Each id's position among the distinct ones, int32 `[N]`, N where it equals `fill`; the distinct
+    ids, then `fill`, `[N]`; and how many they are, an int32 scalar.
+  """
+  n = ids.shape[0]
+  ordered, order = jax.lax.sort((ids, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=False)
+  new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (ordered != fill)
+  rank = cumsum(new.astype(jnp.int32)) - 1
+  unique = jnp.full(n, fill, ids.dtype).at[jnp.where(new, rank, n)].set(ordered, **DROP)
+  rank_or_none = jnp.where(ordered == fill, n, rank)
+  position = jnp.zeros(n, jnp.int32).at[order].set(rank_or_none, unique_indices=True)
+  return position, unique, rank[-1] + 1
+
+
+CHUNK = 1 << 22  # numbers that an accelerator works on at a time, 16 MiB of float32
+_SMALLEST = 8  # entries of a chunk
+
+
+def in_chunks(
+  body: Callable[..., Any], carry: Any, size: int, ids: jax.Array, *arrays: jax.Array
+) -> Any:
+  """`carry = body(carry, ids, *arrays)` for chunks of ids and of arrays with as many entries.
+
+  All entries at once would need memory for copies of the arrays.
+
+  Args:
+    body: gets chunks of the ids and of each array. The last chunk begins within the one before it,
+      since padding would copy the arrays; there, ids of entries that it has had are `UNUSED`.
+    carry: what it starts from.
+    size: the numbers of an entry, of which a chunk has `CHUNK`.
+    ids: int32 `[N, ...]`.
+    *arrays: `[N, ...]`.
+  """
+  count, chunk = ids.shape[0], max(_SMALLEST, CHUNK // max(size, 1))
+  if count <= chunk:
+    return body(carry, ids, *arrays)
+
+  def one(k, carry):
+    start = jnp.minimum(k * chunk, count - chunk)
+    at, *chunks = (jax.lax.dynamic_slice_in_dim(x, start, chunk) for x in (ids, *arrays))
+    is_new = (start + jnp.arange(chunk) >= k * chunk).reshape(-1, *[1] * (ids.ndim - 1))
+    return body(carry, jnp.where(is_new, at, UNUSED), *chunks)
+
+  return jax.lax.fori_loop(0, -(-count // chunk), one, carry)
+
+
+def add_in_chunks(to: Any, parts: Sequence[GradRows]) -> Any:
+  """`add_rows` for accelerators.
+
+  In chunks: XLA adds in the order of the rows, for which it sorts a copy of the gradients.
+  """
+
+  def add(to, ids, grads, *gains):
+    values = GradRows(grads, ids, *gains).expanded()
+    if isinstance(to, Lines):
+      return to.add(ids.reshape(-1), values)
+    return to.at[ids.reshape(-1)].add(values.astype(to.dtype), **DROP)
+
+  for part in parts:
+    gains = () if part.gains is None else (part.gains,)
+    numbers = part.grads.shape[1] * part.ids.shape[1]
+    to = in_chunks(add, to, numbers, part.ids, part.grads, *gains)
+  return to
+
+
+def add_rows(to: jax.Array, parts: Sequence[GradRows]) -> jax.Array:
+  """Adds gain * gradient of every id to its row of `to` `[V, D]`; out of range is dropped."""
+  return jax.lax.platform_dependent(to, list(parts), cpu=add_rows_on_cpu, default=add_in_chunks)
+
+
+def sum_per_row(parts: Sequence[GradRows], size: int) -> DistinctRows:
+  """The sum of the gradients of every row that was looked up, over duplicates, features and calls.
+
+  A row counts as looked up also with gain 0 or with gradients that cancel.
+
+  Returns:
+    Ids `[N]`, `size` in unused entries; N is the number of ids of `parts`.
+  """
+  ids, dim = flat_ids(parts, size), parts[0].grads.shape[-1]
+  if not ids.size:
+    return DistinctRows(ids, jnp.zeros((0, dim), jnp.float32))
+
+  def sum_by(distinct, add, ids, parts):
+    position, unique, _ = distinct(ids, size)
+    sums = jnp.zeros((ids.shape[0], dim), jnp.float32)
+    return DistinctRows(unique, add(sums, with_ids(parts, position)))
+
+  return jax.lax.platform_dependent(
+    ids,
+    list(parts),
+    cpu=functools.partial(sum_by, distinct_by_hash, add_rows_on_cpu),
+    default=functools.partial(sum_by, distinct_by_sort, add_in_chunks),
+  )
+
+
+def expand_rows(parts: Sequence[GradRows], size: int) -> tuple[jax.Array, jax.Array]:
+  """Ids `[N]` and gradients `[N, D]`, an entry for each id in batch order."""
+  ids = flat_ids(parts, size)
+  values = jnp.concatenate([part.expanded() for part in parts])
+  return ids, jnp.where((ids < size)[:, None], values, 0)

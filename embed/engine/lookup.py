@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from embed import config as config_lib
 from embed.engine.bags import Bags, inverse_norm, is_row, scaled
-from embed.engine.packing import Lines
 
 UNROLLED = 8  # positions of a bag gathered in one fused loop; longer bags loop over them
 
@@ -22,7 +21,7 @@ class LookupRecord:
     bags: of each feature, ids being those of its own table. `exchange.spread` pads them to all
       devices.
     tables: the name of each feature's table.
-    route: how ids went to the shards that store their rows (a `route.Route` of the features that
+    route: how ids went to the shards that store their rows (a `exchange.Route` of the features that
       have ids and are not ragged), or None.
   """
 
@@ -49,7 +48,7 @@ def quantize(x: jax.Array, config: config_lib.QuantizationConfig) -> jax.Array:
 
 
 def gather_and_combine(
-  table: jax.Array | Lines,
+  table: Any,
   bags: Bags,
   quantization: config_lib.QuantizationConfig | None = None,
   dtype: Any = None,
@@ -57,7 +56,7 @@ def gather_and_combine(
   """Activations `[*batch, D]`: the sum of gain * row of each bag, accumulated in float32.
 
   Args:
-    table: `[V, D]`; ids that are no row of it are padding.
+    table: `[V, D]`, an array or `rows.Lines`; ids that are no row of it are padding.
     bags: normalized.
     quantization: applied to rows before they are summed.
     dtype: of the activations; None is the table's.
@@ -70,7 +69,7 @@ def gather_and_combine(
     """Rows `[n, D]` times their gains; zeros for padding."""
     # Multiplied in any case: on its own, XLA:CPU makes a gather one scalar load per element.
     one = is_row(ids, size).astype(jnp.float32)
-    if isinstance(table, Lines):
+    if not isinstance(table, jax.Array):
       picked = table.take(ids)
     else:
       picked = table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)

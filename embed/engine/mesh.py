@@ -1,19 +1,115 @@
-"""Meshes: which axes a table is split over, and how arrays get there."""
+"""Meshes: which axes a table is split over, and how arrays get there.
+
+An array says in its type whether it is in the memory of the device or of the host.
+"""
 
 import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compute_on import compute_on
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import host, jax_internals
-from embed.engine.collectives import Names
+from embed.engine import jax_internals
+
+Names = tuple[str, ...]
+
+
+# --- collectives along mesh axes, inside `jax.shard_map` ------------------------------------------
+
+# Without axes, `all_gather` and `all_to_all` return their argument, and `device_index` returns 0.
+
+
+def device_index(axes: Names) -> jax.Array:
+  """int32 scalar: this device's position along some axes."""
+  return jax.lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def all_gather(tree: Any, axes: Names) -> Any:
+  """`[n, ...]` of every device along some axes, one after another."""
+  if not axes:
+    return tree
+  with jax.named_scope("exchange"):
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, axes, tiled=True), tree)
+
+
+def all_to_all(x: jax.Array, axes: Names) -> jax.Array:
+  """`[n, ...]`, an entry for each device, to the entries that the devices had for this one."""
+  if not axes:
+    return x
+  with jax.named_scope("exchange"):
+    return jax.lax.all_to_all(x, axes, 0, 0)
+
+
+class Columns(NamedTuple):
+  """Columns over mesh axes, as many on each device: D of them, filled up with zeros.
+
+  Both functions are for use inside `jax.shard_map`; without axes they change nothing.
+  """
+
+  axes: tuple[str, ...]
+  dim: int
+
+  def own(self, x: jax.Array) -> jax.Array:
+    """This device's columns of `[..., D]`."""
+    if not self.axes:
+      return x
+    count, last = jax.lax.axis_size(self.axes), x.ndim - 1
+    width = -(-self.dim // count)
+    x = jnp.pad(x, [(0, 0)] * last + [(0, width * count - self.dim)])
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * width, width, last)
+
+  def whole(self, x: jax.Array) -> jax.Array:
+    """`[..., D]` from every device's own columns."""
+    if not self.axes:
+      return x
+    x = jax.lax.all_gather(x, self.axes, axis=x.ndim - 1, tiled=True)
+    return jax.lax.slice_in_dim(x, 0, self.dim, axis=x.ndim - 1)
+
+
+WHOLE_ROWS = Columns((), 0)
+
+
+# --- the memory of the host ----------------------------------------------------------------------
+
+HOST = "pinned_host"  # the kind of memory, as shardings name it
+HOST_PLATFORMS = ("cpu", "tpu")  # for GPUs JAX 0.10.2 forgets in which memory an argument is
+
+
+def is_in_host(x: Any) -> bool:
+  """Whether an array, traced or not, is in the memory of the host."""
+  return isinstance(x, jax.Array) and getattr(jax.typeof(x), "memory_space", None) == _HOST
+
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def to_device(x: jax.Array) -> jax.Array:
+  """An array, or all of it that a device has, in the memory of the device."""
+  return jax.device_put(x, _DEVICE) if is_in_host(x) else x
+
+
+def to_host(x: jax.Array) -> jax.Array:
+  """The inverse of `to_device`."""
+  return jax.device_put(x, _HOST)
+
+
+def full_in_host(shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
+  """An array of one value in the memory of the host, inside a jitted function.
+
+  TPUs make it on the device first. Outside of jitted functions NumPy's arrays avoid that.
+  """
+  spread = compute_on("device_host")(jax.jit(lambda x: jnp.broadcast_to(x, shape)))
+  return spread(to_host(jnp.asarray(value, dtype)))
+
+
+# --- axes and their types ------------------------------------------------------------------------
 
 
 def as_names(axis: str | Sequence[str] | None) -> Names:
@@ -60,8 +156,8 @@ def _move(x: Any, where: NamedSharding) -> Any:
   traced = jax_internals.is_traced(x)
   if traced and AxisType.Explicit in where.mesh.axis_types:
     return jax.sharding.reshard(x, where)
-  if host.is_in_host(x):
-    where = where.with_memory_kind(host.KIND)
+  if is_in_host(x):
+    where = where.with_memory_kind(HOST)
   return jax.lax.with_sharding_constraint(x, where) if traced else jax.device_put(x, where)
 
 
@@ -157,32 +253,50 @@ class Placement:
   row_axes: Names = ()
   column_axes: Names = ()
   batch_axes: Names = ()
-  is_local: bool = dataclasses.field(init=False, compare=False)
-  axes: Names = dataclasses.field(init=False, compare=False)
-  replica_axes: Names = dataclasses.field(init=False, compare=False)  # they split only the batch
-  shards: int = dataclasses.field(init=False, compare=False)  # parts that rows are split into
-  column_shards: int = dataclasses.field(init=False, compare=False)
-  replicas: int = dataclasses.field(init=False, compare=False)  # devices with the same storage
-  devices: int = dataclasses.field(init=False, compare=False)  # parts that the batch is split into
-  work: P = dataclasses.field(init=False, compare=False)  # spec of the batch inside a lookup
 
-  def __post_init__(self) -> None:
-    sizes: Mapping[str, int] = {} if self.mesh is None else self.mesh.shape
-    split = (*self.row_axes, *self.column_axes)
-    axes = tuple(name for name in sizes if name in {*split, *self.batch_axes})
-    number = lambda names: math.prod(sizes[name] for name in names)
-    derived = {
-      "is_local": self.mesh is None,
-      "axes": axes,
-      "replica_axes": tuple(name for name in axes if name not in split),
-      "shards": number(self.row_axes),
-      "column_shards": number(self.column_axes),
-      "replicas": number(axes) // number(split),
-      "devices": number(axes),
-      "work": P(axes),
-    }
-    for name, value in derived.items():
-      object.__setattr__(self, name, value)
+  @functools.cached_property
+  def is_local(self) -> bool:
+    """Whether this is one device."""
+    return self.mesh is None
+
+  @functools.cached_property
+  def axes(self) -> Names:
+    """The axes that the batch is split over inside a lookup."""
+    used = {*self.row_axes, *self.column_axes, *self.batch_axes}
+    return tuple(name for name in (self.mesh.shape if self.mesh else ()) if name in used)
+
+  @functools.cached_property
+  def replica_axes(self) -> Names:
+    """The axes that split only the batch: along them devices have the same storage."""
+    return tuple(name for name in self.axes if name not in (*self.row_axes, *self.column_axes))
+
+  def _number(self, axes: Names) -> int:
+    return math.prod(self.mesh.shape[name] for name in axes) if self.mesh else 1
+
+  @functools.cached_property
+  def shards(self) -> int:
+    """The parts that rows are split into."""
+    return self._number(self.row_axes)
+
+  @functools.cached_property
+  def column_shards(self) -> int:
+    """The parts that columns are split into."""
+    return self._number(self.column_axes)
+
+  @functools.cached_property
+  def replicas(self) -> int:
+    """The devices with the same storage."""
+    return self._number(self.replica_axes)
+
+  @functools.cached_property
+  def devices(self) -> int:
+    """The parts that the batch is split into."""
+    return self._number(self.axes)
+
+  @functools.cached_property
+  def work(self) -> P:
+    """The spec of the batch inside a lookup."""
+    return P(self.axes)
 
   @property
   def device_kind(self) -> str:

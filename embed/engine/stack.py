@@ -1,21 +1,158 @@
-"""A stack: tables of one width, dtype and optimizer that are stored in one array."""
+"""A stack: tables of one width, dtype and optimizer that share one array, and where its rows are.
+
+A stack may be cut into shards. Shard s holds, one table after another, the rows of each table that
+it owns: arithmetic on numbers, without any array of rows.
+"""
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from embed.config import QuantizationConfig
-from embed.engine import packing
-from embed.engine.layout import Columns, Layout
-from embed.engine.mesh import LOCAL, Placement
-from embed.optimizers import RowOptimizer, Slot
+from embed.engine.mesh import LOCAL, Columns, Placement
+
+if TYPE_CHECKING:
+  from embed.optimizers import RowOptimizer, Slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """How the rows of some tables are laid out over shards.
+
+  A **local row** is the index of a row within its shard. Every shard has `shard_rows` of them;
+  where a table's rows do not divide, the last of its local rows on some shards hold nothing.
+
+  Args:
+    sizes: the number of rows of each table.
+    shards: how many shards there are.
+    contiguous: False is "mod", row r on shard `r % shards`; True is "div", consecutive rows, the
+      first `size % shards` shards having one row more than the others.
+    unit: the first local row of each table, and the number of local rows, are multiples of it.
+
+  >>> Layout((5, 3), shards=2).locate(0, jnp.array([0, 1, 2, 5]))[1].tolist()  # 5: padding
+  [0, 0, 1, 5]
+  """
+
+  sizes: tuple[int, ...]
+  shards: int = 1
+  contiguous: bool = False
+  unit: int = 1
+
+  @functools.cached_property
+  def heights(self) -> tuple[int, ...]:
+    """The number of local rows for each table's rows."""
+    return tuple(-(-size // self.shards) for size in self.sizes)
+
+  @functools.cached_property
+  def offsets(self) -> tuple[int, ...]:
+    """The first local row of each table."""
+    return tuple(itertools.accumulate(self._taken, initial=0))[:-1]
+
+  @functools.cached_property
+  def shard_rows(self) -> int:
+    """The number of local rows of a shard; used as a local row, it means padding."""
+    return sum(self._taken)
+
+  @property
+  def _taken(self) -> tuple[int, ...]:
+    """The local rows that each table takes, with those that fill up its last unit."""
+    return tuple(-(-height // self.unit) * self.unit for height in self.heights)
+
+  def _first(self, table: int, shard: Any) -> Any:
+    """The first of the consecutive rows of a shard."""
+    few, more = divmod(self.sizes[table], self.shards)
+    return shard * few + shard.__array_namespace__().minimum(shard, more)
+
+  def locate(self, table: int, ids: Any) -> tuple[Any, Any]:
+    """The shard and the local row of each id; shard 0 and local row `shard_rows` for ids outside.
+
+    They have the ids' dtype. NumPy arrays stay such.
+    """
+    xp = ids.__array_namespace__()
+    size, offset = self.sizes[table], self.offsets[table]
+    valid = (ids >= 0) & (ids < size)
+    if self.shards == 1:
+      return xp.zeros_like(ids), xp.where(valid, ids + offset, self.shard_rows)
+    if self.contiguous:
+      few, more = divmod(size, self.shards)
+      longer = more * (few + 1)  # the rows of the shards that have one row more
+      late = more + (ids - longer) // max(few, 1)
+      shard = xp.where(ids < longer, ids // (few + 1), late)
+      local_row = ids - self._first(table, shard)
+    else:
+      shard, local_row = ids % self.shards, ids // self.shards
+    return xp.where(valid, shard, 0), xp.where(valid, local_row + offset, self.shard_rows)
+
+  def ids(self, table: int, shard: jax.Array | int, local_rows: jax.Array) -> jax.Array:
+    """The id of each local row of a shard; the table's size where there is none of it."""
+    size, height = self.sizes[table], self.heights[table]
+    shard = jnp.asarray(shard, jnp.int32)
+    row = local_rows - self.offsets[table]
+    inside = (row >= 0) & (row < height)
+    if self.contiguous:
+      few, more = divmod(size, self.shards)
+      inside &= row < few + (shard < more).astype(jnp.int32)
+      ids = self._first(table, shard) + row
+    else:
+      ids = row * self.shards + shard
+    return jnp.where(inside & (ids < size), ids, size)
+
+  def own_ids(self, table: int, shard: jax.Array | int) -> jax.Array:
+    """The ids of a table that a shard owns, in the order of their local rows: int32 `[height]`."""
+    height = self.heights[table]
+    local_rows = self.offsets[table] + jnp.arange(height, dtype=jnp.int32)
+    return self.ids(table, shard, local_rows)
+
+
+# --- packing -------------------------------------------------------------------------------------
+
+# A TPU keeps the columns of an array in tiles of 128. A table of fewer is either filled up to 128
+# in memory, or laid out by columns, in which case XLA copies all of it into another layout at every
+# step that reads or writes rows. Packed, such a table is an array `[L, 128]`: row r is in line
+# `r // rows_per_line`, and no step copies it.
+
+PACKING_SWITCH = "SPARSE_EMBED_PACKED"
+LANES = 128  # columns of a line
+_NARROWEST = 8  # columns that a row takes at least
+
+
+def row_width(width: int) -> int:
+  """The columns that a packed row of `width` columns takes: 8, 16, 32, 64 or a multiple of 128.
+
+  >>> [row_width(width) for width in (1, 10, 64, 100, 200)]
+  [8, 16, 64, 128, 256]
+  """
+  if width > LANES // 2:
+    return -(-width // LANES) * LANES
+  return max(_NARROWEST, 1 << (width - 1).bit_length())
+
+
+def rows_per_line(width: int) -> int:
+  """The number of rows of `width` columns in a line."""
+  return max(1, LANES // row_width(width))
+
+
+def describe_packing(width: int) -> str:
+  """Describes in words how rows of `width` columns are packed.
+
+  >>> describe(16), describe(100)
+  ('packed, 8 rows to a line of 128 columns', 'packed, filled up to 128 columns')
+  """
+  each = rows_per_line(width)
+  if each == 1:
+    return f"packed, filled up to {row_width(width)} columns"
+  return f"packed, {each} rows to a line of {LANES} columns"
+
 
 # "parameters" and slots: `[rows, width]`, packed `[lines, columns]`, or one value per row `[rows]`.
 Arrays = dict[str, Any]
-# `f(local_rows, gradients, arrays, occurrence=0) -> new arrays`, see `row_step.step_stored`.
+# `f(local_rows, gradients, arrays, occurrence=0) -> new arrays`, see `update.step_stored`.
 RowStep = Callable[..., Arrays]
 
 
@@ -38,16 +175,8 @@ class StackSpec:
     exchange: "all_to_all", "gather", or None for the one that moves less.
     capacity: the rows that a pair of devices exchanges in a round; None follows from each call.
     sparse_core: whether SparseCores read and write the rows.
-    is_packed: whether narrow rows are stored side by side, in lines: see `packing`.
-    is_in_host: whether rows and slots are in the memory of the host: see `host`.
-    indices: the position of each table in the layout.
-    width: the columns on a device.
-    row_width: the columns that a row takes on a device as it is stored.
-    columns: the columns of a row, on one device or several.
-    specs: the PartitionSpecs of stored rows (2) and of slots of one value per row (1).
-    accumulates: whether the gradients of a row are summed before one step.
-    uses_stochastic_rounding: whether new rows are rounded at random.
-    slots: what the optimizer keeps for each row, by name.
+    is_packed: whether narrow rows are stored side by side, in lines: see `rows.Lines`.
+    is_in_host: whether rows and slots are in the memory of the host: see `rows.HostRows`.
   """
 
   name: str
@@ -55,7 +184,7 @@ class StackSpec:
   layout: Layout
   dim: int
   dtype: np.dtype
-  optimizer: RowOptimizer | None = None
+  optimizer: "RowOptimizer | None" = None
   placement: Placement = LOCAL
   quantization: QuantizationConfig | None = None
   stochastic_rounding: bool = False
@@ -64,29 +193,46 @@ class StackSpec:
   sparse_core: bool = False
   is_packed: bool = False
   is_in_host: bool = False
-  indices: dict[str, int] = dataclasses.field(init=False, compare=False)
-  width: int = dataclasses.field(init=False, compare=False)
-  row_width: int = dataclasses.field(init=False, compare=False)
-  columns: Columns = dataclasses.field(init=False, compare=False)
-  specs: dict[int, Any] = dataclasses.field(init=False, compare=False)
-  slots: dict[str, Slot] = dataclasses.field(init=False, compare=False)
-  accumulates: bool = dataclasses.field(init=False, compare=False)
-  uses_stochastic_rounding: bool = dataclasses.field(init=False, compare=False)
 
-  def __post_init__(self) -> None:
-    optimizer, width = self.optimizer, -(-self.dim // self.placement.column_shards)
-    derived = {
-      "indices": {table: i for i, table in enumerate(self.tables)},
-      "width": width,
-      "row_width": packing.row_width(width) if self.is_packed else width,
-      "columns": Columns(self.placement.column_axes, self.dim),
-      "specs": {ndim: self.placement.stored_spec(ndim) for ndim in (1, 2)},
-      "slots": {} if optimizer is None else optimizer.slots(self.dim),
-      "accumulates": optimizer is None or optimizer.use_gradient_accumulation,
-      "uses_stochastic_rounding": self.stochastic_rounding and self.dtype != np.float32,
-    }
-    for name, value in derived.items():
-      object.__setattr__(self, name, value)
+  @functools.cached_property
+  def indices(self) -> dict[str, int]:
+    """The position of each table in the layout."""
+    return {table: i for i, table in enumerate(self.tables)}
+
+  @functools.cached_property
+  def width(self) -> int:
+    """The columns on a device."""
+    return -(-self.dim // self.placement.column_shards)
+
+  @functools.cached_property
+  def row_width(self) -> int:
+    """The columns that a row takes on a device as it is stored."""
+    return row_width(self.width) if self.is_packed else self.width
+
+  @functools.cached_property
+  def columns(self) -> Columns:
+    """The columns of a row, on one device or several."""
+    return Columns(self.placement.column_axes, self.dim)
+
+  @functools.cached_property
+  def specs(self) -> dict[int, Any]:
+    """The PartitionSpecs of stored rows (2) and of slots of one value per row (1)."""
+    return {ndim: self.placement.stored_spec(ndim) for ndim in (1, 2)}
+
+  @functools.cached_property
+  def slots(self) -> "dict[str, Slot]":
+    """What the optimizer keeps for each row, by name."""
+    return {} if self.optimizer is None else self.optimizer.slots(self.dim)
+
+  @functools.cached_property
+  def accumulates(self) -> bool:
+    """Whether the gradients of a row are summed before one step."""
+    return self.optimizer is None or self.optimizer.use_gradient_accumulation
+
+  @functools.cached_property
+  def uses_stochastic_rounding(self) -> bool:
+    """Whether new rows are rounded at random."""
+    return self.stochastic_rounding and self.dtype != np.float32
 
   def size(self, table: str) -> int:
     """The vocabulary_size of a table."""
@@ -94,19 +240,18 @@ class StackSpec:
 
   @functools.cached_property
   def _hash(self) -> int:  # compiled functions ask for it at every call
-    compared = (field.name for field in dataclasses.fields(self) if field.compare)
-    return hash(tuple(getattr(self, name) for name in compared))
+    return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
   def __hash__(self) -> int:
     return self._hash
 
   def __getstate__(self) -> dict[str, Any]:  # another process hashes strings differently
-    return {name: value for name, value in vars(self).items() if name != "_hash"}
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   @property
   def stored_shape(self) -> tuple[int, int]:
     """The shape of the rows on a device as they are stored."""
-    each = packing.rows_per_line(self.width) if self.is_packed else 1
+    each = rows_per_line(self.width) if self.is_packed else 1
     return self.layout.shard_rows // each, self.row_width * each
 
   @property

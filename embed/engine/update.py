@@ -1,30 +1,172 @@
 """Row gradients to new rows: sums them at the shards that store the rows, and steps those.
 
 Cost and memory follow the batch, never the vocabulary. There are two formulations for XLA, with one
-meaning: on CPU (`update_cpu`) a hash table names the distinct ids without sorting, and as many rows
-are summed and stepped as there are; on accelerators all ids are sorted, and summed and stepped in
-large chunks. `embed.kernels` may take the place of either.
+meaning: on CPU a hash table names the distinct ids without sorting, and as many rows are summed and
+stepped as there are; on accelerators all ids are sorted, and summed and stepped in large chunks. A
+kernel may take the place of either.
 """
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import access, collectives, cost, exchange, mesh, row_sums, update_cpu, xla
+from embed.engine import backends, cost, exchange, jax_internals, mesh, xla
 from embed.engine import grads as grads_lib
+from embed.engine import rows as rows_lib
 from embed.engine.bags import UNUSED, Bags
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
 from embed.engine.lookup import LookupRecord
-from embed.engine.packing import Lines
-from embed.engine.row_step import StepScalars, rounding_rules, step_rows, step_stored
+from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, RowStep, StackSpec
-from embed.kernels import cpu as cpu_kernels
-from embed.optimizers import RowOptimizer
+
+if TYPE_CHECKING:
+  from embed.optimizers import RowOptimizer, Slots
+
+# --- one step of rows, for every formulation of an update -----------------------------------------
+
+
+class StepScalars(NamedTuple):
+  """Per-step scalars: learning rate, optional gradient multiplier, and the step's index.
+
+  The step is None unless rows are stochastically rounded.
+  """
+
+  rate: jax.Array
+  multiplier: jax.Array | None
+  step: jax.Array | None
+
+  @classmethod
+  def at(cls, stack: StackSpec, step: Any) -> "StepScalars":
+    """The scalars of the 0-based step of a stack that has an optimizer."""
+    assert stack.optimizer is not None
+    multiplier = stack.optimizer.gradient_multiplier_at(step)
+    return cls(
+      jnp.asarray(stack.optimizer.learning_rate_at(step), jnp.float32),
+      None if multiplier is None else jnp.asarray(multiplier, jnp.float32),
+      jnp.asarray(step, jnp.int32) if stack.uses_stochastic_rounding else None,
+    )
+
+  def after(self, token: jax.Array) -> "StepScalars":
+    """The same scalars for a step after the lookups that a token depends on: see `xla`.
+
+    The learning rate carries the order. Outside of jitted functions there is nothing to order.
+    """
+    if not jax_internals.is_traced(token):
+      return self
+    zero = mesh.scalar_for(self.rate, xla.zero_of(token))
+    return self._replace(rate=self.rate + zero.astype(jnp.float32))
+
+
+def step_rows(
+  optimizer: "RowOptimizer",
+  g: jax.Array,
+  w: jax.Array,
+  slots: "Slots",
+  learning_rate: Any,
+  columns: mesh.Columns = mesh.WHOLE_ROWS,
+) -> "tuple[jax.Array, Slots]":
+  """One step of rows: the only place where a row update is defined.
+
+  Args:
+    optimizer: the table's.
+    g: float32 `[..., D]`, the rows' gradients, summed.
+    w: float32 `[..., D]`, the rows.
+    slots: float32 `[..., D]` or `[...]` each.
+    learning_rate: this step's, a scalar.
+    columns: which of their columns `g`, `w` and `slots` hold on this device; by default all.
+
+  Returns:
+    The new rows and slots.
+  """
+  assert optimizer.equation is not None
+  if optimizer.clipvalue is not None:
+    g = jnp.clip(g, *optimizer.clipvalue)
+  if optimizer.weight_decay_factor:
+    decay = optimizer.weight_decay_factor
+    if optimizer.multiply_weight_decay_factor_by_learning_rate:
+      decay = decay * learning_rate
+    w = w - decay * w
+  split = (columns,) if optimizer.across_row else ()
+  w, slots = optimizer.equation(g, w, slots, learning_rate, *split)
+  if optimizer.clip_weight_min is not None or optimizer.clip_weight_max is not None:
+    w = jnp.clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
+  return w, slots
+
+
+def step_stored(
+  stack: StackSpec,
+  scalars: StepScalars,
+  local_rows: jax.Array,
+  g: jax.Array,
+  arrays: Arrays,
+  occurrence: Any = 0,
+) -> Arrays:
+  """New rows of a table, of its dtype, and their slots.
+
+  Args:
+    stack: of the table.
+    scalars: of the step.
+    local_rows: int32 `[n]`.
+    g: float32 `[n, D]`, their gradients.
+    arrays: the rows and their slots, `[n, D]` or `[n]`.
+    occurrence: how often the rows have stepped in this step.
+  """
+  assert stack.optimizer is not None
+  slots = {name: x for name, x in arrays.items() if name != "parameters"}
+  dtype, w = arrays["parameters"].dtype, arrays["parameters"].astype(jnp.float32)
+  new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate, stack.columns)
+  if stack.uses_stochastic_rounding:
+    new = _round_rows(stack, scalars.step, new, local_rows, occurrence)
+  return {"parameters": new.astype(dtype), **slots}
+
+
+def _round_rows(
+  stack: StackSpec, step: Any, new: jax.Array, local_rows: jax.Array, occurrence: Any
+) -> jax.Array:
+  """New rows float32 `[n, width]`, stochastically rounded, of some local rows."""
+  own = mesh.device_index(stack.placement.row_axes)
+  keys = jnp.zeros(local_rows.shape, jnp.uint32)
+  for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
+    ids = stack.layout.ids(i, own, local_rows)
+    of_table = rounding_key(ids, zlib.crc32(name.encode()), step, occurrence)
+    keys = jnp.where(ids < size, of_table, keys)
+  columns = jnp.arange(stack.width, dtype=jnp.uint32)
+  if stack.placement.column_axes:
+    first = mesh.device_index(stack.placement.column_axes) * stack.width
+    columns += first.astype(jnp.uint32)
+  return to_bfloat16(new, rounding_noise(keys, columns))
+
+
+def rounding_rules(stack: StackSpec, scalars: StepScalars) -> jax.Array | None:
+  """What `_round` computes from local rows and columns, in numbers; None without such rounding.
+
+  Returns:
+    uint32 `[T, 5]`, for each table the first local row f, and scale, base, shared and column: the
+    key of local row r is `((r - f) * scale + base) ^ shared`, and the noise of column c is
+    `scramble(scramble(key) + (column + c) * GOLDEN)`.
+  """
+  if not stack.uses_stochastic_rounding:
+    return None
+  assert scalars.step is not None
+  own, column = mesh.device_index(stack.placement.row_axes), jnp.uint32(0)
+  if stack.placement.column_axes:
+    first = mesh.device_index(stack.placement.column_axes) * stack.width
+    column = first.astype(jnp.uint32)
+  scale = 1 if stack.layout.contiguous else stack.layout.shards
+  rules = []
+  for i, (name, first_row) in enumerate(zip(stack.tables, stack.layout.offsets, strict=True)):
+    base = stack.layout.ids(i, own, jnp.int32(first_row)).astype(jnp.uint32)
+    shared = rounding_key(jnp.uint32(0), zlib.crc32(name.encode()), scalars.step, 0)
+    rules.append(jnp.stack([jnp.uint32(first_row), jnp.uint32(scale), base, shared, column]))
+  return jnp.stack(rules)
+
 
 StackGrads = ActivationGrads | DistinctRows
 
@@ -42,8 +184,8 @@ def step(
 
   def per_device(arrays, scalars, *grads):
     body = functools.partial(step_table, stack, scalars)
-    arrays = access.opened(stack, arrays)
-    return access.closed(stack, exchange.for_each_round(grads, stack, sums_tables, body, arrays))
+    arrays = rows_lib.opened(stack, arrays)
+    return rows_lib.closed(stack, exchange.for_each_round(grads, stack, sums_tables, body, arrays))
 
   of_arrays = {name: stack.specs[x.ndim] for name, x in arrays.items()}
   run = stack.placement.run(per_device, (of_arrays, P(), *specs), of_arrays)
@@ -108,14 +250,14 @@ def table_rows(
     return jnp.zeros(0, jnp.int32), jnp.zeros((0, stack.dim), jnp.float32)
   calls = [x for x in grads if isinstance(x, ActivationGrads)]
   if len(calls) == len(grads) and not stack.accumulates:
-    expand = lambda calls: row_sums.expand_rows(_grad_rows(calls), size)
+    expand = lambda calls: grads_lib.expand_rows(_grad_rows(calls), size)
     return stack.placement.run(expand, (P(),), P())(calls)
   is_summed = len(grads) == 1 and isinstance(grads[0], DistinctRows)
   summed = grads[0] if is_summed else sum_rows(stack, grads)
   assert isinstance(summed, DistinctRows)
 
   def pick(summed):
-    shard = collectives.device_index(stack.placement.row_axes)
+    shard = mesh.device_index(stack.placement.row_axes)
     ids = stack.layout.ids(index, shard, summed.ids)
     return ids, jnp.where((ids < size)[:, None], summed.values, 0)
 
@@ -207,7 +349,7 @@ def _spec(stack: StackSpec) -> Any:
 def _summed(stack: StackSpec, received: exchange.Received) -> DistinctRows:
   if isinstance(received, DistinctRows):
     return received
-  return row_sums.sum_per_row(received, stack.layout.shard_rows)
+  return grads_lib.sum_per_row(received, stack.layout.shard_rows)
 
 
 def step_table(
@@ -218,7 +360,7 @@ def step_table(
   Args:
     stack: whose optimizer steps.
     scalars: of the step.
-    arrays: the table `[V, D]` and slots `[V, D]` or `[V]`, as `access.opened` returns them;
+    arrays: the table `[V, D]` and slots `[V, D]` or `[V]`, as `rows.opened` returns them;
       donated, they are updated in place.
     received: gradients of local rows.
 
@@ -230,7 +372,7 @@ def step_table(
   parts = [received.as_grad_rows()] if isinstance(received, DistinctRows) else received
   parts = grads_lib.non_empty(parts)
   if not optimizer.lazy:
-    g = row_sums.add_rows(jnp.zeros(table.shape, jnp.float32), parts)
+    g = grads_lib.add_rows(jnp.zeros(table.shape, jnp.float32), parts)
     every = jnp.arange(table.shape[0], dtype=jnp.int32)
     return step_stored(stack, scalars, every, g, arrays)
   if not parts:
@@ -241,12 +383,14 @@ def step_table(
     return _step_by_xla(stack, same, arrays, parts, is_summed)
 
   # XLA copies packed rows for a kernel: they are another view of the array that it updates.
-  is_plain = not (stack.is_packed or access.is_direct(stack, table))
+  is_plain = not (stack.is_packed or rows_lib.is_direct(stack, table))
   if not (optimizer.use_gradient_accumulation and is_plain):
     return by_xla(arrays, scalars.rate, parts, scalars.step)
   one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
   rules = rounding_rules(stack, scalars)
-  return cpu_kernels.step(one_row, by_xla, arrays, scalars.rate, parts, scalars.step, rules)
+  return backends.backend("cpu").step(
+    one_row, by_xla, arrays, scalars.rate, parts, scalars.step, rules
+  )
 
 
 def _step_by_xla(
@@ -265,23 +409,23 @@ def _step_by_xla(
   if _is_plain_sum(optimizer, table) and not (by_kernels or stack.is_in_host):
     return arrays | {"parameters": _add_steps(optimizer, scalars.rate, table, parts)}
   if not optimizer.use_gradient_accumulation:
-    return _step_in_order(stack, row_step, arrays, *row_sums.expand_rows(parts, size))
+    return _step_in_order(stack, row_step, arrays, *grads_lib.expand_rows(parts, size))
 
   def on_cpu(arrays, parts):
     ids = grads_lib.flat_ids(parts, size)
     if is_summed:
-      return update_cpu.step_distinct(arrays, ids, jnp.int32(ids.size), parts[0].grads, row_step)
-    return update_cpu.step_summed(arrays, ids, parts, row_step)
+      return step_distinct(arrays, ids, jnp.int32(ids.size), parts[0].grads, row_step)
+    return step_summed(arrays, ids, parts, row_step)
 
   def on_accelerator(arrays, parts):
     if is_summed:
       ids, values = grads_lib.flat_ids(parts, size), parts[0].grads
     else:
-      summed = row_sums.sum_per_row(parts, size)
+      summed = grads_lib.sum_per_row(parts, size)
       ids, values = summed.ids, summed.values
     return step_in_chunks(stack, row_step, arrays, ids, values)
 
-  if access.is_direct(stack, table):
+  if rows_lib.is_direct(stack, table):
     return on_accelerator(arrays, parts)
   return jax.lax.platform_dependent(arrays, parts, cpu=on_cpu, default=on_accelerator)
 
@@ -293,7 +437,7 @@ def step_in_chunks(
 
   In chunks, so that rows, slots and their new values are little beside the gradients.
   """
-  return row_sums.in_chunks(
+  return grads_lib.in_chunks(
     functools.partial(_step_part, stack, row_step), arrays, stack.width, at, g
   )
 
@@ -305,9 +449,9 @@ def _step_part(
 
   Barriers keep XLA from fusing the reads into two consumers, after which it copies the table.
   """
-  old = jax.lax.optimization_barrier(access.read(stack, arrays, at))
+  old = jax.lax.optimization_barrier(rows_lib.read(stack, arrays, at))
   new = jax.lax.optimization_barrier(row_step(at, g, old, occurrence))
-  return access.write(stack, arrays, at, new)
+  return rows_lib.write(stack, arrays, at, new)
 
 
 def _step_in_order(
@@ -327,8 +471,8 @@ def _step_in_order(
 
 
 def _add_steps(
-  optimizer: RowOptimizer, rate: jax.Array, table: access.Rows, parts: Sequence[GradRows]
-) -> access.Rows:
+  optimizer: "RowOptimizer", rate: jax.Array, table: rows_lib.Rows, parts: Sequence[GradRows]
+) -> rows_lib.Rows:
   """Adds every id's own step, for a linear optimizer."""
   none = jnp.zeros((), jnp.float32)
   move = lambda g: step_rows(optimizer, g, none, {}, rate)[0]
@@ -338,19 +482,19 @@ def _add_steps(
     # XLA:CPU ignores barriers and would fuse the lookup's reads of the table into the additions,
     # and then copy the table. It cannot look through a loop; this one runs once, or not at all.
     runs = sum(jnp.any(part.ids < table.shape[0]).astype(jnp.int32) for part in parts)
-    add = lambda _, table: update_cpu.add_rows(table, parts, step=move)
+    add = lambda _, table: grads_lib.add_rows_on_cpu(table, parts, step=move)
     return jax.lax.fori_loop(0, jnp.minimum(runs, 1), add, table)
 
   def on_accelerator(table, parts):
     steps = [part._replace(grads=move(part.grads)) for part in parts]
-    return row_sums.add_in_chunks(table, steps)
+    return grads_lib.add_in_chunks(table, steps)
 
   if isinstance(table, Lines):
     return on_accelerator(table, parts)
   return jax.lax.platform_dependent(table, parts, cpu=on_cpu, default=on_accelerator)
 
 
-def _is_plain_sum(optimizer: RowOptimizer, table: access.Rows) -> bool:
+def _is_plain_sum(optimizer: "RowOptimizer", table: rows_lib.Rows) -> bool:
   plain = (
     optimizer.linear
     and optimizer.clipvalue is None
@@ -359,3 +503,131 @@ def _is_plain_sum(optimizer: RowOptimizer, table: access.Rows) -> bool:
     and optimizer.clip_weight_max is None
   )
   return plain and table.dtype == jnp.float32  # a narrower table would round at every addition
+
+
+# --- steps in the forms that XLA:CPU compiles well ------------------------------------------------
+
+
+SPAN = 1 << 13  # rows whose gradients are summed at a time, at least
+
+
+def step_summed(
+  arrays: Arrays, ids: jax.Array, parts: Sequence[GradRows], row_step: RowStep
+) -> Arrays:
+  """Sums the gradients of the distinct rows and steps them, a span of rows at a time.
+
+  A span is an eighth of the ids: little memory, and seldom more than one or two spans, since ids
+  repeat. `ids` `[N]` are those of `parts`, sanitised to V for padding.
+  """
+  size, dim = arrays["parameters"].shape
+  position, unique, count = grads_lib.distinct_by_hash(ids, size)
+  parts = grads_lib.with_ids(parts, position)  # padding's position, N, is never that of an id
+  n = ids.shape[0]
+  chunk = min(max(1, grads_lib.CACHED // dim), n)
+  span = -(-min(n, max(SPAN, -(-n // 8))) // chunk) * chunk
+  unique = jnp.pad(unique, (0, -n % span), constant_values=size)
+
+  def step_span(i, arrays):
+    sums = grads_lib.add_rows_on_cpu(jnp.zeros((span, dim), jnp.float32), parts, i * span)
+    of_span = lax.dynamic_slice_in_dim(unique, i * span, span)
+    number = jnp.minimum(count - i * span, span)
+    return step_distinct(arrays, of_span, number, sums, row_step)
+
+  return lax.fori_loop(0, (count + span - 1) // span, step_span, arrays)
+
+
+def step_distinct(
+  arrays: Arrays, ids: jax.Array, number: jax.Array, sums: jax.Array, row_step: RowStep
+) -> Arrays:
+  """Steps the first `number` of the distinct rows `ids` `[M]` by their gradients `[M, D]`.
+
+  In place, in chunks that stay in cache between being read, stepped and written.
+  """
+  size, dim = arrays["parameters"].shape
+  chunk = min(max(2, grads_lib.CACHED // dim), max(2, ids.shape[0]))
+  pad = -ids.shape[0] % chunk
+  if pad:
+    ids = jnp.pad(ids, (0, pad), constant_values=size)
+    sums = jnp.pad(sums, ((0, pad), (0, 0)))
+
+  def step_chunk(i, arrays):
+    at = lax.dynamic_slice_in_dim(ids, i * chunk, chunk)
+    g = lax.dynamic_slice_in_dim(sums, i * chunk, chunk)
+    new = row_step(at, g, _read_on_cpu(arrays, at, size, number))
+    write = lambda x, v: x.at[at].set(v.astype(x.dtype), unique_indices=True, **grads_lib.DROP)
+    return jax.tree.map(write, arrays, new)
+
+  return lax.fori_loop(0, (number + chunk - 1) // chunk, step_chunk, arrays)
+
+
+def _read_on_cpu(arrays: Arrays, at: jax.Array, size: int, number: jax.Array) -> Arrays:
+  """The rows `at` of a table and its slots, zeros for padding; `number` is positive.
+
+  Alone, XLA:CPU compiles a gather to one scalar load per element; multiplied by something, to
+  vector loads, four times as fast. Where a read has two uses, as in Adagrad, it leaves the gather
+  alone; what is inside a conditional it does not see.
+  """
+  valid = at < size
+  safe = jnp.minimum(at, size - 1)
+
+  def row(x):
+    one = valid.astype(x.dtype)
+    return x.at[safe].get(**grads_lib.IN_BOUNDS) * one.reshape(-1, *[1] * (x.ndim - 1))
+
+  read = lambda: jax.tree.map(row, arrays)
+  zeros = lambda: jax.tree.map(lambda x: jnp.zeros((at.shape[0], *x.shape[1:]), x.dtype), arrays)
+  return lax.cond(number > 0, read, zeros)
+
+
+# --- stochastic rounding --------------------------------------------------------------------------
+
+
+GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: spreads consecutive numbers
+SCRAMBLE, LAST_SHIFT = ((16, 0x7FEB352D), (15, 0x846CA68B)), 16  # of `scramble`
+
+
+def scramble(x: jax.Array) -> jax.Array:
+  """A bijection of uint32 whose output bits look independent of its input.
+
+  `lowbias32` of Christopher Wellons, "Prospecting for Hash Functions" (2018).
+  """
+  for shift, factor in SCRAMBLE:
+    x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
+  return x ^ (x >> jnp.uint32(LAST_SHIFT))
+
+
+def rounding_noise(keys: jax.Array, columns: jax.Array) -> jax.Array:
+  """Random bits uint32 `[..., D]` of rows with keys `[...]` and of columns with numbers `[D]`."""
+  columns = columns.astype(jnp.uint32) * jnp.uint32(GOLDEN)
+  columns = columns.reshape(*[1] * keys.ndim, -1)
+  return scramble(scramble(keys.astype(jnp.uint32))[..., None] + columns)
+
+
+def rounding_key(numbers: jax.Array, *more: jax.Array | int) -> jax.Array:
+  """Keys uint32 `[...]` of integers `[...]`, such as ids, and of some more that they all share."""
+  shared = jnp.uint32(0)
+  for number in more:
+    number = jnp.uint32(number) if isinstance(number, int) else number.astype(jnp.uint32)
+    shared = scramble(shared ^ number) + jnp.uint32(GOLDEN)
+  return numbers.astype(jnp.uint32) ^ shared
+
+
+def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
+  """`x` as one of the two bfloat16 next to it, the farther one the less likely.
+
+  Args:
+    x: float32.
+    bits: random uint32 of its shape.
+
+  Returns:
+    bfloat16; what bfloat16 holds exactly, zeros, infinities and NaN among it, is not changed.
+
+  >>> x = jnp.full(4, 1 + 3 / 512)  # between 1 and 1 + 4/512
+  >>> to_bfloat16(x, jnp.array([0, 0x3FFF, 0x4000, 0xFFFF], jnp.uint32)).tolist()
+  [1.0, 1.0, 1.0078125, 1.0078125]
+  """
+  whole = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  # A float's bits count its magnitude: adding up to one unit of the shorter format carries into it.
+  carried = (whole + (bits & jnp.uint32(0xFFFF))) >> jnp.uint32(16)
+  rounded = jax.lax.bitcast_convert_type(carried.astype(jnp.uint16), jnp.bfloat16)
+  return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

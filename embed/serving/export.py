@@ -20,9 +20,8 @@ from embed import autodiff, checkpoint, structure
 from embed import inputs as inputs_lib
 from embed.engine import jax_internals
 from embed.engine import mesh as sharding
-from embed.layer import store_apart
+from embed.layer import Report, store_apart
 from embed.serving import files
-from embed.variables import Report
 
 _KINDS = (inputs_lib.Padded, inputs_lib.Ragged, inputs_lib.Sparse)
 _PROGRAM, _ARRAYS = "program.bin", "arrays.npz"

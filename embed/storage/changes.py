@@ -18,9 +18,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import access, collectives
+from embed.engine import mesh as mesh_lib
+from embed.engine import rows as rows_lib
 from embed.engine.stack import Arrays, StackSpec
-from embed.storage import placing
+from embed.storage import tables as stored_tables
 
 Lanes = tuple[jax.Array, jax.Array]  # uint32 `[rows]` each, split as the rows are
 
@@ -105,18 +106,18 @@ def _fingerprints_of_shard(stack: StackSpec, *arrays: jax.Array) -> tuple[Lanes,
   lanes = [jnp.zeros(layout.shard_rows, jnp.uint32) for _ in _MIXERS]
   digests = []
   for number, array in enumerate(arrays):
-    words = _words(access.unpacked(access.opened(stack, array)))
+    words = _words(rows_lib.unpacked(rows_lib.opened(stack, array)))
     position = jnp.arange(words.shape[1], dtype=jnp.int32)
     is_split = array.ndim == 2 and bool(placement.column_axes)
     if is_split:  # the last columns may be padding, which other meshes do not have
-      position += collectives.device_index(placement.column_axes) * words.shape[1]
+      position += mesh_lib.device_index(placement.column_axes) * words.shape[1]
       used = words.shape[1] // stack.width * stack.dim
       position = jnp.where(position < used, position, -1)
     totals = _totals(words, position, number)
     if is_split:
       totals = [lax.psum(total, placement.column_axes) for total in totals]
     if not number:
-      shard = collectives.device_index(placement.row_axes)
+      shard = mesh_lib.device_index(placement.row_axes)
       for index, (size, first) in enumerate(zip(layout.sizes, layout.offsets, strict=True)):
         ids = layout.own_ids(index, shard)
         digest = _digest([x[first : first + len(ids)] for x in totals], ids, size)
@@ -256,13 +257,13 @@ def _take_chunk(
   """Some of the local rows of each shard as whole rows: their tables (-1: none), ids and values."""
 
   def per_device(local_rows, start, stored):
-    shard = collectives.device_index(stack.placement.row_axes)
+    shard = mesh_lib.device_index(stack.placement.row_axes)
     local_rows = lax.dynamic_slice_in_dim(local_rows, start, chunk)
     table, ids = jnp.full(chunk, -1, jnp.int32), jnp.zeros(chunk, jnp.int32)
     for index, size in enumerate(stack.layout.sizes):
       own = stack.layout.ids(index, shard, local_rows)
       table, ids = jnp.where(own < size, index, table), jnp.where(own < size, own, ids)
-    rows = access.read(stack, access.opened(stack, stored), local_rows)
+    rows = rows_lib.read(stack, rows_lib.opened(stack, stored), local_rows)
     rows = {key: stack.columns.whole(x) if x.ndim == 2 else x for key, x in rows.items()}
     return table, ids, rows
 
@@ -305,7 +306,7 @@ def put(stack: StackSpec, stored: Arrays, table: str, rows: TableRows) -> Arrays
 def _everywhere(stack: StackSpec, x: np.ndarray) -> jax.Array:
   if stack.placement.is_local:
     return jax.device_put(x)
-  return placing.place_whole(stack.placement, x, x.dtype, P())
+  return stored_tables.place_whole(stack.placement, x, x.dtype, P())
 
 
 def _put_chunk(
@@ -313,12 +314,12 @@ def _put_chunk(
 ) -> Arrays:
   def per_device(ids, values, stored):
     shard, local_rows = stack.layout.locate(stack.indices[table], ids)
-    own = collectives.device_index(stack.placement.row_axes)
+    own = mesh_lib.device_index(stack.placement.row_axes)
     local_rows = jnp.where(shard == own, local_rows, stack.layout.shard_rows)
     own_columns = lambda x: stack.columns.own(x) if x.ndim == 2 else x
     values = {key: own_columns(x) for key, x in values.items()}
-    rows = access.write(stack, access.opened(stack, stored), local_rows, values)
-    return access.closed(stack, rows)
+    rows = rows_lib.write(stack, rows_lib.opened(stack, stored), local_rows, values)
+    return rows_lib.closed(stack, rows)
 
   specs = {key: stack.specs[x.ndim] for key, x in stored.items()}
   return stack.placement.run(per_device, (P(), P(), specs), specs)(ids, values, stored)

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from embed import initializers
 from embed.config import TableConfig
-from embed.engine import collectives, host, packing
+from embed.engine import cost
+from embed.engine import mesh as mesh_lib
+from embed.engine import rows as rows_lib
 from embed.engine.jax_internals import is_traced
 from embed.engine.stack import Arrays, StackSpec
 from embed.optimizers import Slot
-from embed.storage import placing
 from embed.storage import tables as stored_tables
-from embed.tools import text
 
 Makers = tuple[tuple[str, initializers.RowWise], ...]  # of rows, by table
 
@@ -51,13 +51,13 @@ def _does_not_fit(stack: StackSpec) -> str:
   itemsizes = [np.dtype(slot.dtype).itemsize for slot in stack.slots.values()]
   per_row = sum(n * size for n, size in zip(columns, itemsizes, strict=True))
   total = rows + stack.layout.shard_rows * per_row
-  slots = f", {text.size(total)} with slots ({', '.join(stack.slots)})" if stack.slots else ""
+  slots = f", {cost.readable(total)} with slots ({', '.join(stack.slots)})" if stack.slots else ""
   tables = ", ".join(map(repr, stack.tables[:3])) + (", ..." if len(stack.tables) > 3 else "")
   return (
     f"Out of memory while making {'tables' if len(stack.tables) > 1 else 'table'} {tables}: rows "
-    f"take {text.size(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
+    f"take {cost.readable(rows)}{slots}, on each device. Print embed.plan(features, mesh, batch, "
     "optimizer, hbm_bytes=...) to see what every table takes, and SparseEmbed(plan=...) spreads "
-    'them over the mesh so that they fit, or plan[table].memory = "host" keeps them off it. '
+    'them over the mesh so that they fit, or plan[table].storage = "host" keeps them off it. '
     "Rows of bfloat16, or an optimizer of fewer slots, such as embed.rowwise_adagrad, take less."
   )
 
@@ -121,7 +121,7 @@ def _from_parts(
   stack: StackSpec, shape: tuple[int, ...], part: Callable[[Any], np.ndarray]
 ) -> jax.Array:
   """An array in the memory of the host, from a function of the index of each device's part."""
-  where = placing.in_host(stack.placement, stack.specs[len(shape)])
+  where = stored_tables.in_host(stack.placement, stack.specs[len(shape)])
   if stack.placement.is_local:  # from a callback it would be in the memory of the device
     return jax.device_put(part((slice(None),) * len(shape)), where)
   return jax.make_array_from_callback(shape, where, part)
@@ -194,12 +194,12 @@ def _drawing(
     local_rows = lines[:, None] * layout.unit + jnp.arange(layout.unit, dtype=jnp.int32)[None]
     rows, is_drawn = drawing(local_rows.reshape(-1))
     is_drawn = jnp.broadcast_to(is_drawn[:, None], rows.shape)
-    return packing.pack(rows), packing.pack(is_drawn)
+    return rows_lib.pack(rows), rows_lib.pack(is_drawn)
 
   def per_device(keys):
-    shard = collectives.device_index(stack.placement.row_axes)
+    shard = mesh_lib.device_index(stack.placement.row_axes)
     rows: Any = _full(stack, stack.stored_shape, 0, dtype)
-    rows = host.HostRows(rows) if stack.is_in_host else rows
+    rows = rows_lib.HostRows(rows) if stack.is_in_host else rows
     # One loop for all tables of an initializer, which takes most of the time to compile.
     for maker, names in by_maker.items():
       indices = [stack.indices[name] for name in names]
@@ -226,5 +226,5 @@ def _filling(stack: StackSpec, slot: Slot) -> Callable[[], jax.Array]:
 
 def _full(stack: StackSpec, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
   """A stored array of one value, in a jitted function."""
-  make = host.full if stack.is_in_host else jnp.full
+  make = mesh_lib.full_in_host if stack.is_in_host else jnp.full
   return make(shape, value, dtype)

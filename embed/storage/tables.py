@@ -13,19 +13,256 @@ not mix with their own, so only what is saved and restored is compact.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from embed.engine import host, packing
+from embed.engine import jax_internals
+from embed.engine import mesh as mesh_lib
+from embed.engine import rows as rows_lib
 from embed.engine.jax_internals import is_traced
-from embed.engine.mesh import settled
-from embed.engine.stack import Arrays, StackSpec
-from embed.storage import placing, views
-from embed.storage.views import View
+from embed.engine.mesh import Columns, Names, Placement, current_mesh, settled
+from embed.engine.stack import Arrays, Layout, StackSpec
+
+# --- views: from a device's shard of the storage to its part of a view, and back ------------------
+
+
+class View(NamedTuple):
+  """How a logical table or slot is split.
+
+  `row_axes`, `column_axes`: they split the storage; `kept`: those of `column_axes` that split the
+  view as well; `parts`: how many parts columns are split into besides, in "columns".
+  """
+
+  kind: str  # "rows", "columns" or "whole"
+  spec: P
+  row_axes: tuple[str, ...]
+  column_axes: tuple[str, ...]
+  kept: tuple[str, ...]
+  parts: int = 1
+
+
+def choose_view(
+  layout: Layout, table: int, dim: int, ndim: int, placement: Placement, compact: bool = False
+) -> View:
+  """The view of a table (ndim 2) or a slot of one value per row (ndim 1)."""
+  n = layout.shards
+  columns = placement.column_axes if ndim == 2 else ()
+  kept = columns if dim % placement.column_shards == 0 else ()
+  make = lambda kind, rows, over, parts=1: View(
+    kind, P(*(rows or None, over or None)[:ndim]), placement.row_axes, columns, kept, parts
+  )
+  if not placement.row_axes:
+    return make("whole", (), kept)
+  if layout.sizes[table] % n == 0:
+    return make("rows", placement.row_axes, kept)
+  parts = math.gcd(n, dim // placement.column_shards if kept else dim)
+  if ndim == 2 and (parts == n or (compact and parts > 1)):
+    return make("columns", (), (*kept, *placement.row_axes), parts)
+  return make("whole", (), kept)
+
+
+def is_stored_so(layout: Layout, view: View) -> bool:
+  """Whether a device's part of a view is what it stores: nothing is moved nor computed."""
+  return view.kind == "rows" and layout.contiguous and view.column_axes == view.kept
+
+
+def read_view(layout: Layout, table: int, dim: int, view: View, block: jax.Array) -> jax.Array:
+  """A device's part of the view, from the rows of the table that it stores."""
+  height = layout.heights[table]
+  if view.column_axes != view.kept:
+    block = Columns(view.column_axes, dim).whole(block)
+  if not view.row_axes:
+    return block[: layout.sizes[table]]
+  if view.kind == "rows":
+    return _read_rows(layout, table, view, block)
+  n = layout.shards
+  if view.kind == "columns":
+    parts = jnp.moveaxis(block.reshape(height, view.parts, -1), 1, 0)
+    # A gather: of repeats XLA:CPU makes an all-to-all with operands of two layouts, and refuses it.
+    parts = parts.at[jnp.arange(n) % view.parts].get(mode="promise_in_bounds")
+    block = lax.all_to_all(parts, view.row_axes, 0, 0).reshape(n * height, -1)
+  else:
+    block = lax.all_gather(block, view.row_axes, tiled=True)
+  return block.at[_order(layout, table)].get(mode="promise_in_bounds")
+
+
+def write_view(layout: Layout, table: int, dim: int, view: View, value: jax.Array) -> jax.Array:
+  """The rows of a table that a device stores, from its part of the view."""
+  height = layout.heights[table]
+  n = layout.shards
+  if view.kind == "rows":
+    block = _write_rows(layout, table, view, value)
+  elif view.kind == "columns":
+    shards = jnp.arange(n, dtype=jnp.int32)
+    ids = jax.vmap(lambda s: layout.own_ids(table, s))(shards)  # [n, height]
+    parts = value.at[ids].get(mode="fill", fill_value=0)
+    parts = lax.all_to_all(parts, view.row_axes, 0, 0)[: view.parts]
+    block = jnp.moveaxis(parts, 0, 1).reshape(height, -1)
+  else:
+    me = lax.axis_index(view.row_axes) if view.row_axes else 0
+    block = value.at[layout.own_ids(table, me)].get(mode="fill", fill_value=0)
+  if view.column_axes != view.kept:
+    block = Columns(view.column_axes, dim).own(block)
+  return block
+
+
+def _order(layout: Layout, table: int) -> jax.Array:
+  """Where each row of a table is among the shards' blocks, one after another."""
+  ids = jnp.arange(layout.sizes[table], dtype=jnp.int32)
+  shard, local_row = layout.locate(table, ids)
+  return shard * layout.heights[table] + local_row - layout.offsets[table]
+
+
+# Rows: every device has `each` consecutive rows of the view, and of the storage as many, which are
+# the view's in "div", and every n-th of the table in "mod". Of those that shard s stores, device d
+# sees those from ceil((d * each - s) / n) on; there are at most each // n + 1 of them.
+
+
+def _first_local_row(device, shard, each: int, n: int):
+  return -(-(device * each - shard) // n)
+
+
+def _exchanged_rows(layout: Layout, table: int, view: View) -> tuple[jax.Array, jax.Array]:
+  """The rows that this device exchanges with each device of a "rows" view of a table under "mod".
+
+  Returns:
+    Local rows that it stores of the other's part of the view, and rows of its own part that the
+    other stores: int32 `[shards, M]` each, the height of a shard where there is none.
+  """
+  n, each = layout.shards, layout.heights[table]
+  me = lax.axis_index(view.row_axes)
+  others = jnp.arange(n, dtype=jnp.int32)
+  steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
+  local_rows = _first_local_row(others, me, each, n)[:, None] + steps
+  rows = (_first_local_row(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
+  inside = local_rows * n + me < (others[:, None] + 1) * each
+  return jnp.where(inside, local_rows, each), jnp.where(rows < each, rows, each)
+
+
+def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.Array:
+  if layout.contiguous:
+    return block
+  local_rows, rows = _exchanged_rows(layout, table, view)
+  parts = block.at[local_rows].get(mode="fill", fill_value=0)
+  parts = lax.all_to_all(parts, view.row_axes, 0, 0)
+  flat = parts.reshape(-1, *block.shape[1:])
+  return jnp.zeros_like(block).at[rows.reshape(-1)].set(flat, mode="drop")
+
+
+def _write_rows(layout: Layout, table: int, view: View, value: jax.Array) -> jax.Array:
+  if layout.contiguous:
+    return value
+  local_rows, rows = _exchanged_rows(layout, table, view)
+  parts = value.at[rows].get(mode="fill", fill_value=0)
+  parts = lax.all_to_all(parts, view.row_axes, 0, 0)
+  flat = parts.reshape(-1, *value.shape[1:])
+  return jnp.zeros_like(value).at[local_rows.reshape(-1)].set(flat, mode="drop")
+
+
+# --- placing arrays -------------------------------------------------------------------------------
+
+
+def place_whole(placement: Placement, x: Any, dtype: Any, where: P | NamedSharding) -> jax.Array:
+  """A whole array, the same on every host, split over devices without a copy of it on any."""
+  if jax_internals.is_traced(x):
+    assert isinstance(where, P)
+    return placement.put(x.astype(dtype), where)
+  sharding = _on_devices(placement, where)
+  if isinstance(x, jax.Array) and (jax.process_count() == 1 or not x.is_fully_addressable):
+    return jax.device_put(x.astype(dtype), sharding)
+  whole = np.asarray(x)
+  part = lambda index: whole[index].astype(dtype)
+  return jax.make_array_from_callback(whole.shape, sharding, part)
+
+
+def dtype_of(x: Any) -> Any:
+  """The dtype of an array, of nested lists, or of the metadata of a stored array."""
+  is_known = isinstance(x, jax.Array) or isinstance(getattr(x, "dtype", None), np.dtype)
+  return x.dtype if is_known else np.asarray(x).dtype
+
+
+def converts(x: Any, dtype: Any) -> bool:
+  """Whether all values of an array are numbers of a dtype, but for their rounding."""
+  given = dtype_of(x)
+  if jnp.issubdtype(given, jnp.complexfloating):
+    return jnp.issubdtype(dtype, jnp.complexfloating)
+  return given == np.bool_ or jnp.issubdtype(given, jnp.number)
+
+
+def copied_like(value: Any, old: jax.Array) -> jax.Array:
+  """A copy of a value, in the memory and on the devices of the array that it replaces."""
+  in_host = mesh_lib.is_in_host(old)
+  if jax_internals.is_traced((value, old)):
+    new = jnp.array(mesh_lib.to_device(value), old.dtype, copy=True)
+    return mesh_lib.to_host(new) if in_host else new
+  if isinstance(value, jax.Array) and value.sharding != old.sharding and value.is_fully_addressable:
+    value = np.asarray(value)
+  # To the host not by way of the device, which may have no room for it; and NumPy arrays by an
+  # explicit transfer, which jax_transfer_guard allows.
+  is_numpy = in_host or not isinstance(value, jax.Array)
+  copied = np.array(value, old.dtype) if is_numpy else jnp.array(value, old.dtype, copy=True)
+  return jax.device_put(copied, old.sharding if old.committed or in_host else None)
+
+
+def same_parts(
+  placement: Placement, x: jax.Array, columns: int, where: P | NamedSharding
+) -> jax.Array:
+  """An array `[V, columns]` of which each device has its part of `x`.
+
+  For use outside of jitted functions.
+  """
+  sharding = _on_devices(placement, where)
+  parts = [shard.data for shard in x.addressable_shards]
+  return jax.make_array_from_single_device_arrays((x.shape[0], columns), sharding, parts)
+
+
+def in_host(placement: Placement, spec: P) -> Any:
+  """The sharding of an array in the memory of the host; outside of jitted functions."""
+  if placement.mesh is None:
+    return SingleDeviceSharding(jax_internals.default_device(), memory_kind=mesh_lib.HOST)
+  return _on_devices(placement, spec).with_memory_kind(mesh_lib.HOST)
+
+
+def compact_sharding(placement: Placement, columns: Names, parts: int) -> NamedSharding:
+  """Columns over `columns` and `parts`, of which shard r of the rows has number `r % parts`.
+
+  That is no sharding of this mesh, but of its devices in another shape.
+  """
+  mesh = _devices_mesh(placement)
+  other_axes = tuple(name for name in mesh.axis_names if name not in placement.row_axes)
+  order = [mesh.axis_names.index(name) for name in (*other_axes, *placement.row_axes)]
+  shape = [mesh.shape[name] for name in other_axes]
+  devices = mesh.devices.transpose(order).reshape(*shape, placement.shards // parts, parts)
+  # Named after the axes they are cut from, so that they differ from all others.
+  copies, cut = (f"{kind} of {', '.join(placement.row_axes)}" for kind in ("copies", "parts"))
+  return NamedSharding(Mesh(devices, (*other_axes, copies, cut)), P(None, (*columns, cut)))
+
+
+def _on_devices(placement: Placement, where: P | NamedSharding) -> NamedSharding:
+  return NamedSharding(_devices_mesh(placement), where) if isinstance(where, P) else where
+
+
+def _devices_mesh(placement: Placement) -> Any:
+  """Outside of jitted functions, where a layer made inside of one only knows an abstract mesh."""
+  mesh = current_mesh() if isinstance(placement.mesh, AbstractMesh) else placement.active_mesh
+  if mesh is None:
+    raise ValueError(
+      "This SparseEmbed was made inside a jitted function, under jax.set_mesh. Use it under "
+      "jax.set_mesh too, or pass mesh=... where it is made."
+    )
+  return mesh
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
 
 Replacements = Mapping[str, Mapping[str, Any]]  # of "parameters" and each slot, arrays by table
 
@@ -43,10 +280,10 @@ def read(stack: StackSpec, stored: jax.Array, table: str, compact: bool = False)
 
   def per_device(stored):
     rows = block(stack, stored, index)
-    if not stack.is_in_host or views.is_stored_so(stack.layout, chosen):
-      return views.read(stack.layout, index, stack.dim, chosen, rows)
-    rows = views.read(stack.layout, index, stack.dim, chosen, host.to_device(rows))
-    return host.to_host(rows)
+    if not stack.is_in_host or is_stored_so(stack.layout, chosen):
+      return read_view(stack.layout, index, stack.dim, chosen, rows)
+    rows = read_view(stack.layout, index, stack.dim, chosen, mesh_lib.to_device(rows))
+    return mesh_lib.to_host(rows)
 
   return stack.placement.run(per_device, (stack.specs[stored.ndim],), chosen.spec)(stored)
 
@@ -57,8 +294,8 @@ def block(stack: StackSpec, stored: jax.Array, index: int) -> jax.Array:
   if stack.is_packed and stored.ndim == 2:
     unit = stack.layout.unit
     lines = stored[start // unit : -(-(start + height) // unit)]
-    in_chunks = packing.has_lines(stack.placement.device_kind)
-    unpack = packing.unpack_in_chunks if in_chunks else packing.unpack
+    in_chunks = rows_lib.has_lines(stack.placement.device_kind)
+    unpack = rows_lib.unpack_in_chunks if in_chunks else rows_lib.unpack
     return unpack(lines, stack.width)[:height]
   return stored if height == stored.shape[0] else stored[start : start + height]
 
@@ -68,8 +305,8 @@ def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array)
   start, rows = stack.layout.offsets[index], rows.astype(stored.dtype)
   if stack.is_packed and stored.ndim == 2:
     unit = stack.layout.unit
-    in_chunks = packing.has_lines(stack.placement.device_kind)
-    pack = packing.pack_in_chunks if in_chunks else packing.pack
+    in_chunks = rows_lib.has_lines(stack.placement.device_kind)
+    pack = rows_lib.pack_in_chunks if in_chunks else rows_lib.pack
     rows = pack(jnp.pad(rows, ((0, -rows.shape[0] % unit), (0, 0))))
     start //= unit
   if rows.shape == stored.shape:
@@ -81,7 +318,7 @@ def with_block(stack: StackSpec, stored: jax.Array, index: int, rows: jax.Array)
 def read_whole(stack: StackSpec, stored: jax.Array, table: str) -> jax.Array:
   """A table on every device, for scores against all of its rows."""
   rows = (_read_compiled if stack.is_in_host else read)(stack, stored, table)
-  return settled(stack.placement.put(host.to_device(settled(rows)), P()))
+  return settled(stack.placement.put(mesh_lib.to_device(settled(rows)), P()))
 
 
 # Eager code cannot move a device's part of an array from one memory to the other.
@@ -95,17 +332,17 @@ def _store(
   for name, value in tables.items():
     index = stack.indices[name]
     if stack.placement.is_local:
-      value = placing.copied_like(value, stored)  # a donated step deletes what we store
+      value = copied_like(value, stored)  # a donated step deletes what we store
       stored = with_block(stack, stored, index, value)
       continue
     chosen, spec = view(stack, name, stored.ndim, compact), stack.specs[stored.ndim]
 
     def per_device(stored, value, index=index, chosen=chosen):
-      is_moved = stack.is_in_host and not views.is_stored_so(stack.layout, chosen)
-      value = host.to_device(value) if is_moved else value
-      rows = views.write(stack.layout, index, stack.dim, chosen, value)
+      is_moved = stack.is_in_host and not is_stored_so(stack.layout, chosen)
+      value = mesh_lib.to_device(value) if is_moved else value
+      rows = write_view(stack.layout, index, stack.dim, chosen, value)
       new = with_block(stack, stored, index, rows)
-      return host.to_host(new) if stack.is_in_host else new
+      return mesh_lib.to_host(new) if stack.is_in_host else new
 
     stored = stack.placement.run(per_device, (spec, chosen.spec), spec)(stored, value)
   return stored
@@ -122,7 +359,7 @@ def shapes(
       where = _where(stack, view(stack, table, stored.ndim, compact))
       if isinstance(where, P):
         where = stack.placement.sharding(where)
-        where = where.with_memory_kind(host.KIND) if stack.is_in_host else where
+        where = where.with_memory_kind(mesh_lib.HOST) if stack.is_in_host else where
     dims = (stack.size(table), stack.dim)[: stored.ndim]
     return jax.ShapeDtypeStruct(dims, stored.dtype, sharding=where)
 
@@ -132,20 +369,20 @@ def shapes(
 def view(stack: StackSpec, table: str, ndim: int, compact: bool = False) -> View:
   """How a table, or a slot of one value per row, is split where users see it."""
   compact = compact and not stack.is_in_host
-  return views.choose(stack.layout, stack.indices[table], stack.dim, ndim, stack.placement, compact)
+  return choose_view(stack.layout, stack.indices[table], stack.dim, ndim, stack.placement, compact)
 
 
 def _where(stack: StackSpec, chosen: View) -> Any:
   """A view's spec, or its sharding where the mesh of the storage has none for it."""
   if chosen.kind != "columns" or chosen.parts == stack.layout.shards:
     return chosen.spec
-  return placing.compact(stack.placement, chosen.kept, chosen.parts)
+  return compact_sharding(stack.placement, chosen.kept, chosen.parts)
 
 
 def _reshaped(stack: StackSpec, x: jax.Array, table: str) -> jax.Array:
   """`[V, D]` or `[V]` of what `read` returns of a compact view; outside of jitted functions."""
   where = _where(stack, view(stack, table, x.ndim, compact=True))
-  return x if isinstance(where, P) else placing.same_parts(stack.placement, x, stack.dim, where)
+  return x if isinstance(where, P) else same_parts(stack.placement, x, stack.dim, where)
 
 
 def _place(stack: StackSpec, value: Any, table: str, stored: jax.Array, compact: bool) -> jax.Array:
@@ -153,14 +390,12 @@ def _place(stack: StackSpec, value: Any, table: str, stored: jax.Array, compact:
   chosen = view(stack, table, stored.ndim, compact)
   where = _where(stack, chosen)
   if stack.is_in_host and not is_traced(value):
-    return placing.place_whole(
-      stack.placement, value, stored.dtype, placing.in_host(stack.placement, where)
-    )
-  value = placing.place_whole(stack.placement, value, stored.dtype, where)
+    return place_whole(stack.placement, value, stored.dtype, in_host(stack.placement, where))
+  value = place_whole(stack.placement, value, stored.dtype, where)
   if isinstance(where, P):
     return value
   columns = stack.dim // chosen.parts * stack.layout.shards
-  return placing.same_parts(stack.placement, value, columns, chosen.spec)
+  return same_parts(stack.placement, value, columns, chosen.spec)
 
 
 # All tables in one program: of many that communicate, started one after another, XLA:CPU may run

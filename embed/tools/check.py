@@ -35,7 +35,8 @@ from flax import nnx
 
 import embed
 from embed import config as config_lib
-from embed.engine import host
+from embed.engine import backends
+from embed.engine import mesh as mesh_lib
 from embed.kernels import sparse_core
 from embed.optimizers import OPTIMIZERS, named
 from embed.planning import Plan
@@ -167,7 +168,7 @@ def run(where: Mapping[str, dict[str, Any]] | None = None) -> Iterator[Result]:
 def places() -> dict[str, dict[str, Any]]:
   """Arguments of `_make` by name: of one device, of all local ones, and of the host's memory."""
   arguments: dict[str, dict[str, Any]] = {"one device": {}}
-  if sparse_core.is_wanted(None):
+  if backends.is_on(sparse_core.SWITCH, default=False):
     arguments["one device, 128 columns"] = {"dim": 128}  # a kernel of its own
   devices, on_all = jax.local_devices(), {}
   if len(devices) > 1:
@@ -175,8 +176,8 @@ def places() -> dict[str, dict[str, Any]]:
     on_all = {"mesh": mesh, "sharding": "mod"}
     for strategy in ("mod", "div", "column", "replicated"):
       arguments[f"{len(devices)} devices, {strategy}"] = on_all | {"sharding": strategy}
-  if jax.default_backend() in host.PLATFORMS:
-    arguments["memory of the host"] = on_all | {"memory": "host"}
+  if jax.default_backend() in mesh_lib.HOST_PLATFORMS:
+    arguments["memory of the host"] = on_all | {"storage": "host"}
   return arguments
 
 
@@ -184,7 +185,7 @@ def _make(features: Any, place: Mapping[str, Any], optimizer: Any = None) -> emb
   mesh, strategy = place.get("mesh"), place.get("sharding", "mod")
   plan = Plan.uniform(features, optimizer, mesh, "data", strategy)
   for name in plan:
-    plan[name].memory = place.get("memory", "device")
+    plan[name].storage = place.get("storage", "auto")
   return embed.SparseEmbed(features, optimizer, plan=plan, rngs=nnx.Rngs(0))
 
 
@@ -192,7 +193,7 @@ Check = Callable[[dict[str, Any]], Iterator[Result]]
 
 
 def _is_brief(place: Mapping[str, Any]) -> bool:
-  return place.get("sharding", "mod") != "mod" or "memory" in place
+  return place.get("sharding", "mod") != "mod" or "storage" in place
 
 
 def _guarded(what: str, where: str, check: Check, place: dict[str, Any]) -> Iterator[Result]:
@@ -342,7 +343,7 @@ def _check_optimizers(place: dict[str, Any]) -> Iterator[Result]:
   cases = optimizers()
   if _is_brief(place):
     cases = {name: cases[name] for name in OTHER_WAYS}
-  if "memory" in place:  # tables in the host's memory refuse optimizers that move every row
+  if "storage" in place:  # tables in the host's memory refuse optimizers that move every row
     cases = {
       name: (kind, config)
       for name, (kind, config) in cases.items()

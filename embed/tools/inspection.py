@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from embed.engine import jax_internals
-from embed.tools import text
+from embed import planning
+from embed.engine import cost, jax_internals
 from embed.tools.profiling import Profile
 
 
@@ -101,11 +101,11 @@ def _checkpoint(path: Path, shapes_only: bool) -> str:
     x for tables in nodes.values() for arrays in tables.values() for x in arrays.values()
   ]
   total = (
-    f"tables: {len(lines) - 1}, {text.size(sum(map(_bytes, of_tables)))} with their slots; "
+    f"tables: {len(lines) - 1}, {cost.readable(sum(map(_bytes, of_tables)))} with their slots; "
     f"other arrays: {len(leaves) - len(of_tables)}, "
-    f"{text.size(sum(map(_bytes, leaves)) - sum(map(_bytes, of_tables)))}"
+    f"{cost.readable(sum(map(_bytes, leaves)) - sum(map(_bytes, of_tables)))}"
   )
-  return f"{path}\n\n{text.aligned(lines, left=(0, 5))}\n\n{total}"
+  return f"{path}\n\n{planning.aligned(lines, left=(0, 5))}\n\n{total}"
 
 
 _HEADER = ("table", "rows", "dim", "dtype", "bytes", "slots", "row norm", "untouched")
@@ -128,7 +128,7 @@ def _shapes(arrays: Mapping[str, Any]) -> tuple[str, ...]:
   """The cells of a table that its metadata tells: rows, dim, dtype, bytes and slots."""
   rows, dim = arrays["parameters"].shape
   slots = ", ".join(name for name in arrays if name != "parameters")
-  total = text.size(sum(map(_bytes, arrays.values())))
+  total = cost.readable(sum(map(_bytes, arrays.values())))
   return str(rows), str(dim), str(arrays["parameters"].dtype), total, slots
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import initializers, structure
-from embed.engine.layout import Layout
+from embed.engine.stack import Layout
 from embed.layer import SparseEmbed
 from embed.optimizers import OPTIMIZERS, RowOptimizer, named
 

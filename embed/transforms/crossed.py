@@ -9,7 +9,6 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import inputs as inputs_lib
-from embed import padding
 from embed.transforms import hashing, kinds
 from embed.transforms.columns import Column, raw_feature, set_integer
 
@@ -104,7 +103,7 @@ class Crossed:
     if self.max_valency is None and inputs_lib.Ragged in column_kinds:
       return tuples
     width = self.max_valency or math.prod(bag.width for bag in bags)
-    padded = padding.to_padded(tuples, width, truncate=self.truncate)
+    padded = inputs_lib.to_padded(tuples, width, truncate=self.truncate)
     return inputs_lib.Padded(padded.values.reshape(*batch, width))
 
   def read(self, batch: Mapping[str, Any], name: str) -> tuple[Any, Any]:

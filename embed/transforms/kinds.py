@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from embed import inputs as inputs_lib
-from embed import padding
 from embed.transforms import hashing
 
 
@@ -40,7 +39,7 @@ def flatten(column: Any, max_valency: int | None = None, truncate: bool = False)
   def pad(bags):
     if max_valency is None and not is_list:
       return bags
-    return padding.to_padded(bags, max_valency, truncate=truncate)
+    return inputs_lib.to_padded(bags, max_valency, truncate=truncate)
 
   if isinstance(column, (inputs_lib.Ragged, inputs_lib.Sparse)):
     values = hashing.to_array(column.values)
@@ -114,7 +113,7 @@ def value_positions(flat: FlatColumn) -> tuple[np.ndarray, type]:
   indices = flat.rebuild(np.arange(len(flat.values)))
   kind = type(indices)
   if kind in (inputs_lib.Ragged, inputs_lib.Sparse):
-    indices = padding.to_padded(indices)
+    indices = inputs_lib.to_padded(indices)
   if isinstance(indices, inputs_lib.Padded):
     return indices.values, kind
   is_column = indices.ndim > 1 and indices.shape[-1] == 1

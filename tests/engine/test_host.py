@@ -13,7 +13,7 @@ from stored_tables import TwoTables, fetched, train_step, wave
 from suites import full_unless
 
 import embed
-from embed.engine import host
+from embed.engine import mesh as mesh_lib
 
 V = 64
 OPTIMIZERS = {
@@ -32,7 +32,7 @@ def stored(layer):
 
 
 def assert_in_host(layer):
-  assert {x.sharding.memory_kind for x in stored(layer)} == {host.KIND}
+  assert {x.sharding.memory_kind for x in stored(layer)} == {mesh_lib.HOST}
 
 
 # --- by hand --------------------------------------------------------------------------------------
@@ -43,11 +43,11 @@ def test_one_step_by_hand():
     4, 2, optimizer=embed.sgd(0.5), initializer=jax.nn.initializers.ones, name="t"
   )
   plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(2, np.int32))
-  plan["t"].memory = "host"
+  plan["t"].storage = "host"
   layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
   activations, residual = layer.lookup(np.array([3, -1]))
   assert activations.tolist() == [[1, 1], [0, 0]]
-  assert activations.sharding.memory_kind != host.KIND
+  assert activations.sharding.memory_kind != mesh_lib.HOST
   layer.apply_gradients(jnp.ones((2, 2)), residual)
   assert np.asarray(layer.tables["t"]).tolist() == [[1, 1], [1, 1], [1, 1], [0.5, 0.5]]
   assert_in_host(layer)
@@ -60,7 +60,7 @@ def test_one_step_by_hand():
 def test_steps_equal_those_of_tables_on_the_device(name):
   """But for the order of sums."""
   given = features(OPTIMIZERS[name])
-  layer = made(given, memory="host")
+  layer = made(given, storage="host")
   assert_close(train(layer, 4), train(made(given), 4), scale=2e-5)
   assert_in_host(layer)
 
@@ -80,7 +80,7 @@ def test_steps_equal_those_of_tables_on_the_device(name):
 def test_steps_on_a_mesh(settings, kind):
   given, mesh = features(embed.rowwise_adagrad(0.125)), make_mesh(kind)
   with jax.set_mesh(mesh):
-    layer = made(given, mesh, memory="host", **settings)
+    layer = made(given, mesh, storage="host", **settings)
     found, wanted = train(layer, 3), train(made(given, mesh, **settings), 3)
   assert_close(found, wanted, scale=2e-5)
   assert_in_host(layer)
@@ -89,7 +89,7 @@ def test_steps_on_a_mesh(settings, kind):
 @pytest.mark.full
 def test_rows_that_were_not_looked_up_keep_their_bits():
   given = features(embed.adagrad(0.5))
-  (_, before), (_, after) = (train(made(given, memory="host"), n) for n in (1, 3))
+  (_, before), (_, after) = (train(made(given, storage="host"), n) for n in (1, 3))
   for key in ("parameters", "accumulators"):
     np.testing.assert_array_equal(after["a"][key][20:], before["a"][key][20:])
     assert (after["a"][key] != before["a"][key]).any()
@@ -98,7 +98,7 @@ def test_rows_that_were_not_looked_up_keep_their_bits():
 @pytest.mark.full
 def test_bfloat16_rows_are_rounded_as_on_the_device():
   given = features(embed.adagrad(0.5), dtype=jnp.bfloat16)
-  layers = [made(given, memory=memory) for memory in ("host", "device")]
+  layers = [made(given, storage=storage) for storage in ("host", "auto")]
   for layer in layers:
     activations, residual = layer.lookup(batch(0))
     layer.apply_gradients(jax.tree.map(jnp.ones_like, activations), residual, step=3)
@@ -120,7 +120,7 @@ def test_no_array_of_a_tables_size_is_on_the_device(devices):
   rows = 40_000
   table = embed.TableConfig(rows, 8, optimizer=embed.adagrad(0.125), name="t")
   plan = embed.plan(embed.FeatureConfig(table), mesh, np.zeros(16, np.int32))
-  plan["t"].memory, plan["t"].strategy = "host", "div"
+  plan["t"].storage, plan["t"].strategy = "host", "div"
   layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
   graphdef, state = nnx.split((layer, embed.Optimizer(layer, optax.sgd(0.1))))
 
@@ -145,9 +145,9 @@ def test_checkpoints_and_deltas_go_both_ways(strategy, tmp_path):
   settings = {"strategy": strategy} if strategy else {}
   mesh = make_mesh() if strategy else None
   given = features(embed.rowwise_adagrad(0.5))
-  for number, memory in enumerate(["host", "device"]):
-    source = made(given, mesh, memory=memory, **settings)
-    target = made(given, mesh, memory={"host": "device", "device": "host"}[memory], **settings)
+  for number, storage in enumerate(["host", "auto"]):
+    source = made(given, mesh, storage=storage, **settings)
+    target = made(given, mesh, storage={"host": "auto", "auto": "host"}[storage], **settings)
     train(source, 2)
     with ocp.StandardCheckpointer() as checkpointer:
       path = tmp_path / str(number)
@@ -162,12 +162,12 @@ def test_checkpoints_and_deltas_go_both_ways(strategy, tmp_path):
     assert 0 < delta.num_rows < 3 * V
     embed.deltas.apply(delta, 0, model=target)
     assert_equal(fetched(target.variables), fetched(source.variables))
-    assert_in_host(source if memory == "host" else target)
+    assert_in_host(source if storage == "host" else target)
 
 
 def test_attend_export_and_loaded_rows():
   given = features(embed.adagrad(0.5))
-  in_host, on_device = (made(given, memory=memory) for memory in ("host", "device"))
+  in_host, on_device = (made(given, storage=storage) for storage in ("host", "auto"))
   rows = np.random.default_rng(0).normal(size=(V, 16)).astype(np.float32)
   for layer in (in_host, on_device):
     layer.load_variables({"a": {"parameters": rows, "accumulators": rows**2}})
@@ -186,7 +186,7 @@ def sources(dtype):
   rows, slots = np.arange(12.0).reshape(6, 2), np.arange(6.0)
   for where in ("host", "mesh", "other"):
     mesh = make_mesh() if where == "mesh" else None
-    layer = small(dtype, mesh, "host" if where == "host" else "device")
+    layer = small(dtype, mesh, "host" if where == "host" else "auto")
     layer.load_variables({"t": {"parameters": rows, "accumulators": slots}})
     if where == "other":
       state = nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable))
@@ -194,10 +194,10 @@ def sources(dtype):
     yield layer
 
 
-def small(dtype, mesh=None, memory="device"):
+def small(dtype, mesh=None, storage="auto"):
   table = embed.TableConfig(6, 2, name="t", dtype=dtype, optimizer=embed.rowwise_adagrad(0.5))
   plan = embed.plan({"x": embed.FeatureConfig(table)}, mesh, {"x": np.zeros(8, np.int32)})
-  plan["t"].memory = memory
+  plan["t"].storage = storage
   return embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
 
 
@@ -211,13 +211,13 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("memory", ["device", "host"])
-def test_loaded_arrays_are_where_the_plan_says(memory, dtype):
+@pytest.mark.parametrize("storage", ["auto", "host"])
+def test_loaded_arrays_are_where_the_plan_says(storage, dtype):
   """A table kept the memory, and the devices, of the array that it was loaded from."""
   ids = {"x": np.array([5, 0], np.int32)}
   for source in sources(dtype):
     for entry in ENTRIES.values():
-      target = small(dtype, memory=memory)
+      target = small(dtype, storage=storage)
       before = [x.sharding for x in stored(target)]
       entry(source, target)
       assert [x.sharding for x in stored(target)] == before
@@ -247,7 +247,7 @@ def test_initial_values_are_those_of_tables_on_the_device():
   normal = jax.nn.initializers.normal(0.5)
   for initializer in (None, embed.row_wise(normal), normal):
     given = features(embed.adagrad_momentum(slot_init={"momenta": normal}), initializer=initializer)
-    layers = [made(given, memory=memory) for memory in ("host", "device")]
+    layers = [made(given, storage=storage) for storage in ("host", "auto")]
     assert_equal(*(fetched(layer.variables) for layer in layers))
 
 
@@ -264,11 +264,10 @@ def test_a_table_of_four_times_the_memory_trains_from_the_host(devices):
   ids = {"large": np.arange(16, dtype=np.int32), "small": np.arange(16, dtype=np.int32)}
   hbm = 80_000 * 16 * 4 // devices // 4
   assert (
-    embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm * 9)["large"].memory
-    == "device"
+    embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm * 9)["large"].storage == "auto"
   )
   plan = embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm)
-  assert (plan["large"].memory, plan["small"].memory) == ("host", "device")
+  assert (plan["large"].storage, plan["small"].storage) == ("host", "auto")
   assert plan.fits
   assert "large: in the memory of the host" in repr(plan)
   in_host = 2 * 80_000 * 16 * 4 // devices
@@ -290,20 +289,20 @@ def test_what_does_not_fit_anywhere_is_said():
   given = embed.FeatureConfig(embed.TableConfig(1000, 16, name="t"))
   dense = embed.adam(lazy_adam=False)
   plan = embed.plan(given, None, np.zeros(4, np.int32), dense, hbm_bytes=1000)
-  assert plan["t"].memory == "device"
+  assert plan["t"].storage == "auto"
   assert "does not fit 1000" in repr(plan)
-  plan["t"].memory = "host"
-  with pytest.raises(ValueError, match='memory="host": its optimizer moves every row'):
+  plan["t"].storage = "host"
+  with pytest.raises(ValueError, match='storage="host": its optimizer moves every row'):
     embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match=r"memory must be one of \('device', 'host'\). Got 'disk'"):
-    plan["t"].memory = "disk"
+  with pytest.raises(ValueError, match=r"storage must be one of .*'host'.*Got 'disk'"):
+    plan["t"].storage = "disk"
 
 
 def test_gpus_are_refused(monkeypatch):
-  monkeypatch.setattr(host, "PLATFORMS", ("tpu",))
+  monkeypatch.setattr(mesh_lib, "HOST_PLATFORMS", ("tpu",))
   plan = embed.plan(features(embed.sgd(0.5)), None, batch(0), hbm_bytes=1000)
-  assert plan["a"].memory == "device"
-  plan["a"].memory = "host"
+  assert plan["a"].storage == "auto"
+  plan["a"].storage = "host"
   with pytest.raises(
     ValueError, match='for TPUs and CPUs, and these devices are of the platform "cpu"'
   ):
@@ -316,13 +315,13 @@ def test_only_what_helps_is_moved():
   given = {"tiny": embed.FeatureConfig(tiny)}
   ids = {"tiny": np.zeros(1, np.int32), "big": np.zeros(100_000, np.int32)}
   for optimizer, memories in (
-    (embed.sgd(0.1), {"big": "host", "tiny": "device"}),
-    (embed.adam(lazy_adam=False), {"big": "device", "tiny": "device"}),
+    (embed.sgd(0.1), {"big": "host", "tiny": "auto"}),
+    (embed.adam(lazy_adam=False), {"big": "auto", "tiny": "auto"}),
   ):
     big = embed.TableConfig(100_000, 16, optimizer=optimizer, name="big")
     features = given | {"big": embed.FeatureConfig(big)}
     plan = embed.plan(features, None, ids, embed.sgd(0.1), hbm_bytes=1 << 20)
-    assert {name: plan[name].memory for name in plan} == memories
+    assert {name: plan[name].storage for name in plan} == memories
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -331,7 +330,7 @@ def test_stores_and_looks_ahead_under_jit(kind):
   mesh = make_mesh(kind)
   table = embed.TableConfig(V, 8, optimizer=embed.adagrad(0.125), name="t")
   plan = embed.plan(embed.FeatureConfig(table), mesh, np.zeros(16, np.int32))
-  plan["t"].memory, plan["t"].strategy = "host", "div"
+  plan["t"].storage, plan["t"].strategy = "host", "div"
   with jax.set_mesh(mesh):
     layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
     nnx.jit(lambda layer, rows: layer.load_tables({"t": rows}))(layer, jnp.ones((V, 8)))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embed.engine.layout import Layout
+from embed.engine.stack import Layout
 
 pytestmark = pytest.mark.usefixtures("strict")
 

@@ -15,8 +15,10 @@ from stored_tables import TwoTables, fetched
 from suites import full_unless
 
 import embed
-from embed.engine import packing
-from embed.engine.packing import Lines
+from embed.engine import mesh as mesh_lib
+from embed.engine import rows as rows_lib
+from embed.engine import stack as stack_lib
+from embed.engine.rows import Lines
 
 V = 61  # no multiple of the rows of a line
 SETUP = TwoTables(V, below=V, drops=True)
@@ -26,7 +28,7 @@ features, batch, made, train = SETUP.features, SETUP.batch, SETUP.made, SETUP.tr
 @pytest.fixture(params=[pytest.param("rows", marks=pytest.mark.full), "lines"])
 def as_on(request, monkeypatch):
   """As CPUs and GPUs do it, and as TPUs do, which read and write parts of lines."""
-  monkeypatch.setattr(packing, "has_lines", lambda kind: request.param == "lines")
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: request.param == "lines")
   return request.param
 
 
@@ -35,7 +37,7 @@ def as_on(request, monkeypatch):
 
 def test_four_rows_to_a_line():
   rows = jnp.arange(8.0)[:, None] * jnp.ones(32)
-  lines = packing.pack(rows)
+  lines = rows_lib.pack(rows)
   assert lines.shape == (2, 128)
   assert lines[0, ::32].tolist() == [0, 1, 2, 3]
   assert lines[1, ::32].tolist() == [4, 5, 6, 7]
@@ -45,16 +47,16 @@ def test_four_rows_to_a_line():
 
 def test_rows_that_fill_no_power_of_two_are_filled_up():
   rows = jnp.arange(5 * 16.0).reshape(16, 5)
-  lines = packing.pack(rows)
+  lines = rows_lib.pack(rows)
   assert lines.shape == (1, 128)
   assert lines[0, :9].tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 5]
-  assert packing.unpack(lines, 5).tolist() == rows.tolist()
+  assert rows_lib.unpack(lines, 5).tolist() == rows.tolist()
 
 
 def test_wide_rows_take_whole_lines():
   rows = jnp.arange(2 * 200.0).reshape(2, 200)
-  assert packing.pack(rows).shape == (2, 256)
-  assert Lines(packing.pack(rows), 200).take(jnp.array([1])).tolist() == rows[1:].tolist()
+  assert rows_lib.pack(rows).shape == (2, 256)
+  assert Lines(rows_lib.pack(rows), 200).take(jnp.array([1])).tolist() == rows[1:].tolist()
 
 
 # --- a property -----------------------------------------------------------------------------------
@@ -63,23 +65,23 @@ def test_wide_rows_take_whole_lines():
 @given(st.sampled_from([1, 7, 8, 16, 33, 64, 100, 130]), st.integers(1, 4), st.data())
 def test_lines_equal_rows(width, units, data):
   """Ids may repeat where rows are read or added, and be no row anywhere."""
-  size = units * packing.rows_per_line(width)
+  size = units * stack_lib.rows_per_line(width)
   draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
   table = draw.integers(-9, 9, (size, width)).astype(np.float32)
   ids = np.array(data.draw(st.lists(st.integers(-3, size + 3), min_size=1, max_size=20)), np.int32)
   rows = draw.integers(-9, 9, (len(ids), width)).astype(np.float32)
-  lines, is_row = Lines(packing.pack(table), width), (ids >= 0) & (ids < size)
+  lines, is_row = Lines(rows_lib.pack(table), width), (ids >= 0) & (ids < size)
   read = np.where(is_row[:, None], table[np.clip(ids, 0, size - 1)], 0)
   np.testing.assert_array_equal(lines.take(jnp.asarray(ids)), read)
   added = table.copy()
   np.add.at(added, ids[is_row], rows[is_row])
-  found = packing.unpack(lines.add(jnp.asarray(ids), rows).array, width)
+  found = rows_lib.unpack(lines.add(jnp.asarray(ids), rows).array, width)
   np.testing.assert_array_equal(found, added)
   distinct, first = np.unique(ids, return_index=True)
   written, chosen = table.copy(), is_row[first]
   written[distinct[chosen]] = rows[first][chosen]
   put = lines.put(jnp.asarray(distinct), rows[first])
-  np.testing.assert_array_equal(packing.unpack(put.array, width), written)
+  np.testing.assert_array_equal(rows_lib.unpack(put.array, width), written)
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -104,10 +106,10 @@ def cases():
 @pytest.mark.usefixtures("fully_compiled")  # bits are compared
 @pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases()))
 def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(optimizer, devices, dim, monkeypatch):
-  monkeypatch.setattr(packing, "has_lines", lambda kind: False)
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: False)
   mesh = make_mesh() if devices == 8 else None
   given = features(optimizer, dim)
-  layers = [made(given, mesh, packed=packed) for packed in (True, False)]
+  layers = [made(given, mesh, storage=way) for way in ("packed", "rows")]
   is_packed = [stack.is_packed for stack in layers[0].spec.stacks.values()]
   assert all(is_packed) == optimizer.lazy
   (_, packed), (_, plain) = (train(layer, 20) for layer in layers)
@@ -117,10 +119,10 @@ def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(optimizer, devices,
 @pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases()))
 def test_steps_on_lines_equal_those_on_rows(optimizer, devices, dim, monkeypatch):
   """But for the order of sums, which accelerators choose themselves."""
-  monkeypatch.setattr(packing, "has_lines", lambda kind: True)
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: True)
   mesh = make_mesh() if devices == 8 else None
   given = features(optimizer, dim)
-  packed, plain = (train(made(given, mesh, packed=packed), 3) for packed in (True, False))
+  packed, plain = (train(made(given, mesh, storage=way), 3) for way in ("packed", "rows"))
   assert_close(packed, plain, scale=2e-5)
 
 
@@ -140,14 +142,16 @@ def test_steps_on_a_mesh(as_on, settings, kind):
   mesh = make_mesh(kind)
   given = features(embed.adagrad(0.5), 32)
   with jax.set_mesh(mesh):
-    packed, plain = (train(made(given, mesh, packed=p, **settings), 3) for p in (True, False))
+    packed, plain = (
+      train(made(given, mesh, storage=way, **settings), 3) for way in ("packed", "rows")
+    )
   assert_close(packed, plain, scale=2e-5)
 
 
 @pytest.mark.full
 def test_bfloat16_with_stochastic_rounding(as_on):
   given = features(embed.adagrad(0.5), dtype=jnp.bfloat16, stochastic_rounding=True)
-  layers = [made(given, packed=packed) for packed in (True, False)]
+  layers = [made(given, storage=way) for way in ("packed", "rows")]
   for layer in layers:
     activations, residual = nnx.jit(lambda layer, ids: layer.lookup(ids))(layer, batch(0))
     layer.apply_gradients(jax.tree.map(jnp.ones_like, activations), residual, step=3)
@@ -160,7 +164,7 @@ def test_places_that_fill_up_a_line_are_never_read_nor_trained(as_on):
   """Padding is the first number that is no row, which in a packed array is a place."""
   table = embed.TableConfig(5, 4, optimizer=embed.sgd(1.0), combiner="sum", name="t")
   plan = embed.plan(embed.FeatureConfig(table), None, np.zeros(4, np.int32))
-  plan["t"].packed = True
+  plan["t"].storage = "packed"
   layer = embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
   look_up = nnx.jit(lambda layer, ids: layer.lookup(ids), graph=False)
   activations, residual = look_up(layer, np.array([4, 5, 6, -1]))
@@ -181,10 +185,11 @@ def test_places_that_fill_up_a_line_are_never_read_nor_trained(as_on):
 def test_checkpoints_and_deltas_go_both_ways(as_on, settings):
   mesh = make_mesh() if settings else None
   optimizer = embed.rowwise_adagrad(0.5)
-  for direction in (True, False):
+  for direction in ("packed", "rows"):
     given = features(optimizer, 16)
-    source = made(given, mesh, packed=direction, **settings)
-    target = made(given, mesh, packed=not direction, **settings)
+    source = made(given, mesh, storage=direction, **settings)
+    back = {"packed": "rows", "rows": "packed"}[direction]
+    target = made(given, mesh, storage=back, **settings)
     embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=source), model=target)
     assert_equal(fetched(target.variables), fetched(source.variables))
     before = embed.deltas.fingerprint(0, model=source)
@@ -197,7 +202,7 @@ def test_checkpoints_and_deltas_go_both_ways(as_on, settings):
 
 def test_attend_export_and_loaded_rows(as_on):
   given = features(embed.adagrad(0.5), 10)
-  packed, plain = (made(given, packed=is_packed) for is_packed in (True, False))
+  packed, plain = (made(given, storage=way) for way in ("packed", "rows"))
   rows = np.random.default_rng(0).normal(size=(V, 10)).astype(np.float32)
   for layer in (packed, plain):
     layer.load_variables({"a": {"parameters": rows, "accumulators": rows**2}})
@@ -216,7 +221,7 @@ def test_initial_values_are_those_of_plain_tables(as_on):
   normal = jax.nn.initializers.normal(0.5)
   for initializer in (None, embed.row_wise(normal), normal):
     given = features(embed.adagrad_momentum(slot_init={"momenta": normal}), initializer=initializer)
-    packed, plain = (made(given, packed=is_packed) for is_packed in (True, False))
+    packed, plain = (made(given, storage=way) for way in ("packed", "rows"))
     assert_equal(fetched(packed.variables), fetched(plain.variables))
 
 
@@ -224,14 +229,22 @@ def test_initial_values_are_those_of_plain_tables(as_on):
 
 
 def test_the_default_follows_the_devices(monkeypatch):
-  monkeypatch.delenv(packing.SWITCH, raising=False)
-  assert packing.is_wanted(None, "TPU v5 lite")
-  assert not packing.is_wanted(None, "cpu")
-  assert not packing.is_wanted(None, "NVIDIA H100 80GB HBM3")
-  assert packing.is_wanted(True, "cpu")
-  monkeypatch.setenv(packing.SWITCH, "0")
-  assert not packing.is_wanted(None, "TPU v6 lite")
-  assert packing.is_wanted(True, "TPU v6 lite")
+  monkeypatch.delenv(stack_lib.PACKING_SWITCH, raising=False)
+  plan = embed.plan(features(embed.adagrad(0.5)), None, batch(0))
+
+  def stored(kind, storage="auto"):
+    monkeypatch.setattr(mesh_lib.Placement, "device_kind", kind)
+    plan["a"].storage = plan["b"].storage = storage
+    (stack,) = plan.stacks().values()
+    return "packed" if stack.is_packed else "rows"
+
+  assert stored("TPU v5 lite") == "packed"
+  assert stored("cpu") == stored("NVIDIA H100 80GB HBM3") == "rows"
+  assert stored("cpu", "packed") == "packed"
+  assert stored("TPU v6 lite", "rows") == "rows"
+  monkeypatch.setenv(stack_lib.PACKING_SWITCH, "0")
+  assert stored("TPU v6 lite") == "rows"
+  assert stored("TPU v6 lite", "packed") == "packed"
 
 
 @pytest.mark.parametrize(
@@ -244,20 +257,20 @@ def test_the_default_follows_the_devices(monkeypatch):
   ],
 )
 def test_a_plan_says_how_tables_are_stored(dim, optimizer, text, monkeypatch):
-  monkeypatch.delenv(packing.SWITCH, raising=False)
+  monkeypatch.delenv(stack_lib.PACKING_SWITCH, raising=False)
   plan = embed.plan(features(optimizer, dim), None, batch(0))
   assert "packed" not in repr(plan)
-  plan["a"].packed = plan["b"].packed = True
+  plan["a"].storage = plan["b"].storage = "packed"
   assert text in repr(plan)
   again = embed.Plan.from_json(plan.to_json(), plan.features)
-  assert again["a"].packed is True
-  with pytest.raises(ValueError, match=r"packed must be True, False or None\. Got 1"):
-    plan["a"].packed = 1
+  assert again["a"].storage == "packed"
+  with pytest.raises(ValueError, match=r"storage must be one of .*'packed'.*Got 'lines'"):
+    plan["a"].storage = "lines"
 
 
 def test_a_plan_counts_what_rows_take():
   """61 and 122 rows of 5 columns are 4 and 8 lines of 16 rows of 8 columns."""
   plan = embed.plan(features(embed.adagrad(0.5), 5), None, batch(0))
-  plan["a"].packed = plan["b"].packed = True
+  plan["a"].storage = plan["b"].storage = "packed"
   (cost,) = plan.costs()
   assert (cost.rows, cost.slots) == (12 * 128 * 4,) * 2

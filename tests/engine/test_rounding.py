@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import embed
-from embed.engine import rounding
+from embed.engine import update
 
 ULP = 2.0**-7  # of bfloat16 from 1 to 2
 
 
 def bits(n, seed=0):
-  return rounding.noise(rounding.key(jnp.arange(n), seed), jnp.arange(1))[:, 0]
+  return update.rounding_noise(update.rounding_key(jnp.arange(n), seed), jnp.arange(1))[:, 0]
 
 
 def make(optimizer, v=64, d=8, value=1.0, **settings):
@@ -49,7 +49,7 @@ def rows(model):
 def test_a_quarter_of_the_way_goes_up_a_quarter_of_the_time():
   for sign in (1.0, -1.0):
     x = jnp.full(4, sign * (1 + ULP / 4))
-    found = rounding.to_bfloat16(x, jnp.array([0, 0xBFFF, 0xC000, 0xFFFF], jnp.uint32))
+    found = update.to_bfloat16(x, jnp.array([0, 0xBFFF, 0xC000, 0xFFFF], jnp.uint32))
     assert found.tolist() == [sign, sign, sign * (1 + ULP), sign * (1 + ULP)]
 
 
@@ -60,7 +60,7 @@ def test_a_quarter_of_the_way_goes_up_a_quarter_of_the_time():
 )
 def test_one_of_the_two_neighbours_and_what_fits_stays(values, noise):
   x = np.array(values, np.float32)
-  found = np.asarray(rounding.to_bfloat16(jnp.asarray(x), jnp.full(x.shape, noise, jnp.uint32)))
+  found = np.asarray(update.to_bfloat16(jnp.asarray(x), jnp.full(x.shape, noise, jnp.uint32)))
   exact = np.asarray(jnp.asarray(x).astype(jnp.bfloat16))
   down = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)  # towards zero
   up = ((x.view(np.uint32) >> 16) + 1 << 16).astype(np.uint32).view(np.float32)
@@ -76,18 +76,18 @@ def test_the_mean_is_the_number():
   n = 2**16
   for part in (1 / 64, 0.3, 0.5, 0.9):
     x = jnp.full(n, 1 + part * ULP)
-    mean = float(jnp.mean(rounding.to_bfloat16(x, bits(n)).astype(jnp.float32)))
+    mean = float(jnp.mean(update.to_bfloat16(x, bits(n)).astype(jnp.float32)))
     assert abs(mean - float(x[0])) < 4 * ULP * np.sqrt(part * (1 - part) / n), part
 
 
 def test_noise_differs_by_row_column_step_and_table():
   """The share of equal bits of any two is a half, within five standard deviations."""
-  base = rounding.noise(rounding.key(jnp.arange(512), 7, 3), jnp.arange(32))
+  base = update.rounding_noise(update.rounding_key(jnp.arange(512), 7, 3), jnp.arange(32))
   others = {
     "row": jnp.roll(base, 1, axis=0),
     "column": jnp.roll(base, 1, axis=1),
-    "step": rounding.noise(rounding.key(jnp.arange(512), 7, 4), jnp.arange(32)),
-    "table": rounding.noise(rounding.key(jnp.arange(512), 8, 3), jnp.arange(32)),
+    "step": update.rounding_noise(update.rounding_key(jnp.arange(512), 7, 4), jnp.arange(32)),
+    "table": update.rounding_noise(update.rounding_key(jnp.arange(512), 8, 3), jnp.arange(32)),
   }
   for name, other in others.items():
     share = float(jnp.mean(jnp.bitwise_count(base ^ other))) / 32

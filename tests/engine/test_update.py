@@ -11,14 +11,12 @@ from hypothesis import given
 
 import embed
 from embed.engine import grads as grads_lib
-from embed.engine import row_step, row_sums, update
-from embed.engine import update_cpu as cpu
+from embed.engine import update
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
-from embed.engine.layout import Layout
-from embed.engine.stack import StackSpec
+from embed.engine.stack import Layout, StackSpec
 
-WAYS = {"hash": cpu.distinct, "sort": row_sums.distinct_by_sort}
+WAYS = {"hash": grads_lib.distinct_by_hash, "sort": grads_lib.distinct_by_sort}
 SIZE = 96  # one shape, one compilation
 
 
@@ -88,8 +86,8 @@ def test_any_length(n):
 @pytest.mark.full
 def test_spans_and_chunks_cover_every_row(monkeypatch):
   """More distinct rows than fit a span, and chunks that do not divide it."""
-  monkeypatch.setattr(cpu, "SPAN", 10)
-  monkeypatch.setattr(cpu, "CHUNK", 3 * 2)
+  monkeypatch.setattr(update, "SPAN", 10)
+  monkeypatch.setattr(grads_lib, "CACHED", 3 * 2)
   rng = np.random.default_rng(0)
   v, d = 200, 2
   ids = rng.permutation(v)[:90].reshape(30, 3).astype(np.int32)
@@ -100,7 +98,7 @@ def test_spans_and_chunks_cover_every_row(monkeypatch):
   part = GradRows(jnp.asarray(grads), jnp.asarray(ids))
   row_step = lambda at, g, x: {"parameters": x["parameters"] - g, "n": x["n"] + 1}
   arrays = {"parameters": jnp.asarray(table), "n": jnp.zeros(v)}
-  stepped = cpu.step_summed(arrays, jnp.asarray(ids.reshape(-1)), [part], row_step)
+  stepped = update.step_summed(arrays, jnp.asarray(ids.reshape(-1)), [part], row_step)
   new = np.asarray(stepped["parameters"])
   wanted, touched = table.copy(), np.zeros(v)
   for row, g in zip(ids, grads, strict=True):
@@ -123,23 +121,23 @@ def test_both_formulations_step_alike():
     jnp.asarray(grads, jnp.float32), Bags(ids, jnp.asarray(gains, jnp.float32))
   )
   stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adam(0.1))
-  scalars = row_step.StepScalars.at(stack, 0)
+  scalars = update.StepScalars.at(stack, 0)
   arrays = {
     "parameters": jnp.asarray(rng.normal(size=(v, d)), jnp.float32),
     "momenta": jnp.zeros((v, d)),
     "velocities": jnp.zeros((v, d)),
   }
   on_cpu = update.step_table(stack, scalars, arrays, [part])
-  step = functools.partial(row_step.step_stored, stack, scalars)
-  position, unique, _ = row_sums.distinct_by_sort(grads_lib.flat_ids([part], v), v)
-  sums = row_sums.add_in_chunks(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
+  step = functools.partial(update.step_stored, stack, scalars)
+  position, unique, _ = grads_lib.distinct_by_sort(grads_lib.flat_ids([part], v), v)
+  sums = grads_lib.add_in_chunks(jnp.zeros((100, d)), grads_lib.with_ids([part], position))
   at_once = update.step_in_chunks(stack, step, arrays, unique, sums)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), on_cpu, at_once)
 
 
 def in_chunks_of(size, monkeypatch):
-  monkeypatch.setattr(row_sums, "CHUNK", 0)
-  monkeypatch.setattr(row_sums, "_SMALLEST", size)
+  monkeypatch.setattr(grads_lib, "CHUNK", 0)
+  monkeypatch.setattr(grads_lib, "_SMALLEST", size)
 
 
 @pytest.mark.parametrize("count", [63, 64, 65, 200])
@@ -151,9 +149,9 @@ def test_gradients_that_are_added_in_chunks_are_added_once(count, weighted, monk
   part = GradRows(numbers(count, d), rng.integers(-1, v + 2, (count, 3)).astype(np.int32), gains)
   part = part._replace(ids=np.where(part.ids < 0, v, part.ids))
   to = numbers(v, d)
-  at_once = row_sums.add_in_chunks(jnp.asarray(to), [part, part])
+  at_once = grads_lib.add_in_chunks(jnp.asarray(to), [part, part])
   in_chunks_of(64, monkeypatch)
-  np.testing.assert_array_equal(row_sums.add_in_chunks(jnp.asarray(to), [part, part]), at_once)
+  np.testing.assert_array_equal(grads_lib.add_in_chunks(jnp.asarray(to), [part, part]), at_once)
   expected = to.copy()
   each = np.repeat(part.grads, 3, axis=0) * (1 if gains is None else gains.reshape(-1, 1))
   kept = part.ids.reshape(-1) < v
@@ -166,7 +164,7 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
   """Also those of the last chunk, which begins within the one before it."""
   rng, v, d = np.random.default_rng(0), 300, 4
   stack = StackSpec("t", ("t",), Layout((v,)), d, np.dtype(np.float32), embed.adagrad(0.5))
-  of_rows = functools.partial(row_step.step_stored, stack, row_step.StepScalars.at(stack, 0))
+  of_rows = functools.partial(update.step_stored, stack, update.StepScalars.at(stack, 0))
   arrays = {
     "parameters": rng.normal(size=(v, d)).astype(np.float32),
     "accumulators": np.ones((v, d), np.float32),
@@ -186,6 +184,6 @@ def test_rows_that_are_stepped_in_chunks_step_once(count, monkeypatch):
 def test_what_many_occurrences_of_a_row_sum_to(number, error):
   """What is written at `embed.RowGrads` of sums in float32."""
   ids, grads = jnp.zeros((number, 1), jnp.int32), jnp.full((number, 1), 0.1)
-  summed = row_sums.sum_per_row([GradRows(grads, ids)], 2)
+  summed = grads_lib.sum_per_row([GradRows(grads, ids)], 2)
   assert summed.ids[0] == 0
   np.testing.assert_allclose(summed.values[0, 0], number * np.float32(0.1), rtol=error)

@@ -17,11 +17,10 @@ import numpy as np
 import optax
 
 import embed
-from embed.engine import row_step, update
+from embed.engine import update
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
-from embed.engine.layout import Layout
-from embed.engine.stack import StackSpec
+from embed.engine.stack import Layout, StackSpec
 from embed.kernels import cpu as cpu_kernels
 from embed.kernels.cpu import build, frame
 
@@ -240,7 +239,7 @@ def step(optimizer, size, dim, rng, dtype=np.float32, is_random=False):
   stack = StackSpec(
     "t", ("t",), Layout((size,)), dim, np.dtype(dtype), optimizer, stochastic_rounding=is_random
   )
-  scalars = row_step.StepScalars(jnp.float32(0.1), None, jnp.int32(3) if is_random else None)
+  scalars = update.StepScalars(jnp.float32(0.1), None, jnp.int32(3) if is_random else None)
   update.step_table(stack, scalars, arrays, parts)
 
 

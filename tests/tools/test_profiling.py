@@ -1,7 +1,6 @@
 """What a sample of batches looks up, counted by hand and against what the exchange reports."""
 
 import dataclasses
-import sys
 
 import harness
 import numpy as np
@@ -175,51 +174,6 @@ def test_printed():
     "stored in  most rows of a pair  busiest shard / mean",
     "movie+1                      1                  3.20",
   ]
-
-
-def lines(axes):
-  """The points of each line that has a name, without gaps."""
-  found = {}
-  for line in axes.get_lines():
-    x, y = (np.asarray(values, float) for values in line.get_data())
-    if not line.get_label().startswith("_"):
-      found[line.get_label()] = list(zip(x[~np.isnan(y)], y[~np.isnan(y)], strict=True))
-  return found
-
-
-def test_plotted(tmp_path):
-  """Each panel has what the profile has."""
-  features = two_tables()
-  plan = embed.Plan.uniform(features, None, make_mesh(shape=(2,)), "data", "mod")
-  batches = [
-    {"watched": embed.Padded([[3, 7, 3], [11, -1, -1]]), "user": np.arange(2)},
-    {"watched": embed.Padded([[3, -1, -1], [3, -1, -1]])},
-  ]
-  profile = embed.profile(features, batches, plan)
-  figure = profile.plot(tmp_path / "sample.png")
-  assert (tmp_path / "sample.png").read_bytes().startswith(b"\x89PNG")
-  bags, popularity, distinct, load = map(lines, figure.axes)
-  assert bags == {"movie": [(1, 0.75), (3, 0.25)], "user": [(1, 1.0)]}
-  assert popularity["movie"] == [(1, 4 / 6), (2, 1 / 6), (3, 1 / 6)]
-  assert distinct == {"movie": [(0, 3), (1, 1)], "user": [(0, 2)]}
-  (shards,) = load.values()
-  # Shard 0 is asked for row 0 of user; shard 1 for 3, 7 and 11 of movie and 1 of user, and in the
-  # second batch by each device for 3.
-  assert shards == [(0, 1 / 3.5), (1, 6 / 3.5)]
-  assert [text.get_text() for text in figure.legends[0].get_texts()] == ["movie", "user"]
-  assert len(embed.profile(features, batches).plot().axes) == 3
-
-
-def test_a_plot_of_many_tables_names_some(monkeypatch):
-  tables = {f"t{i:02d}": embed.TableConfig(4, 2, name=f"t{i:02d}") for i in range(22)}
-  features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
-  figure = embed.profile(features, [dict.fromkeys(features, np.array([1, 2]))]).plot()
-  (legend,) = figure.legends
-  assert len(legend.get_texts()) == 20
-  assert legend.get_title().get_text() == "and 2 more"
-  monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-  with pytest.raises(ImportError, match=r"pip install -e '\.\[recipes\]'"):
-    embed.profile(features, [dict.fromkeys(features, np.array([1, 2]))]).plot()
 
 
 def test_another_file_is_no_profile(tmp_path):

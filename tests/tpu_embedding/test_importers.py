@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import embed
-from embed.engine.layout import Layout
+from embed.engine.stack import Layout
 
 # ------------------------------------------------------------- what stands for TensorFlow
 

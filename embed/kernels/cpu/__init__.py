@@ -15,6 +15,7 @@ traced.
 import functools
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed.config import QuantizationConfig
+from embed.engine import backends, jax_internals, lookup
 from embed.engine import bags as bags_lib
-from embed.engine import jax_internals, lookup, switches
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
-from embed.engine.packing import Lines
+from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, StackSpec
 
 SWITCH = "SPARSE_EMBED_KERNELS"
@@ -40,7 +41,7 @@ _kernel_p = jax_internals.kernel_primitive("sparse_embed_kernel")
 
 def is_on() -> bool:
   """Whether kernels are taken where there is one."""
-  return switches.is_on(SWITCH, default=True) and jax.default_backend() == "cpu" and _is_supported()
+  return backends.is_on(SWITCH, default=True) and jax.default_backend() == "cpu" and _is_supported()
 
 
 @functools.cache
@@ -257,3 +258,6 @@ def _row_step(
   except equations.Unsupported:
     return None
   return build.row_step(program), numbers
+
+
+backends.register("cpu", sys.modules[__name__])

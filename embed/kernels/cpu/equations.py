@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from embed.engine import rounding
+from embed.engine import update
 from embed.engine.jax_internals import Literal
 from embed.kernels.cpu import frame, memory
 
@@ -314,9 +314,9 @@ def _power(b: Any, x: Any, exponent: int) -> Any:
 def _scramble(b: Any, x: Any) -> Any:
   """`rounding.scramble`."""
   of = lambda number: memory.constant(x.type, number)
-  for shift, factor in rounding.SCRAMBLE:
+  for shift, factor in update.SCRAMBLE:
     x = b.mul(b.xor(x, b.lshr(x, of(shift))), of(factor))
-  return b.xor(x, b.lshr(x, of(rounding.LAST_SHIFT)))
+  return b.xor(x, b.lshr(x, of(update.LAST_SHIFT)))
 
 
 class _Emitter:
@@ -366,7 +366,7 @@ class _Emitter:
       b.load(b.gep(words, [b.add(begin, _WORD(i))])) for i in range(RULE)
     )
     number = b.add(b.mul(b.sub(row, first), scale), base)
-    return b.add(_scramble(b, b.xor(number, shared)), b.mul(column, _INT(rounding.GOLDEN)))
+    return b.add(_scramble(b, b.xor(number, shared)), b.mul(column, _INT(update.GOLDEN)))
 
   def noise(self, offset: Any, kind: Any) -> Any:
     """Random bits for the elements from an offset on; None if rows are rounded to the nearest."""
@@ -378,7 +378,7 @@ class _Emitter:
       like = ir.VectorType(_INT, kind.count)
       steps = ir.Constant(like, [*range(kind.count)])
     column = b.add(memory.splat(b, b.trunc(offset, _INT), like), steps)
-    spread = b.mul(column, memory.constant(like, rounding.GOLDEN))
+    spread = b.mul(column, memory.constant(like, update.GOLDEN))
     return _scramble(b, b.add(memory.splat(b, self.key, like), spread))
 
   def store(self, name: str, at: Any, value: Any) -> None:

@@ -1,20 +1,24 @@
 """Rows by the SparseCores of TPUs: the one place that chooses them.
 
 Rows are read and written, and bags of float32 rows summed, by the kernels of `kernels`, which
-`access` calls; what is computed between a read and a write, as every optimizer's equation, is
-XLA's. The formulations of `lookup` and `access` define the meaning, and run everywhere else.
+`rows` calls; what is computed between a read and a write, as every optimizer's equation, is
+XLA's. The formulations of `lookup` and `rows` define the meaning, and run everywhere else.
 
 No TPU has run the kernels: they are compiled for v5p, v6e and TPU7x, and checked on CPU by
-emulation. Hence they are off, unless a table's `TablePlan.sparse_core` is True or the environment
-variable `SPARSE_EMBED_SPARSE_CORES` is 1 when a layer is made.
+emulation. Hence they are off, unless a table's `TablePlan.storage` is "sparse_core". For tests,
+`SPARSE_EMBED_SPARSE_CORES=1` in the environment turns them on for all tables that can.
 """
 
 import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from embed.engine import packing, switches
+from embed.engine import backends
+from embed.engine import stack as stack_lib
 from embed.engine.bags import Bags
 from embed.engine.stack import StackSpec
 
@@ -23,31 +27,16 @@ _VECTOR = 16  # columns that the subcores of TPU7x add at a time
 KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")  # devices that have them
 
 
-def is_wanted(setting: bool | None) -> bool:
-  """Whether a table should use SparseCores if it can: its own setting, else the environment's."""
-  return switches.is_on(SWITCH, default=False) if setting is None else setting
-
-
-def obstacle_of(kind: str) -> str | None:
-  """Why no table can be on the SparseCores of devices of this kind, or None."""
+def unsupported_reason(
+  kind: str, width: int = 128, dtype: np.dtype | type = np.float32
+) -> str | None:
+  """Why rows of `width` columns cannot be on the SparseCores of devices of a kind, or None."""
   if kind not in KINDS:
     return f"devices of kind {kind} are not known to have any"
   if not _are_known_to_jax():
     return f"JAX {jax.__version__} lacks parts that the kernels need; 0.10.2 has them"
-  return None
-
-
-def obstacle(kind: str, width: int, dtype: np.dtype, is_packed: bool) -> str | None:
-  """Why rows of `width` columns cannot be on the SparseCores of devices of a kind, or None."""
-  if reason := obstacle_of(kind):
-    return reason
-  from embed.kernels.sparse_core import kernels
-
-  if width % packing.LANES and not is_packed:
-    columns = f"{width} columns on a device, not a multiple of {packing.LANES}"
-    return f"its rows have {columns}, and are not packed"
-  if width > kernels.WIDEST:
-    return f"its rows have {width} columns on a device, more than {kernels.WIDEST}"
+  if width > _kernels().WIDEST:
+    return f"its rows have {width} columns on a device, more than {_kernels().WIDEST}"
   if dtype != np.float32:
     return f"its rows are {np.dtype(dtype).name}, not float32"
   return None
@@ -62,23 +51,41 @@ def _are_known_to_jax() -> bool:
   return hasattr(tpu_sc, "Indices")
 
 
+def _kernels() -> Any:
+  """The kernels, whose import takes parts of JAX that not every version has."""
+  from embed.kernels.sparse_core import kernels
+
+  return kernels
+
+
 # --- per device -----------------------------------------------------------------------------------
 
 
 def sums_bags(stack: StackSpec, bags: Bags) -> bool:
-  """Whether `gather_and_combine` can sum the rows of these bags."""
-  if not stack.sparse_core or stack.quantization is not None or bags.is_ragged:
+  """Whether `gather_and_combine` can sum the rows of these bags of a stack on SparseCores."""
+  if stack.quantization is not None or bags.is_ragged:
     return False
-  return bags.ids.shape[-1] > 0 and packing.row_width(stack.width) >= _VECTOR
+  return bags.ids.shape[-1] > 0 and stack_lib.row_width(stack.width) >= _VECTOR
 
 
 def gather_and_combine(table: jax.Array, bags: Bags) -> jax.Array:
   """`lookup.gather_and_combine` of float32 rows, for bags of one length."""
-  from embed.kernels.sparse_core import kernels
-
   length, gains = bags.ids.shape[-1], bags.gains
   ids = bags.ids.reshape(-1, length)
   per_id = gains is not None and gains.shape[-1] == length
   each = gains.reshape(-1, length) if gains is not None and per_id else None
-  sums = kernels.bag_sum(table, ids, each).reshape(*bags.batch, table.shape[1])
+  sums = _kernels().bag_sum(table, ids, each).reshape(*bags.batch, table.shape[1])
   return sums if gains is None or per_id else sums * gains
+
+
+def take(table: jax.Array, ids: jax.Array) -> jax.Array:
+  """The rows `[N, width]` of ids; see `kernels.take`."""
+  return _kernels().take(table, ids)
+
+
+def put(tables: Sequence[jax.Array], ids: jax.Array, rows: Sequence[jax.Array]) -> list[jax.Array]:
+  """Tables with new rows at distinct ids; see `kernels.put`."""
+  return _kernels().put(tables, ids, rows)
+
+
+backends.register("sparse_core", sys.modules[__name__])

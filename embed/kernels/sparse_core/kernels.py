@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
-from embed.engine import packing
+from embed.engine import stack as stack_lib
 
 WIDEST = 2048  # columns of rows of which a window fits a subcore's memory on all chips
 _NO_ROW = -1  # in place of an id outside the table
@@ -195,7 +195,7 @@ def _call(
 ) -> Callable[..., Any]:
   """A kernel on all subcores of the chip."""
   # Rows of whole tiles are read in place; for others the compiler copies the table.
-  tiled = dim % packing.LANES == 0
+  tiled = dim % stack_lib.LANES == 0
   params = pltpu.CompilerParams(needs_layout_passes=False, use_tc_tiling_on_sc=tiled)
   return pl.kernel(
     kernel,

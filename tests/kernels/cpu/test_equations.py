@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import embed
-from embed.engine import row_step
+from embed.engine import update
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
@@ -17,7 +17,7 @@ def program_of(optimizer, dim, rate=None):
   slots = optimizer.slots(dim)
 
   def step(g, w, arrays, rate):
-    w, new = row_step.step_rows(optimizer, g, w, dict(zip(slots, arrays, strict=True)), rate)
+    w, new = update.step_rows(optimizer, g, w, dict(zip(slots, arrays, strict=True)), rate)
     return w, [new[name] for name in slots]
 
   return equations.program(step, dim, [(not s.per_row, s.dtype) for s in slots.values()])

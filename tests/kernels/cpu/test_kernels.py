@@ -13,11 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from optimizer_cases import EXTRA, LAZY, OPTIMIZERS, TOLERANCE, optimizer_id
 
 import embed
-from embed.engine import exchange, lookup, rounding, row_step, update
+from embed.engine import exchange, lookup, update
 from embed.engine.bags import Bags
 from embed.engine.grads import GradRows
-from embed.engine.layout import Layout
-from embed.engine.stack import StackSpec
+from embed.engine.stack import Layout, StackSpec
 from embed.kernels import cpu as cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -167,7 +166,7 @@ def check_step(monkeypatch, optimizer, size, dim, shapes, seed=0, **tolerance):
   rng = np.random.default_rng(seed)
   arrays, parts = make_arrays(rng, optimizer, size, dim), make_parts(rng, size, dim, shapes)
   stack = StackSpec("t", ("t",), Layout((size,)), dim, np.dtype(np.float32), optimizer)
-  scalars = row_step.StepScalars(jnp.float32(0.1), None, None)
+  scalars = update.StepScalars(jnp.float32(0.1), None, None)
 
   def run(switch):
     monkeypatch.setenv(cpu_kernels.SWITCH, switch)
@@ -245,7 +244,7 @@ def test_rows_of_bfloat16_are_rounded_alike(monkeypatch, dim, sizes, is_random):
     part._replace(grads=exact(part.grads), gains=None if part.gains is None else exact(part.gains))
     for part in make_parts(rng, size, dim, [(200, 5, False), (7, 1, False)])
   ]
-  scalars = row_step.StepScalars(jnp.float32(0.125), None, jnp.int32(3) if is_random else None)
+  scalars = update.StepScalars(jnp.float32(0.125), None, jnp.int32(3) if is_random else None)
 
   def run(switch):
     monkeypatch.setenv(cpu_kernels.SWITCH, switch)
@@ -268,17 +267,17 @@ def test_rules_of_rounding_are_those_of_its_definition(monkeypatch, contiguous):
   )
   local, columns = jnp.arange(layout.shard_rows, dtype=jnp.int32), jnp.arange(6, dtype=jnp.uint32)
   noise = []
-  monkeypatch.setattr(row_step.rounding, "to_bfloat16", lambda new, bits: noise.append(bits))
+  monkeypatch.setattr(update, "to_bfloat16", lambda new, bits: noise.append(bits))
   for shard in range(3):
-    monkeypatch.setattr(row_step.collectives, "device_index", lambda axes, s=shard: jnp.int32(s))
-    row_step._round(stack, step, None, local, 0)
-    scalars = row_step.StepScalars(jnp.float32(1), None, step)
-    rules = np.asarray(row_step.rounding_rules(stack, scalars))
+    monkeypatch.setattr(update.collectives, "device_index", lambda axes, s=shard: jnp.int32(s))
+    update._round_rows(stack, step, None, local, 0)
+    scalars = update.StepScalars(jnp.float32(1), None, step)
+    rules = np.asarray(update.rounding_rules(stack, scalars))
     of_row = rules[np.searchsorted(rules[:, 0], local, side="right") - 1]
     first, scale, base, shared, column = of_row.T
     keys = ((local.astype(jnp.uint32) - first) * scale + base) ^ shared
-    spread = (column[:, None] + columns) * jnp.uint32(rounding.GOLDEN)
-    bits = rounding.scramble(rounding.scramble(keys)[:, None] + spread)
+    spread = (column[:, None] + columns) * jnp.uint32(update.GOLDEN)
+    bits = update.scramble(update.scramble(keys)[:, None] + spread)
     tables = [np.asarray(layout.ids(i, shard, local)) < n for i, n in enumerate(layout.sizes)]
     used = np.any(tables, axis=0)
     np.testing.assert_array_equal(bits[used], noise[-1][used])
@@ -289,7 +288,7 @@ def test_a_sum_does_not_depend_on_the_threads():
   rng = np.random.default_rng(0)
   optimizer = embed.adagrad()
   stack = StackSpec("t", ("t",), Layout((50,)), 8, np.dtype(np.float32), optimizer)
-  scalars = row_step.StepScalars(jnp.float32(0.1), None, None)
+  scalars = update.StepScalars(jnp.float32(0.1), None, None)
   step = jax.jit(lambda arrays, parts: update.step_table(stack, scalars, arrays, parts))
   arrays, parts = make_arrays(rng, optimizer, 50, 8), make_parts(rng, 50, 8, [(3000, 5, True)])
   first = step(arrays, parts)
@@ -328,7 +327,7 @@ def test_what_has_no_kernel_runs_by_xla(optimizer, dtype):
   arrays, parts = make_arrays(rng, optimizer, 9, 4), make_parts(rng, 9, 4, SHAPES)
   arrays["parameters"] = arrays["parameters"].astype(dtype)
   stack = StackSpec("t", ("t",), Layout((9,)), 4, np.dtype(dtype), optimizer)
-  scalars = row_step.StepScalars(jnp.float32(0.1), None, None)
+  scalars = update.StepScalars(jnp.float32(0.1), None, None)
   step = lambda arrays: update.step_table(stack, scalars, arrays, parts)
   assert "sparse_embed" not in text_of(step, arrays)
 

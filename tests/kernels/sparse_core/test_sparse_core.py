@@ -13,7 +13,9 @@ from stored_tables import TwoTables, fetched, wave
 from suites import full_unless
 
 import embed
-from embed.engine import packing, row_sums
+from embed.engine import grads as grads_lib
+from embed.engine import rows as rows_lib
+from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 from embed.kernels.sparse_core import kernels
 from embed.tools import check
@@ -25,8 +27,8 @@ V, D = 61, 128
 def used(monkeypatch):
   """The CPU as a chip with SparseCores; the names of the kernels that were traced."""
   names = set()
-  monkeypatch.setenv(packing.SWITCH, "0")
-  monkeypatch.setattr(packing, "has_lines", lambda kind: True)
+  monkeypatch.setenv(stack_lib.PACKING_SWITCH, "0")
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: True)
 
   def noted(name):
     kernel = getattr(kernels, name)
@@ -79,9 +81,9 @@ def assert_close(x, y):
 @pytest.mark.parametrize(("name", "arguments"), OPTIMIZERS)
 def test_three_steps_of_every_optimizer_equal_xlas(used, name, arguments):
   given = features(getattr(embed, name)(0.125, **arguments))
-  off = trained(given, sparse_core=False)
+  off = trained(given, storage="rows")
   assert not used
-  on = trained(given, sparse_core=True)
+  on = trained(given, storage="sparse_core")
   assert_close(on, off)
   in_order = arguments.get("use_gradient_accumulation") is False
   dense = arguments.get("lazy_adam") is False
@@ -90,7 +92,7 @@ def test_three_steps_of_every_optimizer_equal_xlas(used, name, arguments):
 
 def test_rows_that_were_not_looked_up_keep_their_bits(used):
   given = features(embed.adagrad(0.5))
-  (_, _, before), (_, _, after) = (trained(given, steps=n, sparse_core=True) for n in (1, 3))
+  (_, _, before), (_, _, after) = (trained(given, steps=n, storage="sparse_core") for n in (1, 3))
   looked_up = [np.asarray(batch(i)[name].values) for i in (1, 2) for name in "xz"]
   others = np.setdiff1d(np.arange(V), np.concatenate([x.ravel() for x in looked_up]))
   assert len(others) > 5
@@ -101,11 +103,11 @@ def test_rows_that_were_not_looked_up_keep_their_bits(used):
 
 def test_steps_in_several_chunks_equal_one(used, monkeypatch):
   given = features(embed.adagrad(0.5))
-  at_once = trained(given, sparse_core=True)
-  monkeypatch.setattr(row_sums, "CHUNK", 0)
-  monkeypatch.setattr(row_sums, "_SMALLEST", 24)
+  at_once = trained(given, storage="sparse_core")
+  monkeypatch.setattr(grads_lib, "CHUNK", 0)
+  monkeypatch.setattr(grads_lib, "_SMALLEST", 24)
   jax.clear_caches()
-  assert_close(trained(given, sparse_core=True), at_once)
+  assert_close(trained(given, storage="sparse_core"), at_once)
 
 
 @pytest.mark.full
@@ -123,7 +125,7 @@ def test_steps_on_a_mesh_equal_xlas(used, settings, kind):
   mesh = make_mesh(kind)
   given = features(embed.adagrad(0.5))
   with jax.set_mesh(mesh):
-    on, off = (trained(given, mesh, sparse_core=is_on, **settings) for is_on in (True, False))
+    on, off = (trained(given, mesh, storage=way, **settings) for way in ("sparse_core", "rows"))
   assert_close(on, off)
   assert used >= {"take", "put"}
 
@@ -135,7 +137,7 @@ def test_columns_are_wide_enough_on_each_device(used):
     used.clear()
     given = features(embed.adagrad(0.5), dim=dim)
     on, off = (
-      trained(given, mesh, sparse_core=is_on, strategy="column") for is_on in (True, False)
+      trained(given, mesh, storage=way, strategy="column") for way in ("sparse_core", "rows")
     )
     assert_close(on, off)
     assert used == names
@@ -145,7 +147,7 @@ def test_columns_are_wide_enough_on_each_device(used):
 def test_packed_tables(used, dim):
   """Rows of 8 columns are too narrow for the sums of bags on TPU7x."""
   given = features(embed.adagrad(0.5), dim=dim)
-  on, off = (trained(given, sparse_core=is_on, packed=is_on) for is_on in (True, False))
+  on, off = (trained(given, storage=way) for way in ("sparse_core", "rows"))
   assert_close(on, off)
   assert used == ({"take", "put"} if dim == 8 else {"take", "put", "bag_sum"})
 
@@ -155,7 +157,7 @@ def test_a_packed_slot_of_integers_is_read_and_written_by_xla(used):
   count = lambda g, w, s, lr: (w - lr * g, {"n": s["n"] + 1})
   slot = embed.Slot(0, dtype=jnp.int32)
   given = features(embed.custom_optimizer(count, {"n": slot}, 0.5), dim=16)
-  on, off = (trained(given, sparse_core=is_on, packed=is_on) for is_on in (True, False))
+  on, off = (trained(given, storage=way) for way in ("sparse_core", "rows"))
   assert_close(on, off)
   assert on[2]["a"]["n"].dtype == jnp.int32
   assert on[2]["a"]["n"].max() == 3
@@ -168,9 +170,9 @@ def test_a_packed_slot_of_integers_is_read_and_written_by_xla(used):
 def test_packed_tables_on_a_mesh(used, exchange, chip):
   given, mesh = features(embed.adagrad(0.5), dim=32), make_mesh()
   settings = {"strategy": "mod", "exchange": exchange}
-  off = trained(given, mesh, sparse_core=False, packed=False, **settings)
+  off = trained(given, mesh, storage="rows", **settings)
   with emulated(chip):
-    on = trained(given, mesh, sparse_core=True, packed=True, **settings)
+    on = trained(given, mesh, storage="sparse_core", **settings)
   assert_close(on, off)
   assert used >= {"take", "put"}
 
@@ -178,10 +180,6 @@ def test_packed_tables_on_a_mesh(used, exchange, chip):
 @pytest.mark.parametrize(
   ("changes", "reason"),
   [
-    (
-      {"dim": 64},
-      "its rows have 64 columns on a device, not a multiple of 128, and are not packed",
-    ),
     ({"dim": 2176}, "its rows have 2176 columns on a device, more than 2048"),
     ({"dtype": jnp.bfloat16}, "its rows are bfloat16, not float32"),
   ],
@@ -190,9 +188,9 @@ def test_a_plan_says_why_a_table_is_not_on_sparse_cores(used, changes, reason):
   given = features(embed.adagrad(0.5), **changes)
   plan = embed.plan(given, None, batch(0))
   assert "SparseCores" not in repr(plan)
-  plan["a"].sparse_core = plan["b"].sparse_core = True
+  plan["a"].storage = plan["b"].storage = "sparse_core"
   assert f"a, b: not on SparseCores: {reason}" in repr(plan)
-  on, off = (trained(given, sparse_core=is_on, steps=1) for is_on in (True, False))
+  on, off = (trained(given, storage=way, steps=1) for way in ("sparse_core", "rows"))
   jax.tree.map(np.testing.assert_array_equal, on, off)
   assert not used
 
@@ -213,7 +211,7 @@ def test_the_self_test_passes_on_sparse_cores(used, monkeypatch):
 def test_linear_optimizers_step_in_the_order_of_the_batch_as_before(used):
   """Each id on its own would be a step of a loop; sums in any order are the same for them."""
   given = features(embed.sgd(0.125, use_gradient_accumulation=False))
-  on, off = (trained(given, sparse_core=is_on) for is_on in (True, False))
+  on, off = (trained(given, storage=way) for way in ("sparse_core", "rows"))
   assert_close(on, off)
   assert used == {"bag_sum"}
 
@@ -221,7 +219,7 @@ def test_linear_optimizers_step_in_the_order_of_the_batch_as_before(used):
 def test_devices_without_sparse_cores_go_on_as_before():
   given = features(embed.adagrad(0.5))
   plan = embed.plan(given, None, batch(0))
-  plan["a"].sparse_core = True
+  plan["a"].storage = "sparse_core"
   assert "a, b: not on SparseCores: devices of kind cpu are not known to have any" in repr(plan)
   layer = embed.SparseEmbed(given, plan=plan, rngs=nnx.Rngs(0))
   assert nnx.jit(lambda layer, ids: layer(ids))(layer, batch(0))["x"].shape == (16, D)
@@ -230,11 +228,9 @@ def test_devices_without_sparse_cores_go_on_as_before():
 def test_the_environment_decides_where_a_plan_does_not(used, monkeypatch):
   given = features(embed.adagrad(0.5))
   plan = embed.plan(given, None, batch(0))
-  plan["b"].sparse_core = False
+  plan["b"].storage = "rows"
   monkeypatch.setenv(sparse_core.SWITCH, "1")
   assert "a: on SparseCores" in repr(plan)
   assert "b: " not in repr(plan).partition("received")[2]
   again = embed.Plan.from_json(plan.to_json(), plan.features)
-  assert (again["a"].sparse_core, again["b"].sparse_core) == (None, False)
-  with pytest.raises(ValueError, match=r"sparse_core must be True, False or None. Got 'yes'"):
-    plan["a"].sparse_core = "yes"
+  assert (again["a"].storage, again["b"].storage) == ("auto", "rows")

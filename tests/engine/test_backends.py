@@ -1,8 +1,11 @@
 """Environment variables are 1 or 0, and anything else is refused wherever one is read."""
 
+import numpy as np
 import pytest
 
-from embed.engine import packing, switches
+import embed
+from embed.engine import backends
+from embed.engine import stack as stack_lib
 from embed.kernels import cpu as cpu_kernels
 from embed.kernels import sparse_core
 
@@ -11,20 +14,25 @@ NAME = "SPARSE_EMBED_TEST"
 
 def test_a_variable_decides_and_the_default_where_it_is_not_set(monkeypatch):
   monkeypatch.delenv(NAME, raising=False)
-  assert (switches.is_on(NAME, True), switches.is_on(NAME, False)) == (True, False)
+  assert (backends.is_on(NAME, True), backends.is_on(NAME, False)) == (True, False)
   for value, expected in (("1", True), ("0", False)):
     monkeypatch.setenv(NAME, value)
-    assert switches.is_on(NAME, not expected) is expected
+    assert backends.is_on(NAME, not expected) is expected
   monkeypatch.setenv(NAME, "")
-  assert switches.is_on(NAME, True)
+  assert backends.is_on(NAME, True)
+
+
+def planned():
+  features = embed.FeatureConfig(embed.TableConfig(8, 4))
+  return embed.plan(features, None, np.zeros(2, np.int32)).stacks()
 
 
 @pytest.mark.parametrize(
   ("variable", "read"),
   [
     (cpu_kernels.SWITCH, cpu_kernels.is_on),
-    (packing.SWITCH, lambda: packing.is_wanted(None, "cpu")),
-    (sparse_core.SWITCH, lambda: sparse_core.is_wanted(None)),
+    (stack_lib.PACKING_SWITCH, planned),
+    (sparse_core.SWITCH, planned),
   ],
 )
 def test_other_values_are_refused_by_name(monkeypatch, variable, read):
