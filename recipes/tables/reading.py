@@ -55,8 +55,9 @@ class Reader:
     paths: of the files, as `paths` returns them. Their columns may be in any order, and there may
       be more of them than are read.
     ways: by name, how to read the column:
-      "text": pa.StringArray, trimmed, null where missing. Numbers and booleans become text, 12.0
-        "12" and True "true", and timestamps ISO 8601; texts stay as they are.
+      "text": pa.StringArray, or a dictionary of one, trimmed, null where missing. Numbers and
+        booleans become text, 12.0 "12" and True "true", and timestamps ISO 8601; texts stay as they
+        are.
       "number": float64 [N], nan where missing. Texts true and false are 1 and 0.
       "time": int64 [N], or float64 where numbers have fractions. Dates and timestamps are
         microseconds since 1970, in UTC where they name no zone; numbers are taken as they are, in
@@ -70,7 +71,6 @@ class Reader:
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
     chunk_rows: at most, of a chunk.
     stage: where text is kept while it is read; None makes one of its own.
-    dictionaries: whether columns of "text" come as dictionaries where files have them so.
 
   Attributes:
     names: all columns of the first file, in order.
@@ -100,7 +100,6 @@ class Reader:
     on_bad_row: str = "raise",
     chunk_rows: int = 65_536,
     stage: Stage | None = None,
-    dictionaries: bool = False,
   ):
     self._paths, self._ways = [Path(path) for path in paths], dict(ways)
     of_name = {name: (columns or {}).get(name, name) for name in ways}
@@ -108,7 +107,7 @@ class Reader:
     self._format, self._on_bad_row, self._chunk_rows = format, on_bad_row, chunk_rows
     self._ledger = Ledger(on_bad_row)
     self._clocks: dict[str, int] = {}
-    self._stage, self._dictionaries = stage or Stage(), dictionaries
+    self._stage = stage or Stage()
     self.files = [_open(path, format) for path in self._paths]
     self.names = self.files[0].names
     for path, source in zip(self._paths, self.files, strict=True):
@@ -133,8 +132,7 @@ class Reader:
     with files.progress("reading", total, "B") as bar:
       for path, source in zip(self._paths, self.files, strict=True):
         bar.set_description(f"reading {path.name}")
-        categories = texts if self._dictionaries else []
-        for batch in batches(source, self._stage, wanted, self._chunk_rows, categories):
+        for batch in batches(source, self._stage, wanted, self._chunk_rows, texts):
           chunk = self._chunk(path, batch, self._clocks)
           bar.update(batch.size)
           num_rows += len(chunk.rows)

@@ -18,10 +18,9 @@ from . import spec, splitting
 from .fitting import Moments, extracted
 from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
-from .source import File, Stage, alike, by_file, num_rows, scan
-from .values import ReadAs, as_stored, converted, has_bytes, plain, same_value
+from .source import File, Stage, num_rows
+from .values import ReadAs, plain, same_value
 
-_DISTINCT = 1 << 16  # values that are held at once
 _OUTCOMES = 100  # texts of a label that are counted
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
@@ -52,7 +51,6 @@ def open_source(
   paths: Sequence[Path] = (),
   *,
   stage: Stage | None = None,
-  dictionaries: bool = False,
 ) -> Reader:
   """Returns the reader of a source's declared columns, and of its key by the name "".
 
@@ -60,7 +58,7 @@ def open_source(
     source: the files and columns.
     on_bad_row: "raise" or "skip".
     paths: the files of one split; none reads all.
-    stage, dictionaries: as of `Reader`.
+    stage: as of `Reader`.
   """
   wanted = ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
   return Reader(
@@ -70,7 +68,6 @@ def open_source(
     format=source.format,
     on_bad_row=on_bad_row,
     stage=stage,
-    dictionaries=dictionaries,
   )
 
 
@@ -117,7 +114,7 @@ class RowReader:
     self._holds_out = holds_out and "valid" not in table.rows.files
     self._label, self._time = table.name_of(spec.Label), table.name_of(spec.Time)
     self._from: tuple[float, float] | None = None
-    self._parts: dict[Path, np.ndarray] = {}  # splits by content, of the stored rows
+    self._parts: dict[Path, Any] = {}  # splits of the stored rows, or their futures
     self.skipped: list[str] = []
     self._num_dropped = 0  # rows that `drop` of the label has left out
     self._outcomes: collections.Counter[str] = collections.Counter()  # some texts of the label
@@ -130,77 +127,19 @@ class RowReader:
     if by == "column":
       table.require(spec.Split, "which the split goes by")
 
-  def __iter__(self) -> Iterator[Rows]:
-    yield from self._read(self._table.kinds, dictionaries=True)
-
-  def checks(self, names: Sequence[str]) -> Iterator[Rows]:
-    """Yields the same rows with only `names` and the columns that can cause a rejection."""
-    kinds = {
-      name: kind
-      for name, kind in self._table.kinds.items()
-      if name in (*names, *self._required, self._table.split["on"])
-      or not isinstance(kind, spec.Category)
-      or len(kind.sources(name)) > 1
-      or any(has_bytes(file.types[each]) for file in self._files for each in kind.sources(name))
-    }
-    yield from self._read(kinds)
-
-  def distinct(
-    self, name: str, kept: Mapping[Path, np.ndarray]
-  ) -> Iterator[tuple[pa.Array, np.ndarray]]:
-    """Yields the values of a column and how many rows have each, int64 `[N]`.
-
-    The same value may be yielded more than once.
-
-    Args:
-      name: of a declared column of texts or lists.
-      kept: which rows count, bool, by file, in the order in which they are stored; those after
-        the last, and files that are missing, do not.
-    """
-    kind = self._table.kinds[name]
-    names, read_as = kind.sources(name), way(kind)
-    for group in alike(self._files):
-      columns = ", ".join(f"c{group[0].names.index(each)}" for each in names)
-      masks = []
-      for file in group:
-        mask = np.zeros(num_rows(file, self._stage), bool)
-        known = kept.get(file.path, mask[:0])
-        mask[: len(known)] = known
-        masks.append(mask)
-      self._stage.engine.register("kept", pa.table({"is_kept": np.concatenate(masks)}))
-      query = (
-        f"SELECT {columns}, count(*) FROM (SELECT {columns} FROM {scan(group, self._stage)}) "
-        f"POSITIONAL JOIN kept WHERE is_kept GROUP BY {columns}"
-      )
-      for batch in self._stage.execute(query, group).to_arrow_reader(_DISTINCT):
-        *values, counts = batch.columns
-        stored = [group[0].types[each] for each in names]
-        values = [as_stored(x, each) for x, each in zip(values, stored, strict=True)]
-        missing = self._table.rows.format.missing
-        yield converted(values, read_as, missing, {}, names)[0], counts.to_numpy()
-
   @functools.cached_property
   def _files(self) -> list[File]:
     """The files of all splits."""
     return [file for paths in self._table.rows.files.values() for file in self._open(paths).files]
 
-  def _open(
-    self,
-    paths: Sequence[Path],
-    kinds: Mapping[str, spec.Kind] | None = None,
-    dictionaries: bool = False,
-  ) -> Reader:
-    source = self._table.rows
-    if kinds is not None:
-      source = dataclasses.replace(source, kinds=kinds)
-    on_bad_row = self._table.on_bad_row
-    return open_source(source, on_bad_row, paths, stage=self._stage, dictionaries=dictionaries)
+  def _open(self, paths: Sequence[Path]) -> Reader:
+    return open_source(self._table.rows, self._table.on_bad_row, paths, stage=self._stage)
 
-  def _read(self, kinds: Mapping[str, spec.Kind], dictionaries: bool = False) -> Iterator[Rows]:
+  def __iter__(self) -> Iterator[Rows]:
     self.skipped, self._num_dropped = [], 0
     self._outcomes.clear()
     for split, paths in self._table.rows.files.items():
-      reader = self._open(paths, kinds, dictionaries)
+      reader = self._open(paths)
       for chunk in reader:
         for name in self._required:
           missing = chunk.columns[name].is_null().to_numpy(zero_copy_only=False)
@@ -341,7 +280,8 @@ class RowReader:
       parts = np.zeros(sum(sizes), np.int8)
       for name, (start, stop) in arrays.cut(len(parts), split["valid"], split["test"]).items():
         parts[start:stop] = SPLITS.index(name)
-      self._parts = by_file(parts, self._files, sizes)
+      pieces = np.split(parts, np.cumsum(sizes)[:-1])
+      self._parts = {file.path: piece for file, piece in zip(self._files, pieces, strict=True)}
     return self._parts[chunk.file][chunk.places]
 
   def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
@@ -353,8 +293,9 @@ class RowReader:
         raise UserError(f"config.split.on is {on!r}: name a declared category, user or item")
       return splitting.by_value(extracted(chunk.columns[on], kind.pattern), shares, seed)
     if chunk.file not in self._parts:
-      self._parts |= splitting.by_content(self._stage, reader.files, shares, seed)
-    return self._parts[chunk.file][chunk.places]
+      of_file = functools.partial(splitting.by_content, self._stage, shares=shares, seed=seed)
+      self._parts |= {file.path: of_file(file) for file in reader.files}
+    return self._parts[chunk.file].result()[chunk.places]
 
   def _thresholds(self, name: str) -> tuple[float, float]:
     """Returns the first times of validation and test."""
@@ -399,14 +340,9 @@ class SplitFile:
   Args:
     folder: where to.
     names: of the files.
-
-  Attributes:
-    parts: the index in `SPLITS` of each row by file, int8, in the order in which rows are stored;
-      -1 for those that were left out. Made of all rows that were added at every access.
   """
 
   def __init__(self, folder: Path, names: Mapping[Path, str]):
-    self._pieces: dict[Path, list[np.ndarray]] = {}
     self._names, self._writer = names, pq.ParquetWriter(folder / "split.parquet", _SPLIT_FILE)
 
   def __enter__(self) -> "SplitFile":
@@ -414,22 +350,6 @@ class SplitFile:
 
   def __exit__(self, *error: object) -> None:
     self._writer.close()
-
-  @property
-  def parts(self) -> dict[Path, np.ndarray]:
-    return {path: np.concatenate(pieces) for path, pieces in self._pieces.items()}
-
-  def add(self, rows: Rows) -> None:
-    """Adds rows of a file; those of one file come in order."""
-    chunk, split = rows.chunk, rows.split
-    if not len(split):
-      return
-    pieces = self._pieces.setdefault(chunk.file, [])
-    start = sum(map(len, pieces))
-    piece = np.full(chunk.places[-1] + 1 - start, -1, np.int8)
-    piece[chunk.places - start] = split
-    pieces.append(piece)
-    self.write(chunk.file, chunk.rows, split)
 
   def write(self, path: Path, rows: np.ndarray, split: np.ndarray) -> None:
     """Writes the splits of rows of a file, by number."""

@@ -5,7 +5,6 @@ import csv
 import functools
 import glob
 import gzip
-import itertools
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -90,22 +90,29 @@ class Stage:
   def __enter__(self) -> "Stage":
     return self
 
+  @functools.cached_property
+  def background(self) -> futures.Executor:
+    """One thread for queries that run while others are answered."""
+    return futures.ThreadPoolExecutor(1)
+
   def __exit__(self, *error: object) -> None:
     """Removes the folder."""
+    if "background" in self.__dict__:
+      self.background.shutdown(cancel_futures=True)
     if "engine" in self.__dict__:
       self.engine.close()
     shutil.rmtree(self.folder, ignore_errors=True)
 
-  def execute(self, query: str, files: Sequence["File"]) -> Any:
-    """Runs a query on files; raises DamagedFileError if DuckDB cannot read one."""
+  def table(self, query: str, file: "File") -> pa.Table:
+    """Answers a query on a file, in any thread; raises DamagedFileError if it cannot be read."""
     import duckdb
 
     try:
-      return self.engine.execute(query)
+      with self.engine.cursor() as cursor:
+        return cursor.execute(query).to_arrow_table()
     except duckdb.InvalidInputException as error:
-      named = str(files[0].path) if len(files) == 1 else f"one of {len(files)} files"
       reason = str(error).partition("\n")[0]
-      raise DamagedFileError(f"{named} cannot be read ({reason}). {_AGAIN}") from error
+      raise DamagedFileError(f"{file.path} cannot be read ({reason}). {_AGAIN}") from error
 
   def text(self, file: "TextFile") -> tuple[Path, list[Fault]]:
     """Returns the Parquet file with a text file's rows, and the rejected rows."""
@@ -270,18 +277,20 @@ def batches(
   start, size = 0, file.path.stat().st_size
   names = {name: file.stored_name(name) for name in columns}
   as_dictionaries = [names[name] for name in categories if pa.types.is_string(file.types[name])]
-  with _opened(path, as_dictionaries) as opened:
+  with _opened(path, as_dictionaries) as opened, futures.ThreadPoolExecutor(1) as ahead:
     total = max(opened.metadata.num_rows, 1)
     read = opened.iter_batches(num_rows, columns=list(names.values()), use_threads=False)
+    following = ahead.submit(next, read, None)
     while True:
       try:
-        batch = next(read, None)
+        batch = following.result()
       except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(
           f"{path} is damaged after row {start} ({error}). {_AGAIN}"
         ) from error
       if batch is None:
         break
+      following = ahead.submit(next, read, None)
       places = np.arange(start, start + len(batch))
       rows = places + 1 + np.searchsorted(before, places + 1, side="right")
       passed = int(np.searchsorted(left_out, rows[-1])) if len(rows) else 0
@@ -313,31 +322,17 @@ def literal(text: object) -> str:
   return "'" + str(text).replace("'", "''") + "'"
 
 
-def scan(files: Sequence[File], stage: Stage) -> str:
-  """Returns SQL for the rows of files with the same columns, in order; columns are c0, c1, …"""
+def scan(file: File, stage: Stage) -> str:
+  """Returns SQL for the rows of a file, in order; columns are c0, c1, …"""
   # The engine would expand patterns, and take folders called x=1 for a column.
-  paths = (literal(glob.escape(str(file.stored(stage)[0]))) for file in files)
-  columns = ", ".join(f"c{place}" for place in range(len(files[0].names)))
-  return f"read_parquet([{', '.join(paths)}], hive_partitioning=false) AS rows({columns})"
-
-
-def alike(files: Sequence[File]) -> Iterator[list[File]]:
-  """Yields neighbouring files with the same columns together: one scan is faster than several."""
-  for _, group in itertools.groupby(files, lambda file: list(file.types.items())):
-    yield list(group)
+  path = literal(glob.escape(str(file.stored(stage)[0])))
+  columns = ", ".join(f"c{place}" for place in range(len(file.names)))
+  return f"read_parquet({path}, hive_partitioning=false) AS rows({columns})"
 
 
 def num_rows(file: File, stage: Stage) -> int:
   """Returns the number of rows in a file, without the rejected ones."""
   return pq.read_metadata(file.stored(stage)[0]).num_rows
-
-
-def by_file(
-  of_rows: np.ndarray, files: Sequence[File], sizes: Sequence[int]
-) -> dict[Path, np.ndarray]:
-  """Returns views of an array `[N]`, an entry for each row of files of `sizes` rows."""
-  pieces = np.split(of_rows, np.cumsum(sizes)[:-1])
-  return {file.path: piece for file, piece in zip(files, pieces, strict=True)}
 
 
 # --- text ----------------------------------------------------------------------------------------
