@@ -14,7 +14,7 @@ from ..errors import UserError
 from . import entities, sharing, spec
 from .entities import Codes, Entities
 from .fitting import Fit, Fitted
-from .rows import RowReader, Rows, SplitFile, values_of, way
+from .rows import RowReader, Rows, SplitFile, way
 from .settings import SPLITS, Table, parsed, serve_folder
 from .source import Stage
 from .values import ReadAs
@@ -116,7 +116,7 @@ class _Counted:
           np.add.at(counted.weights, (rows.split, rows.label), rows.chunk.columns[weight])
         split.write(rows.chunk.file, rows.chunk.rows, rows.split)
         training = rows.chunk.take(rows.split == 0)
-        fit.add(values_of(training, table.kinds), len(training.rows))
+        fit.add(training.columns, len(training.rows))
         for side, codes in ids.items():
           codes.add(training.columns[id_names[side]])
     may_be_empty = [name for name in SPLITS[1:] if not table.split[name]]

@@ -296,10 +296,10 @@ def _of_text(file: TextFile, num_rows: int, stage: Stage) -> _Found:
     path.write_text(text, file.format.encoding, "surrogateescape", newline="")
     source = TextFile(path, file.format)
   try:
-    for batch in batches(source, stage, source.names, _CHUNK):
-      arrays.append(batch.arrays)
-      faults += batch.faults
-      if (rows := rows + len(batch.rows)) >= num_rows:
+    for chunk, dropped, _ in batches(source, stage, source.names, _CHUNK):
+      arrays.append(chunk.columns)
+      faults += dropped
+      if (rows := rows + len(chunk.rows)) >= num_rows:
         break
   except DamagedFileError as error:
     raise DamagedFileError(str(error).replace(str(path), str(file.path))) from error

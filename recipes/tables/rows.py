@@ -19,7 +19,7 @@ from .fitting import Moments, extracted
 from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
 from .source import File, Stage, num_rows
-from .values import ReadAs, plain, same_value
+from .values import ReadAs, as_numbers, plain, same_value
 
 _OUTCOMES = 100  # texts of a label that are counted
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
@@ -379,28 +379,10 @@ def _member(texts: pa.Array, values: tuple[str, ...]) -> np.ndarray:
 def label_of(texts: pa.Array, kind: spec.Label) -> np.ndarray:
   """Returns 1 for a click, 0 for none and -1 where a text is neither, int8 `[N]`."""
   if kind.at_least is not None:
-    numbers = _numbers(texts)
+    numbers = as_numbers(texts, ())[0]
     return np.where(np.isnan(numbers), -1, numbers >= kind.at_least).astype(np.int8)
   if kind.positive:
     return _member(texts, kind.positive).astype(np.int8)
   lower = pc.utf8_lower(texts)
   is_none = _member(lower, spec.NO_CLICKS)
   return np.where(_member(lower, spec.CLICKS), 1, np.where(is_none, 0, -1)).astype(np.int8)
-
-
-def _numbers(texts: pa.Array) -> np.ndarray:
-  """Returns texts as float64 `[N]`; nan where one is no number."""
-  encoded = texts.dictionary_encode()
-  numbers = []
-  for text in encoded.dictionary.to_pylist():
-    try:
-      numbers.append(float(text))
-    except ValueError:
-      numbers.append(np.nan)
-  indices = encoded.indices.to_numpy(zero_copy_only=False)
-  return np.array(numbers)[indices] if numbers else np.full(len(texts), np.nan)
-
-
-def values_of(chunk: Chunk, kinds: Mapping[str, spec.Kind]) -> dict[str, Any]:
-  """Returns the values of the named columns of a chunk."""
-  return {name: chunk.columns[name] for name in kinds if name in chunk.columns}

@@ -43,22 +43,29 @@ _MAGIC = {
 _DECODING_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, UnicodeError)
 
 
-class Batch(NamedTuple):
-  """Some rows of a file.
+class Chunk(NamedTuple):
+  """N rows of a file.
 
   Attributes:
-    places: int64 `[N]`, their places in the stored file, from 0 on.
-    rows: int64 `[N]`, their numbers in the file; the first is 1.
-    arrays: by column, N values as they are stored.
-    faults: rows among and before them that were dropped.
-    size: bytes of the file since the previous batch.
+    file: they are from.
+    rows: int64 [N], their numbers in the file: the first row below the header is row 1.
+    places: int64 [N], their places among the rows that the file is stored with, from 0 on.
+    columns: by name, N values each, as they are stored or as `Reader` was asked for them.
   """
 
-  places: np.ndarray
+  file: Path
   rows: np.ndarray
-  arrays: dict[str, pa.Array]
-  faults: list[Fault]
-  size: int
+  places: np.ndarray
+  columns: dict[str, Any]
+
+  def take(self, kept: np.ndarray) -> "Chunk":
+    """Returns the rows for which a bool [N] holds, or those at integer indices."""
+    indices = np.flatnonzero(kept) if kept.dtype == bool else kept
+    columns = {
+      name: values[indices] if isinstance(values, np.ndarray) else values.take(pa.array(indices))
+      for name, values in self.columns.items()
+    }
+    return Chunk(self.file, self.rows[indices], self.places[indices], columns)
 
 
 class Stage:
@@ -258,8 +265,10 @@ File = ParquetFile | TextFile
 
 def batches(
   file: File, stage: Stage, columns: Sequence[str], num_rows: int, categories: Sequence[str] = ()
-) -> Iterator[Batch]:
+) -> Iterator[tuple[Chunk, list[Fault], int]]:
   """Yields the rows of a file in their order, up to `num_rows` at once.
+
+  With them come the rows among and before them that were dropped, and bytes read of the file.
 
   Args:
     file: of the rows.
@@ -295,12 +304,13 @@ def batches(
       rows = places + 1 + np.searchsorted(before, places + 1, side="right")
       passed = int(np.searchsorted(left_out, rows[-1])) if len(rows) else 0
       arrays = {name: batch.column(stored) for name, stored in names.items()}
-      yield Batch(places, rows, arrays, faults[:passed], size * len(batch) // total)
+      read_bytes = size * len(batch) // total
+      yield Chunk(file.path, rows, places, arrays), faults[:passed], read_bytes
       faults, start = faults[passed:], start + len(batch)
       left_out = left_out[passed:]
   if faults:
     none = {name: pa.nulls(0, file.types[name]) for name in columns}
-    yield Batch(np.empty(0, np.int64), np.empty(0, np.int64), none, faults, 0)
+    yield Chunk(file.path, np.empty(0, np.int64), np.empty(0, np.int64), none), faults, 0
 
 
 def _opened(path: Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
