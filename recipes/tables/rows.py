@@ -19,7 +19,7 @@ from .fitting import Moments, extracted
 from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
 from .source import File, Stage, num_rows
-from .values import ReadAs, as_numbers, plain, same_value
+from .values import ReadAs, as_numbers, bits, plain, same_value
 
 _OUTCOMES = 100  # texts of a label that are counted
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
@@ -144,32 +144,29 @@ class RowReader:
         for name in self._required:
           missing = chunk.columns[name].is_null().to_numpy(zero_copy_only=False)
           chunk = reader.refuse(chunk, missing, name, lambda row: "has no value")
-        chunk, label = self._labelled(reader, chunk)
-        chunk, label = self._weighted(reader, chunk, label)
-        yield self._split(reader, chunk, label, split)
+        chunk = self._weighted(reader, self._labelled(reader, chunk))
+        chunk, parts = self._split(reader, chunk, split)
+        yield Rows(chunk, parts, chunk.columns.get(self._label or ""))
       self.skipped += reader.skipped
 
-  def _labelled(self, reader: Reader, chunk: Chunk) -> tuple[Chunk, np.ndarray | None]:
+  def _labelled(self, reader: Reader, chunk: Chunk) -> Chunk:
+    """Returns the rows with a label, which is uint8 `[N]`."""
     if self._label is None:
-      return chunk, None
+      return chunk
     kind = self._table.kinds[self._label]
     assert isinstance(kind, spec.Label)
-    texts = chunk.columns[self._label]
-    if isinstance(texts, pa.DictionaryArray):
-      texts = texts.dictionary_decode()
-    chunk = chunk._replace(columns=chunk.columns | {self._label: same_value(texts)})
+    texts = same_value(plain(chunk.columns[self._label]))
     if kind.positive:
-      for each in chunk.columns[self._label].drop_null().value_counts().to_pylist():
+      for each in texts.drop_null().value_counts().to_pylist():
         self._count_outcome(each["values"], each["counts"])
     if kind.drop:
-      dropped = _member(chunk.columns[self._label], kind.drop)
+      dropped = _member(texts, kind.drop)
       self._num_dropped += int(dropped.sum())
-      chunk = chunk.take(~dropped)
-    texts = chunk.columns[self._label]
-    missing = texts.is_null().to_numpy(zero_copy_only=False)
+      chunk, texts = chunk.take(~dropped), texts.filter(pa.array(~dropped))
+    missing = bits(texts.is_null())
     chunk = reader.refuse(chunk, missing, self._label, lambda row: "has no value")
-    label = label_of(chunk.columns[self._label], kind)
-    wrong, texts = label < 0, chunk.columns[self._label]
+    texts = texts.drop_null()
+    label = label_of(texts, kind)
     column = f"config.columns[{self._label!r}]"
     why = (
       f"neither 0 nor 1: give the values that are clicks as {column}['positive'], or the smallest "
@@ -178,8 +175,8 @@ class RowReader:
       else f"no number to compare with {column}['at_least']={kind.at_least:g}"
     )
     problem = lambda row: f"is {texts[row].as_py()!r}, which is {why}"
-    chunk = reader.refuse(chunk, wrong, self._label, problem)
-    return chunk, label[~wrong].astype(np.uint8)
+    chunk = chunk._replace(columns=chunk.columns | {self._label: label.astype(np.uint8)})
+    return reader.refuse(chunk, label < 0, self._label, problem)
 
   def _count_outcome(self, text: str, count: int) -> None:
     kind = self._table.kinds[str(self._label)]
@@ -218,48 +215,39 @@ class RowReader:
       notes.append(f"these labels count as no click: {', '.join(shown[:5])}{more}")
     return notes
 
-  def _weighted(
-    self, reader: Reader, chunk: Chunk, label: np.ndarray | None
-  ) -> tuple[Chunk, np.ndarray | None]:
+  def _weighted(self, reader: Reader, chunk: Chunk) -> Chunk:
+    """Returns the rows with a weight, if one is declared."""
     name = self._table.name_of(spec.Weight)
     if name is None:
-      return chunk, label
+      return chunk
     weight = chunk.columns[name]
-    wrong = ~(weight >= 0)
     problem = lambda row: f"is {weight[row]}, and a weight is a number of 0 or more"
-    chunk = reader.refuse(chunk, wrong, name, problem)
-    # The labels of rows that were refused go with them.
-    return chunk, label if label is None else label[~wrong]
+    return reader.refuse(chunk, ~(weight >= 0), name, problem)
 
-  def _split(self, reader: Reader, chunk: Chunk, label, files_of: str) -> Rows:
-    rows = len(chunk.rows)
-    if self._by == "files":
-      split = np.full(rows, SPLITS.index(files_of), np.int8)
-      if files_of == "train" and self._holds_out:
-        split = self._hashed(reader, chunk, (self._table.split["valid"], 0.0))
-      return Rows(chunk, split, label)
+  def _split(self, reader: Reader, chunk: Chunk, files_of: str) -> tuple[Chunk, np.ndarray]:
+    """Returns the rows with a split, and the index of each in `SPLITS`, int8 `[N]`."""
+    if self._by == "files" and files_of == "train" and self._holds_out:
+      return chunk, self._hashed(reader, chunk, (self._table.split["valid"], 0.0))
     if self._by == "time":
       assert self._from is not None
       assert self._time is not None
       self._check_clock(reader)
       times = chunk.columns[self._time]
       split = np.where(times >= self._from[1], 2, np.where(times >= self._from[0], 1, 0))
-      return Rows(chunk, split.astype(np.int8), label)
+      return chunk, split.astype(np.int8)
     if self._by == "column":
       name = self._table.require(spec.Split, "which the split goes by")
       texts = pc.utf8_lower(pc.fill_null(plain(chunk.columns[name]), ""))
       split = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
-      wrong = split < 0
       problem = lambda row: f"is {texts[row].as_py()!r}: write train, valid or test"
-      chunk = reader.refuse(chunk, wrong, name, problem)
-      # The labels of rows that were refused go with them.
-      return Rows(chunk, split[~wrong], label if label is None else label[~wrong])
+      return reader.refuse(chunk, split < 0, name, problem), split[split >= 0]
     if self._by == "order":
-      return Rows(chunk, self._in_order(chunk), label)
+      return chunk, self._in_order(chunk)
     if self._by == "hash":
       shares = self._table.split["valid"], self._table.split["test"]
-      return Rows(chunk, self._hashed(reader, chunk, shares), label)
-    return Rows(chunk, np.zeros(rows, np.int8), label)
+      return chunk, self._hashed(reader, chunk, shares)
+    of_files = SPLITS.index(files_of) if self._by == "files" else 0
+    return chunk, np.full(len(chunk.rows), of_files, np.int8)
 
   def _check_clock(self, reader: Reader) -> None:
     """Raises UserError where a first time is a date and the column has numbers, or vice versa."""
@@ -372,8 +360,7 @@ def _quantile(times: np.ndarray, share: float) -> float:
 
 
 def _member(texts: pa.Array, values: tuple[str, ...]) -> np.ndarray:
-  found = pc.is_in(texts, value_set=pa.array(values, pa.string()))
-  return found.to_numpy(zero_copy_only=False)
+  return bits(pc.is_in(texts, value_set=pa.array(values, pa.string())))
 
 
 def label_of(texts: pa.Array, kind: spec.Label) -> np.ndarray:
