@@ -27,7 +27,7 @@ from .errors import UserError
 from .metrics import RankingMetrics
 from .tables import entities, interactions, spec
 from .tables import settings as table_settings
-from .tables.rows import RowReader, values_of
+from .tables.rows import RowReader
 
 _SUFFIXES = r"(\.(csv|tsv|txt|parquet|pq|gz))+$"
 _SERVED = "served"
@@ -181,7 +181,7 @@ def _test_clicks(model: serving.ClickModel, table: table_settings.Table) -> dict
   weight_name = table.name_of(spec.Weight)
   for rows in RowReader(table, ""):
     assert rows.label is not None  # dlrm has asked for one
-    values, count = values_of(rows.chunk, table.kinds), len(rows.chunk.rows)
+    values, count = rows.chunk.columns, len(rows.chunk.rows)
     scores.append(model.answers(values, np.zeros(count, bool)).scores)
     labels.append(rows.label)
     weights.append(values[weight_name] if weight_name else np.ones(count))

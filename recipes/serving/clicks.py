@@ -87,7 +87,7 @@ class ClickModel:
     """Returns as `score`, for values as training reads them.
 
     Args:
-      values: N texts, numbers or lists by declared name; see `tables.rows.values_of`.
+      values: N texts, numbers or lists by declared name; see `tables.reading.Chunk`.
       bad: bool `[N]`, rows to leave out.
     """
     absent = {name: columns_lib.absent(values[name]) for name in self._wanted}

@@ -1,20 +1,23 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from .. import arrays
 from ..errors import UserError
 from . import entities, sharing, spec
 from .entities import Codes, Entities
 from .fitting import Fit, Fitted
-from .rows import RowReader, SplitFile, values_of, way
+from .rows import RowReader, Rows, SplitFile, way
 from .settings import SPLITS, Table, parsed, serve_folder
 from .source import Stage
+from .values import ReadAs
 
 _SIDES = {"user": spec.User, "item": spec.Item}
 
@@ -22,7 +25,7 @@ _SIDES = {"user": spec.User, "item": spec.Item}
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
 
-  The table is read to fit the transforms on the training rows, and then to transform all.
+  The table is read once, to fit the transforms on the training rows; a copy is then transformed.
 
   Raises:
     UserError: nothing to predict or to learn from is declared, or a split is empty.
@@ -40,19 +43,17 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     raise UserError(
       f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
     )
-  with Stage(folder / "stage") as stage, SplitFile(folder, table.names) as split:
+  with Stage(folder / "stage") as stage:
     reader = RowReader(table, by, stage=stage)
     # A run of another recipe has none of these transforms.
     has_base = table.base is not None and (table.base / "sides.json").exists()
     base = Encoder.load(table.base) if table.base is not None and has_base else None
-    fit = Fit(table.kinds, base.fitted if base else None)
+    fit = Fit(table.kinds, base.fitted if base else None, stage)
     serve = serve_folder(settings, folder)
-    counted = _Counted.of(table, reader, fit, split)
+    copy = _Copy(stage.folder / "rows.arrow", table.kinds)
+    with SplitFile(folder, table.names) as split:
+      counted = _Counted.of(table, reader, fit, split, copy)
     sizes, notes = counted.sizes, list(reader.notes)
-    kept = {path: part == 0 for path, part in split.parts.items()}
-    for name in fit.categories:
-      for values, counts in reader.distinct(name, kept):
-        fit.add_values(name, values, counts)
     sides, about = _sides(table, counted.ids, base, stage)
     encoder = Encoder(fit.finish(), sides)
     notes = [*about, *notes, *fit.notes]
@@ -61,7 +62,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
       )
     notes += _about(sizes, counted.clicks, encoder)
-    _write(table, reader, encoder, folder, sizes)
+    _write(table, copy, encoder, folder, sizes)
     encoder.save(serve)
   table.check_unchanged()
   ends = np.cumsum(sizes).tolist()
@@ -94,8 +95,10 @@ class _Counted:
   ids: dict[str, Codes]
 
   @classmethod
-  def of(cls, table: Table, reader: RowReader, fit: Fit, split: SplitFile) -> "_Counted":
-    """Counts all rows, fits the numbers, and writes down the splits.
+  def of(
+    cls, table: Table, reader: RowReader, fit: Fit, split: SplitFile, copy: "_Copy"
+  ) -> "_Counted":
+    """Counts and copies all rows, fits the training rows, and writes the splits.
 
     Raises:
       UserError: a split has no rows, or one outcome alone.
@@ -104,16 +107,18 @@ class _Counted:
     ids = {side: Codes() for side in table.sides}
     id_names = {side: _id_name(table, side) for side in table.sides}
     counted = cls(np.zeros(3, np.int64), np.zeros(3, np.int64), np.zeros((3, 2)), ids)
-    for rows in reader.checks([*id_names.values()]):
-      counted.sizes += np.bincount(rows.split, minlength=3)
-      counted.clicks += np.bincount(rows.split, rows.label, minlength=3).astype(np.int64)
-      if weight and rows.label is not None:
-        np.add.at(counted.weights, (rows.split, rows.label), rows.chunk.columns[weight])
-      split.add(rows)
-      training = rows.chunk.take(rows.split == 0)
-      fit.add_numbers(values_of(training, table.kinds), len(training.rows))
-      for side, codes in ids.items():
-        codes.add(training.columns[id_names[side]])
+    with copy.writer() as write:
+      for rows in reader:
+        write(rows)
+        counted.sizes += np.bincount(rows.split, minlength=3)
+        counted.clicks += np.bincount(rows.split, rows.label, minlength=3).astype(np.int64)
+        if weight and rows.label is not None:
+          np.add.at(counted.weights, (rows.split, rows.label), rows.chunk.columns[weight])
+        split.write(rows.chunk.file, rows.chunk.rows, rows.split)
+        training = rows.chunk.take(rows.split == 0)
+        fit.add(training.columns, len(training.rows))
+        for side, codes in ids.items():
+          codes.add(training.columns[id_names[side]])
     may_be_empty = [name for name in SPLITS[1:] if not table.split[name]]
     _check_sizes(counted.sizes, counted.clicks, may_be_empty, reader.notes)
     if weight:
@@ -121,7 +126,54 @@ class _Counted:
     return counted
 
 
-def _write(table: Table, reader: RowReader, encoder: "Encoder", folder: Path, sizes) -> None:
+class _Copy:
+  """The rows as they have been read, in an Arrow stream: files are parsed once.
+
+  Args:
+    path: of the stream.
+    kinds: the declared columns; features and weights are copied.
+  """
+
+  def __init__(self, path: Path, kinds: Mapping[str, spec.Kind]):
+    types: dict[ReadAs, pa.DataType]
+    types = {"number": pa.float64(), "text": pa.dictionary(pa.int32(), pa.string())}
+    self._path = path
+    self._types = {
+      name: types.get(way(kind), pa.list_(pa.string()))
+      for name, kind in kinds.items()
+      if isinstance(kind, spec.Embedded | spec.Weight) and not isinstance(kind, spec.Cross)
+    }
+    fields = enumerate([pa.int8(), pa.uint8(), *self._types.values()])
+    self._schema = pa.schema([(str(place), each) for place, each in fields])
+
+  @contextlib.contextmanager
+  def writer(self) -> Iterator[Callable[[Rows], None]]:
+    """Yields a function that writes rows."""
+    with pa.ipc.new_stream(str(self._path), self._schema) as stream:
+
+      def write(rows: Rows) -> None:
+        columns = rows.chunk.columns
+        arrays = [pa.array(rows.split), pa.array(rows.label)]
+        for name, stored in self._types.items():
+          is_text = pa.types.is_dictionary(stored)
+          arrays.append(columns[name].dictionary_encode() if is_text else pa.array(columns[name]))
+        stream.write_batch(pa.record_batch(arrays, schema=self._schema))
+
+      yield write
+
+  def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, Any]]]:
+    """Yields split, label and values by declared name."""
+    with pa.memory_map(str(self._path)) as file, pa.ipc.open_stream(file) as stream:
+      for batch in stream:
+        split, label, *arrays = batch.columns
+        values = {
+          name: array.to_numpy() if pa.types.is_floating(array.type) else array
+          for name, array in zip(self._types, arrays, strict=True)
+        }
+        yield split.to_numpy(), label.to_numpy(), values
+
+
+def _write(table: Table, rows: _Copy, encoder: "Encoder", folder: Path, sizes: np.ndarray) -> None:
   total, width = int(sizes.sum()), sum(feature.valency for feature in encoder.features)
   weight = table.name_of(spec.Weight)
   columns = {
@@ -132,18 +184,16 @@ def _write(table: Table, reader: RowReader, encoder: "Encoder", folder: Path, si
   if weight:
     columns["weight"] = arrays.column(folder, "weight", (total,), np.float32)
   at = np.cumsum(sizes) - sizes
-  for rows in reader:
-    values = values_of(rows.chunk, table.kinds)
-    blocks: dict[str, Any] = {"label": rows.label, **encoder.encode(values, len(rows.chunk.rows))}
+  for parts, label, values in rows:
+    blocks: dict[str, Any] = {"label": label, **encoder.encode(values, len(label))}
     if weight:
       blocks["weight"] = values[weight].astype(np.float32)
     for split in range(3):
-      chosen = rows.split == split
+      chosen = parts == split
       count = int(chosen.sum())
       for name, block in blocks.items():
         columns[name][at[split] : at[split] + count] = block[chosen]
       at[split] += count
-  assert (at == np.cumsum(sizes)).all(), "a pass has read other rows than the one before"
 
 
 class Encoder:

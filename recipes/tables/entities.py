@@ -18,7 +18,7 @@ from .fitting import Fit, Fitted
 from .rows import open_source
 from .settings import Source
 from .source import Stage
-from .values import plain, spelled, spelling_of
+from .values import indices_of, plain, spelled, spelling_of
 
 
 class Codes:
@@ -58,11 +58,12 @@ class Codes:
 
   @staticmethod
   def _numbers(texts: pa.Array, number) -> np.ndarray:
-    # Rows that were left out stay in the dictionary of an encoded array.
-    encoded = plain(texts).dictionary_encode()
-    values = encoded.dictionary.to_pylist()
-    codes = np.array([*(-1 if text is None else number(text) for text in values), -1], np.int32)
-    indices = encoded.indices.fill_null(len(codes) - 1).to_numpy(zero_copy_only=False)
+    encoded = texts.dictionary_encode()
+    indices = indices_of(encoded)
+    codes = np.full(len(encoded.dictionary) + 1, -1, np.int32)
+    used = np.unique(indices[indices >= 0])  # a dictionary may have values of other rows
+    texts = encoded.dictionary.take(pa.array(used))
+    codes[used] = [-1 if text is None else number(text) for text in texts.to_pylist()]
     return codes[indices]
 
 
@@ -158,14 +159,15 @@ class Collected:
     first = first[new >= self._seen]
     self._seen = max(self._seen, int(new.max(initial=-1)) + 1)
     for name, parts in self._parts.items():
-      is_array = isinstance(values[name], np.ndarray)
-      parts.append(values[name][first] if is_array else plain(values[name].take(pa.array(first))))
+      of_name = values[name]
+      is_array = isinstance(of_name, np.ndarray)
+      parts.append(of_name[first] if is_array else plain(of_name.take(pa.array(first))))
 
   def entities(
-    self, texts: list[str], trained: np.ndarray, bucketed: int = 0, base: Fitted | None = None
+    self, texts: list[str], trained: np.ndarray, bucketed: int, base: Fitted | None, stage: Stage
   ) -> Entities:
     """Returns the entities with these raw ids; see `encoded`."""
-    return encoded(texts, self.kinds, self.values(), trained, bucketed, base)
+    return encoded(texts, self.kinds, self.values(), trained, bucketed, base, stage)
 
   def values(self) -> dict[str, Any]:
     """Returns the values of all entities by declared name."""
@@ -186,6 +188,7 @@ def encoded(
   trained: np.ndarray,
   bucketed: int = 0,
   base: Fitted | None = None,
+  stage: Stage | None = None,
 ) -> Entities:
   """Returns entities whose features are fitted on and computed of their values.
 
@@ -195,7 +198,7 @@ def encoded(
     values: E values by declared name.
     trained: bool `[E]`, those of training rows, which are fitted on.
     bucketed: a number without buckets gets as many; 0 leaves it a number.
-    base: the transforms of an earlier run; see `Fit`.
+    base, stage: of `Fit`.
   """
   title = spec.only(kinds, spec.Title)
   features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
@@ -206,7 +209,7 @@ def encoded(
       else kind
       for name, kind in features.items()
     }
-  fit, rows = Fit(features, base), np.flatnonzero(trained)
+  fit, rows = Fit(features, base, stage), np.flatnonzero(trained)
   at = lambda x: x.take(pa.array(rows)) if isinstance(x, pa.Array) else x[rows]
   fit.add({name: at(x) for name, x in values.items()}, len(rows))
   fitted = fit.finish()
@@ -255,7 +258,8 @@ def read(
     )
     chunk = reader.refuse(chunk, again, source.key, problem)
     for name, part in parts.items():
-      part.append(chunk.columns[name])
+      values = chunk.columns[name]
+      part.append(values if isinstance(values, np.ndarray) else plain(values))
   notes, wanted = list(reader.skipped), trained.texts
   codes = one_spelling(codes)
   at = codes.find(one_spelling(trained).array)
@@ -275,5 +279,6 @@ def read(
     )
   is_trained = np.zeros(len(codes), bool)
   is_trained[at[at >= 0]] = True
-  values = {name: joined(part) for name, part in parts.items()}
-  return encoded(codes.texts, source.kinds, values, is_trained, bucketed, base), notes
+  of_name = {name: joined(part) for name, part in parts.items()}
+  made = encoded(codes.texts, source.kinds, of_name, is_trained, bucketed, base, stage)
+  return made, notes

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +19,52 @@ from .. import arrays
 from ..errors import UserError
 from ..features import Feature
 from . import spec
-from .values import Spelling, bits, spelled
+from .source import Stage
+from .values import Spelling, bits, indices_of, spelled
 
 Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
 _SAMPLE = 1 << 16  # numbers that quantiles are taken of, at least half as many
 _LONGEST = 64  # of a bag whose length is taken from the training rows
-_MERGED = 1 << 20  # distinct values that wait to be merged
+_INSERTED = 1 << 16  # values, at least
+_FEW_KNOWN = 16  # known values for each one that is looked up
 _FEW = 100  # values, below which each has a row of its own
 _DRAWN, _DRAWN_SEED = 0.1, 20  # the share of values of one row that count as unknown
+_NONE_COUNTED = pa.table({"value": pa.array([], pa.string()), "count": pa.array([], pa.int64())})
 
 
 class Counts:
-  """Counts of texts, added part by part; memory is that of the distinct texts."""
+  """Counts of texts in a table of the engine, which spills to disk.
 
-  def __init__(self) -> None:
-    self._parts: list[pa.Table] = []
-    self._waiting = 0
+  Args:
+    engine: a connection to DuckDB.
+    name: of the table.
+  """
+
+  def __init__(self, engine: Any, name: str):
+    self._engine, self._name = engine, name
+    self._parts: list[pa.Table] = []  # that wait: the engine has a price for each insertion
+    engine.execute(f"CREATE OR REPLACE TEMP TABLE {name} (value VARCHAR, count BIGINT)")
 
   def add(self, texts: pa.Array, counts: np.ndarray) -> None:
     """Counts texts, each as often as `counts` say; nulls do not count."""
-    part = pa.table({"value": texts.cast(pa.large_string()), "count": pa.array(counts, pa.int64())})
-    self._parts.append(part.filter(part["value"].is_valid()))
-    self._waiting += len(part)
-    if self._waiting > _MERGED:
-      self._merge()
+    self._parts.append(pa.table({"value": texts, "count": pa.array(counts, pa.int64())}))
+    if sum(map(len, self._parts)) > _INSERTED:
+      self._insert()
 
-  def _merge(self) -> pa.Table:
-    none = pa.table({"value": pa.array([], pa.large_string()), "count": pa.array([], pa.int64())})
-    grouped = pa.concat_tables([none, *self._parts]).group_by("value").aggregate([("count", "sum")])
-    self._parts = [grouped.rename_columns({"count_sum": "count"}).select(["value", "count"])]
-    self._waiting = 0
-    return self._parts[0]
+  def _insert(self) -> None:
+    self._engine.register("waiting", pa.concat_tables([_NONE_COUNTED, *self._parts]))
+    self._engine.execute(f"INSERT INTO {self._name} SELECT * FROM waiting WHERE value IS NOT NULL")
+    self._parts = []
 
   def most_frequent(self, min_count: int = 1) -> pa.Table:
-    """Returns `value` and `count` of the texts seen that often, the most frequent ones first."""
-    merged = self._merge()
-    kept = merged.filter(pc.greater_equal(merged["count"], min_count))
-    return kept.sort_by([("count", "descending"), ("value", "ascending")])
+    """Removes the table; returns `value` and `count` of the texts seen that often, sorted by it."""
+    self._insert()
+    counted = self._engine.execute(
+      f"SELECT value, sum(count)::BIGINT AS count FROM {self._name} GROUP BY value "
+      f"HAVING sum(count) >= {min_count} ORDER BY count DESC, value"
+    ).to_arrow_table()
+    self._engine.execute(f"DROP TABLE {self._name}")
+    return counted
 
 
 @dataclasses.dataclass
@@ -132,60 +141,69 @@ class Fit:
 
   Args:
     kinds: the declared columns; features alone are fitted.
+    stage: with the engine; None makes one of its own.
     base: of an earlier run. A column of the same declaration keeps its numbers and values, and new
       values come after them, so that a model of that run can go on.
   """
 
-  def __init__(self, kinds: Mapping[str, spec.Kind], base: "Fitted | None" = None):
+  def __init__(
+    self,
+    kinds: Mapping[str, spec.Kind],
+    base: "Fitted | None" = None,
+    stage: Stage | None = None,
+  ):
+    self._stage = stage or Stage()
     self._kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
     self._base = base if base is not None else Fitted({}, {}, {}, {}, {})
     self._growing = {n for n, kind in self._kinds.items() if self._base.kinds.get(n) == kind}
     self._moments = {
       n: Moments() for n, kind in self._kinds.items() if isinstance(kind, spec.Number)
     }
-    self._counts = {name: Counts() for name in self.categories}
-    self._spellings = {name: Spelling() for name in self.categories}
+    self._categories: dict[str, spec.Category] = {
+      name: kind for name, kind in self._kinds.items() if isinstance(kind, spec.Category)
+    }
+    self._spellings = {name: Spelling() for name in self._categories}
     self._longest = {n: 0 for n, kind in self._kinds.items() if isinstance(kind, spec.Bag)}
+    self._counts: dict[str, Counts] = {}
+    # Neighbouring chunks of a file have one dictionary, and are counted together.
+    self._counted: dict[str, tuple[pa.Array, np.ndarray]] = {}
     self._no_ids: dict[str, int] = {}
     self.rows = 0
 
-  @property
-  def categories(self) -> list[str]:
-    """The columns whose values are counted."""
-    return [name for name, kind in self._kinds.items() if isinstance(kind, spec.Category)]
-
   def add(self, values: Values, rows: int) -> None:
     """Adds training rows."""
-    self.add_numbers(values, rows)
-    for name in self.categories:
-      self.add_values(name, values[name], np.ones(rows, np.int64))
-
-  def add_numbers(self, values: Values, rows: int) -> None:
-    """Adds the numbers of training rows, whose values are counted by `add_values`."""
     self.rows += rows
     for name, moments in self._moments.items():
       kind: Any = self._kinds[name]
       moments.add(logarithm(values[name]) if kind.log and not kind.buckets else values[name])
+    for name, category in self._categories.items():
+      if isinstance(category, spec.Bag):
+        longest = pc.max(pc.list_value_length(values[name])).as_py() or 0
+        self._longest[name] = max(self._longest[name], longest)
+      encoded = flat_texts(values[name], category).dictionary_encode()
+      indices = indices_of(encoded)
+      counts = np.bincount(indices[indices >= 0], minlength=len(encoded.dictionary))
+      known = self._counted.get(name)
+      if known is not None and encoded.dictionary.equals(known[0]):
+        counts += known[1]
+      else:
+        self._flush(name)
+      self._counted[name] = (encoded.dictionary, counts)
 
-  def add_values(self, name: str, values: pa.Array, counts: np.ndarray) -> None:
-    """Adds values of a category or bag that as many training rows have as `counts` say, `[N]`."""
-    kind = self._kinds[name]
-    assert isinstance(kind, spec.Category)
-    if isinstance(kind, spec.Bag):
-      lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
-      self._longest[name] = max(self._longest[name], int(lengths.max(initial=0)))
-      counts = np.repeat(counts, lengths)
-    texts = flat_texts(values, kind)
+  def _flush(self, name: str) -> None:
+    """Adds the values that have been counted in the chunks of one dictionary."""
+    texts, counts = self._counted.pop(name, (pa.array([], pa.string()), np.empty(0, np.int64)))
+    seen, kind = (counts > 0) & bits(texts.is_valid()), self._categories[name]
+    texts, counts = texts.filter(pa.array(seen)), counts[seen]
     self._spellings[name].add(texts)
     if kind.size:
       identity = transforms.Identity(kind.size, default_value=-1)
-      wrong = (_ids_of_texts(identity, spelled(texts, "whole"), whole=True) < 0) & bits(
-        texts.is_valid()
-      )
+      wrong = _ids_of_texts(identity, spelled(texts, "whole"), whole=True) < 0
       self._no_ids[name] = self._no_ids.get(name, 0) + int(counts[wrong].sum())
-    if kind.hash or kind.size:  # only whether there is any value
-      texts, counts = pa.array(["any"]), np.array([counts[bits(texts.is_valid())].sum()])
-    self._counts[name].add(texts, counts)
+    if len(texts) and _table_of(name, kind):
+      if name not in self._counts:
+        self._counts[name] = Counts(self._stage.engine, f"counts_{id(self)}_{len(self._counts)}")
+      self._counts[name].add(texts, counts)
 
   def finish(self) -> "Fitted":
     """Returns the transforms.
@@ -193,12 +211,18 @@ class Fit:
     Raises:
       UserError: a column has no value in the training rows; names it.
     """
-    spellings = {name: self._spelling(name) for name in self.categories}
-    tables = {t: None for name in self.categories if (t := _table_of(name, self._kinds[name]))}
-    vocabularies = {table: self._vocabulary(table, spellings) for table in tables}
+    for name in self._categories:
+      self._flush(name)
+    spellings = {name: self._spelling(name) for name in self._categories}
+    tables: dict[str, list[str]] = {}
+    for name, kind in self._categories.items():
+      if table := _table_of(name, kind):
+        tables.setdefault(table, []).append(name)
+    vocabularies = {table: self._vocabulary(names, spellings) for table, names in tables.items()}
     numbers = {name: self._number(name) for name in self._moments}
-    for name in self._counts:  # those without a vocabulary
-      if name not in self._growing and not len(self._counts[name].most_frequent()):
+    for name, kind in self._categories.items():
+      is_counted = _table_of(name, kind) or name in self._growing
+      if not is_counted and self._spellings[name].is_empty:
         raise UserError(self._empty(name))
     return Fitted(self._kinds, vocabularies, numbers, self._widths(), spellings)
 
@@ -207,8 +231,11 @@ class Fit:
       return self._base.spellings[name]
     # Columns of one table are spelled alike.
     shared = _table_of(name, self._kinds[name]) or name
-    names = [n for n in self.categories if (_table_of(n, self._kinds[n]) or n) == shared]
-    spellings = {self._spellings[n].name for n in names}
+    spellings = {
+      self._spellings[other].name
+      for other, kind in self._categories.items()
+      if (_table_of(other, kind) or other) == shared
+    }
     return spellings.pop() if len(spellings) == 1 else ""
 
   @property
@@ -233,20 +260,20 @@ class Fit:
       if longest > widths[name]
     ]
 
-  def _vocabulary(self, table: str, spellings: Mapping[str, str]) -> tuple[str, ...]:
-    names = [name for name in self.categories if _table_of(name, self._kinds[name]) == table]
-    name, kind = names[0], self._kinds[names[0]]
-    known = self._base.vocabularies.get(table, ()) if name in self._growing else ()
-    assert isinstance(kind, spec.Category)
-    counts = Counts()
-    for each in names:
-      counted = self._counts.pop(each).most_frequent().combine_chunks()
-      texts = counted["value"].combine_chunks()
-      counts.add(spelled(texts, spellings[each]), counted["count"].to_numpy())
-    frequent = counts.most_frequent()
-    if not len(frequent) and not known:
+  def _vocabulary(self, names: Sequence[str], spellings: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the values of the columns of one table."""
+    name, kind, counts = names[0], self._categories[names[0]], self._counts.get(names[0])
+    known = self._base.vocabulary(name) if name in self._growing else ()
+    if len(names) > 1 or spellings[name] == "flag" or self._spellings[name].has_whole:
+      counts = Counts(self._stage.engine, f"counts_{id(self)}")
+      for each in names:
+        if each in self._counts:
+          counted = self._counts.pop(each).most_frequent().combine_chunks()
+          texts = spelled(counted["value"].combine_chunks(), spellings[each])
+          counts.add(texts, counted["count"].to_numpy())
+    if not known and all(self._spellings[each].is_empty for each in names):
       raise UserError(self._empty(name))
-    kept = frequent.filter(pc.greater_equal(frequent["count"], kind.min_count))
+    kept = counts.most_frequent(kind.min_count) if counts else _NONE_COUNTED
     if kind.oov and kind.min_count == 1 and len(kept) >= _FEW:
       # The rows for unknown values learn from rare ones that are drawn into them.
       hashed = hashing.hashes(np.array(kept["value"].to_pylist(), object), _DRAWN_SEED) / 2.0**64
@@ -318,6 +345,7 @@ class Fitted:
     self.kinds, self.vocabularies = dict(kinds), dict(vocabularies)
     self.numbers = {name: dict(each) for name, each in numbers.items()}
     self.widths, self.spellings = dict(widths), dict(spellings)
+    self._values = {table: pa.array(each, pa.string()) for table, each in vocabularies.items()}
     self._last: dict[str, tuple[pa.Array, np.ndarray]] = {}  # ids of a dictionary's values
     self._columns = {
       name: column
@@ -428,10 +456,26 @@ class Fitted:
     if distinct is None or not encoded.dictionary.equals(distinct):
       distinct = encoded.dictionary
       whole = "whole" if kind.size else self.spellings[name]
-      ids = _ids_of_texts(self._columns[name], spelled(distinct, whole), whole=bool(kind.size))
+      ids = self._of_distinct(name, spelled(distinct, whole))
       self._last[name] = (distinct, ids)
     assert ids is not None
-    return np.append(ids, np.int32(-1))[encoded.indices.fill_null(-1).to_numpy()]
+    return np.append(ids, np.int32(-1))[indices_of(encoded)]
+
+  def _of_distinct(self, name: str, texts: pa.Array) -> np.ndarray:
+    """Returns the ids of texts that are in one spelling, int32 `[N]`."""
+    kind: Any = self.kinds[name]
+    column, table = self._columns[name], _table_of(name, kind)
+    known = self._values.get(table or "")
+    # Arrow hashes all known values at every call; a transform has a dict of them.
+    if known is None or len(known) > _FEW_KNOWN * len(texts):
+      return _ids_of_texts(column, texts, whole=bool(kind.size))
+    ids = pc.fill_null(pc.index_in(texts, known), -1).to_numpy(zero_copy_only=False).copy()
+    unknown = (ids < 0) & bits(texts.is_valid())
+    if kind.oov > 1:
+      ids[unknown] = _ids_of_texts(column, texts.filter(pa.array(unknown)))
+    elif kind.oov:
+      ids[unknown] = len(known)
+    return ids
 
   def _crossed(self, kind: spec.Cross, column: Any, values: Values) -> np.ndarray:
     parts, present = [], np.array(True)
@@ -509,8 +553,7 @@ def _ids_of_texts(column: Any, texts: pa.Array, *, whole: bool = False) -> np.nd
   else:
     keys = np.array([text or "" for text in distinct], object)  # "" is padding
   ids = column.ids(keys) if len(keys) else np.empty(0, np.int32)
-  indices = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-  return np.append(ids, -1)[indices].astype(np.int32)
+  return np.append(ids, -1)[indices_of(encoded)].astype(np.int32)
 
 
 def _padded(flat: np.ndarray, lengths: np.ndarray, width: int, *, last: bool) -> np.ndarray:

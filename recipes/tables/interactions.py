@@ -343,7 +343,7 @@ class _Log:
       base = None
       if self._table.base is not None and (self._table.base / f"{side}s.parquet").exists():
         base = Entities.load(self._table.base, f"{side}s").fitted
-      own = self._collected[side].entities(texts, is_trained, _BUCKETS, base)
+      own = self._collected[side].entities(texts, is_trained, _BUCKETS, base, self._stage)
       own = own.numbered([texts[i] for i in kept])
       if side in self._table.sides:
         ids = Codes(texts[i] for i in kept[trained])

@@ -21,7 +21,7 @@ from .formats import Format
 from .reading import Reader, columns_of
 from .source import File, ParquetFile, Stage, TextFile, batches
 from .splitting import by_content
-from .values import as_lists, as_numbers, as_texts, as_times, plain, refusal
+from .values import as_lists, as_numbers, as_texts, as_times, indices_of, plain, refusal
 
 JOIN = "\x1f"  # of the items of a list in its text
 _PLACES = 5  # files, or row groups of a Parquet file, that rows are read of
@@ -210,8 +210,8 @@ class Sample:
 
   def split(self, share: float, seed: int) -> np.ndarray:
     """Returns the part of each row in a split by hash: 0 train, 1 valid, 2 test."""
-    parts = by_content(self.stage, self.files, (share, share), seed)
-    return np.concatenate([parts[file.path] for file in self.files])
+    parts = [by_content(self.stage, file, (share, share), seed) for file in self.files]
+    return np.concatenate([part.result() for part in parts])
 
   def repeated(self) -> float:
     """Returns the share of rows that repeat another row in all columns."""
@@ -296,10 +296,10 @@ def _of_text(file: TextFile, num_rows: int, stage: Stage) -> _Found:
     path.write_text(text, file.format.encoding, "surrogateescape", newline="")
     source = TextFile(path, file.format)
   try:
-    for batch in batches(source, stage, source.names, _CHUNK):
-      arrays.append(batch.arrays)
-      faults += batch.faults
-      if (rows := rows + len(batch.rows)) >= num_rows:
+    for chunk, dropped, _ in batches(source, stage, source.names, _CHUNK):
+      arrays.append(chunk.columns)
+      faults += dropped
+      if (rows := rows + len(chunk.rows)) >= num_rows:
         break
   except DamagedFileError as error:
     raise DamagedFileError(str(error).replace(str(path), str(file.path))) from error
@@ -332,7 +332,7 @@ def of_arrays(name: str, arrays: Sequence[pa.Array], missing: Sequence[str]) -> 
   """Returns a column of values as they are stored, "" and `missing` being none."""
   parts = [_as_text(plain(array), missing).cast(pa.large_string()) for array in arrays]
   encoded = pa.chunked_array(parts).combine_chunks().dictionary_encode()
-  codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+  codes = indices_of(encoded).astype(np.int64)
   counts = np.bincount(codes[codes >= 0], minlength=len(encoded.dictionary))
   order = np.argsort(-counts, kind="stable")
   codes, counts = np.append(np.argsort(order), -1)[codes], counts[order]  # -1 takes the last

@@ -3,47 +3,20 @@
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from .. import files
 from ..errors import DamagedFileError
 from .faults import UNUSABLE, Fault, Ledger, Problem
 from .finding import file_format, paths
 from .formats import Format
-from .source import Batch, File, ParquetFile, Stage, TextFile, batches
+from .source import Chunk, File, ParquetFile, Stage, TextFile, batches
 from .values import ReadAs, are_dates, converted, refusal
 
 __all__ = ["Chunk", "Format", "Reader", "columns_of", "paths"]
 
 _AS_FOUND = Format()
-
-
-class Chunk(NamedTuple):
-  """N rows of a file.
-
-  Attributes:
-    file: they are from.
-    rows: int64 [N], their numbers in the file: the first row below the header is row 1.
-    places: int64 [N], their places among the rows that the file is stored with.
-    columns: by name, N values each, as `Reader` was asked for them.
-  """
-
-  file: Path
-  rows: np.ndarray
-  places: np.ndarray
-  columns: dict[str, Any]
-
-  def take(self, kept: np.ndarray) -> "Chunk":
-    """Returns the rows for which a bool [N] holds, or those at integer indices."""
-    indices = np.flatnonzero(kept) if kept.dtype == bool else kept
-    columns = {
-      name: values[indices] if isinstance(values, np.ndarray) else values.take(pa.array(indices))
-      for name, values in self.columns.items()
-    }
-    return Chunk(self.file, self.rows[indices], self.places[indices], columns)
 
 
 class Reader:
@@ -55,8 +28,9 @@ class Reader:
     paths: of the files, as `paths` returns them. Their columns may be in any order, and there may
       be more of them than are read.
     ways: by name, how to read the column:
-      "text": pa.StringArray, trimmed, null where missing. Numbers and booleans become text, 12.0
-        "12" and True "true", and timestamps ISO 8601; texts stay as they are.
+      "text": pa.StringArray, or a dictionary of one, trimmed, null where missing. Numbers and
+        booleans become text, 12.0 "12" and True "true", and timestamps ISO 8601; texts stay as they
+        are.
       "number": float64 [N], nan where missing. Texts true and false are 1 and 0.
       "time": int64 [N], or float64 where numbers have fractions. Dates and timestamps are
         microseconds since 1970, in UTC where they name no zone; numbers are taken as they are, in
@@ -70,7 +44,6 @@ class Reader:
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
     chunk_rows: at most, of a chunk.
     stage: where text is kept while it is read; None makes one of its own.
-    dictionaries: whether columns of "text" come as dictionaries where files have them so.
 
   Attributes:
     names: all columns of the first file, in order.
@@ -100,7 +73,6 @@ class Reader:
     on_bad_row: str = "raise",
     chunk_rows: int = 65_536,
     stage: Stage | None = None,
-    dictionaries: bool = False,
   ):
     self._paths, self._ways = [Path(path) for path in paths], dict(ways)
     of_name = {name: (columns or {}).get(name, name) for name in ways}
@@ -108,7 +80,7 @@ class Reader:
     self._format, self._on_bad_row, self._chunk_rows = format, on_bad_row, chunk_rows
     self._ledger = Ledger(on_bad_row)
     self._clocks: dict[str, int] = {}
-    self._stage, self._dictionaries = stage or Stage(), dictionaries
+    self._stage = stage or Stage()
     self.files = [_open(path, format) for path in self._paths]
     self.names = self.files[0].names
     for path, source in zip(self._paths, self.files, strict=True):
@@ -133,10 +105,9 @@ class Reader:
     with files.progress("reading", total, "B") as bar:
       for path, source in zip(self._paths, self.files, strict=True):
         bar.set_description(f"reading {path.name}")
-        categories = texts if self._dictionaries else []
-        for batch in batches(source, self._stage, wanted, self._chunk_rows, categories):
-          chunk = self._chunk(path, batch, self._clocks)
-          bar.update(batch.size)
+        for stored, faults, size in batches(source, self._stage, wanted, self._chunk_rows, texts):
+          chunk = self._converted(stored, faults)
+          bar.update(size)
           num_rows += len(chunk.rows)
           if len(chunk.rows):
             yield chunk
@@ -198,16 +169,16 @@ class Reader:
     ]
     return " ".join(filter(None, sentences))
 
-  def _chunk(self, path: Path, batch: Batch, clocks: dict[str, int]) -> Chunk:
+  def _converted(self, chunk: Chunk, dropped: Sequence[Fault]) -> Chunk:
     problems: list[tuple[str, Problem]] = []
     columns = {}
     for name, way in self._ways.items():
       of_name = self._columns[name]
-      arrays = [batch.arrays[column] for column in of_name]
-      columns[name], bad = converted(arrays, way, self._format.missing, clocks, of_name)
+      arrays = [chunk.columns[column] for column in of_name]
+      columns[name], bad = converted(arrays, way, self._format.missing, self._clocks, of_name)
       problems += [(of_name[0], problem) for problem in bad]
-    faults = {fault.row: fault for fault in batch.faults}
-    return self._without(Chunk(path, batch.rows, batch.places, columns), faults, problems)
+    faults = {fault.row: fault for fault in dropped}
+    return self._without(chunk._replace(columns=columns), faults, problems)
 
   def _without(
     self, chunk: Chunk, faults: dict[int, Fault], problems: list[tuple[str, Problem]]

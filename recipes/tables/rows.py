@@ -18,10 +18,9 @@ from . import spec, splitting
 from .fitting import Moments, extracted
 from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
-from .source import File, Stage, alike, by_file, num_rows, scan
-from .values import ReadAs, as_stored, converted, has_bytes, plain, same_value
+from .source import File, Stage, num_rows
+from .values import ReadAs, as_numbers, bits, plain, same_value
 
-_DISTINCT = 1 << 16  # values that are held at once
 _OUTCOMES = 100  # texts of a label that are counted
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
@@ -52,7 +51,6 @@ def open_source(
   paths: Sequence[Path] = (),
   *,
   stage: Stage | None = None,
-  dictionaries: bool = False,
 ) -> Reader:
   """Returns the reader of a source's declared columns, and of its key by the name "".
 
@@ -60,7 +58,7 @@ def open_source(
     source: the files and columns.
     on_bad_row: "raise" or "skip".
     paths: the files of one split; none reads all.
-    stage, dictionaries: as of `Reader`.
+    stage: as of `Reader`.
   """
   wanted = ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
   return Reader(
@@ -70,7 +68,6 @@ def open_source(
     format=source.format,
     on_bad_row=on_bad_row,
     stage=stage,
-    dictionaries=dictionaries,
   )
 
 
@@ -117,7 +114,7 @@ class RowReader:
     self._holds_out = holds_out and "valid" not in table.rows.files
     self._label, self._time = table.name_of(spec.Label), table.name_of(spec.Time)
     self._from: tuple[float, float] | None = None
-    self._parts: dict[Path, np.ndarray] = {}  # splits by content, of the stored rows
+    self._parts: dict[Path, Any] = {}  # splits of the stored rows, or their futures
     self.skipped: list[str] = []
     self._num_dropped = 0  # rows that `drop` of the label has left out
     self._outcomes: collections.Counter[str] = collections.Counter()  # some texts of the label
@@ -130,107 +127,46 @@ class RowReader:
     if by == "column":
       table.require(spec.Split, "which the split goes by")
 
-  def __iter__(self) -> Iterator[Rows]:
-    yield from self._read(self._table.kinds, dictionaries=True)
-
-  def checks(self, names: Sequence[str]) -> Iterator[Rows]:
-    """Yields the same rows with only `names` and the columns that can cause a rejection."""
-    kinds = {
-      name: kind
-      for name, kind in self._table.kinds.items()
-      if name in (*names, *self._required, self._table.split["on"])
-      or not isinstance(kind, spec.Category)
-      or len(kind.sources(name)) > 1
-      or any(has_bytes(file.types[each]) for file in self._files for each in kind.sources(name))
-    }
-    yield from self._read(kinds)
-
-  def distinct(
-    self, name: str, kept: Mapping[Path, np.ndarray]
-  ) -> Iterator[tuple[pa.Array, np.ndarray]]:
-    """Yields the values of a column and how many rows have each, int64 `[N]`.
-
-    The same value may be yielded more than once.
-
-    Args:
-      name: of a declared column of texts or lists.
-      kept: which rows count, bool, by file, in the order in which they are stored; those after
-        the last, and files that are missing, do not.
-    """
-    kind = self._table.kinds[name]
-    names, read_as = kind.sources(name), way(kind)
-    for group in alike(self._files):
-      columns = ", ".join(f"c{group[0].names.index(each)}" for each in names)
-      masks = []
-      for file in group:
-        mask = np.zeros(num_rows(file, self._stage), bool)
-        known = kept.get(file.path, mask[:0])
-        mask[: len(known)] = known
-        masks.append(mask)
-      self._stage.engine.register("kept", pa.table({"is_kept": np.concatenate(masks)}))
-      query = (
-        f"SELECT {columns}, count(*) FROM (SELECT {columns} FROM {scan(group, self._stage)}) "
-        f"POSITIONAL JOIN kept WHERE is_kept GROUP BY {columns}"
-      )
-      for batch in self._stage.execute(query, group).to_arrow_reader(_DISTINCT):
-        *values, counts = batch.columns
-        stored = [group[0].types[each] for each in names]
-        values = [as_stored(x, each) for x, each in zip(values, stored, strict=True)]
-        missing = self._table.rows.format.missing
-        yield converted(values, read_as, missing, {}, names)[0], counts.to_numpy()
-
   @functools.cached_property
   def _files(self) -> list[File]:
     """The files of all splits."""
     return [file for paths in self._table.rows.files.values() for file in self._open(paths).files]
 
-  def _open(
-    self,
-    paths: Sequence[Path],
-    kinds: Mapping[str, spec.Kind] | None = None,
-    dictionaries: bool = False,
-  ) -> Reader:
-    source = self._table.rows
-    if kinds is not None:
-      source = dataclasses.replace(source, kinds=kinds)
-    on_bad_row = self._table.on_bad_row
-    return open_source(source, on_bad_row, paths, stage=self._stage, dictionaries=dictionaries)
+  def _open(self, paths: Sequence[Path]) -> Reader:
+    return open_source(self._table.rows, self._table.on_bad_row, paths, stage=self._stage)
 
-  def _read(self, kinds: Mapping[str, spec.Kind], dictionaries: bool = False) -> Iterator[Rows]:
+  def __iter__(self) -> Iterator[Rows]:
     self.skipped, self._num_dropped = [], 0
     self._outcomes.clear()
     for split, paths in self._table.rows.files.items():
-      reader = self._open(paths, kinds, dictionaries)
+      reader = self._open(paths)
       for chunk in reader:
         for name in self._required:
           missing = chunk.columns[name].is_null().to_numpy(zero_copy_only=False)
           chunk = reader.refuse(chunk, missing, name, lambda row: "has no value")
-        chunk, label = self._labelled(reader, chunk)
-        chunk, label = self._weighted(reader, chunk, label)
-        yield self._split(reader, chunk, label, split)
+        chunk = self._weighted(reader, self._labelled(reader, chunk))
+        chunk, parts = self._split(reader, chunk, split)
+        yield Rows(chunk, parts, chunk.columns.get(self._label or ""))
       self.skipped += reader.skipped
 
-  def _labelled(self, reader: Reader, chunk: Chunk) -> tuple[Chunk, np.ndarray | None]:
+  def _labelled(self, reader: Reader, chunk: Chunk) -> Chunk:
+    """Returns the rows with a label, which is uint8 `[N]`."""
     if self._label is None:
-      return chunk, None
+      return chunk
     kind = self._table.kinds[self._label]
     assert isinstance(kind, spec.Label)
-    texts = chunk.columns[self._label]
-    if isinstance(texts, pa.DictionaryArray):
-      texts = texts.dictionary_decode()
-    chunk = chunk._replace(columns=chunk.columns | {self._label: same_value(texts)})
+    texts = same_value(plain(chunk.columns[self._label]))
     if kind.positive:
-      for each in chunk.columns[self._label].drop_null().value_counts().to_pylist():
+      for each in texts.drop_null().value_counts().to_pylist():
         self._count_outcome(each["values"], each["counts"])
     if kind.drop:
-      dropped = _member(chunk.columns[self._label], kind.drop)
+      dropped = _member(texts, kind.drop)
       self._num_dropped += int(dropped.sum())
-      chunk = chunk.take(~dropped)
-    texts = chunk.columns[self._label]
-    missing = texts.is_null().to_numpy(zero_copy_only=False)
+      chunk, texts = chunk.take(~dropped), texts.filter(pa.array(~dropped))
+    missing = bits(texts.is_null())
     chunk = reader.refuse(chunk, missing, self._label, lambda row: "has no value")
-    label = label_of(chunk.columns[self._label], kind)
-    wrong, texts = label < 0, chunk.columns[self._label]
+    texts = texts.drop_null()
+    label = label_of(texts, kind)
     column = f"config.columns[{self._label!r}]"
     why = (
       f"neither 0 nor 1: give the values that are clicks as {column}['positive'], or the smallest "
@@ -239,8 +175,8 @@ class RowReader:
       else f"no number to compare with {column}['at_least']={kind.at_least:g}"
     )
     problem = lambda row: f"is {texts[row].as_py()!r}, which is {why}"
-    chunk = reader.refuse(chunk, wrong, self._label, problem)
-    return chunk, label[~wrong].astype(np.uint8)
+    chunk = chunk._replace(columns=chunk.columns | {self._label: label.astype(np.uint8)})
+    return reader.refuse(chunk, label < 0, self._label, problem)
 
   def _count_outcome(self, text: str, count: int) -> None:
     kind = self._table.kinds[str(self._label)]
@@ -279,48 +215,39 @@ class RowReader:
       notes.append(f"these labels count as no click: {', '.join(shown[:5])}{more}")
     return notes
 
-  def _weighted(
-    self, reader: Reader, chunk: Chunk, label: np.ndarray | None
-  ) -> tuple[Chunk, np.ndarray | None]:
+  def _weighted(self, reader: Reader, chunk: Chunk) -> Chunk:
+    """Returns the rows with a weight, if one is declared."""
     name = self._table.name_of(spec.Weight)
     if name is None:
-      return chunk, label
+      return chunk
     weight = chunk.columns[name]
-    wrong = ~(weight >= 0)
     problem = lambda row: f"is {weight[row]}, and a weight is a number of 0 or more"
-    chunk = reader.refuse(chunk, wrong, name, problem)
-    # The labels of rows that were refused go with them.
-    return chunk, label if label is None else label[~wrong]
+    return reader.refuse(chunk, ~(weight >= 0), name, problem)
 
-  def _split(self, reader: Reader, chunk: Chunk, label, files_of: str) -> Rows:
-    rows = len(chunk.rows)
-    if self._by == "files":
-      split = np.full(rows, SPLITS.index(files_of), np.int8)
-      if files_of == "train" and self._holds_out:
-        split = self._hashed(reader, chunk, (self._table.split["valid"], 0.0))
-      return Rows(chunk, split, label)
+  def _split(self, reader: Reader, chunk: Chunk, files_of: str) -> tuple[Chunk, np.ndarray]:
+    """Returns the rows with a split, and the index of each in `SPLITS`, int8 `[N]`."""
+    if self._by == "files" and files_of == "train" and self._holds_out:
+      return chunk, self._hashed(reader, chunk, (self._table.split["valid"], 0.0))
     if self._by == "time":
       assert self._from is not None
       assert self._time is not None
       self._check_clock(reader)
       times = chunk.columns[self._time]
       split = np.where(times >= self._from[1], 2, np.where(times >= self._from[0], 1, 0))
-      return Rows(chunk, split.astype(np.int8), label)
+      return chunk, split.astype(np.int8)
     if self._by == "column":
       name = self._table.require(spec.Split, "which the split goes by")
       texts = pc.utf8_lower(pc.fill_null(plain(chunk.columns[name]), ""))
       split = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
-      wrong = split < 0
       problem = lambda row: f"is {texts[row].as_py()!r}: write train, valid or test"
-      chunk = reader.refuse(chunk, wrong, name, problem)
-      # The labels of rows that were refused go with them.
-      return Rows(chunk, split[~wrong], label if label is None else label[~wrong])
+      return reader.refuse(chunk, split < 0, name, problem), split[split >= 0]
     if self._by == "order":
-      return Rows(chunk, self._in_order(chunk), label)
+      return chunk, self._in_order(chunk)
     if self._by == "hash":
       shares = self._table.split["valid"], self._table.split["test"]
-      return Rows(chunk, self._hashed(reader, chunk, shares), label)
-    return Rows(chunk, np.zeros(rows, np.int8), label)
+      return chunk, self._hashed(reader, chunk, shares)
+    of_files = SPLITS.index(files_of) if self._by == "files" else 0
+    return chunk, np.full(len(chunk.rows), of_files, np.int8)
 
   def _check_clock(self, reader: Reader) -> None:
     """Raises UserError where a first time is a date and the column has numbers, or vice versa."""
@@ -341,7 +268,8 @@ class RowReader:
       parts = np.zeros(sum(sizes), np.int8)
       for name, (start, stop) in arrays.cut(len(parts), split["valid"], split["test"]).items():
         parts[start:stop] = SPLITS.index(name)
-      self._parts = by_file(parts, self._files, sizes)
+      pieces = np.split(parts, np.cumsum(sizes)[:-1])
+      self._parts = {file.path: piece for file, piece in zip(self._files, pieces, strict=True)}
     return self._parts[chunk.file][chunk.places]
 
   def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
@@ -353,8 +281,9 @@ class RowReader:
         raise UserError(f"config.split.on is {on!r}: name a declared category, user or item")
       return splitting.by_value(extracted(chunk.columns[on], kind.pattern), shares, seed)
     if chunk.file not in self._parts:
-      self._parts |= splitting.by_content(self._stage, reader.files, shares, seed)
-    return self._parts[chunk.file][chunk.places]
+      of_file = functools.partial(splitting.by_content, self._stage, shares=shares, seed=seed)
+      self._parts |= {file.path: of_file(file) for file in reader.files}
+    return self._parts[chunk.file].result()[chunk.places]
 
   def _thresholds(self, name: str) -> tuple[float, float]:
     """Returns the first times of validation and test."""
@@ -399,14 +328,9 @@ class SplitFile:
   Args:
     folder: where to.
     names: of the files.
-
-  Attributes:
-    parts: the index in `SPLITS` of each row by file, int8, in the order in which rows are stored;
-      -1 for those that were left out. Made of all rows that were added at every access.
   """
 
   def __init__(self, folder: Path, names: Mapping[Path, str]):
-    self._pieces: dict[Path, list[np.ndarray]] = {}
     self._names, self._writer = names, pq.ParquetWriter(folder / "split.parquet", _SPLIT_FILE)
 
   def __enter__(self) -> "SplitFile":
@@ -414,22 +338,6 @@ class SplitFile:
 
   def __exit__(self, *error: object) -> None:
     self._writer.close()
-
-  @property
-  def parts(self) -> dict[Path, np.ndarray]:
-    return {path: np.concatenate(pieces) for path, pieces in self._pieces.items()}
-
-  def add(self, rows: Rows) -> None:
-    """Adds rows of a file; those of one file come in order."""
-    chunk, split = rows.chunk, rows.split
-    if not len(split):
-      return
-    pieces = self._pieces.setdefault(chunk.file, [])
-    start = sum(map(len, pieces))
-    piece = np.full(chunk.places[-1] + 1 - start, -1, np.int8)
-    piece[chunk.places - start] = split
-    pieces.append(piece)
-    self.write(chunk.file, chunk.rows, split)
 
   def write(self, path: Path, rows: np.ndarray, split: np.ndarray) -> None:
     """Writes the splits of rows of a file, by number."""
@@ -452,35 +360,16 @@ def _quantile(times: np.ndarray, share: float) -> float:
 
 
 def _member(texts: pa.Array, values: tuple[str, ...]) -> np.ndarray:
-  found = pc.is_in(texts, value_set=pa.array(values, pa.string()))
-  return found.to_numpy(zero_copy_only=False)
+  return bits(pc.is_in(texts, value_set=pa.array(values, pa.string())))
 
 
 def label_of(texts: pa.Array, kind: spec.Label) -> np.ndarray:
   """Returns 1 for a click, 0 for none and -1 where a text is neither, int8 `[N]`."""
   if kind.at_least is not None:
-    numbers = _numbers(texts)
+    numbers = as_numbers(texts, ())[0]
     return np.where(np.isnan(numbers), -1, numbers >= kind.at_least).astype(np.int8)
   if kind.positive:
     return _member(texts, kind.positive).astype(np.int8)
   lower = pc.utf8_lower(texts)
   is_none = _member(lower, spec.NO_CLICKS)
   return np.where(_member(lower, spec.CLICKS), 1, np.where(is_none, 0, -1)).astype(np.int8)
-
-
-def _numbers(texts: pa.Array) -> np.ndarray:
-  """Returns texts as float64 `[N]`; nan where one is no number."""
-  encoded = texts.dictionary_encode()
-  numbers = []
-  for text in encoded.dictionary.to_pylist():
-    try:
-      numbers.append(float(text))
-    except ValueError:
-      numbers.append(np.nan)
-  indices = encoded.indices.to_numpy(zero_copy_only=False)
-  return np.array(numbers)[indices] if numbers else np.full(len(texts), np.nan)
-
-
-def values_of(chunk: Chunk, kinds: Mapping[str, spec.Kind]) -> dict[str, Any]:
-  """Returns the values of the named columns of a chunk."""
-  return {name: chunk.columns[name] for name in kinds if name in chunk.columns}

@@ -5,7 +5,6 @@ import csv
 import functools
 import glob
 import gzip
-import itertools
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -43,22 +43,29 @@ _MAGIC = {
 _DECODING_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, UnicodeError)
 
 
-class Batch(NamedTuple):
-  """Some rows of a file.
+class Chunk(NamedTuple):
+  """N rows of a file.
 
   Attributes:
-    places: int64 `[N]`, their places in the stored file, from 0 on.
-    rows: int64 `[N]`, their numbers in the file; the first is 1.
-    arrays: by column, N values as they are stored.
-    faults: rows among and before them that were dropped.
-    size: bytes of the file since the previous batch.
+    file: they are from.
+    rows: int64 [N], their numbers in the file: the first row below the header is row 1.
+    places: int64 [N], their places among the rows that the file is stored with, from 0 on.
+    columns: by name, N values each, as they are stored or as `Reader` was asked for them.
   """
 
-  places: np.ndarray
+  file: Path
   rows: np.ndarray
-  arrays: dict[str, pa.Array]
-  faults: list[Fault]
-  size: int
+  places: np.ndarray
+  columns: dict[str, Any]
+
+  def take(self, kept: np.ndarray) -> "Chunk":
+    """Returns the rows for which a bool [N] holds, or those at integer indices."""
+    indices = np.flatnonzero(kept) if kept.dtype == bool else kept
+    columns = {
+      name: values[indices] if isinstance(values, np.ndarray) else values.take(pa.array(indices))
+      for name, values in self.columns.items()
+    }
+    return Chunk(self.file, self.rows[indices], self.places[indices], columns)
 
 
 class Stage:
@@ -90,22 +97,29 @@ class Stage:
   def __enter__(self) -> "Stage":
     return self
 
+  @functools.cached_property
+  def background(self) -> futures.Executor:
+    """One thread for queries that run while others are answered."""
+    return futures.ThreadPoolExecutor(1)
+
   def __exit__(self, *error: object) -> None:
     """Removes the folder."""
+    if "background" in self.__dict__:
+      self.background.shutdown(cancel_futures=True)
     if "engine" in self.__dict__:
       self.engine.close()
     shutil.rmtree(self.folder, ignore_errors=True)
 
-  def execute(self, query: str, files: Sequence["File"]) -> Any:
-    """Runs a query on files; raises DamagedFileError if DuckDB cannot read one."""
+  def table(self, query: str, file: "File") -> pa.Table:
+    """Answers a query on a file, in any thread; raises DamagedFileError if it cannot be read."""
     import duckdb
 
     try:
-      return self.engine.execute(query)
+      with self.engine.cursor() as cursor:
+        return cursor.execute(query).to_arrow_table()
     except duckdb.InvalidInputException as error:
-      named = str(files[0].path) if len(files) == 1 else f"one of {len(files)} files"
       reason = str(error).partition("\n")[0]
-      raise DamagedFileError(f"{named} cannot be read ({reason}). {_AGAIN}") from error
+      raise DamagedFileError(f"{file.path} cannot be read ({reason}). {_AGAIN}") from error
 
   def text(self, file: "TextFile") -> tuple[Path, list[Fault]]:
     """Returns the Parquet file with a text file's rows, and the rejected rows."""
@@ -251,8 +265,10 @@ File = ParquetFile | TextFile
 
 def batches(
   file: File, stage: Stage, columns: Sequence[str], num_rows: int, categories: Sequence[str] = ()
-) -> Iterator[Batch]:
+) -> Iterator[tuple[Chunk, list[Fault], int]]:
   """Yields the rows of a file in their order, up to `num_rows` at once.
+
+  With them come the rows among and before them that were dropped, and bytes read of the file.
 
   Args:
     file: of the rows.
@@ -270,28 +286,31 @@ def batches(
   start, size = 0, file.path.stat().st_size
   names = {name: file.stored_name(name) for name in columns}
   as_dictionaries = [names[name] for name in categories if pa.types.is_string(file.types[name])]
-  with _opened(path, as_dictionaries) as opened:
+  with _opened(path, as_dictionaries) as opened, futures.ThreadPoolExecutor(1) as ahead:
     total = max(opened.metadata.num_rows, 1)
     read = opened.iter_batches(num_rows, columns=list(names.values()), use_threads=False)
+    following = ahead.submit(next, read, None)
     while True:
       try:
-        batch = next(read, None)
+        batch = following.result()
       except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(
           f"{path} is damaged after row {start} ({error}). {_AGAIN}"
         ) from error
       if batch is None:
         break
+      following = ahead.submit(next, read, None)
       places = np.arange(start, start + len(batch))
       rows = places + 1 + np.searchsorted(before, places + 1, side="right")
       passed = int(np.searchsorted(left_out, rows[-1])) if len(rows) else 0
       arrays = {name: batch.column(stored) for name, stored in names.items()}
-      yield Batch(places, rows, arrays, faults[:passed], size * len(batch) // total)
+      read_bytes = size * len(batch) // total
+      yield Chunk(file.path, rows, places, arrays), faults[:passed], read_bytes
       faults, start = faults[passed:], start + len(batch)
       left_out = left_out[passed:]
   if faults:
     none = {name: pa.nulls(0, file.types[name]) for name in columns}
-    yield Batch(np.empty(0, np.int64), np.empty(0, np.int64), none, faults, 0)
+    yield Chunk(file.path, np.empty(0, np.int64), np.empty(0, np.int64), none), faults, 0
 
 
 def _opened(path: Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
@@ -313,31 +332,17 @@ def literal(text: object) -> str:
   return "'" + str(text).replace("'", "''") + "'"
 
 
-def scan(files: Sequence[File], stage: Stage) -> str:
-  """Returns SQL for the rows of files with the same columns, in order; columns are c0, c1, …"""
+def scan(file: File, stage: Stage) -> str:
+  """Returns SQL for the rows of a file, in order; columns are c0, c1, …"""
   # The engine would expand patterns, and take folders called x=1 for a column.
-  paths = (literal(glob.escape(str(file.stored(stage)[0]))) for file in files)
-  columns = ", ".join(f"c{place}" for place in range(len(files[0].names)))
-  return f"read_parquet([{', '.join(paths)}], hive_partitioning=false) AS rows({columns})"
-
-
-def alike(files: Sequence[File]) -> Iterator[list[File]]:
-  """Yields neighbouring files with the same columns together: one scan is faster than several."""
-  for _, group in itertools.groupby(files, lambda file: list(file.types.items())):
-    yield list(group)
+  path = literal(glob.escape(str(file.stored(stage)[0])))
+  columns = ", ".join(f"c{place}" for place in range(len(file.names)))
+  return f"read_parquet({path}, hive_partitioning=false) AS rows({columns})"
 
 
 def num_rows(file: File, stage: Stage) -> int:
   """Returns the number of rows in a file, without the rejected ones."""
   return pq.read_metadata(file.stored(stage)[0]).num_rows
-
-
-def by_file(
-  of_rows: np.ndarray, files: Sequence[File], sizes: Sequence[int]
-) -> dict[Path, np.ndarray]:
-  """Returns views of an array `[N]`, an entry for each row of files of `sizes` rows."""
-  pieces = np.split(of_rows, np.cumsum(sizes)[:-1])
-  return {file.path: piece for file, piece in zip(files, pieces, strict=True)}
 
 
 # --- text ----------------------------------------------------------------------------------------

@@ -1,19 +1,19 @@
 """The protocols that split rows, and users' items, into train, valid and test."""
 
 import hashlib
-from collections.abc import Sequence
-from pathlib import Path
+from concurrent import futures
 
 import numpy as np
 import pyarrow as pa
 
-from .source import File, Stage, alike, by_file, literal, num_rows, scan
+from .source import File, Stage, literal, scan
+from .values import indices_of
 
 
 def by_content(
-  stage: Stage, files: Sequence[File], shares: tuple[float, float], seed: int
-) -> dict[Path, np.ndarray]:
-  """Returns the split of each row by file, int8: by an MD5 of its values.
+  stage: Stage, file: File, shares: tuple[float, float], seed: int
+) -> futures.Future[np.ndarray]:
+  """Returns the split of each row of a file, int8 `[N]`, once known: by an MD5 of its values.
 
   A row keeps its split wherever it is, in a file of another name or beside other rows, and equal
   rows have one. The hash covers the seed and the values that are not missing, in the order of the
@@ -21,25 +21,21 @@ def by_content(
   fraction, are compared with the shares.
 
   Args:
-    stage: with the engine.
-    files: the rows.
+    stage: with the engine, which works in the background.
+    file: the rows.
     shares: of the rows in valid and in test.
     seed: of the hash.
   """
-  parts: dict[Path, np.ndarray] = {}
-  for group in alike(files):
-    names, types = group[0].names, group[0].types
-    values = ", ".join(_as_text(names.index(name), types[name]) for name in sorted(names))
-    # MD5 and not the engine's hash, which its next version may change.
-    query = (
-      f"SELECT CASE WHEN hash < {_bound(shares[1])} THEN 2 WHEN hash < {_bound(sum(shares))} "
-      f"THEN 1 ELSE 0 END::TINYINT AS part FROM (SELECT "
-      f"substr(md5(concat_ws(chr(31), {literal(seed)}, {values})), 1, 8) AS hash "
-      f"FROM {scan(group, stage)})"
-    )
-    part = stage.execute(query, group).to_arrow_table()["part"].to_numpy()
-    parts |= by_file(part, group, [num_rows(file, stage) for file in group])
-  return parts
+  names, types = file.names, file.types
+  values = ", ".join(_as_text(names.index(name), types[name]) for name in sorted(names))
+  # MD5 and not the engine's hash, which its next version may change.
+  query = (
+    f"SELECT CASE WHEN hash < {_bound(shares[1])} THEN 2 WHEN hash < {_bound(sum(shares))} "
+    f"THEN 1 ELSE 0 END::TINYINT AS part FROM (SELECT "
+    f"substr(md5(concat_ws(chr(31), {literal(seed)}, {values})), 1, 8) AS hash "
+    f"FROM {scan(file, stage)})"
+  )
+  return stage.background.submit(lambda: stage.table(query, file)["part"].to_numpy())
 
 
 def by_value(texts: pa.Array, shares: tuple[float, float], seed: int) -> np.ndarray:
@@ -47,7 +43,7 @@ def by_value(texts: pa.Array, shares: tuple[float, float], seed: int) -> np.ndar
   encoded = texts.dictionary_encode()
   contents = (f"{seed}\x1f{text or ''}" for text in [*encoded.dictionary.to_pylist(), None])
   digits = [int(hashlib.md5(content.encode()).hexdigest()[:8], 16) for content in contents]
-  hashed = np.array(digits)[encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)] / 2**32
+  hashed = np.array(digits)[indices_of(encoded)] / 2**32
   return (hashed < sum(shares)).astype(np.int8) + (hashed < shares[1])
 
 

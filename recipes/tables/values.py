@@ -82,13 +82,6 @@ def _is_text(stored: pa.DataType) -> bool:
   )
 
 
-def has_bytes(stored: pa.DataType) -> bool:
-  """Whether values, or the items of lists, are stored as bytes, which may be no text."""
-  if _is_list(stored) or pa.types.is_dictionary(stored):
-    return has_bytes(stored.value_type)
-  return _is_bytes(stored)
-
-
 def _is_bytes(stored: pa.DataType) -> bool:
   return (
     pa.types.is_binary(stored)
@@ -113,17 +106,17 @@ def plain(array: pa.Array) -> pa.Array:
   return array
 
 
-def as_stored(array: pa.Array, stored: pa.DataType) -> pa.Array:
-  """Returns an array that DuckDB has read with the type that Arrow reads from the file."""
-  stored = stored.value_type if pa.types.is_dictionary(stored) else stored
-  return array if array.type == stored or pa.types.is_nested(stored) else array.cast(stored)
-
-
 def bits(array: pa.Array) -> np.ndarray:
   """Returns booleans as bool [N], False where null."""
   if array.null_count:
     array = pc.fill_null(array, False)
   return array.to_numpy(zero_copy_only=False)
+
+
+def indices_of(array: pa.DictionaryArray) -> np.ndarray:
+  """Returns the place of each value in the dictionary, `[N]`; -1 where null."""
+  indices = pc.fill_null(array.indices, -1) if array.indices.null_count else array.indices
+  return indices.to_numpy(zero_copy_only=False)
 
 
 def where(kept: np.ndarray, texts: pa.StringArray) -> pa.StringArray:
@@ -160,9 +153,11 @@ def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.Array, list[Pr
   """
   if isinstance(array, pa.DictionaryArray):
     texts, problems = as_texts(plain(array.dictionary), missing)
-    array = pa.DictionaryArray.from_arrays(array.indices, texts)
-    at = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-    return array, [problem.at(at) for problem in problems]
+    indices = array.indices
+    if texts.null_count:  # rows of such a value have none
+      indices = pc.if_else(texts.is_valid().take(indices), indices, pa.scalar(None, indices.type))
+    array = pa.DictionaryArray.from_arrays(indices, texts)
+    return array, [problem.at(indices_of(array)) for problem in problems]
   array, problems = trimmed(array, ())
   return _without(array, {*missing, *map(as_text, missing)}), problems
 
@@ -189,6 +184,11 @@ class Spelling:
     self.has_whole |= num_whole > 0
     self.has_others |= num_whole < len(present)
     self.are_flags &= pc.all(pc.is_in(pc.ascii_lower(present), pa.array(_FLAGS))).as_py()
+
+  @property
+  def is_empty(self) -> bool:
+    """Whether no value was added."""
+    return not (self.has_whole or self.has_others)
 
   @property
   def name(self) -> str:

@@ -7,6 +7,7 @@ import pytest
 from recipes.errors import UserError
 from recipes.tables import spec
 from recipes.tables.fitting import Counts, Fit, Fitted, Moments
+from recipes.tables.source import Stage
 
 
 def fitted(columns, values, parts=1, base=None):
@@ -221,11 +222,23 @@ def test_a_column_without_values_is_refused():
     fitted({"c": {"kind": "category", "min_count": 3, "oov": 0}}, {"c": pa.array(["a"])})
 
 
+@pytest.mark.parametrize("oov", [0, 1, 3])
+def test_ids_do_not_depend_on_how_many_are_looked_up(oov):
+  texts = pa.array([f"v{i % 90}" for i in range(180)])
+  made = fitted({"c": {"kind": "category", "oov": oov}}, {"c": texts})
+  asked = pa.array([*(f"v{i}" for i in range(0, 120, 3)), None])
+  alone = [made.ids({"c": asked[i : i + 1]}, "c")[0] for i in range(len(asked))]
+  assert made.ids({"c": asked}, "c").tolist() == alone
+  assert alone[30] == (-1 if oov == 0 else 90 if oov == 1 else alone[30])
+  assert (len(set(alone[30:40])) > 1) == (oov == 3)
+
+
 def test_counts_do_not_depend_on_chunks(monkeypatch):
-  monkeypatch.setattr("recipes.tables.fitting._MERGED", 5)
+  monkeypatch.setattr("recipes.tables.fitting._INSERTED", 5)
   generator = np.random.default_rng(0)
   texts = pa.array(generator.integers(0, 50, 1000).astype(str))
-  whole, parts = Counts(), Counts()
+  stage = Stage()
+  whole, parts = Counts(stage.engine, "whole"), Counts(stage.engine, "parts")
   whole.add(texts, np.ones(1000))
   for start in range(0, 1000, 37):
     part = texts[start : start + 37].value_counts()

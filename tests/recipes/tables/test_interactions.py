@@ -314,3 +314,18 @@ def test_rows_of_a_user_are_in_the_order_of_time_where_later_ones_are_held_out(t
   assert not load(
     "two_tower", tmp_path, rows, columns, ("u", "i", "t"), split={"by": "user"}
   ).ordered
+
+
+@pytest.mark.parametrize("recipe", LOADERS)
+def test_users_of_skipped_rows_alone_are_not_there(recipe, tmp_path):
+  rows = [
+    ("eve", "heat", "yesterday", 1, 20, "", ""),
+    *ROWS,
+    ("NA", "ran", "2024-01-01", 1, 2, "", ""),
+  ]
+  loaded = load(recipe, tmp_path, rows, on_bad_row="skip")
+  users = Entities.load(loaded.serve, "users")
+  assert users.texts == ["ann", "bob"]
+  assert users.ids["age"].tolist() == [0, 1]
+  with pytest.raises(UserError, match="column 'who': has no value"):
+    load(recipe, tmp_path, rows[1:])
