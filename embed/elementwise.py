@@ -66,8 +66,8 @@ class _Walk:
       return outputs, None
     sizes = {math.prod(v.aval.shape) for v, x in zip(eqn.invars, inputs, strict=True) if x}
     same_size = {math.prod(v.aval.shape) for v in eqn.outvars} == sizes
-    mixes = not same_size or (name.startswith(_MIXING) and name not in _ELEMENTWISE)
-    return [True] * count, name if mixes else None
+    is_elementwise = same_size and (name in _ELEMENTWISE or not name.startswith(_MIXING))
+    return [True] * count, None if is_elementwise else name
 
 
 def _flat(value: Any) -> Sequence[Any]:

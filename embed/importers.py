@@ -53,8 +53,8 @@ def from_torch(
 
   Adagrad's `sum` becomes `accumulators`, and Adam's `exp_avg`, `exp_avg_sq` and `step` become
   `momenta`, `velocities` and `steps`. `momentum_buffer` becomes `momenta`, or with RMSprop's
-  `square_avg` (`ms`) `mom`, times the learning rate, which is inside of ours. TorchRec's `momentum1` is
-  `accumulators`, or with a `momentum2` `momenta` and `velocities`.
+  `square_avg` (`ms`) `mom`, times the learning rate, which is inside of ours. TorchRec's
+  `momentum1` is `accumulators`, or with a `momentum2` `momenta` and `velocities`.
 
   Args:
     state_dict: of the model, such as `model.state_dict()`; tensors or arrays, `[V, D]` each.
@@ -177,9 +177,9 @@ def from_fbgemm(
         f"of {dict(tables)}. Write tables in the order of embedding_specs, with their sizes."
       )
     for i, (name, shape) in enumerate(tables.items()):
-      shape = shape[:1] if per_row else shape
+      own = shape[:1] if per_row else shape
       store, first = stores[_STORES[int(placements[i])]], int(offsets[i])
-      variables[name][ours] = store[first : first + math.prod(shape)].reshape(shape).copy()
+      variables[name][ours] = store[first : first + math.prod(own)].reshape(own).copy()
   return variables
 
 
@@ -212,7 +212,7 @@ def from_keras(
   import h5py
 
   variables: Variables = {}
-  shapes = []  # of all weights
+  shapes: list[tuple[int, ...]] = []  # of all weights
 
   def read(name: str, node: Any) -> None:
     if not isinstance(node, h5py.Group) or not name.endswith("vars") or "optimizer" in name:
