@@ -61,8 +61,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
       )
     notes += _about(counts, encoder)
+    hashed = stage.background.submit(table.digests)  # while ids are written
     _write(table, copy, encoder, folder, sizes)
     encoder.save(serve)
+    digests = hashed.result()
   table.check_unchanged()
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
@@ -74,7 +76,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     "features": [dataclasses.asdict(feature) for feature in encoder.features],
     "dense": list(encoder.dense_names),
     "notes": notes,
-    "sha256": table.digests(),
+    "sha256": digests,
   }
 
 
