@@ -14,7 +14,7 @@ from ..errors import UserError
 from . import entities, sharing, spec
 from .entities import Codes, Entities
 from .fitting import Fit, Fitted
-from .rows import RowReader, Rows, SplitFile, way
+from .rows import RowReader, Rows, split_file, way
 from .settings import SPLITS, Table, parsed, serve_folder
 from .source import Stage
 from .values import ReadAs
@@ -51,19 +51,20 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     fit = Fit(table.kinds, base.fitted if base else None, stage)
     serve = serve_folder(settings, folder)
     copy = _Copy(stage.folder / "rows.arrow", table.kinds)
-    with SplitFile(folder, table.names) as split:
-      counted = _Counted.of(table, reader, fit, split, copy)
-    sizes, notes = counted.sizes, list(reader.notes)
-    sides, about = _sides(table, counted.ids, base, stage)
+    counts, ids = _counted(table, reader, fit, folder, copy)
+    sizes, notes = counts.sum(axis=1), list(reader.notes)
+    sides, about = _sides(table, ids, base, stage)
     encoder = Encoder(fit.finish(), sides)
     notes = [*about, *notes, *fit.notes]
     if weight_name := table.name_of(spec.Weight):
       notes.append(
         f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
       )
-    notes += _about(sizes, counted.clicks, encoder)
+    notes += _about(counts, encoder)
+    hashed = stage.background.submit(table.digests)  # while ids are written
     _write(table, copy, encoder, folder, sizes)
     encoder.save(serve)
+    digests = hashed.result()
   table.check_unchanged()
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
@@ -75,55 +76,43 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     "features": [dataclasses.asdict(feature) for feature in encoder.features],
     "dense": list(encoder.dense_names),
     "notes": notes,
-    "sha256": table.digests(),
+    "sha256": digests,
   }
 
 
-@dataclasses.dataclass
-class _Counted:
-  """What a first pass over the rows has counted.
+def _counted(
+  table: Table, reader: RowReader, fit: Fit, folder: Path, copy: "_Copy"
+) -> tuple[np.ndarray, dict[str, Codes]]:
+  """Copies all rows, fits the training rows, and writes the splits.
 
-  Attributes:
-    sizes, clicks: of the splits, int64 `[3]`.
-    weights: of rows without and with a click by split, float64 `[3, 2]`.
-    ids: of users and items of the training rows, where their features are in another table.
+  Returns:
+    The rows by split and label, int64 `[3, 2]`, and the ids of users and items of the training
+    rows, where their features are in another table.
+
+  Raises:
+    UserError: a split has no rows, or one outcome alone.
   """
-
-  sizes: np.ndarray
-  clicks: np.ndarray
-  weights: np.ndarray
-  ids: dict[str, Codes]
-
-  @classmethod
-  def of(
-    cls, table: Table, reader: RowReader, fit: Fit, split: SplitFile, copy: "_Copy"
-  ) -> "_Counted":
-    """Counts and copies all rows, fits the training rows, and writes the splits.
-
-    Raises:
-      UserError: a split has no rows, or one outcome alone.
-    """
-    weight = table.name_of(spec.Weight)
-    ids = {side: Codes() for side in table.sides}
-    id_names = {side: _id_name(table, side) for side in table.sides}
-    counted = cls(np.zeros(3, np.int64), np.zeros(3, np.int64), np.zeros((3, 2)), ids)
-    with copy.writer() as write:
-      for rows in reader:
-        write(rows)
-        counted.sizes += np.bincount(rows.split, minlength=3)
-        counted.clicks += np.bincount(rows.split, rows.label, minlength=3).astype(np.int64)
-        if weight and rows.label is not None:
-          np.add.at(counted.weights, (rows.split, rows.label), rows.chunk.columns[weight])
-        split.write(rows.chunk.file, rows.chunk.rows, rows.split)
-        training = rows.chunk.take(rows.split == 0)
-        fit.add(training.columns, len(training.rows))
-        for side, codes in ids.items():
-          codes.add(training.columns[id_names[side]])
-    may_be_empty = [name for name in SPLITS[1:] if not table.split[name]]
-    _check_sizes(counted.sizes, counted.clicks, may_be_empty, reader.notes)
-    if weight:
-      _check_weights(weight, counted.weights, counted.sizes)
-    return counted
+  weight = table.name_of(spec.Weight)
+  ids = {side: Codes() for side in table.sides}
+  id_names = {side: _id_name(table, side) for side in table.sides}
+  counts, weights = np.zeros((3, 2), np.int64), np.zeros((3, 2))
+  with split_file(folder, table.names) as write_split, copy.writer() as write_copy:
+    for rows in reader:
+      columns, cell = rows.chunk.columns, 2 * rows.split + rows.label
+      counts += np.bincount(cell, minlength=6).reshape(3, 2)
+      if weight:
+        weights += np.bincount(cell, columns[weight], minlength=6).reshape(3, 2)
+      write_split(rows.chunk.file, rows.chunk.rows, rows.split)
+      write_copy(rows)
+      training = rows.chunk.take(rows.split == 0)
+      fit.add(training.columns, len(training.rows))
+      for side, codes in ids.items():
+        codes.add(training.columns[id_names[side]])
+  may_be_empty = [name for name in SPLITS[1:] if not table.split[name]]
+  _check_sizes(counts, may_be_empty, reader.notes)
+  if weight:
+    _check_weights(weight, weights, counts)
+  return counts, ids
 
 
 class _Copy:
@@ -301,27 +290,26 @@ def _sides(
   return sides, notes
 
 
-def _check_sizes(
-  sizes: np.ndarray, clicks: np.ndarray, may_be_empty: Sequence[str], left_out: Sequence[str]
-) -> None:
+def _check_sizes(counts: np.ndarray, may_be_empty: Sequence[str], left_out: Sequence[str]) -> None:
   """Raises UserError for a split without rows or outcomes, with lines about what was left out."""
   also = "".join(f"; {line}" for line in left_out)
-  for name, size, count in zip(SPLITS, sizes, clicks, strict=True):
+  for name, (misses, count) in zip(SPLITS, counts.tolist(), strict=True):
+    size = misses + count
     if not size and name in may_be_empty:
       continue
     if not size:
       raise UserError(f"the {name} split has no rows: see config.split{also}")
     if count in (0, size):
       raise UserError(
-        f"{int(count)} of the {int(size)} rows of the {name} split are clicks, and both outcomes "
+        f"{count} of the {size} rows of the {name} split are clicks, and both outcomes "
         f"are needed: see config.split and the label's positive or at_least{also}"
       )
 
 
-def _check_weights(name: str, weights: np.ndarray, sizes: np.ndarray) -> None:
+def _check_weights(name: str, weights: np.ndarray, counts: np.ndarray) -> None:
   """Raises UserError where all rows of an outcome in a split count nothing."""
-  for split, size, (misses, clicks) in zip(SPLITS, sizes, weights, strict=True):
-    if size and not (misses and clicks):
+  for split, rows, (misses, clicks) in zip(SPLITS, counts, weights, strict=True):
+    if rows.any() and not (misses and clicks):
       which = "clicks" if misses else "rows without a click" if clicks else "rows"
       raise UserError(
         f"all {which} of the {split} split have weight 0 in column {name!r}, and both outcomes are "
@@ -329,11 +317,11 @@ def _check_weights(name: str, weights: np.ndarray, sizes: np.ndarray) -> None:
       )
 
 
-def _about(sizes: np.ndarray, clicks: np.ndarray, encoder: Encoder) -> list[str]:
+def _about(counts: np.ndarray, encoder: Encoder) -> list[str]:
   notes = [
     ", ".join(
-      f"{int(size):,} {name} rows ({count / max(size, 1):.1%} clicks)"
-      for name, size, count in zip(SPLITS, sizes, clicks, strict=True)
+      f"{misses + clicks:,} {name} rows ({clicks / max(misses + clicks, 1):.1%} clicks)"
+      for name, (misses, clicks) in zip(SPLITS, counts.tolist(), strict=True)
     )
   ]
   rows = {feature.table or feature.name: feature.vocabulary_size for feature in encoder.features}

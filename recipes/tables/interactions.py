@@ -14,7 +14,7 @@ from ..errors import UserError
 from . import entities, sharing, spec, splitting
 from .entities import Codes, Entities
 from .fitting import extracted
-from .rows import RowReader, Rows, SplitFile
+from .rows import RowReader, Rows, split_file
 from .settings import SPLITS, Table
 from .source import Stage
 from .values import spelled, spelling_of
@@ -285,7 +285,7 @@ class _Log:
     return texts if len(set(texts)) == len(codes) else codes.texts
 
   def write_split(self, folder: Path, row: np.ndarray, split: np.ndarray) -> None:
-    """Writes `split.parquet`; see `rows.SplitFile`.
+    """Writes `split.parquet`; see `rows.split_file`.
 
     Args:
       folder: where to.
@@ -294,10 +294,10 @@ class _Log:
     order = np.argsort(row, kind="stable")
     row, split = row[order], split[order]
     paths, first = list(self._first_rows), np.array([*self._first_rows.values()])
-    with SplitFile(folder, self._table.names) as file:
+    with split_file(folder, self._table.names) as write:
       for path, start, stop in zip(paths, first, [*first[1:], np.inf], strict=True):
         of_file = slice(*np.searchsorted(row, (start, stop), side="right"))
-        file.write(path, row[of_file] - start, split[of_file])
+        write(path, row[of_file] - start, split[of_file])
 
   def by_number(self, side: str) -> np.ndarray:
     """Numbers users or items anew, in the order of their ids; returns the number of each before.

@@ -1,9 +1,10 @@
 """The rows of a table, chunk by chunk: declared columns, labels, weights and splits."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -319,8 +320,11 @@ class RowReader:
     return _quantile(times, 1 - held_out) if held_out else np.inf, test
 
 
-class SplitFile:
-  """The split of every row, as `split.parquet`, so that other models can be fitted to the rows.
+@contextlib.contextmanager
+def split_file(
+  folder: Path, names: Mapping[Path, str]
+) -> Iterator[Callable[[Path, np.ndarray, np.ndarray], None]]:
+  """Writes the split of every row to `split.parquet`, so that other models can be fitted to them.
 
   The columns are `file`, `row`, the number of the row in its file, and `part`, "train", "valid" or
   "test"; rows that were left out are not there.
@@ -328,26 +332,19 @@ class SplitFile:
   Args:
     folder: where to.
     names: of the files.
+
+  Yields:
+    `(file, rows, split)`, which writes the splits of rows by number, both `[N]`.
   """
+  code = pa.DictionaryArray.from_arrays
+  with pq.ParquetWriter(folder / "split.parquet", _SPLIT_FILE) as writer:
 
-  def __init__(self, folder: Path, names: Mapping[Path, str]):
-    self._names, self._writer = names, pq.ParquetWriter(folder / "split.parquet", _SPLIT_FILE)
+    def write(path: Path, rows: np.ndarray, split: np.ndarray) -> None:
+      of_file = code(np.zeros(len(split), np.int8), [names[path]])
+      part = code(split.astype(np.int8), list(SPLITS))
+      writer.write_table(pa.table([of_file, rows, part], schema=_SPLIT_FILE))
 
-  def __enter__(self) -> "SplitFile":
-    return self
-
-  def __exit__(self, *error: object) -> None:
-    self._writer.close()
-
-  def write(self, path: Path, rows: np.ndarray, split: np.ndarray) -> None:
-    """Writes the splits of rows of a file, by number."""
-    code = pa.DictionaryArray.from_arrays
-    columns = {
-      "file": code(np.zeros(len(split), np.int8), [self._names[path]]),
-      "row": rows,
-      "part": code(split.astype(np.int8), list(SPLITS)),
-    }
-    self._writer.write_table(pa.table(columns, _SPLIT_FILE))
+    yield write
 
 
 _NAME = pa.dictionary(pa.int8(), pa.string())
