@@ -29,6 +29,12 @@ def schedule(config, peak: float) -> optax.Schedule:
   )
 
 
+def rate(config) -> Callable[[int], float]:
+  """Returns the dense learning rate of the last of so many steps, for the log."""
+  of = schedule(config, config.learning_rate)
+  return lambda steps: float(of(steps - 1))
+
+
 def dense_optimizer(config) -> optax.GradientTransformation:
   """Returns AdamW, for everything but the tables."""
   return optax.adamw(schedule(config, config.learning_rate), weight_decay=config.weight_decay)

@@ -3,10 +3,8 @@
 Slurm, Kubernetes and the clouds send the signal some seconds, 30 as a rule, before SIGKILL.
 """
 
-import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from types import FrameType
 
 import jax
@@ -15,47 +13,34 @@ from jax.experimental import multihost_utils
 from .errors import Preempted
 
 
-@contextlib.contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-  """Handles SIGTERM within, where a handler may be set: the main thread of a process that is alone.
-
-  Of several processes each has JAX's handler, by which one that is told tells all.
-  """
-  alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
-  if not alone:
-    yield
-    return
-  previous = signal.signal(signal.SIGTERM, handler)
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
-
-
-def raised() -> contextlib.AbstractContextManager[None]:
-  """Raises `Preempted` within at SIGTERM, for work of which nothing has to be saved."""
-
-  def handler(number: int, frame: FrameType | None) -> None:
-    raise Preempted
-
-  return _handled_by(handler)
-
-
 class Notice:
-  """Remembers a SIGTERM until the run asks for it, between two steps; a context manager."""
+  """Handles SIGTERM in a run; a context manager.
+
+  The handler is set where it may be: in the main thread of a process that is alone. Of several
+  processes each has JAX's handler, by which the one that gets the signal tells all.
+
+  Attributes:
+    is_deferred: whether a signal is remembered until the run asks for it, between two steps; else
+      it raises `Preempted` at once, for work of which nothing has to be saved.
+  """
 
   def __init__(self) -> None:
-    self._stack = contextlib.ExitStack()
-    self._received = False
+    self.is_deferred, self._received = False, False
 
   def __enter__(self) -> "Notice":
-    self._stack.enter_context(_handled_by(self._receive))
+    self._is_set = jax.process_count() == 1
+    self._is_set &= threading.current_thread() is threading.main_thread()
+    if self._is_set:
+      self._previous = signal.signal(signal.SIGTERM, self._receive)
     return self
 
   def __exit__(self, *unused: object) -> None:
-    self._stack.close()
+    if self._is_set:
+      signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
 
   def _receive(self, number: int, frame: FrameType | None) -> None:
+    if not self.is_deferred:
+      raise Preempted
     self._received = True
 
   def is_due(self, step: int) -> bool:

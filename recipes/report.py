@@ -56,7 +56,9 @@ class Run:
     Results of earlier versions do not name the settings that came later.
     """
     flat = dict(_flat(self.result["config"]))
-    unset = {n for n, default in run_settings.defaults().items() if flat.get(n) == default}
+    unset = {
+      n for n, default in json.loads(json.dumps(run_settings.RUN)).items() if flat.get(n) == default
+    }
     return {name: flat[name] for name in flat if name not in {*_INCIDENTAL, *unset}}
 
   @property
@@ -340,14 +342,6 @@ def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
     for run in everyone
   }
   box.append(f"On {markdown_text('; '.join([*sorted(devices), *sorted(versions)]))}.")
-  failed = {
-    name: failure
-    for run in everyone
-    for name, failure in run.result.get("failed_baselines", {}).items()
-  }
-  if failed:
-    failures = markdown_text("; ".join(f"{name}: {text}" for name, text in failed.items()))
-    box.append(f"Baselines that failed: {failures}.")
   sources = sorted({run.result["config"].get("source", "") for run in everyone} - {""})
   if sources:
     box.append(f"Data from {', '.join(map(markdown_text, sources))}.")

