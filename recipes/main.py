@@ -29,10 +29,6 @@ def train(recipe: str, config, workdir: str) -> None:
   with errors.importing():
     module = importlib.import_module(f".{recipe}.train", __package__)
     from . import baselines, hosts, report, results
-  if config.get("days"):
-    raise errors.UserError(
-      f"config.days trains day by day: python -m {__package__}.days {recipe} --config.days=..."
-    )
   result = module.run(config, workdir)
   if not hosts.is_main():
     return

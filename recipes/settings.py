@@ -84,6 +84,10 @@ def check(config) -> None:
     raise UserError(f"config.checkpoint_minutes is {minutes}: choose a number of minutes, or 0")
   if full_every < 1:
     raise UserError(f"config.full_checkpoint_every is {full_every}: choose 1 or more")
+  if config.get("days"):
+    raise UserError(
+      f"config.days trains day by day: python -m {__package__}.days RECIPE --config.days=..."
+    )
 
 
 def add(config) -> None:

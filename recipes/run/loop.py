@@ -203,6 +203,8 @@ class Run:
     if progress.data:
       iterator.set_state(progress.data)
     self._iterator = iterator
+    if self.is_new:
+      hosts.say(results.trained(self.model))
     self._journal.doing("compiling")
     notice.is_deferred = True
     while progress.step < config.steps and not progress.stopped:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import grain
 import jax
 import ml_collections
 import numpy as np
@@ -347,6 +348,44 @@ def test_what_takes_long_is_said_on_a_terminal(tmp_path, monkeypatch):
   assert "testing the state of step 6" in shown
 
 
+def test_the_log_has_all_that_was_printed_with_times(tmp_path, capsys):
+  hosts.say("before the run")
+  for steps in (6, 12):
+    run_toy(tmp_path / "run", steps=steps)
+  said = [line for line in capsys.readouterr().err.splitlines() if "has ended" not in line]
+  logged = (tmp_path / "run" / "run.log").read_text().splitlines()
+  assert [line[27:] for line in logged][-len(said) :] == said
+  assert f"{'item':5}    20        4  0.0  " in (tmp_path / "run" / "run.log").read_text()
+  assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d  ", line) for line in logged)
+
+
+def test_a_step_logs_means_and_functions_of_the_step(tmp_path):
+  config, model = toy_config(steps=4, log_every=2, eval_every=4, select=""), Toy()
+  state = {"model": model, "optimizer": embed.Optimizer(model, optax.adam(0.01))}
+  numbers = grain.MapDataset.source([1, 2, 3, 4]).to_iter_dataset()
+  with loop.Run("toy", config, tmp_path / "run", **state) as run:
+    for number in run.steps(numbers):
+      run.log(loss=number, twice=lambda steps: 2 * steps)
+      if run.evaluates:
+        run.score({"loss": 7.0})
+    result = run.finish({"loss": 8.0})
+  logged = [line for line in lines(tmp_path / "run") if "loss" in line]
+  assert [line["loss"] for line in logged] == [1.5, 3.5]
+  assert [line["twice"] for line in logged] == [4.0, 8.0]
+  assert result["metrics"] == {"valid_loss": 7.0, "test_loss": 8.0}
+
+
+def test_a_batch_size_that_the_data_decided_is_kept_on_other_devices(tmp_path):
+  asked = toy_config(batch_size=0)
+  decided = toy_config(batch_size=72)  # a multiple of the nine devices that it began on
+  assert runs.resumed(asked, tmp_path).batch_size == 0
+  with runs.held(asked, decided, tmp_path):
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+  assert runs.resumed(asked, tmp_path).batch_size == 72
+  assert arrays.read_json(tmp_path / "config.json")["batch_size"] == 0
+  assert runs.finished(asked, tmp_path) is None
+
+
 def test_a_log_has_no_bar(tmp_path, capsys):
   run_toy(tmp_path / "run", steps=6)
   said = capsys.readouterr().err
@@ -422,10 +461,14 @@ def test_the_state_that_validation_prefers_is_tested(tmp_path, select, scores, t
   np.testing.assert_array_equal(seen[-1], seen[tested])
 
 
-def test_patience_ends_a_run_that_no_longer_improves(tmp_path):
+def test_patience_ends_a_run_that_no_longer_improves(tmp_path, capsys):
   evaluate, _ = scripted([0.5, 0.4, 0.3, 0.9])
   result = run_toy(tmp_path / "run", evaluate, select="valid_auc", patience=2)
   assert (result["steps"], result["tested_step"]) == (18, 6)
+  assert result["metrics"] == {"valid_auc": 0.5, "test_auc": 0.0}
+  said = capsys.readouterr().err
+  assert "stopping early at step 18 of 24: valid_auc has not improved in 2 evaluations" in said
+  assert "since 0.5000 at step 6" in said
   assert run_toy(tmp_path / "run", evaluate, select="valid_auc", patience=2) == result
 
 

@@ -117,6 +117,16 @@ def test_parts_by_hand(parts):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
+def test_a_loss_may_return_metrics_beside_it(parts):
+  """A mean of 4, 8, 12, 16 is 10, also of two parts {4, 12} and {8, 16}."""
+  loss = lambda model, batch: (jnp.mean(model(batch["ids"])), {"w": jnp.mean(batch["w"])})
+  model = Sum()
+  step = Step(loss, model, embed.Optimizer(model, optax.sgd(1.0)), Options(accumulate=parts))
+  inputs = {"ids": jnp.array([1, 1, 2, 3]), "w": jnp.array([4.0, 8.0, 12.0, 16.0])}
+  assert jax.tree.map(float, step(inputs)) == {"loss": 0.0, "w": 10.0}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
 def test_parts_of_unequal_weight_by_hand(parts):
   """Parts {0, 2} and {1, 3} weigh 1 + 3 and 2 + 0; each example's gradient is its weight over 6."""
   loss = lambda model, batch: (
