@@ -108,7 +108,7 @@ def _losses(folder, on_mesh, steps=50, **changes):
   step = train_step.make_train_step(train.loss(config, mesh))
   values = []
   for batch in data.train_batches(found, config):
-    values.append(float(step(model, optimizer, hosts.to_global(mesh, batch))))
+    values.append(float(step(model, optimizer, hosts.to_global(mesh, batch))["loss"]))
   metrics = train.evaluator(found, config, mesh)(model, "test")
   return np.array(values), metrics, model
 
