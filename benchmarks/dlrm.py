@@ -29,9 +29,9 @@ from contenders import Contender, Missing
 from flax import nnx
 
 import embed
-from recipes import layers, train_step
 from recipes.dlrm import model as dlrm
 from recipes.dlrm import train
+from recipes.training import layers, train_step
 
 RATE, DENSE_RATE, ACCUMULATOR, DENSE = 0.01, 0.01, 0.1, 13
 

@@ -113,7 +113,7 @@ def arrays_of(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
   import jax
   import orbax.checkpoint as ocp
 
-  from recipes import checkpoints
+  from recipes.run import checkpoints
 
   folder = workdir / "checkpoints"
   chain = checkpoints.of_step(folder, step)

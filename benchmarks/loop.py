@@ -24,8 +24,8 @@ import jax
 import step as timing  # before `recipes`, which it finds
 from absl import flags
 
-from recipes import optimizers, settings, train_step
-from recipes.run import loop
+from recipes.run import loop, settings
+from recipes.training import optimizers, train_step
 
 # Batches on the device for the bare step: with a few of them, their rows would stay in the caches.
 _KEPT = 64

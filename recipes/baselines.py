@@ -14,8 +14,9 @@ from typing import Any
 
 from absl import logging
 
-from . import arrays, escaping, hosts, opened, results
+from . import arrays, escaping, hosts
 from .errors import UserError
+from .run import opened, results
 
 SMALL = 2_000_000  # rows that train: a minute or two of baselines
 

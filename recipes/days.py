@@ -23,8 +23,10 @@ import jax
 
 from embed.tools.text import aligned
 
-from . import arrays, evaluate, export, files, hosts, main, runs, settings
+from . import arrays, evaluate, export, files, hosts, main
 from .errors import UserError
+from .run import settings
+from .run import workdir as runs
 from .run.config import completed
 
 _SUFFIXES = r"(\.(csv|tsv|txt|parquet|pq|gz))+$"

@@ -20,9 +20,10 @@ import pyarrow as pa
 from absl import logging
 from sklearn.metrics import log_loss, roc_auc_score
 
-from . import escaping, export, hosts, opened, serving, settings
+from . import escaping, export, hosts, serving
 from .errors import UserError
-from .metrics import RankingMetrics
+from .evaluation.metrics import RankingMetrics
+from .run import opened, settings
 from .tables import entities, interactions, spec
 from .tables import settings as table_settings
 from .tables.rows import RowReader, values_of

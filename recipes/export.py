@@ -24,13 +24,15 @@ from ml_collections import ConfigDict
 
 import embed
 
-from . import arrays, escaping, files, manifest, opened, results, runs, schemas
+from . import arrays, escaping, files, manifest, schemas
 from .errors import DamagedFileError, MissingFileError, UserError, from_settings
-from .features import feature_configs
+from .run import opened, results
+from .run import workdir as runs
 from .serving import folder as folder_lib
 from .tables.clicks import Encoder
 from .tables.entities import Entities
 from .tables.settings import READING
+from .training.features import feature_configs
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # Not from an index by name: a package of that name there need not be ours.

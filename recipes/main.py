@@ -28,7 +28,8 @@ def train(recipe: str, config, workdir: str) -> None:
   """
   with errors.importing():
     module = importlib.import_module(f".{recipe}.train", __package__)
-    from . import baselines, hosts, report, results
+    from . import baselines, hosts, report
+    from .run import results
   result = module.run(config, workdir)
   if not hosts.is_main():
     return

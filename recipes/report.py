@@ -31,7 +31,7 @@ with importing():
   import uniplot
 
   from . import arrays, files, schemas
-  from . import settings as run_settings
+  from .run import settings as run_settings
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -392,7 +392,7 @@ def _device(device: Mapping[str, Any]) -> str:
 
 def draw(groups: Sequence[list[Run]]) -> "Figure | None":
   """Returns the curves of each data set, or None where no run has any."""
-  from . import curves  # a run's end needs `sketch` alone, and at once
+  from .evaluation import curves
 
   return curves.draw(
     [

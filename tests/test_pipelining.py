@@ -14,7 +14,7 @@ from parts import taking
 from suites import full_unless
 
 import embed
-from recipes.train_step import Options, Step
+from recipes.training.train_step import Options, Step
 
 CASES = {case["id"]: case for case in conformance.load("pipeline")["cases"]}
 V, D = 12, 3

@@ -2,7 +2,7 @@
 
 The compiler is the real one, from libtpu or JAX's CUDA plugin, and needs no chip; model and
 optimizer are shapes, so that nothing is allocated and no data is read. The step is the one that
-training calls, from `recipes.train_step`. Nothing runs, so the report (`recipes.aot.report`) has no
+training calls, from `recipes.training.train_step`. Nothing runs, so the report (`recipes.aot.report`) has no
 times of a step.
 
 Each topology is compiled in a child process, because the compiler reads its environment once, may
@@ -32,8 +32,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import embed
 
-from .. import arrays, hosts, train_step
+from .. import arrays, hosts
 from ..errors import MissingPackageError
+from ..training import train_step
 from . import gpus
 from . import report as report_lib
 

@@ -7,7 +7,7 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 from ..evaluation import baselines
-from ..features import cut_ids
+from ..training.features import cut_ids
 from .data import ClickData
 
 _ROWS = 1 << 22  # labels that are read at once

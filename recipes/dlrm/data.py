@@ -19,9 +19,9 @@ import embed
 
 from .. import hosts, movielens, pipeline
 from ..datasets import DataSet, Prepared, Registry
-from ..features import Feature, cut_ids, feature_configs
 from ..tables import clicks
 from ..tables import settings as table_settings
+from ..training.features import Feature, cut_ids, feature_configs
 from . import criteo, criteo1tb, movielens1m, synthetic
 
 DATA_SETS = Registry(

@@ -3,8 +3,9 @@
 import jax
 from flax import nnx
 
-from .. import hosts, train_step
+from .. import hosts
 from ..aot import compile as aot
+from ..training import train_step
 from . import data as data_lib
 from . import train
 

@@ -15,14 +15,17 @@ from flax import nnx
 
 import embed
 
-from .. import features as features_lib
-from .. import hosts, layers, optimizers, placement, runs, settings, train_step, warm_start
+from .. import hosts
 from ..errors import UserError, from_settings
-from ..journal import Writer
-from ..metrics import BinnedClickMetrics
+from ..evaluation.metrics import BinnedClickMetrics
+from ..run import settings, warm_start
+from ..run import workdir as runs
 from ..run.config import completed
+from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
+from ..training import features as features_lib
+from ..training import layers, optimizers, placement, train_step
 from . import data as data_lib
 from . import model as model_lib
 

@@ -12,9 +12,10 @@ import threadpoolctl
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
-from .. import files, retrieval
+from .. import files
 from ..errors import UserError
-from ..metrics import ClickMetrics, RankingMetrics
+from . import retrieval
+from .metrics import ClickMetrics, RankingMetrics
 
 # EASE inverts a dense [items, items] matrix in float64, in place: 5 GB of this many items.
 _MAX_EASE_ITEMS = 25_000

@@ -6,9 +6,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from .. import settings
 from ..errors import UserError
 from ..tables import settings as table_settings
+from . import settings
 
 
 def completed(recipe: str, config) -> Any:

@@ -7,7 +7,7 @@
           run.score(evaluate(model, "valid"))
       return run.finish(evaluate(run.best(), "test"))
 
-A run is a folder, the workdir; `recipes.runs` lists its files. A run that is killed, at any time,
+A run is a folder, the workdir; `recipes.run.workdir` lists its files. A run that is killed, at any time,
 and started again by the same command resumes from its latest checkpoint and ends as if it had never
 stopped: the checkpoint holds the dense parameters, the tables by name, both optimizers' states, the
 position in the data and the loop's own memory, and on one machine every step is deterministic. A
@@ -29,10 +29,12 @@ from flax import nnx
 
 import embed
 
-from .. import arrays, checkpoints, hosts, keeping, preemption, profiling, results, runs, settings
-from ..checkpoints import Progress
+from .. import arrays, hosts
 from ..errors import DivergedError, MissingFileError, Preempted, Stopped, UserError
-from ..journal import Journal, Silence, Writer
+from . import checkpoints, keeping, preemption, profiling, results, settings
+from . import workdir as runs
+from .checkpoints import Progress
+from .journal import Journal, Silence, Writer
 
 
 class Run:

@@ -14,24 +14,17 @@ from flax import nnx
 
 import embed
 
-from .. import (
-  hosts,
-  layers,
-  losses,
-  optimizers,
-  placement,
-  retrieval,
-  runs,
-  settings,
-  train_step,
-  warm_start,
-)  # fmt: skip
+from .. import hosts
 from ..errors import UserError, from_settings
-from ..journal import Writer
-from ..metrics import RankingMetrics, ranking_names
+from ..evaluation import retrieval
+from ..evaluation.metrics import RankingMetrics, ranking_names
+from ..run import settings, warm_start
+from ..run import workdir as runs
 from ..run.config import completed
+from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
+from ..training import layers, losses, optimizers, placement, train_step
 from . import data as data_lib
 from . import model as model_lib
 

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .. import hosts, retrieval, train_step
+from .. import hosts
 from ..aot import compile as aot
+from ..evaluation import retrieval
+from ..training import train_step
 from . import data as data_lib
 from . import train
 

@@ -18,21 +18,11 @@ from served_models import CLICKS, run_of, write_clicks
 
 import embed
 import embed.deltas
-from recipes import (
-  arrays,
-  checkpoints,
-  describe,
-  export,
-  files,
-  keeping,
-  manifest,
-  predict,
-  report,
-  serving,
-)
-from recipes import runs as runs_lib
+from recipes import arrays, describe, export, files, manifest, predict, report, serving
 from recipes.errors import UserError
-from recipes.journal import Journal
+from recipes.run import checkpoints, keeping
+from recipes.run import workdir as runs_lib
+from recipes.run.journal import Journal
 
 ROOT = pathlib.Path(__file__).parents[2]
 ESCAPE = "\x1b]52;c;aGk=\x07\x1b[2J"  # to the clipboard, and clear the screen

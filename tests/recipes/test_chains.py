@@ -2,7 +2,8 @@
 
 import pytest
 
-from recipes import checkpoints, errors, manifest
+from recipes import errors, manifest
+from recipes.run import checkpoints
 
 
 def write(folder, step, follows=None, best_step=0):

@@ -13,7 +13,8 @@ from flax import nnx
 import embed
 import embed.checkpoint
 from embed.tools import inspection
-from recipes import checkpoints, errors, hosts, manifest, opened
+from recipes import errors, hosts, manifest
+from recipes.run import checkpoints, opened
 
 ROWS = 30
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from small_tables import completed, write_csv
 
-from recipes import days, errors, export, journal, serving
+from recipes import days, errors, export, serving
+from recipes.run import journal
 from recipes.tables import finding, row_ids
 
 HEADER = ("user", "item", "price", "clicked")

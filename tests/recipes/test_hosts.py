@@ -24,7 +24,8 @@ from flax import nnx
 from served_models import CLICKS, write_clicks
 
 import embed
-from recipes import hosts, pipeline, runs
+from recipes import hosts, pipeline
+from recipes.run import workdir as runs
 
 STEPS = 24
 # Relative, on losses: one float32 sum in another order is off by some 1e-7, which is what was seen

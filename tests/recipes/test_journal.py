@@ -5,8 +5,9 @@ import json
 import ml_collections
 import pytest
 
-from recipes import errors, journal, runs
-from recipes.run import loop
+from recipes import errors
+from recipes.run import journal, loop
+from recipes.run import workdir as runs
 
 
 class Kept:

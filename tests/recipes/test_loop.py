@@ -19,18 +19,10 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import (
-  arrays,
-  checkpoints,
-  errors,
-  hosts,
-  journal,
-  pipeline,
-  runs,
-  train_step,
-  warm_start,
-)
-from recipes.run import loop
+from recipes import arrays, errors, hosts, pipeline
+from recipes.run import checkpoints, journal, loop, warm_start
+from recipes.run import workdir as runs
+from recipes.training import train_step
 
 pytestmark = pytest.mark.full
 

@@ -10,8 +10,8 @@ from flax import nnx
 from parts import prepare
 
 import embed
-from recipes import train_step
-from recipes.train_step import Options
+from recipes.training import train_step
+from recipes.training.train_step import Options
 
 pytestmark = pytest.mark.full
 RECIPES = ("dlrm", "two_tower", "sequence")

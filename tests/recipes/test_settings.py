@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from recipes import catalogue, errors, runs, settings
+from recipes import catalogue, errors
 from recipes.dlrm import defaults as dlrm
+from recipes.run import settings
+from recipes.run import workdir as runs
 from recipes.tables import settings as table_settings
 
 PAGE = Path(__file__).parents[2] / "docs/how_to/production.md"

@@ -13,8 +13,10 @@ from flax import nnx
 from parts import taking
 
 import embed
-from recipes import errors, hosts, profiling, train_step
-from recipes.train_step import Objective, Options, Step
+from recipes import errors, hosts
+from recipes.run import profiling
+from recipes.training import train_step
+from recipes.training.train_step import Objective, Options, Step
 
 ROWS, DIM, HIDDEN = 40, 4, 256
 

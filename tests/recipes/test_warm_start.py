@@ -11,9 +11,9 @@ from served_models import CLICKS, LOG, run_of, write_clicks, write_log
 from small_tables import completed
 
 import embed
-from recipes import checkpoints, errors, keeping, warm_start
+from recipes import errors
 from recipes.dlrm import train
-from recipes.run import loop
+from recipes.run import checkpoints, keeping, loop, warm_start
 from recipes.tables import row_ids
 
 pytestmark = pytest.mark.full

@@ -9,8 +9,11 @@ import parts
 from flax import nnx
 from ml_collections import ConfigDict
 
-from recipes import arrays, checkpoints, results, retrieval, runs
-from recipes.checkpoints import Progress
+from recipes import arrays
+from recipes.evaluation import retrieval
+from recipes.run import checkpoints, results
+from recipes.run import workdir as runs
+from recipes.run.checkpoints import Progress
 from recipes.tables import settings
 
 CLICKS = {

@@ -13,9 +13,11 @@ import pytest
 from recipe_runs import RESULT, dlrm_smoke, leaves, slow_but
 
 from recipes import baselines as command
-from recipes import hosts, optimizers, results
+from recipes import hosts
 from recipes.dlrm import baselines, data, train
-from recipes.features import Feature
+from recipes.run import results
+from recipes.training import optimizers
+from recipes.training.features import Feature
 
 CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
 

@@ -15,8 +15,10 @@ from recipe_runs import leaves, sequence_smoke, slow_but
 
 import embed
 from recipes import baselines as command
-from recipes import checkpoints, hosts, train_step
+from recipes import hosts
+from recipes.run import checkpoints
 from recipes.sequence import baselines, data, train
+from recipes.training import train_step
 
 CONFIGS = sorted(path.stem for path in Path("configs/sequence").glob("*.py"))
 METRICS = {

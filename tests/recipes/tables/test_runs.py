@@ -8,7 +8,8 @@ import pytest
 from ml_collections import ConfigDict
 from small_tables import completed, write_csv
 
-from recipes import errors, journal
+from recipes import errors
+from recipes.run import journal
 
 HEADER = ("who", "what", "when", "liked", "age", "genre")
 COLUMNS = {

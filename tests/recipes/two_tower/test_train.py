@@ -18,8 +18,11 @@ from recipe_runs import RESULT, TWO_TOWER, leaves, lists_of, slow_but, two_tower
 
 import embed
 from recipes import baselines as command
-from recipes import checkpoints, hosts, optimizers, retrieval, train_step
+from recipes import hosts
+from recipes.evaluation import retrieval
 from recipes.evaluation.baselines import ranking
+from recipes.run import checkpoints
+from recipes.training import optimizers, train_step
 from recipes.two_tower import baselines, data, losses, train
 
 # Everything that can be switched on.

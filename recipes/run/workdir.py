@@ -5,7 +5,7 @@
     run.log          everything that the run printed, with times
     metrics.jsonl    one line per log step and per evaluation
     tensorboard/     the same for TensorBoard
-    checkpoints/     the last two states and the best one on validation; see `recipes.checkpoints`
+    checkpoints/     the last two states and the best one on validation; see `recipes.run.checkpoints`
     damaged_checkpoints/    those that could not be used when the run resumed
     result.json      written when the state has been tested; `recipes.baselines` adds to it
     result-500.json  the result after 500 steps of a run that was lengthened then
@@ -23,8 +23,9 @@ from typing import Any
 
 import filelock
 
-from . import arrays, checkpoints, files, hosts, keeping, schemas, settings
-from .errors import UserError
+from .. import arrays, files, hosts, schemas
+from ..errors import UserError
+from . import checkpoints, keeping, settings
 from .journal import Writer
 
 _LOCK, DECIDED = "run.lock", "decided"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .errors import UserError
+from ..errors import UserError
 
 # On the command line each is `--config.<name>=<value>`.
 RUN: dict[str, Any] = {
@@ -86,7 +86,7 @@ def check(config) -> None:
     raise UserError(f"config.full_checkpoint_every is {full_every}: choose 1 or more")
   if config.get("days"):
     raise UserError(
-      f"config.days trains day by day: python -m {__package__}.days RECIPE --config.days=..."
+      "config.days trains day by day: python -m recipes.days RECIPE --config.days=..."
     )
 
 

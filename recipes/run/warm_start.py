@@ -20,10 +20,12 @@ from flax import nnx
 import embed
 import embed.checkpoint
 
-from . import checkpoints, hosts, keeping, runs, settings
-from .errors import MissingFileError, UserError
-from .run.loop import Run
-from .tables import row_ids
+from .. import hosts
+from ..errors import MissingFileError, UserError
+from ..tables import row_ids
+from . import checkpoints, keeping, settings
+from . import workdir as runs
+from .loop import Run
 
 _KEPT = nnx.Any(nnx.Param, nnx.BatchStat)  # of what is no table
 _ALL, _TABLES = "all", "tables"

@@ -10,7 +10,7 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
-from .errors import Preempted
+from ..errors import Preempted
 
 
 class Notice:

@@ -25,8 +25,8 @@ import orbax.checkpoint as ocp
 import embed
 import embed.checkpoint
 
-from . import hosts, manifest, schemas
-from .errors import DamagedFileError, MissingFileError, UserError, from_settings
+from .. import hosts, manifest, schemas
+from ..errors import DamagedFileError, MissingFileError, UserError, from_settings
 
 STATE, DELTA, _PROGRESS = "state", "delta", "progress"  # the folders of a checkpoint
 _DAMAGED = "damaged_checkpoints"  # next to the folder of the checkpoints

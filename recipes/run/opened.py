@@ -12,9 +12,11 @@ from ml_collections import ConfigDict
 
 import embed.checkpoint
 
-from . import arrays, checkpoints, keeping, runs
-from .errors import DamagedFileError, MissingFileError, UserError
-from .run.config import completed
+from .. import arrays
+from ..errors import DamagedFileError, MissingFileError, UserError
+from . import checkpoints, keeping
+from . import workdir as runs
+from .config import completed
 
 RECIPES = ("dlrm", "two_tower", "sequence")
 
@@ -40,7 +42,7 @@ class Opened:
   @property
   def train(self) -> ModuleType:
     """The `train` module of its recipe."""
-    return importlib.import_module(f".{self.recipe}.train", __package__)
+    return importlib.import_module(f"..{self.recipe}.train", __package__)
 
   def load(self) -> Any:
     """Returns the data that the run was trained on.

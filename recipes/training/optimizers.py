@@ -7,7 +7,7 @@ import optax
 
 import embed
 
-from .errors import UserError
+from ..errors import UserError
 
 
 def schedule(config, peak: float) -> optax.Schedule:

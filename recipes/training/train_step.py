@@ -16,8 +16,10 @@ from flax import nnx
 
 import embed
 
-from . import hosts, layers, profiling, settings
-from .errors import UserError
+from .. import hosts
+from ..errors import UserError
+from ..run import profiling, settings
+from . import layers
 
 LossFn = Callable[[Any, Any], Any]  # (model, batch) -> loss, or (loss, {name: scalar})
 
@@ -48,7 +50,7 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """The settings of a step; see `recipes.settings.RUN`.
+  """The settings of a step; see `recipes.run.settings.RUN`.
 
   Attributes:
     clip_norm: the largest norm of all gradients together; 0 clips nothing.

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from . import arrays, files, hosts, schemas
+from .. import arrays, files, hosts, schemas
 
 _UNSAID = ("exchange_rounds", "buffer_fill")  # of the metrics, in lines for a reader
 
