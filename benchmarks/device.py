@@ -45,7 +45,7 @@ from embed.engine import mesh as mesh_lib
 from embed.engine import stack as stack_lib
 from embed.kernels import sparse_core
 from embed.tools import check
-from recipes import aot
+from recipes.aot import compile as aot
 
 WAYS = {  # environment variables by name
   "plain": {stack_lib.PACKING_SWITCH: "0", sparse_core.SWITCH: "0"},
