@@ -71,9 +71,7 @@ def from_torch(
   >>> weights = {"user.weight": np.ones((3, 2)), "head.weight": np.ones((1, 2))}
   >>> state = {0: {"sum": np.full((3, 2), 4.0), "step": 7.0}}
   >>> adagrad = {"state": state, "param_groups": [{"params": [0, 1]}]}
-  >>> read = embed.importers.from_torch(
-  ...   weights, adagrad, tables={"user": "user.weight"}, slots=["accumulators"]
-  ... )
+  >>> read = embed.importers.from_torch(weights, adagrad, tables={"user": "user.weight"})
   >>> {name: x[0].tolist() for name, x in read["user"].items()}
   {'parameters': [1.0, 1.0], 'accumulators': [4.0, 4.0]}
   """
@@ -127,6 +125,8 @@ def _torch_slots(
       slot = both[int(name[-1]) - 1]
     if name == "momentum_buffer" and "square_avg" in state:
       slot = "mom"
+    if slot == "steps" and "exp_avg" not in state:
+      continue  # Adagrad's, which does not use it
     if slot is None or x is None or (slots is not None and slot not in slots):
       continue
     array = _array(x)
