@@ -23,8 +23,9 @@ def mixing_operation(closed: Any, elements: Sequence[bool]) -> str | None:
   Returns:
     The name of a primitive, such as "reduce_sum"; None if every result is elementwise.
 
-  >>> both = lambda f: mixing_operation(jax.make_jaxpr(f)(jnp.ones(3), jnp.ones(())), [True, False])
-  >>> both(lambda x, rate: x * rate), both(lambda x, rate: x / jnp.sum(x))
+  >>> import jax, numpy as np
+  >>> mixes = lambda f: mixing_operation(jax.make_jaxpr(f)(np.ones(3), 0.5), [True, False])
+  >>> mixes(lambda x, rate: x * rate), mixes(lambda x, rate: x / x.sum())
   (None, 'reduce_sum')
   """
   return _Walk().run(closed.jaxpr, elements)[1]

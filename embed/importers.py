@@ -60,7 +60,7 @@ def from_torch(
     state_dict: of the model, such as `model.state_dict()`; tensors or arrays, `[V, D]` each.
     optimizer_state: `optimizer.state_dict()` of torch, or of TorchRec, which is keyed by name.
     tables: `{our table: their parameter}`, such as `{"movie": "movie_embedding.weight"}`. By
-      default the tables of TorchRec's `EmbeddingBagCollection`s and `EmbeddingCollection`s.
+      default the tables of each `EmbeddingBagCollection` and `EmbeddingCollection` of TorchRec.
     parameters: names in the order of torch's optimizer, by default that of `state_dict`. Write
       `[name for name, _ in model.named_parameters()]` if the model has buffers.
     slots: the names of the slots to keep, all by default.
@@ -71,9 +71,7 @@ def from_torch(
   >>> weights = {"user.weight": np.ones((3, 2)), "head.weight": np.ones((1, 2))}
   >>> state = {0: {"sum": np.full((3, 2), 4.0), "step": 7.0}}
   >>> adagrad = {"state": state, "param_groups": [{"params": [0, 1]}]}
-  >>> read = embed.importers.from_torch(
-  ...   weights, adagrad, tables={"user": "user.weight"}, slots=["accumulators"]
-  ... )
+  >>> read = embed.importers.from_torch(weights, adagrad, tables={"user": "user.weight"})
   >>> {name: x[0].tolist() for name, x in read["user"].items()}
   {'parameters': [1.0, 1.0], 'accumulators': [4.0, 4.0]}
   """
@@ -127,6 +125,8 @@ def _torch_slots(
       slot = both[int(name[-1]) - 1]
     if name == "momentum_buffer" and "square_avg" in state:
       slot = "mom"
+    if slot == "steps" and "exp_avg" not in state:
+      continue  # Adagrad's, which does not use it
     if slot is None or x is None or (slots is not None and slot not in slots):
       continue
     array = _array(x)
@@ -198,7 +198,7 @@ def from_keras(
       read.
 
   Returns:
-    The tables by the names of their layers, which are those of keras-rs's `TableConfig`s.
+    The tables by the names of their layers, which for keras-rs are those of each `TableConfig`.
 
   Raises:
     ValueError: if there is no such table, or if arrays of its shape cannot be told apart: the file
@@ -249,12 +249,14 @@ def from_safetensors(path: str | os.PathLike[str]) -> Variables:
   Raises:
     ValueError: for an array of a dtype that NumPy does not have.
 
-  >>> import tempfile
-  >>> movie = embed.TableConfig(3, 2, name="movie", optimizer=embed.adagrad(0.1))
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  >>> import json, struct, tempfile
   >>> path = f"{tempfile.mkdtemp()}/tables.safetensors"
-  >>> embed.importers.to_safetensors(layer, path)
-  >>> layer.load_variables(embed.importers.from_safetensors(path))
+  >>> entry = {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}
+  >>> header = json.dumps({"movie/accumulators": entry}).encode()
+  >>> with open(path, "wb") as file:
+  ...   written = file.write(struct.pack("<Q", len(header)) + header + np.float32([3, 4]).tobytes())
+  >>> embed.importers.from_safetensors(path)["movie"]["accumulators"].tolist()
+  [[3.0, 4.0]]
   """
   with open(path, "rb") as file:
     (length,) = struct.unpack("<Q", file.read(8))
@@ -275,7 +277,13 @@ def from_safetensors(path: str | os.PathLike[str]) -> Variables:
 def to_safetensors(layer: SparseEmbed, path: str | os.PathLike[str]) -> None:
   """Writes tables and slots, named `table/parameters` and `table/slot`.
 
-  `from_safetensors` has an example.
+  >>> import tempfile
+  >>> movie = embed.TableConfig(3, 2, name="movie", optimizer=embed.adagrad(0.1))
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(movie), rngs=nnx.Rngs(0))
+  >>> path = f"{tempfile.mkdtemp()}/tables.safetensors"
+  >>> embed.importers.to_safetensors(layer, path)
+  >>> {name: list(x) for name, x in embed.importers.from_safetensors(path).items()}
+  {'movie': ['parameters', 'accumulators']}
   """
   header: dict[str, Any] = {"__metadata__": {"format": "np"}}
   arrays, end = [], 0
