@@ -264,8 +264,7 @@ def test_a_table_of_four_times_the_memory_trains_from_the_host(devices):
   ids = {"large": np.arange(16, dtype=np.int32), "small": np.arange(16, dtype=np.int32)}
   hbm = 80_000 * 16 * 4 // devices // 4
   assert (
-    embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm * 9)["large"].storage
-    == "auto"
+    embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm * 9)["large"].storage == "auto"
   )
   plan = embed.plan(given, mesh, ids, embed.adagrad(0.125), hbm_bytes=hbm)
   assert (plan["large"].storage, plan["small"].storage) == ("host", "auto")

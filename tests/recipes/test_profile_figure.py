@@ -54,9 +54,7 @@ def test_panels(tmp_path):
 def test_a_plot_of_many_tables_names_some():
   tables = {f"t{i:02d}": embed.TableConfig(4, 2, name=f"t{i:02d}") for i in range(22)}
   features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
-  figure = profile_figure.draw(
-    embed.profile(features, [dict.fromkeys(features, np.array([1, 2]))])
-  )
+  figure = profile_figure.draw(embed.profile(features, [dict.fromkeys(features, np.array([1, 2]))]))
   (legend,) = figure.legends
   assert len(legend.get_texts()) == 20
   assert legend.get_title().get_text() == "and 2 more"
