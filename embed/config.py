@@ -22,11 +22,7 @@ _logger = logging.getLogger("embed")
 
 
 def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
-  """Returns the int of a value with `__index__`, such as a NumPy integer.
-
-  Raises:
-    ValueError: for a bool, anything that is no integer, or one below `minimum` or above `maximum`.
-  """
+  """Returns the int of a value with `__index__`, such as a NumPy integer."""
   try:
     if isinstance(value, (bool, np.bool_)):
       raise TypeError
@@ -49,9 +45,6 @@ def setting(name: str, value: Any) -> Any:
   """Returns the Python number of a NumPy or JAX scalar, and anything else as it is.
 
   Settings are compared and hashed by value, which arrays are not.
-
-  Raises:
-    ValueError: for an array that is no scalar or has no value yet.
 
   >>> setting("upper", np.float32(0.5))
   0.5

@@ -21,11 +21,7 @@ from embed.engine.update import StackGrads
 
 
 def _leaves(grads: Any) -> Any:
-  """The leaves of row gradients.
-
-  Raises:
-    TypeError: if a function of optax walks the tree, which would reach ids.
-  """
+  """The leaves of row gradients."""
   if jax_internals.caller().startswith("optax."):
     raise TypeError(
       "optax cannot compute with the rows of embed.Grads. Write embed.global_norm(grads), "
@@ -143,11 +139,7 @@ def _pairs(ids: jax.Array, values: jax.Array, table: str) -> ActivationGrads:
 
 
 def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> StackGrads:
-  """A table's `RowGrads` as gradients of a stack.
-
-  Raises:
-    ValueError: if the gradients belong to a table of another size or width.
-  """
+  """A table's `RowGrads` as gradients of a stack."""
   ids, values, size = rows.ids, rows.values, stack.size(table)
   if rows.stack == stack and rows.size == size:
     return _from_table_rows(stack, ids, values, table)
