@@ -176,6 +176,10 @@ def program(
     slots: of each, whether it has a value for every element, and its dtype.
     table: the table's dtype.
     rules: see `Program`.
+
+  Raises:
+    Unsupported: for an equation with anything that `compiled` cannot emit, and for slots of other
+      dtypes than `frame.SLOTS`. A bool, for one, is a bit in a register and a byte in a slot.
   """
   dtypes = tuple(str(np.dtype(dtype)) for _, dtype in slots)
   if table not in frame.TABLES or not frame.SLOTS.keys() >= {*dtypes}:
