@@ -30,11 +30,7 @@ _STORED = nnx.Any(Table, SlotVariable)
 
 
 def sparse_embeds(model: Any) -> dict[str, SparseEmbed]:
-  """Every `SparseEmbed` of a model by its path, "a/b"; a shared layer has its first path.
-
-  Raises:
-    ValueError: if two layers have one path, because a key of an `nnx.Dict` contains a "/".
-  """
+  """Every `SparseEmbed` of a model by its path, "a/b"; a shared layer has its first path."""
   layers: dict[str, SparseEmbed] = {}
   for path, module in nnx.iter_modules(model):
     if isinstance(module, SparseEmbed):
@@ -49,11 +45,7 @@ def sparse_embeds(model: Any) -> dict[str, SparseEmbed]:
 
 
 def row_keys(model: Any) -> dict[str, tuple[SparseEmbed, str]]:
-  """The module and table of each key of `Grads.rows` and of checkpoints.
-
-  Raises:
-    ValueError: if two tables of the model have one key.
-  """
+  """The module and table of each key of `Grads.rows` and of checkpoints."""
   keys: dict[str, tuple[SparseEmbed, str]] = {}
   paths: dict[str, str] = {}
   for path, module in sparse_embeds(model).items():
@@ -210,11 +202,7 @@ class _Loss:
 
 
 def _warn_about_outside_layers(eqns: Sequence[Any], layers: dict[str, SparseEmbed]) -> None:
-  """Warns of lookups in layers that the loss does not get as an argument.
-
-  Raises:
-    ValueError: for a lookup in the model outside the loss, which is always a mistake.
-  """
+  """Warns of lookups in layers that the loss does not get as an argument."""
   names: dict[Any, list[str]] = {}
   for eqn in eqns:
     names.setdefault(eqn.params["layer"], []).extend(taps.record_of(eqn).tables)

@@ -49,11 +49,7 @@ def make_weights(combiner: CustomCombiner, key: jax.Array) -> nnx.Param:
 
 
 def learning_rate(name: str, table: TableConfig) -> float:
-  """The rate of a table's learned weights.
-
-  Raises:
-    ValueError: if optax trains them.
-  """
+  """The rate of a table's learned weights."""
   assert isinstance(table.combiner, CustomCombiner)
   rate = table.combiner.combiner_weights_learning_rate
   if rate is None:
@@ -129,11 +125,7 @@ def prepare(
 
 
 def positions(name: str, feature: FeatureConfig, parts: Parts) -> int | None:
-  """The positions of a bag that is combined after the lookup; None for those that it has.
-
-  Raises:
-    ValueError: if they are not known.
-  """
+  """The positions of a bag that is combined after the lookup; None for those that it has."""
   if isinstance(feature.table.combiner, CustomCombiner):
     return feature.table.combiner.max_valency
   if parts.kind in ("dense", "padded") or (parts.kind == "ragged" and parts.length):

@@ -22,11 +22,7 @@ _logger = logging.getLogger("embed")
 
 
 def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
-  """Returns the int of a value with `__index__`, such as a NumPy integer.
-
-  Raises:
-    ValueError: for a bool, anything that is no integer, or one below `minimum` or above `maximum`.
-  """
+  """Returns the int of a value with `__index__`, such as a NumPy integer."""
   try:
     if isinstance(value, (bool, np.bool_)):
       raise TypeError
@@ -39,13 +35,16 @@ def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> 
   return result
 
 
+def check(name: str, value: Any, is_valid: bool, expected: str) -> None:
+  """Raises ValueError that names an argument, unless its value is valid."""
+  if not is_valid:
+    raise ValueError(f"Argument `{name}` must be {expected}. Got {value!r}.")
+
+
 def setting(name: str, value: Any) -> Any:
   """Returns the Python number of a NumPy or JAX scalar, and anything else as it is.
 
   Settings are compared and hashed by value, which arrays are not.
-
-  Raises:
-    ValueError: for an array that is no scalar or has no value yet.
 
   >>> setting("upper", np.float32(0.5))
   0.5
@@ -144,11 +143,8 @@ class CustomCombiner:
 
   def __post_init__(self):
     set_ = lambda name, value: object.__setattr__(self, name, value)
-    if not callable(self.computation):
-      raise ValueError(
-        "Argument `computation` must be a callable f(valency, vectors, weights). "
-        f"Got {self.computation!r}."
-      )
+    expected = "a callable f(valency, vectors, weights)"
+    check("computation", self.computation, callable(self.computation), expected)
     set_("max_valency", integer("max_valency", self.max_valency, 1))
     set_("num_weights", integer("num_weights", self.num_weights, 0))
     if self.num_weights and not callable(self.initializer):
@@ -158,10 +154,8 @@ class CustomCombiner:
       )
     rate = setting("combiner_weights_learning_rate", self.combiner_weights_learning_rate)
     set_("combiner_weights_learning_rate", rate)
-    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, numbers.Real)):
-      raise ValueError(
-        f"Argument `combiner_weights_learning_rate` must be a number or None. Got {rate!r}."
-      )
+    is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
+    check("combiner_weights_learning_rate", rate, rate is None or is_number, "a number or None")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -218,36 +212,28 @@ class TableConfig:
         f"Argument `vocabulary_size` must be at most {MAX_VOCABULARY_SIZE}: row ids are int32. "
         f"Got {self.vocabulary_size}; split the table, or hash its ids into fewer rows."
       )
-    if self.initializer is not None and not callable(self.initializer):
-      raise ValueError(
-        "Argument `initializer` must be a callable f(key, shape, dtype) (or None). "
-        f"Got {self.initializer!r}."
-      )
-    if not isinstance(self.combiner, CustomCombiner) and self.combiner not in COMBINERS:
-      raise ValueError(
-        f"Argument `combiner` must be one of {COMBINERS}, or an embed.CustomCombiner. "
-        f"Got {self.combiner!r}."
-      )
-    if self.name is not None and (not isinstance(self.name, str) or not self.name):
-      raise ValueError(f"Argument `name` must be a non-empty str or None. Got {self.name!r}.")
-    if self.quantization_config is not None and not isinstance(
-      self.quantization_config, QuantizationConfig
+    for name, is_valid, expected in (
+      ("initializer", callable, "a callable f(key, shape, dtype) (or None)"),
+      ("name", lambda x: isinstance(x, str) and bool(x), "a non-empty str or None"),
+      (
+        "quantization_config",
+        lambda x: isinstance(x, QuantizationConfig),
+        "an embed.QuantizationConfig or None",
+      ),
     ):
-      raise ValueError(
-        "Argument `quantization_config` must be an embed.QuantizationConfig or None. "
-        f"Got {self.quantization_config!r}."
-      )
+      value = getattr(self, name)
+      check(name, value, value is None or is_valid(value), expected)
+    is_known = isinstance(self.combiner, CustomCombiner) or self.combiner in COMBINERS
+    check("combiner", self.combiner, is_known, f"one of {COMBINERS}, or an embed.CustomCombiner")
     try:
       dtype = np.dtype(self.dtype)
     except TypeError:
       dtype = None
-    if dtype not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
-      raise ValueError(f"Argument `dtype` must be float32 or bfloat16. Got {self.dtype!r}.")
+    is_known = dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+    check("dtype", self.dtype, is_known, "float32 or bfloat16")
     set_("dtype", dtype)
-    if not isinstance(self.stochastic_rounding, bool):
-      raise ValueError(
-        f"Argument `stochastic_rounding` must be a bool. Got {self.stochastic_rounding!r}."
-      )
+    rounding = self.stochastic_rounding
+    check("stochastic_rounding", rounding, isinstance(rounding, bool), "a bool")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -297,8 +283,7 @@ class FeatureConfig:
       )
     set_("max_sequence_length", integer("max_sequence_length", self.max_sequence_length, 0))
     for name in ("validate_weights_and_indices", "differentiate_weights"):
-      if not isinstance(getattr(self, name), bool):
-        raise ValueError(f"Argument `{name}` must be a bool. Got {getattr(self, name)!r}.")
+      check(name, getattr(self, name), isinstance(getattr(self, name), bool), "a bool")
     if self.output_shape is not None:
       set_("output_shape", _shape(self.output_shape))
       if self.max_sequence_length:

@@ -330,11 +330,7 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
 def _copied(
   nodes: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[Any, nnx.Variable], dict[Any, Any]]:
-  """Copies of nodes that share their arrays; by path the nodes' Variables, and what they held.
-
-  Raises:
-    RuntimeError: if the nodes are taken apart by Flax.
-  """
+  """Copies of nodes that share their arrays; by path the nodes' Variables, and what they held."""
   try:
     copies, live = nnx.clone(nodes), _variables(nodes)
     for node in copies.values():

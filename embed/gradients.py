@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from embed.config import integer
 from embed.engine import jax_internals, mesh, update
@@ -19,20 +20,8 @@ from embed.engine.taps import Owner
 from embed.engine.update import StackGrads
 
 
-def _only(grads: Sequence[StackGrads], stack: StackSpec, table: str) -> tuple[StackGrads, ...]:
-  """The gradients of one table, without the other tables of its stack."""
-  alone = len(stack.tables) == 1
-  own = lambda x: _from_table_rows(stack, *_table_rows(stack, [x], table), table)
-  picked = update.of_table(grads, table)
-  return tuple(own(x) if isinstance(x, DistinctRows) and not alone else x for x in picked)
-
-
 def _leaves(grads: Any) -> Any:
-  """The leaves of row gradients.
-
-  Raises:
-    TypeError: if a function of optax walks the tree, which would reach ids.
-  """
+  """The leaves of row gradients."""
   if jax_internals.caller().startswith("optax."):
     raise TypeError(
       "optax cannot compute with the rows of embed.Grads. Write embed.global_norm(grads), "
@@ -54,9 +43,9 @@ class RowGrads:
   one entry per occurrence instead, in batch order. On a mesh, each entry is on the devices that
   store its row.
 
-  `embed.value_and_grad` makes these; it keeps the gradients of activations, and sums them when
-  `ids` or `values` is read (or inside the update). `RowGrads` made by hand may hold duplicates,
-  which the update sums. A pytree.
+  `embed.value_and_grad` keeps the gradients of activations, which the update sums, and sums them
+  for `grads.rows[key]`. `RowGrads` made by hand may hold duplicates, which the update sums. A
+  pytree.
 
   Args:
     ids: integers `[N]`; negative ones are unused entries.
@@ -76,10 +65,10 @@ class RowGrads:
   9.0
   """
 
-  grads: tuple[StackGrads, ...]
-  stack: StackSpec | None  # None: made by hand, one call of one feature
-  table: str
-  size: int  # of the table of rows made by hand, `UNUSED` if it is not known
+  ids: jax.Array  # int32 `[N]`; `vocabulary_size` marks an unused entry
+  values: jax.Array  # `[N, D]`, the gradients of these rows
+  size: int  # of the table, `UNUSED` if it is not known
+  stack: StackSpec | None  # in which each entry occurs once, on the devices that store its row
 
   def __init__(self, ids: Any, values: Any, vocabulary_size: int | None = None):
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
@@ -97,45 +86,24 @@ class RowGrads:
       raise ValueError(
         f"RowGrads takes ids [N] and values [N, D]; got shapes {ids.shape} and {values.shape}."
       )
-    self.__dict__.update(grads=(_pairs(ids, values),), stack=None, table="", size=size)
+    self.__dict__.update(ids=ids, values=values, size=size, stack=None)
 
   @classmethod
-  def of(
-    cls, grads: Sequence[StackGrads], stack: StackSpec | None, table: str, size: int = UNUSED
-  ) -> "RowGrads":
-    """Row gradients from the gradients of a table in its stack."""
+  def of(cls, ids: Any, values: Any, size: int, stack: StackSpec | None) -> "RowGrads":
+    """Row gradients of arrays that are known to fit."""
     self = object.__new__(cls)
-    self.__dict__.update(grads=tuple(grads), stack=stack, table=table, size=size)
+    self.__dict__.update(ids=ids, values=values, size=size, stack=stack)
     return self
 
   def __repr__(self) -> str:
-    if not all(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(self.grads)):
-      return f"RowGrads({self.grads})"  # shapes, or whatever else a tree was mapped to
     return f"RowGrads(ids={self.ids}, values={self.values})"
 
   def tree_flatten(self):
-    return _leaves(self.grads), (self.stack, self.table, self.size)
+    return _leaves((self.ids, self.values)), (self.size, self.stack)
 
   @classmethod
-  def tree_unflatten(cls, static, grads) -> "RowGrads":
-    return cls.of(jax_internals.show(grads), *static)
-
-  def _arrays(self) -> tuple[jax.Array, jax.Array]:
-    if self.stack is None:
-      (call,) = self.grads
-      assert isinstance(call, ActivationGrads)
-      return call.record.bags[0].ids[:, 0], call.grads[0]
-    return _table_rows(self.stack, self.grads, self.table)
-
-  @property
-  def ids(self) -> jax.Array:
-    """int32 `[N]`; `vocabulary_size` marks an unused entry."""
-    return self._arrays()[0]
-
-  @property
-  def values(self) -> jax.Array:
-    """float32 `[N, D]`, the gradients of these rows."""
-    return self._arrays()[1]
+  def tree_unflatten(cls, static, arrays) -> "RowGrads":
+    return cls.of(*jax_internals.show(arrays), *static)
 
   def map(self, f: Callable[[jax.Array], jax.Array]) -> "RowGrads":
     """The same rows with `f(values)`, `[N, D]` to `[N, D]`.
@@ -144,17 +112,10 @@ class RowGrads:
     >>> rows.map(lambda g: jnp.clip(g, -1, 1)).values.tolist()
     [[1.0, -1.0]]
     """
-    if not self.grads:
-      return self
-    ids, values = self._arrays()
-    values = f(values)
-    if self.stack is None or not self.stack.accumulates:
-      pairs = _pairs(ids, values, self.table)
-      return RowGrads.of([pairs], self.stack, self.table, self.size)
-    size = self.stack.size(self.table)
-    values = jnp.where((ids < size)[:, None], values, 0)  # f of an unused entry is nothing
-    new = _from_table_rows(self.stack, ids, values, self.table)
-    return RowGrads.of([new], self.stack, self.table)
+    values = f(self.values)
+    if self.stack is not None:  # f of an unused entry is nothing
+      values = jnp.where((self.ids < self.size)[:, None], values, 0)
+    return RowGrads.of(self.ids, values, self.size, self.stack)
 
   def squared_norm(self) -> jax.Array:
     """The sum of the squares of the summed rows, a float32 scalar: of one table alone.
@@ -162,9 +123,9 @@ class RowGrads:
     >>> float(embed.RowGrads(jnp.array([4, 4]), jnp.array([[1.0], [2.0]])).squared_norm())
     9.0
     """
-    if self.stack is not None:
-      return _squared_norm(self.stack, self.grads)
-    return _squared_norm_of_pairs(*self._arrays(), self.size)
+    if self.stack is not None:  # summed already
+      return jnp.sum(jnp.square(self.values.astype(jnp.float32)))
+    return _squared_norm_of_pairs(self.ids, self.values, self.size)
 
 
 def _are_above(ids: Any, size: int) -> bool:
@@ -173,36 +134,31 @@ def _are_above(ids: Any, size: int) -> bool:
   return is_known and bool((ids > size).any())
 
 
-def _pairs(ids: jax.Array, values: jax.Array, table: str = "") -> ActivationGrads:
+def _pairs(ids: jax.Array, values: jax.Array, table: str) -> ActivationGrads:
   return ActivationGrads((values,), LookupRecord((Bags(ids[:, None]),), (table,)))
 
 
-def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> list[StackGrads]:
-  """A table's `RowGrads` as gradients of a stack, whether they were made by hand or not.
-
-  Raises:
-    ValueError: if the gradients belong to a table of another size or width.
-  """
-  if rows.stack == stack:
-    return list(rows.grads)
-  size, dim = stack.size(table), stack.dim
-  size_of_rows = rows.size if rows.stack is None else rows.stack.size(rows.table)
-  if size_of_rows not in (size, UNUSED):
+def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> StackGrads:
+  """A table's `RowGrads` as gradients of a stack."""
+  ids, values, size = rows.ids, rows.values, stack.size(table)
+  if rows.stack == stack and rows.size == size:
+    return _from_table_rows(stack, ids, values, table)
+  if rows.size not in (size, UNUSED):
     raise ValueError(
-      f"The row gradients of table {table!r} are of a table of {size_of_rows} rows, it has {size}. "
+      f"The row gradients of table {table!r} are of a table of {rows.size} rows, it has {size}. "
       "Take them with embed.value_and_grad of this model."
     )
-  if rows.grads and rows.values.shape[1] != dim:
+  if values.shape[1] != stack.dim:
     raise ValueError(
-      f"The row gradients of table {table!r} have {rows.values.shape[1]} columns, its dim is {dim}."
+      f"The row gradients of table {table!r} have {values.shape[1]} columns, its dim is "
+      f"{stack.dim}."
     )
-  ids = rows.ids
   if _are_above(ids, size):
     raise ValueError(
       f"The row gradients of table {table!r} have id {int(ids.max())}; its ids are 0 .. "
       f"{size - 1}, and {size} for unused entries."
     )
-  return [_pairs(*rows._arrays(), table)] if rows.grads else []
+  return _pairs(ids, values, table)
 
 
 def by_stack(
@@ -216,7 +172,8 @@ def by_stack(
   grads: dict[str, list[StackGrads]] = {}
   for name, stack in stack_of.items():
     if name in rows:
-      grads.setdefault(stack.name, []).extend(for_stack(stack, name, rows[name]))
+      of_stack = grads.setdefault(stack.name, [])
+      of_stack += [for_stack(stack, name, rows[name])] if rows[name].ids.size else []
   return grads
 
 
@@ -260,7 +217,8 @@ class Rows(Mapping[str, RowGrads]):
   def __getitem__(self, key: str) -> RowGrads:
     stack_key, table = self._keys()[key]
     stack = self.stacks[stack_key]
-    return RowGrads.of(_only(self.grads[stack_key], stack, table), stack, table)
+    ids, values = _table_rows(stack, self.grads[stack_key], table)
+    return RowGrads.of(ids, values, stack.size(table), stack if stack.accumulates else None)
 
   def __iter__(self) -> Iterator[str]:
     return iter(self._keys())
@@ -287,8 +245,8 @@ class Rows(Mapping[str, RowGrads]):
       if not grads:
         mapped[key] = ()
       elif not stack.accumulates:
-        each = [RowGrads.of(_only(grads, stack, table), stack, table) for table in stack.tables]
-        mapped[key] = [x for rows in each for x in rows.map(f).grads]
+        each = {table: _table_rows(stack, grads, table) for table in stack.tables}
+        mapped[key] = [_pairs(ids, f(x), table) for table, (ids, x) in each.items() if ids.size]
       else:
         mapped[key] = [_map_distinct(grads[0], stack, f)]
     return Rows(mapped, self.stacks)
@@ -473,17 +431,16 @@ def accumulate(grads: Sequence[Grads]) -> Grads:
 
 
 def _concatenate(rows: Sequence[RowGrads]) -> RowGrads:
-  first = next((r for r in rows if r.stack is not None), rows[0])
-  if first.stack is None:
-    ids, values = (jnp.concatenate(x) for x in zip(*(r._arrays() for r in rows), strict=True))
-    sizes = {r.size for r in rows}
-    if len(sizes - {UNUSED}) > 1:
-      raise ValueError(f"accumulate: row gradients of tables of {sorted(sizes)} rows.")
-    if _are_above(ids, min(sizes)):
-      raise ValueError(
-        f"accumulate: row gradients of a table of {min(sizes)} rows, and id {int(ids.max())} of "
-        "another one."
-      )
-    return RowGrads.of([_pairs(ids, values)], None, "", min(sizes))
-  grads = [x for r in rows for x in for_stack(first.stack, first.table, r)]
-  return RowGrads.of(grads, first.stack, first.table)
+  sizes = {r.size for r in rows}
+  if len(sizes - {UNUSED}) > 1:
+    raise ValueError(f"accumulate: row gradients of tables of {sorted(sizes)} rows.")
+  # An array that is split by its type cannot be concatenated along its rows.
+  whole = lambda r, x: x if r.stack is None else r.stack.placement.put(x, P())
+  ids = jnp.concatenate([whole(r, r.ids) for r in rows])
+  values = jnp.concatenate([whole(r, r.values) for r in rows])
+  if _are_above(ids, min(sizes)):
+    raise ValueError(
+      f"accumulate: row gradients of a table of {min(sizes)} rows, and id {int(ids.max())} of "
+      "another one."
+    )
+  return RowGrads.of(ids, values, min(sizes), None)

@@ -381,11 +381,7 @@ class Input(NamedTuple):
 def matched(
   config: Any, features: Any, weights: Any = None
 ) -> Iterator[tuple[structure.Path, config_lib.FeatureConfig, Any, Any]]:
-  """The path, config, input and weights (or None) of each feature, in the order of the config.
-
-  Raises:
-    TypeError, ValueError: if a structure differs from the config's, see `structure.match`.
-  """
+  """The path, config, input and weights (or None) of each feature, in the order of the config."""
   inputs = list(structure.match(config, features, "features", none_allowed=False))
   weight_of = {path: w for path, _, w in structure.match(config, weights, "weights")}
   with_ids = {path for path, _, _ in inputs}

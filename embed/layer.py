@@ -110,11 +110,7 @@ class Table(nnx.Variable):
 
 
 def swap(changes: Sequence[tuple[nnx.Variable, Any, Any]]) -> None:
-  """Sets Variables, `(Variable, array that was read, new array)`, which other threads read.
-
-  Raises:
-    RuntimeError: before any is set, if a table holds another array than the one that was read.
-  """
+  """Sets Variables, `(Variable, array that was read, new array)`, which other threads read."""
   tables = [(variable, read) for variable, read, _ in changes if isinstance(variable, Table)]
   with WRITING:
     if any(variable.get_raw_value() is not read for variable, read in tables):

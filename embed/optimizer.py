@@ -167,9 +167,8 @@ def _is_of(rows: Rows, path: str, module) -> bool:
 
 def _trainable(module, rows):
   """The rows without tables that were not looked up and have no optimizer to step them."""
-  return {
-    name: r for name, r in rows.items() if r.grads or module.spec.optimizers[name] is not None
-  }
+  optimizers = module.spec.optimizers
+  return {name: r for name, r in rows.items() if r.ids.size or optimizers[name] is not None}
 
 
 # --- the compiled step ----------------------------------------------------------------------------

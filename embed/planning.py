@@ -271,9 +271,6 @@ def place(
     axis: the axes that the strategy splits over.
     column_axis: the axes that columns are split over, in addition to rows over `axis`.
     batch_axis: the axes of the batch; None is `axis`.
-
-  Raises:
-    ValueError: for an unknown strategy or axis.
   """
   if strategy not in STRATEGIES:
     raise ValueError(f"Invalid sharding strategy {strategy!r}: choose one of {STRATEGIES}.")
@@ -503,11 +500,7 @@ class Plan:
     return [structure.feature_name(path, x) for path, x in features if path not in self._bags]
 
   def _example(self) -> dict[str, list[Bags]]:
-    """The bags of the example batch by table.
-
-    Raises:
-      ValueError: if there are features that it does not tell.
-    """
+    """The bags of the example batch by table."""
     if unknown := self._unknown:
       what = f"inputs of {unknown}" if self._bags else "batch"
       raise ValueError(f"this plan has no example {what} to cost: make one with embed.plan(...)")

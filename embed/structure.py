@@ -69,10 +69,6 @@ def match(
     path: of this part of the config.
     none_allowed: whether None may replace a container.
 
-  Raises:
-    TypeError: for another kind of container than in the config.
-    ValueError: for another number of entries, or unknown keys.
-
   >>> watched = FeatureConfig(TableConfig(9, 2))
   >>> matched = match({"a": [watched, watched], "b": watched}, {"a": [1, 2]}, "values")
   >>> [(path, value) for path, _, value in matched]
@@ -143,9 +139,6 @@ def own(config: Any) -> Any:
 
 def name_tables(config: Any) -> dict[str, TableConfig]:
   """Names every table, in the order of first use; unnamed ones become `table_{position}`.
-
-  Raises:
-    ValueError: if the config holds no feature, or if two tables have the same name.
 
   >>> movie, user = TableConfig(9, 2, name="movie"), TableConfig(5, 2)
   >>> list(name_tables([FeatureConfig(movie), FeatureConfig(user)]))

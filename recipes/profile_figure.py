@@ -1,4 +1,4 @@
-"""A figure of `embed.profile`: ids per bag, popularity and distinct rows, load per shard."""
+"""A figure of `embed.profile`: ids per bag, popularity, distinct rows, and load per shard."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -13,7 +13,8 @@ from flax import nnx
 from meshes import make_mesh, make_world
 
 import embed
-from embed import combiners, inputs
+from embed import combiners, inputs, planning
+from embed.engine import cost as cost_lib
 from embed.engine import exchange, update
 from embed.engine.grads import ActivationGrads
 
@@ -256,6 +257,25 @@ def test_from_json():
   assert heights(read)[0] == 38
 
 
+@pytest.mark.parametrize(
+  ("memory", "sparse_core", "packed", "storage"),
+  [
+    ("device", None, None, "auto"),
+    ("host", None, True, "host"),
+    ("device", True, False, "sparse_core"),
+    ("device", False, True, "packed"),
+    ("device", None, False, "rows"),
+  ],
+)
+def test_a_saved_plan_of_an_earlier_version(memory, sparse_core, packed, storage):
+  """Three fields said how a table is stored."""
+  entry = {"strategy": "div", "axis": ["data"], "column_axis": [], "exchange": None, "capacity": 3}
+  entry |= {"memory": memory, "sparse_core": sparse_core, "packed": packed}
+  text = json.dumps({"batch_axis": ["data"], "tables": {"t": entry}})
+  read = embed.Plan.from_json(text, embed.FeatureConfig(embed.TableConfig(9, 2, name="t")))
+  assert read["t"] == embed.TablePlan("div", "data", capacity=3, storage=storage)
+
+
 def test_a_plan_for_other_tables():
   features, batch = three_tables()
   mesh = make_mesh()
@@ -462,3 +482,23 @@ def test_costs_are_those_of_the_features():
       more.with_features(new, None).costs()
     assert more.with_features(fewer, None).costs() == wanted.costs()
     assert embed.SparseEmbed(new, plan=plan, rngs=nnx.Rngs(0)).tables["t"].shape == (100_000, 8)
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def test_columns_are_aligned():
+  lines = [("table", "rows", "slots"), ("movie", "60000", "a, b"), ("u", "7", "")]
+  assert planning.aligned(lines, left=(0, 2)).split("\n") == [
+    "table   rows  slots",
+    "movie  60000  a, b",
+    "u          7",
+  ]
+
+
+@pytest.mark.parametrize(
+  ("num_bytes", "expected"),
+  [(0, "0"), (1023, "1023"), (1024, "1.0k"), (3 << 19, "1.5M"), (5 << 30, "5.0G")],
+)
+def test_sizes_have_the_largest_unit_that_fits(num_bytes, expected):
+  assert cost_lib.readable(num_bytes) == expected

@@ -24,9 +24,6 @@ def backend(name: str) -> types.ModuleType:
 def is_on(variable: str, default: bool) -> bool:
   """Whether an environment variable is 1; the `default` where it is unset or empty.
 
-  Raises:
-    ValueError: for values other than 1 and 0.
-
   >>> is_on("SPARSE_EMBED_UNKNOWN", default=True)
   True
   """

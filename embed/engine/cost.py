@@ -174,7 +174,7 @@ def columns_bytes(stack: StackSpec, demand: BatchDemand) -> int:
 def readable(num_bytes: int) -> str:
   """Writes a number of bytes with a unit.
 
-  >>> size(1536)
+  >>> readable(1536)
   '1.5k'
   """
   for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("k", 1 << 10)):

@@ -399,9 +399,6 @@ class Placement:
     """`f` per device, on arrays that are put where `in_specs` says, a tree of specs or prefixes.
 
     If any of them has a sharding in its type, so do the results.
-
-    Raises:
-      ValueError: under `jax.disable_jit`, where JAX takes minutes for a lookup.
     """
     if self.mesh is None:
       return f
@@ -459,11 +456,7 @@ LOCAL = Placement(None)
 
 
 def accept(placement: Placement, name: str, parts: Any) -> Any:
-  """The `bags.Parts` of a feature as a lookup takes them.
-
-  Raises:
-    ValueError: on one device, if an array is split over an Explicit mesh.
-  """
+  """The `bags.Parts` of a feature as a lookup takes them."""
   if placement.is_local:
     for x in jax.tree.leaves(parts):
       if isinstance(x, jax.Array) and any(jax.typeof(x).sharding.spec):

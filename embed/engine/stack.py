@@ -141,7 +141,7 @@ def rows_per_line(width: int) -> int:
 def describe_packing(width: int) -> str:
   """Describes in words how rows of `width` columns are packed.
 
-  >>> describe(16), describe(100)
+  >>> describe_packing(16), describe_packing(100)
   ('packed, 8 rows to a line of 128 columns', 'packed, filled up to 128 columns')
   """
   each = rows_per_line(width)

@@ -32,10 +32,6 @@ def make(
     stack: what to make.
     tables: the config of each table, for its initializer.
     keys: a random key for each table.
-
-  Raises:
-    MemoryError: if they do not fit.
-    ValueError: if an initializer returns another shape than the table's.
   """
   try:
     return {"parameters": _make_rows(stack, tables, keys), **_make_slots(stack, keys)}

@@ -70,9 +70,6 @@ def optimizers() -> dict[str, tuple[str, dict[str, Any]]]:
 
   All registered ones that train, with the arguments of their line in the reference, and
   `WAYS_TO_STEP`.
-
-  Raises:
-    LookupError: naming an optimizer that the reference does not have.
   """
   names = [name for name, make in named().items() if make().equation is not None]
   unknown = [name for name in names if name not in reference.RULES]

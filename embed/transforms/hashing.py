@@ -20,9 +20,6 @@ def to_array(values: Any) -> np.ndarray:
 def to_keys(values: np.ndarray) -> np.ndarray:
   """Converts values `[N]` to keys `[N]`: None becomes '' or -1, and bytes become str.
 
-  Raises:
-    ValueError: for anything but strings, bytes and integers, or for strings mixed with integers.
-
   >>> to_keys(np.array([b"drama", "comedy", None], object)).tolist()
   ['drama', 'comedy', '']
   """
@@ -73,11 +70,7 @@ def _to_integers(items: list[int]) -> np.ndarray:
 
 
 def is_padding(keys: np.ndarray) -> np.ndarray:
-  """Marks the keys that are '' or -1, bool `[N]`.
-
-  Raises:
-    ValueError: for integers below -1.
-  """
+  """Marks the keys that are '' or -1, bool `[N]`."""
   if keys.dtype == object:
     return keys == ""
   if keys.dtype.kind == "i" and (keys < -1).any():
@@ -90,9 +83,6 @@ def is_padding(keys: np.ndarray) -> np.ndarray:
 
 def to_numbers(values: np.ndarray) -> np.ndarray:
   """Converts values `[N]` to integers or floats `[N]`; None becomes NaN.
-
-  Raises:
-    ValueError: for anything but numbers.
 
   >>> to_numbers(np.array([1.5, None], object)).tolist()
   [1.5, nan]

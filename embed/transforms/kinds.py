@@ -26,9 +26,6 @@ def flatten(column: Any, max_valency: int | None = None, truncate: bool = False)
     max_valency: columns of the `Padded` that bags become; None keeps what has no fixed length.
     truncate: whether longer bags are cut, rather than refused when they are rebuilt.
 
-  Raises:
-    ValueError: for bags that are not lists, values that are not flat, or invalid row splits.
-
   >>> flat = flatten([["a"], ["b", "c"]])
   >>> flat.values.tolist(), flat.rebuild(np.array([4, 5, 6])).values.tolist()
   (['a', 'b', 'c'], [[4, -1], [5, 6]])

@@ -269,7 +269,7 @@ def test_rules_of_rounding_are_those_of_its_definition(monkeypatch, contiguous):
   noise = []
   monkeypatch.setattr(update, "to_bfloat16", lambda new, bits: noise.append(bits))
   for shard in range(3):
-    monkeypatch.setattr(update.collectives, "device_index", lambda axes, s=shard: jnp.int32(s))
+    monkeypatch.setattr(update.mesh, "device_index", lambda axes, s=shard: jnp.int32(s))
     update._round_rows(stack, step, None, local, 0)
     scalars = update.StepScalars(jnp.float32(1), None, step)
     rules = np.asarray(update.rounding_rules(stack, scalars))
