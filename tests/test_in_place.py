@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from step_ways import WAYS, Model, batch_of
-from suites import full_unless
+from suites import full_unless, slow_unless
 
 import embed
 
@@ -73,7 +73,9 @@ def test_on_eight_devices(step):
   on_eight_devices(step)
 
 
-@each_way
+@pytest.mark.parametrize(  # the exchange is that of the test above, the kernels those of the other
+  "step", slow_unless([(step,) for step in WAYS.values()], QUICK.__contains__), ids=WAYS
+)
 def test_by_kernels_on_eight_devices(step, kernels):
   on_eight_devices(step)
 
