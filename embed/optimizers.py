@@ -42,8 +42,10 @@ class Common(TypedDict, total=False):
   clipvalue: ClipRange | None
   weight_decay_factor: float | None
   multiply_weight_decay_factor_by_learning_rate: bool | None
+  l2_factor: float | None
   clip_weight_min: float | None
   clip_weight_max: float | None
+  max_norm: float | None
   use_gradient_accumulation: bool
   slot_init: SlotInit | None
 
@@ -84,8 +86,9 @@ class RowOptimizer:
   Made by `embed.sgd`, `embed.adagrad` and the others; by `embed.custom_optimizer` from your own
   equation. It holds no state, so one object may serve many tables, and it pickles. Every row that
   was looked up in a step is stepped once, in this order: gradients times `gradient_multiplier`,
-  summed over the row's occurrences, clipped to `clipvalue`; weight decay; `equation`; the row
-  clipped to `clip_weight_min` and `clip_weight_max`. All in float32, for tables of any dtype.
+  summed over the row's occurrences, clipped to `clipvalue`; weight decay; `l2_factor`; `equation`;
+  `max_norm`; the row clipped to `clip_weight_min` and `clip_weight_max`. All in float32, for tables
+  of any dtype.
 
   Attributes:
     equation: `f(gradients, rows, slots, learning_rate) -> (rows, slots)`, float32 `[..., D]` each;
@@ -218,7 +221,7 @@ def register(function: Maker) -> Maker:
     bound.apply_defaults()
     given = {key: setting(f"{name}: {key}", x) for key, x in bound.arguments.items()}
     arguments = given | _checked(name, given)
-    made = function(**arguments)
+    made = _around(function(**arguments), arguments)
     require(
       made.lazy or arguments["use_gradient_accumulation"],
       f"{name}: moving every row at every step (lazy_adam=False) needs gradient accumulation. "
@@ -230,6 +233,22 @@ def register(function: Maker) -> Maker:
   maker.__signature__ = signature  # type: ignore[attr-defined]  # for `help`, and error texts
   OPTIMIZERS[name] = maker
   return cast(Maker, maker)
+
+
+def _around(made: RowOptimizer, arguments: Mapping[str, Any]) -> RowOptimizer:
+  """An optimizer with `l2_factor` before its equation and `max_norm` after it."""
+  l2, norm, step = arguments["l2_factor"], arguments["max_norm"], made.equation
+  if step is None or (not l2 and norm is None):
+    return made
+
+  def equation(g, w, s, lr, columns=WHOLE_ROWS):
+    w, s = step(g + l2 * w if l2 else g, w, s, lr, *((columns,) if made.across_row else ()))
+    if norm is not None:
+      w = w * (norm / jnp.maximum(jnp.sqrt(row_sum(w * w, columns)), norm))[..., None]
+    return w, s
+
+  across_row = made.across_row or norm is not None
+  return dataclasses.replace(made, equation=equation, linear=False, across_row=across_row)
 
 
 def named() -> dict[str, Callable[..., RowOptimizer]]:
@@ -273,6 +292,9 @@ def _checked(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     low is None or high is None or low <= high,
     f"{name}: clip_weight_min={low} is greater than clip_weight_max={high}.",
   )
+  norm, l2 = arguments["max_norm"], arguments["l2_factor"]
+  require(norm is None or norm > 0, f"{name}: max_norm must be positive. Got {norm!r}.")
+  require(l2 is None or l2 >= 0, f"{name}: l2_factor must be >= 0. Got {l2!r}.")
   by_rate = "multiply_weight_decay_factor_by_learning_rate"
   return {
     "learning_rate": _as_float(arguments["learning_rate"]),
@@ -325,6 +347,15 @@ def _check_accumulator(value: float) -> None:
   )
 
 
+def _check_divisor(name: str, initial_accumulator_value: float, epsilon: float) -> None:
+  require(epsilon >= 0, f"Argument `epsilon` must be >= 0. Got {epsilon!r}.")
+  require(
+    initial_accumulator_value >= 0 and initial_accumulator_value + epsilon > 0,
+    "Argument `initial_accumulator_value` must be a positive float, or 0 with a positive "
+    f"`epsilon`: {name} would divide 0 by 0. Got {initial_accumulator_value!r}.",
+  )
+
+
 def _check_beta(name: str, value: float) -> None:
   require(0 <= value < 1, f"Argument `{name}` must be >= 0 and < 1. Got {value!r}.")
 
@@ -346,8 +377,12 @@ def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
       `(min, max)` with None for open.
     weight_decay_factor: `w -= factor * w` of touched rows, before the update.
     multiply_weight_decay_factor_by_learning_rate: decay by `factor * lr` instead.
+    l2_factor: `g += factor * w` after clipping, so that the decay goes through the slots: torch's
+      `weight_decay`, FBGEMM's mode L2.
     clip_weight_min: touched rows are clipped to it after the update.
     clip_weight_max: touched rows are clipped to it after the update.
+    max_norm: touched rows longer than this (the root of the sum of squares) are scaled to it
+      after the update.
     use_gradient_accumulation: True sums a row's gradients over the batch and steps once; False
       steps once per occurrence of an id, in batch order (slow, and for comparisons only).
     slot_init: `{slot name: f(key, shape, dtype)}`, to start slots at other values; `shape` is the
@@ -367,19 +402,23 @@ def sgd(learning_rate: Rate = 0.01, **common: Unpack[Common]) -> RowOptimizer:
 
 @register
 def adagrad(
-  learning_rate: Rate = 0.001, initial_accumulator_value: float = 0.1, **common: Unpack[Common]
+  learning_rate: Rate = 0.001,
+  initial_accumulator_value: float = 0.1,
+  epsilon: float = 0.0,
+  **common: Unpack[Common],
 ) -> RowOptimizer:
   """Adagrad (Duchi et al. 2011): the squared gradients of an element lower its rate.
 
-  The step of a row, with the new `a` and no epsilon, as TensorFlow's::
+  The step of a row, with the new `a` and by default no epsilon, as TensorFlow's::
 
     a += g²
-    w -= lr * g / sqrt(a)
+    w -= lr * g / (sqrt(a) + epsilon)
 
   Slot `accumulators`, float32 `[V, D]`.
 
   Args:
-    initial_accumulator_value: of `a`, positive.
+    initial_accumulator_value: of `a`, at least 0.
+    epsilon: at least 0; one of the two must be positive.
 
   `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
 
@@ -388,10 +427,12 @@ def adagrad(
   >>> w.tolist(), slots["accumulators"].tolist()  # 7 + 3 * 3; 1 - 0.5 * 3 / sqrt(16)
   ([0.625], [16.0])
   """
-  _check_accumulator(initial_accumulator_value)
+  _check_divisor("adagrad", initial_accumulator_value, epsilon)
 
   def equation(g, w, s, lr):
     a = s["accumulators"] + g * g
+    if epsilon:
+      return w - lr * g / (jnp.sqrt(a) + epsilon), {"accumulators": a}
     return w - lr * g * jax.lax.rsqrt(a), {"accumulators": a}
 
   return RowOptimizer(equation, {"accumulators": initial_accumulator_value})
@@ -424,13 +465,7 @@ def rowwise_adagrad(
   >>> w.tolist(), slots["accumulators"].tolist()  # (1 * 1 + 7 * 7) / 2; -5 * g / sqrt(25)
   ([[-1.0, -7.0]], [25.0])
   """
-  require(initial_accumulator_value >= 0, "`initial_accumulator_value` must be >= 0.")
-  require(epsilon >= 0, f"Argument `epsilon` must be >= 0. Got {epsilon!r}.")
-  require(
-    initial_accumulator_value > 0 or epsilon > 0,
-    "rowwise_adagrad: a zero gradient would give 0 / 0. Make `initial_accumulator_value` or "
-    "`epsilon` positive.",
-  )
+  _check_divisor("rowwise_adagrad", initial_accumulator_value, epsilon)
 
   def equation(g, w, s, lr, columns=WHOLE_ROWS):
     a = s["accumulators"] + row_mean(g * g, columns)
@@ -569,6 +604,8 @@ def adam(
   epsilon: float = 1e-7,
   lazy_adam: bool = True,
   sum_inside_sqrt: bool = True,
+  bias_correction: bool = False,
+  rowwise: bool = False,
   **common: Unpack[Common],
 ) -> RowOptimizer:
   """Adam (Kingma and Ba 2015) as TensorFlow has it for embeddings: without bias correction.
@@ -580,8 +617,9 @@ def adam(
     w -= lr * m / sqrt(v + epsilon²)  # lr * m / (sqrt(v) + epsilon) without sum_inside_sqrt
 
   Slots `momenta` and `velocities`, float32 `[V, D]`, from 0. That makes the first step of a row
-  `(1 - beta_1) / sqrt(1 - beta_2)` times `lr`, 3.2 times with the defaults;
-  `learning_rate=embed.bias_corrected(...)` corrects for it.
+  `(1 - beta_1) / sqrt(1 - beta_2)` times `lr`, 3.2 times with the defaults. Two arguments correct
+  for it: `learning_rate=embed.bias_corrected(...)` by the global step, before epsilon is added, as
+  TensorFlow's Adam and torch's SparseAdam; and `bias_correction`.
 
   Args:
     beta_1: the decay of `m`, in [0, 1).
@@ -591,6 +629,11 @@ def adam(
       row of the table at every step, with zero gradient where it was not touched, and costs
       O(V * D).
     sum_inside_sqrt: whether epsilon is added inside the root, squared, or outside.
+    bias_correction: divides `m` by `1 - beta_1^t` and `v` by `1 - beta_2^t` before epsilon is
+      added, `t` being the row's own steps, this one included. Without sum_inside_sqrt that is
+      torch's Adam and optax's. Slot `steps`, int32 `[V]`.
+    rowwise: `v` is of the mean of g² over the row, one value a row, `[V]`: FBGEMM's
+      PARTIAL_ROWWISE_ADAM.
 
   `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
 
@@ -604,16 +647,26 @@ def adam(
   _check_beta("beta_2", beta_2)
   require(epsilon > 0, f"epsilon must be positive; got {epsilon}.")
 
-  def equation(g, w, s, lr):
+  def equation(g, w, s, lr, columns=WHOLE_ROWS):
     m = beta_1 * s["momenta"] + (1 - beta_1) * g
-    v = beta_2 * s["velocities"] + (1 - beta_2) * g * g
-    if sum_inside_sqrt:
-      w = w - lr * m / jnp.sqrt(v + epsilon**2)
+    if rowwise:
+      v = beta_2 * s["velocities"] + (1 - beta_2) * row_mean(g * g, columns)
     else:
-      w = w - lr * m / (jnp.sqrt(v) + epsilon)
-    return w, {"momenta": m, "velocities": v}
+      v = beta_2 * s["velocities"] + (1 - beta_2) * g * g
+    new = {"momenta": m, "velocities": v}
+    if rowwise:
+      v = v[..., None]
+    if bias_correction:
+      new["steps"] = s["steps"] + 1
+      t = new["steps"].astype(jnp.float32)[..., None]
+      m, v = m / _correction(beta_1, t), v / _correction(beta_2, t)
+    root = jnp.sqrt(v + epsilon**2) if sum_inside_sqrt else jnp.sqrt(v) + epsilon
+    return w - lr * m / root, new
 
-  return RowOptimizer(equation, {"momenta": 0.0, "velocities": 0.0}, lazy=lazy_adam)
+  slots = {"momenta": Slot(), "velocities": Slot(per_row=rowwise)}
+  if bias_correction:
+    slots["steps"] = Slot(0, per_row=True, dtype="int32")
+  return RowOptimizer(equation, slots, lazy=lazy_adam, across_row=rowwise)
 
 
 @register
@@ -818,21 +871,30 @@ def bias_corrected(
   def schedule(step):
     t = jnp.asarray(step, jnp.float32) + 1
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
-    # expm1 keeps the digits that 1 - 0.999^t loses in float32.
-    correction = lambda beta: -jnp.expm1(t * math.log(beta)) if beta > 0 else 1.0
-    return rate * jnp.sqrt(correction(beta_2)) / correction(beta_1)
+    return rate * jnp.sqrt(_correction(beta_2, t)) / _correction(beta_1, t)
 
   return schedule
 
 
+def _correction(beta: float, t: jax.Array) -> jax.Array | float:
+  """`1 - beta^t`, by expm1, which keeps the digits that the difference loses in float32."""
+  return -jnp.expm1(t * math.log(beta)) if beta > 0 else 1.0
+
+
 # --- equations that look across a row ------------------------------------------------------------
+
+
+def row_sum(x: jax.Array, columns: Columns) -> jax.Array:
+  """The sum of each row, `[..., D]` to `[...]`, its columns on one device or several."""
+  total = jnp.sum(x, axis=-1)
+  return jax.lax.psum(total, columns.axes) if columns.axes else total
 
 
 def row_mean(x: jax.Array, columns: Columns) -> jax.Array:
   """The mean of each row, `[..., D]` to `[...]`, its columns on one device or several."""
   if not columns.axes:
     return jnp.mean(x, axis=-1)
-  return jax.lax.psum(jnp.sum(x, axis=-1), columns.axes) / columns.dim  # padding columns are 0
+  return row_sum(x, columns) / columns.dim  # padding columns are 0
 
 
 def on_whole_rows(update: UserEquation) -> Equation:

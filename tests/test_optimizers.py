@@ -231,6 +231,80 @@ def test_bias_correction_makes_it_optax_adam():
   np.testing.assert_allclose(layer.tables["t"], table, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-6])  # the epsilon counts where gradients are tiny
+def test_adam_with_bias_correction_is_the_papers(scale):
+  """Kingma and Ba's algorithm 1 in float64; optax loses four digits of 1 - 0.999^t."""
+  rule = embed.adam(0.1, epsilon=1e-8, lazy_adam=False, sum_inside_sqrt=False, bias_correction=True)
+  layer = make(rule)
+  w, m, v = (np.asarray(layer.tables["t"], np.float64), 0.0, 0.0)
+  for i in range(4):
+    g = np.zeros((V, D))
+    g[:4] = scale * gradient(i, 4, D)
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+    w = w - 0.1 * m / (1 - 0.9 ** (i + 1)) / (np.sqrt(v / (1 - 0.999 ** (i + 1))) + 1e-8)
+    step(layer, range(4), g[:4], i)
+  np.testing.assert_allclose(layer.tables["t"], w, rtol=1e-5, atol=1e-6)
+  assert layer.variables["t"]["steps"].tolist() == [4] * V
+
+
+def test_bias_correction_counts_the_steps_of_a_row():
+  layer = make(embed.adam(0.5, epsilon=1e-9, bias_correction=True))
+  before = np.asarray(layer.tables["t"])
+  for i, ids in enumerate([[1], [1, 2]]):  # with one gradient all along, each step is the rate
+    step(layer, ids, np.full((len(ids), D), 3.0), i)
+  np.testing.assert_allclose(before[1] - layer.tables["t"][1], 1.0, rtol=1e-5)
+  np.testing.assert_allclose(before[2] - layer.tables["t"][2], 0.5, rtol=1e-5)
+  assert layer.variables["t"]["steps"].tolist() == [0, 2, 1, 0, 0, 0]
+
+
+def test_rowwise_adam_by_hand():
+  layer = make(
+    embed.adam(1.0, beta_1=0.5, beta_2=0.5, epsilon=1e-9, rowwise=True),
+    initializer=jax.nn.initializers.zeros,
+  )
+  step(layer, [2], [[1, 1, 4]])  # the mean of squares is 6, v 3
+  assert layer.variables["t"]["velocities"].shape == (V,)
+  np.testing.assert_allclose(layer.tables["t"][2], -np.array([0.5, 0.5, 2]) / np.sqrt(3), rtol=1e-6)
+
+
+def test_adagrad_with_epsilon_is_torchs():
+  layer = make(
+    embed.adagrad(1.0, 0.0, epsilon=1.0, l2_factor=0.5), initializer=jax.nn.initializers.ones
+  )
+  step(layer, [1], [[2.5, -0.5, 0.5]])  # g becomes 3, 0, 1
+  np.testing.assert_allclose(layer.variables["t"]["accumulators"][1], [9, 0, 1])
+  np.testing.assert_allclose(layer.tables["t"][1], [1 - 3 / 4, 1, 1 - 1 / 2])
+  for wrong in ({"epsilon": -1.0}, {"initial_accumulator_value": 0.0}):
+    with pytest.raises(ValueError, match="epsilon"):
+      embed.adagrad(**wrong)
+
+
+def test_l2_is_a_gradient_and_decay_is_not():
+  """Three occurrences decay a row once, and a clip does not see it."""
+  layer = make(embed.sgd(1.0, clipvalue=0.25, l2_factor=0.5), initializer=jax.nn.initializers.ones)
+  step(layer, [3, 3, 3], np.ones((3, D)))
+  assert layer.tables["t"][3].tolist() == [0.25] * D
+  plain = make(embed.sgd(1.0, l2_factor=0.5), initializer=jax.nn.initializers.ones)
+  step(plain, [3, 3, 3], np.zeros((3, D)))
+  assert plain.tables["t"][3].tolist() == [0.5] * D
+  through_slots = make(
+    embed.momentum(1.0, momentum=0.5, l2_factor=0.5), initializer=jax.nn.initializers.ones
+  )
+  for i in range(2):  # m = 0.5, w = 0.5; m = 0.25 + 0.25, w = 0
+    step(through_slots, [3], np.zeros((1, D)), i)
+  assert through_slots.tables["t"][3].tolist() == [0.0] * D
+
+
+def test_a_row_is_no_longer_than_max_norm():
+  layer = make(embed.sgd(1.0, max_norm=5.0), initializer=jax.nn.initializers.zeros)
+  step(layer, [1, 2], [[-6, -8, 0], [-3, 0, 0]])
+  np.testing.assert_allclose(layer.tables["t"][1], [3, 4, 0], rtol=1e-6)
+  assert layer.tables["t"][2].tolist() == [3, 0, 0]
+  for wrong in ({"max_norm": 0}, {"l2_factor": -1}):
+    with pytest.raises(ValueError, match=r"max_norm must|l2_factor must"):
+      embed.sgd(**wrong)
+
+
 def test_optimizers_and_configs_pickle():
   for optimizer in (embed.adagrad(0.1, clipvalue=1.0), embed.frozen(), embed.adam(lazy_adam=False)):
     again = pickle.loads(pickle.dumps(embed.TableConfig(V, D, optimizer=optimizer))).optimizer

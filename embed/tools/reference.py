@@ -204,12 +204,12 @@ def sgd(w, g, lr, h):
 
 def adagrad(w, g, lr, a, h):
   a = a + g**2
-  return w - lr * g / np.sqrt(a), a
+  return w - lr * g / (np.sqrt(a) + h.epsilon), a
 
 
 def rowwise_adagrad(w, g, lr, a, h):
   a = a + np.mean(g**2)
-  return w - lr * g / np.sqrt(a), a
+  return w - lr * g / (np.sqrt(a) + h.epsilon), a
 
 
 def adagrad_momentum(w, g, lr, a, m, h):
@@ -285,8 +285,10 @@ _RMSPROP = {"rho": None, "momentum": None, "epsilon": None}
 _PROXIMAL_ADAGRAD = {"l1_regularization_strength": 0.0, "l2_regularization_strength": 0.0}
 RULES = {
   "sgd": Equation(sgd, {}),
-  "adagrad": Equation(adagrad, {"accumulators": 0.1}),
-  "rowwise_adagrad": Equation(rowwise_adagrad, {"accumulators": 0.1}, per_row=True),
+  "adagrad": Equation(adagrad, {"accumulators": 0.1}, {"epsilon": 0.0}),
+  "rowwise_adagrad": Equation(
+    rowwise_adagrad, {"accumulators": 0.1}, {"epsilon": 0.0}, per_row=True
+  ),
   "adagrad_momentum": Equation(
     adagrad_momentum,
     {"accumulators": 0.0, "momenta": 0.0},
@@ -339,8 +341,10 @@ class Common(NamedTuple):
   clipvalue: Any = None  # a number, or (low, high)
   weight_decay_factor: float | None = None
   multiply_weight_decay_factor_by_learning_rate: bool | None = None
+  l2_factor: float = 0.0
   clip_weight_min: float | None = None
   clip_weight_max: float | None = None
+  max_norm: float = np.inf
   use_gradient_accumulation: bool = True
   lazy_adam: bool = True
   initial_accumulator_value: float | None = None  # only `initial_variables` uses it
@@ -357,6 +361,8 @@ def _hyperparameters(rule: Equation, config: dict[str, Any]) -> types.SimpleName
 
 def apply_rows(name, variables, ids, gradients, lr, **config):
   """Steps once: scale -> sum per row -> clip gradient -> decay -> slots -> weights -> clip weights.
+
+  `l2_factor` adds to the gradient after decay; `max_norm` comes before weights are clipped.
 
   `ids` [N] and `gradients` [N, dim] are occurrences in batch order; a negative id is padding.
   `config` has fields of `Common` and the optimizer's own hyperparameters.
@@ -384,7 +390,8 @@ def apply_rows(name, variables, ids, gradients, lr, **config):
     g = _clip(g, low, high)
     w = variables["parameters"][row] * (1 - decay)
     slots = [variables[slot][row] for slot in rule.slots]
-    w, *slots = rule.update(w, g, lr, *slots, hyperparameters)
+    w, *slots = rule.update(w, g + common.l2_factor * w, lr, *slots, hyperparameters)
+    w = w * min(1, common.max_norm / max(np.linalg.norm(w), np.finfo(float).tiny))
     variables["parameters"][row] = _clip(w, common.clip_weight_min, common.clip_weight_max)
     for slot, value in zip(rule.slots, slots, strict=True):
       variables[slot][row] = value
