@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from embed.config import setting
+from embed.elementwise import mixing_operation
 from embed.engine.layout import Columns
 
 Schedule = Callable[[Any], Any]
@@ -956,22 +957,27 @@ def custom_optimizer(
 
 
 @register
-def from_optax(tx: Any, learning_rate: Rate = 1.0, **common: Unpack[Common]) -> RowOptimizer:
+def from_optax(
+  tx: Any, learning_rate: Rate = 1.0, per_row: bool = False, **common: Unpack[Common]
+) -> RowOptimizer:
   """Runs an elementwise optax transformation on rows, lazily.
 
   Each row is a parameter of its own that steps only when it is touched: the state is kept per
-  row, step counts included, so bias correction counts a row's own steps. Transformations that
-  look across rows, such as a global norm, do not fit; see `embed.clip_by_global_norm`.
+  row, step counts included, so bias correction counts a row's own steps.
 
   Args:
     tx: such as `optax.adam(1e-3)`. Its `init` must not depend on the parameters.
     learning_rate: a factor on the updates; a schedule of the global step belongs here.
+    per_row: True takes a `tx` in which an element's update depends on other elements (the norms of
+      LAMB and LARS, the means of novograd and adafactor), and takes those over each row alone.
+      `embed.clip_by_global_norm` clips by the norm of all gradients.
 
   Slots are the leaves of the optax state, `[V, D]`, or `[V]` for its scalars, named by their paths
   in it. `embed.sgd` explains the keyword-only arguments.
 
   Raises:
-    ValueError: if `tx` is not an optax transformation, or its state does not fit a row.
+    ValueError: if `tx` is not an optax transformation, if it is not elementwise without `per_row`,
+      or if its state does not fit a row.
 
   >>> optimizer = embed.from_optax(optax.adam(1e-3))
   >>> {name: slot.per_row for name, slot in optimizer.slots(64).items()}
@@ -980,6 +986,14 @@ def from_optax(tx: Any, learning_rate: Rate = 1.0, **common: Unpack[Common]) -> 
   require(
     hasattr(tx, "init") and hasattr(tx, "update"),
     f"from_optax takes an optax transformation such as optax.adam(1e-3). Got {tx!r}.",
+  )
+  mixes = None if per_row else _mixing_in_table(tx)
+  require(
+    mixes is None,
+    f"from_optax: an element's update depends on other elements of the table ({mixes}), so that it "
+    "cannot step row by row. To clip by a norm, leave the clip out of tx and write "
+    "optimizer.update(model, embed.clip_by_global_norm(grads, max_norm)). To take norms and means "
+    "over each row alone, write from_optax(tx, per_row=True).",
   )
   name_of = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
 
@@ -1011,3 +1025,11 @@ def from_optax(tx: Any, learning_rate: Rate = 1.0, **common: Unpack[Common]) -> 
     return (jax.vmap(one_row) if g.ndim > 1 else one_row)(g, w, s)
 
   return RowOptimizer(on_whole_rows(equation), slots, across_row=True)
+
+
+def _mixing_in_table(tx: Any) -> str | None:
+  """The operation in which a transformation joins different elements of a table, or None."""
+  table = jax.ShapeDtypeStruct((256, 384), np.float32)  # so large that adafactor factors it
+  state = jax.eval_shape(tx.init, table)
+  closed = jax.make_jaxpr(lambda g, s, w: tx.update(g, s, w))(table, state, table)
+  return mixing_operation(closed, [v.aval.ndim > 0 for v in closed.jaxpr.invars])

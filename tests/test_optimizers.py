@@ -103,6 +103,64 @@ def test_from_optax_refuses_what_is_not_per_row():
     make(embed.from_optax(keeps_params))
 
 
+ELEMENTWISE = {
+  **{
+    str(i): f(0.1)
+    for i, f in enumerate(
+      (
+        *(optax.adabelief, optax.adadelta, optax.adan, optax.adagrad, optax.adam, optax.adamax),
+        *(optax.adamaxw, optax.adamw, optax.amsgrad, optax.lion, optax.nadam, optax.nadamw),
+        *(optax.optimistic_adam_v2, optax.radam, optax.rmsprop, optax.rprop, optax.sgd),
+        *(optax.sign_sgd, optax.signum, optax.yogi),
+      )
+    )
+  },
+  "noise": optax.noisy_sgd(0.1, key=jax.random.key(0)),
+  "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 100)),
+  "clip": optax.chain(optax.clip(1.0), optax.add_decayed_weights(0.1), optax.adam(0.1)),
+  "a branch": optax.MultiSteps(optax.adam(0.1), 2),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_from_optax_takes_what_is_elementwise(name):
+  embed.from_optax(ELEMENTWISE[name])
+
+
+TOGETHER = {
+  "a global norm": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+  "inside a branch": optax.MultiSteps(optax.clip_by_global_norm(1.0), 2),
+  "in a flat copy": optax.flatten(optax.clip_by_global_norm(1.0)),
+  "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+  **{n: getattr(optax, n)(0.1) for n in ("lamb", "lars", "novograd", "fromage", "sm3")},
+  "adafactor": optax.adafactor(0.1),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_from_optax_raises_for_what_joins_elements(name):
+  with pytest.raises(ValueError, match=r"clip_by_global_norm\(grads, .*per_row=True"):
+    embed.from_optax(TOGETHER[name])
+
+
+@pytest.mark.parametrize("name", ["lamb", "novograd", "a global norm"])
+def test_per_row_is_optax_on_each_row(name):
+  tx = TOGETHER[name]
+  optimizer = embed.from_optax(tx, per_row=True)
+  assert optimizer == optimizer.replace()
+  layer, rows = make(optimizer), [1, 4]
+  wanted = {r: layer.tables["t"][r] for r in rows}
+  states = {r: tx.init(w) for r, w in wanted.items()}
+  for i in range(2):
+    g = gradient(i, 2, D)
+    step(layer, rows, g, i)
+    for r, of_row in zip(rows, g, strict=True):
+      updates, states[r] = tx.update(jnp.asarray(of_row), states[r], wanted[r])
+      wanted[r] = wanted[r] + updates
+  for r in rows:
+    np.testing.assert_allclose(layer.tables["t"][r], wanted[r], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.full
 def test_custom_optimizer_can_be_row_wise_adagrad():
   def update(g, w, slots, lr):
