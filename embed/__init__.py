@@ -1,10 +1,10 @@
 """SparseEmbed: sharded embedding tables with table-aware sparse optimizers for Flax NNX.
 
-The public API is `__all__`, with `__all__` of the three modules in it, `checkpoint`, `deltas`
-and `transforms`. Everything else may change from one version to the next.
+The public API is `__all__`, with `__all__` of the four modules in it, `checkpoint`, `deltas`,
+`importers` and `transforms`. Everything else may change from one version to the next.
 """
 
-from embed import checkpoint, deltas, transforms
+from embed import checkpoint, deltas, importers, transforms
 from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.combiners import CombinerWeights
 from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
@@ -87,6 +87,7 @@ __all__ = [
   "ftrl",
   "global_norm",
   "import_variables",
+  "importers",
   "jit_step",
   "lion",
   "look_ahead",

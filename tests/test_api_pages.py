@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 
 import embed
-from embed import checkpoint, deltas, transforms
+from embed import checkpoint, deltas, importers, transforms
 
 API = pathlib.Path(__file__).parents[1] / "docs" / "api"
-MODULES = {"checkpoint": checkpoint, "deltas": deltas, "transforms": transforms}
+MODULES = {
+  "checkpoint": checkpoint,
+  "deltas": deltas,
+  "importers": importers,
+  "transforms": transforms,
+}
 
 # Nobody makes one, and nothing is to be seen in it: where it comes from has the example.
 NO_EXAMPLE = {

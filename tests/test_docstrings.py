@@ -12,7 +12,7 @@ import re
 import pytest
 
 import embed
-from embed import checkpoint, deltas, transforms
+from embed import checkpoint, deltas, importers, transforms
 
 pytestmark = pytest.mark.full
 
@@ -22,7 +22,9 @@ MODULES = sorted(
   for path in (ROOT / "embed").rglob("*.py")
   if path.stem != "__main__" and path.parent.name != "sources"  # those are compiled elsewhere
 )
-PUBLIC = {*embed.__all__, *checkpoint.__all__, *deltas.__all__, *transforms.__all__}
+PUBLIC = {
+  name for module in (embed, checkpoint, deltas, importers, transforms) for name in module.__all__
+}
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,7 @@ ORDER = [
   "serving",
   "tpu_embedding.importers",
   "tpu_embedding",
+  "importers",
   "",
   "tools.reference",
   "tools.check",
