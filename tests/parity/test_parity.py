@@ -1,0 +1,189 @@
+"""Ours against what torch, FBGEMM, TorchRec and keras-rs made of the same 100 steps.
+
+`make_torch.py` and `make_keras.py` wrote the `.npz`, with the versions in them. The settings are
+those that the pages of docs/moving name.
+"""
+
+import functools
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import parity_problem as problem
+import pytest
+from flax import nnx
+
+import embed
+
+HERE = pathlib.Path(__file__).parent
+BY_RATE = {"multiply_weight_decay_factor_by_learning_rate": True}
+TORCH_ADAM = {"epsilon": 1e-8, "sum_inside_sqrt": False, "bias_correction": True}
+FBGEMM_ROWWISE = {"initial_accumulator_value": 0.0, "epsilon": 1e-8}
+# By peer and the name in its file: ours.
+SETTINGS = {
+  "torch": {
+    "sgd": embed.sgd(0.1),
+    "adagrad": embed.adagrad(0.1, 0.0, epsilon=1e-10),
+    "adagrad_lr_accumulator": embed.adagrad(0.1, 0.1, epsilon=1e-3),
+    "sparse_adam": embed.adam(embed.bias_corrected(0.01), epsilon=1e-8, sum_inside_sqrt=False),
+    "adam_dense": embed.adam(0.01, lazy_adam=False, **TORCH_ADAM),
+    "adam_l2_dense": embed.adam(0.01, lazy_adam=False, l2_factor=0.1, **TORCH_ADAM),
+    "adamw_dense": embed.adam(
+      0.01, lazy_adam=False, weight_decay_factor=0.1, **TORCH_ADAM, **BY_RATE
+    ),
+    "adam": embed.adam(0.01, **TORCH_ADAM),
+    "adam_tiny": embed.adam(0.01, **TORCH_ADAM | {"epsilon": 1.0}),
+    "adamw": embed.adam(0.01, weight_decay_factor=0.1, **TORCH_ADAM, **BY_RATE),
+    "adagrad_l2": embed.adagrad(0.1, 0.0, epsilon=1e-10, l2_factor=0.1),
+    "sgd_l2": embed.sgd(0.1, l2_factor=0.1),
+    "momentum": embed.momentum(0.1, 0.9),
+    "nesterov": embed.momentum(0.1, 0.9, use_nesterov=True),
+    "rmsprop": embed.rmsprop(0.01, rho=0.9, epsilon=1e-16),
+    "rmsprop_momentum": embed.rmsprop(0.01, rho=0.9, momentum=0.9, epsilon=1e-16),
+    "max_norm": embed.sgd(0.1, max_norm=1.0),
+  },
+  "fbgemm": {
+    "sgd": embed.sgd(0.1),
+    "adagrad": embed.adagrad(0.1, 0.0, epsilon=1e-3),
+    "rowwise_adagrad": embed.rowwise_adagrad(0.1, **FBGEMM_ROWWISE),
+  },
+  "torchrec": {
+    "rowwise_adagrad": embed.rowwise_adagrad(0.1, 0.0, epsilon=1e-10),
+    "rowwise_adagrad_l2": embed.rowwise_adagrad(0.1, 0.0, epsilon=1e-10, l2_factor=0.1),
+    "adagrad": embed.adagrad(0.1, 0.0, epsilon=1e-10),
+    "sgd": embed.sgd(0.1),
+  },
+  "keras": {
+    "sgd": embed.sgd(0.1),
+    "adagrad": embed.adagrad(0.1, 0.1 + 1e-7),
+    "adam": embed.adam(
+      embed.bias_corrected(0.01), epsilon=1e-7, lazy_adam=False, sum_inside_sqrt=False
+    ),
+    "ftrl": embed.ftrl(0.1),
+    "momentum": embed.momentum(0.1, 0.9),
+    "rmsprop": embed.rmsprop(0.01, rho=0.9, epsilon=1e-7),
+    "lion": embed.lion(0.01, 0.9, 0.99),
+  },
+}
+# With dense gradients these move, at each step, rows that were not looked up.
+MOVES_UNTOUCHED = [
+  ("keras", "ftrl"),
+  ("keras", "momentum"),
+  ("keras", "rmsprop"),
+  ("keras", "lion"),
+  ("torchrec", "rowwise_adagrad_l2"),
+]
+CASES = [
+  (peer, name, kind)
+  for peer, of_peer in SETTINGS.items()
+  for name in of_peer
+  for kind in problem.KINDS
+  if not (kind == "rare" and (peer, name) in MOVES_UNTOUCHED)
+]
+
+
+def within_norm(table, norm):
+  """torch scales a row where it is looked up, the next time; ours after the update."""
+  return table * np.minimum(1, norm / np.linalg.norm(table, axis=1, keepdims=True))
+
+
+def run(kind, optimizers, steps, combiner):
+  """The tables of several optimizers after 100 steps, and their layer."""
+  tables = {
+    name: embed.TableConfig(problem.V, problem.D, name=name, combiner=combiner, optimizer=optimizer)
+    for name, optimizer in optimizers.items()
+  }
+  features = {name: embed.FeatureConfig(table) for name, table in tables.items()}
+  layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  start = problem.table()
+  layer.load_tables(
+    {name: within_norm(start, x.max_norm or np.inf) for name, x in optimizers.items()}
+  )
+
+  @nnx.jit
+  def train(layer, ids, weights, cotangents, number):
+    given = lambda x: dict.fromkeys(features, embed.Padded(x))
+    _, residual = layer.lookup(given(ids), None if weights is None else given(weights))
+    layer.apply_gradients(dict.fromkeys(features, cotangents), residual, step=number)
+
+  for number, step in enumerate(steps):
+    train(layer, step.ids, step.weights, jnp.asarray(step.cotangents), jnp.int32(number))
+  return {name: np.asarray(x) for name, x in layer.tables.items()}
+
+
+@functools.cache
+def ours(kind):
+  optimizers = {
+    f"{peer}/{name}": optimizer
+    for peer, of_peer in SETTINGS.items()
+    for name, optimizer in of_peer.items()
+  }
+  return run(kind, optimizers, problem.steps(kind), problem.combiner(kind))
+
+
+@functools.cache
+def theirs(peer):
+  with np.load(HERE / f"{peer}.npz") as file:
+    return dict(file)
+
+
+def close(actual, expected):
+  """To 1e-5 of an element, or of the largest, where an element is small by cancellation."""
+  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_versions_are_stated():
+  versions = {"torch", "fbgemm", "torchrec", "keras", "keras_rs"}
+  for peer, of_peer in SETTINGS.items():
+    assert versions & set(theirs(peer))
+    named = {key.split("/")[0] for key in theirs(peer)} - versions - {"state", "weighted_mean"}
+    assert named == set(of_peer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_ours_is_theirs(case):
+  peer, name, kind = case
+  expected = theirs(peer)[f"{name}/{kind}"]
+  if (peer, name) == ("torch", "max_norm"):
+    expected = within_norm(expected, 1.0)
+  assert np.abs(expected - problem.table()).max() > 0.05  # trained
+  close(ours(kind)[f"{peer}/{name}"], expected)
+
+
+def test_a_weighted_mean_that_divides_by_the_count():
+  """FBGEMM's and TorchRec's, by a sum with other weights."""
+  step = next(problem.steps("weighted"))
+  table = embed.TableConfig(problem.V, problem.D, name="t", combiner="sum")
+  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  layer.load_tables({"t": problem.table()})
+  by_count = step.weights / (step.ids >= 0).sum(1, keepdims=True)
+  act = layer(embed.Padded(step.ids), embed.Padded(by_count))
+  close(act, theirs("fbgemm")["weighted_mean"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("peer", "name"), MOVES_UNTOUCHED)
+def test_dense_gradients_move_rows_that_were_not_looked_up(peer, name):
+  """The difference that the pages name: equal where each step looks up all rows, and only there."""
+  assert np.abs(ours("rare")[f"{peer}/{name}"] - theirs(peer)[f"{name}/rare"]).max() > 1e-2
+
+
+def test_fbgemm_state():
+  """A real state_dict of split tables, row-wise Adagrad's state included."""
+  arrays = theirs("fbgemm")
+  state = {key.removeprefix("state/"): x for key, x in arrays.items() if key[:6] == "state/"}
+  read = embed.importers.from_fbgemm(state, {"t": (problem.V, problem.D)})
+  np.testing.assert_array_equal(read["t"]["parameters"], arrays["rowwise_adagrad/sum"])
+  assert read["t"]["accumulators"].shape == (problem.V,)
+  assert (read["t"]["accumulators"] > 0).all()
+
+
+def test_keras_file():
+  """A real `.weights.h5` of keras-rs, with the state of Adam."""
+  pytest.importorskip("h5py")
+  names = ("momenta", "velocities")
+  read = embed.importers.from_keras(HERE / "keras.weights.h5", slots={"movie": names})
+  np.testing.assert_array_equal(read["movie"]["parameters"], theirs("keras")["adam/sum"])
+  assert (read["movie"]["velocities"] > 0).all()
+  assert (read["movie"]["momenta"] < 0).any()
