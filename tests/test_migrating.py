@@ -1,4 +1,6 @@
-"""The page on migration: its code runs, no promise of the original is missing, its tests exist."""
+"""The pages on moving here: their code runs, and theirs where it is installed, to the same numbers.
+
+Of TPUEmbedding no promise is missing, and the tests that its page names exist."""
 
 import ast
 import os
@@ -7,11 +9,12 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pages
 import pytest
 
 TESTS = pathlib.Path(__file__).parent
-PAGE = (TESTS.parent / "docs" / "migrating.md").read_text()
+PAGE = (TESTS.parent / "docs" / "moving" / "tpu_embedding.md").read_text()
 ROWS = re.findall(r"^\| (\S+) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
 
 # The original's promises: how many there are of each subject.
@@ -51,16 +54,51 @@ def test_every_row_names_tests_that_exist():
 def test_the_example_runs_on_one_device():
   """As most machines have it."""
   environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-  code = "import pages; assert pages.run('migrating.md')['loss'] > 0"
+  code = "import pages; assert pages.run('moving/tpu_embedding.md')['loss'] > 0"
   subprocess.run([sys.executable, "-c", code], check=True, cwd=TESTS / "support", env=environment)
 
 
 @pytest.mark.full
 def test_the_example_runs():
-  scope = pages.run("migrating.md")
+  scope = pages.run("moving/tpu_embedding.md")
   assert 0 < float(scope["loss"]) < 10
   model, tree = scope["model"], scope["tree"]["model"]["tables"]
   assert tree["embed/movie"]["parameters"].shape == (1000, 8)
   trained = scope["act"]["watched"]
   assert trained.shape == (16, 8)
   assert abs(trained - model.embed(scope["batch"])["watched"]).max() < 1e-6
+
+
+THEIRS = {"torch": "torch", "torchrec": "torchrec", "keras_rs": "keras_rs"}
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("default")  # theirs
+@pytest.mark.parametrize("page", THEIRS)
+def test_both_sides_of_a_page_train_alike(page, monkeypatch):
+  monkeypatch.setenv("KERAS_BACKEND", "jax")
+  pytest.importorskip(THEIRS[page])
+  theirs = {"__name__": "__main__"}
+  for line, code in pages.blocks(f"moving/{page}.md", "py"):
+    exec(compile("\n" * line + code, page, "exec"), theirs)
+  blocks = [code for _, code in pages.blocks(f"moving/{page}.md")]
+  ours = {"__name__": "__main__"}
+  exec(blocks[0], ours)
+  np.testing.assert_allclose(ours["table"], theirs["table"], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(float(ours["loss"]), float(theirs["loss"]), rtol=1e-5)
+  assert abs(ours["table"] - ours["start"]).max() > 0.05
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("default")
+def test_a_trained_torchrec_collection_is_imported():
+  """The state of a real optimizer, by the page's lines."""
+  pytest.importorskip("torchrec")
+  theirs = {"__name__": "__main__"}
+  for _, code in pages.blocks("moving/torchrec.md", "py"):
+    exec(code, theirs)
+  ours = pages.run("moving/torchrec.md")
+  variables = ours["embed"].importers.from_torch(*theirs["state"])
+  np.testing.assert_array_equal(variables["movie"]["parameters"], theirs["table"])
+  ours["model"].load_variables(variables)
+  assert (variables["movie"]["accumulators"][[3, 5, 7]] > 0).all()

@@ -21,7 +21,7 @@ LINKING = [
 
 
 # Run there, with more to say about the outcome.
-ELSEWHERE = {"migrating.md": "test_migrating.py", "serving.md": "serving/test_export.py"}
+ELSEWHERE = {"moving/tpu_embedding.md": "test_migrating.py", "serving.md": "serving/test_export.py"}
 HERE = [page for page in PAGES if any(blocks(page)) and page not in ELSEWHERE]
 
 

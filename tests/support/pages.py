@@ -9,10 +9,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-def blocks(page):
-  """The Python code of a page: line numbers and sources."""
+def blocks(page, language="python"):
+  """The code of a page: line numbers and sources. What is not ours, and may not run, is "py"."""
   text = (DOCS / page).read_text()
-  for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+  for found in re.finditer(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
     yield text[: found.start(1)].count("\n"), found.group(1)
 
 
