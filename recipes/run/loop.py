@@ -7,12 +7,12 @@
           run.score(evaluate(model, "valid"))
       return run.finish(evaluate(run.best(), "test"))
 
-A run is a folder, the workdir; `recipes.run.workdir` lists its files. A run that is killed, at
-any time, and started again by the same command resumes from its latest checkpoint and ends as if
-it had never stopped: the checkpoint holds the dense parameters, the tables by name, both
-optimizers' states, the position in the data and the loop's own memory, and on one machine every
-step is deterministic. A checkpoint does not know how many devices or processes wrote it: the same
-command resumes it on any other number, with the same batches.
+A run is a folder, the workdir; `recipes.run.workdir` lists its files. A run that is killed, at any
+time, and started again by the same command resumes from its latest checkpoint and ends as if it had
+never stopped: the checkpoint holds the dense parameters, the tables by name, both optimizers'
+states, the position in the data and the loop's own memory, and on one machine every step is
+deterministic. A checkpoint does not know how many devices or processes wrote it: the same command
+resumes it on any other number, with the same batches.
 """
 
 import contextlib

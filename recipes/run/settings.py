@@ -85,9 +85,8 @@ def check(config) -> None:
   if full_every < 1:
     raise UserError(f"config.full_checkpoint_every is {full_every}: choose 1 or more")
   if config.get("days"):
-    raise UserError(
-      "config.days trains day by day: python -m recipes.days RECIPE --config.days=..."
-    )
+    program = str(__package__).rpartition(".")[0]
+    raise UserError(f"config.days trains day by day: python -m {program}.days RECIPE ...")
 
 
 def add(config) -> None:

@@ -5,7 +5,7 @@
     run.log          everything that the run printed, with times
     metrics.jsonl    one line per log step and per evaluation
     tensorboard/     the same for TensorBoard
-    checkpoints/     the last two states and the best one on validation; see `run.checkpoints`
+    checkpoints/     the last two states and the best on validation: see `recipes.run.checkpoints`
     damaged_checkpoints/    those that could not be used when the run resumed
     result.json      written when the state has been tested; `recipes.baselines` adds to it
     result-500.json  the result after 500 steps of a run that was lengthened then
