@@ -44,7 +44,7 @@ import embed
 from embed.engine import host, packing
 from embed.kernels import sparse_core
 from embed.tools import check
-from recipes import aot
+from recipes.aot import compile as aot
 
 WAYS = {  # environment variables by name
   "plain": {packing.SWITCH: "0", sparse_core.SWITCH: "0"},

@@ -29,9 +29,9 @@ from contenders import Contender, Missing
 from flax import nnx
 
 import embed
-from recipes import layers, train_step
 from recipes.dlrm import model as dlrm
 from recipes.dlrm import train
+from recipes.training import layers, train_step
 
 RATE, DENSE_RATE, ACCUMULATOR, DENSE = 0.01, 0.01, 0.1, 13
 
@@ -104,12 +104,11 @@ def ours(problem: Problem, model: dlrm.DLRM, kernels: bool = True) -> Trained:
     }
     for ids, dense, labels in zip(problem.ids, problem.dense, problem.labels, strict=True)
   ]
-  state = {"model": model, "optimizer": optimizer}
-  steps = train_step.Steps(state, train.OBJECTIVE, itertools.cycle(batches))
+  take, turn = train_step.Step(train.OBJECTIVE, model, optimizer), itertools.cycle(batches)
   loss: list[Any] = [0.0]
 
   def step(i):
-    loss[0] = steps.take(pause=False)
+    loss[0] = take(next(turn))["loss"]
     jax.block_until_ready((loss[0], lib.arrays_of(model.embed)))
 
   return Trained(Contender(step, lambda: None, set_up), lambda: float(loss[0]))

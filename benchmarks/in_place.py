@@ -27,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from step_ways import WAYS, Model, batch_of
 
 import embed
-from recipes import aot, hlo, hosts
+from recipes import hosts
+from recipes.aot import compile as aot
+from recipes.aot import hlo
 
 ROWS, DIM, BAGS, LENGTH = (25_000, 1_000_000), 64, 512, 8
 RUNS = 30

@@ -113,16 +113,16 @@ def arrays_of(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
   import jax
   import orbax.checkpoint as ocp
 
-  from recipes import chains
+  from recipes.run import checkpoints
 
   folder = workdir / "checkpoints"
-  chain = chains.of_step(folder, step)
+  chain = checkpoints.of_step(folder, step)
   with ocp.PyTreeCheckpointer() as reader:
-    path = chains.base(folder, chain)
+    path = checkpoints.base(folder, chain)
     metadata = reader.metadata(path).item_metadata.tree
     args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
     tree = reader.restore(path, restore_args=args)
-  for delta in chains.deltas(folder, chain):
+  for delta in checkpoints.deltas(folder, chain):
     for node, tables in delta.tables.items():
       tree[node]["state"] = delta.state[node]
       for key, rows in tables.items():

@@ -10,7 +10,6 @@ windows in which something is compiled.
 
 import argparse
 import ast
-import dataclasses
 import importlib
 import itertools
 import json
@@ -25,7 +24,8 @@ import jax
 import step as timing  # before `recipes`, which it finds
 from absl import flags
 
-from recipes import loop, settings, train_step
+from recipes.run import loop, settings
+from recipes.training import optimizers, train_step
 
 # Batches on the device for the bare step: with a few of them, their rows would stay in the caches.
 _KEPT = 64
@@ -58,41 +58,54 @@ def windows(steps: Iterator[Any], size: int, seconds: float) -> list[float]:
   return times[1:]
 
 
-def bare(config, training: loop.Training, seconds: float) -> list[float]:
+def bare(config, parts: "Parts", seconds: float) -> list[float]:
   """Returns the examples a second of the step alone, a number for each window."""
-  batches = iter(training.batches)
-  kept = [jax.device_put(next(batches)) for _ in range(_KEPT)]
-  options = train_step.options(config)
-  steps = train_step.Steps(training.state, training.loss_fn, itertools.cycle(kept), options)
-  take = iter(lambda: steps.take(pause=False), None)
+  batches = iter(parts.batches())
+  kept = itertools.cycle([jax.device_put(next(batches)) for _ in range(_KEPT)])
+  step = parts.step()
+  take = iter(lambda: step(next(kept))["loss"], None)
   times = windows(take, config.log_every, seconds)
   return [config.log_every * config.batch_size / x for x in times]
 
 
-def in_loop(config, training: loop.Training, recipe: str, steps: int) -> list[float]:
+def in_loop(config, parts: "Parts", recipe: str, steps: int) -> list[float]:
   """Returns the examples a second of a run, as its log says."""
-  config = settings.copied(config)
-  config.steps = config.eval_every = steps
-  alone = dataclasses.replace(
-    training, evaluate=lambda model, split: {}, metrics=(), baselines=dict, config=None
-  )
+  config = settings.copied(config, steps=steps, eval_every=steps)
+  rate = optimizers.rate(config)
   with tempfile.TemporaryDirectory() as folder:
-    loop.train(config, folder, alone, recipe=recipe)
+    state = {"model": parts.model, "optimizer": parts.optimizer}
+    with loop.Run(recipe, config, folder, **state) as run:
+      step = parts.step()
+      for batch in run.steps(parts.batches()):
+        run.log(**step(batch, run.peek), learning_rate=rate)
     lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
     return [line["examples_per_second"] for line in lines][1:]
 
 
-def input_alone(config, training: loop.Training, seconds: float) -> list[float]:
+def input_alone(config, parts: "Parts", seconds: float) -> list[float]:
   """Returns the examples a second of the input alone."""
-  times = windows(iter(training.batches), config.log_every, seconds)
+  times = windows(iter(parts.batches()), config.log_every, seconds)
   return [config.log_every * config.batch_size / x for x in times]
+
+
+class Parts:
+  """Model, optimizer, step and batches of a recipe."""
+
+  def __init__(self, recipe: str, config):
+    train = importlib.import_module(f"recipes.{recipe}.train")
+    data = train.data_lib.load(config)
+    config = train.decide(config, data)
+    self.model, self.optimizer = train.make_state(config, data)
+    self.batches = lambda: train.data_lib.train_batches(data, config)
+    objective, options = train.objective(config, data), train_step.options(config)
+    self.step = lambda: train_step.Step(objective, self.model, self.optimizer, options)
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
   """Returns the rates of a config."""
   recipe, config = name.partition("/")[0], load(name, args.set)
   config.steps = 10**6  # as many batches as are asked for
-  training = importlib.import_module(f"recipes.{recipe}.train").prepare(config, None)
+  training = Parts(recipe, config)
   rates: dict[str, list[float]] = {"step": [], "loop": [], "input": []}
   load_of_others = timing.Load()
   for _ in range(args.turns):

@@ -21,7 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
 from embed.kernels.sparse_core import kernels
-from recipes import aot, hlo, hosts
+from recipes import hosts
+from recipes.aot import compile as aot
+from recipes.aot import hlo
 
 ROWS, IDS, BAGS = 1 << 18, 10_000, (1024, 20)  # of a device
 MIB = 1 << 20

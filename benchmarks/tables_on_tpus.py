@@ -26,7 +26,9 @@ from jax.sharding import AxisType, Mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `recipes`
 import embed
-from recipes import aot, hlo, hosts
+from recipes import hosts
+from recipes.aot import compile as aot
+from recipes.aot import hlo
 
 ROWS, BAGS, LENGTH = 1 << 18, 512, 8  # of a device
 MIB = 1 << 20

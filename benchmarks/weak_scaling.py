@@ -15,7 +15,7 @@ what weak scaling asks for; how long a step takes, no compiler says.
   python benchmarks/weak_scaling.py --json docs/results/weak_scaling.json
 
 Needs libtpu (the `tpu` extra), no TPU, and some minutes a topology; `--reports FILE` reads what
-`--aot_json` has written instead.
+`recipes.aot --json` has written instead.
 """
 
 import argparse
@@ -33,13 +33,13 @@ MIB = 1 << 20
 
 
 def compiled(topology: str, chips: int, per_chip: int, timeout: float) -> dict[str, Any]:
-  """The report of `--aot` for one topology."""
+  """The report of `recipes.aot` for one topology."""
   with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "aot.json"
     command = [
-      sys.executable, "-m", "recipes.dlrm", "--config=configs/dlrm/criteo_1tb.py",
-      f"--config.batch_size={per_chip * chips}", f"--aot={topology}", f"--aot_json={path}",
-      f"--aot_timeout={timeout}",
+      sys.executable, "-m", "recipes.aot", "dlrm", "--config=configs/dlrm/criteo_1tb.py",
+      f"--config.batch_size={per_chip * chips}", f"--devices={topology}", f"--json={path}",
+      f"--timeout={timeout}",
     ]  # fmt: skip
     subprocess.run(command, check=False, stdout=sys.stderr, cwd=ROOT)
     return json.loads(path.read_text())[topology]
@@ -89,7 +89,9 @@ def main() -> None:
   parser.add_argument("--topologies", nargs="+", default=["v5p:2x2x2", "v5p:4x4x4", "v5p:8x8x8"])
   parser.add_argument("--per_chip", type=int, default=1_024, help="examples of a chip")
   parser.add_argument("--timeout", type=float, default=1_200, help="seconds for a topology")
-  parser.add_argument("--reports", type=Path, nargs="*", default=[], help="files of --aot_json")
+  parser.add_argument(
+    "--reports", type=Path, nargs="*", default=[], help="files of recipes.aot --json"
+  )
   parser.add_argument("--json", type=Path, help="write the figures there")
   args = parser.parse_args()
 

@@ -18,9 +18,13 @@ nothing. Any setting can be given: --config.batch_size=4096.
 _COMMANDS = {
   f"{__package__}.minimal": "columns to a tested model in one file, to read and to copy",
   f"{__package__}.describe FILE": "a first look at your own table, and a config that trains on it",
+  f"{__package__}.days dlrm --config.days=FOLDER": "a run for each day, from the day before's",
+  f"{__package__}.baselines runs/dlrm": "baselines of a run whose data are not small",
+  f"{__package__}.evaluate runs/dlrm": "the metrics of a run once more, or on other --files",
   f"{__package__}.export runs/mine --out=served": "a run on a table, to answer raw rows",
   f"{__package__}.predict served < rows.csv": "scores or recommendations for raw rows",
   f"{__package__}.report runs/dlrm": "the curves and the metrics of finished runs",
+  f"{__package__}.aot dlrm --devices=v5p:4x4x4": "compiles the step for devices that are not here",
   "embed inspect runs/dlrm": "the tables in a run's checkpoint",
   "embed check": "lookups, gradients and optimizers of this installation",
 }

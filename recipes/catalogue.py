@@ -17,7 +17,7 @@ def summary(path: Path) -> str:
 
 def recipes() -> dict[str, str]:
   """Returns a line about each recipe, by its name."""
-  folders = sorted(path.parent for path in (ROOT / "recipes").glob("*/__main__.py"))
+  folders = sorted(path.parent for path in (ROOT / "recipes").glob("*/train.py"))
   return {folder.name: summary(folder / "__init__.py") for folder in folders}
 
 

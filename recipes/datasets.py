@@ -66,8 +66,8 @@ class DataSet:
     settings: `(config) -> JSON values`, everything that the columns depend on, the stamps of the
       source files included. Raises UserError for a wrong setting or a missing file.
     build: `(settings, folder) -> meta`, writes the columns into the folder and returns the content
-      of `meta.json`; a function of a module, whose code is hashed. Raises UserError for a damaged
-      file.
+      of `meta.json`. Raises UserError for a damaged file. A change of what it writes raises
+      `arrays.FORMAT`.
     view: returns the columns as batches read them; by default as they are stored.
     describe: `(config) -> Prepared` with columns of no rows, if the config alone tells them; None
       if they are known only from the data.

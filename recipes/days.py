@@ -1,4 +1,6 @@
-"""Day by day: a run for each day, which starts from the run of the day before.
+"""Trains day by day: a run for each day, which starts from the run of the day before.
+
+    python -m recipes.days dlrm --config=shop.py --config.days=folder --workdir=runs/shop
 
     <workdir>/<day>/          the day's run; `served` in it is its export
     <workdir>/days.json       metrics of each day, by the export of the day before
@@ -7,36 +9,31 @@
 A day is tested before it is trained on, by the very program that would have answered requests on
 that day: ids that are new on it are unknown. The tables then grow by them; see `warm_start`. Clicks
 train on the day alone; rankings on all days so far, since what a user has had before is the input
-of their models. The same command goes on after a kill, and with days that have been added since.
+of their models. The same command resumes after a kill, and trains on days that
+have been added since.
 """
 
+import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import pyarrow as pa
-from sklearn.metrics import log_loss, roc_auc_score
 
 from embed.tools.text import aligned
 
-from . import arrays, export, files, hosts, runs, serving, settings
+from . import arrays, evaluate, export, files, hosts, main
 from .errors import UserError
-from .metrics import RankingMetrics
-from .tables import entities, interactions, spec
-from .tables import settings as table_settings
-from .tables.rows import RowReader, values_of
+from .run import settings
+from .run import workdir as runs
+from .run.config import completed
 
 _SUFFIXES = r"(\.(csv|tsv|txt|parquet|pq|gz))+$"
 _SERVED = "served"
-_USERS = 4096  # ranked at once
 
 
-def run(
-  recipe: str, config, workdir: str | Path, train: Callable[[Any, str], dict[str, Any]]
-) -> list[dict[str, Any]]:
+def run(recipe: str, config, workdir: str | Path) -> list[dict[str, Any]]:
   """Trains day after day; returns the content of days.json.
 
   Args:
@@ -45,7 +42,6 @@ def run(
       latest `days_window` days, 0 being one for dlrm and all so far for rankings. A part of their
       rows validates, as `config.split` says; rankings hold out test rows too, clicks do not.
     workdir: holds a folder for each day.
-    train: `(config, workdir) -> result`, a day's run.
 
   Returns:
     For each day `{"day", "rows", "metrics", "result"}`, `metrics` being those of the day's rows by
@@ -55,6 +51,9 @@ def run(
   Raises:
     UserError: the days are none, or something else is configured than this can do.
   """
+  hosts.start()
+  train = importlib.import_module(f".{recipe}.train", __package__)
+  config = completed(recipe, config)
   days = _checked(recipe, config)
   window = config.days_window or (1 if recipe == "dlrm" else len(days))
   workdir, before = Path(workdir).resolve(), None
@@ -69,12 +68,12 @@ def run(
     if not tested.exists():
       about: dict[str, Any] = {"rows": None, "metrics": {}}
       if before is not None:
-        about = _test(before / _SERVED, _config_of(recipe, config, [path], None))
+        about = evaluate.of_export(before / _SERVED, _config_of(recipe, config, [path], None))
       workdir.mkdir(parents=True, exist_ok=True)
       arrays.write_json(tested, about)
     result = runs.result(folder)
-    if result is None or not runs.is_complete(result) or not (folder / _SERVED).exists():
-      result = train(day, str(folder))
+    if result is None or not (folder / _SERVED).exists():
+      result = train.run(day, str(folder))
       export.export(folder, folder / _SERVED)
     history.append(
       {"day": name, **arrays.read_json(tested, schema={}), "result": result["metrics"]}
@@ -165,70 +164,6 @@ def _config_of(recipe: str, config, paths: Sequence[Path], before: Path | None) 
   return day
 
 
-def _test(served: Path, config) -> dict[str, Any]:
-  """Returns the number of a day's rows, and the metrics of an exported model on them."""
-  table = table_settings.parsed(table_settings.settings(config))
-  model = serving.load(served)
-  if isinstance(model, serving.ClickModel):
-    return _test_clicks(model, table)
-  return _test_ranking(model, table, config.ks)
-
-
-def _test_clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str, Any]:
-  scores: list[np.ndarray] = []
-  labels: list[np.ndarray] = []
-  weights: list[np.ndarray] = []
-  weight_name = table.name_of(spec.Weight)
-  for rows in RowReader(table, ""):
-    assert rows.label is not None  # dlrm has asked for one
-    values, count = values_of(rows.chunk, table.kinds), len(rows.chunk.rows)
-    scores.append(model.answers(values, np.zeros(count, bool)).scores)
-    labels.append(rows.label)
-    weights.append(values[weight_name] if weight_name else np.ones(count))
-  score, label = np.concatenate(scores), np.concatenate(labels)
-  weight = np.concatenate(weights).astype(np.float64)
-  metrics = {}
-  if weight.sum():
-    metrics["logloss"] = float(log_loss(label, score, labels=[0, 1], sample_weight=weight))
-  if 0 < weight[label == 1].sum() < weight.sum():
-    metrics = {"auc": float(roc_auc_score(label, score, sample_weight=weight))} | metrics
-  return {"rows": len(label), "metrics": metrics}
-
-
-def _test_ranking(
-  model: serving.Recommender, table: table_settings.Table, ks: Sequence[int]
-) -> dict[str, Any]:
-  """Ranks once for each user of a day, who asks with what they had before it.
-
-  All items that the user has on the day are to be found, each once. Items that the model does not
-  know cannot be, and count as misses. With `config.exclude_seen`, items that the user had before
-  are left out of the ranking, and do not count. Users of whom nothing is known get the most popular
-  items.
-  """
-  pairs = interactions.pairs(table)
-  repeats = model.leaves_out(pairs.users.take(pairs.user), pairs.items.take(pairs.item))
-  user, item = pairs.user[~repeats], pairs.item[~repeats]
-  order = np.argsort(user, kind="stable")
-  wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
-  codes, metrics, popular = entities.Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
-  asked = {"": pairs.users, **pairs.values}
-  for start in range(0, len(pairs.users), _USERS):
-    of_part = wanted[start : start + _USERS]
-    values = {name: x[start : start + _USERS] for name, x in asked.items()}
-    answers = model.answers(values, np.zeros(len(of_part), bool), max(ks), is_cut=True)
-    found = codes.find(pa.array(answers.items.ravel(), pa.string()))
-    relevant = np.full((len(of_part), max(map(len, of_part))), -1, np.int32)
-    for row, items in enumerate(of_part):
-      relevant[row, : len(items)] = items
-    metrics.update(found.reshape(answers.items.shape), relevant)
-    popular += int(answers.is_popular.sum())
-  hosts.say(
-    f"{len(pairs.users):,} users ask for {len(item):,} items, {popular:,} of them unknown; "
-    f"{int(repeats.sum()):,} items that they had before do not count"
-  )
-  return {"rows": len(item), "metrics": metrics.compute() if len(item) else {}}
-
-
 def table(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
   """Returns the days as lines of text, with the metrics of these names."""
   show = lambda x: "" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.4f}"
@@ -255,3 +190,9 @@ def draw(history: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path)
       axes.tick_params(axis="x", rotation=30)
     with files.replacing(path) as file:
       figure.savefig(file, format="png", dpi=120)
+
+
+if __name__ in ("__main__", "__mp_main__"):  # worker processes need the flags too
+  program = main.program(run, f"{__package__}.days")
+  if __name__ == "__main__":
+    program()

@@ -23,20 +23,20 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import embed
-import embed.checkpoint
 
-from . import arrays, chains, checkpoints, escaping, files, manifest, results, runs, schemas
+from . import arrays, escaping, files, manifest, schemas
 from .errors import DamagedFileError, MissingFileError, UserError, from_settings
-from .features import feature_configs
+from .run import opened, results
+from .run import workdir as runs
 from .serving import folder as folder_lib
 from .tables.clicks import Encoder
 from .tables.entities import Entities
-from .tables.settings import READING, steps_of_data
+from .tables.settings import READING
+from .training.features import feature_configs
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # Not from an index by name: a package of that name there need not be ours.
 _WHEEL = "./sparse_embed-{}-py3-none-any.whl"
-_MANY = 1 << 30  # examples: schedules of optimizers, which are not used, need steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +84,13 @@ def export(
   unknown = set(platforms) - {*PLATFORMS, "rocm"}
   if unknown or not platforms:
     raise UserError(f"--platforms is {','.join(platforms)!r}: choose of {', '.join(PLATFORMS)}")
-  config, result = _opened(workdir)
+  run = _opened(workdir)
   _check_out(out)
-  recipe, serve = result["recipe"], workdir / "serve"
+  config, recipe, serve = run.config, run.recipe, workdir / "serve"
   if ann and recipe == "dlrm":
     raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
   parts = _parts(workdir, config, recipe)
-  _restore(workdir, result["tested_step"], parts.model)
+  opened.restore(workdir, run.result["tested_step"], parts.model)
   parts.model.eval()
   program = embed.export(
     parts.function, parts.model, parts.inputs, any_batch=True, platforms=tuple(platforms)
@@ -100,35 +100,27 @@ def export(
     if parts.candidates is not None:
       np.save(partial / folder_lib.CANDIDATES, parts.candidates())
     files.copy_folder(serve, partial / folder_lib.TRANSFORMS)
-    about = _about(config, result, _reading(config, serve), ann) | parts.about
+    about = (
+      _about(run, arrays.read_json(serve / READING, schema=schemas.READING), ann) | parts.about
+    )
     arrays.write_json(partial / folder_lib.NAME, about)
     files.write(partial / "README.md", _readme(about, workdir))
     manifest.write(partial, {})
   return out
 
 
-def _opened(workdir: Path) -> tuple[ConfigDict, dict[str, Any]]:
-  """Returns the config and the result of a run on a table.
+def _opened(workdir: Path) -> opened.Opened:
+  """Opens a run on a table.
 
   Raises:
     UserError: there is none, it is of no table, or has not ended.
   """
-  path = workdir / "config.json"
-  if not path.exists():
-    raise MissingFileError(f"{workdir} is no run: it has no config.json. Give a --workdir")
-  config, result = arrays.read_json(path, schema={}), runs.result(workdir)
   if runs.has_checkpoint(workdir) and not (workdir / "serve").is_dir():
     raise MissingFileError(
-      f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have: its "
-      f"data set is {config.get('dataset')!r}. If that is a table now, train again"
+      f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have. If "
+      "its data set is a table now, train again"
     )
-  if result is None:
-    raise UserError(
-      f"{workdir} has no result.json: the run has not ended. Its command goes on with it"
-    )
-  if result["recipe"] not in _RECIPES:
-    raise DamagedFileError(f"{workdir / 'result.json'} names no recipe of a table: train again")
-  return ConfigDict(config, allow_dotted_keys=True, sort_keys=False), result
+  return opened.open_run(workdir)
 
 
 def _parts(workdir: Path, config: ConfigDict, recipe: str) -> _Parts:
@@ -163,48 +155,22 @@ def _is_empty(path: Path) -> bool:
   return path.is_dir() and next(path.iterdir(), None) is None
 
 
-def _restore(workdir: Path, step: int, model: nnx.Module) -> None:
-  """Loads the model of a checkpoint, on one device."""
-  folder = workdir / "checkpoints"
-  if not (folder / str(step)).is_dir():
-    raise MissingFileError(f"{folder / str(step)}, the tested state, is missing: train again")
-  chain = chains.of_step(folder, step)
-  path = chains.base(folder, chain)
-  try:
-    embed.checkpoint.restore(path, model=model)
-  # Orbax has no exception of its own for files that are damaged, which one without manifest may be.
-  except (ValueError, OSError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-    reason = str(error).strip().partition("\n")[0]
-    raise DamagedFileError(f"{path} cannot be restored ({reason}): train again") from error
-  checkpoints.apply_deltas(folder, chain, model=model)
-
-
-def _reading(config: ConfigDict, serve: Path) -> dict[str, Any]:
-  """Returns the declared columns and the format of text files that a run has read."""
-  if (serve / READING).exists():
-    return arrays.read_json(serve / READING, schema=schemas.READING)
-  # A run of an earlier version, which had them in its config.
-  return {"columns": config.columns.to_dict(), "format": config.format.to_dict()}
-
-
-def _about(
-  config: ConfigDict, result: dict[str, Any], reading: dict[str, Any], ann: bool
-) -> dict[str, Any]:
+def _about(run: opened.Opened, reading: dict[str, Any], ann: bool) -> dict[str, Any]:
   versions, columns = results.versions(), reading["columns"]
   extras = "serving,ann" if ann else "serving"  # of pyproject.toml
   names = ("sparse-embed", "jax", "numpy", "python")
   header = [kind.get("column") or name for name, kind in columns.items()]
   return {
     "format": folder_lib.FORMAT,
-    "recipe": result["recipe"],
-    "step": result["tested_step"],
+    "recipe": run.recipe,
+    "step": run.result["tested_step"],
     "versions": {name: versions[name] for name in names},
     "install": f"pip install '{_WHEEL.format(versions['sparse-embed'])}[{extras}]'",
     "columns": columns,
     "num_columns": len(columns),
     "header": [name for name in header if columns.get(name, {}).get("kind") != "cross"],
     "text": reading["format"],
-    "exclude_seen": config.get("exclude_seen", True),
+    "exclude_seen": run.config.get("exclude_seen", True),
     "ann": ann,
   }
 
@@ -246,7 +212,7 @@ def _dlrm(config: ConfigDict, serve: Path) -> _Parts:
   features, num_dense = encoder.features, len(encoder.dense_names)
   columns = {"dense": np.zeros((0, num_dense), np.float32)}
   data = data_lib.ClickData(columns, {}, features, {}, {})
-  model = train.build_model(steps_of_data(config, _MANY), data)
+  model = train.build_model(config, data)
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
     "dense": np.zeros((2, num_dense), np.float32),
@@ -271,9 +237,7 @@ def _two_tower(config: ConfigDict, serve: Path) -> _Parts:
   data = data_lib.RetrievalData(
     columns, {}, len(users.texts), len(items.texts), users.features, items.features, {}, {}
   )
-  # Training has chosen a batch that divides the queue; which one does not matter any more.
-  config.batch_size = config.batch_size or config.queue or 1
-  config = train.with_all_features(steps_of_data(config, _MANY), data)
+  config = train.with_all_features(config, data)
   model = train.build_model(config, data)
   history = np.full((2, config.eval_history), -1, np.int32)
   query = data_lib.query_inputs(data, np.zeros(2, np.int32), history)
@@ -297,7 +261,7 @@ def _sequence(config: ConfigDict, serve: Path) -> _Parts:
   from .sequence import train
 
   items = Entities.load(serve, "items")
-  model = train.build_model(steps_of_data(config, _MANY), len(items.texts))
+  model = train.build_model(config, len(items.texts))
   row = np.zeros((2, config.max_length), np.int32)
   inputs = {"items": row, "segments": row, "positions": row, "last": row[:, 0]}
   about = {

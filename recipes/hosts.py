@@ -6,12 +6,15 @@ and so are tables (`embed.SparseEmbed(mesh=...)`). Every process runs the same p
 part of every batch, and takes the same decisions.
 """
 
+import contextlib
+import datetime
 import functools
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
 
 import grain
 import jax
@@ -22,7 +25,7 @@ from grain.experimental import ThreadPrefetchIterDataset
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from . import escaping
+from . import escaping, files
 from .errors import UserError
 
 AXIS = "data"
@@ -95,9 +98,36 @@ def is_main() -> bool:
 
 
 def say(text: str) -> None:
-  """Prints a line on stderr, in the main process."""
+  """Prints a line on stderr, in the main process, and writes it to the log of the run."""
   if is_main():
     print(escaping.terminal(text), file=sys.stderr, flush=True)
+    write_log(text)
+
+
+_log: IO[str] | None = None
+_unlogged: list[str] = []  # lines before a run has begun
+
+
+def write_log(text: str) -> None:
+  """Writes a line with the time to the log of the run, or of the run that begins next."""
+  now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+  _unlogged.append("".join(f"{now}  {line}\n" for line in text.splitlines()))
+  if _log is not None:
+    _log.write("".join(_unlogged))
+    _log.flush()
+    _unlogged.clear()
+
+
+@contextlib.contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+  """Appends all that is said to a file, with times, and what was said since the last such file."""
+  global _log
+  with files.append(path) as _log:
+    try:
+      write_log("")
+      yield
+    finally:
+      _log = None
 
 
 def shard() -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """The command line that all recipes share: `--config`, `--workdir`, and mistakes in one line."""
 
 import difflib
-import functools
 import importlib
 import os
 import re
@@ -11,36 +10,61 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import catalogue, errors, escaping, settings
+from . import catalogue, errors, escaping
 
 with errors.importing():
   from absl import app, flags, logging
   from ml_collections import ConfigDict, config_flags
 
+  from .run import config as run_config
+
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
 
 
 def train(recipe: str, config, workdir: str) -> None:
-  """Calls `run(config, workdir)` of the recipe's `train.py`.
+  """Trains by the recipe's `train.run`, fits the baselines of small data, and shows the result.
 
-  It is imported here, which takes seconds, so that a wrong flag is answered at once.
+  What takes seconds is imported here, so that a wrong flag is answered at once.
   """
   with errors.importing():
     module = importlib.import_module(f".{recipe}.train", __package__)
-  module.run(config, workdir)
+    from . import baselines, hosts, report
+    from .run import results
+  result = module.run(config, workdir)
+  if not hosts.is_main():
+    return
+  if "notes" not in result and hosts.shard()[1] == 1:  # other processes would wait for it
+    result = baselines.fit(workdir, most_rows=baselines.SMALL)
+  print(escaping.terminal(results.report(result)))
+  if sys.stdout.isatty():
+    print(f"\n{escaping.terminal(report.sketch(report.load(Path(workdir))))}")
+  print(f"\nresults: {Path(workdir) / 'result.json'}")
+  print(f"curves:  python -m {__package__}.report {workdir}")
 
 
-def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callable[[], None]:
-  """Defines the flags and returns the program, which calls `run(config, workdir)`.
+def recipe_of(argv: list[str], module: str) -> str:
+  """Returns the recipe that a command of several, `module`, is given as its first argument."""
+  known = list(catalogue.recipes())
+  if len(argv) < 2 or argv[1] not in known:
+    sys.exit(f"usage: python -m {module} {{{','.join(known)}}} --config=... --workdir=...")
+  return argv[1]
 
-  Call it where the recipe's `__main__` is imported: worker processes import it and need the flags
-  defined as well.
+
+def program(
+  run: Callable[[str, Any, str], Any], module: str = "", recipe: str = ""
+) -> Callable[[], None]:
+  """Defines the flags and returns the program, which calls `run(recipe, config, workdir)`.
+
+  Call it where the command is imported: worker processes import it and need the flags defined as
+  well.
 
   Args:
-    recipe: the name of its folder.
-    run: imports what takes long when it is called; None trains the recipe, see `train`.
+    run: imports what takes long when it is called.
+    module: of a command whose first argument is the recipe; "" for one of one recipe.
+    recipe: the name of its folder; "" if it is an argument.
   """
-  run = run or functools.partial(train, recipe)
+  given = len(sys.argv) > 1 and sys.argv[1] in catalogue.recipes() and not recipe
+  recipe = recipe or (sys.argv[1] if given else "dlrm")
   default = f"configs/{recipe}/synthetic.py"
   config = config_flags.DEFINE_config_file("config", None, "The settings.")
   flag: Any = flags.FLAGS["config"]
@@ -48,6 +72,9 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
   workdir = flags.DEFINE_string("workdir", f"runs/{recipe}", "The run's folder.")
 
   def parse(argv: list[str]) -> list[str]:
+    if module and not any(arg.startswith("--help") for arg in argv):
+      recipe_of(argv, module)
+    argv = argv[:1] + argv[2:] if given else argv
     argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
     # Not by DEFINE_config_file, which would load it, and fail, before there are flags to report.
     if not any(re.match("--?config(=|$)", arg) for arg in argv):
@@ -69,7 +96,7 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
     # Importing JAX takes seconds; say first what they are for.
     print(f"{config_flags.get_config_filename(flag)} -> {workdir.value}", file=sys.stderr)
     try:
-      run(config.value, workdir.value)
+      run(recipe, config.value, workdir.value)
     except KeyboardInterrupt as stop:
       print(f"\n{str(stop) or _NOT_BEGUN}", file=sys.stderr)
       sys.exit(getattr(stop, "code", errors.Stopped.code))
@@ -78,8 +105,6 @@ def program(recipe: str, run: Callable[[Any, str], Any] | None = None) -> Callab
       if logging.level_debug() or text is None:
         raise
       sys.exit(escaping.terminal(f"error: {text} (--verbosity=1 shows the traceback)"))
-    if not config.value.get("days"):
-      _show(Path(workdir.value))
 
   return lambda: app.run(main, flags_parser=parse)
 
@@ -119,7 +144,7 @@ class _ConfigFile(flags.ArgumentParser):
       raise ValueError(f"it has no mode {mode!r}; {_nearest(mode, modes)}")
     config = self._plain.parse(f"{file}:{mode}" if mode else str(file))
     if config is not None:
-      config = settings.completed(self._recipe, config)
+      config = run_config.completed(self._recipe, config)
     for arg in sys.argv:  # as ml_collections does
       if setting := re.match(r"--?(?:no)?config\.([^=\[]+)", arg):
         _check(config, setting[1])
@@ -138,14 +163,3 @@ def _check(config: ConfigDict, setting: str) -> None:
 def _nearest(name: str, known: list[str]) -> str:
   close = difflib.get_close_matches(name, known, 1)
   return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"
-
-
-def _show(workdir: Path) -> None:
-  """Says where a finished run's results are; on a terminal, with its curves."""
-  from . import hosts, report  # hosts imports JAX
-
-  if hosts.is_main():
-    if sys.stdout.isatty():
-      print(f"\n{escaping.terminal(report.sketch(report.load(workdir)))}")
-    print(f"\nresults: {workdir / 'result.json'}")
-    print(f"curves:  python -m {__package__}.report {workdir}")

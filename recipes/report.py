@@ -31,7 +31,7 @@ with importing():
   import uniplot
 
   from . import arrays, files, schemas
-  from . import settings as run_settings
+  from .run import settings as run_settings
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -56,7 +56,9 @@ class Run:
     Results of earlier versions do not name the settings that came later.
     """
     flat = dict(_flat(self.result["config"]))
-    unset = {n for n, default in run_settings.defaults().items() if flat.get(n) == default}
+    unset = {
+      n for n, default in json.loads(json.dumps(run_settings.RUN)).items() if flat.get(n) == default
+    }
     return {name: flat[name] for name in flat if name not in {*_INCIDENTAL, *unset}}
 
   @property
@@ -340,14 +342,6 @@ def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
     for run in everyone
   }
   box.append(f"On {markdown_text('; '.join([*sorted(devices), *sorted(versions)]))}.")
-  failed = {
-    name: failure
-    for run in everyone
-    for name, failure in run.result.get("failed_baselines", {}).items()
-  }
-  if failed:
-    failures = markdown_text("; ".join(f"{name}: {text}" for name, text in failed.items()))
-    box.append(f"Baselines that failed: {failures}.")
   sources = sorted({run.result["config"].get("source", "") for run in everyone} - {""})
   if sources:
     box.append(f"Data from {', '.join(map(markdown_text, sources))}.")
@@ -398,7 +392,7 @@ def _device(device: Mapping[str, Any]) -> str:
 
 def draw(groups: Sequence[list[Run]]) -> "Figure | None":
   """Returns the curves of each data set, or None where no run has any."""
-  from . import curves  # a run's end needs `sketch` alone, and at once
+  from .evaluation import curves
 
   return curves.draw(
     [

@@ -11,7 +11,7 @@ RESULT = {
   "recipe": str,
   "config": {"select": str, "model?": str, "dataset?": str, "data_file?": str, "source?": str},
   "seed": int, "steps": int, "tested_step": int, "seconds": _NUMBER,
-  "metrics": _SCORES, "baselines": {str: _SCORES}, "failed_baselines?": {str: str},
+  "metrics": _SCORES, "baselines": {str: _SCORES},
   "notes?": [str],
   "data_sha256": {str: str},
   "device": {"kind": str, "count": int, "host_cores": _STEP},

@@ -224,13 +224,32 @@ def test_no_file_reads_private_names_of_another():
 
 
 def test_recipes_do_not_import_each_other():
-  recipes = [p for p in (ROOT / "recipes").iterdir() if (p / "__main__.py").exists()]
+  recipes = [path.parent for path in (ROOT / "recipes").glob("*/train.py")]
   assert recipes
   for recipe in recipes:
     others = {f"recipes.{other.name}" for other in recipes if other != recipe}
     for path in recipe.glob("*.py"):
       used = {".".join(name.split(".")[:2]) for name in imports(path)}
       assert not used & others, path
+
+
+def test_recipes_have_no_import_cycle():
+  """Imports in functions count; a module does not wait for the packages that it is in."""
+  paths = {}
+  for path in (ROOT / "recipes").rglob("*.py"):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+  used = {
+    name: {
+      other for other in imports(path) & paths.keys() if not f"{name}.".startswith(f"{other}.")
+    }
+    for name, path in paths.items()
+  }
+  light = {name for name in used if not used[name]}
+  while rest := used.keys() - light:
+    free = {name for name in rest if used[name] <= light}
+    assert free, f"a cycle runs through some of {sorted(rest)}"
+    light |= free
 
 
 def test_every_file_has_its_tests():

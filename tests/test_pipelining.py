@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from parts import taking
 from suites import full_unless
 
 import embed
-from recipes.train_step import Options, Steps
+from recipes.training.train_step import Options, Step
 
 CASES = {case["id"]: case for case in conformance.load("pipeline")["cases"]}
 V, D = 12, 3
@@ -48,8 +49,8 @@ def batches(number, seed=0):
 def train(model, optimizer, data, pipelined=True, loss_fn=loss_fn):
   """The losses of one pass."""
   state = {"model": model, "optimizer": optimizer}
-  steps = Steps(state, loss_fn, iter(data), Options(pipelined=pipelined))
-  return [float(steps.take(pause=i == len(data) - 1)) for i in range(len(data))]
+  take = taking(Step(loss_fn, **state, options=Options(pipelined=pipelined)), iter(data))
+  return [float(take(i == len(data) - 1)) for i in range(len(data))]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.int16])
@@ -133,8 +134,10 @@ def test_activations_are_one_update_behind():
   model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
   optimizer = embed.Optimizer(model, optax.sgd(0.0))
   state, data = {"model": model, "optimizer": optimizer}, iter([jnp.array([1])] * 4)
-  steps = Steps(state, lambda m, ids: jnp.sum(m(ids)), data, Options(pipelined=True))
-  assert [float(steps.take(pause=i == 3)) for i in range(4)] == [1.0, 1.0, 0.0, -1.0]
+  take = taking(
+    Step(lambda m, ids: jnp.sum(m(ids)), **state, options=Options(pipelined=True)), data
+  )
+  assert [float(take(i == 3)) for i in range(4)] == [1.0, 1.0, 0.0, -1.0]
   assert model.tables["table_0"][:, 0].tolist() == [1.0, -3.0, 1.0]
 
 
@@ -146,8 +149,8 @@ def test_a_pause_before_every_step_is_no_pipeline():
     model = Model(embed.adam(0.1))
     optimizer = embed.Optimizer(model, optax.adam(0.1))
     state = {"model": model, "optimizer": optimizer}
-    steps = Steps(state, loss_fn, iter(batches(4)), Options(pipelined=pipelined))
-    losses = [float(steps.take(pause=True)) for _ in range(4)]
+    take = taking(Step(loss_fn, **state, options=Options(pipelined=pipelined)), iter(batches(4)))
+    losses = [float(take(True)) for _ in range(4)]
     found.append((losses, jax.tree.map(np.asarray, model.embed.variables)))
   meshes.assert_equal(*found)
 
@@ -220,8 +223,8 @@ def test_candidates_drawn_in_the_loss_are_those_looked_up():
   model = Drawing()
   optimizer = embed.Optimizer(model, optax.sgd(0.1))
   state = {"model": model, "optimizer": optimizer}
-  steps = Steps(state, loss, iter([jnp.ones((2, D))] * 3), Options(pipelined=True))
-  assert np.isfinite([float(steps.take(pause=i == 2)) for i in range(3)]).all()
+  take = taking(Step(loss, **state, options=Options(pipelined=True)), iter([jnp.ones((2, D))] * 3))
+  assert np.isfinite([float(take(i == 2)) for i in range(3)]).all()
 
 
 # --- mistakes -------------------------------------------------------------------------------------

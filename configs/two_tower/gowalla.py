@@ -81,11 +81,6 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.baseline = ml_collections.ConfigDict()
   config.baseline.select = "ndcg@20"
   config.baseline.ease_l2 = ()  # 41 thousand items are too many
-  config.baseline.ials_l2 = ()
-  config.baseline.ials = ml_collections.ConfigDict()
-  config.baseline.ials.dim = 64
-  config.baseline.ials.unobserved = 0.1
-  config.baseline.ials.sweeps = 12
 
   if mode == "refit":
     config.refit, config.select = True, ""

@@ -77,11 +77,6 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.baseline = ml_collections.ConfigDict()
   config.baseline.select = "recall@100"
   config.baseline.ease_l2 = (50.0, 200.0, 500.0)
-  config.baseline.ials_l2 = ()
-  config.baseline.ials = ml_collections.ConfigDict()
-  config.baseline.ials.dim = 64
-  config.baseline.ials.unobserved = 0.1
-  config.baseline.ials.sweeps = 12
 
   if mode == "smoke":
     config.history = 8

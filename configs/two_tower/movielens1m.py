@@ -80,11 +80,6 @@ def get_config(mode: str = "") -> ml_collections.ConfigDict:
   config.baseline = ml_collections.ConfigDict()
   config.baseline.select = "ndcg@10"
   config.baseline.ease_l2 = (500.0, 1000.0)
-  config.baseline.ials_l2 = ()
-  config.baseline.ials = ml_collections.ConfigDict()
-  config.baseline.ials.dim = 64
-  config.baseline.ials.unobserved = 0.1
-  config.baseline.ials.sweeps = 12
 
   if mode == "smoke":
     config.core = 2

@@ -7,22 +7,21 @@ int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, pad
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import grain
 import jax
 import numpy as np
-from sklearn.metrics import roc_auc_score
 
 import embed
 
-from .. import baselines, hosts, movielens, pipeline
+from .. import hosts, movielens, pipeline
 from ..datasets import DataSet, Prepared, Registry
-from ..features import Feature, cut_ids, feature_configs
 from ..tables import clicks
 from ..tables import settings as table_settings
+from ..training.features import Feature, cut_ids, feature_configs
 from . import criteo, criteo1tb, movielens1m, synthetic
 
 DATA_SETS = Registry(
@@ -38,8 +37,6 @@ DATA_SETS = Registry(
     "table": DataSet(table_settings.settings, clicks.build),
   }
 )
-
-_ROWS = 1 << 22  # labels that are read at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +60,11 @@ class ClickData:
   best: Mapping[str, float]
   serve: Path | None = None
   dense_names: tuple[str, ...] = ()
+
+  @property
+  def num_examples(self) -> int:
+    """Rows that train."""
+    return len(range(*self.splits["train"]))
 
   @property
   def num_dense(self) -> int:
@@ -161,87 +163,3 @@ def split_features(
   embed.validate(configs, inputs)
   rest = {name: array for name, array in batch.items() if name != "ids"}
   return rest | {"label": batch["label"].astype(np.float32), "features": inputs}
-
-
-def constant_rate(data: ClickData) -> dict[str, float]:
-  """Returns the metrics of predicting the training rows' rate of clicks for every row."""
-  rates = {split: _rate(data, *rows) for split, rows in data.splits.items() if len(range(*rows))}
-  odds = np.clip(rates.pop("train"), 1e-15, 1 - 1e-15)
-  scores: dict[str, float] = {}
-  for split, rate in rates.items():
-    logloss = -rate * np.log(odds) - (1 - rate) * np.log1p(-odds)
-    scores |= {f"{split}_auc": 0.5, f"{split}_logloss": float(logloss)}
-  return scores
-
-
-def _rate(data: ClickData, start: int, stop: int) -> float:
-  clicks = total = 0.0
-  for first in range(start, stop, _ROWS):
-    part = slice(first, min(first + _ROWS, stop))
-    weights = _weights(data, part).astype(np.float64)
-    clicks, total = clicks + weights @ data.columns["label"][part], total + weights.sum()
-  return clicks / total
-
-
-def _weights(data: ClickData, rows: slice) -> np.ndarray:
-  if "weight" in data.columns:
-    return np.asarray(data.columns["weight"][rows])
-  return np.ones(rows.stop - rows.start, np.float32)
-
-
-def most_telling(data: ClickData, max_rows: int = 1_000_000) -> tuple[str, float]:
-  """Returns the column that ranks held-out rows best by itself, and the AUC of its ranking.
-
-  A number ranks by its size, in either direction; ids by the rates of clicks of their training
-  rows.
-
-  Args:
-    data: the data set; of each split the last rows are used.
-    max_rows: how many.
-  """
-  held_out = next(name for name in ("test", "valid") if len(range(*data.splits[name])))
-  train, test = (
-    slice(max(start, stop - max_rows), stop)
-    for start, stop in (data.splits["train"], data.splits[held_out])
-  )
-  label, weights = np.asarray(data.columns["label"][train]), _weights(data, train)
-  clicks, mean = weights * label, np.average(label, weights=weights)
-  names = data.dense_names or [f"number {i + 1}" for i in range(data.num_dense)]
-  scores = dict(zip(names, np.asarray(data.columns["dense"][test]).T, strict=True))
-  known, asked = (cut_ids(data.columns["ids"][rows], data.features) for rows in (train, test))
-  for feature in data.features:
-    ids, size = known[feature.name].reshape(len(label), -1) + 1, feature.vocabulary_size + 1
-    sums = lambda x, ids=ids, size=size: sum(np.bincount(each, x, size) for each in ids.T)
-    rates = (sums(clicks) + mean) / (sums(weights) + 1)  # of no value at 0
-    at = asked[feature.name] + 1
-    scores[feature.name] = rates[at] if at.ndim == 1 else rates[at].mean(axis=1)
-  label, weights = np.asarray(data.columns["label"][test]), _weights(data, test)
-  aucs = {name: roc_auc_score(label, x, sample_weight=weights) for name, x in scores.items()}
-  aucs = {name: float(max(auc, 1 - auc)) for name, auc in aucs.items()}
-  best = max(aucs, key=lambda name: aucs[name])
-  return best, aucs[best]
-
-
-def logistic_regression(
-  data: ClickData, *, max_rows: int, inverse_penalties: Sequence[float]
-) -> dict[str, float]:
-  """Returns the metrics of a linear model on the same rows; see `baselines.logistic_regression`.
-
-  At most `max_rows` rows of each split are used, the last ones, because the one-hot matrix is held
-  in memory; the `rows` in the result say how many there were.
-  """
-  blocks = [
-    size
-    for feature in data.features
-    for size in (feature.vocabulary_size, *[0] * (feature.valency - 1))
-  ]
-  matrices, labels, weights = {}, {}, {}
-  for split, (start, stop) in data.splits.items():
-    first = max(start, stop - max_rows)
-    dense = np.asarray(data.columns["dense"][first:stop])
-    matrices[split] = baselines.one_hot(data.columns["ids"][first:stop], blocks, dense)
-    labels[split] = np.asarray(data.columns["label"][first:stop])
-    weights[split] = _weights(data, slice(first, stop))
-  return baselines.logistic_regression(
-    matrices, labels, weights, inverse_penalties=inverse_penalties
-  )

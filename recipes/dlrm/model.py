@@ -13,8 +13,8 @@ from flax import nnx
 
 import embed
 
-from .. import layers
 from ..errors import UserError
+from ..training import layers
 
 Batch = Mapping[str, jax.Array]
 

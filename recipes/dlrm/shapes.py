@@ -3,10 +3,9 @@
 import jax
 from flax import nnx
 
-import embed
-
-from .. import aot, hosts, train_step
-from ..errors import from_settings
+from .. import hosts
+from ..aot import compile as aot
+from ..training import train_step
 from . import data as data_lib
 from . import train
 
@@ -17,8 +16,8 @@ def parts(config, mesh: jax.sharding.Mesh) -> aot.Parts:
   train_step.check(config, mesh)
   data = data_lib.describe(config)
   batch = data_lib.batch_shapes(data, config.batch_size)
-  with from_settings():
-    model = nnx.eval_shape(lambda: train.build_model(config, data, mesh, lambda: batch["features"]))
-    optimizer = nnx.eval_shape(lambda m: embed.Optimizer(m, train.dense_optimizer(config)), model)
+  model, optimizer = nnx.eval_shape(lambda: train.make_state(config, data, mesh))
   options = train_step.options(config)
-  return aot.Parts(model, optimizer, train.OBJECTIVE, train.predict, batch, options=options)
+  return aot.Parts(
+    model, optimizer, train.objective(config, data, mesh), train.predict, batch, options=options
+  )

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import expit
 
 from .. import arrays, files, sampling
-from ..metrics import ClickMetrics
+from ..evaluation.metrics import ClickMetrics
 
 _SIZES = {"user": 10_000, "item": 5_000, "brand": 500, "category": 50, "city": 200, "hour": 24}
 _TAGS, _MAX_TAGS, _NUM_DENSE, _RANK = 300, 5, 4, 4

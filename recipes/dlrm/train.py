@@ -1,6 +1,10 @@
-"""Trains a click model: what to train, on what, and how it is measured."""
+"""Trains a click model: `run` reads from top to bottom; what it calls is below it.
 
-import functools
+A second loss, a teacher or a further metric is a change of this file: `loss_fn` returns the loss
+and may return `{name: scalar}` beside it; what a teacher says of a batch is added to the batch, in
+the loop; and `run.log` logs any scalar.
+"""
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,50 +15,143 @@ from flax import nnx
 
 import embed
 
-from .. import features as features_lib
-from .. import hosts, layers, loop, optimizers, placement, train_step
+from .. import hosts
 from ..errors import UserError, from_settings
-from ..metrics import BinnedClickMetrics
+from ..evaluation.metrics import BinnedClickMetrics
+from ..run import settings, warm_start
+from ..run import workdir as runs
+from ..run.config import completed
+from ..run.journal import Writer
+from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
+from ..training import features as features_lib
+from ..training import layers, optimizers, placement, train_step
 from . import data as data_lib
 from . import model as model_lib
 
 
-def run(config, workdir: str, writers: Sequence[loop.Writer] = ()) -> dict[str, Any]:
-  """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
-  return loop.run("dlrm", config, workdir, prepare, writers)
+def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
+  """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
+  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
 
-def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
-  """Returns the parts of a run: loads the data, builds the model and its optimizer.
+  Args:
+    config: of the run, or a plain dict that declares a table; see `completed`.
+    workdir: the run's folder.
+    writers: get the metrics of the run as well, and are closed at the end; see `journal.Writer`.
+
+  Returns:
+    The content of result.json.
 
   Raises:
-    UserError: a setting is wrong, or a file of the data is missing or damaged.
+    UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
   """
+  mesh, asked = hosts.start(), completed("dlrm", config)
+  if (result := runs.finished(asked, workdir, writers)) is not None:
+    return result
+  config = runs.resumed(asked, workdir)
+  check(config, mesh)
+
+  data = data_lib.load(config)
+  config = decide(config, data, mesh)
+  model, optimizer = make_state(config, data, mesh)
+  evaluate = evaluator(data, config, mesh)
+  rate = optimizers.rate(config)
+  epoch = lambda steps: steps * config.batch_size / data.num_examples
+
+  with Run(
+    "dlrm", config, workdir, asked=asked, model=model, optimizer=optimizer, mesh=mesh, data=data,
+    writers=writers,
+  ) as run:  # fmt: skip
+    warm_start.start(run)
+    step = train_step.Step(OBJECTIVE, model, optimizer, train_step.options(config), mesh)
+    for batch in run.steps(data_lib.train_batches(data, config)):
+      run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
+      if run.evaluates:
+        run.score(evaluate(model, "valid"))
+    return run.finish(evaluate(run.best(), "test"))
+
+
+def loss_fn(model, batch) -> jax.Array:
+  """Returns the mean cross-entropy of a batch's labels `[B]`, by `weight` `[B]` if there is one."""
+  losses = optax.sigmoid_binary_cross_entropy(model(batch), batch["label"])
+  if "weight" not in batch:
+    return losses.mean()
+  # A batch without any weight has no loss, and no gradient.
+  return jnp.sum(losses * batch["weight"]) / jnp.maximum(jnp.sum(batch["weight"]), 1e-30)
+
+
+def weight(batch) -> jax.Array:
+  """Returns the weight of a batch in the mean over several: of its rows in all, float32."""
+  if "weight" in batch:
+    return jnp.sum(batch["weight"], dtype=jnp.float32)
+  return jnp.float32(batch["label"].shape[0])
+
+
+OBJECTIVE = train_step.Objective(loss_fn, weight)
+
+
+def objective(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
+  """Returns what training minimises."""
+  del config, data, mesh
+  return OBJECTIVE
+
+
+@nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
+def predict(model, batch) -> jax.Array:
+  """Returns a batch's logits `[B]`; compiled."""
+  return model(batch)
+
+
+def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
+  """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process.
+
+  A row counts by its `weight`, if there is one. A split without rows has no metrics.
+  """
+
+  def evaluate(model, split: str) -> dict[str, float]:
+    if len(range(*data.splits[split])) == 0:
+      return {}
+    view = nnx.view(model, deterministic=True)
+    metrics = BinnedClickMetrics(mesh, weighted="weight" in data.columns)
+    batches = data_lib.eval_batches(
+      data, split, config.eval_batch_size, num_workers=config.num_workers
+    )
+    for batch in hosts.put_ahead(mesh, batches):
+      metrics.update(predict(view, batch), batch["label"], batch["mask"], batch.get("weight"))
+    return metrics.compute()
+
+  return evaluate
+
+
+# --- what is trained ------------------------------------------------------------------------------
+
+
+def check(config, mesh: jax.sharding.Mesh | None) -> None:
+  """Raises UserError for settings that make no sense, before any data is read."""
+  settings.check(config)
+  train_step.check(config, mesh)
   units = train_step.units(config, mesh)
   hosts.check_batch_sizes(
     mesh, batch_size=config.batch_size or units, eval_batch_size=config.eval_batch_size
   )
-  data = data_lib.load(config)
-  start, stop = data.splits["train"]
-  config = steps_of_data(config, stop - start, units)
+
+
+def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
+  """Returns the config with what the number of rows decides; checks what the data tell."""
+  has_valid = len(range(*data.splits["valid"])) > 0
+  check_select(config.select, ["valid_auc", "valid_logloss"] if has_valid else [])
+  return steps_of_data(config, data.num_examples, train_step.units(config, mesh))
+
+
+def make_state(
+  config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None
+) -> tuple[nnx.Module, embed.Optimizer]:
+  """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
     inputs = lambda: data_lib.batch_shapes(data, config.batch_size)["features"]
     model = build_model(config, data, mesh, inputs)
-    optimizer = embed.Optimizer(model, dense_optimizer(config))
-  return loop.Training(
-    model=model,
-    optimizer=optimizer,
-    loss_fn=OBJECTIVE,
-    batches=data_lib.train_batches(data, config),
-    evaluate=evaluator(data, config, mesh),
-    baselines=functools.partial(baselines, data, config),
-    data_sha256=data.sha256,
-    metrics=("auc", "logloss") if len(range(*data.splits["valid"])) else (),
-    config=config,
-    serve=data.serve,
-    telling=functools.partial(data_lib.most_telling, data),
-  )
+    return model, embed.Optimizer(model, dense_optimizer(config))
 
 
 def build_model(
@@ -105,70 +202,3 @@ def dense_optimizer(config) -> optax.GradientTransformation:
     # torch adds its epsilon to the root, optax under it.
     return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8**2)
   raise UserError(f"unknown dense optimizer {config.dense_optimizer!r}: choose adamw or adagrad")
-
-
-def loss_fn(model, batch) -> jax.Array:
-  """Returns the mean cross-entropy of a batch's labels `[B]`, by `weight` `[B]` if there is one."""
-  losses = optax.sigmoid_binary_cross_entropy(model(batch), batch["label"])
-  if "weight" not in batch:
-    return losses.mean()
-  # A batch without any weight has no loss, and no gradient.
-  return jnp.sum(losses * batch["weight"]) / jnp.maximum(jnp.sum(batch["weight"]), 1e-30)
-
-
-def weight(batch) -> jax.Array:
-  """Returns the weight of a batch in the mean over several: of its rows in all, float32."""
-  if "weight" in batch:
-    return jnp.sum(batch["weight"], dtype=jnp.float32)
-  return jnp.float32(batch["label"].shape[0])
-
-
-OBJECTIVE = train_step.Objective(loss_fn, weight)
-
-
-@nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
-def predict(model, batch) -> jax.Array:
-  """Returns a batch's logits `[B]`; compiled."""
-  return model(batch)
-
-
-def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
-  """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process.
-
-  A row counts by its `weight`, if there is one. A split without rows has no metrics.
-  """
-
-  def evaluate(model, split: str) -> dict[str, float]:
-    if len(range(*data.splits[split])) == 0:
-      return {}
-    view = nnx.view(model, deterministic=True)
-    metrics = BinnedClickMetrics(mesh, weighted="weight" in data.columns)
-    batches = data_lib.eval_batches(
-      data, split, config.eval_batch_size, num_workers=config.num_workers
-    )
-    for batch in hosts.put_ahead(mesh, batches):
-      metrics.update(predict(view, batch), batch["label"], batch["mask"], batch.get("weight"))
-    return metrics.compute()
-
-  return evaluate
-
-
-def baselines(data: data_lib.ClickData, config) -> dict[str, loop.Baseline]:
-  """Returns what fits the constant rate of clicks and a logistic regression, and the best possible.
-
-  The metrics of the best possible are there where they are known.
-  """
-  fit = functools.partial(
-    data_lib.logistic_regression,
-    data,
-    max_rows=config.baseline.max_rows,
-    inverse_penalties=tuple(config.baseline.inverse_penalties),
-  )
-  can_choose = len(range(*data.splits["valid"])) > 0
-  chosen: dict[str, loop.Baseline] = {
-    "constant rate": functools.partial(data_lib.constant_rate, data),
-    "logistic regression": fit if config.baseline.max_rows and can_choose else {},
-  }
-  if data.best:
-    chosen["best possible"] = dict(data.best)
-  return chosen

@@ -1,8 +1,8 @@
 """Command line of the recipe; `--helpfull` lists the flags."""
 
-from .. import aot_flags
+from .. import main
 
-_program = aot_flags.program("sequence")
+_program = main.program(main.train, recipe="sequence")
 
 if __name__ == "__main__":
   _program()

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from .. import pipeline, retrieval, sampling
+from .. import pipeline, sampling
 from ..errors import UserError
+from ..evaluation import retrieval
 from . import packing
 
 Batch = dict[str, np.ndarray]

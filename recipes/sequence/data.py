@@ -54,6 +54,11 @@ class SequenceData:
   serve: Path | None = None
 
   @property
+  def num_examples(self) -> int:
+    """Packed rows that train."""
+    return len(self.packed["items"])
+
+  @property
   def lengths(self) -> np.ndarray:
     """Items of each user, int64 `[users]`."""
     return np.diff(self.columns["offsets"])

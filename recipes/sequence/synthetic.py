@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import arrays, files
 from ..errors import UserError
-from ..metrics import RankingMetrics
+from ..evaluation.metrics import RankingMetrics
 
 _SUCCESSORS, _SHORTEST, _LONGEST, _MEAN_MORE = 8, 4, 40, 8
 _CHUNK = 1_000

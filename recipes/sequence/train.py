@@ -1,115 +1,77 @@
-"""Trains a sequence model: what to train, by which loss, and how it is measured."""
+"""Trains a sequence model: `run` reads from top to bottom; what it calls is below it.
 
-import functools
+A second loss, a teacher or a further metric is a change of this file: the loss function returns the
+loss and may return `{name: scalar}` beside it; what a teacher says of a batch is added to the
+batch, in the loop; and `run.log` logs any scalar.
+"""
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import embed
 
-from .. import baselines as baselines_lib
-from .. import hosts, layers, loop, losses, optimizers, placement, retrieval, train_step
+from .. import hosts
 from ..errors import UserError, from_settings
-from ..metrics import RankingMetrics, ranking_names
+from ..evaluation import retrieval
+from ..evaluation.metrics import RankingMetrics, ranking_names
+from ..run import settings, warm_start
+from ..run import workdir as runs
+from ..run.config import completed
+from ..run.journal import Writer
+from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
+from ..training import layers, losses, optimizers, placement, train_step
 from . import data as data_lib
 from . import model as model_lib
 
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
-def run(config, workdir: str, writers: Sequence[loop.Writer] = ()) -> dict[str, Any]:
-  """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
-  return loop.run("sequence", config, workdir, prepare, writers)
+def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
+  """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
+  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
 
-def prepare(config, mesh: jax.sharding.Mesh | None) -> loop.Training:
-  """Returns the parts of a run: loads the data, builds the model and its optimizer.
+  Args:
+    config: of the run, or a plain dict that declares a table; see `completed`.
+    workdir: the run's folder.
+    writers: get the metrics of the run as well, and are closed at the end; see `journal.Writer`.
+
+  Returns:
+    The content of result.json.
 
   Raises:
-    UserError: a setting is wrong, or a file of the data is missing or damaged.
+    UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
   """
-  units = train_step.units(config, mesh)
+  mesh, asked = hosts.start(), completed("sequence", config)
+  if (result := runs.finished(asked, workdir, writers)) is not None:
+    return result
+  config = runs.resumed(asked, workdir)
   check(config, mesh)
+
   data = data_lib.load(config)
-  metrics = ranking_names(config.ks, data.num_items)
-  config = steps_of_data(config, len(data.packed["items"]), units, smallest_batch=8)
-  with from_settings():
-    inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
-    model = build_model(config, data.num_items, mesh, inputs)
-    optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
-  return loop.Training(
-    model=model,
-    optimizer=optimizer,
-    loss_fn=objective(config, data.num_items),
-    batches=data_lib.train_batches(data, config),
-    evaluate=evaluator(data, config, mesh),
-    baselines=functools.partial(baselines, data, config),
-    data_sha256=data.sha256,
-    metrics=metrics,
-    config=config,
-    serve=data.serve,
-  )
+  config = decide(config, data, mesh)
+  model, optimizer = make_state(config, data, mesh)
+  evaluate = evaluator(data, config, mesh)
+  rate = optimizers.rate(config)
+  epoch = lambda steps: steps * config.batch_size / data.num_examples
 
-
-def check(config, mesh: jax.sharding.Mesh | None) -> None:
-  """Raises ValueError for an unknown model or loss, or sizes that do not fit the devices."""
-  train_step.check(config, mesh)
-  if config.model not in model_lib.BLOCKS:
-    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
-  if config.loss not in LOSSES:
-    raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
-  hosts.check_batch_sizes(
-    mesh,
-    batch_size=config.batch_size or (1 if mesh is None else mesh.size),
-    eval_batch_size=config.eval_batch_size,
-  )
-  if config.loss != "softmax" and config.negatives.shared:
-    hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
-
-
-def build_model(
-  config,
-  num_items: int,
-  mesh: jax.sharding.Mesh | None = None,
-  inputs: Callable[[], Any] | None = None,
-) -> model_lib.SequenceModel:
-  """Returns the model that `config.model` names, its table with the configured optimizer.
-
-  `inputs` returns the shapes of a batch's items, for a plan; see `placement.make_tables`.
-  """
-  rngs, dtype = nnx.Rngs(config.seed), layers.dtype(config, "dtype")
-  table = embed.TableConfig(
-    num_items,
-    config.dim,
-    initializer=layers.table_initializer(config),
-    optimizer=optimizers.table_optimizer(config),
-    name=model_lib.ITEM,
-    dtype=layers.dtype(config, "table_dtype"),
-  )
-  encoder = model_lib.Encoder(
-    model_lib.BLOCKS[config.model],
-    dim=config.dim,
-    blocks=config.blocks,
-    heads=config.heads,
-    max_length=config.max_length,
-    dropout=config.dropout,
-    dtype=dtype,
-    rngs=rngs,
-  )
-  features = {model_lib.ITEM: embed.FeatureConfig(table)}
-  return model_lib.SequenceModel(
-    placement.make_tables(config, features, None, rngs=rngs, mesh=mesh, inputs=inputs),
-    encoder,
-    max_length=config.max_length,
-    dropout=config.dropout,
-    dtype=dtype,
-    rngs=rngs,
-  )
+  with Run(
+    "sequence", config, workdir, asked=asked, model=model, optimizer=optimizer, mesh=mesh,
+    data=data, writers=writers,
+  ) as run:  # fmt: skip
+    warm_start.start(run)
+    minimised, options = objective(config, data), train_step.options(config)
+    step = train_step.Step(minimised, model, optimizer, options, mesh)
+    for batch in run.steps(data_lib.train_batches(data, config)):
+      run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
+      if run.evaluates:
+        run.score(evaluate(model, "valid"))
+    return run.finish(evaluate(run.best(), "test"))
 
 
 def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
@@ -141,11 +103,14 @@ def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
   return loss_fn
 
 
-def objective(config, num_items: int) -> train_step.Objective:
+def objective(
+  config, data: data_lib.SequenceData, mesh: jax.sharding.Mesh | None = None
+) -> train_step.Objective:
   """Returns the loss, the number of targets of a batch, and the samples that all of them share."""
+  del mesh
   has_shared = config.loss != "softmax" and config.negatives.shared
   return train_step.Objective(
-    loss_function(config, num_items),
+    loss_function(config, data.num_items),
     weight=lambda batch: jnp.sum(batch["targets"] >= 0, dtype=jnp.float32),
     shared=("negatives", "log_expected") if has_shared else (),
   )
@@ -189,45 +154,79 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   return evaluate
 
 
-def baselines(data: data_lib.SequenceData, config) -> dict[str, loop.Baseline]:
-  """Returns what fits popularity, item kNN and EASE, and the best possible metrics where known.
+# --- what is trained ------------------------------------------------------------------------------
 
-  `config.baseline.ease_l2` is EASE's penalty; 0 leaves it out. Item kNN is fitted where the users'
-  lists are short enough.
+
+def check(config, mesh: jax.sharding.Mesh | None) -> None:
+  """Raises UserError for settings that make no sense, before any data is read."""
+  settings.check(config)
+  train_step.check(config, mesh)
+  if config.model not in model_lib.BLOCKS:
+    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
+  if config.loss not in LOSSES:
+    raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
+  hosts.check_batch_sizes(
+    mesh,
+    batch_size=config.batch_size or (1 if mesh is None else mesh.size),
+    eval_batch_size=config.eval_batch_size,
+  )
+  if config.loss != "softmax" and config.negatives.shared:
+    hosts.check_batch_sizes(mesh, **{"negatives.number": config.negatives.number})
+
+
+def decide(config, data: data_lib.SequenceData, mesh: jax.sharding.Mesh | None = None):
+  """Returns the config with what the data decide; checks what they tell."""
+  names = ranking_names(config.ks, data.num_items)
+  check_select(config.select, [f"valid_{name}" for name in names])
+  units = train_step.units(config, mesh)
+  return steps_of_data(config, data.num_examples, units, smallest_batch=8)
+
+
+def make_state(
+  config, data: data_lib.SequenceData, mesh: jax.sharding.Mesh | None = None
+) -> tuple[nnx.Module, embed.Optimizer]:
+  """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
+  with from_settings():
+    inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
+    model = build_model(config, data.num_items, mesh, inputs)
+    return model, embed.Optimizer(model, optimizers.dense_optimizer(config))
+
+
+def build_model(
+  config,
+  num_items: int,
+  mesh: jax.sharding.Mesh | None = None,
+  inputs: Callable[[], Any] | None = None,
+) -> model_lib.SequenceModel:
+  """Returns the model that `config.model` names, its table with the configured optimizer.
+
+  `inputs` returns the shapes of a batch's items, for a plan; see `placement.make_tables`.
   """
-  fit = functools.partial(fit_baseline, data, ks=tuple(config.ks), exclude_seen=config.exclude_seen)
-  chosen: dict[str, loop.Baseline] = {"popularity": functools.partial(fit, "popularity")}
-  if baselines_lib.can_fit_knn(data_lib.train_lengths(data.lengths)):
-    chosen["item kNN"] = functools.partial(fit, "item kNN")
-  if config.baseline.ease_l2:
-    chosen["EASE"] = functools.partial(fit, "EASE", l2=config.baseline.ease_l2)
-  if data.best:
-    chosen["best possible"] = dict(data.best)
-  return chosen
-
-
-def fit_baseline(
-  data: data_lib.SequenceData,
-  name: str,
-  *,
-  ks: tuple[int, ...],
-  exclude_seen: bool,
-  l2: float = 0.0,
-) -> dict[str, float]:
-  """Returns the metrics of a baseline that is asked with all earlier items, as the models are.
-
-  Args:
-    data: the data set; the baseline learns from its training items.
-    name, l2: as for `baselines.scorer`.
-    ks, exclude_seen: as in the config.
-  """
-  everyone, users = np.arange(len(data.lengths)), data.evaluated
-  train = data_lib.matrix(data, everyone, data_lib.HELD_OUT["train"])
-  score, scores = baselines_lib.scorer(name, train, l2), dict[str, float]()
-  for split in ("valid", "test"):
-    histories = data_lib.matrix(data, users, data_lib.HELD_OUT[split])
-    relevant = data_lib.targets(data, users, data_lib.HELD_OUT[split])
-    ask = lambda start, stop, histories=histories: score(histories[start:stop])
-    metrics = baselines_lib.ranking(ask, relevant, histories if exclude_seen else None, ks)
-    scores |= {f"{split}_{metric}": value for metric, value in metrics.items()}
-  return scores
+  rngs, dtype = nnx.Rngs(config.seed), layers.dtype(config, "dtype")
+  table = embed.TableConfig(
+    num_items,
+    config.dim,
+    initializer=layers.table_initializer(config),
+    optimizer=optimizers.table_optimizer(config),
+    name=model_lib.ITEM,
+    dtype=layers.dtype(config, "table_dtype"),
+  )
+  encoder = model_lib.Encoder(
+    model_lib.BLOCKS[config.model],
+    dim=config.dim,
+    blocks=config.blocks,
+    heads=config.heads,
+    max_length=config.max_length,
+    dropout=config.dropout,
+    dtype=dtype,
+    rngs=rngs,
+  )
+  features = {model_lib.ITEM: embed.FeatureConfig(table)}
+  return model_lib.SequenceModel(
+    placement.make_tables(config, features, None, rngs=rngs, mesh=mesh, inputs=inputs),
+    encoder,
+    max_length=config.max_length,
+    dropout=config.dropout,
+    dtype=dtype,
+    rngs=rngs,
+  )

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from scipy.special import expit
 
-from ..features import cut_ids
 from ..tables import rows as rows_lib
 from ..tables import spec
 from ..tables.clicks import Encoder
 from ..tables.entities import Codes
+from ..training.features import cut_ids
 from . import columns as columns_lib
 from .folder import Served, batches
 

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .. import retrieval
 from ..errors import UserError
+from ..evaluation import retrieval
 from ..sequence import packing
 from ..tables import rows as rows_lib
 from ..tables import spec

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from .. import files
 from ..errors import UserError
-from ..features import Feature
+from ..training.features import Feature
 from . import spec
 from .fitting import Fit, Fitted
 from .rows import open_source

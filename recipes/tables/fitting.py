@@ -17,7 +17,7 @@ from embed.transforms import hashing
 
 from .. import arrays
 from ..errors import UserError
-from ..features import Feature
+from ..training.features import Feature
 from . import spec
 from .values import Spelling, bits, spelled
 

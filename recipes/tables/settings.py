@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import arrays, files
-from .. import settings as run_settings
 from ..errors import DamagedFileError, UserError
+from ..run import settings as run_settings
 from . import sharing, spec
 from .reading import Format, columns_of, paths
 

@@ -16,11 +16,12 @@ import scipy.sparse
 
 import embed
 
-from .. import hosts, movielens, pipeline, retrieval, sampling
+from .. import hosts, movielens, pipeline, sampling
 from ..datasets import DataSet, Registry
 from ..errors import UserError
-from ..features import Feature
+from ..evaluation import retrieval
 from ..tables import settings as table_settings
+from ..training.features import Feature
 from . import gowalla, movielens1m, movielens100k, splits, synthetic, table
 
 DATA_SETS = Registry(
@@ -66,6 +67,11 @@ class RetrievalData:
   best: Mapping[str, float]
   serve: Path | None = None
   ordered: bool = False
+
+  @property
+  def num_examples(self) -> int:
+    """Pairs that train."""
+    return len(range(*self.splits["train"]))
 
   def matrix(self, *splits: str) -> scipy.sparse.csr_matrix:
     """Returns the pairs of the named splits as float32 `[users, items]` of ones."""

@@ -49,7 +49,5 @@ DEFAULTS: dict[str, Any] = {
   "baseline": {
     "select": "ndcg@10",
     "ease_l2": (),  # EASE takes a matrix of all pairs of items
-    "ials_l2": (),
-    "ials": {"dim": 64, "unobserved": 0.1, "sweeps": 12},
   },
 }

@@ -13,7 +13,7 @@ from flax import nnx
 
 import embed
 
-from .. import layers
+from ..training import layers
 from .frequency import Frequency
 
 

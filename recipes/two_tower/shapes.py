@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import embed
-
-from .. import aot, hosts, optimizers, retrieval, train_step
-from ..errors import from_settings
-from ..tables.settings import steps_of_data
+from .. import hosts
+from ..aot import compile as aot
+from ..evaluation import retrieval
+from ..training import train_step
 from . import data as data_lib
 from . import train
 
@@ -19,15 +18,9 @@ def parts(config, mesh: jax.sharding.Mesh) -> aot.Parts:
   """Returns what `train.run` would train under `config` on the mesh; loads the data."""
   train.check(config, mesh)
   data = data_lib.load(config)
-  start, stop = data.splits["train"]
-  config = steps_of_data(config, stop - start, train_step.units(config, mesh))
-  config = train.with_all_features(config, data)
+  config = train.decide(config, data, mesh)
   batch = data_lib.batch_shapes(data, config)
-  inputs = lambda: train.inputs(config, batch)
-  with from_settings():
-    model = nnx.eval_shape(lambda: train.build_model(config, data, mesh, inputs))
-    tx = optimizers.dense_optimizer(config)
-    optimizer = nnx.eval_shape(lambda m: embed.Optimizer(m, tx), model)
+  model, optimizer = nnx.eval_shape(lambda: train.make_state(config, data, mesh))
   rank = train.make_rank(config, mesh, data.num_items)
 
   @nnx.jit(graph=False)
@@ -42,7 +35,7 @@ def parts(config, mesh: jax.sharding.Mesh) -> aot.Parts:
   return aot.Parts(
     model,
     optimizer,
-    train.objective(config, mesh),
+    train.objective(config, data, mesh),
     predict,
     batch,
     hosts.over_examples(mesh, ranked),

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from .. import baselines, files
+from .. import files
 from ..errors import UserError
+from ..evaluation import baselines
 from ..tables import splitting
 from ..tables.settings import SPLITS
 from . import splits

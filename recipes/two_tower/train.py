@@ -1,4 +1,9 @@
-"""Trains a two-tower model: what to train, on what, and how it is measured."""
+"""Trains a two-tower model: `run` reads from top to bottom; what it calls is below it.
+
+A second loss, a teacher or a further metric is a change of this file: the loss function returns the
+loss and may return `{name: scalar}` beside it; what a teacher says of a batch is added to the
+batch, in the loop; and `run.log` logs any scalar.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -7,160 +12,70 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 import embed
 
-from .. import baselines as baselines_lib
-from .. import features as features_lib
-from .. import hosts, layers, loop, optimizers, placement, retrieval, train_step
+from .. import hosts
 from ..errors import UserError, from_settings
-from ..metrics import RankingMetrics, ranking_names
+from ..evaluation import retrieval
+from ..evaluation.metrics import RankingMetrics, ranking_names
+from ..run import settings, warm_start
+from ..run import workdir as runs
+from ..run.config import completed
+from ..run.journal import Writer
+from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
+from ..training import features as features_lib
+from ..training import layers, optimizers, placement, train_step
 from . import data as data_lib
 from . import losses
 from . import model as model_lib
 
 
-def run(config, workdir: str, writers: Sequence[loop.Writer] = ()) -> dict[str, Any]:
-  """Trains as configured, or reports the run that the workdir holds; see `loop.run`."""
-  return loop.run("two_tower", config, workdir, prepare, writers)
+def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
+  """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
+  The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
 
-def prepare(config, mesh: Mesh | None) -> loop.Training:
-  """Returns the parts of a run: loads the data, builds the model and its optimizer.
+  Args:
+    config: of the run, or a plain dict that declares a table; see `completed`.
+    workdir: the run's folder.
+    writers: get the metrics of the run as well, and are closed at the end; see `journal.Writer`.
+
+  Returns:
+    The content of result.json.
 
   Raises:
-    UserError: a setting is wrong, or a file of the data is missing or damaged.
+    UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
   """
-  units = train_step.units(config, mesh)
+  mesh, asked = hosts.start(), completed("two_tower", config)
+  if (result := runs.finished(asked, workdir, writers)) is not None:
+    return result
+  config = runs.resumed(asked, workdir)
   check(config, mesh)
+
   data = data_lib.load(config)
-  metrics = ranking_names(config.ks, data.num_items)
-  start, stop = data.splits["train"]
-  config = with_all_features(steps_of_data(config, stop - start, units), data)
-  with from_settings():
-    of_batch = lambda: inputs(config, data_lib.batch_shapes(data, config))
-    model = build_model(config, data, mesh, of_batch)
-    optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
-  return loop.Training(
-    model=model,
-    optimizer=optimizer,
-    loss_fn=objective(config, mesh),
-    batches=data_lib.train_batches(data, config),
-    evaluate=evaluator(data, config, mesh),
-    baselines=functools.partial(baselines, data, config),
-    data_sha256=data.sha256,
-    metrics=metrics if len(range(*data.splits["valid"])) else (),
-    config=config,
-    serve=data.serve,
-  )
+  config = decide(config, data, mesh)
+  model, optimizer = make_state(config, data, mesh)
+  evaluate = evaluator(data, config, mesh)
+  rate = optimizers.rate(config)
+  epoch = lambda steps: steps * config.batch_size / data.num_examples
 
-
-def check(config, mesh: Mesh | None) -> None:
-  """Checks sizes that must fit the devices.
-
-  Raises:
-    UserError: one does not; names it.
-  """
-  train_step.check(config, mesh)
-  hosts.check_batch_sizes(
-    mesh,
-    batch_size=config.batch_size or train_step.units(config, mesh),
-    eval_batch_size=config.eval_batch_size,
-    **{"negatives.number": config.negatives.number},
-  )
-
-
-def build_model(
-  config,
-  data: data_lib.RetrievalData,
-  mesh: Mesh | None = None,
-  inputs: Callable[[], Any] | None = None,
-) -> model_lib.TwoTower:
-  """Returns the model, its tables with the configured optimizer and, under a mesh, split over it.
-
-  `inputs` returns the shapes of a batch's features, for a plan; see `placement.make_tables`.
-
-  Raises:
-    ValueError: a queue that is not a multiple of the batch, or an unknown option.
-  """
-  if config.queue % config.batch_size:
-    raise UserError(
-      f"queue is {config.queue}: choose a multiple of the batch size {config.batch_size}"
-    )
-  features, optimizer = feature_configs(config, data), optimizers.table_optimizer(config)
-  rngs = nnx.Rngs(config.seed)
-  return model_lib.TwoTower(
-    placement.make_tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
-    config.dim,
-    data.num_items,
-    query_hidden=config.query_hidden,
-    candidate_hidden=config.candidate_hidden,
-    dropout=config.dropout,
-    normalize=config.normalize,
-    buckets=config.frequency.buckets,
-    rate=config.frequency.rate,
-    queue=config.queue,
-    dtype=layers.dtype(config, "dtype"),
-    rngs=rngs,
-  )
-
-
-def with_all_features(config, data: data_lib.RetrievalData) -> ConfigDict:
-  """Returns the config with all features of the data in a tower whose setting names none."""
-  if config.query and config.candidate:
-    return config
-  config = config.copy_and_resolve_references()
-  config.query = config.query or ("user", "history", *(f.name for f in data.user_features))
-  config.candidate = config.candidate or ("item", *(f.name for f in data.item_features))
-  return config
-
-
-def feature_configs(
-  config, data: data_lib.RetrievalData
-) -> dict[str, dict[str, embed.FeatureConfig]]:
-  """Returns the features of both towers that the config names.
-
-  `config.query` may hold `user`, `history` and the user's features; `config.candidate` may hold
-  `item` and the item's features. Histories read the items' own table, or with
-  `config.share_history` False one of their own.
-
-  Raises:
-    ValueError: there is no such feature; names those that there are.
-  """
-  initializer = layers.table_initializer(config)
-  dtype = layers.dtype(config, "table_dtype")
-  table = functools.partial(
-    embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean", dtype=dtype
-  )
-  config_of = embed.FeatureConfig
-  item = table(data.num_items, name="item")
-  history = item if config.share_history else table(data.num_items, name="history")
-  of = functools.partial(
-    features_lib.feature_configs,
-    dim=config.dim,
-    initializer=initializer,
-    optimizer=lambda name: optimizers.table_optimizer(config, name),
-    dtype=dtype,
-  )
-  known = {
-    "query": {"user": config_of(table(data.num_users, name="user")), "history": config_of(history)}
-    | of(data.user_features, prefix="user_"),
-    "candidate": {"item": config_of(item)} | of(data.item_features, prefix="item_"),
-  }
-  chosen: dict[str, dict[str, embed.FeatureConfig]] = {}
-  for side, names in (("query", config.query), ("candidate", config.candidate)):
-    unknown = set(names) - set(known[side])
-    if unknown or not names:
-      raise UserError(
-        f"config.{side} is {tuple(names)}: choose some of {sorted(known[side])} of this data set"
-      )
-    chosen[side] = {name: known[side][name] for name in names}
-  return chosen
+  with Run(
+    "two_tower", config, workdir, asked=asked, model=model, optimizer=optimizer, mesh=mesh,
+    data=data, writers=writers,
+  ) as run:  # fmt: skip
+    warm_start.start(run)
+    minimised, options = objective(config, data, mesh), train_step.options(config)
+    step = train_step.Step(minimised, model, optimizer, options, mesh)
+    for batch in run.steps(data_lib.train_batches(data, config)):
+      run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
+      if run.evaluates:
+        run.score(evaluate(model, "valid"))
+    return run.finish(evaluate(run.best(), "test"))
 
 
 def inputs(config, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -218,8 +133,11 @@ def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
   return loss_fn
 
 
-def objective(config, mesh: Mesh | None = None) -> train_step.Objective:
+def objective(
+  config, data: data_lib.RetrievalData, mesh: Mesh | None = None
+) -> train_step.Objective:
   """Returns the loss, and what its parts are if a batch is cut: each has all drawn negatives."""
+  del data
   drawn = ("negative", "negative_rate", "negative_candidate")
   return train_step.Objective(loss(config, mesh), shared=drawn)
 
@@ -308,81 +226,123 @@ def catalogue(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
     yield {name: features[name] for name in config.candidate}
 
 
-def examples(
-  data: data_lib.RetrievalData, split: str, by: str
-) -> tuple[np.ndarray, scipy.sparse.csr_matrix]:
-  """Returns the user of each of a split's examples and their relevant items `[examples, items]`.
-
-  `by` is the config's `examples`: "users" or "rows".
-  """
-  if by == "users":
-    return np.arange(data.num_users), data.matrix(split)
-  start, stop = data.splits[split]
-  items = np.asarray(data.columns["item"][start:stop])
-  pairs = np.arange(stop - start), items
-  shape = (stop - start, data.num_items)
-  matrix = scipy.sparse.csr_matrix((np.ones(stop - start, np.float32), pairs), shape)
-  return np.asarray(data.columns["user"][start:stop]), matrix
+# --- what is trained ------------------------------------------------------------------------------
 
 
-def baselines(data: data_lib.RetrievalData, config) -> dict[str, loop.Baseline]:
-  """Returns what fits popularity, item kNN, EASE and iALS, and the best possible metrics.
-
-  EASE and iALS are fitted as configured, item kNN where the users' lists are short enough.
-  """
-  settings = config.baseline
-  fit = functools.partial(
-    fit_baseline,
-    data,
-    examples_by=config.examples,
-    exclude_seen=config.exclude_seen,
-    ks=tuple(config.ks),
-    select=settings.select,
-    ials=dict(settings.ials),
+def check(config, mesh: Mesh | None) -> None:
+  """Raises UserError for settings that make no sense, before any data is read."""
+  settings.check(config)
+  train_step.check(config, mesh)
+  hosts.check_batch_sizes(
+    mesh,
+    batch_size=config.batch_size or train_step.units(config, mesh),
+    eval_batch_size=config.eval_batch_size,
+    **{"negatives.number": config.negatives.number},
   )
-  lengths = np.diff(data.columns["train_offsets"])
-  penalties = {
-    "popularity": (0.0,),
-    "item kNN": (0.0,) if baselines_lib.can_fit_knn(lengths) else (),
-    "EASE": settings.ease_l2,
-    "iALS": settings.ials_l2,
-  }
-  chosen: dict[str, loop.Baseline] = {
-    name: functools.partial(fit, name, tuple(values))
-    for name, values in penalties.items()
-    if values
-  }
-  if data.best:
-    chosen["best possible"] = dict(data.best)
-  return chosen
 
 
-def fit_baseline(
+def decide(config, data: data_lib.RetrievalData, mesh: Mesh | None = None) -> ConfigDict:
+  """Returns the config with what the data decide; checks what they tell."""
+  names = ranking_names(config.ks, data.num_items)
+  has_valid = len(range(*data.splits["valid"])) > 0
+  check_select(config.select, [f"valid_{name}" for name in names] if has_valid else [])
+  config = steps_of_data(config, data.num_examples, train_step.units(config, mesh))
+  return with_all_features(config, data)
+
+
+def make_state(
+  config, data: data_lib.RetrievalData, mesh: Mesh | None = None
+) -> tuple[nnx.Module, embed.Optimizer]:
+  """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
+  with from_settings():
+    of_batch = lambda: inputs(config, data_lib.batch_shapes(data, config))
+    model = build_model(config, data, mesh, of_batch)
+    return model, embed.Optimizer(model, optimizers.dense_optimizer(config))
+
+
+def build_model(
+  config,
   data: data_lib.RetrievalData,
-  name: str,
-  penalties: tuple[float, ...],
-  *,
-  examples_by: str,
-  exclude_seen: bool,
-  ks: tuple[int, ...],
-  select: str,
-  ials: Mapping[str, Any],
-) -> dict[str, float]:
-  """Returns the metrics of a baseline, by the models' own ranking.
+  mesh: Mesh | None = None,
+  inputs: Callable[[], Any] | None = None,
+) -> model_lib.TwoTower:
+  """Returns the model, its tables with the configured optimizer and, under a mesh, split over it.
 
-  Args:
-    data: the data set.
-    name: as for `baselines.scorer`.
-    penalties: of which the one is tested that validation prefers by the metric `select`.
-    examples_by, exclude_seen, ks: as in the config.
-    ials: its other arguments.
+  `inputs` returns the shapes of a batch's features, for a plan; see `placement.make_tables`.
+
+  Raises:
+    ValueError: a queue that is not a multiple of the batch, or an unknown option.
   """
-  relevant, histories = {}, {}
-  for split, earlier in (("valid", ("train",)), ("test", ("train", "valid"))):
-    users, relevant[split] = examples(data, split, examples_by)
-    histories[split] = data.matrix(*earlier)[users]
-  fit = functools.partial(baselines_lib.scorer, name, data.matrix("train"), **ials)
-  candidates = {l2: functools.partial(fit, l2) for l2 in penalties}
-  return baselines_lib.best_ranking(
-    candidates, histories, relevant, ks, exclude_seen=exclude_seen, select=select
+  if config.queue % config.batch_size:
+    raise UserError(
+      f"queue is {config.queue}: choose a multiple of the batch size {config.batch_size}"
+    )
+  features, optimizer = feature_configs(config, data), optimizers.table_optimizer(config)
+  rngs = nnx.Rngs(config.seed)
+  return model_lib.TwoTower(
+    placement.make_tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
+    config.dim,
+    data.num_items,
+    query_hidden=config.query_hidden,
+    candidate_hidden=config.candidate_hidden,
+    dropout=config.dropout,
+    normalize=config.normalize,
+    buckets=config.frequency.buckets,
+    rate=config.frequency.rate,
+    queue=config.queue,
+    dtype=layers.dtype(config, "dtype"),
+    rngs=rngs,
   )
+
+
+def with_all_features(config, data: data_lib.RetrievalData) -> ConfigDict:
+  """Returns the config with all features of the data in a tower whose setting names none."""
+  if config.query and config.candidate:
+    return config
+  config = config.copy_and_resolve_references()
+  config.query = config.query or ("user", "history", *(f.name for f in data.user_features))
+  config.candidate = config.candidate or ("item", *(f.name for f in data.item_features))
+  return config
+
+
+def feature_configs(
+  config, data: data_lib.RetrievalData
+) -> dict[str, dict[str, embed.FeatureConfig]]:
+  """Returns the features of both towers that the config names.
+
+  `config.query` may hold `user`, `history` and the user's features; `config.candidate` may hold
+  `item` and the item's features. Histories read the items' own table, or with
+  `config.share_history` False one of their own.
+
+  Raises:
+    ValueError: there is no such feature; names those that there are.
+  """
+  initializer = layers.table_initializer(config)
+  dtype = layers.dtype(config, "table_dtype")
+  table = functools.partial(
+    embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean", dtype=dtype
+  )
+  config_of = embed.FeatureConfig
+  item = table(data.num_items, name="item")
+  history = item if config.share_history else table(data.num_items, name="history")
+  of = functools.partial(
+    features_lib.feature_configs,
+    dim=config.dim,
+    initializer=initializer,
+    optimizer=lambda name: optimizers.table_optimizer(config, name),
+    dtype=dtype,
+  )
+  known = {
+    "query": {"user": config_of(table(data.num_users, name="user")), "history": config_of(history)}
+    | of(data.user_features, prefix="user_"),
+    "candidate": {"item": config_of(item)} | of(data.item_features, prefix="item_"),
+  }
+  chosen: dict[str, dict[str, embed.FeatureConfig]] = {}
+  for side, names in (("query", config.query), ("candidate", config.candidate)):
+    unknown = set(names) - set(known[side])
+    if unknown or not names:
+      raise UserError(
+        f"config.{side} is {tuple(names)}: choose some of {sorted(known[side])} of this data set"
+      )
+    chosen[side] = {name: known[side][name] for name in names}
+  return chosen

@@ -14,7 +14,10 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import aot, aot_report, errors, hlo
+from recipes import errors
+from recipes.aot import compile as aot
+from recipes.aot import hlo
+from recipes.aot import report as aot_report
 
 # A table of 1000 rows on two devices, as XLA for TPUs writes programs, cut to what matters.
 PROGRAM = """\
@@ -271,13 +274,13 @@ def test_offloads():
 def test_gpus_that_cannot_be_compiled_for(topology, message, monkeypatch, tmp_path):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(errors.UserError, match=message):
-    aot.main("recipes.dlrm", [topology], lambda mesh: None, tmp_path / "aot.json", timeout=1)
+    aot.main("recipes.aot", [topology], lambda mesh: None, tmp_path / "aot.json", timeout=1)
 
 
 def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, tmp_path):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(errors.UserError, match=r"pip install -e '\.\[tpu\]'"):
-    aot.main("recipes.dlrm", ["v5e:2x2"], None, tmp_path / "aot.json", timeout=1)
+    aot.main("recipes.aot", ["v5e:2x2"], None, tmp_path / "aot.json", timeout=1)
 
 
 def test_a_child_that_fails_is_a_report(monkeypatch):
@@ -318,8 +321,8 @@ def test_the_training_step_compiles_for_tpus(recipe, config, settings, tmp_path)
   """The command of the recipe's README, on tables of a few rows; about half a minute each."""
   topology = "v6e:2x2"
   command = [
-    sys.executable, "-m", f"recipes.{recipe}", f"--config=configs/{recipe}/{config}.py:smoke",
-    "--config.dim=128", f"--aot={topology}", f"--workdir={tmp_path}",
+    sys.executable, "-m", "recipes.aot", recipe, f"--config=configs/{recipe}/{config}.py:smoke",
+    "--config.dim=128", f"--devices={topology}", f"--workdir={tmp_path}",
     f"--config.cache_dir={tmp_path / 'cache'}", *settings,
   ]  # fmt: skip
   done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=900)

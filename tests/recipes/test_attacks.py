@@ -18,21 +18,11 @@ from served_models import CLICKS, run_of, write_clicks
 
 import embed
 import embed.deltas
-from recipes import (
-  arrays,
-  chains,
-  describe,
-  export,
-  files,
-  keeping,
-  manifest,
-  predict,
-  report,
-  serving,
-)
-from recipes import runs as runs_lib
+from recipes import arrays, describe, export, files, manifest, predict, report, serving
 from recipes.errors import UserError
-from recipes.journal import Journal
+from recipes.run import checkpoints, keeping
+from recipes.run import workdir as runs_lib
+from recipes.run.journal import Journal
 
 ROOT = pathlib.Path(__file__).parents[2]
 ESCAPE = "\x1b]52;c;aGk=\x07\x1b[2J"  # to the clipboard, and clear the screen
@@ -115,9 +105,9 @@ def checkpoint(tmp_path):
 def test_manifests_that_lead_elsewhere(changes, words, checkpoint):
   sealed(checkpoint, **changes)
   with within(10), pytest.raises(UserError, match=rf"checkpoints/20.*{words}"):
-    chains.of_step(checkpoint.parent, 20)
+    checkpoints.of_step(checkpoint.parent, 20)
   with within(10), pytest.raises(UserError, match=words):
-    chains.newest(checkpoint.parent)
+    checkpoints.newest(checkpoint.parent)
 
 
 @pytest.mark.parametrize("by", NO_FILES)
@@ -125,7 +115,7 @@ def test_manifests_that_lead_elsewhere(changes, words, checkpoint):
 def test_checkpoints_with_what_is_no_file(name, by, checkpoint):
   replaced(checkpoint / name, by)
   with within(10), pytest.raises(UserError, match=f"{name} {NO_FILES[by]}"):
-    chains.of_step(checkpoint.parent, 20)
+    checkpoints.of_step(checkpoint.parent, 20)
 
 
 def test_checkpoints_with_a_link_to_a_folder(checkpoint, tmp_path):
@@ -134,7 +124,7 @@ def test_checkpoints_with_a_link_to_a_folder(checkpoint, tmp_path):
   shutil.rmtree(checkpoint / "state")
   (checkpoint / "state").symlink_to(tmp_path / "elsewhere")
   with pytest.raises(UserError, match="state is a symbolic link"):
-    chains.of_step(checkpoint.parent, 20)
+    checkpoints.of_step(checkpoint.parent, 20)
 
 
 @pytest.mark.parametrize("by", NO_FILES)
@@ -444,8 +434,8 @@ def test_files_of_two_exports_are_not_mixed(served, run, tmp_path):
 
 def parts(run):
   """Reads a run as an export does, but for the checkpoint, whose files have checksums."""
-  config, result = export._opened(run)
-  return export._parts(run, config, result["recipe"])
+  opened = export._opened(run)
+  return export._parts(run, opened.config, opened.recipe)
 
 
 def fields(value, path=()):
@@ -522,7 +512,7 @@ def test_damaged_runs_are_reported_or_named(name, is_edited, count, tmp_path):
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_damaged_manifests_are_named(is_edited, count, checkpoint):
   path = checkpoint / manifest.NAME
-  check_fuzzed(path, lambda: chains.newest(checkpoint.parent), count, is_edited)
+  check_fuzzed(path, lambda: checkpoints.newest(checkpoint.parent), count, is_edited)
 
 
 @pytest.mark.full

@@ -13,7 +13,8 @@ from flax import nnx
 import embed
 import embed.checkpoint
 from embed.tools import inspection
-from recipes import chains, checkpoints, errors, export, hosts, manifest
+from recipes import errors, hosts, manifest
+from recipes.run import checkpoints, opened
 
 ROWS = 30
 
@@ -55,7 +56,7 @@ def saved(folder, steps, full_every=1, best_steps=None, mesh=None):
     for step in steps:
       train_step(state["model"], state["optimizer"], np.arange(step, step + 8) % ROWS)
       best_step = (best_steps or {}).get(step, 0)
-      progress = checkpoints.Progress(step=step, best_step=best_step, losses=[0.5])
+      progress = checkpoints.Progress(step=step, best_step=best_step, logged={"loss": [0.5]})
       checkpoints.save(manager, progress, state)
       trees[step] = tree_of(state)
   return trees
@@ -76,7 +77,7 @@ def run(tmp_path_factory):
   """Five saves of a run: full ones at 1 and 4, deltas at 2, 3 and 5."""
   folder = tmp_path_factory.mktemp("run") / "checkpoints"
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(chains, "prune", lambda *args: None)
+    patch.setattr(checkpoints, "_prune", lambda *args: None)
     trees = saved(folder, range(1, 6), full_every=3)
   return folder, trees
 
@@ -90,8 +91,14 @@ def copy(run, tmp_path):
 
 def test_a_chain_is_a_full_checkpoint_and_its_deltas(run):
   folder, trees = run
-  assert chains.steps(folder) == [1, 2, 3, 4, 5]
-  assert [chains.of_step(folder, step) for step in trees] == [[1], [1, 2], [1, 2, 3], [4], [4, 5]]
+  assert checkpoints.steps(folder) == [1, 2, 3, 4, 5]
+  assert [checkpoints.of_step(folder, step) for step in trees] == [
+    [1],
+    [1, 2],
+    [1, 2, 3],
+    [4],
+    [4, 5],
+  ]
   assert [(folder / str(step) / "delta").is_dir() for step in trees] == [
     False, True, True, False, True,
   ]  # fmt: skip
@@ -105,7 +112,7 @@ def test_every_step_is_restored_to_the_bit_on_any_devices(run, step, devices):
   tree, progress = restored(folder, step, mesh)
   assert_same(tree, trees[step])
   assert progress["step"] == step
-  assert progress["losses"] == [0.5]
+  assert progress["logged"] == {"loss": [0.5]}
 
 
 @pytest.mark.full
@@ -117,7 +124,7 @@ def test_a_run_on_eight_devices_goes_on_with_deltas_on_one(tmp_path):
     assert_same(tree_of(state), trees[2])
     train_step(state["model"], state["optimizer"], np.arange(5))
     checkpoints.save(manager, checkpoints.Progress(step=3), state)
-  assert chains.of_step(tmp_path / "c", 3) == [1, 2, 3]
+  assert checkpoints.of_step(tmp_path / "c", 3) == [1, 2, 3]
   assert_same(restored(tmp_path / "c", mesh=hosts.start())[0], tree_of(state))
 
 
@@ -125,7 +132,7 @@ def test_a_run_on_eight_devices_goes_on_with_deltas_on_one(tmp_path):
 def test_an_export_reads_deltas_too(run, step):
   folder, trees = run
   model = make(1)["model"]
-  export._restore(folder.parent, step, model)
+  opened.restore(folder.parent, step, model)
   assert_same(tree_of({"model": model}), {"model": trees[step]["model"]})
 
 
@@ -165,19 +172,15 @@ def test_every_damaged_file_is_named_and_not_used(run, copy, capfd, kind):
     assert len(files) > 5
     for path in files:
       damaged(path, kind)
-      if (step, path.name, kind) == (4, manifest.NAME, "remove"):  # as earlier versions left it
-        chains.of_step(folder, step)
-        assert "step 4 is used without verification" in capfd.readouterr().err
-      else:
-        with pytest.raises(errors.UserError, match=re.escape(str(path))):
-          chains.of_step(folder, step)
-      assert chains.newest(folder)[-1] == before, path
+      with pytest.raises(errors.UserError, match=re.escape(str(path))):
+        checkpoints.of_step(folder, step)
+      assert checkpoints.newest(folder)[-1] == before, path
       said = capfd.readouterr().err.splitlines()
       assert [line for line in said if str(path) in line and f"step {step} " in line], path
       path.parent.mkdir(exist_ok=True)
       path.write_bytes((run[0] / path.relative_to(folder)).read_bytes())
       count += 1
-    assert chains.newest(folder)[-1] == 5
+    assert checkpoints.newest(folder)[-1] == 5
   assert count >= 20
 
 
@@ -196,7 +199,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(copy, capfd):
     for step in (4, 5)
   ]
   assert not [line for line in said if "Traceback" in line or "coroutine" in line]
-  assert chains.steps(folder) == [1, 2, 3]
+  assert checkpoints.steps(folder) == [1, 2, 3]
   assert sorted(os.listdir(folder.parent / "damaged_checkpoints")) == ["4", "5"]
 
 
@@ -216,8 +219,8 @@ def test_if_no_checkpoint_is_whole_the_run_does_not_begin_again_in_silence(copy,
     damaged(folder / str(step) / "commit_success.txt", "empty")
   with pytest.raises(errors.UserError, match=r"no checkpoint in .* can be used \(.*remove that fo"):
     restored(folder)
-  assert chains.steps(folder) == [1, 2, 3, 4, 5]  # nothing is moved
-  assert chains.newest(folder.parent / "nothing") == []
+  assert checkpoints.steps(folder) == [1, 2, 3, 4, 5]  # nothing is moved
+  assert checkpoints.newest(folder.parent / "nothing") == []
 
 
 def test_a_tested_checkpoint_that_is_damaged_is_named(copy):
@@ -242,37 +245,21 @@ def test_a_damage_after_it_was_verified_is_noticed(tmp_path):
       checkpoints.restore(manager, 1, state)
 
 
-def test_checkpoints_of_earlier_versions_are_used_and_that_is_said(copy, capfd):
-  folder, trees = copy
-  for step in (2, 3, 5):
-    shutil.rmtree(folder / str(step))
-  for step in (1, 4):
-    (folder / str(step) / manifest.NAME).unlink()
-  tree, _ = restored(folder)
-  assert_same(tree, trees[4])
-  assert "step 4 is used without verification: it has no manifest.json" in capfd.readouterr().err
-  tree, _ = restored(folder, 1)
-  assert_same(tree, trees[1])
-  assert "step 1 is used without verification" in capfd.readouterr().err
-
-
-def test_a_damaged_checkpoint_without_manifest_is_named(copy):
+def test_without_a_complete_checkpoint_the_run_begins_again(copy, capfd):
+  """As after a kill during its first save; what was written is kept beside the checkpoints."""
   folder, _ = copy
-  for step in (2, 3, 4, 5):
-    shutil.rmtree(folder / str(step))
-  (folder / "1" / manifest.NAME).unlink()
-  (folder / "1" / "state" / "_METADATA").write_text("{")
-  with pytest.raises(
-    errors.DamagedFileError, match=r"checkpoints/1 cannot be restored \(.*\): put"
-  ):
-    restored(folder)
+  for step in checkpoints.steps(folder):
+    (folder / str(step) / manifest.NAME).unlink()
+  with checkpoints.Manager(folder) as manager:
+    assert manager.newest() is None
+  assert checkpoints.steps(folder) == []
+  assert "step 1 is not complete: " in capfd.readouterr().err
+  assert len(os.listdir(folder.parent / "damaged_checkpoints")) == 5
 
 
 def test_a_kill_before_the_manifest_costs_the_steps_since_the_last_checkpoint(
   tmp_path, monkeypatch, capfd
 ):
-  """And no more than that: an unfinished checkpoint is used only where there is no other."""
-
   def killed(*args):
     raise KeyboardInterrupt
 
@@ -283,7 +270,7 @@ def test_a_kill_before_the_manifest_costs_the_steps_since_the_last_checkpoint(
   with pytest.raises(KeyboardInterrupt), checkpoints.Manager(folder) as manager:
     checkpoints.save(manager, checkpoints.Progress(step=3), state)
   monkeypatch.undo()
-  assert chains.steps(folder) == [1, 2, 3]
+  assert checkpoints.steps(folder) == [1, 2, 3]
   tree, _ = restored(folder)
   assert_same(tree, trees[2])
   assert "step 3 is not complete: " in capfd.readouterr().err
@@ -295,7 +282,7 @@ def test_a_kill_while_old_checkpoints_are_removed_leaves_no_trace(tmp_path, monk
 
   folder = tmp_path / "c"
   saved(folder, [1, 2])
-  monkeypatch.setattr(chains.shutil, "rmtree", killed)
+  monkeypatch.setattr(checkpoints.shutil, "rmtree", killed)
   with pytest.raises(KeyboardInterrupt), checkpoints.Manager(folder) as manager:
     checkpoints.save(manager, checkpoints.Progress(step=3), make(0))
   monkeypatch.undo()
@@ -333,7 +320,7 @@ def test_the_last_two_and_the_best_are_kept_with_what_they_need(
   tmp_path, full_every, best_steps, kept
 ):
   trees = saved(tmp_path / "c", range(1, 8), full_every, best_steps)
-  assert chains.steps(tmp_path / "c") == kept
+  assert checkpoints.steps(tmp_path / "c") == kept
   for step in {best_steps.get(7) or 7, 6, 7}:
     assert_same(restored(tmp_path / "c", step)[0], trees[step])
 
@@ -346,7 +333,7 @@ def test_a_full_checkpoint_comes_every_so_often_over_restarts(tmp_path, capfd):
         checkpoints.restore(manager, latest, state)
       train_step(state["model"], state["optimizer"], np.arange(4))
       checkpoints.save(manager, checkpoints.Progress(step=step), state)
-  assert [chains.of_step(folder, step) for step in (5, 6, 7)] == [[4, 5], [4, 5, 6], [7]]
+  assert [checkpoints.of_step(folder, step) for step in (5, 6, 7)] == [[4, 5], [4, 5, 6], [7]]
   said = [line for line in capfd.readouterr().err.splitlines() if "saved" in line]
   assert re.fullmatch(r"saved step 4 in full: 0\.0 MB", said[3])
   assert re.fullmatch(r"saved step 6 since step 5: 0\.0 MB", said[5])

@@ -14,7 +14,8 @@ import pytest
 from kills import is_killed
 from ml_collections import ConfigDict
 
-from recipes import errors, files, keeping
+from recipes import errors, files
+from recipes.run import keeping
 
 TEXT = b"twelve bytes"
 SHA256 = hashlib.sha256(TEXT).hexdigest()

@@ -24,7 +24,8 @@ from flax import nnx
 from served_models import CLICKS, write_clicks
 
 import embed
-from recipes import chains, hosts, pipeline, runs
+from recipes import hosts, pipeline
+from recipes.run import workdir as runs
 
 STEPS = 24
 # Relative, on losses: one float32 sum in another order is off by some 1e-7, which is what was seen
@@ -274,7 +275,6 @@ def assert_same(found, expected):
     assert_close(line, other)
   assert result["tested_step"] == alone_result["tested_step"]
   assert_close(result["metrics"], alone_result["metrics"])
-  assert result["baselines"] == alone_result["baselines"]
 
 
 def assert_close(found, expected):
@@ -357,7 +357,7 @@ def killed(jobs, folder):
 def test_a_killed_process_and_the_same_job_again(jobs, folder, killed, pair):
   workdir = shutil.copytree(killed, folder / "again")
   output = jobs.run(recipe(workdir), processes=2)
-  assert "going on from step" in output[0]
+  assert "resuming from step" in output[0]
   result, lines = outcome(workdir)
   assert result["metrics"] == pair[0]["metrics"]
   assert_same((result, lines), pair[:2])
@@ -380,7 +380,7 @@ def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
   for process in job:
     assert f"stopped at step {step} of {STEPS}; the same command goes on" in said(process)
   output = jobs.run(recipe(workdir), processes=2)
-  assert f"going on from step {step}" in output[0]
+  assert f"resuming from step {step}" in output[0]
   assert outcome(workdir)[0]["metrics"] == pair[0]["metrics"]
 
 
@@ -419,7 +419,7 @@ def pair_with_deltas(jobs, folder):
 def test_two_processes_write_deltas_of_their_own_rows(pair_with_deltas, pair):
   assert_same(outcome(pair_with_deltas), pair[:2])
   checkpoints = pair_with_deltas / "checkpoints"
-  assert chains.of_step(checkpoints, 24) == [20, 24]
+  assert checkpoints.of_step(checkpoints, 24) == [20, 24]
   names = [f"rows-0000{index}-of-00002.npz" for index in range(2)]
   assert sorted(path.name for path in (checkpoints / "24" / "delta").glob("*.npz")) == names
   with contextlib.ExitStack() as stack:
@@ -442,7 +442,7 @@ def test_deltas_of_two_processes_are_restored_by_any_number(
   shutil.copytree(pair_with_deltas, workdir)
   (workdir / "result.json").unlink()
   output = jobs.run([*recipe(workdir), "--config.full_checkpoint_every=4"], processes=processes)
-  assert "going on from step 24" in output[0]
+  assert "resuming from step 24" in output[0]
   assert_same(outcome(workdir), pair[:2])
 
 
@@ -455,7 +455,7 @@ def test_two_processes_go_on_from_the_last_whole_checkpoint(jobs, folder, pair_w
   path.write_bytes(path.read_bytes()[:-1])
   output = jobs.run([*recipe(workdir), "--config.full_checkpoint_every=4"], processes=2)
   assert f"the checkpoint of step 24 is damaged: {path} has" in output[0]
-  assert "going on from step 20" in output[0]
+  assert "resuming from step 20" in output[0]
   assert "Traceback" not in output[0] + output[1]
   assert_same(outcome(workdir), pair[:2])
 
@@ -463,7 +463,7 @@ def test_two_processes_go_on_from_the_last_whole_checkpoint(jobs, folder, pair_w
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_with_another_number_of_processes(jobs, folder, killed, alone):
   workdir = shutil.copytree(killed, folder / "shrunk")
-  assert "going on from step" in jobs.run(recipe(workdir))[0]
+  assert "resuming from step" in jobs.run(recipe(workdir))[0]
   assert_same(outcome(workdir), alone)
 
 

@@ -5,7 +5,9 @@ import json
 import ml_collections
 import pytest
 
-from recipes import hosts, journal, loop, runs
+from recipes import errors
+from recipes.run import journal, loop
+from recipes.run import workdir as runs
 
 
 class Kept:
@@ -35,30 +37,21 @@ def test_writers_get_what_the_file_gets(tmp_path):
   assert kept.closed == 0  # whoever made it closes it
 
 
-def config():
-  return ml_collections.ConfigDict({"batch_size": 8, "steps": 4})
-
-
-def test_writers_are_closed_where_a_run_fails(tmp_path, monkeypatch):
-  monkeypatch.setattr(hosts, "start", lambda: None)
+def test_writers_are_closed_where_a_run_fails(tmp_path):
   kept = Kept()
-
-  def prepare(config, mesh):
-    raise ValueError("no data")
-
-  with pytest.raises(ValueError, match="no data"):
-    loop.run("toy", config(), str(tmp_path / "run"), prepare, [kept])
+  config = ml_collections.ConfigDict({"batch_size": 8, "steps": 4, "patience": 0})
+  modules = {"model": None, "optimizer": None}
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "victim")
+  with pytest.raises(errors.UserError), loop.Run(
+    "toy", config, tmp_path / "run", **modules, writers=[kept]
+  ):  # fmt: skip
+    pass
   assert kept.closed == 1
 
 
-def test_writers_are_closed_where_a_run_has_ended_already(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(hosts, "start", lambda: None)
-  result = {
-    "recipe": "toy", "metrics": {"test_auc": 0.5}, "baselines": {}, "config": {}, "seed": 0,
-    "tested_step": 4, "steps": 4, "seconds": 1.0, "device": {"kind": "cpu", "count": 1},
-  }  # fmt: skip
-  monkeypatch.setattr(runs, "finished", lambda *args: result)
+def test_writers_are_closed_where_a_run_has_ended_already(tmp_path, monkeypatch):
+  monkeypatch.setattr(runs, "_finished", lambda *args: {"metrics": {}})
   kept = Kept()
-  loop.run("toy", config(), str(tmp_path / "run"), None, [kept])
+  assert runs.finished({}, tmp_path, [kept]) == {"metrics": {}}
   assert (kept.closed, kept.lines) == (1, [])
-  assert "0.5000" in capsys.readouterr().out

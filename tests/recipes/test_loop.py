@@ -1,11 +1,8 @@
 """The loop: resumes exactly, wherever a kill falls; selects on validation; tests once."""
 
-import functools
 import io
 import itertools
 import json
-import math
-import operator
 import os
 import re
 import signal
@@ -13,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import grain
 import jax
 import ml_collections
 import numpy as np
@@ -21,18 +19,10 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import (
-  arrays,
-  chains,
-  checkpoints,
-  errors,
-  hosts,
-  isolation,
-  journal,
-  loop,
-  pipeline,
-  runs,
-)
+from recipes import arrays, errors, hosts, pipeline
+from recipes.run import checkpoints, journal, loop, warm_start
+from recipes.run import workdir as runs
+from recipes.training import train_step
 
 pytestmark = pytest.mark.full
 
@@ -69,13 +59,14 @@ def toy_config(**changes):
   return ml_collections.ConfigDict(config | changes)
 
 
-def run_toy(workdir, evaluate=None, baselines=dict, metrics=None, writers=(), **changes):
+def run_toy(workdir, evaluate=None, writers=(), **changes):
   """Does what a recipe does; returns the result."""
   config = toy_config(**changes)
-  result = runs.finished(config, workdir)
+  result = runs.finished(config, workdir, writers)
   if result is not None:
     return result
   model = Toy()
+  optimizer = embed.Optimizer(model, optax.adam(0.01))
   folder = workdir.parent / "columns"
   folder.mkdir(exist_ok=True)
   draw = np.random.default_rng(0)
@@ -91,18 +82,15 @@ def run_toy(workdir, evaluate=None, baselines=dict, metrics=None, writers=(), **
     del split
     return {"loss": float(loss_fn(nnx.view(model, deterministic=True), held_out))}
 
-  training = loop.Training(
-    model=model,
-    optimizer=embed.Optimizer(model, optax.adam(0.01)),
-    loss_fn=loss_fn,
-    batches=pipeline.batches(source, dict),
-    evaluate=evaluate or held_out_loss,
-    baselines=baselines,
-    data_sha256={},
-    metrics=metrics,
-    writers=writers,
-  )
-  return loop.train(config, workdir, training, recipe="toy")
+  evaluate = evaluate or held_out_loss
+  with loop.Run("toy", config, workdir, model=model, optimizer=optimizer, writers=writers) as run:
+    warm_start.start(run)
+    step = train_step.Step(loss_fn, model, optimizer, train_step.options(config))
+    for batch in run.steps(pipeline.batches(source, dict)):
+      run.log(**step(batch, run.peek))
+      if run.evaluates:
+        run.score(evaluate(model, "valid"))
+    return run.finish(evaluate(run.best(), "test"))
 
 
 def lines(workdir):
@@ -204,7 +192,7 @@ def test_a_kill_in_a_chain_of_deltas_leaves_no_trace(whole, tmp_path, monkeypatc
   assert result["metrics"] == whole[0]["metrics"]
   assert result["tested_step"] == whole[0]["tested_step"]
   assert lines(tmp_path / "run") == whole[1]
-  assert chains.of_step(tmp_path / "run" / "checkpoints", 24) == [20, 24]
+  assert checkpoints.of_step(tmp_path / "run" / "checkpoints", 24) == [20, 24]
 
 
 @pytest.mark.full
@@ -236,7 +224,7 @@ def test_a_damaged_checkpoint_costs_steps_and_nothing_else(
   result = run_toy(tmp_path / "run", full_checkpoint_every=full_every)
   said = capfd.readouterr().err
   assert f"the checkpoint of step 18 is damaged: {path} " in said
-  assert f"{tmp_path / 'run'}: going on from step 15" in said
+  assert f"{tmp_path / 'run'}: resuming from step 15" in said
   assert "Traceback" not in said
   assert "coroutine" not in said
   assert result["metrics"] == whole[0]["metrics"]
@@ -331,7 +319,7 @@ def test_parts_of_a_batch_resume_as_well(tmp_path, monkeypatch):
 def test_a_finished_run_only_reports(whole, tmp_path, monkeypatch, capsys):
   result = run_toy(tmp_path / "run")
   assert "has ended" not in capsys.readouterr().err
-  monkeypatch.setattr(loop, "train", None)
+  monkeypatch.setattr(loop, "Run", None)
   assert run_toy(tmp_path / "run") == result
   assert f"{tmp_path / 'run'} holds a run that has ended" in capsys.readouterr().err
 
@@ -350,7 +338,44 @@ def test_what_takes_long_is_said_on_a_terminal(tmp_path, monkeypatch):
     "compiling", "saving", "evaluating", "saving"
   ]  # fmt: skip
   assert "testing the state of step 6" in shown
-  assert "fitting the baselines" in shown
+
+
+def test_the_log_has_all_that_was_printed_with_times(tmp_path, capsys):
+  hosts.say("before the run")
+  for steps in (6, 12):
+    run_toy(tmp_path / "run", steps=steps)
+  said = [line for line in capsys.readouterr().err.splitlines() if "has ended" not in line]
+  logged = (tmp_path / "run" / "run.log").read_text().splitlines()
+  assert [line[27:] for line in logged][-len(said) :] == said
+  assert f"{'item':5}    20        4  0.0  " in (tmp_path / "run" / "run.log").read_text()
+  assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d  ", line) for line in logged)
+
+
+def test_a_step_logs_means_and_functions_of_the_step(tmp_path):
+  config, model = toy_config(steps=4, log_every=2, eval_every=4, select=""), Toy()
+  state = {"model": model, "optimizer": embed.Optimizer(model, optax.adam(0.01))}
+  numbers = grain.MapDataset.source([1, 2, 3, 4]).to_iter_dataset()
+  with loop.Run("toy", config, tmp_path / "run", **state) as run:
+    for number in run.steps(numbers):
+      run.log(loss=number, twice=lambda steps: 2 * steps)
+      if run.evaluates:
+        run.score({"loss": 7.0})
+    result = run.finish({"loss": 8.0})
+  logged = [line for line in lines(tmp_path / "run") if "loss" in line]
+  assert [line["loss"] for line in logged] == [1.5, 3.5]
+  assert [line["twice"] for line in logged] == [4.0, 8.0]
+  assert result["metrics"] == {"valid_loss": 7.0, "test_loss": 8.0}
+
+
+def test_a_batch_size_that_the_data_decided_is_kept_on_other_devices(tmp_path):
+  asked = toy_config(batch_size=0)
+  decided = toy_config(batch_size=72)  # a multiple of the nine devices that it began on
+  assert runs.resumed(asked, tmp_path).batch_size == 0
+  with runs.held(asked, decided, tmp_path):
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+  assert runs.resumed(asked, tmp_path).batch_size == 72
+  assert arrays.read_json(tmp_path / "config.json")["batch_size"] == 0
+  assert runs.finished(asked, tmp_path) is None
 
 
 def test_a_log_has_no_bar(tmp_path, capsys):
@@ -428,10 +453,14 @@ def test_the_state_that_validation_prefers_is_tested(tmp_path, select, scores, t
   np.testing.assert_array_equal(seen[-1], seen[tested])
 
 
-def test_patience_ends_a_run_that_no_longer_improves(tmp_path):
+def test_patience_ends_a_run_that_no_longer_improves(tmp_path, capsys):
   evaluate, _ = scripted([0.5, 0.4, 0.3, 0.9])
   result = run_toy(tmp_path / "run", evaluate, select="valid_auc", patience=2)
   assert (result["steps"], result["tested_step"]) == (18, 6)
+  assert result["metrics"] == {"valid_auc": 0.5, "test_auc": 0.0}
+  said = capsys.readouterr().err
+  assert "stopping early at step 18 of 24: valid_auc has not improved in 2 evaluations" in said
+  assert "since 0.5000 at step 6" in said
   assert run_toy(tmp_path / "run", evaluate, select="valid_auc", patience=2) == result
 
 
@@ -443,17 +472,14 @@ def test_selecting_by_an_unknown_metric_is_an_error(tmp_path):
 @pytest.mark.parametrize(
   ("metrics", "message"),
   [
-    (["loss"], r"config.select is 'valid_auc'; the metrics are \['valid_loss'\]"),
+    (["valid_loss"], r"config.select is 'valid_auc'; the metrics are \['valid_loss'\]"),
     ([], r"'valid_auc', and no rows validate: pass --config.select= to test the state of the last"),
   ],
 )
-@pytest.mark.full
-def test_a_metric_that_the_recipe_has_not_is_refused_before_the_first_step(
-  tmp_path, metrics, message
-):
+def test_a_metric_that_the_recipe_has_not_is_rejected(metrics, message):
   with pytest.raises(errors.UserError, match=message):
-    run_toy(tmp_path / "run", select="valid_auc", metrics=metrics)
-  assert not (tmp_path / "run").exists()
+    loop.check_select("valid_auc", metrics)
+  loop.check_select("", metrics)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
@@ -490,7 +516,7 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_has_ended(tmp_p
 
 def test_a_second_process_that_came_while_the_first_made_ready_is_refused(tmp_path, monkeypatch):
   monkeypatch.setattr(runs, "finished", lambda *args: None)
-  with runs.held(toy_config(), tmp_path / "run"):
+  with runs.held(toy_config(), toy_config(), tmp_path / "run"):
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(errors.UserError, match="another process trains in"):
       run_toy(tmp_path / "run")
@@ -538,7 +564,7 @@ def test_ctrl_c_says_where_it_stopped_and_where_it_goes_on(whole, tmp_path, monk
   monkeypatch.setattr(journal.Journal, "stepped", stopping)
   with pytest.raises(errors.Stopped) as error:
     run_toy(tmp_path / "run")
-  assert str(error.value) == "stopped at step 13 of 24; the same command goes on from step 12"
+  assert str(error.value) == "stopped at step 13 of 24; the same command resumes from step 12"
   monkeypatch.setattr(journal.Journal, "stepped", real)
   assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
 
@@ -557,7 +583,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_from_there(whole, tmp_path, 
   before = signal.getsignal(signal.SIGTERM)
   with pytest.raises(errors.Preempted) as error:
     run_toy(tmp_path / "run")
-  assert str(error.value) == "stopped at step 13 of 24; the same command goes on from step 13"
+  assert str(error.value) == "stopped at step 13 of 24; the same command resumes from step 13"
   assert error.value.code == 75
   assert signal.getsignal(signal.SIGTERM) == before
   monkeypatch.setattr(journal.Journal, "stepped", real)
@@ -587,7 +613,7 @@ def test_sigterm_after_the_last_step_ends_the_run_at_once(whole, tmp_path):
       os.kill(os.getpid(), signal.SIGTERM)
     return {"loss": 1.0}
 
-  with pytest.raises(errors.Preempted, match="at step 24 of 24; the same command goes on from"):
+  with pytest.raises(errors.Preempted, match="at step 24 of 24; the same command resumes from"):
     run_toy(tmp_path / "run", evaluate=evaluate)
   assert set(run_toy(tmp_path / "run")["metrics"]) == set(whole[0]["metrics"])
 
@@ -622,7 +648,7 @@ def test_a_run_starts_from_the_deltas_of_another_one(tmp_path):
         tmp_path / f"warm {full_every}, {name}", steps=6, init_from=str(first)
       )["metrics"]
       (first / "result.json").unlink(missing_ok=True)
-  assert chains.of_step(tmp_path / "first_3" / "checkpoints", 10) == [5, 6, 10]
+  assert checkpoints.of_step(tmp_path / "first_3" / "checkpoints", 10) == [5, 6, 10]
   assert all(metrics == warm[1, "ended"] for metrics in warm.values())
 
 
@@ -648,9 +674,7 @@ def test_a_run_is_lengthened(whole, tmp_path, monkeypatch, ended):
   if ended:
     assert run_toy(workdir, steps=12)["steps"] == 12
   else:
-    monkeypatch.setattr(runs, "is_complete", lambda result: False)
-    stop = lambda *args: (_ for _ in ()).throw(Killed)
-    monkeypatch.setattr(loop, "_with_baselines", stop)
+    monkeypatch.setattr(loop.Run, "finish", lambda *args: (_ for _ in ()).throw(Killed))
     with pytest.raises(Killed):
       run_toy(workdir, steps=12)
     monkeypatch.undo()
@@ -692,99 +716,6 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_named(tmp_path, monkeypatch):
     run_toy(tmp_path / "run")
 
 
-# --- baselines -----------------------------------------------------------------------------------
-
-GOOD = functools.partial(dict, test_loss=0.5)
-
-
-def tasks(**chosen):
-  return functools.partial(dict, chosen)
-
-
-def test_a_baseline_that_crashes_costs_itself_alone(whole, tmp_path, capfd):
-  asked = tasks(
-    first=GOOD,
-    crash=functools.partial(signal.raise_signal, signal.SIGSEGV),
-    bug=functools.partial(operator.truediv, 1, 0),
-    nan=functools.partial(dict, test_loss=math.nan),
-    known={"test_loss": 0.25},
-    last=GOOD,
-  )
-  result = run_toy(tmp_path / "run", baselines=asked)
-  assert result["metrics"] == whole[0]["metrics"]
-  assert result["baselines"] == {
-    "first": {"test_loss": 0.5}, "known": {"test_loss": 0.25}, "last": {"test_loss": 0.5}
-  }  # fmt: skip
-  assert result["failed_baselines"].pop("nan").startswith("ValueError: Out of range float")
-  assert result["failed_baselines"] == {
-    "crash": "its process was ended by SIGSEGV",
-    "bug": "ZeroDivisionError: division by zero",
-  }
-  said = capfd.readouterr().err
-  assert "baseline crash failed: its process was ended by SIGSEGV" in said
-  again = run_toy(tmp_path / "run", baselines=None)  # it is not asked again
-  again["failed_baselines"].pop("nan")
-  assert again == result
-  assert "its baseline crash failed" in capfd.readouterr().err
-
-
-@pytest.mark.full
-def test_the_result_is_there_before_a_baseline_and_the_rest_is_fitted_later(tmp_path, monkeypatch):
-  asked = tasks(first=GOOD, second=GOOD, third=GOOD)
-  real, seen = isolation.outcomes, []
-
-  def killing(tasks):
-    seen.append(list(tasks))
-    yield next(real(tasks))
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["baselines"] == {"first": {"test_loss": 0.5}}
-    assert result["metrics"]
-    raise Killed
-
-  monkeypatch.setattr(isolation, "outcomes", killing)
-  with pytest.raises(Killed):
-    run_toy(tmp_path / "run", baselines=asked)
-  monkeypatch.setattr(loop, "_train", None)  # it does not train or test again
-  monkeypatch.setattr(isolation, "outcomes", lambda tasks: seen.append(list(tasks)) or real(tasks))
-  result = run_toy(tmp_path / "run", baselines=asked)
-  assert seen == [["first", "second", "third"], ["second", "third"]]
-  assert list(result["baselines"]) == ["first", "second", "third"]
-  assert not {"failed_baselines", "pending_baselines"} & set(result)
-
-
-@pytest.mark.full
-def test_a_baseline_that_takes_the_machine_along_is_given_up(tmp_path, monkeypatch):
-  real = isolation.outcomes
-
-  def killing(tasks):
-    raise Killed
-    yield
-
-  monkeypatch.setattr(isolation, "outcomes", killing)
-  for _ in range(2):
-    with pytest.raises(Killed):
-      run_toy(tmp_path / "run", steps=6, baselines=tasks(deadly=GOOD, good=GOOD))
-  monkeypatch.setattr(isolation, "outcomes", real)
-  result = run_toy(tmp_path / "run", steps=6, baselines=tasks(deadly=GOOD, good=GOOD))
-  assert result["baselines"] == {"good": {"test_loss": 0.5}}
-  assert result["failed_baselines"] == {"deadly": "the run ended 2 times while it was fitted"}
-
-
-def test_ctrl_c_in_a_baseline_says_that_the_same_command_fits_it(tmp_path, monkeypatch):
-  def stopping(tasks):
-    raise KeyboardInterrupt
-    yield
-
-  monkeypatch.setattr(isolation, "outcomes", stopping)
-  with pytest.raises(errors.Stopped, match="while fitting the baselines; the same command fits"):
-    run_toy(tmp_path / "run", steps=6, baselines=tasks(one=GOOD))
-
-
-def test_what_cannot_be_sent_to_a_process_is_a_failure():
-  (outcome,) = isolation.outcomes({"a": lambda: {"test_loss": 1.0}})
-  assert "it cannot be sent to another process" in outcome.failure
-
-
 def test_truncate(tmp_path):
   path = tmp_path / "metrics.jsonl"
   journal.truncate(path, 3)
@@ -822,7 +753,7 @@ def test_sigkill_and_the_same_command_again(tmp_path):
   assert not (killed / "result.json").exists()
   again = subprocess.run(command(killed, tmp_path / "cache"), check=False, **options)
   assert again.returncode == 0, again.stdout.decode()
-  assert b"going on from step" in again.stdout
+  assert b"resuming from step" in again.stdout
   output, _ = undisturbed.communicate(timeout=120)
   assert undisturbed.returncode == 0, output.decode()
   results = [json.loads((path / "result.json").read_text()) for path in (killed, whole)]

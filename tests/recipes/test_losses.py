@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recipes import losses
+from recipes.training import losses
 
 NO_HITS = jnp.zeros((1, 2), bool)
 

@@ -13,9 +13,14 @@ from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 from slow_ranking import slow_ranking
 
-from recipes import metrics as metrics_lib
-from recipes import retrieval
-from recipes.metrics import BinnedClickMetrics, ClickMetrics, RankingMetrics, ranking_names
+from recipes.evaluation import metrics as metrics_lib
+from recipes.evaluation import retrieval
+from recipes.evaluation.metrics import (
+  BinnedClickMetrics,
+  ClickMetrics,
+  RankingMetrics,
+  ranking_names,
+)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 1000])

@@ -1,11 +1,9 @@
 """Batches: every row once per epoch, the same after a resume, one shape, split over hosts."""
 
 import errno
-import importlib
 import json
 import os
 import pickle
-import sys
 
 import grain
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 import scipy.stats
 from absl import flags
 
-from recipes import arrays, errors, files, fingerprint, pipeline
+from recipes import arrays, errors, files, pipeline
 
 ROWS = (5, 28)  # 23 rows: no batch size below divides it
 
@@ -193,55 +191,11 @@ def test_preparation_goes_on_after_a_kill(tmp_path):
   assert len(calls) == 3
 
 
-MODULE = """
-import numpy as np
-from recipes import arrays
-
-FACTOR = 2
-
-def values():
-  return np.arange(4) * FACTOR
-
-def build(folder):
-  arrays.column(folder, "x", (4,), np.int64)[:] = values()
-  return {"rows": 4}
-"""
-
-
-@pytest.fixture
-def edited(tmp_path, monkeypatch):
-  """Writes a module with a `build`, in place of an earlier text, and returns it."""
-  monkeypatch.syspath_prepend(str(tmp_path))
-  monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a second edit may be of the same second
-
-  def edit(old="", new=""):
-    (tmp_path / "made.py").write_text(MODULE.replace(old, new))
-    importlib.invalidate_caches()
-    sys.modules.pop("made", None)
-    return importlib.import_module("made")
-
-  yield edit
-  sys.modules.pop("made", None)
-
-
-@pytest.mark.parametrize(
-  ("old", "new", "wanted"),
-  [
-    ("FACTOR = 2", "FACTOR = 3", [0, 3, 6, 9]),  # a constant that a function of build's reads
-    ("values()\n  return", "values() + 1\n  return", [1, 3, 5, 7]),
-  ],
-)
-def test_what_edited_code_builds_is_built_again(edited, tmp_path, old, new, wanted):
-  prepare = lambda module: arrays.prepared(tmp_path / "cache", "toy", {}, module.build)[0]["x"]
-  assert prepare(edited()).tolist() == [0, 2, 4, 6]
-  assert prepare(edited(old, new)).tolist() == wanted
-  assert prepare(edited()).tolist() == [0, 2, 4, 6]
-
-
-def test_comments_and_docstrings_build_nothing_again(edited):
-  before = fingerprint.fingerprint(edited().build)
-  after = edited("def values():", 'def values():\n  """Says more."""\n  # and more')
-  assert fingerprint.fingerprint(after.build) == before
+def test_data_of_another_format_are_built_again(tmp_path, monkeypatch):
+  assert prepare(tmp_path)[1]
+  assert not prepare(tmp_path)[1]
+  monkeypatch.setattr(arrays, "FORMAT", arrays.FORMAT + 1)
+  assert prepare(tmp_path)[1]
 
 
 def prepare(cache):

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import errors, hosts, placement
+from recipes import errors, hosts
+from recipes.training import placement
 
 FEATURES = {
   name: embed.FeatureConfig(embed.TableConfig(rows, 8, name=name))

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from parts import prepare
 
 import embed
-from recipes import train_step
-from recipes.train_step import Options
+from recipes.training import train_step
+from recipes.training.train_step import Options
 
 pytestmark = pytest.mark.full
 RECIPES = ("dlrm", "two_tower", "sequence")
@@ -24,7 +25,7 @@ def prepared(recipe, folder, **changes):
     for name, value in changes.items():
       node, _, key = name.rpartition(".")
       (config[node] if node else config)[key] = value
-  training = importlib.import_module(f"recipes.{recipe}.train").prepare(config, None)
+  training = prepare(recipe, config)
   return training, next(iter(training.batches))
 
 
@@ -66,7 +67,7 @@ def test_four_parts_are_the_whole_batch(recipe, changes, folder):
     if recipe == "dlrm":
       batch["weight"] = jnp.arange(batch["label"].shape[0]) % 3 / 3
     step = train_step.make_train_step(training.loss_fn, Options(accumulate=parts))
-    losses.append(float(step(training.model, training.optimizer, batch)))
+    losses.append(float(step(training.model, training.optimizer, batch)["loss"]))
     states.append(state(training))
   np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
   assert_close(states[1][0], states[0][0])
@@ -77,7 +78,7 @@ def test_a_query_meets_the_candidates_of_its_part(folder):
   changes = {"negatives.number": 16, "table.optimizer": "sgd"}
   training, batch = prepared("two_tower", folder, **changes)
   step = train_step.make_train_step(training.loss_fn, Options(accumulate=2))
-  loss = float(step(training.model, training.optimizer, batch))
+  loss = float(step(training.model, training.optimizer, batch)["loss"])
   other, _ = prepared("two_tower", folder, **changes)
   drawn = {name: x for name, x in batch.items() if name.startswith("negative")}
   parts = []
@@ -107,7 +108,9 @@ def test_bfloat16_computes_and_stores_what_it_says(recipe, folder):
     assert bool(narrow) == (dtype == "bfloat16")
     before = {name: np.asarray(x, np.float32) for name, x in tables.items()}
     step = train_step.make_train_step(training.loss_fn)
-    losses[dtype] = [float(step(training.model, training.optimizer, batch)) for _ in range(3)]
+    losses[dtype] = [
+      float(step(training.model, training.optimizer, batch)["loss"]) for _ in range(3)
+    ]
     for name, x in training.model.embed.tables.items():
       assert np.any(np.asarray(x, np.float32) != before[name]), name
   np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=0.02)

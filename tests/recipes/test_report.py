@@ -132,15 +132,6 @@ def test_a_baseline_is_a_row_of_its_own_where_it_was_measured_otherwise(tmp_path
   assert found["popularity (remove_seen=False)"][1] == "0.0100"
 
 
-def test_a_baseline_that_failed_is_named(tmp_path):
-  folder = pathlib.Path(write_run(tmp_path / "a"))
-  result = json.loads((folder / "result.json").read_text())
-  result["failed_baselines"] = {"EASE": "not enough memory"}
-  (folder / "result.json").write_text(json.dumps(result))
-  page = report.markdown(report.grouped([report.load(folder)]), "X", None)
-  assert "> Baselines that failed: EASE: not enough memory." in page
-
-
 def test_curves_are_over_steps(tmp_path):
   run = report.load(write_run(tmp_path / "a"))
   assert run.curve("loss") == ([10, 20, 40], [3.0, 2.0, 1.0])

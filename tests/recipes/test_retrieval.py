@@ -9,7 +9,8 @@ import meshes
 import numpy as np
 import pytest
 
-from recipes import errors, hosts, retrieval
+from recipes import errors, hosts
+from recipes.evaluation import retrieval
 
 K = 7
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from recipes import catalogue, errors, runs, settings
+from recipes import catalogue, errors
 from recipes.dlrm import defaults as dlrm
+from recipes.run import settings
+from recipes.run import workdir as runs
 from recipes.tables import settings as table_settings
 
 PAGE = Path(__file__).parents[2] / "docs/how_to/production.md"
@@ -51,14 +53,19 @@ def test_no_recipe_has_a_setting_of_that_name():
       assert not [name for name in settings.RUN if f"config.{name} =" in source], path
 
 
-def test_a_run_of_an_earlier_version_goes_on(tmp_path):
-  before = {"seed": 0, "steps": 3}
-  (tmp_path / "config.json").write_text('{"seed": 0, "steps": 3}')
-  (tmp_path / "checkpoints" / "2").mkdir(parents=True)
-  assert runs.finished(ConfigDict(before | settings.RUN), tmp_path) is None
-  assert runs.finished(ConfigDict(before | settings.RUN | {"days": ""}), tmp_path) is None
-  with pytest.raises(ValueError, match=r"init_from: '' there, 'runs/a' now"):
-    runs.finished(ConfigDict(before | {"init_from": "runs/a"}), tmp_path)
+def test_a_changed_group_is_named_by_what_has_changed(tmp_path):
+  """And not by all of its settings, or all columns of a table."""
+  columns = {f"c{i}": {"kind": "category"} for i in range(200)}
+  stored = ConfigDict({"steps": 3, "columns": columns, "table": {"optimizer": "adam", "dim": 4}})
+  with runs.held(stored, stored, tmp_path):
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+  wanted = ConfigDict(stored.to_dict() | {"table": {"optimizer": "sgd", "dim": 4}})
+  with pytest.raises(ValueError, match=r"table: {'optimizer': 'adam'} there, {'optimizer': 'sgd'}"):
+    runs.finished(wanted, tmp_path)
+  wanted = ConfigDict(stored.to_dict() | {"columns": columns | {"c7": {"kind": "bag"}}})
+  with pytest.raises(ValueError, match=r"columns: {'c7'") as error:
+    runs.finished(wanted, tmp_path)
+  assert len(str(error.value)) < 1000
 
 
 def test_the_page_lists_what_may_change():

@@ -10,10 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from parts import taking
 
 import embed
-from recipes import errors, hosts, profiling, train_step
-from recipes.train_step import Objective, Options, Steps
+from recipes import errors, hosts
+from recipes.run import profiling
+from recipes.training import train_step
+from recipes.training.train_step import Objective, Options, Step
 
 ROWS, DIM, HIDDEN = 40, 4, 256
 
@@ -72,8 +75,8 @@ def trained(objective, options, mesh, steps=3):
   hosts.replicate(mesh, model, optimizer)
   batches = (hosts.to_global(mesh, batch(seed=i)) for i in range(steps))
   state = {"model": model, "optimizer": optimizer}
-  taking = Steps(state, objective, batches, options, mesh=mesh)
-  losses = [float(taking.take(pause=False)) for _ in range(steps)]
+  take = taking(Step(objective, **state, options=options, mesh=mesh), batches)
+  losses = [float(take()) for _ in range(steps)]
   dense = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   return losses, jax.tree.map(np.asarray, (model.embed.variables, dense))
 
@@ -99,7 +102,7 @@ def stepped(objective, options, inputs):
   model = Sum()
   optimizer = embed.Optimizer(model, optax.sgd(1.0))
   state = {"model": model, "optimizer": optimizer}
-  loss = Steps(state, objective, iter([inputs]), options).take(pause=False)
+  loss = taking(Step(objective, **state, options=options), iter([inputs]))()
   return float(loss), model.embed.tables["t"][:, 0].tolist(), float(model.bias[...])
 
 
@@ -113,6 +116,16 @@ def test_parts_by_hand(parts):
   objective = Objective(lambda model, batch: jnp.mean(batch["w"] * model(batch["ids"])))
   inputs = {"ids": jnp.array([1, 1, 2, 3]), "w": jnp.array([4.0, 8.0, 12.0, 16.0])}
   assert stepped(objective, Options(accumulate=parts), inputs) == (0.0, [0, -3, -3, -4], -10.0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_loss_may_return_metrics_beside_it(parts):
+  """A mean of 4, 8, 12, 16 is 10, also of two parts {4, 12} and {8, 16}."""
+  loss = lambda model, batch: (jnp.mean(model(batch["ids"])), {"w": jnp.mean(batch["w"])})
+  model = Sum()
+  step = Step(loss, model, embed.Optimizer(model, optax.sgd(1.0)), Options(accumulate=parts))
+  inputs = {"ids": jnp.array([1, 1, 2, 3]), "w": jnp.array([4.0, 8.0, 12.0, 16.0])}
+  assert jax.tree.map(float, step(inputs)) == {"loss": 0.0, "w": 10.0}
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -156,20 +169,20 @@ def test_steps_go_on_from_what_is_restored_and_evaluated_in_between():
   model.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
   state = {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(1.0))}
   loss = lambda model, ids: jnp.sum(model(ids)) * model.dropout(jnp.ones(64)).sum()
-  steps = Steps(state, loss, iter([jnp.array([1])] * 4))
+  take = taking(Step(loss, **state), iter([jnp.array([1])] * 4))
   row = lambda: float(model.embed.tables["t"][1, 0])
   before = jax.tree.map(jnp.copy, embed.checkpoint.to_tree(model=model))
-  steps.take(pause=False)
+  take()
   first = row()
-  steps.take(pause=False)
+  take()
   assert row() - first != first  # the second mask is another one
   embed.checkpoint.from_tree(before, model=model)
   predict = nnx.jit(lambda model, ids: model(ids), graph=False)
   assert predict(nnx.view(model, deterministic=True), jnp.array([1])).tolist() == [0.0]
-  steps.take(pause=False)
+  take()
   assert row() == first < 0  # the masks begin again as well
   model.embed.load_tables({"t": np.zeros((4, 1))})
-  steps.take(pause=False)
+  take()
   assert row() not in (0, first)
 
 
@@ -178,9 +191,11 @@ def test_steps_write_tables_in_their_own_memory(pipelined):
   model = Sum()
   state = {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(1.0))}
   loss = lambda model, ids: jnp.sum(model.embed(ids))
-  steps = Steps(state, loss, iter([jnp.array([1])] * 2), Options(pipelined=pipelined))
+  take = taking(
+    Step(loss, **state, options=Options(pipelined=pipelined)), iter([jnp.array([1])] * 2)
+  )
   (before,) = jax.tree.leaves(nnx.state(model, embed.Table))
-  steps.take(pause=True)
+  take(True)
   assert before.is_deleted()
 
 
@@ -189,9 +204,9 @@ def test_a_pipelined_step_clips():
   optimizer = embed.Optimizer(model, optax.sgd(1.0))
   loss = lambda model, ids: 6 * jnp.sum(model.embed(ids)) + 8 * model.bias[...]
   state, options = {"model": model, "optimizer": optimizer}, Options(clip_norm=5.0, pipelined=True)
-  steps = Steps(state, loss, iter([jnp.array([1])] * 2), options)
+  take = taking(Step(loss, **state, options=options), iter([jnp.array([1])] * 2))
   for last in (False, True):
-    steps.take(pause=last)
+    take(last)
   assert model.embed.tables["t"][:, 0].tolist() == [0, -6, 0, 0]
   assert float(model.bias[...]) == -8.0
 
@@ -279,15 +294,15 @@ def test_operations_carry_the_names_of_phases(devices, parts):
 # --- traces --------------------------------------------------------------------------------------
 
 
-def take(folder, wanted, steps=4, first=0):
+def take_profiled(folder, wanted, steps=4, first=0):
   model = Sum()
-  state = {"model": model, "optimizer": embed.Optimizer(model, optax.sgd(1.0))}
   loss = lambda model, ids: jnp.sum(model(ids))
+  step = Step(loss, model, embed.Optimizer(model, optax.sgd(1.0)))
   profile = profiling.Profile(folder, wanted)
-  batches = iter([jnp.array([1])] * steps)
-  with Steps(state, loss, batches, profile=profile, first=first) as taking:
-    for _ in range(steps):
-      taking.take(pause=False)
+  for number in range(first + 1, first + steps + 1):
+    with profile.step(number) as results:
+      results.append(step(jnp.array([1])))
+  profile.close()
   return sorted(folder.rglob("*.xplane.pb"))
 
 
@@ -298,7 +313,7 @@ def take(folder, wanted, steps=4, first=0):
   ids=["within", "until the end", "after going on", "before going on", "none"],
 )
 def test_a_trace_is_of_the_steps_wanted(tmp_path, wanted, first, traces):
-  files = take(tmp_path / "profile", wanted, first=first)
+  files = take_profiled(tmp_path / "profile", wanted, first=first)
   assert len(files) == traces
   for file in files:
     assert b"lookup" in file.read_bytes()

@@ -1,17 +1,19 @@
 """Warm starts: rows by raw id, slots and dense parameters by name, and what cannot correspond."""
 
-import importlib
 import shutil
 
 import jax
 import numpy as np
+import parts
 import pytest
 from flax import nnx
 from served_models import CLICKS, LOG, run_of, write_clicks, write_log
 from small_tables import completed
 
 import embed
-from recipes import checkpoints, errors, keeping, loop, warm_start
+from recipes import errors
+from recipes.dlrm import train
+from recipes.run import checkpoints, keeping, loop, warm_start
 from recipes.tables import row_ids
 
 pytestmark = pytest.mark.full
@@ -35,7 +37,7 @@ def write(recipe, path, **changes):
 
 def prepared(recipe, table, cache_dir):
   config = completed(recipe, cache_dir, epochs=1, **table)
-  return config, importlib.import_module(f"recipes.{recipe}.train").prepare(config, None)
+  return config, parts.prepare(recipe, config)
 
 
 def grown(recipe, path):
@@ -69,7 +71,7 @@ def test_rows_follow_their_raw_ids(recipe, tmp_path, capsys):
   config, new = prepared(recipe, second, tmp_path / "cache")
   before, was, config.init_from = tables(new), dense(new), str(tmp_path / "run")
   capsys.readouterr()
-  warm_start.start(config, new)
+  warm_start.take(config, new.model, new.serve)
   ids = {"old": row_ids.read(old.serve), "new": row_ids.read(new.serve)}
   kept, num_new = 0, 0
   for name, after in tables(new).items():
@@ -107,7 +109,7 @@ def test_rows_that_have_no_raw_id_follow_their_number(tmp_path):
   columns["age"] = {"kind": "number", "buckets": (30.0, 60.0)}
   config, new = prepared("dlrm", table | {"files": str(grown("dlrm", path))}, tmp_path / "cache")
   before, config.init_from = tables(new), str(tmp_path / "run")
-  warm_start.start(config, new)
+  warm_start.take(config, new.model, new.serve)
   after, source = tables(new), tables(old)
   rows = lambda of, name: of[name]["parameters"]
   np.testing.assert_array_equal(rows(after, "tags"), rows(source, "tags"))
@@ -134,7 +136,7 @@ def test_slots_of_the_same_name_and_shape_are_kept(tmp_path, capsys):
     new_table = table | {"table": {"optimizer": optimizer}}
     config, new = prepared("dlrm", new_table, tmp_path / "cache")
     before, config.init_from = tables(new), str(again)
-    warm_start.start(config, new)
+    warm_start.take(config, new.model, new.serve)
     for name, of in tables(new).items():
       for slot, x in of.items():
         taken = kept or slot == "parameters"
@@ -160,7 +162,7 @@ def test_tables_alone_and_tables_of_another_name(tmp_path):
   changes = {"columns": columns, "init_parts": "tables", "init_rename": "town=city"}
   config, new = prepared("dlrm", table | changes, tmp_path / "cache")
   was, config.init_from = dense(new), str(tmp_path / "run")
-  warm_start.start(config, new)
+  warm_start.take(config, new.model, new.serve)
   jax.tree.map(np.testing.assert_array_equal, dense(new), was)
   assert (tables(new)["town"]["parameters"] == tables(old)["city"]["parameters"]).all()
   assert (tables(new)["shop"]["parameters"] == tables(old)["shop"]["parameters"]).all()
@@ -174,7 +176,7 @@ def test_dense_parameters_of_other_features_are_not_taken(tmp_path, capsys):
   columns = {name: kind for name, kind in CLICKS.items() if name != "price"}
   config, new = prepared("dlrm", table | {"columns": columns | renamed}, tmp_path / "cache")
   was, config.init_from = dense(new), str(tmp_path / "run")
-  warm_start.start(config, new)
+  warm_start.take(config, new.model, new.serve)
   jax.tree.map(np.testing.assert_array_equal, dense(new), was)  # though all shapes are the same
   assert (tables(new)["shop"]["parameters"] == tables(old)["shop"]["parameters"]).all()
   assert "the features or their order differ" in capsys.readouterr().err
@@ -187,7 +189,7 @@ def test_transforms_that_differ_from_the_first_ones_of_a_run_are_refused(tmp_pat
     prepared("dlrm", table | {"columns": columns}, tmp_path / "cache")[1]
     for columns in (CLICKS, CLICKS | {"city": {"kind": "category", "min_count": 9}})
   )
-  sha256 = dict(first.data_sha256)
+  sha256 = dict(first.data.sha256)
   with pytest.raises(errors.UserError, match="was begun before its data set kept raw ids, or its"):
     keeping.keep(second.serve, sha256, tmp_path, is_new=False)
   keeping.keep(second.serve, sha256, tmp_path, is_new=True)
@@ -202,12 +204,12 @@ def test_a_run_of_another_recipe_lends_its_rows_alone(tmp_path):
   run_of("two_tower", {"files": str(log), **TABLES["two_tower"]}, tmp_path / "run")
   table = {"files": str(log), **TABLES["sequence"], "init_from": str(tmp_path / "run")}
   config, new = prepared("sequence", table, tmp_path / "cache")
-  warm_start.start(config, new)
+  warm_start.take(config, new.model, new.serve)
   clicks = {"files": str(write_clicks(tmp_path / "clicks.csv", rows=200)), **TABLES["dlrm"]}
   clicks["init_from"] = str(tmp_path / "run")
   config, other = prepared("dlrm", clicks, tmp_path / "cache")
   with pytest.raises(errors.UserError, match=r"no table of .*run has the name of one of"):
-    warm_start.start(config, other)
+    warm_start.take(config, other.model, other.serve)
 
 
 def test_what_does_not_correspond_is_named(tmp_path):
@@ -229,7 +231,7 @@ def test_what_does_not_correspond_is_named(tmp_path):
     changed = table | {"init_from": str(tmp_path / "run")} | changes
     config, new = prepared("dlrm", changed, tmp_path / "cache")
     with pytest.raises(errors.UserError, match=message):
-      warm_start.start(config, new)
+      warm_start.take(config, new.model, new.serve)
 
 
 def test_a_whole_run_starts_there_and_needs_the_other_one_no_more(tmp_path, monkeypatch, capsys):
@@ -240,15 +242,14 @@ def test_a_whole_run_starts_there_and_needs_the_other_one_no_more(tmp_path, monk
   config = completed("dlrm", tmp_path / "cache", init_from=str(tmp_path / "run"), **table)
   config.table.learning_rate = 1e-9
   config.baseline.max_rows = 0
-  run = lambda: loop.run("dlrm", config, str(tmp_path / "warm"), prepare)
-  prepare = importlib.import_module("recipes.dlrm.train").prepare
+  run = lambda: train.run(config, str(tmp_path / "warm"))
   expected = old.evaluate(old.model, "test")
 
   with monkeypatch.context() as patch:
-    patch.setattr(loop, "_take_steps", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(errors.Stopped, match="goes on from step 0"):
+    patch.setattr(loop.Run, "steps", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(errors.Stopped, match="resumes from step 0"):
       run()
   shutil.rmtree(tmp_path / "run")
   result = run()
-  assert "going on from step 0" in capsys.readouterr().err
+  assert "resuming from step 0" in capsys.readouterr().err
   assert result["metrics"]["test_logloss"] == pytest.approx(expected["logloss"], abs=1e-5)

@@ -20,7 +20,7 @@ from recipes.two_tower.data import RetrievalData
 
 RESULT = {  # the keys of a result
   "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "baselines", "device",
-  "versions", "data_sha256", "notes",
+  "versions", "data_sha256",
 }  # fmt: skip
 TWO_TOWER = ["gowalla", "movielens100k", "movielens1m", "synthetic"]
 _WRITERS = {

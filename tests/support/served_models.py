@@ -5,11 +5,15 @@ import shutil
 
 import jax
 import numpy as np
+import parts
 from flax import nnx
 from ml_collections import ConfigDict
 
-from recipes import arrays, checkpoints, results, retrieval, runs
-from recipes.checkpoints import Progress
+from recipes import arrays
+from recipes.evaluation import retrieval
+from recipes.run import checkpoints, results
+from recipes.run import workdir as runs
+from recipes.run.checkpoints import Progress
 from recipes.tables import settings
 
 CLICKS = {
@@ -75,15 +79,15 @@ def run_of(recipe, table, workdir):
     table = {"cache_dir": str(workdir.parent / "cache"), "epochs": 1} | table
     config = settings.complete(table, defaults)
   config.table.init_scale = 0.2
-  training = importlib.import_module(f"recipes.{recipe}.train").prepare(config, None)
+  training = parts.prepare(recipe, config)
   keys = iter(jax.random.split(jax.random.key(7), 1000))
   noisy = lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape)
   nnx.update(training.model, jax.tree.map(noisy, nnx.state(training.model, nnx.Param)))
-  workdir.mkdir(parents=True)
   progress = Progress(step=3, best_step=3)
   with checkpoints.Manager(workdir / "checkpoints") as manager:
     checkpoints.save(manager, progress, training.state)
-  arrays.write_json(workdir / "config.json", runs.plain(config))
+  with runs.held(config, training.config, workdir):
+    pass
   result = {
     "recipe": recipe, "config": runs.plain(config), "seed": 0, "steps": 3, "tested_step": 3,
     "seconds": 1.0, "metrics": {}, "baselines": {}, "data_sha256": {},

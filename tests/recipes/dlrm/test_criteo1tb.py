@@ -10,7 +10,7 @@ import pytest
 from small_data import write_criteo_days
 
 import embed
-from recipes.dlrm import criteo, criteo1tb, data, train
+from recipes.dlrm import baselines, criteo, criteo1tb, data
 
 
 def config(folder, cache_dir, **changes):
@@ -168,4 +168,4 @@ def test_damage_and_missing_days_are_named(days, tmp_path):
 
 def test_no_baseline_where_none_is_asked_for(days, tmp_path):
   settings = config(days, tmp_path, **{"baseline.max_rows": 0})
-  assert train.baselines(data.load(settings), settings)["logistic regression"] == {}
+  assert list(baselines.tasks(data.load(settings), settings)) == ["constant rate"]

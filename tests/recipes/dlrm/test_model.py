@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import layers
 from recipes.dlrm import model as model_lib
+from recipes.training import layers
 
 DLRM = {"bottom": (8,), "top": (16,), "concat_tables": True}
 DCNV2 = {"cross_layers": 2, "rank": 0, "deep": (16,), "structure": "parallel"}

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import embed
-from recipes import losses, train_step
 from recipes.sequence import model as model_lib
 from recipes.sequence import train
+from recipes.training import losses, train_step
 
 pytestmark = pytest.mark.full
 

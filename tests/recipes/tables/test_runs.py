@@ -8,7 +8,8 @@ import pytest
 from ml_collections import ConfigDict
 from small_tables import completed, write_csv
 
-from recipes import errors, journal
+from recipes import errors
+from recipes.run import journal
 
 HEADER = ("who", "what", "when", "liked", "age", "genre")
 COLUMNS = {
@@ -74,12 +75,12 @@ def test_a_plain_dict_is_a_config(recipe, tmp_path, monkeypatch):
   class PreparedError(Exception):
     pass
 
-  def prepare(config, mesh):
+  def load(config):
     assert (config.columns.who.kind, config.dim, config.steps) == ("user", 4, 0)
     raise PreparedError
 
   train = importlib.import_module(f"recipes.{recipe}.train")
-  monkeypatch.setattr(train, "prepare", prepare)
+  monkeypatch.setattr(train.data_lib, "load", load)
   table = {"files": "log.csv", "columns": COLUMNS, "dim": 4}
   with pytest.raises(PreparedError):
     train.run(table, str(tmp_path / "run"))
@@ -103,7 +104,7 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(recipe, log, tmp_path, monkey
       raise KeyboardInterrupt
 
   monkeypatch.setattr(journal.Journal, "stepped", stopping)
-  with pytest.raises(errors.Stopped, match="goes on from step"):
+  with pytest.raises(errors.Stopped, match="resumes from step"):
     run(recipe, settings, tmp_path / "run")
   monkeypatch.setattr(journal.Journal, "stepped", real)
   assert run(recipe, settings, tmp_path / "run")["metrics"] == whole["metrics"]

@@ -13,11 +13,17 @@ import ml_collections
 import numpy as np
 import pytest
 from flax import nnx
+from parts import prepare
 from recipe_runs import RESULT, TWO_TOWER, leaves, lists_of, slow_but, two_tower_smoke
 
 import embed
-from recipes import baselines, checkpoints, hosts, optimizers, retrieval, train_step
-from recipes.two_tower import data, losses, train
+from recipes import baselines as command
+from recipes import hosts
+from recipes.evaluation import retrieval
+from recipes.evaluation.baselines import ranking
+from recipes.run import checkpoints
+from recipes.training import optimizers, train_step
+from recipes.two_tower import baselines, data, losses, train
 
 # Everything that can be switched on.
 RICH = {
@@ -57,16 +63,16 @@ def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
 
   monkeypatch.setattr(ml_collections.ConfigDict, "__getitem__", recording)
   monkeypatch.setattr(ml_collections.ConfigDict, "to_dict", without_recording)
-  config = two_tower_smoke(
-    name, tmp_path, **RICH, **{"baseline.ials_l2": (0.1,), "baseline.ials.sweeps": 2}
-  )
+  config = two_tower_smoke(name, tmp_path, **RICH)
+  asked = list(leaves(config))
   read.clear()
   result = train.run(config, str(tmp_path / "run"))
   check_result(result, config, tmp_path / "run")
-  unread = [path for path, owner, key in leaves(config) if (id(owner), key) not in read]
+  fitted = {name: task() for name, task in baselines.tasks(data.load(config), config).items()}
+  unread = [path for path, owner, key in asked if (id(owner), key) not in read]
   assert not unread, f"no code reads {unread}"
-  assert {"popularity", "item kNN", "iALS"} <= set(result["baselines"])
-  for metrics in result["baselines"].values():
+  assert {"popularity", "item kNN"} <= set(fitted)
+  for metrics in fitted.values():
     assert f"test_ndcg@{config.ks[0]}" in metrics
 
 
@@ -87,7 +93,8 @@ def test_refit_tests_what_has_learned_from_the_validation_pairs_too(tmp_path):
   config = two_tower_smoke("gowalla", tmp_path, refit=True, select="")
   result = train.run(config, str(tmp_path / "run"))
   assert set(result["metrics"]) == {f"test_{n}" for n in ("recall@20", "ndcg@20", "hr@20", "mrr")}
-  assert set(result["baselines"]["popularity"]) == set(result["metrics"]) | {"chosen"}
+  popularity = baselines.tasks(data.load(config), config)["popularity"]()
+  assert set(popularity) == set(result["metrics"]) | {"chosen"}
   assert result["tested_step"] == config.steps
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
   assert all("loss" in json.loads(line) for line in lines)
@@ -104,7 +111,7 @@ def _losses(folder, on_mesh, steps=50, **changes):
   step = train_step.make_train_step(train.loss(config, mesh))
   values = []
   for batch in data.train_batches(found, config):
-    values.append(float(step(model, optimizer, hosts.to_global(mesh, batch))))
+    values.append(float(step(model, optimizer, hosts.to_global(mesh, batch))["loss"]))
   metrics = train.evaluator(found, config, mesh)(model, "test")
   return np.array(values), metrics, model
 
@@ -185,7 +192,7 @@ def test_evaluation_is_a_full_ranking(tmp_path):
   tables = {name: np.asarray(table, np.float64) for name, table in model.embed.tables.items()}
   scores = tables["user"] @ (tables["item"] / np.linalg.norm(tables["item"], axis=1)[:, None]).T
   metrics = train.evaluator(found, config)(model, "test")
-  wanted = baselines.ranking(
+  wanted = ranking(
     lambda start, stop: scores[start:stop],
     found.matrix("test"),
     found.matrix("train", "valid"),
@@ -207,7 +214,7 @@ def test_baselines_are_ranked_on_the_models_examples(examples, tmp_path):
   tables["item"][:, 0], tables["user_favourite"][:, 0] = popular, 1.0
   model.embed.load_tables(tables)
   metrics = train.evaluator(found, config)(model, "test")
-  wanted = train.baselines(found, config)["popularity"]()
+  wanted = baselines.tasks(found, config)["popularity"]()
   assert metrics == pytest.approx({name: wanted[f"test_{name}"] for name in metrics}, rel=1e-9)
 
 
@@ -245,7 +252,7 @@ def test_cutoffs_that_the_catalogue_has_not_end_before_training(ks, tmp_path):
   with pytest.raises(
     ValueError, match=r"config\.ks is .*--config\.ks='\(10,\)'.* --config\.select=valid_ndcg@10"
   ):
-    train.prepare(config, None)
+    prepare("two_tower", config)
 
 
 def test_a_baseline_is_asked_with_what_the_model_is_asked_with(tmp_path):
@@ -254,10 +261,9 @@ def test_a_baseline_is_asked_with_what_the_model_is_asked_with(tmp_path):
     [[0, 1], [2, 3], [2, 3], [0, 4], [1, 4], [4]], [[2]] + [[]] * 5, [[3]] + [[]] * 5, num_items=5
   )
   config = two_tower_smoke("synthetic", tmp_path, ks=(1,))
-  config.baseline.ease_l2, config.baseline.ials_l2 = (0.1,), (0.01,)
-  config.baseline.ials.dim = 4
-  fits = train.baselines(found, config)
-  for name in ("item kNN", "EASE", "iALS"):
+  config.baseline.ease_l2 = (0.1,)
+  fits = baselines.tasks(found, config)
+  for name in ("item kNN", "EASE"):
     assert fits[name]()["test_hr@1"] == 1.0, name
   assert fits["popularity"]()["test_hr@1"] == 0.0
 
@@ -278,6 +284,7 @@ def test_mistakes_are_named(tmp_path):
 def test_the_default_run_approaches_the_best_possible(tmp_path):
   config = importlib.import_module("configs.two_tower.synthetic").get_config()
   config.cache_dir = str(tmp_path / "cache")
-  result = train.run(config, str(tmp_path / "run"))
+  train.run(config, str(tmp_path / "run"))
+  result = command.fit(tmp_path / "run")
   score = lambda name: result["baselines"][name]["test_ndcg@10"]
   assert 1.8 * score("popularity") < result["metrics"]["test_ndcg@10"] < score("best possible")

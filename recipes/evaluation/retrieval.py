@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .errors import MissingPackageError, UserError
+from ..errors import MissingPackageError, UserError
 
 # Scores that are held at once, in all: 64 MB of float32.
 _MAX_SCORES = 1 << 24

@@ -10,9 +10,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from . import arrays, files, settings
-from .errors import UserError
-from .tables import row_ids
+from .. import arrays, files
+from ..errors import UserError
+from ..tables import row_ids
+from . import settings
 
 _INIT, _SERVE = "init", "serve"
 

@@ -10,7 +10,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from . import style
+from .. import style
 
 _WIDTH = 6.0  # inches: readable on a page, and on a phone
 _PANEL, _TITLE, _ENTRY, _LINE = 2.3, 0.3, 0.04, 0.157  # heights in inches

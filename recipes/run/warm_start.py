@@ -20,9 +20,12 @@ from flax import nnx
 import embed
 import embed.checkpoint
 
-from . import chains, hosts, runs, settings
-from .errors import MissingFileError, UserError
-from .tables import row_ids
+from .. import hosts
+from ..errors import MissingFileError, UserError
+from ..tables import row_ids
+from . import checkpoints, keeping, settings
+from . import workdir as runs
+from .loop import Run
 
 _KEPT = nnx.Any(nnx.Param, nnx.BatchStat)  # of what is no table
 _ALL, _TABLES = "all", "tables"
@@ -59,12 +62,12 @@ class _Source:
   @property
   def path(self) -> Path:
     """The arrays of the full checkpoint."""
-    return chains.base(self.workdir / "checkpoints", self.chain)
+    return checkpoints.base(self.workdir / "checkpoints", self.chain)
 
   @functools.cached_property
   def deltas(self) -> list[embed.deltas.Delta]:
     """The deltas after it, in their order."""
-    return chains.deltas(self.workdir / "checkpoints", self.chain)
+    return checkpoints.deltas(self.workdir / "checkpoints", self.chain)
 
   @classmethod
   def open(cls, workdir: Path) -> "_Source":
@@ -78,9 +81,9 @@ class _Source:
     def choose() -> list[int]:
       result, folder = runs.result(workdir), workdir / "checkpoints"
       if result is None:
-        return chains.newest(folder)
+        return checkpoints.newest(folder)
       step = result["tested_step"]
-      return chains.of_step(folder, step) if (folder / str(step)).is_dir() else []
+      return checkpoints.of_step(folder, step) if (folder / str(step)).is_dir() else []
 
     chain = hosts.from_main(choose)
     if not chain:
@@ -89,43 +92,59 @@ class _Source:
         "run"
       )
     with ocp.PyTreeCheckpointer() as reader:
-      path = chains.base(workdir / "checkpoints", chain)
+      path = checkpoints.base(workdir / "checkpoints", chain)
       tree = reader.metadata(path).item_metadata.tree["model"]
     serve = workdir / "serve"
     rows = row_ids.read(serve) if serve.is_dir() else {}
     return cls(workdir, chain[-1], chain, tree["state"], tree["tables"], rows)
 
 
-def source(config) -> Path:
+def start(run: Run) -> None:
+  """Puts the state of the run `config.init_from`, if there is one, into a run that is new.
+
+  The other run may then train on, or be removed: this one does not need it any more.
+
+  Raises:
+    UserError: as `take`.
+  """
+  if not run.is_new or not settings.value(run.asked, "init_from"):
+    return
+  hosts.from_main(lambda: keeping.keep_base(_source(run.asked), run.workdir))
+  take(run.asked, run.model, run.serve)
+  run.save()
+
+
+def _source(config) -> Path:
   """Returns the workdir of the run `config.init_from`."""
   return Path(settings.value(config, "init_from")).expanduser().resolve()
 
 
-def start(config, training) -> None:
+def take(config, model: nnx.Module, serve: Path | None) -> None:
   """Puts the state of the run `config.init_from` into a model that has not been trained.
 
   Args:
     config: with settings of `settings.RUN`: `init_from`, `init_parts`, `init_rename`.
-    training: a `loop.Training`, whose model is on its devices.
+    model: on its devices.
+    serve: the folder of what serving needs besides the model; None if there is none.
 
   Raises:
     UserError: there is no such run, or a table has another width there, or nothing corresponds.
   """
-  other = _Source.open(source(config))
+  other = _Source.open(_source(config))
   parts = settings.value(config, "init_parts")
   if parts not in (_ALL, _TABLES):
     raise UserError(f"config.init_parts is {parts!r}: choose {_ALL} or {_TABLES}")
-  rows = row_ids.read(training.serve) if training.serve is not None else {}
-  tree = embed.checkpoint.to_tree(model=training.model)
-  model, report = tree["model"], _Report()
-  keys = _matches(model["tables"], other, settings.value(config, "init_rename"))
+  rows = row_ids.read(serve) if serve is not None else {}
+  tree = embed.checkpoint.to_tree(model=model)
+  own, report = tree["model"], _Report()
+  keys = _matches(own["tables"], other, settings.value(config, "init_rename"))
   for key, old_key in keys.items():
     ids = rows.get(_name(key))
-    model["tables"][key] = _table(model["tables"][key], other, key, old_key, ids, report)
-  report.lines += [f"table {_name(key)} is new" for key in model["tables"] if key not in keys]
-  if parts == _ALL and _reads_the_same(training.serve, other, report):
-    model["state"] |= _dense(training.model, model["state"], other, report)
-  embed.checkpoint.from_tree(tree, model=training.model)
+    own["tables"][key] = _table(own["tables"][key], other, key, old_key, ids, report)
+  report.lines += [f"table {_name(key)} is new" for key in own["tables"] if key not in keys]
+  if parts == _ALL and _reads_the_same(serve, other, report):
+    own["state"] |= _dense(model, own["state"], other, report)
+  embed.checkpoint.from_tree(tree, model=model)
   hosts.say(
     f"starting from step {other.step} of {other.workdir}: {len(keys)} tables, {report.dense} "
     "dense parameters"

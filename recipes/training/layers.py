@@ -12,8 +12,8 @@ from flax import nnx
 
 import embed
 
-from . import settings
-from .errors import UserError
+from ..errors import UserError
+from ..run import settings
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 

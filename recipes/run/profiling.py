@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from . import hosts, settings
-from .errors import UserError
+from .. import hosts
+from ..errors import UserError
+from . import settings
 
 FOLDER = "profile"  # in the workdir
 

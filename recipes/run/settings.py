@@ -1,11 +1,8 @@
 """The settings that every run has, whatever it trains; a config may leave them out."""
 
-import importlib
-import json
-from collections.abc import Mapping
 from typing import Any
 
-from .errors import UserError
+from ..errors import UserError
 
 # On the command line each is `--config.<name>=<value>`.
 RUN: dict[str, Any] = {
@@ -36,7 +33,7 @@ RUN: dict[str, Any] = {
   "hbm_bytes": 0,
 }
 
-# What may differ when a run goes on: nothing that decides the numbers of steps already taken.
+# What may differ when a run resumes: nothing that decides the numbers of steps already taken.
 MAY_CHANGE = (
   "steps",  # also below the steps taken, which is refused where they are known
   "epochs",
@@ -48,10 +45,14 @@ MAY_CHANGE = (
   "full_checkpoint_every",
   "eval_batch_size",
   "cache_dir",
+  "num_workers",
+  "data_dir",  # the data are compared by their hashes
   "profile_steps",
   "hbm_bytes",
 )
-# A run that has ended goes on if one of these has changed.
+# Those that the data decide where a config leaves them open; see `tables.settings.steps_of_data`.
+DECIDED = ("batch_size", "steps", "eval_every", "log_every", "warmup_steps")
+# A run that has ended resumes if one of these has changed.
 LENGTH = ("steps", "epochs", "patience")
 
 
@@ -65,19 +66,14 @@ def value(config, name: str) -> Any:
   return config.get(name, RUN[name])
 
 
-def defaults() -> dict[str, Any]:
-  """Returns `RUN` as JSON gives it back, which has no tuples."""
-  return json.loads(json.dumps(RUN))
-
-
-def copied(config) -> Any:
-  """Returns a copy of a config, whose groups of settings are the same objects.
+def copied(config, **changes: Any) -> Any:
+  """Returns a copy of a config with some settings changed; its groups are the same objects.
 
   ConfigDict's own copies sort the columns of a table.
   """
   copy = type(config)(allow_dotted_keys=True, sort_keys=False)
   for name in config:
-    copy[name] = config[name]
+    copy[name] = changes.get(name, config[name])
   return copy
 
 
@@ -88,32 +84,9 @@ def check(config) -> None:
     raise UserError(f"config.checkpoint_minutes is {minutes}: choose a number of minutes, or 0")
   if full_every < 1:
     raise UserError(f"config.full_checkpoint_every is {full_every}: choose 1 or more")
-
-
-def completed(recipe: str, config) -> Any:
-  """Returns the config of a run: as given, and defaults for what it leaves out.
-
-  Args:
-    recipe: its name.
-    config: a ConfigDict, or a plain dict; with `columns`, of a table, it needs `files` besides.
-
-  Raises:
-    UserError: as `tables.settings.complete`, or a plain dict has neither columns nor a data set.
-  """
-  if "columns" in config:
-    defaults = importlib.import_module(f".{recipe}.defaults", __package__).DEFAULTS
-    return importlib.import_module(".tables.settings", __package__).complete(config, defaults)
-  if isinstance(config, Mapping):
-    if "dataset" not in config:
-      raise UserError(
-        'the config declares no columns: give {"files": ..., "columns": {...}}, or a config of '
-        "`configs`"
-      )
-    from ml_collections import ConfigDict
-
-    config = ConfigDict(config)
-  add(config)
-  return config
+  if config.get("days"):
+    program = str(__package__).rpartition(".")[0]
+    raise UserError(f"config.days trains day by day: python -m {program}.days RECIPE ...")
 
 
 def add(config) -> None:

@@ -1,11 +1,13 @@
-"""The folder of a run, the workdir: its config, its lock, its result, Ctrl-C and SIGTERM.
+"""The folder of a run, the workdir: its config, its lock, its result.
 
-    config.json      the settings; only those of `settings.MAY_CHANGE` may differ later
+    config.json      the settings; only those of `settings.MAY_CHANGE` may differ later. `decided`
+                     in it has those that the data have decided, as a batch size of 0
+    run.log          everything that the run printed, with times
     metrics.jsonl    one line per log step and per evaluation
     tensorboard/     the same for TensorBoard
-    checkpoints/     the last two states and the best one on validation; see `recipes.chains`
-    damaged_checkpoints/    those that could not be used when the run went on
-    result.json      written when the state has been tested; complete when the baselines are in it
+    checkpoints/     the last two states and the best on validation: see `recipes.run.checkpoints`
+    damaged_checkpoints/    those that could not be used when the run resumed
+    result.json      written when the state has been tested; `recipes.baselines` adds to it
     result-500.json  the result after 500 steps of a run that was lengthened then
     run.lock         held by the process that writes; a second run in the folder is refused
 
@@ -15,17 +17,18 @@ Several processes share one workdir: the main one writes the files, all of them 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import filelock
 
-from . import arrays, chains, files, hosts, preemption, schemas, settings
-from .checkpoints import Progress
-from .errors import Preempted, Stopped, UserError
+from .. import arrays, files, hosts, schemas
+from ..errors import UserError
+from . import checkpoints, keeping, settings
+from .journal import Writer
 
-_LOCK = "run.lock"
+_LOCK, DECIDED = "run.lock", "decided"
 _REMOVE = ": remove it, and the same command writes it again"
 
 
@@ -44,11 +47,6 @@ def result(workdir: Path) -> dict[str, Any] | None:
   return arrays.read_json(path, _REMOVE, schemas.RESULT) if os.path.lexists(path) else None
 
 
-def is_complete(result: Mapping[str, Any]) -> bool:
-  """Returns whether the baselines are in a result."""
-  return "pending_baselines" not in result
-
-
 def is_of(result: Mapping[str, Any], config) -> bool:
   """Returns whether a result is of a run as long as configured."""
   stored, wanted = result["config"], plain(config)
@@ -57,21 +55,26 @@ def is_of(result: Mapping[str, Any], config) -> bool:
 
 def has_checkpoint(workdir: Path) -> bool:
   """Returns whether a run has saved a state."""
-  return bool(chains.steps(workdir / "checkpoints"))
+  return bool(checkpoints.steps(workdir / "checkpoints"))
 
 
 def set_aside(workdir: Path) -> None:
-  """Renames the result of a run that is going on, to `result-<steps>.json`."""
+  """Renames the result of a run that is lengthened, to `result-<steps>.json`."""
   stale = result(workdir)
   if stale is not None:
     (workdir / "result.json").rename(workdir / f"result-{stale['steps']}.json")
 
 
-def finished(config, workdir: str | Path) -> dict[str, Any] | None:
+def finished(config, workdir: str | Path, writers: Sequence[Writer] = ()) -> dict[str, Any] | None:
   """Returns the result if the workdir's run has ended already, and None if there is work to do.
 
   Call it first, after `hosts.start`: a finished run then reports without loading any data, and a
-  workdir that `held` would refuse is refused at once. The main process decides for all.
+  workdir that `held` would reject is rejected at once. The main process decides for all.
+
+  Args:
+    config: of the run, as asked for.
+    workdir: of the run.
+    writers: are closed if the run has ended.
 
   Raises:
     UserError: the workdir holds a run of another config; names the fields that differ. Or another
@@ -82,18 +85,19 @@ def finished(config, workdir: str | Path) -> dict[str, Any] | None:
       f"--workdir={workdir} is a URL, and a run writes plain files. Mount the bucket (gcsfuse) and "
       "give the folder."
     )
-  return hosts.from_main(lambda: _finished(config, Path(workdir)))
+  known = hosts.from_main(lambda: _finished(config, Path(workdir)))
+  for writer in writers if known is not None and hosts.is_main() else ():
+    writer.close()
+  return known
 
 
 def _finished(config, workdir: Path) -> dict[str, Any] | None:
   _check_config(config, workdir)
   known = result(workdir)
-  if known is None or not is_complete(known) or not is_of(known, config):
+  if known is None or not is_of(known, config):
     _check_writable(workdir)
     return None
   hosts.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
-  for name, failure in known.get("failed_baselines", {}).items():
-    hosts.say(f"its baseline {name} failed: {failure}. To fit it again, remove its result.json.")
   return known
 
 
@@ -102,22 +106,27 @@ def _check_config(config, workdir: Path) -> None:
   # What has failed before its first checkpoint, as by a typo in a setting, binds nobody.
   if not path.exists() or not (has_checkpoint(workdir) or (workdir / "result.json").exists()):
     return
-  stored = arrays.read_json(path, _REMOVE, {})
-  missing = object()  # of an earlier version, or not set: the default
-  # Only tables have these.
-  defaults = settings.defaults() | {"days": "", "days_window": 0, "on_bad_row": "raise"}
-  value_of = lambda known, name: known.get(name, defaults.get(name, missing))
-  shown = lambda value: "not set" if value is missing else repr(value)
+  stored, unset = arrays.read_json(path, _REMOVE, {}), object()
+  shown = lambda value: "not set" if value is unset else f"{value!r:.200}"
   differing = [
-    f"{name}: {shown(value_of(stored, name))} there, {shown(value_of(wanted, name))} now"
-    for name in sorted((stored.keys() | wanted.keys()) - set(settings.MAY_CHANGE))
-    if value_of(stored, name) != value_of(wanted, name)
+    f"{name}: {shown(old)} there, {shown(new)} now"
+    for name in sorted((stored.keys() | wanted.keys()) - {*settings.MAY_CHANGE, DECIDED})
+    for old, new in _differences(stored.get(name, unset), wanted.get(name, unset))
   ]
   if differing:
     raise UserError(
       f"{workdir} holds a run of another config ({'; '.join(differing)}). Choose another "
       f"--workdir, or remove that one. Only these may change: {', '.join(settings.MAY_CHANGE)}."
     )
+
+
+def _differences(old: Any, new: Any) -> list[tuple[Any, Any]]:
+  """Returns the pairs of values that differ; of two groups of settings, the settings that do."""
+  if not isinstance(old, dict) or not isinstance(new, dict):
+    return [(old, new)] if old != new else []
+  differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+  part = lambda group: {name: group[name] for name in differ if name in group}
+  return [(part(old), part(new))] if differ else []
 
 
 def _check_writable(workdir: Path) -> None:
@@ -140,19 +149,25 @@ def _acquire(workdir: Path) -> filelock.BaseFileLock:
 
 
 @contextlib.contextmanager
-def held(config, workdir: Path) -> Iterator[None]:
+def held(asked, config, workdir: Path) -> Iterator[None]:
   """Holds the workdir, in the main process for all of them, and writes config.json.
+
+  Args:
+    asked: the config of the run, as asked for.
+    config: the same after the data have decided what it leaves open.
+    workdir: of the run.
 
   Raises:
     UserError: another process trains in the workdir, or it holds a run of another config.
   """
-  locks = []
+  locks, chosen, written = [], plain(config), plain(asked)
+  decided = {name: chosen[name] for name in settings.DECIDED if name in chosen}
 
   def begin() -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     locks.append(_acquire(workdir))
-    _check_config(config, workdir)  # a run may have begun, and ended, since `finished`
-    arrays.write_json(workdir / "config.json", plain(config))
+    _check_config(asked, workdir)  # a run may have begun, and ended, since `finished`
+    arrays.write_json(workdir / "config.json", written | {DECIDED: decided})
 
   try:
     hosts.from_main(begin)
@@ -162,23 +177,19 @@ def held(config, workdir: Path) -> Iterator[None]:
       lock.release()
 
 
-@contextlib.contextmanager
-def stoppable(config, workdir: Path, progress: Progress) -> Iterator[None]:
-  """Says after Ctrl-C or SIGTERM at which step a run has stopped, and from which it goes on.
+def resumed(config, workdir: str | Path) -> Any:
+  """Returns the config to prepare data and model with, of a run that may be resumed.
 
-  Raises:
-    Stopped: in place of KeyboardInterrupt.
-    Preempted: SIGTERM; at once, but for the steps of `preemption.Notice`.
+  A batch size of 0 is the one that the run began with, on any number of devices, and `init_from` is
+  the run's own copy of the transforms that it started from; see `keeping.keep_base`.
   """
-  try:
-    with preemption.raised():
-      yield
-  except KeyboardInterrupt as stop:
-    known = result(workdir)
-    if known is not None and is_of(known, config):
-      text = "stopped while fitting the baselines; the same command fits those that are missing"
-    else:
-      latest = max(chains.steps(workdir / "checkpoints"), default=0)
-      text = f"stopped at step {progress.step} of {config.steps}; the same command goes on from "
-      text += f"step {latest}"
-    raise (Preempted if isinstance(stop, Preempted) else Stopped)(text) from None
+  workdir = Path(workdir)
+
+  def stored() -> int:
+    if config.get("batch_size") != 0 or not has_checkpoint(workdir):
+      return 0
+    return arrays.read_json(workdir / "config.json", _REMOVE, {})[DECIDED]["batch_size"]
+
+  if batch_size := hosts.from_main(stored):
+    config = settings.copied(config, batch_size=batch_size)
+  return keeping.with_own_base(config, workdir)

@@ -8,8 +8,9 @@ from flax import nnx
 
 import embed
 
-from . import hosts, settings
-from .errors import UserError
+from .. import hosts
+from ..errors import UserError
+from ..run import settings
 
 
 def make_tables(

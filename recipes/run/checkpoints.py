@@ -1,15 +1,20 @@
 """The checkpoints of a run: what the loop remembers, model and optimizer, in full or as deltas.
 
+    checkpoints/20/                full: tables and everything else, as Orbax stores arrays
+    checkpoints/30/                a delta: the rows that changed since step 20, and the rest
+    checkpoints/30/manifest.json   the checksum of every file, written last: see `manifest`
+
 A checkpoint does not know how many devices or processes wrote it: tables are saved by name. It
-counts from the moment that its manifest is written, the last of its files; `chains` has what is
-read back.
+counts from the moment that its manifest is written. A **chain** is what makes up the state of a
+step: a full checkpoint and the deltas after it.
 """
 
 import contextlib
 import dataclasses
 import errno
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,10 +25,12 @@ import orbax.checkpoint as ocp
 import embed
 import embed.checkpoint
 
-from . import chains, hosts, manifest
-from .errors import DamagedFileError, UserError, from_settings
+from .. import hosts, manifest, schemas
+from ..errors import DamagedFileError, MissingFileError, UserError, from_settings
 
-_PROGRESS = "progress"
+STATE, DELTA, _PROGRESS = "state", "delta", "progress"  # the folders of a checkpoint
+_DAMAGED = "damaged_checkpoints"  # next to the folder of the checkpoints
+_REMOVED = ".removed"
 
 
 @dataclasses.dataclass
@@ -33,9 +40,10 @@ class Progress:
   Attributes:
     step: how many were taken.
     seconds: that they took.
-    losses: since the last log line.
+    logged: values since the last log line, by name.
     best: the best selection score so far, None before the first evaluation.
     best_step: the step of that score.
+    scores: the metrics of that evaluation, or without a selection of the last one.
     stale: evaluations since.
     stopped: whether validation has stopped improving.
     data: the position in the batches.
@@ -43,9 +51,10 @@ class Progress:
 
   step: int = 0
   seconds: float = 0.0
-  losses: list[float] = dataclasses.field(default_factory=list)
+  logged: dict[str, list[float]] = dataclasses.field(default_factory=dict)
   best: float | None = None
   best_step: int = 0
+  scores: dict[str, float] = dataclasses.field(default_factory=dict)
   stale: int = 0
   stopped: bool = False
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -91,14 +100,14 @@ class Manager:
     self.verified: list[int] = []
     self._thread = ThreadPoolExecutor(1)
     self._finishing: Future[None] | None = None
-    # Orbax removes nothing: see `chains.prune`.
+    # Orbax removes nothing: see `_prune`.
     self.orbax = ocp.CheckpointManager(
       folder,
       options=ocp.CheckpointManagerOptions(enable_async_checkpointing=_is_asynchronous()),
       # The handlers tell what a checkpoint holds before it is opened.
       item_handlers={
-        chains.STATE: ocp.StandardCheckpointHandler(),
-        chains.DELTA: _DeltaHandler(),
+        STATE: ocp.StandardCheckpointHandler(),
+        DELTA: _DeltaHandler(),
         _PROGRESS: ocp.JsonCheckpointHandler(),
       },
     )
@@ -135,10 +144,9 @@ class Manager:
     """
 
     def choose() -> list[int]:
-      chains.remove_parts(self.folder)
-      chain = chains.newest(self.folder)
-      if chain:
-        chains.set_aside(self.folder, chain[-1])
+      remove_parts(self.folder)
+      chain = newest(self.folder)
+      set_aside(self.folder, chain[-1] if chain else -1)
       return chain
 
     # One process decides: another may still see an older listing of the shared folder.
@@ -168,7 +176,7 @@ class Manager:
     if self.full_every > 1:
       since = "in full" if about["follows"] is None else f"since step {about['follows']}"
       hosts.say(f"saved step {about['step']} {since}: {size / 1e6:.1f} MB")
-    chains.prune(self.folder, about["best_step"])
+    _prune(self.folder, about["best_step"])
 
 
 def restore(manager: Manager, step: int, state: dict[str, Any]) -> dict[str, Any]:
@@ -188,14 +196,13 @@ def restore(manager: Manager, step: int, state: dict[str, Any]) -> dict[str, Any
   manager.wait()
   chain, manager.verified = manager.verified, []
   if chain[-1:] != [step]:
-    chain = hosts.from_main(lambda: chains.of_step(manager.folder, step))
+    chain = hosts.from_main(lambda: of_step(manager.folder, step))
   like = embed.checkpoint.like(**state)
-  with _damage_named(manager.folder / str(step)):
-    shapes = manager.orbax.item_metadata(chain[0])[chains.STATE].tree
-    with from_settings():  # before Orbax, which would advise to pad or cut tables
-      embed.checkpoint.check(shapes, **state)
-    tree = manager.read(chain[0], chains.STATE, ocp.args.StandardRestore(like))
-    progress = manager.read(step, _PROGRESS, ocp.args.JsonRestore())
+  shapes = manager.orbax.item_metadata(chain[0])[STATE].tree
+  with from_settings():  # before Orbax, which would advise to pad or cut tables
+    embed.checkpoint.check(shapes, **state)
+  tree = manager.read(chain[0], STATE, ocp.args.StandardRestore(like))
+  progress = manager.read(step, _PROGRESS, ocp.args.JsonRestore())
   embed.checkpoint.from_tree(tree, **state)
   apply_deltas(manager.folder, chain, **state)
   manager.num_deltas = len(chain) - 1
@@ -221,9 +228,9 @@ def save(manager: Manager, progress: Progress, state: dict[str, Any]) -> None:
   fingerprints = None
   if since is not None:
     delta, fingerprints = embed.deltas.changes(since, progress.step, **state)
-    args[chains.DELTA] = _DeltaArgs(delta)
+    args[DELTA] = _DeltaArgs(delta)
   else:
-    args[chains.STATE] = ocp.args.StandardSave(embed.checkpoint.to_tree(**state))
+    args[STATE] = ocp.args.StandardSave(embed.checkpoint.to_tree(**state))
     if manager.full_every > 1:
       fingerprints = embed.deltas.fingerprint(progress.step, **state)
   with _full_disk_named(manager.folder):
@@ -258,26 +265,139 @@ def _full_disk_named(folder: Path) -> Iterator[None]:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
 
 
-@contextlib.contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-  """Names a checkpoint that Orbax cannot read and that has not been verified."""
-  try:
-    yield
-  except UserError:
-    raise
-  # Orbax has no exception of its own for files that are damaged.
-  except (ValueError, OSError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-    if (path / manifest.NAME).exists():
-      raise
-    reason = str(error).strip().partition("\n")[0]
-    raise DamagedFileError(
-      f"{path} cannot be restored ({reason}): put its files back from a copy, or remove it to go "
-      "on from an earlier checkpoint"
-    ) from error
-
-
 def apply_deltas(folder: Path, chain: list[int], **nodes: Any) -> None:
   """Applies the deltas of a chain to models and optimizers that hold its full checkpoint."""
   at = chain[0]
-  for delta in chains.deltas(folder, chain):
+  for delta in deltas(folder, chain):
     at = embed.deltas.apply(delta, at, **nodes)
+
+
+# --- which checkpoints a folder holds, and which of them are valid --------------------------------
+
+
+def steps(folder: Path) -> list[int]:
+  """Returns the steps of all checkpoints in a folder, ascending, whole or not."""
+  names = (path.name for path in folder.glob("*") if path.is_dir())
+  return sorted(int(name) for name in names if name.isdecimal())
+
+
+def base(folder: Path, chain: Sequence[int]) -> Path:
+  """Returns the folder of a chain's full tree of arrays, which Orbax reads."""
+  return folder / str(chain[0]) / STATE
+
+
+def deltas(folder: Path, chain: Sequence[int]) -> list[embed.deltas.Delta]:
+  """Reads the deltas of a chain, in their order."""
+  return [embed.deltas.read(folder / str(step) / DELTA) for step in chain[1:]]
+
+
+def newest(folder: Path) -> list[int]:
+  """Returns the chain of the newest checkpoint that can be used; empty if none was completed.
+
+  Every file of it is as it was written. What is passed over, and why, is said on stderr.
+
+  Raises:
+    UserError: there are complete checkpoints, and none can be used.
+  """
+  faults: list[str] = []
+  is_damaged = False
+  for step in reversed(steps(folder)):
+    try:
+      chain = of_step(folder, step)
+    except MissingFileError as error:
+      faults.append(f"the checkpoint of step {step} is not complete: {error}")
+    except DamagedFileError as error:
+      is_damaged = True
+      faults.append(str(error))
+    else:
+      break
+  else:
+    chain = []
+  if not chain and is_damaged:
+    raise UserError(
+      f"no checkpoint in {folder} can be used ({'; '.join(faults[:3])}): put the files back from a "
+      "copy, or remove that folder to begin again"
+    )
+  for line in faults:
+    hosts.say(line)
+  return chain
+
+
+def of_step(folder: Path, step: int) -> list[int]:
+  """Returns the chain of a step, of which every file is as it was written.
+
+  Raises:
+    MissingFileError: a checkpoint of the chain, or its manifest, is missing; names it.
+    DamagedFileError: a file has changed, is missing, or was added; names it.
+  """
+  try:
+    return _verified(folder, step)
+  except DamagedFileError as error:
+    raise DamagedFileError(
+      f"the checkpoint of step {step} is damaged: {error}. Put the file back from a copy, or train "
+      "again in another --workdir"
+    ) from error
+
+
+def _verified(folder: Path, step: int) -> list[int]:
+  chain = [step]
+  while (
+    follows := manifest.check(folder / str(chain[0]), schemas.CHECKPOINT)["follows"]
+  ) is not None:
+    if not 0 <= follows < chain[0]:
+      path = folder / str(chain[0]) / manifest.NAME
+      raise DamagedFileError(f"{path} follows step {follows}, which is not an earlier one")
+    chain.insert(0, follows)
+  return chain
+
+
+def set_aside(folder: Path, step: int) -> None:
+  """Moves the checkpoints after a step out of the way, to `damaged_checkpoints` in the workdir.
+
+  A run that resumes from the step writes its own.
+  """
+  for later in steps(folder):
+    if later > step:
+      target = folder.parent / _DAMAGED / str(later)
+      shutil.rmtree(target, ignore_errors=True)
+      target.parent.mkdir(exist_ok=True)
+      (folder / str(later)).rename(target)
+      hosts.say(f"the checkpoint of step {later} has been moved to {target}")
+
+
+def remove_parts(folder: Path) -> None:
+  """Removes what kills have left of saves and of removals; call it where nobody else saves."""
+  for pattern in ("*.orbax-checkpoint-tmp*", f"*{_REMOVED}"):
+    for path in folder.glob(pattern):
+      shutil.rmtree(path)
+
+
+def _prune(folder: Path, best_step: int | None) -> None:
+  """Removes the checkpoints that neither the last two nor the best one need.
+
+  Two, so that a damaged one costs the steps since the one before. The best one that the earlier of
+  them knew is kept with it.
+
+  Args:
+    folder: of the checkpoints, whose last one is complete.
+    best_step: of the best one so far; None if there is none.
+  """
+  held = steps(folder)
+  kept: set[int] = set()
+  pending = [best_step, *held[-2:]]
+  while pending:
+    step = pending.pop()
+    if step in kept or step not in held:
+      continue
+    kept.add(step)
+    try:
+      about = manifest.read(folder / str(step), schemas.CHECKPOINT)
+    except UserError:  # without a manifest, or damaged
+      continue
+    pending += [about["follows"]] if about["follows"] is not None else []
+    pending += [about["best_step"]] if step in held[-2:] else []
+  for step in held:
+    if step not in kept:  # renamed first: a kill leaves no part that looks like a whole
+      (folder / str(step)).rename(folder / f"{step}{_REMOVED}")
+  for path in folder.glob(f"*{_REMOVED}"):
+    shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""GPUs that `--aot` compiles for: what XLA asks about a device that is not there."""
+"""GPUs to compile for: what XLA asks about a device that is not there."""
 
 import importlib.util
 import re
@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from .errors import MissingPackageError, UserError
+from ..errors import MissingPackageError, UserError
 
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 # Without measuring kernels, which needs a GPU, XLA takes its defaults.
@@ -66,10 +66,12 @@ def check(topology: str) -> None:
   """
   kind, _, shape = topology.partition(":")
   if not _SHAPE.fullmatch(shape):
-    raise UserError(f"--aot={topology}: write {kind}:8 for 8 GPUs, {kind}:4x8 for four nodes of 8")
+    raise UserError(
+      f"--devices={topology}: write {kind}:8 for 8 GPUs, {kind}:4x8 for four nodes of 8"
+    )
   if not any(importlib.util.find_spec(plugin) for plugin in _PLUGINS):
     raise MissingPackageError(
-      f"--aot={topology} needs JAX's CUDA plugin, which holds the compiler: pip install -e "
+      f"--devices={topology} needs JAX's CUDA plugin, which holds the compiler: pip install -e "
       "'.[cuda]'. No GPU is needed."
     )
 

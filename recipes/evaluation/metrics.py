@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 
-from .errors import UserError
+from ..errors import UserError
 
 
 class ClickMetrics:

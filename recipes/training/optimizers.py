@@ -7,7 +7,7 @@ import optax
 
 import embed
 
-from .errors import UserError
+from ..errors import UserError
 
 
 def schedule(config, peak: float) -> optax.Schedule:
@@ -27,6 +27,12 @@ def schedule(config, peak: float) -> optax.Schedule:
     decay_steps=config.steps,
     end_value=peak * config.final_rate,
   )
+
+
+def rate(config) -> Callable[[int], float]:
+  """Returns the dense learning rate of the last of so many steps, for the log."""
+  of = schedule(config, config.learning_rate)
+  return lambda steps: float(of(steps - 1))
 
 
 def dense_optimizer(config) -> optax.GradientTransformation:

@@ -7,8 +7,7 @@ The innermost name is the phase of an operation.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,10 +16,12 @@ from flax import nnx
 
 import embed
 
-from . import hosts, layers, profiling, settings
-from .errors import UserError
+from .. import hosts
+from ..errors import UserError
+from ..run import profiling, settings
+from . import layers
 
-LossFn = Callable[[Any, Any], jax.Array]
+LossFn = Callable[[Any, Any], Any]  # (model, batch) -> loss, or (loss, {name: scalar})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Objective:
   """A loss, and how the parts of a batch add up to it.
 
   Attributes:
-    loss_fn: `(model, batch) -> scalar`, a mean over the batch.
+    loss_fn: `(model, batch) -> loss`, a mean over the batch, or `-> (loss, {name: scalar})` with
+      means to log beside it.
     weight: `batch -> scalar`, the weight of the batch in a mean over several: the number of its
       targets, or the sum of their weights. None if it is the same for all batches of one size.
     shared: the names of the entries of a batch that all of its examples share, as drawn negatives:
@@ -39,10 +41,16 @@ class Objective:
   weight: Callable[[Any], jax.Array] | None = None
   shared: tuple[str, ...] = ()
 
+  def __call__(self, model: nnx.Module, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the loss and all that is logged of it, by name."""
+    value = self.loss_fn(model, batch)
+    loss, metrics = value if isinstance(value, tuple) else (value, {})
+    return loss, {"loss": loss, **metrics}
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """The settings of a step; see `recipes.settings.RUN`.
+  """The settings of a step; see `recipes.run.settings.RUN`.
 
   Attributes:
     clip_norm: the largest norm of all gradients together; 0 clips nothing.
@@ -103,37 +111,35 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 
 def make_train_step(
   objective: Objective | LossFn, options: Options = Options(), mesh: Any = None
-) -> Callable[..., jax.Array]:
-  """Returns the compiled `(model, optimizer, batch) -> loss`, which trains both in place.
+) -> Callable[..., dict[str, jax.Array]]:
+  """Returns the compiled `(model, optimizer, batch) -> {"loss": ...}`, which trains in place.
 
   Args:
     objective: what to minimise; a loss function alone is a mean over examples of equal weight.
     options: clipping and parts.
     mesh: of the batch, which is split over its axis; None is one device.
   """
-  if not isinstance(objective, Objective):
-    objective = Objective(objective)
   # A donated model's tables are updated in their own memory.
-  return nnx.jit(_train_step(objective, options, mesh), donate_argnames=("model", "optimizer"))
+  step = _train_step(_objective(objective), options, mesh)
+  return nnx.jit(step, donate_argnames=("model", "optimizer"))
 
 
-def _train_step(objective: Objective, options: Options, mesh: Any) -> Callable[..., jax.Array]:
-  """Returns `(model, optimizer, batch) -> loss`, not compiled."""
+def _train_step(objective: Objective, options: Options, mesh: Any) -> Callable[..., Any]:
+  """Returns `(model, optimizer, batch) -> metrics`, not compiled."""
 
   def step(model, optimizer, batch):
     with jax.named_scope("dense"):
       if options.accumulate == 1:
-        loss, grads = embed.value_and_grad(objective.loss_fn)(model, batch)
+        (_, metrics), grads = embed.value_and_grad(objective, has_aux=True)(model, batch)
       else:
-        loss, grads = _of_parts(objective, options.accumulate, mesh, model, batch)
-    _update(model, optimizer, grads, options)
-    return loss
+        metrics, grads = _of_parts(objective, options.accumulate, mesh, model, batch)
+    return metrics | _update(model, optimizer, grads, options)
 
   return step
 
 
-def _pipelined_step(loss_fn: LossFn, options: Options) -> Callable[..., Any]:
-  """Returns `(model, optimizer, ahead, batch, next_batch) -> (loss, ahead)`, not compiled.
+def _pipelined_step(objective: Objective, options: Options) -> Callable[..., Any]:
+  """Returns `(model, optimizer, ahead, batch, next_batch) -> (metrics, ahead)`, not compiled.
 
   It trains on `batch`, whose lookups are `ahead` (None: not made yet), and looks up `next_batch`
   (None: there is none) without this step's update; see `embed.look_ahead`.
@@ -141,107 +147,70 @@ def _pipelined_step(loss_fn: LossFn, options: Options) -> Callable[..., Any]:
 
   def step(model, optimizer, ahead, batch, next_batch):
     with jax.named_scope("dense"):
-      loss, grads = embed.value_and_grad(loss_fn, ahead=ahead)(model, batch)
-    ahead = None if next_batch is None else embed.look_ahead(loss_fn)(model, next_batch)
-    _update(model, optimizer, grads, options)
-    return loss, ahead
+      grad = embed.value_and_grad(objective, has_aux=True, ahead=ahead)
+      (_, metrics), grads = grad(model, batch)
+    ahead = None
+    if next_batch is not None:
+      ahead = embed.look_ahead(objective, has_aux=True)(model, next_batch)
+    return metrics | _update(model, optimizer, grads, options), ahead
 
   return step
 
 
-def _update(model: nnx.Module, optimizer: Any, grads: embed.Grads, options: Options) -> None:
+def _objective(objective: Objective | LossFn) -> Objective:
+  return objective if isinstance(objective, Objective) else Objective(objective)
+
+
+def _update(
+  model: nnx.Module, optimizer: Any, grads: embed.Grads, options: Options
+) -> dict[str, jax.Array]:
   if options.clip_norm:
     with jax.named_scope("update"):
+      norm = embed.global_norm(grads)
       grads = embed.clip_by_global_norm(grads, options.clip_norm)
   optimizer.update(model, grads)  # names itself
+  return {"grad_norm": norm} if options.clip_norm else {}
 
 
-class Steps:
-  """Takes one step after another; a context manager, which ends a trace that is being written.
+class Step:
+  """The compiled training step of a model: `step(batch)` trains on a batch, in place.
 
   Args:
-    state: `model` and `optimizer`, which are trained in place. The steps belong to their Variables
-      as they are now, and do not see a submodule that is replaced, or `model.eval()`.
     objective: what to minimise.
-    batches: an iterator of batches.
-    options: of the steps.
+    model, optimizer: trained in place. The step belongs to their Variables as they are now, and
+      does not see a submodule that is replaced, or `model.eval()`.
+    options: of the step.
     mesh: of the batches, or None.
-    profile: traces some of the steps, or None.
-    first: the number of steps that have been taken already.
   """
 
   def __init__(
     self,
-    state: Mapping[str, Any],
     objective: Objective | LossFn,
-    batches: Iterator[Any],
+    model: nnx.Module,
+    optimizer: Any,
     options: Options = Options(),
-    *,
     mesh: jax.sharding.Mesh | None = None,
-    profile: profiling.Profile | None = None,
-    first: int = 0,
   ):
-    if not isinstance(objective, Objective):
-      objective = Objective(objective)
-    self._batches, self._pipelined = batches, options.pipelined
     step: Callable[..., Any] = (
-      _pipelined_step(objective.loss_fn, options)
+      _pipelined_step(_objective(objective), options)
       if options.pipelined
-      else _train_step(objective, options, mesh)
+      else _train_step(_objective(objective), options, mesh)
     )
-    self._step = embed.jit_step(step, state["model"], state["optimizer"])
-    self._pending: Any = None  # the batch that was looked up ahead
+    self._step, self._pipelined = embed.jit_step(step, model, optimizer), options.pipelined
     self._ahead: embed.Ahead | None = None
-    self._profile, self._taken = profile, first
 
-  def __enter__(self) -> "Steps":
-    return self
+  def __call__(self, batch: Any, peek: Callable[[], Any] = lambda: None) -> dict[str, jax.Array]:
+    """Trains on a batch; returns `{"loss": ...}`, what the loss logs, and a clipped `grad_norm`.
 
-  def __exit__(self, *unused: Any) -> None:
-    if self._profile is not None:
-      self._profile.close()
-
-  @property
-  def is_pending(self) -> bool:
-    """Whether a batch has been looked up that is not trained on yet."""
-    return self._ahead is not None
-
-  def take(self, pause: bool) -> jax.Array:
-    """Trains on the next batch; returns its loss. At a pause nothing is left pending."""
-    self._taken += 1
-    if self._profile is None:
-      return self._take(pause)
-    with self._profile.step(self._taken) as results:
-      loss = self._take(pause)
-      results.append(loss)
-    return loss
-
-  def _take(self, pause: bool) -> jax.Array:
+    Args:
+      batch: the one that `peek` of the step before has returned, if it has returned one.
+      peek: returns the batch of the next step, which a pipelined step looks up, or None before a
+        pause, after which nothing is pending; see `Run.peek`.
+    """
     if not self._pipelined:
-      return self._step(next(self._batches))
-    batch = next(self._batches) if self._ahead is None else self._pending
-    self._pending = None if pause else next(self._batches)
-    loss, self._ahead = self._step(self._ahead, batch, self._pending)
-    return loss
-
-
-def of_run(
-  config,
-  state: Mapping[str, Any],
-  objective: Objective | LossFn,
-  batches: Iterator[Any],
-  *,
-  mesh: jax.sharding.Mesh | None,
-  workdir: Path,
-  taken: int,
-) -> Steps:
-  """Returns the steps of a run after those that are `taken`, with its options and its profile.
-
-  Raises:
-    UserError: as `options` and `profiling.check`.
-  """
-  profile = profiling.Profile(workdir / profiling.FOLDER, profiling.check(config))
-  return Steps(state, objective, batches, options(config), mesh=mesh, profile=profile, first=taken)
+      return self._step(batch)
+    metrics, self._ahead = self._step(self._ahead, batch, peek())
+    return metrics
 
 
 # --- parts of a batch ----------------------------------------------------------------------------
@@ -249,8 +218,8 @@ def of_run(
 
 def _of_parts(
   objective: Objective, number: int, mesh: Any, model: nnx.Module, batch: Any
-) -> tuple[jax.Array, embed.Grads]:
-  """The loss and the gradients of a batch of which one part at a time is in memory."""
+) -> tuple[dict[str, jax.Array], embed.Grads]:
+  """The metrics and the gradients of a batch of which one part at a time is in memory."""
   shared = {name: batch[name] for name in objective.shared if name in batch}
   split = {name: x for name, x in batch.items() if name not in shared}
   parts = jax.tree.map(lambda x: cut(x, number, mesh), split)
@@ -267,14 +236,14 @@ def _of_parts(
   def take(state, inputs):
     share, part = inputs
     model = nnx.merge(graph, constant, state, copy=True)
-    weighted = lambda model, batch: share * objective.loss_fn(model, batch)
-    loss, grads = embed.value_and_grad(weighted)(model, part | shared)
-    return nnx.state(model, nnx.Not(fixed)), (loss, grads)
+    weighted = lambda model, batch: jax.tree.map(lambda x: share * x, objective(model, batch))
+    (_, metrics), grads = embed.value_and_grad(weighted, has_aux=True)(model, part | shared)
+    return nnx.state(model, nnx.Not(fixed)), (metrics, grads)
 
-  state, (losses, stacked) = jax.lax.scan(take, state, (shares, parts))
+  state, (metrics, stacked) = jax.lax.scan(take, state, (shares, parts))
   nnx.update(model, state)
   grads = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(number)]
-  return jnp.sum(losses), embed.accumulate(grads)
+  return {name: jnp.sum(x) for name, x in metrics.items()}, embed.accumulate(grads)
 
 
 def cut(x: jax.Array, number: int, mesh: Any = None) -> jax.Array:

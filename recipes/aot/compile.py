@@ -2,8 +2,8 @@
 
 The compiler is the real one, from libtpu or JAX's CUDA plugin, and needs no chip; model and
 optimizer are shapes, so that nothing is allocated and no data is read. The step is the one that
-training calls, from `recipes.train_step`. Nothing runs, so the report (`recipes.aot_report`) has no
-times of a step.
+training calls, from `recipes.training.train_step`. Nothing runs, so the report
+(`recipes.aot.report`) has no times of a step.
 
 Each topology is compiled in a child process, because the compiler reads its environment once, may
 crash its process, and may take longer than anybody can wait. SPARSE_EMBED_AOT_HLO=<file> in the
@@ -32,8 +32,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import embed
 
-from . import aot_report, arrays, gpus, hosts, train_step
-from .errors import MissingPackageError
+from .. import arrays, hosts
+from ..errors import MissingPackageError
+from ..training import train_step
+from . import gpus
+from . import report as report_lib
 
 _HLO = "SPARSE_EMBED_AOT_HLO"
 _REPORT = "SPARSE_EMBED_AOT_REPORT"  # set for the child: the file it writes its report to
@@ -100,13 +103,13 @@ def main(
     gpus.check(topology)
   if not all(map(gpus.is_gpu, wanted)) and importlib.util.find_spec("libtpu") is None:
     raise MissingPackageError(
-      "--aot needs libtpu, which holds the TPU compiler: pip install -e '.[tpu]'. No TPU is needed."
+      "TPUs need libtpu, which holds the TPU compiler: pip install -e '.[tpu]'. No TPU is needed."
     )
   reports = {}
   for topology in wanted:
     print(f"compiling for {topology} ...", file=sys.stderr, flush=True)
     reports[topology] = _child(module, topology, timeout)
-    print(aot_report.text(reports[topology]), flush=True)
+    print(report_lib.text(reports[topology]), flush=True)
   path.parent.mkdir(parents=True, exist_ok=True)
   arrays.write_json(path, reports)
   return int(any(report["problems"] for report in reports.values()))
@@ -119,7 +122,7 @@ def _child(module: str, topology: str, timeout: float) -> dict[str, Any]:
     with log.open("w") as file:
       try:
         code = subprocess.run(
-          [sys.executable, "-m", module, *sys.argv[1:], f"--aot={topology}"],
+          [sys.executable, "-m", module, *sys.argv[1:], f"--devices={topology}"],
           env=os.environ | ENVIRONMENT | {_REPORT: str(path)},
           stdout=file,
           stderr=subprocess.STDOUT,
@@ -169,7 +172,7 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
   if gpus.is_gpu(topology):
     platforms, options, available = ("cuda",), gpus.OPTIONS, gpus.memory(topology)
   else:
-    platforms, options, available = ("tpu",), None, aot_report.tpu_memory(mesh)
+    platforms, options, available = ("tpu",), None, report_lib.tpu_memory(mesh)
   lowered = step.trace(model, optimizer, batch).lower(lowering_platforms=platforms)  # type: ignore[attr-defined]
   traced = time.perf_counter()
   report: dict[str, Any] = {
@@ -193,13 +196,13 @@ def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
     Path(dump).write_text(compiled.as_text())
     Path(dump + ".stablehlo").write_text(lowered.as_text())
   state = {"model": model, "optimizer": optimizer}
-  report |= aot_report.step(compiled, lowered.as_text(), state, mesh, available)
+  report |= report_lib.step(compiled, lowered.as_text(), state, mesh, available)
   view = nnx.view(model, deterministic=True)
   eval_batch = batch if part.eval_batch is None else part.eval_batch
   predict = part.predict.trace(view, eval_batch).lower(lowering_platforms=platforms)
   evaluation = predict.compile(compiler_options=options)
-  report["evaluation"] = aot_report.evaluation(evaluation, model, available)
-  return report | {"problems": aot_report.problems(report, state)}
+  report["evaluation"] = report_lib.evaluation(evaluation, model, available)
+  return report | {"problems": report_lib.problems(report, state)}
 
 
 def place(node: nnx.Module, mesh: Mesh) -> nnx.Module:

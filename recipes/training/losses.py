@@ -8,7 +8,7 @@ as wrong. Every loss is one value per position, `[...]`; `mean` puts them togeth
 import jax
 import jax.numpy as jnp
 
-from .errors import UserError
+from ..errors import UserError
 
 _NEVER = -1e9  # not -inf: a position whose samples are all hits would get NaN gradients
 

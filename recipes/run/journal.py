@@ -11,13 +11,15 @@ from typing import Any, Protocol
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from . import arrays, files, schemas
+from .. import arrays, files, hosts, schemas
+
+_UNSAID = ("exchange_rounds", "buffer_fill")  # of the metrics, in lines for a reader
 
 
 class Writer(Protocol):
   """Takes the metrics of a run to where its user reads them, as to Weights & Biases or MLflow.
 
-  Steps rise, but for a run that goes on from a checkpoint: it writes the steps since the checkpoint
+  Steps rise, but for a run that resumes from a checkpoint: it writes the steps since the checkpoint
   once more, the same numbers. What a writer raises ends the run, at its last checkpoint.
   """
 
@@ -41,7 +43,7 @@ class Journal:
       before its next checkpoint; they are removed and written again, the same.
     steps: of the whole run.
     batch_size: examples in a step.
-    writers: get the metrics too; closing them is left to whoever made them.
+    writers: get the metrics too; the caller closes them.
   """
 
   def __init__(
@@ -66,10 +68,15 @@ class Journal:
     return self
 
   def __exit__(self, *unused: Any) -> None:
-    self.doing("")
-    self._bar.close()
-    self._board.close()
-    self._file.close()
+    self.close()
+
+  def close(self) -> None:
+    """Ends the bar and closes the files; does nothing the second time."""
+    if not self._file.closed:
+      self.doing("")
+      self._bar.close()
+      self._board.close()
+      self._file.close()
 
   def stepped(self) -> None:
     """Counts one training step, for the bar and the rate."""
@@ -91,8 +98,11 @@ class Journal:
     seconds = time.perf_counter() - self._since
     rate = self._timed * self._batch_size / max(seconds, 1e-9)
     self._write({"step": self._step, **metrics, "examples_per_second": rate})
-    self._bar.set_postfix(loss=f"{metrics['loss']:.4f}", examples=f"{rate:,.0f}/s", refresh=False)
-    self._say(f"loss {metrics['loss']:.4f}  {rate:,.0f} examples/s")
+    shown = {name: f"{value:.4g}" for name, value in metrics.items() if name not in _UNSAID}
+    self._bar.set_postfix(shown | {"examples": f"{rate:,.0f}/s"}, refresh=False)
+    left = (self._steps - self._step) * self._batch_size / rate if rate else 0
+    said = "  ".join(f"{name} {value}" for name, value in shown.items())
+    self._say(f"{said}  {rate:,.0f} examples/s  {_time(left)} left")
     self.restart_clock()
 
   def log_eval(self, metrics: dict[str, float]) -> None:
@@ -122,10 +132,23 @@ class Journal:
       writer.write(line["step"], metrics)
 
   def _say(self, text: str, keep: bool = False) -> None:
+    text = f"step {self._step}/{self._steps}  {text}"
+    hosts.write_log(text)
     if self._bar.disable:
-      print(f"step {self._step}/{self._steps}  {text}", file=sys.stderr, flush=True)
+      print(text, file=sys.stderr, flush=True)
     elif keep:  # evaluations stay readable above the bar
-      self._bar.write(f"step {self._step}/{self._steps}  {text}")
+      self._bar.write(text)
+
+
+def _time(seconds: float) -> str:
+  """Returns a time as a reader counts it.
+
+  >>> _time(59.6), _time(3600)
+  ('1:00', '1:00:00')
+  """
+  minutes, second = divmod(round(seconds), 60)
+  hour, minute = divmod(minutes, 60)
+  return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
 class Silence:
@@ -140,7 +163,7 @@ class Silence:
   def _nothing(self, *unused: Any) -> None:
     pass
 
-  stepped = doing = log_train = log_eval = restart_clock = sync = _nothing
+  stepped = doing = log_train = log_eval = restart_clock = sync = close = _nothing
 
 
 def truncate(path: Path, step: int) -> None:

@@ -1,0 +1,159 @@
+"""Measures the tested state of a run again: on the data it held out, or on other files.
+
+    python -m recipes.evaluate runs/clicks
+    python -m recipes.evaluate runs/clicks --files=new_rows.csv
+
+Other files are read by the very program that would answer requests: ids that the run has not seen
+are unknown. They have the columns of the run's table, the label or the item included.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from absl import logging
+from sklearn.metrics import log_loss, roc_auc_score
+
+from . import escaping, export, hosts, serving
+from .errors import UserError
+from .evaluation.metrics import RankingMetrics
+from .run import opened, settings
+from .tables import entities, interactions, spec
+from .tables import settings as table_settings
+from .tables.rows import RowReader, values_of
+
+_USERS = 4096  # ranked at once
+
+
+def evaluate(workdir: str | Path) -> dict[str, float]:
+  """Returns `{"valid_...", "test_..."}` of the tested state of a run, on the devices that are here.
+
+  Raises:
+    UserError: the run has not ended, or its data have changed.
+  """
+  mesh, run = hosts.start(), opened.open_run(workdir)
+  data = run.load()
+  config, model = run.train.decide(run.config, data, mesh), run.model(data, mesh)
+  measure = run.train.evaluator(data, config, mesh)
+  return {
+    f"{split}_{name}": float(value)
+    for split in ("valid", "test")
+    for name, value in measure(model, split).items()
+  }
+
+
+def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str, Any]:
+  """Returns `{"rows", "metrics"}` of a run on a table, measured on other files; see `of_export`.
+
+  Raises:
+    UserError: the run is of no table, or has not ended; or a file cannot be read.
+  """
+  run = opened.open_run(workdir)
+  config = settings.copied(run.config, files=files)
+  with tempfile.TemporaryDirectory() as folder:
+    return of_export(export.export(workdir, Path(folder) / "served"), config)
+
+
+def of_export(served: Path, config) -> dict[str, Any]:
+  """Returns `{"rows", "metrics"}` of an exported model on the files of a table.
+
+  Args:
+    served: the export.
+    config: declares the table, and names its `files`.
+
+  Returns:
+    `rows`, how many were measured, and `metrics`: `auc` (if both outcomes are there) and `logloss`,
+    or what `RankingMetrics` computes of one ranking for each user.
+  """
+  table = table_settings.parsed(table_settings.settings(config))
+  model = serving.load(served)
+  if isinstance(model, serving.ClickModel):
+    return _clicks(model, table)
+  return _ranking(model, table, config.ks)
+
+
+def _clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str, Any]:
+  scores: list[np.ndarray] = []
+  labels: list[np.ndarray] = []
+  weights: list[np.ndarray] = []
+  weight_name = table.name_of(spec.Weight)
+  for rows in RowReader(table, ""):
+    assert rows.label is not None  # dlrm has asked for one
+    values, count = values_of(rows.chunk, table.kinds), len(rows.chunk.rows)
+    scores.append(model.answers(values, np.zeros(count, bool)).scores)
+    labels.append(rows.label)
+    weights.append(values[weight_name] if weight_name else np.ones(count))
+  score, label = np.concatenate(scores), np.concatenate(labels)
+  weight = np.concatenate(weights).astype(np.float64)
+  metrics = {}
+  if weight.sum():
+    metrics["logloss"] = float(log_loss(label, score, labels=[0, 1], sample_weight=weight))
+  if 0 < weight[label == 1].sum() < weight.sum():
+    metrics = {"auc": float(roc_auc_score(label, score, sample_weight=weight))} | metrics
+  return {"rows": len(label), "metrics": metrics}
+
+
+def _ranking(
+  model: serving.Recommender, table: table_settings.Table, ks: Sequence[int]
+) -> dict[str, Any]:
+  """Ranks once for each user of a day, who asks with what they had before it.
+
+  All items that the user has on the day are to be found, each once. Items that the model does not
+  know cannot be, and count as misses. With `config.exclude_seen`, items that the user had before
+  are left out of the ranking, and do not count. Users of whom nothing is known get the most popular
+  items.
+  """
+  pairs = interactions.pairs(table)
+  repeats = model.leaves_out(pairs.users.take(pairs.user), pairs.items.take(pairs.item))
+  user, item = pairs.user[~repeats], pairs.item[~repeats]
+  order = np.argsort(user, kind="stable")
+  wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
+  codes, metrics, popular = entities.Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
+  asked = {"": pairs.users, **pairs.values}
+  for start in range(0, len(pairs.users), _USERS):
+    of_part = wanted[start : start + _USERS]
+    values = {name: x[start : start + _USERS] for name, x in asked.items()}
+    answers = model.answers(values, np.zeros(len(of_part), bool), max(ks), is_cut=True)
+    found = codes.find(pa.array(answers.items.ravel(), pa.string()))
+    relevant = np.full((len(of_part), max(map(len, of_part))), -1, np.int32)
+    for row, items in enumerate(of_part):
+      relevant[row, : len(items)] = items
+    metrics.update(found.reshape(answers.items.shape), relevant)
+    popular += int(answers.is_popular.sum())
+  hosts.say(
+    f"{len(pairs.users):,} users ask for {len(item):,} items, {popular:,} of them unknown; "
+    f"{int(repeats.sum()):,} items that they had before do not count"
+  )
+  return {"rows": len(item), "metrics": metrics.compute() if len(item) else {}}
+
+
+def main(argv: Sequence[str]) -> None:
+  formatter = argparse.RawDescriptionHelpFormatter
+  parser = argparse.ArgumentParser(
+    f"python -m {__package__}.evaluate", description=__doc__, formatter_class=formatter
+  )
+  parser.add_argument("run", help="the workdir of a run that has ended")
+  parser.add_argument("--files", help="other files, in place of the data that the run held out")
+  arguments = parser.parse_args(argv)
+  logging.set_verbosity(logging.ERROR)
+  try:
+    if arguments.files:
+      found = evaluate_files(arguments.run, arguments.files.split(os.pathsep))
+      print(f"{found['rows']:,} rows")
+      metrics = found["metrics"]
+    else:
+      metrics = evaluate(arguments.run)
+  except UserError as error:
+    parser.exit(2, escaping.terminal(f"error: {error}\n"))
+  for name, value in metrics.items():
+    print(f"{name:24}{value:.4f}")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""What a trained model is measured by: metrics, rankings of a catalogue, baselines."""

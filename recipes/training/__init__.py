@@ -1,0 +1,1 @@
+"""What trains a model, whatever the recipe: layers, losses, optimizers, the step, the mesh."""

@@ -1,0 +1,59 @@
+"""The parts of a recipe's run, for tests that take them one by one."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What `train.run` trains, under the config that the data have decided."""
+
+  config: Any
+  data: Any
+  model: Any
+  optimizer: Any
+  loss_fn: Any
+  batches: Any
+  evaluate: Any
+
+  @property
+  def state(self):
+    return {"model": self.model, "optimizer": self.optimizer}
+
+  @property
+  def serve(self):
+    return self.data.serve
+
+
+def prepare(recipe, config, mesh=None):
+  """Returns the parts of a recipe's run; raises what `train.run` does before its first step."""
+  train = importlib.import_module(f"recipes.{recipe}.train")
+  train.check(config, mesh)
+  data = train.data_lib.load(config)
+  config = train.decide(config, data, mesh)
+  model, optimizer = train.make_state(config, data, mesh)
+  objective = train.objective(config, data, mesh)
+  batches = train.data_lib.train_batches(data, config)
+  evaluate = train.evaluator(data, config, mesh)
+  return Parts(config, data, model, optimizer, objective, batches, evaluate)
+
+
+def taking(step, batches):
+  """Returns `take(pause)`, which takes a step on the next batch as a run does; returns its loss.
+
+  A pipelined step looks at the batch after it, but before a pause.
+  """
+  ahead = []
+
+  def take(pause=False):
+    batch = ahead.pop() if ahead else next(batches)
+
+    def peek():
+      if not pause:
+        ahead.append(next(batches))
+      return ahead[-1] if ahead else None
+
+    return step(batch, peek)["loss"]
+
+  return take
