@@ -24,7 +24,7 @@ SMALL = 2_000_000  # rows that train: a minute or two of baselines
 def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, Any]:
   """Fits the baselines that a finished run lacks; returns its result with them and with its notes.
 
-  The result is written after each baseline, and has `notes` when all are fitted.
+  The result is written after each baseline, and in the end with its `notes`.
 
   Args:
     workdir: of the run.
@@ -37,11 +37,11 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
   result, path = run.result, Path(workdir) / "result.json"
   recipe = importlib.import_module(f".{run.recipe}.baselines", __package__)
   data = run.load()
-  if data.num_examples > most_rows:
+  tasks = recipe.tasks(data, run.config) if data.num_examples <= most_rows else {}
+  if not tasks:
     hosts.say(f"baselines: python -m {__package__}.baselines {workdir}")
-    return result
   known = result["baselines"]
-  for name, task in recipe.tasks(data, run.config).items():
+  for name, task in tasks.items():
     if name in known:
       continue
     hosts.say(f"fitting the baseline {name}")

@@ -44,7 +44,7 @@ def test_a_run_is_measured_on_other_files(run):
 
 def test_baselines_are_added_once(run, monkeypatch):
   folder, result = run
-  assert baselines.fit(folder / "run", most_rows=99) == result  # 100 rows train
+  assert baselines.fit(folder / "run", most_rows=99)["baselines"] == {}  # 100 rows train
   found = baselines.fit(folder / "run", most_rows=100)
   assert list(found["baselines"]) == ["constant rate", "logistic regression"]
   assert {name: found[name] for name in result if name != "baselines"} == {
