@@ -77,8 +77,8 @@ class RowGrads:
     size = UNUSED
     if vocabulary_size is not None:
       size = integer("vocabulary_size", vocabulary_size, 1, UNUSED)
-    if _are_above(ids, size):
-      raise ValueError(f"RowGrads takes ids up to {size}, got {ids.max()}.")
+    if _largest(ids) > size:
+      raise ValueError(f"RowGrads takes ids up to {size}, got {_largest(ids)}.")
     ids, values = jnp.asarray(narrow(ids, size)), jnp.asarray(values)
     if jnp.issubdtype(values.dtype, jnp.complexfloating):
       raise ValueError(f"RowGrads takes real values, got dtype {values.dtype}. Give the real part.")
@@ -128,10 +128,10 @@ class RowGrads:
     return _squared_norm_of_pairs(self.ids, self.values, self.size)
 
 
-def _are_above(ids: Any, size: int) -> bool:
-  """Whether any id is above a size, as far as this process can see."""
+def _largest(ids: Any) -> int:
+  """The largest id, -1 for none or as far as this process cannot see; also inside of jit."""
   is_known = not jax_internals.is_traced(ids) and getattr(ids, "is_fully_addressable", True)
-  return is_known and bool((ids > size).any())
+  return int(np.asarray(ids).max()) if is_known and ids.size else -1
 
 
 def _pairs(ids: jax.Array, values: jax.Array, table: str) -> ActivationGrads:
@@ -153,9 +153,9 @@ def for_stack(stack: StackSpec, table: str, rows: RowGrads) -> StackGrads:
       f"The row gradients of table {table!r} have {values.shape[1]} columns, its dim is "
       f"{stack.dim}."
     )
-  if _are_above(ids, size):
+  if _largest(ids) > size:
     raise ValueError(
-      f"The row gradients of table {table!r} have id {int(ids.max())}; its ids are 0 .. "
+      f"The row gradients of table {table!r} have id {_largest(ids)}; its ids are 0 .. "
       f"{size - 1}, and {size} for unused entries."
     )
   return _pairs(ids, values, table)
@@ -438,9 +438,9 @@ def _concatenate(rows: Sequence[RowGrads]) -> RowGrads:
   whole = lambda r, x: x if r.stack is None else r.stack.placement.put(x, P())
   ids = jnp.concatenate([whole(r, r.ids) for r in rows])
   values = jnp.concatenate([whole(r, r.values) for r in rows])
-  if _are_above(ids, min(sizes)):
+  if _largest(ids) > min(sizes):
     raise ValueError(
-      f"accumulate: row gradients of a table of {min(sizes)} rows, and id {int(ids.max())} of "
+      f"accumulate: row gradients of a table of {min(sizes)} rows, and id {_largest(ids)} of "
       "another one."
     )
   return RowGrads.of(ids, values, min(sizes), None)

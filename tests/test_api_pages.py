@@ -31,7 +31,6 @@ NO_EXAMPLE = {
 # For the library's other files, or for JAX.
 INTERNAL = {
   "embed.Plan": {"uniform", "with_features", "stacks"},
-  "embed.TablePlan": {"copy"},
   "embed.RowGrads": {"of", "tree_flatten", "tree_unflatten"},
   "embed.transforms.Crossed": {"read"},  # as `Column.read`
   "embed.transforms.Weighted": {"read"},
