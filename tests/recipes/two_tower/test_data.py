@@ -11,7 +11,8 @@ import pytest
 from recipe_runs import TWO_TOWER, lists_of, two_tower_smoke
 from small_data import write_gowalla, write_movielens100k
 
-from recipes import arrays, baselines, files, pipeline
+from recipes import arrays, files, pipeline
+from recipes.evaluation import baselines
 from recipes.sequence.batches import Histories
 from recipes.tables.entities import Entities
 from recipes.tables.settings import SPLITS
