@@ -4,7 +4,7 @@
 `--bottom` and `--top`, dot interactions; Adagrad on the tables, SGD on the rest. All contenders
 start from the same weights, train on the same batches, and must have the same losses over the
 first steps; then they are timed as in `step.py`, in turns. Ours is the recipe's model, and the step
-that `recipes.loop` takes.
+that `recipes.dlrm.train` takes.
 
   python benchmarks/dlrm.py --json dlrm.json
 

@@ -28,7 +28,7 @@ def train(recipe: str, config, workdir: str) -> None:
   """
   with errors.importing():
     module = importlib.import_module(f".{recipe}.train", __package__)
-    from . import baselines, hosts, report
+    from . import baselines, hosts
     from .run import results
   result = module.run(config, workdir)
   if not hosts.is_main():
@@ -36,9 +36,15 @@ def train(recipe: str, config, workdir: str) -> None:
   if "notes" not in result and hosts.shard()[1] == 1:  # other processes would wait for it
     result = baselines.fit(workdir, most_rows=baselines.SMALL)
   print(escaping.terminal(results.report(result)))
+  _show(Path(workdir))
+
+
+def _show(workdir: Path) -> None:
+  from . import report
+
   if sys.stdout.isatty():
-    print(f"\n{escaping.terminal(report.sketch(report.load(Path(workdir))))}")
-  print(f"\nresults: {Path(workdir) / 'result.json'}")
+    print(f"\n{escaping.terminal(report.sketch(report.load(workdir)))}")
+  print(f"\nresults: {workdir / 'result.json'}")
   print(f"curves:  python -m {__package__}.report {workdir}")
 
 

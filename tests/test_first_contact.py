@@ -15,7 +15,7 @@ from recipes import __main__ as listing
 from recipes import catalogue, files, main
 
 ROOT = pathlib.Path(__file__).parents[1]
-RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/__main__.py"))
+RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob("*/*.py"))
 
 
@@ -33,9 +33,8 @@ def test_every_recipe_and_config_is_listed_with_one_line(monkeypatch, tmp_path, 
   listing.main([])
   lines = capsys.readouterr().out.splitlines()
   commands = [line.split()[2] for line in lines if line.startswith("python -m recipes.")]
-  programs = ["recipes.minimal", "recipes.describe", "recipes.export", "recipes.predict"]
-  programs.append("recipes.report")
-  assert commands == [*(f"recipes.{recipe}" for recipe in RECIPES), *programs]
+  programs = "minimal describe days baselines evaluate export predict report aot".split()
+  assert commands == [f"recipes.{name}" for name in [*RECIPES, *programs]]
   rows = [line for line in lines if line.startswith("  configs/")]
   assert [re.match(r"  ([^\[ ]+)", row)[1] for row in rows] == CONFIGS
   for recipe in RECIPES:
@@ -97,11 +96,11 @@ def test_a_wrong_flag_is_one_line_that_suggests_the_right_one(argument):
 PROGRAM = """
 import sys
 from recipes import main
-def run(config, workdir):
+def run(recipe, config, workdir):
   print(config.num_users, workdir)
   {body}
 sys.argv[1:] = {argv}
-main.program("sequence", run)()
+main.program(run, recipe="sequence")()
 """
 
 
