@@ -142,18 +142,18 @@ def clicks(label, dense, ids, splits, **columns):
 
 
 def test_the_constant_rate_by_hand(monkeypatch):
-  monkeypatch.setattr(data, "_ROWS", 3)
+  monkeypatch.setattr(baselines, "_ROWS", 3)
   label = np.array([1, 0, 0, 0, 1, 0, 1, 1], np.uint8)
   splits = {"train": (0, 4), "valid": (4, 6), "test": (6, 8)}
   found = clicks(label, np.zeros((8, 2), np.float32), np.zeros((8, 1), np.int32), splits)
-  scores = data.constant_rate(found)
+  scores = baselines.constant_rate(found)
   assert scores["valid_logloss"] == pytest.approx(-(np.log(0.25) + np.log(0.75)) / 2)
   assert scores["test_logloss"] == pytest.approx(-np.log(0.25))
   assert scores["test_auc"] == 0.5
   weighted = dataclasses.replace(
     found, columns=found.columns | {"weight": np.array([3, 1, 1, 1, 1, 3, 1, 1], np.float32)}
   )
-  scores = data.constant_rate(weighted)
+  scores = baselines.constant_rate(weighted)
   assert scores["test_logloss"] == pytest.approx(-np.log(0.5))
   assert scores["valid_logloss"] == pytest.approx(-np.log(0.5))
 
@@ -164,13 +164,13 @@ def test_the_most_telling_column():
   splits["test"] = (300, 400)
   noise = draw.normal(size=(400, 2)).astype(np.float32)
   city = np.where(draw.random(400) < 0.9, label, 1 - label).astype(np.int32)[:, None]
-  name, auc = data.most_telling(clicks(label, noise, city, splits))
+  name, auc = baselines.most_telling(clicks(label, noise, city, splits))
   assert (name, auc) == ("city", pytest.approx((city[300:, 0] == label[300:]).mean(), abs=0.03))
   leak = noise.copy()
   leak[:, 1] -= 9 * label  # a click makes it smaller
-  assert data.most_telling(clicks(label, leak, city, splits)) == ("age", 1.0)
+  assert baselines.most_telling(clicks(label, leak, city, splits)) == ("age", 1.0)
   city[:, 0] = np.where(label, 2, -1)  # a missing value tells as much
-  assert data.most_telling(clicks(label, noise, city, splits)) == ("city", 1.0)
+  assert baselines.most_telling(clicks(label, noise, city, splits)) == ("city", 1.0)
 
 
 def test_notes_say_what_wins_and_what_is_too_good():
