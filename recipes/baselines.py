@@ -24,11 +24,12 @@ SMALL = 2_000_000  # rows that train: a minute or two of baselines
 def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, Any]:
   """Fits the baselines that a finished run lacks; returns its result with them and with its notes.
 
-  The result is written after each baseline, and in the end with its `notes`.
+  The result is written before and after each baseline, and in the end with its `notes`. A baseline
+  that failed, or that ended the process, has no metrics there.
 
   Args:
     workdir: of the run.
-    most_rows: fits nothing where more rows train.
+    most_rows: fits nothing where more rows train, and nothing that has failed before.
 
   Raises:
     UserError: the run has not ended, or the data are not those that it was trained on.
@@ -42,15 +43,22 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
     hosts.say(f"baselines: python -m {__package__}.baselines {workdir}")
   known = result["baselines"]
   for name, task in tasks.items():
-    if name in known:
+    if known.get(name) or (name in known and most_rows < float("inf")):
       continue
     hosts.say(f"fitting the baseline {name}")
+    known[name] = {}
+    arrays.write_json(path, result)
     try:
       known[name] = dict(task())
+    except KeyboardInterrupt:
+      del known[name]
+      raise
     except UserError as error:  # as EASE of too many items
       hosts.say(f"the baseline {name} is left out: {error}")
-      continue
-    arrays.write_json(path, result)
+    except Exception as error:  # a library's, which must not hide the result of the run
+      hosts.say(f"the baseline {name} failed: {type(error).__name__}: {error}")
+    finally:
+      arrays.write_json(path, result)
   if data.best:
     known["best possible"] = dict(data.best)
   telling = getattr(recipe, "most_telling", None)

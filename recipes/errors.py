@@ -44,7 +44,7 @@ class Stopped(KeyboardInterrupt):
 class Preempted(Stopped):
   """SIGTERM in a run; the message is as of `Stopped`."""
 
-  code = os.EX_TEMPFAIL  # 75: the same command, started again, goes on
+  code = os.EX_TEMPFAIL  # 75: the same command, started again, resumes
 
 
 @contextlib.contextmanager
@@ -87,5 +87,5 @@ def explain(error: Exception) -> str | None:
     return None
   reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
   if error.errno in _FULL:
-    return f"{reason}. Free some space; the same command then goes on from the last checkpoint."
+    return f"{reason}. Free some space; the same command then resumes from the last checkpoint."
   return f"{reason}. --workdir and --config.cache_dir must be folders that this user can write to."

@@ -3,7 +3,7 @@
     python -m recipes.evaluate runs/clicks
     python -m recipes.evaluate runs/clicks --files=new_rows.csv
 
-Other files are read by the very program that would answer requests: ids that the run has not seen
+The exported program scores other files, as it would answer requests: ids that the run has not seen
 are unknown. They have the columns of the run's table, the label or the item included.
 """
 
@@ -38,6 +38,7 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
     UserError: the run has not ended, or its data have changed.
   """
   mesh, run = hosts.start(), opened.open_run(workdir)
+  run.train.check(run.config, mesh)
   data = run.load()
   config, model = run.train.decide(run.config, data, mesh), run.model(data, mesh)
   measure = run.train.evaluator(data, config, mesh)

@@ -120,7 +120,7 @@ def write_log(text: str) -> None:
 
 @contextlib.contextmanager
 def logged_to(path: Path) -> Iterator[None]:
-  """Appends all that is said to a file, with times, and what was said since the last such file."""
+  """Appends every printed line to a file, with times, and lines printed before it was opened."""
   global _log
   with files.append(path) as _log:
     try:

@@ -1,6 +1,7 @@
 """The command line that all recipes share: `--config`, `--workdir`, and mistakes in one line."""
 
 import difflib
+import functools
 import importlib
 import os
 import re
@@ -33,10 +34,17 @@ def train(recipe: str, config, workdir: str) -> None:
   result = module.run(config, workdir)
   if not hosts.is_main():
     return
-  if "notes" not in result and hosts.shard()[1] == 1:  # other processes would wait for it
-    result = baselines.fit(workdir, most_rows=baselines.SMALL)
-  print(escaping.terminal(results.report(result)))
-  _show(Path(workdir))
+  try:
+    if "notes" not in result and hosts.shard()[1] == 1:  # other processes would wait for it
+      signal.signal(signal.SIGTERM, functools.partial(_preempted, text=_FITTING))
+      result = baselines.fit(workdir, most_rows=baselines.SMALL)
+    elif not result["baselines"]:
+      print(f"baselines: python -m {__package__}.baselines {workdir}", file=sys.stderr)
+  except KeyboardInterrupt:
+    raise errors.Stopped(_FITTING) from None
+  finally:
+    print(escaping.terminal(results.report(result)))
+    _show(Path(workdir))
 
 
 def _show(workdir: Path) -> None:
@@ -116,11 +124,12 @@ def program(
 
 
 _NOT_BEGUN = "stopped before the first step; the same command begins again"
+_FITTING = "stopped while fitting the baselines; the same command fits those that are missing"
 
 
-def _preempted(number: int, frame: Any) -> None:
+def _preempted(number: int, frame: Any, text: str = _NOT_BEGUN) -> None:
   """Ends at once: an exception in the import of an extension module is lost, or crashes it."""
-  os.write(2, f"\n{_NOT_BEGUN}\n".encode())
+  os.write(2, f"\n{text}\n".encode())
   os._exit(errors.Preempted.code)
 
 

@@ -88,7 +88,7 @@ def load(path: str | Path) -> Run:
   missing = [n for n in ("result.json", "metrics.jsonl") if not (path / n).is_file()]
   if missing and (path / "config.json").is_file():
     raise MissingFileError(
-      f"the run in {path} has not ended; the command that started it goes on with it"
+      f"the run in {path} has not ended; the command that started it resumes it"
     )
   if missing:
     ended = {result.parent.name: result.parent for result in path.parent.glob("*/result.json")}

@@ -8,7 +8,7 @@ Number: test HR@10 / NDCG@10 of SASRec .3010 / .1732 (seed 0, the state of step 
   BERT4Rec .2642 / .1447 (seed 0, 6,400 steps, 63 epochs).
 Command: python -m recipes.sequence --config=configs/sequence/movielens1m.py \
            --config.data_dir=<folder> --workdir=runs/movielens1m
-         BERT4Rec is movielens1m.py:bert4rec. A run that is stopped goes on from its last checkpoint
+         BERT4Rec is movielens1m.py:bert4rec. A run that is stopped resumes from its last checkpoint
          by the same command.
 """
 

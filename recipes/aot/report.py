@@ -1,6 +1,6 @@
 """The report on a program compiled for TPUs or GPUs: its parts, its problems, and its text.
 
-Programs are read by `recipes.hlo`; `recipes.aot` compiles them.
+Programs are read by `recipes.aot.hlo`; `recipes.aot` compiles them.
 """
 
 import collections

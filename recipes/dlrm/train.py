@@ -21,7 +21,7 @@ from ..evaluation.metrics import BinnedClickMetrics
 from ..run import settings, warm_start
 from ..run import workdir as runs
 from ..run.config import completed
-from ..run.journal import Writer
+from ..run.journal import Writer, closes_writers
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
 from ..training import features as features_lib
@@ -30,6 +30,7 @@ from . import data as data_lib
 from . import model as model_lib
 
 
+@closes_writers
 def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
@@ -47,7 +48,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
   """
   mesh, asked = hosts.start(), completed("dlrm", config)
-  if (result := runs.finished(asked, workdir, writers)) is not None:
+  if (result := runs.finished(asked, workdir)) is not None:
     return result
   config = runs.resumed(asked, workdir)
   check(config, mesh)

@@ -294,20 +294,21 @@ def deltas(folder: Path, chain: Sequence[int]) -> list[embed.deltas.Delta]:
 def newest(folder: Path) -> list[int]:
   """Returns the chain of the newest checkpoint that can be used; empty if none was completed.
 
-  Every file of it is as it was written. What is passed over, and why, is said on stderr.
+  Every file of it is as it was written. stderr has what is passed over, and why. A folder in which
+  no checkpoint was completed holds one at most, that of a first save that did not finish.
 
   Raises:
-    UserError: there are complete checkpoints, and none can be used.
+    UserError: there are checkpoints, and none can be used.
   """
   faults: list[str] = []
-  is_damaged = False
-  for step in reversed(steps(folder)):
+  found = steps(folder)
+  is_damaged = len(found) > 1 or any((folder / str(x) / manifest.NAME).exists() for x in found)
+  for step in reversed(found):
     try:
       chain = of_step(folder, step)
     except MissingFileError as error:
       faults.append(f"the checkpoint of step {step} is not complete: {error}")
     except DamagedFileError as error:
-      is_damaged = True
       faults.append(str(error))
     else:
       break

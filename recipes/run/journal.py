@@ -1,10 +1,12 @@
 """The log of a run while it trains: metrics.jsonl, TensorBoard, a progress bar or lines."""
 
+import contextlib
+import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +34,30 @@ class Writer(Protocol):
 
   def close(self) -> None:
     """Is called once, when the run has ended, failed or been stopped."""
+
+
+class _ClosedOnce:
+  def __init__(self, writer: Writer):
+    self.write, self._writer, self._is_open = writer.write, writer, True
+
+  def close(self) -> None:
+    if self._is_open:
+      self._is_open = False
+      self._writer.close()
+
+
+def closes_writers(run: Callable[..., Any]) -> Callable[..., Any]:
+  """Makes `run(config, workdir, writers)` close its writers, also where no run has begun."""
+
+  @functools.wraps(run)
+  def closing(config, workdir: str, writers: Sequence[Writer] = ()) -> Any:
+    with contextlib.ExitStack() as stack:
+      once = [_ClosedOnce(writer) for writer in writers]
+      for writer in once:
+        stack.callback(writer.close)
+      return run(config, workdir, once)
+
+  return closing
 
 
 class Journal:

@@ -1,6 +1,6 @@
 """The transforms that a run keeps in its workdir, so that it does not depend on a cache or a run.
 
-serve/        what serving needs besides the model, and what the run goes on with
+serve/        what serving needs besides the model, and what the run resumes with
 data.json     hashes of the data where serving needs nothing besides
 split.parquet which row of which file is in which split
 init/serve/   that of the run that it started from, whose transforms its own have grown from

@@ -164,7 +164,7 @@ class Run:
       vars(self._progress).update(checkpoints.restore(self._manager, latest, state))
       self._progress.stopped = self._has_stalled()
       self._values = {name: list(values) for name, values in self._progress.logged.items()}
-    hosts.from_main(lambda: runs.set_aside(workdir))
+    hosts.from_main(lambda: runs.set_aside(workdir, self.asked))
     self._profile = profiling.Profile(workdir / profiling.FOLDER, profiling.check(config))
     stack.callback(self._profile.close)
     if hosts.is_main():
@@ -275,7 +275,7 @@ class Run:
   def score(self, metrics: Mapping[str, float]) -> None:
     """Logs metrics of validation, remembers whether they are the best, and may end the run early.
 
-    Of two equal evaluations the later one counts as the best.
+    The best state is the later one of two that are equal.
     """
     config, progress = self.config, self._progress
     scores = _named("valid", metrics)
@@ -299,7 +299,13 @@ class Run:
       )
 
   def save(self) -> None:
-    """Saves the run as it is."""
+    """Saves the run as it is.
+
+    Raises:
+      RuntimeError: `peek` has returned the next batch, which a resumed run would skip.
+    """
+    if self._pending is not None:
+      raise RuntimeError("save after a step whose `peek` returned None, or do not call `peek`")
     progress = self._progress
     progress.logged = {name: [float(x) for x in values] for name, values in self._values.items()}
     progress.seconds = time.perf_counter() - self._began

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 import embed.checkpoint
 
-from .. import arrays
+from .. import arrays, hosts
 from ..errors import DamagedFileError, MissingFileError, UserError
 from . import checkpoints, keeping
 from . import workdir as runs
@@ -27,7 +27,7 @@ class Opened:
 
   Attributes:
     workdir: of the run.
-    config: as asked for, with the batch size and the steps that the data have decided.
+    config: its settings, with those that the data decided filled in.
     result: the content of result.json.
   """
 
@@ -59,6 +59,7 @@ class Opened:
     """Returns the model in its tested state, on the devices of the mesh."""
     config = self.train.decide(self.config, data, mesh)
     model, _ = self.train.make_state(config, data, mesh)
+    hosts.replicate(mesh, model)
     restore(self.workdir, self.result["tested_step"], model)
     return model
 

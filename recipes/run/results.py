@@ -101,10 +101,11 @@ def report(result: Mapping[str, Any]) -> str:
   width = max(map(len, titles), default=0) + 2
   lines = [f"{split:24}" + "".join(f"{title:>{width}}" for title in titles)]
   run = "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
-  for row, metrics in [(run, result["metrics"]), *result["baselines"].items()]:
+  fitted = [(row, metrics) for row, metrics in result["baselines"].items() if metrics]
+  for row, metrics in [(run, result["metrics"]), *fitted]:
     values = (f"{metrics[name]:>{width}.4f}" if name in metrics else " " * width for name in names)
     lines.append(f"{row:24}" + "".join(values))
-  lines += result.get("notes", [])
+  lines += result["notes"] if "notes" in result else notes(result)
   lines.append(
     f"seed {result['seed']}, state of step {result['tested_step']} of {result['steps']}, "
     f"{result['seconds']:.0f} s on {result['device']['kind']} x {result['device']['count']}"

@@ -17,7 +17,7 @@ Several processes share one workdir: the main one writes the files, all of them 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ import filelock
 from .. import arrays, files, hosts, schemas
 from ..errors import UserError
 from . import checkpoints, keeping, settings
-from .journal import Writer
 
 _LOCK, DECIDED = "run.lock", "decided"
 _REMOVE = ": remove it, and the same command writes it again"
@@ -58,14 +57,20 @@ def has_checkpoint(workdir: Path) -> bool:
   return bool(checkpoints.steps(workdir / "checkpoints"))
 
 
-def set_aside(workdir: Path) -> None:
-  """Renames the result of a run that is lengthened, to `result-<steps>.json`."""
+def set_aside(workdir: Path, config) -> None:
+  """Renames the result of a run that is lengthened, to `result-<steps>.json`.
+
+  Raises:
+    UserError: another process has finished the run of this config since `finished`.
+  """
   stale = result(workdir)
+  if stale is not None and is_of(stale, config):
+    raise UserError(f"another process has finished {workdir}: the same command shows its result")
   if stale is not None:
     (workdir / "result.json").rename(workdir / f"result-{stale['steps']}.json")
 
 
-def finished(config, workdir: str | Path, writers: Sequence[Writer] = ()) -> dict[str, Any] | None:
+def finished(config, workdir: str | Path) -> dict[str, Any] | None:
   """Returns the result if the workdir's run has ended already, and None if there is work to do.
 
   Call it first, after `hosts.start`: a finished run then reports without loading any data, and a
@@ -74,7 +79,6 @@ def finished(config, workdir: str | Path, writers: Sequence[Writer] = ()) -> dic
   Args:
     config: of the run, as asked for.
     workdir: of the run.
-    writers: are closed if the run has ended.
 
   Raises:
     UserError: the workdir holds a run of another config; names the fields that differ. Or another
@@ -85,10 +89,7 @@ def finished(config, workdir: str | Path, writers: Sequence[Writer] = ()) -> dic
       f"--workdir={workdir} is a URL, and a run writes plain files. Mount the bucket (gcsfuse) and "
       "give the folder."
     )
-  known = hosts.from_main(lambda: _finished(config, Path(workdir)))
-  for writer in writers if known is not None and hosts.is_main() else ():
-    writer.close()
-  return known
+  return hosts.from_main(lambda: _finished(config, Path(workdir)))
 
 
 def _finished(config, workdir: Path) -> dict[str, Any] | None:

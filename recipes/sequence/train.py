@@ -21,7 +21,7 @@ from ..evaluation.metrics import RankingMetrics, ranking_names
 from ..run import settings, warm_start
 from ..run import workdir as runs
 from ..run.config import completed
-from ..run.journal import Writer
+from ..run.journal import Writer, closes_writers
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
 from ..training import layers, losses, optimizers, placement, train_step
@@ -31,6 +31,7 @@ from . import model as model_lib
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
+@closes_writers
 def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
@@ -48,7 +49,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
   """
   mesh, asked = hosts.start(), completed("sequence", config)
-  if (result := runs.finished(asked, workdir, writers)) is not None:
+  if (result := runs.finished(asked, workdir)) is not None:
     return result
   config = runs.resumed(asked, workdir)
   check(config, mesh)

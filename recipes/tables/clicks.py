@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .. import arrays
+from .. import arrays, files
 from ..errors import UserError
 from . import entities, sharing, spec
 from .entities import Codes, Entities
@@ -61,10 +61,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
       )
     notes += _about(counts, encoder)
-    hashed = stage.background.submit(table.digests)  # while ids are written
+    hashed = {  # while ids are written; one task a file, since an error cancels those to come
+      name: stage.background.submit(files.digest, path) for path, name in table.names.items()
+    }
     _write(table, copy, encoder, folder, sizes)
     encoder.save(serve)
-    digests = hashed.result()
+    digests = {name: digest.result() for name, digest in hashed.items()}
   table.check_unchanged()
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
@@ -138,7 +140,8 @@ class _Copy:
   @contextlib.contextmanager
   def writer(self) -> Iterator[Callable[[Rows], None]]:
     """Yields a function that writes rows."""
-    with pa.ipc.new_stream(str(self._path), self._schema) as stream:
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with pa.ipc.new_stream(str(self._path), self._schema, options=options) as stream:
 
       def write(rows: Rows) -> None:
         columns = rows.chunk.columns

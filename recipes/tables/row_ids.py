@@ -1,4 +1,4 @@
-"""The raw ids of a run's table rows, by which another run finds the rows that it goes on with."""
+"""The raw ids of a run's table rows, by which another run finds the rows that it starts from."""
 
 import dataclasses
 import hashlib

@@ -267,7 +267,7 @@ def test_a_report_shows_text_from_results(tmp_path, capsys):
   for folder in (run, other):
     device = {"kind": BAD, "count": 1, "host_cores": 2}
     versions = dict.fromkeys(("jax", "flax", "sparse-embed"), BAD)
-    changes = {"failed_baselines": {BAD: BAD}, "data_sha256": {BAD: BAD}, "versions": versions}
+    changes = {"notes": [BAD], "data_sha256": {BAD: BAD}, "versions": versions}
     scores = {"test_auc": 0.5, f"test_{BAD}": 0.5}
     changes |= {"device": device, "metrics": scores, "baselines": {BAD: scores}}
     edit(folder / "result.json", **changes)

@@ -1,5 +1,7 @@
 """Which checkpoints of a folder are used and kept, on folders made by hand."""
 
+import shutil
+
 import pytest
 
 from recipes import errors, manifest
@@ -64,11 +66,23 @@ def test_what_is_missing_is_said(folder, capsys):
     checkpoints.of_step(folder, 50)
 
 
-def test_without_any_manifest_no_checkpoint_was_completed(folder, capsys):
+def test_a_first_save_without_a_manifest_was_not_completed(folder, capsys):
   for step in checkpoints.steps(folder):
     (folder / str(step) / manifest.NAME).unlink()
+  with pytest.raises(errors.UserError, match=r"can be used .*step 50 is not complete"):
+    checkpoints.newest(folder)  # several saves are not one that was killed
+  for step in checkpoints.steps(folder)[1:]:
+    shutil.rmtree(folder / str(step))
   assert checkpoints.newest(folder) == []
-  assert "step 50 is not complete" in capsys.readouterr().err
+  assert "step 10 is not complete" in capsys.readouterr().err
+
+
+def test_deltas_without_their_full_checkpoint_are_damaged(folder):
+  full = [step for step in checkpoints.steps(folder) if checkpoints.of_step(folder, step) == [step]]
+  for step in full:
+    shutil.rmtree(folder / str(step))
+  with pytest.raises(errors.UserError, match=r"no checkpoint in .* can be used"):
+    checkpoints.newest(folder)
 
 
 def test_a_damaged_manifest_is_not_a_missing_one(folder):

@@ -1,14 +1,18 @@
 """What is done with a run that has ended: measured again, and given baselines."""
 
 import json
+import shutil
 
+import jax
 import pytest
 from recipe_runs import dlrm_smoke
 from served_models import CLICKS, write_clicks
 from small_tables import completed
 
 from recipes import baselines, errors, evaluate, hosts
+from recipes.dlrm import baselines as click_baselines
 from recipes.dlrm import train
+from recipes.run import results
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +33,14 @@ def test_a_run_is_measured_again(run, monkeypatch):
   monkeypatch.setattr(hosts, "start", lambda: None)
   folder, result = run
   assert evaluate.evaluate(folder / "run") == result["metrics"]
+
+
+@pytest.mark.full
+def test_a_run_is_measured_on_a_mesh(run, monkeypatch):
+  folder, result = run
+  monkeypatch.setattr(hosts, "start", lambda: jax.make_mesh((2,), ("data",)))
+  found = evaluate.evaluate(folder / "run")
+  assert found == pytest.approx(result["metrics"], abs=1e-5)
 
 
 def test_a_run_is_measured_on_other_files(run):
@@ -53,6 +65,29 @@ def test_baselines_are_added_once(run, monkeypatch):
   assert json.loads((folder / "run" / "result.json").read_text()) == found
   monkeypatch.setattr(train.data_lib, "load", lambda config: pytest.fail("read again"))
   assert train.run(dict(found["config"]), str(folder / "run")) == found
+
+
+def test_a_baseline_that_fails_hides_nothing(run, monkeypatch, capsys):
+  folder, _ = run
+  copy = folder / "failing"
+  shutil.copytree(folder / "run", copy)
+  result = json.loads((copy / "result.json").read_text()) | {"baselines": {}}
+  (copy / "result.json").write_text(json.dumps(result))
+
+  def fail(*args, **kwargs):
+    raise MemoryError("no memory")
+
+  monkeypatch.setattr(click_baselines, "logistic_regression", fail)
+  found = baselines.fit(copy, most_rows=baselines.SMALL)
+  assert found["baselines"]["logistic regression"] == {}
+  assert (
+    "the baseline logistic regression failed: MemoryError: no memory" in capsys.readouterr().err
+  )
+  assert "logistic" not in results.report(found)
+  monkeypatch.undo()
+  again = baselines.fit(copy, most_rows=baselines.SMALL)  # as the same command does
+  assert again["baselines"]["logistic regression"] == {}
+  assert baselines.fit(copy)["baselines"]["logistic regression"]["test_auc"] > 0
 
 
 def test_a_run_of_changed_data_is_named(run):

@@ -378,7 +378,7 @@ def test_a_signal_to_one_process_ends_all_at_the_same_step(jobs, folder, pair):
   assert not (workdir / "result.json").exists()
   step = max(int(path.name) for path in (workdir / "checkpoints").glob("[0-9]*"))
   for process in job:
-    assert f"stopped at step {step} of {STEPS}; the same command goes on" in said(process)
+    assert f"stopped at step {step} of {STEPS}; the same command resumes" in said(process)
   output = jobs.run(recipe(workdir), processes=2)
   assert f"resuming from step {step}" in output[0]
   assert outcome(workdir)[0]["metrics"] == pair[0]["metrics"]

@@ -1,5 +1,6 @@
 """The log of a run: where its metrics go, and that writers of a user's own get them too."""
 
+import contextlib
 import json
 
 import ml_collections
@@ -7,7 +8,6 @@ import pytest
 
 from recipes import errors
 from recipes.run import journal, loop
-from recipes.run import workdir as runs
 
 
 class Kept:
@@ -50,8 +50,18 @@ def test_writers_are_closed_where_a_run_fails(tmp_path):
   assert kept.closed == 1
 
 
-def test_writers_are_closed_where_a_run_has_ended_already(tmp_path, monkeypatch):
-  monkeypatch.setattr(runs, "_finished", lambda *args: {"metrics": {}})
-  kept = Kept()
-  assert runs.finished({}, tmp_path, [kept]) == {"metrics": {}}
-  assert (kept.closed, kept.lines) == (1, [])
+def test_writers_are_closed_once_however_a_run_ends(tmp_path):
+  @journal.closes_writers
+  def run(config, workdir, writers):
+    if config == "wrong":
+      raise errors.UserError("a setting is wrong")
+    for writer in writers:
+      writer.write(1, {"loss": 0.5})
+      writer.close()  # as `Run` does
+    return {"metrics": {}}
+
+  for config in ("right", "wrong"):
+    kept = Kept()
+    with contextlib.suppress(errors.UserError):
+      assert run(config, tmp_path, [kept]) == {"metrics": {}}
+    assert kept.closed == 1

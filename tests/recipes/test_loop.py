@@ -62,7 +62,7 @@ def toy_config(**changes):
 def run_toy(workdir, evaluate=None, writers=(), **changes):
   """Does what a recipe does; returns the result."""
   config = toy_config(**changes)
-  result = runs.finished(config, workdir, writers)
+  result = runs.finished(config, workdir)
   if result is not None:
     return result
   model = Toy()
