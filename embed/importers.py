@@ -66,7 +66,8 @@ def from_torch(
     slots: the names of the slots to keep, all by default.
 
   Raises:
-    ValueError: for a parameter that is not there, or if there is no table to read.
+    ValueError: for a parameter that is not there, if there is no table to read, if two have one
+      name, or for a state that cannot be told apart, is of no table, or has no slot here.
 
   >>> weights = {"user.weight": np.ones((3, 2)), "head.weight": np.ones((1, 2))}
   >>> state = {0: {"sum": np.full((3, 2), 4.0), "step": 7.0}}
@@ -77,7 +78,12 @@ def from_torch(
   """
   if tables is None:
     matches = {key: _TORCHREC.search(key) for key in state_dict}
-    tables = {match["table"]: key for key, match in matches.items() if match}
+    found = [(match["table"], key) for key, match in matches.items() if match]
+    tables = dict(found)
+    if len(tables) < len(found):
+      raise ValueError(
+        f"from_torch: several tables have one name. Write tables={{name: key}} with {found}."
+      )
     if not tables:
       raise ValueError(
         "from_torch: there is no EmbeddingBagCollection in the state_dict. Write "
@@ -85,13 +91,19 @@ def from_torch(
         f"{_names(key for key, x in state_dict.items() if len(np.shape(x)) == 2)}."
       )
   order = list(state_dict) if parameters is None else list(parameters)
-  variables = {}
+  variables, has_state = {}, False
   for table, key in tables.items():
     if key not in state_dict:
       raise ValueError(f"from_torch: there is no parameter {key!r}: {_names(state_dict)}.")
     rows = _array(state_dict[key])
     state, rate = _torch_state(optimizer_state or {}, key, order)
+    has_state |= bool(state)
     variables[table] = {"parameters": rows} | _torch_slots(state, rate, rows.shape, slots)
+  if optimizer_state and optimizer_state.get("state") and not has_state:
+    raise ValueError(
+      f"from_torch: the optimizer's state has nothing of {_names(tables.values())}, but has "
+      f"{_names(map(str, optimizer_state['state']))}. Leave it out, or write parameters=[...]."
+    )
   return variables
 
 
@@ -105,6 +117,11 @@ def _torch_state(
     return {name.rpartition(".")[2]: x for name, x in states[key].items()}, rate
   numbers = [number for group in groups for number in group["params"]]
   names = [name for group in groups for name in group.get("param_names", [])] or order
+  if numbers and len(names) != len(numbers):
+    raise ValueError(
+      f"from_torch: the optimizer has {len(numbers)} parameters, and there are {len(names)} names. "
+      "Write parameters=[...], their names in the optimizer's order."
+    )
   if key not in names or names.index(key) >= len(numbers):
     return {}, rate  # not trained by this optimizer
   number = numbers[names.index(key)]
@@ -127,9 +144,19 @@ def _torch_slots(
       slot = "mom"
     if slot == "steps" and "exp_avg" not in state:
       continue  # Adagrad's, which does not use it
-    if slot is None or x is None or (slots is not None and slot not in slots):
+    if x is None or (slots is not None and slot not in slots):
       continue
+    if slot is None:
+      raise ValueError(
+        f"from_torch: no optimizer here has a slot for {name!r}. Write slots=[...] with those to "
+        f"keep, of {sorted(set(_SLOTS.values()))}."
+      )
     array = _array(x)
+    if slot != "steps" and array.shape[:1] != shape[:1]:
+      raise ValueError(
+        f"from_torch: the state {name!r} has the shape {array.shape}, and its table {shape}. Write "
+        "parameters=[...], the names of the optimizer's parameters in its order."
+      )
     if slot == "steps":
       array = np.full(shape[:1], array, np.int32)
     elif array.shape == (shape[0], 1) and shape[1] != 1:  # one value a row
@@ -209,7 +236,10 @@ def from_keras(
   ... )
   >>> layer.load_variables(read)  # doctest: +SKIP
   """
-  import h5py
+  try:
+    import h5py
+  except ImportError:
+    raise ImportError("Files of Keras are read by h5py: pip install -e '.[importers]'.") from None
 
   variables: Variables = {}
   shapes: list[tuple[int, ...]] = []  # of all weights
@@ -247,7 +277,8 @@ def from_safetensors(path: str | os.PathLike[str]) -> Variables:
   Other names are tables of their own: `{"user.weight": {"parameters": array}}`.
 
   Raises:
-    ValueError: for an array of a dtype that NumPy does not have.
+    ValueError: for another or a cut file, an array of a dtype that NumPy does not have, or two
+      arrays of one slot.
 
   >>> import json, struct, tempfile
   >>> path = f"{tempfile.mkdtemp()}/tables.safetensors"
@@ -258,9 +289,15 @@ def from_safetensors(path: str | os.PathLike[str]) -> Variables:
   >>> embed.importers.from_safetensors(path)["movie"]["accumulators"].tolist()
   [[3.0, 4.0]]
   """
+  size = os.path.getsize(path)
   with open(path, "rb") as file:
-    (length,) = struct.unpack("<Q", file.read(8))
-    header = json.loads(file.read(length))
+    length = int.from_bytes(file.read(8), "little")
+    try:
+      header = json.loads(file.read(length)) if 8 + length <= size else None
+    except ValueError:
+      header = None
+  if not isinstance(header, dict):
+    raise ValueError(f"from_safetensors: {os.fspath(path)} is no file of safetensors.")
   header.pop("__metadata__", None)
   variables: Variables = {}
   for name, entry in header.items():
@@ -268,9 +305,14 @@ def from_safetensors(path: str | os.PathLike[str]) -> Variables:
       raise ValueError(f"from_safetensors: {name!r} is {entry['dtype']}; there are {[*_DTYPES]}.")
     table, slash, key = name.rpartition("/")
     first, end = entry["data_offsets"]
+    if not 0 <= first <= end <= size - 8 - length:
+      raise ValueError(f"from_safetensors: {os.fspath(path)} ends before the array {name!r}.")
     data = np.fromfile(path, np.uint8, end - first, offset=8 + length + first)
     array = data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    variables.setdefault(table if slash else name, {})[key if slash else "parameters"] = array
+    table, key = (table, key) if slash else (name, "parameters")
+    if key in variables.setdefault(table, {}):
+      raise ValueError(f"from_safetensors: {table!r} has {key!r} twice, as {name!r} too.")
+    variables[table][key] = array
   return variables
 
 
@@ -305,7 +347,8 @@ def to_safetensors(layer: SparseEmbed, path: str | os.PathLike[str]) -> None:
 # https://github.com/huggingface/safetensors#format: the length of a header, the header, the arrays
 _DTYPES: dict[str, Any] = {
   "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-  "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
+  "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "BOOL": np.bool_,
+  "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
 }  # fmt: skip
 _NAMES_OF = {str(np.dtype(dtype)): name for name, dtype in _DTYPES.items()}
 
@@ -324,8 +367,11 @@ def to_parquet(layer: SparseEmbed, path: str | os.PathLike[str], table: str) -> 
   >>> pyarrow.parquet.read_table(path).column_names
   ['id', 'parameters', 'accumulators']
   """
-  import pyarrow
-  import pyarrow.parquet
+  try:
+    import pyarrow
+    import pyarrow.parquet
+  except ImportError:
+    raise ImportError("Parquet is written by pyarrow: pip install -e '.[importers]'.") from None
 
   variables = layer.variables
   if table not in variables:

@@ -292,7 +292,10 @@ def _checked(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     f"{name}: clip_weight_min={low} is greater than clip_weight_max={high}.",
   )
   norm, l2 = arguments["max_norm"], arguments["l2_factor"]
-  require(norm is None or norm > 0, f"{name}: max_norm must be positive. Got {norm!r}.")
+  require(
+    norm is None or (isinstance(norm, float | int) and 0 < norm < math.inf),
+    f"{name}: max_norm must be a positive number, or None. Got {norm!r}.",
+  )
   require(l2 is None or l2 >= 0, f"{name}: l2_factor must be >= 0. Got {l2!r}.")
   by_rate = "multiply_weight_decay_factor_by_learning_rate"
   return {
@@ -1028,6 +1031,13 @@ def from_optax(
 def _mixing_in_table(tx: Any) -> str | None:
   """The operation in which a transformation joins different elements of a table, or None."""
   table = jax.ShapeDtypeStruct((256, 384), np.float32)  # so large that adafactor factors it
-  state = jax.eval_shape(tx.init, table)
-  closed = jax.make_jaxpr(lambda g, s, w: tx.update(g, s, w))(table, state, table)
-  return mixing_operation(closed, [v.aval.ndim > 0 for v in closed.jaxpr.invars])
+  try:
+    state = jax.eval_shape(tx.init, table)
+    closed = jax.make_jaxpr(lambda g, s, w: tx.update(g, s, w))(table, state, table)
+  except Exception as error:
+    raise ValueError(
+      "from_optax: tx needs arguments or a state that the rows of a table do not have "
+      f"({type(error).__name__}: {error}). Write embed.custom_optimizer for its equation."
+    ) from error
+  carried = [(1 + i, 1 + i) for i in range(len(jax.tree.leaves(state)))]  # after updates, gradients
+  return mixing_operation(closed, [v.aval.ndim > 0 for v in closed.jaxpr.invars], carried)

@@ -88,6 +88,8 @@ class TablePlan:
   storage: str = "auto"
 
   def __setattr__(self, name: str, value: Any) -> None:
+    if name in ("memory", "packed", "sparse_core"):
+      raise AttributeError(f"TablePlan has no {name}: write storage= one of {STORAGES}.")
     choices = {"strategy": STRATEGIES, "exchange": (*EXCHANGES, None), "storage": STORAGES}
     if name in choices and value not in choices[name]:
       raise ValueError(f"{name} must be one of {choices[name]}. Got {value!r}.")
@@ -657,12 +659,12 @@ class Plan:
         notes.append(stack_lib.describe_packing(stack.width))
       if stack.sparse_core:
         notes.append("on SparseCores")
-      name = stack.tables[0]
-      wanted = {"packed": "packed", "sparse_core": "on SparseCores"}.get(self[name].storage)
-      if wanted and (
-        reason := self._stored.unsupported_reason(name, self[name], self[name].storage)
-      ):
-        notes.append(f"not {wanted}: {reason}")
+      for name in stack.tables:
+        wanted = {"packed": "packed", "sparse_core": "on SparseCores"}.get(self[name].storage)
+        reason = wanted and self._stored.unsupported_reason(name, self[name], self[name].storage)
+        if reason:
+          notes.append(f"not {wanted}: {reason}")
+          break  # the tables of a stack are alike
       if notes:
         lines += f"\n{', '.join(stack.tables)}: {'; '.join(notes)}"
     return lines

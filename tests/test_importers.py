@@ -176,3 +176,53 @@ def test_parquet(tmp_path):
   assert read["id"] == [0, 1, 2, 3, 4]
   np.testing.assert_array_equal(read["parameters"], np.asarray(layer.tables["a"], np.float32))
   np.testing.assert_allclose(read["accumulators"], [0.1] * 5)
+
+
+# --- wrong uses -----------------------------------------------------------------------------------
+
+
+def test_a_state_that_cannot_be_told_apart_raises():
+  weights = {"user.weight": np.ones((3, 2)), "movie.weight": np.ones((3, 2))}
+  tables = {name: f"{name}.weight" for name in ("user", "movie")}
+  movie_alone = {
+    "state": {0: {"exp_avg": np.ones((3, 2)), "exp_avg_sq": np.ones((3, 2)), "step": 1.0}},
+    "param_groups": [{"params": [0]}],
+  }
+  with pytest.raises(ValueError, match=r"1 parameters, and there are 2 names.*parameters="):
+    embed.importers.from_torch(weights, movie_alone, tables=tables)
+  read = embed.importers.from_torch(
+    weights, movie_alone, tables=tables, parameters=["movie.weight"]
+  )
+  assert [*read["user"]] == ["parameters"]
+  assert [*read["movie"]] == ["parameters", "momenta", "velocities", "steps"]
+  with pytest.raises(ValueError, match=r"has nothing of 'user\.weight'"):
+    embed.importers.from_torch(
+      weights, movie_alone, tables={"user": "user.weight"}, parameters=["movie.weight"]
+    )
+
+
+def test_a_state_without_a_slot_here_raises():
+  state = {0: {"exp_avg": np.ones((3, 2)), "max_exp_avg_sq": np.ones((3, 2))}}
+  adam = {"state": state, "param_groups": [{"params": [0]}]}
+  read = lambda **given: embed.importers.from_torch(
+    {"t": np.ones((3, 2))}, adam, tables={"t": "t"}, **given
+  )
+  with pytest.raises(ValueError, match="has a slot for 'max_exp_avg_sq'"):
+    read()
+  assert [*read(slots=["momenta"])["t"]] == ["parameters", "momenta"]
+  state[0] = {"exp_avg": np.ones((4, 2))}
+  with pytest.raises(ValueError, match="its table"):
+    read()
+
+
+def test_two_collections_with_a_table_of_one_name_raise():
+  weights = {f"{x}.embedding_bags.t.weight": np.ones((2, 2)) for x in "ab"}
+  with pytest.raises(ValueError, match="several tables have one name"):
+    embed.importers.from_torch(weights)
+
+
+@pytest.mark.parametrize("content", [b"abc", b"\x89HDF\r\n\x1a\n" + b"x" * 64, b"\x02" + b"\0" * 9])
+def test_another_file_is_no_safetensors(content, tmp_path):
+  (tmp_path / "x").write_bytes(content)
+  with pytest.raises(ValueError, match="is no file of safetensors"):
+    embed.importers.from_safetensors(tmp_path / "x")

@@ -521,3 +521,21 @@ def test_a_setting_is_one_number_that_is_known(name):
     SETTINGS[name](jnp.ones(2))
   with pytest.raises(ValueError, match=r"one number that is known .* Write float\(x\) outside"):
     jax.jit(lambda x: SETTINGS[name](x) and x)(0.25)
+
+
+def test_a_flag_of_the_whole_table_that_no_update_reads_is_no_mixing():
+  embed.from_optax(optax.chain(optax.zero_nans(), optax.sgd(1.0)))
+  with pytest.raises(ValueError, match="depends on other elements"):
+    embed.from_optax(optax.apply_if_finite(optax.sgd(1.0), 3))
+
+
+@pytest.mark.parametrize("make", [optax.polyak_sgd, optax.contrib.reduce_on_plateau])
+def test_a_transformation_that_needs_more_than_rows_is_refused(make):
+  with pytest.raises(ValueError, match="from_optax: tx needs arguments"):
+    embed.from_optax(make())
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("inf"), float("nan"), "1"])
+def test_a_max_norm_is_a_positive_number(norm):
+  with pytest.raises(ValueError, match="max_norm must be a positive number"):
+    embed.sgd(0.1, max_norm=norm)

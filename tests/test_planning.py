@@ -309,6 +309,13 @@ def pair_batch(seed):
   return ids, None, meshes.normal(seed, dict.fromkeys(SIZES, (12, 3)))
 
 
+def test_a_field_of_earlier_plans_names_the_new_one():
+  entry = embed.TablePlan()
+  for name, value in (("memory", "host"), ("packed", True), ("sparse_core", True)):
+    with pytest.raises(AttributeError, match="write storage="):
+      setattr(entry, name, value)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["mesh", pytest.param("one device", marks=pytest.mark.slow)])
 def test_stacks_cannot_be_seen(where):

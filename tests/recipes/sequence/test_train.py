@@ -116,7 +116,7 @@ def losses(config, mesh):
     step(model, optimizer, hosts.to_global(mesh, batch))
     for batch in data.train_batches(loaded, config)
   ]
-  return np.array([float(loss) for loss in found])
+  return np.array([float(metrics["loss"]) for metrics in found])
 
 
 @pytest.mark.full
