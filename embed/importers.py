@@ -66,7 +66,8 @@ def from_torch(
     slots: the names of the slots to keep, all by default.
 
   Raises:
-    ValueError: for a parameter that is not there, or if there is no table to read.
+    ValueError: for a parameter that is not there, if there is no table to read, or if the
+      optimizer has another number of parameters than `state_dict` and `parameters` is missing.
 
   >>> weights = {"user.weight": np.ones((3, 2)), "head.weight": np.ones((1, 2))}
   >>> state = {0: {"sum": np.full((3, 2), 4.0), "step": 7.0}}
@@ -85,6 +86,14 @@ def from_torch(
         f"{_names(key for key, x in state_dict.items() if len(np.shape(x)) == 2)}."
       )
   order = list(state_dict) if parameters is None else list(parameters)
+  groups = (optimizer_state or {}).get("param_groups", [])
+  count = sum(len(group["params"]) for group in groups if "param_names" not in group)
+  by_name = any(key in (optimizer_state or {}).get("state", {}) for key in state_dict)
+  if parameters is None and not by_name and count not in (0, len(order)):
+    raise ValueError(
+      f"from_torch: the optimizer has {count} parameters and the state_dict {len(order)} arrays. "
+      "Write parameters=[...] with the names of the optimizer's, in its order."
+    )
   variables = {}
   for table, key in tables.items():
     if key not in state_dict:

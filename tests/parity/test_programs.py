@@ -114,7 +114,7 @@ def torchrec_clicks():
   model.embed.load_variables(embed.importers.from_torch(part("torchrec/start/")))
   for layer, name in zip(model.layers, ("over.0", "over.2"), strict=True):
     load_torch(layer, part("torchrec/start/"), name)
-  half = {}
+  half: dict[str, dict[str, np.ndarray]] = {}
   for number, table in enumerate(("movies", "users")):  # an optimizer for each parameter
     key, state = f"bags.embedding_bags.{table}.weight", state_of("torchrec/half", number)
     half |= embed.importers.from_torch(
