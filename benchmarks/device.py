@@ -162,7 +162,7 @@ def of_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
     return about | {"not run": reason}
   places = check.places()
   failed = []
-  if check.main({name: of for name, of in places.items() if ("memory" in of) == (way == "host")}):
+  if check.main({name: of for name, of in places.items() if ("storage" in of) == (way == "host")}):
     failed.append("python -m embed check")
   print(
     f"\na table of {args.rows:,} rows and {args.ids:,} ids in bags of {VALENCY} per device, "

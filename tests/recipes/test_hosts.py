@@ -418,12 +418,12 @@ def pair_with_deltas(jobs, folder):
 @pytest.mark.full
 def test_two_processes_write_deltas_of_their_own_rows(pair_with_deltas, pair):
   assert_same(outcome(pair_with_deltas), pair[:2])
-  checkpoints = pair_with_deltas / "checkpoints"
-  assert checkpoints.of_step(checkpoints, 24) == [20, 24]
+  folder = pair_with_deltas / "checkpoints"
+  assert checkpoints.of_step(folder, 24) == [20, 24]
   names = [f"rows-0000{index}-of-00002.npz" for index in range(2)]
-  assert sorted(path.name for path in (checkpoints / "24" / "delta").glob("*.npz")) == names
+  assert sorted(path.name for path in (folder / "24" / "delta").glob("*.npz")) == names
   with contextlib.ExitStack() as stack:
-    paths = [checkpoints / "24" / "delta" / name for name in names]
+    paths = [folder / "24" / "delta" / name for name in names]
     parts = [stack.enter_context(np.load(path)) for path in paths]
     keys = [key for key in parts[0].files if key.endswith("/ids")]
     assert keys

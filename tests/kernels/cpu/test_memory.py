@@ -15,9 +15,9 @@ ROOT = pathlib.Path(__file__).parents[3]
 @pytest.mark.parametrize(
   ("calls", "at_least"),
   [
-    pytest.param("slots", 40, marks=pytest.mark.full),
+    pytest.param("slots", 40, marks=pytest.mark.slow),
     pytest.param("optimizers", 144, marks=pytest.mark.full),
-    pytest.param("bfloat16", 96, marks=pytest.mark.full),
+    pytest.param("bfloat16", 96, marks=pytest.mark.slow),
     pytest.param("lookups", 1700, marks=pytest.mark.full),
     ("misfits", 2),
   ],
