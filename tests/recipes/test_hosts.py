@@ -25,6 +25,7 @@ from served_models import CLICKS, write_clicks
 
 import embed
 from recipes import hosts, pipeline
+from recipes.run import checkpoints
 from recipes.run import workdir as runs
 
 STEPS = 24
