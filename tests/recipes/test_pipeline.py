@@ -302,4 +302,4 @@ def test_a_full_disk_is_an_error_when_a_column_is_made(tmp_path, monkeypatch):
   monkeypatch.setattr(os, "posix_fallocate", full)
   with pytest.raises(OSError, match=r"No space left on device.*x\.npy") as error:
     arrays.column(tmp_path, "x", (4,), np.int32)
-  assert "Free some space; the same command then goes on" in errors.explain(error.value)
+  assert "Free some space; the same command then resumes" in errors.explain(error.value)
