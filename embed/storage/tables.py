@@ -151,20 +151,22 @@ def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.
   if layout.contiguous:
     return block
   local_rows, rows = _exchanged_rows(layout, table, view)
-  parts = block.at[local_rows].get(mode="fill", fill_value=0)
-  parts = lax.all_to_all(parts, view.row_axes, 0, 0)
-  flat = parts.reshape(-1, *block.shape[1:])
-  return jnp.zeros_like(block).at[rows.reshape(-1)].set(flat, mode="drop")
+  return _exchange(view, block, local_rows, rows)
 
 
 def _write_rows(layout: Layout, table: int, view: View, value: jax.Array) -> jax.Array:
   if layout.contiguous:
     return value
   local_rows, rows = _exchanged_rows(layout, table, view)
-  parts = value.at[rows].get(mode="fill", fill_value=0)
+  return _exchange(view, value, rows, local_rows)
+
+
+def _exchange(view: View, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
+  """Sends rows of `x` to each device, and returns an array of its shape with the received rows."""
+  parts = x.at[sent].get(mode="fill", fill_value=0)
   parts = lax.all_to_all(parts, view.row_axes, 0, 0)
-  flat = parts.reshape(-1, *value.shape[1:])
-  return jnp.zeros_like(value).at[local_rows.reshape(-1)].set(flat, mode="drop")
+  flat = parts.reshape(-1, *x.shape[1:])
+  return jnp.zeros_like(x).at[received.reshape(-1)].set(flat, mode="drop")
 
 
 # --- placing arrays -------------------------------------------------------------------------------

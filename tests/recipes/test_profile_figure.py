@@ -1,21 +1,11 @@
 """The figure of a profile."""
 
 import numpy as np
-from flax import nnx
 from meshes import make_mesh
+from stored_tables import two_tables
 
 import embed
 from recipes import profile_figure
-
-
-def two_tables():
-  movie = embed.TableConfig(50, 8, embed.row_wise(nnx.initializers.normal()), name="movie")
-  user = embed.TableConfig(9, 8, name="user")
-  return {
-    "watched": embed.FeatureConfig(movie),
-    "seen": embed.FeatureConfig(movie),
-    "user": embed.FeatureConfig(user),
-  }
 
 
 def lines(axes):

@@ -7,20 +7,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from meshes import make_mesh
+from stored_tables import two_tables
 
 import embed
 from embed.engine import cost
 from embed.engine.bags import Bags
-
-
-def two_tables():
-  movie = embed.TableConfig(50, 8, embed.row_wise(nnx.initializers.normal()), name="movie")
-  user = embed.TableConfig(9, 8, name="user")
-  return {
-    "watched": embed.FeatureConfig(movie),
-    "seen": embed.FeatureConfig(movie),
-    "user": embed.FeatureConfig(user),
-  }
 
 
 def test_counts_of_every_kind_of_input():
