@@ -117,7 +117,7 @@ def entries(days: str | Sequence[str]) -> dict[str, Path]:
 
 def _checked(recipe: str, config) -> dict[str, Path]:
   if config.get("dataset") != "table":
-    raise UserError("config.days is for tables of one's own: declare config.columns")
+    raise UserError("config.days is for your own table: declare config.columns")
   if recipe != "dlrm" and not any(kind["kind"] == "user" for kind in config.columns.values()):
     raise UserError(
       "no column is declared as 'user', by which a day's rows continue the rows before: add it to "

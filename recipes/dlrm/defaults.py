@@ -1,4 +1,4 @@
-"""The settings of a click model on a table of one's own, where its config leaves them out."""
+"""The settings of a click model on your own table, where its config leaves them out."""
 
 from typing import Any
 

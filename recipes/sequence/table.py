@@ -1,4 +1,4 @@
-"""A table of one's own as sequences: every user's items in the order of time."""
+"""Your own table as sequences: every user's items in the order of time."""
 
 from pathlib import Path
 from typing import Any

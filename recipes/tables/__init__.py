@@ -1,4 +1,4 @@
-"""A table of one's own as the data of all recipes.
+"""Your own table as the data of all recipes.
 
 The config declares what the columns are (`spec`), and `settings` completes and checks it. The files
 are read in chunks (`reading`), `rows` gives each row its label and split, and `fitting` makes ids

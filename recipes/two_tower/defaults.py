@@ -1,4 +1,4 @@
-"""The settings of two towers on a table of one's own, where its config leaves them out."""
+"""The settings of two towers on your own table, where its config leaves them out."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A table of one's own as interactions: the columns that two towers train on."""
+"""Your own table as interactions: the columns that two towers train on."""
 
 import dataclasses
 from pathlib import Path
