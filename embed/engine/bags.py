@@ -198,7 +198,7 @@ class Form(NamedTuple):
   length: int = 0
 
 
-def is_row(ids: Any, size: int) -> Any:
+def is_row(ids: Any, size: Any) -> Any:
   """Whether each id is a row of a table of `size` rows."""
   return (ids >= 0) & (ids < size)
 
