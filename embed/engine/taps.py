@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from embed.engine import jax_internals, mesh
 from embed.engine.lookup import LookupRecord
@@ -391,5 +392,6 @@ def _tapped(eqn: Any, values: list[Any], owner: Owner, feed: Feed) -> Run:
 
 def _unused(lookup: Lookup) -> Lookup:
   """A lookup that was not made: its record has the same shapes and no id."""
-  record = jax.tree.map(mesh.zeros_like_type, lookup.record).unused()
+  zeros = lambda x: mesh.like(jnp.zeros(x.shape, x.dtype), x)
+  record = jax.tree.map(zeros, lookup.record).unused()
   return Lookup(None, record, lookup.owner)
