@@ -276,26 +276,28 @@ class Program:
     """What is inside of an equation whose inputs are those of a jaxpr in it; None for others."""
     name, params, subs = eqn.primitive.name, eqn.params, list(_sub_jaxprs(eqn.params))
     if name == "cond":
-      lookups, outputs = zip(*(self._follow(sub, sources[1:]) for sub in subs), strict=True)
+      found, outputs = zip(*(self._follow(sub, sources[1:]) for sub in subs), strict=True)
       same = [of[0] if len(set(of)) == 1 else None for of in zip(*outputs, strict=True)]
-      return [lookup for branch in lookups for lookup in branch], same
+      return list(itertools.chain(*found)), same
     if name in (*_INLINED, *_REMAT, *_CUSTOM) and subs:
       return self._follow(subs[0], sources)
     if name == "scan":
       consts, carry = params["num_consts"], params["num_carry"]
       if any(source is not None for source in sources[consts + carry :]):
         return None  # scanned over, row by row: refused
-      before, body = sources[consts : consts + carry], self._follow(subs[0], sources)
+      before = sources[consts : consts + carry]
+      lookups, after = self._follow(subs[0], sources)
     elif name == "while":
       of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
       before = sources[of_cond + of_body :]
-      self._follow(params["cond_jaxpr"].jaxpr, [*sources[:of_cond], *before])
-      body = self._follow(params["body_jaxpr"].jaxpr, sources[of_cond:])
+      in_condition = self._follow(params["cond_jaxpr"].jaxpr, [*sources[:of_cond], *before])[0]
+      lookups, after = self._follow(params["body_jaxpr"].jaxpr, sources[of_cond:])
+      lookups += in_condition
     else:
       return None
     # A carry is what it was before the loop if a round of it leaves it as it was.
-    pairs = zip(before, body[1], strict=False)
-    return body[0], [source if source == after else None for source, after in pairs]
+    same = [x if x == y else None for x, y in zip(before, after, strict=False)]
+    return lookups, same
 
   # --- running ------------------------------------------------------------------------------------
 
