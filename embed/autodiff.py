@@ -156,10 +156,9 @@ class _Loss:
       return loss, aux, changed, {i: nnx.state(arg) for i, arg in merged.items()}, after
 
     trace = jax.make_jaxpr(pure, return_shape=True)
-    self._closed, self._shapes = trace(*self._inputs(self.params))
-    self._annotate(
-      whole.sources(self.layers), [s for x in split_nodes.values() for s in x.sources({})]
-    )
+    closed, self._shapes = trace(*self._inputs(self.params))
+    of_nodes = [source for split in split_nodes.values() for source in split.sources({})]
+    self._find_lookups(closed, whole.sources(self.layers), of_nodes)
 
   def _inputs(self, params: Any) -> tuple[Any, ...]:
     return params, self.stored, self.stored_of_nodes
@@ -170,22 +169,20 @@ class _Loss:
     typed = mesh.current_mesh() is not None or mesh.is_explicit((self.params, self.stored))
     return mesh.without_types(inputs) if spread and not typed else inputs
 
-  def _annotate(self, own: list[Source], of_nodes: list[Source]) -> None:
+  def _find_lookups(self, closed: Any, own: list[Source], of_nodes: list[Source]) -> None:
     """Finds the lookups; raises ValueError for a use of a table that would lose a gradient."""
-    annotator = taps.Annotator(self.stacks)
     params = [None] * len(jax.tree.leaves(self.params))
-    self.scope = annotator.scope(self._closed.jaxpr, [*params, *own, *of_nodes])
-    self.lookups = self.scope.lookups
+    self.program = taps.Program(closed, [*params, *own, *of_nodes], self.stacks)
+    self.lookups = self.program.lookups
     if own:
-      for source, after in zip(own, self.scope.outputs[-len(own) :], strict=True):
+      for source, after in zip(own, self.program.outputs[-len(own) :], strict=True):
         if source != after:
-          raise annotator.error(source, taps.CHANGED)
-    _warn_about_outside_layers(annotator.outside, self.layers)
+          raise self.program.error(source, taps.CHANGED)
+    _warn_about_outside_layers(self.program.outside, self.layers)
 
   def run(self, params: Any, feeds: list[Feed]) -> tuple[Any, list[Lookup]]:
     """Returns `(loss, aux, state of the model, state of other nodes)`, and the lookups."""
-    leaves = jax.tree.leaves(self._inputs(params))
-    out, lookups = taps.run(self.scope, self._closed.consts, leaves, feeds)
+    out, lookups = self.program.run(jax.tree.leaves(self._inputs(params)), feeds)
     out = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]  # no literals
     return jax.tree.unflatten(jax.tree.structure(self._shapes), out)[:-1], lookups
 
@@ -293,7 +290,7 @@ def value_and_grad(
     value, (dense, cotangents) = differentiate(traced.params, zeros, early)
     loss, ((aux, *states), records) = value
     traced.update(*states)
-    if traced.scope.rereads:
+    if traced.program.rereads:
       for layer in traced.layers.values():
         dense, cotangents = before_update(layer, (dense, cotangents))
     grads = Grads(dense, _rows(stacks, lookups, cotangents, records))

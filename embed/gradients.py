@@ -356,7 +356,7 @@ def global_norm(grads: Grads) -> jax.Array:
   rows = grads.rows
   each = [rows] if isinstance(rows, Rows) else list(rows.values())
   of_rows = sum((r.squared_norm() for r in each), jnp.zeros(()))
-  return jnp.sqrt(squares + mesh.scalar_for(squares, of_rows))
+  return jnp.sqrt(squares + mesh.like(of_rows, squares))
 
 
 def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
@@ -391,7 +391,7 @@ def clip_by_global_norm(grads: Grads, max_norm: float) -> Grads:
   grads = Grads(grads.dense, rows)
   norm = global_norm(grads)
   factor = jnp.minimum(1, max_norm / jnp.maximum(norm, max_norm))
-  scale = lambda g: g * mesh.scalar_for(g, factor).astype(g.dtype)
+  scale = lambda g: g * mesh.like(factor, g).astype(g.dtype)
   if isinstance(rows, Rows):
     return Grads(jax.tree.map(scale, grads.dense), rows.scale(factor))
   return grads.map(scale)

@@ -284,7 +284,7 @@ def _form(name: str, feature: config_lib.FeatureConfig, parts: Parts, weighted: 
 
 def check_row_splits(splits: np.ndarray, number: int, where: str = "") -> None:
   """Raises ValueError if row splits do not fit `number` values; `where` begins the message."""
-  if splits[0] != 0 or (np.diff(splits) < 0).any() or splits[-1] > number:
+  if splits[0] != 0 or (splits[1:] < splits[:-1]).any() or splits[-1] > number:
     raise ValueError(
       f"{where}row_splits must start at 0, never decrease and end at most at {number}, the number "
       f"of values. Got {splits.tolist()[:10]}."
@@ -318,9 +318,9 @@ def _check_values(
   splits = indices = None
   ids = np.asarray(parts.ids)
   if parts.kind == "ragged":
-    splits = np.asarray(parts.layout)
+    check_row_splits(np.asarray(parts.layout), ids.shape[0], f"Feature {name!r}: ")
+    splits = np.asarray(parts.layout, np.int64)
     lengths = np.diff(splits)
-    check_row_splits(splits, ids.shape[0], f"Feature {name!r}: ")
     if parts.length and not feature.max_sequence_length and lengths.max(initial=0) > parts.length:
       raise ValueError(
         f"Feature {name!r}: bag {int(lengths.argmax())} has {int(lengths.max())} ids, more than "
@@ -331,6 +331,7 @@ def _check_values(
     kept = ids >= 0  # padding has no index
     indices = np.asarray(parts.layout)[kept]
     check_indices(indices, x.dense_shape, f"Feature {name!r}: ")
+    indices = indices.astype(np.int64)
     if form.length:  # ids beyond the table are dropped and occupy no position
       in_table = ids[kept] < feature.table.vocabulary_size
       check_one_id_each(indices[in_table], f"Feature {name!r}: ")
@@ -496,8 +497,9 @@ def to_padded(
     columns, longest = indices[:, -1], bags.dense_shape[-1]
   else:
     if isinstance(bags, Ragged):
-      splits = np.asarray(bags.row_splits)
-      values = _flat(np.asarray(as_array(bags.values, "to_padded"))[: splits[-1]])
+      values, splits = np.asarray(as_array(bags.values, "to_padded")), np.asarray(bags.row_splits)
+      check_row_splits(splits, len(values), "to_padded: ")
+      values, splits = _flat(values[: splits[-1]]), splits.astype(np.int64)
       lengths = np.diff(splits)
     else:
       arrays = [np.asarray(bag) for bag in bags]

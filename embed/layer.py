@@ -784,7 +784,7 @@ def add_to_report(
     }
     counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
   before = layer.report.get_value()
-  counted = {key: mesh_lib.with_types_of(value, before[key]) for key, value in counted.items()}
+  counted = {key: mesh_lib.like(value, before[key]) for key, value in counted.items()}
   counted["dropped_ids"] = _saturated_sum(before["dropped_ids"], counted["dropped_ids"])
   _set_report(layer, {**before, **counted})
 
@@ -884,7 +884,7 @@ def step_stacks(
     warn_of_step(arrays["parameters"], new["parameters"])
     with changing("An update of tables"):
       for key, value in new.items():
-        variables[key].set_value(mesh_lib.with_types_of(value, arrays[key]))
+        variables[key].set_value(mesh_lib.like(value, arrays[key]))
 
 
 compiled_step = jax.jit(update.step, static_argnums=0)

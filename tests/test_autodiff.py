@@ -170,6 +170,9 @@ REFUSED = {
   "fori_loop": closed(
     lambda encode: jax.lax.fori_loop(0, 3, lambda _, c: c + encode(A).sum(), 0.0)
   ),
+  "the condition of a loop": lambda m: (
+    twice(m) + jax.lax.while_loop(lambda c: m.encode("a", A).sum() > c, lambda c: c + 1e9, 0.0)
+  ),
   "tables": lambda m: jnp.sum(m.inner["e"].tables["t"]),
   "stored rows": lambda m: sum(jnp.sum(x) for x in jax.tree.leaves(nnx.state(m, embed.Table))),
   "a function with a rule of its own": lambda m: twice(m) + jax.nn.relu(stored(m)).sum(),

@@ -91,7 +91,6 @@ class Model(nnx.Module):
     self.out = nnx.Linear(D, 1, rngs=rngs)
     self.scale = nnx.Param(jnp.ones(D))
     self.dropout = nnx.Dropout(0.0)
-    self.calls = nnx.Variable(jnp.int32(0))
 
   def encode(self, key, ids, weights=None):
     ids = embed.Padded(ids) if ids.ndim == 2 else ids
@@ -295,28 +294,10 @@ def one_feature_twice(m, batch):
   return one() + one()
 
 
-@loss("right", plain_a)
-def one_feature_only(m, batch):
-  return only_a(m, batch, lambda m, ids: m.encode("a", ids))
-
-
 @loss("right")
 def halves_of_the_batch(m, batch):
   halves = lambda m, key, ids: jnp.concatenate([m.encode(key, ids[:3]), m.encode(key, ids[3:])])
   return canonical(m, batch, halves)
-
-
-@loss("right")
-def a_python_loop(m, batch):
-  acts = {key: m.encode(key, batch[key]) for key in batch}
-  return m.head(jnp.tanh(acts["a"])) + m.head(jnp.sin(acts["b"]) * acts["c"])
-
-
-@loss("right", plain_ab)
-def a_lookup_not_used(m, batch):
-  m.encode("b", batch["b"])
-  a = m.head(jnp.tanh(m.encode("a", batch["a"])))
-  return a + m.head(m.encode("b", batch["b"]))
 
 
 @loss("right", plain_a, touched=touch("a", "c"))
@@ -338,23 +319,12 @@ def stop_gradient_of_activations(m, batch):
 
 
 @loss("right")
-def the_method_of_the_model(m, batch):
-  return Model.loss(m, batch)
-
-
-@loss("right")
 def lookup_of_the_mid_level(m, batch):
   def encode(m, key, ids):
     acts, _ = m.inner["e"].lookup({key: embed.Padded(ids) if ids.ndim == 2 else ids})
     return acts[key]
 
   return canonical(m, batch, encode)
-
-
-@loss("right")
-def state_changes_in_the_loss(m, batch):
-  m.calls.set_value(m.calls[...] + 1)
-  return canonical(m, batch)
 
 
 # --- under transformations ------------------------------------------------------------------------
@@ -365,23 +335,12 @@ def nnx_jit_inside(m, batch):
   return nnx.jit(canonical)(m, batch)
 
 
-@loss("right")
-def nnx_jit_of_each_lookup(m, batch):
-  f = nnx.jit(lambda m, key, ids: m.encode(key, ids), static_argnums=1)
-  return canonical(m, batch, f)
-
-
 @loss("right", plain_ab)
 def nnx_jit_called_for_two_features(m, batch):
   f = nnx.jit(lambda m, ids: m.encode("b", ids))
   bags = batch["a"]
   a = sum(jnp.where((bags[:, i] >= 0)[:, None], f(m, bags[:, i]), 0) for i in range(3))
   return m.head(jnp.tanh(a)) + m.head(f(m, batch["b"]))
-
-
-@loss("right")
-def nnx_remat_of_the_model(m, batch):
-  return nnx.remat(canonical)(m, batch)
 
 
 @loss("right", plain_a)
@@ -399,12 +358,6 @@ def nnx_jit_of_remat_of_jit(m, batch):
 
 def _yes(m):
   return jnp.sum(m.scale[...]) < 1e9
-
-
-@loss("right", plain_a)
-def nnx_cond_with_a_constant_branch(m, batch):
-  f = lambda m, ids: nnx.cond(_yes(m), lambda m, i: m.encode("a", i), lambda m, i: blank(), m, ids)
-  return only_a(m, batch, f)
 
 
 @loss("right", plain_a)
@@ -432,15 +385,6 @@ def nnx_switch(m, batch):
 
 
 @loss("right", plain_a)
-def nnx_cond_in_nnx_cond(m, batch):
-  inner = lambda m, i: nnx.cond(
-    _yes(m), lambda m, i: m.encode("a", i), lambda m, i: blank(1.0), m, i
-  )
-  f = lambda m, ids: nnx.cond(~_yes(m), lambda m, i: blank(), inner, m, ids)
-  return only_a(m, batch, f)
-
-
-@loss("right", plain_a)
 def nnx_cond_in_nnx_remat(m, batch):
   f = nnx.remat(lambda m, ids: nnx.cond(
     _yes(m), lambda m, i: jnp.tanh(m.encode("a", i)), lambda m, i: blank(1.0), m, ids
@@ -449,30 +393,9 @@ def nnx_cond_in_nnx_remat(m, batch):
 
 
 @loss("either", plain_a)
-def nnx_cond_over_a_closure(m, batch):
-  f = lambda m, ids: nnx.cond(_yes(m), lambda: m.encode("a", ids), lambda: blank())
-  return only_a(m, batch, f)
-
-
-@loss("either", plain_a)
 def lax_cond_over_a_closure(m, batch):
   f = lambda m, ids: jax.lax.cond(_yes(m), lambda: m.encode("a", ids), lambda: blank())
   return only_a(m, batch, f)
-
-
-@loss("right")
-def jax_jit_of_activations(m, batch):
-  return canonical(m, batch, lambda m, k, i: jax.jit(lambda x: x * 1.0)(m.encode(k, i)))
-
-
-@loss("right")
-def jax_checkpoint_of_activations(m, batch):
-  return canonical(m, batch, lambda m, k, i: jax.checkpoint(lambda x: x * 1.0)(m.encode(k, i)))
-
-
-@loss("right")
-def jax_vmap_of_activations(m, batch):
-  return canonical(m, batch, lambda m, k, i: jax.vmap(lambda x: x * 1.0)(m.encode(k, i)))
 
 
 @loss("right", on_mesh=False)  # lax.scan takes no axis that is split
@@ -491,12 +414,6 @@ def custom_vjp_of_activations(m, batch):
   return canonical(m, batch, lambda m, k, i: same(m.encode(k, i)))
 
 
-@loss("right", plain_a)
-def jax_checkpoint_with_the_model_as_argument(m, batch):
-  f = jax.checkpoint(lambda m, ids: jnp.tanh(m.encode("a", ids)))
-  return m.head(f(m, batch["a"]))
-
-
 @loss("right", plain_a, on_mesh=False)  # vmap takes keys and rows that are split alike
 def nnx_vmap_of_the_head_with_split_rngs(m, batch):
   drop = nnx.Dropout(0.0, rngs=nnx.Rngs(0))
@@ -510,47 +427,12 @@ def nnx_vmap_of_the_head_with_split_rngs(m, batch):
   return m.head(each(drop, x))
 
 
-@loss("right")
-def eval_shape_before_the_lookup(m, batch):
-  shape = jax.eval_shape(lambda x: x * 1.0, m.encode("b", batch["b"])).shape
-  assert shape == (B, D)
-  return canonical(m, batch)
-
-
-@loss("either")
-def nnx_eval_shape_of_the_lookup(m, batch):
-  shape = nnx.eval_shape(lambda m: m.encode("b", batch["b"]), m).shape
-  assert shape == (B, D)
-  return canonical(m, batch)
-
-
 # --- transformations under which a gradient would be lost -----------------------------------------
 
 
 @loss("refused", plain_a, says="vmap")
 def jax_vmap_over_a_lookup(m, batch):
   return only_a(m, batch, lambda m, ids: jax.vmap(lambda i: m.encode("a", i[None])[0])(ids))
-
-
-@loss("refused", plain_a, says="vmap")
-def nnx_vmap_over_a_lookup(m, batch):
-  f = nnx.vmap(lambda m, i: m.encode("a", i[None])[0], in_axes=(None, 0))
-  return only_a(m, batch, f)
-
-
-@loss("refused", plain_a, says="scan")
-def lax_scan_over_a_lookup(m, batch):
-  f = lambda m, ids: jax.lax.scan(lambda c, i: (c, m.encode("a", i[None])[0]), 0, ids)[1]
-  return only_a(m, batch, f)
-
-
-@loss("refused", plain_a, says="scan")
-def nnx_scan_over_a_lookup(m, batch):
-  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-  def f(m, i):
-    return m, m.encode("a", i[None])[0]
-
-  return only_a(m, batch, lambda m, ids: f(m, ids)[1])
 
 
 @loss("either", plain_a)
@@ -560,22 +442,6 @@ def nnx_fori_loop_over_a_lookup(m, batch):
     return m, x + m.encode("a", batch["a"]) / 2
 
   return m.head(jnp.tanh(nnx.fori_loop(0, 2, body, (m, jnp.zeros((B, D))))[1]))
-
-
-@loss("refused", plain_a, says="loss")
-def lax_fori_loop_over_a_lookup(m, batch):
-  body = lambda _, x: x + m.encode("a", batch["a"]) / 2
-  return m.head(jnp.tanh(jax.lax.fori_loop(0, 2, body, jnp.zeros((B, D)))))
-
-
-@loss("either", plain_a)
-def jax_checkpoint_over_a_closure(m, batch):
-  return only_a(m, batch, lambda m, ids: jax.checkpoint(lambda i: m.encode("a", i))(ids))
-
-
-@loss("either", plain_a)
-def jax_jit_over_a_closure(m, batch):
-  return only_a(m, batch, lambda m, ids: jax.jit(lambda i: m.encode("a", i))(ids))
 
 
 @loss("either", plain_a)
@@ -591,22 +457,6 @@ def nnx_remat_over_a_closure(m, batch):
 @loss("either", plain_a)
 def jax_vjp_of_a_lookup(m, batch):
   return only_a(m, batch, lambda m, ids: jax.vjp(lambda s: m.encode("a", ids) * s, 1.0)[0])
-
-
-@loss("either", plain_a)
-def jax_linearize_of_a_lookup(m, batch):
-  return only_a(m, batch, lambda m, ids: jax.linearize(lambda s: m.encode("a", ids) * s, 1.0)[0])
-
-
-@loss("right", plain_a)
-def nnx_capture_inside(m, batch):
-  f = nnx.capture(lambda m: m.head(jnp.tanh(m.encode("a", batch["a"]))), nnx.Intermediate)
-  return f(m)[0]
-
-
-@loss("either", plain_a)
-def lax_map_over_a_lookup(m, batch):
-  return only_a(m, batch, lambda m, ids: jax.lax.map(lambda i: m.encode("a", i[None])[0], ids))
 
 
 @loss("either", plain_a)
@@ -641,11 +491,6 @@ def a_closure_over_the_layer(model, optimizer, batch):
   return value
 
 
-@step("told", jit=False)
-def an_eager_closure_over_the_layer(model, optimizer, batch):
-  return a_closure_over_the_layer(model, optimizer, batch)
-
-
 @step("told")
 def merged_inside_from_a_split_outside(model, optimizer, batch):
   tables_and_slots = nnx.Any(embed.Table, embed.SlotVariable)
@@ -667,11 +512,6 @@ def merged_inside_from_a_graphdef_outside(model, optimizer, batch):
   value, grads = embed.value_and_grad(loss_fn)(model, batch)
   optimizer.update(model, grads)
   return value
-
-
-@loss("told")
-def split_and_merged_inside(m, batch):
-  return canonical(nnx.merge(*nnx.split(m)), batch)
 
 
 @loss("told")
@@ -703,12 +543,6 @@ def a_layer_made_inside(m, batch):
     return layer({key: embed.Padded(ids) if ids.ndim == 2 else ids})[key]
 
   return canonical(m, batch, encode)
-
-
-@loss("told", plain_a)
-def nnx_cached_partial_inside(m, batch):
-  f = nnx.cached_partial(nnx.jit(lambda m, ids: m.encode("a", ids)), m)
-  return only_a(m, batch, lambda m, ids: f(ids))
 
 
 @step("either", jit=False, setup=lambda model, optimizer: nnx.cached_partial(
@@ -780,14 +614,6 @@ def a_teacher_beside_the_model(model, optimizer, batch):
   return value
 
 
-@step("refused", says="inside the model")
-def the_layer_given_beside_the_model(model, optimizer, batch):
-  loss_fn = lambda m, e, batch: canonical(m, batch) + e({"b": batch["b"]})["b"].sum()
-  value, grads = embed.value_and_grad(loss_fn)(model, model.inner["e"], batch)
-  optimizer.update(model, grads)
-  return value
-
-
 class WithFunction(Model):
   """Keeps a function that refers to the layer itself."""
 
@@ -802,21 +628,6 @@ class WithFunction(Model):
 @loss("told", make_model=WithFunction)
 def a_function_kept_in_the_model(m, batch):
   return canonical(m, batch, lambda m, key, ids: m.look(key, ids))
-
-
-class Shared(Model):
-  def __init__(self, **where):
-    super().__init__(**where)
-    self.again = nnx.List([self.inner["e"], self.inner])
-
-
-@loss("right", make_model=Shared)
-def a_layer_under_two_names(m, batch):
-  def encode(m, key, ids):
-    layer = m.again[0] if key == "b" else m.again[1]["e"]
-    return layer({key: embed.Padded(ids) if ids.ndim == 2 else ids})[key]
-
-  return canonical(m, batch, encode)
 
 
 # --- derivatives of derivatives -------------------------------------------------------------------
@@ -887,23 +698,11 @@ def nnx_value_and_grad_of_embed_value_and_grad(model, optimizer, batch):
   return value
 
 
-@step("refused", says=r"embed\.value_and_grad")
-def nnx_value_and_grad_and_our_optimizer(model, optimizer, batch):
-  value, grads = nnx.value_and_grad(canonical)(model, batch)
-  optimizer.update(model, grads)
-  return value
-
-
 @step("told", make_optimizer=lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param))
 def nnx_value_and_grad_and_nnx_optimizer(model, optimizer, batch):
   value, grads = nnx.value_and_grad(canonical)(model, batch)
   optimizer.update(model, grads)
   return value
-
-
-@step("told", make_optimizer=lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param), jit=False)
-def an_eager_nnx_value_and_grad_and_nnx_optimizer(model, optimizer, batch):
-  return nnx_value_and_grad_and_nnx_optimizer(model, optimizer, batch)
 
 
 @step("refused", make_optimizer=lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param), says="embed")
@@ -922,14 +721,6 @@ def jax_grad_of_the_parameters(model, optimizer, batch):
   return value
 
 
-@step("refused", says=r"embed\.value_and_grad")
-def nnx_grad_of_tables(model, optimizer, batch):
-  wrt = nnx.DiffState(0, nnx.Any(nnx.Param, embed.Table))
-  value, grads = nnx.value_and_grad(canonical, argnums=wrt)(model, batch)
-  optimizer.update(model, grads)
-  return value
-
-
 # --- how the loss is called -----------------------------------------------------------------------
 
 
@@ -938,14 +729,6 @@ def has_aux(model, optimizer, batch):
   f = lambda m, batch: (canonical(m, batch), {"n": jnp.float32(3), "x": m.encode("b", batch["b"])})
   (value, aux), grads = embed.value_and_grad(f, has_aux=True)(model, batch)
   assert aux["x"].shape == (B, D)
-  optimizer.update(model, grads)
-  return value
-
-
-@step("right")
-def keyword_arguments(model, optimizer, batch):
-  f = lambda m, *, batch, scale=1.0: scale * canonical(m, batch)
-  value, grads = embed.value_and_grad(f)(model, batch=batch)
   optimizer.update(model, grads)
   return value
 
@@ -967,37 +750,9 @@ def functools_partial(model, optimizer, batch):
   return value
 
 
-class _Callable:
-  def __call__(self, m, batch):
-    return canonical(m, batch)
-
-
-@step("right")
-def a_callable_object(model, optimizer, batch):
-  return train_on(_Callable())(model, optimizer, batch)
-
-
 @step("right")
 def an_unbound_method(model, optimizer, batch):
   return train_on(Model.loss)(model, optimizer, batch)
-
-
-@step("told")
-def a_bound_method(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, batch: model.loss(batch))(model, batch)
-  optimizer.update(model, grads)
-  return value
-
-
-@loss("refused", says="scalar")
-def a_loss_that_is_no_scalar(m, batch):
-  return canonical(m, batch)[None]
-
-
-@loss("refused", says="scalar")
-def a_loss_that_is_a_number(m, batch):
-  canonical(m, batch)
-  return 3
 
 
 # --- whole tables ---------------------------------------------------------------------------------
@@ -1069,11 +824,6 @@ def attend_under_vmap(m, batch):
 
 
 @loss("refused", says="attend")
-def tables_read_inside(m, batch):
-  return canonical(m, batch) + jnp.sum(m.inner["e"].tables["t"] ** 2)
-
-
-@loss("refused", says="attend")
 def variables_read_inside(m, batch):
   return canonical(m, batch) + jnp.sum(m.inner["e"].variables["u"]["parameters"] ** 2)
 
@@ -1083,43 +833,10 @@ def tables_read_inside_nnx_jit(m, batch):
   return canonical(m, batch) + nnx.jit(lambda m: jnp.sum(m.inner["e"].tables["t"] ** 2))(m)
 
 
-def _plain_decay(p, batch):
-  return plain(p, batch) + jnp.sum(p["t"] ** 2) + jnp.sum(p["u"] ** 2)
-
-
-def _all_rows(batch):
-  return {name: np.arange(size) for name, size in SIZES.items()}
-
-
-@loss("told", _plain_decay, touched=_all_rows)
-def regularising_the_state_of_tables(m, batch):
-  squares = sum(jnp.sum(x**2) for x in jax.tree.leaves(nnx.state(m, embed.Table)))
-  return canonical(m, batch) + squares
-
-
-@loss("told", _plain_decay, touched=_all_rows)
-def regularising_the_arrays_of_tables(m, batch):
-  arrays = [stack["parameters"][...] for stack in m.inner["e"].arrays.values()]
-  return canonical(m, batch) + sum(jnp.sum(x**2) for x in arrays)
-
-
-@loss("refused")
-def load_tables_inside(m, batch):
-  m.inner["e"].load_tables({"t": jnp.zeros((SIZES["t"], D))})
-  return canonical(m, batch)
-
-
 @loss("refused")
 def apply_gradients_inside(m, batch):
   acts, residual = m.inner["e"].lookup({"b": batch["b"]})
   m.inner["e"].apply_gradients({"b": acts["b"]}, residual, step=0)
-  return canonical(m, batch)
-
-
-@loss("refused")
-def apply_row_gradients_inside(m, batch):
-  rows = embed.RowGrads(jnp.array([1, 2]), jnp.ones((2, D)))
-  m.inner["e"].apply_row_gradients({"t": rows}, step=0)
   return canonical(m, batch)
 
 
@@ -1138,34 +855,9 @@ def the_optimizer_inside(model, optimizer, batch):
 # --- looking ahead --------------------------------------------------------------------------------
 
 
-@step("right")
-def look_ahead_just_before(model, optimizer, batch):
-  ahead = embed.look_ahead(canonical)(model, batch)
-  value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
-  optimizer.update(model, grads)
-  return value
-
-
-@step("refused")
-def look_ahead_of_another_model(model, optimizer, batch):
-  ahead = embed.look_ahead(canonical)(Model(sizes={"t": 20, "u": 11}), batch)
-  value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
-  optimizer.update(model, grads)
-  return value
-
-
 @step("refused")
 def look_ahead_of_a_twin_model(model, optimizer, batch):
   ahead = embed.look_ahead(canonical)(Model(), batch)
-  value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
-  optimizer.update(model, grads)
-  return value
-
-
-@step("refused")
-def look_ahead_of_another_loss(model, optimizer, batch):
-  f = lambda m, batch: m.head(m.encode("a", batch["a"]))
-  ahead = embed.look_ahead(f)(model, batch)
   value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
   optimizer.update(model, grads)
   return value
@@ -1233,18 +925,6 @@ def tree_map_times_two(grads):
 
 
 @change("either", 2.0)
-def tree_map_add(grads):
-  return jax.tree.map(jnp.add, grads, grads)
-
-
-@change("either", 0.5)
-def tree_map_over_rows_alone(grads):
-  return embed.Grads(
-    jax.tree.map(lambda g: g / 2, grads.dense), jax.tree.map(lambda g: g / 2, grads.rows)
-  )
-
-
-@change("either", 2.0)
 def the_operator_plus(grads):
   return grads + grads
 
@@ -1259,50 +939,9 @@ def where_of_each_leaf(grads):
   return jax.tree.map(lambda g: jnp.where(jnp.bool_(True), g, jnp.zeros_like(g)), grads)
 
 
-@change("either", 0.0)
-def zeros_like_each_leaf(grads):
-  return jax.tree.map(jnp.zeros_like, grads)
-
-
-@change("either", 2.0)
-def optax_tree_add(grads):
-  return optax.tree.add(grads, grads)
-
-
-@change("either", 0.5)
-def optax_tree_scale(grads):
-  return optax.tree.scale(0.5, grads)
-
-
-@change("right")
-def tree_map_identity(grads):
-  return jax.tree.map(lambda g: g, grads)
-
-
-@change("right")
-def flatten_and_unflatten(grads):
-  leaves, treedef = jax.tree.flatten(grads)
-  return jax.tree.unflatten(treedef, leaves)
-
-
-@change("right", 2.0)
-def grads_map(grads):
-  return grads.map(lambda g: g * 2)
-
-
-@change("right", 2.0)
-def embed_accumulate(grads):
-  return embed.accumulate([grads, grads])
-
-
 @change("right", 1.0)
 def accumulate_and_mean(grads):
   return embed.accumulate([grads, grads, grads]).map(lambda g: g / 3)
-
-
-@change("right")
-def replace_dense(grads):
-  return dataclasses.replace(grads, dense=jax.tree.map(lambda g: g, grads.dense))
 
 
 @change("right", 3.0)
@@ -1330,23 +969,6 @@ def _clipped(ref, batch, number):
 def clip_by_global_norm(model, optimizer, batch):
   value, grads = embed.value_and_grad(canonical)(model, batch)
   optimizer.update(model, embed.clip_by_global_norm(grads, 0.1))
-  return value
-
-
-@step("either", reference=_clipped)
-def clip_by_the_norm_of_optax(model, optimizer, batch):
-  value, grads = embed.value_and_grad(canonical)(model, batch)
-  factor = jnp.minimum(1.0, 0.1 / optax.global_norm(grads))
-  optimizer.update(model, grads.map(lambda g: g * factor))
-  return value
-
-
-@step("either", reference=_clipped)
-def clip_by_a_transformation_of_optax(model, optimizer, batch):
-  value, grads = embed.value_and_grad(canonical)(model, batch)
-  clip = optax.clip_by_global_norm(0.1)
-  grads, _ = clip.update(grads, clip.init(grads))
-  optimizer.update(model, grads)
   return value
 
 
@@ -1403,33 +1025,6 @@ def body_grads(graphdef, state, batch):
   return embed.value_and_grad(canonical)(nnx.merge(graphdef, state), batch)[1]
 
 
-def _every_third(ref, batch, number):
-  """The mean gradient of three batches, at the third."""
-  value, grads = ref.gradients(plain, batch)
-  ref.held = [*getattr(ref, "held", []), (grads, TOUCHED[plain](batch))]
-  if number == 2:
-    mean = {n: sum(g[n] for g, _ in ref.held) / 3 for n in grads}
-    touched = {n: functools.reduce(np.union1d, [t[n] for _, t in ref.held]) for n in SIZES}
-    ref.apply(mean, touched, 0)
-  return value
-
-
-@step("either", reference=_every_third, tx=lambda: optax.MultiSteps(optax.sgd(RATE), 3))
-def optax_multi_steps(model, optimizer, batch):
-  return train_on(canonical)(model, optimizer, batch)
-
-
-@step("either", reference=_every_third,
-      tx=lambda: optax.MultiSteps(optax.sgd(RATE), 3).gradient_transformation())  # fmt: skip
-def optax_multi_steps_as_a_transformation(model, optimizer, batch):
-  return train_on(canonical)(model, optimizer, batch)
-
-
-@step("right", tx=lambda: optax.chain(optax.identity(), optax.sgd(RATE)))
-def optax_chain(model, optimizer, batch):
-  return train_on(canonical)(model, optimizer, batch)
-
-
 @step("either")
 def a_step_if_finite_by_nnx_cond(model, optimizer, batch):
   value, grads = embed.value_and_grad(canonical)(model, batch)
@@ -1444,35 +1039,7 @@ def a_step_if_finite_by_nnx_cond(model, optimizer, batch):
   return value
 
 
-@step("refused")
-def gradients_of_a_larger_model(model, optimizer, batch):
-  value, grads = embed.value_and_grad(canonical)(Model(sizes={"t": 40, "u": 10}), batch)
-  optimizer.update(model, grads)
-  return value
-
-
-@step("refused")
-def a_missing_table(model, optimizer, batch):
-  value, grads = embed.value_and_grad(canonical)(model, batch)
-  rows = {key: r for key, r in grads.rows.items() if key.endswith("t")}
-  optimizer.update(model, embed.Grads(grads.dense, rows))
-  return value
-
-
-@step("refused")
-def rows_of_unknown_size_by_hand(model, optimizer, batch):
-  value, grads = embed.value_and_grad(canonical)(model, batch)
-  rows = {key: embed.RowGrads(r.ids, r.values[:, :2]) for key, r in grads.rows.items()}
-  optimizer.update(model, embed.Grads(grads.dense, rows))
-  return value
-
-
 # --- batches --------------------------------------------------------------------------------------
-
-
-@loss("either", plain_a)
-def a_batch_without_features(m, batch):
-  return m.head(jnp.tanh(m.inner["e"]({"a": embed.Padded(batch["a"])})["a"]))
 
 
 @loss("either", lambda p, b: plain_head(p, jnp.tanh(rows_of(p["t"], b["a"])))
@@ -1481,24 +1048,6 @@ def a_batch_without_features(m, batch):
 def features_of_different_batch_sizes(m, batch):
   act = m.inner["e"]({"a": embed.Padded(batch["a"]), "b": batch["b"][:3]})
   return m.head(jnp.tanh(act["a"])) + m.head(act["b"])
-
-
-@loss("refused")
-def an_unknown_feature(m, batch):
-  m.inner["e"]({"z": batch["b"]})
-  return canonical(m, batch)
-
-
-@loss("refused")
-def another_structure(m, batch):
-  m.inner["e"]([embed.Padded(batch["a"]), batch["b"], embed.Padded(batch["c"])])
-  return canonical(m, batch)
-
-
-@loss("refused")
-def a_feature_that_is_none(m, batch):
-  m.inner["e"]({"a": None, "b": batch["b"]})
-  return canonical(m, batch)
 
 
 def _plain_weighted(p, batch):

@@ -3,14 +3,12 @@
 Read off the compiled program, so that it holds on any machine and needs no clock.
 """
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from compiled import assert_in_place, compile_step, stored
 from step_ways import WAYS, Model, batch_of
 from suites import full_unless, slow_unless
 
@@ -23,36 +21,16 @@ QUICK = [
 IDS = np.arange(96, dtype=np.int32).reshape(32, 3)
 
 
-def compile_step(step, rows, *where, **table):
-  """The compiled program of a donated step, and the bytes of each table and slot on a device."""
+def check(step, rows, *where, **table):
   model = Model(rows, DIM, *where, **table)
-  optimizer = embed.Optimizer(model, optax.sgd(0.1))
-  graphdef, state = nnx.split((model, optimizer))
-
-  def pure(state, batch):
-    model, optimizer = nnx.merge(graphdef, state)
-    out = step(model, optimizer, batch)
-    return nnx.state((model, optimizer)), out
-
-  compiled = jax.jit(pure, donate_argnums=0).lower(state, batch_of(IDS)).compile()
-  stored = nnx.state(model, (embed.Table, embed.SlotVariable))
-  return compiled, [x.addressable_shards[0].data for x in jax.tree.leaves(stored)]
-
-
-def assert_in_place(compiled, stored):
-  memory = compiled.memory_analysis()
-  assert memory.alias_size_in_bytes >= sum(x.nbytes for x in stored), "a table is not aliased"
-  tables = [x for x in stored if x.ndim == 2]
-  shapes = "|".join(sorted({f"{x.shape[0]}(?:,{x.shape[1]})?" for x in tables}))
-  copy = re.compile(rf"= \(?\w+\[(?:{shapes})\]\S* (?:copy|copy-start|fusion\S*kind=kLoop)\(")
-  copies = [line.strip()[:120] for line in compiled.as_text().splitlines() if copy.search(line)]
-  assert not copies, copies
-  smallest = min(x.nbytes for x in tables)
-  assert memory.temp_size_in_bytes < smallest / 2, f"{memory.temp_size_in_bytes} of {smallest}"
+  modules = model, embed.Optimizer(model, optax.sgd(0.1))
+  arrays = stored(model)
+  smallest = min(x.nbytes for x in arrays if x.ndim == 2)
+  assert_in_place(compile_step(step, modules, batch_of(IDS)), arrays, smallest / 2)
 
 
 def on_eight_devices(step, sharding="mod"):
-  assert_in_place(*compile_step(step, 400_000, jax.make_mesh((8,), ("data",)), sharding))
+  check(step, 400_000, jax.make_mesh((8,), ("data",)), sharding)
 
 
 each_way = pytest.mark.parametrize("step", full_unless(WAYS.values(), QUICK.__contains__), ids=WAYS)
@@ -60,12 +38,12 @@ each_way = pytest.mark.parametrize("step", full_unless(WAYS.values(), QUICK.__co
 
 @each_way
 def test_on_one_device(step):
-  assert_in_place(*compile_step(step, 100_000))
+  check(step, 100_000)
 
 
 @each_way
 def test_by_kernels(step, kernels):
-  assert_in_place(*compile_step(step, 100_000))
+  check(step, 100_000)
 
 
 @each_way
@@ -90,4 +68,4 @@ def test_by_other_strategies(step, sharding):
 @pytest.mark.parametrize("step", QUICK, ids=lambda step: step.__name__)
 def test_bfloat16_by_kernels(step, kernels):
   """XLA:CPU has no way: it scatters bfloat16 through a float32 copy."""
-  assert_in_place(*compile_step(step, 100_000, dtype=jnp.bfloat16))
+  check(step, 100_000, dtype=jnp.bfloat16)

@@ -352,6 +352,55 @@ def test_to_padded_makes_no_row_of_an_id_that_is_none():
   assert (mixed.dtype, mixed.tolist()) == (np.float32, [[1.0, 2.0], [0.5, 0.0]])
 
 
+# Row splits and indices, as ids, may be integers of any kind.
+BAGS = {  # bags [5, 6] and [7]
+  "ragged": lambda x: embed.Ragged(x([5, 6, 7]), x([0, 2, 3])),
+  "max_valency": lambda x: embed.Ragged(x([5, 6, 7]), x([0, 2, 3]), 2),
+  "sparse": lambda x: embed.Sparse(x([[0, 0], [0, 1], [1, 1]]), x([5, 6, 7]), (2, 400)),
+  "long sparse": lambda x: embed.Sparse(x([[0, 0], [0, 1], [1, 1]]), x([5, 6, 7]), (2, 2**40)),
+}
+SUM_OF_EACH = embed.CustomCombiner(lambda n, vectors, _: vectors.sum(0), max_valency=2)
+
+
+@pytest.mark.parametrize("combiner", ["sum", SUM_OF_EACH], ids=["sum", "custom"])
+@pytest.mark.parametrize("kind", BAGS)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64])
+def test_positions_are_integers_of_any_kind(dtype, kind, combiner):
+  layer, bags = make(combiner), BAGS[kind](lambda x: np.array(x, dtype))
+  layer.load_tables({"t": np.repeat(2.0 ** np.arange(V)[:, None], D, 1)})
+  expected = np.array([[96.0] * D, [128.0] * D])
+  np.testing.assert_array_equal(layer(bags), expected)
+  np.testing.assert_array_equal(nnx.jit(lambda layer, bags: layer(bags))(layer, bags), expected)
+  if kind != "long sparse":
+    padded = embed.to_padded(bags, 2, truncate=True).values[..., :2].tolist()
+    assert padded == ([[5, 6], [-1, 7]] if kind == "sparse" else [[5, 6], [7, -1]])
+
+
+@pytest.mark.parametrize(
+  ("bags", "expected", "dropped"),
+  [
+    (lambda ids: embed.Sparse(np.array([[0, 0], [0, 2**32 + 1]]), ids, (2, 4)), [1, 0], 1),
+    (lambda ids: embed.Sparse(np.array([[0, 0], [2**32, 1]]), ids, (2, 4)), [1, 0], 1),
+    (lambda ids: embed.Ragged(ids, np.array([0, 2**32 + 1, 2**32 + 2])), [2, 0], 0),
+  ],
+  ids=["column", "bag", "splits"],
+)
+def test_no_position_becomes_another_one(bags, expected, dropped):
+  """NumPy positions of 64 bits beside ids that have no value yet, so that none is checked."""
+  layer = make("sum")
+  layer.load_tables({"t": np.ones((V, D))})
+  acts = nnx.jit(lambda layer, ids: layer(bags(ids)))(layer, jnp.array([5, 6]))
+  assert (acts[:, 0].tolist(), int(layer.report["dropped_ids"])) == (expected, dropped)
+
+
+def test_splits_that_decrease_are_named_whatever_their_type():
+  """Differences of unsigned integers are never negative."""
+  bags = embed.Ragged(np.array([5, 6, 7]), np.array([0, 2, 1], np.uint8))
+  for check in (make(), lambda bags: embed.validate(FEATURE, bags), embed.to_padded):
+    with pytest.raises(ValueError, match=r"never decrease .* Got \[0, 2, 1\]"):
+      check(bags)
+
+
 FEATURE = embed.FeatureConfig(
   embed.TableConfig(V, 1, initializer=jax.nn.initializers.ones, combiner="sum", name="t")
 )

@@ -198,16 +198,16 @@ class Form(NamedTuple):
   length: int = 0
 
 
-def is_row(ids: Any, size: int) -> Any:
+def is_row(ids: Any, size: Any) -> Any:
   """Whether each id is a row of a table of `size` rows."""
   return (ids >= 0) & (ids < size)
 
 
 def narrow(ids: Any, size: int = UNUSED) -> Any:
-  """Converts ids of any integer dtype to int32, in NumPy or JAX as they are.
+  """Converts ids, row splits or indices of any integer dtype to int32, in NumPy or JAX as they are.
 
-  Every conversion of ids goes through here, so that no id is cut to the low bits of another one:
-  negative ids stay negative, and ids from `size` on stay at least `size`.
+  Every conversion goes through here, so that no number is cut to the low bits of another one:
+  negative ones stay negative, and those from `size` on stay at least `size`.
 
   >>> narrow(np.array([5 - 2**32, 7, 5 + 2**32]), size=10).tolist()
   [-1, 7, 10]
@@ -292,7 +292,7 @@ _Positions = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 def _ragged_positions(parts: Parts) -> _Positions:
   n, bags = parts.ids.shape[0], parts.batch[0]
-  splits = jnp.asarray(parts.layout).astype(jnp.int32)
+  splits = jnp.asarray(narrow(parts.layout))
   index = jnp.arange(n, dtype=jnp.int32)
   behind = index >= splits[-1]
   # Counting the splits at or before each index: empty bags repeat a split. All are counted, the
@@ -304,10 +304,10 @@ def _ragged_positions(parts: Parts) -> _Positions:
 
 
 def _sparse_positions(parts: Parts) -> _Positions:
-  shape = (*parts.batch, parts.length)
-  indices = jnp.asarray(parts.layout)
-  inside = jnp.all((indices >= 0) & (indices < np.asarray([shape], indices.dtype)), axis=1)
-  indices = indices.astype(jnp.int32)
+  # In a dense_shape beyond int32, large indices are inside.
+  shape = np.minimum((*parts.batch, parts.length), UNUSED).astype(np.int32)
+  indices = jnp.asarray(narrow(parts.layout, UNUSED - 1))
+  inside = jnp.all(is_row(indices, shape[None]), axis=1)
   strides = np.cumprod([1, *parts.batch[:0:-1]])[::-1].astype(np.int32)
   bag = jnp.where(inside, indices[:, :-1] @ strides, math.prod(parts.batch))
   return bag, indices[:, -1], inside, jnp.zeros(inside.shape, bool)

@@ -138,12 +138,16 @@ def _retyped(mesh: Any, types: tuple[AxisType, ...]) -> Any:
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:
-  """The sharding in an array's type, if it is on a mesh with Explicit axes."""
-  where = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+  """The sharding in the type of an array, or a struct of one, on a mesh with Explicit axes."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    where, is_concrete = x.sharding, False
+  else:
+    where = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+    is_concrete = not jax_internals.is_traced(x)
   if where is None or AxisType.Explicit not in where.mesh.axis_types:
     return None
   # The mesh of a type is abstract; outside of jitted functions arrays are moved to a concrete one.
-  return where if jax_internals.is_traced(x) else x.sharding
+  return x.sharding if is_concrete else where
 
 
 def is_explicit(tree: Any) -> bool:
@@ -218,26 +222,16 @@ def settled(tree: Any) -> Any:
   return tree
 
 
-def zeros_like_type(x: Any) -> jax.Array:
-  """Zeros like a ShapeDtypeStruct, inside a jitted function, with the sharding in its type."""
-  zeros, where = jnp.zeros(x.shape, x.dtype), x.sharding
-  return _move(zeros, where) if AxisType.Explicit in where.mesh.axis_types else zeros
+def like(x: jax.Array, other: Any) -> jax.Array:
+  """An array, of another one's shape or a scalar, for arithmetic with it, or to take its place.
 
-
-def with_types_of(x: Any, other: Any) -> Any:
-  """An array with the type of another one of its shape: with a sharding in it, or without."""
+  Where the type of `other` has a sharding, so has the result: the same, or that of a whole scalar.
+  """
   where = explicit_sharding(other)
   if where is None:
     return without_types(x) if current_mesh() is None else x
-  return x if is_explicit(x) else _move(x, where)
-
-
-def scalar_for(x: jax.Array, scalar: jax.Array) -> jax.Array:
-  """A scalar for arithmetic with an array, which may have a sharding in its type or not."""
-  where = explicit_sharding(x)
-  if where is None:
-    return without_types(scalar) if current_mesh() is None else scalar
-  return scalar if is_explicit(scalar) else _move(scalar, NamedSharding(where.mesh, P()))
+  spec, own = where.spec if x.shape == other.shape else P(), explicit_sharding(x)
+  return x if own is not None and own.spec == spec else _move(x, NamedSharding(where.mesh, spec))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """The taps behind `value_and_grad`: lookups recorded in a traced loss, and a way out for gradients.
 
 A lookup's activations pass through a primitive, `lookup_tap_p`, that carries the table and the
-record of the lookup and computes nothing. `Annotator` finds these in the traced loss (a jaxpr): a
-lookup belongs to the model if the table it reads is an input of the program, by whatever way it got
-there. Running the program attaches a **tap** to each lookup: an input of zeros of the activations'
-shape, whose cotangent, by the custom VJP `attach`, is the gradient of the activations. With the
-record that is all of the row gradients, in O(batch) memory; a `[V, D]` gradient never exists.
+record of the lookup and computes nothing. `Program` finds these in the traced loss (a jaxpr): a
+lookup belongs to the model if the table it reads is an input of the program, passed on by any
+number of equations. Running the program attaches a **tap** to each lookup: an input of zeros of the
+activations' shape, whose cotangent, by the custom VJP `attach`, is the gradient of the activations.
+With the record that is all of the row gradients, in O(batch) memory; a `[V, D]` gradient never
+exists.
 
 Every other use of a table is an error, as is a lookup where a tap cannot work, so that no gradient
 is lost. This file is the only one that reads the jaxpr of a loss.
@@ -13,11 +14,13 @@ is lost. This file is the only one that reads the jaxpr of a loss.
 
 import dataclasses
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from embed.engine import jax_internals, mesh
 from embed.engine.lookup import LookupRecord
@@ -126,30 +129,18 @@ class Lookup:
   owner: Owner = dataclasses.field(metadata={"static": True})
 
 
-class _Part(NamedTuple):
-  """One equation with lookups of the model in it, or a run of equations without."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Feed:
+  """The taps of a lookup's activations, or None, and the activations if they were made ahead."""
 
-  eqns: list[Any]
-  lookups: list[Lookup]
-  inner: list["Scope"]
+  taps: list[jax.Array] | None
+  ahead: list[jax.Array] | None = None
 
 
-class Scope(NamedTuple):
-  """A jaxpr, annotated: its equations in parts, its lookups, and where its outputs come from."""
-
-  jaxpr: Any
-  parts: list[_Part]
-  lookups: list[Lookup]
-  outputs: list[Source | None]
-
-  @property
-  def rereads(self) -> bool:
-    """Whether the gradient of the program looks up again, as under `nnx.remat`."""
-    return any(
-      part.eqns[0].primitive.name in _REMAT or any(scope.rereads for scope in part.inner)
-      for part in self.parts
-      if part.lookups
-    )
+Run = tuple[list[Any], list[Lookup]]  # outputs, and the lookups that were made
+Followed = tuple[list[Lookup], list[Source | None]]  # lookups, and where the outputs come from
+Sources = dict[Any, Source | None]  # of the variables of a jaxpr
 
 
 def _sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
@@ -167,9 +158,9 @@ def record_of(eqn: Any) -> LookupRecord:
   return jax.tree.unflatten(eqn.params["treedef"], leaves)
 
 
-def _refuse(eqn: Any, where: str) -> None:
+def _refuse(record: LookupRecord, where: str) -> None:
   raise ValueError(
-    f"A lookup of table {record_of(eqn).tables[0]!r} is under {where} inside the loss, where its "
+    f"A lookup of table {record.tables[0]!r} is under {where} inside the loss, where its "
     "row gradient would be lost. Look up outside of it and pass the activations in. Several calls, "
     "nnx.jit, nnx.remat and nnx.cond are fine."
   )
@@ -199,12 +190,30 @@ CHANGED = (
 )
 
 
-class Annotator:
-  """Follows tables from the inputs of a jaxpr to the lookups that read them."""
+class Program:
+  """A traced loss: a jaxpr, and the model's lookups in it.
 
-  def __init__(self, stacks: Mapping[Owner, StackSpec]):
-    self.stacks = stacks
-    self.outside: list[Any] = []  # lookups in tables that are not inputs
+  Each equation is followed: which tables of the model it reads, which of them come out of it, and
+  which lookups it holds. A run follows them again, evaluates those without lookups as they are, and
+  enters the others.
+
+  Attributes:
+    lookups: in the order in which they are made.
+    outputs: where each output of the program comes from, or None.
+    outside: equations of lookups in tables that are not inputs.
+    rereads: whether the gradient of the program looks up again, as under `nnx.remat`.
+  """
+
+  def __init__(
+    self, closed: Any, sources: Sequence[Source | None], stacks: Mapping[Owner, StackSpec]
+  ):
+    self.stacks, self.outside, self.rereads = stacks, list[Any](), False
+    self._closed, self._sources = closed, sources
+    self.lookups, self.outputs = self._follow(closed.jaxpr, sources)
+
+  def run(self, args: Sequence[Any], feeds: list[Feed]) -> Run:
+    """Evaluates the program with a feed for every lookup; returns its outputs and the lookups."""
+    return self._run(self._closed.jaxpr, self._closed.consts, args, self._sources, feeds)
 
   def error(self, source: Source, message: str) -> ValueError:
     """With the tables and the layer of a source in place of `name`."""
@@ -214,184 +223,177 @@ class Annotator:
     tables = ", ".join(map(repr, self.stacks[owner].tables))
     return ValueError(message.format(name=f"{tables} in {layer}"))
 
-  def scope(self, jaxpr: Any, sources: Sequence[Source | None]) -> Scope:
-    known = {v: s for v, s in zip(jaxpr.invars, sources, strict=True) if s is not None}
-    of = lambda v: None if isinstance(v, jax_internals.Literal) else known.get(v)
-    parts: list[_Part] = []
-    for eqn in jaxpr.eqns:
-      part, outputs = self._equation(eqn, [of(v) for v in eqn.invars])
-      known.update({v: s for v, s in zip(eqn.outvars, outputs, strict=False) if s is not None})
-      if not part.lookups and parts and not parts[-1].lookups:
-        parts[-1].eqns.append(eqn)
-      else:
-        parts.append(part)
-    lookups = [lookup for part in parts for lookup in part.lookups]
-    return Scope(jaxpr, parts, lookups, [of(v) for v in jaxpr.outvars])
+  # --- following ----------------------------------------------------------------------------------
 
-  def _equation(self, eqn: Any, sources: list[Source | None]):
-    """The part of one equation, and where its outputs come from."""
+  def _walk(self, jaxpr: Any, known: Sources) -> Iterator[tuple[Any, Any, list[Lookup]]]:
+    """Each equation, the sources of its inputs, and its lookups; adds the outputs to `known`."""
+    for eqn in jaxpr.eqns:
+      sources = _sources(eqn.invars, known)
+      lookups, outputs = self._equation(eqn, sources)
+      known.update(zip(eqn.outvars, outputs, strict=False))
+      yield eqn, sources, lookups
+
+  def _follow(self, jaxpr: Any, sources: Sequence[Source | None]) -> Followed:
+    """The lookups of a jaxpr, and where its outputs come from."""
+    known = dict(zip(jaxpr.invars, sources, strict=True))
+    lookups = [lookup for *_, found in self._walk(jaxpr, known) for lookup in found]
+    return lookups, _sources(jaxpr.outvars, known)
+
+  def _equation(self, eqn: Any, sources: list[Source | None]) -> Followed:
+    """The lookups of one equation, and where its outputs come from."""
     primitive, name = eqn.primitive, eqn.primitive.name
     own = [s for s in sources if s is not None and s.owner is not None]
     if primitive is lookup_tap_p:
-      return _Part([eqn], self._lookup(eqn, sources[eqn.params["number"]]), []), []
+      source = sources[eqn.params["number"]]
+      if source is None:
+        self.outside.append(eqn)
+      if source is None or source.owner is None:
+        return [], []
+      if eqn.params["batched"]:
+        _refuse(record_of(eqn), "vmap")
+      return [Lookup([v.aval for v in eqn.outvars], record_of(eqn), source.owner)], []
     if primitive is table_read_p:
       if own and eqn.params["purpose"] in _READ:
         raise self.error(own[0], _READ[eqn.params["purpose"]])
-      return _Part([eqn], [], []), []
-    inner, outputs = self._inner(eqn, sources)
-    lookups = [lookup for scope in inner for lookup in scope.lookups]
-    if lookups and name not in (*_INLINED, *_REMAT, "cond"):
-      _refuse(_first_lookup(eqn), f"a JAX transformation ({name})")
-    if inner:
-      return _Part([eqn], lookups, inner), outputs
+      return [], []
+    followed = self._inner(eqn, sources)
+    if followed is not None:
+      lookups, outputs = followed
+      if lookups and name not in (*_INLINED, *_REMAT, "cond"):
+        _refuse(lookups[0].record, f"a JAX transformation ({name})")
+      self.rereads |= bool(lookups) and name in _REMAT
+      return lookups, outputs
     if name in _UNCHANGED:
-      return _Part([eqn], [], []), sources[:1]
+      return [], sources[:1]
     if own:
-      if _first_lookup(eqn) is not None:
-        _refuse(_first_lookup(eqn), f"a JAX transformation ({name})")
+      for inner in _equations(eqn):
+        if inner.primitive is lookup_tap_p:
+          _refuse(record_of(inner), f"a JAX transformation ({name})")
       raise self.error(own[0], _COMPUTED_WITH)
-    return _Part([eqn], [], []), []
+    return [], []
 
-  def _lookup(self, eqn: Any, source: Source | None) -> list[Lookup]:
-    if source is None:
-      self.outside.append(eqn)
-    if source is None or source.owner is None:
-      return []
-    if eqn.params["batched"]:
-      _refuse(eqn, "vmap")
-    return [Lookup([v.aval for v in eqn.outvars], record_of(eqn), source.owner)]
-
-  def _inner(self, eqn: Any, sources: list[Source | None]):
-    """Sub-jaxprs whose inputs map to the equation's, and the sources of its outputs."""
+  def _inner(self, eqn: Any, sources: list[Source | None]) -> Followed | None:
+    """What is inside of an equation whose inputs are those of a jaxpr in it; None for others."""
     name, params, subs = eqn.primitive.name, eqn.params, list(_sub_jaxprs(eqn.params))
     if name == "cond":
-      scopes = [self.scope(sub, sources[1:]) for sub in subs]
-      every = zip(*(scope.outputs for scope in scopes), strict=True)
-      return scopes, [branch[0] if len(set(branch)) == 1 else None for branch in every]
+      found, outputs = zip(*(self._follow(sub, sources[1:]) for sub in subs), strict=True)
+      same = [of[0] if len(set(of)) == 1 else None for of in zip(*outputs, strict=True)]
+      return list(itertools.chain(*found)), same
     if name in (*_INLINED, *_REMAT, *_CUSTOM) and subs:
-      scope = self.scope(subs[0], sources)
-      return [scope], scope.outputs
+      return self._follow(subs[0], sources)
     if name == "scan":
       consts, carry = params["num_consts"], params["num_carry"]
       if any(source is not None for source in sources[consts + carry :]):
-        return [], []  # scanned over, row by row: refused
-      scope = self.scope(subs[0], sources)
-      return [scope], _carried(sources[consts : consts + carry], scope)
-    if name == "while":
+        return None  # scanned over, row by row: refused
+      before = sources[consts : consts + carry]
+      lookups, after = self._follow(subs[0], sources)
+    elif name == "while":
       of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-      carried = sources[of_cond + of_body :]
-      self.scope(params["cond_jaxpr"].jaxpr, [*sources[:of_cond], *carried])
-      between = sources[of_cond : of_cond + of_body]
-      scope = self.scope(params["body_jaxpr"].jaxpr, [*between, *carried])
-      return [scope], _carried(carried, scope)
-    return [], []
+      before = sources[of_cond + of_body :]
+      in_condition = self._follow(params["cond_jaxpr"].jaxpr, [*sources[:of_cond], *before])[0]
+      lookups, after = self._follow(params["body_jaxpr"].jaxpr, sources[of_cond:])
+      lookups += in_condition
+    else:
+      return None
+    # A carry is what it was before the loop if a round of it leaves it as it was.
+    same = [x if x == y else None for x, y in zip(before, after, strict=False)]
+    return lookups, same
+
+  # --- running ------------------------------------------------------------------------------------
+
+  def _run(self, jaxpr: Any, consts: Any, args: Any, sources: Any, feeds: list[Feed]) -> Run:
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    read = lambda v: v.val if isinstance(v, jax_internals.Literal) else env[v]
+    plain: list[Any] = []  # equations that wait to be evaluated together
+    made: list[Lookup] = []
+    for eqn, inputs, lookups in self._walk(jaxpr, dict(zip(jaxpr.invars, sources, strict=True))):
+      if not lookups:
+        plain.append(eqn)
+        continue
+      _evaluate(jaxpr, plain, env)
+      plain, own = [], feeds[len(made) : len(made) + len(lookups)]
+      with eqn.ctx.manager:
+        out, these = self._enter(eqn, [read(v) for v in eqn.invars], inputs, lookups, own)
+      env.update(zip(eqn.outvars, out, strict=True))
+      made += these
+    _evaluate(jaxpr, plain, env)
+    return [read(v) for v in jaxpr.outvars], made
+
+  def _enter(
+    self, eqn: Any, values: list[Any], sources: Any, lookups: list[Lookup], feeds: list[Feed]
+  ) -> Run:
+    """Runs one equation with lookups in it."""
+    name, params = eqn.primitive.name, eqn.params
+    if eqn.primitive is lookup_tap_p:
+      return _tapped(eqn, values, lookups[0].owner, feeds[0])
+    if name in _INLINED:
+      closed = next(p for p in params.values() if isinstance(p, jax_internals.ClosedJaxpr))
+      return self._run(closed.jaxpr, closed.consts, values, sources, feeds)
+    if name in _REMAT:
+      inner = lambda values, feeds: self._run(params["jaxpr"], (), values, sources, feeds)
+      again = jax.checkpoint(inner, prevent_cse=params["prevent_cse"], policy=params["policy"])
+      return again(values, feeds)
+    if feeds[0].taps is None or feeds[0].ahead is not None:
+      table = lookups[0].record.tables[0]
+      raise ValueError(
+        f"A lookup of table {table!r} is in one branch of a conditional: which one is not known "
+        "ahead. Look up outside of it, or train without embed.look_ahead."
+      )
+    numbers = [len(self._follow(x.jaxpr, sources[1:])[0]) for x in params["branches"]]
+
+    def branch(closed, start, end, operands, feeds):
+      out, made = self._run(closed.jaxpr, closed.consts, operands, sources[1:], feeds[start:end])
+      return out, [*map(_unused, lookups[:start]), *made, *map(_unused, lookups[end:])]
+
+    ends = list(itertools.accumulate(numbers))
+    branches = [
+      functools.partial(branch, closed, end - number, end)
+      for closed, number, end in zip(params["branches"], numbers, ends, strict=True)
+    ]
+    index, *operands = values
+    return jax.lax.switch(index, branches, operands, feeds)
 
 
-def _carried(before: Sequence[Source | None], body: Scope) -> list[Source | None]:
-  """Where the carry of a loop comes from, if a round of it leaves it as it was."""
-  pairs = zip(before, body.outputs, strict=False)
-  return [source if source == after else None for source, after in pairs]
+def _sources(variables: Sequence[Any], known: Sources) -> list[Source | None]:
+  is_literal = lambda v: isinstance(v, jax_internals.Literal)
+  return [None if is_literal(v) else known.get(v) for v in variables]
 
 
-def _first_lookup(eqn: Any) -> Any:
+def _equations(eqn: Any) -> Iterator[Any]:
+  """The equations inside of one, at any depth."""
   for sub in _sub_jaxprs(eqn.params):
     for inner in sub.eqns:
-      if inner.primitive is lookup_tap_p:
-        return inner
-      deeper = _first_lookup(inner)
-      if deeper is not None:
-        return deeper
-  return None
+      yield inner
+      yield from _equations(inner)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Feed:
-  """The taps of a lookup's activations, or None, and the activations if they were made ahead."""
-
-  taps: list[jax.Array] | None
-  ahead: list[jax.Array] | None = None
-
-
-Run = tuple[list[Any], list[Lookup]]
-
-
-def run(scope: Scope, consts: Any, args: Any, feeds: list[Feed]) -> Run:
-  """Evaluates a jaxpr with a feed for every lookup; returns its outputs and the lookups."""
-  jaxpr = scope.jaxpr
-  env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-  read = lambda v: v.val if isinstance(v, jax_internals.Literal) else env[v]
-  lookups: list[Lookup] = []
-  for part in scope.parts:
-    if not part.lookups:
-      inputs, outputs = _boundary(part.eqns)
-      plain = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=part.eqns)
-      out = jax_internals.jaxpr_as_fun(jax_internals.ClosedJaxpr(plain, []))(*map(read, inputs))
-    else:
-      (eqn,), number = part.eqns, len(part.lookups)
-      outputs = eqn.outvars
-      with eqn.ctx.manager:
-        out, made = _run_with_lookups(part, [read(v) for v in eqn.invars], feeds[:number])
-      feeds = feeds[number:]
-      lookups += made
-    env.update(zip(outputs, out, strict=True))
-  return [read(v) for v in jaxpr.outvars], lookups
-
-
-def _boundary(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
-  """The variables that a run of equations reads from outside, and those that it defines."""
+def _evaluate(jaxpr: Any, eqns: list[Any], env: dict[Any, Any]) -> None:
+  """Evaluates equations of a jaxpr, and adds what they define to the values of its variables."""
+  if not eqns:
+    return
   made = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, jax_internals.DropVar)]
   known = set(made)
   reads = [v for eqn in eqns for v in eqn.invars if not isinstance(v, jax_internals.Literal)]
-  return list(dict.fromkeys(v for v in reads if v not in known)), made
+  inputs = list(dict.fromkeys(v for v in reads if v not in known))
+  plain = jaxpr.replace(constvars=[], invars=inputs, outvars=made, eqns=eqns)
+  f = jax_internals.jaxpr_as_fun(jax_internals.ClosedJaxpr(plain, []))
+  env.update(zip(made, f(*(env[v] for v in inputs)), strict=True))
 
 
-def _run_with_lookups(part: _Part, values: list[Any], feeds: list[Feed]) -> Run:
-  """One equation with lookups in it."""
-  eqn, name = part.eqns[0], part.eqns[0].primitive.name
-  if eqn.primitive is lookup_tap_p:
-    number, feed, owner = eqn.params["number"], feeds[0], part.lookups[0].owner
-    record = jax.tree.unflatten(eqn.params["treedef"], values[number + 1 :])
-    activations = mesh.settled(list(values[:number]) if feed.ahead is None else feed.ahead)
-    if feed.taps is None:
-      return activations, [Lookup(activations, record, owner)]
-    # Tapped again, for a loss around this one that is differentiated as well.
-    activations = lookup_tap_p.bind(*activations, *values[number:], **eqn.params)
-    return list(map(attach, activations, feed.taps)), [Lookup(None, record, owner)]
-  if name in _INLINED:
-    closed = next(p for p in eqn.params.values() if isinstance(p, jax_internals.ClosedJaxpr))
-    return run(part.inner[0], closed.consts, values, feeds)
-  if name in _REMAT:
-    inner = functools.partial(run, part.inner[0], ())
-    again = jax.checkpoint(
-      inner, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
-    )
-    return again(values, feeds)
-  if feeds[0].taps is None or feeds[0].ahead is not None:
-    table = part.lookups[0].record.tables[0]
-    raise ValueError(
-      f"A lookup of table {table!r} is in one branch of a conditional: which one is not known "
-      "ahead. Look up outside of it, or train without embed.look_ahead."
-    )
-  index, *operands = values
-  branches = _branches(part.inner, [closed.consts for closed in eqn.params["branches"]])
-  return jax.lax.switch(index, branches, operands, feeds)
-
-
-def _branches(scopes: list[Scope], consts: list[Any]) -> list[Callable[..., Run]]:
-  """The branches of a conditional, each recording the others' lookups as not made."""
-
-  def branch(i, operands, feeds):
-    start = sum(len(scope.lookups) for scope in scopes[:i])
-    own = feeds[start:][: len(scopes[i].lookups)]
-    out, made = run(scopes[i], consts[i], operands, own)
-    lookups = [made if s is scopes[i] else list(map(_unused, s.lookups)) for s in scopes]
-    return out, [lookup for each in lookups for lookup in each]
-
-  return [functools.partial(branch, i) for i in range(len(scopes))]
+def _tapped(eqn: Any, values: list[Any], owner: Owner, feed: Feed) -> Run:
+  """A lookup whose activations have taps, unless the feed has none."""
+  number = eqn.params["number"]
+  record = jax.tree.unflatten(eqn.params["treedef"], values[number + 1 :])
+  activations = mesh.settled(list(values[:number]) if feed.ahead is None else feed.ahead)
+  if feed.taps is None:
+    return activations, [Lookup(activations, record, owner)]
+  # Tapped again, for a loss around this one that is differentiated as well.
+  activations = lookup_tap_p.bind(*activations, *values[number:], **eqn.params)
+  return list(map(attach, activations, feed.taps)), [Lookup(None, record, owner)]
 
 
 def _unused(lookup: Lookup) -> Lookup:
   """A lookup that was not made: its record has the same shapes and no id."""
-  record = jax.tree.map(mesh.zeros_like_type, lookup.record).unused()
+  zeros = lambda x: mesh.like(jnp.zeros(x.shape, x.dtype), x)
+  record = jax.tree.map(zeros, lookup.record).unused()
   return Lookup(None, record, lookup.owner)

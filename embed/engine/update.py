@@ -60,7 +60,7 @@ class StepScalars(NamedTuple):
     """
     if not jax_internals.is_traced(token):
       return self
-    zero = mesh.scalar_for(self.rate, xla.zero_of(token))
+    zero = mesh.like(xla.zero_of(token), self.rate)
     return self._replace(rate=self.rate + zero.astype(jnp.float32))
 
 
@@ -296,7 +296,7 @@ def of_table(grads: Sequence[StackGrads], table: str) -> list[StackGrads]:
 
 def scaled(grads: Sequence[StackGrads], factor: jax.Array) -> list[StackGrads]:
   """Gradients times a number, in float32: before the sum or after it is the same."""
-  times = lambda x: x.astype(jnp.float32) * mesh.scalar_for(x, factor)
+  times = lambda x: x.astype(jnp.float32) * mesh.like(factor, x)
 
   def scale(x: StackGrads) -> StackGrads:
     if isinstance(x, DistinctRows):

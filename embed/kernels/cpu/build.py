@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent import futures
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numba
@@ -21,7 +21,10 @@ import numpy as np
 
 from embed.kernels.cpu import frame
 from embed.kernels.cpu.cache import digest
-from embed.kernels.cpu.equations import Program
+
+if TYPE_CHECKING:  # a lookup needs no equation
+  from embed.kernels.cpu.equations import Program
+
 
 _FOLDER = pathlib.Path(__file__).parent
 _LOCK = threading.RLock()
@@ -90,7 +93,7 @@ def count_beyond() -> str:
 
 
 @_once
-def row_step(program: Program) -> str:
+def row_step(program: "Program") -> str:
   """The name by which XLA finds the kernel of updates by an optimizer's equation."""
   common, _ = _compiled("row_step")
   text = repr(program)
