@@ -7,7 +7,7 @@ The public API is `__all__`, with `__all__` of the four modules in it, `checkpoi
 from embed import checkpoint, deltas, importers, transforms
 from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.combiners import CombinerWeights
-from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
+from embed.config import CustomCombiner, DynamicVocabulary, FeatureConfig, QuantizationConfig, TableConfig
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, to_padded, validate
@@ -42,6 +42,7 @@ __all__ = [
   "Ahead",
   "CombinerWeights",
   "CustomCombiner",
+  "DynamicVocabulary",
   "EmbeddingConfigSpec",
   "Exported",
   "FeatureConfig",
