@@ -45,7 +45,7 @@ _HIGH, _LOW, _LAST, _COUNT = range(4)  # words of a row
 _SALTS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xC2B2AE3D)
 _NEVER = np.uint32(2**32 - 1)  # the rank of a row that is not taken
 _MOST = 2**20  # a count of sightings or uses is at most this
-_FEW = 16  # a batch usually has so many times as many ids as newcomers
+_PARTS = (16, 4, 1)  # newcomers are settled as this part of a batch, the smallest that holds them
 
 
 class Admitted(NamedTuple):
@@ -228,15 +228,15 @@ def _admit_on_device(vocabulary, placement, keeps_previous, state, ids):
   new = dict(state, buckets=buckets)
   arrays = {key: new[key] for key in ("buckets", "sightings") if key in new}
   settle = functools.partial(_settle, vocabulary, placement, keeps_previous)
-  given = (arrays, found._replace(words=ids), is_miss, step)  # `words` are read, ids are not yet
-  few = -(-ids.shape[0] // _FEW)
-  if few < ids.shape[0]:
-    fits = jnp.sum(is_miss, dtype=jnp.int32) <= few
-    arrays, rows, is_new, evictions = lax.cond(
-      fits, functools.partial(settle, few), functools.partial(settle, ids.shape[0]), *given
-    )
-  else:
-    arrays, rows, is_new, evictions = settle(ids.shape[0], *given)
+  given = (ids, found, is_miss, step)
+  # Loops of one round or none: a conditional would copy the arrays.
+  count, least, n = jnp.sum(is_miss, dtype=jnp.int32), 0, ids.shape[0]
+  carry = (arrays, jnp.zeros(n, jnp.int32), jnp.zeros(n, bool), jnp.int32(0))
+  for size in sorted({-(-n // part) for part in _PARTS}):
+    rounds = ((count > least) & (count <= size)).astype(jnp.int32)
+    body = lambda i, carry, size=size: settle(size, carry[0], *given)
+    carry, least = lax.fori_loop(0, rounds, body, carry), size
+  arrays, rows, is_new, evictions = carry
   rows = jnp.where(found.is_hit, _global_row(vocabulary, placement, buckets, found), rows)
   count = lambda mask: jnp.sum(mask, dtype=jnp.int32)
   turned_away = count(found.is_own & (rows == 0))
@@ -280,14 +280,14 @@ def _touch(vocabulary, buckets: jax.Array, found: _Found, step: jax.Array) -> ja
   return column(_LAST).set(step.astype(jnp.uint32), mode="drop")
 
 
-def _settle(vocabulary, placement, keeps_previous, size, arrays, found, is_miss, step):
+def _settle(vocabulary, placement, keeps_previous, size, arrays, ids, found, is_miss, step):
   """Gives newcomers rows, at most `size` occurrences of them.
 
   Returns:
     The new arrays; of each id of the batch the row that a newcomer was given, plus 1, and whether
     it is the occurrence that stands for its id; and the number of evictions.
   """
-  ids, n = found.words, is_miss.shape[0]
+  n = is_miss.shape[0]
   width, local = vocabulary.bucket_width, arrays["buckets"].shape[0]
   # Distinct newcomers, the first of each run, in the order of their hashes and so of their buckets.
   slot = jnp.where(is_miss, jnp.cumsum(is_miss, dtype=jnp.int32) - 1, size)
