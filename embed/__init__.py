@@ -10,8 +10,8 @@ from embed.combiners import CombinerWeights
 from embed.config import CustomCombiner, DynamicVocabulary, FeatureConfig, QuantizationConfig, TableConfig
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
-from embed.inputs import Padded, Ragged, Sparse, to_padded, validate
-from embed.layer import Report, Residual, SlotVariable, SparseEmbed, Table
+from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
+from embed.layer import Report, Residual, SlotVariable, SparseEmbed, Table, Vocabulary
 from embed.optimizer import Optimizer, jit_step
 from embed.optimizers import (
   RowOptimizer,
@@ -68,6 +68,7 @@ __all__ = [
   "TableConfig",
   "TablePlan",
   "TableProfile",
+  "Vocabulary",
   "accumulate",
   "adagrad",
   "adagrad_momentum",
@@ -91,6 +92,7 @@ __all__ = [
   "momentum",
   "plan",
   "profile",
+  "raw_ids",
   "proximal_adagrad",
   "rmsprop",
   "row_wise",

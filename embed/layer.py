@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,19 +16,19 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from embed import combiners, gradients, planning, structure
+from embed import combiners, gradients, initializers, planning, structure
 from embed import config as config_lib
 from embed.combiners import Uncombined
 from embed.config import TableConfig
 from embed.engine import bags as bags_lib
-from embed.engine import exchange, jax_internals, taps, update, xla
+from embed.engine import admission, exchange, jax_internals, taps, update, xla
 from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags
 from embed.engine.grads import ActivationGrads
 from embed.engine.lookup import LookupRecord, quantize
 from embed.engine.stack import Arrays, Layout, StackSpec
 from embed.gradients import RowGrads
-from embed.inputs import Input, check, read
+from embed.inputs import Input, RawInput, check, matched, read, read_raw
 from embed.kernels import cpu as cpu_kernels
 from embed.kernels.cpu import large_pages
 from embed.optimizers import RowOptimizer
@@ -179,6 +180,19 @@ class Report(nnx.Variable):
   >>> activations = look_up(layer, np.array([3, 4, 5]))
   >>> int(layer.report["dropped_ids"])
   2
+  """
+
+
+class Vocabulary(nnx.Variable):
+  """The owners of the rows of a table with a `DynamicVocabulary`: a dictionary of arrays.
+
+  An `nnx.Variable` type, for filters. `SparseEmbed.variables` has the raw ids by row, and
+  `SparseEmbed.vocabulary_report` the counts.
+
+  >>> table = embed.TableConfig(embed.DynamicVocabulary(16), 2)
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  >>> [x.shape for x in jax.tree.leaves(nnx.state(layer, embed.Vocabulary))][1]  # one bucket
+  (1, 48)
   """
 
 
@@ -368,6 +382,16 @@ class SparseEmbed(nnx.Module):
         if isinstance(table.combiner, config_lib.CustomCombiner) and table.combiner.num_weights
       }
     )
+    self.vocabularies = nnx.Dict(
+      {
+        name: Vocabulary(
+          admission.empty(table.vocabulary, self.spec.stack_of[name].placement)
+          | {"key": jax.random.key_data(initializers.threefry(keys[name][None])[0])}
+        )
+        for name, table in plan.tables.items()
+        if table.vocabulary is not None
+      }
+    )
     self.arrays = nnx.Dict(
       {
         name: make_variables(stack, plan.tables, keys, axis)
@@ -484,6 +508,106 @@ class SparseEmbed(nnx.Module):
     if len(shape) == 1:
       return jnp.einsum("...d,kd->...k", query, stack.placement.put(act, P()))
     return jnp.einsum("...d,...kd->...k", query, act.reshape(*shape, table.dim))
+
+  # --- raw ids -----------------------------------------------------------------------------------
+
+  def admit(self, features: Any, *, ahead: bool = False) -> Any:
+    """Gives the raw ids of a batch rows, in tables with a `DynamicVocabulary`.
+
+    For training, before the loss. An id without a row may take that of another one, as the policy
+    says; then the row and its slots start from initial values, which depend on the seed, the table
+    and the raw id alone. One call is one batch: rows that it uses are not taken during the call.
+
+    Args:
+      features: the batch, in the structure of the feature config. Raw ids are 64-bit integers in
+        NumPy or lists, or uint32 pairs, see `embed.raw_ids`. Features of other tables may be among
+        them and stay as they are.
+      ahead: whether an update of the batch before is still to come, as with `embed.look_ahead`; the
+        rows of that batch are not taken either.
+
+    Returns:
+      The batch with int32 rows in place of raw ids, for lookups. An id that found no room is -1, or
+      the last row if the vocabulary `trains_unknown`.
+
+    Raises:
+      ValueError: naming the feature, for ids that are no raw ids, or 64-bit ids that have been cut.
+
+    >>> user = embed.TableConfig(embed.DynamicVocabulary(1024), dim=4, name="user")
+    >>> layer = embed.SparseEmbed({"user": embed.FeatureConfig(user)}, rngs=nnx.Rngs(0))
+    >>> batch = layer.admit({"user": np.array([2**63 + 5, 7, 2**63 + 5], np.uint64)})
+    >>> rows = batch["user"].tolist()
+    >>> rows[0] == rows[2] != rows[1], layer(batch)["user"].shape
+    (True, (3, 4))
+    >>> layer.translate({"user": np.array([7, 8], np.uint64)})["user"].tolist() == [rows[1], -1]
+    True
+    """
+    return admit(self, features, ahead)
+
+  def translate(self, features: Any) -> Any:
+    """Finds the rows of the raw ids of a batch, and changes nothing: to evaluate and to serve.
+
+    Args:
+      features: as for `admit`.
+
+    Returns:
+      The batch with int32 rows in place of raw ids. An id without a row is -1, which gives zeros,
+      or the last row if the vocabulary `trains_unknown`.
+
+    Raises:
+      ValueError: as `admit`.
+    """
+    return translate(self, features)
+
+  def raw_ids(self, table_name: str, rows: jax.Array) -> jax.Array:
+    """The raw ids that own rows: uint32 `[..., 2]` of int32 `[...]`.
+
+    All ones for rows without an owner and for rows outside the table. `raw_ids(name, grads.ids)`
+    gives row gradients by raw id.
+
+    Raises:
+      ValueError: for an unknown table, or one without a `DynamicVocabulary`.
+
+    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=4, name="user")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
+    >>> layer.raw_ids("user", layer.admit(np.array([2**32 + 7]))).tolist()
+    [[1, 7]]
+    """
+    vocabulary = table_config(self, table_name).vocabulary
+    if vocabulary is None:
+      raise ValueError(f"Table {table_name!r} has no DynamicVocabulary: its ids are its rows.")
+    placement = self.spec.stack_of[table_name].placement
+    state = self.vocabularies[table_name].get_value()
+    return admission.owners(vocabulary, placement, state["buckets"], jnp.asarray(rows))
+
+  @property
+  def vocabulary_report(self) -> dict[str, dict[str, jax.Array]]:
+    """What `admit` did, by table with a `DynamicVocabulary`: scalars, also under jit.
+
+    - `ids`, `hits`, `turned_away`: occurrences in the last batch, of all ids, of those that had a
+      row before, and of those that got none.
+    - `admissions`, `evictions`: ids that were given rows, and ids that lost theirs.
+    - `hit_rate`: float32, the share of hits; `fill`: float32, the share of rows with an owner.
+    - `total_ids` and so on: float32, the first five since the start, counted exactly.
+
+    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=4, name="user")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
+    >>> for _ in range(2):
+    ...   rows = layer.admit(np.array([5, 5]))
+    >>> {key: float(x) for key, x in layer.vocabulary_report["user"].items() if float(x)}
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'ids': 2.0, 'hits': 2.0, 'total_ids': 4.0, 'total_hits': 2.0, 'total_admissions': 1.0,
+     'hit_rate': 1.0, 'fill': 0.0625}
+    """
+    report = {}
+    for name, variable in self.vocabularies.items():
+      state = variable.get_value()
+      counts = dict(zip(admission.COUNTS, state["batch"], strict=True))
+      totals = state["totals"].astype(jnp.float32) @ jnp.array([2.0**32, 1.0])
+      counts |= {f"total_{key}": x for key, x in zip(admission.COUNTS, totals, strict=True)}
+      counts["hit_rate"] = counts["hits"] / jnp.maximum(counts["ids"], 1).astype(jnp.float32)
+      counts["fill"] = state["filled"] / jnp.float32(table_config(self, name).vocabulary_size)
+      report[name] = counts
+    return report
 
   # --- update -----------------------------------------------------------------------------------
 
@@ -807,6 +931,106 @@ def _set_report(layer: SparseEmbed, report: dict[str, jax.Array]) -> None:
       )
   except jax_internals.TraceContextError:
     pass  # a model that a function closes over, as under jax.jit: no state comes out of it
+
+
+# --- raw ids -------------------------------------------------------------------------------------
+
+
+def _raw_inputs(layer: SparseEmbed, features: Any) -> tuple[dict[str, list[RawInput]], dict]:
+  """The raw inputs of each table, and all other inputs by path."""
+  raw: dict[str, list[RawInput]] = {}
+  others = {}
+  for path, feature, x, _ in matched(layer.spec.features, features):
+    if feature.table.vocabulary is None:
+      others[path] = x
+    else:
+      raw.setdefault(layer.spec.table_of[path], []).append(read_raw(path, feature, x))
+  return raw, others
+
+
+def _all_used(inputs: Sequence[RawInput], parts: Any) -> jax.Array:
+  """The raw ids of all features of a table, one after another."""
+  with_arrays = zip(inputs, parts, strict=True)
+  used = [x._replace(ids=ids, stand_in=x.stand_in._replace(parts=p)) for x, (ids, p) in with_arrays]
+  return jnp.concatenate([x.used() for x in used])
+
+
+def _with_rows(layer: SparseEmbed, features: Any, rows_of: Callable[..., jax.Array]) -> Any:
+  """A batch with `rows_of(table, raw ids [N, 2])` in place of raw ids."""
+  raw, flat = _raw_inputs(layer, features)
+  for table, inputs in raw.items():
+    placement = layer.spec.stack_of[table].placement
+    parts = [(x.ids, mesh_lib.accept(placement, x.stand_in.name, x.stand_in.parts)) for x in inputs]
+    ids = placement.prepare(functools.partial(_all_used, inputs), parts)
+    rows = mesh_lib.settled(rows_of(table, ids))
+    ends = np.cumsum([math.prod(x.ids.shape[:-1]) for x in inputs])[:-1]
+    shapes = [x.ids.shape[:-1] for x in inputs]
+    split = lambda rows, ends=ends, shapes=shapes: [
+      part.reshape(shape) for part, shape in zip(jnp.split(rows, ends), shapes, strict=True)
+    ]
+    of_inputs = placement.prepare(split, rows, like=rows)
+    flat |= {x.stand_in.path: x.with_rows(r) for x, r in zip(inputs, of_inputs, strict=True)}
+  return structure.pack(layer.spec.features, features, flat)
+
+
+@mesh_lib.explained()
+@jax.named_scope("admit")
+def admit(layer: SparseEmbed, features: Any, ahead: bool) -> Any:
+  """`SparseEmbed.admit`."""
+
+  def rows_of(table, ids):
+    stack, config = layer.spec.stack_of[table], table_config(layer, table)
+    maker = initializers.row_wise(config.initializer or initializers.truncated_normal_rows)
+    arrays = taps.read_tables(stored_arrays(layer, stack), "update")
+    variable = layer.vocabularies[table]
+    state = variable.get_value()
+    static = (stack, table, config.vocabulary, maker, bool(ahead))
+    rows, new_state, new = _compiled_admit(*static, state, arrays, ids)
+    with changing("SparseEmbed.admit"):
+      typed = lambda new, old: {k: mesh_lib.with_types_of(new[k], x) for k, x in old.items()}
+      variable.set_value(typed(new_state, state))
+      for key, value in typed(new, arrays).items():
+        layer.arrays[stack.name][key].set_value(value)
+    return rows
+
+  return _with_rows(layer, features, rows_of)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _compiled_admit(stack, table, vocabulary, maker, keeps_previous, state, arrays, ids):
+  """The rows of raw ids, the new state, and the stack's arrays with the rows of new owners."""
+  key = state["key"]
+  of_engine = {name: x for name, x in state.items() if name != "key"}
+  admitted, new = admission.admit(vocabulary, stack.placement, of_engine, ids, keeps_previous)
+  rows = jnp.where(admitted.is_new, admitted.rows, stack.size(table))
+  if ids.shape[0]:
+    arrays = initial.reset(stack, table, maker, arrays, key, rows, ids)
+  return _or_unknown(vocabulary, admitted.rows, ids), new | {"key": key}, arrays
+
+
+def translate(layer: SparseEmbed, features: Any) -> Any:
+  """`SparseEmbed.translate`."""
+
+  def rows_of(table, ids):
+    stack, vocabulary = layer.spec.stack_of[table], table_config(layer, table).vocabulary
+    return _compiled_translate(
+      stack.placement, vocabulary, layer.vocabularies[table].get_value(), ids
+    )
+
+  return _with_rows(layer, features, rows_of)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compiled_translate(placement, vocabulary, state, ids):
+  return _or_unknown(vocabulary, admission.translate(vocabulary, placement, state, ids), ids)
+
+
+def _or_unknown(vocabulary: Any, rows: jax.Array, ids: jax.Array) -> jax.Array:
+  """Rows of ids, that of the unknown where an id has none and the unknown is trained."""
+  if not vocabulary.trains_unknown:
+    return rows
+  is_id = (ids != admission.EMPTY).any(axis=1)
+  return jnp.where((rows < 0) & is_id, vocabulary.capacity - 1, rows)
 
 
 # --- update --------------------------------------------------------------------------------------

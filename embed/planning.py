@@ -300,6 +300,7 @@ def place(
 def example_bags(features: Any, batch: Any) -> dict[structure.Path, Bags]:
   """The bags of each feature of a batch, as shapes."""
   by_feature: dict[structure.Path, Bags] = {}
+  batch = inputs.with_stand_ins(features, batch)
   for path, feature, x, _ in inputs.matched(features, batch):
     looked_up = functools.partial(_looked_up, structure.feature_name(path, feature), feature)
     structs = jax.tree.map(_struct, x, is_leaf=lambda leaf: isinstance(leaf, (list, tuple)))

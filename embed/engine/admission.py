@@ -180,6 +180,24 @@ def translate(
   return run(state["buckets"], state["step"], ids)
 
 
+def owners(
+  vocabulary: DynamicVocabulary, placement: Placement, buckets: jax.Array, rows: jax.Array
+) -> jax.Array:
+  """The raw ids uint32 `[..., 2]` that own rows int32 `[...]`; all ones without an owner."""
+  width = vocabulary.bucket_width
+
+  def per_device(buckets, rows):
+    bucket = rows // width - device_index(placement.row_axes) * buckets.shape[0]
+    is_own = (rows >= 0) & (rows < vocabulary.capacity) & (bucket >= 0)
+    bucket = jnp.where(is_own, bucket, buckets.shape[0])
+    columns = jnp.stack([rows % width, rows % width + width], axis=-1)
+    ids = buckets.at[bucket[..., None], columns].get(mode="fill", fill_value=EMPTY)
+    return lax.pmin(ids, placement.row_axes) if placement.row_axes else ids
+
+  spec = specs(vocabulary, placement)["buckets"]
+  return placement.run(per_device, (spec, P()), P())(buckets, rows)
+
+
 def _global_row(vocabulary, placement, buckets, found: _Found) -> jax.Array:
   """The row of each hit plus 1, 0 for all others."""
   first = device_index(placement.row_axes) * buckets.shape[0]
