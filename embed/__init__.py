@@ -7,7 +7,13 @@ The public API is `__all__`, with `__all__` of the four modules in it, `checkpoi
 from embed import checkpoint, deltas, importers, transforms
 from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.combiners import CombinerWeights
-from embed.config import CustomCombiner, DynamicVocabulary, FeatureConfig, QuantizationConfig, TableConfig
+from embed.config import (
+  CustomCombiner,
+  DynamicVocabulary,
+  FeatureConfig,
+  QuantizationConfig,
+  TableConfig,
+)
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
@@ -92,8 +98,8 @@ __all__ = [
   "momentum",
   "plan",
   "profile",
-  "raw_ids",
   "proximal_adagrad",
+  "raw_ids",
   "rmsprop",
   "row_wise",
   "rowwise_adagrad",

@@ -528,9 +528,9 @@ class RawInput(NamedTuple):
   stand_in: Input
 
   def used(self) -> jax.Array:
-    """The raw ids that a lookup reads, one after another, uint32 `[N, 2]`; padding in place of others.
+    """The raw ids that a lookup reads, uint32 `[N, 2]`, and padding in place of all others.
 
-    Others are behind the last bag of a `Ragged`, or behind the end of a sequence.
+    Those are behind the last bag of a `Ragged`, or behind the end of a sequence.
     """
     ids, (parts, form) = jnp.asarray(self.ids).reshape(-1, 2), self.stand_in[3:]
     if parts.kind in ("dense", "padded") and not form.length:

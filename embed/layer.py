@@ -20,8 +20,8 @@ from embed import combiners, gradients, initializers, planning, structure
 from embed import config as config_lib
 from embed.combiners import Uncombined
 from embed.config import TableConfig
-from embed.engine import bags as bags_lib
 from embed.engine import admission, exchange, jax_internals, taps, update, xla
+from embed.engine import bags as bags_lib
 from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags
 from embed.engine.grads import ActivationGrads
@@ -29,10 +29,11 @@ from embed.engine.lookup import LookupRecord, quantize
 from embed.engine.stack import Arrays, Layout, StackSpec
 from embed.gradients import RowGrads
 from embed.inputs import Input, RawInput, check, matched, read, read_raw
+from embed.inputs import raw_ids as to_raw_ids
 from embed.kernels import cpu as cpu_kernels
 from embed.kernels.cpu import large_pages
 from embed.optimizers import RowOptimizer
-from embed.storage import initial
+from embed.storage import changes, initial, owners
 from embed.storage import tables as stored_tables
 from embed.structure import Path
 
@@ -186,14 +187,35 @@ class Report(nnx.Variable):
 class Vocabulary(nnx.Variable):
   """The owners of the rows of a table with a `DynamicVocabulary`: a dictionary of arrays.
 
-  An `nnx.Variable` type, for filters. `SparseEmbed.variables` has the raw ids by row, and
-  `SparseEmbed.vocabulary_report` the counts.
+  An `nnx.Variable` type, for filters. What it holds is the storage, by buckets;
+  `SparseEmbed.variables` has the raw ids by row.
 
   >>> table = embed.TableConfig(embed.DynamicVocabulary(16), 2)
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  >>> [x.shape for x in jax.tree.leaves(nnx.state(layer, embed.Vocabulary))][1]  # one bucket
+  >>> jax.tree.leaves(nnx.state(layer, embed.Vocabulary))[0].shape  # one bucket
   (1, 48)
   """
+
+
+class Admissions(nnx.Variable):
+  """What `SparseEmbed.admit` counts for a table, and the key of its initial rows."""
+
+
+_OWNERS = ("buckets", "filled", "sightings")  # of an admission's state, what a `Vocabulary` holds
+
+
+def make_vocabulary(table: TableConfig, placement: mesh_lib.Placement, key: jax.Array) -> nnx.Dict:
+  """The Variables of a dynamic table: "owners" and "admissions"."""
+  state = admission.empty(table.vocabulary, placement)
+  owners = {name: state.pop(name) for name in _OWNERS if name in state}
+  state["key"] = jax.random.key_data(initializers.threefry(key[None])[0])
+  return nnx.Dict(owners=Vocabulary(owners), admissions=Admissions(state))
+
+
+def vocabulary_state(layer: "SparseEmbed", table: str) -> dict[str, Any]:
+  """The state of `engine.admission` of a table, and its key."""
+  variables = layer.vocabularies[table]
+  return {**variables["owners"].get_value(), **variables["admissions"].get_value()}
 
 
 def make_variables(
@@ -384,10 +406,7 @@ class SparseEmbed(nnx.Module):
     )
     self.vocabularies = nnx.Dict(
       {
-        name: Vocabulary(
-          admission.empty(table.vocabulary, self.spec.stack_of[name].placement)
-          | {"key": jax.random.key_data(initializers.threefry(keys[name][None])[0])}
-        )
+        name: make_vocabulary(table, self.spec.stack_of[name].placement, keys[name])
         for name, table in plan.tables.items()
         if table.vocabulary is not None
       }
@@ -576,7 +595,7 @@ class SparseEmbed(nnx.Module):
     if vocabulary is None:
       raise ValueError(f"Table {table_name!r} has no DynamicVocabulary: its ids are its rows.")
     placement = self.spec.stack_of[table_name].placement
-    state = self.vocabularies[table_name].get_value()
+    state = vocabulary_state(self, table_name)
     return admission.owners(vocabulary, placement, state["buckets"], jnp.asarray(rows))
 
   @property
@@ -599,8 +618,8 @@ class SparseEmbed(nnx.Module):
      'hit_rate': 1.0, 'fill': 0.0625}
     """
     report = {}
-    for name, variable in self.vocabularies.items():
-      state = variable.get_value()
+    for name in self.vocabularies:
+      state = vocabulary_state(self, name)
       counts = dict(zip(admission.COUNTS, state["batch"], strict=True))
       totals = state["totals"].astype(jnp.float32) @ jnp.array([2.0**32, 1.0])
       counts |= {f"total_{key}": x for key, x in zip(admission.COUNTS, totals, strict=True)}
@@ -759,6 +778,13 @@ class SparseEmbed(nnx.Module):
       table_config(self, name)
       for key, value in replaced.items():
         _check(name, key, value, shapes[name])
+      of_owners = [key for key in shapes[name] if key in (*owners.BY_ROW, "sightings")]
+      if missing := [
+        key for key in of_owners if key not in replaced and set(of_owners) & {*replaced}
+      ]:
+        raise ValueError(
+          f"Table {name!r}: give {missing} too, which say together with the others who owns a row."
+        )
     stacks = tuple(self.spec.stacks.values())
     replacements = [
       {
@@ -773,6 +799,43 @@ class SparseEmbed(nnx.Module):
     with changing("Loading tables"):
       for stack, stored in zip(stacks, new, strict=True):
         replace(self.arrays[stack.name], stored)
+      for name in self.vocabularies:
+        given = variables.get(name, {})
+        if "raw_ids" in given:
+          vocabulary, stack = table_config(self, name).vocabulary, self.spec.stack_of[name]
+          given = {key: given[key] for key in owners.names(vocabulary)}
+          _set_vocabulary(self, name, owners.store(vocabulary, stack.placement, given))
+
+  def load_rows(
+    self, table_name: str, raw_ids: Any, variables: Mapping[str, Any], last_used: Any = None
+  ) -> np.ndarray:
+    """Fills a table that has a `DynamicVocabulary` with rows by raw id, in place of all it had.
+
+    For rows of a static table, of another capacity or bucket width, or of a file. Runs on the host.
+
+    Args:
+      table_name: the table.
+      raw_ids: uint64 or int64 `[N]` or uint32 pairs `[N, 2]`, distinct, the most valuable first:
+        each bucket keeps the first that fit.
+      variables: arrays `[N, dim]` or `[N]` by "parameters" and any of the slots; slots that are
+        missing start from initial values.
+      last_used: int32 `[N]`, the numbers of the batches, or None: the current one.
+
+    Returns:
+      The row of each id, int64 `[N]`, -1 for those that found no room.
+
+    Raises:
+      ValueError: before anything is changed, for ids that occur twice, arrays of another shape, an
+        unknown table or slot, or a table without a `DynamicVocabulary`.
+
+    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=2, name="user")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
+    >>> rows = layer.load_rows("user", np.array([7, 2**40]), {"parameters": np.eye(2)})
+    >>> layer(layer.translate(np.array([2**40, 8]))).tolist()
+    [[0.0, 1.0], [0.0, 0.0]]
+    """
+    scores = {} if last_used is None else {"last_used": np.asarray(last_used)}
+    return load_rows(self, table_name, raw_ids, variables, scores)
 
 
 def _spec(plan: planning.Plan) -> Spec:
@@ -980,20 +1043,25 @@ def admit(layer: SparseEmbed, features: Any, ahead: bool) -> Any:
 
   def rows_of(table, ids):
     stack, config = layer.spec.stack_of[table], table_config(layer, table)
-    maker = initializers.row_wise(config.initializer or initializers.truncated_normal_rows)
     arrays = taps.read_tables(stored_arrays(layer, stack), "update")
-    variable = layer.vocabularies[table]
-    state = variable.get_value()
-    static = (stack, table, config.vocabulary, maker, bool(ahead))
+    state = vocabulary_state(layer, table)
+    static = (stack, table, config.vocabulary, _maker(layer, table), bool(ahead))
     rows, new_state, new = _compiled_admit(*static, state, arrays, ids)
     with changing("SparseEmbed.admit"):
       typed = lambda new, old: {k: mesh_lib.with_types_of(new[k], x) for k, x in old.items()}
-      variable.set_value(typed(new_state, state))
+      _set_vocabulary(layer, table, typed(new_state, state))
       for key, value in typed(new, arrays).items():
         layer.arrays[stack.name][key].set_value(value)
     return rows
 
   return _with_rows(layer, features, rows_of)
+
+
+def _set_vocabulary(layer: SparseEmbed, table: str, state: Mapping[str, Any]) -> None:
+  """Sets what a state holds; all of "owners" or all of "admissions", or both."""
+  for variable in layer.vocabularies[table].values():
+    held = variable.get_value()
+    variable.set_value({key: state.get(key, x) for key, x in held.items()})
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -1008,14 +1076,68 @@ def _compiled_admit(stack, table, vocabulary, maker, keeps_previous, state, arra
   return _or_unknown(vocabulary, admitted.rows, ids), new | {"key": key}, arrays
 
 
+def load_rows(
+  layer: SparseEmbed,
+  table: str,
+  raw_ids: Any,
+  variables: Mapping[str, Any],
+  scores: Mapping[str, Any],
+) -> np.ndarray:
+  """`SparseEmbed.load_rows`, with "last_used" and "uses" `[N]` by name, or the current batch."""
+  vocabulary, shapes = table_config(layer, table).vocabulary, variable_shapes(layer)[table]
+  if vocabulary is None:
+    raise ValueError(f"Table {table!r} has no DynamicVocabulary: load it with `load_tables`.")
+  ids = np.asarray(raw_ids)
+  ids = ids if ids.dtype == np.uint32 and ids.ndim == 2 else to_raw_ids(ids)
+  stack, count = layer.spec.stack_of[table], len(ids)
+  of_rows = {
+    key: jax.ShapeDtypeStruct((count, *shapes[key].shape[1:]), shapes[key].dtype)
+    for key in ("parameters", *stack.slots)
+  }
+  for key, value in variables.items():
+    _check(table, key, value, of_rows)
+  if len(np.unique(ids, axis=0)) < count or (ids == admission.EMPTY).all(axis=1).any():
+    raise ValueError(f"Table {table!r}: raw ids must be distinct, and none of them padding.")
+  rows = owners.rows_for(vocabulary, ids)
+  kept = rows >= 0
+  state = vocabulary_state(layer, table)
+  step = max(int(state["step"]), 1)
+  new = {key: np.zeros(x.shape, x.dtype) for key, x in shapes.items() if key not in of_rows}
+  new["raw_ids"][:] = admission.EMPTY
+  new["raw_ids"][rows[kept]] = ids[kept]
+  for key, default in (("last_used", step), ("uses", 1)):
+    if key in new:
+      new[key][rows[kept]] = np.broadcast_to(scores.get(key, default), count)[kept]
+  stored = stored_arrays(layer, stack)
+  static = (stack, table, _maker(layer, table))
+  where = mesh_lib.settled(_compiled_reset(*static, stored, state["key"], rows[kept], ids[kept]))
+  values = {key: np.asarray(value, of_rows[key].dtype)[kept] for key, value in variables.items()}
+  put = changes.TableRows(rows[kept].astype(np.int32), values)
+  with changing("Loading rows"):
+    replace(layer.arrays[stack.name], changes.put(stack, where, table, put))
+    of_owners = owners.store(vocabulary, stack.placement, new)
+    step_of = mesh_lib.with_types_of(jnp.full_like(state["step"], step), state["step"])
+    _set_vocabulary(layer, table, {**of_owners, "step": step_of})
+  return rows
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compiled_reset(stack, table, maker, arrays, key, rows, ids):
+  return initial.reset(stack, table, maker, arrays, key, rows, ids) if rows.size else arrays
+
+
+def _maker(layer: SparseEmbed, table: str) -> Any:
+  """The initializer of a row of a table."""
+  made = table_config(layer, table).initializer
+  return initializers.row_wise(made or initializers.truncated_normal_rows)
+
+
 def translate(layer: SparseEmbed, features: Any) -> Any:
   """`SparseEmbed.translate`."""
 
   def rows_of(table, ids):
     stack, vocabulary = layer.spec.stack_of[table], table_config(layer, table).vocabulary
-    return _compiled_translate(
-      stack.placement, vocabulary, layer.vocabularies[table].get_value(), ids
-    )
+    return _compiled_translate(stack.placement, vocabulary, vocabulary_state(layer, table), ids)
 
   return _with_rows(layer, features, rows_of)
 
@@ -1163,14 +1285,30 @@ def read_variables(layer: SparseEmbed, compact: bool = False) -> dict[str, dict[
     return variable_shapes(layer, compact)  # under nnx.eval_shape
   tables = stored_tables.read_all(stacks, taps.read_tables(arrays, "tables"), compact)
   keys = lambda name: ("parameters", *layer.spec.stack_of[name].slots)  # jit has sorted them
-  return {name: {key: tables[name][key] for key in keys(name)} for name in layer.spec.tables}
+  of = lambda name: {key: tables[name][key] for key in keys(name)} | _owners(layer, name)
+  return {name: of(name) for name in layer.spec.tables}
+
+
+def _owners(layer: SparseEmbed, name: str) -> dict[str, Any]:
+  """The owners of the rows of a table, by name; nothing if its ids are its rows."""
+  vocabulary, placement = table_config(layer, name).vocabulary, layer.spec.stack_of[name].placement
+  if vocabulary is None:
+    return {}
+  state = layer.vocabularies[name]["owners"].get_value()
+  arrays = mesh_lib.settled(owners.read(vocabulary, placement, state))
+  return {key: arrays[key] for key in owners.names(vocabulary)}
 
 
 def variable_shapes(
   layer: SparseEmbed, compact: bool = False
 ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
   """The shapes of `read_variables`."""
-  of = lambda name, stack: stored_tables.shapes(stack, stored_arrays(layer, stack), name, compact)
+
+  def of(name, stack):
+    shapes = stored_tables.shapes(stack, stored_arrays(layer, stack), name, compact)
+    vocabulary = layer.spec.tables[name].vocabulary
+    return shapes | ({} if vocabulary is None else owners.shapes(vocabulary, stack.placement))
+
   return {name: of(name, layer.spec.stack_of[name]) for name in layer.spec.tables}
 
 

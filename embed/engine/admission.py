@@ -402,10 +402,9 @@ def _nth_lowest(ranks, n: jax.Array) -> tuple[jax.Array, jax.Array]:
 
   By comparing all pairs: W is small, and no sort along an axis is as fast on any backend.
   """
-  major, minor = ranks
-  width = major.shape[1]
-  a, b = (x[:, :, None] for x in ranks), (x[:, None, :] for x in ranks)
-  (a_major, a_minor), (b_major, b_minor) = tuple(a), tuple(b)
+  width = ranks[0].shape[1]
+  a_major, a_minor = (x[:, :, None] for x in ranks)
+  b_major, b_minor = (x[:, None, :] for x in ranks)
   lanes = jnp.arange(width, dtype=jnp.int32)
   is_before = (lanes[:, None] < lanes[None, :])[None]
   is_less = (a_major < b_major) | (
@@ -413,5 +412,4 @@ def _nth_lowest(ranks, n: jax.Array) -> tuple[jax.Array, jax.Array]:
   )
   position = jnp.sum(is_less, axis=1, dtype=jnp.int32)
   is_nth = position == n[:, None]
-  return jnp.argmax(is_nth, 1).astype(jnp.int32), (is_nth & (major != _NEVER)).any(1)
-
+  return jnp.argmax(is_nth, 1).astype(jnp.int32), (is_nth & (ranks[0] != _NEVER)).any(1)

@@ -23,7 +23,8 @@ def assert_same(state, vocabulary, reference):
   buckets = np.asarray(state["buckets"])[: vocabulary.buckets].astype(np.uint64)
   words = buckets.reshape(len(buckets), -1, width)
   for bucket, rows in enumerate(reference.buckets):
-    of = lambda word, bucket=bucket, n=len(rows): words[bucket, word, :n].tolist()
+    count = len(rows)
+    of = lambda word, bucket=bucket, count=count: words[bucket, word, :count].tolist()
     raws = [(high << 32) + low for high, low in zip(of(0), of(1), strict=True)]
     assert raws == [row.raw for row in rows]
     assert of(2) == [row.last for row in rows]
