@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 import warnings
@@ -806,6 +807,27 @@ class SparseEmbed(nnx.Module):
           given = {key: given[key] for key in owners.names(vocabulary)}
           _set_vocabulary(self, name, owners.store(vocabulary, stack.placement, given))
 
+  def rows_by_raw_id(self, table_name: str) -> dict[str, np.ndarray]:
+    """The rows of a table with a `DynamicVocabulary` that have an owner, on the host.
+
+    The most valuable rows come first: those that eviction would take last. `load_rows` takes them
+    back, in a table of another capacity or policy too.
+
+    Returns:
+      "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, the number of a batch, "parameters"
+      `[N, dim]` and the slots, `[N, dim]` or `[N]`.
+
+    Raises:
+      ValueError: for an unknown table, or one without a `DynamicVocabulary`.
+
+    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=2, name="user")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
+    >>> rows = layer.admit(np.array([2**40, 7]))
+    >>> sorted(layer.rows_by_raw_id("user")["raw_ids"].tolist())
+    [7, 1099511627776]
+    """
+    return rows_by_raw_id(self, table_name)
+
   def load_rows(
     self, table_name: str, raw_ids: Any, variables: Mapping[str, Any], last_used: Any = None
   ) -> np.ndarray:
@@ -1026,8 +1048,8 @@ def _with_rows(layer: SparseEmbed, features: Any, rows_of: Callable[..., jax.Arr
     parts = [(x.ids, mesh_lib.accept(placement, x.stand_in.name, x.stand_in.parts)) for x in inputs]
     ids = placement.prepare(functools.partial(_all_used, inputs), parts)
     rows = mesh_lib.settled(rows_of(table, ids))
-    ends = np.cumsum([math.prod(x.ids.shape[:-1]) for x in inputs])[:-1]
     shapes = [x.ids.shape[:-1] for x in inputs]
+    ends = list(itertools.accumulate(map(math.prod, shapes)))[:-1]
     split = lambda rows, ends=ends, shapes=shapes: [
       part.reshape(shape) for part, shape in zip(jnp.split(rows, ends), shapes, strict=True)
     ]
@@ -1119,6 +1141,58 @@ def load_rows(
     step_of = mesh_lib.with_types_of(jnp.full_like(state["step"], step), state["step"])
     _set_vocabulary(layer, table, {**of_owners, "step": step_of})
   return rows
+
+
+def load_by_value(layer: SparseEmbed, table: str, saved: Mapping[str, Any]) -> None:
+  """Fills a dynamic table with the rows of another geometry, the most valuable first.
+
+  Args:
+    layer: with the number of the last batch.
+    table: the name.
+    saved: arrays as in `SparseEmbed.variables`, of another capacity, bucket width or policy. The
+      row of the unknown is the last one, which has no owner.
+  """
+  vocabulary, stack = table_config(layer, table).vocabulary, layer.spec.stack_of[table]
+  arrays = {key: np.asarray(x) for key, x in saved.items() if key != "sightings"}
+  best = owners.order(vocabulary, arrays, int(vocabulary_state(layer, table)["step"]))
+  scores = {key: arrays.pop(key)[best] for key in ("last_used", "uses") if key in arrays}
+  raw_ids = arrays.pop("raw_ids")
+  values = {key: arrays[key] for key in ("parameters", *stack.slots)}
+  load_rows(layer, table, raw_ids[best], {key: x[best] for key, x in values.items()}, scores)
+  if vocabulary.trains_unknown and (raw_ids[-1] == admission.EMPTY).all():
+    row = np.array([vocabulary.capacity - 1], np.int32)
+    last = changes.TableRows(row, {key: x[-1:] for key, x in values.items()})
+    stored = stored_arrays(layer, stack)
+    replace(layer.arrays[stack.name], changes.put(stack, stored, table, last))
+
+
+def rows_by_raw_id(layer: SparseEmbed, table: str) -> dict[str, np.ndarray]:
+  """The owned rows of a dynamic table, the most valuable first, in NumPy on one host.
+
+  Returns:
+    "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, "parameters" `[N, dim]`, and the slots.
+  """
+  vocabulary = table_config(layer, table).vocabulary
+  if vocabulary is None:
+    raise ValueError(f"Table {table!r} has no DynamicVocabulary: `tables` has its rows by id.")
+  arrays = {k: np.asarray(x) for k, x in layer.variables[table].items() if k != "sightings"}
+  best = owners.order(vocabulary, arrays, int(vocabulary_state(layer, table)["step"]))
+  rows = {key: x[best] for key, x in arrays.items()}
+  high, low = rows["raw_ids"].astype(np.uint64).T
+  return {**rows, "raw_ids": (high << np.uint64(32)) | low}
+
+
+def put_owners(layer: SparseEmbed, table: str, changed: Mapping[str, changes.TableRows]) -> None:
+  """Replaces some entries of the arrays of `owned`; in NumPy, the same in every process."""
+  vocabulary, placement = (
+    table_config(layer, table).vocabulary,
+    layer.spec.stack_of[table].placement,
+  )
+  new = {}
+  for name, x in owned(layer, table).items():
+    new[name] = np.array(placement.put(x, P()))
+    new[name][changed[name].ids] = changed[name].values["values"]
+  _set_vocabulary(layer, table, owners.store(vocabulary, placement, new))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -1285,11 +1359,11 @@ def read_variables(layer: SparseEmbed, compact: bool = False) -> dict[str, dict[
     return variable_shapes(layer, compact)  # under nnx.eval_shape
   tables = stored_tables.read_all(stacks, taps.read_tables(arrays, "tables"), compact)
   keys = lambda name: ("parameters", *layer.spec.stack_of[name].slots)  # jit has sorted them
-  of = lambda name: {key: tables[name][key] for key in keys(name)} | _owners(layer, name)
+  of = lambda name: {key: tables[name][key] for key in keys(name)} | owned(layer, name)
   return {name: of(name) for name in layer.spec.tables}
 
 
-def _owners(layer: SparseEmbed, name: str) -> dict[str, Any]:
+def owned(layer: SparseEmbed, name: str) -> dict[str, Any]:
   """The owners of the rows of a table, by name; nothing if its ids are its rows."""
   vocabulary, placement = table_config(layer, name).vocabulary, layer.spec.stack_of[name].placement
   if vocabulary is None:
@@ -1315,6 +1389,7 @@ def variable_shapes(
 def store_apart(layer: SparseEmbed) -> None:
   """Stores each table of a layer as on one device, in its own array without slots, for export."""
   spec, rows = layer.spec, layer.tables
+  on_host = lambda tree: jax.tree.map(np.asarray, tree)
   stacks = {
     name: StackSpec(
       name, (name,), Layout((table.vocabulary_size,)), table.dim, table.dtype,
@@ -1323,6 +1398,10 @@ def store_apart(layer: SparseEmbed) -> None:
     for name, table in spec.tables.items()
   }  # fmt: skip
   optimizers: dict[str, RowOptimizer | None] = dict.fromkeys(spec.tables)
+  for name, held in layer.vocabularies.items():
+    vocabulary, arrays = spec.tables[name].vocabulary, owned(layer, name)
+    held["owners"] = Vocabulary(owners.store(vocabulary, mesh_lib.LOCAL, on_host(arrays)))
+    held["admissions"] = Admissions(on_host(held["admissions"].get_value()))
   layer.spec = dataclasses.replace(spec, optimizers=optimizers, stacks=stacks, stack_of=stacks)
   layer.arrays = nnx.Dict({t: nnx.Dict({"parameters": Table(rows[t])}) for t in spec.tables})
 

@@ -260,3 +260,141 @@ def test_raw_ids_without_rows_and_ids_that_jax_has_cut_raise():
   with pytest.raises(ValueError, match=r"embed\.raw_ids"):
     embed.raw_ids(jnp.array([1]))
   embed.validate(model.spec.features, {"id": np.array([3, 2**40])})
+
+
+# --- checkpoints, deltas, exports ----------------------------------------------------------------
+
+
+def trained(config, steps=6, drift=15, **where):
+  model, optimizer = make({"id": embed.FeatureConfig(config)}, **where)
+  step = embed.jit_step(train_step, model, optimizer)
+  for number in range(steps):
+    step({"id": jnp.asarray(embed.raw_ids(np.arange(30) + number * drift))})
+  return model, optimizer
+
+
+def copied(tree):
+  return jax.tree.map(np.array, tree)
+
+
+@pytest.mark.parametrize("policy", [{}, {"eviction": "lfu", "sightings": 2, "half_life": 3}])
+def test_a_resumed_run_is_the_same_to_the_bit(policy):
+  expected, optimizer = trained(table(48, **policy), steps=8)
+  model, _ = trained(table(48, **policy), steps=5)
+  saved = copied(embed.checkpoint.to_tree(model=model))
+  resumed, optimizer = make({"id": embed.FeatureConfig(table(48, **policy))})
+  embed.checkpoint.from_tree(saved, model=resumed)
+  step = embed.jit_step(train_step, resumed, optimizer)
+  for number in range(5, 8):
+    step({"id": jnp.asarray(embed.raw_ids(np.arange(30) + number * 15))})
+  assert_equal(resumed.variables["user"], expected.variables["user"])
+  assert_equal(resumed.vocabulary_report, expected.vocabulary_report)
+
+
+@pytest.mark.parametrize("capacity", [24, 48, 96])
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_another_geometry_keeps_the_most_valuable_rows(capacity, eviction):
+  """All of them where each bucket has room: the last used first."""
+  model, _ = trained(table(48))
+  saved = copied(embed.checkpoint.to_tree(model=model))
+  vocabulary = embed.DynamicVocabulary(capacity, bucket_width=capacity, eviction=eviction)
+  config = embed.TableConfig(vocabulary, DIM, combiner="sum", name="user")
+  other, _ = make({"id": embed.FeatureConfig(config)})
+  embed.checkpoint.from_tree(saved, model=other)
+  before, after = (x.rows_by_raw_id("user") for x in (model, other))
+  count = min(capacity, len(before["raw_ids"]))
+  assert len(after["raw_ids"]) == count
+  ranked = dict(zip(before["raw_ids"].tolist(), range(len(before["raw_ids"])), strict=True))
+  assert {ranked[raw] for raw in after["raw_ids"].tolist()} == set(range(count))
+  for key in ("last_used", "parameters", "accumulators"):
+    wanted = dict(zip(before["raw_ids"].tolist(), before[key].tolist(), strict=True))
+    for raw, value in zip(after["raw_ids"].tolist(), after[key].tolist(), strict=True):
+      assert value == wanted[raw]
+  assert float(other.vocabulary_report["user"]["fill"]) == np.float32(count / capacity)
+  other.admit({"id": np.arange(30)})  # and goes on
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_checkpoint_moves_to_a_mesh_and_back(devices):
+  model, _ = trained(table(60, sightings=2))  # 15 buckets
+  saved = copied(embed.checkpoint.to_tree(model=model))
+  with jax.set_mesh(on(devices, explicit=True)):
+    other, _ = make({"id": embed.FeatureConfig(table(60, sightings=2))})
+    embed.checkpoint.from_tree(saved, model=other)
+    assert_equal(embed.checkpoint.to_tree(model=other)["model"], saved["model"])
+
+
+@pytest.mark.full
+def test_orbax_restores_into_another_capacity(tmp_path):
+  ocp = pytest.importorskip("orbax.checkpoint")
+  model, _ = trained(table(48))
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "1", embed.checkpoint.to_tree(model=model))
+  for capacity in (24, 48):
+    other, _ = make({"id": embed.FeatureConfig(table(capacity))})
+    embed.checkpoint.restore(tmp_path / "1", model=other)
+    kept = other.rows_by_raw_id("user")["raw_ids"]
+    assert set(kept.tolist()) <= set(model.rows_by_raw_id("user")["raw_ids"].tolist())
+    assert len(kept) > 3 * capacity // 4
+
+
+def test_deltas_follow_rows_that_change_hands(tmp_path):
+  config = table(32, optimizer=embed.adagrad(0.1), eviction="lfu", half_life=2)
+  model, optimizer = make({"id": embed.FeatureConfig(config)})
+  served = embed.SparseEmbed({"id": embed.FeatureConfig(config)}, rngs=nnx.Rngs(1))
+  embed.checkpoint.from_tree(copied(embed.checkpoint.to_tree(model=model)), model=served)
+  since, by_id, evicted = embed.deltas.fingerprint(0, model=model), {}, 0
+  for number in range(4):
+    train_step(model, optimizer, {"id": np.arange(30) + number * 15})
+    delta, since = embed.deltas.changes(since, number + 1, model=model)
+    embed.deltas.write(tmp_path / str(number), delta)
+    delta = embed.deltas.read(tmp_path / str(number))
+    embed.deltas.apply(delta, number, model=served)
+    for _ in range(2):  # once more changes nothing
+      embed.deltas.apply_to_rows(delta, by_id, "user")
+    evicted += len(delta.owners["model"]["user"].evicted)
+    assert_equal(served.variables["user"], model.variables["user"])
+    expected = model.rows_by_raw_id("user")
+    wanted = dict(zip(expected["raw_ids"].tolist(), expected["parameters"].tolist(), strict=True))
+    assert {raw: row.tolist() for raw, row in by_id.items()} == wanted
+  assert evicted > 0
+  other = embed.SparseEmbed({"id": embed.FeatureConfig(table(64))}, rngs=nnx.Rngs(1))
+  with pytest.raises(ValueError, match="capacity and bucket width"):
+    embed.deltas.apply(delta, 3, model=other)
+
+
+def test_an_export_answers_raw_ids():
+  model, _ = trained(table(48))
+  batch = {"id": embed.raw_ids(np.array([75, 80, 10**9, -1]))}
+  predict = lambda model, batch: model(model.translate(batch))["id"]
+  exported = embed.export(predict, model, batch, any_batch=True)
+  expected = np.asarray(predict(model, batch))
+  assert expected[:2].any()
+  assert not expected[2:].any()
+  np.testing.assert_array_equal(exported.program.call(exported.arrays, batch), expected)
+
+
+def test_rows_of_a_static_table_are_imported_by_raw_id():
+  rows = np.arange(20, dtype=np.float32).reshape(5, DIM)
+  model, _ = make({"id": embed.FeatureConfig(table(16))})
+  raw = np.array([2**60, 3, 4, 5, 6], np.uint64)
+  placed = model.load_rows("user", raw, {"parameters": rows})
+  kept = placed >= 0
+  found = model(model.translate({"id": raw}))["id"]
+  np.testing.assert_array_equal(found, np.where(kept[:, None], rows, 0))
+  assert (
+    np.asarray(model.variables["user"]["accumulators"])[placed[kept]] == np.float32(0.1)
+  ).all()
+  with pytest.raises(ValueError, match="distinct"):
+    model.load_rows("user", np.array([1, 1]), {"parameters": rows[:2]})
+
+
+def test_a_plan_counts_raw_ids_and_scores():
+  config = table(1024, sightings=2)
+  plan = embed.plan(
+    {"id": embed.FeatureConfig(config)}, None, {"id": np.arange(8)}, embed.sgd(0.1), 1 << 30
+  )
+  (of_stack,) = plan.costs()
+  assert (of_stack.rows, of_stack.keys) == (1024 * DIM * 4, 1024 * (12 + 16))
+  assert plan.bytes_per_device == of_stack.rows + of_stack.buffers + of_stack.keys

@@ -107,6 +107,13 @@ def padded_buckets(vocabulary: DynamicVocabulary, placement: Placement) -> int:
   return -(-vocabulary.buckets // placement.shards) * placement.shards
 
 
+def bytes_on_device(vocabulary: DynamicVocabulary, placement: Placement) -> int:
+  """The bytes of the buckets and sightings that a device has."""
+  columns = words(vocabulary) + 4 * (vocabulary.sightings > 1)
+  local = padded_buckets(vocabulary, placement) // placement.shards
+  return 4 * columns * vocabulary.bucket_width * local
+
+
 def empty(vocabulary: DynamicVocabulary, placement: Placement) -> State:
   """The state of a table without a raw id, each device's part made by it."""
   width, local = vocabulary.bucket_width, padded_buckets(vocabulary, placement) // placement.shards

@@ -143,6 +143,20 @@ def order(vocabulary: DynamicVocabulary, owners: Mapping[str, np.ndarray], step:
   return by_value[is_live[by_value]]
 
 
+def fits(vocabulary: DynamicVocabulary, raw_ids: Any) -> bool:
+  """Whether each raw id, uint32 `[V, 2]` by row, is in a row of its bucket."""
+  return bool(_fits(vocabulary, jnp.asarray(raw_ids)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fits(vocabulary, raw_ids):
+  high, low = raw_ids[:, 0], raw_ids[:, 1]
+  bucket = admission.scaled_to(admission.mixed(high, low)[0], vocabulary.buckets)
+  row = jnp.arange(raw_ids.shape[0], dtype=jnp.int32)
+  is_empty = (high == admission.EMPTY) & (low == admission.EMPTY)
+  return jnp.all(is_empty | (bucket == row // vocabulary.bucket_width))
+
+
 def rows_for(vocabulary: DynamicVocabulary, raw_ids: np.ndarray) -> np.ndarray:
   """Rows of distinct raw ids uint32 `[N, 2]`, int64 `[N]`, the first ids first; -1 for no room."""
   high, low = (jnp.asarray(raw_ids[:, half]) for half in (0, 1))
