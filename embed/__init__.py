@@ -7,11 +7,17 @@ The public API is `__all__`, with `__all__` of the four modules in it, `checkpoi
 from embed import checkpoint, deltas, importers, transforms
 from embed.autodiff import Ahead, look_ahead, value_and_grad
 from embed.combiners import CombinerWeights
-from embed.config import CustomCombiner, FeatureConfig, QuantizationConfig, TableConfig
+from embed.config import (
+  CustomCombiner,
+  DynamicVocabulary,
+  FeatureConfig,
+  QuantizationConfig,
+  TableConfig,
+)
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
-from embed.inputs import Padded, Ragged, Sparse, to_padded, validate
-from embed.layer import Report, Residual, SlotVariable, SparseEmbed, Table
+from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
+from embed.layer import Report, Residual, SlotVariable, SparseEmbed, Table, Vocabulary
 from embed.optimizer import Optimizer, jit_step
 from embed.optimizers import (
   RowOptimizer,
@@ -42,6 +48,7 @@ __all__ = [
   "Ahead",
   "CombinerWeights",
   "CustomCombiner",
+  "DynamicVocabulary",
   "EmbeddingConfigSpec",
   "Exported",
   "FeatureConfig",
@@ -67,6 +74,7 @@ __all__ = [
   "TableConfig",
   "TablePlan",
   "TableProfile",
+  "Vocabulary",
   "accumulate",
   "adagrad",
   "adagrad_momentum",
@@ -91,6 +99,7 @@ __all__ = [
   "plan",
   "profile",
   "proximal_adagrad",
+  "raw_ids",
   "rmsprop",
   "row_wise",
   "rowwise_adagrad",

@@ -19,7 +19,16 @@ import numpy as np
 from flax import nnx
 
 from embed import autodiff
-from embed.layer import SlotVariable, SparseEmbed, Table, read_variables, variable_shapes
+from embed.layer import (
+  SlotVariable,
+  SparseEmbed,
+  Table,
+  Vocabulary,
+  load_by_value,
+  read_variables,
+  variable_shapes,
+)
+from embed.storage import owners
 from embed.storage import tables as stored_tables
 
 __all__ = ["check", "from_tree", "like", "restore", "to_tree"]
@@ -29,7 +38,7 @@ Tree = dict[str, Any]
 
 def _dense(node: Any) -> tuple[dict[str, jax.Array], Any]:
   """The arrays outside tables by path, and the treedef that makes a state of them."""
-  state = nnx.state(node, nnx.Not(nnx.Any(Table, SlotVariable)))
+  state = nnx.state(node, nnx.Not(nnx.Any(Table, SlotVariable, Vocabulary)))
   leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
   arrays: dict[str, jax.Array] = {}
   for path, x in leaves:
@@ -124,7 +133,9 @@ def like(**nodes: Any) -> Tree:
 def from_tree(tree: Tree, **nodes: Any) -> None:
   """Puts a tree made by `to_tree` into models and optimizers of the same configuration.
 
-  The mesh may be another one, or none: tables in the tree do not depend on it. A table without an
+  The mesh may be another one, or none: tables in the tree do not depend on it. A table with a
+  `DynamicVocabulary` may have another capacity, bucket width or policy than the saved one; then it
+  is filled by raw id, the most valuable rows first, and sightings start anew. A table without an
   optimizer, or with `embed.frozen()`, takes the rows of the tree and ignores its slots, so that a
   model for serving, made without optimizers, restores a trained one.
 
@@ -178,9 +189,13 @@ def _check(tree: Tree, nodes: Mapping[str, Any]) -> None:
   rounded: list[str] = []
   tables: dict[str, tuple[int, ...]] = {}
   for name, node in nodes.items():
-    expected, saved = _flat(like(**{name: node})[name]), _flat(tree.get(name, {}))
+    expected, saved = _flat(_like_saved(node, tree.get(name, {}))), _flat(tree.get(name, {}))
     without_slots = {f"tables/{table}" for table in untrained(node)}
-    unknown = [k for k in saved if k not in expected and k.rpartition("/")[0] not in without_slots]
+    unknown = [
+      k
+      for k in saved.keys() - expected.keys()
+      if k.rpartition("/")[0] not in without_slots and not k.endswith("/sightings")
+    ]
     problems += [f"{name}/{k} is missing" for k in expected if k not in saved]
     problems += [f"{name}/{k} is not in the model" for k in unknown]
     shapes = {k: _shape(saved[k]) for k in expected if k in saved}
@@ -263,10 +278,12 @@ def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
     raise ImportError(
       "Checkpoints are read by Orbax: pip install -e '.[recipes]', or orbax-checkpoint."
     ) from None
-  path, expected = _tree_folder(pathlib.Path(folder).absolute(), ocp), like(**nodes)
-  restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
+  path = _tree_folder(pathlib.Path(folder).absolute(), ocp)
   with ocp.PyTreeCheckpointer() as reader:
-    _check(reader.metadata(path).item_metadata.tree, nodes)
+    saved = reader.metadata(path).item_metadata.tree
+    _check(saved, nodes)
+    expected = {name: _like_saved(node, saved[name]) for name, node in nodes.items()}
+    restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
     args = ocp.args.PyTreeRestore(expected, restore_args=restore_args, partial_restore=True)
     tree = reader.restore(path, args=args)
   from_tree(tree, **nodes)
@@ -313,16 +330,45 @@ def _flat(tree: Tree) -> dict[str, Any]:
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
+def _like_saved(node: Any, saved: Tree) -> Tree:
+  """`like` of a node; dynamic tables that were saved in another geometry as they were saved."""
+  expected = like(node=node)["node"]
+  for key, arrays in expected["tables"].items():
+    of_table = saved.get("tables", {}).get(key, {})
+    if "raw_ids" in arrays and "raw_ids" in of_table and not _is_alike(arrays, of_table):
+      rows = _shape(of_table["raw_ids"])[0]
+      kept = {k: x for k, x in arrays.items() if k not in ("uses", "sightings")}
+      kept |= {"uses": kept["last_used"]} if "uses" in of_table else {}
+      struct = lambda x, rows=rows: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+      expected["tables"][key] = {k: struct(x) for k, x in kept.items()}
+  return expected
+
+
+def _is_alike(arrays: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+  """Whether a dynamic table was saved with the same capacity, and the same kinds of scores."""
+  of_owners = lambda x: {k: _shape(x[k]) for k in (*owners.BY_ROW, "sightings") if k in x}
+  return of_owners(arrays) == of_owners(saved)
+
+
 def _restore(tree: Tree, node: Any) -> None:
   """Puts the tree of one node into it; the tree has been checked."""
   saved: dict[int, Tree] = {}
   for key, (layer, table) in autodiff.row_keys(node).items():
     saved.setdefault(id(layer), {})[table] = tree["tables"][key]
+  load_dense_arrays(tree["state"], node)  # first: it has the numbers of batches
   for layer in autodiff.sparse_embeds(node).values():
     arrays = saved[id(layer)]
     kept = layer.variable_shapes  # only the rows of an untrained table
-    layer.load_variables({t: {key: arrays[t][key] for key in kept[t]} for t in arrays})
-  load_dense_arrays(tree["state"], node)
+    in_place = {}
+    for table, of_table in arrays.items():
+      vocabulary = layer.spec.tables[table].vocabulary
+      if vocabulary is None or (
+        _is_alike(kept[table], of_table) and owners.fits(vocabulary, of_table["raw_ids"])
+      ):
+        in_place[table] = {key: of_table[key] for key in kept[table]}
+      else:
+        load_by_value(layer, table, of_table)
+    layer.load_variables(in_place)
 
 
 def load_dense_arrays(arrays: Mapping[str, Any], node: Any) -> None:

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 COMBINERS = ("mean", "sum", "sqrtn")
+EVICTIONS = ("lru", "lfu")
 MAX_VOCABULARY_SIZE = 2**31 - 2  # row ids are int32 and `vocabulary_size` itself can mark padding
 
 _logger = logging.getLogger("embed")
@@ -158,6 +159,80 @@ class CustomCombiner:
     check("combiner_weights_learning_rate", rate, rate is None or is_number, "a number or None")
 
 
+@dataclasses.dataclass(frozen=True)
+class DynamicVocabulary:
+  """A vocabulary that is learned while training: raw 64-bit ids share a fixed number of rows.
+
+  Give it to `TableConfig` in place of a size. The ids of the table's features are then raw ids, see
+  `embed.raw_ids`, and `SparseEmbed.admit` or `translate` gives them rows before a lookup. Rows lie
+  in buckets of `bucket_width`; a raw id hashes to one bucket, and a newcomer takes the row there
+  that the policy values least. Two raw ids never share a row. What happens is the same on every
+  mesh, and follows from the batches alone.
+
+  Keys and scores take 12 bytes a row, 16 with "lfu"; with `sightings` above 1, 16 more.
+
+  Args:
+    capacity: the number of rows, a multiple of `bucket_width`.
+    eviction: "lru" takes the row whose last use is longest ago, "lfu" the one used least often.
+    half_life: the number of batches after which counts, of "lfu" and of `sightings`, halve. None
+      never forgets.
+    time_to_live: a row that so many batches have not used is free, and its id forgotten. None keeps
+      rows until they are needed.
+    sightings: an id gets a row when it has been seen so often, 1 at once. Counts are kept in a
+      count-min sketch, which may count an id too high but never too low.
+    probability: with which an id without a row gets one in a batch, drawn from the seed, the raw id
+      and the number of the batch.
+    seed: of these draws.
+    trains_unknown: whether ids without a row are looked up in a row of their own, the last one,
+      which is trained; otherwise they are padding: they give zeros and do not count in a "mean".
+    bucket_width: the rows of a bucket. More come closer to the exact policy, and cost more.
+
+  Raises:
+    ValueError: naming the invalid argument.
+
+  >>> user = embed.TableConfig(embed.DynamicVocabulary(capacity=1024), dim=8, name="user")
+  >>> user.vocabulary_size, user.vocabulary.eviction
+  (1024, 'lru')
+  """
+
+  capacity: int
+  _: dataclasses.KW_ONLY
+  eviction: str = "lru"
+  half_life: int | None = None
+  time_to_live: int | None = None
+  sightings: int = 1
+  probability: float = 1.0
+  seed: int = 0
+  trains_unknown: bool = False
+  bucket_width: int = 16
+
+  def __post_init__(self):
+    set_ = lambda name, value: object.__setattr__(self, name, value)
+    for name, least in (("bucket_width", 1), ("capacity", 1), ("sightings", 1), ("seed", 0)):
+      set_(name, integer(name, getattr(self, name), least, MAX_VOCABULARY_SIZE))
+    for name in ("half_life", "time_to_live"):
+      if getattr(self, name) is not None:
+        set_(name, integer(name, getattr(self, name), 1, MAX_VOCABULARY_SIZE))
+    check("eviction", self.eviction, self.eviction in EVICTIONS, f"one of {EVICTIONS}")
+    set_("probability", setting("probability", self.probability))
+    is_number = isinstance(self.probability, numbers.Real) and 0 < self.probability <= 1
+    check("probability", self.probability, is_number, "a number above 0 and at most 1")
+    check("sightings", self.sightings, self.sightings < 2**20, f"below {2**20}")
+    check("bucket_width", self.bucket_width, self.bucket_width <= 256, "at most 256")
+    check("trains_unknown", self.trains_unknown, isinstance(self.trains_unknown, bool), "a bool")
+    if self.capacity % self.bucket_width:
+      most = -(-self.capacity // self.bucket_width) * self.bucket_width
+      raise ValueError(
+        f"Argument `capacity` must be a multiple of bucket_width={self.bucket_width}. Got "
+        f"{self.capacity}; write {most}."
+      )
+
+  @property
+  def buckets(self) -> int:
+    """The number of buckets."""
+    return self.capacity // self.bucket_width
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableConfig:
   """One embedding table. Compared by identity: features with the same object share a table.
@@ -166,7 +241,8 @@ class TableConfig:
   optimizer.
 
   Args:
-    vocabulary_size: the number of rows, V. Ids are 0 .. V - 1.
+    vocabulary_size: the number of rows, V. Ids are 0 .. V - 1. Or a `DynamicVocabulary`, for raw
+      ids; then V is its capacity, and `vocabulary` holds it.
     dim: the length of a row, D.
     initializer: `f(key, shape, dtype)` as in `jax.nn.initializers`, called with `(V, D)`. None
       draws each row from a normal distribution of standard deviation `1 / sqrt(dim)`, truncated at
@@ -193,7 +269,7 @@ class TableConfig:
   ('mean', dtype('float32'))
   """
 
-  vocabulary_size: int
+  vocabulary_size: Any  # an int, once made
   dim: int
   initializer: Callable[..., Any] | None = None
   optimizer: Any = None
@@ -202,9 +278,18 @@ class TableConfig:
   quantization_config: QuantizationConfig | None = None
   dtype: Any = np.float32
   stochastic_rounding: bool = True
+  vocabulary: DynamicVocabulary | None = None
 
   def __post_init__(self):
     set_ = lambda name, value: object.__setattr__(self, name, value)
+    if isinstance(self.vocabulary_size, DynamicVocabulary):
+      set_("vocabulary", self.vocabulary_size)
+      set_("vocabulary_size", self.vocabulary.capacity)
+    if self.vocabulary is not None and self.vocabulary.capacity != self.vocabulary_size:
+      raise ValueError(
+        f"Argument `vocabulary_size` is {self.vocabulary_size}, but its DynamicVocabulary has a "
+        f"capacity of {self.vocabulary.capacity}. Give the DynamicVocabulary as vocabulary_size."
+      )
     set_("vocabulary_size", integer("vocabulary_size", self.vocabulary_size, 1))
     set_("dim", integer("dim", self.dim, 1))
     if self.vocabulary_size > MAX_VOCABULARY_SIZE:

@@ -21,8 +21,8 @@ import pathlib
 import re
 import secrets
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +34,17 @@ from jax.experimental import multihost_utils
 from embed import autodiff, checkpoint, planning
 from embed.engine import cost
 from embed.engine.stack import Layout
-from embed.layer import WRITTEN_BACK, changing, replace, stored_arrays, swap
+from embed.layer import WRITTEN_BACK, changing, owned, put_owners, replace, stored_arrays, swap
 from embed.storage import changes as changes_lib
 from embed.storage.changes import TableRows
+from embed.storage.owners import BY_ROW, names
 
 __all__ = [
   "Delta",
   "Fingerprints",
+  "Owners",
   "apply",
+  "apply_to_rows",
   "apply_to_tables",
   "changes",
   "fingerprint",
@@ -50,7 +53,7 @@ __all__ = [
 ]
 
 
-_FORMAT = 2  # 1 has no digests
+_FORMAT = 3  # 1 has no digests, 2 no owners
 _HEADER = "header"
 _KILLED = 3600  # seconds without a byte, after which a partial file has no writer any more
 _FILE = re.compile(r"rows-(\d{5})-of-(\d{5})\.npz")
@@ -67,6 +70,7 @@ class Delta:
     tables: `{node: {"<module path>/<table>": (ids, values)}}`: ids int32 `[K]`, ascending, and
       values `{"parameters": [K, dim], slot: [K, dim] or [K]}`. K is 0 if no row has changed.
     state: `{node: {path: array}}`: all arrays outside tables, whole.
+    owners: `{node: {"<module path>/<table>": Owners}}`, of the tables with a `DynamicVocabulary`.
     before: digests of the parameters at `since`, by node and "tables/<key>" or "state/<path>": 16
       hexadecimal digits of the rows of a table, the same on every mesh, or of an `nnx.Param`. Empty
       in files of earlier versions.
@@ -90,6 +94,7 @@ class Delta:
   state: Mapping[str, Mapping[str, np.ndarray]]
   before: Digests = dataclasses.field(default_factory=dict)
   after: Digests = dataclasses.field(default_factory=dict)
+  owners: Mapping[str, Mapping[str, "Owners"]] = dataclasses.field(default_factory=dict)
 
   @property
   def num_rows(self) -> int:
@@ -99,7 +104,7 @@ class Delta:
   @property
   def nbytes(self) -> int:
     """The size of all arrays in bytes."""
-    return sum(x.nbytes for x in jax.tree.leaves((self.tables, self.state)))
+    return sum(x.nbytes for x in jax.tree.leaves((self.tables, self.state, self.owners)))
 
   def __repr__(self) -> str:
     lines: list[tuple[str, ...]] = [("table", "changed rows", "bytes")]
@@ -113,6 +118,31 @@ class Delta:
     return f"delta of steps {self.since} to {self.step}\n\n{planning.aligned(lines)}"
 
 
+class Owners(NamedTuple):
+  """What has changed of the owners of a table's rows.
+
+  Attributes:
+    evicted: uint32 `[E, 2]`, the raw ids that had a row before and have none now.
+    changed: by the name of an array of `SparseEmbed.variables`, such as "raw_ids" and "last_used":
+      the rows that differ, and those of the delta's `tables`, with their values. In a delta of
+      several processes, process 0 has all of them.
+    geometry: int32 `[2]`, the capacity and the bucket width.
+
+  >>> user = embed.TableConfig(embed.DynamicVocabulary(1, bucket_width=1), 2, name="user")
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
+  >>> rows = layer.admit(np.array([7]))
+  >>> since = embed.deltas.fingerprint(1, model=layer)
+  >>> rows = layer.admit(np.array([8]))
+  >>> delta, since = embed.deltas.changes(since, 2, model=layer)
+  >>> delta.owners["model"]["user"].evicted.tolist()
+  [[0, 7]]
+  """
+
+  evicted: np.ndarray
+  changed: dict[str, TableRows]
+  geometry: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class Fingerprints:
   """Fingerprints of a state, 64 bits for each row, on the devices: the start of a later delta.
@@ -122,6 +152,7 @@ class Fingerprints:
     lanes: the fingerprints, in the order of storage; internal.
     layouts: which row each of them is of; internal.
     digests: of the parameters, as `Delta.before`.
+    owners: the owners of the rows of dynamic tables, on the devices; internal.
 
   >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
   >>> embed.deltas.fingerprint(10, model=layer).step
@@ -132,6 +163,7 @@ class Fingerprints:
   lanes: Mapping[str, Mapping[str, list[changes_lib.Lanes]]]
   layouts: Mapping[str, Mapping[str, list[Layout]]]
   digests: Digests
+  owners: Mapping[str, Mapping[str, Mapping[str, jax.Array]]]
 
 
 # --- making ---------------------------------------------------------------------------------------
@@ -140,7 +172,8 @@ class Fingerprints:
 def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
   """Remembers a state, to find out later which rows have changed.
 
-  Takes one reading of all tables, and 8 bytes of device memory for each row.
+  Takes one reading of all tables, and 8 bytes of device memory for each row; of a table with a
+  `DynamicVocabulary` a copy of its raw ids and scores as well.
 
   Args:
     step: the number of the state, an integer of Python, NumPy or JAX.
@@ -155,14 +188,21 @@ def fingerprint(step: int, /, **nodes: Any) -> Fingerprints:
   >>> delta.num_rows
   0
   """
-  step, lanes, layouts, digests = _integer(step), {}, {}, {}
+  step, lanes, layouts, digests, of_owners = _integer(step), {}, {}, {}, {}
   for name, node in nodes.items():
     layers = autodiff.sparse_embeds(node)
     found = {path: _fingerprints(layer, slots=True) for path, layer in layers.items()}
     lanes[name] = {path: of_rows for path, (of_rows, _) in found.items()}
     layouts[name] = _layouts(layers)
     digests[name] = _digests(node, {id(layers[path]): of for path, (_, of) in found.items()})
-  return Fingerprints(step, lanes, layouts, digests)
+    of_owners[name] = _owners(node)
+  return Fingerprints(step, lanes, layouts, digests, of_owners)
+
+
+def _owners(node: Any) -> dict[str, dict[str, jax.Array]]:
+  """The owners of the rows of each dynamic table, by key."""
+  by_key = {key: owned(*of) for key, of in autodiff.row_keys(node).items()}
+  return {key: arrays for key, arrays in by_key.items() if arrays}
 
 
 def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fingerprints]:
@@ -190,6 +230,7 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
   """
   tables: dict[str, dict[str, TableRows]] = {}
   state: dict[str, dict[str, np.ndarray]] = {}
+  owners: dict[str, dict[str, Owners]] = {}
   for name, node in nodes.items():  # before anything is computed
     layers = autodiff.sparse_embeds(node)
     old = since.lanes.get(name)
@@ -212,10 +253,49 @@ def changes(since: Fingerprints, step: int, /, **nodes: Any) -> tuple[Delta, Fin
     keys = autodiff.row_keys(node).items()
     tables[name] = {key: rows[id(layer)][table] for key, (layer, table) in keys}
     state[name] = {path: _on_host(x) for path, x in _dense(node).items()}
+    owners[name] = {
+      key: _changed_owners(layer, table, since.owners[name][key], arrays, tables[name][key].ids)
+      for key, arrays in new.owners[name].items()
+      for layer, table in [autodiff.row_keys(node)[key]]
+    }
     if jax.process_index():
       state[name] = {}
+      nothing = lambda x: x[:0]
+      owners[name] = {
+        key: x._replace(**jax.tree.map(nothing, {"evicted": x.evicted, "changed": x.changed}))
+        for key, x in owners[name].items()
+      }
   before = {name: since.digests[name] for name in nodes}
-  return Delta(since.step, new.step, tables, state, before, new.digests), new
+  return Delta(since.step, new.step, tables, state, before, new.digests, owners), new
+
+
+def _changed_owners(layer: Any, table: str, old: Any, new: Any, rows: np.ndarray) -> Owners:
+  """The difference between the owners of a table before and now; `rows` count as changed."""
+  before, after = ({name: _on_host(x) for name, x in of.items()} for of in (old, new))
+  if jax.process_count() > 1:
+    every = np.zeros(len(after["raw_ids"]), np.int32)
+    every[rows] = 1
+    rows = np.flatnonzero(
+      np.asarray(multihost_utils.process_allgather(every))
+      .reshape(jax.process_count(), -1)
+      .any(axis=0)
+    )
+  differs = {name: _differs(x, before[name]) for name, x in after.items()}
+  by_row = [name for name in differs if name in BY_ROW]
+  of_rows = np.union1d(np.flatnonzero(np.any([differs[name] for name in by_row], axis=0)), rows)
+  changed = {}
+  for name, x in after.items():
+    ids = of_rows if name in BY_ROW else np.flatnonzero(differs[name])
+    changed[name] = TableRows(ids.astype(np.int32), {"values": x[ids]})
+  as_one = lambda of: np.ascontiguousarray(of["raw_ids"]).view(np.uint64)[:, 0]
+  gone = ~np.isin(as_one(before), as_one(after))
+  vocabulary = layer.spec.tables[table].vocabulary
+  geometry = np.array([vocabulary.capacity, vocabulary.bucket_width], np.int32)
+  return Owners(before["raw_ids"][gone], changed, geometry)
+
+
+def _differs(x: np.ndarray, other: np.ndarray) -> np.ndarray:
+  return (x != other).reshape(len(x), -1).any(axis=1)
 
 
 def _integer(step: Any) -> int:
@@ -319,6 +399,8 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
     by_layer: dict[int, dict[str, TableRows]] = {}
     for key, (layer, table) in autodiff.row_keys(node).items():
       by_layer.setdefault(id(layer), {})[table] = rows[name][key]
+      if of_table := delta.owners.get(name, {}).get(key):
+        put_owners(layer, table, of_table.changed)
     for layer in autodiff.sparse_embeds(node).values():
       _put(layer, by_layer[id(layer)])
   new = _variables(copies)
@@ -369,10 +451,17 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
   problems = [f"table {key!r} is missing" for key in expected["tables"] if key not in tables]
   problems += [f"table {key!r} is not in the model" for key in tables.keys() - expected["tables"]]
   fitting: dict[str, TableRows] = {}
+  layers = autodiff.row_keys(node)
   for key, arrays in expected["tables"].items():
     if key not in tables:
       continue
-    rows = tables[key]
+    rows, (layer, table) = tables[key], layers[key]
+    problems += _unlike(
+      key,
+      layer.spec.tables[table].vocabulary,
+      delta.owners[name].get(key) if name in delta.owners else None,
+    )
+    arrays = {k: x for k, x in arrays.items() if k not in (*BY_ROW, "sightings")}
     names = [k for k in rows.values if k in arrays] if key in untrained else list(rows.values)
     if set(names) != set(arrays):
       problems.append(f"table {key!r} has {sorted(names)}, the model's has {sorted(arrays)}")
@@ -408,6 +497,17 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
     of_layers = {id(layer): _fingerprints(layer, slots=False)[1] for layer in layers}
     _check_before(delta, name, {k: x for k, x in _digests(node, of_layers).items() if same[k]})
   return fitting
+
+
+def _unlike(key: str, vocabulary: Any, owners: Owners | None) -> list[str]:
+  """Says if a table and a delta's do not both have a vocabulary of the same geometry and scores."""
+  own = None if vocabulary is None else (vocabulary.capacity, vocabulary.bucket_width)
+  of_delta = None if owners is None else tuple(owners.geometry.tolist())
+  if own != of_delta:
+    return [f"table {key!r} has the capacity and bucket width {of_delta}, the model's {own}"]
+  if vocabulary is not None and set(owners.changed) != set(names(vocabulary)):
+    return [f"table {key!r} has {sorted(owners.changed)}, the model's has {names(vocabulary)}"]
+  return []
 
 
 def _outside(key: str, ids: np.ndarray, size: int) -> list[str]:
@@ -508,6 +608,46 @@ def apply_to_tables(
   return delta.step
 
 
+def apply_to_rows(
+  delta: Delta, rows: MutableMapping[int, np.ndarray], table: str, /, *, node: str = "model"
+) -> None:
+  """Brings a store of rows by raw id up to a delta, in place: for servers without the tables.
+
+  New and changed rows are set, and the evicted removed. To do it twice changes nothing.
+
+  Args:
+    delta: from `read`.
+    rows: float `[dim]` by raw id, any mapping.
+    table: the "<module path>/<table>", which has a `DynamicVocabulary`.
+    node: the name of the model in the delta.
+
+  Raises:
+    ValueError: if the delta has no such table.
+
+  >>> user = embed.TableConfig(embed.DynamicVocabulary(1, bucket_width=1), 2, name="user")
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
+  >>> since, rows = embed.deltas.fingerprint(0, model=layer), {7: np.zeros(2)}
+  >>> for raw_id in (7, 8):
+  ...   batch = layer.admit(np.array([raw_id]))
+  ...   delta, since = embed.deltas.changes(since, raw_id, model=layer)
+  ...   embed.deltas.apply_to_rows(delta, rows, "user")
+  >>> list(rows), bool((rows[8] == layer.tables["user"][0]).all())
+  ([8], True)
+  """
+  if table not in delta.owners.get(node, {}):
+    raise ValueError(f"The delta has no table {table!r} of {node!r} with a DynamicVocabulary.")
+  as_ints = lambda pairs: ((pairs[:, 0].astype(np.uint64) << np.uint64(32)) | pairs[:, 1]).tolist()
+  owners, changed = delta.owners[node][table], delta.tables[node][table]
+  raw_ids = owners.changed["raw_ids"]
+  at = np.searchsorted(raw_ids.ids, changed.ids)
+  owner = raw_ids.values["values"][at]
+  is_owned = (owner != np.uint32(2**32 - 1)).any(axis=1)
+  for raw_id in as_ints(owners.evicted):
+    rows.pop(raw_id, None)
+  values = changed.values["parameters"][is_owned]
+  rows.update(zip(as_ints(owner[is_owned]), values, strict=True))
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 # The archive has a CRC for each array, which NumPy checks. bfloat16 and other types that
@@ -544,6 +684,14 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
     for key, rows in tables.items():
       arrays[f"{node}/tables/{key}/ids"] = rows.ids
       arrays |= {f"{node}/tables/{key}/{name}": x for name, x in rows.values.items()}
+  for node, tables in delta.owners.items():
+    for key, of in tables.items():
+      arrays |= {
+        f"{node}/owners/{key}/{name}": getattr(of, name) for name in ("evicted", "geometry")
+      }
+      for name, rows in of.changed.items():
+        arrays[f"{prefix}/{name}/rows"] = rows.ids
+        arrays[f"{prefix}/{name}/values"] = rows.values["values"]
   header = {
     "format": _FORMAT,
     "since": delta.since,
@@ -552,6 +700,10 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
     "after": delta.after,
     "tables": slots,
     "state": {node: list(of) for node, of in delta.state.items()},
+    "owners": {
+      node: {key: list(of.changed) for key, of in tables.items()}
+      for node, tables in delta.owners.items()
+    },
     "dtypes": {name: x.dtype.name for name, x in arrays.items() if x.dtype.kind == "V"},
   }
   entries: dict[str, Any] = {_HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8)}
@@ -686,7 +838,24 @@ def _read_file(path: pathlib.Path) -> Delta:
       node: {name: arrays[f"{node}/state/{name}"] for name in names}
       for node, names in header["state"].items()
     }
-    made = header.get("before", {}), header.get("after", {})
+    owners = {
+      node: {
+        key: Owners(
+          arrays[f"{node}/owners/{key}/evicted"],
+          {
+            name: TableRows(
+              arrays[f"{node}/owners/{key}/{name}/rows"],
+              {"values": arrays[f"{node}/owners/{key}/{name}/values"]},
+            )
+            for name in names
+          },
+          arrays[f"{node}/owners/{key}/geometry"],
+        )
+        for key, names in of.items()
+      }
+      for node, of in header.get("owners", {}).items()
+    }
+    made = header.get("before", {}), header.get("after", {}), owners
     return Delta(header["since"], header["step"], tables, state, *made)
   # NumPy, zipfile, zlib and json raise errors of many kinds, most without the file's name.
   except Exception as error:

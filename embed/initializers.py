@@ -43,22 +43,25 @@ class RowWise:
     Args:
       keys: a random key of each table, `[T]`.
       tables: the table of each row, int32 `[N]`.
-      ids: the row's id in it, int32 `[N]`.
+      ids: the row's id in it, int32 `[N]`, or its raw id, uint32 `[N, 2]`.
       dim: D.
       dtype: of the rows.
     """
 
-    keys = _threefry(keys)
+    keys = threefry(keys)
 
     def row(table, id):
-      value = self.initializer(jax.random.fold_in(keys[table], id), (1, dim), jnp.float32)
+      key = keys[table]
+      for word in id.reshape(-1):
+        key = jax.random.fold_in(key, word)
+      value = self.initializer(key, (1, dim), jnp.float32)
       return jnp.asarray(value, jnp.float32).reshape(dim).astype(dtype)
 
     with jax.threefry_partitionable(True):  # else a row's bits depend on how many are drawn
       return jax.vmap(row)(tables, ids)
 
 
-def _threefry(keys: jax.Array) -> jax.Array:
+def threefry(keys: jax.Array) -> jax.Array:
   """Keys `[T]` of the kind that draws each row alone; "rbg" draws many from the first one's key."""
   if jax.random.key_impl(keys) == _THREEFRY:
     return keys

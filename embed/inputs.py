@@ -17,8 +17,8 @@ import numpy as np
 
 from embed import config as config_lib
 from embed import structure
-from embed.engine import jax_internals
-from embed.engine.bags import Form, Parts, narrow
+from embed.engine import admission, jax_internals
+from embed.engine.bags import Form, Parts, from_input, narrow
 
 Array = Any  # a NumPy or JAX array, or nested lists of numbers
 
@@ -159,6 +159,18 @@ def _integers(value: Any, name: str, what: str = "ids") -> Any:
   return array
 
 
+def _row_ids(value: Any, name: str, feature: config_lib.FeatureConfig) -> Any:
+  """Integers; int32 for a table whose raw ids must have been given rows."""
+  array = _integers(value, name)
+  if feature.table.vocabulary is not None and array.dtype != np.int32 and array.size:
+    raise ValueError(
+      f"Feature {name!r} holds raw ids ({array.dtype}), and its table has a DynamicVocabulary. "
+      "Before the loss write `batch = model.embed.admit(batch)`; to evaluate or serve, `batch = "
+      "model.embed.translate(batch)`."
+    )
+  return array
+
+
 def _floats(value: Any, name: str) -> Any:
   array = as_array(value, name)
   if not (jnp.issubdtype(array.dtype, jnp.floating) or np.issubdtype(array.dtype, np.integer)):
@@ -185,7 +197,7 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
       "their ids."
     )
   if kind is None:
-    ids = _integers(x, name)
+    ids = _row_ids(x, name, feature)
     if not ids.ndim:
       raise ValueError(
         f"Feature {name!r}: a single id has no batch. Write an array such as [{x}]; under vmap, "
@@ -193,7 +205,7 @@ def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) ->
       )
     batch = ids.shape[:-1] if ids.ndim > 1 and ids.shape[-1] == 1 else ids.shape
     return Parts(ids, None, None, "dense", batch, 1)
-  ids = _integers(x.values, name)
+  ids = _row_ids(x.values, name, feature)
   weights = None if w is None else _floats(w.values, name)
   if weights is not None and weights.shape != ids.shape:
     raise ValueError(
@@ -452,7 +464,145 @@ def validate(feature_config: Any, features: Any, weights: Any = None) -> None:
   Traceback (most recent call last):
   ValueError: Feature 'watched': id 10 at position (1,) is out of range for a table of ...
   """
-  read(feature_config, features, weights)
+  read(feature_config, with_stand_ins(feature_config, features), weights)
+
+
+# --- raw ids -------------------------------------------------------------------------------------
+
+
+_NO_ID = np.uint32(2**32 - 1)  # both halves of padding
+
+
+def raw_ids(values: Any) -> Any:
+  """Converts raw 64-bit ids to pairs of uint32, on the host: the form that devices have.
+
+  JAX cuts 64-bit integers to their low halves, so convert a batch before it enters a jitted
+  function. `SparseEmbed.admit` and `translate` do so themselves in eager calls.
+
+  Two keys that are hashed to 64 bits are the same id with a probability of `n**2 / 2**65` for n
+  keys: 3 in 100 million for a million of them, 1 in 37 for a billion.
+
+  Args:
+    values: the ids of one feature: a NumPy array or nested lists of integers, or `Padded`, `Ragged`
+      or `Sparse` of them. -1, or 2**64 - 1 as unsigned, is padding.
+
+  Returns:
+    The same kind, with uint32 `[..., 2]`, high half first, in place of integers `[...]`.
+
+  Raises:
+    ValueError: for other negative integers (give signed hashes as `x.view(np.uint64)`), for values
+      that are no integers, and for jax.Arrays.
+
+  >>> embed.raw_ids(np.array([7, 2**40 + 3, -1])).tolist()
+  [[0, 7], [256, 3], [4294967295, 4294967295]]
+  """
+  if isinstance(values, _KINDS):
+    return dataclasses.replace(values, values=raw_ids(values.values))
+  if isinstance(values, jax.Array):
+    raise ValueError(
+      "raw_ids takes NumPy arrays: JAX has no 64-bit integers by default, and has cut these. Write "
+      "embed.raw_ids(ids) where the batch is made."
+    )
+  array = as_array(values, "raw_ids")
+  if array.dtype.kind not in "iu":
+    raise ValueError(
+      f"raw_ids takes integers, got dtype {array.dtype}. Hash strings by embed.transforms.RawIds."
+    )
+  if array.dtype.kind == "i" and array.size and array.min() < -1:
+    raise ValueError(
+      f"{int(array.min())} is neither a raw id nor padding (-1). Give signed 64-bit hashes as "
+      "x.view(np.uint64)."
+    )
+  wide = array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array
+  wide = wide.astype(np.uint64)
+  return np.stack([wide >> np.uint64(32), wide & np.uint64(_NO_ID)], axis=-1).astype(np.uint32)
+
+
+class RawInput(NamedTuple):
+  """The raw ids of one feature, checked: uint32 `[..., 2]`, and an input of stand-ins for them.
+
+  The stand-ins are int32, -1 for padding and else 0, in the kind of the input and of its shape.
+  """
+
+  ids: Any
+  given: Any
+  stand_in: Input
+
+  def used(self) -> jax.Array:
+    """The raw ids that a lookup reads, uint32 `[N, 2]`, and padding in place of all others.
+
+    Those are behind the last bag of a `Ragged`, or behind the end of a sequence.
+    """
+    ids, (parts, form) = jnp.asarray(self.ids).reshape(-1, 2), self.stand_in[3:]
+    if parts.kind in ("dense", "padded") and not form.length:
+      return ids
+    n = ids.shape[0]
+    position = jnp.arange(n, dtype=jnp.int32).reshape(parts.ids.shape)
+    position = jnp.where(jnp.asarray(parts.ids) < 0, -1, position)
+    bags, _ = from_input(dataclasses.replace(parts, ids=position), form, n)
+    is_read = jnp.zeros(n, bool).at[bags.ids.reshape(-1)].set(True, mode="drop")
+    return jnp.where(is_read[:, None], ids, _NO_ID)
+
+  def with_rows(self, rows: Any) -> Any:
+    """The input with int32 rows in place of raw ids."""
+    rows = rows.reshape(self.ids.shape[:-1])
+    return dataclasses.replace(self.given, values=rows) if _is_kind(self.given) else rows
+
+
+def _is_kind(x: Any) -> bool:
+  return isinstance(x, _KINDS)
+
+
+def read_raw(path: structure.Path, feature: config_lib.FeatureConfig, x: Any) -> RawInput:
+  """The raw ids of a feature of a dynamic table.
+
+  Raises:
+    ValueError: if they are no raw ids, or do not fit the feature.
+  """
+  name = structure.feature_name(path, feature)
+  ids = x.values if _is_kind(x) else x
+  if not isinstance(ids, jax.Array) and getattr(ids, "dtype", None) != np.uint32:
+    try:
+      ids = raw_ids(ids)
+    except ValueError as error:
+      raise ValueError(f"Feature {name!r}: {error}") from None
+  least = 3 if isinstance(x, Padded) else 2
+  if ids.dtype != np.uint32 or ids.ndim < least or ids.shape[-1] != 2:
+    raise ValueError(
+      f"Feature {name!r}: raw ids are uint32 pairs [..., 2] on a device, got {ids.dtype} "
+      f"{list(ids.shape)}. Write embed.raw_ids(ids) on the host, before the batch enters a jitted "
+      "function: JAX has cut 64-bit ids to their low halves."
+    )
+  is_padding = (ids[..., 0] == _NO_ID) & (ids[..., 1] == _NO_ID)
+  stand_ins = -is_padding.astype(np.int32)
+  given = dataclasses.replace(x, values=stand_ins) if _is_kind(x) else stand_ins
+  return RawInput(ids, x, check(path, name, feature, given))
+
+
+def with_stand_ins(config: Any, features: Any) -> Any:
+  """A batch with rows in place of raw ids, for what only looks at shapes and at demand.
+
+  A raw id stands for a row that follows from its hash; `jax.ShapeDtypeStruct` for one of int32.
+  """
+
+  def replaced(path, feature, x):
+    vocabulary, ids = feature.table.vocabulary, x.values if _is_kind(x) else x
+    if vocabulary is None or getattr(ids, "dtype", None) == np.int32:
+      return x
+    if isinstance(ids, jax.ShapeDtypeStruct):
+      rows: Any = jax.ShapeDtypeStruct(ids.shape[:-1], np.int32)
+    else:
+      raw = read_raw(path, feature, x)
+      high, low = (np.asarray(raw.ids)[..., half] for half in (0, 1))
+      hashed = admission.mixed(jnp.asarray(high), jnp.asarray(low))[0]
+      rows = np.asarray(admission.scaled_to(hashed, vocabulary.capacity))
+      rows = np.where(np.asarray(raw.stand_in.parts.ids) < 0, -1, rows).astype(np.int32)
+    return dataclasses.replace(x, values=rows) if _is_kind(x) else rows
+
+  if all(f.table.vocabulary is None for _, f in structure.flatten_features(config)):
+    return features
+  flat = {path: replaced(path, f, x) for path, f, x, _ in matched(config, features)}
+  return structure.pack(config, features, flat)
 
 
 # --- bags of any form in a rectangle, in NumPy ----------------------------------------------------

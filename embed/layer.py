@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,23 +17,24 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from embed import combiners, gradients, planning, structure
+from embed import combiners, gradients, initializers, planning, structure
 from embed import config as config_lib
 from embed.combiners import Uncombined
 from embed.config import TableConfig
+from embed.engine import admission, exchange, jax_internals, taps, update, xla
 from embed.engine import bags as bags_lib
-from embed.engine import exchange, jax_internals, taps, update, xla
 from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags
 from embed.engine.grads import ActivationGrads
 from embed.engine.lookup import LookupRecord, quantize
 from embed.engine.stack import Arrays, Layout, StackSpec
 from embed.gradients import RowGrads
-from embed.inputs import Input, check, read
+from embed.inputs import Input, RawInput, check, matched, read, read_raw
+from embed.inputs import raw_ids as to_raw_ids
 from embed.kernels import cpu as cpu_kernels
 from embed.kernels.cpu import large_pages
 from embed.optimizers import RowOptimizer
-from embed.storage import initial
+from embed.storage import changes, initial, owners
 from embed.storage import tables as stored_tables
 from embed.structure import Path
 
@@ -180,6 +183,40 @@ class Report(nnx.Variable):
   >>> int(layer.report["dropped_ids"])
   2
   """
+
+
+class Vocabulary(nnx.Variable):
+  """The owners of the rows of a table with a `DynamicVocabulary`: a dictionary of arrays.
+
+  An `nnx.Variable` type, for filters. What it holds is the storage, by buckets;
+  `SparseEmbed.variables` has the raw ids by row.
+
+  >>> table = embed.TableConfig(embed.DynamicVocabulary(16), 2)
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  >>> jax.tree.leaves(nnx.state(layer, embed.Vocabulary))[0].shape  # one bucket
+  (1, 48)
+  """
+
+
+class Admissions(nnx.Variable):
+  """What `SparseEmbed.admit` counts for a table, and the key of its initial rows."""
+
+
+_OWNERS = ("buckets", "filled", "sightings")  # of an admission's state, what a `Vocabulary` holds
+
+
+def make_vocabulary(table: TableConfig, placement: mesh_lib.Placement, key: jax.Array) -> nnx.Dict:
+  """The Variables of a dynamic table: "owners" and "admissions"."""
+  state = admission.empty(table.vocabulary, placement)
+  owners = {name: state.pop(name) for name in _OWNERS if name in state}
+  state["key"] = jax.random.key_data(initializers.threefry(key[None])[0])
+  return nnx.Dict(owners=Vocabulary(owners), admissions=Admissions(state))
+
+
+def vocabulary_state(layer: "SparseEmbed", table: str) -> dict[str, Any]:
+  """The state of `engine.admission` of a table, and its key."""
+  variables = layer.vocabularies[table]
+  return {**variables["owners"].get_value(), **variables["admissions"].get_value()}
 
 
 def make_variables(
@@ -368,6 +405,13 @@ class SparseEmbed(nnx.Module):
         if isinstance(table.combiner, config_lib.CustomCombiner) and table.combiner.num_weights
       }
     )
+    self.vocabularies = nnx.Dict(
+      {
+        name: make_vocabulary(table, self.spec.stack_of[name].placement, keys[name])
+        for name, table in plan.tables.items()
+        if table.vocabulary is not None
+      }
+    )
     self.arrays = nnx.Dict(
       {
         name: make_variables(stack, plan.tables, keys, axis)
@@ -484,6 +528,106 @@ class SparseEmbed(nnx.Module):
     if len(shape) == 1:
       return jnp.einsum("...d,kd->...k", query, stack.placement.put(act, P()))
     return jnp.einsum("...d,...kd->...k", query, act.reshape(*shape, table.dim))
+
+  # --- raw ids -----------------------------------------------------------------------------------
+
+  def admit(self, features: Any, *, ahead: bool = False) -> Any:
+    """Gives the raw ids of a batch rows, in tables with a `DynamicVocabulary`.
+
+    For training, before the loss. An id without a row may take that of another one, as the policy
+    says; then the row and its slots start from initial values, which depend on the seed, the table
+    and the raw id alone. One call is one batch: rows that it uses are not taken during the call.
+
+    Args:
+      features: the batch, in the structure of the feature config. Raw ids are 64-bit integers in
+        NumPy or lists, or uint32 pairs, see `embed.raw_ids`. Features of other tables may be among
+        them and stay as they are.
+      ahead: whether an update of the batch before is still to come, as with `embed.look_ahead`; the
+        rows of that batch are not taken either.
+
+    Returns:
+      The batch with int32 rows in place of raw ids, for lookups. An id that found no room is -1, or
+      the last row if the vocabulary `trains_unknown`.
+
+    Raises:
+      ValueError: naming the feature, for ids that are no raw ids, or 64-bit ids that have been cut.
+
+    >>> user = embed.TableConfig(embed.DynamicVocabulary(1024), dim=4, name="user")
+    >>> layer = embed.SparseEmbed({"user": embed.FeatureConfig(user)}, rngs=nnx.Rngs(0))
+    >>> batch = layer.admit({"user": np.array([2**63 + 5, 7, 2**63 + 5], np.uint64)})
+    >>> rows = batch["user"].tolist()
+    >>> rows[0] == rows[2] != rows[1], layer(batch)["user"].shape
+    (True, (3, 4))
+    >>> layer.translate({"user": np.array([7, 8], np.uint64)})["user"].tolist() == [rows[1], -1]
+    True
+    """
+    return admit(self, features, ahead)
+
+  def translate(self, features: Any) -> Any:
+    """Finds the rows of the raw ids of a batch, and changes nothing: to evaluate and to serve.
+
+    Args:
+      features: as for `admit`.
+
+    Returns:
+      The batch with int32 rows in place of raw ids. An id without a row is -1, which gives zeros,
+      or the last row if the vocabulary `trains_unknown`.
+
+    Raises:
+      ValueError: as `admit`.
+    """
+    return translate(self, features)
+
+  def raw_ids(self, table_name: str, rows: jax.Array) -> jax.Array:
+    """The raw ids that own rows: uint32 `[..., 2]` of int32 `[...]`.
+
+    All ones for rows without an owner and for rows outside the table. `raw_ids(name, grads.ids)`
+    gives row gradients by raw id.
+
+    Raises:
+      ValueError: for an unknown table, or one without a `DynamicVocabulary`.
+
+    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=4, name="user")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
+    >>> layer.raw_ids("user", layer.admit(np.array([2**32 + 7]))).tolist()
+    [[1, 7]]
+    """
+    vocabulary = table_config(self, table_name).vocabulary
+    if vocabulary is None:
+      raise ValueError(f"Table {table_name!r} has no DynamicVocabulary: its ids are its rows.")
+    placement = self.spec.stack_of[table_name].placement
+    state = vocabulary_state(self, table_name)
+    return admission.owners(vocabulary, placement, state["buckets"], jnp.asarray(rows))
+
+  @property
+  def vocabulary_report(self) -> dict[str, dict[str, jax.Array]]:
+    """What `admit` did, by table with a `DynamicVocabulary`: scalars, also under jit.
+
+    - `ids`, `hits`, `turned_away`: occurrences in the last batch, of all ids, of those that had a
+      row before, and of those that got none.
+    - `admissions`, `evictions`: ids that were given rows, and ids that lost theirs.
+    - `hit_rate`: float32, the share of hits; `fill`: float32, the share of rows with an owner.
+    - `total_ids` and so on: float32, the first five since the start, counted exactly.
+
+    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=4, name="user")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
+    >>> for _ in range(2):
+    ...   rows = layer.admit(np.array([5, 5]))
+    >>> {key: float(x) for key, x in layer.vocabulary_report["user"].items() if float(x)}
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'ids': 2.0, 'hits': 2.0, 'total_ids': 4.0, 'total_hits': 2.0, 'total_admissions': 1.0,
+     'hit_rate': 1.0, 'fill': 0.0625}
+    """
+    report = {}
+    for name in self.vocabularies:
+      state = vocabulary_state(self, name)
+      counts = dict(zip(admission.COUNTS, state["batch"], strict=True))
+      totals = state["totals"].astype(jnp.float32) @ jnp.array([2.0**32, 1.0])
+      counts |= {f"total_{key}": x for key, x in zip(admission.COUNTS, totals, strict=True)}
+      counts["hit_rate"] = counts["hits"] / jnp.maximum(counts["ids"], 1).astype(jnp.float32)
+      counts["fill"] = state["filled"] / jnp.float32(table_config(self, name).vocabulary_size)
+      report[name] = counts
+    return report
 
   # --- update -----------------------------------------------------------------------------------
 
@@ -635,6 +779,13 @@ class SparseEmbed(nnx.Module):
       table_config(self, name)
       for key, value in replaced.items():
         _check(name, key, value, shapes[name])
+      of_owners = [key for key in shapes[name] if key in (*owners.BY_ROW, "sightings")]
+      if missing := [
+        key for key in of_owners if key not in replaced and set(of_owners) & {*replaced}
+      ]:
+        raise ValueError(
+          f"Table {name!r}: give {missing} too, which say together with the others who owns a row."
+        )
     stacks = tuple(self.spec.stacks.values())
     replacements = [
       {
@@ -649,6 +800,64 @@ class SparseEmbed(nnx.Module):
     with changing("Loading tables"):
       for stack, stored in zip(stacks, new, strict=True):
         replace(self.arrays[stack.name], stored)
+      for name in self.vocabularies:
+        given = variables.get(name, {})
+        if "raw_ids" in given:
+          vocabulary, stack = table_config(self, name).vocabulary, self.spec.stack_of[name]
+          given = {key: given[key] for key in owners.names(vocabulary)}
+          _set_vocabulary(self, name, owners.store(vocabulary, stack.placement, given))
+
+  def rows_by_raw_id(self, table_name: str) -> dict[str, np.ndarray]:
+    """The rows of a table with a `DynamicVocabulary` that have an owner, on the host.
+
+    The most valuable rows come first: those that eviction would take last. `load_rows` takes them
+    back, in a table of another capacity or policy too.
+
+    Returns:
+      "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, the number of a batch, "parameters"
+      `[N, dim]` and the slots, `[N, dim]` or `[N]`.
+
+    Raises:
+      ValueError: for an unknown table, or one without a `DynamicVocabulary`.
+
+    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=2, name="user")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
+    >>> rows = layer.admit(np.array([2**40, 7]))
+    >>> sorted(layer.rows_by_raw_id("user")["raw_ids"].tolist())
+    [7, 1099511627776]
+    """
+    return rows_by_raw_id(self, table_name)
+
+  def load_rows(
+    self, table_name: str, raw_ids: Any, variables: Mapping[str, Any], last_used: Any = None
+  ) -> np.ndarray:
+    """Fills a table that has a `DynamicVocabulary` with rows by raw id, in place of all it had.
+
+    For rows of a static table, of another capacity or bucket width, or of a file. Runs on the host.
+
+    Args:
+      table_name: the table.
+      raw_ids: uint64 or int64 `[N]` or uint32 pairs `[N, 2]`, distinct, the most valuable first:
+        each bucket keeps the first that fit.
+      variables: arrays `[N, dim]` or `[N]` by "parameters" and any of the slots; slots that are
+        missing start from initial values.
+      last_used: int32 `[N]`, the numbers of the batches, or None: the current one.
+
+    Returns:
+      The row of each id, int64 `[N]`, -1 for those that found no room.
+
+    Raises:
+      ValueError: before anything is changed, for ids that occur twice, arrays of another shape, an
+        unknown table or slot, or a table without a `DynamicVocabulary`.
+
+    >>> user = embed.TableConfig(embed.DynamicVocabulary(16), dim=2, name="user")
+    >>> layer = embed.SparseEmbed(embed.FeatureConfig(user), rngs=nnx.Rngs(0))
+    >>> rows = layer.load_rows("user", np.array([7, 2**40]), {"parameters": np.eye(2)})
+    >>> layer(layer.translate(np.array([2**40, 8]))).tolist()
+    [[0.0, 1.0], [0.0, 0.0]]
+    """
+    scores = {} if last_used is None else {"last_used": np.asarray(last_used)}
+    return load_rows(self, table_name, raw_ids, variables, scores)
 
 
 def _spec(plan: planning.Plan) -> Spec:
@@ -809,6 +1018,217 @@ def _set_report(layer: SparseEmbed, report: dict[str, jax.Array]) -> None:
     pass  # a model that a function closes over, as under jax.jit: no state comes out of it
 
 
+# --- raw ids -------------------------------------------------------------------------------------
+
+
+def _raw_inputs(layer: SparseEmbed, features: Any) -> tuple[dict[str, list[RawInput]], dict]:
+  """The raw inputs of each table, and all other inputs by path."""
+  raw: dict[str, list[RawInput]] = {}
+  others = {}
+  for path, feature, x, _ in matched(layer.spec.features, features):
+    if feature.table.vocabulary is None:
+      others[path] = x
+    else:
+      raw.setdefault(layer.spec.table_of[path], []).append(read_raw(path, feature, x))
+  return raw, others
+
+
+def _all_used(inputs: Sequence[RawInput], parts: Any) -> jax.Array:
+  """The raw ids of all features of a table, one after another."""
+  with_arrays = zip(inputs, parts, strict=True)
+  used = [x._replace(ids=ids, stand_in=x.stand_in._replace(parts=p)) for x, (ids, p) in with_arrays]
+  return jnp.concatenate([x.used() for x in used])
+
+
+def _with_rows(layer: SparseEmbed, features: Any, rows_of: Callable[..., jax.Array]) -> Any:
+  """A batch with `rows_of(table, raw ids [N, 2])` in place of raw ids."""
+  raw, flat = _raw_inputs(layer, features)
+  for table, inputs in raw.items():
+    placement = layer.spec.stack_of[table].placement
+    parts = [(x.ids, mesh_lib.accept(placement, x.stand_in.name, x.stand_in.parts)) for x in inputs]
+    ids = placement.prepare(functools.partial(_all_used, inputs), parts)
+    rows = mesh_lib.settled(rows_of(table, ids))
+    shapes = [x.ids.shape[:-1] for x in inputs]
+    ends = list(itertools.accumulate(map(math.prod, shapes)))[:-1]
+    split = lambda rows, ends=ends, shapes=shapes: [
+      part.reshape(shape) for part, shape in zip(jnp.split(rows, ends), shapes, strict=True)
+    ]
+    of_inputs = placement.prepare(split, rows, like=rows)
+    flat |= {x.stand_in.path: x.with_rows(r) for x, r in zip(inputs, of_inputs, strict=True)}
+  return structure.pack(layer.spec.features, features, flat)
+
+
+@mesh_lib.explained()
+@jax.named_scope("admit")
+def admit(layer: SparseEmbed, features: Any, ahead: bool) -> Any:
+  """`SparseEmbed.admit`."""
+
+  def rows_of(table, ids):
+    stack, config = layer.spec.stack_of[table], table_config(layer, table)
+    arrays = taps.read_tables(stored_arrays(layer, stack), "update")
+    state = vocabulary_state(layer, table)
+    static = (stack, table, config.vocabulary, _maker(layer, table), bool(ahead))
+    rows, new_state, new = _compiled_admit(*static, state, arrays, ids)
+    with changing("SparseEmbed.admit"):
+      typed = lambda new, old: {k: mesh_lib.with_types_of(new[k], x) for k, x in old.items()}
+      _set_vocabulary(layer, table, typed(new_state, state))
+      for key, value in typed(new, arrays).items():
+        layer.arrays[stack.name][key].set_value(value)
+    return rows
+
+  return _with_rows(layer, features, rows_of)
+
+
+def _set_vocabulary(layer: SparseEmbed, table: str, state: Mapping[str, Any]) -> None:
+  """Sets what a state holds; all of "owners" or all of "admissions", or both."""
+  for variable in layer.vocabularies[table].values():
+    held = variable.get_value()
+    variable.set_value({key: state.get(key, x) for key, x in held.items()})
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _compiled_admit(stack, table, vocabulary, maker, keeps_previous, state, arrays, ids):
+  """The rows of raw ids, the new state, and the stack's arrays with the rows of new owners."""
+  key = state["key"]
+  of_engine = {name: x for name, x in state.items() if name != "key"}
+  admitted, new = admission.admit(vocabulary, stack.placement, of_engine, ids, keeps_previous)
+  rows = jnp.where(admitted.is_new, admitted.rows, stack.size(table))
+  if ids.shape[0]:
+    arrays = initial.reset(stack, table, maker, arrays, key, rows, ids)
+  return _or_unknown(vocabulary, admitted.rows, ids), new | {"key": key}, arrays
+
+
+def load_rows(
+  layer: SparseEmbed,
+  table: str,
+  raw_ids: Any,
+  variables: Mapping[str, Any],
+  scores: Mapping[str, Any],
+) -> np.ndarray:
+  """`SparseEmbed.load_rows`, with "last_used" and "uses" `[N]` by name, or the current batch."""
+  vocabulary, shapes = table_config(layer, table).vocabulary, variable_shapes(layer)[table]
+  if vocabulary is None:
+    raise ValueError(f"Table {table!r} has no DynamicVocabulary: load it with `load_tables`.")
+  ids = np.asarray(raw_ids)
+  ids = ids if ids.dtype == np.uint32 and ids.ndim == 2 else to_raw_ids(ids)
+  stack, count = layer.spec.stack_of[table], len(ids)
+  of_rows = {
+    key: jax.ShapeDtypeStruct((count, *shapes[key].shape[1:]), shapes[key].dtype)
+    for key in ("parameters", *stack.slots)
+  }
+  for key, value in variables.items():
+    _check(table, key, value, of_rows)
+  if len(np.unique(ids, axis=0)) < count or (ids == admission.EMPTY).all(axis=1).any():
+    raise ValueError(f"Table {table!r}: raw ids must be distinct, and none of them padding.")
+  rows = owners.rows_for(vocabulary, ids)
+  kept = rows >= 0
+  state = vocabulary_state(layer, table)
+  step = max(int(state["step"]), 1)
+  new = {key: np.zeros(x.shape, x.dtype) for key, x in shapes.items() if key not in of_rows}
+  new["raw_ids"][:] = admission.EMPTY
+  new["raw_ids"][rows[kept]] = ids[kept]
+  for key, default in (("last_used", step), ("uses", 1)):
+    if key in new:
+      new[key][rows[kept]] = np.broadcast_to(scores.get(key, default), count)[kept]
+  stored = stored_arrays(layer, stack)
+  static = (stack, table, _maker(layer, table))
+  where = mesh_lib.settled(_compiled_reset(*static, stored, state["key"], rows[kept], ids[kept]))
+  values = {key: np.asarray(value, of_rows[key].dtype)[kept] for key, value in variables.items()}
+  put = changes.TableRows(rows[kept].astype(np.int32), values)
+  with changing("Loading rows"):
+    replace(layer.arrays[stack.name], changes.put(stack, where, table, put))
+    of_owners = owners.store(vocabulary, stack.placement, new)
+    step_of = mesh_lib.with_types_of(jnp.full_like(state["step"], step), state["step"])
+    _set_vocabulary(layer, table, {**of_owners, "step": step_of})
+  return rows
+
+
+def load_by_value(layer: SparseEmbed, table: str, saved: Mapping[str, Any]) -> None:
+  """Fills a dynamic table with the rows of another geometry, the most valuable first.
+
+  Args:
+    layer: with the number of the last batch.
+    table: the name.
+    saved: arrays as in `SparseEmbed.variables`, of another capacity, bucket width or policy. The
+      row of the unknown is the last one, which has no owner.
+  """
+  vocabulary, stack = table_config(layer, table).vocabulary, layer.spec.stack_of[table]
+  arrays = {key: np.asarray(x) for key, x in saved.items() if key != "sightings"}
+  best = owners.order(vocabulary, arrays, int(vocabulary_state(layer, table)["step"]))
+  scores = {key: arrays.pop(key)[best] for key in ("last_used", "uses") if key in arrays}
+  raw_ids = arrays.pop("raw_ids")
+  values = {key: arrays[key] for key in ("parameters", *stack.slots)}
+  load_rows(layer, table, raw_ids[best], {key: x[best] for key, x in values.items()}, scores)
+  if vocabulary.trains_unknown and (raw_ids[-1] == admission.EMPTY).all():
+    row = np.array([vocabulary.capacity - 1], np.int32)
+    last = changes.TableRows(row, {key: x[-1:] for key, x in values.items()})
+    stored = stored_arrays(layer, stack)
+    replace(layer.arrays[stack.name], changes.put(stack, stored, table, last))
+
+
+def rows_by_raw_id(layer: SparseEmbed, table: str) -> dict[str, np.ndarray]:
+  """The owned rows of a dynamic table, the most valuable first, in NumPy on one host.
+
+  Returns:
+    "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, "parameters" `[N, dim]`, and the slots.
+  """
+  vocabulary = table_config(layer, table).vocabulary
+  if vocabulary is None:
+    raise ValueError(f"Table {table!r} has no DynamicVocabulary: `tables` has its rows by id.")
+  arrays = {k: np.asarray(x) for k, x in layer.variables[table].items() if k != "sightings"}
+  best = owners.order(vocabulary, arrays, int(vocabulary_state(layer, table)["step"]))
+  rows = {key: x[best] for key, x in arrays.items()}
+  high, low = rows["raw_ids"].astype(np.uint64).T
+  return {**rows, "raw_ids": (high << np.uint64(32)) | low}
+
+
+def put_owners(layer: SparseEmbed, table: str, changed: Mapping[str, changes.TableRows]) -> None:
+  """Replaces some entries of the arrays of `owned`; in NumPy, the same in every process."""
+  vocabulary, placement = (
+    table_config(layer, table).vocabulary,
+    layer.spec.stack_of[table].placement,
+  )
+  new = {}
+  for name, x in owned(layer, table).items():
+    new[name] = np.array(placement.put(x, P()))
+    new[name][changed[name].ids] = changed[name].values["values"]
+  _set_vocabulary(layer, table, owners.store(vocabulary, placement, new))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compiled_reset(stack, table, maker, arrays, key, rows, ids):
+  return initial.reset(stack, table, maker, arrays, key, rows, ids) if rows.size else arrays
+
+
+def _maker(layer: SparseEmbed, table: str) -> Any:
+  """The initializer of a row of a table."""
+  made = table_config(layer, table).initializer
+  return initializers.row_wise(made or initializers.truncated_normal_rows)
+
+
+def translate(layer: SparseEmbed, features: Any) -> Any:
+  """`SparseEmbed.translate`."""
+
+  def rows_of(table, ids):
+    stack, vocabulary = layer.spec.stack_of[table], table_config(layer, table).vocabulary
+    return _compiled_translate(stack.placement, vocabulary, vocabulary_state(layer, table), ids)
+
+  return _with_rows(layer, features, rows_of)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compiled_translate(placement, vocabulary, state, ids):
+  return _or_unknown(vocabulary, admission.translate(vocabulary, placement, state, ids), ids)
+
+
+def _or_unknown(vocabulary: Any, rows: jax.Array, ids: jax.Array) -> jax.Array:
+  """Rows of ids, that of the unknown where an id has none and the unknown is trained."""
+  if not vocabulary.trains_unknown:
+    return rows
+  is_id = (ids != admission.EMPTY).any(axis=1)
+  return jnp.where((rows < 0) & is_id, vocabulary.capacity - 1, rows)
+
+
 # --- update --------------------------------------------------------------------------------------
 
 
@@ -939,20 +1359,37 @@ def read_variables(layer: SparseEmbed, compact: bool = False) -> dict[str, dict[
     return variable_shapes(layer, compact)  # under nnx.eval_shape
   tables = stored_tables.read_all(stacks, taps.read_tables(arrays, "tables"), compact)
   keys = lambda name: ("parameters", *layer.spec.stack_of[name].slots)  # jit has sorted them
-  return {name: {key: tables[name][key] for key in keys(name)} for name in layer.spec.tables}
+  of = lambda name: {key: tables[name][key] for key in keys(name)} | owned(layer, name)
+  return {name: of(name) for name in layer.spec.tables}
+
+
+def owned(layer: SparseEmbed, name: str) -> dict[str, Any]:
+  """The owners of the rows of a table, by name; nothing if its ids are its rows."""
+  vocabulary, placement = table_config(layer, name).vocabulary, layer.spec.stack_of[name].placement
+  if vocabulary is None:
+    return {}
+  state = layer.vocabularies[name]["owners"].get_value()
+  arrays = mesh_lib.settled(owners.read(vocabulary, placement, state))
+  return {key: arrays[key] for key in owners.names(vocabulary)}
 
 
 def variable_shapes(
   layer: SparseEmbed, compact: bool = False
 ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
   """The shapes of `read_variables`."""
-  of = lambda name, stack: stored_tables.shapes(stack, stored_arrays(layer, stack), name, compact)
+
+  def of(name, stack):
+    shapes = stored_tables.shapes(stack, stored_arrays(layer, stack), name, compact)
+    vocabulary = layer.spec.tables[name].vocabulary
+    return shapes | ({} if vocabulary is None else owners.shapes(vocabulary, stack.placement))
+
   return {name: of(name, layer.spec.stack_of[name]) for name in layer.spec.tables}
 
 
 def store_apart(layer: SparseEmbed) -> None:
   """Stores each table of a layer as on one device, in its own array without slots, for export."""
   spec, rows = layer.spec, layer.tables
+  on_host = lambda tree: jax.tree.map(np.asarray, tree)
   stacks = {
     name: StackSpec(
       name, (name,), Layout((table.vocabulary_size,)), table.dim, table.dtype,
@@ -961,6 +1398,10 @@ def store_apart(layer: SparseEmbed) -> None:
     for name, table in spec.tables.items()
   }  # fmt: skip
   optimizers: dict[str, RowOptimizer | None] = dict.fromkeys(spec.tables)
+  for name, held in layer.vocabularies.items():
+    vocabulary, arrays = spec.tables[name].vocabulary, owned(layer, name)
+    held["owners"] = Vocabulary(owners.store(vocabulary, mesh_lib.LOCAL, on_host(arrays)))
+    held["admissions"] = Admissions(on_host(held["admissions"].get_value()))
   layer.spec = dataclasses.replace(spec, optimizers=optimizers, stacks=stacks, stack_of=stacks)
   layer.arrays = nnx.Dict({t: nnx.Dict({"parameters": Table(rows[t])}) for t in spec.tables})
 

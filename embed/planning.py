@@ -19,7 +19,7 @@ import numpy as np
 from embed import combiners, inputs, structure
 from embed import config as config_lib
 from embed.config import MAX_VOCABULARY_SIZE, FeatureConfig, TableConfig
-from embed.engine import backends, cost, exchange
+from embed.engine import admission, backends, cost, exchange
 from embed.engine import mesh as mesh_lib
 from embed.engine import stack as stack_lib
 from embed.engine.bags import Bags
@@ -112,6 +112,7 @@ class StackCost:
     buffers: bytes of the exchange's buffers.
     moved: bytes that the device receives per step.
     memory: "device" or "host", where rows and slots are.
+    keys: bytes of the raw ids, scores and sightings of tables with a `DynamicVocabulary`.
 
   >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
   >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
@@ -130,6 +131,7 @@ class StackCost:
   buffers: int
   moved: int
   memory: str = "device"
+  keys: int = 0
 
 
 class Tables(NamedTuple):
@@ -300,6 +302,7 @@ def place(
 def example_bags(features: Any, batch: Any) -> dict[structure.Path, Bags]:
   """The bags of each feature of a batch, as shapes."""
   by_feature: dict[structure.Path, Bags] = {}
+  batch = inputs.with_stand_ins(features, batch)
   for path, feature, x, _ in inputs.matched(features, batch):
     looked_up = functools.partial(_looked_up, structure.feature_name(path, feature), feature)
     structs = jax.tree.map(_struct, x, is_leaf=lambda leaf: isinstance(leaf, (list, tuple)))
@@ -590,7 +593,16 @@ class Plan:
     [('movie',)]
     """
     bags = self._example()
-    return [stack_cost(stack, bags) for stack in self.stacks().values()]
+    return [
+      dataclasses.replace(stack_cost(stack, bags), keys=self._key_bytes(stack))
+      for stack in self.stacks().values()
+    ]
+
+  def _key_bytes(self, stack: StackSpec) -> int:
+    """The bytes on a device of who owns the rows of a stack's dynamic tables."""
+    vocabularies = [self.tables[name].vocabulary for name in stack.tables]
+    known = [vocabulary for vocabulary in vocabularies if vocabulary is not None]
+    return sum(admission.bytes_on_device(vocabulary, stack.placement) for vocabulary in known)
 
   @property
   def bytes_per_device(self) -> int:
@@ -606,7 +618,7 @@ class Plan:
     """
     costs = self.costs()
     stored = sum(c.rows + c.slots for c in costs if c.memory == "device")
-    return stored + sum(c.buffers for c in costs)
+    return stored + sum(c.buffers + c.keys for c in costs)
 
   @property
   def fits(self) -> bool | None:
@@ -653,6 +665,8 @@ class Plan:
     lines = ""
     for stack in self.stacks().values():
       notes = ["in the memory of the host"] if stack.is_in_host else []
+      if keys := self._key_bytes(stack):
+        notes.append(f"raw ids and scores take {cost.readable(keys)} on each device")
       if stack.is_in_host and stack.placement.platform == "tpu" and stack.placement.devices > 1:
         notes.append("copied there in every step, unless axes are Explicit under jax.set_mesh")
       if stack.is_packed:

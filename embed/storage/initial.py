@@ -149,6 +149,69 @@ def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
   return made
 
 
+# --- rows that change hands ----------------------------------------------------------------------
+
+_NEW_ROWS = 1 << 11  # rows of a chunk: a batch has few
+
+
+def reset(
+  stack: StackSpec, table: str, maker: Any, arrays: Arrays, key: Any, new: Any, ids: Any
+) -> Arrays:
+  """Sets rows and slots of new owners to initial values, in place.
+
+  They depend on the key and on the raw id alone.
+
+  Args:
+    stack: of the table.
+    table: its name.
+    maker: the initializer of a row.
+    arrays: of the stack.
+    key: of the table, uint32 `[2]`.
+    new: int32 `[N]`, the rows, and the size of the table for unused entries.
+    ids: uint32 `[N, 2]`, the raw ids of their owners.
+  """
+  chunk, n = min(_NEW_ROWS, new.shape[0]), new.shape[0]
+
+  def values(key, ids):
+    draw = lambda maker, key, dim, dtype: maker.rows(
+      key[None], jnp.zeros(chunk, jnp.int32), ids, dim, dtype
+    )
+    made = {"parameters": stack.columns.own(draw(maker, key, stack.dim, stack.dtype))}
+    inits = dict(stack.optimizer.slot_init) if stack.optimizer is not None else {}
+    for i, (name, slot) in enumerate(stack.slots.items()):
+      if name in inits:
+        of_slot = initializers.row_wise(inits[name])
+        dim = 1 if slot.per_row else stack.dim
+        drawn = draw(of_slot, jax.random.fold_in(key, 2**32 - 1 - i), dim, slot.dtype)
+        made[name] = drawn[:, 0] if slot.per_row else stack.columns.own(drawn)
+      else:
+        shape = (chunk,) if slot.per_row else (chunk, stack.width)
+        made[name] = jnp.full(shape, slot.initial, slot.dtype)
+    return made
+
+  def per_device(arrays, key, new, ids):
+    key = jax.random.wrap_key_data(key, impl="threefry2x32")
+    shard, local_row = stack.layout.locate(stack.indices[table], new)
+    is_own = (shard == mesh_lib.device_index(stack.placement.row_axes)) & (new < stack.size(table))
+    slot = jnp.where(is_own, jnp.cumsum(is_own, dtype=jnp.int32) - 1, n + chunk)
+    unused = jnp.full(n + chunk, stack.layout.shard_rows, jnp.int32)
+    local_rows = unused.at[slot].set(local_row, mode="drop")
+    index = jnp.zeros(n + chunk, jnp.int32)
+    index = index.at[slot].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
+
+    def body(i, arrays):
+      part = lambda x: jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk)
+      made = values(key, ids.at[part(index)].get(mode="promise_in_bounds"))
+      return rows_lib.write(stack, arrays, part(local_rows), made)
+
+    count = jnp.sum(is_own, dtype=jnp.int32)
+    rows = rows_lib.opened(stack, arrays)
+    return rows_lib.closed(stack, jax.lax.fori_loop(0, -(-count // chunk), body, rows))
+
+  specs = {name: stack.specs[x.ndim] for name, x in arrays.items()}
+  return stack.placement.run(per_device, (specs, P(), P(), P()), specs)(arrays, key, new, ids)
+
+
 def _filled(stack: StackSpec, slot: Slot, keys: Any) -> jax.Array:
   """A slot as it is stored, full of its initial value."""
   if not stack.is_in_host or is_traced(keys):

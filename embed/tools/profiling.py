@@ -264,7 +264,7 @@ def _ids_by_table(
 ) -> dict[str, list[_FeatureIds]]:
   """The ids of a batch by table; `names` are by the identity of the table configs."""
   by_table: dict[str, list[_FeatureIds]] = {}
-  for x in inputs.read(features, batch):
+  for x in inputs.read(features, inputs.with_stand_ins(features, batch)):
     table = x.feature.table
     bags, _ = bags_lib.from_input(x.parts, x.form, table.vocabulary_size)
     ids = np.asarray(bags.ids, np.int64).reshape(-1)
