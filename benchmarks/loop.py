@@ -34,8 +34,8 @@ _KEPT = 64
 def load(name: str, changes: list[str]) -> Any:
   """Returns the config `<recipe>/<config>[:mode]` with changes `name=value`."""
   name, _, mode = name.partition(":")
-  config = importlib.import_module(f"configs.{name.replace('/', '.')}").get_config(mode)
-  settings.add(config)
+  module = importlib.import_module(f"configs.{name.replace('/', '.')}")
+  config = settings.completed(name.partition("/")[0], module.get_config(mode))
   with config.unlocked():
     for name, text in (change.split("=", 1) for change in changes):
       try:

@@ -25,8 +25,8 @@ from ml_collections import ConfigDict
 import embed
 
 from . import arrays, escaping, files, manifest, schemas
-from .errors import DamagedFileError, MissingFileError, UserError, from_settings
-from .run import opened, results
+from .errors import DamagedFileError, MissingFileError, UserError, from_settings, in_one_line
+from .run import opened
 from .run import workdir as runs
 from .serving import folder as folder_lib
 from .tables.clicks import Encoder
@@ -156,7 +156,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def _about(run: opened.Opened, reading: dict[str, Any], ann: bool) -> dict[str, Any]:
-  versions, columns = results.versions(), reading["columns"]
+  versions, columns = runs.versions(), reading["columns"]
   extras = "serving,ann" if ann else "serving"  # of pyproject.toml
   names = ("sparse-embed", "jax", "numpy", "python")
   header = [kind.get("column") or name for name, kind in columns.items()]
@@ -293,14 +293,8 @@ def main(argv: Sequence[str]) -> None:
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)  # Orbax warns of files that it can do without
   platforms = tuple(filter(None, arguments.platforms.split(",")))
-  try:
+  with in_one_line(parser):
     out = export(arguments.run, arguments.out, ann=arguments.ann, platforms=platforms)
-  except UserError as error:
-    parser.exit(2, escaping.terminal(f"error: {error}\n"))
-  except OSError as error:
-    parser.exit(
-      2, escaping.terminal(f"error: {error.strerror}: {error.filename or arguments.out}\n")
-    )
   print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")
 
 

@@ -20,8 +20,7 @@ from ..errors import UserError, from_settings
 from ..evaluation.metrics import BinnedClickMetrics
 from ..run import settings, warm_start
 from ..run import workdir as runs
-from ..run.config import completed
-from ..run.journal import Writer, closes_writers
+from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
 from ..training import features as features_lib
@@ -30,16 +29,16 @@ from . import data as data_lib
 from . import model as model_lib
 
 
-@closes_writers
 def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
   The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
 
   Args:
-    config: of the run, or a plain dict that declares a table; see `completed`.
+    config: of the run, or a plain dict that declares a table; see `settings.completed`.
     workdir: the run's folder.
-    writers: get the metrics of the run as well, and are closed at the end; see `journal.Writer`.
+    writers: get the metrics of the run as well, and are closed where it ends; see
+      `journal.Writer`. A run that has ended already does not touch them.
 
   Returns:
     The content of result.json.
@@ -47,7 +46,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   Raises:
     UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
   """
-  mesh, asked = hosts.start(), completed("dlrm", config)
+  mesh, asked = hosts.start(), settings.completed("dlrm", config)
   if (result := runs.finished(asked, workdir)) is not None:
     return result
   config = runs.resumed(asked, workdir)
@@ -150,7 +149,7 @@ def make_state(
 ) -> tuple[nnx.Module, embed.Optimizer]:
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
-    inputs = lambda: data_lib.batch_shapes(data, config.batch_size)["features"]
+    inputs = lambda: data_lib.batch_shapes(data, config)["features"]
     model = build_model(config, data, mesh, inputs)
     return model, embed.Optimizer(model, dense_optimizer(config))
 

@@ -13,7 +13,6 @@ from flax import nnx
 import embed
 
 from ..errors import UserError
-from ..run import settings
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -32,7 +31,7 @@ def dtype(config, setting: str) -> Any:
   Raises:
     UserError: it is another than float32 and bfloat16.
   """
-  name = settings.value(config, setting)
+  name = config[setting]
   if name not in _DTYPES:
     raise UserError(f"{setting} is {name!r}: choose {' or '.join(_DTYPES)}")
   return _DTYPES[name]

@@ -10,7 +10,6 @@ import embed
 
 from .. import hosts
 from ..errors import UserError
-from ..run import settings
 
 
 def make_tables(
@@ -41,7 +40,7 @@ def make_tables(
     UserError: the sharding names no table of the model, or the tables need more than `hbm_bytes`.
     ValueError: there is no such strategy.
   """
-  strategies, limit = config.table.sharding, settings.value(config, "hbm_bytes")
+  strategies, limit = config.table.sharding, config.hbm_bytes
   if limit < 0:
     raise UserError(f"hbm_bytes is {limit}: write the bytes of a device, or 0 to plan nothing")
   is_planned = limit > 0 and inputs is not None

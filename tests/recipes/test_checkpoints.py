@@ -67,8 +67,8 @@ def restored(folder, step=None, mesh=None, full_every=1):
   state = make(1, mesh=mesh)
   with checkpoints.Manager(folder, full_every=full_every) as manager:
     if step is None:
-      step = manager.newest()
-    progress = checkpoints.restore(manager, step, state)
+      step = manager.newest()[-1]
+    progress = checkpoints.restore(manager, checkpoints.of_step(manager.folder, step), state)
   return tree_of(state), progress
 
 
@@ -239,10 +239,10 @@ def test_a_damage_after_it_was_verified_is_noticed(tmp_path):
   with checkpoints.Manager(folder) as manager:
     state = make(1)
     checkpoints.restore(manager, manager.newest(), state)
-    checkpoints.restore(manager, 1, state)
+    checkpoints.restore(manager, checkpoints.of_step(manager.folder, 1), state)
     damaged(folder / "1" / "_CHECKPOINT_METADATA", "flip")
     with pytest.raises(errors.DamagedFileError, match="1/_CHECKPOINT_METADATA"):
-      checkpoints.restore(manager, 1, state)
+      checkpoints.restore(manager, checkpoints.of_step(manager.folder, 1), state)
 
 
 def test_without_a_complete_checkpoint_the_run_begins_again(copy, capfd):
@@ -253,7 +253,7 @@ def test_without_a_complete_checkpoint_the_run_begins_again(copy, capfd):
     shutil.rmtree(folder / str(step))
   (folder / str(first) / manifest.NAME).unlink()
   with checkpoints.Manager(folder) as manager:
-    assert manager.newest() is None
+    assert manager.newest() == []
   assert checkpoints.steps(folder) == []
   assert f"step {first} is not complete: " in capfd.readouterr().err
   assert len(os.listdir(folder.parent / "damaged_checkpoints")) == 1
@@ -290,7 +290,7 @@ def test_a_kill_while_old_checkpoints_are_removed_leaves_no_trace(tmp_path, monk
   monkeypatch.undo()
   assert sorted(os.listdir(folder)) == ["1.removed", "2", "3"]
   with checkpoints.Manager(folder) as manager:
-    assert manager.newest() == 3
+    assert manager.newest() == [3]
     checkpoints.save(manager, checkpoints.Progress(step=4), make(0))
   assert sorted(os.listdir(folder)) == ["3", "4"]
 
@@ -301,7 +301,7 @@ def test_a_checkpoint_of_another_vocabulary_is_named(run):
     checkpoints.Manager(run[0]) as manager,
     pytest.raises(errors.UserError, match=message),
   ):
-    checkpoints.restore(manager, 3, make(1, rows=31))
+    checkpoints.restore(manager, checkpoints.of_step(manager.folder, 3), make(1, rows=31))
 
 
 # --- what is kept ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from parts import taking
 
 import embed
 from recipes import errors, hosts
-from recipes.run import profiling
+from recipes.run import journal, settings
 from recipes.training import train_step
 from recipes.training.train_step import Objective, Options, Step
 
@@ -22,7 +22,7 @@ ROWS, DIM, HIDDEN = 40, 4, 256
 
 
 def config(**changes):
-  return ml_collections.ConfigDict({"batch_size": 16, "steps": 20} | changes)
+  return ml_collections.ConfigDict(settings.RUN | {"batch_size": 16, "steps": 20} | changes)
 
 
 class Model(nnx.Module):
@@ -298,18 +298,17 @@ def take_profiled(folder, wanted, steps=4, first=0):
   model = Sum()
   loss = lambda model, ids: jnp.sum(model(ids))
   step = Step(loss, model, embed.Optimizer(model, optax.sgd(1.0)))
-  profile = profiling.Profile(folder, wanted)
-  for number in range(first + 1, first + steps + 1):
-    with profile.step(number) as results:
-      results.append(step(jnp.array([1])))
-  profile.close()
+  with journal.Profile(folder, wanted) as profile:
+    for number in range(first + 1, first + steps + 1):
+      with profile.step(number) as results:
+        results.append(step(jnp.array([1])))
   return sorted(folder.rglob("*.xplane.pb"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
   ("wanted", "first", "traces"),
-  [((2, 3), 0, 1), ((3, 9), 0, 1), ((2, 12), 10, 1), ((1, 3), 10, 0), (None, 0, 0)],
+  [((2, 3), 0, 1), ((3, 9), 0, 1), ((2, 12), 10, 1), ((1, 3), 10, 0), ((), 0, 0)],
   ids=["within", "until the end", "after going on", "before going on", "none"],
 )
 def test_a_trace_is_of_the_steps_wanted(tmp_path, wanted, first, traces):
@@ -341,6 +340,7 @@ def test_a_trace_is_of_the_steps_wanted(tmp_path, wanted, first, traces):
 )
 def test_settings_that_make_no_sense(changes, message):
   with pytest.raises(errors.UserError, match=message):
+    settings.check(config(**changes))
     train_step.check(config(**changes), hosts.start())
 
 

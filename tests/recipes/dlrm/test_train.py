@@ -1,16 +1,15 @@
 """The recipe as users run it: every config in smoke mode, every key read, the result's shape."""
 
 import dataclasses
-import importlib
 import json
 import math
 from pathlib import Path
 
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import pytest
-from recipe_runs import RESULT, dlrm_smoke, leaves, slow_but
+import recipe_runs
+from recipe_runs import RESULT, dlrm_smoke, recorded_reads, slow_but
 
 from recipes import baselines as command
 from recipes import hosts
@@ -29,39 +28,18 @@ def test_there_is_a_config_per_dataset():
 @pytest.mark.full
 @pytest.mark.parametrize("name", slow_but(CONFIGS, ("movielens1m", "synthetic")))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
-  read: set[tuple[int, str]] = set()
-  get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
-
-  def recording(self, key):
-    read.add((id(self), key))
-    return get(self, key)
-
-  def without_recording(self, *args, **kwargs):  # writing a config down is not reading it
-    before = set(read)
-    found = to_dict(self, *args, **kwargs)
-    read.clear()
-    read.update(before)
-    return found
-
-  monkeypatch.setattr(ml_collections.ConfigDict, "__getitem__", recording)
-  monkeypatch.setattr(ml_collections.ConfigDict, "to_dict", without_recording)
-  unread = None
-  for model in ("dlrm", "dcnv2"):
-    # Vocabularies, dense optimizers and models read different keys; two runs cover them all.
-    first = model == "dlrm"
-    if name != "synthetic" or not first:
-      monkeypatch.setattr(hosts, "start", lambda: None)  # one run on eight devices will do
-    changes = {"dense_optimizer": "adamw" if first else "adagrad"}
-    if name == "criteo_kaggle":
-      changes["vocabulary"] = "hash" if first else "min_count"
-    config = dlrm_smoke(name, tmp_path, model=model, **changes)
-    asked = list(leaves(config))
-    read.clear()
-    result = train.run(config, str(tmp_path / model))
-    check_result(result, config, tmp_path / model)
-    missed = {path for path, owner, key in asked if (id(owner), key) not in read}
-    unread = missed if unread is None else unread & missed
-  assert not unread, f"no code reads {sorted(unread)}"
+  with recorded_reads() as unread:
+    for model in ("dlrm", "dcnv2"):
+      # Vocabularies, dense optimizers and models read different keys; two runs cover them all.
+      first = model == "dlrm"
+      if name != "synthetic" or not first:
+        monkeypatch.setattr(hosts, "start", lambda: None)  # one run on eight devices will do
+      changes = {"dense_optimizer": "adamw" if first else "adagrad"}
+      if name == "criteo_kaggle":
+        changes["vocabulary"] = "hash" if first else "min_count"
+      config = dlrm_smoke(name, tmp_path, model=model, **changes)
+      check_result(train.run(config, str(tmp_path / model)), config, tmp_path / model)
+    assert not unread(config)
 
 
 def check_result(result, config, workdir):
@@ -200,7 +178,7 @@ def test_notes_say_what_wins_and_what_is_too_good():
 
 @pytest.mark.slow
 def test_the_default_run_approaches_the_best_possible(tmp_path):
-  config = importlib.import_module("configs.dlrm.synthetic").get_config()
+  config = recipe_runs.load("dlrm.synthetic", "")
   config.cache_dir = str(tmp_path / "cache")
   train.run(config, str(tmp_path / "run"))
   result = command.fit(tmp_path / "run")
