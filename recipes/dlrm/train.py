@@ -23,8 +23,8 @@ from ..run import workdir as runs
 from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
+from ..training import build, train_step
 from ..training import features as features_lib
-from ..training import layers, optimizers, placement, train_step
 from . import data as data_lib
 from . import model as model_lib
 
@@ -56,7 +56,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   config = decide(config, data, mesh)
   model, optimizer = make_state(config, data, mesh)
   evaluate = evaluator(data, config, mesh)
-  rate = optimizers.rate(config)
+  rate = build.rate(config)
   epoch = lambda steps: steps * config.batch_size / data.num_examples
 
   with Run(
@@ -162,24 +162,22 @@ def build_model(
 ) -> nnx.Module:
   """Returns the model that `config.model` names, its tables with the configured optimizer.
 
-  `inputs` returns the shapes of a batch's features, for a plan; see `placement.make_tables`.
+  `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
   """
-  initializer = layers.table_initializer(config)
+  initializer = build.table_initializer(config)
   features = features_lib.feature_configs(
     data.features,
     config.dim,
     initializer=initializer,
-    optimizer=lambda name: optimizers.table_optimizer(config, name),
-    dtype=layers.dtype(config, "table_dtype"),
+    optimizer=lambda name: build.table_optimizer(config, name),
+    dtype=build.dtype(config, "table_dtype"),
   )
-  rngs, optimizer = nnx.Rngs(config.seed), optimizers.table_optimizer(config)
+  rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
   common: Any = {
-    "tables": placement.make_tables(
-      config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs
-    ),
+    "tables": build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
     "num_dense": data.num_dense,
     "dropout": config.dropout,
-    "dtype": layers.dtype(config, "dtype"),
+    "dtype": build.dtype(config, "dtype"),
     "rngs": rngs,
   }
   if config.model == "dlrm":
@@ -196,9 +194,9 @@ def dense_optimizer(config) -> optax.GradientTransformation:
   (mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py).
   """
   if config.dense_optimizer == "adamw":
-    return optimizers.dense_optimizer(config)
+    return build.dense_optimizer(config)
   if config.dense_optimizer == "adagrad":
-    rate = optimizers.schedule(config, config.learning_rate)
+    rate = build.schedule(config, config.learning_rate)
     # torch adds its epsilon to the root, optax under it.
     return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8**2)
   raise UserError(f"unknown dense optimizer {config.dense_optimizer!r}: choose adamw or adagrad")

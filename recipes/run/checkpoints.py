@@ -91,8 +91,6 @@ class Manager:
   """
 
   def __init__(self, folder: Path, *, full_every: int = 1):
-    if full_every < 1:
-      raise UserError(f"config.full_checkpoint_every is {full_every}: choose 1 or more")
     self.folder, self.full_every = folder, full_every
     self.fingerprints: embed.deltas.Fingerprints | None = None
     self.num_deltas = 0

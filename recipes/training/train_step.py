@@ -18,7 +18,7 @@ import embed
 
 from .. import hosts
 from ..errors import UserError
-from . import layers
+from . import build
 
 LossFn = Callable[[Any, Any], Any]  # (model, batch) -> loss, or (loss, {name: scalar})
 
@@ -97,7 +97,7 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
     UserError: as `options`, or the batch cannot be cut into equal parts on all devices.
   """
   for name in ("dtype", "table_dtype"):
-    layers.dtype(config, name)
+    build.dtype(config, name)
   parts, pieces, size = options(config).accumulate, units(config, mesh), config.batch_size
   if parts > 1 and size % pieces:
     where = f" on each of the {pieces // parts} devices" if pieces > parts else ""

@@ -12,7 +12,6 @@ from flax import nnx
 
 import embed
 import embed.checkpoint
-from embed.tools import inspection
 from recipes import errors, hosts, manifest
 from recipes.run import checkpoints, opened
 
@@ -134,13 +133,6 @@ def test_an_export_reads_deltas_too(run, step):
   model = make(1)["model"]
   opened.restore(folder.parent, step, model)
   assert_same(tree_of({"model": model}), {"model": trees[step]["model"]})
-
-
-def test_an_inspection_shows_the_last_full_checkpoint(run):
-  folder, _ = run
-  assert inspection.find(folder.parent) == folder / "4" / "state"
-  with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
-    inspection.find(folder / "5")
 
 
 # --- damage ---------------------------------------------------------------------------------------
@@ -339,11 +331,6 @@ def test_a_full_checkpoint_comes_every_so_often_over_restarts(tmp_path, capfd):
   said = [line for line in capfd.readouterr().err.splitlines() if "saved" in line]
   assert re.fullmatch(r"saved step 4 in full: 0\.0 MB", said[3])
   assert re.fullmatch(r"saved step 6 since step 5: 0\.0 MB", said[5])
-
-
-def test_a_number_of_saves_below_one_is_refused(tmp_path):
-  with pytest.raises(errors.UserError, match="full_checkpoint_every is 0: choose 1 or more"):
-    checkpoints.Manager(tmp_path, full_every=0)
 
 
 # --- asynchronous ---------------------------------------------------------------------------------

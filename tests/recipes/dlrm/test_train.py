@@ -15,14 +15,10 @@ from recipes import baselines as command
 from recipes import hosts
 from recipes.dlrm import baselines, data, train
 from recipes.run import results
-from recipes.training import optimizers
+from recipes.training import build
 from recipes.training.features import Feature
 
 CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
-
-
-def test_there_is_a_config_per_dataset():
-  assert CONFIGS == ["criteo_1tb", "criteo_kaggle", "movielens1m", "synthetic"]
 
 
 @pytest.mark.full
@@ -65,14 +61,6 @@ def check_result(result, config, workdir):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "rowwise_adagrad", "sgd"])
-def test_table_optimizers(optimizer, tmp_path):
-  changes = {"table.optimizer": optimizer, "table.weight_decay": 0.01}
-  config = dlrm_smoke("synthetic", tmp_path, **changes)
-  assert optimizers.table_optimizer(config) is not None
-
-
-@pytest.mark.full
 def test_the_dense_part_by_adagrad(tmp_path):
   changes = {"learning_rate": 0.5, "warmup_steps": 0, "final_rate": 1.0}
   tx = train.dense_optimizer(
@@ -89,7 +77,7 @@ def test_the_dense_part_by_adagrad(tmp_path):
 def test_unknown_names(tmp_path):
   config = dlrm_smoke("synthetic", tmp_path, **{"table.optimizer": "adamw"})
   with pytest.raises(ValueError, match="unknown table optimizer 'adamw': choose one of"):
-    optimizers.table_optimizer(config)
+    build.table_optimizer(config)
   config.dense_optimizer = "sgd"
   with pytest.raises(ValueError, match="unknown dense optimizer 'sgd': choose adamw or adagrad"):
     train.dense_optimizer(config)

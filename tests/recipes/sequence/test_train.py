@@ -32,10 +32,6 @@ def one_device(monkeypatch):
   monkeypatch.setattr(hosts, "start", lambda: None)
 
 
-def test_there_is_a_config_per_dataset():
-  assert CONFIGS == ["beauty", "beauty_bert4rec", "movielens1m", "synthetic"]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", slow_but(CONFIGS, ("beauty_bert4rec", "synthetic")))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):

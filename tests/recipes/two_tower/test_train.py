@@ -21,7 +21,7 @@ from recipes import hosts
 from recipes.evaluation import retrieval
 from recipes.evaluation.baselines import ranking
 from recipes.run import checkpoints
-from recipes.training import optimizers, train_step
+from recipes.training import build, train_step
 from recipes.two_tower import baselines, data, losses, train
 
 # Everything that can be switched on.
@@ -37,10 +37,6 @@ def one_device(monkeypatch, request):
   """The runs here are on one device unless they ask for all."""
   if "mesh" not in request.node.name:
     monkeypatch.setattr(hosts, "start", lambda: None)
-
-
-def test_there_is_a_config_per_dataset():
-  assert sorted(path.stem for path in Path("configs/two_tower").glob("*.py")) == TWO_TOWER
 
 
 @pytest.mark.full
@@ -86,7 +82,7 @@ def _losses(folder, on_mesh, steps=50, **changes):
   mesh = meshes.make_mesh() if on_mesh else None
   found = data.load(config)
   model = train.build_model(config, found, mesh)
-  optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
+  optimizer = embed.Optimizer(model, build.dense_optimizer(config))
   hosts.replicate(mesh, model, optimizer)
   step = train_step.make_train_step(train.loss(config, mesh))
   values = []
