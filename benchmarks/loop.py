@@ -25,7 +25,7 @@ import step as timing  # before `recipes`, which it finds
 from absl import flags
 
 from recipes.run import loop, settings
-from recipes.training import optimizers, train_step
+from recipes.training import build, train_step
 
 # Batches on the device for the bare step: with a few of them, their rows would stay in the caches.
 _KEPT = 64
@@ -34,8 +34,8 @@ _KEPT = 64
 def load(name: str, changes: list[str]) -> Any:
   """Returns the config `<recipe>/<config>[:mode]` with changes `name=value`."""
   name, _, mode = name.partition(":")
-  config = importlib.import_module(f"configs.{name.replace('/', '.')}").get_config(mode)
-  settings.add(config)
+  module = importlib.import_module(f"configs.{name.replace('/', '.')}")
+  config = settings.completed(name.partition("/")[0], module.get_config(mode))
   with config.unlocked():
     for name, text in (change.split("=", 1) for change in changes):
       try:
@@ -71,7 +71,7 @@ def bare(config, parts: "Parts", seconds: float) -> list[float]:
 def in_loop(config, parts: "Parts", recipe: str, steps: int) -> list[float]:
   """Returns the examples a second of a run, as its log says."""
   config = settings.copied(config, steps=steps, eval_every=steps)
-  rate = optimizers.rate(config)
+  rate = build.rate(config)
   with tempfile.TemporaryDirectory() as folder:
     state = {"model": parts.model, "optimizer": parts.optimizer}
     with loop.Run(recipe, config, folder, **state) as run:

@@ -49,7 +49,7 @@ def distinct_rows(per_chip: int) -> float:
   """u: the distinct rows expected among the ids of one chip."""
   return sum(
     size * (1 - (1 - 1 / size) ** (per_chip * valency))
-    for size, valency in zip(CONFIG.vocabulary_sizes, CONFIG.valencies, strict=True)
+    for size, valency in zip(CONFIG["vocabulary_sizes"], CONFIG["valencies"], strict=True)
   )
 
 
@@ -65,12 +65,12 @@ def line(report: dict[str, Any], per_chip: int) -> dict[str, Any]:
       kind = rows if c["op"] == "all-to-all" else "dense and control"
       sent[kind] += c["count"] * c["sent"]
   others, u = (n - 1) / n, distinct_rows(per_chip)
-  least = {"ids": u * others * 4, "rows": u * others * 2 * 4 * CONFIG.dim}
+  least = {"ids": u * others * 4, "rows": u * others * 2 * 4 * CONFIG["dim"]}
   return {
     "topology": report["topology"],
     "chips": n,
     "batch_size": report["batch_size"],
-    "ids_per_chip": per_chip * sum(CONFIG.valencies),
+    "ids_per_chip": per_chip * sum(CONFIG["valencies"]),
     "distinct_rows_per_chip": u,
     "sent_bytes": sent,
     "least_bytes": least,

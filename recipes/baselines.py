@@ -15,7 +15,7 @@ from typing import Any
 from absl import logging
 
 from . import arrays, escaping, hosts
-from .errors import UserError
+from .errors import UserError, in_one_line
 from .run import opened, results
 
 SMALL = 2_000_000  # rows that train: a minute or two of baselines
@@ -74,10 +74,8 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument("run", help="the workdir of a run that has ended")
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)
-  try:
+  with in_one_line(parser):
     result = fit(arguments.run)
-  except UserError as error:
-    parser.exit(2, escaping.terminal(f"error: {error}\n"))
   print(escaping.terminal(results.report(result)))
 
 

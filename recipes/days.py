@@ -27,7 +27,6 @@ from . import arrays, evaluate, export, files, hosts, main
 from .errors import UserError
 from .run import settings
 from .run import workdir as runs
-from .run.config import completed
 
 _SUFFIXES = r"(\.(csv|tsv|txt|parquet|pq|gz))+$"
 _SERVED = "served"
@@ -53,7 +52,7 @@ def run(recipe: str, config, workdir: str | Path) -> list[dict[str, Any]]:
   """
   hosts.start()
   train = importlib.import_module(f".{recipe}.train", __package__)
-  config = completed(recipe, config)
+  config = settings.completed(recipe, config)
   days = _checked(recipe, config)
   window = config.days_window or (1 if recipe == "dlrm" else len(days))
   workdir, before = Path(workdir).resolve(), None

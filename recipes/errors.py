@@ -1,10 +1,13 @@
 """Errors that the user can mend: their class says so, their message says how."""
 
+import argparse
 import contextlib
 import errno
 import os
 import sys
 from collections.abc import Iterator
+
+from . import escaping
 
 
 class UserError(ValueError):
@@ -73,6 +76,27 @@ def importing() -> Iterator[None]:
     if (error.name or "").partition(".")[0] in ("embed", __name__.partition(".")[0]):
       raise  # a fault of ours
     sys.exit(f"error: {error.name} is not installed: pip install -e '.[recipes]'")
+
+
+@contextlib.contextmanager
+def in_one_line(
+  parser: argparse.ArgumentParser, but: tuple[type[OSError], ...] = ()
+) -> Iterator[None]:
+  """Ends a command with the message of what the code within raises and the user can mend.
+
+  Args:
+    parser: of the command.
+    but: what it handles itself.
+  """
+  try:
+    yield
+  except UserError as error:
+    parser.exit(2, escaping.terminal(f"error: {error}\n"))
+  except but:
+    raise
+  except OSError as error:
+    named = f": {error.filename}" if error.filename else ""
+    parser.exit(2, escaping.terminal(f"error: {error.strerror or error}{named}\n"))
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -20,8 +20,8 @@ import pyarrow as pa
 from absl import logging
 from sklearn.metrics import log_loss, roc_auc_score
 
-from . import escaping, export, hosts, serving
-from .errors import UserError
+from . import export, hosts, serving
+from .errors import in_one_line
 from .evaluation.metrics import RankingMetrics
 from .run import opened, settings
 from .tables import entities, interactions, spec
@@ -143,15 +143,13 @@ def main(argv: Sequence[str]) -> None:
   parser.add_argument("--files", help="other files, in place of the data that the run held out")
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)
-  try:
+  with in_one_line(parser):
     if arguments.files:
       found = evaluate_files(arguments.run, arguments.files.split(os.pathsep))
       print(f"{found['rows']:,} rows")
       metrics = found["metrics"]
     else:
       metrics = evaluate(arguments.run)
-  except UserError as error:
-    parser.exit(2, escaping.terminal(f"error: {error}\n"))
   for name, value in metrics.items():
     print(f"{name:24}{value:.4f}")
 

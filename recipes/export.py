@@ -20,13 +20,15 @@ from typing import Any
 import numpy as np
 from absl import logging
 from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import embed
 
-from . import arrays, escaping, files, manifest, schemas
-from .errors import DamagedFileError, MissingFileError, UserError, from_settings
-from .run import opened, results
+from . import arrays, escaping, files, hosts, manifest, schemas
+from .errors import DamagedFileError, MissingFileError, UserError, from_settings, in_one_line
+from .evaluation import retrieval
+from .run import opened, settings
 from .run import workdir as runs
 from .serving import folder as folder_lib
 from .tables.clicks import Encoder
@@ -44,7 +46,7 @@ class _Parts:
   """The parts of a recipe that are exported.
 
   Attributes:
-    model: built as in training, on one device; not restored yet.
+    model: built as in training, its tables split over the devices; not restored yet.
     function: `(model, inputs) -> array`.
     inputs: an example of two rows.
     about: settings that serving reads.
@@ -69,6 +71,7 @@ def export(
   """Exports the tested state of a run; returns the folder.
 
   Neither the data nor the cache of the run is read, nor does it matter how many devices trained it.
+  Tables are split over the devices of this process, and read from there: none holds a whole one.
 
   Args:
     workdir: of a run on a table that has ended.
@@ -89,7 +92,9 @@ def export(
   config, recipe, serve = run.config, run.recipe, workdir / "serve"
   if ann and recipe == "dlrm":
     raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
-  parts = _parts(workdir, config, recipe)
+  mesh = hosts.start()
+  parts = _parts(workdir, config, recipe, mesh)
+  hosts.replicate(mesh, parts.model)
   opened.restore(workdir, run.result["tested_step"], parts.model)
   parts.model.eval()
   program = embed.export(
@@ -123,7 +128,7 @@ def _opened(workdir: Path) -> opened.Opened:
   return opened.open_run(workdir)
 
 
-def _parts(workdir: Path, config: ConfigDict, recipe: str) -> _Parts:
+def _parts(workdir: Path, config: ConfigDict, recipe: str, mesh: Mesh | None = None) -> _Parts:
   """Returns the parts of a run's recipe.
 
   Raises:
@@ -132,7 +137,7 @@ def _parts(workdir: Path, config: ConfigDict, recipe: str) -> _Parts:
   serve = workdir / "serve"
   try:
     with from_settings():
-      return _RECIPES[recipe](config, serve)
+      return _RECIPES[recipe](config, serve, mesh)
   except UserError as error:
     raise type(error)(f"{workdir / 'config.json'} or {serve}: {error}") from error
   except Exception as error:  # wherever a value that no run has written fails first
@@ -156,7 +161,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def _about(run: opened.Opened, reading: dict[str, Any], ann: bool) -> dict[str, Any]:
-  versions, columns = results.versions(), reading["columns"]
+  versions, columns = runs.versions(), reading["columns"]
   extras = "serving,ann" if ann else "serving"  # of pyproject.toml
   names = ("sparse-embed", "jax", "numpy", "python")
   header = [kind.get("column") or name for name, kind in columns.items()]
@@ -204,7 +209,7 @@ An export contains a program: predict only with exports of people whose programs
 """
 
 
-def _dlrm(config: ConfigDict, serve: Path) -> _Parts:
+def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .dlrm import data as data_lib
   from .dlrm import train
 
@@ -212,7 +217,7 @@ def _dlrm(config: ConfigDict, serve: Path) -> _Parts:
   features, num_dense = encoder.features, len(encoder.dense_names)
   columns = {"dense": np.zeros((0, num_dense), np.float32)}
   data = data_lib.ClickData(columns, {}, features, {}, {})
-  model = train.build_model(config, data)
+  model = train.build_model(config, data, mesh)
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
     "dense": np.zeros((2, num_dense), np.float32),
@@ -224,7 +229,7 @@ def _dlrm(config: ConfigDict, serve: Path) -> _Parts:
   return _Parts(model, lambda model, batch: model(batch), inputs, {})
 
 
-def _two_tower(config: ConfigDict, serve: Path) -> _Parts:
+def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .two_tower import data as data_lib
   from .two_tower import splits, train
 
@@ -237,15 +242,18 @@ def _two_tower(config: ConfigDict, serve: Path) -> _Parts:
   data = data_lib.RetrievalData(
     columns, {}, len(users.texts), len(items.texts), users.features, items.features, {}, {}
   )
-  config = train.with_all_features(config, data)
-  model = train.build_model(config, data)
+  count = 1 if mesh is None else mesh.size
+  size = max(config.eval_batch_size // count, 1) * count  # of a batch of items
+  config = settings.copied(train.with_all_features(config, data), eval_batch_size=size)
+  model = train.build_model(config, data, mesh)
   history = np.full((2, config.eval_history), -1, np.int32)
   query = data_lib.query_inputs(data, np.zeros(2, np.int32), history)
-  encode = train.make_encode(None)
 
   def candidates() -> np.ndarray:
-    batches = [encode(model, batch) for batch in train.catalogue(data, config)]
-    return np.concatenate([np.asarray(batch) for batch in batches])[: data.num_items]
+    encode = train.make_encode(mesh)
+    items = (hosts.to_global(mesh, batch) for batch in train.catalogue(data, config, mesh))
+    vectors = retrieval.joined([encode(model, batch) for batch in items], mesh)
+    return np.asarray(vectors)[: data.num_items]
 
   about = {
     "query": list(config.query),
@@ -256,12 +264,12 @@ def _two_tower(config: ConfigDict, serve: Path) -> _Parts:
   return _Parts(model, lambda model, query: model.queries(query), inputs, about, candidates)
 
 
-def _sequence(config: ConfigDict, serve: Path) -> _Parts:
+def _sequence(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   from .sequence import model as model_lib
   from .sequence import train
 
   items = Entities.load(serve, "items")
-  model = train.build_model(config, len(items.texts))
+  model = train.build_model(config, len(items.texts), mesh)
   row = np.zeros((2, config.max_length), np.int32)
   inputs = {"items": row, "segments": row, "positions": row, "last": row[:, 0]}
   about = {
@@ -273,7 +281,7 @@ def _sequence(config: ConfigDict, serve: Path) -> _Parts:
   return _Parts(model, model_lib.queries, inputs, about)
 
 
-_RECIPES: dict[str, Callable[[ConfigDict, Path], _Parts]] = {
+_RECIPES: dict[str, Callable[[ConfigDict, Path, Mesh | None], _Parts]] = {
   "dlrm": _dlrm,
   "two_tower": _two_tower,
   "sequence": _sequence,
@@ -293,14 +301,8 @@ def main(argv: Sequence[str]) -> None:
   arguments = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)  # Orbax warns of files that it can do without
   platforms = tuple(filter(None, arguments.platforms.split(",")))
-  try:
+  with in_one_line(parser):
     out = export(arguments.run, arguments.out, ann=arguments.ann, platforms=platforms)
-  except UserError as error:
-    parser.exit(2, escaping.terminal(f"error: {error}\n"))
-  except OSError as error:
-    parser.exit(
-      2, escaping.terminal(f"error: {error.strerror}: {error.filename or arguments.out}\n")
-    )
   print(f"{out}: python -m {__package__}.predict {out} < rows.csv > out.csv")
 
 

@@ -11,9 +11,12 @@ import datetime
 import functools
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 import grain
@@ -26,7 +29,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from . import escaping, files
-from .errors import UserError
+from .errors import Preempted, UserError
 
 AXIS = "data"
 _AHEAD = 2  # batches on the devices that no step has asked for
@@ -256,3 +259,47 @@ def from_main(f: Callable[[], Any]) -> Any:
     kind = UserError if said["user"] else RuntimeError
     raise kind(f"the main process failed: {said['error']}")
   return said["value"]
+
+
+class PreemptionNotice:
+  """Handles SIGTERM, by which a machine that is taken away asks a run to save; a context manager.
+
+  Slurm, Kubernetes and the clouds send it some seconds, 30 as a rule, before SIGKILL. The handler
+  is set where it may be: in the main thread of a process that is alone. Of several processes each
+  has JAX's handler, by which the one that gets the signal tells all.
+
+  Attributes:
+    is_deferred: whether a signal is remembered until the run asks for it, between two steps; else
+      it raises `Preempted` at once, for work of which nothing has to be saved.
+  """
+
+  def __init__(self) -> None:
+    self.is_deferred, self._received = False, False
+
+  def __enter__(self) -> "PreemptionNotice":
+    self._is_set = jax.process_count() == 1
+    self._is_set &= threading.current_thread() is threading.main_thread()
+    if self._is_set:
+      self._previous = signal.signal(signal.SIGTERM, self._receive)
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    if self._is_set:
+      signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+
+  def _receive(self, number: int, frame: FrameType | None) -> None:
+    if not self.is_deferred:
+      raise Preempted
+    self._received = True
+
+  def is_due(self, step: int) -> bool:
+    """Returns whether to save and end: the same in every process.
+
+    Every process asks before every step. JAX lets all of them go on to the same step.
+
+    Args:
+      step: the number of steps taken, from the same one in every process.
+    """
+    if jax.process_count() == 1:
+      return self._received
+    return multihost_utils.reached_preemption_sync_point(step)

@@ -17,7 +17,7 @@ with errors.importing():
   from absl import app, flags, logging
   from ml_collections import ConfigDict, config_flags
 
-  from .run import config as run_config
+  from .run import settings
 
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
 
@@ -25,26 +25,42 @@ flags.disclaim_key_flags()  # they are the calling recipe's, and its --help list
 def train(recipe: str, config, workdir: str) -> None:
   """Trains by the recipe's `train.run`, fits the baselines of small data, and shows the result.
 
-  What takes seconds is imported here, so that a wrong flag is answered at once.
+  With `--seeds` it does so once for each seed, in a folder of its own, and shows all in one table.
   """
+  seeds = flags.FLAGS["seeds"].value if "seeds" in flags.FLAGS else []
+  if not seeds:
+    _train(recipe, config, Path(workdir))
+    return
+  folders = [Path(workdir) / f"seed_{seed}" for seed in seeds]
+  for seed, folder in zip(seeds, folders, strict=True):
+    _train(recipe, settings.copied(config, seed=int(seed)), folder, is_first=seed == seeds[0])
+  from . import hosts, report
+
+  if hosts.is_main():
+    print(f"\n{escaping.terminal(report.write(folders, Path(workdir) / 'report'))}")
+
+
+def _train(recipe: str, config, workdir: Path, is_first: bool = True) -> None:
+  # What takes seconds is imported here, so that a wrong flag is answered at once.
   with errors.importing():
     module = importlib.import_module(f".{recipe}.train", __package__)
     from . import baselines, hosts
     from .run import results
-  result = module.run(config, workdir)
+  result = module.run(config, str(workdir))
   if not hosts.is_main():
     return
   try:
-    if "notes" not in result and hosts.shard()[1] == 1:  # other processes would wait for it
+    # Of other seeds the baselines are the same; and other processes would wait for them.
+    if "notes" not in result and hosts.shard()[1] == 1 and is_first:
       signal.signal(signal.SIGTERM, functools.partial(_preempted, text=_FITTING))
       result = baselines.fit(workdir, most_rows=baselines.SMALL)
-    elif not result["baselines"]:
+    elif not result["baselines"] and is_first:
       print(f"baselines: python -m {__package__}.baselines {workdir}", file=sys.stderr)
   except KeyboardInterrupt:
     raise errors.Stopped(_FITTING) from None
   finally:
     print(escaping.terminal(results.report(result)))
-    _show(Path(workdir))
+    _show(workdir)
 
 
 def _show(workdir: Path) -> None:
@@ -54,14 +70,6 @@ def _show(workdir: Path) -> None:
     print(f"\n{escaping.terminal(report.sketch(report.load(workdir)))}")
   print(f"\nresults: {workdir / 'result.json'}")
   print(f"curves:  python -m {__package__}.report {workdir}")
-
-
-def recipe_of(argv: list[str], module: str) -> str:
-  """Returns the recipe that a command of several, `module`, is given as its first argument."""
-  known = list(catalogue.recipes())
-  if len(argv) < 2 or argv[1] not in known:
-    sys.exit(f"usage: python -m {module} {{{','.join(known)}}} --config=... --workdir=...")
-  return argv[1]
 
 
 def program(
@@ -77,17 +85,20 @@ def program(
     module: of a command whose first argument is the recipe; "" for one of one recipe.
     recipe: the name of its folder; "" if it is an argument.
   """
-  given = len(sys.argv) > 1 and sys.argv[1] in catalogue.recipes() and not recipe
+  known = list(catalogue.recipes())
+  given = not recipe and len(sys.argv) > 1 and sys.argv[1] in known
   recipe = recipe or (sys.argv[1] if given else "dlrm")
   default = f"configs/{recipe}/synthetic.py"
   config = config_flags.DEFINE_config_file("config", None, "The settings.")
   flag: Any = flags.FLAGS["config"]
   flag.parser, flag.default_as_str = _ConfigFile(recipe, flag.parser), repr(default)
   workdir = flags.DEFINE_string("workdir", f"runs/{recipe}", "The run's folder.")
+  if run is train:
+    flags.DEFINE_list("seeds", [], "Trains with each, as 0,1,2, and shows mean and deviation.")
 
   def parse(argv: list[str]) -> list[str]:
-    if module and not any(arg.startswith("--help") for arg in argv):
-      recipe_of(argv, module)
+    if module and not given and not any(arg.startswith("--help") for arg in argv):
+      sys.exit(f"usage: python -m {module} {{{','.join(known)}}} --config=... --workdir=...")
     argv = argv[:1] + argv[2:] if given else argv
     argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
     # Not by DEFINE_config_file, which would load it, and fail, before there are flags to report.
@@ -99,6 +110,9 @@ def program(
       sys.exit(escaping.terminal(f"error: {error}"))
     if rest:
       sys.exit(f"error: unexpected {rest}: settings are given as --config.steps=100")
+    seeds: list[str] = (flags.FLAGS["seeds"].value or []) if run is train else []
+    if not all(seed.isdecimal() for seed in seeds) or len(set(seeds)) < len(seeds):
+      sys.exit(f"error: --seeds={','.join(seeds)}: write different numbers, as 0,1,2")
     return argv
 
   def main(argv: list[str]) -> None:
@@ -159,7 +173,7 @@ class _ConfigFile(flags.ArgumentParser):
       raise ValueError(f"it has no mode {mode!r}; {_nearest(mode, modes)}")
     config = self._plain.parse(f"{file}:{mode}" if mode else str(file))
     if config is not None:
-      config = run_config.completed(self._recipe, config)
+      config = settings.completed(self._recipe, config)
     for arg in sys.argv:  # as ml_collections does
       if setting := re.match(r"--?(?:no)?config\.([^=\[]+)", arg):
         _check(config, setting[1])

@@ -23,8 +23,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from . import escaping, serving
-from .errors import UserError
+from . import serving
+from .errors import UserError, in_one_line
 from .serving import files
 from .serving.columns import bad_row
 from .serving.files import Chunk
@@ -173,18 +173,14 @@ def main(argv: Sequence[str]) -> None:
   stdout = open(  # noqa: SIM115 - the standard output stays open
     sys.stdout.fileno(), "w", encoding="utf-8", errors="surrogateescape", newline="", closefd=False
   )
+  about = {"top": arguments.top, "on_bad_row": arguments.on_bad_row}
   try:
-    notes = predict(
-      arguments.served, arguments.rows, stdout, top=arguments.top, on_bad_row=arguments.on_bad_row
-    )
-    stdout.flush()
-  except UserError as error:
-    parser.exit(2, escaping.terminal(f"error: {error}\n"))
+    with in_one_line(parser, but=(BrokenPipeError,)):
+      notes = predict(arguments.served, arguments.rows, stdout, **about)
+      stdout.flush()
   except BrokenPipeError:  # as by `| head`
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return
-  except OSError as error:
-    parser.exit(2, escaping.terminal(f"error: {error.strerror or error}\n"))
   except KeyboardInterrupt:
     parser.exit(130)
   print("; ".join(notes), file=sys.stderr)

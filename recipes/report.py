@@ -7,6 +7,8 @@ metric over steps. Everything in them comes from the runs' `result.json` and `me
 from copies of these called `NAME.json` and `NAME.jsonl`:
 
     python -m recipes.report docs/results/sequence_*_[0-9].json --out=docs/results/sequence
+
+A folder of runs, as `--seeds=0,1,2` makes one, stands for all of them.
 """
 
 import argparse
@@ -14,8 +16,10 @@ import dataclasses
 import difflib
 import itertools
 import json
+import math
 import statistics
 import sys
+import textwrap
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from embed.planning import aligned
 
-from .errors import MissingFileError, UserError, importing
+from .errors import MissingFileError, UserError, importing, in_one_line
 from .escaping import markdown as markdown_text
 from .escaping import terminal
 
@@ -41,6 +45,9 @@ _INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers")
 _BOUND = "best possible"  # the baseline that no model can beat
 
 
+# --- runs and groups of them ----------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
   """A finished run: its result.json, and the lines of its metrics.jsonl."""
@@ -53,13 +60,31 @@ class Run:
   def settings(self) -> dict[str, Any]:
     """The config by dotted names, without what is incidental and settings of every run's default.
 
-    Results of earlier versions do not name the settings that came later.
+    A setting that did not exist when the run was made counts as its default.
     """
+    defaults = json.loads(json.dumps(run_settings.RUN))
     flat = dict(_flat(self.result["config"]))
-    unset = {
-      n for n, default in json.loads(json.dumps(run_settings.RUN)).items() if flat.get(n) == default
+    return {
+      name: value
+      for name, value in flat.items()
+      if name not in _INCIDENTAL and (name not in defaults or value != defaults[name])
     }
-    return {name: flat[name] for name in flat if name not in {*_INCIDENTAL, *unset}}
+
+  @property
+  def subject(self) -> str:
+    """The recipe, and the model if it has several."""
+    return "/".join(filter(None, [self.result["recipe"], self.result["config"].get("model")]))
+
+  @property
+  def table(self) -> tuple[str, str, str]:
+    """The table that the run is in: its recipe, its data set, and the hashes of its files."""
+    config, hashes = self.result["config"], json.dumps(self.result["data_sha256"], sort_keys=True)
+    data = config.get("dataset", "")
+    if data == "file":
+      data = config["data_file"]
+    elif data == "table" and isinstance(config.get("files"), str):
+      data = Path(config["files"]).name
+    return self.result["recipe"], data, hashes
 
   @property
   def selected(self) -> str:
@@ -74,6 +99,14 @@ class Run:
     return [step for step, _ in points], [value for _, value in points]
 
 
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+  for name, value in config.items():
+    if isinstance(value, Mapping):
+      yield from _flat(value, f"{prefix}{name}.")
+    else:
+      yield f"{prefix}{name}", value
+
+
 def load(path: str | Path) -> Run:
   """Reads a run's folder, or a copy of its result.json with the journal next to it, if any.
 
@@ -82,25 +115,20 @@ def load(path: str | Path) -> Run:
     DamagedFileError: a file is not JSON, no regular file, or lacks a part; names it.
   """
   path = Path(path)
+  result, journal = path / "result.json", path / "metrics.jsonl"
   if path.suffix == ".json" and path.is_file():
-    journal = path.with_suffix(".jsonl")
-    return _read(path, path, journal if journal.is_file() else None)
-  missing = [n for n in ("result.json", "metrics.jsonl") if not (path / n).is_file()]
-  if missing and (path / "config.json").is_file():
-    raise MissingFileError(
-      f"the run in {path} has not ended; the command that started it resumes it"
-    )
-  if missing:
-    ended = {result.parent.name: result.parent for result in path.parent.glob("*/result.json")}
-    close = [result.parent for result in path.glob("*/result.json")]  # one folder up
-    close += [ended[name] for name in difflib.get_close_matches(path.name, ended, 1)]
-    hint = f"did you mean {close[0]}?" if close else "give the workdirs of runs that have ended"
-    raise MissingFileError(f"{path} has no {missing[0]}: {hint}")
-  return _read(path, path / "result.json", path / "metrics.jsonl")
-
-
-def _read(path: Path, result: Path, journal: Path | None) -> Run:
-  lines = files.read(journal, at_most=1 << 30).splitlines() if journal else []
+    result, journal = path, path.with_suffix(".jsonl")
+  elif not result.is_file() or not journal.is_file():
+    if (path / "config.json").is_file():
+      raise MissingFileError(
+        f"the run in {path} has not ended; the command that started it resumes it"
+      )
+    missing = journal.name if result.is_file() else result.name
+    ended = {found.parent.name: found.parent for found in path.parent.glob("*/result.json")}
+    close = difflib.get_close_matches(path.name, ended, 1)
+    hint = f"did you mean {ended[close[0]]}?" if close else "give the workdirs of runs that ended"
+    raise MissingFileError(f"{path} has no {missing}: {hint}")
+  lines = files.read(journal, at_most=1 << 30).splitlines() if journal.is_file() else []
   return Run(
     path,
     arrays.read_json(result, schema=schemas.RESULT),
@@ -116,8 +144,7 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
   """
   groups: dict[str, list[Run]] = {}
   for run in runs:
-    key = [run.result["recipe"], run.result["data_sha256"], run.settings]
-    group = groups.setdefault(json.dumps(key, sort_keys=True), [])
+    group = groups.setdefault(json.dumps([run.table, run.settings], sort_keys=True), [])
     for other in group:
       if other.result["seed"] == run.result["seed"]:
         raise UserError(
@@ -130,18 +157,122 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
 def names(groups: Sequence[list[Run]]) -> list[str]:
   """Returns what to call each group: recipe, model, and the settings that tell it apart."""
   labels = []
-  for group in groups:
-    title, settings = _subject(group), group[0].settings
-    rivals = [
-      other[0].settings
+  for first, *_ in groups:
+    alike = [
+      other[0]
       for other in groups
-      if _subject(other) == title and _table(other) == _table(group)
+      if (other[0].subject, other[0].table) == (first.subject, first.table)
     ]
-    differing = [
-      f"{name}={_short(settings[name])}" for name in _differing(rivals) if name in settings
-    ]
-    labels.append(" ".join([title, *differing]))
+    differing = _differing([other.settings for other in alike])
+    shown = (f"{n}={_short(first.settings[n])}" for n in differing if n in first.settings)
+    labels.append(" ".join([first.subject, *shown]))
   return labels
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Names of the settings that are not the same in all of them."""
+  everything = sorted({name for each in settings for name in each} - {"model"})
+  return [
+    name for name in everything if any(each.get(name) != settings[0].get(name) for each in settings)
+  ]
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+  """A row of a table: a group of runs, or a baseline. `scores` are by metric, one a seed."""
+
+  label: str
+  seeds: str
+  scores: dict[str, list[float]]
+  seconds: list[float]
+
+
+class _Table:
+  """The groups of runs on one data set, and the rows that compare them with baselines."""
+
+  def __init__(self, key: tuple[str, str, str], pairs: Sequence[tuple[str, list[Run]]]):
+    self.title = " on ".join(filter(None, key[:2]))
+    self.hashes = json.loads(key[2])
+    self.pairs = [(label.removeprefix(f"{key[0]}/"), group) for label, group in pairs]
+    self.runs = [run for _, group in pairs for run in group]
+    named = dict.fromkeys(name for run in self.runs for name in run.result["metrics"])
+    split = "test_" if any(name.startswith("test_") for name in named) else "valid_"
+    self.metrics = [name for name in named if name.startswith(split)]
+    self.entries = [*map(self._of_group, self.pairs), *self._of_baselines()]
+
+  def titles(self) -> list[str]:
+    return [name.partition("_")[2] for name in self.metrics]
+
+  def _scores(self, results: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    scores = {n: [result[n] for result in results if n in result] for n in self.metrics}
+    return {name: values for name, values in scores.items() if values}
+
+  def _of_group(self, pair: tuple[str, list[Run]]) -> _Entry:
+    label, group = pair
+    seeds = ", ".join(str(run.result["seed"]) for run in group)
+    scores = self._scores([run.result["metrics"] for run in group])
+    return _Entry(label, seeds, scores, [run.result["seconds"] for run in group])
+
+  def _of_baselines(self) -> Iterator[_Entry]:
+    for baseline in dict.fromkeys(name for run in self.runs for name in run.result["baselines"]):
+      # Groups that are measured otherwise have another baseline.
+      distinct: dict[tuple[str, ...], _Entry] = {}
+      for label, group in self.pairs:
+        scores = self._scores([run.result["baselines"].get(baseline, {}) for run in group])
+        key = tuple(_number(scores.get(name, []), "{:.4f}") for name in self.metrics)
+        settings = label.removeprefix(f"{group[0].subject} ")
+        if scores:
+          distinct.setdefault(key, _Entry(f"{baseline} ({settings})", "", scores, []))
+      for entry in distinct.values():
+        yield entry._replace(label=baseline) if len(distinct) == 1 else entry
+
+  def rows(self, space: str = " ") -> Iterator[list[str]]:
+    """Yields the cells of each row, as text."""
+    for entry in self.entries:
+      cells = (_number(entry.scores.get(name, []), "{:.4f}", space) for name in self.metrics)
+      yield [entry.label, entry.seeds, *cells, _number(entry.seconds, "{:.0f}", space)]
+
+  def best(self, name: str) -> list[str]:
+    """Labels of the best entries by a metric, as far as the digits that are shown tell."""
+    sign = -1 if name.endswith("loss") else 1
+    means = {
+      entry.label: round(sign * statistics.fmean(entry.scores[name]), 4)
+      for entry in self.entries
+      if name in entry.scores and entry.label.partition(" (")[0] != _BOUND
+    }
+    return [
+      label for label, mean in means.items() if len(means) > 1 and mean == max(means.values())
+    ]
+
+
+def _tables(groups: Sequence[list[Run]]) -> list[_Table]:
+  pairs = sorted(zip(names(groups), groups, strict=True), key=lambda pair: pair[1][0].table)
+  by_table = itertools.groupby(pairs, key=lambda pair: pair[1][0].table)
+  return [_Table(key, list(each)) for key, each in by_table]
+
+
+def _number(values: Sequence[float], form: str, space: str = " ") -> str:
+  if not values:
+    return ""
+  mean = form.format(statistics.fmean(values))
+  if len(set(values)) == 1:  # also of a baseline, which has the same rows with every seed
+    return mean
+  return f"{mean}{space}±{space}{form.format(statistics.stdev(values))}"
+
+
+def _short(value: Any) -> str:
+  return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def text(groups: Sequence[list[Run]]) -> str:
+  """Returns a table for each data set of each recipe, for a terminal."""
+  parts = []
+  for table in _tables(groups):
+    header = ["", "seeds", *table.titles(), "seconds"]
+    parts.append(f"{table.title}\n{aligned([header, *table.rows()])}")
+  return "\n\n".join(parts)
 
 
 def markdown(groups: Sequence[list[Run]], title: str, plot: str | None) -> str:
@@ -154,32 +285,79 @@ def markdown(groups: Sequence[list[Run]], title: str, plot: str | None) -> str:
     title: the page's.
     plot: the picture's file, or None where there are no curves.
   """
-  parts = [f"# {markdown_text(title)}"]
+  parts, tables = [f"# {markdown_text(title)}"], _tables(groups)
   if plot:
     picture = urllib.parse.quote(plot)
-    parts += [f"![Training loss and validation metric over steps]({picture})", _caption(groups)]
-  for table, pairs in _tables(groups):
-    parts.append(_section(table, pairs))
-  return "\n\n".join(parts) + "\n"
+    parts += [f"![Training loss and validation metric over steps]({picture})", _caption(tables)]
+  return "\n\n".join([*parts, *map(_section, tables)]) + "\n"
 
 
-def text(groups: Sequence[list[Run]]) -> str:
-  """Returns the page's tables for a terminal."""
-  parts = []
-  for table, pairs in _tables(groups):
-    metrics, entries = _entries(pairs)
-    header = ["", "seeds", *(name.removeprefix("test_") for name in metrics), "seconds"]
-    rows = [
-      [
-        entry.label,
-        entry.seeds,
-        *(_number(entry.scores.get(name, []), "{:.4f}") for name in metrics),
-        _number(entry.seconds, "{:.0f}"),
-      ]
-      for entry in entries
-    ]
-    parts.append(f"{_title(table)}\n{aligned([header, *rows])}")
-  return "\n\n".join(parts)
+def _caption(tables: Sequence[_Table]) -> str:
+  missing = []
+  for table in tables:
+    labels = [label for label, group in table.pairs if not all(run.lines for run in group)]
+    part = f" ({', '.join(labels)})" if len(labels) < len(table.pairs) else ""
+    missing += [markdown_text(f"{table.title}{part}")] * bool(labels)
+  text = "One line for each run; lines of one colour are seeds."
+  if missing:
+    text += f" Missing, because only the results of these runs were kept: {', '.join(missing)}."
+  return text
+
+
+def _section(table: _Table) -> str:
+  best = [[], [], *(table.best(name) for name in table.metrics), []]
+  columns = [["", "seeds", *map(markdown_text, table.titles()), "seconds"]]
+  for label, *cells in table.rows("\u00a0"):
+    bold = (f"**{x}**" if label in top else x for x, top in zip(cells, best[1:], strict=True))
+    columns.append([markdown_text(label).replace("=", "=<wbr>"), *bold])
+  # The longer side goes down the page.
+  across = len(table.entries) <= len(table.metrics) + 2
+  header, *rows = zip(*columns, strict=True) if across else columns
+  row = lambda cells: f"| {' | '.join(cells)} |"
+  rule = [":--", *["--:"] * (len(header) - 1)]
+  title = f"## {markdown_text(table.title)}"
+  return "\n".join([title, "", row(header), row(rule), *map(row, rows), "", *_notes(table)])
+
+
+def _notes(table: _Table) -> list[str]:
+  """Returns notes on a table's figures, as a quotation, which sites and editors set apart."""
+  selected = sorted({run.result["config"]["select"] for run in table.runs})
+  state = [
+    f"of the state that was best on `{markdown_text(name)}`" if name else "of the last state"
+    for name in selected
+  ]
+  notes = [
+    f"Test metrics {' or '.join(state)}; mean and, with `±`, standard deviation over seeds."
+    " Bold: the best figure of a metric. Seconds are those of the whole run, on a machine that may"
+    " have had other work too."
+  ]
+  settings = [group[0].settings for _, group in table.pairs]
+  differing = [
+    f"`{markdown_text(name)}` "
+    + ", ".join(markdown_text(_short(each.get(name, "none"))) for each in settings)
+    for name in _differing(settings)
+    if not any(f" {name}=" in label for label, _ in table.pairs)
+  ]
+  if differing:
+    notes.append(f"Settings that differ, in the order of the models: {'; '.join(differing)}.")
+  device = lambda d: f"{d['count']} x {d['kind']} ({d['host_cores']} host cores)"
+  version = lambda v: ", ".join(f"{name} {v[name]}" for name in ("jax", "flax", "sparse-embed"))
+  devices = sorted({device(run.result["device"]) for run in table.runs})
+  versions = sorted({version(run.result["versions"]) for run in table.runs})
+  notes.append(f"On {markdown_text('; '.join([*devices, *versions]))}.")
+  sources = sorted({run.result["config"].get("source", "") for run in table.runs} - {""})
+  if sources:
+    notes.append(f"Data from {', '.join(map(markdown_text, sources))}.")
+  hashes = (f"`{markdown_text(n)}` {markdown_text(x)}" for n, x in sorted(table.hashes.items()))
+  notes.append(f"Data (SHA-256): {', '.join(hashes)}.")
+  return [f"> {line}" if line else ">" for line in "\n\n".join(notes).split("\n")]
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+_WIDTH = 6.0  # inches: readable on a page, and on a phone
+_PANEL, _TITLE, _ENTRY, _LINE = 2.3, 0.3, 0.04, 0.157  # heights in inches
+_WRAP, _WRAP_TITLE = 70, 54  # characters in a line of the legend and of a title
 
 
 def sketch(run: Run) -> str:
@@ -197,217 +375,122 @@ def sketch(run: Run) -> str:
   return "\n".join("  ".join(half.ljust(width) for half in row).rstrip() for row in rows)
 
 
-def _subject(group: list[Run]) -> str:
-  result = group[0].result
-  return "/".join(filter(None, [result["recipe"], result["config"].get("model")]))
-
-
-def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Names of the settings that are not the same in all of them."""
-  everything = sorted({name for each in settings for name in each} - {"model"})
-  return [
-    name for name in everything if any(each.get(name) != settings[0].get(name) for each in settings)
-  ]
-
-
-def _table(group: list[Run]) -> tuple[str, str, str]:
-  result = group[0].result
-  hashes = json.dumps(result["data_sha256"], sort_keys=True)
-  data = result["config"].get("dataset", "")
-  return result["recipe"], result["config"]["data_file"] if data == "file" else data, hashes
-
-
-_Pairs = list[tuple[str, list[Run]]]  # a group's name, and its runs
-
-
-def _tables(groups: Sequence[list[Run]]) -> Iterator[tuple[tuple[str, str, str], _Pairs]]:
-  labelled = list(zip(names(groups), groups, strict=True))
-  by_table = lambda pair: _table(pair[1])
-  for table, pairs in itertools.groupby(sorted(labelled, key=by_table), key=by_table):
-    # The title names the recipe.
-    yield table, [(label.removeprefix(f"{table[0]}/"), group) for label, group in pairs]
-
-
-def _title(table: tuple[str, str, str]) -> str:
-  return " on ".join(filter(None, table[:2]))
-
-
-class _Entry(NamedTuple):
-  """A row of a table: a group of runs, or a baseline. `scores` are by metric, one a seed."""
-
-  label: str
-  seeds: str
-  scores: dict[str, list[float]]
-  seconds: list[float]
-
-
-def _entries(pairs: _Pairs) -> tuple[list[str], list[_Entry]]:
-  """The test metrics of a table, and what it compares: the runs first."""
-  everyone = [run for _, group in pairs for run in group]
-  metrics = dict.fromkeys(name for run in everyone for name in run.result["metrics"])
-  tested = [name for name in metrics if name.startswith("test_")]
-
-  def scores(results: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    return {
-      name: [result[name] for result in results if name in result]
-      for name in tested
-      if any(name in result for result in results)
-    }
-
-  entries = [
-    _Entry(
-      label,
-      ", ".join(str(run.result["seed"]) for run in group),
-      scores([run.result["metrics"] for run in group]),
-      [run.result["seconds"] for run in group],
-    )
-    for label, group in pairs
-  ]
-  for baseline in dict.fromkeys(name for run in everyone for name in run.result["baselines"]):
-    # Groups that are measured otherwise have another baseline; a group without it has no scores.
-    distinct: dict[tuple[str, ...], _Entry] = {}
-    for label, group in pairs:
-      scored = scores([run.result["baselines"].get(baseline, {}) for run in group])
-      if scored:
-        key = tuple(_number(scored.get(name, []), "{:.4f}") for name in tested)
-        label = label.removeprefix(f"{_subject(group)} ")  # the settings alone, if there are any
-        distinct.setdefault(key, _Entry(f"{baseline} ({label})", "", scored, []))
-    only = len(distinct) == 1
-    entries += [each._replace(label=baseline) if only else each for each in distinct.values()]
-  return tested, entries
-
-
-def _section(table: tuple[str, str, str], pairs: _Pairs) -> str:
-  metrics, entries = _entries(pairs)
-  titles = [markdown_text(name.removeprefix("test_")) for name in metrics]
-  columns = [["", "seeds", *titles, "seconds"]]
-  best = {name: _best(name, entries) for name in metrics}
-  for entry in entries:
-    cells = [_number(entry.scores.get(name, []), "{:.4f}", "\u00a0") for name in metrics]
-    bold = [
-      f"**{cell}**" if entry.label in best[name] else cell
-      for name, cell in zip(metrics, cells, strict=True)
-    ]
-    name = markdown_text(entry.label).replace("=", "=<wbr>")
-    columns.append([name, entry.seeds, *bold, _number(entry.seconds, "{:.0f}", "\u00a0")])
-  # The longer side goes down the page.
-  across = len(entries) <= len(metrics) + 2
-  header, *rows = zip(*columns, strict=True) if across else columns
-  lines = [
-    f"## {markdown_text(_title(table))}",
-    "",
-    _row(header),
-    _row([":--", *["--:"] * (len(header) - 1)]),
-  ]
-  lines += [_row(row) for row in rows]
-  return "\n".join([*lines, "", *_box(table, pairs)])
-
-
-def _best(name: str, entries: Sequence[_Entry]) -> list[str]:
-  """Labels of the best entries by a metric, as far as the digits that are shown tell."""
-  sign = -1 if name.endswith("loss") else 1
-  means = {
-    entry.label: round(sign * statistics.fmean(entry.scores[name]), 4)
-    for entry in entries
-    if name in entry.scores and entry.label.partition(" (")[0] != _BOUND
-  }
-  return [label for label, mean in means.items() if len(means) > 1 and mean == max(means.values())]
-
-
-def _box(table: tuple[str, str, str], pairs: _Pairs) -> list[str]:
-  """Returns notes on a table's figures, as a quotation, which sites and editors set apart."""
-  everyone = [run for _, group in pairs for run in group]
-  selected = sorted({run.result["config"]["select"] for run in everyone})
-  state = [
-    f"of the state that was best on `{markdown_text(name)}`" if name else "of the last state"
-    for name in selected
-  ]
-  box = [
-    f"Test metrics {' or '.join(state)}; mean and, with `±`, standard deviation over seeds."
-    " Bold: the best figure of a metric. Seconds are those of the whole run, on a machine that may"
-    " have had other work too."
-  ]
-  settings = [group[0].settings for _, group in pairs]
-  differing = [
-    f"`{markdown_text(name)}` "
-    + ", ".join(markdown_text(_short(each.get(name, "none"))) for each in settings)
-    for name in _differing(settings)
-    if not any(f" {name}=" in label for label, _ in pairs)
-  ]
-  if differing:
-    box.append(f"Settings that differ, in the order of the models: {'; '.join(differing)}.")
-  devices = {_device(run.result["device"]) for run in everyone}
-  versions = {
-    ", ".join(f"{name} {run.result['versions'][name]}" for name in ("jax", "flax", "sparse-embed"))
-    for run in everyone
-  }
-  box.append(f"On {markdown_text('; '.join([*sorted(devices), *sorted(versions)]))}.")
-  sources = sorted({run.result["config"].get("source", "") for run in everyone} - {""})
-  if sources:
-    box.append(f"Data from {', '.join(map(markdown_text, sources))}.")
-  hashes = (
-    f"`{markdown_text(name)}` {markdown_text(digest)}"
-    for name, digest in sorted(json.loads(table[2]).items())
-  )
-  box.append(f"Data (SHA-256): {', '.join(hashes)}.")
-  return [f"> {line}" if line else ">" for line in "\n\n".join(box).split("\n")]
-
-
-def _caption(groups: Sequence[list[Run]]) -> str:
-  lines = ["One line for each run; lines of one colour are seeds."]
-  missing = []
-  for table, pairs in _tables(groups):
-    labels = [label for label, group in pairs if not all(run.lines for run in group)]
-    if labels:
-      part = f" ({', '.join(labels)})" if len(labels) < len(pairs) else ""
-      missing.append(markdown_text(f"{_title(table)}{part}"))
-  if missing:
-    lines.append(
-      f"Missing, because only the results of these runs were kept: {', '.join(missing)}."
-    )
-  return " ".join(lines)
-
-
-def _number(values: Sequence[float], form: str, space: str = " ") -> str:
-  if not values:
-    return ""
-  mean = form.format(statistics.fmean(values))
-  # The same rows give a baseline the same value with every seed.
-  if len(set(values)) == 1:
-    return mean
-  return f"{mean}{space}±{space}{form.format(statistics.stdev(values))}"
-
-
-def _short(value: Any) -> str:
-  return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _row(cells: Sequence[str]) -> str:
-  return f"| {' | '.join(cells)} |"
-
-
-def _device(device: Mapping[str, Any]) -> str:
-  return f"{device['count']} x {device['kind']} ({device['host_cores']} host cores)"
-
-
 def draw(groups: Sequence[list[Run]]) -> "Figure | None":
-  """Returns the curves of each data set, or None where no run has any."""
-  from .evaluation import curves
+  """Returns a figure over steps: for each data set the loss and the metrics that select.
 
-  return curves.draw(
-    [
-      (terminal(_title(table)), [(terminal(label), group) for label, group in pairs])
-      for table, pairs in _tables(groups)
-    ]
-  )
+  A metric that no run of a data set has logged gets no panel, a data set without any no place.
+  None where no run has any curve.
+  """
+  from matplotlib import rc_context
+  from matplotlib.figure import Figure
+  from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+  from . import style
+
+  blocks = [(table, _panels(table)) for table in _tables(groups)]
+  blocks = [block for block in blocks if block[1]]
+  if not blocks:
+    return None
+  heights = [
+    0.2 + _TITLE * len(_wrapped(table.title, _WRAP_TITLE)) + _PANEL * math.ceil(len(panels) / 2)
+    + _legend_height(table)
+    for table, panels in blocks
+  ]  # fmt: skip
+  with rc_context(style.SETTINGS | {"grid.color": style.GREY, "grid.alpha": 0.3}):
+    layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
+    figure = Figure(figsize=(_WIDTH, sum(heights)), layout=layout)
+    places = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for place, (table, panels) in zip(places, blocks, strict=True):
+      title = "\n".join(_wrapped(table.title, _WRAP_TITLE))
+      place.suptitle(title, x=0.01, ha="left", weight="bold")
+      _draw_panels(place, table, panels)
+  return figure
 
 
-def _flat(config: Mapping[str, Any], prefix: str = ""):
-  for name, value in config.items():
-    if isinstance(value, Mapping):
-      yield from _flat(value, f"{prefix}{name}.")
-    else:
-      yield f"{prefix}{name}", value
+def _panels(table: _Table) -> list[str]:
+  """The loss and the selected metrics, as far as a run has logged them."""
+  wanted = dict.fromkeys(["loss", *(run.selected for run in table.runs)])
+  return [name for name in wanted if any(run.curve(name)[0] for run in table.runs)]
+
+
+def _draw_panels(place: Any, table: _Table, panels: Sequence[str]) -> None:
+  """Draws the panels of one data set, two in a row and a last one alone, above their legend."""
+  mosaic = [list(panels[i : i + 2]) for i in range(0, len(panels), 2)]
+  mosaic[-1] *= 2 // len(mosaic[-1])
+  axes = place.subplot_mosaic(mosaic)
+  handles = {}
+  for i, (label, group) in enumerate(table.pairs):
+    for run, name in itertools.product(group, panels):
+      steps, values = run.curve(name)
+      if steps:
+        few = len(steps) <= 30
+        (handles[label],) = axes[name].plot(
+          steps, values, color=f"C{i % 10}", linestyle=("-", "--", ":")[i // 10 % 3], alpha=0.85,
+          linewidth=1.4, marker="o" if few else None, markersize=3,
+        )  # fmt: skip
+  for name, axis in axes.items():
+    axis.set_title("training loss" if name == "loss" else name, loc="left", fontsize="medium")
+    axis.set(xlabel="steps")
+    axis.set_xlim(left=0)
+    axis.xaxis.get_major_locator().set_params(nbins=5, integer=True)
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.grid()
+  place.legend(
+    handles.values(), ["\n".join(_wrapped(label, _WRAP)) for label in handles],
+    loc="outside lower left", ncols=_columns(table), fontsize="small", labelspacing=0.3,
+  )  # fmt: skip
+
+
+def _columns(table: _Table) -> int:
+  longest = max(len(label) for label, _ in table.pairs)
+  return min(len(table.pairs), max(1, _WRAP // (longest + 8)))
+
+
+def _legend_height(table: _Table) -> float:
+  lines, columns = sum(len(_wrapped(label, _WRAP)) for label, _ in table.pairs), _columns(table)
+  return _LINE * math.ceil(lines / columns) + _ENTRY * math.ceil(len(table.pairs) / columns)
+
+
+def _wrapped(label: str, width: int) -> list[str]:
+  return textwrap.wrap(terminal(label), width) or [""]
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def write(paths: Sequence[str | Path], out: str | Path | None = None, title: str = "") -> str:
+  """Writes the page and the picture of some runs; returns what to print of them.
+
+  Args:
+    paths: workdirs, copies of results, or folders of workdirs.
+    out: where to write, without suffix; None is `report` in the first folder.
+    title: of the page; "" is the name of `out`, or of the first run.
+
+  Raises:
+    UserError: as `load` and `grouped`.
+  """
+  first, runs = Path(paths[0]), list(map(load, _expanded(paths)))
+  default = first.with_suffix("") if first.is_file() else first / "report"
+  target, groups = Path(out or default), grouped(runs)
+  page, image = target.with_name(f"{target.name}.md"), target.with_name(f"{target.name}.png")
+  target.parent.mkdir(parents=True, exist_ok=True)
+  if figure := draw(groups):
+    with files.replacing(image) as file:
+      figure.savefig(file, format="png", dpi=160)
+  title = title or (target if out else first).name
+  files.write(page, markdown(groups, title, image.name if figure else None))
+  parts = [text(groups)]
+  if len(runs) == 1 and runs[0].lines and sys.stdout.isatty():
+    parts += ["", sketch(runs[0])]
+  return "\n".join([*parts, "", str(page), *([str(image)] if figure else [])])
+
+
+def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
+  """Yields the paths; in place of a folder that is no run, the runs that have ended in it."""
+  for path in map(Path, paths):
+    within = sorted(path.glob("*/result.json"))
+    is_run = any((path / name).exists() for name in ("result.json", "config.json"))
+    yield from [result.parent for result in within] if within and not is_run else [path]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -416,28 +499,10 @@ def main(argv: Sequence[str]) -> None:
   parser = argparse.ArgumentParser(command, description=about)
   parser.add_argument("runs", nargs="+", help="workdirs of runs that have ended, or NAME.json")
   parser.add_argument("--out", help="where to write, without suffix; default: <first run>/report")
-  parser.add_argument("--title", help="of the page; default: the name of --out, or of the run")
+  parser.add_argument("--title", default="", help="default: the name of --out, or of the run")
   arguments = parser.parse_args(argv)
-  first = Path(arguments.runs[0])
-  default = first.with_suffix("") if first.is_file() else first / "report"
-  out = Path(arguments.out or default)
-  title = arguments.title or (out if arguments.out else first).name
-  try:
-    runs = [load(folder) for folder in arguments.runs]
-    groups = grouped(runs)
-  except UserError as error:
-    parser.exit(2, terminal(f"error: {error}\n"))
-  page, image = out.with_name(f"{out.name}.md"), out.with_name(f"{out.name}.png")
-  out.parent.mkdir(parents=True, exist_ok=True)
-  figure = draw(groups)
-  if figure:
-    with files.replacing(image) as file:
-      figure.savefig(file, format="png", dpi=160)
-  files.write(page, markdown(groups, title, image.name if figure else None))
-  print(terminal(text(groups)))
-  if len(runs) == 1 and runs[0].lines and sys.stdout.isatty():
-    print(f"\n{terminal(sketch(runs[0]))}")
-  print(terminal("\n".join(map(str, ["", page, *([image] if figure else [])]))))
+  with in_one_line(parser):
+    print(terminal(write(arguments.runs, arguments.out, arguments.title)))
 
 
 if __name__ == "__main__":

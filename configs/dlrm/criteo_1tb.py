@@ -19,81 +19,49 @@ Command: python -m recipes.dlrm --config=configs/dlrm/criteo_1tb.py \
          python -m recipes.aot dlrm --config=configs/dlrm/criteo_1tb.py --devices=v5p:4x4x4
 """
 
-import ml_collections
+from typing import Any
 
 
-def get_config(mode: str = "") -> ml_collections.ConfigDict:
-  """Returns the settings; mode "smoke" is a run of seconds."""
-  config = ml_collections.ConfigDict()
-
-  config.dataset = "criteo_1tb"
-  config.data_dir = ""  # the folder that holds day_0 to day_23, plain or .gz
-  config.cache_dir = "~/.cache/sparse_embed"
-  config.num_workers = 8
-  config.vocabulary_sizes = (
-    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956,
-    405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152,
-    12_973, 108, 36,
-  )  # fmt: skip
-  config.valencies = (
-    3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1,
-  )  # fmt: skip
-
-  config.model = "dcnv2"
-  config.dim = 128
-  config.dlrm = ml_collections.ConfigDict()
-  config.dlrm.bottom = (512, 256)
-  config.dlrm.top = (1024, 1024, 512, 256)
-  config.dlrm.concat_tables = False
-  config.dcnv2 = ml_collections.ConfigDict()
-  config.dcnv2.bottom = (512, 256, 128)
-  config.dcnv2.cross_layers = 3
-  config.dcnv2.rank = 512
-  config.dcnv2.deep = (1024, 1024, 512, 256)
-  config.dcnv2.structure = "stacked"
-  config.dropout = 0.0
-
-  config.table = ml_collections.ConfigDict()
-  config.table.optimizer = "adagrad"
-  config.table.sharding = "mod"
-  config.table.init_scale = 0.01
-  config.table.learning_rate = 4e-3
-  config.table.weight_decay = 0.0
-  config.dense_optimizer = "adagrad"
-  config.learning_rate = 4e-3
-  config.weight_decay = 0.0
-  config.warmup_steps = 0
-  config.final_rate = 1.0  # constant
-
-  config.seed = 0
-  config.batch_size = 65_536
-  config.eval_batch_size = 131_072
-  config.steps = 64_014  # one epoch of 4,195,197,692 rows
-  config.log_every = 100
-  config.eval_every = 3_200  # a twentieth of the epoch, as MLPerf
-  config.checkpoint_every = 0
-  config.select = "valid_auc"
-  config.patience = 0
-  config.pipelined = False  # look up each batch during the step before it
-
-  config.baseline = ml_collections.ConfigDict()
-  config.baseline.inverse_penalties = (0.1,)
-  config.baseline.max_rows = 0  # none: a one-hot matrix of 204 million columns
-
+def get_config(mode: str = "") -> dict:
+  config: dict[str, Any] = {
+    "dataset": "criteo_1tb",
+    "num_workers": 8,
+    "vocabulary_sizes": (
+      40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956,
+      405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152,
+      12_973, 108, 36,
+    ),
+    "valencies": (
+      3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1,
+    ),
+    "dim": 128,
+    "dlrm": {"bottom": (512, 256), "top": (1024, 1024, 512, 256), "concat_tables": False},
+    "dcnv2": {
+      "bottom": (512, 256, 128), "rank": 512, "deep": (1024, 1024, 512, 256),
+      "structure": "stacked",
+    },
+    "dropout": 0.0,
+    "table": {"optimizer": "adagrad", "learning_rate": 4e-3},
+    "dense_optimizer": "adagrad",
+    "learning_rate": 4e-3,
+    "warmup_steps": 0,
+    "final_rate": 1.0,  # constant
+    "batch_size": 65_536,
+    "eval_batch_size": 131_072,
+    "steps": 64_014,  # one epoch of 4,195,197,692 rows
+    "log_every": 100,
+    "eval_every": 3_200,  # a twentieth of the epoch, as MLPerf
+    "patience": 0,
+    # No logistic regression: a one-hot matrix of 204 million columns.
+    "baseline": {"inverse_penalties": (0.1,), "max_rows": 0},
+  }  # fmt: skip
   if mode == "smoke":
-    config.num_workers = 0
-    config.vocabulary_sizes = (1000, 50, *(20,) * 24)
-    config.valencies = (3, 2, *(1,) * 22, 5, 1)
-    config.dim = 8
-    config.dlrm.bottom = (16,)
-    config.dlrm.top = (16,)
-    config.dcnv2.bottom = (16, 8)
-    config.dcnv2.rank = 4
-    config.dcnv2.deep = (16,)
-    config.batch_size = 64
-    config.eval_batch_size = 128
-    config.steps = 6
-    config.log_every = 2
-    config.eval_every = 3
-    config.baseline.max_rows = 1_000
+    config |= {
+      "num_workers": 0, "vocabulary_sizes": (1000, 50, *(20,) * 24),
+      "valencies": (3, 2, *(1,) * 22, 5, 1), "dim": 8, "batch_size": 64, "eval_batch_size": 128,
+      "steps": 6, "log_every": 2, "eval_every": 3,
+    }  # fmt: skip
+    config["dlrm"] |= {"bottom": (16,), "top": (16,)}
+    config["dcnv2"] |= {"bottom": (16, 8), "rank": 4, "deep": (16,)}
+    config["baseline"]["max_rows"] = 1_000
   return config

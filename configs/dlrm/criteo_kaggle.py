@@ -14,89 +14,38 @@ Command: python -m recipes.dlrm --config=configs/dlrm/criteo_kaggle.py \
            --config.data_dir=<folder> --config.data_file=first10k.txt --workdir=runs/criteo_sample
 """
 
-import ml_collections
+from typing import Any
 
 
-def get_config(mode: str = "") -> ml_collections.ConfigDict:
-  """Returns the settings; mode "sample" is for 10,000 rows, "smoke" is a run of seconds."""
-  config = ml_collections.ConfigDict()
-
-  config.dataset = "criteo"
-  config.data_dir = ""  # the folder that holds data_file
-  config.data_file = "train.txt"
-  config.cache_dir = "~/.cache/sparse_embed"
-  config.valid_fraction = 1 / 14
-  config.test_fraction = 1 / 14
-  config.vocabulary = "min_count"  # or "hash"
-  config.min_count = 10
-  config.hash_size = 200_000  # per feature
-  config.num_workers = 0
-
-  config.model = "dcnv2"
-  config.dim = 16
-  config.dlrm = ml_collections.ConfigDict()
-  config.dlrm.bottom = (512, 256, 64)
-  config.dlrm.top = (512, 256)
-  config.dlrm.concat_tables = False
-  config.dcnv2 = ml_collections.ConfigDict()
-  config.dcnv2.bottom = ()
-  config.dcnv2.cross_layers = 3
-  config.dcnv2.rank = 0
-  config.dcnv2.deep = (400, 400, 400)
-  config.dcnv2.structure = "parallel"
-  config.dropout = 0.0
-
-  config.table = ml_collections.ConfigDict()
-  config.table.optimizer = "adam"
-  config.table.sharding = "mod"
-  config.table.init_scale = 0.01
-  config.table.learning_rate = 1e-3
-  config.table.weight_decay = 0.0
-  config.dense_optimizer = "adamw"
-  config.learning_rate = 1e-3
-  config.weight_decay = 0.0
-  config.warmup_steps = 1_000
-  config.final_rate = 0.0
-
-  config.seed = 0
-  config.batch_size = 4096
-  config.eval_batch_size = 16_384
-  config.steps = 9_592  # one epoch
-  config.log_every = 100
-  config.eval_every = 2_398
-  config.checkpoint_every = 1_000
-  config.select = "valid_auc"
-  config.patience = 0
-  config.pipelined = False  # look up each batch during the step before it
-
-  config.baseline = ml_collections.ConfigDict()
-  config.baseline.inverse_penalties = (0.03, 0.1)
-  config.baseline.max_rows = 1_000_000
-
+def get_config(mode: str = "") -> dict:
+  config: dict[str, Any] = {
+    "dataset": "criteo",
+    "dlrm": {"bottom": (512, 256, 64), "top": (512, 256), "concat_tables": False},
+    "dcnv2": {"deep": (400, 400, 400)},
+    "dropout": 0.0,
+    "table": {"learning_rate": 1e-3},
+    "learning_rate": 1e-3,
+    "warmup_steps": 1_000,
+    "final_rate": 0.0,
+    "batch_size": 4096,
+    "eval_batch_size": 16_384,
+    "steps": 9_592,  # one epoch
+    "log_every": 100,
+    "eval_every": 2_398,
+    "checkpoint_every": 1_000,
+    "patience": 0,
+    "baseline": {"inverse_penalties": (0.03, 0.1)},
+  }
   if mode in ("sample", "smoke"):
-    config.valid_fraction = 0.1
-    config.test_fraction = 0.2
-    config.dim = 4
-    config.dlrm.bottom = (32,)
-    config.dlrm.top = (32,)
-    config.dcnv2.cross_layers = 1
-    config.dcnv2.deep = (32,)
-    config.dropout = 0.3
-    config.table.learning_rate = 1e-2
-    config.learning_rate = 3e-3
-    config.weight_decay = 0.1
-    config.warmup_steps = 0
-    config.batch_size = 256
-    config.eval_batch_size = 1_024
-    config.steps = 140  # five epochs
-    config.log_every = 14
-    config.eval_every = 14
-    config.checkpoint_every = 0
+    config |= {
+      "valid_fraction": 0.1, "test_fraction": 0.2, "dim": 4,
+      "dcnv2": {"cross_layers": 1, "deep": (32,)}, "dropout": 0.3, "table": {"learning_rate": 1e-2},
+      "learning_rate": 3e-3, "weight_decay": 0.1, "warmup_steps": 0,
+      "batch_size": 256, "eval_batch_size": 1_024, "steps": 140,  # five epochs
+      "log_every": 14, "eval_every": 14, "checkpoint_every": 0,
+    }  # fmt: skip
+    config["dlrm"] |= {"bottom": (32,), "top": (32,)}
   if mode == "smoke":
-    config.hash_size = 1_000
-    config.batch_size = 64
-    config.eval_batch_size = 128
-    config.steps = 6
-    config.log_every = 2
-    config.eval_every = 3
+    config |= {"hash_size": 1_000, "batch_size": 64, "eval_batch_size": 128}
+    config |= {"steps": 6, "log_every": 2, "eval_every": 3}
   return config

@@ -26,9 +26,9 @@ def _run(recipe: str, config, workdir: str) -> None:
     raise errors.UserError("--devices is missing: write what to compile for, as v5p:4x4x4")
   with errors.importing():
     compiling = importlib.import_module(".compile", __package__)
-    shapes = importlib.import_module(f"..{recipe}.shapes", __package__)
+    of_recipe = importlib.import_module(".parts", __package__).of_recipe
   path = Path(_json.value or Path(workdir) / "aot.json")
-  parts = functools.partial(shapes.parts, config)
+  parts = functools.partial(of_recipe, recipe, config)
   sys.exit(compiling.main(str(__package__), _topologies.value, parts, path, timeout=_timeout.value))
 
 

@@ -10,7 +10,6 @@ crash its process, and may take longer than anybody can wait. SPARSE_EMBED_AOT_H
 environment writes the text of the compiled program to the file, and its input to <file>.stablehlo.
 """
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -30,13 +29,12 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import embed
-
 from .. import arrays, hosts
 from ..errors import MissingPackageError
 from ..training import train_step
 from . import gpus
 from . import report as report_lib
+from .parts import Parts
 
 _HLO = "SPARSE_EMBED_AOT_HLO"
 _REPORT = "SPARSE_EMBED_AOT_REPORT"  # set for the child: the file it writes its report to
@@ -47,29 +45,6 @@ ENVIRONMENT = {
   "TPU_WORKER_HOSTNAMES": "localhost",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process aborts on the first one's lock file
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-  """The parts of a step to compile, as shapes without arrays; see `nnx.eval_shape`.
-
-  Attributes:
-    model: built on the mesh it is given.
-    optimizer: of the model.
-    loss_fn: `(model, batch) -> scalar`, or a `train_step.Objective`.
-    predict: the compiled `(model, batch) -> outputs` that evaluation calls.
-    batch: a dict of `jax.ShapeDtypeStruct`, global, `[examples, ...]`.
-    eval_batch: what `predict` gets, with shardings; None for a batch like the one of training.
-    options: of the step.
-  """
-
-  model: nnx.Module
-  optimizer: embed.Optimizer
-  loss_fn: train_step.Objective | train_step.LossFn
-  predict: Any
-  batch: Any
-  eval_batch: Any = None
-  options: train_step.Options = dataclasses.field(default_factory=train_step.Options)
 
 
 def main(

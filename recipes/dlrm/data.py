@@ -70,6 +70,25 @@ class ClickData:
   def num_dense(self) -> int:
     return self.columns["dense"].shape[1]
 
+  @property
+  def statistics(self) -> dict[str, float]:
+    """Rows of the splits, features, ids they have in all, and the rate of clicks in training.
+
+    The rate is of the first 100 million rows.
+    """
+    start, stop = self.splits["train"]
+    clicks = self.columns["label"][start : min(stop, start + 100_000_000)]
+    return {
+      **{
+        f"{words} rows": len(range(*self.splits[name]))
+        for name, words in (("train", "training"), ("valid", "validation"), ("test", "test"))
+      },
+      "numbers": self.num_dense,
+      "categories": len(self.features),
+      "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
+      "label rate": float(np.mean(clicks)),
+    }
+
 
 def load(config) -> ClickData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
@@ -98,14 +117,15 @@ def _click_data(prepared: Prepared) -> ClickData:
   )
 
 
-def batch_shapes(data: ClickData, batch_size: int) -> dict[str, Any]:
-  """Returns a training batch as `jax.ShapeDtypeStruct`s."""
+def batch_shapes(data: ClickData, config) -> dict[str, Any]:
+  """Returns a global training batch as `jax.ShapeDtypeStruct`s."""
   row = {
     name: np.full((1, *column.shape[1:]), -1 if name == "ids" else 0, column.dtype)
     for name, column in data.columns.items()
   }
   return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype), _transform(data)(row)
+    lambda x: jax.ShapeDtypeStruct((config.batch_size, *x.shape[1:]), x.dtype),
+    _transform(data)(row),
   )
 
 

@@ -1,42 +1,66 @@
-"""The settings of a click model on your own table, where its config leaves them out."""
+"""The settings of a click model, where its config leaves them out."""
 
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "num_workers": 0,
-  "model": "dcnv2",  # or dlrm
-  "dim": 16,
-  "dlrm": {"bottom": (128,), "top": (256, 128), "concat_tables": True},
+  "model": "dcnv2",  # or "dlrm"
+  "dim": 16,  # columns of the tables
+  "dlrm": {
+    "bottom": (128,),  # widths of the MLP on the dense features, before its last layer
+    "top": (256, 128),  # widths of the MLP on the dot products
+    "concat_tables": True,  # whether it sees the tables' vectors as well
+  },
   "dcnv2": {
-    "bottom": (),
-    "cross_layers": 3,
-    "rank": 0,
-    "deep": (256, 128),
-    "structure": "parallel",
+    "bottom": (),  # widths of an MLP on the dense features; () leaves them as they are
+    "cross_layers": 3,  # of the cross network
+    "rank": 0,  # of the cross layers' matrices; 0 is full
+    "deep": (256, 128),  # widths of the deep network
+    "structure": "parallel",  # or "stacked": the deep network after the cross layers
   },
-  "dropout": 0.2,
+  "dropout": 0.2,  # rate in the MLP before the logit
   "table": {
-    "optimizer": "adam",
-    "sharding": "mod",
-    "init_scale": 0.01,
-    "learning_rate": 2e-3,
-    "weight_decay": 0.0,
+    "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"
+    "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
+    "init_scale": 0.01,  # standard deviation of new rows
+    "learning_rate": 2e-3,  # of the rows
+    "weight_decay": 0.0,  # of the rows of a batch
   },
-  "dense_optimizer": "adamw",
-  "learning_rate": 2e-3,
-  "weight_decay": 0.0,
-  "warmup_steps": -1,  # a tenth of the steps, up to 100
-  "final_rate": 0.1,
-  "seed": 0,
-  "batch_size": 0,  # by the number of rows
-  "eval_batch_size": 8192,
-  "epochs": 5,
-  "steps": 0,  # as many as the epochs have
-  "log_every": 0,  # ten times an epoch
-  "eval_every": 0,  # every epoch
-  "checkpoint_every": 0,
-  "select": "valid_auc",
-  "patience": 2,
-  "pipelined": False,
-  "baseline": {"inverse_penalties": (0.01, 0.1, 1.0), "max_rows": 1_000_000},
+  "dense_optimizer": "adamw",  # or "adagrad"
+  "learning_rate": 2e-3,  # of dense parameters
+  "eval_batch_size": 8192,  # rows that are evaluated at once, on all devices
+  "epochs": 5,  # of a run whose `steps` are 0
+  "select": "valid_auc",  # the metric whose best state is tested; "" tests the last state
+  "patience": 2,  # validations without improvement until training stops; 0 never stops
+  "baseline": {
+    "inverse_penalties": (0.01, 0.1, 1.0),  # values of C of the logistic regression to choose from
+    "max_rows": 1_000_000,  # that it is fitted to; 0 leaves it out
+  },
+}
+
+# The settings that a data set adds.
+DATA_SETS: dict[str, dict[str, Any]] = {
+  "synthetic": {
+    "rows": 1_000_000,  # in all; a tenth each validates and tests
+    "data_seed": 0,  # of the draws
+    "zipf_exponent": 1.05,  # of the popularity of ids
+  },
+  "movielens1m": {
+    "data_dir": "",  # "" downloads the archive; else a folder with its files
+    "split_seed": 0,  # of the random split
+    "on_bad_row": "raise",  # or "skip", which counts
+  },
+  "criteo": {
+    "data_dir": "",  # the folder of data_file
+    "data_file": "train.txt",
+    "valid_fraction": 1 / 14,  # the last rows but those of the test
+    "test_fraction": 1 / 14,  # the last rows
+    "vocabulary": "min_count",  # or "hash"
+    "min_count": 10,  # rows that a category needs for a row of its own
+    "hash_size": 200_000,  # rows of each table
+  },
+  "criteo_1tb": {
+    "data_dir": "",  # the folder of day_0 to day_23, plain or .gz
+    "vocabulary_sizes": (),  # rows of the 26 tables
+    "valencies": (),  # ids of the 26 features in a row
+  },
 }

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from scipy.special import expit
 
-from .. import arrays, files, sampling
-from ..evaluation.metrics import ClickMetrics
+from .. import arrays, files
+from ..evaluation.metrics import click_metrics
 
 _SIZES = {"user": 10_000, "item": 5_000, "brand": 500, "category": 50, "city": 200, "hour": 24}
 _TAGS, _MAX_TAGS, _NUM_DENSE, _RANK = 300, 5, 4, 4
@@ -39,7 +39,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   label = arrays.column(folder, "label", (rows,), np.uint8)
   dense = arrays.column(folder, "dense", (rows, _NUM_DENSE), np.float32)
   ids = arrays.column(folder, "ids", (rows, len(_SIZES) + _MAX_TAGS), np.int32)
-  best, digest = ClickMetrics(), hashlib.sha256()
+  digest, tested = hashlib.sha256(), []
   with files.progress("drawing clicks", rows, "row") as bar:
     for start in range(0, rows, _CHUNK):
       stop = min(start + _CHUNK, rows)
@@ -47,17 +47,23 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       label[start:stop], dense[start:stop], ids[start:stop], logits = drawn
       for array in drawn[:3]:
         digest.update(np.ascontiguousarray(array).tobytes())
-      tested = np.arange(start, stop) >= splits["test"][0]
-      best.update(logits, drawn[0], tested)
+      tested.append(logits[max(splits["test"][0] - start, 0) :])
       bar.update(stop - start)
+  best = click_metrics(np.concatenate(tested), label[splits["test"][0] :])
   features = [{"name": name, "vocabulary_size": size} for name, size in _SIZES.items()]
   features.append({"name": "tags", "vocabulary_size": _TAGS, "valency": _MAX_TAGS})
   return {
     "splits": splits,
     "features": features,
     "sha256": {"generated": digest.hexdigest()},
-    "best": {f"test_{name}": value for name, value in best.compute().items()},
+    "best": {f"test_{name}": value for name, value in best.items()},
   }
+
+
+def _cumulative(weights: np.ndarray) -> np.ndarray:
+  """Returns the cumulative distribution of weights; ids are drawn by its inverse."""
+  sums = np.cumsum(weights)
+  return sums / sums[-1]
 
 
 class _Teacher:
@@ -65,7 +71,7 @@ class _Teacher:
 
   def __init__(self, generator: np.random.Generator, exponent: float):
     self._popularity = {
-      name: sampling.cumulative(np.arange(1, size + 1, dtype=np.float64) ** -exponent)
+      name: _cumulative(np.arange(1, size + 1, dtype=np.float64) ** -exponent)
       for name, size in (_SIZES | {"tags": _TAGS}).items()
     }
     self._weights = {

@@ -20,26 +20,25 @@ from ..errors import UserError, from_settings
 from ..evaluation.metrics import BinnedClickMetrics
 from ..run import settings, warm_start
 from ..run import workdir as runs
-from ..run.config import completed
-from ..run.journal import Writer, closes_writers
+from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
+from ..training import build, train_step
 from ..training import features as features_lib
-from ..training import layers, optimizers, placement, train_step
 from . import data as data_lib
 from . import model as model_lib
 
 
-@closes_writers
 def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
   The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
 
   Args:
-    config: of the run, or a plain dict that declares a table; see `completed`.
+    config: of the run, or a plain dict that declares a table; see `settings.completed`.
     workdir: the run's folder.
-    writers: get the metrics of the run as well, and are closed at the end; see `journal.Writer`.
+    writers: get the metrics of the run as well, and are closed where it ends; see
+      `journal.Writer`. A run that has ended already does not touch them.
 
   Returns:
     The content of result.json.
@@ -47,7 +46,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   Raises:
     UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
   """
-  mesh, asked = hosts.start(), completed("dlrm", config)
+  mesh, asked = hosts.start(), settings.completed("dlrm", config)
   if (result := runs.finished(asked, workdir)) is not None:
     return result
   config = runs.resumed(asked, workdir)
@@ -57,7 +56,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   config = decide(config, data, mesh)
   model, optimizer = make_state(config, data, mesh)
   evaluate = evaluator(data, config, mesh)
-  rate = optimizers.rate(config)
+  rate = build.rate(config)
   epoch = lambda steps: steps * config.batch_size / data.num_examples
 
   with Run(
@@ -150,7 +149,7 @@ def make_state(
 ) -> tuple[nnx.Module, embed.Optimizer]:
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
-    inputs = lambda: data_lib.batch_shapes(data, config.batch_size)["features"]
+    inputs = lambda: data_lib.batch_shapes(data, config)["features"]
     model = build_model(config, data, mesh, inputs)
     return model, embed.Optimizer(model, dense_optimizer(config))
 
@@ -163,24 +162,22 @@ def build_model(
 ) -> nnx.Module:
   """Returns the model that `config.model` names, its tables with the configured optimizer.
 
-  `inputs` returns the shapes of a batch's features, for a plan; see `placement.make_tables`.
+  `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
   """
-  initializer = layers.table_initializer(config)
+  initializer = build.table_initializer(config)
   features = features_lib.feature_configs(
     data.features,
     config.dim,
     initializer=initializer,
-    optimizer=lambda name: optimizers.table_optimizer(config, name),
-    dtype=layers.dtype(config, "table_dtype"),
+    optimizer=lambda name: build.table_optimizer(config, name),
+    dtype=build.dtype(config, "table_dtype"),
   )
-  rngs, optimizer = nnx.Rngs(config.seed), optimizers.table_optimizer(config)
+  rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
   common: Any = {
-    "tables": placement.make_tables(
-      config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs
-    ),
+    "tables": build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
     "num_dense": data.num_dense,
     "dropout": config.dropout,
-    "dtype": layers.dtype(config, "dtype"),
+    "dtype": build.dtype(config, "dtype"),
     "rngs": rngs,
   }
   if config.model == "dlrm":
@@ -197,9 +194,9 @@ def dense_optimizer(config) -> optax.GradientTransformation:
   (mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py).
   """
   if config.dense_optimizer == "adamw":
-    return optimizers.dense_optimizer(config)
+    return build.dense_optimizer(config)
   if config.dense_optimizer == "adagrad":
-    rate = optimizers.schedule(config, config.learning_rate)
+    rate = build.schedule(config, config.learning_rate)
     # torch adds its epsilon to the root, optax under it.
     return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8**2)
   raise UserError(f"unknown dense optimizer {config.dense_optimizer!r}: choose adamw or adagrad")

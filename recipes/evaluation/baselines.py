@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from .. import files
 from ..errors import UserError
 from . import retrieval
-from .metrics import ClickMetrics, RankingMetrics
+from .metrics import RankingMetrics, click_metrics
 
 # EASE inverts a dense [items, items] matrix in float64, in place: 5 GB of this many items.
 _MAX_EASE_ITEMS = 25_000
@@ -93,10 +93,8 @@ def logistic_regression(
 def _scores(model, matrices, labels, weights, split: str) -> dict[str, float]:
   if not matrices[split].shape[0]:
     return {}
-  metrics = ClickMetrics()
-  logits = model.decision_function(matrices[split])
-  metrics.update(logits, labels[split], weight=weights[split])
-  return {f"{split}_{name}": value for name, value in metrics.compute().items()}
+  metrics = click_metrics(model.decision_function(matrices[split]), labels[split], weights[split])
+  return {f"{split}_{name}": value for name, value in metrics.items()}
 
 
 # --- rankings ------------------------------------------------------------------------------------
@@ -242,6 +240,40 @@ def _blocks(size: int, block: int | None = None) -> Iterator[slice]:
     yield slice(start, min(start + block, size))
 
 
+def ranking_tasks(
+  train: scipy.sparse.csr_matrix,
+  histories: Mapping[str, scipy.sparse.csr_matrix],
+  relevant: Mapping[str, scipy.sparse.csr_matrix],
+  ks: Sequence[int],
+  *,
+  exclude_seen: bool,
+  ease_l2: Sequence[float] = (),
+  select: str = "",
+) -> dict[str, Callable[[], dict[str, float]]]:
+  """Returns what fits and ranks popularity, item kNN and EASE, by their names.
+
+  Item kNN is left out where users have too many items in all, EASE where it has no penalty.
+
+  Args:
+    train: `[users, items]`, ones.
+    histories, relevant, ks, exclude_seen, select: as for `best_ranking`.
+    ease_l2: penalties of EASE to choose from.
+  """
+  penalties: dict[str, Sequence[float]] = {
+    "popularity": (0.0,),
+    "item kNN": (0.0,) if can_fit_knn(np.diff(train.indptr)) else (),
+    "EASE": tuple(ease_l2),
+  }
+
+  def fit(name: str) -> dict[str, float]:
+    candidates = {l2: functools.partial(scorer, name, train, l2) for l2 in penalties[name]}
+    return best_ranking(
+      candidates, histories, relevant, ks, exclude_seen=exclude_seen, select=select
+    )
+
+  return {name: functools.partial(fit, name) for name, values in penalties.items() if values}
+
+
 def best_ranking(
   candidates: Mapping[float, Callable[[], Scorer]],
   histories: Mapping[str, scipy.sparse.csr_matrix],
@@ -249,7 +281,7 @@ def best_ranking(
   ks: Sequence[int],
   *,
   exclude_seen: bool,
-  select: str,
+  select: str = "",
 ) -> dict[str, float]:
   """Fits one model per hyperparameter and tests the one that validation prefers.
 
@@ -259,7 +291,7 @@ def best_ranking(
     relevant: by split, as for `ranking`.
     ks: the cutoffs.
     exclude_seen: whether items of the history are left out of the ranking.
-    select: the metric, as "ndcg@10".
+    select: the metric that chooses one of several, as "ndcg@10".
 
   Returns:
     `{"valid_...", "test_...", "chosen"}`; `chosen` is the hyperparameter. A split without a

@@ -88,16 +88,12 @@ class Manager:
     orbax: writes and reads the items of checkpoints.
     fingerprints: of the last checkpoint's rows, if the next one may be a delta.
     num_deltas: since the last full checkpoint.
-    verified: the chain that `newest` has read, until it is restored.
   """
 
   def __init__(self, folder: Path, *, full_every: int = 1):
-    if full_every < 1:
-      raise UserError(f"config.full_checkpoint_every is {full_every}: choose 1 or more")
     self.folder, self.full_every = folder, full_every
     self.fingerprints: embed.deltas.Fingerprints | None = None
     self.num_deltas = 0
-    self.verified: list[int] = []
     self._thread = ThreadPoolExecutor(1)
     self._finishing: Future[None] | None = None
     # Orbax removes nothing: see `_prune`.
@@ -134,8 +130,8 @@ class Manager:
         finishing.result()
       self.orbax.wait_until_finished()
 
-  def newest(self) -> int | None:
-    """Returns the step of the newest checkpoint that can be used, None if there is none at all.
+  def newest(self) -> list[int]:
+    """Returns the chain of the newest checkpoint that can be used, empty if there is none at all.
 
     Later ones, which are damaged, are moved out of the way, and that is said on stderr.
 
@@ -150,9 +146,9 @@ class Manager:
       return chain
 
     # One process decides: another may still see an older listing of the shared folder.
-    self.verified = hosts.from_main(choose)
+    chain = hosts.from_main(choose)
     self.orbax.reload()
-    return self.verified[-1] if self.verified else None
+    return chain
 
   def read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
     """Returns an item of a checkpoint."""
@@ -179,35 +175,29 @@ class Manager:
     _prune(self.folder, about["best_step"])
 
 
-def restore(manager: Manager, step: int, state: dict[str, Any]) -> dict[str, Any]:
-  """Loads the checkpoint of a step into model and optimizer; returns the progress saved with it.
-
-  Its files are verified first, unless `Manager.newest` has just done so.
+def restore(manager: Manager, chain: Sequence[int], state: dict[str, Any]) -> dict[str, Any]:
+  """Loads a checkpoint into model and optimizer; returns the progress saved with it.
 
   Args:
     manager: of the run.
-    step: of the checkpoint.
+    chain: of the checkpoint, as `Manager.newest` or `of_step` has verified it.
     state: `{"model": ..., "optimizer": ...}`.
 
   Raises:
-    UserError: a file is damaged, and is named; or the checkpoint holds other tables or parameters,
-      which are named with both shapes.
+    UserError: the checkpoint holds other tables or parameters, which are named with both shapes.
   """
   manager.wait()
-  chain, manager.verified = manager.verified, []
-  if chain[-1:] != [step]:
-    chain = hosts.from_main(lambda: of_step(manager.folder, step))
   like = embed.checkpoint.like(**state)
   shapes = manager.orbax.item_metadata(chain[0])[STATE].tree
   with from_settings():  # before Orbax, which would advise to pad or cut tables
     embed.checkpoint.check(shapes, **state)
   tree = manager.read(chain[0], STATE, ocp.args.StandardRestore(like))
-  progress = manager.read(step, _PROGRESS, ocp.args.JsonRestore())
+  progress = manager.read(chain[-1], _PROGRESS, ocp.args.JsonRestore())
   embed.checkpoint.from_tree(tree, **state)
   apply_deltas(manager.folder, chain, **state)
   manager.num_deltas = len(chain) - 1
   if manager.full_every > 1:
-    manager.fingerprints = embed.deltas.fingerprint(step, **state)
+    manager.fingerprints = embed.deltas.fingerprint(chain[-1], **state)
   return progress
 
 
@@ -265,7 +255,7 @@ def _full_disk_named(folder: Path) -> Iterator[None]:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
 
 
-def apply_deltas(folder: Path, chain: list[int], **nodes: Any) -> None:
+def apply_deltas(folder: Path, chain: Sequence[int], **nodes: Any) -> None:
   """Applies the deltas of a chain to models and optimizers that hold its full checkpoint."""
   at = chain[0]
   for delta in deltas(folder, chain):

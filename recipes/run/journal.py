@@ -1,25 +1,39 @@
-"""The log of a run while it trains: metrics.jsonl, TensorBoard, a progress bar or lines."""
+"""What a run records while it trains: its metrics, a bar or lines of them, and a profile.
+
+`metrics.jsonl` has a line per log step and per evaluation. Writers get the same: those that
+`config.writers` names, and objects of a caller's own.
+"""
 
 import contextlib
-import functools
+import hashlib
+import importlib
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensorboardX import SummaryWriter
+import jax
+from flax import nnx
 from tqdm import tqdm
+
+import embed
+from embed.planning import aligned
 
 from .. import arrays, files, hosts, schemas
 
 _UNSAID = ("exchange_rounds", "buffer_fill")  # of the metrics, in lines for a reader
+PROFILE = "profile"  # folder of a profile, in the workdir
+
+
+# --- writers --------------------------------------------------------------------------------------
 
 
 class Writer(Protocol):
-  """Takes the metrics of a run to where its user reads them, as to Weights & Biases or MLflow.
+  """Takes the metrics of a run to where its user reads them.
 
   Steps rise, but for a run that resumes from a checkpoint: it writes the steps since the checkpoint
   once more, the same numbers. What a writer raises ends the run, at its last checkpoint.
@@ -36,35 +50,96 @@ class Writer(Protocol):
     """Is called once, when the run has ended, failed or been stopped."""
 
 
-class _ClosedOnce:
-  def __init__(self, writer: Writer):
-    self.write, self._writer, self._is_open = writer.write, writer, True
+class TensorBoard:
+  """Writes `<workdir>/tensorboard`; steps after the one that the run resumes from are replaced."""
+
+  def __init__(self, workdir: Path, config: Mapping[str, Any], step: int):
+    from tensorboardX import SummaryWriter
+
+    del config
+    self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+      self._board.add_scalar(name, value, step)
+    self._board.flush()  # a kill loses nothing that a checkpoint is after
 
   def close(self) -> None:
-    if self._is_open:
-      self._is_open = False
-      self._writer.close()
+    self._board.close()
 
 
-def closes_writers(run: Callable[..., Any]) -> Callable[..., Any]:
-  """Makes `run(config, workdir, writers)` close its writers, also where no run has begun."""
+class WandB:
+  """Writes a run of Weights & Biases; a run that resumes goes on in it, by the workdir's path.
 
-  @functools.wraps(run)
-  def closing(config, workdir: str, writers: Sequence[Writer] = ()) -> Any:
-    with contextlib.ExitStack() as stack:
-      once = [_ClosedOnce(writer) for writer in writers]
-      for writer in once:
-        stack.callback(writer.close)
-      return run(config, workdir, once)
+  `WANDB_PROJECT` and the other variables of wandb say where it is.
+  """
 
-  return closing
+  def __init__(self, workdir: Path, config: Mapping[str, Any], step: int):
+    del step
+    wandb = importlib.import_module("wandb")
+    name = hashlib.sha256(str(workdir).encode()).hexdigest()[:16]
+    self._run = wandb.init(
+      id=name, name=workdir.name, dir=str(workdir), config=dict(config), resume="allow"
+    )
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    self._run.log(dict(metrics), step=step)
+
+  def close(self) -> None:
+    self._run.finish()
+
+
+class MLflow:
+  """Writes a run of MLflow, whose id is in `<workdir>/mlflow.json`; `MLFLOW_TRACKING_URI` is read.
+
+  MLflow allows no "@" in a name: `ndcg@10` is `ndcg_at_10` there.
+  """
+
+  def __init__(self, workdir: Path, config: Mapping[str, Any], step: int):
+    del step
+    self._mlflow = mlflow = importlib.import_module("mlflow")
+    path = workdir / "mlflow.json"
+    known = arrays.read_json(path, schema={"run_id": str})["run_id"] if path.exists() else None
+    run = mlflow.start_run(run_id=known, run_name=workdir.name)
+    if known is None:
+      arrays.write_json(path, {"run_id": run.info.run_id})
+      mlflow.log_dict(dict(config), "config.json")
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    named = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+    self._mlflow.log_metrics(named, step=step)
+
+  def close(self) -> None:
+    self._mlflow.end_run()
+
+
+WRITERS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+def trained(model: nnx.Module) -> str:
+  """Returns a table of what a model trains: its tables with their slots, and all else in a line."""
+  lines = [("table", "rows", "columns", "MB", "slots")]
+  for _, module in nnx.iter_modules(model):
+    for name, of in module.variable_shapes.items() if isinstance(module, embed.SparseEmbed) else ():
+      rows, columns = of["parameters"].shape
+      size = sum(math.prod(x.shape) * x.dtype.itemsize for x in of.values()) / 1e6
+      slots = ", ".join(slot for slot in of if slot != "parameters")
+      lines.append((name, f"{rows:,}", f"{columns:,}", f"{size:,.1f}", slots or "none"))
+  number = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+  return (
+    f"{aligned(lines, left=(0, 4))}\n{number:,} dense parameters, on {jax.devices()[0].device_kind}"
+    f" x {jax.device_count()}"
+  )
 
 
 class Journal:
   """Writes the metrics of a run; a context manager.
 
   Args:
-    workdir: where `metrics.jsonl` and `tensorboard/` are.
+    workdir: where `metrics.jsonl` is.
     step: the step that the run resumes from. Later lines were written by a run that was killed
       before its next checkpoint; they are removed and written again, the same.
     steps: of the whole run.
@@ -81,10 +156,9 @@ class Journal:
     batch_size: int,
     writers: Sequence[Writer] = (),
   ):
-    self._path = workdir / "metrics.jsonl"
-    truncate(self._path, step)
-    self._file = files.append(self._path)
-    self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+    path = workdir / "metrics.jsonl"
+    truncate(path, step)
+    self._file = files.append(path)
     self._bar = tqdm(total=steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
     self._doing, self._writers = "", tuple(writers)
     self._step, self._steps, self._batch_size = step, steps, batch_size
@@ -97,11 +171,10 @@ class Journal:
     self.close()
 
   def close(self) -> None:
-    """Ends the bar and closes the files; does nothing the second time."""
+    """Ends the bar and closes the file; does nothing the second time."""
     if not self._file.closed:
       self.doing("")
       self._bar.close()
-      self._board.close()
       self._file.close()
 
   def stepped(self) -> None:
@@ -123,7 +196,7 @@ class Journal:
     """Logs training metrics of the current step, with the rate since the last log."""
     seconds = time.perf_counter() - self._since
     rate = self._timed * self._batch_size / max(seconds, 1e-9)
-    self._write({"step": self._step, **metrics, "examples_per_second": rate})
+    self._write({**metrics, "examples_per_second": rate})
     shown = {name: f"{value:.4g}" for name, value in metrics.items() if name not in _UNSAID}
     self._bar.set_postfix(shown | {"examples": f"{rate:,.0f}/s"}, refresh=False)
     left = (self._steps - self._step) * self._batch_size / rate if rate else 0
@@ -135,7 +208,7 @@ class Journal:
     """Logs metrics of an evaluation at the current step; its time does not count in the rate."""
     if not metrics:  # nothing is held out to evaluate on
       return
-    self._write({"step": self._step, **metrics})
+    self._write(metrics)
     self._say("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()), keep=True)
 
   def restart_clock(self) -> None:
@@ -146,16 +219,12 @@ class Journal:
     """Puts everything written so far on the disk; call it before a checkpoint of this step."""
     self._file.flush()
     os.fsync(self._file.fileno())
-    self._board.flush()
 
-  def _write(self, line: dict[str, Any]) -> None:
-    self._file.write(json.dumps(line, allow_nan=False) + "\n")
+  def _write(self, metrics: dict[str, Any]) -> None:
+    self._file.write(json.dumps({"step": self._step, **metrics}, allow_nan=False) + "\n")
     self._file.flush()
-    metrics = {name: value for name, value in line.items() if name != "step"}
-    for name, value in metrics.items():
-      self._board.add_scalar(name, value, line["step"])
     for writer in self._writers:
-      writer.write(line["step"], metrics)
+      writer.write(self._step, metrics)
 
   def _say(self, text: str, keep: bool = False) -> None:
     text = f"step {self._step}/{self._steps}  {text}"
@@ -198,11 +267,55 @@ def truncate(path: Path, step: int) -> None:
     return
   kept = 0
   for line in files.read(path, at_most=1 << 30).splitlines(keepends=True):
-    if not line.endswith(b"\n") or _step(line, path) > step:
+    parsed = lambda line=line: arrays.parse_json(line, str(path), schema=schemas.LINE)
+    if not line.endswith(b"\n") or parsed()["step"] > step:
       break
     kept += len(line)
   os.truncate(path, kept)
 
 
-def _step(line: bytes, path: Path) -> int:
-  return arrays.parse_json(line, str(path), schema=schemas.LINE)["step"]
+# --- the profile ----------------------------------------------------------------------------------
+
+
+class Profile:
+  """Writes a trace of steps `first` to `last`, for TensorBoard or XProf; a context manager.
+
+  Args:
+    folder: of the trace.
+    steps: the first and the last step, counted from 1; () traces nothing. In a run of several
+      processes, the main one traces itself.
+  """
+
+  def __init__(self, folder: Path, steps: Sequence[int]):
+    self._folder, self._steps = folder, tuple(steps) if hosts.is_main() else ()
+    self._is_running = False
+
+  def __enter__(self) -> "Profile":
+    return self
+
+  def __exit__(self, *unused: Any) -> None:
+    """Writes the trace if the run ends before its last step."""
+    if self._is_running:
+      self._is_running = False
+      jax.profiler.stop_trace()
+      hosts.say(f"profile: tensorboard --logdir={self._folder}")
+
+  @contextlib.contextmanager
+  def step(self, number: int) -> Iterator[list[Any]]:
+    """Traces step `number` if it is one of those wanted.
+
+    Yields a list for the arrays that the step computes: the trace ends when the last of them is
+    there, since steps run while Python goes on.
+    """
+    results: list[Any] = []
+    if not self._steps or not self._steps[0] <= number <= self._steps[1]:
+      yield results
+      return
+    if not self._is_running:
+      jax.profiler.start_trace(self._folder)
+      self._is_running = True
+    with jax.profiler.StepTraceAnnotation("train", step_num=number):
+      yield results
+    if number == self._steps[1]:
+      jax.block_until_ready(results)
+      self.__exit__()

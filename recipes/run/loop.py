@@ -31,7 +31,7 @@ import embed
 
 from .. import arrays, hosts
 from ..errors import DivergedError, MissingFileError, Preempted, Stopped, UserError
-from . import checkpoints, keeping, preemption, profiling, results, settings
+from . import checkpoints, journal
 from . import workdir as runs
 from .checkpoints import Progress
 from .journal import Journal, Silence, Writer
@@ -45,19 +45,19 @@ class Run:
 
   Args:
     recipe: its name, for the result.
-    config: needs `seed`, `steps`, `batch_size`, `log_every`, `eval_every`, `checkpoint_every` (0:
-      at evaluations, and as the settings of `settings.RUN` say), `select` (the validation metric
-      whose best state is tested, as "valid_auc", a name that ends in "loss" being minimised; ""
-      tests the final state) and `patience` (evaluations without improvement until training stops;
-      0 never).
+    config: has the settings of `settings.RUN`, `select` (the validation metric whose best state is
+      tested, as "valid_auc", a name that ends in "loss" being minimised; "" tests the final state)
+      and `patience` (evaluations without improvement until training stops; 0 never).
     workdir: the run's folder, for which `runs.finished` has returned None.
     model: trained in place; everything but its tables is copied to all devices of the mesh.
     optimizer: of the model's dense parameters and tables.
     mesh: from `hosts.start`.
     asked: the config before the data have decided what it leaves open; None: it leaves nothing.
-    data: has `sha256`, hashes of the data by file, and `serve`, a folder of what serving needs
-      besides the model, which is copied into the workdir. None: nothing is known of the data.
-    writers: get the metrics of the run as well, in the main process; they are closed at the end.
+    data: has `sha256`, hashes of the data by file, `statistics`, numbers by name, and `serve`, a
+      folder of what serving needs besides the model, which is copied into the workdir. None:
+      nothing is known of the data.
+    writers: get the metrics as well as those that `config.writers` names, in the main process; the
+      run closes them when it ends.
 
   Attributes:
     step: the number of steps taken.
@@ -91,6 +91,7 @@ class Run:
     self.asked = config if asked is None else asked
     self.is_new, self.evaluates = True, False
     self._sha256 = {} if data is None else dict(data.sha256)
+    self._statistics = {} if data is None else dict(data.statistics)
     self.serve = None if data is None else data.serve
     self._writers = tuple(writers) if hosts.is_main() else ()
     self._progress, self._stack = Progress(), contextlib.ExitStack()
@@ -98,7 +99,7 @@ class Run:
     self._values: dict[str, list[Any]] = {}  # on the device; fetched where they are written
     self._pending: Any = None  # the batch of the next step, which has been looked at
     self._is_counted = self._writes = self._saves = False
-    self._latest: Any = None
+    self._latest: Any = None  # value of the last step, which a profile waits for
 
   @property
   def step(self) -> int:
@@ -111,7 +112,7 @@ class Run:
       for writer in self._writers:
         stack.callback(writer.close)
       stack.enter_context(runs.held(self.asked, self.config, self.workdir))
-      self._notice = stack.enter_context(preemption.Notice())
+      self._notice = stack.enter_context(hosts.PreemptionNotice())
       if not hosts.everywhere((self.workdir / "config.json").exists()):
         raise MissingFileError(
           f"not every process sees the config.json that process 0 has written to {self.workdir}: "
@@ -146,29 +147,30 @@ class Run:
     config, workdir, state = self.config, self.workdir, self._state
     hosts.replicate(self.mesh, *state.values())
     self._manager = stack.enter_context(
-      checkpoints.Manager(
-        workdir / "checkpoints", full_every=settings.value(config, "full_checkpoint_every")
-      )
+      checkpoints.Manager(workdir / "checkpoints", full_every=config.full_checkpoint_every)
     )
-    latest = self._manager.newest()
-    self.is_new = latest is None
-    keep = lambda: keeping.keep(self.serve, self._sha256, workdir, is_new=self.is_new)
-    hosts.from_main(keep)
-    if latest is not None:
+    chain = self._manager.newest()
+    self.is_new = not chain
+    hosts.from_main(lambda: runs.keep(self.serve, self._sha256, workdir, is_new=self.is_new))
+    if chain:
+      latest = chain[-1]
       hosts.say(f"{workdir}: resuming from step {latest}")
       if latest > config.steps:
         raise UserError(
           f"{workdir} has taken {latest} steps, and config.steps is {config.steps}: a run can be "
           "lengthened, not shortened"
         )
-      vars(self._progress).update(checkpoints.restore(self._manager, latest, state))
+      vars(self._progress).update(checkpoints.restore(self._manager, chain, state))
       self._progress.stopped = self._has_stalled()
       self._values = {name: list(values) for name, values in self._progress.logged.items()}
     hosts.from_main(lambda: runs.set_aside(workdir, self.asked))
-    self._profile = profiling.Profile(workdir / profiling.FOLDER, profiling.check(config))
-    stack.callback(self._profile.close)
+    profile = journal.Profile(workdir / journal.PROFILE, config.profile_steps)
+    self._profile = stack.enter_context(profile)
     if hosts.is_main():
       stack.enter_context(hosts.logged_to(workdir / "run.log"))
+      for name in config.writers:
+        writer = journal.WRITERS[name](workdir, runs.plain(config), self.step)
+        self._writers = (*self._writers, stack.enter_context(contextlib.closing(writer)))
       self._journal = Journal(
         workdir,
         step=self.step,
@@ -206,7 +208,9 @@ class Run:
       iterator.set_state(progress.data)
     self._iterator = iterator
     if self.is_new:
-      hosts.say(results.trained(self.model))
+      if self._statistics:
+        hosts.say(f"data: {_shown(self._statistics)}")
+      hosts.say(journal.trained(self.model))
     self._journal.doing("compiling")
     notice.is_deferred = True
     while progress.step < config.steps and not progress.stopped:
@@ -327,9 +331,9 @@ class Run:
     Several processes, whose clocks differ, ask the main one, and only where they wait for each
     other anyway.
     """
-    minutes = settings.value(self.config, "checkpoint_minutes")
+    minutes = self.config.checkpoint_minutes
     waits = self._writes or hosts.shard()[1] == 1
-    if not minutes or self.config.get("pipelined", False) or not waits:
+    if not minutes or self.config.pipelined or not waits:
       return False
     return hosts.from_main(lambda: time.perf_counter() - self._saved_at >= 60 * minutes)
 
@@ -345,7 +349,9 @@ class Run:
     step = self.tested_step
     hosts.say(f"testing the state of step {step}")
     if step != self.step:
-      checkpoints.restore(self._manager, step, self._state)
+      self._manager.wait()
+      chain = hosts.from_main(lambda: checkpoints.of_step(self._manager.folder, step))
+      checkpoints.restore(self._manager, chain, self._state)
     return self.model
 
   @property
@@ -371,8 +377,9 @@ class Run:
       "seconds": self._progress.seconds,
       "metrics": self._progress.scores | tested,
       "baselines": {},
-      "device": results.device(),
-      "versions": results.versions(),
+      "device": runs.device(),
+      "versions": runs.versions(),
+      "data": self._statistics,
       "data_sha256": self._sha256,
     }
     hosts.from_main(lambda: arrays.write_json(self.workdir / "result.json", result))
@@ -416,6 +423,18 @@ def _reports(model: nnx.Module) -> dict[str, float]:
       for name, value in module.report.get_value().items():
         values.setdefault(name, []).append(np.asarray(value).item())
   return {name: sum(v) if name == "dropped_ids" else max(v) for name, v in values.items()}
+
+
+def _shown(statistics: Mapping[str, float]) -> str:
+  """Returns numbers in words.
+
+  >>> _shown({"users": 6040, "density": 0.0447})
+  '6,040 users, density 0.0447'
+  """
+  return ", ".join(
+    f"{value:,} {name}" if isinstance(value, int) else f"{name} {value:.4g}"
+    for name, value in statistics.items()
+  )
 
 
 def _named(split: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -14,9 +14,9 @@ import embed.checkpoint
 
 from .. import arrays, hosts
 from ..errors import DamagedFileError, MissingFileError, UserError
-from . import checkpoints, keeping
+from . import checkpoints
 from . import workdir as runs
-from .config import completed
+from .settings import completed
 
 RECIPES = ("dlrm", "two_tower", "sequence")
 
@@ -50,7 +50,7 @@ class Opened:
     Raises:
       UserError: they have changed, or cannot be read.
     """
-    data = self.train.data_lib.load(keeping.with_own_base(self.config, self.workdir))
+    data = self.train.data_lib.load(runs.with_own_base(self.config, self.workdir))
     if dict(data.sha256) != self.result["data_sha256"]:
       raise UserError(f"the data of {self.workdir} have changed since it was trained")
     return data
@@ -80,10 +80,11 @@ def open_run(workdir: str | Path) -> Opened:
     raise UserError(f"{workdir} has no result.json: the run has not ended. Its command resumes it")
   if result["recipe"] not in RECIPES:
     raise DamagedFileError(f"{workdir / 'result.json'} names no recipe: train again")
-  decided = stored.pop(runs.DECIDED, None)
+  if not isinstance(decided := stored.pop(runs.DECIDED, None), dict):
+    raise DamagedFileError(f"{path} is damaged (it has no {runs.DECIDED!r}): train again")
   try:
     config = completed(result["recipe"], stored | decided)
-  except (UserError, TypeError, AttributeError) as error:  # of values that no run has written
+  except (UserError, AttributeError) as error:  # of values that no run has written
     raise DamagedFileError(f"{path} is damaged ({error}): train again") from error
   return Opened(workdir, config, result)
 

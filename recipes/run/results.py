@@ -1,56 +1,9 @@
-"""The origin of a result, device and versions, and the table that shows it."""
+"""The table that compares a run with its baselines, and notes on it."""
 
-import importlib.metadata
-import math
-import os
-import platform
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-from flax import nnx
-
-import embed
-from embed.planning import aligned
-
 _MAX_AUC = 0.99  # clicks are not so predictable
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "scikit-learn")
-
-
-def device() -> dict[str, Any]:
-  """Returns what the run computed on."""
-  first = jax.devices()[0]
-  return {
-    "platform": first.platform,
-    "kind": first.device_kind,
-    "count": jax.device_count(),
-    "processes": jax.process_count(),
-    "host": platform.machine(),
-    "host_cores": os.cpu_count(),
-  }
-
-
-def versions() -> dict[str, str]:
-  """Returns the versions that a number depends on."""
-  installed = {name: importlib.metadata.version(name) for name in _PACKAGES}
-  return {"python": platform.python_version(), "sparse-embed": embed.__version__} | installed
-
-
-def trained(model: nnx.Module) -> str:
-  """Returns a table of what a model trains: its tables with their slots, and all else in a line."""
-  lines = [("table", "rows", "columns", "MB", "slots")]
-  for _, module in nnx.iter_modules(model):
-    for name, of in module.variable_shapes.items() if isinstance(module, embed.SparseEmbed) else ():
-      rows, columns = of["parameters"].shape
-      size = sum(math.prod(x.shape) * x.dtype.itemsize for x in of.values()) / 1e6
-      slots = ", ".join(slot for slot in of if slot != "parameters")
-      lines.append((name, f"{rows:,}", f"{columns:,}", f"{size:,.1f}", slots or "none"))
-  number = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-  first = jax.devices()[0]
-  return (
-    f"{aligned(lines, left=(0, 4))}\n{number:,} dense parameters, on {first.device_kind} x "
-    f"{jax.device_count()}"
-  )
 
 
 def notes(

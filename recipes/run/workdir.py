@@ -1,4 +1,4 @@
-"""The folder of a run, the workdir: its config, its lock, its result.
+"""The folder of a run, the workdir: its config, its lock, its result, and what serving needs.
 
     config.json      the settings; only those of `settings.MAY_CHANGE` may differ later. `decided`
                      in it has those that the data have decided, as a batch size of 0
@@ -7,6 +7,10 @@
     tensorboard/     the same for TensorBoard
     checkpoints/     the last two states and the best on validation: see `recipes.run.checkpoints`
     damaged_checkpoints/    those that could not be used when the run resumed
+    serve/           transforms and raw ids of a table, which exports and later runs read
+    data.json        hashes of the data of a run without such a folder
+    split.parquet    which row of which file is in which split
+    init/serve/      the transforms of the run that this one started from
     result.json      written when the state has been tested; `recipes.baselines` adds to it
     result-500.json  the result after 500 steps of a run that was lengthened then
     run.lock         held by the process that writes; a second run in the folder is refused
@@ -15,20 +19,51 @@ Several processes share one workdir: the main one writes the files, all of them 
 """
 
 import contextlib
+import importlib.metadata
 import json
 import os
+import platform
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import filelock
+import jax
+
+import embed
 
 from .. import arrays, files, hosts, schemas
 from ..errors import UserError
-from . import checkpoints, keeping, settings
+from ..tables import row_ids
+from . import checkpoints, settings
 
-_LOCK, DECIDED = "run.lock", "decided"
+DECIDED = "decided"
+_LOCK, _SERVE, _INIT = "run.lock", "serve", "init"
 _REMOVE = ": remove it, and the same command writes it again"
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "scikit-learn")
+
+
+# --- the result -----------------------------------------------------------------------------------
+
+
+def device() -> dict[str, Any]:
+  """Returns what the run computed on."""
+  first = jax.devices()[0]
+  return {
+    "platform": first.platform,
+    "kind": first.device_kind,
+    "count": jax.device_count(),
+    "processes": jax.process_count(),
+    "host": platform.machine(),
+    "host_cores": os.cpu_count(),
+  }
+
+
+def versions() -> dict[str, str]:
+  """Returns the versions that a number depends on."""
+  installed = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  return {"python": platform.python_version(), "sparse-embed": embed.__version__} | installed
 
 
 def plain(config) -> dict[str, Any]:
@@ -52,11 +87,6 @@ def is_of(result: Mapping[str, Any], config) -> bool:
   return all(stored.get(name) == wanted.get(name) for name in settings.LENGTH)
 
 
-def has_checkpoint(workdir: Path) -> bool:
-  """Returns whether a run has saved a state."""
-  return bool(checkpoints.steps(workdir / "checkpoints"))
-
-
 def set_aside(workdir: Path, config) -> None:
   """Renames the result of a run that is lengthened, to `result-<steps>.json`.
 
@@ -68,6 +98,14 @@ def set_aside(workdir: Path, config) -> None:
     raise UserError(f"another process has finished {workdir}: the same command shows its result")
   if stale is not None:
     (workdir / "result.json").rename(workdir / f"result-{stale['steps']}.json")
+
+
+# --- the config and the lock ----------------------------------------------------------------------
+
+
+def has_checkpoint(workdir: Path) -> bool:
+  """Returns whether a run has saved a state."""
+  return bool(checkpoints.steps(workdir / "checkpoints"))
 
 
 def finished(config, workdir: str | Path) -> dict[str, Any] | None:
@@ -89,17 +127,24 @@ def finished(config, workdir: str | Path) -> dict[str, Any] | None:
       f"--workdir={workdir} is a URL, and a run writes plain files. Mount the bucket (gcsfuse) and "
       "give the folder."
     )
-  return hosts.from_main(lambda: _finished(config, Path(workdir)))
+  folder = Path(workdir)
 
-
-def _finished(config, workdir: Path) -> dict[str, Any] | None:
-  _check_config(config, workdir)
-  known = result(workdir)
-  if known is None or not is_of(known, config):
-    _check_writable(workdir)
+  def known() -> dict[str, Any] | None:
+    _check_config(config, folder)
+    ended = result(folder)
+    if ended is not None and is_of(ended, config):
+      hosts.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
+      return ended
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+      raise UserError(
+        f"--workdir={workdir} cannot be written to, because {parent} cannot: choose another one"
+      )
+    if (folder / _LOCK).exists():
+      _acquire(folder).release()
     return None
-  hosts.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
-  return known
+
+  return hosts.from_main(known)
 
 
 def _check_config(config, workdir: Path) -> None:
@@ -107,12 +152,11 @@ def _check_config(config, workdir: Path) -> None:
   # What has failed before its first checkpoint, as by a typo in a setting, binds nobody.
   if not path.exists() or not (has_checkpoint(workdir) or (workdir / "result.json").exists()):
     return
-  stored, unset = arrays.read_json(path, _REMOVE, {}), object()
-  shown = lambda value: "not set" if value is unset else f"{value!r:.200}"
+  stored = arrays.read_json(path, _REMOVE, {})
   differing = [
-    f"{name}: {shown(old)} there, {shown(new)} now"
+    f"{name}: {old!r:.200} there, {new!r:.200} now"
     for name in sorted((stored.keys() | wanted.keys()) - {*settings.MAY_CHANGE, DECIDED})
-    for old, new in _differences(stored.get(name, unset), wanted.get(name, unset))
+    for old, new in _differences(stored.get(name), wanted.get(name))
   ]
   if differing:
     raise UserError(
@@ -128,16 +172,6 @@ def _differences(old: Any, new: Any) -> list[tuple[Any, Any]]:
   differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
   part = lambda group: {name: group[name] for name in differ if name in group}
   return [(part(old), part(new))] if differ else []
-
-
-def _check_writable(workdir: Path) -> None:
-  parent = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
-  if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-    raise UserError(
-      f"--workdir={workdir} cannot be written to, because {parent} cannot: choose another one"
-    )
-  if (workdir / _LOCK).exists():
-    _acquire(workdir).release()
 
 
 def _acquire(workdir: Path) -> filelock.BaseFileLock:
@@ -182,7 +216,7 @@ def resumed(config, workdir: str | Path) -> Any:
   """Returns the config to prepare data and model with, of a run that may be resumed.
 
   A batch size of 0 is the one that the run began with, on any number of devices, and `init_from` is
-  the run's own copy of the transforms that it started from; see `keeping.keep_base`.
+  the run's own copy of the transforms that it started from; see `keep_base`.
   """
   workdir = Path(workdir)
 
@@ -193,4 +227,59 @@ def resumed(config, workdir: str | Path) -> Any:
 
   if batch_size := hosts.from_main(stored):
     config = settings.copied(config, batch_size=batch_size)
-  return keeping.with_own_base(config, workdir)
+  return with_own_base(config, workdir)
+
+
+# --- what serving needs, so that a run depends on no cache and on no other run --------------------
+
+
+def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_new: bool) -> None:
+  """Copies what serving needs into the workdir; a copy that a kill has cut short is made again.
+
+  Args:
+    serve: the folder that was prepared with the data; None if there is none.
+    data_sha256: hashes of the data by file.
+    workdir: of the run.
+    is_new: whether the run has no checkpoint yet, so that an earlier copy is replaced.
+
+  Raises:
+    UserError: the data, or the transforms fitted on them, are not those that the run began with.
+  """
+  source, about = workdir / "data.json", data_sha256
+  if serve is not None:
+    source = workdir / _SERVE / "source.json"
+    about = {**data_sha256, "transforms": row_ids.digest(serve)}
+  if not is_new:
+    if arrays.read_json(source, schema={}) != about:
+      raise UserError(
+        f"the data have changed since the run in {workdir} began: choose another --workdir"
+      )
+  elif serve is None:
+    arrays.write_json(source, about)
+  else:
+    _copy(serve, source.parent, about)
+    if (split := serve.parent / "split.parquet").exists():
+      with split.open("rb") as rows, files.replacing(workdir / split.name) as file:
+        shutil.copyfileobj(rows, file)
+
+
+def keep_base(other: Path, workdir: Path) -> None:
+  """Copies the transforms of the run that this one starts from, if it has any."""
+  source = files.latest(other / _SERVE)
+  if source.is_dir():
+    (workdir / _INIT).mkdir(parents=True, exist_ok=True)
+    _copy(source, workdir / _INIT / _SERVE, {})
+
+
+def with_own_base(config, workdir: Path) -> Any:
+  """Returns the config to prepare data with: `init_from` is the run's own copy, if it has one."""
+  if not config.get("init_from") or not files.latest(workdir / _INIT / _SERVE).is_dir():
+    return config
+  return settings.copied(config, init_from=str(workdir / _INIT))
+
+
+def _copy(source: Path, target: Path, about: dict[str, str]) -> None:
+  with files.replacing_folder(target) as partial:
+    files.copy_folder(source, partial)
+    if about:
+      arrays.write_json(partial / "source.json", about)

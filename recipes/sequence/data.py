@@ -59,6 +59,19 @@ class SequenceData:
     return len(self.packed["items"])
 
   @property
+  def statistics(self) -> dict[str, float]:
+    """Users, items, interactions, packed rows, and the share of all pairs that there are."""
+    users, items = len(self.columns["offsets"]) - 1, len(self.columns["items"])
+    return {
+      "users": users,
+      "items": self.num_items,
+      "interactions": items,
+      "packed rows": self.num_examples,
+      "mean length": items / users,
+      "density": items / (users * self.num_items),
+    }
+
+  @property
   def lengths(self) -> np.ndarray:
     """Items of each user, int64 `[users]`."""
     return np.diff(self.columns["offsets"])

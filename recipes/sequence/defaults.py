@@ -1,47 +1,54 @@
-"""The settings of a sequence model on your own table, where its config leaves them out."""
+"""The settings of a sequence model, where its config leaves them out."""
 
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "num_workers": 0,
-  "model": "sasrec",  # or hstu, bert4rec
-  "dim": 64,
-  "blocks": 2,
-  "heads": 1,
-  "max_length": 50,
-  "positions": "end",
-  "dropout": 0.2,
-  "mask_rate": 0.2,
-  "loss": "sampled_softmax",
+  "model": "sasrec",  # or "hstu", "bert4rec"
+  "dim": 64,  # columns of the table, and of the encoder
+  "blocks": 2,  # of the encoder
+  "heads": 1,  # of attention in a block
+  "max_length": 50,  # items of a history that the model sees, the last ones
+  "positions": "end",  # the last item is at the last position; or "start", the first at the first
+  "dropout": 0.2,  # rate on the input and in the blocks
+  "mask_rate": 0.2,  # share of the items that bert4rec hides
+  "loss": "sampled_softmax",  # or "softmax", "bce", "gbce"
   "negatives": {
-    "number": 256,
-    "distribution": "uniform",
-    "shared": True,
-    "logq": True,
-    "calibration": 0.75,
+    "number": 256,  # drawn for a batch
+    "distribution": "uniform",  # or "popularity"
+    "shared": True,  # whether all targets of a batch have the same
+    "logq": True,  # whether the sampled softmax corrects for how often they are drawn
+    "calibration": 0.75,  # of gbce
   },
   "table": {
-    "optimizer": "adam",
-    "sharding": "mod",
-    "init_scale": 0.02,
-    "learning_rate": 1e-3,
-    "weight_decay": 0.0,
+    "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"
+    "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
+    "init_scale": 0.02,  # standard deviation of new rows
+    "learning_rate": 1e-3,  # of the rows
+    "weight_decay": 0.0,  # of the rows of a batch
   },
-  "learning_rate": 1e-3,
-  "weight_decay": 0.0,
-  "warmup_steps": -1,  # a tenth of the steps, up to 100
-  "final_rate": 0.1,
-  "seed": 0,
-  "batch_size": 0,  # of packed rows, by their number
-  "eval_batch_size": 256,
-  "epochs": 30,
-  "steps": 0,  # as many as the epochs have
-  "log_every": 0,  # ten times an epoch
-  "eval_every": 0,  # every epoch
-  "checkpoint_every": 0,
-  "select": "valid_ndcg@10",
-  "patience": 3,
-  "pipelined": False,
-  "ks": (10, 20),
-  "baseline": {"ease_l2": 0.0},  # EASE takes a matrix of all pairs of items; 0 leaves it out
+  "learning_rate": 1e-3,  # of dense parameters
+  "eval_batch_size": 256,  # users that are ranked for at once, on all devices
+  "epochs": 30,  # of a run whose `steps` are 0
+  "select": "valid_ndcg@10",  # the metric whose best state is tested; "" tests the last state
+  "patience": 3,  # validations without improvement until training stops; 0 never stops
+  "exclude_seen": True,  # whether rankings leave out what the user has had
+  "ks": (10, 20),  # cutoffs of the metrics
+  "baseline": {"ease_l2": 0.0},  # EASE's penalty; 0 leaves it out
+}
+
+# The settings that a data set adds.
+DATA_SETS: dict[str, dict[str, Any]] = {
+  "synthetic": {
+    "num_users": 20_000,  # that are drawn
+    "num_items": 2_000,  # that they draw from
+    "noise": 0.3,  # the probability that any item follows, and no successor
+    "data_seed": 0,  # of the draws
+  },
+  "file": {
+    "data_dir": "",  # the folder of data_file
+    "data_file": "",  # its name
+    "layout": "pairs",  # `user item` a line; or "lines", `user item item ...`
+    "counts": (),  # users, items and interactions of the file; () takes any file
+    "source": "",  # where the file comes from
+  },
 }

@@ -76,33 +76,41 @@ class FeedForward(nnx.Module):
     return self.dropout(self.out(self.dropout(self.activation(self.inner(x)))))
 
 
-class SASRecBlock(nnx.Module):
-  """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D."""
-
-  causal, normed = True, True  # the encoder ends with a norm
+class _TransformerBlock(nnx.Module):
+  """Attention and a feed-forward layer of an inner width, with a norm for each."""
 
   def __init__(
     self,
     dim: int,
     heads: int,
-    length: int,
     *,
+    inner: int,
+    activation: Any,
     dropout: float,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    del length
     self.attention = Attention(dim, heads, dropout=dropout, dtype=dtype, rngs=rngs)
-    self.forward = FeedForward(dim, dim, nnx.relu, dropout=dropout, dtype=dtype, rngs=rngs)
+    self.forward = FeedForward(dim, inner, activation, dropout=dropout, dtype=dtype, rngs=rngs)
     self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+
+class SASRecBlock(_TransformerBlock):
+  """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D."""
+
+  causal, normed = True, True  # the encoder ends with a norm
+
+  def __init__(self, dim: int, heads: int, length: int, **options: Any):
+    del length
+    super().__init__(dim, heads, inner=dim, activation=nnx.relu, **options)
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     x = x + self.dropout(self.attention(self.norms[0](x), mask))
     return x + self.forward(self.norms[1](x))
 
 
-class BERT4RecBlock(nnx.Module):
+class BERT4RecBlock(_TransformerBlock):
   """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D.
 
   The paper's projection of the output (equation 7) and its bias per item are left out.
@@ -110,21 +118,9 @@ class BERT4RecBlock(nnx.Module):
 
   causal, normed = False, False
 
-  def __init__(
-    self,
-    dim: int,
-    heads: int,
-    length: int,
-    *,
-    dropout: float,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-  ):
+  def __init__(self, dim: int, heads: int, length: int, **options: Any):
     del length
-    self.attention = Attention(dim, heads, dropout=dropout, dtype=dtype, rngs=rngs)
-    self.forward = FeedForward(dim, 4 * dim, nnx.gelu, dropout=dropout, dtype=dtype, rngs=rngs)
-    self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
-    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+    super().__init__(dim, heads, inner=4 * dim, activation=nnx.gelu, **options)
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     x = self.norms[0](x + self.dropout(self.attention(x, mask)))

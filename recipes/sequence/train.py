@@ -20,27 +20,26 @@ from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
 from ..run import settings, warm_start
 from ..run import workdir as runs
-from ..run.config import completed
-from ..run.journal import Writer, closes_writers
+from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
-from ..training import layers, losses, optimizers, placement, train_step
+from ..training import build, losses, train_step
 from . import data as data_lib
 from . import model as model_lib
 
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
-@closes_writers
 def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
   The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
 
   Args:
-    config: of the run, or a plain dict that declares a table; see `completed`.
+    config: of the run, or a plain dict that declares a table; see `settings.completed`.
     workdir: the run's folder.
-    writers: get the metrics of the run as well, and are closed at the end; see `journal.Writer`.
+    writers: get the metrics of the run as well, and are closed where it ends; see
+      `journal.Writer`. A run that has ended already does not touch them.
 
   Returns:
     The content of result.json.
@@ -48,7 +47,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   Raises:
     UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
   """
-  mesh, asked = hosts.start(), completed("sequence", config)
+  mesh, asked = hosts.start(), settings.completed("sequence", config)
   if (result := runs.finished(asked, workdir)) is not None:
     return result
   config = runs.resumed(asked, workdir)
@@ -58,7 +57,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   config = decide(config, data, mesh)
   model, optimizer = make_state(config, data, mesh)
   evaluate = evaluator(data, config, mesh)
-  rate = optimizers.rate(config)
+  rate = build.rate(config)
   epoch = lambda steps: steps * config.batch_size / data.num_examples
 
   with Run(
@@ -190,7 +189,7 @@ def make_state(
   with from_settings():
     inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
     model = build_model(config, data.num_items, mesh, inputs)
-    return model, embed.Optimizer(model, optimizers.dense_optimizer(config))
+    return model, embed.Optimizer(model, build.dense_optimizer(config))
 
 
 def build_model(
@@ -201,16 +200,16 @@ def build_model(
 ) -> model_lib.SequenceModel:
   """Returns the model that `config.model` names, its table with the configured optimizer.
 
-  `inputs` returns the shapes of a batch's items, for a plan; see `placement.make_tables`.
+  `inputs` returns the shapes of a batch's items, for a plan; see `build.tables`.
   """
-  rngs, dtype = nnx.Rngs(config.seed), layers.dtype(config, "dtype")
+  rngs, dtype = nnx.Rngs(config.seed), build.dtype(config, "dtype")
   table = embed.TableConfig(
     num_items,
     config.dim,
-    initializer=layers.table_initializer(config),
-    optimizer=optimizers.table_optimizer(config),
+    initializer=build.table_initializer(config),
+    optimizer=build.table_optimizer(config),
     name=model_lib.ITEM,
-    dtype=layers.dtype(config, "table_dtype"),
+    dtype=build.dtype(config, "table_dtype"),
   )
   encoder = model_lib.Encoder(
     model_lib.BLOCKS[config.model],
@@ -224,7 +223,7 @@ def build_model(
   )
   features = {model_lib.ITEM: embed.FeatureConfig(table)}
   return model_lib.SequenceModel(
-    placement.make_tables(config, features, None, rngs=rngs, mesh=mesh, inputs=inputs),
+    build.tables(config, features, None, rngs=rngs, mesh=mesh, inputs=inputs),
     encoder,
     max_length=config.max_length,
     dropout=config.dropout,

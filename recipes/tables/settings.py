@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import arrays, files
 from ..errors import DamagedFileError, UserError
-from ..run import settings as run_settings
 from . import sharing, spec
 from .reading import Format, columns_of, paths
 
@@ -67,7 +66,7 @@ def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> "ConfigDi
 
   Args:
     given: the user's config, with `columns`.
-    defaults: of the recipe.
+    defaults: of every run and of the recipe.
 
   Raises:
     UserError: an unknown setting, one of another type, or a column that is declared wrongly;
@@ -76,7 +75,7 @@ def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> "ConfigDi
   from ml_collections import ConfigDict
 
   given = given.to_dict() if isinstance(given, ConfigDict) else dict(given)
-  settings = _merged(DEFAULTS | run_settings.RUN | dict(defaults), given, "config")
+  settings = merged(DEFAULTS | dict(defaults), given, "config")
   # A dict within a ConfigDict would lose its order.
   in_order = lambda columns: ConfigDict(columns, allow_dotted_keys=True, sort_keys=False)
   settings["columns"] = in_order(spec.expand(settings["columns"]))
@@ -86,8 +85,13 @@ def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> "ConfigDi
   return ConfigDict(settings, allow_dotted_keys=True, sort_keys=False)
 
 
-def _merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> dict[str, Any]:
-  merged = {
+def merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> dict[str, Any]:
+  """Returns known settings with the values that are given, group by group.
+
+  Raises:
+    UserError: a setting is unknown, or of another type than its default; names it below `place`.
+  """
+  settings = {
     key: dict(value) if isinstance(value, Mapping) else value for key, value in known.items()
   }
   for key, value in given.items():
@@ -95,16 +99,18 @@ def _merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> d
       raise UserError(f"{place} has no setting {key!r}; {spec.nearest(str(key), list(known))}")
     default = known[key]
     if key == "columns":
-      merged[key] = value
+      settings[key] = value
     elif key in ("files", "days"):
-      merged[key] = _files(value, f"{place}.{key}")
+      settings[key] = _files(value, f"{place}.{key}")
+    elif key == "sharding" and isinstance(value, Mapping):
+      settings[key] = dict(value)  # a strategy for each of some tables
     elif isinstance(default, Mapping):
       if not isinstance(value, Mapping):
         raise UserError(f"{place}.{key} is {value!r}: give a dict of {', '.join(default)}")
-      merged[key] = _merged(default, value, f"{place}.{key}")
+      settings[key] = merged(default, value, f"{place}.{key}")
     else:
-      merged[key] = _typed(value, default, f"{place}.{key}")
-  return merged
+      settings[key] = _typed(value, default, f"{place}.{key}")
+  return settings
 
 
 def _files(value: Any, place: str) -> Any:
@@ -279,10 +285,8 @@ def settings(config) -> dict[str, Any]:
   sharing.check(table.kinds, "config.columns")
   for side, source in table.sides.items():
     sharing.check(source.kinds, f"config.{side}_table.columns")
-  serve = files.latest(
-    Path(run_settings.value(config, "init_from")).expanduser().resolve() / "serve"
-  )
-  if run_settings.value(config, "init_from") and serve.is_dir():
+  serve = files.latest(Path(config.init_from).expanduser().resolve() / "serve")
+  if config.init_from and serve.is_dir():
     about["base"] = [str(serve), *(files.digest(path) for path in sorted(serve.glob("*.*")))]
   return about
 
@@ -312,7 +316,9 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
       "counts": list(given.pop("counts", ())),
       "by_number": given.pop("by_number", False),
     }
-    return settings(complete({**own, **given}, {"select": config.select})) | published
+    return (
+      settings(complete({**own, **given}, {"select": config.select, "init_from": ""})) | published
+    )
 
   return settings_of
 

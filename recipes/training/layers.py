@@ -1,4 +1,4 @@
-"""Layers, the initializer of tables, and dtypes, which the recipes' models share."""
+"""Layers that the recipes' models share."""
 
 import functools
 import itertools
@@ -9,33 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
-import embed
-
-from ..errors import UserError
-from ..run import settings
-
-_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-
-def table_initializer(config) -> Any:
-  """Returns the initializer of tables: normal, with the deviation `config.table.init_scale`.
-
-  Row-wise: a process draws only the rows that it keeps, and they are the same on any mesh.
-  """
-  return embed.row_wise(jax.nn.initializers.normal(config.table.init_scale))
-
-
-def dtype(config, setting: str) -> Any:
-  """Returns the dtype that a setting names: `dtype`, of computation, or `table_dtype`, of rows.
-
-  Raises:
-    UserError: it is another than float32 and bfloat16.
-  """
-  name = settings.value(config, setting)
-  if name not in _DTYPES:
-    raise UserError(f"{setting} is {name!r}: choose {' or '.join(_DTYPES)}")
-  return _DTYPES[name]
 
 
 class MLP(nnx.Module):

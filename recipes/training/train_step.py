@@ -18,8 +18,7 @@ import embed
 
 from .. import hosts
 from ..errors import UserError
-from ..run import profiling, settings
-from . import layers
+from . import build
 
 LossFn = Callable[[Any, Any], Any]  # (model, batch) -> loss, or (loss, {name: scalar})
 
@@ -70,9 +69,9 @@ def options(config) -> Options:
     UserError: a setting makes no sense, or two exclude each other; says what to write instead.
   """
   chosen = Options(
-    settings.value(config, "clip_norm"),
-    settings.value(config, "accumulate"),
-    config.get("pipelined", False),
+    config.clip_norm,
+    config.accumulate,
+    config.pipelined,
   )
   if not 0 <= chosen.clip_norm < float("inf"):
     raise UserError(f"clip_norm is {chosen.clip_norm}: choose a positive norm, or 0 for none")
@@ -97,9 +96,8 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   Raises:
     UserError: as `options`, or the batch cannot be cut into equal parts on all devices.
   """
-  profiling.check(config)
   for name in ("dtype", "table_dtype"):
-    layers.dtype(config, name)
+    build.dtype(config, name)
   parts, pieces, size = options(config).accumulate, units(config, mesh), config.batch_size
   if parts > 1 and size % pieces:
     where = f" on each of the {pieces // parts} devices" if pieces > parts else ""

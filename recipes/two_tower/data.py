@@ -73,6 +73,16 @@ class RetrievalData:
     """Pairs that train."""
     return len(range(*self.splits["train"]))
 
+  @property
+  def statistics(self) -> dict[str, float]:
+    """Users, items, pairs of the splits, and the share of all pairs that there are."""
+    pairs = {
+      f"{words} pairs": len(range(*self.splits[name]))
+      for name, words in (("train", "training"), ("valid", "validation"), ("test", "test"))
+    }
+    density = sum(pairs.values()) / (self.num_users * self.num_items)
+    return {"users": self.num_users, "items": self.num_items, **pairs, "density": density}
+
   def matrix(self, *splits: str) -> scipy.sparse.csr_matrix:
     """Returns the pairs of the named splits as float32 `[users, items]` of ones."""
     rows = np.concatenate([np.arange(*self.splits[split]) for split in splits])

@@ -1,53 +1,80 @@
-"""The settings of two towers on your own table, where its config leaves them out."""
+"""The settings of two towers, where their config leaves them out."""
 
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "num_workers": 0,
   "query": (),  # some of user, history and the features of users; () is all of them
   "candidate": (),  # some of item and the features of items; () is all of them
-  "share_history": True,
-  "history": 32,
-  "eval_history": 256,
-  "dim": 64,
-  "query_hidden": (),
-  "candidate_hidden": (),
-  "dropout": 0.0,
-  "normalize": True,
-  "temperature": 0.1,
-  "logq": 1.0,
-  "remove_accidental_hits": True,
-  "hard_negatives": 0,
-  "queue": 0,
-  "frequency": {"buckets": 0, "rate": 0.02},
-  "negatives": {"number": 0, "distribution": "uniform", "power": 0.75},
-  "table": {
-    "optimizer": "adam",
-    "sharding": "mod",
-    "init_scale": 0.1,
-    "learning_rate": 5e-3,
-    "weight_decay": 0.0,
+  "share_history": True,  # whether histories read the items' own table
+  "history": 32,  # items of a history in training
+  "eval_history": 256,  # items of a history in evaluation and predictions
+  "dim": 64,  # columns of the tables, and of what the towers return
+  "query_hidden": (),  # widths of the query tower's MLP; () makes it a weighted sum
+  "candidate_hidden": (),  # of the candidate tower's
+  "dropout": 0.0,  # rate in the query tower
+  "normalize": True,  # whether the towers return vectors of length 1
+  "temperature": 0.1,  # that scores are divided by
+  "logq": 1.0,  # how much of the logQ correction; 0 is none
+  "remove_accidental_hits": True,  # whether the positive's item is no negative
+  "hard_negatives": 0,  # how many of a query's negatives count, the hardest; 0 counts all
+  "queue": 0,  # candidates of past batches that are negatives, a multiple of the batch
+  "frequency": {
+    "buckets": 0,  # places to count items in; 0 is one for every item
+    "rate": 0.02,  # of the moving averages
   },
-  "learning_rate": 3e-3,
-  "weight_decay": 0.0,
-  "warmup_steps": -1,  # a tenth of the steps, up to 100
-  "final_rate": 0.1,
-  "seed": 0,
-  "batch_size": 0,  # by the number of interactions
-  "eval_batch_size": 256,
-  "epochs": 10,
-  "steps": 0,  # as many as the epochs have
-  "log_every": 0,  # ten times an epoch
-  "eval_every": 0,  # every epoch
-  "checkpoint_every": 0,
-  "select": "valid_ndcg@10",
-  "patience": 3,
-  "pipelined": False,
-  "examples": "users",
-  "ks": (10, 20),
-  "ann": False,
+  "negatives": {
+    "number": 0,  # drawn for a batch, besides its own items
+    "distribution": "uniform",  # or "popularity"
+    "power": 0.75,  # of the popularity
+  },
+  "table": {
+    "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"
+    "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
+    "init_scale": 0.1,  # standard deviation of new rows
+    "learning_rate": 5e-3,  # of the rows
+    "weight_decay": 0.0,  # of the rows of a batch
+  },
+  "learning_rate": 3e-3,  # of dense parameters
+  "eval_batch_size": 256,  # users that are ranked for at once, on all devices
+  "epochs": 10,  # of a run whose `steps` are 0
+  "select": "valid_ndcg@10",  # the metric whose best state is tested; "" tests the last state
+  "patience": 3,  # validations without improvement until training stops; 0 never stops
+  "examples": "users",  # a ranking for each user, or for each of the "rows"
+  "exclude_seen": True,  # whether rankings leave out what the user has had
+  "ks": (10, 20),  # cutoffs of the metrics
+  "ann": False,  # whether the test measures an approximate index as well
   "baseline": {
-    "select": "ndcg@10",
-    "ease_l2": (),  # EASE takes a matrix of all pairs of items
+    "select": "ndcg@10",  # the metric that chooses a baseline's penalty
+    "ease_l2": (),  # EASE's penalties to choose from; () leaves it out
+  },
+}
+
+_PUBLISHED = {
+  "data_dir": "",  # the folder of the files; "" downloads those that may be
+  "split_seed": 0,  # of the random split
+  "on_bad_row": "raise",  # or "skip", which counts
+}
+
+# The settings that a data set adds.
+DATA_SETS: dict[str, dict[str, Any]] = {
+  "synthetic": {
+    "num_users": 5_000,  # that are drawn
+    "num_items": 3_000,  # that they draw from
+    "num_groups": 20,  # of items, which a user likes to different degrees
+    "mean_items": 40,  # of a user
+    "zipf_exponent": 0.8,  # of the popularity of items
+    "data_seed": 0,  # of the draws
+  },
+  "movielens1m": {
+    **_PUBLISHED,
+    "core": 10,  # users and items with fewer rows are dropped
+  },
+  "movielens100k": {
+    **_PUBLISHED,
+    "counts": (943, 1_682, 100_000),  # users, items and ratings; () takes other files
+  },
+  "gowalla": {
+    **_PUBLISHED,
+    "refit": False,  # True trains on the validation pairs as well; then `select` must be ""
   },
 }

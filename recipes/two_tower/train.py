@@ -24,27 +24,26 @@ from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
 from ..run import settings, warm_start
 from ..run import workdir as runs
-from ..run.config import completed
-from ..run.journal import Writer, closes_writers
+from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
+from ..training import build, train_step
 from ..training import features as features_lib
-from ..training import layers, optimizers, placement, train_step
 from . import data as data_lib
 from . import losses
 from . import model as model_lib
 
 
-@closes_writers
 def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   """Trains as configured, or reads the result of the run that the workdir holds; returns it.
 
   The same call on a laptop, a GPU node or in every process of a pod; see `hosts.start`.
 
   Args:
-    config: of the run, or a plain dict that declares a table; see `completed`.
+    config: of the run, or a plain dict that declares a table; see `settings.completed`.
     workdir: the run's folder.
-    writers: get the metrics of the run as well, and are closed at the end; see `journal.Writer`.
+    writers: get the metrics of the run as well, and are closed where it ends; see
+      `journal.Writer`. A run that has ended already does not touch them.
 
   Returns:
     The content of result.json.
@@ -52,7 +51,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   Raises:
     UserError: a setting is wrong, a file of the data is missing or damaged; or as `Run`.
   """
-  mesh, asked = hosts.start(), completed("two_tower", config)
+  mesh, asked = hosts.start(), settings.completed("two_tower", config)
   if (result := runs.finished(asked, workdir)) is not None:
     return result
   config = runs.resumed(asked, workdir)
@@ -62,7 +61,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   config = decide(config, data, mesh)
   model, optimizer = make_state(config, data, mesh)
   evaluate = evaluator(data, config, mesh)
-  rate = optimizers.rate(config)
+  rate = build.rate(config)
   epoch = lambda steps: steps * config.batch_size / data.num_examples
 
   with Run(
@@ -101,7 +100,7 @@ def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
 
   Under a mesh every query meets the candidates of all devices, not of its own alone.
   """
-  dtype = layers.dtype(config, "dtype")
+  dtype = build.dtype(config, "dtype")
 
   def loss_fn(model: model_lib.TwoTower, batch) -> jax.Array:
     size = batch["positive"].shape[0]
@@ -258,7 +257,7 @@ def make_state(
   with from_settings():
     of_batch = lambda: inputs(config, data_lib.batch_shapes(data, config))
     model = build_model(config, data, mesh, of_batch)
-    return model, embed.Optimizer(model, optimizers.dense_optimizer(config))
+    return model, embed.Optimizer(model, build.dense_optimizer(config))
 
 
 def build_model(
@@ -269,7 +268,7 @@ def build_model(
 ) -> model_lib.TwoTower:
   """Returns the model, its tables with the configured optimizer and, under a mesh, split over it.
 
-  `inputs` returns the shapes of a batch's features, for a plan; see `placement.make_tables`.
+  `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
 
   Raises:
     ValueError: a queue that is not a multiple of the batch, or an unknown option.
@@ -278,10 +277,10 @@ def build_model(
     raise UserError(
       f"queue is {config.queue}: choose a multiple of the batch size {config.batch_size}"
     )
-  features, optimizer = feature_configs(config, data), optimizers.table_optimizer(config)
+  features, optimizer = feature_configs(config, data), build.table_optimizer(config)
   rngs = nnx.Rngs(config.seed)
   return model_lib.TwoTower(
-    placement.make_tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
+    build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
     config.dim,
     data.num_items,
     query_hidden=config.query_hidden,
@@ -291,7 +290,7 @@ def build_model(
     buckets=config.frequency.buckets,
     rate=config.frequency.rate,
     queue=config.queue,
-    dtype=layers.dtype(config, "dtype"),
+    dtype=build.dtype(config, "dtype"),
     rngs=rngs,
   )
 
@@ -318,8 +317,8 @@ def feature_configs(
   Raises:
     ValueError: there is no such feature; names those that there are.
   """
-  initializer = layers.table_initializer(config)
-  dtype = layers.dtype(config, "table_dtype")
+  initializer = build.table_initializer(config)
+  dtype = build.dtype(config, "table_dtype")
   table = functools.partial(
     embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean", dtype=dtype
   )
@@ -330,7 +329,7 @@ def feature_configs(
     features_lib.feature_configs,
     dim=config.dim,
     initializer=initializer,
-    optimizer=lambda name: optimizers.table_optimizer(config, name),
+    optimizer=lambda name: build.table_optimizer(config, name),
     dtype=dtype,
   )
   known = {

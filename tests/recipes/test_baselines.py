@@ -20,11 +20,6 @@ def train():
   return scipy.sparse.csr_matrix((draw.random((60, 30)) < likely).astype(np.float32))
 
 
-def test_popularity_by_hand():
-  matrix = scipy.sparse.csr_matrix(np.array([[1, 0, 1], [0, 0, 1]], np.float32))
-  assert baselines.popularity(matrix).tolist() == [1, 0, 2]
-
-
 def test_item_knn_by_hand():
   # Items 0 and 1 share one user of two each, 1 and 2 one of two and one, 0 and 2 none.
   train = scipy.sparse.csr_matrix(np.array([[1, 1, 0], [1, 0, 0], [0, 1, 1]], np.float32))
@@ -177,11 +172,6 @@ def test_an_example_may_be_a_row_of_its_user(train):
     select="hr@1",
   )
   assert found["test_hr@1"] == pytest.approx(1 / 3)
-
-
-def test_padded():
-  matrix = scipy.sparse.csr_matrix(np.array([[0, 1, 1], [0, 0, 0], [1, 0, 0]]))
-  assert baselines.padded(matrix).tolist() == [[1, 2], [-1, -1], [0, -1]]
 
 
 def test_logistic_regression_without_test_rows_is_validated_alone():

@@ -133,19 +133,6 @@ def test_values_decide_the_kind(values, expected):
   assert kind(values) == expected
 
 
-def test_names_are_hints_where_integers_could_be_both():
-  values = RNG.integers(1000, size=3000).tolist()
-  assert kind(values, name="shop_id") == kind(values, name="storeType") == ("category", {})
-  assert kind(values, name="income") == ("number", {})
-
-
-def test_many_values_are_counted_from_the_whole_table():
-  values = [f"h{i}" for i in RNG.integers(400, size=1000)]
-  assert kind(values) == ("category", {})
-  assert kind(values, total=3_000_000) == ("category", {"min_count": 5})
-  assert kind(values, total=30_000_000) == ("category", {"hash": 1_000_000})
-
-
 def test_a_click_table(tmp_path, capsys):
   path, out = write(tmp_path / "clicks.csv", click_columns()), tmp_path / "my.py"
   printed = look(capsys, path, "--label=clicked", f"--out={out}")
@@ -187,14 +174,6 @@ def test_an_interaction_log_serves_sequences_and_towers(tmp_path, capsys):
   assert [feature["name"] for feature in features["item"]] == ["category"]
 
 
-def test_a_time_is_no_condition_of_towers(tmp_path, capsys):
-  columns = log_columns()
-  del columns["seen_at"]
-  printed = look(capsys, write(tmp_path / "log.csv", columns))
-  assert "recipes.two_tower" in printed
-  assert "recipes.sequence" not in printed
-
-
 def test_the_time_is_when_a_row_happened(tmp_path):
   columns = log_columns()
   released = {item: f"1999-01-{1 + int(item[1:]) % 28:02d}" for item in columns["product"]}
@@ -222,13 +201,6 @@ def test_ratings_serve_all_recipes(tmp_path, capsys):
   for recipe in ("dlrm", "two_tower", "sequence"):
     assert f"recipes.{recipe}" in printed
     built(out, recipe, tmp_path)
-
-
-def test_a_split_by_time_needs_both_outcomes(tmp_path, capsys):
-  columns = click_columns() | {"date": [f"2024-01-{1 + i // 300:02d}" for i in range(ROWS)]}
-  path, out = write(tmp_path / "clicks.csv", columns), tmp_path / "my.py"
-  assert "the split is by hash" in look(capsys, path, "--label=clicked", f"--out={out}")
-  built(out, "dlrm", tmp_path)
 
 
 @pytest.mark.parametrize("columns", [60, 200])
@@ -343,14 +315,6 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, arguments, line):
   assert not (tmp_path / "my.py").exists()
 
 
-def test_a_first_line_of_texts_may_be_a_row(tmp_path, capsys):
-  rows = [f"{30 + i % 40}, {'State-gov' if i % 3 else 'Private'}, {i}, {'BSc' if i % 2 else 'HS'}, "
-          f"Male, {'>50K' if i % 5 == 0 else '<=50K'}" for i in range(60)]  # fmt: skip
-  path = tmp_path / "adult.data"
-  path.write_text("\n".join(rows) + "\n")
-  assert "the first line seems a row, not a header" in refused(capsys, path, "--label=<=50K")
-
-
 def test_a_header_may_be_a_value_or_come_again(tmp_path, capsys):
   path = tmp_path / "tags.csv"
   rows = "".join(f"{'tag' if i == 3 else 'a'},{i % 7},{i % 2}\n" for i in range(40))
@@ -370,21 +334,6 @@ def test_a_first_line_that_is_a_row(tmp_path, capsys):
   out = tmp_path / "my.py"
   assert "c4" in look(capsys, path, "--no_header", "--user=c1", "--item=c2", f"--out={out}")
   assert completed(out, "two_tower", tmp_path).format.names == ("c1", "c2", "c3", "c4")
-
-
-def test_nothing_to_train_on_asks(tmp_path, capsys):
-  printed = look(capsys, write(tmp_path / "clicks.csv", click_columns()))
-  assert "name the column that is predicted, --label (clicked?)" in printed
-
-
-def test_two_texts_of_a_label(tmp_path):
-  path = write(
-    tmp_path / "a.csv", {"n": range(40), "income": ["<=50K", "<=50K", ">50K", "<=50K"] * 10}
-  )
-  read = profile.read([path], Format(), 100)
-  plan = proposing.propose(read, Roles(label="income"))
-  assert plan.columns["income"].options == {"positive": (">50K",)}
-  assert any("'>50K' is the rarer value" in note for note in plan.notes)
 
 
 # --- what columns say of the label, and tables that are hard to describe --------------------------
@@ -525,12 +474,6 @@ def test_a_third_value_of_a_label_is_dropped(tmp_path, capsys):
 def test_a_header_with_rubbish(tmp_path, capsys, text, words):
   (tmp_path / "a.csv").write_text(text)
   assert words in refused(capsys, tmp_path / "a.csv", "--label=clicked")
-
-
-def test_trailing_delimiters_of_all_lines_are_a_column_without_values(tmp_path, capsys):
-  path = tmp_path / "a.csv"
-  path.write_text("city,clicked,\n" + "".join(f"c{i % 5},{i % 2},\n" for i in range(100)))
-  assert "left out: no values" in look(capsys, path, "--label=clicked")
 
 
 def test_files_that_are_no_text(tmp_path, capsys):

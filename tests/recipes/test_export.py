@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pytest
+from flax import nnx
 from kills import full_disk
-from recipe_runs import dlrm_smoke, sequence_smoke, two_tower_smoke
+from recipe_runs import sequence_smoke, two_tower_smoke
 from served_models import (
   CLICKS,
   LOG,
@@ -28,7 +28,8 @@ from served_models import (
   write_log,
 )  # fmt: skip
 
-from recipes import export, serving
+import embed
+from recipes import export, hosts, serving
 from recipes.errors import UserError
 from recipes.tables import settings
 
@@ -65,6 +66,26 @@ def test_a_click_model_scores_raw_rows_as_its_run_does(model, clicks, tmp_path):
   assert len(rows) == 1000
   assert np.ptp(expected) > 0.1
   np.testing.assert_allclose(scores, expected, atol=1e-6, rtol=0)
+
+
+def test_tables_are_exported_from_all_devices_as_from_one(clicks, tmp_path, monkeypatch):
+  _, run, file = clicks
+  whole, real = [], embed.export
+
+  def exporting(function, model, *args, **kwargs):
+    tables = jax.tree.leaves(nnx.state(model, embed.Table))
+    whole.append(all(table.sharding.is_fully_replicated for table in tables))
+    return real(function, model, *args, **kwargs)
+
+  monkeypatch.setattr(embed, "export", exporting)
+  spread = serving.load(export.export(run, tmp_path / "spread", platforms=("cpu",)))
+  monkeypatch.setattr(hosts, "start", lambda: None)
+  alone = serving.load(export.export(run, tmp_path / "alone", platforms=("cpu",)))
+  assert whole == [False, True]
+  for name, x in alone.served.arrays.items():
+    np.testing.assert_array_equal(x, spread.served.arrays[name])
+  rows = read_rows(file)[:50]
+  np.testing.assert_array_equal(spread.predict(rows), alone.predict(rows))
 
 
 @pytest.mark.parametrize(
@@ -131,40 +152,6 @@ def test_sequence_models_rank_raw_rows_as_their_run_does(model, dtype, tmp_path)
 
 
 # Every published data set: what is read of it, and how raw rows say what its test asks.
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["movielens1m", "criteo_kaggle"])
-def test_published_clicks_are_scored_as_their_run_does(name, tmp_path):
-  training = run_of("dlrm", dlrm_smoke(name, tmp_path), tmp_path / "run")
-  served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
-  split = pq.read_table(training.serve.parent / "split.parquet")
-  rows = split.filter(pc.equal(split["part"], "test"))["row"].to_pylist()
-  file = next((tmp_path / "raw").glob("ratings*" if name == "movielens1m" else "train.txt"))
-  format = served.served.text_format
-  lines = file.read_text(encoding="latin-1").splitlines()
-  lines = lines if format.names else lines[1:]
-  cut = [lines[row - 1].split(format.delimiter or ",") for row in rows]
-  names = format.names or ("user", "movie", "rating")
-  scores = served.predict(dict(zip(names, map(list, zip(*cut, strict=True)), strict=True)))
-  np.testing.assert_allclose(scores, own_probabilities(training, ["test"]), atol=1e-6, rtol=0)
-  assert np.ptp(scores) > 0.1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["gowalla", "movielens100k", "movielens1m"])
-def test_published_items_are_ranked_as_their_run_does(name, tmp_path):
-  training = run_of("two_tower", two_tower_smoke(name, tmp_path), tmp_path / "run")
-  users, scores, ids = own_towers(training)
-  served = serving.load(export.export(tmp_path / "run", tmp_path / "served"))
-  texts, histories = asked_towers(training, served, users)
-  answers = served.recommend({"user": texts, "history": histories}, top=10)
-  items = np.array(served._items.texts, object)
-  left = np.isfinite(scores) & (ids >= 0)  # few items are left for some users
-  assert left.mean() > 0.9
-  np.testing.assert_array_equal(np.isfinite(answers.scores), left)
-  np.testing.assert_allclose(answers.scores[left], scores[left], atol=1e-6, rtol=0)
-  assert np.mean(answers.items[left] == items[ids[left]]) > 0.99
 
 
 @pytest.mark.full
@@ -256,20 +243,6 @@ def test_a_full_disk_leaves_the_earlier_export(clicks, other, tmp_path):
     export.export(other, out, platforms=("cpu",))
   assert scores(out, file) == before
   assert [path.name for path in tmp_path.iterdir()] == ["served"]
-
-
-def test_an_export_that_is_replaced_while_it_is_read_is_said(clicks, other, tmp_path):
-  """A model reads its program when it is needed first."""
-  _, run, file = clicks
-  out = export.export(run, tmp_path / "served", platforms=("cpu",))
-  early, late = serving.load(out), serving.load(out)
-  rows = read_rows(file)[:3]
-  before = early.predict(rows).tolist()
-  export.export(other, out, platforms=("cpu",))
-  assert early.predict(rows).tolist() == before
-  with pytest.raises(UserError, match=r"another export has replaced .*/served"):
-    late.predict(rows)
-  assert scores(out, file) != before
 
 
 EXPORT = """

@@ -15,7 +15,7 @@ from kills import is_killed
 from ml_collections import ConfigDict
 
 from recipes import errors, files
-from recipes.run import keeping
+from recipes.run import workdir as runs
 
 TEXT = b"twelve bytes"
 SHA256 = hashlib.sha256(TEXT).hexdigest()
@@ -180,7 +180,7 @@ def test_a_copy_that_was_being_replaced_is_still_the_base(tmp_path):
   serve = tmp_path / "init" / "serve"
   serve.mkdir(parents=True)
   config = ConfigDict({"init_from": "other"})
-  assert keeping.with_own_base(config, tmp_path).init_from == str(tmp_path / "init")
+  assert runs.with_own_base(config, tmp_path).init_from == str(tmp_path / "init")
   serve.with_name("serve.removed").mkdir()
   serve.rename(serve.with_name("serve.removed") / "old")  # a kill came here
-  assert keeping.with_own_base(config, tmp_path).init_from == str(tmp_path / "init")
+  assert runs.with_own_base(config, tmp_path).init_from == str(tmp_path / "init")

@@ -327,14 +327,6 @@ def test_two_processes_of_two_devices_train_as_one(jobs, folder, alone):
   assert_same((result, lines), alone)
 
 
-@pytest.mark.slow
-def test_four_processes_train_as_one(jobs, folder, alone):
-  jobs.run(recipe(folder / "four"), processes=4)
-  result, lines = outcome(folder / "four")
-  assert (result["device"]["count"], result["device"]["processes"]) == (4, 4)
-  assert_same((result, lines), alone)
-
-
 @pytest.fixture(scope="module")
 def killed(jobs, folder):
   """A run of two processes of which one was killed in the middle, and the other was stopped."""
@@ -459,13 +451,6 @@ def test_two_processes_go_on_from_the_last_whole_checkpoint(jobs, folder, pair_w
   assert "resuming from step 20" in output[0]
   assert "Traceback" not in output[0] + output[1]
   assert_same(outcome(workdir), pair[:2])
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_with_another_number_of_processes(jobs, folder, killed, alone):
-  workdir = shutil.copytree(killed, folder / "shrunk")
-  assert "resuming from step" in jobs.run(recipe(workdir))[0]
-  assert_same(outcome(workdir), alone)
 
 
 TALK = """

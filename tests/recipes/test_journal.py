@@ -1,13 +1,14 @@
 """The log of a run: where its metrics go, and that writers of a user's own get them too."""
 
-import contextlib
 import json
+import sys
+import types
 
 import ml_collections
 import pytest
 
 from recipes import errors
-from recipes.run import journal, loop
+from recipes.run import journal, loop, settings
 
 
 class Kept:
@@ -39,7 +40,7 @@ def test_writers_get_what_the_file_gets(tmp_path):
 
 def test_writers_are_closed_where_a_run_fails(tmp_path):
   kept = Kept()
-  config = ml_collections.ConfigDict({"batch_size": 8, "steps": 4, "patience": 0})
+  config = ml_collections.ConfigDict(settings.RUN | {"batch_size": 8, "steps": 4, "patience": 0})
   modules = {"model": None, "optimizer": None}
   (tmp_path / "run").mkdir()
   (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "victim")
@@ -50,18 +51,36 @@ def test_writers_are_closed_where_a_run_fails(tmp_path):
   assert kept.closed == 1
 
 
-def test_writers_are_closed_once_however_a_run_ends(tmp_path):
-  @journal.closes_writers
-  def run(config, workdir, writers):
-    if config == "wrong":
-      raise errors.UserError("a setting is wrong")
-    for writer in writers:
-      writer.write(1, {"loss": 0.5})
-      writer.close()  # as `Run` does
-    return {"metrics": {}}
+class Service:
+  """Records what is called, as a module of wandb or of MLflow would be."""
 
-  for config in ("right", "wrong"):
-    kept = Kept()
-    with contextlib.suppress(errors.UserError):
-      assert run(config, tmp_path, [kept]) == {"metrics": {}}
-    assert kept.closed == 1
+  def __init__(self):
+    self.calls, self.info = [], types.SimpleNamespace(run_id="r1")
+
+  def __getattr__(self, name):
+    def call(*args, **kwargs):
+      self.calls.append((name, args, kwargs))
+      return self
+
+    return call
+
+
+def test_metrics_go_to_the_writers_that_a_setting_names(tmp_path, monkeypatch):
+  services = {name: Service() for name in ("wandb", "mlflow")}
+  for name, service in services.items():
+    monkeypatch.setitem(sys.modules, name, service)
+  config = {"seed": 3}
+  for step in (0, 2):
+    for name in services:
+      writer = journal.WRITERS[name](tmp_path, config, step)
+      writer.write(step + 2, {"valid_ndcg@10": 0.5})
+      writer.close()
+  began, logged, ended, again, *_ = services["wandb"].calls
+  assert (began[0], began[2]["config"], began[2]["resume"]) == ("init", config, "allow")
+  assert again[2]["id"] == began[2]["id"]
+  assert logged == ("log", ({"valid_ndcg@10": 0.5},), {"step": 2})
+  assert ended[0] == "finish"
+  calls = services["mlflow"].calls
+  assert [kwargs["run_id"] for name, _, kwargs in calls if name == "start_run"] == [None, "r1"]
+  assert ("log_metrics", ({"valid_ndcg_at_10": 0.5},), {"step": 4}) in calls
+  assert [name for name, *_ in calls].count("end_run") == 2

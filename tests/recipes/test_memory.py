@@ -1,7 +1,6 @@
 """Evaluation costs the batch, nothing of a table's size; input costs the same for any rows."""
 
 import dataclasses
-import importlib
 import pickle
 import re
 import tracemalloc
@@ -11,7 +10,9 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
+import recipe_runs
 from flax import nnx
+from ml_collections import ConfigDict
 
 import embed
 from recipes import pipeline
@@ -27,7 +28,7 @@ PASSED_ON = "parameter|tuple|get-tuple-element|while|bitcast|call|conditional|op
 
 
 def config(name):
-  settings = importlib.import_module(f"configs.{name}").get_config("smoke")
+  settings = recipe_runs.load(f"{name}", "smoke")
   settings.dim = DIM
   return settings
 
@@ -65,7 +66,7 @@ def test_clicks(mesh):
   features = tuple(dataclasses.replace(f, vocabulary_size=ROWS // 8) for f in data.features)
   data = dataclasses.replace(data, features=features)
   model = dlrm.build_model(settings, data, mesh)
-  assert_no_table(dlrm.predict, model, clicks.batch_shapes(data, BATCH))
+  assert_no_table(dlrm.predict, model, clicks.batch_shapes(data, ConfigDict({"batch_size": BATCH})))
 
 
 @pytest.mark.full

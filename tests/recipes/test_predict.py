@@ -121,10 +121,6 @@ def test_parquet_gzip_and_python_rows_have_the_same_scores(clicks, tmp_path):
   assert model.predict({name: [] for name in rows}).shape == (0,)
 
 
-def test_a_header_without_rows_is_written_back(clicks, tmp_path):
-  assert scores_of(clicks, f"{HEADER}\n", tmp_path) == []
-
-
 @pytest.mark.parametrize(
   ("text", "message"),
   [
@@ -245,13 +241,6 @@ def test_unknown_and_missing_values_are_counted_by_column(clicks, tmp_path):
   _, _, notes = answers(clicks, tmp_path / "rows.csv")
   assert notes[1].endswith("unknown values by column: city 2, shop 1, tags 1")
   assert "missing values by column" in notes[2]
-
-
-def test_users_and_features_that_training_has_not_seen_are_counted(towers):
-  model = serving.load(towers)
-  rows = {"who": ["u3", "new", None, "newer"], "country": [None, "k3", "nowhere", "k3"]}
-  assert model.recommend(rows).unknown == {"who": 2, "country": 1}
-  assert model.recommend({"who": ["u3"]}).unknown == {}
 
 
 def test_written_scores_are_the_numbers_themselves(clicks, tmp_path):
@@ -439,17 +428,6 @@ def test_the_command_needs_no_package_of_training(recipe, request, tmp_path):
   assert len(header) == len(row) == (8 if recipe == "clicks" else 31)
 
 
-def test_rows_have_each_column_once(towers):
-  table = pa.table([pa.array(["u1"]), pa.array(["u2"])], names=["who", "who"])
-  with pytest.raises(UserError, match="the rows have two columns 'who': rename one"):
-    serving.load(towers).recommend(table)
-  file = io.BytesIO()
-  pq.write_table(table, file)
-  file.seek(0)
-  with pytest.raises(UserError, match="rows has two columns 'who'"):
-    files.ParquetRows(file, "rows")
-
-
 def test_a_line_that_names_a_column_is_a_header():
   rows = lambda text: files.TextRows(
     io.BufferedReader(io.BytesIO(text)), "rows", Format(names=("user", "item", "time"))
@@ -461,13 +439,3 @@ def test_a_line_that_names_a_column_is_a_header():
   assert not rows(b"u1,i1,1\nu2,i2,2\n").has_header
   chunk = next(iter(rows(b"u1,i1\n")))
   assert chunk.faults[0] == " has 2 fields instead of 3. A first line may name the columns."
-
-
-def test_an_error_of_the_command_is_one_line(clicks):
-  command = [sys.executable, "-m", "recipes.predict", str(clicks)]
-  done = subprocess.run(command, input=b"a,b\n1,2\n", capture_output=True, timeout=300)
-  assert done.returncode == 2
-  assert done.stderr.decode().startswith(
-    "error: standard input has no column 'price', 'age', 'city', 'shop', 'tags'"
-  )
-  assert done.stderr.count(b"\n") == 1

@@ -1,11 +1,10 @@
 """The steps of the recipes: parts against whole batches, and both dtypes, on small data."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recipe_runs
 from flax import nnx
 from parts import prepare
 
@@ -19,7 +18,7 @@ RECIPES = ("dlrm", "two_tower", "sequence")
 
 def prepared(recipe, folder, **changes):
   """The parts of a smoke run without dropout, and its first batch."""
-  config = importlib.import_module(f"configs.{recipe}.synthetic").get_config("smoke")
+  config = recipe_runs.load(f"{recipe}.synthetic", "smoke")
   with config.unlocked():
     config.update_from_flattened_dict({"cache_dir": str(folder), "dropout": 0.0})
     for name, value in changes.items():

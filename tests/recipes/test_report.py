@@ -82,25 +82,6 @@ def test_the_best_of_a_metric_is_bold_and_a_figure_is_in_one_piece(tmp_path):
   assert " ±" not in "".join(line for line in page.splitlines() if line.startswith("|"))
 
 
-def test_a_table_is_longer_than_wide(tmp_path):
-  runs = [write_run(tmp_path / f"{dim}", dim=dim) for dim in range(6)]
-  for number in (1, 6):
-    page = report.markdown(report.grouped(list(map(report.load, runs[:number]))), "X", None)
-    widths = {line.count("|") - 1 for line in page.splitlines() if line.startswith("|")}
-    assert widths == {3 if number == 1 else 5}
-    assert len(rows(page)) == 1 + number + 1
-
-
-def test_settings_that_no_label_names_are_listed(tmp_path):
-  runs = [
-    write_run(tmp_path / "a", model="sasrec", heads=1, rate=0.1 + 0.2),
-    write_run(tmp_path / "b", model="bert4rec", heads=2, rate=0.5),
-  ]
-  page = report.markdown(report.grouped(list(map(report.load, runs))), "X", None)
-  assert {"sasrec", "bert4rec"} <= set(rows(page))
-  assert "Settings that differ, in the order of the models: `heads` 1, 2; `rate` 0.3, 0.5." in page
-
-
 def test_other_settings_are_other_rows_and_other_data_other_tables(tmp_path):
   runs = [
     write_run(tmp_path / "a", negatives={"number": 5}),
@@ -130,12 +111,6 @@ def test_a_baseline_is_a_row_of_its_own_where_it_was_measured_otherwise(tmp_path
   found = rows(report.markdown(report.grouped([report.load(run) for run in runs]), "X", "x.png"))
   assert found["popularity (remove_seen=True)"][1] == "0.0416"
   assert found["popularity (remove_seen=False)"][1] == "0.0100"
-
-
-def test_curves_are_over_steps(tmp_path):
-  run = report.load(write_run(tmp_path / "a"))
-  assert run.curve("loss") == ([10, 20, 40], [3.0, 2.0, 1.0])
-  assert run.curve("valid_ndcg@10") == ([20, 40], [0.3, 0.4])
 
 
 def without_validation(folder):
@@ -255,19 +230,6 @@ def test_one_run_is_shown_and_its_page_lies_in_its_folder(tmp_path, capsys, monk
   monkeypatch.setattr("sys.stdout.isatty", lambda: True)
   report.main([folder])
   assert capsys.readouterr().out.count("┌") == 2
-
-
-def test_a_sketch_fits_a_terminal_and_rises_and_falls_as_the_curves_do(tmp_path):
-  drawn = report.sketch(report.load(write_run(tmp_path / "a"))).splitlines()
-  assert max(map(len, drawn)) <= 80
-  assert "loss" in drawn[0]
-  assert "valid_ndcg@10" in drawn[0]
-  first, last = drawn[2], drawn[-3]
-  split = first.index("│", first.index("│") + 1)  # where the left frame ends
-  ink = lambda line: [at for at, cell in enumerate(line) if "▀" <= cell <= "▟" or cell == "▁"]
-  assert min(ink(first)) < 3  # the loss starts at the top left
-  assert max(ink(first)) > split  # the metric ends at the top right
-  assert any(3 < at < split for at in ink(last))
 
 
 def test_mistakes_are_named(tmp_path, capsys):

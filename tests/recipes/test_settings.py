@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import recipe_runs
+import small_tables
 from ml_collections import ConfigDict
 
-from recipes import catalogue, errors
+from recipes import config as command
+from recipes import errors
 from recipes.dlrm import defaults as dlrm
 from recipes.run import settings
 from recipes.run import workdir as runs
@@ -30,27 +33,23 @@ def test_the_page_of_recipes_lists_every_setting_with_its_default():
   assert [type(default) for _, default in listed] == [*map(type, settings.RUN.values())]
 
 
-def test_a_config_may_leave_them_out():
-  config = ConfigDict({"checkpoint_minutes": 2.0})
-  settings.add(config)
-  assert config.checkpoint_minutes == 2.0
-  assert set(config) == set(settings.RUN)
-  assert settings.value(ConfigDict(), "init_from") == ""
-  with pytest.raises(KeyError):
-    settings.value(ConfigDict(), "init_form")
+@pytest.mark.parametrize("recipe", ["dlrm", "sequence", "two_tower"])
+def test_a_config_is_printed_with_defaults_and_meanings(recipe, capsys):
+  given, of_tables = recipe_runs.load(f"{recipe}.movielens1m", ""), table_settings.DEFAULTS
+  for config in (given, small_tables.completed(recipe, "cache", columns={"a": "item"})):
+    rows = [line.split() for line in command.lines(recipe, config)]
+    assert {row[0].partition(".")[0] for row in rows} == set(config)
+    about = {row[0] for row in rows if len(row) < 3 and row[0].partition(".")[0] not in of_tables}
+    assert not about, "without a meaning"
+  command.show(recipe, given)
+  found = re.search(r"^steps +(\d+) +default 0 +of the whole run", capsys.readouterr().out, re.M)
+  assert int(found[1]) == given.steps
 
 
-def test_a_table_of_ones_own_has_them():
-  config = table_settings.complete({"columns": {}, "init_from": "runs/a"}, dlrm.DEFAULTS)
-  assert config.init_from == "runs/a"
-  assert config.checkpoint_minutes == settings.RUN["checkpoint_minutes"]
-
-
-def test_no_recipe_has_a_setting_of_that_name():
-  for recipe in catalogue.recipes():
-    for path in catalogue.configs(recipe):
-      source = (catalogue.ROOT / path).read_text()
-      assert not [name for name in settings.RUN if f"config.{name} =" in source], path
+def test_strategies_by_table_are_one_setting():
+  given = {"dataset": "synthetic", "table": {"sharding": {"user": "div"}}}
+  for config in (given, settings.completed("dlrm", given)):
+    assert settings.completed("dlrm", config).table.sharding.to_dict() == {"user": "div"}
 
 
 def test_a_changed_group_is_named_by_what_has_changed(tmp_path):
@@ -87,9 +86,17 @@ def test_the_page_names_settings_that_there_are():
   [
     ({"checkpoint_minutes": -1.0}, r"config\.checkpoint_minutes is -1\.0: choose"),
     ({"full_checkpoint_every": 0}, r"config\.full_checkpoint_every is 0: choose 1 or more"),
+    (
+      {"writers": ("tensorbord",)},
+      r"config\.writers has 'tensorbord': choose some of tensorboard, ",
+    ),
+    ({"writers": ("wandb",)}, r"'wandb', and its package is not installed: pip install wandb"),
   ],
 )
-def test_numbers_that_make_no_sense_are_refused(changes, message):
+def test_values_that_make_no_sense_are_refused(changes, message, monkeypatch):
+  find = lambda name: None if name == "wandb" else find_spec(name)
+  find_spec = settings.importlib.util.find_spec
+  monkeypatch.setattr(settings.importlib.util, "find_spec", find)
   settings.check(ConfigDict(settings.RUN))
   with pytest.raises(errors.UserError, match=message):
-    settings.check(ConfigDict(changes))
+    settings.check(ConfigDict(settings.RUN | changes))

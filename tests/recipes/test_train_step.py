@@ -14,7 +14,7 @@ from parts import taking
 
 import embed
 from recipes import errors, hosts
-from recipes.run import profiling
+from recipes.run import journal, settings
 from recipes.training import train_step
 from recipes.training.train_step import Objective, Options, Step
 
@@ -22,7 +22,7 @@ ROWS, DIM, HIDDEN = 40, 4, 256
 
 
 def config(**changes):
-  return ml_collections.ConfigDict({"batch_size": 16, "steps": 20} | changes)
+  return ml_collections.ConfigDict(settings.RUN | {"batch_size": 16, "steps": 20} | changes)
 
 
 class Model(nnx.Module):
@@ -225,20 +225,6 @@ def test_a_cut_takes_every_nth_row_from_where_it_is():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("clip_norm", [0.0, 0.05])
-@pytest.mark.parametrize("devices", [1, 8])
-def test_four_parts_are_the_whole_batch(devices, clip_norm):
-  """To float32 rounding, tables, slots and dense parameters, on one device and on several."""
-  mesh = hosts.start() if devices == 8 else None
-  losses, state = trained(OBJECTIVE, Options(clip_norm), mesh)
-  of_parts, state_of_parts = trained(OBJECTIVE, Options(clip_norm, accumulate=4), mesh)
-  np.testing.assert_allclose(of_parts, losses, rtol=2e-6)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), state_of_parts, state
-  )
-
-
-@pytest.mark.full
 def test_parts_of_unequal_weight_need_their_weights():
   """Without them the mean of means is another number, which the test above would not let pass."""
   losses, _ = trained(OBJECTIVE, Options(accumulate=4), None, steps=1)
@@ -298,18 +284,17 @@ def take_profiled(folder, wanted, steps=4, first=0):
   model = Sum()
   loss = lambda model, ids: jnp.sum(model(ids))
   step = Step(loss, model, embed.Optimizer(model, optax.sgd(1.0)))
-  profile = profiling.Profile(folder, wanted)
-  for number in range(first + 1, first + steps + 1):
-    with profile.step(number) as results:
-      results.append(step(jnp.array([1])))
-  profile.close()
+  with journal.Profile(folder, wanted) as profile:
+    for number in range(first + 1, first + steps + 1):
+      with profile.step(number) as results:
+        results.append(step(jnp.array([1])))
   return sorted(folder.rglob("*.xplane.pb"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
   ("wanted", "first", "traces"),
-  [((2, 3), 0, 1), ((3, 9), 0, 1), ((2, 12), 10, 1), ((1, 3), 10, 0), (None, 0, 0)],
+  [((2, 3), 0, 1), ((3, 9), 0, 1), ((2, 12), 10, 1), ((1, 3), 10, 0), ((), 0, 0)],
   ids=["within", "until the end", "after going on", "before going on", "none"],
 )
 def test_a_trace_is_of_the_steps_wanted(tmp_path, wanted, first, traces):
@@ -340,8 +325,10 @@ def test_a_trace_is_of_the_steps_wanted(tmp_path, wanted, first, traces):
   ],
 )
 def test_settings_that_make_no_sense(changes, message):
+  check = settings.check if "profile_steps" in changes else lambda x: train_step.check(x, mesh)
+  mesh = hosts.start()
   with pytest.raises(errors.UserError, match=message):
-    train_step.check(config(**changes), hosts.start())
+    check(config(**changes))
 
 
 def test_a_batch_of_a_size_that_the_data_choose_is_checked_when_it_is_known():

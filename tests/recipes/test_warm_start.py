@@ -13,7 +13,8 @@ from small_tables import completed
 import embed
 from recipes import errors
 from recipes.dlrm import train
-from recipes.run import checkpoints, keeping, loop, warm_start
+from recipes.run import checkpoints, loop, warm_start
+from recipes.run import workdir as runs
 from recipes.tables import row_ids
 
 pytestmark = pytest.mark.full
@@ -190,13 +191,13 @@ def test_transforms_that_differ_from_the_first_ones_of_a_run_are_refused(tmp_pat
     for columns in (CLICKS, CLICKS | {"city": {"kind": "category", "min_count": 9}})
   )
   sha256 = dict(first.data.sha256)
-  with pytest.raises(errors.UserError, match="was begun before its data set kept raw ids, or its"):
-    keeping.keep(second.serve, sha256, tmp_path, is_new=False)
-  keeping.keep(second.serve, sha256, tmp_path, is_new=True)
-  keeping.keep(first.serve, sha256, tmp_path, is_new=True)  # nothing has been trained
-  keeping.keep(first.serve, sha256, tmp_path, is_new=False)
+  with pytest.raises(errors.MissingFileError, match=r"source\.json is missing"):
+    runs.keep(second.serve, sha256, tmp_path, is_new=False)
+  runs.keep(second.serve, sha256, tmp_path, is_new=True)
+  runs.keep(first.serve, sha256, tmp_path, is_new=True)  # nothing has been trained
+  runs.keep(first.serve, sha256, tmp_path, is_new=False)
   with pytest.raises(errors.UserError, match="the data have changed since the run in "):
-    keeping.keep(second.serve, sha256, tmp_path, is_new=False)
+    runs.keep(second.serve, sha256, tmp_path, is_new=False)
 
 
 def test_a_run_of_another_recipe_lends_its_rows_alone(tmp_path):

@@ -1,5 +1,6 @@
 """Configs of recipes on small data, their keys, and what a run leaves in its folder."""
 
+import contextlib
 import importlib
 import json
 
@@ -16,12 +17,14 @@ from small_data import (
   write_sequences,
 )  # fmt: skip
 
+from recipes.run import settings
 from recipes.two_tower.data import RetrievalData
 
 RESULT = {  # the keys of a result
   "recipe", "config", "seed", "steps", "tested_step", "seconds", "metrics", "baselines", "device",
-  "versions", "data_sha256",
+  "versions", "data", "data_sha256",
 }  # fmt: skip
+_CONDITIONAL = {"init_parts", "init_rename", "epochs"}  # with init_from, or without steps
 TWO_TOWER = ["gowalla", "movielens100k", "movielens1m", "synthetic"]
 _WRITERS = {
   "gowalla": write_gowalla,
@@ -30,24 +33,59 @@ _WRITERS = {
 }
 
 
+def load(name, mode="smoke"):
+  """Returns the completed config `recipe.config`, as "dlrm.synthetic"."""
+  module = importlib.import_module(f"configs.{name}")
+  return settings.completed(name.partition(".")[0], module.get_config(mode))
+
+
 def slow_but(configs, names):
   """Returns the names of configs, all but some of them marked as slow."""
   return [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in configs]
 
 
-def leaves(config, prefix=""):
-  """Yields the path, the owner and the key of every setting, without reading it."""
-  for key in list(config):
-    value = config._fields[key]  # past the recording
+def _leaves(config, prefix=""):
+  for key, value in config._fields.items():  # without reading it
     if isinstance(value, ml_collections.ConfigDict):
-      yield from leaves(value, f"{prefix}{key}.")
+      yield from _leaves(value, f"{prefix}{key}.")
     else:
       yield f"{prefix}{key}", config, key
 
 
+@contextlib.contextmanager
+def recorded_reads():
+  """Yields a function of a config, which returns the settings that nothing has read meanwhile.
+
+  A group is told by its keys, since a run makes copies of its config.
+  """
+  read: set[tuple[frozenset[str], str]] = set()
+  get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
+
+  def recording(self, key):
+    read.add((frozenset(self._fields), key))
+    return get(self, key)
+
+  def without_recording(self, *args, **kwargs):  # writing a config down is not reading it
+    before = set(read)
+    found = to_dict(self, *args, **kwargs)
+    read.clear()
+    read.update(before)
+    return found
+
+  unread = lambda config: {
+    path
+    for path, owner, key in _leaves(config)
+    if (frozenset(owner._fields), key) not in read and path not in _CONDITIONAL
+  }
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(ml_collections.ConfigDict, "__getitem__", recording)
+    patch.setattr(ml_collections.ConfigDict, "to_dict", without_recording)
+    yield unread
+
+
 def dlrm_smoke(name, folder, **changes):
   """Returns a config of the click models in smoke mode, on data written below a folder."""
-  config = importlib.import_module(f"configs.dlrm.{name}").get_config("smoke")
+  config = load(f"dlrm.{name}")
   changes["cache_dir"] = str(folder / "cache")
   if name == "movielens1m":
     changes["data_dir"] = str(write_movielens(folder / "raw"))
@@ -61,7 +99,7 @@ def dlrm_smoke(name, folder, **changes):
 
 def sequence_smoke(name, folder, **changes):
   """Returns a config of the sequence models in smoke mode, on data written below a folder."""
-  config = importlib.import_module(f"configs.sequence.{name}").get_config("smoke")
+  config = load(f"sequence.{name}")
   changes = {"cache_dir": str(folder / "cache")} | changes
   if config.dataset == "file":
     write_sequences(folder / "raw" / config.data_file, draw_sequences(), config.layout)
@@ -72,7 +110,7 @@ def sequence_smoke(name, folder, **changes):
 
 def two_tower_smoke(name, folder, **changes):
   """Returns a config of the two towers in smoke mode, on data written below a folder."""
-  config = importlib.import_module(f"configs.two_tower.{name}").get_config("smoke")
+  config = load(f"two_tower.{name}")
   changes["cache_dir"] = str(folder / "cache")
   if "counts" in config:
     changes.setdefault("counts", ())

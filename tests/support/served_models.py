@@ -1,6 +1,5 @@
 """Small tables, and runs on them that have ended without training: random parameters."""
 
-import importlib
 import shutil
 
 import jax
@@ -11,10 +10,9 @@ from ml_collections import ConfigDict
 
 from recipes import arrays
 from recipes.evaluation import retrieval
-from recipes.run import checkpoints, results
+from recipes.run import checkpoints, settings
 from recipes.run import workdir as runs
 from recipes.run.checkpoints import Progress
-from recipes.tables import settings
 
 CLICKS = {
   "clicked": "label",
@@ -75,9 +73,8 @@ def run_of(recipe, table, workdir):
   """
   config = table
   if not isinstance(table, ConfigDict):
-    defaults = importlib.import_module(f"recipes.{recipe}.defaults").DEFAULTS
     table = {"cache_dir": str(workdir.parent / "cache"), "epochs": 1} | table
-    config = settings.complete(table, defaults)
+    config = settings.completed(recipe, table)
   config.table.init_scale = 0.2
   training = parts.prepare(recipe, config)
   keys = iter(jax.random.split(jax.random.key(7), 1000))
@@ -90,8 +87,8 @@ def run_of(recipe, table, workdir):
     pass
   result = {
     "recipe": recipe, "config": runs.plain(config), "seed": 0, "steps": 3, "tested_step": 3,
-    "seconds": 1.0, "metrics": {}, "baselines": {}, "data_sha256": {},
-    "device": results.device(), "versions": results.versions(),
+    "seconds": 1.0, "metrics": {}, "baselines": {}, "data": {}, "data_sha256": {},
+    "device": runs.device(), "versions": runs.versions(),
   }  # fmt: skip
   arrays.write_json(workdir / "result.json", result)
   shutil.copytree(training.serve, workdir / "serve")

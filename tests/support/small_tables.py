@@ -3,12 +3,7 @@
 import csv
 from pathlib import Path
 
-from recipes.dlrm import defaults as dlrm
-from recipes.sequence import defaults as sequence
-from recipes.tables import settings
-from recipes.two_tower import defaults as two_tower
-
-_DEFAULTS = {"dlrm": dlrm, "two_tower": two_tower, "sequence": sequence}
+from recipes.run import settings
 
 
 def write_csv(path: Path, header, rows) -> Path:
@@ -21,4 +16,4 @@ def write_csv(path: Path, header, rows) -> Path:
 def completed(recipe: str, cache_dir: Path | str, **given):
   """Returns the config of a recipe on a table."""
   given = {"cache_dir": str(cache_dir)} | given
-  return settings.complete(given, _DEFAULTS[recipe].DEFAULTS)
+  return settings.completed(recipe, given)

@@ -1,12 +1,12 @@
 """Criteo 1 TB: splits and ids by hand, bags that are functions of their id, restarts, .gz files."""
 
 import gzip
-import importlib
 import json
 import pickle
 
 import numpy as np
 import pytest
+import recipe_runs
 from small_data import write_criteo_days
 
 import embed
@@ -14,7 +14,7 @@ from recipes.dlrm import baselines, criteo, criteo1tb, data
 
 
 def config(folder, cache_dir, **changes):
-  settings = importlib.import_module("configs.dlrm.criteo_1tb").get_config("smoke")
+  settings = recipe_runs.load("dlrm.criteo_1tb", "smoke")
   settings.update_from_flattened_dict({"data_dir": str(folder), "cache_dir": str(cache_dir)})
   settings.update_from_flattened_dict(changes)
   return settings
@@ -27,7 +27,7 @@ def days(tmp_path_factory):
 
 
 def test_the_full_config_is_mlperfs():
-  full = importlib.import_module("configs.dlrm.criteo_1tb").get_config()
+  full = recipe_runs.load("dlrm.criteo_1tb", "")
   features = criteo1tb.features(full)
   assert sum(f["vocabulary_size"] for f in features) == 204_184_588
   assert sum(f["valency"] for f in features) == 214

@@ -1,67 +1,41 @@
 """The recipe as users run it: every config in smoke mode, every key read, the result's shape."""
 
 import dataclasses
-import importlib
 import json
 import math
 from pathlib import Path
 
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import pytest
-from recipe_runs import RESULT, dlrm_smoke, leaves, slow_but
+import recipe_runs
+from recipe_runs import RESULT, dlrm_smoke, recorded_reads, slow_but
 
 from recipes import baselines as command
 from recipes import hosts
 from recipes.dlrm import baselines, data, train
 from recipes.run import results
-from recipes.training import optimizers
+from recipes.training import build
 from recipes.training.features import Feature
 
 CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
 
 
-def test_there_is_a_config_per_dataset():
-  assert CONFIGS == ["criteo_1tb", "criteo_kaggle", "movielens1m", "synthetic"]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", slow_but(CONFIGS, ("movielens1m", "synthetic")))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
-  read: set[tuple[int, str]] = set()
-  get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
-
-  def recording(self, key):
-    read.add((id(self), key))
-    return get(self, key)
-
-  def without_recording(self, *args, **kwargs):  # writing a config down is not reading it
-    before = set(read)
-    found = to_dict(self, *args, **kwargs)
-    read.clear()
-    read.update(before)
-    return found
-
-  monkeypatch.setattr(ml_collections.ConfigDict, "__getitem__", recording)
-  monkeypatch.setattr(ml_collections.ConfigDict, "to_dict", without_recording)
-  unread = None
-  for model in ("dlrm", "dcnv2"):
-    # Vocabularies, dense optimizers and models read different keys; two runs cover them all.
-    first = model == "dlrm"
-    if name != "synthetic" or not first:
-      monkeypatch.setattr(hosts, "start", lambda: None)  # one run on eight devices will do
-    changes = {"dense_optimizer": "adamw" if first else "adagrad"}
-    if name == "criteo_kaggle":
-      changes["vocabulary"] = "hash" if first else "min_count"
-    config = dlrm_smoke(name, tmp_path, model=model, **changes)
-    asked = list(leaves(config))
-    read.clear()
-    result = train.run(config, str(tmp_path / model))
-    check_result(result, config, tmp_path / model)
-    missed = {path for path, owner, key in asked if (id(owner), key) not in read}
-    unread = missed if unread is None else unread & missed
-  assert not unread, f"no code reads {sorted(unread)}"
+  with recorded_reads() as unread:
+    for model in ("dlrm", "dcnv2"):
+      # Vocabularies, dense optimizers and models read different keys; two runs cover them all.
+      first = model == "dlrm"
+      if name != "synthetic" or not first:
+        monkeypatch.setattr(hosts, "start", lambda: None)  # one run on eight devices will do
+      changes = {"dense_optimizer": "adamw" if first else "adagrad"}
+      if name == "criteo_kaggle":
+        changes["vocabulary"] = "hash" if first else "min_count"
+      config = dlrm_smoke(name, tmp_path, model=model, **changes)
+      check_result(train.run(config, str(tmp_path / model)), config, tmp_path / model)
+    assert not unread(config)
 
 
 def check_result(result, config, workdir):
@@ -87,14 +61,6 @@ def check_result(result, config, workdir):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "rowwise_adagrad", "sgd"])
-def test_table_optimizers(optimizer, tmp_path):
-  changes = {"table.optimizer": optimizer, "table.weight_decay": 0.01}
-  config = dlrm_smoke("synthetic", tmp_path, **changes)
-  assert optimizers.table_optimizer(config) is not None
-
-
-@pytest.mark.full
 def test_the_dense_part_by_adagrad(tmp_path):
   changes = {"learning_rate": 0.5, "warmup_steps": 0, "final_rate": 1.0}
   tx = train.dense_optimizer(
@@ -111,7 +77,7 @@ def test_the_dense_part_by_adagrad(tmp_path):
 def test_unknown_names(tmp_path):
   config = dlrm_smoke("synthetic", tmp_path, **{"table.optimizer": "adamw"})
   with pytest.raises(ValueError, match="unknown table optimizer 'adamw': choose one of"):
-    optimizers.table_optimizer(config)
+    build.table_optimizer(config)
   config.dense_optimizer = "sgd"
   with pytest.raises(ValueError, match="unknown dense optimizer 'sgd': choose adamw or adagrad"):
     train.dense_optimizer(config)
@@ -200,7 +166,7 @@ def test_notes_say_what_wins_and_what_is_too_good():
 
 @pytest.mark.slow
 def test_the_default_run_approaches_the_best_possible(tmp_path):
-  config = importlib.import_module("configs.dlrm.synthetic").get_config()
+  config = recipe_runs.load("dlrm.synthetic", "")
   config.cache_dir = str(tmp_path / "cache")
   train.run(config, str(tmp_path / "run"))
   result = command.fit(tmp_path / "run")

@@ -1,11 +1,11 @@
 """Files, splits, packed rows, batches: by hand, every user once, a function of the number alone."""
 
 import hashlib
-import importlib
 import pickle
 
 import numpy as np
 import pytest
+import recipe_runs
 from small_data import write_sequences
 
 from recipes import pipeline
@@ -16,7 +16,7 @@ SEQUENCES = {1: [5, 3, 9, 2, 7, 4], 2: [3, 5, 2], 4: [9, 4], 7: [8, 2, 3, 5, 9]}
 
 
 def config(tmp_path, name="beauty", **changes):
-  made = importlib.import_module(f"configs.sequence.{name}").get_config("smoke")
+  made = recipe_runs.load(f"sequence.{name}", "smoke")
   defaults = {"cache_dir": str(tmp_path / "cache"), "max_length": 4}
   if name != "synthetic":
     defaults |= {"data_dir": str(tmp_path), "counts": ()}

@@ -1,7 +1,6 @@
 """The encoders: causality, nothing leaks from padding or neighbours, HSTU against slow NumPy."""
 
 import functools
-import importlib
 from itertools import chain
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import recipe_runs
 from flax import nnx
 
 import embed
@@ -22,7 +22,7 @@ ITEMS, LENGTH = 50, 12
 
 
 def smoke(**changes):
-  config = importlib.import_module("configs.sequence.synthetic").get_config("smoke")
+  config = recipe_runs.load("sequence.synthetic", "smoke")
   defaults = {"max_length": LENGTH, "blocks": 2, "heads": 2, "dropout": 0.0}
   config.update_from_flattened_dict(defaults | changes)
   return config

@@ -1,6 +1,5 @@
 """Protocols, splits and batches: what is kept, who sees what, and errors that name the line."""
 
-import importlib
 import pickle
 import zipfile
 
@@ -8,6 +7,7 @@ import http_server
 import jax
 import numpy as np
 import pytest
+import recipe_runs
 from recipe_runs import TWO_TOWER, lists_of, two_tower_smoke
 from small_data import write_gowalla, write_movielens100k
 
@@ -78,7 +78,7 @@ def test_a_pair_twice_is_refused(tmp_path):
 @pytest.mark.slow
 def test_movielens1m_has_the_published_counts(tmp_path):
   """Downloads the published archive: 6,033 users, 3,123 items and 834,449 rows."""
-  config = importlib.import_module("configs.two_tower.movielens1m").get_config()
+  config = recipe_runs.load("two_tower.movielens1m", "")
   config.cache_dir = str(tmp_path)
   found = data.load(config)
   assert (found.num_users, found.num_items, len(found.columns["user"])) == (6033, 3123, 834449)

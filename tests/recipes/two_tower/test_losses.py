@@ -61,16 +61,6 @@ def test_hard_negatives_are_the_best_scored_of_each_query():
   np.testing.assert_allclose(found[0], entropy(2.0, 1.0), rtol=1e-6)
 
 
-def test_empty_places_are_no_candidates():
-  found = losses.sampled_softmax(LOGITS, jnp.array([0, 1, -1, -1]))
-  np.testing.assert_allclose(found, losses.sampled_softmax(LOGITS[:, :2], jnp.arange(2)), rtol=1e-6)
-
-
-def test_shapes_are_checked():
-  with pytest.raises(ValueError, match="each query's positive among them"):
-    losses.sampled_softmax(LOGITS.T, jnp.arange(2))
-
-
 @pytest.mark.full
 def test_with_logq_the_samples_estimate_the_whole_softmax():
   """The gradient at the scores of 12 items, averaged over batches, is that of the full softmax.

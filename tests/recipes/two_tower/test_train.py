@@ -1,7 +1,6 @@
 """The recipe as users run it: every config in smoke mode, every key read, one device or eight."""
 
 import functools
-import importlib
 import json
 import math
 from pathlib import Path
@@ -9,12 +8,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import meshes
-import ml_collections
 import numpy as np
 import pytest
+import recipe_runs
 from flax import nnx
 from parts import prepare
-from recipe_runs import RESULT, TWO_TOWER, leaves, lists_of, slow_but, two_tower_smoke
+from recipe_runs import RESULT, TWO_TOWER, lists_of, recorded_reads, slow_but, two_tower_smoke
 
 import embed
 from recipes import baselines as command
@@ -22,7 +21,7 @@ from recipes import hosts
 from recipes.evaluation import retrieval
 from recipes.evaluation.baselines import ranking
 from recipes.run import checkpoints
-from recipes.training import optimizers, train_step
+from recipes.training import build, train_step
 from recipes.two_tower import baselines, data, losses, train
 
 # Everything that can be switched on.
@@ -40,37 +39,14 @@ def one_device(monkeypatch, request):
     monkeypatch.setattr(hosts, "start", lambda: None)
 
 
-def test_there_is_a_config_per_dataset():
-  assert sorted(path.stem for path in Path("configs/two_tower").glob("*.py")) == TWO_TOWER
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", slow_but(TWO_TOWER, ("gowalla", "synthetic")))
-def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
-  read: set[tuple[int, str]] = set()
-  get, to_dict = ml_collections.ConfigDict.__getitem__, ml_collections.ConfigDict.to_dict
-
-  def recording(self, key):
-    read.add((id(self), key))
-    return get(self, key)
-
-  def without_recording(self, *args, **kwargs):  # writing a config down is not reading it
-    before = set(read)
-    found = to_dict(self, *args, **kwargs)
-    read.clear()
-    read.update(before)
-    return found
-
-  monkeypatch.setattr(ml_collections.ConfigDict, "__getitem__", recording)
-  monkeypatch.setattr(ml_collections.ConfigDict, "to_dict", without_recording)
+def test_every_config_runs_and_every_key_is_read(name, tmp_path):
   config = two_tower_smoke(name, tmp_path, **RICH)
-  asked = list(leaves(config))
-  read.clear()
-  result = train.run(config, str(tmp_path / "run"))
-  check_result(result, config, tmp_path / "run")
-  fitted = {name: task() for name, task in baselines.tasks(data.load(config), config).items()}
-  unread = [path for path, owner, key in asked if (id(owner), key) not in read]
-  assert not unread, f"no code reads {unread}"
+  with recorded_reads() as unread:
+    check_result(train.run(config, str(tmp_path / "run")), config, tmp_path / "run")
+    fitted = {name: task() for name, task in baselines.tasks(data.load(config), config).items()}
+    assert not unread(config)
   assert {"popularity", "item kNN"} <= set(fitted)
   for metrics in fitted.values():
     assert f"test_ndcg@{config.ks[0]}" in metrics
@@ -106,7 +82,7 @@ def _losses(folder, on_mesh, steps=50, **changes):
   mesh = meshes.make_mesh() if on_mesh else None
   found = data.load(config)
   model = train.build_model(config, found, mesh)
-  optimizer = embed.Optimizer(model, optimizers.dense_optimizer(config))
+  optimizer = embed.Optimizer(model, build.dense_optimizer(config))
   hosts.replicate(mesh, model, optimizer)
   step = train_step.make_train_step(train.loss(config, mesh))
   values = []
@@ -282,7 +258,7 @@ def test_mistakes_are_named(tmp_path):
 
 @pytest.mark.slow
 def test_the_default_run_approaches_the_best_possible(tmp_path):
-  config = importlib.import_module("configs.two_tower.synthetic").get_config()
+  config = recipe_runs.load("two_tower.synthetic", "")
   config.cache_dir = str(tmp_path / "cache")
   train.run(config, str(tmp_path / "run"))
   result = command.fit(tmp_path / "run")

@@ -8,7 +8,7 @@ from flax import nnx
 
 import embed
 from recipes import errors, hosts
-from recipes.training import placement
+from recipes.training import build
 
 FEATURES = {
   name: embed.FeatureConfig(embed.TableConfig(rows, 8, name=name))
@@ -25,9 +25,7 @@ def make(sharding="mod", inputs=inputs, devices=8, **settings):
   config = ml_collections.ConfigDict({"table": {"sharding": sharding}} | settings)
   mesh = hosts.start() if devices == 8 else None
   optimizer = embed.sgd(0.1)
-  return placement.make_tables(
-    config, FEATURES, optimizer, rngs=nnx.Rngs(0), mesh=mesh, inputs=inputs
-  )
+  return build.tables(config, FEATURES, optimizer, rngs=nnx.Rngs(0), mesh=mesh, inputs=inputs)
 
 
 def bytes_of(layer, table):
