@@ -16,42 +16,22 @@ import pyarrow.parquet as pq
 from .. import arrays
 from ..errors import UserError
 from . import spec, splitting
-from .fitting import Moments, extracted
+from .fitting import extracted
 from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
-from .source import File, Stage, num_rows
-from .values import ReadAs, as_numbers, bits, plain, same_value
+from .source import Stage
+from .store import way, ways
+from .values import as_numbers, bits, plain, same_value, shown
+
+__all__ = ["RowReader", "Rows", "label_of", "open_source", "split_file", "way", "ways"]
 
 _OUTCOMES = 100  # texts of a label that are counted
+_SAMPLE = 1 << 16  # times that thresholds are taken of, at least half as many
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
 
-def way(kind: spec.Kind) -> ReadAs:
-  """Returns how a column is read; see `reading.Reader`."""
-  if isinstance(kind, spec.Number | spec.Weight):
-    return "number"
-  if isinstance(kind, spec.Time):
-    return "time"
-  if isinstance(kind, spec.Bag) or (isinstance(kind, spec.Item) and kind.separator):
-    return ("list", kind.separator)
-  return "text"
-
-
-def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]:
-  """Returns the columns and the way of reading of each declared name; a cross has none."""
-  return {
-    name: (kind.sources(name), way(kind))
-    for name, kind in kinds.items()
-    if not isinstance(kind, spec.Cross)
-  }
-
-
 def open_source(
-  source: Source,
-  on_bad_row: str,
-  paths: Sequence[Path] = (),
-  *,
-  stage: Stage | None = None,
+  source: Source, on_bad_row: str, paths: Sequence[Path] = (), *, stage: Stage | None = None
 ) -> Reader:
   """Returns the reader of a source's declared columns, and of its key by the name "".
 
@@ -62,14 +42,10 @@ def open_source(
     stage: as of `Reader`.
   """
   wanted = ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
-  return Reader(
-    paths or source.all_files,
-    {name: how for name, (_, how) in wanted.items()},
-    columns={name: columns for name, (columns, _) in wanted.items()},
-    format=source.format,
-    on_bad_row=on_bad_row,
-    stage=stage,
-  )
+  columns = {name: names for name, (names, _) in wanted.items()}
+  how = {name: each for name, (_, each) in wanted.items()}
+  options: dict[str, Any] = {"format": source.format, "on_bad_row": on_bad_row, "stage": stage}
+  return Reader(paths or source.all_files, how, columns=columns, **options)
 
 
 class Rows(NamedTuple):
@@ -113,8 +89,7 @@ class RowReader:
     self._table, self._by, self._required = table, by, tuple(required)
     self._stage = stage or Stage()
     self._holds_out = holds_out and "valid" not in table.rows.files
-    self._label, self._time = table.name_of(spec.Label), table.name_of(spec.Time)
-    self._from: tuple[float, float] | None = None
+    self._label = table.name_of(spec.Label)
     self._parts: dict[Path, Any] = {}  # splits of the stored rows, or their futures
     self.skipped: list[str] = []
     self._num_dropped = 0  # rows that `drop` of the label has left out
@@ -123,15 +98,9 @@ class RowReader:
       raise UserError(
         'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
       )
-    if by == "time":
-      self._from = self._thresholds(table.require(spec.Time, "which the split goes by"))
-    if by == "column":
-      table.require(spec.Split, "which the split goes by")
-
-  @functools.cached_property
-  def _files(self) -> list[File]:
-    """The files of all splits."""
-    return [file for paths in self._table.rows.files.values() for file in self._open(paths).files]
+    kinds: dict[str, type[spec.Kind]] = {"time": spec.Time, "column": spec.Split}
+    self._of_split = table.require(kinds[by], "which the split goes by") if by in kinds else ""
+    self._from = self._thresholds() if by == "time" else ()
 
   def _open(self, paths: Sequence[Path]) -> Reader:
     return open_source(self._table.rows, self._table.on_bad_row, paths, stage=self._stage)
@@ -139,116 +108,90 @@ class RowReader:
   def __iter__(self) -> Iterator[Rows]:
     self.skipped, self._num_dropped = [], 0
     self._outcomes.clear()
+    weight = self._table.name_of(spec.Weight)
     for split, paths in self._table.rows.files.items():
       reader = self._open(paths)
       for chunk in reader:
         for name in self._required:
-          missing = chunk.columns[name].is_null().to_numpy(zero_copy_only=False)
-          chunk = reader.refuse(chunk, missing, name, lambda row: "has no value")
-        chunk = self._weighted(reader, self._labelled(reader, chunk))
+          bad = bits(chunk.columns[name].is_null())
+          chunk = reader.refuse(chunk, bad, name, lambda row: "", "has no value")
+        chunk = self._labelled(reader, chunk) if self._label else chunk
+        if weight:
+          values = chunk.columns[weight]
+          shown_at, kind = lambda row, x=values: f"{x[row]}", "is no weight, a number of 0 or more"
+          chunk = reader.refuse(chunk, ~(values >= 0), weight, shown_at, kind)
         chunk, parts = self._split(reader, chunk, split)
         yield Rows(chunk, parts, chunk.columns.get(self._label or ""))
       self.skipped += reader.skipped
 
   def _labelled(self, reader: Reader, chunk: Chunk) -> Chunk:
     """Returns the rows with a label, which is uint8 `[N]`."""
-    if self._label is None:
-      return chunk
-    kind = self._table.kinds[self._label]
+    name, kind = str(self._label), self._table.kinds[str(self._label)]
     assert isinstance(kind, spec.Label)
-    texts = same_value(plain(chunk.columns[self._label]))
+    texts = same_value(plain(chunk.columns[name]))
     if kind.positive:
       for each in texts.drop_null().value_counts().to_pylist():
-        self._count_outcome(each["values"], each["counts"])
+        text, is_named = each["values"], each["values"] in (*kind.positive, *kind.drop)
+        if is_named or text in self._outcomes or len(self._outcomes) < _OUTCOMES:
+          self._outcomes[text] += each["counts"]
     if kind.drop:
-      dropped = _member(texts, kind.drop)
-      self._num_dropped += int(dropped.sum())
-      chunk, texts = chunk.take(~dropped), texts.filter(pa.array(~dropped))
+      kept = ~_member(texts, kind.drop)
+      self._num_dropped += len(kept) - int(kept.sum())
+      chunk, texts = chunk.take(kept), texts.filter(pa.array(kept))
     missing = bits(texts.is_null())
-    chunk = reader.refuse(chunk, missing, self._label, lambda row: "has no value")
+    chunk = reader.refuse(chunk, missing, name, lambda row: "", "has no value")
     texts = texts.drop_null()
-    label = label_of(texts, kind)
-    column = f"config.columns[{self._label!r}]"
-    why = (
-      f"neither 0 nor 1: give the values that are clicks as {column}['positive'], or the smallest "
-      f"as {column}['at_least']"
-      if kind.at_least is None
-      else f"no number to compare with {column}['at_least']={kind.at_least:g}"
+    label, column = label_of(texts, kind), f"config.columns[{name!r}]"
+    chunk = chunk._replace(columns=chunk.columns | {name: label.astype(np.uint8)})
+    what, hint = (
+      "is neither 0 nor 1",
+      f"Give the values that are clicks as {column}['positive'], or the smallest as "
+      f"{column}['at_least'].",
     )
-    problem = lambda row: f"is {texts[row].as_py()!r}, which is {why}"
-    chunk = chunk._replace(columns=chunk.columns | {self._label: label.astype(np.uint8)})
-    return reader.refuse(chunk, label < 0, self._label, problem)
-
-  def _count_outcome(self, text: str, count: int) -> None:
-    kind = self._table.kinds[str(self._label)]
-    assert isinstance(kind, spec.Label)
-    is_named = text in (*kind.positive, *kind.drop)
-    if is_named or text in self._outcomes or len(self._outcomes) < _OUTCOMES:
-      self._outcomes[text] += count
+    if kind.at_least is not None:
+      what, hint = f"is no number to compare with {column}['at_least']={kind.at_least:g}", ""
+    return reader.refuse(chunk, label < 0, name, lambda row: shown(texts[row].as_py()), what, hint)
 
   @property
   def notes(self) -> list[str]:
     """Lines about what the last iteration has left out or may have misread."""
-    notes = [*self.skipped, *self._about_label()]
+    notes, kind = list(self.skipped), self._table.kinds.get(self._label or "")
+    if isinstance(kind, spec.Label) and kind.positive:
+      named = (*kind.positive, *kind.drop)
+      column = f"config.columns[{self._label!r}]"
+      unseen = [value for value in named if value not in self._outcomes]
+      notes += [f"no row has {value!r}, which {column} names" for value in unseen]
+      others = [(text, n) for text, n in self._outcomes.most_common() if text not in named]
+      if len(others) > 1:
+        is_whole = len(self._outcomes) < _OUTCOMES  # else some were not counted from the start
+        texts = [f"{text!r}" + f" ({count:,})" * is_whole for text, count in others]
+        more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
+        notes.append(f"these labels count as no click: {', '.join(texts[:5])}{more}")
     if self._num_dropped:
       notes.append(f"{self._num_dropped:,} rows were left out by the label's drop")
     return notes
 
-  def _about_label(self) -> list[str]:
-    """Returns lines about texts of the label that its `positive` and `drop` may have missed."""
-    kind = self._table.kinds.get(self._label or "")
-    if not isinstance(kind, spec.Label) or not kind.positive:
-      return []
-    notes = [
-      f"no row has {value!r}, which config.columns[{self._label!r}] names"
-      for value in (*kind.positive, *kind.drop)
-      if value not in self._outcomes
-    ]
-    no_clicks = {
-      text: count
-      for text, count in self._outcomes.most_common()
-      if text not in (*kind.positive, *kind.drop)
-    }
-    if len(no_clicks) > 1:
-      is_whole = len(self._outcomes) < _OUTCOMES  # else some were not counted from the start
-      shown = [f"{text!r}" + f" ({count:,})" * is_whole for text, count in no_clicks.items()]
-      more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
-      notes.append(f"these labels count as no click: {', '.join(shown[:5])}{more}")
-    return notes
-
-  def _weighted(self, reader: Reader, chunk: Chunk) -> Chunk:
-    """Returns the rows with a weight, if one is declared."""
-    name = self._table.name_of(spec.Weight)
-    if name is None:
-      return chunk
-    weight = chunk.columns[name]
-    problem = lambda row: f"is {weight[row]}, and a weight is a number of 0 or more"
-    return reader.refuse(chunk, ~(weight >= 0), name, problem)
-
   def _split(self, reader: Reader, chunk: Chunk, files_of: str) -> tuple[Chunk, np.ndarray]:
     """Returns the rows with a split, and the index of each in `SPLITS`, int8 `[N]`."""
-    if self._by == "files" and files_of == "train" and self._holds_out:
-      return chunk, self._hashed(reader, chunk, (self._table.split["valid"], 0.0))
-    if self._by == "time":
-      assert self._from is not None
-      assert self._time is not None
+    split, by = self._table.split, self._by
+    if by == "files" and files_of == "train" and self._holds_out:
+      return chunk, self._hashed(reader, chunk, (split["valid"], 0.0))
+    if by == "hash":
+      return chunk, self._hashed(reader, chunk, (split["valid"], split["test"]))
+    if by == "order":
+      return chunk, self._in_order()[chunk.file][chunk.places]
+    if by == "time":
       self._check_clock(reader)
-      times = chunk.columns[self._time]
-      split = np.where(times >= self._from[1], 2, np.where(times >= self._from[0], 1, 0))
-      return chunk, split.astype(np.int8)
-    if self._by == "column":
-      name = self._table.require(spec.Split, "which the split goes by")
-      texts = pc.utf8_lower(pc.fill_null(plain(chunk.columns[name]), ""))
-      split = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
-      problem = lambda row: f"is {texts[row].as_py()!r}: write train, valid or test"
-      return reader.refuse(chunk, split < 0, name, problem), split[split >= 0]
-    if self._by == "order":
-      return chunk, self._in_order(chunk)
-    if self._by == "hash":
-      shares = self._table.split["valid"], self._table.split["test"]
-      return chunk, self._hashed(reader, chunk, shares)
-    of_files = SPLITS.index(files_of) if self._by == "files" else 0
-    return chunk, np.full(len(chunk.rows), of_files, np.int8)
+      times = chunk.columns[self._of_split]
+      return chunk, np.searchsorted(self._from, times, side="right").astype(np.int8)
+    if by == "column":
+      texts = pc.utf8_lower(pc.fill_null(plain(chunk.columns[self._of_split]), ""))
+      parts = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
+      value, what = lambda row: shown(texts[row].as_py()), "is no split"
+      hint = "Write train, valid or test."
+      chunk = reader.refuse(chunk, parts < 0, self._of_split, value, what, hint)
+      return chunk, parts[parts >= 0]
+    return chunk, np.full(len(chunk.rows), SPLITS.index(files_of) if by == "files" else 0, np.int8)
 
   def _check_clock(self, reader: Reader) -> None:
     """Raises UserError where a first time is a date and the column has numbers, or vice versa."""
@@ -257,21 +200,23 @@ class RowReader:
       if text and reader.has_dates not in (None, first_time(text, name)[0]):
         held = "dates" if reader.has_dates else "numbers"
         raise UserError(
-          f"config.split.{name} is {text!r}, and column {self._time!r} has {held}: write it as "
+          f"config.split.{name} is {text!r}, and column {self._of_split!r} has {held}: write it as "
           "they are"
         )
 
-  def _in_order(self, chunk: Chunk) -> np.ndarray:
+  def _in_order(self) -> dict[Path, np.ndarray]:
     """Splits by the places of the rows in all files: the last ones are tested."""
     if not self._parts:
-      sizes = [num_rows(file, self._stage) for file in self._files]
-      split = self._table.split
-      parts = np.zeros(sum(sizes), np.int8)
+      listed = [
+        file for paths in self._table.rows.files.values() for file in self._open(paths).files
+      ]
+      rows = [pq.read_metadata(file.stored(self._stage).path).num_rows for file in listed]
+      parts, split = np.zeros(sum(rows), np.int8), self._table.split
       for name, (start, stop) in arrays.cut(len(parts), split["valid"], split["test"]).items():
         parts[start:stop] = SPLITS.index(name)
-      pieces = np.split(parts, np.cumsum(sizes)[:-1])
-      self._parts = {file.path: piece for file, piece in zip(self._files, pieces, strict=True)}
-    return self._parts[chunk.file][chunk.places]
+      pieces = np.split(parts, np.cumsum(rows)[:-1])
+      self._parts = {file.path: piece for file, piece in zip(listed, pieces, strict=True)}
+    return self._parts
 
   def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
     """Splits by the content of the rows, or of a column; see `splitting.by_content`."""
@@ -286,9 +231,9 @@ class RowReader:
       self._parts |= {file.path: of_file(file) for file in reader.files}
     return self._parts[chunk.file].result()[chunk.places]
 
-  def _thresholds(self, name: str) -> tuple[float, float]:
-    """Returns the first times of validation and test."""
-    split = self._table.split
+  def _thresholds(self) -> tuple[float, float]:
+    """Returns the first times of validation and test: as given, or by quantiles of a sample."""
+    split, source = self._table.split, self._table.rows
     given = {
       key: first_time(split[f"{key}_from"], f"{key}_from")[1]
       for key in ("valid", "test")
@@ -296,28 +241,28 @@ class RowReader:
     }
     if len(given) == 2:
       return given["valid"], given["test"]
-    moments = Moments()
-    source = self._table.rows
-    only = dataclasses.replace(source, kinds={name: source.kinds[name]})
-    for paths in source.files.values():
-      reader = open_source(only, self._table.on_bad_row, paths, stage=self._stage)
-      for chunk in reader:
-        moments.add(chunk.columns[name].astype(np.float64))
-    times, held_out = moments.sample, split["valid"] + split["test"]
+    only = dataclasses.replace(source, kinds={self._of_split: source.kinds[self._of_split]})
+    times, seen, step = np.empty(0), 0, 1
+    for chunk in open_source(only, self._table.on_bad_row, stage=self._stage):
+      of_chunk = chunk.columns[self._of_split]
+      times, seen = np.append(times, of_chunk[-seen % step :: step]), seen + len(of_chunk)
+      while len(times) > _SAMPLE:
+        times, step = times[::2], 2 * step
+    valid, test = split["valid"], split["test"]
     if "test" in given:  # valid is the last part of what is before
-      test = given["test"]
-      if not split["valid"]:
-        return test, test
-      before = times[times < test]
-      return _quantile(before, 1 - split["valid"] / max(1 - split["test"], 1e-9)), test
+      before = times[times < given["test"]]
+      return _first(before, valid / max(1 - test, 1e-9), given["test"]), given["test"]
     if "valid" in given:  # test is the last part of what is after
-      valid = given["valid"]
-      if not split["test"]:
-        return valid, np.inf
-      after = times[times >= valid]
-      return valid, _quantile(after, split["valid"] / max(held_out, 1e-9))
-    test = _quantile(times, 1 - split["test"]) if split["test"] else np.inf
-    return _quantile(times, 1 - held_out) if held_out else np.inf, test
+      after = times[times >= given["valid"]]
+      return given["valid"], _first(after, test / max(valid + test, 1e-9))
+    return _first(times, valid + test), _first(times, test)
+
+
+def _first(times: np.ndarray, share: float, otherwise: float = np.inf) -> float:
+  """Returns the first time of the last share of the times."""
+  if not share or not len(times):
+    return otherwise
+  return float(np.quantile(times, min(max(1 - share, 0.0), 1.0)))
 
 
 @contextlib.contextmanager
@@ -336,24 +281,16 @@ def split_file(
   Yields:
     `(file, rows, split)`, which writes the splits of rows by number, both `[N]`.
   """
-  code = pa.DictionaryArray.from_arrays
-  with pq.ParquetWriter(folder / "split.parquet", _SPLIT_FILE) as writer:
+  name, code = pa.dictionary(pa.int8(), pa.string()), pa.DictionaryArray.from_arrays
+  schema = pa.schema({"file": name, "row": pa.int64(), "part": name})
+  with pq.ParquetWriter(folder / "split.parquet", schema) as writer:
 
     def write(path: Path, rows: np.ndarray, split: np.ndarray) -> None:
       of_file = code(np.zeros(len(split), np.int8), [names[path]])
       part = code(split.astype(np.int8), list(SPLITS))
-      writer.write_table(pa.table([of_file, rows, part], schema=_SPLIT_FILE))
+      writer.write_table(pa.table([of_file, rows, part], schema=schema))
 
     yield write
-
-
-_NAME = pa.dictionary(pa.int8(), pa.string())
-_SPLIT_FILE = pa.schema({"file": _NAME, "row": pa.int64(), "part": _NAME})
-
-
-def _quantile(times: np.ndarray, share: float) -> float:
-  """Returns the time that a share of the sampled times are before; infinity of none."""
-  return float(np.quantile(times, min(max(share, 0.0), 1.0))) if len(times) else np.inf
 
 
 def _member(texts: pa.Array, values: tuple[str, ...]) -> np.ndarray:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import arrays, files
 from ..errors import DamagedFileError, UserError
-from . import sharing, spec
-from .reading import Format, columns_of, paths
+from . import spec
+from .formats import Format, paths
+from .reading import columns_of
 
 if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
   from ml_collections import ConfigDict
@@ -282,9 +283,9 @@ def settings(config) -> dict[str, Any]:
         raise UserError(f"config.{side}_table.key is empty: name the column with the {side}s' ids")
       about["sides"][side] = _source(given, f"config.{side}_table") | {"key": given.key}
   table = parsed(about)
-  sharing.check(table.kinds, "config.columns")
+  spec.check_shared(table.kinds, "config.columns")
   for side, source in table.sides.items():
-    sharing.check(source.kinds, f"config.{side}_table.columns")
+    spec.check_shared(source.kinds, f"config.{side}_table.columns")
   serve = files.latest(Path(config.init_from).expanduser().resolve() / "serve")
   if config.init_from and serve.is_dir():
     about["base"] = [str(serve), *(files.digest(path) for path in sorted(serve.glob("*.*")))]
