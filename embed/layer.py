@@ -1070,7 +1070,7 @@ def admit(layer: SparseEmbed, features: Any, ahead: bool) -> Any:
     static = (stack, table, config.vocabulary, _maker(layer, table), bool(ahead))
     rows, new_state, new = _compiled_admit(*static, state, arrays, ids)
     with changing("SparseEmbed.admit"):
-      typed = lambda new, old: {k: mesh_lib.with_types_of(new[k], x) for k, x in old.items()}
+      typed = lambda new, old: {k: mesh_lib.like(new[k], x) for k, x in old.items()}
       _set_vocabulary(layer, table, typed(new_state, state))
       for key, value in typed(new, arrays).items():
         layer.arrays[stack.name][key].set_value(value)
@@ -1138,7 +1138,7 @@ def load_rows(
   with changing("Loading rows"):
     replace(layer.arrays[stack.name], changes.put(stack, where, table, put))
     of_owners = owners.store(vocabulary, stack.placement, new)
-    step_of = mesh_lib.with_types_of(jnp.full_like(state["step"], step), state["step"])
+    step_of = mesh_lib.like(jnp.full_like(state["step"], step), state["step"])
     _set_vocabulary(layer, table, {**of_owners, "step": step_of})
   return rows
 
