@@ -221,12 +221,12 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
     "dense": np.zeros((2, num_dense), np.float32),
-    "ids": np.full((2, sum(feature.valency for feature in features)), -1, np.int32),
+    "ids": np.full((2, sum(feature.columns for feature in features)), -1, np.int32),
   }
   configs = feature_configs(features, dim=1)
   inputs = data_lib.split_features(row, features=features, configs=configs)
   del inputs["label"]
-  return _Parts(model, lambda model, batch: model(batch), inputs, {})
+  return _Parts(model, train.logits, inputs, {})
 
 
 def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:

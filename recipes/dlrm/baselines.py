@@ -74,7 +74,7 @@ def most_telling(data: ClickData, max_rows: int = 1_000_000) -> tuple[str, float
   clicks, mean = weights * label, np.average(label, weights=weights)
   names = data.dense_names or [f"number {i + 1}" for i in range(data.num_dense)]
   scores = dict(zip(names, np.asarray(data.columns["dense"][test]).T, strict=True))
-  known, asked = (cut_ids(data.columns["ids"][rows], data.features) for rows in (train, test))
+  known, asked = (_ids(data, rows) for rows in (train, test))
   for feature in data.features:
     ids, size = known[feature.name].reshape(len(label), -1) + 1, feature.vocabulary_size + 1
     sums = lambda x, ids=ids, size=size: sum(np.bincount(each, x, size) for each in ids.T)
@@ -86,6 +86,17 @@ def most_telling(data: ClickData, max_rows: int = 1_000_000) -> tuple[str, float
   aucs = {name: float(max(auc, 1 - auc)) for name, auc in aucs.items()}
   best = max(aucs, key=lambda name: aucs[name])
   return best, aucs[best]
+
+
+def _ids(data: ClickData, rows: slice) -> dict[str, np.ndarray]:
+  """Returns the ids of each feature; raw ids of a dynamic vocabulary hashed to as many rows."""
+  ids = cut_ids(data.columns["ids"][rows], data.features)
+  for feature in (feature for feature in data.features if feature.is_dynamic):
+    high, low = np.moveaxis(ids[feature.name], -1, 0)
+    is_none = (high == 2**32 - 1) & (low == 2**32 - 1)
+    hashed = (low % feature.vocabulary_size).astype(np.int32)
+    ids[feature.name] = np.where(is_none, np.int32(-1), hashed)
+  return ids
 
 
 def logistic_regression(
@@ -105,7 +116,9 @@ def logistic_regression(
   for split, (start, stop) in data.splits.items():
     first = max(start, stop - max_rows)
     dense = np.asarray(data.columns["dense"][first:stop])
-    matrices[split] = baselines.one_hot(data.columns["ids"][first:stop], blocks, dense)
+    ids = _ids(data, slice(first, stop)).values()
+    wide = [np.empty((stop - first, 0), np.int32), *(x.reshape(len(x), -1) for x in ids)]
+    matrices[split] = baselines.one_hot(np.concatenate(wide, axis=1), blocks, dense)
     labels[split] = np.asarray(data.columns["label"][first:stop])
     weights[split] = _weights(data, slice(first, stop))
   return baselines.logistic_regression(

@@ -88,7 +88,12 @@ def weight(batch) -> jax.Array:
   return jnp.float32(batch["label"].shape[0])
 
 
-OBJECTIVE = train_step.Objective(loss_fn, weight)
+def admit(model, batch, ahead: bool = False):
+  """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
+  return batch | {"features": model.embed.admit(batch["features"], ahead=ahead)}
+
+
+OBJECTIVE = train_step.Objective(loss_fn, weight, prepare=admit)
 
 
 def objective(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
@@ -100,7 +105,12 @@ def objective(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None =
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
 def predict(model, batch) -> jax.Array:
   """Returns a batch's logits `[B]`; compiled."""
-  return model(batch)
+  return logits(model, batch)
+
+
+def logits(model, batch) -> jax.Array:
+  """Returns a batch's logits `[B]`, without admitting raw ids."""
+  return model(batch | {"features": model.embed.translate(batch["features"])})
 
 
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):

@@ -122,10 +122,11 @@ def _lengths(values: pa.Array) -> np.ndarray:
 def unseen(fitted: Fitted, name: str, values: Mapping[str, Any]) -> np.ndarray:
   """Returns which rows hold a value outside the vocabulary of a feature, bool `[N]`.
 
-  Numbers and crosses have no vocabulary; a hashed value counts only if its pattern does not match.
+  Numbers and crosses have no vocabulary, and a dynamic one is in the model; a hashed value counts
+  only if its pattern does not match.
   """
   kind, rows = fitted.kinds.get(name), len(values[name])
-  if not isinstance(kind, spec.Category):
+  if not isinstance(kind, spec.Category) or kind.is_dynamic:
     return np.zeros(rows, bool)
   ids = fitted.ids(values, name)
   ids = ids[:, None] if ids.ndim == 1 else ids

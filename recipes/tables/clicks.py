@@ -128,7 +128,7 @@ def _counted(table: Table, store: Store, left_out: Sequence[str]) -> np.ndarray:
 def _write(
   store: Store, weight: str | None, encoder: "Encoder", folder: Path, sizes: np.ndarray
 ) -> None:
-  total, width = int(sizes.sum()), sum(feature.valency for feature in encoder.features)
+  total, width = int(sizes.sum()), sum(feature.columns for feature in encoder.features)
   columns = {
     "label": arrays.column(folder, "label", (total,), np.uint8),
     "dense": arrays.column(folder, "dense", (total, len(encoder.dense_names)), np.float32),

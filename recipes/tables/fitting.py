@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+import embed
 from embed import transforms
 from embed.transforms import hashing
 
@@ -180,7 +181,7 @@ class _Fit:
       parts.append(f"SELECT {part} AS part, {value} AS value FROM {scan}")
     union = f"({' UNION ALL '.join(parts)}) WHERE value IS NOT NULL"
     patterns = {name: getattr(self._kinds[name], "pattern", "") for name in names}
-    if kind.hash and not any(patterns.values()):  # of as many values as there are rows, perhaps
+    if (kind.hash or kind.is_dynamic) and not any(patterns.values()):  # of as many values as there are rows, perhaps
       return f"(SELECT *, 1 AS n FROM {union})"
     relation = f"(SELECT part, value, count(*) AS n FROM {union} GROUP BY ALL)"
     if any(patterns.values()):
@@ -221,7 +222,7 @@ def extracted(texts: pa.Array, pattern: str) -> pa.Array:
 
 def _table_of(name: str, kind: spec.Kind) -> str | None:
   """Returns the name of the vocabulary of a column; None of a column without."""
-  if not isinstance(kind, spec.Category) or kind.hash or kind.size:
+  if not isinstance(kind, spec.Category) or kind.hash or kind.size or kind.is_dynamic:
     return None
   return kind.table or name
 
@@ -262,6 +263,8 @@ class Fitted:
       return transforms.HashBucket(kind.buckets if isinstance(kind, spec.Cross) else kind.hash)
     if kind.size:
       return transforms.Identity(kind.size, default_value=-1)
+    if kind.is_dynamic:
+      return transforms.RawIds()
     values = self.vocabularies[kind.table or name]
     if not values:
       return transforms.HashBucket(kind.oov)
@@ -276,12 +279,13 @@ class Fitted:
     return tuple(
       Feature(
         name,
-        column.vocabulary_size,
+        getattr(kinds[name], "capacity", 0) or column.vocabulary_size,
         valency=self.widths.get(name, 1),
         combiner=getattr(kinds[name], "combiner", "mean"),
         table=getattr(kinds[name], "table", ""),
         dim=kinds[name].dim,
         optimizer=kinds[name].optimizer,
+        is_dynamic=getattr(kinds[name], "is_dynamic", False),
       )
       for name, column in self._columns.items()
     )
@@ -297,6 +301,8 @@ class Fitted:
       return f"buckets {self._columns[name].boundaries}"
     if isinstance(kind, spec.Cross):
       return f"hash {kind.buckets} of {', '.join(kind.columns)}"
+    if kind.is_dynamic:
+      return f"dynamic {kind.capacity}"
     return "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
 
   @property
@@ -326,7 +332,10 @@ class Fitted:
     return dense
 
   def ids(self, values: Values, name: str) -> np.ndarray:
-    """Returns a feature's ids, int32 `[N]`, or of a bag `[N, valency]`; -1 is no value."""
+    """Returns a feature's ids, int32 `[N]`, or of a bag `[N, valency]`; -1 is no value.
+
+    Of a dynamic vocabulary the halves of raw ids, int32 `[..., 2]`.
+    """
     kind, column = self.kinds[name], self._columns[name]
     if isinstance(kind, spec.Number):
       return column.ids(values[name])
@@ -339,7 +348,7 @@ class Fitted:
     return _padded(ids, lengths.astype(np.int64), self.widths[name], last=kind.last)
 
   def _of_texts(self, name: str, texts: pa.Array) -> np.ndarray:
-    """Returns the ids of a category's texts, int32 `[N]`; -1 for null."""
+    """Returns the ids of a category's texts, int32 `[N]`, or halves `[N, 2]`; -1 for null."""
     encoded = texts.dictionary_encode()
     distinct, ids = self._last.get(name, (None, None))
     # Neighbouring batches of a file have one dictionary.
@@ -348,12 +357,14 @@ class Fitted:
       ids = self._of_distinct(name, spelled(distinct, self.spellings[name]))
       self._last[name] = (distinct, ids)
     assert ids is not None
-    return np.append(ids, np.int32(-1))[indices_of(encoded)]
+    return _with_none(ids)[indices_of(encoded)]
 
   def _of_distinct(self, name: str, texts: pa.Array) -> np.ndarray:
-    """Returns the ids of texts that are in one spelling, int32 `[N]`."""
+    """Returns the ids of texts that are in one spelling, int32 `[N]`, or halves `[N, 2]`."""
     kind: Any = self.kinds[name]
     column, known = self._columns[name], self._values.get(_table_of(name, kind) or "")
+    if kind.is_dynamic:
+      return embed.raw_ids(column.ids(_keys(texts))).view(np.int32)
     # Arrow hashes all known values at every call; a transform has a dict of them.
     if known is None or len(known) > _FEW_KNOWN * len(texts):
       return _ids_of_texts(column, texts, whole=bool(kind.size))
@@ -415,22 +426,32 @@ def _ids_of_texts(column: Any, texts: pa.Array, *, whole: bool = False) -> np.nd
     whole: whether the column takes whole numbers; a text that is none has no id.
   """
   encoded = texts.dictionary_encode()
-  distinct = encoded.dictionary.to_pylist()
   if whole:
     is_id = lambda t: t and t.isascii() and t.isdecimal() and len(t) < 19
-    keys = np.array([int(text) if is_id(text) else -1 for text in distinct], np.int64)
+    texts = encoded.dictionary.to_pylist()
+    keys = np.array([int(text) if is_id(text) else -1 for text in texts], np.int64)
   else:
-    keys = np.array([text or "" for text in distinct], object)  # "" is padding
+    keys = _keys(encoded.dictionary)
   ids = column.ids(keys) if len(keys) else np.empty(0, np.int32)
-  return np.append(ids, -1)[indices_of(encoded)].astype(np.int32)
+  return _with_none(ids.astype(np.int32))[indices_of(encoded)]
+
+
+def _keys(texts: pa.Array) -> np.ndarray:
+  return np.array([text or "" for text in texts.to_pylist()], object)  # "" is padding
+
+
+def _with_none(ids: np.ndarray) -> np.ndarray:
+  """Returns ids int32 `[N, ...]` with those of null behind them."""
+  return np.concatenate([ids, np.full_like(ids, -1, shape=(1, *ids.shape[1:]))])
 
 
 def _padded(flat: np.ndarray, lengths: np.ndarray, width: int, *, last: bool) -> np.ndarray:
-  """Returns bags as int32 `[N, width]`, -1 after each; of longer ones the first or last values."""
+  """Returns bags as int32 `[N, width, ...]`, -1 after each; of longer ones the first or last."""
   starts = np.cumsum(lengths) - lengths
   kept = np.minimum(lengths, width)
   first = starts + (lengths - kept if last else 0)
   places = np.arange(width)
   index = np.minimum(first[:, None] + places, max(len(flat) - 1, 0))
-  inside = places < kept[:, None]
-  return np.where(inside, flat[index] if len(flat) else -1, -1).astype(np.int32)
+  inside = (places < kept[:, None]).reshape(len(lengths), width, *[1] * (flat.ndim - 1))
+  none = np.full((*index.shape, *flat.shape[1:]), -1, np.int32)
+  return np.where(inside, flat[index], none) if len(flat) else none

@@ -139,7 +139,8 @@ class Category(Embedded):
   """A category, by a vocabulary of the training rows, a hash or its own number.
 
   Values outside the vocabulary share `oov` rows of the table, by hash. A missing value has no
-  vector: it adds zeros.
+  vector: it adds zeros. A dynamic vocabulary counts nothing beforehand: while training, a new value
+  gets a row, if need be that of a value which has not been used for longest.
 
   Attributes:
     min_count: training rows that a value needs to be in the vocabulary. With 1, a tenth of the
@@ -148,6 +149,9 @@ class Category(Embedded):
     oov: rows of the table for values outside the vocabulary; 0 gives them no vector.
     hash: the number of rows of the table if values are hashed instead of counted; 0 counts.
     size: the number of rows if the values are ids themselves, from 0 to `size - 1`; 0 counts.
+    vocabulary: "counted", or "dynamic" for values that come and go; of the recipe dlrm.
+    capacity: the number of rows of a dynamic vocabulary, a multiple of 16. Values without a row
+      share one more, which is trained.
     table: a name that columns have in common which share a table and a vocabulary; "" shares none.
     pattern: a regular expression with one group, which is the value; "" takes all of the text.
   """
@@ -157,13 +161,28 @@ class Category(Embedded):
   oov: int = 1
   hash: int = 0
   size: int = 0
+  vocabulary: str = "counted"
+  capacity: int = 0
   table: str = ""
   pattern: str = ""
+
+  @property
+  def is_dynamic(self) -> bool:
+    """Whether values get rows while training."""
+    return self.vocabulary == "dynamic"
 
   def check(self) -> None:
     super().check()
     if self.hash and self.size:
       raise ValueError("give hash or size, not both")
+    if self.is_dynamic and (self.capacity < 16 or self.capacity % 16):
+      raise ValueError(
+        f"capacity is {self.capacity}: give the number of rows, a multiple of 16, such as 65536"
+      )
+    if self.is_dynamic and (self.hash or self.size):
+      raise ValueError("vocabulary is dynamic: remove hash and size, its rows are its capacity")
+    if self.capacity and not self.is_dynamic:
+      raise ValueError("capacity is for vocabulary='dynamic'")
     for name in ("min_count", "oov", "hash", "size"):
       if getattr(self, name) < (name == "min_count"):
         raise ValueError(
@@ -466,7 +485,7 @@ def has_table(kind: Kind) -> bool:
 
 def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
   """Raises UserError where columns that share a table declare it in different ways."""
-  shared = ("min_count", "oov", "hash", "size", "dim", "optimizer")
+  shared = ("min_count", "oov", "hash", "size", "vocabulary", "capacity", "dim", "optimizer")
   first: dict[tuple[str, str], tuple[str, Category]] = {}
   named = {kind.table for kind in kinds.values() if isinstance(kind, Category) and kind.table}
   for name, kind in kinds.items():

@@ -21,6 +21,8 @@ class Feature:
     table: the name of the table, which features may share; "" is the feature's own name.
     dim: the width of the table; 0 is the width of the model.
     optimizer: of the table, by name; "" is the one of the model.
+    is_dynamic: whether the table has a dynamic vocabulary. An id is then two int32 columns, the
+      halves of a raw id.
   """
 
   name: str
@@ -30,19 +32,36 @@ class Feature:
   table: str = ""
   dim: int = 0
   optimizer: str = ""
+  is_dynamic: bool = False
+
+  @property
+  def columns(self) -> int:
+    """The columns of int32 that its ids take."""
+    return self.valency * (2 if self.is_dynamic else 1)
+
+  def ids(self, columns: np.ndarray) -> np.ndarray:
+    """Returns `[N]`, or of bags `[N, valency]`; of a dynamic vocabulary uint32 `[..., 2]`.
+
+    >>> Feature("user", 16, is_dynamic=True).ids(np.array([[0, 7], [-1, -1]], np.int32)).tolist()
+    [[0, 7], [4294967295, 4294967295]]
+    """
+    shape = () if self.valency == 1 else (self.valency,)
+    if self.is_dynamic:
+      return columns.reshape(-1, *shape, 2).view(np.uint32)
+    return columns.reshape(-1, *shape)
 
 
 def cut_ids(ids: np.ndarray, features: Sequence[Feature]) -> dict[str, np.ndarray]:
-  """Returns the ids of each feature, `[N]` or of bags `[N, valency]`, out of neighbouring columns.
+  """Returns the ids of each feature, as `Feature.ids`, out of neighbouring columns.
 
   >>> cut_ids(np.array([[7, 1, 2]]), [Feature("city", 10), Feature("tags", 5, valency=2)])
   {'city': array([7]), 'tags': array([[1, 2]])}
   """
   blocks, column = {}, 0
   for feature in features:
-    block = np.ascontiguousarray(ids[:, column : column + feature.valency])
-    blocks[feature.name] = block[:, 0] if feature.valency == 1 else block
-    column += feature.valency
+    block = np.ascontiguousarray(ids[:, column : column + feature.columns])
+    blocks[feature.name] = feature.ids(block)
+    column += feature.columns
   return blocks
 
 
@@ -81,8 +100,9 @@ def feature_configs(
         f.combiner for f in features if f.table and f.table == feature.table and f.valency > 1
       ]
       own = optimizer(feature.optimizer) if optimizer and feature.optimizer else None
+      size = feature.vocabulary_size
       tables[name] = embed.TableConfig(
-        feature.vocabulary_size,
+        embed.DynamicVocabulary(size, trains_unknown=True) if feature.is_dynamic else size,
         feature.dim or dim,
         initializer=initializer,
         optimizer=own,

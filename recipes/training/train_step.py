@@ -30,6 +30,8 @@ class Objective:
   Attributes:
     loss_fn: `(model, batch) -> loss`, a mean over the batch, or `-> (loss, {name: scalar})` with
       means to log beside it.
+    prepare: `(model, batch, ahead) -> batch`, what changes the model before the loss, such as the
+      admission of raw ids; `ahead` says that an update is still to come. None changes nothing.
     weight: `batch -> scalar`, the weight of the batch in a mean over several: the number of its
       targets, or the sum of their weights. None if it is the same for all batches of one size.
     shared: the names of the entries of a batch that all of its examples share, as drawn negatives:
@@ -39,6 +41,11 @@ class Objective:
   loss_fn: LossFn
   weight: Callable[[Any], jax.Array] | None = None
   shared: tuple[str, ...] = ()
+  prepare: Callable[[Any, Any, bool], Any] | None = None
+
+  def prepared(self, model: nnx.Module, batch: Any, *, ahead: bool = False) -> Any:
+    """Returns the batch that the loss takes."""
+    return self.prepare(model, batch, ahead) if self.prepare else batch
 
   def __call__(self, model: nnx.Module, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss and all that is logged of it, by name."""
@@ -126,6 +133,7 @@ def _train_step(objective: Objective, options: Options, mesh: Any) -> Callable[.
   """Returns `(model, optimizer, batch) -> metrics`, not compiled."""
 
   def step(model, optimizer, batch):
+    batch = objective.prepared(model, batch)
     with jax.named_scope("dense"):
       if options.accumulate == 1:
         (_, metrics), grads = embed.value_and_grad(objective, has_aux=True)(model, batch)
@@ -137,20 +145,23 @@ def _train_step(objective: Objective, options: Options, mesh: Any) -> Callable[.
 
 
 def _pipelined_step(objective: Objective, options: Options) -> Callable[..., Any]:
-  """Returns `(model, optimizer, ahead, batch, next_batch) -> (metrics, ahead)`, not compiled.
+  """Returns `(model, optimizer, pending, batch, next_batch) -> (metrics, pending)`, not compiled.
 
-  It trains on `batch`, whose lookups are `ahead` (None: not made yet), and looks up `next_batch`
-  (None: there is none) without this step's update; see `embed.look_ahead`.
+  It trains on `batch`, or the prepared batch and its lookups in `pending`, and looks up
+  `next_batch` (None: there is none) without this step's update; see `embed.look_ahead`.
   """
 
-  def step(model, optimizer, ahead, batch, next_batch):
+  def step(model, optimizer, pending, batch, next_batch):
+    batch, ahead = pending or (objective.prepared(model, batch), None)
+    if next_batch is not None:
+      next_batch = objective.prepared(model, next_batch, ahead=True)
     with jax.named_scope("dense"):
       grad = embed.value_and_grad(objective, has_aux=True, ahead=ahead)
       (_, metrics), grads = grad(model, batch)
-    ahead = None
+    pending = None
     if next_batch is not None:
-      ahead = embed.look_ahead(objective, has_aux=True)(model, next_batch)
-    return metrics | _update(model, optimizer, grads, options), ahead
+      pending = next_batch, embed.look_ahead(objective, has_aux=True)(model, next_batch)
+    return metrics | _update(model, optimizer, grads, options), pending
 
   return step
 
@@ -195,7 +206,7 @@ class Step:
       else _train_step(_objective(objective), options, mesh)
     )
     self._step, self._pipelined = embed.jit_step(step, model, optimizer), options.pipelined
-    self._ahead: embed.Ahead | None = None
+    self._pending: tuple[Any, embed.Ahead] | None = None
 
   def __call__(self, batch: Any, peek: Callable[[], Any] = lambda: None) -> dict[str, jax.Array]:
     """Trains on a batch; returns `{"loss": ...}`, what the loss logs, and a clipped `grad_norm`.
@@ -207,7 +218,7 @@ class Step:
     """
     if not self._pipelined:
       return self._step(batch)
-    metrics, self._ahead = self._step(self._ahead, batch, peek())
+    metrics, self._pending = self._step(self._pending, batch, peek())
     return metrics
 
 
