@@ -176,9 +176,10 @@ def split_features(
   Raises:
     ValueError: an id is outside its vocabulary; names the feature.
   """
+  ids = cut_ids(batch["ids"], features)
   inputs = {
-    name: ids if ids.ndim == 1 else embed.Padded(ids)
-    for name, ids in cut_ids(batch["ids"], features).items()
+    feature.name: embed.Padded(ids[feature.name]) if feature.valency > 1 else ids[feature.name]
+    for feature in features
   }
   embed.validate(configs, inputs)
   rest = {name: array for name, array in batch.items() if name != "ids"}
