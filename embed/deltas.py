@@ -684,11 +684,10 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
     for key, rows in tables.items():
       arrays[f"{node}/tables/{key}/ids"] = rows.ids
       arrays |= {f"{node}/tables/{key}/{name}": x for name, x in rows.values.items()}
-  for node, tables in delta.owners.items():
-    for key, of in tables.items():
-      arrays |= {
-        f"{node}/owners/{key}/{name}": getattr(of, name) for name in ("evicted", "geometry")
-      }
+  for node, vocabularies in delta.owners.items():
+    for key, of in vocabularies.items():
+      prefix = f"{node}/owners/{key}"
+      arrays |= {f"{prefix}/evicted": of.evicted, f"{prefix}/geometry": of.geometry}
       for name, rows in of.changed.items():
         arrays[f"{prefix}/{name}/rows"] = rows.ids
         arrays[f"{prefix}/{name}/values"] = rows.values["values"]

@@ -97,6 +97,7 @@ class RowOptimizer:
     lazy: whether it moves touched rows alone; False for `embed.adam(lazy_adam=False)`.
     linear: whether the step of a sum of gradients is the sum of the steps.
     across_row: whether an element's step depends on other elements of its row.
+    uses_step: whether the equation takes the number of the step, int32, as `step=`.
     name: of the function that made it, such as "adagrad".
     arguments: every argument of that function, by name. Each is an attribute too.
 
@@ -115,6 +116,7 @@ class RowOptimizer:
   lazy: bool = True
   linear: bool = False
   across_row: bool = False
+  uses_step: bool = False
   name: str = ""
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -165,7 +167,7 @@ class RowOptimizer:
     >>> embed.sgd(0.1).has_schedule, embed.sgd(optax.linear_schedule(0.1, 0, 100)).has_schedule
     (False, True)
     """
-    return callable(self.learning_rate) or callable(self.gradient_multiplier)
+    return callable(self.learning_rate) or callable(self.gradient_multiplier) or self.uses_step
 
   def replace(self, **arguments: Any) -> "RowOptimizer":
     """The same optimizer with other arguments.
@@ -240,8 +242,9 @@ def _around(made: RowOptimizer, arguments: Mapping[str, Any]) -> RowOptimizer:
   if step is None or (not l2 and norm is None):
     return made
 
-  def equation(g, w, s, lr, columns=WHOLE_ROWS):
-    w, s = step(g + l2 * w if l2 else g, w, s, lr, *((columns,) if made.across_row else ()))
+  def equation(g, w, s, lr, columns=WHOLE_ROWS, **number):
+    g = g + l2 * w if l2 else g
+    w, s = step(g, w, s, lr, *((columns,) if made.across_row else ()), **number)
     if norm is not None:
       w = w * (norm / jnp.maximum(jnp.sqrt(row_sum(w * w, columns)), norm))[..., None]
     return w, s
@@ -445,6 +448,7 @@ def rowwise_adagrad(
   learning_rate: Rate = 0.001,
   initial_accumulator_value: float = 0.1,
   epsilon: float = 0.0,
+  half_life: float | None = None,
   **common: Unpack[Common],
 ) -> RowOptimizer:
   """Row-wise Adagrad: one accumulator a row, `D` times less state than Adagrad.
@@ -454,11 +458,16 @@ def rowwise_adagrad(
     a += mean(g²)  # over the row
     w -= lr * g / (sqrt(a) + epsilon)
 
-  Slot `accumulators`, float32 `[V]`.
+  Slot `accumulators`, float32 `[V]`; with a half-life `steps` besides, int32 `[V]`, the number of
+  steps that `accumulators` are up to date with.
 
   Args:
     initial_accumulator_value: of `a`, at least 0.
     epsilon: at least 0; one of the two must be positive.
+    half_life: the number of steps in which `a` halves, of all rows, touched or not:
+      `a = a * 2 ** (-1 / half_life) + mean(g²)`, so that a model that is trained for months keeps
+      learning. It is computed when a row is stepped, for all steps since the last time. None never
+      forgets.
 
   `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
 
@@ -468,13 +477,29 @@ def rowwise_adagrad(
   ([[-1.0, -7.0]], [25.0])
   """
   _check_divisor("rowwise_adagrad", initial_accumulator_value, epsilon)
+  require(
+    half_life is None or half_life > 0,
+    f"rowwise_adagrad: half_life must be a positive number of steps, or None. Got {half_life!r}.",
+  )
+
+  def moved(g, w, lr, a, columns):
+    a = a + row_mean(g * g, columns)
+    return w - lr * g / (jnp.sqrt(a) + epsilon)[..., None], a
 
   def equation(g, w, s, lr, columns=WHOLE_ROWS):
-    a = s["accumulators"] + row_mean(g * g, columns)
-    return w - lr * g / (jnp.sqrt(a) + epsilon)[..., None], {"accumulators": a}
+    w, a = moved(g, w, lr, s["accumulators"], columns)
+    return w, {"accumulators": a}
+
+  def fading(g, w, s, lr, columns=WHOLE_ROWS, *, step):
+    missed = (step + 1 - s["steps"]).astype(jnp.float32)
+    w, a = moved(g, w, lr, s["accumulators"] * jnp.exp2(-missed / half_life), columns)
+    return w, {"accumulators": a, "steps": jnp.full_like(s["steps"], step + 1)}
 
   slots = {"accumulators": Slot(initial_accumulator_value, per_row=True)}
-  return RowOptimizer(equation, slots, across_row=True)
+  if half_life is None:
+    return RowOptimizer(equation, slots, across_row=True)
+  slots["steps"] = Slot(0, per_row=True, dtype="int32")
+  return RowOptimizer(fading, slots, across_row=True, uses_step=True)
 
 
 @register

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from compiled import assert_in_place, compile_step, stored
+from flax import nnx
 from step_ways import WAYS, Model, batch_of
 from suites import full_unless, slow_unless
 
@@ -69,3 +70,34 @@ def test_by_other_strategies(step, sharding):
 def test_bfloat16_by_kernels(step, kernels):
   """XLA:CPU has no way: it scatters bfloat16 through a float32 copy."""
   check(step, 100_000, dtype=jnp.bfloat16)
+
+
+def admit_and_train(model, optimizer, batch):
+  batch = model.admit(batch)
+  loss, grads = embed.value_and_grad(lambda m, b: jnp.sum(m(b)["bag"] ** 2))(model, batch)
+  optimizer.update(model, grads)
+  return loss
+
+
+POLICIES = [
+  {},
+  pytest.param({"eviction": "lfu", "half_life": 10, "sightings": 2}, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["lru", "lfu_sightings"])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_rows_change_hands_in_place(devices, policy):
+  """Nothing of the size of the table, of its slots, or of its raw ids is copied."""
+  capacity = 100_000 * devices
+  table = embed.TableConfig(embed.DynamicVocabulary(capacity, **policy), DIM, name="user")
+  mesh = jax.make_mesh((devices,), ("data",)) if devices > 1 else None
+  model = embed.SparseEmbed(
+    {"bag": embed.FeatureConfig(table)}, embed.adagrad(0.1), rngs=nnx.Rngs(0), mesh=mesh
+  )
+  optimizer = embed.Optimizer(model, optax.sgd(0.1))
+  batch = {"bag": embed.raw_ids(embed.Padded(IDS))}
+  compiled = compile_step(admit_and_train, (model, optimizer), batch)
+  variables = nnx.state(model, (embed.Table, embed.SlotVariable, embed.Vocabulary))
+  arrays = [x.addressable_shards[0].data for x in jax.tree.leaves(variables) if x.ndim]
+  assert_in_place(compiled, arrays, min(x.nbytes for x in arrays if x.ndim == 2) / 2)

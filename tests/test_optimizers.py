@@ -539,3 +539,27 @@ def test_a_transformation_that_needs_more_than_rows_is_refused(make):
 def test_a_max_norm_is_a_positive_number(norm):
   with pytest.raises(ValueError, match="max_norm must be a positive number"):
     embed.sgd(0.1, max_norm=norm)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_half_life_decays_rows_lazily(devices):
+  """As in float64 where every row decays at every step."""
+  config = embed.TableConfig(16, 4, optimizer=embed.rowwise_adagrad(0.1, half_life=2.5), name="t")
+  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+  layer = embed.SparseEmbed(
+    embed.FeatureConfig(config), rngs=nnx.Rngs(0), mesh=mesh if devices > 1 else None
+  )
+  draw = np.random.default_rng(0)
+  w, a = np.asarray(layer.tables["t"], np.float64), np.full(16, 0.1)
+  for step in range(30):
+    ids = draw.choice(16, 3, replace=False) if step % 7 else np.array([0, 1, 2])
+    g = draw.normal(size=(3, 4)).astype(np.float32)
+    rows = embed.RowGrads(jnp.asarray(ids, jnp.int32), jnp.asarray(g))
+    layer.apply_row_gradients({"t": rows}, step=step)
+    a *= 2 ** (-1 / 2.5)
+    a[ids] += (g.astype(np.float64) ** 2).mean(axis=1)
+    w[ids] -= 0.1 * g / np.sqrt(a[ids])[:, None]
+    np.testing.assert_allclose(layer.tables["t"], w, rtol=2e-5, atol=2e-6)
+  np.testing.assert_allclose(layer.variables["t"]["accumulators"][ids], a[ids], rtol=1e-5)
+  with pytest.raises(ValueError, match="step"):
+    layer.apply_row_gradients({"t": rows})

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class StepScalars(NamedTuple):
   """Per-step scalars: learning rate, optional gradient multiplier, and the step's index.
 
-  The step is None unless rows are stochastically rounded.
+  The step is None unless rows are stochastically rounded, or the optimizer's equation takes it.
   """
 
   rate: jax.Array
@@ -50,7 +50,9 @@ class StepScalars(NamedTuple):
     return cls(
       jnp.asarray(stack.optimizer.learning_rate_at(step), jnp.float32),
       None if multiplier is None else jnp.asarray(multiplier, jnp.float32),
-      jnp.asarray(step, jnp.int32) if stack.uses_stochastic_rounding else None,
+      jnp.asarray(step, jnp.int32)
+      if stack.uses_stochastic_rounding or stack.optimizer.uses_step
+      else None,
     )
 
   def after(self, token: jax.Array) -> "StepScalars":
@@ -71,6 +73,7 @@ def step_rows(
   slots: "Slots",
   learning_rate: Any,
   columns: mesh.Columns = mesh.WHOLE_ROWS,
+  step: jax.Array | None = None,
 ) -> "tuple[jax.Array, Slots]":
   """One step of rows: the only place where a row update is defined.
 
@@ -81,6 +84,7 @@ def step_rows(
     slots: float32 `[..., D]` or `[...]` each.
     learning_rate: this step's, a scalar.
     columns: which of their columns `g`, `w` and `slots` hold on this device; by default all.
+    step: the number of this step, for an optimizer that `uses_step`.
 
   Returns:
     The new rows and slots.
@@ -94,7 +98,8 @@ def step_rows(
       decay = decay * learning_rate
     w = w - decay * w
   split = (columns,) if optimizer.across_row else ()
-  w, slots = optimizer.equation(g, w, slots, learning_rate, *split)
+  numbered = {"step": step} if optimizer.uses_step else {}
+  w, slots = optimizer.equation(g, w, slots, learning_rate, *split, **numbered)
   if optimizer.clip_weight_min is not None or optimizer.clip_weight_max is not None:
     w = jnp.clip(w, optimizer.clip_weight_min, optimizer.clip_weight_max)
   return w, slots
@@ -121,7 +126,7 @@ def step_stored(
   assert stack.optimizer is not None
   slots = {name: x for name, x in arrays.items() if name != "parameters"}
   dtype, w = arrays["parameters"].dtype, arrays["parameters"].astype(jnp.float32)
-  new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate, stack.columns)
+  new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate, stack.columns, scalars.step)
   if stack.uses_stochastic_rounding:
     new = _round_rows(stack, scalars.step, new, local_rows, occurrence)
   return {"parameters": new.astype(dtype), **slots}
@@ -384,7 +389,7 @@ def step_table(
 
   # XLA copies packed rows for a kernel: they are another view of the array that it updates.
   is_plain = not (stack.is_packed or rows_lib.is_direct(stack, table))
-  if not (optimizer.use_gradient_accumulation and is_plain):
+  if not (optimizer.use_gradient_accumulation and is_plain) or optimizer.uses_step:
     return by_xla(arrays, scalars.rate, parts, scalars.step)
   one_row = functools.partial(step_rows, optimizer, columns=stack.columns)
   rules = rounding_rules(stack, scalars)

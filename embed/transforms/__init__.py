@@ -22,7 +22,15 @@ hashed tables cannot be reused.
 """
 
 from embed.transforms.batches import Inputs, Transforms, Weighted
-from embed.transforms.columns import Bucketized, Column, HashBucket, Identity
+from embed.transforms.columns import (
+  Bucketized,
+  Column,
+  HashBucket,
+  Identity,
+  MultiHash,
+  QuotientRemainder,
+  RawIds,
+)
 from embed.transforms.crossed import Crossed
 from embed.transforms.vocabulary import Vocabulary
 
@@ -33,6 +41,9 @@ __all__ = [
   "HashBucket",
   "Identity",
   "Inputs",
+  "MultiHash",
+  "QuotientRemainder",
+  "RawIds",
   "Transforms",
   "Vocabulary",
   "Weighted",

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from embed.inputs import raw_ids
 from embed.transforms import hashing, kinds
-from embed.transforms.columns import Column, raw_feature
+from embed.transforms.columns import Column, MultiHash, RawIds, raw_feature
 from embed.transforms.crossed import Crossed
 
 
@@ -52,7 +53,8 @@ class Weighted:
   weights: str
 
   def __post_init__(self):
-    if not isinstance(self.column, Column) or not isinstance(self.weights, str):
+    is_column = isinstance(self.column, Column) and not isinstance(self.column, MultiHash)
+    if not is_column or not isinstance(self.weights, str):
       raise ValueError(
         "Write a column and the raw feature of its weights, such as "
         f"Weighted(HashBucket(1000), 'score'). Got {self.column!r} and {self.weights!r}."
@@ -82,7 +84,10 @@ class Weighted:
       numbers = np.where(ids < 0, 0, hashing.to_numbers(flat_weights.values)).astype(np.float32)
     if not (finite := np.isfinite(numbers)).all():
       raise ValueError(f"{self.weights!r} holds a weight of {numbers[~finite][0]}.")
-    return kinds.as_bags(flat.rebuild(ids)), kinds.as_bags(flat.rebuild(numbers))
+    bags = kinds.as_bags(flat.rebuild(ids))
+    if isinstance(self.column, RawIds):
+      bags = raw_ids(bags)
+    return bags, kinds.as_bags(flat.rebuild(numbers))
 
   def read(self, batch: Mapping[str, Any], name: str) -> tuple[Any, Any]:
     """Returns the ids and weights of the feature `name` of a batch; `Transforms` calls it."""

@@ -84,6 +84,10 @@ class Identity(Column):
   Args:
     num_buckets: ids are 0 .. num_buckets - 1.
     default_value: the id of larger integers; -1 makes them padding, None raises an error.
+    permuted: whether each integer becomes another one, by a fixed permutation of 0 ..
+      num_buckets - 1. For integers that share a factor with the number of shards, such as
+      multiples of 8: under the strategy "mod" a few shards would have all of the rows that are
+      used.
 
   Raises:
     ValueError: naming the argument; in a call, naming an integer that is out of range or a string.
@@ -94,6 +98,7 @@ class Identity(Column):
 
   num_buckets: int
   default_value: int | None = None
+  permuted: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -114,7 +119,10 @@ class Identity(Column):
     ids = np.where(is_too_large, 0, keys).astype(np.int64)
     problem = f"is not in 0 .. {self.num_buckets - 1}: raise num_buckets,"
     fill_missing(ids, is_too_large, keys, self.default_value, problem)
-    return narrow(ids)
+    ids = narrow(ids)
+    if self.permuted:
+      ids[ids >= 0] = hashing.permuted(ids[ids >= 0], self.num_buckets)
+    return ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +160,146 @@ class HashBucket(Column):
     keys = hashing.to_keys(values)
     ids = hashing.buckets(hashing.hashes(keys, self.salt), self.num_buckets)
     ids[hashing.is_padding(keys)] = -1
+    return ids
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiHash(Column):
+  """Hashes each value several times: a bag of as many ids, whose rows are summed.
+
+  Two values that share one row rarely share all of them (Svenstrup et al. 2017,
+  arXiv:1709.03933). Give the table the combiner "sum". `embed.DynamicVocabulary` gives ids rows of
+  their own instead.
+
+  Args:
+    num_buckets: the number of ids, of all hashes together.
+    num_hashes: the ids of each value.
+    salt: of the first hash, as in `HashBucket`; the others have the next ones.
+
+  Raises:
+    ValueError: naming the argument; in a call, as `HashBucket`, or for `Sparse`.
+
+  >>> MultiHash(1000, num_hashes=2)(["drama", ""]).values.tolist()
+  [[964, 828], [-1, -1]]
+  """
+
+  num_buckets: int
+  num_hashes: int = 2
+  salt: int = 0
+
+  def __post_init__(self):
+    super().__post_init__()
+    set_integer(self, "num_buckets", 1, config_lib.MAX_VOCABULARY_SIZE)
+    set_integer(self, "num_hashes", 1, 64)
+    set_integer(self, "salt", 0, 2**64 - 1 - self.num_hashes)
+
+  @property
+  def vocabulary_size(self) -> int:
+    return self.num_buckets
+
+  def __call__(self, column: Any) -> Any:
+    hashes = [HashBucket(self.num_buckets, self.salt + i) for i in range(self.num_hashes)]
+    flat = kinds.flatten(column, self.max_valency, self.truncate)
+    bags = [kinds.as_bags(flat.rebuild(each.ids(flat.values))) for each in hashes]
+    if isinstance(bags[0], inputs_lib.Sparse):
+      raise ValueError("MultiHash takes no embed.Sparse: give embed.Padded or embed.Ragged.")
+    side_by_side = np.stack([bag.values for bag in bags], axis=-1)
+    if isinstance(bags[0], inputs_lib.Ragged):
+      splits, most = np.asarray(bags[0].row_splits) * self.num_hashes, bags[0].max_valency
+      longest = None if most is None else most * self.num_hashes
+      return inputs_lib.Ragged(side_by_side.reshape(-1), splits, longest)
+    return inputs_lib.Padded(side_by_side.reshape(*side_by_side.shape[:-2], -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class QuotientRemainder(Column):
+  """One of the two digits of an integer: `id // divisor`, or with `remainder` `id % divisor`.
+
+  Two features of one raw feature, each with a small table, in place of one with a large one (Shi et
+  al. 2020, arXiv:1909.02107): add or multiply their activations. No two integers have both digits
+  in common.
+
+  Args:
+    num_buckets: integers are 0 .. num_buckets - 1.
+    divisor: about the root of `num_buckets` makes both tables smallest.
+    remainder: whether ids are the remainders.
+
+  Raises:
+    ValueError: naming the argument; in a call, as `Identity`.
+
+  >>> quotient = QuotientRemainder(1000, divisor=32, key="user")
+  >>> remainder = dataclasses.replace(quotient, remainder=True)
+  >>> quotient([999, 32]).tolist(), remainder([999, 32]).tolist()
+  ([31, 1], [7, 0])
+  >>> quotient.vocabulary_size, remainder.vocabulary_size
+  (32, 32)
+  """
+
+  num_buckets: int
+  divisor: int
+  remainder: bool = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    set_integer(self, "num_buckets", 1, config_lib.MAX_VOCABULARY_SIZE)
+    set_integer(self, "divisor", 1, config_lib.MAX_VOCABULARY_SIZE)
+
+  @property
+  def vocabulary_size(self) -> int:
+    return self.divisor if self.remainder else -(-self.num_buckets // self.divisor)
+
+  def ids(self, values: np.ndarray) -> np.ndarray:
+    ids = Identity(self.num_buckets).ids(values)
+    digits = ids % self.divisor if self.remainder else ids // self.divisor
+    return np.where(ids < 0, -1, digits).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class RawIds(Column):
+  """Takes strings and integers as raw 64-bit ids, for a table with an `embed.DynamicVocabulary`.
+
+  A string is hashed, to the upper 63 bits of `XXH64(key, seed=salt)`; among a million strings two
+  have the same hash with a probability of 5 in 100 million, among a billion of 1 in 19. An integer
+  is its own raw id.
+
+  Args:
+    salt: seed of the hash.
+
+  Raises:
+    ValueError: naming the argument; in a call, for floats, for integers below -1, and for those
+      above 2**63 - 1.
+
+  >>> RawIds()(np.array([7, -1])).tolist()  # uint32 pairs, as `embed.raw_ids` makes them
+  [[0, 7], [4294967295, 4294967295]]
+  >>> RawIds()([["drama", "comedy"], []]).values.shape
+  (2, 2, 2)
+  """
+
+  salt: int = 0
+
+  def __post_init__(self):
+    super().__post_init__()
+    set_integer(self, "salt", 0, 2**64 - 1)
+
+  @property
+  def vocabulary_size(self) -> int:
+    """Raises ValueError: the size of the table is the capacity of its vocabulary."""
+    raise ValueError("RawIds have no number. Give the table an embed.DynamicVocabulary(capacity).")
+
+  def __call__(self, column: Any) -> Any:
+    return inputs_lib.raw_ids(super().__call__(column))
+
+  def ids(self, values: np.ndarray) -> np.ndarray:
+    """Converts values `[N]` to int64 `[N]`; -1 is padding."""
+    keys = hashing.to_keys(values)
+    padding = hashing.is_padding(keys)
+    if keys.dtype == object:
+      ids = (hashing.hashes(keys, self.salt) >> np.uint64(1)).astype(np.int64)
+    elif keys.size and keys.max() > np.iinfo(np.int64).max:
+      raise ValueError(f"raw id {keys.max()} does not fit int64. Give it to embed.raw_ids itself.")
+    else:
+      ids = keys.astype(np.int64)
+    ids[padding] = -1
     return ids
 
 

@@ -155,3 +155,26 @@ def buckets(hashes: np.ndarray, num_buckets: int) -> np.ndarray:
   """Returns `hashes % num_buckets`, int32 `[N]`."""
   n = np.uint64(num_buckets)
   return (hashes - hashes // n * n).astype(np.int32)  # NumPy vectorizes division, not remainders
+
+
+def permuted(ids: np.ndarray, size: int) -> np.ndarray:
+  """A fixed permutation of 0 .. size - 1, of int32 `[N]`.
+
+  A Feistel network over the next even power of two; numbers that leave the range go through it
+  again (cycle walking; Black and Rogaway 2002).
+
+  >>> permuted(np.arange(0, 40, 8, dtype=np.int32), 40).tolist()
+  [20, 10, 3, 7, 16]
+  >>> sorted(permuted(np.arange(5, dtype=np.int32), 5).tolist())
+  [0, 1, 2, 3, 4]
+  """
+  bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+  mask, out = np.uint64((1 << bits) - 1), ids.astype(np.uint64)
+  is_left = np.ones(len(out), bool)
+  while is_left.any():
+    high, low = out[is_left] >> np.uint64(bits), out[is_left] & mask
+    for seed in range(4):
+      high, low = low, high ^ (xxh64(low, np.array([seed], np.uint64)) & mask)
+    out[is_left] = (high << np.uint64(bits)) | low
+    is_left = out >= size
+  return out.astype(np.int32)

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from raw_features import bags, cross, xxh64
 
 import embed
-from embed.transforms import Bucketized, Crossed, HashBucket, Identity, Vocabulary, Weighted
+from embed.transforms import (
+  Bucketized,
+  Crossed,
+  HashBucket,
+  Identity,
+  MultiHash,
+  QuotientRemainder,
+  RawIds,
+  Transforms,
+  Vocabulary,
+  Weighted,
+)
 
 
 def test_identity():
@@ -136,3 +147,55 @@ def test_every_kind_of_bags_gives_the_same(column, values):
   }
   found = {name: bags(column(x)) for name, x in kinds.items()}
   assert found == dict.fromkeys(found, found["lists"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 1000])
+def test_a_permutation_is_one_and_spreads_multiples_over_shards(size):
+  ids = np.arange(size)
+  permuted = Identity(size, permuted=True)(ids)
+  assert sorted(permuted.tolist()) == ids.tolist()
+  if size == 1000:
+    shards = np.bincount(permuted[ids % 8 == 0] % 8, minlength=8)
+    assert shards.min() > 125 / 8 / 3
+  assert Identity(size, permuted=True)([-1]).tolist() == [-1]
+
+
+def test_several_hashes_are_a_bag():
+  single = [HashBucket(1000, salt=salt) for salt in (3, 4, 5)]
+  column = MultiHash(1000, num_hashes=3, salt=3)
+  assert column(["a", "b"]).values.tolist() == [[h(x).item() for h in single] for x in ("a", "b")]
+  assert column([["a"], []]).values.tolist() == [[h("a").item() for h in single], [-1] * 3]
+  ragged = column(embed.Ragged(np.array(["a", "b", "c"]), np.array([0, 1, 3])))
+  assert ragged.row_splits.tolist() == [0, 3, 9]
+  assert ragged.values.tolist() == [h(x).item() for x in "abc" for h in single]
+  with pytest.raises(ValueError, match=r"no embed\.Sparse"):
+    column(embed.Sparse(np.array([[0, 0]]), np.array(["a"]), (1, 1)))
+
+
+def test_quotients_and_remainders_are_digits():
+  ids = np.arange(-1, 97)
+  high, low = (QuotientRemainder(97, 10, remainder=part)(ids) for part in (False, True))
+  assert (high[1:] * 10 + low[1:] == ids[1:]).all()
+  assert (high[0], low[0]) == (-1, -1)
+  assert (high.max(), low.max()) == (9, 9)
+  assert QuotientRemainder(97, 10).vocabulary_size == 10
+
+
+def test_raw_ids_of_strings_and_integers():
+  pairs = RawIds()(["drama", "", b"drama"])
+  assert pairs.dtype == np.uint32
+  expected = xxh64("drama") >> 1
+  assert pairs.tolist() == [
+    [expected >> 32, expected & 2**32 - 1],
+    [2**32 - 1] * 2,
+    pairs[0].tolist(),
+  ]
+  assert RawIds()(np.array([2**62 + 5])).tolist() == [[2**30, 5]]
+  ids, weights = Weighted(RawIds(), "score")([["a"], ["b", "c"]], [[1], [2, 3]])
+  assert ids.values.shape == (2, 2, 2)
+  assert weights.values.tolist() == [[1, 0], [2, 3]]
+  table = embed.TableConfig(embed.DynamicVocabulary(16), 2)
+  inputs = Transforms({"user": RawIds()})({"user": ["a", "b"]})
+  embed.validate({"user": embed.FeatureConfig(table)}, inputs.features)
+  with pytest.raises(ValueError, match="DynamicVocabulary"):
+    RawIds().vocabulary_size  # noqa: B018
