@@ -331,7 +331,7 @@ def parsed(settings: Mapping[str, Any]) -> Table:
   """
   source = lambda about, place: Source(
     {name: tuple(Path(stamp[0]) for stamp in each) for name, each in about["files"].items()},
-    Format(**{key: tuple(v) if isinstance(v, list) else v for key, v in about["format"].items()}),
+    Format(**about["format"]),
     spec.parse(about["columns"], f"{place}.columns"),
     {Path(stamp[0]): stamp for each in about["files"].values() for stamp in each},
     about.get("key", ""),
