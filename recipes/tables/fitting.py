@@ -181,7 +181,8 @@ class _Fit:
       parts.append(f"SELECT {part} AS part, {value} AS value FROM {scan}")
     union = f"({' UNION ALL '.join(parts)}) WHERE value IS NOT NULL"
     patterns = {name: getattr(self._kinds[name], "pattern", "") for name in names}
-    if (kind.hash or kind.is_dynamic) and not any(patterns.values()):  # of as many values as there are rows, perhaps
+    # Perhaps there are as many values as rows.
+    if (kind.hash or kind.is_dynamic) and not any(patterns.values()):
       return f"(SELECT *, 1 AS n FROM {union})"
     relation = f"(SELECT part, value, count(*) AS n FROM {union} GROUP BY ALL)"
     if any(patterns.values()):
@@ -285,7 +286,7 @@ class Fitted:
         table=getattr(kinds[name], "table", ""),
         dim=kinds[name].dim,
         optimizer=kinds[name].optimizer,
-        is_dynamic=getattr(kinds[name], "is_dynamic", False),
+        eviction=kinds[name].eviction if getattr(kinds[name], "is_dynamic", False) else "",
       )
       for name, column in self._columns.items()
     )
@@ -302,7 +303,7 @@ class Fitted:
     if isinstance(kind, spec.Cross):
       return f"hash {kind.buckets} of {', '.join(kind.columns)}"
     if kind.is_dynamic:
-      return f"dynamic {kind.capacity}"
+      return f"dynamic {kind.capacity} {kind.eviction}"
     return "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
 
   @property

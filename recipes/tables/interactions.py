@@ -22,7 +22,10 @@ from .values import plain, shown, spelled, spelling_of
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
 _REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
 _SIDES = ("user", "item")
-_OF_CLICKS = ("min_count", "oov", "hash", "size", "table", "dim", "optimizer")
+_OF_CLICKS = (
+  "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "table", "dim",
+  "optimizer",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +188,11 @@ class _Log:
       side = kind.side if isinstance(kind, spec.Side) else "item"
       if isinstance(kind, spec.Side | spec.Title) and side and name not in (user, item):
         self._kinds[side][name] = kind
+        if getattr(kind, "is_dynamic", False):
+          raise UserError(
+            f"column {name!r} has vocabulary='dynamic', which is for the recipe dlrm: remove it or "
+            "hash the column"
+          )
       if isinstance(kind, spec.Cross) and side and {user, item} & set(kind.columns):
         raise UserError(
           f"column {name!r} crosses {' and '.join(kind.columns)}, and every user and item has a "
@@ -255,7 +263,8 @@ class _Log:
       f"CREATE TEMP TABLE log AS SELECT file_row_number AS place, {who} AS user, "
       f"{f'unnest({what})' if self._is_list else what} AS item, split, row FROM {store.scan}"
     )
-    if empty := len(store) - query("SELECT count(DISTINCT place) FROM log")[0][0].as_py():
+    with_items = "SELECT count(DISTINCT place) FROM log"
+    if self._is_list and (empty := len(store) - query(with_items)[0][0].as_py()):
       listed = f"{empty:,} of {num_rows:,} rows have no item in column {self._names['item']!r}"
       self.notes.append(listed)
     for side in _SIDES:

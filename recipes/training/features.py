@@ -21,8 +21,8 @@ class Feature:
     table: the name of the table, which features may share; "" is the feature's own name.
     dim: the width of the table; 0 is the width of the model.
     optimizer: of the table, by name; "" is the one of the model.
-    is_dynamic: whether the table has a dynamic vocabulary. An id is then two int32 columns, the
-      halves of a raw id.
+    eviction: of the table's dynamic vocabulary; "" is a vocabulary that does not change. With one,
+      an id is two int32 columns, the halves of a raw id.
   """
 
   name: str
@@ -32,7 +32,12 @@ class Feature:
   table: str = ""
   dim: int = 0
   optimizer: str = ""
-  is_dynamic: bool = False
+  eviction: str = ""
+
+  @property
+  def is_dynamic(self) -> bool:
+    """Whether ids are raw, and get rows while training."""
+    return bool(self.eviction)
 
   @property
   def columns(self) -> int:
@@ -42,7 +47,7 @@ class Feature:
   def ids(self, columns: np.ndarray) -> np.ndarray:
     """Returns `[N]`, or of bags `[N, valency]`; of a dynamic vocabulary uint32 `[..., 2]`.
 
-    >>> Feature("user", 16, is_dynamic=True).ids(np.array([[0, 7], [-1, -1]], np.int32)).tolist()
+    >>> Feature("user", 16, eviction="lru").ids(np.array([[0, 7], [-1, -1]], np.int32)).tolist()
     [[0, 7], [4294967295, 4294967295]]
     """
     shape = () if self.valency == 1 else (self.valency,)
@@ -100,9 +105,11 @@ def feature_configs(
         f.combiner for f in features if f.table and f.table == feature.table and f.valency > 1
       ]
       own = optimizer(feature.optimizer) if optimizer and feature.optimizer else None
-      size = feature.vocabulary_size
+      size: Any = feature.vocabulary_size
+      if feature.is_dynamic:
+        size = embed.DynamicVocabulary(size, eviction=feature.eviction, trains_unknown=True)
       tables[name] = embed.TableConfig(
-        embed.DynamicVocabulary(size, trains_unknown=True) if feature.is_dynamic else size,
+        size,
         feature.dim or dim,
         initializer=initializer,
         optimizer=own,
