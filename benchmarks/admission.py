@@ -54,7 +54,9 @@ def admit_and_train(model: Any, optimizer: Any, batch: Any) -> jax.Array:
 
 def make(capacity: int, dim: int) -> tuple[Any, Any]:
   table = embed.TableConfig(embed.DynamicVocabulary(capacity), dim, name="id")
-  model = embed.SparseEmbed({"id": embed.FeatureConfig(table)}, embed.adagrad(0.1), rngs=nnx.Rngs(0))
+  model = embed.SparseEmbed(
+    {"id": embed.FeatureConfig(table)}, embed.adagrad(0.1), rngs=nnx.Rngs(0)
+  )
   return model, embed.Optimizer(model, optax.sgd(0.1))
 
 

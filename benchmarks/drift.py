@@ -1,4 +1,4 @@
-"""Quality of a click model whose ids come and go: dynamic, hashed and static tables beside each other.
+"""Quality where ids come and go: dynamic, hashed and static tables beside each other.
 
     python benchmarks/drift.py synthetic movielens --data-dir=DIR --json=drift.json
 
@@ -28,7 +28,11 @@ import embed
 _DIM = 16
 _BATCH = 256
 _WARM_UP = 0.2  # of the days are trained on, and not counted
-_RUNS = (("static", 1), ("hashed", 2), ("dynamic", 2), ("hashed", 4), ("dynamic", 4))
+_RUNS = (
+  ("static", 1),
+  *((method, share) for share in (2, 4) for method in ("hashed", "lru", "lfu")),
+)
+_POLICIES = {"lru": {"eviction": "lru"}, "lfu": {"eviction": "lfu", "half_life": 300}}
 
 
 class Days(NamedTuple):
@@ -126,14 +130,14 @@ def run(method: str, tables: dict[str, Any], days: Days, seed: int, args: Any) -
   optimizer = embed.Optimizer(model, optax.adam(args.dense_rate))
 
   def train_step(model, optimizer, ids, label):
-    batch = model.embed.admit(ids) if method == "dynamic" else ids
+    batch = model.embed.admit(ids) if method in _POLICIES else ids
     loss, grads = embed.value_and_grad(loss_fn)(model, batch, label)
     optimizer.update(model, grads)
     return loss
 
   @nnx.jit(graph=False)
   def predict(model, ids):
-    batch = model.embed.translate(ids) if method == "dynamic" else ids
+    batch = model.embed.translate(ids) if method in _POLICIES else ids
     return jax.nn.sigmoid(model(batch))
 
   def inputs(rows: np.ndarray) -> dict[str, Any]:
@@ -185,10 +189,10 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
       # Whole buckets of 16 rows, for the hashed tables too.
       rows = {table: -(-size // (16 * share)) * 16 for table, size in distinct.items()}
       tables: dict[str, Any] = distinct if method == "static" else rows
-      if method == "dynamic":
-        tables = {table: embed.DynamicVocabulary(size) for table, size in rows.items()}
+      if policy := _POLICIES.get(method):
+        tables = {name: embed.DynamicVocabulary(size, **policy) for name, size in rows.items()}
       scores = run(method, tables, days, seed, args)
-      label = f"{method}, 1/{share} of the rows" if share > 1 else method
+      label = f"{method}, 1/{share}"
       runs.setdefault(label, []).append(scores)
       values = f"AUC {scores['auc']:.4f}, log loss {scores['logloss']:.4f}"
       print(f"{name}, seed {seed}, {label}: {values}", flush=True)

@@ -71,6 +71,7 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
   keys = _matches(own["tables"], other, config.init_rename)
   for key, old_key in keys.items():
     own["tables"][key] = _table(own["tables"][key], other, key, old_key, rows, lines)
+    own["state"] |= _admissions(own["state"], other, key, old_key)
   lines += [f"table {_name(key)} is new" for key in own["tables"] if key not in keys]
   if config.init_parts == _ALL and other.reads_the_same(serve):
     dense = _dense(model, own["state"], other, lines)
@@ -249,6 +250,22 @@ def _table(
   read = other.read("tables", {old_key: whole})[old_key]
   merge = lambda x, rows: jax.jit(_merged, out_shardings=x.sharding)(x, np.asarray(rows), index)
   return {**own, **{slot: merge(own[slot], read[slot]) for slot in slots}}
+
+
+def _admissions(own: Arrays, other: _Other, key: str, old_key: str) -> dict[str, Any]:
+  """Returns the counts of a dynamic vocabulary, which the use of its rows refers to."""
+
+  def names(key: str, arrays: Arrays) -> dict[str, str]:
+    prefix, _, name = key.rpartition("/")
+    start = f"{prefix}/vocabularies/{name}/admissions/value/".removeprefix("/")
+    return {path.removeprefix(start): path for path in arrays if path.startswith(start)}
+
+  mine, theirs = names(key, own), names(old_key, other.state)
+  parts = [part for part in ("step", "batch", "totals") if part in mine and part in theirs]
+  struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+  like = {theirs[part]: struct(own[mine[part]]) for part in parts}
+  read = other.read("state", like) if like else {}
+  return {mine[part]: read[theirs[part]] for part in parts}
 
 
 def _merged(own: jax.Array, old: jax.Array, index: jax.Array) -> jax.Array:

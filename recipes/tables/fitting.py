@@ -228,6 +228,12 @@ def _table_of(name: str, kind: spec.Kind) -> str | None:
   return kind.table or name
 
 
+def _policy(kind: Any) -> dict[str, Any]:
+  if not getattr(kind, "is_dynamic", False):
+    return {}
+  return {"eviction": kind.eviction, "half_life": kind.half_life}
+
+
 class Fitted:
   """The transforms of declared columns: values to ids and numbers, the same in every process.
 
@@ -286,7 +292,7 @@ class Fitted:
         table=getattr(kinds[name], "table", ""),
         dim=kinds[name].dim,
         optimizer=kinds[name].optimizer,
-        eviction=kinds[name].eviction if getattr(kinds[name], "is_dynamic", False) else "",
+        **_policy(kinds[name]),
       )
       for name, column in self._columns.items()
     )
@@ -303,7 +309,7 @@ class Fitted:
     if isinstance(kind, spec.Cross):
       return f"hash {kind.buckets} of {', '.join(kind.columns)}"
     if kind.is_dynamic:
-      return f"dynamic {kind.capacity} {kind.eviction}"
+      return f"dynamic {kind.capacity}"
     return "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
 
   @property

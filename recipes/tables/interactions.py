@@ -23,8 +23,8 @@ _BUCKETS = 16  # of a number without buckets: towers take vectors only
 _REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
 _SIDES = ("user", "item")
 _OF_CLICKS = (
-  "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "table", "dim",
-  "optimizer",
+  "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life",
+  "table", "dim", "optimizer",
 )  # fmt: skip
 
 

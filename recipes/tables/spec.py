@@ -135,10 +135,11 @@ class Category(Embedded):
     hash: the number of rows of the table if values are hashed instead of counted; 0 counts.
     size: the number of rows if the values are ids themselves, from 0 to `size - 1`; 0 counts.
     vocabulary: "counted", or "dynamic" for values that come and go; of the recipe dlrm.
-    capacity: the number of rows of a dynamic vocabulary, a multiple of 16. Values without a row
-      share the last one, which is trained.
-    eviction: which value of a dynamic vocabulary loses its row to a new one: "lru", the one used
-      longest ago, or "lfu", the one used least often. See `embed.DynamicVocabulary`.
+    capacity: the number of rows of a dynamic vocabulary, a multiple of 16. A value without a row
+      has no vector.
+    eviction: which value of a dynamic vocabulary loses its row to a new one: "lfu", the one used
+      least often, or "lru", the one used longest ago. See `embed.DynamicVocabulary`.
+    half_life: the number of batches after which the counts of "lfu" halve; 0 never forgets.
     table: a name that columns have in common which share a table and a vocabulary; "" shares none.
     pattern: a regular expression with one group, which is the value; "" takes all of the text.
   """
@@ -150,7 +151,8 @@ class Category(Embedded):
   size: int = 0
   vocabulary: str = "counted"
   capacity: int = 0
-  eviction: str = "lru"
+  eviction: str = "lfu"
+  half_life: int = 1000
   table: str = ""
   pattern: str = ""
 
@@ -456,7 +458,7 @@ _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "choose 2 or more, 0 for none, or boundaries that increase",
   ),
   "min_count": (lambda count: count >= 1, "choose 1 or more"),
-  **dict.fromkeys(("oov", "hash", "size", "max_length"), _NOT_NEGATIVE),
+  **dict.fromkeys(("oov", "hash", "size", "half_life", "max_length"), _NOT_NEGATIVE),
   "pattern": (_has_one_group, "write a regular expression with one group, which is the value"),
   "vocabulary": (lambda how: how in ("counted", "dynamic"), "choose 'counted' or 'dynamic'"),
   "eviction": (lambda how: how in ("lru", "lfu"), "choose 'lru' or 'lfu'"),
@@ -482,7 +484,7 @@ def has_table(kind: Kind) -> bool:
 
 def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
   """Raises UserError where columns that share a table declare it in different ways."""
-  shared = ("min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction")
+  shared = ("min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life")
   shared += ("dim", "optimizer")
   first: dict[tuple[str, str], tuple[str, Category]] = {}
   named = {kind.table for kind in kinds.values() if isinstance(kind, Category) and kind.table}

@@ -23,6 +23,7 @@ class Feature:
     optimizer: of the table, by name; "" is the one of the model.
     eviction: of the table's dynamic vocabulary; "" is a vocabulary that does not change. With one,
       an id is two int32 columns, the halves of a raw id.
+    half_life: of the counts of "lfu", in batches; 0 never forgets.
   """
 
   name: str
@@ -33,6 +34,7 @@ class Feature:
   dim: int = 0
   optimizer: str = ""
   eviction: str = ""
+  half_life: int = 0
 
   @property
   def is_dynamic(self) -> bool:
@@ -107,7 +109,8 @@ def feature_configs(
       own = optimizer(feature.optimizer) if optimizer and feature.optimizer else None
       size: Any = feature.vocabulary_size
       if feature.is_dynamic:
-        size = embed.DynamicVocabulary(size, eviction=feature.eviction, trains_unknown=True)
+        half_life = (feature.half_life or None) if feature.eviction == "lfu" else None
+        size = embed.DynamicVocabulary(size, eviction=feature.eviction, half_life=half_life)
       tables[name] = embed.TableConfig(
         size,
         feature.dim or dim,

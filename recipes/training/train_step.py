@@ -264,7 +264,7 @@ def cut(x: jax.Array, number: int, mesh: Any = None) -> jax.Array:
   >>> cut(jnp.arange(6), 2).tolist()
   [[0, 2, 4], [1, 3, 5]]
   """
-  parts = jnp.swapaxes(x.reshape(-1, number, *x.shape[1:]), 0, 1)
+  parts = jnp.swapaxes(x.reshape(x.shape[0] // number, number, *x.shape[1:]), 0, 1)
   if mesh is None:
     return parts
   over_rows = jax.sharding.PartitionSpec(None, hosts.AXIS)

@@ -1,0 +1,139 @@
+"""Columns with a dynamic vocabulary: raw ids in the data, rows while training."""
+
+import csv
+
+import numpy as np
+import pytest
+from served_models import LOG
+from sklearn.metrics import log_loss
+
+import embed
+import embed.checkpoint
+from recipes import export, serving
+from recipes.dlrm import data, train
+from recipes.errors import UserError
+from recipes.run import settings, warm_start
+from recipes.two_tower import data as two_tower_data
+
+DYNAMIC = {"kind": "category", "vocabulary": "dynamic"}
+COLUMNS = {
+  "clicked": "label",
+  "user": DYNAMIC | {"capacity": 64},
+  "tags": DYNAMIC | {"kind": "bag", "capacity": 16, "eviction": "lru"},
+  "part": "split",
+}
+SMALL = {"batch_size": 32, "dim": 4, "steps": 12}
+
+
+def write(path, rows=200, first=0):
+  """Writes rows of 30 users from `first` on, who click or do not; every fourth row is a test."""
+  draw = np.random.default_rng(first)
+  with open(path, "w", newline="") as file:
+    writer = csv.writer(file)
+    writer.writerow(COLUMNS)
+    for i in range(rows):
+      user = first + draw.integers(30)
+      tags = "|".join(f"t{tag}" for tag in range(user % 3))
+      clicked = int(draw.random() < 0.2 + 0.6 * (user % 2))
+      writer.writerow([clicked, f"u{user}", tags, ("train", "train", "valid", "test")[i % 4]])
+  return path
+
+
+def config_of(file, folder, **changes):
+  table = {"files": str(file), "columns": COLUMNS, "cache_dir": str(folder / "cache")}
+  return settings.completed("dlrm", table | SMALL | changes)
+
+
+def halves(texts):
+  return embed.transforms.RawIds()(np.array(texts, object))
+
+
+def test_prepared_rows_hold_raw_ids(tmp_path):
+  file = tmp_path / "rows.csv"
+  file.write_text(
+    "clicked,user,tags,part\n"
+    "1,ann,a|b,train\n0,bob,,train\n0,,b,valid\n1,ann,c,valid\n0,x,a,test\n1,y,a,test\n"
+  )
+  loaded = data.load(config_of(file, tmp_path, batch_size=2))
+  assert [feature.columns for feature in loaded.features] == [2, 4]
+  batch = next(iter(data.eval_batches(loaded, "valid", 2)))["features"]
+  np.testing.assert_array_equal(batch["user"], halves(["", "ann"]))
+  none = np.full(2, 2**32 - 1)
+  expected = [[halves(["b"])[0], none], [halves(["c"])[0], none]]
+  np.testing.assert_array_equal(batch["tags"].values, expected)
+
+
+@pytest.mark.full
+def test_a_run_is_exported_and_the_next_day_starts_from_it(tmp_path):
+  file = write(tmp_path / "first.csv")
+  config = config_of(file, tmp_path)
+  result = train.run(config, str(tmp_path / "run"))
+  served = serving.load(export.export(tmp_path / "run", tmp_path / "out", platforms=("cpu",)))
+  with open(file, newline="") as stream:
+    everything = list(csv.DictReader(stream))
+  rows = [row for row in everything if row["part"] == "test"]
+  scores = served.predict(rows)
+  loss = log_loss([int(row["clicked"]) for row in rows], scores)
+  assert abs(loss - result["metrics"]["test_logloss"]) < 1e-6
+  strangers = [{"user": user, "tags": "t0"} for user in ("new", "newer", "")]
+  assert np.ptp(served.predict(strangers)) == 0  # no row, no vector
+
+  second = config_of(write(tmp_path / "second.csv", first=15), tmp_path)
+  second.init_from = str(tmp_path / "run")
+  loaded = data.load(second)
+  model, _ = train.make_state(second, loaded)
+  warm_start.take(second, model, loaded.serve)
+  tree = embed.checkpoint.to_tree(model=model)["model"]
+  assert int(tree["state"]["embed/vocabularies/user/admissions/value/step"]) == SMALL["steps"]
+  before = tree["tables"]["embed/user"]
+  before = {slot: np.array(x) for slot, x in before.items()}
+  owned = (before["raw_ids"] != 2**32 - 1).any(axis=1)
+  assert owned.sum() == len({row["user"] for row in everything if row["part"] == "train"})
+  batch = next(iter(data.train_batches(loaded, second)))
+  admitted = train.admit(model, batch)["features"]["user"]
+  after = embed.checkpoint.to_tree(model=model)["model"]["tables"]["embed/user"]
+  known = halves([f"u{user}" for user in range(15, 30)]).tolist()
+  is_known = np.array([raw in known for raw in batch["features"]["user"].tolist()])
+  assert 0 < is_known.sum() < len(is_known)
+  row = np.asarray(admitted)
+  np.testing.assert_array_equal(
+    before["raw_ids"][row[is_known]], batch["features"]["user"][is_known]
+  )
+  np.testing.assert_array_equal(
+    np.asarray(after["parameters"])[row[is_known]], before["parameters"][row[is_known]]
+  )
+  assert not np.isin(row[~is_known], np.flatnonzero(owned)).any()  # there was room
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [{"accumulate": 2}, {"pipelined": True}])
+def test_every_way_to_step_admits(how, tmp_path):
+  result = train.run(
+    config_of(write(tmp_path / "rows.csv"), tmp_path, **how), str(tmp_path / "run")
+  )
+  assert result["metrics"]["test_auc"] > 0.6  # users click by their parity, which ids alone tell
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"vocabulary": "dynamic"},
+    {"vocabulary": "dynamic", "capacity": 20},
+    {"vocabulary": "dynamic", "capacity": 32, "hash": 10},
+    {"capacity": 32},
+    {"vocabulary": "living", "capacity": 32},
+    {"vocabulary": "dynamic", "capacity": 32, "eviction": "oldest"},
+  ],
+)
+def test_options_that_make_no_sense(options, tmp_path):
+  columns = COLUMNS | {"user": {"kind": "category"} | options}
+  with pytest.raises(UserError, match=r"config\.columns\['user'\]"):
+    data.load(config_of(write(tmp_path / "rows.csv"), tmp_path, columns=columns))
+
+
+def test_features_of_a_ranking_are_counted(tmp_path):
+  (tmp_path / "log.csv").write_text("who,what,when,country,genre,name\n")
+  columns = LOG | {"country": LOG["country"] | {"vocabulary": "dynamic", "capacity": 16}}
+  table = {"files": str(tmp_path / "log.csv"), "columns": columns, "cache_dir": str(tmp_path)}
+  with pytest.raises(UserError, match="'country' has vocabulary='dynamic'"):
+    two_tower_data.load(settings.completed("two_tower", table))
