@@ -441,7 +441,7 @@ def nnx_fori_loop_over_a_lookup(m, batch):
     m, x = carry
     return m, x + m.encode("a", batch["a"]) / 2
 
-  return m.head(jnp.tanh(nnx.fori_loop(0, 2, body, (m, jnp.zeros((B, D))))[1]))
+  return m.head(jnp.tanh(nnx.fori_loop(0, 2, body, (m, blank()))[1]))
 
 
 @loss("either", plain_a)
