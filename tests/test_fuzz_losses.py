@@ -44,10 +44,12 @@ import embed
 B, D, RATE = 8, 3, 0.1
 
 
-def blank(value=0.0):
+def blank(value=0.0, shape=(B, D)):
   """What a branch without a lookup returns; under `jax.set_mesh` JAX wants one type of them all."""
-  x, mesh = jnp.full((B, D), value), jax.sharding.get_abstract_mesh()
-  return x if mesh.empty else jax.sharding.reshard(x, jax.P("data"))
+  x, mesh = jnp.full(shape, value), jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return x
+  return jax.sharding.reshard(x, jax.P("data" if shape[0] % mesh.size == 0 else None))
 
 
 SIZES = {"t": 20, "u": 10}
@@ -441,7 +443,7 @@ def nnx_fori_loop_over_a_lookup(m, batch):
     m, x = carry
     return m, x + m.encode("a", batch["a"]) / 2
 
-  return m.head(jnp.tanh(nnx.fori_loop(0, 2, body, (m, jnp.zeros((B, D))))[1]))
+  return m.head(jnp.tanh(nnx.fori_loop(0, 2, body, (m, blank()))[1]))
 
 
 @loss("either", plain_a)
@@ -781,7 +783,11 @@ def attend_in_nnx_jit_and_remat(m, batch):
 @loss("right", _plain_attend, touched=_attend_touched)
 def attend_in_nnx_cond(m, batch):
   f = lambda m, q: nnx.cond(
-    _yes(m), lambda m, q: m.inner["e"].attend(q, "u"), lambda m, q: jnp.zeros((B, SIZES["u"])), m, q
+    _yes(m),
+    lambda m, q: m.inner["e"].attend(q, "u"),
+    lambda m, q: blank(0.0, (B, SIZES["u"])),
+    m,
+    q,
   )
   return jnp.sum(jnp.tanh(f(m, m.encode("a", batch["a"]))))
 
@@ -934,7 +940,7 @@ def the_operator_times(grads):
   return 2.0 * grads
 
 
-@change("either")
+@change("either", on_mesh=False)  # jnp.where takes no arrays that are split in two ways
 def where_of_each_leaf(grads):
   return jax.tree.map(lambda g: jnp.where(jnp.bool_(True), g, jnp.zeros_like(g)), grads)
 
@@ -1128,7 +1134,7 @@ def _w_remat(f):
 
 
 def _w_cond(f):
-  return lambda m, ids: nnx.cond(_yes(m), f, lambda m, ids: jnp.zeros((len(ids), D)), m, ids)
+  return lambda m, ids: nnx.cond(_yes(m), f, lambda m, ids: blank(0.0, (len(ids), D)), m, ids)
 
 
 def _w_cond_other(f):
@@ -1138,7 +1144,7 @@ def _w_cond_other(f):
 
 
 def _w_switch(f):
-  zeros = lambda m, ids: jnp.zeros((len(ids), D))
+  zeros = lambda m, ids: blank(0.0, (len(ids), D))
   return lambda m, ids: nnx.switch(2 * jnp.int32(_yes(m)), [zeros, zeros, f], m, ids)
 
 
