@@ -13,7 +13,6 @@ import argparse
 import collections
 import json
 import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,9 @@ def admit_and_train(model: Any, optimizer: Any, batch: Any) -> jax.Array:
 
 def make(capacity: int, dim: int) -> tuple[Any, Any]:
   table = embed.TableConfig(embed.DynamicVocabulary(capacity), dim, name="id")
-  model = embed.SparseEmbed({"id": embed.FeatureConfig(table)}, embed.adagrad(0.1), rngs=nnx.Rngs(0))
+  model = embed.SparseEmbed(
+    {"id": embed.FeatureConfig(table)}, embed.adagrad(0.1), rngs=nnx.Rngs(0)
+  )
   return model, embed.Optimizer(model, optax.sgd(0.1))
 
 
@@ -151,9 +152,12 @@ def main() -> None:
   away = turned_away(args)
   print(json.dumps(away))
   if args.json:
-    versions = {"jax": jax.__version__, "python": platform.python_version()}
+    versions = {"jax": jax.__version__, "numpy": np.__version__}
     given = {key: x for key, x in vars(args).items() if key != "json"}
-    where = {"machine": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    where = {
+      "cores": os.cpu_count(), "cpu": cpu_name(), "load": os.getloadavg()[0],
+      "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
     result = {"settings": given, "cost": costs, "hit_rate": rates, "turned_away": away}
     args.json.write_text(json.dumps({**result, "versions": versions, **where}, indent=2) + "\n")
 

@@ -313,6 +313,35 @@ def vocabulary_memory() -> str:
   return table(header, rows)
 
 
+def admission() -> str:
+  header = ("rows", "step, ms", "step with admit, ms", "new ids a batch", "ids that had a row")
+  measured = result("admission.json")
+  rows = [
+    [
+      f"{of['capacity']:,}", short(of["step"]), short(of["step_with_admit"]),
+      f"{of['admissions']:.0f}", f"{of['hit_rate']:.1%}",
+    ]
+    for of in measured["cost"]
+  ]  # fmt: skip
+  return table(header, rows) + _admission_origin(measured)
+
+
+def admission_hits() -> str:
+  header = ("drift, ids a batch", "hit rate", "exact LRU", "share of it", "turned away")
+  measured = result("admission.json")
+  rows = [
+    [str(of["drift"]), *(f"{of[key]:.2%}" for key in ("hit_rate", "exact", "of_exact", "away"))]
+    for of in measured["hit_rate"]
+  ]
+  return table(header, rows, words=0) + _admission_origin(measured)
+
+
+def _admission_origin(of: dict[str, Any]) -> str:
+  where = f"{of['cores']} cores of {of['cpu']}, load {of['load']:.1f} of other processes"
+  versions = f"jax {of['versions']['jax']}; {of['date']}; `docs/results/admission.json`"
+  return f"\n{where}; {versions}.\n"
+
+
 def pods() -> str:
   mib = lambda x, form=",.0f": f"{x / 2**20:{form}}"
   rows: dict[str, Callable[[Any], str]] = {
@@ -361,7 +390,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
     clicks, rankings, chosen, speed, step, grid, whole_model, loop, vocabulary, vocabulary_memory,
-    pods, weak_scaling,
+    admission, admission_hits, pods, weak_scaling,
   )
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ _HIGH, _LOW, _LAST, _COUNT = range(4)  # words of a row
 _SALTS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xC2B2AE3D)
 _NEVER = np.uint32(2**32 - 1)  # the rank of a row that is not taken
 _MOST = 2**20  # a count of sightings or uses is at most this
-_PARTS = (16, 4, 1)  # newcomers are settled as this part of a batch, the smallest that holds them
+_PARTS = (64, 8, 1)  # newcomers are settled as this part of a batch, the smallest that holds them
 
 
 class Admitted(NamedTuple):
@@ -140,9 +140,13 @@ class _Found(NamedTuple):
   hashes: tuple[jax.Array, jax.Array]
   is_own: jax.Array  # no padding, and the bucket is here
   bucket: jax.Array  # local; 0 if not own
-  words: jax.Array  # of the bucket
   is_hit: jax.Array
   lane: jax.Array  # the row in the bucket, of a hit
+
+  def word(self, buckets: jax.Array, number: int, width: int) -> jax.Array:
+    """A word of each id's row."""
+    lane = jnp.maximum(self.lane, 0)
+    return buckets.at[self.bucket, number * width + lane].get(mode="promise_in_bounds")
 
 
 def _word(bucket_words: jax.Array, number: int, width: int) -> jax.Array:
@@ -167,10 +171,16 @@ def _find(
   bucket -= device_index(placement.row_axes) * local
   is_own = ~((high == EMPTY) & (low == EMPTY)) & (bucket >= 0) & (bucket < local)
   bucket = jnp.where(is_own, bucket, 0)
-  there = buckets.at[bucket].get(mode="promise_in_bounds")
+  # Only the words that are compared: an empty row has no id's, an expired one may.
+  read = (3 if vocabulary.time_to_live is not None else 2) * width
+  numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+  there = lax.gather(buckets, bucket[:, None], numbers, (1, read), mode="promise_in_bounds")
   same = (_word(there, _HIGH, width) == high[:, None]) & (_word(there, _LOW, width) == low[:, None])
-  same &= _is_live(vocabulary, _word(there, _LAST, width), step) & is_own[:, None]
-  return _Found(hashes, is_own, bucket, there, same.any(1), jnp.argmax(same, 1).astype(jnp.int32))
+  if vocabulary.time_to_live is not None:
+    same &= _is_live(vocabulary, _word(there, _LAST, width), step)
+  # One at most is the same, and one reduction finds it.
+  lane = jnp.max(jnp.where(same, jnp.arange(width, dtype=jnp.int32)[None], -1), axis=1)
+  return _Found(hashes, is_own, bucket, is_own & (lane >= 0), lane)
 
 
 def translate(
@@ -263,15 +273,15 @@ def _admit_on_device(vocabulary, placement, keeps_previous, state, ids):
     carry, least = lax.fori_loop(0, rounds, body, carry), size
   arrays, rows, is_new, evictions = carry
   rows = jnp.where(found.is_hit, _global_row(vocabulary, placement, buckets, found), rows)
-  count = lambda mask: jnp.sum(mask, dtype=jnp.int32)
-  turned_away = count(found.is_own & (rows == 0))
-  counts = [count(found.is_own), count(found.is_hit), count(is_new), evictions, turned_away]
+  masks = (found.is_own, found.is_hit, is_new, found.is_own & (rows == 0))
+  *counts, turned_away = (jnp.sum(mask, dtype=jnp.int32) for mask in masks)
+  counts += [evictions, turned_away]
   batch = jnp.stack(counts)
   if placement.row_axes:
     batch, is_new = lax.psum((batch, is_new.astype(jnp.int32)), placement.row_axes)
     is_new = is_new > 0
-  new |= arrays
-  new |= {"step": step, "batch": batch, "totals": _added(state["totals"], batch)}
+  totals = _added(state["totals"], batch)
+  new = {**new, **arrays, "step": step, "batch": batch, "totals": totals}
   new["filled"] = state["filled"] + batch[2] - batch[3]
   return Admitted(_whole(placement, rows), is_new), new
 
@@ -295,10 +305,9 @@ def _touch(vocabulary, buckets: jax.Array, found: _Found, step: jax.Array) -> ja
   """Marks the rows of the ids that were found as used in this batch."""
   width = vocabulary.bucket_width
   bucket = jnp.where(found.is_hit, found.bucket, buckets.shape[0])
-  column = lambda word: buckets.at[bucket, word * width + found.lane]
+  column = lambda word: buckets.at[bucket, word * width + jnp.maximum(found.lane, 0)]
   if vocabulary.eviction == "lfu":
-    lane = found.lane[:, None]
-    of_row = lambda word: jnp.take_along_axis(_word(found.words, word, width), lane, 1)[:, 0]
+    of_row = lambda word: found.word(buckets, word, width)
     count = _faded(vocabulary, of_row(_COUNT), of_row(_LAST), step)
     buckets = column(_COUNT).set(jnp.minimum(count, _MOST), mode="drop")
     buckets = column(_COUNT).add(jnp.uint32(1), mode="drop")
@@ -375,8 +384,7 @@ def _see(vocabulary, sketch, bucket, h2, occurrences, step):
   """Counts ids without rows in a sketch; returns it and how often each has been seen, at least."""
   cells = 2 * vocabulary.bucket_width
   second = finalize(h2 ^ jnp.uint32(_SALTS[1]))
-  columns = [scaled_to(finalize(h2), cells), cells + scaled_to(second, cells)]
-  columns = jnp.stack(columns, axis=1)
+  columns = jnp.stack([scaled_to(finalize(h2), cells), cells + scaled_to(second, cells)], axis=1)
   bucket = bucket[:, None]
   epoch = jnp.uint32(0)
   if vocabulary.half_life is not None:
@@ -401,7 +409,7 @@ def _ranks(vocabulary, there: jax.Array, step, keeps_previous: bool):
     count = _faded(vocabulary, _word(there, _COUNT, width), last, step)
     ranks = [count + 1, last]  # a count may have faded to 0, which is for free rows
   ranks = [jnp.where(is_kept, _NEVER, jnp.where(is_live, x, 0)) for x in ranks]
-  return tuple(ranks) if len(ranks) == 2 else (ranks[0], jnp.zeros_like(ranks[0]))
+  return (*ranks, jnp.zeros_like(last))[:2]
 
 
 def _nth_lowest(ranks, n: jax.Array) -> tuple[jax.Array, jax.Array]:
