@@ -314,16 +314,21 @@ def vocabulary_memory() -> str:
 
 
 def admission() -> str:
-  header = ("rows", "step, ms", "step with admit, ms", "new ids a batch", "ids that had a row")
+  header = (
+    "model", "rows", "step, ms", "step with admit, ms", "best step, ms", "best with admit, ms",
+    "new ids a batch", "ids that had a row",
+  )  # fmt: skip
   measured = result("admission.json")
   rows = [
     [
-      f"{of['capacity']:,}", short(of["step"]), short(of["step_with_admit"]),
+      "a table alone" if not of["layers"] else f"with layers of {of['layers']}",
+      f"{of['capacity']:,}",
+      *(short(of[f"{best}{key}"]) for best in ("", "best_") for key in ("step", "step_with_admit")),
       f"{of['admissions']:.0f}", f"{of['hit_rate']:.1%}",
     ]
     for of in measured["cost"]
   ]  # fmt: skip
-  return table(header, rows) + _admission_origin(measured)
+  return table(header, rows, words=1) + _admission_origin(measured)
 
 
 def admission_hits() -> str:

@@ -1193,7 +1193,7 @@ def rows_by_raw_id(layer: SparseEmbed, table: str) -> dict[str, np.ndarray]:
 def put_owners(layer: SparseEmbed, table: str, changed: Mapping[str, changes.TableRows]) -> None:
   """Replaces some entries of the arrays of `owned`; in NumPy, the same in every process."""
   vocabulary, placement = (
-    table_config(layer, table).vocabulary,
+    vocabulary_of(layer, table),
     layer.spec.stack_of[table].placement,
   )
   new = {}
