@@ -313,6 +313,40 @@ def vocabulary_memory() -> str:
   return table(header, rows)
 
 
+def admission() -> str:
+  header = (
+    "model", "rows", "step, ms", "step with admit, ms", "best step, ms", "best with admit, ms",
+    "new ids a batch", "ids that had a row",
+  )  # fmt: skip
+  measured = result("admission.json")
+  rows = [
+    [
+      "a table alone" if not of["layers"] else f"with layers of {of['layers']}",
+      f"{of['capacity']:,}",
+      *(short(of[f"{best}{key}"]) for best in ("", "best_") for key in ("step", "step_with_admit")),
+      f"{of['admissions']:.0f}", f"{of['hit_rate']:.1%}",
+    ]
+    for of in measured["cost"]
+  ]  # fmt: skip
+  return table(header, rows, words=1) + _admission_origin(measured)
+
+
+def admission_hits() -> str:
+  header = ("drift, ids a batch", "hit rate", "exact LRU", "share of it", "turned away")
+  measured = result("admission.json")
+  rows = [
+    [str(of["drift"]), *(f"{of[key]:.2%}" for key in ("hit_rate", "exact", "of_exact", "away"))]
+    for of in measured["hit_rate"]
+  ]
+  return table(header, rows, words=0) + _admission_origin(measured)
+
+
+def _admission_origin(of: dict[str, Any]) -> str:
+  where = f"{of['cores']} cores of {of['cpu']}, load {of['load']:.1f} of other processes"
+  versions = f"jax {of['versions']['jax']}; {of['date']}; `docs/results/admission.json`"
+  return f"\n{where}; {versions}.\n"
+
+
 def pods() -> str:
   mib = lambda x, form=",.0f": f"{x / 2**20:{form}}"
   rows: dict[str, Callable[[Any], str]] = {
@@ -361,7 +395,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
     clicks, rankings, chosen, speed, step, grid, whole_model, loop, vocabulary, vocabulary_memory,
-    pods, weak_scaling,
+    admission, admission_hits, pods, weak_scaling,
   )
 }  # fmt: skip
 

@@ -282,9 +282,9 @@ class TableConfig:
 
   def __post_init__(self):
     set_ = lambda name, value: object.__setattr__(self, name, value)
-    if isinstance(self.vocabulary_size, DynamicVocabulary):
-      set_("vocabulary", self.vocabulary_size)
-      set_("vocabulary_size", self.vocabulary.capacity)
+    if isinstance(given := self.vocabulary_size, DynamicVocabulary):
+      set_("vocabulary", given)
+      set_("vocabulary_size", given.capacity)
     if self.vocabulary is not None and self.vocabulary.capacity != self.vocabulary_size:
       raise ValueError(
         f"Argument `vocabulary_size` is {self.vocabulary_size}, but its DynamicVocabulary has a "

@@ -451,16 +451,13 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
   problems = [f"table {key!r} is missing" for key in expected["tables"] if key not in tables]
   problems += [f"table {key!r} is not in the model" for key in tables.keys() - expected["tables"]]
   fitting: dict[str, TableRows] = {}
-  layers = autodiff.row_keys(node)
+  of_keys = autodiff.row_keys(node)
   for key, arrays in expected["tables"].items():
     if key not in tables:
       continue
-    rows, (layer, table) = tables[key], layers[key]
-    problems += _unlike(
-      key,
-      layer.spec.tables[table].vocabulary,
-      delta.owners[name].get(key) if name in delta.owners else None,
-    )
+    rows, (layer, table) = tables[key], of_keys[key]
+    vocabulary = layer.spec.tables[table].vocabulary
+    problems += _unlike(key, vocabulary, delta.owners.get(name, {}).get(key))
     arrays = {k: x for k, x in arrays.items() if k not in (*BY_ROW, "sightings")}
     names = [k for k in rows.values if k in arrays] if key in untrained else list(rows.values)
     if set(names) != set(arrays):
@@ -505,7 +502,7 @@ def _unlike(key: str, vocabulary: Any, owners: Owners | None) -> list[str]:
   of_delta = None if owners is None else tuple(owners.geometry.tolist())
   if own != of_delta:
     return [f"table {key!r} has the capacity and bucket width {of_delta}, the model's {own}"]
-  if vocabulary is not None and set(owners.changed) != set(names(vocabulary)):
+  if owners is not None and set(owners.changed) != set(names(vocabulary)):
     return [f"table {key!r} has {sorted(owners.changed)}, the model's has {names(vocabulary)}"]
   return []
 

@@ -207,10 +207,22 @@ _OWNERS = ("buckets", "filled", "sightings")  # of an admission's state, what a 
 
 def make_vocabulary(table: TableConfig, placement: mesh_lib.Placement, key: jax.Array) -> nnx.Dict:
   """The Variables of a dynamic table: "owners" and "admissions"."""
+  assert table.vocabulary is not None
   state = admission.empty(table.vocabulary, placement)
-  owners = {name: state.pop(name) for name in _OWNERS if name in state}
+  held = {name: state.pop(name) for name in _OWNERS if name in state}
   state["key"] = jax.random.key_data(initializers.threefry(key[None])[0])
-  return nnx.Dict(owners=Vocabulary(owners), admissions=Admissions(state))
+  return nnx.Dict(owners=Vocabulary(held), admissions=Admissions(state))
+
+
+def vocabulary_of(layer: "SparseEmbed", table: str) -> config_lib.DynamicVocabulary:
+  """The vocabulary of a table; raises ValueError if there is none."""
+  vocabulary = table_config(layer, table).vocabulary
+  if vocabulary is None:
+    raise ValueError(
+      f"Table {table!r} has no DynamicVocabulary: its ids are its rows, which `tables` has and "
+      "`load_tables` replaces."
+    )
+  return vocabulary
 
 
 def vocabulary_state(layer: "SparseEmbed", table: str) -> dict[str, Any]:
@@ -592,9 +604,7 @@ class SparseEmbed(nnx.Module):
     >>> layer.raw_ids("user", layer.admit(np.array([2**32 + 7]))).tolist()
     [[1, 7]]
     """
-    vocabulary = table_config(self, table_name).vocabulary
-    if vocabulary is None:
-      raise ValueError(f"Table {table_name!r} has no DynamicVocabulary: its ids are its rows.")
+    vocabulary = vocabulary_of(self, table_name)
     placement = self.spec.stack_of[table_name].placement
     state = vocabulary_state(self, table_name)
     return admission.owners(vocabulary, placement, state["buckets"], jnp.asarray(rows))
@@ -803,7 +813,7 @@ class SparseEmbed(nnx.Module):
       for name in self.vocabularies:
         given = variables.get(name, {})
         if "raw_ids" in given:
-          vocabulary, stack = table_config(self, name).vocabulary, self.spec.stack_of[name]
+          vocabulary, stack = vocabulary_of(self, name), self.spec.stack_of[name]
           given = {key: given[key] for key in owners.names(vocabulary)}
           _set_vocabulary(self, name, owners.store(vocabulary, stack.placement, given))
 
@@ -1064,10 +1074,10 @@ def admit(layer: SparseEmbed, features: Any, ahead: bool) -> Any:
   """`SparseEmbed.admit`."""
 
   def rows_of(table, ids):
-    stack, config = layer.spec.stack_of[table], table_config(layer, table)
+    stack = layer.spec.stack_of[table]
     arrays = taps.read_tables(stored_arrays(layer, stack), "update")
     state = vocabulary_state(layer, table)
-    static = (stack, table, config.vocabulary, _maker(layer, table), bool(ahead))
+    static = (stack, table, vocabulary_of(layer, table), _maker(layer, table), bool(ahead))
     rows, new_state, new = _compiled_admit(*static, state, arrays, ids)
     with changing("SparseEmbed.admit"):
       typed = lambda new, old: {k: mesh_lib.like(new[k], x) for k, x in old.items()}
@@ -1106,9 +1116,7 @@ def load_rows(
   scores: Mapping[str, Any],
 ) -> np.ndarray:
   """`SparseEmbed.load_rows`, with "last_used" and "uses" `[N]` by name, or the current batch."""
-  vocabulary, shapes = table_config(layer, table).vocabulary, variable_shapes(layer)[table]
-  if vocabulary is None:
-    raise ValueError(f"Table {table!r} has no DynamicVocabulary: load it with `load_tables`.")
+  vocabulary, shapes = vocabulary_of(layer, table), variable_shapes(layer)[table]
   ids = np.asarray(raw_ids)
   ids = ids if ids.dtype == np.uint32 and ids.ndim == 2 else to_raw_ids(ids)
   stack, count = layer.spec.stack_of[table], len(ids)
@@ -1152,10 +1160,12 @@ def load_by_value(layer: SparseEmbed, table: str, saved: Mapping[str, Any]) -> N
     saved: arrays as in `SparseEmbed.variables`, of another capacity, bucket width or policy. The
       row of the unknown is the last one, which has no owner.
   """
-  vocabulary, stack = table_config(layer, table).vocabulary, layer.spec.stack_of[table]
+  vocabulary, stack = vocabulary_of(layer, table), layer.spec.stack_of[table]
   arrays = {key: np.asarray(x) for key, x in saved.items() if key != "sightings"}
   best = owners.order(vocabulary, arrays, int(vocabulary_state(layer, table)["step"]))
-  scores = {key: arrays.pop(key)[best] for key in ("last_used", "uses") if key in arrays}
+  scores: dict[str, Any] = {
+    key: arrays.pop(key)[best] for key in ("last_used", "uses") if key in arrays
+  }
   raw_ids = arrays.pop("raw_ids")
   values = {key: arrays[key] for key in ("parameters", *stack.slots)}
   load_rows(layer, table, raw_ids[best], {key: x[best] for key, x in values.items()}, scores)
@@ -1172,9 +1182,7 @@ def rows_by_raw_id(layer: SparseEmbed, table: str) -> dict[str, np.ndarray]:
   Returns:
     "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, "parameters" `[N, dim]`, and the slots.
   """
-  vocabulary = table_config(layer, table).vocabulary
-  if vocabulary is None:
-    raise ValueError(f"Table {table!r} has no DynamicVocabulary: `tables` has its rows by id.")
+  vocabulary = vocabulary_of(layer, table)
   arrays = {k: np.asarray(x) for k, x in layer.variables[table].items() if k != "sightings"}
   best = owners.order(vocabulary, arrays, int(vocabulary_state(layer, table)["step"]))
   rows = {key: x[best] for key, x in arrays.items()}
@@ -1185,7 +1193,7 @@ def rows_by_raw_id(layer: SparseEmbed, table: str) -> dict[str, np.ndarray]:
 def put_owners(layer: SparseEmbed, table: str, changed: Mapping[str, changes.TableRows]) -> None:
   """Replaces some entries of the arrays of `owned`; in NumPy, the same in every process."""
   vocabulary, placement = (
-    table_config(layer, table).vocabulary,
+    vocabulary_of(layer, table),
     layer.spec.stack_of[table].placement,
   )
   new = {}
@@ -1210,7 +1218,7 @@ def translate(layer: SparseEmbed, features: Any) -> Any:
   """`SparseEmbed.translate`."""
 
   def rows_of(table, ids):
-    stack, vocabulary = layer.spec.stack_of[table], table_config(layer, table).vocabulary
+    stack, vocabulary = layer.spec.stack_of[table], vocabulary_of(layer, table)
     return _compiled_translate(stack.placement, vocabulary, vocabulary_state(layer, table), ids)
 
   return _with_rows(layer, features, rows_of)
@@ -1399,7 +1407,7 @@ def store_apart(layer: SparseEmbed) -> None:
   }  # fmt: skip
   optimizers: dict[str, RowOptimizer | None] = dict.fromkeys(spec.tables)
   for name, held in layer.vocabularies.items():
-    vocabulary, arrays = spec.tables[name].vocabulary, owned(layer, name)
+    vocabulary, arrays = vocabulary_of(layer, name), owned(layer, name)
     held["owners"] = Vocabulary(owners.store(vocabulary, mesh_lib.LOCAL, on_host(arrays)))
     held["admissions"] = Admissions(on_host(held["admissions"].get_value()))
   layer.spec = dataclasses.replace(spec, optimizers=optimizers, stacks=stacks, stack_of=stacks)

@@ -34,6 +34,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from embed.config import DynamicVocabulary
+from embed.engine import backends
 from embed.engine.mesh import Placement, device_index
 
 State = dict[str, Any]
@@ -45,7 +46,7 @@ _HIGH, _LOW, _LAST, _COUNT = range(4)  # words of a row
 _SALTS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xC2B2AE3D)
 _NEVER = np.uint32(2**32 - 1)  # the rank of a row that is not taken
 _MOST = 2**20  # a count of sightings or uses is at most this
-_PARTS = (16, 4, 1)  # newcomers are settled as this part of a batch, the smallest that holds them
+_PARTS = (64, 8, 1)  # newcomers are settled as this part of a batch, the smallest that holds them
 
 
 class Admitted(NamedTuple):
@@ -134,15 +135,20 @@ def empty(vocabulary: DynamicVocabulary, placement: Placement) -> State:
 # --- finding -------------------------------------------------------------------------------------
 
 
+_NOT_HERE = np.int32(-(2**31))  # padding, or an id of another device's bucket
+
+
 class _Found(NamedTuple):
   """Raw ids `[N]` in the buckets of a device; other devices' ids are in none."""
 
-  hashes: tuple[jax.Array, jax.Array]
   is_own: jax.Array  # no padding, and the bucket is here
   bucket: jax.Array  # local; 0 if not own
-  words: jax.Array  # of the bucket
   is_hit: jax.Array
   lane: jax.Array  # the row in the bucket, of a hit
+
+  def word(self, buckets: jax.Array, number: int, width: int) -> jax.Array:
+    """A word of each id's row."""
+    return buckets.at[self.bucket, number * width + self.lane].get(mode="promise_in_bounds")
 
 
 def _word(bucket_words: jax.Array, number: int, width: int) -> jax.Array:
@@ -157,20 +163,50 @@ def _is_live(vocabulary: DynamicVocabulary, last: jax.Array, step: jax.Array) ->
   return live
 
 
+def find_rows(
+  vocabulary: DynamicVocabulary, ids: jax.Array, buckets: jax.Array, numbers: jax.Array
+) -> jax.Array:
+  """The local row of each raw id: int32 `[N]`.
+
+  -1 - b for an id that is not in its bucket b, and -2**31 for padding and for ids whose bucket is
+  not here.
+
+  Args:
+    vocabulary: the policy.
+    ids: raw ids, uint32 `[N, 2]`.
+    buckets: of this device.
+    numbers: int32 `[5]`, the number of the batch, the time to live or -1, the width and the number
+      of all buckets, and the first one here.
+  """
+  width, (high, low) = vocabulary.bucket_width, (ids[:, 0], ids[:, 1])
+  bucket = scaled_to(mixed(high, low)[0], vocabulary.buckets) - numbers[4]
+  is_own = ~((high == EMPTY) & (low == EMPTY)) & (bucket >= 0) & (bucket < buckets.shape[0])
+  bucket = jnp.where(is_own, bucket, 0)
+  # Only the words that are compared: an empty row has no id's, an expired one may.
+  read = (3 if vocabulary.time_to_live is not None else 2) * width
+  dimensions = lax.GatherDimensionNumbers((1,), (0,), (0,))
+  there = lax.gather(buckets, bucket[:, None], dimensions, (1, read), mode="promise_in_bounds")
+  same = (_word(there, _HIGH, width) == high[:, None]) & (_word(there, _LOW, width) == low[:, None])
+  if vocabulary.time_to_live is not None:
+    same &= _is_live(vocabulary, _word(there, _LAST, width), numbers[0])
+  # One at most is the same, and one reduction finds it.
+  lane = jnp.max(jnp.where(same, jnp.arange(width, dtype=jnp.int32)[None], -1), axis=1)
+  row = jnp.where(lane < 0, -1 - bucket, bucket * width + lane)
+  return jnp.where(is_own, row, _NOT_HERE)
+
+
 def _find(
   vocabulary: DynamicVocabulary, placement: Placement, buckets: jax.Array, ids: jax.Array, step: Any
 ) -> _Found:
-  width, local = vocabulary.bucket_width, buckets.shape[0]
-  high, low = ids[:, 0], ids[:, 1]
-  hashes = mixed(high, low)
-  bucket = scaled_to(hashes[0], vocabulary.buckets)
-  bucket -= device_index(placement.row_axes) * local
-  is_own = ~((high == EMPTY) & (low == EMPTY)) & (bucket >= 0) & (bucket < local)
-  bucket = jnp.where(is_own, bucket, 0)
-  there = buckets.at[bucket].get(mode="promise_in_bounds")
-  same = (_word(there, _HIGH, width) == high[:, None]) & (_word(there, _LOW, width) == low[:, None])
-  same &= _is_live(vocabulary, _word(there, _LAST, width), step) & is_own[:, None]
-  return _Found(hashes, is_own, bucket, there, same.any(1), jnp.argmax(same, 1).astype(jnp.int32))
+  width, ttl = vocabulary.bucket_width, vocabulary.time_to_live
+  first = device_index(placement.row_axes) * buckets.shape[0]
+  known = (-1 if ttl is None else ttl, width, vocabulary.buckets)
+  numbers = jnp.stack([step, *(jnp.int32(x) for x in known), first])
+  formulation = functools.partial(find_rows, vocabulary)
+  row = backends.backend("cpu").find_rows(formulation, ids, buckets, numbers)
+  is_own, is_hit = row != _NOT_HERE, row >= 0
+  bucket = jnp.where(is_hit, row // width, -1 - row)
+  return _Found(is_own, jnp.where(is_own, bucket, 0), is_hit, jnp.where(is_hit, row % width, 0))
 
 
 def translate(
@@ -263,15 +299,15 @@ def _admit_on_device(vocabulary, placement, keeps_previous, state, ids):
     carry, least = lax.fori_loop(0, rounds, body, carry), size
   arrays, rows, is_new, evictions = carry
   rows = jnp.where(found.is_hit, _global_row(vocabulary, placement, buckets, found), rows)
-  count = lambda mask: jnp.sum(mask, dtype=jnp.int32)
-  turned_away = count(found.is_own & (rows == 0))
-  counts = [count(found.is_own), count(found.is_hit), count(is_new), evictions, turned_away]
+  masks = (found.is_own, found.is_hit, is_new, found.is_own & (rows == 0))
+  *counts, turned_away = (jnp.sum(mask, dtype=jnp.int32) for mask in masks)
+  counts += [evictions, turned_away]
   batch = jnp.stack(counts)
   if placement.row_axes:
     batch, is_new = lax.psum((batch, is_new.astype(jnp.int32)), placement.row_axes)
     is_new = is_new > 0
-  new |= arrays
   new |= {"step": step, "batch": batch, "totals": _added(state["totals"], batch)}
+  new |= {str(key): x for key, x in arrays.items()}
   new["filled"] = state["filled"] + batch[2] - batch[3]
   return Admitted(_whole(placement, rows), is_new), new
 
@@ -297,8 +333,7 @@ def _touch(vocabulary, buckets: jax.Array, found: _Found, step: jax.Array) -> ja
   bucket = jnp.where(found.is_hit, found.bucket, buckets.shape[0])
   column = lambda word: buckets.at[bucket, word * width + found.lane]
   if vocabulary.eviction == "lfu":
-    lane = found.lane[:, None]
-    of_row = lambda word: jnp.take_along_axis(_word(found.words, word, width), lane, 1)[:, 0]
+    of_row = lambda word: found.word(buckets, word, width)
     count = _faded(vocabulary, of_row(_COUNT), of_row(_LAST), step)
     buckets = column(_COUNT).set(jnp.minimum(count, _MOST), mode="drop")
     buckets = column(_COUNT).add(jnp.uint32(1), mode="drop")
@@ -318,7 +353,9 @@ def _settle(vocabulary, placement, keeps_previous, size, arrays, ids, found, is_
   slot = jnp.where(is_miss, jnp.cumsum(is_miss, dtype=jnp.int32) - 1, size)
   index = jnp.full(size, n, jnp.int32).at[slot].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
   of = lambda x, fill: x.at[index].get(mode="fill", fill_value=fill)
-  h1, h2, index = lax.sort((*(of(h, EMPTY) for h in found.hashes), index), num_keys=3)
+  hashes = mixed(of(ids[:, 0], EMPTY), of(ids[:, 1], EMPTY))
+  ordered = [jnp.where(index < n, h, EMPTY) for h in hashes]  # unused entries come last
+  h1, h2, index = lax.sort((*ordered, index), num_keys=3)
   is_used = index < n
   differs = lambda x: jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
   is_first = differs(h1) | differs(h2)
@@ -375,8 +412,7 @@ def _see(vocabulary, sketch, bucket, h2, occurrences, step):
   """Counts ids without rows in a sketch; returns it and how often each has been seen, at least."""
   cells = 2 * vocabulary.bucket_width
   second = finalize(h2 ^ jnp.uint32(_SALTS[1]))
-  columns = [scaled_to(finalize(h2), cells), cells + scaled_to(second, cells)]
-  columns = jnp.stack(columns, axis=1)
+  columns = jnp.stack([scaled_to(finalize(h2), cells), cells + scaled_to(second, cells)], axis=1)
   bucket = bucket[:, None]
   epoch = jnp.uint32(0)
   if vocabulary.half_life is not None:
@@ -401,7 +437,7 @@ def _ranks(vocabulary, there: jax.Array, step, keeps_previous: bool):
     count = _faded(vocabulary, _word(there, _COUNT, width), last, step)
     ranks = [count + 1, last]  # a count may have faded to 0, which is for free rows
   ranks = [jnp.where(is_kept, _NEVER, jnp.where(is_live, x, 0)) for x in ranks]
-  return tuple(ranks) if len(ranks) == 2 else (ranks[0], jnp.zeros_like(ranks[0]))
+  return (*ranks, jnp.zeros_like(last))[:2]
 
 
 def _nth_lowest(ranks, n: jax.Array) -> tuple[jax.Array, jax.Array]:

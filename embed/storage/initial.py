@@ -151,7 +151,7 @@ def _make_slots(stack: StackSpec, keys: Mapping[str, jax.Array]) -> Arrays:
 
 # --- rows that change hands ----------------------------------------------------------------------
 
-_NEW_ROWS = 1 << 11  # rows of a chunk: a batch has few
+_NEW_ROWS = 1 << 9  # rows of a chunk: a batch has few
 
 
 def reset(

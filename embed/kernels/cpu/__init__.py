@@ -1,11 +1,12 @@
 """Compiled kernels of the CPU for lookups and updates: the one place that chooses them.
 
 XLA:CPU gathers and scatters rows at a fraction of what memory allows. With the extra `cpu`, a
-lookup and an update are calls of compiled Python instead: `bag_sum`, `count_beyond` and `row_step`,
-by way of `frame`, XLA's interface for foreign functions, and of `equations`, which turns what JAX
-traces of an optimizer into machine code. The formulations of `lookup` and `update` define the
-meaning: they are what a kernel is tested against, what other platforms and exported programs run,
-and what is differentiated. Neither this file nor anything that it imports at once needs Numba.
+lookup and an update are calls of compiled Python instead: `bag_sum`, `count_beyond`, `find_rows`
+and `row_step`, by way of `frame`, XLA's interface for foreign functions, and of `equations`, which
+turns what JAX traces of an optimizer into machine code. The formulations of `lookup`, `update` and
+`admission` define the meaning: they are what a kernel is tested against, what other platforms and
+exported programs run, and what is differentiated. Neither this file nor anything that it imports at
+once needs Numba.
 
 A kernel is taken for float32 and bfloat16 tables on the backend "cpu" if Numba is installed, unless
 the environment variable `SPARSE_EMBED_KERNELS` is 0 when a stack's lookup or update is first
@@ -120,6 +121,26 @@ def count_beyond(ids: jax.Array, size: int) -> jax.Array:
     in_place=False,
   )
   return count
+
+
+def find_rows(
+  formulation: Callable[..., jax.Array], ids: jax.Array, buckets: jax.Array, numbers: jax.Array
+) -> jax.Array:
+  """`admission.find_rows`, the formulation, by a kernel where there is one."""
+  if not is_on() or not _has_sizes(ids, buckets):
+    return formulation(ids, buckets, numbers)
+  from embed.kernels.cpu import build
+
+  (rows,) = _kernel_p.bind(
+    ids,
+    buckets,
+    numbers,
+    formulation=lambda *operands: [formulation(*operands)],
+    target=build.find_rows(),
+    outputs=(jax.ShapeDtypeStruct(ids.shape[:1], jnp.int32),),
+    in_place=False,
+  )
+  return rows
 
 
 def gather_and_combine(

@@ -93,6 +93,12 @@ def count_beyond() -> str:
 
 
 @_once
+def find_rows() -> str:
+  """The name by which XLA finds the kernel that finds raw ids in their buckets."""
+  return _registered(*_compiled("find_rows"))
+
+
+@_once
 def row_step(program: "Program") -> str:
   """The name by which XLA finds the kernel of updates by an optimizer's equation."""
   common, _ = _compiled("row_step")
