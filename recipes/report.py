@@ -126,7 +126,9 @@ def load(path: str | Path) -> Run:
     missing = journal.name if result.is_file() else result.name
     ended = {found.parent.name: found.parent for found in path.parent.glob("*/result.json")}
     close = difflib.get_close_matches(path.name, ended, 1)
-    hint = f"did you mean {ended[close[0]]}?" if close else "give the workdirs of runs that ended"
+    hint = (
+      f"did you mean {ended[close[0]]}?" if close else "give the workdirs of runs that have ended"
+    )
     raise MissingFileError(f"{path} has no {missing}: {hint}")
   lines = files.read(journal, at_most=1 << 30).splitlines() if journal.is_file() else []
   return Run(

@@ -123,8 +123,9 @@ def test_commands_are_listed_as_they_are_called(site, tmp_path):
 def test_recipes_run_in_a_folder_of_the_user(site, tmp_path):
   """With workers that import the main module."""
   own = (ROOT / "configs/dlrm/synthetic.py").read_text()
-  assert "num_workers = 0" in own
-  (tmp_path / "mine.py").write_text(own.replace("num_workers = 0", "num_workers = 1"))
+  changed = own.replace('"dataset": "synthetic"', '"dataset": "synthetic", "num_workers": 1')
+  assert changed != own
+  (tmp_path / "mine.py").write_text(changed)
   configs = {recipe: f"configs/{recipe}/synthetic.py" for recipe in RECIPES} | {"dlrm": "mine.py"}
   for recipe, config in configs.items():
     flags = [f"--config={config}:smoke", f"--config.cache_dir={tmp_path}/cache"]

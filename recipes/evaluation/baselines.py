@@ -14,7 +14,6 @@ from sklearn.linear_model import LogisticRegression
 
 from .. import files
 from ..errors import UserError
-from . import retrieval
 from .metrics import RankingMetrics, click_metrics
 
 # EASE inverts a dense [items, items] matrix in float64, in place: 5 GB of this many items.
@@ -122,14 +121,15 @@ def ranking(
     batch: examples at once; `batch * items` scores are held.
   """
   metrics = RankingMetrics(ks)
-  best = jax.jit(retrieval.top_k_of_scores, static_argnums=1)
+  best = jax.jit(jax.lax.top_k, static_argnums=1)  # of equal scores the lower id is first
   with files.progress("ranking", relevant.shape[0], "row") as bar:
     for start in range(0, relevant.shape[0], batch):
       stop = min(start + batch, relevant.shape[0])
       ranked = np.array(scores(start, stop), np.float32)
       if seen is not None:
         ranked[seen[start:stop].nonzero()] = -np.inf
-      metrics.update(best(ranked, max(ks))[1], padded(relevant[start:stop]))
+      values, ids = map(np.asarray, best(np.where(ranked == 0, 0.0, ranked), max(ks)))  # no -0.0
+      metrics.update(np.where(values == -np.inf, -1, ids), padded(relevant[start:stop]))
       bar.update(stop - start)
   return metrics.compute()
 

@@ -133,18 +133,6 @@ def joined(vectors: Sequence[jax.Array], mesh: Mesh | None) -> jax.Array:
   return jax.jit(join)(*vectors)
 
 
-def top_k_of_scores(
-  scores: jax.Array, k: int, exclude: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the k best of scores `[B, N]`, as `top_k` does of vectors."""
-  _check((*scores.shape[:1], 1), (*scores.shape[1:], 1), k, exclude)
-  scores = jnp.asarray(scores, jnp.float32)
-  if exclude is not None:
-    scores = _without(scores, exclude, 0)
-  ids = jnp.broadcast_to(jnp.arange(scores.shape[1], dtype=jnp.int32), scores.shape)
-  return _named(*_best(scores, ids, k))
-
-
 def top_k_of_rows(
   query: jax.Array,
   rows: Callable[[jax.Array], jax.Array],

@@ -8,6 +8,7 @@ from flax import nnx
 
 import embed
 from recipes import errors, hosts
+from recipes.run.settings import RUN
 from recipes.training import build
 
 FEATURES = {
@@ -22,7 +23,7 @@ def inputs():
 
 
 def make(sharding="mod", inputs=inputs, devices=8, **settings):
-  config = ml_collections.ConfigDict({"table": {"sharding": sharding}} | settings)
+  config = ml_collections.ConfigDict(RUN | {"table": {"sharding": sharding}} | settings)
   mesh = hosts.start() if devices == 8 else None
   optimizer = embed.sgd(0.1)
   return build.tables(config, FEATURES, optimizer, rngs=nnx.Rngs(0), mesh=mesh, inputs=inputs)

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes import describe
+from recipes.run import settings as run_settings
 from recipes.tables import profile, proposing, settings
 from recipes.tables.formats import Format
 from recipes.tables.proposing import Roles
@@ -87,8 +88,7 @@ def refused(capsys, *arguments):
 def completed(path, recipe, tmp_path):
   """The config of a file, completed as `--config` completes it."""
   given = runpy.run_path(str(path))["get_config"]() | {"cache_dir": str(tmp_path / "cache")}
-  defaults = importlib.import_module(f"recipes.{recipe}.defaults").DEFAULTS
-  return settings.complete(given, defaults)
+  return run_settings.completed(recipe, given)
 
 
 def built(path, recipe, tmp_path):

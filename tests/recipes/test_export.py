@@ -31,7 +31,7 @@ from served_models import (
 import embed
 from recipes import export, hosts, serving
 from recipes.errors import UserError
-from recipes.tables import settings
+from recipes.run import settings
 
 SMALL = {"batch_size": 64, "dim": 8}
 
@@ -184,7 +184,7 @@ def test_an_approximate_index_finds_what_the_exact_one_does(tmp_path):
 
 @pytest.mark.full
 def test_a_trained_run_is_exported_by_the_command(tmp_path, capsys):
-  from recipes.dlrm import defaults, train
+  from recipes.dlrm import train
 
   table = {
     "files": str(write_clicks(tmp_path / "clicks.csv", rows=400)),
@@ -193,7 +193,7 @@ def test_a_trained_run_is_exported_by_the_command(tmp_path, capsys):
     "cache_dir": str(tmp_path / "cache"),
     "baseline": {"max_rows": 0},
   }
-  result = train.run(settings.complete(table, defaults.DEFAULTS), str(tmp_path / "run"))
+  result = train.run(settings.completed("dlrm", table), str(tmp_path / "run"))
   shutil.rmtree(tmp_path / "cache")
   (tmp_path / "clicks.csv").rename(tmp_path / "rows.csv")
   export.main([str(tmp_path / "run"), f"--out={tmp_path / 'served'}", "--platforms=cpu"])
@@ -235,8 +235,9 @@ def scores(out, file):
   return serving.load(out).predict(read_rows(file)[:3]).tolist()
 
 
-def test_a_full_disk_leaves_the_earlier_export(clicks, other, tmp_path):
+def test_a_full_disk_leaves_the_earlier_export(clicks, other, tmp_path, monkeypatch):
   _, run, file = clicks
+  monkeypatch.setattr(hosts, "start", lambda: None)  # nothing is compiled, and kept on the disk
   out = export.export(run, tmp_path / "served", platforms=("cpu",))
   before = scores(out, file)
   with full_disk(1 << 12), pytest.raises(OSError, match="too large"):

@@ -6,16 +6,16 @@ import zipfile
 import http_server
 import ml_collections
 import pytest
+import recipe_runs
 from small_data import write_movielens
 
-from configs.dlrm import movielens1m
 from recipes import files, movielens
 from recipes.dlrm import data
 from recipes.tables import row_ids
 
 
 def config(data_dir, cache_dir):
-  config = movielens1m.get_config()
+  config = recipe_runs.load("dlrm.movielens1m", "")
   config.data_dir, config.cache_dir = str(data_dir), str(cache_dir)
   return config
 
