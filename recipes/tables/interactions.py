@@ -13,10 +13,10 @@ from ..errors import UserError
 from . import entities, spec, splitting
 from .entities import Entities
 from .fitting import extracted
-from .rows import RowReader, split_file, way
+from .rows import RowReader, split_file
 from .settings import SPLITS, Table
 from .source import Stage
-from .store import Store
+from .store import Store, way
 from .values import plain, shown, spelled, spelling_of
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
