@@ -41,7 +41,11 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
     source, about = target / "source.json", {**data_sha256, "transforms": row_ids.digest(serve)}
     if is_new:
       _copy(serve, target, about)
-      if (split := serve.parent / "split.parquet").exists():
+      split = serve.parent / "split.parquet"
+      if split.is_dir():  # of several files, prepared on a cluster
+        with files.replacing_folder(workdir / split.name) as partial:
+          files.copy_folder(split, partial)
+      elif split.exists():
         with split.open("rb") as rows, files.replacing(workdir / split.name) as file:
           shutil.copyfileobj(rows, file)
       return

@@ -22,10 +22,74 @@ from .values import ReadAs
 _SIDES = {"user": spec.User, "item": spec.Item}
 
 
-def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+@dataclasses.dataclass
+class Counted:
+  """Counts of rows.
+
+  Attributes:
+    rows: by split and label, int64 `[3, 2]`.
+    weights: sums of the weights, float64 `[3, 2]`; zeros where none is declared.
+    ids: of users and items of the training rows, whose features are in another table.
+  """
+
+  rows: np.ndarray
+  weights: np.ndarray
+  ids: dict[str, Codes]
+
+
+class OneMachine:
+  """Reads the rows of a table in this process, and writes their columns.
+
+  Args:
+    table: the settings.
+    by: how rows are split; see `RowReader`.
+    folder: of the columns.
+    stage: with a folder for copies.
+  """
+
+  def __init__(self, table: Table, by: str, folder: Path, stage: Stage):
+    self._table, self._folder, self._stage = table, folder, stage
+    self._reader = RowReader(table, by, stage=stage)
+    self._copy = Copy(stage.folder / "rows.arrow", table.kinds)
+
+  def read(self, fit: Fit) -> tuple[Counted, list[str]]:
+    """Copies all rows, fits the training rows, and writes the splits.
+
+    Returns:
+      The counts, and lines about rows that were left out.
+    """
+    counted = count(self._table, self._reader, fit, self._folder, self._copy)
+    return counted, self._reader.notes
+
+  def write(self, encoder: "Encoder", serve: Path, sizes: np.ndarray) -> dict[str, Any]:
+    """Writes the columns; returns the hashes of the files, for the meta.
+
+    Args:
+      encoder: of the rows.
+      serve: the folder that it has been saved to.
+      sizes: rows by split.
+    """
+    hashed = {  # while ids are written; one task a file, since an error cancels those to come
+      name: self._stage.background.submit(files.digest, path)
+      for path, name in self._table.names.items()
+    }
+    write(self._table, self._copy, encoder, self._folder, sizes)
+    return {"sha256": {name: digest.result() for name, digest in hashed.items()}}
+
+
+def build(
+  settings: dict[str, Any],
+  folder: Path,
+  engine: Callable[[Table, str, Path, Stage], Any] = OneMachine,
+) -> dict[str, Any]:
   """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
 
   The table is read once, to fit the transforms on the training rows; a copy is then transformed.
+
+  Args:
+    settings: of the table.
+    folder: of the columns.
+    engine: `OneMachine`, or another class with its methods.
 
   Raises:
     UserError: nothing to predict or to learn from is declared, or a split is empty.
@@ -44,29 +108,27 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
     )
   with Stage(folder / "stage") as stage:
-    reader = RowReader(table, by, stage=stage)
+    rows = engine(table, by, folder, stage)
     # A run of another recipe has none of these transforms.
     has_base = table.base is not None and (table.base / "sides.json").exists()
     base = Encoder.load(table.base) if table.base is not None and has_base else None
     fit = Fit(table.kinds, base.fitted if base else None, stage)
     serve = serve_folder(settings, folder)
-    copy = _Copy(stage.folder / "rows.arrow", table.kinds)
-    counts, ids = _counted(table, reader, fit, folder, copy)
-    sizes, notes = counts.sum(axis=1), list(reader.notes)
-    sides, about = _sides(table, ids, base, stage)
+    counted, notes = rows.read(fit)
+    counts, sizes = counted.rows, counted.rows.sum(axis=1)
+    _check_sizes(counts, [name for name in SPLITS[1:] if not table.split[name]], notes)
+    if weight_name := table.name_of(spec.Weight):
+      _check_weights(weight_name, counted.weights, counts)
+    sides, about = _sides(table, counted.ids, base, stage)
     encoder = Encoder(fit.finish(), sides)
     notes = [*about, *notes, *fit.notes]
-    if weight_name := table.name_of(spec.Weight):
+    if weight_name:
       notes.append(
         f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
       )
     notes += _about(counts, encoder)
-    hashed = {  # while ids are written; one task a file, since an error cancels those to come
-      name: stage.background.submit(files.digest, path) for path, name in table.names.items()
-    }
-    _write(table, copy, encoder, folder, sizes)
     encoder.save(serve)
-    digests = {name: digest.result() for name, digest in hashed.items()}
+    written = rows.write(encoder, serve, sizes)
   table.check_unchanged()
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
@@ -78,22 +140,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     "features": [dataclasses.asdict(feature) for feature in encoder.features],
     "dense": list(encoder.dense_names),
     "notes": notes,
-    "sha256": digests,
+    **written,
   }
 
 
-def _counted(
-  table: Table, reader: RowReader, fit: Fit, folder: Path, copy: "_Copy"
-) -> tuple[np.ndarray, dict[str, Codes]]:
-  """Copies all rows, fits the training rows, and writes the splits.
-
-  Returns:
-    The rows by split and label, int64 `[3, 2]`, and the ids of users and items of the training
-    rows, where their features are in another table.
-
-  Raises:
-    UserError: a split has no rows, or one outcome alone.
-  """
+def count(table: Table, reader: RowReader, fit: Fit, folder: Path, copy: "Copy") -> Counted:
+  """Copies and counts all rows, fits the training rows, and writes the splits to a folder."""
   weight = table.name_of(spec.Weight)
   ids = {side: Codes() for side in table.sides}
   id_names = {side: _id_name(table, side) for side in table.sides}
@@ -110,14 +162,10 @@ def _counted(
       fit.add(training.columns, len(training.rows))
       for side, codes in ids.items():
         codes.add(training.columns[id_names[side]])
-  may_be_empty = [name for name in SPLITS[1:] if not table.split[name]]
-  _check_sizes(counts, may_be_empty, reader.notes)
-  if weight:
-    _check_weights(weight, weights, counts)
-  return counts, ids
+  return Counted(counts, weights, ids)
 
 
-class _Copy:
+class Copy:
   """The rows as they have been read, in an Arrow stream: files are parsed once.
 
   Args:
@@ -165,7 +213,8 @@ class _Copy:
         yield split.to_numpy(), label.to_numpy(), values
 
 
-def _write(table: Table, rows: _Copy, encoder: "Encoder", folder: Path, sizes: np.ndarray) -> None:
+def write(table: Table, rows: Copy, encoder: "Encoder", folder: Path, sizes: np.ndarray) -> None:
+  """Writes the columns of copied rows, those of a split together; `sizes` are rows by split."""
   total, width = int(sizes.sum()), sum(feature.valency for feature in encoder.features)
   weight = table.name_of(spec.Weight)
   columns = {

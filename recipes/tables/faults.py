@@ -105,6 +105,12 @@ class Ledger:
       self._tallies.setdefault((fault.column, fault.kind), _Tally(0, first)).count += 1
     self.rows += len(faults)
 
+  def join(self, other: "Ledger") -> None:
+    """Adds the counts of another ledger, of later files."""
+    for key, tally in other._tallies.items():
+      self._tallies.setdefault(key, _Tally(0, tally.first)).count += tally.count
+    self.rows += other.rows
+
   def lines(self) -> list[str]:
     """Returns one line per kind of fault, with the first row that has it."""
     lines = []

@@ -23,7 +23,7 @@ from .source import Stage
 from .values import Spelling, bits, indices_of, spelled
 
 Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
-_SAMPLE = 1 << 16  # numbers that quantiles are taken of, at least half as many
+SAMPLE = 1 << 16  # numbers that quantiles are taken of, at least half as many
 _LONGEST = 64  # of a bag whose length is taken from the training rows
 _INSERTED = 1 << 16  # values, at least
 _FEW_KNOWN = 16  # known values for each one that is looked up
@@ -56,6 +56,15 @@ class Counts:
     self._engine.execute(f"INSERT INTO {self._name} SELECT * FROM waiting WHERE value IS NOT NULL")
     self._parts = []
 
+  def joined(self, parts: Sequence[tuple["Counts", str]]) -> "Counts":
+    """Returns the counts of several columns, each in its spelling; removes their tables."""
+    joined = Counts(self._engine, f"{self._name}_joined")
+    for counts, spelling in parts:
+      counted = counts.most_frequent().combine_chunks()
+      texts = spelled(counted["value"].combine_chunks(), spelling)
+      joined.add(texts, counted["count"].to_numpy())
+    return joined
+
   def most_frequent(self, min_count: int = 1) -> pa.Table:
     """Removes the table; returns `value` and `count` of the texts seen that often, sorted by it."""
     self._insert()
@@ -81,6 +90,7 @@ class Moments:
   squares: float = 0.0
   step: int = 1
   sample: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0))
+  parts: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
 
   def add(self, numbers: np.ndarray) -> None:
     """Adds the numbers of a chunk; nan is missing."""
@@ -90,13 +100,26 @@ class Moments:
       return
     offset = -self.count % self.step
     self.sample = np.concatenate([self.sample, present[offset :: self.step]])
-    while len(self.sample) > _SAMPLE:
+    while len(self.sample) > SAMPLE:
       self.sample, self.step = self.sample[::2], 2 * self.step
-    mean, count = float(present.mean()), self.count + len(present)
-    delta = mean - self.mean
-    self.squares += float(((present - mean) ** 2).sum())
-    self.squares += delta**2 * self.count * len(present) / count
-    self.mean += delta * len(present) / count
+    mean = float(present.mean())
+    self._add(len(present), mean, float(((present - mean) ** 2).sum()))
+
+  def __getstate__(self) -> dict[str, Any]:
+    return self.__dict__ | {"sample": np.empty(0)}
+
+  def join(self, other: "Moments") -> None:
+    """Adds the numbers of later chunks, to the same digits as `add`; but not the sample."""
+    self.missing += other.missing
+    for part in other.parts:
+      self._add(*part)
+
+  def _add(self, size: int, mean: float, squares: float) -> None:
+    self.parts.append((size, mean, squares))
+    count, delta = self.count + size, mean - self.mean
+    self.squares += squares
+    self.squares += delta**2 * self.count * size / count
+    self.mean += delta * size / count
     self.count = count
 
   @property
@@ -164,7 +187,7 @@ class Fit:
     }
     self._spellings = {name: Spelling() for name in self._categories}
     self._longest = {n: 0 for n, kind in self._kinds.items() if isinstance(kind, spec.Bag)}
-    self._counts: dict[str, Counts] = {}
+    self._counts: dict[str, Any] = {}  # `Counts`, or what another engine has in their place
     # Neighbouring chunks of a file have one dictionary, and are counted together.
     self._counted: dict[str, tuple[pa.Array, np.ndarray]] = {}
     self._no_ids: dict[str, int] = {}
@@ -204,6 +227,33 @@ class Fit:
       if name not in self._counts:
         self._counts[name] = Counts(self._stage.engine, f"counts_{id(self)}_{len(self._counts)}")
       self._counts[name].add(texts, counts)
+
+  def __getstate__(self) -> dict[str, Any]:
+    """Leaves out the counts and the stage, for `join` elsewhere."""
+    return self.__dict__ | {"_stage": None, "_counts": {}, "_counted": {}}
+
+  def counts(self) -> dict[str, Counts]:
+    """Returns the counts of the values of the columns that have a vocabulary."""
+    for name in self._categories:
+      self._flush(name)
+    return self._counts
+
+  def supply(self, counts: Mapping[str, Any], samples: Mapping[str, np.ndarray]) -> None:
+    """Sets what `join` leaves out: by column, counts of values and samples of numbers."""
+    self._counts = {n: each for n, each in counts.items() if not self._spellings[n].is_empty}
+    for name, sample in samples.items():
+      self._moments[name].sample = sample
+
+  def join(self, other: "Fit") -> None:
+    """Adds the statistics of later rows, but the counts of values and the samples of numbers."""
+    self.rows += other.rows
+    for name, moments in self._moments.items():
+      moments.join(other._moments[name])
+    for name in self._categories:
+      self._spellings[name].join(other._spellings[name])
+      self._no_ids[name] = self._no_ids.get(name, 0) + other._no_ids.get(name, 0)
+    for name in self._longest:
+      self._longest[name] = max(self._longest[name], other._longest[name])
 
   def finish(self) -> "Fitted":
     """Returns the transforms.
@@ -265,12 +315,8 @@ class Fit:
     name, kind, counts = names[0], self._categories[names[0]], self._counts.get(names[0])
     known = self._base.vocabulary(name) if name in self._growing else ()
     if len(names) > 1 or spellings[name] == "flag" or self._spellings[name].has_whole:
-      counts = Counts(self._stage.engine, f"counts_{id(self)}")
-      for each in names:
-        if each in self._counts:
-          counted = self._counts.pop(each).most_frequent().combine_chunks()
-          texts = spelled(counted["value"].combine_chunks(), spellings[each])
-          counts.add(texts, counted["count"].to_numpy())
+      parts = [(self._counts.pop(each), spellings[each]) for each in names if each in self._counts]
+      counts = parts[0][0].joined(parts) if parts else None
     if not known and all(self._spellings[each].is_empty for each in names):
       raise UserError(self._empty(name))
     kept = counts.most_frequent(kind.min_count) if counts else _NONE_COUNTED

@@ -44,6 +44,7 @@ class Reader:
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
     chunk_rows: at most, of a chunk.
     stage: where text is kept while it is read; None makes one of its own.
+    may_be_empty: whether the files may have no rows, as a part of a table.
 
   Attributes:
     names: all columns of the first file, in order.
@@ -73,7 +74,9 @@ class Reader:
     on_bad_row: str = "raise",
     chunk_rows: int = 65_536,
     stage: Stage | None = None,
+    may_be_empty: bool = False,
   ):
+    self._may_be_empty = may_be_empty
     self._paths, self._ways = [Path(path) for path in paths], dict(ways)
     of_name = {name: (columns or {}).get(name, name) for name in ways}
     self._columns = {n: (c,) if isinstance(c, str) else c for n, c in of_name.items()}
@@ -111,10 +114,16 @@ class Reader:
           num_rows += len(chunk.rows)
           if len(chunk.rows):
             yield chunk
-    if num_rows == 0 and not self._ledger.rows:
+    if num_rows or self._may_be_empty:
+      return
+    if not self._ledger.rows:
       raise DamagedFileError(f"{_listed(self._paths)} has a header and no rows.")
-    if num_rows == 0:
-      raise DamagedFileError(f"every row was left out: {'; '.join(self.skipped)}")
+    raise DamagedFileError(f"every row was left out: {'; '.join(self.skipped)}")
+
+  @property
+  def ledger(self) -> Ledger:
+    """The counts of the rows that were left out."""
+    return self._ledger
 
   @property
   def has_dates(self) -> bool | None:

@@ -16,10 +16,11 @@ import pyarrow.parquet as pq
 from .. import arrays
 from ..errors import UserError
 from . import spec, splitting
+from .faults import Ledger
 from .fitting import Moments, extracted
 from .reading import Chunk, Reader
 from .settings import SPLITS, Source, Table, first_time
-from .source import File, Stage, num_rows
+from .source import Stage, num_rows
 from .values import ReadAs, as_numbers, bits, plain, same_value
 
 _OUTCOMES = 100  # texts of a label that are counted
@@ -52,6 +53,7 @@ def open_source(
   paths: Sequence[Path] = (),
   *,
   stage: Stage | None = None,
+  may_be_empty: bool = False,
 ) -> Reader:
   """Returns the reader of a source's declared columns, and of its key by the name "".
 
@@ -59,7 +61,7 @@ def open_source(
     source: the files and columns.
     on_bad_row: "raise" or "skip".
     paths: the files of one split; none reads all.
-    stage: as of `Reader`.
+    stage, may_be_empty: as of `Reader`.
   """
   wanted = ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
   return Reader(
@@ -69,7 +71,57 @@ def open_source(
     format=source.format,
     on_bad_row=on_bad_row,
     stage=stage,
+    may_be_empty=may_be_empty,
   )
+
+
+class Bounds(NamedTuple):
+  """What a split of some files' rows depends on in all files.
+
+  Attributes:
+    times: the first times of validation and test; None unless rows are split by time.
+    firsts: by file, the number of stored rows in the files before; empty unless split by order.
+    rows: stored in all files.
+  """
+
+  times: tuple[float, float] | None = None
+  firsts: Mapping[Path, int] = {}
+  rows: int = 0
+
+
+@dataclasses.dataclass
+class Account:
+  """What was left out of the rows, and which labels they had.
+
+  Attributes:
+    ledgers: of rows that cannot be read, by split of the files.
+    num_dropped: rows that `drop` of the label has left out.
+    outcomes: some texts of the label.
+    has_dates: whether times are dates; None before any.
+  """
+
+  ledgers: dict[str, Ledger] = dataclasses.field(default_factory=dict)
+  num_dropped: int = 0
+  outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  has_dates: bool | None = None
+
+  def join(self, other: "Account") -> None:
+    """Adds the account of later files; raises UserError where their times are of another kind."""
+    for split, ledger in other.ledgers.items():
+      if split in self.ledgers:
+        self.ledgers[split].join(ledger)
+      else:
+        self.ledgers[split] = ledger
+    self.num_dropped += other.num_dropped
+    self.outcomes.update(other.outcomes)
+    if None not in (self.has_dates, other.has_dates) and self.has_dates != other.has_dates:
+      raise UserError("some files have dates as times and some have numbers: write them in one way")
+    self.has_dates = other.has_dates if self.has_dates is None else self.has_dates
+
+  @property
+  def skipped(self) -> list[str]:
+    """A line per kind of bad row."""
+    return [line for ledger in self.ledgers.values() for line in ledger.lines()]
 
 
 class Rows(NamedTuple):
@@ -96,9 +148,11 @@ class RowReader:
     required: names of columns of texts in which every row must have a value.
     holds_out: whether a part of the training files validates where no file does.
     stage: where text is kept; None makes one of its own.
+    bounds: of a table that the files are a part of; None reads them.
 
   Attributes:
-    skipped: a line per kind of bad row, of the last iteration.
+    account: of the last iteration.
+    bounds: of the split.
   """
 
   def __init__(
@@ -109,36 +163,53 @@ class RowReader:
     *,
     holds_out: bool = True,
     stage: Stage | None = None,
+    bounds: Bounds | None = None,
   ):
     self._table, self._by, self._required = table, by, tuple(required)
     self._stage = stage or Stage()
     self._holds_out = holds_out and "valid" not in table.rows.files
     self._label, self._time = table.name_of(spec.Label), table.name_of(spec.Time)
-    self._from: tuple[float, float] | None = None
-    self._parts: dict[Path, Any] = {}  # splits of the stored rows, or their futures
-    self.skipped: list[str] = []
-    self._num_dropped = 0  # rows that `drop` of the label has left out
-    self._outcomes: collections.Counter[str] = collections.Counter()  # some texts of the label
+    self._parts: dict[Path, Any] = {}  # futures of the splits of the stored rows
+    self._is_part = bounds is not None
+    self.account = Account()
     if by == "files" and set(table.rows.files) == {""}:
       raise UserError(
         'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
       )
-    if by == "time":
-      self._from = self._thresholds(table.require(spec.Time, "which the split goes by"))
     if by == "column":
       table.require(spec.Split, "which the split goes by")
+    self.bounds = self._bounds() if bounds is None else bounds
 
-  @functools.cached_property
-  def _files(self) -> list[File]:
-    """The files of all splits."""
-    return [file for paths in self._table.rows.files.values() for file in self._open(paths).files]
+  def _bounds(self) -> Bounds:
+    if self._by == "time":
+      return Bounds(thresholds(self._table, self._times))
+    if self._by == "order":
+      return ordered(
+        {
+          file.path: num_rows(file, self._stage)
+          for paths in self._table.rows.files.values()
+          for file in self._open(paths).files
+        }
+      )
+    return Bounds()
+
+  def _times(self) -> np.ndarray:
+    moments = Moments()
+    for times in times_of(self._table, self._table.rows.files, self._stage):
+      moments.add(times)
+    return moments.sample
 
   def _open(self, paths: Sequence[Path]) -> Reader:
-    return open_source(self._table.rows, self._table.on_bad_row, paths, stage=self._stage)
+    return open_source(
+      self._table.rows,
+      self._table.on_bad_row,
+      paths,
+      stage=self._stage,
+      may_be_empty=self._is_part,
+    )
 
   def __iter__(self) -> Iterator[Rows]:
-    self.skipped, self._num_dropped = [], 0
-    self._outcomes.clear()
+    self.account = Account()
     for split, paths in self._table.rows.files.items():
       reader = self._open(paths)
       for chunk in reader:
@@ -148,7 +219,7 @@ class RowReader:
         chunk = self._weighted(reader, self._labelled(reader, chunk))
         chunk, parts = self._split(reader, chunk, split)
         yield Rows(chunk, parts, chunk.columns.get(self._label or ""))
-      self.skipped += reader.skipped
+      self.account.join(Account({split: reader.ledger}, has_dates=reader.has_dates))
 
   def _labelled(self, reader: Reader, chunk: Chunk) -> Chunk:
     """Returns the rows with a label, which is uint8 `[N]`."""
@@ -162,7 +233,7 @@ class RowReader:
         self._count_outcome(each["values"], each["counts"])
     if kind.drop:
       dropped = _member(texts, kind.drop)
-      self._num_dropped += int(dropped.sum())
+      self.account.num_dropped += int(dropped.sum())
       chunk, texts = chunk.take(~dropped), texts.filter(pa.array(~dropped))
     missing = bits(texts.is_null())
     chunk = reader.refuse(chunk, missing, self._label, lambda row: "has no value")
@@ -183,15 +254,16 @@ class RowReader:
     kind = self._table.kinds[str(self._label)]
     assert isinstance(kind, spec.Label)
     is_named = text in (*kind.positive, *kind.drop)
-    if is_named or text in self._outcomes or len(self._outcomes) < _OUTCOMES:
-      self._outcomes[text] += count
+    outcomes = self.account.outcomes
+    if is_named or text in outcomes or len(outcomes) < _OUTCOMES:
+      outcomes[text] += count
 
   @property
   def notes(self) -> list[str]:
     """Lines about what the last iteration has left out or may have misread."""
-    notes = [*self.skipped, *self._about_label()]
-    if self._num_dropped:
-      notes.append(f"{self._num_dropped:,} rows were left out by the label's drop")
+    notes = [*self.account.skipped, *self._about_label()]
+    if self.account.num_dropped:
+      notes.append(f"{self.account.num_dropped:,} rows were left out by the label's drop")
     return notes
 
   def _about_label(self) -> list[str]:
@@ -202,15 +274,15 @@ class RowReader:
     notes = [
       f"no row has {value!r}, which config.columns[{self._label!r}] names"
       for value in (*kind.positive, *kind.drop)
-      if value not in self._outcomes
+      if value not in self.account.outcomes
     ]
     no_clicks = {
       text: count
-      for text, count in self._outcomes.most_common()
+      for text, count in self.account.outcomes.most_common()
       if text not in (*kind.positive, *kind.drop)
     }
     if len(no_clicks) > 1:
-      is_whole = len(self._outcomes) < _OUTCOMES  # else some were not counted from the start
+      is_whole = len(self.account.outcomes) < _OUTCOMES  # else some were not counted from the start
       shown = [f"{text!r}" + f" ({count:,})" * is_whole for text, count in no_clicks.items()]
       more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
       notes.append(f"these labels count as no click: {', '.join(shown[:5])}{more}")
@@ -230,11 +302,12 @@ class RowReader:
     if self._by == "files" and files_of == "train" and self._holds_out:
       return chunk, self._hashed(reader, chunk, (self._table.split["valid"], 0.0))
     if self._by == "time":
-      assert self._from is not None
+      assert self.bounds.times is not None
       assert self._time is not None
       self._check_clock(reader)
       times = chunk.columns[self._time]
-      split = np.where(times >= self._from[1], 2, np.where(times >= self._from[0], 1, 0))
+      valid, test = self.bounds.times
+      split = np.where(times >= test, 2, np.where(times >= valid, 1, 0))
       return chunk, split.astype(np.int8)
     if self._by == "column":
       name = self._table.require(spec.Split, "which the split goes by")
@@ -263,15 +336,10 @@ class RowReader:
 
   def _in_order(self, chunk: Chunk) -> np.ndarray:
     """Splits by the places of the rows in all files: the last ones are tested."""
-    if not self._parts:
-      sizes = [num_rows(file, self._stage) for file in self._files]
-      split = self._table.split
-      parts = np.zeros(sum(sizes), np.int8)
-      for name, (start, stop) in arrays.cut(len(parts), split["valid"], split["test"]).items():
-        parts[start:stop] = SPLITS.index(name)
-      pieces = np.split(parts, np.cumsum(sizes)[:-1])
-      self._parts = {file.path: piece for file, piece in zip(self._files, pieces, strict=True)}
-    return self._parts[chunk.file][chunk.places]
+    split = self._table.split
+    ranges = arrays.cut(self.bounds.rows, split["valid"], split["test"])
+    places = self.bounds.firsts[chunk.file] + chunk.places
+    return np.digitize(places, [ranges["valid"][0], ranges["test"][0]]).astype(np.int8)
 
   def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
     """Splits by the content of the rows, or of a column; see `splitting.by_content`."""
@@ -286,38 +354,60 @@ class RowReader:
       self._parts |= {file.path: of_file(file) for file in reader.files}
     return self._parts[chunk.file].result()[chunk.places]
 
-  def _thresholds(self, name: str) -> tuple[float, float]:
-    """Returns the first times of validation and test."""
-    split = self._table.split
-    given = {
-      key: first_time(split[f"{key}_from"], f"{key}_from")[1]
-      for key in ("valid", "test")
-      if split[f"{key}_from"]
-    }
-    if len(given) == 2:
-      return given["valid"], given["test"]
-    moments = Moments()
-    source = self._table.rows
-    only = dataclasses.replace(source, kinds={name: source.kinds[name]})
-    for paths in source.files.values():
-      reader = open_source(only, self._table.on_bad_row, paths, stage=self._stage)
-      for chunk in reader:
-        moments.add(chunk.columns[name].astype(np.float64))
-    times, held_out = moments.sample, split["valid"] + split["test"]
-    if "test" in given:  # valid is the last part of what is before
-      test = given["test"]
-      if not split["valid"]:
-        return test, test
-      before = times[times < test]
-      return _quantile(before, 1 - split["valid"] / max(1 - split["test"], 1e-9)), test
-    if "valid" in given:  # test is the last part of what is after
-      valid = given["valid"]
-      if not split["test"]:
-        return valid, np.inf
-      after = times[times >= valid]
-      return valid, _quantile(after, split["valid"] / max(held_out, 1e-9))
-    test = _quantile(times, 1 - split["test"]) if split["test"] else np.inf
-    return _quantile(times, 1 - held_out) if held_out else np.inf, test
+
+def times_of(
+  table: Table,
+  files: Mapping[str, Sequence[Path]],
+  stage: Stage,
+  *,
+  may_be_empty: bool = False,
+) -> Iterator[np.ndarray]:
+  """Yields the times of files' rows, float64, chunk by chunk; arguments as of `open_source`."""
+  name = table.require(spec.Time, "which the split goes by")
+  only = dataclasses.replace(table.rows, kinds={name: table.kinds[name]})
+  for paths in files.values():
+    reader = open_source(only, table.on_bad_row, paths, stage=stage, may_be_empty=may_be_empty)
+    for chunk in reader:
+      yield chunk.columns[name].astype(np.float64)
+
+
+def ordered(sizes: Mapping[Path, int]) -> Bounds:
+  """Returns the bounds of a split by the order of the rows; sizes are of the files, in order."""
+  firsts = np.cumsum([0, *sizes.values()]).tolist()
+  return Bounds(None, dict(zip(sizes, firsts, strict=False)), firsts[-1])
+
+
+def thresholds(table: Table, sampled: Callable[[], np.ndarray]) -> tuple[float, float]:
+  """Returns the first times of validation and test.
+
+  Args:
+    table: with the settings of the split.
+    sampled: returns an even sample of all times; asked where the settings do not name both.
+  """
+  table.require(spec.Time, "which the split goes by")
+  split = table.split
+  given = {
+    key: first_time(split[f"{key}_from"], f"{key}_from")[1]
+    for key in ("valid", "test")
+    if split[f"{key}_from"]
+  }
+  if len(given) == 2:
+    return given["valid"], given["test"]
+  times, held_out = sampled(), split["valid"] + split["test"]
+  if "test" in given:  # valid is the last part of what is before
+    test = given["test"]
+    if not split["valid"]:
+      return test, test
+    before = times[times < test]
+    return _quantile(before, 1 - split["valid"] / max(1 - split["test"], 1e-9)), test
+  if "valid" in given:  # test is the last part of what is after
+    valid = given["valid"]
+    if not split["test"]:
+      return valid, np.inf
+    after = times[times >= valid]
+    return valid, _quantile(after, split["valid"] / max(held_out, 1e-9))
+  test = _quantile(times, 1 - split["test"]) if split["test"] else np.inf
+  return _quantile(times, 1 - held_out) if held_out else np.inf, test
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction do
 
 SPLITS = ("train", "valid", "test")
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
+ENGINES = ("duckdb", "spark")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
 _TIMES = ("config.split.valid_from", "config.split.test_from")
 
@@ -58,6 +59,7 @@ DEFAULTS: dict[str, Any] = {
   "duplicates": "",  # repeated pairs of user and item: merge, keep, or "": merge if exclude_seen
   "core": 0,  # users and items with fewer interactions are dropped, repeatedly
   "refit": False,  # True trains on the validation rows as well; then select must be ""
+  "engine": "duckdb",  # or "spark", for dlrm: files are read, and columns written, on a cluster
   "cache_dir": "~/.cache/sparse_embed",
 }
 
@@ -168,6 +170,7 @@ class Table:
     exclude_seen, duplicates, core, refit: as in the config.
     base: the folder `serve` of the run that this one starts from, whose transforms grow.
     counts: the published numbers of users, items and interactions; () if there are none.
+    engine: of the config.
     by_number: whether users and items are in the order of their ids, which are whole numbers; else
       in that of their first rows.
   """
@@ -180,6 +183,7 @@ class Table:
   duplicates: str
   core: int
   refit: bool
+  engine: str = "duckdb"
   base: Path | None = None
   counts: tuple[int, ...] = ()
   by_number: bool = False
@@ -248,6 +252,8 @@ def settings(config) -> dict[str, Any]:
     raise UserError(f"config.on_bad_row is {config.on_bad_row!r}: choose 'raise' or 'skip'")
   if config.duplicates not in ("", "merge", "keep"):
     raise UserError(f"config.duplicates is {config.duplicates!r}: choose 'merge', 'keep' or ''")
+  if config.engine not in ENGINES:
+    raise UserError(f"config.engine is {config.engine!r}: choose one of {ENGINES}")
   if config.refit and config.select:
     raise UserError(
       f"config.refit trains on the validation rows too, and config.select={config.select!r} has "
@@ -275,6 +281,8 @@ def settings(config) -> dict[str, Any]:
       if not given.key:
         raise UserError(f"config.{side}_table.key is empty: name the column with the {side}s' ids")
       about["sides"][side] = _source(given, f"config.{side}_table") | {"key": given.key}
+  if config.engine != "duckdb":
+    about["engine"] = config.engine
   table = parsed(about)
   sharing.check(table.kinds, "config.columns")
   for side, source in table.sides.items():
@@ -360,6 +368,7 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     settings["duplicates"],
     settings["core"],
     settings["refit"],
+    settings.get("engine", "duckdb"),
     Path(settings["base"][0]) if "base" in settings else None,
     tuple(settings.get("counts", ())),
     settings.get("by_number", False),

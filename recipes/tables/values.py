@@ -185,6 +185,12 @@ class Spelling:
     self.has_others |= num_whole < len(present)
     self.are_flags &= pc.all(pc.is_in(pc.ascii_lower(present), pa.array(_FLAGS))).as_py()
 
+  def join(self, other: "Spelling") -> None:
+    """Adds the texts of another part."""
+    self.has_whole |= other.has_whole
+    self.has_others |= other.has_others
+    self.are_flags &= other.are_flags
+
   @property
   def is_empty(self) -> bool:
     """Whether no value was added."""
