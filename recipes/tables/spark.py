@@ -10,7 +10,7 @@ order of the rows are those of `clicks.OneMachine`, to the last bit:
 - a split of a row depends on its content, or on facts of all files that are found first.
 
 The columns are written as shards, one a file, in the format of prepared columns. A training process
-opens those with its own rows and no others; see `Shards` and `pipeline.own_rows`.
+opens those with its own rows and no others; see `shards.Shards` and `pipeline.own_rows`.
 
 What this module calls of the code for one machine:
 
@@ -39,7 +39,7 @@ import pyarrow.parquet as pq
 
 from .. import arrays, files
 from ..errors import UserError
-from . import clicks, rows, spec
+from . import clicks, rows, shards, spec
 from .entities import Codes
 from .fitting import SAMPLE, Fit
 from .settings import Table
@@ -67,16 +67,17 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _session() -> Iterator[Any]:
   """Yields the active session, or one that ends with the block."""
-  try:
-    from pyspark.errors import PySparkRuntimeError
-    from pyspark.sql import SparkSession
-  except ImportError as error:
-    raise UserError(f"{_INSTALL} ({error})") from error
-  active = SparkSession.getActiveSession()
   os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # of the tasks; else any on the PATH
   try:
+    import pandas  # noqa: F401  # asked for by Spark where it passes Arrow
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.sql import SparkSession
+
+    active = SparkSession.getActiveSession()
     session = active or SparkSession.builder.appName("sparse-embed").getOrCreate()
-  except PySparkRuntimeError as error:
+  except ImportError as error:
+    raise UserError(f"{_INSTALL} ({error})") from error
+  except PySparkRuntimeError as error:  # Java does not start
     raise UserError(f"{_INSTALL} ({error})") from error
   try:
     yield session
@@ -167,18 +168,19 @@ class Cluster:
   def write(self, encoder: clicks.Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
     """Writes a shard for each file with rows; see `OneMachine.write`."""
     del encoder, sizes  # tasks load the encoder; each file has its sizes
-    shards = arrays.subfolder(self._folder, "shards").absolute()
-    task = functools.partial(_write, serve=serve.absolute(), shards=shards, sizes=self._sizes)
+    target = self._folder.absolute()
+    arrays.subfolder(target, shards.FOLDER)
+    task = functools.partial(_write, serve=serve.absolute(), target=target, sizes=self._sizes)
     written = self._run(task)
     some = next(number for number, columns in enumerate(written) if columns)
-    formats = arrays.Columns(shards / f"{some:05d}")
+    formats = arrays.Columns(shards.folder(target, some))
     return {
       "sha256": {
         name: self._digests.get(path) or files.digest(path)
         for path, name in self._table.names.items()
       },
       "shards": [
-        {"name": f"{number:05d}", "sizes": sizes.tolist(), "columns": columns}
+        {"number": number, "sizes": sizes.tolist(), "columns": columns}
         for number, (sizes, columns) in enumerate(zip(self._sizes, written, strict=True))
         if columns
       ],
@@ -270,64 +272,6 @@ class _Counts:
     return table.cast(pa.schema({"value": pa.string(), "count": pa.int64()}))
 
 
-class Shards(arrays.Columns):
-  """Columns in shards, memory-mapped on first use: the rows of train, then valid, then test.
-
-  A slice or an array of rows opens only the shards that hold them.
-  """
-
-  def __init__(self, folder: str | Path):
-    super().__init__(folder)
-    meta = arrays.read_json(self.folder / "meta.json")
-    self._shards, self._formats = meta["shards"], meta["formats"]
-    self._names = tuple(self._formats)
-    self._opened: dict[int, arrays.Columns] = {}
-    sizes = np.array([shard["sizes"] for shard in self._shards])
-    self.ends = np.cumsum(sizes.T)  # of each shard's rows of train, of valid, of test
-    # What is added to a row's number for its place in the shard.
-    self.shifts = (np.cumsum(sizes, axis=1) - sizes).T.ravel() - (self.ends - sizes.T.ravel())
-
-  def __getitem__(self, name: str) -> Any:
-    if name not in self._names:
-      raise KeyError(f"{self.folder} has no column {name!r}; it has {list(self._names)}")
-    return _Column(self, name, *self._formats[name])
-
-  def shard(self, part: int) -> arrays.Columns:
-    """Returns the columns of the shard with a part of the rows.
-
-    Raises:
-      DamagedFileError: a file is not the one that was written.
-    """
-    number = part % len(self._shards)
-    if number not in self._opened:
-      shard = self._shards[number]
-      folder = self.folder / "shards" / shard["name"]
-      arrays.check(folder, shard["columns"])
-      self._opened[number] = arrays.Columns(folder)
-    return self._opened[number]
-
-
-class _Column:
-  """A column in shards: an array that is read by slices and by arrays of rows."""
-
-  def __init__(self, shards: Shards, name: str, dtype: str, shape: Sequence[int]):
-    self._shards, self._name, self.dtype = shards, name, np.dtype(dtype)
-    self.shape = (int(shards.ends[-1]), *shape)
-
-  def __len__(self) -> int:
-    return self.shape[0]
-
-  def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
-    wanted = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
-    found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
-    parts = np.searchsorted(self._shards.ends, wanted, side="right")
-    for part in np.unique(parts):
-      at = parts == part
-      array = self._shards.shard(int(part))[self._name]
-      found[at] = array[wanted[at] + self._shards.shifts[part]]
-    return found
-
-
 # --- in the tasks ---------------------------------------------------------------------------------
 
 
@@ -415,17 +359,17 @@ def _read(
 
 
 def _write(
-  file: _File, *, serve: Path, shards: Path, sizes: Sequence[np.ndarray]
+  file: _File, *, serve: Path, target: Path, sizes: Sequence[np.ndarray]
 ) -> dict[str, dict[str, Any]]:
   """Writes the columns of a file's rows; returns the sizes and hashes of what it has written."""
   of_file = sizes[file.number]
   if not of_file.sum():
     return {}
-  target = shards / f"{file.number:05d}"
-  with _written(target) as folder:
+  shard = shards.folder(target, file.number)
+  with _written(shard) as folder:
     copy = clicks.Copy(file.folder("rows") / "rows.arrow", file.table.kinds)
     clicks.write(file.table, copy, _encoder(serve), folder, of_file)
-  return arrays.stamped(target)
+  return arrays.stamped(shard)
 
 
 @functools.lru_cache(1)

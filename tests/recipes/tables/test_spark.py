@@ -2,8 +2,11 @@
 
 import gzip
 import importlib.util
+import itertools
 import os
+import pickle
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +19,7 @@ from small_tables import completed, write_csv
 
 import recipes
 from recipes import arrays, hosts, pipeline
-from recipes.dlrm import data, defaults, train
+from recipes.dlrm import data, train
 from recipes.errors import DamagedFileError, UserError
 from recipes.tables import spark
 from recipes.tables.clicks import Encoder
@@ -227,3 +230,202 @@ def test_both_engines_give_the_same(table, session, tmp_path):
   assert splits[0].to_pydict() == splits[1].to_pydict()
   notes = [arrays.read_json(x.serve.parent / "meta.json")["notes"] for x in (actual, expected)]
   assert notes[0] == notes[1]
+
+
+@needs_spark
+def test_a_bad_row_is_named_as_on_one_machine(session, tmp_path):
+  header = ("clicked", "city", "price")
+  for n in range(3):
+    rows = [(i % 2, "a", "4x" if (n, i) in ((1, 7), (2, 3)) else i) for i in range(20)]
+    write_csv(tmp_path / f"{n}.csv", header, rows)
+  given = {
+    "files": str(tmp_path / "*.csv"),
+    "columns": {"clicked": "label", "city": "category", "price": "number"},
+  }
+  messages = []
+  for engine in ("duckdb", "spark"):
+    with pytest.raises(DamagedFileError, match=r"1\.csv, row 8, column 'price'") as error:
+      load(tmp_path, given, engine)
+    messages.append(str(error.value))
+  assert messages[0] == messages[1]
+  assert [path.suffix for path in (tmp_path / "cache [1]").iterdir()] == [".lock"] * 2
+
+
+# --- what training reads --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared(session, tmp_path_factory):
+  """Five files of 90 to 98 rows, prepared as shards, and the config; `number` numbers all rows."""
+  folder = tmp_path_factory.mktemp("prepared")
+  (folder / "rows").mkdir()
+  number = 0
+  for part in range(5):
+    rows = [(i % 2, f"c{i % 5}", number + i, i // 2 % 10) for i in range(90 + 2 * part)]
+    number += len(rows)
+    splits = [
+      (*row[:3], "test" if row[3] == 9 else "valid" if row[3] > 6 else "train") for row in rows
+    ]
+    write_csv(folder / "rows" / f"{part}.csv", ("clicked", "city", "number", "part"), splits)
+  columns = {
+    "clicked": "label",
+    "city": "category",
+    "number": {"kind": "number", "standardize": False},
+    "part": "split",
+  }
+  given = {"files": str(folder / "rows"), "columns": columns, "engine": "spark"}
+  config = completed("dlrm", folder / "cache", **given)
+  data.load(config)
+  return config
+
+
+def numbers(batches):
+  """The rows of batches by number, without those that fill up the last one."""
+  rows = [batch["dense"][batch.get("mask", slice(None)), 0] for batch in batches]
+  return np.concatenate(rows).astype(int).tolist()
+
+
+@needs_spark
+@pytest.mark.parametrize("count", [2, 3])
+def test_hosts_read_disjoint_rows_that_are_all_together(prepared, monkeypatch, count):
+  prepared.batch_size, whole = count, data.load(prepared)
+  train_rows = whole.splits["train"]
+  read, opened = [], []
+  for index in range(count):
+    monkeypatch.setattr(hosts, "shard", lambda index=index: (index, count))
+    loaded = data.load(prepared)
+    prepared.steps = len(range(*pipeline.own_rows(train_rows, (index, count))))
+    epoch = numbers(data.train_batches(loaded, prepared))
+    assert sorted(numbers(data.train_batches(loaded, prepared))) == sorted(epoch)
+    read.append(epoch)
+    opened.append(set(loaded.columns._opened))
+  assert sorted(itertools.chain(*read)) == sorted(whole.columns["dense"][slice(*train_rows)][:, 0])
+  assert not set(read[0]) & set(read[1])
+  assert opened[0] == {2: {0, 1, 2}, 3: {0, 1}}[count]  # two thirds of the rows are of these files
+  assert 4 not in opened[0]
+  assert 0 not in opened[-1]
+
+
+@needs_spark
+def test_hosts_evaluate_disjoint_rows_in_equally_many_batches(prepared, monkeypatch):
+  whole = data.load(prepared)
+  expected = numbers(data.eval_batches(whole, "test", 16))
+  read = []
+  for index in range(2):
+    monkeypatch.setattr(hosts, "shard", lambda index=index: (index, 2))
+    batches = list(data.eval_batches(data.load(prepared), "test", 16))
+    assert {len(batch["label"]) for batch in batches} == {8}
+    read.append((len(batches), numbers(batches)))
+  assert read[0][0] == read[1][0]
+  assert read[0][1] + read[1][1] == expected
+
+
+@needs_spark
+def test_columns_are_read_by_slices_and_rows_and_pickled(prepared):
+  columns = pickle.loads(pickle.dumps(data.load(prepared).columns))
+  whole = columns["ids"][:]
+  assert columns["ids"].shape == whole.shape
+  assert columns["ids"].dtype == whole.dtype == np.int32
+  draw = np.random.default_rng(0)
+  rows = draw.integers(0, len(whole), 500)
+  np.testing.assert_array_equal(columns["ids"][rows], whole[rows])
+  np.testing.assert_array_equal(columns["ids"][37:330], whole[37:330])
+  assert columns["ids"][5:5].shape == (0, whole.shape[1])
+  with pytest.raises(KeyError, match="has no column 'weight'"):
+    columns["weight"]
+
+
+@needs_spark
+def test_a_shard_that_was_written_to_is_not_read(prepared):
+  columns = data.load(prepared).columns
+  (label,) = (columns.folder / "shards" / "00003").glob("label.npy")
+  content = label.read_bytes()
+  try:
+    label.write_bytes(content[:-1] + b"\7")
+    with pytest.raises(DamagedFileError, match=r"00003/label\.npy"):
+      columns["label"][:]
+    columns["label"][:50]  # of another shard
+  finally:
+    label.write_bytes(content)
+
+
+@needs_spark
+def test_a_run_on_shards_is_the_run_on_one_machine(prepared, tmp_path):
+  results = []
+  for engine in ("duckdb", "spark"):
+    given = {**prepared.to_dict(), "engine": engine, "steps": 20, "epochs": 0, "batch_size": 32}
+    results.append(train.run(given, str(tmp_path / engine)))
+    split = pq.read_table(tmp_path / engine / "split.parquet")
+    assert len(split) == 470
+  assert results[0]["metrics"] == results[1]["metrics"]
+
+
+@needs_spark
+def test_two_processes_train_on_shards(prepared, tmp_path):
+  given = {**prepared.to_dict(), "steps": 20, "epochs": 0, "batch_size": 32}
+  path = tmp_path / "config.py"
+  path.write_text(f"def get_config():\n  return {given!r}\n")
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    address = f"localhost:{probe.getsockname()[1]}"
+  command = [
+    sys.executable,
+    "-m",
+    "recipes.dlrm",
+    f"--config={path}",
+    f"--workdir={tmp_path / 'run'}",
+  ]
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "JAX_COORDINATOR_ADDRESS": address,
+    "JAX_NUM_PROCESSES": "2",
+  }
+  processes = [
+    subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(index)})
+    for index in range(2)
+  ]
+  try:
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+  finally:
+    for process in processes:
+      process.kill()
+  result = arrays.read_json(tmp_path / "run" / "result.json")
+  assert result["device"]["processes"] == 2
+  assert len(pq.read_table(tmp_path / "run" / "split.parquet")) == 470
+
+
+# --- without Spark --------------------------------------------------------------------------------
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+  monkeypatch.setitem(sys.modules, "pyspark", None)
+  (tmp_path / "table").mkdir()
+  with pytest.raises(UserError, match=r"pip install 'sparse-embed\[spark\]'"):
+    load(tmp_path, plain(tmp_path / "table"))
+
+
+def test_an_unknown_engine_and_interactions_are_refused(tmp_path):
+  (tmp_path / "table").mkdir()
+  with pytest.raises(UserError, match=r"config\.engine is 'ray': choose one of"):
+    load(tmp_path, plain(tmp_path / "table"), "ray")
+  rows = [(f"u{i % 9}", f"i{i % 7}") for i in range(99)]
+  given = {
+    "files": str(write_csv(tmp_path / "log.csv", ("who", "what"), rows)),
+    "columns": {"who": "user", "what": "item"},
+  }
+  config = completed("two_tower", tmp_path / "cache", engine="spark", **given)
+  with pytest.raises(UserError, match=r"config\.engine is 'spark', which prepares rows with a"):
+    two_tower.load(config)
+
+
+def test_of_two_attempts_at_a_task_the_first_to_end_is_kept(tmp_path):
+  target = tmp_path / "shard"
+  with spark._written(target) as slow:
+    (slow / "x").write_text("slow")
+    with spark._written(target) as fast:
+      (fast / "x").write_text("fast")
+  assert (target / "x").read_text() == "fast"
+  with pytest.raises(ZeroDivisionError), spark._written(tmp_path / "other"):
+    raise ZeroDivisionError
+  assert [path.name for path in tmp_path.iterdir()] == ["shard"]
