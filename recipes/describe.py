@@ -17,7 +17,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,10 @@ from . import escaping
 from .errors import UserError
 from .files import write
 from .tables import profile, proposing
-from .tables.finding import file_format, paths
-from .tables.formats import Format, find_delimiter, records
+from .tables.formats import Format, file_format, find_delimiter, paths, records
 from .tables.profile import JOIN, Column, Sample
 from .tables.proposing import Plan, Proposal, Roles
-from .tables.source import TextFile
+from .tables.source import TextFile, peek
 
 _HEADER_ROWS = 200  # in which a header's fields should not occur as values
 _WIDTH = 100  # of the config, and of the report at most
@@ -205,10 +204,10 @@ def commands(plan: Plan, out: str) -> list[str]:
 def _first_lines(path: Path, format: Format) -> tuple[list[list[str]], str]:
   """Returns the fields of the first lines of a text file, and the delimiter between them."""
   TextFile(path, dataclasses.replace(format, names=format.names or (JOIN,)))  # raises for no text
-  text = profile.head(path, format, _HEADER_ROWS)[0].removeprefix("\ufeff").lstrip("\r\n")
+  text, _ = peek(path, format.encoding)
   below = re.sub(r"^.*[\r\n]+", "", text, count=1)  # of a title, the delimiter is not told
   delimiter = format.delimiter or find_delimiter(below or text, path, format)
-  lines = records(text, delimiter, format.quote, strict=False)
+  lines = islice(records(text, delimiter, format.quote, strict=False), _HEADER_ROWS)
   return [[field.strip() for field in line] for line in lines if line], delimiter
 
 

@@ -10,10 +10,9 @@ import pyarrow.compute as pc
 
 from ..errors import UserError
 from ..tables import spec
-from ..tables.faults import Problem
 from ..tables.fitting import Fitted
 from ..tables.formats import repeated
-from ..tables.values import ReadAs, converted, plain, refusal
+from ..tables.values import Problem, ReadAs, converted, plain, refusal
 
 Columns = Mapping[str, pa.Array]
 Wanted = Mapping[str, tuple[tuple[str, ...], ReadAs]]  # columns and way of reading by name
@@ -168,7 +167,7 @@ def bad_rows(
   if bad.any() and on_bad_row == "raise":
     index = int(np.argmax(bad))
     column, problem = next((c, p) for c, p in problems if p.bad[index])
-    text = f", column {column!r}: {problem.value(index)} {problem.kind}. {problem.hint(index)}"
+    text = f", column {column!r}: {problem.value(index)} {problem.kind}. {problem.hint}"
     raise UserError(bad_row(source, first_row + index, text))
   return bad
 

@@ -1,8 +1,7 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +10,15 @@ import pyarrow as pa
 
 from .. import arrays, files
 from ..errors import UserError
-from . import entities, sharing, spec
-from .entities import Codes, Entities
-from .fitting import Fit, Fitted
-from .rows import RowReader, Rows, split_file, way
+from . import entities, spec
+from .entities import Entities
+from .fitting import Fitted, fit
+from .rows import RowReader, split_file, way
 from .settings import SPLITS, Table, parsed, serve_folder
 from .source import Stage
-from .values import ReadAs
+from .store import Store
 
 _SIDES = {"user": spec.User, "item": spec.Item}
-
-
-@dataclasses.dataclass
-class Counted:
-  """Counts of rows.
-
-  Attributes:
-    rows: by split and label, int64 `[3, 2]`.
-    weights: sums of the weights, float64 `[3, 2]`; zeros where none is declared.
-    ids: of users and items of the training rows, whose features are in another table.
-  """
-
-  rows: np.ndarray
-  weights: np.ndarray
-  ids: dict[str, Codes]
 
 
 class OneMachine:
@@ -49,17 +33,12 @@ class OneMachine:
 
   def __init__(self, table: Table, by: str, folder: Path, stage: Stage):
     self._table, self._folder, self._stage = table, folder, stage
-    self._reader = RowReader(table, by, stage=stage)
-    self._copy = Copy(stage.folder / "rows.arrow", table.kinds)
+    self._reader, self._store = RowReader(table, by, stage=stage), store_of(table, stage)
 
-  def read(self, fit: Fit) -> tuple[Counted, list[str]]:
-    """Copies all rows, fits the training rows, and writes the splits.
-
-    Returns:
-      The counts, and lines about rows that were left out.
-    """
-    counted = count(self._table, self._reader, fit, self._folder, self._copy)
-    return counted, self._reader.notes
+  def read(self) -> tuple[Store, list[str]]:
+    """Copies all rows, and writes their splits; returns them, and what was left out in lines."""
+    copy_rows(self._table, self._reader, self._store, self._folder)
+    return self._store, self._reader.notes
 
   def write(self, encoder: "Encoder", serve: Path, sizes: np.ndarray) -> dict[str, Any]:
     """Writes the columns; returns the hashes of the files, for the meta.
@@ -73,7 +52,7 @@ class OneMachine:
       name: self._stage.background.submit(files.digest, path)
       for path, name in self._table.names.items()
     }
-    write(self._table, self._copy, encoder, self._folder, sizes)
+    write_columns(self._store, self._table.name_of(spec.Weight), encoder, self._folder, sizes)
     return {"sha256": {name: digest.result() for name, digest in hashed.items()}}
 
 
@@ -84,7 +63,7 @@ def build(
 ) -> dict[str, Any]:
   """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
 
-  The table is read once, to fit the transforms on the training rows; a copy is then transformed.
+  The table is read once, and a copy of the rows is kept until vocabularies and means are known.
 
   Args:
     settings: of the table.
@@ -97,7 +76,7 @@ def build(
   """
   table = parsed(settings)
   table.require(spec.Label, "and clicks need one")
-  if not any(map(sharing.has_table, table.kinds.values())):
+  if not any(map(spec.has_table, table.kinds.values())):
     raise UserError(
       "no column is a category, a user, an item or a number with buckets: declare at least one"
     )
@@ -112,21 +91,26 @@ def build(
     # A run of another recipe has none of these transforms.
     has_base = table.base is not None and (table.base / "sides.json").exists()
     base = Encoder.load(table.base) if table.base is not None and has_base else None
-    fit = Fit(table.kinds, base.fitted if base else None, stage)
     serve = serve_folder(settings, folder)
-    counted, notes = rows.read(fit)
-    counts, sizes = counted.rows, counted.rows.sum(axis=1)
-    _check_sizes(counts, [name for name in SPLITS[1:] if not table.split[name]], notes)
-    if weight_name := table.name_of(spec.Weight):
-      _check_weights(weight_name, counted.weights, counts)
-    sides, about = _sides(table, counted.ids, base, stage)
-    encoder = Encoder(fit.finish(), sides)
-    notes = [*about, *notes, *fit.notes]
-    if weight_name:
-      notes.append(
-        f"column {weight_name!r} says how much a row counts, in the loss and in all metrics"
-      )
-    notes += _about(counts, encoder)
+    store, left_out = rows.read()
+    sides, columns = {side: _id_name(table, side) for side in table.sides}, store.columns
+    counts = _counted(table, store, left_out)
+    made, about = {}, list[str]()
+    for side, name in sides.items():
+      ids = store.query(
+        f"SELECT {columns[name]} AS id FROM {store.scan} WHERE split = 0 "
+        f"AND {columns[name]} IS NOT NULL GROUP BY {columns[name]} ORDER BY min(file_row_number)"
+      )["id"].combine_chunks()
+      known = base.sides[name].fitted if base and name in base.sides else None
+      source = table.sides[side]
+      made[name], lines = entities.read(source, side, table.on_bad_row, ids, stage, base=known)
+      about += lines
+    fitted, lines = fit(store, table.kinds, base.fitted if base else None)
+    encoder = Encoder(fitted, made)
+    weight = table.name_of(spec.Weight)
+    weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
+    notes = [*about, *left_out, *lines, *[weighs] * bool(weight), *_about(counts, encoder)]
+    sizes = counts.sum(axis=1)
     encoder.save(serve)
     written = rows.write(encoder, serve, sizes)
   table.check_unchanged()
@@ -144,79 +128,58 @@ def build(
   }
 
 
-def count(table: Table, reader: RowReader, fit: Fit, folder: Path, copy: "Copy") -> Counted:
-  """Copies and counts all rows, fits the training rows, and writes the splits to a folder."""
-  weight = table.name_of(spec.Weight)
-  ids = {side: Codes() for side in table.sides}
-  id_names = {side: _id_name(table, side) for side in table.sides}
-  counts, weights = np.zeros((3, 2), np.int64), np.zeros((3, 2))
-  with split_file(folder, table.names) as write_split, copy.writer() as write_copy:
-    for rows in reader:
-      columns, cell = rows.chunk.columns, 2 * rows.split + rows.label
-      counts += np.bincount(cell, minlength=6).reshape(3, 2)
-      if weight:
-        weights += np.bincount(cell, columns[weight], minlength=6).reshape(3, 2)
-      write_split(rows.chunk.file, rows.chunk.rows, rows.split)
-      write_copy(rows)
-      training = rows.chunk.take(rows.split == 0)
-      fit.add(training.columns, len(training.rows))
-      for side, codes in ids.items():
-        codes.add(training.columns[id_names[side]])
-  return Counted(counts, weights, ids)
+def store_of(table: Table, stage: Stage, path: Path | None = None) -> Store:
+  """Returns a store of the columns that are learned from, with `split` and `label`."""
+  kept = {n: k for n, k in table.kinds.items() if isinstance(k, spec.Embedded | spec.Weight)}
+  return Store(stage, kept, {"split": pa.int8(), "label": pa.uint8()}, path)
 
 
-class Copy:
-  """The rows as they have been read, in an Arrow stream: files are parsed once.
+def copy_rows(table: Table, reader: RowReader, store: Store, folder: Path) -> None:
+  """Copies all rows to a store, and writes their splits to a folder."""
+  with split_file(folder, table.names) as write_split, store.writer() as write:
+    for chunk, split, label in reader:
+      write_split(chunk.file, chunk.rows, split)
+      write(chunk.columns | {"split": split, "label": label})
 
-  Args:
-    path: of the stream.
-    kinds: the declared columns; features and weights are copied.
+
+def _counted(table: Table, store: Store, left_out: Sequence[str]) -> np.ndarray:
+  """Returns the rows by split and label, int64 `[3, 2]`.
+
+  Raises:
+    UserError: a split has no rows, or one outcome alone, or no weight on one; says what was left
+      out.
   """
-
-  def __init__(self, path: Path, kinds: Mapping[str, spec.Kind]):
-    types: dict[ReadAs, pa.DataType]
-    types = {"number": pa.float64(), "text": pa.dictionary(pa.int32(), pa.string())}
-    self._path = path
-    self._types = {
-      name: types.get(way(kind), pa.list_(pa.string()))
-      for name, kind in kinds.items()
-      if isinstance(kind, spec.Embedded | spec.Weight) and not isinstance(kind, spec.Cross)
-    }
-    fields = enumerate([pa.int8(), pa.uint8(), *self._types.values()])
-    self._schema = pa.schema([(str(place), each) for place, each in fields])
-
-  @contextlib.contextmanager
-  def writer(self) -> Iterator[Callable[[Rows], None]]:
-    """Yields a function that writes rows."""
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    with pa.ipc.new_stream(str(self._path), self._schema, options=options) as stream:
-
-      def write(rows: Rows) -> None:
-        columns = rows.chunk.columns
-        arrays = [pa.array(rows.split), pa.array(rows.label)]
-        for name, stored in self._types.items():
-          is_text = pa.types.is_dictionary(stored)
-          arrays.append(columns[name].dictionary_encode() if is_text else pa.array(columns[name]))
-        stream.write_batch(pa.record_batch(arrays, schema=self._schema))
-
-      yield write
-
-  def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, Any]]]:
-    """Yields split, label and values by declared name."""
-    with pa.memory_map(str(self._path)) as file, pa.ipc.open_stream(file) as stream:
-      for batch in stream:
-        split, label, *arrays = batch.columns
-        values = {
-          name: array.to_numpy() if pa.types.is_floating(array.type) else array
-          for name, array in zip(self._types, arrays, strict=True)
-        }
-        yield split.to_numpy(), label.to_numpy(), values
+  name = table.name_of(spec.Weight)
+  weight = f"sum({store.columns[name]})" if name else "1.0"
+  counts, weights = np.zeros((3, 2), np.int64), np.zeros((3, 2))
+  query = f"SELECT split, label, count(*), {weight} FROM {store.scan} GROUP BY ALL"
+  answer = store.query(query)
+  for split, label, rows, total in zip(*(x.to_pylist() for x in answer.columns), strict=True):
+    counts[split, label], weights[split, label] = rows, total
+  also = "".join(f"; {line}" for line in left_out)
+  for split, (misses, clicks), outcomes in zip(SPLITS, counts.tolist(), weights, strict=True):
+    size = misses + clicks
+    if not size and (split == "train" or table.split[split]):
+      raise UserError(f"the {split} split has no rows: see config.split{also}")
+    if size and not (misses and clicks):
+      raise UserError(
+        f"{clicks} of the {size} rows of the {split} split are clicks, and both outcomes "
+        f"are needed: see config.split and the label's positive or at_least{also}"
+      )
+    if size and not outcomes.all():
+      which = "rows without a click" if outcomes[1] else "clicks" if outcomes[0] else "rows"
+      raise UserError(
+        f"all {which} of the {split} split have weight 0 in column {name!r}, and both outcomes are "
+        "needed: see config.split, or do not declare the weight"
+      )
+  return counts
 
 
-def write(table: Table, rows: Copy, encoder: "Encoder", folder: Path, sizes: np.ndarray) -> None:
-  """Writes the columns of copied rows, those of a split together; `sizes` are rows by split."""
+def write_columns(
+  store: Store, weight: str | None, encoder: "Encoder", folder: Path, sizes: np.ndarray
+) -> None:
+  """Writes the columns of stored rows, those of a split together; `sizes` are rows by split."""
   total, width = int(sizes.sum()), sum(feature.valency for feature in encoder.features)
-  weight = table.name_of(spec.Weight)
   columns = {
     "label": arrays.column(folder, "label", (total,), np.uint8),
     "dense": arrays.column(folder, "dense", (total, len(encoder.dense_names)), np.float32),
@@ -225,12 +188,12 @@ def write(table: Table, rows: Copy, encoder: "Encoder", folder: Path, sizes: np.
   if weight:
     columns["weight"] = arrays.column(folder, "weight", (total,), np.float32)
   at = np.cumsum(sizes) - sizes
-  for parts, label, values in rows:
-    blocks: dict[str, Any] = {"label": label, **encoder.encode(values, len(label))}
+  for values in store:
+    blocks = {"label": values["label"], **encoder.encode(values, len(values["label"]))}
     if weight:
-      blocks["weight"] = values[weight].astype(np.float32)
+      blocks["weight"] = values[weight]
     for split in range(3):
-      chosen = parts == split
+      chosen = values["split"] == split
       count = int(chosen.sum())
       for name, block in blocks.items():
         columns[name][at[split] : at[split] + count] = block[chosen]
@@ -250,17 +213,11 @@ class Encoder:
 
   def __init__(self, fitted: Fitted, sides: Mapping[str, Entities]):
     self.fitted, self.sides = fitted, dict(sides)
-    self._codes = {name: Codes(side.texts) for name, side in self.sides.items()}
-    # The numbers of a user or item that the table of its own lacks are missing.
-    self._no_numbers = {
-      name: side.fitted.dense({key: np.array([np.nan]) for key in side.fitted.numbers}, 1)
-      for name, side in self.sides.items()
-    }
 
   @property
   def features(self):
     """The categorical features, in the order of their columns in `ids`."""
-    return (*self.fitted.features, *(f for side in self.sides.values() for f in side.features))
+    return tuple(feature for fitted in self.all_fitted for feature in fitted.features)
 
   @property
   def dense_names(self) -> tuple[str, ...]:
@@ -277,17 +234,12 @@ class Encoder:
     ids = [self.fitted.ids(values, feature.name) for feature in self.fitted.features]
     dense = [self.fitted.dense(values, rows)]
     for name, side in self.sides.items():
-      at = self._codes[name].find(values[name])
-      known = at >= 0
-      for feature in side.features:
-        block = side.ids[feature.name][at]
-        ids.append(np.where(known if block.ndim == 1 else known[:, None], block, -1))
-      dense.append(np.where(known[:, None], side.dense[at], self._no_numbers[name]))
-    wide = [block[:, None] if block.ndim == 1 else block for block in ids]
-    return {
-      "dense": np.concatenate(dense, axis=1).astype(np.float32),
-      "ids": np.concatenate(wide, axis=1).astype(np.int32),
-    }
+      of_side, numbers = side.of_rows(side.codes.find(values[name]))
+      ids += [of_side[feature.name] for feature in side.features]
+      dense.append(numbers)
+    wide = [block.reshape(rows, -1) for block in ids]
+    empty = np.empty((rows, 0), np.int32)
+    return {"dense": np.concatenate(dense, axis=1), "ids": np.concatenate([empty, *wide], axis=1)}
 
   def save(self, folder: Path) -> None:
     """Writes the transforms and the tables of users and items, for `load`."""
@@ -309,14 +261,11 @@ def _check_names(table: Table) -> None:
   declared = set(table.kinds)
   for side, source in table.sides.items():
     _id_name(table, side)
-    for name in source.kinds:
-      if name in declared:
-        raise UserError(f"{name!r} is declared twice, also in config.{side}_table: keep one")
+    if both := [name for name in source.kinds if name in declared]:
+      raise UserError(f"{both[0]!r} is declared twice, also in config.{side}_table: keep one")
     declared |= set(source.kinds)
-  sharing.check_between(
-    {"config": table.kinds}
-    | {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
-  )
+  of_sides = {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
+  spec.check_between({"config": table.kinds} | of_sides)
   item = table.name_of(spec.Item)
   if item and way(table.kinds[item]) != "text":
     raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")
@@ -327,58 +276,12 @@ def _id_name(table: Table, side: str) -> str:
   return table.require(_SIDES[side], f"which config.{side}_table belongs to")
 
 
-def _sides(
-  table: Table, ids: Mapping[str, Codes], base: "Encoder | None", stage: Stage
-) -> tuple[dict[str, Entities], list[str]]:
-  """Returns users and items of tables of their own by column, and lines about them."""
-  sides, notes = {}, []
-  for side, source in table.sides.items():
-    name = _id_name(table, side)
-    known = base.sides[name].fitted if base and name in base.sides else None
-    sides[name], about = entities.read(
-      source, side, table.on_bad_row, ids[side], base=known, stage=stage
-    )
-    notes += about
-  return sides, notes
-
-
-def _check_sizes(counts: np.ndarray, may_be_empty: Sequence[str], left_out: Sequence[str]) -> None:
-  """Raises UserError for a split without rows or outcomes, with lines about what was left out."""
-  also = "".join(f"; {line}" for line in left_out)
-  for name, (misses, count) in zip(SPLITS, counts.tolist(), strict=True):
-    size = misses + count
-    if not size and name in may_be_empty:
-      continue
-    if not size:
-      raise UserError(f"the {name} split has no rows: see config.split{also}")
-    if count in (0, size):
-      raise UserError(
-        f"{count} of the {size} rows of the {name} split are clicks, and both outcomes "
-        f"are needed: see config.split and the label's positive or at_least{also}"
-      )
-
-
-def _check_weights(name: str, weights: np.ndarray, counts: np.ndarray) -> None:
-  """Raises UserError where all rows of an outcome in a split count nothing."""
-  for split, rows, (misses, clicks) in zip(SPLITS, counts, weights, strict=True):
-    if rows.any() and not (misses and clicks):
-      which = "clicks" if misses else "rows without a click" if clicks else "rows"
-      raise UserError(
-        f"all {which} of the {split} split have weight 0 in column {name!r}, and both outcomes are "
-        "needed: see config.split, or do not declare the weight"
-      )
-
-
 def _about(counts: np.ndarray, encoder: Encoder) -> list[str]:
-  notes = [
-    ", ".join(
-      f"{misses + clicks:,} {name} rows ({clicks / max(misses + clicks, 1):.1%} clicks)"
-      for name, (misses, clicks) in zip(SPLITS, counts.tolist(), strict=True)
-    )
+  parts = [
+    f"{misses + clicks:,} {name} rows ({clicks / max(misses + clicks, 1):.1%} clicks)"
+    for name, (misses, clicks) in zip(SPLITS, counts.tolist(), strict=True)
   ]
   rows = {feature.table or feature.name: feature.vocabulary_size for feature in encoder.features}
-  notes.append(
-    f"{len(encoder.dense_names)} numbers, {len(encoder.features)} features with vectors; rows of "
-    "their tables: " + ", ".join(f"{name} {size:,}" for name, size in rows.items())
-  )
-  return notes
+  sizes = ", ".join(f"{name} {size:,}" for name, size in rows.items())
+  features = f"{len(encoder.dense_names)} numbers, {len(encoder.features)} features with vectors"
+  return [", ".join(parts), f"{features}; rows of their tables: {sizes}"]

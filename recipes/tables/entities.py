@@ -14,67 +14,44 @@ from .. import files
 from ..errors import UserError
 from ..training.features import Feature
 from . import spec
-from .fitting import Fit, Fitted
+from .fitting import Fitted, fit
 from .rows import open_source
 from .settings import Source
 from .source import Stage
-from .values import indices_of, plain, spelled, spelling_of
+from .store import Store
+from .values import bits, indices_of, shown, spelled, spelling_of
 
 
 class Codes:
-  """Numbers texts in the order of their first appearance."""
+  """Finds the numbers of texts.
 
-  def __init__(self, texts: Iterable[str] = ()):
-    self._codes = {text: code for code, text in enumerate(texts)}
+  Args:
+    texts: in the order of their numbers, each once.
+  """
 
-  def __len__(self) -> int:
-    return len(self._codes)
-
-  @property
-  def texts(self) -> list[str]:
-    """The texts by number."""
-    return list(self._codes)
-
-  @functools.cached_property
-  def array(self) -> pa.Array:
-    """The texts by number, once all are added."""
-    return pa.array(self.texts, pa.string())
-
-  def add(self, texts: pa.Array) -> np.ndarray:
-    """Returns the numbers of texts, int32 `[N]`, new ones included; -1 for null."""
-    return self._numbers(texts, lambda text: self._codes.setdefault(text, len(self._codes)))
+  def __init__(self, texts: Iterable[str]):
+    self.texts = list(texts)
+    self._codes = {text: code for code, text in enumerate(self.texts)}
+    self._spelling = "whole" if spelling_of(pa.array(self.texts, pa.string())) else ""
 
   def find(self, texts: pa.Array) -> np.ndarray:
     """Returns the numbers of texts, int32 `[N]`; -1 for null and unknown ones.
 
-    An id with ".0" is the one without where no text has the ending, once all are added.
+    An id with ".0" is the one without where no text has the ending.
     """
-    texts = spelled(texts, self._spelling)
-    return self._numbers(texts, lambda text: self._codes.get(text, -1))
-
-  @functools.cached_property
-  def _spelling(self) -> str:
-    return "whole" if spelling_of(self.array) else ""
-
-  @staticmethod
-  def _numbers(texts: pa.Array, number) -> np.ndarray:
-    encoded = texts.dictionary_encode()
-    indices = indices_of(encoded)
-    codes = np.full(len(encoded.dictionary) + 1, -1, np.int32)
-    used = np.unique(indices[indices >= 0])  # a dictionary may have values of other rows
-    texts = encoded.dictionary.take(pa.array(used))
-    codes[used] = [-1 if text is None else number(text) for text in texts.to_pylist()]
-    return codes[indices]
+    encoded = spelled(texts.dictionary_encode(), self._spelling)
+    codes = [self._codes.get(text, -1) for text in encoded.dictionary.to_pylist()]
+    return np.array([*codes, -1], np.int32)[indices_of(encoded)]
 
 
-def one_spelling(codes: Codes) -> Codes:
-  """Returns the numbers of ids without ".0" where all of a column have it; see `Spelling`.
+def one_spelling(texts: pa.Array) -> pa.Array:
+  """Returns ids without ".0" where all of a column have it; see `values.spelling`.
 
   Raises:
     UserError: two of them are one id then.
   """
-  one = Codes(spelled(codes.array, spelling_of(codes.array)).to_pylist())
-  if len(one) < len(codes):
+  one = spelled(texts, spelling_of(texts))
+  if len(one.unique()) < len(texts.unique()):
     raise UserError("two ids differ only in the zeros behind their points: write them in one way")
   return one
 
@@ -102,19 +79,24 @@ class Entities:
     """The categorical features."""
     return self.fitted.features
 
+  @functools.cached_property
+  def codes(self) -> Codes:
+    """Finds the numbers of raw ids."""
+    return Codes(self.texts)
+
+  def of_rows(self, at: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns the features' ids and the numbers of entities by number, of -1 as if missing."""
+    known = at >= 0
+    pick = lambda x: np.where(known.reshape(-1, *[1] * (x.ndim - 1)), x[at], -1).astype(np.int32)
+    none = {name: np.array([np.nan]) for name in self.fitted.numbers}
+    dense = np.where(known[:, None], self.dense[at], self.fitted.dense(none, 1))
+    return {name: pick(ids) for name, ids in self.ids.items()}, dense.astype(np.float32)
+
   def numbered(self, texts: list[str]) -> "Entities":
     """Returns the entities of these raw ids in their order; unknown ones have no features."""
-    at = Codes(self.texts).find(pa.array(texts, pa.string()))
-    pick = lambda x, empty: np.where((at >= 0).reshape(-1, *[1] * (x.ndim - 1)), x[at], empty)
-    titles = None
-    if self.titles is not None:
-      titles = [self.titles[i] if i >= 0 else None for i in at]
-    ids = {name: pick(x, -1).astype(np.int32) for name, x in self.ids.items()}
-    return (
-      Entities(texts, self.fitted, ids, pick(self.dense, 0.0).astype(np.float32), titles)
-      if len(self.texts)
-      else _without(texts, self.fitted)
-    )
+    at = self.codes.find(pa.array(texts, pa.string()))
+    titles = self.titles and [self.titles[i] if i >= 0 else None for i in at]
+    return Entities(texts, self.fitted, *self.of_rows(at), titles)
 
   def save(self, folder: Path, name: str) -> None:
     """Writes the raw ids and titles to `<name>.parquet`, and the transforms beside them."""
@@ -138,57 +120,15 @@ class Entities:
     return cls(columns["id"], fitted, ids, dense, columns.get("title"))
 
 
-def _without(texts: list[str], fitted: Fitted) -> Entities:
-  return Entities(texts, fitted, {}, np.zeros((len(texts), 0), np.float32))
-
-
-class Collected:
-  """The values of the features of users or items, from the first row of each."""
-
-  def __init__(self, kinds: Mapping[str, spec.Kind]):
-    self.kinds = dict(kinds)
-    self._seen = 0
-    read = [name for name, kind in self.kinds.items() if not isinstance(kind, spec.Cross)]
-    self._parts: dict[str, list[Any]] = {name: [] for name in read}
-
-  def add(self, codes: np.ndarray, values: Mapping[str, Any]) -> None:
-    """Adds rows of the entities `codes`, numbered in the order of their first appearance."""
-    if not self.kinds:
-      return
-    new, first = np.unique(codes, return_index=True)
-    first = first[new >= self._seen]
-    self._seen = max(self._seen, int(new.max(initial=-1)) + 1)
-    for name, parts in self._parts.items():
-      of_name = values[name]
-      is_array = isinstance(of_name, np.ndarray)
-      parts.append(of_name[first] if is_array else plain(of_name.take(pa.array(first))))
-
-  def entities(
-    self, texts: list[str], trained: np.ndarray, bucketed: int, base: Fitted | None, stage: Stage
-  ) -> Entities:
-    """Returns the entities with these raw ids; see `encoded`."""
-    return encoded(texts, self.kinds, self.values(), trained, bucketed, base, stage)
-
-  def values(self) -> dict[str, Any]:
-    """Returns the values of all entities by declared name."""
-    return {name: joined(parts) for name, parts in self._parts.items()}
-
-
-def joined(parts: list[Any]) -> Any:
-  """Returns the values of several chunks as one."""
-  if parts and isinstance(parts[0], pa.Array):
-    return pa.concat_arrays(parts)
-  return np.concatenate(parts) if parts else np.empty(0)
-
-
 def encoded(
   texts: list[str],
   kinds: Mapping[str, spec.Kind],
   values: Mapping[str, Any],
   trained: np.ndarray,
+  stage: Stage,
+  *,
   bucketed: int = 0,
   base: Fitted | None = None,
-  stage: Stage | None = None,
 ) -> Entities:
   """Returns entities whose features are fitted on and computed of their values.
 
@@ -197,22 +137,25 @@ def encoded(
     kinds: the declared features, and perhaps a title.
     values: E values by declared name.
     trained: bool `[E]`, those of training rows, which are fitted on.
+    stage: where the values are kept.
     bucketed: a number without buckets gets as many; 0 leaves it a number.
-    base, stage: of `Fit`.
+    base: of `fit`.
   """
   title = spec.only(kinds, spec.Title)
-  features = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
-  if bucketed:
-    features = {
-      name: dataclasses.replace(kind, buckets=bucketed)
-      if isinstance(kind, spec.Number) and not kind.buckets
-      else kind
-      for name, kind in features.items()
-    }
-  fit, rows = Fit(features, base, stage), np.flatnonzero(trained)
-  at = lambda x: x.take(pa.array(rows)) if isinstance(x, pa.Array) else x[rows]
-  fit.add({name: at(x) for name, x in values.items()}, len(rows))
-  fitted = fit.finish()
+  features = {
+    name: dataclasses.replace(kind, buckets=kind.buckets or bucketed)
+    if isinstance(kind, spec.Number)
+    else kind
+    for name, kind in kinds.items()
+    if isinstance(kind, spec.Embedded)
+  }
+  if not features:
+    fitted = Fitted({}, {}, {}, {}, {})
+  else:
+    store = Store(stage, features, {"split": pa.int8()})
+    with store.writer() as write:
+      write({**values, "split": np.where(trained, 0, 1).astype(np.int8)})
+    fitted, _ = fit(store, features, base)
   ids = {feature.name: fitted.ids(values, feature.name) for feature in fitted.features}
   titles = values[title].to_pylist() if title else None
   return Entities(texts, fitted, ids, fitted.dense(values, len(texts)), titles)
@@ -222,10 +165,11 @@ def read(
   source: Source,
   side: str,
   on_bad_row: str,
-  trained: Codes,
+  trained: pa.Array,
+  stage: Stage,
+  *,
   bucketed: int = 0,
   base: Fitted | None = None,
-  stage: Stage | None = None,
 ) -> tuple[Entities, list[str]]:
   """Returns the users or items of a table of their own, and lines about bad and missing rows.
 
@@ -233,52 +177,54 @@ def read(
     source: the table.
     side: "user" or "item".
     on_bad_row: "raise" or "skip".
-    trained: the raw ids of the training rows, which features are fitted on.
+    trained: the raw ids of the training rows, each once, which features are fitted on.
+    stage: where text is kept.
     bucketed, base: as in `encoded`.
-    stage: where text is kept; None makes one of its own.
 
   Raises:
     UserError: an id is missing or appears twice; names file and row. Or no id of the training rows
       is in the table.
   """
-  reader = open_source(source, on_bad_row, stage=stage)
-  read = [name for name, kind in source.kinds.items() if not isinstance(kind, spec.Cross)]
-  codes = Codes()
-  parts: dict[str, list[Any]] = {name: [] for name in read}
+  reader, file = open_source(source, on_bad_row, stage=stage), source.all_files[0]
+  parts, seen, num_rows = list[dict[str, Any]](), dict[str, int](), 0
   for chunk in reader:
-    missing = chunk.columns[""].is_null().to_numpy(zero_copy_only=False)
-    chunk = reader.refuse(chunk, missing, source.key, lambda row: "has no value")
-    known = len(codes)
-    numbers = codes.add(chunk.columns[""])
-    first = np.zeros(len(numbers), bool)
-    first[np.unique(numbers, return_index=True)[1]] = True
-    again, keys = ~first | (numbers < known), chunk.columns[""]
-    problem = lambda row, keys=keys: (
-      f"is {keys[row].as_py()!r}, which an earlier row has: a {side} has one row"
-    )
-    chunk = reader.refuse(chunk, again, source.key, problem)
-    for name, part in parts.items():
-      values = chunk.columns[name]
-      part.append(values if isinstance(values, np.ndarray) else plain(values))
-  notes, wanted = list(reader.skipped), trained.texts
-  codes = one_spelling(codes)
-  at = codes.find(one_spelling(trained).array)
-  if not len(codes):
-    raise UserError(f"no row of {source.all_files[0]} has a value in column {source.key!r}")
-  if not wanted:
+    missing = bits(chunk.columns[""].is_null())
+    chunk = reader.refuse(chunk, missing, source.key, lambda row: "", "has no value")
+    keys = chunk.columns[""].to_pylist()
+    places = range(num_rows, num_rows := num_rows + len(keys))
+    is_again = [seen.setdefault(key, n) < n for n, key in zip(places, keys, strict=True)]
+    value = lambda row, keys=keys: shown(keys[row])
+    kind = f"is that of an earlier row, and a {side} has one row"
+    parts.append(reader.refuse(chunk, np.array(is_again, bool), source.key, value, kind).columns)
+  columns = {name: joined([part[name] for part in parts]) for name in parts[0]} if parts else {}
+  if not parts or not len(columns[""]):
+    raise UserError(f"no row of {file} has a value in column {source.key!r}")
+  if not len(trained):
     raise UserError(f"no training row has a {side}: see config.split")
+  texts = one_spelling(columns.pop(""))
+  codes, wanted = Codes(texts.to_pylist()), one_spelling(trained)
+  at = codes.find(wanted)
   if (at < 0).all():
     raise UserError(
-      f"no {side} of the training rows is in column {source.key!r} of {source.all_files[0]}: the "
-      f"rows have {side}s like {wanted[0]!r}, the table has {side}s like {codes.texts[0]!r}"
+      f"no {side} of the training rows is in column {source.key!r} of {file}: rows have {side}s "
+      f"like {wanted[0].as_py()!r}, the table has {side}s like {codes.texts[0]!r}"
     )
-  if (missing := np.flatnonzero(at < 0)).size:
+  notes, unknown = list(reader.skipped), np.flatnonzero(at < 0)
+  if unknown.size:
     notes.append(
-      f"{missing.size:,} of {len(wanted):,} {side}s of the training rows are not in config.{side}_"
-      f"table, as {wanted[missing[0]]!r}"
+      f"{unknown.size:,} of {len(wanted):,} {side}s of the training rows are not in config.{side}_"
+      f"table, as {wanted[int(unknown[0])].as_py()!r}"
     )
-  is_trained = np.zeros(len(codes), bool)
-  is_trained[at[at >= 0]] = True
-  of_name = {name: joined(part) for name, part in parts.items()}
-  made = encoded(codes.texts, source.kinds, of_name, is_trained, bucketed, base, stage)
+  is_trained = np.isin(np.arange(len(texts)), at)
+  made = encoded(
+    codes.texts, source.kinds, columns, is_trained, stage, bucketed=bucketed, base=base
+  )
   return made, notes
+
+
+def joined(parts: list[Any]) -> Any:
+  """Returns the values of several chunks as one; texts as a plain array."""
+  if isinstance(parts[0], np.ndarray):
+    return np.concatenate(parts)
+  is_coded = isinstance(parts[0], pa.DictionaryArray)
+  return pa.concat_arrays([part.dictionary_decode() if is_coded else part for part in parts])

@@ -1,6 +1,5 @@
 """Columns to ids and numbers: what is fitted on the training rows, and what it does to any rows."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -19,122 +18,192 @@ from .. import arrays
 from ..errors import UserError
 from ..training.features import Feature
 from . import spec
-from .source import Stage
-from .values import Spelling, bits, indices_of, spelled
+from .source import literal
+from .store import Store
+from .values import FLAGS, WHOLE, bits, indices_of, spelled, spelling
 
 Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
-SAMPLE = 1 << 16  # numbers that quantiles are taken of, at least half as many
+_SAMPLE = 1 << 16  # rows that quantiles are taken of
+_DIGITS = 10  # of means and deviations
 _LONGEST = 64  # of a bag whose length is taken from the training rows
-_INSERTED = 1 << 16  # values, at least
 _FEW_KNOWN = 16  # known values for each one that is looked up
 _FEW = 100  # values, below which each has a row of its own
 _DRAWN, _DRAWN_SEED = 0.1, 20  # the share of values of one row that count as unknown
-_NONE_COUNTED = pa.table({"value": pa.array([], pa.string()), "count": pa.array([], pa.int64())})
+_SPELLED = {
+  "": "value",
+  "flag": "lower(value)",
+  "whole": rf"regexp_replace(value, {literal(WHOLE)}, '\1\2')",
+}
 
 
-class Counts:
-  """Counts of texts in a table of the engine, which spills to disk.
+def fit(
+  store: Store, kinds: Mapping[str, spec.Kind], base: "Fitted | None" = None
+) -> tuple["Fitted", list[str]]:
+  """Returns the transforms of the rows with `split` 0, and lines about values that are not used.
 
   Args:
-    engine: a connection to DuckDB.
-    name: of the table.
+    store: the rows.
+    kinds: the declared columns; features alone are fitted.
+    base: of an earlier run. A column of the same declaration keeps its numbers and values, and new
+      values come after them, so that a model of that run can resume.
+
+  Raises:
+    UserError: a column has no value in the training rows; names it.
   """
+  kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
+  work = _Fit(store, kinds, base or Fitted({}, {}, {}, {}, {}))
+  return work.fitted(), work.notes
 
-  def __init__(self, engine: Any, name: str):
-    self._engine, self._name = engine, name
-    self._parts: list[pa.Table] = []  # that wait: the engine has a price for each insertion
-    engine.execute(f"CREATE OR REPLACE TEMP TABLE {name} (value VARCHAR, count BIGINT)")
 
-  def add(self, texts: pa.Array, counts: np.ndarray) -> None:
-    """Counts texts, each as often as `counts` say; nulls do not count."""
-    self._parts.append(pa.table({"value": texts, "count": pa.array(counts, pa.int64())}))
-    if sum(map(len, self._parts)) > _INSERTED:
-      self._insert()
+class _Fit:
+  """Queries the statistics of training rows, and makes the transforms of them."""
 
-  def _insert(self) -> None:
-    self._engine.register("waiting", pa.concat_tables([_NONE_COUNTED, *self._parts]))
-    self._engine.execute(f"INSERT INTO {self._name} SELECT * FROM waiting WHERE value IS NOT NULL")
-    self._parts = []
+  def __init__(self, store: Store, kinds: Mapping[str, spec.Kind], base: "Fitted"):
+    self._store, self._kinds, self._base = store, kinds, base
+    self._growing = {name for name, kind in kinds.items() if base.kinds.get(name) == kind}
+    self.notes: list[str] = []
 
-  def joined(self, parts: Sequence[tuple["Counts", str]]) -> "Counts":
-    """Returns the counts of several columns, each in its spelling; removes their tables."""
-    joined = Counts(self._engine, f"{self._name}_joined")
-    for counts, spelling in parts:
-      counted = counts.most_frequent().combine_chunks()
-      texts = spelled(counted["value"].combine_chunks(), spelling)
-      joined.add(texts, counted["count"].to_numpy())
-    return joined
+  def fitted(self) -> "Fitted":
+    (self._rows,) = self._one("count(*)", "rows")
+    numbers = {n: self._number(n, k) for n, k in self._kinds.items() if isinstance(k, spec.Number)}
+    categories = {n: k for n, k in self._kinds.items() if isinstance(k, spec.Category)}
+    widths = {n: self._width(n, k) for n, k in categories.items() if isinstance(k, spec.Bag)}
+    tables: dict[str, list[str]] = {}
+    for name, kind in categories.items():
+      tables.setdefault(_table_of(name, kind) or name, []).append(name)
+    vocabularies, spellings = dict[str, tuple[str, ...]](), dict[str, str]()
+    for table, names in tables.items():
+      values, of_names = self._values(names, categories[names[0]])
+      spellings |= of_names
+      if values is not None:
+        vocabularies[table] = values
+    in_order = {name: spellings[name] for name in categories}
+    return Fitted(self._kinds, vocabularies, numbers, widths, in_order)
 
-  def most_frequent(self, min_count: int = 1) -> pa.Table:
-    """Removes the table; returns `value` and `count` of the texts seen that often, sorted by it."""
-    self._insert()
-    counted = self._engine.execute(
-      f"SELECT value, sum(count)::BIGINT AS count FROM {self._name} GROUP BY value "
-      f"HAVING sum(count) >= {min_count} ORDER BY count DESC, value"
+  def _one(self, what: str, relation: str) -> tuple[Any, ...]:
+    rows = f"WITH rows AS (SELECT * FROM {self._store.scan} WHERE split = 0)"
+    row = self._store.query(f"{rows} SELECT {what} FROM {relation}")
+    return tuple(column[0].as_py() for column in row.columns)
+
+  def _empty(self, name: str) -> UserError:
+    return UserError(f"column {name!r} has no value in the {self._rows:,} training rows: remove it")
+
+  def _number(self, name: str, kind: spec.Number) -> Mapping[str, Any]:
+    if name in self._growing:
+      return self._base.numbers[name]
+    raw = self._store.columns[name]
+    x = f"sign({raw}) * ln(1 + abs({raw}))" if kind.log and not kind.buckets else raw
+    count, *moments = self._one(f"count({x}), avg({x}), stddev_pop({x})", "rows")
+    if not count:
+      raise self._empty(name)
+    # The last digits depend on the order of the sum, which threads and engines choose.
+    mean, deviation = (float(f"{moment:.{_DIGITS}g}") for moment in moments)
+    boundaries = kind.buckets if isinstance(kind.buckets, tuple) else ()
+    if isinstance(kind.buckets, int) and kind.buckets:
+      step, shares = -(-len(self._store) // _SAMPLE), np.arange(1, kind.buckets) / kind.buckets
+      sample = self._store.query(
+        f"SELECT {raw} FROM {self._store.scan} WHERE split = 0 AND {raw} IS NOT NULL "
+        f"AND file_row_number % {step} = 0"
+      )
+      if len(sample):
+        boundaries = tuple(np.unique(np.quantile(sample[0].to_numpy(), shares)).tolist())
+    if deviation <= 1e-9 * abs(mean):  # equal but for rounding
+      deviation = 1.0
+      if count == self._rows:
+        note = "has the same number in all training rows, and tells nothing"
+        self.notes.append(f"column {name!r} {note}")
+    scale = {"mean": mean, "deviation": deviation} if kind.standardize else {}
+    # `fill` is what a missing value is.
+    return {"mean": 0.0, "deviation": 1.0, "fill": mean, "boundaries": boundaries} | scale
+
+  def _width(self, name: str, kind: spec.Bag) -> int:
+    (longest,) = self._one(f"max({self._store.LENGTH}({self._store.columns[name]}))", "rows")
+    longest = max(longest or 0, self._base.widths.get(name, 1))
+    width = kind.max_length or min(longest, _LONGEST)
+    if longest > width:
+      note = f"has rows of up to {longest:,} values, of which {width} are used"
+      self.notes.append(f"column {name!r} {note}: its max_length says how many")
+    return width
+
+  def _values(
+    self, names: Sequence[str], kind: spec.Category
+  ) -> tuple[tuple[str, ...] | None, dict[str, str]]:
+    """Returns the values of the columns of one table, None if it has no vocabulary; spellings."""
+    engine, counts = self._store.stage.engine, self._counted(names, kind)
+    whole = f"suffix(value, '0') AND regexp_matches(value, {literal(WHOLE)})"
+    flags = ", ".join(map(literal, FLAGS))
+    found = engine.execute(
+      f"SELECT part, bool_or({whole}), bool_or(NOT ({whole})), bool_and(lower(value) IN ({flags})) "
+      f"FROM {counts} GROUP BY part"
+    ).fetchall()
+    known = self._base.vocabulary(names[0]) if names[0] in self._growing else ()
+    if not found and names[0] not in self._growing:
+      raise self._empty(names[0])
+    # Columns of one table are spelled alike.
+    alike = {spelling(*each[1:]) for each in found}
+    common = alike.pop() if len(alike) == 1 else "" if found else "whole"
+    if isinstance(kind, spec.Category) and kind.size:
+      common = "whole"
+    spellings = {n: self._base.spellings[n] if n in self._growing else common for n in names}
+    is_respelled = any(each[1] for each in found) or "flag" in spellings.values()
+    if kind.size:
+      is_id = rf"regexp_full_match({_SPELLED['whole']}, '\d{{1,18}}')"
+      small = f"TRY_CAST({_SPELLED['whole']} AS BIGINT) < {kind.size}"
+      (wrong,) = engine.execute(
+        f"SELECT coalesce(sum(n), 0)::BIGINT FROM {counts} WHERE NOT ({is_id} AND {small})"
+      ).fetchone()
+      note = f"{wrong:,} values of column {names[0]!r} are no ids from 0 to its size"
+      self.notes += [f"{note}, and have no vector"] * bool(wrong)
+    if _table_of(names[0], kind) is None:
+      return None, spellings
+    by_part = "".join(
+      f"WHEN {part} THEN {_SPELLED[spellings[name]]} " for part, name in enumerate(names)
+    )
+    value = f"CASE part {by_part}END" if is_respelled else "value"
+    kept = engine.execute(
+      f"SELECT {value} AS value, sum(n)::BIGINT AS count FROM {counts} GROUP BY 1 "
+      f"HAVING count >= {kind.min_count} ORDER BY count DESC, value"
     ).to_arrow_table()
-    self._engine.execute(f"DROP TABLE {self._name}")
-    return counted
+    if kind.oov and kind.min_count == 1 and len(kept) >= _FEW:
+      # The rows for unknown values learn from rare ones that are drawn into them.
+      hashed = hashing.hashes(np.array(kept["value"].to_pylist(), object), _DRAWN_SEED) / 2.0**64
+      kept = kept.filter(pa.array((hashed >= _DRAWN) | (kept["count"].to_numpy() > 1)))
+    values = tuple(dict.fromkeys([*known, *kept["value"].to_pylist()]))
+    if not values and not kind.oov:
+      raise UserError(
+        f"no value of column {names[0]!r} is in {kind.min_count} training rows or more: lower its "
+        "min_count, or hash it"
+      )
+    return values, spellings
 
-
-@dataclasses.dataclass
-class Moments:
-  """Count, mean and deviation of numbers, and an even sample of them, added chunk by chunk.
-
-  Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample
-  variances", equation 2.1.
-  """
-
-  count: int = 0
-  missing: int = 0
-  mean: float = 0.0
-  squares: float = 0.0
-  step: int = 1
-  sample: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0))
-  parts: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
-
-  def add(self, numbers: np.ndarray) -> None:
-    """Adds the numbers of a chunk; nan is missing."""
-    present = numbers[~np.isnan(numbers)]
-    self.missing += len(numbers) - len(present)
-    if not len(present):
-      return
-    offset = -self.count % self.step
-    self.sample = np.concatenate([self.sample, present[offset :: self.step]])
-    while len(self.sample) > SAMPLE:
-      self.sample, self.step = self.sample[::2], 2 * self.step
-    mean = float(present.mean())
-    self._add(len(present), mean, float(((present - mean) ** 2).sum()))
-
-  def __getstate__(self) -> dict[str, Any]:
-    return self.__dict__ | {"sample": np.empty(0)}
-
-  def join(self, other: "Moments") -> None:
-    """Adds the numbers of later chunks, to the same digits as `add`; but not the sample."""
-    self.missing += other.missing
-    for part in other.parts:
-      self._add(*part)
-
-  def _add(self, size: int, mean: float, squares: float) -> None:
-    self.parts.append((size, mean, squares))
-    count, delta = self.count + size, mean - self.mean
-    self.squares += squares
-    self.squares += delta**2 * self.count * size / count
-    self.mean += delta * size / count
-    self.count = count
-
-  @property
-  def deviation(self) -> float:
-    """The standard deviation; 1 where all numbers are equal but for rounding."""
-    return 1.0 if self.is_constant else self._deviation
-
-  @property
-  def is_constant(self) -> bool:
-    """Whether all numbers are equal but for rounding."""
-    return self._deviation <= 1e-9 * abs(self.mean)
-
-  @property
-  def _deviation(self) -> float:
-    return float((self.squares / max(self.count, 1)) ** 0.5)
+  def _counted(self, names: Sequence[str], kind: spec.Category) -> str:
+    """Returns a relation of `part`, the column, `value`, and `n`, its rows; nulls are left out."""
+    engine, parts = self._store.stage.engine, []
+    for part, name in enumerate(names):
+      column, is_list = self._store.columns[name], isinstance(self._kinds[name], spec.Bag)
+      value = f"{self._store.EXPLODE}({column})" if is_list else column
+      scan = f"{self._store.scan} WHERE split = 0"
+      parts.append(f"SELECT {part} AS part, {value} AS value FROM {scan}")
+    union = f"(SELECT * FROM ({' UNION ALL '.join(parts)}) WHERE value IS NOT NULL)"
+    patterns = {name: getattr(self._kinds[name], "pattern", "") for name in names}
+    # There are as many values as rows, perhaps.
+    if kind.hash and self._store.IS_LOCAL and not any(patterns.values()):
+      return f"(SELECT *, 1 AS n FROM {union})"
+    counts = self._store.table(
+      "counts", f"SELECT part, value, count(*) AS n FROM {union} GROUP BY part, value"
+    )
+    if any(patterns.values()):
+      counted = engine.execute(f"FROM {counts} ORDER BY part").to_arrow_table()
+      texts = [
+        extracted(counted.filter(pc.equal(counted["part"], part))["value"].combine_chunks(), each)
+        for part, each in enumerate(patterns.values())
+      ]
+      cut = pa.table(
+        [counted["part"], pa.chunked_array(texts), counted["n"]], ["part", "value", "n"]
+      )
+      engine.register("cut", cut)
+      return "(SELECT part, value, sum(n) AS n FROM cut WHERE value IS NOT NULL GROUP BY ALL)"
+    return counts
 
 
 def logarithm(numbers: np.ndarray) -> np.ndarray:
@@ -145,221 +214,17 @@ def logarithm(numbers: np.ndarray) -> np.ndarray:
 def flat_texts(values: Any, kind: spec.Kind) -> pa.Array:
   """Returns the texts of a category or bag, one after the other, as its pattern cuts them."""
   flat = values.flatten() if isinstance(kind, spec.Bag) else values
-  return extracted(flat, kind.pattern) if isinstance(kind, spec.Category) else flat
+  return extracted(flat, getattr(kind, "pattern", ""))
 
 
 def extracted(texts: pa.Array, pattern: str) -> pa.Array:
   """Returns the group of a pattern in each text, null where it does not match."""
   if not pattern:
     return texts
-  search = re.compile(pattern).search
-  encoded = texts.dictionary_encode()
+  search, encoded = re.compile(pattern).search, texts.dictionary_encode()
   matches = [search(text or "") for text in encoded.dictionary.to_pylist()]
   groups = [match.group(1) or None if match else None for match in matches]
   return pa.array(groups, pa.string()).take(encoded.indices)
-
-
-class Fit:
-  """Collects the statistics of training rows, and makes the transforms of them.
-
-  Args:
-    kinds: the declared columns; features alone are fitted.
-    stage: with the engine; None makes one of its own.
-    base: of an earlier run. A column of the same declaration keeps its numbers and values, and new
-      values come after them, so that a model of that run can go on.
-  """
-
-  def __init__(
-    self,
-    kinds: Mapping[str, spec.Kind],
-    base: "Fitted | None" = None,
-    stage: Stage | None = None,
-  ):
-    self._stage = stage or Stage()
-    self._kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
-    self._base = base if base is not None else Fitted({}, {}, {}, {}, {})
-    self._growing = {n for n, kind in self._kinds.items() if self._base.kinds.get(n) == kind}
-    self._moments = {
-      n: Moments() for n, kind in self._kinds.items() if isinstance(kind, spec.Number)
-    }
-    self._categories: dict[str, spec.Category] = {
-      name: kind for name, kind in self._kinds.items() if isinstance(kind, spec.Category)
-    }
-    self._spellings = {name: Spelling() for name in self._categories}
-    self._longest = {n: 0 for n, kind in self._kinds.items() if isinstance(kind, spec.Bag)}
-    self._counts: dict[str, Any] = {}  # `Counts`, or what another engine has in their place
-    # Neighbouring chunks of a file have one dictionary, and are counted together.
-    self._counted: dict[str, tuple[pa.Array, np.ndarray]] = {}
-    self._no_ids: dict[str, int] = {}
-    self.rows = 0
-
-  def add(self, values: Values, rows: int) -> None:
-    """Adds training rows."""
-    self.rows += rows
-    for name, moments in self._moments.items():
-      kind: Any = self._kinds[name]
-      moments.add(logarithm(values[name]) if kind.log and not kind.buckets else values[name])
-    for name, category in self._categories.items():
-      if isinstance(category, spec.Bag):
-        longest = pc.max(pc.list_value_length(values[name])).as_py() or 0
-        self._longest[name] = max(self._longest[name], longest)
-      encoded = flat_texts(values[name], category).dictionary_encode()
-      indices = indices_of(encoded)
-      counts = np.bincount(indices[indices >= 0], minlength=len(encoded.dictionary))
-      known = self._counted.get(name)
-      if known is not None and encoded.dictionary.equals(known[0]):
-        counts += known[1]
-      else:
-        self._flush(name)
-      self._counted[name] = (encoded.dictionary, counts)
-
-  def _flush(self, name: str) -> None:
-    """Adds the values that have been counted in the chunks of one dictionary."""
-    texts, counts = self._counted.pop(name, (pa.array([], pa.string()), np.empty(0, np.int64)))
-    seen, kind = (counts > 0) & bits(texts.is_valid()), self._categories[name]
-    texts, counts = texts.filter(pa.array(seen)), counts[seen]
-    self._spellings[name].add(texts)
-    if kind.size:
-      identity = transforms.Identity(kind.size, default_value=-1)
-      wrong = _ids_of_texts(identity, spelled(texts, "whole"), whole=True) < 0
-      self._no_ids[name] = self._no_ids.get(name, 0) + int(counts[wrong].sum())
-    if len(texts) and _table_of(name, kind):
-      if name not in self._counts:
-        self._counts[name] = Counts(self._stage.engine, f"counts_{id(self)}_{len(self._counts)}")
-      self._counts[name].add(texts, counts)
-
-  def __getstate__(self) -> dict[str, Any]:
-    """Leaves out the counts and the stage, for `join` elsewhere."""
-    return self.__dict__ | {"_stage": None, "_counts": {}, "_counted": {}}
-
-  def counts(self) -> dict[str, Counts]:
-    """Returns the counts of the values of the columns that have a vocabulary."""
-    for name in self._categories:
-      self._flush(name)
-    return self._counts
-
-  def supply(self, counts: Mapping[str, Any], samples: Mapping[str, np.ndarray]) -> None:
-    """Sets what `join` leaves out: by column, counts of values and samples of numbers."""
-    self._counts = {n: each for n, each in counts.items() if not self._spellings[n].is_empty}
-    for name, sample in samples.items():
-      self._moments[name].sample = sample
-
-  def join(self, other: "Fit") -> None:
-    """Adds the statistics of later rows, but the counts of values and the samples of numbers."""
-    self.rows += other.rows
-    for name, moments in self._moments.items():
-      moments.join(other._moments[name])
-    for name in self._categories:
-      self._spellings[name].join(other._spellings[name])
-      self._no_ids[name] = self._no_ids.get(name, 0) + other._no_ids.get(name, 0)
-    for name in self._longest:
-      self._longest[name] = max(self._longest[name], other._longest[name])
-
-  def finish(self) -> "Fitted":
-    """Returns the transforms.
-
-    Raises:
-      UserError: a column has no value in the training rows; names it.
-    """
-    for name in self._categories:
-      self._flush(name)
-    spellings = {name: self._spelling(name) for name in self._categories}
-    tables: dict[str, list[str]] = {}
-    for name, kind in self._categories.items():
-      if table := _table_of(name, kind):
-        tables.setdefault(table, []).append(name)
-    vocabularies = {table: self._vocabulary(names, spellings) for table, names in tables.items()}
-    numbers = {name: self._number(name) for name in self._moments}
-    for name, kind in self._categories.items():
-      is_counted = _table_of(name, kind) or name in self._growing
-      if not is_counted and self._spellings[name].is_empty:
-        raise UserError(self._empty(name))
-    return Fitted(self._kinds, vocabularies, numbers, self._widths(), spellings)
-
-  def _spelling(self, name: str) -> str:
-    if name in self._growing:
-      return self._base.spellings[name]
-    # Columns of one table are spelled alike.
-    shared = _table_of(name, self._kinds[name]) or name
-    spellings = {
-      self._spellings[other].name
-      for other, kind in self._categories.items()
-      if (_table_of(other, kind) or other) == shared
-    }
-    return spellings.pop() if len(spellings) == 1 else ""
-
-  @property
-  def notes(self) -> list[str]:
-    """Lines about values of the training rows that are not used."""
-    notes = [
-      f"{count:,} values of column {name!r} are no ids from 0 to its size, and have no vector"
-      for name, count in self._no_ids.items()
-      if count
-    ]
-    notes += [
-      f"column {name!r} has the same number in all training rows, and tells nothing"
-      for name, moments in self._moments.items()
-      if moments.count and moments.is_constant and not moments.missing
-      if name not in self._growing
-    ]
-    widths = self._widths()
-    return notes + [
-      f"column {name!r} has rows of up to {longest:,} values, of which {widths[name]} are used: "
-      "its max_length says how many"
-      for name, longest in self._longest.items()
-      if longest > widths[name]
-    ]
-
-  def _vocabulary(self, names: Sequence[str], spellings: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the values of the columns of one table."""
-    name, kind, counts = names[0], self._categories[names[0]], self._counts.get(names[0])
-    known = self._base.vocabulary(name) if name in self._growing else ()
-    if len(names) > 1 or spellings[name] == "flag" or self._spellings[name].has_whole:
-      parts = [(self._counts.pop(each), spellings[each]) for each in names if each in self._counts]
-      counts = parts[0][0].joined(parts) if parts else None
-    if not known and all(self._spellings[each].is_empty for each in names):
-      raise UserError(self._empty(name))
-    kept = counts.most_frequent(kind.min_count) if counts else _NONE_COUNTED
-    if kind.oov and kind.min_count == 1 and len(kept) >= _FEW:
-      # The rows for unknown values learn from rare ones that are drawn into them.
-      hashed = hashing.hashes(np.array(kept["value"].to_pylist(), object), _DRAWN_SEED) / 2.0**64
-      kept = kept.filter(pa.array((hashed >= _DRAWN) | (kept["count"].to_numpy() > 1)))
-    values = list(dict.fromkeys([*known, *kept["value"].to_pylist()]))
-    if not values and not kind.oov:
-      raise UserError(
-        f"no value of column {name!r} is in {kind.min_count} training rows or more: lower its "
-        "min_count, or hash it"
-      )
-    return tuple(values)
-
-  def _number(self, name: str) -> dict[str, Any]:
-    moments, kind = self._moments[name], self._kinds[name]
-    assert isinstance(kind, spec.Number)
-    if name in self._growing:
-      return self._base.numbers[name]
-    if not moments.count:
-      raise UserError(self._empty(name))
-    boundaries: tuple[float, ...] = ()
-    if isinstance(kind.buckets, tuple):
-      boundaries = kind.buckets
-    elif kind.buckets:
-      shares = np.arange(1, kind.buckets) / kind.buckets
-      boundaries = tuple(np.unique(np.quantile(moments.sample, shares)).tolist())
-    mean, deviation = (moments.mean, moments.deviation) if kind.standardize else (0.0, 1.0)
-    fill = moments.mean  # of missing values
-    return {"mean": mean, "deviation": deviation, "fill": fill, "boundaries": boundaries}
-
-  def _widths(self) -> dict[str, int]:
-    widths = {}
-    for name, longest in self._longest.items():
-      kind = self._kinds[name]
-      assert isinstance(kind, spec.Bag)
-      longest = max(longest, self._base.widths.get(name, 1))
-      widths[name] = kind.max_length or min(longest, _LONGEST)
-    return widths
-
-  def _empty(self, name: str) -> str:
-    return f"column {name!r} has no value in the {self.rows:,} training rows: remove it"
 
 
 def _table_of(name: str, kind: spec.Kind) -> str | None:
@@ -377,7 +242,7 @@ class Fitted:
     vocabularies: the values of each table that has a vocabulary, the first being id 0.
     numbers: mean, deviation, what a missing value is, and boundaries of numbers by name.
     widths: the most values used of each bag by name.
-    spellings: of categories by name; see `values.Spelling`.
+    spellings: of categories by name; see `values.spelling`.
   """
 
   def __init__(
@@ -393,49 +258,41 @@ class Fitted:
     self.widths, self.spellings = dict(widths), dict(spellings)
     self._values = {table: pa.array(each, pa.string()) for table, each in vocabularies.items()}
     self._last: dict[str, tuple[pa.Array, np.ndarray]] = {}  # ids of a dictionary's values
-    self._columns = {
-      name: column
-      for name, kind in self.kinds.items()
-      if (column := self._column(name, kind)) is not None
-    }
+    columns = {name: self._column(name, kind) for name, kind in self.kinds.items()}
+    self._columns = {name: column for name, column in columns.items() if column is not None}
 
-  def _column(self, name: str, kind: spec.Kind) -> Any:
+  def _column(self, name: str, kind: Any) -> Any:
     """Returns the transform of a feature to ids; None of a number that is used as it is."""
     if isinstance(kind, spec.Number):
       boundaries = self.numbers[name]["boundaries"]
       return transforms.Bucketized(boundaries, default_value=-1) if boundaries else None
-    if isinstance(kind, spec.Cross):
-      return transforms.HashBucket(kind.buckets)
-    assert isinstance(kind, spec.Category)
-    if kind.hash:
-      return transforms.HashBucket(kind.hash)
+    if isinstance(kind, spec.Cross) or kind.hash:
+      return transforms.HashBucket(kind.buckets if isinstance(kind, spec.Cross) else kind.hash)
     if kind.size:
       return transforms.Identity(kind.size, default_value=-1)
     values = self.vocabularies[kind.table or name]
     if not values:
       return transforms.HashBucket(kind.oov)
-    if kind.oov:
-      return transforms.Vocabulary(values, num_oov_buckets=kind.oov)
-    return transforms.Vocabulary(values, default_value=-1)
+    return transforms.Vocabulary(
+      values, **({"num_oov_buckets": kind.oov} if kind.oov else {"default_value": -1})
+    )
 
   @property
   def features(self) -> tuple[Feature, ...]:
     """The categorical features, in the order of the declaration."""
-    features = []
-    for name, column in self._columns.items():
-      kind: Any = self.kinds[name]
-      features.append(
-        Feature(
-          name,
-          column.vocabulary_size,
-          valency=self.widths.get(name, 1),
-          combiner=getattr(kind, "combiner", "mean"),
-          table=getattr(kind, "table", ""),
-          dim=kind.dim,
-          optimizer=kind.optimizer,
-        )
+    kinds: dict[str, Any] = self.kinds
+    return tuple(
+      Feature(
+        name,
+        column.vocabulary_size,
+        valency=self.widths.get(name, 1),
+        combiner=getattr(kinds[name], "combiner", "mean"),
+        table=getattr(kinds[name], "table", ""),
+        dim=kinds[name].dim,
+        optimizer=kinds[name].optimizer,
       )
-    return tuple(features)
+      for name, column in self._columns.items()
+    )
 
   def vocabulary(self, name: str) -> tuple[str, ...]:
     """Returns the values of the first rows of a feature's table; none if it has no vocabulary."""
@@ -443,40 +300,38 @@ class Fitted:
 
   def rest_of_rows(self, name: str) -> str:
     """Returns what the rows after the vocabulary depend on, as in "hash 1000"."""
-    kind, column = self.kinds[name], self._columns[name]
+    kind: Any = self.kinds[name]
     if isinstance(kind, spec.Number):
-      return f"buckets {column.boundaries}"
+      return f"buckets {self._columns[name].boundaries}"
     if isinstance(kind, spec.Cross):
       return f"hash {kind.buckets} of {', '.join(kind.columns)}"
-    assert isinstance(kind, spec.Category)
-    if kind.size:
-      return "identity"
-    return f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
+    return "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
+
+  @property
+  def _dense(self) -> list[tuple[str, spec.Number]]:
+    numbers = [(n, k) for n, k in self.kinds.items() if isinstance(k, spec.Number)]
+    return [(name, kind) for name, kind in numbers if name not in self._columns]
 
   @property
   def dense_names(self) -> tuple[str, ...]:
     """The names of the columns of `dense`."""
-    names = []
-    for name, kind in self.kinds.items():
-      if isinstance(kind, spec.Number) and name not in self._columns:
-        names += [name, f"{name} is missing"] if kind.missing == "indicator" else [name]
-    return tuple(names)
+    names = [(n, f"{n} is missing")[: 1 + (k.missing == "indicator")] for n, k in self._dense]
+    return tuple(name for each in names for name in each)
 
   def dense(self, values: Values, rows: int) -> np.ndarray:
     """Returns the numbers float32 `[rows, K]`, standardized as declared."""
-    columns = []
-    for name, kind in self.kinds.items():
-      if isinstance(kind, spec.Number) and name not in self._columns:
-        numbers = logarithm(values[name]) if kind.log else values[name]
-        missing = np.isnan(numbers)
-        about = self.numbers[name]
-        filled = np.where(missing, about["fill"], numbers)
-        columns.append((filled - about["mean"]) / about["deviation"])
-        if kind.missing == "indicator":
-          columns.append(missing)
-    return (
-      np.stack(columns, axis=1).astype(np.float32) if columns else np.empty((rows, 0), np.float32)
-    )
+    dense, place = np.empty((rows, len(self.dense_names)), np.float32), 0
+    for name, kind in self._dense:
+      numbers, about = values[name], self.numbers[name]
+      numbers = logarithm(numbers) if kind.log else numbers
+      missing = np.isnan(numbers)
+      filled = np.where(missing, about["fill"], numbers)
+      dense[:, place] = (filled - about["mean"]) / about["deviation"]
+      place += 1
+      if kind.missing == "indicator":
+        dense[:, place] = missing
+        place += 1
+    return dense
 
   def ids(self, values: Values, name: str) -> np.ndarray:
     """Returns a feature's ids, int32 `[N]`, or of a bag `[N, valency]`; -1 is no value."""
@@ -485,9 +340,7 @@ class Fitted:
       return column.ids(values[name])
     if isinstance(kind, spec.Cross):
       return self._crossed(kind, column, values)
-    assert isinstance(kind, spec.Category)
-    texts = flat_texts(values[name], kind)
-    ids = self._of_texts(name, texts)
+    ids = self._of_texts(name, flat_texts(values[name], kind))
     if not isinstance(kind, spec.Bag):
       return ids
     lengths = pc.list_value_length(values[name]).fill_null(0).to_numpy(zero_copy_only=False)
@@ -495,14 +348,12 @@ class Fitted:
 
   def _of_texts(self, name: str, texts: pa.Array) -> np.ndarray:
     """Returns the ids of a category's texts, int32 `[N]`; -1 for null."""
-    kind: Any = self.kinds[name]
     encoded = texts.dictionary_encode()
     distinct, ids = self._last.get(name, (None, None))
     # Neighbouring batches of a file have one dictionary.
     if distinct is None or not encoded.dictionary.equals(distinct):
       distinct = encoded.dictionary
-      whole = "whole" if kind.size else self.spellings[name]
-      ids = self._of_distinct(name, spelled(distinct, whole))
+      ids = self._of_distinct(name, spelled(distinct, self.spellings[name]))
       self._last[name] = (distinct, ids)
     assert ids is not None
     return np.append(ids, np.int32(-1))[indices_of(encoded)]
@@ -510,8 +361,7 @@ class Fitted:
   def _of_distinct(self, name: str, texts: pa.Array) -> np.ndarray:
     """Returns the ids of texts that are in one spelling, int32 `[N]`."""
     kind: Any = self.kinds[name]
-    column, table = self._columns[name], _table_of(name, kind)
-    known = self._values.get(table or "")
+    column, known = self._columns[name], self._values.get(_table_of(name, kind) or "")
     # Arrow hashes all known values at every call; a transform has a dict of them.
     if known is None or len(known) > _FEW_KNOWN * len(texts):
       return _ids_of_texts(column, texts, whole=bool(kind.size))
@@ -524,29 +374,22 @@ class Fitted:
     return ids
 
   def _crossed(self, kind: spec.Cross, column: Any, values: Values) -> np.ndarray:
-    parts, present = [], np.array(True)
+    parts = []
     for name in kind.columns:
-      part = self.kinds[name]
-      if isinstance(part, spec.Number):
+      if isinstance(self.kinds[name], spec.Number):
         ids = self.ids(values, name)
         texts = pa.array(ids, mask=ids < 0).cast(pa.string())
       else:
-        texts = spelled(flat_texts(values[name], part), self.spellings[name])
+        texts = spelled(flat_texts(values[name], self.kinds[name]), self.spellings[name])
         texts = texts.dictionary_decode() if isinstance(texts, pa.DictionaryArray) else texts
-      present = present & texts.is_valid().to_numpy(zero_copy_only=False)
       parts.append(texts)
-    joined = pc.binary_join_element_wise(*parts, "\x1f")  # null where a part is missing
-    return np.where(present, _ids_of_texts(column, joined), -1).astype(np.int32)
+    # Null where a part is missing.
+    return _ids_of_texts(column, pc.binary_join_element_wise(*parts, "\x1f"))
 
   def merged(self, other: "Fitted") -> "Fitted":
     """Returns the transforms of both; no name is in both."""
-    return Fitted(
-      self.kinds | other.kinds,
-      self.vocabularies | other.vocabularies,
-      self.numbers | other.numbers,
-      self.widths | other.widths,
-      self.spellings | other.spellings,
-    )
+    names = ("kinds", "vocabularies", "numbers", "widths", "spellings")
+    return Fitted(*(getattr(self, name) | getattr(other, name) for name in names))
 
   def save(self, folder: Path, name: str) -> None:
     """Writes `<name>.json` and `<name>.parquet`, the vocabularies."""
@@ -554,13 +397,8 @@ class Fitted:
     values = [value for values in self.vocabularies.values() for value in values]
     columns = {"table": pa.array(tables, pa.string()), "value": pa.array(values, pa.large_string())}
     pq.write_table(pa.table(columns), folder / f"{name}.parquet")
-    about = {
-      "kinds": spec.as_dicts(self.kinds),
-      "tables": list(self.vocabularies),
-      "numbers": self.numbers,
-      "widths": self.widths,
-      "spellings": self.spellings,
-    }
+    about = {"kinds": spec.as_dicts(self.kinds), "tables": list(self.vocabularies)}
+    about |= {"numbers": self.numbers, "widths": self.widths, "spellings": self.spellings}
     arrays.write_json(folder / f"{name}.json", about)
 
   @classmethod
@@ -568,17 +406,12 @@ class Fitted:
     """Returns what `save` has written."""
     about = json.loads((folder / f"{name}.json").read_text())
     table = pq.read_table(folder / f"{name}.parquet")
-    vocabularies: dict[str, tuple[str, ...]] = {}
-    for key in about["tables"]:
-      values = table.filter(pc.equal(table["table"], key))["value"]
-      vocabularies[key] = tuple(values.to_pylist())
-    return cls(
-      spec.parse(about["kinds"]),
-      vocabularies,
-      about["numbers"],
-      about["widths"],
-      about["spellings"],
-    )
+    vocabularies = {
+      key: tuple(table.filter(pc.equal(table["table"], key))["value"].to_pylist())
+      for key in about["tables"]
+    }
+    fitted = (about[each] for each in ("numbers", "widths", "spellings"))
+    return cls(spec.parse(about["kinds"]), vocabularies, *fitted)
 
 
 def _ids_of_texts(column: Any, texts: pa.Array, *, whole: bool = False) -> np.ndarray:
@@ -592,10 +425,8 @@ def _ids_of_texts(column: Any, texts: pa.Array, *, whole: bool = False) -> np.nd
   encoded = texts.dictionary_encode()
   distinct = encoded.dictionary.to_pylist()
   if whole:
-    keys = np.array(
-      [int(t) if t and t.isascii() and t.isdecimal() and len(t) < 19 else -1 for t in distinct],
-      np.int64,
-    )
+    is_id = lambda t: t and t.isascii() and t.isdecimal() and len(t) < 19
+    keys = np.array([int(text) if is_id(text) else -1 for text in distinct], np.int64)
   else:
     keys = np.array([text or "" for text in distinct], object)  # "" is padding
   ids = column.ids(keys) if len(keys) else np.empty(0, np.int32)

@@ -7,20 +7,22 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from .. import arrays
 from ..errors import UserError
-from . import entities, sharing, spec, splitting
-from .entities import Codes, Entities
+from . import entities, spec, splitting
+from .entities import Entities
 from .fitting import extracted
-from .rows import RowReader, Rows, split_file
+from .rows import RowReader, split_file, way
 from .settings import SPLITS, Table
 from .source import Stage
-from .values import spelled, spelling_of
+from .store import Store
+from .values import plain, shown, spelled, spelling_of
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
 _REPEATS = 0.1  # of the interactions, from where on the log is said to be full of repeats
+_SIDES = ("user", "item")
+_OF_CLICKS = ("min_count", "oov", "hash", "size", "table", "dim", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,71 +76,73 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       "two_tower and sequence hold their interactions in memory, so leave the engine 'duckdb'"
     )
   with Stage(folder / "stage") as stage:
-    interactions = _read(table, by, folder, stage)
+    log = _Log(table, by, stage)
+    user, item, split, row = _cleaned(table, by, log)
+    # Numbered again, without those that have no interaction left.
+    users, user = np.unique(user, return_inverse=True)
+    items, item = np.unique(item, return_inverse=True)
+    training = split == 0
+    made = {
+      "user": log.entities("user", users, users[np.unique(user[training])]),
+      "item": log.entities("item", items, items[np.unique(item[training])]),
+    }
+    log.write_split(folder, row, split)
   table.check_unchanged()
-  return interactions
-
-
-def _read(table: Table, by: str, folder: Path, stage: Stage) -> Interactions:
-  log = _Log(table, by, stage)
-  user, item, split, row, order = log.read()
-  notes = log.notes
-  if order is not None:
-    user, item, split, row = user[order], item[order], split[order], row[order]
-  if table.by_number:
-    user, item = log.by_number("user")[user], log.by_number("item")[item]
-  repeats = ~splitting.first_of_pairs(user, item)
-  notes += _about_repeats(table, int(repeats.sum()), len(user))
-  merge = table.duplicates == "merge" or (not table.duplicates and table.exclude_seen)
-  if merge and repeats.any():
-    user, item, split, row = (x[~repeats] for x in (user, item, split, row))
-  if table.core:
-    kept = splitting.k_core(user, item, table.core)
-    notes.append(
-      f"{len(kept):,} of {len(user):,} interactions are of users and items with {table.core} or "
-      "more"
+  counts = len(users), len(items), len(user)
+  if table.counts and counts != table.counts:
+    listed = "{:,} users, {:,} items and {:,} interactions".format(*counts)
+    raise UserError(
+      f"{table.rows.all_files[0]} has {listed}; the published file has "
+      f"{', '.join(f'{number:,}' for number in table.counts)}: pass --config.counts='()' for "
+      "another one."
     )
-    user, item, split, row = (x[kept] for x in (user, item, split, row))
+  notes = log.notes + _about_splits(user, item, split, counts)
+  return Interactions(
+    user.astype(np.int32), item.astype(np.int32), split, made["user"], made["item"], notes
+  )
+
+
+def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
+  """Returns user, item, split and row of the interactions that are left, in the order of time."""
+  rows = log.rows()
+  user, item = rows[:2]
+  keep = lambda kept: [each[kept] for each in rows]
+  repeats = ~splitting.first_of_pairs(user, item)
+  if repeats.any():
+    log.notes.append(_about_repeats(table, int(repeats.sum()), len(user)))
+  merge = table.duplicates == "merge" or (not table.duplicates and table.exclude_seen)
+  rows = keep(~repeats) if merge and repeats.any() else rows
+  if table.core:
+    kept, count = splitting.k_core(rows[0], rows[1], table.core), len(rows[0])
+    rows, of = keep(kept), f"users and items with {table.core} or more"
+    log.notes.append(f"{len(kept):,} of {count:,} interactions are of {of}")
+  user, item, split, row = rows
   if not len(user):
-    also = "".join(f"; {note}" for note in notes)
+    also = "".join(f"; {note}" for note in log.notes)
     raise UserError(
       f"no interaction is left: lower config.core, or check the label's settings{also}"
     )
-  settings = table.split
+  valid, test, seed = (table.split[name] for name in ("valid", "test", "seed"))
   if by == "user":
-    split = splitting.per_user(
-      user, settings["valid"], settings["seed"], test_fraction=settings["test"]
-    )
+    split = splitting.per_user(user, valid, seed, test_fraction=test)
   elif by == "last":
     split = splitting.leave_one_out(user)
   elif by == "files" and "valid" not in table.rows.files:
     train = np.flatnonzero(split == 0)
-    held_out = splitting.per_user(
-      user[train], settings["valid"], settings["seed"], test_fraction=0.0
-    )
+    held_out = splitting.per_user(user[train], valid, seed, test_fraction=0.0)
     split[train[held_out == 1]] = 1
+  rows = [user, item, split, row]
   if not merge:  # an evaluation has each item of a user once
     once = (split == 0) | splitting.first_of_pairs(user, item, split)
     if table.exclude_seen:  # what is left out of a ranking cannot be found in it
       seen = (split > 0) & ~splitting.first_of_pairs(user, item)
       once &= ~seen
-      notes.append(
+      log.notes.append(
         f"{int(seen.sum()):,} repeats are not validated or tested on, since exclude_seen leaves "
         "them out of the ranking"
       )
-    user, item, split, row = (x[once] for x in (user, item, split, row))
-  # Numbered again, without those that have no interaction left.
-  used_users, user = np.unique(user, return_inverse=True)
-  used_items, item = np.unique(item, return_inverse=True)
-  training = split == 0
-  users, items = log.entities(
-    (used_users, np.isin(np.arange(len(used_users)), user[training])),
-    (used_items, np.isin(np.arange(len(used_items)), item[training])),
-  )
-  log.write_split(folder, row, split)
-  _check_counts(table, (len(users.texts), len(items.texts), len(user)))
-  notes += _about_splits(user, item, split, len(users.texts), len(items.texts))
-  return Interactions(user.astype(np.int32), item.astype(np.int32), split, users, items, notes)
+    rows = keep(once)
+  return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,129 +170,143 @@ def pairs(table: Table) -> Pairs:
   """
   with Stage() as stage:
     log = _Log(table, "", stage)
-    user, item, *_ = log.read()
-  first = splitting.first_of_pairs(user, item)
-  users, items = (pa.array(log.texts(side), pa.string()) for side in ("user", "item"))
-  return Pairs(user[first], item[first], users, items, log.user_values())
+    user, item, *_ = log.rows()
+    first = splitting.first_of_pairs(user, item)
+    return Pairs(user[first], item[first], log.texts("user"), log.texts("item"), log.values("user"))
 
 
 class _Log:
   """Reads the rows of a table as interactions, and the features that the rows hold."""
 
   def __init__(self, table: Table, by: str, stage: Stage):
-    self._table, self._stage = table, stage
-    self._user = table.name_of(spec.User)
-    self._item = table.name_of(spec.Item) or table.name_of(spec.Ordered)
-    if self._item is None:
-      table.require(spec.Item, "and recommendations need one")
-    if self._user is None and not self._is_list():
-      table.require(spec.User, "and recommendations need one")
-    self._time = table.name_of(spec.Time)
-    required = [name for name in (self._user, None if self._is_list() else self._item) if name]
-    by = by if by in ("time", "order", "hash", "column", "files") else ""
-    self._reader = RowReader(table, by, required, holds_out=False, stage=stage)
-    self._codes = {"user": Codes(), "item": Codes()}
-    self._without_items = 0  # rows
-    self._first_rows: dict[Path, int] = {}  # of the files, less one, if rows are numbered through
-    self._num_rows = 0
-    sides = {
-      side: {
-        name: kind
-        for name, kind in table.kinds.items()
-        if isinstance(kind, spec.Side | spec.Title)
-        and not isinstance(kind, spec.Id)
-        and (kind.side if isinstance(kind, spec.Side) else "item") == side
-        and name != self._item
-      }
-      for side in ("user", "item")
-    }
-    for name, kind in {**sides["user"], **sides["item"]}.items():
-      if isinstance(kind, spec.Cross) and {self._user, self._item} & set(kind.columns):
+    self._table, self._stage, kinds = table, stage, table.kinds
+    user, item = table.name_of(spec.User), table.name_of(spec.Item) or table.name_of(spec.Ordered)
+    item = item or table.require(spec.Item, "and recommendations need one")
+    self._is_list = way(kinds[item]) != "text"
+    if not self._is_list:
+      user = table.require(spec.User, "and recommendations need one")
+    self._names, self._time = {"user": user, "item": item}, table.name_of(spec.Time)
+    self._kinds: dict[str, dict[str, spec.Kind]] = {"user": {}, "item": {}}
+    for name, kind in kinds.items():
+      side = kind.side if isinstance(kind, spec.Side) else "item"
+      if isinstance(kind, spec.Side | spec.Title) and side and name not in (user, item):
+        self._kinds[side][name] = kind
+      if isinstance(kind, spec.Cross) and side and {user, item} & set(kind.columns):
         raise UserError(
           f"column {name!r} crosses {' and '.join(kind.columns)}, and every user and item has a "
           "row of its own: cross features alone"
         )
-    self._collected = {side: entities.Collected(kinds) for side, kinds in sides.items()}
-    self.notes = [
-      f"column {name!r}: {', '.join(options)} of its declaration is for dlrm, and has no effect "
-      "here: every user and item has a row of its own, and config.core leaves out rare ones"
-      for name in (self._user, self._item)
-      if name and (options := _options_of_clicks(table.kinds[name]))
-    ]
-    if self._is_list() and self._collected["item"].kinds:
+    if self._is_list and self._kinds["item"]:
       raise UserError(
         "rows with several items cannot hold features of an item: use config.item_table"
       )
+    by = by if by in ("time", "order", "hash", "column", "files") else ""
+    required = [name for name in (user, None if self._is_list else item) if name]
+    self._reader = RowReader(table, by, required, holds_out=False, stage=stage)
+    stored = {n: kinds[n] for n in (user, item) if n} | self._kinds["user"] | self._kinds["item"]
+    self._store = Store(stage, stored, {"split": pa.int8(), "row": pa.int64()})
+    self._first_rows: dict[Path, int] = {}  # of the files, less one, as rows are numbered through
+    self._num_rows = 0
+    self._texts: dict[str, pa.Array] = {}
+    self.notes = [
+      f"column {name!r}: {', '.join(options)} of its declaration is for dlrm, and has no effect "
+      "here: every user and item has a row of its own, and config.core leaves out rare ones"
+      for name in (user, item)
+      if name and (options := _differing(kinds[name], _OF_CLICKS))
+    ]
 
-  def _is_list(self) -> bool:
-    kind = self._table.kinds[str(self._item)]
-    return isinstance(kind, spec.Bag) or bool(getattr(kind, "separator", ""))
+  def rows(self) -> list[np.ndarray]:
+    """Returns user, item, split and row of each interaction, in the order of time.
 
-  def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Returns the interactions in the order of the files: user, item, split and row of each.
-
-    Rows are numbered through all files. The last array is the order of time, None without.
+    Users and items are numbered in the order of their first rows, or of their ids if those are
+    whole numbers and the table says so. Rows are numbered through all files.
     """
-    names = ("user", "item", "split", "row", "time")
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    rows = positive = 0
-    for part in self._reader:
-      rows += len(part.chunk.rows)
-      if part.label is not None:
-        clicked = part.label == 1
-        part = Rows(part.chunk.take(clicked), part.split[clicked], part.label[clicked])
-      positive += len(part.chunk.rows)
-      for name, array in self._interactions(part, rows).items():
-        parts[name].append(array)
-    user, item, split, row, time = (
-      np.concatenate(parts.pop(name)) if parts[name] else np.empty(0, np.int64) for name in names
-    )
+    time, rows, positive = [np.empty(0, np.int64)], 0, 0
+    with self._store.writer() as write:
+      for chunk, split, label in self._reader:
+        rows += len(chunk.rows)
+        if label is not None:
+          chunk, split = chunk.take(label == 1), split[label == 1]
+        positive += len(chunk.rows)
+        row = self._first_rows.setdefault(chunk.file, self._num_rows) + chunk.rows
+        self._num_rows = int(row[-1]) if len(row) else self._num_rows
+        ids = {
+          name: self._matched(name, chunk.columns[name]) for name in self._names.values() if name
+        }
+        write(chunk.columns | ids | {"split": split, "row": row})
+        time += [chunk.columns[self._time]] if self._time else []
     self.notes += self._reader.notes
-    if self._without_items:
-      self.notes.append(
-        f"{self._without_items:,} of {rows:,} rows have no item in column {self._item!r}"
-      )
     if self._table.name_of(spec.Label):
-      self.notes.append(
-        f"{positive:,} of {rows:,} rows are positive by the label, and are the interactions"
+      what = "rows are positive by the label, and are the interactions"
+      self.notes.append(f"{positive:,} of {rows:,} {what}")
+    return self._numbered(np.concatenate(time), rows)
+
+  def _matched(self, name: str, texts: pa.Array) -> pa.Array:
+    """Returns ids as the pattern of their column cuts them; raises UserError where none matches."""
+    pattern = getattr(self._table.kinds[name], "pattern", "")
+    if not pattern:
+      return texts
+    flat = texts.flatten() if self._is_list and name == self._names["item"] else texts
+    matched = extracted(flat, pattern)
+    if matched.null_count:
+      text = flat.filter(matched.is_null())[0].as_py()
+      raise UserError(f"column {name!r}: the pattern {pattern!r} does not match {text!r}")
+    return matched if flat is texts else pa.ListArray.from_arrays(texts.offsets, matched)
+
+  def _numbered(self, time: np.ndarray, num_rows: int) -> list[np.ndarray]:
+    store, query, columns = self._store, self._store.query, self._store.columns
+    of_row = "(file_row_number + 1)::VARCHAR"  # is a user where none is declared
+    who, what = (columns[name] if name else of_row for name in self._names.values())
+    query(
+      f"CREATE TEMP TABLE log AS SELECT file_row_number AS place, {who} AS user, "
+      f"{f'unnest({what})' if self._is_list else what} AS item, split, row FROM {store.scan}"
+    )
+    if empty := len(store) - query("SELECT count(DISTINCT place) FROM log")[0][0].as_py():
+      listed = f"{empty:,} of {num_rows:,} rows have no item in column {self._names['item']!r}"
+      self.notes.append(listed)
+    for side in _SIDES:
+      order = "first"
+      if self._table.by_number:
+        order = f"{side}::UBIGINT"
+        wrong = query(f"SELECT {side} FROM log WHERE NOT regexp_full_match({side}, '\\d+') LIMIT 1")
+        if len(wrong):
+          text = shown(wrong[0][0].as_py())
+          raise UserError(f"found {text} as the {side} of a row, expected a whole number")
+      query(
+        f"CREATE TEMP TABLE {side}s AS SELECT *, row_number() OVER (ORDER BY {order}) - 1 AS code "
+        f"FROM (SELECT {side}, min(rowid) AS first, min(place) AS place FROM log GROUP BY {side})"
       )
-    return user, item, split, row, np.argsort(time, kind="stable") if self._time else None
+      texts = query(f"SELECT {side} FROM {side}s ORDER BY code")[side].combine_chunks()
+      one = spelled(texts, spelling_of(texts))
+      self._texts[side] = one if len(one.unique()) == len(texts) else texts
+    numbered = query(
+      "SELECT users.code::INTEGER AS user, items.code::INTEGER AS item, split, row, log.place "
+      "FROM log JOIN users USING (user) JOIN items USING (item) ORDER BY log.rowid"
+    )
+    *rows, place = (column.to_numpy() for column in numbered.columns)
+    in_time = np.argsort(time[place], kind="stable") if self._time else slice(None)
+    return [np.array(each[in_time]) for each in rows]
 
-  def _interactions(self, part: Rows, rows: int) -> dict[str, np.ndarray]:
-    chunk = part.chunk
-    columns, parents = chunk.columns, np.arange(len(chunk.rows))
-    items = columns[str(self._item)]
-    if self._is_list():
-      parents = pc.list_parent_indices(items).to_numpy(zero_copy_only=False)
-      self._without_items += len(items) - len(np.unique(parents))
-      items = items.flatten()
-    if self._user is None:
-      first = rows - len(chunk.rows)
-      users = pa.array([str(first + i + 1) for i in range(len(chunk.rows))], pa.string())
-    else:
-      users = columns[self._user]
-    users, items = self._matched(self._user, users), self._matched(self._item, items)
-    user, item = self._codes["user"].add(users), self._codes["item"].add(items)
-    self._collected["user"].add(user, columns)
-    if not self._is_list():
-      self._collected["item"].add(item, columns)
-    if chunk.file not in self._first_rows:
-      self._first_rows[chunk.file] = self._num_rows
-    row = self._first_rows[chunk.file] + chunk.rows
-    self._num_rows = int(row[-1]) if len(row) else self._num_rows
-    whole = {
-      "user": user[parents],
-      "item": item,
-      "split": part.split[parents],
-      "row": row[parents],
-    }
-    return whole | {"time": columns[self._time][parents] if self._time else np.empty(0, np.int64)}
-
-  def texts(self, side: str) -> list[str]:
+  def texts(self, side: str) -> pa.Array:
     """Returns the ids of the "user"s or "item"s by number."""
-    codes = self._codes[side]
-    texts = spelled(codes.array, spelling_of(codes.array)).to_pylist()
-    return texts if len(set(texts)) == len(codes) else codes.texts
+    return self._texts[side]
+
+  def values(self, side: str) -> dict[str, Any]:
+    """Returns the values of the features of users or items, from the first row of each."""
+    columns = {n: c for n, c in self._store.columns.items() if n in self._kinds[side]}
+    if not columns:
+      return {}
+    found = self._store.query(
+      f"SELECT {', '.join(f's.{column}' for column in columns.values())} FROM {self._store.scan} s "
+      f"JOIN {side}s ON s.file_row_number = {side}s.place ORDER BY code"
+    )
+    values = {}
+    for name, column in zip(columns, found.columns, strict=True):
+      array = plain(column.combine_chunks())
+      values[name] = (
+        array.to_numpy(zero_copy_only=False) if pa.types.is_floating(array.type) else array
+      )
+    return values
 
   def write_split(self, folder: Path, row: np.ndarray, split: np.ndarray) -> None:
     """Writes `split.parquet`; see `rows.split_file`.
@@ -299,100 +317,53 @@ class _Log:
     """
     order = np.argsort(row, kind="stable")
     row, split = row[order], split[order]
-    paths, first = list(self._first_rows), np.array([*self._first_rows.values()])
+    first = np.array([*self._first_rows.values()])
     with split_file(folder, self._table.names) as write:
-      for path, start, stop in zip(paths, first, [*first[1:], np.inf], strict=True):
+      for path, start, stop in zip(self._first_rows, first, [*first[1:], np.inf], strict=True):
         of_file = slice(*np.searchsorted(row, (start, stop), side="right"))
         write(path, row[of_file] - start, split[of_file])
 
-  def by_number(self, side: str) -> np.ndarray:
-    """Numbers users or items anew, in the order of their ids; returns the number of each before.
-
-    Raises:
-      UserError: an id is no whole number.
-    """
-    texts = self.texts(side)
-    if wrong := [text for text in texts if not (text.isascii() and text.isdecimal())]:
-      raise UserError(f"found {wrong[0]!r} as the {side} of a row, expected a whole number")
-    order = np.argsort(np.array([int(text) for text in texts]), kind="stable")
-    self._codes[side] = Codes(texts[old] for old in order.tolist())
-    return np.argsort(order)
-
-  def user_values(self) -> dict[str, Any]:
-    """Returns the values of the users' features by declared name."""
-    return self._collected["user"].values()
-
-  def _matched(self, name: str | None, texts: pa.Array) -> pa.Array:
-    """Returns ids as the pattern of their column cuts them; raises UserError where none matches."""
-    kind = self._table.kinds[name] if name else None
-    if not isinstance(kind, spec.Category) or not kind.pattern:
-      return texts
-    matched = extracted(texts, kind.pattern)
-    if matched.null_count:
-      text = texts.filter(matched.is_null())[0].as_py()
-      raise UserError(f"column {name!r}: the pattern {kind.pattern!r} does not match {text!r}")
-    return matched
-
-  def entities(
-    self, users: tuple[np.ndarray, np.ndarray], items: tuple[np.ndarray, np.ndarray]
-  ) -> tuple[Entities, Entities]:
-    """Returns users and items, with their features.
+  def entities(self, side: str, kept: np.ndarray, trained: np.ndarray) -> Entities:
+    """Returns users or items with their features.
 
     Args:
-      users, items: their numbers, and which of them training rows have.
+      side: "user" or "item".
+      kept: the numbers of those that are left.
+      trained: the numbers of those that training rows have.
     """
-    made = []
-    for side, (kept, trained) in (("user", users), ("item", items)):
-      texts = self.texts(side)
-      is_trained = np.zeros(len(texts), bool)
-      is_trained[kept[trained]] = True
-      base = None
-      if self._table.base is not None and (self._table.base / f"{side}s.parquet").exists():
-        base = Entities.load(self._table.base, f"{side}s").fitted
-      own = self._collected[side].entities(texts, is_trained, _BUCKETS, base, self._stage)
-      own = own.numbered([texts[i] for i in kept])
-      if side in self._table.sides:
-        ids = Codes(texts[i] for i in kept[trained])
-        other, notes = entities.read(
-          self._table.sides[side], side, self._table.on_bad_row, ids, _BUCKETS, base, self._stage
-        )
-        self.notes += notes
-        own = joined(own, other.numbered(own.texts), side)
-      made.append(own)
-    return made[0], made[1]
+    table, texts = self._table, self._texts[side]
+    is_trained, base = np.isin(np.arange(len(texts)), trained), None
+    if table.base is not None and (table.base / f"{side}s.parquet").exists():
+      base = Entities.load(table.base, f"{side}s").fitted
+    options: dict[str, Any] = {"stage": self._stage, "bucketed": _BUCKETS, "base": base}
+    listed = texts.to_pylist()
+    made = entities.encoded(listed, self._kinds[side], self.values(side), is_trained, **options)
+    made = made.numbered([listed[number] for number in kept])
+    if side in table.sides:
+      ids = texts.take(pa.array(trained))
+      other, notes = entities.read(table.sides[side], side, table.on_bad_row, ids, **options)
+      self.notes += notes
+      made = _joined(made, other.numbered(made.texts), side)
+    return made
 
 
-def _options_of_clicks(kind: spec.Kind) -> list[str]:
-  """Returns the options of a user's or item's declaration that interactions have no use for."""
-  options = ("min_count", "oov", "hash", "size", "table", "dim", "optimizer")
+def _differing(kind: spec.Kind, options: tuple[str, ...]) -> list[str]:
+  """Returns the options of a declaration that are not the defaults of its kind."""
   default = type(kind)()
   return [name for name in options if getattr(kind, name) != getattr(default, name)]
 
 
-def joined(own: Entities, other: Entities, side: str) -> Entities:
+def _joined(own: Entities, other: Entities, side: str) -> Entities:
   """Returns entities with the features of both; raises UserError where two have one name."""
   for name in own.ids.keys() & other.ids.keys():
     raise UserError(f"{name!r} is declared in config.columns and in config.{side}_table: keep one")
-  sharing.check_between({"config": own.fitted.kinds, f"config.{side}_table": other.fitted.kinds})
-  fitted = own.fitted.merged(other.fitted)
+  spec.check_between({"config": own.fitted.kinds, f"config.{side}_table": other.fitted.kinds})
   titles = own.titles if other.titles is None else other.titles
-  return Entities(own.texts, fitted, {**own.ids, **other.ids}, own.dense, titles)
+  fitted, ids = own.fitted.merged(other.fitted), {**own.ids, **other.ids}
+  return Entities(own.texts, fitted, ids, own.dense, titles)
 
 
-def _check_counts(table: Table, counts: tuple[int, ...]) -> None:
-  """Raises UserError for other numbers than the published ones."""
-  if table.counts and counts != table.counts:
-    listed = "{:,} users, {:,} items and {:,} interactions".format(*counts)
-    raise UserError(
-      f"{table.rows.all_files[0]} has {listed}; the published file has "
-      f"{', '.join(f'{number:,}' for number in table.counts)}: pass --config.counts='()' for "
-      "another one."
-    )
-
-
-def _about_repeats(table: Table, repeats: int, rows: int) -> list[str]:
-  if not repeats:
-    return []
+def _about_repeats(table: Table, repeats: int, rows: int) -> str:
   note = f"{repeats:,} of {rows:,} interactions repeat an earlier one of the same user and item"
   if table.exclude_seen:
     note += ", and are merged with it" if table.duplicates != "keep" else ", and are kept"
@@ -401,23 +372,19 @@ def _about_repeats(table: Table, repeats: int, rows: int) -> list[str]:
         ". If people come back to the same items, set config.exclude_seen=False: repeats are then "
         "kept, and can be recommended"
       )
-  elif table.duplicates == "merge":
-    note += ", and are merged with it"
-  return [note]
+  return note + ", and are merged with it" * (
+    not table.exclude_seen and table.duplicates == "merge"
+  )
 
 
 def _about_splits(
-  user: np.ndarray, item: np.ndarray, split: np.ndarray, users: int, items: int
+  user: np.ndarray, item: np.ndarray, split: np.ndarray, sizes: tuple[int, int, int]
 ) -> list[str]:
   counts = np.bincount(split, minlength=3)
-  notes = [
-    f"{users:,} users, {items:,} items, "
-    + ", ".join(f"{count:,} {name}" for name, count in zip(SPLITS, counts, strict=True))
-  ]
-  trained = {"user": np.unique(user[split == 0]), "item": np.unique(item[split == 0])}
+  parts = [f"{count:,} {name}" for name, count in zip(SPLITS, counts, strict=True)]
+  notes = [f"{sizes[0]:,} users, {sizes[1]:,} items, {', '.join(parts)}"]
   for name, ids in (("user", user), ("item", item)):
-    unknown = int((~np.isin(ids[split == 2], trained[name])).sum())
-    if unknown:
+    if unknown := int((~np.isin(ids[split == 2], np.unique(ids[split == 0]))).sum()):
       notes.append(
         f"{unknown:,} of {counts[2]:,} test interactions are of {name}s that training never sees; "
         "they count in the metrics"

@@ -2,31 +2,23 @@
 
 import dataclasses
 import functools
-import gzip
-import io
-import zlib
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from ..errors import DamagedFileError
-from .faults import Fault, Ledger
 from .formats import Format
-from .reading import Reader, columns_of
-from .source import File, ParquetFile, Stage, TextFile, batches
+from .reading import Ledger, Reader, columns_of
+from .source import File, Stage, TextFile, opened
 from .splitting import by_content
 from .values import as_lists, as_numbers, as_texts, as_times, indices_of, plain, refusal
 
 JOIN = "\x1f"  # of the items of a list in its text
 _PLACES = 5  # files, or row groups of a Parquet file, that rows are read of
-_CHUNK = 20_000
-_OPEN = 1000  # lines of a value within quotes, at most
 _BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
 _FEW_TEXTS = 3  # that stand for a missing value in a column of numbers
 _FOLDS = 5
@@ -189,6 +181,7 @@ class Sample:
     skipped: lines about rows that cannot be read.
     files: of the table, or some of them.
     stage: with their text.
+    limits: rows that were read of each file, at most.
   """
 
   columns: dict[str, Column]
@@ -197,6 +190,7 @@ class Sample:
   skipped: list[str]
   files: list[File]
   stage: Stage
+  limits: dict[Path, int]
 
   @property
   def num_rows(self) -> int:
@@ -210,8 +204,10 @@ class Sample:
 
   def split(self, share: float, seed: int) -> np.ndarray:
     """Returns the part of each row in a split by hash: 0 train, 1 valid, 2 test."""
-    parts = [by_content(self.stage, file, (share, share), seed) for file in self.files]
-    return np.concatenate([part.result() for part in parts])
+    part = lambda file: by_content(
+      self.stage, file, (share, share), seed, self.limits[file.path]
+    ).result()
+    return np.concatenate([part(file) for file in self.files])
 
   def repeated(self) -> float:
     """Returns the share of rows that repeat another row in all columns."""
@@ -236,29 +232,31 @@ def read(paths: Sequence[Path], format: Format, num_rows: int) -> Sample:
   """
   names, stage, ledger = columns_of(paths, format), Stage(), Ledger("skip")
   chosen = [paths[index] for index in _spread(len(paths))]
-  reader = Reader(chosen, dict.fromkeys(names, "any"), format=format, stage=stage)
-  files = reader.files  # have all columns
-  pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
-  places = rows = total = 0
+  files = Reader(chosen, dict.fromkeys(names, "any"), format=format, stage=stage).files
+  pieces: dict[str, list[pa.Array]] = {name: [] for name in names}  # all files have them
+  limits, places, rows, total = dict[Path, int](), 0, 0, 0
   for index, file in enumerate(files):
-    share, read = max((num_rows - rows) // (len(files) - index), 1), 0
-    found = _of_text(file, share, stage) if isinstance(file, TextFile) else _of_parquet(file, share)
-    arrays, faults, of, count = found
-    for batch in arrays:
-      for name in names:
-        pieces[name].append(batch[name][: share - read])
-      read += len(pieces[names[0]][-1])
+    limit, read = max((num_rows - rows) // (len(files) - index), 1), 0
+    limits[file.path] = limit
+    _, faults, share = file.stored(stage, limit)
+    tables, count = _tables(file, stage, limit)
+    for table in tables:
+      for name, stored in file.stored_names.items():
+        if name in pieces:
+          pieces[name] += table[stored].slice(0, limit - read).chunks
+      read += min(len(table), limit - read)
     ledger.add(file.path, faults)
     if len(faults) > _BAD * (read + len(faults)):
       Ledger("raise").add(file.path, faults)  # says what to write
-    rows, places, total = rows + read, places + of, total + count
+    rows, places = rows + read, places + len(tables)
+    total += count if share == 1 else max(int(read / share), read + 1)
   if not rows:
     raise DamagedFileError(f"{paths[0]} has a header and no rows.")
   if len(files) < len(paths):
     sizes = (sum(path.stat().st_size for path in group) for group in (paths, chosen))
     total = max(int(total * next(sizes) / next(sizes)), rows + 1)
   columns = {name: of_arrays(name, parts, format.missing) for name, parts in pieces.items()}
-  return Sample(columns, total, places, ledger.lines(), files, stage)
+  return Sample(columns, total, places, ledger.lines(), files, stage, limits)
 
 
 def _spread(count: int) -> list[int]:
@@ -266,66 +264,18 @@ def _spread(count: int) -> list[int]:
   return np.unique(np.linspace(0, count - 1, min(count, _PLACES)).astype(int)).tolist()
 
 
-# Rows of a file by column, bad rows, the places they are from, and the number of all its rows.
-_Found = tuple[list[dict[str, pa.Array]], list[Fault], int, int]
-
-
-def _of_parquet(file: ParquetFile, num_rows: int) -> _Found:
-  """Returns rows of all row groups, or the first ones of some."""
-  with pq.ParquetFile(file.path, pre_buffer=False) as opened:
-    total, count = opened.metadata.num_rows, opened.num_row_groups
-    groups, size = (range(count), num_rows) if total <= num_rows else (_spread(count), 0)
-    size = size or max(num_rows // len(groups), 1)
+def _tables(file: File, stage: Stage, num_rows: int) -> tuple[list[pa.Table], int]:
+  """Returns all rows of a stored file, or the first ones of some row groups; how many there are."""
+  with opened(file.stored(stage, num_rows).path) as parquet:
+    total, count = parquet.metadata.num_rows, parquet.num_row_groups
+    is_all = total <= num_rows or isinstance(file, TextFile)
+    groups = [list(range(count))] if is_all else [[group] for group in _spread(count)]
+    size = max(total if is_all else num_rows // len(groups), 1)
     try:
-      of = (next(opened.iter_batches(size, row_groups=[each]), None) for each in groups)
-      arrays = [dict(zip(batch.schema.names, batch.columns, strict=True)) for batch in of if batch]
+      batches = (next(parquet.iter_batches(size, row_groups=each), None) for each in groups)
+      return [pa.table(batch) for batch in batches if batch], total
     except (pa.ArrowException, OSError) as error:
       raise DamagedFileError(f"{file.path} is damaged ({error}). Copy it again.") from error
-  return arrays, [], len(groups) if total > num_rows else 1, total
-
-
-def _of_text(file: TextFile, num_rows: int, stage: Stage) -> _Found:
-  """Returns the first rows, and an estimate of the number of all."""
-  text, share = head(file.path, file.format, num_rows + 1)
-  path, source, rows = file.path, file, 0
-  arrays: list[dict[str, pa.Array]] = []
-  faults: list[Fault] = []
-  if share < 1:
-    number = len(list(stage.folder.iterdir()))
-    path = stage.folder / f"head_{number}_{path.name.removesuffix('.gz')}"
-    path.write_text(text, file.format.encoding, "surrogateescape", newline="")
-    source = TextFile(path, file.format)
-  try:
-    for chunk, dropped, _ in batches(source, stage, source.names, _CHUNK):
-      arrays.append(chunk.columns)
-      faults += dropped
-      if (rows := rows + len(chunk.rows)) >= num_rows:
-        break
-  except DamagedFileError as error:
-    raise DamagedFileError(str(error).replace(str(path), str(file.path))) from error
-  return arrays, faults, 1, max(int(rows / share), rows + (share < 1))
-
-
-def head(path: Path, format: Format, num_lines: int) -> tuple[str, float]:
-  """Returns the first lines of a text file, and their share of it; none and 1 of a damaged one.
-
-  Lines within quotes belong to the line where the quote opens.
-  """
-  is_packed = path.suffix.lower() == ".gz"
-  with path.open("rb") as raw:
-    stream: Any = gzip.GzipFile(fileobj=raw) if is_packed else raw
-    lines = io.TextIOWrapper(stream, format.encoding, "surrogateescape", newline="")
-    try:
-      text, more = "".join(islice(lines, num_lines)), islice(lines, _OPEN)
-      is_open = bool(format.quote) and text.count(format.quote) % 2 > 0
-      while is_open and (line := next(more, "")):
-        text, is_open = text + line, line.count(format.quote) % 2 == 0
-      if not lines.read(1):
-        return text, 1.0
-    except (OSError, EOFError, zlib.error, UnicodeError):
-      return "", 1.0  # its reader says what is wrong
-    size = raw.tell() if is_packed else len(text.encode(format.encoding, "surrogateescape"))
-  return text, size / path.stat().st_size
 
 
 def of_arrays(name: str, arrays: Sequence[pa.Array], missing: Sequence[str]) -> Column:
@@ -354,7 +304,7 @@ def of_arrays(name: str, arrays: Sequence[pa.Array], missing: Sequence[str]) -> 
 def _as_text(array: pa.Array, missing: Sequence[str]) -> pa.StringArray:
   """Returns values as text, null where missing, and what no recipe reads as null."""
   if not pa.types.is_nested(array.type):
-    return as_texts(array, missing)[0]
+    return as_texts(array, missing)[0].dictionary_decode()
   if not pa.types.is_list(array.type) or refusal(array.type, ("list", "")) is not None:
     return pa.nulls(len(array), pa.string())
   joined = pc.binary_join(as_lists(array, "", missing)[0], JOIN)

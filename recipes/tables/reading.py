@@ -1,4 +1,4 @@
-"""The rows of a user's files, in chunks."""
+"""The rows of a user's files, in chunks; bad ones raise with file, row and column, or count."""
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,16 +7,67 @@ from pathlib import Path
 import numpy as np
 
 from .. import files
-from ..errors import DamagedFileError
-from .faults import UNUSABLE, Fault, Ledger, Problem
-from .finding import file_format, paths
-from .formats import Format
-from .source import Chunk, File, ParquetFile, Stage, TextFile, batches
-from .values import ReadAs, are_dates, converted, refusal
+from ..errors import DamagedFileError, UserError
+from .formats import Format, paths
+from .source import Chunk, Fault, File, Stage, batches, open_file
+from .values import Problem, ReadAs, are_dates, converted, refusal
 
 __all__ = ["Chunk", "Format", "Reader", "columns_of", "paths"]
 
 _AS_FOUND = Format()
+
+
+class Ledger:
+  """Raises for the first fault, or counts all of them.
+
+  Args:
+    on_bad_row: "raise" or "skip".
+
+  Attributes:
+    rows: number of the rows that were left out.
+  """
+
+  def __init__(self, on_bad_row: str):
+    if on_bad_row not in ("raise", "skip"):
+      raise UserError(f"config.on_bad_row={on_bad_row!r} is unknown: write 'raise' or 'skip'")
+    self._skips = on_bad_row == "skip"
+    self._counts: dict[tuple[str | None, str], tuple[int, str]] = {}
+    self.rows = 0
+
+  def add(self, file: Path, faults: Sequence[Fault]) -> None:
+    """Counts rows of a file that are left out, one fault a row, in the order of the rows.
+
+    Raises:
+      DamagedFileError: bad rows are not skipped; names file, row and column of the first.
+    """
+    for row, column, kind, value, hint in faults:
+      if not self._skips:
+        where = f"{file}, row {row}" + (f", column {column!r}" if column else "")
+        problem = f"{where}: {value} {kind}" if column and value else f"{where} {kind}"
+        problem += f": {value}" if not column else ""
+        raise DamagedFileError(
+          f"{problem}. {hint and hint + ' '}Repair the row, or write config.on_bad_row='skip' to "
+          "leave such rows out."
+        )
+      count, first = self._counts.get((column, kind), (0, ""))
+      first = first or ", ".join(filter(None, (str(file), f"row {row}", value)))
+      self._counts[column, kind] = count + 1, first
+    self.rows += len(faults)
+
+  def join(self, other: "Ledger") -> None:
+    """Adds the counts of another ledger, of later files."""
+    for key, (count, first) in other._counts.items():
+      before, first = self._counts.get(key, (0, first))
+      self._counts[key] = before + count, first
+    self.rows += other.rows
+
+  def lines(self) -> list[str]:
+    """Returns one line per kind of fault, with the first row that has it."""
+    return [
+      f"{count} row{'s' * (count > 1)}: {f'column {column!r} ' if column else ''}{kind} "
+      f"(first: {first})"
+      for (column, kind), (count, first) in self._counts.items()
+    ]
 
 
 class Reader:
@@ -28,9 +79,8 @@ class Reader:
     paths: of the files, as `paths` returns them. Their columns may be in any order, and there may
       be more of them than are read.
     ways: by name, how to read the column:
-      "text": pa.StringArray, or a dictionary of one, trimmed, null where missing. Numbers and
-        booleans become text, 12.0 "12" and True "true", and timestamps ISO 8601; texts stay as they
-        are.
+      "text": a dictionary of texts, trimmed, null where missing. Numbers and booleans become text,
+        12.0 "12" and True "true", and timestamps ISO 8601; texts stay as they are.
       "number": float64 [N], nan where missing. Texts true and false are 1 and 0.
       "time": int64 [N], or float64 where numbers have fractions. Dates and timestamps are
         microseconds since 1970, in UTC where they name no zone; numbers are taken as they are, in
@@ -80,14 +130,18 @@ class Reader:
     self._paths, self._ways = [Path(path) for path in paths], dict(ways)
     of_name = {name: (columns or {}).get(name, name) for name in ways}
     self._columns = {n: (c,) if isinstance(c, str) else c for n, c in of_name.items()}
-    self._format, self._on_bad_row, self._chunk_rows = format, on_bad_row, chunk_rows
-    self._ledger = Ledger(on_bad_row)
-    self._clocks: dict[str, int] = {}
+    self._missing, self._on_bad_row, self._chunk_rows = format.missing, on_bad_row, chunk_rows
+    self._ledger, self._clocks = Ledger(on_bad_row), dict[str, int]()
     self._stage = stage or Stage()
-    self.files = [_open(path, format) for path in self._paths]
+    self.files = [open_file(path, format) for path in self._paths]
     self.names = self.files[0].names
-    for path, source in zip(self._paths, self.files, strict=True):
-      self._check(path, source)
+    for file in self.files:
+      self._check(file)
+
+  @property
+  def ledger(self) -> Ledger:
+    """The counts of the rows that were left out."""
+    return self._ledger
 
   @property
   def skipped(self) -> list[str]:
@@ -99,44 +153,41 @@ class Reader:
     """Number of the rows that were left out."""
     return self._ledger.rows
 
-  def __iter__(self) -> Iterator[Chunk]:
-    self._ledger = Ledger(self._on_bad_row)
-    self._clocks = {}
-    num_rows, wanted = 0, list(dict.fromkeys(c for each in self._columns.values() for c in each))
-    texts = [self._columns[name][0] for name, way in self._ways.items() if way == "text"]
-    total = sum(path.stat().st_size for path in self._paths)
-    with files.progress("reading", total, "B") as bar:
-      for path, source in zip(self._paths, self.files, strict=True):
-        bar.set_description(f"reading {path.name}")
-        for stored, faults, size in batches(source, self._stage, wanted, self._chunk_rows, texts):
-          chunk = self._converted(stored, faults)
-          bar.update(size)
-          num_rows += len(chunk.rows)
-          if len(chunk.rows):
-            yield chunk
-    if num_rows or self._may_be_empty:
-      return
-    if not self._ledger.rows:
-      raise DamagedFileError(f"{_listed(self._paths)} has a header and no rows.")
-    raise DamagedFileError(f"every row was left out: {'; '.join(self.skipped)}")
-
-  @property
-  def ledger(self) -> Ledger:
-    """The counts of the rows that were left out."""
-    return self._ledger
-
   @property
   def has_dates(self) -> bool | None:
     """Whether the times that have been read are dates, not numbers; None before any."""
     return are_dates(self._clocks)
+
+  def __iter__(self) -> Iterator[Chunk]:
+    self._ledger, self._clocks = Ledger(self._on_bad_row), {}
+    num_rows, wanted = 0, list(dict.fromkeys(c for each in self._columns.values() for c in each))
+    texts = [self._columns[name][0] for name, way in self._ways.items() if way == "text"]
+    with files.progress("reading", len(self.files), "file") as bar:
+      for file in self.files:
+        for stored, faults in batches(file, self._stage, wanted, self._chunk_rows, texts):
+          chunk = self._converted(stored, faults)
+          num_rows += len(chunk.rows)
+          if len(chunk.rows):
+            yield chunk
+        bar.update()
+    if num_rows == 0 and not self._may_be_empty:
+      first, more = self._paths[0], f" and {len(self._paths) - 1} more files"
+      why = (
+        f"every row was left out: {'; '.join(self.skipped)}"
+        if self._ledger.rows
+        else "has a header and no rows"
+      )
+      sep = ": " if self._ledger.rows else " "
+      raise DamagedFileError(f"{first}{more if len(self._paths) > 1 else ''}{sep}{why}.")
 
   def refuse(
     self,
     chunk: Chunk,
     bad: np.ndarray,
     column: str,
-    problem: Callable[[int], str],
-    kind: str = UNUSABLE,
+    value: Callable[[int], str],
+    kind: str,
+    hint="",
   ) -> Chunk:
     """Raises for the first bad row, or leaves out and counts all of them.
 
@@ -144,8 +195,7 @@ class Reader:
       chunk: with N rows.
       bad: bool [N].
       column: whose values are bad.
-      problem: of a row's index in the chunk; says what is wrong, as "'3' is neither 0 nor 1".
-      kind: for the count.
+      value, kind, hint: as of `values.Problem`.
 
     Returns:
       The rows that are not bad.
@@ -153,30 +203,24 @@ class Reader:
     Raises:
       DamagedFileError: `on_bad_row` is "raise"; names file, row and column.
     """
-    return self._without(chunk, {}, [(column, Problem(bad, kind, problem, is_told=True))])
+    return self._without(chunk, {}, [(column, Problem(bad, kind, value, hint))])
 
-  def _check(self, path: Path, source: File) -> None:
+  def _check(self, file: File) -> None:
     """Raises if a file lacks a column, or stores it in a way that cannot be read as it should."""
     for name, way in self._ways.items():
-      columns = self._columns[name]
-      for column in columns:
-        if column not in source.names:
-          raise DamagedFileError(self._missing(path, source, column))
-        problem = refusal(source.types[column], way if len(columns) == 1 else "number")
+      for column in self._columns[name]:
+        if column not in file.names:
+          close = difflib.get_close_matches(column, file.names, n=1)
+          listed = ", ".join(map(repr, file.names[:30])) + " …" * (len(file.names) > 30)
+          other = f", which {self._paths[0]} has" if column in self.names else ""
+          meant = f" Did you mean {close[0]!r}?" if close else ""
+          raise DamagedFileError(
+            f"{file.path} has no column {column!r}{other}.{meant} Its columns are {listed}. "
+            f"{file.advice}".rstrip()
+          )
+        problem = refusal(file.types[column], way if len(self._columns[name]) == 1 else "number")
         if problem is not None:
-          raise DamagedFileError(f"{path}, column {column!r} {problem}.")
-
-  def _missing(self, path: Path, source: File, name: str) -> str:
-    listed = ", ".join(map(repr, source.names[:30])) + (" …" if len(source.names) > 30 else "")
-    close = difflib.get_close_matches(name, source.names, n=1)
-    sentences = [
-      f"{path} has no column {name!r}"
-      + (f", which {self._paths[0]} has." if name in self.names else "."),
-      f"Did you mean {close[0]!r}?" if close else "",
-      f"Its columns are {listed}.",
-      source.advice(),
-    ]
-    return " ".join(filter(None, sentences))
+          raise DamagedFileError(f"{file.path}, column {column!r} {problem}.")
 
   def _converted(self, chunk: Chunk, dropped: Sequence[Fault]) -> Chunk:
     problems: list[tuple[str, Problem]] = []
@@ -184,7 +228,7 @@ class Reader:
     for name, way in self._ways.items():
       of_name = self._columns[name]
       arrays = [chunk.columns[column] for column in of_name]
-      columns[name], bad = converted(arrays, way, self._format.missing, self._clocks, of_name)
+      columns[name], bad = converted(arrays, way, self._missing, self._clocks, of_name)
       problems += [(of_name[0], problem) for problem in bad]
     faults = {fault.row: fault for fault in dropped}
     return self._without(chunk._replace(columns=columns), faults, problems)
@@ -197,27 +241,12 @@ class Reader:
     for column, problem in problems:
       for index in np.flatnonzero(problem.bad & kept).tolist():
         row = int(chunk.rows[index])
-        faults[row] = Fault(
-          row, column, problem.kind, problem.value(index), problem.hint(index), problem.is_told
-        )
+        faults[row] = Fault(row, column, problem.kind, problem.value(index), problem.hint)
       kept &= ~problem.bad
     self._ledger.add(chunk.file, [faults[row] for row in sorted(faults)])
     return chunk if kept.all() else chunk.take(kept)
 
 
 def columns_of(paths: Sequence[Path], format: Format = _AS_FOUND) -> tuple[str, ...]:
-  """Returns the columns of the first file, without reading its rows.
-
-  Raises:
-    DamagedFileError: it is empty, damaged, or its header cannot be read.
-    UserError: the format does not fit the file.
-  """
-  return _open(paths[0], format).names
-
-
-def _open(path: Path, format: Format) -> File:
-  return (ParquetFile if file_format(path) == "Parquet" else TextFile)(path, format)
-
-
-def _listed(paths: Sequence[Path]) -> str:
-  return str(paths[0]) if len(paths) == 1 else f"each of {len(paths)} files from {paths[0]} on"
+  """Returns the columns of the first file, without reading its rows; raises as `Reader`."""
+  return open_file(paths[0], format).names

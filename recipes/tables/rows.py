@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,35 +16,18 @@ import pyarrow.parquet as pq
 from .. import arrays
 from ..errors import UserError
 from . import spec, splitting
-from .faults import Ledger
-from .fitting import Moments, extracted
-from .reading import Chunk, Reader
+from .fitting import extracted
+from .reading import Chunk, Ledger, Reader
 from .settings import SPLITS, Source, Table, first_time
-from .source import Stage, num_rows
-from .values import ReadAs, as_numbers, bits, plain, same_value
+from .source import File, Stage
+from .store import way, ways
+from .values import as_numbers, bits, plain, same_value, shown
+
+__all__ = ["RowReader", "Rows", "label_of", "open_source", "split_file", "way", "ways"]
 
 _OUTCOMES = 100  # texts of a label that are counted
+_SAMPLE = 1 << 16  # times that thresholds are taken of, at least half as many
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
-
-
-def way(kind: spec.Kind) -> ReadAs:
-  """Returns how a column is read; see `reading.Reader`."""
-  if isinstance(kind, spec.Number | spec.Weight):
-    return "number"
-  if isinstance(kind, spec.Time):
-    return "time"
-  if isinstance(kind, spec.Bag) or (isinstance(kind, spec.Item) and kind.separator):
-    return ("list", kind.separator)
-  return "text"
-
-
-def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]:
-  """Returns the columns and the way of reading of each declared name; a cross has none."""
-  return {
-    name: (kind.sources(name), way(kind))
-    for name, kind in kinds.items()
-    if not isinstance(kind, spec.Cross)
-  }
 
 
 def open_source(
@@ -64,27 +47,23 @@ def open_source(
     stage, may_be_empty: as of `Reader`.
   """
   wanted = ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
-  return Reader(
-    paths or source.all_files,
-    {name: how for name, (_, how) in wanted.items()},
-    columns={name: columns for name, (columns, _) in wanted.items()},
-    format=source.format,
-    on_bad_row=on_bad_row,
-    stage=stage,
-    may_be_empty=may_be_empty,
-  )
+  columns = {name: names for name, (names, _) in wanted.items()}
+  how = {name: each for name, (_, each) in wanted.items()}
+  options: dict[str, Any] = {"format": source.format, "on_bad_row": on_bad_row, "stage": stage}
+  options["may_be_empty"] = may_be_empty
+  return Reader(paths or source.all_files, how, columns=columns, **options)
 
 
 class Bounds(NamedTuple):
   """What a split of some files' rows depends on in all files.
 
   Attributes:
-    times: the first times of validation and test; None unless rows are split by time.
+    times: the first times of validation and of test; () unless rows are split by time.
     firsts: by file, the number of stored rows in the files before; empty unless split by order.
     rows: stored in all files.
   """
 
-  times: tuple[float, float] | None = None
+  times: tuple[float, ...] = ()
   firsts: Mapping[Path, int] = {}
   rows: int = 0
 
@@ -95,13 +74,13 @@ class Account:
 
   Attributes:
     ledgers: of rows that cannot be read, by split of the files.
-    num_dropped: rows that `drop` of the label has left out.
+    dropped: rows that `drop` of the label has left out.
     outcomes: some texts of the label.
     has_dates: whether times are dates; None before any.
   """
 
   ledgers: dict[str, Ledger] = dataclasses.field(default_factory=dict)
-  num_dropped: int = 0
+  dropped: int = 0
   outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
   has_dates: bool | None = None
 
@@ -112,16 +91,11 @@ class Account:
         self.ledgers[split].join(ledger)
       else:
         self.ledgers[split] = ledger
-    self.num_dropped += other.num_dropped
+    self.dropped += other.dropped
     self.outcomes.update(other.outcomes)
     if None not in (self.has_dates, other.has_dates) and self.has_dates != other.has_dates:
       raise UserError("some files have dates as times and some have numbers: write them in one way")
     self.has_dates = other.has_dates if self.has_dates is None else self.has_dates
-
-  @property
-  def skipped(self) -> list[str]:
-    """A line per kind of bad row."""
-    return [line for ledger in self.ledgers.values() for line in ledger.lines()]
 
 
 class Rows(NamedTuple):
@@ -148,11 +122,10 @@ class RowReader:
     required: names of columns of texts in which every row must have a value.
     holds_out: whether a part of the training files validates where no file does.
     stage: where text is kept; None makes one of its own.
-    bounds: of a table that the files are a part of; None reads them.
+    bounds: of the table that the files are a part of; None reads them.
 
   Attributes:
     account: of the last iteration.
-    bounds: of the split.
   """
 
   def __init__(
@@ -168,160 +141,112 @@ class RowReader:
     self._table, self._by, self._required = table, by, tuple(required)
     self._stage = stage or Stage()
     self._holds_out = holds_out and "valid" not in table.rows.files
-    self._label, self._time = table.name_of(spec.Label), table.name_of(spec.Time)
+    self._label = table.name_of(spec.Label)
     self._parts: dict[Path, Any] = {}  # futures of the splits of the stored rows
-    self._is_part = bounds is not None
-    self.account = Account()
+    self._is_part, self.account = bounds is not None, Account()
     if by == "files" and set(table.rows.files) == {""}:
       raise UserError(
         'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
       )
-    if by == "column":
-      table.require(spec.Split, "which the split goes by")
-    self.bounds = self._bounds() if bounds is None else bounds
-
-  def _bounds(self) -> Bounds:
-    if self._by == "time":
-      return Bounds(thresholds(self._table, self._times))
-    if self._by == "order":
-      return ordered(
-        {
-          file.path: num_rows(file, self._stage)
-          for paths in self._table.rows.files.values()
-          for file in self._open(paths).files
-        }
-      )
-    return Bounds()
-
-  def _times(self) -> np.ndarray:
-    moments = Moments()
-    for times in times_of(self._table, self._table.rows.files, self._stage):
-      moments.add(times)
-    return moments.sample
+    kinds: dict[str, type[spec.Kind]] = {"time": spec.Time, "column": spec.Split}
+    self._of_split = table.require(kinds[by], "which the split goes by") if by in kinds else ""
+    self._bounds = self._found_bounds() if bounds is None else bounds
 
   def _open(self, paths: Sequence[Path]) -> Reader:
-    return open_source(
-      self._table.rows,
-      self._table.on_bad_row,
-      paths,
-      stage=self._stage,
-      may_be_empty=self._is_part,
-    )
+    table, is_part = self._table, self._is_part
+    return open_source(table.rows, table.on_bad_row, paths, stage=self._stage, may_be_empty=is_part)
 
   def __iter__(self) -> Iterator[Rows]:
     self.account = Account()
+    weight = self._table.name_of(spec.Weight)
     for split, paths in self._table.rows.files.items():
       reader = self._open(paths)
       for chunk in reader:
         for name in self._required:
-          missing = chunk.columns[name].is_null().to_numpy(zero_copy_only=False)
-          chunk = reader.refuse(chunk, missing, name, lambda row: "has no value")
-        chunk = self._weighted(reader, self._labelled(reader, chunk))
+          bad = bits(chunk.columns[name].is_null())
+          chunk = reader.refuse(chunk, bad, name, lambda row: "", "has no value")
+        chunk = self._labelled(reader, chunk) if self._label else chunk
+        if weight:
+          values = chunk.columns[weight]
+          shown_at, kind = lambda row, x=values: f"{x[row]}", "is no weight, a number of 0 or more"
+          chunk = reader.refuse(chunk, ~(values >= 0), weight, shown_at, kind)
         chunk, parts = self._split(reader, chunk, split)
         yield Rows(chunk, parts, chunk.columns.get(self._label or ""))
       self.account.join(Account({split: reader.ledger}, has_dates=reader.has_dates))
 
   def _labelled(self, reader: Reader, chunk: Chunk) -> Chunk:
     """Returns the rows with a label, which is uint8 `[N]`."""
-    if self._label is None:
-      return chunk
-    kind = self._table.kinds[self._label]
+    name, kind = str(self._label), self._table.kinds[str(self._label)]
     assert isinstance(kind, spec.Label)
-    texts = same_value(plain(chunk.columns[self._label]))
+    texts = same_value(plain(chunk.columns[name]))
     if kind.positive:
       for each in texts.drop_null().value_counts().to_pylist():
-        self._count_outcome(each["values"], each["counts"])
+        text, is_named = each["values"], each["values"] in (*kind.positive, *kind.drop)
+        outcomes = self.account.outcomes
+        if is_named or text in outcomes or len(outcomes) < _OUTCOMES:
+          outcomes[text] += each["counts"]
     if kind.drop:
-      dropped = _member(texts, kind.drop)
-      self.account.num_dropped += int(dropped.sum())
-      chunk, texts = chunk.take(~dropped), texts.filter(pa.array(~dropped))
+      kept = ~_member(texts, kind.drop)
+      self.account.dropped += len(kept) - int(kept.sum())
+      chunk, texts = chunk.take(kept), texts.filter(pa.array(kept))
     missing = bits(texts.is_null())
-    chunk = reader.refuse(chunk, missing, self._label, lambda row: "has no value")
+    chunk = reader.refuse(chunk, missing, name, lambda row: "", "has no value")
     texts = texts.drop_null()
-    label = label_of(texts, kind)
-    column = f"config.columns[{self._label!r}]"
-    why = (
-      f"neither 0 nor 1: give the values that are clicks as {column}['positive'], or the smallest "
-      f"as {column}['at_least']"
-      if kind.at_least is None
-      else f"no number to compare with {column}['at_least']={kind.at_least:g}"
+    label, column = label_of(texts, kind), f"config.columns[{name!r}]"
+    chunk = chunk._replace(columns=chunk.columns | {name: label.astype(np.uint8)})
+    what, hint = (
+      "is neither 0 nor 1",
+      f"Give the values that are clicks as {column}['positive'], or the smallest as "
+      f"{column}['at_least'].",
     )
-    problem = lambda row: f"is {texts[row].as_py()!r}, which is {why}"
-    chunk = chunk._replace(columns=chunk.columns | {self._label: label.astype(np.uint8)})
-    return reader.refuse(chunk, label < 0, self._label, problem)
-
-  def _count_outcome(self, text: str, count: int) -> None:
-    kind = self._table.kinds[str(self._label)]
-    assert isinstance(kind, spec.Label)
-    is_named = text in (*kind.positive, *kind.drop)
-    outcomes = self.account.outcomes
-    if is_named or text in outcomes or len(outcomes) < _OUTCOMES:
-      outcomes[text] += count
+    if kind.at_least is not None:
+      what, hint = f"is no number to compare with {column}['at_least']={kind.at_least:g}", ""
+    return reader.refuse(chunk, label < 0, name, lambda row: shown(texts[row].as_py()), what, hint)
 
   @property
   def notes(self) -> list[str]:
     """Lines about what the last iteration has left out or may have misread."""
-    notes = [*self.account.skipped, *self._about_label()]
-    if self.account.num_dropped:
-      notes.append(f"{self.account.num_dropped:,} rows were left out by the label's drop")
+    kind, outcomes = self._table.kinds.get(self._label or ""), self.account.outcomes
+    notes = [line for ledger in self.account.ledgers.values() for line in ledger.lines()]
+    if isinstance(kind, spec.Label) and kind.positive:
+      named = (*kind.positive, *kind.drop)
+      column = f"config.columns[{self._label!r}]"
+      unseen = [value for value in named if value not in outcomes]
+      notes += [f"no row has {value!r}, which {column} names" for value in unseen]
+      others = [(text, n) for text, n in outcomes.most_common() if text not in named]
+      if len(others) > 1:
+        is_whole = len(outcomes) < _OUTCOMES  # else some were not counted from the start
+        texts = [f"{text!r}" + f" ({count:,})" * is_whole for text, count in others]
+        more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
+        notes.append(f"these labels count as no click: {', '.join(texts[:5])}{more}")
+    if self.account.dropped:
+      notes.append(f"{self.account.dropped:,} rows were left out by the label's drop")
     return notes
-
-  def _about_label(self) -> list[str]:
-    """Returns lines about texts of the label that its `positive` and `drop` may have missed."""
-    kind = self._table.kinds.get(self._label or "")
-    if not isinstance(kind, spec.Label) or not kind.positive:
-      return []
-    notes = [
-      f"no row has {value!r}, which config.columns[{self._label!r}] names"
-      for value in (*kind.positive, *kind.drop)
-      if value not in self.account.outcomes
-    ]
-    no_clicks = {
-      text: count
-      for text, count in self.account.outcomes.most_common()
-      if text not in (*kind.positive, *kind.drop)
-    }
-    if len(no_clicks) > 1:
-      is_whole = len(self.account.outcomes) < _OUTCOMES  # else some were not counted from the start
-      shown = [f"{text!r}" + f" ({count:,})" * is_whole for text, count in no_clicks.items()]
-      more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
-      notes.append(f"these labels count as no click: {', '.join(shown[:5])}{more}")
-    return notes
-
-  def _weighted(self, reader: Reader, chunk: Chunk) -> Chunk:
-    """Returns the rows with a weight, if one is declared."""
-    name = self._table.name_of(spec.Weight)
-    if name is None:
-      return chunk
-    weight = chunk.columns[name]
-    problem = lambda row: f"is {weight[row]}, and a weight is a number of 0 or more"
-    return reader.refuse(chunk, ~(weight >= 0), name, problem)
 
   def _split(self, reader: Reader, chunk: Chunk, files_of: str) -> tuple[Chunk, np.ndarray]:
     """Returns the rows with a split, and the index of each in `SPLITS`, int8 `[N]`."""
-    if self._by == "files" and files_of == "train" and self._holds_out:
-      return chunk, self._hashed(reader, chunk, (self._table.split["valid"], 0.0))
-    if self._by == "time":
-      assert self.bounds.times is not None
-      assert self._time is not None
+    split, by = self._table.split, self._by
+    if by == "files" and files_of == "train" and self._holds_out:
+      return chunk, self._hashed(reader, chunk, (split["valid"], 0.0))
+    if by == "hash":
+      return chunk, self._hashed(reader, chunk, (split["valid"], split["test"]))
+    if by == "order":
+      ranges = arrays.cut(self._bounds.rows, split["valid"], split["test"])
+      places = self._bounds.firsts[chunk.file] + chunk.places
+      firsts = np.array([ranges["valid"][0], ranges["test"][0]])
+      return chunk, np.searchsorted(firsts, places, side="right").astype(np.int8)
+    if by == "time":
       self._check_clock(reader)
-      times = chunk.columns[self._time]
-      valid, test = self.bounds.times
-      split = np.where(times >= test, 2, np.where(times >= valid, 1, 0))
-      return chunk, split.astype(np.int8)
-    if self._by == "column":
-      name = self._table.require(spec.Split, "which the split goes by")
-      texts = pc.utf8_lower(pc.fill_null(plain(chunk.columns[name]), ""))
-      split = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
-      problem = lambda row: f"is {texts[row].as_py()!r}: write train, valid or test"
-      return reader.refuse(chunk, split < 0, name, problem), split[split >= 0]
-    if self._by == "order":
-      return chunk, self._in_order(chunk)
-    if self._by == "hash":
-      shares = self._table.split["valid"], self._table.split["test"]
-      return chunk, self._hashed(reader, chunk, shares)
-    of_files = SPLITS.index(files_of) if self._by == "files" else 0
-    return chunk, np.full(len(chunk.rows), of_files, np.int8)
+      times = chunk.columns[self._of_split]
+      return chunk, np.searchsorted(self._bounds.times, times, side="right").astype(np.int8)
+    if by == "column":
+      texts = pc.utf8_lower(pc.fill_null(plain(chunk.columns[self._of_split]), ""))
+      parts = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
+      value, what = lambda row: shown(texts[row].as_py()), "is no split"
+      hint = "Write train, valid or test."
+      chunk = reader.refuse(chunk, parts < 0, self._of_split, value, what, hint)
+      return chunk, parts[parts >= 0]
+    return chunk, np.full(len(chunk.rows), SPLITS.index(files_of) if by == "files" else 0, np.int8)
 
   def _check_clock(self, reader: Reader) -> None:
     """Raises UserError where a first time is a date and the column has numbers, or vice versa."""
@@ -330,16 +255,18 @@ class RowReader:
       if text and reader.has_dates not in (None, first_time(text, name)[0]):
         held = "dates" if reader.has_dates else "numbers"
         raise UserError(
-          f"config.split.{name} is {text!r}, and column {self._time!r} has {held}: write it as "
+          f"config.split.{name} is {text!r}, and column {self._of_split!r} has {held}: write it as "
           "they are"
         )
 
-  def _in_order(self, chunk: Chunk) -> np.ndarray:
-    """Splits by the places of the rows in all files: the last ones are tested."""
-    split = self._table.split
-    ranges = arrays.cut(self.bounds.rows, split["valid"], split["test"])
-    places = self.bounds.firsts[chunk.file] + chunk.places
-    return np.digitize(places, [ranges["valid"][0], ranges["test"][0]]).astype(np.int8)
+  def _found_bounds(self) -> Bounds:
+    table, stage = self._table, self._stage
+    if self._by == "time":
+      return Bounds(thresholds(table, lambda: sampled(times_of(table, stage))))
+    if self._by == "order":
+      listed = [file for paths in table.rows.files.values() for file in self._open(paths).files]
+      return in_order({file.path: num_rows(file, stage) for file in listed})
+    return Bounds()
 
   def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
     """Splits by the content of the rows, or of a column; see `splitting.by_content`."""
@@ -355,36 +282,37 @@ class RowReader:
     return self._parts[chunk.file].result()[chunk.places]
 
 
-def times_of(
-  table: Table,
-  files: Mapping[str, Sequence[Path]],
-  stage: Stage,
-  *,
-  may_be_empty: bool = False,
-) -> Iterator[np.ndarray]:
-  """Yields the times of files' rows, float64, chunk by chunk; arguments as of `open_source`."""
+def num_rows(file: File, stage: Stage) -> int:
+  """Returns the number of rows that a file is stored with."""
+  return pq.read_metadata(file.stored(stage).path).num_rows
+
+
+def in_order(rows: Mapping[Path, int]) -> Bounds:
+  """Returns the bounds of a split by the order of the rows, given their number by file."""
+  firsts = np.cumsum([0, *rows.values()]).tolist()
+  return Bounds((), dict(zip(rows, firsts, strict=False)), firsts[-1])
+
+
+def times_of(table: Table, stage: Stage, *, may_be_empty: bool = False) -> Iterator[np.ndarray]:
+  """Yields the times of the rows, chunk by chunk."""
   name = table.require(spec.Time, "which the split goes by")
   only = dataclasses.replace(table.rows, kinds={name: table.kinds[name]})
-  for paths in files.values():
-    reader = open_source(only, table.on_bad_row, paths, stage=stage, may_be_empty=may_be_empty)
-    for chunk in reader:
-      yield chunk.columns[name].astype(np.float64)
+  for chunk in open_source(only, table.on_bad_row, stage=stage, may_be_empty=may_be_empty):
+    yield chunk.columns[name]
 
 
-def ordered(sizes: Mapping[Path, int]) -> Bounds:
-  """Returns the bounds of a split by the order of the rows; sizes are of the files, in order."""
-  firsts = np.cumsum([0, *sizes.values()]).tolist()
-  return Bounds(None, dict(zip(sizes, firsts, strict=False)), firsts[-1])
+def sampled(chunks: Iterable[np.ndarray]) -> np.ndarray:
+  """Returns an even sample of numbers, which does not depend on how they are cut into chunks."""
+  sample, seen, step = np.empty(0), 0, 1
+  for chunk in chunks:
+    sample, seen = np.append(sample, chunk[-seen % step :: step]), seen + len(chunk)
+    while len(sample) > _SAMPLE:
+      sample, step = sample[::2], 2 * step
+  return sample
 
 
-def thresholds(table: Table, sampled: Callable[[], np.ndarray]) -> tuple[float, float]:
-  """Returns the first times of validation and test.
-
-  Args:
-    table: with the settings of the split.
-    sampled: returns an even sample of all times; asked where the settings do not name both.
-  """
-  table.require(spec.Time, "which the split goes by")
+def thresholds(table: Table, sample: Callable[[], np.ndarray]) -> tuple[float, float]:
+  """Returns the first times of validation and of test: as given, or by quantiles of a sample."""
   split = table.split
   given = {
     key: first_time(split[f"{key}_from"], f"{key}_from")[1]
@@ -393,21 +321,21 @@ def thresholds(table: Table, sampled: Callable[[], np.ndarray]) -> tuple[float, 
   }
   if len(given) == 2:
     return given["valid"], given["test"]
-  times, held_out = sampled(), split["valid"] + split["test"]
+  times, valid, test = sample(), split["valid"], split["test"]
   if "test" in given:  # valid is the last part of what is before
-    test = given["test"]
-    if not split["valid"]:
-      return test, test
-    before = times[times < test]
-    return _quantile(before, 1 - split["valid"] / max(1 - split["test"], 1e-9)), test
+    before = times[times < given["test"]]
+    return _first(before, valid / max(1 - test, 1e-9), given["test"]), given["test"]
   if "valid" in given:  # test is the last part of what is after
-    valid = given["valid"]
-    if not split["test"]:
-      return valid, np.inf
-    after = times[times >= valid]
-    return valid, _quantile(after, split["valid"] / max(held_out, 1e-9))
-  test = _quantile(times, 1 - split["test"]) if split["test"] else np.inf
-  return _quantile(times, 1 - held_out) if held_out else np.inf, test
+    after = times[times >= given["valid"]]
+    return given["valid"], _first(after, test / max(valid + test, 1e-9))
+  return _first(times, valid + test), _first(times, test)
+
+
+def _first(times: np.ndarray, share: float, otherwise: float = np.inf) -> float:
+  """Returns the first time of the last share of the times."""
+  if not share or not len(times):
+    return otherwise
+  return float(np.quantile(times, min(max(1 - share, 0.0), 1.0)))
 
 
 @contextlib.contextmanager
@@ -426,24 +354,16 @@ def split_file(
   Yields:
     `(file, rows, split)`, which writes the splits of rows by number, both `[N]`.
   """
-  code = pa.DictionaryArray.from_arrays
-  with pq.ParquetWriter(folder / "split.parquet", _SPLIT_FILE) as writer:
+  name, code = pa.dictionary(pa.int8(), pa.string()), pa.DictionaryArray.from_arrays
+  schema = pa.schema({"file": name, "row": pa.int64(), "part": name})
+  with pq.ParquetWriter(folder / "split.parquet", schema) as writer:
 
     def write(path: Path, rows: np.ndarray, split: np.ndarray) -> None:
       of_file = code(np.zeros(len(split), np.int8), [names[path]])
       part = code(split.astype(np.int8), list(SPLITS))
-      writer.write_table(pa.table([of_file, rows, part], schema=_SPLIT_FILE))
+      writer.write_table(pa.table([of_file, rows, part], schema=schema))
 
     yield write
-
-
-_NAME = pa.dictionary(pa.int8(), pa.string())
-_SPLIT_FILE = pa.schema({"file": _NAME, "row": pa.int64(), "part": _NAME})
-
-
-def _quantile(times: np.ndarray, share: float) -> float:
-  """Returns the time that a share of the sampled times are before; infinity of none."""
-  return float(np.quantile(times, min(max(share, 0.0), 1.0))) if len(times) else np.inf
 
 
 def _member(texts: pa.Array, values: tuple[str, ...]) -> np.ndarray:

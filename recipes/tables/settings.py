@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from .. import arrays, files
 from ..errors import DamagedFileError, UserError
 from ..run import settings as run_settings
-from . import sharing, spec
-from .reading import Format, columns_of, paths
+from . import spec
+from .formats import Format, paths
+from .reading import columns_of
 
 if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
   from ml_collections import ConfigDict
@@ -284,9 +285,9 @@ def settings(config) -> dict[str, Any]:
   if config.engine != "duckdb":
     about["engine"] = config.engine
   table = parsed(about)
-  sharing.check(table.kinds, "config.columns")
+  spec.check_shared(table.kinds, "config.columns")
   for side, source in table.sides.items():
-    sharing.check(source.kinds, f"config.{side}_table.columns")
+    spec.check_shared(source.kinds, f"config.{side}_table.columns")
   serve = files.latest(
     Path(run_settings.value(config, "init_from")).expanduser().resolve() / "serve"
   )

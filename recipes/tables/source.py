@@ -1,10 +1,11 @@
-"""Reads files of rows. DuckDB converts text to Parquet, which is staged."""
+"""Files of rows. DuckDB converts text to Parquet, which is staged."""
 
 import codecs
 import csv
 import functools
 import glob
 import gzip
+import io
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,16 +23,16 @@ import pyarrow.parquet as pq
 
 from .. import files
 from ..errors import DamagedFileError, UserError
-from .faults import Fault, shown
-from .formats import DELIMITERS, Format, find_delimiter, records, repeated
+from .formats import Format, file_format, find_delimiter, other_delimiter, records, repeated
+from .values import shown
 
 _AGAIN = "Copy or download it again."
 _PEEK = 1 << 18  # bytes that show how a file is written
-_BLOCK = 1 << 20
 _MEMORY = "400MB"  # of DuckDB, which spills beyond it to the folder of a `Stage`
 _LONGEST_LINE = 8 << 20  # bytes
+_OPEN = 1000  # lines of a value within quotes, at most, at the end of a sample
 _CELLS = 1 << 22  # of a row group in a staged file, which is held in memory
-_LINE = "\x1f"  # a delimiter for files whose lines are cut by SQL; a control character
+_CUT = "\x1f"  # a delimiter for lines that are cut here; a control character
 _MAGIC = {
   b"PAR1": "is a Parquet file. Name it so: {stem}.parquet",
   b"\x1f\x8b": "is compressed with gzip. Name it so: {path}.gz",
@@ -40,7 +41,219 @@ _MAGIC = {
   b"BZh": "is compressed with bzip2. Unpack it first",
   b"\xfd7zXZ": "is compressed with xz. Unpack it first",
 }
+_UTF16 = "is written in UTF-16. Write config.format.encoding='utf-16'"
+_QUOTE = "write config.format.quote='' if quotes have no meaning."
 _DECODING_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, UnicodeError)
+
+
+class Fault(NamedTuple):
+  """A row that cannot be used.
+
+  Attributes:
+    row: number in its file; the first row below the header is row 1.
+    column: where the fault is, or None for the row as a whole.
+    kind: names the fault as a predicate, such as "is not utf-8"; faults are counted by it.
+    value: the value, for the error text, or "".
+    hint: says what to write.
+  """
+
+  row: int
+  column: str | None
+  kind: str
+  value: str
+  hint: str = ""
+
+
+class Stored(NamedTuple):
+  """The Parquet file with a file's rows, those that are not in it, and the share that was read."""
+
+  path: Path
+  faults: list[Fault]
+  share: float = 1.0
+
+
+class Stage:
+  """Temporary folder and DuckDB connection for reading one table; for `with`.
+
+  Args:
+    folder: an empty or missing one; None creates a temporary folder.
+  """
+
+  def __init__(self, folder: Path | None = None):
+    if folder is None:
+      folder = Path(tempfile.mkdtemp(prefix="sparse_embed_"))
+      weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+    else:
+      folder = files.new_folder(folder)
+    self.folder = folder
+    self.texts: dict[Any, Stored] = {}
+    self._num_paths = 0
+
+  @functools.cached_property
+  def engine(self) -> Any:
+    """A connection to DuckDB."""
+    import duckdb  # not for predictions, which read no files by it
+
+    settings = {"memory_limit": _MEMORY, "temp_directory": str(self.folder)}
+    connection = duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
+    connection.execute("SET enable_progress_bar = false")  # it would write to stdout
+    return connection
+
+  @functools.cached_property
+  def background(self) -> futures.Executor:
+    """One thread for queries that run while others are answered."""
+    return futures.ThreadPoolExecutor(1)
+
+  def __enter__(self) -> "Stage":
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    """Removes the folder."""
+    if "background" in self.__dict__:
+      self.background.shutdown(cancel_futures=True)
+    if "engine" in self.__dict__:
+      self.engine.close()
+    shutil.rmtree(self.folder, ignore_errors=True)
+
+  def path(self, name: str) -> Path:
+    """Returns the path of a new file."""
+    self._num_paths += 1
+    return self.folder / f"{self._num_paths}_{name}"
+
+  def table(self, query: str) -> pa.Table:
+    """Answers a query, in any thread; raises DamagedFileError for a file that cannot be read."""
+    import duckdb
+
+    try:
+      with self.engine.cursor() as cursor:
+        return cursor.execute(query).to_arrow_table()
+    except (duckdb.InvalidInputException, duckdb.IOException) as error:
+      reason = str(error).partition("\n")[0]
+      raise DamagedFileError(f"a file cannot be read ({reason}). {_AGAIN}") from error
+
+
+class ParquetFile:
+  """A Parquet file.
+
+  Attributes:
+    path: of the file.
+    names, types: of the columns, in order.
+
+  Raises:
+    DamagedFileError: the file is no Parquet, incomplete, or names two columns alike.
+  """
+
+  def __init__(self, path: Path):
+    self.path = path
+    with opened(path) as file:
+      schema = file.schema_arrow
+    self.names = tuple(schema.names)
+    if (duplicate := repeated(self.names)) is not None:
+      raise DamagedFileError(f"{path} has two columns {duplicate!r}. Rename one.")
+    self.types: Mapping[str, pa.DataType] = dict(zip(schema.names, schema.types, strict=True))
+    self.stored_names: Mapping[str, str] = {name: name for name in self.names}
+    self.advice = ""
+
+  def stored(self, stage: Stage, limit: int = 0) -> Stored:
+    """Returns the file itself."""
+    return Stored(self.path, [])
+
+
+class TextFile:
+  """A text file with a row a line, or several lines where a quoted value has line ends.
+
+  Empty lines are no rows. A column that the header leaves unnamed, such as the index that pandas
+  writes, is called by its place, as `column 1`.
+
+  Attributes:
+    path: of the file.
+    names: of the columns, in order.
+    types: of the columns: all are text.
+    stored_names: of the columns in the staged file: DuckDB's names are equal in any case.
+    delimiter: between two fields.
+    skip: lines before the first row.
+
+  Raises:
+    DamagedFileError: the file is empty, no text, or its header cannot be read.
+    UserError: the format does not fit the file.
+  """
+
+  def __init__(self, path: Path, format: Format):
+    self.path, self.format = path, format
+    sample, empty_lines = peek(path, format.encoding)
+    self.delimiter = format.delimiter or find_delimiter(sample, path, format)
+    self.quote = "" if format.rest or len(self.delimiter) > 1 else format.quote
+    try:
+      lines = records(sample, self.delimiter, self.quote, strict=not format.names)
+      first = [name.strip() for name in next(lines)]
+    except csv.Error as error:
+      raise DamagedFileError(
+        f"{path}: the header cannot be read ({error}). Close its quotes, or {_QUOTE}"
+      ) from error
+    self.names = self._header(first)
+    self.types: Mapping[str, pa.DataType] = dict.fromkeys(self.names, pa.string())
+    self.stored_names = {name: f"c{place}" for place, name in enumerate(self.names)}
+    self.skip = 0 if format.names else empty_lines + 1
+
+  def _header(self, first: list[str]) -> tuple[str, ...]:
+    name_them = "name the columns: config.format.names=('…', '…')."
+    if names := self.format.names:
+      if [name.lower() for name in first] == [name.lower() for name in names]:
+        raise UserError(
+          f"{self.path}: the first line is a header. Leave out config.format.names, which is for "
+          "files without one."
+        )
+      return names
+    for place, name in enumerate(first, start=1):
+      if "\0" in name or re.search("[\udc80-\udcff]", name):
+        text = shown(name.encode("utf-8", "surrogateescape"))
+        problem = "has a NUL byte, and is no text" if "\0" in name else "cannot be decoded"
+        raise DamagedFileError(
+          f"{self.path}, header, column {place}: {text} {problem}. Is it in another encoding? "
+          "Write config.format.encoding='latin-1', or 'utf-16'."
+        )
+    if not any(first):
+      raise DamagedFileError(
+        f"{self.path}: the header names no column. Name them, or remove that line and {name_them}"
+      )
+    names = tuple(name or f"column {place}" for place, name in enumerate(first, start=1))
+    if (duplicate := repeated(names)) is not None:
+      places = [place for place, name in enumerate(names, start=1) if name == duplicate]
+      raise DamagedFileError(
+        f"{self.path}: the header names columns {places[0]} and {places[1]} {duplicate!r}. Rename "
+        f"one, or if that line is a row, {name_them}"
+      )
+    return names
+
+  @property
+  def advice(self) -> str:
+    """What to try where a column is missing, or ""."""
+    if self.format.names:
+      return "The names are from config.format.names."
+    if len(self.names) == 1 and (delimiter := other_delimiter(self.names[0], self.delimiter)):
+      return f"The delimiter seems another: write config.format.delimiter={delimiter!r}."
+    is_row = any(re.fullmatch(r"[-+.\d]+", name) for name in self.names)
+    seems = "The first line seems a row, not a header: name the columns, "
+    return f"{seems}config.format.names=('…', '…')." if is_row else ""
+
+  def stored(self, stage: Stage, limit: int = 0) -> Stored:
+    """Returns the Parquet file with the rows, or with the first `limit` ones.
+
+    Raises:
+      DamagedFileError: a quote is not closed, or a compressed file is incomplete or damaged.
+    """
+    key = (self.path, self.format, limit)
+    if key not in stage.texts:
+      stage.texts[key] = _Conversion(self, stage).stored(limit)
+    return stage.texts[key]
+
+
+File = ParquetFile | TextFile
+
+
+def open_file(path: Path, format: Format) -> File:
+  """Returns a file by its suffix: Parquet, or else text."""
+  return ParquetFile(path) if file_format(path) == "Parquet" else TextFile(path, format)
 
 
 class Chunk(NamedTuple):
@@ -68,227 +281,30 @@ class Chunk(NamedTuple):
     return Chunk(self.file, self.rows[indices], self.places[indices], columns)
 
 
-class Stage:
-  """Temporary folder and DuckDB connection for reading one table; for `with`.
-
-  Args:
-    folder: an empty or missing one; None creates a temporary folder.
-  """
-
-  def __init__(self, folder: Path | None = None):
-    if folder is None:
-      folder = Path(tempfile.mkdtemp(prefix="sparse_embed_"))
-      weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-    else:
-      folder = files.new_folder(folder)
-    self.folder = folder
-    self._texts: dict[tuple[Path, Format], tuple[Path, list[Fault]]] = {}
-
-  @functools.cached_property
-  def engine(self) -> Any:
-    """A connection to DuckDB."""
-    import duckdb  # not for predictions, which read no files by it
-
-    settings = {"memory_limit": _MEMORY, "temp_directory": str(self.folder)}
-    connection = duckdb.connect(config={**settings, "threads": min(os.cpu_count() or 1, 8)})
-    connection.execute("SET enable_progress_bar = false")  # it would write to stdout
-    return connection
-
-  def __enter__(self) -> "Stage":
-    return self
-
-  @functools.cached_property
-  def background(self) -> futures.Executor:
-    """One thread for queries that run while others are answered."""
-    return futures.ThreadPoolExecutor(1)
-
-  def __exit__(self, *error: object) -> None:
-    """Removes the folder."""
-    if "background" in self.__dict__:
-      self.background.shutdown(cancel_futures=True)
-    if "engine" in self.__dict__:
-      self.engine.close()
-    shutil.rmtree(self.folder, ignore_errors=True)
-
-  def table(self, query: str, file: "File") -> pa.Table:
-    """Answers a query on a file, in any thread; raises DamagedFileError if it cannot be read."""
-    import duckdb
-
-    try:
-      with self.engine.cursor() as cursor:
-        return cursor.execute(query).to_arrow_table()
-    except duckdb.InvalidInputException as error:
-      reason = str(error).partition("\n")[0]
-      raise DamagedFileError(f"{file.path} cannot be read ({reason}). {_AGAIN}") from error
-
-  def text(self, file: "TextFile") -> tuple[Path, list[Fault]]:
-    """Returns the Parquet file with a text file's rows, and the rejected rows."""
-    key = (file.path, file.format)
-    if key not in self._texts:
-      self._texts[key] = _Text(file, self, len(self._texts)).rows()
-    return self._texts[key]
-
-
-class ParquetFile:
-  """A Parquet file.
-
-  Attributes:
-    names: of the columns, in order.
-    types: of the columns.
-
-  Raises:
-    DamagedFileError: the file is no Parquet, incomplete, or names two columns alike.
-  """
-
-  def __init__(self, path: Path, format: Format):
-    self.path = path
-    with _opened(path) as file:
-      schema = file.schema_arrow
-    self.names = tuple(schema.names)
-    if (duplicate := repeated(self.names)) is not None:
-      raise DamagedFileError(f"{path} has two columns {duplicate!r}. Rename one.")
-    self.types: Mapping[str, pa.DataType] = dict(zip(schema.names, schema.types, strict=True))
-
-  def advice(self) -> str:
-    """Returns what to try where a column is missing, or ""."""
-    return ""
-
-  def stored(self, stage: Stage) -> tuple[Path, list[Fault]]:
-    """Returns the Parquet file with the rows, and the rejected rows."""
-    return self.path, []
-
-  def stored_name(self, name: str) -> str:
-    """Returns the name of a column in that file."""
-    return name
-
-
-class TextFile:
-  """A text file with a row a line, or several lines where a quoted value has line ends.
-
-  Empty lines are no rows. A column that the header leaves unnamed, such as the index that pandas
-  writes, is called by its place, as `column 1`.
-
-  Attributes:
-    names: of the columns, in order.
-    types: of the columns: all are text.
-    delimiter: between two fields.
-    by_line: whether quotes have no meaning.
-    skip: lines before the first row.
-
-  Raises:
-    DamagedFileError: the file is empty, no text, or its header cannot be read.
-    UserError: the format does not fit the file.
-  """
-
-  def __init__(self, path: Path, format: Format):
-    self.path, self.format = path, format
-    sample, empty_lines = _peek(path, format.encoding)
-    self.delimiter = format.delimiter or find_delimiter(sample, path, format)
-    self.by_line = format.rest or len(self.delimiter) > 1
-    quote = "" if self.by_line else format.quote
-    try:
-      first = [name.strip() for name in next(records(sample, self.delimiter, quote, strict=True))]
-    except csv.Error as error:
-      if not format.names:
-        raise DamagedFileError(
-          f"{path}: the header cannot be read ({error}). Close its quotes, or write "
-          "config.format.quote='' if quotes have no meaning."
-        ) from error
-      first = []
-    self.names = self._header(first)
-    self.types: Mapping[str, pa.DataType] = dict.fromkeys(self.names, pa.string())
-    self.skip = 0 if format.names else empty_lines + 1
-
-  def _header(self, first: list[str]) -> tuple[str, ...]:
-    if names := self.format.names:
-      if [name.lower() for name in first] == [name.lower() for name in names]:
-        raise UserError(
-          f"{self.path}: the first line is a header. Leave out config.format.names, which is for "
-          "files without one."
-        )
-      return names
-    for place, name in enumerate(first, start=1):
-      where = f"{self.path}, header, column {place}"
-      if "\0" in name:
-        raise DamagedFileError(
-          f"{where}: {shown(name)} has a NUL byte, so that the file is no text, or one in UTF-16: "
-          "then write config.format.encoding='utf-16'."
-        )
-      if re.search("[\udc80-\udcff]", name):
-        raise DamagedFileError(
-          f"{where}: {shown(name.encode('utf-8', 'surrogateescape'))} is not "
-          f"{self.format.encoding}. Write config.format.encoding='latin-1'."
-        )
-    if not any(first):
-      raise DamagedFileError(
-        f"{self.path}: the header names no column. Name them in the file, or remove that line and "
-        "write config.format.names=('…', '…')."
-      )
-    names = tuple(name or f"column {place}" for place, name in enumerate(first, start=1))
-    if (duplicate := repeated(names)) is not None:
-      places = [place for place, name in enumerate(names, start=1) if name == duplicate]
-      raise DamagedFileError(
-        f"{self.path}: the header names columns {places[0]} and {places[1]} "
-        f"{duplicate!r}. Rename one, or if that line is a row, name the columns: "
-        "config.format.names=('…', '…')."
-      )
-    return names
-
-  def advice(self) -> str:
-    """Returns what to try where a column is missing, or ""."""
-    if self.format.names:
-      return "The names are from config.format.names."
-    if len(self.names) == 1 and (delimiter := _other_delimiter(self.names[0], self.delimiter)):
-      return f"The delimiter seems another: write config.format.delimiter={delimiter!r}."
-    if any(re.fullmatch(r"[-+.\d]+", name) for name in self.names):
-      return (
-        "The first line seems a row, not a header: name the columns, "
-        "config.format.names=('…', '…')."
-      )
-    return ""
-
-  def stored(self, stage: Stage) -> tuple[Path, list[Fault]]:
-    """Returns the Parquet file with the rows, and the rejected rows.
-
-    Raises:
-      DamagedFileError: a quote is not closed, or a compressed file is incomplete or damaged.
-    """
-    return stage.text(self)
-
-  def stored_name(self, name: str) -> str:
-    """Returns the name of a column in that file: DuckDB's names are equal in any case."""
-    return f"c{self.names.index(name)}"
-
-
-File = ParquetFile | TextFile
-
-
 def batches(
-  file: File, stage: Stage, columns: Sequence[str], num_rows: int, categories: Sequence[str] = ()
-) -> Iterator[tuple[Chunk, list[Fault], int]]:
+  file: File, stage: Stage, columns: Sequence[str], num_rows: int, dictionaries: Sequence[str] = ()
+) -> Iterator[tuple[Chunk, list[Fault]]]:
   """Yields the rows of a file in their order, up to `num_rows` at once.
 
-  With them come the rows among and before them that were dropped, and bytes read of the file.
+  With them come the rows among and before them that were dropped.
 
   Args:
     file: of the rows.
     stage: where text is kept.
     columns: to read.
     num_rows: of a batch, at most.
-    categories: columns of text that come as dictionaries, which saves the work on repeated values.
+    dictionaries: columns of text that come as such, which saves the work on repeated values.
 
   Raises:
     DamagedFileError: the file is damaged; names the row before.
   """
-  path, faults = file.stored(stage)
+  path, faults, _ = file.stored(stage)
   left_out = np.array([fault.row for fault in faults], np.int64)
   before = left_out - np.arange(len(left_out))  # rows that are kept, up to each of them
-  start, size = 0, file.path.stat().st_size
-  names = {name: file.stored_name(name) for name in columns}
-  as_dictionaries = [names[name] for name in categories if pa.types.is_string(file.types[name])]
-  with _opened(path, as_dictionaries) as opened, futures.ThreadPoolExecutor(1) as ahead:
-    total = max(opened.metadata.num_rows, 1)
-    read = opened.iter_batches(num_rows, columns=list(names.values()), use_threads=False)
+  names, start, passed = {name: file.stored_names[name] for name in columns}, 0, 0
+  texts = [names[name] for name in dictionaries if pa.types.is_string(file.types[name])]
+  with opened(path, texts) as parquet, futures.ThreadPoolExecutor(1) as ahead:
+    read = parquet.iter_batches(num_rows, columns=list(names.values()), use_threads=False)
     following = ahead.submit(next, read, None)
     while True:
       try:
@@ -302,26 +318,21 @@ def batches(
       following = ahead.submit(next, read, None)
       places = np.arange(start, start + len(batch))
       rows = places + 1 + np.searchsorted(before, places + 1, side="right")
-      passed = int(np.searchsorted(left_out, rows[-1])) if len(rows) else 0
+      stop = int(np.searchsorted(left_out, rows[-1]))
       arrays = {name: batch.column(stored) for name, stored in names.items()}
-      read_bytes = size * len(batch) // total
-      yield Chunk(file.path, rows, places, arrays), faults[:passed], read_bytes
-      faults, start = faults[passed:], start + len(batch)
-      left_out = left_out[passed:]
-  if faults:
+      yield Chunk(file.path, rows, places, arrays), faults[passed:stop]
+      start, passed = start + len(batch), stop
+  if passed < len(faults):
     none = {name: pa.nulls(0, file.types[name]) for name in columns}
-    yield Chunk(file.path, np.empty(0, np.int64), np.empty(0, np.int64), none), faults, 0
+    yield Chunk(file.path, np.empty(0, np.int64), np.empty(0, np.int64), none), faults[passed:]
 
 
-def _opened(path: Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+def opened(path: Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+  """Opens a Parquet file that is read in pages, not by whole columns of a row group."""
+  options: dict[str, Any] = {"buffer_size": 1 << 20, "pre_buffer": False}
   try:
-    # With a buffer, a column of a row group is read in pages, not as a whole.
     return pq.ParquetFile(
-      path,
-      buffer_size=1 << 20,
-      pre_buffer=False,
-      page_checksum_verification=True,
-      read_dictionary=list(dictionaries),
+      path, page_checksum_verification=True, read_dictionary=list(dictionaries), **options
     )
   except (pa.ArrowException, OSError) as error:
     raise DamagedFileError(f"{path} is not a complete Parquet file ({error}). {_AGAIN}") from error
@@ -332,59 +343,55 @@ def literal(text: object) -> str:
   return "'" + str(text).replace("'", "''") + "'"
 
 
-def scan(file: File, stage: Stage) -> str:
-  """Returns SQL for the rows of a file, in order; columns are c0, c1, …"""
-  # The engine would expand patterns, and take folders called x=1 for a column.
-  path = literal(glob.escape(str(file.stored(stage)[0])))
-  columns = ", ".join(f"c{place}" for place in range(len(file.names)))
-  return f"read_parquet({path}, hive_partitioning=false) AS rows({columns})"
+def scan(path: Path) -> str:
+  """Returns SQL for the rows of a Parquet file, in order, with their places as `file_row_number`.
 
-
-def num_rows(file: File, stage: Stage) -> int:
-  """Returns the number of rows in a file, without the rejected ones."""
-  return pq.read_metadata(file.stored(stage)[0]).num_rows
+  The engine would expand patterns, and take folders called x=1 for a column.
+  """
+  options = "hive_partitioning=false, file_row_number=true"
+  return f"read_parquet({literal(glob.escape(str(path)))}, {options})"
 
 
 # --- text ----------------------------------------------------------------------------------------
 
 
-def _is_utf8(encoding: str) -> bool:
-  return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig", "ascii")
+def _codec(encoding: str) -> str:
+  name = codecs.lookup(encoding).name
+  return "utf-8" if name in ("utf-8-sig", "ascii") else name
 
 
-def _bytes_of(path: Path) -> IO[bytes]:
+def _bytes_of(path: Path) -> tuple[Any, Any]:
+  """Opens a file; returns its bytes, unpacked and packed."""
   try:
-    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+    raw = path.open("rb")
   except OSError as error:
     raise UserError(f"{path} cannot be read: {error.strerror}") from error
+  return (gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw), raw
 
 
-def _has_nul(path: Path) -> bool:
-  with path.open("rb") as file:
-    return any(b"\0" in block for block in iter(lambda: file.read(_BLOCK), b""))
-
-
-def _peek(path: Path, encoding: str) -> tuple[str, int]:
+def peek(path: Path, encoding: str) -> tuple[str, int]:
   """Returns the beginning of a text, from its first line on, and the number of empty lines before.
 
   Raises:
     DamagedFileError: the file is empty, or no text.
   """
-  with _bytes_of(path) as stream:
+  stream, raw = _bytes_of(path)
+  with raw:
     try:
       sample = stream.read(_PEEK)
     except _DECODING_ERRORS as error:
       raise DamagedFileError(
         f"{path} breaks off or is damaged at its beginning ({error}). {_AGAIN}"
       ) from error
-  for magic, problem in _MAGIC.items():
-    if sample.startswith(magic):
+  magic = _MAGIC
+  if _codec(encoding) == "utf-8":
+    magic = magic | {codecs.BOM_UTF16_LE: _UTF16, codecs.BOM_UTF16_BE: _UTF16}
+  for first, problem in magic.items():
+    if sample.startswith(first):
       stem = path.with_suffix("")
       raise DamagedFileError(f"{path} {problem.format(path=path, stem=stem)}.")
-  if _is_utf8(encoding) and sample.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-    raise DamagedFileError(f"{path} is written in UTF-16. Write config.format.encoding='utf-16'.")
-  decoder = codecs.getincrementaldecoder("utf-8" if _is_utf8(encoding) else encoding)
-  text = decoder(errors="surrogateescape").decode(sample).removeprefix("\ufeff")
+  decoder = codecs.getincrementaldecoder(_codec(encoding))(errors="surrogateescape")
+  text = decoder.decode(sample).removeprefix("\ufeff")
   started = text.lstrip("\r\n")
   if not started.strip():
     raise DamagedFileError(f"{path} is empty. {_AGAIN.removesuffix('.')}, or leave it out.")
@@ -392,31 +399,33 @@ def _peek(path: Path, encoding: str) -> tuple[str, int]:
   return started, before.count("\n") or before.count("\r")
 
 
-class _Text:
+class _Conversion:
   """The conversion of a text file to Parquet."""
 
-  def __init__(self, file: TextFile, stage: Stage, number: int):
+  def __init__(self, file: TextFile, stage: Stage):
     self._file, self._stage = file, stage
-    self._target = stage.folder / f"text_{number}.parquet"
-    self._plain = self._target.with_suffix(".txt")
+    self._target, self._plain = stage.path("text.parquet"), stage.path("text")
+    # DuckDB takes delimiters of up to 4 bytes.
+    self._is_cut = file.format.rest or len(file.delimiter.encode()) > 4
+    self._delimiter = _CUT if self._is_cut else file.delimiter
 
-  def rows(self) -> tuple[Path, list[Fault]]:
-    """Returns the Parquet file, and the rows that are not in it."""
+  def stored(self, limit: int) -> Stored:
+    """Returns the Parquet file, the rows that are not in it, and the share that was read."""
     import duckdb
 
-    path = self._file.path
-    is_packed = path.suffix.lower() == ".gz"
-    if is_packed or not _is_utf8(self._file.format.encoding) or _has_nul(path):
-      self._rewrite()
-    else:
+    path, share = self._file.path, 1.0
+    is_text = _codec(self._file.format.encoding) == "utf-8" and path.suffix.lower() != ".gz"
+    if is_text and not (limit or self._is_cut or _has_nul(path)):
       self._plain.symlink_to(path.absolute())  # whose name has no glob characters
+    else:
+      share = self._rewrite(limit)
     try:
       try:
         self._convert()
       except duckdb.InvalidInputException as error:
         if "invalid state" not in str(error):
           raise
-        self._rewrite(ends=True)  # lines that end in several ways
+        self._rewrite(limit, ends=True)  # lines that end in several ways
         self._convert()
     except duckdb.InvalidInputException as error:
       reason = str(error).partition("\n")[0]
@@ -426,190 +435,142 @@ class _Text:
       raise UserError(f"{path} cannot be converted to {self._target} ({reason})") from error
     faults = self._faults()
     self._plain.unlink()
-    return self._target, faults
+    return Stored(self._target, faults, share)
 
-  def _rewrite(self, *, ends: bool = False) -> None:
+  def _rewrite(self, limit: int, *, ends: bool = False) -> float:
     """Writes the text unpacked, in UTF-8, and with one kind of line ends if `ends`.
 
     Bytes that cannot be decoded stay as they are, and are no UTF-8 then; a NUL byte, which DuckDB
-    would take, comes after one that is none.
+    would take, comes after one that is none. Returns the share of the text that is written: all,
+    or `limit` rows and what closes their quotes.
     """
-    encoding, lines = self._file.format.encoding, 0
-    codec = "utf-8" if _is_utf8(encoding) else encoding
-    decode = codecs.getincrementaldecoder(codec)(errors="surrogateescape").decode
+    file, count, quotes = self._file, 0, 0
     self._plain.unlink(missing_ok=True)
-    with _bytes_of(self._file.path) as stream, self._plain.open("wb") as target:
+    stream, raw = _bytes_of(file.path)
+    newline = None if ends or self._is_cut else ""
+    codec = _codec(file.format.encoding)
+    lines = io.TextIOWrapper(stream, codec, "surrogateescape", newline=newline)
+    last = limit + file.skip if limit else float("inf")
+    with raw, self._plain.open("wb") as target:
       try:
-        while True:
-          block = stream.read(_BLOCK)
-          text = decode(block, final=not block)
-          if ends:
-            text = re.sub("\r\n?", "\n", text + "\n" * text.endswith("\r"))
-          lines += text.count("\n")
+        for line in lines:
+          is_open = bool(file.quote) and quotes % 2 > 0
+          if count >= last and not (is_open and count < last + _OPEN):
+            is_ahead = raw is not stream or codec != "utf-8"  # of what is written, by some blocks
+            read = raw.tell() if is_ahead else target.tell()
+            return min(read / max(file.path.stat().st_size, 1), 1.0)
+          quotes += line.count(file.quote) if file.quote else 0
+          count += 1
+          text = self._cut(line) if self._is_cut else line
           target.write(text.encode("utf-8", "surrogateescape").replace(b"\0", b"\xff\0"))
-          if not block:
-            return
+        return 1.0
       except _DECODING_ERRORS as error:
-        row = lines - self._file.skip
+        row = count - file.skip
         raise DamagedFileError(
-          f"{self._file.path} breaks off or is damaged after row {row} ({error}). {_AGAIN}"
+          f"{file.path} breaks off or is damaged after row {row} ({error}). {_AGAIN}"
         ) from error
 
+  def _cut(self, line: str) -> str:
+    """Returns a line with the delimiter of lines that are cut here; `rest` ends the last field."""
+    delimiter, width = self._file.delimiter, len(self._file.names)
+    line = line.rstrip("\n").replace(_CUT, " ")
+    line = line.strip(" ") if delimiter == " " else line
+    fields = line.split(delimiter, width - 1 if self._file.format.rest else -1)
+    # Where the rest of a line is empty, its delimiter is missing too.
+    empty = [""] * (self._file.format.rest and bool(line) and len(fields) == width - 1)
+    return _CUT.join(fields + empty) + "\n"
+
   def _convert(self) -> None:
-    file, engine = self._file, self._stage.engine
+    file, engine, width = self._file, self._stage.engine, len(self._file.names)
     for name in ("reject_errors", "reject_scans"):
       engine.execute(f"DROP TABLE IF EXISTS {name}")
-    width = 1 if self._is_cut else len(file.names)
-    columns = ", ".join(f"'c{place}': 'VARCHAR'" for place in range(width))
-    quote = literal("" if file.by_line else file.format.quote)
+    columns, quote = ", ".join(f"'c{i}': 'VARCHAR'" for i in range(width)), literal(file.quote)
     scanned = (
       f"read_csv({literal(self._plain)}, columns={{{columns}}}, header=false, skip={file.skip}, "
-      f"delim={literal(_LINE if self._is_cut else file.delimiter)}, quote={quote}, "
-      f"escape={quote}, auto_detect=false, strict_mode=true, store_rejects=true, "
-      f"max_line_size={_LONGEST_LINE})"
+      f"delim={literal(self._delimiter)}, quote={quote}, escape={quote}, auto_detect=false, "
+      f"strict_mode=true, store_rejects=true, max_line_size={_LONGEST_LINE})"
     )
     # An empty line is a row of one column to DuckDB.
     query = f"SELECT * FROM {scanned}" + " WHERE c0 IS NOT NULL" * (width == 1)
-    if self._is_cut:
-      query = self._cut(query)
-    group = max(2048, min(122_880, _CELLS // len(file.names)))
-    target = f"{literal(self._target)} (FORMAT parquet, ROW_GROUP_SIZE {group})"
-    engine.execute(f"COPY ({query}) TO {target}")
-
-  @property
-  def _is_cut(self) -> bool:
-    """Whether lines are read whole and cut by SQL; DuckDB takes delimiters of up to 4 bytes."""
-    return self._file.format.rest or len(self._file.delimiter.encode()) > 4
-
-  def _cut(self, lines: str) -> str:
-    """Returns the query that cuts lines at the delimiter; with `rest`, the last takes the rest."""
-    file, delimiter = self._file, literal(self._file.delimiter)
-    line = f"trim(c0, {delimiter})" if file.delimiter == " " else "c0"
-    last = len(file.names)
-    fields = [f"fields[{place + 1}] AS c{place}" for place in range(last)]
-    if file.format.rest:
-      fields[-1] = f"array_to_string(fields[{last}:], {delimiter}) AS c{last - 1}"
-    self._stage.engine.execute(
-      f"CREATE OR REPLACE TEMP TABLE cut AS SELECT row_number() OVER () AS row, "
-      f"string_split({line}, {delimiter}) AS fields FROM ({lines})"
-    )
-    return f"SELECT {', '.join(fields)} FROM cut WHERE {self._has_fields}"
-
-  @property
-  def _has_fields(self) -> str:
-    last = len(self._file.names)
-    # Where the rest of a line is empty, its delimiter is missing too.
-    return f"len(fields) >= {last - 1}" if self._file.format.rest else f"len(fields) = {last}"
+    group = max(2048, min(122_880, _CELLS // width))
+    options = f"(FORMAT parquet, ROW_GROUP_SIZE {group})"
+    engine.execute(f"COPY ({query}) TO {literal(self._target)} {options}")
 
   def _faults(self) -> list[Fault]:
     """Returns the rows that DuckDB has left out, in their order."""
-    file, engine = self._file, self._stage.engine
-    faults: dict[int, Fault] = {}
-    rejected = engine.execute(
+    file, faults = self._file, dict[int, Fault]()
+    rejected = self._stage.engine.execute(
       "SELECT line, column_name, error_type, left(csv_line, 1000), "
-      "contains(trim(csv_line, chr(10) || chr(13)), chr(10)), error_message, byte_position, "
-      "line_byte_position "
+      "contains(trim(csv_line, chr(10) || chr(13)), chr(10)), error_message, line_byte_position "
       "FROM reject_errors ORDER BY line"
     ).fetchall()
     empty = self._empty_lines() if rejected else np.empty(0, np.int64)
-    for line, column, kind, text, has_lines, message, position, start in rejected:
+    for line, column, kind, text, has_lines, message, start in rejected:
       row = line - bool(file.skip) - int(np.searchsorted(empty, line))
+      column = file.names[int(column[1:])] if column else None
+      at = f"{file.path}, row {row}" + (f", column {column!r}" if column else "")
       if kind == "LINE SIZE OVER MAXIMUM":
         size = f"{_LONGEST_LINE >> 20} MiB"
         raise DamagedFileError(f"{file.path}, row {row}: a line of more than {size} is too long.")
-      column = file.names[int(column[1:])] if column and not self._is_cut else column
       if kind == "UNQUOTED VALUE" and has_lines:
-        raise DamagedFileError(
-          f"{file.path}, row {row}"
-          + (f", column {column!r}" if column else "")
-          + ": a quote is not closed. Close it, or write config.format.quote='' if quotes have no "
-          "meaning."
-        )
+        raise DamagedFileError(f"{at}: a quote is not closed. Close it, or {_QUOTE}")
       if kind in ("MISSING COLUMNS", "TOO MANY COLUMNS"):
-        counts = re.findall(r"\d+", message)
-        fault = self._ragged(row, int(counts[-1]), text)
+        fault = self._ragged(row, int(re.findall(r"\d+", message)[-1]), text)
       elif kind == "INVALID ENCODING":
-        fault = self._undecoded(row, column, position - 1, start - 1)
+        fault = self._undecoded(row, column, start - 1)
       else:
-        fault = Fault(row, column, "has an unescaped quote", shown(text.strip()), _QUOTES)
+        hint = f"Double a quote within a quoted value, or {_QUOTE}"
+        fault = Fault(row, column, "has an unescaped quote", shown(text.strip()), hint)
       faults.setdefault(row, fault)
-    if self._is_cut:
-      text = f"array_to_string(fields, {literal(file.delimiter)})"
-      short = engine.execute(
-        f"SELECT row, len(fields), {text} FROM cut WHERE NOT ({self._has_fields})"
-      ).fetchall()
-      rows = np.array([row for row, _, _ in short], np.int64)
-      left_out = np.array(sorted(faults), np.int64)
-      rows += np.searchsorted(left_out - np.arange(len(left_out)), rows, side="right")
-      for row, (_, count, text) in zip(rows.tolist(), short, strict=True):
-        faults[row] = self._ragged(row, count, text)
-      engine.execute("DROP TABLE cut")
     return [faults[row] for row in sorted(faults)]
 
   def _empty_lines(self) -> np.ndarray:
     """Returns which of DuckDB's lines are empty, in order; the header is line 1."""
-    quote = "" if self._file.by_line else self._file.format.quote
+    quote = self._file.quote
     csv.field_size_limit(1 << 30)  # an open quote takes all that follows
+    options: Any = {"quotechar": quote or None}
+    options["quoting"] = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
+    options["delimiter"] = self._delimiter if quote else _CUT
     with self._plain.open(encoding="utf-8", errors="replace", newline="") as file:
-      lines = csv.reader(
-        file,
-        delimiter=_LINE if self._file.by_line else self._file.delimiter,
-        quotechar=quote or None,
-        quoting=csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE,
-      )
+      lines = csv.reader(file, **options)
       return np.array([n for n, fields in enumerate(lines, start=1) if not fields], np.int64)
 
   def _ragged(self, row: int, count: int, text: str) -> Fault:
-    file, num_fields = self._file, len(self._file.names)
-    if count < num_fields:
-      kind = "too few fields"
-      value = f"{count} instead of {num_fields}, none for column {file.names[count]!r}"
-    else:
-      kind = "too many fields"
-      value = f"{count} instead of {num_fields}, more after column {file.names[-1]!r}"
+    file, width = self._file, len(self._file.names)
+    few = count < width
+    where = f"none for column {file.names[count]!r}" if few else f"more after {file.names[-1]!r}"
     hint = ""
-    if count == 1 and (delimiter := _other_delimiter(text, file.delimiter)):
+    if count == 1 and (delimiter := other_delimiter(text, file.delimiter)):
       hint = f"Is the delimiter {delimiter!r}? Write config.format.delimiter={delimiter!r}."
     elif "\n" in text.strip():
-      hint = (
-        "A quote in it closes lines later. Write config.format.quote='' if quotes have no meaning."
-      )
-    elif count > num_fields and not file.by_line:
+      hint = f"A quote in it closes lines later: {_QUOTE}"
+    elif not few and file.quote:
       hint = f"Quote a value that holds {file.delimiter!r}."
-    return Fault(row, None, kind, value, hint)
+    value = f"{count} instead of {width}, {where}"
+    return Fault(row, None, f"has too {'few' if few else 'many'} fields", value, hint)
 
-  def _undecoded(self, row: int, column: str | None, position: int, start: int) -> Fault:
-    """Returns the fault of a value that begins at a byte of a line that begins at another one."""
+  def _undecoded(self, row: int, column: str | None, start: int) -> Fault:
+    """Returns the fault of the first field that is no UTF-8 in the line that begins at a byte."""
     encoding = self._file.format.encoding
     with self._plain.open("rb") as file:
       file.seek(start)
-      line = file.read(position - start + 200)
-    try:
-      line.decode()
-    except UnicodeDecodeError as error:
-      position = start + error.start
-    delimiter, bad = self._file.delimiter.encode(), position - start
-    if self._is_cut:  # to DuckDB a line is one column
-      names = self._file.names
-      column = names[min(line[:bad].count(delimiter), len(names) - 1)]
-    ends = re.escape(delimiter) + b"|[\r\n]"
-    value = re.split(ends, line[:bad])[-1] + re.split(ends, line[bad:])[0]
-    value = value.strip(self._file.format.quote.encode())
+      line = next(line.rstrip(b"\r\n") for line in file if line.strip())  # it may begin at an end
+    fields = line.split(self._delimiter.encode())
+    place = next(i for i, field in enumerate(fields) if b"\xff" in field or not _is_utf8(field))
+    value = fields[place].strip(self._file.quote.encode() or None)
+    column = column or self._file.names[min(place, len(self._file.names) - 1)]
     if b"\0" in value:
       text = value.replace(b"\xff\0", b"\0").decode("utf-8", "replace")
       return Fault(row, column, "has a NUL byte", shown(text), "Remove it: tr -d '\\000'.")
-    another = "='latin-1', or" if _is_utf8(encoding) else ""
+    another = "='latin-1', or" if _codec(encoding) == "utf-8" else ""
     hint = f"Write config.format.encoding{another} as the file is written."
     return Fault(row, column, f"is not {encoding}", shown(value), hint)
 
 
-_QUOTES = "Double a quote within a quoted value, or write config.format.quote=''."
+def _is_utf8(text: bytes) -> bool:
+  return text.decode("utf-8", "replace").encode() == text
 
 
-def _other_delimiter(text: str, delimiter: str) -> str | None:
-  candidates = [other for other in DELIMITERS if other != delimiter and other != " "]
-  return max(
-    (other for other in candidates if other in text),
-    key=lambda other: text.count(other),
-    default=None,
-  )
+def _has_nul(path: Path) -> bool:
+  with path.open("rb") as file:
+    return any(b"\0" in block for block in iter(lambda: file.read(1 << 20), b""))

@@ -1,57 +1,55 @@
-"""Tables that outgrow a machine, as clicks: Spark reads, counts and encodes them file by file.
+"""Tables that outgrow a machine, as clicks: Spark reads, counts and encodes them.
 
-Each file is a task. A task runs the code of one machine on its file, so that values are cut,
-checked and encoded by the same classes: it needs neither Spark's readers nor SQL in its dialect.
-Spark schedules the tasks and counts the values of all of them. Vocabularies, means, splits and the
-order of the rows are those of `clicks.OneMachine`, to the last bit:
+Each file is a task. A task runs the reader and the encoder of one machine on its file, so that
+values are cut, checked and encoded by the same classes, and needs none of Spark's own readers of
+text. The rows that have been read are Parquet files, of which Spark answers the queries of `fit`:
+standard SQL, the same for DuckDB. So the transforms, the splits and the order of the rows are those
+of one machine:
 
-- a task returns the sums of each chunk of numbers, which are added in the order of the files;
-- values are ordered by count, then by their UTF-8, as DuckDB does;
-- a split of a row depends on its content, or on facts of all files that are found first.
+- values are ordered by count, then by their UTF-8, and what depends on an order has a number of the
+  row in all files;
+- the split of a row depends on its content, or on facts of all files that are found first;
+- means are stored with fewer digits than the order of a sum changes.
 
 The columns are written as shards, one a file, in the format of prepared columns. A training process
 opens those with its own rows and no others; see `shards.Shards` and `pipeline.own_rows`.
 
-What this module calls of the code for one machine:
+What this module takes of the code for one machine:
 
-  rows       RowReader, Account and Bounds; thresholds, times_of, ordered
-  clicks     count, write, Copy and Encoder; Counted
-  fitting    Fit.join, Fit.supply and Fit.counts; SAMPLE
-  values     spelled
+  clicks   store_of, copy_rows, write_columns; Encoder
+  rows     RowReader, Account, Bounds; thresholds, times_of, sampled; in_order, num_rows
+  store    Store, whose queries Spark answers
 """
 
 import contextlib
 import dataclasses
 import functools
+import glob
 import os
 import pickle
 import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from .. import arrays, files
 from ..errors import UserError
 from . import clicks, rows, shards, spec
-from .entities import Codes
-from .fitting import SAMPLE, Fit
 from .settings import Table
-from .source import Stage, num_rows
-from .values import spelled
+from .source import Stage, literal
+from .store import Store
 
 _INSTALL = (
   "config.engine='spark' needs PySpark 4 and Java 17 or later: pip install 'sparse-embed[spark]', "
   "and set JAVA_HOME or PATH"
 )
-_COUNTED = "value string, count long"
-_PER_COLUMN = pa.schema({"column": pa.string(), "value": pa.string(), "count": pa.int64()})
+_TIMES = "times.f64"
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -110,6 +108,11 @@ class _File:
     rows = dataclasses.replace(self.whole.rows, files={split: (path,)})
     return dataclasses.replace(self.whole, rows=rows)
 
+  @property
+  def name(self) -> str:
+    """Of the Parquet file with the rows that have been read."""
+    return f"rows_{self.number:05d}.parquet"
+
   def folder(self, name: str) -> Path:
     """Where the task of a name has written, in the stage."""
     return self.stage / f"{name}_{self.number:05d}"
@@ -125,55 +128,38 @@ class Cluster:
   """
 
   def __init__(self, session: Any, table: Table, by: str, folder: Path, stage: Stage):
-    self._session, self._table, self._by, self._folder = session, table, by, folder
-    self._stage = stage
-    self._sampled = [
-      name
-      for name, kind in table.kinds.items()
-      if isinstance(kind, spec.Number) and isinstance(kind.buckets, int) and kind.buckets
-    ]
-    self._paths = table.rows.all_files
+    self._session, self._table, self._by, self._folder = session, table, by, folder.absolute()
+    self._stage, self._paths = stage, table.rows.all_files
     self._files = [
       _File(table, number, by, stage.folder.absolute()) for number in range(len(self._paths))
     ]
     self._sizes: list[np.ndarray] = []  # rows by split, of the files
     self._digests: dict[Path, str] = {}
-    # The settings of all files; checked before a task runs.
+    # Checks the settings, and joins what tasks have left out.
     self._reader = rows.RowReader(table, by, stage=stage, bounds=rows.Bounds())
 
-  def read(self, fit: Fit) -> tuple[clicks.Counted, list[str]]:
-    """Reads all files, and fits the training rows; see `OneMachine.read`."""
-    bounds = self._bounds()
-    parts = self._run(functools.partial(_read, bounds=bounds, sampled=self._sampled))
-    total = clicks.Counted(np.zeros((3, 2), np.int64), np.zeros((3, 2)), {})
-    for path, (part, counted, account, digest) in zip(self._paths, parts, strict=True):
-      fit.join(part)
-      self._reader.account.join(account)
-      total.rows += counted.rows
-      total.weights += counted.weights
-      self._sizes.append(counted.rows.sum(axis=1))
-      self._digests[path] = digest
-    total.ids = self._ids()
-    kinds = self._table.kinds
-    counted_in = [name for name in kinds if isinstance(kinds[name], spec.Category)]
-    fit.supply(
-      {name: _Counts(frame) for name, frame in self._by_column("counts", counted_in).items()},
-      {name: self._sample("rows", str(place)) for place, name in enumerate(self._sampled)},
-    )
+  def read(self) -> tuple[Store, list[str]]:
+    """Copies all rows, and writes their splits; see `clicks.OneMachine`."""
     split = arrays.subfolder(self._folder, "split.parquet")
-    for file in self._files:
+    read = self._run(functools.partial(_read, bounds=self._bounds()))
+    for file, path, (account, sizes, digest) in zip(self._files, self._paths, read, strict=True):
+      self._reader.account.join(account)
+      self._sizes.append(sizes)
+      self._digests[path] = digest
       (file.folder("rows") / "split.parquet").rename(split / f"{file.number:05d}.parquet")
-    return total, self._reader.notes
+    paths = [file.folder("rows") / file.name for file in self._files]
+    parts = dict(zip(paths, self._sizes, strict=True))
+    return _Rows(self._session, self._table, self._stage, parts), self._reader.notes
 
   def write(self, encoder: clicks.Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
-    """Writes a shard for each file with rows; see `OneMachine.write`."""
+    """Writes a shard for each file with rows; see `clicks.OneMachine`."""
     del encoder, sizes  # tasks load the encoder; each file has its sizes
-    target = self._folder.absolute()
-    arrays.subfolder(target, shards.FOLDER)
-    task = functools.partial(_write, serve=serve.absolute(), target=target, sizes=self._sizes)
-    written = self._run(task)
+    arrays.subfolder(self._folder, shards.FOLDER)
+    written = self._run(
+      functools.partial(_write, serve=serve.absolute(), target=self._folder, sizes=self._sizes)
+    )
     some = next(number for number, columns in enumerate(written) if columns)
-    formats = arrays.Columns(shards.folder(target, some))
+    formats = arrays.Columns(shards.folder(self._folder, some))
     return {
       "sha256": {
         name: self._digests.get(path) or files.digest(path)
@@ -205,71 +191,67 @@ class Cluster:
     if self._by == "time":
       return rows.Bounds(rows.thresholds(self._table, self._times))
     if self._by == "order":
-      sizes = self._run(_num_rows)
-      return rows.ordered(dict(zip(self._paths, sizes, strict=True)))
+      return rows.in_order(dict(zip(self._paths, self._run(_num_rows), strict=True)))
     return rows.Bounds()
 
   def _times(self) -> np.ndarray:
     self._run(_read_times)
-    return self._sample("times", "times")
-
-  def _sample(self, task: str, name: str) -> np.ndarray:
-    """Returns an even sample of numbers that tasks have written: the one that `Moments` takes."""
-    paths = [file.folder(task) / name for file in self._files]
-    parts = [np.memmap(path, np.float64, "r") for path in paths if path.stat().st_size]
-    total, before, step, sample = sum(map(len, parts)), 0, 1, []
-    while -(-total // step) > SAMPLE:
-      step *= 2
-    for part in parts:
-      sample.append(part[-before % step :: step])
-      before += len(part)
-    return np.concatenate([np.empty(0), *sample])
-
-  def _ids(self) -> dict[str, Codes]:
-    """Returns the ids of training rows by side, in the order of their first rows."""
-    ids = {}
-    for side, frame in self._by_column("ids", self._table.sides).items():
-      first = frame.groupBy("value").agg({"count": "min"}).toDF("value", "place")
-      ids[side] = Codes(first.orderBy("place").toArrow()["value"].to_pylist())
-    return ids
-
-  def _by_column(self, name: str, columns: Collection[str]) -> dict[str, Any]:
-    """Returns what all tasks have written about each column, as Spark's data frames."""
-    if not columns:
-      return {}
-    # Without the backslashes, Spark would expand a pattern in the name of a folder.
-    escape = lambda path: "file://" + re.sub(r"([\\*?\[\]{}])", r"\\\1", str(path))
-    paths = [escape(file.folder("rows") / f"{name}.parquet") for file in self._files]
-    lines = self._session.read.schema(f"column string, {_COUNTED}").parquet(*paths)
-    return {
-      column: lines.where(lines["column"] == column).select("value", "count") for column in columns
-    }
+    paths = [file.folder("times") / _TIMES for file in self._files]
+    return rows.sampled(np.memmap(path, np.float64, "r") for path in paths if path.stat().st_size)
 
 
-class _Counts:
-  """Counts of a column's values, in the place of `fitting.Counts`.
+class _Rows(Store):
+  """The rows that tasks have read, of which Spark answers queries.
 
   Args:
-    frame: of Spark, `value` and `count`; a value may have several lines.
+    session: of Spark.
+    table: the settings.
+    stage: of the table.
+    parts: the number of rows by split, of the Parquet files in their order.
   """
 
-  def __init__(self, frame: Any):
-    self._frame = frame
+  EXPLODE, LENGTH, IS_LOCAL = "explode", "size", False
 
-  def joined(self, parts: Sequence[tuple["_Counts", str]]) -> "_Counts":
-    """Returns the counts of several columns, each in its spelling."""
-    frames = [
-      counts._frame.mapInArrow(functools.partial(_respell, spelling), _COUNTED)
-      for counts, spelling in parts
-    ]
-    return _Counts(functools.reduce(lambda one, other: one.union(other), frames))
+  def __init__(self, session: Any, table: Table, stage: Stage, parts: dict[Path, np.ndarray]):
+    self.stage, self._session = stage, session
+    self.columns = clicks.store_of(table, stage).columns
+    sizes = [int(each.sum()) for each in parts.values()]
+    self._len, self._view = sum(sizes), f"rows_{uuid.uuid4().hex}"
+    firsts = dict(zip((path.name for path in parts), np.cumsum([0, *sizes]).tolist(), strict=False))
+    read = session.read.parquet(*map(_uri, parts)).select(
+      "*", "_metadata.file_name", "_metadata.row_index"
+    )
+    first = session.createDataFrame(list(firsts.items()), "file_name string, first long")
+    joined = read.join(first.hint("broadcast"), "file_name")
+    joined.withColumn("file_row_number", joined["first"] + joined["row_index"]).createTempView(
+      self._view
+    )
 
-  def most_frequent(self, min_count: int = 1) -> pa.Table:
-    """Returns `value` and `count` of the values seen that often, sorted by it."""
-    counted = self._frame.groupBy("value").agg({"count": "sum"}).toDF("value", "count")
-    kept = counted.where(counted["count"] >= min_count)
-    table = kept.orderBy(kept["count"].desc(), kept["value"]).toArrow()
-    return table.cast(pa.schema({"value": pa.string(), "count": pa.int64()}))
+  def __len__(self) -> int:
+    return self._len
+
+  @property
+  def scan(self) -> str:
+    return self._view
+
+  def query(self, sql: str) -> pa.Table:
+    answer = self._session.sql(sql).toArrow()
+    return answer.cast(pa.schema([(f.name, _plain(f.type)) for f in answer.schema]))
+
+  def table(self, name: str, sql: str) -> str:
+    """Has Spark write the answer to a query to the stage; returns SQL for it."""
+    path = self.stage.path(name).absolute()
+    self._session.sql(sql).write.parquet(f"file://{path}")
+    return f"read_parquet({literal(glob.escape(str(path)) + '/*.parquet')})"
+
+
+def _uri(path: Path) -> str:
+  """Returns a path as Spark reads it, which would expand patterns in the names of folders."""
+  return "file://" + re.sub(r"([\\*?\[\]{}])", r"\\\1", str(path))
+
+
+def _plain(stored: pa.DataType) -> pa.DataType:
+  return pa.string() if pa.types.is_large_string(stored) else stored
 
 
 # --- in the tasks ---------------------------------------------------------------------------------
@@ -313,62 +295,42 @@ def _written(target: Path) -> Iterator[Path]:
 def _num_rows(file: _File) -> int:
   with Stage() as stage:
     (opened,) = rows.open_source(file.table.rows, file.table.on_bad_row, stage=stage).files
-    return num_rows(opened, stage)
+    return rows.num_rows(opened, stage)
 
 
 def _read_times(file: _File) -> None:
-  table = file.table
   with (
     Stage() as stage,
     _written(file.folder("times")) as folder,
-    (folder / "times").open("wb") as target,
+    (folder / _TIMES).open("wb") as target,
   ):
-    for times in rows.times_of(table, table.rows.files, stage, may_be_empty=True):
-      target.write(times.tobytes())
+    for times in rows.times_of(file.table, stage, may_be_empty=True):
+      target.write(times.astype(np.float64).tobytes())
 
 
-def _read(
-  file: _File, *, bounds: rows.Bounds, sampled: Sequence[str]
-) -> tuple[Fit, clicks.Counted, rows.Account, str]:
-  """Copies, counts and splits the rows of a file; returns what `Cluster.read` adds up."""
+def _read(file: _File, *, bounds: rows.Bounds) -> tuple[rows.Account, np.ndarray, str]:
+  """Copies the rows of a file; returns what was left out, the rows by split, and the SHA-256."""
   table, holds_out = file.table, "valid" not in file.whole.rows.files
   with Stage() as stage, _written(file.folder("rows")) as folder:
     reader = rows.RowReader(table, file.by, holds_out=holds_out, stage=stage, bounds=bounds)
-    fit, copy = Fit(table.kinds, stage=stage), clicks.Copy(folder / "rows.arrow", table.kinds)
-    counted = clicks.count(table, reader, fit, folder, copy)
-    ids = {side: codes.texts for side, codes in counted.ids.items()}
-    with pq.ParquetWriter(folder / "counts.parquet", _PER_COLUMN) as writer:
-      for name, counts in fit.counts().items():
-        values = counts.most_frequent()
-        writer.write_table(values.add_column(0, "column", [[name] * len(values)]))
-    with pq.ParquetWriter(folder / "ids.parquet", _PER_COLUMN) as writer:
-      for side, texts in ids.items():
-        places = np.arange(len(texts)) + (file.number << 40)
-        writer.write_table(pa.table([[side] * len(texts), texts, places], schema=_PER_COLUMN))
-    for place, name in enumerate(sampled):
-      with (folder / str(place)).open("wb") as target:
-        for split, _, values in copy:
-          numbers = values[name][split == 0]
-          target.write(numbers[~np.isnan(numbers)].tobytes())
-    return (
-      fit,
-      dataclasses.replace(counted, ids={}),
-      reader.account,
-      files.digest(table.rows.all_files[0]),
-    )
+    store = clicks.store_of(table, stage, folder / file.name)
+    clicks.copy_rows(table, reader, store, folder)
+    split = store.query(f"SELECT split FROM {store.scan}")["split"].to_numpy()
+    sizes = np.bincount(split, minlength=3)
+    return reader.account, sizes, files.digest(table.rows.all_files[0])
 
 
 def _write(
   file: _File, *, serve: Path, target: Path, sizes: Sequence[np.ndarray]
 ) -> dict[str, dict[str, Any]]:
   """Writes the columns of a file's rows; returns the sizes and hashes of what it has written."""
-  of_file = sizes[file.number]
-  if not of_file.sum():
+  if not sizes[file.number].sum():
     return {}
   shard = shards.folder(target, file.number)
-  with _written(shard) as folder:
-    copy = clicks.Copy(file.folder("rows") / "rows.arrow", file.table.kinds)
-    clicks.write(file.table, copy, _encoder(serve), folder, of_file)
+  with Stage() as stage, _written(shard) as folder:
+    store = clicks.store_of(file.table, stage, file.folder("rows") / file.name)
+    weight = file.table.name_of(spec.Weight)
+    clicks.write_columns(store, weight, _encoder(serve), folder, sizes[file.number])
   return arrays.stamped(shard)
 
 
@@ -376,9 +338,3 @@ def _write(
 def _encoder(serve: Path) -> clicks.Encoder:
   """Returns the encoder that the driver has saved, loaded once in a process of an executor."""
   return clicks.Encoder.load(serve)
-
-
-def _respell(spelling: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-  for batch in batches:
-    values = spelled(batch.column("value").cast(pa.string()), spelling)
-    yield pa.RecordBatch.from_arrays([values, batch.column("count")], ["value", "count"])

@@ -16,6 +16,7 @@ not declared are not read.
 
 import dataclasses
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -456,3 +457,45 @@ def nearest(name: str, known: list[str]) -> str:
 def only(kinds: Mapping[str, Kind], cls: type[Kind]) -> str | None:
   """Returns the name of the column of a kind that at most one column has; None without one."""
   return next((name for name, kind in kinds.items() if isinstance(kind, cls)), None)
+
+
+def has_table(kind: Kind) -> bool:
+  """Whether a column has vectors; a number without buckets has none."""
+  return isinstance(kind, Embedded) and not (isinstance(kind, Number) and not kind.buckets)
+
+
+def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
+  """Raises UserError where columns that share a table declare it in different ways."""
+  shared = ("min_count", "oov", "hash", "size", "dim", "optimizer")
+  first: dict[tuple[str, str], tuple[str, Category]] = {}
+  named = {kind.table for kind in kinds.values() if isinstance(kind, Category) and kind.table}
+  for name, kind in kinds.items():
+    if isinstance(kind, Number | Cross) and has_table(kind) and name in named:
+      raise UserError(
+        f"{setting}: the table {name!r} has the name of the column {name!r}, which has a table of "
+        "its own: choose another name"
+      )
+    if isinstance(kind, Category) and (kind.table or name) in named:
+      # A single value has no combiner: any bag's gives its vector.
+      options = (*shared, "combiner") if isinstance(kind, Bag) else shared
+      # The table of a column's own name is filled as that column says.
+      for option in options if kind.table else options[1:]:
+        other, known = first.setdefault((kind.table or name, option), (name, kind))
+        if getattr(known, option) != getattr(kind, option):
+          raise UserError(
+            f"{setting}: {other!r} and {name!r} share the table {kind.table or name!r}, but differ "
+            f"in {option}: {getattr(known, option)!r} and {getattr(kind, option)!r}"
+          )
+
+
+def check_between(settings: Mapping[str, Mapping[str, Kind]]) -> None:
+  """Raises UserError where columns of different files share a table, and not the vocabulary."""
+  for first, second in itertools.permutations(settings, 2):
+    named = {getattr(kind, "table", "") for kind in settings[first].values()} - {""}
+    for name, kind in settings[second].items():
+      table = getattr(kind, "table", "") or name
+      if has_table(kind) and table in named:
+        raise UserError(
+          f"{second}.columns[{name!r}] has the table {table!r} of columns in {first}.columns: only "
+          "columns of the same files can share one, so choose another name"
+        )

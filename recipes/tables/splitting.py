@@ -11,7 +11,7 @@ from .values import indices_of
 
 
 def by_content(
-  stage: Stage, file: File, shares: tuple[float, float], seed: int
+  stage: Stage, file: File, shares: tuple[float, float], seed: int, limit: int = 0
 ) -> futures.Future[np.ndarray]:
   """Returns the split of each row of a file, int8 `[N]`, once known: by an MD5 of its values.
 
@@ -25,17 +25,18 @@ def by_content(
     file: the rows.
     shares: of the rows in valid and in test.
     seed: of the hash.
+    limit: of the rows; 0 takes all.
   """
-  names, types = file.names, file.types
-  values = ", ".join(_as_text(names.index(name), types[name]) for name in sorted(names))
+  path = file.stored(stage, limit).path
+  places = {name: f"v{place}" for place, name in enumerate(file.names)}  # equal in any case there
+  values = ", ".join(_as_text(places[name], file.types[name]) for name in sorted(file.names))
   # MD5 and not the engine's hash, which its next version may change.
   query = (
-    f"SELECT CASE WHEN hash < {_bound(shares[1])} THEN 2 WHEN hash < {_bound(sum(shares))} "
-    f"THEN 1 ELSE 0 END::TINYINT AS part FROM (SELECT "
-    f"substr(md5(concat_ws(chr(31), {literal(seed)}, {values})), 1, 8) AS hash "
-    f"FROM {scan(file, stage)})"
+    f"SELECT (hash < {_bound(sum(shares))})::TINYINT + (hash < {_bound(shares[1])})::TINYINT "
+    f"AS part FROM (SELECT substr(md5(concat_ws(chr(31), {literal(seed)}, {values})), 1, 8) "
+    f"AS hash FROM {scan(path)} AS rows({', '.join(places.values())}))"
   )
-  return stage.background.submit(lambda: stage.table(query, file)["part"].to_numpy())
+  return stage.background.submit(lambda: stage.table(query)["part"].to_numpy())
 
 
 def by_value(texts: pa.Array, shares: tuple[float, float], seed: int) -> np.ndarray:
@@ -53,9 +54,8 @@ def _bound(share: float) -> str:
   return literal(f"{number:08x}" if number < 2**32 else "g")
 
 
-def _as_text(place: int, stored: pa.DataType) -> str:
+def _as_text(column: str, stored: pa.DataType) -> str:
   """Returns SQL that writes the value of a column as text; floats by their shortest digits."""
-  column = f"c{place}"
   if pa.types.is_timestamp(stored):
     return f"CAST(epoch_us({column}) AS VARCHAR)"
   if pa.types.is_binary(stored) or pa.types.is_large_binary(stored):

@@ -4,28 +4,88 @@ The same code reads the rows of training and those that are predicted for.
 """
 
 import contextlib
-import dataclasses
+import datetime
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-
-from .faults import Problem, shown
 
 # How a column is read: "text", "number", "time", "any", or ("list", separator).
 ReadAs = str | tuple[str, str]
 
 INTEGER = r"^[+-]?\d+$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
-_NOT_FINITE = r"(?i)^[+-]?(nan|inf(inity)?)$"
-_DECIMAL_COMMA = r"^[+-]?[\d.]*\d,\d+$"
-_THOUSANDS = r"^[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$"  # 1,234 may be a decimal comma as well
-_WHOLE = r"^-?(0)\.0+$|^(-?[1-9]\d*)\.0+$"  # as files write an integer column with gaps
-_FLAGS = ("true", "false")
-LIMIT = float(1 << 63)
+WHOLE = r"^-?(0)\.0+$|^(-?[1-9]\d*)\.0+$"  # as files write an integer column with gaps
+FLAGS = ("true", "false")
+_LIMIT, _LARGEST = float(1 << 63), float(np.finfo(np.float32).max)
+_NO_NUMBERS = (  # what is wrong with the text of a bad number, and what to do
+  (r"^[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$", "has a comma", "Remove it, or write a decimal point."),
+  (r"^[+-]?[\d.]*\d,\d+$", "has a decimal comma", "Write a decimal point."),
+  (r"(?i)^[+-]?(nan|inf(inity)?)$", "is not finite", ""),
+  (INTEGER, "is an integer beyond 64 bits", "An id of so many digits is a category, not a number."),
+  (NUMBER, "is beyond float32", ""),
+  ("", "is not a number", ""),
+)
+_NO_TIMES = (
+  (NUMBER, "is a time beyond 64 bits", ""),
+  ("", "is not a time", "Write a number or a date such as 2024-12-31 or 2024-12-31T23:59:59."),
+)
+_DATE = r"^\d{4}-\d\d-\d\d([T ]\d\d(:\d\d(:\d\d(\.\d+)?)?)?(Z|[+-]\d\d(:?\d\d)?)?)?$"
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_CLOCKS = ("a number", "a date")
+
+
+def shown(value: object) -> str:
+  """Returns a value for an error text, cut to 60 characters.
+
+  >>> shown("abc"), shown(2.5)
+  ("'abc'", '2.5')
+  """
+  text = repr(value)
+  return text if len(text) <= 60 else f"{text[:56]}…{text[-1]}"
+
+
+class Problem(NamedTuple):
+  """Values of one column that cannot be used.
+
+  Attributes:
+    bad: bool [N], the rows.
+    kind: names the fault as a predicate, such as "is not UTF-8"; faults are counted by it.
+    value: of a row's index; the value for the error text.
+    hint: says what to write.
+  """
+
+  bad: np.ndarray
+  kind: str
+  value: Callable[[int], str]
+  hint: str = ""
+
+
+def _problems(values: pa.Array, bad: np.ndarray, table: Sequence[tuple[str, str, str]]):
+  """Returns a problem for each line of a table whose pattern is the first to match a bad value."""
+  rows: dict[tuple[str, str], list[int]] = {}
+  for index in np.flatnonzero(bad).tolist():
+    text = str(values[index].as_py())
+    kind = next(line[1:] for line in table if re.search(line[0], text))
+    rows.setdefault(kind, []).append(index)
+  value = lambda index: shown(values[index].as_py())
+  return [
+    Problem(np.isin(np.arange(len(values)), each), kind, value, hint)
+    for (kind, hint), each in rows.items()
+  ]
+
+
+def _is_list(stored: pa.DataType) -> bool:
+  return hasattr(stored, "value_type") and not pa.types.is_dictionary(stored)
+
+
+def _is_text(stored: pa.DataType) -> bool:
+  return any(name in str(stored) for name in ("string", "binary")) and not pa.types.is_nested(
+    stored
+  )
 
 
 def refusal(stored: pa.DataType, read_as: ReadAs) -> str | None:
@@ -38,57 +98,22 @@ def refusal(stored: pa.DataType, read_as: ReadAs) -> str | None:
     stored = stored.value_type
   if read_as == "any" or pa.types.is_null(stored):
     return None
+  if _is_list(stored) and isinstance(read_as, tuple):
+    is_nested = pa.types.is_nested(stored.value_type)
+    return f"holds {stored}: store lists of numbers or texts" if is_nested else None
   if _is_list(stored):
-    if not isinstance(read_as, tuple):
-      return "holds lists: declare it as a bag, a sequence or an item with a separator"
-    if pa.types.is_nested(stored.value_type):
-      return f"holds lists of {stored.value_type}: store lists of numbers or texts"
-    return None
+    return "holds lists: declare it as a bag, a sequence or an item with a separator"
   if pa.types.is_nested(stored):
     return f"holds {stored}: store its fields as columns"
-  if isinstance(read_as, tuple) and not _is_text(stored):
-    return f"holds single values ({stored}), not lists: declare it as a category or a number"
-  if isinstance(read_as, tuple) and not read_as[1]:
-    return "holds text: declare the separator of its items"
+  if isinstance(read_as, tuple) and not (_is_text(stored) and read_as[1]):
+    return f"holds single values ({stored}), not lists: declare a separator, or another kind"
+  is_time = pa.types.is_timestamp(stored) or pa.types.is_date(stored)
   if read_as == "number" and pa.types.is_temporal(stored):
     return f"holds times ({stored}), not numbers: declare it as time"
-  if read_as == "time" and not (
-    _is_text(stored)
-    or pa.types.is_integer(stored)
-    or pa.types.is_floating(stored)
-    or pa.types.is_timestamp(stored)
-    or pa.types.is_date(stored)
-  ):
+  is_number = pa.types.is_integer(stored) or pa.types.is_floating(stored)
+  if read_as == "time" and not (_is_text(stored) or is_number or is_time):
     return f"holds {stored}, not times: store numbers, dates or timestamps"
   return None
-
-
-def _is_list(stored: pa.DataType) -> bool:
-  return (
-    pa.types.is_list(stored)
-    or pa.types.is_large_list(stored)
-    or pa.types.is_fixed_size_list(stored)
-    or pa.types.is_list_view(stored)
-    or pa.types.is_large_list_view(stored)
-  )
-
-
-def _is_text(stored: pa.DataType) -> bool:
-  return (
-    pa.types.is_string(stored)
-    or pa.types.is_large_string(stored)
-    or pa.types.is_string_view(stored)
-    or _is_bytes(stored)
-  )
-
-
-def _is_bytes(stored: pa.DataType) -> bool:
-  return (
-    pa.types.is_binary(stored)
-    or pa.types.is_large_binary(stored)
-    or pa.types.is_binary_view(stored)
-    or pa.types.is_fixed_size_binary(stored)
-  )
 
 
 def plain(array: pa.Array) -> pa.Array:
@@ -97,20 +122,14 @@ def plain(array: pa.Array) -> pa.Array:
     array = array.storage
   if isinstance(array, pa.DictionaryArray):
     array = array.dictionary_decode()
-  if _is_bytes(array.type):
-    return array.cast(pa.binary())
   if _is_text(array.type):
-    return array.cast(pa.string())
-  if _is_list(array.type):
-    return array.cast(pa.list_(array.type.value_type))
-  return array
+    return array.cast(pa.binary() if "binary" in str(array.type) else pa.string())
+  return array.cast(pa.list_(array.type.value_type)) if _is_list(array.type) else array
 
 
 def bits(array: pa.Array) -> np.ndarray:
   """Returns booleans as bool [N], False where null."""
-  if array.null_count:
-    array = pc.fill_null(array, False)
-  return array.to_numpy(zero_copy_only=False)
+  return pc.fill_null(array, False).to_numpy(zero_copy_only=False)
 
 
 def indices_of(array: pa.DictionaryArray) -> np.ndarray:
@@ -119,151 +138,62 @@ def indices_of(array: pa.DictionaryArray) -> np.ndarray:
   return indices.to_numpy(zero_copy_only=False)
 
 
-def where(kept: np.ndarray, texts: pa.StringArray) -> pa.StringArray:
-  """Returns the texts that are kept, and null for the others."""
-  return pc.if_else(pa.array(kept), texts, pa.scalar(None, pa.string()))
+def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.DictionaryArray, list[Problem]]:
+  """Converts N values to a dictionary of trimmed texts, null where missing.
 
-
-def decode(array: pa.BinaryArray) -> tuple[pa.StringArray, np.ndarray | None]:
-  """Returns bytes as text, null where they are not UTF-8, and where that is, bool [N]."""
-  try:
-    return array.cast(pa.string()), None
-  except pa.ArrowInvalid:
-    texts = [_decoded(value) for value in array.to_pylist()]
-    decoded = pa.array(texts, pa.string())
-    return decoded, bits(decoded.is_null()) & bits(array.is_valid())
-
-
-def _decoded(value: bytes | None) -> str | None:
-  try:
-    return None if value is None else value.decode("utf-8")
-  except UnicodeDecodeError:
-    return None
-
-
-def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.Array, list[Problem]]:
-  """Converts N values to trimmed text, null where missing; numbers and times as they are written.
+  Numbers and times become text as they are written. Values that cannot be read are null, too.
 
   Args:
-    array: as `plain` returns it, or a dictionary, which stays one.
+    array: of values of any type but lists.
     missing: texts that mean no value, besides "".
-
-  Returns:
-    The texts, and the values that cannot be read; the texts of these rows are undefined.
   """
-  if isinstance(array, pa.DictionaryArray):
-    texts, problems = as_texts(plain(array.dictionary), missing)
-    indices = array.indices
-    if texts.null_count:  # rows of such a value have none
-      indices = pc.if_else(texts.is_valid().take(indices), indices, pa.scalar(None, indices.type))
-    array = pa.DictionaryArray.from_arrays(indices, texts)
-    return array, [problem.at(indices_of(array)) for problem in problems]
-  array, problems = trimmed(array, ())
-  return _without(array, {*missing, *map(as_text, missing)}), problems
+  if not isinstance(array, pa.DictionaryArray):
+    array = plain(array)
+    half = pa.types.is_float16(array.type) or pa.types.is_null(array.type)
+    array = (array.cast(pa.float32()) if half else array).dictionary_encode()
+  texts, problems = _trimmed(plain(array.dictionary), {"", *missing, *map(as_text, missing)})
+  if not texts.null_count:
+    return pa.DictionaryArray.from_arrays(array.indices, texts), []
+  places = indices_of(array)
+  codes = np.append(np.where(bits(texts.is_valid()), np.arange(len(texts)), -1), -1)[places]
+  at = lambda problem: Problem(
+    np.append(problem.bad, False)[places],
+    problem.kind,
+    lambda row: problem.value(int(places[row])),
+    problem.hint,
+  )
+  indices = pa.array(codes.astype(np.int32), mask=codes < 0)
+  texts = pc.fill_null(texts, "")  # which no index is of; Parquet takes no null among them
+  return pa.DictionaryArray.from_arrays(indices, texts), [at(problem) for problem in problems]
 
 
-@dataclasses.dataclass
-class Spelling:
-  """How the values of a column are spelled, added part by part.
-
-  If all values end in ".0", as files write integers with gaps, or none do, two spellings of a
-  number are one value; true and false are read in any case in a column that holds only these.
-  Otherwise different spellings are different values.
-  """
-
-  has_whole: bool = False  # a value ends in ".0"
-  has_others: bool = False
-  are_flags: bool = True
-
-  def add(self, texts: pa.Array) -> None:
-    """Adds the texts of a part."""
-    present = texts.drop_null()
-    if not len(present):
-      return
-    num_whole = pc.match_substring_regex(present, _WHOLE).true_count
-    self.has_whole |= num_whole > 0
-    self.has_others |= num_whole < len(present)
-    self.are_flags &= pc.all(pc.is_in(pc.ascii_lower(present), pa.array(_FLAGS))).as_py()
-
-  def join(self, other: "Spelling") -> None:
-    """Adds the texts of another part."""
-    self.has_whole |= other.has_whole
-    self.has_others |= other.has_others
-    self.are_flags &= other.are_flags
-
-  @property
-  def is_empty(self) -> bool:
-    """Whether no value was added."""
-    return not (self.has_whole or self.has_others)
-
-  @property
-  def name(self) -> str:
-    """Returns "whole", "flag" or "", for `spelled`."""
-    if self.are_flags and self.has_others:
-      return "flag"
-    return "" if self.has_whole and self.has_others else "whole"
-
-
-def spelling_of(texts: pa.Array) -> str:
-  """Returns the name of the `Spelling` of all values of a column."""
-  spelling = Spelling()
-  spelling.add(texts)
-  return spelling.name
-
-
-def spelled(texts: pa.Array, spelling: str) -> pa.Array:
-  """Returns texts in one spelling: without ".0" if "whole", in lower case if "flag"."""
-  if not spelling:
-    return texts
-  if isinstance(texts, pa.DictionaryArray):
-    return pa.DictionaryArray.from_arrays(texts.indices, spelled(texts.dictionary, spelling))
-  if spelling == "flag":
-    return pc.ascii_lower(texts)
-  has_point = pc.match_substring(texts, ".0").true_count
-  return pc.replace_substring_regex(texts, _WHOLE, r"\1\2") if has_point else texts
-
-
-def same_value(texts: pa.Array) -> pa.Array:
-  """Returns texts so that two are equal if they spell one number or truth value: of labels."""
-  flags = pc.is_in(pc.ascii_lower(texts), pa.array(_FLAGS))
-  return spelled(pc.if_else(flags, pc.ascii_lower(texts), texts), "whole")
-
-
-def as_text(value: str | int | float) -> str:
-  """Returns a value of a setting as `same_value` writes the values of files.
-
-  >>> as_text("4.0"), as_text(5.0), as_text(True)
-  ('4', '5', 'true')
-  """
-  text = str(value).strip()
-  return text.lower() if text.lower() in _FLAGS else re.sub(_WHOLE, r"\1\2", text)
-
-
-def trimmed(array: pa.Array, missing: Sequence[str]) -> tuple[pa.StringArray, list[Problem]]:
-  """Converts as `as_texts`, but leaves numbers and booleans of a text as they are spelled."""
+def _trimmed(array: pa.Array, missing: set[str]) -> tuple[pa.StringArray, list[Problem]]:
+  """Converts plain values to trimmed texts, null where they mean no value."""
   problems = []
   if pa.types.is_binary(array.type):
     stored = array
-    array, bad = decode(stored)
-    if bad is not None:
-      hint = lambda index: "Store text as UTF-8."
-      value = lambda index: shown(stored[index].as_py())
-      problems.append(Problem(bad, "is not UTF-8", value, hint))
-  elif not pa.types.is_string(array.type):
-    return _written(array), problems
-  return _without(pc.utf8_trim_whitespace(array), ("", *missing)), problems
+    try:
+      array = stored.cast(pa.string())
+    except pa.ArrowInvalid:
+      decoded = [_decoded(value) for value in stored.to_pylist()]
+      array = pa.array(decoded, pa.string())
+      bad = bits(pc.and_(array.is_null(), stored.is_valid()))
+      problems = _problems(stored, bad, [("", "is not UTF-8", "Store text as UTF-8.")])
+  texts = pc.utf8_trim_whitespace(array) if pa.types.is_string(array.type) else _written(array)
+  absent = pc.is_in(texts, value_set=pa.array(sorted(missing), pa.string()))
+  texts = pc.if_else(absent, pa.scalar(None, pa.string()), texts) if absent.true_count else texts
+  return texts, problems
 
 
-def _without(texts: pa.StringArray, missing: Iterable[str]) -> pa.StringArray:
-  """Returns the texts, null where they mean no value."""
-  absent = pc.is_in(texts, value_set=pa.array(list(missing), pa.string()))
-  return pc.if_else(absent, pa.scalar(None, pa.string()), texts) if absent.true_count else texts
+def _decoded(value: bytes | None) -> str | None:
+  with contextlib.suppress(UnicodeDecodeError):
+    return None if value is None else value.decode("utf-8")
+  return None
 
 
 def _written(array: pa.Array) -> pa.StringArray:
   """Writes values as text: 12.0 as "12", True as "true", times in ISO 8601."""
   if pa.types.is_floating(array.type):
-    array = array.cast(pa.float32()) if pa.types.is_float16(array.type) else array
     numbers = array.cast(pa.float64()).to_numpy(zero_copy_only=False)  # nan where null
     whole = (np.abs(numbers) < 1 << 53) & (np.trunc(numbers) == numbers)
     integers = pa.array(np.where(whole, numbers, 0).astype(np.int64)).cast(pa.string())
@@ -279,25 +209,77 @@ def _written(array: pa.Array) -> pa.StringArray:
   return spelled(texts, "whole") if pa.types.is_decimal(array.type) else texts
 
 
+def spelling(has_whole: bool, has_others: bool, are_flags: bool) -> str:
+  """Returns how the values of a column are spelled, for `spelled`.
+
+  If all values end in ".0", as files write integers with gaps, or none do, two spellings of a
+  number are one value; true and false are read in any case in a column that holds only these.
+  Otherwise different spellings are different values.
+
+  Args:
+    has_whole, has_others: whether a value ends in ".0", and whether one does not.
+    are_flags: whether all values are true or false.
+  """
+  if are_flags and has_others:
+    return "flag"
+  return "" if has_whole and has_others else "whole"
+
+
+def spelling_of(texts: pa.Array) -> str:
+  """Returns the `spelling` of all values of a column."""
+  present = texts.drop_null()
+  whole = pc.match_substring_regex(present, WHOLE).true_count
+  are_flags = bool(pc.all(pc.is_in(pc.ascii_lower(present), pa.array(FLAGS))).as_py())
+  return spelling(whole > 0, whole < len(present), are_flags)
+
+
+def spelled(texts: pa.Array, name: str) -> pa.Array:
+  """Returns texts in one spelling: without ".0" if "whole", in lower case if "flag"."""
+  if isinstance(texts, pa.DictionaryArray) and name:
+    return pa.DictionaryArray.from_arrays(texts.indices, spelled(texts.dictionary, name))
+  if name == "flag":
+    return pc.ascii_lower(texts)
+  return pc.replace_substring_regex(texts, WHOLE, r"\1\2") if name else texts
+
+
+def same_value(texts: pa.Array) -> pa.Array:
+  """Returns texts so that two are equal if they spell one number or truth value: of labels."""
+  flags = pc.is_in(pc.ascii_lower(texts), pa.array(FLAGS))
+  return spelled(pc.if_else(flags, pc.ascii_lower(texts), texts), "whole")
+
+
+def as_text(value: str | int | float) -> str:
+  """Returns a value of a setting as `same_value` writes the values of files.
+
+  >>> as_text("4.0"), as_text(5.0), as_text(True)
+  ('4', '5', 'true')
+  """
+  text = str(value).strip()
+  return text.lower() if text.lower() in FLAGS else re.sub(WHOLE, r"\1\2", text)
+
+
 def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, list[Problem]]:
-  """Converts N values to float64 [N], nan where missing; the arguments are of `as_texts`."""
-  value = lambda index: shown(array[index].as_py())
+  """Converts N plain values to float64 [N], nan where missing; see `as_texts`."""
+  problems: list[Problem] = []
   if _is_text(array.type):
-    texts, problems = trimmed(array, missing)
-    numbers, unreadable = _parsed(texts)
-    problems = problems + unreadable
-    absent = np.isin(numbers, numbers_of(missing))
+    array, problems = _trimmed(array, {"", *missing})
+    try:
+      numbers, bad = array.cast(pa.float64()).to_numpy(zero_copy_only=False), np.array(False)
+    except pa.ArrowInvalid:
+      texts = array.dictionary_encode()
+      parsed = [_number(text) for text in texts.dictionary.to_pylist()]
+      numbers = np.array([*parsed, None], float)[indices_of(texts)]
+      bad = np.isnan(numbers) & bits(array.is_valid())
   else:
-    exact = pa.types.is_integer(array.type) or pa.types.is_decimal(array.type)
     numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    absent = np.isin(numbers, numbers_of(missing))
-    beyond = (np.abs(numbers) >= LIMIT) & ~absent if exact else np.zeros(len(numbers), bool)
-    problems = _problem(beyond, "is an integer beyond 64 bits", value, _beyond)
-    problems += _problem(np.isinf(numbers), "is not finite", value)
-  if absent.any():
-    numbers = np.where(absent, np.nan, numbers)
-  large = np.isfinite(numbers) & (np.abs(numbers) > np.finfo(np.float32).max)
-  return numbers, problems + _problem(large, "is beyond float32", value)
+    bad = np.array(False)
+  absent = np.isin(numbers, numbers_of(missing))
+  size = np.where(absent, 0, np.abs(numbers))
+  bad = bad | (size > _LARGEST)
+  for index in np.flatnonzero((size >= _LIMIT) & ~bad).tolist():
+    bad[index] = bool(re.match(INTEGER, str(array[index].as_py())))
+  numbers = np.where(absent, np.nan, numbers)
+  return numbers, problems + _problems(array, bad, _NO_NUMBERS)
 
 
 def numbers_of(texts: Sequence[str]) -> list[float]:
@@ -305,204 +287,122 @@ def numbers_of(texts: Sequence[str]) -> list[float]:
   return [float(text) for text in texts if re.match(NUMBER, text)]
 
 
-def _problem(bad: np.ndarray, kind: str, value, hint=lambda index: "") -> list[Problem]:
-  return [Problem(bad, kind, value, hint)] if bad.any() else []
-
-
-def _beyond(index: int) -> str:
-  return "An id of so many digits is a category, not a number."
-
-
-def _parsed(texts: pa.StringArray) -> tuple[np.ndarray, list[Problem]]:
-  """Parses trimmed texts; true and false are 1 and 0."""
-  value = lambda index: shown(texts[index].as_py())
-  problems = []
-  try:
-    numbers = texts.cast(pa.float64())
-  except pa.ArrowInvalid:
-    lower = pc.utf8_lower(texts)
-    read = pc.if_else(
-      pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", texts)
-    )
-    good = pc.or_(
-      pc.match_substring_regex(read, NUMBER), pc.match_substring_regex(read, _NOT_FINITE)
-    )
-    comma = bits(pc.match_substring_regex(texts, _DECIMAL_COMMA))
-    bad = ~bits(good) & bits(texts.is_valid())
-    thousands = bits(pc.match_substring_regex(texts, _THOUSANDS))
-    point = lambda index: f"Write {texts[index].as_py().replace('.', '').replace(',', '.')}."
-    remove = lambda index: "Remove the thousands comma, or write a decimal point."
-    problems += _problem(bad & thousands, "has a comma", value, remove)
-    problems += _problem(bad & comma & ~thousands, "has a decimal comma", value, point)
-    problems += _problem(bad & ~comma & ~thousands, "is not a number", value)
-    numbers = pc.if_else(good, read, pa.scalar(None, pa.string())).cast(pa.float64())
-  numbers = numbers.to_numpy(zero_copy_only=False)
-  if (large := np.abs(numbers) >= LIMIT).any():
-    infinite = bits(pc.match_substring_regex(texts, _NOT_FINITE)) & large
-    integer = bits(pc.match_substring_regex(texts, INTEGER)) & large
-    problems += _problem(infinite, "is not finite", value)
-    problems += _problem(integer, "is an integer beyond 64 bits", value, _beyond)
-    problems += _problem(np.isinf(numbers) & ~infinite & ~integer, "is beyond float64", value)
-  return numbers, problems
+def _number(text: str | None) -> float | None:
+  """Returns the number of a text, true and false being 1 and 0; None if it is none."""
+  if text is not None and re.match(NUMBER, text):
+    return float(text)
+  return {"true": 1.0, "false": 0.0}.get((text or "").lower())
 
 
 def as_lists(
   array: pa.Array, separator: str, missing: Sequence[str]
 ) -> tuple[pa.ListArray, list[Problem]]:
-  """Converts N lists, or texts that a separator cuts, to lists of text without missing items.
+  """Converts N plain lists, or texts that a separator cuts, to lists of text, no item missing.
 
   Args:
     array, missing: of `as_texts`.
     separator: of the items of a text; "" leaves it in one piece.
   """
   problems: list[Problem] = []
-  if pa.types.is_binary(array.type):
-    array, problems = trimmed(array, ())
-  if pa.types.is_string(array.type) and separator:
-    array = pc.split_pattern(pc.fill_null(array, ""), separator)
-  elif pa.types.is_string(array.type):
-    array = pa.ListArray.from_arrays(np.arange(len(array) + 1, dtype=np.int32), array)
-  elif pa.types.is_null(array.type):
-    array = array.cast(pa.list_(pa.string()))
+  if _is_text(array.type) or pa.types.is_null(array.type):
+    texts, problems = _trimmed(array.cast(pa.binary()), set())
+    cut = lambda texts: pc.split_pattern(pc.fill_null(texts, ""), separator)
+    whole = np.arange(len(texts) + 1, dtype=np.int32)
+    array = cut(texts) if separator else pa.ListArray.from_arrays(whole, texts)
   lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
   row_of_item = np.repeat(np.arange(len(array)), lengths)
-  items, item_problems = as_texts(plain(array.flatten()), missing)
+  items, bad_items = as_texts(array.flatten(), missing)
   lengths = np.bincount(row_of_item[bits(items.is_valid())], minlength=len(array))
   offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-  for problem in item_problems:
+  for problem in bad_items:
     rows, first = np.unique(row_of_item[problem.bad], return_index=True)
     item_of_row = dict(zip(rows.tolist(), np.flatnonzero(problem.bad)[first].tolist(), strict=True))
-    bad = np.isin(np.arange(len(array)), rows)
-    value = lambda index, items=item_of_row, problem=problem: problem.value(items[index])
-    problems.append(Problem(bad, problem.kind, value, problem.hint))
-  return pa.ListArray.from_arrays(offsets, items.drop_null()), problems
-
-
-# --- times ---------------------------------------------------------------------------------------
-
-_DATE = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
-_CLOCK = r"[T ]([01]\d|2[0-3])(:[0-5]\d(:[0-5]\d(\.\d{1,6})?)?)?"
-_ZONE = r"(Z|[+-]\d\d(:?\d\d)?)"
-_ISO = f"^{_DATE}({_CLOCK}{_ZONE}?)?$"
-_ZONED = f"{_CLOCK}{_ZONE}$"
-
-# How a value gives its time.
-_UNREADABLE, _NUMBER, _DATED, _BEYOND = range(4)
-_KINDS = {_NUMBER: "a number", _DATED: "a date"}
+    value = lambda row, items=item_of_row, problem=problem: problem.value(items[row])
+    problems.append(
+      Problem(np.isin(np.arange(len(array)), rows), problem.kind, value, problem.hint)
+    )
+  return pa.ListArray.from_arrays(offsets, items.dictionary_decode().drop_null()), problems
 
 
 def as_times(
   array: pa.Array, clocks: dict[str, int], column: str, missing: Sequence[str] = ()
 ) -> tuple[np.ndarray, list[Problem]]:
-  """Converts N times to int64, or to float64 where numbers have fractions.
+  """Converts N plain values to int64, or to float64 where numbers have fractions.
 
   Dates and timestamps become microseconds since 1970, in UTC where they name no zone. Numbers are
   taken as they are, whether they count seconds or days.
 
   Args:
-    array: texts (trimmed, null where missing), numbers, dates or timestamps.
-    clocks: by column, whether its first value is a number or a date; updated. The two have no
-      common order, so that values of the other kind are refused.
+    array: texts, numbers, dates or timestamps.
+    clocks: by column, whether its first value is a number (0) or a date (1); updated. The two have
+      no common order, so that values of the other kind are refused.
     column: its name.
     missing: texts that mean no value; numbers are compared with those that are such.
   """
-  if pa.types.is_string(array.type):
-    times, kinds = _from_texts(array)
-  elif pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
+  problems: list[Problem] = []
+  absent, bad = np.zeros(len(array), bool), np.zeros(len(array), bool)
+  dated = np.full(len(array), pa.types.is_temporal(array.type))
+  if _is_text(array.type):
+    array, problems = _trimmed(array, {"", *missing})
+    times, dated, bad = _times_of(array)
+  elif pa.types.is_temporal(array.type):
     stored = array.cast(pa.timestamp("us", getattr(array.type, "tz", None)), safe=False)
     times = pc.fill_null(stored.cast(pa.int64()), 0).to_numpy()
-    kinds = np.full(len(array), _DATED)
   else:
-    times, kinds = _from_numbers(array)
-  absent = ~bits(array.is_valid())
-  if pa.types.is_floating(array.type):
-    absent |= bits(pc.is_nan(array))
-  if kinds.size and (kinds == _NUMBER).all():
+    numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    absent = np.isnan(numbers)
+    bad = ~absent & ~((numbers >= -_LIMIT) & (numbers < _LIMIT))
+    times = np.where(absent | bad, 0, numbers)
+    if pa.types.is_integer(array.type):  # not by way of float64, which rounds beyond 2**53
+      times = pc.fill_null(array.cast(pa.int64(), safe=False), 0).to_numpy()
+    elif (np.floor(times) == times).all():
+      times = times.astype(np.int64)
     absent |= np.isin(times, numbers_of(missing))
-  first = kinds[np.isin(kinds, list(_KINDS)) & ~absent][:1]
-  for kind in first.tolist():
-    clocks.setdefault(column, kind)
+  absent |= ~bits(array.is_valid())
+  if (known := dated[~absent & ~bad]).size:
+    clocks.setdefault(column, int(known[0]))
+  problems += _problems(array, ~absent & bad, _NO_TIMES)
+  clock = clocks.get(column, 0)
+  other = f"is {_CLOCKS[1 - clock]}, while the first time is {_CLOCKS[clock]}"
   value = lambda index: "" if absent[index] else shown(array[index].as_py())
-  problems = []
-
-  def refuse(bad: np.ndarray, kind: str, hint: str = "") -> None:
-    if bad.any():
-      problems.append(Problem(bad, kind, value, lambda index: hint))
-
-  refuse(absent, "is missing", "Every row needs its time.")
-  refuse(~absent & (kinds == _BEYOND), "is a time beyond 64 bits")
-  refuse(
-    ~absent & (kinds == _UNREADABLE),
-    "is not a time",
-    "Write a number or a date such as 2024-12-31 or 2024-12-31T23:59:59.",
+  mixed = ~absent & ~bad & (dated != bool(clock))
+  problems += [Problem(absent, "is missing", value, "Every row needs its time.")] * bool(
+    absent.any()
   )
-  for kind, name in _KINDS.items():
-    if column in clocks and clocks[column] != kind:
-      refuse(
-        ~absent & (kinds == kind),
-        f"is {name}, while the first time is {_KINDS[clocks[column]]}",
-        "Write all times in one way.",
-      )
+  problems += [Problem(mixed, other, value, "Write all times in one way.")] * bool(mixed.any())
   return times, problems
 
 
-def are_dates(clocks: Mapping[str, int]) -> bool | None:
-  """Returns whether the first times that `as_times` has seen are dates; None before any."""
-  return any(kind != _NUMBER for kind in clocks.values()) if clocks else None
-
-
-def _from_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-  numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-  inside = (numbers >= -LIMIT) & (numbers < LIMIT)
-  if pa.types.is_integer(array.type):  # not by way of float64, which rounds beyond 2**53
-    times = pc.fill_null(array.cast(pa.int64(), safe=False), 0).to_numpy()
-  else:
-    times = np.where(inside, numbers, 0)
-    if (np.floor(times) == times).all():
-      times = times.astype(np.int64)
-  return times, np.where(inside, _NUMBER, _BEYOND)
-
-
-def _from_texts(texts: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
-  for stored, kind in ((pa.timestamp("us"), _DATED), (pa.int64(), _NUMBER)):
+def _times_of(texts: pa.StringArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns times, whether they are dates, and which are no times, `[N]` each."""
+  none = np.zeros(len(texts), bool)
+  for stored in (pa.timestamp("us"), pa.timestamp("us", "UTC"), pa.int64()):
     with contextlib.suppress(pa.ArrowInvalid):
-      times = texts.cast(stored).cast(pa.int64())
-      return pc.fill_null(times, 0).to_numpy(), np.full(len(texts), kind)
-  is_number = bits(pc.match_substring_regex(texts, NUMBER))
-  times, kinds = np.zeros(len(texts), np.int64), np.full(len(texts), _UNREADABLE)
-  if is_number.any():
-    floats = where(is_number, texts).cast(pa.float64())
-    times, inside = _from_numbers(floats)
-    kinds = np.where(is_number, inside, kinds)
-    integer = bits(pc.match_substring_regex(texts, INTEGER)) & (inside == _NUMBER)
-    plain = pc.replace_substring_regex(where(integer, texts), r"^\+", "")
-    times = np.where(integer, pc.fill_null(plain.cast(pa.int64()), 0).to_numpy(), times)
-  if not is_number.all():
-    dates = pc.replace_substring_regex(where(~is_number, texts), r"^(\d{4})/(\d\d)/", r"\1-\2-")
-    dates = pc.replace_substring_regex(dates, r"(:\d\d\.\d{6})\d+", r"\1")
-    dates = pc.replace_substring_regex(dates, r" ?UTC$", "Z")
-    read = _from_dates(where(bits(pc.match_substring_regex(dates, _ISO)), dates))
-    dated = bits(read.is_valid())
-    times = np.where(dated, pc.fill_null(read, 0).to_numpy(), times)
-    kinds = np.where(dated, _DATED, kinds)
-  return times, kinds
+      times = pc.fill_null(texts.cast(stored).cast(pa.int64()), 0).to_numpy()
+      return times, none | pa.types.is_timestamp(stored), none
+  encoded = texts.dictionary_encode()
+  places = indices_of(encoded)
+  parsed = [*map(_time, encoded.dictionary.to_pylist()), (0, False, False)]
+  times, dated, bad = (np.array(each)[places] for each in zip(*parsed, strict=True))
+  return times, dated, bad
 
 
-def _from_dates(dates: pa.StringArray) -> pa.Int64Array:
-  """Returns microseconds since 1970 of ISO dates, null for days that no month has."""
-  zoned = bits(pc.match_substring_regex(dates, _ZONED))
-  try:
-    plain = where(~zoned, dates).cast(pa.timestamp("us")).cast(pa.int64())
-    in_zone = where(zoned, dates).cast(pa.timestamp("us", "UTC")).cast(pa.int64())
-    return pc.coalesce(plain, in_zone)
-  except pa.ArrowInvalid:
-    if len(dates) == 1:
-      return pa.nulls(1, pa.int64())
-    half = len(dates) // 2
-    return pa.concat_arrays([_from_dates(dates[:half]), _from_dates(dates[half:])])
-
-
-# --- all ways -------------------------------------------------------------------------------------
+def _time(text: str | None) -> tuple[int | float, bool, bool]:
+  """Returns the time of a text, whether it is a date, and whether it is none."""
+  if text is None:
+    return 0, False, False
+  if re.match(NUMBER, text):
+    number = int(text) if re.match(INTEGER, text) else float(text)
+    if not -_LIMIT <= number < _LIMIT:
+      return 0, False, True
+    return int(number) if number == int(number) else number, False, False
+  text = re.sub(r" ?UTC$", "Z", re.sub(r"^(\d{4})/(\d\d)/", r"\1-\2-", text))
+  with contextlib.suppress(ValueError):
+    if re.match(_DATE, text):
+      time = datetime.datetime.fromisoformat(text)
+      since = time.replace(tzinfo=time.tzinfo or datetime.UTC) - _EPOCH
+      return since // datetime.timedelta(microseconds=1), True, False
+  return 0, False, True
 
 
 def converted(
@@ -525,30 +425,17 @@ def converted(
   if len(arrays) > 1:
     numbers, problems = zip(*(as_numbers(plain(array), missing) for array in arrays), strict=True)
     if read_as == "time":
-      clocks.setdefault(names[0], _DATED)
+      clocks.setdefault(names[0], 1)
     values, more = (_dates if read_as == "time" else _flagged)(numbers, names)
     return values, [*(problem for each in problems for problem in each), *more]
-  (array,), (name,) = arrays, names
+  (array,) = arrays
   if read_as == "any":
     return array, []
-  if read_as == "text" and isinstance(array, pa.DictionaryArray):
-    return as_texts(array, missing)
-  array = plain(array)
   if isinstance(read_as, tuple):
-    return as_lists(array, read_as[1], missing)
-  if read_as == "text":
-    return as_texts(array, missing)
-  if read_as == "number":
-    return as_numbers(array, missing)
-  if read_as != "time":
-    raise ValueError(
-      f"{read_as!r} is unknown: use 'text', 'number', 'time', 'any' or ('list', separator)"
-    )
-  if not pa.types.is_binary(array.type) and not pa.types.is_string(array.type):
-    return as_times(array, clocks, name, missing)
-  texts, problems = trimmed(array, missing)
-  times, unreadable = as_times(texts, clocks, name)
-  return times, problems + unreadable
+    return as_lists(plain(array), read_as[1], missing)
+  if read_as == "time":
+    return as_times(plain(array), clocks, names[0], missing)
+  return as_texts(array, missing) if read_as == "text" else as_numbers(plain(array), missing)
 
 
 def _dates(numbers: Sequence[np.ndarray], names: Sequence[str]) -> tuple[np.ndarray, list[Problem]]:
@@ -559,16 +446,15 @@ def _dates(numbers: Sequence[np.ndarray], names: Sequence[str]) -> tuple[np.ndar
   months = ((year - 1970) * 12 + month - 1).astype("datetime64[M]")
   days = months.astype("datetime64[D]") + (day - 1)
   times = days.astype("datetime64[us]").astype(np.int64)
-  for part, seconds in zip(clock, (3600, 60, 1), strict=False):
-    times = times + part * seconds * 1_000_000
   bad = np.any(np.isnan(numbers) | (np.trunc(numbers) != numbers), axis=0) | (year != filled[0])
   bad |= (days.astype("datetime64[M]") != months) | (day < 1) | (month < 1) | (month > 12)
-  for part, limit in zip(clock, (24, 60, 61), strict=False):
+  for part, seconds, limit in zip(clock, (3600, 60, 1), (24, 60, 61), strict=False):
+    times = times + part * seconds * 1_000_000
     bad |= (part < 0) | (part >= limit)
   value = lambda row: ", ".join(
     f"{n} {part[row]:g}" for n, part in zip(names, numbers, strict=True)
   )
-  return times, _problem(bad, "is no date", value)
+  return times, [Problem(bad, "is no date", value)] * bool(bad.any())
 
 
 def _flagged(
@@ -578,3 +464,8 @@ def _flagged(
   rows, items = np.nonzero(np.nan_to_num(np.stack(numbers, axis=1)))
   offsets = np.searchsorted(rows, np.arange(len(numbers[0]) + 1)).astype(np.int32)
   return pa.ListArray.from_arrays(offsets, pa.array(names, pa.string()).take(pa.array(items))), []
+
+
+def are_dates(clocks: Mapping[str, int]) -> bool | None:
+  """Returns whether the first times that `as_times` has seen are dates; None before any."""
+  return any(clocks.values()) if clocks else None

@@ -13,7 +13,7 @@ from small_tables import completed, write_csv
 
 from recipes import days, errors, export, serving
 from recipes.run import journal
-from recipes.tables import finding, row_ids
+from recipes.tables import formats, row_ids
 
 HEADER = ("user", "item", "price", "clicked")
 COLUMNS = {"clicked": "label", "user": "category", "item": "category", "price": "number"}
@@ -263,7 +263,7 @@ def test_each_day_trains_on_its_window(recipe, window, expected, tmp_path, monke
   for name in "abc":
     write_csv(tmp_path / "data" / f"{name}.csv", HEADER, [("u", "i", 1, 1)])
   trained, tested = [], []
-  names = lambda config: "".join(p.stem for p in finding.paths(config.files))
+  names = lambda config: "".join(p.stem for p in formats.paths(config.files))
   test = lambda served, config: tested.append(names(config)) or {"rows": 1, "metrics": {}}
   train = lambda config, workdir: trained.append(names(config)) or {"metrics": {}}
   monkeypatch.setattr(days.evaluate, "of_export", test)

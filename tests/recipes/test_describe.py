@@ -303,7 +303,7 @@ def test_rows_that_cannot_be_read_are_counted(tmp_path, capsys):
   path, out = write(tmp_path / "clicks.csv", click_columns()), tmp_path / "my.py"
   path.write_text(path.read_text() + "too,many\n" * 5)
   printed = look(capsys, path, "--label=clicked", f"--out={out}")
-  assert "5 rows: too few fields" in printed
+  assert "5 rows: has too few fields" in printed
   assert runpy.run_path(str(out))["get_config"]()["on_bad_row"] == "skip"
   path.write_text(path.read_text() + "too,many\n" * 500)
   assert "2 instead of 6" in refused(capsys, path, "--label=clicked")

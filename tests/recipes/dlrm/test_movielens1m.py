@@ -71,10 +71,15 @@ def replace(path, line, text):
   ("name", "line", "text", "message"),
   [
     ("ratings.dat", 2, "1::30::3", r"ratings\.dat, row 2 has too few fields: 3 instead of 4"),
-    ("ratings.dat", 2, "1::2::x::9", r"ratings\.dat, row 2, column 'rating': is 'x', .* no number"),
+    ("ratings.dat", 2, "1::2::x::9", r"ratings\.dat, row 2, column 'rating': 'x' is no number"),
     ("ratings.dat", None, "", r"ratings\.dat is empty"),
     ("users.dat", 2, "7::M", r"users\.dat, row 2 has too few fields"),
-    ("users.dat", 2, "1::F::1::10::4", r"users\.dat, row 2, column 'id': is '1', which an earlier"),
+    (
+      "users.dat",
+      2,
+      "1::F::1::10::4",
+      r"users\.dat, row 2, column 'id': '1' is that of an earlier",
+    ),
     ("users.dat", None, "", r"users\.dat is empty"),
     ("movies.dat", 2, "3::Heat (1995)", r"movies\.dat, row 2 has too few fields"),
     ("movies.dat", None, "", r"movies\.dat is empty"),

@@ -58,7 +58,7 @@ def test_users_may_take_turns_in_a_file_of_pairs(tmp_path):
     ("pairs", "1 2\n1\n", r"beauty.txt, row 2 has too few fields"),
     ("pairs", "1 2\n1 x\n", r"found 'x' as the item of a row"),
     ("pairs", "1 -2\n", r"found '-2'"),
-    ("pairs", "1 2\n1 \n", r"beauty.txt, row 2, column 'item': has no value"),
+    ("pairs", "1 2\n1 \n", r"beauty.txt, row 2, column 'item' has no value"),
     ("lines", "", r"Beauty.txt is empty"),
     ("pairs", "", r"beauty.txt is empty"),
   ],

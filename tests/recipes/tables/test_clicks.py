@@ -285,7 +285,7 @@ def problem(tmp_path, row, **columns):
     (
       ("x", "x", 1, "a", "test"),
       {"clicked": {"kind": "label", "at_least": 1}},
-      r"row 5, column 'clicked': is 'x', which is no number to compare with .*'at_least'\]=1\.",
+      r"row 5, column 'clicked': 'x' is no number to compare with .*'at_least'\]=1\.",
     ),
     (("", "x", 1, "a", "test"), {}, r"row 5, column 'clicked'.*no value"),
     ((1, "x", 1, "a", "tset"), {}, r"row 5, column 'part'.*'tset'.*train, valid or test"),
@@ -502,13 +502,13 @@ def test_the_split_of_a_row_is_the_hash_that_the_page_gives(tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
-  real = clicks.Fit.finish
+  real = clicks.fit
 
-  def finish(self):
+  def fit(*args):
     write_csv(tmp_path / "clicks.csv", HEADER, [*ROWS, *ROWS])
-    return real(self)
+    return real(*args)
 
-  monkeypatch.setattr(clicks.Fit, "finish", finish)
+  monkeypatch.setattr(clicks, "fit", fit)
   with pytest.raises(UserError, match=r"clicks\.csv has changed while it was read"):
     load(tmp_path)
 

@@ -6,17 +6,19 @@ import pytest
 
 from recipes.errors import UserError
 from recipes.tables import spec
-from recipes.tables.fitting import Counts, Fit, Fitted, Moments
+from recipes.tables.fitting import Fitted, fit
 from recipes.tables.source import Stage
+from recipes.tables.store import Store
 
 
 def fitted(columns, values, parts=1, base=None):
-  fit = Fit(spec.parse(columns), base)
-  rows = len(next(iter(values.values())))
-  for part in np.array_split(np.arange(rows), parts):
-    of_part = {name: column_at(column, part) for name, column in values.items()}
-    fit.add(of_part, len(part))
-  return fit.finish()
+  kinds = spec.parse(columns)
+  store = Store(Stage(), kinds, {"split": pa.int8()})
+  with store.writer() as write:
+    for part in np.array_split(np.arange(len(next(iter(values.values())))), parts):
+      of_part = {name: column_at(column, part) for name, column in values.items()}
+      write(of_part | {"split": np.zeros(len(part), np.int8)})
+  return fit(store, kinds, base)[0]
 
 
 def column_at(column, rows):
@@ -233,27 +235,23 @@ def test_ids_do_not_depend_on_how_many_are_looked_up(oov):
   assert (len(set(alone[30:40])) > 1) == (oov == 3)
 
 
-def test_counts_do_not_depend_on_chunks(monkeypatch):
-  monkeypatch.setattr("recipes.tables.fitting._INSERTED", 5)
-  generator = np.random.default_rng(0)
-  texts = pa.array(generator.integers(0, 50, 1000).astype(str))
-  stage = Stage()
-  whole, parts = Counts(stage.engine, "whole"), Counts(stage.engine, "parts")
-  whole.add(texts, np.ones(1000))
-  for start in range(0, 1000, 37):
-    part = texts[start : start + 37].value_counts()
-    parts.add(part.field("values"), part.field("counts").to_numpy())
-  assert parts.most_frequent(3).to_pydict() == whole.most_frequent(3).to_pydict()
-
-
-def test_moments_do_not_depend_on_chunks():
-  numbers = np.random.default_rng(0).normal(3, 2, 300_000)
+def test_what_is_fitted_does_not_depend_on_chunks():
+  draw = np.random.default_rng(0)
+  numbers = draw.normal(3, 2, 70_000)
   numbers[::7] = np.nan
-  moments = Moments()
-  for part in np.array_split(numbers, 23):
-    moments.add(part)
-  assert moments.missing == np.isnan(numbers).sum()
-  np.testing.assert_allclose(moments.mean, np.nanmean(numbers), rtol=1e-12)
-  np.testing.assert_allclose(moments.deviation, np.nanstd(numbers), rtol=1e-12)
-  assert len(moments.sample) <= 1 << 16
-  np.testing.assert_array_equal(moments.sample, numbers[~np.isnan(numbers)][:: moments.step])
+  values = {"c": pa.array(draw.integers(0, 50, 70_000).astype(str)), "x": numbers, "y": numbers}
+  columns = {"c": "category", "x": "number", "y": {"kind": "number", "buckets": 3}}
+  whole, parts = fitted(columns, values), fitted(columns, values, parts=23)
+  assert parts.vocabularies == whole.vocabularies
+  for name, about in parts.numbers.items():
+    assert about["mean"] == float(f"{np.nanmean(numbers):.10g}")
+    assert about["deviation"] == float(f"{np.nanstd(numbers):.10g}")
+    assert about["boundaries"] == whole.numbers[name]["boundaries"]
+  assert np.bincount(parts.ids({"y": numbers}, "y") + 1)[1:].min() > 19_000
+
+
+def test_rows_of_other_splits_are_not_fitted():
+  store = Store(Stage(), kinds := spec.parse({"c": "category"}), {"split": pa.int8()})
+  with store.writer() as write:
+    write({"c": pa.array(["a", "a", "b", "b"]), "split": np.array([0, 0, 1, 2], np.int8)})
+  assert fit(store, kinds)[0].vocabularies == {"c": ("a",)}

@@ -327,5 +327,17 @@ def test_users_of_skipped_rows_alone_are_not_there(recipe, tmp_path):
   users = Entities.load(loaded.serve, "users")
   assert users.texts == ["ann", "bob"]
   assert users.ids["age"].tolist() == [0, 1]
-  with pytest.raises(UserError, match="column 'who': has no value"):
+  with pytest.raises(UserError, match="column 'who' has no value"):
     load(recipe, tmp_path, rows[1:])
+
+
+def test_an_id_that_comes_twice_in_a_table_of_items_is_named_or_counted(tmp_path, capsys):
+  rows = [("a", 1), ("a", 2), ("a", 3), ("cube", 4)]
+  rows += [(f"i{i}", i) for i in range(65_532)] + [("cube", 5)]  # in the second chunk
+  path = write_csv(tmp_path / "items.csv", ("id", "kind"), rows)
+  table = {"files": str(path), "key": "id", "columns": {"kind": {"kind": "category", "hash": 9}}}
+  given = {"columns": {"who": "user", "what": "item"}, "item_table": table}
+  with pytest.raises(UserError, match=r"items.csv, row 2, column 'id': 'a' is that of an earlier"):
+    load("two_tower", tmp_path, **given)
+  load("two_tower", tmp_path, on_bad_row="skip", **given)
+  assert "3 rows: column 'id' is that of an earlier row" in capsys.readouterr().err

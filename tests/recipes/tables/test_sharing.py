@@ -3,11 +3,11 @@
 import pytest
 
 from recipes.errors import UserError
-from recipes.tables import sharing, spec
+from recipes.tables import spec
 
 
 def test_columns_that_share_a_table_and_its_combiner():
-  check = lambda columns: sharing.check(spec.parse(columns), "config.columns")
+  check = lambda columns: spec.check_shared(spec.parse(columns), "config.columns")
   bag = {"kind": "bag", "table": "t", "min_count": 2, "combiner": "sum"}
   check({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag})
   with pytest.raises(UserError, match="'b' and 'c' share the table 't', but differ in combiner"):

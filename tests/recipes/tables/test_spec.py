@@ -3,7 +3,7 @@
 import pytest
 
 from recipes.errors import UserError
-from recipes.tables import sharing, spec
+from recipes.tables import spec
 
 
 def test_a_name_is_a_kind_with_its_defaults():
@@ -91,4 +91,4 @@ def test_crosses_have_columns_of_their_side():
 )
 def test_errors_name_the_column(columns, problem):
   with pytest.raises(UserError, match=problem):
-    sharing.check(spec.parse(columns), "config.columns")
+    spec.check_shared(spec.parse(columns), "config.columns")

@@ -421,7 +421,7 @@ def test_a_pair_in_two_files_of_gowalla_is_counted(tmp_path, capsys):
     ("u.item", f"1|A|1995||http://x|{'0|' * 18}no\n", r"u\.item, row 1.*'no' is not a number"),
     ("u.data", "", r"u\.data is empty"),
     ("u.user", "", r"u\.user is empty"),
-    ("u.user", "|20|M|writer|8\n", r"u\.user, row 1, column 'id': has no value"),
+    ("u.user", "|20|M|writer|8\n", r"u\.user, row 1, column 'id' has no value"),
   ],
 )
 def test_damage_to_movielens100k_is_named(tmp_path, name, text, message):

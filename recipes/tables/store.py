@@ -1,0 +1,117 @@
+"""Rows as they have been read, in a Parquet file that the engine queries: files are parsed once."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from . import spec
+from .source import Stage, opened, scan
+from .values import ReadAs
+
+_TEXT = pa.dictionary(pa.int32(), pa.string())
+_TYPES: dict[ReadAs, pa.DataType] = {"number": pa.float64(), "text": _TEXT}
+
+
+def way(kind: spec.Kind) -> ReadAs:
+  """Returns how a column is read; see `reading.Reader`."""
+  if isinstance(kind, spec.Number | spec.Weight):
+    return "number"
+  if isinstance(kind, spec.Time):
+    return "time"
+  is_list = isinstance(kind, spec.Bag) or (isinstance(kind, spec.Item) and kind.separator)
+  return ("list", kind.separator) if is_list else "text"  # type: ignore[attr-defined]
+
+
+def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]:
+  """Returns the columns and the way of reading of each declared name; a cross has none."""
+  return {
+    name: (kind.sources(name), way(kind))
+    for name, kind in kinds.items()
+    if not isinstance(kind, spec.Cross)
+  }
+
+
+class Store:
+  """Rows in a Parquet file; missing values are null.
+
+  Args:
+    stage: of the file.
+    kinds: the columns, as `reading.Reader` reads them; crosses and times are left out.
+    more: the types of further columns, NumPy arrays.
+
+    path: of the file; None makes one in the stage.
+
+  Attributes:
+    columns: the names in the file of the columns by declared name.
+  """
+
+  EXPLODE, LENGTH = "unnest", "len"  # functions of lists; other SQL over rows is common to Spark
+  IS_LOCAL = True  # whether the rows are in the stage's engine
+
+  def __init__(
+    self,
+    stage: Stage,
+    kinds: Mapping[str, spec.Kind],
+    more: Mapping[str, Any],
+    path: Path | None = None,
+  ):
+    self.stage, self._path = stage, path or stage.path("rows.parquet")
+    stored = {name: how for name, (_, how) in ways(kinds).items() if how != "time"}
+    self.columns = {name: f"c{place}" for place, name in enumerate(stored)}  # equal in any case
+    self.columns |= {name: name for name in more}
+    types = [_TYPES.get(how, pa.list_(pa.string())) for how in stored.values()]
+    self._schema = pa.schema(zip(self.columns.values(), [*types, *more.values()], strict=True))
+    self._texts = [field.name for field in self._schema if field.type == _TEXT]
+
+  @contextlib.contextmanager
+  def writer(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Yields a function that writes N values of each name."""
+    options: Any = {"compression": "lz4", "write_statistics": False, "use_dictionary": self._texts}
+    with pq.ParquetWriter(self._path, self._schema, **options) as file:
+
+      def write(values: Mapping[str, Any]) -> None:
+        arrays = []
+        for name, field in zip(self.columns, self._schema, strict=True):
+          array = values[name]
+          is_text = pa.types.is_dictionary(field.type)
+          array = array.dictionary_encode() if is_text else array
+          arrays.append(
+            pa.array(array, field.type, from_pandas=True)
+            if isinstance(array, np.ndarray)
+            else array
+          )
+        file.write_table(pa.table(arrays, schema=self._schema))  # dictionaries stay as they are
+
+      yield write
+
+  def __iter__(self) -> Iterator[dict[str, Any]]:
+    """Yields the values by name, as they were written."""
+    with opened(self._path, self._texts) as file:
+      for batch in file.iter_batches(1 << 16, use_threads=False):
+        is_array = [pa.types.is_primitive(field.type) for field in self._schema]
+        yield {
+          name: array.to_numpy(zero_copy_only=False) if plain else array
+          for name, array, plain in zip(self.columns, batch.columns, is_array, strict=True)
+        }
+
+  def __len__(self) -> int:
+    return pq.read_metadata(self._path).num_rows
+
+  @property
+  def scan(self) -> str:
+    """SQL for the rows, with their places as `file_row_number`."""
+    return scan(self._path)
+
+  def query(self, sql: str) -> pa.Table:
+    """Answers a query in the engine, whose tables the next queries see."""
+    return self.stage.engine.execute(sql).to_arrow_table()
+
+  def table(self, name: str, sql: str) -> str:
+    """Keeps the answer to a query as a table of DuckDB; returns SQL for it."""
+    self.stage.engine.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS {sql}")
+    return name
