@@ -58,8 +58,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   Raises:
     UserError: PySpark or Java is missing; or as `clicks.build`.
   """
+  view = f"rows_{uuid.uuid4().hex}"
   with _session() as session:
-    return clicks.build(settings, folder, functools.partial(Cluster, session))
+    try:
+      return clicks.build(settings, folder, functools.partial(Cluster, session, view))
+    finally:
+      session.catalog.dropTempView(view)
 
 
 @contextlib.contextmanager
@@ -123,11 +127,13 @@ class Cluster:
 
   Args:
     session: of Spark.
+    view: a name in the session for the rows that have been read.
     table, by, folder, stage: as of `clicks.OneMachine`. All executors read the files of the table
       and the folder, and write to it, at the paths of the driver.
   """
 
-  def __init__(self, session: Any, table: Table, by: str, folder: Path, stage: Stage):
+  def __init__(self, session: Any, view: str, table: Table, by: str, folder: Path, stage: Stage):
+    self._view = view
     self._session, self._table, self._by, self._folder = session, table, by, folder.absolute()
     self._stage, self._paths = stage, table.rows.all_files
     self._files = [
@@ -149,7 +155,8 @@ class Cluster:
       (file.folder("rows") / "split.parquet").rename(split / f"{file.number:05d}.parquet")
     paths = [file.folder("rows") / file.name for file in self._files]
     parts = dict(zip(paths, self._sizes, strict=True))
-    return _Rows(self._session, self._table, self._stage, parts), self._reader.notes
+    store = _Rows(self._session, self._view, self._table, self._stage, parts)
+    return store, self._reader.notes
 
   def write(self, encoder: clicks.Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
     """Writes a shard for each file with rows; see `clicks.OneMachine`."""
@@ -196,15 +203,16 @@ class Cluster:
 
   def _times(self) -> np.ndarray:
     self._run(_read_times)
-    paths = [file.folder("times") / _TIMES for file in self._files]
-    return rows.sampled(np.memmap(path, np.float64, "r") for path in paths if path.stat().st_size)
+    return rows.sampled(
+      times for file in self._files for times in _chunks(file.folder("times") / _TIMES)
+    )
 
 
 class _Rows(Store):
   """The rows that tasks have read, of which Spark answers queries.
 
   Args:
-    session: of Spark.
+    session, view: of `Cluster`.
     table: the settings.
     stage: of the table.
     parts: the number of rows by split, of the Parquet files in their order.
@@ -212,11 +220,13 @@ class _Rows(Store):
 
   EXPLODE, LENGTH, IS_LOCAL = "explode", "size", False
 
-  def __init__(self, session: Any, table: Table, stage: Stage, parts: dict[Path, np.ndarray]):
-    self.stage, self._session = stage, session
+  def __init__(
+    self, session: Any, view: str, table: Table, stage: Stage, parts: dict[Path, np.ndarray]
+  ):
+    self.stage, self._session, self._view = stage, session, view
     self.columns = clicks.store_of(table, stage).columns
     sizes = [int(each.sum()) for each in parts.values()]
-    self._len, self._view = sum(sizes), f"rows_{uuid.uuid4().hex}"
+    self._len = sum(sizes)
     firsts = dict(zip((path.name for path in parts), np.cumsum([0, *sizes]).tolist(), strict=False))
     read = session.read.parquet(*map(_uri, parts)).select(
       "*", "_metadata.file_name", "_metadata.row_index"
@@ -243,6 +253,13 @@ class _Rows(Store):
     path = self.stage.path(name).absolute()
     self._session.sql(sql).write.parquet(f"file://{path}")
     return f"read_parquet({literal(glob.escape(str(path)) + '/*.parquet')})"
+
+
+def _chunks(path: Path) -> Iterator[np.ndarray]:
+  """Yields the numbers in a file of float64."""
+  with path.open("rb") as file:
+    while len(numbers := np.fromfile(file, np.float64, 1 << 16)):
+      yield numbers
 
 
 def _uri(path: Path) -> str:
