@@ -4,24 +4,29 @@ A row is a label, 13 integers and 26 categories of 8 hexadecimal digits, separat
 and categories may be blank. Rows are in the order of time and split in that order.
 
 The Kaggle file is declared as a table. The days of the 1 TB set (`recipes.dlrm.criteo1tb`), plain
-or `.gz`, are read in blocks, with NumPy, in constant memory, and preparation continues where a
-kill interrupted it.
+or `.gz`, are read one after the other, and preparation resumes at the day that a kill interrupted.
 """
 
-import gzip
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import arrays, files
 from ..errors import DamagedFileError, UserError
+from ..tables.formats import Format
+from ..tables.reading import Ledger
+from ..tables.source import Stage, TextFile, scan
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
-_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
-_BLOCK = 1 << 24
+_INTEGERS = tuple(f"i{i + 1:02d}" for i in range(NUM_INTEGERS))
+_CATEGORIES = tuple(f"c{i + 1:02d}" for i in range(NUM_CATEGORIES))
+_FORMAT: dict[str, Any] = {
+  "delimiter": "\t",
+  "names": ("label", *_INTEGERS, *_CATEGORIES),
+  "quote": "",
+}
 HINT = (
   "It is not downloaded because its licence has to be accepted: get the Criteo Display Advertising "
   "Challenge from Criteo's or Kaggle's page, unpack train.txt, and pass --config.data_dir=<folder> "
@@ -31,12 +36,11 @@ HINT = (
 
 class Rows(NamedTuple):
   """A block of rows: `label` uint8 `[N]`, `integers` float32 `[N, 13]`, nan where blank, and
-  `categories` int64 `[N, 26]`, -1 where blank; `end` is the offset of the next block."""
+  `categories` int64 `[N, 26]`, -1 where blank."""
 
   label: np.ndarray
   integers: np.ndarray
   categories: np.ndarray
-  end: int
 
 
 def table(config) -> dict[str, Any]:
@@ -50,16 +54,14 @@ def table(config) -> dict[str, Any]:
   if config.vocabulary not in vocabularies:
     raise UserError(f"unknown vocabulary {config.vocabulary!r}: choose hash or min_count")
   path = files.require(files.data_folder(config.data_dir, HINT), config.data_file, hint=HINT)
-  integers = [f"i{i + 1:02d}" for i in range(NUM_INTEGERS)]
-  categories = [f"c{i + 1:02d}" for i in range(NUM_CATEGORIES)]
   number = {"kind": "number", "log": True, "standardize": False}
   return {
     "files": path,
-    "format": {"delimiter": "\t", "names": ("label", *integers, *categories), "quote": ""},
+    "format": _FORMAT,
     "columns": {
       "label": "label",
-      **dict.fromkeys(integers, number),
-      **{key: {"kind": "category", **vocabularies[config.vocabulary]} for key in categories},
+      **dict.fromkeys(_INTEGERS, number),
+      **{key: {"kind": "category", **vocabularies[config.vocabulary]} for key in _CATEGORIES},
     },
     "split": {"by": "order", "valid": config.valid_fraction, "test": config.test_fraction},
   }
@@ -71,35 +73,37 @@ def write(
   """Writes the columns of files that follow one another.
 
   Args:
-    folder: holds the columns, and how far they are written, for a start after a kill.
+    folder: holds the columns, and which files are written, for a start after a kill.
     sources: the files, each with its number of rows.
     ids: categories to ids, int64 to int32 `[N, 26]`.
+
+  Raises:
+    DamagedFileError: as `read`, or a file has another number of rows.
   """
   total = sum(rows for _, rows in sources)
   label = arrays.column(folder, "label", (total,), np.uint8)
   dense = arrays.column(folder, "dense", (total, NUM_INTEGERS), np.float32)
   written = arrays.column(folder, "ids", (total, NUM_CATEGORIES), np.int32)
-
   position = folder / "position.json"
-  at = {"file": 0, "offset": 0, "rows": 0}
-  if position.exists():
-    at |= arrays.read_json(position)
-  with files.progress("preparing", total, "row") as bar:
-    bar.update(at["rows"])
-    for number in range(at["file"], len(sources)):
-      path, before = sources[number][0], sum(rows for _, rows in sources[:number])
+  done = arrays.read_json(position)["files"] if position.exists() else 0
+  at = sum(rows for _, rows in sources[:done])
+  with files.progress("preparing", total, "row") as bar, Stage(folder / "stage") as stage:
+    bar.update(at)
+    for number, (path, rows) in enumerate(sources[done:], start=done + 1):
       bar.set_description(f"preparing {path.name}")
-      for block in read(path, at["offset"], at["rows"] - before):
-        rows = slice(at["rows"], at["rows"] + len(block.label))
-        label[rows] = block.label
-        dense[rows] = squash(block.integers)
-        written[rows] = ids(block.categories)
-        for column in (label, dense, written):
-          column.flush()
-        at = {"file": number, "offset": block.end, "rows": rows.stop}
-        arrays.write_json(position, at)
+      end = at + rows
+      for block in read(path, stage):
+        part = slice(at, at + len(block.label))
+        if part.stop > end:
+          break
+        label[part], dense[part] = block.label, squash(block.integers)
+        written[part], at = ids(block.categories), part.stop
         bar.update(len(block.label))
-      at |= {"file": number + 1, "offset": 0}
+      if at != end:
+        raise DamagedFileError(f"{path} has empty lines, or has changed. Get it again.")
+      for column in (label, dense, written):
+        column.flush()
+      arrays.write_json(position, {"files": number})
 
 
 def squash(integers: np.ndarray) -> np.ndarray:
@@ -110,111 +114,49 @@ def squash(integers: np.ndarray) -> np.ndarray:
 def count_rows(path: Path) -> int:
   """Returns the number of lines, a last one without its newline included."""
   lines, last = 0, b"\n"
-  for block in _blocks(path, _BLOCK):
-    lines, last = lines + block.count(b"\n"), block[-1:]
-  if lines == 0 and last == b"\n":
-    raise DamagedFileError(f"{path} is empty. Is it complete? Get it again.")
+  with TextFile(path, Format(**_FORMAT)).open() as file:
+    while block := file.read(1 << 24):
+      lines, last = lines + block.count(b"\n"), block[-1:]
   return lines + (last != b"\n")
 
 
-def read(path: Path, offset: int = 0, line: int = 0, block: int = _BLOCK) -> Iterator[Rows]:
-  """Yields the file's rows in blocks of about `block` bytes, from a byte offset on.
+def read(path: Path, stage: Stage) -> Iterator[Rows]:
+  """Yields the rows of a file in blocks.
 
   Args:
     path: a file of tab-separated rows.
-    offset: where a line starts, in the unpacked text.
-    line: the number of lines before it, for messages.
-    block: bytes to read at once.
+    stage: where the text is kept while it is read.
 
   Raises:
-    ValueError: a row is truncated or a field is not what it should be; names the file and the line.
+    DamagedFileError: a row is truncated or a field is not what it should be; names file and row.
   """
-  rest = b""
-  for data in _blocks(path, block, offset):
-    data = rest + data
-    end = data.rfind(b"\n") + 1
-    data, rest = data[:end], data[end:]
-    offset += len(data)
-    if data:
-      yield _parse(data, path, line)._replace(end=offset)
-      line += data.count(b"\n")
-  if rest:
-    yield _parse(rest + b"\n", path, line)._replace(end=offset + len(rest))
-
-
-def _blocks(path: Path, size: int, offset: int = 0) -> Iterator[bytes]:
-  """Yields the unpacked text from an offset on; raises DamagedFileError where it is cut off."""
-  try:
-    with _open(path) as file:
-      file.seek(offset)
-      while block := file.read(size):
-        yield block
-  except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+  stored, faults, _ = TextFile(path, Format(**_FORMAT)).stored(stage)
+  Ledger("raise").add(path, faults)
+  integers = [f"TRY_CAST(c{1 + i} AS BIGINT)" for i in range(NUM_INTEGERS)]
+  first = 1 + NUM_INTEGERS
+  categories = [f"TRY_CAST('0x' || c{first + i} AS UINTEGER)" for i in range(NUM_CATEGORIES)]
+  good = ["c0 IN ('0', '1')", *(f"{n}::VARCHAR = c{1 + i}" for i, n in enumerate(integers))]
+  good += [f"{n} IS NOT NULL AND NOT contains(c{first + i}, '_')" for i, n in enumerate(categories)]
+  good[1:] = [f"c{i} IS NULL OR coalesce({each}, false)" for i, each in enumerate(good[1:], 1)]
+  rows = ", ".join(f"min(file_row_number) FILTER (NOT coalesce({each}, false))" for each in good)
+  bad = stage.table(f"SELECT {rows} FROM {scan(stored)}").to_pylist()[0].values()
+  found = [(row, place) for place, row in enumerate(bad) if row is not None]
+  if found:
+    row, place = min(found)
+    value = stage.table(f"SELECT c{place} FROM {scan(stored)} WHERE file_row_number = {row}")
+    kinds = ["0 or 1", *["an integer"] * NUM_INTEGERS, *["up to 8 hexadecimal digits"] * 26]
     raise DamagedFileError(
-      f"{path} is damaged or cut off ({error}). Get the file again; `gzip -t` tests it."
-    ) from error
-
-
-def _open(path: Path) -> IO[bytes]:
-  return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
-
-
-def _parse(data: bytes, path: Path, line: int) -> Rows:
-  text = np.frombuffer(data, np.uint8)
-  breaks = np.flatnonzero((text == ord("\t")) | (text == ord("\n")))
-  newlines = np.flatnonzero(text[breaks] == ord("\n"))
-  fields = np.diff(newlines, prepend=-1)
-  if (wrong := np.flatnonzero(fields != _FIELDS)).size:
-    raise _error(
-      path,
-      line + wrong[0],
-      f"found {fields[wrong[0]]} fields separated by tabs, expected a label, {NUM_INTEGERS} "
-      f"integers and {NUM_CATEGORIES} categories ({_FIELDS})",
+      f"{path}, row {row + 1}, column {_FORMAT['names'][place]!r} is {value[0][0].as_py()!r}, "
+      f"expected {kinds[place]}. Is the file complete and unpacked? Repair or remove the row."
     )
-  ends = breaks.reshape(-1, _FIELDS)
-  starts = np.concatenate([[0], breaks[:-1] + 1]).reshape(-1, _FIELDS)
-
-  def column(i: int, base: int) -> np.ndarray:
-    values, bad = _numbers(text, starts[:, i], ends[:, i], base)
-    if bad.any():
-      at = int(np.argmax(bad))
-      field = data[starts[at, i] : ends[at, i]].decode("latin-1")
-      name = "label" if i == 0 else f"integer {i}" if base == 10 else f"category {i - NUM_INTEGERS}"
-      kind = "an integer" if base == 10 else "up to 8 hexadecimal digits"
-      raise _error(path, line + at, f"{name} is {field!r}, expected {kind}")
-    return values
-
-  label = column(0, 10)
-  if (wrong := np.flatnonzero((label != 0) & (label != 1))).size:
-    raise _error(path, line + wrong[0], "the label is not 0 or 1")
-  integers = np.stack([column(1 + i, 10) for i in range(NUM_INTEGERS)], axis=1)
-  categories = np.stack([column(1 + NUM_INTEGERS + i, 16) for i in range(NUM_CATEGORIES)], axis=1)
-  return Rows(
-    label.astype(np.uint8), integers.astype(np.float32), categories.astype(np.int64), end=0
-  )
-
-
-def _numbers(
-  text: np.ndarray, starts: np.ndarray, ends: np.ndarray, base: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """Reads one field of every row; returns the numbers, blanks as nan or -1, and which are bad."""
-  digits = np.full(256, 255, np.uint8)
-  digits[np.frombuffer(b"0123456789abcdef"[:base], np.uint8)] = np.arange(base)
-  digits[np.frombuffer(b"0123456789ABCDEF"[:base], np.uint8)] = np.arange(base)
-  blank = starts == ends
-  negative = (text[starts] == ord("-")) & (base == 10)
-  starts = starts + negative
-  length = ends - starts
-  bad = (length > (8 if base == 16 else 18)) | (negative & (length == 0))
-  value = np.zeros(len(starts), np.int64)
-  for k in range(int(length[~bad].max(initial=0))):
-    inside = k < length
-    digit = digits[text[np.minimum(starts + k, len(text) - 1)]]
-    bad |= inside & (digit == 255)
-    value = np.where(inside, value * base + digit, value)
-  if base == 16:
-    return np.where(blank, -1, value), bad
-  return np.where(blank, np.nan, np.where(negative, -value, value)), bad
+  columns = ["c0::UTINYINT", *(f"{each}::FLOAT" for each in integers)]
+  columns += [f"coalesce({each}::BIGINT, -1)" for each in categories]
+  query = f"SELECT {', '.join(columns)} FROM {scan(stored)}"
+  for batch in stage.engine.execute(query).to_arrow_reader(1 << 16):
+    label, *arrays_of = (column.to_numpy(zero_copy_only=False) for column in batch.columns)
+    numbers, ids = arrays_of[:NUM_INTEGERS], arrays_of[NUM_INTEGERS:]
+    yield Rows(label, np.stack(numbers, axis=1), np.stack(ids, axis=1))
+  stored.unlink()
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -224,10 +166,3 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
   return x ^ (x >> np.uint64(31))
-
-
-def _error(path: Path, index: int, what: str) -> DamagedFileError:
-  return DamagedFileError(
-    f"{path}, line {index + 1}: {what}. Is the file complete and unpacked? Repair or remove the "
-    "line."
-  )

@@ -235,18 +235,16 @@ def propose(sample: Sample, roles: Roles) -> Plan:
   Raises:
     UserError: a role's column does not exist or cannot have the role; says what to write.
   """
-  columns = sample.columns
-  named = dict(zip(("label", *_SIDES, "time"), roles, strict=False))
-  for role, name in named.items():
-    if name and name not in columns:
-      raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
-    same = [other for other, value in named.items() if value == name and other != role]
-    if name and same:
-      raise UserError(f"--{role} and --{same[0]} are both {name!r}: a column has one role")
-    if name and not columns[name].present:
-      raise UserError(f"--{role}={name}: the column has no value in the sample")
-  if roles.positive and not roles.label:
+  columns, named = sample.columns, {role: n for role, n in roles._asdict().items() if n}
+  if named.pop("positive", "") and not roles.label:
     raise UserError(f"--positive={roles.positive} is a value of the label: give --label too")
+  for role, name in named.items():
+    if name not in columns:
+      raise UserError(f"--{role}={name}: no column; {spec.nearest(name, list(columns))}")
+    if same := [other for other, value in named.items() if value == name and other != role]:
+      raise UserError(f"--{role} and --{same[0]} are both {name!r}: a column has one role")
+    if not columns[name].present:
+      raise UserError(f"--{role}={name}: the column has no value in the sample")
   if roles.time and columns[roles.time].times is None:
     raise UserError(
       f"--time={roles.time} has values as {columns[roles.time].texts[0].as_py()!r}: a time is a "
@@ -267,24 +265,24 @@ class _Planner:
     for name, column in self.columns.items():
       self.plan.columns[name] = known.get(name) or feature(column, sample.total, self.y)
     self._set_recipes()
-    self._note_oddities()
+    self.plan.notes[:0] = self._oddities()  # the last note says why there is no config
 
   def _completed(self, roles: Roles) -> Roles:
     """Returns the roles with user and item by their names and data, and the time."""
     free = {name: column for name, column in self.columns.items() if name not in roles[:4]}
-    pair = {
-      side: getattr(roles, side) or next((n for n, c in free.items() if _is_id(c, side)), "")
-      for side in _SIDES
-    }
+    hinted = lambda side: next((n for n, c in free.items() if _is_id(c, side)), "")
+    pair = {side: getattr(roles, side) or hinted(side) for side in _SIDES}
     if all(pair.values()):
       guessed = [f"--{side}={name}" for side, name in pair.items() if not getattr(roles, side)]
       self.plan.notes += [f"Guessed by name and values: {' '.join(guessed)}."] * bool(guessed)
       roles = roles._replace(**pair)
     ids = {side: self.columns[name] for side, name in pair.items() if name}
     times = [name for name, each in free.items() if name not in pair.values() and _is_time(each)]
-    hinted = [name for name in times if is_hinted(name, "time")]
-    others = (name for name in times if not _side(self.columns[name], ids))  # no dates of the item
-    return roles._replace(time=roles.time or next(iter(hinted), "") or next(others, ""))
+    # Hinted ones first, and no dates of the item.
+    times = [name for name in times if is_hinted(name, "time")] or [
+      name for name in times if not _side(self.columns[name], ids)
+    ]
+    return roles._replace(time=roles.time or next(iter(times), ""))
 
   def _with_roles(self) -> dict[str, Proposal]:
     """Returns the proposals for the columns with a role, and sets `y` and `clock`."""
@@ -296,12 +294,9 @@ class _Planner:
     if roles.item:
       known[roles.item] = _item(columns[roles.item])
     if roles.time:
-      time = columns[roles.time]
-      assert time.times is not None
-      self.clock, known[roles.time] = (
-        np.append(time.times, np.nan)[time.codes],
-        Proposal("time", {}),
-      )
+      times, codes = columns[roles.time].times, columns[roles.time].codes
+      assert times is not None
+      self.clock, known[roles.time] = np.append(times, np.nan)[codes], Proposal("time", {})
     elif parts := _date_parts(columns):
       names = tuple(column.name for column in parts)
       name = next(each for each in ("time", "date", "date_and_time") if each not in columns)
@@ -320,25 +315,26 @@ class _Planner:
       raise UserError(f"--positive={positive}: no value of {name!r} in the sample; {hint}")
     unknown = [text for text in counts if _NONE.fullmatch(text) and text not in clicks]
     dropped = unknown if len(counts) - len(unknown) >= 2 else []
-    texts, why = [text for text in counts if text not in dropped], ""
-    options: dict[str, Any] = {}
+    texts = [text for text in counts if text not in dropped]
+    options: dict[str, Any] = {"drop": tuple(dropped)} if dropped else {}
+    why, by = "", ""
     if positive:
-      options, why = {"positive": (positive,)}, f"{positive} is a click"
+      options, why = {"positive": (positive,)} | options, f"{positive} is a click"
     elif all(text.lower() in spec.CLICKS + spec.NO_CLICKS for text in texts):
       clicks = [text for text in texts if text.lower() in spec.CLICKS]
     elif len(texts) > 1 and all(re.match(NUMBER, text) for text in texts):
       values = np.array(texts, float)
       median = np.median(np.repeat(values, [counts[text] for text in texts]))
       least = float(median if median > values.min() else values[values > median].min())
-      options = {"at_least": int(least) if least.is_integer() else least}
-      why = f"{options['at_least']} or more is a click"
+      options = {"at_least": int(least) if least.is_integer() else least} | options
+      why, by = f"{options['at_least']} or more is a click", ", by the median"
       clicks = [text for text, value in zip(texts, values, strict=True) if value >= least]
     elif len(texts) == 2:
-      options, clicks, why = {"positive": (texts[1],)}, texts[1:], f"{texts[1]} is a click"
-      other = f"--positive={_quoted(texts[0])} takes the other"
+      options, clicks = {"positive": (texts[1],)} | options, texts[1:]
+      why, other = f"{texts[1]} is a click", f"--positive={_quoted(texts[0])} takes the other"
       notes.append(f"{texts[1]!r} is the rarer value of {name}; {other}.")
     elif len(texts) > 2:
-      listed = ", ".join(texts[:_EXAMPLES]) + (" …" if len(texts) > _EXAMPLES else "")
+      listed = ", ".join(texts[:_EXAMPLES]) + " …" * (len(texts) > _EXAMPLES)
       raise UserError(
         f"--label={name} has {len(texts):,} values ({listed}): say which is a click, "
         f"--positive={_quoted(texts[0])}"
@@ -350,13 +346,12 @@ class _Planner:
       )
     of_text = [np.nan if text in dropped else float(text in clicks) for text in counts]
     self.y = np.append(of_text, np.nan)[column.codes]
-    rate, by = np.nanmean(self.y), ", by the median" if "at_least" in options else ""
+    rate = np.nanmean(self.y)
     shown = f"{rate:.1%}" if rate >= 0.01 else f"{rate:.2%}"
     notes.append(f"{shown} of the rows are clicks{why and f': {why}'}{by}.")
     if rate < 0.01:
       notes.append("Clicks are so rare that models differ in AUC and log loss, not in accuracy.")
     if dropped:
-      options["drop"] = tuple(dropped)
       share = sum(counts[text] for text in dropped) / column.present
       listed = ", ".join(map(repr, dropped))
       notes.append(f"Rows with the label {listed} are left out: {share:.1%}.")
@@ -367,8 +362,7 @@ class _Planner:
     plan, roles, columns = self.plan, self.roles, self.columns
     needed = [columns[name] for name in roles[:4] if name]
     absent = [f"{each.name} {each.missing:.1%}" for each in needed if each.missing]
-    if absent:
-      plan.notes.append(f"Rows without a value are left out: {', '.join(absent)}.")
+    plan.notes += [f"Rows without a value are left out: {', '.join(absent)}."] * bool(absent)
     if absent or self.sample.skipped:
       plan.settings["on_bad_row"] = "skip"
     is_list = bool(roles.item) and "separator" in plan.columns[roles.item].options
@@ -422,25 +416,23 @@ class _Planner:
 
   def _has_split(self, y: np.ndarray) -> bool:
     """Returns whether a split has both outcomes in each part; leaves out what training lacks."""
-    plan, known = self.plan, ~np.isnan(y)
+    plan, known, parts = self.plan, ~np.isnan(y), np.zeros(len(y), np.int64)
     if not self.sample.is_all:
       return True
     has_both = lambda parts: all(len(np.unique(y[(parts == n) & known])) == 2 for n in range(3))
     rare = int(min((y == 1).sum(), (y == 0).sum()))
-    by_hash, parts = True, np.zeros(len(y), np.int64)
     if self.clock is not None:
       parts = np.searchsorted(np.nanquantile(self.clock, (0.8, 0.9)), self.clock, side="right")
-      if by_hash := not has_both(parts):
+      if not has_both(parts):
         plan.notes.append("By time, a part would have only clicks or none: the split is by hash.")
         plan.settings["split"] = {"by": "hash"}
-    if by_hash:
+    if self.clock is None or "split" in plan.settings:
       tries = itertools.product((0.25 if rare < _FEW_CLICKS else 0.1, 0.3), range(30))
       splits = ((share, seed, self.sample.split(share, seed)) for share, seed in tries)
       found = next((split for split in splits if has_both(split[2])), None)
       if found is None:
-        plan.notes.append(
-          "No split by hash has clicks and other rows in each part: too few rows differ."
-        )
+        why = "No split by hash has clicks and other rows in each part: too few rows differ."
+        plan.notes.append(why)
         return False
       share, seed, parts = found
       if (seed, share) != (0, 0.1):
@@ -465,19 +457,19 @@ class _Planner:
       name = max(numbers, key=lambda name: evidence(self.columns[name], y).gain)
       options = {key: value for key, value in plan.columns[name].options.items() if key != "log"}
       plan.columns[name] = Proposal("number", options | buckets)
-      plan.notes.append(f"All features are numbers: the intervals of {name} get vectors.")
+      note = f"All features are numbers: the intervals of {name} get vectors."
     elif time is None:
-      plan.notes.append("No column is left to learn from: see above why each is left out.")
+      note = "No column is left to learn from: see above why each is left out."
     elif time.numbers is None:
       hours = len(pc.unique(pc.utf8_slice_codeunits(time.texts, 11, 13)))
       part, pattern = ("hour", r"[T ](\d\d)") if hours > 1 else ("day", r"^\d{4}.\d\d.(\d\d)")
       options = {"column": time.name, "pattern": pattern}
       plan.more[f"{time.name}_{part}"] = Proposal("category", options)
-      plan.notes.append(f"Only the time is left to learn from: its {part} is a category.")
+      note = f"Only the time is left to learn from: its {part} is a category."
     else:
-      options = {"column": time.name, **buckets}
-      plan.more[f"{time.name}_interval"] = Proposal("number", options)
-      plan.notes.append("Only the time is left to learn from: its intervals get vectors.")
+      plan.more[f"{time.name}_interval"] = Proposal("number", {"column": time.name, **buckets})
+      note = "Only the time is left to learn from: its intervals get vectors."
+    plan.notes.append(note)
     return bool(numbers) or time is not None
 
   def _ask(self) -> None:
@@ -487,11 +479,10 @@ class _Planner:
     if len(sides) == 1 and columns[getattr(self.roles, sides[0])].distinct == self.sample.num_rows:
       plan.side = sides[0]
       plan.notes.append(f"Each row is {'an item' if plan.side == 'item' else 'a user'} of its own.")
-      names = (name for name, each in plan.columns.items() if each.kind in ("", "category"))
-      for name in names if plan.side == "item" else ():
-        if self._names_items(columns[name]):
-          plan.columns[name] = Proposal("title", {}, "of the item")
-          break
+      names = [name for name, each in plan.columns.items() if each.kind in ("", "category")]
+      if plan.side == "item":
+        titles = [name for name in names if self._names_items(columns[name])][:1]
+        plan.columns |= dict.fromkeys(titles, Proposal("title", {}, "of the item"))
     elif len(sides) < 2:
       labels = [name for name, each in columns.items() if each.distinct == 2 and not each.missing]
       ids = [name for name, each in plan.columns.items() if each.kind == "category"]
@@ -501,7 +492,8 @@ class _Planner:
       predicted = f"the column that is predicted, --label{listed(labels)}"
       plan.notes.append(f"For a config, name {predicted}, or {wanted}{listed(ids)}.")
 
-  def _note_oddities(self) -> None:
+  def _oddities(self) -> list[str]:
+    """Returns notes on values that may be none, leaks, repeated rows and columns without name."""
     plan, notes, columns = self.plan, [], self.columns
     numbers = [columns[name] for name, each in plan.columns.items() if each.kind == "number"]
     plan.missing = tuple(dict.fromkeys(text for each in numbers for text in each.placeholders))
@@ -526,7 +518,7 @@ class _Planner:
       notes.append(f"{share:.1%} of the rows repeat another one in all columns.")
     if nameless := [name for name in columns if re.fullmatch(r"column \d+", name)]:
       notes.append(f"Called by their place, as the header has no name: {', '.join(nameless)}.")
-    plan.notes[:0] = notes  # the last one says why there is no config
+    return notes
 
   def _names_items(self, column: Column) -> bool:
     """Whether a text names items: nearly all have their own, and it has letters and words."""

@@ -1,6 +1,7 @@
 """Files of rows. DuckDB converts text to Parquet, which is staged."""
 
 import codecs
+import contextlib
 import csv
 import functools
 import glob
@@ -235,6 +236,13 @@ class TextFile:
     is_row = any(re.fullmatch(r"[-+.\d]+", name) for name in self.names)
     seems = "The first line seems a row, not a header: name the columns, "
     return f"{seems}config.format.names=('…', '…')." if is_row else ""
+
+  @contextlib.contextmanager
+  def open(self) -> Iterator[Any]:
+    """Opens the bytes of the text, unpacked."""
+    stream, raw = _bytes_of(self.path)
+    with raw:
+      yield stream
 
   def stored(self, stage: Stage, limit: int = 0) -> Stored:
     """Returns the Parquet file with the rows, or with the first `limit` ones.

@@ -14,12 +14,13 @@ The classes below are the kinds; their attributes are the options. Columns of th
 not declared are not read.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..errors import UserError
@@ -42,6 +43,9 @@ class Kind:
 
   def check(self) -> None:
     """Raises ValueError for options that make no sense, without the name of the column."""
+    for name, (is_valid, advice) in _VALID.items():
+      if hasattr(self, name) and not is_valid(getattr(self, name)):
+        raise ValueError(f"{name} is {getattr(self, name)!r}: {advice}")
 
   def sources(self, name: str) -> tuple[str, ...]:
     """Returns the columns of the files that a declaration of this name reads."""
@@ -65,6 +69,7 @@ class Label(Kind):
   drop: tuple[str, ...] = ()
 
   def check(self) -> None:
+    super().check()
     if self.positive and self.at_least is not None:
       raise ValueError("give positive or at_least, not both")
 
@@ -80,10 +85,6 @@ class Side(Kind):
 
   side: str = ""
 
-  def check(self) -> None:
-    if self.side not in SIDES:
-      raise ValueError(f"side is {self.side!r}: choose 'user', 'item' or ''")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Embedded(Side):
@@ -96,11 +97,6 @@ class Embedded(Side):
 
   dim: int = 0
   optimizer: str = ""
-
-  def check(self) -> None:
-    super().check()
-    if self.dim < 0:
-      raise ValueError(f"dim is {self.dim}: choose a width, or 0 for config.dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,17 +117,6 @@ class Number(Embedded):
   standardize: bool = True
   missing: str = "mean"
   buckets: int | tuple[float, ...] = 0
-
-  def check(self) -> None:
-    super().check()
-    if self.missing not in ("mean", "indicator"):
-      raise ValueError(f"missing is {self.missing!r}: choose 'mean' or 'indicator'")
-    if isinstance(self.buckets, int) and (self.buckets < 0 or self.buckets == 1):
-      raise ValueError(f"buckets is {self.buckets}: choose 2 or more, or 0 for none")
-    if not isinstance(self.buckets, int) and any(
-      a >= b for a, b in zip(self.buckets, self.buckets[1:], strict=False)
-    ):
-      raise ValueError(f"buckets are {self.buckets}: boundaries must increase")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,12 +149,6 @@ class Category(Embedded):
     super().check()
     if self.hash and self.size:
       raise ValueError("give hash or size, not both")
-    for name in ("min_count", "oov", "hash", "size"):
-      if getattr(self, name) < (name == "min_count"):
-        raise ValueError(
-          f"{name} is {getattr(self, name)}: choose {int(name == 'min_count')} or more"
-        )
-    check_pattern(self.pattern)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,10 +173,6 @@ class Bag(Category):
     super().check()
     if not self.separator:
       raise ValueError("separator is empty: give the text between two values")
-    if self.max_length < 0:
-      raise ValueError(f"max_length is {self.max_length}: choose 0 or more")
-    if self.combiner not in ("mean", "sum", "sqrtn"):
-      raise ValueError(f"combiner is {self.combiner!r}: choose mean, sum or sqrtn")
     if self.columns and (self.column or len(self.columns) < 2):
       raise ValueError(
         f"columns is {self.columns}: name two or more columns of flags, and no column"
@@ -232,8 +207,6 @@ class Cross(Embedded):
       raise ValueError(f"columns is {self.columns}: name two or more declared columns")
     if self.column:
       raise ValueError("a cross has columns, not a column")
-    if self.buckets < 1:
-      raise ValueError(f"buckets is {self.buckets}: choose 1 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,6 +252,7 @@ class Time(Kind):
   columns: tuple[str, ...] = ()
 
   def check(self) -> None:
+    super().check()
     if self.columns and (self.column or not 3 <= len(self.columns) <= 6):
       raise ValueError(
         f"columns is {self.columns}: name those of year, month, day, and perhaps hour, minute and "
@@ -393,15 +367,18 @@ def _parse_one(value: Any, place: str) -> Kind:
   name = options.pop("kind", None)
   if not isinstance(name, str) or name not in KINDS:
     raise UserError(f"{place} is of the unknown kind {name!r}; {nearest(str(name), list(KINDS))}")
-  cls = KINDS[name]
-  fields = {field.name: field for field in dataclasses.fields(cls)}
+  fields = {field.name: field.default for field in dataclasses.fields(KINDS[name])}
   for option, given in options.items():
     if option not in fields:
-      raise UserError(
-        f"{place}: a {name} has no option {option!r}; {nearest(str(option), list(fields))}"
-      )
-    options[option] = _typed(given, cls, fields[option], f"{place}: {option}")
-  kind = cls(**options)
+      hint = nearest(str(option), list(fields))
+      raise UserError(f"{place}: a {name} has no option {option!r}; {hint}")
+    is_list = (name, option) == ("number", "buckets")
+    options[option], wanted = _typed(
+      given, fields[option], is_list=is_list, is_label=name == "label"
+    )
+    if wanted:
+      raise UserError(f"{place}: {option} is {given!r}: give {wanted}")
+  kind = KINDS[name](**options)
   try:
     kind.check()
   except ValueError as error:
@@ -409,43 +386,58 @@ def _parse_one(value: Any, place: str) -> Kind:
   return kind
 
 
-def _typed(value: Any, cls: type[Kind], field: dataclasses.Field, place: str) -> Any:
-  """Returns an option's value, lists as tuples; raises UserError for one of another type."""
-  default = field.default
+def _typed(value: Any, default: Any, *, is_list: bool, is_label: bool) -> tuple[Any, str]:
+  """Returns an option's value, lists as tuples; and what to give instead, or ""."""
+  is_many = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+  is_number = lambda each: isinstance(each, int | float) and not isinstance(each, bool)
   if isinstance(default, tuple):
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-      value = (value,)
-    if any(not isinstance(each, str | int | float) for each in value):
-      raise UserError(f"{place} is {value!r}: give texts or numbers")
-    # Files' texts are trimmed, too.
-    return tuple(as_text(each).strip() if cls is Label else str(each) for each in value)
-  if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-    if cls is not Number or field.name != "buckets":
-      raise UserError(f"{place} is {value!r}: give a single value")
-    if not all(_is_number(each) and math.isfinite(each) for each in value):
-      raise UserError(f"{place} is {value!r}: give boundaries as numbers")
-    return tuple(float(each) for each in value)
+    each = value if is_many else (value,)
+    as_it_is = lambda text: as_text(text).strip() if is_label else str(text)  # as files' texts
+    is_plain = all(isinstance(text, str | int | float) for text in each)
+    return tuple(map(as_it_is, each)), "" if is_plain else "texts or numbers"
+  if is_many and is_list:
+    are_numbers = all(is_number(each) and math.isfinite(each) for each in value)
+    return (tuple(map(float, value)), "") if are_numbers else ((), "boundaries as numbers")
+  if is_many:
+    return value, "a single value"
   if default is None:
-    if value is not None and not _is_number(value):
-      raise UserError(f"{place} is {value!r}: give a number")
-    return None if value is None else float(value)
-  if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, type(default)):
-    raise UserError(f"{place} is {value!r}: give a value like {default!r}")
-  return value
+    is_valid = value is None or is_number(value)
+    return float(value) if is_valid and value is not None else None, "" if is_valid else "a number"
+  is_alike = isinstance(value, type(default)) and isinstance(value, bool) == isinstance(
+    default, bool
+  )
+  return value, "" if is_alike else f"a value like {default!r}"
 
 
-def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool)
+def _buckets_fault(buckets: int | tuple[float, ...]) -> bool:
+  """Whether a number of intervals is one, or boundaries do not increase."""
+  if isinstance(buckets, int):
+    return buckets < 0 or buckets == 1
+  return any(a >= b for a, b in itertools.pairwise(buckets))
 
 
-def check_pattern(pattern: str) -> None:
-  """Raises ValueError if a pattern is no regular expression with one group."""
-  try:
-    groups = re.compile(pattern).groups
-  except re.error as error:
-    raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
-  if pattern and groups != 1:
-    raise ValueError(f"pattern {pattern!r} has {groups} groups, of which one must be the value")
+def _has_one_group(pattern: str) -> bool:
+  """Whether a text is "" or a regular expression with one group."""
+  with contextlib.suppress(re.error):
+    return not pattern or re.compile(pattern).groups == 1
+  return False
+
+
+_NOT_NEGATIVE = (lambda value: value >= 0, "choose 0 or more")
+# By option: whether a value is valid, and what else to write.
+_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
+  "side": (lambda side: side in SIDES, "choose 'user', 'item' or ''"),
+  "dim": (lambda dim: dim >= 0, "choose a width, or 0 for config.dim"),
+  "missing": (lambda how: how in ("mean", "indicator"), "choose 'mean' or 'indicator'"),
+  "buckets": (
+    lambda buckets: not _buckets_fault(buckets),
+    "choose 2 or more, 0 for none, or boundaries that increase",
+  ),
+  "min_count": (lambda count: count >= 1, "choose 1 or more"),
+  **dict.fromkeys(("oov", "hash", "size", "max_length"), _NOT_NEGATIVE),
+  "pattern": (_has_one_group, "write a regular expression with one group, which is the value"),
+  "combiner": (lambda how: how in ("mean", "sum", "sqrtn"), "choose mean, sum or sqrtn"),
+}
 
 
 def nearest(name: str, known: list[str]) -> str:

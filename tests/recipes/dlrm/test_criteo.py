@@ -1,4 +1,4 @@
-"""Criteo: fields by hand, both vocabularies, blocks, restarts, and errors that name the line."""
+"""Criteo: fields by hand, both vocabularies, blocks, restarts, and errors that name the row."""
 
 import gzip
 
@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from small_data import write_criteo
 
 from recipes.dlrm import criteo, data
+from recipes.tables.source import Stage
 
 
 def line(label="0", integers=(), categories=()):
@@ -29,7 +30,7 @@ def test_fields_by_hand(tmp_path):
   path = tmp_path / "train.txt"
   rows = [line("1", ["3", "-2", ""], ["0000000a", "", "ffffffff"]), line("0", ["0", "", "7"])]
   path.write_text("\n".join(rows) + "\n")
-  (block,) = criteo.read(path)
+  (block,) = criteo.read(path, Stage())
   assert block.label.tolist() == [1, 0]
   np.testing.assert_array_equal(block.integers[:, :3], [[3, -2, np.nan], [0, np.nan, 7]])
   assert block.categories[:, :3].tolist() == [[10, -1, 0xFFFFFFFF], [-1, -1, -1]]
@@ -39,19 +40,13 @@ def test_fields_by_hand(tmp_path):
     rtol=1e-6,
   )
   path.write_text("\n".join(rows))
-  assert [block.label.tolist() for block in criteo.read(path)] == [[1], [0]]
+  assert [block.label.tolist() for block in criteo.read(path, Stage())] == [[1, 0]]
   assert criteo.count_rows(path) == 2
 
 
-def test_blocks_do_not_change_what_is_read(tmp_path):
+def test_rows_are_what_the_lines_say(tmp_path):
   path = write_criteo(tmp_path / "train.txt", rows=200)
-  (whole,) = criteo.read(path)
-  parts = list(criteo.read(path, block=1000))
-  assert len(parts) > 10
-  for name in ("label", "integers", "categories"):
-    joined = np.concatenate([getattr(part, name) for part in parts])
-    np.testing.assert_array_equal(joined, getattr(whole, name))
-  assert parts[-1].end == whole.end == path.stat().st_size
+  (whole,) = criteo.read(path, Stage())
   lines = path.read_text().splitlines()
   for row in (0, 77, 199):
     fields = lines[row].split("\t")
@@ -64,23 +59,22 @@ def test_blocks_do_not_change_what_is_read(tmp_path):
 @pytest.mark.parametrize(
   ("bad", "message"),
   [
-    (line()[:-3], r"line 3: found 37 fields .*\(40\)"),
-    ("", "line 3: found 1 fields"),
-    (line("2"), "line 3: the label is not 0 or 1"),
-    (line(""), "line 3: the label is not 0 or 1"),
-    (line("0", ["1", "x2"]), "line 3: integer 2 is 'x2', expected an integer"),
-    (line("0", ["-"]), "line 3: integer 1 is '-'"),
-    (line("0", ["1.5"]), "line 3: integer 1 is '1.5'"),
-    (line("0", [], ["", "0000000g"]), "line 3: category 2 is '0000000g', expected up to 8 hex"),
-    (line("0", [], ["123456789"]), "line 3: category 1 is '123456789'"),
+    (line()[:-3], r"row 3 has too few fields: 37 instead of 40"),
+    (line("2"), "row 3, column 'label' is '2', expected 0 or 1"),
+    (line(""), "row 3, column 'label' is None, expected 0 or 1"),
+    (line("0", ["1", "x2"]), "row 3, column 'i02' is 'x2', expected an integer"),
+    (line("0", ["-"]), "row 3, column 'i01' is '-'"),
+    (line("0", ["1.5"]), "row 3, column 'i01' is '1.5'"),
+    (line("0", [], ["", "0000000g"]), "row 3, column 'c02' is '0000000g', expected up to 8 hex"),
+    (line("0", [], ["0_1"]), "row 3, column 'c01' is '0_1'"),
+    (line("0", [], ["123456789"]), "row 3, column 'c01' is '123456789'"),
   ],
 )
 def test_damage_is_named(tmp_path, bad, message):
   path = tmp_path / "train.txt"
-  path.write_text("\n".join([line(), line("1"), bad, line()]) + "\n")
-  for block in (1 << 24, 100):
-    with pytest.raises(ValueError, match=f"train.txt, {message}"):
-      list(criteo.read(path, block=block))
+  path.write_text("\n".join([line(), line("1"), bad, line(), bad]) + "\n")
+  with pytest.raises(ValueError, match=f"train.txt, {message}"):
+    list(criteo.read(path, Stage()))
 
 
 def test_a_missing_or_empty_file_is_named(tmp_path):

@@ -11,6 +11,7 @@ from small_data import write_criteo_days
 
 import embed
 from recipes.dlrm import baselines, criteo, criteo1tb, data
+from recipes.tables.source import Stage
 
 
 def config(folder, cache_dir, **changes):
@@ -41,7 +42,8 @@ def test_days_follow_one_another_and_the_last_is_halved(days, tmp_path):
   settings = config(days, tmp_path)
   loaded = data.load(settings)
   assert loaded.splits == {"train": (0, 253), "valid": (253, 260), "test": (260, 266)}
-  blocks = [block for i in range(24) for block in criteo.read(days / f"day_{i}")]
+  stage = Stage()
+  blocks = [block for i in range(24) for block in criteo.read(days / f"day_{i}", stage)]
   np.testing.assert_array_equal(loaded.columns["label"], np.concatenate([b.label for b in blocks]))
   integers = criteo.squash(np.concatenate([b.integers for b in blocks]))
   np.testing.assert_array_equal(loaded.columns["dense"], integers)
@@ -128,12 +130,11 @@ def test_preparation_goes_on_after_kills(days, tmp_path, monkeypatch):
       raise KeyboardInterrupt
     return real_count(path)
 
-  def killed(path, offset=0, line=0):
-    reads.append((path.name, line))
-    for block in real_read(path, offset, line, block=1_000):
-      yield block
-      if path.name == "day_5" and line == 0:
-        raise KeyboardInterrupt
+  def killed(path, stage):
+    reads.append(path.name)
+    yield from real_read(path, stage)
+    if reads == [f"day_{i}" for i in range(6)]:
+      raise KeyboardInterrupt
 
   again = config(days, tmp_path / "again")
   monkeypatch.setattr(criteo, "count_rows", killed_while_counting)
@@ -144,11 +145,10 @@ def test_preparation_goes_on_after_kills(days, tmp_path, monkeypatch):
     data.load(again)
   assert len(counted) == 24 + 1  # nine files were not counted again, the tenth was
   (position,) = (tmp_path / "again").glob("*.partial/position.json")
-  at = json.loads(position.read_text())
-  assert at["file"] == 5
+  assert json.loads(position.read_text()) == {"files": 5}
   reads.clear()
   resumed = data.load(again)
-  assert reads[:2] == [("day_5", at["rows"] - 5 * 11), ("day_6", 0)]
+  assert reads == [f"day_{i}" for i in range(5, 24)]
   for name in ("label", "dense", "ids"):
     np.testing.assert_array_equal(resumed.columns[name][:], whole.columns[name][:])
 
@@ -162,7 +162,10 @@ def test_damage_and_missing_days_are_named(days, tmp_path):
     (broken / f"day_{i}").write_bytes((days / f"day_{i}").read_bytes())
   lines = (broken / "day_3").read_text().splitlines()
   (broken / "day_3").write_text("\n".join([*lines[:4], "1\t2", *lines[5:]]) + "\n")
-  with pytest.raises(ValueError, match="day_3, line 5: found 2 fields"):
+  with pytest.raises(ValueError, match="day_3, row 5 has too few fields: 2 instead of 40"):
+    data.load(config(broken, tmp_path / "cache"))
+  (broken / "day_3").write_text("\n\n".join(lines) + "\n")
+  with pytest.raises(ValueError, match="day_3 has empty lines, or has changed"):
     data.load(config(broken, tmp_path / "cache"))
 
 

@@ -72,11 +72,14 @@ def test_crosses_have_columns_of_their_side():
     ({"a": {"kind": "category", "hash": "x"}}, "hash is 'x': give a value like 0"),
     ({"a": {"kind": "category", "min_count": 0}}, "min_count is 0: choose 1 or more"),
     ({"a": {"kind": "category", "hash": 9, "size": 9}}, "give hash or size, not both"),
-    ({"a": {"kind": "category", "pattern": "(a"}}, "is no regular expression"),
-    ({"a": {"kind": "category", "pattern": "a"}}, "has 0 groups, of which one"),
+    ({"a": {"kind": "category", "pattern": "(a"}}, "write a regular expression with one group"),
+    (
+      {"a": {"kind": "category", "pattern": "a"}},
+      "pattern is 'a': write a regular expression with one",
+    ),
     ({"a": {"kind": "category", "side": "left"}}, "side is 'left'"),
     ({"a": {"kind": "number", "missing": "zero"}}, "missing is 'zero'"),
-    ({"a": {"kind": "number", "buckets": [2, 1]}}, "boundaries must increase"),
+    ({"a": {"kind": "number", "buckets": [2, 1]}}, "boundaries that increase"),
     ({"a": {"kind": "bag", "separator": ""}}, "separator is empty"),
     ({"a": {"kind": "bag", "combiner": "max"}}, "choose mean, sum or sqrtn"),
     ({"a": {"kind": "cross", "columns": ["b"]}}, "name two or more"),
@@ -92,3 +95,11 @@ def test_crosses_have_columns_of_their_side():
 def test_errors_name_the_column(columns, problem):
   with pytest.raises(UserError, match=problem):
     spec.check_shared(spec.parse(columns), "config.columns")
+
+
+def test_columns_that_share_a_table_and_its_combiner():
+  check = lambda columns: spec.check_shared(spec.parse(columns), "config.columns")
+  bag = {"kind": "bag", "table": "t", "min_count": 2, "combiner": "sum"}
+  check({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag})
+  with pytest.raises(UserError, match="'b' and 'c' share the table 't', but differ in combiner"):
+    check({"a": {"kind": "category", "table": "t"}, "b": bag, "c": bag | {"combiner": "mean"}})
