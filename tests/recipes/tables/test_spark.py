@@ -18,7 +18,7 @@ import pytest
 from small_tables import completed, write_csv
 
 import recipes
-from recipes import arrays, hosts, pipeline
+from recipes import arrays, export, hosts, pipeline, serving
 from recipes.dlrm import data, train
 from recipes.errors import DamagedFileError, UserError
 from recipes.tables import spark
@@ -351,12 +351,15 @@ def test_a_shard_that_was_written_to_is_not_read(prepared):
 
 @needs_spark
 def test_a_run_on_shards_is_the_run_on_one_machine(prepared, tmp_path):
-  results = []
+  results, scores, cities = [], [], {"city": ["c1", "c4", None], "number": [3.0, 200.0, None]}
   for engine in ("duckdb", "spark"):
     given = {**prepared.to_dict(), "engine": engine, "steps": 20, "epochs": 0, "batch_size": 32}
     results.append(train.run(given, str(tmp_path / engine)))
     split = pq.read_table(tmp_path / engine / "split.parquet")
     assert len(split) == 470
+    served = export.export(tmp_path / engine, tmp_path / f"{engine}_served")
+    scores.append(serving.load(served).predict(cities).tolist())
+  assert scores[0] == scores[1]
   assert results[0]["metrics"] == results[1]["metrics"]
 
 
