@@ -27,7 +27,7 @@ from . import criteo, criteo1tb, movielens1m, synthetic
 
 
 def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  on_cluster = settings.get("engine") == "spark"
+  on_cluster = settings["engine"] == "spark"
   return (spark.build if on_cluster else clicks.build)(settings, folder)
 
 

@@ -19,7 +19,7 @@ from .rows import open_source
 from .settings import Source
 from .source import Stage
 from .store import Store
-from .values import bits, indices_of, shown, spelled, spelling_of
+from .values import bits, indices_of, spelled, spelling_of
 
 
 class Codes:
@@ -188,14 +188,12 @@ def read(
   reader, file = open_source(source, on_bad_row, stage=stage), source.all_files[0]
   parts, seen, num_rows = list[dict[str, Any]](), dict[str, int](), 0
   for chunk in reader:
-    missing = bits(chunk.columns[""].is_null())
-    chunk = reader.refuse(chunk, missing, source.key, lambda row: "", "has no value")
+    chunk = reader.refuse(chunk, bits(chunk.columns[""].is_null()), "")
     keys = chunk.columns[""].to_pylist()
     places = range(num_rows, num_rows := num_rows + len(keys))
     is_again = [seen.setdefault(key, n) < n for n, key in zip(places, keys, strict=True)]
-    value = lambda row, keys=keys: shown(keys[row])
     kind = f"is that of an earlier row, and a {side} has one row"
-    parts.append(reader.refuse(chunk, np.array(is_again, bool), source.key, value, kind).columns)
+    parts.append(reader.refuse(chunk, np.array(is_again, bool), "", kind).columns)
   columns = {name: joined([part[name] for part in parts]) for name in parts[0]} if parts else {}
   if not parts or not len(columns[""]):
     raise UserError(f"no row of {file} has a value in column {source.key!r}")

@@ -261,7 +261,8 @@ class _Log:
       f"CREATE TEMP TABLE log AS SELECT file_row_number AS place, {who} AS user, "
       f"{f'unnest({what})' if self._is_list else what} AS item, split, row FROM {store.scan}"
     )
-    if empty := len(store) - query("SELECT count(DISTINCT place) FROM log")[0][0].as_py():
+    with_items = "SELECT count(DISTINCT place) FROM log"
+    if self._is_list and (empty := len(store) - query(with_items)[0][0].as_py()):
       listed = f"{empty:,} of {num_rows:,} rows have no item in column {self._names['item']!r}"
       self.notes.append(listed)
     for side in _SIDES:

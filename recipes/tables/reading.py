@@ -1,7 +1,7 @@
 """The rows of a user's files, in chunks; bad ones raise with file, row and column, or count."""
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from .. import files
 from ..errors import DamagedFileError, UserError
 from .formats import Format, paths
 from .source import Chunk, Fault, File, Stage, batches, open_file
-from .values import Problem, ReadAs, are_dates, converted, refusal
+from .values import Problem, ReadAs, are_dates, converted, refusal, shown
 
 __all__ = ["Chunk", "Format", "Reader", "columns_of", "paths"]
 
@@ -181,29 +181,27 @@ class Reader:
       raise DamagedFileError(f"{first}{more if len(self._paths) > 1 else ''}{sep}{why}.")
 
   def refuse(
-    self,
-    chunk: Chunk,
-    bad: np.ndarray,
-    column: str,
-    value: Callable[[int], str],
-    kind: str,
-    hint="",
+    self, chunk: Chunk, bad: np.ndarray, name: str, kind: str = "has no value", hint: str = ""
   ) -> Chunk:
     """Raises for the first bad row, or leaves out and counts all of them.
 
     Args:
       chunk: with N rows.
       bad: bool [N].
-      column: whose values are bad.
-      value, kind, hint: as of `values.Problem`.
+      name: of the column whose values are bad.
+      kind, hint: as of `values.Problem`.
 
     Returns:
       The rows that are not bad.
 
     Raises:
-      DamagedFileError: `on_bad_row` is "raise"; names file, row and column.
+      DamagedFileError: `on_bad_row` is "raise"; names file, row, column and value.
     """
-    return self._without(chunk, {}, [(column, Problem(bad, kind, value, hint))])
+    values = chunk.columns[name]
+    plain = values.tolist() if isinstance(values, np.ndarray) and bad.any() else values
+    item = lambda row: plain[row] if isinstance(plain, list) else plain[row].as_py()
+    value = lambda row: "" if item(row) is None else shown(item(row))
+    return self._without(chunk, {}, [(self._columns[name][0], Problem(bad, kind, value, hint))])
 
   def _check(self, file: File) -> None:
     """Raises if a file lacks a column, or stores it in a way that cannot be read as it should."""

@@ -21,7 +21,7 @@ from .reading import Chunk, Ledger, Reader
 from .settings import SPLITS, Source, Table, first_time
 from .source import File, Stage
 from .store import way, ways
-from .values import as_numbers, bits, plain, same_value, shown
+from .values import as_numbers, bits, plain, same_value
 
 __all__ = ["RowReader", "Rows", "label_of", "open_source", "split_file", "way", "ways"]
 
@@ -163,13 +163,11 @@ class RowReader:
       reader = self._open(paths)
       for chunk in reader:
         for name in self._required:
-          bad = bits(chunk.columns[name].is_null())
-          chunk = reader.refuse(chunk, bad, name, lambda row: "", "has no value")
+          chunk = reader.refuse(chunk, bits(chunk.columns[name].is_null()), name)
         chunk = self._labelled(reader, chunk) if self._label else chunk
         if weight:
-          values = chunk.columns[weight]
-          shown_at, kind = lambda row, x=values: f"{x[row]}", "is no weight, a number of 0 or more"
-          chunk = reader.refuse(chunk, ~(values >= 0), weight, shown_at, kind)
+          bad = ~(chunk.columns[weight] >= 0)
+          chunk = reader.refuse(chunk, bad, weight, "is no weight, a number of 0 or more")
         chunk, parts = self._split(reader, chunk, split)
         yield Rows(chunk, parts, chunk.columns.get(self._label or ""))
       self.account.join(Account({split: reader.ledger}, has_dates=reader.has_dates))
@@ -189,11 +187,8 @@ class RowReader:
       kept = ~_member(texts, kind.drop)
       self.account.dropped += len(kept) - int(kept.sum())
       chunk, texts = chunk.take(kept), texts.filter(pa.array(kept))
-    missing = bits(texts.is_null())
-    chunk = reader.refuse(chunk, missing, name, lambda row: "", "has no value")
-    texts = texts.drop_null()
-    label, column = label_of(texts, kind), f"config.columns[{name!r}]"
-    chunk = chunk._replace(columns=chunk.columns | {name: label.astype(np.uint8)})
+    chunk = reader.refuse(chunk, bits(texts.is_null()), name)
+    label, column = label_of(texts.drop_null(), kind), f"config.columns[{name!r}]"
     what, hint = (
       "is neither 0 nor 1",
       f"Give the values that are clicks as {column}['positive'], or the smallest as "
@@ -201,7 +196,8 @@ class RowReader:
     )
     if kind.at_least is not None:
       what, hint = f"is no number to compare with {column}['at_least']={kind.at_least:g}", ""
-    return reader.refuse(chunk, label < 0, name, lambda row: shown(texts[row].as_py()), what, hint)
+    chunk = reader.refuse(chunk, label < 0, name, what, hint)
+    return chunk._replace(columns=chunk.columns | {name: label[label >= 0].astype(np.uint8)})
 
   @property
   def notes(self) -> list[str]:
@@ -242,9 +238,8 @@ class RowReader:
     if by == "column":
       texts = pc.utf8_lower(pc.fill_null(plain(chunk.columns[self._of_split]), ""))
       parts = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
-      value, what = lambda row: shown(texts[row].as_py()), "is no split"
       hint = "Write train, valid or test."
-      chunk = reader.refuse(chunk, parts < 0, self._of_split, value, what, hint)
+      chunk = reader.refuse(chunk, parts < 0, self._of_split, "is no split", hint)
       return chunk, parts[parts >= 0]
     return chunk, np.full(len(chunk.rows), SPLITS.index(files_of) if by == "files" else 0, np.int8)
 

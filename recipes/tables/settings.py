@@ -8,11 +8,10 @@ recipe's default. It may be a plain dict:
 """
 
 import dataclasses
-import datetime
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +21,17 @@ from ..run import settings as run_settings
 from . import spec
 from .formats import Format, paths
 from .reading import columns_of
+from .values import time_of
 
 if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction does without
   from ml_collections import ConfigDict
 
 SPLITS = ("train", "valid", "test")
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
-ENGINES = ("duckdb", "spark")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
 _TIMES = ("config.split.valid_from", "config.split.test_from")
+# Attributes of a `Table`.
+_PLAIN = ("on_bad_row", "exclude_seen", "duplicates", "core", "refit", "engine")
 
 _FORMAT = dataclasses.asdict(Format())
 _SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
@@ -168,10 +169,9 @@ class Table:
     sides: the sources of the features of "user" and "item" where they are files of their own.
     split: the settings of the split.
     on_bad_row: "raise" or "skip".
-    exclude_seen, duplicates, core, refit: as in the config.
+    exclude_seen, duplicates, core, refit, engine: as in the config.
     base: the folder `serve` of the run that this one starts from, whose transforms grow.
     counts: the published numbers of users, items and interactions; () if there are none.
-    engine: of the config.
     by_number: whether users and items are in the order of their ids, which are whole numbers; else
       in that of their first rows.
   """
@@ -184,7 +184,7 @@ class Table:
   duplicates: str
   core: int
   refit: bool
-  engine: str = "duckdb"
+  engine: str
   base: Path | None = None
   counts: tuple[int, ...] = ()
   by_number: bool = False
@@ -249,41 +249,20 @@ def settings(config) -> dict[str, Any]:
     UserError: a setting is wrong.
     MissingFileError: a file is missing.
   """
-  if config.on_bad_row not in ("raise", "skip"):
-    raise UserError(f"config.on_bad_row is {config.on_bad_row!r}: choose 'raise' or 'skip'")
-  if config.duplicates not in ("", "merge", "keep"):
-    raise UserError(f"config.duplicates is {config.duplicates!r}: choose 'merge', 'keep' or ''")
-  if config.engine not in ENGINES:
-    raise UserError(f"config.engine is {config.engine!r}: choose one of {ENGINES}")
-  if config.refit and config.select:
-    raise UserError(
-      f"config.refit trains on the validation rows too, and config.select={config.select!r} has "
-      "nothing left to look at: pass --config.select= to test the state of the last step"
-    )
-  if not config.split.valid and config.select and not isinstance(config.files, Mapping):
-    raise UserError(
-      f"config.split.valid is 0, and config.select={config.select!r} has nothing to look at: pass "
-      "--config.select= to test the state of the last step"
-    )
-  _check_split(config)
+  for fault in _faults(config):
+    raise UserError(fault)
   about = {
     "format": 1,
     "rows": _source(config, "config"),
     "sides": {},
     "split": config.split.to_dict(),
-    "on_bad_row": config.on_bad_row,
-    "exclude_seen": config.exclude_seen,
-    "duplicates": config.duplicates,
-    "core": config.core,
-    "refit": config.refit,
+    **{name: config[name] for name in _PLAIN},
   }
   for side, given in (("user", config.user_table), ("item", config.item_table)):
     if given.files:
       if not given.key:
         raise UserError(f"config.{side}_table.key is empty: name the column with the {side}s' ids")
       about["sides"][side] = _source(given, f"config.{side}_table") | {"key": given.key}
-  if config.engine != "duckdb":
-    about["engine"] = config.engine
   table = parsed(about)
   spec.check_shared(table.kinds, "config.columns")
   for side, source in table.sides.items():
@@ -355,7 +334,7 @@ def parsed(settings: Mapping[str, Any]) -> Table:
   """
   source = lambda about, place: Source(
     {name: tuple(Path(stamp[0]) for stamp in each) for name, each in about["files"].items()},
-    _format(about["format"]),
+    Format(**about["format"]),
     spec.parse(about["columns"], f"{place}.columns"),
     {Path(stamp[0]): stamp for each in about["files"].values() for stamp in each},
     about.get("key", ""),
@@ -364,56 +343,51 @@ def parsed(settings: Mapping[str, Any]) -> Table:
     source(settings["rows"], "config"),
     {side: source(about, f"config.{side}_table") for side, about in settings["sides"].items()},
     settings["split"],
-    settings["on_bad_row"],
-    settings["exclude_seen"],
-    settings["duplicates"],
-    settings["core"],
-    settings["refit"],
-    settings.get("engine", "duckdb"),
-    Path(settings["base"][0]) if "base" in settings else None,
-    tuple(settings.get("counts", ())),
-    settings.get("by_number", False),
+    base=Path(settings["base"][0]) if "base" in settings else None,
+    counts=tuple(settings.get("counts", ())),
+    by_number=settings.get("by_number", False),
+    **{name: settings[name] for name in _PLAIN},
   )
 
 
-def _format(about: Mapping[str, Any]) -> Format:
-  values: dict[str, Any] = {
-    key: tuple(value) if isinstance(value, list) else value for key, value in about.items()
+def _faults(config) -> Iterator[str]:
+  """Yields what is wrong with settings that need no look at the files."""
+  split, last = config.split, "pass --config.select= to test the state of the last step"
+  choices = {
+    "on_bad_row": ("raise", "skip"),
+    "duplicates": ("", "merge", "keep"),
+    "engine": ("duckdb", "spark"),
   }
-  return Format(**values)
-
-
-def _check_split(config) -> None:
-  split = config.split
+  for name, known in choices.items():
+    if config[name] not in known:
+      yield f"config.{name} is {config[name]!r}: choose one of {known}"
+  nothing = f"config.select={config.select!r} has nothing to look at: {last}"
+  if config.refit and config.select:
+    yield f"config.refit trains on the validation rows too, and {nothing}"
+  if not split.valid and config.select and not isinstance(config.files, Mapping):
+    yield f"config.split.valid is 0, and {nothing}"
   if split.by not in SPLIT_BY:
-    raise UserError(f"config.split.by is {split.by!r}: choose one of {SPLIT_BY[1:]}, or ''")
+    yield f"config.split.by is {split.by!r}: choose one of {SPLIT_BY[1:]}, or ''"
   for name in ("valid", "test"):
     if not 0 <= split[name] < 1:
-      raise UserError(
-        f"config.split.{name} is {split[name]}: choose a fraction of the rows below 1"
-      )
+      yield f"config.split.{name} is {split[name]}: choose a fraction of the rows below 1"
   if split.valid + split.test >= 1:
-    raise UserError("config.split.valid and config.split.test leave nothing to train on")
+    yield "config.split.valid and config.split.test leave nothing to train on"
   # "" may become any of these, and files without validation rows hash those of train.
-  _check_effect(split, "on", ("", "hash", "files"))
-  _check_effect(split, "valid_from", ("", "time"))
-  _check_effect(split, "test_from", ("", "time"))
+  by_time, by_hash = ("", "time"), ("", "hash", "files")
+  for name, protocols in (("on", by_hash), ("valid_from", by_time), ("test_from", by_time)):
+    if split[name] and split.by not in protocols:
+      yield (
+        f"config.split.{name} has no effect while config.split.by is {split.by!r}: remove it, or "
+        f"split by {protocols[1]!r}"
+      )
   valid, test = (first_time(split[name], name) for name in ("valid_from", "test_from"))
   if split.valid_from and split.test_from:
     both = f"config.split.valid_from is {split.valid_from!r} and test_from {split.test_from!r}"
     if valid[0] != test[0]:
-      raise UserError(f"{both}: write both as numbers or both as dates")
-    if not valid[1] < test[1]:
-      raise UserError(f"{both}: validation must begin before the test")
-
-
-def _check_effect(split, name: str, protocols: Sequence[str]) -> None:
-  """Raises UserError for an option of the split that its protocol does not look at."""
-  if split[name] and split.by not in protocols:
-    raise UserError(
-      f"config.split.{name} has no effect while config.split.by is {split.by!r}: remove it, or "
-      f"split by {protocols[1]!r}"
-    )
+      yield f"{both}: write both as numbers or both as dates"
+    elif not valid[1] < test[1]:
+      yield f"{both}: validation must begin before the test"
 
 
 def first_time(text: str, name: str) -> tuple[bool, float]:
@@ -429,17 +403,10 @@ def first_time(text: str, name: str) -> tuple[bool, float]:
   >>> first_time("1970-01-02", "test_from")
   (True, 86400000000.0)
   """
-  try:
-    return False, float(text or 0)
-  except ValueError:
-    pass
-  try:
-    when = datetime.datetime.fromisoformat(text)
-  except ValueError:
-    raise UserError(
-      f"config.split.{name} is {text!r}: write a number or a date like 2024-01-31"
-    ) from None
-  return True, when.replace(tzinfo=when.tzinfo or datetime.UTC).timestamp() * 1e6
+  time, is_date, is_bad = time_of(text or "0")
+  if is_bad:
+    raise UserError(f"config.split.{name} is {text!r}: write a number or a date like 2024-01-31")
+  return is_date, float(time)
 
 
 def steps_of_data(

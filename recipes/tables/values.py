@@ -382,13 +382,13 @@ def _times_of(texts: pa.StringArray) -> tuple[np.ndarray, np.ndarray, np.ndarray
       return times, none | pa.types.is_timestamp(stored), none
   encoded = texts.dictionary_encode()
   places = indices_of(encoded)
-  parsed = [*map(_time, encoded.dictionary.to_pylist()), (0, False, False)]
+  parsed = [*map(time_of, encoded.dictionary.to_pylist()), (0, False, False)]
   times, dated, bad = (np.array(each)[places] for each in zip(*parsed, strict=True))
   return times, dated, bad
 
 
-def _time(text: str | None) -> tuple[int | float, bool, bool]:
-  """Returns the time of a text, whether it is a date, and whether it is none."""
+def time_of(text: str | None) -> tuple[int | float, bool, bool]:
+  """Returns the time of a text, whether it is a date, and whether it is none; see `as_times`."""
   if text is None:
     return 0, False, False
   if re.match(NUMBER, text):

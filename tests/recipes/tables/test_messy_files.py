@@ -41,122 +41,85 @@ def write(path, content):
 # message, kind in the count).
 ROWS = {
   "too few fields": (
-    "x.csv", "a,b\nx,1\ny\nz,3\n", AB, {}, 2, None, ["1 instead of 2", "'b'"], "has too few fields",
-  ),
+    "x.csv", "a,b\nx,1\ny\nz,3\n", AB, {}, 2, None, ["1 instead of 2", "'b'"], "has too few fields"
+    ),
   "too many fields": (
     "x.csv", "a,b\nx,1\ny,2,3\nz,3\n", AB, {}, 2, None, ["3 instead of 2", "Quote", "','"],
-    "has too many fields",
-  ),
-  "too few fields in a bad encoding": (
-    "x.csv", b"a,b\nx,1\ncaf\xe9\nz,3\n", AB, {}, 2, "a",
-    [r"b'caf\xe9' is not utf-8", "config.format.encoding='latin-1'"], "is not utf-8",
-  ),
-  "too few fields before the rest": (
-    "x.txt", "x 1 1 2\ny\nz 2\n", AB | {"c": ("list", " ")},
+    "has too many fields"),
+  "too few fields in a bad encoding": ("x.csv", b"a,b\nx,1\ncaf\xe9\nz,3\n", AB, {}, 2, "a",
+    [r"b'caf\xe9' is not utf-8", "config.format.encoding='latin-1'"], "is not utf-8"),
+  "too few fields before the rest": ("x.txt", "x 1 1 2\ny\nz 2\n", AB | {"c": ("list", " ")},
     {"delimiter": " ", "names": ("a", "b", "c"), "rest": True},
-    2, None, ["1 instead of 3"], "has too few fields",
-  ),
+    2, None, ["1 instead of 3"], "has too few fields"),
   "too few fields of several characters": (
     "x.dat", "a::b\nx::1\ny\nz::3\n", AB, {}, 2, None, ["1 instead of 2", "'b'"],
-    "has too few fields",
-  ),
+    "has too few fields"),
   "too many fields, as a quote takes lines": (
     "x.csv", 'a,b\nx,1\ny,"2\nz,3",4\nz,3\n', AB, {}, 2, None, ["quote", "config.format.quote=''"],
-    "has too many fields",
-  ),
-  "bad encoding": (
-    "x.csv", b"a,b\nx,1\ncaf\xe9,2\nz,3\n", AB, {}, 2, "a",
-    [r"b'caf\xe9' is not utf-8", "config.format.encoding='latin-1'"], "is not utf-8",
-  ),
+    "has too many fields"),
+  "bad encoding": ("x.csv", b"a,b\nx,1\ncaf\xe9,2\nz,3\n", AB, {}, 2, "a",
+    [r"b'caf\xe9' is not utf-8", "config.format.encoding='latin-1'"], "is not utf-8"),
   "bad encoding in another one": (
     "x.csv", b"a,b\nx,1\n\x81,2\nz,3\n", AB, {"encoding": "cp1252"}, 2, "a",
-    ["is not cp1252", "config.format.encoding"], "is not cp1252",
-  ),
-  "bad encoding in a cut line": (
-    "x.dat", b"a::b\nx::1\ncaf\xe9::2\nz::3\n", AB, {}, 2, "a",
-    ["config.format.encoding='latin-1'"], "is not utf-8",
-  ),
+    ["is not cp1252", "config.format.encoding"], "is not cp1252"),
+  "bad encoding in a cut line": ("x.dat", b"a::b\nx::1\ncaf\xe9::2\nz::3\n", AB, {}, 2, "a",
+    ["config.format.encoding='latin-1'"], "is not utf-8"),
   "too few fields of a long delimiter": (
     "x.dat", "a<|sep|>b\nx<|sep|>1\ny\nz<|sep|>3\n", AB, {"delimiter": "<|sep|>"}, 2, None,
-    ["1 instead of 2", "'b'"], "has too few fields",
-  ),
+    ["1 instead of 2", "'b'"], "has too few fields"),
   "an unescaped quote": (
     "x.csv", 'a,b\nx,1\n"y"z,2\nz,3\n', AB, {}, 2, "a", ["config.format.quote=''"],
-    "has an unescaped quote",
-  ),
+    "has an unescaped quote"),
   "a NUL byte": (
     "x.csv", b"a,b\nx,1\n\0y,2\nz,3\n", AB, {}, 2, "a", [r"'\x00y' has a NUL byte", "tr -d"],
-    "has a NUL byte",
-  ),
+    "has a NUL byte"),
   "a text as number": (
-    "x.csv", "a,b\nx,1\ny,two\nz,3\n", AB, {}, 2, "b", ["'two' is not a number"], "is not a number",
-  ),
+    "x.csv", "a,b\nx,1\ny,two\nz,3\n", AB, {}, 2, "b", ["'two' is not a number"], "is not a number"
+    ),
   "a hexadecimal number": (
     "x.csv", "a,b\nx,1\ny,0x10\nz,3\n", AB, {}, 2, "b", ["'0x10' is not a number"],
-    "is not a number",
-  ),
-  "a decimal comma": (
-    "x.csv", "a;b\nx;1\ny;1.003,5\nz;3\n", AB, {}, 2, "b",
-    ["'1.003,5' has a decimal comma", "decimal point"], "has a decimal comma",
-  ),
-  "a comma of thousands or decimals": (
-    "x.csv", "a;b\nx;1\ny;1,000\nz;3\n", AB, {}, 2, "b",
-    ["'1,000' has a comma", "write a decimal point."], "has a comma",
-  ),
+    "is not a number"),
+  "a decimal comma": ("x.csv", "a;b\nx;1\ny;1.003,5\nz;3\n", AB, {}, 2, "b",
+    ["'1.003,5' has a decimal comma", "decimal point"], "has a decimal comma"),
+  "a comma of thousands or decimals": ("x.csv", "a;b\nx;1\ny;1,000\nz;3\n", AB, {}, 2, "b",
+    ["'1,000' has a comma", "write a decimal point."], "has a comma"),
   "commas of thousands": (
-    "x.csv", "a;b\nx;1\ny;-1,000,000.5\nz;3\n", AB, {}, 2, "b", ["has a comma"],
-    "has a comma",
-  ),
+    "x.csv", "a;b\nx;1\ny;-1,000,000.5\nz;3\n", AB, {}, 2, "b", ["has a comma"], "has a comma"),
   "a decimal comma with three digits": (
-    "x.csv", "a;b\nx;1\ny;0,125\nz;3\n", AB, {}, 2, "b", ["decimal comma"], "has a decimal comma",
-  ),
+    "x.csv", "a;b\nx;1\ny;0,125\nz;3\n", AB, {}, 2, "b", ["decimal comma"], "has a decimal comma"),
   "an infinite number": (
-    "x.csv", "a,b\nx,1\ny,-inf\nz,3\n", AB, {}, 2, "b", ["'-inf' is not finite"], "is not finite",
-  ),
+    "x.csv", "a,b\nx,1\ny,-inf\nz,3\n", AB, {}, 2, "b", ["'-inf' is not finite"], "is not finite"),
   "a number beyond float64": (
     "x.csv", "a,b\nx,1\ny,1e999\nz,3\n", AB, {}, 2, "b", ["'1e999' is beyond float32"],
-    "is beyond float32",
-  ),
-  "an integer beyond int64": (
-    "x.csv", "a,b\nx,1\ny,99999999999999999999\nz,3\n", AB, {}, 2, "b",
-    ["beyond 64 bits", "category"], "is an integer beyond 64 bits",
-  ),
+    "is beyond float32"),
+  "an integer beyond int64": ("x.csv", "a,b\nx,1\ny,99999999999999999999\nz,3\n", AB, {}, 2, "b",
+    ["beyond 64 bits", "category"], "is an integer beyond 64 bits"),
   "an integer beyond int64 in Parquet": (
     "x.parquet", parquet(b=pa.array([1, 2**64 - 1, 3], pa.uint64())), {"b": "number"}, {}, 2, "b",
-    ["18446744073709551615", "beyond 64 bits"], "is an integer beyond 64 bits",
-  ),
+    ["18446744073709551615", "beyond 64 bits"], "is an integer beyond 64 bits"),
   "an infinite number in Parquet": (
     "x.parquet", parquet(b=[1.0, float("inf"), 3.0]), {"b": "number"}, {}, 2, "b",
-    ["inf is not finite"], "is not finite",
-  ),
+    ["inf is not finite"], "is not finite"),
   "bytes that are no text in Parquet": (
     "x.parquet", parquet(b=[b"x", b"\xe9", b"z"]), {"b": "text"}, {}, 2, "b",
-    [r"b'\xe9' is not UTF-8"], "is not UTF-8",
-  ),
+    [r"b'\xe9' is not UTF-8"], "is not UTF-8"),
   "bytes that are no text in a list": (
     "x.parquet", parquet(b=[[b"x"], [b"x", b"\xe9"], []]), {"b": ("list", "|")}, {}, 2, "b",
-    [r"b'\xe9' is not UTF-8"], "is not UTF-8",
-  ),
-  "no time": (
-    "x.csv", "a,t\nx,2024-01-01\ny,yesterday\nz,2024-01-03\n", {"t": "time"}, {}, 2, "t",
-    ["'yesterday' is not a time", "2024-12-31"], "is not a time",
-  ),
+    [r"b'\xe9' is not UTF-8"], "is not UTF-8"),
+  "no time": ("x.csv", "a,t\nx,2024-01-01\ny,yesterday\nz,2024-01-03\n", {"t": "time"}, {}, 2, "t",
+    ["'yesterday' is not a time", "2024-12-31"], "is not a time"),
   "a day that no month has": (
     "x.csv", "a,t\nx,2024-01-01\ny,2023-02-29\nz,2024-01-03\n", {"t": "time"}, {}, 2, "t",
-    ["'2023-02-29' is not a time"], "is not a time",
-  ),
+    ["'2023-02-29' is not a time"], "is not a time"),
   "a missing time": (
-    "x.csv", "a,t\nx,1\ny,\nz,3\n", {"t": "time"}, {}, 2, "t", ["is missing"], "is missing",
-  ),
+    "x.csv", "a,t\nx,1\ny,\nz,3\n", {"t": "time"}, {}, 2, "t", ["is missing"], "is missing"),
   "a time beyond 64 bits": (
     "x.csv", "a,t\nx,1\ny,99999999999999999999\nz,3\n", {"t": "time"}, {}, 2, "t",
-    ["beyond 64 bits"], "is a time beyond 64 bits",
-  ),
+    ["beyond 64 bits"], "is a time beyond 64 bits"),
   "a number among dates": (
     "x.csv", "a,t\nx,2024-01-01\ny,1704067200\nz,2024-01-03\n", {"t": "time"}, {}, 2, "t",
     ["'1704067200' is a number", "the first time is a date"],
-    "is a number, while the first time is a date",
-  ),
+    "is a number, while the first time is a date"),
 }  # fmt: skip
 
 
@@ -185,70 +148,50 @@ TEXT = noise(100_000)
 # Kinds of a bad file, which is refused whether rows are skipped or not: (files by name, ways,
 # format, the file that is named, words of the message). The content of None is no file.
 FILES = {
-  "wrong delimiter": (
-    {"x.csv": "a;b\n1;2\n"}, AB, {"delimiter": ","}, "x.csv",
-    ["no column 'a'", "'a;b'", "config.format.delimiter=';'"],
-  ),
+  "wrong delimiter": ({"x.csv": "a;b\n1;2\n"}, AB, {"delimiter": ","}, "x.csv",
+    ["no column 'a'", "'a;b'", "config.format.delimiter=';'"]),
   "wrong delimiter below names": (
     {"x.csv": "x;2\n"}, AB, {"delimiter": ",", "names": ("a", "b")}, "x.csv",
-    ["row 1 has too few fields", "config.format.delimiter=';'"],
-  ),
-  "no such column": (
-    {"x.csv": "user,age\n1,2\n"}, {"agee": "number"}, {}, "x.csv",
-    ["no column 'agee'", "Did you mean 'age'?", "'user', 'age'"],
-  ),
-  "no header": (
-    {"x.csv": "1,2\n3,4\n"}, AB, {}, "x.csv", ["no column 'a'", "config.format.names="],
-  ),
+    ["row 1 has too few fields", "config.format.delimiter=';'"]),
+  "no such column": ({"x.csv": "user,age\n1,2\n"}, {"agee": "number"}, {}, "x.csv",
+    ["no column 'agee'", "Did you mean 'age'?", "'user', 'age'"]),
+  "no header": ({"x.csv": "1,2\n3,4\n"}, AB, {}, "x.csv", ["no column 'a'", "config.format.names="]
+    ),
   "a header below names": (
-    {"x.csv": "a,b\n1,2\n"}, AB, {"names": ("a", "b")}, "x.csv", ["header", "config.format.names"],
-  ),
+    {"x.csv": "a,b\n1,2\n"}, AB, {"names": ("a", "b")}, "x.csv", ["header", "config.format.names"]),
   "no such column in the second file": (
-    {"1.csv": "a,b\n1,2\n", "2.csv": "a,c\n1,2\n"}, AB, {}, "2.csv", ["no column 'b'", "1.csv has"],
-  ),
+    {"1.csv": "a,b\n1,2\n", "2.csv": "a,c\n1,2\n"}, AB, {}, "2.csv", ["no column 'b'", "1.csv has"]
+    ),
   "text in the second file": (
     {"1.parquet": parquet(b=[1, 2]), "2.parquet": parquet(b=["3", "x"])}, {"b": "number"}, {},
-    "2.parquet", ["row 2, column 'b': 'x' is not a number"],
-  ),
+    "2.parquet", ["row 2, column 'b': 'x' is not a number"]),
   "lists in the second file": (
     {"1.parquet": parquet(b=["x"]), "2.parquet": parquet(b=[["x"]])}, {"b": "text"}, {},
-    "2.parquet", ["column 'b' holds lists", "declare it as a bag"],
-  ),
+    "2.parquet", ["column 'b' holds lists", "declare it as a bag"]),
   "no lists in the second file": (
     {"1.parquet": parquet(b=[[1]]), "2.parquet": parquet(b=[1])}, {"b": ("list", "|")}, {},
-    "2.parquet", ["column 'b' holds single values"],
-  ),
+    "2.parquet", ["column 'b' holds single values"]),
   "text as a list without separator": (
-    {"x.parquet": parquet(b=["x y"])}, {"b": ("list", "")}, {}, "x.parquet", ["separator"],
-  ),
+    {"x.parquet": parquet(b=["x y"])}, {"b": ("list", "")}, {}, "x.parquet", ["separator"]),
   "a list without separator": (
-    {"x.csv": "b\nx y\n"}, {"b": ("list", "")}, {}, "x.csv", ["column 'b'", "separator"],
-  ),
+    {"x.csv": "b\nx y\n"}, {"b": ("list", "")}, {}, "x.csv", ["column 'b'", "separator"]),
   "times as numbers": (
     {"x.parquet": parquet(b=pa.array([1]).cast(pa.timestamp("us")))}, {"b": "number"}, {},
-    "x.parquet", ["column 'b' holds times", "declare it as time"],
-  ),
-  "structures": (
-    {"x.parquet": parquet(b=[{"c": 1}])}, {"b": "text"}, {}, "x.parquet",
-    ["column 'b' holds struct"],
-  ),
+    "x.parquet", ["column 'b' holds times", "declare it as time"]),
+  "structures": ({"x.parquet": parquet(b=[{"c": 1}])}, {"b": "text"}, {}, "x.parquet",
+    ["column 'b' holds struct"]),
   "two columns of one name": (
-    {"x.csv": "a,b,a\n1,2,3\n"}, AB, {}, "x.csv", ["columns 1 and 3", "'a'"],
-  ),
+    {"x.csv": "a,b,a\n1,2,3\n"}, AB, {}, "x.csv", ["columns 1 and 3", "'a'"]),
   "a header without names": ({"x.csv": ",\n1,2\n"}, AB, {}, "x.csv", ["names no column"]),
-  "a header in another encoding": (
-    {"x.csv": b"a,caf\xe9\n1,2\n"}, AB, {}, "x.csv",
-    ["header, column 2", "config.format.encoding='latin-1'"],
-  ),
+  "a header in another encoding": ({"x.csv": b"a,caf\xe9\n1,2\n"}, AB, {}, "x.csv",
+    ["header, column 2", "config.format.encoding='latin-1'"]),
   "an empty file": ({"x.csv": ""}, AB, {}, "x.csv", ["is empty"]),
   "an empty file among others": (
-    {"1.csv": "a,b\n1,2\n", "2.csv": ""}, AB, {}, "2.csv", ["is empty"],
-  ),
+    {"1.csv": "a,b\n1,2\n", "2.csv": ""}, AB, {}, "2.csv", ["is empty"]),
   "a header only": ({"x.csv": "a,b\n"}, AB, {}, "x.csv", ["no rows"]),
   "a header without line end": ({"x.csv": "a,b"}, AB, {}, "x.csv", ["no rows"]),
   "a Parquet file without rows": (
-    {"x.parquet": parquet(a=[], b=[])}, {"b": "text"}, {}, "x.parquet", ["no rows"],
-  ),
+    {"x.parquet": parquet(a=[], b=[])}, {"b": "text"}, {}, "x.parquet", ["no rows"]),
   "an image": ({"x.csv": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"}, AB, {}, "x.csv", ["header, column 1"]),
   "bytes": ({"x.csv": b"\0\1\2,\3"}, AB, {}, "x.csv", ["NUL", "no text"]),
   "a spreadsheet": ({"x.csv": b"PK\3\4..."}, AB, {}, "x.csv", ["spreadsheet", "as CSV"]),
@@ -256,45 +199,31 @@ FILES = {
   "gzip named as text": ({"x.csv": gzip.compress(b"a,b\n")}, AB, {}, "x.csv", ["x.csv.gz"]),
   "text named as gzip": ({"x.csv.gz": "a,b\n1,2\n"}, AB, {}, "x.csv.gz", ["Not a gzipped file"]),
   "UTF-16": (
-    {"x.csv": "a,b\n1,2\n".encode("utf-16")}, AB, {}, "x.csv", ["config.format.encoding='utf-16'"],
-  ),
+    {"x.csv": "a,b\n1,2\n".encode("utf-16")}, AB, {}, "x.csv", ["config.format.encoding='utf-16'"]),
   "a short gzip that breaks off": (
-    {"x.csv.gz": gzip.compress(b"a,b\n1,2\n")[:-3]}, AB, {}, "x.csv.gz", ["breaks off", "again"],
-  ),
+    {"x.csv.gz": gzip.compress(b"a,b\n1,2\n")[:-3]}, AB, {}, "x.csv.gz", ["breaks off", "again"]),
   "a gzip that breaks off": (
     {"x.csv.gz": gzip.compress(f"a,b\n{TEXT}".encode())[:-50_000]}, AB, {}, "x.csv.gz",
-    ["breaks off", "after row 9", "again"],
-  ),
+    ["breaks off", "after row 9", "again"]),
   "a damaged gzip": (
     {"x.csv.gz": garbled(gzip.compress(f"a,b\n{TEXT}".encode()), 700_000)}, AB, {}, "x.csv.gz",
-    ["damaged after row"],
-  ),
-  "Parquet that breaks off": (
-    {"x.parquet": parquet(b=[1])[:-9]}, {"b": "text"}, {}, "x.parquet",
-    ["not a complete Parquet", "again"],
-  ),
+    ["damaged after row"]),
+  "Parquet that breaks off": ({"x.parquet": parquet(b=[1])[:-9]}, {"b": "text"}, {}, "x.parquet",
+    ["not a complete Parquet", "again"]),
   "damaged Parquet": (
     {"x.parquet": garbled(parquet(b=[f"{i}x{i * 7919}" for i in range(100_000)]), 300_000)},
-    {"b": "text"}, {}, "x.parquet", ["is damaged after row 0", "again"],
-  ),
+    {"b": "text"}, {}, "x.parquet", ["is damaged after row 0", "again"]),
   "text named as Parquet": (
-    {"x.parquet": b"a,b\n1,2\n" * 9}, {"b": "text"}, {}, "x.parquet", ["not a complete Parquet"],
-  ),
-  "an open quote": (
-    {"x.csv": 'a,b\nx,1\ny,"2\nz,3\nz,3\n'}, AB, {}, "x.csv",
-    ["row 2, column 'b'", "quote is not closed", "config.format.quote=''"],
-  ),
-  "an open quote in another column": (
-    {"x.csv": 'a,b\nx,1\n"y,2\nz,3\nz,3\n'}, AB, {}, "x.csv",
-    ["row 2, column 'a'", "quote is not closed", "config.format.quote=''"],
-  ),
+    {"x.parquet": b"a,b\n1,2\n" * 9}, {"b": "text"}, {}, "x.parquet", ["not a complete Parquet"]),
+  "an open quote": ({"x.csv": 'a,b\nx,1\ny,"2\nz,3\nz,3\n'}, AB, {}, "x.csv",
+    ["row 2, column 'b'", "quote is not closed", "config.format.quote=''"]),
+  "an open quote in another column": ({"x.csv": 'a,b\nx,1\n"y,2\nz,3\nz,3\n'}, AB, {}, "x.csv",
+    ["row 2, column 'a'", "quote is not closed", "config.format.quote=''"]),
   "an open quote before many rows": (
-    {"x.csv": f'a,b\nx,1\ny,"2\n{TEXT}'}, AB, {}, "x.csv", ["row 2", "quote is not closed"],
-  ),
+    {"x.csv": f'a,b\nx,1\ny,"2\n{TEXT}'}, AB, {}, "x.csv", ["row 2", "quote is not closed"]),
   "an open quote in the header": ({"x.csv": 'a,"b\n1,2\n'}, AB, {}, "x.csv", ["header", "quotes"]),
   "nothing but bad rows": (
-    {"x.csv": "a,b\nx,y\nx,z\n"}, AB, {}, "x.csv", ["column 'b'", "is not a number", "row 1"],
-  ),
+    {"x.csv": "a,b\nx,y\nx,z\n"}, AB, {}, "x.csv", ["column 'b'", "is not a number", "row 1"]),
 }  # fmt: skip
 
 

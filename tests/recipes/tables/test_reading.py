@@ -533,17 +533,17 @@ def test_take_keeps_rows_by_mask_and_by_index(tmp_path):
 def test_refused_rows_are_raised_or_counted(tmp_path):
   path = write(tmp_path / "x.csv", "a,b\nx,1\ny,2\nz,3\n")
   (chunk,) = reader = Reader([path], AB)
-  bad, value = chunk.columns["b"] > 1, lambda index: f"{index + 1}"
-  refused = lambda: reader.refuse(chunk, bad, "b", value, "is neither 0 nor 1", "Write 1.")
+  bad = chunk.columns["b"] > 1
+  refused = lambda: reader.refuse(chunk, bad, "b", "is neither 0 nor 1", "Write 1.")
   with pytest.raises(
-    DamagedFileError, match=r"x\.csv, row 2, column 'b': 2 is neither 0 nor 1\. Write 1\. Repair"
+    DamagedFileError, match=r"x\.csv, row 2, column 'b': 2.0 is neither 0 nor 1\. Write 1\. Repair"
   ):
     refused()
-  assert reader.refuse(chunk, bad & False, "b", value, "is bad") is chunk
+  assert reader.refuse(chunk, bad & False, "b") is chunk
   (chunk,) = reader = Reader([path], AB, on_bad_row="skip")
   assert refused().rows.tolist() == [1]
   assert reader.num_skipped == 2
-  assert reader.skipped == [f"2 rows: column 'b' is neither 0 nor 1 (first: {path}, row 2, 2)"]
+  assert reader.skipped == [f"2 rows: column 'b' is neither 0 nor 1 (first: {path}, row 2, 2.0)"]
 
 
 def test_all_values_missing_is_left_to_the_caller(tmp_path):
