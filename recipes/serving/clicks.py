@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from scipy.special import expit
 
-from ..tables import rows as rows_lib
 from ..tables import spec
 from ..tables.clicks import Encoder
 from ..tables.entities import Codes
+from ..tables.store import ways
 from ..training.features import cut_ids
 from . import columns as columns_lib
 from .folder import Served, batches
@@ -48,7 +48,7 @@ class ClickModel:
     self.served = served
     self._encoder = Encoder.load(served.transforms)
     kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Embedded)}
-    self._wanted = rows_lib.ways(kinds)
+    self._wanted = ways(kinds)
     self._codes = {name: Codes(side.texts) for name, side in self._encoder.sides.items()}
 
   @property

@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 from ..errors import UserError
 from ..evaluation import retrieval
 from ..sequence import packing
-from ..tables import rows as rows_lib
 from ..tables import spec
 from ..tables.entities import Codes, Entities
 from ..tables.fitting import extracted
+from ..tables.store import ways
 from ..tables.values import ReadAs
 from . import columns as columns_lib
 from .folder import Served, batches
@@ -96,7 +96,7 @@ class Recommender:
       self._features = {n: k for n, k in self._users.fitted.kinds.items() if n in about["query"]}
       parts = {p for k in self._features.values() if isinstance(k, spec.Cross) for p in k.columns}
       needed = {n: k for n, k in self._users.fitted.kinds.items() if n in parts} | self._features
-      self._wanted |= rows_lib.ways(needed)
+      self._wanted |= ways(needed)
     index = retrieval.Approximate(np.asarray(served.candidates)) if about["ann"] else None
     self._approximate = index
     self._exact = functools.partial(jax.jit, static_argnames="k")(retrieval.top_k)

@@ -13,10 +13,10 @@ from ..errors import UserError
 from . import entities, spec
 from .entities import Entities
 from .fitting import Fitted, fit
-from .rows import RowReader, split_file, way
+from .rows import RowReader, split_file
 from .settings import SPLITS, Table, parsed, serve_folder
 from .source import Stage
-from .store import Store
+from .store import Store, way
 
 _SIDES = {"user": spec.User, "item": spec.Item}
 
@@ -237,7 +237,7 @@ class Encoder:
       of_side, numbers = side.of_rows(side.codes.find(values[name]))
       ids += [of_side[feature.name] for feature in side.features]
       dense.append(numbers)
-    wide = [block.reshape(rows, -1) for block in ids]
+    wide = [block[:, None] if block.ndim == 1 else block for block in ids]
     empty = np.empty((rows, 0), np.int32)
     return {"dense": np.concatenate(dense, axis=1), "ids": np.concatenate([empty, *wide], axis=1)}
 

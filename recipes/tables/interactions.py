@@ -13,10 +13,10 @@ from ..errors import UserError
 from . import entities, spec, splitting
 from .entities import Entities
 from .fitting import extracted
-from .rows import RowReader, split_file, way
+from .rows import RowReader, split_file
 from .settings import SPLITS, Table
 from .source import Stage
-from .store import Store
+from .store import Store, way
 from .values import plain, shown, spelled, spelling_of
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
@@ -105,16 +105,15 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
 def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
   """Returns user, item, split and row of the interactions that are left, in the order of time."""
   rows = log.rows()
-  user, item = rows[:2]
-  keep = lambda kept: [each[kept] for each in rows]
-  repeats = ~splitting.first_of_pairs(user, item)
+  repeats = ~splitting.first_of_pairs(*rows[:2])
   if repeats.any():
-    log.notes.append(_about_repeats(table, int(repeats.sum()), len(user)))
+    log.notes.append(_about_repeats(table, int(repeats.sum()), len(repeats)))
   merge = table.duplicates == "merge" or (not table.duplicates and table.exclude_seen)
-  rows = keep(~repeats) if merge and repeats.any() else rows
+  if merge and repeats.any():
+    rows = [each[~repeats] for each in rows]
   if table.core:
     kept, count = splitting.k_core(rows[0], rows[1], table.core), len(rows[0])
-    rows, of = keep(kept), f"users and items with {table.core} or more"
+    rows, of = [each[kept] for each in rows], f"users and items with {table.core} or more"
     log.notes.append(f"{len(kept):,} of {count:,} interactions are of {of}")
   user, item, split, row = rows
   if not len(user):
@@ -141,7 +140,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
         f"{int(seen.sum()):,} repeats are not validated or tested on, since exclude_seen leaves "
         "them out of the ranking"
       )
-    rows = keep(once)
+    rows = [each[once] for each in rows]
   return rows
 
 
@@ -280,13 +279,22 @@ class _Log:
       texts = query(f"SELECT {side} FROM {side}s ORDER BY code")[side].combine_chunks()
       one = spelled(texts, spelling_of(texts))
       self._texts[side] = one if len(one.unique()) == len(texts) else texts
-    numbered = query(
-      "SELECT users.code::INTEGER AS user, items.code::INTEGER AS item, split, row, log.place "
+    (count,) = query("SELECT count(*) FROM log")[0].to_pylist()
+    rows = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.int64, np.uint32)]
+    at = 0
+    for batch in self._stage.engine.execute(
+      "SELECT users.code::INTEGER, items.code::INTEGER, split, row, log.place::UINTEGER "
       "FROM log JOIN users USING (user) JOIN items USING (item) ORDER BY log.rowid"
-    )
-    *rows, place = (column.to_numpy() for column in numbered.columns)
-    in_time = np.argsort(time[place], kind="stable") if self._time else slice(None)
-    return [np.array(each[in_time]) for each in rows]
+    ).to_arrow_reader(1 << 16):
+      for array, column in zip(rows, batch.columns, strict=True):
+        array[at : at + len(batch)] = column.to_numpy()
+      at += len(batch)
+    place = rows.pop()
+    if self._time:
+      in_time = np.argsort(time[place], kind="stable")
+      for number in range(len(rows)):  # one after the other: they may be most of the memory
+        rows[number] = rows[number][in_time]
+    return rows
 
   def texts(self, side: str) -> pa.Array:
     """Returns the ids of the "user"s or "item"s by number."""

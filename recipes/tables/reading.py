@@ -10,7 +10,7 @@ from .. import files
 from ..errors import DamagedFileError, UserError
 from .formats import Format, paths
 from .source import Chunk, Fault, File, Stage, batches, open_file
-from .values import Problem, ReadAs, are_dates, converted, refusal, shown
+from .values import Problem, ReadAs, converted, refusal, shown
 
 __all__ = ["Chunk", "Format", "Reader", "columns_of", "paths"]
 
@@ -156,7 +156,7 @@ class Reader:
   @property
   def has_dates(self) -> bool | None:
     """Whether the times that have been read are dates, not numbers; None before any."""
-    return are_dates(self._clocks)
+    return any(self._clocks.values()) if self._clocks else None
 
   def __iter__(self) -> Iterator[Chunk]:
     self._ledger, self._clocks = Ledger(self._on_bad_row), {}

@@ -23,8 +23,6 @@ from .source import File, Stage
 from .store import way, ways
 from .values import as_numbers, bits, plain, same_value
 
-__all__ = ["RowReader", "Rows", "label_of", "open_source", "split_file", "way", "ways"]
-
 _OUTCOMES = 100  # texts of a label that are counted
 _SAMPLE = 1 << 16  # times that thresholds are taken of, at least half as many
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}

@@ -6,7 +6,7 @@ The same code reads the rows of training and those that are predicted for.
 import contextlib
 import datetime
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -464,8 +464,3 @@ def _flagged(
   rows, items = np.nonzero(np.nan_to_num(np.stack(numbers, axis=1)))
   offsets = np.searchsorted(rows, np.arange(len(numbers[0]) + 1)).astype(np.int32)
   return pa.ListArray.from_arrays(offsets, pa.array(names, pa.string()).take(pa.array(items))), []
-
-
-def are_dates(clocks: Mapping[str, int]) -> bool | None:
-  """Returns whether the first times that `as_times` has seen are dates; None before any."""
-  return any(clocks.values()) if clocks else None

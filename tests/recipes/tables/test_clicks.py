@@ -590,3 +590,23 @@ def test_declarations_that_do_not_fit_are_refused_before_reading(tmp_path, colum
   table = {"files": str(movies), "key": "id", "columns": {"genre": "category"}}
   with pytest.raises(UserError, match=message):
     load(tmp_path, columns=COLUMNS | columns, item_table=table)
+
+
+@pytest.mark.parametrize("codes", [pa.int8(), pa.uint32(), pa.int64()])
+def test_categories_of_parquet_may_be_stored_as_dictionaries(tmp_path, codes):
+  cities = pa.array(["Oslo", " Rome", "Oslo", None] * 60).dictionary_encode()
+  cities = cities.cast(pa.dictionary(codes, pa.large_string()))
+  clicked = pa.array([0, 1, 1, 0, 1] * 48)
+  for name, rows in (("1", slice(0, 100)), ("2", slice(100, 240))):  # some without nulls
+    of = pa.table([clicked[rows], cities[rows]], ["clicked", "city"])
+    pq.write_table(
+      of.filter(of["city"].is_valid()) if name == "1" else of, tmp_path / f"{name}.parquet"
+    )
+  columns = {"clicked": "label", "city": "category"}
+  loaded = data.load(
+    completed(
+      "dlrm", tmp_path / "cache", files=str(tmp_path), columns=columns, split={"by": "order"}
+    )
+  )
+  assert Encoder.load(loaded.serve).fitted.vocabularies["city"] == ("Oslo", "Rome")
+  assert np.bincount(loaded.columns["ids"][:, 0] + 1).tolist() == [35, 120, 60]
