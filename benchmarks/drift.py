@@ -32,7 +32,7 @@ _RUNS = (
   ("static", 1),
   *((method, share) for share in (2, 4) for method in ("hashed", "lru", "lfu")),
 )
-_POLICIES = {"lru": {"eviction": "lru"}, "lfu": {"eviction": "lfu", "half_life": 300}}
+_POLICIES: dict[str, dict[str, Any]] = {"lru": {"eviction": "lru"}, "lfu": {"eviction": "lfu", "half_life": 300}}
 
 
 class Days(NamedTuple):
@@ -164,7 +164,7 @@ def encoder(method: str, ids: np.ndarray, table: Any):
     known = np.unique(ids)
     return lambda ids: np.searchsorted(known, ids).astype(np.int32)[:, None]
   if method == "hashed":
-    return lambda ids: (ids % np.uint64(table)).astype(np.int32)[:, None]
+    return lambda ids: np.asarray(ids % np.uint64(table), np.int32)[:, None]
   return lambda ids: embed.raw_ids(ids[:, None])
 
 

@@ -132,7 +132,7 @@ def prepared(
     try:
       if final.exists():
         meta = _opened(final)
-        _check(final, meta["columns"])
+        check(final, meta["columns"])
         return Columns(final), meta
     except (DamagedFileError, MissingFileError) as error:
       note = escaping.terminal(f"{error}: preparing the data set again")
@@ -154,8 +154,14 @@ def prepared(
 
 def _seal(folder: Path, meta: dict[str, Any]) -> None:
   """Writes `meta.json`: the meta, what the files of the folder are, and a hash of all that."""
+  meta["columns"] = stamped(folder)
+  write_json(folder / "meta.json", meta | {"sha256_of_meta": _digest_of(meta)})
+
+
+def stamped(folder: Path) -> dict[str, dict[str, Any]]:
+  """Returns size, modification time and hash of the `.npy` files in a folder, for `check`."""
   stats = {path.name: path.stat() for path in sorted(folder.glob("*.npy"))}
-  meta["columns"] = {
+  return {
     name: {
       "size": stat.st_size,
       "mtime_ns": stat.st_mtime_ns,
@@ -163,7 +169,6 @@ def _seal(folder: Path, meta: dict[str, Any]) -> None:
     }
     for name, stat in stats.items()
   }
-  write_json(folder / "meta.json", meta | {"sha256_of_meta": _digest_of(meta)})
 
 
 def _digest_of(meta: Mapping[str, Any]) -> str:
@@ -181,8 +186,8 @@ def _opened(folder: Path) -> dict[str, Any]:
   return read_sealed(path, "sha256_of_meta", _digest_of, schemas.PREPARED)
 
 
-def _check(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
-  """Raises UserError where a file is not the one that was built; names the first."""
+def check(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
+  """Raises DamagedFileError where a file is not the one that was built; names the first."""
   for name, wanted in columns.items():
     path = files.inside(folder, name)
     with files.opened(path) as file:

@@ -48,9 +48,12 @@ class ShuffledBatches:
     num_batches: the length of the source.
     shard: `(index, count)`; this host's part of every global batch. The parts of all hosts
       concatenated are the batch that a single host would read.
+    apart: whether each host reads only its own rows of the split instead, see `own_rows`. The order
+      of the rows then depends on the number of hosts.
 
   Raises:
-    UserError: the split is empty, or the hosts cannot share a batch evenly.
+    UserError: the split has fewer rows than there are hosts, or the hosts cannot share a batch
+      evenly.
 
   >>> columns = {"x": np.arange(10)}
   >>> source = ShuffledBatches(columns, (5, 10), batch_size=5, seed=0, num_batches=2)
@@ -67,12 +70,17 @@ class ShuffledBatches:
     seed: int,
     num_batches: int,
     shard: tuple[int, int] = (0, 1),
+    apart: bool = False,
   ):
+    start, stop = part(batch_size, shard)
+    if apart:
+      rows, batch_size = own_rows(rows, shard), stop - start
+      start, stop = 0, batch_size
     if rows[1] <= rows[0]:
       raise UserError(f"the training split is empty: rows {rows[0]} to {rows[1]}")
     self._columns, self._rows, self._seed = columns, rows, seed
     self._batch_size, self._num_batches = batch_size, num_batches
-    self._start, self._stop = part(batch_size, shard)
+    self._start, self._stop = start, stop
     self._order = ShuffledRows(rows[1] - rows[0], seed)
 
   def __len__(self) -> int:
@@ -169,7 +177,8 @@ class SequentialBatches:
   """Batch number -> rows of a split in order, once, the last batch filled up to the full size.
 
   Every batch carries `mask`, bool `[batch_size]`: False where the row is filling. Filling rows hold
-  `fill[name]`, or 0.
+  `fill[name]`, or 0. `shard` and `apart` are as of `ShuffledBatches`; all hosts have equally many
+  batches.
   """
 
   def __init__(
@@ -180,13 +189,18 @@ class SequentialBatches:
     batch_size: int,
     fill: Mapping[str, Any] | None = None,
     shard: tuple[int, int] = (0, 1),
+    apart: bool = False,
   ):
+    self._start, self._stop = part(batch_size, shard)
+    self._num_batches = -(-(rows[1] - rows[0]) // batch_size)
+    if apart:
+      rows, batch_size = own_rows(rows, shard), self._stop - self._start
+      self._start, self._stop = 0, batch_size
     self._columns, self._rows, self._batch_size = columns, rows, batch_size
     self._fill = dict(fill or {})
-    self._start, self._stop = part(batch_size, shard)
 
   def __len__(self) -> int:
-    return -(-(self._rows[1] - self._rows[0]) // self._batch_size)
+    return self._num_batches
 
   def __getitem__(self, number: int) -> dict[str, np.ndarray]:
     base = self._rows[0] + number * self._batch_size
@@ -201,6 +215,21 @@ class SequentialBatches:
 
   def __repr__(self) -> str:
     return f"SequentialBatches({self._rows}, batch_size={self._batch_size})"
+
+
+def own_rows(rows: tuple[int, int], shard: tuple[int, int]) -> tuple[int, int]:
+  """Returns the neighbouring rows of a split that a host reads alone, `(start, stop)`.
+
+  The hosts' rows are disjoint and together all; their numbers differ by one at the most.
+
+  >>> own_rows((10, 15), (0, 2)), own_rows((10, 15), (1, 2))
+  ((10, 12), (12, 15))
+  """
+  (start, stop), (index, count) = rows, shard
+  return (
+    start + index * (stop - start) // count,
+    start + (index + 1) * (stop - start) // count,
+  )
 
 
 def part(size: int, shard: tuple[int, int], name: str = "batch_size") -> tuple[int, int]:

@@ -17,24 +17,37 @@ import numpy as np
 
 import embed
 
-from .. import hosts, movielens, pipeline
+from .. import arrays, hosts, movielens, pipeline
 from ..datasets import DataSet, Prepared, Registry
-from ..tables import clicks
+from ..tables import clicks, spark
 from ..tables import settings as table_settings
+from ..tables.shards import Shards
 from ..training.features import Feature, cut_ids, feature_configs
 from . import criteo, criteo1tb, movielens1m, synthetic
 
+
+def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+  on_cluster = settings["engine"] == "spark"
+  return (spark.build if on_cluster else clicks.build)(settings, folder)
+
+
+def _view(prepared: Prepared) -> Prepared:
+  if "shards" not in prepared.meta:
+    return prepared
+  assert isinstance(prepared.columns, arrays.Columns)
+  return dataclasses.replace(prepared, columns=Shards(prepared.columns.folder))
+
+
+_table = functools.partial(DataSet, build=_build, view=_view)
 DATA_SETS = Registry(
   {
-    "criteo": DataSet(table_settings.declared(criteo.table), clicks.build, hint=criteo.HINT),
+    "criteo": _table(table_settings.declared(criteo.table), hint=criteo.HINT),
     "criteo_1tb": DataSet(
       criteo1tb.settings, criteo1tb.build, view=criteo1tb.view, describe=criteo1tb.describe
     ),
-    "movielens1m": DataSet(
-      table_settings.declared(movielens1m.table), clicks.build, hint=movielens.HINT
-    ),
+    "movielens1m": _table(table_settings.declared(movielens1m.table), hint=movielens.HINT),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
-    "table": DataSet(table_settings.settings, clicks.build),
+    "table": _table(table_settings.settings),
   }
 )
 
@@ -141,6 +154,7 @@ def train_batches(data: ClickData, config) -> grain.IterDataset:
     seed=config.seed,
     num_batches=config.steps,
     shard=hosts.shard(),
+    apart=isinstance(data.columns, Shards),
   )
   return pipeline.batches(source, _transform(data), num_workers=config.num_workers)
 
@@ -153,7 +167,12 @@ def eval_batches(
   B is this process's part of `batch_size`; `num_workers` is as for `pipeline.batches`.
   """
   source = pipeline.SequentialBatches(
-    data.columns, data.splits[split], batch_size=batch_size, fill={"ids": -1}, shard=hosts.shard()
+    data.columns,
+    data.splits[split],
+    batch_size=batch_size,
+    fill={"ids": -1},
+    shard=hosts.shard(),
+    apart=isinstance(data.columns, Shards),
   )
   return pipeline.batches(source, _transform(data), num_workers=num_workers)
 

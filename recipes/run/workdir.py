@@ -258,7 +258,11 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
     arrays.write_json(source, about)
   else:
     _copy(serve, source.parent, about)
-    if (split := serve.parent / "split.parquet").exists():
+    split = serve.parent / "split.parquet"
+    if split.is_dir():  # of several files, prepared on a cluster
+      with files.replacing_folder(workdir / split.name) as partial:
+        files.copy_folder(split, partial)
+    elif split.exists():
       with split.open("rb") as rows, files.replacing(workdir / split.name) as file:
         shutil.copyfileobj(rows, file)
 

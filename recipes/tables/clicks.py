@@ -1,7 +1,7 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,54 @@ from .store import Store, way
 _SIDES = {"user": spec.User, "item": spec.Item}
 
 
-def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+class OneMachine:
+  """Reads the rows of a table in this process, and writes their columns.
+
+  Args:
+    table: the settings.
+    by: how rows are split; see `RowReader`.
+    folder: of the columns.
+    stage: with a folder for copies.
+  """
+
+  def __init__(self, table: Table, by: str, folder: Path, stage: Stage):
+    self._table, self._folder, self._stage = table, folder, stage
+    self._reader, self._store = RowReader(table, by, stage=stage), store_of(table, stage)
+
+  def read(self) -> tuple[Store, list[str]]:
+    """Copies all rows, and writes their splits; returns them, and what was left out in lines."""
+    copy_rows(self._table, self._reader, self._store, self._folder)
+    return self._store, self._reader.notes
+
+  def write(self, encoder: "Encoder", serve: Path, sizes: np.ndarray) -> dict[str, Any]:
+    """Writes the columns; returns the hashes of the files, for the meta.
+
+    Args:
+      encoder: of the rows.
+      serve: the folder that it has been saved to.
+      sizes: rows by split.
+    """
+    hashed = {  # while ids are written; one task a file, since an error cancels those to come
+      name: self._stage.background.submit(files.digest, path)
+      for path, name in self._table.names.items()
+    }
+    write_columns(self._store, self._table.name_of(spec.Weight), encoder, self._folder, sizes)
+    return {"sha256": {name: digest.result() for name, digest in hashed.items()}}
+
+
+def build(
+  settings: dict[str, Any],
+  folder: Path,
+  engine: Callable[[Table, str, Path, Stage], Any] = OneMachine,
+) -> dict[str, Any]:
   """Writes `label`, `dense`, `ids` and, where one is declared, `weight`; returns the meta.
 
   The table is read once, and a copy of the rows is kept until vocabularies and means are known.
+
+  Args:
+    settings: of the table.
+    folder: of the columns.
+    engine: `OneMachine`, or another class with its methods.
 
   Raises:
     UserError: nothing to predict or to learn from is declared, or a split is empty.
@@ -43,24 +87,19 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
       f"config.split.by is {by!r}, a protocol of rankings: choose hash, time, column or files"
     )
   with Stage(folder / "stage") as stage:
-    reader = RowReader(table, by, stage=stage)
+    rows = engine(table, by, folder, stage)
     # A run of another recipe has none of these transforms.
     has_base = table.base is not None and (table.base / "sides.json").exists()
     base = Encoder.load(table.base) if table.base is not None and has_base else None
     serve = serve_folder(settings, folder)
-    kept = {n: k for n, k in table.kinds.items() if isinstance(k, spec.Embedded | spec.Weight)}
-    store = Store(stage, kept, {"split": pa.int8(), "label": pa.uint8()})
+    store, left_out = rows.read()
     sides, columns = {side: _id_name(table, side) for side in table.sides}, store.columns
-    with split_file(folder, table.names) as write_split, store.writer() as write:
-      for chunk, split, label in reader:
-        write_split(chunk.file, chunk.rows, split)
-        write(chunk.columns | {"split": split, "label": label})
-    counts = _counted(table, store, reader.notes)
+    counts = _counted(table, store, left_out)
     made, about = {}, list[str]()
     for side, name in sides.items():
       ids = store.query(
-        f"SELECT {columns[name]} AS id FROM {store.scan} WHERE split = 0 AND id IS NOT NULL "
-        "GROUP BY id ORDER BY min(file_row_number)"
+        f"SELECT {columns[name]} AS id FROM {store.scan} WHERE split = 0 "
+        f"AND {columns[name]} IS NOT NULL GROUP BY {columns[name]} ORDER BY min(file_row_number)"
       )["id"].combine_chunks()
       known = base.sides[name].fitted if base and name in base.sides else None
       source = table.sides[side]
@@ -70,14 +109,10 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     encoder = Encoder(fitted, made)
     weight = table.name_of(spec.Weight)
     weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
-    notes = [*about, *reader.notes, *lines, *[weighs] * bool(weight), *_about(counts, encoder)]
-    hashed = {  # while ids are written; one task a file, since an error cancels those to come
-      name: stage.background.submit(files.digest, path) for path, name in table.names.items()
-    }
+    notes = [*about, *left_out, *lines, *[weighs] * bool(weight), *_about(counts, encoder)]
     sizes = counts.sum(axis=1)
-    _write(store, weight, encoder, folder, sizes)
     encoder.save(serve)
-    digests = {name: digest.result() for name, digest in hashed.items()}
+    written = rows.write(encoder, serve, sizes)
   table.check_unchanged()
   ends = np.cumsum(sizes).tolist()
   splits = {name: (end - int(n), end) for name, end, n in zip(SPLITS, ends, sizes, strict=True)}
@@ -89,8 +124,22 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     "features": [dataclasses.asdict(feature) for feature in encoder.features],
     "dense": list(encoder.dense_names),
     "notes": notes,
-    "sha256": digests,
+    **written,
   }
+
+
+def store_of(table: Table, stage: Stage, path: Path | None = None) -> Store:
+  """Returns a store of the columns that are learned from, with `split` and `label`."""
+  kept = {n: k for n, k in table.kinds.items() if isinstance(k, spec.Embedded | spec.Weight)}
+  return Store(stage, kept, {"split": pa.int8(), "label": pa.uint8()}, path)
+
+
+def copy_rows(table: Table, reader: RowReader, store: Store, folder: Path) -> None:
+  """Copies all rows to a store, and writes their splits to a folder."""
+  with split_file(folder, table.names) as write_split, store.writer() as write:
+    for chunk, split, label in reader:
+      write_split(chunk.file, chunk.rows, split)
+      write(chunk.columns | {"split": split, "label": label})
 
 
 def _counted(table: Table, store: Store, left_out: Sequence[str]) -> np.ndarray:
@@ -104,7 +153,8 @@ def _counted(table: Table, store: Store, left_out: Sequence[str]) -> np.ndarray:
   weight = f"sum({store.columns[name]})" if name else "1.0"
   counts, weights = np.zeros((3, 2), np.int64), np.zeros((3, 2))
   query = f"SELECT split, label, count(*), {weight} FROM {store.scan} GROUP BY ALL"
-  for split, label, rows, total in store.stage.engine.execute(query).fetchall():
+  answer = store.query(query)
+  for split, label, rows, total in zip(*(x.to_pylist() for x in answer.columns), strict=True):
     counts[split, label], weights[split, label] = rows, total
   also = "".join(f"; {line}" for line in left_out)
   for split, (misses, clicks), outcomes in zip(SPLITS, counts.tolist(), weights, strict=True):
@@ -125,9 +175,10 @@ def _counted(table: Table, store: Store, left_out: Sequence[str]) -> np.ndarray:
   return counts
 
 
-def _write(
+def write_columns(
   store: Store, weight: str | None, encoder: "Encoder", folder: Path, sizes: np.ndarray
 ) -> None:
+  """Writes the columns of stored rows, those of a split together; `sizes` are rows by split."""
   total, width = int(sizes.sum()), sum(feature.columns for feature in encoder.features)
   columns = {
     "label": arrays.column(folder, "label", (total,), np.uint8),

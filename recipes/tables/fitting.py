@@ -25,6 +25,7 @@ from .values import FLAGS, WHOLE, bits, indices_of, spelled, spelling
 
 Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
 _SAMPLE = 1 << 16  # rows that quantiles are taken of
+_DIGITS = 10  # of means and deviations
 _LONGEST = 64  # of a bag whose length is taken from the training rows
 _FEW_KNOWN = 16  # known values for each one that is looked up
 _FEW = 100  # values, below which each has a row of its own
@@ -82,8 +83,8 @@ class _Fit:
 
   def _one(self, what: str, relation: str) -> tuple[Any, ...]:
     rows = f"WITH rows AS (SELECT * FROM {self._store.scan} WHERE split = 0)"
-    row = self._store.stage.engine.execute(f"{rows} SELECT {what} FROM {relation}").fetchone()
-    return tuple(row)
+    row = self._store.query(f"{rows} SELECT {what} FROM {relation}")
+    return tuple(column[0].as_py() for column in row.columns)
 
   def _empty(self, name: str) -> UserError:
     return UserError(f"column {name!r} has no value in the {self._rows:,} training rows: remove it")
@@ -93,15 +94,20 @@ class _Fit:
       return self._base.numbers[name]
     raw = self._store.columns[name]
     x = f"sign({raw}) * ln(1 + abs({raw}))" if kind.log and not kind.buckets else raw
-    count, mean, deviation = self._one(f"count({x}), avg({x}), stddev_pop({x})", "rows")
+    count, *moments = self._one(f"count({x}), avg({x}), stddev_pop({x})", "rows")
     if not count:
       raise self._empty(name)
+    # The last digits depend on the order of the sum, which threads and engines choose.
+    mean, deviation = (float(f"{moment:.{_DIGITS}g}") for moment in moments)
     boundaries = kind.buckets if isinstance(kind.buckets, tuple) else ()
     if isinstance(kind.buckets, int) and kind.buckets:
-      shares = [i / kind.buckets for i in range(1, kind.buckets)]
-      sample = f"rows WHERE file_row_number % {-(-len(self._store) // _SAMPLE)} = 0"
-      (quantiles,) = self._one(f"quantile_cont({raw}, {shares})", sample)
-      boundaries = tuple(sorted(set(quantiles or ())))
+      step, shares = -(-len(self._store) // _SAMPLE), np.arange(1, kind.buckets) / kind.buckets
+      sample = self._store.query(
+        f"SELECT {raw} FROM {self._store.scan} WHERE split = 0 AND {raw} IS NOT NULL "
+        f"AND file_row_number % {step} = 0"
+      )
+      if len(sample):
+        boundaries = tuple(np.unique(np.quantile(sample[0].to_numpy(), shares)).tolist())
     if deviation <= 1e-9 * abs(mean):  # equal but for rounding
       deviation = 1.0
       if count == self._rows:
@@ -112,7 +118,7 @@ class _Fit:
     return {"mean": 0.0, "deviation": 1.0, "fill": mean, "boundaries": boundaries} | scale
 
   def _width(self, name: str, kind: spec.Bag) -> int:
-    (longest,) = self._one(f"max(len({self._store.columns[name]}))", "rows")
+    (longest,) = self._one(f"max({self._store.LENGTH}({self._store.columns[name]}))", "rows")
     longest = max(longest or 0, self._base.widths.get(name, 1))
     width = kind.max_length or min(longest, _LONGEST)
     if longest > width:
@@ -176,17 +182,20 @@ class _Fit:
     engine, parts = self._store.stage.engine, []
     for part, name in enumerate(names):
       column, is_list = self._store.columns[name], isinstance(self._kinds[name], spec.Bag)
-      value = f"unnest({column})" if is_list else column
+      value = f"{self._store.EXPLODE}({column})" if is_list else column
       scan = f"{self._store.scan} WHERE split = 0"
       parts.append(f"SELECT {part} AS part, {value} AS value FROM {scan}")
-    union = f"({' UNION ALL '.join(parts)}) WHERE value IS NOT NULL"
+    union = f"(SELECT * FROM ({' UNION ALL '.join(parts)}) WHERE value IS NOT NULL)"
     patterns = {name: getattr(self._kinds[name], "pattern", "") for name in names}
     # Perhaps there are as many values as rows.
-    if (kind.hash or kind.is_dynamic) and not any(patterns.values()):
+    is_unlisted = kind.hash or kind.is_dynamic
+    if is_unlisted and self._store.IS_LOCAL and not any(patterns.values()):
       return f"(SELECT *, 1 AS n FROM {union})"
-    relation = f"(SELECT part, value, count(*) AS n FROM {union} GROUP BY ALL)"
+    counts = self._store.table(
+      "counts", f"SELECT part, value, count(*) AS n FROM {union} GROUP BY part, value"
+    )
     if any(patterns.values()):
-      counted = engine.execute(f"FROM {relation} ORDER BY part").to_arrow_table()
+      counted = engine.execute(f"FROM {counts} ORDER BY part").to_arrow_table()
       texts = [
         extracted(counted.filter(pc.equal(counted["part"], part))["value"].combine_chunks(), each)
         for part, each in enumerate(patterns.values())
@@ -195,9 +204,8 @@ class _Fit:
         [counted["part"], pa.chunked_array(texts), counted["n"]], ["part", "value", "n"]
       )
       engine.register("cut", cut)
-      relation = "(SELECT part, value, sum(n) AS n FROM cut WHERE value IS NOT NULL GROUP BY ALL)"
-    engine.execute(f"CREATE OR REPLACE TEMP TABLE counts AS FROM {relation}")
-    return "counts"
+      return "(SELECT part, value, sum(n) AS n FROM cut WHERE value IS NOT NULL GROUP BY ALL)"
+    return counts
 
 
 def logarithm(numbers: np.ndarray) -> np.ndarray:

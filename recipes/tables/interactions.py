@@ -70,8 +70,14 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     folder: of the prepared data.
 
   Raises:
-    UserError: no item is declared, a row has no user or item, or nothing is left.
+    UserError: no item is declared, a row has no user or item, or nothing is left; or the engine is
+      another one.
   """
+  if table.engine != "duckdb":
+    raise UserError(
+      f"config.engine is {table.engine!r}, which prepares rows with a label, for recipes.dlrm: "
+      "two_tower and sequence hold their interactions in memory, so leave the engine 'duckdb'"
+    )
   with Stage(folder / "stage") as stage:
     log = _Log(table, by, stage)
     user, item, split, row = _cleaned(table, by, log)

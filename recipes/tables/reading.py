@@ -54,6 +54,13 @@ class Ledger:
       self._counts[column, kind] = count + 1, first
     self.rows += len(faults)
 
+  def join(self, other: "Ledger") -> None:
+    """Adds the counts of another ledger, of later files."""
+    for key, (count, first) in other._counts.items():
+      before, first = self._counts.get(key, (0, first))
+      self._counts[key] = before + count, first
+    self.rows += other.rows
+
   def lines(self) -> list[str]:
     """Returns one line per kind of fault, with the first row that has it."""
     return [
@@ -87,6 +94,7 @@ class Reader:
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
     chunk_rows: at most, of a chunk.
     stage: where text is kept while it is read; None makes one of its own.
+    may_be_empty: whether the files may have no rows, as a part of a table.
 
   Attributes:
     names: all columns of the first file, in order.
@@ -116,7 +124,9 @@ class Reader:
     on_bad_row: str = "raise",
     chunk_rows: int = 65_536,
     stage: Stage | None = None,
+    may_be_empty: bool = False,
   ):
+    self._may_be_empty = may_be_empty
     self._paths, self._ways = [Path(path) for path in paths], dict(ways)
     of_name = {name: (columns or {}).get(name, name) for name in ways}
     self._columns = {n: (c,) if isinstance(c, str) else c for n, c in of_name.items()}
@@ -127,6 +137,11 @@ class Reader:
     self.names = self.files[0].names
     for file in self.files:
       self._check(file)
+
+  @property
+  def ledger(self) -> Ledger:
+    """The counts of the rows that were left out."""
+    return self._ledger
 
   @property
   def skipped(self) -> list[str]:
@@ -155,7 +170,7 @@ class Reader:
           if len(chunk.rows):
             yield chunk
         bar.update()
-    if num_rows == 0:
+    if num_rows == 0 and not self._may_be_empty:
       first, more = self._paths[0], f" and {len(self._paths) - 1} more files"
       why = (
         f"every row was left out: {'; '.join(self.skipped)}"

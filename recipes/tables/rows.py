@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ from .. import arrays
 from ..errors import UserError
 from . import spec, splitting
 from .fitting import extracted
-from .reading import Chunk, Reader
+from .reading import Chunk, Ledger, Reader
 from .settings import SPLITS, Source, Table, first_time
-from .source import Stage
+from .source import File, Stage
 from .store import way, ways
 from .values import as_numbers, bits, plain, same_value
 
@@ -29,7 +29,12 @@ _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "te
 
 
 def open_source(
-  source: Source, on_bad_row: str, paths: Sequence[Path] = (), *, stage: Stage | None = None
+  source: Source,
+  on_bad_row: str,
+  paths: Sequence[Path] = (),
+  *,
+  stage: Stage | None = None,
+  may_be_empty: bool = False,
 ) -> Reader:
   """Returns the reader of a source's declared columns, and of its key by the name "".
 
@@ -37,13 +42,58 @@ def open_source(
     source: the files and columns.
     on_bad_row: "raise" or "skip".
     paths: the files of one split; none reads all.
-    stage: as of `Reader`.
+    stage, may_be_empty: as of `Reader`.
   """
   wanted = ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
   columns = {name: names for name, (names, _) in wanted.items()}
   how = {name: each for name, (_, each) in wanted.items()}
   options: dict[str, Any] = {"format": source.format, "on_bad_row": on_bad_row, "stage": stage}
+  options["may_be_empty"] = may_be_empty
   return Reader(paths or source.all_files, how, columns=columns, **options)
+
+
+class Bounds(NamedTuple):
+  """What a split of some files' rows depends on in all files.
+
+  Attributes:
+    times: the first times of validation and of test; () unless rows are split by time.
+    firsts: by file, the number of stored rows in the files before; empty unless split by order.
+    rows: stored in all files.
+  """
+
+  times: tuple[float, ...] = ()
+  firsts: Mapping[Path, int] = {}
+  rows: int = 0
+
+
+@dataclasses.dataclass
+class Account:
+  """What was left out of the rows, and which labels they had.
+
+  Attributes:
+    ledgers: of rows that cannot be read, by split of the files.
+    dropped: rows that `drop` of the label has left out.
+    outcomes: some texts of the label.
+    has_dates: whether times are dates; None before any.
+  """
+
+  ledgers: dict[str, Ledger] = dataclasses.field(default_factory=dict)
+  dropped: int = 0
+  outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  has_dates: bool | None = None
+
+  def join(self, other: "Account") -> None:
+    """Adds the account of later files; raises UserError where their times are of another kind."""
+    for split, ledger in other.ledgers.items():
+      if split in self.ledgers:
+        self.ledgers[split].join(ledger)
+      else:
+        self.ledgers[split] = ledger
+    self.dropped += other.dropped
+    self.outcomes.update(other.outcomes)
+    if None not in (self.has_dates, other.has_dates) and self.has_dates != other.has_dates:
+      raise UserError("some files have dates as times and some have numbers: write them in one way")
+    self.has_dates = other.has_dates if self.has_dates is None else self.has_dates
 
 
 class Rows(NamedTuple):
@@ -70,9 +120,10 @@ class RowReader:
     required: names of columns of texts in which every row must have a value.
     holds_out: whether a part of the training files validates where no file does.
     stage: where text is kept; None makes one of its own.
+    bounds: of the table that the files are a part of; None reads them.
 
   Attributes:
-    skipped: a line per kind of bad row, of the last iteration.
+    account: of the last iteration.
   """
 
   def __init__(
@@ -83,29 +134,28 @@ class RowReader:
     *,
     holds_out: bool = True,
     stage: Stage | None = None,
+    bounds: Bounds | None = None,
   ):
     self._table, self._by, self._required = table, by, tuple(required)
     self._stage = stage or Stage()
     self._holds_out = holds_out and "valid" not in table.rows.files
     self._label = table.name_of(spec.Label)
-    self._parts: dict[Path, Any] = {}  # splits of the stored rows, or their futures
-    self.skipped: list[str] = []
-    self._num_dropped = 0  # rows that `drop` of the label has left out
-    self._outcomes: collections.Counter[str] = collections.Counter()  # some texts of the label
+    self._parts: dict[Path, Any] = {}  # futures of the splits of the stored rows
+    self._is_part, self.account = bounds is not None, Account()
     if by == "files" and set(table.rows.files) == {""}:
       raise UserError(
         'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
       )
     kinds: dict[str, type[spec.Kind]] = {"time": spec.Time, "column": spec.Split}
     self._of_split = table.require(kinds[by], "which the split goes by") if by in kinds else ""
-    self._from = self._thresholds() if by == "time" else ()
+    self._bounds = self._found_bounds() if bounds is None else bounds
 
   def _open(self, paths: Sequence[Path]) -> Reader:
-    return open_source(self._table.rows, self._table.on_bad_row, paths, stage=self._stage)
+    table, is_part = self._table, self._is_part
+    return open_source(table.rows, table.on_bad_row, paths, stage=self._stage, may_be_empty=is_part)
 
   def __iter__(self) -> Iterator[Rows]:
-    self.skipped, self._num_dropped = [], 0
-    self._outcomes.clear()
+    self.account = Account()
     weight = self._table.name_of(spec.Weight)
     for split, paths in self._table.rows.files.items():
       reader = self._open(paths)
@@ -118,7 +168,7 @@ class RowReader:
           chunk = reader.refuse(chunk, bad, weight, "is no weight, a number of 0 or more")
         chunk, parts = self._split(reader, chunk, split)
         yield Rows(chunk, parts, chunk.columns.get(self._label or ""))
-      self.skipped += reader.skipped
+      self.account.join(Account({split: reader.ledger}, has_dates=reader.has_dates))
 
   def _labelled(self, reader: Reader, chunk: Chunk) -> Chunk:
     """Returns the rows with a label, which is uint8 `[N]`."""
@@ -128,11 +178,12 @@ class RowReader:
     if kind.positive:
       for each in texts.drop_null().value_counts().to_pylist():
         text, is_named = each["values"], each["values"] in (*kind.positive, *kind.drop)
-        if is_named or text in self._outcomes or len(self._outcomes) < _OUTCOMES:
-          self._outcomes[text] += each["counts"]
+        outcomes = self.account.outcomes
+        if is_named or text in outcomes or len(outcomes) < _OUTCOMES:
+          outcomes[text] += each["counts"]
     if kind.drop:
       kept = ~_member(texts, kind.drop)
-      self._num_dropped += len(kept) - int(kept.sum())
+      self.account.dropped += len(kept) - int(kept.sum())
       chunk, texts = chunk.take(kept), texts.filter(pa.array(kept))
     chunk = reader.refuse(chunk, bits(texts.is_null()), name)
     label, column = label_of(texts.drop_null(), kind), f"config.columns[{name!r}]"
@@ -149,20 +200,21 @@ class RowReader:
   @property
   def notes(self) -> list[str]:
     """Lines about what the last iteration has left out or may have misread."""
-    notes, kind = list(self.skipped), self._table.kinds.get(self._label or "")
+    kind, outcomes = self._table.kinds.get(self._label or ""), self.account.outcomes
+    notes = [line for ledger in self.account.ledgers.values() for line in ledger.lines()]
     if isinstance(kind, spec.Label) and kind.positive:
       named = (*kind.positive, *kind.drop)
       column = f"config.columns[{self._label!r}]"
-      unseen = [value for value in named if value not in self._outcomes]
+      unseen = [value for value in named if value not in outcomes]
       notes += [f"no row has {value!r}, which {column} names" for value in unseen]
-      others = [(text, n) for text, n in self._outcomes.most_common() if text not in named]
+      others = [(text, n) for text, n in outcomes.most_common() if text not in named]
       if len(others) > 1:
-        is_whole = len(self._outcomes) < _OUTCOMES  # else some were not counted from the start
+        is_whole = len(outcomes) < _OUTCOMES  # else some were not counted from the start
         texts = [f"{text!r}" + f" ({count:,})" * is_whole for text, count in others]
         more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
         notes.append(f"these labels count as no click: {', '.join(texts[:5])}{more}")
-    if self._num_dropped:
-      notes.append(f"{self._num_dropped:,} rows were left out by the label's drop")
+    if self.account.dropped:
+      notes.append(f"{self.account.dropped:,} rows were left out by the label's drop")
     return notes
 
   def _split(self, reader: Reader, chunk: Chunk, files_of: str) -> tuple[Chunk, np.ndarray]:
@@ -173,11 +225,14 @@ class RowReader:
     if by == "hash":
       return chunk, self._hashed(reader, chunk, (split["valid"], split["test"]))
     if by == "order":
-      return chunk, self._in_order()[chunk.file][chunk.places]
+      ranges = arrays.cut(self._bounds.rows, split["valid"], split["test"])
+      places = self._bounds.firsts[chunk.file] + chunk.places
+      firsts = np.array([ranges["valid"][0], ranges["test"][0]])
+      return chunk, np.searchsorted(firsts, places, side="right").astype(np.int8)
     if by == "time":
       self._check_clock(reader)
       times = chunk.columns[self._of_split]
-      return chunk, np.searchsorted(self._from, times, side="right").astype(np.int8)
+      return chunk, np.searchsorted(self._bounds.times, times, side="right").astype(np.int8)
     if by == "column":
       texts = pc.utf8_lower(pc.fill_null(plain(chunk.columns[self._of_split]), ""))
       parts = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
@@ -197,19 +252,14 @@ class RowReader:
           "they are"
         )
 
-  def _in_order(self) -> dict[Path, np.ndarray]:
-    """Splits by the places of the rows in all files: the last ones are tested."""
-    if not self._parts:
-      listed = [
-        file for paths in self._table.rows.files.values() for file in self._open(paths).files
-      ]
-      rows = [pq.read_metadata(file.stored(self._stage).path).num_rows for file in listed]
-      parts, split = np.zeros(sum(rows), np.int8), self._table.split
-      for name, (start, stop) in arrays.cut(len(parts), split["valid"], split["test"]).items():
-        parts[start:stop] = SPLITS.index(name)
-      pieces = np.split(parts, np.cumsum(rows)[:-1])
-      self._parts = {file.path: piece for file, piece in zip(listed, pieces, strict=True)}
-    return self._parts
+  def _found_bounds(self) -> Bounds:
+    table, stage = self._table, self._stage
+    if self._by == "time":
+      return Bounds(thresholds(table, lambda: sampled(times_of(table, stage))))
+    if self._by == "order":
+      listed = [file for paths in table.rows.files.values() for file in self._open(paths).files]
+      return in_order({file.path: num_rows(file, stage) for file in listed})
+    return Bounds()
 
   def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
     """Splits by the content of the rows, or of a column; see `splitting.by_content`."""
@@ -224,31 +274,54 @@ class RowReader:
       self._parts |= {file.path: of_file(file) for file in reader.files}
     return self._parts[chunk.file].result()[chunk.places]
 
-  def _thresholds(self) -> tuple[float, float]:
-    """Returns the first times of validation and test: as given, or by quantiles of a sample."""
-    split, source = self._table.split, self._table.rows
-    given = {
-      key: first_time(split[f"{key}_from"], f"{key}_from")[1]
-      for key in ("valid", "test")
-      if split[f"{key}_from"]
-    }
-    if len(given) == 2:
-      return given["valid"], given["test"]
-    only = dataclasses.replace(source, kinds={self._of_split: source.kinds[self._of_split]})
-    times, seen, step = np.empty(0), 0, 1
-    for chunk in open_source(only, self._table.on_bad_row, stage=self._stage):
-      of_chunk = chunk.columns[self._of_split]
-      times, seen = np.append(times, of_chunk[-seen % step :: step]), seen + len(of_chunk)
-      while len(times) > _SAMPLE:
-        times, step = times[::2], 2 * step
-    valid, test = split["valid"], split["test"]
-    if "test" in given:  # valid is the last part of what is before
-      before = times[times < given["test"]]
-      return _first(before, valid / max(1 - test, 1e-9), given["test"]), given["test"]
-    if "valid" in given:  # test is the last part of what is after
-      after = times[times >= given["valid"]]
-      return given["valid"], _first(after, test / max(valid + test, 1e-9))
-    return _first(times, valid + test), _first(times, test)
+
+def num_rows(file: File, stage: Stage) -> int:
+  """Returns the number of rows that a file is stored with."""
+  return pq.read_metadata(file.stored(stage).path).num_rows
+
+
+def in_order(rows: Mapping[Path, int]) -> Bounds:
+  """Returns the bounds of a split by the order of the rows, given their number by file."""
+  firsts = np.cumsum([0, *rows.values()]).tolist()
+  return Bounds((), dict(zip(rows, firsts, strict=False)), firsts[-1])
+
+
+def times_of(table: Table, stage: Stage, *, may_be_empty: bool = False) -> Iterator[np.ndarray]:
+  """Yields the times of the rows, chunk by chunk."""
+  name = table.require(spec.Time, "which the split goes by")
+  only = dataclasses.replace(table.rows, kinds={name: table.kinds[name]})
+  for chunk in open_source(only, table.on_bad_row, stage=stage, may_be_empty=may_be_empty):
+    yield chunk.columns[name]
+
+
+def sampled(chunks: Iterable[np.ndarray]) -> np.ndarray:
+  """Returns an even sample of numbers, which does not depend on how they are cut into chunks."""
+  sample, seen, step = np.empty(0), 0, 1
+  for chunk in chunks:
+    sample, seen = np.append(sample, chunk[-seen % step :: step]), seen + len(chunk)
+    while len(sample) > _SAMPLE:
+      sample, step = sample[::2], 2 * step
+  return sample
+
+
+def thresholds(table: Table, sample: Callable[[], np.ndarray]) -> tuple[float, float]:
+  """Returns the first times of validation and of test: as given, or by quantiles of a sample."""
+  split = table.split
+  given = {
+    key: first_time(split[f"{key}_from"], f"{key}_from")[1]
+    for key in ("valid", "test")
+    if split[f"{key}_from"]
+  }
+  if len(given) == 2:
+    return given["valid"], given["test"]
+  times, valid, test = sample(), split["valid"], split["test"]
+  if "test" in given:  # valid is the last part of what is before
+    before = times[times < given["test"]]
+    return _first(before, valid / max(1 - test, 1e-9), given["test"]), given["test"]
+  if "valid" in given:  # test is the last part of what is after
+    after = times[times >= given["valid"]]
+    return given["valid"], _first(after, test / max(valid + test, 1e-9))
+  return _first(times, valid + test), _first(times, test)
 
 
 def _first(times: np.ndarray, share: float, otherwise: float = np.inf) -> float:

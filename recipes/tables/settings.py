@@ -29,7 +29,8 @@ SPLITS = ("train", "valid", "test")
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
 _TIMES = ("config.split.valid_from", "config.split.test_from")
-_PLAIN = ("on_bad_row", "exclude_seen", "duplicates", "core", "refit")  # attributes of a `Table`
+# Attributes of a `Table`.
+_PLAIN = ("on_bad_row", "exclude_seen", "duplicates", "core", "refit", "engine")
 
 _FORMAT = dataclasses.asdict(Format())
 _SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
@@ -59,6 +60,7 @@ DEFAULTS: dict[str, Any] = {
   "duplicates": "",  # repeated pairs of user and item: merge, keep, or "": merge if exclude_seen
   "core": 0,  # users and items with fewer interactions are dropped, repeatedly
   "refit": False,  # True trains on the validation rows as well; then select must be ""
+  "engine": "duckdb",  # or "spark", for dlrm: files are read, and columns written, on a cluster
   "cache_dir": "~/.cache/sparse_embed",
 }
 
@@ -173,7 +175,7 @@ class Table:
     sides: the sources of the features of "user" and "item" where they are files of their own.
     split: the settings of the split.
     on_bad_row: "raise" or "skip".
-    exclude_seen, duplicates, core, refit: as in the config.
+    exclude_seen, duplicates, core, refit, engine: as in the config.
     base: the folder `serve` of the run that this one starts from, whose transforms grow.
     counts: the published numbers of users, items and interactions; () if there are none.
     by_number: whether users and items are in the order of their ids, which are whole numbers; else
@@ -188,6 +190,7 @@ class Table:
   duplicates: str
   core: int
   refit: bool
+  engine: str
   base: Path | None = None
   counts: tuple[int, ...] = ()
   by_number: bool = False
@@ -356,7 +359,12 @@ def parsed(settings: Mapping[str, Any]) -> Table:
 def _faults(config) -> Iterator[str]:
   """Yields what is wrong with settings that need no look at the files."""
   split, last = config.split, "pass --config.select= to test the state of the last step"
-  for name, known in (("on_bad_row", ("raise", "skip")), ("duplicates", ("", "merge", "keep"))):
+  choices = {
+    "on_bad_row": ("raise", "skip"),
+    "duplicates": ("", "merge", "keep"),
+    "engine": ("duckdb", "spark"),
+  }
+  for name, known in choices.items():
     if config[name] not in known:
       yield f"config.{name} is {config[name]!r}: choose one of {known}"
   nothing = f"config.select={config.select!r} has nothing to look at: {last}"

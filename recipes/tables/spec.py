@@ -484,8 +484,10 @@ def has_table(kind: Kind) -> bool:
 
 def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
   """Raises UserError where columns that share a table declare it in different ways."""
-  shared = ("min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life")
-  shared += ("dim", "optimizer")
+  shared = (
+    "min_count", "oov", "hash", "size", "vocabulary", "capacity", "eviction", "half_life", "dim",
+    "optimizer",
+  )  # fmt: skip
   first: dict[tuple[str, str], tuple[str, Category]] = {}
   named = {kind.table for kind in kinds.values() if isinstance(kind, Category) and kind.table}
   for name, kind in kinds.items():

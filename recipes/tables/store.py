@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,23 @@ class Store:
     kinds: the columns, as `reading.Reader` reads them; crosses and times are left out.
     more: the types of further columns, NumPy arrays.
 
+    path: of the file; None makes one in the stage.
+
   Attributes:
     columns: the names in the file of the columns by declared name.
   """
 
-  def __init__(self, stage: Stage, kinds: Mapping[str, spec.Kind], more: Mapping[str, Any]):
-    self.stage, self._path = stage, stage.path("rows.parquet")
+  EXPLODE, LENGTH = "unnest", "len"  # functions of lists; other SQL over rows is common to Spark
+  IS_LOCAL = True  # whether the rows are in the stage's engine
+
+  def __init__(
+    self,
+    stage: Stage,
+    kinds: Mapping[str, spec.Kind],
+    more: Mapping[str, Any],
+    path: Path | None = None,
+  ):
+    self.stage, self._path = stage, path or stage.path("rows.parquet")
     stored = {name: how for name, (_, how) in ways(kinds).items() if how != "time"}
     self.columns = {name: f"c{place}" for place, name in enumerate(stored)}  # equal in any case
     self.columns |= {name: name for name in more}
@@ -98,3 +110,8 @@ class Store:
   def query(self, sql: str) -> pa.Table:
     """Answers a query in the engine, whose tables the next queries see."""
     return self.stage.engine.execute(sql).to_arrow_table()
+
+  def table(self, name: str, sql: str) -> str:
+    """Keeps the answer to a query as a table of DuckDB; returns SQL for it."""
+    self.stage.engine.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS {sql}")
+    return name

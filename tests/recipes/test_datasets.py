@@ -1,6 +1,8 @@
 """Data sets by name: one error for all recipes, one way to load, and columns without rows."""
 
 import doctest
+import time
+from concurrent import futures
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,6 +60,20 @@ def test_a_data_set_is_prepared_once_and_read_through_its_view(tmp_path):
   assert (tmp_path / plain.name / "meta.json").exists()
   assert plain.name.startswith("toys-plain-")
   assert TOYS.load(config("made", tmp_path)).columns["x"].tolist() == [0, 2, 4, 6]
+
+
+def test_of_processes_that_share_a_cache_one_prepares_and_the_others_wait(tmp_path):
+  started = []
+
+  def slowly(folder):
+    started.append(folder)
+    time.sleep(0.3)
+    return build({"rows": 4}, folder)
+
+  prepare = lambda _: arrays.prepared(tmp_path, "toy", {}, slowly)[0]["x"].tolist()
+  with futures.ThreadPoolExecutor(3) as pool:
+    assert list(pool.map(prepare, range(3))) == [[0, 1, 2, 3]] * 3
+  assert len(started) == 1
 
 
 def test_a_data_set_is_described_without_its_data_or_loaded(tmp_path):

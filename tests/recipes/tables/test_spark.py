@@ -1,0 +1,434 @@
+"""Tables prepared on a local Spark session: as on one machine, and in shards that hosts share."""
+
+import gzip
+import importlib.util
+import itertools
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from small_tables import completed, write_csv
+
+import recipes
+from recipes import arrays, export, hosts, pipeline, serving
+from recipes.dlrm import data, train
+from recipes.errors import DamagedFileError, UserError
+from recipes.tables import spark
+from recipes.tables.clicks import Encoder
+from recipes.two_tower import data as two_tower
+
+_MISSING = [
+  name
+  for name, found in (
+    ("pyspark", importlib.util.find_spec("pyspark")),
+    ("java", shutil.which("java")),
+  )
+  if not found
+]
+needs_spark = pytest.mark.skipif(
+  bool(_MISSING), reason=f"prepares tables on Spark, and {' and '.join(_MISSING)} is not installed"
+)
+pytestmark = [pytest.mark.full]
+
+
+@pytest.fixture(scope="module")
+def session():
+  """A session on this machine with one task at a time, for all tests of this file."""
+  from pyspark.sql import SparkSession
+
+  checkout = str(Path(recipes.__file__).parents[1])
+  os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
+  os.environ["PYSPARK_PYTHON"] = sys.executable
+  options = {
+    "spark.driver.memory": "512m",
+    "spark.ui.enabled": "false",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.driver.host": "127.0.0.1",
+  }
+  builder = SparkSession.builder.master("local[1]")
+  for name, value in options.items():
+    builder = builder.config(name, value)
+  session = builder.getOrCreate()
+  session.sparkContext.setLogLevel("ERROR")
+  yield session
+  session.stop()
+
+
+# --- five tables: by the name, what writes the files and the config on them -----------------------
+
+
+def plain(folder):
+  """Two CSV files, split by their content; values that one row has, and ties of counts."""
+  draw = np.random.default_rng(0)
+  rows = [
+    (i % 3 == 0, f"c{draw.integers(40)}", f"{draw.lognormal():.6f}", "|".join("ab"[: i % 3]), i % 7)
+    for i in range(600)
+  ]
+  header = ("clicked", "city", "price", "tags", "hour")
+  files = [write_csv(folder / f"{n}.csv", header, rows[n::2]) for n in range(2)]
+  columns = {
+    "clicked": "label",
+    "city": {"kind": "category", "min_count": 3},
+    "price": {"kind": "number", "log": True, "missing": "indicator"},
+    "tags": {"kind": "bag", "min_count": 1},
+    "hour": {"kind": "category", "size": 6},
+    "city_hour": {"kind": "cross", "columns": ("city", "hour"), "buckets": 20},
+  }
+  return {"files": list(map(str, files)), "columns": columns}
+
+
+def messy(folder):
+  """Ragged rows, bad numbers, other orders of columns, quotes, gzip, `1.0`, blanks, bad labels."""
+  draw = np.random.default_rng(1)
+  lines = ["outcome;shop;code;flag;price;note"]
+  for i in range(400):
+    outcome = ("bought", "looked", "looked", "pending")[draw.integers(4)]
+    code = ("NA", "", "7.0", "8.0", f"{draw.integers(30)}.0")[draw.integers(5)]
+    price = ("", "3,5", "abc", "1e3", f"{draw.normal():.3f}", f"{i}")[draw.integers(6)]
+    note = '"two\nlines; one ""quote"""' if i % 50 == 0 else f" n{i % 9} "
+    lines.append(f"{outcome};shöp {i % 11};{code};{('TRUE', 'false')[i % 2]};{price};{note}")
+    if i % 40 == 0:
+      lines.append("bought;too;few")
+    if i % 60 == 0:
+      lines.append("bought;one;2.0;true;1;n;more")
+  (folder / "a.csv").write_text("\n".join(lines[:300]) + "\n\n", encoding="latin-1")
+  with gzip.open(folder / "b.csv.gz", "wt", encoding="latin-1") as file:
+    file.write("\n".join([lines[0], *lines[300:]]))
+  (folder / "c.csv").write_text(lines[0] + "\n")  # no rows
+  (folder / "d.csv").write_text("note;price;flag;code;shop;outcome\nn1;2;True;7.0;x;bought\n")
+  columns = {
+    "outcome": {"kind": "label", "positive": ("bought",), "drop": ("pending",)},
+    "shop": {"kind": "category", "min_count": 1, "pattern": r"(\d+)"},
+    "code": "category",
+    "flag": "category",
+    "price": "number",
+    "note": {"kind": "category", "hash": 50},
+  }
+  return {
+    "files": str(folder),
+    "columns": columns,
+    "on_bad_row": "skip",
+    "format": {"encoding": "latin-1", "delimiter": ";"},
+  }
+
+
+def timed(folder):
+  """Parquet with lists, timestamps, dictionaries and weights, split by time; quantiles."""
+  draw = np.random.default_rng(2)
+  for part in range(3):
+    rows = 500
+    start = np.datetime64("2024-01-01T00:00:00") + part * np.timedelta64(9, "D")
+    table = {
+      "clicked": draw.random(rows) < 0.4,
+      "when": pa.array(start + draw.integers(0, 10**6, rows) * np.timedelta64(1, "s")),
+      "age": pa.array(draw.integers(18, 80, rows), mask=draw.random(rows) < 0.1),
+      "city": pa.array([f"c{x}" for x in draw.integers(0, 30, rows)]).dictionary_encode(),
+      "tags": pa.array([draw.integers(0, 9, n).tolist() for n in draw.integers(0, 4, rows)]),
+      "count": draw.integers(0, 3, rows).astype(np.float32),
+    }
+    pq.write_table(pa.table(table), folder / f"{part}.parquet")
+  columns = {
+    "clicked": "label",
+    "when": "time",
+    "age": {"kind": "number", "buckets": 5},
+    "city": "category",
+    "tags": {"kind": "sequence", "max_length": 2},
+    "count": "weight",
+    "age_city": {"kind": "cross", "columns": ("age", "city"), "buckets": 64},
+  }
+  return {"files": str(folder / "*.parquet"), "columns": columns}
+
+
+def sided(folder):
+  """Files for the splits, of which train also validates; users and items of tables of their own."""
+  draw = np.random.default_rng(3)
+  header, files = ("clicked", "who", "what"), {}
+  for split, count in (("train", 3), ("test", 1)):
+    (folder / split).mkdir()
+    for n in range(count):
+      rows = [
+        (draw.integers(2), f"u{draw.integers(50)}", f"i{draw.integers(20)}") for _ in range(200)
+      ]
+      write_csv(folder / split / f"{n}.csv", header, rows)
+    files[split] = str(folder / split)
+  users = [(f"u{n}", n % 5, draw.normal()) for n in range(45)]
+  write_csv(folder / "users.csv", ("id", "country", "score"), users)
+  write_csv(folder / "items.csv", ("id", "genres"), [(f"i{n}", "a|b") for n in range(20)])
+  return {
+    "files": files,
+    "columns": {"clicked": "label", "who": "user", "what": "item"},
+    "user_table": {
+      "files": str(folder / "users.csv"),
+      "key": "id",
+      "columns": {"country": "category", "score": "number"},
+    },
+    "item_table": {
+      "files": str(folder / "items.csv"),
+      "key": "id",
+      "columns": {"genres": "bag"},
+    },
+    "refit": True,
+    "select": "",
+  }
+
+
+def ordered(folder):
+  """Three files split by the order of their rows; two columns with one table."""
+  draw = np.random.default_rng(4)
+  for part in range(3):
+    rows = [
+      (draw.integers(2), f"{draw.integers(12)}.0", draw.integers(12), i) for i in range(150 + part)
+    ]
+    write_csv(folder / f"{part}.tsv.csv", ("clicked", "from", "to", "n"), rows)
+  place = {"kind": "category", "table": "place", "min_count": 1}
+  return {
+    "files": str(folder),
+    "columns": {"clicked": "label", "from": place, "to": place, "n": "number"},
+    "split": {"by": "order", "valid": 0.2},
+  }
+
+
+TABLES = {each.__name__: each for each in (plain, messy, timed, sided, ordered)}
+
+
+@pytest.fixture(params=TABLES.values(), ids=TABLES)
+def table(request, tmp_path):
+  """The config on one of the tables."""
+  (tmp_path / "table").mkdir()
+  return request.param(tmp_path / "table")
+
+
+def load(tmp_path, given, engine="spark"):
+  return data.load(completed("dlrm", tmp_path / "cache [1]", engine=engine, **given))
+
+
+@needs_spark
+def test_both_engines_give_the_same(table, session, tmp_path):
+  expected, actual = load(tmp_path, table, "duckdb"), load(tmp_path, table)
+  assert actual.splits == expected.splits
+  assert actual.features == expected.features
+  assert actual.dense_names == expected.dense_names
+  assert actual.sha256 == expected.sha256
+  assert list(actual.columns) == list(expected.columns)
+  for column in expected.columns:
+    assert actual.columns[column].dtype == expected.columns[column].dtype
+    np.testing.assert_array_equal(actual.columns[column][:], expected.columns[column])
+  both = [Encoder.load(loaded.serve).all_fitted for loaded in (actual, expected)]
+  for one, other in zip(*both, strict=True):
+    assert one.vocabularies == other.vocabularies
+    assert one.numbers == other.numbers
+    assert (one.widths, one.spellings) == (other.widths, other.spellings)
+  splits = [pq.read_table(loaded.serve.parent / "split.parquet") for loaded in (actual, expected)]
+  assert splits[0].to_pydict() == splits[1].to_pydict()
+  notes = [arrays.read_json(x.serve.parent / "meta.json")["notes"] for x in (actual, expected)]
+  assert notes[0] == notes[1]
+
+
+@needs_spark
+def test_a_bad_row_is_named_as_on_one_machine(session, tmp_path):
+  header = ("clicked", "city", "price")
+  for n in range(3):
+    rows = [(i % 2, "a", "4x" if (n, i) in ((1, 7), (2, 3)) else i) for i in range(20)]
+    write_csv(tmp_path / f"{n}.csv", header, rows)
+  given = {
+    "files": str(tmp_path / "*.csv"),
+    "columns": {"clicked": "label", "city": "category", "price": "number"},
+  }
+  messages = []
+  for engine in ("duckdb", "spark"):
+    with pytest.raises(DamagedFileError, match=r"1\.csv, row 8, column 'price'") as error:
+      load(tmp_path, given, engine)
+    messages.append(str(error.value))
+  assert messages[0] == messages[1]
+  assert [path.suffix for path in (tmp_path / "cache [1]").iterdir()] == [".lock"] * 2
+
+
+# --- what training reads --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared(session, tmp_path_factory):
+  """Five files of 90 to 98 rows, prepared as shards, and the config; `number` numbers all rows."""
+  folder = tmp_path_factory.mktemp("prepared")
+  (folder / "rows").mkdir()
+  number = 0
+  for part in range(5):
+    rows = [(i % 2, f"c{i % 5}", number + i, i // 2 % 10) for i in range(90 + 2 * part)]
+    number += len(rows)
+    splits = [
+      (*row[:3], "test" if row[3] == 9 else "valid" if row[3] > 6 else "train") for row in rows
+    ]
+    write_csv(folder / "rows" / f"{part}.csv", ("clicked", "city", "number", "part"), splits)
+  columns = {
+    "clicked": "label",
+    "city": "category",
+    "number": {"kind": "number", "standardize": False},
+    "part": "split",
+  }
+  given = {"files": str(folder / "rows"), "columns": columns, "engine": "spark"}
+  config = completed("dlrm", folder / "cache", **given)
+  data.load(config)
+  return config
+
+
+def numbers(batches):
+  """The rows of batches by number, without those that fill up the last one."""
+  rows = [batch["dense"][batch.get("mask", slice(None)), 0] for batch in batches]
+  return np.concatenate(rows).astype(int).tolist()
+
+
+@needs_spark
+@pytest.mark.parametrize("count", [2, 3])
+def test_hosts_read_disjoint_rows_that_are_all_together(prepared, monkeypatch, count):
+  prepared.batch_size, whole = count, data.load(prepared)
+  train_rows = whole.splits["train"]
+  read, opened = [], []
+  for index in range(count):
+    monkeypatch.setattr(hosts, "shard", lambda index=index: (index, count))
+    loaded = data.load(prepared)
+    prepared.steps = len(range(*pipeline.own_rows(train_rows, (index, count))))
+    epoch = numbers(data.train_batches(loaded, prepared))
+    assert sorted(numbers(data.train_batches(loaded, prepared))) == sorted(epoch)
+    read.append(epoch)
+    opened.append(set(loaded.columns._opened))
+  assert sorted(itertools.chain(*read)) == sorted(whole.columns["dense"][slice(*train_rows)][:, 0])
+  assert not set(read[0]) & set(read[1])
+  assert opened[0] == {2: {0, 1, 2}, 3: {0, 1}}[count]  # two thirds of the rows are of these files
+  assert 4 not in opened[0]
+  assert 0 not in opened[-1]
+
+
+@needs_spark
+def test_hosts_evaluate_disjoint_rows_in_equally_many_batches(prepared, monkeypatch):
+  whole = data.load(prepared)
+  expected = numbers(data.eval_batches(whole, "test", 16))
+  read = []
+  for index in range(2):
+    monkeypatch.setattr(hosts, "shard", lambda index=index: (index, 2))
+    batches = list(data.eval_batches(data.load(prepared), "test", 16))
+    assert {len(batch["label"]) for batch in batches} == {8}
+    read.append((len(batches), numbers(batches)))
+  assert read[0][0] == read[1][0]
+  assert read[0][1] + read[1][1] == expected
+
+
+@needs_spark
+def test_columns_are_read_by_slices_and_rows_and_pickled(prepared):
+  columns = pickle.loads(pickle.dumps(data.load(prepared).columns))
+  whole = columns["ids"][:]
+  assert columns["ids"].shape == whole.shape
+  assert columns["ids"].dtype == whole.dtype == np.int32
+  draw = np.random.default_rng(0)
+  rows = draw.integers(0, len(whole), 500)
+  np.testing.assert_array_equal(columns["ids"][rows], whole[rows])
+  np.testing.assert_array_equal(columns["ids"][37:330], whole[37:330])
+  assert columns["ids"][5:5].shape == (0, whole.shape[1])
+  with pytest.raises(KeyError, match="has no column 'weight'"):
+    columns["weight"]
+
+
+@needs_spark
+def test_a_shard_that_was_written_to_is_not_read(prepared):
+  columns = data.load(prepared).columns
+  (label,) = (columns.folder / "shards" / "00003").glob("label.npy")
+  content = label.read_bytes()
+  try:
+    label.write_bytes(content[:-1] + b"\7")
+    with pytest.raises(DamagedFileError, match=r"00003/label\.npy"):
+      columns["label"][:]
+    columns["label"][:50]  # of another shard
+  finally:
+    label.write_bytes(content)
+
+
+@needs_spark
+def test_a_run_on_shards_is_the_run_on_one_machine(prepared, tmp_path):
+  results, scores, cities = [], [], {"city": ["c1", "c4", None], "number": [3.0, 200.0, None]}
+  for engine in ("duckdb", "spark"):
+    given = {**prepared.to_dict(), "engine": engine, "steps": 20, "epochs": 0, "batch_size": 32}
+    results.append(train.run(given, str(tmp_path / engine)))
+    split = pq.read_table(tmp_path / engine / "split.parquet")
+    assert len(split) == 470
+    served = export.export(tmp_path / engine, tmp_path / f"{engine}_served")
+    scores.append(serving.load(served).predict(cities).tolist())
+  assert scores[0] == scores[1]
+  assert results[0]["metrics"] == results[1]["metrics"]
+
+
+@needs_spark
+def test_two_processes_train_on_shards(prepared, tmp_path):
+  given = {**prepared.to_dict(), "steps": 20, "epochs": 0, "batch_size": 32}
+  path = tmp_path / "config.py"
+  path.write_text(f"def get_config():\n  return {given!r}\n")
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    address = f"localhost:{probe.getsockname()[1]}"
+  command = [
+    sys.executable,
+    "-m",
+    "recipes.dlrm",
+    f"--config={path}",
+    f"--workdir={tmp_path / 'run'}",
+  ]
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "JAX_COORDINATOR_ADDRESS": address,
+    "JAX_NUM_PROCESSES": "2",
+  }
+  processes = [
+    subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(index)})
+    for index in range(2)
+  ]
+  try:
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+  finally:
+    for process in processes:
+      process.kill()
+  result = arrays.read_json(tmp_path / "run" / "result.json")
+  assert result["device"]["processes"] == 2
+  assert len(pq.read_table(tmp_path / "run" / "split.parquet")) == 470
+
+
+# --- without Spark --------------------------------------------------------------------------------
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+  monkeypatch.setitem(sys.modules, "pyspark", None)
+  (tmp_path / "table").mkdir()
+  with pytest.raises(UserError, match=r"pip install 'sparse-embed\[spark\]'"):
+    load(tmp_path, plain(tmp_path / "table"))
+
+
+def test_an_unknown_engine_and_interactions_are_refused(tmp_path):
+  (tmp_path / "table").mkdir()
+  with pytest.raises(UserError, match=r"config\.engine is 'ray': choose one of"):
+    load(tmp_path, plain(tmp_path / "table"), "ray")
+  rows = [(f"u{i % 9}", f"i{i % 7}") for i in range(99)]
+  given = {
+    "files": str(write_csv(tmp_path / "log.csv", ("who", "what"), rows)),
+    "columns": {"who": "user", "what": "item"},
+  }
+  config = completed("two_tower", tmp_path / "cache", engine="spark", **given)
+  with pytest.raises(UserError, match=r"config\.engine is 'spark', which prepares rows with a"):
+    two_tower.load(config)
+
+
+def test_of_two_attempts_at_a_task_the_first_to_end_is_kept(tmp_path):
+  target = tmp_path / "shard"
+  with spark._written(target) as slow:
+    (slow / "x").write_text("slow")
+    with spark._written(target) as fast:
+      (fast / "x").write_text("fast")
+  assert (target / "x").read_text() == "fast"
+  with pytest.raises(ZeroDivisionError), spark._written(tmp_path / "other"):
+    raise ZeroDivisionError
+  assert [path.name for path in tmp_path.iterdir()] == ["shard"]
