@@ -32,7 +32,10 @@ _RUNS = (
   ("static", 1),
   *((method, share) for share in (2, 4) for method in ("hashed", "lru", "lfu")),
 )
-_POLICIES: dict[str, dict[str, Any]] = {"lru": {"eviction": "lru"}, "lfu": {"eviction": "lfu", "half_life": 300}}
+_POLICIES: dict[str, dict[str, Any]] = {
+  "lru": {"eviction": "lru"},
+  "lfu": {"eviction": "lfu", "half_life": 300},
+}
 
 
 class Days(NamedTuple):
