@@ -165,7 +165,7 @@ def encoder(method: str, ids: np.ndarray, table: Any):
   """Returns the function from raw ids `[B]` to what the layer is given."""
   if method == "static":
     known = np.unique(ids)
-    return lambda ids: np.searchsorted(known, ids).astype(np.int32)[:, None]
+    return lambda ids: np.asarray(np.searchsorted(known, ids), np.int32)[:, None]
   if method == "hashed":
     return lambda ids: np.asarray(ids % np.uint64(table), np.int32)[:, None]
   return lambda ids: embed.raw_ids(ids[:, None])
