@@ -191,8 +191,8 @@ class DynamicVocabulary:
     ValueError: naming the invalid argument.
 
   >>> user = embed.TableConfig(embed.DynamicVocabulary(capacity=1024), dim=8, name="user")
-  >>> user.vocabulary_size, user.vocabulary.eviction
-  (1024, 'lru')
+  >>> user.vocabulary_size, user.vocabulary.eviction, user.vocabulary.buckets
+  (1024, 'lru', 64)
   """
 
   capacity: int

@@ -22,12 +22,14 @@ TESTED_IN = {
   "kernels.cpu.frame": "kernels/cpu/test_kernels",
   "kernels.cpu.sources.bag_sum": "kernels/cpu/test_kernels",
   "kernels.cpu.sources.count_beyond": "kernels/cpu/test_kernels",
+  "kernels.cpu.sources.find_rows": "engine/test_admission",
   "kernels.cpu.sources.probe": "kernels/cpu/test_build",
   "kernels.cpu.sources.row_equation": "kernels/cpu/test_kernels",
   "kernels.cpu.sources.row_step": "kernels/cpu/test_kernels",
   "elementwise": "test_optimizers",
   "storage.changes": "test_deltas",
   "storage.initial": "storage/test_tables",
+  "storage.owners": "test_dynamic_vocabulary",
 }
 # A step, the choice of kernels, and names.
 PACKAGES = {

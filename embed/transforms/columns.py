@@ -228,7 +228,7 @@ class QuotientRemainder(Column):
     ValueError: naming the argument; in a call, as `Identity`.
 
   >>> quotient = QuotientRemainder(1000, divisor=32, key="user")
-  >>> remainder = dataclasses.replace(quotient, remainder=True)
+  >>> remainder = QuotientRemainder(1000, divisor=32, remainder=True, key="user")
   >>> quotient([999, 32]).tolist(), remainder([999, 32]).tolist()
   ([31, 1], [7, 0])
   >>> quotient.vocabulary_size, remainder.vocabulary_size

@@ -113,6 +113,13 @@ def test_200_batches(policy, stream):
   check(vocabulary, streams()[stream], every=10)
 
 
+@pytest.mark.parametrize("policy", ["lru", "expiring"])
+def test_the_kernel_finds_the_same_rows(policy, kernels):
+  vocabulary = embed.DynamicVocabulary(64, bucket_width=4, **POLICIES[policy])
+  batches = streams(steps=12)
+  check(vocabulary, batches["padding"] + batches["one_bucket"], every=4)
+
+
 def test_a_capacity_smaller_than_the_batch():
   state, _ = check(embed.DynamicVocabulary(8, bucket_width=4), streams(steps=20)["random"])
   assert int(state["batch"][4]) == 64 - 8
