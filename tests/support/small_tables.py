@@ -15,5 +15,5 @@ def write_csv(path: Path, header, rows) -> Path:
 
 def completed(recipe: str, cache_dir: Path | str, **given):
   """Returns the config of a recipe on a table."""
-  given = {"cache_dir": str(cache_dir)} | given
+  given = {"columns": {}, "cache_dir": str(cache_dir)} | given
   return settings.completed(recipe, given)
