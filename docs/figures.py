@@ -331,6 +331,23 @@ def admission() -> str:
   return table(header, rows, words=1) + _admission_origin(measured)
 
 
+def drift() -> str:
+  measured = result("drift.json")
+  names = {"synthetic": "synthetic days", "movielens": "MovieLens 100K"}
+  methods = [name for name in measured["synthetic"]["runs"] if name != "best possible"]
+  words = {"lru": "dynamic, lru", "lfu": "dynamic, lfu", "hashed": "hashed", "static": "static"}
+  rows = []
+  for label in methods:
+    method, share = label.split(", ")
+    cells = []
+    for name in names:
+      aucs = [run["auc"] for run in measured[name]["runs"][label]]
+      cells.append(f"{statistics.mean(aucs):.4f} ± {statistics.stdev(aucs):.4f}".replace("0.", "."))
+    rows.append([words[method], "all" if share == "1/1" else share, *cells])
+  header = ("table", "rows", *names.values())
+  return table(header, rows, words=2) + origin(measured, ["drift.json"], "jax")
+
+
 def admission_hits() -> str:
   header = ("drift, ids a batch", "hit rate", "exact LRU", "share of it", "turned away")
   measured = result("admission.json")
@@ -395,7 +412,7 @@ FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
     clicks, rankings, chosen, speed, step, grid, whole_model, loop, vocabulary, vocabulary_memory,
-    admission, admission_hits, pods, weak_scaling,
+    admission, admission_hits, drift, pods, weak_scaling,
   )
 }  # fmt: skip
 
