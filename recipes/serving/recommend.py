@@ -18,6 +18,7 @@ from ..tables.entities import Codes, Entities
 from ..tables.fitting import extracted
 from ..tables.store import ways
 from ..tables.values import ReadAs
+from ..training.features import Feature
 from . import columns as columns_lib
 from .folder import Served, batches
 
@@ -251,7 +252,8 @@ class Recommender:
     parts: Sequence[str] = kind.columns if isinstance(kind, spec.Cross) else (name,)
     if all(part in values for part in parts):
       row = self._users.fitted.ids(values, name)
-      has = row >= 0 if row.ndim == 1 else (row >= 0).any(axis=1, keepdims=True)
+      # Halves of raw ids may be negative.
+      has = (row != -1).reshape(len(row), -1).any(axis=1).reshape(-1, *[1] * (row.ndim - 1))
       ids = np.where(has, row, ids)
     return ids
 
@@ -259,7 +261,7 @@ class Recommender:
     """Returns ids and scores `[B, top]`, and which rows have the popular items, `[B]`."""
     about = self.served.about
     inputs, known = (
-      _two_tower_inputs(queries, about)
+      _two_tower_inputs(queries, about, self._users.features)
       if self.served.recipe == "two_tower"
       else _sequence_inputs(queries, about)
     )
@@ -283,7 +285,7 @@ class Recommender:
 
 
 def _two_tower_inputs(
-  queries: _Queries, about: Mapping[str, Any]
+  queries: _Queries, about: Mapping[str, Any], features: Sequence[Feature]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
   """Returns the query tower's features, histories evenly thinned out, and who has any, `[B]`."""
   width = about["eval_history"]
@@ -293,8 +295,9 @@ def _two_tower_inputs(
     history[row, :count] = items[np.arange(count) * len(items) // max(count, 1)]
   inputs = {"user": queries.users, HISTORY: history} | queries.features
   inputs = {name: inputs[name] for name in about["query"]}
-  known = [(ids >= 0).reshape(len(ids), -1).any(axis=1) for ids in inputs.values()]
-  return inputs, np.any(known, axis=0)
+  known = [(ids != -1).reshape(len(ids), -1).any(axis=1) for ids in inputs.values()]
+  raw = {f.name: f.ids(inputs[f.name]) for f in features if f.is_dynamic and f.name in inputs}
+  return inputs | raw, np.any(known, axis=0)
 
 
 def _sequence_inputs(

@@ -193,11 +193,6 @@ class _Log:
       side = kind.side if isinstance(kind, spec.Side) else "item"
       if isinstance(kind, spec.Side | spec.Title) and side and name not in (user, item):
         self._kinds[side][name] = kind
-        if getattr(kind, "is_dynamic", False):
-          raise UserError(
-            f"column {name!r} has vocabulary='dynamic', which is for the recipe dlrm: remove it or "
-            "hash the column"
-          )
       if isinstance(kind, spec.Cross) and side and {user, item} & set(kind.columns):
         raise UserError(
           f"column {name!r} crosses {' and '.join(kind.columns)}, and every user and item has a "

@@ -329,12 +329,9 @@ def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
 
 
 def _about(columns, side: str, features: tuple[Feature, ...], ids: np.ndarray) -> dict[str, Any]:
-  values = {f.name: columns[splits.column_name(side, f.name)][ids] for f in features}
+  values = {f.name: f.ids(columns[splits.column_name(side, f.name)][ids]) for f in features}
   return {
-    feature.name: embed.Padded(values[feature.name])
-    if feature.valency > 1
-    else values[feature.name]
-    for feature in features
+    f.name: embed.Padded(values[f.name]) if f.valency > 1 else values[f.name] for f in features
   }
 
 

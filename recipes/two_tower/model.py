@@ -150,9 +150,10 @@ class TwoTower(nnx.Module):
     return queries, self.candidate_tower(activations["candidate"])
 
   def queries(self, query: Any) -> jax.Array:
-    """Returns `[B, D]`."""
-    return self.query_tower(self.embed({"query": query})["query"])
+    """Returns `[B, D]`, without admitting raw ids."""
+    return self.query_tower(self.embed(self.embed.translate({"query": query}))["query"])
 
   def candidates(self, candidate: Any) -> jax.Array:
-    """Returns `[C, D]`."""
-    return self.candidate_tower(self.embed({"candidate": candidate})["candidate"])
+    """Returns `[C, D]`, without admitting raw ids."""
+    rows = self.embed.translate({"candidate": candidate})
+    return self.candidate_tower(self.embed(rows)["candidate"])

@@ -139,7 +139,21 @@ def objective(
   """Returns the loss, and what its parts are if a batch is cut: each has all drawn negatives."""
   del data
   drawn = ("negative", "negative_rate", "negative_candidate")
-  return train_step.Objective(loss(config, mesh), shared=drawn)
+  return train_step.Objective(
+    loss(config, mesh), shared=drawn, prepare=functools.partial(admit, config)
+  )
+
+
+def admit(config, model: model_lib.TwoTower, batch, ahead: bool = False):
+  """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
+  if not model.embed.vocabularies:
+    return batch
+  rows = model.embed.admit(inputs(config, batch), ahead=ahead)
+  size = batch["positive"].shape[0]
+  of = lambda part: jax.tree.map(lambda x: x[part], rows["candidate"])
+  batch = batch | {"query": rows["query"], "positive_candidate": of(slice(size))}
+  drawn = {"negative_candidate": of(slice(size, None))} if config.negatives.number else {}
+  return batch | drawn
 
 
 def _scores(queries: jax.Array, candidates: jax.Array, dtype: Any) -> jax.Array:

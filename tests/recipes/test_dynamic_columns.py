@@ -4,7 +4,7 @@ import csv
 
 import numpy as np
 import pytest
-from served_models import LOG
+from served_models import LOG, write_log
 from sklearn.metrics import log_loss
 
 import embed
@@ -13,7 +13,7 @@ from recipes import export, serving
 from recipes.dlrm import data, train
 from recipes.errors import UserError
 from recipes.run import settings, warm_start
-from recipes.two_tower import data as two_tower_data
+from recipes.two_tower import train as two_tower
 
 DYNAMIC = {"kind": "category", "vocabulary": "dynamic"}
 COLUMNS = {
@@ -131,9 +131,20 @@ def test_options_that_make_no_sense(options, tmp_path):
     data.load(config_of(write(tmp_path / "rows.csv"), tmp_path, columns=columns))
 
 
-def test_features_of_a_ranking_are_counted(tmp_path):
-  (tmp_path / "log.csv").write_text("who,what,when,country,genre,name\n")
-  columns = LOG | {"country": LOG["country"] | {"vocabulary": "dynamic", "capacity": 16}}
-  table = {"files": str(tmp_path / "log.csv"), "columns": columns, "cache_dir": str(tmp_path)}
-  with pytest.raises(UserError, match="'country' has vocabulary='dynamic'"):
-    two_tower_data.load(settings.completed("two_tower", table))
+@pytest.mark.full
+@pytest.mark.parametrize("negatives", [0, 8])
+def test_features_of_towers_get_rows(negatives, tmp_path):
+  dynamic = {"vocabulary": "dynamic", "capacity": 16}
+  columns = LOG | {name: LOG[name] | dynamic for name in ("country", "genre")}
+  file = write_log(tmp_path / "log.csv", users=100)
+  table = {"files": str(file), "columns": columns, "cache_dir": str(tmp_path / "cache")}
+  small = {"batch_size": 32, "dim": 8, "steps": 8, "negatives": {"number": negatives}}
+  config = settings.completed("two_tower", table | small | {"ks": (5,), "select": "valid_ndcg@5"})
+  two_tower.run(config, str(tmp_path / "run"))
+  served = serving.load(export.export(tmp_path / "run", tmp_path / "out", platforms=("cpu",)))
+  # k0 to k6 are the countries: a user of whom nothing else is known is told by a row of its own.
+  ask = lambda country: served.recommend({"country": [country]}, top=40)
+  known, other, unknown = (ask(country) for country in ("k1", "k2", "k99"))
+  assert not known.is_popular[0]
+  assert (known.scores != other.scores).any()
+  assert (unknown.scores == 0).all()
