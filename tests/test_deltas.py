@@ -986,7 +986,7 @@ def test_a_file_of_the_first_format_is_read(tmp_path):
   with np.load(path) as file:
     arrays = dict(file)
   header = json.loads(arrays["header"].tobytes())
-  assert header["format"] == 2
+  assert header["format"] == 3
   assert header.pop("before") == delta.before
   assert header.pop("after") == delta.after
   header["format"] = 1
