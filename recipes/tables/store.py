@@ -71,7 +71,7 @@ class Store:
   @contextlib.contextmanager
   def writer(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yields a function that writes N values of each name."""
-    options: Any = {"compression": "lz4", "write_statistics": False, "use_dictionary": self._texts}
+    options: Any = {"compression": "none", "write_statistics": False, "use_dictionary": self._texts}
     with pq.ParquetWriter(self._path, self._schema, **options) as file:
 
       def write(values: Mapping[str, Any]) -> None:
