@@ -134,7 +134,8 @@ class Category(Embedded):
     oov: rows of the table for values outside the vocabulary; 0 gives them no vector.
     hash: the number of rows of the table if values are hashed instead of counted; 0 counts.
     size: the number of rows if the values are ids themselves, from 0 to `size - 1`; 0 counts.
-    vocabulary: "counted", or "dynamic" for values that come and go; of the recipe dlrm.
+    vocabulary: "counted", or "dynamic" for values that come and go. Users and items of rankings are
+      counted.
     capacity: the number of rows of a dynamic vocabulary, a multiple of 16. A value without a row
       has no vector.
     eviction: which value of a dynamic vocabulary loses its row to a new one: "lfu", the one used

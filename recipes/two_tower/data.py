@@ -329,10 +329,8 @@ def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
 
 
 def _about(columns, side: str, features: tuple[Feature, ...], ids: np.ndarray) -> dict[str, Any]:
-  values = {f.name: f.ids(columns[splits.column_name(side, f.name)][ids]) for f in features}
-  return {
-    f.name: embed.Padded(values[f.name]) if f.valency > 1 else values[f.name] for f in features
-  }
+  column = lambda f: f.ids(columns[splits.column_name(side, f.name)][ids])
+  return {f.name: embed.Padded(column(f)) if f.valency > 1 else column(f) for f in features}
 
 
 class _Chosen(Mapping[str, np.ndarray]):
