@@ -1,6 +1,7 @@
 """Admission of raw ids, against a vocabulary in plain Python."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from admission_reference import EMPTY, Reference
@@ -14,7 +15,8 @@ ADMIT = jax.jit(admission.admit, static_argnums=(0, 1, 4))
 
 def pairs(raws):
   raws = np.asarray(raws, np.uint64)
-  return np.stack([raws >> np.uint64(32), raws & np.uint64(2**32 - 1)], 1).astype(np.uint32)
+  halves = np.stack([raws >> np.uint64(32), raws & np.uint64(2**32 - 1)], 1)
+  return jnp.asarray(halves.astype(np.uint32))
 
 
 def assert_same(state, vocabulary, reference):
