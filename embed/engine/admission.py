@@ -289,13 +289,16 @@ def _admit_on_device(vocabulary, placement, keeps_previous, state, ids):
   new = dict(state, buckets=buckets)
   arrays = {key: new[key] for key in ("buckets", "sightings") if key in new}
   settle = functools.partial(_settle, vocabulary, placement, keeps_previous)
-  given = (ids, found, is_miss, step)
   # Loops of one round or none: a conditional would copy the arrays.
   count, least, n = jnp.sum(is_miss, dtype=jnp.int32), 0, ids.shape[0]
   carry = (arrays, jnp.zeros(n, jnp.int32), jnp.zeros(n, bool), jnp.int32(0))
   for size in sorted({-(-n // part) for part in _PARTS}):
     rounds = ((count > least) & (count <= size)).astype(jnp.int32)
-    body = lambda i, carry, size=size: settle(size, carry[0], *given)
+
+    def body(i, carry, size=size, rounds=rounds):
+      # What does not depend on the round, XLA would compute before the loop, also without a round.
+      return settle(size, carry[0], ids, found, is_miss & (i < rounds), step)
+
     carry, least = lax.fori_loop(0, rounds, body, carry), size
   arrays, rows, is_new, evictions = carry
   rows = jnp.where(found.is_hit, _global_row(vocabulary, placement, buckets, found), rows)

@@ -1,6 +1,7 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,7 @@ class Encoder:
       of_side, numbers = side.of_rows(side.codes.find(values[name]))
       ids += [of_side[feature.name] for feature in side.features]
       dense.append(numbers)
-    wide = [block[:, None] if block.ndim == 1 else block for block in ids]
+    wide = [block.reshape(rows, math.prod(block.shape[1:])) for block in ids]
     empty = np.empty((rows, 0), np.int32)
     return {"dense": np.concatenate(dense, axis=1), "ids": np.concatenate([empty, *wide], axis=1)}
 

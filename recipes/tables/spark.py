@@ -46,7 +46,7 @@ from .source import Stage, literal
 from .store import Store
 
 _INSTALL = (
-  "config.engine='spark' needs PySpark 4 and Java 17 or later: pip install 'sparse-embed[spark]', "
+  "config.engine='spark' needs PySpark 4 and Java 17 or later: pip install -e '.[spark]', "
   "and set JAVA_HOME or PATH"
 )
 _TIMES = "times.f64"
