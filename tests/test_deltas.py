@@ -120,6 +120,7 @@ def test_base_and_ten_deltas_are_a_full_save(place, tmp_path):
     assert_same_bits(tree_of(restored), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["one device", "mod"])
 def test_a_delta_holds_the_rows_that_differ_and_no_others(place):
   nodes = make(place)
@@ -195,6 +196,7 @@ def test_fingerprints_do_not_collide_by_their_form():
   assert len(np.unique(np.stack(lanes), axis=1).T) == 4096
 
 
+@pytest.mark.full
 def test_a_delta_of_many_rows_goes_in_pieces(monkeypatch):
   monkeypatch.setattr(changes, "_CHUNK", 16)
   monkeypatch.setattr(changes, "_LEAST", 4)
@@ -209,6 +211,7 @@ def test_a_delta_of_many_rows_goes_in_pieces(monkeypatch):
     assert_same_bits(tree_of({"model": target}), tree_of({"model": source}))
 
 
+@pytest.mark.full
 def test_the_size_follows_the_changed_rows(tmp_path):
   config = embed.TableConfig(100_000, 16, name="t", optimizer=embed.adagrad(0.1))
   layer = embed.SparseEmbed(embed.FeatureConfig(config), rngs=nnx.Rngs(0))

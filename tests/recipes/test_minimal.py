@@ -64,6 +64,7 @@ def test_it_is_one_short_file():
       assert not [alias for alias in node.names if alias.name.split(".")[0] == "recipes"]
 
 
+@pytest.mark.full
 def test_it_comes_close_to_the_best_possible_scores(whole):
   constant, model, best = (whole[0][name] for name in ("constant rate", "model", "best possible"))
   assert constant["auc"] == 0.5

@@ -130,6 +130,7 @@ def test_steps_on_a_mesh_equal_xlas(used, settings, kind):
   assert used >= {"take", "put"}
 
 
+@pytest.mark.full
 def test_columns_of_each_device(used):
   """256 columns on two devices are 128 on each; of 128 columns, the 64 on each are packed."""
   mesh = make_mesh("auto", (2,))
