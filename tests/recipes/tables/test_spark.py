@@ -404,7 +404,7 @@ def test_two_processes_train_on_shards(prepared, tmp_path):
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
   monkeypatch.setitem(sys.modules, "pyspark", None)
   (tmp_path / "table").mkdir()
-  with pytest.raises(UserError, match=r"pip install 'sparse-embed\[spark\]'"):
+  with pytest.raises(UserError, match=r"pip install -e '\.\[spark\]'"):
     load(tmp_path, plain(tmp_path / "table"))
 
 
