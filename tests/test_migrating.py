@@ -3,6 +3,7 @@
 Of TPUEmbedding no promise is missing, and the tests that its page names exist."""
 
 import ast
+import functools
 import os
 import pathlib
 import re
@@ -34,6 +35,7 @@ def test_every_promise_is_there():
     assert key in ("id", "---") or re.match(r"(same|more|otherwise|not here)\b", here), key
 
 
+@functools.cache
 def functions(name):
   tree = ast.parse((TESTS / name).read_text())
   return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
