@@ -166,7 +166,7 @@ def test_exchanges_that_became_narrow():
   assert hlo.written(STABLEHLO) == [
     ("all-to-all", ("f32",)), ("all-reduce", ("f32",)), ("all-to-all", ("i32",)),
   ]  # fmt: skip
-  narrowed = lambda text, asked=STABLEHLO: hlo.narrowed(hlo.Program(text), asked)
+  narrowed = lambda text, asked=STABLEHLO: hlo.Program(text).narrowed(asked)
   assert narrowed(PROGRAM) == []
   halved = with_entry_line(
     "%n = bf16[2,16,128]{2,1,0:T(8,128)(2,1)} all-to-all(%rows), replica_groups={{0,1}}"
