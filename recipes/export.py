@@ -148,16 +148,13 @@ def _parts(workdir: Path, config: ConfigDict, recipe: str, mesh: Mesh | None = N
 
 
 def _check_out(out: Path) -> None:
-  if out.exists() and not (out / folder_lib.NAME).exists() and not _is_empty(out):
+  is_empty = out.is_dir() and not any(out.iterdir())
+  if out.exists() and not (out / folder_lib.NAME).exists() and not is_empty:
     raise UserError(f"--out={out} holds other files: choose a new folder")
   parent = next(path for path in (out.absolute().parent, *out.absolute().parents) if path.exists())
   if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
     raise UserError(f"--out={out} cannot be written to, because {parent} cannot: choose another")
   out.absolute().parent.mkdir(parents=True, exist_ok=True)
-
-
-def _is_empty(path: Path) -> bool:
-  return path.is_dir() and next(path.iterdir(), None) is None
 
 
 def _about(run: opened.Opened, reading: dict[str, Any], ann: bool) -> dict[str, Any]:
