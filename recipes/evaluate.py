@@ -24,8 +24,9 @@ from . import export, hosts, serving
 from .errors import in_one_line
 from .evaluation.metrics import RankingMetrics
 from .run import opened, settings
-from .tables import entities, interactions, spec
+from .tables import interactions, spec
 from .tables import settings as table_settings
+from .tables.encoding import Codes
 from .tables.rows import RowReader
 
 _USERS = 4096  # ranked at once
@@ -115,7 +116,7 @@ def _ranking(
   user, item = pairs.user[~repeats], pairs.item[~repeats]
   order = np.argsort(user, kind="stable")
   wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
-  codes, metrics, popular = entities.Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
+  codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
   asked = {"": pairs.users, **pairs.values}
   for start in range(0, len(pairs.users), _USERS):
     of_part = wanted[start : start + _USERS]

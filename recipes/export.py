@@ -31,8 +31,7 @@ from .evaluation import retrieval
 from .run import opened, settings
 from .run import workdir as runs
 from .serving import folder as folder_lib
-from .tables.clicks import Encoder
-from .tables.entities import Entities
+from .tables.encoding import Encoder, Entities
 from .tables.settings import READING
 from .training.features import feature_configs
 

@@ -15,8 +15,7 @@ from ..errors import UserError
 from ..evaluation import retrieval
 from ..sequence import packing
 from ..tables import spec
-from ..tables.clicks import Encoder
-from ..tables.entities import Entities
+from ..tables.encoding import Encoder, Entities
 from ..tables.fitting import extracted
 from ..tables.store import ways
 from ..tables.values import ReadAs

@@ -11,7 +11,7 @@ import pyarrow as pa
 from .. import arrays
 from ..errors import UserError
 from . import entities, spec, splitting
-from .entities import Entities
+from .encoding import Entities
 from .fitting import extracted
 from .rows import RowReader, split_file
 from .settings import SPLITS, Table

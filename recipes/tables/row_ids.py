@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import clicks
-from .entities import Entities
+from .encoding import Encoder, Entities
 from .fitting import Fitted
 from .settings import READING
 
@@ -36,7 +35,7 @@ def read(serve: Path) -> dict[str, RowIds]:
       tables[side] = RowIds(tuple(entities.texts))
       tables |= {f"{side}_{name}": ids for name, ids in _of(entities.fitted).items()}
     return tables | {"history": tables["item"]}
-  encoder = clicks.Encoder.load(serve)
+  encoder = Encoder.load(serve)
   return {name: ids for fitted in encoder.all_fitted for name, ids in _of(fitted).items()}
 
 
@@ -45,7 +44,7 @@ def inputs(serve: Path) -> list[str]:
   if (serve / "users.parquet").exists():
     sides = (Entities.load(serve, f"{side}s") for side in ("user", "item"))
     return [name for side in sides for name in side.fitted.kinds]
-  encoder = clicks.Encoder.load(serve)
+  encoder = Encoder.load(serve)
   return [*(feature.name for feature in encoder.features), *encoder.dense_names]
 
 

@@ -16,7 +16,8 @@ opens those with its own rows and no others; see `shards.Shards` and `pipeline.o
 
 What this module takes of the code for one machine:
 
-  clicks   store_of, copy_rows, write_columns; Encoder
+  clicks   store_of, copy_rows, write_columns
+  encoding Encoder
   rows     RowReader, Account, Bounds; thresholds, times_of, sampled; in_order, num_rows
   store    Store, whose queries Spark answers
 """
@@ -41,6 +42,7 @@ import pyarrow as pa
 from .. import arrays, files
 from ..errors import UserError
 from . import clicks, rows, shards, spec
+from .encoding import Encoder
 from .settings import Table
 from .source import Stage, literal
 from .store import Store
@@ -158,7 +160,7 @@ class Cluster:
     store = _Rows(self._session, self._view, self._table, self._stage, parts)
     return store, self._reader.notes
 
-  def write(self, encoder: clicks.Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
+  def write(self, encoder: Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
     """Writes a shard for each file with rows; see `clicks.OneMachine`."""
     del encoder, sizes  # tasks load the encoder; each file has its sizes
     arrays.subfolder(self._folder, shards.FOLDER)
@@ -352,6 +354,6 @@ def _write(
 
 
 @functools.lru_cache(1)
-def _encoder(serve: Path) -> clicks.Encoder:
+def _encoder(serve: Path) -> Encoder:
   """Returns the encoder that the driver has saved, loaded once in a process of an executor."""
-  return clicks.Encoder.load(serve)
+  return Encoder.load(serve)
