@@ -1,7 +1,6 @@
 """Models that answer raw rows: probabilities of clicks, and the best items."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,15 +28,11 @@ _SMALLEST = 16  # rows of the smallest batch: powers of two, since each size is 
 
 
 def _batches(rows: int, largest: int) -> Iterator[tuple[slice, np.ndarray]]:
-  """Cuts rows into batches of few sizes.
-
-  Yields:
-    A range of rows, and the indices of a batch within the range, filled up by its last row.
-  """
+  """Yields ranges of rows, and their numbers filled up by the last one to one of few sizes."""
   for start in range(0, rows, largest):
-    count = min(largest, rows - start)
-    size = max(_SMALLEST, 1 << (count - 1).bit_length())
-    yield slice(start, start + count), np.minimum(np.arange(min(size, largest)), count - 1)
+    stop = min(start + largest, rows)
+    size = min(max(_SMALLEST, 1 << (stop - start - 1).bit_length()), largest)
+    yield slice(start, stop), np.minimum(np.arange(start, start + size), stop - 1)
 
 
 # --- clicks ---------------------------------------------------------------------------------------
@@ -130,8 +125,8 @@ class ClickModel:
     encoded = self._encoder.encode(values, count)
     features = cut_ids(encoded["ids"], self._encoder.features)
     inputs = {"dense": encoded["dense"], "features": features}
-    for part, index in _batches(count, _SCORED):
-      batch = jax.tree.map(lambda x, part=part, index=index: x[part][index], inputs)
+    for part, places in _batches(count, _SCORED):
+      batch = jax.tree.map(lambda x, places=places: x[places], inputs)
       logits[part] = np.asarray(self.served.run(batch))[: part.stop - part.start]
     # float32 has no number between 1 - 6e-8 and 1, and a log loss takes a 1 for a certainty.
     return np.clip(expit(logits), np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
@@ -172,10 +167,10 @@ class _Queries:
   histories: list[np.ndarray]
   features: dict[str, np.ndarray]
 
-  def cut(self, part: slice, index: np.ndarray) -> "_Queries":
-    histories = self.histories[part]
-    features = {name: ids[part][index] for name, ids in self.features.items()}
-    return _Queries(self.users[part][index], [histories[i] for i in index], features)
+  def at(self, places: np.ndarray) -> "_Queries":
+    histories = [self.histories[place] for place in places]
+    features = {name: ids[places] for name, ids in self.features.items()}
+    return _Queries(self.users[places], histories, features)
 
 
 class Recommender:
@@ -212,9 +207,10 @@ class Recommender:
     crosses = [kind for kind in self._features.values() if isinstance(kind, spec.Cross)]
     needed = {*self._features, *(part for cross in crosses for part in cross.columns)}
     self._wanted |= ways({n: kind for n, kind in of_users.items() if n in needed})
-    index = retrieval.Approximate(np.asarray(served.candidates)) if about["ann"] else None
-    self._approximate = index
-    self._exact = functools.partial(jax.jit, static_argnames="k")(retrieval.top_k)
+    self._exact = jax.jit(retrieval.top_k, static_argnames="k")
+    self._approximate = None
+    if about["ann"]:
+      self._approximate = retrieval.Approximate(np.asarray(served.candidates))
 
   @property
   def has_titles(self) -> bool:
@@ -286,11 +282,9 @@ class Recommender:
     ids = np.full((count, top), -1, np.int32)
     scores = np.full((count, top), np.nan, np.float32)
     popular = np.zeros(count, bool)
-    for part, index in _batches(count, _RANKED):
-      size = part.stop - part.start
-      ids[part], scores[part], popular[part] = (
-        x[:size] for x in self._best(queries.cut(part, index), top)
-      )
+    for part, places in _batches(count, _RANKED):
+      best = self._best(queries.at(places), top)
+      ids[part], scores[part], popular[part] = (x[: part.stop - part.start] for x in best)
     ids[bad], scores[bad], popular[bad] = -1, np.nan, False
     named = lambda texts: np.array([*texts, None], object)[ids]
     titles = None if self._items.titles is None else named(self._items.titles)
@@ -369,16 +363,16 @@ class Recommender:
       if self._is_towers
       else _sequence_inputs(queries, about)
     )
-    vectors, candidates = self.served.run(inputs), self.served.candidates
-    seen = _wide(queries.histories) if about["exclude_seen"] else None
-    k = min(top, len(candidates))
+    vectors, seen = self.served.run(inputs), None
+    if about["exclude_seen"]:
+      width = retrieval.list_width(max(map(len, queries.histories)))
+      seen = _padded(queries.histories, width)
     if self._approximate is None:
-      scores, ids = (np.asarray(x) for x in self._exact(vectors, candidates, k, seen))
+      found = self._exact(vectors, self.served.candidates, k=top, exclude=seen)
     else:
-      scores, ids = self._approximate.top_k(np.asarray(vectors), k, seen)
-    fill = ((0, 0), (0, top - ids.shape[1]))
-    ids = np.pad(ids, fill, constant_values=-1)
-    scores = np.where(ids >= 0, np.pad(scores, fill), np.nan)
+      found = self._approximate.top_k(np.asarray(vectors), top, seen)
+    scores, ids = map(np.array, found)
+    scores[ids < 0] = np.nan
     for row in np.flatnonzero(~known).tolist():
       ids[row], scores[row] = -1, np.nan
       popular = self._popular[: top + len(queries.histories[row])]
@@ -392,11 +386,11 @@ def _two_tower_inputs(
   queries: _Queries, about: Mapping[str, Any], features: Sequence[Feature]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
   """Returns the query tower's features, histories evenly thinned out, and who has any, `[B]`."""
-  width = about["eval_history"]
-  history = np.full((len(queries.users), width), -1, np.int32)
-  for row, items in enumerate(queries.histories):
+  width, histories = about["eval_history"], []
+  for items in queries.histories:
     count = min(len(items), width)
-    history[row, :count] = items[np.arange(count) * len(items) // max(count, 1)]
+    histories.append(items[np.arange(count) * len(items) // max(count, 1)])
+  history = _padded(histories, width)
   inputs = {"user": queries.users, HISTORY: history} | queries.features
   inputs = {name: inputs[name] for name in about["query"]}
   known = [(ids != -1).reshape(len(ids), -1).any(axis=1) for ids in inputs.values()]
@@ -412,9 +406,8 @@ def _sequence_inputs(
   kept = np.array([min(len(items), width - ask) for items in queries.histories])
   lengths = np.maximum(kept + ask, 1)  # without any item the answer is not used
   inside = np.arange(width) < lengths[:, None]
-  items = np.full(inside.shape, -1, np.int32)
-  for row, (history, count) in enumerate(zip(queries.histories, kept.tolist(), strict=True)):
-    items[row, :count] = history[len(history) - count :]
+  latest = zip(queries.histories, kept.tolist(), strict=True)
+  items = _padded([history[len(history) - count :] for history, count in latest], width)
   positions = np.zeros(inside.shape, np.int32)
   positions[inside] = packing.positions(lengths, width, about["positions"])
   inputs = {
@@ -426,10 +419,9 @@ def _sequence_inputs(
   return inputs, kept > 0
 
 
-def _wide(lists: Sequence[np.ndarray]) -> np.ndarray:
-  """Returns lists of ids as int32 `[B, E]`, -1 after each."""
-  width = retrieval.list_width(max(len(each) for each in lists))
-  wide = np.full((len(lists), width), -1, np.int32)
-  for row, each in enumerate(lists):
-    wide[row, : len(each)] = each
-  return wide
+def _padded(lists: Sequence[np.ndarray], width: int) -> np.ndarray:
+  """Returns lists of ids as int32 `[B, width]`, -1 after each."""
+  padded = np.full((len(lists), width), -1, np.int32)
+  for row, ids in enumerate(lists):
+    padded[row, : len(ids)] = ids
+  return padded
