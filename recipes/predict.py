@@ -19,7 +19,7 @@ import collections
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -50,6 +50,7 @@ def predict(
     UserError: the folder or the rows cannot be read; names row and column.
   """
   model = serving.load(folder)
+  ask: Callable[..., serving.Scored | serving.Recommended]
   if isinstance(model, serving.ClickModel):
     if top is not None:
       raise UserError("--top is for two_tower and sequence: dlrm predicts a score a row")
@@ -67,8 +68,9 @@ def predict(
       if chunk.faults and on_bad_row == "raise":
         index = min(chunk.faults)
         raise bad_row(rows.source, chunk.first_row + index, chunk.faults[index])
-      about = {"on_bad_row": on_bad_row, "source": rows.source, "first_row": chunk.first_row}
-      answers = ask(chunk.columns, **about)
+      answers = ask(
+        chunk.columns, on_bad_row=on_bad_row, source=rows.source, first_row=chunk.first_row
+      )
       is_bad = answers.is_bad | np.isin(np.arange(len(chunk.fields)), list(chunk.faults))
       writer.write_header()  # not before the first rows are known to be good
       columns = _columns(answers)

@@ -214,8 +214,8 @@ def _merged(best, scores, ids, k: int) -> tuple[jax.Array, jax.Array]:
   Earlier chunks come first: they have the lower ids.
   """
   of_chunk = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, len(ids)))
-  pairs = zip(best, of_chunk, strict=True)
-  return _best(*(jnp.concatenate(pair, axis=1) for pair in pairs), k)
+  scores, ids = (jnp.concatenate(pair, axis=1) for pair in zip(best, of_chunk, strict=True))
+  return _best(scores, ids, k)
 
 
 def _scores(query, rows, ids, keep, exclude) -> jax.Array:

@@ -81,7 +81,7 @@ def opened(folder: str | Path) -> Iterator[Served]:
 
 
 def _read(folder: Path, about: dict[str, Any]) -> Served:
-  tuples = {name: tuple(x) if isinstance(x, list) else x for name, x in about["text"].items()}
+  text: dict[str, Any] = about["text"]
   with np.load(folder / "arrays.npz") as stored:
     read = jax.device_put({name: stored[name] for name in stored.files})
   candidates, name = None, about.get("candidates")
@@ -94,7 +94,7 @@ def _read(folder: Path, about: dict[str, Any]) -> Served:
     transforms=folder / TRANSFORMS,
     about=about,
     kinds=spec.parse(about["columns"]),
-    text_format=Format(**tuples),
+    text_format=Format(**text),
     arrays=read,
     program=jax.jit(program.call),
     candidates=candidates,

@@ -196,7 +196,9 @@ class Recommender:
       "user": (self._users.codes, pattern(user)), "item": (self._items.codes, pattern(item))
     }  # fmt: skip
     # What is read of rows: the user, as "", features of the user, and own items from one of `_own`.
-    self._wanted: rows_lib.Wanted = {"": (kinds[user].sources(user), "text")} if user else {}
+    self._wanted: dict[str, tuple[tuple[str, ...], ReadAs]] = {}
+    if user:
+      self._wanted[""] = kinds[user].sources(user), "text"
     self._own: dict[str, ReadAs] = {HISTORY: ("list", "|")}
     if item and (separator := getattr(kinds[item], "separator", "")):
       self._own[kinds[item].column or item] = ("list", separator)

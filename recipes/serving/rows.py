@@ -432,7 +432,7 @@ class Writer:
     self._out, self._delimiter = out, "\t" if format.rest else rows.delimiter
     self._csv = None
     if not rows.by_line and format.quote:
-      quoted = {"quotechar": format.quote, "lineterminator": "\n"}
+      quoted: Any = {"quotechar": format.quote, "lineterminator": "\n"}
       self._csv = csv.writer(out, delimiter=self._delimiter, **quoted)
     self._header = (rows.names, added) if rows.has_header else None
 
