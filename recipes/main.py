@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import catalogue, errors, escaping
+from . import catalogue, errors
+from .errors import terminal
 
 with errors.importing():
   from absl import app, flags, logging
@@ -37,7 +38,7 @@ def train(recipe: str, config, workdir: str) -> None:
   from . import hosts, report
 
   if hosts.is_main():
-    print(f"\n{escaping.terminal(report.write(folders, Path(workdir) / 'report'))}")
+    print(f"\n{terminal(report.write(folders, Path(workdir) / 'report'))}")
 
 
 def _train(recipe: str, config, workdir: Path, is_first: bool = True) -> None:
@@ -59,7 +60,7 @@ def _train(recipe: str, config, workdir: Path, is_first: bool = True) -> None:
   except KeyboardInterrupt:
     raise errors.Stopped(_FITTING) from None
   finally:
-    print(escaping.terminal(results.report(result)))
+    print(terminal(results.report(result)))
     _show(workdir)
 
 
@@ -67,7 +68,7 @@ def _show(workdir: Path) -> None:
   from . import report
 
   if sys.stdout.isatty():
-    print(f"\n{escaping.terminal(report.sketch(report.load(workdir)))}")
+    print(f"\n{terminal(report.sketch(report.load(workdir)))}")
   print(f"\nresults: {workdir / 'result.json'}")
   print(f"curves:  python -m {__package__}.report {workdir}")
 
@@ -107,7 +108,7 @@ def program(
     try:
       rest = flags.FLAGS(argv)[1:]
     except flags.Error as error:
-      sys.exit(escaping.terminal(f"error: {error}"))
+      sys.exit(terminal(f"error: {error}"))
     if rest:
       sys.exit(f"error: unexpected {rest}: settings are given as --config.steps=100")
     seeds: list[str] = (flags.FLAGS["seeds"].value or []) if run is train else []
@@ -132,7 +133,7 @@ def program(
       text = errors.explain(error)
       if logging.level_debug() or text is None:
         raise
-      sys.exit(escaping.terminal(f"error: {text} (--verbosity=1 shows the traceback)"))
+      sys.exit(terminal(f"error: {text} (--verbosity=1 shows the traceback)"))
 
   return lambda: app.run(main, flags_parser=parse)
 

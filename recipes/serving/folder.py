@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import arrays, files, manifest, schemas
+from .. import arrays, files
 from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import spec
 from ..tables.formats import Format
@@ -21,6 +21,10 @@ FORMAT = 2  # 1: the program of dlrm returned probabilities, in float32
 NAME = "served.json"
 TRANSFORMS = "transforms"
 CANDIDATES = "candidates.npy"
+_SCHEMA = {
+  "format": int, "recipe": str, "step": int, "columns": {str: dict}, "text": dict, "ann": bool,
+  "exclude_seen": bool,
+}  # fmt: skip
 _SMALLEST = 16  # rows of the smallest batch: powers of two, since each size is compiled
 
 
@@ -61,8 +65,8 @@ class Served:
     if not os.path.lexists(path):
       raise MissingFileError(_advice(path.parent))
     try:
-      content = manifest.check(path.parent)
-      about = arrays.read_json(path, schema=schemas.SERVED)
+      content = arrays.check_manifest(path.parent)
+      about = arrays.read_json(path, schema=_SCHEMA)
     except UserError as error:
       raise type(error)(f"{error}: export the run again") from error
     if about.get("format") != FORMAT:
@@ -71,7 +75,7 @@ class Served:
 
   def check_unchanged(self) -> None:
     """Raises UserError if another export has replaced the folder since it was opened."""
-    if manifest.read(self.folder) != self.manifest:
+    if arrays.read_manifest(self.folder) != self.manifest:
       raise UserError(f"another export has replaced {self.folder} meanwhile: load it again")
 
   @property

@@ -111,18 +111,18 @@ class Killed(BaseException):
 
 def kill(monkeypatch, workdir, save, *, moment="after", **changes):
   """Runs the toy until a save, before or after which it is killed, as SIGKILL does."""
-  real, saves = checkpoints.save, []
+  real, saves = checkpoints.Manager.save, []
 
-  def killing(*args):
+  def killing(*args, **nodes):
     saves.append(None)
     if len(saves) == save and moment == "before":
       raise Killed
-    real(*args)
+    real(*args, **nodes)
     if len(saves) == save:
       raise Killed
 
   with monkeypatch.context() as patch:
-    patch.setattr(checkpoints, "save", killing)
+    patch.setattr(checkpoints.Manager, "save", killing)
     with pytest.raises(Killed):
       run_toy(workdir, **changes)
 
@@ -202,12 +202,12 @@ def test_a_damaged_best_checkpoint_is_not_tested_in_silence(tmp_path):
   evaluate, _ = scripted(scores)
 
   def damaging(model, split):
-    path = tmp_path / "run" / "checkpoints" / "6" / "progress" / "metadata"
-    if path.exists() and (path.parents[1] / "manifest.json").exists():
+    path = tmp_path / "run" / "checkpoints" / "6" / "state" / "_METADATA"
+    if path.exists():
       path.write_text("{}")
     return evaluate(model, split)
 
-  with pytest.raises(errors.DamagedFileError, match=r"step 6 is damaged: .*/6/progress/metadata"):
+  with pytest.raises(errors.DamagedFileError, match=r"step 6 is damaged: .*/6/state/_METADATA"):
     run_toy(tmp_path / "run", damaging, select="valid_auc")
   assert not (tmp_path / "run" / "result.json").exists()
 
@@ -517,13 +517,13 @@ def test_sigterm_after_the_last_step_ends_the_run_at_once(whole, tmp_path):
 
 @pytest.mark.full
 def test_checkpoints_by_time_leave_no_trace(whole, tmp_path, monkeypatch):
-  real, saves = checkpoints.save, []
+  real, saves = checkpoints.Manager.save, []
 
-  def counting(manager, progress, state):
-    real(manager, progress, state)
+  def counting(manager, progress, **nodes):
+    real(manager, progress, **nodes)
     saves.append(progress.step)
 
-  monkeypatch.setattr(checkpoints, "save", counting)
+  monkeypatch.setattr(checkpoints.Manager, "save", counting)
   result = run_toy(tmp_path / "run", checkpoint_minutes=1e-9, checkpoint_every=0)
   assert saves == list(range(1, STEPS + 1))
   assert result["metrics"] == whole[0]["metrics"]

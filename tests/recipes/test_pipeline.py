@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 from absl import flags
 
-from recipes import arrays, errors, files, pipeline
+from recipes import arrays, errors, pipeline
 
 ROWS = (5, 28)  # 23 rows: no batch size below divides it
 
@@ -222,7 +222,7 @@ def flip(path):
 
 
 DAMAGE = {
-  "a byte": ("x.npy", flip, "does not have the SHA-256"),
+  "a byte": ("x.npy", flip, "has another checksum"),
   "the end": ("y.npy", lambda path: os.truncate(path, 100), "has 100 bytes instead of 192"),
   "a file": ("x.npy", lambda path: path.unlink(), "is missing"),
   "no meta": ("meta.json", lambda path: path.unlink(), "is missing"),
@@ -232,7 +232,7 @@ DAMAGE = {
     lambda path: path.write_text(path.read_text().replace('"rows": 8', '"rows": 9')),
     "is not what was written",
   ),
-  "no meta at all": ("meta.json", lambda path: path.write_text("[]"), "is not what was written"),
+  "no meta at all": ("meta.json", lambda path: path.write_text("[]"), "is damaged"),
 }
 
 
@@ -249,20 +249,19 @@ def test_damage_in_the_cache_is_named_and_mended(case, tmp_path, capsys):
   assert prepare(tmp_path) == (list(range(8)), False)
 
 
-def test_a_large_file_is_hashed_where_it_was_written_to(tmp_path, monkeypatch):
-  monkeypatch.setattr(arrays, "_HASHED", 0)
+def test_a_large_file_is_read_where_it_was_written_to(tmp_path, monkeypatch):
+  monkeypatch.setattr(arrays, "_TRUSTED", 0)
   prepare(tmp_path)
   path = next(tmp_path.glob("toy-*/x.npy"))
-  hashed = []
-  real = files.digest
-  monkeypatch.setattr(files, "digest", lambda path: hashed.append(path.name) or real(path))
+  real, read = arrays._checksum, []
+  monkeypatch.setattr(arrays, "_checksum", lambda file: read.append(True) or real(file))
   assert prepare(tmp_path) == (list(range(8)), False)
-  assert not hashed
+  assert not read
   data = bytearray(path.read_bytes())
   data[-3] ^= 1
   path.write_bytes(data)
   assert prepare(tmp_path) == (list(range(8)), True)
-  assert "x.npy" in hashed
+  assert read
 
 
 def test_what_a_damaged_source_has_left_is_removed(tmp_path):

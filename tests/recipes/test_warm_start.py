@@ -151,7 +151,7 @@ def save(training, workdir, like):
   shutil.copytree(like, workdir, ignore=shutil.ignore_patterns("checkpoints"))
   progress = checkpoints.Progress(step=3, best_step=3)
   with checkpoints.Manager(workdir / "checkpoints") as manager:
-    checkpoints.save(manager, progress, training.state)
+    manager.save(progress, **training.state)
 
 
 def test_tables_alone_and_tables_of_another_name(tmp_path):
