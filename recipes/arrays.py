@@ -63,7 +63,7 @@ def read_json(path: Path, hint: str = "", schema: Any = object) -> Any:
 
   Raises:
     MissingFileError: it does not exist.
-    DamagedFileError: it is no regular file, not JSON, or not of the schema; names it.
+    DamagedFileError: it is no regular file, not JSON, or not of the schema.
   """
   return parse_json(files.read(path), str(path), hint, schema)
 
@@ -132,9 +132,6 @@ def write_manifest(folder: Path, about: Mapping[str, Any]) -> int:
   Args:
     folder: of the files, at any depth.
     about: further entries, JSON values.
-
-  Raises:
-    OSError: the disk is full, or a file has gone.
   """
   entries = _entries(folder, _listed(folder))
   _write_sealed(folder / MANIFEST, {**about, "files": entries})
@@ -146,11 +143,7 @@ def read_manifest(folder: Path, schema: Mapping[str, Any] = {}) -> dict[str, Any
 
   Args:
     folder: of the files.
-    schema: of the further entries; see `check_schema`.
-
-  Raises:
-    MissingFileError: it has none.
-    DamagedFileError: the manifest is not what was written.
+    schema: of the further entries; errors are as of `read_json`.
   """
   return _read_sealed(folder / MANIFEST, {"files": _ENTRIES, **schema})
 
@@ -162,7 +155,7 @@ def check_manifest(folder: Path, schema: Mapping[str, Any] = {}) -> dict[str, An
 
   Raises:
     MissingFileError: it has no manifest.
-    DamagedFileError: a file is missing, cut, changed, or unknown to the manifest; names them.
+    DamagedFileError: files are missing, cut, changed, or unknown to the manifest; names them.
   """
   content = read_manifest(folder, schema)
   unknown = [name for name in _listed(folder) if name not in content["files"]]

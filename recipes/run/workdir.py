@@ -78,11 +78,7 @@ def plain(config) -> dict[str, Any]:
 
 
 def result(workdir: Path) -> dict[str, Any] | None:
-  """Returns the content of result.json, or None before it is written.
-
-  Raises:
-    DamagedFileError: it is not JSON, or lacks what every result has.
-  """
+  """Returns the content of result.json, or None before it is written."""
   path = workdir / "result.json"
   return arrays.read_json(path, _REMOVE, settings.RESULT) if os.path.lexists(path) else None
 
@@ -198,10 +194,7 @@ def held(asked, config, workdir: Path) -> Iterator[None]:
   Args:
     asked: the config of the run, as asked for.
     config: the same after the data have decided what it leaves open.
-    workdir: of the run.
-
-  Raises:
-    UserError: another process trains in the workdir, or it holds a run of another config.
+    workdir: of the run; errors are as of `finished`.
   """
   locks, chosen = [], plain(config)
   decided = {name: chosen[name] for name in settings.DECIDED if name in chosen}
@@ -265,11 +258,7 @@ class Opened:
     return importlib.import_module(f"...{self.recipe}.train", __name__)
 
   def load(self) -> Any:
-    """Returns the data that the run was trained on.
-
-    Raises:
-      UserError: they have changed, or cannot be read.
-    """
+    """Returns the data that the run was trained on; UserError if they have changed."""
     data = self.train.data_lib.load(with_own_base(self.config, self.workdir))
     if dict(data.sha256) != self.result["data_sha256"]:
       raise UserError(f"the data of {self.workdir} have changed since it was trained")
@@ -284,11 +273,7 @@ class Opened:
     return model
 
   def restore(self, model: nnx.Module) -> None:
-    """Loads the tested state into a model, on any devices.
-
-    Raises:
-      UserError: the checkpoint is missing, damaged, or of another model.
-    """
+    """Loads the tested state into a model, on any devices."""
     folder = self.workdir / "checkpoints"
     chain = checkpoints.of_step(folder, self.result["tested_step"])
     checkpoints.restore(folder, chain, model=model)
@@ -329,10 +314,8 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
     serve: the folder that was prepared with the data; None if there is none.
     data_sha256: hashes of the data by file.
     workdir: of the run.
-    is_new: whether the run has no checkpoint yet, so that an earlier copy is replaced.
-
-  Raises:
-    UserError: the data, or the transforms fitted on them, are not those that the run began with.
+    is_new: whether the run has no checkpoint yet, so that an earlier copy is replaced; else data
+      or transforms that are not those of the copy raise UserError.
   """
   source, about = workdir / "data.json", data_sha256
   if serve is not None:
