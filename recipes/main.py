@@ -19,6 +19,7 @@ with errors.importing():
   from ml_collections import ConfigDict, config_flags
 
   from .run import settings
+  from .tables.spec import nearest
 
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
 
@@ -171,7 +172,7 @@ class _ConfigFile(flags.ArgumentParser):
         raise ValueError(f"that is a config for `python -m {__package__}.{other}`")
     modes = catalogue.modes(file)
     if mode and modes and mode not in modes:
-      raise ValueError(f"it has no mode {mode!r}; {_nearest(mode, modes)}")
+      raise ValueError(f"it has no mode {mode!r}; {nearest(mode, modes)}")
     config = self._plain.parse(f"{file}:{mode}" if mode else str(file))
     if config is not None:
       config = settings.completed(self._recipe, config)
@@ -186,10 +187,5 @@ def _check(config: ConfigDict, setting: str) -> None:
   for part in setting.split("."):
     known = list(node) if isinstance(node, ConfigDict) else []
     if part not in known:
-      raise ValueError(f"{path} has no setting {part!r}; {_nearest(part, known)}")
+      raise ValueError(f"{path} has no setting {part!r}; {nearest(part, known or ['none'])}")
     path, node = f"{path}.{part}", node[part]
-
-
-def _nearest(name: str, known: list[str]) -> str:
-  close = difflib.get_close_matches(name, known, 1)
-  return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"

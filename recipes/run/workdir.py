@@ -8,7 +8,7 @@
     checkpoints/     the last two states and the best on validation: see `recipes.run.checkpoints`
     damaged_checkpoints/    those that could not be used when the run resumed
     serve/           transforms and raw ids of a table, which exports and later runs read
-    data.json        hashes of the data of a run without such a folder
+    data.json        hashes of the data, and of the transforms fitted on them
     split.parquet    which row of which file is in which split
     init/serve/      the transforms of the run that this one started from
     result.json      written when the state has been tested; `recipes.baselines` adds to it
@@ -274,9 +274,16 @@ class Opened:
 
   def restore(self, model: nnx.Module) -> None:
     """Loads the tested state into a model, on any devices."""
-    folder = self.workdir / "checkpoints"
-    chain = checkpoints.of_step(folder, self.result["tested_step"])
-    checkpoints.restore(folder, chain, model=model)
+    folder, step = self.workdir / "checkpoints", self.result["tested_step"]
+    path = folder / str(step)
+    if not path.is_dir():
+      raise MissingFileError(f"{path}, the tested state, is missing: train again")
+    chain = checkpoints.of_step(folder, step)
+    try:
+      checkpoints.restore(folder, chain, model=model)
+    except UserError as error:  # config.json is of another model
+      reason = str(error).partition("\n")[0]
+      raise DamagedFileError(f"{path} cannot be restored ({reason}): train again") from error
 
 
 def open_run(workdir: str | Path) -> Opened:
@@ -317,26 +324,24 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
     is_new: whether the run has no checkpoint yet, so that an earlier copy is replaced; else data
       or transforms that are not those of the copy raise UserError.
   """
-  source, about = workdir / "data.json", data_sha256
+  path, about = workdir / "data.json", dict(data_sha256)
   if serve is not None:
-    source = workdir / _SERVE / "source.json"
-    about = {**data_sha256, "transforms": row_ids.digest(serve)}
+    about["transforms"] = row_ids.digest(serve)
   if not is_new:
-    if arrays.read_json(source, schema={}) != about:
+    if arrays.read_json(path, schema={}) != about:
       raise UserError(
         f"the data have changed since the run in {workdir} began: choose another --workdir"
       )
-  elif serve is None:
-    arrays.write_json(source, about)
-  else:
-    _copy(serve, source.parent, about)
+    return
+  if serve is not None:
+    _copy(serve, workdir / _SERVE)
     split = serve.parent / "split.parquet"
     if split.is_dir():  # of several files, prepared on a cluster
-      with files.replacing_folder(workdir / split.name) as partial:
-        files.copy_folder(split, partial)
+      _copy(split, workdir / split.name)
     elif split.exists():
       with split.open("rb") as rows, files.replacing(workdir / split.name) as file:
         shutil.copyfileobj(rows, file)
+  arrays.write_json(path, about)
 
 
 def keep_base(other: Path, workdir: Path) -> None:
@@ -344,7 +349,7 @@ def keep_base(other: Path, workdir: Path) -> None:
   source = files.latest(other / _SERVE)
   if source.is_dir():
     (workdir / _INIT).mkdir(parents=True, exist_ok=True)
-    _copy(source, workdir / _INIT / _SERVE, {})
+    _copy(source, workdir / _INIT / _SERVE)
 
 
 def with_own_base(config, workdir: Path) -> Any:
@@ -354,8 +359,6 @@ def with_own_base(config, workdir: Path) -> Any:
   return settings.copied(config, init_from=str(workdir / _INIT))
 
 
-def _copy(source: Path, target: Path, about: dict[str, str]) -> None:
+def _copy(source: Path, target: Path) -> None:
   with files.replacing_folder(target) as partial:
     files.copy_folder(source, partial)
-    if about:
-      arrays.write_json(partial / "source.json", about)

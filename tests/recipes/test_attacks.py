@@ -162,7 +162,7 @@ def test_transforms_are_copied_without_links(by, tmp_path):
   (tmp_path / "serve" / "columns.json").write_text("{}")
   replaced(tmp_path / "serve" / "columns.json", by if by == "pipe" else tmp_path / by)
   with within(10), pytest.raises(UserError, match=r"serve/columns\.json is"):
-    runs_lib._copy(tmp_path / "serve", tmp_path / "run", {})
+    runs_lib._copy(tmp_path / "serve", tmp_path / "run")
   assert not (tmp_path / "run").exists()
   (tmp_path / "linked").symlink_to(tmp_path / "serve")
   with pytest.raises(UserError, match="linked is a symbolic link"):

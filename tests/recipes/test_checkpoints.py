@@ -139,39 +139,28 @@ def test_a_model_alone_is_restored_too(run, step):
 # --- damage ---------------------------------------------------------------------------------------
 
 
-def damaged(path, kind):
-  """Damages a file."""
+def damaged(path, kind="flip"):
+  """Damages a file; `test_arrays.py` has the other kinds of damage."""
   content = path.read_bytes()
+  path.unlink()
   if kind == "flip":
     position = len(content) * 2 // 3
     path.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
-  elif kind == "cut":
-    path.write_bytes(content[: len(content) // 2])
-  elif kind == "empty":
-    path.write_bytes(b"")
-  else:
-    path.unlink()
 
 
-@pytest.mark.parametrize("kind", ["flip", "cut", "empty", "remove"])
+@pytest.mark.parametrize("kind", ["flip", "remove"])
 def test_every_damaged_file_is_named_and_not_used(run, copy, capfd, kind):
-  """Of a full checkpoint and of a delta, the manifest itself included.
-
-  Orbax writes two files after the manifest, which nobody reads.
-  """
+  """Of a full checkpoint and of a delta, the manifest itself included."""
   folder, _ = copy
   count = 0
   for step, before in ((4, 3), (5, 4)):
     shutil.rmtree(folder)
     shutil.copytree(run[0], folder)
-    files = sorted(path for path in (folder / str(step)).rglob("*") if path.is_file())
-    assert len(files) >= 5
+    names = [*arrays._listed(folder / str(step)), arrays.MANIFEST]
+    files = [folder / str(step) / name for name in names]
+    assert len(files) >= 3
     for path in files:
       damaged(path, kind)
-      if path.parent.name == str(step) and path.name in arrays._UNLISTED[2:]:
-        assert checkpoints.of_step(folder, step)[-1] == step
-        path.write_bytes((run[0] / path.relative_to(folder)).read_bytes())
-        continue
       with pytest.raises(errors.UserError, match=re.escape(str(path))):
         checkpoints.of_step(folder, step)
       assert checkpoints.newest(folder)[-1] == before, path
@@ -184,9 +173,19 @@ def test_every_damaged_file_is_named_and_not_used(run, copy, capfd, kind):
   assert count >= 12
 
 
+@pytest.mark.parametrize("kind", ["flip", "remove"])
+def test_what_orbax_writes_after_the_manifest_is_not_needed(copy, kind):
+  folder, trees = copy
+  for name in arrays._UNLISTED[2:]:
+    damaged(folder / "4" / name, kind)
+  tree, progress = restored(folder)
+  assert progress.step == 5
+  assert_same(tree, trees[5])
+
+
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(copy, capfd):
   folder, trees = copy
-  damaged(folder / "4" / "state" / "_METADATA", "cut")
+  damaged(folder / "4" / "state" / "_METADATA")
   tree, progress = restored(folder)
   assert progress.step == 3
   assert_same(tree, trees[3])
@@ -207,7 +206,7 @@ def test_a_damaged_base_costs_its_deltas(copy, capfd):
   folder, trees = copy
   for step in (4, 5):
     shutil.rmtree(folder / str(step))
-  damaged(next((folder / "2" / "delta").iterdir()), "flip")
+  damaged(next((folder / "2" / "delta").iterdir()))
   tree, _ = restored(folder)
   assert_same(tree, trees[1])
   assert "the checkpoint of step 3 is damaged" in capfd.readouterr().err
@@ -226,7 +225,7 @@ def test_if_no_checkpoint_is_whole_the_run_does_not_begin_again_in_silence(copy,
 def test_a_tested_checkpoint_that_is_damaged_is_named(copy):
   folder, _ = copy
   path = next((folder / "3" / "delta").iterdir())
-  damaged(path, "flip")
+  damaged(path)
   message = rf"step 3 is damaged: {re.escape(str(path))} has another checksum.*another --workdir"
   with pytest.raises(errors.DamagedFileError, match=message):
     restored(folder, 3)
@@ -240,7 +239,7 @@ def test_a_damage_after_it_was_verified_is_noticed(tmp_path):
     state = make(1)
     manager.restore(manager.newest(), **state)
     manager.restore(checkpoints.of_step(manager.folder, 1), **state)
-    damaged(folder / "1" / "state" / "_METADATA", "flip")
+    damaged(folder / "1" / "state" / "_METADATA")
     with pytest.raises(errors.DamagedFileError, match="1/state/_METADATA"):
       manager.restore(checkpoints.of_step(manager.folder, 1), **state)
 

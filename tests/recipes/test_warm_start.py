@@ -191,7 +191,7 @@ def test_transforms_that_differ_from_the_first_ones_of_a_run_are_refused(tmp_pat
     for columns in (CLICKS, CLICKS | {"city": {"kind": "category", "min_count": 9}})
   )
   sha256 = dict(first.data.sha256)
-  with pytest.raises(errors.MissingFileError, match=r"source\.json is missing"):
+  with pytest.raises(errors.MissingFileError, match=r"data\.json is missing"):
     runs.keep(second.serve, sha256, tmp_path, is_new=False)
   runs.keep(second.serve, sha256, tmp_path, is_new=True)
   runs.keep(first.serve, sha256, tmp_path, is_new=True)  # nothing has been trained
