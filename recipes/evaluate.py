@@ -23,7 +23,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 from . import export, hosts, serving
 from .errors import in_one_line
 from .evaluation.metrics import RankingMetrics
-from .run import opened, settings
+from .run import settings
+from .run import workdir as runs
 from .tables import interactions, spec
 from .tables import settings as table_settings
 from .tables.encoding import Codes
@@ -38,7 +39,7 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
   Raises:
     UserError: the run has not ended, or its data have changed.
   """
-  mesh, run = hosts.start(), opened.open_run(workdir)
+  mesh, run = hosts.start(), runs.open_run(workdir)
   run.train.check(run.config, mesh)
   data = run.load()
   config, model = run.train.decide(run.config, data, mesh), run.model(data, mesh)
@@ -56,7 +57,7 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
   Raises:
     UserError: the run is of no table, or has not ended; or a file cannot be read.
   """
-  run = opened.open_run(workdir)
+  run = runs.open_run(workdir)
   config = settings.copied(run.config, files=files)
   with tempfile.TemporaryDirectory() as folder:
     return of_export(export.export(workdir, Path(folder) / "served"), config)

@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from embed.planning import aligned
 
-from .errors import MissingFileError, UserError, importing, in_one_line
-from .escaping import markdown as markdown_text
-from .escaping import terminal
+from .errors import MissingFileError, UserError, importing, in_one_line, terminal
+from .errors import markdown as markdown_text
 
 with importing():
   import uniplot
 
-  from . import arrays, files, schemas
+  from . import arrays, files
   from .run import settings as run_settings
 
 if TYPE_CHECKING:
@@ -130,8 +129,8 @@ def load(path: str | Path) -> Run:
   lines = files.read(journal, at_most=1 << 30).splitlines() if journal.is_file() else []
   return Run(
     path,
-    arrays.read_json(result, schema=schemas.RESULT),
-    [arrays.parse_json(line, str(journal), schema=schemas.LINE) for line in lines],
+    arrays.read_json(result, schema=run_settings.RESULT),
+    [arrays.parse_json(line, str(journal), schema=run_settings.LINE) for line in lines],
   )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import arrays, files, manifest, schemas
+from .. import arrays, files
 from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import spec
 from ..tables.formats import Format
@@ -20,6 +21,10 @@ FORMAT = 2  # 1: the program of dlrm returned probabilities, in float32
 NAME = "served.json"
 TRANSFORMS = "transforms"
 CANDIDATES = "candidates.npy"
+_SCHEMA = {
+  "format": int, "recipe": str, "step": int, "columns": {str: dict}, "text": dict, "ann": bool,
+  "exclude_seen": bool,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +66,8 @@ def opened(folder: str | Path) -> Iterator[Served]:
   if not os.path.lexists(path):
     raise MissingFileError(_advice(path.parent))
   try:
-    content = manifest.check(path.parent)
-    about = arrays.read_json(path, schema=schemas.SERVED)
+    content = arrays.check_manifest(path.parent)
+    about = arrays.read_json(path, schema=_SCHEMA)
   except UserError as error:
     raise type(error)(f"{error}: export the run again") from error
   if about.get("format") != FORMAT:
@@ -71,25 +76,29 @@ def opened(folder: str | Path) -> Iterator[Served]:
     yield _read(path.parent, about)
   except UserError:
     raise
-  except Exception as error:  # flatbuffers names no exceptions of its own
+  except (OSError, TypeError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
     reason = str(error).partition("\n")[0] or type(error).__name__
     raise DamagedFileError(
       f"{path.parent} is damaged or being replaced ({reason}): export the run again"
     ) from error
-  if manifest.read(path.parent) != content:
+  if arrays.read_manifest(path.parent) != content:
     raise UserError(f"another export has replaced {path.parent} meanwhile: load it again")
 
 
 def _read(folder: Path, about: dict[str, Any]) -> Served:
   text: dict[str, Any] = about["text"]
-  with np.load(folder / "arrays.npz") as stored:
-    read = jax.device_put({name: stored[name] for name in stored.files})
+  with np.load(folder / "arrays.npz") as file:
+    read = jax.device_put({name: file[name] for name in file.files})
   candidates, name = None, about.get("candidates")
   if name == CANDIDATES:
     candidates = jax.device_put(np.load(folder / name))
   elif name is not None:
     candidates = float32(read[name])
-  program = jax.export.deserialize(bytearray((folder / "program.bin").read_bytes()))
+  stored = (folder / "program.bin").read_bytes()
+  try:
+    program = jax.export.deserialize(bytearray(stored))
+  except Exception as error:  # flatbuffers names no exceptions of its own
+    raise ValueError(f"program.bin: {error}") from error
   return Served(
     transforms=folder / TRANSFORMS,
     about=about,

@@ -50,8 +50,7 @@ def inputs(serve: Path) -> list[str]:
 
 def digest(serve: Path) -> str:
   """Returns a hash of the fitted transforms: raw ids by row, numbers, and declarations."""
-  about_files = ("source.json", READING)
-  paths = sorted(path for path in serve.glob("*.json") if path.name not in about_files)
+  paths = sorted(path for path in serve.glob("*.json") if path.name != READING)
   content = [path.read_text() for path in paths], sorted(read(serve).items(), key=str)
   return hashlib.sha256(repr(content).encode()).hexdigest()
 
