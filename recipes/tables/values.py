@@ -49,19 +49,12 @@ def shown(value: object) -> str:
 
 
 class Problem(NamedTuple):
-  """Values of one column that cannot be used.
+  """Values of one column that cannot be used."""
 
-  Attributes:
-    bad: bool [N], the rows.
-    kind: names the fault as a predicate, such as "is not UTF-8"; faults are counted by it.
-    value: of a row's index; the value for the error text.
-    hint: says what to write.
-  """
-
-  bad: np.ndarray
-  kind: str
-  value: Callable[[int], str]
-  hint: str = ""
+  bad: np.ndarray  # bool [N], the rows
+  kind: str  # the fault as a predicate, such as "is not UTF-8"; faults are counted by it
+  value: Callable[[int], str]  # of a row's index, for the error text
+  hint: str = ""  # says what to write
 
   def at(self, places: np.ndarray) -> "Problem":
     """Returns the problem of values of which each is one of these, by place; -1 is of none."""
@@ -174,16 +167,13 @@ def _trimmed(array: pa.Array, missing: set[str]) -> tuple[pa.StringArray, list[P
     try:
       array = stored.cast(pa.string())
     except pa.ArrowInvalid:
-      texts = [
-        None if each is None else each.decode("utf-8", "replace") for each in stored.to_pylist()
-      ]
-      bad = [
-        t is not None and t.encode() != b for t, b in zip(texts, stored.to_pylist(), strict=True)
-      ]
-      array = pa.array(texts, pa.string(), mask=np.array(bad, bool))
-      problems = _problems(
-        stored, np.array(bad, bool), [("", "is not UTF-8", "Store text as UTF-8.")]
+      values = stored.to_pylist()
+      is_text = lambda value: value is None or value.decode("utf-8", "replace").encode() == value
+      bad = np.array([not is_text(value) for value in values], bool)
+      array = pa.array(
+        [b"" if b else v for v, b in zip(values, bad, strict=True)], pa.string(), mask=bad
       )
+      problems = _problems(stored, bad, [("", "is not UTF-8", "Store text as UTF-8.")])
   texts = pc.utf8_trim_whitespace(array) if pa.types.is_string(array.type) else _written(array)
   absent = pc.is_in(texts, value_set=pa.array(sorted(missing), pa.string()))
   texts = pc.if_else(absent, pa.scalar(None, pa.string()), texts) if absent.true_count else texts

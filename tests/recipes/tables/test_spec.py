@@ -61,7 +61,10 @@ def test_crosses_have_columns_of_their_side():
     ({"a": {"kind": "label", "positive": [None]}}, r"\['a'\]: positive is \[None\]: give texts"),
     ({"a": {"kind": "label", "positive": [["x"]]}}, r"\['a'\]: positive is .*: give texts"),
     ({"a": {"kind": "label", "at_least": "3"}}, r"\['a'\]: at_least is '3': give a number"),
-    ({"a": {"kind": "number", "buckets": ["a"]}}, r"\['a'\]: buckets is \['a'\]: .* give boundaries"),
+    (
+      {"a": {"kind": "number", "buckets": ["a"]}},
+      r"\['a'\]: buckets is \['a'\]: .* give boundaries",
+    ),
     ({"a": {"kind": "number", "buckets": [1, True]}}, "give boundaries as numbers"),
     ({"a": {"kind": "number", "buckets": [1, float("nan")]}}, "give boundaries as numbers"),
     ({"my_buckets": {"kind": "number", "dim": [1, 2]}}, r"\['my_buckets'\]: dim is .*0 or more"),
