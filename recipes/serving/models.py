@@ -16,7 +16,6 @@ from ..sequence import packing
 from ..tables import spec
 from ..tables.encoding import Encoder, Entities
 from ..tables.fitting import extracted
-from ..tables.store import ways
 from ..tables.values import ReadAs
 from ..training.features import Feature, cut_ids
 from . import rows as rows_lib
@@ -67,7 +66,7 @@ class ClickModel:
     self.served = served
     self._encoder = Encoder.load(served.transforms)
     kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Embedded)}
-    self._wanted = ways(kinds)
+    self._wanted = spec.ways(kinds)
 
   @property
   def columns(self) -> tuple[str, ...]:
@@ -208,7 +207,7 @@ class Recommender:
     }
     crosses = [kind for kind in self._features.values() if isinstance(kind, spec.Cross)]
     needed = {*self._features, *(part for cross in crosses for part in cross.columns)}
-    self._wanted |= ways({n: kind for n, kind in of_users.items() if n in needed})
+    self._wanted |= spec.ways({n: kind for n, kind in of_users.items() if n in needed})
     self._exact = jax.jit(retrieval.top_k, static_argnames="k")
     self._approximate = None
     if about["ann"]:

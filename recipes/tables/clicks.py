@@ -16,7 +16,7 @@ from .fitting import fit
 from .rows import RowReader, split_file
 from .settings import SPLITS, Table, parsed, serve_folder
 from .source import Stage
-from .store import Store, way
+from .store import Store
 
 _SIDES = {"user": spec.User, "item": spec.Item}
 
@@ -211,7 +211,7 @@ def _check_names(table: Table) -> None:
   of_sides = {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
   spec.check_between({"config": table.kinds} | of_sides)
   item = table.name_of(spec.Item)
-  if item and way(table.kinds[item]) != "text":
+  if item and table.kinds[item].read_as != "text":
     raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")
 
 

@@ -117,7 +117,7 @@ def read(
       f"no {side} of the training rows is in column {source.key!r} of {file}: rows have {side}s "
       f"like {wanted[0].as_py()!r}, the table has {side}s like {codes.texts[0]!r}"
     )
-  notes, unknown = list(reader.skipped), np.flatnonzero(at < 0)
+  notes, unknown = reader.ledger.lines(), np.flatnonzero(at < 0)
   if unknown.size:
     notes.append(
       f"{unknown.size:,} of {len(wanted):,} {side}s of the training rows are not in config.{side}_"

@@ -21,7 +21,7 @@ from ..training.features import Feature
 from . import spec
 from .source import literal
 from .store import Store
-from .values import FLAGS, WHOLE, bits, indices_of, spelled, spelling
+from .values import FLAGS, WHOLE, indices_of, spelled, spelling
 
 Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
 _SAMPLE = 1 << 16  # rows that quantiles are taken of
@@ -65,13 +65,29 @@ class _Fit:
     self.notes: list[str] = []
 
   def fitted(self) -> "Fitted":
-    (self._rows,) = self._one("count(*)", "rows")
-    numbers = {n: self._number(n, k) for n, k in self._kinds.items() if isinstance(k, spec.Number)}
     categories = {n: k for n, k in self._kinds.items() if isinstance(k, spec.Category)}
-    widths = {n: self._width(n, k) for n, k in categories.items() if isinstance(k, spec.Bag)}
+    bags = {n: k for n, k in categories.items() if isinstance(k, spec.Bag)}
+    numbers = {n: k for n, k in self._kinds.items() if isinstance(k, spec.Number)}
+    new = {name: kind for name, kind in numbers.items() if name not in self._growing}
+    columns, of_number = self._store.columns, {}
+    for name, kind in new.items():
+      raw = columns[name]
+      x = f"sign({raw}) * ln(1 + abs({raw}))" if kind.log and not kind.buckets else raw
+      of_number[name] = f"count({x}), avg({x}), stddev_pop({x})"
+    longest = [f"max({self._store.LENGTH}({columns[name]}))" for name in bags]
+    what = ", ".join(["count(*)", *of_number.values(), *longest])  # one query of all columns
+    answer = self._store.query(f"SELECT {what} FROM {self._store.scan} WHERE split = 0")
+    self._rows, *found = (column[0].as_py() for column in answer.columns)
+    made = {
+      name: self._base.numbers[name]
+      if name in self._growing
+      else self._number(name, kind, *(found.pop(0) for _ in range(3)))
+      for name, kind in numbers.items()
+    }
+    widths = {name: self._width(name, kind, found.pop(0)) for name, kind in bags.items()}
     tables: dict[str, list[str]] = {}
     for name, kind in categories.items():
-      tables.setdefault(_table_of(name, kind) or name, []).append(name)
+      tables.setdefault(_vocabulary_of(name, kind) or name, []).append(name)
     vocabularies, spellings = dict[str, tuple[str, ...]](), dict[str, str]()
     for table, names in tables.items():
       values, of_names = self._values(names, categories[names[0]])
@@ -79,29 +95,22 @@ class _Fit:
       if values is not None:
         vocabularies[table] = values
     in_order = {name: spellings[name] for name in categories}
-    return Fitted(self._kinds, vocabularies, numbers, widths, in_order)
-
-  def _one(self, what: str, relation: str) -> tuple[Any, ...]:
-    rows = f"WITH rows AS (SELECT * FROM {self._store.scan} WHERE split = 0)"
-    row = self._store.query(f"{rows} SELECT {what} FROM {relation}")
-    return tuple(column[0].as_py() for column in row.columns)
+    return Fitted(self._kinds, vocabularies, made, widths, in_order)
 
   def _empty(self, name: str) -> UserError:
     return UserError(f"column {name!r} has no value in the {self._rows:,} training rows: remove it")
 
-  def _number(self, name: str, kind: spec.Number) -> Mapping[str, Any]:
-    if name in self._growing:
-      return self._base.numbers[name]
-    raw = self._store.columns[name]
-    x = f"sign({raw}) * ln(1 + abs({raw}))" if kind.log and not kind.buckets else raw
-    count, *moments = self._one(f"count({x}), avg({x}), stddev_pop({x})", "rows")
+  def _number(
+    self, name: str, kind: spec.Number, count: int, *moments: float | None
+  ) -> Mapping[str, Any]:
     if not count:
       raise self._empty(name)
     # The last digits depend on the order of the sum, which threads and engines choose.
     mean, deviation = (float(f"{moment:.{_DIGITS}g}") for moment in moments)
     boundaries = kind.buckets if isinstance(kind.buckets, tuple) else ()
     if isinstance(kind.buckets, int) and kind.buckets:
-      step, shares = -(-len(self._store) // _SAMPLE), np.arange(1, kind.buckets) / kind.buckets
+      raw, step = self._store.columns[name], -(-len(self._store) // _SAMPLE)
+      shares = np.arange(1, kind.buckets) / kind.buckets
       sample = self._store.query(
         f"SELECT {raw} FROM {self._store.scan} WHERE split = 0 AND {raw} IS NOT NULL "
         f"AND file_row_number % {step} = 0"
@@ -117,8 +126,7 @@ class _Fit:
     # `fill` is what a missing value is.
     return {"mean": 0.0, "deviation": 1.0, "fill": mean, "boundaries": boundaries} | scale
 
-  def _width(self, name: str, kind: spec.Bag) -> int:
-    (longest,) = self._one(f"max({self._store.LENGTH}({self._store.columns[name]}))", "rows")
+  def _width(self, name: str, kind: spec.Bag, longest: int | None) -> int:
     longest = max(longest or 0, self._base.widths.get(name, 1))
     width = kind.max_length or min(longest, _LONGEST)
     if longest > width:
@@ -137,16 +145,14 @@ class _Fit:
       f"SELECT part, bool_or({whole}), bool_or(NOT ({whole})), bool_and(lower(value) IN ({flags})) "
       f"FROM {counts} GROUP BY part"
     ).fetchall()
-    known = self._base.vocabulary(names[0]) if names[0] in self._growing else ()
-    if not found and names[0] not in self._growing:
+    is_growing = names[0] in self._growing
+    if not found and not is_growing:
       raise self._empty(names[0])
     # Columns of one table are spelled alike.
     alike = {spelling(*each[1:]) for each in found}
     common = alike.pop() if len(alike) == 1 else "" if found else "whole"
-    if isinstance(kind, spec.Category) and kind.size:
-      common = "whole"
+    common = "whole" if kind.size else common
     spellings = {n: self._base.spellings[n] if n in self._growing else common for n in names}
-    is_respelled = any(each[1] for each in found) or "flag" in spellings.values()
     if kind.size:
       is_id = rf"regexp_full_match({_SPELLED['whole']}, '\d{{1,18}}')"
       small = f"TRY_CAST({_SPELLED['whole']} AS BIGINT) < {kind.size}"
@@ -155,12 +161,11 @@ class _Fit:
       ).fetchone()
       note = f"{wrong:,} values of column {names[0]!r} are no ids from 0 to its size"
       self.notes += [f"{note}, and have no vector"] * bool(wrong)
-    if _table_of(names[0], kind) is None:
+    if _vocabulary_of(names[0], kind) is None:
       return None, spellings
-    by_part = "".join(
-      f"WHEN {part} THEN {_SPELLED[spellings[name]]} " for part, name in enumerate(names)
-    )
-    value = f"CASE part {by_part}END" if is_respelled else "value"
+    value, by_part = "value", enumerate(_SPELLED[spellings[name]] for name in names)
+    if any(each[1] for each in found) or "flag" in spellings.values():
+      value = f"CASE part {' '.join(f'WHEN {part} THEN {how}' for part, how in by_part)} END"
     kept = engine.execute(
       f"SELECT {value} AS value, sum(n)::BIGINT AS count FROM {counts} GROUP BY 1 "
       f"HAVING count >= {kind.min_count} ORDER BY count DESC, value"
@@ -169,6 +174,7 @@ class _Fit:
       # The rows for unknown values learn from rare ones that are drawn into them.
       hashed = hashing.hashes(np.array(kept["value"].to_pylist(), object), _DRAWN_SEED) / 2.0**64
       kept = kept.filter(pa.array((hashed >= _DRAWN) | (kept["count"].to_numpy() > 1)))
+    known = self._base.vocabulary(names[0]) if is_growing else ()
     values = tuple(dict.fromkeys([*known, *kept["value"].to_pylist()]))
     if not values and not kind.oov:
       raise UserError(
@@ -186,26 +192,23 @@ class _Fit:
       scan = f"{self._store.scan} WHERE split = 0"
       parts.append(f"SELECT {part} AS part, {value} AS value FROM {scan}")
     union = f"(SELECT * FROM ({' UNION ALL '.join(parts)}) WHERE value IS NOT NULL)"
-    patterns = {name: getattr(self._kinds[name], "pattern", "") for name in names}
+    patterns = [getattr(self._kinds[name], "pattern", "") for name in names]
     # Perhaps there are as many values as rows.
-    is_unlisted = kind.hash or kind.is_dynamic
-    if is_unlisted and self._store.IS_LOCAL and not any(patterns.values()):
+    if (kind.hash or kind.is_dynamic) and self._store.IS_LOCAL and not any(patterns):
       return f"(SELECT *, 1 AS n FROM {union})"
     counts = self._store.table(
       "counts", f"SELECT part, value, count(*) AS n FROM {union} GROUP BY part, value"
     )
-    if any(patterns.values()):
-      counted = engine.execute(f"FROM {counts} ORDER BY part").to_arrow_table()
-      texts = [
-        extracted(counted.filter(pc.equal(counted["part"], part))["value"].combine_chunks(), each)
-        for part, each in enumerate(patterns.values())
-      ]
-      cut = pa.table(
-        [counted["part"], pa.chunked_array(texts), counted["n"]], ["part", "value", "n"]
-      )
-      engine.register("cut", cut)
-      return "(SELECT part, value, sum(n) AS n FROM cut WHERE value IS NOT NULL GROUP BY ALL)"
-    return counts
+    if not any(patterns):
+      return counts
+    counted = engine.execute(f"FROM {counts} ORDER BY part").to_arrow_table()
+    texts = [
+      extracted(counted.filter(pc.equal(counted["part"], part))["value"].combine_chunks(), pattern)
+      for part, pattern in enumerate(patterns)
+    ]
+    columns = [counted["part"], pa.chunked_array(texts), counted["n"]]
+    engine.register("cut", pa.table(columns, ["part", "value", "n"]))
+    return "(SELECT part, value, sum(n) AS n FROM cut WHERE value IS NOT NULL GROUP BY ALL)"
 
 
 def logarithm(numbers: np.ndarray) -> np.ndarray:
@@ -229,17 +232,11 @@ def extracted(texts: pa.Array, pattern: str) -> pa.Array:
   return pa.array(groups, pa.string()).take(encoded.indices)
 
 
-def _table_of(name: str, kind: spec.Kind) -> str | None:
+def _vocabulary_of(name: str, kind: spec.Kind) -> str | None:
   """Returns the name of the vocabulary of a column; None of a column without."""
   if not isinstance(kind, spec.Category) or kind.hash or kind.size or kind.is_dynamic:
     return None
-  return kind.table or name
-
-
-def _policy(kind: Any) -> dict[str, Any]:
-  if not getattr(kind, "is_dynamic", False):
-    return {}
-  return {"eviction": kind.eviction, "half_life": kind.half_life}
+  return spec.table_of(name, kind)
 
 
 class Fitted:
@@ -290,24 +287,25 @@ class Fitted:
   @property
   def features(self) -> tuple[Feature, ...]:
     """The categorical features, in the order of the declaration."""
-    kinds: dict[str, Any] = self.kinds
-    return tuple(
-      Feature(
-        name,
-        getattr(kinds[name], "capacity", 0) or column.vocabulary_size,
-        valency=self.widths.get(name, 1),
-        combiner=getattr(kinds[name], "combiner", "mean"),
-        table=getattr(kinds[name], "table", ""),
-        dim=kinds[name].dim,
-        optimizer=kinds[name].optimizer,
-        **_policy(kinds[name]),
-      )
-      for name, column in self._columns.items()
+    return tuple(map(self._feature, self._columns))
+
+  def _feature(self, name: str) -> Feature:
+    kind: Any = self.kinds[name]
+    is_dynamic = getattr(kind, "is_dynamic", False)
+    return Feature(
+      name,
+      kind.capacity if is_dynamic else self._columns[name].vocabulary_size,
+      valency=self.widths.get(name, 1),
+      combiner=getattr(kind, "combiner", "mean"),
+      table=getattr(kind, "table", ""),
+      dim=kind.dim,
+      optimizer=kind.optimizer,
+      **({"eviction": kind.eviction, "half_life": kind.half_life} if is_dynamic else {}),
     )
 
   def vocabulary(self, name: str) -> tuple[str, ...]:
     """Returns the values of the first rows of a feature's table; none if it has no vocabulary."""
-    return self.vocabularies.get(_table_of(name, self.kinds[name]) or "", ())
+    return self.vocabularies.get(_vocabulary_of(name, self.kinds[name]) or "", ())
 
   def rest_of_rows(self, name: str) -> str:
     """Returns what the rows after the vocabulary depend on, as in "hash 1000"."""
@@ -377,18 +375,22 @@ class Fitted:
   def _of_distinct(self, name: str, texts: pa.Array) -> np.ndarray:
     """Returns the ids of texts that are in one spelling, int32 `[N]`, or halves `[N, 2]`."""
     kind: Any = self.kinds[name]
-    column, known = self._columns[name], self._values.get(_table_of(name, kind) or "")
+    column, known = self._columns[name], self._values.get(_vocabulary_of(name, kind) or "")
+    if kind.size:
+      is_id = lambda t: t.isascii() and t.isdecimal() and len(t) < 19
+      numbers = [int(text) if is_id(text) else -1 for text in texts.to_pylist()]
+      return column.ids(np.array(numbers, np.int64)).astype(np.int32)
     if kind.is_dynamic:
-      return embed.raw_ids(column.ids(_keys(texts))).view(np.int32)
+      return embed.raw_ids(column.ids(np.array(texts.to_pylist(), object))).view(np.int32)
     # Arrow hashes all known values at every call; a transform has a dict of them.
     if known is None or len(known) > _FEW_KNOWN * len(texts):
-      return _ids_of_texts(column, texts, whole=bool(kind.size))
+      return _looked_up(column, texts)
     ids = pc.fill_null(pc.index_in(texts, known), -1).to_numpy(zero_copy_only=False).copy()
-    unknown = (ids < 0) & bits(texts.is_valid())
-    if kind.oov > 1:
-      ids[unknown] = _ids_of_texts(column, texts.filter(pa.array(unknown)))
-    elif kind.oov:
+    unknown = ids < 0
+    if kind.oov == 1:
       ids[unknown] = len(known)
+    elif kind.oov:
+      ids[unknown] = _looked_up(column, texts.filter(pa.array(unknown)))
     return ids
 
   def _crossed(self, kind: spec.Cross, column: Any, values: Values) -> np.ndarray:
@@ -401,8 +403,8 @@ class Fitted:
         texts = spelled(flat_texts(values[name], self.kinds[name]), self.spellings[name])
         texts = texts.dictionary_decode() if isinstance(texts, pa.DictionaryArray) else texts
       parts.append(texts)
-    # Null where a part is missing.
-    return _ids_of_texts(column, pc.binary_join_element_wise(*parts, "\x1f"))
+    encoded = pc.binary_join_element_wise(*parts, "\x1f").dictionary_encode()  # null if a part is
+    return _with_none(_looked_up(column, encoded.dictionary))[indices_of(encoded)]
 
   def merged(self, other: "Fitted") -> "Fitted":
     """Returns the transforms of both; no name is in both."""
@@ -432,27 +434,10 @@ class Fitted:
     return cls(spec.parse(about["kinds"]), vocabularies, *fitted)
 
 
-def _ids_of_texts(column: Any, texts: pa.Array, *, whole: bool = False) -> np.ndarray:
-  """Returns the ids of texts, int32 `[N]`; -1 for null.
-
-  Args:
-    column: of `embed.transforms`; asked once for each distinct text.
-    texts: text `[N]`.
-    whole: whether the column takes whole numbers; a text that is none has no id.
-  """
-  encoded = texts.dictionary_encode()
-  if whole:
-    is_id = lambda t: t and t.isascii() and t.isdecimal() and len(t) < 19
-    texts = encoded.dictionary.to_pylist()
-    keys = np.array([int(text) if is_id(text) else -1 for text in texts], np.int64)
-  else:
-    keys = _keys(encoded.dictionary)
-  ids = column.ids(keys) if len(keys) else np.empty(0, np.int32)
-  return _with_none(ids.astype(np.int32))[indices_of(encoded)]
-
-
-def _keys(texts: pa.Array) -> np.ndarray:
-  return np.array([text or "" for text in texts.to_pylist()], object)  # "" is padding
+def _looked_up(column: Any, texts: pa.Array) -> np.ndarray:
+  """Returns the ids of texts by a transform, int32 `[N]`."""
+  keys = np.array(texts.to_pylist(), object)
+  return column.ids(keys).astype(np.int32) if len(keys) else np.empty(0, np.int32)
 
 
 def _with_none(ids: np.ndarray) -> np.ndarray:

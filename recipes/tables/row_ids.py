@@ -15,15 +15,12 @@ from .settings import READING
 class RowIds:
   """The raw ids of a table's first rows, and a name for the rows after them.
 
-  Attributes:
-    texts: raw ids of the rows 0, 1, …
-    rest: names what the rows after them depend on, such as "hash 1000". They correspond to the rows
-      of another table only if both have the same name and number. Rows of "identity" are their own
-      numbers, and correspond in tables of any size.
+  The rows after them correspond to those of another table only if both have the same name and
+  number. Rows of "identity" are their own numbers, and correspond in tables of any size.
   """
 
-  texts: tuple[str, ...]
-  rest: str = ""
+  texts: tuple[str, ...]  # raw ids of the rows 0, 1, …
+  rest: str = ""  # what the rows after them depend on, such as "hash 1000"
 
 
 def read(serve: Path) -> dict[str, RowIds]:
