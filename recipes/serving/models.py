@@ -14,8 +14,7 @@ from ..errors import UserError
 from ..evaluation import retrieval
 from ..sequence import packing
 from ..tables import spec
-from ..tables.encoding import Encoder, Entities
-from ..tables.fitting import extracted
+from ..tables.encoding import Encoder, Entities, extracted
 from ..tables.values import ReadAs
 from ..training.features import Feature, cut_ids
 from . import rows as rows_lib

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import spec
-from ..tables.fitting import Fitted
+from ..tables.encoding import Fitted
 from ..tables.formats import Format, find_delimiter, repeated
 from ..tables.values import Problem, ReadAs, converted, plain, refusal
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from ..errors import UserError
 from . import spec
-from .encoding import Codes, Entities
-from .fitting import Fitted, fit
+from .encoding import Codes, Entities, Fitted
+from .fitting import fit
 from .rows import open_source
 from .settings import Source
 from .source import Stage

@@ -11,8 +11,7 @@ import pyarrow as pa
 from .. import arrays
 from ..errors import UserError
 from . import entities, spec, splitting
-from .encoding import Entities
-from .fitting import extracted
+from .encoding import Entities, extracted
 from .rows import RowReader, split_file
 from .settings import SPLITS, Table
 from .source import Stage

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .encoding import Encoder, Entities
-from .fitting import Fitted
+from .encoding import Encoder, Entities, Fitted
 from .settings import READING
 
 

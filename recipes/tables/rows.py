@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from .. import arrays
 from ..errors import UserError
 from . import spec, splitting
-from .fitting import extracted
+from .encoding import extracted
 from .reading import Chunk, Ledger, Reader
 from .settings import SPLITS, Source, Table, first_time
 from .source import File, Stage
