@@ -14,9 +14,10 @@ from typing import Any
 
 from absl import logging
 
-from . import arrays, escaping, hosts
-from .errors import UserError, in_one_line
-from .run import opened, results
+from . import arrays, hosts
+from .errors import UserError, in_one_line, terminal
+from .run import results
+from .run import workdir as runs
 
 SMALL = 2_000_000  # rows that train: a minute or two of baselines
 
@@ -34,7 +35,7 @@ def fit(workdir: str | Path, *, most_rows: float = float("inf")) -> dict[str, An
   Raises:
     UserError: the run has not ended, or the data are not those that it was trained on.
   """
-  run = opened.open_run(workdir)
+  run = runs.open_run(workdir)
   result, path = run.result, Path(workdir) / "result.json"
   recipe = importlib.import_module(f".{run.recipe}.baselines", __package__)
   data = run.load()
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.ERROR)
   with in_one_line(parser):
     result = fit(arguments.run)
-  print(escaping.terminal(results.report(result)))
+  print(terminal(results.report(result)))
 
 
 if __name__ == "__main__":

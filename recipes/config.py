@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import escaping, main
+from . import main
+from .errors import terminal
 
 
 def show(recipe: str, config: Mapping[str, Any], workdir: str = "") -> None:
   """Prints a config of a recipe, a setting a line; `workdir` is not read."""
   del workdir
-  print(escaping.terminal("\n".join(lines(recipe, config))))
+  print(terminal("\n".join(lines(recipe, config))))
 
 
 def lines(recipe: str, config: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ by `recipes.tables.settings.declared`; what no declaration describes is a module
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class Prepared:
 
   Attributes:
     columns: arrays by name, memory-mapped or computed when they are indexed.
-    meta: the content of `meta.json`; holds `sha256` and may hold `splits` and `best`.
+    meta: the content of `meta.json`.
     name: of the folder, which changes with everything that the columns depend on; "" for columns
       without rows.
   """
@@ -54,10 +54,6 @@ class Prepared:
     return self.meta.get("best", {})
 
 
-def _as_stored(prepared: Prepared) -> Prepared:
-  return prepared
-
-
 @dataclasses.dataclass(frozen=True)
 class DataSet:
   """The functions that prepare and read a data set.
@@ -77,12 +73,12 @@ class DataSet:
 
   settings: Callable[[Any], dict[str, Any]]
   build: Callable[[dict[str, Any], Path], dict[str, Any]]
-  view: Callable[[Prepared], Prepared] = _as_stored
+  view: Callable[[Prepared], Prepared] = lambda prepared: prepared
   describe: Callable[[Any], Prepared] | None = None
   hint: str = ""
 
 
-class Registry(Mapping[str, DataSet]):
+class Registry(dict[str, DataSet]):
   """The data sets of a recipe by the name that `config.dataset` gives them.
 
   Args:
@@ -95,26 +91,17 @@ class Registry(Mapping[str, DataSet]):
   """
 
   def __init__(self, data_sets: Mapping[str, DataSet], prefix: str = ""):
-    self._data_sets, self._prefix = dict(data_sets), prefix
+    super().__init__(data_sets)
+    self._prefix = prefix
 
-  def __getitem__(self, name: str) -> DataSet:
-    if name not in self._data_sets:
-      raise UserError(f"unknown dataset {name!r}: choose one of {sorted(self._data_sets)}")
-    return self._data_sets[name]
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._data_sets)
-
-  def __len__(self) -> int:
-    return len(self._data_sets)
+  def __missing__(self, name: str) -> DataSet:
+    raise UserError(f"unknown dataset {name!r}: choose one of {sorted(self)}")
 
   def load(self, config) -> Prepared:
     """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
 
     Raises:
-      UserError: the name is unknown.
-      MissingFileError: a file is missing; names it and says where it comes from.
-      DamagedFileError: a file is damaged; names the file and the line.
+      UserError: the name is unknown, or a file is missing or damaged; names it.
     """
     data_set = self[config.dataset]
     settings = data_set.settings(config)
@@ -134,10 +121,6 @@ class Registry(Mapping[str, DataSet]):
     return data_set.view(Prepared(columns, meta, columns.folder.name))
 
   def describe(self, config) -> Prepared:
-    """Returns the data set without rows if the config alone tells its columns; else loads it.
-
-    Raises:
-      UserError: as `load`.
-    """
+    """Returns the data set without rows if the config alone tells its columns; else loads it."""
     describe = self[config.dataset].describe
     return self.load(config) if describe is None else describe(config)

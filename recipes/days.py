@@ -43,9 +43,8 @@ def run(recipe: str, config, workdir: str | Path) -> list[dict[str, Any]]:
     workdir: holds a folder for each day.
 
   Returns:
-    For each day `{"day", "rows", "metrics", "result"}`, `metrics` being those of the day's rows by
-    the export of the day before, {} of the first day: `auc` (if both outcomes are there) and
-    `logloss`, or what `RankingMetrics` computes of one ranking for each user.
+    For each day `{"day", "rows", "metrics", "result"}`, `metrics` being `evaluate.of_export` of the
+    day's rows by the export of the day before, {} of the first day.
 
   Raises:
     UserError: the days are none, or something else is configured than this can do.
@@ -88,11 +87,7 @@ def run(recipe: str, config, workdir: str | Path) -> list[dict[str, Any]]:
 
 
 def entries(days: str | Sequence[str]) -> dict[str, Path]:
-  """Returns the file or folder of each day by its name: a folder's, in their order, or a list's.
-
-  Raises:
-    UserError: there are none, or two of one name.
-  """
+  """Returns the file or folder of each day by its name: a folder's, in their order, or a list's."""
   if isinstance(days, str):
     folder = Path(days).expanduser()
     if not folder.is_dir():

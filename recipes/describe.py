@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from . import escaping
-from .errors import UserError
+from .errors import UserError, terminal
 from .files import write
 from .tables import profile, proposing
 from .tables.formats import Format, file_format, find_delimiter, paths, records
@@ -122,7 +121,7 @@ def config(plan: Plan, files: Any, format: Mapping[str, Any], command: str) -> s
     format: settings of `Format` that are not the defaults.
     command: that writes the file.
   """
-  written = escaping.terminal(command).replace("\n", "\\n")
+  written = terminal(command).replace("\n", "\\n")
   written = written.replace("\\", "\\\\").replace('"', '\\"')  # nothing ends the docstring
   head = ['"""The table as first proposed; written by', "", f"    {written}", '"""', ""]
   head += ["", "def get_config():", "  return {"]
@@ -177,7 +176,7 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
 def _literal(value: Any) -> str:
   """Returns a value as code, with `JOIN` for the spaces of its texts."""
   if isinstance(value, str):
-    return escaping.terminal(json.dumps(value, ensure_ascii=False)).replace(" ", JOIN)
+    return terminal(json.dumps(value, ensure_ascii=False)).replace(" ", JOIN)
   if isinstance(value, Mapping):
     return "{" + ", ".join(f"{_literal(k)}:{JOIN}{_literal(v)}" for k, v in value.items()) + "}"
   if isinstance(value, tuple):
@@ -341,13 +340,13 @@ def main(argv: Sequence[str]) -> None:
   command = ["python", "-m", f"{__package__}.describe", *(a for a in argv if a != "--force")]
   try:
     blocks = run(arguments, shlex.join(command))
-    print(*map(escaping.terminal, blocks), sep="\n\n", flush=True)
+    print(*map(terminal, blocks), sep="\n\n", flush=True)
   except BrokenPipeError:  # of `| head`; Python would fail once more at its exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   except UserError as error:
     text = re.sub(r"config\.format\.names=\(.*?\)", _NAME, str(error).replace(_REPAIR, ""))
     text = re.sub(r"config\.format\.(delimiter|encoding|names|quote)", r"--\1", text)
-    parser.exit(2, escaping.terminal(f"error: {text}\n"))
+    parser.exit(2, terminal(f"error: {text}\n"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Errors that the user can mend: their class says so, their message says how."""
+"""Errors that the user can mend, and text from data as a terminal or a page shows it."""
 
 import argparse
 import contextlib
@@ -6,8 +6,6 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-
-from . import escaping
 
 
 class UserError(ValueError):
@@ -91,12 +89,12 @@ def in_one_line(
   try:
     yield
   except UserError as error:
-    parser.exit(2, escaping.terminal(f"error: {error}\n"))
+    parser.exit(2, terminal(f"error: {error}\n"))
   except but:
     raise
   except OSError as error:
     named = f": {error.filename}" if error.filename else ""
-    parser.exit(2, escaping.terminal(f"error: {error.strerror or error}{named}\n"))
+    parser.exit(2, terminal(f"error: {error.strerror or error}{named}\n"))
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -113,3 +111,33 @@ def explain(error: Exception) -> str | None:
   if error.errno in _FULL:
     return f"{reason}. Free some space; the same command then resumes from the last checkpoint."
   return f"{reason}. --workdir and --config.cache_dir must be folders that this user can write to."
+
+
+# --- text from data -------------------------------------------------------------------------------
+
+
+def terminal(text: object) -> str:
+  r"""Returns text that a terminal shows and does not obey; lines are kept.
+
+  Control characters, and what has no shape of its own, such as marks that turn the direction of
+  writing, become escapes of Python.
+
+  >>> print(terminal("price\x1b]52;c;aGk=\x07\n1"))
+  price\x1b]52;c;aGk=\x07
+  1
+  """
+  keep = lambda char: char.isprintable() or char == "\n"
+  return "".join(c if keep(c) else c.encode("unicode_escape").decode() for c in str(text))
+
+
+_MARKUP = str.maketrans({char: f"&#{ord(char)};" for char in "&<>|`*[]\\$"})
+
+
+def markdown(text: object) -> str:
+  r"""Returns text that a page of Markdown shows as it is, on one line.
+
+  >>> markdown("<script>|[a](b)\n# c")
+  '&#60;script&#62;&#124;&#91;a&#93;(b)\\n# c'
+  """
+  shown = str(text).translate(_MARKUP).replace("\n", "\\n")
+  return "".join(c if c.isprintable() or c == "\u00a0" else ascii(c)[1:-1] for c in shown)

@@ -23,9 +23,11 @@ from sklearn.metrics import log_loss, roc_auc_score
 from . import export, hosts, serving
 from .errors import in_one_line
 from .evaluation.metrics import RankingMetrics
-from .run import opened, settings
-from .tables import entities, interactions, spec
+from .run import settings
+from .run import workdir as runs
+from .tables import interactions, spec
 from .tables import settings as table_settings
+from .tables.encoding import Codes
 from .tables.rows import RowReader
 
 _USERS = 4096  # ranked at once
@@ -37,7 +39,7 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
   Raises:
     UserError: the run has not ended, or its data have changed.
   """
-  mesh, run = hosts.start(), opened.open_run(workdir)
+  mesh, run = hosts.start(), runs.open_run(workdir)
   run.train.check(run.config, mesh)
   data = run.load()
   config, model = run.train.decide(run.config, data, mesh), run.model(data, mesh)
@@ -55,7 +57,7 @@ def evaluate_files(workdir: str | Path, files: str | Sequence[str]) -> dict[str,
   Raises:
     UserError: the run is of no table, or has not ended; or a file cannot be read.
   """
-  run = opened.open_run(workdir)
+  run = runs.open_run(workdir)
   config = settings.copied(run.config, files=files)
   with tempfile.TemporaryDirectory() as folder:
     return of_export(export.export(workdir, Path(folder) / "served"), config)
@@ -115,7 +117,7 @@ def _ranking(
   user, item = pairs.user[~repeats], pairs.item[~repeats]
   order = np.argsort(user, kind="stable")
   wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
-  codes, metrics, popular = entities.Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
+  codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
   asked = {"": pairs.users, **pairs.values}
   for start in range(0, len(pairs.users), _USERS):
     of_part = wanted[start : start + _USERS]

@@ -25,18 +25,25 @@ from ml_collections import ConfigDict
 
 import embed
 
-from . import arrays, escaping, files, hosts, manifest, schemas
-from .errors import DamagedFileError, MissingFileError, UserError, from_settings, in_one_line
+from . import arrays, files, hosts
+from .errors import (
+  DamagedFileError,
+  MissingFileError,
+  UserError,
+  from_settings,
+  in_one_line,
+  markdown,
+)
 from .evaluation import retrieval
-from .run import opened, settings
+from .run import settings
 from .run import workdir as runs
 from .serving import folder as folder_lib
-from .tables.clicks import Encoder
-from .tables.entities import Entities
+from .tables.encoding import Encoder, Entities
 from .tables.settings import READING
 from .training.features import feature_configs
 
 PLATFORMS = ("cpu", "cuda", "tpu")
+_READING = {"columns": {str: dict}, "format": dict}  # of what the file of that name holds
 # Not from an index by name: a package of that name there need not be ours.
 _WHEEL = "./sparse_embed-{}-py3-none-any.whl"
 
@@ -95,7 +102,7 @@ def export(
   mesh = hosts.start()
   parts = _parts(workdir, config, recipe, mesh)
   hosts.replicate(mesh, parts.model)
-  opened.restore(workdir, run.result["tested_step"], parts.model)
+  run.restore(parts.model)
   parts.model.eval()
   program = embed.export(
     parts.function, parts.model, parts.inputs, any_batch=True, platforms=tuple(platforms)
@@ -105,16 +112,14 @@ def export(
     if parts.candidates is not None:
       np.save(partial / folder_lib.CANDIDATES, parts.candidates())
     files.copy_folder(serve, partial / folder_lib.TRANSFORMS)
-    about = (
-      _about(run, arrays.read_json(serve / READING, schema=schemas.READING), ann) | parts.about
-    )
+    about = _about(run, arrays.read_json(serve / READING, schema=_READING), ann) | parts.about
     arrays.write_json(partial / folder_lib.NAME, about)
     files.write(partial / "README.md", _readme(about, workdir))
-    manifest.write(partial, {})
+    arrays.write_manifest(partial, {})
   return out
 
 
-def _opened(workdir: Path) -> opened.Opened:
+def _opened(workdir: Path) -> runs.Opened:
   """Opens a run on a table.
 
   Raises:
@@ -125,7 +130,7 @@ def _opened(workdir: Path) -> opened.Opened:
       f"{workdir} has no folder serve, of transforms and raw ids, as only runs on tables have. If "
       "its data set is a table now, train again"
     )
-  return opened.open_run(workdir)
+  return runs.open_run(workdir)
 
 
 def _parts(workdir: Path, config: ConfigDict, recipe: str, mesh: Mesh | None = None) -> _Parts:
@@ -148,7 +153,8 @@ def _parts(workdir: Path, config: ConfigDict, recipe: str, mesh: Mesh | None = N
 
 
 def _check_out(out: Path) -> None:
-  if out.exists() and not (out / folder_lib.NAME).exists() and not _is_empty(out):
+  is_empty = out.is_dir() and not any(out.iterdir())
+  if out.exists() and not (out / folder_lib.NAME).exists() and not is_empty:
     raise UserError(f"--out={out} holds other files: choose a new folder")
   parent = next(path for path in (out.absolute().parent, *out.absolute().parents) if path.exists())
   if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -156,11 +162,7 @@ def _check_out(out: Path) -> None:
   out.absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
-def _is_empty(path: Path) -> bool:
-  return path.is_dir() and next(path.iterdir(), None) is None
-
-
-def _about(run: opened.Opened, reading: dict[str, Any], ann: bool) -> dict[str, Any]:
+def _about(run: runs.Opened, reading: dict[str, Any], ann: bool) -> dict[str, Any]:
   versions, columns = runs.versions(), reading["columns"]
   extras = "serving,ann" if ann else "serving"  # of pyproject.toml
   names = ("sparse-embed", "jax", "numpy", "python")
@@ -184,7 +186,7 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
   """Returns the page that tells how to use the folder."""
   is_click, package = about["recipe"] == "dlrm", __package__
   call = "model.predict(rows)" if is_click else "model.recommend(rows, top=10).items"
-  read = ", ".join(f"`{escaping.markdown(name)}`" for name in about["header"])
+  read = ", ".join(f"`{markdown(name)}`" for name in about["header"])
   adds = (
     f"a column `score` to rows with the columns {read}, in any order; label, weight, split and "
     "time may be missing"
@@ -192,7 +194,7 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
     else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of "
     "the user, as training rows do, or have a `history`: raw ids of items, separated by `|`"
   )
-  return f"""# A model of {escaping.markdown(workdir.name)}: {about["recipe"]}, step {about["step"]}
+  return f"""# A model of {markdown(workdir.name)}: {about["recipe"]}, step {about["step"]}
 
     {about["install"]}
     python -m {package}.predict FOLDER < rows.csv > out.csv

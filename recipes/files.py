@@ -37,10 +37,9 @@ def stamp(path: Path) -> list[Any]:
 
 
 def inside(folder: Path, name: str) -> Path:
-  """Returns the path of a folder's file, of which a manifest gives the name.
+  """Returns the path of a folder's file by a name that somebody else has written.
 
-  Raises:
-    DamagedFileError: the name is absolute, leads out of the folder, or passes through a link.
+  Raises DamagedFileError for one that leads out of the folder, or through a link.
   """
   path = PurePosixPath(name)
   if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
@@ -55,20 +54,14 @@ def inside(folder: Path, name: str) -> Path:
 def opened(path: Path) -> Iterator[IO[bytes]]:
   """Opens a file of a run, an export or a cache, whoever wrote the folder.
 
-  Raises:
-    MissingFileError: it does not exist.
-    DamagedFileError: it is a symbolic link or no regular file, as a device or a pipe, which could
-      lead elsewhere or never end.
+  A symbolic link, a device or a pipe, which could lead elsewhere or never end, is a
+  DamagedFileError; what does not exist is a MissingFileError.
   """
   try:
     # Without O_NONBLOCK the call waits for the other end of a pipe.
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    number = _open(path, os.O_RDONLY | os.O_NONBLOCK)
   except (FileNotFoundError, NotADirectoryError) as error:
     raise MissingFileError(f"{path} is missing") from error
-  except OSError as error:
-    if error.errno != errno.ELOOP:
-      raise
-    raise DamagedFileError(f"{path} is a symbolic link, which is not followed") from error
   with os.fdopen(number, "rb", buffering=0) as file:
     if not stat.S_ISREG(os.fstat(number).st_mode):
       raise DamagedFileError(f"{path} is no regular file")
@@ -76,11 +69,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read(path: Path, *, at_most: int = 64 << 20) -> bytes:
-  """Returns the content of a file.
-
-  Raises:
-    DamagedFileError: as `opened`, or it has more than `at_most` bytes.
-  """
+  """Returns the content of a file; errors are as of `opened`, or it has too many bytes."""
   with opened(path) as file:
     content = file.read(at_most + 1) if os.fstat(file.fileno()).st_size <= at_most else None
   if content is None or len(content) > at_most:
@@ -95,11 +84,7 @@ def names(folder: Path) -> list[str]:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-  """Copies the regular files of a folder into a new one, at the same names.
-
-  Raises:
-    DamagedFileError: one of them is a link, a device or a pipe; names it.
-  """
+  """Copies the regular files of a folder into a new one; errors are as of `opened`."""
   if source.is_symlink():
     raise DamagedFileError(f"{source} is a symbolic link, which is not followed")
   new_folder(target)
@@ -150,26 +135,21 @@ def _earlier(path: Path) -> Path:
 
 
 def append(path: Path) -> IO[str]:
-  """Opens a file to add lines to, which a link does not lead elsewhere.
+  """Opens a file to add lines to, which a link does not lead elsewhere."""
+  return os.fdopen(_open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8")
 
-  Raises:
-    DamagedFileError: it is a link.
-  """
+
+def _open(path: Path, flags: int) -> int:
   try:
-    number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
   except OSError as error:
     if error.errno != errno.ELOOP:
       raise
     raise DamagedFileError(f"{path} is a symbolic link, which is not followed") from error
-  return os.fdopen(number, "a", encoding="utf-8")
 
 
 def require(folder: Path, *names: str, hint: str) -> Path:
-  """Returns the first of `names` that the folder holds.
-
-  Raises:
-    FileNotFoundError: none is there; names the folder, the files and, through `hint`, the remedy.
-  """
+  """Returns the first of `names` that the folder holds; `hint` ends the error if it has none."""
   for name in names:
     if (folder / name).is_file():
       return folder / name
@@ -177,11 +157,7 @@ def require(folder: Path, *names: str, hint: str) -> Path:
 
 
 def data_folder(data_dir: str, hint: str) -> Path:
-  """Returns the user's folder, `~` allowed.
-
-  Raises:
-    MissingFileError: `data_dir` is empty, or does not exist; `hint` says what to do.
-  """
+  """Returns the user's folder, `~` allowed; `hint` ends the error if there is none."""
   if not data_dir:
     raise MissingFileError(f"--config.data_dir is empty. {hint}")
   path = Path(data_dir).expanduser()
@@ -201,10 +177,6 @@ def folder(
     name: of the folder in there.
     url, sha256: of the archive.
     members: the files that are needed of it.
-
-  Raises:
-    MissingFileError: `data_dir` is not empty and does not exist.
-    DownloadError: as `download`.
   """
   if data_dir:
     return data_folder(data_dir, f"Leave it empty to download {url}")
@@ -213,7 +185,12 @@ def folder(
   # The processes of a run share their machine's cache: one downloads, the others wait.
   with locked(raw / "lock"):
     if not all((raw / member).exists() for member in members):
-      unpack(download(url, raw / url.rsplit("/", 1)[1], sha256=sha256), raw, members)
+      archive = download(url, raw / url.rsplit("/", 1)[1], sha256=sha256)
+      with zipfile.ZipFile(archive) as packed:
+        for member in packed.infolist():
+          if (file_name := Path(member.filename).name) in members:  # without its folders
+            with packed.open(member) as source, replacing(raw / file_name) as target:
+              shutil.copyfileobj(source, target)
   return raw
 
 
@@ -252,23 +229,10 @@ def download(url: str, path: Path, *, sha256: str) -> Path:
   return path
 
 
-def unpack(archive: Path, folder: Path, members: Sequence[str]) -> None:
-  """Unpacks the named files of a zip archive, without their folders; each appears whole."""
-  with zipfile.ZipFile(archive) as packed:
-    for member in packed.infolist():
-      if (name := Path(member.filename).name) in members:
-        with packed.open(member) as source, replacing(folder / name) as target:
-          shutil.copyfileobj(source, target)
-
-
 def acquire(path: Path, *, wait: bool) -> filelock.BaseFileLock:
   """Takes a lock among the processes of a machine; a process that ends loses its locks.
 
-  The lock file stays there, empty.
-
-  Raises:
-    filelock.Timeout: another process holds the lock, and `wait` is False.
-    UserError: the path is a symbolic link, which is not followed.
+  Raises filelock.Timeout if another process holds it and `wait` is False.
   """
   lock = filelock.FileLock(path)
   try:
@@ -282,11 +246,7 @@ def acquire(path: Path, *, wait: bool) -> filelock.BaseFileLock:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-  """Makes the processes of a machine take turns; says so on stderr if this one has to wait.
-
-  Raises:
-    UserError: the path is a symbolic link, which is not followed.
-  """
+  """Makes the processes of a machine take turns; says so on stderr if this one has to wait."""
   try:
     lock = acquire(path, wait=False)
   except filelock.Timeout:

@@ -28,8 +28,8 @@ from grain.experimental import ThreadPrefetchIterDataset
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from . import escaping, files
-from .errors import Preempted, UserError
+from . import files
+from .errors import Preempted, UserError, terminal
 
 AXIS = "data"
 _AHEAD = 2  # batches on the devices that no step has asked for
@@ -41,9 +41,7 @@ def start() -> Mesh | None:
 
   The three variables `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and
   `JAX_PROCESS_ID` say it outright. Without them JAX asks a Cloud TPU's metadata or GKE's variables,
-  Slurm's or Open MPI's. On CPU the processes talk through gloo.
-
-  Call it before anything else uses JAX.
+  Slurm's or Open MPI's. Call it before anything else uses JAX.
 
   Returns:
     The mesh, or None for one process on one device.
@@ -103,7 +101,7 @@ def is_main() -> bool:
 def say(text: str) -> None:
   """Prints a line on stderr, in the main process, and writes it to the log of the run."""
   if is_main():
-    print(escaping.terminal(text), file=sys.stderr, flush=True)
+    print(terminal(text), file=sys.stderr, flush=True)
     write_log(text)
 
 
@@ -152,14 +150,11 @@ def check_batch_sizes(mesh: Mesh | None, **sizes: int) -> None:
 
 
 def to_global(mesh: Mesh | None, batch: Any) -> Any:
-  """Returns a batch of which every process gives its part as one batch of global arrays.
+  """Returns global arrays `[examples of all processes, ...]`, split over the devices.
 
   Args:
-    mesh: from `start`.
+    mesh: from `start`; None returns the batch as it is.
     batch: a pytree of NumPy arrays, `[examples of this process, ...]`; the parts are equally large.
-
-  Returns:
-    The same structure of arrays `[examples of all processes, ...]`, split over the devices.
   """
   if mesh is None:
     return batch
@@ -176,19 +171,13 @@ def over_examples(mesh: Mesh, batch: Any) -> Any:
 def put_ahead(mesh: Mesh | None, batches: grain.IterDataset) -> grain.IterDataset:
   """Returns the batches as `to_global` makes them, on the devices before they are asked for.
 
-  A thread puts up to two batches there while the model works on earlier ones. An iterator's state
-  is the position after the batches it has returned, whatever has been put ahead, and is the same
-  as of an iterator of `batches`. Close an iterator that is not read to its end, to end its thread.
+  Like `grain.experimental.device_put`, but each process gives only its own part of the batch. A
+  thread puts up to two batches there while the model works on earlier ones; close an iterator that
+  is not read to its end, to end its thread. An iterator's state is the position after the batches
+  that it has returned, the same as of an iterator of `batches`.
 
   On one CPU device the batches stay NumPy arrays: the compiled step reads the same memory, and a
   second thread would only take time from it.
-
-  It is `grain.experimental.device_put` but for that function's `jax.device_put`, to which every
-  process would have to give the whole batch.
-
-  Args:
-    mesh: from `start`; None is the default device.
-    batches: of pytrees of NumPy arrays `[examples of this process, ...]`.
   """
   if mesh is None and jax.default_backend() == "cpu":
     return batches
@@ -232,11 +221,8 @@ def from_main(f: Callable[[], Any]) -> Any:
   """Calls `f` in the main process alone, and returns its JSON value in every process.
 
   For what must be decided once, as what a folder holds, and for work that need not be done twice.
-
-  Raises:
-    Exception: what `f` raised, in the main process.
-    RuntimeError: in the others, with its message; they would wait forever for a value. A UserError
-      is one there too.
+  What `f` raises is raised here; in the other processes, which would wait forever for a value, a
+  RuntimeError with its message, or a UserError for one.
   """
   if jax.process_count() == 1:
     return f()
@@ -295,10 +281,8 @@ class PreemptionNotice:
   def is_due(self, step: int) -> bool:
     """Returns whether to save and end: the same in every process.
 
-    Every process asks before every step. JAX lets all of them go on to the same step.
-
-    Args:
-      step: the number of steps taken, from the same one in every process.
+    Every process asks before every step, with the number of those taken. JAX lets all of them go
+    on to the same step.
     """
     if jax.process_count() == 1:
       return self._received

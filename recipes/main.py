@@ -11,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import catalogue, errors, escaping
+from . import catalogue, errors
+from .errors import terminal
 
 with errors.importing():
   from absl import app, flags, logging
   from ml_collections import ConfigDict, config_flags
 
   from .run import settings
+  from .tables.spec import nearest
 
 flags.disclaim_key_flags()  # they are the calling recipe's, and its --help lists them
 
@@ -37,7 +39,7 @@ def train(recipe: str, config, workdir: str) -> None:
   from . import hosts, report
 
   if hosts.is_main():
-    print(f"\n{escaping.terminal(report.write(folders, Path(workdir) / 'report'))}")
+    print(f"\n{terminal(report.write(folders, Path(workdir) / 'report'))}")
 
 
 def _train(recipe: str, config, workdir: Path, is_first: bool = True) -> None:
@@ -59,7 +61,7 @@ def _train(recipe: str, config, workdir: Path, is_first: bool = True) -> None:
   except KeyboardInterrupt:
     raise errors.Stopped(_FITTING) from None
   finally:
-    print(escaping.terminal(results.report(result)))
+    print(terminal(results.report(result)))
     _show(workdir)
 
 
@@ -67,7 +69,7 @@ def _show(workdir: Path) -> None:
   from . import report
 
   if sys.stdout.isatty():
-    print(f"\n{escaping.terminal(report.sketch(report.load(workdir)))}")
+    print(f"\n{terminal(report.sketch(report.load(workdir)))}")
   print(f"\nresults: {workdir / 'result.json'}")
   print(f"curves:  python -m {__package__}.report {workdir}")
 
@@ -107,7 +109,7 @@ def program(
     try:
       rest = flags.FLAGS(argv)[1:]
     except flags.Error as error:
-      sys.exit(escaping.terminal(f"error: {error}"))
+      sys.exit(terminal(f"error: {error}"))
     if rest:
       sys.exit(f"error: unexpected {rest}: settings are given as --config.steps=100")
     seeds: list[str] = (flags.FLAGS["seeds"].value or []) if run is train else []
@@ -132,7 +134,7 @@ def program(
       text = errors.explain(error)
       if logging.level_debug() or text is None:
         raise
-      sys.exit(escaping.terminal(f"error: {text} (--verbosity=1 shows the traceback)"))
+      sys.exit(terminal(f"error: {text} (--verbosity=1 shows the traceback)"))
 
   return lambda: app.run(main, flags_parser=parse)
 
@@ -170,7 +172,7 @@ class _ConfigFile(flags.ArgumentParser):
         raise ValueError(f"that is a config for `python -m {__package__}.{other}`")
     modes = catalogue.modes(file)
     if mode and modes and mode not in modes:
-      raise ValueError(f"it has no mode {mode!r}; {_nearest(mode, modes)}")
+      raise ValueError(f"it has no mode {mode!r}; {nearest(mode, modes)}")
     config = self._plain.parse(f"{file}:{mode}" if mode else str(file))
     if config is not None:
       config = settings.completed(self._recipe, config)
@@ -185,10 +187,5 @@ def _check(config: ConfigDict, setting: str) -> None:
   for part in setting.split("."):
     known = list(node) if isinstance(node, ConfigDict) else []
     if part not in known:
-      raise ValueError(f"{path} has no setting {part!r}; {_nearest(part, known)}")
+      raise ValueError(f"{path} has no setting {part!r}; {nearest(part, known or ['none'])}")
     path, node = f"{path}.{part}", node[part]
-
-
-def _nearest(name: str, known: list[str]) -> str:
-  close = difflib.get_close_matches(name, known, 1)
-  return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"

@@ -72,15 +72,10 @@ class ShuffledBatches:
     shard: tuple[int, int] = (0, 1),
     apart: bool = False,
   ):
-    start, stop = part(batch_size, shard)
-    if apart:
-      rows, batch_size = own_rows(rows, shard), stop - start
-      start, stop = 0, batch_size
+    rows, self._batch_size, self._part = _share(rows, batch_size, shard, apart)
     if rows[1] <= rows[0]:
       raise UserError(f"the training split is empty: rows {rows[0]} to {rows[1]}")
-    self._columns, self._rows, self._seed = columns, rows, seed
-    self._batch_size, self._num_batches = batch_size, num_batches
-    self._start, self._stop = start, stop
+    self._columns, self._rows, self._num_batches = columns, rows, num_batches
     self._order = ShuffledRows(rows[1] - rows[0], seed)
 
   def __len__(self) -> int:
@@ -88,22 +83,20 @@ class ShuffledBatches:
 
   def __getitem__(self, number: int) -> dict[str, np.ndarray]:
     base = number * self._batch_size
-    picked = self._rows[0] + self._order.rows(base + self._start, base + self._stop)
+    start, stop = self._part
+    picked = self._rows[0] + self._order.rows(base + start, base + stop)
     return {name: array[picked] for name, array in self._columns.items()}
-
-  def __repr__(self) -> str:
-    return f"ShuffledBatches({self._rows}, batch_size={self._batch_size}, seed={self._seed})"
 
 
 class ShuffledRows:
   """Orders rows at random, a new order in every epoch, in memory that does not grow with the rows.
 
   Up to 2**20 rows are a window, and the order is a random permutation of them. More rows are cut
-  into chunks of 2**13 neighbours, on a grid that starts at a random row and goes round the end.
-  The chunks are shuffled, and then the rows within windows of 2**19 to 2**20 rows, which is 64 to
-  129 chunks. So a reader needs the rows of one window at a time, in pieces of a chunk, and every
-  row is equally likely at every position. Held are the permutation of one window and, while it is
-  made, the permutation of the chunks: 8 MB each at the most.
+  into chunks of 2**13 neighbours, on a grid that starts at a random row and goes round the end. The
+  chunks are shuffled, and then the rows within windows of 2**19 to 2**20 rows. So a reader needs
+  the rows of one window at a time, in pieces of a chunk, and every row is equally likely at every
+  position. Held are the permutation of one window and, while it is made, of the chunks: 8 MB each
+  at the most.
 
   Grain's `index_shuffle` would hold nothing, but takes 5 microseconds a number for a million
   numbers, and a millisecond for a hundred; a row of these permutations takes tens of
@@ -191,12 +184,9 @@ class SequentialBatches:
     shard: tuple[int, int] = (0, 1),
     apart: bool = False,
   ):
-    self._start, self._stop = part(batch_size, shard)
     self._num_batches = -(-(rows[1] - rows[0]) // batch_size)
-    if apart:
-      rows, batch_size = own_rows(rows, shard), self._stop - self._start
-      self._start, self._stop = 0, batch_size
-    self._columns, self._rows, self._batch_size = columns, rows, batch_size
+    self._rows, self._batch_size, self._part = _share(rows, batch_size, shard, apart)
+    self._columns = columns
     self._fill = dict(fill or {})
 
   def __len__(self) -> int:
@@ -204,17 +194,23 @@ class SequentialBatches:
 
   def __getitem__(self, number: int) -> dict[str, np.ndarray]:
     base = self._rows[0] + number * self._batch_size
-    start = min(base + self._start, self._rows[1])
-    stop = min(base + self._stop, self._rows[1])
-    size = self._stop - self._start
+    start, stop = (min(base + place, self._rows[1]) for place in self._part)
+    size = self._part[1] - self._part[0]
     batch = {"mask": np.arange(size) < stop - start}
     for name, array in self._columns.items():
       batch[name] = np.full((size, *array.shape[1:]), self._fill.get(name, 0), array.dtype)
       batch[name][: stop - start] = array[start:stop]
     return batch
 
-  def __repr__(self) -> str:
-    return f"SequentialBatches({self._rows}, batch_size={self._batch_size})"
+
+def _share(
+  rows: tuple[int, int], batch_size: int, shard: tuple[int, int], apart: bool
+) -> tuple[tuple[int, int], int, tuple[int, int]]:
+  """Returns a host's rows of a split, the batch cut from them, and its part of the batch."""
+  start, stop = part(batch_size, shard)
+  if apart:
+    return own_rows(rows, shard), stop - start, (0, stop - start)
+  return rows, batch_size, (start, stop)
 
 
 def own_rows(rows: tuple[int, int], shard: tuple[int, int]) -> tuple[int, int]:
@@ -254,9 +250,9 @@ def batches(
   """Returns a Grain dataset whose elements are `transform(batch)`, read ahead in the background.
 
   Args:
-    source: where the batches come from.
-    transform: NumPy to NumPy; must be picklable where `num_workers > 0`. It runs on the host, in a
-      thread or a worker process, and must not touch a device.
+    source: of the batches.
+    transform: NumPy to NumPy; picklable where `num_workers > 0`. It runs in a thread or a worker
+      process, and must not touch a device.
     num_threads: threads that read ahead.
     num_workers: worker processes, each with its own threads; 0 reads in this process. Grain's
       workers need absl's flags parsed: outside of `app.run`, call `flags.FLAGS.mark_as_parsed()`.

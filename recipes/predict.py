@@ -16,107 +16,17 @@ written without predictions; of a row with too many fields the last ones are cut
 
 import argparse
 import collections
+import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 import numpy as np
 
 from . import serving
 from .errors import UserError, in_one_line
-from .serving import files
-from .serving.columns import bad_row
-from .serving.files import Chunk
-
-
-class _Predictions:
-  """Makes the columns that are added, and counts the rows that have something particular."""
-
-  def __init__(
-    self, model: serving.ClickModel | serving.Recommender, top: int | None, on_bad_row: str
-  ):
-    self._model, self._on_bad_row, self._top = model, on_bad_row, 0
-    if isinstance(model, serving.Recommender):
-      self._top = model.checked_top(top)
-    elif top is not None:
-      raise UserError("--top is for two_tower and sequence: dlrm predicts a score a row")
-    self.rows = self.num_bad = self.num_popular = self.num_unknown_items = 0
-    self.unknown: collections.Counter[str] = collections.Counter()  # rows by column
-    self.missing: collections.Counter[str] = collections.Counter()
-
-  def names(self) -> list[str]:
-    """Returns the names of the columns."""
-    if isinstance(self._model, serving.ClickModel):
-      return ["score"]
-    parts = ["item", "score", *(["title"] if self._model.has_titles else [])]
-    return [f"{part}_{i + 1}" for i in range(self._top) for part in parts]
-
-  def add(self, chunk: Chunk, source: str) -> Iterator[list[str]]:
-    """Yields the fields that are added to each row.
-
-    Raises:
-      UserError: a row cannot be read, and is not to be skipped.
-    """
-    if chunk.faults and self._on_bad_row == "raise":
-      index = min(chunk.faults)
-      raise UserError(bad_row(source, chunk.first_row + index, chunk.faults[index]))
-    self.rows += len(chunk.fields)
-    faulty = np.isin(np.arange(len(chunk.fields)), list(chunk.faults))
-    about: dict[str, Any] = {
-      "on_bad_row": self._on_bad_row,
-      "source": source,
-      "first_row": chunk.first_row,
-    }
-    blank = [""] * len(self.names())
-    if isinstance(self._model, serving.ClickModel):
-      scored = self._model.score(chunk.columns, **about)
-      bad = faulty | scored.is_bad
-      self.num_bad += int(bad.sum())
-      self.unknown.update(scored.unknown)
-      self.missing.update(scored.missing)
-      for score, is_bad in zip(scored.scores, bad, strict=True):
-        yield blank if is_bad else [_number(score)]
-      return
-    answers = self._model.recommend(chunk.columns, self._top, **about)
-    bad = faulty | answers.is_bad
-    self.num_bad += int(bad.sum())
-    self.num_popular += int((answers.is_popular & ~bad).sum())
-    self.num_unknown_items += answers.num_unknown_items
-    self.unknown.update(answers.unknown)
-    parts = [answers.items, answers.scores]
-    parts += [] if answers.titles is None else [answers.titles]
-    for row, is_bad in enumerate(bad):
-      fields = [[_shown(part[row, i]) for part in parts] for i in range(self._top)]
-      yield blank if is_bad else [field for each in fields for field in each]
-
-  def notes(self) -> list[str]:
-    """Returns lines about the rows."""
-    notes = [f"{self.rows:,} rows"]
-    if self.num_bad:
-      notes.append(f"{self.num_bad:,} cannot be read: no predictions")
-    if self.num_popular:
-      notes.append(
-        f"{self.num_popular:,} without a known user, feature or history: the most popular items, "
-        "no scores"
-      )
-    if self.num_unknown_items:
-      notes.append(f"{self.num_unknown_items:,} unknown items in histories")
-    for what, counts in (("unknown", self.unknown), ("missing", self.missing)):
-      if counts:
-        columns = ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
-        notes.append(f"rows with {what} values by column: {columns}")
-    return notes
-
-
-def _number(score: np.floating) -> str:
-  return "" if np.isnan(score) else str(score)  # the fewest digits that give the same number
-
-
-def _shown(value) -> str:
-  if value is None:
-    return ""
-  return _number(value) if isinstance(value, np.floating) else str(value)
+from .serving.rows import Writer, bad_row, open_rows
 
 
 def predict(
@@ -140,22 +50,69 @@ def predict(
     UserError: the folder or the rows cannot be read; names row and column.
   """
   model = serving.load(folder)
-  format = model.served.text_format
-  predictions = _Predictions(model, top, on_bad_row)
-  with files.open_rows(path, sys.stdin.buffer, format) as rows:
-    writer, added = files.Writer(out, rows, format), predictions.names()
-    files.check_names(rows.names, added, rows.source)
-    is_written = not rows.has_header
+  ask: Callable[..., serving.Scored | serving.Recommended]
+  if isinstance(model, serving.ClickModel):
+    if top is not None:
+      raise UserError("--top is for two_tower and sequence: dlrm predicts a score a row")
+    names, ask = ["score"], model.score
+  else:
+    top = model.checked_top(top)
+    parts = ["item", "score", *(["title"] if model.has_titles else [])]
+    names = [f"{part}_{i + 1}" for i in range(top) for part in parts]
+    ask = functools.partial(model.recommend, top=top)
+  format, counts = model.served.text_format, collections.Counter[str]()
+  unknown, missing = collections.Counter[str](), collections.Counter[str]()  # rows by column
+  with open_rows(path, sys.stdin.buffer, format) as rows:
+    writer = Writer(out, rows, names, format)
     for chunk in rows:
-      for fields, new in zip(chunk.fields, predictions.add(chunk, rows.source), strict=True):
-        if not is_written:
-          writer.write(rows.names, added)
-          is_written = True
-        writer.write(fields, new)
+      if chunk.faults and on_bad_row == "raise":
+        index = min(chunk.faults)
+        raise bad_row(rows.source, chunk.first_row + index, chunk.faults[index])
+      answers = ask(
+        chunk.columns, on_bad_row=on_bad_row, source=rows.source, first_row=chunk.first_row
+      )
+      is_bad = answers.is_bad | np.isin(np.arange(len(chunk.fields)), list(chunk.faults))
+      writer.write_header()  # not before the first rows are known to be good
+      columns = _columns(answers)
+      for row, fields in enumerate(chunk.fields):
+        writer.write(fields, ["" if is_bad[row] else _shown(column[row]) for column in columns])
       out.flush()
-    if not is_written:
-      writer.write(rows.names, added)
-  return predictions.notes()
+      counts.update(rows=len(chunk.fields), bad=int(is_bad.sum()))
+      unknown.update(answers.unknown)
+      if isinstance(answers, serving.Scored):
+        missing.update(answers.missing)
+      else:
+        popular = int((answers.is_popular & ~is_bad).sum())
+        counts.update(popular=popular, unknown_items=answers.num_unknown_items)
+    writer.write_header()
+  notes = [f"{counts['rows']:,} rows"]
+  for name, note in _NOTES.items():
+    notes += [f"{counts[name]:,} {note}"] * bool(counts[name])
+  for what, of_columns in (("unknown", unknown), ("missing", missing)):
+    listed = ", ".join(f"{name} {count:,}" for name, count in of_columns.most_common())
+    notes += [f"rows with {what} values by column: {listed}"] * bool(of_columns)
+  return notes
+
+
+_NOTES = {
+  "bad": "cannot be read: no predictions",
+  "popular": "without a known user, feature or history: the most popular items, no scores",
+  "unknown_items": "unknown items in histories",
+}
+
+
+def _columns(answers: serving.Scored | serving.Recommended) -> list[np.ndarray]:
+  """Returns the columns that are added."""
+  if isinstance(answers, serving.Scored):
+    return [answers.scores]
+  parts = [answers.items, answers.scores, answers.titles]
+  return [part[:, i] for i in range(answers.items.shape[1]) for part in parts if part is not None]
+
+
+def _shown(value: Any) -> str:
+  if value is None or (isinstance(value, np.floating) and np.isnan(value)):
+    return ""
+  return str(value)  # of a number the fewest digits that give the same one
 
 
 def main(argv: Sequence[str]) -> None:

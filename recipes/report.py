@@ -14,9 +14,9 @@ A folder of runs, as `--seeds=0,1,2` makes one, stands for all of them.
 import argparse
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
-import math
 import statistics
 import sys
 import textwrap
@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from embed.planning import aligned
 
-from .errors import MissingFileError, UserError, importing, in_one_line
-from .escaping import markdown as markdown_text
-from .escaping import terminal
+from .errors import MissingFileError, UserError, importing, in_one_line, terminal
+from .errors import markdown as markdown_text
 
 with importing():
   import uniplot
 
-  from . import arrays, files, schemas
+  from . import arrays, files
   from .run import settings as run_settings
 
 if TYPE_CHECKING:
@@ -56,17 +55,16 @@ class Run:
   result: dict[str, Any]
   lines: list[dict[str, Any]]
 
-  @property
+  @functools.cached_property
   def settings(self) -> dict[str, Any]:
-    """The config by dotted names, without what is incidental and settings of every run's default.
+    """The config by dotted names, without incidental settings and settings of every run's default.
 
     A setting that did not exist when the run was made counts as its default.
     """
     defaults = json.loads(json.dumps(run_settings.RUN))
-    flat = dict(_flat(self.result["config"]))
     return {
       name: value
-      for name, value in flat.items()
+      for name, value in _flat(self.result["config"])
       if name not in _INCIDENTAL and (name not in defaults or value != defaults[name])
     }
 
@@ -89,14 +87,13 @@ class Run:
   @property
   def selected(self) -> str:
     """The metric that chooses the state, or the first one that was validated; "" if none was."""
-    if self.result["config"]["select"]:
-      return self.result["config"]["select"]
-    return next((name for line in self.lines for name in line if name.startswith("valid_")), "")
+    validated = (name for line in self.lines for name in line if name.startswith("valid_"))
+    return self.result["config"]["select"] or next(validated, "")
 
   def curve(self, name: str) -> tuple[list[int], list[float]]:
     """Returns the steps at which a metric was logged, and its values."""
-    points = [(line["step"], line[name]) for line in self.lines if name in line]
-    return [step for step, _ in points], [value for _, value in points]
+    logged = [line for line in self.lines if name in line]
+    return [line["step"] for line in logged], [line[name] for line in logged]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -118,23 +115,22 @@ def load(path: str | Path) -> Run:
   result, journal = path / "result.json", path / "metrics.jsonl"
   if path.suffix == ".json" and path.is_file():
     result, journal = path, path.with_suffix(".jsonl")
-  elif not result.is_file() or not journal.is_file():
+  elif missing := [each.name for each in (result, journal) if not each.is_file()]:
     if (path / "config.json").is_file():
       raise MissingFileError(
         f"the run in {path} has not ended; the command that started it resumes it"
       )
-    missing = journal.name if result.is_file() else result.name
     ended = {found.parent.name: found.parent for found in path.parent.glob("*/result.json")}
     close = difflib.get_close_matches(path.name, ended, 1)
     hint = (
       f"did you mean {ended[close[0]]}?" if close else "give the workdirs of runs that have ended"
     )
-    raise MissingFileError(f"{path} has no {missing}: {hint}")
+    raise MissingFileError(f"{path} has no {missing[0]}: {hint}")
   lines = files.read(journal, at_most=1 << 30).splitlines() if journal.is_file() else []
   return Run(
     path,
-    arrays.read_json(result, schema=schemas.RESULT),
-    [arrays.parse_json(line, str(journal), schema=schemas.LINE) for line in lines],
+    arrays.read_json(result, schema=run_settings.RESULT),
+    [arrays.parse_json(line, str(journal), schema=run_settings.LINE) for line in lines],
   )
 
 
@@ -158,16 +154,12 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
 
 def names(groups: Sequence[list[Run]]) -> list[str]:
   """Returns what to call each group: recipe, model, and the settings that tell it apart."""
+  subject = lambda run: (run.subject, run.table)
   labels = []
   for first, *_ in groups:
-    alike = [
-      other[0]
-      for other in groups
-      if (other[0].subject, other[0].table) == (first.subject, first.table)
-    ]
-    differing = _differing([other.settings for other in alike])
-    shown = (f"{n}={_short(first.settings[n])}" for n in differing if n in first.settings)
-    labels.append(" ".join([first.subject, *shown]))
+    alike = [other.settings for other, *_ in groups if subject(other) == subject(first)]
+    own = {name: first.settings[name] for name in _differing(alike) if name in first.settings}
+    labels.append(" ".join([first.subject, *(f"{n}={_short(value)}" for n, value in own.items())]))
   return labels
 
 
@@ -179,62 +171,67 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
   ]
 
 
+def _short(value: Any) -> str:
+  return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 # --- tables ---------------------------------------------------------------------------------------
+
+Scores = dict[str, list[float]]  # by metric, one for each seed
 
 
 class _Entry(NamedTuple):
-  """A row of a table: a group of runs, or a baseline. `scores` are by metric, one a seed."""
+  """A row of a table: a group of runs, or a baseline, which has no seeds and no seconds."""
 
   label: str
   seeds: str
-  scores: dict[str, list[float]]
-  seconds: list[float]
+  scores: Scores
 
 
 class _Table:
   """The groups of runs on one data set, and the rows that compare them with baselines."""
 
-  def __init__(self, key: tuple[str, str, str], pairs: Sequence[tuple[str, list[Run]]]):
-    self.title = " on ".join(filter(None, key[:2]))
-    self.hashes = json.loads(key[2])
-    self.pairs = [(label.removeprefix(f"{key[0]}/"), group) for label, group in pairs]
-    self.runs = [run for _, group in pairs for run in group]
-    named = dict.fromkeys(name for run in self.runs for name in run.result["metrics"])
-    split = "test_" if any(name.startswith("test_") for name in named) else "valid_"
-    self.metrics = [name for name in named if name.startswith(split)]
-    self.entries = [*map(self._of_group, self.pairs), *self._of_baselines()]
+  def __init__(self, key: tuple[str, str, str], groups: Mapping[str, list[Run]]):
+    self.title, self.hashes = " on ".join(filter(None, key[:2])), json.loads(key[2])
+    self.groups = {label.removeprefix(f"{key[0]}/"): group for label, group in groups.items()}
+    self.runs = [run for group in groups.values() for run in group]
+    logged = dict.fromkeys(name for run in self.runs for name in run.result["metrics"])
+    split = "test_" if any(name.startswith("test_") for name in logged) else "valid_"
+    self.metrics = [name for name in logged if name.startswith(split)]
+    self.header = ["", "seeds", *(name.partition("_")[2] for name in self.metrics), "seconds"]
+    self.entries = [*itertools.starmap(self._of_group, self.groups.items()), *self._baselines()]
 
-  def titles(self) -> list[str]:
-    return [name.partition("_")[2] for name in self.metrics]
-
-  def _scores(self, results: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    scores = {n: [result[n] for result in results if n in result] for n in self.metrics}
-    return {name: values for name, values in scores.items() if values}
-
-  def _of_group(self, pair: tuple[str, list[Run]]) -> _Entry:
-    label, group = pair
+  def _of_group(self, label: str, group: list[Run]) -> _Entry:
     seeds = ", ".join(str(run.result["seed"]) for run in group)
-    scores = self._scores([run.result["metrics"] for run in group])
-    return _Entry(label, seeds, scores, [run.result["seconds"] for run in group])
+    scores = self._scores(run.result["metrics"] for run in group)
+    return _Entry(label, seeds, scores | {"seconds": [run.result["seconds"] for run in group]})
 
-  def _of_baselines(self) -> Iterator[_Entry]:
+  def _baselines(self) -> Iterator[_Entry]:
     for baseline in dict.fromkeys(name for run in self.runs for name in run.result["baselines"]):
       # Groups that are measured otherwise have another baseline.
       distinct: dict[tuple[str, ...], _Entry] = {}
-      for label, group in self.pairs:
-        scores = self._scores([run.result["baselines"].get(baseline, {}) for run in group])
-        key = tuple(_number(scores.get(name, []), "{:.4f}") for name in self.metrics)
+      for label, group in self.groups.items():
+        scores = self._scores(run.result["baselines"].get(baseline, {}) for run in group)
         settings = label.removeprefix(f"{group[0].subject} ")
+        entry = _Entry(f"{baseline} ({settings})", "", scores)
         if scores:
-          distinct.setdefault(key, _Entry(f"{baseline} ({settings})", "", scores, []))
+          distinct.setdefault(tuple(self.cells(entry)), entry)
       for entry in distinct.values():
         yield entry._replace(label=baseline) if len(distinct) == 1 else entry
 
-  def rows(self, space: str = " ") -> Iterator[list[str]]:
-    """Yields the cells of each row, as text."""
-    for entry in self.entries:
-      cells = (_number(entry.scores.get(name, []), "{:.4f}", space) for name in self.metrics)
-      yield [entry.label, entry.seeds, *cells, _number(entry.seconds, "{:.0f}", space)]
+  def _scores(self, results: Iterator[Mapping[str, float]]) -> Scores:
+    scores: Scores = {}
+    for result in results:
+      for name in self.metrics:
+        if name in result:
+          scores.setdefault(name, []).append(result[name])
+    return scores
+
+  def cells(self, entry: _Entry, space: str = " ") -> list[str]:
+    """Returns the seeds of an entry, its metrics, and its seconds, as text."""
+    digits = dict.fromkeys(self.metrics, 4) | {"seconds": 0}
+    numbers = (_number(entry.scores.get(name, []), n, space) for name, n in digits.items())
+    return [entry.seeds, *numbers]
 
   def best(self, name: str) -> list[str]:
     """Labels of the best entries by a metric, as far as the digits that are shown tell."""
@@ -250,30 +247,27 @@ class _Table:
 
 
 def _tables(groups: Sequence[list[Run]]) -> list[_Table]:
-  pairs = sorted(zip(names(groups), groups, strict=True), key=lambda pair: pair[1][0].table)
-  by_table = itertools.groupby(pairs, key=lambda pair: pair[1][0].table)
-  return [_Table(key, list(each)) for key, each in by_table]
+  of_table: dict[tuple[str, str, str], dict[str, list[Run]]] = {}
+  for label, group in zip(names(groups), groups, strict=True):
+    of_table.setdefault(group[0].table, {})[label] = group
+  return [_Table(key, of_table[key]) for key in sorted(of_table)]
 
 
-def _number(values: Sequence[float], form: str, space: str = " ") -> str:
+def _number(values: Sequence[float], digits: int, space: str) -> str:
   if not values:
     return ""
-  mean = form.format(statistics.fmean(values))
+  mean = f"{statistics.fmean(values):.{digits}f}"
   if len(set(values)) == 1:  # also of a baseline, which has the same rows with every seed
     return mean
-  return f"{mean}{space}±{space}{form.format(statistics.stdev(values))}"
-
-
-def _short(value: Any) -> str:
-  return f"{value:g}" if isinstance(value, float) else str(value)
+  return f"{mean}{space}±{space}{statistics.stdev(values):.{digits}f}"
 
 
 def text(groups: Sequence[list[Run]]) -> str:
   """Returns a table for each data set of each recipe, for a terminal."""
   parts = []
   for table in _tables(groups):
-    header = ["", "seeds", *table.titles(), "seconds"]
-    parts.append(f"{table.title}\n{aligned([header, *table.rows()])}")
+    rows = [[entry.label, *table.cells(entry)] for entry in table.entries]
+    parts.append(f"{table.title}\n{aligned([table.header, *rows])}")
   return "\n\n".join(parts)
 
 
@@ -297,8 +291,8 @@ def markdown(groups: Sequence[list[Run]], title: str, plot: str | None) -> str:
 def _caption(tables: Sequence[_Table]) -> str:
   missing = []
   for table in tables:
-    labels = [label for label, group in table.pairs if not all(run.lines for run in group)]
-    part = f" ({', '.join(labels)})" if len(labels) < len(table.pairs) else ""
+    labels = [label for label, group in table.groups.items() if not all(r.lines for r in group)]
+    part = f" ({', '.join(labels)})" if len(labels) < len(table.groups) else ""
     missing += [markdown_text(f"{table.title}{part}")] * bool(labels)
   text = "One line for each run; lines of one colour are seeds."
   if missing:
@@ -307,14 +301,15 @@ def _caption(tables: Sequence[_Table]) -> str:
 
 
 def _section(table: _Table) -> str:
-  best = [[], [], *(table.best(name) for name in table.metrics), []]
-  columns = [["", "seeds", *map(markdown_text, table.titles()), "seconds"]]
-  for label, *cells in table.rows("\u00a0"):
-    bold = (f"**{x}**" if label in top else x for x, top in zip(cells, best[1:], strict=True))
-    columns.append([markdown_text(label).replace("=", "=<wbr>"), *bold])
+  best = [[], *(table.best(name) for name in table.metrics), []]
+  lines = [list(map(markdown_text, table.header))]
+  for entry in table.entries:
+    cells = zip(table.cells(entry, "\u00a0"), best, strict=True)
+    bold = (f"**{cell}**" if entry.label in top else cell for cell, top in cells)
+    lines.append([markdown_text(entry.label).replace("=", "=<wbr>"), *bold])
   # The longer side goes down the page.
   across = len(table.entries) <= len(table.metrics) + 2
-  header, *rows = zip(*columns, strict=True) if across else columns
+  header, *rows = zip(*lines, strict=True) if across else lines
   row = lambda cells: f"| {' | '.join(cells)} |"
   rule = [":--", *["--:"] * (len(header) - 1)]
   title = f"## {markdown_text(table.title)}"
@@ -323,7 +318,8 @@ def _section(table: _Table) -> str:
 
 def _notes(table: _Table) -> list[str]:
   """Returns notes on a table's figures, as a quotation, which sites and editors set apart."""
-  selected = sorted({run.result["config"]["select"] for run in table.runs})
+  results = [run.result for run in table.runs]
+  selected = sorted({result["config"]["select"] for result in results})
   state = [
     f"of the state that was best on `{markdown_text(name)}`" if name else "of the last state"
     for name in selected
@@ -333,21 +329,21 @@ def _notes(table: _Table) -> list[str]:
     " Bold: the best figure of a metric. Seconds are those of the whole run, on a machine that may"
     " have had other work too."
   ]
-  settings = [group[0].settings for _, group in table.pairs]
+  settings = [group[0].settings for group in table.groups.values()]
   differing = [
     f"`{markdown_text(name)}` "
     + ", ".join(markdown_text(_short(each.get(name, "none"))) for each in settings)
     for name in _differing(settings)
-    if not any(f" {name}=" in label for label, _ in table.pairs)
+    if not any(f" {name}=" in label for label in table.groups)
   ]
   if differing:
     notes.append(f"Settings that differ, in the order of the models: {'; '.join(differing)}.")
   device = lambda d: f"{d['count']} x {d['kind']} ({d['host_cores']} host cores)"
   version = lambda v: ", ".join(f"{name} {v[name]}" for name in ("jax", "flax", "sparse-embed"))
-  devices = sorted({device(run.result["device"]) for run in table.runs})
-  versions = sorted({version(run.result["versions"]) for run in table.runs})
+  devices = sorted({device(result["device"]) for result in results})
+  versions = sorted({version(result["versions"]) for result in results})
   notes.append(f"On {markdown_text('; '.join([*devices, *versions]))}.")
-  sources = sorted({run.result["config"].get("source", "") for run in table.runs} - {""})
+  sources = sorted({result["config"].get("source", "") for result in results} - {""})
   if sources:
     notes.append(f"Data from {', '.join(map(markdown_text, sources))}.")
   hashes = (f"`{markdown_text(n)}` {markdown_text(x)}" for n, x in sorted(table.hashes.items()))
@@ -357,24 +353,17 @@ def _notes(table: _Table) -> list[str]:
 
 # --- curves ---------------------------------------------------------------------------------------
 
-_WIDTH = 6.0  # inches: readable on a page, and on a phone
-_PANEL, _TITLE, _ENTRY, _LINE = 2.3, 0.3, 0.04, 0.157  # heights in inches
-_WRAP, _WRAP_TITLE = 70, 54  # characters in a line of the legend and of a title
+_WIDTH, _PANEL, _TITLE, _LINE = 6.0, 2.3, 0.3, 0.165  # inches: a page, and heights
 
 
 def sketch(run: Run) -> str:
-  """Returns the run's curves for a terminal: the loss and, to its right, the selected metric."""
+  """Returns the run's curves for a terminal: the loss and the selected metric."""
   curves = {name: run.curve(name) for name in ("loss", run.selected)}
-  plots = [
-    uniplot.plot_to_string(
-      ys, xs, title=f"{name} / steps", lines=True, width=30, height=9
-    ).splitlines()
+  return "\n".join(
+    uniplot.plot_to_string(ys, xs, title=f"{name} / steps", lines=True, width=60, height=9)
     for name, (xs, ys) in curves.items()
     if ys
-  ]
-  width = max((len(line) for plot in plots for line in plot), default=0)
-  rows = itertools.zip_longest(*plots, fillvalue="")
-  return "\n".join("  ".join(half.ljust(width) for half in row).rstrip() for row in rows)
+  )
 
 
 def draw(groups: Sequence[list[Run]]) -> "Figure | None":
@@ -385,51 +374,50 @@ def draw(groups: Sequence[list[Run]]) -> "Figure | None":
   """
   from matplotlib import rc_context
   from matplotlib.figure import Figure
-  from matplotlib.layout_engine import ConstrainedLayoutEngine
 
   from . import style
 
-  blocks = [(table, _panels(table)) for table in _tables(groups)]
-  blocks = [block for block in blocks if block[1]]
+  blocks = [(table, panels) for table in _tables(groups) if (panels := _panels(table))]
   if not blocks:
     return None
+  titles = [textwrap.fill(terminal(table.title), 54) for table, _ in blocks]
+  legends = [[textwrap.fill(terminal(label), 70) for label in table.groups] for table, _ in blocks]
+  lines = lambda *texts: sum(1 + text.count("\n") for text in texts)
   heights = [
-    0.2 + _TITLE * len(_wrapped(table.title, _WRAP_TITLE)) + _PANEL * math.ceil(len(panels) / 2)
-    + _legend_height(table)
-    for table, panels in blocks
-  ]  # fmt: skip
+    _PANEL * len(panels) + _TITLE * lines(title) + _LINE * (1 + lines(*legend))
+    for (_, panels), title, legend in zip(blocks, titles, legends, strict=True)
+  ]
   with rc_context(style.SETTINGS | {"grid.color": style.GREY, "grid.alpha": 0.3}):
-    layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
-    figure = Figure(figsize=(_WIDTH, sum(heights)), layout=layout)
+    figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     places = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for place, (table, panels) in zip(places, blocks, strict=True):
-      title = "\n".join(_wrapped(table.title, _WRAP_TITLE))
+    for place, (table, panels), title, legend in zip(places, blocks, titles, legends, strict=True):
       place.suptitle(title, x=0.01, ha="left", weight="bold")
-      _draw_panels(place, table, panels)
+      of_group = _draw_panels(place.subplot_mosaic(panels), table)
+      drawn = {label: lines[0] for label, lines in zip(legend, of_group, strict=True) if lines}
+      options = {"loc": "outside lower left", "fontsize": "small", "labelspacing": 0.3}
+      place.legend(list(drawn.values()), list(drawn), **options)
   return figure
 
 
-def _panels(table: _Table) -> list[str]:
-  """The loss and the selected metrics, as far as a run has logged them."""
+def _panels(table: _Table) -> list[list[str]]:
+  """Returns the loss and the selected metrics that a run has logged, two in a row."""
   wanted = dict.fromkeys(["loss", *(run.selected for run in table.runs)])
-  return [name for name in wanted if any(run.curve(name)[0] for run in table.runs)]
+  logged = [name for name in wanted if any(run.curve(name)[0] for run in table.runs)]
+  rows = [logged[i : i + 2] for i in range(0, len(logged), 2)]
+  return [row if len(row) == 2 else row * 2 for row in rows]
 
 
-def _draw_panels(place: Any, table: _Table, panels: Sequence[str]) -> None:
-  """Draws the panels of one data set, two in a row and a last one alone, above their legend."""
-  mosaic = [list(panels[i : i + 2]) for i in range(0, len(panels), 2)]
-  mosaic[-1] *= 2 // len(mosaic[-1])
-  axes = place.subplot_mosaic(mosaic)
-  handles = {}
-  for i, (label, group) in enumerate(table.pairs):
-    for run, name in itertools.product(group, panels):
+def _draw_panels(axes: Mapping[str, Any], table: _Table) -> list[list[Any]]:
+  """Draws the curves of a data set; returns the lines of each group."""
+  of_group: list[list[Any]] = []
+  for i, group in enumerate(table.groups.values()):
+    style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3], "linewidth": 1.4}
+    of_group.append([])
+    for run, (name, axis) in itertools.product(group, axes.items()):
       steps, values = run.curve(name)
       if steps:
-        few = len(steps) <= 30
-        (handles[label],) = axes[name].plot(
-          steps, values, color=f"C{i % 10}", linestyle=("-", "--", ":")[i // 10 % 3], alpha=0.85,
-          linewidth=1.4, marker="o" if few else None, markersize=3,
-        )  # fmt: skip
+        marker = "o" if len(steps) <= 30 else None
+        of_group[-1] += axis.plot(steps, values, **style, alpha=0.85, marker=marker, markersize=3)
   for name, axis in axes.items():
     axis.set_title("training loss" if name == "loss" else name, loc="left", fontsize="medium")
     axis.set(xlabel="steps")
@@ -437,24 +425,7 @@ def _draw_panels(place: Any, table: _Table, panels: Sequence[str]) -> None:
     axis.xaxis.get_major_locator().set_params(nbins=5, integer=True)
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.grid()
-  place.legend(
-    handles.values(), ["\n".join(_wrapped(label, _WRAP)) for label in handles],
-    loc="outside lower left", ncols=_columns(table), fontsize="small", labelspacing=0.3,
-  )  # fmt: skip
-
-
-def _columns(table: _Table) -> int:
-  longest = max(len(label) for label, _ in table.pairs)
-  return min(len(table.pairs), max(1, _WRAP // (longest + 8)))
-
-
-def _legend_height(table: _Table) -> float:
-  lines, columns = sum(len(_wrapped(label, _WRAP)) for label, _ in table.pairs), _columns(table)
-  return _LINE * math.ceil(lines / columns) + _ENTRY * math.ceil(len(table.pairs) / columns)
-
-
-def _wrapped(label: str, width: int) -> list[str]:
-  return textwrap.wrap(terminal(label), width) or [""]
+  return of_group
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -27,12 +28,12 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import arrays, hosts
-from ..errors import MissingPackageError
+from ..errors import MissingPackageError, UserError
 from ..training import train_step
-from . import gpus
 from . import report as report_lib
 from .parts import Parts
 
@@ -45,6 +46,48 @@ ENVIRONMENT = {
   "TPU_WORKER_HOSTNAMES": "localhost",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process aborts on the first one's lock file
 }
+_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+# Without measuring kernels, which needs a GPU, XLA takes its defaults.
+_CUDA_OPTIONS = {"xla_gpu_autotune_level": 0}
+
+# XLA's `GpuTargetConfigProto` of an H100 SXM with 80 GB, as a device query of CUDA returns it.
+_H100 = """
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+  device_interconnect_info { active_links: 18 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+_GPUS = {"h100": _H100}
+_GPU_SHAPE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)")  # nodes, and GPUs of each
 
 
 def main(
@@ -74,12 +117,8 @@ def main(
   if _REPORT in os.environ:
     arrays.write_json(Path(os.environ[_REPORT]), inspect(wanted[-1], parts))
     return 0
-  for topology in filter(gpus.is_gpu, wanted):
-    gpus.check(topology)
-  if not all(map(gpus.is_gpu, wanted)) and importlib.util.find_spec("libtpu") is None:
-    raise MissingPackageError(
-      "TPUs need libtpu, which holds the TPU compiler: pip install -e '.[tpu]'. No TPU is needed."
-    )
+  for topology in wanted:
+    _check(topology)
   reports = {}
   for topology in wanted:
     print(f"compiling for {topology} ...", file=sys.stderr, flush=True)
@@ -127,27 +166,66 @@ def versions() -> dict[str, str]:
   return installed
 
 
+def _is_gpu(topology: str) -> bool:
+  return topology.partition(":")[0] in _GPUS
+
+
+def _check(topology: str) -> None:
+  """Raises, before anything is built, where a topology cannot be compiled for; see `main`."""
+  kind, _, shape = topology.partition(":")
+  if not _is_gpu(topology):
+    if importlib.util.find_spec("libtpu") is None:
+      raise MissingPackageError(
+        "TPUs need libtpu, which holds the TPU compiler: pip install -e '.[tpu]'. No TPU is needed."
+      )
+  elif not _GPU_SHAPE.fullmatch(shape):
+    raise UserError(
+      f"--devices={topology}: write {kind}:8 for 8 GPUs, {kind}:4x8 for four nodes of 8"
+    )
+  elif not any(map(importlib.util.find_spec, _CUDA_PLUGINS)):
+    raise MissingPackageError(
+      f"--devices={topology} needs JAX's CUDA plugin, which holds the compiler: pip install -e "
+      "'.[cuda]'. No GPU is needed."
+    )
+
+
 def topology_mesh(topology: str) -> Mesh:
   """Returns the mesh that `hosts.start` would make on the chips of a topology."""
-  if gpus.is_gpu(topology):
-    devices = gpus.devices(topology)
+  kind, _, shape = topology.partition(":")
+  if _is_gpu(topology):
+    nodes = "x".join(["1", *shape.split("x")] if "x" in shape else ["1", "1", shape])
+    described = topologies.get_topology_desc(
+      "", platform="cuda", topology=nodes, target_config=_GPUS[kind]
+    )
   else:
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+  devices = described.devices
   return jax.make_mesh((len(devices),), (hosts.AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def _memory(topology: str, mesh: Mesh) -> int:
+  """Returns the bytes of memory of a device.
+
+  A TPU's come from JAX's own table, a little more than the compiler allows: a step that does not
+  fit does not compile.
+  """
+  if _is_gpu(topology):
+    config = _GPUS[topology.partition(":")[0]]
+    return int(config.partition("device_memory_size: ")[2].partition("\n")[0])
+  with jax.set_mesh(mesh):
+    info = pltpu.get_tpu_info()
+  return info.hbm_capacity_bytes * info.num_cores
 
 
 def inspect(topology: str, parts: Callable[[Mesh], Parts]) -> dict[str, Any]:
   """Compiles for one topology and returns the report; the environment must be set, see `main`."""
   mesh = topology_mesh(topology)
-  part = parts(mesh)
+  available, part = _memory(topology, mesh), parts(mesh)
+  platforms, options = (("cuda",), _CUDA_OPTIONS) if _is_gpu(topology) else (("tpu",), None)
   model, optimizer = place(part.model, mesh), place(part.optimizer, mesh)
   batch = hosts.over_examples(mesh, part.batch)
   began = time.perf_counter()
   step = train_step.make_train_step(part.loss_fn, part.options, mesh)
-  if gpus.is_gpu(topology):
-    platforms, options, available = ("cuda",), gpus.OPTIONS, gpus.memory(topology)
-  else:
-    platforms, options, available = ("tpu",), None, report_lib.tpu_memory(mesh)
   lowered = step.trace(model, optimizer, batch).lower(lowering_platforms=platforms)  # type: ignore[attr-defined]
   traced = time.perf_counter()
   report: dict[str, Any] = {

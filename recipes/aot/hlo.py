@@ -24,26 +24,30 @@ COLLECTIVES = (
 # compiled program a reshape that moves nothing is a bitcast.
 _MAKERS = ("broadcast", "concatenate", "copy", "copy-start", "pad", "reshape", "transpose")
 _FREE_IN_FUSIONS = ("broadcast", "reshape")
-# Instructions that leave numbers as they are, and matrix products, which round float32 operands to
-# bfloat16 on TPUs.
+# Instructions that pass numbers on as they are.
 _UNCHANGED = (
   "all-gather-done",
   "bitcast",
   "copy",
   "copy-done",
   "copy-start",
+  "fusion",
+  "parameter",
   "reshape",
   "transpose",
 )
-_PRODUCTS = ("convolution", "dot")
-_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "token": 0, "tuple": 0}
+_PRODUCTS = ("convolution", "dot")  # they round float32 operands to bfloat16 on TPUs
+_NARROW = ("bf16", "f16")
+_BYTES = {"pred": 1, "token": 0, "tuple": 0}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+# name = type opcode(operands). No word of a type is followed by a parenthesis.
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)")
 _ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _CALLED = re.compile(
   r"(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
   r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+_TENSOR = re.compile(r"tensor<(?:\d+x)*(\w+)>")
 
 
 class Array(NamedTuple):
@@ -58,8 +62,13 @@ class Array(NamedTuple):
     return math.prod(self.shape)
 
   @property
+  def item_bytes(self) -> int:
+    bits = re.match(r"[a-z]+(\d+)", self.dtype)
+    return _BYTES.get(self.dtype, int(bits[1]) // 8 if bits else 4)
+
+  @property
   def nbytes(self) -> int:
-    return self.size * _item_bytes(self.dtype)
+    return self.size * self.item_bytes
 
   @property
   def padded_bytes(self) -> int:
@@ -77,30 +86,25 @@ class Array(NamedTuple):
     shape = [1] * (len(widths) - len(shape)) + shape
     for i, width in enumerate(reversed(widths), start=1):
       shape[-i] = -(-shape[-i] // width) * width
-    return math.prod(shape) * _item_bytes(self.dtype)
-
-  @property
-  def in_fast_memory(self) -> bool:
-    return "S(1)" in self.layout
+    return math.prod(shape) * self.item_bytes
 
   def __str__(self) -> str:
     return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 class Instruction(NamedTuple):
-  """One line of a program, `text`, in the computation `computation`."""
+  """One line of a program, `text`, in the computation `computation`.
+
+  Attributes:
+    operands: names of the instructions whose results it takes.
+  """
 
   name: str
   opcode: str
   results: tuple[Array, ...]
+  operands: list[str]
   computation: str
   text: str
-
-  @property
-  def operands(self) -> list[str]:
-    """Names of the instructions whose results it takes."""
-    arguments = self.text.partition(f" {self.opcode}(")[2].partition(")")[0]
-    return re.findall(r"%([\w.\-]+)", arguments)
 
   @property
   def calls(self) -> list[str]:
@@ -198,19 +202,17 @@ class Program:
   """
 
   def __init__(self, text: str):
-    self.text = text
-    self.instructions = tuple(_instructions(text))
+    self.text, self.instructions = text, tuple(_instructions(text))
     entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
     self._entry = entry[1] if entry else ""
+    self._by_name = {i.name: i for i in self.instructions}
+    self._fusions = {i.calls[0]: i.name for i in self.instructions if i.opcode == "fusion"}
 
-  @functools.cached_property
+  @property
   def parameters(self) -> tuple[Array, ...]:
     """The arguments of one device, in the layouts that the compiler chose."""
-    return tuple(
-      i.results[0]
-      for i in self.instructions
-      if i.computation == self._entry and i.opcode == "parameter"
-    )
+    entry = (i for i in self.instructions if i.computation == self._entry)
+    return tuple(i.results[0] for i in entry if i.opcode == "parameter")
 
   @functools.cached_property
   def runs(self) -> dict[str, int | None]:
@@ -232,54 +234,6 @@ class Program:
           runs[name] = total
           pending.append(name)
     return runs
-
-  def only_multiplies(self, name: str) -> bool:
-    """Returns whether nothing but matrix products takes what an instruction returns."""
-    pending, reached = [name], set()
-    while pending:
-      value = self._by_name[pending.pop()]
-      is_exact = "operand_precision={high" in value.text
-      if value.name in reached or (value.opcode in _PRODUCTS and not is_exact):
-        continue
-      if value.opcode not in ("fusion", "parameter", *_UNCHANGED) and value.name != name:
-        return False
-      reached.add(value.name)
-      for user in self._users[value.name]:
-        if user.opcode == "fusion":
-          places = [i for i, name in enumerate(user.operands) if name == value.name]
-          pending += [self._parameter(user.calls[0], i) for i in places]
-        else:
-          pending.append(user.name)
-      if value.text.lstrip().startswith("ROOT"):
-        if value.computation not in self._fusions:
-          return False
-        pending.append(self._fusions[value.computation])
-    return True
-
-  @functools.cached_property
-  def _by_name(self) -> dict[str, Instruction]:
-    return {i.name: i for i in self.instructions}
-
-  @functools.cached_property
-  def _users(self) -> dict[str, list[Instruction]]:
-    users: dict[str, list[Instruction]] = collections.defaultdict(list)
-    for i in self.instructions:
-      for name in set(i.operands):
-        users[name].append(i)
-    return users
-
-  @functools.cached_property
-  def _fusions(self) -> dict[str, str]:
-    """The fusions by the names of their computations."""
-    return {i.calls[0]: i.name for i in self.instructions if i.opcode == "fusion"}
-
-  def _parameter(self, computation: str, number: int) -> str:
-    """Returns the name of a parameter of a computation."""
-    return next(
-      i.name
-      for i in self.instructions
-      if i.computation == computation and f" parameter({number})" in i.text
-    )
 
   def collectives(self, counted: Callable[[Instruction], bool] | None = None) -> list[Collective]:
     """Returns the exchanges between devices, equal ones added up, the largest first.
@@ -314,13 +268,80 @@ class Program:
       if i.opcode not in _MAKERS or not i.results or not fits(i.results[0]):
         continue
       sources = [self._by_name[name].results[0] for name in i.operands if name in self._by_name]
-      cached = any(array.in_fast_memory for array in (i.results[0], *sources[:1]))
-      fused = i.opcode in _FREE_IN_FUSIONS and i.computation in self._fusions
-      if not cached and not fused:
+      is_cached = any("S(1)" in array.layout for array in (i.results[0], *sources[:1]))
+      is_fused = i.opcode in _FREE_IN_FUSIONS and i.computation in self._fusions
+      if not is_cached and not is_fused:
         makers.append(str(i))
     return makers
 
-  def sparse_core_calls(self) -> list["SparseCoreCall"]:
+  def narrowed(self, stablehlo: str) -> list[str]:
+    """Returns the exchanges that run in 16 bits although the program asked for them in 32.
+
+    XLA may round before an exchange what a matrix product rounds after it: the values that other
+    consumers see, and the sums of an all-reduce, then lose 16 bits without a warning. An exchange
+    whose results only matrix products take loses nothing, and is left out.
+
+    A program that computes in 16 bits itself may have all-reduces of them, which the compiler adds
+    for the gradients of dense parameters.
+
+    Args:
+      stablehlo: the text that was compiled, `lowered.as_text()`.
+    """
+    used = set(_TENSOR.findall(stablehlo))
+    asked: dict[str, set[str]] = collections.defaultdict(set)
+    for opcode, dtypes in written(stablehlo):
+      asked[opcode].update(dtypes)
+
+    def is_harmless(dtype: str, opcode: str) -> bool:
+      # An exchange that the compiler has added was not written; it may have any written dtype.
+      return dtype in asked.get(opcode, used) or (opcode == "all-reduce" and dtype in used)
+
+    exact = lambda i: not (i.opcode.startswith("all-gather") and self._only_multiplies(i.name))
+    found = []
+    for c in self.collectives(exact):
+      narrow = [array for array in c.results if array.dtype in _NARROW]
+      lossy = {array.dtype for array in narrow if not is_harmless(array.dtype, c.opcode)}
+      found += [f"{c.opcode} of {', '.join(map(str, narrow))}"] * len(lossy)
+    return found
+
+  def _only_multiplies(self, name: str) -> bool:
+    """Returns whether only matrix products take what an instruction returns."""
+    pending, reached = [name], set()
+    while pending:
+      value = self._by_name[pending.pop()]
+      is_exact = "operand_precision={high" in value.text
+      if value.name in reached or (value.opcode in _PRODUCTS and not is_exact):
+        continue
+      if value.opcode not in _UNCHANGED and value.name != name:
+        return False
+      reached.add(value.name)
+      for user in self._users[value.name]:
+        if user.opcode == "fusion":
+          places = [place for place, operand in enumerate(user.operands) if operand == value.name]
+          pending += [self._inputs[user.calls[0], place] for place in places]
+        else:
+          pending.append(user.name)
+      if value.text.lstrip().startswith("ROOT"):
+        if value.computation not in self._fusions:
+          return False
+        pending.append(self._fusions[value.computation])
+    return True
+
+  @functools.cached_property
+  def _users(self) -> dict[str, list[Instruction]]:
+    users: dict[str, list[Instruction]] = collections.defaultdict(list)
+    for i in self.instructions:
+      for name in set(i.operands):
+        users[name].append(i)
+    return users
+
+  @functools.cached_property
+  def _inputs(self) -> dict[tuple[str, int], str]:
+    """Names of the parameters of computations, by computation and number."""
+    numbers = ((i, re.search(r" parameter\((\d+)\)", i.text)) for i in self.instructions)
+    return {(i.computation, int(number[1])): i.name for i, number in numbers if number}
+
+  def sparse_core_calls(self) -> list[SparseCoreCall]:
     """Returns the calls of this library's SparseCore kernels, in the order of the text."""
     position: dict[str, int] = {}
     length: collections.Counter[str] = collections.Counter()
@@ -370,52 +391,8 @@ def written(stablehlo: str) -> list[tuple[str, tuple[str, ...]]]:
     re.DOTALL,
   )
   return [
-    (m[1].replace("_", "-"), tuple(re.findall(r"tensor<(?:\d+x)*(\w+)>", m[2])))
-    for m in operation.finditer(stablehlo)
+    (m[1].replace("_", "-"), tuple(_TENSOR.findall(m[2]))) for m in operation.finditer(stablehlo)
   ]
-
-
-def narrowed(program: Program, stablehlo: str) -> list[str]:
-  """Returns the exchanges that run in 16 bits although the program asked for them in 32.
-
-  XLA may round before an exchange what a matrix product rounds after it: the values that other
-  consumers see, and the sums of an all-reduce, then lose 16 bits without a warning. An exchange of
-  which nothing but matrix products takes the results loses nothing, and is left out.
-
-  A program that computes in 16 bits itself may have all-reduces of them, which the compiler adds
-  for the gradients of dense parameters.
-  """
-  used = _dtypes(stablehlo)
-  asked: dict[str, set[str]] = collections.defaultdict(set)
-  for opcode, dtypes in written(stablehlo):
-    asked[opcode].update(dtypes)
-  narrow = ("bf16", "f16")
-  harmless = lambda i: i.opcode.startswith("all-gather") and program.only_multiplies(i.name)
-  return [
-    f"{c.opcode} of {', '.join(str(a) for a in c.results if a.dtype in narrow)}"
-    for c in program.collectives(lambda i: not harmless(i))
-    for dtype in {a.dtype for a in c.results if a.dtype in narrow}
-    # An exchange that the compiler has added was not written; it may have any written dtype.
-    if dtype not in asked.get(c.opcode, used) and not (c.opcode == "all-reduce" and dtype in used)
-  ]
-
-
-def _dtypes(stablehlo: str) -> set[str]:
-  return set(re.findall(r"tensor<(?:\d+x)*(\w+)>", stablehlo))
-
-
-def _item_bytes(dtype: str) -> int:
-  if dtype in _BYTES:
-    return _BYTES[dtype]
-  bits = re.match(r"[a-z]+(\d+)", dtype)
-  return int(bits[1]) // 8 if bits else 4
-
-
-def _arrays(text: str) -> tuple[Array, ...]:
-  return tuple(
-    Array(m[1], tuple(int(x.lstrip("<=")) for x in m[2].split(",") if x), m[3] or "")
-    for m in _ARRAY.finditer(text)
-  )
 
 
 def _instructions(text: str) -> Iterator[Instruction]:
@@ -424,16 +401,10 @@ def _instructions(text: str) -> Iterator[Instruction]:
     if block := _COMPUTATION.match(line):
       computation = block[1]
     elif computation and (m := _INSTRUCTION.match(line)):
-      result_type, operation = _split_type(m[2])
-      if opcode := re.match(r"[\w\-]+", operation):
-        yield Instruction(m[1], opcode[0], _arrays(result_type), computation, line)
-
-
-def _split_type(text: str) -> tuple[str, str]:
-  """Splits "type opcode(...)" after the type, which holds balanced parentheses and spaces."""
-  depth = 0
-  for i, c in enumerate(text):
-    depth += (c in "({") - (c in ")}")
-    if c == " " and depth == 0:
-      return text[:i], text[i + 1 :]
-  return text, ""
+      name, types, opcode, operands = m.groups()
+      results = tuple(
+        Array(a[1], tuple(int(x.lstrip("<=")) for x in a[2].split(",") if x), a[3] or "")
+        for a in _ARRAY.finditer(types)
+      )
+      takes = re.findall(r"%([\w.\-]+)", operands)
+      yield Instruction(name, opcode, results, takes, computation, line)

@@ -1,16 +1,12 @@
-"""The report on a program compiled for TPUs or GPUs: its parts, its problems, and its text.
-
-Programs are read by `recipes.aot.hlo`; `recipes.aot` compiles them.
-"""
+"""The report on a program compiled for TPUs or GPUs: its parts, its problems, and its text."""
 
 import collections
 import math
-from collections.abc import Sequence
+import string
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 import embed
@@ -18,34 +14,34 @@ import embed
 from . import hlo
 
 MIB = 1 << 20
-_DTYPES = {"float32": "f32", "bfloat16": "bf16", "int32": "s32"}
+_LETTERS = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}  # of XLA's dtypes
+State = dict[str, nnx.Module]  # model and optimizer, as shapes with shardings
 
 
-def step(
-  compiled: Any, stablehlo: str, state: dict[str, nnx.Module], mesh: Mesh, available: int
-) -> dict[str, Any]:
+def step(compiled: Any, stablehlo: str, state: State, mesh: Mesh, available: int) -> dict[str, Any]:
   """Returns the report's part on a compiled training step.
 
   Args:
     compiled: the `jax.stages.Compiled`.
     stablehlo: the text that was compiled.
-    state: model and optimizer, as shapes with shardings.
+    state: model and optimizer.
     mesh: that it was compiled for.
     available: bytes of memory of a device.
   """
   program = hlo.Program(compiled.as_text())
-  collectives = program.collectives()
+  costs = compiled.cost_analysis() or {}  # None of GPUs
+  estimates = ("flops", "bytes accessed", "transcendentals", "optimal_seconds")
   return {
     "memory": memory(compiled.memory_analysis(), available),
     "tables": tables(state, program, mesh),
-    "collectives": [c.to_json() for c in collectives],
+    "collectives": [c.to_json() for c in program.collectives()],
     "written_collectives": [[op, *dtypes] for op, dtypes in hlo.written(stablehlo)],
-    "narrowed_collectives": hlo.narrowed(program, stablehlo),
+    "narrowed_collectives": program.narrowed(stablehlo),
     "copies": copies(program, state),
     "offloads": program.offloads(),
     "sparse_core_calls": [call._asdict() for call in program.sparse_core_calls()],
     "row_gathers": program.row_gathers(),
-    "cost_model": cost(compiled.cost_analysis()),
+    "cost_model": {name: costs[name] for name in estimates if name in costs},
   }
 
 
@@ -55,17 +51,6 @@ def evaluation(compiled: Any, model: nnx.Module, available: int) -> dict[str, An
     "memory": memory(compiled.memory_analysis(), available),
     "copies": copies(hlo.Program(compiled.as_text()), {"model": model}),
   }
-
-
-def tpu_memory(mesh: Mesh) -> int:
-  """Returns the bytes of memory of a TPU.
-
-  They come from JAX's own table (jax.experimental.pallas.tpu.get_tpu_info), a little more than the
-  compiler allows: a step that does not fit does not compile.
-  """
-  with jax.set_mesh(mesh):
-    info = pltpu.get_tpu_info()
-  return info.hbm_capacity_bytes * info.num_cores
 
 
 def memory(analysis: Any, available: int) -> dict[str, int]:
@@ -85,41 +70,36 @@ def memory(analysis: Any, available: int) -> dict[str, int]:
   return sizes | {"needed": need, "available": available}
 
 
-def table_leaves(state: dict[str, nnx.Module]) -> list[jax.ShapeDtypeStruct]:
-  """Returns the arrays of all tables and slots."""
-  return [
-    leaf
-    for node in state.values()
-    for leaf in jax.tree.leaves(nnx.state(node, nnx.Any(embed.Table, embed.SlotVariable)))
-  ]
+def _leaves(state: State) -> list[Any]:
+  """Returns the arrays of all tables and slots, as shapes with shardings."""
+  of_tables = nnx.Any(embed.Table, embed.SlotVariable)
+  return [x for node in state.values() for x in jax.tree.leaves(nnx.state(node, of_tables))]
 
 
-def is_sharded(leaf: jax.ShapeDtypeStruct) -> bool:
-  """Returns whether a device holds only a part of the array."""
-  return leaf.sharding is not None and not leaf.sharding.is_fully_replicated
+def _shard(leaf: Any) -> hlo.Array:
+  """Returns the part of an array that a device holds."""
+  letters = _LETTERS[leaf.dtype.name.rstrip(string.digits)]
+  return hlo.Array(f"{letters}{8 * leaf.dtype.itemsize}", leaf.sharding.shard_shape(leaf.shape))
 
 
-def _shard(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-  assert leaf.sharding is not None
-  return leaf.sharding.shard_shape(leaf.shape)
+def _shards(state: State, *, replicated: bool) -> list[hlo.Array]:
+  """Returns what a device holds of the tables and slots that are replicated, or are sharded."""
+  leaves = [x for x in _leaves(state) if x.sharding.is_fully_replicated == replicated]
+  return list(map(_shard, leaves))
 
 
-def tables(state: dict[str, nnx.Module], program: hlo.Program, mesh: Mesh) -> dict[str, Any]:
+def tables(state: State, program: hlo.Program, mesh: Mesh) -> dict[str, Any]:
   """Returns the bytes per device of tables and slots, and of their rows alone.
 
   `expected` is rows x (dim + slots) x bytes / devices of all tables. `laid_out` counts the tiles
   in which the compiler stores the arrays: narrow rows are filled up to 128 lanes.
   """
-  leaves = table_leaves(state)
-  sharded = [leaf for leaf in leaves if is_sharded(leaf)]
-  layouts = {(p.dtype, p.shape): p for p in program.parameters}
-  laid_out = 0.0
-  for leaf in sharded:
-    shard = _array(leaf)
-    laid_out += layouts.get((shard.dtype, shard.shape), shard).padded_bytes
-  held = sum(_nbytes(_shard(leaf), leaf.dtype) for leaf in sharded)
-  replicated = sum(_nbytes(leaf.shape, leaf.dtype) for leaf in leaves if not is_sharded(leaf))
-  expected = (_logical(state) - replicated) / mesh.size
+  sharded = _shards(state, replicated=False)
+  layouts = {(array.dtype, array.shape): array for array in program.parameters}
+  held = sum(shard.nbytes for shard in sharded)
+  laid_out = sum(layouts.get(shard[:2], shard).padded_bytes for shard in sharded)
+  whole = sum(array.nbytes for array in _shards(state, replicated=True))
+  expected = (_logical(state) - whole) / mesh.size
   deviation = lambda x: 100 * (x / expected - 1) if expected else 0.0
   return {
     "sharded": held,
@@ -127,19 +107,15 @@ def tables(state: dict[str, nnx.Module], program: hlo.Program, mesh: Mesh) -> di
     "deviation_percent": deviation(held),
     "laid_out": laid_out,
     "laid_out_deviation_percent": deviation(laid_out),
-    "replicated": replicated,
+    "replicated": whole,
     "arrays": [
-      {"shape": list(leaf.shape), "shard": list(_shard(leaf)), "dtype": leaf.dtype.name}
-      for leaf in leaves
+      {"shape": list(leaf.shape), "shard": list(_shard(leaf).shape), "dtype": leaf.dtype.name}
+      for leaf in _leaves(state)
     ],
   }
 
 
-def _nbytes(shape: Sequence[int], dtype: Any) -> int:
-  return jax.ShapeDtypeStruct(tuple(shape), dtype).size * dtype.itemsize
-
-
-def _logical(state: dict[str, nnx.Module]) -> int:
+def _logical(state: State) -> int:
   """Returns the bytes of the rows and slots that the configs ask for, in no layout."""
   total = 0
   for _, module in nnx.iter_modules(state["model"]):
@@ -155,39 +131,12 @@ def _logical(state: dict[str, nnx.Module]) -> int:
   return total
 
 
-def cost(analysis: Any) -> dict[str, float]:
-  """Returns the estimates of the compiler's cost model, which has no time of a step."""
-  names = ("flops", "bytes accessed", "transcendentals", "optimal_seconds")
-  return {name: analysis[name] for name in names if name in (analysis or {})}  # None of GPUs
-
-
-def problems(report: dict[str, Any], state: dict[str, nnx.Module]) -> list[str]:
-  """Returns what makes the compiled step unfit, in words; nothing if it is as it should be."""
-  reasons = []
-  need, evaluated = report["memory"], report["evaluation"]
-  if need["needed"] > need["available"]:
-    reasons.append(f"needs {need['needed']:,} bytes of a device that has {need['available']:,}")
-  in_place = need["aliased"] + need["host_aliased"]
-  if in_place < report["tables"]["sharded"] + report["tables"]["replicated"]:
-    reasons.append("tables and slots are not updated in place: less is aliased than they take")
-  largest = max((_array(leaf).nbytes for leaf in table_leaves(state)), default=math.inf)
-  if need["host_temporaries"] >= largest:
-    reasons.append("as much as a table is copied in the memory of the host")
-  if evaluated["memory"]["output"] >= largest:
-    reasons.append("evaluation returns as much as a table: it returns the model")
-  made = "an array of a table's size"
-  reasons += [f"evaluation makes {made}: {text}" for text in evaluated["copies"]]
-  narrowed = report["narrowed_collectives"]
-  reasons += [f"a float32 exchange has become narrower: {text}" for text in narrowed]
-  return reasons + [f"{made} is made: {text}" for text in report["copies"]]
-
-
-def copies(program: hlo.Program, state: dict[str, nnx.Module]) -> list[str]:
+def copies(program: hlo.Program, state: State) -> list[str]:
   """Returns the new arrays of the size of a table's or a slot's shard, or larger than all of them.
 
   Work that grows with the vocabulary shows as one: copies, other layouts, dense gradients.
   """
-  shards = [_array(leaf) for leaf in table_leaves(state) if is_sharded(leaf)]
+  shards = _shards(state, replicated=False)
   sizes = {(shard.dtype, shard.size) for shard in shards}
   largest = max((shard.nbytes for shard in shards), default=math.inf)
   # The buffers of an exchange follow the batch; with small tables they are the larger ones.
@@ -200,8 +149,25 @@ def copies(program: hlo.Program, state: dict[str, nnx.Module]) -> list[str]:
   return program.made(fits)
 
 
-def _array(leaf: jax.ShapeDtypeStruct) -> hlo.Array:
-  return hlo.Array(_DTYPES.get(leaf.dtype.name, "f32"), _shard(leaf))
+def problems(report: dict[str, Any], state: State) -> list[str]:
+  """Returns what makes the compiled step unfit, in words; nothing if it is as it should be."""
+  reasons = []
+  need, evaluated = report["memory"], report["evaluation"]
+  if need["needed"] > need["available"]:
+    reasons.append(f"needs {need['needed']:,} bytes of a device that has {need['available']:,}")
+  in_place = need["aliased"] + need["host_aliased"]
+  if in_place < report["tables"]["sharded"] + report["tables"]["replicated"]:
+    reasons.append("tables and slots are not updated in place: less is aliased than they take")
+  largest = max((_shard(leaf).nbytes for leaf in _leaves(state)), default=math.inf)
+  if need["host_temporaries"] >= largest:
+    reasons.append("as much as a table is copied in the memory of the host")
+  if evaluated["memory"]["output"] >= largest:
+    reasons.append("evaluation returns as much as a table: it returns the model")
+  made = "an array of a table's size"
+  reasons += [f"evaluation makes {made}: {text}" for text in evaluated["copies"]]
+  narrowed = report["narrowed_collectives"]
+  reasons += [f"a float32 exchange has become narrower: {text}" for text in narrowed]
+  return reasons + [f"{made} is made: {text}" for text in report["copies"]]
 
 
 def text(report: dict[str, Any]) -> str:
@@ -216,15 +182,16 @@ def text(report: dict[str, Any]) -> str:
 def _body(report: dict[str, Any]) -> list[str]:
   need, table, model = report["memory"], report["tables"], report["cost_model"]
   mib = lambda x: f"{x / MIB:,.1f}"
-  sizes = "  ".join(
-    f"{name} {mib(need[name])}"
-    for name in ("arguments", "temporaries", "output", "aliased", "code")
-  )
+  sizes = ("arguments", "temporaries", "output", "aliased", "code")
+  always = [c for c in report["collectives"] if c["count"] is not None]
+  extra = [c for c in report["collectives"] if c["count"] is None]
+  evaluated = report["evaluation"]["memory"]
+  listed = lambda texts: ", ".join(texts) or "none"
   lines = [
     f"  {report['devices']} devices of kind {report['device_kind']}, global batch "
     f"{report['batch_size']:,}; compiled in {report['compile_seconds']:.1f} s, "
     f"{report['peak_rss'] / MIB:,.0f} MiB of host memory",
-    f"  MiB per device: {sizes}",
+    f"  MiB per device: {'  '.join(f'{name} {mib(need[name])}' for name in sizes)}",
     f"    needed {mib(need['needed'])} of {mib(need['available'])} "
     f"({100 * need['needed'] / need['available']:.1f} % of the device's memory)",
     f"    tables and slots, sharded: {mib(table['sharded'])}, as laid out "
@@ -232,28 +199,22 @@ def _body(report: dict[str, Any]) -> list[str]:
     f"({table['deviation_percent']:+.2f} %, {table['laid_out_deviation_percent']:+.2f} %)",
     f"    tables and slots, replicated: {mib(table['replicated'])}",
     "  exchanges per device and step (bytes of the result; to send at least):",
-  ]
-  always = [c for c in report["collectives"] if c["count"] is not None]
-  for c in always:
-    lines.append(f"    {_exchange(c)}")
-  lines.append(
+    *(f"    {_exchange(c)}" for c in always),
     f"    in all {mib(sum(c['count'] * c['bytes'] for c in always))} MiB; "
-    f"to send {mib(sum(c['count'] * c['sent'] for c in always))} MiB"
-  )
-  if extra := [c for c in report["collectives"] if c["count"] is None]:
+    f"to send {mib(sum(c['count'] * c['sent'] for c in always))} MiB",
+  ]
+  if extra:
     lines.append("  only in extra exchange rounds (loops whose length the data decides):")
     lines += [f"    {_exchange(c)}" for c in extra]
-  evaluated = {name: mib(value) for name, value in report["evaluation"]["memory"].items()}
-  lines.append(
-    f"  evaluation of a batch, MiB per device: temporaries {evaluated['temporaries']}, output "
-    f"{evaluated['output']}"
-  )
-  offloads = ", ".join(f"{k} x {v}" for k, v in report["offloads"].items()) or "none"
-  lines.append(f"  SparseCore offloads: {offloads}")
-  lines += _sparse_core(report["sparse_core_calls"], report["row_gathers"])
-  estimates = ", ".join(f"{name} {value:.4g}" for name, value in model.items()) or "none"
-  lines.append(f"  the compiler's cost model, which is no step time: {estimates}")
-  return lines
+  return [
+    *lines,
+    f"  evaluation of a batch, MiB per device: temporaries {mib(evaluated['temporaries'])}, output "
+    f"{mib(evaluated['output'])}",
+    f"  SparseCore offloads: {listed(f'{k} x {v}' for k, v in report['offloads'].items())}",
+    *_sparse_core(report["sparse_core_calls"], report["row_gathers"]),
+    "  the compiler's cost model, which is no step time: "
+    + listed(f"{name} {value:.4g}" for name, value in model.items()),
+  ]
 
 
 def _sparse_core(calls: list[dict[str, Any]], gathers: int) -> list[str]:

@@ -21,7 +21,6 @@ from .. import arrays, hosts, movielens, pipeline
 from ..datasets import DataSet, Prepared, Registry
 from ..tables import clicks, spark
 from ..tables import settings as table_settings
-from ..tables.shards import Shards
 from ..training.features import Feature, cut_ids, feature_configs
 from . import criteo, criteo1tb, movielens1m, synthetic
 
@@ -35,7 +34,7 @@ def _view(prepared: Prepared) -> Prepared:
   if "shards" not in prepared.meta:
     return prepared
   assert isinstance(prepared.columns, arrays.Columns)
-  return dataclasses.replace(prepared, columns=Shards(prepared.columns.folder))
+  return dataclasses.replace(prepared, columns=spark.Shards(prepared.columns.folder))
 
 
 _table = functools.partial(DataSet, build=_build, view=_view)
@@ -154,7 +153,7 @@ def train_batches(data: ClickData, config) -> grain.IterDataset:
     seed=config.seed,
     num_batches=config.steps,
     shard=hosts.shard(),
-    apart=isinstance(data.columns, Shards),
+    apart=isinstance(data.columns, spark.Shards),
   )
   return pipeline.batches(source, _transform(data), num_workers=config.num_workers)
 
@@ -172,7 +171,7 @@ def eval_batches(
     batch_size=batch_size,
     fill={"ids": -1},
     shard=hosts.shard(),
-    apart=isinstance(data.columns, Shards),
+    apart=isinstance(data.columns, spark.Shards),
   )
   return pipeline.batches(source, _transform(data), num_workers=num_workers)
 

@@ -71,6 +71,13 @@ def logistic_regression(
     `{"valid_auc", "valid_logloss", "test_auc", "test_logloss", "c", "rows"}` of the chosen fit, the
     test's if it has rows.
   """
+
+  def scores(model, split: str) -> dict[str, float]:
+    if not matrices[split].shape[0]:
+      return {}
+    metrics = click_metrics(model.decision_function(matrices[split]), labels[split], weights[split])
+    return {f"{split}_{name}": value for name, value in metrics.items()}
+
   best: dict[str, float] = {}
   with files.progress("logistic regression", len(inverse_penalties), "fit") as bar:
     for c in inverse_penalties:
@@ -81,19 +88,11 @@ def logistic_regression(
         # A weak penalty may not converge in 200 rounds; validation decides whether that matters.
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(matrices["train"], labels["train"], weights["train"])
-      scores_of = functools.partial(_scores, model, matrices, labels, weights)
-      scores = scores_of("valid")
-      if not best or scores["valid_auc"] > best["valid_auc"]:
-        best = scores | scores_of("test") | {"c": float(c)}
+      valid = scores(model, "valid")
+      if not best or valid["valid_auc"] > best["valid_auc"]:
+        best = valid | scores(model, "test") | {"c": float(c)}
       bar.update()
   return best | {"rows": int(matrices["train"].shape[0])}
-
-
-def _scores(model, matrices, labels, weights, split: str) -> dict[str, float]:
-  if not matrices[split].shape[0]:
-    return {}
-  metrics = click_metrics(model.decision_function(matrices[split]), labels[split], weights[split])
-  return {f"{split}_{name}": value for name, value in metrics.items()}
 
 
 # --- rankings ------------------------------------------------------------------------------------

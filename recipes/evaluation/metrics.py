@@ -10,6 +10,7 @@ million bins on the devices, for any number of examples, and knows how far off i
 import collections
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,14 +97,13 @@ class BinnedClickMetrics:
   """
 
   def __init__(self, mesh: Mesh | None = None, *, weighted: bool = False):
-    self._add, self._sum = _make_add(mesh), _make_sum(mesh)
-    self._zeros = _make_zeros(mesh, jnp.float32 if weighted else jnp.uint32)
-    self._counts = self._zeros()
-    self._count = 0  # examples in `_counts`, filling included
+    self._zeros, self._add, self._sum = _compiled(mesh, jnp.float32 if weighted else jnp.uint32)
+    self._counts, self._count = self._zeros(), 0  # on the devices; of examples, filling included
     self._most = _MAX_WEIGHTED if weighted else _MAX_COUNT
     self._total = np.zeros((2, _BINS), np.float64 if weighted else np.int64)
     self._loss = self._weight = 0.0
     self._sums: collections.deque[list[jax.Array]] = collections.deque()
+    self._weighted = weighted
 
   def update(
     self,
@@ -124,20 +124,22 @@ class BinnedClickMetrics:
       ValueError: the shapes differ or are not `[B]`; or weights are missing, or given without
         `weighted`.
     """
-    is_weighted = self._total.dtype != np.int64
-    if is_weighted != (weight is not None):
+    if self._weighted != (weight is not None):
       raise ValueError("give weights for all batches, with weighted=True, or for none")
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     mask = jnp.ones_like(labels, bool) if mask is None else jnp.asarray(mask)
     weight = mask if weight is None else jnp.asarray(weight)
-    _check_shapes(logits, labels, mask, weight)
+    if not logits.shape == labels.shape == mask.shape == weight.shape or logits.ndim != 1:
+      raise ValueError(
+        f"logits {logits.shape}, labels {labels.shape}, mask {mask.shape} and weight "
+        f"{weight.shape} must all be [batch]"
+      )
     if self._count + logits.size > self._most:
       self._empty()
     self._count += logits.size
     self._counts, *sums = self._add(self._counts, logits, labels, jnp.where(mask, weight, 0))
     self._sums.append(sums)
-    if len(self._sums) > _PENDING:
-      self._fetch()
+    self._fetch(_PENDING)
 
   def compute(self) -> dict[str, float]:
     """Returns `{"auc": ..., "logloss": ...}` of all examples so far.
@@ -153,8 +155,7 @@ class BinnedClickMetrics:
     # Doubles: the pairs of 10**10 examples are more than an int64 counts.
     below = np.cumsum(misses) - misses
     in_order = np.dot(clicks.astype(np.float64), below + 0.5 * misses)
-    while self._sums:
-      self._fetch()
+    self._fetch(0)
     pairs = float(clicks.sum()) * float(misses.sum())
     return {"auc": float(in_order / pairs), "logloss": self._loss / self._weight}
 
@@ -174,10 +175,11 @@ class BinnedClickMetrics:
     _check_outcomes(totals[1].item(), totals.sum().item(), finite=not self._total[:, -1].any())
     return self._total[:, self._total.any(axis=0)]
 
-  def _fetch(self) -> None:
-    """Adds the oldest batch's loss and weight to those on the host."""
-    loss, weight = self._sums.popleft()
-    self._loss, self._weight = self._loss + float(loss), self._weight + float(weight)
+  def _fetch(self, pending: int) -> None:
+    """Adds the loss and the weight of all but the last batches to those on the host."""
+    while len(self._sums) > pending:
+      loss, weight = self._sums.popleft()
+      self._loss, self._weight = self._loss + float(loss), self._weight + float(weight)
 
   def _empty(self) -> None:
     """Moves the counts from the devices to the host."""
@@ -215,47 +217,27 @@ def _count(counts, logits, labels, amount) -> tuple[jax.Array, jax.Array, jax.Ar
 
 
 @functools.cache
-def _make_add(mesh: Mesh | None):
-  """Returns the compiled `(counts, ...) -> (counts, loss, weight)` of `_count`; donates counts."""
+def _compiled(mesh: Mesh | None, dtype: Any) -> tuple[Any, Any, Any]:
+  """Returns `() -> counts`, `(counts, batch) -> (counts, loss, weight)` and `counts -> sum`.
+
+  Counts are `[devices, 2 * bins]`, each device's its own; adding donates them. Their sum is
+  `[2 * bins]` on every device.
+  """
+  devices, count, split, whole = 1, _count, None, None
+  if mesh is not None:
+    part = P(mesh.axis_names)
+    devices, split, whole = mesh.size, NamedSharding(mesh, part), NamedSharding(mesh, P())
+    count = jax.shard_map(_count, mesh=mesh, in_specs=part, out_specs=part)
 
   def add(counts, logits, labels, amount):
-    count = _count
-    if mesh is not None:
-      part = P(mesh.axis_names)
-      count = jax.shard_map(_count, mesh=mesh, in_specs=part, out_specs=part)
     counts, losses, weights = count(counts, logits, labels, amount)
     return counts, losses.sum(), weights.sum()
 
-  split, whole = _shardings(mesh)
-  return jax.jit(add, donate_argnames="counts", out_shardings=(split, whole, whole))
-
-
-@functools.cache
-def _make_sum(mesh: Mesh | None):
-  """Returns the compiled sum of all devices' counts, `[2 * bins]`, the same on every device."""
-  return jax.jit(lambda counts: counts.sum(axis=0), out_shardings=_shardings(mesh)[1])
-
-
-@functools.cache
-def _make_zeros(mesh: Mesh | None, dtype):
-  """Returns what makes counts of nothing, `[devices, 2 * bins]`, each device's its own."""
-  zeros = lambda: jnp.zeros((1 if mesh is None else mesh.size, 2 * _BINS), dtype)
-  return jax.jit(zeros, out_shardings=_shardings(mesh)[0])
-
-
-def _shardings(mesh: Mesh | None):
-  """Returns how a row per device is laid out, and what is the same on all; None is one device."""
-  if mesh is None:
-    return None, None
-  return NamedSharding(mesh, P(mesh.axis_names)), NamedSharding(mesh, P())
-
-
-def _check_shapes(logits, labels, mask, weight) -> None:
-  if not logits.shape == labels.shape == mask.shape == weight.shape or logits.ndim != 1:
-    raise ValueError(
-      f"logits {logits.shape}, labels {labels.shape}, mask {mask.shape} and weight {weight.shape} "
-      "must all be [batch]"
-    )
+  return (
+    jax.jit(lambda: jnp.zeros((devices, 2 * _BINS), dtype), out_shardings=split),
+    jax.jit(add, donate_argnames="counts", out_shardings=(split, whole, whole)),
+    jax.jit(lambda counts: counts.sum(axis=0), out_shardings=whole),
+  )
 
 
 def _check_outcomes(clicks: float, examples: float, *, finite: bool) -> None:
@@ -302,11 +284,10 @@ class RankingMetrics:
 
   Args:
     ks: the cutoffs.
-    mrr: whether to compute it.
   """
 
-  def __init__(self, ks: Sequence[int], *, mrr: bool = True):
-    self._ks, self._mrr = tuple(ks), mrr
+  def __init__(self, ks: Sequence[int]):
+    self._ks = tuple(ks)
     self._sums: dict[str, float] = {}
     self._examples = 0
 
@@ -331,11 +312,12 @@ class RankingMetrics:
     counted = (relevant >= 0).any(axis=1) & (True if mask is None else np.asarray(mask))
     top_ids, relevant = top_ids[counted], relevant[counted]
     for name, ids in (("top_ids", top_ids), ("relevant", relevant)):
-      if _repeats(ids):
+      ordered = np.sort(ids, axis=1)
+      if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
         raise ValueError(f"an id appears twice in a row of {name}: every hit counts once")
     hits = _member(top_ids, relevant)
     totals = (relevant >= 0).sum(axis=1)
-    for name, values in _ranking(hits, totals, self._ks, self._mrr):
+    for name, values in _ranking(hits, totals, self._ks):
       self._sums[name] = self._sums.get(name, 0.0) + float(values.sum(dtype=np.float64))
     self._examples += len(hits)
 
@@ -351,7 +333,7 @@ class RankingMetrics:
 
 
 def _ranking(
-  hits: np.ndarray, totals: np.ndarray, ks: Sequence[int], mrr: bool
+  hits: np.ndarray, totals: np.ndarray, ks: Sequence[int]
 ) -> Iterator[tuple[str, np.ndarray]]:
   """Yields each metric's value of every example, from hits bool `[B, K]` and relevant items."""
   discounts = 1 / np.log2(np.arange(2, hits.shape[1] + 2))
@@ -361,13 +343,7 @@ def _ranking(
     yield f"recall@{k}", first.sum(axis=1) / totals
     yield f"ndcg@{k}", (first @ discounts[:k]) / ideal[np.minimum(totals, k)]
     yield f"hr@{k}", np.asarray(first.any(axis=1))
-  if mrr:
-    yield "mrr", np.where(hits.any(axis=1), 1 / (1 + hits.argmax(axis=1)), 0.0)
-
-
-def _repeats(ids: np.ndarray) -> bool:
-  ordered = np.sort(ids, axis=1)
-  return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any())
+  yield "mrr", np.where(hits.any(axis=1), 1 / (1 + hits.argmax(axis=1)), 0.0)
 
 
 def _member(ids: np.ndarray, of: np.ndarray) -> np.ndarray:

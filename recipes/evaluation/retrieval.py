@@ -169,20 +169,13 @@ def top_k_of_rows(
   )
   def add(best, query, ids, chunk, exclude):
     scores = _scores(query, chunk, ids, ids < size, exclude)
-    chunk_best = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, len(ids)))
-    scores, ids = (
-      jnp.concatenate(x, axis=1) for x in zip((b[0] for b in best), chunk_best, strict=True)
-    )
-    return tuple(x[None] for x in _best(scores, ids, k))
+    return tuple(x[None] for x in _merged((best[0][0], best[1][0]), scores, ids, k))
 
   def step(best, start):
     ids = start + jnp.arange(width, dtype=jnp.int32)
     return add(best, query, ids, rows(jnp.minimum(ids, size - 1)), exclude), None
 
-  none = (
-    jnp.full((shards, batch, k), -jnp.inf, jnp.float32),
-    jnp.full((shards, batch, k), -1, jnp.int32),
-  )
+  none = _none(shards, batch, k)
   scores, ids = jax.lax.scan(step, none, jnp.arange(0, size, width, dtype=jnp.int32))[0]
   flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1)
   # A device's ids are not consecutive: of equal scores the lower id is put first here.
@@ -204,26 +197,31 @@ def _scan(query, candidates, first, size, exclude, k: int, max_scores: int):
     # Rows past this shard's own belong to the next shard, or to nobody.
     is_own = (place >= start) & (first + place < jnp.minimum(first + count, size))
     ids = first + place
-    scores = _scores(query, rows, ids, is_own, exclude)
-    chunk_best = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, width))
-    # Earlier chunks come first: they have the lower ids.
-    scores, ids = (jnp.concatenate(pair, axis=1) for pair in zip(best, chunk_best, strict=True))
-    return _best(scores, ids, k), None
+    return _merged(best, _scores(query, rows, ids, is_own, exclude), ids, k), None
 
-  none = (jnp.full((batch, k), -jnp.inf, jnp.float32), jnp.full((batch, k), -1, jnp.int32))
   starts = width * jnp.arange(chunks, dtype=jnp.int32)
-  return jax.lax.scan(step, none, starts)[0]
+  return jax.lax.scan(step, _none(batch, k), starts)[0]
+
+
+def _none(*shape: int) -> tuple[jax.Array, jax.Array]:
+  """Scores and ids of no candidate."""
+  return jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32)
+
+
+def _merged(best, scores, ids, k: int) -> tuple[jax.Array, jax.Array]:
+  """The k best of those so far and of a chunk's scores `[B, W]` of ids `[W]`.
+
+  Earlier chunks come first: they have the lower ids.
+  """
+  of_chunk = _best(scores, jnp.broadcast_to(ids, scores.shape), min(k, len(ids)))
+  scores, ids = (jnp.concatenate(pair, axis=1) for pair in zip(best, of_chunk, strict=True))
+  return _best(scores, ids, k)
 
 
 def _scores(query, rows, ids, keep, exclude) -> jax.Array:
-  """Scores `[B, W]` of rows `[W, D]` with consecutive ids, -inf at those not to keep."""
+  """Scores `[B, W]` of rows `[W, D]` with consecutive ids, -inf at those to leave out."""
   scores = jnp.einsum("bd,nd->bn", query, rows, preferred_element_type=jnp.float32)
-  return _without(jnp.where(keep[None], scores, -jnp.inf), exclude, ids[0])
-
-
-def _without(scores: jax.Array, exclude: jax.Array, start) -> jax.Array:
-  """Scores of the candidates from `start` on, -inf at those to leave out."""
-  column = exclude - start
+  scores, column = jnp.where(keep[None], scores, -jnp.inf), exclude - ids[0]
   # Negative columns would count from the end; beyond the end they are dropped.
   column = jnp.where((exclude >= 0) & (column >= 0), column, scores.shape[1])
   return scores.at[jnp.arange(scores.shape[0])[:, None], column].set(-jnp.inf, mode="drop")

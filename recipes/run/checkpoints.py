@@ -1,12 +1,13 @@
-"""The checkpoints of a run: what the loop remembers, model and optimizer, in full or as deltas.
+"""The checkpoints of a run: model and optimizer, in full or as deltas, and the loop's progress.
 
     checkpoints/20/                full: tables and everything else, as Orbax stores arrays
     checkpoints/30/                a delta: the rows that changed since step 20, and the rest
-    checkpoints/30/manifest.json   the checksum of every file, written last: see `manifest`
+    checkpoints/30/manifest.json   the loop's progress, the step that the delta follows, and the
+                                   checksum of every file; see `recipes.arrays`
 
-A checkpoint does not know how many devices or processes wrote it: tables are saved by name. It
-counts from the moment that its manifest is written. A **chain** is what makes up the state of a
-step: a full checkpoint and the deltas after it.
+Orbax gives a checkpoint its name when all processes have written their parts and the manifest is
+there. A checkpoint does not know how many devices or processes wrote it: tables are saved by name.
+A **chain** is what makes up the state of a step: a full checkpoint and the deltas after it.
 """
 
 import contextlib
@@ -15,7 +16,6 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ import orbax.checkpoint as ocp
 import embed
 import embed.checkpoint
 
-from .. import hosts, manifest, schemas
+from .. import arrays, hosts
 from ..errors import DamagedFileError, MissingFileError, UserError, from_settings
 
-STATE, DELTA, _PROGRESS = "state", "delta", "progress"  # the folders of a checkpoint
+_STATE, _DELTA = "state", "delta"  # the folders of a checkpoint
 _DAMAGED = "damaged_checkpoints"  # next to the folder of the checkpoints
-_REMOVED = ".removed"
+_SCHEMA = {"follows": (int, None), "progress": {"step": int, "best_step": int}}
 
 
 @dataclasses.dataclass
@@ -78,34 +78,26 @@ class _DeltaArgs(ocp.args.CheckpointArgs):
 
 
 class Manager:
-  """The checkpoints of a run that is going on; a context manager.
+  """Writes the checkpoints of a run that is going on; a context manager.
 
   Args:
     folder: of the checkpoints.
     full_every: every so many saves are full, and those in between are deltas.
-
-  Attributes:
-    orbax: writes and reads the items of checkpoints.
-    fingerprints: of the last checkpoint's rows, if the next one may be a delta.
-    num_deltas: since the last full checkpoint.
   """
 
   def __init__(self, folder: Path, *, full_every: int = 1):
-    self.folder, self.full_every = folder, full_every
-    self.fingerprints: embed.deltas.Fingerprints | None = None
-    self.num_deltas = 0
-    self._thread = ThreadPoolExecutor(1)
-    self._finishing: Future[None] | None = None
-    # Orbax removes nothing: see `_prune`.
-    self.orbax = ocp.CheckpointManager(
+    self.folder, self._full_every = folder, full_every
+    self._fingerprints: embed.deltas.Fingerprints | None = None  # of the last checkpoint's rows
+    self._num_deltas = 0  # since the last full checkpoint
+    self._about: dict[str, Any] = {}  # of the last save
+    self._orbax = ocp.CheckpointManager(
       folder,
-      options=ocp.CheckpointManagerOptions(enable_async_checkpointing=_is_asynchronous()),
-      # The handlers tell what a checkpoint holds before it is opened.
-      item_handlers={
-        STATE: ocp.StandardCheckpointHandler(),
-        DELTA: _DeltaHandler(),
-        _PROGRESS: ocp.JsonCheckpointHandler(),
-      },
+      options=ocp.CheckpointManagerOptions(
+        cleanup_tmp_directories=True,
+        preservation_policy=self,
+        async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
+      ),
+      item_handlers={_STATE: ocp.StandardCheckpointHandler(), _DELTA: _DeltaHandler()},
     )
 
   def __enter__(self) -> "Manager":
@@ -115,132 +107,129 @@ class Manager:
     try:
       self.wait()
     finally:
-      self._thread.shutdown()
-      self.orbax.close()
+      self._orbax.close()
 
   def wait(self) -> None:
-    """Returns when the last save is on the disk, with its manifest.
+    """Returns when the last save is on the disk.
 
     Raises:
       OSError: the disk is full; names the folder.
     """
-    finishing, self._finishing = self._finishing, None
     with _full_disk_named(self.folder):
-      if finishing is not None:
-        finishing.result()
-      self.orbax.wait_until_finished()
+      self._orbax.wait_until_finished()
 
   def newest(self) -> list[int]:
     """Returns the chain of the newest checkpoint that can be used, empty if there is none at all.
 
-    Later ones, which are damaged, are moved out of the way, and that is said on stderr.
+    Later ones, which are damaged, are moved to `damaged_checkpoints` in the workdir, and that is
+    said on stderr: a run that resumes writes its own.
 
     Raises:
       UserError: there are checkpoints, and none can be used.
     """
 
     def choose() -> list[int]:
-      remove_parts(self.folder)
       chain = newest(self.folder)
-      set_aside(self.folder, chain[-1] if chain else -1)
+      for later in steps(self.folder):
+        if chain and later > chain[-1]:
+          target = self.folder.parent / _DAMAGED / str(later)
+          shutil.rmtree(target, ignore_errors=True)
+          target.parent.mkdir(exist_ok=True)
+          (self.folder / str(later)).rename(target)
+          hosts.say(f"the checkpoint of step {later} has been moved to {target}")
       return chain
 
     # One process decides: another may still see an older listing of the shared folder.
     chain = hosts.from_main(choose)
-    self.orbax.reload()
+    self._orbax.reload()
     return chain
 
-  def read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
-    """Returns an item of a checkpoint."""
-    return self.orbax.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+  def restore(self, chain: Sequence[int], **nodes: Any) -> Progress:
+    """Loads a checkpoint of this run; arguments and errors are as of `restore`."""
+    self.wait()
+    restore(self.folder, chain, **nodes)
+    self._num_deltas = len(chain) - 1
+    if self._full_every > 1:
+      self._fingerprints = embed.deltas.fingerprint(chain[-1], **nodes)
+    about = arrays.read_manifest(self.folder / str(chain[-1]), _SCHEMA)
+    return Progress(**about["progress"])
 
-  def finish(self, about: dict[str, Any]) -> None:
-    """Writes the manifest of a save when it is committed, then removes what is not needed.
+  def save(self, progress: Progress, **nodes: Any) -> None:
+    """Saves progress, model and optimizer at the current step: in full, or what has changed.
+
+    On an accelerator files are written while training goes on: the arrays have been copied to the
+    host when this returns. On CPU it waits, since Orbax would read the very buffers that the next,
+    donated, step overwrites, and they would have to be copied before. For a table of 1M x 64 with
+    Adagrad's slots (512 MB, 2 cores) a save takes 1.6 to 2.0 s. Copied and written in the
+    background, it stops training for 0.3 to 0.6 s and slows the steps down by another 0.1 to 1.4 s:
+    too little for twice the memory.
 
     Args:
-      about: what the manifest holds but the files: "step", "follows" (the step that a delta begins
-        from, None for a full checkpoint) and "best_step".
+      progress: whose `step` names the checkpoint, and whose `best_step` is kept.
+      **nodes: "model" and "optimizer".
+
+    Raises:
+      OSError: the disk is full; names the folder.
     """
-    if hosts.is_main():
-      self._finishing = self._thread.submit(self._finish, about)
+    self.wait()
+    since = self._fingerprints if self._num_deltas + 1 < self._full_every else None
+    fingerprints = None
+    if since is not None:
+      delta, fingerprints = embed.deltas.changes(since, progress.step, **nodes)
+      items = {_DELTA: _DeltaArgs(delta)}
+    else:
+      items = {_STATE: ocp.args.StandardSave(embed.checkpoint.to_tree(**nodes))}
+      if self._full_every > 1:
+        fingerprints = embed.deltas.fingerprint(progress.step, **nodes)
+    follows = None if since is None else since.step
+    self._about = {"follows": follows, "progress": dataclasses.asdict(progress)}
+    with _full_disk_named(self.folder):
+      self._orbax.save(progress.step, args=ocp.args.Composite(**items), force=True)
+    self._fingerprints = fingerprints
+    self._num_deltas = 0 if since is None else self._num_deltas + 1
     if not _is_asynchronous():
       self.wait()
 
-  def _finish(self, about: dict[str, Any]) -> None:
-    self.orbax.wait_until_finished()
-    size = manifest.write(self.folder / str(about["step"]), about)
-    if self.full_every > 1:
-      since = "in full" if about["follows"] is None else f"since step {about['follows']}"
-      hosts.say(f"saved step {about['step']} {since}: {size / 1e6:.1f} MB")
-    _prune(self.folder, about["best_step"])
+  def _write_manifest(self) -> None:
+    """Writes the manifest of a save, in the main process, before Orbax gives it its name."""
+    step, follows = self._about["progress"]["step"], self._about["follows"]
+    (partial,) = self.folder.glob(f"{step}.orbax-checkpoint-tmp*")
+    size = arrays.write_manifest(partial, self._about)
+    if self._full_every > 1:
+      since = "in full" if follows is None else f"since step {follows}"
+      hosts.say(f"saved step {step} {since}: {size / 1e6:.1f} MB")
 
+  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    """Tells Orbax which checkpoints the last two or the best one need.
 
-def restore(manager: Manager, chain: Sequence[int], state: dict[str, Any]) -> dict[str, Any]:
-  """Loads a checkpoint into model and optimizer; returns the progress saved with it.
-
-  Args:
-    manager: of the run.
-    chain: of the checkpoint, as `Manager.newest` or `of_step` has verified it.
-    state: `{"model": ..., "optimizer": ...}`.
-
-  Raises:
-    UserError: the checkpoint holds other tables or parameters, which are named with both shapes.
-  """
-  manager.wait()
-  like = embed.checkpoint.like(**state)
-  shapes = manager.orbax.item_metadata(chain[0])[STATE].tree
-  with from_settings():  # before Orbax, which would advise to pad or cut tables
-    embed.checkpoint.check(shapes, **state)
-  tree = manager.read(chain[0], STATE, ocp.args.StandardRestore(like))
-  progress = manager.read(chain[-1], _PROGRESS, ocp.args.JsonRestore())
-  embed.checkpoint.from_tree(tree, **state)
-  apply_deltas(manager.folder, chain, **state)
-  manager.num_deltas = len(chain) - 1
-  if manager.full_every > 1:
-    manager.fingerprints = embed.deltas.fingerprint(chain[-1], **state)
-  return progress
-
-
-def save(manager: Manager, progress: Progress, state: dict[str, Any]) -> None:
-  """Saves progress, model and optimizer at the current step: in full, or what has changed.
-
-  Args:
-    manager: of the run.
-    progress: whose `step` names the checkpoint, and whose `best_step` is kept.
-    state: `{"model": ..., "optimizer": ...}`.
-
-  Raises:
-    OSError: the disk is full; names the folder.
-  """
-  manager.wait()
-  since = manager.fingerprints if manager.num_deltas + 1 < manager.full_every else None
-  args: dict[str, Any] = {_PROGRESS: ocp.args.JsonSave(dataclasses.asdict(progress))}
-  fingerprints = None
-  if since is not None:
-    delta, fingerprints = embed.deltas.changes(since, progress.step, **state)
-    args[DELTA] = _DeltaArgs(delta)
-  else:
-    args[STATE] = ocp.args.StandardSave(embed.checkpoint.to_tree(**state))
-    if manager.full_every > 1:
-      fingerprints = embed.deltas.fingerprint(progress.step, **state)
-  with _full_disk_named(manager.folder):
-    manager.orbax.save(progress.step, args=ocp.args.Composite(**args), force=True)
-  manager.fingerprints = fingerprints
-  manager.num_deltas = 0 if since is None else manager.num_deltas + 1
-  follows = None if since is None else since.step
-  best_step = progress.best_step or None  # no evaluation is of step 0
-  manager.finish({"step": progress.step, "follows": follows, "best_step": best_step})
+    Two, so that a damaged one costs the steps since the one before. The best one that the earlier
+    of them knew is kept with it. Orbax asks at a save, and removes the others when it is finished.
+    """
+    del context
+    held = [info.step for info in checkpoints]
+    needed: set[int] = set()
+    pending = list(held[-2:])
+    if best_step := self._about["progress"]["best_step"]:  # no evaluation is of step 0
+      pending.append(best_step)
+    while pending:
+      step = pending.pop()
+      if step in needed or step not in held:
+        continue
+      needed.add(step)
+      about = self._about
+      if step != held[-1]:
+        try:
+          about = arrays.read_manifest(self.folder / str(step), _SCHEMA)
+        except UserError:
+          continue  # it is damaged, and needs nothing
+      if about["follows"] is not None:
+        pending.append(about["follows"])
+      if step in held[-2:] and about["progress"]["best_step"]:
+        pending.append(about["progress"]["best_step"])
+    return [step in needed for step in held]
 
 
 def _is_asynchronous() -> bool:
-  """Whether files are written while training goes on.
-
-  On an accelerator the arrays have been copied to the host when a save returns. On CPU Orbax would
-  read the very buffers that the next, donated, step overwrites, and they would have to be copied
-  before. For a table of 1M x 64 with Adagrad's slots (512 MB, 2 cores) a save takes 1.6 to 2.0 s.
-  Copied and written in the background, it stops training for 0.3 to 0.6 s and slows the steps down
-  by another 0.1 to 1.4 s: too little for twice the memory.
-  """
   return jax.default_backend() != "cpu"
 
 
@@ -255,56 +244,32 @@ def _full_disk_named(folder: Path) -> Iterator[None]:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
 
 
-def apply_deltas(folder: Path, chain: Sequence[int], **nodes: Any) -> None:
-  """Applies the deltas of a chain to models and optimizers that hold its full checkpoint."""
-  at = chain[0]
-  for delta in deltas(folder, chain):
-    at = embed.deltas.apply(delta, at, **nodes)
-
-
-# --- which checkpoints a folder holds, and which of them are valid --------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def steps(folder: Path) -> list[int]:
-  """Returns the steps of all checkpoints in a folder, ascending, whole or not."""
+  """Returns the steps of all checkpoints in a folder, ascending, damaged or not."""
   names = (path.name for path in folder.glob("*") if path.is_dir())
   return sorted(int(name) for name in names if name.isdecimal())
 
 
-def base(folder: Path, chain: Sequence[int]) -> Path:
-  """Returns the folder of a chain's full tree of arrays, which Orbax reads."""
-  return folder / str(chain[0]) / STATE
-
-
-def deltas(folder: Path, chain: Sequence[int]) -> list[embed.deltas.Delta]:
-  """Reads the deltas of a chain, in their order."""
-  return [embed.deltas.read(folder / str(step) / DELTA) for step in chain[1:]]
-
-
 def newest(folder: Path) -> list[int]:
-  """Returns the chain of the newest checkpoint that can be used; empty if none was completed.
+  """Returns the chain of the newest checkpoint that can be used; empty if there is none at all.
 
-  Every file of it is as it was written. stderr has what is passed over, and why. A folder in which
-  no checkpoint was completed holds one at most, that of a first save that did not finish.
+  Every file of it is as it was written. stderr has what is passed over, and why.
 
   Raises:
     UserError: there are checkpoints, and none can be used.
   """
-  faults: list[str] = []
-  found = steps(folder)
-  is_damaged = len(found) > 1 or any((folder / str(x) / manifest.NAME).exists() for x in found)
-  for step in reversed(found):
+  chain, faults = list[int](), list[str]()
+  for step in reversed(steps(folder)):
     try:
       chain = of_step(folder, step)
-    except MissingFileError as error:
-      faults.append(f"the checkpoint of step {step} is not complete: {error}")
     except DamagedFileError as error:
       faults.append(str(error))
     else:
       break
-  else:
-    chain = []
-  if not chain and is_damaged:
+  if faults and not chain:
     raise UserError(
       f"no checkpoint in {folder} can be used ({'; '.join(faults[:3])}): put the files back from a "
       "copy, or remove that folder to begin again"
@@ -318,77 +283,50 @@ def of_step(folder: Path, step: int) -> list[int]:
   """Returns the chain of a step, of which every file is as it was written.
 
   Raises:
-    MissingFileError: a checkpoint of the chain, or its manifest, is missing; names it.
     DamagedFileError: a file has changed, is missing, or was added; names it.
   """
+  chain = [step]
   try:
-    return _verified(folder, step)
-  except DamagedFileError as error:
+    while True:
+      path = folder / str(chain[0])
+      follows = arrays.check_manifest(path, _SCHEMA)["follows"]
+      if follows is None:
+        return chain
+      if not 0 <= follows < chain[0]:
+        raise DamagedFileError(
+          f"{path / arrays.MANIFEST} follows step {follows}, which is not an earlier one"
+        )
+      chain.insert(0, follows)
+  except (DamagedFileError, MissingFileError) as error:
     raise DamagedFileError(
       f"the checkpoint of step {step} is damaged: {error}. Put the file back from a copy, or train "
       "again in another --workdir"
     ) from error
 
 
-def _verified(folder: Path, step: int) -> list[int]:
-  chain = [step]
-  while (
-    follows := manifest.check(folder / str(chain[0]), schemas.CHECKPOINT)["follows"]
-  ) is not None:
-    if not 0 <= follows < chain[0]:
-      path = folder / str(chain[0]) / manifest.NAME
-      raise DamagedFileError(f"{path} follows step {follows}, which is not an earlier one")
-    chain.insert(0, follows)
-  return chain
+def base(folder: Path, chain: Sequence[int]) -> Path:
+  """Returns the folder of a chain's full tree of arrays, which Orbax reads."""
+  return folder / str(chain[0]) / _STATE
 
 
-def set_aside(folder: Path, step: int) -> None:
-  """Moves the checkpoints after a step out of the way, to `damaged_checkpoints` in the workdir.
-
-  A run that resumes from the step writes its own.
-  """
-  for later in steps(folder):
-    if later > step:
-      target = folder.parent / _DAMAGED / str(later)
-      shutil.rmtree(target, ignore_errors=True)
-      target.parent.mkdir(exist_ok=True)
-      (folder / str(later)).rename(target)
-      hosts.say(f"the checkpoint of step {later} has been moved to {target}")
+def deltas(folder: Path, chain: Sequence[int]) -> list[embed.deltas.Delta]:
+  """Reads the deltas of a chain, in their order."""
+  return [embed.deltas.read(folder / str(step) / _DELTA) for step in chain[1:]]
 
 
-def remove_parts(folder: Path) -> None:
-  """Removes what kills have left of saves and of removals; call it where nobody else saves."""
-  for pattern in ("*.orbax-checkpoint-tmp*", f"*{_REMOVED}"):
-    for path in folder.glob(pattern):
-      shutil.rmtree(path)
-
-
-def _prune(folder: Path, best_step: int | None) -> None:
-  """Removes the checkpoints that neither the last two nor the best one need.
-
-  Two, so that a damaged one costs the steps since the one before. The best one that the earlier of
-  them knew is kept with it.
+def restore(folder: Path, chain: Sequence[int], **nodes: Any) -> None:
+  """Loads a checkpoint into models and optimizers, on any devices.
 
   Args:
-    folder: of the checkpoints, whose last one is complete.
-    best_step: of the best one so far; None if there is none.
+    folder: of the checkpoints.
+    chain: of the checkpoint, as `newest` or `of_step` has verified it.
+    **nodes: "model", and "optimizer" if its state is wanted.
+
+  Raises:
+    UserError: the checkpoint holds other tables or parameters, which are named with both shapes.
   """
-  held = steps(folder)
-  kept: set[int] = set()
-  pending = [best_step, *held[-2:]]
-  while pending:
-    step = pending.pop()
-    if step in kept or step not in held:
-      continue
-    kept.add(step)
-    try:
-      about = manifest.read(folder / str(step), schemas.CHECKPOINT)
-    except UserError:  # without a manifest, or damaged
-      continue
-    pending += [about["follows"]] if about["follows"] is not None else []
-    pending += [about["best_step"]] if step in held[-2:] else []
-  for step in held:
-    if step not in kept:  # renamed first: a kill leaves no part that looks like a whole
-      (folder / str(step)).rename(folder / f"{step}{_REMOVED}")
-  for path in folder.glob(f"*{_REMOVED}"):
-    shutil.rmtree(path)
+  with from_settings():  # before Orbax, which would advise to pad or cut tables
+    embed.checkpoint.restore(base(folder, chain), **nodes)
+  at = chain[0]
+  for delta in deltas(folder, chain):
+    at = embed.deltas.apply(delta, at, **nodes)

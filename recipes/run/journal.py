@@ -23,7 +23,8 @@ from tqdm import tqdm
 import embed
 from embed.planning import aligned
 
-from .. import arrays, files, hosts, schemas
+from .. import arrays, files, hosts
+from . import settings
 
 _UNSAID = ("exchange_rounds", "buffer_fill")  # of the metrics, in lines for a reader
 PROFILE = "profile"  # folder of a profile, in the workdir
@@ -136,51 +137,43 @@ def trained(model: nnx.Module) -> str:
 
 
 class Journal:
-  """Writes the metrics of a run; a context manager.
+  """Writes the metrics of a run; in processes other than the main one it does nothing.
 
   Args:
     workdir: where `metrics.jsonl` is.
     step: the step that the run resumes from. Later lines were written by a run that was killed
       before its next checkpoint; they are removed and written again, the same.
-    steps: of the whole run.
-    batch_size: examples in a step.
+    config: has `steps` and `batch_size`.
     writers: get the metrics too; the caller closes them.
   """
 
-  def __init__(
-    self,
-    workdir: Path,
-    *,
-    step: int,
-    steps: int,
-    batch_size: int,
-    writers: Sequence[Writer] = (),
-  ):
-    path = workdir / "metrics.jsonl"
-    truncate(path, step)
-    self._file = files.append(path)
-    self._bar = tqdm(total=steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
+  def __init__(self, workdir: Path, step: int, config: Any, writers: Sequence[Writer] = ()):
+    path, is_main = workdir / "metrics.jsonl", hosts.is_main()
+    self._file = None
+    if is_main:
+      _truncate(path, step)
+      self._file = files.append(path)
+    self._bar = tqdm(
+      total=config.steps,
+      initial=step,
+      unit="step",
+      disable=None if is_main else True,
+      dynamic_ncols=True,
+    )
     self._doing, self._writers = "", tuple(writers)
-    self._step, self._steps, self._batch_size = step, steps, batch_size
-    self._since, self._timed = time.perf_counter(), 0
-
-  def __enter__(self) -> "Journal":
-    return self
-
-  def __exit__(self, *unused: Any) -> None:
-    self.close()
+    self._steps, self._batch_size = config.steps, config.batch_size
+    self.restart_clock(step)
 
   def close(self) -> None:
     """Ends the bar and closes the file; does nothing the second time."""
-    if not self._file.closed:
+    if self._file is not None:
       self.doing("")
       self._bar.close()
       self._file.close()
+      self._file = None
 
   def stepped(self) -> None:
-    """Counts one training step, for the bar and the rate."""
-    self._step += 1
-    self._timed += 1
+    """Counts one training step for the bar."""
     self.doing("")
     self._bar.update()
 
@@ -192,42 +185,47 @@ class Journal:
       if not what:
         self._bar.unpause()
 
-  def log_train(self, metrics: dict[str, float]) -> None:
-    """Logs training metrics of the current step, with the rate since the last log."""
-    seconds = time.perf_counter() - self._since
-    rate = self._timed * self._batch_size / max(seconds, 1e-9)
-    self._write({**metrics, "examples_per_second": rate})
+  def log_train(self, step: int, metrics: dict[str, float]) -> None:
+    """Logs training metrics, with the rate since the last line."""
+    examples = (step - self._clock_step) * self._batch_size
+    rate = examples / max(time.perf_counter() - self._clock, 1e-9)
+    self._write(step, {**metrics, "examples_per_second": rate})
     shown = {name: f"{value:.4g}" for name, value in metrics.items() if name not in _UNSAID}
     self._bar.set_postfix(shown | {"examples": f"{rate:,.0f}/s"}, refresh=False)
-    left = (self._steps - self._step) * self._batch_size / rate if rate else 0
+    left = (self._steps - step) * self._batch_size / rate if rate else 0
     said = "  ".join(f"{name} {value}" for name, value in shown.items())
-    self._say(f"{said}  {rate:,.0f} examples/s  {_time(left)} left")
-    self.restart_clock()
+    self._say(step, f"{said}  {rate:,.0f} examples/s  {_time(left)} left")
+    self.restart_clock(step)
 
-  def log_eval(self, metrics: dict[str, float]) -> None:
-    """Logs metrics of an evaluation at the current step; its time does not count in the rate."""
-    if not metrics:  # nothing is held out to evaluate on
-      return
-    self._write(metrics)
-    self._say("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()), keep=True)
+  def log_eval(self, step: int, metrics: dict[str, float]) -> None:
+    """Logs metrics of an evaluation, if anything is held out to evaluate on."""
+    if metrics:
+      self._write(step, metrics)
+      said = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+      self._say(step, said, keep=True)
 
-  def restart_clock(self) -> None:
-    """Leaves the time until now out of the next rate, and begins to count again."""
-    self._since, self._timed = time.perf_counter(), 0
+  def restart_clock(self, step: int) -> None:
+    """Begins to count the steps after this one, and their time, for the next rate."""
+    self._clock, self._clock_step = time.perf_counter(), step
 
   def sync(self) -> None:
     """Puts everything written so far on the disk; call it before a checkpoint of this step."""
-    self._file.flush()
-    os.fsync(self._file.fileno())
+    if self._file is not None:
+      self._file.flush()
+      os.fsync(self._file.fileno())
 
-  def _write(self, metrics: dict[str, Any]) -> None:
-    self._file.write(json.dumps({"step": self._step, **metrics}, allow_nan=False) + "\n")
+  def _write(self, step: int, metrics: dict[str, float]) -> None:
+    if self._file is None:
+      return
+    self._file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
     self._file.flush()
     for writer in self._writers:
-      writer.write(self._step, metrics)
+      writer.write(step, metrics)
 
-  def _say(self, text: str, keep: bool = False) -> None:
-    text = f"step {self._step}/{self._steps}  {text}"
+  def _say(self, step: int, text: str, keep: bool = False) -> None:
+    if self._file is None:
+      return
+    text = f"step {step}/{self._steps}  {text}"
     hosts.write_log(text)
     if self._bar.disable:
       print(text, file=sys.stderr, flush=True)
@@ -246,28 +244,13 @@ def _time(seconds: float) -> str:
   return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-class Silence:
-  """A journal that nobody reads: for the processes that do not write the run's files."""
-
-  def __enter__(self) -> "Silence":
-    return self
-
-  def __exit__(self, *unused: Any) -> None:
-    pass
-
-  def _nothing(self, *unused: Any) -> None:
-    pass
-
-  stepped = doing = log_train = log_eval = restart_clock = sync = close = _nothing
-
-
-def truncate(path: Path, step: int) -> None:
+def _truncate(path: Path, step: int) -> None:
   """Removes lines after `step` from a metrics.jsonl, and one that a kill has cut in half."""
   if not path.exists():
     return
   kept = 0
   for line in files.read(path, at_most=1 << 30).splitlines(keepends=True):
-    parsed = lambda line=line: arrays.parse_json(line, str(path), schema=schemas.LINE)
+    parsed = lambda line=line: arrays.parse_json(line, str(path), schema=settings.LINE)
     if not line.endswith(b"\n") or parsed()["step"] > step:
       break
     kept += len(line)

@@ -11,8 +11,8 @@ A run is a folder, the workdir; `recipes.run.workdir` lists its files. A run tha
 time, and started again by the same command resumes from its latest checkpoint and ends as if it had
 never stopped: the checkpoint holds the dense parameters, the tables by name, both optimizers'
 states, the position in the data and the loop's own memory, and on one machine every step is
-deterministic. A checkpoint does not know how many devices or processes wrote it: the same command
-resumes it on any other number, with the same batches.
+deterministic. The same command resumes it on any number of devices or processes, with the same
+batches.
 """
 
 import contextlib
@@ -33,8 +33,6 @@ from .. import arrays, hosts
 from ..errors import DivergedError, MissingFileError, Preempted, Stopped, UserError
 from . import checkpoints, journal
 from . import workdir as runs
-from .checkpoints import Progress
-from .journal import Journal, Silence, Writer
 
 
 class Run:
@@ -84,7 +82,7 @@ class Run:
     mesh: jax.sharding.Mesh | None = None,
     asked: Any = None,
     data: Any = None,
-    writers: Sequence[Writer] = (),
+    writers: Sequence[journal.Writer] = (),
   ):
     self.recipe, self.config, self.workdir = recipe, config, Path(workdir).resolve()
     self.model, self.optimizer, self.mesh = model, optimizer, mesh
@@ -94,11 +92,11 @@ class Run:
     self._statistics = {} if data is None else dict(data.statistics)
     self.serve = None if data is None else data.serve
     self._writers = tuple(writers) if hosts.is_main() else ()
-    self._progress, self._stack = Progress(), contextlib.ExitStack()
-    self._journal: Journal | Silence = Silence()
+    self._progress, self._stack = checkpoints.Progress(), contextlib.ExitStack()
     self._values: dict[str, list[Any]] = {}  # on the device; fetched where they are written
+    self._iterator: Any = None
     self._pending: Any = None  # the batch of the next step, which has been looked at
-    self._is_counted = self._writes = self._saves = False
+    self._writes = self._saves = False
     self._latest: Any = None  # value of the last step, which a profile waits for
 
   @property
@@ -144,8 +142,9 @@ class Run:
 
   def _restore(self, stack: contextlib.ExitStack) -> None:
     """Loads the latest checkpoint if there is one, and opens what is written while training."""
-    config, workdir, state = self.config, self.workdir, self._state
-    hosts.replicate(self.mesh, *state.values())
+    config, workdir = self.config, self.workdir
+    self._state = {"model": self.model, "optimizer": self.optimizer}
+    hosts.replicate(self.mesh, *self._state.values())
     self._manager = stack.enter_context(
       checkpoints.Manager(workdir / "checkpoints", full_every=config.full_checkpoint_every)
     )
@@ -153,14 +152,13 @@ class Run:
     self.is_new = not chain
     hosts.from_main(lambda: runs.keep(self.serve, self._sha256, workdir, is_new=self.is_new))
     if chain:
-      latest = chain[-1]
-      hosts.say(f"{workdir}: resuming from step {latest}")
-      if latest > config.steps:
+      hosts.say(f"{workdir}: resuming from step {chain[-1]}")
+      if chain[-1] > config.steps:
         raise UserError(
-          f"{workdir} has taken {latest} steps, and config.steps is {config.steps}: a run can be "
-          "lengthened, not shortened"
+          f"{workdir} has taken {chain[-1]} steps, and config.steps is {config.steps}: a run can "
+          "be lengthened, not shortened"
         )
-      vars(self._progress).update(checkpoints.restore(self._manager, chain, state))
+      self._progress = self._manager.restore(chain, **self._state)
       self._progress.stopped = self._has_stalled()
       self._values = {name: list(values) for name, values in self._progress.logged.items()}
     hosts.from_main(lambda: runs.set_aside(workdir, self.asked))
@@ -171,20 +169,11 @@ class Run:
       for name in config.writers:
         writer = journal.WRITERS[name](workdir, runs.plain(config), self.step)
         self._writers = (*self._writers, stack.enter_context(contextlib.closing(writer)))
-      self._journal = Journal(
-        workdir,
-        step=self.step,
-        steps=config.steps,
-        batch_size=config.batch_size,
-        writers=self._writers,
-      )
-    stack.enter_context(self._journal)
+    self._journal = stack.enter_context(
+      contextlib.closing(journal.Journal(workdir, self.step, config, self._writers))
+    )
     self._saved_at, self._saved_step = time.perf_counter(), self.step
     self._began = self._saved_at - self._progress.seconds
-
-  @property
-  def _state(self) -> dict[str, Any]:
-    return {"model": self.model, "optimizer": self.optimizer}
 
   # --- between two steps --------------------------------------------------------------------------
 
@@ -201,12 +190,11 @@ class Run:
     """
     config, progress, notice = self.config, self._progress, self._notice
     every = lambda period: bool(period) and progress.step % period == 0
-    iterator = self._stack.enter_context(
+    self._iterator = self._stack.enter_context(
       contextlib.closing(iter(hosts.put_ahead(self.mesh, batches)))
     )
     if progress.data:
-      iterator.set_state(progress.data)
-    self._iterator = iterator
+      self._iterator.set_state(progress.data)
     if self.is_new:
       if self._statistics:
         hosts.say(f"data: {_shown(self._statistics)}")
@@ -220,17 +208,17 @@ class Run:
           self.save()
         raise Preempted
       progress.step += 1
-      last, self._is_counted = progress.step == config.steps, False
+      last = progress.step == config.steps
       self._writes = last or every(config.log_every)
       self.evaluates = last or every(config.eval_every)
       self._saves = self.evaluates or preempted or every(config.checkpoint_every)
       self._saves = self._saves or self._is_overdue()
-      batch = next(iterator) if self._pending is None else self._pending
+      batch = next(self._iterator) if self._pending is None else self._pending
       self._pending = None
       with self._profile.step(progress.step) as traced:
         yield batch
         traced.append(self._latest)
-      self._count()
+      self._journal.stepped()
       if self._saves:
         self.save()
       if preempted:
@@ -262,16 +250,15 @@ class Run:
     Raises:
       FloatingPointError: the loss is not finite.
     """
-    self._count()
     line = {name: value for name, value in values.items() if callable(value)}
     for name, value in values.items():
       if name not in line:
         self._values.setdefault(name, []).append(value)
         self._latest = value
     if self._writes:
-      means = {name: _mean(name, x, self.step) for name, x in self._values.items() if x}
       line = {name: float(f(self.step)) for name, f in line.items()}
-      self._journal.log_train(means | line | _reports(self.model))
+      means = {name: float(np.mean(x, dtype=np.float64)) for name, x in self._fetched().items()}
+      self._journal.log_train(self.step, means | line | _reports(self.model))
       self._values = {}
     if self.evaluates:
       self._journal.doing("evaluating")
@@ -283,12 +270,12 @@ class Run:
     """
     config, progress = self.config, self._progress
     scores = _named("valid", metrics)
-    self._journal.log_eval(scores)
+    self._journal.log_eval(self.step, scores)
     if not config.select:
       progress.scores = scores
       return
     check_select(config.select, scores)
-    score = _rank(config.select, scores)
+    score = scores[config.select] * (-1 if config.select.endswith("loss") else 1)
     if progress.best is None or score >= progress.best:
       progress.best, progress.best_step, progress.stale = score, progress.step, 0
       progress.scores = scores
@@ -307,23 +294,30 @@ class Run:
 
     Raises:
       RuntimeError: `peek` has returned the next batch, which a resumed run would skip.
+      FloatingPointError: the loss is not finite.
     """
     if self._pending is not None:
       raise RuntimeError("save after a step whose `peek` returned None, or do not call `peek`")
     progress = self._progress
-    progress.logged = {name: [float(x) for x in values] for name, values in self._values.items()}
+    progress.logged = self._fetched()
     progress.seconds = time.perf_counter() - self._began
-    progress.data = self._iterator.get_state() if hasattr(self, "_iterator") else {}
+    progress.data = self._iterator.get_state() if self._iterator is not None else {}
     self._journal.sync()
     self._journal.doing("saving")
-    checkpoints.save(self._manager, progress, self._state)
-    self._journal.restart_clock()
+    self._manager.save(progress, **self._state)
+    self._journal.restart_clock(progress.step)
     self._saved_at, self._saved_step = time.perf_counter(), progress.step
 
-  def _count(self) -> None:
-    if not self._is_counted:
-      self._is_counted = True
-      self._journal.stepped()
+  def _fetched(self) -> dict[str, list[float]]:
+    """Returns the values that were logged since the last line."""
+    fetched = {name: [float(x) for x in values] for name, values in self._values.items()}
+    for name, values in fetched.items():
+      if not np.isfinite(mean := float(np.mean(values))):
+        raise DivergedError(
+          f"the {name} is {mean} before step {self.step}: lower the learning rates, or clip the "
+          "gradients"
+        )
+    return fetched
 
   def _is_overdue(self) -> bool:
     """Returns whether `checkpoint_minutes` have passed since the last save.
@@ -346,17 +340,16 @@ class Run:
     """Returns the model as validation prefers it, or in its last state without `select`."""
     self._journal.close()
     self._notice.is_deferred = False
-    step = self.tested_step
+    step = self._tested_step
     hosts.say(f"testing the state of step {step}")
     if step != self.step:
       self._manager.wait()
       chain = hosts.from_main(lambda: checkpoints.of_step(self._manager.folder, step))
-      checkpoints.restore(self._manager, chain, self._state)
+      self._manager.restore(chain, **self._state)
     return self.model
 
   @property
-  def tested_step(self) -> int:
-    """The step of the state that `best` returns."""
+  def _tested_step(self) -> int:
     return self._progress.best_step if self.config.select else self.step
 
   def finish(self, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -373,7 +366,7 @@ class Run:
       "config": runs.plain(self.asked),
       "seed": self.config.seed,
       "steps": self.step,
-      "tested_step": self.tested_step,
+      "tested_step": self._tested_step,
       "seconds": self._progress.seconds,
       "metrics": self._progress.scores | tested,
       "baselines": {},
@@ -400,19 +393,6 @@ def check_select(select: str, metrics: Collection[str]) -> None:
     )
   if select and select not in metrics:
     raise UserError(f"config.select is {select!r}; the metrics are {sorted(metrics)}")
-
-
-def _rank(select: str, scores: Mapping[str, float]) -> float:
-  return -scores[select] if select.endswith("loss") else scores[select]
-
-
-def _mean(name: str, values: list[Any], step: int) -> float:
-  mean = float(np.mean([float(value) for value in values], dtype=np.float64))
-  if not np.isfinite(mean):
-    raise DivergedError(
-      f"the {name} is {mean} before step {step}: lower the learning rates, or clip the gradients"
-    )
-  return mean
 
 
 def _reports(model: nnx.Module) -> dict[str, float]:

@@ -83,6 +83,21 @@ DECIDED = ("batch_size", "steps", "eval_every", "log_every", "warmup_steps")
 LENGTH = ("steps", "epochs", "patience")
 
 
+_NUMBER = (int, float)
+_SCORES = {str: _NUMBER}
+# Schemas of result.json, and of a line of metrics.jsonl: see `arrays.check_schema`.
+RESULT = {
+  "recipe": str,
+  "config": {"select": str, "model?": str, "dataset?": str, "data_file?": str, "source?": str},
+  "seed": int, "steps": int, "tested_step": int, "seconds": _NUMBER,
+  "metrics": _SCORES, "baselines": {str: _SCORES},
+  "notes?": [str],
+  "data_sha256": {str: str},
+  "device": {"kind": str, "count": int, "host_cores": (int, None)},
+  "versions": {"jax": str, "flax": str, "sparse-embed": str},
+}  # fmt: skip
+LINE = {"step": int, str: _NUMBER}
+
 _WRITERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # their packages
 
 

@@ -64,29 +64,25 @@ def take(config, model: nnx.Module, serve: Path | None) -> None:
   """
   if config.init_parts not in (_ALL, _TABLES):
     raise UserError(f"config.init_parts is {config.init_parts!r}: choose {_ALL} or {_TABLES}")
-  other, lines = _Other(_workdir(config)), list[str]()
+  other = _Other(_workdir(config))
   rows = row_ids.read(serve) if serve is not None else {}
   tree = embed.checkpoint.to_tree(model=model)
-  own, dense = tree["model"], dict[str, Any]()
+  own = tree["model"]
   keys = _matches(own["tables"], other, config.init_rename)
+  hosts.say(f"starting from step {other.chain[-1]} of {other.workdir}: {len(keys)} tables")
   for key, old_key in keys.items():
-    own["tables"][key] = _table(own["tables"][key], other, key, old_key, rows, lines)
+    own["tables"][key] = _table(own["tables"][key], other, key, old_key, rows)
     own["state"] |= _admissions(own["state"], other, key, old_key)
-  lines += [f"table {_name(key)} is new" for key in own["tables"] if key not in keys]
+  for key in own["tables"]:
+    if key not in keys:
+      hosts.say(f"  table {_name(key)} is new")
   if config.init_parts == _ALL and other.reads_the_same(serve):
-    dense = _dense(model, own["state"], other, lines)
-    own["state"] |= dense
+    own["state"] |= _dense(model, own["state"], other)
   elif config.init_parts == _ALL:
-    lines.append(
-      "the features or their order differ from the other run's: no dense parameter is taken"
+    hosts.say(
+      "  the features or their order differ from the other run's: no dense parameter is taken"
     )
   embed.checkpoint.from_tree(tree, model=model)
-  hosts.say(
-    f"starting from step {other.chain[-1]} of {other.workdir}: {len(keys)} tables, {len(dense)} "
-    "dense parameters"
-  )
-  for line in lines:
-    hosts.say(f"  {line}")
 
 
 class _Other:
@@ -98,20 +94,16 @@ class _Other:
     state: the shapes of the dense arrays.
     tables: shapes by key and slot.
     rows: raw ids by table name, empty where the run keeps none.
-
-  Raises:
-    MissingFileError: the folder holds no run, or one without a checkpoint.
-    UserError: the checkpoint is damaged; names the file.
   """
 
   def __init__(self, workdir: Path):
     self.workdir, folder = workdir, workdir / "checkpoints"
 
     def choose() -> Sequence[int]:
-      if (result := runs.result(workdir)) is None:
+      result = runs.result(workdir)
+      if result is None or not checkpoints.steps(folder):
         return checkpoints.newest(folder)
-      step = result["tested_step"]
-      return checkpoints.of_step(folder, step) if (folder / str(step)).is_dir() else []
+      return checkpoints.of_step(folder, result["tested_step"])
 
     self.chain = hosts.from_main(choose)
     if not self.chain:
@@ -208,7 +200,6 @@ def _table(
   key: str,
   old_key: str,
   ids: Mapping[str, row_ids.RowIds],
-  lines: list[str],
 ) -> dict[str, jax.Array]:
   """Returns a table and its slots with the rows of the other run's, where there are any."""
   name, old = _name(key), other.tables[old_key]
@@ -236,17 +227,16 @@ def _table(
   slots = [slot for slot in own if slot in old and own[slot].shape[1:] == old[slot].shape[1:]]
   taken, missing = int((index >= 0).sum()), [slot for slot in own if slot not in slots]
   if taken < size:
-    lines.append(f"table {name}: {taken:,} of {size:,} rows, {size - taken:,} new")
+    hosts.say(f"  table {name}: {taken:,} of {size:,} rows, {size - taken:,} new")
   if old_size > taken:
-    lines.append(f"table {name}: {old_size - taken:,} rows of the other run have no counterpart")
+    hosts.say(f"  table {name}: {old_size - taken:,} rows of the other run have no counterpart")
   if missing:
-    lines.append(f"table {name}: slots {', '.join(missing)} are new")
-  shape = lambda slot, **kwargs: jax.ShapeDtypeStruct(dtype=own[slot].dtype, **kwargs)
+    hosts.say(f"  table {name}: slots {', '.join(missing)} are new")
   if size == old_size and (index == np.arange(size)).all():
-    like = {slot: shape(slot, shape=own[slot].shape, sharding=own[slot].sharding) for slot in slots}
+    like = {slot: _struct(own[slot]) for slot in slots}
     return {**own, **other.read("tables", {old_key: like})[old_key]}
   # Every process reads all rows, since any row may move to any device.
-  whole = {slot: shape(slot, shape=old[slot].shape) for slot in slots}
+  whole = {slot: jax.ShapeDtypeStruct(old[slot].shape, own[slot].dtype) for slot in slots}
   read = other.read("tables", {old_key: whole})[old_key]
   merge = lambda x, rows: jax.jit(_merged, out_shardings=x.sharding)(x, np.asarray(rows), index)
   return {**own, **{slot: merge(own[slot], read[slot]) for slot in slots}}
@@ -255,17 +245,22 @@ def _table(
 def _admissions(own: Arrays, other: _Other, key: str, old_key: str) -> dict[str, Any]:
   """Returns the counts of a dynamic vocabulary, which the use of its rows refers to."""
 
-  def names(key: str, arrays: Arrays) -> dict[str, str]:
+  def start(key: str) -> str:
     prefix, _, name = key.rpartition("/")
-    start = f"{prefix}/vocabularies/{name}/admissions/value/".removeprefix("/")
-    return {path.removeprefix(start): path for path in arrays if path.startswith(start)}
+    return f"{prefix}/vocabularies/{name}/admissions/value/".removeprefix("/")
 
-  mine, theirs = names(key, own), names(old_key, other.state)
-  parts = [part for part in ("step", "batch", "totals") if part in mine and part in theirs]
-  struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-  like = {theirs[part]: struct(own[mine[part]]) for part in parts}
+  names = {start(old_key) + part: start(key) + part for part in ("step", "batch", "totals")}
+  like = {
+    theirs: _struct(own[mine])
+    for theirs, mine in names.items()
+    if mine in own and theirs in other.state
+  }
   read = other.read("state", like) if like else {}
-  return {mine[part]: read[theirs[part]] for part in parts}
+  return {names[theirs]: x for theirs, x in read.items()}
+
+
+def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _merged(own: jax.Array, old: jax.Array, index: jax.Array) -> jax.Array:
@@ -274,7 +269,7 @@ def _merged(own: jax.Array, old: jax.Array, index: jax.Array) -> jax.Array:
   return jnp.where(is_taken, old[index], _on_device(own))
 
 
-def _dense(model: nnx.Module, own: Arrays, other: _Other, lines: list[str]) -> dict[str, Any]:
+def _dense(model: nnx.Module, own: Arrays, other: _Other) -> dict[str, Any]:
   """Returns the dense parameters that the other run has, of the same shape."""
   name_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
   leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, _KEPT))
@@ -282,10 +277,11 @@ def _dense(model: nnx.Module, own: Arrays, other: _Other, lines: list[str]) -> d
   for name in (name for path, _ in leaves if (name := name_of(path)) in own):
     x, shape = own[name], tuple(other.state[name].shape) if name in other.state else None
     if shape == x.shape:
-      like[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+      like[name] = _struct(x)
     else:
       there = "has none" if shape is None else f"has one of shape {shape}"
-      lines.append(f"{name}, of shape {x.shape}, is new: the other run {there}")
+      hosts.say(f"  {name}, of shape {x.shape}, is new: the other run {there}")
+  hosts.say(f"  {len(like)} dense parameters")
   return other.read("state", like) if like else {}
 
 

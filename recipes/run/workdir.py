@@ -8,7 +8,7 @@
     checkpoints/     the last two states and the best on validation: see `recipes.run.checkpoints`
     damaged_checkpoints/    those that could not be used when the run resumed
     serve/           transforms and raw ids of a table, which exports and later runs read
-    data.json        hashes of the data of a run without such a folder
+    data.json        hashes of the data, and of the transforms fitted on them
     split.parquet    which row of which file is in which split
     init/serve/      the transforms of the run that this one started from
     result.json      written when the state has been tested; `recipes.baselines` adds to it
@@ -19,6 +19,8 @@ Several processes share one workdir: the main one writes the files, all of them 
 """
 
 import contextlib
+import dataclasses
+import importlib
 import importlib.metadata
 import json
 import os
@@ -26,19 +28,23 @@ import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import filelock
 import jax
+from flax import nnx
+from ml_collections import ConfigDict
 
 import embed
 
-from .. import arrays, files, hosts, schemas
-from ..errors import UserError
+from .. import arrays, files, hosts
+from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import row_ids
 from . import checkpoints, settings
 
-DECIDED = "decided"
+RECIPES = ("dlrm", "two_tower", "sequence")
+_DECIDED = "decided"
 _LOCK, _SERVE, _INIT = "run.lock", "serve", "init"
 _REMOVE = ": remove it, and the same command writes it again"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "scikit-learn")
@@ -72,16 +78,12 @@ def plain(config) -> dict[str, Any]:
 
 
 def result(workdir: Path) -> dict[str, Any] | None:
-  """Returns the content of result.json, or None before it is written.
-
-  Raises:
-    DamagedFileError: it is not JSON, or lacks what every result has.
-  """
+  """Returns the content of result.json, or None before it is written."""
   path = workdir / "result.json"
-  return arrays.read_json(path, _REMOVE, schemas.RESULT) if os.path.lexists(path) else None
+  return arrays.read_json(path, _REMOVE, settings.RESULT) if os.path.lexists(path) else None
 
 
-def is_of(result: Mapping[str, Any], config) -> bool:
+def _is_of(result: Mapping[str, Any], config) -> bool:
   """Returns whether a result is of a run as long as configured."""
   stored, wanted = result["config"], plain(config)
   return all(stored.get(name) == wanted.get(name) for name in settings.LENGTH)
@@ -94,7 +96,7 @@ def set_aside(workdir: Path, config) -> None:
     UserError: another process has finished the run of this config since `finished`.
   """
   stale = result(workdir)
-  if stale is not None and is_of(stale, config):
+  if stale is not None and _is_of(stale, config):
     raise UserError(f"another process has finished {workdir}: the same command shows its result")
   if stale is not None:
     (workdir / "result.json").rename(workdir / f"result-{stale['steps']}.json")
@@ -132,7 +134,7 @@ def finished(config, workdir: str | Path) -> dict[str, Any] | None:
   def known() -> dict[str, Any] | None:
     _check_config(config, folder)
     ended = result(folder)
-    if ended is not None and is_of(ended, config):
+    if ended is not None and _is_of(ended, config):
       hosts.say(f"{workdir} holds a run that has ended. To train again, choose another --workdir.")
       return ended
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -155,7 +157,7 @@ def _check_config(config, workdir: Path) -> None:
   stored = arrays.read_json(path, _REMOVE, {})
   differing = [
     f"{name}: {old!r:.200} there, {new!r:.200} now"
-    for name in sorted((stored.keys() | wanted.keys()) - {*settings.MAY_CHANGE, DECIDED})
+    for name in sorted((stored.keys() | wanted.keys()) - {*settings.MAY_CHANGE, _DECIDED})
     for old, new in _differences(stored.get(name), wanted.get(name))
   ]
   if differing:
@@ -166,12 +168,14 @@ def _check_config(config, workdir: Path) -> None:
 
 
 def _differences(old: Any, new: Any) -> list[tuple[Any, Any]]:
-  """Returns the pairs of values that differ; of two groups of settings, the settings that do."""
+  """Returns the pair of values if they differ; of two groups of settings, the parts that do."""
+  if old == new:
+    return []
   if not isinstance(old, dict) or not isinstance(new, dict):
-    return [(old, new)] if old != new else []
+    return [(old, new)]
   differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
   part = lambda group: {name: group[name] for name in differ if name in group}
-  return [(part(old), part(new))] if differ else []
+  return [(part(old), part(new))]
 
 
 def _acquire(workdir: Path) -> filelock.BaseFileLock:
@@ -190,19 +194,16 @@ def held(asked, config, workdir: Path) -> Iterator[None]:
   Args:
     asked: the config of the run, as asked for.
     config: the same after the data have decided what it leaves open.
-    workdir: of the run.
-
-  Raises:
-    UserError: another process trains in the workdir, or it holds a run of another config.
+    workdir: of the run; errors are as of `finished`.
   """
-  locks, chosen, written = [], plain(config), plain(asked)
+  locks, chosen = [], plain(config)
   decided = {name: chosen[name] for name in settings.DECIDED if name in chosen}
 
   def begin() -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     locks.append(_acquire(workdir))
     _check_config(asked, workdir)  # a run may have begun, and ended, since `finished`
-    arrays.write_json(workdir / "config.json", written | {DECIDED: decided})
+    arrays.write_json(workdir / "config.json", plain(asked) | {_DECIDED: decided})
 
   try:
     hosts.from_main(begin)
@@ -223,11 +224,91 @@ def resumed(config, workdir: str | Path) -> Any:
   def stored() -> int:
     if config.get("batch_size") != 0 or not has_checkpoint(workdir):
       return 0
-    return arrays.read_json(workdir / "config.json", _REMOVE, {})[DECIDED]["batch_size"]
+    return arrays.read_json(workdir / "config.json", _REMOVE, {})[_DECIDED]["batch_size"]
 
   if batch_size := hosts.from_main(stored):
     config = settings.copied(config, batch_size=batch_size)
   return with_own_base(config, workdir)
+
+
+# --- a run that has ended -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """A run that has ended.
+
+  Attributes:
+    workdir: of the run.
+    config: its settings, with those that the data decided filled in.
+    result: the content of result.json.
+  """
+
+  workdir: Path
+  config: ConfigDict
+  result: dict[str, Any]
+
+  @property
+  def recipe(self) -> str:
+    return self.result["recipe"]
+
+  @property
+  def train(self) -> ModuleType:
+    """The `train` module of its recipe."""
+    return importlib.import_module(f"...{self.recipe}.train", __name__)
+
+  def load(self) -> Any:
+    """Returns the data that the run was trained on; UserError if they have changed."""
+    data = self.train.data_lib.load(with_own_base(self.config, self.workdir))
+    if dict(data.sha256) != self.result["data_sha256"]:
+      raise UserError(f"the data of {self.workdir} have changed since it was trained")
+    return data
+
+  def model(self, data: Any, mesh: jax.sharding.Mesh | None = None) -> nnx.Module:
+    """Returns the model in its tested state, on the devices of the mesh."""
+    config = self.train.decide(self.config, data, mesh)
+    model, _ = self.train.make_state(config, data, mesh)
+    hosts.replicate(mesh, model)
+    self.restore(model)
+    return model
+
+  def restore(self, model: nnx.Module) -> None:
+    """Loads the tested state into a model, on any devices."""
+    folder, step = self.workdir / "checkpoints", self.result["tested_step"]
+    path = folder / str(step)
+    if not path.is_dir():
+      raise MissingFileError(f"{path}, the tested state, is missing: train again")
+    chain = checkpoints.of_step(folder, step)
+    try:
+      checkpoints.restore(folder, chain, model=model)
+    except UserError as error:  # config.json is of another model
+      reason = str(error).partition("\n")[0]
+      raise DamagedFileError(f"{path} cannot be restored ({reason}): train again") from error
+
+
+def open_run(workdir: str | Path) -> Opened:
+  """Opens a run that has ended.
+
+  Raises:
+    UserError: there is none, or it has not ended.
+    DamagedFileError: its files are not what was written.
+  """
+  workdir = Path(workdir).resolve()
+  path = workdir / "config.json"
+  if not path.exists():
+    raise MissingFileError(f"{workdir} is no run: it has no config.json. Give a --workdir")
+  stored, ended = arrays.read_json(path, schema={}), result(workdir)
+  if ended is None:
+    raise UserError(f"{workdir} has no result.json: the run has not ended. Its command resumes it")
+  if ended["recipe"] not in RECIPES:
+    raise DamagedFileError(f"{workdir / 'result.json'} names no recipe: train again")
+  if not isinstance(decided := stored.pop(_DECIDED, None), dict):
+    raise DamagedFileError(f"{path} is damaged (it has no {_DECIDED!r}): train again")
+  try:
+    config = settings.completed(ended["recipe"], stored | decided)
+  except (UserError, AttributeError) as error:  # of values that no run has written
+    raise DamagedFileError(f"{path} is damaged ({error}): train again") from error
+  return Opened(workdir, config, ended)
 
 
 # --- what serving needs, so that a run depends on no cache and on no other run --------------------
@@ -240,31 +321,27 @@ def keep(serve: Path | None, data_sha256: dict[str, str], workdir: Path, *, is_n
     serve: the folder that was prepared with the data; None if there is none.
     data_sha256: hashes of the data by file.
     workdir: of the run.
-    is_new: whether the run has no checkpoint yet, so that an earlier copy is replaced.
-
-  Raises:
-    UserError: the data, or the transforms fitted on them, are not those that the run began with.
+    is_new: whether the run has no checkpoint yet, so that an earlier copy is replaced; else data
+      or transforms that are not those of the copy raise UserError.
   """
-  source, about = workdir / "data.json", data_sha256
+  path, about = workdir / "data.json", dict(data_sha256)
   if serve is not None:
-    source = workdir / _SERVE / "source.json"
-    about = {**data_sha256, "transforms": row_ids.digest(serve)}
+    about["transforms"] = row_ids.digest(serve)
   if not is_new:
-    if arrays.read_json(source, schema={}) != about:
+    if arrays.read_json(path, schema={}) != about:
       raise UserError(
         f"the data have changed since the run in {workdir} began: choose another --workdir"
       )
-  elif serve is None:
-    arrays.write_json(source, about)
-  else:
-    _copy(serve, source.parent, about)
+    return
+  if serve is not None:
+    _copy(serve, workdir / _SERVE)
     split = serve.parent / "split.parquet"
     if split.is_dir():  # of several files, prepared on a cluster
-      with files.replacing_folder(workdir / split.name) as partial:
-        files.copy_folder(split, partial)
+      _copy(split, workdir / split.name)
     elif split.exists():
       with split.open("rb") as rows, files.replacing(workdir / split.name) as file:
         shutil.copyfileobj(rows, file)
+  arrays.write_json(path, about)
 
 
 def keep_base(other: Path, workdir: Path) -> None:
@@ -272,7 +349,7 @@ def keep_base(other: Path, workdir: Path) -> None:
   source = files.latest(other / _SERVE)
   if source.is_dir():
     (workdir / _INIT).mkdir(parents=True, exist_ok=True)
-    _copy(source, workdir / _INIT / _SERVE, {})
+    _copy(source, workdir / _INIT / _SERVE)
 
 
 def with_own_base(config, workdir: Path) -> Any:
@@ -282,8 +359,6 @@ def with_own_base(config, workdir: Path) -> Any:
   return settings.copied(config, init_from=str(workdir / _INIT))
 
 
-def _copy(source: Path, target: Path, about: dict[str, str]) -> None:
+def _copy(source: Path, target: Path) -> None:
   with files.replacing_folder(target) as partial:
     files.copy_folder(source, partial)
-    if about:
-      arrays.write_json(partial / "source.json", about)

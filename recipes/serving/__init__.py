@@ -38,13 +38,10 @@ Values that training has not seen and missing ones are counted by column.
 Needs sparse-embed with its extra `serving`. The run, its data and its checkpoint are not read.
 """
 
-import zipfile
 from pathlib import Path
 
-from ..errors import DamagedFileError, UserError
-from .clicks import ClickModel, Scored
-from .folder import Served
-from .recommend import Recommended, Recommender
+from . import folder as folder_lib
+from .models import ClickModel, Recommended, Recommender, Scored
 
 __all__ = ["ClickModel", "Recommended", "Recommender", "Scored", "load"]
 
@@ -58,15 +55,5 @@ def load(folder: str | Path) -> ClickModel | Recommender:
   Raises:
     UserError: the folder is none, is damaged, or is of another version.
   """
-  served = Served.open(folder)
-  try:
-    model = ClickModel(served) if served.recipe == "dlrm" else Recommender(served)
-    served.check_unchanged()
-  except UserError:
-    raise
-  except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
-    reason = str(error).partition("\n")[0]
-    raise DamagedFileError(
-      f"{served.transforms} is damaged ({reason}): export the run again"
-    ) from error
-  return model
+  with folder_lib.opened(folder) as served:
+    return ClickModel(served) if served.about["recipe"] == "dlrm" else Recommender(served)

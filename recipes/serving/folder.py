@@ -1,17 +1,17 @@
 """The folder that `recipes.export` writes: its description, its program, and the arrays of both."""
 
+import contextlib
 import dataclasses
-import functools
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from .. import arrays, files, manifest, schemas
+from .. import arrays, files
 from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import spec
 from ..tables.formats import Format
@@ -21,7 +21,93 @@ FORMAT = 2  # 1: the program of dlrm returned probabilities, in float32
 NAME = "served.json"
 TRANSFORMS = "transforms"
 CANDIDATES = "candidates.npy"
-_SMALLEST = 16  # rows of the smallest batch: powers of two, since each size is compiled
+_SCHEMA = {
+  "format": int, "recipe": str, "step": int, "columns": {str: dict}, "text": dict, "ann": bool,
+  "exclude_seen": bool,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+  """An exported model, in memory.
+
+  Attributes:
+    transforms: the folder of transforms, users and items.
+    about: the content of served.json.
+    kinds: the declared columns of the training rows.
+    text_format: of the training rows, where they were text.
+    arrays: of the program, on the device.
+    program: the compiled `(arrays, inputs) -> array`.
+    candidates: the vectors of the items, float32 `[items, D]`, on the device; None of dlrm.
+  """
+
+  transforms: Path
+  about: Mapping[str, Any]
+  kinds: Mapping[str, spec.Kind]
+  text_format: Format
+  arrays: Mapping[str, jax.Array]
+  program: Callable[[Any, Any], jax.Array]
+  candidates: jax.Array | None
+
+  def run(self, inputs: Any) -> jax.Array:
+    """Runs the program on inputs of some rows; compiles it for each new number of them."""
+    return self.program(self.arrays, inputs)
+
+
+@contextlib.contextmanager
+def opened(folder: str | Path) -> Iterator[Served]:
+  """Yields an export, all files of which are as they were written until it is read.
+
+  Raises:
+    UserError: the folder is no export, or of another version; a file is missing, changed, or of
+      another export, and is named; or another export has replaced the folder meanwhile.
+  """
+  path = files.latest(Path(folder)) / NAME
+  if not os.path.lexists(path):
+    raise MissingFileError(_advice(path.parent))
+  try:
+    content = arrays.check_manifest(path.parent)
+    about = arrays.read_json(path, schema=_SCHEMA)
+  except UserError as error:
+    raise type(error)(f"{error}: export the run again") from error
+  if about.get("format") != FORMAT:
+    raise UserError(f"{path} is of another version of recipes: export the run again")
+  try:
+    yield _read(path.parent, about)
+  except UserError:
+    raise
+  except (OSError, TypeError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    raise DamagedFileError(
+      f"{path.parent} is damaged or being replaced ({reason}): export the run again"
+    ) from error
+  if arrays.read_manifest(path.parent) != content:
+    raise UserError(f"another export has replaced {path.parent} meanwhile: load it again")
+
+
+def _read(folder: Path, about: dict[str, Any]) -> Served:
+  text: dict[str, Any] = about["text"]
+  with np.load(folder / "arrays.npz") as file:
+    read = jax.device_put({name: file[name] for name in file.files})
+  candidates, name = None, about.get("candidates")
+  if name == CANDIDATES:
+    candidates = jax.device_put(np.load(folder / name))
+  elif name is not None:
+    candidates = float32(read[name])
+  stored = (folder / "program.bin").read_bytes()
+  try:
+    program = jax.export.deserialize(bytearray(stored))
+  except Exception as error:  # flatbuffers names no exceptions of its own
+    raise ValueError(f"program.bin: {error}") from error
+  return Served(
+    transforms=folder / TRANSFORMS,
+    about=about,
+    kinds=spec.parse(about["columns"]),
+    text_format=Format(**text),
+    arrays=read,
+    program=jax.jit(program.call),
+    candidates=candidates,
+  )
 
 
 def float32(rows: jax.Array) -> jax.Array:
@@ -35,111 +121,6 @@ def float32(rows: jax.Array) -> jax.Array:
   return rows.astype(np.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Served:
-  """An exported model.
-
-  Attributes:
-    folder: that holds it.
-    about: the content of served.json.
-    manifest: of its files when it was opened.
-  """
-
-  folder: Path
-  about: Mapping[str, Any]
-  manifest: Mapping[str, Any]
-
-  @classmethod
-  def open(cls, folder: str | Path) -> "Served":
-    """Opens a folder of `recipes.export`, all files of which are as they were written.
-
-    Raises:
-      UserError: it is none, or of another version; or a file is missing, changed, or of another
-        export, and is named.
-    """
-    path = files.latest(Path(folder)) / NAME
-    if not os.path.lexists(path):
-      raise MissingFileError(_advice(path.parent))
-    try:
-      content = manifest.check(path.parent)
-      about = arrays.read_json(path, schema=schemas.SERVED)
-    except UserError as error:
-      raise type(error)(f"{error}: export the run again") from error
-    if about.get("format") != FORMAT:
-      raise UserError(f"{path} is of another version of recipes: export the run again")
-    return cls(path.parent, about, content)
-
-  def check_unchanged(self) -> None:
-    """Raises UserError if another export has replaced the folder since it was opened."""
-    if manifest.read(self.folder) != self.manifest:
-      raise UserError(f"another export has replaced {self.folder} meanwhile: load it again")
-
-  @property
-  def recipe(self) -> str:
-    """The recipe that has trained the model."""
-    return self.about["recipe"]
-
-  @property
-  def transforms(self) -> Path:
-    """The folder of transforms, users and items."""
-    return self.folder / TRANSFORMS
-
-  @functools.cached_property
-  def kinds(self) -> dict[str, spec.Kind]:
-    """The declared columns of the training rows."""
-    return spec.parse(self.about["columns"])
-
-  @functools.cached_property
-  def text_format(self) -> Format:
-    """The format of the training rows, where they were text."""
-    values: dict[str, Any] = dict(self.about["text"])
-    values |= {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
-    return Format(**values)
-
-  @functools.cached_property
-  def arrays(self) -> dict[str, jax.Array]:
-    """The arrays of the program, on the device.
-
-    Raises:
-      UserError: the file is damaged or missing, or of another export.
-    """
-    path = self.folder / "arrays.npz"
-    try:
-      with np.load(path) as stored:
-        read = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-      raise _damaged(path, error) from error
-    self.check_unchanged()
-    return jax.device_put(read)
-
-  @functools.cached_property
-  def candidates(self) -> jax.Array:
-    """The vectors of the items, float32 `[items, D]`, on the device."""
-    name = self.about["candidates"]
-    if name != CANDIDATES:
-      return float32(self.arrays[name])
-    try:
-      candidates = np.load(self.folder / name)
-    except (OSError, ValueError, EOFError) as error:
-      raise _damaged(self.folder / name, error) from error
-    self.check_unchanged()
-    return jax.device_put(candidates)
-
-  @functools.cached_property
-  def _call(self) -> Any:
-    path = self.folder / "program.bin"
-    try:
-      program = jax.export.deserialize(bytearray(path.read_bytes()))
-    except Exception as error:  # flatbuffers names no exceptions of its own
-      raise _damaged(path, error) from error
-    self.check_unchanged()
-    return jax.jit(program.call)
-
-  def run(self, inputs: Any) -> jax.Array:
-    """Runs the program on inputs of as many rows as `batches` gives them."""
-    return self._call(self.arrays, inputs)
-
-
 def _advice(folder: Path) -> str:
   """Returns what to do with a folder that is no export."""
   exports = [*folder.glob(f"*/{NAME}"), *folder.glob(f"*/*/{NAME}")]  # also of `recipes.days`
@@ -150,22 +131,3 @@ def _advice(folder: Path) -> str:
   out = folder / "served" if is_run or (folder.is_dir() and any(folder.iterdir())) else folder
   command = f"python -m {PACKAGE}.export {folder if is_run else 'RUN'} --out={out}"
   return f"{folder} has no {NAME}: `{command}` writes {out}, which predictions take"
-
-
-def _damaged(path: Path, error: Exception) -> DamagedFileError:
-  reason = str(error).partition("\n")[0] or type(error).__name__
-  return DamagedFileError(f"{path} is missing or damaged ({reason}): export the run again")
-
-
-def batches(rows: int, largest: int) -> Iterator[tuple[slice, np.ndarray]]:
-  """Cuts rows into batches of few sizes.
-
-  Yields:
-    A range of rows, and the indices of a batch within the range, filled up by its last row.
-  """
-  for start in range(0, rows, largest):
-    count = min(largest, rows - start)
-    size = _SMALLEST
-    while size < count:
-      size *= 2
-    yield slice(start, start + count), np.minimum(np.arange(min(size, largest)), count - 1)

@@ -5,5 +5,5 @@ The config declares what the columns are (`spec`), and `settings` completes and 
 and split (`splitting`). A `store` keeps the rows until queries of it have fitted the transforms of
 values to ids and numbers (`fitting`). A recipe gets `clicks`, rows with a label, or `interactions`
 of users with items, whose features are `entities`. What serving needs is kept with the run. On a
-cluster (`spark`), clicks are written as `shards`, of which each training process reads its own.
+cluster (`spark`), clicks are written in shards, of which each training process reads its own.
 """

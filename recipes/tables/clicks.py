@@ -1,8 +1,7 @@
 """A table as clicks: labels, numbers and ids, in the columns that the dlrm recipe trains on."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import pyarrow as pa
 from .. import arrays, files
 from ..errors import UserError
 from . import entities, spec
-from .entities import Entities
-from .fitting import Fitted, fit
+from .encoding import Encoder
+from .fitting import fit
 from .rows import RowReader, split_file
 from .settings import SPLITS, Table, parsed, serve_folder
 from .source import Stage
-from .store import Store, way
+from .store import Store
 
 _SIDES = {"user": spec.User, "item": spec.Item}
 
@@ -41,7 +40,7 @@ class OneMachine:
     copy_rows(self._table, self._reader, self._store, self._folder)
     return self._store, self._reader.notes
 
-  def write(self, encoder: "Encoder", serve: Path, sizes: np.ndarray) -> dict[str, Any]:
+  def write(self, encoder: Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
     """Writes the columns; returns the hashes of the files, for the meta.
 
     Args:
@@ -177,7 +176,7 @@ def _counted(table: Table, store: Store, left_out: Sequence[str]) -> np.ndarray:
 
 
 def write_columns(
-  store: Store, weight: str | None, encoder: "Encoder", folder: Path, sizes: np.ndarray
+  store: Store, weight: str | None, encoder: Encoder, folder: Path, sizes: np.ndarray
 ) -> None:
   """Writes the columns of stored rows, those of a split together; `sizes` are rows by split."""
   total, width = int(sizes.sum()), sum(feature.columns for feature in encoder.features)
@@ -201,62 +200,6 @@ def write_columns(
       at[split] += count
 
 
-class Encoder:
-  """Turns rows into `dense` and `ids`: their own features, and those of their user and item.
-
-  Args:
-    fitted: the transforms of the rows' columns.
-    sides: users and items of tables of their own by the name of the column with their ids.
-
-  Attributes:
-    fitted, sides: the same.
-  """
-
-  def __init__(self, fitted: Fitted, sides: Mapping[str, Entities]):
-    self.fitted, self.sides = fitted, dict(sides)
-
-  @property
-  def features(self):
-    """The categorical features, in the order of their columns in `ids`."""
-    return tuple(feature for fitted in self.all_fitted for feature in fitted.features)
-
-  @property
-  def dense_names(self) -> tuple[str, ...]:
-    """The names of the columns of `dense`."""
-    return tuple(name for fitted in self.all_fitted for name in fitted.dense_names)
-
-  @property
-  def all_fitted(self) -> tuple[Fitted, ...]:
-    """The transforms of the rows' columns, of users and of items."""
-    return (self.fitted, *(side.fitted for side in self.sides.values()))
-
-  def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
-    """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`."""
-    ids = [self.fitted.ids(values, feature.name) for feature in self.fitted.features]
-    dense = [self.fitted.dense(values, rows)]
-    for name, side in self.sides.items():
-      of_side, numbers = side.of_rows(side.codes.find(values[name]))
-      ids += [of_side[feature.name] for feature in side.features]
-      dense.append(numbers)
-    wide = [block.reshape(rows, math.prod(block.shape[1:])) for block in ids]
-    empty = np.empty((rows, 0), np.int32)
-    return {"dense": np.concatenate(dense, axis=1), "ids": np.concatenate([empty, *wide], axis=1)}
-
-  def save(self, folder: Path) -> None:
-    """Writes the transforms and the tables of users and items, for `load`."""
-    self.fitted.save(folder, "columns")
-    for number, side in enumerate(self.sides.values()):
-      side.save(folder, f"side_{number}")
-    arrays.write_json(folder / "sides.json", list(self.sides))
-
-  @classmethod
-  def load(cls, folder: Path) -> "Encoder":
-    """Returns what `save` has written."""
-    names = arrays.read_json(folder / "sides.json")
-    sides = {name: Entities.load(folder, f"side_{n}") for n, name in enumerate(names)}
-    return cls(Fitted.load(folder, "columns"), sides)
-
-
 def _check_names(table: Table) -> None:
   """Raises UserError where a name is declared twice, or an item column holds several items."""
   declared = set(table.kinds)
@@ -268,7 +211,7 @@ def _check_names(table: Table) -> None:
   of_sides = {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
   spec.check_between({"config": table.kinds} | of_sides)
   item = table.name_of(spec.Item)
-  if item and way(table.kinds[item]) != "text":
+  if item and table.kinds[item].read_as != "text":
     raise UserError(f"column {item!r} holds several items, and dlrm takes one a row: make it a bag")
 
 

@@ -1,47 +1,21 @@
-"""Users or items: their raw ids, their features, and the titles of items."""
+"""Users or items of a table: reads them, and fits the transforms of their features."""
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from .. import files
 from ..errors import UserError
-from ..training.features import Feature
 from . import spec
-from .fitting import Fitted, fit
+from .encoding import Codes, Entities, Fitted
+from .fitting import fit
 from .rows import open_source
 from .settings import Source
 from .source import Stage
 from .store import Store
-from .values import bits, indices_of, spelled, spelling_of
-
-
-class Codes:
-  """Finds the numbers of texts.
-
-  Args:
-    texts: in the order of their numbers, each once.
-  """
-
-  def __init__(self, texts: Iterable[str]):
-    self.texts = list(texts)
-    self._codes = {text: code for code, text in enumerate(self.texts)}
-    self._spelling = "whole" if spelling_of(pa.array(self.texts, pa.string())) else ""
-
-  def find(self, texts: pa.Array) -> np.ndarray:
-    """Returns the numbers of texts, int32 `[N]`; -1 for null and unknown ones.
-
-    An id with ".0" is the one without where no text has the ending.
-    """
-    encoded = spelled(texts.dictionary_encode(), self._spelling)
-    codes = [self._codes.get(text, -1) for text in encoded.dictionary.to_pylist()]
-    return np.array([*codes, -1], np.int32)[indices_of(encoded)]
+from .values import bits, spelled, spelling_of
 
 
 def one_spelling(texts: pa.Array) -> pa.Array:
@@ -54,70 +28,6 @@ def one_spelling(texts: pa.Array) -> pa.Array:
   if len(one.unique()) < len(texts.unique()):
     raise UserError("two ids differ only in the zeros behind their points: write them in one way")
   return one
-
-
-@dataclasses.dataclass(frozen=True)
-class Entities:
-  """Users or items by number.
-
-  Attributes:
-    texts: raw ids.
-    fitted: the transforms of the features.
-    ids: of each feature, int32 `[entities]` or, of bags, `[entities, valency]`.
-    dense: the numbers, float32 `[entities, K]`.
-    titles: texts to show, None where no title is declared.
-  """
-
-  texts: list[str]
-  fitted: Fitted
-  ids: Mapping[str, np.ndarray]
-  dense: np.ndarray
-  titles: list[str | None] | None = None
-
-  @property
-  def features(self) -> tuple[Feature, ...]:
-    """The categorical features."""
-    return self.fitted.features
-
-  @functools.cached_property
-  def codes(self) -> Codes:
-    """Finds the numbers of raw ids."""
-    return Codes(self.texts)
-
-  def of_rows(self, at: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns the features' ids and the numbers of entities by number, of -1 as if missing."""
-    known = at >= 0
-    pick = lambda x: np.where(known.reshape(-1, *[1] * (x.ndim - 1)), x[at], -1).astype(np.int32)
-    none = {name: np.array([np.nan]) for name in self.fitted.numbers}
-    dense = np.where(known[:, None], self.dense[at], self.fitted.dense(none, 1))
-    return {name: pick(ids) for name, ids in self.ids.items()}, dense.astype(np.float32)
-
-  def numbered(self, texts: list[str]) -> "Entities":
-    """Returns the entities of these raw ids in their order; unknown ones have no features."""
-    at = self.codes.find(pa.array(texts, pa.string()))
-    titles = self.titles and [self.titles[i] if i >= 0 else None for i in at]
-    return Entities(texts, self.fitted, *self.of_rows(at), titles)
-
-  def save(self, folder: Path, name: str) -> None:
-    """Writes the raw ids and titles to `<name>.parquet`, and the transforms beside them."""
-    columns = {"id": pa.array(self.texts, pa.large_string())}
-    if self.titles is not None:
-      columns["title"] = pa.array(self.titles, pa.large_string())
-    pq.write_table(pa.table(columns), folder / f"{name}.parquet")
-    self.fitted.save(folder, f"{name}_features")
-    with files.replacing(folder / f"{name}_features.npz") as file:
-      stored: dict[str, Any] = {f"ids/{key}": ids for key, ids in self.ids.items()}
-      np.savez(file, dense=self.dense, **stored)
-
-  @classmethod
-  def load(cls, folder: Path, name: str) -> "Entities":
-    """Returns what `save` has written."""
-    columns = pq.read_table(folder / f"{name}.parquet").to_pydict()
-    with np.load(folder / f"{name}_features.npz") as stored:
-      ids = {key.removeprefix("ids/"): stored[key] for key in stored.files if key != "dense"}
-      dense = stored["dense"]
-    fitted = Fitted.load(folder, f"{name}_features")
-    return cls(columns["id"], fitted, ids, dense, columns.get("title"))
 
 
 def encoded(
@@ -207,7 +117,7 @@ def read(
       f"no {side} of the training rows is in column {source.key!r} of {file}: rows have {side}s "
       f"like {wanted[0].as_py()!r}, the table has {side}s like {codes.texts[0]!r}"
     )
-  notes, unknown = list(reader.skipped), np.flatnonzero(at < 0)
+  notes, unknown = reader.ledger.lines(), np.flatnonzero(at < 0)
   if unknown.size:
     notes.append(
       f"{unknown.size:,} of {len(wanted):,} {side}s of the training rows are not in config.{side}_"

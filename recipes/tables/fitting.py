@@ -1,33 +1,24 @@
-"""Columns to ids and numbers: what is fitted on the training rows, and what it does to any rows."""
+"""Fits the transforms of columns to ids and numbers on the training rows."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-import embed
-from embed import transforms
 from embed.transforms import hashing
 
-from .. import arrays
 from ..errors import UserError
-from ..training.features import Feature
 from . import spec
+from .encoding import Fitted, extracted, vocabulary_of
 from .source import literal
 from .store import Store
-from .values import FLAGS, WHOLE, bits, indices_of, spelled, spelling
+from .values import FLAGS, WHOLE, spelling
 
-Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
 _SAMPLE = 1 << 16  # rows that quantiles are taken of
 _DIGITS = 10  # of means and deviations
 _LONGEST = 64  # of a bag whose length is taken from the training rows
-_FEW_KNOWN = 16  # known values for each one that is looked up
 _FEW = 100  # values, below which each has a row of its own
 _DRAWN, _DRAWN_SEED = 0.1, 20  # the share of values of one row that count as unknown
 _SPELLED = {
@@ -38,8 +29,8 @@ _SPELLED = {
 
 
 def fit(
-  store: Store, kinds: Mapping[str, spec.Kind], base: "Fitted | None" = None
-) -> tuple["Fitted", list[str]]:
+  store: Store, kinds: Mapping[str, spec.Kind], base: Fitted | None = None
+) -> tuple[Fitted, list[str]]:
   """Returns the transforms of the rows with `split` 0, and lines about values that are not used.
 
   Args:
@@ -59,19 +50,35 @@ def fit(
 class _Fit:
   """Queries the statistics of training rows, and makes the transforms of them."""
 
-  def __init__(self, store: Store, kinds: Mapping[str, spec.Kind], base: "Fitted"):
+  def __init__(self, store: Store, kinds: Mapping[str, spec.Kind], base: Fitted):
     self._store, self._kinds, self._base = store, kinds, base
     self._growing = {name for name, kind in kinds.items() if base.kinds.get(name) == kind}
     self.notes: list[str] = []
 
-  def fitted(self) -> "Fitted":
-    (self._rows,) = self._one("count(*)", "rows")
-    numbers = {n: self._number(n, k) for n, k in self._kinds.items() if isinstance(k, spec.Number)}
+  def fitted(self) -> Fitted:
     categories = {n: k for n, k in self._kinds.items() if isinstance(k, spec.Category)}
-    widths = {n: self._width(n, k) for n, k in categories.items() if isinstance(k, spec.Bag)}
+    bags = {n: k for n, k in categories.items() if isinstance(k, spec.Bag)}
+    numbers = {n: k for n, k in self._kinds.items() if isinstance(k, spec.Number)}
+    new = {name: kind for name, kind in numbers.items() if name not in self._growing}
+    columns, of_number = self._store.columns, {}
+    for name, kind in new.items():
+      raw = columns[name]
+      x = f"sign({raw}) * ln(1 + abs({raw}))" if kind.log and not kind.buckets else raw
+      of_number[name] = f"count({x}), avg({x}), stddev_pop({x})"
+    longest = [f"max({self._store.LENGTH}({columns[name]}))" for name in bags]
+    what = ", ".join(["count(*)", *of_number.values(), *longest])  # one query of all columns
+    answer = self._store.query(f"SELECT {what} FROM {self._store.scan} WHERE split = 0")
+    self._rows, *found = (column[0].as_py() for column in answer.columns)
+    made = {
+      name: self._base.numbers[name]
+      if name in self._growing
+      else self._number(name, kind, *(found.pop(0) for _ in range(3)))
+      for name, kind in numbers.items()
+    }
+    widths = {name: self._width(name, kind, found.pop(0)) for name, kind in bags.items()}
     tables: dict[str, list[str]] = {}
     for name, kind in categories.items():
-      tables.setdefault(_table_of(name, kind) or name, []).append(name)
+      tables.setdefault(vocabulary_of(name, kind) or name, []).append(name)
     vocabularies, spellings = dict[str, tuple[str, ...]](), dict[str, str]()
     for table, names in tables.items():
       values, of_names = self._values(names, categories[names[0]])
@@ -79,29 +86,22 @@ class _Fit:
       if values is not None:
         vocabularies[table] = values
     in_order = {name: spellings[name] for name in categories}
-    return Fitted(self._kinds, vocabularies, numbers, widths, in_order)
-
-  def _one(self, what: str, relation: str) -> tuple[Any, ...]:
-    rows = f"WITH rows AS (SELECT * FROM {self._store.scan} WHERE split = 0)"
-    row = self._store.query(f"{rows} SELECT {what} FROM {relation}")
-    return tuple(column[0].as_py() for column in row.columns)
+    return Fitted(self._kinds, vocabularies, made, widths, in_order)
 
   def _empty(self, name: str) -> UserError:
     return UserError(f"column {name!r} has no value in the {self._rows:,} training rows: remove it")
 
-  def _number(self, name: str, kind: spec.Number) -> Mapping[str, Any]:
-    if name in self._growing:
-      return self._base.numbers[name]
-    raw = self._store.columns[name]
-    x = f"sign({raw}) * ln(1 + abs({raw}))" if kind.log and not kind.buckets else raw
-    count, *moments = self._one(f"count({x}), avg({x}), stddev_pop({x})", "rows")
+  def _number(
+    self, name: str, kind: spec.Number, count: int, *moments: float | None
+  ) -> Mapping[str, Any]:
     if not count:
       raise self._empty(name)
     # The last digits depend on the order of the sum, which threads and engines choose.
     mean, deviation = (float(f"{moment:.{_DIGITS}g}") for moment in moments)
     boundaries = kind.buckets if isinstance(kind.buckets, tuple) else ()
     if isinstance(kind.buckets, int) and kind.buckets:
-      step, shares = -(-len(self._store) // _SAMPLE), np.arange(1, kind.buckets) / kind.buckets
+      raw, step = self._store.columns[name], -(-len(self._store) // _SAMPLE)
+      shares = np.arange(1, kind.buckets) / kind.buckets
       sample = self._store.query(
         f"SELECT {raw} FROM {self._store.scan} WHERE split = 0 AND {raw} IS NOT NULL "
         f"AND file_row_number % {step} = 0"
@@ -117,8 +117,7 @@ class _Fit:
     # `fill` is what a missing value is.
     return {"mean": 0.0, "deviation": 1.0, "fill": mean, "boundaries": boundaries} | scale
 
-  def _width(self, name: str, kind: spec.Bag) -> int:
-    (longest,) = self._one(f"max({self._store.LENGTH}({self._store.columns[name]}))", "rows")
+  def _width(self, name: str, kind: spec.Bag, longest: int | None) -> int:
     longest = max(longest or 0, self._base.widths.get(name, 1))
     width = kind.max_length or min(longest, _LONGEST)
     if longest > width:
@@ -137,16 +136,14 @@ class _Fit:
       f"SELECT part, bool_or({whole}), bool_or(NOT ({whole})), bool_and(lower(value) IN ({flags})) "
       f"FROM {counts} GROUP BY part"
     ).fetchall()
-    known = self._base.vocabulary(names[0]) if names[0] in self._growing else ()
-    if not found and names[0] not in self._growing:
+    is_growing = names[0] in self._growing
+    if not found and not is_growing:
       raise self._empty(names[0])
     # Columns of one table are spelled alike.
     alike = {spelling(*each[1:]) for each in found}
     common = alike.pop() if len(alike) == 1 else "" if found else "whole"
-    if isinstance(kind, spec.Category) and kind.size:
-      common = "whole"
+    common = "whole" if kind.size else common
     spellings = {n: self._base.spellings[n] if n in self._growing else common for n in names}
-    is_respelled = any(each[1] for each in found) or "flag" in spellings.values()
     if kind.size:
       is_id = rf"regexp_full_match({_SPELLED['whole']}, '\d{{1,18}}')"
       small = f"TRY_CAST({_SPELLED['whole']} AS BIGINT) < {kind.size}"
@@ -155,12 +152,11 @@ class _Fit:
       ).fetchone()
       note = f"{wrong:,} values of column {names[0]!r} are no ids from 0 to its size"
       self.notes += [f"{note}, and have no vector"] * bool(wrong)
-    if _table_of(names[0], kind) is None:
+    if vocabulary_of(names[0], kind) is None:
       return None, spellings
-    by_part = "".join(
-      f"WHEN {part} THEN {_SPELLED[spellings[name]]} " for part, name in enumerate(names)
-    )
-    value = f"CASE part {by_part}END" if is_respelled else "value"
+    value, by_part = "value", enumerate(_SPELLED[spellings[name]] for name in names)
+    if any(each[1] for each in found) or "flag" in spellings.values():
+      value = f"CASE part {' '.join(f'WHEN {part} THEN {how}' for part, how in by_part)} END"
     kept = engine.execute(
       f"SELECT {value} AS value, sum(n)::BIGINT AS count FROM {counts} GROUP BY 1 "
       f"HAVING count >= {kind.min_count} ORDER BY count DESC, value"
@@ -169,6 +165,7 @@ class _Fit:
       # The rows for unknown values learn from rare ones that are drawn into them.
       hashed = hashing.hashes(np.array(kept["value"].to_pylist(), object), _DRAWN_SEED) / 2.0**64
       kept = kept.filter(pa.array((hashed >= _DRAWN) | (kept["count"].to_numpy() > 1)))
+    known = self._base.vocabulary(names[0]) if is_growing else ()
     values = tuple(dict.fromkeys([*known, *kept["value"].to_pylist()]))
     if not values and not kind.oov:
       raise UserError(
@@ -186,287 +183,20 @@ class _Fit:
       scan = f"{self._store.scan} WHERE split = 0"
       parts.append(f"SELECT {part} AS part, {value} AS value FROM {scan}")
     union = f"(SELECT * FROM ({' UNION ALL '.join(parts)}) WHERE value IS NOT NULL)"
-    patterns = {name: getattr(self._kinds[name], "pattern", "") for name in names}
+    patterns = [getattr(self._kinds[name], "pattern", "") for name in names]
     # Perhaps there are as many values as rows.
-    is_unlisted = kind.hash or kind.is_dynamic
-    if is_unlisted and self._store.IS_LOCAL and not any(patterns.values()):
+    if (kind.hash or kind.is_dynamic) and self._store.IS_LOCAL and not any(patterns):
       return f"(SELECT *, 1 AS n FROM {union})"
     counts = self._store.table(
       "counts", f"SELECT part, value, count(*) AS n FROM {union} GROUP BY part, value"
     )
-    if any(patterns.values()):
-      counted = engine.execute(f"FROM {counts} ORDER BY part").to_arrow_table()
-      texts = [
-        extracted(counted.filter(pc.equal(counted["part"], part))["value"].combine_chunks(), each)
-        for part, each in enumerate(patterns.values())
-      ]
-      cut = pa.table(
-        [counted["part"], pa.chunked_array(texts), counted["n"]], ["part", "value", "n"]
-      )
-      engine.register("cut", cut)
-      return "(SELECT part, value, sum(n) AS n FROM cut WHERE value IS NOT NULL GROUP BY ALL)"
-    return counts
-
-
-def logarithm(numbers: np.ndarray) -> np.ndarray:
-  """Returns `sign(x) * log(1 + |x|)`."""
-  return np.sign(numbers) * np.log1p(np.abs(numbers))
-
-
-def flat_texts(values: Any, kind: spec.Kind) -> pa.Array:
-  """Returns the texts of a category or bag, one after the other, as its pattern cuts them."""
-  flat = values.flatten() if isinstance(kind, spec.Bag) else values
-  return extracted(flat, getattr(kind, "pattern", ""))
-
-
-def extracted(texts: pa.Array, pattern: str) -> pa.Array:
-  """Returns the group of a pattern in each text, null where it does not match."""
-  if not pattern:
-    return texts
-  search, encoded = re.compile(pattern).search, texts.dictionary_encode()
-  matches = [search(text or "") for text in encoded.dictionary.to_pylist()]
-  groups = [match.group(1) or None if match else None for match in matches]
-  return pa.array(groups, pa.string()).take(encoded.indices)
-
-
-def _table_of(name: str, kind: spec.Kind) -> str | None:
-  """Returns the name of the vocabulary of a column; None of a column without."""
-  if not isinstance(kind, spec.Category) or kind.hash or kind.size or kind.is_dynamic:
-    return None
-  return kind.table or name
-
-
-def _policy(kind: Any) -> dict[str, Any]:
-  if not getattr(kind, "is_dynamic", False):
-    return {}
-  return {"eviction": kind.eviction, "half_life": kind.half_life}
-
-
-class Fitted:
-  """The transforms of declared columns: values to ids and numbers, the same in every process.
-
-  Args:
-    kinds: the declared features by name.
-    vocabularies: the values of each table that has a vocabulary, the first being id 0.
-    numbers: mean, deviation, what a missing value is, and boundaries of numbers by name.
-    widths: the most values used of each bag by name.
-    spellings: of categories by name; see `values.spelling`.
-  """
-
-  def __init__(
-    self,
-    kinds: Mapping[str, spec.Kind],
-    vocabularies: Mapping[str, tuple[str, ...]],
-    numbers: Mapping[str, Mapping[str, Any]],
-    widths: Mapping[str, int],
-    spellings: Mapping[str, str],
-  ):
-    self.kinds, self.vocabularies = dict(kinds), dict(vocabularies)
-    self.numbers = {name: dict(each) for name, each in numbers.items()}
-    self.widths, self.spellings = dict(widths), dict(spellings)
-    self._values = {table: pa.array(each, pa.string()) for table, each in vocabularies.items()}
-    self._last: dict[str, tuple[pa.Array, np.ndarray]] = {}  # ids of a dictionary's values
-    columns = {name: self._column(name, kind) for name, kind in self.kinds.items()}
-    self._columns = {name: column for name, column in columns.items() if column is not None}
-
-  def _column(self, name: str, kind: Any) -> Any:
-    """Returns the transform of a feature to ids; None of a number that is used as it is."""
-    if isinstance(kind, spec.Number):
-      boundaries = self.numbers[name]["boundaries"]
-      return transforms.Bucketized(boundaries, default_value=-1) if boundaries else None
-    if isinstance(kind, spec.Cross) or kind.hash:
-      return transforms.HashBucket(kind.buckets if isinstance(kind, spec.Cross) else kind.hash)
-    if kind.size:
-      return transforms.Identity(kind.size, default_value=-1)
-    if kind.is_dynamic:
-      return transforms.RawIds()
-    values = self.vocabularies[kind.table or name]
-    if not values:
-      return transforms.HashBucket(kind.oov)
-    return transforms.Vocabulary(
-      values, **({"num_oov_buckets": kind.oov} if kind.oov else {"default_value": -1})
-    )
-
-  @property
-  def features(self) -> tuple[Feature, ...]:
-    """The categorical features, in the order of the declaration."""
-    kinds: dict[str, Any] = self.kinds
-    return tuple(
-      Feature(
-        name,
-        getattr(kinds[name], "capacity", 0) or column.vocabulary_size,
-        valency=self.widths.get(name, 1),
-        combiner=getattr(kinds[name], "combiner", "mean"),
-        table=getattr(kinds[name], "table", ""),
-        dim=kinds[name].dim,
-        optimizer=kinds[name].optimizer,
-        **_policy(kinds[name]),
-      )
-      for name, column in self._columns.items()
-    )
-
-  def vocabulary(self, name: str) -> tuple[str, ...]:
-    """Returns the values of the first rows of a feature's table; none if it has no vocabulary."""
-    return self.vocabularies.get(_table_of(name, self.kinds[name]) or "", ())
-
-  def rest_of_rows(self, name: str) -> str:
-    """Returns what the rows after the vocabulary depend on, as in "hash 1000"."""
-    kind: Any = self.kinds[name]
-    if isinstance(kind, spec.Number):
-      return f"buckets {self._columns[name].boundaries}"
-    if isinstance(kind, spec.Cross):
-      return f"hash {kind.buckets} of {', '.join(kind.columns)}"
-    if kind.is_dynamic:
-      return f"dynamic {kind.capacity}"
-    return "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
-
-  @property
-  def _dense(self) -> list[tuple[str, spec.Number]]:
-    numbers = [(n, k) for n, k in self.kinds.items() if isinstance(k, spec.Number)]
-    return [(name, kind) for name, kind in numbers if name not in self._columns]
-
-  @property
-  def dense_names(self) -> tuple[str, ...]:
-    """The names of the columns of `dense`."""
-    names = [(n, f"{n} is missing")[: 1 + (k.missing == "indicator")] for n, k in self._dense]
-    return tuple(name for each in names for name in each)
-
-  def dense(self, values: Values, rows: int) -> np.ndarray:
-    """Returns the numbers float32 `[rows, K]`, standardized as declared."""
-    dense, place = np.empty((rows, len(self.dense_names)), np.float32), 0
-    for name, kind in self._dense:
-      numbers, about = values[name], self.numbers[name]
-      numbers = logarithm(numbers) if kind.log else numbers
-      missing = np.isnan(numbers)
-      filled = np.where(missing, about["fill"], numbers)
-      dense[:, place] = (filled - about["mean"]) / about["deviation"]
-      place += 1
-      if kind.missing == "indicator":
-        dense[:, place] = missing
-        place += 1
-    return dense
-
-  def ids(self, values: Values, name: str) -> np.ndarray:
-    """Returns a feature's ids, int32 `[N]`, or of a bag `[N, valency]`; -1 is no value.
-
-    Of a dynamic vocabulary the halves of raw ids, int32 `[..., 2]`.
-    """
-    kind, column = self.kinds[name], self._columns[name]
-    if isinstance(kind, spec.Number):
-      return column.ids(values[name])
-    if isinstance(kind, spec.Cross):
-      return self._crossed(kind, column, values)
-    ids = self._of_texts(name, flat_texts(values[name], kind))
-    if not isinstance(kind, spec.Bag):
-      return ids
-    lengths = pc.list_value_length(values[name]).fill_null(0).to_numpy(zero_copy_only=False)
-    return _padded(ids, lengths.astype(np.int64), self.widths[name], last=kind.last)
-
-  def _of_texts(self, name: str, texts: pa.Array) -> np.ndarray:
-    """Returns the ids of a category's texts, int32 `[N]`, or halves `[N, 2]`; -1 for null."""
-    encoded = texts.dictionary_encode()
-    distinct, ids = self._last.get(name, (None, None))
-    # Neighbouring batches of a file have one dictionary.
-    if distinct is None or not encoded.dictionary.equals(distinct):
-      distinct = encoded.dictionary
-      ids = self._of_distinct(name, spelled(distinct, self.spellings[name]))
-      self._last[name] = (distinct, ids)
-    assert ids is not None
-    return _with_none(ids)[indices_of(encoded)]
-
-  def _of_distinct(self, name: str, texts: pa.Array) -> np.ndarray:
-    """Returns the ids of texts that are in one spelling, int32 `[N]`, or halves `[N, 2]`."""
-    kind: Any = self.kinds[name]
-    column, known = self._columns[name], self._values.get(_table_of(name, kind) or "")
-    if kind.is_dynamic:
-      return embed.raw_ids(column.ids(_keys(texts))).view(np.int32)
-    # Arrow hashes all known values at every call; a transform has a dict of them.
-    if known is None or len(known) > _FEW_KNOWN * len(texts):
-      return _ids_of_texts(column, texts, whole=bool(kind.size))
-    ids = pc.fill_null(pc.index_in(texts, known), -1).to_numpy(zero_copy_only=False).copy()
-    unknown = (ids < 0) & bits(texts.is_valid())
-    if kind.oov > 1:
-      ids[unknown] = _ids_of_texts(column, texts.filter(pa.array(unknown)))
-    elif kind.oov:
-      ids[unknown] = len(known)
-    return ids
-
-  def _crossed(self, kind: spec.Cross, column: Any, values: Values) -> np.ndarray:
-    parts = []
-    for name in kind.columns:
-      if isinstance(self.kinds[name], spec.Number):
-        ids = self.ids(values, name)
-        texts = pa.array(ids, mask=ids < 0).cast(pa.string())
-      else:
-        texts = spelled(flat_texts(values[name], self.kinds[name]), self.spellings[name])
-        texts = texts.dictionary_decode() if isinstance(texts, pa.DictionaryArray) else texts
-      parts.append(texts)
-    # Null where a part is missing.
-    return _ids_of_texts(column, pc.binary_join_element_wise(*parts, "\x1f"))
-
-  def merged(self, other: "Fitted") -> "Fitted":
-    """Returns the transforms of both; no name is in both."""
-    names = ("kinds", "vocabularies", "numbers", "widths", "spellings")
-    return Fitted(*(getattr(self, name) | getattr(other, name) for name in names))
-
-  def save(self, folder: Path, name: str) -> None:
-    """Writes `<name>.json` and `<name>.parquet`, the vocabularies."""
-    tables = [table for table, values in self.vocabularies.items() for _ in values]
-    values = [value for values in self.vocabularies.values() for value in values]
-    columns = {"table": pa.array(tables, pa.string()), "value": pa.array(values, pa.large_string())}
-    pq.write_table(pa.table(columns), folder / f"{name}.parquet")
-    about = {"kinds": spec.as_dicts(self.kinds), "tables": list(self.vocabularies)}
-    about |= {"numbers": self.numbers, "widths": self.widths, "spellings": self.spellings}
-    arrays.write_json(folder / f"{name}.json", about)
-
-  @classmethod
-  def load(cls, folder: Path, name: str) -> "Fitted":
-    """Returns what `save` has written."""
-    about = json.loads((folder / f"{name}.json").read_text())
-    table = pq.read_table(folder / f"{name}.parquet")
-    vocabularies = {
-      key: tuple(table.filter(pc.equal(table["table"], key))["value"].to_pylist())
-      for key in about["tables"]
-    }
-    fitted = (about[each] for each in ("numbers", "widths", "spellings"))
-    return cls(spec.parse(about["kinds"]), vocabularies, *fitted)
-
-
-def _ids_of_texts(column: Any, texts: pa.Array, *, whole: bool = False) -> np.ndarray:
-  """Returns the ids of texts, int32 `[N]`; -1 for null.
-
-  Args:
-    column: of `embed.transforms`; asked once for each distinct text.
-    texts: text `[N]`.
-    whole: whether the column takes whole numbers; a text that is none has no id.
-  """
-  encoded = texts.dictionary_encode()
-  if whole:
-    is_id = lambda t: t and t.isascii() and t.isdecimal() and len(t) < 19
-    texts = encoded.dictionary.to_pylist()
-    keys = np.array([int(text) if is_id(text) else -1 for text in texts], np.int64)
-  else:
-    keys = _keys(encoded.dictionary)
-  ids = column.ids(keys) if len(keys) else np.empty(0, np.int32)
-  return _with_none(ids.astype(np.int32))[indices_of(encoded)]
-
-
-def _keys(texts: pa.Array) -> np.ndarray:
-  return np.array([text or "" for text in texts.to_pylist()], object)  # "" is padding
-
-
-def _with_none(ids: np.ndarray) -> np.ndarray:
-  """Returns ids int32 `[N, ...]` with those of null behind them."""
-  return np.concatenate([ids, np.full_like(ids, -1, shape=(1, *ids.shape[1:]))])
-
-
-def _padded(flat: np.ndarray, lengths: np.ndarray, width: int, *, last: bool) -> np.ndarray:
-  """Returns bags as int32 `[N, width, ...]`, -1 after each; of longer ones the first or last."""
-  starts = np.cumsum(lengths) - lengths
-  kept = np.minimum(lengths, width)
-  first = starts + (lengths - kept if last else 0)
-  places = np.arange(width)
-  index = np.minimum(first[:, None] + places, max(len(flat) - 1, 0))
-  inside = (places < kept[:, None]).reshape(len(lengths), width, *[1] * (flat.ndim - 1))
-  none = np.full((*index.shape, *flat.shape[1:]), -1, np.int32)
-  return np.where(inside, flat[index], none) if len(flat) else none
+    if not any(patterns):
+      return counts
+    counted = engine.execute(f"FROM {counts} ORDER BY part").to_arrow_table()
+    texts = [
+      extracted(counted.filter(pc.equal(counted["part"], part))["value"].combine_chunks(), pattern)
+      for part, pattern in enumerate(patterns)
+    ]
+    columns = [counted["part"], pa.chunked_array(texts), counted["n"]]
+    engine.register("cut", pa.table(columns, ["part", "value", "n"]))
+    return "(SELECT part, value, sum(n) AS n FROM cut WHERE value IS NOT NULL GROUP BY ALL)"

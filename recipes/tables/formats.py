@@ -80,20 +80,22 @@ def repeated(names: Sequence[str]) -> str | None:
   return next((name for index, name in enumerate(names) if name in names[:index]), None)
 
 
+def quoting(delimiter: str, quote: str) -> dict[str, Any]:
+  """Returns the options of `csv.reader`."""
+  how = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
+  return {"delimiter": delimiter, "quotechar": quote or None, "quoting": how}
+
+
 def records(sample: str, delimiter: str, quote: str, *, strict: bool) -> Iterator[list[str]]:
   """Yields the fields of the records in a text; `strict` raises csv.Error for an open quote."""
   if len(delimiter) > 1:
-    yield from (line.split(delimiter) for line in sample.splitlines() if line)
-    return
-  quoting = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
-  options: Any = {"delimiter": delimiter, "quotechar": quote or None, "quoting": quoting}
-  yield from csv.reader(io.StringIO(sample, newline=""), strict=strict, **options)
+    return (line.split(delimiter) for line in sample.splitlines() if line)
+  return csv.reader(io.StringIO(sample, newline=""), strict=strict, **quoting(delimiter, quote))
 
 
 def find_delimiter(sample: str, path: Path, format: Format) -> str:
   """Returns the delimiter that cuts the first records into the same number of fields, or ","."""
-  scores = {}
-  is_tabbed = re.search(r"\.(tsv|tab)(\.gz)?$", path.name, re.IGNORECASE)
+  scores, is_tabbed = {}, re.search(r"\.(tsv|tab)(\.gz)?$", path.name, re.IGNORECASE)
   for delimiter in DELIMITERS:
     try:
       lines = islice(records(sample, delimiter, format.quote, strict=False), _SAMPLE_ROWS)
@@ -152,9 +154,9 @@ def paths(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> l
         raise UserError(f"{path}: the suffix {path.suffix!r} is unknown. {advice}")
     examples.setdefault(file_format(path) or "text", path)  # data often have their own suffixes
   if len(examples) > 1:
-    name = str(examples["Parquet"])
-    shard = re.search(r"(\.\w+)-\d+-of-\d+$", name)
-    of_one = Path(name).parent / (f"*{shard[1]}*" if shard else f"*{Path(name).suffix}")
+    parquet = examples["Parquet"]
+    shard = re.search(r"(\.\w+)-\d+-of-\d+$", str(parquet))
+    of_one = parquet.parent / (f"*{shard[1]}*" if shard else f"*{parquet.suffix}")
     raise UserError(
       f"the files are of several formats ({', '.join(map(str, examples.values()))}). Name those of "
       f"one format, for example with a glob: config.files='{of_one}'"
@@ -173,8 +175,7 @@ def _matching(pattern: str) -> list[Path]:
     raise MissingFileError(f"the folder {path} has no data file ({content}); {_KNOWN}.")
   if path.exists():
     return [path]
-  matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-  if found := [match for match in matches if match.is_file()]:
+  if found := [Path(m) for m in sorted(glob.glob(str(path), recursive=True)) if Path(m).is_file()]:
     return found
   if glob.has_magic(pattern):
     raise MissingFileError(f"no file fits {pattern}. Check the folder and the pattern.")

@@ -11,12 +11,11 @@ import pyarrow as pa
 from .. import arrays
 from ..errors import UserError
 from . import entities, spec, splitting
-from .entities import Entities
-from .fitting import extracted
+from .encoding import Entities, extracted
 from .rows import RowReader, split_file
 from .settings import SPLITS, Table
 from .source import Stage
-from .store import Store, way
+from .store import Store
 from .values import plain, shown, spelled, spelling_of
 
 _BUCKETS = 16  # of a number without buckets: towers take vectors only
@@ -184,7 +183,7 @@ class _Log:
     self._table, self._stage, kinds = table, stage, table.kinds
     user, item = table.name_of(spec.User), table.name_of(spec.Item) or table.name_of(spec.Ordered)
     item = item or table.require(spec.Item, "and recommendations need one")
-    self._is_list = way(kinds[item]) != "text"
+    self._is_list = kinds[item].read_as != "text"
     if not self._is_list:
       user = table.require(spec.User, "and recommendations need one")
     self._names, self._time = {"user": user, "item": item}, table.name_of(spec.Time)

@@ -13,13 +13,14 @@ import pyarrow.compute as pc
 from ..errors import DamagedFileError
 from .formats import Format
 from .reading import Ledger, Reader, columns_of
-from .source import File, Stage, TextFile, opened
-from .splitting import by_content
+from .source import File, Stage, TextFile, batches, opened
+from .splitting import by_hash
 from .values import as_lists, as_numbers, as_texts, as_times, indices_of, plain, refusal
 
 JOIN = "\x1f"  # of the items of a list in its text
 _PLACES = 5  # files, or row groups of a Parquet file, that rows are read of
 _BAD = 0.2  # the share of rows that cannot be read, from where on the file or an option is wrong
+_ROWS = 1 << 16  # that are hashed at once
 _FEW_TEXTS = 3  # that stand for a missing value in a column of numbers
 _FOLDS = 5
 _SEED = 8_675_309  # of folds, and hardly of made data, whose values would be one with the folds
@@ -204,10 +205,13 @@ class Sample:
 
   def split(self, share: float, seed: int) -> np.ndarray:
     """Returns the part of each row in a split by hash: 0 train, 1 valid, 2 test."""
-    part = lambda file: by_content(
-      self.stage, file, (share, share), seed, self.limits[file.path]
-    ).result()
-    return np.concatenate([part(file) for file in self.files])
+    hashes = [
+      chunk.content
+      for file in self.files
+      for chunk, _ in batches(file, self.stage, (), _ROWS, seed=seed, limit=self.limits[file.path])
+      if chunk.content is not None
+    ]
+    return by_hash(np.concatenate(hashes), (share, share))
 
   def repeated(self) -> float:
     """Returns the share of rows that repeat another row in all columns."""

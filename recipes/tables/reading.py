@@ -12,7 +12,7 @@ from .formats import Format, paths
 from .source import Chunk, Fault, File, Stage, batches, open_file
 from .values import Problem, ReadAs, converted, refusal, shown
 
-__all__ = ["Chunk", "Format", "Reader", "columns_of", "paths"]
+__all__ = ["Chunk", "Format", "Ledger", "Reader", "columns_of", "paths"]
 
 _AS_FOUND = Format()
 
@@ -49,17 +49,17 @@ class Ledger:
           f"{problem}. {hint and hint + ' '}Repair the row, or write config.on_bad_row='skip' to "
           "leave such rows out."
         )
-      count, first = self._counts.get((column, kind), (0, ""))
-      first = first or ", ".join(filter(None, (str(file), f"row {row}", value)))
-      self._counts[column, kind] = count + 1, first
-    self.rows += len(faults)
+      self._count((column, kind), 1, ", ".join(filter(None, (str(file), f"row {row}", value))))
 
   def join(self, other: "Ledger") -> None:
     """Adds the counts of another ledger, of later files."""
     for key, (count, first) in other._counts.items():
-      before, first = self._counts.get(key, (0, first))
-      self._counts[key] = before + count, first
-    self.rows += other.rows
+      self._count(key, count, first)
+
+  def _count(self, key: tuple[str | None, str], count: int, first: str) -> None:
+    before, first = self._counts.get(key, (0, first))
+    self._counts[key] = before + count, first
+    self.rows += count
 
   def lines(self) -> list[str]:
     """Returns one line per kind of fault, with the first row that has it."""
@@ -95,10 +95,12 @@ class Reader:
     chunk_rows: at most, of a chunk.
     stage: where text is kept while it is read; None makes one of its own.
     may_be_empty: whether the files may have no rows, as a part of a table.
+    seed: of the hashes of the rows' contents; None leaves them out.
 
   Attributes:
     names: all columns of the first file, in order.
     files: the files as they are stored.
+    ledger: of the rows that were left out.
 
   Raises:
     DamagedFileError: a file has no column of a name, of the right kind, or is damaged; and while
@@ -125,13 +127,14 @@ class Reader:
     chunk_rows: int = 65_536,
     stage: Stage | None = None,
     may_be_empty: bool = False,
+    seed: int | None = None,
   ):
-    self._may_be_empty = may_be_empty
+    self._may_be_empty, self._seed = may_be_empty, seed
     self._paths, self._ways = [Path(path) for path in paths], dict(ways)
     of_name = {name: (columns or {}).get(name, name) for name in ways}
     self._columns = {n: (c,) if isinstance(c, str) else c for n, c in of_name.items()}
     self._missing, self._on_bad_row, self._chunk_rows = format.missing, on_bad_row, chunk_rows
-    self._ledger, self._clocks = Ledger(on_bad_row), dict[str, int]()
+    self.ledger, self._clocks = Ledger(on_bad_row), dict[str, int]()
     self._stage = stage or Stage()
     self.files = [open_file(path, format) for path in self._paths]
     self.names = self.files[0].names
@@ -139,46 +142,29 @@ class Reader:
       self._check(file)
 
   @property
-  def ledger(self) -> Ledger:
-    """The counts of the rows that were left out."""
-    return self._ledger
-
-  @property
-  def skipped(self) -> list[str]:
-    """One line per kind of bad row that was left out, with the first of them."""
-    return self._ledger.lines()
-
-  @property
-  def num_skipped(self) -> int:
-    """Number of the rows that were left out."""
-    return self._ledger.rows
-
-  @property
   def has_dates(self) -> bool | None:
     """Whether the times that have been read are dates, not numbers; None before any."""
     return any(self._clocks.values()) if self._clocks else None
 
   def __iter__(self) -> Iterator[Chunk]:
-    self._ledger, self._clocks = Ledger(self._on_bad_row), {}
+    self.ledger, self._clocks = Ledger(self._on_bad_row), {}
     num_rows, wanted = 0, list(dict.fromkeys(c for each in self._columns.values() for c in each))
     texts = [self._columns[name][0] for name, way in self._ways.items() if way == "text"]
     with files.progress("reading", len(self.files), "file") as bar:
       for file in self.files:
-        for stored, faults in batches(file, self._stage, wanted, self._chunk_rows, texts):
+        for stored, faults in batches(
+          file, self._stage, wanted, self._chunk_rows, texts, seed=self._seed
+        ):
           chunk = self._converted(stored, faults)
           num_rows += len(chunk.rows)
           if len(chunk.rows):
             yield chunk
         bar.update()
     if num_rows == 0 and not self._may_be_empty:
-      first, more = self._paths[0], f" and {len(self._paths) - 1} more files"
-      why = (
-        f"every row was left out: {'; '.join(self.skipped)}"
-        if self._ledger.rows
-        else "has a header and no rows"
-      )
-      sep = ": " if self._ledger.rows else " "
-      raise DamagedFileError(f"{first}{more if len(self._paths) > 1 else ''}{sep}{why}.")
+      more = f" and {len(self._paths) - 1} more files" if len(self._paths) > 1 else ""
+      left_out = "; ".join(self.ledger.lines())
+      why = f": every row was left out: {left_out}" if left_out else " has a header and no rows"
+      raise DamagedFileError(f"{self._paths[0]}{more}{why}.")
 
   def refuse(
     self, chunk: Chunk, bad: np.ndarray, name: str, kind: str = "has no value", hint: str = ""
@@ -198,8 +184,7 @@ class Reader:
       DamagedFileError: `on_bad_row` is "raise"; names file, row, column and value.
     """
     values = chunk.columns[name]
-    plain = values.tolist() if isinstance(values, np.ndarray) and bad.any() else values
-    item = lambda row: plain[row] if isinstance(plain, list) else plain[row].as_py()
+    item = lambda row: values[row].item() if isinstance(values, np.ndarray) else values[row].as_py()
     value = lambda row: "" if item(row) is None else shown(item(row))
     return self._without(chunk, {}, [(self._columns[name][0], Problem(bad, kind, value, hint))])
 
@@ -241,7 +226,7 @@ class Reader:
         row = int(chunk.rows[index])
         faults[row] = Fault(row, column, problem.kind, problem.value(index), problem.hint)
       kept &= ~problem.bad
-    self._ledger.add(chunk.file, [faults[row] for row in sorted(faults)])
+    self.ledger.add(chunk.file, [faults[row] for row in sorted(faults)])
     return chunk if kept.all() else chunk.take(kept)
 
 

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import clicks
-from .entities import Entities
-from .fitting import Fitted
+from .encoding import Encoder, Entities, Fitted
 from .settings import READING
 
 
@@ -16,15 +14,12 @@ from .settings import READING
 class RowIds:
   """The raw ids of a table's first rows, and a name for the rows after them.
 
-  Attributes:
-    texts: raw ids of the rows 0, 1, …
-    rest: names what the rows after them depend on, such as "hash 1000". They correspond to the rows
-      of another table only if both have the same name and number. Rows of "identity" are their own
-      numbers, and correspond in tables of any size.
+  The rows after them correspond to those of another table only if both have the same name and
+  number. Rows of "identity" are their own numbers, and correspond in tables of any size.
   """
 
-  texts: tuple[str, ...]
-  rest: str = ""
+  texts: tuple[str, ...]  # raw ids of the rows 0, 1, …
+  rest: str = ""  # what the rows after them depend on, such as "hash 1000"
 
 
 def read(serve: Path) -> dict[str, RowIds]:
@@ -36,7 +31,7 @@ def read(serve: Path) -> dict[str, RowIds]:
       tables[side] = RowIds(tuple(entities.texts))
       tables |= {f"{side}_{name}": ids for name, ids in _of(entities.fitted).items()}
     return tables | {"history": tables["item"]}
-  encoder = clicks.Encoder.load(serve)
+  encoder = Encoder.load(serve)
   return {name: ids for fitted in encoder.all_fitted for name, ids in _of(fitted).items()}
 
 
@@ -45,14 +40,13 @@ def inputs(serve: Path) -> list[str]:
   if (serve / "users.parquet").exists():
     sides = (Entities.load(serve, f"{side}s") for side in ("user", "item"))
     return [name for side in sides for name in side.fitted.kinds]
-  encoder = clicks.Encoder.load(serve)
+  encoder = Encoder.load(serve)
   return [*(feature.name for feature in encoder.features), *encoder.dense_names]
 
 
 def digest(serve: Path) -> str:
   """Returns a hash of the fitted transforms: raw ids by row, numbers, and declarations."""
-  about_files = ("source.json", READING)
-  paths = sorted(path for path in serve.glob("*.json") if path.name not in about_files)
+  paths = sorted(path for path in serve.glob("*.json") if path.name != READING)
   content = [path.read_text() for path in paths], sorted(read(serve).items(), key=str)
   return hashlib.sha256(repr(content).encode()).hexdigest()
 

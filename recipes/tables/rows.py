@@ -16,79 +16,52 @@ import pyarrow.parquet as pq
 from .. import arrays
 from ..errors import UserError
 from . import spec, splitting
-from .fitting import extracted
+from .encoding import extracted
 from .reading import Chunk, Ledger, Reader
 from .settings import SPLITS, Source, Table, first_time
 from .source import File, Stage
-from .store import way, ways
-from .values import as_numbers, bits, plain, same_value
+from .values import as_numbers, bits, indices_of, same_value
 
 _OUTCOMES = 100  # texts of a label that are counted
 _SAMPLE = 1 << 16  # times that thresholds are taken of, at least half as many
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
 
-def open_source(
-  source: Source,
-  on_bad_row: str,
-  paths: Sequence[Path] = (),
-  *,
-  stage: Stage | None = None,
-  may_be_empty: bool = False,
-) -> Reader:
+def open_source(source: Source, on_bad_row: str, **options: Any) -> Reader:
   """Returns the reader of a source's declared columns, and of its key by the name "".
 
   Args:
     source: the files and columns.
     on_bad_row: "raise" or "skip".
-    paths: the files of one split; none reads all.
-    stage, may_be_empty: as of `Reader`.
+    options: of `Reader`.
   """
-  wanted = ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
+  wanted = spec.ways(source.kinds) | ({"": ((source.key,), "text")} if source.key else {})
   columns = {name: names for name, (names, _) in wanted.items()}
   how = {name: each for name, (_, each) in wanted.items()}
-  options: dict[str, Any] = {"format": source.format, "on_bad_row": on_bad_row, "stage": stage}
-  options["may_be_empty"] = may_be_empty
-  return Reader(paths or source.all_files, how, columns=columns, **options)
+  options |= {"columns": columns, "format": source.format, "on_bad_row": on_bad_row}
+  return Reader(source.all_files, how, **options)
 
 
 class Bounds(NamedTuple):
-  """What a split of some files' rows depends on in all files.
+  """What a split of some files' rows by time or by order depends on in all files."""
 
-  Attributes:
-    times: the first times of validation and of test; () unless rows are split by time.
-    firsts: by file, the number of stored rows in the files before; empty unless split by order.
-    rows: stored in all files.
-  """
-
-  times: tuple[float, ...] = ()
-  firsts: Mapping[Path, int] = {}
-  rows: int = 0
+  times: tuple[float, ...] = ()  # the first of validation and of test
+  firsts: Mapping[Path, int] = {}  # by file, the number of rows in the files before
+  rows: int = 0  # in all files
 
 
 @dataclasses.dataclass
 class Account:
-  """What was left out of the rows, and which labels they had.
+  """What was left out of the rows, and which labels they had."""
 
-  Attributes:
-    ledgers: of rows that cannot be read, by split of the files.
-    dropped: rows that `drop` of the label has left out.
-    outcomes: some texts of the label.
-    has_dates: whether times are dates; None before any.
-  """
-
-  ledgers: dict[str, Ledger] = dataclasses.field(default_factory=dict)
-  dropped: int = 0
+  ledger: Ledger  # of rows that cannot be read
+  dropped: int = 0  # rows that `drop` of the label has left out
   outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-  has_dates: bool | None = None
+  has_dates: bool | None = None  # whether times are dates; None before any
 
   def join(self, other: "Account") -> None:
     """Adds the account of later files; raises UserError where their times are of another kind."""
-    for split, ledger in other.ledgers.items():
-      if split in self.ledgers:
-        self.ledgers[split].join(ledger)
-      else:
-        self.ledgers[split] = ledger
+    self.ledger.join(other.ledger)
     self.dropped += other.dropped
     self.outcomes.update(other.outcomes)
     if None not in (self.has_dates, other.has_dates) and self.has_dates != other.has_dates:
@@ -97,17 +70,11 @@ class Account:
 
 
 class Rows(NamedTuple):
-  """Rows of a chunk whose label, weight and split have been read.
+  """N rows of a chunk whose label, weight and split have been read."""
 
-  Attributes:
-    chunk: the declared columns.
-    split: int8 `[N]`, the index in `SPLITS`.
-    label: uint8 `[N]`, None where there is no label.
-  """
-
-  chunk: Chunk
-  split: np.ndarray
-  label: np.ndarray | None
+  chunk: Chunk  # the declared columns
+  split: np.ndarray  # int8 `[N]`, the index in `SPLITS`
+  label: np.ndarray | None  # uint8 `[N]`
 
 
 class RowReader:
@@ -137,60 +104,69 @@ class RowReader:
     bounds: Bounds | None = None,
   ):
     self._table, self._by, self._required = table, by, tuple(required)
-    self._stage = stage or Stage()
-    self._holds_out = holds_out and "valid" not in table.rows.files
-    self._label = table.name_of(spec.Label)
-    self._parts: dict[Path, Any] = {}  # futures of the splits of the stored rows
-    self._is_part, self.account = bounds is not None, Account()
+    self._stage, self._label = stage or Stage(), table.name_of(spec.Label)
     if by == "files" and set(table.rows.files) == {""}:
       raise UserError(
         'config.split.by is "files": give config.files as {"train": ..., "valid": ..., "test": ...}'
       )
     kinds: dict[str, type[spec.Kind]] = {"time": spec.Time, "column": spec.Split}
     self._of_split = table.require(kinds[by], "which the split goes by") if by in kinds else ""
+    split = table.split
+    self._shares: dict[str, tuple[float, float]] = {}  # of rows by hash, by split of the files
+    if by == "hash":
+      self._shares = dict.fromkeys(table.rows.files, (split["valid"], split["test"]))
+    elif by == "files" and holds_out and "valid" not in table.rows.files:
+      self._shares = {"train": (split["valid"], 0.0)}
+    on, named = table.kinds.get(split["on"]), self._shares and split["on"]
+    if named and not (isinstance(on, spec.Category) and on.read_as == "text"):
+      raise UserError(f"config.split.on is {named!r}: name a declared category, user or item")
+    self._files_of = {path: name for name, each in table.rows.files.items() for path in each}
+    self._seed = split["seed"] if self._shares and not named else None
+    self._is_part, self.account = bounds is not None, Account(Ledger(table.on_bad_row))
     self._bounds = self._found_bounds() if bounds is None else bounds
 
-  def _open(self, paths: Sequence[Path]) -> Reader:
-    table, is_part = self._table, self._is_part
-    return open_source(table.rows, table.on_bad_row, paths, stage=self._stage, may_be_empty=is_part)
+  @functools.cached_property
+  def _reader(self) -> Reader:
+    options: dict[str, Any] = {"stage": self._stage, "may_be_empty": self._is_part}
+    return open_source(self._table.rows, self._table.on_bad_row, seed=self._seed, **options)
 
   def __iter__(self) -> Iterator[Rows]:
-    self.account = Account()
-    weight = self._table.name_of(spec.Weight)
-    for split, paths in self._table.rows.files.items():
-      reader = self._open(paths)
-      for chunk in reader:
-        for name in self._required:
-          chunk = reader.refuse(chunk, bits(chunk.columns[name].is_null()), name)
-        chunk = self._labelled(reader, chunk) if self._label else chunk
-        if weight:
-          bad = ~(chunk.columns[weight] >= 0)
-          chunk = reader.refuse(chunk, bad, weight, "is no weight, a number of 0 or more")
-        chunk, parts = self._split(reader, chunk, split)
-        yield Rows(chunk, parts, chunk.columns.get(self._label or ""))
-      self.account.join(Account({split: reader.ledger}, has_dates=reader.has_dates))
+    weight, reader = self._table.name_of(spec.Weight), self._reader
+    self.account = Account(Ledger(self._table.on_bad_row))
+    for chunk in reader:
+      for name in self._required:
+        chunk = reader.refuse(chunk, bits(chunk.columns[name].is_null()), name)
+      chunk = self._labelled(chunk) if self._label else chunk
+      if weight:
+        bad = ~(chunk.columns[weight] >= 0)
+        chunk = reader.refuse(chunk, bad, weight, "is no weight, a number of 0 or more")
+      chunk, parts = self._split(chunk)
+      yield Rows(chunk, parts, chunk.columns.get(self._label or ""))
+    self.account.ledger, self.account.has_dates = reader.ledger, reader.has_dates
 
-  def _labelled(self, reader: Reader, chunk: Chunk) -> Chunk:
+  def _labelled(self, chunk: Chunk) -> Chunk:
     """Returns the rows with a label, which is uint8 `[N]`."""
+    reader = self._reader
     name, kind = str(self._label), self._table.kinds[str(self._label)]
     assert isinstance(kind, spec.Label)
-    texts = same_value(plain(chunk.columns[name]))
+    encoded = same_value(chunk.columns[name])
+    texts, places = encoded.dictionary, indices_of(encoded)
     if kind.positive:
-      for each in texts.drop_null().value_counts().to_pylist():
-        text, is_named = each["values"], each["values"] in (*kind.positive, *kind.drop)
-        outcomes = self.account.outcomes
-        if is_named or text in outcomes or len(outcomes) < _OUTCOMES:
-          outcomes[text] += each["counts"]
-    if kind.drop:
-      kept = ~_member(texts, kind.drop)
+      counts = np.bincount(places + 1, minlength=len(texts) + 1)[1:]
+      for text, count in zip(texts.to_pylist(), counts.tolist(), strict=True):
+        is_known = text in (*kind.positive, *kind.drop) or text in self.account.outcomes
+        if count and (is_known or len(self.account.outcomes) < _OUTCOMES):
+          self.account.outcomes[text] += count
+    label = np.append(label_of(texts, kind), -1)[places]
+    kept = ~np.append(_member(texts, kind.drop), False)[places]
+    if not kept.all():
       self.account.dropped += len(kept) - int(kept.sum())
-      chunk, texts = chunk.take(kept), texts.filter(pa.array(kept))
-    chunk = reader.refuse(chunk, bits(texts.is_null()), name)
-    label, column = label_of(texts.drop_null(), kind), f"config.columns[{name!r}]"
-    what, hint = (
-      "is neither 0 nor 1",
+      chunk, label, places = chunk.take(kept), label[kept], places[kept]
+    chunk, label = reader.refuse(chunk, places < 0, name), label[places >= 0]
+    column, what = f"config.columns[{name!r}]", "is neither 0 nor 1"
+    hint = (
       f"Give the values that are clicks as {column}['positive'], or the smallest as "
-      f"{column}['at_least'].",
+      f"{column}['at_least']."
     )
     if kind.at_least is not None:
       what, hint = f"is no number to compare with {column}['at_least']={kind.at_least:g}", ""
@@ -201,7 +177,7 @@ class RowReader:
   def notes(self) -> list[str]:
     """Lines about what the last iteration has left out or may have misread."""
     kind, outcomes = self._table.kinds.get(self._label or ""), self.account.outcomes
-    notes = [line for ledger in self.account.ledgers.values() for line in ledger.lines()]
+    notes = self.account.ledger.lines()
     if isinstance(kind, spec.Label) and kind.positive:
       named = (*kind.positive, *kind.drop)
       column = f"config.columns[{self._label!r}]"
@@ -217,36 +193,40 @@ class RowReader:
       notes.append(f"{self.account.dropped:,} rows were left out by the label's drop")
     return notes
 
-  def _split(self, reader: Reader, chunk: Chunk, files_of: str) -> tuple[Chunk, np.ndarray]:
+  def _split(self, chunk: Chunk) -> tuple[Chunk, np.ndarray]:
     """Returns the rows with a split, and the index of each in `SPLITS`, int8 `[N]`."""
-    split, by = self._table.split, self._by
-    if by == "files" and files_of == "train" and self._holds_out:
-      return chunk, self._hashed(reader, chunk, (split["valid"], 0.0))
-    if by == "hash":
-      return chunk, self._hashed(reader, chunk, (split["valid"], split["test"]))
+    settings, by, files_of = self._table.split, self._by, self._files_of[chunk.file]
+    if files_of in self._shares:
+      hashes = chunk.content
+      if on := settings["on"]:
+        pattern = self._table.kinds[on].pattern  # type: ignore[attr-defined]
+        hashes = splitting.hashes(extracted(chunk.columns[on], pattern), settings["seed"])
+      assert hashes is not None
+      return chunk, splitting.by_hash(hashes, self._shares[files_of])
     if by == "order":
-      ranges = arrays.cut(self._bounds.rows, split["valid"], split["test"])
-      places = self._bounds.firsts[chunk.file] + chunk.places
+      ranges = arrays.cut(self._bounds.rows, settings["valid"], settings["test"])
+      places = self._bounds.firsts[chunk.file] + chunk.rows - 1
       firsts = np.array([ranges["valid"][0], ranges["test"][0]])
       return chunk, np.searchsorted(firsts, places, side="right").astype(np.int8)
     if by == "time":
-      self._check_clock(reader)
+      self._check_clock()
       times = chunk.columns[self._of_split]
       return chunk, np.searchsorted(self._bounds.times, times, side="right").astype(np.int8)
     if by == "column":
-      texts = pc.utf8_lower(pc.fill_null(plain(chunk.columns[self._of_split]), ""))
-      parts = np.array([_SPLIT_NAMES.get(text, -1) for text in texts.to_pylist()], np.int8)
+      encoded = chunk.columns[self._of_split]
+      of_texts = [_SPLIT_NAMES.get(text.lower(), -1) for text in encoded.dictionary.to_pylist()]
+      parts = np.array([*of_texts, -1], np.int8)[indices_of(encoded)]
       hint = "Write train, valid or test."
-      chunk = reader.refuse(chunk, parts < 0, self._of_split, "is no split", hint)
+      chunk = self._reader.refuse(chunk, parts < 0, self._of_split, "is no split", hint)
       return chunk, parts[parts >= 0]
     return chunk, np.full(len(chunk.rows), SPLITS.index(files_of) if by == "files" else 0, np.int8)
 
-  def _check_clock(self, reader: Reader) -> None:
+  def _check_clock(self) -> None:
     """Raises UserError where a first time is a date and the column has numbers, or vice versa."""
     for name in ("valid_from", "test_from"):
       text = self._table.split[name]
-      if text and reader.has_dates not in (None, first_time(text, name)[0]):
-        held = "dates" if reader.has_dates else "numbers"
+      if text and self._reader.has_dates not in (None, first_time(text, name)[0]):
+        held = "dates" if self._reader.has_dates else "numbers"
         raise UserError(
           f"config.split.{name} is {text!r}, and column {self._of_split!r} has {held}: write it as "
           "they are"
@@ -257,27 +237,14 @@ class RowReader:
     if self._by == "time":
       return Bounds(thresholds(table, lambda: sampled(times_of(table, stage))))
     if self._by == "order":
-      listed = [file for paths in table.rows.files.values() for file in self._open(paths).files]
-      return in_order({file.path: num_rows(file, stage) for file in listed})
+      return in_order({file.path: num_rows(file, stage) for file in self._reader.files})
     return Bounds()
-
-  def _hashed(self, reader: Reader, chunk: Chunk, shares: tuple[float, float]) -> np.ndarray:
-    """Splits by the content of the rows, or of a column; see `splitting.by_content`."""
-    on, seed = self._table.split["on"], self._table.split["seed"]
-    if on:
-      kind = self._table.kinds.get(on)
-      if not isinstance(kind, spec.Category) or way(kind) != "text":
-        raise UserError(f"config.split.on is {on!r}: name a declared category, user or item")
-      return splitting.by_value(extracted(chunk.columns[on], kind.pattern), shares, seed)
-    if chunk.file not in self._parts:
-      of_file = functools.partial(splitting.by_content, self._stage, shares=shares, seed=seed)
-      self._parts |= {file.path: of_file(file) for file in reader.files}
-    return self._parts[chunk.file].result()[chunk.places]
 
 
 def num_rows(file: File, stage: Stage) -> int:
-  """Returns the number of rows that a file is stored with."""
-  return pq.read_metadata(file.stored(stage).path).num_rows
+  """Returns the number of rows in a file, with those that cannot be read."""
+  path, faults, _ = file.stored(stage)
+  return pq.read_metadata(path).num_rows + len(faults)
 
 
 def in_order(rows: Mapping[Path, int]) -> Bounds:
@@ -337,19 +304,17 @@ def split_file(
 ) -> Iterator[Callable[[Path, np.ndarray, np.ndarray], None]]:
   """Writes the split of every row to `split.parquet`, so that other models can be fitted to them.
 
-  The columns are `file`, `row`, the number of the row in its file, and `part`, "train", "valid" or
-  "test"; rows that were left out are not there.
-
-  Args:
-    folder: where to.
-    names: of the files.
-
-  Yields:
-    `(file, rows, split)`, which writes the splits of rows by number, both `[N]`.
+  The columns are `file`, its name, `row`, the number of the row in its file, and `part`, "train",
+  "valid" or "test"; rows that were left out are not there. Yields a function of a file, numbers of
+  rows and their splits, both `[N]`, which writes them.
   """
   name, code = pa.dictionary(pa.int8(), pa.string()), pa.DictionaryArray.from_arrays
   schema = pa.schema({"file": name, "row": pa.int64(), "part": name})
-  with pq.ParquetWriter(folder / "split.parquet", schema) as writer:
+  options: dict[str, Any] = {
+    "use_dictionary": ["file", "part"],
+    "column_encoding": {"row": "DELTA_BINARY_PACKED"},
+  }
+  with pq.ParquetWriter(folder / "split.parquet", schema, **options) as writer:
 
     def write(path: Path, rows: np.ndarray, split: np.ndarray) -> None:
       of_file = code(np.zeros(len(split), np.int8), [names[path]])

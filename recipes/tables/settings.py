@@ -28,9 +28,12 @@ if TYPE_CHECKING:  # where it is used, ml_collections is imported: prediction do
 SPLITS = ("train", "valid", "test")
 SPLIT_BY = ("", "hash", "user", "last", "time", "order", "column", "files")
 READING = "table.json"  # in the folder `serve`: the declared columns and the format of text files
-_TIMES = ("config.split.valid_from", "config.split.test_from")
-# Attributes of a `Table`.
-_PLAIN = ("on_bad_row", "exclude_seen", "duplicates", "core", "refit", "engine")
+_PLAIN = ("on_bad_row", "exclude_seen", "duplicates", "core", "refit", "engine")  # of a `Table`
+_CHOICES = {
+  "on_bad_row": ("raise", "skip"),
+  "duplicates": ("", "merge", "keep"),
+  "engine": ("duckdb", "spark"),
+}
 
 _FORMAT = dataclasses.asdict(Format())
 _SIDE = {"files": "", "key": "", "columns": {}, "format": _FORMAT}
@@ -68,10 +71,6 @@ DEFAULTS: dict[str, Any] = {
 def complete(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> "ConfigDict":
   """Returns the config of a run: the user's settings, and defaults for all that they leave out.
 
-  Args:
-    given: the user's config, with `columns`.
-    defaults: of every run and of the recipe.
-
   Raises:
     UserError: an unknown setting, one of another type, or a column that is declared wrongly;
       names it.
@@ -101,20 +100,34 @@ def merged(known: Mapping[str, Any], given: Mapping[str, Any], place: str) -> di
   for key, value in given.items():
     if key not in known:
       raise UserError(f"{place} has no setting {key!r}; {spec.nearest(str(key), list(known))}")
-    default = known[key]
-    if key == "columns":
-      settings[key] = value
-    elif key in ("files", "days"):
-      settings[key] = _files(value, f"{place}.{key}")
-    elif key == "sharding" and isinstance(value, Mapping):
-      settings[key] = dict(value)  # a strategy for each of some tables
-    elif isinstance(default, Mapping):
-      if not isinstance(value, Mapping):
-        raise UserError(f"{place}.{key} is {value!r}: give a dict of {', '.join(default)}")
-      settings[key] = merged(default, value, f"{place}.{key}")
-    else:
-      settings[key] = _typed(value, default, f"{place}.{key}")
+    settings[key] = _typed(value, known[key], f"{place}.{key}")
   return settings
+
+
+def _typed(value: Any, default: Any, place: str) -> Any:
+  """Returns the value of a setting as the type of its default; raises UserError for another one."""
+  name, is_number = place.rpartition(".")[2], type(value) in (int, float)
+  if name == "columns":
+    return value
+  if name in ("files", "days"):
+    return _files(value, place)
+  if name == "sharding" and isinstance(value, Mapping):
+    return dict(value)  # a strategy for each of some tables
+  if isinstance(default, Mapping):
+    if not isinstance(value, Mapping):
+      raise UserError(f"{place} is {value!r}: give a dict of {', '.join(default)}")
+    return merged(default, value, place)
+  if name in ("valid_from", "test_from") and is_number:
+    return str(value)
+  if isinstance(default, str) and isinstance(value, os.PathLike):
+    return os.fspath(value)
+  if isinstance(default, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
+    return tuple(value)
+  if isinstance(default, float) and is_number:
+    return float(value)
+  if default is not None and type(value) is not type(default):
+    raise UserError(f"{place} is {value!r}: give a value like {default!r}")
+  return value
 
 
 def _files(value: Any, place: str) -> Any:
@@ -128,37 +141,15 @@ def _files(value: Any, place: str) -> Any:
   raise UserError(f"{place} is {value!r}: give a file, a folder, a pattern, or several of them")
 
 
-def _typed(value: Any, default: Any, place: str) -> Any:
-  if place in _TIMES and isinstance(value, int | float) and not isinstance(value, bool):
-    return str(value)
-  if isinstance(default, str) and isinstance(value, os.PathLike):
-    return os.fspath(value)
-  if isinstance(default, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
-    return tuple(value)
-  if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-    return float(value)
-  if default is not None and type(value) is not type(default):
-    raise UserError(f"{place} is {value!r}: give a value like {default!r}")
-  return value
-
-
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Files with rows, and the declared columns of them.
+  """Files with rows, and the declared columns of them."""
 
-  Attributes:
-    files: by split; one entry "" where the rows of all splits are together.
-    format: of text files.
-    kinds: by declared name.
-    stamps: of the files when the settings were made; see `files.stamp`.
-    key: the column with the ids, of the features of users or items; "" of the table itself.
-  """
-
-  files: Mapping[str, tuple[Path, ...]]
-  format: Format
-  kinds: Mapping[str, spec.Kind]
-  stamps: Mapping[Path, list[Any]]
-  key: str = ""
+  files: Mapping[str, tuple[Path, ...]]  # by split; one entry "" where all splits are together
+  format: Format  # of text files
+  kinds: Mapping[str, spec.Kind]  # by declared name
+  stamps: Mapping[Path, list[Any]]  # when the settings were made; see `files.stamp`
+  key: str = ""  # the column with the ids, of the features of users or items
 
   @property
   def all_files(self) -> list[Path]:
@@ -168,22 +159,10 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """The parsed settings of a table.
+  """The parsed settings of a table; those without a comment are as in the config."""
 
-  Attributes:
-    rows: the files and columns of the table itself.
-    sides: the sources of the features of "user" and "item" where they are files of their own.
-    split: the settings of the split.
-    on_bad_row: "raise" or "skip".
-    exclude_seen, duplicates, core, refit, engine: as in the config.
-    base: the folder `serve` of the run that this one starts from, whose transforms grow.
-    counts: the published numbers of users, items and interactions; () if there are none.
-    by_number: whether users and items are in the order of their ids, which are whole numbers; else
-      in that of their first rows.
-  """
-
-  rows: Source
-  sides: Mapping[str, Source]
+  rows: Source  # the files and columns of the table itself
+  sides: Mapping[str, Source]  # features of "user" and "item" in files of their own
   split: Mapping[str, Any]
   on_bad_row: str
   exclude_seen: bool
@@ -191,17 +170,20 @@ class Table:
   core: int
   refit: bool
   engine: str
-  base: Path | None = None
-  counts: tuple[int, ...] = ()
-  by_number: bool = False
+  base: Path | None = None  # the folder `serve` of an earlier run, whose transforms grow
+  counts: tuple[int, ...] = ()  # the published numbers of users, items and interactions
+  by_number: bool = False  # whether ids, whole numbers, are in their order, not in that of rows
+
+  @property
+  def _stamps(self) -> dict[Path, list[Any]]:
+    sources = (self.rows, *self.sides.values())
+    return {path: stamp for source in sources for path, stamp in source.stamps.items()}
 
   @functools.cached_property
   def names(self) -> dict[Path, str]:
     """A name of each file of all sources: its path below the folder that all of them are in."""
-    sources = [self.rows, *self.sides.values()]
-    paths = [path for source in sources for path in source.all_files]
-    folder = os.path.commonpath([path.parent for path in paths])
-    return {path: os.path.relpath(path, folder) for path in paths}
+    folder = os.path.commonpath([path.parent for path in self._stamps])
+    return {path: os.path.relpath(path, folder) for path in self._stamps}
 
   def digests(self) -> dict[str, str]:
     """Returns the SHA-256 of every file by its name."""
@@ -209,10 +191,9 @@ class Table:
 
   def check_unchanged(self) -> None:
     """Raises DamagedFileError where a file is another one than when the settings were made."""
-    for source in (self.rows, *self.sides.values()):
-      for path in source.all_files:
-        if files.stamp(path) != source.stamps[path]:
-          raise DamagedFileError(f"{path} has changed while it was read: run the command again")
+    for path, stamp in self._stamps.items():
+      if files.stamp(path) != stamp:
+        raise DamagedFileError(f"{path} has changed while it was read: run the command again")
 
   @property
   def kinds(self) -> Mapping[str, spec.Kind]:
@@ -239,13 +220,13 @@ class Table:
 
   def require(self, cls: type[spec.Kind], why: str) -> str:
     """Returns as `name_of`; raises UserError where no column is of that kind."""
-    name = self.name_of(cls)
-    if name is None:
-      raise UserError(
-        f"no column is declared as {cls.kind!r}, {why}: add it to config.columns; the files have "
-        f"{', '.join(columns_of(self.rows.all_files, self.rows.format))}"
-      )
-    return name
+    if (name := self.name_of(cls)) is not None:
+      return name
+    columns = ", ".join(columns_of(self.rows.all_files, self.rows.format))
+    raise UserError(
+      f"no column is declared as {cls.kind!r}, {why}: add it to config.columns; the files have "
+      f"{columns}"
+    )
 
 
 def settings(config) -> dict[str, Any]:
@@ -291,22 +272,16 @@ def declared(table: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], dict[
   """Returns the `settings` of a data set whose files and columns are known.
 
   Args:
-    table: `(config) -> settings`, as a user's config has them. Those that it leaves out are the
-      config's where it has them, and else have their defaults. It may also return `counts`, the
-      published numbers of users, items and interactions, or (), others than which are refused; and
-      `by_number`, whether ids are whole numbers and get their rows in this order.
+    table: `(config) -> settings`, as a user's config has them, and perhaps `counts` and `by_number`
+      of a `Table`. What it leaves out is the config's where it has that, and else the default.
   """
 
   def settings_of(config) -> dict[str, Any]:
     own = {name: config[name] for name in (*DEFAULTS, "init_from") if name in config}
-    given = dict(table(config))
-    published = {
-      "counts": list(given.pop("counts", ())),
-      "by_number": given.pop("by_number", False),
-    }
-    return (
-      settings(complete({**own, **given}, {"select": config.select, "init_from": ""})) | published
-    )
+    given = {"counts": (), "by_number": False, **table(config)}
+    published = {"counts": list(given.pop("counts")), "by_number": given.pop("by_number")}
+    completed = complete({**own, **given}, {"select": config.select, "init_from": ""})
+    return settings(completed) | published
 
   return settings_of
 
@@ -338,13 +313,17 @@ def parsed(settings: Mapping[str, Any]) -> Table:
   Raises:
     UserError: a column is declared wrongly.
   """
-  source = lambda about, place: Source(
-    {name: tuple(Path(stamp[0]) for stamp in each) for name, each in about["files"].items()},
-    Format(**about["format"]),
-    spec.parse(about["columns"], f"{place}.columns"),
-    {Path(stamp[0]): stamp for each in about["files"].values() for stamp in each},
-    about.get("key", ""),
-  )
+
+  def source(about: Mapping[str, Any], place: str) -> Source:
+    stamps = {name: {Path(each[0]): each for each in of} for name, of in about["files"].items()}
+    return Source(
+      {name: tuple(of) for name, of in stamps.items()},
+      Format(**about["format"]),
+      spec.parse(about["columns"], f"{place}.columns"),
+      {path: stamp for of in stamps.values() for path, stamp in of.items()},
+      about.get("key", ""),
+    )
+
   return Table(
     source(settings["rows"], "config"),
     {side: source(about, f"config.{side}_table") for side, about in settings["sides"].items()},
@@ -358,20 +337,10 @@ def parsed(settings: Mapping[str, Any]) -> Table:
 
 def _faults(config) -> Iterator[str]:
   """Yields what is wrong with settings that need no look at the files."""
-  split, last = config.split, "pass --config.select= to test the state of the last step"
-  choices = {
-    "on_bad_row": ("raise", "skip"),
-    "duplicates": ("", "merge", "keep"),
-    "engine": ("duckdb", "spark"),
-  }
-  for name, known in choices.items():
+  split, files = config.split, config.files
+  for name, known in _CHOICES.items():
     if config[name] not in known:
       yield f"config.{name} is {config[name]!r}: choose one of {known}"
-  nothing = f"config.select={config.select!r} has nothing to look at: {last}"
-  if config.refit and config.select:
-    yield f"config.refit trains on the validation rows too, and {nothing}"
-  if not split.valid and config.select and not isinstance(config.files, Mapping):
-    yield f"config.split.valid is 0, and {nothing}"
   if split.by not in SPLIT_BY:
     yield f"config.split.by is {split.by!r}: choose one of {SPLIT_BY[1:]}, or ''"
   for name in ("valid", "test"):
@@ -379,6 +348,12 @@ def _faults(config) -> Iterator[str]:
       yield f"config.split.{name} is {split[name]}: choose a fraction of the rows below 1"
   if split.valid + split.test >= 1:
     yield "config.split.valid and config.split.test leave nothing to train on"
+  if config.select and (config.refit or not (split.valid or isinstance(files, Mapping))):
+    why = "refit trains on the validation rows too" if config.refit else "split.valid is 0"
+    yield (
+      f"config.{why}, and config.select={config.select!r} has nothing to look at: pass "
+      "--config.select= to test the state of the last step"
+    )
   # "" may become any of these, and files without validation rows hash those of train.
   by_time, by_hash = ("", "time"), ("", "hash", "files")
   for name, protocols in (("on", by_hash), ("valid_from", by_time), ("test_from", by_time)):
@@ -423,13 +398,7 @@ def steps_of_data(
   A config without `epochs` says all itself, and stays as it is. In the others, settings of 0 are
   chosen: `batch_size` so that an epoch has about 100 steps or more, `steps` as `epochs` say,
   `eval_every` an epoch, `log_every` a tenth of it; `warmup_steps` of -1 becomes a tenth of the
-  steps, up to 100.
-
-  Args:
-    config: of the run.
-    examples: training examples of an epoch.
-    devices: that share a batch, times the parts that it is cut into.
-    smallest_batch: that is chosen, up to devices.
+  steps, up to 100. `devices` that share a batch, times the parts it is cut into, divide it.
 
   >>> from ml_collections import ConfigDict
   >>> config = ConfigDict(dict(batch_size=0, steps=0, epochs=2, eval_every=0, log_every=0,

@@ -24,8 +24,16 @@ import pyarrow.parquet as pq
 
 from .. import files
 from ..errors import DamagedFileError, UserError
-from .formats import Format, file_format, find_delimiter, other_delimiter, records, repeated
-from .values import shown
+from .formats import (
+  Format,
+  file_format,
+  find_delimiter,
+  other_delimiter,
+  quoting,
+  records,
+  repeated,
+)
+from .values import plain, shown
 
 _AGAIN = "Copy or download it again."
 _PEEK = 1 << 18  # bytes that show how a file is written
@@ -48,21 +56,13 @@ _DECODING_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, UnicodeError)
 
 
 class Fault(NamedTuple):
-  """A row that cannot be used.
+  """A row that cannot be used."""
 
-  Attributes:
-    row: number in its file; the first row below the header is row 1.
-    column: where the fault is, or None for the row as a whole.
-    kind: names the fault as a predicate, such as "is not utf-8"; faults are counted by it.
-    value: the value, for the error text, or "".
-    hint: says what to write.
-  """
-
-  row: int
-  column: str | None
-  kind: str
-  value: str
-  hint: str = ""
+  row: int  # number in its file; the first row below the header is row 1
+  column: str | None  # where the fault is, or None for the row as a whole
+  kind: str  # the fault as a predicate, such as "is not utf-8"; faults are counted by it
+  value: str  # for the error text, or ""
+  hint: str = ""  # says what to write
 
 
 class Stored(NamedTuple):
@@ -102,7 +102,7 @@ class Stage:
 
   @functools.cached_property
   def background(self) -> futures.Executor:
-    """One thread for queries that run while others are answered."""
+    """One thread for what is done beside the rows."""
     return futures.ThreadPoolExecutor(1)
 
   def __enter__(self) -> "Stage":
@@ -121,17 +121,6 @@ class Stage:
     self._num_paths += 1
     return self.folder / f"{self._num_paths}_{name}"
 
-  def table(self, query: str) -> pa.Table:
-    """Answers a query, in any thread; raises DamagedFileError for a file that cannot be read."""
-    import duckdb
-
-    try:
-      with self.engine.cursor() as cursor:
-        return cursor.execute(query).to_arrow_table()
-    except (duckdb.InvalidInputException, duckdb.IOException) as error:
-      reason = str(error).partition("\n")[0]
-      raise DamagedFileError(f"a file cannot be read ({reason}). {_AGAIN}") from error
-
 
 class ParquetFile:
   """A Parquet file.
@@ -144,6 +133,8 @@ class ParquetFile:
     DamagedFileError: the file is no Parquet, incomplete, or names two columns alike.
   """
 
+  advice = ""
+
   def __init__(self, path: Path):
     self.path = path
     with opened(path) as file:
@@ -153,7 +144,6 @@ class ParquetFile:
       raise DamagedFileError(f"{path} has two columns {duplicate!r}. Rename one.")
     self.types: Mapping[str, pa.DataType] = dict(zip(schema.names, schema.types, strict=True))
     self.stored_names: Mapping[str, str] = {name: name for name in self.names}
-    self.advice = ""
 
   def stored(self, stage: Stage, limit: int = 0) -> Stored:
     """Returns the file itself."""
@@ -168,8 +158,7 @@ class TextFile:
 
   Attributes:
     path: of the file.
-    names: of the columns, in order.
-    types: of the columns: all are text.
+    names, types: of the columns, in order; all are text.
     stored_names: of the columns in the staged file: DuckDB's names are equal in any case.
     delimiter: between two fields.
     skip: lines before the first row.
@@ -195,6 +184,9 @@ class TextFile:
     self.types: Mapping[str, pa.DataType] = dict.fromkeys(self.names, pa.string())
     self.stored_names = {name: f"c{place}" for place, name in enumerate(self.names)}
     self.skip = 0 if format.names else empty_lines + 1
+    # DuckDB takes delimiters of up to 4 bytes.
+    self._is_cut = format.rest or len(self.delimiter.encode()) > 4
+    self._delimiter = _CUT if self._is_cut else self.delimiter
 
   def _header(self, first: list[str]) -> tuple[str, ...]:
     name_them = "name the columns: config.format.names=('…', '…')."
@@ -233,9 +225,10 @@ class TextFile:
       return "The names are from config.format.names."
     if len(self.names) == 1 and (delimiter := other_delimiter(self.names[0], self.delimiter)):
       return f"The delimiter seems another: write config.format.delimiter={delimiter!r}."
-    is_row = any(re.fullmatch(r"[-+.\d]+", name) for name in self.names)
-    seems = "The first line seems a row, not a header: name the columns, "
-    return f"{seems}config.format.names=('…', '…')." if is_row else ""
+    if any(re.fullmatch(r"[-+.\d]+", name) for name in self.names):
+      seems = "The first line seems a row, not a header: name the columns, "
+      return f"{seems}config.format.names=('…', '…')."
+    return ""
 
   @contextlib.contextmanager
   def open(self) -> Iterator[Any]:
@@ -252,8 +245,160 @@ class TextFile:
     """
     key = (self.path, self.format, limit)
     if key not in stage.texts:
-      stage.texts[key] = _Conversion(self, stage).stored(limit)
+      stage.texts[key] = self._converted(stage, limit)
     return stage.texts[key]
+
+  def _converted(self, stage: Stage, limit: int) -> Stored:
+    import duckdb
+
+    target, text, share = stage.path("text.parquet"), stage.path("text"), 1.0
+    is_text = _codec(self.format.encoding) == "utf-8" and self.path.suffix.lower() != ".gz"
+    if is_text and not (limit or self._is_cut or _has_nul(self.path)):
+      text.symlink_to(self.path.absolute())  # whose name has no glob characters
+    else:
+      share = self._rewrite(text, limit)
+    try:
+      try:
+        self._convert(stage, text, target)
+      except duckdb.InvalidInputException as error:
+        if "invalid state" not in str(error):
+          raise
+        self._rewrite(text, limit, ends=True)  # lines that end in several ways
+        self._convert(stage, text, target)
+    except duckdb.InvalidInputException as error:
+      reason = str(error).partition("\n")[0]
+      raise DamagedFileError(f"{self.path} cannot be read ({reason}). {_AGAIN}") from error
+    except duckdb.Error as error:  # no memory, a full disk
+      reason = str(error).partition("\n")[0]
+      raise UserError(f"{self.path} cannot be converted to {target} ({reason})") from error
+    faults = self._faults(stage, text)
+    text.unlink()
+    return Stored(target, faults, share)
+
+  def _rewrite(self, target: Path, limit: int, *, ends: bool = False) -> float:
+    """Writes the text unpacked, in UTF-8, and with one kind of line ends if `ends`.
+
+    Bytes that cannot be decoded stay as they are, and are no UTF-8 then; a NUL byte, which DuckDB
+    would take, comes after one that is none. Returns the share of the text that is written: all,
+    or `limit` rows and what closes their quotes.
+    """
+    count, quotes = 0, 0
+    target.unlink(missing_ok=True)
+    stream, raw = _bytes_of(self.path)
+    newline = None if ends or self._is_cut else ""
+    codec = _codec(self.format.encoding)
+    lines = io.TextIOWrapper(stream, codec, "surrogateescape", newline=newline)
+    last = limit + self.skip if limit else float("inf")
+    with raw, target.open("wb") as file:
+      try:
+        for line in lines:
+          is_open = bool(self.quote) and quotes % 2 > 0
+          if count >= last and not (is_open and count < last + _OPEN):
+            is_ahead = raw is not stream or codec != "utf-8"  # of what is written, by some blocks
+            read = raw.tell() if is_ahead else file.tell()
+            return min(read / max(self.path.stat().st_size, 1), 1.0)
+          quotes += line.count(self.quote) if self.quote else 0
+          count += 1
+          text = self._cut(line) if self._is_cut else line
+          file.write(text.encode("utf-8", "surrogateescape").replace(b"\0", b"\xff\0"))
+        return 1.0
+      except _DECODING_ERRORS as error:
+        row = count - self.skip
+        raise DamagedFileError(
+          f"{self.path} breaks off or is damaged after row {row} ({error}). {_AGAIN}"
+        ) from error
+
+  def _cut(self, line: str) -> str:
+    """Returns a line with the delimiter of lines that are cut here; `rest` ends the last field."""
+    delimiter, width = self.delimiter, len(self.names)
+    line = line.rstrip("\n").replace(_CUT, " ")
+    line = line.strip(" ") if delimiter == " " else line
+    fields = line.split(delimiter, width - 1 if self.format.rest else -1)
+    # Where the rest of a line is empty, its delimiter is missing too.
+    empty = [""] * (self.format.rest and bool(line) and len(fields) == width - 1)
+    return _CUT.join(fields + empty) + "\n"
+
+  def _convert(self, stage: Stage, text: Path, target: Path) -> None:
+    width, quote = len(self.names), literal(self.quote)
+    for name in ("reject_errors", "reject_scans"):
+      stage.engine.execute(f"DROP TABLE IF EXISTS {name}")
+    columns = ", ".join(f"'c{i}': 'VARCHAR'" for i in range(width))
+    scanned = (
+      f"read_csv({literal(text)}, columns={{{columns}}}, header=false, skip={self.skip}, "
+      f"delim={literal(self._delimiter)}, quote={quote}, escape={quote}, auto_detect=false, "
+      f"strict_mode=true, store_rejects=true, max_line_size={_LONGEST_LINE})"
+    )
+    # An empty line is a row of one column to DuckDB.
+    query = f"SELECT * FROM {scanned}" + " WHERE c0 IS NOT NULL" * (width == 1)
+    group = max(2048, min(122_880, _CELLS // width))
+    options = f"(FORMAT parquet, ROW_GROUP_SIZE {group})"
+    stage.engine.execute(f"COPY ({query}) TO {literal(target)} {options}")
+
+  def _faults(self, stage: Stage, text: Path) -> list[Fault]:
+    """Returns the rows that DuckDB has left out, in their order."""
+    faults = dict[int, Fault]()
+    rejected = stage.engine.execute(
+      "SELECT line, column_name, error_type, left(csv_line, 1000), "
+      "contains(trim(csv_line, chr(10) || chr(13)), chr(10)), error_message, line_byte_position "
+      "FROM reject_errors ORDER BY line"
+    ).fetchall()
+    empty = self._empty_lines(text) if rejected else np.empty(0, np.int64)
+    for line, column, kind, content, has_lines, message, start in rejected:
+      row = line - bool(self.skip) - int(np.searchsorted(empty, line))
+      column = self.names[int(column[1:])] if column else None
+      at = f"{self.path}, row {row}" + (f", column {column!r}" if column else "")
+      if kind == "LINE SIZE OVER MAXIMUM":
+        size = f"{_LONGEST_LINE >> 20} MiB"
+        raise DamagedFileError(f"{self.path}, row {row}: a line of more than {size} is too long.")
+      if kind == "UNQUOTED VALUE" and has_lines:
+        raise DamagedFileError(f"{at}: a quote is not closed. Close it, or {_QUOTE}")
+      if kind in ("MISSING COLUMNS", "TOO MANY COLUMNS"):
+        fault = self._ragged(row, int(re.findall(r"\d+", message)[-1]), content)
+      elif kind == "INVALID ENCODING":
+        fault = self._undecoded(row, column, text, start - 1)
+      else:
+        hint = f"Double a quote within a quoted value, or {_QUOTE}"
+        fault = Fault(row, column, "has an unescaped quote", shown(content.strip()), hint)
+      faults.setdefault(row, fault)
+    return [faults[row] for row in sorted(faults)]
+
+  def _empty_lines(self, text: Path) -> np.ndarray:
+    """Returns which of DuckDB's lines are empty, in order; the header is line 1."""
+    csv.field_size_limit(1 << 30)  # an open quote takes all that follows
+    delimiter = self._delimiter if self.quote else _CUT
+    with text.open(encoding="utf-8", errors="replace", newline="") as file:
+      lines = csv.reader(file, **quoting(delimiter, self.quote))
+      return np.array([n for n, fields in enumerate(lines, start=1) if not fields], np.int64)
+
+  def _ragged(self, row: int, count: int, text: str) -> Fault:
+    width, hint = len(self.names), ""
+    few = count < width
+    where = f"none for column {self.names[count]!r}" if few else f"more after {self.names[-1]!r}"
+    if count == 1 and (delimiter := other_delimiter(text, self.delimiter)):
+      hint = f"Is the delimiter {delimiter!r}? Write config.format.delimiter={delimiter!r}."
+    elif "\n" in text.strip():
+      hint = f"A quote in it closes lines later: {_QUOTE}"
+    elif not few and self.quote:
+      hint = f"Quote a value that holds {self.delimiter!r}."
+    value = f"{count} instead of {width}, {where}"
+    return Fault(row, None, f"has too {'few' if few else 'many'} fields", value, hint)
+
+  def _undecoded(self, row: int, column: str | None, text: Path, start: int) -> Fault:
+    """Returns the fault of the first field that is no UTF-8 in the line that begins at a byte."""
+    encoding, is_utf8 = self.format.encoding, lambda x: x.decode("utf-8", "replace").encode() == x
+    with text.open("rb") as file:
+      file.seek(start)
+      line = next(line.rstrip(b"\r\n") for line in file if line.strip())  # it may begin at an end
+    fields = line.split(self._delimiter.encode())
+    place = next(i for i, field in enumerate(fields) if not is_utf8(field))
+    value = fields[place].strip(self.quote.encode() or None)
+    column = column or self.names[min(place, len(self.names) - 1)]
+    if b"\0" in value:
+      shown_text = shown(value.replace(b"\xff\0", b"\0").decode("utf-8", "replace"))
+      return Fault(row, column, "has a NUL byte", shown_text, "Remove it: tr -d '\\000'.")
+    another = "='latin-1', or" if _codec(encoding) == "utf-8" else ""
+    hint = f"Write config.format.encoding{another} as the file is written."
+    return Fault(row, column, f"is not {encoding}", shown(value), hint)
 
 
 File = ParquetFile | TextFile
@@ -264,20 +409,64 @@ def open_file(path: Path, format: Format) -> File:
   return ParquetFile(path) if file_format(path) == "Parquet" else TextFile(path, format)
 
 
-class Chunk(NamedTuple):
-  """N rows of a file.
+def _codec(encoding: str) -> str:
+  name = codecs.lookup(encoding).name
+  return "utf-8" if name in ("utf-8-sig", "ascii") else name
 
-  Attributes:
-    file: they are from.
-    rows: int64 [N], their numbers in the file: the first row below the header is row 1.
-    places: int64 [N], their places among the rows that the file is stored with, from 0 on.
-    columns: by name, N values each, as they are stored or as `Reader` was asked for them.
+
+def _bytes_of(path: Path) -> tuple[Any, Any]:
+  """Opens a file; returns its bytes, unpacked and packed."""
+  try:
+    raw = path.open("rb")
+  except OSError as error:
+    raise UserError(f"{path} cannot be read: {error.strerror}") from error
+  return (gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw), raw
+
+
+def _has_nul(path: Path) -> bool:
+  with path.open("rb") as file:
+    return any(b"\0" in block for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def peek(path: Path, encoding: str) -> tuple[str, int]:
+  """Returns the beginning of a text, from its first line on, and the number of empty lines before.
+
+  Raises:
+    DamagedFileError: the file is empty, or no text.
   """
+  stream, raw = _bytes_of(path)
+  with raw:
+    try:
+      sample = stream.read(_PEEK)
+    except _DECODING_ERRORS as error:
+      raise DamagedFileError(
+        f"{path} breaks off or is damaged at its beginning ({error}). {_AGAIN}"
+      ) from error
+  magic = _MAGIC
+  if _codec(encoding) == "utf-8":
+    magic = magic | {codecs.BOM_UTF16_LE: _UTF16, codecs.BOM_UTF16_BE: _UTF16}
+  for first, problem in magic.items():
+    if sample.startswith(first):
+      raise DamagedFileError(f"{path} {problem.format(path=path, stem=path.with_suffix(''))}.")
+  decoder = codecs.getincrementaldecoder(_codec(encoding))(errors="surrogateescape")
+  text = decoder.decode(sample).removeprefix("\ufeff")
+  started = text.lstrip("\r\n")
+  if not started.strip():
+    raise DamagedFileError(f"{path} is empty. {_AGAIN.removesuffix('.')}, or leave it out.")
+  before = text[: len(text) - len(started)]
+  return started, before.count("\n") or before.count("\r")
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+  """N rows of a file."""
 
   file: Path
-  rows: np.ndarray
-  places: np.ndarray
-  columns: dict[str, Any]
+  rows: np.ndarray  # int64 [N], their numbers; the first row below the header is row 1
+  columns: dict[str, Any]  # by name, as they are stored or as `Reader` was asked for them
+  content: np.ndarray | None = None  # uint32 [N], hashes of all values, if they were asked for
 
   def take(self, kept: np.ndarray) -> "Chunk":
     """Returns the rows for which a bool [N] holds, or those at integer indices."""
@@ -286,11 +475,19 @@ class Chunk(NamedTuple):
       name: values[indices] if isinstance(values, np.ndarray) else values.take(pa.array(indices))
       for name, values in self.columns.items()
     }
-    return Chunk(self.file, self.rows[indices], self.places[indices], columns)
+    content = None if self.content is None else self.content[indices]
+    return Chunk(self.file, self.rows[indices], columns, content)
 
 
 def batches(
-  file: File, stage: Stage, columns: Sequence[str], num_rows: int, dictionaries: Sequence[str] = ()
+  file: File,
+  stage: Stage,
+  columns: Sequence[str],
+  num_rows: int,
+  dictionaries: Sequence[str] = (),
+  *,
+  seed: int | None = None,
+  limit: int = 0,
 ) -> Iterator[tuple[Chunk, list[Fault]]]:
   """Yields the rows of a file in their order, up to `num_rows` at once.
 
@@ -302,37 +499,86 @@ def batches(
     columns: to read.
     num_rows: of a batch, at most.
     dictionaries: columns of text that come as such, which saves the work on repeated values.
+    seed: of the hashes of the rows; None leaves them out.
+    limit: of `TextFile.stored`.
 
   Raises:
     DamagedFileError: the file is damaged; names the row before.
   """
-  path, faults, _ = file.stored(stage)
+  path, faults, _ = file.stored(stage, limit)
   left_out = np.array([fault.row for fault in faults], np.int64)
   before = left_out - np.arange(len(left_out))  # rows that are kept, up to each of them
-  names, start, passed = {name: file.stored_names[name] for name in columns}, 0, 0
-  texts = [names[name] for name in dictionaries if pa.types.is_string(file.types[name])]
-  with opened(path, texts) as parquet, futures.ThreadPoolExecutor(1) as ahead:
-    read = parquet.iter_batches(num_rows, columns=list(names.values()), use_threads=False)
-    following = ahead.submit(next, read, None)
-    while True:
-      try:
-        batch = following.result()
-      except (pa.ArrowException, OSError) as error:
-        raise DamagedFileError(
-          f"{path} is damaged after row {start} ({error}). {_AGAIN}"
-        ) from error
-      if batch is None:
-        break
-      following = ahead.submit(next, read, None)
-      places = np.arange(start, start + len(batch))
+  start, passed = 0, 0
+  wanted = dict.fromkeys([*columns, *(file.names if seed is not None else ())])
+  texts = [file.stored_names[n] for n in dictionaries if pa.types.is_string(file.types[n])]
+
+  def read() -> Iterator[dict[str, pa.Array]]:
+    row = 0
+    try:
+      stored = [file.stored_names[name] for name in wanted]
+      for batch in parquet.iter_batches(num_rows, columns=stored, use_threads=False):
+        row += len(batch)
+        yield {name: batch.column(file.stored_names[name]) for name in wanted}
+    except (pa.ArrowException, OSError) as error:
+      raise DamagedFileError(f"{path} is damaged after row {row} ({error}). {_AGAIN}") from error
+
+  def hashed() -> Iterator[tuple[dict[str, pa.Array], np.ndarray | None]]:
+    for arrays in ahead(read()):
+      yield arrays, None if seed is None else _content(stage, arrays, seed)
+
+  with opened(path, texts) as parquet, contextlib.closing(ahead(hashed())) as read_ahead:
+    for arrays, content in read_ahead:
+      count = len(next(iter(arrays.values())))
+      places = np.arange(start, start := start + count)
       rows = places + 1 + np.searchsorted(before, places + 1, side="right")
       stop = int(np.searchsorted(left_out, rows[-1]))
-      arrays = {name: batch.column(stored) for name, stored in names.items()}
-      yield Chunk(file.path, rows, places, arrays), faults[passed:stop]
-      start, passed = start + len(batch), stop
+      yield Chunk(file.path, rows, {n: arrays[n] for n in columns}, content), faults[passed:stop]
+      passed = stop
   if passed < len(faults):
     none = {name: pa.nulls(0, file.types[name]) for name in columns}
-    yield Chunk(file.path, np.empty(0, np.int64), np.empty(0, np.int64), none), faults[passed:]
+    content = None if seed is None else np.empty(0, np.uint32)
+    yield Chunk(file.path, np.empty(0, np.int64), none, content), faults[passed:]
+
+
+def ahead(items: Iterator[Any]) -> Iterator[Any]:
+  """Yields items, none of them None; a thread makes the next one meanwhile."""
+  with futures.ThreadPoolExecutor(1) as thread:
+    task = thread.submit(next, items, None)
+    while (item := task.result()) is not None:
+      task = thread.submit(next, items, None)
+      yield item
+
+
+def _content(stage: Stage, columns: Mapping[str, pa.Array], seed: int) -> np.ndarray:
+  """Returns a hash of each row, uint32 `[N]`: the same wherever it is, and for equal rows.
+
+  The MD5 covers the seed and the values that are not missing, in the order of the column names,
+  joined by a unit separator (0x1F); its first eight hexadecimal digits are the hash. MD5 and not
+  the engine's hash, which its next version may change.
+  """
+  arrays = {f"v{i}": _hashable(columns[name]) for i, name in enumerate(sorted(columns))}
+  texts = [
+    f"hex({name})" if pa.types.is_binary(array.type) else f"CAST({name} AS VARCHAR)"
+    for name, array in arrays.items()
+  ]
+  joined = f"concat_ws(chr(31), {literal(seed)}, {', '.join(texts)})"
+  with stage.engine.cursor() as engine:  # of this thread
+    engine.register("batch", pa.table(arrays))
+    query = f"SELECT CAST('0x' || substr(md5({joined}), 1, 8) AS UINTEGER) AS hash FROM batch"
+    return engine.execute(query).to_arrow_table()["hash"].to_numpy()
+
+
+def _hashable(array: pa.Array) -> pa.Array:
+  """Returns values that DuckDB writes as text in one way; Arrow is faster at floats."""
+  if pa.types.is_dictionary(array.type) and pa.types.is_string(array.type.value_type):
+    return array
+  array = plain(array)
+  if pa.types.is_floating(array.type):
+    is_half = pa.types.is_float16(array.type)
+    return (array.cast(pa.float32()) if is_half else array).cast(pa.string())
+  if pa.types.is_timestamp(array.type):
+    return array.cast(pa.timestamp("us", array.type.tz), safe=False).cast(pa.int64())
+  return array
 
 
 def opened(path: Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
@@ -358,227 +604,3 @@ def scan(path: Path) -> str:
   """
   options = "hive_partitioning=false, file_row_number=true"
   return f"read_parquet({literal(glob.escape(str(path)))}, {options})"
-
-
-# --- text ----------------------------------------------------------------------------------------
-
-
-def _codec(encoding: str) -> str:
-  name = codecs.lookup(encoding).name
-  return "utf-8" if name in ("utf-8-sig", "ascii") else name
-
-
-def _bytes_of(path: Path) -> tuple[Any, Any]:
-  """Opens a file; returns its bytes, unpacked and packed."""
-  try:
-    raw = path.open("rb")
-  except OSError as error:
-    raise UserError(f"{path} cannot be read: {error.strerror}") from error
-  return (gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw), raw
-
-
-def peek(path: Path, encoding: str) -> tuple[str, int]:
-  """Returns the beginning of a text, from its first line on, and the number of empty lines before.
-
-  Raises:
-    DamagedFileError: the file is empty, or no text.
-  """
-  stream, raw = _bytes_of(path)
-  with raw:
-    try:
-      sample = stream.read(_PEEK)
-    except _DECODING_ERRORS as error:
-      raise DamagedFileError(
-        f"{path} breaks off or is damaged at its beginning ({error}). {_AGAIN}"
-      ) from error
-  magic = _MAGIC
-  if _codec(encoding) == "utf-8":
-    magic = magic | {codecs.BOM_UTF16_LE: _UTF16, codecs.BOM_UTF16_BE: _UTF16}
-  for first, problem in magic.items():
-    if sample.startswith(first):
-      stem = path.with_suffix("")
-      raise DamagedFileError(f"{path} {problem.format(path=path, stem=stem)}.")
-  decoder = codecs.getincrementaldecoder(_codec(encoding))(errors="surrogateescape")
-  text = decoder.decode(sample).removeprefix("\ufeff")
-  started = text.lstrip("\r\n")
-  if not started.strip():
-    raise DamagedFileError(f"{path} is empty. {_AGAIN.removesuffix('.')}, or leave it out.")
-  before = text[: len(text) - len(started)]
-  return started, before.count("\n") or before.count("\r")
-
-
-class _Conversion:
-  """The conversion of a text file to Parquet."""
-
-  def __init__(self, file: TextFile, stage: Stage):
-    self._file, self._stage = file, stage
-    self._target, self._plain = stage.path("text.parquet"), stage.path("text")
-    # DuckDB takes delimiters of up to 4 bytes.
-    self._is_cut = file.format.rest or len(file.delimiter.encode()) > 4
-    self._delimiter = _CUT if self._is_cut else file.delimiter
-
-  def stored(self, limit: int) -> Stored:
-    """Returns the Parquet file, the rows that are not in it, and the share that was read."""
-    import duckdb
-
-    path, share = self._file.path, 1.0
-    is_text = _codec(self._file.format.encoding) == "utf-8" and path.suffix.lower() != ".gz"
-    if is_text and not (limit or self._is_cut or _has_nul(path)):
-      self._plain.symlink_to(path.absolute())  # whose name has no glob characters
-    else:
-      share = self._rewrite(limit)
-    try:
-      try:
-        self._convert()
-      except duckdb.InvalidInputException as error:
-        if "invalid state" not in str(error):
-          raise
-        self._rewrite(limit, ends=True)  # lines that end in several ways
-        self._convert()
-    except duckdb.InvalidInputException as error:
-      reason = str(error).partition("\n")[0]
-      raise DamagedFileError(f"{path} cannot be read ({reason}). {_AGAIN}") from error
-    except duckdb.Error as error:  # no memory, a full disk
-      reason = str(error).partition("\n")[0]
-      raise UserError(f"{path} cannot be converted to {self._target} ({reason})") from error
-    faults = self._faults()
-    self._plain.unlink()
-    return Stored(self._target, faults, share)
-
-  def _rewrite(self, limit: int, *, ends: bool = False) -> float:
-    """Writes the text unpacked, in UTF-8, and with one kind of line ends if `ends`.
-
-    Bytes that cannot be decoded stay as they are, and are no UTF-8 then; a NUL byte, which DuckDB
-    would take, comes after one that is none. Returns the share of the text that is written: all,
-    or `limit` rows and what closes their quotes.
-    """
-    file, count, quotes = self._file, 0, 0
-    self._plain.unlink(missing_ok=True)
-    stream, raw = _bytes_of(file.path)
-    newline = None if ends or self._is_cut else ""
-    codec = _codec(file.format.encoding)
-    lines = io.TextIOWrapper(stream, codec, "surrogateescape", newline=newline)
-    last = limit + file.skip if limit else float("inf")
-    with raw, self._plain.open("wb") as target:
-      try:
-        for line in lines:
-          is_open = bool(file.quote) and quotes % 2 > 0
-          if count >= last and not (is_open and count < last + _OPEN):
-            is_ahead = raw is not stream or codec != "utf-8"  # of what is written, by some blocks
-            read = raw.tell() if is_ahead else target.tell()
-            return min(read / max(file.path.stat().st_size, 1), 1.0)
-          quotes += line.count(file.quote) if file.quote else 0
-          count += 1
-          text = self._cut(line) if self._is_cut else line
-          target.write(text.encode("utf-8", "surrogateescape").replace(b"\0", b"\xff\0"))
-        return 1.0
-      except _DECODING_ERRORS as error:
-        row = count - file.skip
-        raise DamagedFileError(
-          f"{file.path} breaks off or is damaged after row {row} ({error}). {_AGAIN}"
-        ) from error
-
-  def _cut(self, line: str) -> str:
-    """Returns a line with the delimiter of lines that are cut here; `rest` ends the last field."""
-    delimiter, width = self._file.delimiter, len(self._file.names)
-    line = line.rstrip("\n").replace(_CUT, " ")
-    line = line.strip(" ") if delimiter == " " else line
-    fields = line.split(delimiter, width - 1 if self._file.format.rest else -1)
-    # Where the rest of a line is empty, its delimiter is missing too.
-    empty = [""] * (self._file.format.rest and bool(line) and len(fields) == width - 1)
-    return _CUT.join(fields + empty) + "\n"
-
-  def _convert(self) -> None:
-    file, engine, width = self._file, self._stage.engine, len(self._file.names)
-    for name in ("reject_errors", "reject_scans"):
-      engine.execute(f"DROP TABLE IF EXISTS {name}")
-    columns, quote = ", ".join(f"'c{i}': 'VARCHAR'" for i in range(width)), literal(file.quote)
-    scanned = (
-      f"read_csv({literal(self._plain)}, columns={{{columns}}}, header=false, skip={file.skip}, "
-      f"delim={literal(self._delimiter)}, quote={quote}, escape={quote}, auto_detect=false, "
-      f"strict_mode=true, store_rejects=true, max_line_size={_LONGEST_LINE})"
-    )
-    # An empty line is a row of one column to DuckDB.
-    query = f"SELECT * FROM {scanned}" + " WHERE c0 IS NOT NULL" * (width == 1)
-    group = max(2048, min(122_880, _CELLS // width))
-    options = f"(FORMAT parquet, ROW_GROUP_SIZE {group})"
-    engine.execute(f"COPY ({query}) TO {literal(self._target)} {options}")
-
-  def _faults(self) -> list[Fault]:
-    """Returns the rows that DuckDB has left out, in their order."""
-    file, faults = self._file, dict[int, Fault]()
-    rejected = self._stage.engine.execute(
-      "SELECT line, column_name, error_type, left(csv_line, 1000), "
-      "contains(trim(csv_line, chr(10) || chr(13)), chr(10)), error_message, line_byte_position "
-      "FROM reject_errors ORDER BY line"
-    ).fetchall()
-    empty = self._empty_lines() if rejected else np.empty(0, np.int64)
-    for line, column, kind, text, has_lines, message, start in rejected:
-      row = line - bool(file.skip) - int(np.searchsorted(empty, line))
-      column = file.names[int(column[1:])] if column else None
-      at = f"{file.path}, row {row}" + (f", column {column!r}" if column else "")
-      if kind == "LINE SIZE OVER MAXIMUM":
-        size = f"{_LONGEST_LINE >> 20} MiB"
-        raise DamagedFileError(f"{file.path}, row {row}: a line of more than {size} is too long.")
-      if kind == "UNQUOTED VALUE" and has_lines:
-        raise DamagedFileError(f"{at}: a quote is not closed. Close it, or {_QUOTE}")
-      if kind in ("MISSING COLUMNS", "TOO MANY COLUMNS"):
-        fault = self._ragged(row, int(re.findall(r"\d+", message)[-1]), text)
-      elif kind == "INVALID ENCODING":
-        fault = self._undecoded(row, column, start - 1)
-      else:
-        hint = f"Double a quote within a quoted value, or {_QUOTE}"
-        fault = Fault(row, column, "has an unescaped quote", shown(text.strip()), hint)
-      faults.setdefault(row, fault)
-    return [faults[row] for row in sorted(faults)]
-
-  def _empty_lines(self) -> np.ndarray:
-    """Returns which of DuckDB's lines are empty, in order; the header is line 1."""
-    quote = self._file.quote
-    csv.field_size_limit(1 << 30)  # an open quote takes all that follows
-    options: Any = {"quotechar": quote or None}
-    options["quoting"] = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
-    options["delimiter"] = self._delimiter if quote else _CUT
-    with self._plain.open(encoding="utf-8", errors="replace", newline="") as file:
-      lines = csv.reader(file, **options)
-      return np.array([n for n, fields in enumerate(lines, start=1) if not fields], np.int64)
-
-  def _ragged(self, row: int, count: int, text: str) -> Fault:
-    file, width = self._file, len(self._file.names)
-    few = count < width
-    where = f"none for column {file.names[count]!r}" if few else f"more after {file.names[-1]!r}"
-    hint = ""
-    if count == 1 and (delimiter := other_delimiter(text, file.delimiter)):
-      hint = f"Is the delimiter {delimiter!r}? Write config.format.delimiter={delimiter!r}."
-    elif "\n" in text.strip():
-      hint = f"A quote in it closes lines later: {_QUOTE}"
-    elif not few and file.quote:
-      hint = f"Quote a value that holds {file.delimiter!r}."
-    value = f"{count} instead of {width}, {where}"
-    return Fault(row, None, f"has too {'few' if few else 'many'} fields", value, hint)
-
-  def _undecoded(self, row: int, column: str | None, start: int) -> Fault:
-    """Returns the fault of the first field that is no UTF-8 in the line that begins at a byte."""
-    encoding = self._file.format.encoding
-    with self._plain.open("rb") as file:
-      file.seek(start)
-      line = next(line.rstrip(b"\r\n") for line in file if line.strip())  # it may begin at an end
-    fields = line.split(self._delimiter.encode())
-    place = next(i for i, field in enumerate(fields) if b"\xff" in field or not _is_utf8(field))
-    value = fields[place].strip(self._file.quote.encode() or None)
-    column = column or self._file.names[min(place, len(self._file.names) - 1)]
-    if b"\0" in value:
-      text = value.replace(b"\xff\0", b"\0").decode("utf-8", "replace")
-      return Fault(row, column, "has a NUL byte", shown(text), "Remove it: tr -d '\\000'.")
-    another = "='latin-1', or" if _codec(encoding) == "utf-8" else ""
-    hint = f"Write config.format.encoding{another} as the file is written."
-    return Fault(row, column, f"is not {encoding}", shown(value), hint)
-
-
-def _is_utf8(text: bytes) -> bool:
-  return text.decode("utf-8", "replace").encode() == text
-
-
-def _has_nul(path: Path) -> bool:
-  with path.open("rb") as file:
-    return any(b"\0" in block for block in iter(lambda: file.read(1 << 20), b""))

@@ -12,13 +12,7 @@ of one machine:
 - means are stored with fewer digits than the order of a sum changes.
 
 The columns are written as shards, one a file, in the format of prepared columns. A training process
-opens those with its own rows and no others; see `shards.Shards` and `pipeline.own_rows`.
-
-What this module takes of the code for one machine:
-
-  clicks   store_of, copy_rows, write_columns; Encoder
-  rows     RowReader, Account, Bounds; thresholds, times_of, sampled; in_order, num_rows
-  store    Store, whose queries Spark answers
+opens those with its own rows and no others; see `Shards` and `pipeline.own_rows`.
 """
 
 import contextlib
@@ -40,7 +34,8 @@ import pyarrow as pa
 
 from .. import arrays, files
 from ..errors import UserError
-from . import clicks, rows, shards, spec
+from . import clicks, rows, spec
+from .encoding import Encoder
 from .settings import Table
 from .source import Stage, literal
 from .store import Store
@@ -49,7 +44,8 @@ _INSTALL = (
   "config.engine='spark' needs PySpark 4 and Java 17 or later: pip install -e '.[spark]', "
   "and set JAVA_HOME or PATH"
 )
-_TIMES = "times.f64"
+_TIMES = "times.npy"
+_SHARDS = "shards"  # in the folder of the prepared data
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -72,14 +68,11 @@ def _session() -> Iterator[Any]:
   os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # of the tasks; else any on the PATH
   try:
     import pandas  # noqa: F401  # asked for by Spark where it passes Arrow
-    from pyspark.errors import PySparkRuntimeError
     from pyspark.sql import SparkSession
 
     active = SparkSession.getActiveSession()
     session = active or SparkSession.builder.appName("sparse-embed").getOrCreate()
-  except ImportError as error:
-    raise UserError(f"{_INSTALL} ({error})") from error
-  except PySparkRuntimeError as error:  # Java does not start
+  except (ImportError, RuntimeError) as error:  # Java does not start
     raise UserError(f"{_INSTALL} ({error})") from error
   try:
     yield session
@@ -90,19 +83,12 @@ def _session() -> Iterator[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-  """A file of a table, for a task.
+  """A file of a table, for a task."""
 
-  Attributes:
-    whole: the table, with all files.
-    number: among the files.
-    by: how rows are split.
-    stage: the folder for what is removed at the end, which all tasks and the driver share.
-  """
-
-  whole: Table
-  number: int
-  by: str
-  stage: Path
+  whole: Table  # with all files
+  number: int  # among the files
+  by: str  # how rows are split
+  stage: Path  # the folder for what is removed at the end, which all tasks and the driver share
 
   @property
   def table(self) -> Table:
@@ -112,14 +98,14 @@ class _File:
     rows = dataclasses.replace(self.whole.rows, files={split: (path,)})
     return dataclasses.replace(self.whole, rows=rows)
 
-  @property
-  def name(self) -> str:
-    """Of the Parquet file with the rows that have been read."""
-    return f"rows_{self.number:05d}.parquet"
-
   def folder(self, name: str) -> Path:
     """Where the task of a name has written, in the stage."""
     return self.stage / f"{name}_{self.number:05d}"
+
+  @property
+  def rows(self) -> Path:
+    """The Parquet file with the rows that have been read."""
+    return self.folder("rows") / f"rows_{self.number:05d}.parquet"
 
 
 class Cluster:
@@ -153,20 +139,19 @@ class Cluster:
       self._sizes.append(sizes)
       self._digests[path] = digest
       (file.folder("rows") / "split.parquet").rename(split / f"{file.number:05d}.parquet")
-    paths = [file.folder("rows") / file.name for file in self._files]
-    parts = dict(zip(paths, self._sizes, strict=True))
+    parts = {file.rows: sizes for file, sizes in zip(self._files, self._sizes, strict=True)}
     store = _Rows(self._session, self._view, self._table, self._stage, parts)
     return store, self._reader.notes
 
-  def write(self, encoder: clicks.Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
+  def write(self, encoder: Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
     """Writes a shard for each file with rows; see `clicks.OneMachine`."""
     del encoder, sizes  # tasks load the encoder; each file has its sizes
-    arrays.subfolder(self._folder, shards.FOLDER)
+    arrays.subfolder(self._folder, _SHARDS)
     written = self._run(
       functools.partial(_write, serve=serve.absolute(), target=self._folder, sizes=self._sizes)
     )
     some = next(number for number, columns in enumerate(written) if columns)
-    formats = arrays.Columns(shards.folder(self._folder, some))
+    formats = arrays.Columns(_shard(self._folder, some))
     return {
       "sha256": {
         name: self._digests.get(path) or files.digest(path)
@@ -203,19 +188,14 @@ class Cluster:
 
   def _times(self) -> np.ndarray:
     self._run(_read_times)
-    return rows.sampled(
-      times for file in self._files for times in _chunks(file.folder("times") / _TIMES)
-    )
+    times = (np.load(file.folder("times") / _TIMES, mmap_mode="r") for file in self._files)
+    return rows.sampled(times)
 
 
 class _Rows(Store):
   """The rows that tasks have read, of which Spark answers queries.
 
-  Args:
-    session, view: of `Cluster`.
-    table: the settings.
-    stage: of the table.
-    parts: the number of rows by split, of the Parquet files in their order.
+  `parts` has the number of rows by split, of the Parquet files in their order.
   """
 
   EXPLODE, LENGTH, IS_LOCAL = "explode", "size", False
@@ -255,11 +235,8 @@ class _Rows(Store):
     return f"read_parquet({literal(glob.escape(str(path)) + '/*.parquet')})"
 
 
-def _chunks(path: Path) -> Iterator[np.ndarray]:
-  """Yields the numbers in a file of float64."""
-  with path.open("rb") as file:
-    while len(numbers := np.fromfile(file, np.float64, 1 << 16)):
-      yield numbers
+def _shard(folder: Path, number: int) -> Path:
+  return folder / _SHARDS / f"{number:05d}"
 
 
 def _uri(path: Path) -> str:
@@ -277,13 +254,7 @@ def _plain(stored: pa.DataType) -> pa.DataType:
 def _call(
   task: Callable[[_File], Any], some: _File, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-  """Runs a task for the files with the numbers in each batch; an error of the user's is a result.
-
-  Args:
-    task: to run.
-    some: any file of the table.
-    batches: with one column, the numbers.
-  """
+  """Runs a task for files by number, one column; an error of the user's is a result."""
   for batch in batches:
     for number in batch.column(0).to_pylist():
       try:
@@ -316,13 +287,9 @@ def _num_rows(file: _File) -> int:
 
 
 def _read_times(file: _File) -> None:
-  with (
-    Stage() as stage,
-    _written(file.folder("times")) as folder,
-    (folder / _TIMES).open("wb") as target,
-  ):
-    for times in rows.times_of(file.table, stage, may_be_empty=True):
-      target.write(times.astype(np.float64).tobytes())
+  with Stage() as stage, _written(file.folder("times")) as folder:
+    times = rows.times_of(file.table, stage, may_be_empty=True)
+    np.save(folder / _TIMES, np.concatenate([np.empty(0), *times]))
 
 
 def _read(file: _File, *, bounds: rows.Bounds) -> tuple[rows.Account, np.ndarray, str]:
@@ -330,7 +297,7 @@ def _read(file: _File, *, bounds: rows.Bounds) -> tuple[rows.Account, np.ndarray
   table, holds_out = file.table, "valid" not in file.whole.rows.files
   with Stage() as stage, _written(file.folder("rows")) as folder:
     reader = rows.RowReader(table, file.by, holds_out=holds_out, stage=stage, bounds=bounds)
-    store = clicks.store_of(table, stage, folder / file.name)
+    store = clicks.store_of(table, stage, folder / file.rows.name)
     clicks.copy_rows(table, reader, store, folder)
     split = store.query(f"SELECT split FROM {store.scan}")["split"].to_numpy()
     sizes = np.bincount(split, minlength=3)
@@ -343,15 +310,80 @@ def _write(
   """Writes the columns of a file's rows; returns the sizes and hashes of what it has written."""
   if not sizes[file.number].sum():
     return {}
-  shard = shards.folder(target, file.number)
+  shard = _shard(target, file.number)
   with Stage() as stage, _written(shard) as folder:
-    store = clicks.store_of(file.table, stage, file.folder("rows") / file.name)
+    store = clicks.store_of(file.table, stage, file.rows)
     weight = file.table.name_of(spec.Weight)
     clicks.write_columns(store, weight, _encoder(serve), folder, sizes[file.number])
   return arrays.stamped(shard)
 
 
 @functools.lru_cache(1)
-def _encoder(serve: Path) -> clicks.Encoder:
+def _encoder(serve: Path) -> Encoder:
   """Returns the encoder that the driver has saved, loaded once in a process of an executor."""
-  return clicks.Encoder.load(serve)
+  return Encoder.load(serve)
+
+
+# --- in training ----------------------------------------------------------------------------------
+
+
+class Shards(arrays.Columns):
+  """Columns in shards, memory-mapped on first use: the rows of train, then valid, then test.
+
+  Each shard holds rows of all splits in this order. A column is read by a slice or an array of row
+  numbers, which opens the shards that hold these rows and no others.
+
+  Args:
+    folder: of the prepared data.
+  """
+
+  def __init__(self, folder: str | Path):
+    super().__init__(folder)
+    meta = arrays.read_json(self.folder / "meta.json")
+    self._shards, self._formats = meta["shards"], meta["formats"]
+    self._names = tuple(self._formats)
+    self._opened: dict[int, arrays.Columns] = {}
+    sizes = np.array([shard["sizes"] for shard in self._shards])
+    self.ends = np.cumsum(sizes.T)  # of each shard's rows of train, of valid, of test
+    # What is added to a row's number for its place in the shard.
+    self.shifts = (np.cumsum(sizes, axis=1) - sizes).T.ravel() - (self.ends - sizes.T.ravel())
+
+  def __getitem__(self, name: str) -> Any:
+    if name not in self._names:
+      raise KeyError(f"{self.folder} has no column {name!r}; it has {list(self._names)}")
+    return _Column(self, name, *self._formats[name])
+
+  def shard(self, part: int) -> arrays.Columns:
+    """Returns the columns of the shard with a part of the rows.
+
+    Raises:
+      DamagedFileError: a file is not the one that was written.
+    """
+    number = part % len(self._shards)
+    if number not in self._opened:
+      shard = self._shards[number]
+      path = _shard(self.folder, shard["number"])
+      arrays.check(path, shard["columns"])
+      self._opened[number] = arrays.Columns(path)
+    return self._opened[number]
+
+
+class _Column:
+  """A column in shards: an array that is read by slices and by arrays of rows."""
+
+  def __init__(self, shards: Shards, name: str, dtype: str, shape: Sequence[int]):
+    self._shards, self._name, self.dtype = shards, name, np.dtype(dtype)
+    self.shape = (int(shards.ends[-1]), *shape)
+
+  def __len__(self) -> int:
+    return self.shape[0]
+
+  def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
+    wanted = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
+    found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
+    parts = np.searchsorted(self._shards.ends, wanted, side="right")
+    for part in np.unique(parts):
+      at = parts == part
+      array = self._shards.shard(int(part))[self._name]
+      found[at] = array[wanted[at] + self._shards.shifts[part]]
+    return found

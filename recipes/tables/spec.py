@@ -10,11 +10,10 @@
       "city_hour": {"kind": "cross", "columns": ("city", "hour"), "buckets": 10_000},
     }
 
-The classes below are the kinds; their attributes are the options. Columns of the files that are
-not declared are not read.
+The classes below are the kinds; their attributes are the options, whose fields say what is valid.
+Columns of the files that are not declared are not read.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -24,28 +23,76 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..errors import UserError
-from .values import as_text
+from .values import ReadAs, as_text
 
-SIDES = ("", "user", "item")
 CLICKS, NO_CLICKS = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")  # in lower case
+
+
+# --- options: a default, a conversion that raises where a value is wrong, and what to write ------
+
+
+def _option(default: Any, convert: Callable[[Any], Any], advice: str) -> Any:
+  return dataclasses.field(default=default, metadata={"convert": convert, "advice": advice})
+
+
+def _require(value: Any, is_valid: bool) -> Any:
+  if not is_valid:
+    raise ValueError(value)
+  return value
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _flag(default: bool) -> Any:
+  return _option(default, lambda value: _require(value, type(value) is bool), "write True or False")
+
+
+def _count(default: int, least: int = 0) -> Any:
+  convert = lambda value: _require(value, type(value) is int and value >= least)
+  return _option(default, convert, f"choose {least} or more")
+
+
+def _choice(*names: str) -> Any:
+  """The first name is the default."""
+  advice = f"choose {' or '.join(map(repr, names))}"
+  return _option(names[0], lambda value: _require(value, value in names), advice)
+
+
+def _text(default: str = "", is_valid: Callable[[str], bool] = lambda _: True, advice="") -> Any:
+  convert = lambda value: _require(value, isinstance(value, str) and is_valid(value))
+  return _option(default, convert, advice or "write a text")
+
+
+def _texts(as_it_is: Callable[[Any], str] = str) -> Any:
+  """A tuple of texts, or one."""
+
+  def convert(value: Any) -> tuple[str, ...]:
+    is_many = isinstance(value, Sequence) and not isinstance(value, str)
+    each = value if is_many else (value,)
+    return tuple(as_it_is(_require(x, isinstance(x, str | int | float))) for x in each)
+
+  return _option((), convert, "give texts or numbers")
+
+
+def _boundaries(value: Any) -> int | tuple[float, ...]:
+  if isinstance(value, int):
+    return _require(value, type(value) is int and value >= 0 and value != 1)
+  numbers = tuple(float(_require(x, _is_number(x) and math.isfinite(x))) for x in value)
+  return _require(numbers, all(a < b for a, b in itertools.pairwise(numbers)))
+
+
+# --- kinds ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-  """A column and what it is used for.
+  """A column and what it is used for."""
 
-  Attributes:
-    column: the column of the files; "" reads the one that has the name of the declaration.
-  """
-
-  column: str = ""
   kind: ClassVar[str] = ""
-
-  def check(self) -> None:
-    """Raises ValueError for options that make no sense, without the name of the column."""
-    for name, (is_valid, advice) in _VALID.items():
-      if hasattr(self, name) and not is_valid(getattr(self, name)):
-        raise ValueError(f"{name} is {getattr(self, name)!r}: {advice}")
+  read_as: ClassVar[Any] = "text"  # a `ReadAs`; see `reading.Reader`
+  column: str = _text()  # of the files; "" reads the one with the name of the declaration
 
   def sources(self, name: str) -> tuple[str, ...]:
     """Returns the columns of the files that a declaration of this name reads."""
@@ -56,67 +103,45 @@ class Kind:
 class Label(Kind):
   """What is predicted: a click or none. 1, true and yes are clicks; 0, false and no are none.
 
-  Attributes:
-    positive: the values that are clicks, all others being none; () takes the values above. They
-      are compared as texts are read: 5, 5.0 and "5.0" are one value, as are True and "true".
-    at_least: the smallest number that is a click; None if the values are no numbers.
-    drop: values whose rows are left out.
+  Values are compared as texts are read: 5, 5.0 and "5.0" are one value, as are True and "true".
   """
 
   kind: ClassVar[str] = "label"
-  positive: tuple[str, ...] = ()
-  at_least: float | None = None
-  drop: tuple[str, ...] = ()
-
-  def check(self) -> None:
-    super().check()
-    if self.positive and self.at_least is not None:
-      raise ValueError("give positive or at_least, not both")
+  positive: tuple[str, ...] = _texts(as_text)  # the values that are clicks; all others are none
+  at_least: float | None = _option(  # the smallest number that is a click
+    None, lambda x: None if x is None else float(_require(x, _is_number(x))), "give a number"
+  )
+  drop: tuple[str, ...] = _texts(as_text)  # values whose rows are left out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Side(Kind):
-  """A feature.
+  """A feature: of the user or the item, which two_tower uses, or of a row alone."""
 
-  Attributes:
-    side: "user" or "item" for what is known about a user or an item, which two_tower uses; "" for
-      what belongs to a row alone. The columns of a cross with a side must be of that side.
-  """
-
-  side: str = ""
+  side: str = _choice("", "user", "item")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Embedded(Side):
-  """A feature with a vector for each of its values.
+  """A feature with a vector for each of its values."""
 
-  Attributes:
-    dim: the width of its table; 0 takes `config.dim`.
-    optimizer: of its table, by name; "" takes `config.table.optimizer`.
-  """
-
-  dim: int = 0
-  optimizer: str = ""
+  dim: int = _count(0)  # the width of its table; 0 takes `config.dim`
+  optimizer: str = _text()  # of its table, by name; "" takes `config.table.optimizer`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Number(Embedded):
-  """A number.
-
-  Attributes:
-    log: whether to take `sign(x) * log(1 + |x|)` first, for counts and prices.
-    standardize: whether to subtract the mean of the training rows and divide by their deviation.
-    missing: a missing value is the mean; "indicator" adds a feature that is 1 where it is missing,
-      "mean" adds none.
-    buckets: how many intervals with equally many training rows, or their boundaries, to learn a
-      vector for each; 0 uses the number itself.
-  """
+  """A number; a missing one is the mean of the training rows."""
 
   kind: ClassVar[str] = "number"
-  log: bool = False
-  standardize: bool = True
-  missing: str = "mean"
-  buckets: int | tuple[float, ...] = 0
+  read_as: ClassVar[Any] = "number"
+  log: bool = _flag(False)  # take `sign(x) * log(1 + |x|)` first
+  standardize: bool = _flag(True)  # by mean and deviation of the training rows
+  missing: str = _choice("mean", "indicator")  # which adds a feature that is 1 where it is missing
+  # Intervals with equally many training rows, or their boundaries, with a vector each; 0: none.
+  buckets: int | tuple[float, ...] = _option(
+    0, _boundaries, "choose 2 or more, 0 for none, or give boundaries as numbers that increase"
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,83 +150,47 @@ class Category(Embedded):
 
   Values outside the vocabulary share `oov` rows of the table, by hash. A missing value has no
   vector: it adds zeros. A dynamic vocabulary counts nothing beforehand: while training, a new value
-  gets a row, if need be that of a value which has not been used for longest.
-
-  Attributes:
-    min_count: training rows that a value needs to be in the vocabulary. With 1, a tenth of the
-      values that one row has are left out of a vocabulary of 100 or more, so that the vectors of
-      unknown values are trained.
-    oov: rows of the table for values outside the vocabulary; 0 gives them no vector.
-    hash: the number of rows of the table if values are hashed instead of counted; 0 counts.
-    size: the number of rows if the values are ids themselves, from 0 to `size - 1`; 0 counts.
-    vocabulary: "counted", or "dynamic" for values that come and go. Users and items of rankings are
-      counted.
-    capacity: the number of rows of a dynamic vocabulary, a multiple of 16. A value without a row
-      has no vector.
-    eviction: which value of a dynamic vocabulary loses its row to a new one: "lfu", the one used
-      least often, or "lru", the one used longest ago. See `embed.DynamicVocabulary`.
-    half_life: the number of batches after which the counts of "lfu" halve; 0 never forgets.
-    table: a name that columns have in common which share a table and a vocabulary; "" shares none.
-    pattern: a regular expression with one group, which is the value; "" takes all of the text.
+  gets a row, if need be that of a value which has not been used for longest; see
+  `embed.DynamicVocabulary`. With `min_count` 1, a tenth of the values that one row has are left out
+  of a vocabulary of 100 or more, so that the vectors of unknown values are trained.
   """
 
   kind: ClassVar[str] = "category"
-  min_count: int = 2
-  oov: int = 1
-  hash: int = 0
-  size: int = 0
-  vocabulary: str = "counted"
-  capacity: int = 0
-  eviction: str = "lfu"
-  half_life: int = 1000
-  table: str = ""
-  pattern: str = ""
+  min_count: int = _count(2, least=1)  # training rows that a value of the vocabulary has
+  oov: int = _count(1)  # rows of the table for other values; 0 gives them no vector
+  hash: int = _count(0)  # rows of the table if values are hashed instead of counted
+  size: int = _count(0)  # rows of the table if values are ids themselves, from 0 to `size - 1`
+  vocabulary: str = _choice("counted", "dynamic")  # rankings count their users and items
+  capacity: int = _count(0)  # rows of a dynamic vocabulary; a value without one has no vector
+  # Which value loses its row: "lfu", the one used least often, or "lru", the one used longest ago.
+  eviction: str = _choice("lfu", "lru")
+  half_life: int = _count(1000)  # batches after which the counts of "lfu" halve; 0 never forgets
+  table: str = _text()  # the name of a table and vocabulary that several columns share
+  pattern: str = _text(  # its group is the value; "" takes all of the text
+    is_valid=lambda text: not text or re.compile(text).groups == 1,
+    advice="write a regular expression with one group, which is the value",
+  )
 
   @property
   def is_dynamic(self) -> bool:
     """Whether values get rows while training."""
     return self.vocabulary == "dynamic"
 
-  def check(self) -> None:
-    super().check()
-    if self.hash and self.size:
-      raise ValueError("give hash or size, not both")
-    if self.is_dynamic and (self.capacity < 16 or self.capacity % 16):
-      raise ValueError(
-        f"capacity is {self.capacity}: give the number of rows, a multiple of 16, such as 65536"
-      )
-    if self.is_dynamic and (self.hash or self.size):
-      raise ValueError("vocabulary is dynamic: remove hash and size, its rows are its capacity")
-    if self.capacity and not self.is_dynamic:
-      raise ValueError("capacity is for vocabulary='dynamic'")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bag(Category):
-  """Several categories in one field: a list column, or text that is cut at a separator.
-
-  Attributes:
-    separator: of the values in a text; list columns need none.
-    max_length: values that are used of a row; 0 takes the most that a training row has, up to 64.
-    combiner: "mean", "sum" or "sqrtn" of the vectors.
-    columns: of flags: the values of a row are the names of those that are not 0.
-  """
+  """Several categories in one field: a list column, or text that is cut at a separator."""
 
   kind: ClassVar[str] = "bag"
-  separator: str = "|"
-  max_length: int = 0
-  combiner: str = "mean"
-  columns: tuple[str, ...] = ()
   last: ClassVar[bool] = False  # whether the last values are used of a longer row
+  separator: str = _text("|", bool, "give the text between two values")
+  max_length: int = _count(0)  # values used of a row; 0: as many as a training row has, up to 64
+  combiner: str = _choice("mean", "sum", "sqrtn")  # of the vectors
+  columns: tuple[str, ...] = _texts()  # of flags: the values are the names of those that are not 0
 
-  def check(self) -> None:
-    super().check()
-    if not self.separator:
-      raise ValueError("separator is empty: give the text between two values")
-    if self.columns and (self.column or len(self.columns) < 2):
-      raise ValueError(
-        f"columns is {self.columns}: name two or more columns of flags, and no column"
-      )
+  @property
+  def read_as(self) -> ReadAs:
+    return ("list", self.separator)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,36 +203,23 @@ class Ordered(Bag):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cross(Embedded):
-  """Combinations of several declared columns, by hash.
-
-  Attributes:
-    columns: the names of two or more declared columns: categories, users, items, or numbers with
-      buckets.
-    buckets: the number of rows of the table.
-  """
+  """Combinations of several declared columns, by hash."""
 
   kind: ClassVar[str] = "cross"
-  columns: tuple[str, ...] = ()
-  buckets: int = 100_000
-
-  def check(self) -> None:
-    super().check()
-    if len(self.columns) < 2:
-      raise ValueError(f"columns is {self.columns}: name two or more declared columns")
-    if self.column:
-      raise ValueError("a cross has columns, not a column")
+  columns: tuple[str, ...] = _texts()  # declared names of categories, ids, numbers with buckets
+  buckets: int = _count(100_000, least=2)  # rows of the table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Id(Category):
-  """The id of a user or an item: a category of dlrm, and what two_tower and sequence are about.
+  """The id of a user or an item: a category of dlrm, and what two_tower and sequence are about."""
 
-  Attributes:
-    separator: of the ids in a field that holds several, as a list column or a text; "" for one.
-  """
+  min_count: int = _count(1, least=1)
+  separator: str = _text()  # of ids in a field that holds several; "" for one
 
-  min_count: int = 1
-  separator: str = ""
+  @property
+  def read_as(self) -> ReadAs:
+    return ("list", self.separator) if self.separator else "text"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,11 +227,6 @@ class User(Id):
   """The user of a row."""
 
   kind: ClassVar[str] = "user"
-
-  def check(self) -> None:
-    super().check()
-    if self.separator:
-      raise ValueError("a row has one user: remove separator")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,22 +238,13 @@ class Item(Id):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Time(Kind):
-  """When a row happened: a number that grows, or a date or time as ISO 8601 writes it.
-
-  Attributes:
-    columns: of a date in several: year, month, day, and perhaps hour, minute and second.
-  """
+  """When a row happened: a number that grows, or a date or time as ISO 8601 writes it."""
 
   kind: ClassVar[str] = "time"
-  columns: tuple[str, ...] = ()
-
-  def check(self) -> None:
-    super().check()
-    if self.columns and (self.column or not 3 <= len(self.columns) <= 6):
-      raise ValueError(
-        f"columns is {self.columns}: name those of year, month, day, and perhaps hour, minute and "
-        "second, and no column"
-      )
+  read_as: ClassVar[Any] = "time"
+  columns: tuple[str, ...] = (
+    _texts()
+  )  # of a date in several: year, month, day, hour, minute, second
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,6 +252,7 @@ class Weight(Kind):
   """The weight of a row in the loss and the metrics of dlrm: a number, at least 0."""
 
   kind: ClassVar[str] = "weight"
+  read_as: ClassVar[Any] = "number"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -313,6 +276,39 @@ KINDS: dict[str, type[Kind]] = {
   )
 }  # fmt: skip
 SINGLE = (Label, User, Item, Time, Weight, Split, Title)  # at most one column each
+# Options that contradict each other: of which kinds, when, and what to write.
+_CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
+  (Label, lambda k: k.positive and k.at_least is not None, "give positive or at_least, not both"),
+  (Category, lambda k: k.hash and k.size, "give hash or size, not both"),
+  (
+    Category,
+    lambda k: k.is_dynamic and (k.capacity < 16 or k.capacity % 16),
+    "capacity is {capacity}: give the number of rows, a multiple of 16, such as 65536",
+  ),
+  (
+    Category,
+    lambda k: k.is_dynamic and (k.hash or k.size),
+    "vocabulary is dynamic: remove hash and size, its rows are its capacity",
+  ),
+  (Category, lambda k: k.capacity and not k.is_dynamic, "capacity is for vocabulary='dynamic'"),
+  (
+    Bag,
+    lambda k: k.columns and (k.column or len(k.columns) < 2),
+    "columns is {columns}: name two or more columns of flags, and no column",
+  ),
+  (
+    Cross,
+    lambda k: k.column or len(k.columns) < 2,
+    "columns is {columns}: name two or more declared columns, and no column",
+  ),
+  (User, lambda k: k.separator, "a row has one user: remove separator"),
+  (
+    Time,
+    lambda k: k.columns and (k.column or not 3 <= len(k.columns) <= 6),
+    "columns is {columns}: name those of year, month, day, and perhaps hour, minute and second, "
+    "and no column",
+  ),
+)
 
 
 def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[str, Kind]:
@@ -340,33 +336,47 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
     if len(names) > 1:
       raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
   for name, kind in kinds.items():
-    if isinstance(kind, Cross):
-      for part in kind.columns:
-        _check_part(part, kinds.get(part), kind.side, f"{setting}[{name!r}]")
+    for part in kind.columns if isinstance(kind, Cross) else ():
+      if fault := _fault_of_part(kinds.get(part), kind.side):  # type: ignore[attr-defined]
+        raise UserError(f"{setting}[{name!r}] crosses {part!r}, {fault}")
   return kinds
 
 
-def _check_part(part: str, kind: Kind | None, side: str, place: str) -> None:
-  """Raises UserError for a column that a cross of that side cannot have."""
-  is_bucketed = isinstance(kind, Number) and bool(kind.buckets)
-  is_one = isinstance(kind, Category) and not isinstance(kind, Bag)
-  if not (is_bucketed or is_one):
-    raise UserError(
-      f"{place} crosses {part!r}, which must be declared as a category, a user, an item, or a "
-      "number with buckets"
-    )
-  assert isinstance(kind, Side)
-  if isinstance(kind, Item) and kind.separator:
-    raise UserError(
-      f"{place} crosses {part!r}, of which a row has several: an item with a separator cannot be "
-      "crossed"
-    )
-  own = kind.kind if isinstance(kind, Id) else kind.side
+def _parse_one(value: Any, place: str) -> Kind:
+  if not isinstance(value, str) and not hasattr(value, "keys"):
+    raise UserError(f"{place} is {value!r}: give a kind, or a dict of the kind and its options")
+  given = {"kind": value} if isinstance(value, str) else dict(value)
+  name = given.pop("kind", None)
+  if not isinstance(name, str) or name not in KINDS:
+    raise UserError(f"{place} is of the unknown kind {name!r}; {nearest(str(name), list(KINDS))}")
+  fields = {field.name: field for field in dataclasses.fields(KINDS[name])}
+  for option, each in given.items():
+    if option not in fields:
+      hint = nearest(str(option), list(fields))
+      raise UserError(f"{place}: a {name} has no option {option!r}; {hint}")
+    about = fields[option].metadata
+    try:
+      given[option] = about["convert"](each)
+    except (ValueError, TypeError, re.error):
+      raise UserError(f"{place}: {option} is {each!r}: {about['advice']}") from None
+  kind = KINDS[name](**given)
+  for cls, is_contradiction, advice in _CONTRADICTIONS:
+    if isinstance(kind, cls) and is_contradiction(kind):
+      raise UserError(f"{place}: {advice.format(**dataclasses.asdict(kind))}")
+  return kind
+
+
+def _fault_of_part(part: Kind | None, side: str) -> str:
+  """Returns why a cross of that side cannot have a column, or ""."""
+  is_bucketed = isinstance(part, Number) and bool(part.buckets)
+  if not is_bucketed and (not isinstance(part, Category) or isinstance(part, Bag)):
+    return "which must be declared as a category, a user, an item, or a number with buckets"
+  if part.read_as not in ("text", "number"):
+    return "of which a row has several: an item with a separator cannot be crossed"
+  own = part.kind if isinstance(part, Id) else part.side
   if side and own != side:
-    raise UserError(
-      f"{place} has side={side!r} and crosses {part!r}, which has side={own!r}: declare both with "
-      "the same side"
-    )
+    return f"which has side={own!r}, and has side={side!r} itself: declare both with the same side"
+  return ""
 
 
 def expand(
@@ -374,8 +384,8 @@ def expand(
 ) -> dict[str, dict[str, Any]]:
   """Returns the declarations as dicts with all options, so that each can be set by a flag.
 
-  >>> expand({"when": "time"})
-  {'when': {'kind': 'time', 'column': ''}}
+  >>> expand({"when": "split"})
+  {'when': {'kind': 'split', 'column': ''}}
   """
   return as_dicts(parse(columns, setting))
 
@@ -385,86 +395,13 @@ def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
   return {name: {"kind": kind.kind} | dataclasses.asdict(kind) for name, kind in kinds.items()}
 
 
-def _parse_one(value: Any, place: str) -> Kind:
-  if not isinstance(value, str) and not hasattr(value, "keys"):
-    raise UserError(f"{place} is {value!r}: give a kind, or a dict of the kind and its options")
-  options = {"kind": value} if isinstance(value, str) else dict(value)
-  name = options.pop("kind", None)
-  if not isinstance(name, str) or name not in KINDS:
-    raise UserError(f"{place} is of the unknown kind {name!r}; {nearest(str(name), list(KINDS))}")
-  fields = {field.name: field.default for field in dataclasses.fields(KINDS[name])}
-  for option, given in options.items():
-    if option not in fields:
-      hint = nearest(str(option), list(fields))
-      raise UserError(f"{place}: a {name} has no option {option!r}; {hint}")
-    is_list = (name, option) == ("number", "buckets")
-    options[option], wanted = _typed(
-      given, fields[option], is_list=is_list, is_label=name == "label"
-    )
-    if wanted:
-      raise UserError(f"{place}: {option} is {given!r}: give {wanted}")
-  kind = KINDS[name](**options)
-  try:
-    kind.check()
-  except ValueError as error:
-    raise UserError(f"{place}: {error}") from None
-  return kind
-
-
-def _typed(value: Any, default: Any, *, is_list: bool, is_label: bool) -> tuple[Any, str]:
-  """Returns an option's value, lists as tuples; and what to give instead, or ""."""
-  is_many = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-  is_number = lambda each: isinstance(each, int | float) and not isinstance(each, bool)
-  if isinstance(default, tuple):
-    each = value if is_many else (value,)
-    as_it_is = lambda text: as_text(text).strip() if is_label else str(text)  # as files' texts
-    is_plain = all(isinstance(text, str | int | float) for text in each)
-    return tuple(map(as_it_is, each)), "" if is_plain else "texts or numbers"
-  if is_many and is_list:
-    are_numbers = all(is_number(each) and math.isfinite(each) for each in value)
-    return (tuple(map(float, value)), "") if are_numbers else ((), "boundaries as numbers")
-  if is_many:
-    return value, "a single value"
-  if default is None:
-    is_valid = value is None or is_number(value)
-    return float(value) if is_valid and value is not None else None, "" if is_valid else "a number"
-  is_alike = isinstance(value, type(default)) and isinstance(value, bool) == isinstance(
-    default, bool
-  )
-  return value, "" if is_alike else f"a value like {default!r}"
-
-
-def _buckets_fault(buckets: int | tuple[float, ...]) -> bool:
-  """Whether a number of intervals is one, or boundaries do not increase."""
-  if isinstance(buckets, int):
-    return buckets < 0 or buckets == 1
-  return any(a >= b for a, b in itertools.pairwise(buckets))
-
-
-def _has_one_group(pattern: str) -> bool:
-  """Whether a text is "" or a regular expression with one group."""
-  with contextlib.suppress(re.error):
-    return not pattern or re.compile(pattern).groups == 1
-  return False
-
-
-_NOT_NEGATIVE = (lambda value: value >= 0, "choose 0 or more")
-# By option: whether a value is valid, and what else to write.
-_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
-  "side": (lambda side: side in SIDES, "choose 'user', 'item' or ''"),
-  "dim": (lambda dim: dim >= 0, "choose a width, or 0 for config.dim"),
-  "missing": (lambda how: how in ("mean", "indicator"), "choose 'mean' or 'indicator'"),
-  "buckets": (
-    lambda buckets: not _buckets_fault(buckets),
-    "choose 2 or more, 0 for none, or boundaries that increase",
-  ),
-  "min_count": (lambda count: count >= 1, "choose 1 or more"),
-  **dict.fromkeys(("oov", "hash", "size", "half_life", "max_length"), _NOT_NEGATIVE),
-  "pattern": (_has_one_group, "write a regular expression with one group, which is the value"),
-  "vocabulary": (lambda how: how in ("counted", "dynamic"), "choose 'counted' or 'dynamic'"),
-  "eviction": (lambda how: how in ("lru", "lfu"), "choose 'lru' or 'lfu'"),
-  "combiner": (lambda how: how in ("mean", "sum", "sqrtn"), "choose mean, sum or sqrtn"),
-}
+def ways(kinds: Mapping[str, Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]:
+  """Returns the columns and the way of reading of each declared name; a cross has none."""
+  return {
+    name: (kind.sources(name), kind.read_as)
+    for name, kind in kinds.items()
+    if not isinstance(kind, Cross)
+  }
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -483,6 +420,11 @@ def has_table(kind: Kind) -> bool:
   return isinstance(kind, Embedded) and not (isinstance(kind, Number) and not kind.buckets)
 
 
+def table_of(name: str, kind: Kind) -> str:
+  """Returns the name of the table of a column with vectors."""
+  return getattr(kind, "table", "") or name
+
+
 def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
   """Raises UserError where columns that share a table declare it in different ways."""
   shared = (
@@ -490,24 +432,25 @@ def check_shared(kinds: Mapping[str, Kind], setting: str) -> None:
     "optimizer",
   )  # fmt: skip
   first: dict[tuple[str, str], tuple[str, Category]] = {}
-  named = {kind.table for kind in kinds.values() if isinstance(kind, Category) and kind.table}
+  named = {kind.table for kind in kinds.values() if isinstance(kind, Category)} - {""}
   for name, kind in kinds.items():
-    if isinstance(kind, Number | Cross) and has_table(kind) and name in named:
+    if not has_table(kind) or table_of(name, kind) not in named:
+      continue
+    if not isinstance(kind, Category):
       raise UserError(
         f"{setting}: the table {name!r} has the name of the column {name!r}, which has a table of "
         "its own: choose another name"
       )
-    if isinstance(kind, Category) and (kind.table or name) in named:
-      # A single value has no combiner: any bag's gives its vector.
-      options = (*shared, "combiner") if isinstance(kind, Bag) else shared
-      # The table of a column's own name is filled as that column says.
-      for option in options if kind.table else options[1:]:
-        other, known = first.setdefault((kind.table or name, option), (name, kind))
-        if getattr(known, option) != getattr(kind, option):
-          raise UserError(
-            f"{setting}: {other!r} and {name!r} share the table {kind.table or name!r}, but differ "
-            f"in {option}: {getattr(known, option)!r} and {getattr(kind, option)!r}"
-          )
+    # A single value has no combiner: any bag's gives its vector.
+    options = (*shared, "combiner") if isinstance(kind, Bag) else shared
+    # The table of a column's own name is filled as that column says.
+    for option in options if kind.table else options[1:]:
+      other, known = first.setdefault((table_of(name, kind), option), (name, kind))
+      if getattr(known, option) != getattr(kind, option):
+        raise UserError(
+          f"{setting}: {other!r} and {name!r} share the table {table_of(name, kind)!r}, but differ "
+          f"in {option}: {getattr(known, option)!r} and {getattr(kind, option)!r}"
+        )
 
 
 def check_between(settings: Mapping[str, Mapping[str, Kind]]) -> None:
@@ -515,9 +458,8 @@ def check_between(settings: Mapping[str, Mapping[str, Kind]]) -> None:
   for first, second in itertools.permutations(settings, 2):
     named = {getattr(kind, "table", "") for kind in settings[first].values()} - {""}
     for name, kind in settings[second].items():
-      table = getattr(kind, "table", "") or name
-      if has_table(kind) and table in named:
+      if has_table(kind) and table_of(name, kind) in named:
         raise UserError(
-          f"{second}.columns[{name!r}] has the table {table!r} of columns in {first}.columns: only "
-          "columns of the same files can share one, so choose another name"
+          f"{second}.columns[{name!r}] has the table {table_of(name, kind)!r} of columns in "
+          f"{first}.columns: only columns of the same files can share one, so choose another name"
         )

@@ -1,66 +1,33 @@
 """The protocols that split rows, and users' items, into train, valid and test."""
 
 import hashlib
-from concurrent import futures
 
 import numpy as np
 import pyarrow as pa
 
-from .source import File, Stage, literal, scan
 from .values import indices_of
 
 
-def by_content(
-  stage: Stage, file: File, shares: tuple[float, float], seed: int, limit: int = 0
-) -> futures.Future[np.ndarray]:
-  """Returns the split of each row of a file, int8 `[N]`, once known: by an MD5 of its values.
+def by_hash(hashes: np.ndarray, shares: tuple[float, float]) -> np.ndarray:
+  """Returns the split of each hash, uint32 `[N]`, as int8 `[N]`.
 
   A row keeps its split wherever it is, in a file of another name or beside other rows, and equal
-  rows have one. The hash covers the seed and the values that are not missing, in the order of the
-  column names, joined by a unit separator (0x1F). Its first eight hexadecimal digits, read as a
-  fraction, are compared with the shares.
+  rows have one: by `hashes`, or `content` of a `Chunk`.
 
   Args:
-    stage: with the engine, which works in the background.
-    file: the rows.
+    hashes: of which the lowest ones are test, then valid, then train.
     shares: of the rows in valid and in test.
-    seed: of the hash.
-    limit: of the rows; 0 takes all.
   """
-  path = file.stored(stage, limit).path
-  places = {name: f"v{place}" for place, name in enumerate(file.names)}  # equal in any case there
-  values = ", ".join(_as_text(places[name], file.types[name]) for name in sorted(file.names))
-  # MD5 and not the engine's hash, which its next version may change.
-  query = (
-    f"SELECT (hash < {_bound(sum(shares))})::TINYINT + (hash < {_bound(shares[1])})::TINYINT "
-    f"AS part FROM (SELECT substr(md5(concat_ws(chr(31), {literal(seed)}, {values})), 1, 8) "
-    f"AS hash FROM {scan(path)} AS rows({', '.join(places.values())}))"
-  )
-  return stage.background.submit(lambda: stage.table(query)["part"].to_numpy())
+  valid, test = (round(share * 2**32) for share in (sum(shares), shares[1]))
+  return (hashes < valid).astype(np.int8) + (hashes < test)
 
 
-def by_value(texts: pa.Array, shares: tuple[float, float], seed: int) -> np.ndarray:
-  """Returns the split of each text, int8 `[N]`: as `by_content`, of rows with this value alone."""
+def hashes(texts: pa.Array, seed: int) -> np.ndarray:
+  """Returns a hash of each text, uint32 `[N]`: that of a row with this value alone."""
   encoded = texts.dictionary_encode()
   contents = (f"{seed}\x1f{text or ''}" for text in [*encoded.dictionary.to_pylist(), None])
   digits = [int(hashlib.md5(content.encode()).hexdigest()[:8], 16) for content in contents]
-  hashed = np.array(digits)[indices_of(encoded)] / 2**32
-  return (hashed < sum(shares)).astype(np.int8) + (hashed < shares[1])
-
-
-def _bound(share: float) -> str:
-  """Returns the exclusive upper bound of hashes in a share; "g" sorts after every hash."""
-  number = round(share * 2**32)
-  return literal(f"{number:08x}" if number < 2**32 else "g")
-
-
-def _as_text(column: str, stored: pa.DataType) -> str:
-  """Returns SQL that writes the value of a column as text; floats by their shortest digits."""
-  if pa.types.is_timestamp(stored):
-    return f"CAST(epoch_us({column}) AS VARCHAR)"
-  if pa.types.is_binary(stored) or pa.types.is_large_binary(stored):
-    return f"hex({column})"
-  return column if pa.types.is_string(stored) else f"CAST({column} AS VARCHAR)"
+  return np.array(digits, np.uint32)[indices_of(encoded)]
 
 
 def k_core(user: np.ndarray, item: np.ndarray, k: int) -> np.ndarray:

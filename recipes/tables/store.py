@@ -9,31 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from . import spec
-from .source import Stage, opened, scan
-from .values import ReadAs
+from .source import Stage, ahead, opened, scan
+from .spec import Kind, ways
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
-_TYPES: dict[ReadAs, pa.DataType] = {"number": pa.float64(), "text": _TEXT}
-
-
-def way(kind: spec.Kind) -> ReadAs:
-  """Returns how a column is read; see `reading.Reader`."""
-  if isinstance(kind, spec.Number | spec.Weight):
-    return "number"
-  if isinstance(kind, spec.Time):
-    return "time"
-  is_list = isinstance(kind, spec.Bag) or (isinstance(kind, spec.Item) and kind.separator)
-  return ("list", kind.separator) if is_list else "text"  # type: ignore[attr-defined]
-
-
-def ways(kinds: Mapping[str, spec.Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]:
-  """Returns the columns and the way of reading of each declared name; a cross has none."""
-  return {
-    name: (kind.sources(name), way(kind))
-    for name, kind in kinds.items()
-    if not isinstance(kind, spec.Cross)
-  }
+_TYPES: dict[Any, pa.DataType] = {"number": pa.float64(), "text": _TEXT}
 
 
 class Store:
@@ -43,7 +23,6 @@ class Store:
     stage: of the file.
     kinds: the columns, as `reading.Reader` reads them; crosses and times are left out.
     more: the types of further columns, NumPy arrays.
-
     path: of the file; None makes one in the stage.
 
   Attributes:
@@ -56,7 +35,7 @@ class Store:
   def __init__(
     self,
     stage: Stage,
-    kinds: Mapping[str, spec.Kind],
+    kinds: Mapping[str, Kind],
     more: Mapping[str, Any],
     path: Path | None = None,
   ):
@@ -91,9 +70,9 @@ class Store:
 
   def __iter__(self) -> Iterator[dict[str, Any]]:
     """Yields the values by name, as they were written."""
+    is_array = [pa.types.is_primitive(field.type) for field in self._schema]
     with opened(self._path, self._texts) as file:
-      for batch in file.iter_batches(1 << 16, use_threads=False):
-        is_array = [pa.types.is_primitive(field.type) for field in self._schema]
+      for batch in ahead(file.iter_batches(1 << 16, use_threads=False)):
         yield {
           name: array.to_numpy(zero_copy_only=False) if plain else array
           for name, array, plain in zip(self.columns, batch.columns, is_array, strict=True)

@@ -49,19 +49,17 @@ def shown(value: object) -> str:
 
 
 class Problem(NamedTuple):
-  """Values of one column that cannot be used.
+  """Values of one column that cannot be used."""
 
-  Attributes:
-    bad: bool [N], the rows.
-    kind: names the fault as a predicate, such as "is not UTF-8"; faults are counted by it.
-    value: of a row's index; the value for the error text.
-    hint: says what to write.
-  """
+  bad: np.ndarray  # bool [N], the rows
+  kind: str  # the fault as a predicate, such as "is not UTF-8"; faults are counted by it
+  value: Callable[[int], str]  # of a row's index, for the error text
+  hint: str = ""  # says what to write
 
-  bad: np.ndarray
-  kind: str
-  value: Callable[[int], str]
-  hint: str = ""
+  def at(self, places: np.ndarray) -> "Problem":
+    """Returns the problem of values of which each is one of these, by place; -1 is of none."""
+    bad = np.append(self.bad, False)[places]
+    return self._replace(bad=bad, value=lambda row: self.value(int(places[row])))
 
 
 def _problems(values: pa.Array, bad: np.ndarray, table: Sequence[tuple[str, str, str]]):
@@ -156,15 +154,9 @@ def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.DictionaryArra
     return pa.DictionaryArray.from_arrays(array.indices, texts), []
   places = indices_of(array)
   codes = np.append(np.where(bits(texts.is_valid()), np.arange(len(texts)), -1), -1)[places]
-  at = lambda problem: Problem(
-    np.append(problem.bad, False)[places],
-    problem.kind,
-    lambda row: problem.value(int(places[row])),
-    problem.hint,
-  )
   indices = pa.array(codes.astype(np.int32), mask=codes < 0)
   texts = pc.fill_null(texts, "")  # which no index is of; Parquet takes no null among them
-  return pa.DictionaryArray.from_arrays(indices, texts), [at(problem) for problem in problems]
+  return pa.DictionaryArray.from_arrays(indices, texts), [each.at(places) for each in problems]
 
 
 def _trimmed(array: pa.Array, missing: set[str]) -> tuple[pa.StringArray, list[Problem]]:
@@ -175,9 +167,12 @@ def _trimmed(array: pa.Array, missing: set[str]) -> tuple[pa.StringArray, list[P
     try:
       array = stored.cast(pa.string())
     except pa.ArrowInvalid:
-      decoded = [_decoded(value) for value in stored.to_pylist()]
-      array = pa.array(decoded, pa.string())
-      bad = bits(pc.and_(array.is_null(), stored.is_valid()))
+      values = stored.to_pylist()
+      is_text = lambda value: value is None or value.decode("utf-8", "replace").encode() == value
+      bad = np.array([not is_text(value) for value in values], bool)
+      array = pa.array(
+        [b"" if b else v for v, b in zip(values, bad, strict=True)], pa.string(), mask=bad
+      )
       problems = _problems(stored, bad, [("", "is not UTF-8", "Store text as UTF-8.")])
   texts = pc.utf8_trim_whitespace(array) if pa.types.is_string(array.type) else _written(array)
   absent = pc.is_in(texts, value_set=pa.array(sorted(missing), pa.string()))
@@ -185,28 +180,22 @@ def _trimmed(array: pa.Array, missing: set[str]) -> tuple[pa.StringArray, list[P
   return texts, problems
 
 
-def _decoded(value: bytes | None) -> str | None:
-  with contextlib.suppress(UnicodeDecodeError):
-    return None if value is None else value.decode("utf-8")
-  return None
-
-
 def _written(array: pa.Array) -> pa.StringArray:
   """Writes values as text: 12.0 as "12", True as "true", times in ISO 8601."""
-  if pa.types.is_floating(array.type):
-    numbers = array.cast(pa.float64()).to_numpy(zero_copy_only=False)  # nan where null
-    whole = (np.abs(numbers) < 1 << 53) & (np.trunc(numbers) == numbers)
-    integers = pa.array(np.where(whole, numbers, 0).astype(np.int64)).cast(pa.string())
-    texts = pc.if_else(pa.array(whole), integers, array.cast(pa.string()))
-    return pc.if_else(pa.array(np.isnan(numbers)), pa.scalar(None, pa.string()), texts)
   if pa.types.is_timestamp(array.type):
     # One text for one time, whether a file stores seconds or nanoseconds.
     zone = None if array.type.tz is None else "UTC"
     array = array.cast(pa.timestamp("us", zone), safe=False).cast(pa.string())
     array = pc.replace_substring_regex(array, r"\.0+(Z?)$", r"\1")
     return pc.replace_substring(array, " ", "T")
-  texts = array.cast(pa.string())
-  return spelled(texts, "whole") if pa.types.is_decimal(array.type) else texts
+  if not pa.types.is_floating(array.type):
+    texts = array.cast(pa.string())
+    return spelled(texts, "whole") if pa.types.is_decimal(array.type) else texts
+  numbers = array.cast(pa.float64()).to_numpy(zero_copy_only=False)  # nan where null
+  whole = (np.abs(numbers) < 1 << 53) & (np.trunc(numbers) == numbers)
+  integers = pa.array(np.where(whole, numbers, 0).astype(np.int64)).cast(pa.string())
+  texts = pc.if_else(pa.array(whole), integers, array.cast(pa.string()))
+  return pc.if_else(pa.array(np.isnan(numbers)), pa.scalar(None, pa.string()), texts)
 
 
 def spelling(has_whole: bool, has_others: bool, are_flags: bool) -> str:
@@ -239,11 +228,15 @@ def spelled(texts: pa.Array, name: str) -> pa.Array:
     return pa.DictionaryArray.from_arrays(texts.indices, spelled(texts.dictionary, name))
   if name == "flag":
     return pc.ascii_lower(texts)
-  return pc.replace_substring_regex(texts, WHOLE, r"\1\2") if name else texts
+  if not name or not pc.any(pc.match_substring(texts, ".0")).as_py():  # much faster
+    return texts
+  return pc.replace_substring_regex(texts, WHOLE, r"\1\2")
 
 
 def same_value(texts: pa.Array) -> pa.Array:
   """Returns texts so that two are equal if they spell one number or truth value: of labels."""
+  if isinstance(texts, pa.DictionaryArray):
+    return pa.DictionaryArray.from_arrays(texts.indices, same_value(texts.dictionary))
   flags = pc.is_in(pc.ascii_lower(texts), pa.array(FLAGS))
   return spelled(pc.if_else(flags, pc.ascii_lower(texts), texts), "whole")
 
@@ -273,7 +266,7 @@ def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, lis
   else:
     numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     bad = np.array(False)
-  absent = np.isin(numbers, numbers_of(missing))
+  absent = np.isin(numbers, _numbers_among(missing))
   size = np.where(absent, 0, np.abs(numbers))
   bad = bad | (size > _LARGEST)
   for index in np.flatnonzero((size >= _LIMIT) & ~bad).tolist():
@@ -282,8 +275,7 @@ def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, lis
   return numbers, problems + _problems(array, bad, _NO_NUMBERS)
 
 
-def numbers_of(texts: Sequence[str]) -> list[float]:
-  """Returns the texts that are finite numbers, as such."""
+def _numbers_among(texts: Sequence[str]) -> list[float]:
   return [float(text) for text in texts if re.match(NUMBER, text)]
 
 
@@ -306,21 +298,22 @@ def as_lists(
   problems: list[Problem] = []
   if _is_text(array.type) or pa.types.is_null(array.type):
     texts, problems = _trimmed(array.cast(pa.binary()), set())
-    cut = lambda texts: pc.split_pattern(pc.fill_null(texts, ""), separator)
     whole = np.arange(len(texts) + 1, dtype=np.int32)
-    array = cut(texts) if separator else pa.ListArray.from_arrays(whole, texts)
+    array = (
+      pc.split_pattern(pc.fill_null(texts, ""), separator)
+      if separator
+      else pa.ListArray.from_arrays(whole, texts)
+    )
   lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
   row_of_item = np.repeat(np.arange(len(array)), lengths)
   items, bad_items = as_texts(array.flatten(), missing)
+  for problem in bad_items:  # a row has that of its first bad item
+    rows, first = np.unique(row_of_item[problem.bad], return_index=True)
+    item_of_row = np.full(len(array), -1)
+    item_of_row[rows] = np.flatnonzero(problem.bad)[first]
+    problems.append(problem.at(item_of_row))
   lengths = np.bincount(row_of_item[bits(items.is_valid())], minlength=len(array))
   offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-  for problem in bad_items:
-    rows, first = np.unique(row_of_item[problem.bad], return_index=True)
-    item_of_row = dict(zip(rows.tolist(), np.flatnonzero(problem.bad)[first].tolist(), strict=True))
-    value = lambda row, items=item_of_row, problem=problem: problem.value(items[row])
-    problems.append(
-      Problem(np.isin(np.arange(len(array)), rows), problem.kind, value, problem.hint)
-    )
   return pa.ListArray.from_arrays(offsets, items.dictionary_decode().drop_null()), problems
 
 
@@ -340,14 +333,14 @@ def as_times(
     missing: texts that mean no value; numbers are compared with those that are such.
   """
   problems: list[Problem] = []
-  absent, bad = np.zeros(len(array), bool), np.zeros(len(array), bool)
-  dated = np.full(len(array), pa.types.is_temporal(array.type))
+  bad, dated = np.zeros(len(array), bool), np.full(len(array), pa.types.is_temporal(array.type))
   if _is_text(array.type):
     array, problems = _trimmed(array, {"", *missing})
     times, dated, bad = _times_of(array)
+    absent = ~bits(array.is_valid())
   elif pa.types.is_temporal(array.type):
     stored = array.cast(pa.timestamp("us", getattr(array.type, "tz", None)), safe=False)
-    times = pc.fill_null(stored.cast(pa.int64()), 0).to_numpy()
+    times, absent = pc.fill_null(stored.cast(pa.int64()), 0).to_numpy(), ~bits(array.is_valid())
   else:
     numbers = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     absent = np.isnan(numbers)
@@ -357,19 +350,18 @@ def as_times(
       times = pc.fill_null(array.cast(pa.int64(), safe=False), 0).to_numpy()
     elif (np.floor(times) == times).all():
       times = times.astype(np.int64)
-    absent |= np.isin(times, numbers_of(missing))
-  absent |= ~bits(array.is_valid())
-  if (known := dated[~absent & ~bad]).size:
-    clocks.setdefault(column, int(known[0]))
-  problems += _problems(array, ~absent & bad, _NO_TIMES)
+    absent |= np.isin(times, _numbers_among(missing))
+  usable = ~absent & ~bad
+  if usable.any():
+    clocks.setdefault(column, int(dated[usable][0]))
   clock = clocks.get(column, 0)
   other = f"is {_CLOCKS[1 - clock]}, while the first time is {_CLOCKS[clock]}"
   value = lambda index: "" if absent[index] else shown(array[index].as_py())
-  mixed = ~absent & ~bad & (dated != bool(clock))
-  problems += [Problem(absent, "is missing", value, "Every row needs its time.")] * bool(
-    absent.any()
-  )
-  problems += [Problem(mixed, other, value, "Write all times in one way.")] * bool(mixed.any())
+  problems += _problems(array, ~absent & bad, _NO_TIMES)
+  if absent.any():
+    problems.append(Problem(absent, "is missing", value, "Every row needs its time."))
+  if (mixed := usable & (dated != bool(clock))).any():
+    problems.append(Problem(mixed, other, value, "Write all times in one way."))
   return times, problems
 
 

@@ -86,10 +86,8 @@ def feature_configs(
   Args:
     features: in the order of the result.
     dim: the width of tables that have none of their own.
-    initializer: of the tables.
-    optimizer: returns a sparse optimizer by name, for tables that have one of their own; the
-      others are left to the module's default.
-    dtype: of the tables' rows.
+    initializer, dtype: of the tables.
+    optimizer: returns a sparse optimizer by name, for tables that have one of their own.
     prefix: of the names of tables.
 
   >>> city, home = Feature("city", 10), Feature("home", 10, table="city")
@@ -103,9 +101,8 @@ def feature_configs(
     name = f"{prefix}{feature.table or feature.name}"
     if name not in tables:
       # A single id adopts the combiner of the bags that share its table.
-      bags = [
-        f.combiner for f in features if f.table and f.table == feature.table and f.valency > 1
-      ]
+      shared = [f for f in features if f.table and f.table == feature.table]
+      bags = [f.combiner for f in shared if f.valency > 1]
       own = optimizer(feature.optimizer) if optimizer and feature.optimizer else None
       size: Any = feature.vocabulary_size
       if feature.is_dynamic:

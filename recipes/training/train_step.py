@@ -56,13 +56,7 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """The settings of a step; see `recipes.run.settings.RUN`.
-
-  Attributes:
-    clip_norm: the largest norm of all gradients together; 0 clips nothing.
-    accumulate: the number of parts of a batch, of which one at a time is in memory.
-    pipelined: whether each batch is looked up during the step before it.
-  """
+  """The settings of a step; `recipes.run.settings.RUN` describes them."""
 
   clip_norm: float = 0.0
   accumulate: int = 1
@@ -75,11 +69,7 @@ def options(config) -> Options:
   Raises:
     UserError: a setting makes no sense, or two exclude each other; says what to write instead.
   """
-  chosen = Options(
-    config.clip_norm,
-    config.accumulate,
-    config.pipelined,
-  )
+  chosen = Options(config.clip_norm, config.accumulate, config.pipelined)
   if not 0 <= chosen.clip_norm < float("inf"):
     raise UserError(f"clip_norm is {chosen.clip_norm}: choose a positive norm, or 0 for none")
   if chosen.accumulate < 1:
@@ -125,12 +115,14 @@ def make_train_step(
     mesh: of the batch, which is split over its axis; None is one device.
   """
   # A donated model's tables are updated in their own memory.
-  step = _train_step(_objective(objective), options, mesh)
-  return nnx.jit(step, donate_argnames=("model", "optimizer"))
+  return nnx.jit(_train_step(objective, options, mesh), donate_argnames=("model", "optimizer"))
 
 
-def _train_step(objective: Objective, options: Options, mesh: Any) -> Callable[..., Any]:
+def _train_step(
+  objective: Objective | LossFn, options: Options, mesh: Any
+) -> Callable[..., dict[str, jax.Array]]:
   """Returns `(model, optimizer, batch) -> metrics`, not compiled."""
+  objective = _objective(objective)
 
   def step(model, optimizer, batch):
     batch = objective.prepared(model, batch)
@@ -144,12 +136,13 @@ def _train_step(objective: Objective, options: Options, mesh: Any) -> Callable[.
   return step
 
 
-def _pipelined_step(objective: Objective, options: Options) -> Callable[..., Any]:
+def _pipelined_step(objective: Objective | LossFn, options: Options) -> Callable[..., Any]:
   """Returns `(model, optimizer, pending, batch, next_batch) -> (metrics, pending)`, not compiled.
 
   It trains on `batch`, or the prepared batch and its lookups in `pending`, and looks up
   `next_batch` (None: there is none) without this step's update; see `embed.look_ahead`.
   """
+  objective = _objective(objective)
 
   def step(model, optimizer, pending, batch, next_batch):
     batch, ahead = pending or (objective.prepared(model, batch), None)
@@ -200,11 +193,9 @@ class Step:
     options: Options = Options(),
     mesh: jax.sharding.Mesh | None = None,
   ):
-    step: Callable[..., Any] = (
-      _pipelined_step(_objective(objective), options)
-      if options.pipelined
-      else _train_step(_objective(objective), options, mesh)
-    )
+    step: Callable[..., Any] = _train_step(objective, options, mesh)
+    if options.pipelined:
+      step = _pipelined_step(objective, options)
     self._step, self._pipelined = embed.jit_step(step, model, optimizer), options.pipelined
     self._pending: tuple[Any, embed.Ahead] | None = None
 

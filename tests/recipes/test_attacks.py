@@ -9,6 +9,7 @@ import resource
 import runpy
 import shutil
 import signal
+import types
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from served_models import CLICKS, run_of, write_clicks
 
 import embed
 import embed.deltas
-from recipes import arrays, describe, export, files, manifest, predict, report, serving
+from recipes import arrays, describe, export, files, predict, report, serving
 from recipes.errors import UserError
 from recipes.run import checkpoints
 from recipes.run import workdir as runs_lib
@@ -51,10 +52,10 @@ def edit(path, **changes):
 
 def sealed(folder, **changes):
   """Rewrites a manifest as one who knows its format."""
-  content = json.loads((folder / manifest.NAME).read_text()) | changes
-  content.pop(manifest._OWN)
-  content[manifest._OWN] = manifest._checksum_of(content)
-  (folder / manifest.NAME).write_text(json.dumps(content))
+  content = json.loads((folder / arrays.MANIFEST).read_text()) | changes
+  content.pop(arrays._OWN)
+  content[arrays._OWN] = arrays._checksum_of(content)
+  (folder / arrays.MANIFEST).write_text(json.dumps(content))
 
 
 def replaced(path, by):
@@ -80,7 +81,8 @@ def checkpoint(tmp_path):
   folder = tmp_path / "checkpoints" / "20"
   (folder / "state").mkdir(parents=True)
   (folder / "state" / "arrays").write_bytes(b"content")
-  manifest.write(folder, {"step": 20, "follows": None, "best_step": None})
+  progress = {"step": 20, "best_step": 0}
+  arrays.write_manifest(folder, {"follows": None, "progress": progress})
   return folder
 
 
@@ -93,7 +95,7 @@ def checkpoint(tmp_path):
     ({"follows": "../../.."}, "follows is '../../..', expected"),
     ({"follows": "/etc"}, "follows is '/etc', expected"),
     ({"follows": True}, "follows is True, expected"),
-    ({"best_step": []}, r"best_step is \[\], expected"),
+    ({"progress": {"step": 20, "best_step": []}}, r"best_step is \[\], expected"),
     ({"files": []}, r"files is \[\], expected dict"),
     ({"files": {"state/arrays": {"size": 7}}}, "has no 'xxh3_128'"),
     ({"files": {"../../secret": ENTRY}}, "names '../../secret'"),
@@ -111,7 +113,7 @@ def test_manifests_that_lead_elsewhere(changes, words, checkpoint):
 
 
 @pytest.mark.parametrize("by", NO_FILES)
-@pytest.mark.parametrize("name", ["state/arrays", manifest.NAME])
+@pytest.mark.parametrize("name", ["state/arrays", arrays.MANIFEST])
 def test_checkpoints_with_what_is_no_file(name, by, checkpoint):
   replaced(checkpoint / name, by)
   with within(10), pytest.raises(UserError, match=f"{name} {NO_FILES[by]}"):
@@ -145,7 +147,7 @@ def test_a_journal_and_a_config_write_through_no_link(tmp_path, capsys):
   (tmp_path / "run").mkdir()
   (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "bashrc")
   with pytest.raises(UserError, match=r"metrics\.jsonl is a symbolic link"):
-    Journal(tmp_path / "run", step=0, steps=1, batch_size=1)
+    Journal(tmp_path / "run", 0, types.SimpleNamespace(steps=1, batch_size=1))
   write_clicks(tmp_path / "clicks.csv", rows=400)
   (tmp_path / "my.py").symlink_to(tmp_path / "bashrc")
   out = f"--out={tmp_path / 'my.py'}"
@@ -160,7 +162,7 @@ def test_transforms_are_copied_without_links(by, tmp_path):
   (tmp_path / "serve" / "columns.json").write_text("{}")
   replaced(tmp_path / "serve" / "columns.json", by if by == "pipe" else tmp_path / by)
   with within(10), pytest.raises(UserError, match=r"serve/columns\.json is"):
-    runs_lib._copy(tmp_path / "serve", tmp_path / "run", {})
+    runs_lib._copy(tmp_path / "serve", tmp_path / "run")
   assert not (tmp_path / "run").exists()
   (tmp_path / "linked").symlink_to(tmp_path / "serve")
   with pytest.raises(UserError, match="linked is a symbolic link"):
@@ -354,7 +356,7 @@ def test_damages_of_a_served_folder_are_noticed_when_it_is_loaded(count, served,
     name = damage(random.Random(seed), folder, other)
     try:
       # The manifest of another export names the files that differ from it.
-      said = "served/" if name == manifest.NAME else name.replace(".", r"\.")
+      said = "served/" if name == arrays.MANIFEST else name.replace(".", r"\.")
       with within(10), pytest.raises(UserError, match=said):
         serving.load(folder)
     except BaseException as error:
@@ -445,7 +447,7 @@ def test_damaged_runs_are_reported_or_named(name, is_edited, count, tmp_path):
 @pytest.mark.parametrize("count", FUZZED)
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_damaged_manifests_are_named(is_edited, count, checkpoint):
-  path = checkpoint / manifest.NAME
+  path = checkpoint / arrays.MANIFEST
   check_fuzzed(path, lambda: checkpoints.newest(checkpoint.parent), count, is_edited)
 
 

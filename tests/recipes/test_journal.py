@@ -1,5 +1,6 @@
 """The log of a run: where its metrics go, and that writers of a user's own get them too."""
 
+import contextlib
 import json
 import sys
 import types
@@ -24,12 +25,13 @@ class Kept:
 
 def test_writers_get_what_the_file_gets(tmp_path):
   kept = Kept()
-  with journal.Journal(tmp_path, step=0, steps=4, batch_size=8, writers=[kept]) as log:
+  config = types.SimpleNamespace(steps=4, batch_size=8)
+  with contextlib.closing(journal.Journal(tmp_path, 0, config, [kept])) as log:
     log.stepped()
     log.stepped()
-    log.log_train({"loss": 0.5})
-    log.log_eval({"valid_auc": 0.75})
-    log.log_eval({})  # nothing is held out
+    log.log_train(2, {"loss": 0.5})
+    log.log_eval(2, {"valid_auc": 0.75})
+    log.log_eval(2, {})  # nothing is held out
   lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
   assert [{"step": step} | metrics for step, metrics in kept.lines] == lines
   assert [step for step, _ in kept.lines] == [2, 2]

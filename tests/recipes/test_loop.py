@@ -111,70 +111,79 @@ class Killed(BaseException):
 
 def kill(monkeypatch, workdir, save, *, moment="after", **changes):
   """Runs the toy until a save, before or after which it is killed, as SIGKILL does."""
-  real, saves = checkpoints.save, []
+  real, saves = checkpoints.Manager.save, []
 
-  def killing(*args):
+  def killing(*args, **nodes):
     saves.append(None)
     if len(saves) == save and moment == "before":
       raise Killed
-    real(*args)
+    real(*args, **nodes)
     if len(saves) == save:
       raise Killed
 
   with monkeypatch.context() as patch:
-    patch.setattr(checkpoints, "save", killing)
+    patch.setattr(checkpoints.Manager, "save", killing)
     with pytest.raises(Killed):
       run_toy(workdir, **changes)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("save", [1, 2, 4, 8])
-def test_a_kill_around_a_checkpoint_leaves_no_trace(whole, tmp_path, monkeypatch, moment, save):
-  kill(monkeypatch, tmp_path / "run", save, moment=moment)
-  result = run_toy(tmp_path / "run")
-  assert result["metrics"] == whole[0]["metrics"]
-  assert result["tested_step"] == whole[0]["tested_step"]
-  assert lines(tmp_path / "run") == whole[1]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("step", [1, 7, 13, 23])
-def test_a_kill_between_checkpoints_leaves_no_trace(whole, tmp_path, monkeypatch, step):
+def run_until(monkeypatch, workdir, step, do, error):
+  """Runs the toy, and calls `do` after a step, which ends the run with `error`; returns that."""
   real, steps = journal.Journal.stepped, []
 
-  def killing(self):
+  def stepped(self):
     real(self)
     steps.append(None)
     if len(steps) == step:
-      # As SIGKILL may leave it: a line cut in half at the end of the file.
-      with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, "lo')
-      raise Killed
+      do()
 
-  monkeypatch.setattr(journal.Journal, "stepped", killing)
-  with pytest.raises(Killed):
-    run_toy(tmp_path / "run")
-  monkeypatch.setattr(journal.Journal, "stepped", real)
-  assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
-  assert lines(tmp_path / "run") == whole[1]
+  with monkeypatch.context() as patch:
+    patch.setattr(journal.Journal, "stepped", stepped)
+    with pytest.raises(error) as raised:
+      run_toy(workdir)
+  return raised.value
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("save", [1, 3, 5, 7, 8])
-def test_a_kill_in_a_chain_of_deltas_leaves_no_trace(whole, tmp_path, monkeypatch, save):
-  """Saves are at 5, 6, 10, 12, 15, 18, 20 and 24; every third is full."""
-  kill(monkeypatch, tmp_path / "run", save, full_checkpoint_every=3)
-  result = run_toy(tmp_path / "run", full_checkpoint_every=3)
+def assert_as_whole(whole, workdir, **changes):
+  """Runs the toy to its end, as if nothing had happened before."""
+  result = run_toy(workdir, **changes)
   assert result["metrics"] == whole[0]["metrics"]
   assert result["tested_step"] == whole[0]["tested_step"]
-  assert lines(tmp_path / "run") == whole[1]
-  assert checkpoints.of_step(tmp_path / "run" / "checkpoints", 24) == [20, 24]
+  assert lines(workdir) == whole[1]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("full_every", [1, 3])
-@pytest.mark.parametrize("kind", ["flip", "empty", "remove"])
+@pytest.mark.parametrize(
+  ("save", "moment", "full_every"),
+  [
+    (1, "before", 1), (1, "after", 1), (2, "before", 1), (4, "after", 1), (8, "before", 1),
+    (8, "after", 1), (1, "after", 3), (3, "before", 3), (5, "after", 3), (7, "after", 3),
+    (8, "after", 3),
+  ],
+)  # fmt: skip
+def test_a_kill_around_a_checkpoint_leaves_no_trace(
+  whole, tmp_path, monkeypatch, save, moment, full_every
+):
+  """Saves are at 5, 6, 10, 12, 15, 18, 20 and 24; in a chain of deltas every third is full."""
+  changes = {"full_checkpoint_every": full_every}
+  kill(monkeypatch, tmp_path / "run", save, moment=moment, **changes)
+  assert_as_whole(whole, tmp_path / "run", **changes)
+  chain = checkpoints.of_step(tmp_path / "run" / "checkpoints", 24)
+  assert full_every == 1 or moment == "before" or chain == [20, 24]
+
+
+@pytest.mark.parametrize("step", [1, 7, 13, 23])
+def test_a_kill_between_checkpoints_leaves_no_trace(whole, tmp_path, monkeypatch, step):
+  def killed():
+    # As SIGKILL may leave it: a line cut in half at the end of the file.
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+      file.write('{"step": 1, "lo')
+    raise Killed
+
+  run_until(monkeypatch, tmp_path / "run", step, killed, Killed)
+  assert_as_whole(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("kind", "full_every"), [("flip", 1), ("empty", 3), ("remove", 1)])
 def test_a_damaged_checkpoint_costs_steps_and_nothing_else(
   whole, tmp_path, monkeypatch, capfd, full_every, kind
 ):
@@ -187,14 +196,12 @@ def test_a_damaged_checkpoint_costs_steps_and_nothing_else(
   if kind != "remove":
     path.write_bytes(content if kind == "flip" else b"")
   capfd.readouterr()
-  result = run_toy(tmp_path / "run", full_checkpoint_every=full_every)
+  assert_as_whole(whole, tmp_path / "run", full_checkpoint_every=full_every)
   said = capfd.readouterr().err
   assert f"the checkpoint of step 18 is damaged: {path} " in said
   assert f"{tmp_path / 'run'}: resuming from step 15" in said
   assert "Traceback" not in said
   assert "coroutine" not in said
-  assert result["metrics"] == whole[0]["metrics"]
-  assert lines(tmp_path / "run") == whole[1]
 
 
 def test_a_damaged_best_checkpoint_is_not_tested_in_silence(tmp_path):
@@ -202,33 +209,29 @@ def test_a_damaged_best_checkpoint_is_not_tested_in_silence(tmp_path):
   evaluate, _ = scripted(scores)
 
   def damaging(model, split):
-    path = tmp_path / "run" / "checkpoints" / "6" / "progress" / "metadata"
-    if path.exists() and (path.parents[1] / "manifest.json").exists():
+    path = tmp_path / "run" / "checkpoints" / "6" / "state" / "_METADATA"
+    if path.exists():
       path.write_text("{}")
     return evaluate(model, split)
 
-  with pytest.raises(errors.DamagedFileError, match=r"step 6 is damaged: .*/6/progress/metadata"):
+  with pytest.raises(errors.DamagedFileError, match=r"step 6 is damaged: .*/6/state/_METADATA"):
     run_toy(tmp_path / "run", damaging, select="valid_auc")
   assert not (tmp_path / "run" / "result.json").exists()
 
 
-@pytest.mark.full
-def test_a_pipelined_run_resumes_and_is_another_run(whole, tmp_path, monkeypatch):
-  """Nothing is pending at a checkpoint, so a kill leaves no trace; what is learnt differs."""
-  wanted = run_toy(tmp_path / "whole", pipelined=True)
-  assert wanted["metrics"] != whole[0]["metrics"]
-  kill(monkeypatch, tmp_path / "run", 3, pipelined=True)
-  assert run_toy(tmp_path / "run", pipelined=True)["metrics"] == wanted["metrics"]
-  assert lines(tmp_path / "run") == lines(tmp_path / "whole")
-
-
-def test_parts_of_a_batch_resume_as_well(tmp_path, monkeypatch):
-  """And are another run than the whole batch, because of dropout, with a trace beside it."""
-  settings = {"accumulate": 2, "clip_norm": 0.1, "profile_steps": (8, 9)}
-  wanted = run_toy(tmp_path / "whole", **settings)
-  assert list((tmp_path / "whole" / "profile").rglob("*.xplane.pb"))
-  kill(monkeypatch, tmp_path / "run", 2, **settings)
-  assert run_toy(tmp_path / "run", **settings)["metrics"] == wanted["metrics"]
+@pytest.mark.parametrize(
+  "changes",
+  [{"pipelined": True}, {"accumulate": 2, "clip_norm": 0.1, "profile_steps": (8, 9)}],
+  ids=["pipelined", "parts"],
+)
+def test_other_steps_resume_as_well_and_learn_otherwise(whole, tmp_path, monkeypatch, changes):
+  """Nothing is pending at a checkpoint, so a kill leaves no trace."""
+  expected = run_toy(tmp_path / "whole", **changes)
+  assert expected["metrics"] != whole[0]["metrics"]
+  traces = list((tmp_path / "whole" / "profile").rglob("*.xplane.pb"))
+  assert bool(traces) == ("profile_steps" in changes)
+  kill(monkeypatch, tmp_path / "run", 3, **changes)
+  assert run_toy(tmp_path / "run", **changes)["metrics"] == expected["metrics"]
   assert lines(tmp_path / "run") == lines(tmp_path / "whole")
 
 
@@ -344,7 +347,6 @@ def scripted(scores):
   return evaluate, seen
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
   ("select", "scores", "tested"),
   [
@@ -450,45 +452,23 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(tmp_path, m
 
 
 def test_ctrl_c_says_where_it_stopped_and_where_it_goes_on(whole, tmp_path, monkeypatch):
-  real, steps = journal.Journal.stepped, []
+  def stop():
+    raise KeyboardInterrupt
 
-  def stopping(self):
-    real(self)
-    steps.append(None)
-    if len(steps) == 13:
-      raise KeyboardInterrupt
-
-  monkeypatch.setattr(journal.Journal, "stepped", stopping)
-  with pytest.raises(errors.Stopped) as error:
-    run_toy(tmp_path / "run")
-  assert str(error.value) == "stopped at step 13 of 24; the same command resumes from step 12"
-  monkeypatch.setattr(journal.Journal, "stepped", real)
-  assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
+  error = run_until(monkeypatch, tmp_path / "run", 13, stop, errors.Stopped)
+  assert str(error) == "stopped at step 13 of 24; the same command resumes from step 12"
+  assert_as_whole(whole, tmp_path / "run")
 
 
-@pytest.mark.full
 def test_sigterm_saves_and_the_same_command_goes_on_from_there(whole, tmp_path, monkeypatch):
-  real, steps = journal.Journal.stepped, []
-
-  def told(self):
-    real(self)
-    steps.append(None)
-    if len(steps) == 13:
-      os.kill(os.getpid(), signal.SIGTERM)
-
-  monkeypatch.setattr(journal.Journal, "stepped", told)
-  before = signal.getsignal(signal.SIGTERM)
-  with pytest.raises(errors.Preempted) as error:
-    run_toy(tmp_path / "run")
-  assert str(error.value) == "stopped at step 13 of 24; the same command resumes from step 13"
-  assert error.value.code == 75
+  before, tell = signal.getsignal(signal.SIGTERM), lambda: os.kill(os.getpid(), signal.SIGTERM)
+  error = run_until(monkeypatch, tmp_path / "run", 13, tell, errors.Preempted)
+  assert str(error) == "stopped at step 13 of 24; the same command resumes from step 13"
+  assert error.code == 75
   assert signal.getsignal(signal.SIGTERM) == before
-  monkeypatch.setattr(journal.Journal, "stepped", real)
-  assert run_toy(tmp_path / "run")["metrics"] == whole[0]["metrics"]
-  assert lines(tmp_path / "run") == whole[1]
+  assert_as_whole(whole, tmp_path / "run")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("seconds", [0.1, 0.3])
 def test_sigterm_while_jax_is_imported(seconds, tmp_path):
   """An exception would be lost there, or crash the process."""
@@ -503,7 +483,6 @@ def test_sigterm_while_jax_is_imported(seconds, tmp_path):
   assert "stopped before the first step; the same command begins again" in said
 
 
-@pytest.mark.full
 def test_sigterm_after_the_last_step_ends_the_run_at_once(whole, tmp_path):
   def evaluate(model, split):
     if split == "test":
@@ -515,15 +494,14 @@ def test_sigterm_after_the_last_step_ends_the_run_at_once(whole, tmp_path):
   assert set(run_toy(tmp_path / "run")["metrics"]) == set(whole[0]["metrics"])
 
 
-@pytest.mark.full
 def test_checkpoints_by_time_leave_no_trace(whole, tmp_path, monkeypatch):
-  real, saves = checkpoints.save, []
+  real, saves = checkpoints.Manager.save, []
 
-  def counting(manager, progress, state):
-    real(manager, progress, state)
+  def counting(manager, progress, **nodes):
+    real(manager, progress, **nodes)
     saves.append(progress.step)
 
-  monkeypatch.setattr(checkpoints, "save", counting)
+  monkeypatch.setattr(checkpoints.Manager, "save", counting)
   result = run_toy(tmp_path / "run", checkpoint_minutes=1e-9, checkpoint_every=0)
   assert saves == list(range(1, STEPS + 1))
   assert result["metrics"] == whole[0]["metrics"]
@@ -534,7 +512,6 @@ def test_checkpoints_by_time_leave_no_trace(whole, tmp_path, monkeypatch):
   assert saves == [6, 12, 18, 24] * 2
 
 
-@pytest.mark.full
 def test_a_run_starts_from_the_deltas_of_another_one(tmp_path):
   warm = {}
   for full_every in (1, 3):
@@ -549,7 +526,6 @@ def test_a_run_starts_from_the_deltas_of_another_one(tmp_path):
   assert all(metrics == warm[1, "ended"] for metrics in warm.values())
 
 
-@pytest.mark.full
 def test_a_run_starts_from_another_one_by_row_numbers(whole, tmp_path, monkeypatch, capsys):
   config = {"steps": 6, "init_from": str(tmp_path / "first")}
   run_toy(tmp_path / "first", steps=12, eval_every=12)
@@ -564,7 +540,6 @@ def test_a_run_starts_from_another_one_by_row_numbers(whole, tmp_path, monkeypat
 # --- longer runs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_run_is_lengthened(whole, tmp_path, monkeypatch, ended):
   workdir = tmp_path / "run"
@@ -586,7 +561,6 @@ def test_a_run_is_lengthened(whole, tmp_path, monkeypatch, ended):
   assert run_toy(workdir) == result  # the refusal has changed nothing
 
 
-@pytest.mark.full
 def test_more_patience_goes_on_with_a_run_that_had_none_left(tmp_path):
   auc = {"select": "valid_auc", "evaluate": scripted([0.9])[0]}
   assert run_toy(tmp_path / "run", patience=2, **auc)["steps"] == 18
@@ -611,39 +585,3 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_named(tmp_path, monkeypatch):
   monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "save", full)
   with pytest.raises(OSError, match=r"No space left on device: .*checkpoints"):
     run_toy(tmp_path / "run")
-
-
-def command(workdir, cache):
-  return [
-    sys.executable, "-m", "recipes.dlrm", "--config=configs/dlrm/synthetic.py:smoke",
-    f"--workdir={workdir}", f"--config.cache_dir={cache}", "--config.steps=60",
-    "--config.log_every=1", "--config.eval_every=20", "--config.checkpoint_every=7",
-    "--config.dropout=0.2",
-  ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_sigkill_and_the_same_command_again(tmp_path):
-  killed, whole = tmp_path / "killed run", tmp_path / "whole run"  # names may have spaces
-  environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device
-  options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-  process = subprocess.Popen(command(killed, tmp_path / "cache"), **options)
-  undisturbed = subprocess.Popen(command(whole, tmp_path / "cache"), **options)
-  deadline = time.monotonic() + 300
-  while time.monotonic() < deadline and process.poll() is None:
-    path = killed / "metrics.jsonl"
-    if path.exists() and path.read_bytes().count(b"\n") >= 25:
-      process.send_signal(signal.SIGKILL)
-      break
-    time.sleep(0.002)
-  output, _ = process.communicate(timeout=120)
-  assert process.returncode == -signal.SIGKILL, output.decode()
-  assert not (killed / "result.json").exists()
-  again = subprocess.run(command(killed, tmp_path / "cache"), check=False, **options)
-  assert again.returncode == 0, again.stdout.decode()
-  assert b"resuming from step" in again.stdout
-  output, _ = undisturbed.communicate(timeout=120)
-  assert undisturbed.returncode == 0, output.decode()
-  results = [json.loads((path / "result.json").read_text()) for path in (killed, whole)]
-  assert results[0]["metrics"] == results[1]["metrics"]
-  assert lines(killed) == lines(whole)

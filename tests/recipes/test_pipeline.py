@@ -1,8 +1,5 @@
 """Batches: every row once per epoch, the same after a resume, one shape, split over hosts."""
 
-import errno
-import json
-import os
 import pickle
 
 import grain
@@ -11,7 +8,7 @@ import pytest
 import scipy.stats
 from absl import flags
 
-from recipes import arrays, errors, files, pipeline
+from recipes import arrays, pipeline
 
 ROWS = (5, 28)  # 23 rows: no batch size below divides it
 
@@ -153,153 +150,6 @@ def test_a_small_split_is_one_permutation():
     np.testing.assert_array_equal(order.rows(1000 * epoch, 1000 * epoch + 1000), wanted)
 
 
-def test_columns_travel_as_a_path(columns):
-  columns["x"]
-  data = pickle.dumps(columns)
-  assert len(data) < 1000
-  np.testing.assert_array_equal(pickle.loads(data)["x"], columns["x"])
-  with pytest.raises(KeyError, match=r"no column 'y'; it has \['ids', 'x'\]"):
-    columns["y"]
-
-
 def test_an_empty_split_is_an_error(columns):
   with pytest.raises(ValueError, match="training split is empty"):
     pipeline.ShuffledBatches(columns, (3, 3), batch_size=4, seed=0, num_batches=1)
-
-
-def test_preparation_goes_on_after_a_kill(tmp_path):
-  calls = []
-
-  def build(folder):
-    calls.append(folder)
-    column = arrays.column(folder, "x", (4,), np.int32)
-    if len(calls) == 1:
-      column[:2] = 7
-      column.flush()
-      raise KeyboardInterrupt
-    column[2:] = 8
-    return {"splits": arrays.cut(4, 0.25, 0.25)}
-
-  with pytest.raises(KeyboardInterrupt):
-    arrays.prepared(tmp_path, "toy", {"a": 1}, build)
-  columns, meta = arrays.prepared(tmp_path, "toy", {"a": 1}, build)
-  assert columns["x"].tolist() == [7, 7, 8, 8]
-  assert meta["splits"] == {"train": [0, 2], "valid": [2, 3], "test": [3, 4]}
-  arrays.prepared(tmp_path, "toy", {"a": 1}, build)
-  assert len(calls) == 2
-  arrays.prepared(tmp_path, "toy", {"a": 2}, build)
-  assert len(calls) == 3
-
-
-def test_data_of_another_format_are_built_again(tmp_path, monkeypatch):
-  assert prepare(tmp_path)[1]
-  assert not prepare(tmp_path)[1]
-  monkeypatch.setattr(arrays, "FORMAT", arrays.FORMAT + 1)
-  assert prepare(tmp_path)[1]
-
-
-def prepare(cache):
-  """Prepares eight numbers; returns them and whether they were built by this call."""
-  built = []
-
-  def build(folder):
-    built.append(True)
-    arrays.column(folder, "x", (8,), np.int64)[:] = np.arange(8)
-    arrays.column(folder, "y", (8,), np.int64)[:] = 0
-    return {"rows": 8}
-
-  columns, meta = arrays.prepared(cache, "toy", {}, build)
-  assert meta["rows"] == 8
-  return columns["x"].tolist(), bool(built)
-
-
-def flip(path):
-  """Changes one byte of a file and leaves its size and its times."""
-  stat, data = path.stat(), bytearray(path.read_bytes())
-  data[-3] ^= 1
-  path.write_bytes(data)
-  os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-DAMAGE = {
-  "a byte": ("x.npy", flip, "does not have the SHA-256"),
-  "the end": ("y.npy", lambda path: os.truncate(path, 100), "has 100 bytes instead of 192"),
-  "a file": ("x.npy", lambda path: path.unlink(), "is missing"),
-  "no meta": ("meta.json", lambda path: path.unlink(), "is missing"),
-  "half the meta": ("meta.json", lambda path: os.truncate(path, 30), "is damaged"),
-  "another meta": (
-    "meta.json",
-    lambda path: path.write_text(path.read_text().replace('"rows": 8', '"rows": 9')),
-    "is not what was written",
-  ),
-  "no meta at all": ("meta.json", lambda path: path.write_text("[]"), "is not what was written"),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_damage_in_the_cache_is_named_and_mended(case, tmp_path, capsys):
-  name, damage, message = DAMAGE[case]
-  assert prepare(tmp_path) == (list(range(8)), True)
-  assert prepare(tmp_path) == (list(range(8)), False)
-  damage(next(tmp_path.glob("toy-*/meta.json")).with_name(name))
-  assert prepare(tmp_path) == (list(range(8)), True)
-  said = capsys.readouterr().err
-  assert f"{name} {message}" in said
-  assert "preparing the data set again" in said
-  assert prepare(tmp_path) == (list(range(8)), False)
-
-
-def test_a_large_file_is_hashed_where_it_was_written_to(tmp_path, monkeypatch):
-  monkeypatch.setattr(arrays, "_HASHED", 0)
-  prepare(tmp_path)
-  path = next(tmp_path.glob("toy-*/x.npy"))
-  hashed = []
-  real = files.digest
-  monkeypatch.setattr(files, "digest", lambda path: hashed.append(path.name) or real(path))
-  assert prepare(tmp_path) == (list(range(8)), False)
-  assert not hashed
-  data = bytearray(path.read_bytes())
-  data[-3] ^= 1
-  path.write_bytes(data)
-  assert prepare(tmp_path) == (list(range(8)), True)
-  assert "x.npy" in hashed
-
-
-def test_what_a_damaged_source_has_left_is_removed(tmp_path):
-  def build(folder):
-    arrays.column(folder, "x", (4,), np.int32)
-    raise errors.DamagedFileError("line 3")
-
-  with pytest.raises(errors.DamagedFileError, match="line 3"):
-    arrays.prepared(tmp_path, "toy", {}, build)
-  assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-
-
-def test_links_at_the_names_of_locks_and_new_files_are_not_followed(tmp_path):
-  victim, cache = tmp_path / "victim", tmp_path / "cache"
-  victim.write_text("precious")
-  prepare(cache)
-  lock = next(cache.glob("*.lock"))
-  lock.unlink()
-  lock.symlink_to(victim)
-  with pytest.raises(errors.UserError, match=r"the lock file .*\.lock is a symbolic link: remove"):
-    prepare(cache)
-  (tmp_path / "x.json.part").symlink_to(victim)
-  arrays.write_json(tmp_path / "x.json", {"a": 1})
-  assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
-  assert not (tmp_path / "x.json").is_symlink()
-  (tmp_path / "x.npy").symlink_to(victim)
-  arrays.column(tmp_path, "x", (4,), np.int32)
-  assert victim.read_text() == "precious"
-
-
-def test_a_full_disk_is_an_error_when_a_column_is_made(tmp_path, monkeypatch):
-  """And no bus error when it is written to."""
-
-  def full(*args):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-  monkeypatch.setattr(os, "posix_fallocate", full)
-  with pytest.raises(OSError, match=r"No space left on device.*x\.npy") as error:
-    arrays.column(tmp_path, "x", (4,), np.int32)
-  assert "Free some space; the same command then resumes" in errors.explain(error.value)

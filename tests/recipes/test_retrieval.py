@@ -54,24 +54,19 @@ def test_ties_and_chunks(max_scores, excluding):
 
 
 @pytest.mark.parametrize("size", [8, 83, 96])
-def test_over_a_mesh_is_the_same(size):
-  mesh = meshes.make_mesh()
-  query, candidates, exclude = draw(1, size=size)
-  best = jax.jit(functools.partial(retrieval.top_k, mesh=mesh, max_scores=5 * 4), static_argnums=2)
-  spread = jax.device_put(query, jax.NamedSharding(mesh, jax.P())), candidates
-  check(best(*spread, K, exclude), slow(query @ candidates.T, K, exclude))
-
-
-@pytest.mark.parametrize("size", [8, 83, 96])
 @pytest.mark.parametrize("max_scores", [5 * 4, 1 << 20])
-def test_rows_looked_up_in_chunks_are_the_same(size, max_scores):
+def test_over_a_mesh_and_of_rows_looked_up_is_the_same(size, max_scores):
   mesh = meshes.make_mesh()
   query, candidates, exclude = draw(1, size=size)
+  wanted = slow(query @ candidates.T, K, exclude)
+  best = functools.partial(retrieval.top_k, k=K, mesh=mesh, max_scores=max_scores)
+  whole = jax.device_put(query, jax.NamedSharding(mesh, jax.P()))
+  check(jax.jit(best)(whole, candidates, exclude=exclude), wanted)
   rows = lambda ids: jnp.asarray(candidates)[ids]
   best = lambda query, exclude: retrieval.top_k_of_rows(
     query, rows, size, K, exclude, mesh, max_scores
   )
-  check(jax.jit(best)(query, exclude), slow(query @ candidates.T, K, exclude))
+  check(jax.jit(best)(query, exclude), wanted)
 
 
 @pytest.mark.parametrize("spread", [False, True])

@@ -151,7 +151,7 @@ def save(training, workdir, like):
   shutil.copytree(like, workdir, ignore=shutil.ignore_patterns("checkpoints"))
   progress = checkpoints.Progress(step=3, best_step=3)
   with checkpoints.Manager(workdir / "checkpoints") as manager:
-    checkpoints.save(manager, progress, training.state)
+    manager.save(progress, **training.state)
 
 
 def test_tables_alone_and_tables_of_another_name(tmp_path):
@@ -191,7 +191,7 @@ def test_transforms_that_differ_from_the_first_ones_of_a_run_are_refused(tmp_pat
     for columns in (CLICKS, CLICKS | {"city": {"kind": "category", "min_count": 9}})
   )
   sha256 = dict(first.data.sha256)
-  with pytest.raises(errors.MissingFileError, match=r"source\.json is missing"):
+  with pytest.raises(errors.MissingFileError, match=r"data\.json is missing"):
     runs.keep(second.serve, sha256, tmp_path, is_new=False)
   runs.keep(second.serve, sha256, tmp_path, is_new=True)
   runs.keep(first.serve, sha256, tmp_path, is_new=True)  # nothing has been trained

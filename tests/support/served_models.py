@@ -82,7 +82,7 @@ def run_of(recipe, table, workdir):
   nnx.update(training.model, jax.tree.map(noisy, nnx.state(training.model, nnx.Param)))
   progress = Progress(step=3, best_step=3)
   with checkpoints.Manager(workdir / "checkpoints") as manager:
-    checkpoints.save(manager, progress, training.state)
+    manager.save(progress, **training.state)
   with runs.held(config, training.config, workdir):
     pass
   result = {

@@ -10,7 +10,7 @@ from small_data import write_sequences
 
 from recipes import pipeline
 from recipes.sequence import batches, data, files, packing, synthetic
-from recipes.tables.entities import Entities
+from recipes.tables.encoding import Entities
 
 SEQUENCES = {1: [5, 3, 9, 2, 7, 4], 2: [3, 5, 2], 4: [9, 4], 7: [8, 2, 3, 5, 9]}
 

@@ -147,18 +147,18 @@ def test_a_killed_run_ends_as_if_it_had_never_stopped(tmp_path, monkeypatch):
   changes = {"model": "bert4rec", "loss": "sampled_softmax", "dropout": 0.2}
   config = sequence_smoke("synthetic", tmp_path, **changes)
   whole = train.run(config, str(tmp_path / "whole"))
-  real, saves = checkpoints.save, []
+  real, saves = checkpoints.Manager.save, []
 
-  def killing(*args):
-    real(*args)
+  def killing(*args, **nodes):
+    real(*args, **nodes)
     saves.append(None)
     if len(saves) == 1:
       raise Killed
 
-  monkeypatch.setattr(checkpoints, "save", killing)
+  monkeypatch.setattr(checkpoints.Manager, "save", killing)
   with pytest.raises(Killed):
     train.run(config, str(tmp_path / "killed"))
-  monkeypatch.setattr(checkpoints, "save", real)
+  monkeypatch.setattr(checkpoints.Manager, "save", real)
   assert train.run(config, str(tmp_path / "killed"))["metrics"] == whole["metrics"]
 
 

@@ -11,7 +11,7 @@ from small_tables import completed, write_csv
 from recipes.dlrm import data
 from recipes.errors import UserError
 from recipes.tables import clicks
-from recipes.tables.clicks import Encoder
+from recipes.tables.encoding import Encoder
 
 HEADER = ("clicked", "city", "price", "tags", "part")
 ROWS = [

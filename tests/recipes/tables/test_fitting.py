@@ -6,7 +6,8 @@ import pytest
 
 from recipes.errors import UserError
 from recipes.tables import spec
-from recipes.tables.fitting import Fitted, fit
+from recipes.tables.encoding import Fitted
+from recipes.tables.fitting import fit
 from recipes.tables.source import Stage
 from recipes.tables.store import Store
 

@@ -8,7 +8,7 @@ from small_tables import completed, write_csv
 
 from recipes.errors import UserError
 from recipes.sequence import data as sequence
-from recipes.tables.entities import Entities
+from recipes.tables.encoding import Entities
 from recipes.two_tower import data as two_tower
 
 HEADER = ("who", "what", "when", "stars", "age", "genres", "name")

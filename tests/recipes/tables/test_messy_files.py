@@ -92,6 +92,8 @@ ROWS = {
   "a number beyond float64": (
     "x.csv", "a,b\nx,1\ny,1e999\nz,3\n", AB, {}, 2, "b", ["'1e999' is beyond float32"],
     "is beyond float32"),
+  "a number beyond float32": (
+    "x.csv", "a,b\nx,1\ny,-1e39\nz,3\n", AB, {}, 2, "b", ["beyond float32"], "is beyond float32"),
   "an integer beyond int64": ("x.csv", "a,b\nx,1\ny,99999999999999999999\nz,3\n", AB, {}, 2, "b",
     ["beyond 64 bits", "category"], "is an integer beyond 64 bits"),
   "an integer beyond int64 in Parquet": (
@@ -137,8 +139,8 @@ def test_bad_rows_are_named_or_counted(tmp_path, kind, chunk_rows):
     assert word in str(error.value)
   reader = Reader([path], ways, on_bad_row="skip", **settings)
   assert [row for chunk in reader for row in chunk.rows.tolist()] == [1, 3]
-  assert reader.num_skipped == 1
-  (line,) = reader.skipped
+  assert reader.ledger.rows == 1
+  (line,) = reader.ledger.lines()
   name = "" if column is None else f"column {column!r} "
   assert line.startswith(f"1 row: {name}{counted_as} (first: {path}, row {row}")
 
@@ -235,7 +237,9 @@ def test_bad_files_are_named_with_the_remedy(tmp_path, kind, on_bad_row):
   if kind == "text in the second file" and on_bad_row == "skip":
     reader = Reader(paths, ways, on_bad_row=on_bad_row)
     assert sum(len(chunk.rows) for chunk in reader) == 3
-    assert reader.skipped == [f"1 row: column 'b' is not a number (first: {paths[1]}, row 2, 'x')"]
+    assert reader.ledger.lines() == [
+      f"1 row: column 'b' is not a number (first: {paths[1]}, row 2, 'x')"
+    ]
     return
   with pytest.raises((DamagedFileError, UserError)) as error:
     list(Reader(paths, ways, format=Format(**format), on_bad_row=on_bad_row))
@@ -253,14 +257,14 @@ def test_rows_are_numbered_where_both_readers_reject_some(tmp_path):
   format = Format(delimiter=" ", names=("user", "item", "more"), rest=True)
   reader = Reader([path], {"user": "text"}, format=format, on_bad_row="skip")
   assert [row for chunk in reader for row in chunk.rows.tolist()] == [1, 4]
-  assert [re.search(r"row (\d)", line)[1] for line in reader.skipped] == ["2", "3"]
+  assert [re.search(r"row (\d)", line)[1] for line in reader.ledger.lines()] == ["2", "3"]
 
 
 def test_empty_lines_are_no_rows_whatever_ends_a_line_elsewhere(tmp_path):
   path = write(tmp_path / "x.csv", "a,b\nx\u2028y,1\n\n\nz,bad\nw\nv,3\n")
   reader = Reader([path], AB, on_bad_row="skip")
   assert [row for chunk in reader for row in chunk.rows.tolist()] == [1, 4]
-  assert [re.search(r"row (\d)", line)[1] for line in reader.skipped] == ["2", "3"]
+  assert [re.search(r"row (\d)", line)[1] for line in reader.ledger.lines()] == ["2", "3"]
 
 
 def test_a_long_line_is_read_and_one_without_end_is_named(tmp_path):
@@ -299,15 +303,8 @@ def test_on_bad_row_is_raise_or_skip(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-  for name in (
-    "b.csv",
-    "a.csv",
-    "sub/c.csv.gz",
-    "_SUCCESS",
-    ".hidden.csv",
-    "_tmp/d.csv",
-    "notes.md",
-  ):
+  names = "b.csv a.csv sub/c.csv.gz _SUCCESS .hidden.csv _tmp/d.csv notes.md"
+  for name in names.split():
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("a\n1\n")
   return tmp_path
@@ -320,15 +317,8 @@ def test_paths_are_of_files_folders_and_globs_each_once(folder):
   assert names(str(folder / "**" / "*.gz")) == ["sub/c.csv.gz"]
   assert names([str(folder / "b.csv"), str(folder)]) == ["b.csv", "a.csv", "sub/c.csv.gz"]
   (folder / "x[1].csv").write_text("a\n1\n")
-  assert names(str(folder / "x[1].csv")) == ["x[1].csv"]
-
-
-def test_paths_may_be_path_objects(folder):
-  assert reading.paths(folder / "b.csv") == [folder / "b.csv"]
-  assert reading.paths([folder / "b.csv", str(folder / "a*")]) == [
-    folder / "b.csv",
-    folder / "a.csv",
-  ]
+  assert names(folder / "x[1].csv") == ["x[1].csv"]
+  assert names([folder / "b.csv", str(folder / "a*")]) == ["b.csv", "a.csv"]
 
 
 def test_paths_that_lead_nowhere_are_refused(folder, tmp_path):

@@ -22,7 +22,7 @@ from recipes import arrays, export, hosts, pipeline, serving
 from recipes.dlrm import data, train
 from recipes.errors import DamagedFileError, UserError
 from recipes.tables import spark
-from recipes.tables.clicks import Encoder
+from recipes.tables.encoding import Encoder
 from recipes.two_tower import data as two_tower
 
 _MISSING = [

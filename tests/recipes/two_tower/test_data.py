@@ -14,7 +14,7 @@ from small_data import write_gowalla, write_movielens100k
 from recipes import arrays, files, pipeline
 from recipes.evaluation import baselines
 from recipes.sequence.batches import Histories
-from recipes.tables.entities import Entities
+from recipes.tables.encoding import Entities
 from recipes.tables.settings import SPLITS
 from recipes.two_tower import data, movielens100k, splits
 

@@ -114,15 +114,15 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
   """The frequency estimate and the queue are part of it."""
   config = two_tower_smoke("synthetic", tmp_path, **RICH)
   wanted = train.run(config, str(tmp_path / "whole"))
-  real, saves = checkpoints.save, []
+  real, saves = checkpoints.Manager.save, []
 
-  def killing(*args):
-    real(*args)
+  def killing(*args, **nodes):
+    real(*args, **nodes)
     saves.append(None)
     if len(saves) == 1:
       raise KeyboardInterrupt
 
-  monkeypatch.setattr(checkpoints, "save", killing)
+  monkeypatch.setattr(checkpoints.Manager, "save", killing)
   with pytest.raises(KeyboardInterrupt):
     train.run(config, str(tmp_path / "killed"))
   result = train.run(config, str(tmp_path / "killed"))

@@ -1,29 +1,136 @@
-"""The best items by an exported two_tower or sequence model."""
+"""Models that answer raw rows: probabilities of clicks, and the best items."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from scipy.special import expit
 
 from ..errors import UserError
 from ..evaluation import retrieval
 from ..sequence import packing
 from ..tables import spec
-from ..tables.entities import Codes, Entities
-from ..tables.fitting import extracted
-from ..tables.store import ways
+from ..tables.encoding import Encoder, Entities, extracted
 from ..tables.values import ReadAs
-from ..training.features import Feature
-from . import columns as columns_lib
-from .folder import Served, batches
+from ..training.features import Feature, cut_ids
+from . import rows as rows_lib
+from .folder import Served
 
 HISTORY = "history"  # the column with a user's own items
-_BATCH = 256
+_SCORED, _RANKED = 4096, 256  # rows of the largest batch
+_SMALLEST = 16  # rows of the smallest batch: powers of two, since each size is compiled
+
+
+def _batches(rows: int, largest: int) -> Iterator[tuple[slice, np.ndarray]]:
+  """Yields ranges of rows, and their numbers filled up by the last one to one of few sizes."""
+  for start in range(0, rows, largest):
+    stop = min(start + largest, rows)
+    size = min(max(_SMALLEST, 1 << (stop - start - 1).bit_length()), largest)
+    yield slice(start, stop), np.minimum(np.arange(start, start + size), stop - 1)
+
+
+# --- clicks ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+  """Probabilities of N rows, and how many rows have values that say little about them.
+
+  Attributes:
+    scores: float64 `[N]`, above 0 and below 1; NaN of rows that cannot be read.
+    is_bad: bool `[N]`, rows that cannot be read and are left out.
+    unknown: by column, how many rows have a value that training has not seen, or, of users and
+      items with features in a table of their own, that this table lacks.
+    missing: by column, how many rows have no value.
+  """
+
+  scores: np.ndarray
+  is_bad: np.ndarray
+  unknown: Mapping[str, int]
+  missing: Mapping[str, int]
+
+
+class ClickModel:
+  """Predicts the probability of a click.
+
+  Args:
+    served: of the recipe dlrm.
+  """
+
+  def __init__(self, served: Served):
+    self.served = served
+    self._encoder = Encoder.load(served.transforms)
+    kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Embedded)}
+    self._wanted = spec.ways(kinds)
+
+  @property
+  def columns(self) -> tuple[str, ...]:
+    """The columns that rows must have."""
+    return tuple(dict.fromkeys(column for names, _ in self._wanted.values() for column in names))
+
+  def predict(
+    self, rows: Any, *, on_bad_row: str = "raise", source: str = "rows", first_row: int = 1
+  ) -> np.ndarray:
+    """Returns the probability of a click for every row, float64 `[N]`: `scores` of `score`."""
+    return self.score(rows, on_bad_row=on_bad_row, source=source, first_row=first_row).scores
+
+  def score(
+    self, rows: Any, *, on_bad_row: str = "raise", source: str = "rows", first_row: int = 1
+  ) -> Scored:
+    """Returns the probability of a click for every row, and counts of unknown and missing values.
+
+    Args:
+      rows: N of them; see `rows.as_columns`.
+      on_bad_row: "raise", or "skip", which makes the score of a row that cannot be read NaN.
+      source, first_row: what error texts call the rows, and the number of the first.
+
+    Raises:
+      UserError: a column is missing, or a row cannot be read; names row and column.
+    """
+    arrays = rows_lib.as_columns(rows)
+    rows_lib.require(list(arrays), self.columns, source)
+    missing = self.served.text_format.missing
+    return self.answers(
+      *rows_lib.read(arrays, self._wanted, missing, on_bad_row, source, first_row)
+    )
+
+  def answers(self, values: Mapping[str, Any], bad: np.ndarray) -> Scored:
+    """Returns as `score`, for values as training reads them.
+
+    Args:
+      values: N texts, numbers or lists by declared name; see `tables.reading.Chunk`.
+      bad: bool `[N]`, rows to leave out.
+    """
+    absent = {name: rows_lib.absent(values[name]) for name in self._wanted}
+    unseen = {name: rows_lib.unseen(self._encoder.fitted, name, values) for name in self._wanted}
+    for name, side in self._encoder.sides.items():
+      unseen[name] |= ~absent[name] & (side.codes.find(values[name]) < 0)
+    return Scored(
+      np.where(bad, np.nan, self._probabilities(values, len(bad))),
+      bad,
+      rows_lib.rows_by_column(unseen, self._wanted, bad),
+      rows_lib.rows_by_column(absent, self._wanted, bad),
+    )
+
+  def _probabilities(self, values: Mapping[str, Any], count: int) -> np.ndarray:
+    logits = np.empty(count)
+    if not count:
+      return logits
+    encoded = self._encoder.encode(values, count)
+    features = cut_ids(encoded["ids"], self._encoder.features)
+    inputs = {"dense": encoded["dense"], "features": features}
+    for part, places in _batches(count, _SCORED):
+      batch = jax.tree.map(lambda x, places=places: x[places], inputs)
+      logits[part] = np.asarray(self.served.run(batch))[: part.stop - part.start]
+    # float32 has no number between 1 - 6e-8 and 1, and a log loss takes a 1 for a certainty.
+    return np.clip(expit(logits), np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
+
+
+# --- recommendations ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +165,10 @@ class _Queries:
   histories: list[np.ndarray]
   features: dict[str, np.ndarray]
 
-  def cut(self, part: slice, index: np.ndarray) -> "_Queries":
-    histories = self.histories[part]
-    features = {name: ids[part][index] for name, ids in self.features.items()}
-    return _Queries(self.users[part][index], [histories[i] for i in index], features)
+  def at(self, places: np.ndarray) -> "_Queries":
+    histories = [self.histories[place] for place in places]
+    features = {name: ids[places] for name, ids in self.features.items()}
+    return _Queries(self.users[places], histories, features)
 
 
 class Recommender:
@@ -73,43 +180,37 @@ class Recommender:
 
   def __init__(self, served: Served):
     self.served = served
-    folder, about = served.transforms, served.about
+    folder, about, kinds = served.transforms, served.about, served.kinds
+    self._is_towers = about["recipe"] == "two_tower"
     self._users, self._items = Entities.load(folder, "users"), Entities.load(folder, "items")
-    self._codes = {"user": Codes(self._users.texts), "item": Codes(self._items.texts)}
     self._history = np.load(folder / "history.npy", mmap_mode="r")
     self._offsets = np.load(folder / "history_offsets.npy")
     counts = np.bincount(self._history, minlength=len(self._items.texts))
     self._popular = np.argsort(-counts, kind="stable").astype(np.int32)
-    kinds = served.kinds
-    self._user_column = spec.only(kinds, spec.User)
-    self._wanted: dict[str, tuple[tuple[str, ...], ReadAs]] = {}
-    if self._user_column:
-      column = kinds[self._user_column].column or self._user_column
-      self._wanted[""] = (column,), "text"
+    user = spec.only(kinds, spec.User)
     item = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
-    self._patterns = {
-      side: getattr(kinds[name], "pattern", "") if name else ""
-      for side, name in (("user", self._user_column), ("item", item))
+    pattern = lambda name: getattr(kinds[name], "pattern", "") if name else ""
+    self._codes = {
+      "user": (self._users.codes, pattern(user)), "item": (self._items.codes, pattern(item))
+    }  # fmt: skip
+    # What is read of rows: the user, as "", features of the user, and own items from one of `_own`.
+    self._wanted: dict[str, tuple[tuple[str, ...], ReadAs]] = {}
+    if user:
+      self._wanted[""] = kinds[user].sources(user), "text"
+    self._own: dict[str, ReadAs] = {HISTORY: ("list", "|")}
+    if item and (separator := getattr(kinds[item], "separator", "")):
+      self._own[kinds[item].column or item] = ("list", separator)
+    of_users = self._users.fitted.kinds
+    self._features = {
+      n: kind for n, kind in of_users.items() if self._is_towers and n in about["query"]
     }
-    self._own = self._own_history(kinds)
-    self._features = {}
-    if served.recipe == "two_tower":
-      self._features = {n: k for n, k in self._users.fitted.kinds.items() if n in about["query"]}
-      parts = {p for k in self._features.values() if isinstance(k, spec.Cross) for p in k.columns}
-      needed = {n: k for n, k in self._users.fitted.kinds.items() if n in parts} | self._features
-      self._wanted |= ways(needed)
-    index = retrieval.Approximate(np.asarray(served.candidates)) if about["ann"] else None
-    self._approximate = index
-    self._exact = functools.partial(jax.jit, static_argnames="k")(retrieval.top_k)
-
-  @staticmethod
-  def _own_history(kinds: Mapping[str, spec.Kind]) -> dict[str, ReadAs]:
-    """Returns the columns that may hold a row's own history, and the separators of its items."""
-    ways: dict[str, ReadAs] = {HISTORY: ("list", "|")}
-    name = spec.only(kinds, spec.Item) or spec.only(kinds, spec.Ordered)
-    if name is not None and (separator := getattr(kinds[name], "separator", "")):
-      ways[kinds[name].column or name] = ("list", separator)
-    return ways
+    crosses = [kind for kind in self._features.values() if isinstance(kind, spec.Cross)]
+    needed = {*self._features, *(part for cross in crosses for part in cross.columns)}
+    self._wanted |= spec.ways({n: kind for n, kind in of_users.items() if n in needed})
+    self._exact = jax.jit(retrieval.top_k, static_argnames="k")
+    self._approximate = None
+    if about["ann"]:
+      self._approximate = retrieval.Approximate(np.asarray(served.candidates))
 
   @property
   def has_titles(self) -> bool:
@@ -134,7 +235,7 @@ class Recommender:
     """Returns the best items for every row.
 
     Args:
-      rows: N of them; see `columns.as_columns`.
+      rows: N of them; see `rows.as_columns`.
       top: how many items, 1 to the number of items; None is 10, or all where they are fewer.
       on_bad_row: "raise", or "skip", which leaves out a row that cannot be read.
       source, first_row: what error texts call the rows, and the number of the first.
@@ -144,18 +245,16 @@ class Recommender:
         and column.
     """
     top = self.checked_top(top)
-    arrays = columns_lib.as_columns(rows)
+    arrays = rows_lib.as_columns(rows)
     if not any(column in arrays for column in self.columns):
       raise UserError(
         f"{source} has none of the columns {', '.join(self.columns)}: give one that says for whom "
         f"to recommend; it has {', '.join(arrays) or 'none'}"
       )
-    count = len(next(iter(arrays.values())))
     own = next((column for column in self._own if column in arrays), None)
     wanted = self._wanted | ({"own": ((own,), self._own[own])} if own else {})
     missing = self.served.text_format.missing
-    values, problems = columns_lib.read(arrays, wanted, missing, source)
-    bad = columns_lib.bad_rows(problems, count, on_bad_row, source, first_row)
+    values, bad = rows_lib.read(arrays, wanted, missing, on_bad_row, source, first_row)
     return self.answers(values, bad, top)
 
   def checked_top(self, top: int | None) -> int:
@@ -183,22 +282,20 @@ class Recommender:
     ids = np.full((count, top), -1, np.int32)
     scores = np.full((count, top), np.nan, np.float32)
     popular = np.zeros(count, bool)
-    for part, index in batches(count, _BATCH):
-      size = part.stop - part.start
-      ids[part], scores[part], popular[part] = (
-        x[:size] for x in self._best(queries.cut(part, index), top)
-      )
+    for part, places in _batches(count, _RANKED):
+      best = self._best(queries.at(places), top)
+      ids[part], scores[part], popular[part] = (x[: part.stop - part.start] for x in best)
     ids[bad], scores[bad], popular[bad] = -1, np.nan, False
     named = lambda texts: np.array([*texts, None], object)[ids]
     titles = None if self._items.titles is None else named(self._items.titles)
     unseen = {
-      name: columns_lib.unseen(self._users.fitted, name, values)
+      name: rows_lib.unseen(self._users.fitted, name, values)
       if name
-      else (queries.users < 0) & ~columns_lib.absent(values[""])
+      else (queries.users < 0) & ~rows_lib.absent(values[""])
       for name in self._wanted
       if name in values
     }
-    counts = columns_lib.rows_by_column(unseen, self._wanted, bad)
+    counts = rows_lib.rows_by_column(unseen, self._wanted, bad)
     return Recommended(named(self._items.texts), scores, titles, popular, bad, unknown, counts)
 
   def leaves_out(self, users: pa.Array, items: pa.Array) -> np.ndarray:
@@ -209,7 +306,7 @@ class Recommender:
     """
     if not self.served.about["exclude_seen"]:
       return np.zeros(len(users), bool)
-    user, item = self._codes["user"].find(users), self._codes["item"].find(items)
+    user, item = self._users.codes.find(users), self._items.codes.find(items)
     owners = np.repeat(np.arange(len(self._offsets) - 1), np.diff(self._offsets))
     count = len(self._items.texts)
     had = np.isin(user.astype(np.int64) * count + item, owners * count + self._history)
@@ -238,9 +335,10 @@ class Recommender:
 
   def _find(self, side: str, texts: pa.Array, is_cut: bool) -> np.ndarray:
     """Returns the numbers of ids, as they are or cut by the pattern of their column; or -1."""
-    found = self._codes[side].find(texts)
-    if (pattern := self._patterns[side]) and not is_cut:
-      found = np.where(found < 0, self._codes[side].find(extracted(texts, pattern)), found)
+    codes, pattern = self._codes[side]
+    found = codes.find(texts)
+    if pattern and not is_cut:
+      found = np.where(found < 0, codes.find(extracted(texts, pattern)), found)
     return found
 
   def _feature(self, name: str, users: np.ndarray, values: Mapping[str, Any]) -> np.ndarray:
@@ -262,19 +360,19 @@ class Recommender:
     about = self.served.about
     inputs, known = (
       _two_tower_inputs(queries, about, self._users.features)
-      if self.served.recipe == "two_tower"
+      if self._is_towers
       else _sequence_inputs(queries, about)
     )
-    vectors, candidates = self.served.run(inputs), self.served.candidates
-    seen = _wide(queries.histories) if about["exclude_seen"] else None
-    k = min(top, len(candidates))
+    vectors, seen = self.served.run(inputs), None
+    if about["exclude_seen"]:
+      width = retrieval.list_width(max(map(len, queries.histories)))
+      seen = _padded(queries.histories, width)
     if self._approximate is None:
-      scores, ids = (np.asarray(x) for x in self._exact(vectors, candidates, k, seen))
+      found = self._exact(vectors, self.served.candidates, k=top, exclude=seen)
     else:
-      scores, ids = self._approximate.top_k(np.asarray(vectors), k, seen)
-    fill = ((0, 0), (0, top - ids.shape[1]))
-    ids = np.pad(ids, fill, constant_values=-1)
-    scores = np.where(ids >= 0, np.pad(scores, fill), np.nan)
+      found = self._approximate.top_k(np.asarray(vectors), top, seen)
+    scores, ids = map(np.array, found)
+    scores[ids < 0] = np.nan
     for row in np.flatnonzero(~known).tolist():
       ids[row], scores[row] = -1, np.nan
       popular = self._popular[: top + len(queries.histories[row])]
@@ -288,11 +386,11 @@ def _two_tower_inputs(
   queries: _Queries, about: Mapping[str, Any], features: Sequence[Feature]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
   """Returns the query tower's features, histories evenly thinned out, and who has any, `[B]`."""
-  width = about["eval_history"]
-  history = np.full((len(queries.users), width), -1, np.int32)
-  for row, items in enumerate(queries.histories):
+  width, histories = about["eval_history"], []
+  for items in queries.histories:
     count = min(len(items), width)
-    history[row, :count] = items[np.arange(count) * len(items) // max(count, 1)]
+    histories.append(items[np.arange(count) * len(items) // max(count, 1)])
+  history = _padded(histories, width)
   inputs = {"user": queries.users, HISTORY: history} | queries.features
   inputs = {name: inputs[name] for name in about["query"]}
   known = [(ids != -1).reshape(len(ids), -1).any(axis=1) for ids in inputs.values()]
@@ -308,9 +406,8 @@ def _sequence_inputs(
   kept = np.array([min(len(items), width - ask) for items in queries.histories])
   lengths = np.maximum(kept + ask, 1)  # without any item the answer is not used
   inside = np.arange(width) < lengths[:, None]
-  items = np.full(inside.shape, -1, np.int32)
-  for row, (history, count) in enumerate(zip(queries.histories, kept.tolist(), strict=True)):
-    items[row, :count] = history[len(history) - count :]
+  latest = zip(queries.histories, kept.tolist(), strict=True)
+  items = _padded([history[len(history) - count :] for history, count in latest], width)
   positions = np.zeros(inside.shape, np.int32)
   positions[inside] = packing.positions(lengths, width, about["positions"])
   inputs = {
@@ -322,10 +419,9 @@ def _sequence_inputs(
   return inputs, kept > 0
 
 
-def _wide(lists: Sequence[np.ndarray]) -> np.ndarray:
-  """Returns lists of ids as int32 `[B, E]`, -1 after each."""
-  width = retrieval.list_width(max(len(each) for each in lists))
-  wide = np.full((len(lists), width), -1, np.int32)
-  for row, each in enumerate(lists):
-    wide[row, : len(each)] = each
-  return wide
+def _padded(lists: Sequence[np.ndarray], width: int) -> np.ndarray:
+  """Returns lists of ids as int32 `[B, width]`, -1 after each."""
+  padded = np.full((len(lists), width), -1, np.int32)
+  for row, ids in enumerate(lists):
+    padded[row, : len(ids)] = ids
+  return padded

@@ -1,20 +1,186 @@
-"""Rows of files and streams, in chunks, and the same rows written back with more columns."""
+"""Rows to predict for: of Python, tables, files and streams, and written back with more columns."""
 
 import codecs
 import contextlib
 import csv
+import difflib
 import gzip
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..errors import DamagedFileError, MissingFileError, UserError
+from ..tables import spec
+from ..tables.encoding import Fitted
 from ..tables.formats import Format, find_delimiter, repeated
+from ..tables.values import Problem, ReadAs, converted, plain, refusal
+
+Wanted = Mapping[str, tuple[tuple[str, ...], ReadAs]]  # columns and way of reading by name
+
+
+def as_columns(rows: Any) -> dict[str, pa.Array]:
+  """Returns rows as Arrow arrays by column.
+
+  Args:
+    rows: a mapping of columns to lists or arrays, a list of dicts, or a table: of Arrow, pandas, or
+      another library with Arrow's interface. None and NaN are missing.
+
+  Raises:
+    UserError: rows are of another type, or a column holds values of several types.
+
+  >>> as_columns([{"city": "Oslo"}, {"city": "Rome", "price": 3}])["price"].to_pylist()
+  [None, 3]
+  """
+  if isinstance(rows, Mapping):
+    columns = {str(name): _array(name, values) for name, values in rows.items()}
+  elif isinstance(rows, Sequence) and not isinstance(rows, str):
+    if not all(isinstance(row, Mapping) for row in rows):
+      raise UserError("rows are a list, and not every one of them is a dict of columns")
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {str(name): _array(name, [row.get(name) for row in rows]) for name in names}
+  else:
+    try:
+      table = pa.table(rows)
+    except (TypeError, pa.ArrowException) as error:
+      raise UserError(
+        f"rows are {type(rows).__name__}: give a dict of columns, a list of dicts, or a table"
+      ) from error
+    if (name := repeated(table.column_names)) is not None:
+      raise UserError(f"the rows have two columns {name!r}: rename one")
+    columns = {name: _array(name, table[name]) for name in table.column_names}
+  lengths = {name: len(array) for name, array in columns.items()}
+  if len(set(lengths.values())) > 1:
+    raise UserError(f"the columns of the rows are of different lengths: {lengths}")
+  return columns
+
+
+def _array(name: Any, values: Any) -> pa.Array:
+  if not isinstance(values, pa.Array | pa.ChunkedArray):
+    try:
+      values = pa.array(values, from_pandas=True)
+    except (TypeError, ValueError, pa.ArrowException) as error:
+      raise UserError(f"column {name!r} of the rows cannot be read: {error}") from error
+  return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+
+
+def require(columns: Sequence[str], needed: Sequence[str], source: str) -> None:
+  """Raises UserError where a column is missing; names it and what is most like it."""
+  missing = [name for name in needed if name not in columns]
+  if missing:
+    close = difflib.get_close_matches(missing[0], columns, 1)
+    hint = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(columns) or 'none'}."
+    names = ", ".join(map(repr, missing))
+    raise UserError(f"{source} has no column {names}, which training has read. {hint}")
+
+
+def read(
+  columns: Mapping[str, pa.Array],
+  wanted: Wanted,
+  missing: Sequence[str],
+  on_bad_row: str,
+  source: str,
+  first_row: int,
+) -> tuple[dict[str, Any], np.ndarray]:
+  """Returns values by declared name, as `tables.reading.Reader` does, and which rows are bad.
+
+  Args:
+    columns: N values each.
+    wanted: columns and way by name; names with a column that is missing are left out.
+    missing: texts that mean no value.
+    on_bad_row: "raise", or "skip", which marks rows that cannot be read, bool `[N]`.
+    source, first_row: what error texts call the rows, and the number of the first.
+
+  Raises:
+    UserError: a column is of a type that cannot be read so, or a row cannot be read and is not
+      skipped; names row and column.
+  """
+  if on_bad_row not in ("raise", "skip"):
+    raise UserError(f"on_bad_row is {on_bad_row!r}: choose 'raise' or 'skip'")
+  values: dict[str, Any] = {}
+  bad = np.zeros(len(next(iter(columns.values()))), bool)
+  problems: list[tuple[str, Problem]] = []
+  for name, (names, way) in wanted.items():
+    if not all(column in columns for column in names):
+      continue
+    for column in names:
+      reason = refusal(plain(columns[column]).type, way if len(names) == 1 else "number")
+      if reason is not None:
+        raise UserError(f"{source}, column {column!r} {reason}")
+    values[name], found = converted([columns[each] for each in names], way, missing, {}, names)
+    problems += [(names[0], problem) for problem in found]
+  for _, problem in problems:
+    bad |= problem.bad
+  if bad.any() and on_bad_row == "raise":
+    index = int(np.argmax(bad))
+    column, problem = next((c, p) for c, p in problems if p.bad[index])
+    text = f", column {column!r}: {problem.value(index)} {problem.kind}. {problem.hint}"
+    raise bad_row(source, first_row + index, text)
+  return values, bad
+
+
+def bad_row(source: str, row: int, problem: str) -> UserError:
+  """Returns the error of a row that cannot be read; `problem` follows its number."""
+  return UserError(
+    f"{source}, row {row}{problem.rstrip()} Repair the row, or set on_bad_row=skip, which leaves "
+    "its score blank."
+  )
+
+
+def absent(values: Any) -> np.ndarray:
+  """Returns which of N texts, lists or numbers are missing, bool `[N]`."""
+  if isinstance(values, np.ndarray):
+    return np.isnan(values)
+  return _lengths(values) == 0
+
+
+def _lengths(values: pa.Array) -> np.ndarray:
+  """Returns how many values lists hold; of a text 1, or 0 if it is null."""
+  if not pa.types.is_list(values.type):
+    return values.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
+  return pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
+
+
+def unseen(fitted: Fitted, name: str, values: Mapping[str, Any]) -> np.ndarray:
+  """Returns which rows hold a value outside the vocabulary of a feature, bool `[N]`.
+
+  Numbers and crosses have no vocabulary, and a dynamic one is in the model; a hashed value counts
+  only if its pattern does not match.
+  """
+  kind, rows = fitted.kinds.get(name), len(values[name])
+  if not isinstance(kind, spec.Category) or kind.is_dynamic:
+    return np.zeros(rows, bool)
+  ids = fitted.ids(values, name)
+  ids = ids[:, None] if ids.ndim == 1 else ids
+  inside = np.arange(ids.shape[1]) < _lengths(values[name])[:, None]
+  known = kind.hash or kind.size or len(fitted.vocabulary(name))
+  return np.any(inside & ((ids < 0) | (ids >= known)), axis=1)
+
+
+def rows_by_column(
+  rows: Mapping[str, np.ndarray], wanted: Wanted, bad: np.ndarray
+) -> dict[str, int]:
+  """Returns how many rows are marked by column; columns without any are left out.
+
+  Args:
+    rows: bool `[N]` by declared name.
+    wanted: as of `read`; several columns of a name count as the first.
+    bad: bool `[N]`, rows that do not count.
+  """
+  columns: dict[str, np.ndarray] = {}
+  for name, marked in rows.items():
+    column = wanted[name][0][0]
+    columns[column] = columns.get(column, False) | (marked & ~bad)
+  return {column: int(marked.sum()) for column, marked in columns.items() if marked.any()}
+
+
+# --- files ----------------------------------------------------------------------------------------
 
 _CHUNK = 4096
 _SAMPLE = 1 << 16
@@ -82,10 +248,8 @@ class TextRows:
   def __init__(self, stream: IO[bytes], source: str, format: Format):
     self.source, self._format = source, format
     codec = codecs.lookup(format.encoding).name
-    try:
+    with self._reading("cannot be read"):
       first = stream.read(_SAMPLE)  # waits for a slow pipe
-    except (OSError, EOFError) as error:
-      raise DamagedFileError(f"{source} cannot be read: {error}") from error
     if not codec.startswith(("utf-16", "utf-32")):
       for magic, problem in _NO_TEXT.items():
         if first.startswith(magic):
@@ -107,10 +271,8 @@ class TextRows:
     whole = io.BufferedReader(_Again(first, stream))
     lines = io.TextIOWrapper(whole, encoding, errors="surrogateescape", newline="")
     self._records = self._cut(lines)
-    try:
+    with self._reading("cannot be read"):
       names = next(self._records, None)
-    except (csv.Error, EOFError, OSError, UnicodeError) as error:
-      raise DamagedFileError(f"{source} cannot be read ({error})") from error
     if names is None:
       raise DamagedFileError(f"{source} is empty: it needs a header, and rows")
     given = [name.strip() for name in names]
@@ -126,6 +288,13 @@ class TextRows:
       self.names, self._records = format.names, chain([names], self._records)
     if (name := repeated(self.names)) is not None:
       raise DamagedFileError(f"{source}: the header names two columns {name!r}. Rename one.")
+
+  @contextlib.contextmanager
+  def _reading(self, problem: str) -> Iterator[None]:
+    try:
+      yield
+    except (csv.Error, EOFError, OSError, UnicodeError) as error:
+      raise DamagedFileError(f"{self.source} {problem} ({error})") from error
 
   def _cut(self, lines: io.TextIOWrapper) -> Iterator[list[str]]:
     """Yields the fields of each row; empty lines are none."""
@@ -154,12 +323,8 @@ class TextRows:
   def __iter__(self) -> Iterator[Chunk]:
     first_row = 1
     while True:
-      try:
+      with self._reading(f"breaks off or is damaged after row {first_row - 1}"):
         fields = list(islice(self._records, _CHUNK))
-      except (csv.Error, EOFError, OSError, UnicodeError) as error:
-        raise DamagedFileError(
-          f"{self.source} breaks off or is damaged after row {first_row - 1} ({error})"
-        ) from error
       if not fields:
         return
       yield self._chunk(first_row, fields)
@@ -187,8 +352,9 @@ def _texts(values: Sequence[str]) -> tuple[pa.Array, list[int]]:
   try:
     return pa.array(values, pa.string()), []
   except (UnicodeEncodeError, pa.ArrowException):
-    bad = [i for i, text in enumerate(values) if any("\ud800" <= char <= "\udfff" for char in text)]
-    return pa.array([None if i in set(bad) else v for i, v in enumerate(values)], pa.string()), bad
+    bad = {i for i, text in enumerate(values) if any("\ud800" <= char <= "\udfff" for char in text)}
+    texts = [None if i in bad else text for i, text in enumerate(values)]
+    return pa.array(texts, pa.string()), sorted(bad)
 
 
 class ParquetRows:
@@ -249,17 +415,32 @@ class Writer:
   Args:
     out: of text.
     rows: that are read.
+    added: names of the columns that are added.
     format: of the training files.
+
+  Raises:
+    UserError: the rows have a column of such a name.
   """
 
-  def __init__(self, out: IO[str], rows: TextRows | ParquetRows, format: Format):
-    self._out, self._csv = out, None
+  def __init__(
+    self, out: IO[str], rows: TextRows | ParquetRows, added: Sequence[str], format: Format
+  ):
+    for name in added:
+      if name in rows.names:
+        raise UserError(f"{rows.source} has a column {name!r}, which predictions add: rename it")
     # After the rest of a line no column could be told from it.
-    self._delimiter = "\t" if format.rest else rows.delimiter
+    self._out, self._delimiter = out, "\t" if format.rest else rows.delimiter
+    self._csv = None
     if not rows.by_line and format.quote:
-      self._csv = csv.writer(
-        out, delimiter=self._delimiter, quotechar=format.quote, lineterminator="\n"
-      )
+      quoted: Any = {"quotechar": format.quote, "lineterminator": "\n"}
+      self._csv = csv.writer(out, delimiter=self._delimiter, **quoted)
+    self._header = (rows.names, added) if rows.has_header else None
+
+  def write_header(self) -> None:
+    """Writes the names of the columns where the rows that are read have them, once."""
+    if self._header is not None:
+      header, self._header = self._header, None
+      self.write(*header)
 
   def write(self, fields: Sequence[str], added: Sequence[str]) -> None:
     """Writes a row; without quotes a delimiter in what is added becomes a space."""
@@ -268,10 +449,3 @@ class Writer:
       return
     clean = [" ".join(text.replace(self._delimiter, " ").splitlines()) for text in added]
     self._out.write(self._delimiter.join([*fields, *clean]) + "\n")
-
-
-def check_names(names: Sequence[str], added: Sequence[str], source: str) -> None:
-  """Raises UserError where a column that is added is there already."""
-  for name in added:
-    if name in names:
-      raise UserError(f"{source} has a column {name!r}, which predictions add: rename it")

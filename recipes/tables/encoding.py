@@ -1,0 +1,414 @@
+"""Raw rows to ids and numbers by fitted transforms: all that predictions need of a table."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+import embed
+from embed import transforms
+
+from .. import arrays, files
+from ..training.features import Feature
+from . import spec
+from .values import indices_of, spelled, spelling_of
+
+Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
+_FEW_KNOWN = 16  # known values for each one that is looked up
+
+
+def logarithm(numbers: np.ndarray) -> np.ndarray:
+  """Returns `sign(x) * log(1 + |x|)`."""
+  return np.sign(numbers) * np.log1p(np.abs(numbers))
+
+
+def flat_texts(values: Any, kind: spec.Kind) -> pa.Array:
+  """Returns the texts of a category or bag, one after the other, as its pattern cuts them."""
+  flat = values.flatten() if isinstance(kind, spec.Bag) else values
+  return extracted(flat, getattr(kind, "pattern", ""))
+
+
+def extracted(texts: pa.Array, pattern: str) -> pa.Array:
+  """Returns the group of a pattern in each text, null where it does not match."""
+  if not pattern:
+    return texts
+  search, encoded = re.compile(pattern).search, texts.dictionary_encode()
+  matches = [search(text or "") for text in encoded.dictionary.to_pylist()]
+  groups = [match.group(1) or None if match else None for match in matches]
+  return pa.array(groups, pa.string()).take(encoded.indices)
+
+
+def vocabulary_of(name: str, kind: spec.Kind) -> str | None:
+  """Returns the name of the vocabulary of a column; None of a column without."""
+  if not isinstance(kind, spec.Category) or kind.hash or kind.size or kind.is_dynamic:
+    return None
+  return spec.table_of(name, kind)
+
+
+class Fitted:
+  """The transforms of declared columns: values to ids and numbers, the same in every process.
+
+  Args:
+    kinds: the declared features by name.
+    vocabularies: the values of each table that has a vocabulary, the first being id 0.
+    numbers: mean, deviation, what a missing value is, and boundaries of numbers by name.
+    widths: the most values used of each bag by name.
+    spellings: of categories by name; see `values.spelling`.
+  """
+
+  def __init__(
+    self,
+    kinds: Mapping[str, spec.Kind],
+    vocabularies: Mapping[str, tuple[str, ...]],
+    numbers: Mapping[str, Mapping[str, Any]],
+    widths: Mapping[str, int],
+    spellings: Mapping[str, str],
+  ):
+    self.kinds, self.vocabularies = dict(kinds), dict(vocabularies)
+    self.numbers = {name: dict(each) for name, each in numbers.items()}
+    self.widths, self.spellings = dict(widths), dict(spellings)
+    self._values = {table: pa.array(each, pa.string()) for table, each in vocabularies.items()}
+    self._last: dict[str, tuple[pa.Array, np.ndarray]] = {}  # ids of a dictionary's values
+    columns = {name: self._column(name, kind) for name, kind in self.kinds.items()}
+    self._columns = {name: column for name, column in columns.items() if column is not None}
+
+  def _column(self, name: str, kind: Any) -> Any:
+    """Returns the transform of a feature to ids; None of a number that is used as it is."""
+    if isinstance(kind, spec.Number):
+      boundaries = self.numbers[name]["boundaries"]
+      return transforms.Bucketized(boundaries, default_value=-1) if boundaries else None
+    if isinstance(kind, spec.Cross) or kind.hash:
+      return transforms.HashBucket(kind.buckets if isinstance(kind, spec.Cross) else kind.hash)
+    if kind.size:
+      return transforms.Identity(kind.size, default_value=-1)
+    if kind.is_dynamic:
+      return transforms.RawIds()
+    values = self.vocabularies[kind.table or name]
+    if not values:
+      return transforms.HashBucket(kind.oov)
+    return transforms.Vocabulary(
+      values, **({"num_oov_buckets": kind.oov} if kind.oov else {"default_value": -1})
+    )
+
+  @property
+  def features(self) -> tuple[Feature, ...]:
+    """The categorical features, in the order of the declaration."""
+    return tuple(map(self._feature, self._columns))
+
+  def _feature(self, name: str) -> Feature:
+    kind: Any = self.kinds[name]
+    is_dynamic = getattr(kind, "is_dynamic", False)
+    return Feature(
+      name,
+      kind.capacity if is_dynamic else self._columns[name].vocabulary_size,
+      valency=self.widths.get(name, 1),
+      combiner=getattr(kind, "combiner", "mean"),
+      table=getattr(kind, "table", ""),
+      dim=kind.dim,
+      optimizer=kind.optimizer,
+      **({"eviction": kind.eviction, "half_life": kind.half_life} if is_dynamic else {}),
+    )
+
+  def vocabulary(self, name: str) -> tuple[str, ...]:
+    """Returns the values of the first rows of a feature's table; none if it has no vocabulary."""
+    return self.vocabularies.get(vocabulary_of(name, self.kinds[name]) or "", ())
+
+  def rest_of_rows(self, name: str) -> str:
+    """Returns what the rows after the vocabulary depend on, as in "hash 1000"."""
+    kind: Any = self.kinds[name]
+    if isinstance(kind, spec.Number):
+      return f"buckets {self._columns[name].boundaries}"
+    if isinstance(kind, spec.Cross):
+      return f"hash {kind.buckets} of {', '.join(kind.columns)}"
+    if kind.is_dynamic:
+      return f"dynamic {kind.capacity}"
+    return "identity" if kind.size else f"hash {kind.hash}" if kind.hash else f"oov {kind.oov}"
+
+  @property
+  def _dense(self) -> list[tuple[str, spec.Number]]:
+    numbers = [(n, k) for n, k in self.kinds.items() if isinstance(k, spec.Number)]
+    return [(name, kind) for name, kind in numbers if name not in self._columns]
+
+  @property
+  def dense_names(self) -> tuple[str, ...]:
+    """The names of the columns of `dense`."""
+    names = [(n, f"{n} is missing")[: 1 + (k.missing == "indicator")] for n, k in self._dense]
+    return tuple(name for each in names for name in each)
+
+  def dense(self, values: Values, rows: int) -> np.ndarray:
+    """Returns the numbers float32 `[rows, K]`, standardized as declared."""
+    dense, place = np.empty((rows, len(self.dense_names)), np.float32), 0
+    for name, kind in self._dense:
+      numbers, about = values[name], self.numbers[name]
+      numbers = logarithm(numbers) if kind.log else numbers
+      missing = np.isnan(numbers)
+      filled = np.where(missing, about["fill"], numbers)
+      dense[:, place] = (filled - about["mean"]) / about["deviation"]
+      place += 1
+      if kind.missing == "indicator":
+        dense[:, place] = missing
+        place += 1
+    return dense
+
+  def ids(self, values: Values, name: str) -> np.ndarray:
+    """Returns a feature's ids, int32 `[N]`, or of a bag `[N, valency]`; -1 is no value.
+
+    Of a dynamic vocabulary the halves of raw ids, int32 `[..., 2]`.
+    """
+    kind, column = self.kinds[name], self._columns[name]
+    if isinstance(kind, spec.Number):
+      return column.ids(values[name])
+    if isinstance(kind, spec.Cross):
+      return self._crossed(kind, column, values)
+    ids = self._of_texts(name, flat_texts(values[name], kind))
+    if not isinstance(kind, spec.Bag):
+      return ids
+    lengths = pc.list_value_length(values[name]).fill_null(0).to_numpy(zero_copy_only=False)
+    return _padded(ids, lengths.astype(np.int64), self.widths[name], last=kind.last)
+
+  def _of_texts(self, name: str, texts: pa.Array) -> np.ndarray:
+    """Returns the ids of a category's texts, int32 `[N]`, or halves `[N, 2]`; -1 for null."""
+    encoded = texts.dictionary_encode()
+    distinct, ids = self._last.get(name, (None, None))
+    # Neighbouring batches of a file have one dictionary.
+    if distinct is None or not encoded.dictionary.equals(distinct):
+      distinct = encoded.dictionary
+      ids = self._of_distinct(name, spelled(distinct, self.spellings[name]))
+      self._last[name] = (distinct, ids)
+    assert ids is not None
+    return _with_none(ids)[indices_of(encoded)]
+
+  def _of_distinct(self, name: str, texts: pa.Array) -> np.ndarray:
+    """Returns the ids of texts that are in one spelling, int32 `[N]`, or halves `[N, 2]`."""
+    kind: Any = self.kinds[name]
+    column, known = self._columns[name], self._values.get(vocabulary_of(name, kind) or "")
+    if kind.size:
+      is_id = lambda t: t.isascii() and t.isdecimal() and len(t) < 19
+      numbers = [int(text) if is_id(text) else -1 for text in texts.to_pylist()]
+      return column.ids(np.array(numbers, np.int64)).astype(np.int32)
+    if kind.is_dynamic:
+      return embed.raw_ids(column.ids(np.array(texts.to_pylist(), object))).view(np.int32)
+    # Arrow hashes all known values at every call; a transform has a dict of them.
+    if known is None or len(known) > _FEW_KNOWN * len(texts):
+      return _looked_up(column, texts)
+    ids = pc.fill_null(pc.index_in(texts, known), -1).to_numpy(zero_copy_only=False).copy()
+    unknown = ids < 0
+    if kind.oov == 1:
+      ids[unknown] = len(known)
+    elif kind.oov:
+      ids[unknown] = _looked_up(column, texts.filter(pa.array(unknown)))
+    return ids
+
+  def _crossed(self, kind: spec.Cross, column: Any, values: Values) -> np.ndarray:
+    parts = []
+    for name in kind.columns:
+      if isinstance(self.kinds[name], spec.Number):
+        ids = self.ids(values, name)
+        texts = pa.array(ids, mask=ids < 0).cast(pa.string())
+      else:
+        texts = spelled(flat_texts(values[name], self.kinds[name]), self.spellings[name])
+        texts = texts.dictionary_decode() if isinstance(texts, pa.DictionaryArray) else texts
+      parts.append(texts)
+    encoded = pc.binary_join_element_wise(*parts, "\x1f").dictionary_encode()  # null if a part is
+    return _with_none(_looked_up(column, encoded.dictionary))[indices_of(encoded)]
+
+  def merged(self, other: "Fitted") -> "Fitted":
+    """Returns the transforms of both; no name is in both."""
+    names = ("kinds", "vocabularies", "numbers", "widths", "spellings")
+    return Fitted(*(getattr(self, name) | getattr(other, name) for name in names))
+
+  def save(self, folder: Path, name: str) -> None:
+    """Writes `<name>.json` and `<name>.parquet`, the vocabularies."""
+    tables = [table for table, values in self.vocabularies.items() for _ in values]
+    values = [value for values in self.vocabularies.values() for value in values]
+    columns = {"table": pa.array(tables, pa.string()), "value": pa.array(values, pa.large_string())}
+    pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    about = {"kinds": spec.as_dicts(self.kinds), "tables": list(self.vocabularies)}
+    about |= {"numbers": self.numbers, "widths": self.widths, "spellings": self.spellings}
+    arrays.write_json(folder / f"{name}.json", about)
+
+  @classmethod
+  def load(cls, folder: Path, name: str) -> "Fitted":
+    """Returns what `save` has written."""
+    about = json.loads((folder / f"{name}.json").read_text())
+    table = pq.read_table(folder / f"{name}.parquet")
+    vocabularies = {
+      key: tuple(table.filter(pc.equal(table["table"], key))["value"].to_pylist())
+      for key in about["tables"]
+    }
+    fitted = (about[each] for each in ("numbers", "widths", "spellings"))
+    return cls(spec.parse(about["kinds"]), vocabularies, *fitted)
+
+
+def _looked_up(column: Any, texts: pa.Array) -> np.ndarray:
+  """Returns the ids of texts by a transform, int32 `[N]`."""
+  keys = np.array(texts.to_pylist(), object)
+  return column.ids(keys).astype(np.int32) if len(keys) else np.empty(0, np.int32)
+
+
+def _with_none(ids: np.ndarray) -> np.ndarray:
+  """Returns ids int32 `[N, ...]` with those of null behind them."""
+  return np.concatenate([ids, np.full_like(ids, -1, shape=(1, *ids.shape[1:]))])
+
+
+def _padded(flat: np.ndarray, lengths: np.ndarray, width: int, *, last: bool) -> np.ndarray:
+  """Returns bags as int32 `[N, width, ...]`, -1 after each; of longer ones the first or last."""
+  starts = np.cumsum(lengths) - lengths
+  kept = np.minimum(lengths, width)
+  first = starts + (lengths - kept if last else 0)
+  places = np.arange(width)
+  index = np.minimum(first[:, None] + places, max(len(flat) - 1, 0))
+  inside = (places < kept[:, None]).reshape(len(lengths), width, *[1] * (flat.ndim - 1))
+  none = np.full((*index.shape, *flat.shape[1:]), -1, np.int32)
+  return np.where(inside, flat[index], none) if len(flat) else none
+
+
+class Codes:
+  """Finds the numbers of texts.
+
+  Args:
+    texts: in the order of their numbers, each once.
+  """
+
+  def __init__(self, texts: Iterable[str]):
+    self.texts = list(texts)
+    self._codes = {text: code for code, text in enumerate(self.texts)}
+    self._spelling = "whole" if spelling_of(pa.array(self.texts, pa.string())) else ""
+
+  def find(self, texts: pa.Array) -> np.ndarray:
+    """Returns the numbers of texts, int32 `[N]`; -1 for null and unknown ones.
+
+    An id with ".0" is the one without where no text has the ending.
+    """
+    encoded = spelled(texts.dictionary_encode(), self._spelling)
+    codes = [self._codes.get(text, -1) for text in encoded.dictionary.to_pylist()]
+    return np.array([*codes, -1], np.int32)[indices_of(encoded)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entities:
+  """Users or items by number.
+
+  Attributes:
+    texts: raw ids.
+    fitted: the transforms of the features.
+    ids: of each feature, int32 `[entities]` or, of bags, `[entities, valency]`.
+    dense: the numbers, float32 `[entities, K]`.
+    titles: texts to show, None where no title is declared.
+  """
+
+  texts: list[str]
+  fitted: Fitted
+  ids: Mapping[str, np.ndarray]
+  dense: np.ndarray
+  titles: list[str | None] | None = None
+
+  @property
+  def features(self) -> tuple[Feature, ...]:
+    """The categorical features."""
+    return self.fitted.features
+
+  @functools.cached_property
+  def codes(self) -> Codes:
+    """Finds the numbers of raw ids."""
+    return Codes(self.texts)
+
+  def of_rows(self, at: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns the features' ids and the numbers of entities by number, of -1 as if missing."""
+    known = at >= 0
+    pick = lambda x: np.where(known.reshape(-1, *[1] * (x.ndim - 1)), x[at], -1).astype(np.int32)
+    none = {name: np.array([np.nan]) for name in self.fitted.numbers}
+    dense = np.where(known[:, None], self.dense[at], self.fitted.dense(none, 1))
+    return {name: pick(ids) for name, ids in self.ids.items()}, dense.astype(np.float32)
+
+  def numbered(self, texts: list[str]) -> "Entities":
+    """Returns the entities of these raw ids in their order; unknown ones have no features."""
+    at = self.codes.find(pa.array(texts, pa.string()))
+    titles = self.titles and [self.titles[i] if i >= 0 else None for i in at]
+    return Entities(texts, self.fitted, *self.of_rows(at), titles)
+
+  def save(self, folder: Path, name: str) -> None:
+    """Writes the raw ids and titles to `<name>.parquet`, and the transforms beside them."""
+    columns = {"id": pa.array(self.texts, pa.large_string())}
+    if self.titles is not None:
+      columns["title"] = pa.array(self.titles, pa.large_string())
+    pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    self.fitted.save(folder, f"{name}_features")
+    with files.replacing(folder / f"{name}_features.npz") as file:
+      stored: dict[str, Any] = {f"ids/{key}": ids for key, ids in self.ids.items()}
+      np.savez(file, dense=self.dense, **stored)
+
+  @classmethod
+  def load(cls, folder: Path, name: str) -> "Entities":
+    """Returns what `save` has written."""
+    columns = pq.read_table(folder / f"{name}.parquet").to_pydict()
+    with np.load(folder / f"{name}_features.npz") as stored:
+      ids = {key.removeprefix("ids/"): stored[key] for key in stored.files if key != "dense"}
+      dense = stored["dense"]
+    fitted = Fitted.load(folder, f"{name}_features")
+    return cls(columns["id"], fitted, ids, dense, columns.get("title"))
+
+
+class Encoder:
+  """Turns rows into `dense` and `ids`: their own features, and those of their user and item.
+
+  Args:
+    fitted: the transforms of the rows' columns.
+    sides: users and items of tables of their own by the name of the column with their ids.
+
+  Attributes:
+    fitted, sides: the same.
+  """
+
+  def __init__(self, fitted: Fitted, sides: Mapping[str, Entities]):
+    self.fitted, self.sides = fitted, dict(sides)
+
+  @property
+  def features(self):
+    """The categorical features, in the order of their columns in `ids`."""
+    return tuple(feature for fitted in self.all_fitted for feature in fitted.features)
+
+  @property
+  def dense_names(self) -> tuple[str, ...]:
+    """The names of the columns of `dense`."""
+    return tuple(name for fitted in self.all_fitted for name in fitted.dense_names)
+
+  @property
+  def all_fitted(self) -> tuple[Fitted, ...]:
+    """The transforms of the rows' columns, of users and of items."""
+    return (self.fitted, *(side.fitted for side in self.sides.values()))
+
+  def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
+    """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`."""
+    ids = [self.fitted.ids(values, feature.name) for feature in self.fitted.features]
+    dense = [self.fitted.dense(values, rows)]
+    for name, side in self.sides.items():
+      of_side, numbers = side.of_rows(side.codes.find(values[name]))
+      ids += [of_side[feature.name] for feature in side.features]
+      dense.append(numbers)
+    wide = [block.reshape(rows, math.prod(block.shape[1:])) for block in ids]
+    empty = np.empty((rows, 0), np.int32)
+    return {"dense": np.concatenate(dense, axis=1), "ids": np.concatenate([empty, *wide], axis=1)}
+
+  def save(self, folder: Path) -> None:
+    """Writes the transforms and the tables of users and items, for `load`."""
+    self.fitted.save(folder, "columns")
+    for number, side in enumerate(self.sides.values()):
+      side.save(folder, f"side_{number}")
+    arrays.write_json(folder / "sides.json", list(self.sides))
+
+  @classmethod
+  def load(cls, folder: Path) -> "Encoder":
+    """Returns what `save` has written."""
+    names = arrays.read_json(folder / "sides.json")
+    sides = {name: Entities.load(folder, f"side_{n}") for n, name in enumerate(names)}
+    return cls(Fitted.load(folder, "columns"), sides)

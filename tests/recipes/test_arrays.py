@@ -1,0 +1,243 @@
+"""Manifests and prepared columns notice every change of a file, and name it."""
+
+import errno
+import json
+import os
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+from recipes import arrays, errors
+
+FILES = {"state/d/0": os.urandom(5000), "state/_METADATA": b"{}", "empty": b"", "progress/p": b"x"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+  path = tmp_path / "30"
+  for name, content in FILES.items():
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
+    (path / name).write_bytes(content)
+  assert arrays.write_manifest(path, {"step": 30}) == sum(map(len, FILES.values()))
+  return path
+
+
+def test_files_as_they_were_written_are_whole(folder):
+  (folder / "no files").mkdir()
+  content = arrays.check_manifest(folder)
+  assert content == arrays.read_manifest(folder)
+  assert content["step"] == 30
+  assert set(content["files"]) == set(FILES)
+
+
+@pytest.mark.parametrize("name", [*FILES, arrays.MANIFEST])
+def test_every_flipped_byte_is_noticed(folder, name):
+  path = folder / name
+  content = path.read_bytes()
+  positions = range(len(content)) if name == arrays.MANIFEST else range(0, len(content), 97)
+  for position in positions:
+    flipped = bytearray(content)
+    flipped[position] ^= 1 << position % 8
+    path.write_bytes(flipped)
+    if name == arrays.MANIFEST and flipped.strip() == content.strip():
+      continue  # a space at its end
+    with pytest.raises(errors.DamagedFileError, match=re.escape(str(path))):
+      arrays.check_manifest(folder)
+
+
+@pytest.mark.parametrize("name", [*FILES, arrays.MANIFEST])
+def test_a_file_that_is_cut_emptied_removed_or_longer_is_named(folder, name):
+  path = folder / name
+  content = path.read_bytes()
+  for changed in (content[:-1], content[: len(content) // 2], b"", content + b"\0"):
+    path.write_bytes(changed)
+    if changed == content or (name == arrays.MANIFEST and changed.strip() == content.strip()):
+      continue
+    with pytest.raises(errors.DamagedFileError, match=re.escape(str(path))):
+      arrays.check_manifest(folder)
+  path.unlink()
+  with pytest.raises(errors.UserError, match=rf"{re.escape(str(path))} is missing"):
+    arrays.check_manifest(folder)
+
+
+def test_a_file_that_was_added_is_named(folder):
+  (folder / "state" / "d" / "more").write_bytes(b"")
+  with pytest.raises(errors.DamagedFileError, match="state/d/more is not one of its files"):
+    arrays.check_manifest(folder)
+
+
+def test_a_file_that_became_a_folder_is_named(folder):
+  (folder / "empty").unlink()
+  (folder / "empty").mkdir()
+  with pytest.raises(errors.DamagedFileError, match="30/empty"):
+    arrays.check_manifest(folder)
+
+
+def test_many_damaged_files_are_counted(tmp_path):
+  for i in range(9):
+    (tmp_path / str(i)).write_bytes(b"content")
+  arrays.write_manifest(tmp_path, {})
+  for i in range(9):
+    (tmp_path / str(i)).write_bytes(b"")
+  with pytest.raises(errors.DamagedFileError, match=r"/4 has 0 bytes instead of 7; and 4 more$"):
+    arrays.check_manifest(tmp_path)
+
+
+def test_the_start_of_a_kill_is_no_manifest(folder):
+  """As a kill leaves it while the manifest is written."""
+  (folder / arrays.MANIFEST).rename(folder / f"{arrays.MANIFEST}.part")
+  with pytest.raises(errors.MissingFileError, match=r"manifest\.json is missing"):
+    arrays.read_manifest(folder)
+  arrays.write_manifest(folder, {"step": 30})
+  assert set(arrays.check_manifest(folder)["files"]) == set(FILES)
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+def test_columns_travel_as_a_path(tmp_path):
+  for name in ("x", "ids"):
+    arrays.column(tmp_path, name, (30,), np.int64)[:] = np.arange(30)
+  columns = arrays.Columns(tmp_path)
+  columns["x"]
+  data = pickle.dumps(columns)
+  assert len(data) < 1000
+  np.testing.assert_array_equal(pickle.loads(data)["x"], columns["x"])
+  with pytest.raises(KeyError, match=r"no column 'y'; it has \['ids', 'x'\]"):
+    columns["y"]
+
+
+def test_preparation_goes_on_after_a_kill(tmp_path):
+  calls = []
+
+  def build(folder):
+    calls.append(folder)
+    column = arrays.column(folder, "x", (4,), np.int32)
+    if len(calls) == 1:
+      column[:2] = 7
+      column.flush()
+      raise KeyboardInterrupt
+    column[2:] = 8
+    return {"splits": arrays.cut(4, 0.25, 0.25)}
+
+  with pytest.raises(KeyboardInterrupt):
+    arrays.prepared(tmp_path, "toy", {"a": 1}, build)
+  columns, meta = arrays.prepared(tmp_path, "toy", {"a": 1}, build)
+  assert columns["x"].tolist() == [7, 7, 8, 8]
+  assert meta["splits"] == {"train": [0, 2], "valid": [2, 3], "test": [3, 4]}
+  arrays.prepared(tmp_path, "toy", {"a": 1}, build)
+  assert len(calls) == 2
+  arrays.prepared(tmp_path, "toy", {"a": 2}, build)
+  assert len(calls) == 3
+
+
+def test_data_of_another_format_are_built_again(tmp_path, monkeypatch):
+  assert prepare(tmp_path)[1]
+  assert not prepare(tmp_path)[1]
+  monkeypatch.setattr(arrays, "FORMAT", arrays.FORMAT + 1)
+  assert prepare(tmp_path)[1]
+
+
+def prepare(cache):
+  """Prepares eight numbers; returns them and whether they were built by this call."""
+  built = []
+
+  def build(folder):
+    built.append(True)
+    arrays.column(folder, "x", (8,), np.int64)[:] = np.arange(8)
+    arrays.column(folder, "y", (8,), np.int64)[:] = 0
+    return {"rows": 8}
+
+  columns, meta = arrays.prepared(cache, "toy", {}, build)
+  assert meta["rows"] == 8
+  return columns["x"].tolist(), bool(built)
+
+
+def flip(path):
+  """Changes one byte of a file and leaves its size and its times."""
+  stat, data = path.stat(), bytearray(path.read_bytes())
+  data[-3] ^= 1
+  path.write_bytes(data)
+  os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+DAMAGE = {
+  "a byte": ("x.npy", flip, "has another checksum"),
+  "the end": ("y.npy", lambda path: os.truncate(path, 100), "has 100 bytes instead of 192"),
+  "no meta": ("meta.json", lambda path: path.unlink(), "is missing"),
+  "another meta": (
+    "meta.json",
+    lambda path: path.write_text(path.read_text().replace('"rows": 8', '"rows": 9')),
+    "is not what was written",
+  ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_in_the_cache_is_named_and_mended(case, tmp_path, capsys):
+  name, damage, message = DAMAGE[case]
+  assert prepare(tmp_path) == (list(range(8)), True)
+  assert prepare(tmp_path) == (list(range(8)), False)
+  damage(next(tmp_path.glob("toy-*/meta.json")).with_name(name))
+  assert prepare(tmp_path) == (list(range(8)), True)
+  said = capsys.readouterr().err
+  assert f"{name} {message}" in said
+  assert "preparing the data set again" in said
+  assert prepare(tmp_path) == (list(range(8)), False)
+
+
+def test_a_large_file_is_read_where_it_was_written_to(tmp_path, monkeypatch):
+  monkeypatch.setattr(arrays, "_TRUSTED", 0)
+  prepare(tmp_path)
+  path = next(tmp_path.glob("toy-*/x.npy"))
+  real, read = arrays._checksum, []
+  monkeypatch.setattr(arrays, "_checksum", lambda file: read.append(True) or real(file))
+  assert prepare(tmp_path) == (list(range(8)), False)
+  assert not read
+  data = bytearray(path.read_bytes())
+  data[-3] ^= 1
+  path.write_bytes(data)
+  assert prepare(tmp_path) == (list(range(8)), True)
+  assert read
+
+
+def test_what_a_damaged_source_has_left_is_removed(tmp_path):
+  def build(folder):
+    arrays.column(folder, "x", (4,), np.int32)
+    raise errors.DamagedFileError("line 3")
+
+  with pytest.raises(errors.DamagedFileError, match="line 3"):
+    arrays.prepared(tmp_path, "toy", {}, build)
+  assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_links_at_the_names_of_locks_and_new_files_are_not_followed(tmp_path):
+  victim, cache = tmp_path / "victim", tmp_path / "cache"
+  victim.write_text("precious")
+  prepare(cache)
+  lock = next(cache.glob("*.lock"))
+  lock.unlink()
+  lock.symlink_to(victim)
+  with pytest.raises(errors.UserError, match=r"the lock file .*\.lock is a symbolic link: remove"):
+    prepare(cache)
+  (tmp_path / "x.json.part").symlink_to(victim)
+  arrays.write_json(tmp_path / "x.json", {"a": 1})
+  assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
+  assert not (tmp_path / "x.json").is_symlink()
+  (tmp_path / "x.npy").symlink_to(victim)
+  arrays.column(tmp_path, "x", (4,), np.int32)
+  assert victim.read_text() == "precious"
+
+
+def test_a_full_disk_is_an_error_when_a_column_is_made(tmp_path, monkeypatch):
+  """And no bus error when it is written to."""
+
+  def full(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(os, "posix_fallocate", full)
+  with pytest.raises(OSError, match=r"No space left on device.*x\.npy") as error:
+    arrays.column(tmp_path, "x", (4,), np.int32)
+  assert "Free some space; the same command then resumes" in errors.explain(error.value)
