@@ -1,9 +1,9 @@
 """Machine code on disk: one file for each compiled function, in a folder that is the user's alone.
 
-A file holds what Numba pickles, so whoever can write it runs code in this process. Hence each folder
-of its path, from the root down and without links, is checked: it belongs to this user or to root,
-and nobody else can write there or, in a sticky folder such as `/tmp`, replace the next one. Numba's
-own cache checks nothing, follows `NUMBA_CACHE_DIR`, and fails at cut files.
+A file holds what Numba pickles, so whoever can write it runs code in this process. Hence each
+folder of its path, from the root down and without links, is checked: it belongs to this user or to
+root, and nobody else can write there or, in a sticky folder such as `/tmp`, replace the next one.
+Numba's own cache checks nothing, follows `NUMBA_CACHE_DIR`, and fails at cut files.
 
 Without such a folder, or where files cannot be written, each process compiles in memory.
 """
