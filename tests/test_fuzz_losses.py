@@ -1122,7 +1122,7 @@ def observe(model):
 def difference(model, ref):
   """None, or what differs, to float32's precision of a step of size 0.1."""
   found = observe(model)
-  wanted = {n: t.arrays() for n, t in ref.tables.items()} | ref.dense
+  wanted = {n: t.variables for n, t in ref.tables.items()} | ref.dense
   for path, x in jax.tree_util.tree_leaves_with_path(wanted):
     y = functools.reduce(lambda d, k: d[k.key], path, found)
     error = np.max(np.abs(np.asarray(y, np.float64) - x))

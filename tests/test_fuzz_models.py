@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from suites import slow_unless
 
 import embed
+from embed.tools import reference
 
 STEPS = 3
 HIDDEN = 4
@@ -105,7 +106,7 @@ def chance(rng, p):
 
 def make_optimizer(rng):
   """A row optimizer's name and arguments."""
-  name = pick(rng, *(name for name in oracle.SLOTS if name != "frozen"))
+  name = pick(rng, *reference.RULES)
   rate = float(pick(rng, 0.02, 0.1, 0.5))
   if name == "lion":
     rate = 0.05
@@ -780,7 +781,7 @@ class Reference:
     return np.sqrt(squares)
 
   def outcome(self, loss):
-    tables = {n: {k: v.copy() for k, v in t.arrays().items()} for n, t in self.tables.items()}
+    tables = {n: {k: v.copy() for k, v in t.variables.items()} for n, t in self.tables.items()}
     return Outcome(loss, tables, dict(self.dense), self.dropped)
 
 

@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec as P
 from embed.engine import backends, cost, exchange, jax_internals, mesh, xla
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
-from embed.engine.bags import UNUSED, Bags
+from embed.engine.bags import UNUSED, Bags, LookupRecord
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
-from embed.engine.lookup import LookupRecord
 from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, RowStep, StackSpec
 
@@ -334,8 +333,7 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads]):
       specs.append(_spec(stack))
       continue
     record, spec = exchange.spread(stack, x.record)
-    lead = lambda g: g[None] if g.ndim == 1 else g
-    values = tuple(placement.pad_batch(lead(x.grads[i]), 0) for i in x.record.used)
+    values = tuple(placement.pad_batch(x.grads[i], 0) for i in x.record.used)
     padded.append(ActivationGrads(values, record))
     specs.append(ActivationGrads(placement.work, spec))  # type: ignore[arg-type]
     bags += record.bags

@@ -18,6 +18,7 @@ from meshes import fractions, ids
 from suites import full_unless
 
 import embed
+from embed.tools import check, reference
 
 pytestmark = [
   pytest.mark.usefixtures("strict"),
@@ -354,7 +355,7 @@ def trained(combiner, length):
 def test_equals_training_bit_for_bit(kind, combiner, length, values, weights, weighted):
   """Where no rule of serving's own applies: bags and sequences, weights that are positive."""
   layer = trained(combiner, length)
-  recorded = harness.as_kind(kind, values, weights if weighted and not length else None)
-  x, w = harness.to_embed(recorded)
+  recorded = reference.as_kind(kind, values, weights if weighted and not length else None)
+  x, w = check.as_given(recorded)
   served = embed.serving_lookup({"f": x}, {"f": w}, layer.tables, layer.spec.features)["f"]
   harness.assert_same_bits(served, layer({"f": x}, {"f": w})["f"])
