@@ -61,12 +61,9 @@ def row_keys(model: Any) -> dict[str, tuple[SparseEmbed, str]]:
   return keys
 
 
-def _is_node(value: Any) -> bool:
-  return isinstance(value, nnx.Pytree)
-
-
 def _has_node(arg: Any) -> bool:
-  return any(map(_is_node, jax.tree.leaves(arg, is_leaf=_is_node)))
+  is_node = lambda value: isinstance(value, nnx.Pytree)
+  return any(map(is_node, jax.tree.leaves(arg, is_leaf=is_node)))
 
 
 def _refuse_sharing(layers: dict[str, SparseEmbed], nodes: dict[Any, Any]) -> None:
@@ -143,7 +140,11 @@ class _Loss:
     split_nodes = {i: _Split.of(arg) for i, arg in nodes.items()}
     self.params, self.stored = whole.states[0], whole.arrays
     self.stored_of_nodes = {i: split.arrays for i, split in split_nodes.items()}
-    inputs = self._without_types({i: x for i, x in inputs.items() if i not in nodes})
+    inputs = {i: x for i, x in inputs.items() if i not in nodes}
+    spread = any(not stack.placement.is_local for stack in self.stacks.values())
+    typed = mesh.current_mesh() is not None or mesh.is_explicit((self.params, self.stored))
+    if spread and not typed:  # the model is on Auto axes
+      inputs = mesh.without_types(inputs)
 
     def pure(params, stored, stored_of_nodes):
       copy = whole.merge(stored, params)
@@ -162,12 +163,6 @@ class _Loss:
 
   def _inputs(self, params: Any) -> tuple[Any, ...]:
     return params, self.stored, self.stored_of_nodes
-
-  def _without_types(self, inputs: Any) -> Any:
-    """Moves inputs from Explicit to Auto axes, unless the model is on Explicit axes too."""
-    spread = any(not stack.placement.is_local for stack in self.stacks.values())
-    typed = mesh.current_mesh() is not None or mesh.is_explicit((self.params, self.stored))
-    return mesh.without_types(inputs) if spread and not typed else inputs
 
   def _find_lookups(self, closed: Any, own: list[Source], of_nodes: list[Source]) -> None:
     """Finds the lookups; raises ValueError for a use of a table that would lose a gradient."""

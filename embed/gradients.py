@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from embed.config import integer
 from embed.engine import jax_internals, mesh, update
-from embed.engine.bags import UNUSED, Bags, narrow
+from embed.engine.bags import UNUSED, Bags, LookupRecord, narrow
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows, sum_per_row
-from embed.engine.lookup import LookupRecord
 from embed.engine.stack import StackSpec
 from embed.engine.taps import Owner
 from embed.engine.update import StackGrads

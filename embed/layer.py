@@ -24,9 +24,9 @@ from embed.config import TableConfig
 from embed.engine import admission, exchange, jax_internals, taps, update, xla
 from embed.engine import bags as bags_lib
 from embed.engine import mesh as mesh_lib
-from embed.engine.bags import Bags
+from embed.engine.bags import Bags, LookupRecord
 from embed.engine.grads import ActivationGrads
-from embed.engine.lookup import LookupRecord, quantize
+from embed.engine.lookup import quantize
 from embed.engine.stack import Arrays, Layout, StackSpec
 from embed.gradients import RowGrads
 from embed.inputs import Input, RawInput, check, matched, read, read_raw

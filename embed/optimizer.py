@@ -110,14 +110,18 @@ class Optimizer(nnx.Module):
     step = jnp.asarray(self.step[...], jnp.int32)
     layers: list[tuple[SparseEmbed, Mapping[str, Any]]] = []
     for path, module in autodiff.sparse_embeds(model).items():
-      stacks = module.spec.stacks
-      of_layer: Mapping[str, Any]
-      if isinstance(grads.rows, Rows) and _is_of(grads.rows, path, module):
-        of_layer = {name: grads.rows.grads[Owner(path, name)] for name in stacks}
-        of_layer = {name: x for name, x in of_layer.items() if x or stacks[name].optimizer}
+      own = {Owner(path, name): stack for name, stack in module.spec.stacks.items()}
+      of_layer: Mapping[str, Any]  # without what was not looked up and has no optimizer
+      if isinstance(grads.rows, Rows) and own.items() <= grads.rows.stacks.items():
+        by_owner = grads.rows.grads
+        of_layer = {
+          k.name: by_owner[k] for k, stack in own.items() if by_owner[k] or stack.optimizer
+        }
       else:
+        optimizers = module.spec.optimizers
         rows = {name: grads.rows[key] for key, (owner, name) in tables.items() if owner is module}
-        of_layer = by_stack(module.spec.stack_of, _trainable(module, rows))
+        rows = {name: r for name, r in rows.items() if r.ids.size or optimizers[name] is not None}
+        of_layer = by_stack(module.spec.stack_of, rows)
       moving(module, of_layer, step)  # raises before any layer has stepped
       layers.append((module, of_layer))
     learned = _learned(model, grads.dense)
@@ -157,18 +161,6 @@ def _learned(model: nnx.Module, dense: Any) -> list[tuple[SparseEmbed, str, jax.
             )
           learned.append((module, table, grads[where][...]))
   return learned
-
-
-def _is_of(rows: Rows, path: str, module) -> bool:
-  """Whether gradients are kept by the same stacks as the module's."""
-  keys = {Owner(path, name): stack for name, stack in module.spec.stacks.items()}
-  return all(rows.stacks.get(key) == stack for key, stack in keys.items())
-
-
-def _trainable(module, rows):
-  """The rows without tables that were not looked up and have no optimizer to step them."""
-  optimizers = module.spec.optimizers
-  return {name: r for name, r in rows.items() if r.ids.size or optimizers[name] is not None}
 
 
 # --- the compiled step ----------------------------------------------------------------------------

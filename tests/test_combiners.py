@@ -5,7 +5,6 @@ import dataclasses
 import functools
 
 import conformance
-import harness
 import jax
 import jax.numpy as jnp
 import meshes
@@ -16,6 +15,7 @@ from flax import nnx
 from hypothesis import given
 
 import embed
+from embed.tools import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*JAX's own differentiation")
 
@@ -332,7 +332,7 @@ def recorded(name):
     table["combiner"],
     name,
   )
-  ids, weights = map(of_known_length, harness.to_embed(conformance.inputs(inputs)))
+  ids, weights = map(of_known_length, check.as_given(conformance.inputs(inputs)))
   (rows,) = case["grad"]["table_grad"].values()
   return {
     "feature": embed.FeatureConfig(config, differentiate_weights=True),

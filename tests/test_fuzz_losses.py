@@ -7,29 +7,18 @@ JAX in float64, rows and slots by `fuzz_oracle`. Its decorator declares what may
     refused   a TypeError or ValueError that says what to write instead, before anything has moved
     either    right or refused
     told      right, refused, or a warning that names the layer
-
-    python tests/test_fuzz_losses.py [--only NAME] [--mesh]     # prints what comes of each way
 """
 
-import argparse
 import contextlib
 import copy
 import dataclasses
 import functools
 import os
-import pathlib
 import re
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "jax" not in sys.modules:  # pytest's conftest has done so; a script has not
-  os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
-sys.path.append(str(pathlib.Path(__file__).parent / "support"))  # as pytest does for a test
 
 import fuzz_oracle as oracle
 import jax
@@ -82,6 +71,16 @@ def features_of(sizes=SIZES, **config):
   }
 
 
+def encoder(layer):
+  """Activations of one feature by a layer, whatever the model."""
+
+  def encode(m, key, ids, weights=None):
+    ids = embed.Padded(ids) if ids.ndim == 2 else ids
+    return layer({key: ids}, None if weights is None else {key: embed.Padded(weights)})[key]
+
+  return encode
+
+
 class Model(nnx.Module):
   """The layer two modules deep, in a container."""
 
@@ -95,9 +94,7 @@ class Model(nnx.Module):
     self.dropout = nnx.Dropout(0.0)
 
   def encode(self, key, ids, weights=None):
-    ids = embed.Padded(ids) if ids.ndim == 2 else ids
-    weights = None if weights is None else {key: embed.Padded(weights)}
-    return self.inner["e"]({key: ids}, weights)[key]
+    return encoder(self.inner["e"])(self, key, ids, weights)
 
   def head(self, x):
     return jnp.sum(jnp.tanh(self.out(x * self.scale[...])))
@@ -232,7 +229,7 @@ class Way:
   tx: Callable[[], Any] = lambda: optax.sgd(RATE)
   last_only: bool = False  # compared after the last step alone
   make_optimizer: Callable[..., Any] = embed.Optimizer
-  setup: Callable[..., Any] | None = None  # a model to the `run` that is used with it
+  is_setup: bool = False  # whether `run` gets model and optimizer and returns `(batch) -> loss`
   on_mesh: bool = True  # False where JAX itself cannot on Explicit axes
 
 
@@ -251,13 +248,13 @@ def step(allowed, f=plain, *, touched=None, factor=1.0, reference=None, **more):
   return add
 
 
-def train_on(loss, has_aux=False):
-  """README's training step of a loss."""
+def train_on(loss, change=lambda grads: grads, **options):
+  """README's training step of a loss, whose gradients go through `change`."""
 
   def run(model, optimizer, batch):
-    value, grads = embed.value_and_grad(loss, has_aux)(model, batch)
-    optimizer.update(model, grads)
-    return value[0] if has_aux else value
+    value, grads = embed.value_and_grad(loss, **options)(model, batch)
+    optimizer.update(model, change(grads))
+    return value
 
   return run
 
@@ -296,12 +293,6 @@ def one_feature_twice(m, batch):
   return one() + one()
 
 
-@loss("right")
-def halves_of_the_batch(m, batch):
-  halves = lambda m, key, ids: jnp.concatenate([m.encode(key, ids[:3]), m.encode(key, ids[3:])])
-  return canonical(m, batch, halves)
-
-
 @loss("right", plain_a, touched=touch("a", "c"))
 def a_lookup_whose_result_is_dropped(m, batch):
   m.encode("c", batch["c"])  # touched, with a gradient of 0
@@ -330,11 +321,6 @@ def lookup_of_the_mid_level(m, batch):
 
 
 # --- under transformations ------------------------------------------------------------------------
-
-
-@loss("right")
-def nnx_jit_inside(m, batch):
-  return nnx.jit(canonical)(m, batch)
 
 
 @loss("right", plain_ab)
@@ -384,14 +370,6 @@ def nnx_switch(m, batch):
     lambda m, i: m.encode("b", i[:, 0]),
   ]
   return only_a(m, batch, lambda m, ids: nnx.switch(jnp.int32(_yes(m)), branches, m, ids))
-
-
-@loss("right", plain_a)
-def nnx_cond_in_nnx_remat(m, batch):
-  f = nnx.remat(lambda m, ids: nnx.cond(
-    _yes(m), lambda m, i: jnp.tanh(m.encode("a", i)), lambda m, i: blank(1.0), m, ids
-  ))  # fmt: skip
-  return m.head(f(m, batch["a"]))
 
 
 @loss("either", plain_a)
@@ -476,21 +454,13 @@ def custom_vjp_around_a_lookup(m, batch):
 
 @step("told")
 def a_closure_over_the_model(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, batch: canonical(model, batch))(model, batch)
-  optimizer.update(model, grads)
-  return value
+  return train_on(lambda m, batch: canonical(model, batch))(model, optimizer, batch)
 
 
 @step("told")
 def a_closure_over_the_layer(model, optimizer, batch):
-  layer = model.inner["e"]
-
-  def encode(m, key, ids):
-    return layer({key: embed.Padded(ids) if ids.ndim == 2 else ids})[key]
-
-  value, grads = embed.value_and_grad(lambda m, batch: canonical(m, batch, encode))(model, batch)
-  optimizer.update(model, grads)
-  return value
+  encode = encoder(model.inner["e"])
+  return train_on(lambda m, batch: canonical(m, batch, encode))(model, optimizer, batch)
 
 
 @step("told")
@@ -502,18 +472,14 @@ def merged_inside_from_a_split_outside(model, optimizer, batch):
     whole = nnx.merge(graphdef, tables, nnx.state(m, nnx.Not(tables_and_slots)))
     return canonical(whole, batch)
 
-  value, grads = embed.value_and_grad(loss_fn)(model, batch)
-  optimizer.update(model, grads)
-  return value
+  return train_on(loss_fn)(model, optimizer, batch)
 
 
 @step("told")
 def merged_inside_from_a_graphdef_outside(model, optimizer, batch):
   graphdef = nnx.graphdef(model)
   loss_fn = lambda m, batch: canonical(nnx.merge(graphdef, nnx.state(m)), batch)
-  value, grads = embed.value_and_grad(loss_fn)(model, batch)
-  optimizer.update(model, grads)
-  return value
+  return train_on(loss_fn)(model, optimizer, batch)
 
 
 @loss("told")
@@ -539,26 +505,18 @@ def another_layer_put_into_the_model(m, batch):
 
 @loss("told")
 def a_layer_made_inside(m, batch):
-  layer = embed.SparseEmbed(features_of(), rngs=nnx.Rngs(0))
-
-  def encode(m, key, ids):
-    return layer({key: embed.Padded(ids) if ids.ndim == 2 else ids})[key]
-
-  return canonical(m, batch, encode)
+  return canonical(m, batch, encoder(embed.SparseEmbed(features_of(), rngs=nnx.Rngs(0))))
 
 
-@step("either", jit=False, setup=lambda model, optimizer: nnx.cached_partial(
-  nnx.jit(train_on(canonical)), model, optimizer
-))  # fmt: skip
-def nnx_cached_partial_of_the_step(model, optimizer, batch):
-  raise NotImplementedError  # replaced by `setup`
+@step("either", is_setup=True)
+def nnx_cached_partial_of_the_step(model, optimizer):
+  return nnx.cached_partial(nnx.jit(train_on(canonical)), model, optimizer)
 
 
-@step("right", jit=False, setup=lambda model, optimizer: nnx.jit_partial(
-  train_on(canonical), model, optimizer, donate_argnums=0, graph_updates=False
-))  # fmt: skip
-def nnx_jit_partial_of_the_step(model, optimizer, batch):
-  raise NotImplementedError  # replaced by `setup`
+@step("right", is_setup=True)
+def nnx_jit_partial_of_the_step(model, optimizer):
+  run = train_on(canonical)
+  return nnx.jit_partial(run, model, optimizer, donate_argnums=0, graph_updates=False)
 
 
 @step("refused", says="Module")
@@ -621,15 +579,12 @@ class WithFunction(Model):
 
   def __init__(self, **where):
     super().__init__(**where)
-    layer = self.inner["e"]
-    self.look = nnx.static(
-      lambda key, ids: layer({key: embed.Padded(ids) if ids.ndim == 2 else ids})[key]
-    )
+    self.look = nnx.static(encoder(self.inner["e"]))
 
 
 @loss("told", make_model=WithFunction)
 def a_function_kept_in_the_model(m, batch):
-  return canonical(m, batch, lambda m, key, ids: m.look(key, ids))
+  return canonical(m, batch, m.look)
 
 
 # --- derivatives of derivatives -------------------------------------------------------------------
@@ -709,9 +664,7 @@ def nnx_value_and_grad_and_nnx_optimizer(model, optimizer, batch):
 
 @step("refused", make_optimizer=lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param), says="embed")
 def our_gradients_and_nnx_optimizer(model, optimizer, batch):
-  value, grads = embed.value_and_grad(canonical)(model, batch)
-  optimizer.update(model, grads)
-  return value
+  return train_on(canonical)(model, optimizer, batch)
 
 
 @step("told")
@@ -729,9 +682,8 @@ def jax_grad_of_the_parameters(model, optimizer, batch):
 @step("right")
 def has_aux(model, optimizer, batch):
   f = lambda m, batch: (canonical(m, batch), {"n": jnp.float32(3), "x": m.encode("b", batch["b"])})
-  (value, aux), grads = embed.value_and_grad(f, has_aux=True)(model, batch)
+  value, aux = train_on(f, has_aux=True)(model, optimizer, batch)
   assert aux["x"].shape == (B, D)
-  optimizer.update(model, grads)
   return value
 
 
@@ -747,9 +699,7 @@ def the_model_by_keyword(model, optimizer, batch):
 @step("right")
 def functools_partial(model, optimizer, batch):
   f = functools.partial(lambda scale, m, batch: scale * canonical(m, batch), 1.0)
-  value, grads = embed.value_and_grad(f)(model, batch)
-  optimizer.update(model, grads)
-  return value
+  return train_on(f)(model, optimizer, batch)
 
 
 @step("right")
@@ -864,9 +814,7 @@ def the_optimizer_inside(model, optimizer, batch):
 @step("refused")
 def look_ahead_of_a_twin_model(model, optimizer, batch):
   ahead = embed.look_ahead(canonical)(Model(), batch)
-  value, grads = embed.value_and_grad(canonical, ahead=ahead)(model, batch)
-  optimizer.update(model, grads)
-  return value
+  return train_on(canonical, ahead=ahead)(model, optimizer, batch)
 
 
 def _pipelined(ref, batch, number):
@@ -880,7 +828,8 @@ def _pipelined(ref, batch, number):
   return value
 
 
-def _pipeline(model, optimizer):
+@step("right", reference=_pipelined, is_setup=True)
+def look_ahead_as_a_pipeline(model, optimizer):
   """Three batches, each looked up before the update of the one ahead of it."""
   state = {"ahead": None, "number": 0}
 
@@ -897,28 +846,12 @@ def _pipeline(model, optimizer):
   return run
 
 
-@step("right", reference=_pipelined, jit=False, setup=_pipeline)
-def look_ahead_as_a_pipeline(model, optimizer, batch):
-  raise NotImplementedError  # replaced by `setup`
-
-
 # --- arithmetic with gradients --------------------------------------------------------------------
-
-
-def scaled_step(change):
-  """A step whose gradients go through `change`."""
-
-  def run(model, optimizer, batch):
-    value, grads = embed.value_and_grad(canonical)(model, batch)
-    optimizer.update(model, change(grads))
-    return value
-
-  return run
 
 
 def change(allowed, factor=1.0, **more):
   def add(function):
-    run = scaled_step(function)
+    run = train_on(canonical, function)
     run.__name__ = function.__name__
     return step(allowed, factor=factor, **more)(run)
 
@@ -933,11 +866,6 @@ def tree_map_times_two(grads):
 @change("either", 2.0)
 def the_operator_plus(grads):
   return grads + grads
-
-
-@change("either", 2.0)
-def the_operator_times(grads):
-  return 2.0 * grads
 
 
 @change("either", on_mesh=False)  # jnp.where takes no arrays that are split in two ways
@@ -971,18 +899,14 @@ def _clipped(ref, batch, number):
   return ref.step(plain, batch, number, factor=min(1.0, 0.1 / _true_norm(ref, batch)))
 
 
-@step("right", reference=_clipped)
-def clip_by_global_norm(model, optimizer, batch):
-  value, grads = embed.value_and_grad(canonical)(model, batch)
-  optimizer.update(model, embed.clip_by_global_norm(grads, 0.1))
-  return value
+@change("right", reference=_clipped)
+def clip_by_global_norm(grads):
+  return embed.clip_by_global_norm(grads, 0.1)
 
 
-@step("either", jit=False)
-def gradients_through_the_host(model, optimizer, batch):
-  value, grads = embed.value_and_grad(canonical)(model, batch)
-  optimizer.update(model, jax.device_put(jax.device_get(grads)))
-  return value
+@change("either", jit=False)
+def gradients_through_the_host(grads):
+  return jax.device_put(jax.device_get(grads))
 
 
 def _two_batches(ref, batch, number):
@@ -1098,7 +1022,8 @@ def the_mid_level(model, optimizer, batch):
   return value
 
 
-def _scan_of_steps(model, optimizer):
+@step("either", is_setup=True, last_only=True)
+def nnx_scan_over_steps(model, optimizer):
   """All three steps in one nnx.scan, at the first call."""
   stacked = jax.tree.map(lambda *x: jnp.stack(x), *BATCHES)
   values = []
@@ -1116,98 +1041,56 @@ def _scan_of_steps(model, optimizer):
   return run
 
 
-@step("either", jit=False, setup=_scan_of_steps, last_only=True)
-def nnx_scan_over_steps(model, optimizer, batch):
-  raise NotImplementedError  # replaced by `setup`
-
-
 # --- a grammar of wrappers ------------------------------------------------------------------------
 # Each takes `f(m, ids)` and returns one that means the same.
 
 
-def _w_jit(f):
-  return lambda m, ids: nnx.jit(f)(m, ids)
+def _zeros(m, ids):
+  return blank(0.0, (len(ids), D))
 
 
-def _w_remat(f):
-  return lambda m, ids: nnx.remat(f)(m, ids)
+def _row_0(m, ids):
+  return m.encode("b", jnp.zeros(len(ids), int))
 
 
-def _w_cond(f):
-  return lambda m, ids: nnx.cond(_yes(m), f, lambda m, ids: blank(0.0, (len(ids), D)), m, ids)
-
-
-def _w_cond_other(f):
-  return lambda m, ids: nnx.cond(
-    ~_yes(m), lambda m, ids: m.encode("b", jnp.zeros(len(ids), int)), f, m, ids
-  )
-
-
-def _w_switch(f):
-  zeros = lambda m, ids: blank(0.0, (len(ids), D))
-  return lambda m, ids: nnx.switch(2 * jnp.int32(_yes(m)), [zeros, zeros, f], m, ids)
-
-
-def _w_halves(f):
-  return lambda m, ids: (
-    jnp.concatenate([f(m, ids[:4]), f(m, ids[4:])]) if len(ids) > 4 else f(m, ids)
-  )
-
-
-def _w_mean_of_two(f):
-  return lambda m, ids: (f(m, ids) + f(m, ids)) / 2
-
-
-def _w_checkpoint(f):
-  return lambda m, ids: jax.checkpoint(f)(m, ids)
-
-
-def _w_after_vmap(f):
-  return lambda m, ids: jax.vmap(lambda x: x * 1.0)(f(m, ids))
-
-
-def _w_after_checkpoint(f):
-  return lambda m, ids: jax.checkpoint(jnp.sinh)(jnp.arcsinh(f(m, ids)))
-
-
-def _w_scope(f):
-  def scoped(m, ids):
-    with jax.named_scope("inner"):
-      return f(m, ids)
-
-  return scoped
-
-
-def _w_method(f):
-  return lambda m, ids: (lambda self: f(self, ids))(m)
-
-
-WRAPPERS = [
-  _w_jit, _w_remat, _w_cond, _w_cond_other, _w_switch, _w_halves, _w_mean_of_two, _w_checkpoint,
-  _w_after_vmap, _w_after_checkpoint, _w_scope, _w_method,
-]  # fmt: skip
+WRAPPERS = {
+  "jit": nnx.jit,
+  "remat": nnx.remat,
+  "cond": lambda f: lambda m, ids: nnx.cond(_yes(m), f, _zeros, m, ids),
+  "cond_other": lambda f: lambda m, ids: nnx.cond(~_yes(m), _row_0, f, m, ids),
+  "switch": lambda f: (
+    lambda m, ids: nnx.switch(2 * jnp.int32(_yes(m)), [_zeros, _zeros, f], m, ids)
+  ),
+  "halves": lambda f: (
+    lambda m, ids: jnp.concatenate([f(m, ids[:4]), f(m, ids[4:])]) if len(ids) > 4 else f(m, ids)
+  ),
+  "mean_of_two": lambda f: lambda m, ids: (f(m, ids) + f(m, ids)) / 2,
+  "checkpoint": jax.checkpoint,
+  "after_vmap": lambda f: lambda m, ids: jax.vmap(lambda x: x * 1.0)(f(m, ids)),
+  "after_checkpoint": lambda f: lambda m, ids: jax.checkpoint(jnp.sinh)(jnp.arcsinh(f(m, ids))),
+  "scope": jax.named_scope("inner"),
+  "method": lambda f: lambda m, ids: (lambda self: f(self, ids))(m),
+}
 
 
 def composed(seed):
   """A loss with each lookup under one to three wrappers."""
   rng = np.random.default_rng(seed)
   chosen = {
-    key: [WRAPPERS[i] for i in rng.integers(0, len(WRAPPERS), rng.integers(1, 4))] for key in "abc"
+    key: [list(WRAPPERS)[i] for i in rng.integers(0, len(WRAPPERS), rng.integers(1, 4))]
+    for key in "abc"
   }
 
   def loss_fn(m, batch):
     def encode(m, key, ids):
       f = lambda m, ids: m.encode(key, ids)
       for wrapper in chosen[key]:
-        f = wrapper(f)
+        f = WRAPPERS[wrapper](f)
       return f(m, ids)
 
     return canonical(m, batch, encode)
 
-  names = " ".join(f"{k}:" + ">".join(w.__name__[3:] for w in ws) for k, ws in chosen.items())
-  run = train_on(loss_fn)
-  run.__name__ = f"composed_{seed}"
-  return Way(f"composed_{seed} ({names})", "right", run, expected_steps(plain))
+  return Way(f"composed_{seed} {chosen}", "right", train_on(loss_fn), expected_steps(plain))
 
 
 COMPOSED = 30
@@ -1239,7 +1122,7 @@ def observe(model):
 def difference(model, ref):
   """None, or what differs, to float32's precision of a step of size 0.1."""
   found = observe(model)
-  wanted = {n: t.arrays() for n, t in ref.tables.items()} | ref.dense
+  wanted = {n: t.variables for n, t in ref.tables.items()} | ref.dense
   for path, x in jax.tree_util.tree_leaves_with_path(wanted):
     y = functools.reduce(lambda d, k: d[k.key], path, found)
     error = np.max(np.abs(np.asarray(y, np.float64) - x))
@@ -1261,8 +1144,8 @@ def outcome(way, mesh=None):
     except (TypeError, ValueError) as error:
       return refusal(way, error, model, None)
     ref, before = Reference(model), observe(model)
-    if way.setup is not None:
-      ready = way.setup(model, optimizer)
+    if way.is_setup:
+      ready = way.run(model, optimizer)
       run = lambda model, optimizer, batch: ready(batch)
     else:
       run = nnx.jit(way.run, donate_argnums=(0, 1)) if way.jit else way.run
@@ -1306,37 +1189,27 @@ def refusal(way, error, model, before):
   return "refused"
 
 
-def check(way, mesh=None):
-  found = outcome(way, mesh)
-  assert found in ALLOWED[way.allowed], f"{way.name}: {found}; allowed: {way.allowed}"
-
-
-def explicit_mesh():
-  return jax.make_mesh((8,), ("data",))
-
-
 # Where lookups, gradients and updates differ most, in seconds.
-FEW = (
-  "three_calls", "nnx_switch", "jax_vmap_over_a_lookup", "a_closure_over_the_layer",
-  "tree_map_times_two", "attend_to_candidates",
-)  # fmt: skip
-ON_A_MESH = ("nnx_switch",)
+FEW = {
+  (name, False)
+  for name in (
+    "three_calls", "nnx_switch", "jax_vmap_over_a_lookup", "a_closure_over_the_layer",
+    "tree_map_times_two", "attend_to_candidates",
+  )
+} | {("nnx_switch", True)}  # fmt: skip
+CASES = [
+  pytest.param(way, mesh, marks=pytest.mark.full if (way.name, mesh) in FEW else pytest.mark.slow)
+  for mesh in (False, True)
+  for way in (*WAYS.values(), *map(composed, range(COMPOSED)))
+  if way.on_mesh or not mesh
+]
 
 
-def test_there_are_a_hundred_ways():
-  assert len(WAYS) + COMPOSED >= 100
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", FEW)
-def test_a_way(name):
-  check(WAYS[name])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ON_A_MESH)
-def test_a_way_on_an_explicit_mesh(name):
-  check(WAYS[name], explicit_mesh())
+@pytest.mark.parametrize(("way", "on_mesh"), CASES, ids=lambda x: getattr(x, "name", x))
+def test_a_way(way, on_mesh):
+  """On one device, or on eight with Explicit axes."""
+  found = outcome(way, jax.make_mesh((8,), ("data",)) if on_mesh else None)
+  assert found in ALLOWED[way.allowed], f"{way.name}: {found}; allowed: {way.allowed}"
 
 
 @pytest.mark.full
@@ -1347,59 +1220,3 @@ def test_the_runner_tells_right_from_wrong(name):
     way, reference=expected_steps(plain, factor=1.01), says="no such word"
   )
   assert outcome(wrong).startswith("wrong")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in WAYS if name not in FEW])
-def test_every_way(name):
-  check(WAYS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n, w in WAYS.items() if w.on_mesh and n not in ON_A_MESH])
-def test_every_way_on_an_explicit_mesh(name):
-  check(WAYS[name], explicit_mesh())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(COMPOSED))
-def test_composed_wrappers(seed):
-  check(composed(seed))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(COMPOSED))
-def test_composed_wrappers_on_an_explicit_mesh(seed):
-  check(composed(seed), explicit_mesh())
-
-
-def main(arguments=None):
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--only", default="", help="names that contain this")
-  parser.add_argument("--mesh", action="store_true", help="on eight devices with Explicit axes")
-  parser.add_argument("--composed", type=int, default=COMPOSED)
-  args = parser.parse_args(arguments)
-  jax.config.update("jax_disable_most_optimizations", True)
-  ways = [
-    *(w for w in WAYS.values() if w.on_mesh or not args.mesh),
-    *(composed(seed) for seed in range(args.composed)),
-  ]
-  failed = 0
-  for i, way in enumerate(w for w in ways if args.only in w.name):
-    if i % 10 == 9:
-      jax.clear_caches()
-    try:
-      found = outcome(way, explicit_mesh() if args.mesh else None)
-    except Exception as error:
-      found = f"wrong: outside of a step: {type(error).__name__}: {str(error)[:200]}"
-      if args.only:
-        traceback.print_exc()
-    ok = found in ALLOWED[way.allowed]
-    failed += not ok
-    print(f"{'ok  ' if ok else 'FAIL'} {way.name}: {found} (allowed: {way.allowed})", flush=True)
-  print(f"{failed} failed")
-  return 1 if failed else 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())

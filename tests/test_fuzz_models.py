@@ -1,28 +1,12 @@
 """Random models trained for three steps, against float64 NumPy.
 
 A seed decides everything: tables, features and their nesting, inputs, optimizers, dense layers,
-mesh and training step. To see one, and to run many:
-
-    python tests/test_fuzz_models.py --start 17 --count 1 --devices 8 --verbose
-    python tests/test_fuzz_models.py --start 0 --count 300 --devices 1
+mesh and training step. A failed test prints its case.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import os
-import pathlib
 import string
-import sys
-import time
-import traceback
-import warnings
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "jax" not in sys.modules:  # pytest's conftest has done so; a script has not
-  os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
-sys.path.append(str(pathlib.Path(__file__).parent / "support"))  # as pytest does for a test
 
 import fuzz_oracle as oracle
 import jax
@@ -33,8 +17,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from suites import slow_unless
 
 import embed
+from embed.tools import reference
 
 STEPS = 3
 HIDDEN = 4
@@ -120,7 +106,7 @@ def chance(rng, p):
 
 def make_optimizer(rng):
   """A row optimizer's name and arguments."""
-  name = pick(rng, *(name for name in oracle.SLOTS if name != "frozen"))
+  name = pick(rng, *reference.RULES)
   rate = float(pick(rng, 0.02, 0.1, 0.5))
   if name == "lion":
     rate = 0.05
@@ -795,7 +781,7 @@ class Reference:
     return np.sqrt(squares)
 
   def outcome(self, loss):
-    tables = {n: {k: v.copy() for k, v in t.arrays().items()} for n, t in self.tables.items()}
+    tables = {n: {k: v.copy() for k, v in t.variables.items()} for n, t in self.tables.items()}
     return Outcome(loss, tables, dict(self.dense), self.dropped)
 
 
@@ -920,78 +906,14 @@ def test_the_reference_differentiates_rightly(seed):
   np.testing.assert_allclose(slope, wanted, rtol=1e-5, atol=1e-7)
 
 
-def check(seed, devices):
+FEW = ((0, 1), (1, 1), (3, 8), (46, 8))  # small; all on Explicit axes, (46, 8) on eight devices
+MODELS = [(seed, devices) for devices in (1, 8) for seed in range(300)]
+
+
+@pytest.mark.parametrize(
+  ("seed", "devices"), slow_unless(MODELS, lambda *model: model in FEW, lambda *model: False)
+)
+def test_a_random_model(seed, devices):
   case = make_case(seed, devices)
   problems = problems_of(case)
   assert not problems, "\n".join([*problems, str(case)])
-
-
-QUICK = {1: (0, 1), 8: (3, 46)}  # small models; both are on Explicit axes, 46 on eight devices
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", QUICK[1])
-def test_a_random_model_on_one_device(seed):
-  check(seed, 1)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", QUICK[8])
-def test_a_random_model_on_a_mesh(seed):
-  check(seed, 8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [seed for seed in range(300) if seed not in QUICK[1]])
-def test_many_random_models_on_one_device(seed):
-  check(seed, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [seed for seed in range(300) if seed not in QUICK[8]])
-def test_many_random_models_on_a_mesh(seed):
-  check(seed, 8)
-
-
-def raised_in(error):
-  """The innermost line of `embed` in a traceback."""
-  frames = traceback.extract_tb(error.__traceback__)
-  inside = [f for f in frames if os.path.dirname(embed.__file__) in f.filename]
-  return "".join(f"{os.path.basename(f.filename)}:{f.lineno}: " for f in inside[-1:])
-
-
-def main(arguments=None):
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--start", type=int, default=0)
-  parser.add_argument("--count", type=int, default=300)
-  parser.add_argument("--devices", type=int, choices=(1, 8), default=1)
-  parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
-  parser.add_argument("--verbose", action="store_true", help="print every case and traceback")
-  args = parser.parse_args(arguments)
-  warnings.simplefilter("error")
-  jax.config.update("jax_disable_most_optimizations", True)
-  began, failed, number = time.time(), 0, 0
-  for seed in range(args.start, args.start + args.count):
-    if time.time() - began > args.seconds:
-      break
-    if number % 10 == 9:
-      jax.clear_caches()  # the code of programs is mapped, and there is a limit to mappings
-    number += 1
-    case = make_case(seed, args.devices)
-    if args.verbose:
-      print(case, flush=True)
-    try:
-      problems = problems_of(case)
-    except Exception as error:
-      problems = [f"{raised_in(error)}{type(error).__name__}: {str(error)[:300]}"]
-      if args.verbose:
-        traceback.print_exc()
-    if problems:
-      failed += 1
-      print(f"seed {seed}: {problems[0][:400]!r}", flush=True)
-  print(f"{number} models, {failed} failed, {time.time() - began:.0f} s")
-  return 1 if failed else 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -11,6 +11,12 @@ from nested_model import A, B, D, Model, V, twice
 import embed
 
 
+def one_table(size, dim, optimizer=None, **config):
+  """A layer of one table "t"."""
+  table = embed.TableConfig(size, dim, optimizer=optimizer or embed.sgd(), name="t", **config)
+  return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+
+
 @pytest.mark.full
 def test_microbatches_clipping_and_loss_scaling_equal_dense_training():
   """Two microbatches of a scaled loss, unscaled and clipped together, against plain JAX."""
@@ -56,8 +62,7 @@ def test_clipped_gradients_train(optimizer):
   ids, scale = np.array([1, 2, 2]), np.array([[3.0], [4.0], [-1.0]], np.float32)
 
   def step(grads_of):
-    table = embed.TableConfig(V, D, name="t", optimizer=optimizer)
-    layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+    layer = one_table(V, D, optimizer)
     updater = embed.Optimizer(layer, optax.sgd(0.1))
     nnx.jit(lambda m, o: o.update(m, grads_of(m)))(layer, updater)
     return layer.variables["t"]
@@ -71,10 +76,7 @@ def test_clipped_gradients_train(optimizer):
 
 
 def test_occurrences_stay_apart_when_mapped_and_accumulated():
-  table = embed.TableConfig(
-    V, D, name="t", optimizer=embed.adagrad(0.1, use_gradient_accumulation=False)
-  )
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  layer = one_table(V, D, embed.adagrad(0.1, use_gradient_accumulation=False))
   f = embed.value_and_grad(lambda m: jnp.sum(m(np.array([1, 1]))))
   parts = [f(layer)[1], f(layer)[1].map(lambda g: 2 * g)]
   rows = embed.accumulate(parts).rows["t"]
@@ -90,9 +92,7 @@ def test_rows_by_hand_may_be_none():
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_narrow_rows_are_summed_in_float32(dtype):
   """300 squared is no float16, and sums of it are no bfloat16."""
-  layer = embed.SparseEmbed(
-    embed.FeatureConfig(embed.TableConfig(V, D, name="t", optimizer=embed.sgd())), rngs=nnx.Rngs(0)
-  )
+  layer = one_table(V, D)
   _, grads = embed.value_and_grad(lambda m: 300 * jnp.sum(m(np.array([1, 2]))))(layer)
   rows = {"t": grads.rows["t"].map(lambda g: g.astype(dtype))}
   narrow = embed.Grads(grads.dense, rows)
@@ -117,8 +117,10 @@ def test_arithmetic_on_the_whole_tree_is_refused(compiled):
       wrong(grads)
     with pytest.raises((TypeError, NotImplementedError)):
       jax.jit(wrong)(grads)
-  with pytest.raises(TypeError, match=r"grads\.map\(f\) or embed\.accumulate"):
-    jax.tree.map(lambda x: x * 2, grads)
+  by_hand = embed.RowGrads(np.array([1, 2]), np.ones((2, D)))
+  for each in (grads, by_hand):
+    with pytest.raises(TypeError, match=r"grads\.map\(f\) or embed\.accumulate"):
+      jax.tree.map(lambda x: x * 2, each)
   with pytest.raises(ValueError, match="integer ids"):
     embed.RowGrads([1.5], np.ones((1, D)))
 
@@ -149,20 +151,8 @@ def test_row_grads_by_hand():
   np.testing.assert_array_equal(np.delete(after, 4, 0), np.delete(before, 4, 0))
 
 
-def test_row_gradients_by_hand_may_have_narrow_ids():
-  """And are as much out of the reach of arithmetic as any."""
-  rows = embed.RowGrads(np.array([1, 2], np.int16), np.ones((2, D)))
-  assert rows.ids.dtype == jnp.int32
-  with pytest.raises(TypeError, match=r"grads\.map"):
-    jax.tree.map(lambda x: 2 * x, rows)
-  with pytest.raises(ValueError, match="up to 2147483647, got 4294967301"):
-    embed.RowGrads(np.array([2**32 + 5]), np.ones((1, D)))
-
-
 def test_row_gradients_can_be_looked_at():
-  layer = embed.SparseEmbed(
-    embed.FeatureConfig(embed.TableConfig(9, 1, name="t")), embed.sgd(), rngs=nnx.Rngs(0)
-  )
+  layer = one_table(9, 1)
   _, grads = embed.value_and_grad(lambda layer: layer(np.array([4, 4])).sum())(layer)
   assert repr(grads.rows["t"]) == "RowGrads(ids=[4 9], values=[[2.]\n [0.]])"
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads.rows["t"])
@@ -173,8 +163,7 @@ def test_row_gradients_can_be_looked_at():
 def test_narrow_row_gradients_step_in_float32(dtype):
   """The square of 1e-4 is 0 in float16."""
   zeros, adagrad = jax.nn.initializers.zeros, embed.adagrad(0.1, initial_accumulator_value=1e-9)
-  table = embed.TableConfig(4, 2, optimizer=adagrad, initializer=zeros, name="t")
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  layer = one_table(4, 2, adagrad, initializer=zeros)
   _, grads = embed.value_and_grad(lambda layer: 1e-4 * layer(np.array([1])).sum())(layer)
   layer.apply_row_gradients({"t": grads.rows["t"].map(lambda g: g.astype(dtype))})
   gradient = float(jnp.asarray(1e-4, dtype))
@@ -185,7 +174,8 @@ def test_narrow_row_gradients_step_in_float32(dtype):
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64])
 def test_ids_beyond_int32_become_no_other_row(dtype):
-  """`2**32 + 5`, cut to 32 bits, is 5, and `5 - 2**32` too."""
+  """`2**32 + 5`, cut to 32 bits, is 5, and `5 - 2**32` too; narrow ids are widened."""
+  assert embed.RowGrads(np.array([1, 2], np.int16), np.ones((2, D))).ids.dtype == jnp.int32
   values = np.ones((1, 2), np.float32)
   with pytest.raises(ValueError, match="up to 2147483647"):
     embed.RowGrads(np.array([2**32 - 1 if dtype == np.uint32 else 2**32 + 5], dtype), values)
@@ -209,9 +199,7 @@ def test_unused_entries_by_hand_count_nowhere():
   assert float(jax.jit(embed.global_norm)(grads)) == 5.0
   clipped = embed.clip_by_global_norm(grads, 2.5).rows["t"]
   assert clipped.values[:3:2].tolist() == [[1.5], [2.0]]
-  zeros = jax.nn.initializers.zeros
-  table = embed.TableConfig(10, 1, zeros, embed.sgd(1.0), name="t")
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  layer = one_table(10, 1, embed.sgd(1.0), initializer=jax.nn.initializers.zeros)
   layer.apply_row_gradients({"t": clipped})
   assert layer.tables["t"][:, 0].tolist() == [0, 0, 0, -1.5, -2.0, 0, 0, 0, 0, 0]
 
@@ -220,9 +208,7 @@ def test_row_gradients_by_hand_are_of_one_size_of_table():
   rows = lambda size: embed.RowGrads(np.array([3]), np.ones((1, 2)), vocabulary_size=size)
   with pytest.raises(ValueError, match="up to 2, got 3"):
     rows(2)
-  layer = embed.SparseEmbed(
-    embed.FeatureConfig(embed.TableConfig(9, 2, name="t")), embed.sgd(), rngs=nnx.Rngs(0)
-  )
+  layer = one_table(9, 2)
   with pytest.raises(ValueError, match="of a table of 8 rows, it has 9"):
     layer.apply_row_gradients({"t": rows(8)})
   with pytest.raises(ValueError, match=r"of \[8, 9\] rows"):
@@ -244,9 +230,7 @@ def test_row_gradients_by_hand_are_of_one_size_of_table():
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")
 def test_optax_says_what_to_write(wrong, compiled):
   by_hand = embed.Grads({}, {"t": embed.RowGrads(np.array([3]), np.ones((1, 2)))})
-  layer = embed.SparseEmbed(
-    embed.FeatureConfig(embed.TableConfig(9, 2, name="t")), embed.sgd(), rngs=nnx.Rngs(0)
-  )
+  layer = one_table(9, 2)
   _, grads = embed.value_and_grad(lambda m: m(np.array([3])).sum())(layer)
   for each in (by_hand, grads):
     with pytest.raises(TypeError, match=r"embed\.global_norm\(grads\)"):
@@ -256,8 +240,7 @@ def test_optax_says_what_to_write(wrong, compiled):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_nan_in_one_row_is_nan_everywhere_after_clipping(compiled):
   """As with optax: a step that is not finite can be told by the norm, and left out."""
-  table = embed.TableConfig(9, 2, jax.nn.initializers.ones, embed.sgd(1.0), "sum", name="t")
-  layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  layer = one_table(9, 2, embed.sgd(1.0), initializer=jax.nn.initializers.ones, combiner="sum")
   optimizer = embed.Optimizer(layer, optax.identity())
 
   def step(layer, optimizer, scale):

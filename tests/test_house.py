@@ -15,7 +15,6 @@ TESTED_IN = {
   "engine.cost": "test_planning",
   "engine.grads": "engine/test_update",
   "engine.jax_internals": "test_autodiff",
-  "engine.rows": "engine/test_packing",
   "engine.stack": "engine/test_layout",
   "engine.taps": "test_autodiff",
   "engine.xla": "test_in_place",

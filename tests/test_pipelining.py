@@ -35,6 +35,20 @@ class Model(nnx.Module):
     return self.embed.attend(query, "t", candidates=batch["one"][:4])
 
 
+def one_table(size, dim, optimizer=None, **config):
+  """A layer of one table "t", whose bags are summed."""
+  table = embed.TableConfig(size, dim, None, optimizer, "sum", name="t", **config)
+  return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+
+
+def of_case(case):
+  """The layer of a recorded case."""
+  make = getattr(embed, conformance.OPTIMIZERS[case["optimizer"]])
+  model = one_table(*case["table"].shape, make(case["lr"], **case["config"]))
+  model.load_tables({"t": case["table"]})
+  return model
+
+
 def loss_fn(model, batch):
   return jnp.mean((model(batch) - 1.0) ** 2)
 
@@ -55,8 +69,7 @@ def train(model, optimizer, data, pipelined=True, loss_fn=loss_fn):
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.int16])
 def test_padding_may_be_any_number_below_0(dtype):
   """An eager lookup of a NumPy batch and a compiled step see the same rows."""
-  table = embed.TableConfig(V, D, combiner="sum", name="t", optimizer=embed.sgd(0.1))
-  model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
+  model = one_table(V, D, embed.sgd(0.1))
   bags = embed.Padded(np.array([[3, -7], [np.iinfo(np.int16).min, -1]], dtype))
   loss_fn = lambda model, bags: jnp.sum(model(bags) ** 2)
   ahead = embed.look_ahead(loss_fn)(model, bags)
@@ -72,13 +85,7 @@ def test_padding_may_be_any_number_below_0(dtype):
 @pytest.mark.parametrize("name", full_unless(CASES, lambda name: name in list(CASES)[:2]))
 def test_recorded_cases(name, compiled):
   case = CASES[name]
-  make = getattr(embed, conformance.OPTIMIZERS[case["optimizer"]])
-  size, dim = case["table"].shape
-  table = embed.TableConfig(
-    size, dim, combiner="sum", name="t", optimizer=make(case["lr"], **case["config"])
-  )
-  model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  model.load_tables({"t": case["table"]})
+  model = of_case(case)
   optimizer = embed.Optimizer(model, optax.sgd(0.0))
 
   def loss(model, ids, target):
@@ -105,11 +112,7 @@ def test_recorded_cases(name, compiled):
 def test_recorded_cases_by_hand():
   """The mid level: a look-up before the update of the step before it."""
   case = CASES["adam/pipelined=1"]
-  table = embed.TableConfig(
-    *case["table"].shape, combiner="sum", name="t", optimizer=embed.adam(0.1, **case["config"])
-  )
-  model = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  model.load_tables({"t": case["table"]})
+  model = of_case(case)
   bags = [embed.Padded(np.array(ids)) for ids in case["ids"]]
   act, residual = model.lookup(bags[0])
   for i, target in enumerate(case["targets"]):
@@ -240,7 +243,7 @@ def test_the_lookups_of_another_batch_give_nan_and_no_gradient():
 
 
 def test_other_bags_of_the_same_ids_are_another_batch():
-  model = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(V, D)), rngs=nnx.Rngs(0))
+  model = one_table(V, D)
   loss = lambda m, splits: jnp.sum(m(embed.Ragged(jnp.array([1, 2, 3]), splits)) ** 2)
   ahead = embed.look_ahead(loss)(model, jnp.array([0, 1, 3]))
   same, _ = embed.value_and_grad(loss, ahead=ahead)(model, jnp.array([0, 1, 3]))
@@ -292,11 +295,7 @@ def test_another_shape_or_loss_is_refused():
 
 def test_a_look_ahead_of_another_model_is_refused():
   """Also where only the number of rows differs, which no activation shows."""
-
-  def layer(size):
-    table = embed.TableConfig(size, 2, optimizer=embed.sgd(0.1), name="t")
-    return embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-
+  layer = lambda size: one_table(size, 2, embed.sgd(0.1))
   loss, ids = (lambda m, ids: m(ids).sum()), np.array([1, 2])
   ahead = embed.look_ahead(loss)(layer(9), ids)
   with pytest.raises(ValueError, match="another loss or model"):

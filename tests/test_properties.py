@@ -23,7 +23,7 @@ from optimizer_cases import EACH, OPTIMIZERS, SCHEDULE, TOLERANCE, is_plain, opt
 from suites import full_unless
 
 import embed
-from embed.tools import reference
+from embed.tools import check, reference
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -105,7 +105,7 @@ def flatten(structure):
 def inputs_of(leaf):
   if leaf.kind == "dense":
     return reference.DenseIds(leaf.values)
-  return harness.as_kind(leaf.kind, leaf.values, leaf.weights)
+  return reference.as_kind(leaf.kind, leaf.values, leaf.weights)
 
 
 def cotangent_for(shape):
@@ -135,8 +135,8 @@ def test_any_structure(structure, values, combiner):
   plan = lambda leaf: reference.occurrences(
     reference.Feature(combiner, leaf.max_sequence_length), inputs_of(leaf)
   )
-  given_features = build(structure, lambda leaf: harness.to_embed(inputs_of(leaf))[0])
-  given_weights = build(structure, lambda leaf: harness.to_embed(inputs_of(leaf))[1])
+  given_features = build(structure, lambda leaf: check.as_given(inputs_of(leaf))[0])
+  given_weights = build(structure, lambda leaf: check.as_given(inputs_of(leaf))[1])
   cotangents = build(structure, lambda leaf: cotangent_for((*plan(leaf).shape, DIM)))
   (_, activations), grads = harness.value_and_grad(model, given_features, given_weights, cotangents)
   wanted = build(structure, lambda leaf: reference.lookup(values[leaf.table], plan(leaf)))
@@ -203,9 +203,9 @@ def world_inputs(batch):
   """{feature: `reference` input}; the shapes are the same for every batch."""
   return {
     "bag": reference.PaddedIds(batch["bag"], batch["weights"]),
-    "history": harness.as_kind("ragged", batch["history"], None),
+    "history": reference.as_kind("ragged", batch["history"], None),
     "id": reference.DenseIds(batch["id"]),
-    "other": harness.as_kind("padded", batch["other"], None),
+    "other": reference.as_kind("padded", batch["other"], None),
   }
 
 
@@ -224,7 +224,7 @@ def output_shape(name):
 
 def arguments(batch):
   """(features, weights, cotangents) as the model takes them."""
-  pairs = {name: harness.to_embed(inputs) for name, inputs in world_inputs(batch).items()}
+  pairs = {name: check.as_given(inputs) for name, inputs in world_inputs(batch).items()}
   return (
     {name: f for name, (f, _) in pairs.items()},
     {name: w for name, (_, w) in pairs.items()},
@@ -369,7 +369,7 @@ def test_kinds_agree(rule, weighted, values, weights, table):
   kinds = ("padded", "ragged", "sparse")
   model.embed.load_tables(dict.fromkeys(kinds, table))
   pairs = {
-    kind: harness.to_embed(harness.as_kind(kind, values, weights if weighted else None))
+    kind: check.as_given(reference.as_kind(kind, values, weights if weighted else None))
     for kind in kinds
   }
   cotangent = cotangent_for((3, sequence, DIM) if sequence else (3, DIM))
@@ -390,8 +390,8 @@ def test_to_padded(values, weights, weighted):
   """The host's conversion keeps the lookup, with a valency that cuts and one that fills up."""
   weights = weights if weighted else None
   for kind in ("ragged", "sparse"):
-    inputs = harness.as_kind(kind, values, weights)
-    features, given_weights = harness.to_embed(inputs)
+    inputs = reference.as_kind(kind, values, weights)
+    features, given_weights = check.as_given(inputs)
     padded = embed.to_padded(features)
     assert isinstance(padded, embed.Padded)
     lead, wanted = reference.entries(inputs)

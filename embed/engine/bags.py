@@ -1,14 +1,16 @@
-"""Bags of ids: the one form of every input. No other file reads `segments`."""
+"""Bags of ids, the one form of every input, and the record of their lookup.
+
+No other file reads `segments`.
+"""
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 UNUSED = np.iinfo(np.int32).max  # an id, or a row, that is in no table
 
@@ -68,9 +70,8 @@ class Bags:
     if self.is_ragged:
       batch, *rest = self.batch  # the segment of padding may now be a bag: it adds nothing to that
       return dataclasses.replace(self, shape=(batch + -batch % placement.devices, *rest))
-    lead = lambda x: x[None] if x.ndim == 1 else x
-    gains = None if self.gains is None else placement.pad_batch(lead(self.gains), 0)
-    return Bags(placement.pad_batch(lead(self.ids), UNUSED), gains)
+    gains = None if self.gains is None else placement.pad_batch(self.gains, 0)
+    return Bags(placement.pad_batch(self.ids, UNUSED), gains)
 
   def normalized(self, combiner: str, vocabulary_size: int) -> "Bags":
     """Folds the combiner into the weights, so that an activation is the sum of gain * row.
@@ -133,13 +134,32 @@ class Bags:
     return same
 
 
-def pad_all(bags: Sequence[Bags], placement: Any) -> tuple[tuple[Bags, ...], tuple[P, ...]]:
-  """Bags padded so that every device gets as many, and how they are split inside a lookup.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LookupRecord:
+  """What one call looked up in a stack: the unit of an exchange.
 
-  Ragged ones are whole on every device.
+  Attributes:
+    bags: of each feature, ids being those of its own table. `exchange.spread` pads them to all
+      devices.
+    tables: the name of each feature's table.
+    route: how ids went to the shards that store their rows (a `exchange.Route` of the features that
+      have ids and are not ragged), or None.
   """
-  padded = tuple(bag.padded(placement) for bag in bags)
-  return padded, tuple(P() if bag.is_ragged else placement.work for bag in padded)
+
+  bags: tuple[Bags, ...]
+  tables: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+  route: Any = None
+
+  @property
+  def used(self) -> tuple[int, ...]:
+    """The features that take part: those whose bags have an id or padding."""
+    return tuple(i for i, bags in enumerate(self.bags) if bags.ids.size)
+
+  def unused(self) -> "LookupRecord":
+    """A record of the same shapes in which nothing was looked up."""
+    route = None if self.route is None else self.route.unused()
+    return dataclasses.replace(self, bags=tuple(b.unused() for b in self.bags), route=route)
 
 
 def scaled(weights: jax.Array, largest: jax.Array) -> jax.Array:

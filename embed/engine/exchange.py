@@ -30,9 +30,8 @@ from jax.sharding import PartitionSpec as P
 from embed.engine import cost
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
-from embed.engine.bags import UNUSED, Bags, pad_all
+from embed.engine.bags import UNUSED, Bags, LookupRecord
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows, distinct_by_sort
-from embed.engine.lookup import LookupRecord
 from embed.engine.mesh import Placement, all_gather, all_to_all, device_index
 from embed.engine.stack import Layout, StackSpec
 
@@ -224,8 +223,9 @@ def spread(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord, Any]:
 
   Features that take no part are left out: collectives need an id.
   """
-  used = record.used
-  bags, bag_specs = pad_all([record.bags[i] for i in used], stack.placement)
+  used, placement = record.used, stack.placement
+  bags = tuple(record.bags[i].padded(placement) for i in used)
+  bag_specs = tuple(P() if bag.is_ragged else placement.work for bag in bags)  # or whole on each
   tables = tuple(record.tables[i] for i in used)
   route_spec = None if record.route is None else _route_spec(stack)
   spec = LookupRecord(bag_specs, tables, route_spec)  # type: ignore[arg-type]

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from embed.engine.bags import UNUSED, Bags, is_row
-from embed.engine.lookup import LookupRecord
+from embed.engine.bags import UNUSED, Bags, LookupRecord, is_row
 from embed.engine.rows import Lines
 
 

@@ -1,6 +1,5 @@
 """Gathering rows and combining them: pure arrays."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,34 +9,6 @@ from embed import config as config_lib
 from embed.engine.bags import Bags, inverse_norm, is_row, scaled
 
 UNROLLED = 8  # positions of a bag gathered in one fused loop; longer bags loop over them
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LookupRecord:
-  """What one call looked up in a stack: the unit of an exchange.
-
-  Attributes:
-    bags: of each feature, ids being those of its own table. `exchange.spread` pads them to all
-      devices.
-    tables: the name of each feature's table.
-    route: how ids went to the shards that store their rows (a `exchange.Route` of the features that
-      have ids and are not ragged), or None.
-  """
-
-  bags: tuple[Bags, ...]
-  tables: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-  route: Any = None
-
-  @property
-  def used(self) -> tuple[int, ...]:
-    """The features that take part: those whose bags have an id or padding."""
-    return tuple(i for i, bags in enumerate(self.bags) if bags.ids.size)
-
-  def unused(self) -> "LookupRecord":
-    """A record of the same shapes in which nothing was looked up."""
-    route = None if self.route is None else self.route.unused()
-    return dataclasses.replace(self, bags=tuple(b.unused() for b in self.bags), route=route)
 
 
 def quantize(x: jax.Array, config: config_lib.QuantizationConfig) -> jax.Array:

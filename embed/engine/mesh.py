@@ -352,7 +352,11 @@ class Placement:
     return _move(x, self.sharding(spec) if where is None else NamedSharding(where.mesh, spec))
 
   def pad_batch(self, x: jax.Array, value: float) -> jax.Array:
-    """An array `[batch, ...]` with a batch that divides by the devices, filled up with `value`."""
+    """An array `[batch, ...]` with a batch that divides by the devices, filled up with `value`.
+
+    An array of one axis is of a single example.
+    """
+    x = x[None] if x.ndim == 1 else x
     missing = -x.shape[0] % self.devices
     if not missing:
       return x

@@ -7,7 +7,7 @@ equation, is the same for all of these.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,31 +51,28 @@ _CHUNK = 1 << 12  # lines
 @functools.partial(jax.jit, static_argnums=1)
 def unpack_in_chunks(lines: jax.Array, width: int) -> jax.Array:
   """`unpack` for TPUs, where all rows at once would be filled up to 128 columns in between."""
-  each, count = rows_per_line(width), lines.shape[0]
-  chunk = min(count, _CHUNK)
-
-  def step(i, rows):
-    first = jnp.minimum(i * chunk, count - chunk)
-    unpacked = unpack(lax.dynamic_slice_in_dim(lines, first, chunk), width)
-    return lax.dynamic_update_slice_in_dim(rows, unpacked, first * each, 0)
-
-  return lax.fori_loop(0, -(-count // chunk), step, jnp.zeros((count * each, width), lines.dtype))
+  return _in_chunks(lambda x: unpack(x, width), lines, 1, rows_per_line(width))
 
 
 @jax.jit
 def pack_in_chunks(rows: jax.Array) -> jax.Array:
   """`pack` for TPUs; see `unpack_in_chunks`."""
-  each, taken = rows_per_line(rows.shape[1]), row_width(rows.shape[1])
-  count = rows.shape[0] // each
+  return _in_chunks(pack, rows, rows_per_line(rows.shape[1]), 1)
+
+
+def _in_chunks(
+  f: Callable[[jax.Array], jax.Array], x: jax.Array, read: int, made: int
+) -> jax.Array:
+  """`f(x)` by lines: `read` entries of x become `made` entries of the result."""
+  count, out = x.shape[0] // read, jax.eval_shape(f, x)
   chunk = min(count, _CHUNK)
 
-  def step(i, lines):
+  def step(i, out):
     first = jnp.minimum(i * chunk, count - chunk)
-    packed = pack(lax.dynamic_slice_in_dim(rows, first * each, chunk * each))
-    return lax.dynamic_update_slice_in_dim(lines, packed, first, 0)
+    part = f(lax.dynamic_slice_in_dim(x, first * read, chunk * read))
+    return lax.dynamic_update_slice_in_dim(out, part, first * made, 0)
 
-  shape = count, max(taken, LANES)
-  return lax.fori_loop(0, -(-count // chunk), step, jnp.zeros(shape, rows.dtype))
+  return lax.fori_loop(0, -(-count // chunk), step, jnp.zeros(out.shape, out.dtype))
 
 
 @jax.tree_util.register_dataclass

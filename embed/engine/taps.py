@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from embed.engine import jax_internals, mesh
-from embed.engine.lookup import LookupRecord
+from embed.engine.bags import LookupRecord
 from embed.engine.stack import StackSpec
 
 # --- the primitives ------------------------------------------------------------------------------

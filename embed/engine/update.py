@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec as P
 from embed.engine import backends, cost, exchange, jax_internals, mesh, xla
 from embed.engine import grads as grads_lib
 from embed.engine import rows as rows_lib
-from embed.engine.bags import UNUSED, Bags
+from embed.engine.bags import UNUSED, Bags, LookupRecord
 from embed.engine.grads import ActivationGrads, DistinctRows, GradRows
-from embed.engine.lookup import LookupRecord
 from embed.engine.rows import Lines
 from embed.engine.stack import Arrays, RowStep, StackSpec
 
@@ -127,35 +126,29 @@ def step_stored(
   slots = {name: x for name, x in arrays.items() if name != "parameters"}
   dtype, w = arrays["parameters"].dtype, arrays["parameters"].astype(jnp.float32)
   new, slots = step_rows(stack.optimizer, g, w, slots, scalars.rate, stack.columns, scalars.step)
-  if stack.uses_stochastic_rounding:
-    new = _round_rows(stack, scalars.step, new, local_rows, occurrence)
+  rules = rounding_rules(stack, scalars, occurrence)
+  if rules is not None:
+    new = _round_rows(rules, new, local_rows)
   return {"parameters": new.astype(dtype), **slots}
 
 
-def _round_rows(
-  stack: StackSpec, step: Any, new: jax.Array, local_rows: jax.Array, occurrence: Any
-) -> jax.Array:
-  """New rows float32 `[n, width]`, stochastically rounded, of some local rows."""
-  own = mesh.device_index(stack.placement.row_axes)
+def _round_rows(rules: jax.Array, new: jax.Array, local_rows: jax.Array) -> jax.Array:
+  """New rows float32 `[n, width]`, stochastically rounded by `rounding_rules`, of local rows."""
   keys = jnp.zeros(local_rows.shape, jnp.uint32)
-  for i, (name, size) in enumerate(zip(stack.tables, stack.layout.sizes, strict=True)):
-    ids = stack.layout.ids(i, own, local_rows)
-    of_table = rounding_key(ids, zlib.crc32(name.encode()), step, occurrence)
-    keys = jnp.where(ids < size, of_table, keys)
-  columns = jnp.arange(stack.width, dtype=jnp.uint32)
-  if stack.placement.column_axes:
-    first = mesh.device_index(stack.placement.column_axes) * stack.width
-    columns += first.astype(jnp.uint32)
+  for first, scale, base, shared, _ in rules:
+    key = ((local_rows.astype(jnp.uint32) - first) * scale + base) ^ shared
+    keys = jnp.where(local_rows >= first.astype(jnp.int32), key, keys)
+  columns = rules[0, 4] + jnp.arange(new.shape[1], dtype=jnp.uint32)
   return to_bfloat16(new, rounding_noise(keys, columns))
 
 
-def rounding_rules(stack: StackSpec, scalars: StepScalars) -> jax.Array | None:
-  """What `_round` computes from local rows and columns, in numbers; None without such rounding.
+def rounding_rules(stack: StackSpec, scalars: StepScalars, occurrence: Any = 0) -> jax.Array | None:
+  """How rows of a device are rounded at random, in numbers; None without such rounding.
 
   Returns:
     uint32 `[T, 5]`, for each table the first local row f, and scale, base, shared and column: the
-    key of local row r is `((r - f) * scale + base) ^ shared`, and the noise of column c is
-    `scramble(scramble(key) + (column + c) * GOLDEN)`.
+    key of local row r is `((r - f) * scale + base) ^ shared`, from its id, and the noise of column
+    c is `scramble(scramble(key) + (column + c) * GOLDEN)`.
   """
   if not stack.uses_stochastic_rounding:
     return None
@@ -168,7 +161,7 @@ def rounding_rules(stack: StackSpec, scalars: StepScalars) -> jax.Array | None:
   rules = []
   for i, (name, first_row) in enumerate(zip(stack.tables, stack.layout.offsets, strict=True)):
     base = stack.layout.ids(i, own, jnp.int32(first_row)).astype(jnp.uint32)
-    shared = rounding_key(jnp.uint32(0), zlib.crc32(name.encode()), scalars.step, 0)
+    shared = rounding_key(zlib.crc32(name.encode()), scalars.step, occurrence)
     rules.append(jnp.stack([jnp.uint32(first_row), jnp.uint32(scale), base, shared, column]))
   return jnp.stack(rules)
 
@@ -334,8 +327,7 @@ def _split(stack: StackSpec, grads: Sequence[StackGrads]):
       specs.append(_spec(stack))
       continue
     record, spec = exchange.spread(stack, x.record)
-    lead = lambda g: g[None] if g.ndim == 1 else g
-    values = tuple(placement.pad_batch(lead(x.grads[i]), 0) for i in x.record.used)
+    values = tuple(placement.pad_batch(x.grads[i], 0) for i in x.record.used)
     padded.append(ActivationGrads(values, record))
     specs.append(ActivationGrads(placement.work, spec))  # type: ignore[arg-type]
     bags += record.bags
@@ -608,13 +600,13 @@ def rounding_noise(keys: jax.Array, columns: jax.Array) -> jax.Array:
   return scramble(scramble(keys.astype(jnp.uint32))[..., None] + columns)
 
 
-def rounding_key(numbers: jax.Array, *more: jax.Array | int) -> jax.Array:
-  """Keys uint32 `[...]` of integers `[...]`, such as ids, and of some more that they all share."""
-  shared = jnp.uint32(0)
-  for number in more:
+def rounding_key(*numbers: jax.Array | int) -> jax.Array:
+  """A key, uint32, of integers, such as those of a table and a step."""
+  key = jnp.uint32(0)
+  for number in numbers:
     number = jnp.uint32(number) if isinstance(number, int) else number.astype(jnp.uint32)
-    shared = scramble(shared ^ number) + jnp.uint32(GOLDEN)
-  return numbers.astype(jnp.uint32) ^ shared
+    key = scramble(key ^ number) + jnp.uint32(GOLDEN)
+  return key
 
 
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ import math
 import platform
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -228,51 +228,46 @@ def _bags(draw: np.random.Generator) -> np.ndarray:
   return ids.astype(np.int32)
 
 
-def _kinds(ids: np.ndarray, weights: np.ndarray | None) -> dict[str, Any]:
-  """The same bags as each kind of input of the reference; "max_valency" is ragged there."""
-  valid = ids >= 0
-  splits = np.cumsum([0, *valid.sum(1)]).astype(np.int32)
-  flat = None if weights is None else weights[valid]
-  ragged = reference.RaggedIds(ids[valid], splits, flat)
-  indices = np.argwhere(valid).astype(np.int32)
-  return {
-    "padded": reference.PaddedIds(ids, weights),
-    "ragged": ragged,
-    "max_valency": ragged,
-    "sparse": reference.SparseIds(indices, ids[valid], ids.shape, flat),
-  }
+def as_given(inputs: Any, max_valency: int | None = None) -> tuple[Any, Any]:
+  """Ids and weights as a layer takes them, of an input of the reference.
 
-
-def _call(kind: str, bags: Any) -> tuple[Any, Any]:
-  """Ids and weights as a layer takes them."""
-
-  def wrap(values):
-    if kind == "dense":
-      return values
-    if kind == "padded":
-      return embed.Padded(values)
-    if kind == "sparse":
-      return embed.Sparse(bags.indices, values, bags.dense_shape)
-    return embed.Ragged(values, bags.row_splits, VALENCY if kind == "max_valency" else None)
-
-  return wrap(bags.values), None if bags.weights is None else wrap(bags.weights)
+  Args:
+    inputs: of the reference.
+    max_valency: of a ragged one.
+  """
+  values, weights = np.asarray(inputs.values), inputs.weights
+  if isinstance(inputs, reference.DenseIds):
+    return values, weights
+  if isinstance(inputs, reference.PaddedIds):
+    wrap: Callable[[Any], Any] = embed.Padded
+  elif isinstance(inputs, reference.RaggedIds):
+    wrap = lambda v: embed.Ragged(v, np.asarray(inputs.row_splits), max_valency)
+  else:
+    wrap = lambda v: embed.Sparse(np.asarray(inputs.indices), v, tuple(inputs.dense_shape))
+  return wrap(values), None if weights is None else wrap(np.asarray(weights, np.float32))
 
 
 # --- lookups and row gradients -------------------------------------------------------------------
 
 
 Inputs = dict[str, dict[str, Any]]  # by table and kind
+KINDS = ("padded", "ragged", "max_valency", "sparse")
 
 
 def lookup_inputs(draw: np.random.Generator, brief: bool) -> Inputs:
   inputs: Inputs = {}
+
+  def of_kinds(kinds: Sequence[str], weights: np.ndarray | None = None) -> dict[str, Any]:
+    ids = _bags(draw)
+    kind_of = lambda name: "ragged" if name == "max_valency" else name
+    return {name: reference.as_kind(kind_of(name), ids, weights) for name in kinds}
+
   for combiner in config_lib.COMBINERS:
-    kinds = _kinds(_bags(draw), None)
-    inputs[combiner] = kinds if combiner == "mean" and not brief else {"padded": kinds["padded"]}
+    inputs[combiner] = of_kinds(KINDS if combiner == "mean" and not brief else KINDS[:1])
     weights = np.abs(_eighths(draw, (BATCH, VALENCY)))  # some are 0
-    inputs[f"{combiner}, weights"] = _kinds(_bags(draw), weights)
-  inputs["mean, bfloat16"] = {"padded": reference.PaddedIds(_bags(draw))}
-  inputs["sequences"] = _kinds(_bags(draw), None)
+    inputs[f"{combiner}, weights"] = of_kinds(KINDS, weights)
+  inputs["mean, bfloat16"] = of_kinds(KINDS[:1])
+  inputs["sequences"] = of_kinds(KINDS)
   inputs["single ids"] = {"dense": reference.DenseIds(_bags(draw)[:, 1])}
   return inputs
 
@@ -295,7 +290,7 @@ def _check_lookups(place: dict[str, Any]) -> Iterator[Result]:
     for kind, x in kinds.items():
       feature = f"{name}, {kind}"
       features[feature] = embed.FeatureConfig(table, max_sequence_length=length)
-      inputs[feature], weights[feature] = _call(kind, x)
+      inputs[feature], weights[feature] = as_given(x, VALENCY if kind == "max_valency" else None)
       occ = reference.occurrences(reference.Feature(combiner, length), x)
       expected[name][feature] = occ
       cotangents[feature] = _eighths(draw, (*occ.shape, dim))

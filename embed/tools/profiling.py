@@ -7,7 +7,7 @@ during training, in `profile_data_directory`.
 import dataclasses
 import json
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,6 @@ class TableProfile:
     distinct: int64 `[batches]`, the number of distinct ids in each batch.
     rows: int64 `[M]`, the rows that were looked up, ascending.
     counts: int64 `[M]`, the number of lookups of each of these rows.
-
-  >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
-  >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
-  >>> profile = embed.profile(embed.FeatureConfig(movie), batches)
-  >>> table = profile.tables["movie"]
-  >>> table.bags.tolist(), table.rows.tolist(), table.counts.tolist()
-  ([1, 1, 2], [3, 5, 7], [2, 2, 1])
-  >>> table.mean_valency, table.max_valency, table.top_share(0.01)
-  (1.25, 2, 0.4)
   """
 
   vocabulary_size: int
@@ -122,22 +113,14 @@ class Profile:
 
     Args:
       path: the file; ".npz" is appended if it has no such ending.
-
-    >>> import pathlib, tempfile
-    >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
-    >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "profile.npz"
-    >>> embed.profile(embed.FeatureConfig(movie), batches).save(path)
-    >>> embed.Profile.load(path).tables["movie"].ids.tolist()
-    [3, 2]
     """
-    entries: dict[str, Any] = {f"table/{name}": table for name, table in self.tables.items()}
-    entries |= {f"stack/{name}": stack for name, stack in self.stacks.items()}
-    arrays: dict[str, Any] = {}
-    for prefix, entry in entries.items():
-      for field in dataclasses.fields(entry):
-        value = getattr(entry, field.name)
-        arrays[f"{prefix}/{field.name}"] = json.dumps(value) if field.name == "tables" else value
+    entries: dict[str, Mapping[str, Any]] = {"table": self.tables, "stack": self.stacks}
+    arrays = {
+      f"{kind}/{name}/{field}": json.dumps(value) if field == "tables" else value
+      for kind, named in entries.items()
+      for name, entry in named.items()
+      for field, value in vars(entry).items()
+    }
     np.savez_compressed(path, **arrays)
 
   @classmethod
@@ -150,44 +133,31 @@ class Profile:
     Raises:
       ValueError: if the file is not a profile.
     """
+    read: dict[str, Callable[[Any], Any]] = {
+      "vocabulary_size": int,
+      "tables": lambda text: tuple(json.loads(str(text))),
+    }
+    entries: dict[str, dict[str, dict[str, Any]]] = {"table": {}, "stack": {}}
     try:
       with np.load(path) as archive:
-        return cls._from_arrays(dict(archive))
+        for key, value in archive.items():
+          kind, rest = key.split("/", 1)
+          name, field = rest.rsplit("/", 1)
+          entries[kind].setdefault(name, {})[field] = read.get(field, lambda x: x)(value)
+      return cls(
+        {name: TableProfile(**fields) for name, fields in entries["table"].items()},
+        {name: StackProfile(**fields) for name, fields in entries["stack"].items()},
+      )
     except (IndexError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
       raise ValueError(f"{path} was not written by embed.Profile.save.") from None
 
-  @classmethod
-  def _from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "Profile":
-    entries: dict[str, dict[str, dict[str, Any]]] = {"table": {}, "stack": {}}
-    for key, value in arrays.items():
-      kind, rest = key.split("/", 1)
-      name, field = rest.rsplit("/", 1)
-      entries[kind].setdefault(name, {})[field] = value
-    for table in entries["table"].values():
-      table["vocabulary_size"] = int(table["vocabulary_size"])
-    for stack in entries["stack"].values():
-      stack["tables"] = tuple(json.loads(str(stack["tables"])))
-    return cls(
-      {name: TableProfile(**fields) for name, fields in entries["table"].items()},
-      {name: StackProfile(**fields) for name, fields in entries["stack"].items()},
-    )
-
   def __repr__(self) -> str:
     header = ("table", "rows", "ids/bag", "longest", "ids/batch", "distinct", "rows seen", "top 1%")
-    lines: list[tuple[str, ...]] = [header]
+    lines: list[Sequence[str]] = [header]
     for name, t in self.tables.items():
-      lines.append(
-        (
-          name,
-          f"{t.vocabulary_size}",
-          f"{t.mean_valency:.2f}",
-          f"{t.max_valency}",
-          f"{t.ids.mean():.0f}",
-          f"{t.distinct.mean():.0f}",
-          f"{len(t.rows)}",
-          f"{t.top_share():.0%} of ids",
-        )
-      )
+      of_bags = f"{t.vocabulary_size}", f"{t.mean_valency:.2f}", f"{t.max_valency}"
+      of_batches = f"{t.ids.mean():.0f}", f"{t.distinct.mean():.0f}", f"{len(t.rows)}"
+      lines.append((name, *of_bags, *of_batches, f"{t.top_share():.0%} of ids"))
     tables = planning.aligned(lines)
     if not self.stacks:
       return tables
@@ -214,8 +184,10 @@ def profile(features: Any, batches: Iterable[Any], plan: Plan | None = None) -> 
   >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
   >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
   >>> table = embed.profile(embed.FeatureConfig(movie), batches).tables["movie"]
-  >>> table.mean_valency, table.distinct.tolist(), table.rows.tolist(), table.counts.tolist()
-  (1.25, [2, 1], [3, 5, 7], [2, 2, 1])
+  >>> table.bags.tolist(), table.distinct.tolist(), table.rows.tolist(), table.counts.tolist()
+  ([1, 1, 2], [2, 1], [3, 5, 7], [2, 2, 1])
+  >>> table.mean_valency, table.max_valency, table.top_share(0.01)
+  (1.25, 2, 0.4)
   """
   if plan is not None:
     plan = plan if features is None else plan.with_features(features, None)

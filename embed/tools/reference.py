@@ -100,6 +100,27 @@ def entries(inputs):
   return lead, [cell for cell in cells if cell[2] >= 0]
 
 
+def as_kind(kind, values, weights):
+  """[B, L] ids with -1 as padding as "padded", "sparse" or "ragged" ones of the same content."""
+  if kind == "padded":
+    return PaddedIds(values, weights)
+  if kind == "sparse":
+    # Some cells of padding stay, as ids of -1: three shapes, each of which is compiled.
+    used, padding = np.argwhere(values >= 0), np.argwhere(values < 0)
+    number = next(n for n in (0, values.size // 2, values.size) if n >= len(used))
+    indices = np.concatenate([used, padding[: number - len(used)]]).astype(np.int32)
+    indices = indices[np.lexsort(indices.T[::-1])]
+    at = tuple(indices.T)
+    return SparseIds(indices, values[at], values.shape, None if weights is None else weights[at])
+  # Trailing padding goes, holes stay; what lies behind the last split must not matter.
+  lengths = [int(np.max(np.flatnonzero(bag >= 0), initial=-1)) + 1 for bag in values]
+  pack = lambda rows: np.concatenate(
+    [row[:n] for row, n in zip(rows, lengths, strict=True)] + [rows.reshape(-1)]
+  )[: values.size]
+  splits = np.cumsum([0, *lengths]).astype(np.int32)
+  return RaggedIds(pack(values), splits, None if weights is None else pack(weights))
+
+
 def occurrences(feature, inputs):
   """The ids that are looked up: also with weight 0, but neither truncated ones nor padding."""
   if isinstance(inputs, DenseIds):

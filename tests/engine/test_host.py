@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
-from meshes import assert_close, assert_equal, make_mesh
-from stored_tables import TwoTables, fetched, train_step, wave
+from meshes import assert_close, make_mesh
+from stored_tables import TwoTables, assert_in_host, fetched, stored, train_step, wave
 from suites import full_unless
 
 import embed
@@ -25,14 +24,6 @@ OPTIMIZERS = {
 }
 SETUP = TwoTables(V, below=20)
 features, batch, made, train = SETUP.features, SETUP.batch, SETUP.made, SETUP.train
-
-
-def stored(layer):
-  return jax.tree.leaves(nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable)))
-
-
-def assert_in_host(layer):
-  assert {x.sharding.memory_kind for x in stored(layer)} == {mesh_lib.HOST}
 
 
 # --- by hand --------------------------------------------------------------------------------------
@@ -62,27 +53,6 @@ def test_steps_equal_those_of_tables_on_the_device(name):
   given = features(OPTIMIZERS[name])
   layer = made(given, storage="host")
   assert_close(train(layer, 4), train(made(given), 4), scale=2e-5)
-  assert_in_host(layer)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize(
-  "settings",
-  [
-    {"strategy": "mod", "exchange": "all_to_all", "capacity": 3},
-    {"strategy": "div", "exchange": "gather"},
-    {"strategy": "column"},
-    {"strategy": "replicated"},
-  ],
-  ids=lambda settings: settings["strategy"],
-)
-def test_steps_on_a_mesh(settings, kind):
-  given, mesh = features(embed.rowwise_adagrad(0.125)), make_mesh(kind)
-  with jax.set_mesh(mesh):
-    layer = made(given, mesh, storage="host", **settings)
-    found, wanted = train(layer, 3), train(made(given, mesh, **settings), 3)
-  assert_close(found, wanted, scale=2e-5)
   assert_in_host(layer)
 
 
@@ -137,48 +107,6 @@ def test_no_array_of_a_tables_size_is_on_the_device(devices):
 
 
 # --- tables as users see them ---------------------------------------------------------------------
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", [None, "div", "mod"])
-def test_checkpoints_and_deltas_go_both_ways(strategy, tmp_path):
-  settings = {"strategy": strategy} if strategy else {}
-  mesh = make_mesh() if strategy else None
-  given = features(embed.rowwise_adagrad(0.5))
-  for number, storage in enumerate(["host", "auto"]):
-    source = made(given, mesh, storage=storage, **settings)
-    target = made(given, mesh, storage={"host": "auto", "auto": "host"}[storage], **settings)
-    train(source, 2)
-    with ocp.StandardCheckpointer() as checkpointer:
-      path = tmp_path / str(number)
-      checkpointer.save(path, embed.checkpoint.to_tree(model=source))
-      checkpointer.wait_until_finished()
-      tree = checkpointer.restore(path, embed.checkpoint.like(model=target))
-    embed.checkpoint.from_tree(tree, model=target)
-    assert_equal(fetched(target.variables), fetched(source.variables))
-    before = embed.deltas.fingerprint(0, model=source)
-    train(source, 3)
-    delta, _ = embed.deltas.changes(before, 3, model=source)
-    assert 0 < delta.num_rows < 3 * V
-    embed.deltas.apply(delta, 0, model=target)
-    assert_equal(fetched(target.variables), fetched(source.variables))
-    assert_in_host(source if storage == "host" else target)
-
-
-def test_attend_export_and_loaded_rows():
-  given = features(embed.adagrad(0.5))
-  in_host, on_device = (made(given, storage=storage) for storage in ("host", "auto"))
-  rows = np.random.default_rng(0).normal(size=(V, 16)).astype(np.float32)
-  for layer in (in_host, on_device):
-    layer.load_variables({"a": {"parameters": rows, "accumulators": rows**2}})
-  assert_equal(fetched(in_host.variables), fetched(on_device.variables))
-  assert_in_host(in_host)
-  query = jnp.ones((2, 16))
-  for asked in (None, np.array([0, V - 1, -1])):
-    assert_close(in_host.attend(query, "a", asked), on_device.attend(query, "a", asked))
-  ids = {"x": np.array([[1], [2]], np.int32)}
-  exported = embed.export(lambda layer, ids: layer(ids), in_host, ids)
-  assert_close(exported.program.call(exported.arrays, ids), on_device(ids))
 
 
 def sources(dtype):
@@ -241,14 +169,6 @@ def test_rows_in_host_memory_are_served(dtype):
   for act in (serve(layer.tables)["x"], jax.jit(serve)(layer.tables)["x"]):
     assert act.sharding.memory_kind == "device"
     assert act.tolist() == [[10, 11], [0, 1]]
-
-
-def test_initial_values_are_those_of_tables_on_the_device():
-  normal = jax.nn.initializers.normal(0.5)
-  for initializer in (None, embed.row_wise(normal), normal):
-    given = features(embed.adagrad_momentum(slot_init={"momenta": normal}), initializer=initializer)
-    layers = [made(given, storage=storage) for storage in ("host", "auto")]
-    assert_equal(*(fetched(layer.variables) for layer in layers))
 
 
 # --- plans ----------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshes import assert_close, assert_equal, make_mesh
 from optimizer_cases import EXTRA, OPTIMIZERS, optimizer_id
-from stored_tables import TwoTables, fetched
-from suites import full_unless
+from stored_tables import TwoTables
 
 import embed
 from embed.engine import mesh as mesh_lib
@@ -130,28 +129,6 @@ def test_steps_on_lines_equal_those_on_rows(optimizer, devices, dim, monkeypatch
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize(
-  "settings",
-  [
-    {"strategy": "mod", "exchange": "all_to_all", "capacity": 3},
-    {"strategy": "div", "exchange": "gather"},
-    {"strategy": "column"},
-    {"strategy": "replicated"},
-  ],
-  ids=lambda settings: settings["strategy"],
-)
-def test_steps_on_a_mesh(as_on, settings, kind):
-  mesh = make_mesh(kind)
-  given = features(embed.adagrad(0.5), 32)
-  with jax.set_mesh(mesh):
-    packed, plain = (
-      train(made(given, mesh, storage=way, **settings), 3) for way in ("packed", "rows")
-    )
-  assert_close(packed, plain, scale=2e-5)
-
-
-@pytest.mark.full
 def test_bfloat16_with_stochastic_rounding(as_on):
   given = features(embed.adagrad(0.5), dtype=jnp.bfloat16, stochastic_rounding=True)
   layers = [made(given, storage=way) for way in ("packed", "rows")]
@@ -180,52 +157,6 @@ def test_places_that_fill_up_a_line_are_never_read_nor_trained(as_on):
 
 
 # --- tables as users see them ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-  "settings", full_unless([{}, {"strategy": "mod"}, {"strategy": "column"}], lambda x: not x)
-)
-def test_checkpoints_and_deltas_go_both_ways(as_on, settings):
-  mesh = make_mesh() if settings else None
-  optimizer = embed.rowwise_adagrad(0.5)
-  for direction in ("packed", "rows"):
-    given = features(optimizer, 16)
-    source = made(given, mesh, storage=direction, **settings)
-    back = {"packed": "rows", "rows": "packed"}[direction]
-    target = made(given, mesh, storage=back, **settings)
-    embed.checkpoint.from_tree(embed.checkpoint.to_tree(model=source), model=target)
-    assert_equal(fetched(target.variables), fetched(source.variables))
-    before = embed.deltas.fingerprint(0, model=source)
-    train(source, 2)
-    delta, _ = embed.deltas.changes(before, 2, model=source)
-    assert 0 < delta.num_rows < 3 * V
-    embed.deltas.apply(delta, 0, model=target)
-    assert_equal(fetched(target.variables), fetched(source.variables))
-
-
-def test_attend_export_and_loaded_rows(as_on):
-  given = features(embed.adagrad(0.5), 10)
-  packed, plain = (made(given, storage=way) for way in ("packed", "rows"))
-  rows = np.random.default_rng(0).normal(size=(V, 10)).astype(np.float32)
-  for layer in (packed, plain):
-    layer.load_variables({"a": {"parameters": rows, "accumulators": rows**2}})
-  assert_equal(fetched(packed.variables), fetched(plain.variables))
-  query = jnp.ones((2, 10))
-  candidates = np.array([0, V - 1, -1])
-  for asked in (None, candidates):
-    assert_close(packed.attend(query, "a", asked), plain.attend(query, "a", asked))
-  ids = {"x": candidates[:2, None].astype(np.int32)}
-  exported = embed.export(lambda layer, ids: layer(ids), packed, ids)
-  assert exported.arrays["a"].shape == (V, 10)
-  assert_close(exported.program.call(exported.arrays, ids), plain(ids))
-
-
-def test_initial_values_are_those_of_plain_tables(as_on):
-  normal = jax.nn.initializers.normal(0.5)
-  for initializer in (None, embed.row_wise(normal), normal):
-    given = features(embed.adagrad_momentum(slot_init={"momenta": normal}), initializer=initializer)
-    packed, plain = (made(given, storage=way) for way in ("packed", "rows"))
-    assert_equal(fetched(packed.variables), fetched(plain.variables))
 
 
 # --- plans ----------------------------------------------------------------------------------------

@@ -17,7 +17,13 @@ ULP = 2.0**-7  # of bfloat16 from 1 to 2
 
 
 def bits(n, seed=0):
-  return update.rounding_noise(update.rounding_key(jnp.arange(n), seed), jnp.arange(1))[:, 0]
+  return noise_of(n, 1, seed)[:, 0]
+
+
+def noise_of(n, d, *numbers):
+  """The noise of ids and columns in a row, for a table and a step."""
+  keys = jnp.arange(n, dtype=jnp.uint32) ^ update.rounding_key(*numbers)
+  return update.rounding_noise(keys, jnp.arange(d))
 
 
 def make(optimizer, v=64, d=8, value=1.0, **settings):
@@ -82,12 +88,12 @@ def test_the_mean_is_the_number():
 
 def test_noise_differs_by_row_column_step_and_table():
   """The share of equal bits of any two is a half, within five standard deviations."""
-  base = update.rounding_noise(update.rounding_key(jnp.arange(512), 7, 3), jnp.arange(32))
+  base = noise_of(512, 32, 7, 3)
   others = {
     "row": jnp.roll(base, 1, axis=0),
     "column": jnp.roll(base, 1, axis=1),
-    "step": update.rounding_noise(update.rounding_key(jnp.arange(512), 7, 4), jnp.arange(32)),
-    "table": update.rounding_noise(update.rounding_key(jnp.arange(512), 8, 3), jnp.arange(32)),
+    "step": noise_of(512, 32, 7, 4),
+    "table": noise_of(512, 32, 8, 3),
   }
   for name, other in others.items():
     share = float(jnp.mean(jnp.bitwise_count(base ^ other))) / 32

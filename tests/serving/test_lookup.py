@@ -1,5 +1,6 @@
 """Serving's lookup: numbers by hand, the recorded cases, and where it equals training's."""
 
+import contextlib
 import functools
 
 import conformance
@@ -17,6 +18,7 @@ from meshes import fractions, ids
 from suites import full_unless
 
 import embed
+from embed.tools import check, reference
 
 pytestmark = [
   pytest.mark.usefixtures("strict"),
@@ -250,20 +252,15 @@ def test_errors_of_structure():
 
 
 @pytest.mark.parametrize("call", recorded_calls.SERVE)
-def test_recorded_calls(call, monkeypatch):
+def test_recorded_calls(call):
   """Those that the layer is held to as well, and where it differs from TensorFlow, so do we."""
 
   def serve(features, weights, config):
-    tables = {name: np.zeros((4, 2), np.float32) for name in ("t", "u")}
-    return embed.serving_lookup(features, weights, tables, config)
+    return embed.serving_lookup(features, weights, {"t": np.zeros((4, 2), np.float32)}, config)
 
-  monkeypatch.setattr(recorded_calls, "serve", serve)
-  ours, error = recorded_calls.SERVE[call]
-  if error is None:
-    ours()
-  else:
-    with pytest.raises(error):
-      ours()
+  error = recorded_calls.CALLS[call]
+  with contextlib.nullcontext() if error is None else pytest.raises(error):
+    recorded_calls.run(call, serve)
 
 
 # ---------------------------------------------------------------------- the recorded cases
@@ -358,7 +355,7 @@ def trained(combiner, length):
 def test_equals_training_bit_for_bit(kind, combiner, length, values, weights, weighted):
   """Where no rule of serving's own applies: bags and sequences, weights that are positive."""
   layer = trained(combiner, length)
-  recorded = harness.as_kind(kind, values, weights if weighted and not length else None)
-  x, w = harness.to_embed(recorded)
+  recorded = reference.as_kind(kind, values, weights if weighted and not length else None)
+  x, w = check.as_given(recorded)
   served = embed.serving_lookup({"f": x}, {"f": w}, layer.tables, layer.spec.features)["f"]
   harness.assert_same_bits(served, layer({"f": x}, {"f": w})["f"])

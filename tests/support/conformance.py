@@ -7,12 +7,11 @@ import functools
 import json
 import pathlib
 
-import harness
 import jax
 import numpy as np
 
 import embed
-from embed.tools import reference
+from embed.tools import check, reference
 
 _DATA = pathlib.Path(__file__).parents[1] / "data"
 _DTYPES = {"f4": np.float32, "i4": np.int32}
@@ -107,7 +106,7 @@ def lookup_config(case, prefix=""):
 
 def lookup_inputs(case, prefix=""):
   pairs = {
-    prefix + name: harness.to_embed(inputs(recorded)) for name, recorded in case["inputs"].items()
+    prefix + name: check.as_given(inputs(recorded)) for name, recorded in case["inputs"].items()
   }
   return {name: f for name, (f, _) in pairs.items()}, {name: w for name, (_, w) in pairs.items()}
 

@@ -1,11 +1,12 @@
 """A float64 NumPy model of lookups, row optimizers and dense heads, for the fuzzers.
 
-Written from the formulas alone and independent of `embed.tools.reference`. Every quantity is
-float64 and every row is stepped by the equation in its docstring, so that each function can be
-checked by eye.
+Lookups and heads are written from the formulas alone, so that each function can be checked by eye;
+rows are stepped by `embed.tools.reference`, which recorded cases hold. All of it is in float64.
 """
 
 import numpy as np
+
+from embed.tools import reference
 
 # --- lookups --------------------------------------------------------------------------------------
 
@@ -49,82 +50,12 @@ class Lookup:
 
 # --- row optimizers -------------------------------------------------------------------------------
 
-SLOTS = {
-  "sgd": {},
-  "adagrad": {"accumulators": 0.1},
-  "rowwise_adagrad": {"accumulators": 0.1},
-  "adagrad_momentum": {"accumulators": 0.0, "momenta": 0.0},
-  "ftrl": {"accumulators": 0.1, "linears": 0.0},
-  "adam": {"momenta": 0.0, "velocities": 0.0},
-  "momentum": {"momenta": 0.0},
-  "rmsprop": {"ms": 0.0, "mom": 0.0},
-  "proximal_adagrad": {"accumulators": 0.1},
-  "lion": {"momenta": 0.0},
-  "frozen": {},
+# Hyperparameters that the reference asks for, or has another default of.
+DEFAULTS = {
+  "momentum": {"momentum": 0.9},
+  "rmsprop": {"rho": 0.9, "momentum": 0.0, "epsilon": 1e-7},
+  "lion": {"beta1": 0.9, "beta2": 0.99},
 }
-
-
-def equation(name, h, g, w, s, lr, noise=0.0):
-  """One step of rows `[N, D]`; `h` holds hyperparameters, defaults where one is missing.
-
-  `noise` perturbs, relatively, what a difference of two nearly equal numbers is taken of.
-  """
-  if name == "sgd":  # w -= lr g
-    return w - lr * g, {}
-  if name == "adagrad":  # a += g²; w -= lr g / sqrt(a)
-    a = s["accumulators"] + g * g
-    return w - lr * g / np.sqrt(a), {"accumulators": a}
-  if name == "rowwise_adagrad":  # a += mean(g²); w -= lr g / (sqrt(a) + epsilon)
-    a = s["accumulators"] + np.mean(g * g, axis=1)
-    return w - lr * g / (np.sqrt(a) + h.get("epsilon", 0.0))[:, None], {"accumulators": a}
-  if name == "adagrad_momentum":
-    # a = a + g² or a mean of it; s = (a + epsilon)^(-1 / exponent) g; m = momentum m + s; w -= lr m
-    a, beta2, mu = s["accumulators"], h.get("beta2", 1.0), h.get("momentum", 0.0)
-    a = a + g * g if beta2 == 1 else beta2 * a + (1 - beta2) * g * g
-    scaled = (a + h.get("epsilon", 1e-10)) ** (-1 / h.get("exponent", 2.0)) * g
-    m = mu * s["momenta"] + scaled
-    move = mu * m + scaled if h.get("use_nesterov", False) else m
-    return w - lr * move, {"accumulators": a, "momenta": m}
-  if name == "ftrl":
-    # d = a'^p - a^p; z += g - d w / lr; w = (clip(z, -l1, l1) - z) / ((a'^p + beta) / lr + 2 l2)
-    p = -h.get("learning_rate_power", -0.5)
-    l1, l2 = h.get("l1_regularization_strength", 0.0), h.get("l2_regularization_strength", 0.0)
-    a, z, beta = s["accumulators"], s["linears"], h.get("beta", 0.0)
-    new = a + g * g
-    d = new**p * (1 + noise) - a**p
-    if h.get("multiply_linear_by_learning_rate", False):
-      z = z + lr * g - d * w
-      w = (np.clip(z, -lr * l1, lr * l1) - z) / (new**p + 2 * lr * l2 + beta)
-    else:
-      z = z + g - d * w / lr
-      w = (np.clip(z, -l1, l1) - z) / ((new**p + beta) / lr + 2 * l2)
-    return w, {"accumulators": new, "linears": z}
-  if name == "adam":  # no bias correction; epsilon inside the root or outside
-    b1, b2, eps = h.get("beta_1", 0.9), h.get("beta_2", 0.999), h.get("epsilon", 1e-7)
-    m = b1 * s["momenta"] + (1 - b1) * g
-    v = b2 * s["velocities"] + (1 - b2) * g * g
-    inside = h.get("sum_inside_sqrt", True)
-    divisor = np.sqrt(v + eps**2) if inside else np.sqrt(v) + eps
-    return w - lr * m / divisor, {"momenta": m, "velocities": v}
-  if name == "momentum":  # m = mu m + g; w -= lr m, or lr (g + mu m)
-    mu = h.get("momentum", 0.9)
-    m = mu * s["momenta"] + g
-    return w - lr * (g + mu * m if h.get("use_nesterov", False) else m), {"momenta": m}
-  if name == "rmsprop":  # ms += (1 - rho)(g² - ms); mom = mu mom + lr g / sqrt(ms + eps); w -= mom
-    ms = s["ms"] + (1 - h.get("rho", 0.9)) * (g * g - s["ms"])
-    mom = h.get("momentum", 0.0) * s["mom"] + lr * g / np.sqrt(ms + h.get("epsilon", 1e-7))
-    return w - mom, {"ms": ms, "mom": mom}
-  if name == "proximal_adagrad":  # u = w - eta g; w = sign(u) max(|u| - eta l1, 0) / (1 + eta l2)
-    a = s["accumulators"] + g * g
-    eta = lr / np.sqrt(a)
-    u = w - eta * g
-    l1, l2 = h.get("l1_regularization_strength", 0.0), h.get("l2_regularization_strength", 0.0)
-    return np.sign(u) * np.maximum(np.abs(u) - eta * l1, 0) / (1 + eta * l2), {"accumulators": a}
-  if name == "lion":  # w -= lr sign(b1 m + (1 - b1) g); m = b2 m + (1 - b2) g
-    b1, b2, m = h.get("beta1", 0.9), h.get("beta2", 0.99), s["momenta"]
-    move = np.sign(b1 * m + (1 - b1) * g)
-    return w - lr * move, {"momenta": b2 * m + (1 - b2) * g}
-  raise ValueError(f"no equation for {name}")
 
 
 def at(value, step):
@@ -135,16 +66,15 @@ class Table:
   """Rows and slots of one table, and its optimizer `(name, arguments)`."""
 
   def __init__(self, rows, optimizer):
-    self.name, self.arguments = optimizer
-    self.rows = np.array(rows, np.float64)
-    self.slots = {}
-    for slot, default in SLOTS[self.name].items():
-      initial = self.arguments.get("initial_accumulator_value", default)
-      shape = self.rows.shape[:1] if self.name == "rowwise_adagrad" else self.rows.shape
-      self.slots[slot] = np.full(shape, initial if slot == "accumulators" else default)
+    self.name, arguments = optimizer
+    self.arguments = DEFAULTS.get(self.name, {}) | arguments
+    self.variables = {"parameters": np.array(rows, np.float64)}
+    if self.name != "frozen":
+      self.variables = reference.initial_variables(self.name, rows, **arguments)
 
-  def arrays(self):
-    return {"parameters": self.rows, **self.slots}
+  @property
+  def rows(self):
+    return self.variables["parameters"]
 
   def step(self, ids, grads, number, noise=0.0):
     """One step from the gradients `[N, D]` of the occurrences `ids`, in batch order.
@@ -153,38 +83,26 @@ class Table:
     """
     if self.name == "frozen":
       return
-    multiplier = self.arguments.get("gradient_multiplier")
-    if multiplier is not None:
-      grads = grads * at(multiplier, number)
-    if not self.arguments.get("use_gradient_accumulation", True):
-      for id_, g in zip(ids, grads, strict=True):
-        self._move(np.array([id_]), shifted(g[None], noise), number, noise)
-      return
-    every = self.name == "adam" and not self.arguments.get("lazy_adam", True)
-    touched = np.arange(len(self.rows)) if every else np.unique(ids)
-    total = np.zeros_like(self.rows)
-    np.add.at(total, ids, grads)
-    self._move(touched, shifted(total, noise)[touched], number, noise)
+    config = {key: at(x, number) for key, x in self.arguments.items()}
+    lr, multiplier = config.pop("learning_rate"), config.pop("gradient_multiplier", 1.0)
+    grads = grads * multiplier
+    if config.get("use_gradient_accumulation", True):
+      touched, total = np.unique(ids), np.zeros_like(self.rows)
+      np.add.at(total, ids, grads)
+      parts = [(touched, shifted(total, noise)[touched])]
+    else:
+      parts = [(ids[n : n + 1], shifted(grads[n : n + 1], noise)) for n in range(len(ids))]
+    for rows, g in parts:
+      if self.name == "ftrl" and noise:
+        self._blur(rows, g, lr, noise / 10)
+      self.variables = reference.apply_rows(self.name, self.variables, rows, g, lr, **config)
 
-  def _move(self, touched, g, number, noise):
-    h = self.arguments
-    lr = at(h["learning_rate"], number)
-    clip = h.get("clipvalue")
-    if clip is not None:
-      low, high = clip if isinstance(clip, tuple) else (-clip, clip)
-      g = np.clip(g, -np.inf if low is None else low, np.inf if high is None else high)
-    w = self.rows[touched]
-    decay = h.get("weight_decay_factor")
-    if decay:
-      by_rate = h.get("multiply_weight_decay_factor_by_learning_rate", False)
-      w = w - (decay * lr if by_rate else decay) * w
-    slots = {name: slot[touched] for name, slot in self.slots.items()}
-    w, slots = equation(self.name, h, g, w, slots, lr, noise / 10)
-    low, high = h.get("clip_weight_min"), h.get("clip_weight_max")
-    w = np.clip(w, -np.inf if low is None else low, np.inf if high is None else high)
-    self.rows[touched] = w
-    for name, value in slots.items():
-      self.slots[name][touched] = value
+  def _blur(self, rows, g, lr, noise):
+    """Perturbs a power that FTRL subtracts a nearly equal one from, relatively."""
+    h, v = self.arguments, self.variables
+    by_rate = 1 if h.get("multiply_linear_by_learning_rate") else lr
+    power = (v["accumulators"][rows] + g * g) ** -h.get("learning_rate_power", -0.5)
+    v["linears"][rows] -= noise * power * v["parameters"][rows] / by_rate
 
 
 def shifted(g, noise):

@@ -11,21 +11,6 @@ import embed
 from embed.engine import backends
 from embed.engine import stack as stack_lib
 from embed.kernels import cpu as cpu_kernels
-from embed.tools import reference
-
-
-def to_embed(inputs):
-  """A `reference` input -> the (features, weights) leaves of a call."""
-  values, weights = np.asarray(inputs.values), inputs.weights
-  if isinstance(inputs, reference.DenseIds):
-    return values, weights
-  if isinstance(inputs, reference.PaddedIds):
-    wrap = embed.Padded
-  elif isinstance(inputs, reference.RaggedIds):
-    wrap = lambda v: embed.Ragged(v, np.asarray(inputs.row_splits))
-  else:
-    wrap = lambda v: embed.Sparse(np.asarray(inputs.indices), v, tuple(inputs.dense_shape))
-  return wrap(values), None if weights is None else wrap(np.asarray(weights, np.float32))
 
 
 class Model(nnx.Module):
@@ -131,29 +116,6 @@ def without_ids(batch=8):
     if weights(x, settings) is not None
   }
   return plain | weighted
-
-
-def as_kind(kind, values, weights):
-  """[B, L] ids with -1 as padding, in one of the kinds that hold the same content."""
-  if kind == "padded":
-    return reference.PaddedIds(values, weights)
-  if kind == "sparse":
-    # Some cells of padding stay, as ids of -1: three shapes, each of which is compiled.
-    used, padding = np.argwhere(values >= 0), np.argwhere(values < 0)
-    number = next(n for n in (0, values.size // 2, values.size) if n >= len(used))
-    indices = np.concatenate([used, padding[: number - len(used)]]).astype(np.int32)
-    indices = indices[np.lexsort(indices.T[::-1])]
-    at = tuple(indices.T)
-    return reference.SparseIds(
-      indices, values[at], values.shape, None if weights is None else weights[at]
-    )
-  # Trailing padding goes, holes stay; what lies behind the last split must not matter.
-  lengths = [int(np.max(np.flatnonzero(bag >= 0), initial=-1)) + 1 for bag in values]
-  pack = lambda rows: np.concatenate(
-    [row[:n] for row, n in zip(rows, lengths, strict=True)] + [rows.reshape(-1)]
-  )[: values.size]
-  splits = np.cumsum([0, *lengths]).astype(np.int32)
-  return reference.RaggedIds(pack(values), splits, None if weights is None else pack(weights))
 
 
 def assert_same_bits(served, trained):

@@ -63,23 +63,76 @@ def batch_of(ids):
 
 # --- ways to write a step -------------------------------------------------------------------------
 
-WAYS: dict[str, Callable[..., Any]] = {}
+
+def total(acts):
+  return sum(jnp.sum(x) for x in acts)
 
 
-def way(f):
-  """Registers a step `f(model, optimizer, batch) -> anything`."""
-  WAYS[f.__name__] = f
-  return f
+def plain(m, batch):
+  return total(m(batch))
 
 
-def loss(f):
-  """Registers the usual step of a loss `f(model, batch)`."""
+def pairs(m, batch):
+  a, b, c, d = m(batch)
+  return jnp.sum(a * b) + jnp.sum(c * d)
 
-  @functools.wraps(f)
-  def step(model, optimizer, batch):
-    return train(f, model, optimizer, batch)
 
-  return way(step)
+def chain(m, batch):
+  a, b, c, d = m(batch)
+  return jnp.sum(a * b) + jnp.sum(b * c) + jnp.sum(c * d)
+
+
+def all_but_one_stopped(m, batch):
+  first, *others = m(batch)
+  return jnp.sum(first * jax.lax.stop_gradient(sum(others)))
+
+
+def one_stopped(m, batch):
+  first, *others = m(batch)
+  return jnp.sum(jax.lax.stop_gradient(first)) + total(others)
+
+
+def policy_gradient(m, batch):
+  acts = sum(m(batch))
+  return -jnp.mean(jnp.arange(len(acts), dtype=jnp.float32)[:, None] * acts)
+
+
+def attend(m, batch):
+  ids, query = batch["one"]["sgd"], jnp.ones((2, m.dim))
+  return sum(jnp.sum(m.embed.attend(query, name, ids)) for name in OPTIMIZERS)
+
+
+# `f(model, batch)`, each trained by the usual step.
+LOSSES = {
+  "a_sum": plain,
+  "a_square": lambda m, b: total([x**2 for x in m(b)]),
+  "a_mean_of_a_linear_head": lambda m, b: jnp.mean(m.head(sum(m(b)))),
+  "a_linear_head_without_its_parameters": lambda m, b: jnp.mean(
+    jax.lax.stop_gradient(m.head.kernel[...]).T * sum(m(b))
+  ),
+  "a_weighted_sum": lambda m, b: total([x * jnp.arange(m.dim, dtype=jnp.float32) for x in m(b)]),
+  "a_policy_gradient": policy_gradient,
+  "a_constant": lambda m, b: (m(b), jnp.float32(3))[1],
+  "a_loss_that_leaves_the_activations_out": lambda m, b: (m(b), jnp.sum(m.head.kernel[...] ** 2))[
+    1
+  ],
+  "stop_gradient_of_one_table": one_stopped,
+  "stop_gradient_of_all_but_one": all_but_one_stopped,
+  "a_linear_and_a_square_lookup": lambda m, b: total(m(b)) + total([x**2 for x in m.one(b)]),
+  "two_linear_lookups": lambda m, b: total(m(b)) + total(m.one(b)),
+  "a_dot_product_of_tables": pairs,
+  "a_product_in_a_chain": chain,
+  "the_largest_of_each_row": lambda m, b: sum(jnp.sum(jnp.max(x, axis=1)) for x in m(b)),
+  "a_hinge": lambda m, b: jnp.sum(jnp.maximum(0, 1 - sum(m(b)))),
+  "half_precision": lambda m, b: total([x.astype(jnp.bfloat16) for x in m(b)]).astype(jnp.float32),
+  "a_lookup_in_a_branch": lambda m, b: nnx.cond(
+    jnp.sum(m.head.bias[...]) > 0, lambda m: total(m(b)), lambda m: 0.0, m
+  ),
+  "remat": lambda m, b: nnx.remat(plain)(m, b),
+  "remat_of_a_dot_product": lambda m, b: nnx.remat(pairs)(m, b),
+  "nested_jit": lambda m, b: nnx.jit(plain)(m, b),
+  "candidates_of_attend": attend,
+}
 
 
 def train(f, model, optimizer, batch, change=lambda grads: grads, **options):
@@ -88,152 +141,39 @@ def train(f, model, optimizer, batch, change=lambda grads: grads, **options):
   return value
 
 
-def total(acts):
-  return sum(jnp.sum(x) for x in acts)
+def named(name, f, **options):
+  """The step `(model, optimizer, batch)` of a loss."""
+  step = functools.partial(train, f, **options)
+  step.__name__ = name
+  return step
 
 
-@loss
-def a_sum(m, batch):
-  return total(m(batch))
+WAYS: dict[str, Callable[..., Any]] = {name: named(name, f) for name, f in LOSSES.items()}
+for name, f, options in (
+  ("activations_as_aux", lambda m, b: (total(acts := m(b)), acts), {"has_aux": True}),
+  ("another_lookup_as_aux", lambda m, b: (plain(m, b), m.one(b)), {"has_aux": True}),
+  ("clip", plain, {"change": lambda grads: embed.clip_by_global_norm(grads, 1.0)}),
+  ("map", plain, {"change": lambda grads: grads.map(lambda x: 2 * x)}),
+  ("map_to_constants", plain, {"change": lambda grads: grads.map(jnp.ones_like)}),
+):
+  WAYS[name] = named(name, f, **options)
 
 
-@loss
-def a_square(m, batch):
-  return total([x**2 for x in m(batch)])
-
-
-@loss
-def a_mean_of_a_linear_head(m, batch):
-  return jnp.mean(m.head(sum(m(batch))))
-
-
-@loss
-def a_linear_head_without_its_parameters(m, batch):
-  return jnp.mean(jax.lax.stop_gradient(m.head.kernel[...]).T * sum(m(batch)))
-
-
-@loss
-def a_weighted_sum(m, batch):
-  return total([x * jnp.arange(m.dim, dtype=jnp.float32) for x in m(batch)])
-
-
-@loss
-def a_policy_gradient(m, batch):
-  acts = sum(m(batch))
-  return -jnp.mean(jnp.arange(len(acts), dtype=jnp.float32)[:, None] * acts)
-
-
-@loss
-def a_constant(m, batch):
-  m(batch)
-  return jnp.float32(3)
-
-
-@loss
-def a_loss_that_leaves_the_activations_out(m, batch):
-  m(batch)
-  return jnp.sum(m.head.kernel[...] ** 2)
-
-
-@loss
-def stop_gradient_of_one_table(m, batch):
-  first, *others = m(batch)
-  return jnp.sum(jax.lax.stop_gradient(first)) + total(others)
-
-
-@loss
-def stop_gradient_of_all_but_one(m, batch):
-  first, *others = m(batch)
-  return jnp.sum(first * jax.lax.stop_gradient(sum(others)))
-
-
-@loss
-def a_linear_and_a_square_lookup(m, batch):
-  return total(m(batch)) + total([x**2 for x in m.one(batch)])
-
-
-@loss
-def two_linear_lookups(m, batch):
-  return total(m(batch)) + total(m.one(batch))
-
-
-@loss
-def a_dot_product_of_tables(m, batch):
-  a, b, c, d = m(batch)
-  return jnp.sum(a * b) + jnp.sum(c * d)
-
-
-@loss
-def a_product_in_a_chain(m, batch):
-  a, b, c, d = m(batch)
-  return jnp.sum(a * b) + jnp.sum(b * c) + jnp.sum(c * d)
-
-
-@loss
-def the_largest_of_each_row(m, batch):
-  return sum(jnp.sum(jnp.max(x, axis=1)) for x in m(batch))
-
-
-@loss
-def a_hinge(m, batch):
-  return jnp.sum(jnp.maximum(0, 1 - sum(m(batch))))
-
-
-@loss
-def half_precision(m, batch):
-  return total([x.astype(jnp.bfloat16) for x in m(batch)]).astype(jnp.float32)
-
-
-@loss
-def a_lookup_in_a_branch(m, batch):
-  return nnx.cond(jnp.sum(m.head.bias[...]) > 0, lambda m: total(m(batch)), lambda m: 0.0, m)
-
-
-@loss
-def remat(m, batch):
-  return nnx.remat(lambda m: total(m(batch)))(m)
-
-
-@loss
-def remat_of_a_dot_product(m, batch):
-  def f(m):
-    a, b, c, d = m(batch)
-    return jnp.sum(a * b) + jnp.sum(c * d)
-
-  return nnx.remat(f)(m)
-
-
-@loss
-def nested_jit(m, batch):
-  return nnx.jit(lambda m: total(m(batch)))(m)
-
-
-@loss
-def candidates_of_attend(m, batch):
-  ids = batch["one"]["sgd"]
-  return sum(jnp.sum(m.embed.attend(jnp.ones((2, m.dim)), name, ids)) for name in OPTIMIZERS)
-
-
-@way
-def activations_as_aux(model, optimizer, batch):
-  f = lambda m, batch: (total(acts := m(batch)), acts)
-  return train(f, model, optimizer, batch, has_aux=True)
-
-
-@way
-def another_lookup_as_aux(model, optimizer, batch):
-  return train(lambda m, b: (total(m(b)), m.one(b)), model, optimizer, batch, has_aux=True)
+def way(f):
+  """Registers a step `f(model, optimizer, batch) -> anything`."""
+  WAYS[f.__name__] = f
+  return f
 
 
 @way
 def a_prediction_before_the_step(model, optimizer, batch):
   before = model.one(batch)
-  return before, train(lambda m, b: total(m(b)), model, optimizer, batch)
+  return before, train(plain, model, optimizer, batch)
 
 
 @way
 def a_prediction_before_the_update(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
+  value, grads = embed.value_and_grad(plain)(model, batch)
   between = model.one(batch)
   optimizer.update(model, grads)
   return value, between
@@ -241,12 +181,12 @@ def a_prediction_before_the_update(model, optimizer, batch):
 
 @way
 def a_prediction_after_the_update(model, optimizer, batch):
-  return train(lambda m, b: total(m(b)), model, optimizer, batch), model.one(batch)
+  return train(plain, model, optimizer, batch), model.one(batch)
 
 
 @way
 def a_prediction_by_nested_jit(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
+  value, grads = embed.value_and_grad(plain)(model, batch)
   between = nnx.jit(lambda m: m.one(batch))(model)
   optimizer.update(model, grads)
   return value, between
@@ -254,8 +194,7 @@ def a_prediction_by_nested_jit(model, optimizer, batch):
 
 @way
 def two_gradients_then_two_updates(model, optimizer, batch):
-  f = lambda m, b: total(m(b))
-  a, first = embed.value_and_grad(f)(model, batch)
+  a, first = embed.value_and_grad(plain)(model, batch)
   b, second = embed.value_and_grad(lambda m, b: total(m.one(b)))(model, batch)
   optimizer.update(model, first)
   optimizer.update(model, second)
@@ -264,8 +203,7 @@ def two_gradients_then_two_updates(model, optimizer, batch):
 
 @way
 def a_step_after_a_step(model, optimizer, batch):
-  f = lambda m, b: total(m(b))
-  return train(f, model, optimizer, batch), train(f, model, optimizer, batch)
+  return train(plain, model, optimizer, batch), train(plain, model, optimizer, batch)
 
 
 class Around(nnx.Module):
@@ -279,7 +217,7 @@ class Around(nnx.Module):
 def two_models_that_share_the_layer(model, optimizer, batch):
   other = Around(model.embed)
   second = embed.Optimizer(other, optax.sgd(0.1))
-  a, of_model = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
+  a, of_model = embed.value_and_grad(plain)(model, batch)
   f = lambda m, b: total(m.embed({"one": b["one"]})["one"].values())
   b, of_other = embed.value_and_grad(f)(other, batch)
   optimizer.update(model, of_model)
@@ -323,27 +261,15 @@ def apply_row_gradients_after_a_lookup(model, optimizer, batch):
 
 @way
 def row_gradients_by_hand(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
+  value, grads = embed.value_and_grad(plain)(model, batch)
   rows = {key.split("/")[-1]: rows for key, rows in grads.rows.items()}
   model.embed.apply_row_gradients(rows, step=0)
   return value
 
 
-def changed(change):
-  def step(model, optimizer, batch):
-    return train(lambda m, b: total(m(b)), model, optimizer, batch, change)
-
-  return step
-
-
-WAYS["clip"] = changed(lambda grads: embed.clip_by_global_norm(grads, 1.0))
-WAYS["map"] = changed(lambda grads: grads.map(lambda x: 2 * x))
-WAYS["map_to_constants"] = changed(lambda grads: grads.map(jnp.ones_like))
-
-
 @way
 def accumulate(model, optimizer, batch):
-  f = embed.value_and_grad(lambda m, b: total(m(b)))
+  f = embed.value_and_grad(plain)
   (a, first), (b, second) = f(model, batch), f(model, batch)
   optimizer.update(model, embed.accumulate([first, second]))
   return a, b
@@ -351,29 +277,28 @@ def accumulate(model, optimizer, batch):
 
 @way
 def a_norm_beside_the_update(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
+  value, grads = embed.value_and_grad(plain)(model, batch)
   optimizer.update(model, grads)
   return value, embed.global_norm(grads)
 
 
 @way
 def look_ahead(model, optimizer, batch):
-  f = lambda m, b: total(m(b))
-  value, grads = embed.value_and_grad(f)(model, batch)
-  ahead = embed.look_ahead(f)(model, batch)
+  value, grads = embed.value_and_grad(plain)(model, batch)
+  ahead = embed.look_ahead(plain)(model, batch)
   optimizer.update(model, grads)
   return value, ahead
 
 
 @way
 def switch_around_the_step(model, optimizer, batch):
-  step = lambda model, optimizer: train(lambda m, b: total(m(b)), model, optimizer, batch)
+  step = lambda model, optimizer: train(plain, model, optimizer, batch)
   return nnx.switch(jnp.int32(1), [lambda model, optimizer: 0.0, step], model, optimizer)
 
 
 @way
 def cond_around_the_update(model, optimizer, batch):
-  value, grads = embed.value_and_grad(lambda m, b: total(m(b)))(model, batch)
+  value, grads = embed.value_and_grad(plain)(model, batch)
   update = lambda model, optimizer: optimizer.update(model, grads)
   nnx.cond(jnp.isfinite(value), update, lambda model, optimizer: None, model, optimizer)
   return value
@@ -383,7 +308,7 @@ def cond_around_the_update(model, optimizer, batch):
 def fori_loop_of_steps(model, optimizer, batch):
   def body(_, carry):
     model, optimizer, value = carry
-    return model, optimizer, value + train(lambda m, b: total(m(b)), model, optimizer, batch)
+    return model, optimizer, value + train(plain, model, optimizer, batch)
 
   return nnx.fori_loop(0, 3, body, (model, optimizer, jnp.float32(0)))[-1]
 
@@ -394,7 +319,7 @@ def scan_of_steps(model, optimizer, batch):
 
   def body(state, _):
     model, optimizer = nnx.merge(graphdef, state)
-    value = train(lambda m, b: total(m(b)), model, optimizer, batch)
+    value = train(plain, model, optimizer, batch)
     return nnx.state((model, optimizer)), value
 
   state, values = jax.lax.scan(body, state, None, 3)

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 import embed
+from embed.engine import mesh as mesh_lib
 
 
 def two_tables():
@@ -21,6 +22,14 @@ def two_tables():
     "seen": embed.FeatureConfig(movie),
     "user": embed.FeatureConfig(user),
   }
+
+
+def stored(layer):
+  return jax.tree.leaves(nnx.state(layer, nnx.Any(embed.Table, embed.SlotVariable)))
+
+
+def assert_in_host(layer):
+  assert {x.sharding.memory_kind for x in stored(layer)} == {mesh_lib.HOST}
 
 
 def fetched(tree):

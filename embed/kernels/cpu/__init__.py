@@ -88,6 +88,16 @@ def _has_sizes(*arrays: jax.Array) -> bool:
   return all(_are_sizes(x.shape) for x in arrays)
 
 
+def _result(
+  target: str, by_xla: Callable[..., Any], operands: Any, shape: Sequence[int], dtype: Any
+) -> jax.Array:
+  """The result of a kernel that has one; `by_xla(*operands)`, a list, is what it means."""
+  outputs = (jax.ShapeDtypeStruct(shape, dtype),)
+  return _kernel_p.bind(
+    *operands, formulation=by_xla, target=target, outputs=outputs, in_place=False
+  )[0]
+
+
 # --- lookups --------------------------------------------------------------------------------------
 
 
@@ -112,15 +122,8 @@ def count_beyond(ids: jax.Array, size: int) -> jax.Array:
     return formulation(ids)
   from embed.kernels.cpu import build
 
-  (count,) = _kernel_p.bind(
-    ids,
-    jnp.int32(size),
-    formulation=lambda ids, _: [formulation(ids)],
-    target=build.count_beyond(),
-    outputs=(jax.ShapeDtypeStruct((), jnp.int32),),
-    in_place=False,
-  )
-  return count
+  by_xla, operands = lambda ids, _: [formulation(ids)], (ids, jnp.int32(size))
+  return _result(build.kernel("count_beyond"), by_xla, operands, (), jnp.int32)
 
 
 def find_rows(
@@ -131,16 +134,8 @@ def find_rows(
     return formulation(ids, buckets, numbers)
   from embed.kernels.cpu import build
 
-  (rows,) = _kernel_p.bind(
-    ids,
-    buckets,
-    numbers,
-    formulation=lambda *operands: [formulation(*operands)],
-    target=build.find_rows(),
-    outputs=(jax.ShapeDtypeStruct(ids.shape[:1], jnp.int32),),
-    in_place=False,
-  )
-  return rows
+  by_xla, operands = lambda *operands: [formulation(*operands)], (ids, buckets, numbers)
+  return _result(build.kernel("find_rows"), by_xla, operands, ids.shape[:1], jnp.int32)
 
 
 def gather_and_combine(
@@ -161,11 +156,9 @@ def gather_and_combine(
     return lookup.gather_and_combine(table, bags, quantization, dtype)
   from embed.kernels.cpu import build
 
-  batch = bags.batch
-  flat = bags.flat()
-  gains = flat.gains
-  if gains is None:
-    gains = jnp.zeros(0, jnp.float32)
+  batch, flat = bags.batch, bags.flat()
+  gains = jnp.zeros(0) if flat.gains is None else flat.gains
+  gains = gains.astype(jnp.float32)
 
   def by_xla(table, ids, *rest):
     gains = rest[-1] if flat.gains is not None else None
@@ -174,16 +167,9 @@ def gather_and_combine(
 
   flat_size = int(np.prod(batch))
   segments = (flat.bag_indices(),) if flat.is_ragged else ()
-  (act,) = _kernel_p.bind(
-    table,
-    flat.ids,
-    *segments,
-    gains.astype(jnp.float32),
-    formulation=by_xla,
-    target=build.bag_sum(str(table.dtype)),
-    outputs=(jax.ShapeDtypeStruct((flat_size, table.shape[1]), jnp.float32),),
-    in_place=False,
-  )
+  target = build.kernel("bag_sum", TABLE=repr(str(table.dtype)))
+  operands, shape = (table, flat.ids, *segments, gains), (flat_size, table.shape[1])
+  act = _result(target, by_xla, operands, shape, jnp.float32)
   return act.reshape(*batch, table.shape[1]).astype(table.dtype if dtype is None else dtype)
 
 

@@ -81,31 +81,18 @@ def _registered(name: str, module: ModuleType) -> str:
 
 
 @_once
-def bag_sum(table: str) -> str:
-  """The name by which XLA finds the kernel of lookups in tables of a dtype of `frame.TABLES`."""
-  return _registered(*_compiled("bag_sum", TABLE=repr(table)))
+def kernel(name: str, **constants: str) -> str:
+  """The name by which XLA finds a kernel; the arguments are those of `_compiled`."""
+  return _registered(*_compiled(name, **constants))
 
 
-@_once
-def count_beyond() -> str:
-  """The name by which XLA finds the kernel that counts ids that are beyond a table."""
-  return _registered(*_compiled("count_beyond"))
-
-
-@_once
-def find_rows() -> str:
-  """The name by which XLA finds the kernel that finds raw ids in their buckets."""
-  return _registered(*_compiled("find_rows"))
-
-
-@_once
 def row_step(program: "Program") -> str:
   """The name by which XLA finds the kernel of updates by an optimizer's equation."""
   common, _ = _compiled("row_step")
   text = repr(program)
   for kind in ("Program", "Operation"):
     text = text.replace(f"{kind}(", f"equations.{kind}(")
-  return _registered(*_compiled("row_equation", PROGRAM=text, UPDATE=f'"{common}_update"'))
+  return kernel("row_equation", PROGRAM=text, UPDATE=f'"{common}_update"')
 
 
 @_once
@@ -113,9 +100,8 @@ def is_interface_known() -> bool:
   """Whether XLA passes what `frame` reads: compares versions first, then asks a call."""
   if frame.VERSION != frame.MAJOR:
     return False
-  name = _registered(*_compiled("probe"))
   answer = jax.ShapeDtypeStruct((1,), np.int32)
-  ask = jax.ffi.ffi_call(name, answer, input_output_aliases={0: 0})
+  ask = jax.ffi.ffi_call(kernel("probe"), answer, input_output_aliases={0: 0})
   # In a thread of its own: jax.set_mesh with devices that are not attached holds in this one.
   with futures.ThreadPoolExecutor(1) as thread:
     answered = thread.submit(lambda: int(jax.jit(ask)(np.zeros(1, np.int32))[0]))

@@ -1,9 +1,9 @@
 """Machine code on disk: one file for each compiled function, in a folder that is the user's alone.
 
-A file holds what Numba pickles, so whoever can write it runs code in this process. Files are read
-and written by way of open folders, from the root down, each of which was checked: it belongs to
-this user or to root, and nobody else can write there or, in a sticky folder such as `/tmp`, replace
-the next one. Numba's own cache checks nothing, follows `NUMBA_CACHE_DIR`, and fails at cut files.
+A file holds what Numba pickles, so whoever can write it runs code in this process. Hence each
+folder of its path, from the root down and without links, is checked: it belongs to this user or to
+root, and nobody else can write there or, in a sticky folder such as `/tmp`, replace the next one.
+Numba's own cache checks nothing, follows `NUMBA_CACHE_DIR`, and fails at cut files.
 
 Without such a folder, or where files cannot be written, each process compiles in memory.
 """
@@ -29,9 +29,6 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
-# Linux can open a folder that may be passed through but not listed.
-_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
-_LINKS = 40  # followed in a path, at most
 _DIGEST_BYTES = 32
 _reasons: list[str] = []  # why there is no cache; the first one was in a warning
 
@@ -110,97 +107,68 @@ def _or_without() -> Iterator[None]:
 
 def _read(name: str) -> bytes:
   """What is in a file; nothing where there is none."""
-  with _folder() as folder:
-    try:
-      file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    except FileNotFoundError:
-      return b""
-    with os.fdopen(file, "rb") as opened:
-      info = os.fstat(file)
-      if not stat.S_ISREG(info.st_mode):
-        raise PermissionError(f"{name} is not a regular file")
-      _check(info, name, is_own=True)
-      return opened.read()
+  path = _folder() / name
+  try:
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+  except FileNotFoundError:
+    return b""
+  with os.fdopen(file, "rb") as opened:
+    info = os.fstat(file)
+    if not stat.S_ISREG(info.st_mode):
+      raise PermissionError(f"{path} is not a regular file")
+    _check(info, path, is_own=True)
+    return opened.read()
 
 
 def _write(name: str, data: bytes) -> None:
   """Writes a file whole or not at all."""
-  with _folder() as folder:
-    new = f"{name}.{uuid.uuid4().hex}"
-    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
-    try:
-      with os.fdopen(file, "wb") as opened:
-        os.fchmod(file, 0o600)  # whatever the umask
-        opened.write(data)
-      os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-      os.unlink(new, dir_fd=folder)
-      raise
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[int]:
-  """The descriptor of the cache's folder, which is made where there is none."""
-  root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-  if not os.path.isabs(root):
-    raise NotADirectoryError(f"{root} is no absolute path")
-  folder = _enter(os.path.join(root, "sparse_embed", "cpu"))
+  path = _folder() / name
+  new = path.with_name(f"{name}.{uuid.uuid4().hex}")
+  file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
   try:
-    yield folder
-  finally:
-    os.close(folder)
-
-
-def _enter(path: str) -> int:
-  """Opens a folder by way of its parents; raises OSError if another user could replace one."""
-  parts, links, seen = [*reversed(pathlib.Path(path).parts)], 0, "/"
-  at = os.open(parts.pop(), _FOLDER)
-  try:
-    _check(os.fstat(at), seen)
-    while parts:
-      part = parts.pop()
-      seen = os.path.join(seen, part)
-      info = _made(part, at)
-      if stat.S_ISLNK(info.st_mode):
-        _check(info, seen)
-        links += 1
-        if links > _LINKS:
-          raise OSError(f"{path} has too many links")
-        parts += reversed(pathlib.Path(os.readlink(part, dir_fd=at)).parts)
-      else:
-        inner = os.open(part, _FOLDER, dir_fd=at)
-        os.close(at)
-        at = inner
-        _check(os.fstat(at), seen, is_own=not parts)
-    return at
+    with os.fdopen(file, "wb") as opened:
+      os.fchmod(file, 0o600)  # whatever the umask
+      opened.write(data)
+    os.replace(new, path)
   except BaseException:
-    os.close(at)
+    new.unlink()
     raise
 
 
-def _made(folder: str, at: int) -> os.stat_result:
-  """The status of a folder, or of a link to one; makes it where there is none."""
-  status = functools.partial(os.stat, folder, dir_fd=at, follow_symlinks=False)
-  try:
-    return status()
-  except FileNotFoundError:
-    with contextlib.suppress(FileExistsError):  # another process was faster
-      os.mkdir(folder, 0o700, dir_fd=at)
-      os.chmod(folder, 0o700, dir_fd=at)  # whatever the umask
-    return status()
+def _folder() -> pathlib.Path:
+  """The cache's folder, without links, made where there is none; raises OSError if it is not safe.
+
+  A parent that passed its check keeps the next folder as it is, so that nothing can be replaced
+  between the checks and the use.
+  """
+  root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+  if not os.path.isabs(root):
+    raise NotADirectoryError(f"{root} is no absolute path")
+  path = pathlib.Path(os.path.realpath(os.path.join(root, "sparse_embed", "cpu")))
+  for folder in (*reversed(path.parents), path):
+    try:
+      info = folder.lstat()
+    except FileNotFoundError:
+      with contextlib.suppress(FileExistsError):  # another process was faster
+        folder.mkdir(0o700)
+        folder.chmod(0o700)  # whatever the umask
+      info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode):
+      raise NotADirectoryError(f"{folder} is not a folder")
+    _check(info, folder, is_own=folder == path)
+  return path
 
 
-def _check(info: os.stat_result, path: str, is_own: bool = False) -> None:
+def _check(info: os.stat_result, path: pathlib.Path, is_own: bool) -> None:
   """Raises PermissionError for what another user could change, or replace what is in it.
 
   Args:
-    info: of a file, a folder or a link.
+    info: of a file or a folder.
     path: for the error.
     is_own: whether root is another user too, and a sticky folder is not enough.
   """
   if info.st_uid != os.geteuid() and (is_own or info.st_uid != 0):
     raise PermissionError(f"{path} belongs to another user")
   is_sticky = bool(info.st_mode & stat.S_ISVTX) and not is_own
-  can_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-  if can_write and not is_sticky and not stat.S_ISLNK(info.st_mode):
+  if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
     raise PermissionError(f"other users can write to {path}")

@@ -44,7 +44,7 @@ class Program(NamedTuple):
   """A row's step. Names: `g`, `w`, `rate`, `s0` ... for slots, `n0` ... for numbers, `i7` for 7.
 
   What it reads beside the row are words: the rules by which new rows are rounded at random, `RULE`
-  words for each of `rules`, see `row_step.rounding_rules`; the step's index, if there are any; and
+  words for each of `rules`, see `update.rounding_rules`; the step's index, if there are any; and
   the numbers, float32.
 
   Attributes:
@@ -312,7 +312,7 @@ def _power(b: Any, x: Any, exponent: int) -> Any:
 
 
 def _scramble(b: Any, x: Any) -> Any:
-  """`rounding.scramble`."""
+  """`update.scramble`."""
   of = lambda number: memory.constant(x.type, number)
   for shift, factor in update.SCRAMBLE:
     x = b.mul(b.xor(x, b.lshr(x, of(shift))), of(factor))
@@ -355,7 +355,7 @@ class _Emitter:
     return self.program.table if name == "w" else self.dtypes[name]
 
   def rounding_key(self, row: Any) -> Any:
-    """What the noise of a row is made of: `row_step.rounding_rules` has the formula."""
+    """What the noise of a row is made of: `update.rounding_rules` has the formula."""
     b, words, row = self.b, memory.at(self.b, self.words, _INT), self.b.trunc(row, _INT)
     rule = _INT(0)
     for later in range(1, self.program.rules):  # of the last table that begins before the row

@@ -236,7 +236,7 @@ def store_floats(
   """Writes floats to a row from an offset on.
 
   As bfloat16 they are rounded to the nearest, ties to even, or, with random bits int32 as `noise`,
-  as `rounding.to_bfloat16` does.
+  as `update.to_bfloat16` does.
   """
   if dtype == "bfloat16":
     value = _to_bfloat16(builder, value, noise)

@@ -1,6 +1,7 @@
 """Compiled kernels against XLA's own operations: lookups and updates of every kind of input."""
 
 import functools
+import zlib
 
 import hypothesis.strategies as st
 import jax
@@ -267,22 +268,17 @@ def test_rules_of_rounding_are_those_of_its_definition(monkeypatch, contiguous):
   stack = StackSpec(
     "t", tuple("abcd"), layout, 6, np.dtype(jnp.bfloat16), embed.sgd(), stochastic_rounding=True
   )
-  local, columns = jnp.arange(layout.shard_rows, dtype=jnp.int32), jnp.arange(6, dtype=jnp.uint32)
-  noise = []
+  local = jnp.arange(layout.shard_rows, dtype=jnp.int32)
+  scalars, noise = update.StepScalars(jnp.float32(1), None, step), []
   monkeypatch.setattr(update, "to_bfloat16", lambda new, bits: noise.append(bits))
   for shard in range(3):
     monkeypatch.setattr(update.mesh, "device_index", lambda axes, s=shard: jnp.int32(s))
-    update._round_rows(stack, step, None, local, 0)
-    scalars = update.StepScalars(jnp.float32(1), None, step)
-    rules = np.asarray(update.rounding_rules(stack, scalars))
-    of_row = rules[np.searchsorted(rules[:, 0], local, side="right") - 1]
-    first, scale, base, shared, column = of_row.T
-    keys = ((local.astype(jnp.uint32) - first) * scale + base) ^ shared
-    spread = (column[:, None] + columns) * jnp.uint32(update.GOLDEN)
-    bits = update.scramble(update.scramble(keys)[:, None] + spread)
-    tables = [np.asarray(layout.ids(i, shard, local)) < n for i, n in enumerate(layout.sizes)]
-    used = np.any(tables, axis=0)
-    np.testing.assert_array_equal(bits[used], noise[-1][used])
+    update._round_rows(update.rounding_rules(stack, scalars), jnp.zeros((len(local), 6)), local)
+    for i, (name, size) in enumerate(zip(stack.tables, layout.sizes, strict=True)):
+      ids = layout.ids(i, shard, local)
+      keys = ids.astype(jnp.uint32) ^ update.rounding_key(zlib.crc32(name.encode()), step, 0)
+      bits = update.rounding_noise(keys, jnp.arange(6))
+      np.testing.assert_array_equal(bits[ids < size], noise[-1][ids < size])
 
 
 def test_a_sum_does_not_depend_on_the_threads():

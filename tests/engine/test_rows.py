@@ -1,0 +1,99 @@
+"""However rows are stored, a layer has the numbers of plain rows on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from meshes import assert_close, assert_equal, make_mesh
+from stored_tables import TwoTables, assert_in_host, fetched
+from suites import full_unless
+
+import embed
+from embed.engine import rows as rows_lib
+
+V = 61  # no multiple of the rows of a line
+SETUP = TwoTables(V, below=V, drops=True)
+features, made, train = SETUP.features, SETUP.made, SETUP.train
+
+
+@pytest.fixture(params=["host", "lines", pytest.param("packed", marks=pytest.mark.full)])
+def storage(request, monkeypatch):
+  """In host memory, and packed: in parts of lines as on TPUs, or as plain rows."""
+  monkeypatch.setattr(rows_lib, "has_lines", lambda kind: request.param == "lines")
+  return "host" if request.param == "host" else "packed"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {"strategy": "mod", "exchange": "all_to_all", "capacity": 3},
+    {"strategy": "div", "exchange": "gather"},
+    {"strategy": "column"},
+    {"strategy": "replicated"},
+  ],
+  ids=lambda settings: settings["strategy"],
+)
+def test_steps_on_a_mesh(storage, settings, kind):
+  given, mesh = features(embed.adagrad(0.125), 32), make_mesh(kind)
+  with jax.set_mesh(mesh):
+    layer = made(given, mesh, storage=storage, **settings)
+    actual, expected = train(layer, 3), train(made(given, mesh, storage="rows", **settings), 3)
+  assert_close(actual, expected, scale=2e-5)
+  if storage == "host":
+    assert_in_host(layer)
+
+
+@pytest.mark.parametrize(
+  "strategy", full_unless([None, "div", "mod", "column"], lambda strategy: strategy is None)
+)
+def test_checkpoints_and_deltas_go_both_ways(storage, strategy, tmp_path):
+  settings = {"strategy": strategy} if strategy else {}
+  mesh = make_mesh() if strategy else None
+  given = features(embed.rowwise_adagrad(0.5))
+  for ways in ((storage, "rows"), ("rows", storage)):
+    source, target = (made(given, mesh, storage=way, **settings) for way in ways)
+    train(source, 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+      path = tmp_path / ways[0]
+      checkpointer.save(path, embed.checkpoint.to_tree(model=source))
+      checkpointer.wait_until_finished()
+      tree = checkpointer.restore(path, embed.checkpoint.like(model=target))
+    embed.checkpoint.from_tree(tree, model=target)
+    assert_equal(fetched(target.variables), fetched(source.variables))
+    before = embed.deltas.fingerprint(0, model=source)
+    train(source, 3)
+    delta, _ = embed.deltas.changes(before, 3, model=source)
+    assert 0 < delta.num_rows < 3 * V
+    embed.deltas.apply(delta, 0, model=target)
+    assert_equal(fetched(target.variables), fetched(source.variables))
+    if storage == "host":
+      assert_in_host(source if ways[0] == "host" else target)
+
+
+def test_attend_export_and_loaded_rows(storage):
+  given = features(embed.adagrad(0.5), 10)
+  layers = stored, plain = [made(given, storage=way) for way in (storage, "rows")]
+  rows = np.random.default_rng(0).normal(size=(V, 10)).astype(np.float32)
+  for layer in layers:
+    layer.load_variables({"a": {"parameters": rows, "accumulators": rows**2}})
+  assert_equal(fetched(stored.variables), fetched(plain.variables))
+  if storage == "host":
+    assert_in_host(stored)
+  query = jnp.ones((2, 10))
+  for candidates in (None, np.array([0, V - 1, -1])):
+    assert_close(stored.attend(query, "a", candidates), plain.attend(query, "a", candidates))
+  ids = {"x": np.array([[0], [V - 1]], np.int32)}
+  exported = embed.export(lambda layer, ids: layer(ids), stored, ids)
+  assert exported.arrays["a"].shape == (V, 10)
+  assert_close(exported.program.call(exported.arrays, ids), plain(ids))
+
+
+def test_initial_values_are_those_of_plain_tables(storage):
+  normal = jax.nn.initializers.normal(0.5)
+  for initializer in (None, embed.row_wise(normal), normal):
+    given = features(embed.adagrad_momentum(slot_init={"momenta": normal}), initializer=initializer)
+    stored, plain = (made(given, storage=way) for way in (storage, "rows"))
+    assert_equal(fetched(stored.variables), fetched(plain.variables))
