@@ -14,10 +14,11 @@ from embed.config import (
   QuantizationConfig,
   TableConfig,
 )
+from embed.dynamic_vocabulary import Vocabulary
 from embed.gradients import Grads, RowGrads, accumulate, clip_by_global_norm, global_norm
 from embed.initializers import row_wise
 from embed.inputs import Padded, Ragged, Sparse, raw_ids, to_padded, validate
-from embed.layer import Report, Residual, SlotVariable, SparseEmbed, Table, Vocabulary
+from embed.layer import Residual, SparseEmbed
 from embed.optimizer import Optimizer, jit_step
 from embed.optimizers import (
   RowOptimizer,
@@ -43,6 +44,7 @@ from embed.serving.lookup import serving_lookup
 from embed.tools.profiling import Profile, StackProfile, TableProfile, profile
 from embed.tpu_embedding.config_spec import EmbeddingConfigSpec
 from embed.tpu_embedding.importers import Imported, from_tpu_embedding, import_variables
+from embed.variables import Report, SlotVariable, Table
 
 __all__ = [
   "Ahead",

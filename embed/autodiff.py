@@ -21,7 +21,8 @@ from embed.engine.grads import ActivationGrads
 from embed.engine.stack import StackSpec
 from embed.engine.taps import Feed, Lookup, Owner, Source
 from embed.gradients import Grads, Rows
-from embed.layer import SlotVariable, SparseEmbed, Table, before_update, changing
+from embed.layer import SparseEmbed, before_update
+from embed.variables import SlotVariable, Table, changing
 
 _STORED = nnx.Any(Table, SlotVariable)
 

@@ -19,17 +19,11 @@ import numpy as np
 from flax import nnx
 
 from embed import autodiff
-from embed.layer import (
-  SlotVariable,
-  SparseEmbed,
-  Table,
-  Vocabulary,
-  load_by_value,
-  read_variables,
-  variable_shapes,
-)
+from embed.dynamic_vocabulary import Vocabulary
+from embed.layer import SparseEmbed, dynamic_table, read_variables, variable_shapes
 from embed.storage import owners
 from embed.storage import tables as stored_tables
+from embed.variables import SlotVariable, Table
 
 __all__ = ["check", "from_tree", "like", "restore", "to_tree"]
 
@@ -187,43 +181,39 @@ def _check(tree: Tree, nodes: Mapping[str, Any]) -> None:
   """Checks as `check` does; the warning points at the caller of the public function."""
   problems: list[str] = []
   rounded: list[str] = []
-  tables: dict[str, tuple[int, ...]] = {}
+  advice = ""
   for name, node in nodes.items():
     expected, saved = _flat(_like_saved(node, tree.get(name, {}))), _flat(tree.get(name, {}))
     without_slots = {f"tables/{table}" for table in untrained(node)}
-    unknown = [
-      k
-      for k in saved.keys() - expected.keys()
-      if k.rpartition("/")[0] not in without_slots and not k.endswith("/sightings")
-    ]
-    problems += [f"{name}/{k} is missing" for k in expected if k not in saved]
-    problems += [f"{name}/{k} is not in the model" for k in unknown]
-    shapes = {k: _shape(saved[k]) for k in expected if k in saved}
-    differing = {k: shape for k, shape in shapes.items() if shape != expected[k].shape}
-    problems += [
-      f"{name}/{k} has shape {shape}, the model's has {expected[k].shape}"
-      for k, shape in differing.items()
-    ]
-    is_table = lambda k, shape: (
-      k.startswith("tables/") and k.endswith("/parameters") and len(shape) == 2
+    is_ignored = lambda k, ignored=without_slots: (
+      k.rpartition("/")[0] in ignored or k.endswith("/sightings")
     )
-    tables |= {k: shape for k, shape in differing.items() if is_table(k, shape)}
-    problems += [
-      f"{name}/{k} has dtype {stored_tables.dtype_of(saved[k])}, the model's is {expected[k].dtype}"
-      for k in shapes
-      if not stored_tables.converts(saved[k], expected[k].dtype)
-    ]
-    rounded += [
-      f"{name}/{k.removesuffix('/parameters')}"
-      for k in shapes
-      if k.startswith("tables/") and k.endswith("/parameters")
-      if stored_tables.dtype_of(saved[k]).itemsize > expected[k].dtype.itemsize == 2
-    ]
-    problems += [
-      f"{name}/{k} was deleted by a step that donated its model: copy the tree before"
-      for k, v in saved.items()
-      if isinstance(v, jax.Array) and v.is_deleted()
-    ]
+    given = {k: x for k, x in saved.items() if k in expected or not is_ignored(k)}
+    problems += differences(
+      {f"{name}/{k}": _shape(x) for k, x in given.items()},
+      {f"{name}/{k}": x.shape for k, x in expected.items()},
+    )
+    for k, x in saved.items():
+      if isinstance(x, jax.Array) and x.is_deleted():
+        problems.append(
+          f"{name}/{k} was deleted by a step that donated its model: copy the tree before"
+        )
+      if k not in expected:
+        continue
+      dtype, shape = stored_tables.dtype_of(x), _shape(x)
+      if not stored_tables.converts(x, expected[k].dtype):
+        problems.append(f"{name}/{k} has dtype {dtype}, the model's is {expected[k].dtype}")
+      if not (k.startswith("tables/") and k.endswith("/parameters")):
+        continue
+      table = k.removeprefix("tables/").removesuffix("/parameters")
+      if dtype.itemsize > expected[k].dtype.itemsize == 2:
+        rounded.append(f"{name}/tables/{table}")
+      if shape != expected[k].shape and len(shape) == 2 and not advice:
+        advice = (
+          f" Make table {table!r} with vocabulary_size={shape[0]} and dim={shape[1]}, as it was "
+          "saved. For another vocabulary, restore that model, and copy its rows and slots to the "
+          "new one with `load_variables`."
+        )
   if not problems:
     if rounded:
       warnings.warn(
@@ -232,17 +222,26 @@ def _check(tree: Tree, nodes: Mapping[str, Any]) -> None:
         stacklevel=3,
       )
     return
-  advice = ""
-  if tables:
-    key, (size, dim) = next(iter(tables.items()))
-    advice = (
-      f" Make table {key.split('/', 1)[1].removesuffix('/parameters')!r} with "
-      f"vocabulary_size={size} and dim={dim}, as it was saved. For another vocabulary, restore "
-      "that model, and copy its rows and slots to the new one with `load_variables`."
-    )
   raise ValueError(
     "The checkpoint does not fit the model: " + "; ".join(problems[:10]) + "." + advice
   )
+
+
+def differences(
+  saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+  """Says which saved arrays a model does not have or has in another shape, and which are missing.
+
+  Both are shapes by the names that the messages use.
+  """
+  missing = [f"{name} is missing" for name in expected if name not in saved]
+  unknown = [f"{name} is not in the model" for name in saved if name not in expected]
+  differing = [
+    f"{name} has shape {saved[name]}, the model's has {shape}"
+    for name, shape in expected.items()
+    if saved.get(name, shape) != shape
+  ]
+  return [*missing, *unknown, *differing]
 
 
 def restore(folder: str | os.PathLike[str], **nodes: Any) -> None:
@@ -367,7 +366,7 @@ def _restore(tree: Tree, node: Any) -> None:
       ):
         in_place[table] = {key: of_table[key] for key in kept[table]}
       else:
-        load_by_value(layer, table, of_table)
+        dynamic_table(layer, table).load_by_value(of_table)
     layer.load_variables(in_place)
 
 

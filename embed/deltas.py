@@ -21,7 +21,7 @@ import pathlib
 import re
 import secrets
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,10 +34,11 @@ from jax.experimental import multihost_utils
 from embed import autodiff, checkpoint, planning
 from embed.engine import cost
 from embed.engine.stack import Layout
-from embed.layer import WRITTEN_BACK, changing, owned, put_owners, replace, stored_arrays, swap
+from embed.layer import dynamic_table, owned, stored_arrays
 from embed.storage import changes as changes_lib
 from embed.storage.changes import TableRows
 from embed.storage.owners import BY_ROW, names
+from embed.variables import WRITTEN_BACK, changing, replace, swap
 
 __all__ = [
   "Delta",
@@ -400,7 +401,7 @@ def apply(delta: Delta, at: int, /, **nodes: Any) -> int:
     for key, (layer, table) in autodiff.row_keys(node).items():
       by_layer.setdefault(id(layer), {})[table] = rows[name][key]
       if of_table := delta.owners.get(name, {}).get(key):
-        put_owners(layer, table, of_table.changed)
+        dynamic_table(layer, table).put_owners(of_table.changed)
     for layer in autodiff.sparse_embeds(node).values():
       _put(layer, by_layer[id(layer)])
   new = _variables(copies)
@@ -448,37 +449,26 @@ def _fitting(delta: Delta, name: str, node: Any) -> dict[str, TableRows]:
   expected = checkpoint.like(**{name: node})[name]
   untrained = checkpoint.untrained(node)
   tables = delta.tables[name]
-  problems = [f"table {key!r} is missing" for key in expected["tables"] if key not in tables]
-  problems += [f"table {key!r} is not in the model" for key in tables.keys() - expected["tables"]]
+  saved: dict[str, tuple[int, ...]] = {f"table {key!r}": () for key in tables}
+  wanted: dict[str, tuple[int, ...]] = {f"table {key!r}": () for key in expected["tables"]}
   fitting: dict[str, TableRows] = {}
+  problems: list[str] = []
   of_keys = autodiff.row_keys(node)
-  for key, arrays in expected["tables"].items():
-    if key not in tables:
-      continue
+  for key in filter(tables.__contains__, expected["tables"]):
     rows, (layer, table) = tables[key], of_keys[key]
     vocabulary = layer.spec.tables[table].vocabulary
     problems += _unlike(key, vocabulary, delta.owners.get(name, {}).get(key))
-    arrays = {k: x for k, x in arrays.items() if k not in (*BY_ROW, "sightings")}
+    arrays = {k: x for k, x in expected["tables"][key].items() if k not in (*BY_ROW, "sightings")}
     names = [k for k in rows.values if k in arrays] if key in untrained else list(rows.values)
-    if set(names) != set(arrays):
-      problems.append(f"table {key!r} has {sorted(names)}, the model's has {sorted(arrays)}")
-      continue
-    shapes = {k: (rows.values[k].shape[1:], arrays[k].shape[1:]) for k in names}
-    problems += [
-      f"{k} of table {key!r} have rows of shape {a}, the model's have {b}"
-      for k, (a, b) in shapes.items()
-      if a != b
-    ]
+    row = f"a row of {{}} of table {key!r}".format
+    saved |= {row(k): rows.values[k].shape[1:] for k in names}
+    wanted |= {row(k): x.shape[1:] for k, x in arrays.items()}
     problems += _outside(key, rows.ids, arrays["parameters"].shape[0])
     fitting[key] = TableRows(rows.ids, {k: rows.values[k] for k in names})
   state = delta.state[name]
-  problems += [f"array {path!r} is missing" for path in expected["state"] if path not in state]
-  problems += [f"array {path!r} is not in the model" for path in state.keys() - expected["state"]]
-  problems += [
-    f"array {path!r} has shape {state[path].shape}, the model's has {x.shape}"
-    for path, x in expected["state"].items()
-    if path in state and state[path].shape != x.shape
-  ]
+  saved |= {f"array {path!r}": x.shape for path, x in state.items()}
+  wanted |= {f"array {path!r}": x.shape for path, x in expected["state"].items()}
+  problems += checkpoint.differences(saved, wanted)
   if problems:
     raise ValueError(
       f"The delta does not fit {name!r}: {'; '.join(problems[:10])}. If other threads call it: "
@@ -651,6 +641,21 @@ def apply_to_rows(
 # .npy does not know are stored as unsigned integers of their bits; the header has their names.
 
 
+def _contents(header: Mapping[str, Any], array: Callable[[str], Any]) -> tuple[Any, Any, Any]:
+  """The tables, state and owners of the delta of a header, from its arrays by name in a file."""
+  by_node = lambda kind, make: {
+    node: {key: make(f"{node}/{kind}/{key}", names) for key, names in of.items()}
+    for node, of in header.get(kind, {}).items()
+  }
+  rows = lambda at, names: TableRows(array(f"{at}/ids"), {x: array(f"{at}/{x}") for x in names})
+  entries = lambda at: TableRows(array(f"{at}/rows"), {"values": array(f"{at}/values")})
+  owners = lambda at, names: Owners(
+    array(f"{at}/evicted"), {x: entries(f"{at}/{x}") for x in names}, array(f"{at}/geometry")
+  )
+  state = {n: {x: array(f"{n}/state/{x}") for x in of} for n, of in header["state"].items()}
+  return by_node("tables", rows), state, by_node("owners", owners)
+
+
 def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
   """Writes a delta as `rows-<process>-of-<processes>.npz`, a file for each process.
 
@@ -674,36 +679,23 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
   ...   print(os.listdir(folder), embed.deltas.read(folder).step)
   ['rows-00000-of-00001.npz'] 10
   """
-  arrays = {f"{node}/state/{path}": x for node, of in delta.state.items() for path, x in of.items()}
-  slots: dict[str, dict[str, list[str]]] = {}
-  for node, tables in delta.tables.items():
-    slots[node] = {key: list(rows.values) for key, rows in tables.items()}
-    for key, rows in tables.items():
-      arrays[f"{node}/tables/{key}/ids"] = rows.ids
-      arrays |= {f"{node}/tables/{key}/{name}": x for name, x in rows.values.items()}
-  for node, vocabularies in delta.owners.items():
-    for key, of in vocabularies.items():
-      prefix = f"{node}/owners/{key}"
-      arrays |= {f"{prefix}/evicted": of.evicted, f"{prefix}/geometry": of.geometry}
-      for name, rows in of.changed.items():
-        arrays[f"{prefix}/{name}/rows"] = rows.ids
-        arrays[f"{prefix}/{name}/values"] = rows.values["values"]
-  header = {
+  header: dict[str, Any] = {
     "format": _FORMAT,
     "since": delta.since,
     "step": delta.step,
     "before": delta.before,
     "after": delta.after,
-    "tables": slots,
+    "tables": {n: {key: list(x.values) for key, x in of.items()} for n, of in delta.tables.items()},
     "state": {node: list(of) for node, of in delta.state.items()},
-    "owners": {
-      node: {key: list(of.changed) for key, of in tables.items()}
-      for node, tables in delta.owners.items()
-    },
-    "dtypes": {name: x.dtype.name for name, x in arrays.items() if x.dtype.kind == "V"},
+    "owners": {n: {k: list(x.changed) for k, x in of.items()} for n, of in delta.owners.items()},
   }
+  names = jax.tree.leaves(_contents(header, lambda name: name))
+  values = jax.tree.leaves((delta.tables, delta.state, delta.owners))
+  arrays: dict[str, np.ndarray] = dict(zip(names, values, strict=True))
+  header["dtypes"] = {name: x.dtype.name for name, x in arrays.items() if x.dtype.kind == "V"}
   entries: dict[str, Any] = {_HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8)}
-  entries |= {name: _bits(x) for name, x in arrays.items()}
+  for name, x in arrays.items():
+    entries[name] = x.view(f"uint{8 * x.dtype.itemsize}") if name in header["dtypes"] else x
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
   path /= _name(jax.process_index(), jax.process_count())
@@ -719,7 +711,7 @@ def write(folder: str | os.PathLike[str], delta: Delta, /) -> None:
   finally:
     partial.unlink(missing_ok=True)
   sets, count = _sets(path.parent), jax.process_count()
-  if _is_complete(sets.pop(count, set()), count):
+  if sets.pop(count, set()).issuperset(range(count)):
     for others, indices in sets.items():
       for index in indices:
         (path.parent / _name(index, others)).unlink(missing_ok=True)
@@ -740,14 +732,6 @@ def _sets(folder: pathlib.Path) -> dict[int, set[int]]:
     if match := _FILE.fullmatch(path.name):
       sets.setdefault(int(match[2]), set()).add(int(match[1]))
   return sets
-
-
-def _is_complete(indices: set[int], count: int) -> bool:
-  return indices.issuperset(range(count))
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-  return x.view(f"uint{8 * x.dtype.itemsize}") if x.dtype.kind == "V" else x
 
 
 def read(folder: str | os.PathLike[str], /) -> Delta:
@@ -798,7 +782,7 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
   sets = _sets(folder)
   if not sets:
     raise FileNotFoundError(f"{folder} holds no delta: it has no file rows-....npz.")
-  complete = [count for count, indices in sets.items() if _is_complete(indices, count)]
+  complete = [count for count, indices in sets.items() if indices.issuperset(range(count))]
   if len(complete) > 1:
     first, second = (folder / _name(0, count) for count in sorted(complete)[:2])
     raise ValueError(f"{first} and {second} are of two deltas: remove the files of the older one.")
@@ -820,39 +804,9 @@ def _read_file(path: pathlib.Path) -> Delta:
       raise ValueError(f"its format {header['format']} is of a later version of this library")
     for name, dtype in header["dtypes"].items():
       arrays[name] = arrays[name].view(getattr(ml_dtypes, dtype))
-    tables = {
-      node: {
-        key: TableRows(
-          arrays[f"{node}/tables/{key}/ids"],
-          {name: arrays[f"{node}/tables/{key}/{name}"] for name in names},
-        )
-        for key, names in of.items()
-      }
-      for node, of in header["tables"].items()
-    }
-    state = {
-      node: {name: arrays[f"{node}/state/{name}"] for name in names}
-      for node, names in header["state"].items()
-    }
-    owners = {
-      node: {
-        key: Owners(
-          arrays[f"{node}/owners/{key}/evicted"],
-          {
-            name: TableRows(
-              arrays[f"{node}/owners/{key}/{name}/rows"],
-              {"values": arrays[f"{node}/owners/{key}/{name}/values"]},
-            )
-            for name in names
-          },
-          arrays[f"{node}/owners/{key}/geometry"],
-        )
-        for key, names in of.items()
-      }
-      for node, of in header.get("owners", {}).items()
-    }
-    made = header.get("before", {}), header.get("after", {}), owners
-    return Delta(header["since"], header["step"], tables, state, *made)
+    tables, state, owners = _contents(header, arrays.__getitem__)
+    digests = header.get("before", {}), header.get("after", {})
+    return Delta(header["since"], header["step"], tables, state, *digests, owners)
   # NumPy, zipfile, zlib and json raise errors of many kinds, most without the file's name.
   except Exception as error:
     if isinstance(error, OSError) and error.filename is not None:

@@ -98,20 +98,16 @@ class Sparse:
     object.__setattr__(self, "dense_shape", tuple(int(d) for d in self.dense_shape))
 
 
-_KINDS = (Padded, Ragged, Sparse)
+KINDS = (Padded, Ragged, Sparse)
 
 
 def _kind(value: Any) -> str:
-  return f"embed.{type(value).__name__}" if isinstance(value, _KINDS) else "a dense array"
+  return f"embed.{type(value).__name__}" if isinstance(value, KINDS) else "a dense array"
 
 
 def _is_concrete(*values: Any) -> bool:
   away = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
   return not jax_internals.is_traced(values) and not any(map(away, jax.tree.leaves(values)))
-
-
-def _is_array(value: Any) -> bool:
-  return isinstance(value, (jax.Array, np.ndarray))
 
 
 def as_array(value: Any, name: str) -> Any:
@@ -121,7 +117,7 @@ def as_array(value: Any, name: str) -> Any:
       f"Feature {name!r}: the mask of a masked array would be lost. Write ids.filled(-1), which is "
       "padding, and weights.filled(0)."
     )
-  if _is_array(value):
+  if isinstance(value, (jax.Array, np.ndarray)):
     return value
   try:
     array = np.asarray(value)
@@ -141,7 +137,9 @@ def as_array(value: Any, name: str) -> Any:
       f"Feature {name!r}: expected an array of integers, embed.Padded, embed.Ragged or "
       f"embed.Sparse, got {type(value).__name__}. A batch has the structure of the feature config."
     )
-  if isinstance(value, (list, tuple)) and any(np.ndim(row) for row in value if _is_array(row)):
+  if isinstance(value, (list, tuple)) and any(
+    isinstance(row, (jax.Array, np.ndarray)) and row.ndim for row in value
+  ):
     raise TypeError(
       f"Feature {name!r}: got a {type(value).__name__} of arrays for one feature. Write np.stack "
       "if they are one batch; a batch of several has the structure of the feature config."
@@ -183,7 +181,7 @@ def _floats(value: Any, name: str) -> Any:
 
 def _take_apart(name: str, feature: config_lib.FeatureConfig, x: Any, w: Any) -> Parts:
   """The arrays of an input; checks types, dtypes and shapes, and reads no value."""
-  kind = type(x) if isinstance(x, _KINDS) else None
+  kind = type(x) if isinstance(x, KINDS) else None
   if x is None:
     raise ValueError(f"Feature {name!r} is None. Leave it out of the dict, or give empty bags.")
   if w is not None and type(w) is not kind:
@@ -496,7 +494,7 @@ def raw_ids(values: Any) -> Any:
   >>> embed.raw_ids(np.array([7, 2**40 + 3, -1])).tolist()
   [[0, 7], [256, 3], [4294967295, 4294967295]]
   """
-  if isinstance(values, _KINDS):
+  if isinstance(values, KINDS):
     return dataclasses.replace(values, values=raw_ids(values.values))
   if isinstance(values, jax.Array):
     raise ValueError(
@@ -546,11 +544,7 @@ class RawInput(NamedTuple):
   def with_rows(self, rows: Any) -> Any:
     """The input with int32 rows in place of raw ids."""
     rows = rows.reshape(self.ids.shape[:-1])
-    return dataclasses.replace(self.given, values=rows) if _is_kind(self.given) else rows
-
-
-def _is_kind(x: Any) -> bool:
-  return isinstance(x, _KINDS)
+    return dataclasses.replace(self.given, values=rows) if isinstance(self.given, KINDS) else rows
 
 
 def read_raw(path: structure.Path, feature: config_lib.FeatureConfig, x: Any) -> RawInput:
@@ -560,7 +554,7 @@ def read_raw(path: structure.Path, feature: config_lib.FeatureConfig, x: Any) ->
     ValueError: if they are no raw ids, or do not fit the feature.
   """
   name = structure.feature_name(path, feature)
-  ids = x.values if _is_kind(x) else x
+  ids = x.values if isinstance(x, KINDS) else x
   if not isinstance(ids, jax.Array) and getattr(ids, "dtype", None) != np.uint32:
     try:
       ids = raw_ids(ids)
@@ -575,7 +569,7 @@ def read_raw(path: structure.Path, feature: config_lib.FeatureConfig, x: Any) ->
     )
   is_padding = (ids[..., 0] == _NO_ID) & (ids[..., 1] == _NO_ID)
   stand_ins = -is_padding.astype(np.int32)
-  given = dataclasses.replace(x, values=stand_ins) if _is_kind(x) else stand_ins
+  given = dataclasses.replace(x, values=stand_ins) if isinstance(x, KINDS) else stand_ins
   return RawInput(ids, x, check(path, name, feature, given))
 
 
@@ -586,7 +580,7 @@ def with_stand_ins(config: Any, features: Any) -> Any:
   """
 
   def replaced(path, feature, x):
-    vocabulary, ids = feature.table.vocabulary, x.values if _is_kind(x) else x
+    vocabulary, ids = feature.table.vocabulary, x.values if isinstance(x, KINDS) else x
     if vocabulary is None or getattr(ids, "dtype", None) == np.int32:
       return x
     if isinstance(ids, jax.ShapeDtypeStruct):
@@ -597,7 +591,7 @@ def with_stand_ins(config: Any, features: Any) -> Any:
       hashed = admission.mixed(jnp.asarray(high), jnp.asarray(low))[0]
       rows = np.asarray(admission.scaled_to(hashed, vocabulary.capacity))
       rows = np.where(np.asarray(raw.stand_in.parts.ids) < 0, -1, rows).astype(np.int32)
-    return dataclasses.replace(x, values=rows) if _is_kind(x) else rows
+    return dataclasses.replace(x, values=rows) if isinstance(x, KINDS) else rows
 
   if all(f.table.vocabulary is None for _, f in structure.flatten_features(config)):
     return features

@@ -1,14 +1,10 @@
-"""`SparseEmbed`: features over shared tables, as a Flax NNX module, and its Variables."""
+"""`SparseEmbed`: features over shared tables, as a Flax NNX module."""
 
-import contextlib
 import dataclasses
 import functools
-import itertools
-import math
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +13,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from embed import combiners, gradients, initializers, planning, structure
+from embed import combiners, dynamic_vocabulary, gradients, planning, structure
 from embed import config as config_lib
 from embed.combiners import Uncombined
 from embed.config import TableConfig
-from embed.engine import admission, exchange, jax_internals, taps, update, xla
+from embed.dynamic_vocabulary import DynamicTable
 from embed.engine import bags as bags_lib
+from embed.engine import exchange, jax_internals, taps, update, xla
 from embed.engine import mesh as mesh_lib
 from embed.engine.bags import Bags, LookupRecord
 from embed.engine.grads import ActivationGrads
@@ -30,254 +27,21 @@ from embed.engine.lookup import quantize
 from embed.engine.stack import Arrays, Layout, StackSpec
 from embed.gradients import RowGrads
 from embed.inputs import Input, RawInput, check, matched, read, read_raw
-from embed.inputs import raw_ids as to_raw_ids
 from embed.kernels import cpu as cpu_kernels
-from embed.kernels.cpu import large_pages
 from embed.optimizers import RowOptimizer
-from embed.storage import changes, initial, owners
+from embed.storage import owners
 from embed.storage import tables as stored_tables
 from embed.structure import Path
-
-# --- Variables ------------------------------------------------------------------------------------
-
-_LARGE_COPY = 16 << 20  # bytes of a copy
-
-HOW_TO_PREDICT = (
-  "to predict, `@nnx.jit(graph=False)` above `def predict(model, batch)` (graph_updates=False if "
-  "the model shares a module)"
+from embed.variables import (
+  Report,
+  Table,
+  changing,
+  check_array,
+  make_variables,
+  replace,
+  warn_of_constant,
+  warn_of_step,
 )
-# Flax's transformations take modules apart and write all of their arrays back when a call returns.
-WRITTEN_BACK = (
-  "by default Flax's transformations write every array of a model back when a call returns, and "
-  f"undo what other threads have changed. Write, {HOW_TO_PREDICT}; to train, embed.jit_step."
-)
-WRITING = threading.RLock()  # held while the arrays of tables are replaced
-
-
-def _is_copied(before: Any, after: Any) -> bool:
-  """Whether a large array was replaced and is still alive: it was not donated."""
-  arrays = (before, after)
-  if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
-    return False
-  return before is not after and before.nbytes >= _LARGE_COPY and not before.is_deleted()
-
-
-class Table(nnx.Variable):
-  """The rows of a table. Not an `nnx.Param`: no dense optimizer ever sees it.
-
-  An `nnx.Variable` type, for filters. What it holds is the storage, several tables in one array
-  and in another order where that is cheaper; `SparseEmbed.tables` has the tables.
-
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-  >>> len(jax.tree.leaves(nnx.state(layer, embed.Table))), nnx.state(layer, nnx.Param)
-  (1, State({}))
-  """
-
-  __slots__ = ("_swapped_by",)
-  _swapped_by: threading.Thread  # has put the rows of a delta here
-
-  def set_raw_value(self, value: Any, **kwargs: Any) -> None:
-    """Sets the array, and warns if a Flax transformation copied it.
-
-    Raises:
-      RuntimeError: if a call of a Flax transformation that began earlier would undo a delta.
-    """
-    with WRITING:
-      before = self.get_raw_value()
-      self._check_write_back(value)
-      super().set_raw_value(value, **kwargs)
-    if _is_copied(before, value) and jax_internals.is_called_by(jax_internals.TRANSFORMATIONS):
-      _warn_of_copy(
-        before,
-        "was copied: nnx.jit and Flax's other transformations return the models that they are "
-        "given",
-      )
-
-  def update_from_state(self, variable_state: nnx.Variable) -> None:
-    """Takes over the array of another Variable; raises RuntimeError as `set_raw_value` does."""
-    with WRITING:
-      self._check_write_back(variable_state.get_raw_value())
-      super().update_from_state(variable_state)
-
-  def _check_write_back(self, value: Any) -> None:
-    """Raises RuntimeError if a call has read an older array than the one that it replaces."""
-    before, thread = self.get_raw_value(), getattr(self, "_swapped_by", None)
-    if thread is None or thread is threading.current_thread() or before is value:
-      return  # the thread that applied the delta has no older call that is still running
-    arrays = (before, value)
-    if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
-      return
-    # A step that donates the model has read the very array that it replaces.
-    if not before.is_deleted() and jax_internals.is_unread_by_caller(self):
-      raise RuntimeError(f"A call would replace a table that a delta has changed: {WRITTEN_BACK}")
-
-
-def swap(changes: Sequence[tuple[nnx.Variable, Any, Any]]) -> None:
-  """Sets Variables, `(Variable, array that was read, new array)`, which other threads read."""
-  tables = [(variable, read) for variable, read, _ in changes if isinstance(variable, Table)]
-  with WRITING:
-    if any(variable.get_raw_value() is not read for variable, read in tables):
-      raise RuntimeError(f"A table was replaced while a delta was applied: {WRITTEN_BACK}")
-    for table, _ in tables:
-      table._swapped_by = threading.current_thread()
-    for variable, read, new in changes:
-      if new is not read:
-        variable.set_raw_value(new)
-
-
-def warn_of_step(before: Any, after: Any) -> None:
-  """Warns of a step that made a new table because nothing was donated."""
-  if _is_copied(before, after):
-    _warn_of_copy(before, "was copied by a step outside of a jitted function")
-
-
-def warn_of_constant(table: Any, inputs: Any) -> None:
-  """Warns of a lookup in a jitted function that closes over the model."""
-  is_constant = isinstance(table, jax.Array) and not jax_internals.is_traced(table)
-  if is_constant and table.nbytes >= _LARGE_COPY and jax_internals.is_staged(inputs):
-    _warn_of_copy(
-      table,
-      "is a constant of a jitted function that closes over its model: later steps do not change "
-      "what the function returns, and every call may copy the table",
-    )
-
-
-def _warn_of_copy(table: jax.Array, what: str) -> None:
-  warnings.warn(
-    f"A table of {table.nbytes >> 20} MiB {what}. To train, write `step = "
-    f"embed.jit_step(train_step, model, optimizer)`, then `step(batch)`; {HOW_TO_PREDICT}.",
-    stacklevel=3,
-  )
-
-
-class SlotVariable(nnx.Variable):
-  """An optimizer's state per row of a table.
-
-  An `nnx.Variable` type, for filters, that holds the storage as `Table` does;
-  `SparseEmbed.variables` has the slots.
-
-  >>> features = embed.FeatureConfig(embed.TableConfig(4, 2, optimizer=embed.adam(1e-3)))
-  >>> layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
-  >>> len(jax.tree.leaves(nnx.state(layer, embed.SlotVariable)))  # momenta and velocities
-  2
-  """
-
-
-class Report(nnx.Variable):
-  """What happened in the lookups: an `nnx.Variable` that holds a dictionary of scalars.
-
-  - `dropped_ids`, int32: counted since the start, up to 2**31 - 1.
-  - `exchange_rounds`, int32: the rounds that the exchange of ids and rows took in the last call, at
-    most; 1 where buffers were large enough, 0 where nothing was exchanged, as without a mesh.
-  - `buffer_fill`, float32: the share of a buffer that was used in the last call, at most; above 1
-    there was more than one round. 0 without a mesh.
-
-  A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
-  `max_valency`, or outside a `dense_shape`. Eager calls raise for these instead. Like all NNX state
-  it comes out of `nnx.jit` and the other nnx transformations with the module as an argument; plain
-  `jax.jit`, with the module closed over or as a pytree, counts nothing.
-
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
-  >>> look_up = nnx.jit(lambda layer, ids: layer(ids), graph=False)
-  >>> activations = look_up(layer, np.array([3, 4, 5]))
-  >>> int(layer.report["dropped_ids"])
-  2
-  """
-
-
-class Vocabulary(nnx.Variable):
-  """The owners of the rows of a table with a `DynamicVocabulary`: a dictionary of arrays.
-
-  An `nnx.Variable` type, for filters. What it holds is the storage, by buckets;
-  `SparseEmbed.variables` has the raw ids by row.
-
-  >>> table = embed.TableConfig(embed.DynamicVocabulary(16), 2)
-  >>> layer = embed.SparseEmbed(embed.FeatureConfig(table), rngs=nnx.Rngs(0))
-  >>> jax.tree.leaves(nnx.state(layer, embed.Vocabulary))[0].shape  # one bucket
-  (1, 48)
-  """
-
-
-class Admissions(nnx.Variable):
-  """What `SparseEmbed.admit` counts for a table, and the key of its initial rows."""
-
-
-_OWNERS = ("buckets", "filled", "sightings")  # of an admission's state, what a `Vocabulary` holds
-
-
-def make_vocabulary(table: TableConfig, placement: mesh_lib.Placement, key: jax.Array) -> nnx.Dict:
-  """The Variables of a dynamic table: "owners" and "admissions"."""
-  assert table.vocabulary is not None
-  state = admission.empty(table.vocabulary, placement)
-  held = {name: state.pop(name) for name in _OWNERS if name in state}
-  state["key"] = jax.random.key_data(initializers.threefry(key[None])[0])
-  return nnx.Dict(owners=Vocabulary(held), admissions=Admissions(state))
-
-
-def vocabulary_of(layer: "SparseEmbed", table: str) -> config_lib.DynamicVocabulary:
-  """The vocabulary of a table; raises ValueError if there is none."""
-  vocabulary = table_config(layer, table).vocabulary
-  if vocabulary is None:
-    raise ValueError(
-      f"Table {table!r} has no DynamicVocabulary: its ids are its rows, which `tables` has and "
-      "`load_tables` replaces."
-    )
-  return vocabulary
-
-
-def vocabulary_state(layer: "SparseEmbed", table: str) -> dict[str, Any]:
-  """The state of `engine.admission` of a table, and its key."""
-  variables = layer.vocabularies[table]
-  return {**variables["owners"].get_value(), **variables["admissions"].get_value()}
-
-
-def make_variables(
-  stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array], axis: Any
-) -> nnx.Dict:
-  """The Variables of a stack, each with its place on a mesh."""
-  memory = {"memory_kind": mesh_lib.HOST} if stack.is_in_host else {}
-  of = lambda x: metadata(stack.placement, mesh_lib.as_names(axis), x.ndim) | memory
-  kind = lambda key: Table if key == "parameters" else SlotVariable
-  arrays = initial.make(stack, tables, {name: keys[name] for name in stack.tables})
-  large_pages.use(arrays.values())
-  return nnx.Dict({key: kind(key)(value, **of(value)) for key, value in arrays.items()})
-
-
-def replace(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> None:
-  """Sets the Variables of a stack to arrays that were made outside of a step."""
-  new = {key: x for key, x in arrays.items() if x is not variables[key].get_value()}
-  large_pages.use(new.values())
-  for key, value in new.items():
-    variables[key].set_value(value)
-
-
-def metadata(placement: mesh_lib.Placement, axis: mesh_lib.Names, ndim: int) -> dict[str, Any]:
-  """Variable metadata of a table `[V, D]` (ndim 2) or of a slot `[V]`, for NNX to read.
-
-  >>> metadata(mesh_lib.LOCAL, ("data",), 2)["out_sharding"]
-  ('data', None)
-  """
-  local = placement.mesh is None  # an annotation of one device says how to split it elsewhere
-  rows, columns = (axis, ()) if local else (placement.row_axes, placement.column_axes)
-  short = lambda names: (names[0] if len(names) == 1 else names) or None
-  # Not eager: the array is placed where it is made, not when it is wrapped.
-  return {"out_sharding": (short(rows), short(columns))[:ndim], "eager_sharding": False}
-
-
-@contextlib.contextmanager
-def changing(what: str) -> Iterator[None]:
-  """Says what to write where a model has to change that a JAX transformation closes over."""
-  try:
-    yield
-  except jax_internals.TraceContextError:
-    raise ValueError(
-      f"{what} changes the model, which jax.jit or another JAX transformation closes over, so that "
-      "the change would be lost. Pass the model as an argument to nnx.jit: "
-      "`step = nnx.jit(lambda model, batch: ...)`, then `step(model, batch)`."
-    ) from None
-
-
-# --- the layer ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -419,7 +183,9 @@ class SparseEmbed(nnx.Module):
     )
     self.vocabularies = nnx.Dict(
       {
-        name: make_vocabulary(table, self.spec.stack_of[name].placement, keys[name])
+        name: dynamic_vocabulary.make_variables(
+          table.vocabulary, self.spec.stack_of[name].placement, keys[name]
+        )
         for name, table in plan.tables.items()
         if table.vocabulary is not None
       }
@@ -459,7 +225,7 @@ class SparseEmbed(nnx.Module):
     >>> layer({"next": np.array([9, 9, 1])})["next"].shape  # one id each
     (3, 4)
     """
-    return look_up(self, features, weights)[0]  # nnx.tabulate wraps public methods
+    return self._look_up(features, weights)[0]  # nnx.tabulate wraps public methods
 
   def lookup(self, features: Any, weights: Any = None) -> tuple[Any, Residual]:
     """Looks up a batch as `__call__` does, and keeps what `apply_gradients` needs.
@@ -486,7 +252,7 @@ class SparseEmbed(nnx.Module):
     >>> layer.tables["movie"][3].tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
-    return look_up(self, features, weights)
+    return self._look_up(features, weights)
 
   def attend(self, query: jax.Array, table_name: str, candidates: Any = None) -> jax.Array:
     """Scores of queries against rows: the table serves as an output layer (tied weights).
@@ -525,7 +291,7 @@ class SparseEmbed(nnx.Module):
       every = Bags(jnp.arange(table.vocabulary_size, dtype=jnp.int32)[:, None])
       if table.quantization_config is not None:  # as `look_up_stack` does
         rows = quantize(rows, table.quantization_config).astype(rows.dtype)
-      (rows,) = tap(self, stack, [rows], LookupRecord((every,), (table_name,)), stored)
+      (rows,) = self._tap(stack, [rows], LookupRecord((every,), (table_name,)), stored)
       return jnp.einsum("...d,vd->...v", query, rows)
     shape = np.shape(candidates)
     if not shape or len(shape) not in (1, query.ndim):
@@ -535,11 +301,108 @@ class SparseEmbed(nnx.Module):
       )
     name, feature = f"candidates of {table_name}", config_lib.FeatureConfig(table)
     inputs = [check((), name, feature, candidates)]
-    (act,), record, prepared = look_up_stack(self, stack, inputs, (table_name,), combiner="sum")
-    add_to_report(self, [prepared.dropped], [record])
+    (act,), record, prepared = self._look_up_stack(stack, inputs, (table_name,), combiner="sum")
+    self._add_to_report([prepared.dropped], [record])
     if len(shape) == 1:
       return jnp.einsum("...d,kd->...k", query, stack.placement.put(act, P()))
     return jnp.einsum("...d,...kd->...k", query, act.reshape(*shape, table.dim))
+
+  @mesh_lib.explained()
+  def _look_up(self, features: Any, weights: Any) -> tuple[Any, Residual]:
+    """Activations in the structure of the features, and the residual."""
+    spec = self.spec
+    members: dict[str, list[Input]] = {}
+    for x in read(spec.features, features, weights):
+      members.setdefault(spec.stack_of[spec.table_of[x.path]].name, []).append(x)
+    activations: dict[Path, jax.Array] = {}
+    records: dict[str, LookupRecord] = {}
+    uncombined: dict[Path, Uncombined] = {}
+    dropped: list[jax.Array] = []
+    for stack_name, inputs in members.items():
+      stack, tables = spec.stacks[stack_name], tuple(spec.table_of[x.path] for x in inputs)
+      acts, record, prepared = self._look_up_stack(stack, inputs, tables)
+      for x, table, act, later in zip(inputs, tables, acts, prepared.uncombined, strict=True):
+        if later is not None:
+          learned = self.combiner_weights.get(table)
+          looked_up = Uncombined(act, *later, None if learned is None else learned[...])
+          uncombined[x.path] = looked_up
+          act = combiners.combine(spec.tables[table], stack, looked_up)
+        activations[x.path] = act
+      records[stack_name] = record
+      dropped.append(prepared.dropped)
+    self._add_to_report(dropped, list(records.values()))
+    paths = tuple(tuple(x.path for x in members[name]) for name in sorted(records))
+    residual = Residual(records, uncombined, paths, spec)
+    return structure.pack(spec.features, features, activations), residual
+
+  @jax.named_scope("lookup")
+  def _look_up_stack(
+    self,
+    stack: StackSpec,
+    inputs: Sequence[Input],
+    tables: tuple[str, ...],
+    combiner: str | None = None,
+  ) -> tuple[list[jax.Array], LookupRecord, combiners.Prepared]:
+    """Tapped activations of the features of a stack, what was looked up, and its bags."""
+    placement = stack.placement
+    arrays = [mesh_lib.accept(placement, x.name, x.parts) for x in inputs]
+    count = cpu_kernels.count_beyond if placement.is_local else bags_lib.count_beyond
+    prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
+    prepared = placement.prepare(prepare, arrays)
+    stored = self.arrays[stack.name]["parameters"].get_value()
+    warn_of_constant(stored, prepared.bags)
+    rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
+    acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
+    acts = before_update(self, acts, placement.is_local and cpu_kernels.looks_up(stack))
+    if mesh_lib.is_explicit((rows, self.report.get_value())):
+      acts = [placement.typed(act) for act in acts]
+    return self._tap(stack, acts, record, stored), record, prepared
+
+  def _tap(
+    self,
+    stack: StackSpec,
+    activations: Sequence[jax.Array],
+    record: LookupRecord,
+    stored: jax.Array,
+  ) -> list[jax.Array]:
+    """Activations with the record of their lookup, for `value_and_grad`."""
+    trains = stack.optimizer is None or stack.optimizer.equation is not None
+    if trains and jax_internals.is_differentiating():
+      warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=6)
+    return taps.tap(activations, record, stored, taps.Layer(weakref.ref(self), trains))
+
+  def _add_to_report(self, dropped: Sequence[jax.Array], records: Sequence[LookupRecord]) -> None:
+    """Adds a call to the layer's report."""
+    if not dropped:
+      return
+    routes = [record.route for record in records if record.route is not None]
+    counted = {"dropped_ids": functools.reduce(jnp.add, dropped)}
+    if not all(stack.placement.is_local for stack in self.spec.stacks.values()):
+      counted |= {"exchange_rounds": jnp.int32(0), "buffer_fill": jnp.float32(0)}
+    for used in routes:
+      most = used.max_rows_per_pair[0]
+      of = {
+        "exchange_rounds": exchange.rounds_for(most, used.capacity),
+        "buffer_fill": most.astype(jnp.float32) / used.capacity,
+      }
+      counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
+    before = self.report.get_value()
+    counted = {key: mesh_lib.like(value, before[key]) for key, value in counted.items()}
+    counted["dropped_ids"] = _saturated_sum(before["dropped_ids"], counted["dropped_ids"])
+    self._set_report({**before, **counted})
+
+  def _set_report(self, report: dict[str, jax.Array]) -> None:
+    before = self.report.get_value()
+    try:
+      self.report.set_value(report)
+      is_lost = jax_internals.is_batched(report) and not jax_internals.is_batched(before)
+      if is_lost and jax_internals.is_called_by(jax_internals.VMAP):
+        raise ValueError(
+          "SparseEmbed was called under nnx.vmap, which has no place for the counts in its report. "
+          "Look up the whole batch at once, outside, and pass the activations in."
+        )
+    except jax_internals.TraceContextError:
+      pass  # a model that a function closes over, as under jax.jit: no state comes out of it
 
   # --- raw ids -----------------------------------------------------------------------------------
 
@@ -573,7 +436,7 @@ class SparseEmbed(nnx.Module):
     >>> layer.translate({"user": np.array([7, 8], np.uint64)})["user"].tolist() == [rows[1], -1]
     True
     """
-    return admit(self, features, ahead)
+    return self._with_rows(features, lambda table, inputs: table.admit(inputs, bool(ahead)))
 
   def translate(self, features: Any) -> Any:
     """Finds the rows of the raw ids of a batch, and changes nothing: to evaluate and to serve.
@@ -588,7 +451,23 @@ class SparseEmbed(nnx.Module):
     Raises:
       ValueError: as `admit`.
     """
-    return translate(self, features)
+    return self._with_rows(features, DynamicTable.translate)
+
+  @mesh_lib.explained()
+  def _with_rows(
+    self, features: Any, find: Callable[[DynamicTable, Sequence[RawInput]], Mapping[Path, Any]]
+  ) -> Any:
+    """A batch with the inputs that `find` returns for dynamic tables, and all others."""
+    flat: dict[Path, Any] = {}
+    raw: dict[str, list[RawInput]] = {}
+    for path, feature, x, _ in matched(self.spec.features, features):
+      if feature.table.vocabulary is None:
+        flat[path] = x
+      else:
+        raw.setdefault(self.spec.table_of[path], []).append(read_raw(path, feature, x))
+    for name, inputs in raw.items():
+      flat |= find(dynamic_table(self, name), inputs)
+    return structure.pack(self.spec.features, features, flat)
 
   def raw_ids(self, table_name: str, rows: jax.Array) -> jax.Array:
     """The raw ids that own rows: uint32 `[..., 2]` of int32 `[...]`.
@@ -604,10 +483,7 @@ class SparseEmbed(nnx.Module):
     >>> layer.raw_ids("user", layer.admit(np.array([2**32 + 7]))).tolist()
     [[1, 7]]
     """
-    vocabulary = vocabulary_of(self, table_name)
-    placement = self.spec.stack_of[table_name].placement
-    state = vocabulary_state(self, table_name)
-    return admission.owners(vocabulary, placement, state["buckets"], jnp.asarray(rows))
+    return dynamic_table(self, table_name).raw_ids(rows)
 
   @property
   def vocabulary_report(self) -> dict[str, dict[str, jax.Array]]:
@@ -628,16 +504,7 @@ class SparseEmbed(nnx.Module):
     {'ids': 2.0, 'hits': 2.0, 'total_ids': 4.0, 'total_hits': 2.0, 'total_admissions': 1.0,
      'hit_rate': 1.0, 'fill': 0.0625}
     """
-    report = {}
-    for name in self.vocabularies:
-      state = vocabulary_state(self, name)
-      counts = dict(zip(admission.COUNTS, state["batch"], strict=True))
-      totals = state["totals"].astype(jnp.float32) @ jnp.array([2.0**32, 1.0])
-      counts |= {f"total_{key}": x for key, x in zip(admission.COUNTS, totals, strict=True)}
-      counts["hit_rate"] = counts["hits"] / jnp.maximum(counts["ids"], 1).astype(jnp.float32)
-      counts["fill"] = state["filled"] / jnp.float32(table_config(self, name).vocabulary_size)
-      report[name] = counts
-    return report
+    return {name: dynamic_table(self, name).report() for name in self.vocabularies}
 
   # --- update -----------------------------------------------------------------------------------
 
@@ -788,7 +655,7 @@ class SparseEmbed(nnx.Module):
     for name, replaced in variables.items():
       table_config(self, name)
       for key, value in replaced.items():
-        _check(name, key, value, shapes[name])
+        check_array(name, key, value, shapes[name])
       of_owners = [key for key in shapes[name] if key in (*owners.BY_ROW, "sightings")]
       if missing := [
         key for key in of_owners if key not in replaced and set(of_owners) & {*replaced}
@@ -811,11 +678,8 @@ class SparseEmbed(nnx.Module):
       for stack, stored in zip(stacks, new, strict=True):
         replace(self.arrays[stack.name], stored)
       for name in self.vocabularies:
-        given = variables.get(name, {})
-        if "raw_ids" in given:
-          vocabulary, stack = vocabulary_of(self, name), self.spec.stack_of[name]
-          given = {key: given[key] for key in owners.names(vocabulary)}
-          _set_vocabulary(self, name, owners.store(vocabulary, stack.placement, given))
+        if "raw_ids" in variables.get(name, {}):
+          dynamic_table(self, name).set_owners(variables[name])
 
   def rows_by_raw_id(self, table_name: str) -> dict[str, np.ndarray]:
     """The rows of a table with a `DynamicVocabulary` that have an owner, on the host.
@@ -836,7 +700,13 @@ class SparseEmbed(nnx.Module):
     >>> sorted(layer.rows_by_raw_id("user")["raw_ids"].tolist())
     [7, 1099511627776]
     """
-    return rows_by_raw_id(self, table_name)
+    table = dynamic_table(self, table_name)
+    arrays = self.variables[table_name]
+    arrays = {key: np.asarray(x) for key, x in arrays.items() if key != "sightings"}
+    best = table.order(arrays)
+    rows = {key: x[best] for key, x in arrays.items()}
+    high, low = rows["raw_ids"].astype(np.uint64).T
+    return {**rows, "raw_ids": (high << np.uint64(32)) | low}
 
   def load_rows(
     self, table_name: str, raw_ids: Any, variables: Mapping[str, Any], last_used: Any = None
@@ -867,7 +737,7 @@ class SparseEmbed(nnx.Module):
     [[0.0, 1.0], [0.0, 0.0]]
     """
     scores = {} if last_used is None else {"last_used": np.asarray(last_used)}
-    return load_rows(self, table_name, raw_ids, variables, scores)
+    return dynamic_table(self, table_name).load_rows(raw_ids, variables, scores)
 
 
 def _spec(plan: planning.Plan) -> Spec:
@@ -891,121 +761,19 @@ def table_config(layer: SparseEmbed, name: str) -> TableConfig:
   return tables[name]
 
 
+def dynamic_table(layer: SparseEmbed, name: str) -> DynamicTable:
+  """A table with a `DynamicVocabulary`; raises ValueError if there is none of this name."""
+  table, stack = table_config(layer, name), layer.spec.stack_of.get(name)
+  if table.vocabulary is None or stack is None:
+    raise ValueError(
+      f"Table {name!r} has no DynamicVocabulary: its ids are its rows, which `tables` has and "
+      "`load_tables` replaces."
+    )
+  return DynamicTable(name, table, stack, layer.vocabularies[name], layer.arrays[stack.name])
+
+
 def stored_arrays(layer: SparseEmbed, stack: StackSpec) -> Arrays:
   return {key: variable.get_value() for key, variable in layer.arrays[stack.name].items()}
-
-
-# --- lookup --------------------------------------------------------------------------------------
-
-
-_UNTRAINED = (
-  "Table {!r} is looked up under JAX's own differentiation, as in nnx.value_and_grad: its rows get "
-  "no gradient, and nothing trains them. Write embed.value_and_grad and embed.Optimizer, or give "
-  "the table optimizer=embed.frozen() to keep it fixed."
-)
-
-
-@mesh_lib.explained()
-def look_up(layer: SparseEmbed, features: Any, weights: Any) -> tuple[Any, Residual]:
-  """Activations in the structure of the features, and the residual."""
-  spec = layer.spec
-  members: dict[str, list[Input]] = {}
-  for x in read(spec.features, features, weights):
-    members.setdefault(spec.stack_of[spec.table_of[x.path]].name, []).append(x)
-  activations: dict[Path, jax.Array] = {}
-  records: dict[str, LookupRecord] = {}
-  uncombined: dict[Path, Uncombined] = {}
-  dropped: list[jax.Array] = []
-  for stack_name, inputs in members.items():
-    stack, tables = spec.stacks[stack_name], tuple(spec.table_of[x.path] for x in inputs)
-    acts, record, prepared = look_up_stack(layer, stack, inputs, tables)
-    for x, table, act, later in zip(inputs, tables, acts, prepared.uncombined, strict=True):
-      if later is not None:
-        learned = layer.combiner_weights.get(table)
-        looked_up = Uncombined(act, *later, None if learned is None else learned[...])
-        uncombined[x.path] = looked_up
-        act = combiners.combine(spec.tables[table], stack, looked_up)
-      activations[x.path] = act
-    records[stack_name] = record
-    dropped.append(prepared.dropped)
-  add_to_report(layer, dropped, list(records.values()))
-  paths = tuple(tuple(x.path for x in members[name]) for name in sorted(records))
-  residual = Residual(records, uncombined, paths, spec)
-  return structure.pack(spec.features, features, activations), residual
-
-
-@jax.named_scope("lookup")
-def look_up_stack(
-  layer: SparseEmbed,
-  stack: StackSpec,
-  inputs: Sequence[Input],
-  tables: tuple[str, ...],
-  combiner: str | None = None,
-) -> tuple[list[jax.Array], LookupRecord, combiners.Prepared]:
-  """Tapped activations of the features of a stack, what was looked up, and its bags."""
-  placement = stack.placement
-  arrays = [mesh_lib.accept(placement, x.name, x.parts) for x in inputs]
-  count = cpu_kernels.count_beyond if placement.is_local else bags_lib.count_beyond
-  prepare = functools.partial(combiners.prepare, inputs, combiner, count=count)
-  prepared = placement.prepare(prepare, arrays)
-  stored = layer.arrays[stack.name]["parameters"].get_value()
-  warn_of_constant(stored, prepared.bags)
-  rows = taps.read_tables(stored, "lookup")  # marked; the tap below gets the table itself
-  acts, record = mesh_lib.settled(compiled_look_up(stack, rows, prepared.bags, tables))
-  acts = before_update(layer, acts, placement.is_local and cpu_kernels.looks_up(stack))
-  if mesh_lib.is_explicit((rows, layer.report.get_value())):
-    acts = [placement.typed(act) for act in acts]
-  return tap(layer, stack, acts, record, stored), record, prepared
-
-
-def before_update(layer: SparseEmbed, outputs: Any, by_kernel: bool = False) -> Any:
-  """Returns arrays that were computed from a layer's tables, which its next update comes after."""
-  report = layer.report.get_value()
-  outputs, token = xla.with_token(outputs, report["dropped_ids"], by_kernel)
-  _set_report(layer, {**report, "dropped_ids": token})
-  return outputs
-
-
-# Compiled once for each shape, also where `value_and_grad` runs a loss eagerly: a lookup that was
-# traced into the loss would have its loops compiled again at every step.
-compiled_look_up = jax.jit(exchange.look_up, static_argnums=(0, 3))
-
-
-def tap(
-  layer: SparseEmbed,
-  stack: StackSpec,
-  activations: Sequence[jax.Array],
-  record: LookupRecord,
-  stored: jax.Array,
-) -> list[jax.Array]:
-  """Activations with the record of their lookup, for `value_and_grad`."""
-  trains = stack.optimizer is None or stack.optimizer.equation is not None
-  if trains and jax_internals.is_differentiating():
-    warnings.warn(_UNTRAINED.format(record.tables[0]), stacklevel=6)
-  return taps.tap(activations, record, stored, taps.Layer(weakref.ref(layer), trains))
-
-
-def add_to_report(
-  layer: SparseEmbed, dropped: Sequence[jax.Array], records: Sequence[LookupRecord]
-) -> None:
-  """Adds a call to the layer's report."""
-  if not dropped:
-    return
-  routes = [record.route for record in records if record.route is not None]
-  counted = {"dropped_ids": functools.reduce(jnp.add, dropped)}
-  if not all(stack.placement.is_local for stack in layer.spec.stacks.values()):
-    counted |= {"exchange_rounds": jnp.int32(0), "buffer_fill": jnp.float32(0)}
-  for used in routes:
-    most = used.max_rows_per_pair[0]
-    of = {
-      "exchange_rounds": exchange.rounds_for(most, used.capacity),
-      "buffer_fill": most.astype(jnp.float32) / used.capacity,
-    }
-    counted |= {key: jnp.maximum(counted[key], value) for key, value in of.items()}
-  before = layer.report.get_value()
-  counted = {key: mesh_lib.like(value, before[key]) for key, value in counted.items()}
-  counted["dropped_ids"] = _saturated_sum(before["dropped_ids"], counted["dropped_ids"])
-  _set_report(layer, {**before, **counted})
 
 
 def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -1014,227 +782,24 @@ def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where((total < 0) | (new < total), bags_lib.UNUSED, new)
 
 
-def _set_report(layer: SparseEmbed, report: dict[str, jax.Array]) -> None:
-  before = layer.report.get_value()
-  try:
-    layer.report.set_value(report)
-    is_lost = jax_internals.is_batched(report) and not jax_internals.is_batched(before)
-    if is_lost and jax_internals.is_called_by(jax_internals.VMAP):
-      raise ValueError(
-        "SparseEmbed was called under nnx.vmap, which has no place for the counts in its report. "
-        "Look up the whole batch at once, outside, and pass the activations in."
-      )
-  except jax_internals.TraceContextError:
-    pass  # a model that a function closes over, as under jax.jit: no state comes out of it
+def before_update(layer: SparseEmbed, outputs: Any, by_kernel: bool = False) -> Any:
+  """Returns arrays that were computed from a layer's tables, which its next update comes after."""
+  report = layer.report.get_value()
+  outputs, token = xla.with_token(outputs, report["dropped_ids"], by_kernel)
+  layer._set_report({**report, "dropped_ids": token})
+  return outputs
 
 
-# --- raw ids -------------------------------------------------------------------------------------
+# Compiled once for each shape, also where `value_and_grad` runs a loss eagerly: a lookup that was
+# traced into the loss would have its loops compiled again at every step.
+compiled_look_up = jax.jit(exchange.look_up, static_argnums=(0, 3))
 
 
-def _raw_inputs(layer: SparseEmbed, features: Any) -> tuple[dict[str, list[RawInput]], dict]:
-  """The raw inputs of each table, and all other inputs by path."""
-  raw: dict[str, list[RawInput]] = {}
-  others = {}
-  for path, feature, x, _ in matched(layer.spec.features, features):
-    if feature.table.vocabulary is None:
-      others[path] = x
-    else:
-      raw.setdefault(layer.spec.table_of[path], []).append(read_raw(path, feature, x))
-  return raw, others
-
-
-def _all_used(inputs: Sequence[RawInput], parts: Any) -> jax.Array:
-  """The raw ids of all features of a table, one after another."""
-  with_arrays = zip(inputs, parts, strict=True)
-  used = [x._replace(ids=ids, stand_in=x.stand_in._replace(parts=p)) for x, (ids, p) in with_arrays]
-  return jnp.concatenate([x.used() for x in used])
-
-
-def _with_rows(layer: SparseEmbed, features: Any, rows_of: Callable[..., jax.Array]) -> Any:
-  """A batch with `rows_of(table, raw ids [N, 2])` in place of raw ids."""
-  raw, flat = _raw_inputs(layer, features)
-  for table, inputs in raw.items():
-    placement = layer.spec.stack_of[table].placement
-    parts = [(x.ids, mesh_lib.accept(placement, x.stand_in.name, x.stand_in.parts)) for x in inputs]
-    ids = placement.prepare(functools.partial(_all_used, inputs), parts)
-    rows = mesh_lib.settled(rows_of(table, ids))
-    shapes = [x.ids.shape[:-1] for x in inputs]
-    ends = list(itertools.accumulate(map(math.prod, shapes)))[:-1]
-    split = lambda rows, ends=ends, shapes=shapes: [
-      part.reshape(shape) for part, shape in zip(jnp.split(rows, ends), shapes, strict=True)
-    ]
-    of_inputs = placement.prepare(split, rows, like=rows)
-    flat |= {x.stand_in.path: x.with_rows(r) for x, r in zip(inputs, of_inputs, strict=True)}
-  return structure.pack(layer.spec.features, features, flat)
-
-
-@mesh_lib.explained()
-@jax.named_scope("admit")
-def admit(layer: SparseEmbed, features: Any, ahead: bool) -> Any:
-  """`SparseEmbed.admit`."""
-
-  def rows_of(table, ids):
-    stack = layer.spec.stack_of[table]
-    arrays = taps.read_tables(stored_arrays(layer, stack), "update")
-    state = vocabulary_state(layer, table)
-    static = (stack, table, vocabulary_of(layer, table), _maker(layer, table), bool(ahead))
-    rows, new_state, new = _compiled_admit(*static, state, arrays, ids)
-    with changing("SparseEmbed.admit"):
-      typed = lambda new, old: {k: mesh_lib.like(new[k], x) for k, x in old.items()}
-      _set_vocabulary(layer, table, typed(new_state, state))
-      for key, value in typed(new, arrays).items():
-        layer.arrays[stack.name][key].set_value(value)
-    return rows
-
-  return _with_rows(layer, features, rows_of)
-
-
-def _set_vocabulary(layer: SparseEmbed, table: str, state: Mapping[str, Any]) -> None:
-  """Sets what a state holds; all of "owners" or all of "admissions", or both."""
-  for variable in layer.vocabularies[table].values():
-    held = variable.get_value()
-    variable.set_value({key: state.get(key, x) for key, x in held.items()})
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _compiled_admit(stack, table, vocabulary, maker, keeps_previous, state, arrays, ids):
-  """The rows of raw ids, the new state, and the stack's arrays with the rows of new owners."""
-  key = state["key"]
-  of_engine = {name: x for name, x in state.items() if name != "key"}
-  admitted, new = admission.admit(vocabulary, stack.placement, of_engine, ids, keeps_previous)
-  rows = jnp.where(admitted.is_new, admitted.rows, stack.size(table))
-  if ids.shape[0]:
-    arrays = initial.reset(stack, table, maker, arrays, key, rows, ids)
-  return _or_unknown(vocabulary, admitted.rows, ids), new | {"key": key}, arrays
-
-
-def load_rows(
-  layer: SparseEmbed,
-  table: str,
-  raw_ids: Any,
-  variables: Mapping[str, Any],
-  scores: Mapping[str, Any],
-) -> np.ndarray:
-  """`SparseEmbed.load_rows`, with "last_used" and "uses" `[N]` by name, or the current batch."""
-  vocabulary, shapes = vocabulary_of(layer, table), variable_shapes(layer)[table]
-  ids = np.asarray(raw_ids)
-  ids = ids if ids.dtype == np.uint32 and ids.ndim == 2 else to_raw_ids(ids)
-  stack, count = layer.spec.stack_of[table], len(ids)
-  of_rows = {
-    key: jax.ShapeDtypeStruct((count, *shapes[key].shape[1:]), shapes[key].dtype)
-    for key in ("parameters", *stack.slots)
-  }
-  for key, value in variables.items():
-    _check(table, key, value, of_rows)
-  if len(np.unique(ids, axis=0)) < count or (ids == admission.EMPTY).all(axis=1).any():
-    raise ValueError(f"Table {table!r}: raw ids must be distinct, and none of them padding.")
-  rows = owners.rows_for(vocabulary, ids)
-  kept = rows >= 0
-  state = vocabulary_state(layer, table)
-  step = max(int(state["step"]), 1)
-  new = {key: np.zeros(x.shape, x.dtype) for key, x in shapes.items() if key not in of_rows}
-  new["raw_ids"][:] = admission.EMPTY
-  new["raw_ids"][rows[kept]] = ids[kept]
-  for key, default in (("last_used", step), ("uses", 1)):
-    if key in new:
-      new[key][rows[kept]] = np.broadcast_to(scores.get(key, default), count)[kept]
-  stored = stored_arrays(layer, stack)
-  static = (stack, table, _maker(layer, table))
-  where = mesh_lib.settled(_compiled_reset(*static, stored, state["key"], rows[kept], ids[kept]))
-  values = {key: np.asarray(value, of_rows[key].dtype)[kept] for key, value in variables.items()}
-  put = changes.TableRows(rows[kept].astype(np.int32), values)
-  with changing("Loading rows"):
-    replace(layer.arrays[stack.name], changes.put(stack, where, table, put))
-    of_owners = owners.store(vocabulary, stack.placement, new)
-    step_of = mesh_lib.like(jnp.full_like(state["step"], step), state["step"])
-    _set_vocabulary(layer, table, {**of_owners, "step": step_of})
-  return rows
-
-
-def load_by_value(layer: SparseEmbed, table: str, saved: Mapping[str, Any]) -> None:
-  """Fills a dynamic table with the rows of another geometry, the most valuable first.
-
-  Args:
-    layer: with the number of the last batch.
-    table: the name.
-    saved: arrays as in `SparseEmbed.variables`, of another capacity, bucket width or policy. The
-      row of the unknown is the last one, which has no owner.
-  """
-  vocabulary, stack = vocabulary_of(layer, table), layer.spec.stack_of[table]
-  arrays = {key: np.asarray(x) for key, x in saved.items() if key != "sightings"}
-  best = owners.order(vocabulary, arrays, int(vocabulary_state(layer, table)["step"]))
-  scores: dict[str, Any] = {
-    key: arrays.pop(key)[best] for key in ("last_used", "uses") if key in arrays
-  }
-  raw_ids = arrays.pop("raw_ids")
-  values = {key: arrays[key] for key in ("parameters", *stack.slots)}
-  load_rows(layer, table, raw_ids[best], {key: x[best] for key, x in values.items()}, scores)
-  if vocabulary.trains_unknown and (raw_ids[-1] == admission.EMPTY).all():
-    row = np.array([vocabulary.capacity - 1], np.int32)
-    last = changes.TableRows(row, {key: x[-1:] for key, x in values.items()})
-    stored = stored_arrays(layer, stack)
-    replace(layer.arrays[stack.name], changes.put(stack, stored, table, last))
-
-
-def rows_by_raw_id(layer: SparseEmbed, table: str) -> dict[str, np.ndarray]:
-  """The owned rows of a dynamic table, the most valuable first, in NumPy on one host.
-
-  Returns:
-    "raw_ids" uint64 `[N]`, "last_used" int32 `[N]`, "parameters" `[N, dim]`, and the slots.
-  """
-  vocabulary = vocabulary_of(layer, table)
-  arrays = {k: np.asarray(x) for k, x in layer.variables[table].items() if k != "sightings"}
-  best = owners.order(vocabulary, arrays, int(vocabulary_state(layer, table)["step"]))
-  rows = {key: x[best] for key, x in arrays.items()}
-  high, low = rows["raw_ids"].astype(np.uint64).T
-  return {**rows, "raw_ids": (high << np.uint64(32)) | low}
-
-
-def put_owners(layer: SparseEmbed, table: str, changed: Mapping[str, changes.TableRows]) -> None:
-  """Replaces some entries of the arrays of `owned`; in NumPy, the same in every process."""
-  vocabulary, placement = (
-    vocabulary_of(layer, table),
-    layer.spec.stack_of[table].placement,
-  )
-  new = {}
-  for name, x in owned(layer, table).items():
-    new[name] = np.array(placement.put(x, P()))
-    new[name][changed[name].ids] = changed[name].values["values"]
-  _set_vocabulary(layer, table, owners.store(vocabulary, placement, new))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _compiled_reset(stack, table, maker, arrays, key, rows, ids):
-  return initial.reset(stack, table, maker, arrays, key, rows, ids) if rows.size else arrays
-
-
-def _maker(layer: SparseEmbed, table: str) -> Any:
-  """The initializer of a row of a table."""
-  made = table_config(layer, table).initializer
-  return initializers.row_wise(made or initializers.truncated_normal_rows)
-
-
-def translate(layer: SparseEmbed, features: Any) -> Any:
-  """`SparseEmbed.translate`."""
-
-  def rows_of(table, ids):
-    stack, vocabulary = layer.spec.stack_of[table], vocabulary_of(layer, table)
-    return _compiled_translate(stack.placement, vocabulary, vocabulary_state(layer, table), ids)
-
-  return _with_rows(layer, features, rows_of)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _compiled_translate(placement, vocabulary, state, ids):
-  return _or_unknown(vocabulary, admission.translate(vocabulary, placement, state, ids), ids)
-
-
-def _or_unknown(vocabulary: Any, rows: jax.Array, ids: jax.Array) -> jax.Array:
-  """Rows of ids, that of the unknown where an id has none and the unknown is trained."""
-  if not vocabulary.trains_unknown:
-    return rows
-  is_id = (ids != admission.EMPTY).any(axis=1)
-  return jnp.where((rows < 0) & is_id, vocabulary.capacity - 1, rows)
+_UNTRAINED = (
+  "Table {!r} is looked up under JAX's own differentiation, as in nnx.value_and_grad: its rows get "
+  "no gradient, and nothing trains them. Write embed.value_and_grad and embed.Optimizer, or give "
+  "the table optimizer=embed.frozen() to keep it fixed."
+)
 
 
 # --- update --------------------------------------------------------------------------------------
@@ -1373,12 +938,7 @@ def read_variables(layer: SparseEmbed, compact: bool = False) -> dict[str, dict[
 
 def owned(layer: SparseEmbed, name: str) -> dict[str, Any]:
   """The owners of the rows of a table, by name; nothing if its ids are its rows."""
-  vocabulary, placement = table_config(layer, name).vocabulary, layer.spec.stack_of[name].placement
-  if vocabulary is None:
-    return {}
-  state = layer.vocabularies[name]["owners"].get_value()
-  arrays = mesh_lib.settled(owners.read(vocabulary, placement, state))
-  return {key: arrays[key] for key in owners.names(vocabulary)}
+  return dynamic_table(layer, name).owners() if name in layer.vocabularies else {}
 
 
 def variable_shapes(
@@ -1397,7 +957,6 @@ def variable_shapes(
 def store_apart(layer: SparseEmbed) -> None:
   """Stores each table of a layer as on one device, in its own array without slots, for export."""
   spec, rows = layer.spec, layer.tables
-  on_host = lambda tree: jax.tree.map(np.asarray, tree)
   stacks = {
     name: StackSpec(
       name, (name,), Layout((table.vocabulary_size,)), table.dim, table.dtype,
@@ -1406,24 +965,7 @@ def store_apart(layer: SparseEmbed) -> None:
     for name, table in spec.tables.items()
   }  # fmt: skip
   optimizers: dict[str, RowOptimizer | None] = dict.fromkeys(spec.tables)
-  for name, held in layer.vocabularies.items():
-    vocabulary, arrays = vocabulary_of(layer, name), owned(layer, name)
-    held["owners"] = Vocabulary(owners.store(vocabulary, mesh_lib.LOCAL, on_host(arrays)))
-    held["admissions"] = Admissions(on_host(held["admissions"].get_value()))
+  for name in layer.vocabularies:
+    dynamic_table(layer, name).store_apart()
   layer.spec = dataclasses.replace(spec, optimizers=optimizers, stacks=stacks, stack_of=stacks)
   layer.arrays = nnx.Dict({t: nnx.Dict({"parameters": Table(rows[t])}) for t in spec.tables})
-
-
-def _check(name: str, key: str, value: Any, wanted: Mapping[str, Any]) -> None:
-  """Raises ValueError unless a value fits the array of this name among `wanted`, of a table."""
-  if key not in wanted:
-    slots = [kept for kept in wanted if kept != "parameters"]
-    raise ValueError(f"Table {name!r} has no slot {key!r}; its slots are {slots}.")
-  what = f"Table {name!r}" if key == "parameters" else f"Slot {key!r} of table {name!r}"
-  shape, dtype = np.shape(value), wanted[key].dtype
-  if shape != wanted[key].shape:
-    raise ValueError(f"{what} has shape {wanted[key].shape}, got {shape}.")
-  if not stored_tables.converts(value, dtype):
-    raise ValueError(
-      f"{what} has dtype {dtype}, got {stored_tables.dtype_of(value)}: give real numbers."
-    )

@@ -16,8 +16,9 @@ from embed import autodiff
 from embed.combiners import CombinerWeights
 from embed.engine.taps import Owner
 from embed.gradients import Grads, Rows, by_stack
-from embed.layer import WRITING, SparseEmbed, changing, moving, step_combiner_weights, step_stacks
+from embed.layer import SparseEmbed, moving, step_combiner_weights, step_stacks
 from embed.optimizers import RowOptimizer
+from embed.variables import WRITING, changing
 
 # Optax states that hold updates back, by name: tables would step while dense parameters wait.
 _ACCUMULATE = "sum the gradients of the microbatches with embed.accumulate and update once"

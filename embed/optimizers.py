@@ -205,6 +205,7 @@ def register(function: Maker) -> Maker:
   a `RowOptimizer(equation, slots)`: slots are `Slot`s or initial values by name, or a function of
   the dimension. The registered one checks the common arguments, and adds all arguments to its
   result: scalar arrays as numbers, numbers of common arguments as floats, `clipvalue` as a pair.
+  Docstrings leave the common arguments to `sgd`.
   """
   name, own = function.__name__, inspect.signature(function)
   of_common = [
@@ -232,6 +233,8 @@ def register(function: Maker) -> Maker:
     return dataclasses.replace(made, name=name, arguments=arguments, slots=slots)
 
   maker.__signature__ = signature  # type: ignore[attr-defined]  # for `help`, and error texts
+  if name != "sgd":
+    maker.__doc__ = f"{function.__doc__}\n  `embed.sgd` explains the common arguments and errors.\n"
   OPTIMIZERS[name] = maker
   return cast(Maker, maker)
 
@@ -425,8 +428,6 @@ def adagrad(
     initial_accumulator_value: of `a`, at least 0.
     epsilon: at least 0; one of the two must be positive.
 
-  `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
-
   >>> g, w, slots = jnp.array([3.0]), jnp.array([1.0]), {"accumulators": jnp.array([7.0])}
   >>> w, slots = embed.adagrad(0.5).equation(g, w, slots, 0.5)
   >>> w.tolist(), slots["accumulators"].tolist()  # 7 + 3 * 3; 1 - 0.5 * 3 / sqrt(16)
@@ -468,8 +469,6 @@ def rowwise_adagrad(
       `a = a * 2 ** (-1 / half_life) + mean(g²)`, so that a model that is trained for months keeps
       learning. It is computed when a row is stepped, for all steps since the last time. None never
       forgets.
-
-  `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
 
   >>> g, w, slots = jnp.array([[1.0, 7.0]]), jnp.zeros((1, 2)), {"accumulators": jnp.zeros(1)}
   >>> w, slots = embed.rowwise_adagrad(5.0).equation(g, w, slots, 5.0)
@@ -530,8 +529,6 @@ def adagrad_momentum(
     beta2: the decay of `a`; 1 adds up.
     epsilon: positive.
 
-  `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
-
   >>> zero = {"accumulators": jnp.array([0.0]), "momenta": jnp.array([2.0])}
   >>> optimizer = embed.adagrad_momentum(0.5, momentum=0.5)
   >>> w, slots = optimizer.equation(jnp.array([4.0]), jnp.array([1.0]), zero, 0.5)
@@ -588,8 +585,6 @@ def ftrl(
     initial_accumulator_value: of `a`, positive.
     multiply_linear_by_learning_rate: `z` carries the factor `lr`, which may then be 0.
     allow_zero_accumulator: has no effect; TensorFlow refuses a zero accumulator with it as well.
-
-  `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
 
   >>> slots = {"accumulators": jnp.array([7.0]), "linears": jnp.array([0.0])}
   >>> optimizer = embed.ftrl(1.0, l1_regularization_strength=5.0)
@@ -662,8 +657,6 @@ def adam(
     rowwise: `v` is of the mean of g² over the row, one value a row, `[V]`: FBGEMM's
       PARTIAL_ROWWISE_ADAM.
 
-  `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
-
   >>> zero = {"momenta": jnp.zeros(1), "velocities": jnp.zeros(1)}
   >>> optimizer = embed.adam(1.0, beta_1=0.5, beta_2=0.75)
   >>> w, slots = optimizer.equation(jnp.array([8.0]), jnp.array([0.0]), zero, 1.0)
@@ -716,8 +709,6 @@ def momentum(
     momentum: the decay of `m`.
     use_nesterov: whether to look ahead.
 
-  `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
-
   >>> optimizer = embed.momentum(0.5, momentum=0.5)
   >>> w, slots = optimizer.equation(jnp.ones(1), jnp.ones(1), {"momenta": jnp.array([2.0])}, 0.5)
   >>> w.tolist(), slots["momenta"].tolist()
@@ -753,8 +744,6 @@ def rmsprop(
     rho: the decay of `ms`, in [0, 1).
     momentum: the decay of `mom`.
     epsilon: positive.
-
-  `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
 
   >>> zero = {"ms": jnp.zeros(1), "mom": jnp.zeros(1)}
   >>> optimizer = embed.rmsprop(1.0, rho=0.75)
@@ -797,8 +786,6 @@ def proximal_adagrad(
     l1_regularization_strength: `l1`, at least 0.
     l2_regularization_strength: `l2`, at least 0.
 
-  `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
-
   >>> slots = {"accumulators": jnp.array([7.0])}
   >>> optimizer = embed.proximal_adagrad(1.0, l1_regularization_strength=2.0)
   >>> optimizer.equation(jnp.array([3.0]), jnp.array([1.0]), slots, 1.0)[0].tolist()  # |u| is 0.25
@@ -834,8 +821,6 @@ def lion(
   Args:
     beta1: the share of `m` in the step, in [0, 1).
     beta2: the decay of `m`, in [0, 1).
-
-  `embed.sgd` explains `learning_rate`, the keyword-only arguments and the errors.
 
   >>> optimizer = embed.lion(0.5, beta2=0.5)
   >>> w, slots = optimizer.equation(jnp.array([3.0]), jnp.ones(1), {"momenta": jnp.zeros(1)}, 0.5)
@@ -959,8 +944,6 @@ def custom_optimizer(
     slots: `{name: initial value}`, or `{name: embed.Slot(initial, per_row=True)}`.
     learning_rate: a float, or a schedule of the 0-based step.
 
-  `embed.sgd` explains the keyword-only arguments.
-
   Raises:
     ValueError: if `update` is not callable, or a slot is neither a number nor an `embed.Slot`.
 
@@ -999,7 +982,7 @@ def from_optax(
       `embed.clip_by_global_norm` clips by the norm of all gradients.
 
   Slots are the leaves of the optax state, `[V, D]`, or `[V]` for its scalars, named by their paths
-  in it. `embed.sgd` explains the keyword-only arguments.
+  in it.
 
   Raises:
     ValueError: if `tx` is not an optax transformation, if it is not elementwise without `per_row`,

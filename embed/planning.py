@@ -114,12 +114,9 @@ class StackCost:
     memory: "device" or "host", where rows and slots are.
     keys: bytes of the raw ids, scores and sightings of tables with a `DynamicVocabulary`.
 
-  >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-  >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
-  >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
-  >>> plan["movie"].strategy = "mod"
-  >>> plan.costs()[0].rows  # 125 of the 1000 rows, 8 columns of 4 bytes
-  4000
+  >>> plan = embed.plan(embed.FeatureConfig(embed.TableConfig(1000, 8)), None, np.zeros(64, int))
+  >>> plan.costs()[0].rows  # 1000 rows of 8 columns of 4 bytes
+  32000
   """
 
   stack: str
@@ -201,11 +198,8 @@ class Tables(NamedTuple):
 
   def unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
     """Why a table cannot be stored in a way, or None."""
-    placement, width, optimizer = (
-      self.placement(entry),
-      self._width(name, entry),
-      self.optimizers[name],
-    )
+    placement, width = self.placement(entry), self._width(name, entry)
+    optimizer = self.optimizers[name]
     moves_every_row = optimizer is not None and not optimizer.lazy
     is_narrow = width % stack_lib.LANES > 0
     if storage == "host" and placement.platform not in mesh_lib.HOST_PLATFORMS:
@@ -417,15 +411,12 @@ class Plan:
   >>> plan["movie"].strategy = "mod"
   >>> list(plan), len(plan), plan["movie"].axis
   (['movie'], 1, ('data',))
+  >>> plan.costs()[0].rows, plan.bytes_per_device < plan.hbm_bytes, plan.fits
+  (4000, True, True)
+  >>> again = embed.Plan.from_json(plan.to_json(), plan.features, mesh, embed.adagrad(0.1))
+  >>> again["movie"].strategy
+  'mod'
   """
-
-  features: Any
-  optimizer: RowOptimizer | None
-  mesh: Any
-  tables: dict[str, config_lib.TableConfig]
-  optimizers: dict[str, RowOptimizer | None]
-  batch_axis: Sequence[str] | None
-  entries: dict[str, TablePlan]
 
   def __init__(
     self,
@@ -434,24 +425,18 @@ class Plan:
     mesh: Any = None,
     batch_axis: Sequence[str] | None = None,
   ):
-    features = structure.own(features)
-    tables = structure.name_tables(features)
-    self.__dict__.update(
-      features=features,
-      optimizer=optimizer,
-      mesh=mesh,
-      tables=tables,
-      optimizers={n: _resolve(n, t, optimizer) for n, t in tables.items()},
-      batch_axis=batch_axis,
-      entries={name: TablePlan() for name in tables},
-    )
+    self.features = structure.own(features)
+    self.optimizer, self.mesh, self.batch_axis = optimizer, mesh, batch_axis
+    self.tables: dict[str, TableConfig] = structure.name_tables(self.features)
+    self.optimizers = {n: _resolve(n, t, optimizer) for n, t in self.tables.items()}
+    self.entries = {name: TablePlan() for name in self.tables}
     self.hbm_bytes: int | None = None
     self._stored = Tables(self.tables, self.optimizers, mesh, batch_axis)
     # The example batch: shapes by feature, None for one that is left out of it.
     self._bags: dict[structure.Path, Bags | None] = {}
 
   def __setattr__(self, name: str, value: Any) -> None:
-    if name != "hbm_bytes" and not name.startswith("_"):
+    if name != "hbm_bytes" and "_bags" in vars(self) and not name.startswith("_"):  # once made
       raise AttributeError(
         f"The attribute {name!r} of a plan is fixed. Make a plan with embed.plan(...); what it "
         'decides of a table can be changed, as in plan["movie"].strategy = "div".'
@@ -475,28 +460,24 @@ class Plan:
     example batch does not have, or that looks up in another way.
     """
     result = Plan(features, optimizer or self.optimizer, self.mesh, self.batch_axis)
-    if set(result.tables) != set(self.tables):
-      raise ValueError(
-        f"The plan is for the tables {sorted(self.tables)}, the feature config has "
-        f"{sorted(result.tables)}."
-      )
-    result.entries.update(
-      {name: dataclasses.replace(entry) for name, entry in self.entries.items()}
-    )
+    result._decide({name: dataclasses.replace(entry) for name, entry in self.entries.items()})
     result.hbm_bytes = self.hbm_bytes
-    before = dict(structure.flatten_features(self.features))
     result._bags = {
       path: self._bags[path]
-      for path, feature in structure.flatten_features(result.features)
-      if path in self._bags and self._facts(before[path]) == result._facts(feature)
+      for path, facts in result._facts.items()
+      if path in self._bags and self._facts[path] == facts
     }
     return result
 
-  def _facts(self, feature: config_lib.FeatureConfig) -> tuple[Any, ...]:
-    """The table name and the settings that determine a feature's bags, besides its inputs."""
-    table = next(name for name, table in self.tables.items() if table is feature.table)
-    form = (feature.max_sequence_length, feature.output_shape, feature.differentiate_weights)
-    return (table, feature.table.combiner, *form)
+  @functools.cached_property
+  def _facts(self) -> dict[structure.Path, tuple[Any, ...]]:
+    """By feature its table, and the settings that determine its bags, besides its inputs."""
+    names = {id(table): name for name, table in self.tables.items()}
+    form = lambda x: (x.max_sequence_length, x.output_shape, x.differentiate_weights)
+    return {
+      path: (names[id(x.table)], x.table.combiner, *form(x))
+      for path, x in structure.flatten_features(self.features)
+    }
 
   @property
   def _unknown(self) -> list[str]:
@@ -510,9 +491,9 @@ class Plan:
       what = f"inputs of {unknown}" if self._bags else "batch"
       raise ValueError(f"this plan has no example {what} to cost: make one with embed.plan(...)")
     by_table: dict[str, list[Bags]] = {name: [] for name in self.tables}
-    for path, feature in structure.flatten_features(self.features):
+    for path, (table, *_) in self._facts.items():
       if (bags := self._bags[path]) is not None:
-        by_table[self._facts(feature)[0]].append(bags)
+        by_table[table].append(bags)
     return by_table
 
   def adopt(self, profile: Any, headroom: float = 1.25) -> "Plan":
@@ -585,12 +566,6 @@ class Plan:
     Raises:
       ValueError: if the plan has no example batch, as after `from_json`, or a feature that the
         batch does not have, as with other `features` than the plan was made for.
-
-    >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
-    >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
-    >>> [cost.tables for cost in plan.costs()]
-    [('movie',)]
     """
     bags = self._example()
     return [
@@ -609,12 +584,6 @@ class Plan:
     """Bytes of rows, slots and buffers on each device, for the example batch.
 
     Rows and slots in the memory of the host do not count.
-
-    >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
-    >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
-    >>> plan.bytes_per_device == sum(c.rows + c.slots + c.buffers for c in plan.costs())
-    True
     """
     costs = self.costs()
     stored = sum(c.rows + c.slots for c in costs if c.memory == "device")
@@ -622,14 +591,7 @@ class Plan:
 
   @property
   def fits(self) -> bool | None:
-    """Whether `bytes_per_device` fit into `hbm_bytes`; None if the memory is not known.
-
-    >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
-    >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
-    >>> plan.fits
-    True
-    """
+    """Whether `bytes_per_device` fit into `hbm_bytes`; None if the memory is not known."""
     return None if self.hbm_bytes is None else self.bytes_per_device <= self.hbm_bytes
 
   def __repr__(self) -> str:
@@ -707,14 +669,6 @@ class Plan:
     """The decisions as JSON, for `from_json`.
 
     The feature config and the mesh are left out.
-
-    >>> movie = embed.TableConfig(vocabulary_size=1000, dim=8, name="movie")
-    >>> mesh, ids = jax.sharding.AbstractMesh((8,), ("data",)), embed.Padded(np.zeros((64, 4), int))
-    >>> plan = embed.plan(embed.FeatureConfig(movie), mesh, ids, embed.adagrad(0.1), 16 << 30)
-    >>> plan["movie"].strategy = "div"
-    >>> again = embed.Plan.from_json(plan.to_json(), plan.features, mesh, embed.adagrad(0.1))
-    >>> again["movie"].strategy
-    'div'
     """
     tables = {name: dataclasses.asdict(entry) for name, entry in self.entries.items()}
     return json.dumps({"batch_axis": self.batch_axis, "tables": tables}, indent=2)
@@ -738,13 +692,17 @@ class Plan:
     mesh = mesh if mesh is not None else mesh_lib.current_mesh()
     axis = read["batch_axis"]
     result = cls(features, optimizer, mesh, None if axis is None else tuple(axis))
-    if set(result.entries) != set(read["tables"]):
-      raise ValueError(
-        f"The plan is for the tables {sorted(read['tables'])}, the feature config has "
-        f"{sorted(result.entries)}."
-      )
-    result.entries.update({name: _entry(read["tables"][name]) for name in result.tables})
+    result._decide({name: _entry(decided) for name, decided in read["tables"].items()})
     return result
+
+  def _decide(self, entries: Mapping[str, TablePlan]) -> None:
+    """Takes over the entries of another plan; raises ValueError if its tables differ."""
+    if set(entries) != set(self.tables):
+      raise ValueError(
+        f"The plan is for the tables {sorted(entries)}, the feature config has "
+        f"{sorted(self.tables)}."
+      )
+    self.entries.update(entries)
 
 
 def _entry(decided: dict[str, Any]) -> TablePlan:
@@ -874,7 +832,7 @@ def _memory(mesh: Any) -> int | None:
   return None if stats is None else stats.get("bytes_limit")
 
 
-def _resolve(name: str, table: config_lib.TableConfig, default: Any) -> RowOptimizer | None:
+def _resolve(name: str, table: TableConfig, default: Any) -> RowOptimizer | None:
   """A table's own optimizer, or the default; the config is not changed."""
   optimizer = default if table.optimizer is None else table.optimizer
   if optimizer is not None and not isinstance(optimizer, RowOptimizer):

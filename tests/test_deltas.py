@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -255,18 +254,6 @@ def test_a_server_follows_a_training_run(tmp_path):
       assert_same_bits(plain[key], arrays["parameters"])
 
 
-def test_requests_keep_the_tables_that_they_read():
-  nodes, served = make("one device"), Model(0, slots=False)
-  since = embed.deltas.fingerprint(0, model=nodes["model"])
-  train_step(nodes["model"], nodes["optimizer"], batch(1))
-  delta, _ = embed.deltas.changes(since, 1, model=nodes["model"])
-  before = served.embed.tables["c"]
-  kept = np.array(before)
-  embed.deltas.apply(delta, 0, model=served)
-  np.testing.assert_array_equal(before, kept)  # raises if deleted
-  assert (served.embed.tables["c"] != before).any()
-
-
 def test_a_server_that_shares_donated_arrays_is_told():
   """A clone holds the arrays of the model, which the next step donates."""
   table = embed.TableConfig(8, 2, name="t", optimizer=embed.sgd(0.1))
@@ -312,14 +299,18 @@ def test_what_does_not_fit_is_named_and_nothing_changes():
   trained = delta_of(optimizer=embed.adam(0.1))
   for model, message in [
     (Other(rows=3), r"table 'embed/t' has row 3, the model's has rows 0 .. 2"),
-    (Other(dim=3), r"parameters of table 'embed/t' have rows of shape \(2,\), the model's \(3,\)"),
+    (
+      Other(dim=3),
+      r"of parameters of table 'embed/t' has shape \(2,\), the model's has \(3,\)",
+    ),
     (Other(name="u"), r"table 'embed/u' is missing; table 'embed/t' is not in the model"),
-    (Other(optimizer=embed.adagrad(0.1)), r"'embed/t' has \['momenta', .*has \['accumulators'"),
+    (
+      Other(optimizer=embed.adagrad(0.1)),
+      "row of accumulators of table 'embed/t' is missing; a row of momenta .* not in the model",
+    ),
   ]:
     before = tree_of({"model": model})
-    with pytest.raises(
-      ValueError, match=message.replace(", the model's \\(", ", the model's have \\(")
-    ):
+    with pytest.raises(ValueError, match=message):
       embed.deltas.apply(trained, 0, model=model)
     assert_same_bits(tree_of({"model": model}), before)
   with pytest.raises(ValueError, match=r"The delta has no 'tower'; it has \['model'\]"):
@@ -358,27 +349,21 @@ def test_the_file_is_numpys(tmp_path):
   assert_same_bits(again.state, delta.state)
 
 
-@pytest.mark.parametrize("kind", ["flip", "cut", "empty", "remove"])
-def test_damage_is_named(tmp_path, kind):
-  nodes = make("one device")
-  delta, _ = embed.deltas.changes(embed.deltas.fingerprint(0, **nodes), 1, **nodes)
-  embed.deltas.write(tmp_path, delta)
-  path = tmp_path / "rows-00000-of-00001.npz"
-  content = path.read_bytes()
-  with zipfile.ZipFile(path) as archive:  # the bytes of arrays; the manifest of a run has them all
-    entries = [(info.header_offset, info.file_size) for info in archive.infolist()]
-  positions = [offset + 200 for offset, size in entries if size > 128 + 200]
-  for position in positions if kind == "flip" else [len(content) // 2]:
-    if kind == "flip":
-      path.write_bytes(
-        content[:position] + bytes([content[position] ^ 16]) + content[position + 1 :]
-      )
-    elif kind == "remove":
-      path.unlink()
-    else:
-      path.write_bytes(content[:position] if kind == "cut" else b"")
-    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(str(tmp_path))):
-      embed.deltas.read(tmp_path)
+@pytest.mark.parametrize(
+  "damage",
+  [
+    lambda content: content[: len(content) // 2],
+    lambda content: b"",
+    lambda content: content[:500] + bytes([content[500] ^ 16]) + content[501:],
+  ],
+  ids=["cut", "empty", "flip"],
+)
+def test_damage_is_named(tmp_path, damage):
+  embed.deltas.write(tmp_path, delta_of())
+  (path,) = tmp_path.iterdir()
+  path.write_bytes(damage(path.read_bytes()))
+  with pytest.raises(ValueError, match=re.escape(str(path))):
+    embed.deltas.read(tmp_path)
 
 
 def test_a_file_of_a_process_that_is_missing_is_named(tmp_path):
@@ -537,12 +522,16 @@ def with_shardings(f):  # states of Variables go in and out
   return nnx.jit(f, in_shardings=(shardings,))
 
 
-@pytest.mark.parametrize("jitted", [nnx.jit, with_shardings])
-def test_a_request_that_would_undo_the_last_delta_raises(jitted):
-  served, (delta,), _ = served_and_deltas(1)
-  errors = in_flight(served, jitted, lambda: embed.deltas.apply(delta, 0, model=served))
-  assert len(errors) == 1
-  assert re.search(r"would replace a table that a delta has changed.*graph=False", errors[0])
+@pytest.mark.parametrize(("jitted", "count"), [(nnx.jit, 1), (with_shardings, 1), (nnx.jit, 2)])
+def test_a_request_that_would_undo_a_delta_raises(jitted, count):
+  served, deltas, _ = served_and_deltas(count)
+
+  def apply():
+    for at, delta in enumerate(deltas):
+      embed.deltas.apply(delta, at, model=served)
+
+  (error,) = in_flight(served, jitted, apply)
+  assert re.search(r"would replace a table that a delta has changed.*graph=False", error)
 
 
 def test_calls_of_the_thread_that_applies_may_write_back():
@@ -576,17 +565,6 @@ def test_calls_after_a_delta_of_another_thread_may_write_back(call):
   call(served)
   assert_same_bits(np.array(served.embed.tables["a"]), rows)
   del earlier
-
-
-def test_a_request_that_would_undo_two_deltas_raises():
-  served, deltas, _ = served_and_deltas(2)
-
-  def apply_both():
-    for at, delta in enumerate(deltas):
-      embed.deltas.apply(delta, at, model=served)
-
-  (error,) = in_flight(served, nnx.jit, apply_both)
-  assert "would replace a table that a delta has changed" in error
 
 
 def test_a_compiled_step_in_flight_does_not_undo_a_delta():

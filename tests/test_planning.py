@@ -33,45 +33,27 @@ def small(rows=64, dim=4, **settings):
   return cost
 
 
-def test_cost_of_an_all_to_all():
-  cost = small(strategy="mod", exchange="all_to_all")
-  assert (cost.rows, cost.slots) == (8 * 4 * 4, 8 * 4 * 4)  # a device's 8 of 64 rows, dim 4
-  # Half an id for each owner; room for six deviations more, but not for more than there are.
-  assert (cost.exchange, cost.capacity) == ("all_to_all", 4)
-  # From each of 7 others: 4 ids, 4 rows and 4 gradients of rows.
-  assert cost.moved == 7 * 4 * (1 + 4 + 4) * 4
-
-
-def test_cost_of_a_forced_capacity():
-  cost = small(strategy="div", capacity=1)
-  assert (cost.exchange, cost.capacity) == ("all_to_all", 1)
-  assert cost.moved == 7 * 1 * (1 + 4 + 4) * 4
-
-
-def test_cost_of_gathering():
-  cost = small(strategy="mod", exchange="gather")
-  assert (cost.exchange, cost.capacity) == ("gather", None)
-  # From each of 7 others: 4 ids on both ways, 2 activations and their 2 gradients.
-  assert cost.moved == 7 * (4 + 4 + 2 * 4 + 2 * 4) * 4
-
-
-def test_cost_of_replicas():
-  cost = small(strategy="replicated")
-  assert (cost.rows, cost.slots) == (64 * 4 * 4, 64 * 4 * 4)
-  assert (cost.exchange, cost.capacity) == ("gather", None)
-  assert cost.moved == 7 * (4 + 2 * 4) * 4  # ids and gradients of seven others, on the way back
-  # 16 rows are fewer than the 32 ids of the batch: all are added up, with a mark of touched ones.
-  cost = small(16, strategy="replicated")
-  assert cost.exchange == "sum"
-  assert cost.moved == 2 * 16 * (4 + 1) * 4 * 7 // 8
-
-
-def test_cost_of_columns():
-  cost = small(64, 16, strategy="column")
-  assert (cost.rows, cost.slots) == (64 * 2 * 4, 64 * 2 * 4)
-  assert cost.exchange == "columns"
-  # Of 2 own bags the other 14 columns, of 14 other bags the gradients of 2 columns; 28 ids, twice.
-  assert cost.moved == (2 * 14 + 14 * 2 + 28 + 28) * 4
+@pytest.mark.parametrize(
+  ("rows", "dim", "settings", "exchange", "capacity", "stored", "moved"),
+  [
+    # A device has 8 of 64 rows. Half an id for each owner; room for six deviations more, but for no
+    # more than there are. From each of 7 others: 4 ids, 4 rows and 4 gradients of rows.
+    (64, 4, {"strategy": "mod", "exchange": "all_to_all"}, "all_to_all", 4, 8 * 4, 7 * 4 * 9),
+    (64, 4, {"strategy": "div", "capacity": 1}, "all_to_all", 1, 8 * 4, 7 * 1 * 9),
+    # From each of 7 others: 4 ids on both ways, 2 activations and their 2 gradients.
+    (64, 4, {"strategy": "mod", "exchange": "gather"}, "gather", None, 8 * 4, 7 * (8 + 16)),
+    # The ids and gradients of 7 others, on the way back.
+    (64, 4, {"strategy": "replicated"}, "gather", None, 64 * 4, 7 * (4 + 8)),
+    # 16 rows are fewer than the 32 ids of the batch: all are added up, with a mark of touched ones.
+    (16, 4, {"strategy": "replicated"}, "sum", None, 16 * 4, 2 * 16 * 5 * 7 // 8),
+    # Of 2 own bags 14 columns, of 14 other bags the gradients of 2 columns; 28 ids, twice.
+    (64, 16, {"strategy": "column"}, "columns", None, 64 * 2, 2 * 14 + 14 * 2 + 28 + 28),
+  ],
+)
+def test_costs_in_words_of_four_bytes(rows, dim, settings, exchange, capacity, stored, moved):
+  cost = small(rows, dim, **settings)
+  assert (cost.rows, cost.slots) == (4 * stored, 4 * stored)
+  assert (cost.exchange, cost.capacity, cost.moved) == (exchange, capacity, 4 * moved)
 
 
 def test_cost_of_slots_and_dtypes():
@@ -109,18 +91,18 @@ def decided(rows, dim, batch):
   return plan["t"].strategy, plan.costs()[0].exchange, plan
 
 
-def test_a_tiny_table_is_replicated():
-  assert decided(3, 4, (1024, 1))[0] == "replicated"
-
-
-def test_short_bags_are_sent_and_long_ones_gathered():
-  assert decided(1_000_000, 64, (1024, 1))[:2] == ("mod", "all_to_all")
-  assert decided(1_000_000, 16, (64, 50))[:2] == ("mod", "gather")
-
-
-def test_a_wide_table_is_split_by_columns():
-  assert decided(10_000, 1024, (64, 50))[0] == "column"
-  assert decided(10_000, 1016, (64, 50))[0] == "mod"  # 127 columns on a device
+@pytest.mark.parametrize(
+  ("rows", "dim", "batch", "strategy", "exchange"),
+  [
+    (3, 4, (1024, 1), "replicated", "sum"),
+    (1_000_000, 64, (1024, 1), "mod", "all_to_all"),
+    (1_000_000, 16, (64, 50), "mod", "gather"),
+    (10_000, 1024, (64, 50), "column", "columns"),
+    (10_000, 1016, (64, 50), "mod", "gather"),  # 127 columns on a device
+  ],
+)
+def test_what_is_chosen(rows, dim, batch, strategy, exchange):
+  assert decided(rows, dim, batch)[:2] == (strategy, exchange)
 
 
 def test_no_other_strategy_moves_less():
@@ -205,24 +187,27 @@ def test_mistakes_are_named(name, value, message):
     plan["z"]
 
 
-def test_a_misspelt_field_is_refused():
-  with pytest.raises(AttributeError):
-    embed.TablePlan().stategy = "div"
+@pytest.mark.parametrize("name", ["stategy", "memory", "packed", "sparse_core"])
+def test_a_field_that_is_not_there(name):
+  """Misspelt, or of earlier plans, which names the new one."""
+  message = "stategy" if name == "stategy" else "write storage="
+  with pytest.raises(AttributeError, match=message):
+    setattr(embed.TablePlan(), name, "host")
 
 
-def test_an_axis_that_is_not_there():
+@pytest.mark.parametrize(
+  ("axes", "message"),
+  [
+    ({"axis": "model"}, r"no axis 'model'; its axes are \('data',\)"),
+    ({"column_axis": "data"}, "cannot both be split over"),
+  ],
+)
+def test_axes_that_do_not_fit(axes, message):
   features, batch = three_tables()
   plan = embed.plan(features, make_mesh(), batch)
-  plan["a"].strategy, plan["a"].axis = "mod", "model"
-  with pytest.raises(ValueError, match=r"no axis 'model'; its axes are \('data',\)"):
-    embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
-
-
-def test_rows_and_columns_over_one_axis():
-  features, batch = three_tables()
-  plan = embed.plan(features, make_mesh(), batch)
-  plan["a"].strategy, plan["a"].column_axis = "mod", "data"
-  with pytest.raises(ValueError, match="cannot both be split over"):
+  for name, value in {"strategy": "mod", **axes}.items():
+    setattr(plan["a"], name, value)
+  with pytest.raises(ValueError, match=message):
     embed.SparseEmbed(plan=plan, rngs=nnx.Rngs(0))
 
 
@@ -307,13 +292,6 @@ def pair_batch(seed):
   draw = np.random.default_rng(seed)
   ids = {name: draw.integers(-1, size, 12).astype(np.int32) for name, size in SIZES.items()}
   return ids, None, meshes.normal(seed, dict.fromkeys(SIZES, (12, 3)))
-
-
-def test_a_field_of_earlier_plans_names_the_new_one():
-  entry = embed.TablePlan()
-  for name, value in (("memory", "host"), ("packed", True), ("sparse_core", True)):
-    with pytest.raises(AttributeError, match="write storage="):
-      setattr(entry, name, value)
 
 
 @pytest.mark.full

@@ -20,10 +20,10 @@ from embed import autodiff, checkpoint, structure
 from embed import inputs as inputs_lib
 from embed.engine import jax_internals
 from embed.engine import mesh as sharding
-from embed.layer import Report, store_apart
+from embed.layer import store_apart
 from embed.serving import files
+from embed.variables import Report
 
-_KINDS = (inputs_lib.Padded, inputs_lib.Ragged, inputs_lib.Sparse)
 _PROGRAM, _ARRAYS = "program.bin", "arrays.npz"
 
 
@@ -211,7 +211,7 @@ def _read(arrays: Mapping[str, Any], name: str, leaf: Any) -> Any:
 
 
 def _is_input(x: Any) -> bool:
-  return isinstance(x, _KINDS)
+  return isinstance(x, inputs_lib.KINDS)
 
 
 def _parts(x: Any) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _with_arrays(x: Any) -> Any:
 
 def _plain(x: Any) -> Any:
   """Converts a structure to dicts, lists and tuples, which `jax.export` can serialize."""
-  if isinstance(x, _KINDS):
+  if _is_input(x):
     parts = _parts(x)
     return parts["values"] if len(parts) == 1 else parts
   if isinstance(x, Mapping):

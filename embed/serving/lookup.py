@@ -147,7 +147,7 @@ def _serve(
     if length > 1:
       rules = dataclasses.replace(rules, max_sequence_length=length)
       checked = inputs_lib.check((), name, rules, x)
-  elif not isinstance(x, (inputs_lib.Padded, inputs_lib.Ragged, inputs_lib.Sparse)):
+  elif not isinstance(x, inputs_lib.KINDS):
     shape = np.shape(x)
   bags, _ = bags_lib.from_input(checked.parts, checked.form, table.vocabulary_size)
   if isinstance(x, inputs_lib.Sparse) and w is not None and table.combiner in ("mean", "sqrtn"):

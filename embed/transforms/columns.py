@@ -75,7 +75,22 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True)
-class Identity(Column):
+class _Buckets(Column):
+  """A column with as many ids as `num_buckets`."""
+
+  num_buckets: int
+
+  def __post_init__(self):
+    super().__post_init__()
+    set_integer(self, "num_buckets", 1, config_lib.MAX_VOCABULARY_SIZE)
+
+  @property
+  def vocabulary_size(self) -> int:
+    return self.num_buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity(_Buckets):
   """Takes integers as ids; negative ones are padding, as everywhere in `embed`.
 
   The counterpart of `tf.feature_column.categorical_column_with_identity`, where a negative id is
@@ -96,18 +111,12 @@ class Identity(Column):
   [0, 9, -1]
   """
 
-  num_buckets: int
   default_value: int | None = None
   permuted: bool = False
 
   def __post_init__(self):
     super().__post_init__()
-    set_integer(self, "num_buckets", 1, config_lib.MAX_VOCABULARY_SIZE)
     set_integer(self, "default_value", -1, self.vocabulary_size - 1)
-
-  @property
-  def vocabulary_size(self) -> int:
-    return self.num_buckets
 
   def ids(self, values: np.ndarray) -> np.ndarray:
     keys = hashing.to_keys(values)
@@ -126,7 +135,7 @@ class Identity(Column):
 
 
 @dataclasses.dataclass(frozen=True)
-class HashBucket(Column):
+class HashBucket(_Buckets):
   """Hashes strings or integers: `XXH64(key, seed=salt) % num_buckets`.
 
   The counterpart of `tf.feature_column.categorical_column_with_hash_bucket`.
@@ -144,17 +153,11 @@ class HashBucket(Column):
   [877, 955, -1]
   """
 
-  num_buckets: int
   salt: int = 0
 
   def __post_init__(self):
     super().__post_init__()
-    set_integer(self, "num_buckets", 1, config_lib.MAX_VOCABULARY_SIZE)
     set_integer(self, "salt", 0, 2**64 - 1)
-
-  @property
-  def vocabulary_size(self) -> int:
-    return self.num_buckets
 
   def ids(self, values: np.ndarray) -> np.ndarray:
     keys = hashing.to_keys(values)
@@ -164,7 +167,7 @@ class HashBucket(Column):
 
 
 @dataclasses.dataclass(frozen=True)
-class MultiHash(Column):
+class MultiHash(_Buckets):
   """Hashes each value several times: a bag of as many ids, whose rows are summed.
 
   Two values that share one row rarely share all of them (Svenstrup et al. 2017,
@@ -183,19 +186,13 @@ class MultiHash(Column):
   [[964, 828], [-1, -1]]
   """
 
-  num_buckets: int
   num_hashes: int = 2
   salt: int = 0
 
   def __post_init__(self):
     super().__post_init__()
-    set_integer(self, "num_buckets", 1, config_lib.MAX_VOCABULARY_SIZE)
     set_integer(self, "num_hashes", 1, 64)
     set_integer(self, "salt", 0, 2**64 - 1 - self.num_hashes)
-
-  @property
-  def vocabulary_size(self) -> int:
-    return self.num_buckets
 
   def __call__(self, column: Any) -> Any:
     hashes = [HashBucket(self.num_buckets, self.salt + i) for i in range(self.num_hashes)]
@@ -212,7 +209,7 @@ class MultiHash(Column):
 
 
 @dataclasses.dataclass(frozen=True)
-class QuotientRemainder(Column):
+class QuotientRemainder(_Buckets):
   """One of the two digits of an integer: `id // divisor`, or with `remainder` `id % divisor`.
 
   Two features of one raw feature, each with a small table, in place of one with a large one (Shi et
@@ -235,13 +232,11 @@ class QuotientRemainder(Column):
   (32, 32)
   """
 
-  num_buckets: int
   divisor: int
   remainder: bool = False
 
   def __post_init__(self):
     super().__post_init__()
-    set_integer(self, "num_buckets", 1, config_lib.MAX_VOCABULARY_SIZE)
     set_integer(self, "divisor", 1, config_lib.MAX_VOCABULARY_SIZE)
 
   @property

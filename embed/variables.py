@@ -1,0 +1,224 @@
+"""The `nnx.Variable`s of a layer, which other threads may read while they change."""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from embed.config import TableConfig
+from embed.engine import jax_internals
+from embed.engine import mesh as mesh_lib
+from embed.engine.stack import Arrays, StackSpec
+from embed.kernels.cpu import large_pages
+from embed.storage import initial
+from embed.storage import tables as stored_tables
+
+_LARGE_COPY = 16 << 20  # bytes of a copy
+
+HOW_TO_PREDICT = (
+  "to predict, `@nnx.jit(graph=False)` above `def predict(model, batch)` (graph_updates=False if "
+  "the model shares a module)"
+)
+# Flax's transformations take modules apart and write all of their arrays back when a call returns.
+WRITTEN_BACK = (
+  "by default Flax's transformations write every array of a model back when a call returns, and "
+  f"undo what other threads have changed. Write, {HOW_TO_PREDICT}; to train, embed.jit_step."
+)
+WRITING = threading.RLock()  # held while the arrays of tables are replaced
+
+
+def _is_copied(before: Any, after: Any) -> bool:
+  """Whether a large array was replaced and is still alive: it was not donated."""
+  arrays = (before, after)
+  if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
+    return False
+  return before is not after and before.nbytes >= _LARGE_COPY and not before.is_deleted()
+
+
+class Table(nnx.Variable):
+  """The rows of a table. Not an `nnx.Param`: no dense optimizer ever sees it.
+
+  An `nnx.Variable` type, for filters. What it holds is the storage, several tables in one array
+  and in another order where that is cheaper; `SparseEmbed.tables` has the tables.
+
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> len(jax.tree.leaves(nnx.state(layer, embed.Table))), nnx.state(layer, nnx.Param)
+  (1, State({}))
+  """
+
+  __slots__ = ("_swapped_by",)
+  _swapped_by: threading.Thread  # has put the rows of a delta here
+
+  def set_raw_value(self, value: Any, **kwargs: Any) -> None:
+    """Sets the array, and warns if a Flax transformation copied it.
+
+    Raises:
+      RuntimeError: if a call of a Flax transformation that began earlier would undo a delta.
+    """
+    with WRITING:
+      before = self.get_raw_value()
+      self._check_write_back(value)
+      super().set_raw_value(value, **kwargs)
+    if _is_copied(before, value) and jax_internals.is_called_by(jax_internals.TRANSFORMATIONS):
+      _warn_of_copy(
+        before,
+        "was copied: nnx.jit and Flax's other transformations return the models that they are "
+        "given",
+      )
+
+  def update_from_state(self, variable_state: nnx.Variable) -> None:
+    """Takes over the array of another Variable; raises RuntimeError as `set_raw_value` does."""
+    with WRITING:
+      self._check_write_back(variable_state.get_raw_value())
+      super().update_from_state(variable_state)
+
+  def _check_write_back(self, value: Any) -> None:
+    """Raises RuntimeError if a call has read an older array than the one that it replaces."""
+    before, thread = self.get_raw_value(), getattr(self, "_swapped_by", None)
+    if thread is None or thread is threading.current_thread() or before is value:
+      return  # the thread that applied the delta has no older call that is still running
+    arrays = (before, value)
+    if jax_internals.is_traced(arrays) or not all(isinstance(x, jax.Array) for x in arrays):
+      return
+    # A step that donates the model has read the very array that it replaces.
+    if not before.is_deleted() and jax_internals.is_unread_by_caller(self):
+      raise RuntimeError(f"A call would replace a table that a delta has changed: {WRITTEN_BACK}")
+
+
+def swap(changes: Sequence[tuple[nnx.Variable, Any, Any]]) -> None:
+  """Sets Variables, `(Variable, array that was read, new array)`, which other threads read."""
+  tables = [(variable, read) for variable, read, _ in changes if isinstance(variable, Table)]
+  with WRITING:
+    if any(variable.get_raw_value() is not read for variable, read in tables):
+      raise RuntimeError(f"A table was replaced while a delta was applied: {WRITTEN_BACK}")
+    for table, _ in tables:
+      table._swapped_by = threading.current_thread()
+    for variable, read, new in changes:
+      if new is not read:
+        variable.set_raw_value(new)
+
+
+def warn_of_step(before: Any, after: Any) -> None:
+  """Warns of a step that made a new table because nothing was donated."""
+  if _is_copied(before, after):
+    _warn_of_copy(before, "was copied by a step outside of a jitted function")
+
+
+def warn_of_constant(table: Any, inputs: Any) -> None:
+  """Warns of a lookup in a jitted function that closes over the model."""
+  is_constant = isinstance(table, jax.Array) and not jax_internals.is_traced(table)
+  if is_constant and table.nbytes >= _LARGE_COPY and jax_internals.is_staged(inputs):
+    _warn_of_copy(
+      table,
+      "is a constant of a jitted function that closes over its model: later steps do not change "
+      "what the function returns, and every call may copy the table",
+    )
+
+
+def _warn_of_copy(table: jax.Array, what: str) -> None:
+  warnings.warn(
+    f"A table of {table.nbytes >> 20} MiB {what}. To train, write `step = "
+    f"embed.jit_step(train_step, model, optimizer)`, then `step(batch)`; {HOW_TO_PREDICT}.",
+    stacklevel=3,
+  )
+
+
+class SlotVariable(nnx.Variable):
+  """An optimizer's state per row of a table.
+
+  An `nnx.Variable` type, for filters, that holds the storage as `Table` does;
+  `SparseEmbed.variables` has the slots.
+
+  >>> features = embed.FeatureConfig(embed.TableConfig(4, 2, optimizer=embed.adam(1e-3)))
+  >>> layer = embed.SparseEmbed(features, rngs=nnx.Rngs(0))
+  >>> len(jax.tree.leaves(nnx.state(layer, embed.SlotVariable)))  # momenta and velocities
+  2
+  """
+
+
+class Report(nnx.Variable):
+  """What happened in the lookups: an `nnx.Variable` that holds a dictionary of scalars.
+
+  - `dropped_ids`, int32: counted since the start, up to 2**31 - 1.
+  - `exchange_rounds`, int32: the rounds that the exchange of ids and rows took in the last call, at
+    most; 1 where buffers were large enough, 0 where nothing was exchanged, as without a mesh.
+  - `buffer_fill`, float32: the share of a buffer that was used in the last call, at most; above 1
+    there was more than one round. 0 without a mesh.
+
+  A dropped id is one that was given and could not be looked up: `>= vocabulary_size`, beyond a
+  `max_valency`, or outside a `dense_shape`. Eager calls raise for these instead. Like all NNX state
+  it comes out of `nnx.jit` and the other nnx transformations with the module as an argument; plain
+  `jax.jit`, with the module closed over or as a pytree, counts nothing.
+
+  >>> layer = embed.SparseEmbed(embed.FeatureConfig(embed.TableConfig(4, 2)), rngs=nnx.Rngs(0))
+  >>> look_up = nnx.jit(lambda layer, ids: layer(ids), graph=False)
+  >>> activations = look_up(layer, np.array([3, 4, 5]))
+  >>> int(layer.report["dropped_ids"])
+  2
+  """
+
+
+def make_variables(
+  stack: StackSpec, tables: Mapping[str, TableConfig], keys: Mapping[str, jax.Array], axis: Any
+) -> nnx.Dict:
+  """The Variables of a stack, each with its place on a mesh."""
+  memory = {"memory_kind": mesh_lib.HOST} if stack.is_in_host else {}
+  of = lambda x: metadata(stack.placement, mesh_lib.as_names(axis), x.ndim) | memory
+  kind = lambda key: Table if key == "parameters" else SlotVariable
+  arrays = initial.make(stack, tables, {name: keys[name] for name in stack.tables})
+  large_pages.use(arrays.values())
+  return nnx.Dict({key: kind(key)(value, **of(value)) for key, value in arrays.items()})
+
+
+def replace(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> None:
+  """Sets the Variables of a stack to arrays that were made outside of a step."""
+  new = {key: x for key, x in arrays.items() if x is not variables[key].get_value()}
+  large_pages.use(new.values())
+  for key, value in new.items():
+    variables[key].set_value(value)
+
+
+def metadata(placement: mesh_lib.Placement, axis: mesh_lib.Names, ndim: int) -> dict[str, Any]:
+  """Variable metadata of a table `[V, D]` (ndim 2) or of a slot `[V]`, for NNX to read.
+
+  >>> metadata(mesh_lib.LOCAL, ("data",), 2)["out_sharding"]
+  ('data', None)
+  """
+  local = placement.mesh is None  # an annotation of one device says how to split it elsewhere
+  rows, columns = (axis, ()) if local else (placement.row_axes, placement.column_axes)
+  short = lambda names: (names[0] if len(names) == 1 else names) or None
+  # Not eager: the array is placed where it is made, not when it is wrapped.
+  return {"out_sharding": (short(rows), short(columns))[:ndim], "eager_sharding": False}
+
+
+@contextlib.contextmanager
+def changing(what: str) -> Iterator[None]:
+  """Says what to write where a model has to change that a JAX transformation closes over."""
+  try:
+    yield
+  except jax_internals.TraceContextError:
+    raise ValueError(
+      f"{what} changes the model, which jax.jit or another JAX transformation closes over, so that "
+      "the change would be lost. Pass the model as an argument to nnx.jit: "
+      "`step = nnx.jit(lambda model, batch: ...)`, then `step(model, batch)`."
+    ) from None
+
+
+def check_array(name: str, key: str, value: Any, wanted: Mapping[str, Any]) -> None:
+  """Raises ValueError unless a value fits the array of this name among `wanted`, of a table."""
+  if key not in wanted:
+    slots = [kept for kept in wanted if kept != "parameters"]
+    raise ValueError(f"Table {name!r} has no slot {key!r}; its slots are {slots}.")
+  what = f"Table {name!r}" if key == "parameters" else f"Slot {key!r} of table {name!r}"
+  shape, dtype = np.shape(value), wanted[key].dtype
+  if shape != wanted[key].shape:
+    raise ValueError(f"{what} has shape {wanted[key].shape}, got {shape}.")
+  if not stored_tables.converts(value, dtype):
+    raise ValueError(
+      f"{what} has dtype {dtype}, got {stored_tables.dtype_of(value)}: give real numbers."
+    )
