@@ -23,7 +23,8 @@ def get_config(mode: str = "") -> dict:
     "dlrm": {"bottom": (512, 256, 64), "top": (512, 256), "concat_tables": False},
     "dcnv2": {"deep": (400, 400, 400)},
     "dropout": 0.0,
-    "table": {"learning_rate": 1e-3},
+    "table": {"optimizer": "adam", "learning_rate": 1e-3},
+    "select": "valid_auc",
     "learning_rate": 1e-3,
     "warmup_steps": 1_000,
     "final_rate": 0.0,
@@ -39,7 +40,8 @@ def get_config(mode: str = "") -> dict:
   if mode in ("sample", "smoke"):
     config |= {
       "valid_fraction": 0.1, "test_fraction": 0.2, "dim": 4,
-      "dcnv2": {"cross_layers": 1, "deep": (32,)}, "dropout": 0.3, "table": {"learning_rate": 1e-2},
+      "dcnv2": {"cross_layers": 1, "deep": (32,)}, "dropout": 0.3,
+      "table": {"optimizer": "adam", "learning_rate": 1e-2},
       "learning_rate": 3e-3, "weight_decay": 0.1, "warmup_steps": 0,
       "batch_size": 256, "eval_batch_size": 1_024, "steps": 140,  # five epochs
       "log_every": 14, "eval_every": 14, "checkpoint_every": 0,

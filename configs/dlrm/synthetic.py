@@ -15,7 +15,7 @@ def get_config(mode: str = "") -> dict:
     "dlrm": {"bottom": (64,)},
     "dcnv2": {"cross_layers": 2},
     "dropout": 0.0,
-    "table": {"learning_rate": 1e-2},
+    "table": {"optimizer": "adam", "learning_rate": 1e-2},
     "learning_rate": 3e-3,
     "warmup_steps": 100,
     "final_rate": 0.0,
@@ -23,6 +23,7 @@ def get_config(mode: str = "") -> dict:
     "steps": 780,  # two epochs
     "log_every": 50,
     "eval_every": 195,
+    "select": "valid_auc",
     "patience": 0,
     "baseline": {"inverse_penalties": (0.1,)},
   }

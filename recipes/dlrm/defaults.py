@@ -19,17 +19,17 @@ DEFAULTS: dict[str, Any] = {
   },
   "dropout": 0.2,  # rate in the MLP before the logit
   "table": {
-    "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"
+    "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"
     "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
     "init_scale": 0.01,  # standard deviation of new rows
-    "learning_rate": 2e-3,  # of the rows
+    "learning_rate": 0.0,  # of the rows; 0 is 3e-4 for each example of a batch, 2e-3 for adam
     "weight_decay": 0.0,  # of the rows of a batch
   },
   "dense_optimizer": "adamw",  # or "adagrad"
   "learning_rate": 2e-3,  # of dense parameters
   "eval_batch_size": 8192,  # rows that are evaluated at once, on all devices
   "epochs": 5,  # of a run whose `steps` are 0
-  "select": "valid_auc",  # the metric whose best state is tested; "" tests the last state
+  "select": "valid_logloss",  # or "valid_auc": its best state is tested; "" tests the last state
   "patience": 2,  # validations without improvement until training stops; 0 never stops
   "baseline": {
     "inverse_penalties": (0.01, 0.1, 1.0),  # values of C of the logistic regression to choose from
