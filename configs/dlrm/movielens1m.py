@@ -18,8 +18,6 @@ def get_config(mode: str = "") -> dict:
     "dlrm": {"bottom": (), "top": (256, 256)},
     "dcnv2": {"deep": (256, 256)},
     "dropout": 0.3,
-    "table": {"optimizer": "adam", "learning_rate": 2e-3},
-    "select": "valid_auc",
     "warmup_steps": 100,
     "final_rate": 0.3,
     "batch_size": 2048,
