@@ -78,18 +78,9 @@ class Reader:
   Args:
     paths: of the files, as `paths` returns them. Their columns may be in any order, and there may
       be more of them than are read.
-    ways: by name, how to read the column:
-      "text": a dictionary of texts, trimmed, null where missing. Numbers and booleans become text,
-        12.0 "12" and True "true", and timestamps ISO 8601; texts stay as they are.
-      "number": float64 [N], nan where missing. Texts true and false are 1 and 0.
-      "time": int64 [N], or float64 where numbers have fractions. Dates and timestamps are
-        microseconds since 1970, in UTC where they name no zone; numbers are taken as they are, in
-        whatever unit they count. A column has one or the other, and none missing.
-      ("list", separator): pa.ListArray of texts as above, without the missing ones; a list, or a
-        text cut at the separator. A missing list is empty.
-      "any": the Arrow array as it is stored.
-    columns: the column of a name in the files, where it is another one, or several; see
-      `values.converted`. Several names may read one column, in different ways.
+    ways: by name, how to read the column; see `values.converted`.
+    columns: the columns of a name in the files, where they are others than the one of this name.
+      Several names may read one column, in different ways.
     format: of text files.
     on_bad_row: "raise", or "skip" to leave out and count rows that cannot be read.
     chunk_rows: at most, of a chunk.
@@ -121,7 +112,7 @@ class Reader:
     paths: Sequence[Path],
     ways: Mapping[str, ReadAs],
     *,
-    columns: Mapping[str, str | tuple[str, ...]] | None = None,
+    columns: Mapping[str, tuple[str, ...]] | None = None,
     format: Format = _AS_FOUND,
     on_bad_row: str = "raise",
     chunk_rows: int = 65_536,
@@ -131,8 +122,7 @@ class Reader:
   ):
     self._may_be_empty, self._seed = may_be_empty, seed
     self._paths, self._ways = [Path(path) for path in paths], dict(ways)
-    of_name = {name: (columns or {}).get(name, name) for name in ways}
-    self._columns = {n: (c,) if isinstance(c, str) else c for n, c in of_name.items()}
+    self._columns = {name: (columns or {}).get(name, (name,)) for name in ways}
     self._missing, self._on_bad_row, self._chunk_rows = format.missing, on_bad_row, chunk_rows
     self.ledger, self._clocks = Ledger(on_bad_row), dict[str, int]()
     self._stage = stage or Stage()

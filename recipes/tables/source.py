@@ -40,7 +40,7 @@ _PEEK = 1 << 18  # bytes that show how a file is written
 _MEMORY = "400MB"  # of DuckDB, which spills beyond it to the folder of a `Stage`
 _LONGEST_LINE = 8 << 20  # bytes
 _OPEN = 1000  # lines of a value within quotes, at most, at the end of a sample
-_CELLS = 1 << 22  # of a row group in a staged file, which is held in memory
+_CELLS = 1 << 22  # of a row group in a staged file, or of a batch, which are held in memory
 _CUT = "\x1f"  # a delimiter for lines that are cut here; a control character
 _MAGIC = {
   b"PAR1": "is a Parquet file. Name it so: {stem}.parquet",
@@ -522,6 +522,7 @@ def batches(
   start, passed = 0, 0
   wanted = dict.fromkeys([*columns, *(file.names if seed is not None else ())])
   texts = [file.stored_names[n] for n in dictionaries if pa.types.is_string(file.types[n])]
+  num_rows = min(num_rows, max(2048, _CELLS // len(wanted)))
 
   def read() -> Iterator[dict[str, pa.Array]]:
     row = 0
@@ -588,7 +589,13 @@ def _hashable(array: pa.Array) -> pa.Array:
     is_half = pa.types.is_float16(array.type)
     return (array.cast(pa.float32()) if is_half else array).cast(pa.string())
   if pa.types.is_timestamp(array.type):
-    return array.cast(pa.timestamp("us", array.type.tz), safe=False).cast(pa.int64())
+    array = array.cast(pa.timestamp("us", array.type.tz), safe=False)
+  if pa.types.is_timestamp(array.type) or pa.types.is_duration(array.type):
+    return array.cast(pa.int64())
+  if pa.types.is_fixed_size_binary(array.type):
+    return array.cast(pa.binary())
+  if re.search("halffloat|decimal256", str(array.type)):  # alone or in lists; DuckDB has none
+    return pa.array([None if each is None else str(each) for each in array.to_pylist()])
   return array
 
 

@@ -91,7 +91,7 @@ class Kind:
   """A column and what it is used for."""
 
   kind: ClassVar[str] = ""
-  read_as: ClassVar[Any] = "text"  # a `ReadAs`; see `reading.Reader`
+  read_as: ClassVar[Any] = "text"  # a `ReadAs`; see `values.converted`
   column: str = _text()  # of the files; "" reads the one with the name of the declaration
 
   def sources(self, name: str) -> tuple[str, ...]:

@@ -139,7 +139,8 @@ def indices_of(array: pa.DictionaryArray) -> np.ndarray:
 def as_texts(array: pa.Array, missing: Sequence[str]) -> tuple[pa.DictionaryArray, list[Problem]]:
   """Converts N values to a dictionary of trimmed texts, null where missing.
 
-  Numbers and times become text as they are written. Values that cannot be read are null, too.
+  Texts stay as they are; 12.0 becomes "12", True "true", and times ISO 8601. Values that cannot be
+  read are null, too.
 
   Args:
     array: of values of any type but lists.
@@ -252,7 +253,7 @@ def as_text(value: str | int | float) -> str:
 
 
 def as_numbers(array: pa.Array, missing: Sequence[str]) -> tuple[np.ndarray, list[Problem]]:
-  """Converts N plain values to float64 [N], nan where missing; see `as_texts`."""
+  """Converts N plain values to float64 [N], nan where missing; true and false are 1 and 0."""
   problems: list[Problem] = []
   if _is_text(array.type):
     array, problems = _trimmed(array, {"", *missing})
@@ -290,6 +291,8 @@ def as_lists(
   array: pa.Array, separator: str, missing: Sequence[str]
 ) -> tuple[pa.ListArray, list[Problem]]:
   """Converts N plain lists, or texts that a separator cuts, to lists of text, no item missing.
+
+  A missing list is empty.
 
   Args:
     array, missing: of `as_texts`.
@@ -409,7 +412,9 @@ def converted(
   Args:
     arrays: N values each: one column, or for "time" year, month, day and so on, and for lists
       columns of flags, whose names are the items of a row that are set.
-    read_as: how; see `reading.Reader`.
+    read_as: "text", a dictionary as of `as_texts`; "number", float64 `[N]`, see `as_numbers`;
+      "time", int64 or float64 `[N]`, none missing, see `as_times`; ("list", separator), a
+      `pa.ListArray`, see `as_lists`; or "any", the array as it is stored.
     missing: texts that mean no value.
     clocks: as of `as_times`.
     names: of the columns.

@@ -122,27 +122,25 @@ def test_a_pattern_takes_a_part_of_the_text():
   assert made.ids({"year": titles}, "year").tolist() == [0, 1, -1, 0]
 
 
-def test_numbers_are_standardized_by_the_training_rows():
-  values = {"x": np.array([1.0, 2.0, np.nan, 3.0, 6.0])}
-  made = fitted({"x": {"kind": "number", "missing": "indicator"}}, values, parts=2)
-  mean, deviation = 3.0, np.sqrt((4 + 1 + 0 + 9) / 4)
-  dense = made.dense({"x": np.array([3.0, 6.0, np.nan])}, 3)
-  assert made.dense_names == ("x", "x is missing")
-  np.testing.assert_allclose(dense, [[0, 0], [(6 - mean) / deviation, 0], [0, 1]], rtol=1e-6)
+LOGS = np.array([-np.log(2), 0, 1])
 
 
-def test_logarithm_comes_before_the_mean():
-  made = fitted({"x": {"kind": "number", "log": True}}, {"x": np.array([-1.0, 0.0, np.e - 1])})
-  raw = np.array([-np.log(2), 0, 1])
-  expected = (raw - raw.mean()) / raw.std()
-  np.testing.assert_allclose(
-    made.dense({"x": np.array([-1.0, 0.0, np.e - 1])}, 3)[:, 0], expected, rtol=1e-6
-  )
-
-
-def test_a_constant_number_is_zero():
-  made = fitted({"x": "number"}, {"x": np.array([5.0, 5.0])})
-  assert made.dense({"x": np.array([5.0, 7.0])}, 2).tolist() == [[0.0], [2.0]]
+@pytest.mark.parametrize(
+  ("options", "trained", "asked", "expected"),
+  [
+    ({"missing": "indicator"}, [1, 2, np.nan, 3, 6], [3, 6, np.nan], [[0, 0], [3, 0], [0, 1]]),
+    ({"log": True}, [-1, 0, np.e - 1], [-1, 0, np.e - 1], (LOGS - LOGS.mean())[:, None]),
+    ({}, [5, 5], [5, 7], [[0], [2]]),  # a constant number has no deviation
+  ],
+  ids=["standardized", "logarithm", "constant"],
+)
+def test_numbers_by_hand(options, trained, asked, expected):
+  made = fitted({"x": {"kind": "number", **options}}, {"x": np.array(trained, float)}, parts=2)
+  raw = np.array(trained) if "log" not in options else LOGS
+  scale = [np.nanstd(raw) or 1] + [1] * ("missing" in options)
+  dense = made.dense({"x": np.array(asked, float)}, len(asked))
+  assert made.dense_names == ("x", "x is missing")[: len(scale)]
+  np.testing.assert_allclose(dense, np.array(expected) / scale, rtol=1e-6)
 
 
 def test_buckets_hold_equally_many_rows():
@@ -168,12 +166,9 @@ def test_bags_are_cut_to_their_first_values_and_sequences_to_their_last(kind, ex
   made = fitted({"tags": {"kind": kind, "min_count": 1, "max_length": 2}}, {"tags": TAGS})
   assert made.vocabularies == {"tags": ("c", "a", "b")}
   assert made.features[0].valency == 2
+  assert fitted({"tags": kind}, {"tags": TAGS}, parts=2).widths == {"tags": 3}  # the longest
   ids = made.ids({"tags": TAGS}, "tags")
   assert ids.tolist() == [expected, [-1, -1], [-1, -1], [0, -1]]
-
-
-def test_the_longest_training_bag_is_the_width():
-  assert fitted({"tags": "bag"}, {"tags": TAGS}, parts=2).widths == {"tags": 3}
 
 
 def test_a_cross_has_an_id_for_each_combination():

@@ -5,6 +5,7 @@ import csv
 import datetime
 import functools
 import gzip
+import hashlib
 import io
 import re
 
@@ -527,3 +528,20 @@ def test_refused_rows_are_raised_or_counted(tmp_path):
   assert reader.ledger.lines() == [
     f"2 rows: column 'b' is neither 0 nor 1 (first: {path}, row 2, 2.0)"
   ]
+
+
+def test_the_content_of_a_row_is_hashed_by_its_texts_however_they_are_stored(tmp_path):
+  stored = {
+    "b": (pa.array([b"\x01"]), "01"),
+    "d": (pa.array([1]).cast(pa.decimal256(50, 2)), "1.00"),
+    "e": (pa.array(["x"]).dictionary_encode(), "x"),
+    "f": (pa.array([0.1], pa.float32()), "0.1"),
+    "h": (pa.array([np.float16(0.5)]), "0.5"),
+    "l": (pa.array([[1, 2]]), "[1, 2]"),
+    "n": (pa.nulls(1), None),
+    "t": (pa.array([3000]).cast(pa.timestamp("ns")), "3"),
+  }
+  pq.write_table(pa.table({name: array for name, (array, _) in stored.items()}), tmp_path / "x.pq")
+  (chunk,) = Reader([tmp_path / "x.pq"], {"f": "number"}, seed=7)
+  content = "\x1f".join(["7", *(text for _, text in stored.values() if text is not None)])
+  assert chunk.content.tolist() == [int(hashlib.md5(content.encode()).hexdigest()[:8], 16)]

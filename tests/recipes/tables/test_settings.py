@@ -9,7 +9,9 @@ from recipes.tables import settings
 
 
 def test_everything_left_out_is_the_default(tmp_path):
-  config = completed("dlrm", tmp_path, files="a.csv", columns={"y": "label"}, dlrm={"top": [8]})
+  given = ConfigDict({"columns": {"y": "label"}, "dlrm": {"top": [8]}, "learning_rate": 1})
+  config = completed("dlrm", tmp_path, **given.to_dict())
+  assert config.learning_rate == 1.0
   assert config.dlrm.top == (8,)
   assert config.dlrm.bottom == (128,)
   assert config.columns["y"].to_dict() == {
@@ -22,13 +24,6 @@ def test_names_with_dots_and_other_signs(tmp_path):
   config = completed("dlrm", tmp_path, columns=columns)
   assert list(config.columns) == list(columns)
   assert list(config.to_dict()["columns"]) == list(columns)
-
-
-def test_a_config_dict_is_taken_as_well(tmp_path):
-  given = ConfigDict({"files": "a.csv", "columns": {"y": "label"}, "learning_rate": 1})
-  config = completed("dlrm", tmp_path, **given.to_dict())
-  assert config.learning_rate == 1.0
-  assert config.files == "a.csv"
 
 
 def test_paths_and_numbers_become_text(tmp_path):
@@ -119,9 +114,6 @@ def test_steps_follow_from_the_rows(tmp_path, rows, devices, batch, steps):
   assert (chosen.batch_size, chosen.steps) == (batch, steps)
   assert chosen.eval_every == steps // 5
   assert config.steps == 0
-
-
-def test_settings_that_are_given_stay(tmp_path):
-  config = completed("dlrm", tmp_path, batch_size=10, steps=7, warmup_steps=3, log_every=2)
-  chosen = settings.steps_of_data(config, 1000)
-  assert (chosen.batch_size, chosen.steps, chosen.warmup_steps, chosen.log_every) == (10, 7, 3, 2)
+  given = {"batch_size": 10, "steps": 7, "warmup_steps": 3, "log_every": 2}
+  chosen = settings.steps_of_data(completed("dlrm", tmp_path, **given), rows, devices)
+  assert {name: chosen[name] for name in given} == given
