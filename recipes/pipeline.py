@@ -241,11 +241,7 @@ def part(size: int, shard: tuple[int, int], name: str = "batch_size") -> tuple[i
 
 
 def batches(
-  source: Source,
-  transform: Callable[[Any], Any],
-  *,
-  num_threads: int = 1,
-  num_workers: int = 0,
+  source: Source, transform: Callable[[Any], Any], *, num_workers: int = 0
 ) -> grain.IterDataset:
   """Returns a Grain dataset whose elements are `transform(batch)`, read ahead in the background.
 
@@ -253,12 +249,11 @@ def batches(
     source: of the batches.
     transform: NumPy to NumPy; picklable where `num_workers > 0`. It runs in a thread or a worker
       process, and must not touch a device.
-    num_threads: threads that read ahead.
-    num_workers: worker processes, each with its own threads; 0 reads in this process. Grain's
-      workers need absl's flags parsed: outside of `app.run`, call `flags.FLAGS.mark_as_parsed()`.
+    num_workers: worker processes; 0 reads in a thread of this one. Grain's workers need absl's
+      flags parsed: outside of `app.run`, call `flags.FLAGS.mark_as_parsed()`.
   """
   dataset = grain.MapDataset.source(source).map(transform)
-  options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=4 * num_threads)
+  options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
   iterable = dataset.to_iter_dataset(options)
   if num_workers:
     workers = grain.MultiprocessingOptions(num_workers=num_workers)

@@ -89,8 +89,3 @@ def test_an_unknown_name_is_the_users_error_and_lists_the_names(recipe):
   with pytest.raises(errors.UserError) as error:
     recipe.load(SimpleNamespace(dataset="movies"))
   assert str(error.value) == f"unknown dataset 'movies': choose one of {names}"
-
-
-def test_an_unknown_name_cannot_be_described_either():
-  with pytest.raises(errors.UserError, match=r"unknown dataset 'x': choose one of .*'criteo_1tb'"):
-    clicks.describe(SimpleNamespace(dataset="x"))

@@ -68,19 +68,6 @@ def batch(size=64, seed=0):
   }
 
 
-def trained(objective, options, mesh, steps=3):
-  """The losses, and every row, slot and parameter after some steps."""
-  model = Model(mesh)
-  optimizer = embed.Optimizer(model, optax.adam(0.01))
-  hosts.replicate(mesh, model, optimizer)
-  batches = (hosts.to_global(mesh, batch(seed=i)) for i in range(steps))
-  state = {"model": model, "optimizer": optimizer}
-  take = taking(Step(objective, **state, options=options, mesh=mesh), batches)
-  losses = [float(take()) for _ in range(steps)]
-  dense = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  return losses, jax.tree.map(np.asarray, (model.embed.variables, dense))
-
-
 # --- by hand -------------------------------------------------------------------------------------
 
 
@@ -222,14 +209,6 @@ def test_a_cut_takes_every_nth_row_from_where_it_is():
 
 
 # --- against the whole batch ---------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_parts_of_unequal_weight_need_their_weights():
-  """Without them the mean of means is another number, which the test above would not let pass."""
-  losses, _ = trained(OBJECTIVE, Options(accumulate=4), None, steps=1)
-  other, _ = trained(Objective(loss_fn), Options(accumulate=4), None, steps=1)
-  assert abs(losses[0] - other[0]) > 1e-3
 
 
 @pytest.mark.full
