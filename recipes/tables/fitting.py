@@ -1,5 +1,6 @@
 """Fits the transforms of columns to ids and numbers on the training rows."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,23 +60,20 @@ class _Fit:
     categories = {n: k for n, k in self._kinds.items() if isinstance(k, spec.Category)}
     bags = {n: k for n, k in categories.items() if isinstance(k, spec.Bag)}
     numbers = {n: k for n, k in self._kinds.items() if isinstance(k, spec.Number)}
-    new = {name: kind for name, kind in numbers.items() if name not in self._growing}
-    columns, of_number = self._store.columns, {}
-    for name, kind in new.items():
-      raw = columns[name]
-      x = f"sign({raw}) * ln(1 + abs({raw}))" if kind.log and not kind.buckets else raw
-      of_number[name] = f"count({x}), avg({x}), stddev_pop({x})"
-    longest = [f"max({self._store.LENGTH}({columns[name]}))" for name in bags]
-    what = ", ".join(["count(*)", *of_number.values(), *longest])  # one query of all columns
-    answer = self._store.query(f"SELECT {what} FROM {self._store.scan} WHERE split = 0")
-    self._rows, *found = (column[0].as_py() for column in answer.columns)
-    made = {
-      name: self._base.numbers[name]
-      if name in self._growing
-      else self._number(name, kind, *(found.pop(0) for _ in range(3)))
-      for name, kind in numbers.items()
-    }
-    widths = {name: self._width(name, kind, found.pop(0)) for name, kind in bags.items()}
+    columns, aggregates = self._store.columns, ["count(*)"]
+    new = [name for name in numbers if name not in self._growing]
+    for name in new:
+      raw, number = columns[name], numbers[name]
+      x = f"sign({raw}) * ln(1 + abs({raw}))" if number.log and not number.buckets else raw
+      aggregates += [f"count({x})", f"avg({x})", f"stddev_pop({x})"]
+    aggregates += [f"max({self._store.LENGTH}({columns[name]}))" for name in bags]
+    scan = f"{self._store.scan} WHERE split = 0"
+    answer = self._store.query(f"SELECT {', '.join(aggregates)} FROM {scan}")
+    self._rows, *others = (column[0].as_py() for column in answer.columns)
+    found = iter(others)
+    of_new = {name: self._number(name, numbers[name], *itertools.islice(found, 3)) for name in new}
+    made = {name: of_new.get(name) or self._base.numbers[name] for name in numbers}
+    widths = {name: self._width(name, bag, next(found)) for name, bag in bags.items()}
     tables: dict[str, list[str]] = {}
     for name, kind in categories.items():
       tables.setdefault(vocabulary_of(name, kind) or name, []).append(name)

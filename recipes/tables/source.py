@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +120,17 @@ class Stage:
     """Returns the path of a new file."""
     self._num_paths += 1
     return self.folder / f"{self._num_paths}_{name}"
+
+  def table(self, query: str) -> pa.Table:
+    """Answers a query, in any thread; raises DamagedFileError for a file that cannot be read."""
+    import duckdb
+
+    try:
+      with self.engine.cursor() as cursor:
+        return cursor.execute(query).to_arrow_table()
+    except (duckdb.InvalidInputException, duckdb.IOException) as error:
+      reason = str(error).partition("\n")[0]
+      raise DamagedFileError(f"a file cannot be read ({reason}). {_AGAIN}") from error
 
 
 class ParquetFile:
@@ -540,7 +551,7 @@ def batches(
     yield Chunk(file.path, np.empty(0, np.int64), none, content), faults[passed:]
 
 
-def ahead(items: Iterator[Any]) -> Iterator[Any]:
+def ahead(items: Iterator[Any]) -> Generator[Any, None, None]:
   """Yields items, none of them None; a thread makes the next one meanwhile."""
   with futures.ThreadPoolExecutor(1) as thread:
     task = thread.submit(next, items, None)

@@ -368,8 +368,9 @@ def _parse_one(value: Any, place: str) -> Kind:
 
 def _fault_of_part(part: Kind | None, side: str) -> str:
   """Returns why a cross of that side cannot have a column, or ""."""
+  is_one = isinstance(part, Category) and not isinstance(part, Bag)
   is_bucketed = isinstance(part, Number) and bool(part.buckets)
-  if not is_bucketed and (not isinstance(part, Category) or isinstance(part, Bag)):
+  if not isinstance(part, Side) or not (is_one or is_bucketed):
     return "which must be declared as a category, a user, an item, or a number with buckets"
   if part.read_as not in ("text", "number"):
     return "of which a row has several: an item with a separator cannot be crossed"
