@@ -2,9 +2,9 @@
 
 A data set is prepared once into a folder of columns (see `recipes.arrays`); the batches of a recipe
 read them. Another data set needs no code if a config can declare its columns. With a name of its
-own it is a function that returns such a declaration, as `recipes.two_tower.gowalla.table`, wrapped
-by `recipes.tables.settings.declared`; what no declaration describes is a module with `settings` and
-`build`. Each is a line in the `DATA_SETS` of its recipe.
+own it is a function that returns such a declaration, as `recipes.two_tower.published.gowalla`,
+wrapped by `recipes.tables.settings.declared`; what no declaration describes is a module with
+`settings` and `build`. Each is a line in the `DATA_SETS` of its recipe.
 """
 
 import dataclasses

@@ -77,7 +77,7 @@ def _sequences(train, data, config, mesh):
   recommend = train.make_recommend(
     data.num_items, max(config.ks), mesh, exclude_seen=config.exclude_seen
   )
-  return recommend, _widest(train.data_lib.histories(data, "test", config))
+  return recommend, _widest(train.data_lib.EvalBatches(data, "test", config))
 
 
 _EVALUATIONS = {"dlrm": _clicks, "two_tower": _towers, "sequence": _sequences}

@@ -17,19 +17,23 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from .. import arrays, hosts, pipeline
+from .. import arrays, hosts, pipeline, sampling
 from ..datasets import DataSet, Registry
+from ..errors import UserError
+from ..evaluation import retrieval
 from ..tables import settings as table_settings
-from . import batches, files, packing, synthetic, table
+from . import packing, synthetic, table
 
 DATA_SETS = Registry(
   {
-    "file": DataSet(table_settings.declared(files.table), table.build, hint=files.HINT),
+    "file": DataSet(table_settings.declared(table.published), table.build, hint=table.HINT),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": DataSet(table_settings.settings, table.build),
   },
   prefix="sequences-",
 )
+Batch = dict[str, np.ndarray]
+_TRIES = 8  # to draw negatives that are not in the row
 HELD_OUT = {"train": 2, "valid": 2, "test": 1}  # items at the end that a split must not see
 
 
@@ -194,49 +198,213 @@ def train_counts(data: SequenceData) -> np.ndarray:
 
 
 def train_batches(data: SequenceData, config) -> grain.IterDataset:
-  """Returns `config.steps` batches of `config.batch_size` packed rows, this process's part of each.
-
-  They hold the packed columns, and what `batches.draws` adds for the model and the loss.
-  """
-  source = _drawn(data, config, hosts.shard())
+  """Returns the batches of `TrainBatches`."""
+  source = TrainBatches(data, config, shard=hosts.shard())
   return pipeline.batches(source, dict, num_workers=config.num_workers)
 
 
 def batch_shapes(data: SequenceData, config) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns a global training batch as `jax.ShapeDtypeStruct`s."""
+  """Returns a global training batch of `TrainBatches` as `jax.ShapeDtypeStruct`s."""
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-  return jax.tree.map(shape, _drawn(data, config, (0, 1))[0])
+  return jax.tree.map(shape, TrainBatches(data, config)[0])
 
 
-def _drawn(data: SequenceData, config, shard: tuple[int, int]) -> batches.DrawnBatches:
-  rows = pipeline.ShuffledBatches(
-    data.packed,
-    (0, len(data.packed["items"])),
-    batch_size=config.batch_size,
-    seed=config.seed,
-    num_batches=config.steps,
-    shard=shard,
-  )
-  draws = batches.draws(config, data.num_items, train_counts(data))
-  return batches.DrawnBatches(
-    rows, draws, batch_size=config.batch_size, seed=config.seed, shard=shard
-  )
+class TrainBatches:
+  """Batch number -> packed rows, and what the model and the loss of a config draw for them.
+
+  A batch is the packed columns and
+    for bert4rec `where`, `targets`, and `items` without the hidden ones; see `masked`;
+    for a loss with samples `negatives` int32, drawn with replacement, and `log_expected` float32,
+      the log of how often each was expected to be drawn. Shared, they are `[number]`, the same for
+      all positions of the global batch, of which a host has its part; else `[rows, positions,
+      number]`, none of them in the row where that can be had.
+
+  Everything is a function of the seed and the number. Draws are made for the global batch and cut,
+  so that they do not depend on how many hosts there are.
+
+  Args:
+    data: the data set.
+    config: `batch_size`, `seed`, `steps`, `model`, `mask_rate`, `loss` and `negatives`.
+    shard: `(index, count)`; this host's part of every batch.
+
+  Raises:
+    UserError: an unknown distribution of negatives, or numbers that make no sense.
+  """
+
+  def __init__(self, data: SequenceData, config, *, shard: tuple[int, int] = (0, 1)):
+    self._rows = pipeline.ShuffledBatches(
+      data.packed,
+      (0, data.num_examples),
+      batch_size=config.batch_size,
+      seed=config.seed,
+      num_batches=config.steps,
+      shard=shard,
+    )
+    self._batch_size, self._seed = config.batch_size, config.seed
+    self._part = slice(*pipeline.part(config.batch_size, shard))
+    self._mask_rate = config.mask_rate if config.model == "bert4rec" else None
+    if self._mask_rate is not None and not 0 < self._mask_rate < 1:
+      raise UserError(f"mask_rate must be between 0 and 1, got {self._mask_rate}")
+    self._negatives = 0 if config.loss == "softmax" else config.negatives.number
+    if config.loss != "softmax":
+      probabilities = _item_probabilities(data, config.negatives.distribution)
+      if self._negatives < 1:
+        raise UserError(f"negatives.number must be at least 1, got {self._negatives}")
+      expected = np.maximum(self._negatives * probabilities, 1e-30)
+      self._log_expected = np.log(expected).astype(np.float32)
+      self._cumulative, self._shared = sampling.cumulative(probabilities), config.negatives.shared
+
+  def __len__(self) -> int:
+    return len(self._rows)
+
+  def __getitem__(self, number: int) -> Batch:
+    batch, draw = self._rows[number], np.random.default_rng((self._seed, number, 1))
+    if self._mask_rate is not None:
+      order = draw.random((self._batch_size, batch["items"].shape[1]))[self._part]
+      batch = masked(batch, self._mask_rate, order)
+    if self._negatives:
+      negatives = self._draw_shared(draw) if self._shared else self._draw_unseen(draw, batch)
+      batch = batch | {"negatives": negatives, "log_expected": self._log_expected[negatives]}
+    return batch
+
+  def _draw_shared(self, draw: np.random.Generator) -> np.ndarray:
+    first, last = (
+      self._negatives * row // self._batch_size for row in (self._part.start, self._part.stop)
+    )
+    return sampling.draw(draw, self._cumulative, self._negatives)[first:last]
+
+  def _draw_unseen(self, draw: np.random.Generator, batch: Batch) -> np.ndarray:
+    row = np.arange(len(batch["items"])) * len(self._cumulative)
+    seen = np.concatenate([batch["items"], batch["targets"]], axis=1)
+    seen = np.unique((row[:, None] + seen)[seen >= 0])
+    shape = (self._batch_size, batch["targets"].shape[1], self._negatives)
+    # Drawn for all hosts every time, so that the draws of one do not depend on another's.
+    drawn = lambda: sampling.draw(draw, self._cumulative, shape)[self._part]
+    negatives = drawn()
+    for _ in range(_TRIES):
+      bad = np.isin(row[:, None, None] + negatives, seen)
+      if not bad.any():
+        break
+      negatives = np.where(bad, drawn(), negatives)
+    return negatives
+
+  def __repr__(self) -> str:
+    return f"TrainBatches({self._rows!r}, negatives={self._negatives})"
 
 
-def histories(data: SequenceData, split: str, config) -> batches.Histories:
-  """Returns the histories of all evaluated users before the item of `split`."""
-  return batches.Histories(
-    data.columns,
-    data.evaluated,
-    held_out=HELD_OUT[split],
-    batch_size=config.eval_batch_size,
-    max_length=config.max_length,
-    positions=config.positions,
-    ask=config.model == "bert4rec",
-    shard=hosts.shard(),
-  )
+def _item_probabilities(data: SequenceData, distribution: str) -> np.ndarray:
+  if distribution == "uniform":
+    return np.full(data.num_items, 1 / data.num_items)
+  if distribution == "popularity":
+    counts = train_counts(data)
+    return counts / counts.sum()
+  raise UserError(f"unknown distribution {distribution!r}: choose uniform or popularity")
+
+
+def masked(batch: Batch, rate: float, order: np.ndarray) -> Batch:
+  """Returns a batch with a share of the items of every row hidden: BERT4Rec's cloze task.
+
+  Args:
+    batch: packed rows, `[B, L]`.
+    rate: the share; at least one item of each row.
+    order: random `[B, L]`; the least of a row are hidden.
+
+  Returns:
+    `items` with -1 where one is hidden, and for up to `ceil(rate * L)` of them per row `where`, the
+    column (0 for none), and `targets`, the item (-1 for none).
+  """
+  present = batch["segments"] >= 0
+  most = int(np.ceil(rate * present.shape[1]))
+  where = np.argsort(np.where(present, order, 2.0), axis=1)[:, :most]
+  number = np.maximum(np.round(rate * present.sum(axis=1)).astype(np.int64), 1)
+  hidden = np.arange(most) < np.minimum(number, present.sum(axis=1))[:, None]
+  targets = np.where(hidden, np.take_along_axis(batch["targets"], where, axis=1), -1)
+  items = batch["items"].copy()
+  row, place = np.nonzero(hidden)
+  items[row, where[row, place]] = -1
+  where = np.where(hidden, where, 0).astype(np.int32)
+  return batch | {"items": items, "where": where, "targets": targets.astype(np.int32)}
 
 
 def eval_batches(data: SequenceData, split: str, config) -> grain.IterDataset:
-  """Returns the evaluated users once; see `batches.Histories`."""
-  return pipeline.batches(histories(data, split, config), dict, num_workers=config.num_workers)
+  """Returns the evaluated users once; see `EvalBatches`."""
+  source = EvalBatches(data, split, config, shard=hosts.shard())
+  return pipeline.batches(source, dict, num_workers=config.num_workers)
+
+
+class EvalBatches:
+  """Batch number -> users with their histories, of similar length within a batch.
+
+  A batch holds, for B users, `items` int32 `[B, W]` (the last ones, from column 0 on, -1 after
+  them), `segments` `[B, W]` (0, or -1 for none), `positions` `[B, W]`, `last` `[B]`, the column
+  whose output is the prediction, `seen` `[B, E]`, all items of the history (-1 for none), `target`
+  `[B, 1]`, the held-out item (-1 where the row fills up the last batch), and `user` `[B]`.
+  W and E are of few sizes, so that few shapes are compiled.
+
+  Args:
+    data: the data set, of which the evaluated users are asked for.
+    split: what was held out for it is the target, and hidden with all that comes later.
+    config: `eval_batch_size`, `max_length`, `positions`, see `packing.positions`, and `model`:
+      bert4rec predicts at one more column, which has no item (a mask), the others at the last item.
+    shard: `(index, count)`; this host's part of every batch.
+  """
+
+  def __init__(self, data: SequenceData, split: str, config, *, shard: tuple[int, int] = (0, 1)):
+    users, offsets = data.evaluated, data.columns["offsets"]
+    self._items, self._batch_size = data.columns["items"], config.eval_batch_size
+    self._part = pipeline.part(config.eval_batch_size, shard, "eval_batch_size")
+    self._max_length, self._positions = config.max_length, config.positions
+    self._ask = config.model == "bert4rec"
+    start, stop = offsets[users], offsets[users + 1] - HELD_OUT[split]
+    order = np.argsort(stop - start, kind="stable")
+    self._users, self._start, self._stop = users[order], start[order], stop[order]
+
+  def __len__(self) -> int:
+    return -(-len(self._users) // self._batch_size)
+
+  def __getitem__(self, number: int) -> Batch:
+    every = slice(number * self._batch_size, (number + 1) * self._batch_size)
+    longest = int((self._stop[every] - self._start[every]).max())  # of all hosts: one shape
+    first, last = self._part
+    own = slice(every.start + first, every.start + last)
+    users, start, stop = self._users[own], self._start[own], self._stop[own]
+    filled = last - first - len(users)
+    seen = self._cut(start, stop, retrieval.list_width(longest))
+    kept = np.minimum(stop - start, self._max_length - self._ask)
+    width = min(retrieval.list_width(longest + self._ask), self._max_length)
+    lengths = kept + self._ask
+    columns = np.arange(width)
+    batch = {
+      "items": self._cut(stop - kept, stop, width),
+      "segments": np.where(columns < lengths[:, None], 0, -1).astype(np.int32),
+      "positions": _rows(
+        packing.positions(lengths, self._max_length, self._positions), lengths, width, 0
+      ),
+      "last": (lengths - 1).astype(np.int32),
+      "seen": seen,
+      "target": self._items[stop][:, None].astype(np.int32),
+      "user": users.astype(np.int32),
+    }
+    fill = {"items": -1, "segments": -1, "seen": -1, "target": -1, "user": -1}
+    return {
+      name: np.pad(
+        array,
+        [(0, filled)] + [(0, 0)] * (array.ndim - 1),
+        constant_values=fill.get(name, 0),
+      )
+      for name, array in batch.items()
+    }
+
+  def _cut(self, start: np.ndarray, stop: np.ndarray, width: int) -> np.ndarray:
+    items = self._items[packing.ranges(start, stop - start)]
+    return _rows(items, stop - start, width, -1)
+
+  def __repr__(self) -> str:
+    return f"EvalBatches({len(self._users)} users, batch_size={self._batch_size})"
+
+
+def _rows(values: np.ndarray, lengths: np.ndarray, width: int, fill: int) -> np.ndarray:
+  """Returns flat values as int32 rows, `[len(lengths), width]`, filled up at the end."""
+  rows = np.full((len(lengths), width), fill, np.int32)
+  rows[np.arange(width) < lengths[:, None]] = values
+  return rows

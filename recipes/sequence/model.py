@@ -7,7 +7,7 @@ where, -1 being padding. No output depends on another segment or on padding.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from flax import nnx
 import embed
 
 from ..errors import UserError
+from ..training import build
 
 ITEM = "item"  # the table's name
 _NEVER = -1e9  # not -inf: padding attends to nothing, and its softmax must not be NaN
@@ -173,24 +174,15 @@ BLOCKS: dict[str, Any] = {"sasrec": SASRecBlock, "bert4rec": BERT4RecBlock, "hst
 class Encoder(nnx.Module):
   """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`."""
 
-  def __init__(
-    self,
-    block: Any,
-    *,
-    dim: int,
-    blocks: int,
-    heads: int,
-    max_length: int,
-    dropout: float,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-  ):
+  def __init__(self, config, *, dtype: Any, rngs: nnx.Rngs):
+    dim, heads = config.dim, config.heads
     if dim % heads:
       raise UserError(f"the width {dim} must be a multiple of the {heads} heads")
+    block, options = BLOCKS[config.model], {"dtype": dtype, "rngs": rngs}
+    make = functools.partial(block, dim, heads, config.max_length, dropout=config.dropout)
     self.causal = block.causal
-    make = functools.partial(block, dim, heads, max_length, dropout=dropout, dtype=dtype, rngs=rngs)
-    self.blocks = nnx.List([make() for _ in range(blocks)])
-    self.norm = nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) if block.normed else None
+    self.blocks = nnx.List([make(**options) for _ in range(config.blocks)])
+    self.norm = nnx.LayerNorm(dim, **options) if block.normed else None
 
   def __call__(self, x: jax.Array, segments: jax.Array) -> jax.Array:
     mask = visible(segments, causal=self.causal)
@@ -204,32 +196,22 @@ class SequenceModel(nnx.Module):
 
   Args:
     tables: of the items, `ITEM`.
-    encoder: between lookup and scores.
-    max_length: L of the longest row, the number of learned positions.
-    dropout: rate, on the encoder's input.
-    dtype: of the computation; outputs and scores are float32.
+    config: of the run. L of the longest row is `max_length`, the number of learned positions; the
+      computation is of `dtype`, outputs and scores are float32.
+    rngs: draws parameters and dropout.
   """
 
-  def __init__(
-    self,
-    tables: embed.SparseEmbed,
-    encoder: Encoder,
-    *,
-    max_length: int,
-    dropout: float,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    self.embed, self.encoder, self.dtype = tables, encoder, dtype
-    dim = tables.spec.tables[ITEM].dim
+  def __init__(self, tables: embed.SparseEmbed, config, *, rngs: nnx.Rngs):
+    self.embed, self.dtype, dim = tables, build.dtype(config, "dtype"), config.dim
+    self.encoder = encoder = Encoder(config, dtype=self.dtype, rngs=rngs)
     draw = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
-    self.positions = draw((max_length, dim))
+    self.positions = draw((config.max_length, dim))
     self.hidden = draw((dim,)) if not encoder.causal else None  # in place of a hidden item
-    self.dropout = nnx.Dropout(dropout, rngs=rngs)
+    self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
     # A hidden item can ask for its neighbours by position only, which a scaled item would drown:
     # the paper adds both as they are, and the authors' code, which is BERT's, normalises the sum.
     self.scale = math.sqrt(dim) if encoder.causal else 1.0
-    self.norm = None if encoder.causal else nnx.LayerNorm(dim, dtype=dtype, rngs=rngs)
+    self.norm = None if encoder.causal else nnx.LayerNorm(dim, dtype=self.dtype, rngs=rngs)
 
   def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the encoder's outputs `[B, L, D]` of `items`, `segments` and `positions` `[B, L]`.
@@ -248,6 +230,29 @@ class SequenceModel(nnx.Module):
   def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
     return self.embed.attend(hidden, ITEM, candidates)
+
+
+def build_model(
+  config,
+  num_items: int,
+  mesh: jax.sharding.Mesh | None = None,
+  inputs: Callable[[], Any] | None = None,
+) -> SequenceModel:
+  """Returns the model that `config.model` names, its table with the configured optimizer.
+
+  `inputs` returns the shapes of a batch's items, for a plan; see `build.tables`.
+  """
+  table = embed.TableConfig(
+    num_items,
+    config.dim,
+    initializer=build.table_initializer(config),
+    optimizer=build.table_optimizer(config),
+    name=ITEM,
+    dtype=build.dtype(config, "table_dtype"),
+  )
+  rngs, features = nnx.Rngs(config.seed), {ITEM: embed.FeatureConfig(table)}
+  tables = build.tables(config, features, None, rngs=rngs, mesh=mesh, inputs=inputs)
+  return SequenceModel(tables, config, rngs=rngs)
 
 
 def predictions(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:

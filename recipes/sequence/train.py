@@ -26,6 +26,7 @@ from ..tables.settings import steps_of_data
 from ..training import build, losses, train_step
 from . import data as data_lib
 from . import model as model_lib
+from .model import build_model
 
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
@@ -38,8 +39,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   Args:
     config: of the run, or a plain dict that declares a table; see `settings.completed`.
     workdir: the run's folder.
-    writers: get the metrics of the run as well, and are closed where it ends; see
-      `journal.Writer`. A run that has ended already does not touch them.
+    writers: get the metrics as well, and are closed at the end; see `journal.Writer`.
 
   Returns:
     The content of result.json.
@@ -190,43 +190,3 @@ def make_state(
     inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
     model = build_model(config, data.num_items, mesh, inputs)
     return model, embed.Optimizer(model, build.dense_optimizer(config))
-
-
-def build_model(
-  config,
-  num_items: int,
-  mesh: jax.sharding.Mesh | None = None,
-  inputs: Callable[[], Any] | None = None,
-) -> model_lib.SequenceModel:
-  """Returns the model that `config.model` names, its table with the configured optimizer.
-
-  `inputs` returns the shapes of a batch's items, for a plan; see `build.tables`.
-  """
-  rngs, dtype = nnx.Rngs(config.seed), build.dtype(config, "dtype")
-  table = embed.TableConfig(
-    num_items,
-    config.dim,
-    initializer=build.table_initializer(config),
-    optimizer=build.table_optimizer(config),
-    name=model_lib.ITEM,
-    dtype=build.dtype(config, "table_dtype"),
-  )
-  encoder = model_lib.Encoder(
-    model_lib.BLOCKS[config.model],
-    dim=config.dim,
-    blocks=config.blocks,
-    heads=config.heads,
-    max_length=config.max_length,
-    dropout=config.dropout,
-    dtype=dtype,
-    rngs=rngs,
-  )
-  features = {model_lib.ITEM: embed.FeatureConfig(table)}
-  return model_lib.SequenceModel(
-    build.tables(config, features, None, rngs=rngs, mesh=mesh, inputs=inputs),
-    encoder,
-    max_length=config.max_length,
-    dropout=config.dropout,
-    dtype=dtype,
-    rngs=rngs,
-  )

@@ -401,7 +401,7 @@ def _two_tower_inputs(
 def _sequence_inputs(
   queries: _Queries, about: Mapping[str, Any]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-  """Returns rows as `sequence.batches.Histories` does, and which of them have items, `[B]`."""
+  """Returns rows as `sequence.data.EvalBatches` does, and which of them have items, `[B]`."""
   width, ask = about["max_length"], about["ask"]
   kept = np.array([min(len(items), width - ask) for items in queries.histories])
   lengths = np.maximum(kept + ask, 1)  # without any item the answer is not used

@@ -1,6 +1,6 @@
 """Users and the items they chose, as batches: a pair for training, a user with lists to rank.
 
-`load` prepares a data set once (see `recipes.datasets` and `recipes.two_tower.splits`). B is the
+`load` prepares a data set once (see `recipes.datasets` and `recipes.two_tower.table`). B is the
 number of examples of this process, H of items in a history, M of extra negatives.
 """
 
@@ -16,25 +16,22 @@ import scipy.sparse
 
 import embed
 
-from .. import hosts, movielens, pipeline, sampling
+from .. import hosts, pipeline, sampling
 from ..datasets import DataSet, Registry
 from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import settings as table_settings
 from ..training.features import Feature
-from . import gowalla, movielens1m, movielens100k, splits, synthetic, table
+from . import published, synthetic, table
 
 DATA_SETS = Registry(
   {
-    "gowalla": DataSet(table_settings.declared(gowalla.table), table.build, hint=gowalla.HINT),
-    "movielens100k": DataSet(
-      table_settings.declared(movielens100k.table), table.build, hint=movielens100k.HINT
-    ),
-    "movielens1m": DataSet(
-      table_settings.declared(movielens1m.table), table.build, hint=movielens.HINT
-    ),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": DataSet(table_settings.settings, table.build),
+  }
+  | {
+    name: DataSet(table_settings.declared(getattr(published, name)), table.build, hint=hint)
+    for name, hint in published.HINTS.items()
   },
   prefix="retrieval-",
 )
@@ -44,7 +41,7 @@ _PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalData:
-  """A prepared data set, with the columns that `splits.write` writes.
+  """A prepared data set, with the columns that `table.write` writes.
 
   Attributes:
     columns: memory-mapped.
@@ -329,7 +326,7 @@ def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
 
 
 def _about(columns, side: str, features: tuple[Feature, ...], ids: np.ndarray) -> dict[str, Any]:
-  column = lambda f: f.ids(columns[splits.column_name(side, f.name)][ids])
+  column = lambda f: f.ids(columns[table.column_name(side, f.name)][ids])
   return {f.name: embed.Padded(column(f)) if f.valency > 1 else column(f) for f in features}
 
 

@@ -1,20 +1,24 @@
-"""Two towers over one `SparseEmbed`, and what training remembers of past batches.
+"""Two towers over one `SparseEmbed`, and the features of a data set that they read.
 
-B is the number of queries, C of candidates, D the width of tables and towers, Q of a queue.
+B is the number of queries, C of candidates, D the width of tables and towers.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from ml_collections import ConfigDict
 
 import embed
 
-from ..training import layers
-from .frequency import Frequency
+from ..errors import UserError
+from ..training import build, layers
+from ..training import features as features_lib
+from .data import RetrievalData
+from .losses import Frequency, Queue
 
 
 class Tower(nnx.Module):
@@ -63,85 +67,32 @@ class Tower(nnx.Module):
     return x
 
 
-class Past(nnx.Variable):
-  """The arrays of a `Queue`."""
-
-
-class Queue(nnx.Module):
-  """The candidates of past batches as negatives: Wang et al. 2021, "Cross-Batch Negative Sampling".
-
-  Args:
-    size: Q, a multiple of the batch.
-    dim: D.
-  """
-
-  def __init__(self, size: int, dim: int):
-    self.size = size
-    self.past = Past(
-      {
-        "ids": jnp.full(size, -1, jnp.int32),
-        "vectors": jnp.zeros((size, dim), jnp.float32),
-        "rates": jnp.zeros(size, jnp.float32),
-        "next": jnp.int32(0),
-      }
-    )
-
-  def read(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns ids `[Q]`, -1 where nothing has been put yet, vectors `[Q, D]` and rates `[Q]`."""
-    state = self.past.get_value()
-    return state["ids"], state["vectors"], state["rates"]
-
-  def put(self, ids: jax.Array, vectors: jax.Array, rates: jax.Array) -> None:
-    """Replaces the oldest entries by the ones of a batch; no gradient flows back into it."""
-    state: dict[str, Any] = dict(self.past.get_value())
-    start, vectors = state["next"], jax.lax.stop_gradient(vectors)
-    self.past.set_value(
-      {
-        "ids": jax.lax.dynamic_update_slice(state["ids"], ids, (start,)),
-        "vectors": jax.lax.dynamic_update_slice(state["vectors"], vectors, (start, 0)),
-        "rates": jax.lax.dynamic_update_slice(state["rates"], rates, (start,)),
-        "next": (start + ids.shape[0]) % self.size,
-      }
-    )
-
-
 class TwoTower(nnx.Module):
   """Query and candidate tower; a score is the dot product of what they return.
 
   Args:
     tables: of the features `{"query": {name: FeatureConfig}, "candidate": {...}}`, of width `dim`.
-    dim: D.
+    config: of the run.
     num_items: the catalogue.
-    query_hidden, candidate_hidden: widths of the towers' MLPs; none makes a tower a sum.
-    dropout: rate in the query tower.
-    normalize: whether both towers return vectors of length 1.
-    buckets, rate: of the frequency estimate.
-    queue: past candidates kept as negatives; 0 keeps none.
-    dtype: of the computation in the towers.
+    rngs: draws parameters and dropout.
   """
 
-  def __init__(
-    self,
-    tables: embed.SparseEmbed,
-    dim: int,
-    num_items: int,
-    *,
-    query_hidden: Sequence[int],
-    candidate_hidden: Sequence[int],
-    dropout: float,
-    normalize: bool,
-    buckets: int,
-    rate: float,
-    queue: int,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-  ):
+  def __init__(self, tables: embed.SparseEmbed, config, num_items: int, *, rngs: nnx.Rngs):
     self.embed, features = tables, tables.spec.features
-    tower = functools.partial(Tower, dim=dim, normalize=normalize, dtype=dtype, rngs=rngs)
-    self.query_tower = tower(tuple(features["query"]), hidden=query_hidden, dropout=dropout)
-    self.candidate_tower = tower(tuple(features["candidate"]), hidden=candidate_hidden, dropout=0.0)
-    self.frequency = Frequency(buckets or num_items, num_items, rate=rate)
-    self.queue = Queue(queue, dim) if queue else None
+    tower = functools.partial(
+      Tower,
+      dim=config.dim,
+      normalize=config.normalize,
+      dtype=build.dtype(config, "dtype"),
+      rngs=rngs,
+    )
+    query, candidate = features["query"], features["candidate"]
+    self.query_tower = tower(query, hidden=config.query_hidden, dropout=config.dropout)
+    self.candidate_tower = tower(candidate, hidden=config.candidate_hidden, dropout=0.0)
+    self.frequency = Frequency(
+      config.frequency.buckets or num_items, num_items, rate=config.frequency.rate
+    )
+    self.queue = Queue(config.queue, config.dim) if config.queue else None
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
@@ -157,3 +108,77 @@ class TwoTower(nnx.Module):
     """Returns `[C, D]`, without admitting raw ids."""
     rows = self.embed.translate({"candidate": candidate})
     return self.candidate_tower(self.embed(rows)["candidate"])
+
+
+def build_model(
+  config,
+  data: RetrievalData,
+  mesh: jax.sharding.Mesh | None = None,
+  inputs: Callable[[], Any] | None = None,
+) -> TwoTower:
+  """Returns the model, its tables with the configured optimizer and, under a mesh, split over it.
+
+  `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
+
+  Raises:
+    ValueError: a queue that is not a multiple of the batch, or an unknown option.
+  """
+  if config.queue % config.batch_size:
+    raise UserError(
+      f"queue is {config.queue}: choose a multiple of the batch size {config.batch_size}"
+    )
+  features, optimizer = feature_configs(config, data), build.table_optimizer(config)
+  rngs = nnx.Rngs(config.seed)
+  tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
+  return TwoTower(tables, config, data.num_items, rngs=rngs)
+
+
+def with_all_features(config, data: RetrievalData) -> ConfigDict:
+  """Returns the config with all features of the data in a tower whose setting names none."""
+  if config.query and config.candidate:
+    return config
+  config = config.copy_and_resolve_references()
+  config.query = config.query or ("user", "history", *(f.name for f in data.user_features))
+  config.candidate = config.candidate or ("item", *(f.name for f in data.item_features))
+  return config
+
+
+def feature_configs(config, data: RetrievalData) -> dict[str, dict[str, embed.FeatureConfig]]:
+  """Returns the features of both towers that the config names.
+
+  `config.query` may hold `user`, `history` and the user's features; `config.candidate` may hold
+  `item` and the item's features. Histories read the items' own table, or with
+  `config.share_history` False one of their own.
+
+  Raises:
+    ValueError: there is no such feature; names those that there are.
+  """
+  initializer = build.table_initializer(config)
+  dtype = build.dtype(config, "table_dtype")
+  table = functools.partial(
+    embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean", dtype=dtype
+  )
+  config_of = embed.FeatureConfig
+  item = table(data.num_items, name="item")
+  history = item if config.share_history else table(data.num_items, name="history")
+  of = functools.partial(
+    features_lib.feature_configs,
+    dim=config.dim,
+    initializer=initializer,
+    optimizer=lambda name: build.table_optimizer(config, name),
+    dtype=dtype,
+  )
+  known = {
+    "query": {"user": config_of(table(data.num_users, name="user")), "history": config_of(history)}
+    | of(data.user_features, prefix="user_"),
+    "candidate": {"item": config_of(item)} | of(data.item_features, prefix="item_"),
+  }
+  chosen: dict[str, dict[str, embed.FeatureConfig]] = {}
+  for side, names in (("query", config.query), ("candidate", config.candidate)):
+    unknown = set(names) - set(known[side])
+    if unknown or not names:
+      raise UserError(
+        f"config.{side} is {tuple(names)}: choose some of {sorted(known[side])} of this data set"
+      )
+    chosen[side] = {name: known[side][name] for name in names}
+  return chosen

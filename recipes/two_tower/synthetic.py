@@ -17,7 +17,8 @@ from ..errors import UserError
 from ..evaluation import baselines
 from ..tables import splitting
 from ..tables.settings import SPLITS
-from . import splits
+from ..training.features import Feature
+from . import table
 
 _CHUNK = 256
 _BEST_KS = (10, 20, 50, 100)
@@ -71,13 +72,13 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     draw.random(users) < 0.75, taste.argmax(axis=1), draw.integers(0, groups, users)
   )
   digest = hashlib.sha256(np.stack([user, item, split]).astype(np.int64).tobytes()).hexdigest()
-  meta = splits.write(
+  meta = table.write(
     folder,
     pairs,
     (users, items),
     {
-      "user": {"favourite": (favourite.astype(np.int32), groups)},
-      "item": {"tags": _tags(draw, group, groups)},
+      "user": [(Feature("favourite", groups), favourite.astype(np.int32))],
+      "item": [(Feature("tags", groups, valency=3), _tags(draw, group, groups))],
     },
     {"generated": digest},
     seed=settings["seed"],
@@ -85,12 +86,12 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
   return meta | {"best": _best(taste, share, group, pairs)}
 
 
-def _tags(draw: np.random.Generator, group: np.ndarray, groups: int) -> tuple[np.ndarray, int]:
+def _tags(draw: np.random.Generator, group: np.ndarray, groups: int) -> np.ndarray:
   """A bag of one to three tags: the first of the item's group, the rest of any."""
   tags = draw.integers(0, groups, (len(group), 3)).astype(np.int32)
   tags[:, 0] = group
   tags[np.arange(3) > draw.integers(0, 3, (len(group), 1))] = -1
-  return tags, groups
+  return tags
 
 
 def _best(taste, share, group, pairs) -> dict[str, float]:

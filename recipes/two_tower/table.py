@@ -1,13 +1,99 @@
-"""Your own table as interactions: the columns that two towers train on."""
+"""Users and items as the columns that two towers train on, of your own table and of drawn pairs."""
 
 import dataclasses
+import urllib.parse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from .. import arrays
 from ..errors import UserError
 from ..tables import interactions, spec
 from ..tables.settings import SPLITS, Table, parsed, serve_folder
-from . import splits
+from ..training.features import Feature
+
+Pairs = tuple[np.ndarray, np.ndarray]  # users and items of the same length
+
+
+def column_name(side: str, feature: str) -> str:
+  """Returns the name of the column of a feature of "user" or "item", which is one of a file.
+
+  >>> column_name("item", "price/unit")
+  'item_price%2Funit'
+  """
+  return f"{side}_{urllib.parse.quote(feature, safe=' ')}"
+
+
+def write(
+  folder: Path,
+  pairs: Mapping[str, Pairs],
+  sizes: tuple[int, int],
+  features: Mapping[str, Sequence[tuple[Feature, np.ndarray]]],
+  sha256: Mapping[str, str],
+  *,
+  seed: int,
+  may_be_empty: Sequence[str] = (),
+  may_repeat: Sequence[str] = (),
+  ordered: bool = False,
+) -> dict[str, Any]:
+  """Writes a data set's columns and returns its meta.
+
+  `user`, `item` int32 hold the three splits one after another, each ordered by user, and a user's
+  rows in random order, or if `ordered` in that of `pairs`; `<split>_offsets` int64 `[users + 1]`
+  say where each user's begin. `place` int32 counts a user's rows of a split from 0. Features are
+  `user_<name>` and `item_<name>`, int32 `[users or items]` or, of bags, `[..., valency]`.
+
+  Args:
+    folder: where to.
+    pairs: by split.
+    sizes: numbers of users and items.
+    features: of "user" and "item", each with the ids of all users or items.
+    sha256: hashes of the sources by name.
+    seed: of the order of a user's rows.
+    may_be_empty: splits that need no pairs.
+    may_repeat: splits that may hold a pair more than once.
+    ordered: whether pairs are in the order of time, in which a user's rows then stay.
+
+  Raises:
+    ValueError: a split is empty, or holds a pair twice.
+  """
+  rows = sum(len(pairs[split][0]) for split in SPLITS)
+  columns = {
+    name: arrays.column(folder, name, (rows,), np.int32) for name in ("user", "item", "place")
+  }
+  generator, start, splits = np.random.default_rng(seed), 0, {}
+  for split in SPLITS:
+    user, item = pairs[split]
+    if not len(user) and split not in may_be_empty:
+      raise UserError(f"the {split} split is empty: the data set is too small for it")
+    keys = np.sort(user.astype(np.int64) * sizes[1] + item)
+    if (again := keys[1:][keys[1:] == keys[:-1]]).size and split not in may_repeat:
+      who, what = divmod(int(again[0]), sizes[1])
+      raise UserError(f"user {who} has item {what} twice in the {split} split: keep it once")
+    order = np.arange(len(user)) if ordered else generator.permutation(len(user))
+    order = order[np.argsort(user[order], kind="stable")]
+    counts = np.bincount(user, minlength=sizes[0])
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    stop = start + len(user)
+    columns["user"][start:stop], columns["item"][start:stop] = user[order], item[order]
+    columns["place"][start:stop] = np.arange(len(user)) - np.repeat(offsets[:-1], counts)
+    arrays.column(folder, f"{split}_offsets", offsets.shape, np.int64)[:] = start + offsets
+    splits[split], start = (start, stop), stop
+  for side, owned in features.items():
+    for feature, ids in owned:
+      arrays.column(folder, column_name(side, feature.name), ids.shape, np.int32)[:] = ids
+  return {
+    "splits": splits,
+    "users": sizes[0],
+    "items": sizes[1],
+    "features": {
+      side: [dataclasses.asdict(f) for f, _ in owned] for side, owned in features.items()
+    },
+    "ordered": ordered,
+    "sha256": dict(sha256),
+  }
 
 
 def _check(table: Table) -> None:
@@ -28,7 +114,7 @@ def _check(table: Table) -> None:
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  """Writes the columns of `splits.write`, and what serving needs; returns the meta.
+  """Writes the columns of `write`, and what serving needs; returns the meta.
 
   Raises:
     UserError: no user or item is declared, or a split is empty.
@@ -45,12 +131,11 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     trains = log.split != SPLITS.index("test")
     pairs["train"] = log.user[trains], log.item[trains]
     pairs["valid"] = pairs["valid"][0][:0], pairs["valid"][1][:0]
-  features, described = {}, {}
-  for side, entities in (("user", log.users), ("item", log.items)):
-    sizes = {feature.name: feature.vocabulary_size for feature in entities.features}
-    features[side] = {name: (ids, sizes[name]) for name, ids in entities.ids.items()}
-    described[side] = [dataclasses.asdict(feature) for feature in entities.features]
-  meta = splits.write(
+  features = {
+    side: [(feature, entities.ids[feature.name]) for feature in entities.features]
+    for side, entities in (("user", log.users), ("item", log.items))
+  }
+  meta = write(
     folder,
     pairs,
     (len(log.users.texts), len(log.items.texts)),
@@ -75,4 +160,4 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     notes.append(
       f"not used: {', '.join(unused)}; a feature needs side='user' or side='item' to be in a tower"
     )
-  return meta | {"features": described, "notes": notes}
+  return meta | {"notes": notes}

@@ -6,7 +6,7 @@ batch, in the loop; and `run.log` logs any scalar.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 import embed
 
 from .. import hosts
-from ..errors import UserError, from_settings
+from ..errors import from_settings
 from ..evaluation import retrieval
 from ..evaluation.metrics import RankingMetrics, ranking_names
 from ..run import settings, warm_start
@@ -28,10 +28,9 @@ from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
 from ..training import build, train_step
-from ..training import features as features_lib
 from . import data as data_lib
 from . import losses
-from . import model as model_lib
+from .model import TwoTower, build_model, with_all_features
 
 
 def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
@@ -42,8 +41,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   Args:
     config: of the run, or a plain dict that declares a table; see `settings.completed`.
     workdir: the run's folder.
-    writers: get the metrics of the run as well, and are closed where it ends; see
-      `journal.Writer`. A run that has ended already does not touch them.
+    writers: get the metrics as well, and are closed at the end; see `journal.Writer`.
 
   Returns:
     The content of result.json.
@@ -79,30 +77,25 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
 
 
 def inputs(config, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns the features of a batch's queries and candidates, the drawn ones after the others.
-
-  Of a batch of shapes, `jax.ShapeDtypeStruct`, the shapes.
-  """
+  """Returns the features of a batch's queries and candidates, the drawn ones after the others."""
   candidate = batch["positive_candidate"]
   if config.negatives.number:
-    both = lambda x, y: jax.tree.map(lambda *pair: jnp.concatenate(pair), x, y)
-    is_abstract = isinstance(jax.tree.leaves(candidate)[0], jax.ShapeDtypeStruct)
-    join = functools.partial(jax.eval_shape, both) if is_abstract else both
-    candidate = join(candidate, batch["negative_candidate"])
+    join = lambda *parts: jnp.concatenate(parts)
+    candidate = jax.tree.map(join, candidate, batch["negative_candidate"])
   return {
     "query": {name: batch["query"][name] for name in config.query},
     "candidate": {name: candidate[name] for name in config.candidate},
   }
 
 
-def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
+def loss(config, mesh: Mesh | None = None) -> train_step.LossFn:
   """Returns `(model, batch) -> scalar`: the mean sampled softmax of the whole batch.
 
   Under a mesh every query meets the candidates of all devices, not of its own alone.
   """
   dtype = build.dtype(config, "dtype")
 
-  def loss_fn(model: model_lib.TwoTower, batch) -> jax.Array:
+  def loss_fn(model: TwoTower, batch) -> jax.Array:
     size = batch["positive"].shape[0]
     ids, rate = batch["positive"], batch["positive_rate"]
     if config.negatives.number:
@@ -121,8 +114,14 @@ def loss(config, mesh: Mesh | None = None) -> Callable[[Any, Any], jax.Array]:
     if config.logq:
       expected = batches * model.frequency.expected(jnp.maximum(ids, 0)) + rate
       log_expected = config.logq * jnp.log(expected)
+    scores = jnp.einsum(
+      "bd,cd->bc",
+      queries.astype(dtype),
+      candidates.astype(dtype),
+      preferred_element_type=jnp.float32,
+    )
     values = losses.sampled_softmax(
-      _scores(queries, candidates, dtype) / config.temperature,
+      scores / config.temperature,
       ids,
       log_expected=log_expected,
       remove_accidental_hits=config.remove_accidental_hits,
@@ -144,7 +143,7 @@ def objective(
   )
 
 
-def admit(config, model: model_lib.TwoTower, batch, ahead: bool = False):
+def admit(config, model: TwoTower, batch, ahead: bool = False):
   """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
   if not model.embed.vocabularies:
     return batch
@@ -154,12 +153,6 @@ def admit(config, model: model_lib.TwoTower, batch, ahead: bool = False):
   batch = batch | {"query": rows["query"], "positive_candidate": of(slice(size))}
   drawn = {"negative_candidate": of(slice(size, None))} if config.negatives.number else {}
   return batch | drawn
-
-
-def _scores(queries: jax.Array, candidates: jax.Array, dtype: Any) -> jax.Array:
-  """Dot products `[B, C]`, of `dtype` and added up in float32."""
-  queries, candidates = queries.astype(dtype), candidates.astype(dtype)
-  return jnp.einsum("bd,cd->bc", queries, candidates, preferred_element_type=jnp.float32)
 
 
 def _placed(x: jax.Array, mesh: Mesh | None, spec: PartitionSpec) -> jax.Array:
@@ -269,94 +262,8 @@ def make_state(
 ) -> tuple[nnx.Module, embed.Optimizer]:
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
-    of_batch = lambda: inputs(config, data_lib.batch_shapes(data, config))
+    of_batch = lambda: jax.eval_shape(
+      functools.partial(inputs, config), data_lib.batch_shapes(data, config)
+    )
     model = build_model(config, data, mesh, of_batch)
     return model, embed.Optimizer(model, build.dense_optimizer(config))
-
-
-def build_model(
-  config,
-  data: data_lib.RetrievalData,
-  mesh: Mesh | None = None,
-  inputs: Callable[[], Any] | None = None,
-) -> model_lib.TwoTower:
-  """Returns the model, its tables with the configured optimizer and, under a mesh, split over it.
-
-  `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
-
-  Raises:
-    ValueError: a queue that is not a multiple of the batch, or an unknown option.
-  """
-  if config.queue % config.batch_size:
-    raise UserError(
-      f"queue is {config.queue}: choose a multiple of the batch size {config.batch_size}"
-    )
-  features, optimizer = feature_configs(config, data), build.table_optimizer(config)
-  rngs = nnx.Rngs(config.seed)
-  return model_lib.TwoTower(
-    build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
-    config.dim,
-    data.num_items,
-    query_hidden=config.query_hidden,
-    candidate_hidden=config.candidate_hidden,
-    dropout=config.dropout,
-    normalize=config.normalize,
-    buckets=config.frequency.buckets,
-    rate=config.frequency.rate,
-    queue=config.queue,
-    dtype=build.dtype(config, "dtype"),
-    rngs=rngs,
-  )
-
-
-def with_all_features(config, data: data_lib.RetrievalData) -> ConfigDict:
-  """Returns the config with all features of the data in a tower whose setting names none."""
-  if config.query and config.candidate:
-    return config
-  config = config.copy_and_resolve_references()
-  config.query = config.query or ("user", "history", *(f.name for f in data.user_features))
-  config.candidate = config.candidate or ("item", *(f.name for f in data.item_features))
-  return config
-
-
-def feature_configs(
-  config, data: data_lib.RetrievalData
-) -> dict[str, dict[str, embed.FeatureConfig]]:
-  """Returns the features of both towers that the config names.
-
-  `config.query` may hold `user`, `history` and the user's features; `config.candidate` may hold
-  `item` and the item's features. Histories read the items' own table, or with
-  `config.share_history` False one of their own.
-
-  Raises:
-    ValueError: there is no such feature; names those that there are.
-  """
-  initializer = build.table_initializer(config)
-  dtype = build.dtype(config, "table_dtype")
-  table = functools.partial(
-    embed.TableConfig, dim=config.dim, initializer=initializer, combiner="mean", dtype=dtype
-  )
-  config_of = embed.FeatureConfig
-  item = table(data.num_items, name="item")
-  history = item if config.share_history else table(data.num_items, name="history")
-  of = functools.partial(
-    features_lib.feature_configs,
-    dim=config.dim,
-    initializer=initializer,
-    optimizer=lambda name: build.table_optimizer(config, name),
-    dtype=dtype,
-  )
-  known = {
-    "query": {"user": config_of(table(data.num_users, name="user")), "history": config_of(history)}
-    | of(data.user_features, prefix="user_"),
-    "candidate": {"item": config_of(item)} | of(data.item_features, prefix="item_"),
-  }
-  chosen: dict[str, dict[str, embed.FeatureConfig]] = {}
-  for side, names in (("query", config.query), ("candidate", config.candidate)):
-    unknown = set(names) - set(known[side])
-    if unknown or not names:
-      raise UserError(
-        f"config.{side} is {tuple(names)}: choose some of {sorted(known[side])} of this data set"
-      )
-    chosen[side] = {name: known[side][name] for name in names}
-  return chosen

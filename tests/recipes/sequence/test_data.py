@@ -9,7 +9,7 @@ import recipe_runs
 from small_data import write_sequences
 
 from recipes import pipeline
-from recipes.sequence import batches, data, files, packing, synthetic
+from recipes.sequence import data, packing, synthetic, table
 from recipes.tables.encoding import Entities
 
 SEQUENCES = {1: [5, 3, 9, 2, 7, 4], 2: [3, 5, 2], 4: [9, 4], 7: [8, 2, 3, 5, 9]}
@@ -91,7 +91,7 @@ def test_a_missing_file_says_where_it_comes_from(tmp_path):
   ):
     data.load(config(tmp_path))
   with pytest.raises(ValueError, match="unknown layout 'csv': choose pairs or lines"):
-    files.table(config(tmp_path, layout="csv"))
+    table.published(config(tmp_path, layout="csv"))
   with pytest.raises(
     ValueError, match=r"unknown dataset 'x': choose one of \['file', 'synthetic', 'table'\]"
   ):
@@ -164,15 +164,6 @@ def test_an_epoch_holds_every_user_once(tmp_path, model):
   assert (flat["items"][flat["segments"] < 0] == -1).all()
 
 
-def drawn(made, loaded, shard=(0, 1)):
-  rows = pipeline.ShuffledBatches(
-    loaded.packed, (0, len(loaded.packed["items"])), batch_size=made.batch_size, seed=made.seed,
-    num_batches=made.steps, shard=shard,
-  )  # fmt: skip
-  draws = batches.draws(made, loaded.num_items, data.train_counts(loaded))
-  return batches.DrawnBatches(rows, draws, batch_size=made.batch_size, seed=made.seed, shard=shard)
-
-
 CASES = [
   {"model": "bert4rec", "loss": "softmax"},
   {"model": "bert4rec", "loss": "sampled_softmax", "negatives.distribution": "popularity"},
@@ -184,14 +175,15 @@ CASES = [
 def test_draws_are_a_function_of_seed_and_number(tmp_path, changes):
   made = config(tmp_path, "synthetic", max_length=40, **changes)
   loaded = data.load(made)
-  forwards, backwards = drawn(made, loaded), pickle.loads(pickle.dumps(drawn(made, loaded)))
+  forwards = data.TrainBatches(loaded, made)
+  backwards = pickle.loads(pickle.dumps(forwards))
   late = {i: backwards[i] for i in reversed(range(made.steps))}
   for i in range(made.steps):
     assert sorted(forwards[i]) == sorted(late[i])
     for name, array in forwards[i].items():
       np.testing.assert_array_equal(array, late[i][name])
   made.seed = 1
-  other = drawn(made, loaded)
+  other = data.TrainBatches(loaded, made)
   name = "negatives" if "negatives" in late[0] else "where"
   assert (forwards[0][name] != other[0][name]).any()
   assert (forwards[0][name] != forwards[1][name]).any()
@@ -201,7 +193,8 @@ def test_draws_are_a_function_of_seed_and_number(tmp_path, changes):
 def test_hosts_share_a_global_batch(tmp_path, changes):
   made = config(tmp_path, "synthetic", max_length=40, **changes)
   loaded = data.load(made)
-  whole, parts = drawn(made, loaded), [drawn(made, loaded, (host, 2)) for host in range(2)]
+  whole = data.TrainBatches(loaded, made)
+  parts = [data.TrainBatches(loaded, made, shard=(host, 2)) for host in range(2)]
   for i in (0, 3):
     both = [part[i] for part in parts]
     for name, array in whole[i].items():
@@ -209,13 +202,12 @@ def test_hosts_share_a_global_batch(tmp_path, changes):
 
 
 def test_masks_by_hand():
-  mask = batches.Mask(0.5)
   segments = np.array([[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]], np.int32)
   items = np.where(segments >= 0, np.arange(12).reshape(2, 6), -1).astype(np.int32)
   batch = {"items": items, "targets": items.copy(), "segments": segments}
   chosen = set()
   for seed in range(50):
-    found = mask(batch, np.random.default_rng(seed), (0, 2), 2)
+    found = data.masked(batch, 0.5, np.random.default_rng(seed).random((2, 6)))
     hidden = (found["items"] < 0) & (segments >= 0)
     assert hidden.sum(axis=1).tolist() == [2, 1]  # round(2.5) and at least one
     assert found["where"].shape == (2, 3)
@@ -226,47 +218,57 @@ def test_masks_by_hand():
     chosen |= set(np.flatnonzero(hidden[0]).tolist())
   assert chosen == {0, 1, 2, 3, 4}
   np.testing.assert_array_equal(batch["items"], items)
-  with pytest.raises(ValueError, match="mask_rate must be between 0 and 1, got 1"):
-    batches.Mask(1)
 
 
-def test_negatives_follow_their_distribution():
-  counts = np.array([0, 6, 3, 1])
-  probabilities = batches.item_probabilities("popularity", 4, counts)
-  draw = batches.Negatives(1_000, probabilities, shared=True)
-  found = draw({}, np.random.default_rng(0), (0, 8), 8)
+def packed_by_hand(*rows, num_items):
+  """Data of one user, whose items, the last two aside, are counted; and of rows to train on."""
+  items = np.array(rows, np.int32)
+  packed = {"items": items, "targets": items, "segments": np.minimum(items, 0), "positions": items}
+  user = np.concatenate([items.ravel(), [0, 0]])
+  return data.SequenceData(
+    {"items": user, "offsets": np.array([0, len(user)])}, packed, num_items, {}, {}
+  )
+
+
+def test_negatives_follow_their_distribution(tmp_path):
+  loaded = packed_by_hand([1, 1, 1, 1, 1], [1, 2, 2, 2, 3], num_items=4)
+  changes = {"negatives.number": 1_000, "negatives.distribution": "popularity", "batch_size": 2}
+  found = data.TrainBatches(loaded, config(tmp_path, "synthetic", **changes))[0]
   shares = np.bincount(found["negatives"], minlength=4) / 1_000
   np.testing.assert_allclose(shares, [0, 0.6, 0.3, 0.1], atol=0.05)
-  expected = np.log(1_000 * probabilities[found["negatives"]])
+  expected = np.log(1_000 * np.array([0, 0.6, 0.3, 0.1])[found["negatives"]])
   np.testing.assert_allclose(found["log_expected"], expected, rtol=1e-5)
-  with pytest.raises(ValueError, match="unknown distribution 'zipf': choose uniform or popularity"):
-    batches.item_probabilities("zipf", 4, counts)
-  with pytest.raises(ValueError, match=r"negatives\.number must be at least 1, got 0"):
-    batches.Negatives(0, probabilities, shared=True)
 
 
-def test_own_negatives_are_not_in_the_row():
-  items = np.array([[0, 1, 2, -1], [3, 4, 5, 6]], np.int32)
-  batch = {"items": items, "targets": items}
-  draw = batches.Negatives(5, batches.item_probabilities("uniform", 10, np.ones(10)), shared=False)
-  found = draw(batch, np.random.default_rng(0), (0, 2), 2)["negatives"]
-  assert found.shape == (2, 4, 5)
-  for row in range(2):
-    assert not set(found[row].ravel().tolist()) & set(items[row].tolist())
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"negatives.distribution": "zipf"}, "unknown distribution 'zipf': choose uniform or popular"),
+    ({"negatives.number": 0}, r"negatives\.number must be at least 1, got 0"),
+    ({"model": "bert4rec", "mask_rate": 1.0}, "mask_rate must be between 0 and 1, got 1"),
+  ],
+)
+def test_draws_that_make_no_sense_are_refused(tmp_path, changes, message):
+  loaded = packed_by_hand([0, 1], num_items=2)
+  with pytest.raises(ValueError, match=message):
+    data.TrainBatches(loaded, config(tmp_path, "synthetic", **changes))
 
 
-def histories(loaded, split, **changes):
-  options = {
-    "held_out": data.HELD_OUT[split], "batch_size": 2, "max_length": 4, "positions": "end",
-    "ask": False,
-  }  # fmt: skip
-  return batches.Histories(loaded.columns, loaded.evaluated, **options | changes)
+def test_own_negatives_are_not_in_the_row(tmp_path):
+  items = [[0, 1, 2, -1], [3, 4, 5, 6]]
+  loaded = packed_by_hand(*items, num_items=10)
+  changes = {"negatives.number": 5, "negatives.shared": False, "batch_size": 2}
+  batch = data.TrainBatches(loaded, config(tmp_path, "synthetic", **changes))[0]
+  assert batch["negatives"].shape == (2, 4, 5)
+  for row, negatives in zip(batch["items"], batch["negatives"], strict=True):
+    assert not set(negatives.ravel().tolist()) & set(row.tolist())
 
 
 def test_histories_by_hand(tmp_path):
   write(tmp_path)
-  loaded = data.load(config(tmp_path))
-  first, last = (histories(loaded, "test")[i] for i in range(2))
+  made = config(tmp_path, eval_batch_size=2)
+  loaded = data.load(made)
+  first, last = (data.EvalBatches(loaded, "test", made)[i] for i in range(2))
   assert first["user"].tolist() == [1, 3]  # the shortest first
   assert first["items"].tolist() == [[1, 3, -1, -1], [5, 0, 1, 3]]
   assert first["segments"].tolist() == [[0, 0, -1, -1], [0, 0, 0, 0]]
@@ -276,15 +278,16 @@ def test_histories_by_hand(tmp_path):
   assert last["items"].tolist() == [[1, 6, 0, 4], [-1] * 4]  # the last four of five, then filling
   assert sorted(last["seen"][0].tolist()) == [-1] * 11 + [0, 1, 3, 4, 6]
   assert last["target"].tolist() == [[2], [-1]]
-  asked = histories(loaded, "valid", ask=True)[1]
+  masking = config(tmp_path, eval_batch_size=2, model="bert4rec")
+  asked = data.EvalBatches(loaded, "valid", masking)[1]
   assert asked["items"].tolist() == [[1, 6, 0, -1], [-1] * 4]
   assert asked["segments"].tolist() == [[0, 0, 0, 0], [-1] * 4]
   assert asked["last"][0] == 3
-  parts = [histories(loaded, "test", shard=(host, 2))[0] for host in range(2)]
+  parts = [data.EvalBatches(loaded, "test", made, shard=(host, 2))[0] for host in range(2)]
   for name, array in first.items():
     np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
   with pytest.raises(ValueError, match="eval_batch_size 2 must be a multiple of the 3 hosts"):
-    histories(loaded, "test", shard=(0, 3))
+    data.EvalBatches(loaded, "test", made, shard=(0, 3))
 
 
 def test_few_shapes_of_histories(tmp_path):
@@ -293,8 +296,9 @@ def test_few_shapes_of_histories(tmp_path):
     user: generator.integers(1, 500, 3 + user * user // 40).tolist() for user in range(1, 200)
   }
   write(tmp_path, sequences=many)
-  loaded = data.load(config(tmp_path, max_length=50))
-  source = histories(loaded, "valid", batch_size=16, max_length=50)
+  made = config(tmp_path, max_length=50, eval_batch_size=16)
+  loaded = data.load(made)
+  source = data.EvalBatches(loaded, "valid", made)
   shapes = {
     (b["items"].shape[1], b["seen"].shape[1]) for b in (source[i] for i in range(len(source)))
   }

@@ -260,7 +260,7 @@ def test_a_cross_with_an_id_is_refused_before_reading(tmp_path):
 
 
 def test_towers_keep_what_a_column_declares(tmp_path):
-  from recipes.two_tower import train
+  from recipes.two_tower import model
 
   bag = {"kind": "bag", "min_count": 1, "side": "item", "combiner": "sum", "table": "t"}
   columns = {k: v for k, v in COLUMNS.items() if k != "genres"}
@@ -268,7 +268,7 @@ def test_towers_keep_what_a_column_declares(tmp_path):
   given = {"files": str(write_csv(tmp_path / "log.csv", HEADER, ROWS)), "columns": columns}
   config = completed("two_tower", tmp_path / "cache", **given, warmup_steps=0, steps=5)
   loaded = two_tower.load(config)
-  features = train.feature_configs(train.with_all_features(config, loaded), loaded)
+  features = model.feature_configs(model.with_all_features(config, loaded), loaded)
   table = features["candidate"]["genres"].table
   assert (table.name, table.combiner, table.optimizer.name) == ("item_t", "sum", "sgd")
 

@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 from recipes.two_tower import losses
-from recipes.two_tower.frequency import Frequency
-from recipes.two_tower.model import Queue
+from recipes.two_tower.losses import Frequency, Queue
 
 LOGITS = jnp.array([[2.0, 1.0, 0.0, 3.0], [0.5, 1.5, -1.0, 0.0]])  # two queries, two extra ones
 

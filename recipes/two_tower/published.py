@@ -1,0 +1,108 @@
+"""Published data sets of users and items, declared as tables; see `recipes.tables.settings`.
+
+MovieLens may be used for research and not be redistributed (Harper and Konstan 2015, see
+`recipes.movielens`). Gowalla's check-ins are SNAP's (Cho, Myers and Leskovec 2011), in the split of
+He et al. 2020, "LightGCN".
+
+Each function takes a config and raises MissingFileError for a folder or file that is not there,
+naming it and where it comes from, and DownloadError as `files.download`.
+"""
+
+from typing import Any
+
+from .. import files, movielens
+
+GOWALLA_URL = "https://github.com/kuandeng/LightGCN, Data/gowalla"
+MOVIELENS100K_URL = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
+MOVIELENS100K_SHA256 = "50d2a982c66986937beb9ffb3aa76efe955bf3d5c6b761f4e3a7cd717c6a3229"
+_FIXED = "have a fixed format: get them again from"
+HINTS = {
+  "gowalla": f"The files of Gowalla {_FIXED} {GOWALLA_URL}",
+  "movielens100k": f"The files of MovieLens 100K {_FIXED} {MOVIELENS100K_URL}",
+  "movielens1m": movielens.HINT,
+}
+_GENRES = (
+  "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary",
+  "Drama", "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller",
+  "War", "Western",
+)  # fmt: skip
+_TENS = tuple(range(10, 80, 10))  # a table needs several users of an age to learn of it
+
+
+def gowalla(config) -> dict[str, Any]:
+  """Returns the declaration of `train.txt`, `test.txt` and, if there is one, `valid.txt`.
+
+  A user a line: `user item item ...`. Without `valid.txt` a tenth of each user's training items is
+  held out for validation. Published figures are of models that have learned from all that is not
+  tested: `config.refit` does the same, for a last run with settings and steps that were chosen on
+  validation before.
+  """
+  hint = (
+    f"Get train.txt and test.txt from {GOWALLA_URL}, and pass --config.data_dir=<their folder>."
+  )
+  folder = files.data_folder(config.data_dir, hint)
+  sources = {name: files.require(folder, f"{name}.txt", hint=hint) for name in ("train", "test")}
+  if (folder / "valid.txt").is_file():
+    sources["valid"] = folder / "valid.txt"
+  return {
+    "files": sources,
+    "format": {"delimiter": " ", "names": ("user", "items"), "rest": True},
+    "columns": {"user": "user", "items": {"kind": "item", "separator": " "}},
+    "split": {"seed": config.split_seed},
+  }
+
+
+def movielens100k(config) -> dict[str, Any]:
+  """Returns the declaration that retrieval tutorials use: every rating is a positive, random 80/20.
+
+  Eight hundredths of all rows validate.
+  """
+  names = ("u.data", "u.user", "u.item")
+  folder = files.folder(
+    config.data_dir,
+    config.cache_dir,
+    name="ml-100k-raw",
+    url=MOVIELENS100K_URL,
+    sha256=MOVIELENS100K_SHA256,
+    members=names,
+  )
+  hint = f"They are in {MOVIELENS100K_URL}; leave --config.data_dir empty to have it downloaded."
+  ratings, users, items = (files.require(folder, name, hint=hint) for name in names)
+  in_columns = lambda *names: {"delimiter": "|", "names": names, "encoding": "latin-1", "quote": ""}
+  return {
+    "files": ratings,
+    "format": {"delimiter": "\t", "names": ("user", "movie", "rating", "timestamp")},
+    "columns": {"user": "user", "movie": "item"},
+    "user_table": {
+      "files": users,
+      "format": in_columns("id", "age", "gender", "occupation", "zip"),
+      "key": "id",
+      "columns": {
+        "gender": "category",
+        "age": {"kind": "number", "buckets": _TENS},
+        "occupation": "category",
+      },
+    },
+    "item_table": {
+      "files": items,
+      "format": in_columns("id", "title", "date", "video", "url", *_GENRES),
+      "key": "id",
+      "columns": {
+        "title": "title",
+        "genres": {"kind": "bag", "columns": _GENRES},
+        "year": {"kind": "category", "column": "date", "pattern": r"(\d{4})$"},
+      },
+    },
+    "split": {"by": "hash", "valid": 0.08, "test": 0.2, "seed": config.split_seed},
+    "counts": config.counts,
+  }
+
+
+def movielens1m(config) -> dict[str, Any]:
+  """Returns the declaration of RecBole's protocol for general recommendation.
+
+  Ratings of 3 or more, then users and movies with fewer than 10 rows dropped repeatedly: 6,033
+  users, 3,123 movies, 834,449 rows, of which each user's are split at random .8/.1/.1.
+  """
+  rating = {"kind": "label", "at_least": 3}
+  return movielens.table(config, rating) | {"split": {"by": "user", "seed": config.split_seed}}
