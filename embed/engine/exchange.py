@@ -225,7 +225,8 @@ def spread(stack: StackSpec, record: LookupRecord) -> tuple[LookupRecord, Any]:
   """
   used, placement = record.used, stack.placement
   bags = tuple(record.bags[i].padded(placement) for i in used)
-  bag_specs = tuple(P() if bag.is_ragged else placement.work for bag in bags)  # or whole on each
+  # Ragged bags are whole on every device.
+  bag_specs = tuple(P() if bag.is_ragged else placement.work for bag in bags)
   tables = tuple(record.tables[i] for i in used)
   route_spec = None if record.route is None else _route_spec(stack)
   spec = LookupRecord(bag_specs, tables, route_spec)  # type: ignore[arg-type]
