@@ -87,13 +87,11 @@ def to_tree(**nodes: Any) -> Tree:
   >>> embed.checkpoint.to_tree(model=layer)["model"]["tables"]["table_0"]["parameters"].shape
   (4, 2)
   """
-  tree = {}
-  for name, node in nodes.items():
-    tree[name] = {
-      "state": dense_arrays(node),
-      "tables": _by_key(node, functools.partial(read_variables, compact=True)),
-    }
-  return tree
+  tables_of = functools.partial(read_variables, compact=True)
+  return {
+    name: {"state": dense_arrays(node), "tables": _by_key(node, tables_of)}
+    for name, node in nodes.items()
+  }
 
 
 def like(**nodes: Any) -> Tree:
@@ -113,15 +111,14 @@ def like(**nodes: Any) -> Tree:
   def struct(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
 
-  tree = {}
-  for name, node in nodes.items():
-    data = lambda x: struct(_key_data(x)) if is_key(x) else struct(x)
-    dense = {k: data(v) for k, v in _dense(node)[0].items()}
-    tree[name] = {
-      "state": dense,
-      "tables": _by_key(node, functools.partial(variable_shapes, compact=True)),
+  shapes_of = functools.partial(variable_shapes, compact=True)
+  return {
+    name: {
+      "state": {path: struct(x) for path, x in dense_arrays(node).items()},
+      "tables": _by_key(node, shapes_of),
     }
-  return tree
+    for name, node in nodes.items()
+  }
 
 
 def from_tree(tree: Tree, **nodes: Any) -> None:

@@ -57,7 +57,7 @@ def make_variables(
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTable:
-  """A dynamic table of a layer; `SparseEmbed` explains its methods of the same names.
+  """A dynamic table of a layer; `SparseEmbed` explains the methods that it has too.
 
   Attributes:
     name: of the table.
@@ -185,9 +185,16 @@ class DynamicTable:
 
   # --- rows by raw id, on the host --------------------------------------------------------------
 
-  def order(self, arrays: Mapping[str, Any]) -> np.ndarray:
+  def rows_by_raw_id(self, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    rows = self._by_value(variables)
+    high, low = rows["raw_ids"].astype(np.uint64).T
+    return {**rows, "raw_ids": (high << np.uint64(32)) | low}
+
+  def _by_value(self, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The owned rows of arrays as in `SparseEmbed.variables`, the most valuable first."""
-    return owners.order(self.vocabulary, arrays, int(self.state["step"]))
+    arrays = {key: np.asarray(x) for key, x in variables.items() if key != "sightings"}
+    best = owners.order(self.vocabulary, arrays, int(self.state["step"]))
+    return {key: x[best] for key, x in arrays.items()}
 
   def load_rows(
     self, raw_ids: Any, variables: Mapping[str, Any], scores: Mapping[str, Any]
@@ -231,14 +238,13 @@ class DynamicTable:
       saved: arrays as in `SparseEmbed.variables`, of another capacity, bucket width or policy. The
         row of the unknown is the last one, which has no owner. The number of the last batch is set.
     """
-    arrays = {key: np.asarray(x) for key, x in saved.items() if key != "sightings"}
-    best, raw_ids = self.order(arrays), arrays["raw_ids"]
-    scores = {key: arrays[key][best] for key in ("last_used", "uses") if key in arrays}
-    values = {key: arrays[key] for key in ("parameters", *self.stack.slots)}
-    self.load_rows(raw_ids[best], {key: x[best] for key, x in values.items()}, scores)
-    if self.vocabulary.trains_unknown and (raw_ids[-1] == admission.EMPTY).all():
+    rows, keys = self._by_value(saved), ("parameters", *self.stack.slots)
+    scores: dict[str, Any] = {key: rows[key] for key in ("last_used", "uses") if key in rows}
+    self.load_rows(rows["raw_ids"], {key: rows[key] for key in keys}, scores)
+    is_unknown = (np.asarray(saved["raw_ids"])[-1] == admission.EMPTY).all()
+    if self.vocabulary.trains_unknown and is_unknown:
       row = np.array([self.vocabulary.capacity - 1], np.int32)
-      last = changes.TableRows(row, {key: x[-1:] for key, x in values.items()})
+      last = changes.TableRows(row, {key: np.asarray(saved[key])[-1:] for key in keys})
       replace(self.arrays, changes.put(self.stack, self._stored, self.name, last))
 
 

@@ -68,6 +68,15 @@ class Spec:
   table_of: dict[Path, str]
   stack_of: dict[str, StackSpec]
 
+  @classmethod
+  def of(cls, plan: planning.Plan) -> "Spec":
+    """What a plan decides."""
+    names, stacks = {id(table): name for name, table in plan.tables.items()}, plan.stacks()
+    flat = structure.flatten_features(plan.features)
+    table_of = {path: names[id(feature.table)] for path, feature in flat}
+    stack_of = {table: stack for stack in stacks.values() for table in stack.tables}
+    return cls(plan.features, plan.tables, plan.optimizers, stacks, table_of, stack_of)
+
   def __eq__(self, other: object) -> bool:  # compiled functions ask at every call: mostly of itself
     return self is other or (isinstance(other, Spec) and vars(self) == vars(other))
 
@@ -165,7 +174,7 @@ class SparseEmbed(nnx.Module):
         )
       if features is not None or optimizer is not None:
         plan = plan.with_features(plan.features if features is None else features, optimizer)
-    self.spec = _spec(plan)
+    self.spec = Spec.of(plan)
     self.report = Report(
       {
         "dropped_ids": jnp.int32(0),
@@ -700,13 +709,7 @@ class SparseEmbed(nnx.Module):
     >>> sorted(layer.rows_by_raw_id("user")["raw_ids"].tolist())
     [7, 1099511627776]
     """
-    table = dynamic_table(self, table_name)
-    arrays = self.variables[table_name]
-    arrays = {key: np.asarray(x) for key, x in arrays.items() if key != "sightings"}
-    best = table.order(arrays)
-    rows = {key: x[best] for key, x in arrays.items()}
-    high, low = rows["raw_ids"].astype(np.uint64).T
-    return {**rows, "raw_ids": (high << np.uint64(32)) | low}
+    return dynamic_table(self, table_name).rows_by_raw_id(self.variables[table_name])
 
   def load_rows(
     self, table_name: str, raw_ids: Any, variables: Mapping[str, Any], last_used: Any = None
@@ -740,18 +743,7 @@ class SparseEmbed(nnx.Module):
     return dynamic_table(self, table_name).load_rows(raw_ids, variables, scores)
 
 
-def _spec(plan: planning.Plan) -> Spec:
-  names = {id(table): name for name, table in plan.tables.items()}
-  flat = structure.flatten_features(plan.features)
-  stacks = plan.stacks()
-  return Spec(
-    plan.features,
-    plan.tables,
-    plan.optimizers,
-    stacks,
-    {path: names[id(feature.table)] for path, feature in flat},
-    {table: stack for stack in stacks.values() for table in stack.tables},
-  )
+# --- for the methods above, and for other modules -------------------------------------------------
 
 
 def table_config(layer: SparseEmbed, name: str) -> TableConfig:
@@ -763,8 +755,8 @@ def table_config(layer: SparseEmbed, name: str) -> TableConfig:
 
 def dynamic_table(layer: SparseEmbed, name: str) -> DynamicTable:
   """A table with a `DynamicVocabulary`; raises ValueError if there is none of this name."""
-  table, stack = table_config(layer, name), layer.spec.stack_of.get(name)
-  if table.vocabulary is None or stack is None:
+  table, stack = table_config(layer, name), layer.spec.stack_of[name]
+  if table.vocabulary is None:
     raise ValueError(
       f"Table {name!r} has no DynamicVocabulary: its ids are its rows, which `tables` has and "
       "`load_tables` replaces."

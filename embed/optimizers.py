@@ -283,9 +283,10 @@ def require(condition: bool, message: str) -> None:
 
 def _checked(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
   """The arguments that all optimizers take, in one form each."""
-  for key in ("learning_rate", "gradient_multiplier"):
-    if key == "learning_rate" or arguments[key] is not None:
-      _check_schedule(name, key, arguments[key])
+  rate = _rate(name, "learning_rate", arguments["learning_rate"])
+  multiplier = arguments["gradient_multiplier"]
+  if multiplier is not None:
+    multiplier = _rate(name, "gradient_multiplier", multiplier)
   clip = arguments["clipvalue"]
   require(
     arguments["use_gradient_accumulation"] or clip is None,
@@ -305,30 +306,28 @@ def _checked(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
   require(l2 is None or l2 >= 0, f"{name}: l2_factor must be >= 0. Got {l2!r}.")
   by_rate = "multiply_weight_decay_factor_by_learning_rate"
   return {
-    "learning_rate": _as_float(arguments["learning_rate"]),
-    "gradient_multiplier": _as_float(arguments["gradient_multiplier"]),
+    "learning_rate": rate,
+    "gradient_multiplier": multiplier,
     "clipvalue": _clip_pair(name, clip),
     by_rate: bool(arguments[by_rate]),
     "slot_init": arguments["slot_init"] or {},
   }
 
 
-def _check_schedule(name: str, argument: str, value: Any) -> None:
-  if callable(value):
-    try:
-      inspect.signature(value).bind(0)
-    except TypeError:
-      raise ValueError(
-        f"{name}: {argument} must be a number or a schedule f(step). A function without "
-        "arguments would be read once, when the step is compiled. Write `lambda step: ...`."
-      ) from None
-  elif not isinstance(value, (int, float)) or isinstance(value, bool):
-    raise ValueError(f"{name}: {argument} must be a number or f(step). Got {value!r}.")
-
-
-def _as_float(value: Any) -> Any:
-  """A number as a float, which compares by value; a schedule or None as it is."""
-  return value if value is None or callable(value) else float(value)
+def _rate(name: str, argument: str, value: Any) -> Rate:
+  """A number as a float, which compares by value; a schedule as it is."""
+  if not callable(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    require(is_number, f"{name}: {argument} must be a number or f(step). Got {value!r}.")
+    return float(value)
+  try:
+    inspect.signature(value).bind(0)
+  except TypeError:
+    raise ValueError(
+      f"{name}: {argument} must be a number or a schedule f(step). A function without arguments "
+      "would be read once, when the step is compiled. Write `lambda step: ...`."
+    ) from None
+  return value
 
 
 def _clip_pair(name: str, value: Any) -> tuple[float | None, float | None] | None:

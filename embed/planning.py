@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,129 +131,6 @@ class StackCost:
   keys: int = 0
 
 
-class Tables(NamedTuple):
-  """The tables to store: configs and optimizers by name, and the mesh (None for one device)."""
-
-  configs: Mapping[str, TableConfig]
-  optimizers: Mapping[str, RowOptimizer | None]
-  mesh: Any
-  batch_axis: Sequence[str] | None
-
-  def kind(self, name: str) -> Any:
-    """A key that is equal for tables that can be stacked; a table that cannot has its own name."""
-    table = self.configs[name]
-    if self.mesh is None and table.vocabulary_size * table.dim * table.dtype.itemsize > ALONE:
-      return name
-    rows = (table.dim, table.dtype, table.quantization_config, table.stochastic_rounding)
-    return (*rows, self.optimizers[name])
-
-  def placement(self, entry: TablePlan) -> Placement:
-    """The placement of a table that its entry decides."""
-    if self.mesh is None:
-      return LOCAL
-    return place(self.mesh, entry.strategy, entry.axis, entry.column_axis, self.batch_axis)
-
-  def stack(self, label: str, names: Sequence[str], entry: TablePlan) -> StackSpec:
-    """The stack of these tables, with the settings of an entry."""
-    table, placement = self.configs[names[0]], self.placement(entry)
-    sizes = tuple(self.configs[name].vocabulary_size for name in names)
-    storage, width = self.storage(names[0], entry), self._width(names[0], entry)
-    is_packed = storage == "packed" or (storage == "sparse_core" and width % stack_lib.LANES > 0)
-    unit = stack_lib.rows_per_line(width) if is_packed else 1
-    return StackSpec(
-      label,
-      tuple(names),
-      Layout(sizes, placement.shards, entry.strategy == "div", unit),
-      table.dim,
-      table.dtype,
-      self.optimizers[names[0]],
-      placement,
-      table.quantization_config,
-      table.stochastic_rounding,
-      entry.exchange,
-      entry.capacity,
-      sparse_core=storage == "sparse_core",
-      is_packed=is_packed,
-      is_in_host=storage == "host",
-    )
-
-  def _width(self, name: str, entry: TablePlan) -> int:
-    """The columns of a table on a device."""
-    return -(-self.configs[name].dim // self.placement(entry).column_shards)
-
-  def storage(self, name: str, entry: TablePlan) -> str:
-    """How a table is stored: "rows", "packed", "host" or "sparse_core"."""
-    reason = self.unsupported_reason(name, entry, entry.storage)
-    if entry.storage == "host" and reason is not None:
-      raise ValueError(f'Table {name!r} cannot have storage="host": {reason}')
-    if entry.storage != "auto" and reason is None:
-      return entry.storage
-    tried = []
-    if entry.storage == "auto" and backends.is_on(sparse_core.SWITCH, default=False):
-      tried.append("sparse_core")
-    is_tpu = self.placement(entry).device_kind.startswith("TPU")
-    if entry.storage != "packed" and backends.is_on(stack_lib.PACKING_SWITCH, default=is_tpu):
-      tried.append("packed")
-    return next((x for x in tried if self.unsupported_reason(name, entry, x) is None), "rows")
-
-  def unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
-    """Why a table cannot be stored in a way, or None."""
-    placement, width = self.placement(entry), self._width(name, entry)
-    optimizer = self.optimizers[name]
-    moves_every_row = optimizer is not None and not optimizer.lazy
-    is_narrow = width % stack_lib.LANES > 0
-    if storage == "host" and placement.platform not in mesh_lib.HOST_PLATFORMS:
-      return (
-        f'it is for TPUs and CPUs, and these devices are of the platform "{placement.platform}". '
-        f'Write plan["{name}"].storage = "auto", and spread the table over more devices.'
-      )
-    if storage == "host" and moves_every_row:
-      return (
-        "its optimizer moves every row in a step, which would bring all of them to the device. "
-        "Take an optimizer that steps the rows of the batch."
-      )
-    if storage == "packed" and not is_narrow:
-      return f"its rows have {width} columns on a device, a multiple of {stack_lib.LANES}"
-    if moves_every_row and (storage == "packed" or (storage == "sparse_core" and is_narrow)):
-      return "its optimizer moves every row in a step, and would unpack all of them"
-    if storage != "sparse_core":
-      return None
-    return sparse_core.unsupported_reason(placement.device_kind, width, self.configs[name].dtype)
-
-  def stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
-    """The stacks of these tables by name, in the order of their first tables."""
-    groups: dict[Any, list[str]] = {}
-    for name in names:
-      decided = dataclasses.replace(entries[name], storage=self.storage(name, entries[name]))
-      kind = name if decided.storage == "host" else self.kind(name)
-      groups.setdefault((kind, dataclasses.astuple(decided)), []).append(name)
-    stacks: dict[str, StackSpec] = {}
-    for group in groups.values():
-      entry = entries[group[0]]
-      for part in self._numbered(group, entry):
-        label = part[0] if len(part) == 1 else f"{part[0]}+{len(part) - 1}"
-        while label in stacks or (len(part) > 1 and label in self.configs):
-          label += "+"
-        stacks[label] = self.stack(label, part, entry)
-    return stacks
-
-  def _numbered(self, names: Sequence[str], entry: TablePlan) -> Iterator[list[str]]:
-    """Divides tables into groups whose rows fit the numbers of sort keys and ids."""
-    alone = self.stack("", names[:1], entry).layout
-    shards, unit = alone.shards, alone.unit
-    most = min(exchange.most_rows(shards), MAX_VOCABULARY_SIZE)
-    part: list[str] = []
-    height = 0
-    for name in names:
-      rows = -(-self.configs[name].vocabulary_size // (shards * unit)) * unit
-      if part and height + rows > most:
-        yield part
-        part, height = [], 0
-      part.append(name)
-      height += rows
-    yield part
-
-
 def place(
   mesh: Any,
   strategy: str,
@@ -327,65 +204,16 @@ def stack_cost(stack: StackSpec, bags: Mapping[str, Sequence[Bags]]) -> StackCos
   tables = [name for name in stack.tables for _ in bags[name]]
   demand = cost.batch_demand(stack, [b for name in stack.tables for b in bags[name]], tables)
   chosen = cost.choose_exchange(stack, demand)
-  per_row = sum(
-    (1 if slot.per_row else stack.row_width) * np.dtype(slot.dtype).itemsize
-    for slot in stack.slots.values()
-  )
   return StackCost(
     stack.name,
     stack.tables,
     chosen.kind,
     chosen.capacity,
-    stack.layout.shard_rows * stack.row_width * stack.dtype.itemsize,
-    stack.layout.shard_rows * per_row,
+    *stored_tables.stored_bytes(stack),
     cost.buffer_bytes(stack, demand, chosen),
     cost.moved_bytes(stack, demand, chosen),
     "host" if stack.is_in_host else "device",
   )
-
-
-def best_strategies(
-  tables: Tables, entries: Mapping[str, TablePlan], bags: Mapping[str, Sequence[Bags]]
-) -> dict[str, str]:
-  """The strategies with which the resulting stacks move the fewest bytes, by table.
-
-  A candidate splits all tables of a group that can be stacked by rows, or by columns if they are
-  wide enough, except for a number of its smallest tables, which it replicates.
-  """
-  groups: dict[Any, list[str]] = {}
-  for name in tables.configs:
-    groups.setdefault(tables.kind(name), []).append(name)
-  best: dict[str, str] = {}
-  for names in groups.values():
-    moved = functools.partial(_moved, tables, entries, bags)
-    best |= min(_candidates(tables, names, entries[names[0]]), key=moved)
-  return best
-
-
-def _candidates(tables: Tables, names: Sequence[str], entry: TablePlan) -> list[dict[str, str]]:
-  table = tables.configs[names[0]]
-  devices = math.prod(tables.mesh.shape[axis] for axis in entry.axis)
-  is_wide = table.dim % devices == 0 and table.dim // devices >= LEAST_COLUMNS
-  bytes_of = lambda name: tables.configs[name].vocabulary_size * table.dim * table.dtype.itemsize
-  small = sorted((name for name in names if bytes_of(name) <= REPLICATED), key=bytes_of)
-  tried = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
-  return [
-    {name: "replicated" if name in small[:k] else strategy for name in names}
-    for strategy in (("mod", "column") if is_wide else ("mod",))
-    for k in tried
-  ]
-
-
-def _moved(
-  tables: Tables,
-  entries: Mapping[str, TablePlan],
-  bags: Mapping[str, Sequence[Bags]],
-  strategies: Mapping[str, str],
-) -> int:
-  """The bytes that a device receives in a step if tables are stored by these strategies."""
-  tried = {n: dataclasses.replace(entries[n], strategy=s) for n, s in strategies.items()}
-  stacks = tables.stacks(list(strategies), tried)
-  return sum(stack_cost(stack, bags).moved for stack in stacks.values())
 
 
 class Plan:
@@ -431,7 +259,6 @@ class Plan:
     self.optimizers = {n: _resolve(n, t, optimizer) for n, t in self.tables.items()}
     self.entries = {name: TablePlan() for name in self.tables}
     self.hbm_bytes: int | None = None
-    self._stored = Tables(self.tables, self.optimizers, mesh, batch_axis)
     # The example batch: shapes by feature, None for one that is left out of it.
     self._bags: dict[structure.Path, Bags | None] = {}
 
@@ -537,7 +364,7 @@ class Plan:
   def _is_worth(self, stack: StackSpec) -> bool:
     """Whether an all-to-all with the capacity of a stack moves no more than gathering."""
     bags = self._example()
-    sized = stack_cost(self._stored.stack(stack.name, stack.tables, self[stack.tables[0]]), bags)
+    sized = stack_cost(self._stack(stack.name, stack.tables, self[stack.tables[0]]), bags)
     gathered = dataclasses.replace(stack, capacity=None, exchange="gather")
     return sized.exchange == "all_to_all" and sized.moved <= stack_cost(gathered, bags).moved
 
@@ -556,7 +383,121 @@ class Plan:
 
   def stacks(self) -> dict[str, StackSpec]:
     """The stacks by name, in the order of their first tables."""
-    return self._stored.stacks(list(self.tables), self.entries)
+    return self._stacks(list(self.tables), self.entries)
+
+  def _kind(self, name: str) -> Any:
+    """A key that is equal for tables that can be stacked; a table that cannot has its own name."""
+    table = self.tables[name]
+    if self.mesh is None and table.vocabulary_size * table.dim * table.dtype.itemsize > ALONE:
+      return name
+    rows = (table.dim, table.dtype, table.quantization_config, table.stochastic_rounding)
+    return (*rows, self.optimizers[name])
+
+  def _placement(self, entry: TablePlan) -> Placement:
+    """The placement of a table that its entry decides."""
+    if self.mesh is None:
+      return LOCAL
+    return place(self.mesh, entry.strategy, entry.axis, entry.column_axis, self.batch_axis)
+
+  def _stack(self, label: str, names: Sequence[str], entry: TablePlan) -> StackSpec:
+    """The stack of these tables, with the settings of an entry."""
+    table, placement = self.tables[names[0]], self._placement(entry)
+    sizes = tuple(self.tables[name].vocabulary_size for name in names)
+    storage, width = self._storage(names[0], entry), self._width(names[0], entry)
+    is_packed = storage == "packed" or (storage == "sparse_core" and width % stack_lib.LANES > 0)
+    unit = stack_lib.rows_per_line(width) if is_packed else 1
+    return StackSpec(
+      label,
+      tuple(names),
+      Layout(sizes, placement.shards, entry.strategy == "div", unit),
+      table.dim,
+      table.dtype,
+      self.optimizers[names[0]],
+      placement,
+      table.quantization_config,
+      table.stochastic_rounding,
+      entry.exchange,
+      entry.capacity,
+      sparse_core=storage == "sparse_core",
+      is_packed=is_packed,
+      is_in_host=storage == "host",
+    )
+
+  def _width(self, name: str, entry: TablePlan) -> int:
+    """The columns of a table on a device."""
+    return -(-self.tables[name].dim // self._placement(entry).column_shards)
+
+  def _storage(self, name: str, entry: TablePlan) -> str:
+    """How a table is stored: "rows", "packed", "host" or "sparse_core"."""
+    reason = self._unsupported_reason(name, entry, entry.storage)
+    if entry.storage == "host" and reason is not None:
+      raise ValueError(f'Table {name!r} cannot have storage="host": {reason}')
+    if entry.storage != "auto" and reason is None:
+      return entry.storage
+    tried = []
+    if entry.storage == "auto" and backends.is_on(sparse_core.SWITCH, default=False):
+      tried.append("sparse_core")
+    is_tpu = self._placement(entry).device_kind.startswith("TPU")
+    if entry.storage != "packed" and backends.is_on(stack_lib.PACKING_SWITCH, default=is_tpu):
+      tried.append("packed")
+    return next((x for x in tried if self._unsupported_reason(name, entry, x) is None), "rows")
+
+  def _unsupported_reason(self, name: str, entry: TablePlan, storage: str) -> str | None:
+    """Why a table cannot be stored in a way, or None."""
+    placement, width = self._placement(entry), self._width(name, entry)
+    optimizer = self.optimizers[name]
+    moves_every_row = optimizer is not None and not optimizer.lazy
+    is_narrow = width % stack_lib.LANES > 0
+    if storage == "host" and placement.platform not in mesh_lib.HOST_PLATFORMS:
+      return (
+        f'it is for TPUs and CPUs, and these devices are of the platform "{placement.platform}". '
+        f'Write plan["{name}"].storage = "auto", and spread the table over more devices.'
+      )
+    if storage == "host" and moves_every_row:
+      return (
+        "its optimizer moves every row in a step, which would bring all of them to the device. "
+        "Take an optimizer that steps the rows of the batch."
+      )
+    if storage == "packed" and not is_narrow:
+      return f"its rows have {width} columns on a device, a multiple of {stack_lib.LANES}"
+    if moves_every_row and (storage == "packed" or (storage == "sparse_core" and is_narrow)):
+      return "its optimizer moves every row in a step, and would unpack all of them"
+    if storage != "sparse_core":
+      return None
+    return sparse_core.unsupported_reason(placement.device_kind, width, self.tables[name].dtype)
+
+  def _stacks(self, names: Sequence[str], entries: Mapping[str, TablePlan]) -> dict[str, StackSpec]:
+    """The stacks of these tables by name, in the order of their first tables."""
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+      decided = dataclasses.replace(entries[name], storage=self._storage(name, entries[name]))
+      kind = name if decided.storage == "host" else self._kind(name)
+      groups.setdefault((kind, dataclasses.astuple(decided)), []).append(name)
+    stacks: dict[str, StackSpec] = {}
+    for group in groups.values():
+      entry = entries[group[0]]
+      for part in self._numbered(group, entry):
+        label = part[0] if len(part) == 1 else f"{part[0]}+{len(part) - 1}"
+        while label in stacks or (len(part) > 1 and label in self.tables):
+          label += "+"
+        stacks[label] = self._stack(label, part, entry)
+    return stacks
+
+  def _numbered(self, names: Sequence[str], entry: TablePlan) -> Iterator[list[str]]:
+    """Divides tables into groups whose rows fit the numbers of sort keys and ids."""
+    alone = self._stack("", names[:1], entry).layout
+    shards, unit = alone.shards, alone.unit
+    most = min(exchange.most_rows(shards), MAX_VOCABULARY_SIZE)
+    part: list[str] = []
+    height = 0
+    for name in names:
+      rows = -(-self.tables[name].vocabulary_size // (shards * unit)) * unit
+      if part and height + rows > most:
+        yield part
+        part, height = [], 0
+      part.append(name)
+      height += rows
+    yield part
 
   # --- costs -------------------------------------------------------------------------------------
 
@@ -637,7 +578,7 @@ class Plan:
         notes.append("on SparseCores")
       for name in stack.tables:
         wanted = {"packed": "packed", "sparse_core": "on SparseCores"}.get(self[name].storage)
-        reason = wanted and self._stored.unsupported_reason(name, self[name], self[name].storage)
+        reason = wanted and self._unsupported_reason(name, self[name], self[name].storage)
         if reason:
           notes.append(f"not {wanted}: {reason}")
           break  # the tables of a stack are alike
@@ -662,6 +603,74 @@ class Plan:
       f"({cost.readable(number)} and their slots), because neither rows nor columns divide by the "
       "shards. Round vocabulary_size up."
     )
+
+  # --- what `embed.plan` decides -----------------------------------------------------------------
+
+  def _choose_strategies(self) -> None:
+    """Sets the strategies with which the resulting stacks move the fewest bytes.
+
+    A candidate splits all tables of a group that can be stacked by rows, or by columns if they are
+    wide enough, except for a number of its smallest tables, which it replicates.
+    """
+    bags = self._example()
+
+    def moved(strategies):
+      tried = {n: dataclasses.replace(self[n], strategy=s) for n, s in strategies.items()}
+      return sum(stack_cost(x, bags).moved for x in self._stacks(list(tried), tried).values())
+
+    groups: dict[Any, list[str]] = {}
+    for name in self.tables:
+      groups.setdefault(self._kind(name), []).append(name)
+    for names in groups.values():  # one does not change what another moves
+      for name, strategy in min(self._candidates(names), key=moved).items():
+        self[name].strategy = strategy
+
+  def _candidates(self, names: Sequence[str]) -> list[dict[str, str]]:
+    table = self.tables[names[0]]
+    devices = math.prod(self.mesh.shape[axis] for axis in self[names[0]].axis)
+    is_wide = table.dim % devices == 0 and table.dim // devices >= LEAST_COLUMNS
+    bytes_of = lambda name: self.tables[name].vocabulary_size * table.dim * table.dtype.itemsize
+    small = sorted((name for name in names if bytes_of(name) <= REPLICATED), key=bytes_of)
+    tried = sorted({round(i * len(small) / 32) for i in range(33)})  # at most 33 candidates
+    return [
+      {name: "replicated" if name in small[:k] else strategy for name in names}
+      for strategy in (("mod", "column") if is_wide else ("mod",))
+      for k in tried
+    ]
+
+  def _move_to_host(self) -> None:
+    """Keeps tables in the memory of the host until the others fit; none if that is in vain.
+
+    Those with most rows for each id of the batch go first, and come back if they are not needed. On
+    several devices their rows are split into consecutive ones, which is how they are saved.
+    """
+    assert self.hbm_bytes is not None
+    before = {name: dataclasses.replace(entry) for name, entry in self.entries.items()}
+    ids = {
+      name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in self._example().items()
+    }
+    rows_per_id = lambda name: self.tables[name].vocabulary_size / max(ids[name], 1)
+    stored: dict[str, float] = {}  # bytes of a device, by table
+    for of_stack in self.costs():
+      rows = sum(self.tables[name].vocabulary_size for name in of_stack.tables)
+      for name in of_stack.tables:
+        share = self.tables[name].vocabulary_size / rows
+        stored[name] = share * (of_stack.rows + of_stack.slots)
+    excess: float = self.bytes_per_device - self.hbm_bytes
+    moved: list[str] = []
+    for name in sorted(self, key=rows_per_id, reverse=True):
+      if excess > 0 and self._unsupported_reason(name, self[name], "host") is None:
+        moved.append(name)
+        excess -= stored[name]
+    for name in reversed(list(moved)):
+      if excess + stored[name] <= 0:
+        moved.remove(name)
+        excess += stored[name]
+    for name in moved:
+      self[name].storage = "host"
+      self[name].strategy = "mod" if self.mesh is None else "div"
+    if not self.fits:
+      self.entries.update(before)
 
   # --- as text -----------------------------------------------------------------------------------
 
@@ -773,51 +782,13 @@ def plan(
   for entry in result.entries.values():
     entry.axis = axes
   if mesh is not None:
-    for name, strategy in best_strategies(
-      result._stored, result.entries, result._example()
-    ).items():
-      result.entries[name].strategy = strategy
+    result._choose_strategies()
   if result.fits is False:
     for entry in result.entries.values():
       entry.strategy = "mod" if entry.strategy == "replicated" else entry.strategy
   if result.fits is False:
-    _move_to_host(result)
+    result._move_to_host()
   return result
-
-
-def _move_to_host(plan: Plan) -> None:
-  """Keeps tables in the memory of the host until the others fit; none if that is in vain.
-
-  Those with most rows for each id of the batch go first, and come back if they are not needed. On
-  several devices their rows are split into consecutive ones, which is how they are saved.
-  """
-  assert plan.hbm_bytes is not None
-  before = {name: dataclasses.replace(entry) for name, entry in plan.entries.items()}
-  ids = {
-    name: sum(math.prod(bag.ids.shape) for bag in bags) for name, bags in plan._example().items()
-  }
-  rows_per_id = lambda name: plan.tables[name].vocabulary_size / max(ids[name], 1)
-  stored: dict[str, float] = {}  # bytes of a device, by table
-  for of_stack in plan.costs():
-    rows = sum(plan.tables[name].vocabulary_size for name in of_stack.tables)
-    for name in of_stack.tables:
-      share = plan.tables[name].vocabulary_size / rows
-      stored[name] = share * (of_stack.rows + of_stack.slots)
-  excess: float = plan.bytes_per_device - plan.hbm_bytes
-  moved: list[str] = []
-  for name in sorted(plan, key=rows_per_id, reverse=True):
-    if excess > 0 and plan._stored.unsupported_reason(name, plan[name], "host") is None:
-      moved.append(name)
-      excess -= stored[name]
-  for name in reversed(list(moved)):
-    if excess + stored[name] <= 0:
-      moved.remove(name)
-      excess += stored[name]
-  for name in moved:
-    plan[name].storage = "host"
-    plan[name].strategy = "mod" if plan.mesh is None else "div"
-  if not plan.fits:
-    plan.entries.update(before)
 
 
 def _memory(mesh: Any) -> int | None:

@@ -21,11 +21,15 @@ MODULES = {
   "transforms": transforms,
 }
 
-# Nobody makes one, and nothing is to be seen in it: where it comes from has the example.
+# The example of another one shows it: what it comes from, or goes with.
 NO_EXAMPLE = {
   "embed.Ahead": "look_ahead",
   "embed.Imported": "from_tpu_embedding",
   "embed.Residual": "SparseEmbed.lookup",
+  "embed.deltas.Fingerprints": "fingerprint",
+  "embed.deltas.Owners": "apply_to_rows",
+  "embed.deltas.fingerprint": "changes",
+  "embed.deltas.read": "write",
 }
 
 # For the library's other files, or for JAX.

@@ -29,6 +29,7 @@ TESTED_IN = {
   "storage.changes": "test_deltas",
   "storage.initial": "storage/test_tables",
   "storage.owners": "test_dynamic_vocabulary",
+  "variables": "test_deltas",
 }
 # A step, the choice of kernels, and names.
 PACKAGES = {

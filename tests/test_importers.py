@@ -60,15 +60,6 @@ def test_torch_parameters_in_the_order_of_the_optimizer():
   assert "accumulators" not in read["a"]
 
 
-def test_torch_optimizer_of_some_parameters_needs_their_names():
-  """By the order of the state_dict, `b` would take the state of another parameter, or none."""
-  weights = {"over": numbers(1, 2), "a": numbers(5, 2), "b": numbers(5, 2)}
-  state = {i: {"sum": numbers(5, 2, first=i)} for i in range(2)}
-  adagrad = {"state": state, "param_groups": [{"params": [0, 1]}]}
-  with pytest.raises(ValueError, match=r"2 parameters, .* 3 names.*Write parameters="):
-    importers.from_torch(weights, adagrad, tables={"a": "a", "b": "b"})
-
-
 def test_torch_momentum_of_rmsprop_holds_the_rate():
   state = {"square_avg": numbers(5, 2), "momentum_buffer": numbers(5, 2)}
   groups = [{"params": [0], "lr": 0.5}]

@@ -162,6 +162,21 @@ def test_per_row_is_optax_on_each_row(name):
     np.testing.assert_allclose(layer.tables["t"][r], wanted[r], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
+def test_custom_optimizer_can_be_row_wise_adagrad():
+  def update(g, w, slots, lr):
+    a = slots["a"] + jnp.mean(g * g, axis=-1)
+    return w - lr * g / jnp.sqrt(a)[..., None], {"a": a}
+
+  mine = make(embed.custom_optimizer(update, {"a": embed.Slot(0.1, per_row=True)}, 0.1))
+  theirs = make(embed.rowwise_adagrad(0.1))
+  for i in range(2):
+    for layer in (mine, theirs):
+      step(layer, [0, 5, 0], gradient(i, 3, D), i)
+  np.testing.assert_allclose(mine.tables["t"], theirs.tables["t"], rtol=1e-6)
+  np.testing.assert_allclose(mine.variables["t"]["a"], theirs.variables["t"]["accumulators"])
+
+
 def test_custom_optimizer_takes_the_common_arguments():
   plain = embed.custom_optimizer(
     lambda g, w, s, lr: (w - lr * g, s), learning_rate=1.0, clipvalue=0.5, clip_weight_max=1.25

@@ -394,9 +394,6 @@ def test_unsummed_rows_keep_batch_order(strategy, kind):
   np.testing.assert_array_equal(found.values[used], gradients)
 
 
-# --- where it says it is -------------------------------------------------------------------------
-
-
 # --- two axes ------------------------------------------------------------------------------------
 
 

@@ -147,18 +147,11 @@ def _digest_of_chunk(rows: jax.Array, ids: jax.Array, size: jax.Array) -> jax.Ar
 # --- taking rows out -----------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def changed(
   stacks: tuple[StackSpec, ...], old: list[Lanes], new: list[Lanes]
-) -> tuple[list[jax.Array], np.ndarray]:
-  """A mask of the stored rows of each stack, and how many a shard has at most, `[stacks]`."""
-  masks, counts = _changed(stacks, old, new)
-  return masks, np.asarray(counts)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _changed(
-  stacks: tuple[StackSpec, ...], old: list[Lanes], new: list[Lanes]
 ) -> tuple[list[jax.Array], jax.Array]:
+  """A mask of the stored rows of each stack, and how many a shard has at most, `[stacks]`."""
   masks, counts = [], []
 
   def per_device(placement, before, after):

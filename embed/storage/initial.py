@@ -42,12 +42,12 @@ def make(
 
 
 def _does_not_fit(stack: StackSpec) -> str:
-  rows = stack.layout.shard_rows * stack.row_width * np.dtype(stack.dtype).itemsize
-  columns = [1 if slot.per_row else stack.row_width for slot in stack.slots.values()]
-  itemsizes = [np.dtype(slot.dtype).itemsize for slot in stack.slots.values()]
-  per_row = sum(n * size for n, size in zip(columns, itemsizes, strict=True))
-  total = rows + stack.layout.shard_rows * per_row
-  slots = f", {cost.readable(total)} with slots ({', '.join(stack.slots)})" if stack.slots else ""
+  rows, of_slots = stored_tables.stored_bytes(stack)
+  slots = (
+    f", {cost.readable(rows + of_slots)} with slots ({', '.join(stack.slots)})"
+    if stack.slots
+    else ""
+  )
   tables = ", ".join(map(repr, stack.tables[:3])) + (", ..." if len(stack.tables) > 3 else "")
   return (
     f"Out of memory while making {'tables' if len(stack.tables) > 1 else 'table'} {tables}: rows "

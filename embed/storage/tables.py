@@ -81,9 +81,12 @@ def read_view(layout: Layout, table: int, dim: int, view: View, block: jax.Array
     block = Columns(view.column_axes, dim).whole(block)
   if not view.row_axes:
     return block[: layout.sizes[table]]
-  if view.kind == "rows":
-    return _read_rows(layout, table, view, block)
   n = layout.shards
+  if view.kind == "rows" and layout.contiguous:
+    return block
+  if view.kind == "rows":
+    local_rows, rows = _exchanged_rows(layout, table, view)
+    return _exchange(view, block, local_rows, rows)
   if view.kind == "columns":
     parts = jnp.moveaxis(block.reshape(height, view.parts, -1), 1, 0)
     # A gather: of repeats XLA:CPU makes an all-to-all with operands of two layouts, and refuses it.
@@ -98,8 +101,11 @@ def write_view(layout: Layout, table: int, dim: int, view: View, value: jax.Arra
   """The rows of a table that a device stores, from its part of the view."""
   height = layout.heights[table]
   n = layout.shards
-  if view.kind == "rows":
-    block = _write_rows(layout, table, view, value)
+  if view.kind == "rows" and layout.contiguous:
+    block = value
+  elif view.kind == "rows":
+    local_rows, rows = _exchanged_rows(layout, table, view)
+    block = _exchange(view, value, rows, local_rows)
   elif view.kind == "columns":
     shards = jnp.arange(n, dtype=jnp.int32)
     ids = jax.vmap(lambda s: layout.own_ids(table, s))(shards)  # [n, height]
@@ -126,10 +132,6 @@ def _order(layout: Layout, table: int) -> jax.Array:
 # sees those from ceil((d * each - s) / n) on; there are at most each // n + 1 of them.
 
 
-def _first_local_row(device, shard, each: int, n: int):
-  return -(-(device * each - shard) // n)
-
-
 def _exchanged_rows(layout: Layout, table: int, view: View) -> tuple[jax.Array, jax.Array]:
   """The rows that this device exchanges with each device of a "rows" view of a table under "mod".
 
@@ -141,24 +143,11 @@ def _exchanged_rows(layout: Layout, table: int, view: View) -> tuple[jax.Array, 
   me = lax.axis_index(view.row_axes)
   others = jnp.arange(n, dtype=jnp.int32)
   steps = jnp.arange(each // n + 1, dtype=jnp.int32)[None]
-  local_rows = _first_local_row(others, me, each, n)[:, None] + steps
-  rows = (_first_local_row(me, others, each, n)[:, None] + steps) * n + others[:, None] - me * each
+  first = lambda device, shard: -(-(device * each - shard) // n)
+  local_rows = first(others, me)[:, None] + steps
+  rows = (first(me, others)[:, None] + steps) * n + others[:, None] - me * each
   inside = local_rows * n + me < (others[:, None] + 1) * each
   return jnp.where(inside, local_rows, each), jnp.where(rows < each, rows, each)
-
-
-def _read_rows(layout: Layout, table: int, view: View, block: jax.Array) -> jax.Array:
-  if layout.contiguous:
-    return block
-  local_rows, rows = _exchanged_rows(layout, table, view)
-  return _exchange(view, block, local_rows, rows)
-
-
-def _write_rows(layout: Layout, table: int, view: View, value: jax.Array) -> jax.Array:
-  if layout.contiguous:
-    return value
-  local_rows, rows = _exchanged_rows(layout, table, view)
-  return _exchange(view, value, rows, local_rows)
 
 
 def _exchange(view: View, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
@@ -348,6 +337,16 @@ def _store(
 
     stored = stack.placement.run(per_device, (spec, chosen.spec), spec)(stored, value)
   return stored
+
+
+def stored_bytes(stack: StackSpec) -> tuple[int, int]:
+  """The bytes of the rows and of the slots of a stack on a device."""
+  per_row = sum(
+    (1 if slot.per_row else stack.row_width) * np.dtype(slot.dtype).itemsize
+    for slot in stack.slots.values()
+  )
+  rows = stack.layout.shard_rows
+  return rows * stack.row_width * np.dtype(stack.dtype).itemsize, rows * per_row
 
 
 def shapes(
