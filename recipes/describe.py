@@ -35,6 +35,7 @@ _HEADER_ROWS = 200  # in which a header's fields should not occur as values
 _WIDTH = 100  # of the config, and of the report at most
 _TOP = 5  # values shown of a column
 _LINES = 30  # of the config
+_CUTOFF = 20  # the larger one of the rankings' metrics; a catalogue has as many items at least
 _REPEATED = 120  # characters of declarations that are alike, which are written once
 _REPAIR = " Repair the row, or write config.on_bad_row='skip' to leave such rows out."
 _NUMERIC = r"[-+]?[\d.]+(e[-+]?\d+)?|[\d:/-]*\d[\d:/-]*([T ][\d:.]+Z?)?"
@@ -193,6 +194,8 @@ def commands(plan: Plan, out: str) -> list[str]:
     line = "python -m {}.{} --config={} --workdir={}".format(__package__, recipe, *quoted)
     if recipe != "dlrm" and "split" in plan.settings:
       line += " --config.split.by=last"
+    if recipe != "dlrm" and 0 < plan.items < _CUTOFF:
+      line += f" --config.ks='({plan.items},)' --config.select=valid_ndcg@{plan.items}"
     lines.append(line)
   return lines
 

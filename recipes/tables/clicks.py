@@ -139,7 +139,7 @@ def copy_rows(table: Table, reader: RowReader, store: Store, folder: Path) -> No
   with split_file(folder, table.names) as write_split, store.writer() as write:
     for chunk, split, label in reader:
       write_split(chunk.file, chunk.rows, split)
-      write(chunk.columns | {"split": split, "label": label})
+      write(chunk.columns, split=split, label=label)
 
 
 def _counted(table: Table, store: Store, left_out: Sequence[str]) -> np.ndarray:
@@ -188,12 +188,13 @@ def write_columns(
   if weight:
     columns["weight"] = arrays.column(folder, "weight", (total,), np.float32)
   at = np.cumsum(sizes) - sizes
-  for values in store:
-    blocks = {"label": values["label"], **encoder.encode(values, len(values["label"]))}
+  for values, of_row in store:
+    label = of_row["label"]
+    blocks = {"label": label, **encoder.encode(values, len(label))}
     if weight:
       blocks["weight"] = values[weight]
     for split in range(3):
-      chosen = values["split"] == split
+      chosen = of_row["split"] == split
       count = int(chosen.sum())
       for name, block in blocks.items():
         columns[name][at[split] : at[split] + count] = block[chosen]

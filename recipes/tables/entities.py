@@ -64,7 +64,7 @@ def encoded(
   else:
     store = Store(stage, features, {"split": pa.int8()})
     with store.writer() as write:
-      write({**values, "split": np.where(trained, 0, 1).astype(np.int8)})
+      write(values, split=np.where(trained, 0, 1).astype(np.int8))
     fitted, _ = fit(store, features, base)
   ids = {feature.name: fitted.ids(values, feature.name) for feature in fitted.features}
   titles = values[title].to_pylist() if title else None

@@ -79,7 +79,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     )
   with Stage(folder / "stage") as stage:
     log = _Log(table, by, stage)
-    user, item, split, row = _cleaned(table, by, log)
+    user, item, split, place = _cleaned(table, by, log)
     # Numbered again, without those that have no interaction left.
     users, user = np.unique(user, return_inverse=True)
     items, item = np.unique(item, return_inverse=True)
@@ -88,7 +88,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
       "user": log.entities("user", users, users[np.unique(user[training])]),
       "item": log.entities("item", items, items[np.unique(item[training])]),
     }
-    log.write_split(folder, row, split)
+    log.write_split(folder, place, split)
   table.check_unchanged()
   counts = len(users), len(items), len(user)
   if table.counts and counts != table.counts:
@@ -105,7 +105,7 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
 
 
 def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
-  """Returns user, item, split and row of the interactions that are left, in the order of time."""
+  """Returns user, item, split and place of the interactions left, in the order of time."""
   rows = log.rows()
   repeats = ~splitting.first_of_pairs(*rows[:2])
   if repeats.any():
@@ -117,7 +117,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
     kept, count = splitting.k_core(rows[0], rows[1], table.core), len(rows[0])
     rows, of = [each[kept] for each in rows], f"users and items with {table.core} or more"
     log.notes.append(f"{len(kept):,} of {count:,} interactions are of {of}")
-  user, item, split, row = rows
+  user, item, split, place = rows
   if not len(user):
     also = "".join(f"; {note}" for note in log.notes)
     raise UserError(
@@ -132,7 +132,7 @@ def _cleaned(table: Table, by: str, log: "_Log") -> list[np.ndarray]:
     train = np.flatnonzero(split == 0)
     held_out = splitting.per_user(user[train], valid, seed, test_fraction=0.0)
     split[train[held_out == 1]] = 1
-  rows = [user, item, split, row]
+  rows = [user, item, split, place]
   if not merge:  # an evaluation has each item of a user once
     once = (split == 0) | splitting.first_of_pairs(user, item, split)
     if table.exclude_seen:  # what is left out of a ranking cannot be found in it
@@ -205,9 +205,8 @@ class _Log:
     required = [name for name in (user, None if self._is_list else item) if name]
     self._reader = RowReader(table, by, required, holds_out=False, stage=stage)
     stored = {n: kinds[n] for n in (user, item) if n} | self._kinds["user"] | self._kinds["item"]
-    self._store = Store(stage, stored, {"split": pa.int8(), "row": pa.int64()})
-    self._first_rows: dict[Path, int] = {}  # of the files, less one, as rows are numbered through
-    self._num_rows = 0
+    self._store = Store(stage, stored, {"split": pa.int8(), "file": pa.int32(), "row": pa.int64()})
+    self._files: dict[Path, int] = {}  # by their numbers in the store
     self._texts: dict[str, pa.Array] = {}
     self.notes = [
       f"column {name!r}: {', '.join(options)} of its declaration is for dlrm, and has no effect "
@@ -217,10 +216,10 @@ class _Log:
     ]
 
   def rows(self) -> list[np.ndarray]:
-    """Returns user, item, split and row of each interaction, in the order of time.
+    """Returns user, item, split and place in the store of each interaction, in the order of time.
 
     Users and items are numbered in the order of their first rows, or of their ids if those are
-    whole numbers and the table says so. Rows are numbered through all files.
+    whole numbers and the table says so.
     """
     time, rows, positive = [np.empty(0, np.int64)], 0, 0
     with self._store.writer() as write:
@@ -229,12 +228,11 @@ class _Log:
         if label is not None:
           chunk, split = chunk.take(label == 1), split[label == 1]
         positive += len(chunk.rows)
-        row = self._first_rows.setdefault(chunk.file, self._num_rows) + chunk.rows
-        self._num_rows = int(row[-1]) if len(row) else self._num_rows
+        file = np.full(len(chunk.rows), self._files.setdefault(chunk.file, len(self._files)))
         ids = {
           name: self._matched(name, chunk.columns[name]) for name in self._names.values() if name
         }
-        write(chunk.columns | ids | {"split": split, "row": row})
+        write(chunk.columns | ids, split=split, file=file, row=chunk.rows)
         time += [chunk.columns[self._time]] if self._time else []
     self.notes += self._reader.notes
     if self._table.name_of(spec.Label):
@@ -260,7 +258,7 @@ class _Log:
     who, what = (columns[name] if name else of_row for name in self._names.values())
     query(
       f"CREATE TEMP TABLE log AS SELECT file_row_number AS place, {who} AS user, "
-      f"{f'unnest({what})' if self._is_list else what} AS item, split, row FROM {store.scan}"
+      f"{f'unnest({what})' if self._is_list else what} AS item, split FROM {store.scan}"
     )
     with_items = "SELECT count(DISTINCT place) FROM log"
     if self._is_list and (empty := len(store) - query(with_items)[0][0].as_py()):
@@ -282,18 +280,17 @@ class _Log:
       one = spelled(texts, spelling_of(texts))
       self._texts[side] = one if len(one.unique()) == len(texts) else texts
     (count,) = query("SELECT count(*) FROM log")[0].to_pylist()
-    rows = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.int64, np.uint32)]
+    rows = [np.empty(count, each) for each in (np.int32, np.int32, np.int8, np.uint32)]
     at = 0
     for batch in self._stage.engine.execute(
-      "SELECT users.code::INTEGER, items.code::INTEGER, split, row, log.place::UINTEGER "
+      "SELECT users.code::INTEGER, items.code::INTEGER, split, log.place::UINTEGER "
       "FROM log JOIN users USING (user) JOIN items USING (item) ORDER BY log.rowid"
     ).to_arrow_reader(1 << 16):
       for array, column in zip(rows, batch.columns, strict=True):
         array[at : at + len(batch)] = column.to_numpy()
       at += len(batch)
-    place = rows.pop()
     if self._time:
-      in_time = np.argsort(time[place], kind="stable")
+      in_time = np.argsort(time[rows[3]], kind="stable")
       for number in range(len(rows)):  # one after the other: they may be most of the memory
         rows[number] = rows[number][in_time]
     return rows
@@ -319,20 +316,22 @@ class _Log:
       )
     return values
 
-  def write_split(self, folder: Path, row: np.ndarray, split: np.ndarray) -> None:
+  def write_split(self, folder: Path, place: np.ndarray, split: np.ndarray) -> None:
     """Writes `split.parquet`; see `rows.split_file`.
 
     Args:
       folder: where to.
-      row, split: of each interaction; several in a row are several lines.
+      place, split: of each interaction; several in a row of a file are several lines.
     """
-    order = np.argsort(row, kind="stable")
-    row, split = row[order], split[order]
-    first = np.array([*self._first_rows.values()])
+    order = np.argsort(place, kind="stable")  # files are one after the other in the store
+    stored = lambda name: self._store.query(
+      f"SELECT {name} FROM {self._store.scan} ORDER BY file_row_number"
+    )[name].to_numpy()[place[order]]
+    file, row = stored("file"), stored("row")  # one after the other: they may be large
     with split_file(folder, self._table.names) as write:
-      for path, start, stop in zip(self._first_rows, first, [*first[1:], np.inf], strict=True):
-        of_file = slice(*np.searchsorted(row, (start, stop), side="right"))
-        write(path, row[of_file] - start, split[of_file])
+      for path, number in self._files.items():
+        of_file = slice(*np.searchsorted(file, (number, number + 1)))
+        write(path, row[of_file], split[order[of_file]])
 
   def entities(self, side: str, kept: np.ndarray, trained: np.ndarray) -> Entities:
     """Returns users or items with their features.

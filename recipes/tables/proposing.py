@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from ..errors import UserError
 from . import spec
 from .profile import Column, Evidence, Sample, evidence
-from .values import NUMBER, same_value
+from .values import NUMBER, converted, same_value
 
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
 _FEW_ROWS = 20  # too few to call a column an id
@@ -40,7 +40,12 @@ _CODES = _IDS | {"zip", "zipcode", "postcode", "postal", "type", "cat", "categor
 _UNRELATED = {"birth", "born", "dob", "release", "released", "expiry", "expires", "founded"}
 _PARTS = {"year": (1900, 2100), "month": (1, 12), "day": (1, 31)}  # of a date, and what they hold
 _PARTS |= {"hour": (0, 23), "minute": (0, 59), "second": (0, 59)}
-_COMMAS = (r"^[+-]?[\d.]*\d(,\d+)?$", r"^[+-]?\d{1,3}(,\d{3})*(\.\d+)?$")  # not of a bag
+_UNREAD = {  # by what is said of them: texts that would be categories of what has an order
+  "numbers with commas": r"^[+-]?([\d.]*\d(,\d+)?|\d{1,3}(,\d{3})*(\.\d+)?)$",
+  "dates, not as 2024-12-31": r"^(\d\d?[/-]\d\d?[/-](\d\d)?\d\d|\d\d?\.\d\d?\.(19|20)\d\d|"
+  r"(19|20)\d\d[/.]\d\d?[/.]\d\d?)([T ,].*)?$",
+  "lists in brackets": r"^\[.*\]$",
+}
 _SEPARATORS = {"|": 0.3, ";": 0.3, ",": 0.5, " ": 0.5}  # the share of rows that must have it
 _NONE = re.compile(
   r"(?i)unknown|undefined|unspecified|missing|pending|none|nil|#?n/?a|null|not \w+|tbd|-+|\.|\?+"
@@ -83,28 +88,27 @@ class Plan:
   """What is proposed for a table.
 
   Attributes:
-    columns: proposals by column, in the order of the table.
-    more: proposals that read columns under other names.
+    columns: proposals by column of the table, and of names for what else is read of its columns.
     settings: of the config besides files, format and columns.
     missing: texts that mean no value, besides those of `Format`.
     recipes: names of the recipes that the config trains, the first being the one to try first.
     notes: sentences for the user.
     side: "user" or "item" for a table with one row for each of them, "" for others.
+    items: how many there are in the sample's interactions; 0 where they are not counted.
   """
 
   columns: dict[str, Proposal] = dataclasses.field(default_factory=dict)
-  more: dict[str, Proposal] = dataclasses.field(default_factory=dict)
   settings: dict[str, Any] = dataclasses.field(default_factory=dict)
   missing: tuple[str, ...] = ()
   recipes: tuple[str, ...] = ()
   notes: list[str] = dataclasses.field(default_factory=list)
   side: str = ""
+  items: int = 0
 
   @property
   def declared(self) -> dict[str, Any]:
     """The value of `config.columns`."""
-    every = {**self.columns, **self.more}
-    return {name: each.declaration for name, each in every.items() if each.kind}
+    return {name: each.declaration for name, each in self.columns.items() if each.kind}
 
 
 def tokens(name: str) -> list[str]:
@@ -124,7 +128,7 @@ def is_hinted(name: str, role: str) -> bool:
   """
   words = tokens(name)
   core = [word for word in words if word not in _IDS | {"number", "no", "event"}] or words
-  return all(word in _NAMES[role].split() for word in core)
+  return bool(core) and all(word in _NAMES[role].split() for word in core)
 
 
 def feature(column: Column, total: int, y: np.ndarray | None = None) -> Proposal:
@@ -185,10 +189,10 @@ def _number(column: Column, total: int, favored: str) -> Proposal:
 
 def _text(column: Column, total: int) -> Proposal:
   are_all = lambda pattern: pc.all(pc.match_substring_regex(column.texts, pattern)).as_py()
-  if any(map(are_all, _COMMAS)):
-    return _left_out("numbers with commas")
-  if are_all(r"^\[.*\]$"):
-    return _left_out("lists in brackets")
+  has_comma = pc.any(pc.match_substring(column.texts, ",")).as_py()  # long numbers have none
+  for what, pattern in _UNREAD.items():
+    if are_all(pattern) and (has_comma or "commas" not in what):
+      return _left_out(what)
   if separator := _separator(column):
     options = {} if separator == spec.Bag.separator else {"separator": separator}
     return Proposal("bag", options, f"cut at {separator!r}")
@@ -267,6 +271,14 @@ class _Planner:
     self._set_recipes()
     self.plan.notes[:0] = self._oddities()  # the last note says why there is no config
 
+  def _free(self, name: str) -> str:
+    """Returns the name, or a longer one where a column has it."""
+    return next(each for n in itertools.count() if (each := name + n * "_") not in self.columns)
+
+  def _column(self, name: str) -> Column:
+    """Returns the column that a proposal reads."""
+    return self.columns[self.plan.columns[name].options.get("column", name)]
+
   def _completed(self, roles: Roles) -> Roles:
     """Returns the roles with user and item by their names and data, and the time."""
     free = {name: column for name, column in self.columns.items() if name not in roles[:4]}
@@ -297,12 +309,10 @@ class _Planner:
       times, codes = columns[roles.time].times, columns[roles.time].codes
       assert times is not None
       self.clock, known[roles.time] = np.append(times, np.nan)[codes], Proposal("time", {})
-    elif parts := _date_parts(columns):
-      names = tuple(column.name for column in parts)
-      name = next(each for each in ("time", "date", "date_and_time") if each not in columns)
-      self.plan.more[name] = Proposal("time", {"columns": names})
+    elif date := _date_parts(columns):
+      names, self.clock = date
+      self.plan.columns[self._free("time")] = Proposal("time", {"columns": names})
       self.plan.notes.append(f"{', '.join(names)} are one time.")
-      self.clock = _seconds(parts)
       known |= {each: _left_out("in the time") for each in names[::2] if each not in known}
     return known
 
@@ -347,8 +357,7 @@ class _Planner:
     of_text = [np.nan if text in dropped else float(text in clicks) for text in counts]
     self.y = np.append(of_text, np.nan)[column.codes]
     rate = np.nanmean(self.y)
-    shown = f"{rate:.1%}" if rate >= 0.01 else f"{rate:.2%}"
-    notes.append(f"{shown} of the rows are clicks{why and f': {why}'}{by}.")
+    notes.append(f"{_rate(rate)} of the rows are clicks{why and f': {why}'}{by}.")
     if rate < 0.01:
       notes.append("Clicks are so rare that models differ in AUC and log loss, not in accuracy.")
     if dropped:
@@ -377,6 +386,11 @@ class _Planner:
       for name, each in plan.columns.items():
         if each.is_a(spec.Side) and not each.is_a(spec.Id) and "side" not in each.options:
           plan.columns[name] = _left_out("varies by row")
+          if columns[name].is_whole and 0 < (below := (columns[name].of_rows < 0).mean()) < 0.5:
+            plan.notes.append(
+              f"{name} is below 0 in {_rate(below)} of the rows, perhaps returns, which count as "
+              f"interactions. Declare it as {{'kind': 'label', 'at_least': 1}} to leave them out."
+            )
     else:
       self._ask()
 
@@ -384,8 +398,8 @@ class _Planner:
     """Adds the side to features that a user or an item always has alike; one text is the title."""
     plan, ids = self.plan, {side: self.columns[getattr(self.roles, side)] for side in _SIDES}
     has_title = False
-    for name, proposal in list(plan.columns.items()):
-      column = self.columns[name]
+    for name, column in self.columns.items():
+      proposal = plan.columns[name]
       side = _side(column, ids) if name not in self.roles[:4] and column.present else ""
       if side == "item" and not has_title and self._names_items(column):
         plan.columns[name], has_title = Proposal("title", {}, "of the item"), True
@@ -395,8 +409,9 @@ class _Planner:
         options = proposal.options | {"side": side}
         plan.columns[name] = Proposal(proposal.kind, options, f"of the {side}")
         if name in _INPUTS:
-          plan.more[f"{name}_"] = Proposal(proposal.kind, {"column": name, **options})
-          plan.columns[name] = _left_out(f"read as {name}_")
+          other = self._free(f"{name}_")
+          plan.columns[other] = Proposal(proposal.kind, {"column": name, **options})
+          plan.columns[name] = _left_out(f"read as {other}")
 
   def _has_rankings(self) -> bool:
     """Returns whether a user has three items, of which two are held out; keeps many repeats."""
@@ -406,6 +421,7 @@ class _Planner:
     if not len(pairs) or np.bincount(pairs).max() < 3:
       self.plan.notes.append("No user has three items, and rankings hold out two of them.")
       return False
+    self.plan.items = len(np.unique(items[known]))
     if rows - len(pairs) > _REPEATS * rows:
       self.plan.settings["exclude_seen"] = False
       self.plan.notes.append(
@@ -442,19 +458,19 @@ class _Planner:
       plan.notes.append(f"There are only {rare} {which}: too few to tell one model from another.")
     training = known & (parts == 0)
     for name, each in plan.columns.items():
-      if each.is_a(spec.Embedded) and not (self.columns[name].codes[training] >= 0).any():
+      if each.is_a(spec.Embedded) and not (self._column(name).codes[training] >= 0).any():
         plan.columns[name] = _left_out("no value to train on")
     return True
 
   def _has_vectors(self, y: np.ndarray) -> bool:
     """Returns whether dlrm has a feature with vectors, after making one of a number or the time."""
     plan, time = self.plan, self.columns.get(self.roles.time)
-    if any(each.is_a(spec.Category) for each in (*plan.columns.values(), *plan.more.values())):
+    if any(each.is_a(spec.Category) for each in plan.columns.values()):
       return True
     numbers = [name for name, each in plan.columns.items() if each.kind == "number"]
     buckets: dict[str, Any] = {"buckets": _INTERVALS}
     if numbers:
-      name = max(numbers, key=lambda name: evidence(self.columns[name], y).gain)
+      name = max(numbers, key=lambda name: evidence(self._column(name), y).gain)
       options = {key: value for key, value in plan.columns[name].options.items() if key != "log"}
       plan.columns[name] = Proposal("number", options | buckets)
       note = f"All features are numbers: the intervals of {name} get vectors."
@@ -464,10 +480,11 @@ class _Planner:
       hours = len(pc.unique(pc.utf8_slice_codeunits(time.texts, 11, 13)))
       part, pattern = ("hour", r"[T ](\d\d)") if hours > 1 else ("day", r"^\d{4}.\d\d.(\d\d)")
       options = {"column": time.name, "pattern": pattern}
-      plan.more[f"{time.name}_{part}"] = Proposal("category", options)
+      plan.columns[self._free(f"{time.name}_{part}")] = Proposal("category", options)
       note = f"Only the time is left to learn from: its {part} is a category."
     else:
-      plan.more[f"{time.name}_interval"] = Proposal("number", {"column": time.name, **buckets})
+      name = self._free(f"{time.name}_interval")
+      plan.columns[name] = Proposal("number", {"column": time.name, **buckets})
       note = "Only the time is left to learn from: its intervals get vectors."
     plan.notes.append(note)
     return bool(numbers) or time is not None
@@ -495,7 +512,7 @@ class _Planner:
   def _oddities(self) -> list[str]:
     """Returns notes on values that may be none, leaks, repeated rows and columns without name."""
     plan, notes, columns = self.plan, [], self.columns
-    numbers = [columns[name] for name, each in plan.columns.items() if each.kind == "number"]
+    numbers = [self._column(n) for n, each in plan.columns.items() if each.kind == "number"]
     plan.missing = tuple(dict.fromkeys(text for each in numbers for text in each.placeholders))
     if plan.missing:
       notes.append(f"Taken for missing numbers: {', '.join(map(repr, plan.missing))}.")
@@ -545,31 +562,30 @@ def _is_time(column: Column) -> bool:
   return seconds or (column.is_whole and low >= 19_000_101 and high <= 21_001_231)  # as 20241231
 
 
-def _date_parts(columns: Mapping[str, Column]) -> list[Column]:
-  """Returns the columns year, month, day, and down to the second, that are dates together."""
-  found: dict[tuple[str, ...], dict[str, Column]] = {}
+def _date_parts(columns: Mapping[str, Column]) -> tuple[tuple[str, ...], np.ndarray] | None:
+  """Returns the columns year, month, day, down to the second, that are one time, and the times."""
+  found: dict[tuple[str, ...], dict[str, str]] = {}
   for name, column in columns.items():
-    *words, part = tokens(name) or [""]
+    *words, part = tokens(re.sub(r"(?i)(day)_?of_?(the_?)?month", r"\1", name)) or [""]
     low, high = _PARTS.get(part, (0, -1))
     if column.is_whole and ((low <= column.of_rows) & (column.of_rows <= high)).all():
-      found.setdefault(tuple(words), {})[part] = column
-  dates = ([parts[part] for part in _PARTS if part in parts] for parts in found.values())
-  whole = (date for date in dates if [tokens(each.name)[-1] for each in date[:3]] == [*_PARTS][:3])
-  return next((date for date in whole if not np.isnan(_seconds(date)).any()), [])
-
-
-def _seconds(parts: Sequence[Column]) -> np.ndarray:
-  """Returns the seconds of dates in several columns, float64 `[N]`; NaN for days of no month."""
-  year, month, day, *clock = (column.of_rows.astype(int) for column in parts)
-  months = (year - 1970).astype("datetime64[Y]").astype("datetime64[M]") + (month - 1)
-  dates = months.astype("datetime64[D]") + (day - 1)
-  of_day = sum(part * unit for part, unit in zip(clock, (3600, 60, 1), strict=False))
-  seconds = dates.astype("datetime64[s]").astype(float) + of_day
-  return np.where(dates.astype("datetime64[M]") == months, seconds, np.nan)
+      found.setdefault(tuple(words), {})[part] = name
+  for parts in found.values():
+    names = tuple(parts[part] for part in itertools.takewhile(parts.__contains__, _PARTS))
+    if len(names) >= 3:
+      values = [pa.array(columns[name].of_rows) for name in names]
+      times, problems = converted(values, "time", (), {}, names)
+      if not problems:
+        return names, times
+  return None
 
 
 def _same(text: str, other: str) -> bool:
   return len(same_value(pa.array([text, other])).unique()) == 1
+
+
+def _rate(rate: float) -> str:
+  return f"{rate:.1%}" if rate >= 0.01 else f"{rate:.2%}"
 
 
 def _quoted(text: str) -> str:

@@ -22,7 +22,7 @@ class Store:
   Args:
     stage: of the file.
     kinds: the columns, as `reading.Reader` reads them; crosses and times are left out.
-    more: the types of further columns, NumPy arrays.
+    more: the types of further columns, NumPy arrays; a declared column may have the same name.
     path: of the file; None makes one in the stage.
 
   Attributes:
@@ -42,21 +42,21 @@ class Store:
     self.stage, self._path = stage, path or stage.path("rows.parquet")
     stored = {name: how for name, (_, how) in ways(kinds).items() if how != "time"}
     self.columns = {name: f"c{place}" for place, name in enumerate(stored)}  # equal in any case
-    self.columns |= {name: name for name in more}
     types = [_TYPES.get(how, pa.list_(pa.string())) for how in stored.values()]
-    self._schema = pa.schema(zip(self.columns.values(), [*types, *more.values()], strict=True))
+    fields = zip(self.columns.values(), types, strict=True)
+    self._schema, self._more = pa.schema([*fields, *more.items()]), tuple(more)
     self._texts = [field.name for field in self._schema if field.type == _TEXT]
 
   @contextlib.contextmanager
-  def writer(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yields a function that writes N values of each name."""
+  def writer(self) -> Iterator[Callable[..., None]]:
+    """Yields a function that writes N values by declared name, and further ones as keywords."""
     options: Any = {"compression": "none", "write_statistics": False, "use_dictionary": self._texts}
     with pq.ParquetWriter(self._path, self._schema, **options) as file:
 
-      def write(values: Mapping[str, Any]) -> None:
+      def write(values: Mapping[str, Any], **more: np.ndarray) -> None:
         arrays = []
-        for name, field in zip(self.columns, self._schema, strict=True):
-          array = values[name]
+        every = [*map(values.__getitem__, self.columns), *map(more.__getitem__, self._more)]
+        for array, field in zip(every, self._schema, strict=True):
           is_text = pa.types.is_dictionary(field.type)
           array = array.dictionary_encode() if is_text else array
           arrays.append(
@@ -68,15 +68,20 @@ class Store:
 
       yield write
 
-  def __iter__(self) -> Iterator[dict[str, Any]]:
-    """Yields the values by name, as they were written."""
+  def __iter__(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+    """Yields the values by declared name, and further ones by theirs, as they were written."""
     is_array = [pa.types.is_primitive(field.type) for field in self._schema]
     with opened(self._path, self._texts) as file:
       for batch in ahead(file.iter_batches(1 << 16, use_threads=False)):
-        yield {
-          name: array.to_numpy(zero_copy_only=False) if plain else array
-          for name, array, plain in zip(self.columns, batch.columns, is_array, strict=True)
-        }
+        arrays = [
+          array.to_numpy(zero_copy_only=False) if plain else array
+          for array, plain in zip(batch.columns, is_array, strict=True)
+        ]
+        declared, further = arrays[: len(self.columns)], arrays[len(self.columns) :]
+        yield (
+          dict(zip(self.columns, declared, strict=True)),
+          dict(zip(self._more, further, strict=True)),
+        )
 
   def __len__(self) -> int:
     return pq.read_metadata(self._path).num_rows

@@ -112,6 +112,10 @@ def built(path, recipe, tmp_path):
     (["1,500", "17", "2,300,000.5"] * 20, ("", {})),
     (["['a', 'b']", "['b']"] * 20, ("", {})),
     (["2024-01-01", "2024-01-02"] * 20, ("", {})),
+    (["1/31/2024", "2/1/2024"] * 20, ("", {})),
+    (["31.12.2024 10:00", "1.1.2025 9:30"] * 20, ("", {})),
+    (["1.2.30", "1.10.4"] * 20, ("category", {})),  # versions
+    ([str(2**64), str(2**65)] * 20, ("category", {})),
     (["a", "b", None] * 20, ("category", {})),
     ([1, 2, 3, 4] * 20, ("category", {})),
     (["02139", "10001"] * 20, ("category", {})),
@@ -399,6 +403,47 @@ def test_leaks_are_left_out(tmp_path, capsys):
   assert '"paid", "paid_on", "status"' in out.read_text()
 
 
+def test_a_name_without_words_hints_at_nothing(tmp_path):
+  columns = {"$$$": list("abcd") * 150, "имя": list("abcdef") * 100}
+  plan = proposing.propose(
+    profile.read([write(tmp_path / "a.csv", columns)], Format(), ROWS), Roles()
+  )
+  assert [each.kind for each in plan.columns.values()] == ["category", "category"]
+
+
+def test_returns_in_a_log_are_named(tmp_path, capsys):
+  path = write(tmp_path / "log.csv", returns())
+  assert "quantity is below 0 in 2" in (printed := look(capsys, path))
+  assert "{'kind': 'label', 'at_least': 1}" in " ".join(printed.split())
+  path = write(path, log_columns() | {"quantity": RNG.integers(1, 9, 3000)})
+  assert "is below 0" not in look(capsys, path)
+
+
+def test_cutoffs_of_a_small_catalogue(tmp_path, capsys):
+  log = {"user": [f"u{i // 4}" for i in range(400)], "item": [f"i{i % 4}" for i in range(400)]}
+  printed = look(capsys, write(tmp_path / "log.csv", log))
+  assert "--config.ks='(4,)' --config.select=valid_ndcg@4" in printed
+  assert "config.ks" not in look(capsys, write(tmp_path / "log.csv", log_columns()))  # 30 items
+
+
+@pytest.mark.parametrize(
+  ("names", "columns"),
+  [
+    ({"Year": 2013, "Month": 2, "DayofMonth": 3}, ("Year", "Month", "DayofMonth")),
+    (
+      {"in_year": 2013, "in_month": 2, "in_day_of_month": 3},
+      ("in_year", "in_month", "in_day_of_month"),
+    ),
+    ({"year": 2013, "month": 2, "day": 3, "minute": 59}, ("year", "month", "day")),  # of no hour
+  ],
+)
+def test_names_of_the_parts_of_a_date(tmp_path, names, columns):
+  table = click_columns() | {name: [value] * ROWS for name, value in names.items()}
+  read = profile.read([write(tmp_path / "a.csv", table)], Format(), ROWS)
+  plan = proposing.propose(read, Roles(label="clicked"))
+  assert plan.declared["time"] == {"kind": "time", "columns": columns}
+
+
 def test_a_date_in_several_columns_is_one_time(tmp_path, capsys):
   columns = click_columns() | {
     "dep_year": [2013] * ROWS,
@@ -517,6 +562,12 @@ def dated_log():
   return {name: values for name, values in columns.items() if name != "seen_at"}
 
 
+def stored_names():
+  """Features that are called as the columns that are stored beside them."""
+  log = log_columns()
+  return log | {"file": log["country"], "split": log["category"], "row": log["product"]}
+
+
 NEW = ["" if i < 560 else "ab"[i % 2] for i in range(ROWS)]
 DAYS = [f"2024-01-{1 + i // 20:02d}" for i in range(ROWS)]
 CLOCK = [f"2024-01-{1 + i % 28:02d} {i % 24:02d}:00" for i in range(ROWS)]
@@ -528,6 +579,8 @@ EMPTY = {"a": [7] * ROWS, "b": [""] * ROWS, "c": ["x"] + [""] * (ROWS - 1)}
 LABEL = ["--label=y"]
 HARD = {
   "numbers": (numbers, LABEL, "dlrm"),
+  "names": (lambda: y() | {"split": [*"ab"] * 300, "label": [*"cde"] * 200}, LABEL, "dlrm"),
+  "names of a log": (stored_names, [], "two_tower"),
   "counters": (lambda: y() | {f"n{i}": RNG.poisson(90, ROWS) for i in range(5)}, LABEL, "dlrm"),
   "codes": (lambda: y() | {"code": RNG.integers(90, size=ROWS)}, LABEL, "dlrm"),
   "log": (returns, [], "two_tower"),

@@ -18,7 +18,7 @@ def fitted(columns, values, parts=1, base=None):
   with store.writer() as write:
     for part in np.array_split(np.arange(len(next(iter(values.values())))), parts):
       of_part = {name: column_at(column, part) for name, column in values.items()}
-      write(of_part | {"split": np.zeros(len(part), np.int8)})
+      write(of_part, split=np.zeros(len(part), np.int8))
   return fit(store, kinds, base)[0]
 
 
@@ -249,5 +249,5 @@ def test_what_is_fitted_does_not_depend_on_chunks():
 def test_rows_of_other_splits_are_not_fitted():
   store = Store(Stage(), kinds := spec.parse({"c": "category"}), {"split": pa.int8()})
   with store.writer() as write:
-    write({"c": pa.array(["a", "a", "b", "b"]), "split": np.array([0, 0, 1, 2], np.int8)})
+    write({"c": pa.array(["a", "a", "b", "b"])}, split=np.array([0, 0, 1, 2], np.int8))
   assert fit(store, kinds)[0].vocabularies == {"c": ("a",)}
