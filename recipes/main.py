@@ -120,8 +120,8 @@ def program(
   def main(argv: list[str]) -> None:
     del argv
     if not flags.FLAGS["verbosity"].present:
-      # Orbax logs a page per checkpoint, and warns of files that it can do without.
-      logging.set_verbosity(logging.ERROR)
+      # Orbax logs a page per checkpoint, and the traceback of what it raises as well.
+      logging.set_verbosity(logging.FATAL)
     signal.signal(signal.SIGTERM, _preempted)  # until a run, which saves, handles it itself
     # Importing JAX takes seconds; say first what they are for.
     print(f"{config_flags.get_config_filename(flag)} -> {workdir.value}", file=sys.stderr)

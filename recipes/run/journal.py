@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -261,7 +261,7 @@ def _truncate(path: Path, step: int) -> None:
 
 
 class Profile:
-  """Writes a trace of steps `first` to `last`, for TensorBoard or XProf; a context manager.
+  """Writes a trace of steps `first` to `last`, for TensorBoard or XProf.
 
   Args:
     folder: of the trace.
@@ -273,32 +273,24 @@ class Profile:
     self._folder, self._steps = folder, tuple(steps) if hosts.is_main() else ()
     self._is_running = False
 
-  def __enter__(self) -> "Profile":
-    return self
+  def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
+    """Returns what traces step `number` around it, if it is one of those wanted."""
+    if not self._steps or not self._steps[0] <= number <= self._steps[1]:
+      return contextlib.nullcontext()
+    if not self._is_running:
+      jax.profiler.start_trace(self._folder)
+      self._is_running = True
+    return jax.profiler.StepTraceAnnotation("train", step_num=number)
 
-  def __exit__(self, *unused: Any) -> None:
-    """Writes the trace if the run ends before its last step."""
+  def stepped(self, number: int, result: Any) -> None:
+    """Ends the trace after its last step, for whose result it waits."""
+    if self._is_running and number == self._steps[1]:
+      jax.block_until_ready(result)
+      self.close()
+
+  def close(self) -> None:
+    """Writes the trace, if the run ends before its last step."""
     if self._is_running:
       self._is_running = False
       jax.profiler.stop_trace()
       hosts.say(f"profile: tensorboard --logdir={self._folder}")
-
-  @contextlib.contextmanager
-  def step(self, number: int) -> Iterator[list[Any]]:
-    """Traces step `number` if it is one of those wanted.
-
-    Yields a list for the arrays that the step computes: the trace ends when the last of them is
-    there, since steps run while Python goes on.
-    """
-    results: list[Any] = []
-    if not self._steps or not self._steps[0] <= number <= self._steps[1]:
-      yield results
-      return
-    if not self._is_running:
-      jax.profiler.start_trace(self._folder)
-      self._is_running = True
-    with jax.profiler.StepTraceAnnotation("train", step_num=number):
-      yield results
-    if number == self._steps[1]:
-      jax.block_until_ready(results)
-      self.__exit__()

@@ -162,8 +162,8 @@ class Run:
       self._progress.stopped = self._has_stalled()
       self._values = {name: list(values) for name, values in self._progress.logged.items()}
     hosts.from_main(lambda: runs.set_aside(workdir, self.asked))
-    profile = journal.Profile(workdir / journal.PROFILE, config.profile_steps)
-    self._profile = stack.enter_context(profile)
+    self._profile = journal.Profile(workdir / journal.PROFILE, config.profile_steps)
+    stack.callback(self._profile.close)
     if hosts.is_main():
       stack.enter_context(hosts.logged_to(workdir / "run.log"))
       for name in config.writers:
@@ -215,9 +215,9 @@ class Run:
       self._saves = self._saves or self._is_overdue()
       batch = next(self._iterator) if self._pending is None else self._pending
       self._pending = None
-      with self._profile.step(progress.step) as traced:
+      with self._profile.step(progress.step):
         yield batch
-        traced.append(self._latest)
+      self._profile.stepped(progress.step, self._latest)
       self._journal.stepped()
       if self._saves:
         self.save()

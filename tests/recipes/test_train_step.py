@@ -1,5 +1,6 @@
 """The training step: parts of a batch, clipping and phases, by hand and against the whole."""
 
+import contextlib
 import doctest
 import re
 
@@ -263,10 +264,11 @@ def take_profiled(folder, wanted, steps=4, first=0):
   model = Sum()
   loss = lambda model, ids: jnp.sum(model(ids))
   step = Step(loss, model, embed.Optimizer(model, optax.sgd(1.0)))
-  with journal.Profile(folder, wanted) as profile:
+  with contextlib.closing(journal.Profile(folder, wanted)) as profile:
     for number in range(first + 1, first + steps + 1):
-      with profile.step(number) as results:
-        results.append(step(jnp.array([1])))
+      with profile.step(number):
+        result = step(jnp.array([1]))
+      profile.stepped(number, result)
   return sorted(folder.rglob("*.xplane.pb"))
 
 
