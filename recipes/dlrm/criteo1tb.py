@@ -1,9 +1,13 @@
 """Criteo's 1 TB click logs as MLPerf's DLRM-DCNv2 benchmark uses them: 24 days, bags of ids.
 
-The files are `day_0` to `day_23`, unpacked or `.gz`, in the format of `recipes.dlrm.criteo`. Days 0
-to 22 train; the first half of day 23 validates and the second tests. The id of a category is its 32
-bits modulo the size of its table, and 0 where it is blank. (MLPerf numbers the values of a feature
-by first appearance and takes that modulo the size, so its small tables have no collisions.)
+The files are `day_0` to `day_23`, unpacked or `.gz`. A row is a label, 13 integers and 26
+categories of 8 hexadecimal digits, separated by tabs; integers and categories may be blank. Days 0
+to 22 train; the first half of day 23 validates and the second tests. Days are read one after the
+other, and preparation resumes at the day that a kill interrupted.
+
+The id of a category is its 32 bits modulo the size of its table, and 0 where it is blank. (MLPerf
+numbers the values of a feature by first appearance and takes that modulo the size, so its small
+tables have no collisions.)
 
 Only one id per feature is published. MLPerf draws the other ids of a bag at random, once for each
 id of a table, which makes its multi-hot data synthetic; so are these. Here a bag of valency L is
@@ -18,15 +22,25 @@ made when rows are read: stored, they would take 3.7 TB.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import arrays, files
 from ..datasets import Prepared
-from ..errors import UserError
-from . import criteo
+from ..errors import DamagedFileError, UserError
+from ..tables.formats import Format
+from ..tables.reading import Ledger
+from ..tables.source import Stage, TextFile, scan
 
+NUM_INTEGERS, NUM_CATEGORIES = 13, 26
+INTEGERS = tuple(f"i{i + 1:02d}" for i in range(NUM_INTEGERS))
+CATEGORIES = tuple(f"c{i + 1:02d}" for i in range(NUM_CATEGORIES))
+FORMAT: dict[str, Any] = {
+  "delimiter": "\t",
+  "names": ("label", *INTEGERS, *CATEGORIES),
+  "quote": "",
+}
 _DAYS = 24
 _CHUNK = 512  # rows whose intermediate values stay in the inner caches: four times as fast
 _HALF = np.uint64(32)
@@ -54,9 +68,9 @@ def features(config) -> list[dict[str, Any]]:
     ValueError: the config does not name 26 sizes and valencies.
   """
   sizes, valencies = config.vocabulary_sizes, config.valencies
-  if not len(sizes) == len(valencies) == criteo.NUM_CATEGORIES:
+  if not len(sizes) == len(valencies) == NUM_CATEGORIES:
     raise UserError(
-      f"vocabulary_sizes and valencies must have {criteo.NUM_CATEGORIES} entries each, found "
+      f"vocabulary_sizes and valencies must have {NUM_CATEGORIES} entries each, found "
       f"{len(sizes)} and {len(valencies)}"
     )
   return [
@@ -69,22 +83,45 @@ def describe(config) -> Prepared:
   """Returns the columns without rows, and the features: all that a model has to know."""
   columns: dict[str, np.ndarray] = {
     "label": np.zeros(0, np.uint8),
-    "dense": np.zeros((0, criteo.NUM_INTEGERS), np.float32),
-    "ids": np.zeros((0, criteo.NUM_CATEGORIES), np.int32),
+    "dense": np.zeros((0, NUM_INTEGERS), np.float32),
+    "ids": np.zeros((0, NUM_CATEGORIES), np.int32),
   }
   return view(Prepared(columns, {"splits": {}, "features": features(config), "sha256": {}}))
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-  """Writes the columns; `dense` as for Criteo Kaggle, `ids` the 26 single ids."""
+  """Writes the columns, of which `ids` are the 26 single ids.
+
+  Raises:
+    DamagedFileError: as `read`, or a file has another number of rows than were counted.
+  """
   paths = [Path(stamp[0]) for stamp in settings["files"]]
   days = _survey(paths, folder)
   sizes = np.array([feature["vocabulary_size"] for feature in settings["features"]])
-  sources = [(path, day["rows"]) for path, day in zip(paths, days, strict=True)]
-  criteo.write(
-    folder, sources, lambda categories: (np.maximum(categories, 0) % sizes).astype(np.int32)
-  )
   total = sum(day["rows"] for day in days)
+  label = arrays.column(folder, "label", (total,), np.uint8)
+  dense = arrays.column(folder, "dense", (total, NUM_INTEGERS), np.float32)
+  ids = arrays.column(folder, "ids", (total, NUM_CATEGORIES), np.int32)
+  position = folder / "position.json"  # days that are written, for a start after a kill
+  done = arrays.read_json(position)["files"] if position.exists() else 0
+  at = sum(day["rows"] for day in days[:done])
+  with files.progress("preparing", total, "row") as bar, Stage(folder / "stage") as stage:
+    bar.update(at)
+    for number, (path, day) in enumerate(zip(paths[done:], days[done:], strict=True), done + 1):
+      bar.set_description(f"preparing {path.name}")
+      end = at + day["rows"]
+      for block in read(path, stage):
+        part = slice(at, at + len(block.label))
+        if part.stop > end:
+          break
+        label[part], dense[part] = block.label, squash(block.integers)
+        ids[part], at = np.maximum(block.categories, 0) % sizes, part.stop
+        bar.update(len(block.label))
+      if at != end:
+        raise DamagedFileError(f"{path} has empty lines, or has changed. Get it again.")
+      for column in (label, dense, ids):
+        column.flush()
+      arrays.write_json(position, {"files": number})
   last = days[-1]["rows"]
   train, valid = total - last, total - last // 2  # the odd row validates, as in MLPerf
   return {
@@ -101,10 +138,81 @@ def _survey(paths: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
   with files.progress("counting rows", len(paths), "file") as bar:
     bar.update(len(days))
     for path in paths[len(days) :]:
-      days.append({"rows": criteo.count_rows(path), "sha256": files.digest(path)})
+      days.append({"rows": count_rows(path), "sha256": files.digest(path)})
       arrays.write_json(saved, days)
       bar.update()
   return days
+
+
+class Rows(NamedTuple):
+  """A block of rows: `label` uint8 `[N]`, `integers` float32 `[N, 13]`, nan where blank, and
+  `categories` int64 `[N, 26]`, -1 where blank."""
+
+  label: np.ndarray
+  integers: np.ndarray
+  categories: np.ndarray
+
+
+def squash(integers: np.ndarray) -> np.ndarray:
+  """Returns `sign(x) * log(1 + |x|)`, blanks as 0: counts span decades, and a few are negative."""
+  return np.nan_to_num(np.sign(integers) * np.log1p(np.abs(integers))).astype(np.float32)
+
+
+def count_rows(path: Path) -> int:
+  """Returns the number of lines, a last one without its newline included."""
+  lines, last = 0, b"\n"
+  with TextFile(path, Format(**FORMAT)).open() as file:
+    while block := file.read(1 << 24):
+      lines, last = lines + block.count(b"\n"), block[-1:]
+  return lines + (last != b"\n")
+
+
+def read(path: Path, stage: Stage) -> Iterator[Rows]:
+  """Yields the rows of a file in blocks.
+
+  Args:
+    path: a file of tab-separated rows.
+    stage: where the text is kept while it is read.
+
+  Raises:
+    DamagedFileError: a row is truncated or a field is not what it should be; names file and row.
+  """
+  stored, faults, _ = TextFile(path, Format(**FORMAT)).stored(stage)
+  Ledger("raise").add(path, faults)
+  integers = [f"TRY_CAST(c{1 + i} AS BIGINT)" for i in range(NUM_INTEGERS)]
+  first = 1 + NUM_INTEGERS
+  categories = [f"TRY_CAST('0x' || c{first + i} AS UINTEGER)" for i in range(NUM_CATEGORIES)]
+  good = ["c0 IN ('0', '1')", *(f"{n}::VARCHAR = c{1 + i}" for i, n in enumerate(integers))]
+  good += [f"{n} IS NOT NULL AND NOT contains(c{first + i}, '_')" for i, n in enumerate(categories)]
+  good[1:] = [f"c{i} IS NULL OR coalesce({each}, false)" for i, each in enumerate(good[1:], 1)]
+  rows = ", ".join(f"min(file_row_number) FILTER (NOT coalesce({each}, false))" for each in good)
+  bad = stage.table(f"SELECT {rows} FROM {scan(stored)}").to_pylist()[0].values()
+  found = [(row, place) for place, row in enumerate(bad) if row is not None]
+  if found:
+    row, place = min(found)
+    value = stage.table(f"SELECT c{place} FROM {scan(stored)} WHERE file_row_number = {row}")
+    kinds = ["0 or 1", *["an integer"] * NUM_INTEGERS, *["up to 8 hexadecimal digits"] * 26]
+    raise DamagedFileError(
+      f"{path}, row {row + 1}, column {FORMAT['names'][place]!r} is {value[0][0].as_py()!r}, "
+      f"expected {kinds[place]}. Is the file complete and unpacked? Repair or remove the row."
+    )
+  columns = ["c0::UTINYINT", *(f"{each}::FLOAT" for each in integers)]
+  columns += [f"coalesce({each}::BIGINT, -1)" for each in categories]
+  query = f"SELECT {', '.join(columns)} FROM {scan(stored)}"
+  for batch in stage.engine.execute(query).to_arrow_reader(1 << 16):
+    label, *arrays_of = (column.to_numpy(zero_copy_only=False) for column in batch.columns)
+    numbers, ids = arrays_of[:NUM_INTEGERS], arrays_of[NUM_INTEGERS:]
+    yield Rows(label, np.stack(numbers, axis=1), np.stack(ids, axis=1))
+  stored.unlink()
+
+
+def splitmix64(x: np.ndarray) -> np.ndarray:
+  """Mixes the bits of uint64s: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+  generators", the mixing function."""
+  x = x + np.uint64(0x9E3779B97F4A7C15)
+  x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+  x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+  return x ^ (x >> np.uint64(31))
 
 
 def view(prepared: Prepared) -> Prepared:
@@ -154,6 +262,6 @@ class Bags:
     for feature, (size, valency) in enumerate(zip(self._sizes, self._valencies, strict=True)):
       bags[:, column] = ids[:, feature]
       drawn = (np.arange(1, valency, dtype=np.uint64) << np.uint64(40)) + np.uint64(feature << 32)
-      mixed = criteo.splitmix64(ids[:, feature, None].astype(np.uint64) + drawn)
+      mixed = splitmix64(ids[:, feature, None].astype(np.uint64) + drawn)
       bags[:, column + 1 : column + valency] = (mixed >> _HALF) * np.uint64(size) >> _HALF
       column += valency

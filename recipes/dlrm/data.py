@@ -17,12 +17,12 @@ import numpy as np
 
 import embed
 
-from .. import arrays, hosts, movielens, pipeline
+from .. import arrays, hosts, pipeline
 from ..datasets import DataSet, Prepared, Registry
 from ..tables import clicks, spark
 from ..tables import settings as table_settings
 from ..training.features import Feature, cut_ids, feature_configs
-from . import criteo, criteo1tb, movielens1m, synthetic
+from . import criteo1tb, published, synthetic
 
 
 def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -40,13 +40,15 @@ def _view(prepared: Prepared) -> Prepared:
 _table = functools.partial(DataSet, build=_build, view=_view)
 DATA_SETS = Registry(
   {
-    "criteo": _table(table_settings.declared(criteo.table), hint=criteo.HINT),
     "criteo_1tb": DataSet(
       criteo1tb.settings, criteo1tb.build, view=criteo1tb.view, describe=criteo1tb.describe
     ),
-    "movielens1m": _table(table_settings.declared(movielens1m.table), hint=movielens.HINT),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": _table(table_settings.settings),
+  }
+  | {
+    name: _table(table_settings.declared(getattr(published, name)), hint=hint)
+    for name, hint in published.HINTS.items()
   }
 )
 

@@ -4,7 +4,7 @@ B is the batch, F the number of categorical features, K of dense ones, D the wid
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,9 @@ from flax import nnx
 import embed
 
 from ..errors import UserError
-from ..training import layers
+from ..training import build, layers
+from ..training import features as features_lib
+from .data import ClickData
 
 Batch = Mapping[str, jax.Array]
 
@@ -132,3 +134,36 @@ class DCNV2(nnx.Module):
     if self.structure == "stacked":
       return self.head(self.deep(crossed))[:, 0]
     return self.head(jnp.concatenate([crossed, self.deep(x)], axis=1))[:, 0]
+
+
+def build_model(
+  config,
+  data: ClickData,
+  mesh: jax.sharding.Mesh | None = None,
+  inputs: Callable[[], Any] | None = None,
+) -> nnx.Module:
+  """Returns the model that `config.model` names, its tables with the configured optimizer.
+
+  `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
+  """
+  initializer = build.table_initializer(config)
+  features = features_lib.feature_configs(
+    data.features,
+    config.dim,
+    initializer=initializer,
+    optimizer=lambda name: build.table_optimizer(config, name),
+    dtype=build.dtype(config, "table_dtype"),
+  )
+  rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
+  common: Any = {
+    "tables": build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
+    "num_dense": data.num_dense,
+    "dropout": config.dropout,
+    "dtype": build.dtype(config, "dtype"),
+    "rngs": rngs,
+  }
+  if config.model == "dlrm":
+    return DLRM(**common, dim=config.dim, **config.dlrm)
+  if config.model == "dcnv2":
+    return DCNV2(**common, **config.dcnv2)
+  raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")

@@ -5,7 +5,7 @@ and may return `{name: scalar}` beside it; what a teacher says of a batch is add
 the loop; and `run.log` logs any scalar.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,9 +24,8 @@ from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
 from ..training import build, train_step
-from ..training import features as features_lib
 from . import data as data_lib
-from . import model as model_lib
+from .model import build_model
 
 
 def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
@@ -37,8 +36,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
   Args:
     config: of the run, or a plain dict that declares a table; see `settings.completed`.
     workdir: the run's folder.
-    writers: get the metrics of the run as well, and are closed where it ends; see
-      `journal.Writer`. A run that has ended already does not touch them.
+    writers: get the metrics as well, and are closed at the end; see `journal.Writer`.
 
   Returns:
     The content of result.json.
@@ -162,39 +160,6 @@ def make_state(
     inputs = lambda: data_lib.batch_shapes(data, config)["features"]
     model = build_model(config, data, mesh, inputs)
     return model, embed.Optimizer(model, dense_optimizer(config))
-
-
-def build_model(
-  config,
-  data: data_lib.ClickData,
-  mesh: jax.sharding.Mesh | None = None,
-  inputs: Callable[[], Any] | None = None,
-) -> nnx.Module:
-  """Returns the model that `config.model` names, its tables with the configured optimizer.
-
-  `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
-  """
-  initializer = build.table_initializer(config)
-  features = features_lib.feature_configs(
-    data.features,
-    config.dim,
-    initializer=initializer,
-    optimizer=lambda name: build.table_optimizer(config, name),
-    dtype=build.dtype(config, "table_dtype"),
-  )
-  rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
-  common: Any = {
-    "tables": build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
-    "num_dense": data.num_dense,
-    "dropout": config.dropout,
-    "dtype": build.dtype(config, "dtype"),
-    "rngs": rngs,
-  }
-  if config.model == "dlrm":
-    return model_lib.DLRM(**common, dim=config.dim, **config.dlrm)
-  if config.model == "dcnv2":
-    return model_lib.DCNV2(**common, **config.dcnv2)
-  raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
 
 
 def dense_optimizer(config) -> optax.GradientTransformation:

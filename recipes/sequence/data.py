@@ -7,7 +7,6 @@ with fewer than three items train only.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,9 +100,20 @@ def load(config) -> SequenceData:
     "positions": config.positions,
     "next": config.model != "bert4rec",
   }
-  packed, _ = arrays.prepared(
-    config.cache_dir, "packed", layout, functools.partial(_build_packed, columns, layout)
-  )
+
+  def build(folder: Path) -> dict[str, Any]:
+    rows = pack(
+      columns["items"],
+      columns["offsets"],
+      layout["max_length"],
+      positions=layout["positions"],
+      next_item=layout["next"],
+    )
+    for name, array in rows.items():
+      arrays.column(folder, name, array.shape, array.dtype)[:] = array
+    return {"rows": len(rows["items"])}
+
+  packed, _ = arrays.prepared(config.cache_dir, "packed", layout, build)
   return SequenceData(
     columns, packed, prepared.meta["num_items"], prepared.sha256, prepared.best, prepared.serve
   )
@@ -112,19 +122,6 @@ def load(config) -> SequenceData:
 def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.ndarray:
   """Returns how many items of each user train, of how many there are; few hold nothing out."""
   return np.where(lengths >= 3, lengths - held_out, lengths)
-
-
-def _build_packed(columns, layout: dict[str, Any], folder: Path) -> dict[str, Any]:
-  built = pack(
-    columns["items"],
-    columns["offsets"],
-    layout["max_length"],
-    positions=layout["positions"],
-    next_item=layout["next"],
-  )
-  for name, array in built.items():
-    arrays.column(folder, name, array.shape, array.dtype)[:] = array
-  return {"rows": len(built["items"])}
 
 
 def pack(

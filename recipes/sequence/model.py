@@ -174,11 +174,11 @@ BLOCKS: dict[str, Any] = {"sasrec": SASRecBlock, "bert4rec": BERT4RecBlock, "hst
 class Encoder(nnx.Module):
   """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`."""
 
-  def __init__(self, config, *, dtype: Any, rngs: nnx.Rngs):
+  def __init__(self, config, *, rngs: nnx.Rngs):
     dim, heads = config.dim, config.heads
     if dim % heads:
       raise UserError(f"the width {dim} must be a multiple of the {heads} heads")
-    block, options = BLOCKS[config.model], {"dtype": dtype, "rngs": rngs}
+    block, options = BLOCKS[config.model], {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
     make = functools.partial(block, dim, heads, config.max_length, dropout=config.dropout)
     self.causal = block.causal
     self.blocks = nnx.List([make(**options) for _ in range(config.blocks)])
@@ -196,14 +196,15 @@ class SequenceModel(nnx.Module):
 
   Args:
     tables: of the items, `ITEM`.
+    encoder: between lookup and scores.
     config: of the run. L of the longest row is `max_length`, the number of learned positions; the
       computation is of `dtype`, outputs and scores are float32.
     rngs: draws parameters and dropout.
   """
 
-  def __init__(self, tables: embed.SparseEmbed, config, *, rngs: nnx.Rngs):
-    self.embed, self.dtype, dim = tables, build.dtype(config, "dtype"), config.dim
-    self.encoder = encoder = Encoder(config, dtype=self.dtype, rngs=rngs)
+  def __init__(self, tables: embed.SparseEmbed, encoder: Encoder, config, *, rngs: nnx.Rngs):
+    self.embed, self.encoder, dim = tables, encoder, config.dim
+    self.dtype = build.dtype(config, "dtype")
     draw = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
     self.positions = draw((config.max_length, dim))
     self.hidden = draw((dim,)) if not encoder.causal else None  # in place of a hidden item
@@ -251,8 +252,9 @@ def build_model(
     dtype=build.dtype(config, "table_dtype"),
   )
   rngs, features = nnx.Rngs(config.seed), {ITEM: embed.FeatureConfig(table)}
+  encoder = Encoder(config, rngs=rngs)  # before the tables: published figures draw in this order
   tables = build.tables(config, features, None, rngs=rngs, mesh=mesh, inputs=inputs)
-  return SequenceModel(tables, config, rngs=rngs)
+  return SequenceModel(tables, encoder, config, rngs=rngs)
 
 
 def predictions(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:

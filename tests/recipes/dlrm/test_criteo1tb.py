@@ -10,7 +10,7 @@ import recipe_runs
 from small_data import write_criteo_days
 
 import embed
-from recipes.dlrm import baselines, criteo, criteo1tb, data
+from recipes.dlrm import baselines, criteo1tb, data
 from recipes.tables.source import Stage
 
 
@@ -43,9 +43,9 @@ def test_days_follow_one_another_and_the_last_is_halved(days, tmp_path):
   loaded = data.load(settings)
   assert loaded.splits == {"train": (0, 253), "valid": (253, 260), "test": (260, 266)}
   stage = Stage()
-  blocks = [block for i in range(24) for block in criteo.read(days / f"day_{i}", stage)]
+  blocks = [block for i in range(24) for block in criteo1tb.read(days / f"day_{i}", stage)]
   np.testing.assert_array_equal(loaded.columns["label"], np.concatenate([b.label for b in blocks]))
-  integers = criteo.squash(np.concatenate([b.integers for b in blocks]))
+  integers = criteo1tb.squash(np.concatenate([b.integers for b in blocks]))
   np.testing.assert_array_equal(loaded.columns["dense"], integers)
   categories = np.concatenate([b.categories for b in blocks])
   first = np.cumsum([0, *settings.valencies[:-1]])  # a bag's first id is the published one
@@ -122,7 +122,7 @@ def test_packed_days_are_the_same_days(days, tmp_path):
 
 def test_preparation_goes_on_after_kills(days, tmp_path, monkeypatch):
   whole = data.load(config(days, tmp_path / "whole"))
-  real_read, real_count, counted, reads = criteo.read, criteo.count_rows, [], []
+  real_read, real_count, counted, reads = criteo1tb.read, criteo1tb.count_rows, [], []
 
   def killed_while_counting(path):
     counted.append(path.name)
@@ -137,10 +137,10 @@ def test_preparation_goes_on_after_kills(days, tmp_path, monkeypatch):
       raise KeyboardInterrupt
 
   again = config(days, tmp_path / "again")
-  monkeypatch.setattr(criteo, "count_rows", killed_while_counting)
+  monkeypatch.setattr(criteo1tb, "count_rows", killed_while_counting)
   with pytest.raises(KeyboardInterrupt):
     data.load(again)
-  monkeypatch.setattr(criteo, "read", killed)
+  monkeypatch.setattr(criteo1tb, "read", killed)
   with pytest.raises(KeyboardInterrupt):
     data.load(again)
   assert len(counted) == 24 + 1  # nine files were not counted again, the tenth was

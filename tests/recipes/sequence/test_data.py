@@ -92,10 +92,6 @@ def test_a_missing_file_says_where_it_comes_from(tmp_path):
     data.load(config(tmp_path))
   with pytest.raises(ValueError, match="unknown layout 'csv': choose pairs or lines"):
     table.published(config(tmp_path, layout="csv"))
-  with pytest.raises(
-    ValueError, match=r"unknown dataset 'x': choose one of \['file', 'synthetic', 'table'\]"
-  ):
-    data.load(config(tmp_path, dataset="x"))
 
 
 def test_the_split_by_hand(tmp_path):

@@ -15,7 +15,6 @@ from recipe_runs import recorded_reads, sequence_smoke, slow_but
 import embed
 from recipes import baselines as command
 from recipes import hosts
-from recipes.run import checkpoints
 from recipes.sequence import baselines, data, train
 from recipes.training import train_step
 
@@ -25,11 +24,6 @@ METRICS = {
   for split in ("valid", "test")
   for name in ("hr@5", "hr@10", "ndcg@5", "ndcg@10", "recall@5", "recall@10", "mrr")
 }
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-  monkeypatch.setattr(hosts, "start", lambda: None)
 
 
 @pytest.mark.full
@@ -135,31 +129,6 @@ def test_evaluation_against_slow_numpy(split, tmp_path):
   ndcg = np.where(ranks <= 10, 1 / np.log2(ranks + 1), 0).mean()
   assert found["ndcg@10"] == pytest.approx(ndcg)
   assert 0 < found["hr@5"] < found["hr@10"]
-
-
-class Killed(BaseException):
-  """Not an `Exception`: nothing may catch it on the way, as nothing catches SIGKILL."""
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("one_device")
-def test_a_killed_run_ends_as_if_it_had_never_stopped(tmp_path, monkeypatch):
-  changes = {"model": "bert4rec", "loss": "sampled_softmax", "dropout": 0.2}
-  config = sequence_smoke("synthetic", tmp_path, **changes)
-  whole = train.run(config, str(tmp_path / "whole"))
-  real, saves = checkpoints.Manager.save, []
-
-  def killing(*args, **nodes):
-    real(*args, **nodes)
-    saves.append(None)
-    if len(saves) == 1:
-      raise Killed
-
-  monkeypatch.setattr(checkpoints.Manager, "save", killing)
-  with pytest.raises(Killed):
-    train.run(config, str(tmp_path / "killed"))
-  monkeypatch.setattr(checkpoints.Manager, "save", real)
-  assert train.run(config, str(tmp_path / "killed"))["metrics"] == whole["metrics"]
 
 
 def test_cutoffs_beyond_the_catalogue_end_before_training(tmp_path):

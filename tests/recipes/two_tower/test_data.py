@@ -369,10 +369,7 @@ def test_popular_negatives(tmp_path):
 
 
 def test_unknown_names(tmp_path):
-  config = two_tower_smoke("synthetic", tmp_path, dataset="movielens")
-  with pytest.raises(ValueError, match=r"choose one of .*gowalla.*synthetic"):
-    data.load(config)
-  config.dataset = "synthetic"
+  config = two_tower_smoke("synthetic", tmp_path)
   found = data.load(config)
   config.negatives.distribution = "zipf"
   with pytest.raises(ValueError, match=r"negatives\.distribution 'zipf': choose uniform or pop"):
