@@ -115,7 +115,7 @@ class Profile:
       path: the file; ".npz" is appended if it has no such ending.
     """
     entries: dict[str, Mapping[str, Any]] = {"table": self.tables, "stack": self.stacks}
-    arrays = {
+    arrays: dict[str, Any] = {
       f"{kind}/{name}/{field}": json.dumps(value) if field == "tables" else value
       for kind, named in entries.items()
       for name, entry in named.items()
