@@ -234,8 +234,9 @@ def value_and_grad(
   """The value of a loss and its gradients: of every `nnx.Param`, and of the rows of tables.
 
   Args:
-    loss_fn: `f(model, *args)` returning a scalar, or `(scalar, aux)`. It is traced, as under jit:
-      `aux` must consist of arrays, and Python code cannot branch on values.
+    loss_fn: `f(model, *args)` returning a scalar, or `(scalar, aux)`. Its model is traced, as
+      under jit: `aux` must consist of arrays, and Python code cannot branch on what the model
+      returns. Arguments are values: outside of jit, an id out of range raises.
     has_aux: whether `loss_fn` returns `(scalar, aux)`.
     ahead: the lookups of this call, if `look_ahead` has made them already.
 

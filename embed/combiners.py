@@ -1,7 +1,8 @@
-"""Which bags are combined inside a lookup, and those that are combined after it.
+"""Which bags are combined inside a lookup, and the combination of the others after it.
 
-The built-in combiners are folded into a lookup. Rows for an `embed.CustomCombiner`, or for weights
-with a gradient, are looked up one by one, uncombined, and combined by differentiable operations.
+The built-in combiners are per-id weights of a lookup, from `engine.bags.Bags.normalized`.
+Rows for an `embed.CustomCombiner`, or for weights with a gradient, are looked up one by one,
+uncombined, and combined by differentiable operations.
 """
 
 import functools

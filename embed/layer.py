@@ -775,7 +775,10 @@ def _saturated_sum(total: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def before_update(layer: SparseEmbed, outputs: Any, by_kernel: bool = False) -> Any:
-  """Returns arrays that were computed from a layer's tables, which its next update comes after."""
+  """Returns arrays computed from a layer's tables, after which its next update comes.
+
+  `dropped_ids` is the token that orders them; see `engine.xla`.
+  """
   report = layer.report.get_value()
   outputs, token = xla.with_token(outputs, report["dropped_ids"], by_kernel)
   layer._set_report({**report, "dropped_ids": token})

@@ -142,6 +142,7 @@ def test_rows_by_gathering_ids():
   assert_cost_of_the_batch(program, arrays)
 
 
+@pytest.mark.full
 def test_columns():
   program, arrays = train_one_table("column")
   always, more = sent(program)

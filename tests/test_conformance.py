@@ -156,7 +156,7 @@ def looked_up(names, compiled):
 
 # In the quick suite lookups are compiled, and groups that take a program of their own are left out.
 BOTH = full_unless([False, True], bool)
-APART = ("negid/", "novalidate/")
+APART = ("negid/", "novalidate/", "grid/mean/", "grid/sqrtn/")
 
 
 @functools.cache

@@ -22,6 +22,7 @@ import optax
 import pytest
 from flax import nnx
 from meshes import make_mesh
+from suites import full_unless
 
 import embed
 from embed.storage import changes
@@ -141,7 +142,7 @@ def test_a_delta_holds_the_rows_that_differ_and_no_others(place):
   assert delta.num_rows == 0
 
 
-@pytest.mark.parametrize("place", ["one device", "mod", "column"])
+@pytest.mark.parametrize("place", full_unless(["one device", "mod", "column"], "mod".__eq__))
 def test_every_bit_of_a_row_counts(place):
   """Also a lost sign of zero, two signs that change at once, and a row that takes the place of
   another."""
@@ -230,6 +231,7 @@ def test_the_size_follows_the_changed_rows(tmp_path):
   assert sizes[10_000] < 100_000 * 2 * 16 * 4 / 9
 
 
+@pytest.mark.full
 def test_a_server_follows_a_training_run(tmp_path):
   nodes = make("mod")
   served = Model(1, slots=False)

@@ -358,6 +358,7 @@ def test_exact_values_are_exact(strategy):
   check()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("strategy", "kind"), slow_unless(MATRIX, lambda *case: case == ("mod", "explicit"))
 )

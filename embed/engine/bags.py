@@ -1,4 +1,4 @@
-"""Bags of ids, the one form of every input, and the record of their lookup.
+"""Bags of ids, the one form of every input: built-in combiners, and ids out of range dropped.
 
 No other file reads `segments`.
 """

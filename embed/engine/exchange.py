@@ -246,7 +246,10 @@ def _route_spec(stack: StackSpec) -> Any:
 
 
 def _look_up(table, record: LookupRecord, *, stack: StackSpec, capacity: int | None):
-  """Activations of a device's part of the batch, and the route of the all-to-all, or None."""
+  """Activations of a device's part of the batch, and the route of the all-to-all, or None.
+
+  One device has no capacity: only `_local` and the combination do anything there.
+  """
   placement = stack.placement
   table = rows_lib.opened(stack, table)
   combine = functools.partial(rows_lib.gather_and_combine, stack, table)

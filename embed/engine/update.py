@@ -74,7 +74,10 @@ def step_rows(
   columns: mesh.Columns = mesh.WHOLE_ROWS,
   step: jax.Array | None = None,
 ) -> "tuple[jax.Array, Slots]":
-  """One step of rows: the only place where a row update is defined.
+  """One step of rows: clips, decays, applies the equation, and clips the weights.
+
+  The table's gradient multiplier comes before the sum, rounding after the step; `l2_factor` and
+  `max_norm` wrap the equation (`optimizers`).
 
   Args:
     optimizer: the table's.

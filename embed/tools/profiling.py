@@ -31,6 +31,15 @@ class TableProfile:
     distinct: int64 `[batches]`, the number of distinct ids in each batch.
     rows: int64 `[M]`, the rows that were looked up, ascending.
     counts: int64 `[M]`, the number of lookups of each of these rows.
+
+  >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
+  >>> batches = [embed.Padded([[3, 7], [3, -1]]), embed.Padded([[5, 5], [-1, -1]])]
+  >>> profile = embed.profile(embed.FeatureConfig(movie), batches)
+  >>> table = profile.tables["movie"]
+  >>> table.bags.tolist(), table.rows.tolist(), table.counts.tolist()
+  ([1, 1, 2], [3, 5, 7], [2, 2, 1])
+  >>> table.mean_valency, table.max_valency, table.top_share(0.01)
+  (1.25, 2, 0.4)
   """
 
   vocabulary_size: int
@@ -113,6 +122,13 @@ class Profile:
 
     Args:
       path: the file; ".npz" is appended if it has no such ending.
+
+    >>> import pathlib, tempfile
+    >>> movie = embed.TableConfig(vocabulary_size=100, dim=4, name="movie")
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "profile.npz"
+    >>> embed.profile(embed.FeatureConfig(movie), [embed.Padded([[3, 7], [3, -1]])]).save(path)
+    >>> embed.Profile.load(path).tables["movie"].ids.tolist()
+    [3]
     """
     entries: dict[str, Mapping[str, Any]] = {"table": self.tables, "stack": self.stacks}
     arrays: dict[str, Any] = {

@@ -1,8 +1,9 @@
 """Trains a click model: `run` reads from top to bottom; what it calls is below it.
 
-A second loss, a teacher or a further metric is a change of this file: `loss_fn` returns the loss
-and may return `{name: scalar}` beside it; what a teacher says of a batch is added to the batch, in
-the loop; and `run.log` logs any scalar.
+A second loss, a teacher or a further metric is a change of this file. `loss_fn` returns the loss to
+minimise, or `(loss, {name: scalar})`, whose scalars are logged beside it, as means since the last
+line. `run.steps` takes a function that adds a teacher's outputs to each batch, and
+`warm_start.take` loads the teacher from its run. `run.log` logs any further scalar.
 """
 
 from collections.abc import Sequence
@@ -70,17 +71,16 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     return run.finish(evaluate(run.best(), "test"))
 
 
-def loss_fn(model, batch) -> jax.Array:
+def loss_fn(model, batch) -> Any:
   """Returns the mean cross-entropy of a batch's labels `[B]`, by `weight` `[B]` if there is one."""
-  losses = optax.sigmoid_binary_cross_entropy(model(batch), batch["label"])
-  if "weight" not in batch:
-    return losses.mean()
+  outputs = model(batch)
+  losses = optax.sigmoid_binary_cross_entropy(outputs, batch["label"])
   # A batch without any weight has no loss, and no gradient.
-  return jnp.sum(losses * batch["weight"]) / jnp.maximum(jnp.sum(batch["weight"]), 1e-30)
+  return jnp.sum(losses * batch.get("weight", 1.0)) / jnp.maximum(total_weight(batch), 1e-30)
 
 
-def weight(batch) -> jax.Array:
-  """Returns the weight of a batch in the mean over several: of its rows in all, float32."""
+def total_weight(batch) -> jax.Array:
+  """Returns the sum of a batch's row weights, or its number of rows: its weight in a mean."""
   if "weight" in batch:
     return jnp.sum(batch["weight"], dtype=jnp.float32)
   return jnp.float32(batch["label"].shape[0])
@@ -91,7 +91,7 @@ def admit(model, batch, ahead: bool = False):
   return batch | {"features": model.embed.admit(batch["features"], ahead=ahead)}
 
 
-OBJECTIVE = train_step.Objective(loss_fn, weight, prepare=admit)
+OBJECTIVE = train_step.Objective(loss_fn, total_weight, prepare=admit)
 
 
 def objective(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):

@@ -17,7 +17,7 @@ batches.
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -177,19 +177,24 @@ class Run:
 
   # --- between two steps --------------------------------------------------------------------------
 
-  def steps(self, batches: grain.IterDataset) -> Iterator[Any]:
+  def steps(
+    self, batches: grain.IterDataset, prepare: Callable[[Any], Any] = lambda batch: batch
+  ) -> Iterator[Any]:
     """Yields the batch of each step that is left, up to the last or until the run stops early.
 
     After the body of the loop the run is saved, where that is due.
 
     Args:
       batches: at least `config.steps` of them, each this process's part.
+      prepare: of a batch on its devices; returns the batch of the step, as with the outputs of a
+        teacher: `lambda batch: batch | {"teacher": predict(teacher, batch)}`.
 
     Raises:
       Preempted: SIGTERM has come, and the state is saved.
     """
     config, progress, notice = self.config, self._progress, self._notice
     every = lambda period: bool(period) and progress.step % period == 0
+    self._prepare = prepare
     self._iterator = self._stack.enter_context(
       contextlib.closing(iter(hosts.put_ahead(self.mesh, batches)))
     )
@@ -213,7 +218,7 @@ class Run:
       self.evaluates = last or every(config.eval_every)
       self._saves = self.evaluates or preempted or every(config.checkpoint_every)
       self._saves = self._saves or self._is_overdue()
-      batch = next(self._iterator) if self._pending is None else self._pending
+      batch = self._next() if self._pending is None else self._pending
       self._pending = None
       with self._profile.step(progress.step):
         yield batch
@@ -237,8 +242,11 @@ class Run:
     if self._saves:
       return None
     if self._pending is None:
-      self._pending = next(self._iterator)
+      self._pending = self._next()
     return self._pending
+
+  def _next(self) -> Any:
+    return self._prepare(next(self._iterator))
 
   def log(self, **values: Any) -> None:
     """Logs values of the current step; call it once in a step.

@@ -117,7 +117,7 @@ def completed(recipe: str, config: Mapping[str, Any] | ConfigDict) -> ConfigDict
   recipes.errors.UserError: config.table has no setting 'dim'; ...
   >>> config = completed("dlrm", {"dataset": "synthetic", "rows": 5_000, "model": "dlrm"})
   >>> config.rows, config.zipf_exponent, config.table.optimizer
-  (5000, 1.05, 'adam')
+  (5000, 1.05, 'rowwise_adagrad')
   """
   defaults = importlib.import_module(f"...{recipe}.defaults", __name__)
   if "columns" in config:

@@ -1,11 +1,12 @@
 """Trains a sequence model: `run` reads from top to bottom; what it calls is below it.
 
-A second loss, a teacher or a further metric is a change of this file: the loss function returns the
-loss and may return `{name: scalar}` beside it; what a teacher says of a batch is added to the
-batch, in the loop; and `run.log` logs any scalar.
+A second loss, a teacher or a further metric is a change of this file. What `loss_function` returns
+gives the loss to minimise, or `(loss, {name: scalar})`, whose scalars are logged beside it, as
+means since the last line. `run.steps` takes a function that adds a teacher's outputs to each
+batch, and `warm_start.take` loads the teacher from its run. `run.log` logs any further scalar.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -65,8 +66,8 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     data=data, writers=writers,
   ) as run:  # fmt: skip
     warm_start.start(run)
-    minimised, options = objective(config, data), train_step.options(config)
-    step = train_step.Step(minimised, model, optimizer, options, mesh)
+    train_objective, options = objective(config, data), train_step.options(config)
+    step = train_step.Step(train_objective, model, optimizer, options, mesh)
     for batch in run.steps(data_lib.train_batches(data, config)):
       run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
       if run.evaluates:
@@ -74,14 +75,14 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     return run.finish(evaluate(run.best(), "test"))
 
 
-def loss_function(config, num_items: int) -> Callable[[Any, Any], jax.Array]:
-  """Returns `(model, batch) -> scalar`, the mean of `config.loss` over the targets of a batch.
+def loss_function(config, num_items: int) -> train_step.LossFn:
+  """Returns `(model, batch) -> loss`, the mean of `config.loss` over the targets of a batch.
 
   All but "softmax" look up the rows of the targets and the samples only.
   """
   beta = losses.gbce_beta(config.negatives.number, num_items, config.negatives.calibration)
 
-  def loss_fn(model, batch) -> jax.Array:
+  def loss_fn(model, batch) -> Any:
     hidden, targets = model_lib.predictions(model, batch), batch["targets"]
     if config.loss == "softmax":
       each = losses.cross_entropy(model.scores(hidden), targets)

@@ -1,8 +1,9 @@
 """Trains a two-tower model: `run` reads from top to bottom; what it calls is below it.
 
-A second loss, a teacher or a further metric is a change of this file: the loss function returns the
-loss and may return `{name: scalar}` beside it; what a teacher says of a batch is added to the
-batch, in the loop; and `run.log` logs any scalar.
+A second loss, a teacher or a further metric is a change of this file. What `loss_function` returns
+gives the loss to minimise, or `(loss, {name: scalar})`, whose scalars are logged beside it, as
+means since the last line. `run.steps` takes a function that adds a teacher's outputs to each
+batch, and `warm_start.take` loads the teacher from its run. `run.log` logs any further scalar.
 """
 
 import functools
@@ -67,8 +68,8 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     data=data, writers=writers,
   ) as run:  # fmt: skip
     warm_start.start(run)
-    minimised, options = objective(config, data, mesh), train_step.options(config)
-    step = train_step.Step(minimised, model, optimizer, options, mesh)
+    train_objective, options = objective(config, data, mesh), train_step.options(config)
+    step = train_step.Step(train_objective, model, optimizer, options, mesh)
     for batch in run.steps(data_lib.train_batches(data, config)):
       run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
       if run.evaluates:
@@ -88,14 +89,14 @@ def inputs(config, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   }
 
 
-def loss(config, mesh: Mesh | None = None) -> train_step.LossFn:
-  """Returns `(model, batch) -> scalar`: the mean sampled softmax of the whole batch.
+def loss_function(config, mesh: Mesh | None = None) -> train_step.LossFn:
+  """Returns `(model, batch) -> loss`: the mean sampled softmax of the whole batch.
 
   Under a mesh every query meets the candidates of all devices, not of its own alone.
   """
   dtype = build.dtype(config, "dtype")
 
-  def loss_fn(model: TwoTower, batch) -> jax.Array:
+  def loss_fn(model: TwoTower, batch) -> Any:
     size = batch["positive"].shape[0]
     ids, rate = batch["positive"], batch["positive_rate"]
     if config.negatives.number:
@@ -135,11 +136,11 @@ def loss(config, mesh: Mesh | None = None) -> train_step.LossFn:
 def objective(
   config, data: data_lib.RetrievalData, mesh: Mesh | None = None
 ) -> train_step.Objective:
-  """Returns the loss, and what its parts are if a batch is cut: each has all drawn negatives."""
+  """Returns what training minimises; with `accumulate` each part has all drawn negatives."""
   del data
   drawn = ("negative", "negative_rate", "negative_candidate")
   return train_step.Objective(
-    loss(config, mesh), shared=drawn, prepare=functools.partial(admit, config)
+    loss_function(config, mesh), shared=drawn, prepare=functools.partial(admit, config)
   )
 
 

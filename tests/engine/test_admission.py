@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from admission_reference import EMPTY, Reference
+from suites import full_unless
 
 import embed
 from embed.engine import admission
@@ -101,7 +102,7 @@ def test_two_buckets_by_hand():
   assert counts == {"ids": 8, "hits": 3, "admissions": 4, "evictions": 1, "turned_away": 0}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", full_unless(POLICIES, ("lru", "lfu").__contains__))
 def test_a_drifting_stream(policy):
   vocabulary = embed.DynamicVocabulary(64, bucket_width=4, **POLICIES[policy])
   check(vocabulary, streams(steps=15)["drifting"], every=5)
@@ -115,6 +116,7 @@ def test_200_batches(policy, stream):
   check(vocabulary, streams()[stream], every=10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["lru", "expiring"])
 def test_the_kernel_finds_the_same_rows(policy, kernels):
   vocabulary = embed.DynamicVocabulary(64, bucket_width=4, **POLICIES[policy])
@@ -136,9 +138,10 @@ def test_empty_batches():
   check(embed.DynamicVocabulary(16), [np.full(4, EMPTY, np.uint64)] * 2 + [np.zeros(0, np.uint64)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("devices", [2, 8])
-@pytest.mark.parametrize("policy", ["lru", pytest.param("everything", marks=pytest.mark.full)])
+@pytest.mark.parametrize("policy", ["lru", "everything"])
 def test_on_meshes(devices, explicit, policy):
   kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
   mesh = jax.make_mesh((devices,), ("data",), (kind,), devices=jax.devices()[:devices])

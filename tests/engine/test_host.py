@@ -174,6 +174,7 @@ def test_rows_in_host_memory_are_served(dtype):
 # --- plans ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", full_unless([1, 8], lambda devices: devices == 8))
 def test_a_table_of_four_times_the_memory_trains_from_the_host(devices):
   """Of two tables, the one with most rows for an id."""

@@ -105,6 +105,7 @@ def cases(common=COMMON):
     yield pytest.param(optimizer, *place, id=f"{name}-{place[0]}-{place[1]}", marks=marks)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fully_compiled")  # bits are compared
 @pytest.mark.parametrize(("optimizer", "devices", "dim"), list(cases(common=("adagrad",))))
 def test_twenty_steps_equal_those_of_plain_tables_to_the_bit(optimizer, devices, dim, monkeypatch):

@@ -46,6 +46,7 @@ def test_steps_on_a_mesh(storage, settings, kind):
     assert_in_host(layer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   "strategy", full_unless([None, "div", "mod", "column"], lambda strategy: strategy is None)
 )

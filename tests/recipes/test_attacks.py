@@ -272,6 +272,7 @@ def served(run):
   return export.export(run, run.parent / "served", platforms=("cpu",))
 
 
+@pytest.mark.full
 def test_an_export_writes_through_no_link(run, tmp_path):
   (tmp_path / "mine").mkdir()
   (tmp_path / "mine" / "README.md").write_text("mine")

@@ -29,6 +29,7 @@ def run(tmp_path_factory):
   return folder, result
 
 
+@pytest.mark.full
 def test_a_run_is_measured_again(run, monkeypatch):
   monkeypatch.setattr(hosts, "start", lambda: None)
   folder, result = run

@@ -88,6 +88,7 @@ def test_tables_are_exported_from_all_devices_as_from_one(clicks, tmp_path, monk
   np.testing.assert_array_equal(spread.predict(rows), alone.predict(rows))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   "query", [(), pytest.param(("history", "country"), marks=pytest.mark.full)]
 )
@@ -230,6 +231,7 @@ def scores(out, file):
   return serving.load(out).predict(read_rows(file)[:3]).tolist()
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_the_earlier_export(clicks, other, tmp_path, monkeypatch):
   _, run, file = clicks
   monkeypatch.setattr(hosts, "start", lambda: None)  # nothing is compiled, and kept on the disk

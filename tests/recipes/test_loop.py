@@ -59,7 +59,7 @@ def toy_config(**changes):
   return ml_collections.ConfigDict(settings.RUN | config | changes)
 
 
-def run_toy(workdir, evaluate=None, writers=(), **changes):
+def run_toy(workdir, evaluate=None, writers=(), prepare=lambda batch: batch, **changes):
   """Does what a recipe does; returns the result."""
   config = toy_config(**changes)
   result = runs.finished(config, workdir)
@@ -86,7 +86,7 @@ def run_toy(workdir, evaluate=None, writers=(), **changes):
   with loop.Run("toy", config, workdir, model=model, optimizer=optimizer, writers=writers) as run:
     warm_start.start(run)
     step = train_step.Step(loss_fn, model, optimizer, train_step.options(config))
-    for batch in run.steps(pipeline.batches(source, dict)):
+    for batch in run.steps(pipeline.batches(source, dict), prepare):
       run.log(**step(batch, run.peek))
       if run.evaluates:
         run.score(evaluate(model, "valid"))
@@ -125,6 +125,21 @@ def kill(monkeypatch, workdir, save, *, moment="after", **changes):
     patch.setattr(checkpoints.Manager, "save", killing)
     with pytest.raises(Killed):
       run_toy(workdir, **changes)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_each_batch_is_prepared_once_also_where_a_step_looks_ahead(tmp_path, pipelined):
+  seen = []
+
+  def shifted(batch):
+    seen.append(None)
+    return batch | {"label": batch["label"] + 100.0}
+
+  run_toy(tmp_path / "run", prepare=shifted, pipelined=pipelined)
+  assert len(seen) == STEPS
+  losses = [line["loss"] for line in lines(tmp_path / "run") if "loss" in line]
+  assert losses
+  assert min(losses) > 8_000  # the square of labels near 100, less what 24 steps learn
 
 
 def run_until(monkeypatch, workdir, step, do, error):

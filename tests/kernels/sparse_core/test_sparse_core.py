@@ -101,6 +101,7 @@ def test_rows_that_were_not_looked_up_keep_their_bits(used):
     assert (after["a"][key] != before["a"][key]).any()
 
 
+@pytest.mark.full
 def test_steps_in_several_chunks_equal_one(used, monkeypatch):
   given = features(embed.adagrad(0.5))
   at_once = trained(given, storage="sparse_core")
@@ -144,6 +145,7 @@ def test_columns_of_each_device(used):
     assert used == {"take", "put", "bag_sum"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dim", full_unless([16, 8, 10, 64, 100], lambda dim: dim == 16))
 def test_packed_tables(used, dim):
   """Rows of 8 columns are too narrow for the sums of bags on TPU7x."""
@@ -153,6 +155,7 @@ def test_packed_tables(used, dim):
   assert used == ({"take", "put"} if dim == 8 else {"take", "put", "bag_sum"})
 
 
+@pytest.mark.full
 def test_a_packed_slot_of_integers_is_read_and_written_by_xla(used):
   """The kernels take float32: the table is theirs, and its slot `[V, D]` of int32 is not."""
   count = lambda g, w, s, lr: (w - lr * g, {"n": s["n"] + 1})
@@ -209,6 +212,7 @@ def test_the_self_test_passes_on_sparse_cores(used, monkeypatch):
   assert used == {"take", "put", "bag_sum"}
 
 
+@pytest.mark.full
 def test_linear_optimizers_step_in_the_order_of_the_batch_as_before(used):
   """Each id on its own would be a step of a loop; sums in any order are the same for them."""
   given = features(embed.sgd(0.125, use_gradient_accumulation=False))

@@ -84,7 +84,7 @@ def _losses(folder, on_mesh, steps=50, **changes):
   model = train.build_model(config, found, mesh)
   optimizer = embed.Optimizer(model, build.dense_optimizer(config))
   hosts.replicate(mesh, model, optimizer)
-  step = train_step.make_train_step(train.loss(config, mesh))
+  step = train_step.make_train_step(train.loss_function(config, mesh))
   values = []
   for batch in data.train_batches(found, config):
     values.append(float(step(model, optimizer, hosts.to_global(mesh, batch))["loss"]))
@@ -141,7 +141,7 @@ def test_the_loss_is_the_sampled_softmax_of_the_towers(tmp_path):
   found = data.load(config)
   model = train.build_model(config, found)
   first, second = (data.TrainBatches(found, config)[number] for number in (0, 1))
-  loss_fn = nnx.jit(train.loss(config))
+  loss_fn = nnx.jit(train.loss_function(config))
   loss_fn(model, first)
   _, past = model(
     {name: first["query"][name] for name in config.query}, first["positive_candidate"]
