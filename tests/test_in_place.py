@@ -19,6 +19,7 @@ DIM = 16
 QUICK = [
   WAYS[name] for name in ("a_sum", "another_lookup_as_aux", "accumulate", "fori_loop_of_steps")
 ]
+is_sum = lambda step: step is WAYS["a_sum"]
 IDS = np.arange(96, dtype=np.int32).reshape(32, 3)
 
 
@@ -47,14 +48,14 @@ def test_by_kernels(step, kernels):
   check(step, 100_000)
 
 
-@pytest.mark.parametrize("step", full_unless(WAYS.values(), WAYS["a_sum"].__eq__), ids=WAYS)
+@pytest.mark.parametrize("step", full_unless(WAYS.values(), is_sum), ids=WAYS)
 def test_on_eight_devices(step):
   on_eight_devices(step)
 
 
 @pytest.mark.parametrize(  # the exchange is that of the test above, the kernels those of the other
   "step",
-  slow_unless([(step,) for step in WAYS.values()], QUICK.__contains__, WAYS["a_sum"].__eq__),
+  slow_unless([(step,) for step in WAYS.values()], QUICK.__contains__, is_sum),
   ids=WAYS,
 )
 def test_by_kernels_on_eight_devices(step, kernels):
