@@ -202,7 +202,7 @@ CASES = [
   for flag in FLAGS
   if (scenario not in EAGER_ONES or flag != "transfer_guard=disallow")
 ]
-QUICK = ("lookups", "sgd")
+QUICK = ("sgd",)
 
 
 # Every scenario meets a third of the settings, and every setting a third of the scenarios.

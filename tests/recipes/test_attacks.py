@@ -282,6 +282,7 @@ def test_an_export_writes_through_no_link(run, tmp_path):
   assert (tmp_path / "mine" / "README.md").read_text() == "mine"
 
 
+@pytest.mark.full
 def test_a_prediction_shows_escape_sequences(served, tmp_path, capfd):
   rows = tmp_path / "rows.csv"
   header = f"price,age,city,shop,tags,x{ESCAPE}"

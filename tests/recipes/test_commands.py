@@ -44,6 +44,7 @@ def test_a_run_is_measured_on_a_mesh(run, monkeypatch):
   assert found == pytest.approx(result["metrics"], abs=1e-5)
 
 
+@pytest.mark.full
 def test_a_run_is_measured_on_other_files(run):
   folder, result = run
   header, *rows = (folder / "clicks.csv").read_text().splitlines()

@@ -40,6 +40,7 @@ def has_large_pages(kernels):
     pytest.skip("this system has no large pages")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("has_large_pages")
 def test_tables_and_slots_are_in_large_pages():
   (stack,) = make_layer(embed.adagrad(0.1)).arrays.values()
