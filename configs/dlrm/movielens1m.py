@@ -21,6 +21,7 @@ def get_config(mode: str = "") -> dict:
     "dlrm": {"bottom": (), "top": (256, 256)},
     "dcnv2": {"deep": (256, 256)},
     "dropout": 0.3,
+    "table": {"learning_rate": 0.6144},  # 3e-4 for each example of a batch
     "warmup_steps": 100,
     "final_rate": 0.3,
     "batch_size": 2048,

@@ -82,9 +82,8 @@ def table_optimizer(config, name: str = "") -> Any:
   if name not in make:
     raise UserError(f"unknown table optimizer {name!r}: choose one of {sorted(make)}")
   # Adagrad begins at 0.1, far above a squared gradient of a mean loss, so a row's step is that of
-  # SGD; and the gradient of one example falls with the size of the batch. Rows of rare ids then
-  # stay small, which rates found on batches of one size do not ensure on those of another.
-  default = 2e-3 if name == "adam" else 3e-4 * config.batch_size
+  # SGD, and rows of rare ids stay small.
+  default = 2e-3 if name == "adam" else 0.2
   return make[name](
     learning_rate=schedule(config, config.table.learning_rate or default),
     weight_decay_factor=config.table.weight_decay or None,

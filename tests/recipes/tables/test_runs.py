@@ -21,7 +21,7 @@ COLUMNS = {
   "genre": {"kind": "category", "side": "item"},
 }
 SMALL = {
-  "dlrm": {"dim": 4, "dcnv2": {"cross_layers": 1, "deep": [8]}, "batch_size": 64},
+  "dlrm": {"dim": 4, "dcnv2": {"cross_layers": 1, "deep": [8]}, "batch_size": 64, "epochs": 5},
   "two_tower": {"dim": 8, "history": 4, "eval_batch_size": 64, "batch_size": 64},
   "sequence": {
     "dim": 8,
