@@ -143,7 +143,7 @@ def train(f, model, optimizer, batch, change=lambda grads: grads, **options):
 
 def named(name, f, **options):
   """The step `(model, optimizer, batch)` of a loss."""
-  step = functools.partial(train, f, **options)
+  step: Any = functools.partial(train, f, **options)
   step.__name__ = name
   return step
 
