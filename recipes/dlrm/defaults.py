@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"
     "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
     "init_scale": 0.01,  # standard deviation of new rows
-    "learning_rate": 0.0,  # of the rows; 0 is 2e-3 for adam, and 0.2 for the others
+    "learning_rate": -1.0,  # of the rows; -1 is 2e-3 for adam, and 0.2 for the others
     "weight_decay": 0.0,  # of the rows of a batch
   },
   "dense_optimizer": "adamw",  # or "adagrad"

@@ -83,9 +83,11 @@ def table_optimizer(config, name: str = "") -> Any:
     raise UserError(f"unknown table optimizer {name!r}: choose one of {sorted(make)}")
   # Adagrad begins at 0.1, far above a squared gradient of a mean loss, so a row's step is that of
   # SGD, and rows of rare ids stay small.
-  default = 2e-3 if name == "adam" else 0.2
+  rate = config.table.learning_rate
+  if rate < 0:
+    rate = 2e-3 if name == "adam" else 0.2
   return make[name](
-    learning_rate=schedule(config, config.table.learning_rate or default),
+    learning_rate=schedule(config, rate),
     weight_decay_factor=config.table.weight_decay or None,
     multiply_weight_decay_factor_by_learning_rate=True,
   )

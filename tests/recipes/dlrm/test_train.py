@@ -74,6 +74,17 @@ def test_the_dense_part_by_adagrad(tmp_path):
   np.testing.assert_allclose(updates, [-0.5 / 2**0.5, 0.0, 0.5 / 2**0.5], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+  ("name", "given", "rate"),
+  [("adam", -1.0, 2e-3), ("rowwise_adagrad", -1.0, 0.2), ("adam", 0.0, 0.0), ("sgd", 0.5, 0.5)],
+)
+def test_rates_of_tables_go_by_the_optimizer_unless_given(tmp_path, name, given, rate):
+  """A rate of 0 leaves the rows as they are, as a warm start may want."""
+  changes = {"table.learning_rate": given, "warmup_steps": 0}
+  optimizer = build.table_optimizer(dlrm_smoke("synthetic", tmp_path, **changes), name)
+  np.testing.assert_allclose(optimizer.learning_rate(0), rate, rtol=1e-6)
+
+
 def test_unknown_names(tmp_path):
   config = dlrm_smoke("synthetic", tmp_path, **{"table.optimizer": "adamw"})
   with pytest.raises(ValueError, match="unknown table optimizer 'adamw': choose one of"):
