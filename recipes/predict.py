@@ -6,9 +6,10 @@
 Rows have the header of the training file, in any order of columns; columns that training has not
 read may be there, and label, weight, split and time may be missing. They are written in their
 order, as they were read, in UTF-8, with the delimiter that they have (Parquet: a comma). dlrm adds
-`score`, the probability of a click; two_tower and sequence add `item_1`, `score_1`, `title_1`
-(where a title is declared), `item_2`, … of raw ids. The package `recipes.serving`, which does the
-same from Python, says what is done with unknown and missing values.
+`score`, the probability of a click, or of several labels `score_<label>` each; two_tower and
+sequence add `item_1`, `score_1`, `title_1` (where a title is declared), `item_2`, … of raw ids. The
+package `recipes.serving`, which does the same from Python, says what is done with unknown and
+missing values.
 
 A row that cannot be read is an error, which names row and column. With --on_bad_row=skip it is
 written without predictions; of a row with too many fields the last ones are cut off.
@@ -54,7 +55,7 @@ def predict(
   if isinstance(model, serving.ClickModel):
     if top is not None:
       raise UserError("--top is for two_tower and sequence: dlrm predicts a score a row")
-    names, ask = ["score"], model.score
+    names, ask = list(model.names), model.score
   else:
     top = model.checked_top(top)
     parts = ["item", "score", *(["title"] if model.has_titles else [])]
@@ -104,7 +105,7 @@ _NOTES = {
 def _columns(answers: serving.Scored | serving.Recommended) -> list[np.ndarray]:
   """Returns the columns that are added."""
   if isinstance(answers, serving.Scored):
-    return [answers.scores]
+    return list(answers.scores.T.reshape(-1, len(answers.scores)))
   parts = [answers.items, answers.scores, answers.titles]
   return [part[:, i] for i in range(answers.items.shape[1]) for part in parts if part is not None]
 
