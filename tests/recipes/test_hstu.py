@@ -18,9 +18,7 @@ WIDTH, HEADS, LENGTH, COLUMNS = 8, 2, 16, 6
 
 
 def block(**options):
-  return hstu.HSTUBlock(pytestmark = pytest.mark.full
-
-WIDTH, HEADS, LENGTH, dropout=0.0, **options, rngs=nnx.Rngs(0))
+  return hstu.HSTUBlock(WIDTH, HEADS, LENGTH, dropout=0.0, **options, rngs=nnx.Rngs(0))
 
 
 def inputs(seed=0):
