@@ -101,10 +101,11 @@ class SASRecBlock(_TransformerBlock):
   """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D."""
 
   causal, normed = True, True  # the encoder ends with a norm
+  widening = 1
 
   def __init__(self, dim: int, heads: int, length: int, **options: Any):
     del length
-    super().__init__(dim, heads, inner=dim, activation=nnx.relu, **options)
+    super().__init__(dim, heads, inner=self.widening * dim, activation=nnx.relu, **options)
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     x = x + self.dropout(self.attention(self.norms[0](x), mask))
@@ -174,11 +175,12 @@ BLOCKS: dict[str, Any] = {"sasrec": SASRecBlock, "bert4rec": BERT4RecBlock, "hst
 class Encoder(nnx.Module):
   """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`."""
 
-  def __init__(self, config, *, rngs: nnx.Rngs):
+  def __init__(self, config, *, block: Any = None, rngs: nnx.Rngs):
     dim, heads = config.dim, config.heads
     if dim % heads:
       raise UserError(f"the width {dim} must be a multiple of the {heads} heads")
-    block, options = BLOCKS[config.model], {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
+    block = block or BLOCKS[config.model]
+    options = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
     make = functools.partial(block, dim, heads, config.max_length, dropout=config.dropout)
     self.causal = block.causal
     self.blocks = nnx.List([make(**options) for _ in range(config.blocks)])
@@ -220,13 +222,17 @@ class SequenceModel(nnx.Module):
     An item of -1 within a segment is a hidden one.
     """
     items, segments = batch["items"], batch["segments"]
-    x = self.embed({ITEM: items})[ITEM].astype(jnp.float32)
+    x = self.vectors(items)
     if self.hidden is not None:
       x = jnp.where(((items < 0) & (segments >= 0))[..., None], self.hidden[...], x)
     x = x * self.scale + self.positions[...][batch["positions"]]
     if self.norm is not None:
       x = self.norm(x)
     return self.encoder(self.dropout(x.astype(self.dtype)), segments).astype(jnp.float32)
+
+  def vectors(self, items: jax.Array) -> jax.Array:
+    """Returns the vectors of items, float32 `[..., D]`; 0 of those that are negative."""
+    return self.embed({ITEM: items})[ITEM].astype(jnp.float32)
 
   def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
