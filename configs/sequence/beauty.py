@@ -34,6 +34,9 @@ def get_config(mode: str = "") -> dict:
     "ks": (5, 10),
     "baseline": {"ease_l2": 50.0},
   }
+  if mode == "tiger":
+    config |= {"model": "tiger", "loss": "softmax", "dim": 128, "heads": 4, "blocks": 2}
+    config |= {"tiger": {"first_id": 1}, "log_every": 40, "eval_every": 960, "steps": 9_600}
   if mode == "smoke":
     config |= {"dim": 8, "max_length": 16, "negatives": {"number": 16}, "batch_size": 8}
     config |= {"eval_batch_size": 64, "steps": 6, "warmup_steps": 2, "log_every": 2}
