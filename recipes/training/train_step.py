@@ -226,7 +226,7 @@ class Average(nnx.Variable):
   """The moving average of a dense parameter."""
 
 
-def keep_averages(model: nnx.Module, decay: float) -> None:
+def keep_averages(model: Any, decay: float) -> None:
   """Gives a model `averages`, a moving average for each dense parameter; none for a decay of 0.
 
   After update t the average is `d * average + (1 - d) * parameter` with `d = min(decay, 1 - 1/t)`:

@@ -148,7 +148,9 @@ def admit(config, model: TwoTower, batch, ahead: bool = False):
   """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
   if not model.embed.vocabularies:
     return batch
-  rows = model.embed.admit(inputs(config, batch), ahead=ahead)
+  asked = inputs(config, batch)
+  rows = model.embed.admit(model.of_tables(asked), ahead=ahead)
+  rows = {side: asked[side] | each for side, each in rows.items()}
   size = batch["positive"].shape[0]
   of = lambda part: jax.tree.map(lambda x: x[part], rows["candidate"])
   batch = batch | {"query": rows["query"], "positive_candidate": of(slice(size))}
