@@ -223,7 +223,7 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   encoder = Encoder.load(serve)
   features, num_dense = encoder.features, len(encoder.dense_names)
   columns = {"dense": np.zeros((0, num_dense), np.float32)}
-  data = data_lib.ClickData(columns, {}, features, {}, {})
+  data = data_lib.ClickData(columns, {}, features, {}, {}, vectors=encoder.vectors)
   model = train.build_model(config, data, mesh)
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
@@ -245,11 +245,13 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   columns = {
     table.column_name(side, name): ids
     for side, entities in (("user", users), ("item", items))
-    for name, ids in entities.ids.items()
+    for name, ids in {**entities.ids, **entities.vectors}.items()
   }
   data = data_lib.RetrievalData(
-    columns, {}, len(users.texts), len(items.texts), users.features, items.features, {}, {}
-  )
+    columns, {}, len(users.texts), len(items.texts), users.features, items.features, {}, {},
+    user_vectors={name: each.shape[1] for name, each in users.vectors.items()},
+    item_vectors={name: each.shape[1] for name, each in items.vectors.items()},
+  )  # fmt: skip
   count = 1 if mesh is None else mesh.size
   size = max(config.eval_batch_size // count, 1) * count  # of a batch of items
   config = settings.copied(model_lib.with_all_features(config, data), eval_batch_size=size)

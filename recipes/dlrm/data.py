@@ -65,6 +65,7 @@ class ClickData:
     best: metrics of the probabilities that the labels were drawn from, where they are known.
     serve: the folder of what serving needs besides the model; None where there is none.
     dense_names: of the columns of `dense`, where they are known.
+    vectors: by name, the first and past the last column of `dense` of vectors that are projected.
   """
 
   columns: Mapping[str, Any]
@@ -74,6 +75,7 @@ class ClickData:
   best: Mapping[str, float]
   serve: Path | None = None
   dense_names: tuple[str, ...] = ()
+  vectors: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
   @property
   def num_examples(self) -> int:
@@ -128,6 +130,7 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.best,
     prepared.serve,
     tuple(prepared.meta.get("dense", ())),
+    {name: (start, stop) for name, (start, stop) in prepared.meta.get("vectors", {}).items()},
   )
 
 

@@ -28,7 +28,7 @@ class DLRM(nnx.Module):
 
   Args:
     tables: of single ids and bags; those that are not of width `dim` are projected to it.
-    num_dense: K.
+    inputs: of what the tables return, and K numbers.
     dim: D.
     bottom: widths of the bottom MLP before its last layer, which has width D.
     top: widths of the top MLP before the logit.
@@ -41,7 +41,7 @@ class DLRM(nnx.Module):
   def __init__(
     self,
     tables: embed.SparseEmbed,
-    num_dense: int,
+    inputs: layers.Inputs,
     dim: int,
     *,
     bottom: Sequence[int],
@@ -51,18 +51,19 @@ class DLRM(nnx.Module):
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.embed, self.dtype, features = tables, dtype, tables.spec.features
+    self.embed, self.inputs, self.dtype = tables, inputs, dtype
+    num_dense, widths = inputs.num_dense, inputs.widths
     mlp = functools.partial(layers.MLP, dtype=dtype, rngs=rngs)
     self.bottom = mlp(num_dense, [*bottom, dim]) if num_dense else None
-    self.names, self.concat_tables = tuple(features), concat_tables
+    self.names, self.concat_tables = tuple(widths), concat_tables
     self.projections = nnx.Dict(
       {
-        name: nnx.Linear(feature.table.dim, dim, use_bias=False, dtype=dtype, rngs=rngs)
-        for name, feature in features.items()
-        if feature.table.dim != dim
+        name: nnx.Linear(width, dim, use_bias=False, dtype=dtype, rngs=rngs)
+        for name, width in widths.items()
+        if width != dim
       }
     )
-    vectors = len(features) + (num_dense > 0)
+    vectors = len(widths) + (num_dense > 0)
     seen = vectors if concat_tables else int(num_dense > 0)
     width = seen * dim + vectors * (vectors - 1) // 2
     self.top = mlp(width, top, dropout=dropout)
@@ -70,12 +71,13 @@ class DLRM(nnx.Module):
 
   def __call__(self, batch: Batch) -> jax.Array:
     """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
-    activations = jax.tree.map(lambda x: x.astype(self.dtype), self.embed(batch["features"]))
+    activations, numbers = self.inputs(self.embed(batch["features"]), batch["dense"])
+    activations = jax.tree.map(lambda x: x.astype(self.dtype), activations)
     tables = [
       self.projections[name](activations[name]) if name in self.projections else activations[name]
       for name in self.names
     ]
-    dense = [self.bottom(batch["dense"])] if self.bottom is not None else []
+    dense = [self.bottom(numbers)] if self.bottom is not None else []
     pairs = layers.dot_interaction(jnp.stack([*tables, *dense], axis=1))
     seen = [*tables, *dense] if self.concat_tables else dense
     return self.head(self.top(jnp.concatenate([*seen, pairs], axis=1)))[:, 0]  # promoted
@@ -85,7 +87,7 @@ class DCNV2(nnx.Module):
   """Wang et al. 2021: a cross network and a deep network, side by side or one after the other.
 
   Args:
-    tables, num_dense, dtype: as for `DLRM`; tables are of any width.
+    tables, inputs, dtype: as for `DLRM`; tables are of any width.
     cross_layers: number of cross layers.
     rank: of the cross layers' matrices; 0 for full matrices.
     deep: widths of the deep network.
@@ -99,7 +101,7 @@ class DCNV2(nnx.Module):
   def __init__(
     self,
     tables: embed.SparseEmbed,
-    num_dense: int,
+    inputs: layers.Inputs,
     *,
     cross_layers: int,
     rank: int,
@@ -112,11 +114,12 @@ class DCNV2(nnx.Module):
   ):
     if structure not in ("parallel", "stacked"):
       raise UserError(f"unknown structure {structure!r}: choose parallel or stacked")
-    self.embed, self.dtype, features = tables, dtype, tables.spec.features
+    self.embed, self.inputs, self.dtype = tables, inputs, dtype
+    num_dense = inputs.num_dense
     of_dtype = {"dtype": dtype, "rngs": rngs}
     self.bottom = layers.MLP(num_dense, bottom, **of_dtype) if bottom else None
-    self.names = tuple(features)
-    width = sum(feature.table.dim for feature in features.values())
+    self.names = tuple(inputs.widths)
+    width = sum(inputs.widths.values())
     width += bottom[-1] if bottom else num_dense
     self.cross = layers.Cross(width, cross_layers, rank=rank or None, **of_dtype)
     self.deep = layers.MLP(width, deep, dropout=dropout, **of_dtype)
@@ -126,8 +129,8 @@ class DCNV2(nnx.Module):
 
   def __call__(self, batch: Batch) -> jax.Array:
     """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
-    activations = self.embed(batch["features"])
-    dense = batch["dense"] if self.bottom is None else self.bottom(batch["dense"])
+    activations, numbers = self.inputs(self.embed(batch["features"]), batch["dense"])
+    dense = numbers if self.bottom is None else self.bottom(numbers)
     parts = [*(activations[name] for name in self.names), dense]
     x = jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1)
     crossed = self.cross(x)
@@ -155,12 +158,20 @@ def build_model(
     dtype=build.dtype(config, "table_dtype"),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
+  of_dtype: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
+  tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
   common: Any = {
-    "tables": build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
-    "num_dense": data.num_dense,
+    "tables": tables,
+    "inputs": layers.Inputs(
+      tables,
+      data.num_dense,
+      dim=config.dim,
+      vectors=data.vectors,
+      onto={feature.name: feature.onto for feature in data.features if feature.onto},
+      **of_dtype,
+    ),
     "dropout": config.dropout,
-    "dtype": build.dtype(config, "dtype"),
-    "rngs": rngs,
+    **of_dtype,
   }
   if config.model == "dlrm":
     return DLRM(**common, dim=config.dim, **config.dlrm)

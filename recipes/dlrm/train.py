@@ -120,7 +120,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    view = nnx.view(model, deterministic=True)
+    view = train_step.evaluated(model)
     metrics = BinnedClickMetrics(mesh, weighted="weight" in data.columns)
     batches = data_lib.eval_batches(
       data, split, config.eval_batch_size, num_workers=config.num_workers
@@ -159,6 +159,7 @@ def make_state(
   with from_settings():
     inputs = lambda: data_lib.batch_shapes(data, config)["features"]
     model = build_model(config, data, mesh, inputs)
+    train_step.keep_averages(model, config.ema)
     return model, embed.Optimizer(model, dense_optimizer(config))
 
 

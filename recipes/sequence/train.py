@@ -153,7 +153,7 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   recommend = make_recommend(data.num_items, max(config.ks), mesh, exclude_seen=config.exclude_seen)
 
   def evaluate(model, split: str) -> dict[str, float]:
-    metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)
+    metrics, view = RankingMetrics(config.ks), train_step.evaluated(model)
     for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
       metrics.update(*hosts.gather((recommend(view, batch), batch["target"])))
     return metrics.compute()
@@ -200,4 +200,5 @@ def make_state(
       model = build_model(config, data.num_items, mesh, inputs)
     else:
       model = tiger.build_model(config, data.codes, data_lib.train_counts(data), mesh, inputs)
+    train_step.keep_averages(model, config.ema)
     return model, embed.Optimizer(model, build.dense_optimizer(config))

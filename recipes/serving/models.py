@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..evaluation import retrieval
 from ..sequence import packing
 from ..tables import spec
-from ..tables.encoding import Encoder, Entities, extracted
+from ..tables.encoding import Encoder, Entities, extracted, stacked
 from ..tables.values import ReadAs
 from ..training.features import Feature, cut_ids
 from . import rows as rows_lib
@@ -64,7 +64,7 @@ class ClickModel:
   def __init__(self, served: Served):
     self.served = served
     self._encoder = Encoder.load(served.transforms)
-    kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Embedded)}
+    kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Side)}
     self._wanted = spec.ways(kinds)
 
   @property
@@ -342,7 +342,14 @@ class Recommender:
     return found
 
   def _feature(self, name: str, users: np.ndarray, values: Mapping[str, Any]) -> np.ndarray:
-    """Returns a feature's ids: of the row where it has one, else of the user, else -1."""
+    """Returns a feature's ids: of the row where it has one, else of the user, else -1.
+
+    Of a vector its numbers, else zeros.
+    """
+    if name in (vectors := self._users.vectors):
+      own = np.where(users[:, None] >= 0, vectors[name][users], np.float32(0))
+      row = stacked(values[name], own.shape[1]) if name in values else np.zeros_like(own)
+      return np.where(row.any(axis=1, keepdims=True), row, own)
     stored = self._users.ids[name]
     known = (users >= 0).reshape(-1, *[1] * (stored.ndim - 1))
     ids = np.where(known, stored[users], -1).astype(np.int32)
@@ -393,7 +400,8 @@ def _two_tower_inputs(
   history = _padded(histories, width)
   inputs = {"user": queries.users, HISTORY: history} | queries.features
   inputs = {name: inputs[name] for name in about["query"]}
-  known = [(ids != -1).reshape(len(ids), -1).any(axis=1) for ids in inputs.values()]
+  none = lambda x: 0 if x.dtype == np.float32 else -1  # of a vector, of ids
+  known = [(x != none(x)).reshape(len(x), -1).any(axis=1) for x in inputs.values()]
   raw = {f.name: f.ids(inputs[f.name]) for f in features if f.is_dynamic and f.name in inputs}
   return inputs | raw, np.any(known, axis=0)
 

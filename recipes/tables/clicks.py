@@ -123,6 +123,7 @@ def build(
     "splits": splits,
     "features": [dataclasses.asdict(feature) for feature in encoder.features],
     "dense": list(encoder.dense_names),
+    "vectors": encoder.vectors,
     "notes": notes,
     **written,
   }
@@ -130,7 +131,7 @@ def build(
 
 def store_of(table: Table, stage: Stage, path: Path | None = None) -> Store:
   """Returns a store of the columns that are learned from, with `split` and `label`."""
-  kept = {n: k for n, k in table.kinds.items() if isinstance(k, spec.Embedded | spec.Weight)}
+  kept = {n: k for n, k in table.kinds.items() if isinstance(k, spec.Side | spec.Weight)}
   return Store(stage, kept, {"split": pa.int8(), "label": pa.uint8()}, path)
 
 
@@ -209,6 +210,9 @@ def _check_names(table: Table) -> None:
     if both := [name for name in source.kinds if name in declared]:
       raise UserError(f"{both[0]!r} is declared twice, also in config.{side}_table: keep one")
     declared |= set(source.kinds)
+  for name, kind in table.kinds.items():
+    if isinstance(kind, spec.Codes):
+      table.require(_SIDES[kind.side], f"whose codes {name!r} holds")
   of_sides = {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
   spec.check_between({"config": table.kinds} | of_sides)
   item = table.name_of(spec.Item)

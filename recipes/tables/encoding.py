@@ -20,7 +20,7 @@ from embed import transforms
 from .. import arrays, files
 from ..training.features import Feature
 from . import spec
-from .values import indices_of, spelled, spelling_of
+from .values import bits, indices_of, spelled, spelling_of
 
 Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
 _FEW_KNOWN = 16  # known values for each one that is looked up
@@ -45,6 +45,14 @@ def extracted(texts: pa.Array, pattern: str) -> pa.Array:
   matches = [search(text or "") for text in encoded.dictionary.to_pylist()]
   groups = [match.group(1) or None if match else None for match in matches]
   return pa.array(groups, pa.string()).take(encoded.indices)
+
+
+def stacked(vectors: pa.ListArray, width: int) -> np.ndarray:
+  """Returns lists as float32 `[N, width]`, zeros for missing ones."""
+  rows = np.zeros((len(vectors), width), np.float32)
+  is_given = bits(pc.greater(pc.list_value_length(vectors), 0))
+  rows[is_given] = vectors.flatten().to_numpy().reshape(-1, width)
+  return rows
 
 
 def vocabulary_of(name: str, kind: spec.Kind) -> str | None:
@@ -82,7 +90,9 @@ class Fitted:
     self._columns = {name: column for name, column in columns.items() if column is not None}
 
   def _column(self, name: str, kind: Any) -> Any:
-    """Returns the transform of a feature to ids; None of a number that is used as it is."""
+    """Returns the transform of a feature to ids; None of numbers that are used as they are."""
+    if isinstance(kind, spec.Vector):
+      return None
     if isinstance(kind, spec.Number):
       boundaries = self.numbers[name]["boundaries"]
       return transforms.Bucketized(boundaries, default_value=-1) if boundaries else None
@@ -142,10 +152,26 @@ class Fitted:
   def dense_names(self) -> tuple[str, ...]:
     """The names of the columns of `dense`."""
     names = [(n, f"{n} is missing")[: 1 + (k.missing == "indicator")] for n, k in self._dense]
+    names += [tuple(f"{n} {i}" for i in range(k.width)) for n, k in self._vectors.items()]
     return tuple(name for each in names for name in each)
 
+  @property
+  def _vectors(self) -> dict[str, spec.Vector]:
+    return {name: kind for name, kind in self.kinds.items() if isinstance(kind, spec.Vector)}
+
+  @property
+  def vectors(self) -> dict[str, tuple[int, int]]:
+    """The columns of `dense` of each vector that is projected, from the first to past the last."""
+    places = dict[str, tuple[int, int]]()
+    start = len(self.dense_names) - sum(kind.width for kind in self._vectors.values())
+    for name, kind in self._vectors.items():
+      if kind.project:
+        places[name] = start, start + kind.width
+      start += kind.width
+    return places
+
   def dense(self, values: Values, rows: int) -> np.ndarray:
-    """Returns the numbers float32 `[rows, K]`, standardized as declared."""
+    """Returns numbers, standardized as declared, and vectors after them, float32 `[rows, K]`."""
     dense, place = np.empty((rows, len(self.dense_names)), np.float32), 0
     for name, kind in self._dense:
       numbers, about = values[name], self.numbers[name]
@@ -157,6 +183,9 @@ class Fitted:
       if kind.missing == "indicator":
         dense[:, place] = missing
         place += 1
+    for name, vector in self._vectors.items():
+      dense[:, place : place + vector.width] = stacked(values[name], vector.width)
+      place += vector.width
     return dense
 
   def ids(self, values: Values, name: str) -> np.ndarray:
@@ -317,6 +346,11 @@ class Entities:
     """The categorical features."""
     return self.fitted.features
 
+  @property
+  def vectors(self) -> dict[str, np.ndarray]:
+    """The vectors by name, float32 `[entities, width]`."""
+    return {name: self.dense[:, a:b] for name, (a, b) in self.fitted.vectors.items()}
+
   @functools.cached_property
   def codes(self) -> Codes:
     """Finds the numbers of raw ids."""
@@ -326,7 +360,8 @@ class Entities:
     """Returns the features' ids and the numbers of entities by number, of -1 as if missing."""
     known = at >= 0
     pick = lambda x: np.where(known.reshape(-1, *[1] * (x.ndim - 1)), x[at], -1).astype(np.int32)
-    none = {name: np.array([np.nan]) for name in self.fitted.numbers}
+    none = dict.fromkeys(self.fitted.kinds, pa.nulls(1, pa.list_(pa.float32())))
+    none |= {name: np.array([np.nan]) for name in self.fitted.numbers}
     dense = np.where(known[:, None], self.dense[at], self.fitted.dense(none, 1))
     return {name: pick(ids) for name, ids in self.ids.items()}, dense.astype(np.float32)
 
@@ -375,7 +410,37 @@ class Encoder:
   @property
   def features(self):
     """The categorical features, in the order of their columns in `ids`."""
-    return tuple(feature for fitted in self.all_fitted for feature in fitted.features)
+    features = [feature for fitted in self.all_fitted for feature in fitted.features]
+    dims, owners = {feature.name: feature.dim for feature in features}, self._owners
+    return tuple(
+      dataclasses.replace(feature, onto=owner, dim=dims[owner])
+      if (owner := owners.get(feature.name))
+      else feature
+      for feature in features
+    )
+
+  @property
+  def _owners(self) -> dict[str, str]:
+    """The name of the user or item that each column of codes is of."""
+    rows = self.fitted.kinds
+    names = {"user": spec.only(rows, spec.User), "item": spec.only(rows, spec.Item)}
+    of_rows = {n: names[kind.side] for n, kind in rows.items() if isinstance(kind, spec.Codes)}
+    of_sides = {
+      n: key
+      for key, side in self.sides.items()
+      for n, kind in side.fitted.kinds.items()
+      if isinstance(kind, spec.Codes)
+    }
+    return {name: owner for name, owner in (of_rows | of_sides).items() if owner}
+
+  @property
+  def vectors(self) -> dict[str, tuple[int, int]]:
+    """The columns of `dense` of each vector that is projected, from the first to past the last."""
+    places, start = dict[str, tuple[int, int]](), 0
+    for fitted in self.all_fitted:
+      places |= {name: (start + a, start + b) for name, (a, b) in fitted.vectors.items()}
+      start += len(fitted.dense_names)
+    return places
 
   @property
   def dense_names(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def fit(
   Raises:
     UserError: a column has no value in the training rows; names it.
   """
-  kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Embedded)}
+  kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, spec.Side)}
   work = _Fit(store, kinds, base or Fitted({}, {}, {}, {}, {}))
   return work.fitted(), work.notes
 

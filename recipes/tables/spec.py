@@ -202,6 +202,43 @@ class Ordered(Bag):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Codes(Bag):
+  """Semantic ids of the item, or of the user: a list of codes, from coarse to fine.
+
+  Each prefix is a value: 3, 7, 1 has 3, 3/7 and 3/7/1. Their vectors are summed, and added to the
+  vector of the item, so that an item without training rows has what those with the same prefixes
+  have learned (Singh et al. 2024, "Better Generalization with Semantic IDs", section 3.2).
+  """
+
+  kind: ClassVar[str] = "codes"
+  side: str = _choice("item", "user", "")
+  oov: int = _count(0)
+  combiner: str = _choice("sum")
+
+  @property
+  def read_as(self) -> ReadAs:
+    return ("codes", self.separator)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vector(Side):
+  """Numbers that another model has computed, such as the embedding of a text or an image.
+
+  They are not trained. A missing vector is zeros.
+  """
+
+  kind: ClassVar[str] = "vector"
+  width: int = _count(0)  # how many numbers
+  separator: str = _text("|", bool, "give the text between two values")
+  # Whether a learned linear layer takes them to `config.dim`; else they are numbers like others.
+  project: bool = _flag(True)
+
+  @property
+  def read_as(self) -> ReadAs:
+    return ("vector", self.separator, str(self.width))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cross(Embedded):
   """Combinations of several declared columns, by hash."""
 
@@ -272,7 +309,8 @@ class Title(Kind):
 KINDS: dict[str, type[Kind]] = {
   cls.kind: cls
   for cls in (
-    Label, Number, Category, Bag, Ordered, Cross, User, Item, Time, Weight, Split, Title,
+    Label, Number, Category, Bag, Ordered, Codes, Vector, Cross, User, Item, Time, Weight, Split,
+    Title,
   )
 }  # fmt: skip
 SINGLE = (Label, User, Item, Time, Weight, Split, Title)  # at most one column each
@@ -296,6 +334,13 @@ _CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
     lambda k: k.columns and (k.column or len(k.columns) < 2),
     "columns is {columns}: name two or more columns of flags, and no column",
   ),
+  (
+    Codes,
+    lambda k: k.columns or k.pattern or k.size or k.table or k.dim,
+    "the prefixes of codes have a table of the item's width: remove columns, pattern, size, table "
+    "and dim",
+  ),
+  (Vector, lambda k: not k.width, "width is 0: give the number of values in each vector"),
   (
     Cross,
     lambda k: k.column or len(k.columns) < 2,

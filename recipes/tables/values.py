@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# How a column is read: "text", "number", "time", "any", or ("list", separator).
-ReadAs = str | tuple[str, str]
+# How a column is read: "text", "number", "time", "any", ("list", separator), ("codes", separator),
+# or ("vector", separator, width).
+ReadAs = str | tuple[str, ...]
 
 INTEGER = r"^[+-]?\d+$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
@@ -298,6 +299,15 @@ def as_lists(
     array, missing: of `as_texts`.
     separator: of the items of a text; "" leaves it in one piece.
   """
+  array, row_of_item, problems = _lists(array, separator)
+  items, bad_items = as_texts(array.flatten(), missing)
+  problems += _of_rows(bad_items, row_of_item, len(array))
+  lengths = np.bincount(row_of_item[bits(items.is_valid())], minlength=len(array))
+  return _list_array(lengths, items.dictionary_decode().drop_null()), problems
+
+
+def _lists(array: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray, list[Problem]]:
+  """Returns lists, those of texts cut at the separator, and the row of each item."""
   problems: list[Problem] = []
   if _is_text(array.type) or pa.types.is_null(array.type):
     texts, problems = _trimmed(array.cast(pa.binary()), set())
@@ -308,16 +318,71 @@ def as_lists(
       else pa.ListArray.from_arrays(whole, texts)
     )
   lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
-  row_of_item = np.repeat(np.arange(len(array)), lengths)
-  items, bad_items = as_texts(array.flatten(), missing)
-  for problem in bad_items:  # a row has that of its first bad item
-    rows, first = np.unique(row_of_item[problem.bad], return_index=True)
-    item_of_row = np.full(len(array), -1)
-    item_of_row[rows] = np.flatnonzero(problem.bad)[first]
-    problems.append(problem.at(item_of_row))
-  lengths = np.bincount(row_of_item[bits(items.is_valid())], minlength=len(array))
+  return array, np.repeat(np.arange(len(array)), lengths), problems
+
+
+def _of_rows(problems: Sequence[Problem], row_of_item: np.ndarray, rows: int) -> list[Problem]:
+  """Returns the problems of items as those of their rows: a row has that of its first bad item."""
+  found = []
+  for problem in problems:
+    bad_rows, first = np.unique(row_of_item[problem.bad], return_index=True)
+    item_of_row = np.full(rows, -1)
+    item_of_row[bad_rows] = np.flatnonzero(problem.bad)[first]
+    found.append(problem.at(item_of_row))
+  return found
+
+
+def _list_array(lengths: np.ndarray, items: pa.Array) -> pa.ListArray:
   offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-  return pa.ListArray.from_arrays(offsets, items.dictionary_decode().drop_null()), problems
+  return pa.ListArray.from_arrays(offsets, items)
+
+
+def as_codes(
+  array: pa.Array, separator: str, missing: Sequence[str]
+) -> tuple[pa.ListArray, list[Problem]]:
+  """Converts N lists of codes, as `as_lists` takes them, to lists of their prefixes.
+
+  >>> as_codes(pa.array([[3, 7, 1], None, [3]]), "|", ())[0].to_pylist()
+  [['3', '3/7', '3/7/1'], [], ['3']]
+  """
+  codes, problems = as_lists(array, separator, missing)
+  raw, row_of_code, _ = _lists(array, separator)
+  lengths = pc.list_value_length(codes).to_numpy()
+  gaps = (lengths > 0) & (lengths != np.bincount(row_of_code, minlength=len(raw)))
+  value = lambda row: shown(raw[row].as_py())
+  problems += [Problem(gaps, "lacks a code between others", value)] * bool(gaps.any())
+  starts, flat, levels = np.cumsum(lengths) - lengths, codes.flatten(), list[pa.Array]()
+  for level in range(int(lengths.max(initial=0))):
+    at = starts + level
+    each = flat.take(pa.array(at, mask=lengths <= level))
+    levels.append(pc.binary_join_element_wise(levels[-1], each, "/") if levels else each)
+  if not levels:
+    return codes, problems
+  row = np.repeat(np.arange(len(codes)), lengths)
+  level_of = np.arange(len(flat)) - starts[row]
+  prefixes = pa.concat_arrays(levels).take(pa.array(level_of * len(codes) + row))
+  return _list_array(lengths, prefixes), problems
+
+
+def as_vectors(
+  array: pa.Array, separator: str, width: int, missing: Sequence[str]
+) -> tuple[pa.ListArray, list[Problem]]:
+  """Converts N plain lists of numbers, or texts that a separator cuts, to lists of float32.
+
+  A missing vector, of which no number is given, is empty; the others have `width` numbers.
+  """
+  array, row_of_item, problems = _lists(array, separator)
+  numbers, bad_items = as_numbers(array.flatten(), missing)
+  problems += _of_rows(bad_items, row_of_item, len(array))
+  lengths, is_given = np.bincount(row_of_item, minlength=len(array)), ~np.isnan(numbers)
+  given = np.bincount(row_of_item[is_given], minlength=len(array))
+  wrong = (given > 0) & ((given != width) | (lengths != width))
+  for problem in problems:
+    wrong &= ~problem.bad
+  value = lambda row: shown(array[row].as_py())
+  problems += [Problem(wrong, f"is not {width} numbers", value)] * bool(wrong.any())
+  kept = np.where((given == width) & (lengths == width), width, 0)
+  return _list_array(kept, pa.array(numbers[kept[row_of_item] > 0], pa.float32())), problems
 
 
 def as_times(
@@ -414,7 +479,8 @@ def converted(
       columns of flags, whose names are the items of a row that are set.
     read_as: "text", a dictionary as of `as_texts`; "number", float64 `[N]`, see `as_numbers`;
       "time", int64 or float64 `[N]`, none missing, see `as_times`; ("list", separator), a
-      `pa.ListArray`, see `as_lists`; or "any", the array as it is stored.
+      `pa.ListArray`, see `as_lists`, as of ("codes", separator), see `as_codes`, and of ("vector",
+      separator, width), see `as_vectors`; or "any", the array as it is stored.
     missing: texts that mean no value.
     clocks: as of `as_times`.
     names: of the columns.
@@ -429,7 +495,10 @@ def converted(
   if read_as == "any":
     return array, []
   if isinstance(read_as, tuple):
-    return as_lists(plain(array), read_as[1], missing)
+    how, separator, *width = read_as
+    if how == "vector":
+      return as_vectors(plain(array), separator, int(width[0]), missing)
+    return (as_codes if how == "codes" else as_lists)(plain(array), separator, missing)
   if read_as == "time":
     return as_times(plain(array), clocks, names[0], missing)
   return as_texts(array, missing) if read_as == "text" else as_numbers(plain(array), missing)

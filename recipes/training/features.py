@@ -24,6 +24,7 @@ class Feature:
     eviction: of the table's dynamic vocabulary; "" is a vocabulary that does not change. With one,
       an id is two int32 columns, the halves of a raw id.
     half_life: of the counts of "lfu", in batches; 0 never forgets.
+    onto: the feature of one id whose vector this one's is added to; "" is a feature by itself.
   """
 
   name: str
@@ -35,6 +36,7 @@ class Feature:
   optimizer: str = ""
   eviction: str = ""
   half_life: int = 0
+  onto: str = ""
 
   @property
   def is_dynamic(self) -> bool:
