@@ -24,6 +24,8 @@ class Feature:
     eviction: of the table's dynamic vocabulary; "" is a vocabulary that does not change. With one,
       an id is two int32 columns, the halves of a raw id.
     half_life: of the counts of "lfu", in batches; 0 never forgets.
+    history: of ids in the order of time, the name of the sequence that they are the positions of,
+      or beside; "" is a bag in no order.
   """
 
   name: str
@@ -35,6 +37,7 @@ class Feature:
   optimizer: str = ""
   eviction: str = ""
   half_life: int = 0
+  history: str = ""
 
   @property
   def is_dynamic(self) -> bool:
