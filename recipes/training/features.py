@@ -25,6 +25,8 @@ class Feature:
       an id is two int32 columns, the halves of a raw id.
     half_life: of the counts of "lfu", in batches; 0 never forgets.
     onto: the feature of one id whose vector this one's is added to; "" is a feature by itself.
+    history: of ids in the order of time, the name of the sequence that they are the positions of,
+      or beside; "" is a bag in no order.
   """
 
   name: str
@@ -37,6 +39,7 @@ class Feature:
   eviction: str = ""
   half_life: int = 0
   onto: str = ""
+  history: str = ""
 
   @property
   def is_dynamic(self) -> bool:
