@@ -352,6 +352,7 @@ _CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
     "and dim",
   ),
   (Vector, lambda k: not k.width, "width is 0: give the number of values in each vector"),
+  (
     Ordered,
     lambda k: not k.of and (k.beside or k.where),
     "beside and where are for a history: name its column with of",
