@@ -5,11 +5,11 @@ Rajput et al. 2023, "Recommender Systems with Generative Retrieval". Each item h
 and an item without interactions can be predicted.
 
 The paper's network is a T5: its encoder reads every code of the history as a token, and its decoder
-learns one target per history. This network has decoders only, arranged as in the RQ-Transformer (Lee
-et al. 2022, "Autoregressive Image Generation using Residual Quantization", section 3.2): an item is
-the sum of its codes' vectors, a causal encoder over items summarizes the history at each of them, and
-a small decoder over levels generates M codes from each summary. It reads 1 / M of the tokens, learns
-from every item of a packed row, and a beam repeats the small decoder only.
+learns one target per history. This network has decoders only, arranged as in the RQ-Transformer
+(Lee et al. 2022, "Autoregressive Image Generation using Residual Quantization", section 3.2): an
+item is the sum of its codes' vectors, a causal encoder over items summarizes the history at each of
+them, and a small decoder over levels generates M codes from each summary. It reads 1 / M of the
+tokens, learns from every item of a packed row, and a beam repeats the small decoder only.
 
 B is rows, L items of a row, D the width, M levels, K codes of a level, W the beam's width, N items.
 """
