@@ -9,13 +9,13 @@ the items of a folder that `recipes.export` has written. Residual k-means assign
 the number of the centroid that is nearest to the vector, and at each further level of the one that
 is nearest to the residual, the vector without the centroids before.
 
-The folder gets `codes.parquet`, with the columns `id` (string) and `codes` (a list of int32, equally
-long for all items), which `recipes.sequence --config.model=tiger` reads, and `centroids.npz`, by
+The folder gets `codes.parquet`, with the columns `id` (string) and `codes` (a list of int32, of one
+length), which `recipes.sequence --config.model=tiger` reads, and `centroids.npz`, by
 which --append assigns codes to new items. It never changes the codes of the others.
 
-Items that share all their codes collide. --repair adds a last code that counts them from 0, as TIGER
-does (Rajput et al. 2023, section 3.1). The alternative, to move an item to the nearest free centroid,
-would separate it from similar items, and later ones could find no place.
+Items that share all their codes collide. --repair adds a last code that counts them from 0, as in
+TIGER (Rajput et al. 2023, section 3.1). The alternative, to move an item to the nearest free
+centroid, would separate it from similar items, and later ones could find no place.
 """
 
 import argparse

@@ -5,11 +5,15 @@ Rajput et al. 2023, "Recommender Systems with Generative Retrieval". Each item h
 and an item without interactions can be predicted.
 
 The paper's network is a T5: its encoder reads every code of the history as a token, and its decoder
-learns one target per history. This network has decoders only, arranged as in the RQ-Transformer (Lee
-et al. 2022, "Autoregressive Image Generation using Residual Quantization", section 3.2): an item is
-the sum of its codes' vectors, a causal encoder over items summarizes the history at each of them, and
-a small decoder over levels generates M codes from each summary. It reads 1 / M of the tokens, learns
-from every item of a packed row, and a beam repeats the small decoder only.
+learns one target per history. This network has decoders only, arranged as in the RQ-Transformer
+(Lee et al. 2022, "Autoregressive Image Generation using Residual Quantization", section 3.2): an
+item is the sum of its codes' vectors, a causal encoder over items summarizes the history at each of
+them, and a small decoder over levels generates M codes from each summary. It reads 1 / M of the
+tokens, learns from every item of a packed row, and a beam repeats the small decoder only.
+
+The softmax of a level is over the codes that continue the prefix in the catalogue, in training as in
+the search: a hierarchical softmax over items (Morin and Bengio 2005). Items of different codes have
+probabilities that add up to 1, and the model need not learn which codes exist.
 
 B is rows, L items of a row, D the width, M levels, K codes of a level, W the beam's width, N items.
 """
@@ -29,6 +33,8 @@ from ..errors import UserError
 from ..run import settings
 from ..training import build, losses
 from . import model as model_lib
+
+_NEVER = -1e9  # not -inf, whose gradients would be NaN
 
 
 class Block(model_lib.SASRecBlock):
@@ -65,6 +71,10 @@ class Trie(nnx.Module):
     ]
     fixed = lambda x: Fixed(jnp.asarray(x, jnp.int32))
     self.rows, self.items = fixed(rows), fixed(order)
+    paths = np.empty((size, len(starts) - 1), np.int64)  # the nodes that lead to every item
+    for depth, nodes in enumerate(starts[:-1]):
+      paths[order, depth] = np.searchsorted(nodes, np.arange(size), side="right") - 1
+    self.paths = fixed(paths)
     self.starts, self.first = nnx.List(map(fixed, starts)), nnx.List(map(fixed, first))
     self.widest = tuple(int(np.diff(x).max()) for x in first)
 
@@ -141,9 +151,20 @@ class Tiger(model_lib.SequenceModel):
     flat = self.decoder(x.reshape(-1, length, dim), jnp.zeros((1, length), jnp.int32))
     return flat.reshape(x.shape).astype(jnp.float32)
 
-  def code_scores(self, outputs: jax.Array, level: int) -> jax.Array:
-    """Returns the scores `[..., K]` of the codes of a level, of the decoder's outputs there."""
-    return self.embed.attend(outputs, f"code_{level}")
+  def code_scores(
+    self, outputs: jax.Array, level: int, nodes: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the children `[..., F]` of nodes `[...]` at a level, and the scores of their codes.
+
+    Args:
+      outputs: of the decoder at that level, `[..., D]`.
+      level: 0 to M - 1.
+      nodes: prefixes of `level` codes. A place without a child scores `_NEVER`.
+    """
+    children, is_there = self.trie.children(level, nodes)
+    codes = self.trie.prefixes(level + 1, children)[..., -1]
+    scores = jnp.take_along_axis(self.embed.attend(outputs, f"code_{level}"), codes, axis=-1)
+    return children, jnp.where(is_there, scores, _NEVER)
 
 
 def build_model(
@@ -179,14 +200,15 @@ def build_model(
 
 
 def loss_fn(model: Tiger, batch) -> jax.Array:
-  """Returns the mean over targets of `-log p(codes of the target | items before it)`."""
-  codes = model.codes_of(batch["targets"])
-  outputs = model.decode(model(batch), codes[..., :-1])
-  each = [
-    losses.cross_entropy(model.code_scores(outputs[..., level, :], level), codes[..., level])
-    for level in range(model.levels)
-  ]
-  return losses.mean(jnp.sum(jnp.stack(each), axis=0), batch["targets"] >= 0)
+  """Returns the mean over targets of `-log p(target | items before it)`, by its codes."""
+  targets = batch["targets"]
+  codes, paths = model.codes_of(targets), model.trie.paths[...][targets]
+  outputs, each = model.decode(model(batch), codes[..., :-1]), []
+  for level in range(model.levels):
+    children, scores = model.code_scores(outputs[..., level, :], level, paths[..., level])
+    right = paths[..., level + 1] - children[..., 0]
+    each.append(losses.cross_entropy(scores, right))
+  return losses.mean(jnp.sum(jnp.stack(each), axis=0), targets >= 0)
 
 
 def top_k(
@@ -214,12 +236,10 @@ def top_k(
   for level in range(model.levels):
     hidden = jnp.broadcast_to(query[:, None], (*nodes.shape, query.shape[1]))
     outputs = model.decode(hidden, trie.prefixes(level, nodes))[..., -1, :]
-    each = jax.nn.log_softmax(model.code_scores(outputs, level), axis=-1)
-    children, is_there = trie.children(level, nodes)
-    code = trie.prefixes(level + 1, children)[..., -1]
-    found = scores[..., None] + jnp.take_along_axis(each, code, axis=-1)
+    children, each = model.code_scores(outputs, level, nodes)
+    each = jnp.where(each == _NEVER, -jnp.inf, jax.nn.log_softmax(each, axis=-1))
     width = model.beam if level < model.levels - 1 else max(model.beam, k + exclude.shape[1])
-    scores, nodes = _best(jnp.where(is_there, found, -jnp.inf), children, width)
+    scores, nodes = _best(scores[..., None] + each, children, width)
   places, is_there = trie.children(model.levels, nodes)
   items, exclude = trie.items[...][places], jnp.sort(exclude, axis=1)
   found = jax.vmap(jnp.searchsorted)(exclude, items.reshape(rows, -1)).reshape(items.shape)

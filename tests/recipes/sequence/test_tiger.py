@@ -56,18 +56,23 @@ def smoke(folder, **changes):
 
 
 @nnx.jit
-def log_probabilities(made, query):
-  """Of every item, level by level: `[B, N]`."""
+def logits(made, query):
+  """Of all codes of every level, after the codes of every item: `[M, B, N, K]`."""
   codes = made.codes[...]
   hidden = jnp.broadcast_to(query[:, None], (len(query), len(codes), query.shape[1]))
   outputs = made.decode(hidden, jnp.broadcast_to(codes[:, :-1], (*hidden.shape[:2], 2)))
-  levels = [jax.nn.log_softmax(made.code_scores(outputs[:, :, i], i)) for i in range(3)]
-  return sum(x[:, np.arange(len(codes)), codes[:, i]] for i, x in enumerate(levels))
+  return jnp.stack([made.embed.attend(outputs[:, :, i], f"code_{i}") for i in range(3)])
 
 
 def ranking(made, query, exclude):
-  """Scores of all items, and their order, ties by popularity."""
-  score = np.array(log_probabilities(made, query))
+  """Log-probabilities of all items, by a softmax over what continues a prefix; and their order."""
+  codes, found = np.asarray(made.codes[...]), np.asarray(logits(made, query))
+  score = np.zeros((len(query), len(codes)))
+  for item, code in enumerate(codes):
+    for level in range(3):
+      siblings = sorted({c[level] for c in codes.tolist() if c[:level] == code[:level].tolist()})
+      scores = found[level][:, item]
+      score[:, item] += scores[:, code[level]] - np.log(np.exp(scores[:, siblings]).sum(axis=1))
   for row, items in enumerate(exclude):
     score[row, items[items >= 0]] = -np.inf
   return score, np.lexsort((np.broadcast_to(-POPULAR, score.shape), -score.round(4)))
@@ -97,6 +102,7 @@ def test_a_wide_beam_ranks_as_the_probabilities_of_all_items(small):
   exclude = np.full((5, 4), -1, np.int32)
   exclude[1, 0], exclude[2] = 2, [0, 4, 7, 7]
   scores, order = ranking(small, query, exclude)
+  assert np.exp(scores[0, [0, 1, 2, 3, 5, 8, 9, 10]]).sum() == pytest.approx(1, rel=1e-4)
   found_scores, found = map(np.asarray, top_k(small, query, 12, exclude))
   for row in range(5):
     left = int(np.isfinite(scores[row]).sum())
