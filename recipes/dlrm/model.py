@@ -20,6 +20,7 @@ import embed
 from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
+from . import histories as histories_lib
 from .data import ClickData
 
 Batch = Mapping[str, jax.Array]
@@ -35,11 +36,13 @@ class Ranker(nnx.Module):
     embed: the tables.
     head: `[B, H]` to `[B, O]`.
     dtype: of the computation; logits are float32.
+    histories: makes vectors of the positions of histories; None where they are pooled.
   """
 
   embed: embed.SparseEmbed
   head: Any
   dtype: Any
+  histories: histories_lib.Histories | None = None
 
   def __call__(self, batch: Batch) -> jax.Array:
     """Returns logits `[B]`, or of several outputs `[B, O]`.
@@ -48,6 +51,8 @@ class Ranker(nnx.Module):
       batch: has `features` and `dense` `[B, K]`.
     """
     activations = self.embed(batch["features"])
+    if self.histories is not None:
+      activations = self.histories(activations, batch["features"])
     outputs = self.outputs(activations, batch["dense"])
     return outputs[:, 0] if outputs.shape[1] == 1 else outputs
 
@@ -196,6 +201,7 @@ def build_model(
     initializer=initializer,
     optimizer=lambda name: build.table_optimizer(config, name),
     dtype=build.dtype(config, "table_dtype"),
+    positions=histories_lib.attends(config, data.features),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
   common: Any = {
@@ -206,7 +212,11 @@ def build_model(
     "rngs": rngs,
   }
   if config.model == "dlrm":
-    return DLRM(**common, dim=config.dim, **config.dlrm)
-  if config.model == "dcnv2":
-    return DCNV2(**common, **config.dcnv2)
-  raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+    model: Ranker = DLRM(**common, dim=config.dim, **config.dlrm)
+  elif config.model == "dcnv2":
+    model = DCNV2(**common, **config.dcnv2)
+  else:
+    raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+  widths = {name: feature.table.dim for name, feature in features.items()}
+  model.histories = histories_lib.make(config, data.features, widths, common["dtype"], rngs)
+  return model
