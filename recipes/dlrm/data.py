@@ -19,7 +19,7 @@ import embed
 
 from .. import arrays, hosts, pipeline
 from ..datasets import DataSet, Prepared, Registry
-from ..tables import clicks, spark
+from ..tables import clicks, histories, spark
 from ..tables import settings as table_settings
 from ..training.features import Feature, cut_ids, feature_configs
 from . import criteo1tb, published, synthetic
@@ -31,10 +31,13 @@ def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _view(prepared: Prepared) -> Prepared:
-  if "shards" not in prepared.meta:
-    return prepared
   assert isinstance(prepared.columns, arrays.Columns)
-  return dataclasses.replace(prepared, columns=spark.Shards(prepared.columns.folder))
+  folder = prepared.columns.folder
+  if "shards" in prepared.meta:
+    return dataclasses.replace(prepared, columns=spark.Shards(folder))
+  if prepared.meta.get("histories"):
+    return dataclasses.replace(prepared, columns=histories.Columns(folder))
+  return prepared
 
 
 _table = functools.partial(DataSet, build=_build, view=_view)

@@ -17,6 +17,12 @@ DEFAULTS: dict[str, Any] = {
     "deep": (256, 128),  # widths of the deep network
     "structure": "parallel",  # or "stacked": the deep network after the cross layers
   },
+  "history": {
+    "model": "pooled",  # or "din", "transformer": what is made of the positions of sequences
+    "hidden": (80, 40),  # din: widths of the MLP that weighs a position
+    "blocks": 1,  # transformer
+    "heads": 2,  # transformer
+  },
   "dropout": 0.2,  # rate in the MLP before the logit
   "table": {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"

@@ -1,6 +1,10 @@
-"""DLRM and DCN-V2: two ways to let categorical and dense features meet.
+"""DLRM, DCN-V2, Wide & Deep and DeepFM: ways to let categorical and dense features meet.
 
-B is the batch, F the number of categorical features, K of dense ones, D the width of the tables.
+A model looks up its features, a backbone makes hidden features of them, and a head makes logits of
+these: `Ranker` reads from top to bottom, and its subclasses are the backbones.
+
+B is the batch, F the number of categorical features, K of dense ones, D the width of the tables, H
+of the hidden features, O the number of outputs: one of a label, or as many as its classes.
 """
 
 import functools
@@ -16,12 +20,54 @@ import embed
 from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
+from . import histories as histories_lib
 from .data import ClickData
 
 Batch = Mapping[str, jax.Array]
+Activations = Mapping[str, jax.Array]  # by feature, `[B, width of its table]`
+Head = Callable[..., nnx.Module]  # `(H, rngs=rngs)` -> a module from `[B, H]` to `[B, O]`
+ONE_LOGIT: Head = functools.partial(nnx.Linear, out_features=1)
 
 
-class DLRM(nnx.Module):
+class Ranker(nnx.Module):
+  """A click model: tables, a backbone and a head.
+
+  Attributes:
+    embed: the tables.
+    inputs: of what the tables return, and `dense`.
+    head: `[B, H]` to `[B, O]`.
+    dtype: of the computation; logits are float32.
+    histories: makes vectors of the positions of histories; None where they are pooled.
+  """
+
+  embed: embed.SparseEmbed
+  inputs: layers.Inputs
+  head: Any
+  dtype: Any
+  histories: histories_lib.Histories | None = None
+
+  def __call__(self, batch: Batch) -> jax.Array:
+    """Returns logits `[B]`, or of several outputs `[B, O]`.
+
+    Args:
+      batch: has `features` and `dense` `[B, K]`.
+    """
+    activations = self.embed(batch["features"])
+    if self.histories is not None:
+      activations = self.histories(activations, batch["features"])
+    outputs = self.outputs(*self.inputs(activations, batch["dense"]))
+    return outputs[:, 0] if outputs.shape[1] == 1 else outputs
+
+  def outputs(self, activations: Activations, dense: jax.Array) -> jax.Array:
+    """Returns `[B, O]`."""
+    return self.head(self.hidden(activations, dense))
+
+  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
+    """Returns the backbone's features `[B, H]`."""
+    raise NotImplementedError
+
+
+class DLRM(Ranker):
   """Naumov et al. 2019: a bottom MLP on the dense features, dot products of all pairs, a top MLP.
 
   Without dense features there is no bottom MLP and the pairs are of the tables alone.
@@ -35,6 +81,7 @@ class DLRM(nnx.Module):
     concat_tables: the top MLP also sees what the tables return, not only the dot products and the
       bottom MLP's output (False is as published). Without dense features it has little else.
     dropout: rate, after the top MLP's layers.
+    head: makes the head.
     dtype: of the computation; logits are float32.
   """
 
@@ -48,6 +95,7 @@ class DLRM(nnx.Module):
     top: Sequence[int],
     concat_tables: bool,
     dropout: float,
+    head: Head = ONE_LOGIT,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
@@ -56,38 +104,39 @@ class DLRM(nnx.Module):
     mlp = functools.partial(layers.MLP, dtype=dtype, rngs=rngs)
     self.bottom = mlp(num_dense, [*bottom, dim]) if num_dense else None
     self.names, self.concat_tables = tuple(widths), concat_tables
-    self.projections = nnx.Dict(
-      {
-        name: nnx.Linear(width, dim, use_bias=False, dtype=dtype, rngs=rngs)
-        for name, width in widths.items()
-        if width != dim
-      }
-    )
+    self.projections = _projections(widths, dim, dtype, rngs)
     vectors = len(widths) + (num_dense > 0)
     seen = vectors if concat_tables else int(num_dense > 0)
     width = seen * dim + vectors * (vectors - 1) // 2
     self.top = mlp(width, top, dropout=dropout)
-    self.head = nnx.Linear(self.top.out_features, 1, rngs=rngs)
+    self.head = head(self.top.out_features, rngs=rngs)
 
-  def __call__(self, batch: Batch) -> jax.Array:
-    """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
-    activations, numbers = self.inputs(self.embed(batch["features"]), batch["dense"])
-    activations = jax.tree.map(lambda x: x.astype(self.dtype), activations)
+  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
     tables = [
-      self.projections[name](activations[name]) if name in self.projections else activations[name]
+      _projected(self.projections, name, activations[name].astype(self.dtype))
       for name in self.names
     ]
-    dense = [self.bottom(numbers)] if self.bottom is not None else []
-    pairs = layers.dot_interaction(jnp.stack([*tables, *dense], axis=1))
-    seen = [*tables, *dense] if self.concat_tables else dense
-    return self.head(self.top(jnp.concatenate([*seen, pairs], axis=1)))[:, 0]  # promoted
+    numbers = [self.bottom(dense)] if self.bottom is not None else []
+    pairs = layers.dot_interaction(jnp.stack([*tables, *numbers], axis=1))
+    seen = [*tables, *numbers] if self.concat_tables else numbers
+    return self.top(jnp.concatenate([*seen, pairs], axis=1))
 
 
-class DCNV2(nnx.Module):
+def _projections(widths: Mapping[str, int], dim: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Dict:
+  """Returns linear maps to width `dim` of the vectors that have another one."""
+  linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+  return nnx.Dict({name: linear(width, dim) for name, width in widths.items() if width != dim})
+
+
+def _projected(projections: nnx.Dict, name: str, x: jax.Array) -> jax.Array:
+  return projections[name](x) if name in projections else x
+
+
+class DCNV2(Ranker):
   """Wang et al. 2021: a cross network and a deep network, side by side or one after the other.
 
   Args:
-    tables, inputs, dtype: as for `DLRM`; tables are of any width.
+    tables, inputs, head, dtype: as for `DLRM`; tables are of any width.
     cross_layers: number of cross layers.
     rank: of the cross layers' matrices; 0 for full matrices.
     deep: widths of the deep network.
@@ -109,34 +158,31 @@ class DCNV2(nnx.Module):
     structure: str,
     dropout: float,
     bottom: Sequence[int] = (),
+    head: Head = ONE_LOGIT,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
     if structure not in ("parallel", "stacked"):
       raise UserError(f"unknown structure {structure!r}: choose parallel or stacked")
     self.embed, self.inputs, self.dtype = tables, inputs, dtype
-    num_dense = inputs.num_dense
     of_dtype = {"dtype": dtype, "rngs": rngs}
-    self.bottom = layers.MLP(num_dense, bottom, **of_dtype) if bottom else None
+    self.bottom = layers.MLP(inputs.num_dense, bottom, **of_dtype) if bottom else None
     self.names = tuple(inputs.widths)
-    width = sum(inputs.widths.values())
-    width += bottom[-1] if bottom else num_dense
+    width = sum(inputs.widths.values()) + (bottom[-1] if bottom else inputs.num_dense)
     self.cross = layers.Cross(width, cross_layers, rank=rank or None, **of_dtype)
     self.deep = layers.MLP(width, deep, dropout=dropout, **of_dtype)
     self.structure = structure
     both = self.deep.out_features + (width if structure == "parallel" else 0)
-    self.head = nnx.Linear(both, 1, rngs=rngs)
+    self.head = head(both, rngs=rngs)
 
-  def __call__(self, batch: Batch) -> jax.Array:
-    """Returns logits `[B]` of a batch with `features` and `dense` `[B, K]`."""
-    activations, numbers = self.inputs(self.embed(batch["features"]), batch["dense"])
-    dense = numbers if self.bottom is None else self.bottom(numbers)
+  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
+    dense = dense if self.bottom is None else self.bottom(dense)
     parts = [*(activations[name] for name in self.names), dense]
     x = jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1)
     crossed = self.cross(x)
     if self.structure == "stacked":
-      return self.head(self.deep(crossed))[:, 0]
-    return self.head(jnp.concatenate([crossed, self.deep(x)], axis=1))[:, 0]
+      return self.deep(crossed)
+    return jnp.concatenate([crossed, self.deep(x)], axis=1)
 
 
 def build_model(
@@ -156,6 +202,7 @@ def build_model(
     initializer=initializer,
     optimizer=lambda name: build.table_optimizer(config, name),
     dtype=build.dtype(config, "table_dtype"),
+    positions=histories_lib.attends(config, data.features),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
   of_dtype: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
@@ -174,7 +221,11 @@ def build_model(
     **of_dtype,
   }
   if config.model == "dlrm":
-    return DLRM(**common, dim=config.dim, **config.dlrm)
-  if config.model == "dcnv2":
-    return DCNV2(**common, **config.dcnv2)
-  raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+    model: Ranker = DLRM(**common, dim=config.dim, **config.dlrm)
+  elif config.model == "dcnv2":
+    model = DCNV2(**common, **config.dcnv2)
+  else:
+    raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+  widths = {name: feature.table.dim for name, feature in features.items()}
+  model.histories = histories_lib.make(config, data.features, widths, **of_dtype)
+  return model

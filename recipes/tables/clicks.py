@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from .. import arrays, files
 from ..errors import UserError
-from . import entities, spec
+from . import entities, histories, spec
 from .encoding import Encoder
 from .fitting import fit
 from .rows import RowReader, split_file
@@ -34,10 +34,13 @@ class OneMachine:
   def __init__(self, table: Table, by: str, folder: Path, stage: Stage):
     self._table, self._folder, self._stage = table, folder, stage
     self._reader, self._store = RowReader(table, by, stage=stage), store_of(table, stage)
+    self.log = histories.Rows(table) if histories.declared(table) else None
 
   def read(self) -> tuple[Store, list[str]]:
     """Copies all rows, and writes their splits; returns them, and what was left out in lines."""
-    copy_rows(self._table, self._reader, self._store, self._folder)
+    copy_rows(self._table, self._reader, self._store, self._folder, self.log)
+    if self.log is not None:
+      self.log.has_dates = bool(self._reader.account.has_dates)
     return self._store, self._reader.notes
 
   def write(self, encoder: Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
@@ -53,7 +56,10 @@ class OneMachine:
       for path, name in self._table.names.items()
     }
     write_columns(self._store, self._table.name_of(spec.Weight), encoder, self._folder, sizes)
-    return {"sha256": {name: digest.result() for name, digest in hashed.items()}}
+    about: dict[str, Any] = {}
+    if self.log is not None:
+      about["histories"] = self.log.write(self._folder, encoder.histories, encoder.places)
+    return about | {"sha256": {name: digest.result() for name, digest in hashed.items()}}
 
 
 def build(
@@ -81,6 +87,7 @@ def build(
       "no column is a category, a user, an item or a number with buckets: declare at least one"
     )
   _check_names(table)
+  declared = histories.declared(table)
   by = table.split_by(timed="time", untimed="hash")
   if by in ("last", "user"):
     raise UserError(
@@ -106,7 +113,11 @@ def build(
       made[name], lines = entities.read(source, side, table.on_bad_row, ids, stage, base=known)
       about += lines
     fitted, lines = fit(store, table.kinds, base.fitted if base else None)
-    encoder = Encoder(fitted, made)
+    if declared:
+      known = {history.name: history.width for history in base.histories} if base else {}
+      declared, more = rows.log.ordered(declared, fitted.same, known)
+      lines += more
+    encoder = Encoder(fitted, made, declared)
     weight = table.name_of(spec.Weight)
     weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
     notes = [*about, *left_out, *lines, *[weighs] * bool(weight), *_about(counts, encoder)]
@@ -135,12 +146,20 @@ def store_of(table: Table, stage: Stage, path: Path | None = None) -> Store:
   return Store(stage, kept, {"split": pa.int8(), "label": pa.uint8()}, path)
 
 
-def copy_rows(table: Table, reader: RowReader, store: Store, folder: Path) -> None:
-  """Copies all rows to a store, and writes their splits to a folder."""
+def copy_rows(
+  table: Table,
+  reader: RowReader,
+  store: Store,
+  folder: Path,
+  log: histories.Rows | None = None,
+) -> None:
+  """Copies all rows to a store, and writes their splits to a folder; adds them to a log."""
   with split_file(folder, table.names) as write_split, store.writer() as write:
     for chunk, split, label in reader:
       write_split(chunk.file, chunk.rows, split)
       write(chunk.columns, split=split, label=label)
+      if log is not None:
+        log.add(chunk.columns, split, label)
 
 
 def _counted(table: Table, store: Store, left_out: Sequence[str]) -> np.ndarray:
@@ -180,7 +199,7 @@ def write_columns(
   store: Store, weight: str | None, encoder: Encoder, folder: Path, sizes: np.ndarray
 ) -> None:
   """Writes the columns of stored rows, those of a split together; `sizes` are rows by split."""
-  total, width = int(sizes.sum()), sum(feature.columns for feature in encoder.features)
+  total, width = int(sizes.sum()), sum(feature.columns for feature in encoder.own_features)
   columns = {
     "label": arrays.column(folder, "label", (total,), np.uint8),
     "dense": arrays.column(folder, "dense", (total, len(encoder.dense_names)), np.float32),
