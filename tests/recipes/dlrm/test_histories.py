@@ -12,6 +12,7 @@ from small_tables import completed, write_csv
 import embed
 from recipes import evaluate, export, predict, serving
 from recipes.dlrm import data, histories
+from recipes.dlrm.model import build_model
 from recipes.errors import UserError
 from recipes.training.features import Feature, cut_ids
 
@@ -77,6 +78,24 @@ def test_what_a_table_of_items_says_goes_along(tmp_path):
   assert {war, love} == {0, 1}
   assert ids["seen_genre"][5].tolist() == [love, unknown]
   assert ids["seen_genre"][2].tolist() == [war, -1]
+
+
+def test_a_list_column_is_attended_to_as_well(tmp_path):
+  header, rows = ("clicked", "what", "before"), [(1, "a", "b|a"), (0, "b", ""), (1, "a", "a")]
+  path = write_csv(tmp_path / "lists.csv", header, rows * 9)
+  before = {"kind": "sequence", "table": "what", "min_count": 1}
+  columns = {"clicked": "label", "what": "item", "before": before}
+  config = completed(
+    "dlrm", tmp_path / "cache", files=str(path), columns=columns, dim=4, batch_size=4, steps=9
+  )
+  config.history.model, config.split.by = "din", "order"
+  loaded = data.load(config)
+  model = build_model(config, loaded)
+  batch = next(iter(data.eval_batches(loaded, "train", 4)))
+  logits = model(batch)
+  model.histories.models["before"].out.bias[...] += 1.0  # weighs each position by 1 more
+  moved = np.abs(model(batch) - logits) > 0
+  assert moved.tolist() == [True, False, True, True]  # the second row has no positions
 
 
 @pytest.mark.parametrize(
