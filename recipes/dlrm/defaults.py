@@ -18,10 +18,10 @@ DEFAULTS: dict[str, Any] = {
     "structure": "parallel",  # or "stacked": the deep network after the cross layers
   },
   "history": {
-    "model": "pooled",  # or "din", "transformer": what is made of the positions of sequences
+    "model": "pooled",  # or "din", "transformer", "hstu": what is made of a sequence's positions
     "hidden": (80, 40),  # din: widths of the MLP that weighs a position
-    "blocks": 1,  # transformer
-    "heads": 2,  # transformer
+    "blocks": 1,  # transformer, hstu
+    "heads": 2,  # transformer, hstu
   },
   "dropout": 0.2,  # rate in the MLP before the logit
   "table": {

@@ -1,4 +1,4 @@
-"""What a ranker makes of the positions of a history: pooled, DIN, or a transformer.
+"""What a ranker makes of the positions of a history: pooled, DIN, a transformer, or HSTU.
 
 A history has one part or several: the item at each position, and perhaps its genre, the action and
 the age beside it. `Histories` replaces the vectors of each part at all positions by one vector of
@@ -19,8 +19,13 @@ from ..errors import UserError
 from ..sequence.model import BERT4RecBlock
 from ..training import layers
 from ..training.features import Feature
+from ..training.hstu import HSTUBlock
 
-MODELS = ("pooled", "din", "transformer")
+BLOCKS: dict[str, Any] = {
+  "transformer": BERT4RecBlock,
+  "hstu": functools.partial(HSTUBlock, distances=False),
+}
+MODELS = ("pooled", "din", *BLOCKS)
 
 
 class DIN(nnx.Module):
@@ -58,26 +63,32 @@ class DIN(nnx.Module):
     return jnp.einsum("bl,bld->bd", self.weights(keys, query, mask), keys)
 
 
-class Transformer(nnx.Module):
-  """Chen et al. 2019, "Behavior Sequence Transformer": attention among positions and the candidate.
+class Encoder(nnx.Module):
+  """Blocks of attention over the positions and the candidate, whose output is the result.
 
-  The candidate's output is the result. Blocks are `norm(x + f(x))`, as in the paper, with the GELU
-  of BERT. Places are counted from the latest position back, and have learned vectors.
+  With `BERT4RecBlock` it is Chen et al. 2019, "Behavior Sequence Transformer": blocks are
+  `norm(x + f(x))`, as in the paper, with the GELU of BERT, and all columns see all others. With
+  `HSTUBlock` (Zhai et al. 2024) a column sees the ones before it, and the candidate all of them.
+  Places are counted from the latest position back, and have learned vectors.
 
   Args:
+    block: `(D, heads, columns, dropout=, dtype=, rngs=)` -> `(x, mask)` -> x.
     dim: D, a multiple of the number of heads.
     length: L.
     blocks, heads: numbers of them.
+    causal: whether a column sees only those before it.
     dropout: rate, within the blocks.
   """
 
   def __init__(
     self,
+    block: Callable[..., Any],
     dim: int,
     length: int,
     *,
     blocks: int,
     heads: int,
+    causal: bool,
     dropout: float,
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
@@ -86,20 +97,23 @@ class Transformer(nnx.Module):
       raise UserError(
         f"a position is {dim} wide: config.history.heads must divide it, and is {heads}"
       )
+    self.causal, options = causal, {"dtype": dtype, "rngs": rngs}
     self.places = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, dim)))
-    block = functools.partial(BERT4RecBlock, dim, heads, length, dropout=dropout, dtype=dtype)
-    self.blocks = nnx.List([block(rngs=rngs) for _ in range(blocks)])
+    make = functools.partial(block, dim, heads, length + 1, dropout=dropout)
+    self.blocks = nnx.List([make(**options) for _ in range(blocks)])
+    self.norm = nnx.LayerNorm(dim, **options)
 
   def __call__(self, keys: jax.Array, query: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns `[B, D]`; args as of `DIN`."""
-    back = jnp.maximum(mask.sum(axis=1, keepdims=True) - 1 - jnp.arange(mask.shape[1]), 0)
+    back = jnp.maximum(jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] - 1, 0)
     keys = keys + self.places[...][back].astype(keys.dtype)
     x = jnp.concatenate([keys, query[:, None]], axis=1)
-    seen = jnp.concatenate([mask, jnp.ones_like(mask[:, :1])], axis=1)
-    seen = jnp.broadcast_to(seen[:, None], (x.shape[0], x.shape[1], x.shape[1]))
+    there = jnp.concatenate([mask, jnp.ones_like(mask[:, :1])], axis=1)
+    columns = jnp.arange(x.shape[1])
+    seen = there[:, None] & ((columns[:, None] >= columns) | (not self.causal))
     for block in self.blocks:
       x = block(x, seen)
-    return x[:, -1]
+    return self.norm(x[:, -1])
 
 
 class Histories(nnx.Module):
@@ -198,8 +212,9 @@ def make(
   if about.model == "din":
     model = lambda dim, length: DIN(dim, about.hidden, **of_dtype)
   else:
+    sizes = {"blocks": about.blocks, "heads": about.heads, "causal": about.model == "hstu"}
     model = functools.partial(
-      Transformer, blocks=about.blocks, heads=about.heads, dropout=config.dropout, **of_dtype
+      Encoder, BLOCKS[about.model], **sizes, dropout=config.dropout, **of_dtype
     )
   return Histories(features, widths, model, dtype)
 

@@ -10,6 +10,7 @@ DEFAULTS: dict[str, Any] = {
   "max_length": 50,  # items of a history that the model sees, the last ones
   "positions": "end",  # the last item is at the last position; or "start", the first at the first
   "dropout": 0.2,  # rate on the input and in the blocks
+  "time_buckets": 0,  # of hstu's bias for the time between items, of data with times; 0 has none
   "mask_rate": 0.2,  # share of the items that bert4rec hides
   "loss": "sampled_softmax",  # or "softmax", "bce", "gbce"
   "negatives": {

@@ -132,6 +132,17 @@ class Cross(nnx.Module):
     return x
 
 
+def linear(features: int, out_features: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
+  """Returns a linear layer of attention, drawn as Glorot and Bengio 2010 do."""
+  initializer = nnx.initializers.xavier_uniform()
+  return nnx.Linear(features, out_features, kernel_init=initializer, dtype=dtype, rngs=rngs)
+
+
+def split_heads(x: jax.Array, parts: int, heads: int) -> list[jax.Array]:
+  """Cuts `[B, L, parts * D]` into that many `[B, L, H, D / H]`."""
+  return [part.reshape(*part.shape[:-1], heads, -1) for part in jnp.split(x, parts, axis=-1)]
+
+
 @jax.custom_vjp
 def dot_interaction(vectors: jax.Array) -> jax.Array:
   """Returns the dot products of all pairs of vectors: `[..., F, D]` to `[..., F * (F - 1) / 2]`."""

@@ -6,12 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from ml_collections import ConfigDict
 from served_models import own_probabilities, run_of
 from small_tables import completed, write_csv
 
 import embed
 from recipes import evaluate, export, predict, serving
 from recipes.dlrm import data, histories
+from recipes.dlrm.model import build_model
 from recipes.errors import UserError
 from recipes.training.features import Feature, cut_ids
 
@@ -77,6 +79,24 @@ def test_what_a_table_of_items_says_goes_along(tmp_path):
   assert {war, love} == {0, 1}
   assert ids["seen_genre"][5].tolist() == [love, unknown]
   assert ids["seen_genre"][2].tolist() == [war, -1]
+
+
+def test_a_list_column_is_attended_to_as_well(tmp_path):
+  header, rows = ("clicked", "what", "before"), [(1, "a", "b|a"), (0, "b", ""), (1, "a", "a")]
+  path = write_csv(tmp_path / "lists.csv", header, rows * 9)
+  before = {"kind": "sequence", "table": "what", "min_count": 1}
+  columns = {"clicked": "label", "what": "item", "before": before}
+  config = completed(
+    "dlrm", tmp_path / "cache", files=str(path), columns=columns, dim=4, batch_size=4, dropout=0.0
+  )
+  config.history.model, config.split.by = "din", "order"
+  loaded = data.load(config)
+  model = build_model(config, loaded)
+  batch = next(iter(data.eval_batches(loaded, "train", 4)))
+  logits = model(batch)
+  model.histories.models["before"].out.bias[...] += 1.0  # weighs each position by 1 more
+  moved = np.abs(model(batch) - logits) > 0
+  assert moved.tolist() == [True, False, True, True]  # the second row has no positions
 
 
 @pytest.mark.parametrize(
@@ -161,6 +181,8 @@ def test_no_later_row_changes_an_earlier_history(tmp_path):
 
 # --- models ---------------------------------------------------------------------------------------
 
+ATTENDING = histories.MODELS[1:]
+
 
 def test_din_by_hand():
   din = histories.DIN(2, (), rngs=nnx.Rngs(0))  # without an MLP the weight is linear
@@ -172,17 +194,21 @@ def test_din_by_hand():
   np.testing.assert_allclose(din(keys, query, mask), [[6.0, 3.0]])
 
 
-MODELS = {
-  "din": lambda: histories.DIN(4, (8,), rngs=nnx.Rngs(0)),
-  "transformer": lambda: histories.Transformer(
-    4, 5, blocks=2, heads=2, dropout=0.0, rngs=nnx.Rngs(0)
-  ),
-}
+def encoder(name):
+  about = ConfigDict({"history": {"model": name, "hidden": (8,), "blocks": 2, "heads": 2}})
+  about.dropout = 0.0
+  features = (Feature("item", 9), Feature("seen", 9, valency=5, table="item", history="seen"))
+  made = histories.make(
+    about, features, dict.fromkeys(("item", "seen"), 4), jnp.float32, nnx.Rngs(0)
+  )
+  return made.models["seen"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+  "name", [pytest.param(m, marks=[] if m == "din" else pytest.mark.full) for m in ATTENDING]
+)
 def test_masks_places_and_the_candidate(name):
-  model, draw = MODELS[name](), np.random.default_rng(0)
+  model, draw = encoder(name), np.random.default_rng(0)
   keys, query = draw.normal(size=(3, 5, 4)), draw.normal(size=(3, 4))
   lengths = np.array([5, 3, 0])
   mask = np.arange(5) < lengths[:, None]
@@ -281,7 +307,7 @@ def with_lists(rows):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", ["pooled", "din", "transformer"])
+@pytest.mark.parametrize("model", histories.MODELS)
 def test_an_export_answers_as_the_run_by_lists_and_by_the_log(model, run):
   training, folder, rows = run(model)
   expected, served = own_probabilities(training), serving.load(folder)
