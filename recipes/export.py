@@ -171,7 +171,11 @@ def _about(run: runs.Opened, reading: dict[str, Any], ann: bool) -> dict[str, An
   versions, columns = runs.versions(), reading["columns"]
   extras = "serving,ann" if ann else "serving"  # of pyproject.toml
   names = ("sparse-embed", "jax", "numpy", "python")
-  header = [kind.get("column") or name for name, kind in columns.items()]
+  header = [
+    kind.get("column") or name
+    for name, kind in columns.items()
+    if kind.get("kind") != "cross" and not kind.get("of")
+  ]
   return {
     "format": folder_lib.FORMAT,
     "recipe": run.recipe,
@@ -180,7 +184,7 @@ def _about(run: runs.Opened, reading: dict[str, Any], ann: bool) -> dict[str, An
     "install": f"pip install '{_WHEEL.format(versions['sparse-embed'])}[{extras}]'",
     "columns": columns,
     "num_columns": len(columns),
-    "header": [name for name in header if columns.get(name, {}).get("kind") != "cross"],
+    "header": header,
     "text": reading["format"],
     "exclude_seen": run.config.get("exclude_seen", True),
     "ann": ann,
@@ -199,6 +203,15 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
     else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of "
     "the user, as training rows do, or have a `history`: raw ids of items, separated by `|`"
   )
+  lists = ", ".join(f"`{markdown(name)}`" for name in about.get("lists", ()))
+  histories = (
+    f"""
+Histories are lists in the rows, in the order of time: {lists}. With `--log=log.csv`
+(`model.remember(rows)`), they are taken of a log instead, and a row needs its time.
+"""
+    if lists
+    else ""
+  )
   return f"""# A model of {markdown(workdir.name)}: {about["recipe"]}, step {about["step"]}
 
     {about["install"]}
@@ -211,7 +224,7 @@ adds {adds}. The wheel comes from a checkout: `pip wheel --no-deps CHECKOUT`. Th
     {call}
 
 `help({package}.serving)` says what is done with unknown and missing values.
-
+{histories}
 An export contains a program: predict only with exports of people whose programs you would run.
 """
 
@@ -233,7 +246,8 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   configs = feature_configs(features, dim=1)
   inputs = data_lib.split_features(row, features=features, configs=configs)
   del inputs["label"]
-  return _Parts(model, train.logits, inputs, {})
+  lists = [p.name for h in encoder.histories for p in h.parts if p.by != "table"]
+  return _Parts(model, train.logits, inputs, {"lists": lists})
 
 
 def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:

@@ -17,6 +17,12 @@ DEFAULTS: dict[str, Any] = {
     "deep": (256, 128),  # widths of the deep network
     "structure": "parallel",  # or "stacked": the deep network after the cross layers
   },
+  "history": {
+    "model": "pooled",  # or "din", "transformer", "hstu": what is made of a sequence's positions
+    "hidden": (80, 40),  # din: widths of the MLP that weighs a position
+    "blocks": 1,  # transformer, hstu
+    "heads": 2,  # transformer, hstu
+  },
   "dropout": 0.2,  # rate in the MLP before the logit
   "table": {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"

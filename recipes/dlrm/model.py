@@ -20,6 +20,7 @@ import embed
 from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
+from . import histories as histories_lib
 from .data import ClickData
 
 Batch = Mapping[str, jax.Array]
@@ -36,12 +37,14 @@ class Ranker(nnx.Module):
     inputs: of what the tables return, and K numbers.
     head: `[B, H]` to `[B, O]`.
     dtype: of the computation; logits are float32.
+    histories: makes vectors of the positions of histories; None where they are pooled.
   """
 
   embed: embed.SparseEmbed
   inputs: layers.Inputs
   head: Any
   dtype: Any
+  histories: histories_lib.Histories | None = None
 
   def __call__(self, batch: Batch) -> jax.Array:
     """Returns logits `[B]`, or of several outputs `[B, O]`.
@@ -49,7 +52,10 @@ class Ranker(nnx.Module):
     Args:
       batch: has `features` and `dense` `[B, K]`.
     """
-    outputs = self.outputs(*self.inputs(self.embed(batch["features"]), batch["dense"]))
+    activations = self.embed(batch["features"])
+    if self.histories is not None:
+      activations = self.histories(activations, batch["features"])
+    outputs = self.outputs(*self.inputs(activations, batch["dense"]))
     return outputs[:, 0] if outputs.shape[1] == 1 else outputs
 
   def outputs(self, activations: Activations, dense: jax.Array) -> jax.Array:
@@ -159,12 +165,10 @@ class DCNV2(Ranker):
     if structure not in ("parallel", "stacked"):
       raise UserError(f"unknown structure {structure!r}: choose parallel or stacked")
     self.embed, self.inputs, self.dtype = tables, inputs, dtype
-    num_dense = inputs.num_dense
     of_dtype = {"dtype": dtype, "rngs": rngs}
-    self.bottom = layers.MLP(num_dense, bottom, **of_dtype) if bottom else None
+    self.bottom = layers.MLP(inputs.num_dense, bottom, **of_dtype) if bottom else None
     self.names = tuple(inputs.widths)
-    width = sum(inputs.widths.values())
-    width += bottom[-1] if bottom else num_dense
+    width = sum(inputs.widths.values()) + (bottom[-1] if bottom else inputs.num_dense)
     self.cross = layers.Cross(width, cross_layers, rank=rank or None, **of_dtype)
     self.deep = layers.MLP(width, deep, dropout=dropout, **of_dtype)
     self.structure = structure
@@ -198,6 +202,7 @@ def build_model(
     initializer=initializer,
     optimizer=lambda name: build.table_optimizer(config, name),
     dtype=build.dtype(config, "table_dtype"),
+    positions=histories_lib.attends(config, data.features),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
   of_dtype: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
@@ -216,7 +221,11 @@ def build_model(
     **of_dtype,
   }
   if config.model == "dlrm":
-    return DLRM(**common, dim=config.dim, **config.dlrm)
-  if config.model == "dcnv2":
-    return DCNV2(**common, **config.dcnv2)
-  raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+    model: Ranker = DLRM(**common, dim=config.dim, **config.dlrm)
+  elif config.model == "dcnv2":
+    model = DCNV2(**common, **config.dcnv2)
+  else:
+    raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+  widths = {name: feature.table.dim for name, feature in features.items()}
+  model.histories = histories_lib.make(config, data.features, widths, **of_dtype)
+  return model

@@ -26,6 +26,7 @@ from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
 from ..training import build, train_step
 from . import data as data_lib
+from . import histories
 from .model import build_model
 
 
@@ -138,6 +139,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   settings.check(config)
+  histories.check(config)
   train_step.check(config, mesh)
   units = train_step.units(config, mesh)
   hosts.check_batch_sizes(

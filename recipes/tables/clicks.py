@@ -39,6 +39,8 @@ class OneMachine:
   def read(self) -> tuple[Store, list[str]]:
     """Copies all rows, and writes their splits; returns them, and what was left out in lines."""
     copy_rows(self._table, self._reader, self._store, self._folder, self.log)
+    if self.log is not None:
+      self.log.has_dates = bool(self._reader.account.has_dates)
     return self._store, self._reader.notes
 
   def write(self, encoder: Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:

@@ -487,7 +487,7 @@ class Encoder:
       "label": lambda part: values[part.name],
     }
     ids = [ids_of[part.by](part) for part in history.parts if part.by != "time"]
-    return Log.joined([each.reshape(len(each), -1) for each in ids], times, history.width)
+    return Log.joined([x if x.ndim == 2 else x[:, None] for x in ids], times, history.width)
 
   def _of_table(self, history: History, values: Values) -> Mapping[str, np.ndarray]:
     side = self.sides[history.parts[0].of]

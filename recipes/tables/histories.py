@@ -55,6 +55,7 @@ class History:
     where: a label that is 1 in its rows; "" is any row.
     combiner: of vectors that are pooled.
     separator: between two positions of a text.
+    has_dates: whether times are dates, not numbers.
   """
 
   name: str
@@ -63,11 +64,18 @@ class History:
   where: str = ""
   combiner: str = "mean"
   separator: str = "|"
+  has_dates: bool = False
 
   @classmethod
   def loaded(cls, about: Mapping[str, Any]) -> "History":
     """Returns what `dataclasses.asdict` has made a dict of."""
     return cls(**{**about, "parts": tuple(Part(**part) for part in about["parts"])})
+
+  @property
+  def labels(self) -> tuple[str, ...]:
+    """The labels that it is of."""
+    labels = [part.of for part in self.parts if part.by == "label"]
+    return (*filter(None, [self.where]), *labels)
 
   @property
   def has_ages(self) -> bool:
@@ -101,8 +109,6 @@ def declared(table: Table) -> list[History]:
     if not (isinstance(kind, spec.Ordered) and kind.of):
       continue
     place = f"config.columns[{name!r}]"
-    if table.engine != "duckdb":
-      raise UserError(f"{place} is built of the log, for which config.engine must be 'duckdb'")
     table.require(spec.User, f"whose earlier rows {name!r} holds")
     table.require(spec.Time, f"which says what rows {name!r} holds")
     if kind.where and not isinstance(kinds.get(kind.where), spec.Label):
@@ -258,9 +264,14 @@ _PREFIX = "history_"  # of the columns that batches do not have
 
 
 class Rows:
-  """Users, times, splits and labels of all rows of a table, while it is prepared."""
+  """Users, times, splits and labels of all rows of a table, while it is prepared.
+
+  Attributes:
+    has_dates: whether the times are dates, not numbers; known when all rows are added.
+  """
 
   def __init__(self, table: Table):
+    self.has_dates = False
     self._user, self._time = str(table.name_of(spec.User)), str(table.name_of(spec.Time))
     self._users: list[pa.DictionaryArray] = []
     self._numbers: dict[str, Any] = {"time": [], "split": [], "label": []}
@@ -297,7 +308,7 @@ class Rows:
         f"history {history.name!r}: {lengths.mean():.1f} earlier rows in a training row, at "
         f"most {longest:,}{used if longest > width else ''}"
       )
-      made.append(dataclasses.replace(history, width=width))
+      made.append(dataclasses.replace(history, width=width, has_dates=self.has_dates))
       self._made.append((order, spans))
     return made, notes
 
@@ -367,7 +378,7 @@ class Columns(arrays.Columns):
     return (name for name in self._names if not name.startswith(_PREFIX))
 
   def __len__(self) -> int:
-    return len([*self])
+    return sum(1 for _ in self)
 
   def __getitem__(self, name: str) -> Any:
     column = super().__getitem__

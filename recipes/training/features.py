@@ -85,6 +85,7 @@ def feature_configs(
   optimizer: Callable[[str], Any] | None = None,
   dtype: Any = np.float32,
   prefix: str = "",
+  positions: bool = False,
 ) -> dict[str, embed.FeatureConfig]:
   """Returns the configs of features by name; features of one table share its `TableConfig`.
 
@@ -94,6 +95,7 @@ def feature_configs(
     initializer, dtype: of the tables.
     optimizer: returns a sparse optimizer by name, for tables that have one of their own.
     prefix: of the names of tables.
+    positions: whether sequences have a vector for each of their ids, in place of one for all.
 
   >>> city, home = Feature("city", 10), Feature("home", 10, table="city")
   >>> configs = feature_configs([city, home], 8)
@@ -106,7 +108,7 @@ def feature_configs(
     name = f"{prefix}{feature.table or feature.name}"
     if name not in tables:
       # A single id adopts the combiner of the bags that share its table.
-      shared = [f for f in features if f.table and f.table == feature.table]
+      shared = [f for f in features if (f.table or f.name) == (feature.table or feature.name)]
       bags = [f.combiner for f in shared if f.valency > 1]
       own = optimizer(feature.optimizer) if optimizer and feature.optimizer else None
       size: Any = feature.vocabulary_size
@@ -122,5 +124,8 @@ def feature_configs(
         name=name,
         dtype=dtype,
       )
-    configs[feature.name] = embed.FeatureConfig(tables[name])
+    is_sequence = positions and feature.history and feature.valency > 1
+    configs[feature.name] = embed.FeatureConfig(
+      tables[name], max_sequence_length=feature.valency if is_sequence else 0
+    )
   return configs
