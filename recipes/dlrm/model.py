@@ -16,7 +16,9 @@ import embed
 from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
+from . import listens
 from .data import ClickData
+from .hstu import HSTURanker
 
 Batch = Mapping[str, jax.Array]
 
@@ -155,15 +157,23 @@ def build_model(
     dtype=build.dtype(config, "table_dtype"),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
+  if (config.model == "hstu") != ("tokens" in data.columns):
+    raise UserError(
+      f"model is {config.model!r} and dataset {config.dataset!r}: write model='hstu' for the "
+      "sequences of 'listens', and another model for other data"
+    )
   common: Any = {
     "tables": build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
-    "num_dense": data.num_dense,
     "dropout": config.dropout,
     "dtype": build.dtype(config, "dtype"),
     "rngs": rngs,
   }
+  if config.model == "hstu":
+    of_log = {"tokens": listens.TOKENS, "contexts": listens.CONTEXTS, "actions": listens.ACTIONS}
+    return HSTURanker(**common, **of_log, dim=config.dim, **config.hstu)
+  common["num_dense"] = data.num_dense
   if config.model == "dlrm":
     return DLRM(**common, dim=config.dim, **config.dlrm)
   if config.model == "dcnv2":
     return DCNV2(**common, **config.dcnv2)
-  raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+  raise UserError(f"unknown model {config.model!r}: choose dlrm, dcnv2 or hstu")
