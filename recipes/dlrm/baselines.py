@@ -45,7 +45,7 @@ def _rate(data: ClickData, start: int, stop: int) -> float:
   for first in range(start, stop, _ROWS):
     part = slice(first, min(first + _ROWS, stop))
     weights = _weights(data, part).astype(np.float64)
-    clicks, total = clicks + weights @ data.columns["label"][part], total + weights.sum()
+    clicks, total = clicks + np.vdot(weights, data.columns["label"][part]), total + weights.sum()
   return clicks / total
 
 

@@ -22,7 +22,9 @@ from ..datasets import DataSet, Prepared, Registry
 from ..tables import clicks, histories, spark
 from ..tables import settings as table_settings
 from ..training.features import Feature, cut_ids, feature_configs
-from . import criteo1tb, published, synthetic
+from . import criteo1tb, listens, published, synthetic
+
+_FILL = {"ids": -1, "tokens": -1, "contexts": -1}  # of columns; others get 0
 
 
 def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -46,6 +48,7 @@ DATA_SETS = Registry(
     "criteo_1tb": DataSet(
       criteo1tb.settings, criteo1tb.build, view=criteo1tb.view, describe=criteo1tb.describe
     ),
+    "listens": DataSet(listens.settings, listens.build, describe=listens.describe),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": _table(table_settings.settings),
   }
@@ -87,7 +90,7 @@ class ClickData:
 
   @property
   def num_dense(self) -> int:
-    return self.columns["dense"].shape[1]
+    return self.columns["dense"].shape[1] if "dense" in self.columns else 0
 
   @property
   def statistics(self) -> dict[str, float]:
@@ -96,7 +99,9 @@ class ClickData:
     The rate is of the first 100 million rows.
     """
     start, stop = self.splits["train"]
-    clicks = self.columns["label"][start : min(stop, start + 100_000_000)]
+    rows = slice(start, min(stop, start + 100_000_000))
+    clicks, weights = self.columns["label"][rows], self.columns.get("weight")
+    weights = None if weights is None else weights[rows]
     return {
       **{
         f"{words} rows": len(range(*self.splits[name]))
@@ -105,7 +110,7 @@ class ClickData:
       "numbers": self.num_dense,
       "categories": len(self.features),
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
-      "label rate": float(np.mean(clicks)),
+      "label rate": float(np.average(clicks, weights=weights)),
     }
 
 
@@ -140,19 +145,20 @@ def _click_data(prepared: Prepared) -> ClickData:
 def batch_shapes(data: ClickData, config) -> dict[str, Any]:
   """Returns a global training batch as `jax.ShapeDtypeStruct`s."""
   row = {
-    name: np.full((1, *column.shape[1:]), -1 if name == "ids" else 0, column.dtype)
+    name: np.full((1, *column.shape[1:]), _FILL.get(name, 0), column.dtype)
     for name, column in data.columns.items()
   }
   return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((config.batch_size, *x.shape[1:]), x.dtype),
+    lambda x: jax.ShapeDtypeStruct((config.batch_size * len(x), *x.shape[1:]), x.dtype),
     _transform(data)(row),
   )
 
 
 def train_batches(data: ClickData, config) -> grain.IterDataset:
-  """Returns `config.steps` shuffled batches: `label` `[B]`, `dense` `[B, K]`, `features`.
+  """Returns `config.steps` batches: `label` `[B]`, `dense` `[B, K]`, `features`.
 
-  B is this process's part of `config.batch_size`.
+  Those of `listens` are as `listens.inputs` returns them. Rows are shuffled, or with
+  `config.shuffle=False` in order. B is this process's part of `config.batch_size`.
   """
   source = pipeline.ShuffledBatches(
     data.columns,
@@ -162,6 +168,7 @@ def train_batches(data: ClickData, config) -> grain.IterDataset:
     num_batches=config.steps,
     shard=hosts.shard(),
     apart=isinstance(data.columns, spark.Shards),
+    shuffle=config.shuffle,
   )
   return pipeline.batches(source, _transform(data), num_workers=config.num_workers)
 
@@ -177,7 +184,7 @@ def eval_batches(
     data.columns,
     data.splits[split],
     batch_size=batch_size,
-    fill={"ids": -1},
+    fill=_FILL,
     shard=hosts.shard(),
     apart=isinstance(data.columns, spark.Shards),
   )
@@ -186,9 +193,10 @@ def eval_batches(
 
 def _transform(data: ClickData):
   # Validation reads names and sizes only, so the widths of the tables do not matter here.
-  return functools.partial(
-    split_features, features=data.features, configs=feature_configs(data.features, dim=1)
-  )
+  configs = feature_configs(data.features, dim=1)
+  if "tokens" in data.columns:
+    return functools.partial(listens.inputs, configs=configs)
+  return functools.partial(split_features, features=data.features, configs=configs)
 
 
 def split_features(

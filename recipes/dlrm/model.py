@@ -21,7 +21,9 @@ from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
 from . import histories as histories_lib
+from . import listens
 from .data import ClickData
+from .hstu import HSTURanker
 
 Batch = Mapping[str, jax.Array]
 Activations = Mapping[str, jax.Array]  # by feature, `[B, width of its table]`
@@ -205,8 +207,18 @@ def build_model(
     positions=histories_lib.attends(config, data.features),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
+  if (config.model == "hstu") != ("tokens" in data.columns):
+    raise UserError(
+      f"model is {config.model!r} and dataset {config.dataset!r}: write model='hstu' for the "
+      "sequences of 'listens', and another model for other data"
+    )
   of_dtype: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
   tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
+  if config.model == "hstu":
+    of_log = {"tokens": listens.TOKENS, "contexts": listens.CONTEXTS, "actions": listens.ACTIONS}
+    return HSTURanker(
+      tables, **of_log, dim=config.dim, dropout=config.dropout, **config.hstu, **of_dtype
+    )
   common: Any = {
     "tables": tables,
     "inputs": layers.Inputs(
@@ -225,7 +237,7 @@ def build_model(
   elif config.model == "dcnv2":
     model = DCNV2(**common, **config.dcnv2)
   else:
-    raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+    raise UserError(f"unknown model {config.model!r}: choose dlrm, dcnv2 or hstu")
   widths = {name: feature.table.dim for name, feature in features.items()}
   model.histories = histories_lib.make(config, data.features, widths, **of_dtype)
   return model

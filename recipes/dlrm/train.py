@@ -172,7 +172,8 @@ def dense_optimizer(config) -> optax.GradientTransformation:
   (mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py).
   """
   if config.dense_optimizer == "adamw":
-    return build.dense_optimizer(config)
+    rate, (b1, b2) = build.schedule(config, config.learning_rate), config.adam_betas
+    return optax.adamw(rate, b1, b2, weight_decay=config.weight_decay)
   if config.dense_optimizer == "adagrad":
     rate = build.schedule(config, config.learning_rate)
     # torch adds its epsilon to the root, optax under it.
