@@ -1,7 +1,8 @@
 """Click data sets in one form: a label, dense features and categorical ids per row.
 
 `load` prepares a data set once (see `recipes.datasets`); `train_batches` and `eval_batches` are
-Grain pipelines over it. The columns are `label` uint8 `[N]`, `dense` float32 `[N, K]` and `ids`
+Grain pipelines over it. The columns are `label` uint8 `[N]` (of several labels, or one that is no
+click, float32 `[N, labels]`: see `tasks`), `dense` float32 `[N, K]` and `ids`
 int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
 """
 
@@ -19,10 +20,10 @@ import embed
 
 from .. import arrays, hosts, pipeline
 from ..datasets import DataSet, Prepared, Registry
-from ..tables import clicks, histories, spark
+from ..tables import clicks, histories, spark, spec
 from ..tables import settings as table_settings
 from ..training.features import Feature, cut_ids, feature_configs
-from . import criteo1tb, listens, published, synthetic
+from . import criteo1tb, listens, published, synthetic, tasks
 
 _FILL = {"ids": -1, "tokens": -1, "contexts": -1}  # of columns; others get 0
 
@@ -72,6 +73,7 @@ class ClickData:
     serve: the folder of what serving needs besides the model; None where there is none.
     dense_names: of the columns of `dense`, where they are known.
     vectors: by name, the first and past the last column of `dense` of vectors that are projected.
+    labels: what is predicted, by name, in the order of the columns of `label`.
   """
 
   columns: Mapping[str, Any]
@@ -82,6 +84,7 @@ class ClickData:
   serve: Path | None = None
   dense_names: tuple[str, ...] = ()
   vectors: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+  labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
 
   @property
   def num_examples(self) -> int:
@@ -100,8 +103,14 @@ class ClickData:
     """
     start, stop = self.splits["train"]
     rows = slice(start, min(stop, start + 100_000_000))
-    clicks, weights = self.columns["label"][rows], self.columns.get("weight")
-    weights = None if weights is None else weights[rows]
+    labels, weights = self.columns["label"][rows], self.columns.get("weight")
+    if tasks.is_one_click(self.labels):
+      weights = None if weights is None else weights[rows]
+      rates = {"label rate": float(np.average(labels, weights=weights))}
+    else:
+      clicks = [label.loss == "binary" for label in self.labels.values()]
+      columns = zip(self.labels, clicks, labels.T, strict=True)
+      rates = {f"{name} rate": float(np.nanmean(x)) for name, is_click, x in columns if is_click}
     return {
       **{
         f"{words} rows": len(range(*self.splits[name]))
@@ -110,7 +119,7 @@ class ClickData:
       "numbers": self.num_dense,
       "categories": len(self.features),
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
-      "label rate": float(np.average(clicks, weights=weights)),
+      **rates,
     }
 
 
@@ -139,6 +148,7 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.serve,
     tuple(prepared.meta.get("dense", ())),
     {name: (start, stop) for name, (start, stop) in prepared.meta.get("vectors", {}).items()},
+    spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
   )
 
 
@@ -155,7 +165,7 @@ def batch_shapes(data: ClickData, config) -> dict[str, Any]:
 
 
 def train_batches(data: ClickData, config) -> grain.IterDataset:
-  """Returns `config.steps` batches: `label` `[B]`, `dense` `[B, K]`, `features`.
+  """Returns `config.steps` batches: `label`, `dense` `[B, K]`, `features`.
 
   Those of `listens` are as `listens.inputs` returns them. Rows are shuffled, or with
   `config.shuffle=False` in order. B is this process's part of `config.batch_size`.

@@ -99,7 +99,7 @@ class Lists:
       found, wrong = as_times(texts, clocks, column)
     else:
       kind: Any = self._kinds[part.of]
-      found = label_of(same_value(texts), kind)
+      found = _outcomes(same_value(texts), kind)
       bad = (found < 0) & texts.is_valid().to_numpy(zero_copy_only=False)
       text = lambda i: shown(texts[i].as_py())
       wrong = [Problem(bad, f"is no value of the label {part.of!r}", text)]
@@ -121,12 +121,17 @@ def _of_rows(problem: Problem, row: np.ndarray, count: int) -> Problem:
 _DROPPED = -2  # in place of a label, of rows that training leaves out
 
 
+def _outcomes(texts: pa.Array, kind: Any) -> np.ndarray:
+  """Returns whether texts are clicks, int64 `[N]`; -1 where they say nothing."""
+  return np.nan_to_num(label_of(texts, kind), nan=-1).astype(np.int64)
+
+
 def _label(values: Any, kind: Any) -> np.ndarray:
   """Returns labels, int `[N]`; -1 where one is missing."""
   if isinstance(values, np.ndarray):
     return values.astype(np.int64)
   encoded = same_value(values)
-  found = label_of(encoded.dictionary, kind)
+  found = _outcomes(encoded.dictionary, kind)
   found[pc.is_in(encoded.dictionary, pa.array(kind.drop, pa.string())).to_numpy(False)] = _DROPPED
   return np.append(found, -1)[indices_of(encoded)]
 
