@@ -87,8 +87,11 @@ def _clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str,
   scores: list[np.ndarray] = []
   labels: list[np.ndarray] = []
   weights: list[np.ndarray] = []
-  weight_name = table.name_of(spec.Weight)
-  for rows in RowReader(table, ""):
+  weight_name, reader = table.name_of(spec.Weight), RowReader(table, "")
+  if any(map(spec.is_history, table.kinds.values())):
+    for rows in reader:
+      model.memory.add(rows.chunk.columns)
+  for rows in reader:
     assert rows.label is not None  # dlrm has asked for one
     values, count = rows.chunk.columns, len(rows.chunk.rows)
     scores.append(model.answers(values, np.zeros(count, bool)).scores)

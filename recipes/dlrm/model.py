@@ -21,8 +21,10 @@ import embed
 from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
-from . import tasks
+from . import histories as histories_lib
+from . import listens, tasks
 from .data import ClickData
+from .hstu import HSTURanker
 
 Batch = Mapping[str, jax.Array]
 Activations = Mapping[str, jax.Array]  # by feature, `[B, width of its table]`
@@ -35,13 +37,17 @@ class Ranker(nnx.Module):
 
   Attributes:
     embed: the tables.
+    inputs: of what the tables return, and K numbers.
     head: `[B, H]` to `[B, O]`.
     dtype: of the computation; logits are float32.
+    histories: makes vectors of the positions of histories; None where they are pooled.
   """
 
   embed: embed.SparseEmbed
+  inputs: layers.Inputs
   head: Any
   dtype: Any
+  histories: histories_lib.Histories | None = None
 
   def __call__(self, batch: Batch) -> jax.Array:
     """Returns logits `[B]`, or of several outputs `[B, O]`.
@@ -50,7 +56,9 @@ class Ranker(nnx.Module):
       batch: has `features` and `dense` `[B, K]`.
     """
     activations = self.embed(batch["features"])
-    outputs = self.outputs(activations, batch["dense"])
+    if self.histories is not None:
+      activations = self.histories(activations, batch["features"])
+    outputs = self.outputs(*self.inputs(activations, batch["dense"]))
     return outputs[:, 0] if outputs.shape[1] == 1 else outputs
 
   def outputs(self, activations: Activations, dense: jax.Array) -> jax.Array:
@@ -69,7 +77,7 @@ class DLRM(Ranker):
 
   Args:
     tables: of single ids and bags; those that are not of width `dim` are projected to it.
-    num_dense: K.
+    inputs: of what the tables return, and K numbers.
     dim: D.
     bottom: widths of the bottom MLP before its last layer, which has width D.
     top: widths of the top MLP before the logit.
@@ -83,7 +91,7 @@ class DLRM(Ranker):
   def __init__(
     self,
     tables: embed.SparseEmbed,
-    num_dense: int,
+    inputs: layers.Inputs,
     dim: int,
     *,
     bottom: Sequence[int],
@@ -94,13 +102,13 @@ class DLRM(Ranker):
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.embed, self.dtype, features = tables, dtype, tables.spec.features
+    self.embed, self.inputs, self.dtype = tables, inputs, dtype
+    num_dense, widths = inputs.num_dense, inputs.widths
     mlp = functools.partial(layers.MLP, dtype=dtype, rngs=rngs)
     self.bottom = mlp(num_dense, [*bottom, dim]) if num_dense else None
-    self.names, self.concat_tables = tuple(features), concat_tables
-    widths = {name: feature.table.dim for name, feature in features.items()}
+    self.names, self.concat_tables = tuple(widths), concat_tables
     self.projections = _projections(widths, dim, dtype, rngs)
-    vectors = len(features) + (num_dense > 0)
+    vectors = len(widths) + (num_dense > 0)
     seen = vectors if concat_tables else int(num_dense > 0)
     width = seen * dim + vectors * (vectors - 1) // 2
     self.top = mlp(width, top, dropout=dropout)
@@ -131,7 +139,7 @@ class DCNV2(Ranker):
   """Wang et al. 2021: a cross network and a deep network, side by side or one after the other.
 
   Args:
-    tables, num_dense, head, dtype: as for `DLRM`; tables are of any width.
+    tables, inputs, head, dtype: as for `DLRM`; tables are of any width.
     cross_layers: number of cross layers.
     rank: of the cross layers' matrices; 0 for full matrices.
     deep: widths of the deep network.
@@ -145,7 +153,7 @@ class DCNV2(Ranker):
   def __init__(
     self,
     tables: embed.SparseEmbed,
-    num_dense: int,
+    inputs: layers.Inputs,
     *,
     cross_layers: int,
     rank: int,
@@ -159,12 +167,11 @@ class DCNV2(Ranker):
   ):
     if structure not in ("parallel", "stacked"):
       raise UserError(f"unknown structure {structure!r}: choose parallel or stacked")
-    self.embed, self.dtype, features = tables, dtype, tables.spec.features
+    self.embed, self.inputs, self.dtype = tables, inputs, dtype
     of_dtype = {"dtype": dtype, "rngs": rngs}
-    self.bottom = layers.MLP(num_dense, bottom, **of_dtype) if bottom else None
-    self.names = tuple(features)
-    width = sum(feature.table.dim for feature in features.values())
-    width += bottom[-1] if bottom else num_dense
+    self.bottom = layers.MLP(inputs.num_dense, bottom, **of_dtype) if bottom else None
+    self.names = tuple(inputs.widths)
+    width = sum(inputs.widths.values()) + (bottom[-1] if bottom else inputs.num_dense)
     self.cross = layers.Cross(width, cross_layers, rank=rank or None, **of_dtype)
     self.deep = layers.MLP(width, deep, dropout=dropout, **of_dtype)
     self.structure = structure
@@ -193,7 +200,7 @@ class WideDeep(Ranker):
   (He and Chua 2017, "Neural Factorization Machines", equation 4).
 
   Args:
-    tables, num_dense, dropout, head, dtype: as for `DLRM`.
+    tables, inputs, dropout, head, dtype: as for `DLRM`.
     deep: widths of the MLP.
     pairs: the width D to which vectors are projected where theirs is another one; 0 for no pairs.
     num_outputs: O.
@@ -202,7 +209,7 @@ class WideDeep(Ranker):
   def __init__(
     self,
     tables: embed.SparseEmbed,
-    num_dense: int,
+    inputs: layers.Inputs,
     *,
     deep: Sequence[int],
     pairs: int,
@@ -212,9 +219,9 @@ class WideDeep(Ranker):
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.embed, self.dtype, features = tables, dtype, tables.spec.features
-    self.names, self.num_outputs = tuple(features), num_outputs
-    widths = {name: feature.table.dim - num_outputs for name, feature in features.items()}
+    self.embed, self.inputs, self.dtype, num_dense = tables, inputs, dtype, inputs.num_dense
+    self.names, self.num_outputs = tuple(inputs.widths), num_outputs
+    widths = {name: width - num_outputs for name, width in inputs.widths.items()}
     width = sum(widths.values()) + num_dense
     self.deep = layers.MLP(width, deep, dropout=dropout, dtype=dtype, rngs=rngs)
     linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
@@ -247,7 +254,7 @@ class WideDeep(Ranker):
     return {name: activations[name][:, : -self.num_outputs] for name in self.names}
 
 
-MODELS = ("dlrm", "dcnv2", "wide_deep", "deepfm")
+MODELS = ("dlrm", "dcnv2", "wide_deep", "deepfm", "hstu")
 
 
 def build_model(
@@ -270,20 +277,44 @@ def build_model(
     initializer=build.table_initializer(config),
     optimizer=lambda name: build.table_optimizer(config, name),
     dtype=build.dtype(config, "table_dtype"),
+    positions=histories_lib.attends(config, data.features),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
-  dtype: Any = build.dtype(config, "dtype")
+  if (config.model == "hstu") != ("tokens" in data.columns):
+    raise UserError(
+      f"model is {config.model!r} and dataset {config.dataset!r}: write model='hstu' for the "
+      "sequences of 'listens', and another model for other data"
+    )
+  of_dtype: Any = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
+  tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
+  if config.model == "hstu":
+    of_log = {"tokens": listens.TOKENS, "contexts": listens.CONTEXTS, "actions": listens.ACTIONS}
+    return HSTURanker(
+      tables, **of_log, dim=config.dim, dropout=config.dropout, **config.hstu, **of_dtype
+    )
   common: Any = {
-    "tables": build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
-    "num_dense": data.num_dense,
+    "tables": tables,
+    "inputs": layers.Inputs(
+      tables,
+      data.num_dense,
+      dim=config.dim + more,
+      vectors=data.vectors,
+      onto={feature.name: feature.onto for feature in data.features if feature.onto},
+      **of_dtype,
+    ),
     "dropout": config.dropout,
-    "head": tasks.head(data.labels, **config.tasks, dropout=config.dropout, dtype=dtype),
-    "dtype": dtype,
-    "rngs": rngs,
+    "head": tasks.head(
+      data.labels, **config.tasks, dropout=config.dropout, dtype=of_dtype["dtype"]
+    ),
+    **of_dtype,
   }
   if config.model == "dlrm":
-    return DLRM(**common, dim=config.dim, **config.dlrm)
-  if config.model == "dcnv2":
-    return DCNV2(**common, **config.dcnv2)
-  pairs = config.dim if config.model == "deepfm" else 0
-  return WideDeep(**common, **config.wide_deep, pairs=pairs, num_outputs=num_outputs)
+    model: Ranker = DLRM(**common, dim=config.dim, **config.dlrm)
+  elif config.model == "dcnv2":
+    model = DCNV2(**common, **config.dcnv2)
+  else:
+    pairs = config.dim if config.model == "deepfm" else 0
+    model = WideDeep(**common, **config.wide_deep, pairs=pairs, num_outputs=num_outputs)
+  widths = {name: feature.table.dim for name, feature in features.items()}
+  model.histories = histories_lib.make(config, data.features, widths, **of_dtype)
+  return model

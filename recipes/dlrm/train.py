@@ -28,7 +28,7 @@ from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
 from ..training import build, train_step
 from . import data as data_lib
-from . import tasks
+from . import histories, tasks
 from .model import build_model
 
 
@@ -72,7 +72,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
       run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
       if run.evaluates:
         run.score(evaluate(model, "valid"))
-    return run.finish(evaluate(run.best(), "test"))
+    return run.finish(evaluate(run.best(), "test") if config.test else {})
 
 
 def loss_fn(model, batch) -> Any:
@@ -129,7 +129,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    view = nnx.view(model, deterministic=True)
+    view = train_step.evaluated(model)
     metrics: Any = BinnedClickMetrics(mesh, weighted="weight" in data.columns)
     if not tasks.is_one_click(data.labels):
       metrics = tasks.Metrics(data.labels, mesh)
@@ -149,6 +149,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   settings.check(config)
+  histories.check(config)
   train_step.check(config, mesh)
   units = train_step.units(config, mesh)
   hosts.check_batch_sizes(
@@ -171,6 +172,7 @@ def make_state(
   with from_settings():
     inputs = lambda: data_lib.batch_shapes(data, config)["features"]
     model = build_model(config, data, mesh, inputs)
+    train_step.keep_averages(model, config.ema)
     return model, embed.Optimizer(model, dense_optimizer(config))
 
 
@@ -181,7 +183,8 @@ def dense_optimizer(config) -> optax.GradientTransformation:
   (mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py).
   """
   if config.dense_optimizer == "adamw":
-    return build.dense_optimizer(config)
+    rate, (b1, b2) = build.schedule(config, config.learning_rate), config.adam_betas
+    return optax.adamw(rate, b1, b2, weight_decay=config.weight_decay)
   if config.dense_optimizer == "adagrad":
     rate = build.schedule(config, config.learning_rate)
     # torch adds its epsilon to the root, optax under it.

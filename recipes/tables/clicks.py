@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from .. import arrays, files
 from ..errors import UserError
-from . import entities, spec
+from . import entities, histories, spec
 from .encoding import Encoder
 from .fitting import fit
 from .rows import RowReader, split_file
@@ -34,10 +34,13 @@ class OneMachine:
   def __init__(self, table: Table, by: str, folder: Path, stage: Stage):
     self._table, self._folder, self._stage = table, folder, stage
     self._reader, self._store = RowReader(table, by, stage=stage), store_of(table, stage)
+    self.log = histories.Rows(table) if histories.declared(table) else None
 
   def read(self) -> tuple[Store, list[str]]:
     """Copies all rows, and writes their splits; returns them, and what was left out in lines."""
-    copy_rows(self._table, self._reader, self._store, self._folder)
+    copy_rows(self._table, self._reader, self._store, self._folder, self.log)
+    if self.log is not None:
+      self.log.has_dates = bool(self._reader.account.has_dates)
     return self._store, self._reader.notes
 
   def write(self, encoder: Encoder, serve: Path, sizes: np.ndarray) -> dict[str, Any]:
@@ -53,7 +56,10 @@ class OneMachine:
       for path, name in self._table.names.items()
     }
     write_columns(self._store, self._table, encoder, self._folder, sizes)
-    return {"sha256": {name: digest.result() for name, digest in hashed.items()}}
+    about: dict[str, Any] = {}
+    if self.log is not None:
+      about["histories"] = self.log.write(self._folder, encoder.histories, encoder.places)
+    return about | {"sha256": {name: digest.result() for name, digest in hashed.items()}}
 
 
 def build(
@@ -82,6 +88,7 @@ def build(
       "no column is a category, a user, an item or a number with buckets: declare at least one"
     )
   _check_names(table)
+  declared = histories.declared(table)
   by = table.split_by(timed="time", untimed="hash")
   if by in ("last", "user"):
     raise UserError(
@@ -107,7 +114,11 @@ def build(
       made[name], lines = entities.read(source, side, table.on_bad_row, ids, stage, base=known)
       about += lines
     fitted, lines = fit(store, table.kinds, base.fitted if base else None)
-    encoder = Encoder(fitted, made)
+    if declared:
+      known = {history.name: history.width for history in base.histories} if base else {}
+      declared, more = rows.log.ordered(declared, fitted.same, known)
+      lines += more
+    encoder = Encoder(fitted, made, declared)
     weight = table.name_of(spec.Weight)
     weighs = f"column {weight!r} says how much a row counts, in the loss and in all metrics"
     notes = [*about, *left_out, *lines, *[weighs] * bool(weight), *rates, _about(encoder)]
@@ -123,6 +134,7 @@ def build(
     "splits": splits,
     "features": [dataclasses.asdict(feature) for feature in encoder.features],
     "dense": list(encoder.dense_names),
+    "vectors": encoder.vectors,
     "labels": spec.as_dicts(table.labels),
     "notes": notes,
     **written,
@@ -131,7 +143,7 @@ def build(
 
 def store_of(table: Table, stage: Stage, path: Path | None = None) -> Store:
   """Returns a store of the columns that are learned from, with `split` and `label`."""
-  kept = {n: k for n, k in table.kinds.items() if isinstance(k, spec.Embedded | spec.Weight)}
+  kept = {n: k for n, k in table.kinds.items() if isinstance(k, spec.Side | spec.Weight)}
   of_labels = dict.fromkeys(
     label_columns(table), pa.uint8() if table.is_one_click else pa.float32()
   )
@@ -145,14 +157,22 @@ def label_columns(table: Table) -> list[str]:
   )
 
 
-def copy_rows(table: Table, reader: RowReader, store: Store, folder: Path) -> None:
-  """Copies all rows to a store, and writes their splits to a folder."""
+def copy_rows(
+  table: Table,
+  reader: RowReader,
+  store: Store,
+  folder: Path,
+  log: histories.Rows | None = None,
+) -> None:
+  """Copies all rows to a store, and writes their splits to a folder; adds them to a log."""
   names = label_columns(table)
   with split_file(folder, table.names) as write_split, store.writer() as write:
     for chunk, split, label in reader:
       write_split(chunk.file, chunk.rows, split)
       of_labels = zip(names, label.T.reshape(len(names), -1), strict=True)
       write(chunk.columns, split=split, **dict(of_labels))
+      if log is not None:
+        log.add(chunk.columns, split, label)
 
 
 def _counted(table: Table, store: Store, left_out: Sequence[str]) -> tuple[np.ndarray, list[str]]:
@@ -221,7 +241,7 @@ def write_columns(
   store: Store, table: Table, encoder: Encoder, folder: Path, sizes: np.ndarray
 ) -> None:
   """Writes the columns of stored rows, those of a split together; `sizes` are rows by split."""
-  total, width = int(sizes.sum()), sum(feature.columns for feature in encoder.features)
+  total, width = int(sizes.sum()), sum(feature.columns for feature in encoder.own_features)
   labels, weight = label_columns(table), table.name_of(spec.Weight)
   shape, dtype = ((), np.uint8) if table.is_one_click else ((len(labels),), np.float32)
   columns = {
@@ -254,6 +274,9 @@ def _check_names(table: Table) -> None:
     if both := [name for name in source.kinds if name in declared]:
       raise UserError(f"{both[0]!r} is declared twice, also in config.{side}_table: keep one")
     declared |= set(source.kinds)
+  for name, kind in table.kinds.items():
+    if isinstance(kind, spec.Codes):
+      table.require(_SIDES[kind.side], f"whose codes {name!r} holds")
   of_sides = {f"config.{side}_table": source.kinds for side, source in table.sides.items()}
   spec.check_between({"config": table.kinds} | of_sides)
   item = table.name_of(spec.Item)

@@ -370,12 +370,13 @@ def _differing(kind: spec.Kind, options: tuple[str, ...]) -> list[str]:
 
 def _joined(own: Entities, other: Entities, side: str) -> Entities:
   """Returns entities with the features of both; raises UserError where two have one name."""
-  for name in own.ids.keys() & other.ids.keys():
+  for name in own.fitted.kinds.keys() & other.fitted.kinds.keys():
     raise UserError(f"{name!r} is declared in config.columns and in config.{side}_table: keep one")
   spec.check_between({"config": own.fitted.kinds, f"config.{side}_table": other.fitted.kinds})
   titles = own.titles if other.titles is None else other.titles
   fitted, ids = own.fitted.merged(other.fitted), {**own.ids, **other.ids}
-  return Entities(own.texts, fitted, ids, own.dense, titles)
+  dense = np.concatenate([own.dense, other.dense], axis=1)  # vectors: all numbers are bucketed
+  return Entities(own.texts, fitted, ids, dense, titles)
 
 
 def _about_repeats(table: Table, repeats: int, rows: int) -> str:

@@ -356,6 +356,9 @@ def _faults(config) -> Iterator[str]:
   for name, known in _CHOICES.items():
     if config[name] not in known:
       yield f"config.{name} is {config[name]!r}: choose one of {known}"
+  built = [name for name, kind in config.columns.items() if kind.get("of")]
+  if built and config.engine != "duckdb":
+    yield f"config.columns[{built[0]!r}] is built of the log: leave config.engine 'duckdb'"
   if split.by not in SPLIT_BY:
     yield f"config.split.by is {split.by!r}: choose one of {SPLIT_BY[1:]}, or ''"
   for name in ("valid", "test"):
