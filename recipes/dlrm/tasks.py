@@ -243,7 +243,7 @@ class Metrics:
   """The metrics of all labels by their names, and `logloss`, the weighted sum of their losses.
 
   Of clicks `auc` and `logloss`, of classes `logloss` and `accuracy`, of a regression
-  `squared_loss`, the mean of the squared errors of log(1 + value).
+  `squared_loss`, the mean of the squared errors of log(1 + value), of which none below 0 is served.
   """
 
   def __init__(self, labels: Labels, mesh: jax.sharding.Mesh | None = None):
@@ -305,6 +305,7 @@ def _measured(
     if label.loss == "binary":
       clicks[name] = own[:, 0], target, amount
       continue
+    own = jnp.maximum(own, 0) if label.loss == "squared_log" else own
     values = [loss_of(label, own, target), jnp.ones_like(amount)]
     if label.loss == "softmax":
       values.insert(1, jnp.argmax(own, axis=1) == target)
