@@ -42,6 +42,10 @@ RUN: dict[str, Any] = {
   "init_rename": "",  # tables of another name there, "new=old,new=old"
   # Scales all gradients, of tables and dense parameters together, down to this norm; 0 does not.
   "clip_norm": 0.0,
+  # The decay of moving averages of the dense parameters, such as 0.999, by which the model is
+  # validated, tested and exported; 0 averages nothing. Tables have none, and `init_from` takes the
+  # parameters themselves.
+  "ema": 0.0,
   # Cuts each batch into this many equal parts, whose gradients are added up before one update: the
   # memory of one part, and the step of the whole batch.
   "accumulate": 1,

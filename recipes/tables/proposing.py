@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 
 from ..errors import UserError
 from . import spec
-from .profile import Column, Evidence, Sample, evidence
-from .values import NUMBER, converted, same_value
+from .profile import JOIN, Column, Evidence, Sample, evidence
+from .values import NUMBER, as_numbers, converted, same_value
 
 _ROW_ID = 0.95  # distinct values per row from where on a column tells rows apart
 _FEW_ROWS = 20  # too few to call a column an id
@@ -151,10 +151,20 @@ def feature(column: Column, total: int, y: np.ndarray | None = None) -> Proposal
   if column.is_dated:
     return _left_out("a time, missing in places" if column.missing else "another time")
   if column.stored == "list":
-    return Proposal("bag", {}, "lists")
+    width = _width_of_vectors(column)
+    return Proposal("vector", {"width": width}, "") if width else Proposal("bag", {}, "lists")
   if column.numbers is not None:
     return _number(column, total, told.favors)
   return Proposal("category", {}) if column.stored == "yes/no" else _text(column, total)
+
+
+def _width_of_vectors(column: Column) -> int:
+  """Returns how many numbers all lists of a column have, some with fractions; else 0."""
+  lists = pc.split_pattern(column.texts, JOIN)
+  numbers, problems = as_numbers(lists.flatten(), ())
+  widths = pc.unique(pc.list_value_length(lists)).to_pylist()
+  has_gaps = bool(problems) or len(widths) != 1 or np.isnan(numbers).any()
+  return 0 if has_gaps or widths[0] < 2 or not (numbers % 1).any() else widths[0]
 
 
 def _number(column: Column, total: int, favored: str) -> Proposal:

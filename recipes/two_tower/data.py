@@ -5,7 +5,7 @@ number of examples of this process, H of items in a history, M of extra negative
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class RetrievalData:
     best: metrics of the probabilities that the pairs were drawn from, where they are known.
     serve: the folder of what serving needs besides the model; None where there is none.
     ordered: whether the rows of a user are in the order of time, train before valid before test.
+    user_vectors, item_vectors: the widths of vectors by name.
   """
 
   columns: Mapping[str, np.ndarray]
@@ -64,6 +65,8 @@ class RetrievalData:
   best: Mapping[str, float]
   serve: Path | None = None
   ordered: bool = False
+  user_vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  item_vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   @property
   def num_examples(self) -> int:
@@ -112,6 +115,7 @@ def load(config) -> RetrievalData:
     prepared.best,
     prepared.serve,
     prepared.meta.get("ordered", False),
+    **{f"{side}_vectors": each for side, each in prepared.meta.get("vectors", {}).items()},
   )
 
 
@@ -316,18 +320,23 @@ class EvalBatches:
 def query_inputs(data: RetrievalData, user: np.ndarray, history: np.ndarray) -> dict[str, Any]:
   """Returns the query tower's features of users and their histories `[B, H]`."""
   return {"user": user, "history": embed.Padded(history)} | _about(
-    data.columns, "user", data.user_features, user
+    data.columns, "user", data.user_features, data.user_vectors, user
   )
 
 
 def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
   """Returns the candidate tower's features of items."""
-  return {"item": item} | _about(data.columns, "item", data.item_features, item)
+  about = _about(data.columns, "item", data.item_features, data.item_vectors, item)
+  return {"item": item} | about
 
 
-def _about(columns, side: str, features: tuple[Feature, ...], ids: np.ndarray) -> dict[str, Any]:
-  column = lambda f: f.ids(columns[table.column_name(side, f.name)][ids])
-  return {f.name: embed.Padded(column(f)) if f.valency > 1 else column(f) for f in features}
+def _about(
+  columns, side: str, features: tuple[Feature, ...], vectors: Iterable[str], ids: np.ndarray
+) -> dict[str, Any]:
+  rows = lambda name: columns[table.column_name(side, name)][ids]
+  of = {f.name: f.ids(rows(f.name)) for f in features}
+  inputs = {f.name: embed.Padded(of[f.name]) if f.valency > 1 else of[f.name] for f in features}
+  return inputs | {name: rows(name) for name in vectors}
 
 
 class _Chosen(Mapping[str, np.ndarray]):

@@ -33,6 +33,7 @@ def write(
   features: Mapping[str, Sequence[tuple[Feature, np.ndarray]]],
   sha256: Mapping[str, str],
   *,
+  vectors: Mapping[str, Mapping[str, np.ndarray]] | None = None,
   seed: int,
   may_be_empty: Sequence[str] = (),
   may_repeat: Sequence[str] = (),
@@ -43,7 +44,8 @@ def write(
   `user`, `item` int32 hold the three splits one after another, each ordered by user, and a user's
   rows in random order, or if `ordered` in that of `pairs`; `<split>_offsets` int64 `[users + 1]`
   say where each user's begin. `place` int32 counts a user's rows of a split from 0. Features are
-  `user_<name>` and `item_<name>`, int32 `[users or items]` or, of bags, `[..., valency]`.
+  `user_<name>` and `item_<name>`, int32 `[users or items]` or, of bags, `[..., valency]`; vectors
+  have such names too, float32 `[users or items, width]`.
 
   Args:
     folder: where to.
@@ -51,6 +53,7 @@ def write(
     sizes: numbers of users and items.
     features: of "user" and "item", each with the ids of all users or items.
     sha256: hashes of the sources by name.
+    vectors: of all users or items by name, of "user" and "item".
     seed: of the order of a user's rows.
     may_be_empty: splits that need no pairs.
     may_repeat: splits that may hold a pair more than once.
@@ -84,12 +87,19 @@ def write(
   for side, owned in features.items():
     for feature, ids in owned:
       arrays.column(folder, column_name(side, feature.name), ids.shape, np.int32)[:] = ids
+  vectors = vectors or {}
+  for side, by_name in vectors.items():
+    for name, block in by_name.items():
+      arrays.column(folder, column_name(side, name), block.shape, np.float32)[:] = block
   return {
     "splits": splits,
     "users": sizes[0],
     "items": sizes[1],
     "features": {
       side: [dataclasses.asdict(f) for f, _ in owned] for side, owned in features.items()
+    },
+    "vectors": {
+      side: {name: block.shape[1] for name, block in each.items()} for side, each in vectors.items()
     },
     "ordered": ordered,
     "sha256": dict(sha256),
@@ -100,17 +110,19 @@ def _check(table: Table) -> None:
   """Raises UserError for names and widths of features that the towers cannot take."""
   for source in (table.rows, *table.sides.values()):
     for name, kind in source.kinds.items():
-      if not isinstance(kind, spec.Embedded) or isinstance(kind, spec.Id):
+      if not isinstance(kind, spec.Side) or isinstance(kind, spec.Id):
         continue
       if (kind.side or source.key) and name in ("user", "item", "history"):
         raise UserError(
           f"{name!r} is the name of an input of the towers: declare the column by another name, "
           f"with column={name!r}"
         )
-      if (kind.side or source.key) and kind.dim:
+      if (kind.side or source.key) and isinstance(kind, spec.Embedded) and kind.dim:
         raise UserError(
           f"column {name!r} has dim {kind.dim}: all tables of two_tower have config.dim"
         )
+      if isinstance(kind, spec.Vector) and not kind.project:
+        raise UserError(f"column {name!r} has project=False, which is for dlrm: remove it")
 
 
 def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -141,6 +153,7 @@ def build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     (len(log.users.texts), len(log.items.texts)),
     features,
     table.digests(),
+    vectors={"user": log.users.vectors, "item": log.items.vectors},
     seed=table.split["seed"],
     may_be_empty=("valid",) if table.refit else (),
     may_repeat=("train",),

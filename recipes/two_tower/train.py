@@ -148,7 +148,9 @@ def admit(config, model: TwoTower, batch, ahead: bool = False):
   """Returns the batch with rows for raw ids, of columns with a dynamic vocabulary."""
   if not model.embed.vocabularies:
     return batch
-  rows = model.embed.admit(inputs(config, batch), ahead=ahead)
+  asked = inputs(config, batch)
+  rows = model.embed.admit(model.of_tables(asked), ahead=ahead)
+  rows = {side: asked[side] | each for side, each in rows.items()}
   size = batch["positive"].shape[0]
   of = lambda part: jax.tree.map(lambda x: x[part], rows["candidate"])
   batch = batch | {"query": rows["query"], "positive_candidate": of(slice(size))}
@@ -200,7 +202,7 @@ def evaluator(data: data_lib.RetrievalData, config, mesh: Mesh | None = None):
   def evaluate(model, split: str) -> dict[str, float]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)
+    metrics, view = RankingMetrics(config.ks), train_step.evaluated(model)
     items = (hosts.to_global(mesh, batch) for batch in catalogue(data, config, mesh))
     candidates = retrieval.joined([encode(view, batch) for batch in items], mesh)
     approximate, shares = None, []
@@ -267,4 +269,5 @@ def make_state(
       functools.partial(inputs, config), data_lib.batch_shapes(data, config)
     )
     model = build_model(config, data, mesh, of_batch)
+    train_step.keep_averages(model, config.ema)
     return model, embed.Optimizer(model, build.dense_optimizer(config))

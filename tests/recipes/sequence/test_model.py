@@ -237,9 +237,9 @@ def test_sasrec_with_the_residual_of_the_authors_code():
   for kernel in (out, inner, last):
     assert kernel.std() == pytest.approx(0.02, rel=0.1)
   assert wq.std() > 0.05
-  for changes in ({"residual": "none"}, {"init": "zeros"}):
-    with pytest.raises(ValueError, match=f"unknown {next(iter(changes))}"):
-      model_lib.SASRecBlock(8, 1, LENGTH, **options | changes)
+  for name in ("residual", "init"):
+    with pytest.raises(ValueError, match=f"unknown {name} 'none': choose "):
+      train.check(smoke(**{name: "none"}), None)
 
 
 @pytest.mark.parametrize("name", sorted(model_lib.BLOCKS))
