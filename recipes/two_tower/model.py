@@ -93,6 +93,8 @@ class TwoTower(nnx.Module):
       config.frequency.buckets or num_items, num_items, rate=config.frequency.rate
     )
     self.queue = Queue(config.queue, config.dim) if config.queue else None
+    # Of a score, which is a cosine and is divided by the temperature in training alone.
+    self.popularity = config.popularity.weight * config.temperature
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
@@ -101,13 +103,19 @@ class TwoTower(nnx.Module):
     return queries, self.candidate_tower(activations["candidate"])
 
   def queries(self, query: Any) -> jax.Array:
-    """Returns `[B, D]`, without admitting raw ids."""
-    return self.query_tower(self.embed(self.embed.translate({"query": query}))["query"])
+    """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`; admits no raw ids."""
+    vectors = self.query_tower(self.embed(self.embed.translate({"query": query}))["query"])
+    if not self.popularity:
+      return vectors
+    return jnp.pad(vectors, ((0, 0), (0, 1)), constant_values=self.popularity)
 
-  def candidates(self, candidate: Any) -> jax.Array:
-    """Returns `[C, D]`, without admitting raw ids."""
+  def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
+    """Returns `[C, D]`, or with log popularity `[C]` `[C, D + 1]`; admits no raw ids."""
     rows = self.embed.translate({"candidate": candidate})
-    return self.candidate_tower(self.embed(rows)["candidate"])
+    vectors = self.candidate_tower(self.embed(rows)["candidate"])
+    if not self.popularity:
+      return vectors
+    return jnp.concatenate([vectors, popularity[:, None]], axis=1)
 
 
 def build_model(
@@ -134,11 +142,16 @@ def build_model(
 
 
 def with_all_features(config, data: RetrievalData) -> ConfigDict:
-  """Returns the config with all features of the data in a tower whose setting names none."""
+  """Returns the config with all features of the data in a tower whose setting names none.
+
+  Where later rows are held out, most users of the test may be new, and a vector of each user that
+  has not been trained is noise: there the query is the history and the user's features.
+  """
   if config.query and config.candidate:
     return config
   config = config.copy_and_resolve_references()
-  config.query = config.query or ("user", "history", *(f.name for f in data.user_features))
+  of_user = ("history",) if data.ordered else ("user", "history")
+  config.query = config.query or (*of_user, *(f.name for f in data.user_features))
   config.candidate = config.candidate or ("item", *(f.name for f in data.item_features))
   return config
 

@@ -133,7 +133,9 @@ def own_towers(training, top=10):
 
   config, loaded = training.config, data.load(training.config)
   view, encode = nnx.view(training.model, deterministic=True), train.make_encode(None)
-  vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(loaded, config)]
+  # An export knows all interactions.
+  popular = loaded.popularity(config.popularity.half_life, "train", "valid", "test")
+  vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(loaded, config, popular)]
   candidates = np.concatenate(vectors)[: loaded.num_items]
   parts = []
   for batch in data.eval_batches(loaded, "test", config):
