@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
   "logq": 1.0,  # how much of the logQ correction; 0 is none
   "popularity": {
     "weight": 1.0,  # of the log popularity that is added to a score; 0 adds none
-    "half_life": -1.0,  # as a share of the log; 0 is none, -1 chooses on validation if there are times
+    "half_life": -1.0,  # as a share of the log; 0 is none; -1: chosen on validation, of timed logs
   },
   "remove_accidental_hits": True,  # whether the positive's item is no negative
   "hard_negatives": 0,  # how many of a query's negatives count, the hardest; 0 counts all
