@@ -20,7 +20,7 @@ from ..tables.values import ReadAs
 from ..training.features import Feature, cut_ids
 from . import histories
 from . import rows as rows_lib
-from .folder import Served
+from .folder import INDEX, Served
 
 HISTORY = "history"  # the column with a user's own items
 _SCORED, _RANKED = 4096, 256  # rows of the largest batch
@@ -296,7 +296,7 @@ class Recommender:
     self._exact = jax.jit(retrieval.top_k, static_argnames="k")
     self._approximate = None
     if about["ann"]:
-      self._approximate = retrieval.Approximate(np.asarray(served.candidates))
+      self._approximate = retrieval.Approximate.load(folder.parent / INDEX)
 
   @property
   def has_titles(self) -> bool:
