@@ -219,8 +219,8 @@ def top_k(
 
   The search goes down the trie and expands codes of items only. An item has the log-probability of
   its codes; of items of equal codes the more popular one is first. The last level keeps as many
-  more nodes as `exclude` is wide, so that what is left out costs no place. A beam of as many codes
-  as there are ranks all items.
+  more nodes as `exclude` is wide, so that what is left out takes no place there. A beam as wide as
+  the widest level ranks all items.
 
   Args:
     model: with dropout off; its `beam` is W, the nodes of a level that are kept.
