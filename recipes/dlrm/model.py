@@ -23,7 +23,7 @@ from ..training import features as features_lib
 from . import histories as histories_lib
 from .data import ClickData
 
-Batch = Mapping[str, jax.Array]
+Batch = Mapping[str, Any]
 Activations = Mapping[str, jax.Array]  # by feature, `[B, width of its table]`
 Head = Callable[..., nnx.Module]  # `(H, rngs=rngs)` -> a module from `[B, H]` to `[B, O]`
 ONE_LOGIT: Head = functools.partial(nnx.Linear, out_features=1)
