@@ -38,6 +38,7 @@ from .evaluation import retrieval
 from .run import settings
 from .run import workdir as runs
 from .serving import folder as folder_lib
+from .tables import spec
 from .tables.encoding import Encoder, Entities
 from .tables.settings import READING
 from .training.features import feature_configs
@@ -99,6 +100,11 @@ def export(
   config, recipe, serve = run.config, run.recipe, workdir / "serve"
   if ann and recipe == "dlrm":
     raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
+  if config.get("model") == "tiger":
+    raise UserError(
+      "an export ranks items by their vectors, and tiger finds them by a beam search: export a run "
+      "of another model; `recipes.evaluate` measures this one"
+    )
   mesh = hosts.start()
   parts = _parts(workdir, config, recipe, mesh)
   hosts.replicate(mesh, parts.model)
@@ -190,9 +196,11 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
   """Returns the page that tells how to use the folder."""
   is_click, package = about["recipe"] == "dlrm", __package__
   call = "model.predict(rows)" if is_click else "model.recommend(rows, top=10).items"
+  several = sum(column.get("kind") == "label" for column in about["columns"].values()) > 1
+  scores = "a column `score_<label>` for each label" if several else "a column `score`"
   read = ", ".join(f"`{markdown(name)}`" for name in about["header"])
   adds = (
-    f"a column `score` to rows with the columns {read}, in any order; label, weight, split and "
+    f"{scores} to rows with the columns {read}, in any order; label, weight, split and "
     "time may be missing"
     if is_click
     else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of "
@@ -231,7 +239,9 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   encoder = Encoder.load(serve)
   features, num_dense = encoder.features, len(encoder.dense_names)
   columns = {"dense": np.zeros((0, num_dense), np.float32)}
-  data = data_lib.ClickData(columns, {}, features, {}, {}, vectors=encoder.vectors)
+  kinds = spec.parse(arrays.read_json(serve / READING, schema=_READING)["columns"])
+  known: Any = {"labels": spec.labels(kinds), "vectors": encoder.vectors}
+  data = data_lib.ClickData(columns, {}, features, {}, {}, **known)
   model = train.build_model(config, data, mesh)
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),

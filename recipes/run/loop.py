@@ -364,7 +364,8 @@ class Run:
     """Writes result.json and returns its content.
 
     Args:
-      metrics: of the test rows; the validation's are those of the state that is tested.
+      metrics: of the test rows, {} of a run that is not tested; the validation's are those of the
+      state that is tested.
     """
     tested = _named("test", metrics)
     for writer in self._writers if tested else ():

@@ -59,6 +59,7 @@ RUN: dict[str, Any] = {
   # The memory of a device for tables, slots and exchange. With it, `embed.plan` chooses a strategy
   # for each table in place of `table.sharding`, and the plan is printed; 0 plans nothing.
   "hbm_bytes": 0,
+  "test": True,  # whether the run ends with its test; a False one is tested by changing it later
   # Where metrics go besides metrics.jsonl: some of "tensorboard", "wandb" and "mlflow".
   "writers": ("tensorboard",),
 }
@@ -68,6 +69,7 @@ MAY_CHANGE = (
   "steps",  # fewer than the steps taken raise where these are known
   "epochs",
   "patience",
+  "test",
   "log_every",
   "eval_every",
   "checkpoint_every",
@@ -84,7 +86,7 @@ MAY_CHANGE = (
 # Those that the data decide where a config leaves them open; see `tables.settings.steps_of_data`.
 DECIDED = ("batch_size", "steps", "eval_every", "log_every", "warmup_steps")
 # A run that has ended resumes if one of these has changed.
-LENGTH = ("steps", "epochs", "patience")
+LENGTH = ("steps", "epochs", "patience", "test")
 
 
 _NUMBER = (int, float)

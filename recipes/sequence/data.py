@@ -16,11 +16,12 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from .. import arrays, hosts, pipeline, sampling
-from ..datasets import DataSet, Registry
+from .. import arrays, files, hosts, pipeline, sampling
+from ..datasets import DataSet, Prepared, Registry
 from ..errors import UserError
 from ..evaluation import retrieval
 from ..tables import settings as table_settings
+from ..tables.encoding import Entities
 from . import packing, synthetic, table
 
 DATA_SETS = Registry(
@@ -47,6 +48,7 @@ class SequenceData:
     sha256: hashes of the source files by name, or of the generated columns.
     best: metrics of the process that generated the data, where it is known.
     serve: the folder of what serving needs besides the model; None where there is none.
+    codes: of the items, int32 `[num_items, levels]`; None of a model without.
   """
 
   columns: Mapping[str, np.ndarray]
@@ -55,6 +57,7 @@ class SequenceData:
   sha256: Mapping[str, str]
   best: Mapping[str, float]
   serve: Path | None = None
+  codes: np.ndarray | None = None
 
   @property
   def num_examples(self) -> int:
@@ -114,9 +117,36 @@ def load(config) -> SequenceData:
     return {"rows": len(rows["items"])}
 
   packed, _ = arrays.prepared(config.cache_dir, "packed", layout, build)
+  codes, hashes = _codes(config, prepared) if config.model == "tiger" else (None, {})
   return SequenceData(
-    columns, packed, prepared.meta["num_items"], prepared.sha256, prepared.best, prepared.serve
+    columns,
+    packed,
+    prepared.meta["num_items"],
+    {**prepared.sha256, **hashes},
+    prepared.best,
+    prepared.serve,
+    codes,
   )
+
+
+def _codes(config, prepared: Prepared) -> tuple[np.ndarray, dict[str, str]]:
+  """Returns the codes of the items, int32 `[num_items, levels]`, and the hash of their file."""
+  from .. import semantic_ids
+
+  path, serve = Path(config.tiger.codes).expanduser(), prepared.serve
+  ids, codes = semantic_ids.read(path, first_id=config.tiger.first_id)
+  if serve is not None:
+    items = Entities.load(serve, "items").texts
+  else:
+    items = [str(item) for item in range(prepared.meta["num_items"])]
+  place = {item: row for row, item in enumerate(ids)}
+  if missing := [item for item in items if item not in place]:
+    raise UserError(
+      f"{path} has no codes of {len(missing):,} of the {len(items):,} items, as {missing[0]!r}: "
+      "`python -m recipes.semantic_ids --append` adds new items. If the keys of JSON count items "
+      "from 0, set tiger.first_id to the first item's id"
+    )
+  return codes[[place[item] for item in items]], {path.name: files.digest(path)}
 
 
 def train_lengths(lengths: np.ndarray, held_out: int = HELD_OUT["train"]) -> np.ndarray:

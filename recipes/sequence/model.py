@@ -103,10 +103,11 @@ class SASRecBlock(_TransformerBlock):
   """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D."""
 
   causal, normed = True, True  # the encoder ends with a norm
+  widening = 1
 
   def __init__(self, dim: int, heads: int, length: int, **options: Any):
     del length
-    super().__init__(dim, heads, inner=dim, activation=nnx.relu, **options)
+    super().__init__(dim, heads, inner=self.widening * dim, activation=nnx.relu, **options)
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     x = x + self.dropout(self.attention(self.norms[0](x), mask))
@@ -139,11 +140,12 @@ class Encoder(nnx.Module):
   `times` int32 `[B, L]`, in seconds, are for HSTU with `time_buckets`.
   """
 
-  def __init__(self, config, *, rngs: nnx.Rngs):
+  def __init__(self, config, *, block: Any = None, rngs: nnx.Rngs):
     dim, heads = config.dim, config.heads
     if dim % heads:
       raise UserError(f"the width {dim} must be a multiple of the {heads} heads")
-    block, options = BLOCKS[config.model], {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
+    block = block or BLOCKS[config.model]
+    options = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
     make = functools.partial(block, dim, heads, config.max_length, dropout=config.dropout)
     if block is HSTUBlock:
       make = functools.partial(make, buckets=config.time_buckets)
@@ -190,7 +192,7 @@ class SequenceModel(nnx.Module):
     An item of -1 within a segment is a hidden one.
     """
     items, segments = batch["items"], batch["segments"]
-    x = self.embed({ITEM: items})[ITEM].astype(jnp.float32)
+    x = self.vectors(items)
     if self.hidden is not None:
       x = jnp.where(((items < 0) & (segments >= 0))[..., None], self.hidden[...], x)
     x = x * self.scale + self.positions[...][batch["positions"]]
@@ -198,6 +200,10 @@ class SequenceModel(nnx.Module):
       x = self.norm(x)
     x = self.dropout(x.astype(self.dtype))
     return self.encoder(x, segments, batch.get("times")).astype(jnp.float32)
+
+  def vectors(self, items: jax.Array) -> jax.Array:
+    """Returns the vectors of items, float32 `[..., D]`; 0 of those that are negative."""
+    return self.embed({ITEM: items})[ITEM].astype(jnp.float32)
 
   def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""

@@ -27,8 +27,10 @@ from ..tables.settings import steps_of_data
 from ..training import build, losses, train_step
 from . import data as data_lib
 from . import model as model_lib
+from . import tiger
 from .model import build_model
 
+MODELS = (*model_lib.BLOCKS, "tiger")
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
@@ -72,7 +74,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
       run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
       if run.evaluates:
         run.score(evaluate(model, "valid"))
-    return run.finish(evaluate(run.best(), "test"))
+    return run.finish(evaluate(run.best(), "test") if config.test else {})
 
 
 def loss_function(config, num_items: int) -> train_step.LossFn:
@@ -80,6 +82,8 @@ def loss_function(config, num_items: int) -> train_step.LossFn:
 
   All but "softmax" look up the rows of the targets and the samples only.
   """
+  if config.model == "tiger":
+    return tiger.loss_fn
   beta = losses.gbce_beta(config.negatives.number, num_items, config.negatives.calibration)
 
   def loss_fn(model, batch) -> Any:
@@ -129,6 +133,8 @@ def make_recommend(
   def recommend(model, batch):
     query = model_lib.queries(model, batch)
     seen = batch["seen"] if exclude_seen else jnp.full_like(batch["seen"][:, :1], -1)
+    if isinstance(model, tiger.Tiger):
+      return tiger.top_k(model, query, k, seen)[1]
     if mesh is None:
       items = jax.device_put(model.embed.tables[model_lib.ITEM], jax.memory.Space.Device)
       return retrieval.top_k(query, items, k, seen)[1]
@@ -162,8 +168,9 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   settings.check(config)
   train_step.check(config, mesh)
-  if config.model not in model_lib.BLOCKS:
-    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
+  tiger.check(config)
+  if config.model not in MODELS:
+    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(MODELS)}")
   if config.loss not in LOSSES:
     raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
   hosts.check_batch_sizes(
@@ -189,6 +196,9 @@ def make_state(
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
     inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
-    model = build_model(config, data.num_items, mesh, inputs)
+    if data.codes is None:
+      model = build_model(config, data.num_items, mesh, inputs)
+    else:
+      model = tiger.build_model(config, data.codes, data_lib.train_counts(data), mesh, inputs)
     train_step.keep_averages(model, config.ema)
     return model, embed.Optimizer(model, build.dense_optimizer(config))

@@ -74,7 +74,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
       run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
       if run.evaluates:
         run.score(evaluate(model, "valid"))
-    return run.finish(evaluate(run.best(), "test"))
+    return run.finish(evaluate(run.best(), "test") if config.test else {})
 
 
 def inputs(config, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
