@@ -11,7 +11,7 @@ never in the part of a row. Training, evaluation and serving cut with the same f
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +20,13 @@ from .. import arrays
 from ..errors import UserError
 from ..training.features import Feature
 from . import spec
-from .settings import Table
 from .values import indices_of
+
+if TYPE_CHECKING:  # predictions do without what it imports
+  from .settings import Table
 
 AGES = 64  # rows of the table of ages: powers of two of the unit of time
 _LONGEST = 64  # positions where `max_length` leaves them open
-_FOLDER = "histories"  # of a prepared table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ class History:
       yield dataclasses.replace(like, **about)
 
 
-def declared(table: Table) -> list[History]:
+def declared(table: "Table") -> list[History]:
   """Returns the declared histories; a width of 0 is left to the data.
 
   Raises:
@@ -101,10 +102,11 @@ def declared(table: Table) -> list[History]:
   """
   kinds, found = table.kinds, []
   for side, source in table.sides.items():
-    for name in filter(lambda name: spec.is_history(source.kinds[name]), source.kinds):
-      raise UserError(
-        f"config.{side}_table.columns[{name!r}] has `of`: declare it in config.columns"
-      )
+    for name, kind in source.kinds.items():
+      if spec.is_history(kind):
+        raise UserError(
+          f"config.{side}_table.columns[{name!r}] has `of`: declare it in config.columns"
+        )
   for name, kind in kinds.items():
     if not (isinstance(kind, spec.Ordered) and kind.of):
       continue
@@ -140,7 +142,7 @@ def _is_single(kind: spec.Kind | None) -> bool:
   return isinstance(kind, spec.Category) and kind.read_as == "text"
 
 
-def _source(table: Table, of: str, name: str, place: str) -> str:
+def _source(table: "Table", of: str, name: str, place: str) -> str:
   """Returns what a value beside those of a column is taken by; see `Part`."""
   kind = table.kinds.get(name)
   if isinstance(kind, spec.Label | spec.Time):
@@ -271,38 +273,42 @@ _PREFIX = "history_"  # of the columns that batches do not have
 class Rows:
   """Users, times, splits and labels of all rows of a table, while it is prepared.
 
+  Args:
+    table: the settings.
+    histories: as declared.
+
   Attributes:
     has_dates: whether the times are dates, not numbers; known when all rows are added.
   """
 
-  def __init__(self, table: Table):
-    self.has_dates = False
+  def __init__(self, table: "Table", histories: Sequence[History]):
+    self.has_dates, self._declared = False, histories
     self._user, self._time = str(table.name_of(spec.User)), str(table.name_of(spec.Time))
+    self._labels = {label for history in histories for label in history.labels}
     self._users: list[pa.DictionaryArray] = []
-    self._numbers: dict[str, Any] = {"time": [], "split": [], "label": []}
+    self._added: dict[str, Any] = {name: [] for name in ("", self._time, *self._labels)}
 
-  def add(self, values: Mapping[str, Any], split: np.ndarray, label: np.ndarray) -> None:
+  def add(self, values: Mapping[str, Any], split: np.ndarray) -> None:
     """Adds the rows of a chunk."""
     self._users.append(values[self._user])
-    for name, each in (("time", values[self._time]), ("split", split), ("label", label)):
-      self._numbers[name].append(each)
+    for name, parts in self._added.items():
+      parts.append(values[name] if name else split)
 
   def ordered(
-    self, histories: Sequence[History], same: Callable[[str, Any], Any], widths: Mapping[str, int]
+    self, same: Callable[[str, Any], Any], widths: Mapping[str, int]
   ) -> tuple[list[History], list[str]]:
     """Puts the rows in order; returns the histories with their widths, and lines about them.
 
     Args:
-      histories: as declared.
       same: `Fitted.same`.
       widths: of an earlier run, which do not shrink.
     """
-    self._numbers = {name: np.concatenate(each) for name, each in self._numbers.items()}
+    self._added = {name: np.concatenate(each) for name, each in self._added.items()}
     users = same(self._user, pa.chunked_array(self._users).unify_dictionaries().combine_chunks())
-    times, split = self._numbers["time"], self._numbers["split"]
+    times, split = self._added[self._time], self._added[""]
     self._made, made, notes = [], [], []
-    for history in histories:
-      kept = self._numbers["label"] == 1 if history.where else np.ones(len(times), bool)
+    for history in self._declared:
+      kept = self._added[history.where] == 1 if history.where else np.ones(len(times), bool)
       order = Order(indices_of(users), times, kept)
       spans = order.before(indices_of(users), times)
       lengths = (spans[:, 1] - spans[:, 0])[split == 0]
@@ -323,19 +329,18 @@ class Rows:
     """Writes the log of each history, and the spans of the table's rows; returns their meta.
 
     Args:
-      folder: with `ids` and `label` of all rows, those of a split together.
+      folder: with `ids` of all rows, those of a split together.
       histories: as `ordered` has returned them.
       places: of the features in `ids`.
     """
-    by_split = np.argsort(self._numbers["split"], kind="stable")
+    by_split = np.argsort(self._added[""], kind="stable")
     at = np.empty_like(by_split)
     at[by_split] = np.arange(len(at))
-    times = self._numbers["time"][by_split]
+    values = {name: each[by_split] for name, each in self._added.items()}
+    times, ids, about = values[self._time], np.load(folder / "ids.npy", mmap_mode="r"), []
     _write(folder, "now", times)
-    ids, label = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "label"))
-    about = []
     for number, (history, (order, spans)) in enumerate(zip(histories, self._made, strict=True)):
-      log = log_of(history, places, ids, label, times, at[order.rows])
+      log = log_of(history, places, ids, values, times, at[order.rows])
       _write(folder, f"{number}_spans", spans[by_split])
       _write(folder, f"{number}_ids", log.ids)
       if log.times is not None:
@@ -348,7 +353,7 @@ def log_of(
   history: History,
   places: Mapping[str, slice],
   ids: np.ndarray,
-  label: np.ndarray,
+  labels: Mapping[str, np.ndarray],
   times: np.ndarray,
   rows: np.ndarray,
 ) -> Log:
@@ -357,11 +362,11 @@ def log_of(
   Args:
     history: which of their values.
     places: of the features in `ids`.
-    ids, label, times: of the rows.
+    ids, labels, times: of the rows; labels by name.
     rows: int `[M]`.
   """
   blocks = [
-    label[rows][:, None] if part.by == "label" else ids[:, places[part.of]][rows]
+    labels[part.of][rows][:, None] if part.by == "label" else ids[:, places[part.of]][rows]
     for part in history.parts
     if part.by != "time"
   ]
