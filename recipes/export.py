@@ -38,6 +38,7 @@ from .evaluation import retrieval
 from .run import settings
 from .run import workdir as runs
 from .serving import folder as folder_lib
+from .tables import spec
 from .tables.encoding import Encoder, Entities
 from .tables.settings import READING
 from .training.features import feature_configs
@@ -190,9 +191,11 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
   """Returns the page that tells how to use the folder."""
   is_click, package = about["recipe"] == "dlrm", __package__
   call = "model.predict(rows)" if is_click else "model.recommend(rows, top=10).items"
+  several = sum(column.get("kind") == "label" for column in about["columns"].values()) > 1
+  scores = "a column `score_<label>` for each label" if several else "a column `score`"
   read = ", ".join(f"`{markdown(name)}`" for name in about["header"])
   adds = (
-    f"a column `score` to rows with the columns {read}, in any order; label, weight, split and "
+    f"{scores} to rows with the columns {read}, in any order; label, weight, split and "
     "time may be missing"
     if is_click
     else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of "
@@ -231,7 +234,8 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   encoder = Encoder.load(serve)
   features, num_dense = encoder.features, len(encoder.dense_names)
   columns = {"dense": np.zeros((0, num_dense), np.float32)}
-  data = data_lib.ClickData(columns, {}, features, {}, {})
+  kinds = spec.parse(arrays.read_json(serve / READING, schema=_READING)["columns"])
+  data = data_lib.ClickData(columns, {}, features, {}, {}, labels=spec.labels(kinds))
   model = train.build_model(config, data, mesh)
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),

@@ -6,9 +6,10 @@
 Rows have the header of the training file, in any order of columns; columns that training has not
 read may be there, and label, weight, split and time may be missing. They are written in their
 order, as they were read, in UTF-8, with the delimiter that they have (Parquet: a comma). dlrm adds
-`score`, the probability of a click; two_tower and sequence add `item_1`, `score_1`, `title_1`
-(where a title is declared), `item_2`, … of raw ids. The package `recipes.serving`, which does the
-same from Python, says what is done with unknown and missing values.
+`score`, the probability of a click, or of several labels `score_<label>` each; two_tower and
+sequence add `item_1`, `score_1`, `title_1` (where a title is declared), `item_2`, … of raw ids. The
+package `recipes.serving`, which does the same from Python, says what is done with unknown and
+missing values.
 
 Histories that dlrm has built of its log are lists in the rows, or with --log=log.csv what the user
 of a row did before it in that log, which has the columns of the training file.
@@ -59,7 +60,7 @@ def predict(
   if isinstance(model, serving.ClickModel):
     if top is not None:
       raise UserError("--top is for two_tower and sequence: dlrm predicts a score a row")
-    names, ask = ["score"], model.score
+    names, ask = list(model.names), model.score
     if log:
       with open_rows(log, sys.stdin.buffer, model.served.text_format) as rows:
         for chunk in rows:
@@ -122,7 +123,7 @@ def _refuse(source: str, chunk: Chunk) -> None:
 def _columns(answers: serving.Scored | serving.Recommended) -> list[np.ndarray]:
   """Returns the columns that are added."""
   if isinstance(answers, serving.Scored):
-    return [answers.scores]
+    return list(answers.scores.T.reshape(-1, len(answers.scores)))
   parts = [answers.items, answers.scores, answers.titles]
   return [part[:, i] for i in range(answers.items.shape[1]) for part in parts if part is not None]
 

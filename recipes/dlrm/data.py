@@ -1,7 +1,8 @@
 """Click data sets in one form: a label, dense features and categorical ids per row.
 
 `load` prepares a data set once (see `recipes.datasets`); `train_batches` and `eval_batches` are
-Grain pipelines over it. The columns are `label` uint8 `[N]`, `dense` float32 `[N, K]` and `ids`
+Grain pipelines over it. The columns are `label` uint8 `[N]` (of several labels, or one that is no
+click, float32 `[N, labels]`: see `tasks`), `dense` float32 `[N, K]` and `ids`
 int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
 """
 
@@ -19,10 +20,10 @@ import embed
 
 from .. import arrays, hosts, pipeline
 from ..datasets import DataSet, Prepared, Registry
-from ..tables import clicks, histories, spark
+from ..tables import clicks, histories, spark, spec
 from ..tables import settings as table_settings
 from ..training.features import Feature, cut_ids, feature_configs
-from . import criteo1tb, published, synthetic
+from . import criteo1tb, published, synthetic, tasks
 
 
 def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -68,6 +69,7 @@ class ClickData:
     best: metrics of the probabilities that the labels were drawn from, where they are known.
     serve: the folder of what serving needs besides the model; None where there is none.
     dense_names: of the columns of `dense`, where they are known.
+    labels: what is predicted, by name, in the order of the columns of `label`.
   """
 
   columns: Mapping[str, Any]
@@ -77,6 +79,7 @@ class ClickData:
   best: Mapping[str, float]
   serve: Path | None = None
   dense_names: tuple[str, ...] = ()
+  labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
 
   @property
   def num_examples(self) -> int:
@@ -94,7 +97,13 @@ class ClickData:
     The rate is of the first 100 million rows.
     """
     start, stop = self.splits["train"]
-    clicks = self.columns["label"][start : min(stop, start + 100_000_000)]
+    labels = self.columns["label"][start : min(stop, start + 100_000_000)]
+    if tasks.is_one_click(self.labels):
+      rates = {"label rate": float(np.mean(labels))}
+    else:
+      clicks = [label.loss == "binary" for label in self.labels.values()]
+      columns = zip(self.labels, clicks, labels.T, strict=True)
+      rates = {f"{name} rate": float(np.nanmean(x)) for name, is_click, x in columns if is_click}
     return {
       **{
         f"{words} rows": len(range(*self.splits[name]))
@@ -103,7 +112,7 @@ class ClickData:
       "numbers": self.num_dense,
       "categories": len(self.features),
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
-      "label rate": float(np.mean(clicks)),
+      **rates,
     }
 
 
@@ -131,6 +140,7 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.best,
     prepared.serve,
     tuple(prepared.meta.get("dense", ())),
+    spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
   )
 
 
@@ -147,7 +157,7 @@ def batch_shapes(data: ClickData, config) -> dict[str, Any]:
 
 
 def train_batches(data: ClickData, config) -> grain.IterDataset:
-  """Returns `config.steps` shuffled batches: `label` `[B]`, `dense` `[B, K]`, `features`.
+  """Returns `config.steps` shuffled batches: `label`, `dense` `[B, K]`, `features`.
 
   B is this process's part of `config.batch_size`.
   """

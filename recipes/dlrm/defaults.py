@@ -3,7 +3,7 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "model": "dcnv2",  # or "dlrm"
+  "model": "dcnv2",  # or "dlrm", "wide_deep", "deepfm"
   "dim": 16,  # columns of the tables
   "dlrm": {
     "bottom": (128,),  # widths of the MLP on the dense features, before its last layer
@@ -23,7 +23,18 @@ DEFAULTS: dict[str, Any] = {
     "blocks": 1,  # transformer, hstu
     "heads": 2,  # transformer, hstu
   },
-  "dropout": 0.2,  # rate in the MLP before the logit
+  "wide_deep": {  # of wide_deep and deepfm
+    "deep": (256, 128),  # widths of the MLP
+  },
+  "tasks": {  # what several labels share, on the model's features
+    "structure": "shared_bottom",  # or "mmoe", "ple": experts with a gate for each label
+    "experts": 4,  # that all labels share, of mmoe and of each level of ple
+    "own_experts": 1,  # of each label, in a level of ple
+    "levels": 2,  # of ple
+    "expert": (128,),  # widths of an expert
+    "tower": (),  # widths of the MLP of each label before its outputs
+  },
+  "dropout": 0.2,  # rate in the MLP before the logit, in experts and towers
   "table": {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"
     "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}

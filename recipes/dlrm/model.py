@@ -7,6 +7,7 @@ B is the batch, F the number of categorical features, K of dense ones, D the wid
 of the hidden features, O the number of outputs: one of a label, or as many as its classes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from ..errors import UserError
 from ..training import build, layers
 from ..training import features as features_lib
 from . import histories as histories_lib
+from . import tasks
 from .data import ClickData
 
 Batch = Mapping[str, Any]
@@ -184,6 +186,75 @@ class DCNV2(Ranker):
     return jnp.concatenate([crossed, self.deep(x)], axis=1)
 
 
+class WideDeep(Ranker):
+  """Cheng et al. 2016: a linear model of all features beside an MLP. With pairs, DeepFM.
+
+  `logits = sum_f w[f] + W dense + head(MLP([vectors, dense]))`, w[f] the first-order weights of the
+  ids of feature f: the last O columns of its table. Declared crosses are features as well.
+
+  DeepFM (Guo et al. 2017, equations 2 to 4) adds the dot products of all pairs of vectors, as
+  `sum_d p[d] ((sum_f v[f, d])^2 - sum_f v[f, d]^2) / 2`. A dense feature's vector is a learned one
+  times the number. p is 1 at first, as in the paper, and learned, so that each output has its own
+  (He and Chua 2017, "Neural Factorization Machines", equation 4).
+
+  Args:
+    tables, num_dense, dropout, head, dtype: as for `DLRM`.
+    deep: widths of the MLP.
+    pairs: the width D to which vectors are projected where theirs is another one; 0 for no pairs.
+    num_outputs: O.
+  """
+
+  def __init__(
+    self,
+    tables: embed.SparseEmbed,
+    num_dense: int,
+    *,
+    deep: Sequence[int],
+    pairs: int,
+    dropout: float,
+    num_outputs: int = 1,
+    head: Head = ONE_LOGIT,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    self.embed, self.dtype, features = tables, dtype, tables.spec.features
+    self.names, self.num_outputs = tuple(features), num_outputs
+    widths = {name: feature.table.dim - num_outputs for name, feature in features.items()}
+    width = sum(widths.values()) + num_dense
+    self.deep = layers.MLP(width, deep, dropout=dropout, dtype=dtype, rngs=rngs)
+    linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+    self.wide = linear(num_dense, num_outputs) if num_dense else None
+    self.projections = _projections(widths if pairs else {}, pairs, dtype, rngs)
+    small, ones = nnx.initializers.normal(0.01), nnx.initializers.ones
+    self.numbers = linear(num_dense, pairs, kernel_init=small) if pairs and num_dense else None
+    self.pairs = linear(pairs, num_outputs, kernel_init=ones) if pairs else None
+    self.head = head(self.deep.out_features, rngs=rngs)
+
+  def outputs(self, activations: Activations, dense: jax.Array) -> jax.Array:
+    outputs = super().outputs(activations, dense)
+    outputs += sum(activations[name][:, -self.num_outputs :] for name in self.names)
+    if self.wide is not None:
+      outputs += self.wide(dense)
+    if self.pairs is None:
+      return outputs
+    vectors = [_projected(self.projections, n, x) for n, x in self._vectors(activations).items()]
+    total, squares = sum(vectors), sum(map(jnp.square, vectors))
+    if self.numbers is not None:
+      total += self.numbers(dense)
+      squares += jnp.square(dense) @ jnp.square(self.numbers.kernel)
+    return outputs + self.pairs((jnp.square(total) - squares) / 2)
+
+  def hidden(self, activations: Activations, dense: jax.Array) -> jax.Array:
+    parts = [*self._vectors(activations).values(), dense]
+    return self.deep(jnp.concatenate([part.astype(self.dtype) for part in parts], axis=1))
+
+  def _vectors(self, activations: Activations) -> dict[str, jax.Array]:
+    return {name: activations[name][:, : -self.num_outputs] for name in self.names}
+
+
+MODELS = ("dlrm", "dcnv2", "wide_deep", "deepfm")
+
+
 def build_model(
   config,
   data: ClickData,
@@ -194,21 +265,26 @@ def build_model(
 
   `inputs` returns the shapes of a batch's features, for a plan; see `build.tables`.
   """
-  initializer = build.table_initializer(config)
+  if config.model not in MODELS:
+    raise UserError(f"unknown model {config.model!r}: choose {', '.join(MODELS)}")
+  is_wide, num_outputs = config.model in ("wide_deep", "deepfm"), tasks.num_outputs(data.labels)
+  more = num_outputs if is_wide else 0  # columns of first-order weights
   features = features_lib.feature_configs(
-    data.features,
+    [dataclasses.replace(each, dim=(each.dim or config.dim) + more) for each in data.features],
     config.dim,
-    initializer=initializer,
+    initializer=build.table_initializer(config),
     optimizer=lambda name: build.table_optimizer(config, name),
     dtype=build.dtype(config, "table_dtype"),
     positions=histories_lib.attends(config, data.features),
   )
   rngs, optimizer = nnx.Rngs(config.seed), build.table_optimizer(config)
+  dtype: Any = build.dtype(config, "dtype")
   common: Any = {
     "tables": build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs),
     "num_dense": data.num_dense,
     "dropout": config.dropout,
-    "dtype": build.dtype(config, "dtype"),
+    "head": tasks.head(data.labels, **config.tasks, dropout=config.dropout, dtype=dtype),
+    "dtype": dtype,
     "rngs": rngs,
   }
   if config.model == "dlrm":
@@ -216,7 +292,8 @@ def build_model(
   elif config.model == "dcnv2":
     model = DCNV2(**common, **config.dcnv2)
   else:
-    raise UserError(f"unknown model {config.model!r}: choose dlrm or dcnv2")
+    pairs = config.dim if config.model == "deepfm" else 0
+    model = WideDeep(**common, **config.wide_deep, pairs=pairs, num_outputs=num_outputs)
   widths = {name: feature.table.dim for name, feature in features.items()}
-  model.histories = histories_lib.make(config, data.features, widths, common["dtype"], rngs)
+  model.histories = histories_lib.make(config, data.features, widths, dtype, rngs)
   return model

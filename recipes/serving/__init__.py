@@ -1,7 +1,7 @@
 """Predictions by a model that `recipes.export` has written, for rows as they are.
 
     model = serving.load("served")
-    model.predict(rows)             # dlrm: probabilities, float64 [N]
+    model.predict(rows)             # dlrm: probabilities, float64 [N], or of `model.names` [N, S]
     model.score(rows)               # the same, and counts of unknown and missing values: `Scored`
     model.recommend(rows, top=10)   # two_tower, sequence: `Recommended`
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from scipy.special import expit
+from scipy.special import expit, softmax
 
 from ..errors import UserError
 from ..evaluation import retrieval
@@ -43,7 +43,9 @@ class Scored:
   """Probabilities of N rows, and how many rows have values that say little about them.
 
   Attributes:
-    scores: float64 `[N]`, above 0 and below 1; NaN of rows that cannot be read.
+    scores: float64 `[N]`, above 0 and below 1; NaN of rows that cannot be read. Of several labels
+      `[N, len(model.names)]`: a probability of each label of clicks and of each class, and the
+      value of a regression.
     is_bad: bool `[N]`, rows that cannot be read and are left out.
     unknown: by column, how many rows have a value that training has not seen, or, of users and
       items with features in a table of their own, that this table lacks.
@@ -61,15 +63,26 @@ class ClickModel:
 
   Args:
     served: of the recipe dlrm.
+
+  Attributes:
+    names: of the scores: "score", or of several labels "score_<label>" and of classes
+      "score_<label>_<class>".
   """
 
   def __init__(self, served: Served):
     self.served = served
     self._encoder = Encoder.load(served.transforms)
     kinds = {n: kind for n, kind in served.kinds.items() if isinstance(kind, spec.Embedded)}
-    self._wanted = spec.ways(kinds)
+    self._wanted, self._labels = spec.ways(kinds), spec.labels(served.kinds)
     self._lists = histories.Lists(self._encoder, served.kinds)
     self._clocks = self._lists.clocks
+    self._is_one_click = [kind.loss for kind in self._labels.values()] == ["binary"]
+    self.names = tuple(
+      f"score_{name}_{value}" if value else f"score_{name}"
+      for name, kind in self._labels.items()
+      for value in kind.classes or ("",)
+    )
+    self.names = ("score",) if self._is_one_click else self.names
 
   @property
   def columns(self) -> tuple[str, ...]:
@@ -108,7 +121,10 @@ class ClickModel:
   def predict(
     self, rows: Any, *, on_bad_row: str = "raise", source: str = "rows", first_row: int = 1
   ) -> np.ndarray:
-    """Returns the probability of a click for every row, float64 `[N]`: `scores` of `score`."""
+    """Returns the probability of a click for every row, float64 `[N]`: `scores` of `score`.
+
+    Of several labels `[N, len(model.names)]`.
+    """
     return self.score(rows, on_bad_row=on_bad_row, source=source, first_row=first_row).scores
 
   def score(
@@ -158,28 +174,45 @@ class ClickModel:
     unseen = {name: rows_lib.unseen(self._encoder.fitted, name, values) for name in self._wanted}
     for name, side in self._encoder.sides.items():
       unseen[name] |= ~absent[name] & (side.codes.find(values[name]) < 0)
+    scores = self._scores(values, len(bad), positions)
+    scores[bad] = np.nan
     return Scored(
-      np.where(bad, np.nan, self._probabilities(values, len(bad), positions)),
+      scores,
       bad,
       rows_lib.rows_by_column(unseen, self._wanted, bad),
       rows_lib.rows_by_column(absent, self._wanted, bad),
     )
 
-  def _probabilities(
+  def _scores(
     self, values: Mapping[str, Any], count: int, positions: Sequence[np.ndarray]
   ) -> np.ndarray:
-    logits = np.empty(count)
+    outputs = np.empty((count, len(self.names)))
     if not count:
-      return logits
+      return outputs[:, 0] if self._is_one_click else outputs
     encoded = self._encoder.encode(values, count)
     ids = np.concatenate([encoded["ids"], *positions], axis=1)
     features = cut_ids(ids, self._encoder.features)
     inputs = {"dense": encoded["dense"], "features": features}
     for part, places in _batches(count, _SCORED):
       batch = jax.tree.map(lambda x, places=places: x[places], inputs)
-      logits[part] = np.asarray(self.served.run(batch))[: part.stop - part.start]
-    # float32 has no number between 1 - 6e-8 and 1, and a log loss takes a 1 for a certainty.
-    return np.clip(expit(logits), np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
+      found = np.asarray(self.served.run(batch))[: part.stop - part.start]
+      outputs[part] = found.reshape(len(found), -1)
+    if self._is_one_click:
+      return _probabilities(expit(outputs[:, 0]))
+    scores, place = [], 0
+    for kind in self._labels.values():
+      own = outputs[:, place : (place := place + kind.num_outputs)]
+      if kind.loss == "squared_log":
+        scores.append(np.maximum(np.expm1(own), 0))
+      else:
+        is_click = kind.loss == "binary"
+        scores.append(_probabilities(expit(own) if is_click else softmax(own, axis=1)))
+    return np.concatenate(scores, axis=1)
+
+
+def _probabilities(values: np.ndarray) -> np.ndarray:
+  # float32 has no number between 1 - 6e-8 and 1, and a log loss takes a 1 for a certainty.
+  return np.clip(values, np.finfo(float).tiny, 1 - np.finfo(float).epsneg)
 
 
 # --- recommendations ------------------------------------------------------------------------------

@@ -105,6 +105,8 @@ class Label(Kind):
   """What is predicted: a click or none. 1, true and yes are clicks; 0, false and no are none.
 
   Values are compared as texts are read: 5, 5.0 and "5.0" are one value, as are True and "true".
+  One model of dlrm predicts several labels. Then a row without a value of one of them counts for
+  the others; a row without the only label cannot be read.
   """
 
   kind: ClassVar[str] = "label"
@@ -113,6 +115,23 @@ class Label(Kind):
     None, lambda x: None if x is None else float(_require(x, _is_number(x))), "give a number"
   )
   drop: tuple[str, ...] = _texts(as_text)  # values whose rows are left out
+  # Cross-entropy of a click, or of one of several classes, or the squared error of log(1 + value).
+  loss: str = _choice("binary", "softmax", "squared_log")
+  classes: tuple[str, ...] = _texts(as_text)  # the values of softmax
+  mask: str = _text()  # a label of clicks: this one counts where that one is a click
+  weight: float = _option(  # of the loss in the sum over labels
+    1.0, lambda x: float(_require(x, _is_number(x) and 0 < x < math.inf)), "give a number above 0"
+  )
+
+  @property
+  def num_outputs(self) -> int:
+    """The number of a model's outputs that are of this label."""
+    return len(self.classes) or 1
+
+  @property
+  def metric(self) -> str:
+    """The name of the metric that is the loss."""
+    return "squared_loss" if self.loss == "squared_log" else "logloss"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,10 +305,20 @@ KINDS: dict[str, type[Kind]] = {
     Label, Number, Category, Bag, Ordered, Cross, User, Item, Time, Weight, Split, Title,
   )
 }  # fmt: skip
-SINGLE = (Label, User, Item, Time, Weight, Split, Title)  # at most one column each
+SINGLE = (User, Item, Time, Weight, Split, Title)  # at most one column each
 # Options that contradict each other: of which kinds, when, and what to write.
 _CONTRADICTIONS: tuple[tuple[type[Kind], Callable[[Any], Any], str], ...] = (
   (Label, lambda k: k.positive and k.at_least is not None, "give positive or at_least, not both"),
+  (
+    Label,
+    lambda k: k.loss != "binary" and (k.positive or k.at_least is not None),
+    "positive and at_least tell clicks: remove them, or loss={loss!r}",
+  ),
+  (
+    Label,
+    lambda k: len(set(k.classes)) < 2 if k.loss == "softmax" else k.classes,
+    "classes are the values of loss='softmax', two or more: give both or none",
+  ),
   (Category, lambda k: k.hash and k.size, "give hash or size, not both"),
   (
     Category,
@@ -358,6 +387,11 @@ def parse(columns: Mapping[str, Any], setting: str = "config.columns") -> dict[s
     if len(names) > 1:
       raise UserError(f"{setting}: {' and '.join(names)} are both a {single.kind}: keep one")
   for name, kind in kinds.items():
+    mask = getattr(kind, "mask", "")
+    of = kinds.get(mask)
+    if mask and not (mask != name and isinstance(of, Label) and of.loss == "binary"):
+      raise UserError(f"{setting}[{name!r}]: mask is {mask!r}: name another label, of clicks")
+  for name, kind in kinds.items():
     for part in kind.columns if isinstance(kind, Cross) else ():
       if fault := _fault_of_part(kinds.get(part), kind.side):  # type: ignore[attr-defined]
         raise UserError(f"{setting}[{name!r}] crosses {part!r}, {fault}")
@@ -416,6 +450,11 @@ def expand(
 def as_dicts(kinds: Mapping[str, Kind]) -> dict[str, dict[str, Any]]:
   """Returns kinds as the declarations that `parse` makes them of."""
   return {name: {"kind": kind.kind} | dataclasses.asdict(kind) for name, kind in kinds.items()}
+
+
+def labels(kinds: Mapping[str, Kind]) -> dict[str, Label]:
+  """Returns the labels by name, in the order of the declaration."""
+  return {name: kind for name, kind in kinds.items() if isinstance(kind, Label)}
 
 
 def ways(kinds: Mapping[str, Kind]) -> dict[str, tuple[tuple[str, ...], ReadAs]]:
