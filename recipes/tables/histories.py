@@ -121,11 +121,6 @@ def declared(table: "Table") -> list[History]:
       raise UserError(
         f"{place}.of is {kind.of!r}: name a declared item, or a category of one value"
       )
-    of_labels = {kind.where, *kind.beside} & set(table.labels)
-    if of_labels and not table.is_one_click:
-      raise UserError(
-        f"{place} is of the label {min(of_labels)!r}, which takes a table with one label, of clicks"
-      )
     parts = [Part(name, kind.of)]
     parts += [_beside(table, name, kind.of, each) for each in kind.beside]
     for part in parts[1:]:
