@@ -321,7 +321,7 @@ def test_a_config_is_not_overwritten(tmp_path, capsys):
     (["--label=same"], "has one value in these rows, 'x'"),
     (["--label=tags"], "say which is a click, --positive="),
     (["--label=user-agent.os", "--positive=linux"], "--positive=linux: no value of"),
-    (["--positive=1"], "give --label too"),
+    (["--positive=1"], "give one --label too"),
     (["--user=same", "--item=same"], "are both 'same'"),
     (["--label=clicked", "--time=tags"], "a time is a number that grows"),
     (["--label=clicked", "--out=my"], "a config is a Python file: --out=my.py"),
@@ -395,7 +395,7 @@ def test_evidence_is_of_other_rows():
   ],
 )
 def test_the_label_tells_ids_from_numbers(values, effect, expected):
-  y = (RNG.random(8000) < effect(values)).astype(float)
+  y = (np.random.default_rng(1).random(8000) < effect(values)).astype(float)
   assert evidence(values, y).favors == expected
   assert evidence(values[:40], y[:40]).favors == ""  # too few rows
   # By the name alone, `shop_id` would be a category and `income` a number.
