@@ -18,17 +18,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from absl import logging
-from sklearn.metrics import log_loss, roc_auc_score
+from scipy.special import logit as logit_of
 
 from . import export, hosts, serving
 from .errors import in_one_line
-from .evaluation.metrics import RankingMetrics
+from .evaluation import groups
+from .evaluation.metrics import GroupedClickMetrics, RankingMetrics, click_metrics
 from .run import settings
 from .run import workdir as runs
 from .tables import interactions, spec
 from .tables import settings as table_settings
-from .tables.encoding import Codes
+from .tables.encoding import Codes, Encoder
 from .tables.rows import RowReader
+from .training.features import cut_ids
 
 _USERS = 4096  # ranked at once
 
@@ -48,6 +50,7 @@ def evaluate(workdir: str | Path) -> dict[str, float]:
     f"{split}_{name}": float(value)
     for split in ("valid", "test")
     for name, value in measure(model, split).items()
+    if not np.ndim(value)
   }
 
 
@@ -71,34 +74,37 @@ def of_export(served: Path, config) -> dict[str, Any]:
     config: declares the table, and names its `files`.
 
   Returns:
-    `rows`, how many were measured, and `metrics`: `auc` (if both outcomes are there) and `logloss`,
-    or what `RankingMetrics` computes of one ranking for each user.
+    `rows`, how many were measured, and `metrics`: those of `click_metrics` that the rows define,
+    and of `GroupedClickMetrics`; or what `RankingMetrics` computes of one ranking for each user.
   """
   table = table_settings.parsed(table_settings.settings(config))
   model = serving.load(served)
   if isinstance(model, serving.ClickModel):
-    return _clicks(model, table)
+    return _clicks(model, table, config.slices)
   return _ranking(model, table, config.ks)
 
 
-def _clicks(model: serving.ClickModel, table: table_settings.Table) -> dict[str, Any]:
-  scores: list[np.ndarray] = []
+def _clicks(
+  model: serving.ClickModel, table: table_settings.Table, slices: Sequence[str]
+) -> dict[str, Any]:
+  transforms = model.served.transforms
+  encoder = Encoder.load(transforms)
+  grouped = GroupedClickMetrics(groups.of_clicks(encoder.features, slices, transforms))
+  logits: list[np.ndarray] = []
   labels: list[np.ndarray] = []
   weights: list[np.ndarray] = []
   weight_name = table.name_of(spec.Weight)
   for rows in RowReader(table, ""):
     assert rows.label is not None  # dlrm has asked for one
     values, count = rows.chunk.columns, len(rows.chunk.rows)
-    scores.append(model.answers(values, np.zeros(count, bool)).scores)
+    logits.append(logit_of(model.answers(values, np.zeros(count, bool)).scores))
     labels.append(rows.label)
     weights.append(values[weight_name] if weight_name else np.ones(count))
-  score, label = np.concatenate(scores), np.concatenate(labels)
-  weight = np.concatenate(weights).astype(np.float64)
-  metrics = {}
-  if weight.sum():
-    metrics["logloss"] = float(log_loss(label, score, labels=[0, 1], sample_weight=weight))
-  if 0 < weight[label == 1].sum() < weight.sum():
-    metrics = {"auc": float(roc_auc_score(label, score, sample_weight=weight))} | metrics
+    if grouped.groups:
+      ids = cut_ids(encoder.encode(values, count)["ids"], encoder.features)
+      grouped = grouped.update(logits[-1], labels[-1], ids, weight=weights[-1])
+  logit, label, weight = map(np.concatenate, (logits, labels, weights))
+  metrics = click_metrics(logit, label, weight, strict=False) | grouped.compute()
   return {"rows": len(label), "metrics": metrics}
 
 

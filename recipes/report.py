@@ -35,12 +35,13 @@ with importing():
 
   from . import arrays, files
   from .run import settings as run_settings
+  from .run.results import gain
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 # Runs that differ only in these do the same work on the same data, and are averaged.
-_INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers")
+_INCIDENTAL = ("seed", "data_dir", "cache_dir", "num_workers", "slices")
 _BOUND = "best possible"  # the baseline that no model can beat
 
 
@@ -235,9 +236,8 @@ class _Table:
 
   def best(self, name: str) -> list[str]:
     """Labels of the best entries by a metric, as far as the digits that are shown tell."""
-    sign = -1 if name.endswith("loss") else 1
     means = {
-      entry.label: round(sign * statistics.fmean(entry.scores[name]), 4)
+      entry.label: round(gain(name, round(statistics.fmean(entry.scores[name]), 4)), 4)
       for entry in self.entries
       if name in entry.scores and entry.label.partition(" (")[0] != _BOUND
     }

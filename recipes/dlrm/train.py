@@ -18,7 +18,8 @@ import embed
 
 from .. import hosts
 from ..errors import UserError, from_settings
-from ..evaluation.metrics import BinnedClickMetrics
+from ..evaluation import groups
+from ..evaluation.metrics import CLICK_NAMES, ClickMetrics, GroupedClickMetrics
 from ..run import settings, warm_start
 from ..run import workdir as runs
 from ..run.journal import Writer
@@ -112,22 +113,28 @@ def logits(model, batch) -> jax.Array:
 
 
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
-  """Returns `(model, split) -> {"auc", "logloss"}` over all rows of the split, in every process.
+  """Returns `(model, split) -> metrics` over all rows of the split, in every process.
 
-  A row counts by its `weight`, if there is one. A split without rows has no metrics.
+  The metrics are those of `ClickMetrics` and, of a table with a user or with `config.slices`, of
+  `GroupedClickMetrics`, and `reliability`, a histogram. A row counts by its `weight`, if there is
+  one. A split without rows has no metrics.
   """
+  grouping = groups.of_clicks(data.features, config.slices, data.serve)
 
-  def evaluate(model, split: str) -> dict[str, float]:
+  def evaluate(model, split: str) -> dict[str, Any]:
     if len(range(*data.splits[split])) == 0:
       return {}
     view = nnx.view(model, deterministic=True)
-    metrics = BinnedClickMetrics(mesh, weighted="weight" in data.columns)
+    metrics, grouped = ClickMetrics.empty(mesh), GroupedClickMetrics(grouping)
     batches = data_lib.eval_batches(
       data, split, config.eval_batch_size, num_workers=config.num_workers
     )
     for batch in hosts.put_ahead(mesh, batches):
-      metrics.update(predict(view, batch), batch["label"], batch["mask"], batch.get("weight"))
-    return metrics.compute()
+      scored, counts = (predict(view, batch), batch["label"]), (batch["mask"], batch.get("weight"))
+      metrics = metrics.update(*scored, *counts)
+      if grouping:
+        grouped = grouped.update(*scored, batch["features"], *counts)
+    return metrics.compute() | grouped.compute() | {"reliability": metrics.reliability()}
 
   return evaluate
 
@@ -148,7 +155,9 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
 def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
-  check_select(config.select, ["valid_auc", "valid_logloss"] if has_valid else [])
+  grouping = groups.of_clicks(data.features, config.slices, data.serve)
+  names = [*CLICK_NAMES, *grouping.names] if has_valid else []
+  check_select(config.select, [f"valid_{name}" for name in names])
   return steps_of_data(config, data.num_examples, train_step.units(config, mesh))
 
 
