@@ -75,8 +75,9 @@ def make_model(problem: Problem, names: str = "c") -> dlrm.DLRM:
     features[name] = embed.FeatureConfig(table)
   rngs = nnx.Rngs(0)
   tables = embed.SparseEmbed(features, optimizer=embed.adagrad(RATE, ACCUMULATOR), rngs=rngs)
-  sizes: dict[str, Any] = {"bottom": problem.bottom, "top": problem.top}
-  return dlrm.DLRM(tables, DENSE, problem.dim, concat_tables=False, dropout=0.0, rngs=rngs, **sizes)
+  sizes: dict[str, Any] = {"bottom": problem.bottom, "top": problem.top, "rngs": rngs}
+  inputs = layers.Inputs(tables, DENSE, rngs=rngs)
+  return dlrm.DLRM(tables, inputs, problem.dim, concat_tables=False, dropout=0.0, **sizes)
 
 
 class Trained(NamedTuple):

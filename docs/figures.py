@@ -358,6 +358,19 @@ def admission_hits() -> str:
   return table(header, rows, words=0) + _admission_origin(measured)
 
 
+def costs() -> str:
+  """Returns the time that runs of CLICKS and RANKINGS have taken, means over their seeds."""
+  rows, above = [], None
+  for data, model, stem, _ in (*CLICKS, *RANKINGS):
+    of_seeds = runs(stem)
+    minutes = statistics.fmean(run["seconds"] for run in of_seeds) / 60
+    steps = statistics.fmean(run["steps"] for run in of_seeds)
+    shown = f"{minutes:.1f}" if minutes < 10 else f"{minutes:,.0f}"
+    rows.append([data if data != above else "", model, f"{steps:,.0f}", shown])
+    above = data
+  return table(("data", "model", "steps", "minutes on 2 shared cores"), rows, words=2)
+
+
 def _admission_origin(of: dict[str, Any]) -> str:
   where = f"{of['cores']} cores of {of['cpu']}, load {of['load']:.1f} of other processes"
   versions = f"jax {of['versions']['jax']}; {of['date']}; `docs/results/admission.json`"
@@ -411,8 +424,8 @@ def weak_scaling() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
   function.__name__: function
   for function in (
-    clicks, rankings, chosen, speed, step, grid, whole_model, loop, vocabulary, vocabulary_memory,
-    admission, admission_hits, drift, pods, weak_scaling,
+    clicks, rankings, chosen, costs, speed, step, grid, whole_model, loop, vocabulary,
+    vocabulary_memory, admission, admission_hits, drift, pods, weak_scaling,
   )
 }  # fmt: skip
 

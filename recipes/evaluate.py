@@ -21,6 +21,7 @@ from absl import logging
 from scipy.special import logit as logit_of
 
 from . import export, hosts, serving
+from .dlrm import tasks
 from .errors import in_one_line
 from .evaluation import groups
 from .evaluation.metrics import GroupedClickMetrics, RankingMetrics, click_metrics
@@ -75,7 +76,8 @@ def of_export(served: Path, config) -> dict[str, Any]:
 
   Returns:
     `rows`, how many were measured, and `metrics`: those of `click_metrics` that the rows define,
-    and of `GroupedClickMetrics`; or what `RankingMetrics` computes of one ranking for each user.
+    and of `GroupedClickMetrics`, of several labels as `dlrm.tasks.joined` names them; or what
+    `RankingMetrics` computes of one ranking for each user.
   """
   table = table_settings.parsed(table_settings.settings(config))
   model = serving.load(served)
@@ -89,23 +91,54 @@ def _clicks(
 ) -> dict[str, Any]:
   transforms = model.served.transforms
   encoder = Encoder.load(transforms)
-  grouped = GroupedClickMetrics(groups.of_clicks(encoder.features, slices, transforms))
-  logits: list[np.ndarray] = []
+  grouping = groups.of_clicks(encoder.features, slices, transforms)
+  grouped: list[dict[str, np.ndarray]] = []
+  scores: list[np.ndarray] = []
   labels: list[np.ndarray] = []
   weights: list[np.ndarray] = []
-  weight_name = table.name_of(spec.Weight)
-  for rows in RowReader(table, ""):
+  weight_name, reader = table.name_of(spec.Weight), RowReader(table, "")
+  if any(map(spec.is_history, table.kinds.values())):
+    for rows in reader:
+      model.memory.add(rows.chunk.columns)
+  for rows in reader:
     assert rows.label is not None  # dlrm has asked for one
     values, count = rows.chunk.columns, len(rows.chunk.rows)
-    logits.append(logit_of(model.answers(values, np.zeros(count, bool)).scores))
+    scores.append(model.answers(values, np.zeros(count, bool)).scores)
     labels.append(rows.label)
     weights.append(values[weight_name] if weight_name else np.ones(count))
-    if grouped.groups:
+    if grouping:
       ids = cut_ids(encoder.encode(values, count)["ids"], encoder.features)
-      grouped = grouped.update(logits[-1], labels[-1], ids, weight=weights[-1])
-  logit, label, weight = map(np.concatenate, (logits, labels, weights))
-  metrics = click_metrics(logit, label, weight, strict=False) | grouped.compute()
+      grouped.append({name: ids[name] for name in grouping.features})
+  score, label = np.concatenate(scores), np.concatenate(labels).reshape(-1, len(table.labels))
+  weight = np.concatenate(weights).astype(np.float64)
+  of_rows = {name: np.concatenate([ids[name] for ids in grouped]) for name in grouping.features}
+  found, targets, place = {}, dict(zip(table.labels, label.T, strict=True)), 0
+  score = score.reshape(len(score), -1)
+  for name, kind in model.labels.items():
+    own, target = score[:, place : (place := place + kind.num_outputs)], targets[name]
+    counts = ~np.isnan(target) & (weight > 0)
+    target, own, amount = target[counts], own[counts], weight[counts]
+    found[name] = _of_label(kind, target, own, amount)
+    if kind.loss == "binary" and grouping:
+      ids = {each: x[counts] for each, x in of_rows.items()}
+      of_groups = GroupedClickMetrics(grouping)
+      of_groups = of_groups.update(logit_of(own[:, 0]), target, ids, weight=amount)
+      found[name] |= of_groups.compute()
+  metrics = next(iter(found.values())) if table.is_one_click else tasks.joined(table.labels, found)
   return {"rows": len(label), "metrics": metrics}
+
+
+def _of_label(
+  kind: spec.Label, target: np.ndarray, scores: np.ndarray, weight: np.ndarray
+) -> dict[str, float]:
+  """Returns the metrics of a label on the rows in which it counts."""
+  if kind.loss == "binary" or not len(target):
+    return click_metrics(logit_of(scores[:, 0]), target, weight, strict=False)
+  mean = lambda x: float(np.average(x, weights=weight))
+  if kind.loss == "squared_log":
+    return {"squared_loss": mean(np.square(np.log1p(scores[:, 0]) - target))}
+  right = scores[np.arange(len(target)), target.astype(int)]
+  return {"logloss": mean(-np.log(right)), "accuracy": mean(scores.argmax(axis=1) == target)}
 
 
 def _ranking(
@@ -123,7 +156,7 @@ def _ranking(
   user, item = pairs.user[~repeats], pairs.item[~repeats]
   order = np.argsort(user, kind="stable")
   wanted = np.split(item[order], np.cumsum(np.bincount(user, minlength=len(pairs.users)))[:-1])
-  codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics(ks), 0
+  codes, metrics, popular = Codes(pairs.items.to_pylist()), RankingMetrics.empty(ks), 0
   asked = {"": pairs.users, **pairs.values}
   for start in range(0, len(pairs.users), _USERS):
     of_part = wanted[start : start + _USERS]
@@ -133,7 +166,7 @@ def _ranking(
     relevant = np.full((len(of_part), max(map(len, of_part))), -1, np.int32)
     for row, items in enumerate(of_part):
       relevant[row, : len(items)] = items
-    metrics.update(found.reshape(answers.items.shape), relevant)
+    metrics = metrics.update(found.reshape(answers.items.shape), relevant)
     popular += int(answers.is_popular.sum())
   hosts.say(
     f"{len(pairs.users):,} users ask for {len(item):,} items, {popular:,} of them unknown; "

@@ -5,6 +5,7 @@ served.json     the recipe, the declared columns, and what to install for predic
 program.bin     the model, as `jax.export` writes it; it needs no code of the model
 arrays.npz      the arrays that it reads
 candidates.npy  two_tower: the vectors of the items
+index.usearch   with --ann: the index over the vectors of the items
 transforms/     columns to ids and numbers; users, items, and what each user has had
 README.md       how to use it
 """
@@ -38,6 +39,7 @@ from .evaluation import retrieval
 from .run import settings
 from .run import workdir as runs
 from .serving import folder as folder_lib
+from .tables import spec
 from .tables.encoding import Encoder, Entities
 from .tables.settings import READING
 from .training.features import feature_configs
@@ -99,6 +101,11 @@ def export(
   config, recipe, serve = run.config, run.recipe, workdir / "serve"
   if ann and recipe == "dlrm":
     raise UserError("--ann is for the items of two_tower and sequence, and dlrm ranks none")
+  if config.get("model") == "tiger":
+    raise UserError(
+      "an export ranks items by their vectors, and tiger finds them by a beam search: export a run "
+      "of another model; `recipes.evaluate` measures this one"
+    )
   mesh = hosts.start()
   parts = _parts(workdir, config, recipe, mesh)
   hosts.replicate(mesh, parts.model)
@@ -111,6 +118,10 @@ def export(
     program.save(partial)
     if parts.candidates is not None:
       np.save(partial / folder_lib.CANDIDATES, parts.candidates())
+    if ann:
+      with np.load(partial / "arrays.npz") as read:
+        vectors = folder_lib.candidates(partial, parts.about["candidates"], read)
+      retrieval.Approximate(np.asarray(vectors)).save(partial / folder_lib.INDEX)
     files.copy_folder(serve, partial / folder_lib.TRANSFORMS)
     about = _about(run, arrays.read_json(serve / READING, schema=_READING), ann) | parts.about
     arrays.write_json(partial / folder_lib.NAME, about)
@@ -166,7 +177,11 @@ def _about(run: runs.Opened, reading: dict[str, Any], ann: bool) -> dict[str, An
   versions, columns = runs.versions(), reading["columns"]
   extras = "serving,ann" if ann else "serving"  # of pyproject.toml
   names = ("sparse-embed", "jax", "numpy", "python")
-  header = [kind.get("column") or name for name, kind in columns.items()]
+  header = [
+    kind.get("column") or name
+    for name, kind in columns.items()
+    if kind.get("kind") != "cross" and not kind.get("of")
+  ]
   return {
     "format": folder_lib.FORMAT,
     "recipe": run.recipe,
@@ -175,7 +190,7 @@ def _about(run: runs.Opened, reading: dict[str, Any], ann: bool) -> dict[str, An
     "install": f"pip install '{_WHEEL.format(versions['sparse-embed'])}[{extras}]'",
     "columns": columns,
     "num_columns": len(columns),
-    "header": [name for name in header if columns.get(name, {}).get("kind") != "cross"],
+    "header": header,
     "text": reading["format"],
     "exclude_seen": run.config.get("exclude_seen", True),
     "ann": ann,
@@ -186,13 +201,24 @@ def _readme(about: dict[str, Any], workdir: Path) -> str:
   """Returns the page that tells how to use the folder."""
   is_click, package = about["recipe"] == "dlrm", __package__
   call = "model.predict(rows)" if is_click else "model.recommend(rows, top=10).items"
+  several = sum(column.get("kind") == "label" for column in about["columns"].values()) > 1
+  scores = "a column `score_<label>` for each label" if several else "a column `score`"
   read = ", ".join(f"`{markdown(name)}`" for name in about["header"])
   adds = (
-    f"a column `score` to rows with the columns {read}, in any order; label, weight, split and "
+    f"{scores} to rows with the columns {read}, in any order; label, weight, split and "
     "time may be missing"
     if is_click
     else "columns `item_1`, `score_1`, … by `--top=10` to rows that name the user, or features of "
     "the user, as training rows do, or have a `history`: raw ids of items, separated by `|`"
+  )
+  lists = ", ".join(f"`{markdown(name)}`" for name in about.get("lists", ()))
+  histories = (
+    f"""
+Histories are lists in the rows, in the order of time: {lists}. With `--log=log.csv`
+(`model.remember(rows)`), they are taken of a log instead, and a row needs its time.
+"""
+    if lists
+    else ""
   )
   return f"""# A model of {markdown(workdir.name)}: {about["recipe"]}, step {about["step"]}
 
@@ -206,7 +232,7 @@ adds {adds}. The wheel comes from a checkout: `pip wheel --no-deps CHECKOUT`. Th
     {call}
 
 `help({package}.serving)` says what is done with unknown and missing values.
-
+{histories}
 An export contains a program: predict only with exports of people whose programs you would run.
 """
 
@@ -218,7 +244,9 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   encoder = Encoder.load(serve)
   features, num_dense = encoder.features, len(encoder.dense_names)
   columns = {"dense": np.zeros((0, num_dense), np.float32)}
-  data = data_lib.ClickData(columns, {}, features, {}, {})
+  kinds = spec.parse(arrays.read_json(serve / READING, schema=_READING)["columns"])
+  known: Any = {"labels": spec.labels(kinds), "vectors": encoder.vectors}
+  data = data_lib.ClickData(columns, {}, features, {}, {}, **known)
   model = train.build_model(config, data, mesh)
   row: dict[str, np.ndarray] = {
     "label": np.zeros(2, np.uint8),
@@ -228,7 +256,8 @@ def _dlrm(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   configs = feature_configs(features, dim=1)
   inputs = data_lib.split_features(row, features=features, configs=configs)
   del inputs["label"]
-  return _Parts(model, train.logits, inputs, {})
+  lists = [p.name for h in encoder.histories for p in h.parts if p.by != "table"]
+  return _Parts(model, train.logits, inputs, {"lists": lists})
 
 
 def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
@@ -240,11 +269,13 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
   columns = {
     table.column_name(side, name): ids
     for side, entities in (("user", users), ("item", items))
-    for name, ids in entities.ids.items()
+    for name, ids in {**entities.ids, **entities.vectors}.items()
   }
   data = data_lib.RetrievalData(
-    columns, {}, len(users.texts), len(items.texts), users.features, items.features, {}, {}
-  )
+    columns, {}, len(users.texts), len(items.texts), users.features, items.features, {}, {},
+    user_vectors={name: each.shape[1] for name, each in users.vectors.items()},
+    item_vectors={name: each.shape[1] for name, each in items.vectors.items()},
+  )  # fmt: skip
   count = 1 if mesh is None else mesh.size
   size = max(config.eval_batch_size // count, 1) * count  # of a batch of items
   config = settings.copied(model_lib.with_all_features(config, data), eval_batch_size=size)
@@ -254,7 +285,10 @@ def _two_tower(config: ConfigDict, serve: Path, mesh: Mesh | None) -> _Parts:
 
   def candidates() -> np.ndarray:
     encode = train.make_encode(mesh)
-    items = (hosts.to_global(mesh, batch) for batch in train.catalogue(data, config, mesh))
+    log = (np.load(serve / f"{name}.npy", mmap_mode="r") for name in ("history", "history_when"))
+    popularity = data_lib.log_popularity(*log, config.popularity.half_life, data.num_items)
+    batches = train.catalogue(data, config, popularity, mesh)
+    items = (hosts.to_global(mesh, batch) for batch in batches)
     vectors = retrieval.joined([encode(model, batch) for batch in items], mesh)
     return np.asarray(vectors)[: data.num_items]
 

@@ -31,18 +31,19 @@ def train(recipe: str, config, workdir: str) -> None:
   """
   seeds = flags.FLAGS["seeds"].value if "seeds" in flags.FLAGS else []
   if not seeds:
-    _train(recipe, config, Path(workdir))
+    train_one(recipe, config, Path(workdir))
     return
   folders = [Path(workdir) / f"seed_{seed}" for seed in seeds]
   for seed, folder in zip(seeds, folders, strict=True):
-    _train(recipe, settings.copied(config, seed=int(seed)), folder, is_first=seed == seeds[0])
+    train_one(recipe, settings.copied(config, seed=int(seed)), folder, is_first=seed == seeds[0])
   from . import hosts, report
 
   if hosts.is_main():
     print(f"\n{terminal(report.write(folders, Path(workdir) / 'report'))}")
 
 
-def _train(recipe: str, config, workdir: Path, is_first: bool = True) -> None:
+def train_one(recipe: str, config, workdir: Path, is_first: bool = True) -> None:
+  """Trains one run, fits its baselines if it is the first of its data, and shows the result."""
   # What takes seconds is imported here, so that a wrong flag is answered at once.
   with errors.importing():
     module = importlib.import_module(f".{recipe}.train", __package__)
@@ -53,7 +54,7 @@ def _train(recipe: str, config, workdir: Path, is_first: bool = True) -> None:
     return
   try:
     # Of other seeds the baselines are the same; and other processes would wait for them.
-    if "notes" not in result and hosts.shard()[1] == 1 and is_first:
+    if config.test and "notes" not in result and hosts.shard()[1] == 1 and is_first:
       signal.signal(signal.SIGTERM, functools.partial(_preempted, text=_FITTING))
       result = baselines.fit(workdir, most_rows=baselines.SMALL)
     elif not result["baselines"] and is_first:
@@ -158,7 +159,7 @@ class _ConfigFile(flags.ArgumentParser):
   def parse(self, path: str) -> Any:
     """Returns the config; absl reports a ValueError as the flag's."""
     name, _, mode = path.partition(":")
-    file = next((p for p in (Path(name), catalogue.ROOT / name) if p.is_file()), None)
+    file = catalogue.config_file(name)
     if file is None:
       configs = {p.stem: p for recipe in catalogue.recipes() for p in catalogue.configs(recipe)}
       configs |= {p.stem: p for p in catalogue.configs(self._recipe)}

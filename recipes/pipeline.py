@@ -50,6 +50,7 @@ class ShuffledBatches:
       concatenated are the batch that a single host would read.
     apart: whether each host reads only its own rows of the split instead, see `own_rows`. The order
       of the rows then depends on the number of hosts.
+    shuffle: whether each epoch has an order of its own; else all have that of the rows.
 
   Raises:
     UserError: the split has fewer rows than there are hosts, or the hosts cannot share a batch
@@ -71,12 +72,14 @@ class ShuffledBatches:
     num_batches: int,
     shard: tuple[int, int] = (0, 1),
     apart: bool = False,
+    shuffle: bool = True,
   ):
     rows, self._batch_size, self._part = _share(rows, batch_size, shard, apart)
     if rows[1] <= rows[0]:
       raise UserError(f"the training split is empty: rows {rows[0]} to {rows[1]}")
     self._columns, self._rows, self._num_batches = columns, rows, num_batches
-    self._order = ShuffledRows(rows[1] - rows[0], seed)
+    size = rows[1] - rows[0]
+    self._order = ShuffledRows(size, seed) if shuffle else OrderedRows(size)
 
   def __len__(self) -> int:
     return self._num_batches
@@ -86,6 +89,21 @@ class ShuffledBatches:
     start, stop = self._part
     picked = self._rows[0] + self._order.rows(base + start, base + stop)
     return {name: array[picked] for name, array in self._columns.items()}
+
+
+class OrderedRows:
+  """Orders rows as they are, in every epoch; see `ShuffledRows`.
+
+  >>> OrderedRows(5).rows(3, 7).tolist()
+  [3, 4, 0, 1]
+  """
+
+  def __init__(self, size: int):
+    self._size = size
+
+  def rows(self, start: int, stop: int) -> np.ndarray:
+    """Returns the rows at the positions from `start` on, int64 `[stop - start]`."""
+    return np.arange(start, stop) % self._size
 
 
 class ShuffledRows:

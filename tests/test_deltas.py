@@ -481,7 +481,10 @@ def test_readers_that_write_back_are_told(place, readers, count):
   served, deltas, _ = served_and_deltas(count, **PLACES[place]())
   _, error, errors = under_readers(served, nnx.jit(act), deltas, readers)
   told = [error, *errors]
-  assert any(type(x) is RuntimeError and "graph=False" in str(x) for x in told), told
+  # A module that is cleared when `apply` reads it looks like another model: a ValueError.
+  assert any(isinstance(x, RuntimeError | ValueError) and "graph=False" in str(x) for x in told), (
+    told
+  )
   assert error is None or "graph=False" in str(error), error
 
 

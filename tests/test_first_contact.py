@@ -33,8 +33,8 @@ def test_every_recipe_and_config_is_listed_with_one_line(monkeypatch, tmp_path, 
   listing.main([])
   lines = capsys.readouterr().out.splitlines()
   commands = [line.split()[2] for line in lines if line.startswith("python -m recipes.")]
-  programs = ["minimal", "describe", "config", "days", "baselines", "evaluate", "export", "predict"]
-  assert commands == [f"recipes.{name}" for name in [*RECIPES, *programs, "report", "aot"]]
+  programs = ["minimal", "describe", "config", "days", "sweep", "baselines", "evaluate", "export"]
+  assert commands == [f"recipes.{n}" for n in [*RECIPES, *programs, "predict", "report", "aot"]]
   rows = [line for line in lines if line.startswith("  configs/")]
   assert [re.match(r"  ([^\[ ]+)", row)[1] for row in rows] == CONFIGS
   for recipe in RECIPES:

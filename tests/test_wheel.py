@@ -110,8 +110,8 @@ def test_commands_are_listed_as_they_are_called(site, tmp_path):
   assert done.returncode == 0, done.stderr
   commands = re.findall(r"^python -m (embed\.recipes\.\S+)", done.stdout, re.MULTILINE)
   programs = [
-    "minimal", "describe", "config", "days", "baselines", "evaluate", "export", "predict", "report",
-    "aot",
+    "minimal", "describe", "config", "days", "sweep", "baselines", "evaluate", "export", "predict",
+    "report", "aot",
   ]  # fmt: skip
   assert commands == [f"embed.recipes.{name}" for name in [*RECIPES, *programs]]
   assert f"These files are in {site}/embed\n" in done.stdout

@@ -1,7 +1,8 @@
 """Click data sets in one form: a label, dense features and categorical ids per row.
 
 `load` prepares a data set once (see `recipes.datasets`); `train_batches` and `eval_batches` are
-Grain pipelines over it. The columns are `label` uint8 `[N]`, `dense` float32 `[N, K]` and `ids`
+Grain pipelines over it. The columns are `label` uint8 `[N]` (of several labels, or one that is no
+click, float32 `[N, labels]`: see `tasks`), `dense` float32 `[N, K]` and `ids`
 int32 `[N, W]`, in which a feature of valency L owns L neighbouring columns, padded with -1.
 """
 
@@ -19,10 +20,12 @@ import embed
 
 from .. import arrays, hosts, pipeline
 from ..datasets import DataSet, Prepared, Registry
-from ..tables import clicks, spark
+from ..tables import clicks, histories, spark, spec
 from ..tables import settings as table_settings
 from ..training.features import Feature, cut_ids, feature_configs
-from . import criteo1tb, published, synthetic
+from . import criteo1tb, listens, published, synthetic, tasks
+
+_FILL = {"ids": -1, "tokens": -1, "contexts": -1}  # of columns; others get 0
 
 
 def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -31,10 +34,13 @@ def _build(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _view(prepared: Prepared) -> Prepared:
-  if "shards" not in prepared.meta:
-    return prepared
   assert isinstance(prepared.columns, arrays.Columns)
-  return dataclasses.replace(prepared, columns=spark.Shards(prepared.columns.folder))
+  folder = prepared.columns.folder
+  if "shards" in prepared.meta:
+    return dataclasses.replace(prepared, columns=spark.Shards(folder))
+  if prepared.meta.get("histories"):
+    return dataclasses.replace(prepared, columns=histories.Columns(folder))
+  return prepared
 
 
 _table = functools.partial(DataSet, build=_build, view=_view)
@@ -43,6 +49,7 @@ DATA_SETS = Registry(
     "criteo_1tb": DataSet(
       criteo1tb.settings, criteo1tb.build, view=criteo1tb.view, describe=criteo1tb.describe
     ),
+    "listens": DataSet(listens.settings, listens.build, describe=listens.describe),
     "synthetic": DataSet(synthetic.settings, synthetic.build),
     "table": _table(table_settings.settings),
   }
@@ -65,6 +72,8 @@ class ClickData:
     best: metrics of the probabilities that the labels were drawn from, where they are known.
     serve: the folder of what serving needs besides the model; None where there is none.
     dense_names: of the columns of `dense`, where they are known.
+    vectors: by name, the first and past the last column of `dense` of vectors that are projected.
+    labels: what is predicted, by name, in the order of the columns of `label`.
   """
 
   columns: Mapping[str, Any]
@@ -74,6 +83,8 @@ class ClickData:
   best: Mapping[str, float]
   serve: Path | None = None
   dense_names: tuple[str, ...] = ()
+  vectors: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+  labels: tasks.Labels = dataclasses.field(default_factory=lambda: tasks.ONE_CLICK)
 
   @property
   def num_examples(self) -> int:
@@ -82,7 +93,7 @@ class ClickData:
 
   @property
   def num_dense(self) -> int:
-    return self.columns["dense"].shape[1]
+    return self.columns["dense"].shape[1] if "dense" in self.columns else 0
 
   @property
   def statistics(self) -> dict[str, float]:
@@ -91,7 +102,15 @@ class ClickData:
     The rate is of the first 100 million rows.
     """
     start, stop = self.splits["train"]
-    clicks = self.columns["label"][start : min(stop, start + 100_000_000)]
+    rows = slice(start, min(stop, start + 100_000_000))
+    labels, weights = self.columns["label"][rows], self.columns.get("weight")
+    if tasks.is_one_click(self.labels):
+      weights = None if weights is None else weights[rows]
+      rates = {"label rate": float(np.average(labels, weights=weights))}
+    else:
+      clicks = [label.loss == "binary" for label in self.labels.values()]
+      columns = zip(self.labels, clicks, labels.T, strict=True)
+      rates = {f"{name} rate": float(np.nanmean(x)) for name, is_click, x in columns if is_click}
     return {
       **{
         f"{words} rows": len(range(*self.splits[name]))
@@ -100,7 +119,7 @@ class ClickData:
       "numbers": self.num_dense,
       "categories": len(self.features),
       "rows of tables": sum({f.table or f.name: f.vocabulary_size for f in self.features}.values()),
-      "label rate": float(np.mean(clicks)),
+      **rates,
     }
 
 
@@ -128,25 +147,28 @@ def _click_data(prepared: Prepared) -> ClickData:
     prepared.best,
     prepared.serve,
     tuple(prepared.meta.get("dense", ())),
+    {name: (start, stop) for name, (start, stop) in prepared.meta.get("vectors", {}).items()},
+    spec.labels(spec.parse(prepared.meta.get("labels", {}))) or tasks.ONE_CLICK,
   )
 
 
 def batch_shapes(data: ClickData, config) -> dict[str, Any]:
   """Returns a global training batch as `jax.ShapeDtypeStruct`s."""
   row = {
-    name: np.full((1, *column.shape[1:]), -1 if name == "ids" else 0, column.dtype)
+    name: np.full((1, *column.shape[1:]), _FILL.get(name, 0), column.dtype)
     for name, column in data.columns.items()
   }
   return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((config.batch_size, *x.shape[1:]), x.dtype),
+    lambda x: jax.ShapeDtypeStruct((config.batch_size * len(x), *x.shape[1:]), x.dtype),
     _transform(data)(row),
   )
 
 
 def train_batches(data: ClickData, config) -> grain.IterDataset:
-  """Returns `config.steps` shuffled batches: `label` `[B]`, `dense` `[B, K]`, `features`.
+  """Returns `config.steps` batches: `label`, `dense` `[B, K]`, `features`.
 
-  B is this process's part of `config.batch_size`.
+  Those of `listens` are as `listens.inputs` returns them. Rows are shuffled, or with
+  `config.shuffle=False` in order. B is this process's part of `config.batch_size`.
   """
   source = pipeline.ShuffledBatches(
     data.columns,
@@ -156,6 +178,7 @@ def train_batches(data: ClickData, config) -> grain.IterDataset:
     num_batches=config.steps,
     shard=hosts.shard(),
     apart=isinstance(data.columns, spark.Shards),
+    shuffle=config.shuffle,
   )
   return pipeline.batches(source, _transform(data), num_workers=config.num_workers)
 
@@ -171,7 +194,7 @@ def eval_batches(
     data.columns,
     data.splits[split],
     batch_size=batch_size,
-    fill={"ids": -1},
+    fill=_FILL,
     shard=hosts.shard(),
     apart=isinstance(data.columns, spark.Shards),
   )
@@ -180,9 +203,10 @@ def eval_batches(
 
 def _transform(data: ClickData):
   # Validation reads names and sizes only, so the widths of the tables do not matter here.
-  return functools.partial(
-    split_features, features=data.features, configs=feature_configs(data.features, dim=1)
-  )
+  configs = feature_configs(data.features, dim=1)
+  if "tokens" in data.columns:
+    return functools.partial(listens.inputs, configs=configs)
+  return functools.partial(split_features, features=data.features, configs=configs)
 
 
 def split_features(

@@ -3,7 +3,7 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "model": "dcnv2",  # or "dlrm"
+  "model": "dcnv2",  # or "dlrm", "wide_deep", "deepfm"; "hstu" for the sequences of listens
   "dim": 16,  # columns of the tables
   "dlrm": {
     "bottom": (128,),  # widths of the MLP on the dense features, before its last layer
@@ -17,15 +17,46 @@ DEFAULTS: dict[str, Any] = {
     "deep": (256, 128),  # widths of the deep network
     "structure": "parallel",  # or "stacked": the deep network after the cross layers
   },
-  "dropout": 0.2,  # rate in the MLP before the logit
+  "wide_deep": {  # of wide_deep and deepfm
+    "deep": (256, 128),  # widths of the MLP
+  },
+  "tasks": {  # what several labels share, on the model's features
+    "structure": "shared_bottom",  # or "mmoe", "ple": experts with a gate for each label
+    "experts": 4,  # that all labels share, of mmoe and of each level of ple
+    "own_experts": 1,  # of each label, in a level of ple
+    "levels": 2,  # of ple
+    "expert": (128,),  # widths of an expert
+    "tower": (),  # widths of the MLP of each label before its outputs
+  },
+  "history": {
+    "model": "pooled",  # or "din", "transformer", "hstu": what is made of a sequence's positions
+    "hidden": (80, 40),  # din: widths of the MLP that weighs a position
+    "blocks": 1,  # transformer, hstu
+    "heads": 2,  # transformer, hstu
+  },
+  "hstu": {
+    "blocks": 2,  # of HSTU
+    "heads": 2,  # of attention in a block
+    "hidden": 64,  # width of the MLP over the vectors of an event
+    "length": 256,  # positions of events, and what attention is divided by
+    "ages": 0,  # buckets of an event's age, as a vector that is added to it; 0 has none
+    "time_buckets": 64,  # of the bias of attention for the time between two events; 0 has none
+    "action_bias": False,  # whether attention has a bias for what the user did
+    "query_block": 0,  # columns whose attention is computed at once; 0 is all
+    "input_dropout": 0.0,  # rate on the vectors of events
+  },
+  "dropout": 0.2,  # rate in the MLP before the logit, in experts, towers, and the blocks of hstu
   "table": {
     "optimizer": "rowwise_adagrad",  # or "adagrad", "adam", "sgd"
     "sharding": "mod",  # a strategy of embed for all tables, or {table: strategy}
     "init_scale": 0.01,  # standard deviation of new rows
+    "initial_accumulator": 0.1,  # of adagrad's sums of squares; epsilon is 1e-8 where it is 0
     "learning_rate": -1.0,  # of the rows; -1 is 2e-3 for adam, and 0.2 for the others
     "weight_decay": 0.0,  # of the rows of a batch
   },
+  "shuffle": True,  # whether rows train in a new order every epoch; False keeps theirs, as of time
   "dense_optimizer": "adamw",  # or "adagrad"
+  "adam_betas": (0.9, 0.999),  # of adamw
   "learning_rate": 2e-3,  # of dense parameters
   "eval_batch_size": 8192,  # rows that are evaluated at once, on all devices
   "epochs": 5,  # of a run whose `steps` are 0
@@ -45,7 +76,19 @@ DATA_SETS: dict[str, dict[str, Any]] = {
   "synthetic": {
     "rows": 1_000_000,  # in all; a tenth each validates and tests
     "data_seed": 0,  # of the draws
+    "labels": 1,  # or 2, "clicked" and "liked"
+    "correlation": 0.5,  # of the logits of two labels, about
     "zipf_exponent": 1.05,  # of the popularity of ids
+  },
+  "listens": {
+    "vocabulary_sizes": (),  # rows of the tables: item, artist, album, user, and seven crosses
+    "num_days": 14,  # of the log; the last one tests, the one before it validates
+    "events": 4.0,  # of a user on a day, in the mean
+    "history": 32,  # the most events before its first target that a sequence has
+    "targets": 1,  # the most events of a day that one sequence predicts
+    "sequences": 1,  # the most sequences of a row
+    "width": 0,  # columns of a row; 0 is enough for that many sequences
+    "data_seed": 0,  # of the draws
   },
   "movielens1m": {
     "data_dir": "",  # "" downloads the archive; else a folder with its files

@@ -1,11 +1,13 @@
 """Trains a click model: `run` reads from top to bottom; what it calls is below it.
 
-A second loss, a teacher or a further metric is a change of this file. `loss_fn` returns the loss to
-minimise, or `(loss, {name: scalar})`, whose scalars are logged beside it, as means since the last
-line. `run.steps` takes a function that adds a teacher's outputs to each batch, and
-`warm_start.take` loads the teacher from its run. `run.log` logs any further scalar.
+A second loss, a teacher or a further metric is a change of this file; `tasks` has the losses of
+several labels. `loss_fn` returns the loss to minimise, or `(loss, {name: scalar})`, whose scalars
+are logged beside it, as means since the last line. `run.steps` takes a function that adds a
+teacher's outputs to each batch, and `warm_start.take` loads the teacher from its run. `run.log`
+logs any further scalar.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +21,6 @@ import embed
 from .. import hosts
 from ..errors import UserError, from_settings
 from ..evaluation import groups
-from ..evaluation.metrics import CLICK_NAMES, ClickMetrics, GroupedClickMetrics
 from ..run import settings, warm_start
 from ..run import workdir as runs
 from ..run.journal import Writer
@@ -27,6 +28,7 @@ from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
 from ..training import build, train_step
 from . import data as data_lib
+from . import histories, tasks
 from .model import build_model
 
 
@@ -64,12 +66,13 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
     writers=writers,
   ) as run:  # fmt: skip
     warm_start.start(run)
-    step = train_step.Step(OBJECTIVE, model, optimizer, train_step.options(config), mesh)
+    objective_ = objective(config, data, mesh)
+    step = train_step.Step(objective_, model, optimizer, train_step.options(config), mesh)
     for batch in run.steps(data_lib.train_batches(data, config)):
       run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
       if run.evaluates:
         run.score(evaluate(model, "valid"))
-    return run.finish(evaluate(run.best(), "test"))
+    return run.finish(evaluate(run.best(), "test") if config.test else {})
 
 
 def loss_fn(model, batch) -> Any:
@@ -97,44 +100,44 @@ OBJECTIVE = train_step.Objective(loss_fn, total_weight, prepare=admit)
 
 def objective(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = None):
   """Returns what training minimises."""
-  del config, data, mesh
-  return OBJECTIVE
+  del config, mesh
+  if tasks.is_one_click(data.labels):
+    return OBJECTIVE
+  loss = functools.partial(tasks.loss_fn, labels=data.labels)
+  prepare = lambda model, batch, ahead=False: admit(model, tasks.with_weights(batch), ahead)
+  return train_step.Objective(loss, total_weight, prepare=prepare)
 
 
 @nnx.jit(graph=False)  # with Flax's default every call returns a copy of the tables
 def predict(model, batch) -> jax.Array:
-  """Returns a batch's logits `[B]`; compiled."""
+  """Returns a batch's outputs, `[B]` or `[B, O]`; compiled."""
   return logits(model, batch)
 
 
 def logits(model, batch) -> jax.Array:
-  """Returns a batch's logits `[B]`, without admitting raw ids."""
+  """Returns a batch's outputs, `[B]` or `[B, O]`, without admitting raw ids."""
   return model(batch | {"features": model.embed.translate(batch["features"])})
 
 
 def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None = None):
   """Returns `(model, split) -> metrics` over all rows of the split, in every process.
 
-  The metrics are those of `ClickMetrics` and, of a table with a user or with `config.slices`, of
-  `GroupedClickMetrics`, and `reliability`, a histogram. A row counts by its `weight`, if there is
-  one. A split without rows has no metrics.
+  They are those of `tasks.Metrics`: of users where a table declares one, and of `config.slices`. A
+  row counts by its `weight`, if there is one. A split without rows has no metrics.
   """
   grouping = groups.of_clicks(data.features, config.slices, data.serve)
 
   def evaluate(model, split: str) -> dict[str, Any]:
     if len(range(*data.splits[split])) == 0:
       return {}
-    view = nnx.view(model, deterministic=True)
-    metrics, grouped = ClickMetrics.empty(mesh), GroupedClickMetrics(grouping)
+    view, metrics = train_step.evaluated(model), tasks.Metrics.empty(data.labels, grouping, mesh)
     batches = data_lib.eval_batches(
       data, split, config.eval_batch_size, num_workers=config.num_workers
     )
     for batch in hosts.put_ahead(mesh, batches):
-      scored, counts = (predict(view, batch), batch["label"]), (batch["mask"], batch.get("weight"))
-      metrics = metrics.update(*scored, *counts)
-      if grouping:
-        grouped = grouped.update(*scored, batch["features"], *counts)
-    return metrics.compute() | grouped.compute() | {"reliability": metrics.reliability()}
+      outputs, weight = predict(view, batch), batch.get("weight")
+      metrics = metrics.update(outputs, batch["label"], batch["features"], batch["mask"], weight)
+    return metrics.compute()
 
   return evaluate
 
@@ -145,6 +148,7 @@ def evaluator(data: data_lib.ClickData, config, mesh: jax.sharding.Mesh | None =
 def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   settings.check(config)
+  histories.check(config)
   train_step.check(config, mesh)
   units = train_step.units(config, mesh)
   hosts.check_batch_sizes(
@@ -156,7 +160,7 @@ def decide(config, data: data_lib.ClickData, mesh: jax.sharding.Mesh | None = No
   """Returns the config with what the number of rows decides; checks what the data tell."""
   has_valid = len(range(*data.splits["valid"])) > 0
   grouping = groups.of_clicks(data.features, config.slices, data.serve)
-  names = [*CLICK_NAMES, *grouping.names] if has_valid else []
+  names = tasks.metric_names(data.labels, grouping) if has_valid else ()
   check_select(config.select, [f"valid_{name}" for name in names])
   return steps_of_data(config, data.num_examples, train_step.units(config, mesh))
 
@@ -168,6 +172,7 @@ def make_state(
   with from_settings():
     inputs = lambda: data_lib.batch_shapes(data, config)["features"]
     model = build_model(config, data, mesh, inputs)
+    train_step.keep_averages(model, config.ema)
     return model, embed.Optimizer(model, dense_optimizer(config))
 
 
@@ -178,7 +183,8 @@ def dense_optimizer(config) -> optax.GradientTransformation:
   (mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py).
   """
   if config.dense_optimizer == "adamw":
-    return build.dense_optimizer(config)
+    rate, (b1, b2) = build.schedule(config, config.learning_rate), config.adam_betas
+    return optax.adamw(rate, b1, b2, weight_decay=config.weight_decay)
   if config.dense_optimizer == "adagrad":
     rate = build.schedule(config, config.learning_rate)
     # torch adds its epsilon to the root, optax under it.

@@ -98,10 +98,10 @@ def _check_outcomes(clicks: float, examples: float, *, finite: bool, strict: boo
 # --- sums on the devices --------------------------------------------------------------------------
 
 # A sum is two float32, the nearest one and what it leaves out: 48 bits, as devices have no float64.
-_Double = tuple[jax.Array, jax.Array]
+Double = tuple[jax.Array, jax.Array]
 
 
-def _plus(a: _Double, b: _Double) -> _Double:
+def plus(a: Double, b: Double) -> Double:
   """Returns the sum of two sums; the error of float32 is found by Knuth's TwoSum."""
   high = a[0] + b[0]
   part = high - a[0]
@@ -110,7 +110,7 @@ def _plus(a: _Double, b: _Double) -> _Double:
   return total, low - (total - high)
 
 
-def _run_sums(keys: jax.Array, amounts: jax.Array) -> _Double:
+def _run_sums(keys: jax.Array, amounts: jax.Array) -> Double:
   """Returns at the end of each run of equal keys `[..., B]` the sum of its amounts `[..., B]`.
 
   Other places hold sums of the run so far. It is the parallel prefix sum of Hillis and Steele.
@@ -121,7 +121,7 @@ def _run_sums(keys: jax.Array, amounts: jax.Array) -> _Double:
     shift = jnp.left_shift(1, i)
     back = lambda x: jnp.roll(x, shift, axis=-1)
     is_run = (back(keys) == keys) & (jnp.arange(size) >= shift)
-    return _plus(sums, (jnp.where(is_run, back(sums[0]), 0), jnp.where(is_run, back(sums[1]), 0)))
+    return plus(sums, (jnp.where(is_run, back(sums[0]), 0), jnp.where(is_run, back(sums[1]), 0)))
 
   return jax.lax.fori_loop(0, max(size - 1, 0).bit_length(), step, (amounts, amounts * 0))
 
@@ -316,7 +316,7 @@ def _middles() -> np.ndarray:
   return np.clip(middles, -_EDGE, _EDGE)
 
 
-def _add(high, low, logits, labels, amount) -> _Double:
+def _add(high, low, logits, labels, amount) -> Double:
   """Returns the sums `[1, sums]` of one device with a batch's.
 
   A bin that several examples of the batch are in is written once.
@@ -332,12 +332,12 @@ def _add(high, low, logits, labels, amount) -> _Double:
   is_last = jnp.concatenate([keys[:, 1:] != keys[:, :-1], jnp.ones((3, 1), bool)], axis=1)
   at = jnp.where(is_last & (keys < _SUMS), keys, high.shape[1])
   known = [x[0].at[keys].get(mode="fill", fill_value=0) for x in (high, low)]
-  high_sum, low_sum = _plus((known[0], known[1]), sums)
+  high_sum, low_sum = plus((known[0], known[1]), sums)
   put = lambda x, new: x.at[0, at].set(new, mode="drop")
   return put(high, high_sum), put(low, low_sum)
 
 
-_merged = jax.jit(_plus)
+_merged = jax.jit(plus)
 
 
 @functools.cache
@@ -357,7 +357,7 @@ def _compiled(mesh: Mesh | None) -> tuple[Any, Any, Any]:
       sums = [jax.lax.all_to_all(cut(x), mesh.axis_names, 0, 0) for x in sums]
       total = sums[0][0], sums[1][0]
       for device in range(1, devices):
-        total = _plus(total, (sums[0][device], sums[1][device]))
+        total = plus(total, (sums[0][device], sums[1][device]))
       return total
 
     add = jax.shard_map(_add, mesh=mesh, in_specs=part, out_specs=part)
@@ -433,10 +433,15 @@ class Groups:
     return bool(self.user or self.slices)
 
   @property
+  def features(self) -> tuple[str, ...]:
+    """The features whose ids tell the groups."""
+    return tuple({name: None for name in (self.user, *dict(self.slices)) if name})
+
+  @property
   def names(self) -> tuple[str, ...]:
-    """The names of what `GroupedClickMetrics` computes, where every group has both outcomes."""
+    """The names that select a state, each of which is there if its group has both outcomes."""
     slices = [f"{name}={value}" for name, values in self.slices for value in values]
-    of_users = ("gauc", "gauc_share") if self.user else ()
+    of_users = ("gauc",) if self.user else ()
     return (*of_users, *(f"{metric}[{each}]" for each in slices for metric in CLICK_NAMES))
 
 
@@ -483,7 +488,7 @@ class GroupedClickMetrics:
     """
     logits, labels, amount = _checked(logits, labels, mask, weight)
     batch = {"logit": logits, "label": labels.astype(bool), "amount": amount}
-    for name in {self.groups.user, *dict(self.groups.slices)} - {""}:
+    for name in self.groups.features:
       batch[f"of {name}"] = jnp.asarray(ids[name])
     return dataclasses.replace(self, batches=(*self.batches, batch))
 
@@ -539,7 +544,7 @@ def _as_users(ids: np.ndarray, num_users: int | None) -> np.ndarray:
 
 
 def ranking_names(ks: Sequence[int], num_items: int) -> tuple[str, ...]:
-  """Returns the names of what `RankingMetrics(ks)` computes.
+  """Returns the names of what a run's `RankingMetrics` computes that can select a state.
 
   Args:
     ks: the cutoffs, `config.ks`.
@@ -549,7 +554,7 @@ def ranking_names(ks: Sequence[int], num_items: int) -> tuple[str, ...]:
     UserError: a cutoff is not between 1 and the number of items; says which ones to write.
 
   >>> ranking_names([10], 40)
-  ('recall@10', 'ndcg@10', 'hr@10', 'mrr')
+  ('recall@10', 'ndcg@10', 'hr@10', 'precision@10', 'coverage@10', 'mrr')
   """
   if not ks or not all(0 < k <= num_items for k in ks):
     fit = tuple(k for k in ks if 0 < k <= num_items) or (num_items,)
@@ -558,28 +563,69 @@ def ranking_names(ks: Sequence[int], num_items: int) -> tuple[str, ...]:
       f"that number. Write --config.ks='{fit}', and for example "
       f"--config.select=valid_ndcg@{fit[0]}"
     )
-  return (*(f"{name}@{k}" for k in ks for name in ("recall", "ndcg", "hr")), "mrr")
+  each = (*_OF_HITS, "coverage")
+  return (*(f"{name}@{k}" for k in ks for name in each), "mrr")
 
 
+_OF_HITS = ("recall", "ndcg", "hr", "precision")
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("sums", "examples", "best", "popularity"),
+  meta_fields=("ks",),
+)
+@dataclasses.dataclass(frozen=True)
 class RankingMetrics:
-  """Collects what was recommended and what was right, and averages over the examples.
+  """What was recommended and what was right, averaged over the examples, in float64 on the host.
 
   Recall@k is the hits among the first k over the number of relevant items, the definition of
-  RecBole and LightGCN; HR@k whether there was a hit; NDCG@k discounts by log2(rank + 1) and divides
-  by what min(k, relevant) hits at the top would get; MRR is 1 / rank of the first hit among all
-  recommended items, 0 without one. An example without a relevant item does not count.
+  RecBole and LightGCN; precision@k the hits over k; HR@k whether there was a hit; NDCG@k discounts
+  by log2(rank + 1) and divides by what min(k, relevant) hits at the top would get; MRR is 1 / rank
+  of the first hit among all recommended items, 0 without one. An example without a relevant item
+  does not count.
 
-  Args:
+  Coverage@k is the share of the catalogue that was among the first k of an example, and
+  popularity@k the mean popularity of the items there, as RecBole's ItemCoverage and
+  AveragePopularity.
+
+  Attributes:
     ks: the cutoffs.
+    sums: float64 `[metrics]`, of the examples so far.
+    examples: int `[]`, how many.
+    best: int32 `[items]`, the best place, from 0, that an item has had; `[0]` without a catalogue.
+    popularity: `[items]`, how often each item is in training; `[0]` if it is not known.
+
+  >>> metrics = RankingMetrics.empty([2], popularity=[7, 3, 0])
+  >>> found = metrics.update([[1, 0], [1, 0]], [[0], [1]]).compute()
+  >>> found["hr@2"], found["precision@2"], found["popularity@2"], round(found["coverage@2"], 4)
+  (1.0, 0.5, 5.0, 0.6667)
   """
 
-  def __init__(self, ks: Sequence[int]):
-    self._ks = tuple(ks)
-    self._sums: dict[str, float] = {}
-    self._examples = 0
+  ks: tuple[int, ...]
+  sums: np.ndarray
+  examples: np.ndarray
+  best: np.ndarray
+  popularity: np.ndarray
 
-  def update(self, top_ids, relevant, mask=None) -> None:
-    """Adds one batch.
+  @classmethod
+  def empty(
+    cls, ks: Sequence[int], *, num_items: int = 0, popularity: Any = None
+  ) -> "RankingMetrics":
+    """Returns the metric of no example.
+
+    Args:
+      ks: the cutoffs.
+      num_items: the catalogue, for coverage; 0 measures none.
+      popularity: `[items]`, how often each item is in training, for popularity and coverage.
+    """
+    popularity = np.empty(0) if popularity is None else np.asarray(popularity)
+    names = _ranking_names(ks, bool(len(popularity)))
+    best = np.full(len(popularity) or num_items, _NEVER, np.int32)
+    return cls(tuple(ks), np.zeros(len(names)), np.zeros((), np.int64), best, popularity)
+
+  def update(self, top_ids, relevant, mask=None) -> "RankingMetrics":
+    """Returns the metric with one batch more.
 
     Args:
       top_ids: int `[B, K]`, the best first, each id once; negative where there is none.
@@ -594,8 +640,8 @@ class RankingMetrics:
       raise ValueError(
         f"top_ids {top_ids.shape} and relevant {relevant.shape} must be [batch, K] and [batch, R]"
       )
-    if top_ids.shape[1] < max(self._ks):
-      raise ValueError(f"{top_ids.shape[1]} ids a row, for metrics at {max(self._ks)}")
+    if top_ids.shape[1] < max(self.ks):
+      raise ValueError(f"{top_ids.shape[1]} ids a row, for metrics at {max(self.ks)}")
     counted = (relevant >= 0).any(axis=1) & (True if mask is None else np.asarray(mask))
     top_ids, relevant = top_ids[counted], relevant[counted]
     for name, ids in (("top_ids", top_ids), ("relevant", relevant)):
@@ -604,33 +650,63 @@ class RankingMetrics:
         raise ValueError(f"an id appears twice in a row of {name}: every hit counts once")
     hits = _member(top_ids, relevant)
     totals = (relevant >= 0).sum(axis=1)
-    for name, values in _ranking(hits, totals, self._ks):
-      self._sums[name] = self._sums.get(name, 0.0) + float(values.sum(dtype=np.float64))
-    self._examples += len(hits)
+    values = [*_ranking(hits, totals, self.ks)]
+    if len(self.popularity):
+      popular = np.where(top_ids >= 0, self.popularity[top_ids], 0)
+      first = lambda x, k: x[:, :k].sum(axis=1)
+      values += [first(popular, k) / np.maximum(first(top_ids >= 0, k), 1) for k in self.ks]
+    best = self.best.copy()
+    if len(best):
+      places = np.broadcast_to(np.arange(top_ids.shape[1], dtype=np.int32), top_ids.shape)
+      np.minimum.at(best, top_ids[top_ids >= 0], places[top_ids >= 0])
+    sums = self.sums + np.array([x.sum(dtype=np.float64) for x in values])
+    return dataclasses.replace(self, sums=sums, examples=self.examples + len(hits), best=best)
+
+  def merge(self, other: "RankingMetrics") -> "RankingMetrics":
+    """Returns the metric of the examples of both."""
+    return dataclasses.replace(
+      self,
+      sums=self.sums + other.sums,
+      examples=self.examples + other.examples,
+      best=np.minimum(self.best, other.best),
+    )
 
   def compute(self) -> dict[str, float]:
-    """Returns `{"recall@k", "ndcg@k", "hr@k" for every k, "mrr"}`.
+    """Returns `{"recall@k", "ndcg@k", "hr@k", "precision@k" for every k, "mrr"}`.
+
+    With popularities `popularity@k`, and with a catalogue `coverage@k`.
 
     Raises:
       ValueError: there was no example with a relevant item.
     """
-    if not self._examples:
+    if not self.examples:
       raise UserError("no example has a relevant item: take a larger split")
-    return {name: total / self._examples for name, total in self._sums.items()}
+    names = _ranking_names(self.ks, bool(len(self.popularity)))
+    metrics = dict(zip(names, (self.sums / self.examples).tolist(), strict=True))
+    of_catalogue = {f"coverage@{k}": float(np.mean(self.best < k)) for k in self.ks}
+    return metrics | (of_catalogue if len(self.best) else {})
 
 
-def _ranking(
-  hits: np.ndarray, totals: np.ndarray, ks: Sequence[int]
-) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields each metric's value of every example, from hits bool `[B, K]` and relevant items."""
+_NEVER = np.iinfo(np.int32).max
+
+
+def _ranking_names(ks: Sequence[int], has_popularity: bool) -> list[str]:
+  """Returns the names of what is averaged over the examples, in order."""
+  of_hits = [f"{name}@{k}" for k in ks for name in _OF_HITS]
+  return [*of_hits, "mrr", *(f"popularity@{k}" for k in ks if has_popularity)]
+
+
+def _ranking(hits: np.ndarray, totals: np.ndarray, ks: Sequence[int]) -> Iterator[np.ndarray]:
+  """Yields the values of every example, from hits bool `[B, K]` and numbers of relevant items."""
   discounts = 1 / np.log2(np.arange(2, hits.shape[1] + 2))
   ideal = np.concatenate([[0.0], np.cumsum(discounts)])
   for k in ks:
     first = hits[:, :k]
-    yield f"recall@{k}", first.sum(axis=1) / totals
-    yield f"ndcg@{k}", (first @ discounts[:k]) / ideal[np.minimum(totals, k)]
-    yield f"hr@{k}", np.asarray(first.any(axis=1))
-  yield "mrr", np.where(hits.any(axis=1), 1 / (1 + hits.argmax(axis=1)), 0.0)
+    yield first.sum(axis=1) / totals
+    yield (first @ discounts[:k]) / ideal[np.minimum(totals, k)]
+    yield np.asarray(first.any(axis=1))
+    yield first.sum(axis=1) / k
+  yield np.where(hits.any(axis=1), 1 / (1 + hits.argmax(axis=1)), 0.0)
 
 
 def _member(ids: np.ndarray, of: np.ndarray) -> np.ndarray:

@@ -364,8 +364,9 @@ class Run:
     """Writes result.json and returns its content.
 
     Args:
-      metrics: of the test rows; the validation's are those of the state that is tested. Scalars
-        are among the result's `metrics`, and arrays `[points, columns]` among its `curves`.
+      metrics: of the test rows, {} of a run that is not tested; the validation's are those of the
+        state that is tested. Scalars are among the result's `metrics`, and arrays `[points,
+        columns]` among its `curves`.
     """
     tested = _named("test", metrics)
     for writer in self._writers if tested else ():

@@ -42,6 +42,10 @@ RUN: dict[str, Any] = {
   "init_rename": "",  # tables of another name there, "new=old,new=old"
   # Scales all gradients, of tables and dense parameters together, down to this norm; 0 does not.
   "clip_norm": 0.0,
+  # The decay of moving averages of the dense parameters, such as 0.999, by which the model is
+  # validated, tested and exported; 0 averages nothing. Tables have none, and `init_from` takes the
+  # parameters themselves.
+  "ema": 0.0,
   # Cuts each batch into this many equal parts, whose gradients are added up before one update: the
   # memory of one part, and the step of the whole batch.
   "accumulate": 1,
@@ -55,6 +59,7 @@ RUN: dict[str, Any] = {
   # The memory of a device for tables, slots and exchange. With it, `embed.plan` chooses a strategy
   # for each table in place of `table.sharding`, and the plan is printed; 0 plans nothing.
   "hbm_bytes": 0,
+  "test": True,  # whether the run ends with its test; a False one is tested by changing it later
   # Where metrics go besides metrics.jsonl: some of "tensorboard", "wandb" and "mlflow".
   "writers": ("tensorboard",),
 }
@@ -64,6 +69,7 @@ MAY_CHANGE = (
   "steps",  # fewer than the steps taken raise where these are known
   "epochs",
   "patience",
+  "test",
   "log_every",
   "eval_every",
   "checkpoint_every",
@@ -81,7 +87,7 @@ MAY_CHANGE = (
 # Those that the data decide where a config leaves them open; see `tables.settings.steps_of_data`.
 DECIDED = ("batch_size", "steps", "eval_every", "log_every", "warmup_steps")
 # A run that has ended resumes if one of these has changed.
-LENGTH = ("steps", "epochs", "patience")
+LENGTH = ("steps", "epochs", "patience", "test")
 
 
 _NUMBER = (int, float)

@@ -41,6 +41,7 @@ import embed
 from .. import arrays, files, hosts
 from ..errors import DamagedFileError, MissingFileError, UserError
 from ..tables import row_ids
+from ..training import train_step
 from . import checkpoints, settings
 
 RECIPES = ("dlrm", "two_tower", "sequence")
@@ -279,11 +280,13 @@ class Opened:
     if not path.is_dir():
       raise MissingFileError(f"{path}, the tested state, is missing: train again")
     chain = checkpoints.of_step(folder, step)
+    train_step.keep_averages(model, self.config.ema)
     try:
       checkpoints.restore(folder, chain, model=model)
     except UserError as error:  # config.json is of another model
       reason = str(error).partition("\n")[0]
       raise DamagedFileError(f"{path} cannot be restored ({reason}): train again") from error
+    train_step.take_averages(model)
 
 
 def open_run(workdir: str | Path) -> Opened:

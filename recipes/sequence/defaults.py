@@ -3,14 +3,23 @@
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {
-  "model": "sasrec",  # or "hstu", "bert4rec"
+  "model": "sasrec",  # or "hstu", "bert4rec", "tiger"
   "dim": 64,  # columns of the table, and of the encoder
   "blocks": 2,  # of the encoder
   "heads": 1,  # of attention in a block
   "max_length": 50,  # items of a history that the model sees, the last ones
+  # Whether longer histories train in several windows, so that every item is a target; False trains
+  # on their last items only.
+  "windows": True,
+  "overlap": 0,  # items that a window has of the one before it, as context and not as targets
   "positions": "end",  # the last item is at the last position; or "start", the first at the first
   "dropout": 0.2,  # rate on the input and in the blocks
-  "mask_rate": 0.2,  # share of the items that bert4rec hides
+  # What a block of sasrec adds to: "input", as in the paper, or "norm", as in the authors' code.
+  "residual": "input",
+  # Of dense layers, but for queries, keys and values: "xavier", or "normal", of deviation 0.02.
+  "init": "xavier",
+  "time_buckets": 0,  # of hstu's bias for the time between items, of data with times; 0 has none
+  "mask_rate": 0.2,  # share of each sequence's items that bert4rec hides
   "loss": "sampled_softmax",  # or "softmax", "bce", "gbce"
   "negatives": {
     "number": 256,  # drawn for a batch
@@ -18,6 +27,12 @@ DEFAULTS: dict[str, Any] = {
     "shared": True,  # whether all targets of a batch have the same
     "logq": True,  # whether the sampled softmax corrects for how often they are drawn
     "calibration": 0.75,  # of gbce
+  },
+  "tiger": {
+    "codes": "",  # the file of the items' codes: of recipes.semantic_ids, or published JSON
+    "first_id": 0,  # the id of the item that is "0" in JSON
+    "blocks": 1,  # of the decoder over levels
+    "beam": 50,  # prefixes of codes that the search keeps at each level
   },
   "table": {
     "optimizer": "adam",  # or "adagrad", "rowwise_adagrad", "sgd"

@@ -18,6 +18,8 @@ import embed
 
 from ..errors import UserError
 from ..training import build
+from ..training.hstu import HSTUBlock
+from ..training.layers import linear, split_heads
 
 ITEM = "item"  # the table's name
 _NEVER = -1e9  # not -inf: padding attends to nothing, and its softmax must not be NaN
@@ -36,18 +38,30 @@ def visible(segments: jax.Array, *, causal: bool) -> jax.Array:
 
 
 class Attention(nnx.Module):
-  """Softmax attention with H heads: `[B, L, D]` to `[B, L, D]`; the softmax is in float32."""
+  """Softmax attention with H heads: `[B, L, D]` to `[B, L, D]`; the softmax is in float32.
+
+  Queries are of `x`, keys and values of `memory`, if there is one, of the same shape.
+  """
 
   def __init__(
-    self, dim: int, heads: int, *, dropout: float, dtype: Any = jnp.float32, rngs: nnx.Rngs
+    self,
+    dim: int,
+    heads: int,
+    *,
+    dropout: float,
+    init: str = "xavier",
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
   ):
     self.heads = heads
-    self.qkv = _linear(dim, 3 * dim, dtype, rngs)
-    self.out = _linear(dim, dim, dtype, rngs)
+    self.qkv = linear(dim, 3 * dim, dtype, rngs)  # PyTorch's attention too keeps Xavier here
+    self.out = linear(dim, dim, dtype, rngs, init)
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
-  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None) -> jax.Array:
     query, key, value = split_heads(self.qkv(x), 3, self.heads)
+    if memory is not None:
+      _, key, value = split_heads(self.qkv(memory), 3, self.heads)
     scores = jnp.einsum("blhd,bmhd->bhlm", query, key) / math.sqrt(query.shape[-1])
     scores = scores.astype(jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, _NEVER), axis=-1)
@@ -66,10 +80,12 @@ class FeedForward(nnx.Module):
     activation,
     *,
     dropout: float,
+    init: str = "xavier",
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.inner, self.out = _linear(dim, inner, dtype, rngs), _linear(inner, dim, dtype, rngs)
+    self.inner = linear(dim, inner, dtype, rngs, init)
+    self.out = linear(inner, dim, dtype, rngs, init)
     self.activation = activation
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
@@ -88,34 +104,43 @@ class _TransformerBlock(nnx.Module):
     inner: int,
     activation: Any,
     dropout: float,
+    init: str = "xavier",
     dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.attention = Attention(dim, heads, dropout=dropout, dtype=dtype, rngs=rngs)
-    self.forward = FeedForward(dim, inner, activation, dropout=dropout, dtype=dtype, rngs=rngs)
+    options: dict[str, Any] = {"dropout": dropout, "init": init, "dtype": dtype, "rngs": rngs}
+    self.attention = Attention(dim, heads, **options)
+    self.forward = FeedForward(dim, inner, activation, **options)
     self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
 
 class SASRecBlock(_TransformerBlock):
-  """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D."""
+  """Kang and McAuley 2018, section III.B: `x + dropout(f(norm(x)))`, with ReLU of width D.
+
+  The residual "norm" is the authors' code (github.com/kang205/SASRec), and that of its ports: what
+  follows a norm is added to its output, and keys and values are of what the norm is of.
+  """
 
   causal, normed = True, True  # the encoder ends with a norm
+  widening = 1
 
-  def __init__(self, dim: int, heads: int, length: int, **options: Any):
+  def __init__(self, dim: int, heads: int, length: int, *, residual: str = "input", **options: Any):
     del length
-    super().__init__(dim, heads, inner=dim, activation=nnx.relu, **options)
+    super().__init__(dim, heads, inner=self.widening * dim, activation=nnx.relu, **options)
+    self.is_of_norm = residual == "norm"
 
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    if self.is_of_norm:
+      query = self.norms[0](x)
+      x = self.norms[1](query + self.attention(query, mask, x))
+      return x + self.forward(x)
     x = x + self.dropout(self.attention(self.norms[0](x), mask))
     return x + self.forward(self.norms[1](x))
 
 
 class BERT4RecBlock(_TransformerBlock):
-  """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D.
-
-  The paper's projection of the output (equation 7) and its bias per item are left out.
-  """
+  """Sun et al. 2019, section 3.3: `norm(x + dropout(f(x)))`, with GELU of width 4 D."""
 
   causal, normed = False, False
 
@@ -128,67 +153,55 @@ class BERT4RecBlock(_TransformerBlock):
     return self.norms[1](x + self.forward(x))
 
 
-class HSTUBlock(nnx.Module):
-  """Zhai et al. 2024, equations 1 to 3: attention without softmax, and a gate.
-
-      U, V, Q, K = silu(W norm(x))
-      y = x + W' dropout(norm(silu(Q K^T + bias) / length V) * U)
-
-  The bias is learned per distance of columns, one for all heads. The paper's second bias, of the
-  time between items, is left out: none of the data sets here has times.
-  """
-
-  causal, normed = True, True
-
-  def __init__(
-    self,
-    dim: int,
-    heads: int,
-    length: int,
-    *,
-    dropout: float,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    self.heads, self.length = heads, length
-    self.uvqk = _linear(dim, 4 * dim, dtype, rngs)
-    self.out = _linear(dim, dim, dtype, rngs)
-    self.bias = nnx.Param(0.02 * jax.random.normal(rngs.params(), (length,)))
-    self.norms = nnx.List([nnx.LayerNorm(dim, dtype=dtype, rngs=rngs) for _ in range(2)])
-    self.dropout = nnx.Dropout(dropout, rngs=rngs)
-
-  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-    gate, value, query, key = split_heads(nnx.silu(self.uvqk(self.norms[0](x))), 4, self.heads)
-    places = jnp.arange(x.shape[1])
-    distance = jnp.maximum(places[:, None] - places, 0)  # the mask hides later columns
-    scores = jnp.einsum("blhd,bmhd->bhlm", query, key)
-    scores += self.bias[...].astype(scores.dtype)[distance]
-    weights = jnp.where(mask[:, None], nnx.silu(scores), 0) / self.length
-    mixed = jnp.einsum("bhlm,bmhd->blhd", weights, value).reshape(x.shape)
-    return x + self.out(self.dropout(self.norms[1](mixed) * gate.reshape(x.shape)))
-
-
 BLOCKS: dict[str, Any] = {"sasrec": SASRecBlock, "bert4rec": BERT4RecBlock, "hstu": HSTUBlock}
 
 
 class Encoder(nnx.Module):
-  """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`."""
+  """A stack of blocks of one kind: `[B, L, D]` of `dtype` and segments `[B, L]` to `[B, L, D]`.
 
-  def __init__(self, config, *, rngs: nnx.Rngs):
+  `times` int32 `[B, L]`, in seconds, are for HSTU with `time_buckets`.
+  """
+
+  def __init__(self, config, *, block: Any = None, rngs: nnx.Rngs):
     dim, heads = config.dim, config.heads
     if dim % heads:
       raise UserError(f"the width {dim} must be a multiple of the {heads} heads")
-    block, options = BLOCKS[config.model], {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
+    block = block or BLOCKS[config.model]
+    options = {"dtype": build.dtype(config, "dtype"), "rngs": rngs}
     make = functools.partial(block, dim, heads, config.max_length, dropout=config.dropout)
+    if issubclass(block, _TransformerBlock):
+      make = functools.partial(make, init=config.init)
+    if block is SASRecBlock:
+      make = functools.partial(make, residual=config.residual)
+    if block is HSTUBlock:
+      make = functools.partial(make, buckets=config.time_buckets)
     self.causal = block.causal
     self.blocks = nnx.List([make(**options) for _ in range(config.blocks)])
     self.norm = nnx.LayerNorm(dim, **options) if block.normed else None
 
-  def __call__(self, x: jax.Array, segments: jax.Array) -> jax.Array:
+  def __call__(
+    self, x: jax.Array, segments: jax.Array, times: jax.Array | None = None
+  ) -> jax.Array:
     mask = visible(segments, causal=self.causal)
     for block in self.blocks:
-      x = block(x, mask)
+      x = block(x, mask, times=times) if isinstance(block, HSTUBlock) else block(x, mask)
     return x if self.norm is None else self.norm(x)
+
+
+class Projection(nnx.Module):
+  """Sun et al. 2019, equation 7: `[..., D]` to `[..., D + 1]`, which meets an item's row and bias.
+
+  The result is `norm(gelu(W x + b))`, with the norm of the authors' code (FeiSun/BERT4Rec), and a 1
+  for the bias, which is the last column of the item's row.
+  """
+
+  def __init__(self, dim: int, *, init: str = "xavier", dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    self.linear = linear(dim, dim, dtype, rngs, init)
+    self.norm = nnx.LayerNorm(dim, dtype=dtype, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    x = self.norm(nnx.gelu(self.linear(x))).astype(jnp.float32)
+    return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
 
 
 class SequenceModel(nnx.Module):
@@ -213,20 +226,33 @@ class SequenceModel(nnx.Module):
     # the paper adds both as they are, and the authors' code, which is BERT's, normalises the sum.
     self.scale = math.sqrt(dim) if encoder.causal else 1.0
     self.norm = None if encoder.causal else nnx.LayerNorm(dim, dtype=self.dtype, rngs=rngs)
+    options: dict[str, Any] = {"init": config.init, "dtype": self.dtype, "rngs": rngs}
+    self.projection = None if encoder.causal else Projection(dim, **options)
 
   def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the encoder's outputs `[B, L, D]` of `items`, `segments` and `positions` `[B, L]`.
 
+    HSTU with `time_buckets` also needs `times` int32 `[B, L]`, in seconds.
     An item of -1 within a segment is a hidden one.
     """
     items, segments = batch["items"], batch["segments"]
-    x = self.embed({ITEM: items})[ITEM].astype(jnp.float32)
+    x = self.vectors(items)
     if self.hidden is not None:
+      x = x[..., :-1]  # without the item's bias
       x = jnp.where(((items < 0) & (segments >= 0))[..., None], self.hidden[...], x)
     x = x * self.scale + self.positions[...][batch["positions"]]
     if self.norm is not None:
       x = self.norm(x)
-    return self.encoder(self.dropout(x.astype(self.dtype)), segments).astype(jnp.float32)
+    x = self.dropout(x.astype(self.dtype))
+    return self.encoder(x, segments, batch.get("times")).astype(jnp.float32)
+
+  def vectors(self, items: jax.Array) -> jax.Array:
+    """Returns the vectors of items, float32 `[..., D]`; 0 of those that are negative."""
+    return self.embed({ITEM: items})[ITEM].astype(jnp.float32)
+
+  def queries(self, outputs: jax.Array) -> jax.Array:
+    """Returns what the items' rows are multiplied with, of the encoder's outputs `[..., D]`."""
+    return outputs if self.projection is None else self.projection(outputs)
 
   def scores(self, hidden: jax.Array, candidates: jax.Array | None = None) -> jax.Array:
     """Returns scores `[..., N]` of all items, or `[..., K]` of candidates; see `embed.attend`."""
@@ -245,7 +271,7 @@ def build_model(
   """
   table = embed.TableConfig(
     num_items,
-    config.dim,
+    config.dim + (config.model == "bert4rec"),  # its bias, see `Projection`
     initializer=build.table_initializer(config),
     optimizer=build.table_optimizer(config),
     name=ITEM,
@@ -258,23 +284,14 @@ def build_model(
 
 
 def predictions(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns the outputs that `targets` are compared with: all, or the hidden items'."""
+  """Returns the queries of the outputs that have `targets`: all, or the hidden items'."""
   outputs = model(batch)
   if "where" in batch:
-    return jnp.take_along_axis(outputs, batch["where"][..., None], axis=1)
-  return outputs
+    outputs = jnp.take_along_axis(outputs, batch["where"][..., None], axis=1)
+  return model.queries(outputs)
 
 
 def queries(model: SequenceModel, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns `[B, D]`, the output of each row's column `last`."""
-  return jnp.take_along_axis(model(batch), batch["last"][:, None, None], axis=1)[:, 0]
-
-
-def split_heads(x: jax.Array, parts: int, heads: int) -> list[jax.Array]:
-  """Cuts `[B, L, parts * D]` into that many `[B, L, H, D / H]`."""
-  return [part.reshape(*part.shape[:-1], heads, -1) for part in jnp.split(x, parts, axis=-1)]
-
-
-def _linear(size: int, out: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
-  initializer = nnx.initializers.xavier_uniform()
-  return nnx.Linear(size, out, kernel_init=initializer, dtype=dtype, rngs=rngs)
+  """Returns the query of each row's column `last`, `[B, D]`, or `[B, D + 1]` for bert4rec."""
+  last = jnp.take_along_axis(model(batch), batch["last"][:, None, None], axis=1)[:, 0]
+  return model.queries(last)

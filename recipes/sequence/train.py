@@ -24,11 +24,13 @@ from ..run import workdir as runs
 from ..run.journal import Writer
 from ..run.loop import Run, check_select
 from ..tables.settings import steps_of_data
-from ..training import build, losses, train_step
+from ..training import build, layers, losses, train_step
 from . import data as data_lib
 from . import model as model_lib
+from . import tiger
 from .model import build_model
 
+MODELS = (*model_lib.BLOCKS, "tiger")
 LOSSES = ("softmax", "sampled_softmax", "bce", "gbce")
 
 
@@ -72,7 +74,7 @@ def run(config, workdir: str, writers: Sequence[Writer] = ()) -> dict[str, Any]:
       run.log(**step(batch, run.peek), learning_rate=rate, epoch=epoch)
       if run.evaluates:
         run.score(evaluate(model, "valid"))
-    return run.finish(evaluate(run.best(), "test"))
+    return run.finish(evaluate(run.best(), "test") if config.test else {})
 
 
 def loss_function(config, num_items: int) -> train_step.LossFn:
@@ -80,6 +82,8 @@ def loss_function(config, num_items: int) -> train_step.LossFn:
 
   All but "softmax" look up the rows of the targets and the samples only.
   """
+  if config.model == "tiger":
+    return tiger.loss_fn
   beta = losses.gbce_beta(config.negatives.number, num_items, config.negatives.calibration)
 
   def loss_fn(model, batch) -> Any:
@@ -129,6 +133,8 @@ def make_recommend(
   def recommend(model, batch):
     query = model_lib.queries(model, batch)
     seen = batch["seen"] if exclude_seen else jnp.full_like(batch["seen"][:, :1], -1)
+    if isinstance(model, tiger.Tiger):
+      return tiger.top_k(model, query, k, seen)[1]
     if mesh is None:
       items = jax.device_put(model.embed.tables[model_lib.ITEM], jax.memory.Space.Device)
       return retrieval.top_k(query, items, k, seen)[1]
@@ -145,11 +151,12 @@ def evaluator(data: data_lib.SequenceData, config, mesh: jax.sharding.Mesh | Non
   has had before.
   """
   recommend = make_recommend(data.num_items, max(config.ks), mesh, exclude_seen=config.exclude_seen)
+  empty = RankingMetrics.empty(config.ks, popularity=data_lib.train_counts(data))
 
   def evaluate(model, split: str) -> dict[str, float]:
-    metrics, view = RankingMetrics(config.ks), nnx.view(model, deterministic=True)
+    metrics, view = empty, train_step.evaluated(model)
     for batch in hosts.put_ahead(mesh, data_lib.eval_batches(data, split, config)):
-      metrics.update(*hosts.gather((recommend(view, batch), batch["target"])))
+      metrics = metrics.update(*hosts.gather((recommend(view, batch), batch["target"])))
     return metrics.compute()
 
   return evaluate
@@ -162,10 +169,14 @@ def check(config, mesh: jax.sharding.Mesh | None) -> None:
   """Raises UserError for settings that make no sense, before any data is read."""
   settings.check(config)
   train_step.check(config, mesh)
-  if config.model not in model_lib.BLOCKS:
-    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(model_lib.BLOCKS)}")
+  tiger.check(config)
+  if config.model not in MODELS:
+    raise UserError(f"unknown model {config.model!r}: choose one of {sorted(MODELS)}")
   if config.loss not in LOSSES:
     raise UserError(f"unknown loss {config.loss!r}: choose one of {LOSSES}")
+  for name, known in (("residual", ("input", "norm")), ("init", layers.INITIALIZERS)):
+    if config[name] not in known:
+      raise UserError(f"unknown {name} {config[name]!r}: choose {' or '.join(known)}")
   hosts.check_batch_sizes(
     mesh,
     batch_size=config.batch_size or (1 if mesh is None else mesh.size),
@@ -189,5 +200,9 @@ def make_state(
   """Returns the model on its devices, and the optimizer of its dense parameters and tables."""
   with from_settings():
     inputs = lambda: {model_lib.ITEM: data_lib.batch_shapes(data, config)["items"]}
-    model = build_model(config, data.num_items, mesh, inputs)
+    if data.codes is None:
+      model = build_model(config, data.num_items, mesh, inputs)
+    else:
+      model = tiger.build_model(config, data.codes, data_lib.train_counts(data), mesh, inputs)
+    train_step.keep_averages(model, config.ema)
     return model, embed.Optimizer(model, build.dense_optimizer(config))

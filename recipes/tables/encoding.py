@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from embed import transforms
 from .. import arrays, files
 from ..training.features import Feature
 from . import spec
-from .values import indices_of, spelled, spelling_of
+from .histories import History, Log, Part, taken
+from .values import bits, indices_of, spelled, spelling_of
 
 Values = Mapping[str, Any]  # by declared name: texts, lists of texts, float64 or int64 `[N]`
 _FEW_KNOWN = 16  # known values for each one that is looked up
@@ -45,6 +46,14 @@ def extracted(texts: pa.Array, pattern: str) -> pa.Array:
   matches = [search(text or "") for text in encoded.dictionary.to_pylist()]
   groups = [match.group(1) or None if match else None for match in matches]
   return pa.array(groups, pa.string()).take(encoded.indices)
+
+
+def stacked(vectors: pa.ListArray, width: int) -> np.ndarray:
+  """Returns lists as float32 `[N, width]`, zeros for missing ones."""
+  rows = np.zeros((len(vectors), width), np.float32)
+  is_given = bits(pc.greater(pc.list_value_length(vectors), 0))
+  rows[is_given] = vectors.flatten().to_numpy().reshape(-1, width)
+  return rows
 
 
 def vocabulary_of(name: str, kind: spec.Kind) -> str | None:
@@ -82,7 +91,9 @@ class Fitted:
     self._columns = {name: column for name, column in columns.items() if column is not None}
 
   def _column(self, name: str, kind: Any) -> Any:
-    """Returns the transform of a feature to ids; None of a number that is used as it is."""
+    """Returns the transform of a feature to ids; None of numbers that are used as they are."""
+    if isinstance(kind, spec.Vector):
+      return None
     if isinstance(kind, spec.Number):
       boundaries = self.numbers[name]["boundaries"]
       return transforms.Bucketized(boundaries, default_value=-1) if boundaries else None
@@ -115,6 +126,7 @@ class Fitted:
       table=getattr(kind, "table", ""),
       dim=kind.dim,
       optimizer=kind.optimizer,
+      history=name if isinstance(kind, spec.Ordered) else "",
       **({"eviction": kind.eviction, "half_life": kind.half_life} if is_dynamic else {}),
     )
 
@@ -142,10 +154,26 @@ class Fitted:
   def dense_names(self) -> tuple[str, ...]:
     """The names of the columns of `dense`."""
     names = [(n, f"{n} is missing")[: 1 + (k.missing == "indicator")] for n, k in self._dense]
+    names += [tuple(f"{n} {i}" for i in range(k.width)) for n, k in self._vectors.items()]
     return tuple(name for each in names for name in each)
 
+  @property
+  def _vectors(self) -> dict[str, spec.Vector]:
+    return {name: kind for name, kind in self.kinds.items() if isinstance(kind, spec.Vector)}
+
+  @property
+  def vectors(self) -> dict[str, tuple[int, int]]:
+    """The columns of `dense` of each vector that is projected, from the first to past the last."""
+    places = dict[str, tuple[int, int]]()
+    start = len(self.dense_names) - sum(kind.width for kind in self._vectors.values())
+    for name, kind in self._vectors.items():
+      if kind.project:
+        places[name] = start, start + kind.width
+      start += kind.width
+    return places
+
   def dense(self, values: Values, rows: int) -> np.ndarray:
-    """Returns the numbers float32 `[rows, K]`, standardized as declared."""
+    """Returns numbers, standardized as declared, and vectors after them, float32 `[rows, K]`."""
     dense, place = np.empty((rows, len(self.dense_names)), np.float32), 0
     for name, kind in self._dense:
       numbers, about = values[name], self.numbers[name]
@@ -157,6 +185,9 @@ class Fitted:
       if kind.missing == "indicator":
         dense[:, place] = missing
         place += 1
+    for name, vector in self._vectors.items():
+      dense[:, place : place + vector.width] = stacked(values[name], vector.width)
+      place += vector.width
     return dense
 
   def ids(self, values: Values, name: str) -> np.ndarray:
@@ -173,7 +204,15 @@ class Fitted:
     if not isinstance(kind, spec.Bag):
       return ids
     lengths = pc.list_value_length(values[name]).fill_null(0).to_numpy(zero_copy_only=False)
-    return _padded(ids, lengths.astype(np.int64), self.widths[name], last=kind.last)
+    stops, kept = np.cumsum(lengths, dtype=np.int64), np.minimum(lengths, self.widths[name])
+    return taken(ids, stops - (kept if kind.last else lengths), kept, self.widths[name])
+
+  def same(self, name: str, texts: pa.DictionaryArray) -> pa.DictionaryArray:
+    """Returns a category's texts with one text in the dictionary for all spellings of a value."""
+    pattern = getattr(self.kinds[name], "pattern", "")
+    values = spelled(extracted(texts.dictionary, pattern), self.spellings[name]).dictionary_encode()
+    codes = np.append(indices_of(values), -1)[indices_of(texts)]
+    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=codes < 0), values.dictionary)
 
   def _of_texts(self, name: str, texts: pa.Array) -> np.ndarray:
     """Returns the ids of a category's texts, int32 `[N]`, or halves `[N, 2]`; -1 for null."""
@@ -260,18 +299,6 @@ def _with_none(ids: np.ndarray) -> np.ndarray:
   return np.concatenate([ids, np.full_like(ids, -1, shape=(1, *ids.shape[1:]))])
 
 
-def _padded(flat: np.ndarray, lengths: np.ndarray, width: int, *, last: bool) -> np.ndarray:
-  """Returns bags as int32 `[N, width, ...]`, -1 after each; of longer ones the first or last."""
-  starts = np.cumsum(lengths) - lengths
-  kept = np.minimum(lengths, width)
-  first = starts + (lengths - kept if last else 0)
-  places = np.arange(width)
-  index = np.minimum(first[:, None] + places, max(len(flat) - 1, 0))
-  inside = (places < kept[:, None]).reshape(len(lengths), width, *[1] * (flat.ndim - 1))
-  none = np.full((*index.shape, *flat.shape[1:]), -1, np.int32)
-  return np.where(inside, flat[index], none) if len(flat) else none
-
-
 class Codes:
   """Finds the numbers of texts.
 
@@ -317,6 +344,11 @@ class Entities:
     """The categorical features."""
     return self.fitted.features
 
+  @property
+  def vectors(self) -> dict[str, np.ndarray]:
+    """The vectors by name, float32 `[entities, width]`."""
+    return {name: self.dense[:, a:b] for name, (a, b) in self.fitted.vectors.items()}
+
   @functools.cached_property
   def codes(self) -> Codes:
     """Finds the numbers of raw ids."""
@@ -326,7 +358,8 @@ class Entities:
     """Returns the features' ids and the numbers of entities by number, of -1 as if missing."""
     known = at >= 0
     pick = lambda x: np.where(known.reshape(-1, *[1] * (x.ndim - 1)), x[at], -1).astype(np.int32)
-    none = {name: np.array([np.nan]) for name in self.fitted.numbers}
+    none = dict.fromkeys(self.fitted.kinds, pa.nulls(1, pa.list_(pa.float32())))
+    none |= {name: np.array([np.nan]) for name in self.fitted.numbers}
     dense = np.where(known[:, None], self.dense[at], self.fitted.dense(none, 1))
     return {name: pick(ids) for name, ids in self.ids.items()}, dense.astype(np.float32)
 
@@ -364,18 +397,65 @@ class Encoder:
   Args:
     fitted: the transforms of the rows' columns.
     sides: users and items of tables of their own by the name of the column with their ids.
+    histories: that are built of earlier rows.
 
   Attributes:
-    fitted, sides: the same.
+    fitted, sides, histories: the same.
   """
 
-  def __init__(self, fitted: Fitted, sides: Mapping[str, Entities]):
-    self.fitted, self.sides = fitted, dict(sides)
+  def __init__(
+    self, fitted: Fitted, sides: Mapping[str, Entities], histories: Sequence[History] = ()
+  ):
+    self.fitted, self.sides, self.histories = fitted, dict(sides), tuple(histories)
 
   @property
-  def features(self):
-    """The categorical features, in the order of their columns in `ids`."""
-    return tuple(feature for fitted in self.all_fitted for feature in fitted.features)
+  def own_features(self) -> tuple[Feature, ...]:
+    """The features of the row itself, in the order of their columns in what `encode` returns."""
+    features = [feature for fitted in self.all_fitted for feature in fitted.features]
+    dims, owners = {feature.name: feature.dim for feature in features}, self._owners
+    return tuple(
+      dataclasses.replace(feature, onto=owner, dim=dims[owner])
+      if (owner := owners.get(feature.name))
+      else feature
+      for feature in features
+    )
+
+  @property
+  def _owners(self) -> dict[str, str]:
+    """The name of the user or item that each column of codes is of."""
+    rows = self.fitted.kinds
+    names = {"user": spec.only(rows, spec.User), "item": spec.only(rows, spec.Item)}
+    of_rows = {n: names[kind.side] for n, kind in rows.items() if isinstance(kind, spec.Codes)}
+    of_sides = {
+      n: key
+      for key, side in self.sides.items()
+      for n, kind in side.fitted.kinds.items()
+      if isinstance(kind, spec.Codes)
+    }
+    return {name: owner for name, owner in (of_rows | of_sides).items() if owner}
+
+  @property
+  def vectors(self) -> dict[str, tuple[int, int]]:
+    """The columns of `dense` of each vector that is projected, from the first to past the last."""
+    places, start = dict[str, tuple[int, int]](), 0
+    for fitted in self.all_fitted:
+      places |= {name: (start + a, start + b) for name, (a, b) in fitted.vectors.items()}
+      start += len(fitted.dense_names)
+    return places
+
+  @property
+  def features(self) -> tuple[Feature, ...]:
+    """The categorical features, in the order of their columns in `ids`, histories last."""
+    own = {feature.name: feature for feature in self.own_features}
+    return (*own.values(), *(f for history in self.histories for f in history.features(own)))
+
+  @property
+  def places(self) -> dict[str, slice]:
+    """Where the row's own features are in `ids`."""
+    widths = [feature.columns for feature in self.own_features]
+    ends = np.cumsum(widths).tolist()
+    names = [feature.name for feature in self.own_features]
+    return {n: slice(end - w, end) for n, end, w in zip(names, ends, widths, strict=True)}
 
   @property
   def dense_names(self) -> tuple[str, ...]:
@@ -388,7 +468,7 @@ class Encoder:
     return (self.fitted, *(side.fitted for side in self.sides.values()))
 
   def encode(self, values: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
-    """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`."""
+    """Returns `dense` float32 `[rows, K]` and `ids` int32 `[rows, W]`, without histories."""
     ids = [self.fitted.ids(values, feature.name) for feature in self.fitted.features]
     dense = [self.fitted.dense(values, rows)]
     for name, side in self.sides.items():
@@ -399,16 +479,33 @@ class Encoder:
     empty = np.empty((rows, 0), np.int32)
     return {"dense": np.concatenate(dense, axis=1), "ids": np.concatenate([empty, *wide], axis=1)}
 
+  def log(self, history: History, values: Values, times: np.ndarray | None) -> Log:
+    """Returns the log of M values of each part of a history by the part's name; labels are int."""
+    ids_of: dict[str, Callable[[Part], np.ndarray]] = {
+      "row": lambda part: self.fitted.ids({part.of: values[part.name]}, part.of),
+      "table": lambda part: self._of_table(history, values)[part.of],
+      "label": lambda part: values[part.name],
+    }
+    ids = [ids_of[part.by](part) for part in history.parts if part.by != "time"]
+    return Log.joined([x if x.ndim == 2 else x[:, None] for x in ids], times, history.width)
+
+  def _of_table(self, history: History, values: Values) -> Mapping[str, np.ndarray]:
+    side = self.sides[history.parts[0].of]
+    return side.of_rows(side.codes.find(values[history.name]))[0]
+
   def save(self, folder: Path) -> None:
     """Writes the transforms and the tables of users and items, for `load`."""
     self.fitted.save(folder, "columns")
     for number, side in enumerate(self.sides.values()):
       side.save(folder, f"side_{number}")
     arrays.write_json(folder / "sides.json", list(self.sides))
+    arrays.write_json(folder / "histories.json", [*map(dataclasses.asdict, self.histories)])
 
   @classmethod
   def load(cls, folder: Path) -> "Encoder":
     """Returns what `save` has written."""
     names = arrays.read_json(folder / "sides.json")
     sides = {name: Entities.load(folder, f"side_{n}") for n, name in enumerate(names)}
-    return cls(Fitted.load(folder, "columns"), sides)
+    path = folder / "histories.json"  # runs before there were histories have none
+    histories = [History.loaded(each) for each in arrays.read_json(path)] if path.exists() else []
+    return cls(Fitted.load(folder, "columns"), sides, histories)

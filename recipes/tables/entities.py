@@ -57,7 +57,7 @@ def encoded(
     if isinstance(kind, spec.Number)
     else kind
     for name, kind in kinds.items()
-    if isinstance(kind, spec.Embedded)
+    if isinstance(kind, spec.Side)
   }
   if not features:
     fitted = Fitted({}, {}, {}, {}, {})

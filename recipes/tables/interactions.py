@@ -47,15 +47,18 @@ class Interactions:
 
   def history(self) -> tuple[np.ndarray, np.ndarray]:
     """Returns all items of each user in the order of time, and where they begin, `[users + 1]`."""
-    order = np.argsort(self.user, kind="stable")
     lengths = np.bincount(self.user, minlength=len(self.users.texts))
-    return self.item[order], np.concatenate([[0], np.cumsum(lengths)])
+    return self.item[self._by_user()], np.concatenate([[0], np.cumsum(lengths)])
+
+  def _by_user(self) -> np.ndarray:
+    return np.argsort(self.user, kind="stable")
 
   def save(self, folder: Path) -> None:
     """Writes what serving needs into a folder: raw ids, transforms, and every user's items."""
     items, offsets = self.history()
     arrays.column(folder, "history", items.shape, np.int32)[:] = items
     arrays.column(folder, "history_offsets", offsets.shape, np.int64)[:] = offsets
+    arrays.column(folder, "history_when", items.shape, np.int64)[:] = self._by_user()
     self.users.save(folder, "users")
     self.items.save(folder, "items")
 
@@ -76,6 +79,11 @@ def read(table: Table, by: str, folder: Path) -> Interactions:
     raise UserError(
       f"config.engine is {table.engine!r}, which prepares rows with a label, for recipes.dlrm: "
       "two_tower and sequence hold their interactions in memory, so leave the engine 'duckdb'"
+    )
+  if table.labels and not table.is_one_click:
+    raise UserError(
+      f"the labels are {', '.join(table.labels)}, and two_tower and sequence take one, of clicks, "
+      "which are the interactions: remove the others from config.columns"
     )
   with Stage(folder / "stage") as stage:
     log = _Log(table, by, stage)
@@ -365,12 +373,13 @@ def _differing(kind: spec.Kind, options: tuple[str, ...]) -> list[str]:
 
 def _joined(own: Entities, other: Entities, side: str) -> Entities:
   """Returns entities with the features of both; raises UserError where two have one name."""
-  for name in own.ids.keys() & other.ids.keys():
+  for name in own.fitted.kinds.keys() & other.fitted.kinds.keys():
     raise UserError(f"{name!r} is declared in config.columns and in config.{side}_table: keep one")
   spec.check_between({"config": own.fitted.kinds, f"config.{side}_table": other.fitted.kinds})
   titles = own.titles if other.titles is None else other.titles
   fitted, ids = own.fitted.merged(other.fitted), {**own.ids, **other.ids}
-  return Entities(own.texts, fitted, ids, own.dense, titles)
+  dense = np.concatenate([own.dense, other.dense], axis=1)  # vectors: all numbers are bucketed
+  return Entities(own.texts, fitted, ids, dense, titles)
 
 
 def _about_repeats(table: Table, repeats: int, rows: int) -> str:

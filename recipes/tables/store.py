@@ -42,7 +42,11 @@ class Store:
     self.stage, self._path = stage, path or stage.path("rows.parquet")
     stored = {name: how for name, (_, how) in ways(kinds).items() if how != "time"}
     self.columns = {name: f"c{place}" for place, name in enumerate(stored)}  # equal in any case
-    types = [_TYPES.get(how, pa.list_(pa.string())) for how in stored.values()]
+    types = [
+      pa.list_(pa.float32() if how[0] == "vector" else pa.string()) if isinstance(how, tuple)
+      else _TYPES[how]
+      for how in stored.values()
+    ]  # fmt: skip
     fields = zip(self.columns.values(), types, strict=True)
     self._schema, self._more = pa.schema([*fields, *more.items()]), tuple(more)
     self._texts = [field.name for field in self._schema if field.type == _TEXT]

@@ -13,8 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# How a column is read: "text", "number", "time", "any", or ("list", separator).
-ReadAs = str | tuple[str, str]
+# How a column is read: "text", "number", "time", "any", or ("list", separator); of lists whose
+# items belong to those of other lists, ("aligned", separator), which keeps missing items; of codes
+# ("codes", separator); of numbers that another model has computed ("vector", separator, width).
+ReadAs = str | tuple[str, ...]
 
 INTEGER = r"^[+-]?\d+$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
@@ -288,7 +290,7 @@ def _number(text: str | None) -> float | None:
 
 
 def as_lists(
-  array: pa.Array, separator: str, missing: Sequence[str]
+  array: pa.Array, separator: str, missing: Sequence[str], *, keeps_missing: bool = False
 ) -> tuple[pa.ListArray, list[Problem]]:
   """Converts N plain lists, or texts that a separator cuts, to lists of text, no item missing.
 
@@ -297,27 +299,93 @@ def as_lists(
   Args:
     array, missing: of `as_texts`.
     separator: of the items of a text; "" leaves it in one piece.
+    keeps_missing: leaves a missing item where it is, as null.
   """
+  array, row_of_item, problems = _lists(array, separator, missing)
+  items, bad_items = as_texts(array.flatten(), missing)
+  problems += _of_rows(bad_items, row_of_item, len(array))
+  texts = items.dictionary_decode()
+  if not keeps_missing:
+    row_of_item, texts = row_of_item[bits(items.is_valid())], texts.drop_null()
+  return _list_array(np.bincount(row_of_item, minlength=len(array)), texts), problems
+
+
+def _lists(
+  array: pa.Array, separator: str, missing: Sequence[str]
+) -> tuple[pa.Array, np.ndarray, list[Problem]]:
+  """Returns lists, those of texts cut at the separator, and the row of each item."""
   problems: list[Problem] = []
   if _is_text(array.type) or pa.types.is_null(array.type):
-    texts, problems = _trimmed(array.cast(pa.binary()), set())
+    texts, problems = _trimmed(array.cast(pa.binary()), {"", *missing})
     whole = np.arange(len(texts) + 1, dtype=np.int32)
     array = (
-      pc.split_pattern(pc.fill_null(texts, ""), separator)
-      if separator
-      else pa.ListArray.from_arrays(whole, texts)
+      pc.split_pattern(texts, separator) if separator else pa.ListArray.from_arrays(whole, texts)
     )
   lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
-  row_of_item = np.repeat(np.arange(len(array)), lengths)
-  items, bad_items = as_texts(array.flatten(), missing)
-  for problem in bad_items:  # a row has that of its first bad item
-    rows, first = np.unique(row_of_item[problem.bad], return_index=True)
-    item_of_row = np.full(len(array), -1)
-    item_of_row[rows] = np.flatnonzero(problem.bad)[first]
-    problems.append(problem.at(item_of_row))
-  lengths = np.bincount(row_of_item[bits(items.is_valid())], minlength=len(array))
+  return array, np.repeat(np.arange(len(array)), lengths), problems
+
+
+def _of_rows(problems: Sequence[Problem], row_of_item: np.ndarray, rows: int) -> list[Problem]:
+  """Returns the problems of items as those of their rows: a row has that of its first bad item."""
+  found = []
+  for problem in problems:
+    bad_rows, first = np.unique(row_of_item[problem.bad], return_index=True)
+    item_of_row = np.full(rows, -1)
+    item_of_row[bad_rows] = np.flatnonzero(problem.bad)[first]
+    found.append(problem.at(item_of_row))
+  return found
+
+
+def _list_array(lengths: np.ndarray, items: pa.Array) -> pa.ListArray:
   offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-  return pa.ListArray.from_arrays(offsets, items.dictionary_decode().drop_null()), problems
+  return pa.ListArray.from_arrays(offsets, items)
+
+
+def as_codes(
+  array: pa.Array, separator: str, missing: Sequence[str]
+) -> tuple[pa.ListArray, list[Problem]]:
+  """Converts N lists of codes, as `as_lists` takes them, to lists of their prefixes.
+
+  >>> as_codes(pa.array([[3, 7, 1], None, [3]]), "|", ())[0].to_pylist()
+  [['3', '3/7', '3/7/1'], [], ['3']]
+  """
+  codes, problems = as_lists(array, separator, missing, keeps_missing=True)
+  lengths, flat = pc.list_value_length(codes).to_numpy(), codes.flatten()
+  row = np.repeat(np.arange(len(codes)), lengths)
+  gaps = np.bincount(row[~bits(flat.is_valid())], minlength=len(codes)) > 0
+  value = lambda row: shown(array[row].as_py())
+  problems += [Problem(gaps, "lacks a code", value)] * bool(gaps.any())
+  starts, levels = np.cumsum(lengths) - lengths, list[pa.Array]()
+  for level in range(int(lengths.max(initial=0))):
+    each = flat.take(pa.array(starts + level, mask=lengths <= level))
+    levels.append(pc.binary_join_element_wise(levels[-1], each, "/") if levels else each)
+  if not levels:
+    return codes, problems
+  level_of = np.arange(len(flat)) - starts[row]
+  prefixes = pa.concat_arrays(levels).take(pa.array(level_of * len(codes) + row))
+  return _list_array(lengths, prefixes), problems
+
+
+def as_vectors(
+  array: pa.Array, separator: str, width: int, missing: Sequence[str]
+) -> tuple[pa.ListArray, list[Problem]]:
+  """Converts N plain lists of numbers, or texts that a separator cuts, to lists of float32.
+
+  A missing vector, of which no number is given, is empty; the others have `width` numbers.
+  """
+  lists, row_of_item, problems = _lists(array, separator, missing)
+  numbers, bad_items = as_numbers(lists.flatten(), missing)
+  problems += _of_rows(bad_items, row_of_item, len(array))
+  lengths, is_given = np.bincount(row_of_item, minlength=len(array)), ~np.isnan(numbers)
+  given = np.bincount(row_of_item[is_given], minlength=len(array))
+  is_whole = (given == width) & (lengths == width)
+  wrong = (given > 0) & ~is_whole
+  for problem in problems:
+    wrong &= ~problem.bad
+  value = lambda row: shown(array[row].as_py())
+  problems += [Problem(wrong, f"is not {width} numbers", value)] * bool(wrong.any())
+  items = pa.array(numbers[is_whole[row_of_item]], pa.float32())
+  return _list_array(np.where(is_whole, width, 0), items), problems
 
 
 def as_times(
@@ -413,8 +481,9 @@ def converted(
     arrays: N values each: one column, or for "time" year, month, day and so on, and for lists
       columns of flags, whose names are the items of a row that are set.
     read_as: "text", a dictionary as of `as_texts`; "number", float64 `[N]`, see `as_numbers`;
-      "time", int64 or float64 `[N]`, none missing, see `as_times`; ("list", separator), a
-      `pa.ListArray`, see `as_lists`; or "any", the array as it is stored.
+      "time", int64 or float64 `[N]`, none missing, see `as_times`; ("list", separator)
+      and ("aligned", separator), a `pa.ListArray`, see `as_lists`; ("codes", separator), see
+      `as_codes`; ("vector", separator, width), see `as_vectors`; or "any", the array as stored.
     missing: texts that mean no value.
     clocks: as of `as_times`.
     names: of the columns.
@@ -429,7 +498,12 @@ def converted(
   if read_as == "any":
     return array, []
   if isinstance(read_as, tuple):
-    return as_lists(plain(array), read_as[1], missing)
+    kind, separator, *width = read_as
+    if kind == "vector":
+      return as_vectors(plain(array), separator, int(width[0]), missing)
+    if kind == "codes":
+      return as_codes(plain(array), separator, missing)
+    return as_lists(plain(array), separator, missing, keeps_missing=kind == "aligned")
   if read_as == "time":
     return as_times(plain(array), clocks, names[0], missing)
   return as_texts(array, missing) if read_as == "text" else as_numbers(plain(array), missing)

@@ -86,7 +86,12 @@ def table_optimizer(config, name: str = "") -> Any:
   rate = config.table.learning_rate
   if rate < 0:
     rate = 2e-3 if name == "adam" else 0.2
+  more: dict[str, float] = {}
+  if name.endswith("adagrad") and "initial_accumulator" in config.table:
+    start = config.table.initial_accumulator
+    more = {"initial_accumulator_value": start, "epsilon": 0.0 if start else 1e-8}
   return make[name](
+    **more,
     learning_rate=schedule(config, rate),
     weight_decay_factor=config.table.weight_decay or None,
     multiply_weight_decay_factor_by_learning_rate=True,

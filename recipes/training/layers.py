@@ -2,13 +2,75 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+import embed
+
+INITIALIZERS = {  # of `linear`, by the setting `init`
+  "xavier": nnx.initializers.xavier_uniform(),
+  "normal": nnx.initializers.normal(0.02),
+}
+
+
+class Inputs(nnx.Module):
+  """What a model of clicks reads: vectors by name, and numbers.
+
+  Args:
+    tables: of single ids and bags.
+    num_dense: K, the columns of `dense`.
+    dim: D, the width that vectors in `dense` are projected to.
+    vectors: by name, the first and past the last of their columns.
+    onto: by feature, the one whose vector its own is added to.
+
+  Attributes:
+    widths: of the vectors by name, in their order.
+    num_dense: columns of `dense` that are numbers.
+  """
+
+  def __init__(
+    self,
+    tables: embed.SparseEmbed,
+    num_dense: int,
+    *,
+    dim: int = 0,
+    vectors: Mapping[str, tuple[int, int]] | None = None,
+    onto: Mapping[str, str] | None = None,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    vectors, onto, of_tables = vectors or {}, onto or {}, tables.spec.features
+    of_vectors = {i for start, stop in vectors.values() for i in range(start, stop)}
+    self._numbers = tuple(i for i in range(num_dense) if i not in of_vectors)
+    self._vectors, self._onto, self.num_dense = dict(vectors), dict(onto), len(self._numbers)
+    own = {name: each.table.dim for name, each in of_tables.items() if name not in onto}
+    self.widths = own | dict.fromkeys(vectors, dim)
+    # Without a bias a missing vector, of zeros, adds zeros, as a missing category does.
+    linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+    self.projections = nnx.Dict(
+      {name: linear(stop - start, dim) for name, (start, stop) in vectors.items()}
+    )
+
+  def __call__(
+    self, activations: Mapping[str, jax.Array], dense: jax.Array
+  ) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Returns vectors by name, `[B, width]` each, and numbers `[B, num_dense]`.
+
+    Args:
+      activations: what tables return, by feature.
+      dense: `[B, K]`.
+    """
+    vectors = {name: activations[name] for name in self.widths if name in activations}
+    for name, owner in self._onto.items():
+      vectors[owner] = vectors[owner] + activations[name]
+    for name, (start, stop) in self._vectors.items():
+      vectors[name] = self.projections[name](dense[:, start:stop])
+    return vectors, dense[:, np.array(self._numbers, int)] if self._vectors else dense
 
 
 class MLP(nnx.Module):
@@ -73,6 +135,19 @@ class Cross(nnx.Module):
     for layer, up in enumerate(self.up):
       x = x0 * up(self.down[layer](x) if self.down else x) + x
     return x
+
+
+def linear(
+  features: int, out_features: int, dtype: Any, rngs: nnx.Rngs, init: str = "xavier"
+) -> nnx.Linear:
+  """Returns a linear layer of attention, drawn as Glorot and Bengio 2010 do, or "normal"."""
+  initializer = INITIALIZERS[init]
+  return nnx.Linear(features, out_features, kernel_init=initializer, dtype=dtype, rngs=rngs)
+
+
+def split_heads(x: jax.Array, parts: int, heads: int) -> list[jax.Array]:
+  """Cuts `[B, L, parts * D]` into that many `[B, L, H, D / H]`."""
+  return [part.reshape(*part.shape[:-1], heads, -1) for part in jnp.split(x, parts, axis=-1)]
 
 
 @jax.custom_vjp

@@ -61,6 +61,7 @@ class Options:
   clip_norm: float = 0.0
   accumulate: int = 1
   pipelined: bool = False
+  ema: float = 0.0
 
 
 def options(config) -> Options:
@@ -69,11 +70,13 @@ def options(config) -> Options:
   Raises:
     UserError: a setting makes no sense, or two exclude each other; says what to write instead.
   """
-  chosen = Options(config.clip_norm, config.accumulate, config.pipelined)
+  chosen = Options(config.clip_norm, config.accumulate, config.pipelined, config.ema)
   if not 0 <= chosen.clip_norm < float("inf"):
     raise UserError(f"clip_norm is {chosen.clip_norm}: choose a positive norm, or 0 for none")
   if chosen.accumulate < 1:
     raise UserError(f"accumulate is {chosen.accumulate}: choose 1 or more parts of a batch")
+  if not 0 <= chosen.ema < 1:
+    raise UserError(f"ema is {chosen.ema}: choose a decay below 1, such as 0.999, or 0 for none")
   if chosen.accumulate > 1 and chosen.pipelined:
     raise UserError(
       f"pipelined looks up whole batches ahead, and accumulate={chosen.accumulate} cuts them into "
@@ -171,6 +174,9 @@ def _update(
       norm = embed.global_norm(grads)
       grads = embed.clip_by_global_norm(grads, options.clip_norm)
   optimizer.update(model, grads)  # names itself
+  if options.ema:
+    with jax.named_scope("update"):
+      _average(model, optimizer.step[...], options.ema)
   return {"grad_norm": norm} if options.clip_norm else {}
 
 
@@ -211,6 +217,52 @@ class Step:
       return self._step(batch)
     metrics, self._pending = self._step(self._pending, batch, peek())
     return metrics
+
+
+# --- moving averages ------------------------------------------------------------------------------
+
+
+class Average(nnx.Variable):
+  """The moving average of a dense parameter."""
+
+
+def keep_averages(model: Any, decay: float) -> None:
+  """Gives a model `averages`, a moving average for each dense parameter; none for a decay of 0.
+
+  After update t the average is `d * average + (1 - d) * parameter` with `d = min(decay, 1 - 1/t)`:
+  the mean of all updates until there are 1 / (1 - decay) of them, whatever the parameters were
+  before. Rows of tables have no average: it would take their memory again, and most of them do not
+  change in a step.
+  """
+  if decay:
+    params = jax.tree.leaves(nnx.state(model, nnx.Param))
+    model.averages = nnx.List([Average(jnp.copy(x)) for x in params])
+
+
+def _average(model: Any, step: jax.Array, decay: float) -> None:
+  keep = jnp.minimum(decay, 1 - 1 / step.astype(jnp.float32))
+  for average, x in zip(model.averages, jax.tree.leaves(nnx.state(model, nnx.Param)), strict=True):
+    average[...] = keep * average[...] + (1 - keep) * x
+
+
+def take_averages(model: Any) -> None:
+  """Puts the averages of a model, if it has any, in the place of its parameters."""
+  if hasattr(model, "averages"):
+    params = nnx.state(model, nnx.Param)
+    values = [average[...] for average in model.averages]
+    del model.averages
+    nnx.update(model, jax.tree.unflatten(jax.tree.structure(params), values))
+
+
+def evaluated(model: nnx.Module) -> nnx.Module:
+  """Returns the model as it is evaluated: without dropout, and by its averages if it has any.
+
+  It has the tables of the model, not copies.
+  """
+  view = nnx.merge(*nnx.split(model), copy=True)
+  take_averages(view)
+  view.eval()
+  return view
 
 
 # --- parts of a batch ----------------------------------------------------------------------------

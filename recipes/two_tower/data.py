@@ -5,7 +5,7 @@ number of examples of this process, H of items in a history, M of extra negative
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,39 @@ DATA_SETS = Registry(
 _PRIMES = 1_000_000 + np.array([3, 33, 37, 39, 81, 99, 117, 121, 133, 151, 159, 171, 183, 187, 193])
 
 
+# Half-lives of popularity to choose from, in shares of the log; 0 is none.
+_HALF_LIVES = (0.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
+
+
+def log_popularity(
+  item: np.ndarray, when: np.ndarray, half_life: float, num_items: int
+) -> np.ndarray:
+  """Returns the log of each item's share of the interactions, recent ones counting more.
+
+  Half an interaction is added to each item, so that new ones are rare, not impossible.
+
+  Args:
+    item: int `[N]`.
+    when: int `[N]`, places in the order of time; not read if `half_life` is 0.
+    half_life: the share of the N interactions after which one counts half; 0 counts all alike.
+    num_items: the catalogue.
+
+  Returns:
+    float32 `[num_items]`.
+
+  >>> item, when = np.array([0, 0, 1]), np.array([0, 1, 2])
+  >>> np.exp(log_popularity(item, when, 0.0, 2))  # 2.5 and 1.5 of 4
+  array([0.625, 0.375], dtype=float32)
+  >>> np.exp(log_popularity(item, when, 1 / 3, 2))  # 1/4 + 1/2 + 1/2 and 1 + 1/2 of 2.75
+  array([0.45454544, 0.5454545 ], dtype=float32)
+  """
+  weights = None
+  if half_life > 0:
+    weights = 0.5 ** ((when.max(initial=0) - when) / (half_life * max(len(when), 1)))
+  counts = np.bincount(item, weights, num_items) + 0.5
+  return np.log(counts / counts.sum()).astype(np.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class RetrievalData:
   """A prepared data set, with the columns that `table.write` writes.
@@ -52,6 +85,7 @@ class RetrievalData:
     best: metrics of the probabilities that the pairs were drawn from, where they are known.
     serve: the folder of what serving needs besides the model; None where there is none.
     ordered: whether the rows of a user are in the order of time, train before valid before test.
+    user_vectors, item_vectors: the widths of vectors by name.
   """
 
   columns: Mapping[str, np.ndarray]
@@ -64,6 +98,8 @@ class RetrievalData:
   best: Mapping[str, float]
   serve: Path | None = None
   ordered: bool = False
+  user_vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  item_vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   @property
   def num_examples(self) -> int:
@@ -89,6 +125,27 @@ class RetrievalData:
     matrix.data[:] = 1.0  # a pair that is in two splits
     return matrix
 
+  def train_counts(self) -> np.ndarray:
+    """Returns how often each item is in the training pairs, int64 `[items]`."""
+    items = self.columns["item"][slice(*self.splits["train"])]
+    return np.bincount(items, minlength=self.num_items)
+
+  def popularity(self, half_life: float, *splits: str) -> np.ndarray:
+    """Returns `log_popularity` in the named splits, float32 `[items]`."""
+    rows = np.concatenate([np.arange(*self.splits[split]) for split in splits])
+    column = self.columns["when" if self.ordered else "place"]
+    return log_popularity(self.columns["item"][rows], column[rows], half_life, self.num_items)
+
+  def half_life(self) -> float:
+    """Returns the half-life whose popularity in training makes the validation pairs likeliest.
+
+    0 without an order of time, or without validation.
+    """
+    valid = self.columns["item"][slice(*self.splits["valid"])]
+    if not self.ordered or not len(valid):
+      return 0.0
+    return max(_HALF_LIVES, key=lambda each: self.popularity(each, "train")[valid].mean())
+
 
 def load(config) -> RetrievalData:
   """Prepares the data set `config.dataset`, or opens what an earlier run has prepared.
@@ -112,6 +169,7 @@ def load(config) -> RetrievalData:
     prepared.best,
     prepared.serve,
     prepared.meta.get("ordered", False),
+    **{f"{side}_vectors": each for side, each in prepared.meta.get("vectors", {}).items()},
   )
 
 
@@ -316,18 +374,23 @@ class EvalBatches:
 def query_inputs(data: RetrievalData, user: np.ndarray, history: np.ndarray) -> dict[str, Any]:
   """Returns the query tower's features of users and their histories `[B, H]`."""
   return {"user": user, "history": embed.Padded(history)} | _about(
-    data.columns, "user", data.user_features, user
+    data.columns, "user", data.user_features, data.user_vectors, user
   )
 
 
 def candidate_inputs(data: RetrievalData, item: np.ndarray) -> dict[str, Any]:
   """Returns the candidate tower's features of items."""
-  return {"item": item} | _about(data.columns, "item", data.item_features, item)
+  about = _about(data.columns, "item", data.item_features, data.item_vectors, item)
+  return {"item": item} | about
 
 
-def _about(columns, side: str, features: tuple[Feature, ...], ids: np.ndarray) -> dict[str, Any]:
-  column = lambda f: f.ids(columns[table.column_name(side, f.name)][ids])
-  return {f.name: embed.Padded(column(f)) if f.valency > 1 else column(f) for f in features}
+def _about(
+  columns, side: str, features: tuple[Feature, ...], vectors: Iterable[str], ids: np.ndarray
+) -> dict[str, Any]:
+  rows = lambda name: columns[table.column_name(side, name)][ids]
+  of = {f.name: f.ids(rows(f.name)) for f in features}
+  inputs = {f.name: embed.Padded(of[f.name]) if f.valency > 1 else of[f.name] for f in features}
+  return inputs | {name: rows(name) for name in vectors}
 
 
 class _Chosen(Mapping[str, np.ndarray]):

@@ -24,12 +24,14 @@ from .losses import Frequency, Queue
 class Tower(nnx.Module):
   """Turns the activations of one side, `{name: [B, D]}`, into one vector `[B, D]`.
 
+  Vectors `[B, width]` that are no table's are projected to width D first, without a bias.
   Without hidden layers the vector is the sum, each feature times a learned number; with them, an
   MLP of the concatenation and a linear layer.
 
   Args:
     names: of the features.
     dim: D.
+    vectors: the widths of vectors by name.
     hidden: widths of the MLP.
     dropout: rate, of the activations and after the MLP's layers.
     normalize: whether to scale the result to length 1.
@@ -41,6 +43,7 @@ class Tower(nnx.Module):
     names: Sequence[str],
     dim: int,
     *,
+    vectors: Mapping[str, int],
     hidden: Sequence[int],
     dropout: float,
     normalize: bool,
@@ -49,11 +52,15 @@ class Tower(nnx.Module):
   ):
     self.names, self.normalize, self.dtype = tuple(names), normalize, dtype
     self.dropout = nnx.Dropout(dropout, rngs=rngs)
+    linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+    self.projections = nnx.Dict({name: linear(width, dim) for name, width in vectors.items()})
     self.gains = None if hidden else nnx.Param(jnp.ones(len(names)))
     self.mlp = layers.MLP(len(names) * dim, hidden, dropout=dropout, dtype=dtype, rngs=rngs)
     self.out = nnx.Linear(self.mlp.out_features, dim, dtype=dtype, rngs=rngs) if hidden else None
 
   def __call__(self, activations: Mapping[str, jax.Array]) -> jax.Array:
+    projected = {name: layer(activations[name]) for name, layer in self.projections.items()}
+    activations = {**activations, **projected}
     vectors = [self.dropout(activations[name].astype(self.dtype)) for name in self.names]
     if self.gains is not None:
       x = jnp.einsum("f,fbd->bd", self.gains[...].astype(self.dtype), jnp.stack(vectors))
@@ -73,12 +80,17 @@ class TwoTower(nnx.Module):
   Args:
     tables: of the features `{"query": {name: FeatureConfig}, "candidate": {...}}`, of width `dim`.
     config: of the run.
-    num_items: the catalogue.
+    data: the data set.
     rngs: draws parameters and dropout.
   """
 
-  def __init__(self, tables: embed.SparseEmbed, config, num_items: int, *, rngs: nnx.Rngs):
-    self.embed, features = tables, tables.spec.features
+  def __init__(self, tables: embed.SparseEmbed, config, data: RetrievalData, *, rngs: nnx.Rngs):
+    self.embed, num_items = tables, data.num_items
+    chosen = lambda names, known: {n: width for n, width in known.items() if n in names}
+    user, item = (
+      chosen(config.query, data.user_vectors), chosen(config.candidate, data.item_vectors)
+    )  # fmt: skip
+    self._vectors = {"query": tuple(user), "candidate": tuple(item)}
     tower = functools.partial(
       Tower,
       dim=config.dim,
@@ -86,28 +98,48 @@ class TwoTower(nnx.Module):
       dtype=build.dtype(config, "dtype"),
       rngs=rngs,
     )
-    query, candidate = features["query"], features["candidate"]
-    self.query_tower = tower(query, hidden=config.query_hidden, dropout=config.dropout)
-    self.candidate_tower = tower(candidate, hidden=config.candidate_hidden, dropout=0.0)
+    self.query_tower = tower(
+      config.query, vectors=user, hidden=config.query_hidden, dropout=config.dropout
+    )
+    self.candidate_tower = tower(
+      config.candidate, vectors=item, hidden=config.candidate_hidden, dropout=0.0
+    )
     self.frequency = Frequency(
       config.frequency.buckets or num_items, num_items, rate=config.frequency.rate
     )
     self.queue = Queue(config.queue, config.dim) if config.queue else None
+    # Of a score, which is a cosine and is divided by the temperature in training alone.
+    self.popularity = config.popularity.weight * config.temperature
 
   def __call__(self, query: Any, candidate: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the vectors of queries `[B, D]` and candidates `[C, D]`, by one lookup."""
-    activations = self.embed({"query": query, "candidate": candidate})
-    queries = self.query_tower(activations["query"])
-    return queries, self.candidate_tower(activations["candidate"])
+    inputs = {"query": query, "candidate": candidate}
+    activations = self.embed(self.of_tables(inputs))
+    queries = self.query_tower({**query, **activations["query"]})
+    return queries, self.candidate_tower({**candidate, **activations["candidate"]})
+
+  def of_tables(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the inputs, by tower and name, without vectors."""
+    return {
+      side: {name: x for name, x in each.items() if name not in self._vectors[side]}
+      for side, each in inputs.items()
+    }
 
   def queries(self, query: Any) -> jax.Array:
-    """Returns `[B, D]`, without admitting raw ids."""
-    return self.query_tower(self.embed(self.embed.translate({"query": query}))["query"])
+    """Returns `[B, D]`, or with the weight of popularity `[B, D + 1]`; admits no raw ids."""
+    rows = self.embed.translate(self.of_tables({"query": query}))
+    vectors = self.query_tower({**query, **self.embed(rows)["query"]})
+    if not self.popularity:
+      return vectors
+    return jnp.pad(vectors, ((0, 0), (0, 1)), constant_values=self.popularity)
 
-  def candidates(self, candidate: Any) -> jax.Array:
-    """Returns `[C, D]`, without admitting raw ids."""
-    rows = self.embed.translate({"candidate": candidate})
-    return self.candidate_tower(self.embed(rows)["candidate"])
+  def candidates(self, candidate: Any, popularity: jax.Array) -> jax.Array:
+    """Returns `[C, D]`, or with log popularity `[C]` `[C, D + 1]`; admits no raw ids."""
+    rows = self.embed.translate(self.of_tables({"candidate": candidate}))
+    vectors = self.candidate_tower({**candidate, **self.embed(rows)["candidate"]})
+    if not self.popularity:
+      return vectors
+    return jnp.concatenate([vectors, popularity[:, None]], axis=1)
 
 
 def build_model(
@@ -130,16 +162,22 @@ def build_model(
   features, optimizer = feature_configs(config, data), build.table_optimizer(config)
   rngs = nnx.Rngs(config.seed)
   tables = build.tables(config, features, optimizer, rngs=rngs, mesh=mesh, inputs=inputs)
-  return TwoTower(tables, config, data.num_items, rngs=rngs)
+  return TwoTower(tables, config, data, rngs=rngs)
 
 
 def with_all_features(config, data: RetrievalData) -> ConfigDict:
-  """Returns the config with all features of the data in a tower whose setting names none."""
+  """Returns the config with all features of the data in a tower whose setting names none.
+
+  Where later rows are held out, most users of the test may be new, and a vector of each user that
+  has not been trained is noise: there the query is the history and the user's features.
+  """
   if config.query and config.candidate:
     return config
   config = config.copy_and_resolve_references()
-  config.query = config.query or ("user", "history", *(f.name for f in data.user_features))
-  config.candidate = config.candidate or ("item", *(f.name for f in data.item_features))
+  names = lambda features, vectors: (*(f.name for f in features), *vectors)
+  of_user = ("history",) if data.ordered else ("user", "history")
+  config.query = config.query or (*of_user, *names(data.user_features, data.user_vectors))
+  config.candidate = config.candidate or ("item", *names(data.item_features, data.item_vectors))
   return config
 
 
@@ -174,11 +212,13 @@ def feature_configs(config, data: RetrievalData) -> dict[str, dict[str, embed.Fe
     "candidate": {"item": config_of(item)} | of(data.item_features, prefix="item_"),
   }
   chosen: dict[str, dict[str, embed.FeatureConfig]] = {}
+  vectors = {"query": data.user_vectors, "candidate": data.item_vectors}
   for side, names in (("query", config.query), ("candidate", config.candidate)):
-    unknown = set(names) - set(known[side])
-    if unknown or not names:
+    unknown = set(names) - set(known[side]) - set(vectors[side])
+    if unknown or not set(names) - set(vectors[side]):
       raise UserError(
         f"config.{side} is {tuple(names)}: choose some of {sorted(known[side])} of this data set"
+        + f", and vectors {sorted(vectors[side])}" * bool(vectors[side])
       )
-    chosen[side] = {name: known[side][name] for name in names}
+    chosen[side] = {name: known[side][name] for name in names if name in known[side]}
   return chosen

@@ -126,6 +126,9 @@ def built(path, recipe, tmp_path):
     (["a;b", "b;c", "a;c", "a;b;c"] * 20, ("bag", {"separator": ";"})),
     (["a, b", "b, c", "a, c", "a, b, c"] * 20, ("bag", {"separator": ","})),
     ([["a", "b"], ["b"], []] * 20, ("bag", {})),
+    ([[1, 2], [3, 4], [5, 6]] * 20, ("bag", {})),
+    ([[0.5, 2.0], [3.0], []] * 20, ("bag", {})),
+    ([[0.5, 2.0], [3.0, 4.0], []] * 20, ("vector", {"width": 2})),
     (np.linspace(0, 1, 80).tolist(), ("number", {})),
     ([17, 90, 25, 33, 41, 60, 18, 19] * 5 + list(range(40)), ("number", {})),
     ([*np.linspace(0, 1, 80).tolist(), None], ("number", {"missing": "indicator"})),
@@ -155,6 +158,22 @@ def test_a_click_table(tmp_path, capsys):
   assert set(config.columns) == {"clicked", "user-agent.os", "price", "tags"}
   assert config.columns.price.log
   assert built(out, "dlrm", tmp_path)["dense"] == ["price"]
+
+
+def test_several_labels_are_tasks_of_dlrm(tmp_path, capsys):
+  columns = click_columns()
+  liked = [1 - i % 2 if clicked else 0 for i, clicked in enumerate(columns["clicked"])]
+  liked[5] = None
+  columns |= {"liked": liked, "proof": [str(2 * (like or 0) + 3) for like in liked]}
+  path, out = write(tmp_path / "clicks.csv", columns), tmp_path / "my.py"
+  printed = look(capsys, path, "--label=clicked,liked", f"--out={out}")
+  assert "liked is a click only where clicked is one" in printed
+  assert "leak" in next(line for line in printed.splitlines() if line.startswith("proof "))
+  config = completed(out, "dlrm", tmp_path)
+  assert {n for n, each in config.columns.items() if each.kind == "label"} == {"clicked", "liked"}
+  assert config.on_bad_row == "raise"  # a row without a like counts for the clicks
+  assert list(built(out, "dlrm", tmp_path)["labels"]) == ["clicked", "liked"]
+  assert "one --label" in refused(capsys, path, "--label=clicked,liked", "--positive=1")
 
 
 def test_an_interaction_log_serves_sequences_and_towers(tmp_path, capsys):

@@ -52,12 +52,20 @@ def clicks(tmp_path_factory):
   return training, folder / "run", file
 
 
-@pytest.mark.parametrize("model", ["dcnv2", pytest.param("dlrm", marks=pytest.mark.full)])
-def test_a_click_model_scores_raw_rows_as_its_run_does(model, clicks, tmp_path):
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    pytest.param({"model": "dlrm"}, marks=pytest.mark.full),
+    pytest.param({"ema": 0.9}, marks=pytest.mark.full),
+  ],
+  ids=["dcnv2", "dlrm", "averages"],
+)
+def test_a_click_model_scores_raw_rows_as_its_run_does(changes, clicks, tmp_path):
   training, run, file = clicks
-  if model == "dlrm":
+  if changes:
     run = tmp_path / "run"
-    table = SMALL | {"files": str(file), "columns": CLICKS, "model": "dlrm"}
+    table = SMALL | {"files": str(file), "columns": CLICKS} | changes
     training = run_of("dlrm", table, run)
   expected = own_probabilities(training)
   rows = read_rows(file)

@@ -66,6 +66,7 @@ def run_toy(workdir, evaluate=None, writers=(), prepare=lambda batch: batch, **c
   if result is not None:
     return result
   model = Toy()
+  train_step.keep_averages(model, config.ema)
   optimizer = embed.Optimizer(model, optax.adam(0.01))
   folder = workdir.parent / "columns"
   folder.mkdir(exist_ok=True)
@@ -80,7 +81,7 @@ def run_toy(workdir, evaluate=None, writers=(), prepare=lambda batch: batch, **c
 
   def held_out_loss(model, split):
     del split
-    return {"loss": float(loss_fn(nnx.view(model, deterministic=True), held_out))}
+    return {"loss": float(loss_fn(train_step.evaluated(model), held_out))}
 
   evaluate = evaluate or held_out_loss
   with loop.Run("toy", config, workdir, model=model, optimizer=optimizer, writers=writers) as run:
@@ -236,8 +237,8 @@ def test_a_damaged_best_checkpoint_is_not_tested_in_silence(tmp_path):
 
 @pytest.mark.parametrize(
   "changes",
-  [{"pipelined": True}, {"accumulate": 2, "clip_norm": 0.1, "profile_steps": (8, 9)}],
-  ids=["pipelined", "parts"],
+  [{"pipelined": True}, {"accumulate": 2, "clip_norm": 0.1, "profile_steps": (8, 9)}, {"ema": 0.9}],
+  ids=["pipelined", "parts", "ema"],
 )
 def test_other_steps_resume_as_well_and_learn_otherwise(whole, tmp_path, monkeypatch, changes):
   """Nothing is pending at a checkpoint, so a kill leaves no trace."""

@@ -366,23 +366,26 @@ def test_rankings_equal_a_slow_one(tied):
   seen = [set(draw.choice(60, 8, replace=False).tolist()) - right for right in relevant]
   pad = lambda rows: np.array([sorted(row) + [-1] * (20 - len(row)) for row in rows])
   _, top_ids = retrieval.top_k(jnp.eye(len(scores)), jnp.asarray(scores).T, 10, pad(seen))
-  metrics = RankingMetrics(ks)
+  counts = np.arange(60)
+  empty = metrics = RankingMetrics.empty(ks, popularity=counts)
   for start in range(0, 40, 16):  # uneven batches
     rows = slice(start, start + 16)
-    metrics.update(top_ids[rows], pad(relevant)[rows])
-  wanted = slow_ranking(scores, relevant, seen, ks)
+    metrics = metrics.merge(empty.update(top_ids[rows], pad(relevant)[rows]))
+  wanted = slow_ranking(scores, relevant, seen, ks, counts)
   assert metrics.compute() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_rankings_by_hand():
-  metrics = RankingMetrics((2,))
-  metrics.update([[5, 3], [1, 2]], [[3, 9, 4], [7, -1, -1]])
-  metrics.update([[0, 1], [4, -1]], [[0, -1], [-1, -1]])  # the last has nothing to find
+  metrics = RankingMetrics.empty((2,), num_items=10)
+  metrics = metrics.update([[5, 3], [1, 2]], [[3, 9, 4], [7, -1, -1]])
+  metrics = metrics.update([[0, 1], [4, -1]], [[0, -1], [-1, -1]])  # the last has nothing to find
   found = metrics.compute()
   ideal = 1 + 1 / math.log2(3)
   assert found["recall@2"] == pytest.approx((1 / 3 + 0 + 1) / 3)
   assert found["ndcg@2"] == pytest.approx((1 / math.log2(3) / ideal + 0 + 1) / 3)
   assert found["hr@2"] == pytest.approx(2 / 3)
+  assert found["precision@2"] == pytest.approx((1 / 2 + 0 + 1 / 2) / 3)
+  assert found["coverage@2"] == 5 / 10  # 0, 1, 2, 3 and 5
   assert found["mrr"] == pytest.approx((1 / 2 + 0 + 1) / 3)
   assert set(found) == set(ranking_names((2,), 10))
 
@@ -398,7 +401,6 @@ def test_rankings_by_hand():
   ],
 )
 def test_ranking_errors(k, top_ids, relevant, message):
-  metrics = RankingMetrics((k,))
-  score = lambda: (metrics.update(top_ids, relevant), metrics.compute())
+  score = lambda: RankingMetrics.empty((k,)).update(top_ids, relevant).compute()
   with pytest.raises(ValueError, match=message):
     score()

@@ -106,6 +106,28 @@ def test_parts_by_hand(parts):
   assert stepped(objective, Options(accumulate=parts), inputs) == (0.0, [0, -3, -3, -4], -10.0)
 
 
+def test_averages_by_hand():
+  """The bias is -1, -2, -3, -4 and is averaged by decays of 0, 1/2, 2/3 and then 0.7."""
+  model = Sum()
+  train_step.keep_averages(model, 0.7)
+  step = Step(
+    lambda model, ids: jnp.sum(model(ids)), model, embed.Optimizer(model, optax.sgd(1.0)),
+    Options(ema=0.7),
+  )  # fmt: skip
+  seen = []
+  for _ in range(4):
+    step(jnp.array([3]))
+    seen.append(float(train_step.evaluated(model).bias[...]))
+  assert seen == pytest.approx([-1, -1.5, -2, 0.7 * -2 + 0.3 * -4])
+  assert float(model.bias[...]) == -4  # trains on as without averages
+  view = train_step.evaluated(model)
+  assert view.embed.tables["t"][3].tolist() == [-4]  # rows have no average
+  train_step.take_averages(model)
+  assert float(model.bias[...]) == pytest.approx(-2.6)
+  train_step.take_averages(model)  # a model without averages stays as it is
+  assert float(model.bias[...]) == pytest.approx(-2.6)
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_loss_may_return_metrics_beside_it(parts):
   """A mean of 4, 8, 12, 16 is 10, also of two parts {4, 12} and {8, 16}."""

@@ -13,6 +13,7 @@ from recipes.evaluation import retrieval
 from recipes.run import checkpoints, settings
 from recipes.run import workdir as runs
 from recipes.run.checkpoints import Progress
+from recipes.training import train_step
 
 CLICKS = {
   "clicked": "label",
@@ -99,7 +100,7 @@ def own_probabilities(training, splits=("train", "valid", "test")):
   """Returns the probabilities by the model of a run, float64 [N], of its prepared rows."""
   from recipes.dlrm import data, train
 
-  view, logits = nnx.view(training.model, deterministic=True), []
+  view, logits = train_step.evaluated(training.model), []
   loaded = data.load(training.config)
   for split in splits:
     for batch in data.eval_batches(loaded, split, 256):
@@ -132,8 +133,10 @@ def own_towers(training, top=10):
   from recipes.two_tower import data, train
 
   config, loaded = training.config, data.load(training.config)
-  view, encode = nnx.view(training.model, deterministic=True), train.make_encode(None)
-  vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(loaded, config)]
+  view, encode = train_step.evaluated(training.model), train.make_encode(None)
+  # An export knows all interactions.
+  popular = loaded.popularity(config.popularity.half_life, "train", "valid", "test")
+  vectors = [np.asarray(encode(view, batch)) for batch in train.catalogue(loaded, config, popular)]
   candidates = np.concatenate(vectors)[: loaded.num_items]
   parts = []
   for batch in data.eval_batches(loaded, "test", config):
@@ -149,7 +152,7 @@ def own_sequences(training, top=10):
   from recipes.sequence import data, model
 
   config, loaded = training.config, data.load(training.config)
-  view, parts = nnx.view(training.model, deterministic=True), []
+  view, parts = train_step.evaluated(training.model), []
 
   @nnx.jit(graph=False)  # as an evaluation: operations one by one round otherwise
   def ranked(view, batch):

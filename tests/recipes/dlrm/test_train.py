@@ -14,6 +14,7 @@ from recipe_runs import RESULT, dlrm_smoke, recorded_reads, slow_but
 from recipes import baselines as command
 from recipes import hosts
 from recipes.dlrm import baselines, data, train
+from recipes.evaluation.metrics import CLICK_NAMES
 from recipes.run import results
 from recipes.training import build
 from recipes.training.features import Feature
@@ -25,8 +26,8 @@ CONFIGS = sorted(path.stem for path in Path("configs/dlrm").glob("*.py"))
 @pytest.mark.parametrize("name", slow_but(CONFIGS, ("movielens1m", "synthetic")))
 def test_every_config_runs_and_every_key_is_read(name, tmp_path, monkeypatch):
   with recorded_reads() as unread:
-    for model in ("dlrm", "dcnv2"):
-      # Vocabularies, dense optimizers and models read different keys; two runs cover them all.
+    for model in ("dlrm", "dcnv2", "deepfm"):
+      # Vocabularies, dense optimizers and models read different keys; three runs cover them all.
       first = model == "dlrm"
       if name != "synthetic" or not first:
         monkeypatch.setattr(hosts, "start", lambda: None)  # one run on eight devices will do
@@ -44,9 +45,12 @@ def check_result(result, config, workdir):
   assert result["config"] == json.loads(json.dumps(config.to_dict()))
   assert result["recipe"] == "dlrm"
   assert (result["seed"], result["steps"]) == (config.seed, config.steps)
-  assert set(result["metrics"]) == {"test_auc", "test_logloss", "valid_auc", "valid_logloss"}
+  assert list(result["curves"]) == ["test_reliability"]
+  users = ("gauc", "gauc_share") if config.dataset == "movielens1m" else ()
+  names = (*CLICK_NAMES, *users)
+  assert set(result["metrics"]) == {f"{split}_{n}" for split in ("valid", "test") for n in names}
   for task in baselines.tasks(data.load(config), config).values():
-    assert {"test_auc", "test_logloss"} <= set(task())
+    assert {f"test_{name}" for name in CLICK_NAMES} <= set(task())
   assert all(math.isfinite(value) for value in result["metrics"].values())
   assert all(len(value) == 64 for value in result["data_sha256"].values())
   assert {"jax", "flax", "optax", "python", "sparse-embed"} <= set(result["versions"])
@@ -92,8 +96,8 @@ def test_unknown_names(tmp_path):
   config.dense_optimizer = "sgd"
   with pytest.raises(ValueError, match="unknown dense optimizer 'sgd': choose adamw or adagrad"):
     train.dense_optimizer(config)
-  config.table.optimizer, config.model = "sgd", "deepfm"
-  with pytest.raises(ValueError, match="unknown model 'deepfm': choose dlrm or dcnv2"):
+  config.table.optimizer, config.model = "sgd", "xdeepfm"
+  with pytest.raises(ValueError, match="unknown model 'xdeepfm': choose dlrm, dcnv2"):
     train.build_model(config, data.load(config))
 
 

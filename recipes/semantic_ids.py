@@ -1,0 +1,294 @@
+"""Fits semantic ids to item vectors: each item gets a few codes, which similar items share.
+
+    python -m recipes.semantic_ids vectors.parquet --out=codes --repair
+    python -m recipes.semantic_ids served --out=codes
+    python -m recipes.semantic_ids new.parquet --append=codes
+
+The vectors come from a Parquet file with the columns `id` and `vector` (a list of floats), or from
+the items of a folder that `recipes.export` has written. Residual k-means assigns a code per level:
+the number of the centroid that is nearest to the vector, and at each further level of the one that
+is nearest to the residual, the vector without the centroids before.
+
+The folder gets `codes.parquet`, with the columns `id` (string) and `codes` (a list of int32, of one
+length), which `recipes.sequence --config.model=tiger` reads, and `centroids.npz`, by
+which --append assigns codes to new items. It never changes the codes of the others.
+
+Items that share all their codes collide. --repair adds a last code that counts them from 0, as in
+TIGER (Rajput et al. 2023, section 3.1). The alternative, to move an item to the nearest free
+centroid, would separate it from similar items, and later ones could find no place.
+"""
+
+import argparse
+import collections
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import pairwise_distances_argmin
+
+from . import files
+from .errors import DamagedFileError, UserError, in_one_line
+from .serving import folder as folder_lib
+from .tables.encoding import Entities
+
+CODES, CENTROIDS = "codes.parquet", "centroids.npz"
+_PUBLISHED = re.compile(r"<[a-z]_(\d+)>")
+
+
+def fit(
+  vectors: np.ndarray, *, levels: int = 3, size: int = 256, seed: int = 0
+) -> list[np.ndarray]:
+  """Returns the centroids of residual k-means, float32 `[K, D]` for each level.
+
+  Each level clusters the residuals of the level before (Chen et al. 2010, "Approximate Nearest
+  Neighbor Search by Residual Vector Quantization"). TIGER's RQ-VAE trains an encoder with them.
+
+  Args:
+    vectors: float `[N, D]`.
+    levels: the number of codes of an item.
+    size: K, the number of centroids per level; smaller where fewer different residuals are left.
+    seed: of k-means++.
+
+  Raises:
+    UserError: there are fewer vectors than centroids, or a number is not positive.
+
+  >>> fit(np.array([[0.0], [1.0], [10.0], [11.0]]), levels=2, size=2)[1].tolist()
+  [[-0.5], [0.5]]
+  """
+  if min(levels, size) < 1 or size > len(vectors):
+    raise UserError(
+      f"{levels} levels of {size} codes for {len(vectors)} items: choose at least one level, and 1 "
+      f"to {len(vectors)} codes"
+    )
+  residuals, centroids = np.asarray(vectors, np.float32), []
+  for _ in range(levels):
+    means = KMeans(size, n_init=1, random_state=seed)
+    with warnings.catch_warnings():
+      # With fewer different residuals than centroids, some centroids are equal.
+      warnings.simplefilter("ignore", ConvergenceWarning)
+      means.fit(residuals)
+    centroids.append(np.unique(means.cluster_centers_.astype(np.float32), axis=0))
+    residuals = residuals - centroids[-1][pairwise_distances_argmin(residuals, centroids[-1])]
+  return centroids
+
+
+def assign(vectors: np.ndarray, centroids: Sequence[np.ndarray]) -> np.ndarray:
+  """Returns the codes of vectors `[N, D]` by the centroids of `fit`, int32 `[N, levels]`.
+
+  >>> assign(np.array([[0.1], [11.0]]), [np.array([[0.5], [10.5]]), np.array([[-0.5], [0.5]])])
+  array([[0, 0],
+         [1, 1]], dtype=int32)
+  """
+  residuals, codes = np.asarray(vectors, np.float32), []
+  for level in centroids:
+    codes.append(pairwise_distances_argmin(residuals, level))
+    residuals = residuals - level[codes[-1]]
+  return np.stack(codes, axis=1).astype(np.int32)
+
+
+def repaired(codes: np.ndarray, before: np.ndarray | None = None) -> np.ndarray:
+  """Returns codes `[N, L]` with one more, which counts the items of equal codes in their order.
+
+  Args:
+    codes: int.
+    before: `[M, L + 1]`, repaired codes of other items, after which to count on.
+
+  >>> repaired(np.array([[3, 1], [0, 2], [3, 1]])).tolist()
+  [[3, 1, 0], [0, 2, 0], [3, 1, 1]]
+  """
+  taken = collections.Counter[tuple[int, ...]]()
+  for *group, last in [] if before is None else before.tolist():
+    taken[tuple(group)] = max(taken[tuple(group)], last + 1)
+  lasts = []
+  for group in map(tuple, codes.tolist()):
+    lasts.append(taken[group])
+    taken[group] += 1
+  return np.column_stack([codes, lasts]).astype(np.int32)
+
+
+def report(codes: np.ndarray) -> str:
+  """Returns how many items share their codes, in words.
+
+  >>> report(np.array([[3, 1], [0, 2], [3, 1]]))
+  '3 items, 2 distinct, the largest collision of 2 items; codes in use by level: 2, 2'
+  """
+  sizes = np.unique(codes, axis=0, return_counts=True)[1]
+  used = ", ".join(str(len(np.unique(level))) for level in codes.T)
+  return (
+    f"{len(codes):,} items, {len(sizes):,} distinct, the largest collision of {sizes.max()} items; "
+    f"codes in use by level: {used}"
+  )
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def read(path: str | Path, *, first_id: int = 0) -> tuple[list[str], np.ndarray]:
+  """Returns the ids of items and their codes, int32 `[N, levels]`.
+
+  Args:
+    path: a `codes.parquet` or its folder; or a JSON file as LETTER's and others' projects publish
+      it, `{"0": ["<a_12>", "<b_7>", ...], ...}`, a letter for each level.
+    first_id: of JSON, the id of the item that is "0" there: ids are numbers, counted from it.
+
+  Raises:
+    MissingFileError: there is no such file.
+    DamagedFileError: it has other columns or another form, or ids that come twice.
+  """
+  path = Path(path).expanduser()
+  path = path / CODES if path.is_dir() else path
+  try:
+    if path.suffix == ".json":
+      texts: dict[str, list[str]] = json.loads(files.read(path))
+      ids = [str(int(key) + first_id) for key in texts]
+      codes = [[int(_PUBLISHED.fullmatch(text)[1]) for text in row] for row in texts.values()]  # type: ignore[index]
+    else:
+      with files.opened(path) as file:
+        table = pq.read_table(file, columns=["id", "codes"])
+      ids, codes = table["id"].cast(pa.string()).to_pylist(), table["codes"].to_pylist()
+    found = np.array(codes)
+    if found.ndim != 2 or not found.size or found.dtype.kind != "i" or found.min() < 0:
+      raise ValueError("every item needs as many codes, from 0 on")
+    if None in ids or len(set(ids)) < len(ids):
+      raise ValueError("every item needs an id of its own")
+  except (AttributeError, TypeError, ValueError, pa.ArrowException) as error:
+    if isinstance(error, UserError):
+      raise
+    raise DamagedFileError(
+      f"{path} holds no codes ({error}): give a file that `python -m {__package__}.semantic_ids` "
+      'has written, or JSON as {"0": ["<a_12>", "<b_7>"], ...}'
+    ) from error
+  return ids, found.astype(np.int32)
+
+
+def read_vectors(path: str | Path) -> tuple[list[str], np.ndarray]:
+  """Returns the ids of items and their vectors, float32 `[N, D]`, of Parquet or an export.
+
+  Raises:
+    UserError: the file or the folder is missing or holds no vectors.
+  """
+  path = Path(path).expanduser()
+  if path.is_dir():
+    with folder_lib.opened(path) as served:
+      if served.candidates is None:
+        raise UserError(f"{path} is a model of clicks, which has no vectors of items")
+      return Entities.load(served.transforms, "items").texts, np.asarray(served.candidates)
+  try:
+    with files.opened(path) as file:
+      table = pq.read_table(file, columns=["id", "vector"])
+    ids = table["id"].cast(pa.string()).to_pylist()
+    vectors = np.array(table["vector"].to_pylist(), np.float32)
+    if vectors.ndim != 2 or not np.isfinite(vectors).all():
+      raise ValueError("every item needs a list of as many finite numbers")
+    if None in ids or len(set(ids)) < len(ids):
+      raise ValueError("every item needs an id of its own")
+  except (TypeError, ValueError, pa.ArrowException) as error:
+    if isinstance(error, UserError):
+      raise
+    raise DamagedFileError(
+      f"{path} holds no vectors ({error}): give Parquet with columns id and vector, or an export"
+    ) from error
+  return ids, vectors
+
+
+def _write(folder: Path, ids: Sequence[str], codes: np.ndarray) -> None:
+  columns = {
+    "id": pa.array(ids, pa.string()),
+    "codes": pa.array(codes.tolist(), pa.list_(pa.int32())),
+  }
+  with files.replacing(folder / CODES) as file:
+    pq.write_table(pa.table(columns), file)
+
+
+def write(
+  vectors: str | Path,
+  out: str | Path,
+  *,
+  levels: int = 3,
+  size: int = 256,
+  seed: int = 0,
+  repair: bool = False,
+) -> str:
+  """Fits codes to vectors, writes the folder `out`, and returns a line about collisions.
+
+  Raises:
+    UserError: as `read_vectors` and `fit`, or `out` holds other files.
+  """
+  out = Path(out)
+  if out.exists() and not (out / CODES).exists() and not (out.is_dir() and not any(out.iterdir())):
+    raise UserError(f"--out={out} holds other files: choose a new folder")
+  ids, points = read_vectors(vectors)
+  centroids = fit(points, levels=levels, size=size, seed=seed)
+  codes = assign(points, centroids)
+  lines = [report(codes)]
+  if repair:
+    codes = repaired(codes)
+    lines.append(f"repaired: {report(codes)}")
+  out.absolute().parent.mkdir(parents=True, exist_ok=True)
+  with files.replacing_folder(out) as partial:
+    np.savez(partial / CENTROIDS, *centroids)
+    _write(partial, ids, codes)
+  return "\n".join(lines)
+
+
+def append(vectors: str | Path, folder: str | Path) -> str:
+  """Adds the items that a folder of codes lacks, by its centroids; returns a line about collisions.
+
+  Raises:
+    UserError: as `read_vectors`; the folder has no codes or no centroids; or the vectors are of
+      another width.
+  """
+  folder = files.latest(Path(folder))
+  ids, codes = read(folder)
+  with files.opened(folder / CENTROIDS) as file, np.load(file) as stored:
+    centroids = [stored[name] for name in stored.files]
+  new, points = read_vectors(vectors)
+  if points.shape[1] != centroids[0].shape[1]:
+    raise UserError(
+      f"{vectors} has vectors of {points.shape[1]} numbers, and the centroids of {folder} have "
+      f"{centroids[0].shape[1]}: give vectors of the same model"
+    )
+  known = set(ids)
+  places = [place for place, item in enumerate(new) if item not in known]
+  added = assign(points[places], centroids) if places else codes[:0, : len(centroids)]
+  if codes.shape[1] > len(centroids):
+    added = repaired(added, codes)
+  codes = np.concatenate([codes, added])
+  _write(folder, [*ids, *(new[place] for place in places)], codes)
+  return f"{len(places):,} new items, {len(new) - len(places):,} known ones; {report(codes)}"
+
+
+def main(argv: Sequence[str]) -> None:
+  formatter = argparse.RawDescriptionHelpFormatter
+  parser = argparse.ArgumentParser(
+    f"python -m {__package__}.semantic_ids", description=__doc__, formatter_class=formatter
+  )
+  parser.add_argument("vectors", help="a Parquet file with id and vector, or an export's folder")
+  target = parser.add_mutually_exclusive_group(required=True)
+  target.add_argument("--out", help="the folder to write")
+  target.add_argument("--append", metavar="FOLDER", help="an earlier --out, to add new items to")
+  parser.add_argument("--levels", type=int, default=3, help="codes of an item; default: 3")
+  parser.add_argument("--codes", type=int, default=256, help="of a level; default: 256")
+  parser.add_argument("--repair", action="store_true", help="tell items of equal codes apart")
+  parser.add_argument("--seed", type=int, default=0)
+  given = parser.parse_args(argv)
+  with in_one_line(parser):
+    if given.append:
+      text = append(given.vectors, given.append)
+    else:
+      options = {"levels": given.levels, "size": given.codes, "seed": given.seed}
+      text = write(given.vectors, given.out, repair=given.repair, **options)
+  print(f"{text}\n{os.path.join(given.append or given.out, CODES)}")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

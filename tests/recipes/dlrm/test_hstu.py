@@ -1,0 +1,182 @@
+"""HSTU as a ranker: its days are in order, and no target sees more than it may."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import recipe_runs
+from flax import nnx
+
+from recipes import errors
+from recipes.dlrm import baselines, hstu, listens, train
+from recipes.dlrm import data as data_lib
+from recipes.run import settings
+
+COLUMNS, TARGET = 10, -1
+
+
+def config(folder, **changes):
+  return recipe_runs.dlrm_smoke("dlrm_v4", folder, **changes)
+
+
+def test_sequences_share_rows_in_order():
+  lengths, days = np.array([3, 3, 2, 5, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1, 1])
+  row, column, number = listens._place(lengths, days, width=6, most=2)
+  assert row.tolist() == [0, 0, 1, 2, 3, 3, 4]  # 5 does not fit beside 2, day 1 starts a row
+  assert column.tolist() == [0, 3, 0, 0, 0, 1, 0]
+  assert number.tolist() == [0, 1, 0, 0, 0, 1, 0]
+
+
+def test_who_sees_whom_by_hand():
+  segments = np.array([[0, 0, 0, 0, 1, -1]])
+  is_target = np.array([[False, True, False, True, True, False]])
+  seen = hstu.visible(segments, is_target)[0].astype(int).tolist()
+  assert seen == [
+    [1, 0, 0, 0, 0, 0],
+    [1, 1, 0, 0, 0, 0],
+    [1, 0, 1, 0, 0, 0],
+    [1, 0, 1, 1, 0, 0],
+    [0, 0, 0, 0, 1, 0],
+    [0, 0, 0, 0, 0, 0],
+  ]
+
+
+@pytest.mark.parametrize("layout", [{}, {"targets": 3, "sequences": 2, "width": 22}])
+def test_every_event_is_a_target_once_and_sees_the_past_alone(layout, tmp_path):
+  loaded = data_lib.load(config(tmp_path, **layout))
+  found = listens.inputs(
+    {name: column[:] for name, column in loaded.columns.items()},
+    configs=data_lib.feature_configs(loaded.features, dim=1),
+  )
+  # The log, as drawn: 30 users, of 5 days.
+  drawn = listens._draw({
+    "sizes": {"item": 40, "artist": 10, "album": 20, "user": 30},
+    "num_days": 5, "events": 15.9, "data_seed": 0,
+  })  # fmt: skip
+  assert found["weight"].sum() == len(drawn["user"])
+  assert found["label"].sum() == np.sum(drawn["action"] & listens.PLAYED)
+  is_target = found["actions"] < 0
+  mask = np.asarray(hstu.visible(found["segments"], is_target & (found["segments"] >= 0)))
+  rows, asks, sees = np.nonzero(mask & ~np.eye(mask.shape[1], dtype=bool))
+  assert (found["times"][rows, sees] < found["times"][rows, asks]).mean() > 0.99
+  assert (found["times"][rows, sees] <= found["times"][rows, asks]).all()
+  # The first target of a row is at 0 s, in the order of time within the week.
+  at = found["where"][:, 0]
+  assert (np.take_along_axis(found["times"], at[:, None], axis=1) == 0).all()
+  assert (np.diff(found["clock"][:, 0]) >= 0).all()
+  assert loaded.best["test_auc"] > 0.75
+  is_tested = drawn["time"] >= 4 * 86_400
+  rate, played = (
+    np.mean((drawn["action"] & listens.PLAYED)[x]) for x in (drawn["time"] < 3 * 86_400, is_tested)
+  )
+  expected = -played * np.log(rate) - (1 - played) * np.log(1 - rate)
+  assert baselines.constant_rate(loaded)["test_logloss"] == pytest.approx(expected)
+
+
+def test_rows_train_in_their_order(tmp_path):
+  chosen = config(tmp_path)
+  loaded = data_lib.load(chosen)
+  batch = next(iter(data_lib.train_batches(loaded, chosen)))
+  np.testing.assert_array_equal(batch["clock"], loaded.columns["targets"][:16, :, 1])
+
+
+def inputs(*sequences):
+  """Rows of one: for each sequence its tokens, `(item, action, time)`, an action of -1 a target."""
+  rows = [(item, number, place, time, action)
+    for number, tokens in enumerate(sequences)
+    for place, (item, action, time) in enumerate(tokens)]  # fmt: skip
+  rows += [(-1, -1, -1, -1, -1)] * (COLUMNS - len(rows))
+  item, segments, positions, times, actions = np.array(rows, np.int32).T[:, None]
+  where = np.flatnonzero((actions[0] < 0) & (segments[0] >= 0)).astype(np.int32)[None]
+  tokens = {name: item if name == "item" else np.minimum(item, 3) for name in listens.TOKENS}
+  users = [len(s) if s else -1 for s in (*sequences, *[[]] * (2 - len(sequences)))]
+  context = dict.fromkeys(listens.CONTEXTS, np.array([users], np.int32))
+  return {
+    "features": tokens | context, "segments": segments, "positions": positions, "times": times,
+    "actions": actions, "where": where, "clock": where * 0,
+  }  # fmt: skip
+
+
+@functools.cache
+def ranker(**changes):
+  chosen = settings.completed("dlrm", recipe_runs.load("dlrm.dlrm_v4").to_dict() | changes)
+  chosen.hstu.update({"time_buckets": 8, "action_bias": True})
+  model = train.build_model(chosen, data_lib.describe(chosen))
+  return nnx.view(model, deterministic=True)
+
+
+@nnx.jit
+def _call(model, batch):
+  return model(batch)
+
+
+def logits(batch):
+  return np.asarray(_call(ranker(sequences=2), batch))
+
+
+USER = [(7, 1, -90), (5, 4, -60), (3, TARGET, 0), (3, 1, 0), (9, TARGET, 40), (2, TARGET, 40)]
+
+
+@pytest.mark.full
+def test_a_target_changes_no_other():
+  one = logits(inputs(USER))
+  for column, changed in ((2, 0), (4, 1), (5, 2)):
+    other = USER.copy()
+    other[column] = (11, *USER[column][1:])
+    differs = logits(inputs(other)) != one
+    assert differs.tolist() == [number == changed for number in range(3)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", [(11, 1, 0), (3, 4, 0), (3, 1, 7)], ids=["item", "act", "time"])
+def test_an_event_changes_the_targets_after_it(change):
+  other = USER.copy()
+  other[3] = change
+  differs = logits(inputs(other)) != logits(inputs(USER))
+  assert differs.tolist() == [False, True, True]
+
+
+@pytest.mark.full
+def test_targets_of_a_moment_have_no_order():
+  same = inputs(USER)
+  same["positions"][0, 5] = same["positions"][0, 4]
+  swapped = [*USER[:4], USER[5], USER[4]]
+  other = inputs(swapped) | {"positions": same["positions"]}
+  np.testing.assert_allclose(logits(other), logits(same)[[0, 2, 1]], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_neighbours_and_padding_never_leak():
+  other = [(8, 1, -5), (1, TARGET, 0)]
+  alone, one, two = (logits(inputs(*all_of)) for all_of in ((USER,), (USER, other), (other, USER)))
+  np.testing.assert_allclose(one[:3], alone, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(two[1:], alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_a_run(tmp_path):
+  packed = {"targets": 4, "sequences": 2, "width": 24}
+  chosen = config(tmp_path, steps=40, eval_every=20, **packed)
+  metrics = train.run(chosen, str(tmp_path / "run"))["metrics"]
+  assert data_lib.load(chosen).best["test_auc"] > metrics["test_auc"] > 0.55
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"width": 4}, "write 6 or more"),
+    ({"targets": 0}, "1 or more"),
+    ({"vocabulary_sizes": (3, 4)}, "has 2 numbers"),
+    ({"events": 1e9}, "mode nano"),
+  ],
+)
+def test_days_that_cannot_be_drawn(changes, message, tmp_path):
+  with pytest.raises(errors.UserError, match=message):
+    data_lib.load(config(tmp_path, **changes))
+
+
+def test_another_model_cannot_read_sequences(tmp_path):
+  chosen = config(tmp_path, model="dcnv2")
+  with pytest.raises(errors.UserError, match="model='hstu'"):
+    jax.eval_shape(lambda: train.build_model(chosen, data_lib.describe(chosen)))

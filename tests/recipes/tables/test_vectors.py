@@ -1,0 +1,271 @@
+"""Vectors that another model has computed, and codes: read, encoded, learned from, and served."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from flax import nnx
+from served_models import asked_towers, own_probabilities, own_towers, run_of
+from small_tables import completed
+
+import embed
+from recipes import export, serving
+from recipes.dlrm import data, train
+from recipes.errors import UserError
+from recipes.tables import spec, values
+from recipes.training import layers
+from recipes.two_tower import data as tower_data
+
+COLUMNS = {
+  "clicked": "label",
+  "movie": "item",
+  "price": "number",
+  "query": {"kind": "vector", "width": 2, "project": False},
+  "part": "split",
+}
+OF_ITEMS = {"image": {"kind": "vector", "width": 3}, "codes": "codes"}
+
+
+def write(path, **columns):
+  pq.write_table(pa.table(columns), path)
+  return str(path)
+
+
+def tables(folder, queries=None):
+  """Six rows of the items a, b, c and x; x has no row in the table of the items, c has no image."""
+  rows = write(
+    folder / "rows.parquet",
+    clicked=[1, 0, 1, 0, 1, 0],
+    movie=["a", "b", "a", "c", "x", "b"],
+    price=[1.0, 3.0, 1.0, 3.0, 1.0, 3.0],
+    query=queries or [[1.0, 2.0], None, [3.0, 4.0], [0.0, 0.0], [5.0, 6.0], []],
+    part=["train"] * 4 + ["test"] * 2,
+  )
+  items = write(
+    folder / "items.parquet",
+    id=["c", "b", "a"],
+    image=[None, [4.0, 5.0, 6.0], [1.0, 2.0, 3.0]],
+    codes=[[7, 1], [7, 2], [8, 1]],
+  )
+  return {
+    "files": rows,
+    "columns": COLUMNS,
+    "item_table": {"files": items, "key": "id", "columns": OF_ITEMS},
+    "split": {"valid": 0.0},
+    "select": "",
+  }
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("stored", "expected"),
+  [
+    (pa.array([[1, 2], None, [], [np.nan, np.nan]]), [[1, 2], [], [], []]),
+    (pa.array([[1, 2], [3, 4]], pa.list_(pa.float16(), 2)), [[1, 2], [3, 4]]),
+    (pa.array(["1|2.5", "", None, "NA|NA"]), [[1, 2.5], [], [], []]),
+  ],
+  ids=["lists", "float16 of a fixed size", "texts"],
+)
+def test_a_vector_is_a_list_or_a_text(stored, expected):
+  read, problems = values.converted([stored], ("vector", "|", "2"), ("NA",), {}, ["v"])
+  assert (read.to_pylist(), problems) == (expected, [])
+
+
+@pytest.mark.parametrize(
+  ("stored", "problem"),
+  [
+    ([1.0], "[1.0] is not 2 numbers"),
+    ([1.0, None], "[1.0, None] is not 2 numbers"),
+    ([1.0, 2.0, None], "[1.0, 2.0, None] is not 2 numbers"),
+    ([1.0, np.inf], "inf is not finite"),
+  ],
+)
+def test_a_row_whose_vector_is_not_one_is_bad(tmp_path, stored, problem):
+  table = tables(tmp_path, queries=[[1.0, 2.0], None, stored, None, None, None])
+  config = completed("dlrm", tmp_path / "cache", **table)
+  with pytest.raises(UserError) as error:
+    data.load(config)
+  assert f"rows.parquet, row 3, column 'query': {problem}" in str(error.value)
+
+
+def test_codes_are_their_prefixes():
+  how = ("codes", "|")
+  read, problems = values.converted([pa.array([[3, 7, 1], None, [3]])], how, (), {}, ["c"])
+  assert (read.to_pylist(), problems) == ([["3", "3/7", "3/7/1"], [], ["3"]], [])
+  assert values.converted([pa.array(["3|7", ""])], how, (), {}, ["c"])[0].to_pylist() == [
+    ["3", "3/7"], [],
+  ]  # fmt: skip
+  _, (gap,) = values.converted([pa.array([[1], [4, None, 2]])], how, (), {}, ["c"])
+  assert (gap.bad.tolist(), gap.value(1)) == ([False, True], "[4, None, 2]")
+
+
+@pytest.mark.parametrize(
+  ("column", "problem"),
+  [
+    ("vector", "width is 0: give the number of values"),
+    ({"kind": "codes", "dim": 8}, "remove columns, pattern, size, table and dim"),
+    ({"kind": "codes", "combiner": "mean"}, "combiner is 'mean': choose 'sum'"),
+  ],
+)
+def test_declarations_that_make_no_sense(column, problem):
+  with pytest.raises(UserError, match=problem):
+    spec.parse({"x": column})
+
+
+# --- what a model gets ----------------------------------------------------------------------------
+
+
+def test_columns_by_hand(tmp_path):
+  loaded = data.load(completed("dlrm", tmp_path / "cache", **tables(tmp_path)))
+  dense = np.asarray(loaded.columns["dense"])
+  assert loaded.dense_names == ("price", "query 0", "query 1", "image 0", "image 1", "image 2")
+  assert dense[:, 1:3].tolist() == [[1, 2], [0, 0], [3, 4], [0, 0], [5, 6], [0, 0]]
+  a, b, none = [1, 2, 3], [4, 5, 6], [0, 0, 0]
+  assert dense[:, 3:].tolist() == [a, b, a, none, none, b]
+  assert dict(loaded.vectors) == {"image": (3, 6)}  # the query's numbers are used as they are
+  # Only the prefix 7 has two of the three training items.
+  movie, codes = loaded.features
+  assert (movie.name, codes.name, codes.onto) == ("movie", "codes", "movie")
+  assert codes.vocabulary_size == 1
+  assert loaded.columns["ids"][:, 1:].tolist() == [
+    [-1, -1], [0, -1], [-1, -1], [0, -1], [-1, -1], [0, -1],
+  ]  # fmt: skip
+
+
+def test_codes_need_the_item_that_they_are_of(tmp_path):
+  file = write(tmp_path / "rows.parquet", clicked=[1, 0], city=["a", "b"], codes=[[1], [2]])
+  columns = {"clicked": "label", "city": "category", "codes": "codes"}
+  config = completed("dlrm", tmp_path / "cache", files=file, columns=columns)
+  with pytest.raises(UserError, match="no column is declared as 'item', whose codes 'codes' holds"):
+    data.load(config)
+
+
+def test_inputs_by_hand():
+  config = lambda name: embed.FeatureConfig(embed.TableConfig(4, 2, name=name))
+  rngs = nnx.Rngs(0)
+  tables = embed.SparseEmbed({n: config(n) for n in ("movie", "codes", "city")}, rngs=rngs)
+  inputs = layers.Inputs(
+    tables, 4, dim=2, vectors={"image": (1, 3)}, onto={"codes": "movie"}, rngs=rngs
+  )
+  assert inputs.widths == {"movie": 2, "city": 2, "image": 2}
+  inputs.projections["image"].kernel[...] = jnp.array([[1.0, 0.0], [0.0, 10.0]])
+  rows = {"movie": [[1, 2]], "codes": [[30, 40]], "city": [[5, 6]]}
+  rows = {name: jnp.array(x, jnp.float32) for name, x in rows.items()}
+  vectors, numbers = inputs(rows, jnp.array([[7.0, 8.0, 9.0, 11.0]]))
+  assert jax.tree.map(lambda x: x.tolist(), vectors) == {
+    "movie": [[31, 42]], "city": [[5, 6]], "image": [[8, 90]],
+  }  # fmt: skip
+  assert numbers.tolist() == [[7, 11]]
+
+
+# --- what is learned and served -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+  """A log of 40 users and 30 items, with tables of both."""
+  folder, draw = tmp_path_factory.mktemp("log"), np.random.default_rng(0)
+  names = lambda kind, ids: [f"{kind}{i}" for i in ids]
+  pairs = [(u, i, n) for u in range(40) for n, i in enumerate(draw.choice(30, 6, replace=False))]
+  user, item, when = map(list, zip(*pairs, strict=True))
+  rows = write(
+    folder / "log.parquet",
+    clicked=draw.integers(2, size=len(pairs)),
+    who=names("u", user),
+    what=names("i", item),
+    when=when,
+  )
+  vectors = lambda rows: [None if n % 7 == 0 else list(draw.normal(size=5)) for n in range(rows)]
+  users = write(folder / "users.parquet", id=names("u", range(40)), taste=vectors(40))
+  items = write(
+    folder / "items.parquet",
+    id=names("i", range(28)),
+    image=vectors(28),
+    codes=[list(draw.integers(3, size=2)) for _ in range(28)],
+  )
+  vector = {"kind": "vector", "width": 5}
+  return {
+    "files": rows,
+    "columns": {"clicked": "label", "who": "user", "what": "item", "when": "time"},
+    "user_table": {"files": users, "key": "id", "columns": {"taste": vector}},
+    "item_table": {"files": items, "key": "id", "columns": {"image": vector, "codes": "codes"}},
+    "batch_size": 16,
+    "dim": 4,
+    "table": {"optimizer": "sgd"},
+  }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["dcnv2", "dlrm"])
+def test_an_exported_click_model_scores_rows_with_vectors_and_codes(log, tmp_path, model):
+  training = run_of("dlrm", log | {"model": model}, tmp_path / "run")
+  served = serving.load(export.export(tmp_path / "run", tmp_path / "served", platforms=("cpu",)))
+  rows = pq.read_table(log["files"])
+  scores = served.predict(rows.select(["who", "what"]))
+  expected = own_probabilities(training)
+  np.testing.assert_allclose(np.sort(scores), np.sort(expected), atol=1e-6)
+  assert np.ptp(expected) > 0.1
+  assert np.isfinite(served.predict([{"who": "nobody", "what": "nothing"}])).all()
+
+
+@pytest.mark.full
+def test_exported_towers_rank_with_vectors_and_codes(log, tmp_path):
+  table = log | {"eval_history": 8, "ks": (5,), "select": "valid_ndcg@5"}
+  training = run_of("two_tower", table, tmp_path / "run")
+  assert training.config.query == ("user", "history", "taste")
+  assert training.config.candidate == ("item", "codes", "image")
+  served = serving.load(export.export(tmp_path / "run", tmp_path / "served", platforms=("cpu",)))
+  users, scores, ids = own_towers(training)
+  asked, histories = asked_towers(training, served, users)
+  found = served.recommend({"who": asked, "history": ["|".join(each) for each in histories]})
+  np.testing.assert_allclose(found.scores, scores, atol=1e-5)
+  assert (found.items == np.array(served._items.texts, object)[ids]).mean() > 0.99
+  # A new user is known by a vector alone.
+  new = served.recommend({"taste": [[3.0, 0.0, 0.0, 0.0, -3.0], None]}, 3)
+  assert new.is_popular.tolist() == [False, True]
+  loaded = tower_data.load(training.config)
+  assert loaded.columns["item_image"].shape == (30, 5)
+
+
+def cold_auc(folder, with_codes):
+  """The AUC in rows of items that training never has; the first code decides about clicks."""
+  draw = np.random.default_rng(0)
+  codes = np.stack([np.arange(60) % 6, draw.integers(4, size=60)], axis=1)
+  is_cold = np.arange(60) >= 48
+  item = np.concatenate([draw.integers(48, size=1600), 48 + draw.integers(12, size=400)])
+  likes = np.array([0.9, 0.1, 0.8, 0.2, 0.7, 0.3])
+  rows = write(
+    folder / "rows.parquet",
+    clicked=(draw.random(2000) < likes[codes[item, 0]]).astype(int),
+    what=[f"i{i}" for i in item],
+    part=["test" if is_cold[i] else "valid" if n % 8 == 0 else "train" for n, i in enumerate(item)],
+  )
+  items = write(folder / "items.parquet", id=[f"i{i}" for i in range(60)], codes=codes.tolist())
+  table = {"files": items, "key": "id", "columns": {"codes": "codes"}}
+  config = completed(
+    "dlrm",
+    folder / "cache",
+    files=rows,
+    columns={"clicked": "label", "what": "item", "part": "split"},
+    dim=8,
+    writers=(),
+    baseline={"max_rows": 0},
+    **({"item_table": table} if with_codes else {}),
+  )
+  return train.run(config, str(folder / "run"))["metrics"]["test_auc"]
+
+
+@pytest.mark.full
+def test_an_item_that_is_new_is_scored_by_its_codes(tmp_path):
+  """Best is .83; without codes all items that are new have one vector, and one score."""
+  auc = {}
+  for with_codes in (True, False):
+    folder = tmp_path / str(with_codes)
+    folder.mkdir()
+    auc[with_codes] = cold_auc(folder, with_codes)
+  assert auc[False] == 0.5
+  assert auc[True] > 0.8

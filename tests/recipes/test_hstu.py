@@ -1,0 +1,87 @@
+"""HSTU's block against slow NumPy: every bias, any mask, and attention in parts.
+
+Its distances and its gate are tested with the encoders, in sequence/test_model.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recipes import errors
+from recipes.training import hstu
+
+pytestmark = pytest.mark.full
+
+WIDTH, HEADS, LENGTH, COLUMNS = 8, 2, 16, 6
+
+
+def block(**options):
+  return hstu.HSTUBlock(WIDTH, HEADS, LENGTH, dropout=0.0, **options, rngs=nnx.Rngs(0))
+
+
+def inputs(seed=0):
+  draw = np.random.default_rng(seed)
+  x = draw.normal(size=(2, COLUMNS, WIDTH)).astype(np.float32)
+  return x, draw.random((2, COLUMNS, COLUMNS)) < 0.6
+
+
+def norm(x):
+  return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+
+
+def silu(x):
+  return x / (1 + np.exp(-x))
+
+
+def slowly(model, x, mask, bias):
+  """Equations 1 to 3 of the paper; `bias` is of a row, a column, and one that it looks at."""
+  parts = silu(norm(x) @ np.asarray(model.uvqk.kernel[...]))
+  gate, value, query, key = np.split(parts, 4, axis=-1)
+  mixed = np.zeros_like(x)
+  for row, one, other in zip(*np.nonzero(mask), strict=True):
+    for head in (slice(0, 4), slice(4, 8)):
+      score = query[row, one, head] @ key[row, other, head] + bias(row, one, other)
+      mixed[row, one, head] += silu(score) / LENGTH * value[row, other, head]
+  return x + (norm(mixed) * gate) @ np.asarray(model.out.kernel[...])
+
+
+def test_times_and_actions_are_biases_of_the_scores():
+  model = block(distances=False, buckets=8, actions=3)
+  time_bias, action_bias = (np.array([*range(8)]) / 4 - 1, np.array([-2.0, 0.5, 2.0]))
+  model.time_bias[...], model.action_bias[...] = jnp.array(time_bias), jnp.array(action_bias)
+  x, mask = inputs()
+  times = np.array([[0, 1, 3, 6, 7, 100], [0, 0, 0, 50, 50, 51]], np.int32)
+  actions = np.array([[0, 1, 2, -1, 1, 0], [2, 2, -1, -1, 0, 1]], np.int32)
+  # Seconds to bucket, by hand: floor(log(s) / 0.301), and 7 from 9 seconds on.
+  bucket = {0: 0, 1: 0, 2: 2, 3: 3, 4: 4, 5: 5, 6: 5, 7: 6}
+
+  def bias(row, one, other):
+    apart = abs(int(times[row, one] - times[row, other]))
+    action = actions[row, other]
+    return time_bias[bucket.get(apart, 7)] + (action_bias[action] if action >= 0 else 0)
+
+  found = model(x, mask, times=times, actions=actions)
+  np.testing.assert_allclose(found, slowly(model, x, mask, bias), rtol=1e-3, atol=1e-5)
+
+
+def test_attention_in_parts_is_the_same():
+  x, mask = inputs()
+  more = {"times": np.arange(12, dtype=np.int32).reshape(2, 6) ** 2}
+  slopes = nnx.jit(nnx.grad(lambda model: jnp.sum(model(x, mask, **more) ** 2)))
+  whole, parts = (block(buckets=8, query_block=size) for size in (0, 2))
+  for found, expected in zip(
+    jax.tree.leaves(slopes(parts)), jax.tree.leaves(slopes(whole)), strict=True
+  ):
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(parts(x, mask, **more), whole(x, mask, **more), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [({"buckets": 4}, "a bias of times"), ({"actions": 4}, "of actions"), ({"query_block": 4}, "6")],
+)
+def test_what_a_block_cannot_have(options, message):
+  with pytest.raises(errors.UserError, match=message):
+    block(**options)(*inputs())

@@ -1,0 +1,125 @@
+"""Sweeps: what is tried, that no test row is read before the choice, and how one resumes."""
+
+import doctest
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import recipe_runs
+
+from recipes import errors, sweep
+from recipes.run import checkpoints
+
+
+def test_docstrings():
+  assert not doctest.testmod(sweep).failed
+
+
+@pytest.mark.parametrize(
+  ("wrong", "message"),
+  [
+    ({}, "no trials"),
+    ([], "no trials"),
+    ({"dropout": []}, "no trials"),
+    ({"dropout": 0.1}, "a dict of lists"),
+    ([{"dropout": [0.1]}, "x"], "a list of dicts"),
+    ([{"dropuot": 0.1}], r"config has no setting 'dropuot'; did you mean 'dropout'"),
+    ([{"table.dropout": 0.1}], r"config\.table has no setting 'dropout'"),
+    ([{"dropout": "much"}], r"config\.dropout is 'much'"),
+    ([{"loss": "hinge"}], "unknown loss 'hinge'"),
+  ],
+)
+def test_mistakes_end_before_the_first_trial(tmp_path, wrong, message):
+  config = recipe_runs.sequence_smoke("synthetic", tmp_path)
+  with pytest.raises(errors.UserError, match=message):
+    sweep.run("sequence", config, tmp_path / "sweep", wrong)
+  assert not (tmp_path / "sweep").exists()
+
+
+def test_a_table_by_hand():
+  trial = lambda loss, auc: {
+    "settings": {"loss": loss}, "metrics": {"valid_auc": auc}, "steps": 40, "tested_step": 20,
+    "seconds": 61.0,
+  }  # fmt: skip
+  rows = [trial("bce", 0.7), trial("a|b", 0.8), {"settings": {"loss": "x"}, "error": "nan"}]
+  lines = sweep.table({"trials": rows, "select": "valid_auc", "chosen": 1}).splitlines()
+  assert [line.count("|") - line.count("\\|") for line in lines] == [7] * 5
+  assert lines[2] == "| 0 | bce | 0.7000 | 40 | 20 | 2 |"
+  assert lines[3].startswith("| **1** | ")
+  assert "**0.8000**" in lines[3]
+  assert "diverged" in lines[4]
+
+
+SMOKE = {
+  "sequence": lambda folder: recipe_runs.sequence_smoke("synthetic", folder),
+  "dlrm": lambda folder: recipe_runs.dlrm_smoke("synthetic", folder),
+  "two_tower": lambda folder: recipe_runs.two_tower_smoke("synthetic", folder),
+}
+
+
+def guard_test_rows(recipe, workdir, monkeypatch):
+  """Lets nothing read test rows before `sweep.json` has a choice; returns the splits read."""
+  module = importlib.import_module(f"recipes.{recipe}.data")
+  read, splits = module.eval_batches, []
+
+  def guarded(data, split, *args, **options):
+    if split == "test":
+      assert "chosen" in json.loads((workdir / "sweep.json").read_text()), "read too early"
+    splits.append(split)
+    return read(data, split, *args, **options)
+
+  monkeypatch.setattr(module, "eval_batches", guarded)
+  return splits
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", sorted(SMOKE))
+def test_no_test_row_is_read_before_the_choice(recipe, tmp_path, monkeypatch):
+  config, workdir = SMOKE[recipe](tmp_path), tmp_path / "sweep"
+  splits = guard_test_rows(recipe, workdir, monkeypatch)
+  about = sweep.run(recipe, config, workdir, {"table.learning_rate": [1e-9, 0.05]})
+  assert splits.count("test") == 1
+  results = [json.loads((workdir / f"trial_{i}/result.json").read_text()) for i in range(2)]
+  chosen = about["chosen"]
+  assert results[chosen]["baselines"]
+  assert not results[1 - chosen]["baselines"]
+  for number, (row, result) in enumerate(zip(about["trials"], results, strict=True)):
+    has_test = any(name.startswith("test_") for name in result["metrics"])
+    assert has_test == (number == chosen)
+    assert result["metrics"] == row["metrics"] | (about["test"] if has_test else {})
+  sign = -1 if config.select.endswith("loss") else 1
+  scores = [sign * row["metrics"][config.select] for row in about["trials"]]
+  assert scores[chosen] == max(scores)
+  assert json.loads((workdir / "sweep.json").read_text()) == about
+  assert (workdir / "sweep.md").read_text().count("\n") == 4
+
+
+@pytest.mark.full
+def test_a_stopped_sweep_goes_on_and_trains_nothing_twice(tmp_path, monkeypatch):
+  config, workdir = SMOKE["sequence"](tmp_path), tmp_path / "sweep"
+  tried = [{"dropout": 0.1}, {"dropout": 0.2}, {"learning_rate": 1e30}]
+  saved, save = [], checkpoints.Manager.save
+
+  def recorded(self, progress, **state):
+    if "trial_1" in str(self.folder) and progress.step == 6 and stops:
+      raise errors.Stopped
+    saved.append((Path(self.folder).parent.name, progress.step))
+    save(self, progress, **state)
+
+  monkeypatch.setattr(checkpoints.Manager, "save", recorded)
+  stops = True
+  with pytest.raises(errors.Stopped):
+    sweep.run("sequence", config, workdir, tried)
+  assert saved == [("trial_0", 3), ("trial_0", 6), ("trial_1", 3)]
+  assert "chosen" not in json.loads((workdir / "sweep.json").read_text())
+  stops = False
+  about = sweep.run("sequence", config, workdir, tried)
+  assert saved[3:] == [("trial_1", 6)]
+  assert "metrics" not in about["trials"][2]
+  assert about["chosen"] in (0, 1)
+  assert about["trials"][0]["settings"] == {"dropout": 0.1, "learning_rate": config.learning_rate}
+  # The choice stays, and with it the test.
+  assert sweep.run("sequence", config, workdir, tried) == about
+  with pytest.raises(errors.UserError, match="has chosen among other trials"):
+    sweep.run("sequence", config, workdir, tried[:2])
