@@ -308,18 +308,13 @@ class Metrics:
     """
     clicks, sums = _compiled(self.labels, self.mesh)(outputs, targets, mask, weight)
     added = lambda name, x: plus(self.sums.get(name, (x * 0, x * 0)), (x, x * 0))
-    return dataclasses.replace(
-      self,
-      clicks={
-        name: metric.update(*clicks[name][:2], weight=clicks[name][2])
-        for name, metric in self.clicks.items()
-      },
-      grouped={
-        name: metric.update(*clicks[name][:2], ids, weight=clicks[name][2])
-        for name, metric in self.grouped.items()
-      },
-      sums={name: added(name, x) for name, x in sums.items()},
-    )
+    of_clicks, grouped = dict(self.clicks), dict(self.grouped)
+    for name, (logits, target, amount) in clicks.items():
+      of_clicks[name] = of_clicks[name].update(logits, target, weight=amount)
+      if name in grouped:
+        grouped[name] = grouped[name].update(logits, target, ids, weight=amount)
+    sums = {name: added(name, x) for name, x in sums.items()}
+    return dataclasses.replace(self, clicks=of_clicks, grouped=grouped, sums=sums)
 
   def merge(self, other: "Metrics") -> "Metrics":
     """Returns the metrics of the examples of both."""

@@ -37,7 +37,7 @@ def of_clicks(features: Sequence[Feature], slices: Sequence[str], serve: Path | 
       raise UserError(f"config.slices has {name!r}, {about}: choose some of {single}")
     named.append((name, _values(feature, known.get(name))))
   user = spec.only(encoder.fitted.kinds, spec.User) if encoder else None
-  if user is None:
+  if encoder is None or user is None:
     return Groups(slices=tuple(named))
   num_users = len(encoder.fitted.vocabulary(user)) or None
   return Groups(user, num_users, tuple(named))

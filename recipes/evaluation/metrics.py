@@ -183,7 +183,8 @@ class ClickMetrics:
   @classmethod
   def empty(cls, mesh: Mesh | None = None) -> "ClickMetrics":
     """Returns the metric of no example."""
-    return cls(*_compiled(mesh)[0](), mesh)
+    high, low = _compiled(mesh)[0]()
+    return cls(high, low, mesh)
 
   def update(
     self,
@@ -206,12 +207,13 @@ class ClickMetrics:
       ValueError: the shapes differ or are not `[B]`.
     """
     logits, labels, amount = _checked(logits, labels, mask, weight)
-    sums = _compiled(self.mesh)[1](self.high, self.low, logits, labels, amount)
-    return ClickMetrics(*sums, self.mesh)
+    high, low = _compiled(self.mesh)[1](self.high, self.low, logits, labels, amount)
+    return ClickMetrics(high, low, self.mesh)
 
   def merge(self, other: "ClickMetrics") -> "ClickMetrics":
     """Returns the metric of the examples of both, which are over one mesh."""
-    return ClickMetrics(*_merged((self.high, self.low), (other.high, other.low)), self.mesh)
+    high, low = _merged((self.high, self.low), (other.high, other.low))
+    return ClickMetrics(high, low, self.mesh)
 
   def compute(self) -> dict[str, float]:
     """Returns `{"auc", "logloss", "ne", "calibration"}`; see `click_metrics`.
@@ -354,11 +356,8 @@ def _compiled(mesh: Mesh | None) -> tuple[Any, Any, Any]:
     def total_of_own(*sums):
       # Each device adds up a part of the sums: a float32 all-reduce would round them.
       cut = lambda x: x.reshape(devices, -1)
-      sums = [jax.lax.all_to_all(cut(x), mesh.axis_names, 0, 0) for x in sums]
-      total = sums[0][0], sums[1][0]
-      for device in range(1, devices):
-        total = plus(total, (sums[0][device], sums[1][device]))
-      return total
+      high, low = (jax.lax.all_to_all(cut(x), mesh.axis_names, 0, 0) for x in sums)
+      return functools.reduce(plus, zip(high, low, strict=True))
 
     add = jax.shard_map(_add, mesh=mesh, in_specs=part, out_specs=part)
     total = jax.shard_map(total_of_own, mesh=mesh, in_specs=part, out_specs=part)
@@ -475,7 +474,7 @@ class GroupedClickMetrics:
     self,
     logits: jax.Array,
     labels: jax.Array,
-    ids: Mapping[str, jax.Array],
+    ids: Mapping[str, Any],
     mask: jax.Array | None = None,
     weight: jax.Array | None = None,
   ) -> "GroupedClickMetrics":
@@ -490,6 +489,11 @@ class GroupedClickMetrics:
     batch = {"logit": logits, "label": labels.astype(bool), "amount": amount}
     for name in self.groups.features:
       batch[f"of {name}"] = jnp.asarray(ids[name])
+      if len(ids[name]) != len(logits):
+        raise UserError(
+          f"{name!r} has {len(ids[name])} ids for {len(logits)} labels: slices and users need data "
+          "with one id for each label"
+        )
     return dataclasses.replace(self, batches=(*self.batches, batch))
 
   def merge(self, other: "GroupedClickMetrics") -> "GroupedClickMetrics":
@@ -516,11 +520,11 @@ class GroupedClickMetrics:
     if self.groups.user:
       users = _as_users(rows[f"of {self.groups.user}"], self.groups.num_users)
       known = users >= 0
-      within, share = gauc(*(x[known] for x in examples[:2]), users[known], examples[2][known])
+      logit, label, amount = (x[known] for x in examples)
+      within, share = gauc(logit, label, users[known], amount)
       metrics |= {"gauc": within} if within is not None else {}
-      metrics["gauc_share"] = share * float(
-        examples[2][known].sum(dtype=np.float64) / max(examples[2].sum(dtype=np.float64), 1e-300)
-      )
+      of_all = examples[2].sum(dtype=np.float64) or 1.0
+      metrics["gauc_share"] = share * float(amount.sum(dtype=np.float64) / of_all)
     for name, values in self.groups.slices:
       ids, one_outcome = rows[f"of {name}"], 0
       for value, text in enumerate(values):
